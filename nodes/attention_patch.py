@@ -77,9 +77,7 @@ class PascalAttentionPatch:
                 "min_keys": ("INT", {"default": 1024, "min": 0, "max": 1048576, "step": 1, "tooltip": keys, **more}),
                 "nan_guard": inputs.nan_guard(),
             },
-            "optional": {
-                "earlier_patch": (others.CHOICES, {"default": AUTO, "tooltip": earlier, **more}),
-            },
+            "optional": {"earlier_patch": (others.CHOICES, {"default": AUTO, "tooltip": earlier, **more})},
             "hidden": {"unique_id": "UNIQUE_ID", "prompt": "PROMPT"},
         }
 

@@ -67,7 +67,7 @@ class PascalFFNChunking:
         settings = f"budget {budget} MiB, from {min_tokens} tokens"
         chunking = ffn.Chunking(binding, host.name_of_model(patched.model), settings, unique_id)
         install(patched, chunking)
-        report = binding.preview(network_of(patched))
+        report = binding.report(network_of(patched))
         inline = inside_blocks(network_of(patched))
         host.say("; ".join(filter(None, [status(report, chunking.subject, settings), inline])), unique_id)
         return patched, "\n".join(filter(None, [report.text(), inline]))

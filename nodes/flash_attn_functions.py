@@ -14,7 +14,7 @@ from ..pascal_attn_core.flash_attn import install as stand_in
 from ..pascal_attn_core.observe.report import CallKey, record
 from ..pascal_attn_core.patching.patch import Patch
 from .comfy import host, inputs
-from .comfy.anything import ANY
+from .comfy.inputs import ANY
 from .engine import runs
 
 SUBJECT = "flash_attn functions"

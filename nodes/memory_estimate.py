@@ -85,14 +85,15 @@ class PascalMemoryEstimate:
         wanted, device = Latent.of(model, latent), model.load_device
         free, total = _host.free_and_total_bytes(device)
         copies = batch_copies(model, wanted, free) if guidance else 1
-        tokens = text_tokens or (77 if _is_unet(model) else 256)
+        tokens = text_tokens or (77 if hasattr(model.model.diffusion_model, "input_blocks") else 256)  # a UNet, or not
         name = _host.name_of_model(model.model)
         with torch.random.fork_rng(devices=[]):  # the workflow's random numbers are not ours
             followed = follow(model, wanted, conditioning, tokens, copies)
             if isinstance(followed, str):
                 _host.say(f"memory estimate: {name}: {followed}", unique_id, f"{name}: no estimate")
                 return f"{name}: {followed}", 0.0, as_image(draw_largest((), f"{name}: no estimate"))
-            host = Host(device, device_info(device), _own_attention(), budget_from(total))
+            attention = "" if _host.uses_sdpa() else _host.attention_name()
+            host = Host(device, device_info(device), attention, budget_from(total))
             available = min(total, free + model.loaded_size())
             is_streamed = model.model_size() >= available
             room = available if is_streamed else available - model.model_size()
@@ -173,11 +174,3 @@ def batch_copies(model: Any, latent: Latent, free_bytes: int) -> int:
 def _length(prompt: dict[str, Any]) -> int:
     text = prompt.get("cross_attn")
     return math.prod(text.shape[:-1]) if isinstance(text, torch.Tensor) else 0
-
-
-def _is_unet(model: Any) -> bool:
-    return hasattr(model.model.diffusion_model, "input_blocks")
-
-
-def _own_attention() -> str:
-    return "" if _host.uses_sdpa() else _host.versions()["attention"]

@@ -12,7 +12,7 @@ from ..pascal_attn_core.machine.facts import complaints, look_around
 from ..pascal_attn_core.selftest import Selftest, describe
 from ..pascal_attn_core.selftest import check as run_selftest
 from .comfy import host, inputs
-from .comfy.anything import ANY
+from .comfy.inputs import ANY
 from .engine import runs
 from .reporting.exactness import check
 from .reporting.findings import Findings, Shown, choose_runs, merged
@@ -111,7 +111,7 @@ def gather(prompt: dict[str, Any], unique_id: str | None, *, exactness_check: bo
         own + [f"{_name(entry)}: {text}" for entry in shown for text in entry.run.warnings],
         remarks,
         host.versions(),
-        {entry.run.device: _total_bytes(entry.run.device) for entry in shown},
+        {entry.run.device: host.free_and_total_bytes(torch.device(entry.run.device))[1] for entry in shown},
     )
 
 
@@ -139,7 +139,3 @@ def _alarms_of(shown: Shown) -> list[str]:
 
 def _name(shown: Shown) -> str:
     return shown.title + (f" ({shown.remark})" if shown.remark else "")
-
-
-def _total_bytes(device: str) -> int:
-    return host.free_and_total_bytes(torch.device(device))[1]

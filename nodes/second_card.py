@@ -26,8 +26,9 @@ class PascalSecondCard:
         "Another card in the same computer computes a share of the attention: some heads of each large call are copied "
         "to it and the results copied back while the first card computes the rest. The model stays where it is: the "
         "second card needs memory for those heads only. It may be slower than the first: its share is found by timing. "
-        "For large images and videos, at any cfg. The result is bit for bit the same when both cards are of the same "
-        "kind. With one card, or when the second one fails, everything is computed on the first."
+        "For large images and videos, at any cfg. With two cards of the same kind the result is bit for bit that of "
+        "one where query, key and value are dense in memory; otherwise it is exact within rounding. With one card, or "
+        "when the second one fails, everything is computed on the first."
     )
     CATEGORY = "model/patch/attention"
     SEARCH_ALIASES = (
@@ -119,9 +120,7 @@ def _say_afterwards(patched: Any, unique_id: str | None) -> None:
     from comfy.patcher_extension import CallbacksMP
 
     def say(patcher: Any) -> None:
-        engine = engine_of(
-            patcher.model_options["transformer_options"].get(OVERRIDE)
-        )  # of a patch behind this node too
+        engine = engine_of(patcher.model_options["transformer_options"].get(OVERRIDE))  # a patch behind this node's too
         if engine is not None:
             host.send_status(_status(engine), unique_id)
 
@@ -136,8 +135,5 @@ def _status(engine: Engine) -> str:
         return "second card: no attention call reached it"
     if run.shares:
         return f"second card: {shares_text(run.shares)}"
-    counts: dict[str, int] = {}
-    for kind, tally in list(run.tallies.items()):
-        why = kind.why.rpartition(ON_ONE_DEVICE)[2]
-        counts[why] = counts.get(why, 0) + tally.count
-    return f"second card: nothing shared: {max(counts, key=lambda why: counts[why])}"
+    why = next(iter(run.counted(lambda kind: kind.why.rpartition(ON_ONE_DEVICE)[2])))
+    return f"second card: nothing shared: {why}"

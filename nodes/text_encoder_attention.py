@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterator
 from typing import Any
 
 from torch import Tensor, nn
 
 from .comfy import host, inputs
-from .comfy.objects import Make, Replacements, replace_functions
+from .comfy.objects import Make, replace_functions
 from .comfy.sites import argument_leaves, calls_directly, has_softcap, host_names
 from .engine.engine import Engine, PatchSettings
-from .engine.watch import not_finite
-from .patches.replacements import Replacement, status, warn_if_replaced, whole_call
-from .patches.scope import Scope
+from .engine.meter import not_finite
+from .patches.replacements import Replacement, Sites, whole_call
 
 _WHOLE = ("encode_token_weights", "generate")
 
@@ -58,47 +58,34 @@ class PascalTextEncoderAttention:
             )
         settings = PatchSettings(inputs.config(route, budget_mib), min_keys=0, nan_guard=nan_guard, min_queries=2)
         engine = Engine(settings, type(model).__name__, "text encoder", unique_id)
-        sites = _Sites(engine, model)
-        host.say(status(engine, len(sites.blocks) + len(sites.direct), "text encoder"), unique_id)
-        if not sites.blocks and not sites.direct:
+        sites = _sites(engine, model)
+        host.say(sites.status("text encoder"), unique_id)
+        if not sites:
             return (clip,)
         patched = clip.clone()
-        replace_functions(patched.patcher, lambda model: _Sites(engine, model).replacements)
+        replace_functions(patched.patcher, lambda model: _sites(engine, model).replacements)
         return (patched,)
 
 
-class _Sites:
-    """Where a text encoder computes attention, and what replaces it; the attributes are those of a VAE's sites."""
+def _sites(engine: Engine, model: nn.Module) -> Sites:
+    leaves = {name: position for name, _, position in argument_leaves(model)}
+    outside = set(calls_directly(model, leaves))
 
-    def __init__(self, engine: Engine, model: nn.Module):
-        scope = Scope()
-        leaves = {name: position for name, _, position in argument_leaves(model)}
-        outside = set(calls_directly(model, leaves))
-        found: Replacements = {}
-        for name, module in model.named_modules():
-            ours = Replacement(engine, scope, name)
-            if name in outside and host_names(type(module)):
-                found[_forward(name)] = ours.named
-            elif has_softcap(module):
-                found[_forward(name)] = ours.softcapped
-            elif name in leaves:
-                found[_forward(name)] = functools.partial(ours.given, leaves[name])
-        self.blocks = sorted(name.rpartition(".")[0] for name in found)
-        self.direct = calls_directly(model, self.blocks)
-        catches = bool(self.direct)  # only then: Python is asked about every torch function below
-        whole = {n: _whole(engine, scope, model, list(found), catches) for n in _WHOLE if hasattr(model, n)}
-        self.replacements = {**found, **whole}
+    def find(name: str, module: nn.Module, ours: Replacement) -> Iterator[tuple[str, Make]]:
+        if name in outside and host_names(type(module)):
+            yield "forward", ours.named
+        elif has_softcap(module):
+            yield "forward", ours.softcapped
+        elif name in leaves:
+            yield "forward", functools.partial(ours.given, leaves[name])
 
-
-def _forward(name: str) -> str:
-    return f"{name}.forward".lstrip(".")
-
-
-def _whole(engine: Engine, scope: Scope, model: nn.Module, names: list[str], catches: bool) -> Make:
     def watch(args: tuple, kwargs: dict[str, Any], result: Any) -> None:
-        warn_if_replaced(engine, model, names)
         encoded = result if isinstance(result, (tuple, list)) else (result,)
         if engine.settings.nan_guard and not_finite(value for value in encoded if isinstance(value, Tensor)):
             engine.warn("the encoded text holds NaN or infinity: start ComfyUI with --fp32-text-enc")
 
-    return functools.partial(whole_call, engine=engine, scope=scope, watch=watch, catches=catches)
+    sites = Sites(engine, model, find)
+    catches = bool(sites.direct)  # only then: Python is asked about every torch function below
+    whole = functools.partial(whole_call, sites=sites, watch=watch, catches=catches)
+    sites.replacements.update({name: whole for name in _WHOLE if hasattr(model, name)})
+    return sites

@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from torch import Tensor, nn
 
 from .comfy import host, inputs
-from .comfy.objects import Make, Replacements, replace_functions
-from .comfy.sites import attributes, calls_directly, host_names
+from .comfy.objects import Make, replace_functions
+from .comfy.sites import attributes, host_names
 from .engine.engine import Engine, PatchSettings
-from .engine.watch import not_finite
-from .patches.bands import AS_IT_IS, METHODS, MODES, NEEDED, Estimate, estimate_of, in_bands
-from .patches.replacements import Replacement, in_run, status, warn_if_replaced, whole_call
-from .patches.scope import Scope
+from .engine.meter import not_finite
+from .patches.bands import AS_IT_IS, METHODS, MODES, NEEDED, Estimate, in_bands
+from .patches.replacements import Replacement, Sites, in_run, whole_call
 
 _WHOLE = ("decode", "encode", "decode_tiled", "encode_tiled")  # of VAEs, and of the networks in them
 
@@ -70,53 +69,26 @@ class PascalVAEAttention:
         }
 
     def patch(
-        self,
-        vae: Any,
-        route: str,
-        budget_mib: int,
-        nan_guard: bool,
-        unique_id: str | None = None,
-        decode: str = NEEDED,
+        self, vae: Any, route: str, budget_mib: int, nan_guard: bool, unique_id: str | None = None, decode: str = NEEDED
     ) -> tuple[Any]:
         """A copy of ``vae`` that decodes and encodes in bands and whose attention is ours; ``vae`` itself where there
         is nothing to patch."""
         network = _network_of(vae)
         settings = PatchSettings(inputs.config(route, budget_mib), min_keys=0, nan_guard=nan_guard)
         engine = Engine(settings, type(network).__name__, "VAE", unique_id)
-        bands = _Bands(vae, decode)
-        sites = _Sites(engine, network, bands)
-        blocks = len(sites.blocks) + len(sites.direct)
-        host.say(_status(engine, blocks, bands), unique_id)
-        if not blocks and not bands.wanted:
+        methods = () if decode == AS_IT_IS else METHODS
+        estimates: dict[str, Estimate | None] = {name: getattr(vae, f"memory_used_{name}", None) for name in methods}
+        sites = _sites(engine, network, decode, estimates)
+        text = sites.status("VAE") if sites or not methods else f"{engine.subject} has no attention"
+        host.say(f"{text}; decoding and encoding {decode}" if methods else text, unique_id)
+        if not sites and not methods:
             return (vae,)
         patched = copy.copy(vae)
         patched.patcher = vae.patcher.clone()
         patched.pascal_attn = engine
         patched.__class__ = _with_runs(type(vae))  # type: ignore[arg-type]  # mypy: a class is not Hashable
-        replace_functions(patched.patcher, lambda model: _Sites(engine, model, bands).replacements)
+        replace_functions(patched.patcher, lambda model: _sites(engine, model, decode, estimates).replacements)
         return (patched,)
-
-
-class _Bands:
-    """The methods of a VAE's network that run in bands, and the mode that says when."""
-
-    def __init__(self, vae: Any, mode: str):
-        self.mode, self.wanted = mode, mode != AS_IT_IS
-        self.estimates: dict[str, Estimate | None] = {method: estimate_of(vae, method) for method in METHODS}
-
-    def around(self, engine: Engine, network: nn.Module, method: str, whole: Make) -> Make:
-        """``whole`` with bands within, if the method can have them."""
-        if not self.wanted or method not in METHODS:
-            return whole
-        bands = in_bands(engine, network, method, self.mode, self.estimates[method])
-        return lambda previous: whole(bands(previous))
-
-
-def _status(engine: Engine, blocks: int, bands: _Bands) -> str:
-    if not bands.wanted:
-        return status(engine, blocks, "VAE")
-    text = status(engine, blocks, "VAE") if blocks else f"{engine.subject} has no attention"
-    return f"{text}; decoding and encoding {bands.mode}"
 
 
 def _network_of(vae: Any) -> nn.Module:
@@ -129,43 +101,29 @@ def _network_of(vae: Any) -> nn.Module:
     return network
 
 
-class _Sites:
-    """The places where a VAE's network computes attention, and their replacements.
+def _sites(engine: Engine, network: nn.Module, mode: str, estimates: dict[str, Estimate | None]) -> Sites:
+    """The places of a VAE's network; ``estimates`` has ComfyUI's for each method that runs in bands."""
 
-    Attributes:
-        blocks: modules whose attention is replaced by name.
-        direct: modules that call attention where only a mode around the network sees it.
-        replacements: the functions to replace, those that decode and encode among them.
-    """
+    def find(name: str, module: nn.Module, ours: Replacement) -> Iterator[tuple[str, Make]]:
+        for attribute in attributes(module):
+            yield attribute, ours.channels_first
+        if host_names(type(module)):
+            yield "forward", ours.named
 
-    def __init__(self, engine: Engine, network: nn.Module, bands: _Bands):
-        scope = Scope()
-        found: Replacements = {}
-        for name, module in network.named_modules():
-            ours = Replacement(engine, scope, name)
-            for attribute in attributes(module):
-                found[f"{name}.{attribute}".lstrip(".")] = ours.channels_first
-            if host_names(type(module)):
-                found[f"{name}.forward".lstrip(".")] = ours.named
-        self.blocks = sorted({name.rpartition(".")[0] for name in found})
-        self.direct = calls_directly(network, self.blocks)
-        names = list(found)
-        for name in [name for name in _WHOLE if hasattr(network, name)]:
-            found[name] = bands.around(engine, network, name, _whole(engine, scope, network, name, names))
-        self.replacements = found
-
-
-def _whole(engine: Engine, scope: Scope, network: nn.Module, what: str, names: list[str]) -> Make:
-    """A whole decoding or encoding: watched, and with a word of warning where another node took our place."""
-
-    def watch(args: tuple, kwargs: dict[str, Any], result: Any) -> None:
-        if not names and not engine.run.gains and engine.run.count() == 0:
+    def watch(what: str, args: tuple, kwargs: dict[str, Any], result: Any) -> None:
+        if not sites.names and not engine.run.gains and engine.run.count() == 0:
             engine.run.note(f"{what} runs as it is; this VAE has no attention")
-        warn_if_replaced(engine, network, names)
         if engine.settings.nan_guard:
             _say_where_nan_comes_from(engine, what, [*args, *kwargs.values()], result)
 
-    return functools.partial(whole_call, engine=engine, scope=scope, watch=watch, catches=True)
+    def whole(name: str, previous: Callable[..., Any]) -> Callable[..., Any]:
+        if name in estimates:
+            previous = in_bands(engine, network, name, mode, estimates[name], previous)
+        return whole_call(previous, sites, functools.partial(watch, name), catches=True)
+
+    sites = Sites(engine, network, find)
+    sites.replacements.update({name: functools.partial(whole, name) for name in _WHOLE if hasattr(network, name)})
+    return sites
 
 
 def _say_where_nan_comes_from(engine: Engine, what: str, given: list[Any], result: Any) -> None:

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from .diffusers import patch_attention as patch_attention
     from .ffn import patch_ffn
     from .flash_attn import patch_flash_attn
+    from .flex import create_block_mask, flex_attention, patch_flex_attention
     from .int8 import patch_linear_int8
     from .sdpa_patch import patch_sdpa
     from .transformers import patch_transformers
@@ -44,11 +45,14 @@ __all__ = [
     "__version__",
     "attention_map",
     "capture",
+    "create_block_mask",
     "explain",
+    "flex_attention",
     "mask_rule",
     "measure_memory",
     "patch_ffn",
     "patch_flash_attn",
+    "patch_flex_attention",
     "patch_linear_int8",
     "patch_sdpa",
     "patch_transformers",
@@ -64,9 +68,12 @@ __all__ = [
 
 # patch_attention is not in __all__: it needs diffusers, which `from pascal_attn_core import *` must not.
 _LAZY = {
+    "create_block_mask": "flex",
+    "flex_attention": "flex",
     "patch_attention": "diffusers",
     "patch_ffn": "ffn",
     "patch_flash_attn": "flash_attn",
+    "patch_flex_attention": "flex",
     "patch_linear_int8": "int8",
     "patch_sdpa": "sdpa_patch",
     "patch_transformers": "transformers",

@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from einops import rearrange
 from torch import Tensor
 
 from .call import AttentionCall, Options, check_call, prepared, without_autocast
 from .lazy_mask import LazyMask
+from .routes.math import probabilities
 from .tiled.masks import Band
 
 __all__ = ["AttentionMap", "Saved", "attention_map", "saved_by_band"]
@@ -49,14 +49,15 @@ def attention_map(
     query, key, _, attn_mask, options = prepared(query, key, key, attn_mask, options)
     call = check_call(query, key, key, attn_mask, options)
     chosen = _row_numbers(rows, call)
+    mask, band = _mask_rows(call, chosen), _band_rows(call, chosen)
+    if mask is None or band is None:
+        mask = band if mask is None else mask
+    else:
+        mask = mask & band if mask.dtype == torch.bool else mask.masked_fill(~band, -torch.inf)
+    given = Options(scale=scale, enable_gqa=enable_gqa, softcap=softcap, sinks=sinks)
+    part = check_call(query.index_select(-2, chosen), key, key, mask, given)
     with without_autocast(query):
-        scores = _scores(call, chosen)
-        if call.softcap is not None:
-            scores = torch.tanh(scores / call.softcap) * call.softcap
-        for part in (_mask_rows(call, chosen), _band_rows(call, chosen)):
-            if part is not None:
-                scores = scores.masked_fill(~part, -torch.inf) if part.dtype == torch.bool else scores + part
-        weights = _softmax(scores, sinks)
+        weights = probabilities(part).flatten(-4, -3).reshape(*part.out_shape[:-1], call.seq_len_kv)
     if torch.compiler.is_compiling():
         return weights
     shown = weights.as_subclass(AttentionMap)
@@ -96,16 +97,6 @@ def _row_numbers(rows: Sequence[int] | Tensor, call: AttentionCall) -> Tensor:
     return torch.where(numbers < 0, numbers + length, numbers)
 
 
-def _scores(call: AttentionCall, rows: Tensor) -> Tensor:
-    """``[*batch, Hq, R, S]`` scaled scores of the chosen rows; the heads of a group share one product."""
-    dtype = call.sums_dtype
-    query, key = call.query.index_select(-2, rows).to(dtype), call.key.to(dtype).transpose(-2, -1)
-    if call.groups == 1:
-        return query @ key * call.scale
-    grouped = rearrange(query, "... (hkv g) r d -> ... hkv (g r) d", g=call.groups)
-    return rearrange(grouped @ key * call.scale, "... hkv (g r) s -> ... (hkv g) r s", g=call.groups)
-
-
 def _mask_rows(call: AttentionCall, rows: Tensor) -> Tensor | None:
     mask = call.attn_mask
     if mask is None:
@@ -113,9 +104,10 @@ def _mask_rows(call: AttentionCall, rows: Tensor) -> Tensor | None:
     if isinstance(mask, LazyMask):
         batch, heads, _, keys = (torch.arange(size, device=rows.device) for size in mask.shape)
         rows = rows if mask.shape[2] > 1 else rows[:1] * 0
-        return mask.at(
+        values = mask.at(
             batch[:, None, None, None], heads[None, :, None, None], rows[None, None, :, None], keys[None, None, None]
         )
+        return values[(0,) * max(0, 4 - call.query.dim())]
     return mask if mask.dim() < 2 or mask.shape[-2] == 1 else mask.index_select(-2, rows)
 
 
@@ -129,19 +121,6 @@ def _band_rows(call: AttentionCall, rows: Tensor) -> Tensor | None:
     if call.right is not None:
         allowed &= distance <= call.right
     return allowed
-
-
-def _softmax(scores: Tensor, sinks: Tensor | None) -> Tensor:
-    if not scores.shape[-1]:
-        return scores
-    extra = None
-    if sinks is not None:
-        per_head = sinks if scores.dim() == 2 else sinks[:, None, None]  # a query without heads has one
-        extra = per_head.to(scores.dtype).expand(*scores.shape[:-1], 1)
-        scores = torch.cat([scores, extra], dim=-1)
-    empty = (scores == -torch.inf).all(dim=-1, keepdim=True)
-    probs = scores.masked_fill(empty, 0.0).softmax(dim=-1).masked_fill(empty, 0.0)
-    return probs if extra is None else probs[..., :-1]
 
 
 # ---- what a rule saves ---------------------------------------------------------------------------------------------

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from .flex_rules import BAND, ScoreRule, block_rule, is_block_mask
 from .lazy_mask import LazyMask
 from .patching.interception import PLAIN
 
@@ -74,31 +75,45 @@ class Wanted(NamedTuple):
 
 
 class Gradients(NamedTuple):
-    """Gradients in the shapes of the inputs; those of attn_mask and sinks where they were wanted."""
+    """Gradients in the shapes of the inputs; those of attn_mask and sinks where they were wanted. ``captured``: those
+    of the tensors that the score rule reads, in a sequence."""
 
     query: Tensor
     key: Tensor
     value: Tensor
     attn_mask: Tensor | None = None
     sinks: Tensor | None = None
+    captured: Any = ()
 
 
 @dataclass
 class TiledStats:
-    """Query blocks computed, how many of them were bounded, and how often the device ran out of memory meanwhile; for a
-    call that several devices share, the key/value heads of each, and why one did not do its part."""
+    """Counts of calls that have run.
+
+    Attributes:
+        blocks, bounded_blocks: query blocks that the route ``tiled`` worked on, and how many of them needed no running
+            row maximum because their scores are provably bounded.
+        budget_halvings: how often a call ran out of memory and was retried with half the budget.
+        devices: key/value heads that each device computed, where several shared a call.
+        remarks: reasons why a device did not compute its part, and how often each occurred.
+        count: number of calls, where those of several are added.
+    """
 
     blocks: int = 0
     bounded_blocks: int = 0
     budget_halvings: int = 0
     devices: dict[str, int] = field(default_factory=dict)
-    remarks: list[str] = field(default_factory=list)
+    remarks: dict[str, int] = field(default_factory=dict)
+    count: int = 0
 
-    def add_blocks(self, other: TiledStats) -> None:
-        """Add what another part of the same call has counted."""
+    def add(self, other: TiledStats) -> None:
+        """Add what a call, or a part of the same call, has counted."""
         self.blocks += other.blocks
         self.bounded_blocks += other.bounded_blocks
         self.budget_halvings += other.budget_halvings
+        for sums, more in ((self.devices, other.devices), (self.remarks, other.remarks)):
+            for name, number in more.items():
+                sums[name] = sums.get(name, 0) + number
 
 
 @dataclass(eq=False)
@@ -116,6 +131,7 @@ class AttentionCall:
         sinks: ``[Hq]``, a further score per head that takes part in the softmax's denominator only; None = off.
         left, right: query i sees the keys ``i + offset - left ... i + offset + right``; None = no bound on that side.
         offset: 0 for the upper-left alignment, S - L for the lower-right one.
+        score_rule: what FlexAttention's ``score_mod`` makes of the scores, before the mask; None = off.
         needs_grad, needs_mask_grad: gradients will be wanted, that of attn_mask among them.
     """
 
@@ -141,6 +157,7 @@ class AttentionCall:
     softcap: float | None = None
     sinks: Tensor | None = None
     needs_mask_grad: bool = False
+    score_rule: ScoreRule | None = None
 
     @cached_property
     def sums_dtype(self) -> torch.dtype:
@@ -172,8 +189,8 @@ class AttentionCall:
 
     @cached_property
     def has_bias(self) -> bool:
-        """Whether the mask is a float one."""
-        return self.attn_mask is not None and self.attn_mask.dtype != torch.bool
+        """Whether anything is added to the products of query and key: by a float mask, or by a score rule."""
+        return self.score_rule is not None or (self.attn_mask is not None and self.attn_mask.dtype != torch.bool)
 
     @cached_property
     def has_band(self) -> bool:
@@ -233,7 +250,8 @@ def check_call(
     wants = _wanted_gradients(query, key, value, attn_mask, options.sinks)
     if query.is_neg() or key.is_neg() or value.is_neg() or (isinstance(attn_mask, Tensor) and attn_mask.is_neg()):
         query, key, value = query.resolve_neg(), key.resolve_neg(), value.resolve_neg()
-        attn_mask = attn_mask.resolve_neg() if isinstance(attn_mask, Tensor) else attn_mask
+        if isinstance(attn_mask, Tensor) and attn_mask.is_neg():
+            attn_mask = distinct(attn_mask).resolve_neg().expand(attn_mask.shape)
     return AttentionCall(query=query, key=key, value=value, attn_mask=attn_mask, **sizes, **rules, **wants)
 
 
@@ -416,7 +434,9 @@ def _check_sinks(sinks: Tensor, query: Tensor, num_heads: int) -> None:
         raise ValueError(f"sinks must be [{num_heads}] on {query.device}, got {list(sinks.shape)} on {sinks.device}")
 
 
-def _checked_mask(attn_mask: Tensor | LazyMask, query: Tensor, full: tuple[int, ...]) -> Tensor | LazyMask:
+def _checked_mask(attn_mask: Any, query: Tensor, full: tuple[int, ...]) -> Tensor | LazyMask:
+    if is_block_mask(attn_mask):
+        attn_mask = block_rule(attn_mask, full)
     if not isinstance(attn_mask, (Tensor, LazyMask)):
         raise TypeError(f"attn_mask must be a tensor or None, got {type(attn_mask).__name__}")
     if attn_mask.dtype != torch.bool and attn_mask.dtype not in FLOATS:
@@ -450,6 +470,8 @@ def prepared(
             attn_mask, options = _unwrap_causal_bias(query, key, attn_mask, options)
         elif attn_mask.dim() == 0:
             attn_mask = attn_mask[None]
+    elif attn_mask is not None and getattr(attn_mask, BAND, None) is not None:
+        attn_mask, options = _as_window(query, key, attn_mask, options)
     if isinstance(query, Tensor) and autocast_on(query):
         dtype = torch.get_autocast_dtype(query.device.type)
         query, key, value = _cast(query, dtype), _cast(key, dtype), _cast(value, dtype)
@@ -484,6 +506,15 @@ def _unwrap_causal_bias(query: Tensor, key: Tensor, attn_mask: Any, options: Opt
         raise ValueError(f"a CausalBias must be made for (L, S) = {needed}, got {sizes}")
     alignment = "lower_right" if attn_mask.variant == CausalVariant.LOWER_RIGHT else "upper_left"
     return None, options._replace(is_causal=True, alignment=alignment)
+
+
+def _as_window(query: Tensor, key: Tensor, attn_mask: Any, options: Options) -> tuple[Any, Options]:
+    """A BlockMask that :func:`.flex.create_block_mask` has found to be a window."""
+    fits = tuple(attn_mask.shape[-2:]) == (query.shape[-2], key.shape[-2])
+    if not fits or options.is_causal or options.window is not None:
+        return attn_mask, options
+    window, alignment = getattr(attn_mask, BAND)
+    return None, options._replace(window=window, alignment=alignment)
 
 
 def autocast_on(tensor: Tensor) -> bool:

@@ -214,7 +214,8 @@ class _Recorder:
     def see_checked(self, checked: AttentionCall) -> None:
         """Keep one direct call of ours, if this file can say what it is."""
         mask = checked.attn_mask
-        has_rule = isinstance(mask, LazyMask) or checked.softcap is not None or checked.sinks is not None
+        rules = (checked.softcap, checked.sinks, checked.score_rule)
+        has_rule = isinstance(mask, LazyMask) or any(rule is not None for rule in rules)
         has_band = checked.left is not None or (checked.right is not None and not checked.plain_causal)
         if not self.is_listening or has_rule or has_band or torch.compiler.is_compiling():
             return

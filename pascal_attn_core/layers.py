@@ -76,9 +76,11 @@ class SelfAttention(nn.Module):
         **linear: Any,
     ):
         super().__init__()
-        kv_heads = num_heads if num_kv_heads is None else num_kv_heads
-        sizes: dict[str, int | None] = {"embed_dim": embed_dim, "num_heads": num_heads, "num_kv_heads": kv_heads}
-        for name, size in {**sizes, "window_size": window_size, "block_size": block_size}.items():
+        self.embed_dim, self.num_heads, self.causal, self.window_size = embed_dim, num_heads, causal, window_size
+        self.num_kv_heads = kv_heads = num_heads if num_kv_heads is None else num_kv_heads
+        self.dropout_p, self.block_size, self.config = dropout, block_size, config
+        for name in ("embed_dim", "num_heads", "num_kv_heads", "window_size", "block_size"):
+            size = getattr(self, name)
             if size is not None and size < 1:
                 raise ValueError(f"{name} must be at least 1, got {size}")
         if embed_dim % num_heads:
@@ -87,9 +89,7 @@ class SelfAttention(nn.Module):
             raise ValueError(f"num_heads must be a multiple of num_kv_heads ({kv_heads}), got {num_heads}")
         if not 0.0 <= dropout < 1.0:
             raise ValueError(f"dropout must be at least 0 and below 1, got {dropout}")
-        self.embed_dim, self.num_heads, self.num_kv_heads = embed_dim, num_heads, kv_heads
-        self.head_dim, self.causal, self.window_size = embed_dim // num_heads, causal, window_size
-        self.dropout_p, self.block_size, self.config = dropout, block_size, config
+        self.head_dim = embed_dim // num_heads
         if num_kv_heads is None:
             self.qkv_proj = nn.Linear(embed_dim, 3 * embed_dim, **linear)
         else:
@@ -108,17 +108,14 @@ class SelfAttention(nn.Module):
             (``[B, L, embed_dim]``, the probabilities ``[B, heads, L, L]`` where the kind returns them, else None).
         """
         out, weights = self._attend(*self._project(x), _taking_part(attn_mask))
-        out = self.out_proj(rearrange(out, "b h l d -> b l (h d)"))
-        return self._dropped(out), weights
+        return self._dropped(self.out_proj(rearrange(out, "b h l d -> b l (h d)"))), weights
 
     def _project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """``[B, L, embed_dim]`` -> query ``[B, heads, L, D]``, key and value ``[B, kv_heads, L, D]``."""
         if x.dim() != 3 or x.shape[2] != self.embed_dim:
             raise ValueError(f"x must be [B, L, {self.embed_dim}], got {list(x.shape)}")
-        if hasattr(self, "qkv_proj"):
-            q, k, v = rearrange(self.qkv_proj(x), "b l (three h d) -> three b h l d", three=3, h=self.num_heads)
-            return q, k, v
-        projected = (self.q_proj(x), self.k_proj(x), self.v_proj(x))
+        is_packed = hasattr(self, "qkv_proj")
+        projected = self.qkv_proj(x).chunk(3, -1) if is_packed else (self.q_proj(x), self.k_proj(x), self.v_proj(x))
         q, k, v = (rearrange(t, "b l (h d) -> b h l d", d=self.head_dim) for t in projected)
         return q, k, v
 
@@ -260,15 +257,11 @@ class MultiQueryAttention(GroupedQueryAttention):
 _KINDS: dict[str, type[SelfAttention]] = {
     "naive": NaiveAttention,
     "flash_v1": FlashAttentionV1,
-    "flash_v2": FlashAttentionV2,
+    **dict.fromkeys(("flash_v2", "triton", "triton_flash"), FlashAttentionV2),
     "sliding_window": SlidingWindowAttention,
-    "gqa": GroupedQueryAttention,
-    "grouped_query": GroupedQueryAttention,
-    "mqa": MultiQueryAttention,
-    "multi_query": MultiQueryAttention,
+    **dict.fromkeys(("gqa", "grouped_query"), GroupedQueryAttention),
+    **dict.fromkeys(("mqa", "multi_query"), MultiQueryAttention),
     "masked": MaskedAttention,
-    "triton": FlashAttentionV2,
-    "triton_flash": FlashAttentionV2,
 }
 
 

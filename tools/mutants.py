@@ -6,7 +6,7 @@
 
 They are listed in ``mutants.txt``. Each runs in a copy of the checkout, up to the first test that fails. Missing
 barriers are not among them: tests named test_a_kernel_without_any_one_barrier_is_wrong remove each in turn. Nor are
-those of tensor_even.cuh, PA_ALL and query_sums.cuh, which test_even.py and test_grad_all.py in tests/contract/fused
+those of tensor_even.cuh, PA_ALL and query_sums.cuh, which test_stream_k.py and test_mistakes.py in tests/contract/fused
 have in every run.
 """
 

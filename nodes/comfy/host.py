@@ -98,7 +98,7 @@ def attention_name() -> str:
 
 def uses_sdpa() -> bool:
     """Whether that function is torch's ``scaled_dot_product_attention``, as on every NVIDIA card by default."""
-    return getattr(attention_function(), "__name__", "") == "attention_pytorch"
+    return attention_name() == "attention_pytorch"
 
 
 def prompt_id() -> str:
@@ -156,7 +156,7 @@ def node_title(module: str, name: str) -> str:
 
 def versions() -> dict[str, str]:
     """ComfyUI's version and how it was told to compute attention, for bug reports."""
-    found = {"ComfyUI": "unknown", "attention": getattr(attention_function(), "__name__", "unknown")}
+    found = {"ComfyUI": "unknown", "attention": attention_name()}
     try:
         from comfyui_version import __version__
 

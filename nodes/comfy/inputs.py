@@ -6,6 +6,15 @@ from typing import Any
 
 from ...pascal_attn_core import AttentionConfig
 
+
+class AnyType(str):
+    """The type ``*`` of sockets that take anything: it differs from no other, where a host compares types by name."""
+
+    def __ne__(self, other: object) -> bool:
+        return False
+
+
+ANY = AnyType("*")
 ADVANCED = {"advanced": True}  # the front end folds such an input away until it is asked for
 ROUTES = ["auto", "fused", "torch", "tiled"]
 _ROUTE = (

@@ -70,17 +70,9 @@ class HostCall:
             query, key, value = _split_heads(query, key, value, heads, grouped)
         if query.shape[2] == 0 or key.shape[2] == 0:
             raise NotOurs("it has no queries" if query.shape[2] == 0 else "it has no keys")
-        mask = given["mask"]
-        keep_heads = bool(given["skip_output_reshape"])
-        return HostCall(
-            query,
-            key,
-            value,
-            None if mask is None else four_dimensions(mask),
-            given.get("scale"),
-            grouped and key.shape[1] != query.shape[1],
-            keep_heads,
-        )
+        mask = None if given["mask"] is None else four_dimensions(given["mask"])
+        grouped, keep_heads = grouped and key.shape[1] != query.shape[1], bool(given["skip_output_reshape"])
+        return HostCall(query, key, value, mask, given.get("scale"), grouped, keep_heads)
 
     def returned(self, out: Tensor) -> Tensor:
         """``[B, H, L, Dv]`` as the host wants it: as it is, or ``[B, L, H*Dv]``."""

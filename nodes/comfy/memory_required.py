@@ -14,21 +14,11 @@ from contextlib import contextmanager
 from types import FunctionType
 from typing import Any
 
-from ...pascal_attn_core.patching.function_copy import copy_over
+from ...pascal_attn_core.patching.function_copy import Instead, copy_over
 
 NAME = "memory_required"
 _ASKED = ("xformers_enabled", "pytorch_attention_flash_attention")
 _lock = threading.RLock()
-
-
-class Instead:
-    """A module with some of its names meaning something else."""
-
-    def __init__(self, module: Any, replaced: dict[str, Any]):
-        self.__module, self.__replaced = module, replaced
-
-    def __getattr__(self, name: str) -> Any:
-        return self.__replaced[name] if name in self.__replaced else getattr(self.__module, name)
 
 
 def efficient(model: Any) -> Callable[..., Any] | None:

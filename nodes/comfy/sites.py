@@ -10,6 +10,7 @@ from typing import Any
 
 from torch import nn
 
+from ...pascal_attn_core.patching.function_copy import names_in
 from ...pascal_attn_core.patching.interception import SDPA_NAME
 
 ARGUMENT = "optimized_attention"
@@ -46,7 +47,7 @@ def host_names(kind: type[nn.Module]) -> set[str]:
     forward = kind.forward
     if not isinstance(forward, FunctionType) or hasattr(forward, "__wrapped__"):
         return set()
-    return {name for name in HOST_FUNCTIONS & set(_names(forward.__code__)) if name in forward.__globals__}
+    return {name for name in HOST_FUNCTIONS & names_in(forward.__code__) if name in forward.__globals__}
 
 
 def by_name(kind: type[nn.Module]) -> tuple[str, ...]:
@@ -79,7 +80,7 @@ def calls_unannounced(function: FunctionType, depth: int = _HELPER_DEPTH - 1) ->
 
 
 def _names_host(function: FunctionType) -> bool:
-    hosts = names_of(function) & HOST_FUNCTIONS
+    hosts = names_in(function.__code__) & HOST_FUNCTIONS
     return bool(hosts) and (
         bool(hosts & set(function.__globals__)) or any(True for _ in modules_with_attention(function))
     )
@@ -91,7 +92,7 @@ def _helpers(function: FunctionType) -> Iterator[FunctionType]:
 
 def helpers(function: FunctionType) -> Iterator[tuple[str, FunctionType]]:
     """Plain functions that a function calls by a global name, but not the host's attention functions themselves."""
-    for name in set(_names(function.__code__)):
+    for name in names_in(function.__code__):
         value = function.__globals__.get(name)
         if isinstance(value, FunctionType) and name not in HOST_FUNCTIONS and value is not function:
             yield name, value
@@ -99,7 +100,7 @@ def helpers(function: FunctionType) -> Iterator[tuple[str, FunctionType]]:
 
 def modules_with_attention(function: FunctionType) -> Iterator[tuple[str, ModuleType]]:
     """Modules that a function knows by a global name and whose attention functions it names."""
-    names = set(_names(function.__code__))
+    names = names_in(function.__code__)
     for name in names:
         value = function.__globals__.get(name)
         if isinstance(value, ModuleType) and any(hasattr(value, host) for host in names & HOST_FUNCTIONS):
@@ -123,7 +124,11 @@ def has_softcap(module: nn.Module) -> bool:
     if not isinstance(forward, FunctionType) or not {"q_proj", "k_proj", "v_proj", "o_proj"} <= set(module._modules):
         return False
     numbers = all(isinstance(getattr(module, name, None), (int, float)) for name in ("softcap", "scale", *_SIZES))
-    return numbers and {"tanh", "softmax"} <= names_of(forward) and callable(forward.__globals__.get("apply_rope"))
+    return (
+        numbers
+        and {"tanh", "softmax"} <= names_in(forward.__code__)
+        and callable(forward.__globals__.get("apply_rope"))
+    )
 
 
 _SIZES = ("num_heads", "num_kv_heads", "head_dim", "inner_size")
@@ -157,20 +162,8 @@ def _reaches(function: Any, depth: int) -> bool:
     function = inspect.unwrap(getattr(function, "__func__", function))
     if not isinstance(function, FunctionType):
         return False
-    names = set(_names(function.__code__))
+    names = names_in(function.__code__)
     if names & {SDPA_NAME, *HOST_FUNCTIONS}:
         return True
     helpers = (function.__globals__.get(name) for name in names)
     return depth > 0 and any(_reaches(h, depth - 1) for h in helpers if isinstance(h, FunctionType))
-
-
-def names_of(function: FunctionType) -> set[str]:
-    """Global names and attributes in a function's code."""
-    return set(_names(function.__code__))
-
-
-def _names(code: CodeType) -> Iterator[str]:
-    yield from code.co_names
-    for constant in code.co_consts:
-        if isinstance(constant, CodeType):
-            yield from _names(constant)

@@ -212,7 +212,7 @@ class Engine:
         with torch._C.DisableTorchFunction():
             if kind is None:
                 kind = signature((query, key, value, mask, *options), {})
-            taken = self._take(query, key, value, mask, options, place, kind)
+            taken = self._take((query, key, value, mask), options, place, kind)
             if taken is None:
                 return None
             call, decision, choice = taken
@@ -222,14 +222,7 @@ class Engine:
             return out if self._agrees(decision, kind, compare, out) else None
 
     def _take(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        mask: Tensor | None,
-        options: Options,
-        place: Place,
-        kind: Hashable,
+        self, given: tuple[Tensor, Tensor, Tensor, Tensor | None], options: Options, place: Place, kind: Hashable
     ) -> tuple[AttentionCall, _Decision, Choice] | None:
         """The checked call, what is done with its kind, and its route; None = the host's, which is counted."""
         known = (place, kind, torch.is_grad_enabled())
@@ -239,15 +232,14 @@ class Engine:
             return None
         try:
             template = None if decision is None else decision.template
-            if template is not None and not autocast_on(query):
-                call = template.with_tensors(query, key, value, mask, template.sinks)
+            if template is not None and not autocast_on(given[0]):
+                call = template.with_tensors(*given, template.sinks)
             else:
-                given = query
-                query, key, value, attn_mask, options = prepared(query, key, value, mask, options)
-                call = check_call(query, key, value, attn_mask, options)
-                if decision is None or query is not given:  # under autocast
+                query, key, value, mask, options = prepared(*given, options)
+                call = check_call(query, key, value, mask, options)
+                if decision is None or query is not given[0]:  # under autocast
                     decision = self._decide(call, known)
-                    plain = query is given and attn_mask is mask and not torch.is_grad_enabled()
+                    plain = query is given[0] and mask is given[3] and not torch.is_grad_enabled()
                     decision.template = call.without_tensors() if plain else None
             assert decision is not None
             if decision.config is not None:

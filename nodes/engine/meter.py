@@ -5,7 +5,9 @@ from __future__ import annotations
 import math
 import sys
 import time
+from collections.abc import Iterable
 from types import TracebackType
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -102,6 +104,12 @@ def is_finite(tensor: Tensor) -> bool:
     total = tensor.sum() if wide else tensor.sum(dtype=torch.promote_types(tensor.dtype, torch.float32))
     # A sum can overflow where no element has.
     return math.isfinite(total.item()) or bool(torch.isfinite(tensor).all())
+
+
+def not_finite(values: Iterable[Any]) -> bool:
+    """Whether a floating-point tensor among ``values`` holds NaN or infinity; no others are looked at."""
+    tensors = (value for value in values if isinstance(value, Tensor) and value.is_floating_point())
+    return any(not stale(tensor.device) and tensor.numel() > 0 and not is_finite(tensor) for tensor in tensors)
 
 
 def sample_of(call: AttentionCall, kind: CallKind, out: Tensor) -> Sample | None:

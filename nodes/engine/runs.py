@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import deque
-from collections.abc import Hashable
+from collections import Counter, deque
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -172,23 +172,21 @@ class Run:
 
     def warn(self, sentence: str) -> bool:
         """Keep a sentence for the report; returns whether it is new."""
-        with self.lock:
-            if sentence in self.warnings:
-                return False
-            self.warnings.append(sentence)
-            return True
+        return self._keep(self.warnings, sentence)
 
     def note(self, sentence: str) -> None:
         """Keep a fact for the report."""
-        with self.lock:
-            if sentence not in self.notes:
-                self.notes.append(sentence)
+        self._keep(self.notes, sentence)
 
     def gain(self, sentence: str) -> None:
         """Keep what was gained otherwise than in attention calls."""
+        self._keep(self.gains, sentence)
+
+    def _keep(self, sentences: list[str], sentence: str) -> bool:
         with self.lock:
-            if sentence not in self.gains:
-                self.gains.append(sentence)
+            is_new = sentence not in sentences
+            sentences += [sentence] if is_new else []
+            return is_new
 
     def saw_device(self, device: torch.device) -> bool:
         """A call runs on this device; returns whether it is the first there."""
@@ -227,18 +225,19 @@ class Run:
 
     def routes(self) -> dict[str, int]:
         """Calls per route taken, most frequent first."""
-        return self._counted("taken", lambda kind: kind.route)
+        return self.counted(lambda kind: kind.route, "taken")
 
     def reasons(self, outcome: str) -> dict[str, int]:
         """Calls per sentence, most frequent first."""
-        return self._counted(outcome, lambda kind: kind.why)
+        return self.counted(lambda kind: kind.why, outcome)
 
-    def _counted(self, outcome: str, word: Any) -> dict[str, int]:
-        counts: dict[str, int] = {}
-        for kind, tally in self.tallies.items():
-            if kind.outcome == outcome:
-                counts[word(kind)] = counts.get(word(kind), 0) + tally.count
-        return dict(sorted(counts.items(), key=lambda item: -item[1]))
+    def counted(self, word: Callable[[CallKind], str], outcome: str | None = None) -> dict[str, int]:
+        """Calls by what ``word`` says of their kind, of one outcome or of all, most frequent first."""
+        counts: Counter[str] = Counter()
+        for kind, tally in list(self.tallies.items()):
+            if outcome in (None, kind.outcome):
+                counts[word(kind)] += tally.count
+        return dict(counts.most_common())
 
     @property
     def elapsed_ms(self) -> float:

@@ -14,7 +14,6 @@ from ...pascal_attn_core.vae.banded import Banded
 from ...pascal_attn_core.vae.calls import Settings, Site
 from ...pascal_attn_core.vae.report import VaeCall
 from ..comfy import host
-from ..comfy.objects import Make
 from ..engine.engine import Engine
 from ..reporting.words import size_text
 
@@ -26,34 +25,32 @@ _BUFFER, _DEVICE = "output_buffer", "device"  # arguments of networks that read 
 Estimate = Callable[[tuple[int, ...], torch.dtype], float]
 
 
-def estimate_of(vae: Any, method: str) -> Estimate | None:
-    """ComfyUI's own estimate of the memory of a call of this method, in bytes; None where it has none."""
-    return getattr(vae, f"memory_used_{method}", None)
+def in_bands(
+    engine: Engine, network: nn.Module, method: str, mode: str, estimate: Estimate | None, previous: Callable[..., Any]
+) -> Callable[..., Any]:
+    """``decode`` or ``encode`` of a network: in bands always, or where it does not fit.
 
+    Args:
+        estimate: ComfyUI's own of the memory of a call, in bytes; None where it has none.
+    """
+    bands = _Method(engine, network, method, mode, estimate, previous)
 
-def in_bands(engine: Engine, network: nn.Module, method: str, mode: str, estimate: Estimate | None) -> Make:
-    """For ``decode`` or ``encode`` of a network: in bands always, or where it does not fit."""
+    @functools.wraps(previous)
+    def method_in_bands(*args: Any, **kwargs: Any) -> Any:
+        return (bands if args and type(args[0]) is Tensor else previous)(*args, **kwargs)
 
-    def make(previous: Callable[..., Any]) -> Callable[..., Any]:
-        bands = _Method(engine, network, method, mode, estimate, previous)
-
-        @functools.wraps(previous)
-        def method_in_bands(*args: Any, **kwargs: Any) -> Any:
-            if not args or type(args[0]) is not Tensor:
-                return previous(*args, **kwargs)
-            return bands(*args, **kwargs)
-
-        return method_in_bands
-
-    return make
+    return method_in_bands
 
 
 class _Now(threading.local):
-    """The call in progress: what came, the same on the device, and where the network shall write its result."""
+    """The call in progress: what came, the same on the device, where the network shall write its result, the progress
+    bar, and the Cancel that came."""
 
     samples: Tensor | None = None
     given: Tensor | None = None
     buffer: Tensor | None = None
+    bar: Any = None
+    cancelled: BaseException | None = None
 
 
 class _Method:
@@ -69,13 +66,10 @@ class _Method:
         previous: Callable[..., Any],
     ):
         self.engine, self.estimate, self.previous = engine, estimate, previous
-        self.progress, self.now = _Progress(), _Now()
+        self.now = _Now()
         settings = Settings(
-            budget_mib=None,
-            keep="auto",
             when_needed=mode == NEEDED,
-            verify=True,
-            progress=self.progress,
+            progress=self._show,
             expected_bytes=lambda _, shape, dtype: _reckoned(estimate, shape, dtype),
         )
         self.site = Site(network, method, self._own, settings)
@@ -88,7 +82,7 @@ class _Method:
         now.samples, now.given, now.buffer = samples, given, kwargs.pop(_BUFFER, None)
         try:
             out = self.site(given, *args, **kwargs)
-            self.progress.go_on()
+            self._go_on()
             return out
         except MemoryError as error:  # the computer's memory: said before anything was computed
             if not self.site.settings.when_needed:
@@ -96,8 +90,7 @@ class _Method:
             self.engine.warn(f"{error}; it runs as it is instead")
             return self._own(given, *args, **kwargs)
         finally:
-            now.samples = now.given = now.buffer = None
-            self.progress.end()
+            vars(now).clear()
             if calls and calls[-1] is not before:
                 _tell(self.engine, calls[-1], _reckoned(self.estimate, tuple(given.shape), given.dtype))
 
@@ -110,6 +103,22 @@ class _Method:
         if now.buffer is not None and tensor.shape == now.given.shape and not is_rehearsal:
             kwargs[_BUFFER] = now.buffer
         return self.previous(now.samples if tensor is now.given else tensor, *args, **kwargs)
+
+    def _show(self, done: float) -> None:
+        """ComfyUI's progress bar of the node that is running, and its Cancel, after each band."""
+        self._go_on()
+        try:
+            host.throw_if_interrupted()
+        except BaseException as error:
+            self.now.cancelled = error
+            raise
+        self.now.bar = self.now.bar or host.progress_bar(_STEPS)
+        self.now.bar.update_absolute(int(done * _STEPS))
+
+    def _go_on(self) -> None:
+        """Raise a Cancel that ComfyUI's code has swallowed: around its upsampling is an ``except`` for everything."""
+        if self.now.cancelled is not None:
+            raise self.now.cancelled
 
 
 def _reckoned(estimate: Estimate | None, shape: tuple[int, ...], dtype: torch.dtype) -> int:
@@ -150,32 +159,3 @@ def sentence(call: VaeCall, reckoned: int) -> str:
     if call.why:
         parts.append(call.why)
     return ", ".join(parts)
-
-
-class _Progress:
-    """ComfyUI's progress bar of the node that is running, and its Cancel, after each band."""
-
-    def __init__(self) -> None:
-        self._local = threading.local()
-
-    def __call__(self, done: float) -> None:
-        self.go_on()
-        try:
-            host.throw_if_interrupted()
-        except BaseException as error:
-            self._local.cancelled = error
-            raise
-        bar = getattr(self._local, "bar", None)
-        if bar is None:
-            bar = self._local.bar = host.progress_bar(_STEPS)
-        bar.update_absolute(int(done * _STEPS))
-
-    def go_on(self) -> None:
-        """Raise a Cancel that ComfyUI's code has swallowed: around its upsampling is an ``except`` for everything."""
-        cancelled = getattr(self._local, "cancelled", None)
-        if cancelled is not None:
-            raise cancelled
-
-    def end(self) -> None:
-        """The call is over."""
-        self._local.bar = self._local.cancelled = None

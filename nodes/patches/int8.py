@@ -12,7 +12,7 @@ from torch import nn
 
 from ...pascal_attn_core.int8.binding import Int8Binding, take_off
 from ...pascal_attn_core.int8.find import find_linear
-from ...pascal_attn_core.int8.report import COMPUTED_BY, Int8Report, Int8ReportLine
+from ...pascal_attn_core.int8.report import COMPUTED_BY, Int8Report
 from ...pascal_attn_core.patching.selectors import matches
 from ..comfy import comfy_kitchen, host
 from ..comfy.weights import LoadedWeight
@@ -94,13 +94,7 @@ class Int8Layers(Injection):
     binding: Int8Binding
 
     def __init__(
-        self,
-        binding: Int8Binding,
-        subject: str,
-        settings: str,
-        unique_id: str | None,
-        files: Files,
-        chosen: str = "",
+        self, binding: Int8Binding, subject: str, settings: str, unique_id: str | None, files: Files, chosen: str = ""
     ):
         super().__init__(binding, subject, settings, unique_id)
         self.files, self.chosen = files, chosen
@@ -136,7 +130,7 @@ def chosen_by(include: tuple[str, ...], exclude: tuple[str, ...]) -> str:
 
 def warnings_of(report: Int8Report, *, is_file_in_int8: bool = False, chosen: str = "") -> list[str]:
     """The sentences that a user must not miss; ``chosen`` is from :func:`chosen_by`."""
-    found = [f"{line.name} went back to float: {line.why}" for line in report.of("float") if _went_back(line)]
+    found = [f"{line.name} went back to float: {line.why}" for line in report.of("float") if " in call " in line.why]
     on = report.of("int8")
     if not on and not is_file_in_int8:
         reasons = sorted({line.why for line in report.lines if line.state in ("cannot be", "float", "waiting")})
@@ -156,10 +150,6 @@ def warnings_of(report: Int8Report, *, is_file_in_int8: bool = False, chosen: st
 def remedy(report: Int8Report) -> str:
     """The advice for layers that cannot run in int8 because their weights are quantised already; "" = none."""
     return _NEEDS_FLOAT if any(re.search("float8|uint8|Tensor$", each.why) for each in report.of("cannot be")) else ""
-
-
-def _went_back(line: Int8ReportLine) -> bool:
-    return " in call " in line.why
 
 
 _whole: weakref.WeakKeyDictionary[nn.Module, Any] = weakref.WeakKeyDictionary()

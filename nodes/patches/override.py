@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ...pascal_attn_core.call import Options
+from ..comfy import host
 from ..comfy.layout import HostCall, NotOurs, empty_containers, has_containers, signature
-from ..engine.compare import with_host
+from ..engine.compare import Difference, with_host
 from ..engine.engine import Engine
 from ..engine.runs import Place, block_name
 from .scope import Scope
@@ -26,46 +29,36 @@ def make_override(
 
     A closure, not an object with ``__call__``: up to ComfyUI 0.12 a clone of the model copies objects deeply.
     """
-    if previous is not None and runs_first:
-        return _mark(_behind(engine, scope, previous), engine, previous)
+    behind = previous is not None and runs_first
 
     def attention_by_pascal_attn(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        return _answer(engine, scope, func, previous, args, kwargs)
+        if previous is None or not behind:
+            return _answer(engine, scope, func, previous, args, kwargs)
 
-    _mark(attention_by_pascal_attn, engine, previous)
-    # Read by ComfyUI's estimate of a step's memory: no score matrix is stored.
-    attention_by_pascal_attn.memory_efficient = True  # type: ignore[attr-defined]
-    # Given tensors in containers, ComfyUI unpacks them for an override without this attribute; it is there only so
-    # that an override further back which wants them still gets them.
-    if previous is not None and hasattr(previous, "container_function"):
-        attention_by_pascal_attn.container_function = _with_containers(attention_by_pascal_attn)  # type: ignore[attr-defined]
-    return attention_by_pascal_attn
-
-
-def _behind(engine: Engine, scope: Scope, previous: Callable[..., Any]) -> Callable[..., Any]:
-    """``previous`` with ours in place of the host's function."""
-
-    def attention_by_pascal_attn(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         def passed_on(*args: Any, **kwargs: Any) -> Any:
             return _answer(engine, scope, func, None, args, kwargs)
 
-        if torch.compiler.is_compiling():
-            return previous(passed_on, *args, **kwargs)
-        passed_on.__name__ = getattr(func, "__name__", "attention")
-        engine.run.came_before += 1
+        if not torch.compiler.is_compiling():
+            passed_on.__name__ = getattr(func, "__name__", "attention")
+            engine.run.came_before += 1
         return previous(passed_on, *args, **kwargs)
 
-    attention_by_pascal_attn.memory_efficient = bool(getattr(previous, "memory_efficient", False))  # type: ignore[attr-defined]
+    override: Any = attention_by_pascal_attn
+    # Itself in the mark: functools.wraps of another pack copies marks.
+    override.pascal_attn = (override, engine, previous)
+    # Read by ComfyUI's estimate of a step's memory: no score matrix is stored.
+    override.memory_efficient = not behind or bool(getattr(previous, "memory_efficient", False))
+    # Given tensors in containers, ComfyUI unpacks them for an override without this attribute; it is there only so
+    # that an override further back which wants them still gets them.
     takes_containers = getattr(previous, "container_function", None)
     if takes_containers is not None:
-        attention_by_pascal_attn.container_function = takes_containers  # type: ignore[attr-defined]
-    return attention_by_pascal_attn
-
-
-def _mark(override: Callable[..., Any], engine: Engine, previous: Any) -> Callable[..., Any]:
-    # Its own name in the mark: functools.wraps of another pack copies marks.
-    override.pascal_attn = (override, engine, previous)  # type: ignore[attr-defined]
+        ours = functools.partial(_in_containers, override)
+        override.container_function = takes_containers if behind else ours
     return override
+
+
+def _in_containers(override: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    return override(host.attention_function(), *args, **kwargs)
 
 
 def _answer(
@@ -113,30 +106,17 @@ def in_host_layout(
     except Exception as error:  # an unforeseen call is the host's, whatever is wrong with it
         engine.leave_unread(place, error)
         return None
-    out = engine.attend(
-        call.query,
-        call.key,
-        call.value,
-        call.mask,
-        Options(scale=call.scale, enable_gqa=call.enable_gqa),
-        place,
-        kind,
-        compare=lambda ours: with_host(function, args, kwargs, call.returned(ours)),
-    )
+
+    def compare(ours: Tensor) -> Difference | None:
+        return with_host(function, args, kwargs, call.returned(ours))
+
+    options = Options(scale=call.scale, enable_gqa=call.enable_gqa)
+    out = engine.attend(call.query, call.key, call.value, call.mask, options, place, kind, compare)
     if out is None:
         return None
     if has_containers(args, kwargs):
         empty_containers(args, kwargs)
     return call.returned(out)
-
-
-def _with_containers(override: Callable[..., Any]) -> Callable[..., Any]:
-    def container_function(*args: Any, **kwargs: Any) -> Any:
-        from ..comfy.host import attention_function
-
-        return override(attention_function(), *args, **kwargs)
-
-    return container_function
 
 
 def _pass_to(func: Callable[..., Any], previous: Callable[..., Any] | None, args: tuple, kwargs: dict[str, Any]) -> Any:

@@ -11,12 +11,11 @@ from typing import Any
 from torch import Tensor, nn
 
 from ...pascal_attn_core.call import Options
-from ...pascal_attn_core.patching.function_copy import copy_over
+from ...pascal_attn_core.patching.function_copy import Instead, copy_over, names_in
 from ..comfy import host as _host
 from ..comfy.layout import four_dimensions
-from ..comfy.memory_required import Instead
-from ..comfy.objects import replaced_by_others
-from ..comfy.sites import ARGUMENT, HOST_FUNCTIONS, calls_unannounced, helpers, modules_with_attention, names_of
+from ..comfy.objects import Make, Replacements, replaced_by_others
+from ..comfy.sites import ARGUMENT, HOST_FUNCTIONS, calls_directly, calls_unannounced, helpers, modules_with_attention
 from ..engine.compare import Difference, difference, whole
 from ..engine.engine import Engine
 from ..engine.runs import Place
@@ -25,20 +24,6 @@ from .override import OVERRIDE, in_host_layout
 from .scope import Scope
 
 Attention = Callable[..., Any]
-
-
-def status(engine: Engine, blocks: int, name: str) -> str:
-    """The status of a node that has patched ``blocks`` modules of ``name``, "VAE" or "text encoder"."""
-    if not blocks:
-        return f"this {name} ({engine.subject}) has no attention: nothing to patch"
-    plural = "" if blocks == 1 else "s"
-    return f"{blocks} attention block{plural} of {engine.subject}, {engine.describe()}"
-
-
-def warn_if_replaced(engine: Engine, model: nn.Module, names: Iterable[str]) -> None:
-    """Say so if no call came here and other functions than ours are in the loaded model."""
-    if engine.run.count() == 0 and (others := replaced_by_others(model, names)):
-        engine.warn(f"no attention call reached the patch: another node replaced {', '.join(others)} after it")
 
 
 @contextmanager
@@ -54,12 +39,7 @@ def in_run(engine: Engine) -> Iterator[None]:
 
 
 def whole_call(
-    previous: Attention,
-    engine: Engine,
-    scope: Scope,
-    watch: Callable[[tuple, dict[str, Any], Any], None],
-    *,
-    catches: bool,
+    previous: Attention, sites: Sites, watch: Callable[[tuple, dict[str, Any], Any], None], *, catches: bool
 ) -> Attention:
     """In place of ``previous``, which does all of a decoding or encoding: one run of the report.
 
@@ -67,15 +47,56 @@ def whole_call(
         watch: ``watch(args, kwargs, result)`` looks at what went in and came out.
         catches: calls of ``scaled_dot_product_attention`` that no replacement sees go to the engine.
     """
+    engine, scope = sites.engine, sites.scope
 
     @functools.wraps(previous)
     def with_pascal_attn(*args: Any, **kwargs: Any) -> Any:
         with in_run(engine), scope.numbering("call"), scope.catching(engine) if catches else nullcontext():
             result = previous(*args, **kwargs)
+            if engine.run.count() == 0 and (others := replaced_by_others(sites.model, sites.names)):
+                engine.warn(f"no attention call reached the patch: another node replaced {', '.join(others)} after it")
             watch(args, kwargs, result)
             return result
 
     return with_pascal_attn
+
+
+class Sites:
+    """The places where a VAE or a text encoder computes attention, and what replaces it there.
+
+    Args:
+        find: ``find(name, module, ours)`` yields what to replace in a module: an attribute, and one of ours for it.
+
+    Attributes:
+        names: what is replaced.
+        blocks: the modules that it is in.
+        direct: modules that call attention where only a mode around the model sees it.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        model: nn.Module,
+        find: Callable[[str, nn.Module, Replacement], Iterable[tuple[str, Make]]],
+    ):
+        self.engine, self.model, self.scope = engine, model, Scope()
+        self.replacements: Replacements = {}
+        for name, module in model.named_modules():
+            for attribute, make in find(name, module, Replacement(engine, self.scope, name)):
+                self.replacements[f"{name}.{attribute}".lstrip(".")] = make
+        self.names = list(self.replacements)
+        self.blocks = sorted({name.rpartition(".")[0] for name in self.names})
+        self.direct = calls_directly(model, self.blocks)
+
+    def status(self, name: str) -> str:
+        """The status of a node that has patched a "VAE" or a "text encoder", whichever ``name`` says."""
+        engine, blocks = self.engine, len(self)
+        if not blocks:
+            return f"this {name} ({engine.subject}) has no attention: nothing to patch"
+        return f"{blocks} attention block{'' if blocks == 1 else 's'} of {engine.subject}, {engine.describe()}"
+
+    def __len__(self) -> int:
+        return len(self.blocks) + len(self.direct)
 
 
 class Replacement:
@@ -197,7 +218,7 @@ class Replacement:
         """A copy of a function, and of helpers that it calls, to which the names of the host's attention mean ours."""
         own = function.__globals__
         replaced: dict[str, Any] = {}
-        for name in names_of(function) & HOST_FUNCTIONS & set(own):
+        for name in names_in(function.__code__) & HOST_FUNCTIONS & set(own):
             replaced[name] = self._by_name(name, functools.partial(own.__getitem__, name))
         for name, module in modules_with_attention(function):
             known = [host for host in HOST_FUNCTIONS if hasattr(module, host)]

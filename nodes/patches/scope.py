@@ -98,15 +98,8 @@ def _attend(engine: Engine, scope: Scope, args: tuple, kwargs: dict[str, Any]) -
         return TORCH_SDPA(*args, **kwargs)
     assert isinstance(call, SdpaArguments)
     with scope.inside():
-        out = engine.attend(
-            call.query,
-            call.key,
-            call.value,
-            call.attn_mask,
-            Options(0.0, bool(call.is_causal), call.scale, bool(call.enable_gqa)),
-            place,
-            compare=functools.partial(with_torch, call),
-        )
+        options = Options(0.0, bool(call.is_causal), call.scale, bool(call.enable_gqa))
+        out = engine.attend(*call[:4], options, place, compare=functools.partial(with_torch, call))
     return TORCH_SDPA(*args, **kwargs) if out is None else out
 
 

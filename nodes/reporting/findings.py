@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -155,25 +155,14 @@ def _without_effect(prompt: Prompt, node: str, report_id: str | None) -> str:
 def _reaches_unused(prompt: Prompt, node: str, report_id: str) -> bool:
     """Whether the report's value is what ``node`` puts out, or that patched further by nodes of this package."""
     value = prompt.get(report_id, {}).get("inputs", {}).get("value")
-    at = str(value[0]) if _is_link(value) else ""
-    waiting, seen = [at], {at}
-    while waiting:
-        at = waiting.pop()
-        if at == node:
-            return True
-        entry = prompt.get(at, {})
-        if entry.get("class_type") in PATCHES:
-            sources = [source for source in _sources(entry) if source not in seen]
-            seen.update(sources)
-            waiting += sources
-    return False
+    return _is_link(value) and node in _reached(prompt, str(value[0]), lambda kind: kind in PATCHES)
 
 
 def _why_absent(prompt: Prompt, node: str, report_id: str | None, last: Run | None) -> str:
     known = "" if last is None else " Its most recent earlier run is shown."
     if not any(node in _sources(entry) for entry in prompt.values()):
         return f"did nothing: its output is not connected.{known}"
-    if report_id is not None and node in _ancestors(prompt, report_id):
+    if report_id is not None and node in _reached(prompt, report_id):
         known = known or " It has no earlier run on record."
         return f"had nothing to do in this prompt: ComfyUI used the results in its cache.{known}"
     return (
@@ -182,14 +171,14 @@ def _why_absent(prompt: Prompt, node: str, report_id: str | None, last: Run | No
     )
 
 
-def _ancestors(prompt: Prompt, node: str) -> set[str]:
-    found: set[str] = set()
-    waiting = [node]
+def _reached(prompt: Prompt, node: str, passes: Callable[[str], bool] = lambda kind: True) -> set[str]:
+    """The node, and those that its inputs come from, through nodes whose class ``passes``."""
+    waiting, found = [node], {node}
     while waiting:
-        for source in _sources(prompt.get(waiting.pop(), {})):
-            if source not in found:
-                found.add(source)
-                waiting.append(source)
+        entry = prompt.get(waiting.pop(), {})
+        sources = set(_sources(entry)) - found if passes(str(entry.get("class_type"))) else set()
+        found |= sources
+        waiting += sources
     return found
 
 

@@ -7,6 +7,7 @@ ComfyUI's own attention would have taken on a host that does not use torch's is 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -117,12 +118,8 @@ def nothing_because(runs: Sequence[Run], attention: str) -> str:
 
 
 def _why_none_taken(runs: Sequence[Run]) -> str:
-    counts: dict[str, int] = {}
-    for run in runs:
-        for kind, tally in list(run.tallies.items()):
-            counts[kind.why] = counts.get(kind.why, 0) + tally.count
-    why, count = max(counts.items(), key=lambda item: item[1])
-    total = sum(counts.values())
+    counts = sum((Counter(run.counted(lambda kind: kind.why)) for run in runs), Counter[str]())
+    ((why, count),), total = counts.most_common(1), counts.total()
     return f"{'all' if count == total else f'{count:,} of'} {plural(total, 'call')} passed to ComfyUI: {why}"
 
 

@@ -10,21 +10,28 @@ from ...pascal_attn_core.observe.report import add_shares
 from ..engine.runs import CallKind, CallTally, Run
 
 
-@dataclass(frozen=True)
+@dataclass
 class BlockRow:
-    """The calls of one block.
+    """The calls of one block, or of neighbouring blocks of one family in which the same happened.
 
     Attributes:
-        name: ``"double 3"``.
-        routes: calls taken, by route.
-        passed: calls passed to ComfyUI, by reason.
-        elapsed_ms: time in the calls taken, by route.
+        name: ``"double 3"``, ``"layers.0-11.attn"``.
+        routes: calls taken in each block, by route.
+        passed: calls passed to ComfyUI in each block, by reason.
+        elapsed_ms: time in the calls taken, of all blocks.
+        blocks: number of blocks.
     """
 
     name: str
     routes: dict[str, int] = field(default_factory=dict)
     passed: dict[str, int] = field(default_factory=dict)
-    elapsed_ms: dict[str, float] = field(default_factory=dict)
+    elapsed_ms: float = 0.0
+    blocks: int = 1
+
+    @property
+    def calls(self) -> int:
+        """Number of calls in all blocks."""
+        return self.blocks * (sum(self.routes.values()) + sum(self.passed.values()))
 
     @property
     def family(self) -> str:
@@ -39,36 +46,8 @@ class BlockRow:
         if " " in self.name:
             before, space, number = self.name.rpartition(" ")
             return before + space, number, ""
-        match = re.fullmatch(r"(.*\.)?(\d+)(\..*)?", self.name)
+        match = re.fullmatch(r"(.*\.)?(\d+(?:-\d+)?)(\..*)?", self.name)
         return (match[1] or "", match[2], match[3] or "") if match else (self.name, "", "")
-
-
-@dataclass(frozen=True)
-class BlockGroup:
-    """Neighbouring blocks of one family in which the same happened."""
-
-    rows: tuple[BlockRow, ...]
-
-    @property
-    def name(self) -> str:
-        """``"double 0-18"``, ``"layers.0-11.attn"``."""
-        return range_name(self.rows)
-
-    @property
-    def elapsed_ms(self) -> float:
-        return sum(sum(row.elapsed_ms.values()) for row in self.rows)
-
-    @property
-    def calls(self) -> int:
-        return sum(sum(row.routes.values()) + sum(row.passed.values()) for row in self.rows)
-
-
-def range_name(rows: Sequence[BlockRow]) -> str:
-    """Blocks of one family by the first and the last of them."""
-    if len(rows) == 1:
-        return rows[0].name
-    before, first, after = rows[0].parts
-    return f"{before}{first}-{rows[-1].parts[1]}{after}"
 
 
 def block_rows(run: Run) -> list[BlockRow]:
@@ -78,26 +57,26 @@ def block_rows(run: Run) -> list[BlockRow]:
         row = rows.setdefault(kind.block, BlockRow(kind.block))
         if kind.outcome == "taken":
             row.routes[kind.route] = row.routes.get(kind.route, 0) + tally.count
-            row.elapsed_ms[kind.route] = row.elapsed_ms.get(kind.route, 0.0) + tally.elapsed_ms
+            row.elapsed_ms += tally.elapsed_ms
         else:
             row.passed[kind.why] = row.passed.get(kind.why, 0) + tally.count
     return list(rows.values())
 
 
-def grouped(rows: list[BlockRow]) -> list[BlockGroup]:
+def grouped(rows: list[BlockRow]) -> list[BlockRow]:
     """Neighbours put together."""
-    groups: list[list[BlockRow]] = []
+    groups: list[BlockRow] = []
+    last = BlockRow("")
     for row in rows:
-        last = groups[-1][-1] if groups else None
-        if last is not None and row.family and _same(last, row):
-            groups[-1].append(row)
+        if groups and row.family and (last.family, last.routes, last.passed) == (row.family, row.routes, row.passed):
+            before, first, after = groups[-1].parts
+            elapsed, blocks = groups[-1].elapsed_ms + row.elapsed_ms, groups[-1].blocks + 1
+            name = f"{before}{first.partition('-')[0]}-{row.parts[1]}{after}"
+            groups[-1] = replace(row, name=name, elapsed_ms=elapsed, blocks=blocks)
         else:
-            groups.append([row])
-    return [BlockGroup(tuple(group)) for group in groups]
-
-
-def _same(a: BlockRow, b: BlockRow) -> bool:
-    return (a.family, a.routes, a.passed) == (b.family, b.routes, b.passed)
+            groups.append(row)
+        last = row
+    return groups
 
 
 def kinds_of(run: Run) -> list[tuple[CallKind, CallTally]]:
@@ -119,9 +98,9 @@ def together(runs: Sequence[Run]) -> Run:
     whole.peak_bytes = max(peaks, default=None)
     for run in runs:
         whole.devices |= run.devices
-        whole.warnings += [text for text in run.warnings if text not in whole.warnings]
-        whole.notes += [text for text in run.notes if text not in whole.notes]
-        whole.gains += [text for text in run.gains if text not in whole.gains]
+        for keep, texts in ((whole.warn, run.warnings), (whole.note, run.notes), (whole.gain, run.gains)):
+            for text in texts:
+                keep(text)
         whole.is_exact &= run.is_exact
         for kind, tally in list(run.tallies.items()):
             whole.tallies[kind] = _added(whole.tallies.get(kind, CallTally()), tally)
@@ -129,17 +108,9 @@ def together(runs: Sequence[Run]) -> Run:
 
 
 def _added(a: CallTally, b: CallTally) -> CallTally:
+    sums = {name: getattr(a, name) + getattr(b, name) for name in vars(a) if name not in ("extra_bytes", "shares")}
     known = [tally.extra_bytes for tally in (a, b) if tally.extra_bytes is not None]
     shares: dict[str, int] = {}
     for tally in (a, b):
         add_shares(shares, tally.shares)
-    return CallTally(
-        a.count + b.count,
-        a.elapsed_ms + b.elapsed_ms,
-        max(known, default=None),
-        a.blocks + b.blocks,
-        a.bounded_blocks + b.bounded_blocks,
-        a.budget_halvings + b.budget_halvings,
-        a.repaired + b.repaired,
-        shares,
-    )
+    return CallTally(**sums, extra_bytes=max(known, default=None), shares=shares)

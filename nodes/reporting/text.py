@@ -14,7 +14,7 @@ from ..engine.runs import PASSED, CallKind, CallTally, Run
 from .findings import Findings, Shown, clock_text
 from .gain import gain_line, is_gain
 from .picture import Row, Section, draw
-from .rows import BlockGroup, block_rows, grouped, kinds_of
+from .rows import BlockRow, block_rows, grouped, kinds_of
 from .words import duration_text, peak_label, plural, shape_text, share_text, size_text
 
 _WIDTH = 110
@@ -133,19 +133,10 @@ def _section(shown: Shown, memory: dict[str, int], most_notes: int | None) -> Se
 def _call_rows(run: Run) -> Iterator[Row]:
     calls = run.count()
     yield Row("calls", f"{calls:,}: {run.count('taken'):,} taken, {run.count(PASSED):,} passed to ComfyUI")
-    for why, count in _routes_and_reasons(run).items():
+    for why, count in run.counted(lambda kind: f"{kind.route}: {kind.why}", "taken").items():
         yield Row("taken", f"{count:,} x {why}", count / calls)
     for why, count in run.reasons(PASSED).items():
         yield Row("passed", f"{count:,} x {why}", count / calls, "caution")
-
-
-def _routes_and_reasons(run: Run) -> dict[str, int]:
-    counts: dict[str, int] = {}
-    for kind, tally in list(run.tallies.items()):
-        if kind.outcome == "taken":
-            text = f"{kind.route}: {kind.why}"
-            counts[text] = counts.get(text, 0) + tally.count
-    return dict(sorted(counts.items(), key=lambda item: -item[1]))
 
 
 def _memory_rows(run: Run, memory: dict[str, int]) -> Iterator[Row]:
@@ -191,13 +182,10 @@ def _block_section(shown: Shown) -> Section:
     return Section(f"{shown.title}: {'time' if timed else 'calls'} by block", rows)
 
 
-def _group_text(group: BlockGroup) -> str:
-    row, parts = group.rows[0], []
-    for route, count in row.routes.items():
-        parts.append(f"{count:,} {route}")
-    for why, count in row.passed.items():
-        parts.append(f"{count:,} passed to ComfyUI ({why})")
-    each = f"{len(group.rows)} blocks, each " if len(group.rows) > 1 else ""
+def _group_text(group: BlockRow) -> str:
+    parts = [f"{count:,} {route}" for route, count in group.routes.items()]
+    parts += [f"{count:,} passed to ComfyUI ({why})" for why, count in group.passed.items()]
+    each = f"{group.blocks} blocks, each " if group.blocks > 1 else ""
     time_spent = f"; {duration_text(group.elapsed_ms / 1e3)}" if group.elapsed_ms else ""
     return each + ", ".join(parts) + time_spent
 

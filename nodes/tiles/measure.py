@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from ...pascal_attn_core import AttentionConfig, sdpa
+from ...pascal_attn_core.checks import is_out_of_memory
 from ...pascal_attn_core.config import Unsupported
 from ...pascal_attn_core.machine.device import MIB
 from ...pascal_attn_core.machine.runtime import Runtime
@@ -26,10 +27,7 @@ AUTO = 0  # the tiled route decides for each call
 _WORTH = 0.97  # a fixed tile must take at most this part of the time that the route's own choice takes
 _SECONDS = 4.0
 _CANDIDATES = (256, 512, 1024, 2048, 4096)
-_MOST_SCORES = {
-    True: 1 << 30,
-    False: 1 << 24,
-}  # of the timed call, on a GPU and on a CPU
+_MOST_SCORES = {True: 1 << 30, False: 1 << 24}  # of the timed call, on a GPU and on a CPU
 
 
 class Workload(NamedTuple):
@@ -138,7 +136,9 @@ def measure(card: Card, shape: Shape, planned: int, device: torch.device, clock:
     try:
         tensors = _numbers(shape, device, 0), _numbers(shape, device, 1), _numbers(shape, device, 2)
         times = clock([functools.partial(_attend, shape.config, size, tensors) for size in sizes], device)
-    except torch.OutOfMemoryError as error:
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
+            raise
         raise CannotMeasure(f"the card ran out of memory: {str(error).splitlines()[0]}") from error
     if float("inf") in times:
         raise CannotMeasure(f"the call takes too long to be timed in {_SECONDS:g} seconds")

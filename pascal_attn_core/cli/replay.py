@@ -18,9 +18,8 @@ from ..observe.report import mask_kind
 from . import CommandError, check_numbers
 from .bench.candidates import BASELINE, Candidate, route_candidates
 from .bench.clock import Clock, device_named, quiet_torch
-from .bench.contest import Result, Settings
+from .bench.contest import COLUMNS, Result, Settings, result_row, versions
 from .bench.measure import race
-from .bench.report import COLUMNS, result_row, versions
 from .tables import print_table, progress_of
 
 
@@ -51,13 +50,23 @@ def run(options: argparse.Namespace) -> int:
     device, candidates = _read(options)
     clock = Clock(device, options.threads)
     settings = Settings(options.rounds, options.seconds, error_rows=options.rows)
-    config = AttentionConfig(budget_mib=options.budget_mib)
     reports = []
     with quiet_torch(options.threads):
         # every file is read before the first call runs, so that a bad one fails at once
         for path, calls in [(path, _load(path)) for path in options.files]:
             for call in calls:
-                report = _replay(path, call, device, candidates, clock, settings, config)
+                # With dropout results cannot be compared: each route draws its own numbers.
+                call = dataclasses.replace(call.to(device), dropout_p=0.0)
+                results = race(call, candidates, clock, settings, progress_of(call.name))
+                report = {
+                    "file": path.name,
+                    "call": call.name,
+                    "count": call.count,
+                    "what": describe(call),
+                    "captured_on": call.device,
+                    "explain": _explain(call, AttentionConfig(budget_mib=options.budget_mib)),
+                    "results": [dataclasses.asdict(result) for result in results],
+                }
                 reports.append(report)
                 if not options.json:
                     _print(report, options.explain)
@@ -83,30 +92,6 @@ def _load(path: Path) -> list[CapturedCall]:
         raise CommandError(str(error)) from error
 
 
-def _replay(
-    path: Path,
-    call: CapturedCall,
-    device: torch.device,
-    candidates: list[Candidate],
-    clock: Clock,
-    settings: Settings,
-    config: AttentionConfig,
-) -> dict[str, Any]:
-    # With dropout results cannot be compared: each route draws its own numbers.
-    call = dataclasses.replace(call.to(device), dropout_p=0.0)
-
-    results = race(call, candidates, clock, settings, progress_of(call.name))
-    return {
-        "file": path.name,
-        "call": call.name,
-        "count": call.count,
-        "what": describe(call),
-        "captured_on": call.device,
-        "explain": _explain(call, config),
-        "results": [dataclasses.asdict(result) for result in results],
-    }
-
-
 def describe(call: CapturedCall) -> str:
     """``"q[2, 10, 4096, 64] k[2, 10, 77, 64] float16 mask none"``."""
     dtype = str(call.query.dtype).removeprefix("torch.")
@@ -119,17 +104,9 @@ def describe(call: CapturedCall) -> str:
 
 
 def _explain(call: CapturedCall, config: AttentionConfig) -> str:
+    options = {name: getattr(call, name) for name in ("is_causal", "scale", "enable_gqa")}
     try:
-        return explain(
-            call.query,
-            call.key,
-            call.value,
-            call.attn_mask,
-            is_causal=call.is_causal,
-            scale=call.scale,
-            enable_gqa=call.enable_gqa,
-            config=config,
-        )
+        return explain(call.query, call.key, call.value, call.attn_mask, **options, config=config)
     except (ValueError, TypeError) as error:  # calls that no route takes are captured too
         return str(error)
 

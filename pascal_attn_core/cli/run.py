@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ..observe.report import Report, record
+from ..patching.patch import Patch
 from ..sdpa_patch import patch_sdpa
 from . import CommandError
 
@@ -20,9 +21,9 @@ def add_parser(subparsers: Any) -> None:
         "run",
         help="run a program with its attention computed by this package, and report when it ends",
         description="Runs a Python script, or with -m a module, as python would, with every call of torch's "
-        "scaled_dot_product_attention computed by Pascal Attention, and `import flash_attn` giving our functions "
-        "if the real package is not installed. When the program ends, prints to stderr how many calls took which "
-        "route, and why. The exit status is the program's. Child processes of the program are not affected.",
+        "scaled_dot_product_attention and flex_attention computed by Pascal Attention, and `import flash_attn` giving "
+        "our functions if the real package is not installed. When the program ends, prints to stderr how many calls "
+        "took which route, and why. The exit status is the program's. Child processes of the program are not affected.",
         usage="pascal-attn run [--no-report] [--no-flash-attn] (script.py | -m module) [argument ...]",
     )
     parser.add_argument("--no-report", action="store_true", help="print nothing at the end")
@@ -41,16 +42,25 @@ def run(options: argparse.Namespace) -> int:
     switch = patch_sdpa()
     if not switch.sites:
         print("pascal-attn run: PASCAL_ATTN_DISABLE is set: attention stays torch's", file=sys.stderr)
-    stand_in = None if options.no_flash_attn else _flash_attn()
+    stand_ins = [patch for patch in (_flex_attention(), None if options.no_flash_attn else _flash_attn()) if patch]
     with record() as report:
         try:
             return _run(options)
         finally:
             switch.remove()
-            if stand_in is not None:
+            for stand_in in stand_ins:
                 stand_in.remove()
             if not options.no_report and not isinstance(sys.exc_info()[1], CommandError):
                 _print_report(report)
+
+
+def _flex_attention() -> Patch | None:
+    from ..flex import patch_flex_attention
+
+    try:
+        return patch_flex_attention()
+    except ImportError:  # before torch 2.5
+        return None
 
 
 def _flash_attn() -> Any:

@@ -176,9 +176,9 @@ def install() -> Patch:
     call returns the same Patch."""
     global _installation
     if _installation is None or not _installation.active:
-        _install()
-        places = len(_pipeline_classes()) + len(_ADDED_TO_MODELS) + len(_replaced_methods())
-        _installation = Patch("classes of diffusers", _uninstall, sites=places)
+        with PatchGroup("classes of diffusers") as group:
+            _install(group)
+        _installation = group.patch()
     return _installation
 
 
@@ -189,32 +189,40 @@ def uninstall() -> None:
         _installation.remove()
 
 
-def _install() -> None:
-    arrivals.serve_arrivals(_serve)
+def _install(group: PatchGroup) -> None:
     for cls in _pipeline_classes():
         if not hasattr(cls, "set_attn_processor"):
-            cls.set_attn_processor = _set_attn_processor
+            group.add(_replace(cls, "set_attn_processor", _set_attn_processor))
     for name, ours in _ADDED_TO_MODELS.items():
         if name not in vars(_diffusers.ModelMixin):
-            setattr(_diffusers.ModelMixin, name, _MemberOfModels(name, ours))
-    for cls, name, ours in _replaced_methods():
-        if not hasattr(getattr(cls, name), "_pascal_original"):
-            setattr(cls, name, ours(getattr(cls, name)))
+            group.add(_replace(_diffusers.ModelMixin, name, _MemberOfModels(name, ours)))
+    for cls, name, over in _replaced_methods():
+        group.add(_replace(cls, name, over(getattr(cls, name))))
+    arrivals.serve_arrivals(_serve)
+    group.add(_take_off_everywhere)
 
 
-def _uninstall() -> None:
+def _replace(cls: Any, name: str, ours: Any) -> Callable[[], list[str]]:
+    """Give a class a member; returns what gives it the one that it had, unless it has got another since."""
+    before = vars(cls).get(name)
+    setattr(cls, name, ours)
+
+    def undo() -> list[str]:
+        if vars(cls).get(name) is not ours:
+            return [f"{cls.__name__}.{name} has been replaced since: ours stays underneath it, without effect"]
+        if before is None:
+            delattr(cls, name)
+        else:
+            setattr(cls, name, before)
+        return []
+
+    return undo
+
+
+def _take_off_everywhere() -> list[str]:
     for module in arrivals.stop():
         _take_off_module(module)
-    for cls in _pipeline_classes():
-        if cls.__dict__.get("set_attn_processor") is _set_attn_processor:
-            del cls.set_attn_processor
-    for name in _ADDED_TO_MODELS:
-        if isinstance(vars(_diffusers.ModelMixin).get(name), _MemberOfModels):
-            delattr(_diffusers.ModelMixin, name)
-    for cls, name, _ in _replaced_methods():
-        original = getattr(getattr(cls, name), "_pascal_original", None)
-        if original is not None:
-            setattr(cls, name, original)
+    return []
 
 
 class _MemberOfModels:
@@ -251,7 +259,7 @@ def _set_attn_processor(self: Any, processor: Any) -> None:
             everywhere. Any other is set on the models that are not autoencoders; where a PascalAttnProcessor is set, it
             stays and runs that one. For a single model also a dict with the keys of its ``attn_processors``.
     Raises:
-        TypeError: a dict for a pipeline; its keys belong to one model, so set it there.
+        TypeError: a dict for a pipeline; its keys belong to one model, so set it there. Or no processor: a name, say.
         ValueError: there is no attention that can be redirected, or a dict has other keys than ``attn_processors``.
     """
     if isinstance(processor, dict):
@@ -259,6 +267,8 @@ def _set_attn_processor(self: Any, processor: Any) -> None:
             raise TypeError("processor must be one processor for all attention, got a dict; set it on one model")
         _set_dict(self, processor)
         return
+    if processor is not None and not callable(processor):
+        raise TypeError(f"processor must be an attention processor, such as PascalAttnProcessor(), got {processor!r}")
     models = models_of(self)
     if isinstance(processor, PascalAttnProcessor):
         _warn_if_sdpa_is_replaced()
@@ -408,23 +418,16 @@ def _say_which_counts(host: nn.Module, backend: str) -> None:
     count = sum(hasattr(processor, "_attention_backend") for processor in redirected)
     if not count:
         return
-    name, places = type(host).__name__, f"{count} attention module{'' if count == 1 else 's'}"
     if takes_its_own_backend(backend):
-        log.warning(
-            "%s: set_attention_backend(%r) takes effect: Pascal Attention is set on %s, but flex attention takes masks "
-            "of its own kind, so these calls go to it until another backend is set",
-            name,
-            backend,
-            places,
-        )
-    else:
-        log.warning(
-            "%s: Pascal Attention is set on %s: set_attention_backend(%r) has no effect there until it is taken off "
-            "(set_attn_processor(None), or remove() of the patch)",
-            name,
-            places,
-            backend,
-        )
+        return  # it takes effect, and is ours too
+    name, places = type(host).__name__, f"{count} attention module{'' if count == 1 else 's'}"
+    log.warning(
+        "%s: Pascal Attention is set on %s: set_attention_backend(%r) has no effect there until it is taken off "
+        "(set_attn_processor(None), or remove() of the patch)",
+        name,
+        places,
+        backend,
+    )
 
 
 def _kept_around(processor: Any, redirect: SdpaRedirect) -> Any:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator
-from types import CodeType, FunctionType
+from types import FunctionType
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 
-from ..patching.function_copy import copy_over
+from ..patching.function_copy import copy_over, names_in
 from ..patching.interception import SDPA_NAME
 
 _DISPATCH = "dispatch_attention_fn"
@@ -23,16 +23,10 @@ def reaches_sdpa(function: Callable, owner: type, depth: int = _HELPER_DEPTH) ->
     function = inspect.unwrap(function)
     if not isinstance(function, FunctionType):
         return False
-    names = set(_names_in(function.__code__))
+    names = names_in(function.__code__)
     if names & {SDPA_NAME, _DISPATCH}:
         return True
     return depth > 0 and any(reaches_sdpa(helper, owner, depth - 1) for helper in _helpers(function, names, owner))
-
-
-def always_uses_flex(function: Callable) -> bool:
-    """Whether ``function`` itself chooses the backend for flex attention, whose masks are of another kind."""
-    names = _names_of(function)
-    return "FLEX" in names and "_attention_backend" not in names
 
 
 def computes_softmax(function: Callable) -> bool:
@@ -50,7 +44,7 @@ def calls_sdpa_of_torch(function: Callable) -> bool:
     if not isinstance(function, FunctionType) or hasattr(function, "__wrapped__"):
         return False
     whole = {"torch", "nn", "functional", SDPA_NAME}
-    return whole <= set(_names_in(function.__code__)) and function.__globals__.get("torch") is torch
+    return whole <= names_in(function.__code__) and function.__globals__.get("torch") is torch
 
 
 def with_other_attention(function: Callable, owner: type, functional: Any, dispatch: Callable) -> Callable | None:
@@ -62,7 +56,7 @@ def with_other_attention(function: Callable, owner: type, functional: Any, dispa
     """
     if not isinstance(function, FunctionType) or hasattr(function, "__wrapped__"):
         return None
-    names, variables = set(_names_in(function.__code__)), function.__globals__
+    names, variables = names_in(function.__code__), function.__globals__
     if "super" in names or any(reaches_sdpa(h, owner) for h in _helpers(function, names - {_DISPATCH}, owner)):
         return None
     replaced: dict[str, Any] = {}
@@ -88,11 +82,4 @@ def _helpers(function: FunctionType, names: set[str], owner: type) -> Iterator[F
 
 def _names_of(function: Callable) -> set[str]:
     function = inspect.unwrap(function)
-    return set(_names_in(function.__code__)) if isinstance(function, FunctionType) else set()
-
-
-def _names_in(code: CodeType) -> Iterator[str]:
-    yield from code.co_names
-    for constant in code.co_consts:
-        if isinstance(constant, CodeType):
-            yield from _names_in(constant)
+    return names_in(function.__code__) if isinstance(function, FunctionType) else set()

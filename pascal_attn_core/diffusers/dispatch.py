@@ -1,21 +1,21 @@
 """diffusers' ``dispatch_attention_fn``, as the copy of a processor calls it (see ``code``).
 
-It passes a call to a backend by name. For torch's own backend, which every redirected processor asks for, a copy of the
-two functions calls ours where they call torch's; whatever they do about names, layouts and masks remains diffusers'
-code. All else runs as it is, under the mode of the redirect.
+It passes a call to a backend by name. For torch's own backends, scaled_dot_product_attention and flex attention, a copy
+of the two functions calls ours where they call torch's; whatever they do about names, layouts and masks remains
+diffusers' code. All else runs as it is, under the mode of the redirect.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from types import FunctionType, SimpleNamespace
+from types import FunctionType
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..patching.function_copy import copy_over
+from ..patching.function_copy import Instead, copy_over
 from .code import calls_sdpa_of_torch
 from .parallel import attend_in_parallel
 from .redirect import FUNCTIONAL, this_thread
@@ -36,10 +36,12 @@ def native_backend() -> Any:
 
 def dispatch(function: Callable, *args: Any, **kwargs: Any) -> Tensor:
     """``function(*args, **kwargs)``, where ``function`` is diffusers' ``dispatch_attention_fn``, under the redirect."""
-    native = native_backend()
-    if kwargs.get("backend") is native is not None:
+    backend = kwargs.get("backend")
+    is_flex = backend is not None and takes_its_own_backend(backend)
+    if is_flex or (backend is not None and backend is native_backend()):
         registry: Any = getattr(function, "__globals__", {}).get(_REGISTRY)
-        copy = _with_native_copied(function, registry, getattr(registry, "_backends", {}).get(native))
+        name = _member(backend)
+        copy = _with_ours(function, registry, name, getattr(registry, "_backends", {}).get(name), is_flex)
         if copy is not None:
             return copy(*args, **kwargs)
     redirect = this_thread.redirect
@@ -48,25 +50,50 @@ def dispatch(function: Callable, *args: Any, **kwargs: Any) -> Tensor:
         return function(*args, **kwargs)
 
 
+def takes_its_own_backend(backend: Any) -> bool:
+    """Whether a processor bound to ``backend``, a name or a member of diffusers' enumeration, keeps it: flex attention
+    has masks of its own kind (NABLA of Kandinsky 5), which no other backend takes."""
+    return "flex" in str(getattr(backend, "value", backend)).lower().split("_")
+
+
+def _member(backend: Any) -> Any:
+    """A backend as the registry names it."""
+    return type(native_backend())(backend)
+
+
 @functools.lru_cache(maxsize=4)
-def _with_native_copied(function: Callable, registry: Any, backend: Any) -> Callable | None:
-    """A copy of ``function`` that finds only a copy of ``backend`` in its registry; None where they are of another
-    kind."""
-    if not (isinstance(registry, type) and isinstance(function, FunctionType) and calls_sdpa_of_torch(backend)):
+def _with_ours(function: Callable, registry: Any, name: Any, backend: Any, is_flex: bool) -> Callable | None:
+    """A copy of ``function`` that finds only a copy of ``backend``, by ``name``, in its registry; None where they are
+    of another kind."""
+    if not (isinstance(registry, type) and isinstance(function, FunctionType) and isinstance(backend, FunctionType)):
         return None
-    copied = {native_backend(): copy_over(backend, {"torch": _TORCH, _TEMPLATES: attend_in_parallel})}
+    if is_flex:
+        module = backend.__globals__.get("flex_attention")
+        if not hasattr(module, "BlockMask"):
+            return None
+        from ..flex import create_block_mask  # not before: it imports torch._dynamo, as module has done
+
+        own = {"flex_attention": _flex, "create_block_mask": create_block_mask}
+        replaced: dict[str, Any] = {"flex_attention": Instead(module, own)}
+    elif calls_sdpa_of_torch(backend):
+        replaced = {"torch": _TORCH, _TEMPLATES: attend_in_parallel}
+    else:
+        return None
+    copied = {name: copy_over(backend, replaced)}
     return copy_over(function, {_REGISTRY: type(registry.__name__, (registry,), {"_backends": copied})})
 
 
-class _Namespace(SimpleNamespace):
-    """A module of which some names are replaced."""
+def _flex(
+    query: Tensor, key: Tensor, value: Tensor, score_mod: Any = None, block_mask: Any = None, **options: Any
+) -> Any:
+    redirect = this_thread.redirect
+    assert redirect is not None
+    if score_mod is None and not options.get("return_lse"):
+        options = {name: options[name] for name in ("scale", "enable_gqa") if name in options}
+        return redirect.attend((query, key, value), {"attn_mask": block_mask, **options})
+    from ..flex import flex_attention
 
-    def __init__(self, module: Any, **replaced: Any):
-        super().__init__(**replaced)
-        self.module = module
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.module, name)
+    return flex_attention(query, key, value, score_mod, block_mask, **options, config=redirect.config)
 
 
-_TORCH = _Namespace(torch, nn=_Namespace(torch.nn, functional=FUNCTIONAL))
+_TORCH = Instead(torch, {"nn": Instead(torch.nn, {"functional": FUNCTIONAL})})

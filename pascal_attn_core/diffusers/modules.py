@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from . import arrivals
-from .processors import RedirectedProcessor, name_of, redirect_processor, takes_its_own_backend
+from .processors import RedirectedProcessor, name_of, redirect_processor
 from .redirect import REDIRECTS, SdpaRedirect, redirects_of, this_thread
 from .sites import forward_reaches_sdpa, processor_of, upgrade_of
 
@@ -28,18 +28,6 @@ def redirect_module(module: nn.Module, redirect: SdpaRedirect) -> None:
     if others is None:
         module.__class__ = redirected_module_class(cls)
     arrivals.watch(module)
-    backend = getattr(processor_of(module), "_attention_backend", None)
-    if backend is not None and takes_its_own_backend(backend):
-        _warn_that_flex_stays(redirect, cls.__name__)
-
-
-@functools.lru_cache(maxsize=16)  # once for all modules that are redirected together
-def _warn_that_flex_stays(redirect: SdpaRedirect, name: str) -> None:
-    log.warning(
-        "%s: flex attention, chosen by set_attention_backend, stays in effect under Pascal Attention, because it takes "
-        "masks of its own kind. Choose another backend first, for example set_attention_backend('native')",
-        name,
-    )
 
 
 def release_module(module: nn.Module, redirect: SdpaRedirect) -> list[str]:

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from .code import with_other_attention
-from .dispatch import dispatch, native_backend
+from .dispatch import dispatch, native_backend, takes_its_own_backend
 from .redirect import FUNCTIONAL, SdpaRedirect, this_thread
 
 
@@ -77,12 +77,6 @@ def can_be_derived(processor: Any) -> bool:
 def is_redirected_class(cls: type) -> bool:
     """Whether :func:`redirect_processor` made this class."""
     return hasattr(cls, "_shown")
-
-
-def takes_its_own_backend(backend: Any) -> bool:
-    """Whether a processor bound to ``backend``, a name or a member of diffusers' enumeration, is left to it. Flex
-    attention comes with masks of its own kind (NABLA of Kandinsky 5): no other backend can take its place."""
-    return "flex" in str(getattr(backend, "value", backend)).lower().split("_")
 
 
 def name_of(cls: type) -> dict[str, str]:
@@ -155,7 +149,7 @@ def _register_for_guiders(redirected: type, shown: type) -> None:
 
 
 def _backend_in_force(processor: Any) -> Any:
-    chosen = processor.__dict__.get("_attention_backend")
+    chosen = processor.__dict__.get("_attention_backend") or getattr(type(processor)._shown, "_attention_backend", None)
     return chosen if chosen is not None and takes_its_own_backend(chosen) else native_backend()
 
 

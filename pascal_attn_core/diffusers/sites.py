@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from ..patching.targets import parts_of
-from .code import always_uses_flex, computes_softmax, names_linear_attention, reaches_sdpa
+from .code import computes_softmax, names_linear_attention, reaches_sdpa
 from .processors import RedirectedProcessor
 
 
@@ -72,8 +72,6 @@ def counted(reasons: Iterable[str]) -> list[str]:
 
 
 def _why_not_ours(cls: Any) -> str:
-    if _uses_flex(cls):
-        return "flex attention"
     is_linear = "Linear" in cls.__name__ or names_linear_attention(cls.__call__)
     return "linear attention" if is_linear else "attention without scaled_dot_product_attention"
 
@@ -84,11 +82,6 @@ def _attends_by_itself(module: nn.Module) -> bool:
     if not cls.__module__.startswith("diffusers.") or any(is_site(part) for part in module.modules()):
         return False
     return cls.__name__.endswith("Attention") or ("Att" in cls.__name__ and computes_softmax(cls.forward))
-
-
-@functools.cache
-def _uses_flex(cls: Any) -> bool:
-    return getattr(cls, "_attention_backend", None) is not None or always_uses_flex(cls.__call__)
 
 
 def processor_of(module: nn.Module) -> Any:
@@ -105,8 +98,6 @@ def computes_attention(processor: Any) -> bool:
     cls: Any = type(processor)
     if isinstance(processor, RedirectedProcessor):
         return True
-    if _uses_flex(cls):
-        return False
     if _call_reaches_sdpa(cls) or upgrade_of(cls) is not None:
         return True
     # a third party's processor may call attention where we do not look; a redirect that sees no call costs little

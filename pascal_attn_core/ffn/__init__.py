@@ -2,7 +2,7 @@
 
     with patch_ffn(model, budget_mib=64) as patch:
         model(x)
-    print(patch.report().text())
+    print(patch.report())
 
 Each module keeps its place, its class and its state-dict keys; what changes is the ``forward`` of the instance. Before
 a module runs in slices it is tried whether it treats every token independently (see :mod:`.trial`); until then, and if
@@ -13,15 +13,15 @@ from __future__ import annotations
 
 from typing import Any
 
+from torch import nn
+
 from ..config import number_of
-from ..patching.patch import Patch, PatchGroup, require_sites
+from ..patching.patch import Patch, require_sites
 from ..patching.selectors import require_matches
 from ..patching.targets import denoisers_of
 from . import host_hooks  # noqa: F401  # registers the hooks of accelerate and diffusers
-from .find import Found, find_ffn
-from .forward import attach
-from .plan import Settings, Site
-from .report import FfnReport, FfnReportLine, report_line
+from .binding import FfnBinding
+from .report import FfnReport, FfnReportLine
 
 __all__ = ["FfnPatch", "FfnReport", "FfnReportLine", "patch_ffn"]
 
@@ -73,32 +73,33 @@ def patch_ffn(
         raise ValueError(f"chunk_tokens must be None where num_chunks is given, got {chunk_tokens} and {num_chunks}")
     if chunk_tokens is None and budget_mib is None:
         num_chunks = num_chunks or number_of("PASCAL_ATTN_FFN_CHUNKS")
-    least = min_tokens if min_seq is None else min_seq
-    settings = Settings(budget_mib, chunk_tokens, num_chunks or None, least, verify, checkpoint)
-    found = list(find_ffn(model, include, exclude))
-    sites: dict[str, Site] = {}
-    with PatchGroup(f"feed-forward of {type(target).__name__}") as group:
-        for name, module, why_not in found:
-            if not why_not:
-                sites[name] = site = Site(settings)
-                group.add(attach(module, site))
-    patch = require_sites(FfnPatch(group, settings, found, sites))
+    binding = FfnBinding(
+        include=include,
+        exclude=exclude,
+        budget_mib=budget_mib,
+        chunk_tokens=chunk_tokens,
+        num_chunks=num_chunks or None,
+        min_tokens=min_tokens if min_seq is None else min_seq,
+        verify=verify,
+        checkpoint=checkpoint,
+    )
+    patch = require_sites(FfnPatch(type(target).__name__, model, binding))
     if verbose:
-        print(patch.report().text())
+        print(patch.report())
     return patch
 
 
 class FfnPatch(Patch):
     """The patch that :func:`patch_ffn` returns."""
 
-    def __init__(self, group: PatchGroup, settings: Settings, found: list[Found], sites: dict[str, Site]):
-        self._found, self._sites_by_name = found, sites
+    def __init__(self, kind: str, model: nn.Module, binding: FfnBinding):
+        self._found, self._binding = binding.find(model), binding
 
         def undo() -> list[str]:
-            settings.enabled = False  # deep copies share it
-            return group._undo_all()
+            binding.settings.enabled = False  # deep copies share it
+            return binding.detach()
 
-        super().__init__(group.name, undo, sites=len(sites))
+        super().__init__(f"feed-forward of {kind}", undo, sites=binding.attach(model))
 
     @property
     def num_wrapped(self) -> int:
@@ -107,4 +108,4 @@ class FfnPatch(Patch):
 
     def report(self) -> FfnReport:
         """The state of each module so far."""
-        return FfnReport([report_line(found, self._sites_by_name.get(found.name)) for found in self._found])
+        return self._binding.report_of(self._found)

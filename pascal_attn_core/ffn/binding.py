@@ -1,62 +1,60 @@
-"""Chunked feed-forward modules for hosts that take their patches off and put them back between runs."""
+"""FfnBinding: the feed-forward modules of models in slices, put in and taken out as often as their host wants."""
 
 from __future__ import annotations
 
-import types
 import weakref
-from collections.abc import Callable
+from collections.abc import Iterable
 from typing import Any
 
 from torch import nn
 
 from .find import Found, find_ffn
-from .forward import SlicedForward, detach, place
+from .forward import detach, place
 from .plan import Settings, Site
-from .report import FfnReport, FfnReportLine, report_line
+from .report import FfnReport, report_line
 
 
 class FfnBinding:
-    """:func:`patch_ffn` for repeated attaching and detaching; what trials found is kept in between.
+    """Feed-forward modules in slices. The result of a trial is kept while a model is detached, for all modules that are
+    built alike.
 
-    It serves several copies of a model (one per device) and keeps none of them alive. One binding is attached to a
-    module at a time: attaching a second one detaches the first.
+    It serves several copies of a model (one per device) and keeps none of them alive. Several bindings may be attached
+    to a module, in any order; the newest applies.
 
     Args:
-        passing: exceptions of the host that a trial must not take for a refusal, such as its interrupt.
-        budget_mib, chunk_tokens, min_tokens, include, exclude, verify, checkpoint: as in :func:`patch_ffn`.
+        include, exclude: as in :func:`.patch_ffn`.
+        options: of :class:`.plan.Settings`.
     """
 
-    def __init__(
-        self,
-        *,
-        budget_mib: float | None = None,
-        chunk_tokens: int | None = None,
-        min_tokens: int = 256,
-        include: Any = None,
-        exclude: Any = None,
-        verify: bool = True,
-        checkpoint: bool = True,
-        passing: tuple[type[BaseException], ...] = (),
-    ):
-        self.settings = Settings(
-            budget_mib, chunk_tokens, min_tokens=min_tokens, verify=verify, checkpoint=checkpoint, passing=passing
-        )
+    def __init__(self, *, include: Any = None, exclude: Any = None, **options: Any):
+        self.settings = Settings(**options)
         self._include, self._exclude = include, exclude
-        self._sites: weakref.WeakKeyDictionary[nn.Module, BoundSite] = weakref.WeakKeyDictionary()
+        self._sites: weakref.WeakKeyDictionary[nn.Module, Site] = weakref.WeakKeyDictionary()
+
+    def find(self, model: nn.Module) -> list[Found]:
+        """The modules of ``model`` that it is about."""
+        return list(find_ffn(model, self._include, self._exclude))
 
     def attach(self, model: nn.Module) -> int:
-        """Let the feed-forward modules of ``model`` run in slices; returns how many. A second call changes nothing."""
-        sites = [(found.module, self._site(found.module)) for found in self._found(model) if not found.why_not]
-        for module, site in sites:
-            site.leave()
-            take_off(module)
-            site.enter(place(module, site))
-        return len(sites)
+        """Let the feed-forward modules of ``model`` run in slices; returns how many. A second call begins anew."""
+        self.detach(model)
+        modules = [found.module for found in self.find(model) if not found.why_not]
+        for module in modules:
+            # Nothing has compared the module's state in between, or the forward that it has now.
+            site = self._sites[module] = Site(self.settings)
+            site.sliced = weakref.ref(place(module, site))
+        return len(modules)
 
-    def detach(self, model: nn.Module) -> int:
-        """Undo :meth:`attach`; returns for how many modules. Slices and forwards of others stay."""
-        sites = [self._sites.get(module) for module in model.modules()]
-        return sum(site.leave() for site in sites if site is not None)
+    def detach(self, model: nn.Module | None = None) -> list[str]:
+        """Undo :meth:`attach` for one model or, with None, for all; returns what could not be undone. Slices and
+        forwards of others stay."""
+        modules = list(self._sites) if model is None else [each for each in model.modules() if each in self._sites]
+        left = []
+        for module in modules:
+            site = self._sites[module]
+            sliced, site.sliced = None if site.sliced is None else site.sliced(), None
+            left += [] if sliced is None else detach(sliced, site)
+        return left
 
     def restart_report(self) -> None:
         """Reset the report."""
@@ -64,71 +62,15 @@ class FfnBinding:
             site.used.clear()
 
     def report(self, model: nn.Module) -> FfnReport:
-        """The state of each module of ``model`` since the report was reset."""
-        return FfnReport([self._line(found) for found in self._found(model)])
+        """The state of each module of ``model`` since the report was reset; those that were not called are waiting."""
+        return self.report_of(self.find(model))
 
-    def preview(self, model: nn.Module) -> FfnReport:
-        """The report before any call: modules that are chosen are ``"waiting"``, since the first call tries them."""
-        return self.report(model)
+    def report_of(self, modules: Iterable[Found]) -> FfnReport:
+        """The state of each of these modules."""
+        return FfnReport([report_line(found, None if found.why_not else self._site(found.module)) for found in modules])
 
-    def _found(self, model: nn.Module) -> list[Found]:
-        return list(find_ffn(model, self._include, self._exclude))
-
-    def _site(self, module: nn.Module) -> BoundSite:
+    def _site(self, module: nn.Module) -> Site:
         site = self._sites.get(module)
         if site is None:
-            site = self._sites[module] = BoundSite(self.settings)
+            site = self._sites[module] = Site(self.settings)
         return site
-
-    def _line(self, found: Found) -> FfnReportLine:
-        return report_line(found, None if found.why_not else self._site(found.module))
-
-
-class BoundSite(Site):
-    """A module under a binding."""
-
-    def __init__(self, settings: Settings):
-        super().__init__(settings)
-        self._sliced: Callable[[], SlicedForward | None] = _nothing  # weak: it holds its module
-        self._is_plain, self._inner = True, _nothing
-
-    def copy(self) -> BoundSite:
-        return BoundSite(self.settings)
-
-    def leave(self) -> bool:
-        """Detach it from its module, also below another pack's forward; returns whether it was attached."""
-        sliced, self._sliced = self._sliced(), _nothing
-        if sliced is None or self not in sliced.sites:
-            return False
-        detach(sliced, self)
-        return True
-
-    def enter(self, sliced: SlicedForward) -> None:
-        """Note that ``sliced`` uses it now. A refusal holds only for the forward that was tried."""
-        self.plans.clear()  # nothing has compared the module's state in between; what trials found is shared
-        self._sliced, inner = weakref.ref(sliced), sliced.inner
-        is_same = self._is_plain if inner is None else not self._is_plain and inner == self._inner()
-        if not is_same:
-            self.used.clear()
-            self.refusals.clear()
-        self._is_plain, self._inner = inner is None, _nothing if inner is None else _reference(inner)
-
-
-def take_off(module: nn.Module) -> None:
-    """Remove the slices of any binding from one module."""
-    forward = module.__dict__.get("forward")
-    if isinstance(forward, SlicedForward):
-        for site in [site for site in forward.sites if isinstance(site, BoundSite)]:
-            detach(forward, site)
-
-
-def _nothing() -> None:
-    return None
-
-
-def _reference(forward: Callable[..., Any]) -> Callable[[], Any]:
-    """A weak reference, so that another pack's wrapper can be collected while we remember it."""
-    try:
-        return weakref.WeakMethod(forward) if isinstance(forward, types.MethodType) else weakref.ref(forward)
-    except TypeError:
-        return _nothing

@@ -127,22 +127,16 @@ def _is_recorded(x: Tensor) -> bool:
 # --- attaching ---
 
 
-def attach(module: nn.Module, site: Site) -> Callable[[], list[str]]:
-    """Let ``site`` decide about the calls of ``module``; returns a function that undoes it and returns what it could
-    not undo."""
-    sliced = place(module, site)
-    return lambda: detach(sliced, site)
-
-
 def place(module: nn.Module, site: Site) -> SlicedForward:
-    """Let ``site`` decide about the calls of ``module``; returns the replacement forward."""
+    """Let ``site`` decide about the calls of ``module``; returns the replacement forward. Another site of the same
+    binding, which a deep copy of a module may have, goes."""
     forwards = [place.get(key) for place, key in forward_slots(module)]
     sliced = next((forward for forward in forwards if isinstance(forward, SlicedForward)), None)
     if sliced is None:
         holder, key = next(forward_slots(module))
         sliced = SlicedForward(module, holder.get(key))
         holder[key] = sliced
-    sliced.sites.append(site)
+    sliced.sites = [*(other for other in sliced.sites if other.settings is not site.settings), site]
     return sliced
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_leaves
 
+from ..checks import is_out_of_memory
 from .hosts import is_hooked
 from .run import SCALARS, Inputs, NotTokenwise, inputs_of, sliced_is_view
 from .state import State
@@ -30,7 +32,8 @@ class Settings:
 
     Attributes:
         passing: exceptions that a trial re-raises instead of treating them as a refusal: a host's interrupt.
-        shared: what trials found, by structure and kind of call without its length: identical blocks need one.
+        shared: what trials found, by structure and kind of call without its length: identical blocks need one. A
+            reason against slices is as good.
     """
 
     budget_mib: float | None = None
@@ -41,7 +44,7 @@ class Settings:
     checkpoint: bool = True
     enabled: bool = True
     passing: tuple[type[BaseException], ...] = ()
-    shared: dict[Any, Trial] = field(default_factory=dict)
+    shared: dict[Any, Trial | str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         for name, least in (("chunk_tokens", 2), ("num_chunks", 1), ("min_tokens", 2)):
@@ -99,12 +102,14 @@ class Site:
         plans: the plan of each kind of call seen so far.
         used: plans executed since the report was reset.
         refusals: why it does not run in slices, by the mode in which that was found.
+        sliced: the replacement forward that it is attached to; weak, since that holds its module.
     """
 
     settings: Settings
     plans: dict[Any, Plan] = field(default_factory=dict)
     used: dict[Any, Plan] = field(default_factory=dict)
     refusals: dict[Any, str] = field(default_factory=dict)
+    sliced: weakref.ref[Any] | None = None
 
     def copy(self) -> Site:
         return Site(self.settings)
@@ -160,11 +165,13 @@ def make_plan(
     try:
         trial = _trial(fn, module, site.settings, inputs, wants_grad, (is_own, *mode))
         return _decide(site.settings, inputs, trial, wants_grad)
-    except torch.OutOfMemoryError:
-        return WHOLE
     except NotTokenwise as reason:
         site.refusals[mode] = str(reason)
         return Plan((), str(reason), refused=True)
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
+            raise
+        return WHOLE
 
 
 def _trial(
@@ -183,9 +190,14 @@ def _trial(
     key = *mode, wants_grad, sizes, inputs.x.device, state
     found = settings.shared.get(key) if is_shared else None
     if found is None:
-        found = tried(fn, module, inputs, verify=settings.verify, wants_grad=wants_grad, passing=settings.passing)
+        try:
+            found = tried(fn, module, inputs, verify=settings.verify, wants_grad=wants_grad, passing=settings.passing)
+        except NotTokenwise as reason:
+            found = str(reason)
         if is_shared and len(settings.shared) < _MAX_SHARED:
             settings.shared[key] = found
+    if isinstance(found, str):
+        raise NotTokenwise(found)
     return found
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from ..patching.patch import OFF, ON, WAITING, State, states_of
+from ..patching.patch import OFF, ON, WAITING, AnyReport, State, alike, states_of
 from .find import Found
 from .plan import WHOLE, Site
 
@@ -21,7 +21,7 @@ class FfnReportLine(NamedTuple):
 
 
 @dataclass(frozen=True)
-class FfnReport:
+class FfnReport(AnyReport):
     """The state of each feed-forward module."""
 
     lines: list[FfnReportLine]
@@ -40,12 +40,8 @@ class FfnReport:
         states = {line.state: self.count(line.state) for line in self.lines}
         heading = ", ".join(f"{count} {state}" for state, count in states.items())
         rows = [f"{len(self.lines)} feed-forward modules: {heading}" if self.lines else "no feed-forward modules found"]
-        groups: dict[tuple, list[str]] = {}
-        for line in self.lines:
-            groups.setdefault((line.kind, line.state, line.why), []).append(line.name or "(the model)")
-        for (kind, state, why), names in groups.items():
-            more = f" and {len(names) - 1} more" if len(names) > 1 else ""
-            rows.append(f"  {names[0]}{more} ({kind}): {state}{': ' if why else ''}{why}")
+        for (kind, state, why), names in alike((line[1:], line.name) for line in self.lines):
+            rows.append(f"  {names} ({kind}): {state}{': ' if why else ''}{why}")
         return "\n".join(rows)
 
 

@@ -16,12 +16,13 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from contextvars import ContextVar
 from operator import is_
-from types import CellType, CodeType, FunctionType, MethodType, ModuleType
+from types import CellType, FunctionType, MethodType, ModuleType
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from ..patching.function_copy import names_in
 from .hosts import casts_weights, hook_names, is_hooked, is_hosts
 from .run import SCALARS, NotTokenwise
 
@@ -40,12 +41,29 @@ Values = dict[Any, Any]
 
 
 class _Holder(NamedTuple):
-    """A dict, list, object, class or closure: how it is read, its values at first, and how they are put back."""
+    """A dict, list, object, class or closure: how it is read, and its values at first. ``owner`` gets them back."""
 
     name: str
+    owner: Any
     read: Callable[[], Values]
     kept: Values
-    write: Callable[[Values], Any]
+
+    def put_back(self) -> None:
+        owner, kept, now = self.owner, self.kept, self.read()
+        if isinstance(owner, ContextVar):
+            owner.set(kept[0])
+        elif now is owner or isinstance(owner, (list, deque, set)):  # all of a container, in its order
+            owner.clear()
+            put = owner.extend if isinstance(owner, (list, deque)) else owner.update
+            put(kept if now is owner else kept.values())
+        elif owner is not None:
+            is_dict = isinstance(owner, dict)
+            put = owner.__setitem__ if is_dict else functools.partial(setattr, owner)
+            drop = owner.__delitem__ if is_dict else functools.partial(delattr, owner)
+            for name in now.keys() - kept.keys():
+                drop(name)
+            for name in [name for name in kept if name not in now or now[name] is not kept[name]]:
+                put(name, kept[name])
 
     def has_changed(self) -> bool:
         now, kept = self.read(), self.kept
@@ -103,14 +121,14 @@ class State:
         """Restore every value that has been replaced."""
         for holder in self._holders:
             if holder.has_changed():
-                holder.write(holder.kept)
+                holder.put_back()
         for tensor, data in self._data:
             if not _is_same_memory(tensor, data):
                 tensor.data = data
 
     def key(self) -> tuple:
         """Equal for modules that are built alike and whose code refers to equal values."""
-        return tuple((name, *kept, *map(_kind_of, kept.values())) for name, _, kept, _ in self._holders)
+        return tuple((name, *kept, *map(_kind_of, kept.values())) for name, _, _, kept in self._holders)
 
     # --- finding ---
 
@@ -125,17 +143,17 @@ class State:
     def _add_module(self, name: str, module: nn.Module) -> None:
         attributes = module.__dict__
         if casts_weights(module):  # where it keeps weights is its host's business
-            self._hold(name, lambda: {"code": type(module).forward, **_some(attributes, _OF_CASTING_LAYERS)})
+            self._hold(name, None, lambda: {"code": type(module).forward, **_some(attributes, _OF_CASTING_LAYERS)})
             return
-        self._hold(name, lambda: {"class": type(module)}, functools.partial(_set_class, module))
+        self._hold(name, module, lambda: {"__class__": type(module)})
         self._visit(f"the class of {name}", type(module))
         searched = set(attributes)
         if is_hooked(module):
             compared = attributes.keys() - {*hook_names(), "_parameters", "_buffers"}
-            self._hold(name, lambda: _some(attributes, compared), attributes.update)
+            self._hold(name, attributes, lambda: _some(attributes, compared))
             searched = compared - {"forward"}  # which is the host's
         else:
-            self._hold(name, lambda: attributes, functools.partial(_refill, attributes))
+            self._hold(name, attributes, lambda: attributes)
             own = (*module.parameters(recurse=False), *module.buffers(recurse=False))
             self._data += [(tensor, tensor.data) for tensor in own if type(tensor) in (Tensor, nn.Parameter)]
         for key, value in _some(attributes, searched).items():
@@ -165,32 +183,32 @@ class State:
         if isinstance(value, _WRAPPERS):
             return ((key, getattr(value, key, None)) for key in _WRAPPED)
         if isinstance(value, dict):
-            return self._hold(name, lambda: value, functools.partial(_refill, value)).items()
+            return self._hold(name, value, lambda: value).items()
         if isinstance(value, (list, deque, set)):
-            return self._hold(name, lambda: dict(enumerate(value)), functools.partial(_refill, value)).items()
+            return self._hold(name, value, lambda: dict(enumerate(value))).items()
         if isinstance(value, tuple):
             return enumerate(value)
         if isinstance(value, ContextVar):
-            return self._hold(name, lambda: {0: value.get(None)}, lambda kept: value.set(kept[0])).items()
+            return self._hold(name, value, lambda: {0: value.get(None)}).items()
         is_iterator = hasattr(kind, "__next__")
         if is_iterator or isinstance(value, (random.Random, torch.Generator)) or _is_numpys_generator(kind):
             raise NotTokenwise(f"refers to {name}: the state of a {kind.__name__} cannot be put back")
         if _is_foreign(kind.__module__) and kind.__module__ not in _HOLD_STATE:
             return ()
         self._visit(f"the class of {name}", kind)
-        return self._hold(name, lambda: _attributes(value), functools.partial(_set, value)).items()
+        return self._hold(name, value, lambda: _attributes(value)).items()
 
     def _in_function(self, name: str, function: FunctionType) -> Iterable[tuple[Any, Any]]:
         if _is_foreign(function.__module__):
             return
-        names, values = _names_in(function.__code__), function.__globals__
+        names, values = names_in(function.__code__), function.__globals__
         self._names |= names
         modules = [value for value in _some(values, names).values() if isinstance(value, ModuleType)]
         for space in [values, *map(vars, modules)]:
             new = _Namespace(space.get("__name__", name), space, space, set())
             self._namespaces.setdefault(id(space), new).names.update(names)
         for key, cell in zip(function.__code__.co_freevars, function.__closure__ or ()):
-            kept = self._hold(f"{name}.{key}", functools.partial(_content, cell), functools.partial(_set, cell))
+            kept = self._hold(f"{name}.{key}", cell, functools.partial(_content, cell))
             yield key, kept.get("cell_contents")
         yield "defaults", function.__defaults__
         yield "defaults", function.__kwdefaults__
@@ -204,11 +222,11 @@ class State:
             done |= found
         for label, owner, values, all_names in self._namespaces.values():
             names = sorted(all_names)
-            self._hold(label, functools.partial(_some, values, names), functools.partial(_set_names, owner, names))
+            self._hold(label, owner, functools.partial(_some, values, names))
 
-    def _hold(self, name: str, read: Callable[[], Values], write: Callable[[Values], Any] = dict) -> Values:
+    def _hold(self, name: str, owner: Any, read: Callable[[], Values]) -> Values:
         kept = dict(read())
-        self._holders.append(_Holder(name or "the module itself", read, kept, write))
+        self._holders.append(_Holder(name or "the module itself", owner, read, kept))
         return kept
 
 
@@ -222,10 +240,6 @@ def _is_foreign(module: str | None) -> bool:
 
 def _is_numpys_generator(kind: type) -> bool:
     return kind.__module__.startswith("numpy.random")
-
-
-def _names_in(code: CodeType) -> set[str]:
-    return set(code.co_names).union(*(_names_in(const) for const in code.co_consts if isinstance(const, CodeType)))
 
 
 def _some(values: Mapping[Any, Any], keys: Iterable[Any]) -> Values:
@@ -243,43 +257,6 @@ def _content(cell: CellType) -> Values:
         return {"cell_contents": cell.cell_contents}
     except ValueError:  # the variable has no value yet
         return {}
-
-
-def _set(owner: Any, kept: Values) -> None:
-    """Give an object the attributes ``kept`` and no others; or a closure's cell its content."""
-    for name, value in kept.items():
-        setattr(owner, name, value)
-    if not isinstance(owner, CellType):
-        for name in _attributes(owner).keys() - kept.keys():
-            delattr(owner, name)
-
-
-def _set_names(owner: Any, names: Iterable[str], kept: Values) -> None:
-    """Give a class, or a dict of globals, the values ``kept`` of these names, and none of the other names."""
-    is_class = isinstance(owner, type)
-    now = _some(vars(owner) if is_class else owner, names)
-    for name in now.keys() - kept.keys():
-        if is_class:
-            delattr(owner, name)
-        else:
-            del owner[name]
-    for name in [name for name in kept if name not in now or now[name] is not kept[name]]:
-        if is_class:
-            setattr(owner, name, kept[name])
-        else:
-            owner[name] = kept[name]
-
-
-def _set_class(module: nn.Module, kept: Values) -> None:
-    module.__class__ = kept["class"]
-
-
-def _refill(container: Any, kept: Values) -> None:
-    container.clear()
-    if isinstance(container, (dict, set)):
-        container.update(kept if isinstance(container, dict) else kept.values())
-    else:
-        container.extend(kept.values())
 
 
 def _is_equal(new: Any, old: Any) -> bool:

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from ..checks import is_out_of_memory
 from ..machine.own_thread import made_up_inputs
 from ..observe.without_data import WithoutData
 from .hosts import casts_weights, is_hosts
@@ -68,11 +69,13 @@ def tried(
     try:
         with _undisturbed(module, fn) as settled, uncompiled(module), made_up_inputs():
             return _tried(fn, module, inputs, verify, wants_grad, settled)
-    except (NotTokenwise, torch.OutOfMemoryError):
+    except NotTokenwise:
         raise
     except passing:
         raise
     except Exception as error:  # whatever foreign code raises during a trial becomes the reason
+        if is_out_of_memory(error):
+            raise
         traceback.clear_frames(error.__traceback__)  # they hold the trial's tensors
         raise NotTokenwise(f"cannot be tried on a few of its tokens: {_one_line(error)}") from error
 

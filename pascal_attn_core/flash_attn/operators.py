@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.library import Library
 
+from ..call import accumulate_dtype
 from .modules import raw
 
 _NAMESPACE = "flash_attn"
@@ -74,7 +75,7 @@ def _schema(name: str) -> str:
 def _forward(q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Any, *_: Any, **__: Any) -> tuple[Tensor, ...]:
     """Empty results of a forward pass; without sequences the fourth argument is dropout_p."""
     batch = cu_seqlens_q.shape[0] - 1 if isinstance(cu_seqlens_q, Tensor) else 1
-    lse = q.new_empty((*q.shape[:-3], q.shape[-2], q.shape[-3]), dtype=_lse_dtype(q))
+    lse = q.new_empty((*q.shape[:-3], q.shape[-2], q.shape[-3]), dtype=accumulate_dtype(q.dtype))
     return q.new_empty(*q.shape[:-1], v.shape[-1]), lse, q.new_empty(0), q.new_empty(max(2, batch), dtype=torch.int64)
 
 
@@ -84,7 +85,3 @@ def _backward(dout: Tensor, q: Tensor, *rest: Any, **__: Any) -> Tensor:
     sequences = rest[7]
     rows = tokens + 128 * (sequences.shape[0] - 1) if isinstance(sequences, Tensor) else tokens + -tokens % 128
     return q.new_empty(*batch, heads, rows, dtype=torch.float32)
-
-
-def _lse_dtype(q: Tensor) -> torch.dtype:
-    return torch.float64 if q.dtype == torch.float64 else torch.float32

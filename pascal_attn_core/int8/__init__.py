@@ -2,7 +2,7 @@
 
     with patch_linear_int8(pipe.unet, max_error=0.03) as patch:
         pipe(prompt)
-        print(patch.report().text())
+        print(patch.report())
 
 Each layer is measured on its first inputs against its float version, and then runs in 8 bits, or stays in float if its
 error is above ``max_error``. Modules keep their classes and state-dict keys; what changes is the weight, which becomes

@@ -6,9 +6,9 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import nn
 
+from ..checks import is_out_of_memory
 from ..routes.timing_table import median_times
 from .exchange import Room, Source, ordinary_tensors
 from .find import Found, find_linear
@@ -29,14 +29,7 @@ class Int8Binding:
         max_error, include, exclude, weights: as in :func:`.patch_linear_int8`.
     """
 
-    def __init__(
-        self,
-        *,
-        max_error: float = 0.05,
-        include: Any = None,
-        exclude: Any = None,
-        weights: str = "host",
-    ):
+    def __init__(self, *, max_error: float = 0.05, include: Any = None, exclude: Any = None, weights: str = "host"):
         if isinstance(max_error, bool) or not isinstance(max_error, (int, float)):
             raise TypeError(f"max_error must be a number, got {max_error!r}")
         if not max_error >= 0:
@@ -98,7 +91,9 @@ class Int8Binding:
             for layer in self._layers_of(model):
                 try:
                     left.append(layer.detach())
-                except torch.OutOfMemoryError as error:
+                except (RuntimeError, MemoryError) as error:
+                    if not is_out_of_memory(error):
+                        raise
                     failure = error
         if failure is not None:
             raise failure

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -28,9 +29,9 @@ def result_shape(x: Tensor, codes: Tensor, activation: str) -> tuple[int, ...]:
     return (*x.shape[:-1], codes.shape[0] // (2 if activation in GATED else 1))
 
 
-def gradient_of_input(grad: Tensor, weight: Int8Matrix, dtype: torch.dtype) -> Tensor:
+def gradient_of_input(grad: Tensor, codes: Tensor, scales: Tensor, rotation: int, dtype: torch.dtype) -> Tensor:
     """``grad W``, W expanded some rows at a time: ``[..., N]`` -> ``[..., K]``."""
-    rows, columns = weight.codes.shape
+    weight, (rows, columns) = Int8Matrix(codes, scales, rotation), codes.shape
     flat = grad.reshape(-1, rows)
     out = torch.zeros(flat.shape[0], columns, dtype=torch.float32, device=grad.device)
     for part in row_slices(weight, rows):
@@ -38,9 +39,18 @@ def gradient_of_input(grad: Tensor, weight: Int8Matrix, dtype: torch.dtype) -> T
     return out.to(dtype).view(*grad.shape[:-1], columns)
 
 
-def gradient_of_bias(grad: Tensor, dtype: torch.dtype) -> Tensor:
-    """``[..., N]`` -> ``[N]``."""
-    return grad.flatten(0, -2).sum(dim=0, dtype=torch.float32).to(dtype)
+def remember(ctx: Any, x: Tensor, codes: Tensor, scales: Tensor, bias: Tensor | None, rotation: int) -> None:
+    """Keep what :func:`gradients` needs."""
+    ctx.save_for_backward(codes, scales)
+    ctx.rotation, ctx.dtype, ctx.bias_dtype = rotation, x.dtype, None if bias is None else bias.dtype
+
+
+def gradients(ctx: Any, grad: Tensor, of_input: Callable[..., Tensor]) -> tuple[Tensor | None, Tensor | None]:
+    """The gradients of x and bias; ``of_input`` is :func:`gradient_of_input`, or the operator for it."""
+    grad_x = of_input(grad, *ctx.saved_tensors, ctx.rotation, ctx.dtype) if ctx.needs_input_grad[0] else None
+    wants_bias = ctx.needs_input_grad[3]
+    grad_bias = grad.flatten(0, -2).sum(dim=0, dtype=torch.float32).to(ctx.bias_dtype) if wants_bias else None
+    return grad_x, grad_bias
 
 
 class Linear(torch.autograd.Function):
@@ -57,15 +67,11 @@ class Linear(torch.autograd.Function):
         out_dtype: torch.dtype,
         way: str,
     ) -> Tensor:
-        ctx.save_for_backward(codes, scales)
-        ctx.rotation, ctx.dtype, ctx.bias_dtype = rotation, x.dtype, None if bias is None else bias.dtype
+        remember(ctx, x, codes, scales, bias, rotation)
         return forward(x, Int8Matrix(codes, scales, rotation), bias, "none", out_dtype, way)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        codes, scales = ctx.saved_tensors
-        weight = Int8Matrix(codes, scales, ctx.rotation)
-        grad_x = gradient_of_input(grad, weight, ctx.dtype) if ctx.needs_input_grad[0] else None
-        grad_bias = gradient_of_bias(grad, ctx.bias_dtype) if ctx.needs_input_grad[3] else None
+        grad_x, grad_bias = gradients(ctx, grad, gradient_of_input)
         return grad_x, None, None, grad_bias, None, None, None

@@ -153,7 +153,9 @@ class Int8Layer:
             try:
                 found = source.read(module, self.device)
                 self._put(module, found, quantize_rows(found.matrix, self.rotation))
-            except torch.OutOfMemoryError:
+            except (RuntimeError, MemoryError) as error:
+                if not is_out_of_memory(error):
+                    raise
                 self.missed = "out of memory while rounding it"
 
     def detach(self) -> str:
@@ -171,8 +173,8 @@ class Int8Layer:
         try:
             if exchange is not None:
                 exchange.undo(module, weight)
-        except torch.OutOfMemoryError:
-            if not source.stays_in_host_memory(module):
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error) or not source.stays_in_host_memory(module):
                 raise
             log.warning("%s: its float weight stays in host memory: its device is out of memory", self.name)
         return f"the weight of {self.name} was replaced in the meantime" if was_replaced else ""
@@ -307,7 +309,7 @@ class Int8Layer:
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
                 raise
-            return weight  # it is measured in a later call
+            return weight  # it is measured, or goes back to float, in a later call
 
     def _checked(self, x: Tensor, weight: Int8Weight) -> Int8Weight:
         """Measure with few rows and outputs, and where the error seems too large, as thoroughly as at first."""
@@ -358,7 +360,7 @@ class Int8Layer:
         module, exchange = self.module, self._exchange
         if module is None or exchange is None or self.weight is None:
             return
-        with ordinary_tensors(), contextlib.suppress(torch.OutOfMemoryError):
+        with ordinary_tensors():
             exchange.bring_back(weight)
             self._unhook(module)
             exchange.undo(module, weight)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .compute import forward, gradient_of_bias, gradient_of_input, result_shape
+from .compute import forward, gradient_of_input, gradients, remember, result_shape
 from .quantize import Int8Matrix
 
 
@@ -19,41 +19,23 @@ from .quantize import Int8Matrix
     schema="(Tensor x, Tensor codes, Tensor scales, Tensor? bias, SymInt rotation, str activation, "
     "ScalarType out_dtype, str way) -> Tensor",
 )
-def linear(
-    x: Tensor,
-    codes: Tensor,
-    scales: Tensor,
-    bias: Tensor | None,
-    rotation: int,
-    activation: str,
-    out_dtype: torch.dtype,
-    way: str,
-) -> Tensor:
+def linear(x: Tensor, codes: Tensor, scales: Tensor, bias: Tensor | None, rotation: int, *others: Any) -> Tensor:
     """The operator behind :func:`.product.int8_linear`; it has gradients only without an activation."""
-    return forward(x, Int8Matrix(codes, scales, rotation), bias, activation, out_dtype, way)
+    return forward(x, Int8Matrix(codes, scales, rotation), bias, *others)
 
 
 @linear.register_fake
-def _(
-    x: Tensor,
-    codes: Tensor,
-    scales: Tensor,
-    bias: Tensor | None,
-    rotation: int,
-    activation: str,
-    out_dtype: torch.dtype,
-    way: str,
-) -> Tensor:
-    return x.new_empty(result_shape(x, codes, activation), dtype=out_dtype)
+def _(x: Tensor, codes: Tensor, *others: Any) -> Tensor:
+    _scales, _bias, _rotation, activation, dtype, _way = others
+    return x.new_empty(result_shape(x, codes, activation), dtype=dtype)
 
 
-@torch.library.custom_op(
+_of_input = torch.library.custom_op(
     "pascal_attn::int8_linear_backward",
+    gradient_of_input,
     mutates_args=(),
     schema="(Tensor grad, Tensor codes, Tensor scales, SymInt rotation, ScalarType dtype) -> Tensor",
 )
-def _of_input(grad: Tensor, codes: Tensor, scales: Tensor, rotation: int, dtype: torch.dtype) -> Tensor:
-    return gradient_of_input(grad, Int8Matrix(codes, scales, rotation), dtype)
 
 
 @_of_input.register_fake
@@ -64,14 +46,11 @@ def _(grad: Tensor, codes: Tensor, scales: Tensor, rotation: int, dtype: torch.d
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     x, codes, scales, bias, rotation, activation, *_ = inputs
     assert activation == "none"
-    ctx.save_for_backward(codes, scales)
-    ctx.rotation, ctx.dtype, ctx.bias_dtype = rotation, x.dtype, None if bias is None else bias.dtype
+    remember(ctx, x, codes, scales, bias, rotation)
 
 
 def _gradients(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    codes, scales = ctx.saved_tensors
-    grad_x = _of_input(grad, codes, scales, ctx.rotation, ctx.dtype) if ctx.needs_input_grad[0] else None
-    grad_bias = gradient_of_bias(grad, ctx.bias_dtype) if ctx.needs_input_grad[3] else None
+    grad_x, grad_bias = gradients(ctx, grad, _of_input)
     return grad_x, None, None, grad_bias, None, None, None, None
 
 

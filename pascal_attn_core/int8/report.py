@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from ..machine.device import MIB
 from ..patching import patch
-from ..patching.patch import OFF, ON, State, states_of
+from ..patching.patch import OFF, ON, AnyReport, State, alike, states_of
 from .find import Found
 from .layer import FLOAT, INT8, WAITING, Int8Layer
 
@@ -47,7 +47,7 @@ class Int8ReportLine(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Int8Report:
+class Int8Report(AnyReport):
     """The state of each linear layer.
 
     Attributes:
@@ -112,13 +112,9 @@ class Int8Report:
     def text(self) -> str:
         """The sentence, and one line per layer; equal neighbours (``blocks.0``, ``blocks.1`` ...) are one line."""
         rows = [self.sentence() if self.lines else "no linear layers found"]
-        groups: dict[tuple[str, ...], list[Int8ReportLine]] = {}
-        for line in self.lines:
-            key = line.name if line.state in (INT8, FLOAT) else ""
-            groups.setdefault((line.kind, line.state, line.why, key), []).append(line)
-        for lines in groups.values():
-            first, more = lines[0], f" and {len(lines) - 1} more" if len(lines) > 1 else ""
-            rows.append(f"  {first.name or '(the model)'}{more} ({first.kind}): {first.state}{_facts(first)}")
+        own = (INT8, FLOAT)  # each of these layers has a line of its own
+        texts = ((f"({line.kind}): {line.state}{_facts(line)}", line.state in own and line.name) for line in self.lines)
+        rows += [f"  {names} {text}" for (text, _), names in alike(zip(texts, (line.name for line in self.lines)))]
         ways = {(line.way, line.why_way) for line in self.of(INT8) if line.way != "kernel"}
         rows += [f"  computed by {COMPUTED_BY[way]}: {why}" for way, why in sorted(ways) if way]
         return "\n".join(rows)

@@ -8,9 +8,11 @@ from __future__ import annotations
 import contextlib
 import functools
 import platform
+import re
 import subprocess
 import threading
 from dataclasses import dataclass
+from pathlib import Path
 from types import TracebackType
 from typing import NamedTuple
 
@@ -25,6 +27,8 @@ from .wheels import TorchBuild, has_rocm_wheel, judge, rocm_wheel_for, wheel_for
 
 MIB, GIB = 1 << 20, 1 << 30
 _LABEL = 12
+NO_WINDOW = getattr(subprocess, "CREATE_NO_WINDOW", 0)  # of a process that is started on Windows
+_PROC_DRIVER = Path("/proc/driver/nvidia/version")
 _SMI_DRIVER = ("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
 _SMI_CLOCKS = (
     "nvidia-smi",
@@ -140,7 +144,12 @@ def ask_nvidia_smi() -> tuple[SmiCard, ...]:
 
 @functools.cache
 def ask_driver() -> str:
-    """The version of NVIDIA's driver, queried once per process; "" where nvidia-smi is missing or fails."""
+    """The version of NVIDIA's driver, found once per process: as Linux shows it, which containers without nvidia-smi
+    see too, else by nvidia-smi; "" where neither is there."""
+    with contextlib.suppress(OSError):
+        found = re.search(r"\d+(\.\d+)+", _PROC_DRIVER.read_text(encoding="utf-8"))
+        if found:
+            return found[0]
     return _output_of(_SMI_DRIVER).partition("\n")[0].strip()
 
 
@@ -225,7 +234,9 @@ class ClockWatch:
 
 def _output_of(command: tuple[str, ...]) -> str:
     try:
-        return subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout
+        return subprocess.run(
+            command, capture_output=True, text=True, timeout=10, check=True, creationflags=NO_WINDOW
+        ).stdout
     except (OSError, subprocess.SubprocessError):
         return ""
 

@@ -36,31 +36,10 @@ class CallKey:
 
 
 @dataclass
-class CallStats:
-    """How often calls of one kind ran, and their statistics.
-
-    Attributes:
-        count: number of calls.
-        blocks, bounded_blocks: query blocks that the route ``tiled`` worked on, and how many of them needed no running
-            row maximum because their scores are provably bounded.
-        budget_halvings: how often a call of this kind ran out of memory and was retried with half the budget.
-        devices: key/value heads that each device computed, where several shared the calls.
-        remarks: reasons why a device did not compute its part, and how often each occurred.
-    """
-
-    count: int = 0
-    blocks: int = 0
-    bounded_blocks: int = 0
-    budget_halvings: int = 0
-    devices: dict[str, int] = field(default_factory=dict)
-    remarks: dict[str, int] = field(default_factory=dict)
-
-
-@dataclass
 class Report:
     """Everything recorded between the start and the end of one :func:`record` block."""
 
-    calls: dict[CallKey, CallStats] = field(default_factory=dict)
+    calls: dict[CallKey, TiledStats] = field(default_factory=dict)
 
     @property
     def total(self) -> int:
@@ -127,14 +106,9 @@ def note(key: CallKey, counted: TiledStats) -> None:
     """Add one call to every report being recorded."""
     with _lock:
         for report in active:
-            stats = report.calls.setdefault(key, CallStats())
+            stats = report.calls.setdefault(key, TiledStats())
             stats.count += 1
-            stats.blocks += counted.blocks
-            stats.bounded_blocks += counted.bounded_blocks
-            stats.budget_halvings += counted.budget_halvings
-            add_shares(stats.devices, counted.devices)
-            for remark in counted.remarks:
-                stats.remarks[remark] = stats.remarks.get(remark, 0) + 1
+            stats.add(counted)
 
 
 def add_shares(sums: dict[str, int], more: dict[str, int]) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from types import FunctionType
+from types import CodeType, FunctionType
 from typing import Any
 
 
@@ -18,6 +18,22 @@ def copy_over(function: FunctionType, replaced: dict[str, Any]) -> FunctionType:
     copy.__kwdefaults__ = function.__kwdefaults__
     functools.update_wrapper(copy, function)
     return copy
+
+
+class Instead:
+    """A module with some of its names meaning something else."""
+
+    def __init__(self, module: Any, replaced: dict[str, Any]):
+        self.__module = module
+        vars(self).update(replaced)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__module, name)
+
+
+def names_in(code: CodeType) -> set[str]:
+    """The global names and attributes in code, functions that it defines included."""
+    return set(code.co_names).union(*(names_in(const) for const in code.co_consts if isinstance(const, CodeType)))
 
 
 class _Globals(dict):

@@ -5,10 +5,9 @@ from __future__ import annotations
 import collections
 import logging
 import threading
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import TracebackType
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 log = logging.getLogger("pascal_attn")
 
@@ -35,33 +34,47 @@ def states_of(lines: Iterable[Any], words: Mapping[str, str]) -> list[State]:
     return [State(line.name or "(the model)", words.get(line.state, REFUSED), line.why) for line in lines]
 
 
-class AnyReport(Protocol):
-    """A report of any kind of patch."""
+def alike(lines: Iterable[tuple[Any, str]]) -> Iterator[tuple[Any, str]]:
+    """(what, "blocks.0 and 3 more") for lines (what, name of a place) that say the same of several places."""
+    places: dict[Any, list[str]] = {}
+    for what, name in lines:
+        places.setdefault(what, []).append(name or "(the model)")
+    for what, names in places.items():
+        yield what, names[0] + (f" and {len(names) - 1} more" if len(names) > 1 else "")
+
+
+class AnyReport:
+    """A report of any kind of patch. Printed, it is its text."""
 
     @property
     def states(self) -> list[State]:
         """The state of each place."""
+        raise NotImplementedError
 
     def text(self) -> str:
         """The report in words."""
+        raise NotImplementedError
+
+    def __str__(self) -> str:
+        return self.text()
 
 
-@dataclass(frozen=True)
-class PatchReport:
+class PatchReport(AnyReport):
     """The states of all places that a patch was meant for."""
 
-    states: list[State]
+    def __init__(self, states: list[State]):
+        self._states = states
+
+    @property
+    def states(self) -> list[State]:
+        return self._states
 
     def text(self) -> str:
         """The number of places in each state, and one line for all that share a state and a reason."""
         counts = collections.Counter(state.state for state in self.states)
         rows = [", ".join(f"{counts[state]} {state}" for state in STATES if counts[state])]
-        groups: dict[tuple[str, str], list[str]] = {}
-        for name, state, why in self.states:
-            groups.setdefault((state, why), []).append(name)
-        for (state, why), names in groups.items():
-            more = f" and {len(names) - 1} more" if len(names) > 1 else ""
-            rows.append(f"  {names[0]}{more}: {state}{': ' if why else ''}{why}")
+        for (state, why), names in alike(((state, why), name) for name, state, why in self.states):
+            rows.append(f"  {names}: {state}{': ' if why else ''}{why}")
         return "\n".join(rows)
 
 
@@ -78,7 +91,7 @@ class Patch:
 
         with patch_attention(pipe) as patch:
             pipe(prompt)
-        print(patch.report().text())
+        print(patch.report())
     """
 
     def __init__(self, name: str, undo: Callable[[], list[str] | None], *, sites: int = 1):

@@ -11,6 +11,7 @@ by address cannot take one; an operator that torch knows no batching rule for is
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable, Sequence
 from functools import cache
@@ -22,7 +23,6 @@ from torch import Tensor
 Grads = tuple[Tensor | None, ...]
 Compute = Callable[[Tensor, Tensor | None], Grads]
 
-_MOST_GRADS = 5  # of query, key, value, attn_mask and sinks
 _computes: dict[int, Compute] = {}  # those that run in the operator right now
 _tickets = itertools.count()
 
@@ -33,13 +33,13 @@ def in_any_transform(
     """The gradients that ``compute(grad_out, grad_lse)`` returns, in a form that serves any backward pass.
 
     Args:
-        compute: at most 5 gradients or None; it is called without a graph, once per element of a batch.
+        compute: a gradient or None for each of ``inputs``; it is called without a graph, once per element of a batch.
         route: its name, for the error of differentiating the gradients.
         inputs: the tensors besides grad_out and grad_lse on which the gradients depend.
     """
     if torch.is_grad_enabled():
         return _NoSecondOrder.apply(compute, route, grad_out, grad_lse, *inputs)
-    return _one_by_one(compute, grad_out, grad_lse)
+    return _one_by_one(compute, grad_out, grad_lse, len(inputs))
 
 
 class _NoSecondOrder(torch.autograd.Function):
@@ -48,7 +48,7 @@ class _NoSecondOrder(torch.autograd.Function):
         ctx: Any, compute: Compute, route: str, grad_out: Tensor, grad_lse: Tensor | None, *inputs: Tensor | None
     ) -> Grads:
         ctx.route = route
-        return _one_by_one(compute, grad_out, grad_lse)
+        return _one_by_one(compute, grad_out, grad_lse, len(inputs))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
@@ -58,7 +58,7 @@ class _NoSecondOrder(torch.autograd.Function):
         )
 
 
-def _one_by_one(compute: Compute, grad_out: Tensor, grad_lse: Tensor | None) -> Grads:
+def _one_by_one(compute: Compute, grad_out: Tensor, grad_lse: Tensor | None, count: int) -> Grads:
     if not (_is_batched(grad_out) or (grad_lse is not None and _is_batched(grad_lse))):
         return compute(grad_out, grad_lse)
     given: list[bool] = []
@@ -71,7 +71,7 @@ def _one_by_one(compute: Compute, grad_out: Tensor, grad_lse: Tensor | None) -> 
     ticket = next(_tickets)
     _computes[ticket] = noted
     try:
-        grads = _operator()(grad_out, grad_lse, ticket)
+        grads = _operator(count)(grad_out, grad_lse, ticket)
     finally:
         del _computes[ticket]
     return tuple(grad if there else None for grad, there in zip(grads, given))
@@ -83,16 +83,17 @@ def _is_batched(tensor: Tensor) -> bool:
 
 
 @cache
-def _operator() -> Any:
-    """``pascal_attn::gradients``, registered when it is first needed."""
+def _operator(count: int) -> Any:
+    """``pascal_attn::gradients_5`` (of query, key, value, attn_mask and sinks), or of more: registered when it is first
+    needed."""
     library = torch.library.Library("pascal_attn", "FRAGMENT")
-    results = ", ".join(["Tensor"] * _MOST_GRADS)
-    library.define(f"gradients(Tensor grad_out, Tensor? grad_lse, int ticket) -> ({results})")
-    library.impl("gradients", _run, "CompositeExplicitAutograd")
+    name, results = f"gradients_{count}", ", ".join(["Tensor"] * count)
+    library.define(f"{name}(Tensor grad_out, Tensor? grad_lse, int ticket) -> ({results})")
+    library.impl(name, _run, "CompositeExplicitAutograd")
     if hasattr(torch.library, "register_vmap"):  # torch.func loops without it as well, but with a warning
-        torch.library.register_vmap("pascal_attn::gradients", _run_each, lib=library)
+        torch.library.register_vmap(f"pascal_attn::{name}", functools.partial(_run_each, count), lib=library)
     _libraries.append(library)  # its operators end with it
-    return torch.ops.pascal_attn.gradients
+    return getattr(torch.ops.pascal_attn, name)
 
 
 _libraries: list[Any] = []
@@ -101,16 +102,15 @@ _libraries: list[Any] = []
 def _run(grad_out: Tensor, grad_lse: Tensor | None, ticket: int) -> tuple[Tensor, ...]:
     with torch.no_grad():
         grads = _computes[ticket](grad_out, grad_lse)
-    padded = (*grads, *[None] * (_MOST_GRADS - len(grads)))
-    return tuple(grad_out.new_empty(0) if grad is None else grad for grad in padded)
+    return tuple(grad_out.new_empty(0) if grad is None else grad for grad in grads)
 
 
 def _run_each(
-    info: Any, in_dims: tuple[int | None, ...], grad_out: Tensor, grad_lse: Tensor | None, ticket: int
+    count: int, info: Any, in_dims: tuple[int | None, ...], grad_out: Tensor, grad_lse: Tensor | None, ticket: int
 ) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
     """:func:`_run` as torch.func wants it: for each element of a batch."""
     results = []
     for i in range(info.batch_size):
         parts = (t if t is None or dim is None else t.select(dim, i) for t, dim in zip((grad_out, grad_lse), in_dims))
-        results.append(_operator()(*parts, ticket))
-    return tuple(torch.stack(grads) for grads in zip(*results)), (0,) * _MOST_GRADS
+        results.append(_operator(count)(*parts, ticket))
+    return tuple(torch.stack(grads) for grads in zip(*results)), (0,) * count

@@ -33,6 +33,8 @@ class MathRoute(Route):
             reasons.append(f"its score matrix of {score_mib:.1f} MiB is above math_limit_mib {limit:g}")
         if request.with_lse:
             reasons.append("torch's function does not return lse")
+        if call.score_rule is not None:
+            reasons.append("a score_mod runs in tiles only")
         if call.is_empty:
             reasons.append("the call is empty")
         if request.in_graph and call.dropout_p:
@@ -51,8 +53,17 @@ class MathRoute(Route):
 def run_math(call: AttentionCall) -> Tensor:
     """``[*batch, Hq, L, Dv]``, differentiable any number of times; sums in float32 (float64 for float64). Heads of a
     group are query rows: K and V are not expanded for them."""
+    probs, value = probabilities(call), call.value if call.value.dim() > 2 else call.value[None]
+    if call.dropout_p:
+        probs = torch.dropout(probs, call.dropout_p, train=True)
+    out = torch.matmul(probs.flatten(-3, -2), value.to(probs.dtype)).unflatten(-2, (call.groups, call.seq_len_q))
+    return out.flatten(-4, -3).reshape(call.out_shape).to(call.query.dtype)
+
+
+def probabilities(call: AttentionCall) -> Tensor:
+    """``[*batch, Hkv, G, L, S]`` in float32 (float64 for float64), without dropout."""
     dtype = call.sums_dtype
-    query, key, value = (t if t.dim() > 2 else t[None] for t in (call.query, call.key, call.value))
+    query, key = (t if t.dim() > 2 else t[None] for t in (call.query, call.key))
     lead = (*call.batch, call.num_kv_heads)
     query = query.expand(*call.batch, call.num_heads, -1, -1).unflatten(-3, (call.num_kv_heads, call.groups))
     rows = query.flatten(-3, -2).to(dtype) * call.scale
@@ -60,11 +71,7 @@ def run_math(call: AttentionCall) -> Tensor:
     scores = scores.unflatten(-2, (call.groups, call.seq_len_q))
     if call.softcap is not None:
         scores = torch.tanh(scores / call.softcap) * call.softcap
-    probs = _softmax(scores, call)
-    if call.dropout_p:
-        probs = torch.dropout(probs, call.dropout_p, train=True)
-    out = torch.matmul(probs.flatten(-3, -2), value.to(dtype)).unflatten(-2, (call.groups, call.seq_len_q))
-    return out.flatten(-4, -3).reshape(call.out_shape).to(call.query.dtype)
+    return _softmax(scores, call)
 
 
 def _softmax(scores: Tensor, call: AttentionCall) -> Tensor:
@@ -95,12 +102,12 @@ def _softmax(scores: Tensor, call: AttentionCall) -> Tensor:
         if allowed is None:
             return scores.softmax(dim=-1)[..., :-1]
         empty = ~allowed.any(dim=-1, keepdim=True) & (sinks.detach() == -math.inf)
-        return _probabilities(scores, empty)[..., :-1]
+        return _zero_where(scores, empty)[..., :-1]
     if allowed is None:
         return scores.softmax(dim=-1)
-    return _probabilities(scores, ~allowed.any(dim=-1, keepdim=True))
+    return _zero_where(scores, ~allowed.any(dim=-1, keepdim=True))
 
 
-def _probabilities(scores: Tensor, empty: Tensor) -> Tensor:
+def _zero_where(scores: Tensor, empty: Tensor) -> Tensor:
     """The softmax of the scores, zero in the rows that are ``empty``."""
     return scores.masked_fill(empty, 0.0).softmax(dim=-1).masked_fill(empty, 0.0)

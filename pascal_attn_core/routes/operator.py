@@ -28,6 +28,7 @@ from ..call import (
     without_autocast,
 )
 from ..config import AttentionConfig, RouteUnavailable, default_config
+from ..flex_rules import is_block_mask
 from ..lazy_mask import LazyMask, MaskRule, rule_named
 from ..machine.runtime import Runtime, runtime_of
 from ..version import __version__
@@ -56,7 +57,7 @@ def call(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attn_mask: Tensor | LazyMask | None,
+    attn_mask: Any,
     options: Options,
     config: AttentionConfig | None,
     *,
@@ -64,14 +65,16 @@ def call(
 ) -> AttentionOutput:
     """The call as one node of a graph, for torch.compile, torch.jit.trace and fake tensors; lse is empty unless asked
     for. A mask that is a rule stays one: it goes in by its name, with the tensors that it reads."""
-    tensors = [t for t in (query, key, value, attn_mask) if t is not None and not isinstance(t, LazyMask)]
+    is_rule = isinstance(attn_mask, LazyMask) or is_block_mask(attn_mask)
+    tensors = [query, key, value] if attn_mask is None or is_rule else [query, key, value, attn_mask]
     if not all(isinstance(t, Tensor) and t.layout == torch.strided and not t.is_nested for t in tensors):
         check_call(query, key, value, attn_mask)  # raises
     if isinstance(options.scale, Tensor) and options.scale.requires_grad:
         check_call(query, key, value, scale=options.scale)  # raises: a graph would take its value
     rule: tuple[str, Sequence[int], Sequence[Tensor]] = ("", (), ())
-    if isinstance(attn_mask, LazyMask):
-        if not isinstance(attn_mask.rule, MaskRule) and not _has_no_numbers(query):
+    if is_rule:
+        is_lazy = isinstance(attn_mask, LazyMask)
+        if not (is_lazy and (isinstance(attn_mask.rule, MaskRule) or _has_no_numbers(query))):
             _check_that_a_graph_may_break(attn_mask, query)
             outside = (query, key, value, attn_mask, options, config, with_lse)
             out, lse = sdpa_with_an_unregistered_mask_rule(*outside)
@@ -120,7 +123,7 @@ def _has_no_numbers(query: Tensor) -> bool:
     return not torch.compiler.is_compiling() and isinstance(query, FakeTensor)
 
 
-def _check_that_a_graph_may_break(mask: LazyMask, query: Tensor) -> None:
+def _check_that_a_graph_may_break(mask: Any, query: Tensor) -> None:
     if not torch.compiler.is_compiling():
         is_traced = torch._C._get_tracing_state() is not None
         where = "under torch.jit.trace" if is_traced else f"for tensors of type {type(query).__name__}"
@@ -289,7 +292,7 @@ def _sdpa_backward(
         choice = _choice(call, token, with_lse=with_lse)
         wanted = Wanted(grad_out, grad_lse, wants_mask, wants_sinks)
         grads = choice.by.backward(call, _config(token), choice.plan, saved, wanted)
-    return tuple(call.query.new_empty(0) if grad is None else grad.contiguous() for grad in grads)
+    return tuple(call.query.new_empty(0) if grad is None else grad.contiguous() for grad in grads[:5])
 
 
 @_sdpa_backward.register_fake

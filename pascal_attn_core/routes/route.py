@@ -178,30 +178,33 @@ class Route:
     ) -> tuple[Tensor, Tensor]:
         """(out, lse) as part of autograd's graph, in which ``backward`` computes the gradients."""
         inputs = (call.query, call.key, call.value, call.attn_mask, call.sinks)
-        return RouteFunction.apply(*inputs, call, config, self, plan, stats)
+        captured = () if call.score_rule is None else call.score_rule.captured
+        return RouteFunction.apply(*inputs, call, config, self, plan, stats, *captured)
 
 
 class RouteFunction(torch.autograd.Function):
-    """``apply(query, key, value, attn_mask, sinks, call, config, route, plan, stats) -> (out, lse)`` by a route that
-    computes its own gradients; the inputs and the route's results are kept for them."""
+    """``apply(query, key, value, attn_mask, sinks, call, config, route, plan, stats, *captured) -> (out, lse)`` by a
+    route that computes its own gradients; the inputs, what the call's score rule reads, and the route's results are
+    kept for them."""
 
     @staticmethod
     def forward(
         ctx: Any, query: Tensor, key: Tensor, value: Tensor, attn_mask: Any, sinks: Tensor | None, *rest: Any
     ) -> Any:
-        call, config, route, plan, stats = rest
+        call, config, route, plan, stats, *captured = rest
         results = route.forward(call, config, plan, with_lse=True, for_grad=True, stats=stats)
         ctx.rule = attn_mask if isinstance(attn_mask, LazyMask) else None
-        ctx.save_for_backward(query, key, value, None if ctx.rule is not None else attn_mask, sinks, *results)
+        kept = None if ctx.rule is not None else attn_mask
+        ctx.save_for_backward(query, key, value, kept, sinks, *results, *captured)
         ctx.call, ctx.given = call.without_tensors(), (config, route, plan)
         ctx.set_materialize_grads(False)
         return results.out, results.lse
 
     @staticmethod
     def backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> Any:
-        query, key, value, attn_mask, sinks, *results = ctx.saved_tensors
+        query, key, value, attn_mask, sinks, *kept = ctx.saved_tensors
         call = ctx.call.with_tensors(query, key, value, ctx.rule or attn_mask, sinks)
-        saved = Results(*results)
+        saved, captured = Results(*kept[: len(Results._fields)]), kept[len(Results._fields) :]
         config, route, plan = ctx.given
         others = ctx.needs_input_grad[3:5]
 
@@ -209,8 +212,10 @@ class RouteFunction(torch.autograd.Function):
             # Negated views: see check_call.
             grad_lse = None if grad_lse is None else grad_lse.resolve_neg()
             with without_autocast(query):
-                return route.backward(call, config, plan, saved, Wanted(grad_out.resolve_neg(), grad_lse, *others))
+                found = route.backward(call, config, plan, saved, Wanted(grad_out.resolve_neg(), grad_lse, *others))
+            return *found[:5], *found.captured
 
         grad_out = torch.zeros_like(saved.out) if grad_out is None else grad_out
-        grads = in_any_transform(compute, route.name, grad_out, grad_lse, (query, key, value, attn_mask, sinks))
-        return *grads, None, None, None, None, None
+        inputs = (query, key, value, attn_mask, sinks, *captured)
+        grads = in_any_transform(compute, route.name, grad_out, grad_lse, inputs)
+        return *grads[:5], None, None, None, None, None, *grads[5:]

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from ..call import AttentionCall, Gradients, Results, TiledStats, Wanted, check_call, distinct, empty_output
+from ..checks import is_out_of_memory
 from ..config import AttentionConfig, RouteUnavailable
 from ..lazy_mask import LazyMask
 from ..machine.device import MIB, device_info
@@ -127,7 +128,7 @@ class SeveralRoute(Route):
 
         if _is_shared(call, plan, [], [(out, -3), (lse, -2), (log_sum, -2)], compute, stats):
             for each in counted:
-                stats.add_blocks(each)
+                stats.add(each)
             return Results(out, lse, log_sum)
         del out, lse, log_sum  # memory may be short
         how = plan.route.plan(Request(call, plan.config, has_rows))
@@ -192,14 +193,16 @@ def _is_shared(
                     given = of(heads, sources), of(heads, targets), functools.partial(compute, heads)
                     errands[helper] = helper.start(pool, *given)
                 _fill(of(own, targets), compute(own, of(own, sources)))
-        except (RouteUnavailable, MemoryError, torch.OutOfMemoryError) as error:
+        except (RuntimeError, MemoryError) as error:
+            if not isinstance(error, RouteUnavailable) and not is_out_of_memory(error):
+                raise
             why = f"{home} could not compute its part ({_first_line(error)}): the call was computed undivided"
         for helper, errand in errands.items():
             fault = errand.exception()
             why = helper.failed(fault) if isinstance(fault, Exception) else why
     counts = [call.num_kv_heads, *[0] * len(others)] if why else [len(heads) for heads in plan.heads]
     stats.devices = dict(zip(names_of([home, *(helper.device for helper in plan.helpers)]), counts))
-    stats.remarks += [why] if why else []
+    stats.remarks |= {why: 1} if why else {}
     return not why
 
 
@@ -228,8 +231,8 @@ class Helper:
 
     def failed(self, error: Exception) -> str:
         """Leave the device alone after an error there, and say so once in the log; returns the sentence."""
-        is_short = isinstance(error, (MemoryError, torch.OutOfMemoryError))
-        what = f"{self.device} " + ("ran out of memory" if is_short else f"failed ({_first_line(error)})")
+        how = "ran out of memory" if is_out_of_memory(error) else f"failed ({_first_line(error)})"
+        what = f"{self.device} {how}"
         sentence = f"{what}: the call was computed on {self.home}"
         if not self._why.startswith(what):
             log.warning("%s", sentence)
@@ -352,6 +355,7 @@ def _why_alone(call: AttentionCall, request: Request, devices: tuple[torch.devic
         (bool(call.dropout_p), "it has dropout"),
         (isinstance(call.attn_mask, LazyMask), "its mask is a rule, not a tensor"),
         (call.sinks is not None, "it has attention sinks"),
+        (call.score_rule is not None, "it has a score_mod"),
         (call.needs_mask_grad, "it needs the gradient of its mask"),
         (request.in_graph, "it is part of a compiled graph with gradients"),
         (torch._C._are_functorch_transforms_active(), "transforms of torch.func are active"),

@@ -65,7 +65,7 @@ def is_short(call: AttentionCall, config: AttentionConfig, *, in_graph: bool = F
     if call.left is not None or (call.right is not None and not call.plain_causal) or call.scale <= 0:
         return False
     mask = call.attn_mask
-    if call.softcap is not None or call.sinks is not None or isinstance(mask, LazyMask):
+    if call.softcap is not None or call.sinks is not None or call.score_rule is not None or isinstance(mask, LazyMask):
         return False
     if mask is not None and (
         call.is_causal or mask.dim() < 2 or mask.dtype not in (torch.bool, call.query.dtype) or not _EMPTY_ROWS_ARE_ZERO

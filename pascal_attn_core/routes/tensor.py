@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ..call import AttentionCall, Gradients, Results, Wanted
-from ..config import AttentionConfig, RouteUnavailable
+from ..config import AttentionConfig
 from ..fused.launch.fields import mask_bits_bytes, work_of
 from ..fused.launch.forward import parts_bytes
 from ..fused.launch.plan import Packed, Plan, tensor_plan
@@ -58,7 +58,6 @@ class TensorRoute(FusedRoute):
         stores = form.torch_stores if isinstance(form, TorchForm) else True
         if times.are_longer(with_torch=torch_takes_it, with_plain=plain_takes_it):
             why = f"timed on this card at {times.words()}"
-            plan = self.fastest(call, plan, times)
             return Choice(self, why, plan, over_torch=times.over_torch, torch_stores=stores)
         request.remarks.append(f"ours on tensor cores was timed on this card at {times.words()}")
         return None
@@ -76,13 +75,7 @@ class TensorRoute(FusedRoute):
     def times(self, request: Request) -> Times | None:
         """Times of other kernels for such calls, in units of this route's: see :meth:`.Timings.over_tensor`."""
         timings = request.runtime.part(Timings)
-        return timings.over_tensor(self, self.plain, request.call, request.budget_bytes, with_barrier)
-
-    def fastest(self, call: AttentionCall, plan: Plan, times: Times) -> Plan:
-        """The plan, with a barrier where that was timed as faster, by more than what listed blocks save."""
-        saved = 1.0 if plan.pieces is None else plan.pieces.over_unlisted
-        other = with_barrier(call, plan) if times.best < saved else None
-        return plan if other is None else other
+        return timings.over_tensor(self, self.plain, request.call, request.budget_bytes)
 
     def for_parts(self, call: AttentionCall, config: AttentionConfig, plan: Plan) -> Plan | list[str]:
         """Without listed blocks, whose cuts depend on how many heads there are: in float32 sums the bits of the parts
@@ -95,23 +88,6 @@ class TensorRoute(FusedRoute):
         """Gradients as on plain cores; the gradient of the sinks is made of what the forward pass saved."""
         found = super().backward(call, config, plan, saved, wanted)
         return found._replace(sinks=sinks_gradient(call, saved, wanted)) if wanted.sinks else found
-
-
-def with_barrier(call: AttentionCall, plan: Plan) -> Plan | None:
-    """The plan with a kernel whose warps meet at a barrier, where those of its own wait for counters; None where they
-    do not, or where that kernel cannot be had or must not be tried. It has a block for each tile."""
-    plan = plan.unlisted
-    variant = plan.forward.with_barrier
-    if variant is None:
-        return None
-    other, kernels = plan._replace(forward=variant), kernels_of(call)
-    if kernels.reasons([variant]) or not kernels.existing_code(variant)[1] or why_untried(call, other):
-        return None
-    try:
-        kernels.ensure([variant])
-    except RouteUnavailable:
-        return None
-    return other
 
 
 def may_win(call: AttentionCall) -> bool:

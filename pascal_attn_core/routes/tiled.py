@@ -15,13 +15,16 @@ import torch
 from torch import Tensor
 
 from ..call import AttentionCall, Gradients, Results, TiledStats, Wanted, distinct
+from ..checks import is_out_of_memory
 from ..config import AttentionConfig
+from ..flex_rules import BlockRule
 from ..machine.device import MIB
 from ..machine.runtime import Runtime, runtime_of, runtimes
 from ..tiled.dropout import draw_seed
 from ..tiled.forward import tiled_forward
 from ..tiled.gradients import tiled_backward
 from ..tiled.plan import Walk, plan_call
+from ..tiled.rule_bytes import rule_bytes
 from ..tiled.tiles import Basis, TilePlan
 from .route import Choice, Request, Route
 from .tile_timing import CLEARLY, TileTiming, TileTimings
@@ -32,8 +35,7 @@ _TRANSFORMS = "transforms of torch.func (grad, vmap, ...) are active: use torch.
 
 # A call of several queries with so few scores per batch element is not worth the question which tiles are fastest.
 _SHORT_SCORES = 1 << 18
-_PATIENCE = 16  # successful calls of a shape before twice the memory is tried again
-_MOST_PATIENCE = 1024
+_PATIENCE = 1024  # calls of a shape before the whole budget is tried again
 _PAUSE = 60.0  # seconds without a call of a shape after which its next one belongs to another run
 
 
@@ -194,7 +196,7 @@ class FirstTiles(TiledRoute):
 
     def claim(self, request: Request) -> Choice | None:
         call = request.call
-        if request.with_lse or call.softcap is not None or call.sinks is not None:
+        if request.with_lse or call.softcap is not None or call.sinks is not None or call.score_rule is not None:
             return None  # torch has no kernel for it at all
         timing = self.timing(request)
         if timing is None or timing.ratio is None:
@@ -276,6 +278,8 @@ def _kind(
     return (
         query.dtype, query.shape, query.stride(), key.shape, key.stride(), value.shape, value.stride(),
         None if mask is None else (mask.dtype, mask.shape, isinstance(mask, Tensor) and mask.stride()),
+        isinstance(mask, BlockRule) and mask.window, call.score_rule is None,
+        rule_bytes(call, backward=backward) if call.score_rule is not None or isinstance(mask, BlockRule) else None,
         call.num_heads, call.num_kv_heads, call.left, call.right, call.offset,
         call.dropout_p > 0, call.softcap is None, call.sinks is None, call.needs_mask_grad,
         config.budget_mib, config.q_block, config.kv_block, most_bytes, backward, basis,
@@ -287,20 +291,11 @@ def _kind(
 
 @dataclass(slots=True)
 class _Cap:
-    """The memory that calls of a shape may use after the device ran out of it with more.
-
-    Attributes:
-        most_bytes: of extra memory.
-        patience: successful calls between one raise and the next; twice as many each time that a raise was too much.
-        left: of those.
-        was_raised: since memory ran out last.
-        used: when a call of the shape ended last, by the monotonic clock.
-    """
+    """The extra memory that calls of a shape may use after the device ran out of it with more; how many calls it holds
+    for; and when the last of them began, by the monotonic clock."""
 
     most_bytes: int
-    patience: int = _PATIENCE
-    left: int = _PATIENCE
-    was_raised: bool = False
+    left: int = field(default_factory=lambda: _PATIENCE)
     used: float = field(default_factory=time.monotonic)
 
 
@@ -319,42 +314,26 @@ class MemoryCaps:
             self._caps.clear()
 
     def most_bytes(self, key: tuple) -> int | None:
-        """Bytes that calls of this shape may use; None = the whole budget."""
+        """Bytes that the next call of this shape may use; None = the whole budget."""
         with self._lock:
-            cap = self._caps.get(key)
-            if cap is not None and time.monotonic() - cap.used > _PAUSE:
+            cap, now = self._caps.get(key), time.monotonic()
+            if cap is None:
+                return None
+            if not cap.left or now - cap.used > _PAUSE:
                 del self._caps[key]
                 return None
-        return None if cap is None else cap.most_bytes
+            cap.left, cap.used = cap.left - 1, now
+            return cap.most_bytes
 
     def lower(self, key: tuple, most_bytes: int) -> None:
         """Memory ran out: calls of this shape take at most ``most_bytes`` from now on."""
         with self._lock:
-            cap = self._caps.setdefault(key, _Cap(most_bytes))
-            if cap.was_raised:
-                cap.patience = min(2 * cap.patience, _MOST_PATIENCE)
-            cap.most_bytes, cap.left, cap.was_raised, cap.used = most_bytes, cap.patience, False, time.monotonic()
-
-    def succeeded(self, key: tuple, full_bytes: int) -> None:
-        """A call of this shape went well: after some of them twice as much is allowed, until that is the whole
-        budget."""
-        with self._lock:
-            cap = self._caps.get(key)
-            if cap is None:
-                return
-            cap.used = time.monotonic()
-            cap.left -= 1
-            if cap.left > 0:
-                return
-            if cap.most_bytes >= full_bytes:
-                del self._caps[key]
-                return
-            cap.most_bytes, cap.left, cap.was_raised = 2 * cap.most_bytes, cap.patience, True
+            self._caps[key] = _Cap(most_bytes)
 
 
 def forget_halvings() -> None:
     """Plan every shape with the full budget again, because a new run begins. Without it the budget of a
-    shape comes back step by step, and at once after a minute without a call of that shape."""
+    shape comes back after many calls, or after a minute without a call of that shape."""
     for runtime in runtimes():
         runtime.part(MemoryCaps).clear()
 
@@ -375,32 +354,25 @@ def _within_memory(
     """``run`` with a plan for this call; when the device runs out of memory, again with half of it."""
     runtime = runtime_of(call.query.device)
     walks, caps = runtime.part(Walks), runtime.part(MemoryCaps)
-    walk = full = walks.of(call, config, backward=backward, basis=basis)
+    walk = walks.of(call, config, backward=backward, basis=basis)
     if caps:
         walk = _smaller(walks, call, config, walk, caps.most_bytes(_shape_key(call, backward)), backward) or walk
     while True:
         try:
-            result = run(walk)
-        except torch.cuda.OutOfMemoryError:
+            return run(walk)
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error):
+                raise
             # Half, and a little for what does not shrink with the tile.
             smaller = _smaller(walks, call, config, walk, walk.tiles.extra_bytes * 17 // 32, backward)
             if smaller is None:
                 raise
             caps.lower(_shape_key(call, backward), smaller.tiles.extra_bytes)
             stats.budget_halvings += 1
-            sizes = walk.tiles.extra_bytes / 2**20, smaller.tiles.extra_bytes / 2**20
-            shapes = list(call.query.shape), list(call.key.shape)
-            log.warning(
-                "out of memory with %.2f MiB for query %s, key %s: continuing with %.2f MiB",
-                sizes[0],
-                *shapes,
-                sizes[1],
-            )
+            before, after = (each.tiles.extra_bytes / MIB for each in (walk, smaller))
+            what = f"query {list(call.query.shape)}, key {list(call.key.shape)}"
+            log.warning("out of memory with %.2f MiB for %s: continuing with %.2f MiB", before, what, after)
             walk = smaller
-        else:
-            if caps:
-                caps.succeeded(_shape_key(call, backward), full.tiles.extra_bytes)
-            return result
 
 
 def _smaller(

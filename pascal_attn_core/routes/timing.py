@@ -96,32 +96,24 @@ class Times(NamedTuple):
     Attributes:
         torch: of torch's kernel; None where it takes no such call.
         plain: of our kernel on plain cores; None where it takes none.
-        barrier: of the one on tensor cores whose warps meet at a barrier where they wait for counters otherwise; None
-            where there is none.
     """
 
     torch: float | None
     plain: float | None
-    barrier: float | None = None
-
-    @property
-    def best(self) -> float:
-        """Time of the faster of the two kernels on tensor cores."""
-        return min(1.0, self.barrier or 1.0)
 
     def are_longer(self, *, with_torch: bool = True, with_plain: bool = True) -> bool:
-        """Whether a kernel on tensor cores is the fastest of those that take the call; ``with_torch``: torch's kernel
+        """Whether the kernel on tensor cores is the fastest of those that take the call; ``with_torch``: torch's kernel
         does, ``with_plain``: ours on plain cores does."""
         others = (self.torch if with_torch else None, self.plain if with_plain else None)
-        return all(other is None or other > self.best for other in others)
+        return all(other is None or other > 1.0 for other in others)
 
     @property
     def over_torch(self) -> float | None:
-        return self.best / self.torch if self.torch else None
+        return 1 / self.torch if self.torch else None
 
     def words(self) -> str:
         known = {"torch's kernel": self.torch, "ours on plain cores": self.plain}
-        return " and ".join(f"{self.best / time:.2f} of the time of {name}" for name, time in known.items() if time)
+        return " and ".join(f"{1 / time:.2f} of the time of {name}" for name, time in known.items() if time)
 
 
 class Timings(Contest[Kind]):
@@ -159,33 +151,16 @@ class Timings(Contest[Kind]):
 
         return _ratio(self._times(kind, call, attempts))
 
-    def over_tensor(
-        self,
-        ours: Route,
-        plain: Route,
-        call: AttentionCall,
-        budget_bytes: int,
-        other_plan: Callable[[AttentionCall, Any], Any],
-    ) -> Times | None:
+    def over_tensor(self, ours: Route, plain: Route, call: AttentionCall, budget_bytes: int) -> Times | None:
         """The times of others in units of the time of our kernel on tensor cores, from one timing of all.
 
         Args:
             ours: the route on tensor cores, which takes the call; plain: the one on plain cores.
-            other_plan: call and plan of ours -> the same with a barrier, or None.
         """
 
         def attempts(sample: AttentionCall) -> dict[str, Attempt]:
-            plan = ours.plan(Request(sample, _CONFIG))
-            if isinstance(plan, list):
-                return {}
-            other = other_plan(sample, plan)
-            found = {
-                "tensor": _by(ours, sample, plan),
-                "plain": _by(plain, sample),
-                "torch": _by_torch(sample, budget_bytes),
-                "barrier": None if other is None else _by(ours, sample, other),
-            }
-            return {name: attempt for name, attempt in found.items() if attempt is not None}
+            found = {"tensor": _by(ours, sample), "plain": _by(plain, sample), "torch": _by_torch(sample, budget_bytes)}
+            return {name: attempt for name, attempt in found.items() if attempt is not None and found["tensor"]}
 
         found = self._times(Kind.of(call, "tensor"), call, attempts)
         if found is None:
@@ -247,9 +222,9 @@ def _plainly(sample: AttentionCall) -> Tensor:
     return torch_sdpa(sample.query, key, value, sample.attn_mask, 0.0, is_causal, scale=sample.scale)
 
 
-def _by(route: Route, sample: AttentionCall, plan: Any = None) -> Attempt | None:
-    """A sample by one of our routes (plan: as it takes it), or None where it does not."""
-    plan = route.plan(Request(sample, _CONFIG)) if plan is None else plan
+def _by(route: Route, sample: AttentionCall) -> Attempt | None:
+    """A sample by one of our routes, or None where it does not take it."""
+    plan = route.plan(Request(sample, _CONFIG))
     if isinstance(plan, list):
         return None
 

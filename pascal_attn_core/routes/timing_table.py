@@ -15,14 +15,14 @@ from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 
-from ..config import RouteUnavailable, cache_folder, switched_on
+from ..config import cache_folder, switched_on
 from ..machine.own_thread import in_backward, in_own_thread
 from ..machine.runtime import Runtime
 from ..machine.storage import name_for, read_object, write_object
 
 log = logging.getLogger("pascal_attn")
 NO_TIMING = "PASCAL_ATTN_NO_TIMING"
-RETRY_SECONDS = 60.0  # after a timing that found no memory, or no kernel
+RETRY_SECONDS = 60.0  # after a timing that failed: no memory, no kernel
 ROUNDS = 3
 Kind = TypeVar("Kind", bound=NamedTuple)
 Found = TypeVar("Found")
@@ -64,7 +64,7 @@ class TimingTable(Generic[Kind, Found]):
         self.clock, self.folder = median_times if clock is None else clock, folder
         self.is_on = not switched_on(NO_TIMING) if is_on is None else is_on
         self._postponed: dict[Kind, Callable[[], Found | None]] = {}
-        self._again: dict[Kind, float] = {}  # when kinds that found no memory may be timed again
+        self._again: dict[Kind, float] = {}  # when kinds whose timing failed may be timed again
         self._lock = threading.RLock()
 
     @functools.cached_property
@@ -79,7 +79,7 @@ class TimingTable(Generic[Kind, Found]):
             may_wait: within a backward pass, where nothing is timed, ``measure`` may be kept, and is run when something
                 is asked for the first time after it.
         Returns:
-            The answer, or None where it could not be found out (``measure`` says so; or memory was short: after
+            The answer, or None where it could not be found out (``measure`` says so; or it failed: after
             RETRY_SECONDS it is tried again), or cannot be now: a graph is being captured, this is a worker that was
             forked, or this is a backward pass, for the end of which a timing of gradients would wait.
         """
@@ -106,7 +106,9 @@ class TimingTable(Generic[Kind, Found]):
     def _found(self, kind: Kind, measure: Callable[[], Found | None]) -> Found | None:
         try:
             return in_own_thread(measure, self.device)
-        except (RouteUnavailable, torch.cuda.OutOfMemoryError) as reason:
+        except (RuntimeError, MemoryError) as reason:  # a timing does not end the user's call
+            if getattr(reason, "loses_device", False):
+                raise
             log.info("not timed on %s for %s: %s", self.device, kind, reason)
             self._again[kind] = time.monotonic() + RETRY_SECONDS
             return None

@@ -113,14 +113,14 @@ def _try(fault: Fault, kind: Kind) -> bool | None:
     """Run the probe without the caller's modes, transforms, autocast and inference settings; None = there was no memory
     for it."""
 
-    def run() -> bool | None:
-        try:
-            with torch.enable_grad():
-                return fault.probe(kind)
-        except Exception as error:  # a kernel that raises does not serve either
-            return None if is_out_of_memory(error) else True
+    def run() -> bool:
+        with torch.enable_grad():
+            return fault.probe(kind)
 
-    return in_own_thread(run, kind.device)
+    try:
+        return in_own_thread(run, kind.device)
+    except Exception as error:  # a kernel that raises does not serve either
+        return None if is_out_of_memory(error) else True
 
 
 class BrokenPromises:

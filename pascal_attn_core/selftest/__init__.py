@@ -218,11 +218,5 @@ def _cell(result: dict[str, Any] | None, peak: float) -> str:
     if result is None or result["seconds"] is None:
         return "-"
     milliseconds = 1e3 * result["seconds"]
-    text = (
-        f"{milliseconds:.0f}"
-        if milliseconds >= 100
-        else f"{milliseconds:.1f}"
-        if milliseconds >= 10
-        else f"{milliseconds:.2f}"
-    )
+    text = f"{milliseconds:.{0 if milliseconds >= 100 else 1 if milliseconds >= 10 else 2}f}"
     return f"{text} {result['flops'] / peak:.0%}" if peak and result["flops"] else text

@@ -13,7 +13,7 @@ from torch import Tensor
 from ..call import AttentionCall, Results, TiledStats, empty_output, may_read
 from ..observe.progress import this_thread
 from .layout import Units, UnitViews
-from .masks import FREE, Rules, block_schedule, padding_as_bool
+from .masks import FREE, Rules, block_schedule, mask_tiles, padding_as_bool
 from .plan import Walk
 from .products import BOUNDED_BITS, LN_2, LOG2_E, TileProducts
 from .softmax import BoundedSoftmax, OnlineSoftmax
@@ -37,7 +37,7 @@ def tiled_forward(
     Args:
         walk: of this kind of call; the ``extra_bytes`` of its tile shape are kept.
         with_lse: also return the natural logarithm of the softmax's denominator.
-        for_grad: return what the gradients need: lse, and log_sum where there is a float mask.
+        for_grad: return what the gradients need: lse, and log_sum where there is a float mask or a score rule.
         softmax: "auto", or "online" for no bounded blocks.
         trim_masks: skip keys and tiles that are fully masked.
         seed: int64 ``[1]`` from :func:`pascal_attn_core.tiled.dropout.draw_seed`, needed when ``call.dropout_p > 0``.
@@ -133,7 +133,7 @@ class _Group(NamedTuple):
             padding = padding_as_bool(units.mask, rules.dtype) if look and rules.band.is_everything else None
             if padding is None:
                 return _Group(units, rules)
-            bounded, bias = Rules(rules.band, padding[0], rules.dtype, look=True), padding[1]
+            bounded, bias = Rules(rules.band, mask_tiles(padding[0], look=True), rules.dtype), padding[1]
         keys = [bounded.key_range(*span, 0, call.seq_len_q, call.seq_len_kv) for span in walk.spans]
         return _Group(units, rules, bounded, keys, bias)
 
@@ -149,9 +149,7 @@ class _UnitRange:
         out, lse, log_sum = units.extra
         assert out is not None
         self.out = out[u0:u1]
-        self.lse = None if lse is None else lse[u0:u1]
-        self.log_sum = None if log_sum is None else log_sum[u0:u1]
-        self.bias = None if group.bias is None else group.bias[u0:u1]
+        self.lse, self.log_sum, self.bias = (None if t is None else t[u0:u1] for t in (lse, log_sum, group.bias))
         self.kv_tiles: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
 
     def attend(self, q0: int, q1: int, limit: float) -> bool:

@@ -7,18 +7,20 @@ With P the probabilities of a tile, Z the dropout mask divided by 1 - dropout_p,
     dS = P * (dP - delta)                      dQ += dS K * scale,  dK += dS^T Q * scale,  dmask += dS
 
 (Dao et al., "FlashAttention", 2022, appendix B; delta holds with dropout, since O already contains it.) The heads of a
-group are rows of one product, so their contributions to dK and dV are summed inside it.
+group are rows of one product, so their contributions to dK and dV are summed inside it. Under a score rule dS is then
+what autograd makes of it on its way back through the rule, which runs once more for that.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..call import AttentionCall, Gradients, Results, Wanted, distinct, may_read
+from ..flex_rules import ScoreTile
 from .forward import units_of
 from .layout import Units, unit_spans, unit_views
 from .mask_writer import rows_by_token
@@ -40,7 +42,7 @@ def tiled_backward(
     out, lse, log_sum, seed = saved
     sums = _Sums(call, walk.dtype, wanted.mask)
     if not walk.is_empty:
-        tile = GradientProducts(call, walk, seed)
+        tile = GradientProducts(call, walk, seed, sums.captured)
         grad_out = wanted.grad_out.expand(out.shape)
         per_query = (sums.query, sums.mask_view, grad_out, out, lse, log_sum, wanted.grad_lse)
         per_key = (sums.key_view, sums.value_view)
@@ -68,6 +70,8 @@ class _Sums:
         if wants_mask and isinstance(call.attn_mask, Tensor):
             self.mask = torch.zeros(call.attn_mask.shape, dtype=acc_dtype, device=call.query.device)
             self.mask_view = self.mask.expand((*call.batch, *heads, call.seq_len_q, call.seq_len_kv))
+        captured = () if call.score_rule is None else call.score_rule.captured
+        self.captured = [torch.zeros_like(t, dtype=torch.promote_types(t.dtype, acc_dtype)) for t in captured]
         # Units that share an element of a sum must not be added to it in one step.
         self.units_share = any(
             stride == 0 and size > 1
@@ -83,11 +87,14 @@ class _Sums:
         mask = None
         if self.mask is not None and call.attn_mask is not None:
             mask = self.mask.to(call.attn_mask.dtype)
-        return Gradients(query, self.key.to(call.key.dtype), self.value.to(call.value.dtype), mask, sinks)
+        key, value = self.key.to(call.key.dtype), self.value.to(call.value.dtype)
+        captured = () if call.score_rule is None else call.score_rule.captured
+        return Gradients(
+            query, key, value, mask, sinks, [total.to(t.dtype) for total, t in zip(self.captured, captured)]
+        )
 
 
-@dataclass(slots=True)
-class _Block:
+class _Block(NamedTuple):
     """Rows of one query block, views ``[u, rows, ...]``; part of them along a causal diagonal."""
 
     query: Tensor
@@ -99,23 +106,19 @@ class _Block:
     code: Tensor | None
 
     def part(self, first: int, last: int) -> _Block:
-        cut = slice(first, last)
-        return _Block(
-            self.query[:, cut],
-            self.grad_out[:, cut],
-            self.shift[:, cut],
-            None if self.log_sum_bits is None else self.log_sum_bits[:, cut],
-            self.delta[:, cut],
-            self.grad_query[:, cut],
-            None if self.code is None else self.code[:, cut],
-        )
+        return _Block(*(None if t is None else t[:, first:last] for t in self))  # type: ignore[arg-type]
 
 
 class GradientProducts(TileProducts):
     """The buffers of one backward pass, and what is done to one tile."""
 
-    def __init__(self, call: AttentionCall, walk: Walk, seed: Tensor | None):
+    def __init__(self, call: AttentionCall, walk: Walk, seed: Tensor | None, captured: list[Tensor]):
+        """
+        Args:
+            captured: the sums of the gradients of what the call's score rule reads.
+        """
         super().__init__(call, walk, seed, for_backward=True)
+        self.captured = captured
         tiles = walk.tiles
         rows = tiles.units * tiles.q_block * walk.groups
         self.grad_probs = torch.empty_like(self.score_buffer)
@@ -153,6 +156,8 @@ class GradientProducts(TileProducts):
         # From here on the gradient of the scores.
         if mask_sum is not None:
             _add_to_mask(mask_sum, self.by_head(grad_probs))
+        if rule.score is not None:
+            self._go_back_through(rule.score, block.query, key, grad_probs)
         if self.softcap is not None:  # the derivative of softcap * tanh(s / softcap) is 1 - tanh^2
             tanh = self.tanh_buffer[: probs.numel()].view(probs.shape)
             grad_probs.mul_(tanh.square_().neg_().add_(1.0))
@@ -167,13 +172,26 @@ class GradientProducts(TileProducts):
             scores = self.tanh(block.query, key)
             self.tanh_buffer[: scores.numel()].view(scores.shape).copy_(scores)
             scores.mul_(self.softcap * self.unit)
-        self.add_bias(scores, rule)
+        self.change(scores, rule)
         scores.sub_(block.shift)
         if block.log_sum_bits is not None:
             scores.mul_(LOG2_E).sub_(block.log_sum_bits)
         scores.exp2_()
         self.forbid(scores, rule, 0.0)
         return scores
+
+    def _go_back_through(self, rule: ScoreTile, query: Tensor, key: Tensor, grad: Tensor) -> None:
+        """Turn the gradient of what a score rule returns into that of its scores, in place; add those of what it
+        reads."""
+        scores = rows_by_token(self.product(query, key, self.scale), self.groups)
+        of_scores, *of_captured = rule.gradients(scores, self.by_head(grad))
+        if of_scores is None:
+            grad.zero_()
+        else:
+            rows_by_token(grad, self.groups).copy_(of_scores)
+        for total, found in zip(self.captured, of_captured):
+            if found is not None:
+                total.add_(found)
 
     def rows(self, part: Tensor, buffer: Tensor) -> Tensor:
         """``[u, G, tokens, X]`` as rows ``[u, tokens * G, X]`` in a buffer, or as a view where that is possible."""

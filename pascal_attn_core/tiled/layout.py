@@ -85,9 +85,9 @@ def unit_views(
 
 
 def unit_spans(count: int, call: AttentionCall, step: int) -> Ranges:
-    """Ranges of at most ``step`` of the units ``0 ... count - 1``; under a mask that is a rule none crosses from one
+    """Ranges of at most ``step`` of the units ``0 ... count - 1``; under rules none crosses from one
     batch element to the next."""
-    period = call.num_kv_heads if isinstance(call.attn_mask, LazyMask) else count
+    period = call.num_kv_heads if call.score_rule or isinstance(call.attn_mask, LazyMask) else count
     return [
         (first, min(first + step, start + period))
         for start in range(0, count, max(1, period))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from enum import Enum
 from typing import NamedTuple
 
@@ -9,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ..call import AttentionCall, distinct
+from ..flex_rules import FULL, SKIPPED, BlockRule, ScoreRule, ScoreTile
 from ..lazy_mask import LazyMask
 from ..machine.device import CPU_LIKE
 from .layout import Units
@@ -101,9 +103,9 @@ class MaskTiles:
         """``[u1 - u0, G, q1 - q0, j1 - j0]``, a view."""
         return self.mask[u0:u1, :, q0:q1, j0:j1]
 
-    def key_range(self, u0: int, u1: int) -> tuple[int, int]:
-        """First and one-past-last key that the mask leaves to any query of these units. Only a mask that is the same
-        for all rows is looked at; for the others the answer is everything."""
+    def key_range(self, u0: int, u1: int, q0: int = 0, q1: int = 0) -> tuple[int, int]:
+        """First and one-past-last key that the mask leaves to any query of these units, whichever queries are at hand.
+        Only a mask that is the same for all rows is looked at; for the others the answer is everything."""
         return self._keys(u0, u1)[:2]
 
     def state(self, u0: int, u1: int, q0: int, q1: int, j0: int, j1: int) -> TileState:
@@ -183,58 +185,117 @@ class Rule(NamedTuple):
     """The restrictions of one tile.
 
     upper, lower: arguments of ``tril_`` and ``triu_`` that cut it to the band; mask: its part of the mask
-    ``[u, G, tokens, keys]``, bool or float. None = nothing.
+    ``[u, G, tokens, keys]``, bool or float; score: what is made of the tile's scores first. None = nothing.
     """
 
     upper: int | None = None
     lower: int | None = None
     mask: Tensor | None = None
+    score: ScoreTile | None = None
 
 
 FREE = Rule()  # every query of the tile may look at every key
 
 
-class LazyTiles:
-    """A :class:`LazyMask` as seen by units: tiles ``[u, G, tokens, keys]`` of units of one batch element."""
+class Place(NamedTuple):
+    """Which query heads of which batch element units are.
 
-    def __init__(self, mask: LazyMask, num_kv_heads: int, groups: int, first_unit: int):
-        self.mask, self.num_kv_heads, self.groups, self.first_unit = mask, num_kv_heads, groups, first_unit
+    Attributes:
+        first_unit: number in the call of the unit that is number 0 here.
+    """
+
+    num_kv_heads: int
+    groups: int
+    first_unit: int
+
+    def of(self, u0: int, u1: int) -> tuple[int, tuple[int, int]]:
+        """(batch element, first and one-past-last query head) of units of one batch element."""
+        batch, head = divmod(self.first_unit + u0, self.num_kv_heads)
+        return batch, (head * self.groups, (head + u1 - u0) * self.groups)
+
+
+class LazyTiles:
+    """A :class:`LazyMask` as seen by units: tiles ``[u, G, tokens, keys]`` of units of one batch element.
+
+    Args:
+        look: tiles are looked at, so that empty ones are skipped.
+    """
+
+    def __init__(self, mask: LazyMask, place: Place, *, look: bool):
+        self.mask, self.place, self.look = mask, place, look
+        self._tile: Tensor | None = None
+
+    def key_range(self, u0: int, u1: int, q0: int, q1: int) -> tuple[int, int]:
+        """First and one-past-last key that the mask leaves, as far as that is known without asking the rule."""
+        return 0, sys.maxsize
+
+    def state(self, u0: int, u1: int, q0: int, q1: int, j0: int, j1: int) -> TileState:
+        """The effect of the mask on one tile; MIXED where it is not looked at."""
+        self._tile = None
+        self._tile = tile = self._evaluate(u0, u1, q0, q1, j0, j1)
+        is_empty = self.look and tile.device.type in CPU_LIKE and _read(distinct(tile)) is TileState.EMPTY
+        return TileState.EMPTY if is_empty else TileState.MIXED
 
     def tile(self, u0: int, u1: int, q0: int, q1: int, j0: int, j1: int) -> Tensor:
-        """``[u1 - u0, G, q1 - q0, j1 - j0]``, an expanded view of what the rule says."""
-        batch, head = divmod(self.first_unit + u0, self.num_kv_heads)
+        """``[u1 - u0, G, q1 - q0, j1 - j0]``, an expanded view of what the rule says. Asked once."""
+        tile, self._tile = self._tile, None
+        return self._evaluate(u0, u1, q0, q1, j0, j1) if tile is None else tile
+
+    def _evaluate(self, u0: int, u1: int, q0: int, q1: int, j0: int, j1: int) -> Tensor:
+        batch, heads = self.place.of(u0, u1)
         batch %= self.mask.shape[0]  # of several leading dimensions the mask has the last one
-        heads = head * self.groups, (head + u1 - u0) * self.groups
-        return self.mask.tile(batch, heads, (q0, q1), (j0, j1)).unflatten(0, (u1 - u0, self.groups))
+        return self.mask.tile(batch, heads, (q0, q1), (j0, j1)).unflatten(0, (u1 - u0, self.place.groups))
+
+
+class BlockTiles(LazyTiles):
+    """A ``BlockMask``: tiles of blocks that it skips, or leaves whole, are known without asking its rule."""
+
+    mask: BlockRule
+
+    def key_range(self, u0: int, u1: int, q0: int, q1: int) -> tuple[int, int]:
+        batch, heads = self.place.of(u0, u1)
+        return self.mask.key_range(batch, heads, (q0, q1))
+
+    def state(self, u0: int, u1: int, q0: int, q1: int, j0: int, j1: int) -> TileState:
+        batch, heads = self.place.of(u0, u1)
+        least, most = self.mask.blocks(batch, heads, (q0, q1), (j0, j1)).aminmax()
+        return TileState.EMPTY if most == SKIPPED else TileState.FULL if least == FULL else TileState.MIXED
 
 
 class Rules:
-    """The band and one mask together, asked tile by tile."""
+    """The score rule, the band and one mask together, asked tile by tile."""
 
     def __init__(
-        self, band: Band, mask: Tensor | None, dtype: torch.dtype, *, look: bool, lazy: LazyTiles | None = None
+        self,
+        band: Band,
+        mask: MaskTiles | LazyTiles | None,
+        dtype: torch.dtype,
+        *,
+        place: Place | None = None,
+        score: ScoreRule | None = None,
     ):
         """
         Args:
-            mask: ``[U, G, L, S]`` or None; look: its values may be read; dtype: that of the sums.
-            lazy: a mask that is a rule, instead.
+            mask: bool or float; dtype: that of the sums.
+            place: where the units are, for a score rule.
         """
-        self.band, self.dtype, self.look = band, dtype, look
-        self.lazy, self.mask = lazy, None
-        if mask is not None:
-            self.mask = MaskTiles(mask, readable=look, look_at_tiles=mask.device.type in CPU_LIKE)
+        self.band, self.dtype, self.mask, self.place, self.score = band, dtype, mask, place, score
 
     @staticmethod
     def of(call: AttentionCall, units: Units, *, look: bool) -> Rules:
         """The rules for some units of a call."""
-        lazy = None
+        place = Place(call.num_kv_heads, call.groups, units.first)
+        mask: MaskTiles | LazyTiles | None = None
         if isinstance(call.attn_mask, LazyMask):
-            lazy = LazyTiles(call.attn_mask, call.num_kv_heads, call.groups, units.first)
-        return Rules(Band.of(call), units.mask, call.sums_dtype, look=look, lazy=lazy)
+            kind = BlockTiles if isinstance(call.attn_mask, BlockRule) else LazyTiles
+            mask = kind(call.attn_mask, place, look=look)
+        elif units.mask is not None:
+            mask = mask_tiles(units.mask, look=look)
+        return Rules(Band.of(call), mask, call.sums_dtype, place=place, score=call.score_rule)
 
     def prepare(self, spans: Ranges) -> None:
         """Look at what is looked at once, before a call's buffers are there."""
-        if self.mask is not None:
+        if isinstance(self.mask, MaskTiles):
             for span in spans:
                 self.mask.key_range(*span)
 
@@ -242,26 +303,27 @@ class Rules:
         """First and one-past-last key worth visiting for these units and queries."""
         first, last = self.band.key_range(q0, q1, seq_len_kv)
         if self.mask is not None:
-            low, high = self.mask.key_range(u0, u1)
+            low, high = self.mask.key_range(u0, u1, q0, q1)
             first, last = max(first, low), min(last, high)
         return first, last
 
     def rule(self, u0: int, u1: int, q0: int, q1: int, j0: int, j1: int) -> Rule | None:
         """The restrictions of this tile, or None if no query may look at any of its keys."""
         upper, lower = self.band.diagonals(q0, q1, j0, j1)
-        if self.lazy is not None:
-            tile = self.lazy.tile(u0, u1, q0, q1, j0, j1)
-            if self.look and tile.device.type in CPU_LIKE and _read(distinct(tile)) is TileState.EMPTY:
-                return None
-            return Rule(upper, lower, tile)
-        if self.mask is None:
-            return Rule(upper, lower)
-        state = self.mask.state(u0, u1, q0, q1, j0, j1)
+        state = TileState.FULL if self.mask is None else self.mask.state(u0, u1, q0, q1, j0, j1)
         if state is TileState.EMPTY:
             return None
-        if state is TileState.FULL:
-            return Rule(upper, lower)
-        return Rule(upper, lower, self.mask.tile(u0, u1, q0, q1, j0, j1))
+        mask = score = None
+        if self.mask is not None and state is TileState.MIXED:
+            mask = self.mask.tile(u0, u1, q0, q1, j0, j1)
+        if self.score is not None and self.place is not None:
+            score = self.score.at(*self.place.of(u0, u1), (q0, q1), (j0, j1))
+        return Rule(upper, lower, mask, score)
+
+
+def mask_tiles(mask: Tensor, *, look: bool) -> MaskTiles:
+    """A mask ``[U, G, L, S]`` of a call, whose values are read only if ``look`` says so, and tile by tile on a CPU."""
+    return MaskTiles(mask, readable=look, look_at_tiles=mask.device.type in CPU_LIKE)
 
 
 def diagonal_schedule(

@@ -10,8 +10,10 @@ from torch import Tensor
 
 from ..call import AttentionCall, distinct
 from ..config import AttentionConfig
+from ..flex_rules import BlockRule
 from ..machine.device import MIB, DeviceInfo
 from .layout import UnitViews, copies, unit_spans, unit_views, worth_looking
+from .rule_bytes import NO_RULES, rule_bytes
 from .tiles import Basis, Ranges, TilePlan, Workload, even_ranges, plan_tiles
 
 _MIN_BOUNDED_ROWS = 64  # with fewer rows the norms of K cost as much as its product with them
@@ -27,6 +29,8 @@ def workload(call: AttentionCall, *, backward: bool = False) -> Workload:
     window = None
     if call.left is not None:
         window = call.left + 1 + (call.right or 0)
+    elif isinstance(call.attn_mask, BlockRule):
+        window = call.attn_mask.window // 4  # a tile of so many rows follows the blocks closely enough
     return Workload(
         units=call.batch_size * call.num_kv_heads,
         groups=call.groups,
@@ -39,6 +43,7 @@ def workload(call: AttentionCall, *, backward: bool = False) -> Workload:
         copies_kv=copies_kv,
         copies_out=copies_out,
         writes_mask=has_band or call.attn_mask is not None,
+        rules=NO_RULES if mask is call.attn_mask and call.score_rule is None else rule_bytes(call, backward=backward),
         has_band=has_band,
         mask_keys=math.prod(distinct(mask).shape) if mask is not None and same_for_rows else 0,
         dropout=call.dropout_p > 0,
@@ -81,8 +86,8 @@ class Walk:
         dtype: of scores and sums.
         groups: query heads per key/value head.
         copies_query, copies_kv, copies_out: whether blocks of them are copied to or from a buffer.
-        has_bias: the mask is a float one.
-        is_masked: a mask or a band restricts the keys, so a row may see none.
+        has_bias: there is a float mask or a score rule.
+        is_masked: a mask, a band or a score rule restricts the keys, so a row may see none.
         may_bound: it pays to find out whether blocks are bounded.
         is_empty: there is no score.
         views: of the call's tensors as units, in the forward pass.
@@ -115,7 +120,7 @@ class Walk:
             call.groups,
             *copies(call),
             has_bias=call.has_bias,
-            is_masked=call.attn_mask is not None or call.has_band,
+            is_masked=call.attn_mask is not None or call.has_band or call.score_rule is not None,
             may_bound=call.seq_len_q * call.groups >= _MIN_BOUNDED_ROWS and worth_looking(call),
             is_empty=call.num_scores == 0,
             views=views,

@@ -55,7 +55,7 @@ class TileProducts:
         self.kv_buffer = self.buffer(keys * widest if self.copies_kv else 0)
         self.scratch = self.buffer(rows * tiles.kv_block * BYTES_PER_SCORE if call.dropout_p else 0, torch.uint8)
         self.masks: MaskWriter | None = None
-        if walk.is_masked:
+        if walk.is_masked and (call.attn_mask is not None or call.has_band):
             self.masks = MaskWriter(walk.groups, self.dtype, self.device, max_scores=rows * tiles.kv_block)
 
     def buffer(self, size: int, dtype: torch.dtype | None = None) -> Tensor:
@@ -83,12 +83,14 @@ class TileProducts:
         return torch.baddbmm(scores, query, key.transpose(1, 2), beta=0, alpha=factor, out=scores)
 
     def mask(self, scores: Tensor, rule: Rule) -> None:
-        """Add the tile's float mask; -inf where its rule forbids a key."""
-        self.add_bias(scores, rule)
+        """Change the scores as the tile's rule says; -inf where it forbids a key."""
+        self.change(scores, rule)
         self.forbid(scores, rule, -math.inf)
 
-    def add_bias(self, scores: Tensor, rule: Rule) -> None:
-        """Add the tile's float mask, if it has one."""
+    def change(self, scores: Tensor, rule: Rule) -> None:
+        """What the tile's score rule makes of the scores, and its float mask added, where it has them."""
+        if rule.score is not None:
+            self.by_head(scores).copy_(rule.score(rows_by_token(scores, self.groups)))
         if self.masks is not None and rule.mask is not None and rule.mask.dtype != torch.bool:
             self.masks.add(scores, rule.mask)
 

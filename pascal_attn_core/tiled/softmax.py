@@ -3,13 +3,14 @@
 For a block of query rows Q the keys and values are visited in tiles K, V. With m the running maximum of each row, l the
 running sum and O the running output, a tile updates them to
 
-    S  = scale * Q K^T + mask
+    S  = rule(scale * Q K^T) + mask
     m' = max(m, rowmax S)
     P  = exp(S - m')
     l  = exp(m - m') l + rowsum P
     O  = exp(m - m') O + P V
 
 and after the last tile out = O / l and lse = m + log l. Only one tile of S and P exists at a time.
+The rule is the caller's own (``score_mod`` of FlexAttention), if there is one.
 (Milakov and Gimelshein, "Online normalizer calculation for softmax", 2018; Dao, "FlashAttention-2", 2023.) Scores are
 counted in bits (multiplied by log2 e), because exp2 is several times faster than exp on a CPU.
 

@@ -18,8 +18,10 @@ import functools
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from ..flex_rules import ASKED
 from ..machine.device import LARGEST_BUFFER, MIB, DeviceInfo
 from .dropout import BYTES_PER_SCORE
+from .rule_bytes import NO_RULES, RuleBytes
 
 Ranges = list[tuple[int, int]]  # first and one-past-last of each
 
@@ -43,9 +45,10 @@ class Workload(NamedTuple):
         has_band: a causal rule or window.
         mask_keys: elements of a mask that is the same for all rows, which is looked at as a whole; 0 for others.
         dropout, causal, softcap: whether they apply.
-        window: number of keys a query sees at most, None without a window.
+        window: number of keys a query sees at most, or under a BlockMask about, None without a window.
         backward: plan for the gradients: two score tiles, and blocks of gradients beside them.
         mask_grad: the gradient of a float mask is wanted.
+        rules: what the caller's own functions allocate.
     """
 
     units: int
@@ -67,6 +70,7 @@ class Workload(NamedTuple):
     window: int | None = None
     backward: bool = False
     mask_grad: bool = False
+    rules: RuleBytes = NO_RULES
 
 
 class Basis(NamedTuple):
@@ -103,7 +107,9 @@ def step_bytes(work: Workload, units: int, q_block: int, kv_block: int) -> int:
     rows, acc = units * work.groups * q_block, work.acc_size
     scores = rows * kv_block
     per_score = acc + (BYTES_PER_SCORE if work.dropout else 0)
-    total = scores * per_score + q_block * kv_block * work.has_band
+    pairs = q_block * kv_block
+    total = scores * (per_score + work.rules.score) + pairs * (work.has_band + work.rules.pair)
+    total += work.rules.asked * min(ASKED, pairs)
     if work.writes_mask:
         total += acc * min(MASK_WORDS, scores)
     total += _ROW_STATS * rows * acc + _SCALAR_BYTES
@@ -227,6 +233,9 @@ def _cpu_shape(work: Workload, budget: int, basis: Basis) -> tuple[int, int, int
     units = 1
     if q_block * groups * keys < _SMALL_STEP:
         units = max(1, min(work.units, budget // 2 // step_bytes(work, 1, q_block, keys)))
+    if work.rules != NO_RULES:  # much of the cost of a rule is the same for one head and for several
+        shared = step_bytes(work, 0, q_block, keys)
+        units = max(1, min(work.units, (budget - shared) // (step_bytes(work, 1, q_block, keys) - shared)))
     return units, q_block, keys
 
 

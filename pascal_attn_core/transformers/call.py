@@ -1,7 +1,7 @@
 """One attention call of Transformers, translated to :func:`pascal_attn_core.sdpa`.
 
-Transformers restricts a call in four ways: no mask and ``is_causal``, a tensor, a position bias, or the mask
-object that our own mask function returned.
+Transformers restricts a call in five ways: no mask and ``is_causal``, a tensor, a position bias, a ``BlockMask``, or
+the mask object that our own mask function returned.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from ..call import AttentionOutput
+from ..flex_rules import is_block_mask
 from ..lazy_mask import LazyMask
 from ..reference import allowed_keys
 from .mask import HostMask
@@ -48,6 +49,8 @@ class Masked:
             if seq_len_q == 1 or not causal:
                 return Masked(key, value)
             return Masked(key[:, :, :seq_len_q], value[:, :, :seq_len_q], is_causal=True)
+        if is_block_mask(mask):
+            return Masked(key, value, mask)
         if mask.shape[-1] > seq_len_kv:  # a mask made for a longer cache than this layer's
             mask = mask[..., :seq_len_kv]
         if isinstance(mask, HostMask):
@@ -86,22 +89,15 @@ def _from_host_mask(query: Tensor, key: Tensor, value: Tensor, mask: HostMask) -
         left = None
     if right is not None and offset + right >= seq_len_kv - 1:
         right = None
-    alignment = "upper_left" if offset == 0 else "lower_right"
     said = offset in (0, seq_len_kv - seq_len_q) or (left is None and right is None)
     rest = _lazy(mask, mask.rest if said else mask.rule, query)
     if not said:
         return Masked(key, value, rest, first_key=first)
     is_causal = right == 0
-    window = (-1 if left is None else left, -1 if right is None or is_causal else right)
-    return Masked(
-        key,
-        value,
-        rest,
-        is_causal,
-        alignment if left is not None or right is not None else "upper_left",
-        None if window == (-1, -1) else window,
-        first,
-    )
+    alignment = "upper_left" if offset == 0 or (left is None and right is None) else "lower_right"
+    sides = (-1 if left is None else left, -1 if right is None or is_causal else right)
+    window = None if sides == (-1, -1) else sides
+    return Masked(key, value, rest, is_causal, alignment, window, first)
 
 
 def _lazy(mask: HostMask, rule: Callable[..., Tensor], query: Tensor) -> Any:

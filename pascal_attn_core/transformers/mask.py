@@ -11,6 +11,7 @@ Its own returns a tensor of L*S elements, ours a :class:`HostMask`, which keeps 
 
 from __future__ import annotations
 
+import copy
 import functools
 import logging
 import re
@@ -135,26 +136,18 @@ class HostMask:
 
     def part(self, rows: tuple[int, int], keys: tuple[int, int]) -> HostMask:
         """Rows and keys of it, each from the first to before the last."""
-        padding = None if self.padding is None else self.padding[:, keys[0] : keys[1]]
-        shape = (self.batch_size, rows[1] - rows[0], keys[1] - keys[0])
-        return self._with(shape, (self.q_offset + rows[0], self.kv_offset + keys[0]), padding)
-
-    def _with(
-        self,
-        shape: tuple[int, int, int] | None = None,
-        offsets: tuple[int, int] | None = None,
-        padding: Tensor | None = None,
-        device: torch.device | None = None,
-    ) -> HostMask:
-        return HostMask(
-            shape or (self.batch_size, self.seq_len_q, self.seq_len_kv),
-            offsets or (self.q_offset, self.kv_offset),
-            self.pattern,
-            padding,
-            device or self.device,
-            use_vmap=self.use_vmap,
-            home=self.home,
+        return self._with(
+            seq_len_q=rows[1] - rows[0],
+            seq_len_kv=keys[1] - keys[0],
+            q_offset=self.q_offset + rows[0],
+            kv_offset=self.kv_offset + keys[0],
+            padding=None if self.padding is None else self.padding[:, keys[0] : keys[1]],
         )
+
+    def _with(self, **changes: Any) -> HostMask:
+        mask = copy.copy(self)
+        vars(mask).update(changes)
+        return mask
 
     def __getitem__(self, index: Any) -> Any:
         """``mask[:, :, rows, keys]`` and ``mask[..., rows, keys]`` with plain slices stay lazy."""
@@ -332,14 +325,9 @@ def lazy_mask(
     if use_vmap is None:
         use_vmap = any(made_by(function) not in _INDEXED for function in pattern.rest)
     # A tensor for an offset goes into the rule as it is: such a mask is stored, never kept.
-    mask = HostMask(
-        (batch_size, q_length, kv_length),
-        (q_offset, kv_offset),  # type: ignore[arg-type]
-        pattern,
-        padding,
-        torch.device(device),
-        use_vmap=use_vmap,
-    )
+    offsets: Any = q_offset, kv_offset
+    shape = batch_size, q_length, kv_length
+    mask = HostMask(shape, offsets, pattern, padding, torch.device(device), use_vmap=use_vmap)
     may_skip = allow_is_causal_skip or allow_is_bidirectional_skip
     if q_length == 1 and not may_skip:
         return additive(mask.dense(), dtype) if dtype.is_floating_point else mask.dense()

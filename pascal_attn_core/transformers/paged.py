@@ -57,23 +57,10 @@ def paged_attend(
     window = _window(cache, layer, kwargs)
     if isinstance(ends_k, dict):  # versions before 5.23 leave the choice to the attention
         ends_k = ends_k["full_attention" if window is None else "sliding_attention"]
-    options = FlashOptions(
-        dropout,
-        scaling,
-        causal=True,
-        window=None if window is None else (window - 1, -1),
-        softcap=softcap,
-        config=config,
-    )
-    out, lse = varlen_attend(
-        query[0].transpose(0, 1),
-        keys,
-        values,
-        _on_cpu(ends_q),
-        _on_cpu(ends_k),
-        lambda batch: options,
-        with_lse=s_aux is not None,
-    )
+    sides = None if window is None else (window - 1, -1)
+    options = FlashOptions(dropout, scaling, causal=True, window=sides, softcap=softcap, config=config)
+    ends, query = (_on_cpu(ends_q), _on_cpu(ends_k)), query[0].transpose(0, 1)
+    out, lse = varlen_attend(query, keys, values, *ends, lambda batch: options, with_lse=s_aux is not None)
     if s_aux is not None and lse is not None:
         heads_first = AttentionOutput(out.transpose(0, 1), lse)
         out = with_query_sinks(heads_first, s_aux.flatten()[:, None, None]).transpose(0, 1)
@@ -157,14 +144,16 @@ def serve_batching(name: str) -> Callable[[], list[str]]:
 
     Newer versions accept names of their own only, and plan memory for a mask that is not built for ``name``.
     """
+    if not _served:
+        for wrapped in _WRAPPED:
+            wrapped.put_in()
     _served[name] += 1
-    undos = [wrapped.use() for wrapped in _WRAPPED]
 
     def undo() -> list[str]:
         _served[name] -= 1
         if not _served[name]:
             del _served[name]
-        return [sentence for undo_one in undos for sentence in undo_one()]
+        return [] if _served else [sentence for wrapped in _WRAPPED for sentence in wrapped.take_out()]
 
     return undo
 
@@ -184,7 +173,7 @@ def _class_of(module: str, name: str) -> Any:
 
 
 class _Wrapped:
-    """A method of the host that returns ``answer`` for models on a registered name, while it has users.
+    """A method of the host that returns ``answer`` for models on a registered name.
 
     Args:
         module, owner, method: where it is; nothing is changed where a version has no such method.
@@ -194,21 +183,16 @@ class _Wrapped:
     def __init__(self, module: str, owner: str, method: str, config_of: Callable[..., Any], answer: Any):
         self.module, self.owner, self.method = module, owner, method
         self.config_of, self.answer = config_of, answer
-        self.users = 0
         self.original: Any = None
         self.ours: Any = None
 
-    def use(self) -> Callable[[], list[str]]:
-        """Replace the method; returns a function that restores it with the last user."""
+    def put_in(self) -> None:
+        """Replace the method."""
         owner = _class_of(self.module, self.owner)
         current = getattr(owner, self.method, None)
-        if current is None:
-            return list
-        self.users += 1
-        if self.users == 1 and current is not self.ours:
+        if current is not None and current is not self.ours:
             self.original, self.ours = current, self._over(current)
             setattr(owner, self.method, self.ours)
-        return functools.partial(self._leave, owner)
 
     def _over(self, original: Any) -> Any:
         @functools.wraps(original)
@@ -219,9 +203,10 @@ class _Wrapped:
 
         return method
 
-    def _leave(self, owner: Any) -> list[str]:
-        self.users -= 1
-        if self.users:
+    def take_out(self) -> list[str]:
+        """Restore the method; returns what could not be."""
+        owner = _class_of(self.module, self.owner)
+        if self.ours is None:
             return []
         if getattr(owner, self.method) is not self.ours:
             return [f"{self.owner}.{self.method} has been replaced since: ours stays underneath it, without effect"]

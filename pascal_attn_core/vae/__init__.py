@@ -2,7 +2,7 @@
 
     with patch_vae(pipe.vae, budget_mib=512) as patch:
         pipe(prompt)
-    print(patch.report().text())
+    print(patch.report())
 
 The VAE's own ``forward`` runs on a tensor that records the operators applied to it (:mod:`.banded`). Convolutions are
 computed range by range, including the neighbouring rows that each range depends on; group norms gather their sums over

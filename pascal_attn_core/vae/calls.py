@@ -32,6 +32,7 @@ log = logging.getLogger("pascal_attn")
 METHODS = ("decode", "encode")
 _CPU_BUDGET = 64 * MIB
 _REMEMBERED = 100  # calls in the report
+_GRADIENTS = "gradients are on; call it under torch.no_grad()"
 _running = threading.local()
 
 
@@ -43,12 +44,12 @@ class Settings:
         enabled: False once the patch has been removed: deep copies of the VAE share it.
     """
 
-    budget_mib: float | None
-    keep: str
-    when_needed: bool
-    verify: bool
-    progress: Callable[[float], None] | None
-    expected_bytes: Callable[..., int] | None
+    budget_mib: float | None = None
+    keep: str = "auto"
+    when_needed: bool = False
+    verify: bool = True
+    progress: Callable[[float], None] | None = None
+    expected_bytes: Callable[..., int] | None = None
     enabled: bool = True
 
     def __post_init__(self) -> None:
@@ -80,7 +81,6 @@ class Site:
         self.calls: deque[VaeCall] = deque(maxlen=_REMEMBERED)
         self._proofs: dict[tuple[Any, ...], str] = {}
         self._lock = threading.Lock()
-        self._has_warned = False
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Site:
         vae = copy.deepcopy(self.vae, memo)
@@ -100,18 +100,16 @@ class Site:
             self.calls.append(VaeCall(self.name, shape, state, why, seconds, figures))
 
         if self._needs_gradients(given.tensor):
-            if not self._has_warned:
-                self._has_warned = True
-                log.warning("%s.%s does not run in bands while gradients are on: call it under torch.no_grad()",
-                            type(self.vae).__name__, self.name)  # fmt: skip
-            note("as it is", "gradients are on; call it under torch.no_grad()")
+            if all(call.why != _GRADIENTS for call in self.calls):
+                log.warning("%s.%s does not run in bands: %s", type(self.vae).__name__, self.name, _GRADIENTS)
+            note("as it is", _GRADIENTS)
             return given.to(self.own)
         why_bands = self._does_not_fit(given.tensor) if self.settings.when_needed else ""
         if self.settings.when_needed and not why_bands:
             put_back = snapshot(self.vae)
             try:
                 out = given.to(self.own)
-            except RuntimeError as error:
+            except (RuntimeError, MemoryError) as error:
                 if not is_out_of_memory(error):
                     raise
             else:

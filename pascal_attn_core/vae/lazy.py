@@ -107,6 +107,10 @@ class Lazy:
     def whole(self) -> Want:
         return Want(self, 0, 0, self.size(0))
 
+    def shape_of(self, dim: int, low: int, high: int) -> list[int]:
+        """The shape of a range."""
+        return [high - low if each == dim else size for each, size in enumerate(self.shape)]
+
     def read(self, dim: int, low: int, high: int, memo: Memo) -> Tensor:
         """Elements ``low`` to ``high`` of dimension ``dim``, on the device of the run."""
         if self.value is not None:
@@ -197,10 +201,7 @@ class Filled(Lazy):
         return []
 
     def compute(self, pieces: list[Tensor], dim: int, low: int, high: int) -> Tensor:
-        shape = list(self.shape)
-        if shape:
-            shape[dim] = high - low
-        return torch.full(shape, self.number, dtype=self.like.dtype, device=self.device)
+        return torch.full(self.shape_of(dim, low, high), self.number, dtype=self.like.dtype, device=self.device)
 
 
 def substituted(args: Any, nodes: Sequence[Lazy], pieces: Sequence[Any]) -> Any:
@@ -240,7 +241,25 @@ def captured(args: Any) -> tuple[Any, Versions]:
     return mapped(keep, args), tuple(versions)
 
 
-class Pointwise(Lazy):
+class Aligned(Lazy):
+    """A tensor of which a range is computed from the same range of one dimension of each input."""
+
+    def dim_of(self, tensor: Any, dim: int) -> int | None:
+        """The dimension of an input that belongs to one of the result; None = it is read whole."""
+        return dim
+
+    def own_granule(self, dim: int) -> int:
+        found = [node.granule(own) for node in self.inputs if (own := self.dim_of(node, dim)) is not None]
+        return 0 if 0 in found else math.lcm(*found)
+
+    def wants(self, dim: int, low: int, high: int) -> list[Want]:
+        if self.is_whole(dim, low, high):
+            return [node.whole() for node in self.inputs]
+        places = [self.dim_of(node, dim) for node in self.inputs]
+        return [node.whole() if own is None else Want(node, own, low, high) for node, own in zip(self.inputs, places)]
+
+
+class Pointwise(Aligned):
     """An operator that computes each element from the elements at the same place, with broadcasting."""
 
     arguments = ("args", "kwargs")
@@ -251,24 +270,13 @@ class Pointwise(Lazy):
         (self.args, self.kwargs), self.given = captured((args, kwargs))
         self.in_place = _in_place(func)
 
-    def _dim_of(self, tensor: Any, dim: int) -> int | None:
-        """The dimension of an operand that belongs to one of the result; None where the operand is broadcast."""
+    def dim_of(self, tensor: Any, dim: int) -> int | None:
         own = dim - (self.like.dim() - len(tensor.shape))
         return own if own >= 0 and tensor.shape[own] == self.size(dim) else None
 
-    def own_granule(self, dim: int) -> int:
-        found = [node.granule(own) for node in self.inputs if (own := self._dim_of(node, dim)) is not None]
-        return 0 if 0 in found else math.lcm(*found)
-
-    def wants(self, dim: int, low: int, high: int) -> list[Want]:
-        if self.is_whole(dim, low, high):
-            return [node.whole() for node in self.inputs]
-        places = [self._dim_of(node, dim) for node in self.inputs]
-        return [node.whole() if own is None else Want(node, own, low, high) for node, own in zip(self.inputs, places)]
-
     def compute(self, pieces: list[Tensor], dim: int, low: int, high: int) -> Tensor:
         def cut(leaf: Any) -> Any:
-            if isinstance(leaf, Tensor) and self.like.dim() and (own := self._dim_of(leaf, dim)) is not None:
+            if isinstance(leaf, Tensor) and self.like.dim() and (own := self.dim_of(leaf, dim)) is not None:
                 return leaf.narrow(own, low, high - low)
             return leaf
 
@@ -291,7 +299,7 @@ def _in_place(func: Any) -> Any:
     return getattr(packet, name, None) if packet is not None and name in packet.overloads() else None
 
 
-class Rowwise(Lazy):
+class Rowwise(Aligned):
     """An operator that treats ranges of some dimensions independently: a softmax, a linear layer, a sum.
 
     Args:
@@ -315,14 +323,11 @@ class Rowwise(Lazy):
         self.func, self.dims, self.is_heavy = func, dims, heavy
         (self.args, self.kwargs), self.given = captured((args, kwargs))
 
-    def own_granule(self, dim: int) -> int:
-        own = self.dims[dim]
-        return 0 if own is None else self.inputs[0].granule(own)
+    def dim_of(self, tensor: Any, dim: int) -> int | None:
+        return self.dims[dim] if tensor is self.inputs[0] else None
 
-    def wants(self, dim: int, low: int, high: int) -> list[Want]:
-        own = None if self.is_whole(dim, low, high) else self.dims[dim]
-        first, *others = self.inputs
-        return [first.whole() if own is None else Want(first, own, low, high), *(node.whole() for node in others)]
+    def own_granule(self, dim: int) -> int:
+        return 0 if self.dims[dim] is None else super().own_granule(dim)
 
     def compute(self, pieces: list[Tensor], dim: int, low: int, high: int) -> Tensor:
         args, kwargs = substituted((self.args, self.kwargs), self.inputs, pieces)
@@ -330,7 +335,7 @@ class Rowwise(Lazy):
         return out[0] if isinstance(out, tuple) else out
 
 
-class Permuted(Lazy):
+class Permuted(Aligned):
     """Dimensions in another order."""
 
     is_fresh = False
@@ -339,12 +344,8 @@ class Permuted(Lazy):
         super().__init__(node.like.permute(*dims), (node,))
         self.dims = tuple(dim % node.like.dim() for dim in dims)
 
-    def own_granule(self, dim: int) -> int:
-        return self.inputs[0].granule(self.dims[dim])
-
-    def wants(self, dim: int, low: int, high: int) -> list[Want]:
-        node = self.inputs[0]
-        return [node.whole() if self.is_whole(dim, low, high) else Want(node, self.dims[dim], low, high)]
+    def dim_of(self, tensor: Any, dim: int) -> int | None:
+        return self.dims[dim]
 
     def compute(self, pieces: list[Tensor], dim: int, low: int, high: int) -> Tensor:
         return pieces[0].permute(*self.dims)
@@ -386,13 +387,10 @@ class Viewed(Lazy):
         return [Want(node, own, low * ours // theirs, high * ours // theirs)]
 
     def compute(self, pieces: list[Tensor], dim: int, low: int, high: int) -> Tensor:
-        shape = list(self.shape)
-        if shape:
-            shape[dim] = high - low
-        return pieces[0].reshape(shape)
+        return pieces[0].reshape(self.shape_of(dim, low, high))
 
 
-class Narrowed(Lazy):
+class Narrowed(Aligned):
     """Every ``step``-th element of a dimension from ``start`` on."""
 
     is_fresh = False
@@ -404,15 +402,13 @@ class Narrowed(Lazy):
         self.cut, self.start, self.step = cut, start, step
 
     def own_granule(self, dim: int) -> int:
-        unit = self.inputs[0].granule(dim)
+        unit = super().own_granule(dim)
         return unit if dim != self.cut or unit == 1 else 0
 
     def wants(self, dim: int, low: int, high: int) -> list[Want]:
-        node = self.inputs[0]
-        if dim == self.cut and node.granule(dim) == 1:
-            low, high = self.start + low * self.step, self.start + (high - 1) * self.step + 1
-            return [Want(node, dim, low, high)]
-        return [node.whole() if self.is_whole(dim, low, high) else Want(node, dim, low, high)]
+        if dim != self.cut or self.inputs[0].granule(dim) != 1:
+            return super().wants(dim, low, high)
+        return [Want(self.inputs[0], dim, self.start + low * self.step, self.start + (high - 1) * self.step + 1)]
 
     def compute(self, pieces: list[Tensor], dim: int, low: int, high: int) -> Tensor:
         piece, count = pieces[0], self.size(self.cut)
@@ -425,7 +421,7 @@ class Narrowed(Lazy):
         return piece[tuple(index)]
 
 
-class Expanded(Lazy):
+class Expanded(Aligned):
     """Dimensions of one element repeated."""
 
     is_fresh = False
@@ -433,28 +429,15 @@ class Expanded(Lazy):
     def __init__(self, node: Lazy, shape: Sequence[int]):
         super().__init__(node.like.expand(*shape), (node,))
 
-    def _own(self, dim: int) -> int | None:
-        node = self.inputs[0]
-        own = dim - (self.like.dim() - node.like.dim())
-        return own if own >= 0 and node.size(own) == self.size(dim) else None
-
-    def own_granule(self, dim: int) -> int:
-        own = self._own(dim)
-        return 1 if own is None else self.inputs[0].granule(own)
-
-    def wants(self, dim: int, low: int, high: int) -> list[Want]:
-        own = None if self.is_whole(dim, low, high) else self._own(dim)
-        node = self.inputs[0]
-        return [node.whole() if own is None else Want(node, own, low, high)]
+    def dim_of(self, tensor: Any, dim: int) -> int | None:
+        own = dim - (self.like.dim() - tensor.like.dim())
+        return own if own >= 0 and tensor.size(own) == self.size(dim) else None
 
     def compute(self, pieces: list[Tensor], dim: int, low: int, high: int) -> Tensor:
-        shape = list(self.shape)
-        if shape:
-            shape[dim] = high - low
-        return pieces[0].expand(shape)
+        return pieces[0].expand(self.shape_of(dim, low, high))
 
 
-class Joined(Lazy):
+class Joined(Aligned):
     """Tensors one after the other along a dimension."""
 
     may_alias = True
@@ -464,15 +447,12 @@ class Joined(Lazy):
         self.along = along
 
     def own_granule(self, dim: int) -> int:
-        found = [node.granule(dim) for node in self.inputs]
-        if dim == self.along:
-            return int(all(unit == 1 for unit in found))
-        return 0 if 0 in found else math.lcm(*found)
+        unit = super().own_granule(dim)
+        return unit if dim != self.along else int(unit == 1)
 
     def wants(self, dim: int, low: int, high: int) -> list[Want]:
         if dim != self.along or not all(node.granule(dim) == 1 for node in self.inputs):
-            whole = self.is_whole(dim, low, high)
-            return [node.whole() if whole else Want(node, dim, low, high) for node in self.inputs]
+            return super().wants(dim, low, high)
         found, start = [], 0
         for node in self.inputs:
             a, b = max(low - start, 0), min(high - start, node.size(dim))

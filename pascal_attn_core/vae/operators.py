@@ -117,16 +117,11 @@ def _permuted(run: Run, func: Any, node: Lazy, dims: Sequence[int]) -> Lazy:
     return _view(run, node, lambda t: t.permute(*dims), lambda: Permuted(node, dims))
 
 
-@handles("transpose")
-def _transposed(run: Run, func: Any, node: Lazy, first: int, second: int) -> Lazy:
+@handles("transpose", "t")
+def _transposed(run: Run, func: Any, node: Lazy, first: int = 0, second: int = -1) -> Lazy:
     order = list(range(node.like.dim()))
     order[first], order[second] = order[second], order[first]
     return _permuted(run, func, node, order)
-
-
-@handles("t")
-def _t(run: Run, func: Any, node: Lazy) -> Lazy:
-    return _permuted(run, func, node, list(reversed(range(node.like.dim()))))
 
 
 def _narrowed(run: Run, node: Lazy, dim: int, start: int, stop: int, step: int = 1) -> Lazy:
@@ -223,50 +218,26 @@ def _stack(run: Run, func: Any, parts: Sequence[Any], dim: int = 0) -> Lazy:
     return _joined(run, [_squeezed(run, aten.unsqueeze.default, node, dim) for node in nodes], dim)
 
 
-@handles("pixel_shuffle")
+@handles("pixel_shuffle", "pixel_unshuffle")
 def _pixel_shuffle(run: Run, func: Any, node: Lazy, factor: int) -> Lazy:
     *outer, channels, height, width = node.shape
-    count = len(outer)
-    node = _viewed(run, func, node, [*outer, channels // factor**2, factor, factor, height, width])
-    node = _permuted(run, func, node, [*range(count), *(count + each for each in (0, 3, 1, 4, 2))])
-    return _viewed(run, func, node, [*outer, channels // factor**2, height * factor, width * factor])
-
-
-@handles("pixel_unshuffle")
-def _pixel_unshuffle(run: Run, func: Any, node: Lazy, factor: int) -> Lazy:
-    *outer, channels, height, width = node.shape
-    count = len(outer)
-    node = _viewed(run, func, node, [*outer, channels, height // factor, factor, width // factor, factor])
-    node = _permuted(run, func, node, [*range(count), *(count + each for each in (0, 2, 4, 1, 3))])
-    return _viewed(run, func, node, [*outer, channels * factor**2, height // factor, width // factor])
+    if "unshuffle" in func._schema.name:
+        split, order = [channels, height // factor, factor, width // factor, factor], (0, 2, 4, 1, 3)
+    else:
+        split, order = [channels // factor**2, factor, factor, height, width], (0, 3, 1, 4, 2)
+    sizes, count = func(node.like, factor).shape, len(outer)
+    node = _viewed(run, func, node, [*outer, *split])
+    return _viewed(run, func, _permuted(run, func, node, [*range(count), *(count + each for each in order)]), sizes)
 
 
 # ---- new numbers -----------------------------------------------------------------------------------------------------
 
 
-@handles("zeros_like", "empty_like", "new_zeros", "new_empty")
-def _zeros(run: Run, func: Any, node: Lazy, *args: Any, **kwargs: Any) -> Any:
-    return _filled(run, func, node, args, kwargs, 0.0)
-
-
-@handles("ones_like", "new_ones")
-def _ones(run: Run, func: Any, node: Lazy, *args: Any, **kwargs: Any) -> Any:
-    return _filled(run, func, node, args, kwargs, 1.0)
-
-
-@handles("full_like")
-def _full(run: Run, func: Any, node: Lazy, number: float, **kwargs: Any) -> Any:
-    return _filled(run, func, node, (number,), kwargs, number)
-
-
-@handles("new_full")
-def _new_full(run: Run, func: Any, node: Lazy, size: Sequence[int], number: float, **kwargs: Any) -> Any:
-    return _filled(run, func, node, (size, number), kwargs, number)
-
-
-def _filled(run: Run, func: Any, node: Lazy, args: tuple, kwargs: dict[str, Any], number: float) -> Lazy:
+@handles("zeros_like", "empty_like", "ones_like", "full_like", "new_zeros", "new_empty", "new_ones", "new_full")
+def _filled(run: Run, func: Any, node: Lazy, *args: Any, **kwargs: Any) -> Lazy:
     kwargs = {name: value for name, value in kwargs.items() if name == "dtype"}
-    return Filled(func(node.like, *args, **kwargs), number, run.device)
+    name = func._schema.name
+    return Filled(func(node.like, *args, **kwargs), args[-1] if "full" in name else float("ones" in name), run.device)
 
 
 # ---- windows ---------------------------------------------------------------------------------------------------------
@@ -289,14 +260,9 @@ def _constant_pad(run: Run, func: Any, node: Lazy, pad: Sequence[int], value: fl
     return padded(run, func, node, pad, "constant", value)
 
 
-@handles("reflection_pad1d", "reflection_pad2d", "reflection_pad3d")
-def _reflection_pad(run: Run, func: Any, node: Lazy, pad: Sequence[int]) -> Lazy:
-    return padded(run, func, node, pad, "reflect")
-
-
-@handles("replication_pad1d", "replication_pad2d", "replication_pad3d")
-def _replication_pad(run: Run, func: Any, node: Lazy, pad: Sequence[int]) -> Lazy:
-    return padded(run, func, node, pad, "replicate")
+@handles(*(f"{kind}_pad{dims}d" for kind in ("reflection", "replication") for dims in (1, 2, 3)))
+def _edge_pad(run: Run, func: Any, node: Lazy, pad: Sequence[int]) -> Lazy:
+    return padded(run, func, node, pad, "reflect" if "reflection" in func._schema.name else "replicate")
 
 
 def padded(run: Run, func: Any, node: Lazy, pad: Sequence[int], mode: str, value: float = 0.0) -> Lazy:
@@ -451,43 +417,21 @@ def linear(run: Run, func: Any, node: Any, weight: Any, bias: Any = None) -> Any
     return found
 
 
-@handles("mm")
-def _mm(run: Run, func: Any, left: Any, right: Any) -> Any:
-    return _product(run, func, (left, right), 0, left, right, [0, None], [None, 1])
-
-
-@handles("addmm")
-def _addmm(run: Run, func: Any, bias: Any, left: Any, right: Any, **kwargs: Any) -> Any:
-    if isinstance(bias, Lazy) or bias.dim() > 1 or kwargs:
-        return NotImplemented
-    return _product(run, func, (bias, left, right), 1, left, right, [0, None], [None, 1])
-
-
-@handles("bmm")
-def _bmm(run: Run, func: Any, left: Any, right: Any) -> Any:
-    return _product(run, func, (left, right), 0, left, right, [None, 1, None], [None, None, 2])
-
-
-def _product(
-    run: Run,
-    func: Any,
-    args: tuple,
-    place: int,
-    left: Any,
-    right: Any,
-    of_left: list[int | None],
-    of_right: list[int | None],
-) -> Any:
+@handles("mm", "bmm", "addmm")
+def _product(run: Run, func: Any, *args: Any, **kwargs: Any) -> Any:
     """A matrix product in ranges of the rows of its left side, or of the columns of its right side."""
-    arguments = list(args)
+    *bias, left, right = args
+    if kwargs or any(isinstance(each, Lazy) or each.dim() > 1 for each in bias):
+        return NotImplemented
+    of_batch: list[int | None] = [None] * (len(left.shape) - 2)
     if isinstance(left, Lazy):
-        if isinstance(right, Lazy):
-            arguments[place + 1] = run.whole(right)
-        found = rowwise(run, left, func, tuple(arguments), {}, of_left, heavy=True)
-    elif len(args) == 2:
-        found = rowwise(run, right, func, tuple(arguments), {}, of_right, heavy=True)
+        right = run.whole(right) if isinstance(right, Lazy) else right
+        dims, heavy = [*of_batch, len(of_batch), None], left
+    elif not bias:
+        dims, heavy = [*of_batch, None, len(of_batch) + 1], right
     else:
         return NotImplemented
+    found = rowwise(run, heavy, func, (*bias, left, right), {}, dims, heavy=True)
     run.evaluate(found)
     return found
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ..machine.device import MIB
-from ..patching.patch import OFF, ON, REFUSED, WAITING, State
+from ..patching.patch import OFF, ON, REFUSED, WAITING, AnyReport, State
 from .run import Figures
 
 
@@ -48,7 +48,7 @@ class VaeCall:
 
 
 @dataclass(frozen=True)
-class VaeReport:
+class VaeReport(AnyReport):
     """All calls so far.
 
     Attributes:

@@ -159,7 +159,7 @@ class Run:
                 if high < total:
                     self._read_ahead(node, dim, high, min(total, high + count))
                 target = self._band(node, dim, (low, high), target, moments, stays)
-            except (torch.OutOfMemoryError, RuntimeError) as error:
+            except (RuntimeError, MemoryError) as error:
                 if not is_out_of_memory(error):
                     raise
                 count = self._fewer(node, dim, count, error)
@@ -269,7 +269,7 @@ class Run:
         """Return ``work()``; where it runs out of memory, it is done once more after values have moved to the host."""
         try:
             return work()
-        except (torch.OutOfMemoryError, RuntimeError) as error:
+        except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
                 raise
             error.__traceback__ = None

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .lazy import Lazy, Want, aten, captured
+from .lazy import Aligned, Lazy, Want, aten, captured
 
 
 def _has_onednn() -> bool:
@@ -84,9 +84,7 @@ class Convolution(Lazy):
             return self._run(piece, padding, self.output_padding)
         padding[axis] = 0
         if before < 0 or after < 0:  # nothing but padding, beyond one end
-            shape = list(piece.shape)
-            shape[dim] = last - first
-            piece = piece.new_zeros(shape)
+            piece = piece.new_zeros([*piece.shape[:dim], last - first, *piece.shape[dim + 1 :]])
         elif before or after:
             piece = torch.constant_pad_nd(piece, [0, 0] * (piece.dim() - 1 - dim) + [before, after])
         return self._run(piece, padding, self.output_padding)
@@ -122,7 +120,7 @@ class Convolution(Lazy):
         return 2 * given if any(self.padding) else 0  # rows of padding are joined to a copy, which the kernel may copy
 
 
-class Padded(Lazy):
+class Padded(Aligned):
     """``aten::constant_pad_nd`` and the paddings by reflection and by replication.
 
     Args:
@@ -137,7 +135,7 @@ class Padded(Lazy):
         self.pads, self.mode, self.number = tuple(pads), mode, number
 
     def own_granule(self, dim: int) -> int:
-        unit = self.inputs[0].granule(dim)
+        unit = super().own_granule(dim)
         return unit if unit == 1 or self.pads[dim] == (0, 0) else 0
 
     def _sources(self, dim: int, low: int, high: int) -> list[int]:
@@ -158,13 +156,10 @@ class Padded(Lazy):
         return found
 
     def wants(self, dim: int, low: int, high: int) -> list[Want]:
-        node = self.inputs[0]
-        if self.is_whole(dim, low, high):
-            return [node.whole()]
-        if self.pads[dim] == (0, 0):
-            return [Want(node, dim, low, high)]
+        if self.is_whole(dim, low, high) or self.pads[dim] == (0, 0):
+            return super().wants(dim, low, high)
         inside = [place for place in self._sources(dim, low, high) if place >= 0] or [0]
-        return [Want(node, dim, min(inside), max(inside) + 1)]
+        return [Want(self.inputs[0], dim, min(inside), max(inside) + 1)]
 
     def compute(self, pieces: list[Tensor], dim: int, low: int, high: int) -> Tensor:
         want = self.wants(dim, low, high)[0]
@@ -188,8 +183,7 @@ class Padded(Lazy):
             while end < len(sources) and sources[end] == source + step * (end - place):
                 end += 1
             if source < 0:
-                shape = list(piece.shape)
-                shape[dim] = end - place
+                shape = [*piece.shape[:dim], end - place, *piece.shape[dim + 1 :]]
                 parts.append(torch.full(shape, self.number, dtype=piece.dtype, device=piece.device))
             else:
                 parts.append(piece.narrow(dim, source - first, end - place))
@@ -200,7 +194,7 @@ class Padded(Lazy):
         return made  # one dimension after the other
 
 
-class Resized(Lazy):
+class Resized(Aligned):
     """Upsampling and pooling by whole factors.
 
     Args:
@@ -216,18 +210,13 @@ class Resized(Lazy):
         self.func, self.factors, self.halo = func, tuple(factors), halo
 
     def own_granule(self, dim: int) -> int:
-        node = self.inputs[0]
-        if self.factors[dim] == (1, 1):
-            return node.granule(dim)
-        return int(node.granule(dim) == 1)
+        unit = super().own_granule(dim)
+        return unit if self.factors[dim] == (1, 1) else int(unit == 1)
 
     def wants(self, dim: int, low: int, high: int) -> list[Want]:
-        node = self.inputs[0]
-        if self.is_whole(dim, low, high):
-            return [node.whole()]
-        made, taken = self.factors[dim]
-        if made == taken == 1:
-            return [Want(node, dim, low, high)]
+        if self.is_whole(dim, low, high) or self.factors[dim] == (1, 1):
+            return super().wants(dim, low, high)
+        node, (made, taken) = self.inputs[0], self.factors[dim]
         first, last = low // made * taken, ((high - 1) // made + 1) * taken
         return [Want(node, dim, max(first - self.halo, 0), min(last + self.halo, node.size(dim)))]
 
@@ -286,7 +275,7 @@ class Moments:
         return mean.repeat_interleave(repeat, -1).flatten(), variance.repeat_interleave(repeat, -1).flatten()
 
 
-class Normalised(Lazy):
+class Normalised(Aligned):
     """A group norm whose sums have been gathered. ``[N, C, ...]``."""
 
     arguments = ("weight", "bias", "_numbers")
@@ -298,10 +287,7 @@ class Normalised(Lazy):
         self._numbers: tuple[Tensor | None, ...] | None = None
 
     def own_granule(self, dim: int) -> int:
-        return 0 if dim < 2 else self.inputs[0].granule(dim)
-
-    def wants(self, dim: int, low: int, high: int) -> list[Want]:
-        return [Want(self.inputs[0], dim, low, high)]
+        return 0 if dim < 2 else super().own_granule(dim)
 
     def compute(self, pieces: list[Tensor], dim: int, low: int, high: int) -> Tensor:
         piece = pieces.pop()

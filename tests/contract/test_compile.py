@@ -25,20 +25,15 @@ def _fresh_graphs():
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_a_compiled_call_is_one_graph_with_the_same_answer(case: Case) -> None:
-    inputs, options = case.build()
-    compiled = torch.compile(lambda *tensors: sdpa(*tensors, **options), fullgraph=True, backend="aot_eager")
-    torch.testing.assert_close(compiled(*inputs), sdpa(*inputs, **options), atol=1e-5, rtol=1e-5)
-
-
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_a_compiled_call_has_the_same_gradients(case: Case) -> None:
-    inputs, options = case.build(requires_grad=True)
+def test_a_compiled_call_is_one_graph_with_the_same_answer_and_gradients(case: Case) -> None:
+    for requires_grad in (False, True):
+        inputs, options = case.build(requires_grad=requires_grad)
+        compiled = torch.compile(lambda *t, o=options: sdpa(*t, **o), fullgraph=True, backend="aot_eager")
+        actual, expected = compiled(*inputs), sdpa(*inputs, **options, config=TILED if requires_grad else None)
+        torch.testing.assert_close(actual, expected, atol=1e-5, rtol=1e-5)
     leaves = [t for t in inputs if t is not None and t.requires_grad]
-    compiled = torch.compile(lambda *tensors: sdpa(*tensors, **options), fullgraph=True, backend="aot_eager")
-    actual = torch.autograd.grad(compiled(*inputs).square().sum(), leaves)
-    expected = torch.autograd.grad(sdpa(*inputs, **options, config=TILED).square().sum(), leaves)
-    torch.testing.assert_close(actual, expected, atol=1e-4, rtol=1e-4)
+    grads = [torch.autograd.grad(out.square().sum(), leaves) for out in (actual, expected)]
+    torch.testing.assert_close(*grads, atol=1e-4, rtol=1e-4)
 
 
 def test_lse_config_and_dropout_can_be_compiled() -> None:
@@ -72,21 +67,16 @@ def test_one_graph_serves_all_lengths() -> None:
     assert counter["stats"]["unique_graphs"] == 1
 
 
-def test_the_default_backend_compiles_it_with_gradients() -> None:
-    class Block(torch.nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.qkv = torch.nn.Linear(16, 48)
+def test_softcap_and_sinks_can_be_compiled_with_gradients() -> None:
+    query, sinks = torch.randn(1, 4, 20, 8, requires_grad=True), torch.randn(4, requires_grad=True)
 
-        def forward(self, x):
-            query, key, value = self.qkv(x).unflatten(-1, (3, 2, 8)).permute(2, 0, 3, 1, 4)
-            return sdpa(query, key, value, is_causal=True).transpose(1, 2).flatten(2)
+    def model(query, sinks):
+        return sdpa(query, query, query, softcap=3.0, sinks=sinks)
 
-    block, x = Block(), torch.randn(2, 30, 16)
-    expected = torch.autograd.grad(block(x).square().sum(), block.qkv.weight)
-    compiled = torch.compile(block, fullgraph=True, backend="aot_eager")
-    actual = torch.autograd.grad(compiled(x).square().sum(), block.qkv.weight)
-    torch.testing.assert_close(actual, expected, atol=1e-4, rtol=1e-4)
+    expected = torch.autograd.grad(model(query, sinks).square().sum(), (query, sinks))
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    actual = torch.autograd.grad(compiled(query, sinks).square().sum(), (query, sinks))
+    torch.testing.assert_close(actual, expected)
 
 
 def test_causal_biases_can_be_compiled() -> None:
@@ -140,21 +130,14 @@ def test_the_backward_operator_keeps_its_promises() -> None:
 
 
 @pytest.mark.parametrize("case", TABLE[::5], ids=lambda case: case.name)
-def test_fake_tensors_have_the_shapes_of_real_ones(case: Case) -> None:
+def test_fake_and_meta_tensors_have_the_shapes_of_real_ones(case: Case) -> None:
     inputs, options = case.build()
     real = sdpa_with_lse(*inputs, **options, config=TILED)
     with FakeTensorMode() as mode:
         fake = sdpa_with_lse(*(t if t is None else mode.from_tensor(t) for t in inputs), **options, config=TILED)
     for one, other in zip(fake, real):
         assert (one.shape, one.dtype, one.stride()) == (other.shape, other.dtype, other.stride())
-
-
-@pytest.mark.parametrize("route", ["auto", "tiled"])
-@pytest.mark.parametrize("case", TABLE[::5], ids=lambda case: case.name)
-def test_meta_tensors_have_the_shapes_of_real_ones(case: Case, route: str) -> None:
-    inputs, options = case.build(device="meta")
-    out = sdpa(*inputs, **options, config=ROUTES[route])
-    real, _ = case.build()
-    expected = sdpa(*real, **options, config=ROUTES[route])
-    assert out.device.type == "meta"
-    assert (out.shape, out.dtype) == (expected.shape, expected.dtype)
+    on_meta, _ = case.build(device="meta")
+    for route in ("auto", "tiled"):
+        out = sdpa(*on_meta, **options, config=ROUTES[route])
+        assert (out.device.type, out.shape, out.dtype) == ("meta", real.out.shape, real.out.dtype)

@@ -89,8 +89,12 @@ def differences(rank: int, name: str, lengths: Sequence[int], groups: dict[str, 
     return [each.max().item() if each.numel() else 0.0 for each in apart]
 
 
-def _every_call(*words: str) -> None:
-    lengths = [int(word) for word in words]
+@pytest.mark.parametrize("tokens", ["6 6", "7 3 9", "6 6 6 6", "1 5", "6 0", "1 1"])
+@fresh.alone
+def test_every_call_gives_what_one_process_gives(tokens: str) -> None:
+    """Tokens of each process; of two and three by a ring and by Ulysses, of four by both together. A process with one
+    token, or with all of them, passes masks whose own rows or columns look like another kind."""
+    lengths = [int(count) for count in tokens.split()]
     world = len(lengths)
 
     def work(rank: int) -> dict[str, Any]:
@@ -111,65 +115,8 @@ def _every_call(*words: str) -> None:
     assert not wrong, wrong
 
 
-@pytest.mark.parametrize("lengths", ["6 6", "7 3 9", "6 6 6 6", "1 5", "6 0", "1 1"])
-def test_every_call_gives_what_one_process_gives(lengths: str) -> None:
-    """Tokens of each process; of two and three by a ring and by Ulysses, of four by both together. A process with one
-    token, or with all of them, passes masks whose own rows or columns look like another kind."""
-    fresh.call(_every_call, *lengths.split())
-
-
-def _no_lse(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-    out, lse = REAL["sdpa_with_lse"](*args, **kwargs)
-    return out, torch.zeros_like(lse)
-
-
-def _wrong_order(key: Tensor, value: Tensor, share: Any) -> Any:
-    for owner, *part in REAL["_travelling"](key, value, share):
-        yield (owner + 1) % share.around.size, *part
-
-
-def _not_gathered(tensor: Tensor, dim: int, lengths: Any, ranks: Any) -> Tensor:
-    return torch.cat([tensor] * ranks.size, dim)
-
-
-def _by_sigmoid(sums: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> tuple[Tensor, Tensor]:
-    """As it is often written; of two rows without keys it makes NaN."""
-    lse, part_lse = lse[..., None], part_lse[..., None]
-    merged = sums - torch.sigmoid(part_lse - lse) * (sums - part)
-    return merged, (lse - torch.nn.functional.logsigmoid(lse - part_lse))[..., 0]
-
-
-REAL: dict[str, Any] = {
-    name: getattr(parallel, name)
-    for name in ("sdpa_with_lse", "sdpa_backward", "_travelling", "_gathered_tokens", "_merged")
-}
-MUTANTS: dict[str, tuple[str, Any, str]] = {
-    "lse zeroed": ("sdpa_with_lse", _no_lse, "plain"),
-    "parts in the wrong order": ("_travelling", _wrong_order, "padding, all columns"),
-    "a mask that is not gathered": ("_gathered_tokens", _not_gathered, "padding, own columns"),
-    "rows without keys merged by a sigmoid": ("_merged", _by_sigmoid, "empty rows"),
-}
-
-
-def _mutants() -> None:
-    def work(rank: int) -> dict[str, list[float]]:
-        found = {}
-        for which, (name, wrong, call) in MUTANTS.items():
-            setattr(parallel, name, wrong)
-            found[which] = differences(rank, call, (6, 6), groups_of("ring"))
-            setattr(parallel, name, REAL[name])
-        return found
-
-    first, second = run_in(2, work)
-    survivors = [which for which in MUTANTS if max(first[which][0], second[which][0]) <= 1e-2]  # NaN is wrong too
-    assert not survivors, (first, second)
-
-
-def test_a_wrong_ring_would_be_noticed() -> None:
-    fresh.call(_mutants)
-
-
-def _in_16_bits_and_short_of_tokens() -> None:
+@fresh.alone
+def test_16_bits_and_a_process_without_tokens() -> None:
     def work(rank: int) -> float:
         lengths, draws = (5, 0, 4), torch.Generator().manual_seed(0)
         own = slice(sum(lengths[:rank]), sum(lengths[: rank + 1]))
@@ -185,11 +132,8 @@ def _in_16_bits_and_short_of_tokens() -> None:
     assert max(answers) < 2e-2, answers
 
 
-def test_16_bits_and_a_process_without_tokens() -> None:
-    fresh.call(_in_16_bits_and_short_of_tokens)
-
-
-def _under_autocast() -> None:
+@fresh.alone
+def test_autocast_gives_the_dtype_that_it_gives_in_one_process() -> None:
     def work(rank: int) -> list[torch.dtype]:
         query = torch.randn(1, 4, 6, 8)
         with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -201,11 +145,8 @@ def _under_autocast() -> None:
     assert run_in(2, work) == [[torch.bfloat16, torch.bfloat16]] * 2
 
 
-def test_autocast_gives_the_dtype_that_it_gives_in_one_process() -> None:
-    fresh.call(_under_autocast)
-
-
-def _memory() -> None:
+@fresh.alone
+def test_no_process_holds_the_keys_of_more_than_two() -> None:
     from pascal_attn_core import measure_memory
 
     def work(rank: int) -> float:
@@ -218,11 +159,9 @@ def _memory() -> None:
     assert max(answers) < 2.5, answers  # those that leave and those that arrive; all of them would be 4
 
 
-def test_no_process_holds_the_keys_of_more_than_two() -> None:
-    fresh.call(_memory)
-
-
-def _who_fails(how: str) -> None:
+@pytest.mark.parametrize("how", ["dies", "raises", "hangs"])
+@fresh.alone
+def test_the_others_end_with_an_error_that_says_where(how: str) -> None:
     def work(rank: int) -> str:
         tensors = [torch.randn(1, 2, 64, 32).requires_grad_() for _ in range(3)]
         context_parallel_sdpa(*tensors, ring=dist.group.WORLD)
@@ -246,12 +185,8 @@ def _who_fails(how: str) -> None:
     assert second is None if how == "dies" else "of its own" in second
 
 
-@pytest.mark.parametrize("how", ["dies", "raises", "hangs"])
-def test_the_others_end_with_an_error_that_says_where(how: str) -> None:
-    fresh.call(_who_fails, how)
-
-
-def _refusals() -> None:
+@fresh.alone
+def test_what_does_not_fit_is_refused_on_all_processes_and_leaves_the_group_whole() -> None:
     query = torch.randn(1, 4, 6, 8)
 
     def ones(*shape: int) -> Tensor:
@@ -296,28 +231,22 @@ def _refusals() -> None:
     assert answers == [[], []], answers
 
 
-def test_what_does_not_fit_is_refused_on_all_processes_and_leaves_the_group_whole() -> None:
-    fresh.call(_refusals)
-
-
-def _fails_on_the_way() -> None:
+@fresh.alone
+def test_a_computation_that_fails_leaves_the_group_whole() -> None:
     def work(rank: int) -> float:
         tensors = [torch.randn(1, 2, 6, 8, requires_grad=True) for _ in range(3)]
         for computed in ("sdpa_with_lse", "sdpa_backward"):
-            setattr(parallel, computed, lambda *args, **kwargs: 1 / 0)
-            with pytest.raises(ZeroDivisionError):
-                context_parallel_sdpa(*tensors, ring=dist.group.WORLD).sum().backward()
-            setattr(parallel, computed, REAL[computed])
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(parallel, computed, lambda *args, **kwargs: 1 / 0)
+                with pytest.raises(ZeroDivisionError):
+                    context_parallel_sdpa(*tensors, ring=dist.group.WORLD).sum().backward()
         return differences(rank, "plain", (6, 6), groups_of("ring"))[0]
 
     assert all(isinstance(answer, float) and answer < 1e-12 for answer in run_in(2, work, seconds=8))
 
 
-def test_a_computation_that_fails_leaves_the_group_whole() -> None:
-    fresh.call(_fails_on_the_way)
-
-
-def _second_derivatives() -> None:
+@fresh.alone
+def test_a_graph_of_the_gradients_may_be_made_but_not_differentiated() -> None:
     def work(rank: int) -> str:
         query = torch.randn(1, 2, 6, 8, requires_grad=True)
         out = context_parallel_sdpa(query, query, query, ring=dist.group.WORLD)
@@ -328,7 +257,3 @@ def _second_derivatives() -> None:
 
     answers = run_in(2, work)
     assert answers == ["refused", "refused"], answers
-
-
-def test_a_graph_of_the_gradients_may_be_made_but_not_differentiated() -> None:
-    fresh.call(_second_derivatives)

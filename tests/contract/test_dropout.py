@@ -36,26 +36,12 @@ def test_the_share_dropped_is_the_share_asked_for(p: float) -> None:
         assert (shares - (1 - p)).abs().max() < 6 * math.sqrt(p * (1 - p) * shares.numel() / kept.numel())
 
 
-def test_kept_probabilities_are_scaled_up() -> None:
-    query, key = torch.zeros(1, 1, 8, 4), torch.zeros(1, 1, 64, 4)
-    value = torch.eye(64)[None, None]
-    out = sdpa(query, key, value, None, 0.75, config=TILED)
-    torch.testing.assert_close(out[out != 0], torch.full_like(out[out != 0], 4 / 64))
-
-
 def test_neighbouring_coins_are_independent() -> None:
     kept = _kept(TILED, 0.5, (2, 4, 128, 128)).double() - 0.5
     count = kept.numel()
-    shifts = {
-        "keys": (0, 0, 0, 1),
-        "rows": (0, 0, 1, 0),
-        "heads": (0, 1, 0, 0),
-        "batch": (1, 0, 0, 0),
-        "both": (0, 0, 1, 1),
-    }
-    for name, shift in shifts.items():
+    for shift in ((0, 0, 0, 1), (0, 0, 1, 0), (0, 1, 0, 0), (1, 0, 0, 0), (0, 0, 1, 1)):
         correlation = (kept * kept.roll(shift, (0, 1, 2, 3))).mean().item() / 0.25
-        assert abs(correlation) < 5 / math.sqrt(count), name
+        assert abs(correlation) < 5 / math.sqrt(count), shift
     rows = kept.flatten(0, 2)
     products = (rows @ rows.T / rows.shape[1] / 0.25).fill_diagonal_(0.0)
     assert products.abs().max() < 0.75  # of 128 coins: no two rows are alike or opposite
@@ -111,26 +97,6 @@ def test_the_backward_pass_drops_the_same(config: AttentionConfig, options: dict
     grad_out = torch.randn_like(out)
     actual = torch.autograd.grad(out, (query, key, value), grad_out)
     torch.testing.assert_close(actual, torch.autograd.grad(expected, (query, key, value), grad_out))
-
-
-def test_finite_differences_agree_under_dropout() -> None:
-    query, key, value = (torch.randn(1, 2, 5, 3, dtype=torch.float64, requires_grad=True) for _ in range(3))
-
-    def attend(*tensors: torch.Tensor) -> torch.Tensor:
-        torch.manual_seed(1)
-        return sdpa(*tensors, None, 0.4, config=AttentionConfig(route="tiled", q_block=2, kv_block=3))
-
-    assert torch.autograd.gradcheck(attend, (query, key, value))
-
-
-@pytest.mark.parametrize("route", ["auto", "tiled", "math"])
-def test_dropping_everything_gives_zeros_and_zero_gradients(route: str) -> None:
-    tensors = [torch.randn(1, 2, 70, 8, requires_grad=True) for _ in range(3)]
-    out = sdpa(*tensors, None, 1.0, config=ROUTES[route])
-    out.sum().backward()
-    assert not out.any()
-    for tensor in tensors:
-        assert not tensor.grad.any()
 
 
 def test_the_mean_over_many_draws_is_attention_without_dropout() -> None:

@@ -4,6 +4,7 @@ torch's own function serves them, so does every route that ``auto`` may take, al
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -22,43 +23,29 @@ CONFIGS = {
     "math": AttentionConfig(route="math"),
     "torch": AttentionConfig(route="torch"),
 }
-TILED = AttentionConfig(route="tiled", q_block=5, kv_block=4)
+RULE = LazyMask((1, 1, 9, 9), lambda b, h, i, j: (i - j) % 3 > 0, device="cpu")
+CALLS: dict[str, Callable[[], dict[str, Any]]] = {
+    "plain": lambda: {},
+    "causal": lambda: {"is_causal": True},
+    "float mask": lambda: {"attn_mask": _random(9, 9)},
+    "bool mask": lambda: {"attn_mask": torch.rand(9, 9) > 0.3},
+    "rule and sinks": lambda: {"attn_mask": RULE, "sinks": _random(2)},
+}
+ALL = [(kind, name) for kind in CALLS for name in CONFIGS if (kind, name) != ("rule and sinks", "torch")]
 
 
-def _bias(length: int = 9) -> Tensor:
-    return torch.randn(length, length, dtype=torch.float64)
+def _random(*shape: int) -> Tensor:
+    return torch.randn(shape, dtype=torch.float64)
 
 
-def _calls() -> dict[str, dict[str, Any]]:
-    sinks = torch.randn(2, dtype=torch.float64)
-    rule = LazyMask((1, 1, 9, 9), lambda b, h, i, j: (i - j) % 3 > 0, device="cpu")
-    return {
-        "plain": {},
-        "causal": {"is_causal": True},
-        "float mask": {"attn_mask": _bias()},
-        "bool mask": {"attn_mask": torch.rand(9, 9) > 0.3},
-        "rule and sinks": {"attn_mask": rule, "sinks": sinks},
-    }
+def _leaves() -> list[Tensor]:
+    return [_random(1, 2, 9, 4).requires_grad_() for _ in range(3)]
 
 
-def _leaves(*, heads: tuple[int, int] = (2, 2), length: int = 9, width: int = 4) -> list[Tensor]:
-    return [
-        torch.randn(1, h, length, width, dtype=torch.float64, requires_grad=True)
-        for h in (heads[0], heads[1], heads[1])
-    ]
-
-
-def _takes(kind: str, name: str) -> bool:
-    return name != "torch" or kind in ("plain", "causal", "bool mask", "float mask")
-
-
-@pytest.mark.parametrize("name", CONFIGS)
-@pytest.mark.parametrize("kind", _calls())
+@pytest.mark.parametrize(("kind", "name"), ALL)
 def test_a_graph_of_the_gradients_that_nobody_uses(kind: str, name: str) -> None:
-    if not _takes(kind, name):
-        pytest.skip("the route does not take it")
-    leaves, options = _leaves(), _calls()[kind]
-    out = sdpa(*leaves, **options, config=CONFIGS[name])
+    leaves = _leaves()
+    out = sdpa(*leaves, **CALLS[kind](), config=CONFIGS[name])
     grad_out = torch.randn_like(out)
     expected = torch.autograd.grad(out, leaves, grad_out, retain_graph=True)
     actual = torch.autograd.grad(out, leaves, grad_out, create_graph=True)
@@ -70,13 +57,10 @@ def test_a_graph_of_the_gradients_that_nobody_uses(kind: str, name: str) -> None
 
 
 @pytest.mark.parametrize("create_graph", [False, True])
-@pytest.mark.parametrize("name", CONFIGS)
-@pytest.mark.parametrize("kind", _calls())
+@pytest.mark.parametrize(("kind", "name"), ALL)
 def test_many_gradients_at_once(kind: str, name: str, create_graph: bool) -> None:
-    if not _takes(kind, name):
-        pytest.skip("the route does not take it")
-    leaves, options = _leaves(), _calls()[kind]
-    out = sdpa(*leaves, **options, config=CONFIGS[name])
+    leaves = _leaves()
+    out = sdpa(*leaves, **CALLS[kind](), config=CONFIGS[name])
     grad_outs = torch.randn(3, *out.shape, dtype=out.dtype)
     singles = [torch.autograd.grad(out, leaves, g, retain_graph=True) for g in grad_outs]
     batched = torch.autograd.grad(
@@ -90,9 +74,8 @@ def test_many_gradients_at_once(kind: str, name: str, create_graph: bool) -> Non
 
 
 def test_every_gradient_may_come_in_batches() -> None:
-    leaves = [*_leaves(heads=(2, 1), length=4, width=2), _bias(4).requires_grad_()]
-    leaves.append(torch.randn(2, dtype=torch.float64, requires_grad=True))
-
+    shapes = ((1, 2, 4, 2), (1, 1, 4, 2), (1, 1, 4, 2), (4, 4), (2,))
+    leaves = [_random(*shape).requires_grad_() for shape in shapes]
     config = AttentionConfig(route="tiled", q_block=3, kv_block=3)
 
     def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
@@ -106,19 +89,12 @@ def test_every_gradient_may_come_in_batches() -> None:
             torch.testing.assert_close(a, e)
 
 
-def _long() -> Tensor:
-    return torch.randn(1, 1, 1100, 8, requires_grad=True)
-
-
 @pytest.mark.parametrize("under_the_switch", [False, True])
 def test_where_auto_takes_tiles(under_the_switch: bool) -> None:
     """Causal, from 1024 tokens on, on a CPU."""
-    leaf = _long()
-    attend: Callable[..., Tensor] = sdpa
-    if under_the_switch:
-        with switch.patch_sdpa():
-            out = F.scaled_dot_product_attention(leaf, leaf, leaf, is_causal=True)
-    else:
+    leaf = torch.randn(1, 1, 1100, 8, requires_grad=True)
+    with switch.patch_sdpa() if under_the_switch else nullcontext():
+        attend = F.scaled_dot_product_attention if under_the_switch else sdpa
         out = attend(leaf, leaf, leaf, is_causal=True)
     (expected,) = torch.autograd.grad(out.sum(), leaf, retain_graph=True)
     (actual,) = torch.autograd.grad(out.sum(), leaf, create_graph=True)
@@ -134,7 +110,7 @@ def test_nothing_stays_behind_when_a_batched_backward_fails(monkeypatch: pytest.
     from pascal_attn_core.routes import tiled as tiled_route
 
     leaves = _leaves()
-    out = sdpa(*leaves, config=TILED)
+    out = sdpa(*leaves, config=CONFIGS["small tiles"])
 
     def fails(*args: Any, **kwargs: Any) -> Any:
         raise KeyboardInterrupt

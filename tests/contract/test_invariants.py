@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from attn_support.oracle import assert_close, exact, plain
-from attn_support.table import GROUPED, ROUTES, SHAPES, Case
+from attn_support.table import GROUPED, ROUTES, Case
 
 from pascal_attn_core import AttentionConfig, explain, sdpa, sdpa_with_lse
 from pascal_attn_core.call import check_call
@@ -17,22 +17,6 @@ from pascal_attn_core.tiled.plan import Walk, plan_call
 TILED = AttentionConfig(route="tiled")
 ONLINE = AttentionConfig(route="tiled", softmax="online")
 TILED_ROUTES = [route for route in ROUTES if ROUTES[route].route == "tiled"]
-
-
-def _stats(*inputs: torch.Tensor, config: AttentionConfig = TILED, **options) -> TiledStats:
-    call, stats = check_call(*inputs, **options), TiledStats()
-    walk = Walk.of(call, plan_call(call, device_info("cpu"), config))
-    tiled_forward(call, walk, softmax=config.softmax, stats=stats)
-    return stats
-
-
-@pytest.mark.parametrize("case", SHAPES, ids=lambda case: case.name)
-@pytest.mark.parametrize("tile", [(1, 1), (1, 64), (64, 1), (13, 17), (64, 64), (500, 500)])
-def test_the_tile_size_does_not_change_the_answer(case: Case, tile: tuple[int, int]) -> None:
-    inputs, options = case.build()
-    config = AttentionConfig(route="tiled", q_block=tile[0], kv_block=tile[1])
-    oracle, similar = exact(inputs, options)[0], plain(inputs, options, torch.float32)[0]
-    assert_close(sdpa(*inputs, **options, config=config), oracle, similar, f"tile {tile}", dtype=torch.float32)
 
 
 @pytest.mark.parametrize("route", TILED_ROUTES)
@@ -84,21 +68,6 @@ def test_two_halves_merged_by_lse_are_the_whole(is_causal: bool) -> None:
     torch.testing.assert_close(merged, whole.out, atol=2e-6, rtol=1e-5)
 
 
-@pytest.mark.parametrize("route", ROUTES)
-def test_inputs_and_the_random_state_are_untouched(route: str) -> None:
-    case = GROUPED
-    for changes in ({}, {"mask": "bool [B, 1, 1, S]"}, {"layout": "columns_first"}, {"dtype": torch.bfloat16}):
-        inputs, options = Case(**{**case.__dict__, **changes}).build(requires_grad=route != "torch")
-        before = [None if t is None else t.detach().clone() for t in inputs]
-        state = torch.get_rng_state()
-        out = sdpa(*inputs, **options, config=ROUTES["auto" if route == "torch" else route])
-        if out.requires_grad:
-            out.sum().backward()
-        assert torch.equal(torch.get_rng_state(), state)
-        for tensor, old in zip(inputs, before):
-            assert tensor is None or torch.equal(tensor, old)
-
-
 def test_the_output_is_laid_out_as_the_query_is() -> None:
     inputs, options = Case(**{**GROUPED.__dict__, "layout": "tokens_first"}).build()
     assert sdpa(*inputs, **options, config=TILED).transpose(1, 2).is_contiguous()
@@ -108,39 +77,31 @@ def test_the_output_is_laid_out_as_the_query_is() -> None:
 # ---- bounded blocks --------------------------------------------------------------------------------------------------
 
 
-def test_normal_inputs_take_the_bounded_path() -> None:
-    query, key, value = (torch.randn(2, 4, 256, 64) for _ in range(3))
-    stats = _stats(query, key, value)
-    assert stats.blocks == stats.bounded_blocks > 0
-    assert _stats(query, key, value, config=ONLINE).bounded_blocks == 0
+def _bounded(*inputs: torch.Tensor | None, config: AttentionConfig = TILED) -> float:
+    """The share of blocks whose scores are bounded before they are computed: they need no running maximum."""
+    call, stats = check_call(*inputs), TiledStats()
+    walk = Walk.of(call, plan_call(call, device_info("cpu"), config))
+    tiled_forward(call, walk, softmax=config.softmax, stats=stats)
+    return stats.bounded_blocks / stats.blocks
 
 
-def test_huge_inputs_do_not_take_the_bounded_path() -> None:
-    query, key, value = (torch.randn(1, 2, 256, 64) for _ in range(3))
-    assert _stats(query * 1e3, key, value).bounded_blocks == 0
-    assert _stats(query, key, value * 1e25).bounded_blocks == 0
-    broken = key.clone()
-    broken[0, 1, 3, 5] = torch.nan
-    stats = _stats(query, broken, value)
-    assert stats.bounded_blocks <= stats.blocks // 2
-
-
-def test_only_the_blocks_with_long_queries_lose_the_bound() -> None:
-    query, key, value = (torch.randn(1, 1, 256, 16) for _ in range(3))
-    query[:, :, 100] *= 1e3
-    config = AttentionConfig(route="tiled", q_block=64, kv_block=64)
-    stats = _stats(query, key, value, config=config)
-    assert (stats.blocks, stats.bounded_blocks) == (4, 3)
-
-
-def test_padding_is_bounded_and_other_biases_are_not() -> None:
-    query, key, value = (torch.randn(1, 2, 128, 16) for _ in range(3))
-    padding = torch.zeros(1, 1, 1, 128)
+def test_which_blocks_are_bounded() -> None:
+    query, key, value = (torch.randn(1, 2, 256, 16) for _ in range(3))
+    assert _bounded(query, key, value) == 1
+    assert _bounded(query, key, value, config=ONLINE) == 0
+    assert _bounded(query * 1e3, key, value) == 0
+    assert _bounded(query, key, value * 1e25) == 0
+    assert _bounded(query, key, value, torch.randn(256, 256)) == 0
+    padding = torch.zeros(1, 1, 1, 256)
     for low in (-torch.inf, torch.finfo(torch.float32).min, -1e4):
-        padding[..., 100:] = low
-        stats = _stats(query, key, value, padding)
-        assert stats.bounded_blocks == stats.blocks > 0
-    assert _stats(query, key, value, torch.randn(128, 128)).bounded_blocks == 0
+        padding[..., 200:] = low
+        assert _bounded(query, key, value, padding) == 1
+    one = query[:, :1].clone()
+    one[:, :, 100] *= 1e3
+    four_blocks = AttentionConfig(route="tiled", q_block=64, kv_block=64)
+    assert _bounded(one, key[:, :1], value[:, :1], config=four_blocks) == 0.75
+    key[0, 1, 3, 5] = torch.nan
+    assert _bounded(query, key, value) <= 0.5
 
 
 @pytest.mark.parametrize("magnitude", [1e-3, 1.0, 4.0, 6.0])
@@ -148,26 +109,13 @@ def test_bounded_and_online_agree(magnitude: float) -> None:
     """Up to the largest scores that the bound lets through."""
     query, key, value = (torch.randn(1, 2, 200, 16) for _ in range(3))
     inputs = [query * magnitude, key, value, None]
-    assert bool(_stats(*inputs).bounded_blocks) == (magnitude < 6.0)
+    assert bool(_bounded(*inputs)) == (magnitude < 6.0)
     oracle, similar = exact(inputs, {})[0], plain(inputs, {}, torch.float32)[0]
     assert_close(sdpa(*inputs, config=TILED), oracle, similar, "bounded", dtype=torch.float32)
     assert_close(sdpa(*inputs, config=ONLINE), oracle, similar, "online", dtype=torch.float32)
 
 
 # ---- numbers at the edges --------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("route", ["auto", *TILED_ROUTES, "math"])
-@pytest.mark.parametrize("sign", [1, -1])
-def test_float16_scores_of_ten_thousands_are_exact_work(route: str, sign: int) -> None:
-    query = torch.full((1, 1, 80, 4), 50.0 * sign, dtype=torch.float16)
-    key = torch.full((1, 1, 90, 4), 50.0, dtype=torch.float16)
-    key[:, :, 40] = 51.0
-    value = torch.randn(1, 1, 90, 4).half()
-    options = {"scale": 1.0}
-    out = sdpa(query, key, value, config=ROUTES[route], **options)
-    oracle, similar = exact([query, key, value], options)[0], plain([query, key, value], options, torch.float32)[0]
-    assert_close(out, oracle, similar, "out", dtype=torch.float32)
 
 
 @pytest.mark.xfail(strict=True, reason="sums are divided at the end: they overflow a factor S below the largest float")

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from pascal_attn_core import AttentionConfig, LazyMask, UnsupportedAttention, mask_rule, record, sdpa
+from pascal_attn_core.checks import is_out_of_memory
 from pascal_attn_core.reference import reference_sdpa
 from pascal_attn_core.routes.run import is_watched
 from pascal_attn_core.routes.tiled import forget_halvings
@@ -75,31 +76,25 @@ def test_saved_tensors_may_live_elsewhere() -> None:
 
 
 @pytest.mark.parametrize("mask", [None, torch.bool, torch.float32])
-def test_the_default_dtype_and_device_of_torch_do_not_matter(mask: torch.dtype | None) -> None:
+def test_process_wide_settings_of_torch_do_not_matter(
+    mask: torch.dtype | None,
+) -> None:
     leaves = _leaves()
     bias = None if mask is None else (torch.rand(70, 70) < 0.5).to(mask)
     torch.manual_seed(1)
     expected = sdpa(*leaves, bias, 0.2, is_causal=True, config=TILED)
     torch.manual_seed(1)
     torch.set_default_dtype(torch.float64)
+    torch.use_deterministic_algorithms(True)
     try:
         with torch.device("meta"):
             out = sdpa(*leaves, bias, 0.2, is_causal=True, config=TILED)
             out.sum().backward()
     finally:
         torch.set_default_dtype(torch.float32)
+        torch.use_deterministic_algorithms(False)
     assert torch.equal(out, expected)
     assert leaves[0].grad.device.type == "cpu"
-
-
-def test_deterministic_algorithms_may_be_demanded() -> None:
-    leaves = _leaves()
-    torch.use_deterministic_algorithms(True)
-    try:
-        sdpa(*leaves, torch.rand(70, 70) < 0.5, 0.2, config=TILED).sum().backward()
-    finally:
-        torch.use_deterministic_algorithms(False)
-    assert leaves[0].grad.isfinite().all()
 
 
 @pytest.mark.parametrize(
@@ -198,6 +193,9 @@ class _Raising(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+_SMALL = AttentionConfig(route="tiled", budget_mib=1 / 16)
+
+
 @dataclass
 class _Scenario:
     """One call that is made again and again; ``around`` is entered before it."""
@@ -205,13 +203,10 @@ class _Scenario:
     shapes: tuple[tuple[int, ...], ...]
     mask: Callable[[], Any] = lambda: None
     dtype: torch.dtype = torch.float32
-    config: AttentionConfig = field(default_factory=AttentionConfig)
+    config: AttentionConfig = _SMALL
     options: dict[str, Any] = field(default_factory=dict)
     around: Callable[[], AbstractContextManager] = nullcontext
     switched: bool = False
-
-    def leaves(self) -> list[Tensor]:
-        return [torch.randn(shape).to(self.dtype).requires_grad_() for shape in self.shapes]
 
     def attend(self, leaves: Sequence[Tensor], mask: Any) -> Tensor:
         options = self.options | ({"sinks": leaves[3]} if len(leaves) > 3 else {})
@@ -220,22 +215,20 @@ class _Scenario:
         return sdpa(*leaves[:3], mask, **options, config=self.config)
 
 
-_SMALL = AttentionConfig(route="tiled", budget_mib=1 / 16)
 _MANY, _ALIKE, _GROUPED = ((1, 1, 80, 4),) * 3, ((1, 1, 48, 4),) * 3, ((1, 2, 30, 4), (1, 1, 60, 4), (1, 1, 60, 4))
+_LONGER = ((1, 2, 130, 8), (1, 2, 260, 8), (1, 2, 260, 8))
 _SCENARIOS = {
-    "tiled": _Scenario(_ALIKE, config=_SMALL),
-    "tiled, causal": _Scenario(_MANY, config=_SMALL, options={"is_causal": True}),
+    "tiled": _Scenario(_ALIKE),
+    "tiled, causal": _Scenario(_MANY, options={"is_causal": True}),
     "float mask, grouped heads": _Scenario(
-        _GROUPED, lambda: torch.randn(30, 60, requires_grad=True), config=_SMALL, options={"enable_gqa": True}
+        _GROUPED, lambda: torch.randn(30, 60, requires_grad=True), options={"enable_gqa": True}
     ),
-    "float16, sinks": _Scenario((*_ALIKE, (1,)), dtype=torch.float16, config=_SMALL),
-    "a rule": _Scenario(
-        _ALIKE, lambda: LazyMask((1, 1, 48, 48), lambda b, h, i, j: (i - j) % 3 != 1, device="cpu"), config=_SMALL
-    ),
-    "auto, bool mask": _Scenario(((1, 2, 130, 8), (1, 2, 260, 8), (1, 2, 260, 8)), lambda: torch.rand(130, 260) < 0.7),
+    "float16, sinks": _Scenario((*_ALIKE, (1,)), dtype=torch.float16),
+    "a rule": _Scenario(_ALIKE, lambda: LazyMask((1, 1, 48, 48), lambda b, h, i, j: (i - j) % 3 != 1, device="cpu")),
+    "auto, bool mask": _Scenario(_LONGER, lambda: torch.rand(130, 260) < 0.7, config=AttentionConfig()),
     "math": _Scenario(_ALIKE, lambda: torch.rand(48, 48) < 0.7, config=AttentionConfig(route="math")),
-    "under autocast": _Scenario(_ALIKE, config=_SMALL, around=lambda: torch.autocast("cpu", torch.bfloat16)),
-    "recorded": _Scenario(_ALIKE, config=_SMALL, around=record),
+    "under autocast": _Scenario(_ALIKE, around=lambda: torch.autocast("cpu", torch.bfloat16)),
+    "recorded": _Scenario(_ALIKE, around=record),
     "the switch": _Scenario(_ALIKE, around=lambda: patch_sdpa(_SMALL), switched=True),
     "the switch, float mask": _Scenario(
         _ALIKE, lambda: torch.randn(48, 48), around=lambda: patch_sdpa(_SMALL), switched=True
@@ -243,7 +236,7 @@ _SCENARIOS = {
 }
 _ERRORS = {
     "out of memory": lambda: torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"),
-    "memory": lambda: MemoryError("no memory"),
+    "no workspace": lambda: RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED"),
     "interrupt": KeyboardInterrupt,
     "runtime": lambda: RuntimeError("the device is gone"),
 }
@@ -271,7 +264,7 @@ def _survives_or_passes(run: Callable[[], Any], error: BaseException, at: int) -
     except type(error):
         result = None
     else:
-        assert isinstance(error, torch.OutOfMemoryError), f"{error!r} at operator {at} was swallowed"
+        assert is_out_of_memory(error), f"{error!r} at operator {at} was swallowed"
     assert _state() == state, f"{error!r} at operator {at} left something behind"
     return result
 
@@ -282,28 +275,26 @@ def test_an_error_at_any_operator_passes_through_and_leaves_nothing_behind(
     scenario: _Scenario, make_error: Callable[[], BaseException]
 ) -> None:
     outside = _state()
-    leaves, mask = scenario.leaves(), scenario.mask()
+    leaves = [torch.randn(shape).to(scenario.dtype).requires_grad_() for shape in scenario.shapes]
+    mask = scenario.mask()
     wanted = [*leaves, mask] if isinstance(mask, Tensor) and mask.requires_grad else leaves
     before = [t.detach().clone() for t in wanted]
     tight = {"atol": 1e-6, "rtol": 1e-5} if scenario.dtype == torch.float32 else {"atol": 2e-3, "rtol": 2e-3}
     close = partial(torch.testing.assert_close, **tight)
     survived = {"forward": 0, "backward": 0}
-    may_survive = isinstance(make_error(), torch.OutOfMemoryError)
+    may_survive = is_out_of_memory(make_error())
     with scenario.around():
         attend = partial(scenario.attend, leaves, mask)
         attend()  # what happens at the first call only
         with _Raising() as forward:
             out = attend()
         grad_out = torch.randn_like(out)
+        differentiate = partial(torch.autograd.grad, out, wanted, grad_out, retain_graph=True)
         with _Raising() as backward:
-            grads = torch.autograd.grad(out, wanted, grad_out, retain_graph=True)
-
-        def differentiate(result: Tensor) -> Any:
-            return torch.autograd.grad(result, wanted, grad_out, retain_graph=True)
-
+            grads = differentiate()
         for name, run, expected, count in (
             ("forward", attend, out, forward.count),
-            ("backward", lambda: torch.autograd.grad(out, wanted, grad_out, retain_graph=True), grads, backward.count),
+            ("backward", differentiate, grads, backward.count),
         ):
             for at in range(1, count + 1):
                 result = _survives_or_passes(run, make_error(), at)
@@ -318,7 +309,7 @@ def test_an_error_at_any_operator_passes_through_and_leaves_nothing_behind(
     assert backward.count > 0
     assert all(torch.equal(t, old) for t, old in zip(wanted, before))
     assert _state() == outside
-    if may_survive and scenario.config is _SMALL:
+    if may_survive and scenario.config is _SMALL and not scenario.switched:
         # The first of them are outside of what is tried again, the many in the tiles are not.
         assert survived["forward"] > forward.count / 2
         assert survived["backward"] > backward.count / 2

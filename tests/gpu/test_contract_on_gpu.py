@@ -21,8 +21,6 @@ from pascal_attn_core.tiled.plan import plan_call
 TILES = TiledRoute()
 
 pytestmark = pytest.mark.gpu
-if not torch.cuda.is_available():
-    pytest.skip("needs a CUDA GPU, and torch.cuda.is_available() is False", allow_module_level=True)
 
 TILED = AttentionConfig(route="tiled")
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)

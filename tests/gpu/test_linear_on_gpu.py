@@ -8,7 +8,7 @@ from statistics import median
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from attn_support.fused.linear import before_activation
 
 from pascal_attn_core.fused.code.linear_source import ROTATIONS, TILES
 from pascal_attn_core.fused.code.source import linear_variants
@@ -20,8 +20,6 @@ from pascal_attn_core.int8.quantize import Int8Matrix, quantize_rows
 from pascal_attn_core.machine.runtime import runtime_of
 
 pytestmark = pytest.mark.gpu
-if not torch.cuda.is_available():
-    pytest.skip("needs a CUDA GPU, and torch.cuda.is_available() is False", allow_module_level=True)
 _DEVICE = torch.device("cuda", torch.cuda.current_device())
 if reasons := why_not(_DEVICE, columns=64, untried=True):
     pytest.skip(reasons[0], allow_module_level=True)
@@ -40,16 +38,8 @@ def _call(
     return LinearCall(torch.randn(rows, columns).to(dtype).cuda(), weight, bias.cuda(), activation, out)
 
 
-def _expected(call: LinearCall) -> Tensor:
-    """float32 ``[M, N or 2 N]`` before the activation, on the CPU."""
-    x = quantize_rows(call.x.cpu(), call.weight.rotation)
-    sums = (x.codes.double() @ call.weight.codes.cpu().double().T).float()
-    y = sums * (x.scales[:, None] * call.weight.scales.cpu())
-    return y if call.bias is None else y + call.bias.cpu().float()
-
-
 def _assert_bits(call: LinearCall) -> None:
-    assert torch.equal(call.out.cpu(), _expected(call).to(call.out.dtype))
+    assert torch.equal(call.out.cpu(), before_activation(call).to(call.out.dtype))
 
 
 @pytest.mark.parametrize("variant", linear_variants(), ids=lambda variant: variant.name)
@@ -90,13 +80,13 @@ def test_long_rows_and_nan() -> None:
     run_linear(call)
     finite = call.out.isfinite().all(dim=1).cpu()
     assert (~finite).nonzero().flatten().tolist() == [3, 7]
-    assert torch.equal(call.out.cpu()[finite], _expected(call)[finite])
+    assert torch.equal(call.out.cpu()[finite], before_activation(call)[finite])
 
 
 def test_gated_activations() -> None:
     call = _call(200, 96, 320, torch.float32, activation="geglu")
     run_linear(call)
-    value, gate = _expected(call).chunk(2, dim=1)
+    value, gate = before_activation(call).chunk(2, dim=1)
     torch.testing.assert_close(call.out.cpu(), value * F.gelu(gate), atol=1e-4, rtol=1e-5)
 
 

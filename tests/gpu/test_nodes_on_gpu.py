@@ -14,8 +14,6 @@ from pascal_attn_core.machine.device import MIB
 from pascal_attn_core.reference import reference_sdpa
 
 pytestmark = pytest.mark.gpu
-if not torch.cuda.is_available():
-    pytest.skip("needs a CUDA GPU, and torch.cuda.is_available() is False", allow_module_level=True)
 
 
 @pytest.fixture

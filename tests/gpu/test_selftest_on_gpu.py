@@ -12,8 +12,6 @@ from pascal_attn_core.selftest import describe
 from pascal_attn_core.selftest.cases import CASES, DTYPES
 
 pytestmark = pytest.mark.gpu
-if not torch.cuda.is_available():
-    pytest.skip("needs a CUDA GPU, and torch.cuda.is_available() is False", allow_module_level=True)
 
 
 def test_everything_is_right_and_measured_within_its_time() -> None:

@@ -10,8 +10,6 @@ from pascal_attn_core import patch_vae
 from pascal_attn_core.observe.memory import PeakMemory
 
 pytestmark = pytest.mark.gpu
-if not torch.cuda.is_available():
-    pytest.skip("needs a CUDA GPU, and torch.cuda.is_available() is False", allow_module_level=True)
 
 diffusers = pytest.importorskip("diffusers")
 

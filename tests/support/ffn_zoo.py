@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -78,6 +79,20 @@ def mlp(width: int, hidden: int) -> nn.Sequential:
     return nn.Sequential(nn.Linear(width, hidden), nn.GELU("tanh"), nn.Linear(hidden, width)).eval()
 
 
+class Product(torch.autograd.Function):
+    """A weight made of two, with a backward pass in Python: it knows nothing of tokens."""
+
+    @staticmethod
+    def forward(ctx: Any, one: Tensor, two: Tensor) -> Tensor:
+        ctx.save_for_backward(one, two)
+        return one * two
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        one, two = ctx.saved_tensors
+        return grad * two, grad * one
+
+
 class CapacityMoe(Ffn):
     """Experts that take a limited number of tokens each; the later ones are dropped."""
 
@@ -95,15 +110,9 @@ class CapacityMoe(Ffn):
         return self.mlp(x) + out.view_as(x)
 
 
-class CapacityByValue(Ffn):
-    """The same without any operator that counts along the tokens: the best tokens by a threshold of the length."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.route = nn.Parameter(torch.randn(WIDTH, 1))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.mlp(x) * ((x @ self.route) * x.shape[1] > 64.0)
+class _Pair(Ffn):
+    def forward(self, x: Tensor) -> Any:
+        return self.mlp(x), None
 
 
 class SoftMoe(nn.Module):
@@ -117,6 +126,10 @@ class SoftMoe(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         weight = self.gate(x).softmax(-1)
         return (torch.stack([expert(x) for expert in self.experts], dim=-1) @ weight.unsqueeze(-1)).squeeze(-1)
+
+
+def _mean(x: Tensor) -> Tensor:
+    return x.mean(1, keepdim=True)
 
 
 def _mixed_conv(module: Any, hidden: Tensor) -> Tensor:
@@ -136,22 +149,8 @@ def _attend(module: Any, x: Tensor) -> Tensor:
     return F.scaled_dot_product_attention(x[:, None], x[:, None], x[:, None])[:, 0]
 
 
-def _long_context(module: Any, x: Tensor) -> Tensor:
-    return x + x.mean(1, keepdim=True) if x.shape[1] > 48 else x
-
-
-def _count_in_python(module: Any, x: Tensor) -> Tensor:
-    module.calls += 1
-    return x
-
-
-def _count_in_list(module: Any, x: Tensor) -> Tensor:
-    module.seen.append(x.shape[1])
-    return x
-
-
-def _count_in_buffer(module: Any, x: Tensor) -> Tensor:
-    module.count += 1
+def _after(x: Tensor, done: Any) -> Tensor:
+    """``x``, once the other argument has been computed."""
     return x
 
 
@@ -160,23 +159,13 @@ def _exchanged_data(module: Any, x: Tensor) -> Tensor:
     return x
 
 
-def _new_buffer(module: Any, x: Tensor) -> Tensor:
-    module.count = module.count + 1
-    return x
-
-
 def _largest_so_far(module: Any, x: Tensor) -> Tensor:
     module.count = torch.maximum(module.count, x.abs().amax())
     return x / module.count
 
 
-def _per_tensor_int8(module: Any, x: Tensor) -> Tensor:
-    scale = x.abs().max() / 127
-    return (x / scale).round().clamp(-127, 127) * scale
-
-
-def _per_token_int8(module: Any, x: Tensor) -> Tensor:
-    scale = x.abs().amax(-1, keepdim=True).clamp(min=1e-6) / 127
+def _int8(x: Tensor, largest: Tensor) -> Tensor:
+    scale = largest.clamp(min=1e-6) / 127
     return (x / scale).round().clamp(-127, 127) * scale
 
 
@@ -185,21 +174,9 @@ def _own_buffer(module: Any, x: Tensor) -> Tensor:
     return module.scratch[:, : x.shape[1]].clone()
 
 
-def _if_trained(module: Any, x: Tensor) -> Tensor:
-    return x if module.gate.item() == 0 else x + x.mean(1, keepdim=True)
-
-
-def _if_trained_by_list(module: Any, x: Tensor) -> Tensor:
-    return x if module.gate.tolist() == [0.0] else x + x.mean(1, keepdim=True)
-
-
-def _if_large(module: Any, x: Tensor) -> Tensor:
-    return x - x.mean(1, keepdim=True) if x.abs().max() > 100 else x
-
-
 def _swallowed(module: Any, x: Tensor) -> Tensor:
     try:
-        return x + x.mean(1, keepdim=True)
+        return x + _mean(x)
     except Exception:
         return x
 
@@ -212,142 +189,125 @@ def _every_other_call(module: Any, x: Tensor) -> Tensor:
     return x * (1.0 + _calls[0] % 2)
 
 
-def _zero_gate() -> nn.Parameter:
-    return nn.Parameter(torch.zeros(1))
+def _weight(*shape: int) -> nn.Parameter:
+    return nn.Parameter(torch.randn(shape))
 
+
+def _cases(changes: dict[str, Any], **options: Any) -> list[Case]:
+    """Modules of these changes; a change is a function, or one with the attributes that it needs."""
+
+    def make(change: Any) -> nn.Module:
+        function, state = change if isinstance(change, tuple) else (change, {})
+        return With(function, **options, **{name: value() for name, value in state.items()})
+
+    return [Case(name, partial(make, change)) for name, change in changes.items()]
+
+
+_GATE = {"gate": lambda: nn.Parameter(torch.zeros(1))}
+_COUNT = {"count": lambda: torch.zeros(1)}
+
+_GOOD_BETWEEN: dict[str, Any] = {
+    "softmax over channels": lambda m, h: h.softmax(-1),
+    "convolution of width 1": (
+        lambda m, h: F.conv1d(h.mT, m.kernel).mT,
+        {"kernel": lambda: nn.Parameter(torch.randn(64, 64, 1) * 0.1)},
+    ),
+    "flattened tokens": lambda m, h: (h.flatten(0, 1) * 2).view_as(h),
+    "heads": lambda m, h: h.unflatten(-1, (4, 16)).transpose(1, 2).softmax(-1).transpose(1, 2).flatten(2),
+}
+_GOOD_BEFORE: dict[str, Any] = {
+    "scale per token": lambda m, x: _int8(x, x.abs().amax(-1, keepdim=True)),
+    "another sample of the batch": lambda m, x: x + x.mean(0, keepdim=True),
+    "multiplied from the left": (lambda m, x: (m.left @ x.mT).mT, {"left": lambda: _weight(16, 16)}),
+    "clones and literals": lambda m, x: x.clone().mul_(torch.tensor(0.5)) + torch.tensor([1.0] * 16),
+}
+_BAD_BETWEEN: dict[str, Any] = {
+    "convolution": (_mixed_conv, {"kernel": lambda: _weight(64, 1, 3)}),
+    "convolution that starts at zero": (_mixed_conv, {"kernel": lambda: nn.Parameter(torch.zeros(64, 1, 3))}),
+    "tiny convolution": (_mixed_conv, {"kernel": lambda: nn.Parameter(torch.randn(64, 1, 3) * 1e-6)}),
+    "softmax over tokens": lambda m, h: h.softmax(1),
+}
+_BAD_BEFORE: dict[str, Any] = {
+    "zero-initialised context": (lambda m, x: x + m.gate * _mean(x), _GATE),
+    "context hidden from NaN": lambda m, x: x + 1e-9 * _mean(torch.nan_to_num(x)),
+    "share of positive tokens": lambda m, x: x + _mean((x > 0).float()),
+    "token shift": lambda m, x: 0.5 * x + 0.5 * F.pad(x, (0, 0, 1, -1)),
+    "rolled tokens": lambda m, x: x + x.roll(1, 1),
+    "first token added to all": lambda m, x: x + x[:, :1],
+    "last token added to all": lambda m, x: x + x[:, -1, None],
+    "attention": _attend,
+    "attention by hand": lambda m, x: (x @ x.mT).softmax(-1) @ x,
+    "cumulative sum": lambda m, x: x.cumsum(1),
+    "sorted tokens": lambda m, x: x.sort(1).values,
+    "pooling": lambda m, x: x + F.avg_pool1d(x.mT, 3, 1, 1).mT,
+    "group norm over tokens": lambda m, x: F.group_norm(x.mT, 4).mT,
+    "instance norm over tokens": lambda m, x: F.instance_norm(x.mT).mT,
+    "layer norm over tokens": lambda m, x: F.layer_norm(x, x.shape[1:]),
+    "long inputs take another path": lambda m, x: x + _mean(x) if x.shape[1] > 48 else x,
+    "long inputs are scaled": lambda m, x: x * 2 if x.shape[1] > 48 else x,
+    "scaled by the length": lambda m, x: x / x.shape[1],
+    "scaled by a tensor of the length": lambda m, x: x / torch.tensor(float(x.shape[1])),
+    "scaled by counted tokens": lambda m, x: x / torch.ones(x.shape[1]).sum(),
+    "choice by a threshold of the length": (
+        lambda m, x: x * ((x @ m.route) * x.shape[1] > 64.0),
+        {"route": lambda: _weight(16, 1)},
+    ),
+    "best tokens only": lambda m, x: x.topk(4, dim=1).values.sum(1, keepdim=True) + x,
+    "tokens chosen by value": lambda m, x: x[x[..., 0] > 0],
+    "writes to its input": lambda m, x: x.mul_(1.5),
+    "writes to its input through a view": lambda m, x: x.view(-1, 16).add_(1).view_as(x),
+    "writes to its input's data": lambda m, x: x.data.mul_(2),
+    "counts in a buffer": (lambda m, x: _after(x, m.count.add_(1)), _COUNT),
+    "counts by exchanged memory": (_exchanged_data, _COUNT),
+    "counts by a new buffer": (lambda m, x: _after(x, setattr(m, "count", m.count + 1)), _COUNT),
+    "counts in Python": (lambda m, x: _after(x, setattr(m, "calls", m.calls + 1)), {"calls": int}),
+    "counts in a list": (lambda m, x: _after(x, m.seen.append(x.shape[1])), {"seen": list}),
+    "largest value so far": (_largest_so_far, {"count": lambda: torch.ones(())}),
+    "writes to a scratch buffer": (_own_buffer, {"scratch": lambda: torch.zeros(2, 256, 16)}),
+    "scale per tensor": lambda m, x: _int8(x, x.abs().max()),
+    "a weight per position": (lambda m, x: x + m.where[:, : x.shape[1]], {"where": lambda: _weight(1, 256, 16)}),
+    "a product over positions": (lambda m, x: (x.mT @ m.where).mT, {"where": lambda: _weight(64, 64)}),
+    "path by the input's values": lambda m, x: x - _mean(x) if x.abs().max() > 100 else x,
+    "path by a parameter": (lambda m, x: x if m.gate.item() == 0 else x + _mean(x), _GATE),
+    "path by a parameter's list": (lambda m, x: x if m.gate.tolist() == [0.0] else x + _mean(x), _GATE),
+    "a mixture that catches errors": _swallowed,
+    "other numbers every other call": _every_other_call,
+    "drops layers at random": lambda m, x: x if random.random() < 0.5 else x * 2,
+    "drops layers by NumPy": lambda m, x: x if np.random.rand() < 0.5 else x * 2,
+    "dropout always": lambda m, x: F.dropout(x, 0.5, training=True),
+    "noise": lambda m, x: x + torch.randn(16),
+    "pairs of tokens": lambda m, x: x.view(2, -1, 32).flip(-1).view_as(x),
+    "every second token": lambda m, x: x[:, ::2],
+    "one token for all": lambda m, x: x.mean(1),
+    "tokens first": lambda m, x: x.transpose(0, 1),
+    "reversed tokens": lambda m, x: x.flip(1),
+    "tokens against tokens": lambda m, x: x + (x[:, :, None] * x[:, None]).amax(2),
+    "spectrum": lambda m, x: _mean(torch.fft.rfft(x, dim=1).abs()) + x,
+}
 
 GOOD = [
     Case("two linear layers", Ffn),
     Case("Wan's Sequential", lambda: nn.Sequential(nn.Linear(16, 64), nn.GELU("tanh"), nn.Linear(64, 16))),
     Case("GEGLU", lambda: nn.Sequential(Geglu(), nn.Dropout(0.0), nn.Linear(64, 16))),
     Case("SwiGLU", SwiGlu),
-    Case(
-        "in-place activation inside", lambda: nn.Sequential(nn.Linear(16, 64), nn.ReLU(inplace=True), nn.Linear(64, 16))
-    ),
+    Case("in-place inside", lambda: nn.Sequential(nn.Linear(16, 64), nn.ReLU(inplace=True), nn.Linear(64, 16))),
     Case("LayerNorm", lambda: nn.Sequential(nn.LayerNorm(16), Ffn())),
     Case("RMSNorm", lambda: nn.Sequential(nn.RMSNorm(16), Ffn())),
     Case("dropout switched off", lambda: nn.Sequential(Ffn(), nn.Dropout(0.5))),
     Case("batch norm with fixed statistics", _bn),
-    Case("softmax over channels", lambda: With(lambda m, h: h.softmax(-1), wide=True)),
     Case("experts for every token", SoftMoe),
-    Case("scale per token", lambda: With(_per_token_int8)),
-    Case(
-        "convolution of width 1",
-        lambda: With(
-            lambda m, h: F.conv1d(h.mT, m.kernel).mT, wide=True, kernel=nn.Parameter(torch.randn(64, 64, 1) * 0.1)
-        ),
-    ),
-    Case("another sample of the batch", lambda: With(lambda m, x: x + x.mean(0, keepdim=True))),
-    Case("flattened tokens", lambda: With(lambda m, h: (h.flatten(0, 1) * 2).view_as(h), wide=True)),
-    Case(
-        "multiplied from the left",
-        lambda: With(lambda m, x: (m.left @ x.mT).mT, left=nn.Parameter(torch.randn(16, 16))),
-    ),
-    Case(
-        "heads",
-        lambda: With(
-            lambda m, h: h.unflatten(-1, (4, 16)).transpose(1, 2).softmax(-1).transpose(1, 2).flatten(2), wide=True
-        ),
-    ),
-    Case(
-        "clones and literals", lambda: With(lambda m, x: x.clone().mul_(torch.tensor(0.5)) + torch.tensor([1.0] * 16))
-    ),
+    *_cases(_GOOD_BETWEEN, wide=True),
+    *_cases(_GOOD_BEFORE),
 ]
 
 BAD = [
-    Case("convolution", lambda: With(_mixed_conv, wide=True, kernel=nn.Parameter(torch.randn(64, 1, 3)))),
-    Case(
-        "convolution that starts at zero",
-        lambda: With(_mixed_conv, wide=True, kernel=nn.Parameter(torch.zeros(64, 1, 3))),
-    ),
-    Case(
-        "tiny convolution",
-        lambda: With(_mixed_conv, wide=True, kernel=nn.Parameter(torch.randn(64, 1, 3) * 1e-6)),
-    ),
-    Case(
-        "zero-initialised context",
-        lambda: With(lambda m, x: x + m.gate * x.mean(1, keepdim=True), gate=_zero_gate()),
-    ),
-    Case(
-        "context hidden from NaN",
-        lambda: With(lambda m, x: x + 1e-9 * torch.nan_to_num(x).mean(1, keepdim=True)),
-    ),
-    Case("share of positive tokens", lambda: With(lambda m, x: x + (x > 0).float().mean(1, keepdim=True))),
-    Case("token shift", lambda: With(lambda m, x: 0.5 * x + 0.5 * F.pad(x, (0, 0, 1, -1)))),
-    Case("rolled tokens", lambda: With(lambda m, x: x + x.roll(1, 1))),
-    Case("first token added to all", lambda: With(lambda m, x: x + x[:, :1])),
-    Case("last token added to all", lambda: With(lambda m, x: x + x[:, -1, None])),
-    Case("attention", lambda: With(_attend)),
-    Case("attention by hand", lambda: With(lambda m, x: (x @ x.mT).softmax(-1) @ x)),
-    Case("softmax over tokens", lambda: With(lambda m, h: h.softmax(1), wide=True)),
-    Case("cumulative sum", lambda: With(lambda m, x: x.cumsum(1))),
-    Case("sorted tokens", lambda: With(lambda m, x: x.sort(1).values)),
-    Case("pooling", lambda: With(lambda m, x: x + F.avg_pool1d(x.mT, 3, 1, 1).mT)),
-    Case("group norm over tokens", lambda: With(lambda m, x: F.group_norm(x.mT, 4).mT)),
-    Case("instance norm over tokens", lambda: With(lambda m, x: F.instance_norm(x.mT).mT)),
-    Case("layer norm over tokens", lambda: With(lambda m, x: F.layer_norm(x, x.shape[1:]))),
-    Case("functional batch norm, training", _bn, training=True),
-    Case("long inputs take another path", lambda: With(_long_context)),
-    Case("long inputs are scaled", lambda: With(lambda m, x: x * 2 if x.shape[1] > 48 else x)),
-    Case("scaled by the length", lambda: With(lambda m, x: x / x.shape[1])),
-    Case(
-        "scaled by a tensor of the length",
-        lambda: With(lambda m, x: x / torch.tensor(float(x.shape[1]))),
-    ),
-    Case("scaled by counted tokens", lambda: With(lambda m, x: x / torch.ones(x.shape[1]).sum())),
     Case("experts with capacity", lambda: CapacityMoe(1.0)),
     Case("experts with capacity that never overflows", lambda: CapacityMoe(4.0)),
-    Case("choice by a threshold of the length", CapacityByValue),
-    Case(
-        "best tokens only",
-        lambda: With(lambda m, x: x.topk(4, dim=1).values.sum(1, keepdim=True) + x),
-    ),
-    Case("tokens chosen by value", lambda: With(lambda m, x: x[x[..., 0] > 0])),
-    Case("writes to its input", lambda: With(lambda m, x: x.mul_(1.5))),
-    Case(
-        "writes to its input through a view",
-        lambda: With(lambda m, x: x.view(-1, 16).add_(1).view_as(x)),
-    ),
+    Case("functional batch norm, training", _bn, training=True),
     Case("in-place activation first", lambda: nn.Sequential(nn.ReLU(inplace=True), Ffn())),
-    Case("writes to its input's data", lambda: With(lambda m, x: x.data.mul_(2))),
-    Case("counts in a buffer", lambda: With(_count_in_buffer, count=torch.zeros(1))),
-    Case("counts by exchanged memory", lambda: With(_exchanged_data, count=torch.zeros(1))),
-    Case("counts by a new buffer", lambda: With(_new_buffer, count=torch.zeros(1))),
-    Case("counts in Python", lambda: With(_count_in_python, calls=0)),
-    Case("counts in a list", lambda: With(_count_in_list, seen=[])),
-    Case("largest value so far", lambda: With(_largest_so_far, count=torch.ones(()))),
-    Case("writes to a scratch buffer", lambda: With(_own_buffer, scratch=torch.zeros(2, 256, 16))),
-    Case("scale per tensor", lambda: With(_per_tensor_int8)),
-    Case(
-        "a weight per position",
-        lambda: With(lambda m, x: x + m.where[:, : x.shape[1]], where=nn.Parameter(torch.randn(1, 256, 16))),
-    ),
-    Case(
-        "a product over positions",
-        lambda: With(lambda m, x: (x.mT @ m.where).mT, where=nn.Parameter(torch.randn(64, 64))),
-    ),
-    Case("path by the input's values", lambda: With(_if_large)),
-    Case("path by a parameter", lambda: With(_if_trained, gate=_zero_gate())),
-    Case("path by a parameter's list", lambda: With(_if_trained_by_list, gate=_zero_gate())),
-    Case("a mixture that catches errors", lambda: With(_swallowed)),
-    Case("other numbers every other call", lambda: With(_every_other_call)),
-    Case("drops layers at random", lambda: With(lambda m, x: x if random.random() < 0.5 else x * 2)),
-    Case("drops layers by NumPy", lambda: With(lambda m, x: x if np.random.rand() < 0.5 else x * 2)),
     Case("dropout in training", lambda: nn.Sequential(Ffn(), nn.Dropout(0.5)), training=True),
-    Case("dropout always", lambda: With(lambda m, x: F.dropout(x, 0.5, training=True))),
-    Case("noise", lambda: With(lambda m, x: x + torch.randn(16))),
-    Case("pairs of tokens", lambda: With(lambda m, x: x.view(2, -1, 32).flip(-1).view_as(x))),
-    Case("every second token", lambda: With(lambda m, x: x[:, ::2])),
-    Case("one token for all", lambda: With(lambda m, x: x.mean(1))),
-    Case("tokens first", lambda: With(lambda m, x: x.transpose(0, 1))),
-    Case("two outputs", lambda: _Pair()),
+    Case("two outputs", _Pair),
     Case("nothing at all", nn.Identity),
-    Case("reversed tokens", lambda: With(lambda m, x: x.flip(1))),
-    Case("tokens against tokens", lambda: With(lambda m, x: x + (x[:, :, None] * x[:, None]).amax(2))),
-    Case("spectrum", lambda: With(lambda m, x: torch.fft.rfft(x, dim=1).abs().mean(1, keepdim=True) + x)),
+    *_cases(_BAD_BETWEEN, wide=True),
+    *_cases(_BAD_BEFORE),
 ]
-
-
-class _Pair(Ffn):
-    def forward(self, x: Tensor) -> Any:
-        return self.mlp(x), None

@@ -127,8 +127,9 @@ def run(code: str, *arguments: str, **options: Any) -> str:
     return done.stdout.strip()
 
 
-def call(function: Callable[..., object], *arguments: str) -> None:
-    """Call a function of a test module in a process of its own; what it raises fails the test."""
+def call(function: Callable[..., object], *arguments: str, **options: Any) -> None:
+    """Call a function of a test module in a process of its own; what it raises fails the test. ``options`` of
+    :func:`execute`."""
     file = sys.modules[function.__module__].__file__
     run(
         """
@@ -139,13 +140,25 @@ def call(function: Callable[..., object], *arguments: str) -> None:
         spec = importlib.util.spec_from_file_location("the_tests", file)
         module = sys.modules["the_tests"] = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(module)
-        getattr(module, name)(*arguments)
+        function = getattr(module, name)
+        getattr(function, "__wrapped__", function)(*arguments)
         """,
         str(file),
         function.__name__,
         str(Path(__file__).parent),
         *arguments,
+        **options,
     )
+
+
+def alone(test: Callable[..., None]) -> Callable[..., None]:
+    """Decorator: the test runs in a process of its own; its parameters are strings."""
+
+    @functools.wraps(test)
+    def run_alone(**arguments: str) -> None:
+        call(test, *arguments.values())
+
+    return run_alone
 
 
 def _preloading(preload: Path | None) -> dict[str, str]:

@@ -174,7 +174,8 @@ def _legend(run: dict[str, Any]) -> Iterator[str]:
     yield ""
     yield (
         "Each model is the real class at a tiny size with random weights, real padding masks and rotary positions. "
-        "**calls**: calls of torch's SDPA that the stock model makes (`older`: it computes attention without SDPA); "
+        "**calls**: calls of torch's SDPA and FlexAttention that the stock model makes "
+        "(`older`: it computes attention without SDPA); "
         "**masked**: how many have a mask that tells keys apart; **taken**: how many reach us, by `patch_pipeline`, by "
         "`model.set_attn_processor` and by `pipe.set_attn_processor` alike; **error**: the largest difference to exact "
         "(float64) attention, relative to the largest value of the output, in tiles of 5 x 4 tokens and with the "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,6 +18,7 @@ from pascal_attn_core.diffusers import redirect as redirecting
 from pascal_attn_core.diffusers.sites import counted as by_reason
 from pascal_attn_core.diffusers.sites import left_alone, sites_of
 from pascal_attn_core.ffn import patch_ffn
+from pascal_attn_core.flex_rules import block_rule, is_block_mask
 from pascal_attn_core.patching.interception import TORCH_SDPA, SdpaMode, bind_sdpa, torch_sdpa
 from pascal_attn_core.reference import reference_sdpa
 
@@ -62,11 +64,17 @@ class Proof:
 
 
 class Calls:
-    """Counts the calls of torch's SDPA within its ``with`` block, and has ``function`` compute them."""
+    """Counts the calls of torch's SDPA within its ``with`` block, and has ``function`` compute them; and those of
+    FlexAttention by way of its module."""
 
     def __init__(self, function: Callable[..., Tensor] = TORCH_SDPA):
         self.function, self._mode = function, SdpaMode(self._attend)
-        self.count = self.masked = 0
+        self.count = self.masked = self.flex = 0
+        self._flex_module = sys.modules.get("torch.nn.attention.flex_attention")
+
+    def _attend_by_flex(self, *args: Any, **kwargs: Any) -> Any:
+        self.flex += 1
+        return self._torchs_flex(*args, **kwargs)
 
     def _attend(self, args: tuple, kwargs: dict[str, Any]) -> Tensor:
         call = bind_sdpa(args, kwargs)
@@ -76,10 +84,14 @@ class Calls:
 
     def __enter__(self) -> Calls:
         self._mode.__enter__()
+        if self._flex_module is not None:
+            self._torchs_flex, self._flex_module.flex_attention = self._flex_module.flex_attention, self._attend_by_flex
         return self
 
     def __exit__(self, *error: Any) -> None:
         self._mode.__exit__(*error)
+        if self._flex_module is not None:
+            self._flex_module.flex_attention = self._torchs_flex
 
 
 def _matters(mask: Tensor | None) -> bool:
@@ -89,6 +101,8 @@ def _matters(mask: Tensor | None) -> bool:
 
 def exact(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, *_: Any, **kw: Any) -> Tensor:
     """Attention in float64, rounded once at the end."""
+    if is_block_mask(attn_mask):
+        attn_mask = block_rule(attn_mask, (*query.shape[:3], key.shape[2])).dense()
     if attn_mask is not None and attn_mask.is_floating_point():
         attn_mask = attn_mask.double()
     kw = {name: kw[name] for name in ("is_causal", "scale", "enable_gqa") if name in kw}
@@ -124,8 +138,8 @@ def prove(family: Family) -> Proof:
         problems = [f"{stock_calls.count} calls made, none can be taken"] if stock_calls.count else []
         return Proof(family.name, made=stock_calls.count, left_alone=left, problems=problems)
     before = attention_state(model)
-    proof = Proof(family.name, made=stock_calls.count, masked=stock_calls.masked, left_alone=left)
-    true = _with_exact_attention(family, model, through_us=not proof.made)
+    proof = Proof(family.name, made=stock_calls.count + stock_calls.flex, masked=stock_calls.masked, left_alone=left)
+    true = _with_exact_attention(family, model, through_us=bool(stock_calls.flex or not stock_calls.count))
     size = true.abs().max().item()
     proof.torch_error = max(_distance(out, true) for out in (stock, _by_math(family, model))) / size
     _measure_ours(family, model, proof, true)

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from pascal_attn_core.cli.bench.report import versions
+from pascal_attn_core.cli.bench.contest import versions
 from pascal_attn_core.fused.code.source import kernels_digest
 from pascal_attn_core.fused.trust.kernels import Kernels
 from pascal_attn_core.machine.facts import ask_driver, torch_build

@@ -31,6 +31,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from pascal_attn_core.call import AttentionCall, check_call, empty_output
+from pascal_attn_core.checks import is_out_of_memory
 from pascal_attn_core.cli.bench.clock import Clock, quiet_torch
 from pascal_attn_core.fused.code.source import (
     GRAD_ALL_HEAD_DIMS,
@@ -389,7 +390,9 @@ class Job:
         with giving(self.kernels, candidate, cubin):
             try:
                 error = error_of(candidate, self.kernels)
-            except (KernelUnavailable, torch.cuda.OutOfMemoryError) as failure:
+            except (RuntimeError, MemoryError) as failure:
+                if not isinstance(failure, KernelUnavailable) and not is_out_of_memory(failure):
+                    raise
                 return _line(failure)
         lane.error = error if math.isfinite(error) else None
         if not error <= verify.tolerance(candidate):
@@ -407,7 +410,7 @@ class Job:
             try:
                 attempt = make()
                 attempt()
-            except (RuntimeError, torch.cuda.OutOfMemoryError, MemoryError) as error:
+            except (RuntimeError, MemoryError) as error:
                 lane.note = _line(error)
             else:
                 self.attempts[name] = attempt

@@ -20,9 +20,8 @@ from .. import CommandError, check_numbers
 from ..tables import print_table, progress_of
 from .candidates import BASELINE, all_candidates, choose_candidates
 from .clock import Clock, device_named, quiet_torch
-from .contest import Result, Settings
+from .contest import COLUMNS, Result, Settings, geometric_means, result_row, versions
 from .measure import race
-from .report import COLUMNS, geometric_means, result_row, versions
 from .shapes import Shape, choose_shapes, own_shapes
 
 GIB = 1 << 30

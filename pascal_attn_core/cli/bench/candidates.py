@@ -16,7 +16,7 @@ from ...attention import sdpa
 from ...capture import CapturedCall
 from ...config import AttentionConfig
 from ...routes import route_names
-from .choice import choose
+from .shapes import choose
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 

@@ -1,8 +1,10 @@
-"""Times attempts at the same work in turns, and measures the memory and the error of each."""
+"""Times attempts at the same work in turns, measures the memory and the error of each, and writes all as text."""
 
 from __future__ import annotations
 
+import importlib.metadata
 import math
+import platform
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -13,8 +15,10 @@ from torch import Tensor
 
 from ...checks import is_out_of_memory
 from ...config import UnsupportedAttention
+from ...machine.device import MIB
 from ...observe.memory import measure
 from ...observe.report import record
+from ..charts import short_number
 from .clock import Clock
 
 
@@ -63,9 +67,9 @@ class Result:
 
 
 class Work(NamedTuple):
-    """The work to time, and the same work with a result that can be judged."""
+    """What is timed, and what is measured and checked: the same, or the same work on other numbers."""
 
-    run: Callable[[], Any]
+    timed: Callable[[], Any]
     checked: Callable[[], Any]
 
 
@@ -103,7 +107,7 @@ def compete(
     """The result of each entrant, in their order; the first is the unit of the ratios.
 
     Args:
-        error_of: the error of what the checked work returns.
+        error_of: the error of what the work returns.
         operations: that the work needs.
         progress: called with the current step, for a status line, and with "" at the end.
     """
@@ -113,7 +117,7 @@ def compete(
         result = Result(entrant.name, ran=entrant.ran, note=entrant.note)
         results.append(result)
         if not result.note:
-            lanes += _enter(result, entrant.prepare, error_of, clock, settings)
+            lanes += _enter(result, entrant, error_of, clock, settings)
     _run_rounds(lanes, clock, progress)
     progress("")
     for result in results:
@@ -125,17 +129,13 @@ def compete(
 
 
 def _enter(
-    result: Result,
-    prepare: Callable[[], Work],
-    error_of: Callable[[Any], float],
-    clock: Clock,
-    settings: Settings,
+    result: Result, entrant: Entrant, error_of: Callable[[Any], float], clock: Clock, settings: Settings
 ) -> list[_Lane]:
     """The first two calls: a plain one, which decides how many follow, and one that is measured and checked."""
     try:
-        work = prepare()
+        work = entrant.prepare()
         with record() as report:
-            lane = _lane(result, work.run, clock, settings)
+            lane = _lane(result, work.timed, clock, settings)
         result.error = error_of(_measured(result, work.checked, clock.device))
     except Exception as error:  # other packages' code: whatever it raises goes into its cell of the table
         result.note, result.times = _why(error), []
@@ -196,3 +196,53 @@ def _why(error: Exception) -> str:
         return "out of memory"
     text = str(error).strip().splitlines()
     return f"{type(error).__name__}: {text[0] if text else ''}"[:90]
+
+
+# ---- as text ---------------------------------------------------------------------------------------------------------
+
+COLUMNS = ("", "ms", "vs torch", "TFLOP/s", "extra MiB", "operators", "error", "")
+
+
+def result_row(result: Result, peak_flops: float = 0.0) -> list[str]:
+    """One line of a table under :data:`COLUMNS`. peak_flops: most operations per second of the device, 0 = unknown."""
+    return [
+        result.name,
+        "-" if result.seconds is None else short_number(result.seconds * 1e3),
+        "-" if result.ratio is None else short_number(result.ratio),
+        _throughput(result.flops, peak_flops),
+        "-" if result.extra_bytes is None else f"{result.extra_bytes / MIB:.2f}",
+        "-" if result.launches is None else f"{result.launches:,}",
+        "-" if result.error is None else f"{result.error:.1e}",
+        ", ".join(filter(None, (result.ran, result.note))),
+    ]
+
+
+def _throughput(flops: float | None, peak_flops: float) -> str:
+    if flops is None:
+        return "-"
+    share = f" ({flops / peak_flops:.0%})" if peak_flops else ""
+    return f"{flops / 1e12:.{1 if flops >= 1e13 else 3}f}{share}"
+
+
+def geometric_means(reports: list[dict[str, Any]]) -> dict[str, dict[str, float]]:
+    """Per candidate: the geometric mean of its ratios to the baseline, and over how many shapes."""
+    ratios: dict[str, list[float]] = {}
+    for report in reports:
+        for result in report["results"]:
+            if result["ratio"]:
+                ratios.setdefault(result["name"], []).append(result["ratio"])
+    return {
+        name: {"ratio": math.exp(math.fsum(map(math.log, values)) / len(values)), "shapes": len(values)}
+        for name, values in ratios.items()
+    }
+
+
+def versions(*others: str) -> dict[str, str]:
+    """The versions of Python, torch, this package and those of ``others`` that are installed."""
+    found = {"python": platform.python_version(), "torch": torch.__version__}
+    for name in ("pascal-attention", *others):
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found

@@ -15,9 +15,9 @@ from torch import Tensor
 from ...fused.linear import LinearCall
 from ...int8 import Int8Matrix, int8_linear, quantize_rows
 from ...int8.backends import backend_of, backends_of
-from .choice import choose, read_sizes
 from .clock import Clock
 from .contest import Entrant, Result, Settings, Work, compete, silent
+from .shapes import choose, read_sizes
 
 BASELINE = "float32"
 
@@ -57,7 +57,7 @@ QUICK = ("sdxl-attn", "sdxl-ff-in", "sdxl-ff-out", "flux-qkv", "flux-modulation"
 
 
 def choose_layers(patterns: str) -> list[Layer]:
-    """The layers that :func:`.choice.choose` finds."""
+    """The layers that :func:`.shapes.choose` finds."""
     return choose("layer", LAYERS, patterns, QUICK)
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,7 +13,7 @@ from ...capture import CapturedCall
 from ...checks import gap
 from ...observe.memory import available_bytes
 from ..oracle import reference, spread_rows
-from .candidates import BASELINE, Attend, Candidate, torch_kernel
+from .candidates import BASELINE, Candidate, torch_kernel
 from .clock import Clock
 from .contest import Entrant, Result, Settings, Work, compete, silent
 
@@ -29,18 +28,50 @@ def race(
     progress: Callable[[str], None] = silent,
 ) -> list[Result]:
     """One result per candidate, in their order; the first is the unit of the ratios."""
-    oracle = _Oracle(call, settings)
+    rows = spread_rows(call.query.shape[-2], settings.error_rows).to(call.query.device)
+    tensors: tuple[Tensor, ...] = (call.query, call.key, call.value)
+    if settings.backward:
+        tensors = tuple(t.detach().clone().requires_grad_() for t in tensors)
+    grads = _gradients(call, rows) if settings.backward else (None, None)
+    expected = reference(call, rows, None if grads[1] is None else grads[1][..., rows, :])
+
+    def prepared(candidate: Candidate) -> Work:
+        attend = candidate.prepare(call)
+
+        def run(grad: Tensor | None) -> tuple[Tensor, ...]:
+            if grad is not None:
+                return torch.autograd.grad(attend(*tensors), tensors, grad)
+            with torch.no_grad():
+                return (attend(*tensors),)
+
+        return Work(*(functools.partial(run, grad) for grad in grads))
+
+    def error_of(found: tuple[Tensor, ...]) -> float:
+        """The largest difference divided by the largest value of the reference, the worst of the outputs."""
+        outs = found if settings.backward else (found[0][..., rows, :],)
+        return max((gap(out, right).relative for out, right in zip(outs, expected)), default=0.0)
+
     entrants = [
         Entrant(
             candidate.name,
-            functools.partial(oracle.work, candidate),
+            functools.partial(prepared, candidate),
             ran=torch_kernel(call) if candidate.name == BASELINE else "",
             note=_too_much(candidate, call, settings),
         )
         for candidate in candidates
     ]
     operations = needed_operations(call, backward=settings.backward)
-    return compete(entrants, oracle.error_of, operations, clock, settings, progress)
+    return compete(entrants, error_of, operations, clock, settings, progress)
+
+
+def _gradients(call: CapturedCall, rows: Tensor) -> tuple[Tensor, Tensor]:
+    """Gradients of the output: one to time, and one to check, which is zero but in some rows: far less work for the
+    reference, but a card draws less power over zeros and may run faster."""
+    size = (*call.query.shape[:-1], call.value.shape[-1])
+    drawn = torch.randn(size, generator=torch.Generator().manual_seed(1)).to(call.query)
+    sparse = torch.zeros_like(drawn)
+    sparse[..., rows, :] = drawn[..., rows, :]
+    return drawn, sparse
 
 
 def needed_operations(call: CapturedCall, *, backward: bool = False) -> int:
@@ -58,43 +89,3 @@ def _too_much(candidate: Candidate, call: CapturedCall, settings: Settings) -> s
     if available is None or needed <= _SHARE_OF_MEMORY * available:
         return ""
     return f"skipped: needs about {needed / 2**30:.1f} GiB, {available / 2**30:.1f} GiB are free"
-
-
-class _Oracle:
-    """The work of a candidate, and the check of its result."""
-
-    def __init__(self, call: CapturedCall, settings: Settings):
-        self.call, self.backward = call, settings.backward
-        self.rows = spread_rows(call.query.shape[-2], settings.error_rows).to(call.query.device)
-        self.tensors: tuple[Tensor, ...] = (call.query, call.key, call.value)
-        if not self.backward:
-            self.expected = reference(call, self.rows)
-            return
-        self.tensors = tuple(t.detach().clone().requires_grad_() for t in self.tensors)
-        generator = torch.Generator().manual_seed(1)
-        size = (*call.query.shape[:-1], call.value.shape[-1])
-        self.grad = torch.randn(size, generator=generator).to(call.query)
-        # The output gradient is zero but in some rows: the same work for every candidate, far less for the reference.
-        self.sparse_grad = torch.zeros_like(self.grad)
-        self.sparse_grad[..., self.rows, :] = self.grad[..., self.rows, :]
-        self.expected = reference(call, self.rows, self.grad[..., self.rows, :])
-
-    def work(self, candidate: Candidate) -> Work:
-        """The call by one candidate, with gradients of the whole output to time, of some rows to check."""
-        attend = candidate.prepare(self.call)
-        if self.backward:
-            return Work(*(functools.partial(self._gradients, attend, g) for g in (self.grad, self.sparse_grad)))
-        forward = functools.partial(self._forward, attend)
-        return Work(forward, forward)
-
-    def _forward(self, attend: Attend) -> Tensor:
-        with torch.no_grad():
-            return attend(*self.tensors)
-
-    def _gradients(self, attend: Attend, grad: Tensor) -> tuple[Tensor, ...]:
-        return torch.autograd.grad(attend(*self.tensors), self.tensors, grad)
-
-    def error_of(self, found: Any) -> float:
-        """The largest difference divided by the largest value of the reference, the worst of the outputs."""
-        outs = found if self.backward else (found[..., self.rows, :],)
-        return max((gap(out, expected).relative for out, expected in zip(outs, self.expected)), default=0.0)

@@ -26,7 +26,7 @@ from ...observe.memory import PeakMemory, available_bytes
 from ...observe.report import record
 from .. import CommandError, charts
 from ..bench.clock import device_named
-from ..bench.report import versions
+from ..bench.contest import versions
 from ..tables import print_table
 
 if TYPE_CHECKING:
@@ -228,16 +228,6 @@ def _quiet() -> Iterator[None]:
     """Silence unrelated warnings of diffusers and transformers."""
     for name in ("TRANSFORMERS_VERBOSITY", "DIFFUSERS_VERBOSITY"):
         os.environ.setdefault(name, "error")
-    from diffusers.utils import logging as of_diffusers
-    from transformers.utils import logging as of_transformers
-
-    before = of_diffusers.get_verbosity(), of_transformers.get_verbosity()
-    of_diffusers.set_verbosity_error()
-    of_transformers.set_verbosity_error()
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        of_diffusers.set_verbosity(before[0])
-        of_transformers.set_verbosity(before[1])
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield

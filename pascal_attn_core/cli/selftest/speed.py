@@ -65,18 +65,13 @@ def run_speed(device: torch.device, left: Callable[[], float]) -> Iterator[dict[
         fitted = fit(shape, speed[shape.dtype], seconds / (len(candidates) * _CALLS_PER_CANDIDATE))
         settings = Settings(_ROUNDS, seconds / len(candidates), error_rows=64)
         peak = device_info(device).fp32_flops if fitted.dtype == "float32" else 0.0
+        results: list[dict[str, Any]] = []
+        failed = ""
         try:
             results = [asdict(result) for result in race(fitted.make(device), candidates, clock, settings)]
         except Exception as failure:  # the test goes on: whatever it is belongs into the report
-            yield {
-                "shape": shape.name,
-                "text": fitted.text,
-                "peak": peak,
-                "failed": in_one_line(failure),
-                "results": [],
-            }
-        else:
-            yield {"shape": shape.name, "text": fitted.text, "peak": peak, "failed": "", "results": results}
+            failed = in_one_line(failure)
+        yield {"shape": shape.name, "text": fitted.text, "peak": peak, "failed": failed, "results": results}
 
 
 def product_speed(device: torch.device, dtype: str, clock: Clock) -> float:

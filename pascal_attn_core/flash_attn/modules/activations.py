@@ -11,22 +11,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-__all__ = [
-    "SwiGLUFunction",
-    "bias_gelu",
-    "bias_gelu_back",
-    "bias_gelu_impl",
-    "fast_gelu_impl",
-    "gelu_bwd",
-    "gelu_fwd",
-    "relu_bwd",
-    "sqrelu_bwd",
-    "sqrelu_fwd",
-    "swiglu",
-    "swiglu_bwd",
-    "swiglu_fwd",
-]
-
 
 def gelu_fwd(x: Tensor) -> Tensor:
     """GELU, in the dtype of x."""

@@ -13,8 +13,6 @@ from ..options import FlashArgumentError
 from .mha import MHA
 from .mlp import Mlp
 
-__all__ = ["Block", "StochasticDepth"]
-
 
 class StochasticDepth(nn.Module):
     """In training, with probability p a whole sample (dimension 0) becomes 0, and the others are divided by 1 - p."""

@@ -14,13 +14,6 @@ from torch.utils.checkpoint import checkpoint
 from ..options import FlashArgumentError, on_one_device
 from .activations import sqrelu_fwd
 
-__all__ = [
-    "FusedDense",
-    "FusedMLP",
-    "fused_dense_func",
-    "fused_mlp_func",
-]
-
 _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu_approx": partial(F.gelu, approximate="tanh"),
     "relu": F.relu,

@@ -11,11 +11,6 @@ from torch import Tensor, nn
 from ..options import FlashArgumentError
 from .dense import FusedDense
 
-__all__ = [
-    "GPT2Embeddings",
-    "PatchEmbed",
-]
-
 
 class GPT2Embeddings(nn.Module):
     """Embeddings of tokens and, where max_position_embeddings is above 0, of positions.

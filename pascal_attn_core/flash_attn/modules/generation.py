@@ -12,16 +12,6 @@ from torch import Tensor
 
 from ..options import FlashArgumentError
 
-__all__ = [
-    "GenerationMixin",
-    "InferenceParams",
-    "allocate_inference_cache",
-    "decode",
-    "modify_logits_for_top_k_filtering",
-    "modify_logits_for_top_p_filtering",
-    "sample",
-]
-
 GreedySearchDecoderOnlyOutput = namedtuple("GreedySearchDecoderOnlyOutput", ["sequences", "scores"])
 SampleDecoderOnlyOutput = namedtuple("SampleDecoderOnlyOutput", ["sequences", "scores"])
 

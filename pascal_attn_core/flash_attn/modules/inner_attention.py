@@ -13,8 +13,6 @@ from ...attention import sdpa
 from ...lazy_mask import LazyMask
 from ..options import FlashArgumentError, check_layout
 
-__all__ = ["CrossAttention", "FlashCrossAttention", "FlashSelfAttention", "SelfAttention", "get_alibi_slopes"]
-
 # What flash-attn adds to the scores of padding.
 _PADDING = -10000.0
 
@@ -30,7 +28,7 @@ def get_alibi_slopes(nheads: int) -> list[float]:
 class _Inner(nn.Module):
     """The base of the four kinds of inner attention."""
 
-    def __init__(self, causal: bool, softmax_scale: float | None, attention_dropout: float):
+    def __init__(self, causal: bool = False, softmax_scale: float | None = None, attention_dropout: float = 0.0):
         super().__init__()
         self.causal, self.softmax_scale = causal, softmax_scale
         self.drop = nn.Dropout(attention_dropout)
@@ -40,8 +38,8 @@ class _Inner(nn.Module):
         return self.drop.p if self.training else 0.0
 
 
-class FlashSelfAttention(_Inner):
-    """:func:`~pascal_attn_core.flash_attn.flash_attn_qkvpacked_func` as a module, in any dtype and on any device."""
+class _FlashInner(_Inner):
+    """The base of the two that take what flash-attn's functions do."""
 
     alibi_slopes: Tensor | None
 
@@ -57,21 +55,32 @@ class FlashSelfAttention(_Inner):
         super().__init__(causal, softmax_scale, attention_dropout)
         self.register_buffer("alibi_slopes", alibi_slopes, persistent=False)
         self.window_size, self.deterministic = window_size, deterministic
+
+    def _options(self, causal: bool | None) -> dict[str, Any]:
+        return {
+            "softmax_scale": self.softmax_scale,
+            "causal": self.causal if causal is None else causal,
+            "window_size": self.window_size,
+            "alibi_slopes": slopes_of(self),
+            "deterministic": self.deterministic,
+        }
+
+
+class FlashSelfAttention(_FlashInner):
+    """:func:`~pascal_attn_core.flash_attn.flash_attn_qkvpacked_func` as a module, in any dtype and on any device."""
 
     def forward(
         self, qkv: Tensor, causal: bool | None = None, cu_seqlens: Tensor | None = None, max_seqlen: int | None = None
     ) -> Any:
         """``[B, L, 3, H, D]`` -> ``[B, L, H, D]``, with ``cu_seqlens`` ``[total, 3, H, D]`` -> ``[total, H, D]``."""
-        options = _options(self, causal)
+        options = self._options(causal)
         if cu_seqlens is None:
             return functions.flash_attn_qkvpacked_func(qkv, self.dropout_p, **options)
         return functions.flash_attn_varlen_qkvpacked_func(qkv, cu_seqlens, max_seqlen, self.dropout_p, **options)
 
 
-class FlashCrossAttention(_Inner):
+class FlashCrossAttention(_FlashInner):
     """:func:`~pascal_attn_core.flash_attn.flash_attn_kvpacked_func` as a module, in any dtype and on any device."""
-
-    alibi_slopes: Tensor | None
 
     def __init__(
         self,
@@ -82,9 +91,7 @@ class FlashCrossAttention(_Inner):
         window_size: tuple[int, int] = (-1, -1),
         deterministic: bool = False,
     ):
-        super().__init__(causal, softmax_scale, attention_dropout)
-        self.register_buffer("alibi_slopes", alibi_slopes, persistent=False)
-        self.window_size, self.deterministic = window_size, deterministic
+        super().__init__(causal, softmax_scale, attention_dropout, window_size, alibi_slopes, deterministic)
 
     def forward(
         self,
@@ -97,7 +104,7 @@ class FlashCrossAttention(_Inner):
         max_seqlen_k: int | None = None,
     ) -> Any:
         """q ``[B, L, Hq, D]`` and kv ``[B, S, 2, Hkv, D]``, or ``[total, ...]`` of each with cu_seqlens of both."""
-        options = _options(self, causal)
+        options = self._options(causal)
         if cu_seqlens is None:
             return functions.flash_attn_kvpacked_func(q, kv, self.dropout_p, **options)
         if cu_seqlens_k is None:
@@ -109,9 +116,6 @@ class FlashCrossAttention(_Inner):
 
 class SelfAttention(_Inner):
     """Attention with a padding mask. Scores of padding get -10000, as in flash-attn; ``causal`` hides later keys."""
-
-    def __init__(self, causal: bool = False, softmax_scale: float | None = None, attention_dropout: float = 0.0):
-        super().__init__(causal, softmax_scale, attention_dropout)
 
     def forward(self, qkv: Tensor, causal: bool | None = None, key_padding_mask: Tensor | None = None) -> Tensor:
         """qkv ``[B, L, 3, H, D]``; key_padding_mask bool ``[B, L]``, True = a token. Returns ``[B, L, H, D]``."""
@@ -127,9 +131,6 @@ class SelfAttention(_Inner):
 
 class CrossAttention(_Inner):
     """Attention with a padding mask; ``causal`` is lower-right, counted from the last key that is no padding."""
-
-    def __init__(self, causal: bool = False, softmax_scale: float | None = None, attention_dropout: float = 0.0):
-        super().__init__(causal, softmax_scale, attention_dropout)
 
     def forward(
         self, q: Tensor, kv: Tensor, causal: bool | None = None, key_padding_mask: Tensor | None = None
@@ -153,16 +154,6 @@ class CrossAttention(_Inner):
         shape = (q.shape[0], q.shape[2], q.shape[1], k.shape[1])
         mask = LazyMask(shape, rule, device=q.device, dtype=q.dtype)
         return _attention(self, q, k, v, mask, False)
-
-
-def _options(inner: Any, causal: bool | None) -> dict[str, Any]:
-    return {
-        "softmax_scale": inner.softmax_scale,
-        "causal": inner.causal if causal is None else causal,
-        "window_size": inner.window_size,
-        "alibi_slopes": slopes_of(inner),
-        "deterministic": inner.deterministic,
-    }
 
 
 def slopes_of(inner: Any) -> Tensor | None:

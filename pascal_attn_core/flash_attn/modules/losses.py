@@ -15,8 +15,6 @@ from torch.autograd.function import once_differentiable
 
 from ..options import FlashArgumentError, on_one_device
 
-__all__ = ["CrossEntropyLoss", "cross_entropy_loss"]
-
 # Elements of the logits that are computed at a time.
 _CHUNK = 1 << 24
 

@@ -20,8 +20,6 @@ from .inner_attention import (
 )
 from .rotary import RotaryEmbedding
 
-__all__ = ["MHA", "LinearResidual", "update_kv_cache"]
-
 
 class LinearResidual(nn.Linear):
     """A linear layer that returns (output, input)."""

@@ -11,11 +11,6 @@ from torch import Tensor, nn
 
 from .activations import swiglu
 
-__all__ = [
-    "GatedMlp",
-    "Mlp",
-]
-
 
 class Mlp(nn.Module):
     """``fc2(activation(fc1(x)))``; hidden_features is 4 * in_features where it is not given."""

@@ -17,20 +17,6 @@ from torch import Tensor
 from ..options import FlashArgumentError
 from ..signatures import called_as
 
-__all__ = [
-    "DropoutAddLayerNorm",
-    "DropoutAddRMSNorm",
-    "OlderRMSNorm",
-    "RMSNorm",
-    "dropout_add_layer_norm",
-    "dropout_add_rms_norm",
-    "layer_norm",
-    "layer_norm_fn",
-    "layer_norm_linear_fn",
-    "rms_norm",
-    "rms_norm_fn",
-]
-
 _BEFORE = (
     "x weight bias residual=None x1=None weight1=None bias1=None eps=1e-6 dropout_p=0.0 rowscale=None prenorm=False "
     "residual_in_fp32=False zero_centered_weight=False"

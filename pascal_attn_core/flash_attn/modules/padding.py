@@ -7,15 +7,6 @@ from torch import Tensor
 
 from ..options import FlashArgumentError
 
-__all__ = [
-    "index_first_axis",
-    "index_first_axis_residual",
-    "index_put_first_axis",
-    "pad_input",
-    "unpad_input",
-    "unpad_input_for_concatenated_sequences",
-]
-
 
 def index_first_axis(tensor: Tensor, indices: Tensor) -> Tensor:
     """``tensor[indices]`` along the first dimension: ``[N, ...]`` and whole numbers ``[M]`` -> ``[M, ...]``."""

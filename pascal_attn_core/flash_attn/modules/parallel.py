@@ -9,18 +9,6 @@ from torch import Tensor
 
 from ..options import FlashArgumentError
 
-__all__ = [
-    "all_gather",
-    "all_gather_raw",
-    "all_reduce",
-    "all_reduce_raw",
-    "allreduce_sequence_parallel_grad",
-    "get_dim_for_local_rank",
-    "reduce_scatter",
-    "reduce_scatter_raw",
-    "sync_shared_params",
-]
-
 
 def all_gather_raw(input_: Tensor, process_group: Any, async_op: bool = False) -> tuple[Tensor, Any]:
     """(the inputs of all ranks, concatenated along dimension 0, handle of the operation); no gradients."""

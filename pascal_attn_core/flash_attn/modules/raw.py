@@ -25,13 +25,6 @@ from ..options import FlashArgumentError, FlashOptions, alibi_mask, check_layout
 from ..signatures import called_as
 from ..varlen import cut_to_used, read_ends, varlen_attend
 
-__all__ = [
-    "flash_attn_backward",
-    "flash_attn_forward",
-    "flash_attn_varlen_backward",
-    "flash_attn_varlen_forward",
-]
-
 _ROWS = 128  # flash-attn rounds the rows of softmax_d up to it
 
 _OPTIONS = "dropout_p softmax_scale causal window_size_left=-1 window_size_right=-1 softcap=0.0 alibi_slopes=None"

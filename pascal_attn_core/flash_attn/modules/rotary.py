@@ -15,18 +15,6 @@ from torch import Tensor
 
 from ..options import FlashArgumentError, check_layout
 
-__all__ = [
-    "ApplyRotaryEmb",
-    "RotaryEmbedding",
-    "apply_rotary",
-    "apply_rotary_emb",
-    "apply_rotary_emb_func",
-    "apply_rotary_emb_kv_",
-    "apply_rotary_emb_qkv_",
-    "apply_rotary_emb_torch",
-    "rotate_half",
-]
-
 
 def apply_rotary(
     x: Tensor,

@@ -14,8 +14,6 @@ from ..signatures import called_as
 from ..varlen import padded_lse, read_ends
 from . import raw
 
-__all__ = ["bwd", "flash_attn_func", "fwd", "varlen_bwd", "varlen_fwd"]
-
 _LENGTHS = "cu_seqlens_q cu_seqlens_k max_seqlen_q max_seqlen_k"
 
 

@@ -17,15 +17,6 @@ from ..signatures import called_as, options_of
 from ..varlen import padded_lse, varlen_attend
 from .padding import pad_input, unpad_input
 
-__all__ = [
-    "FlashAttention",
-    "FlashMHA",
-    "flash_attn_unpadded_func",
-    "flash_attn_unpadded_kvpacked_func",
-    "flash_attn_unpadded_qkvpacked_func",
-    "flash_attn_unpadded_qkvpacked_split_func",
-]
-
 
 @called_as(
     "q k v cu_seqlens_q cu_seqlens_k max_seqlen_q max_seqlen_k dropout_p softmax_scale=None causal=False "

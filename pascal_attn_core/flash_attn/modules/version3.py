@@ -19,17 +19,6 @@ from ..signatures import called_as
 from ..varlen import cut_to_used, read_ends, used_places
 from . import raw
 
-__all__ = [
-    "flash_attn_backward",
-    "flash_attn_combine",
-    "flash_attn_forward",
-    "flash_attn_func",
-    "flash_attn_qkvpacked_func",
-    "flash_attn_varlen_func",
-    "flash_attn_with_kvcache",
-    "get_scheduler_metadata",
-]
-
 _SCALES = "q_descale=None k_descale=None v_descale=None"
 _OPTIONS = f"{_SCALES} window_size=(-1,-1) attention_chunk=0 softcap=0.0"
 _LAST = "num_splits=1 pack_gqa=None deterministic=False sm_margin=0 return_attn_probs=False"

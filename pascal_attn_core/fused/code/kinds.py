@@ -55,13 +55,12 @@ def _tensor_kinds(
         functions = (function, combine) if small else (function,)
         return Kind(files, macros, functions, True, least, below, "pa_even_bits" if even else "pa_mask_bits")
 
-    kinds = {
+    return {
         name: kind(""),
         f"{name}_packed": kind("_packed", packed=True),
         f"{name}_small": kind("_small", small=True),
         f"{name}_even": kind("_even", even=True),
     }
-    return {**kinds, f"{name}_barrier": kind("_barrier")} if name == "tensor" else kinds
 
 
 def _gradient_kinds(

@@ -96,13 +96,6 @@ class Variant(Compilation):
         """Which of the gradients of query, key and value it computes."""
         return slice(1, 3) if "key_value" in self.kind else slice(0, 3 if self.kind == "grad_all" else 1)
 
-    @functools.cached_property
-    def with_barrier(self) -> Variant | None:
-        """This kernel with a barrier for each tile, if its warps wait for each other's counters."""
-        g = self.geometry
-        has_counters = self.kind == "tensor" and isinstance(g, TensorGeometry) and g.counters
-        return replace(self, kind="tensor_barrier") if has_counters else None
-
     @property
     def lift(self) -> float:
         """Factor of the probabilities, and of their sums, in a forward kernel: LIFT of ``amd_softmax.cuh``."""
@@ -219,9 +212,7 @@ def all_variants() -> Iterator[Variant]:
                 for dtype in ("float16",) if is_tensor else DTYPES:
                     for mask in masks:
                         variant = Variant(kind, head_dim, dtype, mask, padded)
-                        if not variant.exists:
-                            continue
-                        if kind != "tensor_barrier" or replace(variant, kind="tensor").with_barrier:
+                        if variant.exists:
                             yield variant
 
 

@@ -28,7 +28,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from .tables import read_tables
+from .tables import Tiles, read_tables
 
 ARCHS = ("gfx900", "gfx906", "gfx1010", "gfx1012", "gfx1030")
 # Architectures with the instructions of one of ARCHS.
@@ -103,7 +103,7 @@ def wave_size(arch: str) -> int:
 
 
 @dataclass(frozen=True)
-class AmdGeometry:
+class AmdGeometry(Tiles):
     """See the head of ``common.cuh``.
 
     Attributes:
@@ -113,6 +113,11 @@ class AmdGeometry:
         pairs: PA_PAIRS; keep: PA_KEEP; ahead: PA_AHEAD.
         blocks: that shall fit a compute unit.
     """
+
+    named = (
+        "PA_BR=rows PA_BC=cols PA_TX=tx PA_TY=ty PA_KC=depth PA_VC=staged PA_PSPLIT=parts "
+        "PA_WAVES=waves PA_PAIRS=pairs PA_KEEP=keep PA_AHEAD=ahead"
+    )
 
     rows: int
     cols: int
@@ -143,20 +148,7 @@ class AmdGeometry:
         return elements // 2 if self.pairs else elements
 
     def macros(self, head_dim: int) -> dict[str, object]:
-        return {
-            "PA_AMD": 1,
-            "PA_BR": self.rows,
-            "PA_BC": self.cols,
-            "PA_TX": self.tx,
-            "PA_TY": self.ty,
-            "PA_KC": self.depth,
-            "PA_VC": self.staged,
-            "PA_PSPLIT": self.parts,
-            "PA_WAVES": self.waves,
-            "PA_PAIRS": self.pairs,
-            "PA_KEEP": int(self.keep),
-            "PA_AHEAD": int(self.ahead),
-        }
+        return {"PA_AMD": 1, **super().macros(head_dim)}
 
 
 _READ = read_tables("amd", AmdGeometry)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from .tables import read_tables
+from .tables import Tiles, read_tables
 from .tensor import pitch
 
 
 @dataclass(frozen=True)
-class GradientGeometry:
+class GradientGeometry(Tiles):
     """See the head of ``tensor_gradient.cuh``.
 
     Attributes:
@@ -18,6 +18,8 @@ class GradientGeometry:
         in_registers: 16-byte columns of the two tensors of the rows that stay there, even numbers.
         blocks: that shall fit a multiprocessor.
     """
+
+    named = "PA_WARPS=warps PA_MT=tiles PA_BC=cols PA_SC=at_once PA_MINB=blocks"
 
     tiles: int
     in_registers: tuple[int, int]
@@ -48,15 +50,7 @@ class GradientGeometry:
         return stats + words + 64
 
     def macros(self, head_dim: int) -> dict[str, object]:
-        return {
-            "PA_WARPS": self.warps,
-            "PA_MT": self.tiles,
-            "PA_BC": self.cols,
-            "PA_SC": self.at_once,
-            "PA_XREG": self.in_registers[0],
-            "PA_XXREG": self.in_registers[1],
-            "PA_MINB": self.blocks,
-        }
+        return super().macros(head_dim) | dict(zip(("PA_XREG", "PA_XXREG"), self.in_registers))
 
 
 GRADIENT_TABLES = read_tables("gradient", GradientGeometry)

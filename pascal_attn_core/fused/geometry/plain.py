@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from .tables import read_tables
+from .tables import Tiles, read_tables
 
 
 @dataclass(frozen=True)
-class Geometry:
+class Geometry(Tiles):
     """Sizes of the tiles of kernels on plain cores: see the head of ``common.cuh``."""
+
+    named = (
+        "PA_BR=rows PA_BC=cols PA_TX=tx PA_TY=ty PA_KC=depth PA_VC=staged PA_PSPLIT=parts PA_MINB=blocks PA_AHEAD=ahead"
+    )
 
     rows: int
     cols: int
@@ -32,19 +36,6 @@ class Geometry:
         rows = row_buffers * self.depth * (self.rows + self.cols)
         cols = self.cols // self.parts * self.rows + column_buffers * self.staged * head_dim
         return 4 * max(rows, cols)
-
-    def macros(self, head_dim: int) -> dict[str, object]:
-        return {
-            "PA_BR": self.rows,
-            "PA_BC": self.cols,
-            "PA_TX": self.tx,
-            "PA_TY": self.ty,
-            "PA_KC": self.depth,
-            "PA_VC": self.staged,
-            "PA_PSPLIT": self.parts,
-            "PA_MINB": self.blocks,
-            "PA_AHEAD": int(self.ahead),
-        }
 
 
 PLAIN_TABLES = read_tables("plain", Geometry)

@@ -8,10 +8,24 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 FOLDER = Path(__file__).parent
 Geometry = TypeVar("Geometry")
+
+
+class Tiles:
+    """The base of these dataclasses.
+
+    Attributes:
+        named: macros and the sizes that they stand for, ``"PA_BR=rows PA_BC=cols"``.
+    """
+
+    named: ClassVar[str]
+
+    def macros(self, head_dim: int) -> dict[str, object]:
+        pairs = (pair.partition("=") for pair in self.named.split())
+        return {macro: int(getattr(self, size)) for macro, _, size in pairs}
 
 
 def read_tables(name: str, make: Callable[..., Geometry]) -> dict[str, dict[int, Geometry]]:

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
-from .tables import read_tables
+from .tables import Tiles, read_tables
 
 MOST_PIECES = 400  # blocks that the parameters of a launch can list, of which CUDA takes 4 KiB
 
 
 @dataclass(frozen=True)
-class TensorGeometry:
+class TensorGeometry(Tiles):
     """See the head of ``tensor_call.cuh``.
 
     Attributes:
@@ -22,6 +22,8 @@ class TensorGeometry:
         integer_packed: of four tiles of 8 keys, those whose probabilities are rounded by integer arithmetic.
         bounds: the range of tiles within the band is read from shared memory for each tile: listed blocks only.
     """
+
+    named = "PA_WARPS=warps PA_MT=tiles PA_BC=cols PA_COUNTERS=counters PA_MINB=blocks PA_INTEGER_PACKED=integer_packed"
 
     warps: int = 8
     tiles: int = 2
@@ -52,16 +54,8 @@ class TensorGeometry:
         return moving + (self.rows * pitch(chunks - kept) if kept < chunks else 0)
 
     def macros(self, head_dim: int) -> dict[str, object]:
-        return {
-            **({"PA_BOUNDS": 1} if self.bounds else {}),
-            "PA_WARPS": self.warps,
-            "PA_MT": self.tiles,
-            "PA_BC": self.cols,
-            "PA_QREG": self._kept(head_dim),
-            "PA_COUNTERS": int(self.counters),
-            "PA_MINB": self.blocks,
-            "PA_INTEGER_PACKED": self.integer_packed,
-        }
+        bounds: dict[str, object] = {"PA_BOUNDS": 1} if self.bounds else {}
+        return {**super().macros(head_dim), **bounds, "PA_QREG": self._kept(head_dim)}
 
     def _kept(self, head_dim: int) -> int:
         return min(self.in_registers or head_dim // 8, head_dim // 8)
@@ -82,9 +76,6 @@ EVEN_HEAD_DIM = 128  # up to which the blocks of a launch can be listed, without
 def tensor_geometry(kind: str, head_dim: int, mask: str, *, padded: bool) -> TensorGeometry:
     """The tiles of the kernel of this kind, one of those that are named after a generation."""
     generation, _, suffix = kind.partition("_")
-    if suffix == "barrier":
-        own = tensor_geometry(generation, head_dim, mask, padded=padded)
-        return TENSOR_TABLES["tensor-barrier"].get(head_dim) or replace(own, counters=False)
     last = ("padded" if padded else "") if mask == "none" else mask
     both = f"{mask}-padded" if padded else last
     names = (

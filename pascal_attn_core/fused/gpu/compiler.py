@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TypeVar
 
 from .runtime import CompileError
 
@@ -66,3 +67,16 @@ class RuntimeCompiler:
 
     def _error(self, code: int) -> str:
         return getattr(self._lib, f"{self.prefix}GetErrorString")(code).decode()
+
+
+Library = TypeVar("Library", bound=RuntimeCompiler)
+
+
+def loaded(kind: type[Library], paths: Iterable[str]) -> Iterator[Library]:
+    """The libraries among these files that can be loaded and are this compiler."""
+    for path in paths:
+        try:
+            library = kind(path)
+        except (OSError, AttributeError, CompileError):
+            continue  # not there, for another platform, or something else by that name
+        yield library

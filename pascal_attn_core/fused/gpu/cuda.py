@@ -16,7 +16,7 @@ from ..code.compilation import Compilation
 from ..code.params import Params
 from ..code.source import source
 from . import nvrtc
-from .runtime import CompileError, Driver, GpuRuntime
+from .runtime import Driver, GpuRuntime
 
 _MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 
@@ -64,19 +64,9 @@ class CudaDriver(Driver):
         with self.on(index):
             self.call("cuFuncSetAttribute", function, _MAX_DYNAMIC_SHARED, count)
 
-    def launch(
-        self,
-        index: int,
-        function: ctypes.c_void_p,
-        grid: tuple[int, int, int],
-        threads: int,
-        params: Params,
-        shared_bytes: int = 0,
-    ) -> None:
-        stream, blocks = ctypes.c_void_p(self.stream(index)), (*grid, threads, 1, 1)
+    def _launch(self, params: Params, *how: object) -> None:
         pointers = (ctypes.c_void_p * 1)(ctypes.addressof(params))
-        with self.on(index):
-            self.call("cuLaunchKernel", function, *blocks, shared_bytes, stream, pointers, None)
+        self.call("cuLaunchKernel", *how, pointers, None)
 
 
 @functools.cache
@@ -92,7 +82,8 @@ class CudaRuntime(GpuRuntime):
         find_compiler: gives an NVRTC for an architecture (61 is sm_61), or None.
     """
 
-    compiler_name = "NVRTC"
+    driver_name, compiler_name = "CUDA driver", "NVRTC"
+    where_compiler_is = "; pip install nvidia-cuda-nvrtc-cu12"
 
     def __init__(
         self,
@@ -111,27 +102,15 @@ class CudaRuntime(GpuRuntime):
             return f"the fused kernel needs compute capability 5.0, got {found}"
         return ""
 
-    def driver(self) -> CudaDriver:
-        return self.open_driver()
-
-    def no_driver(self, error: Exception) -> str:
-        return f"the CUDA driver could not be opened: {error}"
-
     def driver_version(self) -> str:
         return ask_driver()
 
-    def compiler_version(self, arch: str) -> tuple[int, int] | None:
-        compiler = self.find_compiler(_number(arch))
-        return None if compiler is None else compiler.version
+    def compiler(self, arch: str) -> nvrtc.Nvrtc | None:
+        return self.find_compiler(_number(arch))
 
     def compile(self, variant: Compilation, arch: str) -> bytes:
-        compiler = self.find_compiler(_number(arch))
-        if compiler is None:
-            raise CompileError(self.no_compiler(arch))
-        return compiler.compile(source(variant.kind), _number(arch), variant.macros()).cubin
-
-    def no_compiler(self, arch: str) -> str:
-        return f"no NVRTC for {arch}; pip install nvidia-cuda-nvrtc-cu12"
+        cubin: bytes = self._compiler(arch).compile(source(variant.kind), _number(arch), variant.macros()).cubin
+        return cubin
 
 
 def _number(arch: str) -> int:

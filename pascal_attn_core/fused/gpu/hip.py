@@ -77,21 +77,11 @@ class HipDriver(Driver):
         if count > LDS_BYTES:
             raise DriverError(f"{count} bytes of shared memory > {LDS_BYTES}", _INVALID_VALUE)
 
-    def launch(
-        self,
-        index: int,
-        function: ctypes.c_void_p,
-        grid: tuple[int, int, int],
-        threads: int,
-        params: Params,
-        shared_bytes: int = 0,
-    ) -> None:
+    def _launch(self, params: Params, *how: object) -> None:
         """The bytes of the structure are the whole argument buffer: the kernels have no hidden arguments."""
-        stream, blocks = ctypes.c_void_p(self.stream(index)), (*grid, threads, 1, 1)
         size = ctypes.c_size_t(ctypes.sizeof(params))
         extra = (ctypes.c_void_p * 5)(_BUFFER, ctypes.addressof(params), _SIZE, ctypes.addressof(size), _END)
-        with self.on(index):
-            self.call("hipModuleLaunchKernel", function, *blocks, shared_bytes, stream, None, extra)
+        self.call("hipModuleLaunchKernel", *how, None, extra)
 
 
 def _open(paths: list[str]) -> ctypes.CDLL:
@@ -118,7 +108,9 @@ class HipRuntime(GpuRuntime):
         find_compiler: gives a HIPRTC, or None.
     """
 
-    compiler_name = "HIPRTC"
+    open_driver: Callable[[], HipDriver]
+    driver_name, compiler_name = "HIP runtime", "HIPRTC"
+    where_compiler_is = ", which torch's ROCm wheels bring"
 
     def __init__(
         self,
@@ -138,34 +130,21 @@ class HipRuntime(GpuRuntime):
             return f"the card is a {info.known_arch}, and {OVERRIDE} makes it a {info.arch}"
         return ""
 
-    def driver(self) -> HipDriver:
-        return self.open_driver()
-
-    def no_driver(self, error: Exception) -> str:
-        return f"the HIP runtime could not be opened: {error}"
-
     def driver_version(self) -> str:
         """The versions of the runtime, and of the kernel that the GPU's driver is a part of."""
         try:
-            version = self.driver().version
+            version = self.open_driver().version
         except (OSError, DriverError):
             return ""
         return f"HIP {version}, {platform.release()}"
 
-    def compiler_version(self, arch: str) -> tuple[int, int] | None:
-        compiler = self.find_compiler()
-        return None if compiler is None else compiler.version
+    def compiler(self, arch: str) -> hiprtc.Hiprtc | None:
+        return self.find_compiler()
 
     def compile(self, variant: Compilation, arch: str) -> bytes:
-        compiler = self.find_compiler()
-        if compiler is None:
-            raise CompileError(self.no_compiler(arch))
         text = source(variant.kind, variant.arch)
-        code = compiler.compile(text, compile_target(arch), variant.macros(), options(arch))
+        code = self._compiler(arch).compile(text, compile_target(arch), variant.macros(), options(arch))
         try:
             return renamed(code, target(arch))
         except ValueError as error:
             raise CompileError(f"HIPRTC made no code object for {arch}: {error}") from error
-
-    def no_compiler(self, arch: str) -> str:
-        return f"no HIPRTC for {arch}, which torch's ROCm wheels bring"

@@ -10,8 +10,7 @@ from collections.abc import Sequence
 import torch
 
 from . import hip_libraries
-from .compiler import RuntimeCompiler
-from .runtime import CompileError
+from .compiler import RuntimeCompiler, loaded
 
 _ANY = (9, 0)
 
@@ -48,12 +47,7 @@ def version_of(said: tuple[int, int], hip: str | None) -> tuple[int, int]:
 
 def load_first(paths: Sequence[str]) -> Hiprtc | None:
     """The first of these that can be loaded and is HIPRTC, or None."""
-    for path in paths:
-        try:
-            return Hiprtc(path)
-        except (OSError, AttributeError, CompileError):
-            continue  # not there, for another platform, or something else by that name
-    return None
+    return next(loaded(Hiprtc, paths), None)
 
 
 @functools.cache

@@ -3,18 +3,22 @@ CUDA 12 wheels bring it; CUDA 13's compiles for sm_75 and newer only."""
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import importlib.util
+import logging
+import os
 import re
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from .compiler import RuntimeCompiler
+from .compiler import RuntimeCompiler, loaded
 from .runtime import CompileError
 
+log = logging.getLogger("pascal_attn")
 OPTIONS = ("--std=c++14", "-w", "--ptxas-options=-v")
 
 
@@ -35,9 +39,16 @@ def usage(log: str) -> tuple[list[tuple[int, int]], int]:
 
 
 class Nvrtc(RuntimeCompiler):
-    """One NVRTC library."""
+    """One NVRTC library, and its builtins."""
 
     prefix = "nvrtc"
+
+    def __init__(self, path: str):
+        if os.path.isabs(path):
+            for builtins in sorted(Path(path).parent.glob("*nvrtc-builtins*")):
+                with contextlib.suppress(OSError):
+                    ctypes.CDLL(str(builtins))  # opened by name at a compilation; CUDA 13's is not looked for there
+        super().__init__(path)
 
     def archs(self) -> list[int]:
         """Architectures it compiles for: 61 is sm_61."""
@@ -55,6 +66,14 @@ class Nvrtc(RuntimeCompiler):
         """
         options = [*OPTIONS, f"--gpu-architecture=sm_{arch}", *(f"-D{name}={value}" for name, value in macros.items())]
         return Compiled(*self._compiled(text, f"sm_{arch}", options, "CUBIN"))
+
+    def serves(self, arch: int) -> bool:
+        """Whether it compiles for an architecture, as it says and in fact."""
+        try:
+            return arch in self.archs() and bool(self.compile('extern "C" __global__ void nothing() {}', arch, {}))
+        except CompileError as error:
+            log.info("%s does not compile: %s", self.path, error)
+            return False
 
 
 def _folders() -> Iterator[Path]:
@@ -79,16 +98,10 @@ def candidates() -> list[str]:
 
 def load(paths: Sequence[str]) -> list[Nvrtc]:
     """The libraries among these that can be loaded."""
-    libraries = []
-    for path in paths:
-        try:
-            libraries.append(Nvrtc(path))
-        except (OSError, AttributeError, CompileError):
-            continue  # not there, for another platform, or something else by that name
-    return libraries
+    return list(loaded(Nvrtc, paths))
 
 
 @functools.cache
 def find(arch: int) -> Nvrtc | None:
     """An NVRTC on this machine that compiles for sm_<arch>, or None."""
-    return next((library for library in load(candidates()) if arch in library.archs()), None)
+    return next((library for library in load(candidates()) if library.serves(arch)), None)

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import ctypes
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -17,12 +17,11 @@ from ..code.compilation import Compilation
 from ..code.params import Params
 
 _RELAXED_CAPTURE = 2  # CU_STREAM_CAPTURE_MODE_RELAXED, hipStreamCaptureModeRelaxed
-# What no later call of the process recovers from: the driver is shutting down (4), memory has failed (214, 220, 226),
-# some kernel has faulted or run too long (700, 702, 710, 714 to 719), the context is gone (709), unknown (999). HIP
-# numbers its errors as the CUDA driver does.
-LOST = frozenset({4, 214, 220, 226, 700, 702, 709, 710, *range(714, 720), 999})
-
-
+# HIP numbers its errors as the CUDA driver does.
+FAULTS = frozenset({700, 702, 710, *range(714, 720)})  # some kernel has faulted or run too long
+# What no later call of the process recovers from: besides those, the driver is shutting down (4), memory has failed
+# (214, 220, 226), the context is gone (709), unknown (999).
+LOST = FAULTS | {4, 214, 220, 226, 709, 999}
 # The driver does not take this machine code: no image of a kernel (200), none for this card (209), or made by a newer
 # compiler (218, 222).
 REFUSED_IMAGE = frozenset({200, 209, 218, 222})
@@ -119,7 +118,6 @@ class Driver(ABC):
             DriverError: a block on this device cannot have so much.
         """
 
-    @abstractmethod
     def launch(
         self,
         index: int,
@@ -138,6 +136,13 @@ class Driver(ABC):
         Raises:
             DriverError: nothing has been queued.
         """
+        stream = ctypes.c_void_p(self.stream(index))
+        with self.on(index):
+            self._launch(params, function, *grid, threads, 1, 1, shared_bytes, stream)
+
+    @abstractmethod
+    def _launch(self, params: Params, *how: object) -> None:
+        """Call the library's function that launches, whose arguments but the last two are ``how``."""
 
     def stream(self, index: int) -> int:
         """The handle of torch's current stream of a device; torch's ROCm builds give a hipStream_t by this name."""
@@ -145,9 +150,17 @@ class Driver(ABC):
 
 
 class GpuRuntime(ABC):
-    """A maker's driver and compiler. Architectures have their compiler's names: ``"sm_61"``, ``"gfx906"``."""
+    """A maker's driver and compiler. Architectures have their compiler's names: ``"sm_61"``, ``"gfx906"``.
 
+    Attributes:
+        open_driver: gives the process's driver.
+        driver_name, compiler_name: what their maker calls them; where_compiler_is: how the compiler is had.
+    """
+
+    open_driver: Callable[[], Driver]
+    driver_name: str
     compiler_name: str
+    where_compiler_is: str
 
     @abstractmethod
     def arch(self, info: DeviceInfo) -> str:
@@ -157,7 +170,6 @@ class GpuRuntime(ABC):
     def refusal(self, info: DeviceInfo) -> str:
         """Why no kernel runs on a device, by its facts alone; "" = nothing is known against it."""
 
-    @abstractmethod
     def driver(self) -> Driver:
         """The process's driver.
 
@@ -165,18 +177,32 @@ class GpuRuntime(ABC):
             OSError: there is none on this machine.
             DriverError: it cannot be initialised.
         """
+        return self.open_driver()
 
-    @abstractmethod
     def no_driver(self, error: Exception) -> str:
         """A sentence for an error of :meth:`driver`."""
+        return f"the {self.driver_name} could not be opened: {error}"
 
     @abstractmethod
     def driver_version(self) -> str:
         """The version of what is installed on this machine, in one word or two; "" where that is not known."""
 
     @abstractmethod
+    def compiler(self, arch: str) -> Any:
+        """A :class:`.RuntimeCompiler` on this machine that compiles for an architecture; None = there is none."""
+
     def compiler_version(self, arch: str) -> tuple[int, int] | None:
-        """The version of a compiler on this machine that compiles for an architecture; None = there is none."""
+        """The version of :meth:`compiler`; None = there is none."""
+        compiler = self.compiler(arch)
+        version: tuple[int, int] | None = None if compiler is None else compiler.version
+        return version
+
+    def _compiler(self, arch: str) -> Any:
+        """:meth:`compiler`, or a CompileError."""
+        compiler = self.compiler(arch)
+        if compiler is None:
+            raise CompileError(self.no_compiler(arch))
+        return compiler
 
     @abstractmethod
     def compile(self, variant: Compilation, arch: str) -> bytes:
@@ -186,6 +212,6 @@ class GpuRuntime(ABC):
             CompileError: with the compiler's log; or there is no compiler.
         """
 
-    @abstractmethod
     def no_compiler(self, arch: str) -> str:
         """A sentence for an architecture without a compiler: what is missing, and how it is had."""
+        return f"no {self.compiler_name} for {arch}{self.where_compiler_is}"

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from ...call import AttentionCall
-from ..code.params import CappedForward, Forward, TensorEven, TensorForward
-from ..code.source import Variant
+from ..code.params import CappedForward, Forward, Params, TensorEven, TensorForward
 from . import Launch
 from .fields import LOG2_E, View, common_fields, mask_bits, mask_tiles, result_fields, softcap_fields, views, work_of
 from .plan import Plan
@@ -38,30 +37,47 @@ def forward_launches(
             fields |= result_fields(stat, name, "l")
         if plan.forward.on_tensor_cores:
             launches += _tensor_launches(call, view, plan, fields)
-        elif plan.splits:
-            launches += _split_launches(call, view, plan, fields)
         else:
             launches += _plain_launches(call, view, plan, fields)
     return launches
 
 
 def _plain_launches(call: AttentionCall, view: View, plan: Plan, fields: dict) -> list[Launch]:
+    keep, params = view.tensors, Forward
+    if plan.forward.kind.startswith("capped"):
+        params, fields = CappedForward, fields | softcap_fields(call)
+        if call.sinks is not None:
+            keep = (call.sinks.float().contiguous(), *keep)
+            fields["sinks"] = keep[0].data_ptr()
+    if plan.splits:
+        return _cut_launches(call, view, plan, params, fields, keep)
+    return [_launch(call, view, plan, params(**fields), keep)]
+
+
+def _launch(call: AttentionCall, view: View, plan: Plan, params: Params, keep: tuple[Tensor, ...]) -> Launch:
+    """The launch with a block for each tile of rows, and for each range of keys."""
     variant, geometry = plan.forward, plan.forward.geometry
-    grid = (-(-call.seq_len_q // geometry.rows), call.num_heads, view.query.shape[0])
-    params, keep = _forward_params(call, variant, fields)
-    keep += view.tensors
-    return [Launch(variant, variant.functions[0], grid, geometry.threads, params, keep, work_of(call, view))]
+    heads = call.groups if variant.is_small else 1  # whose rows a tile holds
+    tiles = -(-heads * call.seq_len_q // geometry.rows) * max(1, plan.splits)
+    grid = tiles, call.num_heads // heads, view.query.shape[0]
+    return Launch(variant, variant.functions[0], grid, geometry.threads, params, keep, work_of(call, view))
 
 
-def _forward_params(call: AttentionCall, variant: Variant, fields: dict) -> tuple[Forward, tuple[Tensor, ...]]:
-    """The parameters of a kernel on plain cores, and the tensors that must live as long as they."""
-    if not variant.kind.startswith("capped"):
-        return Forward(**fields), ()
-    fields = fields | softcap_fields(call)
-    if call.sinks is None:
-        return CappedForward(**fields), ()
-    sinks = call.sinks.float().contiguous()
-    return CappedForward(**fields, sinks=sinks.data_ptr()), (sinks,)
+def _cut_launches(
+    call: AttentionCall, view: View, plan: Plan, params: type[Params], fields: dict, keep: tuple[Tensor, ...]
+) -> list[Launch]:
+    """The launches of a kernel whose keys are cut into ranges: that of the kernel, and that which joins the parts."""
+    variant, joined = plan.forward, plan.splits + (call.sinks is not None)
+    parts, of_parts = part_fields(call, view, joined)
+    if call.sinks is not None:
+        _fill_sinks(call, parts, joined, "natural" if variant.mask == "float" else "log2", variant.lift)
+    keep, fields = (*keep, parts), fields | of_parts
+    rows = view.query.shape[0] * call.num_heads * call.seq_len_q
+    to_join = params(**fields | {"splits": joined})
+    return [
+        _launch(call, view, plan, params(**fields | {"splits": plan.splits}), keep),
+        Launch(variant, variant.functions[1], (-(-rows // 4), 1, 1), 128, to_join, keep),
+    ]
 
 
 def part_fields(call: AttentionCall, view: View, splits: int) -> tuple[Tensor, dict[str, int]]:
@@ -71,34 +87,10 @@ def part_fields(call: AttentionCall, view: View, splits: int) -> tuple[Tensor, d
     parts = view.query.new_empty(splits * rows * (call.head_dim_v + 2), dtype=torch.float32)
     address, row_bytes = parts.data_ptr(), 4 * splits * rows
     return parts, {
-        "splits": splits,
         "part_out": address,
         "part_max": address + row_bytes * call.head_dim_v,
         "part_sums": address + row_bytes * (call.head_dim_v + 1),
     }
-
-
-def _split_launches(call: AttentionCall, view: View, plan: Plan, fields: dict) -> list[Launch]:
-    variant, geometry, batches, splits = plan.forward, plan.forward.geometry, view.query.shape[0], plan.splits
-    rows = batches * call.num_heads * call.seq_len_q
-    joined = splits + (call.sinks is not None)
-    parts, of_parts = part_fields(call, view, joined)
-    fields |= of_parts | {"splits": splits}
-    if call.sinks is not None:
-        _fill_sinks(call, parts, joined, "natural" if variant.mask == "float" else "log2", variant.lift)
-    heads, rows_of_head = call.num_kv_heads, call.groups * call.seq_len_q
-    if not variant.is_small:  # its tiles hold rows of one head
-        heads, rows_of_head = call.num_heads, call.seq_len_q
-    tiles = -(-rows_of_head // geometry.rows)
-    params, of_sinks = _forward_params(call, variant, fields)
-    to_join, _ = _forward_params(call, variant, fields | {"splits": joined})
-    keep, work = (parts, *of_sinks, *view.tensors), work_of(call, view)
-    grid = (tiles * splits, heads, batches)
-    forward, combine = variant.functions
-    return [
-        Launch(variant, forward, grid, geometry.threads, params, keep, work),
-        Launch(variant, combine, (-(-rows // 4), 1, 1), 128, to_join, keep),
-    ]
 
 
 # ---- on tensor cores -------------------------------------------------------------------------------------------------
@@ -128,33 +120,9 @@ def _tensor_launches(call: AttentionCall, view: View, plan: Plan, fields: dict) 
             *(launch._replace(params=TensorEven(**fields)) for launch in launches),
             Launch(variant, forward, grid, geometry.threads, TensorEven(**fields), (*keep, *parts_and_counters), work),
         ]
-    if not variant.is_small:
-        grid = (-(-call.seq_len_q // geometry.rows), call.num_heads, batches)
-        params = TensorForward(**fields)
-        return [*launches, Launch(variant, forward, grid, geometry.threads, params, tuple(keep), work)]
-    return [*launches, *_small_launches(call, view, plan, fields, tuple(keep))]
-
-
-def _small_launches(
-    call: AttentionCall, view: View, plan: Plan, fields: dict, keep: tuple[Tensor, ...]
-) -> list[Launch]:
-    """The launches of the kernel for few query rows, of which a tile holds those of a group of heads."""
-    variant, geometry, batches, splits = plan.forward, plan.forward.geometry, view.query.shape[0], max(1, plan.splits)
-    grid = (-(-call.groups * call.seq_len_q // geometry.rows) * splits, call.num_kv_heads, batches)
-    if splits == 1:
-        params = TensorForward(**fields)
-        return [Launch(variant, variant.functions[0], grid, geometry.threads, params, keep, work_of(call, view))]
-    joined, rows = splits + (call.sinks is not None), batches * call.num_heads * call.seq_len_q
-    parts, of_parts = part_fields(call, view, joined)
-    keep, fields = (*keep, parts), fields | of_parts
-    if call.sinks is not None:
-        _fill_sinks(call, parts, joined, "natural" if variant.mask == "float" else "log2", variant.lift)
-    params, to_join = TensorForward(**fields | {"splits": splits}), TensorForward(**fields | {"splits": joined})
-    forward, combine = variant.functions[:2]
-    return [
-        Launch(variant, forward, grid, geometry.threads, params, keep, work_of(call, view)),
-        Launch(variant, combine, (-(-rows // 4), 1, 1), 128, to_join, keep),
-    ]
+    if plan.splits > 1:
+        return [*launches, *_cut_launches(call, view, plan, TensorForward, fields, tuple(keep))]
+    return [*launches, _launch(call, view, plan, TensorForward(**fields), tuple(keep))]
 
 
 def _even_fields(

@@ -333,10 +333,7 @@ def _fastest(shape: _Shape, wide: Variant, small: Variant, even: Variant, num_sm
         return splits, None
     cost = own.rows * own.blocks * pieces.keys / (_LISTED_SPEED if shape.has_mask else 1.0)
     cost += _ZEROING if pieces.slots else 0
-    if cost >= 0.95 * best:
-        return splits, None
-    wide_cost = _busiest(_tiles_of(shape, own, 1), shape.batch * shape.heads, 1, own, num_sms)
-    return splits, replace(pieces, over_unlisted=cost / wide_cost)
+    return splits, pieces if cost < 0.95 * best else None
 
 
 @functools.lru_cache(maxsize=1024)

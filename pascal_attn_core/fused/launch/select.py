@@ -66,6 +66,8 @@ def _common_reasons(call: AttentionCall, largest: int) -> list[str]:
         reasons.append("torch.func transforms need an operator of torch")
     if call.dropout_p:
         reasons.append("the fused kernel has no dropout")
+    if call.score_rule is not None:
+        reasons.append("the fused kernel has no score_mod")
     if call.is_empty or not call.head_dim:
         reasons.append("the call is empty")
     elif max(call.head_dim, call.head_dim_v) > largest:

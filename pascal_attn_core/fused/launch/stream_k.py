@@ -69,13 +69,11 @@ class Pieces:
         whole: blocks that take one tile each, in their order, before those that are listed.
         listed: the others, those first that have most to do.
         keys: that the busiest place multiplies, or could have meanwhile.
-        over_unlisted: the time of the launch in units of that with a block for each tile, as the plan sees both.
     """
 
     whole: int
     listed: tuple[Piece, ...] = ()
     keys: int = 0
-    over_unlisted: float = 1.0
 
     @functools.cached_property
     def slots(self) -> int:

@@ -192,18 +192,18 @@ class Kernels:
             self.functions(variant)
             if self._captures():
                 continue
-            in_own_thread(functools.partial(self._check, variant), self.device)
+            try:
+                in_own_thread(functools.partial(self._check, variant), self.device)
+            except RouteUnavailable:
+                raise
+            except Exception as error:  # a check of ours does not end the user's call
+                raise self.unavailable(variant, error) from error
 
     def _check(self, variant: Compilation) -> None:
         with self._lock, torch.no_grad():
             if variant in self._checked:
                 return
-            try:
-                error = self.largest_error(variant)
-            except (RuntimeError, MemoryError) as short:
-                if isinstance(short, RouteUnavailable) or not is_out_of_memory(short):
-                    raise
-                raise self.unavailable(variant, short) from short
+            error = self.largest_error(variant)
             if not error <= verify.tolerance(variant):
                 self.disable(variant, f"{variant.name} differs from the definition by {error:.2g}")
                 raise KernelUnavailable(self._failed[variant])

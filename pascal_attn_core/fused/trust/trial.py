@@ -2,25 +2,27 @@
 
 A fault inside a kernel leaves the CUDA context of its process unusable: a host that had its models loaded there loses
 them. So before ``auto`` takes the fused route for the first time with a card, a driver and these kernels, a child
-process runs them against the definition. Its verdict is stored on disk. A child that dies, hangs or finds wrong numbers
-leaves the route off.
+process runs them against the definition. Its verdict is stored on disk: faults and wrong numbers leave the route off.
+What says nothing about the kernels (no memory, no time, a child that cannot start or that somebody ends) leaves it off
+in this process only.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import dataclasses
 import functools
 import json
 import logging
-import os
+import math
 import signal
 import subprocess
 import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -29,30 +31,48 @@ import torch
 from ...checks import is_out_of_memory
 from ...config import cache_folder, switched_on
 from ...machine.device import MIB, free_bytes
+from ...machine.facts import NO_WINDOW
 from ...machine.runtime import Runtime
 from ...machine.storage import name_for, read_object, write_object
 from ..code import prebuilt
 from ..code.compilation import Compilation
 from ..code.source import Variant, from_row, kernels_digest
+from ..gpu.runtime import FAULTS
 from . import verify
 from .kernels import Kernels, KernelUnavailable
 
 log = logging.getLogger("pascal_attn")
-SECONDS = 90.0  # from the start of the child, most of which it imports torch for
+SECONDS = 90.0  # that a child may take until torch works there, and as many from then on
+RETRY_SECONDS = 60.0  # after which a child that lacked memory is tried again
 _EXTRA_SECONDS = 5.0  # for kernels that no call has asked for yet: what ships
-_MIN_FREE = 1024 * MIB  # a CUDA context and small tensors
+_POLL_SECONDS = 0.1
+_MIN_FREE = 512 * MIB  # a CUDA context and small tensors
 _PACKAGE = Path(__file__).parents[2]
 # This very package, whatever else is installed under its name, and nothing from the host's working folder.
 _CODE = """
 import importlib.util, sys
-sys.path[:] = [folder for folder in sys.path if folder]
+sys.path[:] = dict.fromkeys(folder for folder in [*sys.path, *{paths!r}] if folder)
 spec = importlib.util.spec_from_file_location("pascal_attn_core", {init!r}, submodule_search_locations=[{folder!r}])
 package = sys.modules["pascal_attn_core"] = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(package)
 from pascal_attn_core.fused.trust.trial import main
 main()
 """
-_REPORT = "pascal-attn selftest says more, please report it; PASCAL_ATTN_TRUST=1 skips this check"
+_SKIP = "PASCAL_ATTN_TRUST=1 skips this check"
+_REPORT = f"pascal-attn selftest says more, please report it; {_SKIP}"
+# How a process ends that a kernel, or the driver, has crashed: a signal, or the number of an exception of Windows
+# (access violation, illegal instruction, stack overflow, damaged heap, abort).
+_CRASHES: tuple[str, ...] = ("SIGSEGV", "SIGBUS", "SIGILL", "SIGFPE", "SIGABRT")
+_CRASHES += ("0xc0000005", "0xc000001d", "0xc00000fd", "0xc0000374", "0xc0000409")
+# The faults of kernels in torch's errors that have no number (before torch 2.9), and in those of ctypes on Windows.
+_FAULT_WORDS: tuple[str, ...] = ("illegal", "misaligned address", "launch failure", "launch timed out")
+_FAULT_WORDS += ("device-side assert", "hardware stack", "invalid program counter", "address space", "access violation")
+# Words of the driver, and what to do about them.
+_ADVICE = {
+    "busy or unavailable": "one process at a time may use the card where its compute mode is EXCLUSIVE_PROCESS, "
+    f"`nvidia-smi -c DEFAULT` lets several; {_SKIP}",
+    "MPS": f"the card's MPS server takes no more processes, `echo quit | nvidia-cuda-mps-control` ends it; {_SKIP}",
+}
 
 
 class Job(NamedTuple):
@@ -73,7 +93,7 @@ Start = Callable[[Job, Path], "subprocess.Popen[bytes]"]
 
 
 def start_child(job: Job, answers: Path) -> subprocess.Popen[bytes]:
-    """Start a child; what it finds it appends to the file ``answers``.
+    """Start a child; what it finds it appends to the file ``answers``, its errors go into ``errors`` beside that.
 
     Raises:
         OSError: it cannot be started.
@@ -81,17 +101,15 @@ def start_child(job: Job, answers: Path) -> subprocess.Popen[bytes]:
     # A frozen program, or one that embeds Python, would start itself once more.
     if getattr(sys, "frozen", False) or not Path(sys.executable or "").stem.lower().startswith(("python", "pypy")):
         raise OSError(f"the path of a Python interpreter is not known, got {sys.executable!r}")
-    code = _CODE.format(init=str(_PACKAGE / "__init__.py"), folder=str(_PACKAGE))
-    options: dict[str, Any] = {}
-    if sys.platform == "win32":
-        options["creationflags"] = subprocess.CREATE_NO_WINDOW
-    return subprocess.Popen(
-        [sys.executable, "-c", code, json.dumps(job._asdict()), str(answers)],
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-        **options,
-    )
+    code = _CODE.format(init=str(_PACKAGE / "__init__.py"), folder=str(_PACKAGE), paths=list(map(str, sys.path)))
+    with open(answers.with_name("errors"), "wb") as errors:
+        return subprocess.Popen(
+            [sys.executable, "-c", code, json.dumps(job._asdict()), str(answers)],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=errors,
+            creationflags=NO_WINDOW,
+        )
 
 
 class Trials:
@@ -102,7 +120,7 @@ class Trials:
         runtime: of the device.
         start: starts a child.
         folder: gives the folder of the verdicts, or None.
-        seconds: that a child may take.
+        seconds: that a child may take until torch works there, and as many from then on.
     """
 
     file, words = "trial", "the fused route"  # of the verdict's name, and of what it is about
@@ -118,7 +136,8 @@ class Trials:
         self.runtime, self.start, self.folder, self.seconds = runtime, start, folder, seconds
         self._good: set[str] = set()
         self._off = ""  # why the whole route is left off
-        self._refused: dict[str, str] = {}  # variants that could not be tried in this process, and why
+        self._refused: dict[str, str] = {}  # variants that cannot be loaded in this process, and why
+        self._why, self._until = "", 0.0  # why no child is started in this process, and until when
         self._is_loaded = False
         self._lock = threading.RLock()
 
@@ -153,9 +172,15 @@ class Trials:
     def _why_not_now(self) -> str:
         if torch.cuda._is_in_bad_fork():
             return "the kernels are not tried from a worker process that was forked"
+        if time.monotonic() < self._until:
+            return self._why
         free = free_bytes(self.runtime.device)
         if free is not None and free < _MIN_FREE:
-            return f"the kernels are not tried while less than {_MIN_FREE // MIB} MiB are free, got {free // MIB}"
+            torch.cuda.empty_cache()  # torch may hold more than it uses
+            free = free_bytes(self.runtime.device) or 0
+            if free < _MIN_FREE:
+                why = f"the kernels are not tried while less than {_MIN_FREE // MIB} MiB are free, got {free // MIB}"
+                return self._wait(why, RETRY_SECONDS)
         return ""
 
     # ---- the child ---------------------------------------------------------------------------------------------------
@@ -164,23 +189,32 @@ class Trials:
         others = [] if self._good else [variant for variant in self.others() if variant not in needed]
         job = Job(str(self.runtime.device), self.runtime.info.name, _rows(needed), _rows(others))
         log.info("checking the fused kernel on %s in a process of its own, once", self.runtime.info.name)
-        with _scratch_file() as answers:
-            try:
-                child = self.start(job, answers)
-            except OSError as error:
-                return self._refuse(needed, f"the process that checks the kernels cannot be started: {error}")
-            began = time.monotonic()
-            try:
-                status: int | None = child.wait(self.seconds)
-            except subprocess.TimeoutExpired:
-                status = None
-            finally:  # an interrupt of the user included
-                if child.poll() is None:
-                    child.kill()
-                    child.wait()
-            lines = _lines_of(answers)
+        began = time.monotonic()
+        try:
+            with tempfile.TemporaryDirectory(prefix="pascal-attn-", ignore_cleanup_errors=True) as folder:
+                answers = Path(folder, "answers")
+                answers.touch()
+                status = self._status(self.start(job, answers), answers)
+                lines, errors = _lines_of(answers), _last_line(answers.with_name("errors"))
+        except OSError as error:
+            return self._wait(f"the process that checks the kernels cannot be started: {error}")
         log.info("checked in %.1f s", time.monotonic() - began)
-        return self._judge(lines, status, needed)
+        return self._judge(lines, status, errors, needed)
+
+    def _status(self, child: subprocess.Popen[bytes], answers: Path) -> int | None:
+        """Wait for the end of a child: its exit status, or None where it took too long and was ended."""
+        end, is_ready = time.monotonic() + self.seconds, False
+        try:
+            while time.monotonic() < end:
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    return child.wait(_POLL_SECONDS)
+                if not is_ready and answers.stat().st_size:
+                    end, is_ready = time.monotonic() + self.seconds, True
+            return None
+        finally:  # an interrupt of the user included
+            if child.poll() is None:
+                child.kill()
+                child.wait()
 
     def others(self) -> Sequence[Compilation]:
         """The variants that the first child tries beside those that a call waits for."""
@@ -191,33 +225,49 @@ class Trials:
         """Hash of the kernels that a verdict is about."""
         return kernels_digest(self.runtime.part(Kernels).variant_arch)
 
-    def _judge(self, lines: list[dict[str, Any]], status: int | None, needed: list[Compilation]) -> str:
-        """Remember what a child has found; "" or why the needed variants should not run."""
+    def _judge(self, lines: list[dict[str, Any]], status: int | None, said: str, needed: list[Compilation]) -> str:
+        """Remember what a child has found; "" or why the needed variants should not run.
+
+        Args:
+            said: the last line of its errors.
+        """
         begun = [line["variant"] for line in lines if "begun" in line]
         errors = {line["variant"]: (line["error"], line["limit"]) for line in lines if "error" in line}
         refused = {line["variant"]: str(line["refused"]) for line in lines if "refused" in line}
-        stopped = next((str(line["stopped"]) for line in lines if "stopped" in line), "")
-        end = stopped or (f"it did not end in {self.seconds:g} s" if status is None else _words_of(status))
+        end = f"it did not end in {self.seconds:g} s" if status is None else _words_of(status)
+        is_fault = end in _CRASHES
+        end += f": {said}" if said else ""
+        for line in lines:
+            if "stopped" in line:
+                end, is_fault = str(line["stopped"]), line["is_fault"]
         for name in begun:
             if name not in errors and name not in refused:
-                return self._disable(f"{name} ended its process: {end}" if status is not None else f"{name}: {end}")
+                end = f"{name} ended its process: {end}" if status is not None else f"{name}: {end}"
+                if is_fault:
+                    return self._disable(end)
         for name, (error, limit) in errors.items():
             if not error <= limit:
                 return self._disable(f"{name} gives wrong numbers, {error:.2g} off")
         self._good |= set(errors)
-        self._refused.update(refused)
+        self._refused.update((name, why) for name, why in refused.items() if not _is_short(why))
         self._save()
-        untried = [variant for variant in needed if variant.name not in self._good]
+        untried = [variant.name for variant in needed if variant.name not in self._good]
+        for name in untried:
+            if name in self._refused:
+                log.info("left to other routes in this process: %s: %s", name, self._refused[name])
+                return self._refused[name]
         if not untried:
             return ""
-        why = refused.get(untried[0].name) or f"the process that checks the kernels came to no result: {end}"
-        return self._refuse(untried, why)
+        why = refused.get(untried[0]) or f"the process that checks the kernels came to no result: {end}"
+        return self._wait(why, RETRY_SECONDS if _is_short(why) else math.inf)
 
-    def _refuse(self, variants: list[Compilation], reason: str) -> str:
-        """Do not try these again in this process; the next one does."""
-        self._refused.update((variant.name, reason) for variant in variants)
-        log.info("left to other routes in this process: %s: %s", ", ".join(v.name for v in variants), reason)
-        return reason
+    def _wait(self, why: str, seconds: float = math.inf) -> str:
+        """Start no further child in this process for so long."""
+        why = "; ".join([why, *(advice for words, advice in _ADVICE.items() if words in why)])
+        if not self._why:
+            log.warning("%s is left off in this process: %s", self.words, why)
+        self._why, self._until = why, time.monotonic() + seconds
+        return why
 
     def _disable(self, what: str) -> str:
         """Leave the route off with this card, driver and these kernels."""
@@ -274,17 +324,6 @@ def _rows(variants: Iterable[Compilation]) -> list[list[Any]]:
     return [list(dataclasses.astuple(variant)) for variant in variants]
 
 
-@contextlib.contextmanager
-def _scratch_file() -> Iterator[Path]:
-    handle, name = tempfile.mkstemp(prefix="pascal-attn-", suffix=".jsonl")
-    os.close(handle)
-    try:
-        yield Path(name)
-    finally:
-        with contextlib.suppress(OSError):
-            os.unlink(name)
-
-
 def _lines_of(path: Path) -> list[dict[str, Any]]:
     """The lines that a child wrote; the last one may be cut."""
     lines = []
@@ -294,9 +333,21 @@ def _lines_of(path: Path) -> list[dict[str, Any]]:
     return [line for line in lines if isinstance(line, dict)]
 
 
+def _last_line(path: Path) -> str:
+    """The last line of a file with words, "" if there is none."""
+    with contextlib.suppress(OSError):
+        return path.read_text(encoding="utf-8", errors="replace").rstrip().rpartition("\n")[2]
+    return ""
+
+
+def _is_short(why: str) -> bool:
+    """Whether a child says that it lacked memory."""
+    return is_out_of_memory(RuntimeError(why))
+
+
 def _words_of(status: int) -> str:
     if status >= 0:
-        return f"exit status {status}"
+        return hex(status) if status > 0xFFFF else f"exit status {status}"
     try:
         return signal.Signals(-status).name
     except ValueError:
@@ -308,6 +359,8 @@ def _words_of(status: int) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """The program of the child: see :func:`start_child`."""
+    if sys.platform == "win32":
+        ctypes.windll.kernel32.SetErrorMode(0x8007)  # a crash shows no window, behind which the process would wait
     text, answers = sys.argv[1:] if arguments is None else arguments
     job = Job(**json.loads(text))
     with open(answers, "a", encoding="utf-8") as file:
@@ -319,15 +372,20 @@ def main(arguments: Sequence[str] | None = None) -> None:
         try:
             run_job(job, tell)
         except Exception as error:
-            tell(stopped=f"{type(error).__name__}: {error}")
+            tell(stopped=f"{type(error).__name__}: {error}".partition("\n")[0], is_fault=_is_fault(error))
+
+
+def _is_fault(error: Exception) -> bool:
+    """Whether an error is one that only a kernel causes."""
+    return getattr(error, "error_code", 0) in FAULTS or any(words in str(error) for words in _FAULT_WORDS)
 
 
 def run_job(job: Job, tell: Callable[..., None]) -> None:
     """Run the variants of a job, the needed ones first.
 
     Args:
-        tell: takes ``begun`` and ``variant`` before each, and then ``variant`` with ``error`` and ``limit``, or with
-            ``refused``: why it cannot be loaded.
+        tell: takes ``ready`` when torch has run a kernel of its own, ``begun`` and ``variant`` before each of ours, and
+            then ``variant`` with ``error`` and ``limit``, or with ``refused``: why it cannot be loaded.
     Raises:
         RuntimeError: the device is another one here.
     """
@@ -337,6 +395,8 @@ def run_job(job: Job, tell: Callable[..., None]) -> None:
     kernels = Runtime(device).part(Kernels)
     if kernels.machine_reasons:
         raise RuntimeError(kernels.machine_reasons[0])
+    torch.randn(64, device=device).sum().item()  # what torch loads at its first kernel may take a while
+    tell(ready=True)
     for row in job.needed:
         _run_one(kernels, from_row(row), tell)
     end = time.monotonic() + _EXTRA_SECONDS

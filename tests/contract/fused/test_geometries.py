@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 import torch
-from attn_support.fused.cases import backward, forward
+from attn_support.fused.cases import LOWER_RIGHT, backward, forward, sized
 from attn_support.fused.emulation import GXX, emulate
 from attn_support.fused.far import address_space
 from attn_support.oracle import assert_attention, assert_gradients, exact
-from attn_support.table import LAYOUTS, MASKS
+from attn_support.table import Case
 from torch import Tensor
 
 from pascal_attn_core.call import check_call
@@ -26,98 +26,68 @@ from pascal_attn_core.reference import reference_sdpa
 
 pytestmark = pytest.mark.skipif(GXX is None, reason="needs g++ to build the emulation")
 FLOAT32, FLOAT16 = torch.float32, torch.float16
-LOWER_RIGHT = {"is_causal": True, "alignment": "lower_right"}
-
-Numbers = list[Tensor | None]
 
 
-def _inputs(
-    dtype: torch.dtype, dim: int, queries: int, keys: int, mask: str = "none", layout: str = "contiguous"
-) -> Numbers:
-    """Query, key, value and mask: two query heads for each key head, of which there are two, or two batch elements with
-    one. Value lies otherwise than key."""
-    batch, kv_heads = (2, 1) if keys % 4 == 0 else (1, 2)
-    heads = 2 * kv_heads
-    generator = torch.Generator().manual_seed(queries + keys)
-
-    def numbers(heads: int, tokens: int, layout: str) -> Tensor:
-        return LAYOUTS[layout](torch.randn((batch, heads, tokens, dim), generator=generator).to(dtype))
-
-    of_value = "sliced" if layout == "contiguous" else "contiguous"
-    tensors = numbers(heads, queries, layout), numbers(kv_heads, keys, layout), numbers(kv_heads, keys, of_value)
-    return [*tensors, MASKS[mask]((batch, heads, queries, keys), dtype, generator)]
+def _case(dtype: torch.dtype, dim: int, queries: int, keys: int, *how: str, **options: Any) -> Case:
+    """Two query heads for each key head, of which there are two, or two batch elements with one."""
+    batch, heads = (2, (2, 1)) if keys % 4 == 0 else (1, (4, 2))
+    return sized(dtype, dim, queries, keys, *how, batch=batch, heads=heads, **options)
 
 
 # 66 = 64 + 2 queries; 62 keys before a tile's edge; tiles are 128 x 64, 64 x 128 and 64 x 64.
-CASES: list[tuple[torch.dtype, int, int, int, str, str, dict[str, Any]]] = [
-    (FLOAT32, 64, 66, 200, "none", "tokens_first", {"window": (9, -1)}),
-    (FLOAT32, 64, 66, 128, "none", "contiguous", LOWER_RIGHT),
-    (FLOAT32, 64, 130, 190, "none", "sliced", {"is_causal": True, "window": (20, 0)}),
-    (FLOAT32, 64, 66, 190, "bool some rows empty", "expanded", {}),
-    (FLOAT32, 64, 66, 190, "bool [B, 1, 1, S]", "every_second_token", LOWER_RIGHT),
-    (FLOAT32, 64, 66, 190, "bool blocks", "contiguous", {"window": (30, 70)}),
-    (FLOAT32, 64, 66, 128, "float [1, H, L, S]", "contiguous", LOWER_RIGHT),
-    (FLOAT32, 64, 66, 126, "-finfo.max some rows", "contiguous", {}),
-    (FLOAT32, 64, 66, 126, "float columns first", "sliced", {"scale": -0.7}),
-    (FLOAT16, 64, 66, 128, "none", "contiguous", LOWER_RIGHT),
-    (FLOAT32, 128, 66, 200, "none", "sliced", {"window": (9, -1)}),
-    (FLOAT32, 128, 66, 254, "none", "contiguous", LOWER_RIGHT),
-    (FLOAT16, 128, 66, 190, "none", "tokens_first", {"window": (-1, 3), "alignment": "lower_right"}),
-    (FLOAT16, 128, 66, 190, "bool [B, H, L, S]", "contiguous", {"is_causal": True}),
-    (FLOAT16, 128, 66, 254, "bool expanded", "contiguous", {"window": (62, 62)}),
-    (FLOAT16, 128, 66, 130, "bool nothing allowed", "contiguous", {}),
+CASES = [
+    _case(FLOAT32, 64, 66, 200, "none", "tokens_first", window=(9, -1)),
+    _case(FLOAT32, 64, 66, 128, dim_v=48, **LOWER_RIGHT),
+    _case(FLOAT32, 64, 130, 190, "none", "sliced", is_causal=True, window=(20, 0)),
+    _case(FLOAT32, 64, 66, 190, "bool some rows empty", "expanded"),
+    _case(FLOAT32, 64, 66, 190, "bool [B, 1, 1, S]", "every_second_token", **LOWER_RIGHT),
+    _case(FLOAT32, 64, 66, 190, "bool blocks", window=(30, 70)),
+    _case(FLOAT32, 64, 66, 128, "float [1, H, L, S]", **LOWER_RIGHT),
+    _case(FLOAT32, 64, 66, 126, "-finfo.max some rows"),
+    _case(FLOAT32, 64, 66, 126, "float columns first", "sliced", scale=-0.7),
+    _case(FLOAT16, 64, 66, 128, **LOWER_RIGHT),
+    _case(FLOAT32, 128, 66, 200, "none", "sliced", window=(9, -1)),
+    _case(FLOAT32, 128, 66, 254, **LOWER_RIGHT),
+    _case(FLOAT16, 128, 66, 190, "none", "tokens_first", window=(-1, 3), alignment="lower_right"),
+    _case(FLOAT16, 128, 66, 190, "bool [B, H, L, S]", dim_v=96, is_causal=True),
+    _case(FLOAT16, 128, 66, 254, "bool expanded", window=(62, 62)),
+    _case(FLOAT16, 128, 66, 130, "bool nothing allowed"),
 ]
+FEW_QUERIES = [_case(FLOAT32, 64, 3, 330, "none", "sliced", **LOWER_RIGHT), _case(FLOAT16, 128, 9, 398)]
 
 
-def _name(case: tuple[Any, ...]) -> str:
-    return " ".join(str(part).removeprefix("torch.") for part in case)
-
-
-@pytest.mark.parametrize("case", CASES, ids=_name)
-def test_shipped_tiles_give_the_answer_of_the_definition(case: tuple[Any, ...]) -> None:
-    *sizes, rules = case
-    inputs, options = _inputs(*sizes), {"enable_gqa": True, **rules}
-    dtype, dim = sizes[:2]
-    result = forward(inputs, options)
-    assert (result.plan.forward.head_dim, result.plan.forward.padded) == (dim, False)
-    assert_attention(result.out, result.lse, inputs, options, dtype)
-
-
-@pytest.mark.parametrize(
-    "case", [(FLOAT32, 64, 3, 330, "none", "sliced", LOWER_RIGHT), (FLOAT16, 128, 9, 398, "none", "contiguous", {})]
-)
-def test_shipped_tiles_of_few_queries_do_too(case: tuple[Any, ...]) -> None:
-    *sizes, rules = case
-    inputs, options = _inputs(*sizes), {"enable_gqa": True, **rules}
-    result = forward(inputs, options, parts=True)
-    assert result.plan.forward.kind == "split"
-    assert not result.plan.forward.padded
-    assert_attention(result.out, result.lse, inputs, options, sizes[0])
+@pytest.mark.parametrize("case", CASES + FEW_QUERIES, ids=lambda case: case.name)
+def test_shipped_tiles_give_the_answer_of_the_definition(case: Case) -> None:
+    inputs, options = case.build()
+    result = forward(inputs, options, parts=case in FEW_QUERIES)
+    variant = result.plan.forward
+    assert (variant.kind == "split") == (case in FEW_QUERIES)
+    assert (variant.head_dim, variant.padded) == (case.query[-1], case.query[-1] != case.value[-1])
+    assert_attention(result.out, result.lse, inputs, options, case.dtype)
 
 
 @pytest.mark.parametrize(
     "case",
     [
-        (FLOAT32, 64, 66, 128, "none", "sliced", LOWER_RIGHT),
-        (FLOAT32, 64, 66, 200, "none", "contiguous", {"window": (9, -1)}),
-        (FLOAT32, 128, 66, 190, "none", "contiguous", {"window": (20, 0)}),
-        (FLOAT16, 64, 66, 126, "bool some rows empty", "contiguous", {}),
+        _case(FLOAT32, 64, 66, 128, "none", "sliced", **LOWER_RIGHT),
+        _case(FLOAT32, 64, 66, 200, window=(9, -1)),
+        _case(FLOAT32, 128, 66, 190, window=(20, 0)),
+        _case(FLOAT16, 64, 66, 126, "bool some rows empty"),
     ],
-    ids=_name,
+    ids=lambda case: case.name,
 )
-def test_their_gradients_are_those_of_the_definition(case: tuple[Any, ...]) -> None:
-    *sizes, rules = case
-    inputs, options = _inputs(*sizes), {"enable_gqa": True, **rules}
+def test_their_gradients_are_those_of_the_definition(case: Case) -> None:
+    inputs, options = case.build()
     result = forward(inputs, options)
     assert not result.plan.gradients[0].padded
     for with_lse in (False, True):
-        assert_gradients(functools.partial(backward, result), inputs, options, sizes[0], with_lse=with_lse)
+        assert_gradients(functools.partial(backward, result), inputs, options, case.dtype, with_lse=with_lse)
 
 
 # ---- far apart -------------------------------------------------------------------------------------------------------
 
 
-def _check(inputs: Numbers) -> None:
+def _check(inputs: list[Tensor | None]) -> None:
     small = [None if t is None else t.clone(memory_format=torch.contiguous_format) for t in inputs]
     result, expected = forward(inputs, {}), exact(small, {})[0]
     torch.testing.assert_close(result.out.double(), expected, atol=2e-3, rtol=2e-3)
@@ -170,7 +140,8 @@ def test_a_masks_elements_that_lie_too_far_apart_are_refused(step: int) -> None:
 @pytest.mark.parametrize("options", [{}, {"is_causal": True}], ids=["plain", "causal"])
 def test_long_launches_in_parts_give_the_same_bits(options: dict[str, Any]) -> None:
     """A launch that would take too long is cut along its tiles and its batch elements: here into single ones."""
-    inputs = _inputs(FLOAT32, 64, 270, 132)
+    inputs, _ = _case(FLOAT32, 64, 270, 132).build()
+    options = {"enable_gqa": True, **options}
 
     def cut(launches: Iterable[Launch], **how: Any) -> int:
         pieces = [part for launch in launches for part in parts(launch, 1)]

@@ -3,6 +3,7 @@ the HIP runtime, in a new process on a new machine."""
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Callable
 from dataclasses import replace
@@ -11,19 +12,21 @@ from typing import Any
 
 import pytest
 import torch
-from attn_support import fresh
+from attn_support.fused.cases import LOWER_RIGHT, sized
 from attn_support.fused.device import CardKernels, UncheckedKernels, always_faster, execute, fresh_card, passing_time
 from attn_support.fused.emulation import GXX
 from attn_support.fused.hip import OVERRIDDEN, RADEON_VII, RX_5700, RX_6800, HipStandIn
+from attn_support.fused.trials import Starter
+from attn_support.oracle import cast
+from attn_support.table import Case
 
 from pascal_attn_core import AttentionConfig, explain, record, sdpa, sdpa_with_lse
 from pascal_attn_core.call import check_call
 from pascal_attn_core.flash_attn import flash_attn_varlen_func
 from pascal_attn_core.fused.code.source import Variant
 from pascal_attn_core.fused.launch import Launch
-from pascal_attn_core.fused.trust import trial
 from pascal_attn_core.fused.trust.kernels import Kernels
-from pascal_attn_core.fused.trust.trial import Job, Trials
+from pascal_attn_core.fused.trust.trial import Trials
 from pascal_attn_core.machine.device import DeviceInfo
 from pascal_attn_core.machine.runtime import Runtime, runtime_of
 from pascal_attn_core.reference import reference_sdpa
@@ -34,7 +37,6 @@ pytestmark = pytest.mark.skipif(GXX is None, reason="needs g++ to build the emul
 CPU = torch.device("cpu")
 AUTO = AttentionConfig(math_limit_mib=0)
 CARDS = [RADEON_VII, RX_5700, RX_6800, OVERRIDDEN]
-ROOT = Path(trial.__file__).parents[3]
 _TOLERANCE = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 
 
@@ -50,38 +52,33 @@ def no_torch_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch_kernel, "fused_takes", lambda *_: False)
 
 
-CALLS: dict[str, dict[str, Any]] = {
-    "causal window": {"window": (40, 0)},
-    "grouped heads": {"enable_gqa": True, "is_causal": True, "alignment": "lower_right"},
-    "bool mask": {"mask": "bool"},
-    "float mask": {"mask": "float"},
-    "few queries": {"tokens": 3},
-    "padded head_dim": {"head_dim": 44},
-}
+def _calls(dtype: torch.dtype) -> list[Case]:
+    two = functools.partial(sized, dtype, heads=(2, 2))
+    return [
+        two(64, 150, 200, window=(40, 0)),
+        sized(dtype, 64, 150, 200, heads=(2, 1), **LOWER_RIGHT),
+        two(64, 150, 200, "bool [L, S]"),
+        two(64, 150, 200, "float [L, S]"),
+        two(64, 3, 200),
+        two(44, 150, 200),
+    ]
 
 
-@pytest.mark.parametrize("dtype", list(_TOLERANCE), ids=str)
-@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.parametrize("case", [case for dtype in _TOLERANCE for case in _calls(dtype)], ids=lambda case: case.name)
 def test_answers_and_gradients_are_those_of_the_definition(
-    card: CardKernels, no_torch_kernel: None, name: str, dtype: torch.dtype
+    card: CardKernels, no_torch_kernel: None, case: Case
 ) -> None:
-    options = dict(CALLS[name])
-    tokens, head_dim, kind = options.pop("tokens", 150), options.pop("head_dim", 64), options.pop("mask", None)
-    torch.manual_seed(0)
-    heads = 1 if options.get("enable_gqa") else 2
-    shapes = (1, 2, tokens, head_dim), (1, heads, 200, head_dim), (1, heads, 200, head_dim)
-    leaves = [torch.randn(shape).to(dtype).requires_grad_() for shape in shapes]
-    mask = None if kind is None else torch.randn(tokens, 200)
-    mask = mask > -1 if kind == "bool" and mask is not None else mask
+    inputs, options = case.build()
+    leaves = [t.requires_grad_() for t in inputs[:3]]
     with record() as report:
-        out = sdpa(*leaves, mask, config=AUTO, **options)
+        out = sdpa(*inputs, config=AUTO, **options)
     assert report.routes() == {"fused": 1}
     grads = torch.autograd.grad(out.float().square().sum(), leaves)
-    wide = [t.detach().double().requires_grad_() for t in leaves]
-    expected = reference_sdpa(*wide, mask if kind != "float" or mask is None else mask.double(), **options)[0]
-    limit = _TOLERANCE[dtype]
+    wide = [cast(t, torch.float64) for t in inputs]
+    expected = reference_sdpa(*wide, **options)[0]
+    limit = _TOLERANCE[case.dtype]
     torch.testing.assert_close(out.double(), expected, atol=limit, rtol=limit)
-    for ours, theirs in zip(grads, torch.autograd.grad(expected.square().sum(), wide)):
+    for ours, theirs in zip(grads, torch.autograd.grad(expected.square().sum(), wide[:3])):
         assert (ours.double() - theirs).abs().max() <= 4 * limit * theirs.abs().max()
     assert {launch.variant.arch for launch in card.queued} == {card.arch}
 
@@ -196,83 +193,27 @@ def test_the_timed_call_stores_few_scores(no_torch_kernel: None) -> None:
 
 # ---- the first run on a machine --------------------------------------------------------------------------------------
 
-# A child whose card is the stand-in, with the emulation or with a fault in place of the machine code.
-_CHILD = """
-import dataclasses, os, signal, sys
-sys.path[:0] = [{root!r}, {root!r} + "/tests"]
-import types
-support = types.ModuleType("attn_support")
-support.__path__ = [{root!r} + "/tests/support"]
-sys.modules["attn_support"] = support
-import torch
-from attn_support.fused.device import CardKernels, execute
-from attn_support.fused.hip import HipStandIn, RADEON_VII
-from pascal_attn_core.fused.trust import trial
-from pascal_attn_core.fused.trust.kernels import Kernels
-from pascal_attn_core.fused.launch import Launch
-from pascal_attn_core.machine.runtime import Runtime
 
-def run(launch):
-    {body}
-
-driver = HipStandIn(RADEON_VII, run)
-made = Runtime("cpu", RADEON_VII, {{Kernels: lambda runtime: CardKernels(runtime, driver, shipped=lambda *_: None)}})
-trial.Runtime = lambda device: made
-trial.main()
-assert not driver.problems and not driver.left_behind()
-"""
-
-
-class _Starter:
-    def __init__(self, body: str):
-        self.code = _CHILD.format(root=str(ROOT), body=body)
-        self.jobs: list[Job] = []
-
-    def __call__(self, job: Job, answers: Path) -> Any:
-        self.jobs.append(job)
-        return fresh.start(self.code, json.dumps(job._asdict()), str(answers))
-
-
-def _trials(start: _Starter, folder: Path, info: DeviceInfo = RADEON_VII) -> Trials:
-    driver = HipStandIn(info)
-    runtime = Runtime("cpu", info, {Kernels: lambda runtime: CardKernels(runtime, driver, shipped=lambda *_: None)})
+def _trials(start: Starter, folder: Path, info: DeviceInfo = RADEON_VII) -> Trials:
+    runtime = Runtime("cpu", info, {Kernels: lambda runtime: CardKernels(runtime, HipStandIn(info))})
     return Trials(runtime, start=start, folder=lambda: folder)
 
 
 NEEDED = Variant("forward", 32, "float16", arch="gfx906")
 
 
-@pytest.mark.parametrize(
-    ("body", "words"),
-    [
-        ("execute(launch)", ""),
-        ("os.kill(os.getpid(), signal.SIGABRT)", f"{NEEDED.name} ended its process: SIGABRT"),
-        ("pass", f"{NEEDED.name} gives wrong numbers"),
-    ],
-    ids=["right", "a fault", "nothing computed"],
-)
-def test_a_process_of_its_own_runs_the_kernels_first(tmp_path: Path, body: str, words: str) -> None:
-    start = _Starter(body)
-    found = _trials(start, tmp_path)
-    job_variants = [NEEDED]
-    found._good = {"so that only what is needed is tried"}
-    found._is_loaded = True
-    reason = found.reason(job_variants)
-    assert (reason == "") if not words else words in reason
+def test_a_process_of_its_own_runs_the_kernels_first(tmp_path: Path) -> None:
+    start = Starter()
+    assert _trials(start, tmp_path).reason([NEEDED]) == ""
     assert start.jobs[0].needed == [["forward", 32, "float16", "none", False, "gfx906"]]
     (stored,) = tmp_path.iterdir()
     content = json.loads(stored.read_text())
     assert (content["card"], content["arch"]) == ("AMD Radeon VII", "gfx906")
     assert content["driver"].startswith("HIP 6.3.42133, ")
-    assert (NEEDED.name in content["good"]) == (not words)
-    again = _trials(start, tmp_path)
-    assert (again.reason(job_variants) == "") == (not words)
+    assert _trials(start, tmp_path).reason([NEEDED]) == ""
     assert len(start.jobs) == 1
 
 
 def test_a_verdict_is_of_a_card_as_it_is_taken_for(tmp_path: Path) -> None:
-    start = _Starter("pass")
-    paths = {
-        _trials(start, tmp_path, info)._path() for info in (RX_5700, OVERRIDDEN, replace(OVERRIDDEN, arch="gfx1011"))
-    }
-    assert len(paths) == 3
+    cards = (RX_5700, OVERRIDDEN, replace(OVERRIDDEN, arch="gfx1011"))
+    assert len({_trials(Starter(), tmp_path, info)._path() for info in cards}) == 3

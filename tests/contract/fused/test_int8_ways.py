@@ -3,7 +3,6 @@ weights, and what happens when one of them fails."""
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -20,7 +19,6 @@ from pascal_attn_core.machine.runtime import Runtime, runtime_of
 
 pytestmark = pytest.mark.skipif(GXX is None, reason="needs g++ to build the emulation")
 CPU = torch.device("cpu")
-P100 = replace(CARD, name="Tesla P100", capability=(6, 0))
 
 
 def call_of(rows: int = 5, columns: int = 64, outs: int = 16, rotation: int = 16) -> LinearCall:
@@ -94,13 +92,6 @@ def test_a_kernel_that_fails_gives_way_and_is_not_tried_again() -> None:
         assert "invalid argument" in why
         assert torch.equal(int8_linear(call.x, call.weight), out)
         assert len(kernels.queued) == queued
-
-
-def test_a_card_without_dp4a_is_refused_with_the_reason() -> None:
-    with fresh_card(StandIn(P100, execute)):
-        name, why = backend_of(call_of())
-        assert name == "int_mm"
-        assert "needs dp4a, compute capability 6.1 or newer; compute capability 6.0 has none" in why
 
 
 def test_int_mm_that_raises_is_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:

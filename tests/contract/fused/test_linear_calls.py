@@ -3,29 +3,26 @@ host code, through a strict stand-in for the driver."""
 
 from __future__ import annotations
 
-import json
 import logging
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from attn_support.fused.device import CardKernels, UncheckedKernels, execute, fresh_card
-from attn_support.fused.driver import StandIn, fails_once
+from attn_support.fused.driver import StandIn
 from attn_support.fused.emulation import CARD, GXX, T4, V100, emulate
 from attn_support.fused.hip import RADEON_VII
+from attn_support.fused.linear import before_activation
+from attn_support.fused.modes import MODES
+from attn_support.fused.trials import Starter
 
 from pascal_attn_core.fused.code.linear_source import KIND, LinearVariant
-from pascal_attn_core.fused.code.source import Variant, linear_variants, source
-from pascal_attn_core.fused.gpu.cuda import CudaRuntime
-from pascal_attn_core.fused.gpu.runtime import DriverError
+from pascal_attn_core.fused.code.source import Variant, source
 from pascal_attn_core.fused.linear import LinearCall, LinearTrials, run_linear, why_not
 from pascal_attn_core.fused.trust import trial
 from pascal_attn_core.fused.trust.kernels import Kernels, KernelUnavailable
-from pascal_attn_core.fused.trust.trial import Job, Trials
+from pascal_attn_core.fused.trust.trial import Trials
 from pascal_attn_core.int8.quantize import Int8Matrix, quantize_rows
 from pascal_attn_core.machine.device import DeviceInfo
 from pascal_attn_core.machine.runtime import Runtime, runtime_of, using
@@ -42,11 +39,7 @@ def _call(rows: int = 5, cols: int = 9, columns: int = 64, *, dtype: torch.dtype
 
 
 def _expected(call: LinearCall) -> torch.Tensor:
-    weight = Int8Matrix(call.weight.codes, call.weight.scales, call.weight.rotation)
-    x = quantize_rows(call.x, weight.rotation)
-    sums = (x.codes.double() @ weight.codes.double().T).float()
-    assert call.bias is not None
-    return (sums * (x.scales[:, None] * weight.scales) + call.bias).to(call.out.dtype)
+    return before_activation(call).to(call.out.dtype)
 
 
 @pytest.mark.parametrize("card", [CARD, V100, T4], ids=lambda card: card.name)
@@ -73,27 +66,11 @@ def test_other_types_of_x_and_of_the_output_take_a_kernel_of_each() -> None:
         assert {variant.dtype for variant in kernels._checked} == {"float16", "float32"}
 
 
-class _DefaultDtype:
-    def __init__(self, dtype: torch.dtype):
-        self.dtype, self.before = dtype, torch.get_default_dtype()
-
-    def __enter__(self) -> None:
-        torch.set_default_dtype(self.dtype)
-
-    def __exit__(self, *error: object) -> None:
-        torch.set_default_dtype(self.before)
-
-
-@pytest.mark.parametrize(
-    "mode",
-    [torch.inference_mode, torch.no_grad, lambda: _DefaultDtype(torch.float64), lambda: _DefaultDtype(torch.float16),
-     lambda: torch.device("meta"), lambda: torch.autocast("cpu", torch.bfloat16)],
-    ids=["inference", "no_grad", "float64", "float16", "meta", "autocast"],
-)  # fmt: skip
-def test_the_first_layer_may_be_run_in_any_mode(mode: Any) -> None:
+@pytest.mark.parametrize("mode", [mode for mode in MODES if "saved" not in mode and "hooks" not in mode])
+def test_the_first_layer_may_be_run_in_any_mode(mode: str) -> None:
     call = _call()
     with fresh_card(StandIn(execute=execute)) as kernels:
-        with mode():
+        with MODES[mode]():
             run_linear(call)
         assert kernels._checked == {FLOAT16}
     assert torch.equal(call.out, _expected(call))
@@ -120,47 +97,6 @@ def test_the_first_answers_are_compared_with_the_definition(caplog: pytest.LogCa
         assert "differs from the definition" in reason
         assert why_not(CPU, columns=64, dtypes=[torch.float32]) == []
         assert {launch.variant.dtype for launch in kernels.queued} == {"float16"}
-
-
-def test_a_launch_that_the_driver_refuses_disables_the_kernel_and_one_that_faults_ends_the_device() -> None:
-    driver = StandIn(execute=execute)
-    with fresh_card(driver) as kernels:
-        run_linear(_call())
-        driver.faults["cuLaunchKernel"] = fails_once(719)
-        with pytest.raises(DriverError, match="this process can no longer use the GPU"):
-            run_linear(_call())
-        run_linear(_call())
-        driver.faults["cuLaunchKernel"] = fails_once(1)
-        with pytest.raises(KernelUnavailable, match="cuLaunchKernel: invalid argument"):
-            run_linear(_call())
-        assert "invalid argument" in why_not(CPU, columns=64)[0]
-        queued = len(kernels.queued)
-        with pytest.raises(KernelUnavailable, match="invalid argument"):
-            run_linear(_call())
-        assert len(kernels.queued) == queued
-
-
-def test_a_lack_of_memory_is_a_reason_for_a_while() -> None:
-    now = [0.0]
-    driver = StandIn(execute=execute)
-    driver.faults["cuModuleLoadData"] = 2
-    with fresh_card(driver, clock=lambda: now[0]):
-        with pytest.raises(KernelUnavailable, match="no memory for the kernel int8_linear-float16"):
-            run_linear(_call())
-        assert "no memory" in why_not(CPU, columns=64)[0]
-        now[0] = 6.0
-        driver.faults.clear()
-        assert why_not(CPU, columns=64) == []
-        run_linear(_call())
-
-
-def test_a_long_layer_is_launched_in_parts() -> None:
-    with fresh_card(StandIn(execute=execute), work_per_sm=1) as kernels:
-        call = _call(rows=140, cols=300)
-        kernels._checked |= set(linear_variants())
-        run_linear(call)
-        assert torch.equal(call.out, _expected(call))
-        assert len(kernels.queued) == 1 + 3 * 5
 
 
 # ---- reasons ---------------------------------------------------------------------------------------------------------
@@ -190,15 +126,6 @@ def test_a_layer_that_the_kernels_cannot_take_is_refused_with_the_reason() -> No
         assert why_not(CPU, columns=64, dtypes=[torch.float64]) == [
             "the int8 linear kernel takes float32, float16 and bfloat16, got torch.float64"
         ]
-
-
-def test_without_a_driver_that_is_the_reason() -> None:
-    def none() -> None:
-        raise OSError("libcuda.so.1: no such file")
-
-    parts = {Kernels: lambda runtime: Kernels(runtime, gpu=CudaRuntime(none, lambda arch: None))}  # type: ignore[arg-type]
-    with using(Runtime("cpu", CARD, parts)):
-        assert why_not(CPU, columns=64) == ["the CUDA driver could not be opened: libcuda.so.1: no such file"]
 
 
 def _cut(weight: Int8Matrix, columns: int) -> Int8Matrix:
@@ -241,30 +168,8 @@ def test_arguments_that_do_not_fit_are_an_error(words: str, call: LinearCall) ->
 
 # ---- trial -----------------------------------------------------------------------------------------------------------
 
-_CHILD = """
-import json, sys
-job = json.loads(sys.argv[1])
-with open(sys.argv[2], "a") as file:
-    for row in job["needed"] + job["others"]:
-        name = "-".join(row[:2])
-        print(json.dumps({"variant": name, "begun": True}), file=file, flush=True)
-        print(json.dumps({"variant": name, "error": ERROR, "limit": 1e-5}), file=file, flush=True)
-"""
 
-
-class _Starter:
-    """Starts children that find this error for every kernel."""
-
-    def __init__(self, error: float):
-        self.error, self.jobs = error, []
-
-    def __call__(self, job: Job, answers: Path) -> subprocess.Popen[bytes]:
-        self.jobs.append(job)
-        code = _CHILD.replace("ERROR", str(self.error))
-        return subprocess.Popen([sys.executable, "-c", code, json.dumps(job._asdict()), str(answers)])
-
-
-def _tried(start: _Starter, folder: Path) -> Runtime:
+def _tried(start: Starter, folder: Path) -> Runtime:
     parts = {
         Kernels: lambda runtime: CardKernels(runtime, StandIn()),
         **{kind: (lambda runtime, kind=kind: kind(runtime, start=start, folder=lambda: folder))
@@ -274,7 +179,7 @@ def _tried(start: _Starter, folder: Path) -> Runtime:
 
 
 def test_the_kernels_are_tried_in_a_process_of_their_own_before_the_first_layer(tmp_path: Path) -> None:
-    start = _Starter(0.0)
+    start = Starter()
     with using(_tried(start, tmp_path)):
         assert why_not(CPU, columns=64, untried=True) == []
         assert start.jobs == []
@@ -288,7 +193,7 @@ def test_the_kernels_are_tried_in_a_process_of_their_own_before_the_first_layer(
 def test_a_trial_that_fails_leaves_linear_layers_off_and_attention_as_it_is(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    start = _Starter(0.5)
+    start = Starter("error = 0.5")
     attention = Variant("forward", 64, "float32")
     with using(_tried(start, tmp_path)) as runtime, caplog.at_level(logging.WARNING, logger="pascal_attn"):
         (reason,) = why_not(CPU, columns=64)
@@ -300,15 +205,6 @@ def test_a_trial_that_fails_leaves_linear_layers_off_and_attention_as_it_is(
         assert trials.reason([attention]) == ""
         assert runtime_of(CPU) is runtime
     assert len(list(tmp_path.iterdir())) == 1
-
-
-def test_the_child_as_it_is_started_knows_these_kernels(tmp_path: Path) -> None:
-    """The CPU of this machine is no card."""
-    answers = tmp_path / "answers"
-    answers.touch()
-    child = trial.start_child(Job("cpu", "CPU", [["int8_linear", "float16", ""]], []), answers)
-    assert child.wait(120) == 0
-    assert "the fused kernel needs a GPU of NVIDIA's" in answers.read_text()
 
 
 def test_a_child_checks_them_like_any_other() -> None:

@@ -9,18 +9,15 @@ import pytest
 from attn_support import fresh
 from attn_support.fused.emulation import GXX
 
+pytestmark = pytest.mark.skipif(GXX is None, reason="needs g++ to build the emulation")
 _HEAD = """
 import sys, types
 support = types.ModuleType("attn_support"); support.__path__ = [{support!r}]; sys.modules["attn_support"] = support
 import torch
-from attn_support.fused.cases import backward, forward
+from attn_support.fused.cases import at_once, backward, forward
 from attn_support.fused.emulation import ADDRESS_SANITIZER
-from pascal_attn_core.fused.launch.plan import variants_of
 how = {{"flags": ADDRESS_SANITIZER}}
 def numbers(heads, tokens, dim): return torch.randn(1, heads, tokens, dim)
-def at_once(result):
-    result.plan = result.plan._replace(gradients=(variants_of(result.call).grad_all,))
-    return result
 """
 _RUN = """
 for dim, mask, options in ((64, None, {"is_causal": True}), (40, torch.rand(1, 1, 131, 75) > 0.5, {}),
@@ -88,31 +85,15 @@ def _run(code: str) -> fresh.Done:
     return fresh.execute(_HEAD.format(support=str(fresh.ROOT / "tests" / "support")) + code, env={}, preload=library)
 
 
-@pytest.mark.skipif(GXX is None, reason="needs g++ to build the emulation")
-def test_no_kernel_touches_memory_outside_of_its_tensors() -> None:
-    done = _run(_RUN)
+@pytest.mark.parametrize("code", [_RUN, _LINEAR], ids=["attention", "linear layers"])
+def test_no_kernel_touches_memory_outside_of_its_tensors(code: str) -> None:
+    done = _run(code)
     assert done.stdout.strip() == "clean", done.stderr[-3000:]
 
 
-@pytest.mark.skipif(GXX is None, reason="needs g++ to build the emulation")
-def test_no_kernel_of_linear_layers_does() -> None:
-    done = _run(_LINEAR)
-    assert done.stdout.strip() == "clean", done.stderr[-3000:]
-
-
-@pytest.mark.skipif(GXX is None, reason="needs g++ to build the emulation")
-def test_a_column_behind_the_last_one_is_noticed() -> None:
-    done = _run(_ONE_COLUMN_TOO_MANY)
-    assert "heap-buffer-overflow" in done.stderr
-
-
-@pytest.mark.skipif(GXX is None, reason="needs g++ to build the emulation")
-def test_a_key_behind_the_last_one_is_noticed() -> None:
-    done = _run(_ONE_KEY_TOO_MANY)
-    assert "heap-buffer-overflow" in done.stderr
-
-
-@pytest.mark.skipif(GXX is None, reason="needs g++ to build the emulation")
-def test_a_query_behind_the_last_one_is_noticed_where_nothing_is_added_to_it() -> None:
-    done = _run(_ONE_QUERY_TOO_MANY)
-    assert "heap-buffer-overflow" in done.stderr
+@pytest.mark.parametrize(
+    "code", [_ONE_KEY_TOO_MANY, _ONE_QUERY_TOO_MANY, _ONE_COLUMN_TOO_MANY], ids=["key", "query", "column"]
+)
+def test_one_behind_the_last_is_noticed(code: str) -> None:
+    """Of the queries where nothing is added to it."""
+    assert "heap-buffer-overflow" in _run(code).stderr

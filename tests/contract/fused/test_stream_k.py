@@ -10,11 +10,12 @@ from typing import Any
 
 import pytest
 import torch
+from attn_support.fused.cases import LOWER_RIGHT, Answers, sized, worst_error
 from attn_support.fused.device import emulated_card
-from attn_support.fused.emulation import GXX, T4, V100, Deadlock, emulate
-from attn_support.fused.packed import poisoned_memory
-from attn_support.oracle import cast
-from attn_support.table import MASKS
+from attn_support.fused.emulation import GXX, T4, V100, emulate
+from attn_support.fused.modes import deterministic as poisoned_memory
+from attn_support.oracle import exact
+from attn_support.table import Case
 from torch import Tensor
 
 from pascal_attn_core import AttentionConfig, sdpa, sdpa_with_lse
@@ -54,61 +55,40 @@ def free_parts(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         cached.cache_clear()
 
 
-LOWER_RIGHT = {"is_causal": True, "alignment": "lower_right"}
-# multiprocessors, head_dim, head_dim_v, query heads, queries, keys, mask, rules
-SIZES: list[tuple[int, int, int, int, int, int, str, dict[str, Any]]] = [
-    (3, 64, 64, 4, 200, 600, "none", {}),  # four tiles on three
-    (40, 64, 64, 2, 200, 900, "none", {}),  # more multiprocessors than tiles: each is cut into many
-    (3, 64, 64, 2, 500, 300, "none", LOWER_RIGHT),
-    (3, 64, 64, 2, 300, 400, "bool blocks", {"window": (150, 70)}),
-    (5, 64, 64, 4, 200, 500, "bool some rows empty", {}),
-    (5, 64, 64, 4, 200, 500, "bool [L, S]", {"softcap": 20.0}),
-    (3, 64, 64, 4, 200, 500, "none", {"softcap": 3.0}),
-    (3, 128, 128, 4, 200, 400, "none", {}),
-    (3, 128, 64, 4, 100, 400, "bool [B, 1, 1, S]", {}),
-    (3, 40, 48, 4, 140, 300, "none", {}),
-    (5, 96, 96, 4, 140, 300, "bool nothing allowed", {}),
-    (5, 80, 80, 4, 140, 300, "bool [B, H, L, S]", {}),
-    (5, 32, 32, 4, 140, 300, "none", {}),
+_case = functools.partial(sized, torch.float16)
+TWO = {"heads": (2, 1)}
+SINKS = torch.tensor([-torch.inf, 0.5, 40.0, -3.0])
+# multiprocessors, and a call
+SIZES = [
+    (3, _case(64, 200, 600)),  # four tiles on three
+    (40, _case(64, 200, 900, **TWO)),  # more multiprocessors than tiles: each is cut into many
+    (3, _case(64, 500, 300, **TWO, **LOWER_RIGHT)),
+    (3, _case(64, 300, 400, "bool blocks", **TWO, window=(150, 70))),
+    (5, _case(64, 200, 500, "bool some rows empty")),
+    (5, _case(64, 200, 500, "bool [L, S]", softcap=20.0)),
+    (3, _case(64, 200, 500, softcap=3.0)),
+    (3, _case(128, 200, 400)),
+    (3, _case(128, 100, 400, "bool [B, 1, 1, S]", dim_v=64)),
+    (3, _case(40, 140, 300, dim_v=48)),
+    (5, _case(96, 140, 300, "bool nothing allowed")),
+    (5, _case(80, 140, 300, "bool [B, H, L, S]")),
+    (5, _case(32, 140, 300)),
+    (3, _case(64, 150, 700, sinks=SINKS)),
+    (3, _case(64, 150, 700, "bool expanded", sinks=SINKS)),
 ]
 
 
-def _inputs(head_dim: int, head_dim_v: int, heads: int, queries: int, keys: int, mask: str) -> list[Tensor | None]:
-    generator = torch.Generator().manual_seed(queries + keys)
-    shapes = (1, heads, queries, head_dim), (1, heads // 2, keys, head_dim), (1, heads // 2, keys, head_dim_v)
-    tensors = [torch.randn(shape, generator=generator).half() for shape in shapes]
-    return [*tensors, MASKS[mask]((1, heads, queries, keys), torch.float16, generator)]
-
-
-def _is_close(found: tuple[Tensor, Tensor], inputs: list[Tensor | None], rules: dict[str, Any]) -> None:
-    wide = [cast(t, torch.float64) for t in inputs]
-    out, lse = reference_sdpa(*wide, **rules)  # type: ignore[arg-type]
-    torch.testing.assert_close(found[0].double(), out, atol=2e-3, rtol=2e-3)
-    torch.testing.assert_close(found[1].double(), lse, atol=1e-4, rtol=1e-5)
-
-
 @pytest.mark.usefixtures("free_parts")
-@pytest.mark.parametrize("size", SIZES, ids=str)
-def test_cut_tiles_have_the_answer_of_the_definition(size: tuple[Any, ...], card: DeviceInfo) -> None:
-    num_sms, *shape, mask, rules = size
-    inputs = _inputs(*shape, mask)  # type: ignore[arg-type]
-    rules = {"enable_gqa": True, **rules}
+@pytest.mark.parametrize(("num_sms", "case"), SIZES, ids=lambda value: getattr(value, "name", None))
+def test_cut_tiles_have_the_answer_of_the_definition(num_sms: int, case: Case, card: DeviceInfo) -> None:
+    """Sinks are added once to a tile in parts."""
+    inputs, rules = case.build()
     with emulated_card(info=replace(card, num_sms=num_sms)) as kernels, poisoned_memory():
-        found = sdpa_with_lse(*inputs, **rules, config=TENSOR)  # type: ignore[arg-type]
-    launch = kernels.queued[-1]
-    assert launch.variant.is_even
-    _is_close(found, inputs, rules)
-
-
-@pytest.mark.usefixtures("free_parts")
-@pytest.mark.parametrize("mask", ["none", "bool expanded"])
-def test_sinks_are_added_once_to_a_tile_in_parts(card: DeviceInfo, mask: str) -> None:
-    inputs = _inputs(64, 64, 4, 150, 700, mask)
-    rules = {"enable_gqa": True, "sinks": torch.tensor([-torch.inf, 0.5, 40.0, -3.0])}
-    with emulated_card(info=replace(card, num_sms=3)) as kernels:
-        found = sdpa_with_lse(*inputs, **rules, config=TENSOR)  # type: ignore[arg-type]
+        found = sdpa_with_lse(*inputs, **rules, config=TENSOR)
     assert kernels.queued[-1].variant.is_even
-    _is_close(found, inputs, {**rules, "sinks": rules["sinks"].double()})  # type: ignore[attr-defined]
+    out, lse = exact(inputs, rules)
+    torch.testing.assert_close(found.out.double(), out, atol=2e-3, rtol=2e-3)
+    torch.testing.assert_close(found.lse.double(), lse, atol=1e-4, rtol=1e-5)
 
 
 @pytest.mark.usefixtures("free_parts")
@@ -172,29 +152,20 @@ def _mixed(variant: Variant) -> AttentionCall:
 @functools.cache
 def _oracle(variant: Variant) -> Tensor:
     call = _mixed(variant)
-    mask = call.attn_mask
-    assert mask is None or isinstance(mask, Tensor)
-    return reference_sdpa(call.query.double(), call.key.double(), call.value.double(), mask)[0]
+    return reference_sdpa(call.query.double(), call.key.double(), call.value.double(), call.attn_mask)[0]
 
 
-def _worst(kind: str, text: str | None, seeds: int = 10) -> float:
-    """The largest error of heads in two and in three parts, or the first that leaves no doubt; several times, since
-    blocks and warps run as chance has it."""
-    worst = 0.0
-    for variant in _variants(kind):
+def _worst(kind: str, text: str | None) -> float:
+    """Of heads in two and in three parts; several times, since blocks and warps run as chance has it."""
+
+    def run(variant: Variant, seed: int) -> Answers:
         call = _mixed(variant)
         ends = list(key_tiles(call, variant.geometry))
         listed = [*_cut_at(ends, 2), *_cut_at(ends, 1, 3, tile=1, slot=2)]
         listed += [*_cut_at(ends, 1, tile=2, slot=5), *_cut_at(ends, 1, 2, tile=3, slot=7)]
-        for seed in range(1, seeds + 1):
-            try:
-                error = (_run(variant, call, listed, seed, text).double() - _oracle(variant)).abs().max()
-            except Deadlock:
-                return float("inf")
-            worst = max(worst, error.nan_to_num(nan=torch.inf).item())
-            if worst > 1e-2:
-                return worst
-    return worst
+        return [_run(variant, call, listed, seed, text)], [_oracle(variant)]
+
+    return worst_error([functools.partial(run, v, seed) for v in _variants(kind) for seed in range(1, 11)], 1e-2)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -240,69 +211,41 @@ def test_a_mistake_is_noticed(kind: str, name: str) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_every_barrier_of_the_parts_is_among_the_mistakes(kind: str) -> None:
-    text = source(kind)
-    own = text[text.index("INLINE bool join_parts") : text.index("PA_FORWARD_NAME")]
-    assert len(re.findall(r"__syncthreads", own)) == 3
-
-
-@pytest.mark.parametrize("kind", KINDS)
 def test_what_the_emulation_cannot_tell_is_in_the_source(kind: str) -> None:
     """A fence between the sums and the count, and one between the count and the sums of the others, which are read past
-    the caches of a multiprocessor."""
+    the caches of a multiprocessor. All three barriers are among the mistakes."""
     text = source(kind)
     own = text[text.index("INLINE bool join_parts") : text.index("PA_FORWARD_NAME")]
-    steps = ("store_part(", "__threadfence()", "__syncthreads()", "atomicAdd(", "__threadfence()", "add_part(")
-    places = [0]
-    for step in steps:
-        places.append(own.index(step, places[-1] + 1))
+    found = re.findall(r"store_part\(|__threadfence\(\)|__syncthreads|atomicAdd\(|add_part\(", own)
+    assert re.search("store_part.*threadfence.*syncthreads.*atomicAdd.*threadfence.*add_part", "".join(found))
+    assert found.count("__syncthreads") == 3
     assert "ld.global.cg.v4.f32" in text
 
 
 # ---- memory, several launches and several devices --------------------------------------------------------------------
 
 
-@pytest.mark.usefixtures("free_parts")
-def test_parts_stay_within_the_budget(card: DeviceInfo) -> None:
-    inputs = _inputs(64, 64, 4, 200, 600, "none")[:3]
-    kinds = []
-    for budget in (64, 0.1):
-        with emulated_card(info=replace(card, num_sms=3)) as kernels:
-            config = AttentionConfig(route="fused-tensor", budget_mib=budget)
-            sdpa(*inputs, enable_gqa=True, config=config)  # type: ignore[arg-type]
-        kinds.append(kernels.queued[-1].variant.is_even)
-    assert kinds == [True, False]
+def _is_even(card: DeviceInfo, config: AttentionConfig = TENSOR, **how: Any) -> bool:
+    """Whether a call takes the kernel of parts. It is right either way."""
+    inputs, options = _case(64, 200, 600).build()
+    with emulated_card(info=replace(card, num_sms=3), **how) as kernels:
+        out = sdpa(*inputs, **options, config=config)
+    torch.testing.assert_close(out.double(), exact(inputs, options)[0], atol=2e-3, rtol=2e-3)
+    (is_even,) = {launch.variant.is_even for launch in kernels.queued}
+    return is_even
 
 
 @pytest.mark.usefixtures("free_parts")
-def test_a_long_call_is_launched_in_parts_by_the_kernel_that_can_be(card: DeviceInfo) -> None:
-    inputs = _inputs(64, 64, 4, 200, 600, "none")[:3]
-    for work_per_sm, is_even in ((1 << 30, True), (1 << 20, False)):
-        with emulated_card(info=replace(card, num_sms=3), work_per_sm=work_per_sm) as kernels:
-            sdpa(*inputs, enable_gqa=True, config=TENSOR)  # type: ignore[arg-type]
-        assert {launch.variant.is_even for launch in kernels.queued} == {is_even}
+def test_elsewhere_a_call_takes_the_kernel_of_whole_tiles(card: DeviceInfo) -> None:
+    """Beyond the budget, or where a launch would take too long, or without its machine code. Parts of a call on several
+    devices are not cut, since how they would be depends on how many heads a device has."""
 
+    def shipped(variant: Variant, arch: str) -> bytes | None:
+        return None if variant.is_even else prebuilt.find(variant, arch)
 
-@pytest.mark.usefixtures("free_parts")
-def test_a_card_without_its_machine_code_takes_the_kernel_that_ships(card: DeviceInfo) -> None:
-    inputs = _inputs(64, 64, 4, 200, 600, "none")[:3]
-    options: dict[str, Any] = {"find_compiler": lambda arch: None}
-    options["shipped"] = lambda variant, arch: None if variant.is_even else prebuilt.find(variant, arch)
-    with emulated_card(lambda launch: None, info=replace(card, num_sms=3), **options) as kernels:
-        sdpa(*inputs, enable_gqa=True, config=TENSOR)  # type: ignore[arg-type]
-    assert {launch.variant.is_even for launch in kernels.queued} == {False}
-
-
-@pytest.mark.usefixtures("free_parts")
-def test_parts_of_a_call_on_several_devices_are_not_cut(card: DeviceInfo) -> None:
-    """How they would be depends on how many heads a device has."""
-    inputs = _inputs(64, 64, 4, 200, 600, "none")[:3]
-    shared = AttentionConfig(route="fused-tensor", devices=("cpu", "cpu"), share_from_tokens=1)
-    with emulated_card(info=replace(card, num_sms=3)) as kernels:
-        alone = sdpa(*inputs, enable_gqa=True, config=TENSOR)  # type: ignore[arg-type]
-        assert kernels.queued[-1].variant.is_even
-        kernels.queued.clear()
-        found = sdpa(*inputs, enable_gqa=True, config=shared)  # type: ignore[arg-type]
-    assert {launch.variant.is_even for launch in kernels.queued} == {False}
-    assert len(kernels.queued) >= 2
-    torch.testing.assert_close(found, alone, atol=2e-3, rtol=2e-3)
+    assert _is_even(card, replace(TENSOR, budget_mib=64))
+    assert not _is_even(card, replace(TENSOR, budget_mib=0.1))
+    assert _is_even(card, work_per_sm=1 << 30)
+    assert not _is_even(card, work_per_sm=1 << 20)
+    assert not _is_even(card, find_compiler=lambda arch: None, shipped=shipped)
+    assert not _is_even(card, replace(TENSOR, devices=("cpu", "cpu"), share_from_tokens=1))

@@ -10,11 +10,12 @@ from typing import Any
 
 import pytest
 import torch
+from attn_support.fused.cases import LOWER_RIGHT, sized
 from attn_support.fused.device import emulated_card
 from attn_support.fused.emulation import GXX, T4, V100
-from attn_support.fused.packed import poisoned_memory
-from attn_support.oracle import assert_close, assert_gradients, cast, exact, gradients, plain
-from attn_support.table import MASKS, TABLE, Case
+from attn_support.fused.modes import deterministic as poisoned_memory
+from attn_support.oracle import assert_close, assert_gradients, exact, gradients, plain
+from attn_support.table import TABLE, Case
 from torch import Tensor
 
 from pascal_attn_core import AttentionConfig, UnsupportedAttention, sdpa, sdpa_backward, sdpa_with_lse
@@ -88,66 +89,54 @@ def test_a_full_card_takes_the_wide_kernel(case: Case, card: DeviceInfo) -> None
         _check(inputs, options)
 
 
-LOWER_RIGHT = {"is_causal": True, "alignment": "lower_right"}
-# head_dim, head_dim_v, queries, keys, mask, rules. Tiles are of 256, 128 or 64 rows and 32 or 64 keys.
-SIZES: list[tuple[int, int, int, int, str, dict[str, Any]]] = [
-    (64, 64, 500, 200, "none", LOWER_RIGHT),
-    (64, 64, 250, 190, "bool blocks", {"window": (30, 70)}),
-    (64, 64, 200, 2300, "bool some rows empty", {"window": (400, 300)}),  # more than 32 tiles of keys
-    (64, 64, 200, 126, "float columns first", {"scale": -0.7}),
-    (64, 64, 200, 190, "bool expanded", {"softcap": 3.0}),
-    (128, 128, 250, 254, "none", LOWER_RIGHT),
-    (128, 128, 200, 190, "bool [B, H, L, S]", {"is_causal": True}),
-    (128, 128, 200, 1100, "bool [B, 1, 1, S]", {"window": (-1, 62)}),
-    (128, 64, 200, 190, "-finfo.max some rows", {}),
-    (128, 128, 66, 130, "bool nothing allowed", {}),
-    (96, 96, 200, 140, "float [1, H, L, S]", LOWER_RIGHT),
-    (80, 80, 200, 140, "bool [1, 1, L, 1]", {}),
-    (40, 40, 200, 140, "none", {"window": (9, -1)}),
-    (32, 32, 200, 140, "float32 mask", {"softcap": 20.0}),
-    (48, 80, 200, 140, "none", {"softcap": 20.0, "scale": -0.2}),
-    (100, 100, 70, 70, "bool padding on the left", {}),
-    (4, 12, 70, 70, "none", LOWER_RIGHT),
+# Two query heads share a key head. Tiles are of 256, 128 or 64 rows and 32 or 64 keys.
+_case = functools.partial(sized, torch.float16, heads=(2, 1))
+SIZES = [
+    _case(64, 500, 200, **LOWER_RIGHT),
+    _case(64, 250, 190, "bool blocks", window=(30, 70)),
+    _case(64, 200, 2300, "bool some rows empty", window=(400, 300)),  # more than 32 tiles of keys
+    _case(64, 200, 126, "float columns first", scale=-0.7),
+    _case(64, 200, 190, "bool expanded", softcap=3.0),
+    _case(128, 250, 254, **LOWER_RIGHT),
+    _case(128, 200, 190, "bool [B, H, L, S]", is_causal=True),
+    _case(128, 200, 1100, "bool [B, 1, 1, S]", window=(-1, 62)),
+    _case(128, 200, 190, "-finfo.max some rows", dim_v=64),
+    _case(128, 66, 130, "bool nothing allowed"),
+    _case(96, 200, 140, "float [1, H, L, S]", **LOWER_RIGHT),
+    _case(80, 200, 140, "bool [1, 1, L, 1]"),
+    _case(40, 200, 140, window=(9, -1)),
+    _case(32, 200, 140, "float32 mask", softcap=20.0),
+    _case(48, 200, 140, dim_v=80, softcap=20.0, scale=-0.2),
+    _case(100, 70, 70, "bool padding on the left"),
+    _case(4, 70, 70, dim_v=12, **LOWER_RIGHT),
 ]
 
 
 @pytest.mark.parametrize("is_wide", [True, False], ids=["wide", "small"])
-@pytest.mark.parametrize("size", SIZES, ids=str)
+@pytest.mark.parametrize("case", SIZES, ids=lambda case: case.name)
 def test_every_geometry_gives_the_answer_of_the_definition(
-    size: tuple[int, int, int, int, str, dict[str, Any]],
-    is_wide: bool,
-    card: DeviceInfo,
-    monkeypatch: pytest.MonkeyPatch,
+    case: Case, is_wide: bool, card: DeviceInfo, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two query heads share a key head; on a card of many multiprocessors tiles are small."""
+    """On a card of many multiprocessors tiles are small."""
     if is_wide:
         monkeypatch.setattr(plan, "_SMALL_SPEED", 1e-3)
-    head_dim, head_dim_v, queries, keys, mask, rules = size
-    generator = torch.Generator().manual_seed(queries + keys)
-    shapes = (1, 2, queries, head_dim), (1, 1, keys, head_dim), (1, 1, keys, head_dim_v)
-    tensors = [torch.randn(shape, generator=generator).half() for shape in shapes]
-    inputs = [*tensors, MASKS[mask]((1, 2, queries, keys), torch.float16, generator)]
     with emulated_card(info=replace(card, num_sms=1 if is_wide else 1000)) as kernels:
-        _check(inputs, {"enable_gqa": True, **rules})
+        _check(*case.build())
     kinds = {launch.variant.is_small for launch in kernels.queued}
-    if is_wide or (queries >= 200 and head_dim == 64):
+    if is_wide or (case.query[-2] >= 200 and case.query[-1] == 64):
         assert kinds == {not is_wide}
 
 
 @pytest.mark.parametrize("softcap", [None, 5.0])
 @pytest.mark.parametrize("mask", ["none", "float [L, S]"])
 def test_sinks_are_one_more_key_without_a_value(card: DeviceInfo, mask: str, softcap: float | None) -> None:
-    generator = torch.Generator().manual_seed(0)
-    query, key = (torch.randn(1, h, n, 64, generator=generator).half() for h, n in ((4, 70), (2, 2000)))
     # that of the third head is larger than any score, the first takes no part
     sinks = torch.tensor([-torch.inf, 0.5, 40.0, -3.0])
-    inputs = [query, key, key, MASKS[mask]((1, 4, 70, 2000), torch.float16, generator)]
-    options = {"enable_gqa": True, "softcap": softcap, "sinks": sinks}
+    inputs, options = sized(torch.float16, 64, 70, 2000, mask, softcap=softcap, sinks=sinks).build()
     for num_sms in (1, 1000):
         with emulated_card(info=replace(card, num_sms=num_sms)) as kernels:
             out, lse = sdpa_with_lse(*inputs, **options, config=TENSOR)  # type: ignore[arg-type]
-        wide = [cast(t, torch.float64) for t in inputs]
-        oracle, oracle_lse = reference_sdpa(*wide, **{**options, "sinks": sinks.double()})  # type: ignore[arg-type]
+        oracle, oracle_lse = exact(inputs, options)
         torch.testing.assert_close(out.double(), oracle, atol=2e-3, rtol=2e-3)
         torch.testing.assert_close(lse.double(), oracle_lse, atol=1e-5, rtol=1e-5)
         assert any("combine" in launch.function for launch in kernels.queued) == (num_sms > 1)
@@ -167,47 +156,33 @@ def test_the_error_is_that_of_rounding_the_probabilities(card: DeviceInfo) -> No
         assert ours <= 1.02 * theirs, gain
 
 
-@pytest.mark.parametrize("step", [4, 8])
-def test_rows_are_read_as_they_lie(card: DeviceInfo, step: int) -> None:
+@pytest.mark.parametrize(
+    ("strides", "is_padded"),
+    [((5600, 2800, 68, 1, 4), True), ((5760, 2880, 72, 1, 8), False), ((0, 2560, 8, 1, 0), False)],
+    ids=["8 bytes", "16 bytes", "rows that overlap and a batch that repeats"],
+)
+def test_rows_are_read_as_they_lie(card: DeviceInfo, strides: tuple[int, ...], is_padded: bool) -> None:
     """Rows that begin at multiples of 8 bytes take the kernel that reads so many at a time."""
-    torch.manual_seed(0)
-    wide = [torch.randn(1, 2, n, 64 + step).half() for n in (70, 100, 100)]
-    inputs = [t[..., step:] for t in wide]
+    *steps, first = strides
+    numbers = torch.randn(3, 20000).half()
+    inputs = [
+        some.as_strided((3, 2, n, 64), steps, some.storage_offset() + first) for some, n in zip(numbers, (37, 40, 40))
+    ]
     with emulated_card(info=card) as kernels:
         out = sdpa(*inputs, config=TENSOR)
         plain_out = sdpa(*(t.contiguous() for t in inputs), config=TENSOR)
-    assert [launch.variant.padded for launch in kernels.queued] == [step == 4, False]
+    assert [launch.variant.padded for launch in kernels.queued] == [is_padded, False]
     assert torch.equal(out, plain_out)
 
 
-def test_overlapping_rows_and_a_batch_that_repeats(card: DeviceInfo) -> None:
-    numbers = torch.randn(1, 2, 40 * 64).half()
-    inputs = [numbers.as_strided((3, 2, n, 64), (0, 2560, 8, 1)) for n in (37, 40, 40)]
-    with emulated_card(info=card):
-        out = sdpa(*inputs, config=TENSOR)
-        plain_out = sdpa(*(t.contiguous() for t in inputs), config=TENSOR)
-    assert torch.equal(out, plain_out)
-
-
-def test_a_masked_key_cannot_move_a_bit(card: DeviceInfo) -> None:
-    query, key, value = (torch.randn(1, 2, n, 64).half() for n in (70, 200, 200))
-    mask = torch.rand(70, 200) < 0.6
-    mask[:, 7::9] = False
-    poisoned_key, poisoned_value = key.clone(), value.clone()
-    poisoned_key[:, :, 7::9] = 6e4
-    poisoned_value[:, :, 7::9] = 6e4
-    with emulated_card(info=card):
-        clean = sdpa(query, key, value, mask, config=TENSOR)
-        assert torch.equal(clean, sdpa(query, poisoned_key, poisoned_value, mask, config=TENSOR))
-
-
-def test_tiles_that_a_mask_forbids_are_not_read(card: DeviceInfo) -> None:
+def test_masked_keys_cannot_move_a_bit_and_tiles_that_a_mask_forbids_are_not_read(card: DeviceInfo) -> None:
     query, key = (torch.randn(1, 1, n, 64).half() for n in (256, 1024))
     mask = torch.zeros(256, 1024, dtype=torch.bool)
-    mask[:, 300:420] = True
+    mask[:, 300:420] = torch.rand(256, 120) < 0.6
+    mask[:, 307:420:9] = False
     poisoned = key.clone()
-    poisoned[:, :, :256] = float("nan")
-    poisoned[:, :, 448:] = float("nan")
+    poisoned[:, :, 307:420:9] = 6e4
+    poisoned[:, :, :256] = poisoned[:, :, 448:] = float("nan")
     with emulated_card(info=replace(card, num_sms=1)):
         clean = sdpa(query, key, key, mask, config=TENSOR)
         assert torch.equal(clean, sdpa(query, poisoned, poisoned, mask, config=TENSOR))
@@ -227,11 +202,10 @@ def test_small_tiles_meet_no_keys_beyond_their_diagonal(card: DeviceInfo) -> Non
 
 
 def test_gradients_are_those_of_the_definition(card: DeviceInfo) -> None:
-    inputs = [torch.randn(1, h, 70, 64).half().requires_grad_() for h in (4, 2, 2)]
-    options = {"enable_gqa": True, "is_causal": True}
+    inputs, options = sized(torch.float16, 64, 70, 70, is_causal=True).build(requires_grad=True)
     with emulated_card(info=card) as kernels:
-        out = sdpa(*inputs, **options, config=TENSOR)  # type: ignore[arg-type]
-        assert_gradients(lambda grad_out, _: gradients(out, inputs, grad_out), inputs, options, torch.float16)
+        out = sdpa(*inputs, **options, config=TENSOR)
+        assert_gradients(lambda grad_out, _: gradients(out, inputs[:3], grad_out), inputs, options, torch.float16)
     backward = [launch for launch in kernels.queued if launch.variant.is_gradient]
     assert {launch.variant.on_tensor_cores for launch in backward} == {True}
 
@@ -239,10 +213,8 @@ def test_gradients_are_those_of_the_definition(card: DeviceInfo) -> None:
 @pytest.mark.parametrize("mask", ["none", "float [L, S]", "bool blocks"])
 def test_parts_of_the_keys_give_their_parts_of_the_gradients(card: DeviceInfo, mask: str) -> None:
     """As ring attention does it, from the results of all keys."""
-    generator = torch.Generator().manual_seed(0)
-    inputs = [torch.randn(1, h, n, 64, generator=generator).half() for h, n in ((4, 70), (2, 96), (2, 96))]
-    bias = MASKS[mask]((1, 4, 70, 96), torch.float16, generator)
-    grad_out, grad_lse = torch.randn(1, 4, 70, 64, generator=generator).half(), torch.randn(1, 4, 70)
+    *inputs, bias = sized(torch.float16, 64, 70, 96, mask).build()[0]
+    grad_out, grad_lse = torch.randn(1, 4, 70, 64).half(), torch.randn(1, 4, 70)
     wide = [t.double().requires_grad_() for t in inputs]
     wide_bias = bias.double() if bias is not None and bias.dtype != torch.bool else bias
     out, lse = reference_sdpa(*wide, wide_bias, enable_gqa=True)
@@ -267,12 +239,8 @@ def test_parts_of_the_keys_give_their_parts_of_the_gradients(card: DeviceInfo, m
 @pytest.mark.parametrize("mask", ["none", "float [L, S]"])
 def test_softcap_and_sinks_have_gradients(card: DeviceInfo, mask: str, softcap: float | None) -> None:
     """That of the sinks too, of which the second is larger than any score and the third takes no part."""
-    generator = torch.Generator().manual_seed(0)
-    tensors = [torch.randn(1, h, n, 64, generator=generator).half() for h, n in ((4, 70), (2, 100), (2, 100))]
-    sinks, bias = torch.tensor([0.5, 40.0, -torch.inf, -1.0]), MASKS[mask]((1, 4, 70, 100), torch.float16, generator)
-    options = {"enable_gqa": True, "is_causal": True, "softcap": softcap}
-
-    grad_out = torch.randn(1, 4, 70, 64, generator=generator).half()
+    (*tensors, bias), options = sized(torch.float16, 64, 70, 100, mask, is_causal=True, softcap=softcap).build()
+    sinks, grad_out = torch.tensor([0.5, 40.0, -torch.inf, -1.0]), torch.randn(1, 4, 70, 64).half()
 
     def answers(dtype: torch.dtype, attend: Any) -> list[Tensor]:
         leaves = [t.to(dtype).requires_grad_() for t in (*tensors, sinks)]
@@ -316,32 +284,25 @@ def test_flash_attns_functions_take_it_where_it_is_the_fastest(card: DeviceInfo)
     torch.testing.assert_close(out.double(), expected, atol=2e-3, rtol=2e-3)
 
 
-REFUSED = {
-    "the kernel on tensor cores takes float16, got torch.bfloat16": (torch.bfloat16, 64, {}),
-    "the kernel on tensor cores takes float16, got torch.float32": (torch.float32, 64, {}),
-    "the fused kernel has no dropout": (torch.float16, 64, {"dropout_p": 0.5}),
-    "head_dim 264 > 256": (torch.float16, 264, {}),
-    "head_dim must be a multiple of 4, got 30 and 30": (torch.float16, 30, {}),
-}
-
-
-@pytest.mark.parametrize(("reason", "call"), REFUSED.items())
+@pytest.mark.parametrize(
+    ("reason", "dtype", "head_dim", "options", "capability"),
+    [
+        ("the kernel on tensor cores takes float16, got torch.bfloat16", torch.bfloat16, 64, {}, (7, 5)),
+        ("the kernel on tensor cores takes float16, got torch.float32", torch.float32, 64, {}, (7, 5)),
+        ("the fused kernel has no dropout", torch.float16, 64, {"dropout_p": 0.5}, (7, 5)),
+        ("head_dim 264 > 256", torch.float16, 264, {}, (7, 5)),
+        ("head_dim must be a multiple of 4, got 30 and 30", torch.float16, 30, {}, (7, 5)),
+        ("head_dim 192 > 128", torch.float16, 192, {}, (7, 0)),
+        ("tensor cores need compute capability 7.0, got 6.1", torch.float16, 192, {}, (6, 1)),
+    ],
+)
 def test_a_call_that_it_does_not_take_is_refused_with_the_reason(
-    reason: str, call: tuple[torch.dtype, int, dict[str, Any]]
+    reason: str, dtype: torch.dtype, head_dim: int, options: dict[str, Any], capability: tuple[int, int]
 ) -> None:
-    dtype, head_dim, options = call
-    query = torch.randn(1, 2, 40, head_dim).to(dtype)
-    with emulated_card(info=T4) as kernels, pytest.raises(UnsupportedAttention, match=re.escape(reason)):
+    query, info = torch.randn(1, 2, 40, head_dim).to(dtype), replace(T4, capability=capability)
+    with emulated_card(info=info) as kernels, pytest.raises(UnsupportedAttention, match=re.escape(reason)):
         sdpa(query, query, query, **options, config=TENSOR)
     assert not kernels.queued
-
-
-def test_older_cards_have_no_tensor_cores_and_volta_ends_at_128() -> None:
-    query = torch.randn(1, 2, 40, 192).half()
-    for capability, reason in (((6, 1), "tensor cores need compute capability 7.0, got 6.1"),
-                               ((7, 0), "head_dim 192 > 128")):  # fmt: skip
-        with emulated_card(info=replace(T4, capability=capability)), pytest.raises(UnsupportedAttention, match=reason):
-            sdpa(query, query, query, config=TENSOR)
 
 
 def test_the_bits_of_a_mask_stay_within_the_budget() -> None:

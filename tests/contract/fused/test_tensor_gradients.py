@@ -4,7 +4,6 @@ shipped tiles, and the kernels with a barrier left out."""
 from __future__ import annotations
 
 import functools
-import random
 import re
 from collections.abc import Callable
 from dataclasses import replace
@@ -12,23 +11,21 @@ from typing import Any
 
 import pytest
 import torch
-from attn_support.fused.cases import Emulated, of_kernel
+from attn_support.fused.cases import LOWER_RIGHT, Answers, Emulated, forward, of_kernel, sized, worst_error
 from attn_support.fused.cases import backward as run_backward
-from attn_support.fused.emulation import GXX, Deadlock, LeftOut, blocks_and_passes, build, each_left_out, emulate
-from attn_support.oracle import assert_gradients, cast
-from attn_support.randomness import seeds, times
-from attn_support.table import GRADIENT_TABLE, LAYOUTS, MASKS, Case
+from attn_support.fused.emulation import GXX, LeftOut, blocks_and_passes, build, each_left_out, emulate
+from attn_support.oracle import assert_gradients
+from attn_support.table import GRADIENT_TABLE, Case
 from torch import Tensor
 
 from pascal_attn_core.call import AttentionCall, check_call
-from pascal_attn_core.fused.code.source import Variant, all_variants, source
+from pascal_attn_core.fused.code.source import Variant, source
 from pascal_attn_core.fused.geometry.gradient import gradient_head_dims
+from pascal_attn_core.fused.launch import Launch
 from pascal_attn_core.fused.launch.backward import backward_launches
-from pascal_attn_core.fused.launch.plan import Plan, gradient_variants, variants_of
+from pascal_attn_core.fused.launch.plan import gradient_variants
 from pascal_attn_core.fused.launch.select import tensor_reasons
 from pascal_attn_core.fused.trust.kernels import parts
-from pascal_attn_core.fused.trust.verify import largest_error, tolerance
-from pascal_attn_core.reference import reference_sdpa
 
 pytestmark = pytest.mark.skipif(GXX is None, reason="needs g++ to build the emulation")
 GENERATIONS = {"Turing": (7, 5), "Volta": (7, 0)}
@@ -61,33 +58,16 @@ def _call(inputs: Numbers, options: dict[str, Any]) -> AttentionCall:
 TAKEN = [taken for case in GRADIENT_TABLE if (taken := _halves(case)) is not None]
 
 
-def _saved(call: AttentionCall, inputs: Numbers, options: dict[str, Any], capability: Capability) -> Emulated:
-    """The results that a forward pass saves, rounded as it rounds."""
-    with torch.no_grad():
-        out, lse = reference_sdpa(*(cast(t, torch.float64) for t in inputs), **options)
-        log_sum = None
-        if call.has_bias:
-            log_sum = _log_sum(inputs, options, lse)
-    plan = Plan(variants_of(call).forward, 0, gradient_variants(call, capability))
-    return Emulated(call, plan, out.to(call.query.dtype), lse.float(), log_sum)
-
-
-def _log_sum(inputs: Numbers, options: dict[str, Any], lse: Tensor) -> Tensor:
-    """lse without the row's maximum, whose probability a unit matrix as value shows."""
-    query, key, _, mask = (cast(t, torch.float64) for t in inputs)
-    assert query is not None
-    assert key is not None
-    assert mask is not None
-    unit = torch.eye(key.shape[-2], dtype=torch.float64).expand(*key.shape[:-1], key.shape[-2])
-    probs, _ = reference_sdpa(query, key, unit, mask, **options)
-    return -probs.max(dim=-1).values.log().float().where(lse.isfinite(), torch.zeros(()))
+def _saved(inputs: Numbers, options: dict[str, Any], capability: Capability) -> Emulated:
+    """The results that a forward pass saves, with a plan of gradients on tensor cores."""
+    result, call = forward(inputs, options), _call(inputs, options)
+    return replace(result, plan=result.plan._replace(gradients=gradient_variants(call, capability)))
 
 
 def _check(
     inputs: Numbers, options: dict[str, Any], capability: Capability, with_lse: bool = False
 ) -> tuple[Variant, ...]:
-    call = _call(inputs, options)
-    result = _saved(call, inputs, options, capability)
+    result = _saved(inputs, options, capability)
     own = functools.partial(run_backward, result)
     assert_gradients(own, inputs, options, torch.float16, with_lse=with_lse)
     return result.plan.gradients
@@ -101,64 +81,52 @@ def test_gradients_are_those_of_the_definition(case: Case, capability: Capabilit
 
 # ---- shipped tiles ---------------------------------------------------------------------------------------------------
 
-
-def _inputs(dim: int, queries: int, keys: int, mask: str = "none", layout: str = "contiguous") -> Numbers:
-    """Two query heads for each of two key heads; value lies otherwise than key."""
-    generator = torch.Generator().manual_seed(queries + keys)
-
-    def numbers(heads: int, tokens: int, layout: str) -> Tensor:
-        return LAYOUTS[layout](torch.randn((1, heads, tokens, dim), generator=generator).half())
-
-    tensors = numbers(4, queries, layout), numbers(2, keys, layout), numbers(2, keys, "contiguous")
-    return [*tensors, MASKS[mask]((1, 4, queries, keys), torch.float16, generator)]
-
-
-LOWER_RIGHT = {"is_causal": True, "alignment": "lower_right"}
+_case = functools.partial(sized, torch.float16)
 # Tiles of rows have 256 or 128, those of columns 32 or 16.
-SHIPPED: list[tuple[int, int, int, str, str, dict[str, Any]]] = [
-    (64, 70, 300, "none", "tokens_first", LOWER_RIGHT),
-    (64, 290, 70, "none", "contiguous", {"window": (40, 9)}),
-    (64, 66, 270, "bool blocks", "sliced", {}),
-    (64, 66, 100, "float [B, H, L, S]", "contiguous", {"is_causal": True}),
-    (64, 66, 64, "bool some rows empty", "contiguous", {"window": (30, -1)}),
-    (128, 140, 97, "none", "contiguous", {"is_causal": True}),
-    (128, 70, 160, "none", "sliced", {"window": (-1, 3), "alignment": "lower_right"}),
-    (128, 66, 150, "bool [B, 1, 1, S]", "contiguous", {}),
-    (128, 66, 140, "-finfo.max some rows", "tokens_first", {}),
-    (96, 66, 140, "none", "contiguous", {"scale": -0.3}),
-    (80, 66, 140, "bool [B, H, L, S]", "contiguous", LOWER_RIGHT),
-    (48, 270, 300, "none", "contiguous", LOWER_RIGHT),
-    (40, 70, 300, "float columns first", "contiguous", {}),
-    (64, 70, 270, "none", "contiguous", {"softcap": 1.5}),
-    (64, 66, 100, "float [B, H, L, S]", "contiguous", {"softcap": 4.0, **LOWER_RIGHT}),
-    (80, 66, 100, "bool some rows empty", "sliced", {"softcap": 0.7, "scale": 0.4}),
-    (128, 66, 140, "none", "contiguous", {"softcap": 2.0, "scale": -0.1, "is_causal": True}),
-    (40, 66, 100, "none", "tokens_first", {"softcap": 2.0, "window": (20, 9)}),
+SHIPPED = [
+    _case(64, 70, 300, "none", "tokens_first", **LOWER_RIGHT),
+    _case(64, 290, 70, window=(40, 9)),
+    _case(64, 66, 270, "bool blocks", "sliced"),
+    _case(64, 66, 100, "float [B, H, L, S]", is_causal=True),
+    _case(64, 66, 64, "bool some rows empty", window=(30, -1)),
+    _case(128, 140, 97, is_causal=True),
+    _case(128, 70, 160, "none", "sliced", window=(-1, 3), alignment="lower_right"),
+    _case(128, 66, 150, "bool [B, 1, 1, S]"),
+    _case(128, 66, 140, "-finfo.max some rows", "tokens_first"),
+    _case(96, 66, 140, scale=-0.3),
+    _case(80, 66, 140, "bool [B, H, L, S]", **LOWER_RIGHT),
+    _case(48, 270, 300, **LOWER_RIGHT),
+    _case(40, 70, 300, "float columns first"),
+    _case(64, 70, 270, softcap=1.5),
+    _case(64, 66, 100, "float [B, H, L, S]", softcap=4.0, **LOWER_RIGHT),
+    _case(80, 66, 100, "bool some rows empty", "sliced", softcap=0.7, scale=0.4),
+    _case(128, 66, 140, softcap=2.0, scale=-0.1, is_causal=True),
+    _case(40, 66, 100, "none", "tokens_first", softcap=2.0, window=(20, 9)),
 ]
 
 
-@pytest.mark.parametrize("case", SHIPPED, ids=lambda case: " ".join(map(str, case)))
-def test_shipped_tiles_give_the_gradients_of_the_definition(case: tuple[Any, ...], capability: Capability) -> None:
-    dim, *sizes, rules = case
-    variants = _check(_inputs(dim, *sizes), {"enable_gqa": True, **rules}, capability, with_lse=dim % 64 == 0)
+@pytest.mark.parametrize("case", SHIPPED, ids=lambda case: case.name)
+def test_shipped_tiles_give_the_gradients_of_the_definition(case: Case, capability: Capability) -> None:
+    dim = case.query[-1]
+    variants = _check(*case.build(), capability, with_lse=dim % 64 == 0)
     there = min(d for d in gradient_head_dims(variants[0].kind) if d >= dim)
     assert {(v.head_dim, v.padded) for v in variants} == {(there, dim != there)}
-    assert {"capped" in v.kind for v in variants} == {"softcap" in rules}
-
-
-@pytest.mark.parametrize("place", range(times(8)))
-def test_a_kernel_is_right_at_its_first_use(place: int) -> None:
-    gradients_ = [v for v in all_variants() if v.is_gradient and v.on_tensor_cores]
-    variant = random.Random(seeds(1)[0]).sample(gradients_, times(8))[place]
-    assert largest_error(variant, torch.device("cpu"), emulate) < tolerance(variant) / 10
+    assert {"capped" in v.kind for v in variants} == {"softcap" in case.options}
 
 
 def _example(
     dim: int, queries: int = 70, keys: int = 140, capability: Capability = TURING
 ) -> tuple[Emulated, Tensor, Numbers]:
-    inputs, options = _inputs(dim, queries, keys), {"enable_gqa": True}
-    result = _saved(_call(inputs, options), inputs, options, capability)
+    inputs, options = _case(dim, queries, keys).build()
+    result = _saved(inputs, options, capability)
     return result, torch.randn(result.out.shape).half(), inputs
+
+
+def _launches(result: Emulated, grad_out: Tensor) -> tuple[list[Launch], list[Tensor]]:
+    """And the gradients that they write."""
+    call = result.call
+    grads = [torch.empty_like(t) for t in (call.query, call.key, call.value)]
+    return backward_launches(call, result.plan, grad_out, result.out, result.lse, None, None, tuple(grads)), grads
 
 
 @pytest.mark.parametrize("dim", [64, 128])
@@ -170,10 +138,7 @@ def test_gradients_are_the_same_bits_every_time(dim: int, capability: Capability
 
 def test_launches_in_parts_give_the_same_bits() -> None:
     result, grad_out, _ = _example(128, 150, 300)
-    query, key, value = whole = [torch.empty_like(t) for t in (result.call.query, result.call.key, result.call.value)]
-    launches = backward_launches(
-        result.call, result.plan, grad_out, result.out, result.lse, None, None, (query, key, value)
-    )
+    launches, whole = _launches(result, grad_out)
     cut = [part for launch in launches for part in parts(launch, 1)]
     assert {part.params.first_tile for part in cut if part.function == "pa_tensor_grad_key_value"} == {0, 1, 2}
     emulate(launches)
@@ -222,28 +187,23 @@ def test_tiles_that_a_mask_forbids_are_skipped() -> None:
     keys: each of the others has a barrier."""
     passed = []
     for allowed in (256, 32):
-        inputs = _inputs(64, 256, 256)
+        inputs, options = _case(64, 256, 256).build()
         inputs[3] = torch.zeros(256, 256, dtype=torch.bool)
         inputs[3][:allowed, :allowed] = True
-        call = _call(inputs, {"enable_gqa": True})
-        result = _saved(call, inputs, {"enable_gqa": True}, TURING)
-        query, key, value = (torch.empty_like(t) for t in (call.query, call.key, call.value))
-        launches = backward_launches(
-            call, result.plan, torch.ones_like(result.out), result.out, result.lse, None, None, (query, key, value)
-        )
-        passed.append(emulate(launches))
+        result = _saved(inputs, options, TURING)
+        passed.append(emulate(_launches(result, torch.ones_like(result.out))[0]))
     of_query, of_keys = (224 // variant.geometry.cols for variant in result.plan.gradients)
     assert passed[0] - passed[1] == of_query * 4 + of_keys * 2 * 2
 
 
 @pytest.mark.parametrize("dim", [64, 128])
 def test_each_head_skips_the_tiles_that_its_own_mask_forbids(dim: int, capability: Capability) -> None:
-    inputs = _inputs(dim, 140, 140)
+    inputs, options = _case(dim, 140, 140).build()
     inputs[3] = mask = torch.ones(1, 4, 140, 140, dtype=torch.bool)
     for head in range(4):
         mask[0, head, :, 32 * head : 32 * head + 40] = False
         mask[0, head, 32 * head : 32 * head + 40] = False
-    _check(inputs, {"enable_gqa": True}, capability)
+    _check(inputs, options, capability)
 
 
 # ---- the harness must be able to fail --------------------------------------------------------------------------------
@@ -253,23 +213,13 @@ WRONG = 3e-2
 
 
 def _error(result: Emulated, grad_out: Tensor, right: list[Tensor], kind: str, text: str | LeftOut | None) -> float:
-    """The largest over some orders of the threads, relative; infinite for a deadlock or a NaN. Of the results of this
-    kind of kernel."""
-    worst = 0.0
-    for seed in (1, 2, 3):
-        try:
-            mutated = None if text is None else {kind: text}
-            actual = run_backward(result, grad_out, seed=seed, mutated=mutated, only=kind)
-        except Deadlock:
-            return float("inf")
-        errors = [
-            ((a.double() - e).abs().max() / e.abs().max()).nan_to_num(nan=torch.inf)
-            for a, e in zip(actual, of_kernel(kind, right), strict=True)
-        ]
-        worst = max(worst, *(error.item() for error in errors))
-        if worst > WRONG:
-            break
-    return worst
+    """Of the results of this kind of kernel, over some orders of the threads."""
+    mutated = None if text is None else {kind: text}
+
+    def run(seed: int) -> Answers:
+        return run_backward(result, grad_out, seed=seed, mutated=mutated, only=kind), of_kernel(kind, right)
+
+    return worst_error([functools.partial(run, seed) for seed in (1, 2, 3)], WRONG)
 
 
 @pytest.mark.slow
@@ -312,8 +262,8 @@ def _of_other_code(text: str, at: int) -> bool:
 
 
 def test_a_masked_kernel_without_the_barrier_before_its_place_is_wrong(capability: Capability) -> None:
-    inputs, options = _inputs(64, 70, 140, "bool blocks"), {"enable_gqa": True}
-    result = _saved(_call(inputs, options), inputs, options, capability)
+    inputs, options = _case(64, 70, 140, "bool blocks").build()
+    result = _saved(inputs, options, capability)
     grad_out = torch.randn(result.out.shape).half()
     right = run_backward(result, grad_out)
     for kind in [variant.kind for variant in result.plan.gradients]:

@@ -9,8 +9,9 @@ import pytest
 import torch
 from attn_support.fused.device import emulated_card
 from attn_support.fused.emulation import GXX
-from attn_support.fused.packed import each_alone, ends_of, poisoned_memory
-from attn_support.oracle import assert_close, assert_gradients_close, cast, gradients, plain_dtype
+from attn_support.fused.modes import deterministic as poisoned_memory
+from attn_support.fused.packed import definitions, ends_of
+from attn_support.oracle import assert_close, assert_gradients_close, gradients
 from torch import Tensor
 
 from pascal_attn_core.call import check_call
@@ -83,11 +84,8 @@ def _check(inputs: list[Tensor], lengths: tuple[list[int], list[int]], **rule: A
     """Output, lse and gradients against the definition of each sequence alone."""
     dtype = inputs[0].dtype
     finite = [t.detach().nan_to_num().requires_grad_() for t in inputs]
-    wide, narrow, rounded = (
-        [cast(t, d) for t in finite] for d in (torch.float64, plain_dtype(dtype), plain_dtype(dtype, as_torch=True))
-    )
     out, lse = _run(inputs, lengths, **rule)
-    exact, plain, similar = (each_alone(*some, *lengths, **rule) for some in (wide, narrow, rounded))
+    (wide, exact), (_, plain), (rounded, similar) = definitions(finite, lengths, dtype, **rule)
     assert_close(out, exact[0], plain[0], "out", dtype=dtype)
     assert_close(lse, exact[1], plain[1], "lse", dtype=dtype)
     grad_out = torch.randn(out.shape).to(dtype).double()
@@ -142,19 +140,13 @@ def test_flash_attn_varlen_func_takes_the_whole_batch_at_once(queued: list[Launc
     assert (key.route, stats.count, key.query) == ("fused", 1, (1, 4, sum(Q_LENGTHS) + 2, 64))
     assert key.why == "6 sequences of different lengths in one launch"
     assert out.is_contiguous()
-    leaves = [t.detach().nan_to_num().double().requires_grad_(requires_grad) for t in inputs]
-    expected, expected_lse = each_alone(
-        *leaves, Q_LENGTHS, K_LENGTHS, is_causal=True, window=(40, 0), alignment="lower_right"
-    )
-    torch.testing.assert_close(out.double(), expected[0].transpose(0, 1), atol=1e-5, rtol=1e-5)
-    torch.testing.assert_close(lse.double(), expected_lse[0], atol=1e-5, rtol=1e-5)
+    same, same_lse = _run(inputs, is_causal=True, window=(40, 0), alignment="lower_right")
+    assert torch.equal(out, same[0].transpose(0, 1))
+    assert torch.equal(lse, same_lse[0])
     if requires_grad:
         grad_out = torch.randn(out.shape)
-        with poisoned_memory():
-            actual = gradients(out, inputs, grad_out)
-        wanted = gradients(expected, leaves, grad_out.double().transpose(0, 1)[None])
-        for a, w in zip(actual, wanted):
-            torch.testing.assert_close(a.double(), w, atol=1e-4, rtol=1e-4)
+        grads = gradients(out, inputs, grad_out), gradients(same, inputs, grad_out.transpose(0, 1)[None])
+        assert all(map(torch.equal, *grads))
 
 
 def test_gradients_of_gradients_are_refused(queued: list[Launch]) -> None:

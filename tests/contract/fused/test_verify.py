@@ -35,11 +35,15 @@ WRONG = {
 
 
 def _drawn(count: int) -> list[Variant]:
-    """Some of all variants that a call can ask for."""
-    return random.Random(seeds(1)[0]).sample(list(all_variants()), count)
+    """Some of all variants that a call can ask for, half of them gradients on tensor cores."""
+    draw, of_tensor_cores = (
+        random.Random(seeds(1)[0]),
+        [v for v in all_variants() if v.is_gradient and v.on_tensor_cores],
+    )
+    return [*draw.sample(list(all_variants()), count), *draw.sample(of_tensor_cores, count)]
 
 
-@pytest.mark.parametrize("place", range(times(8)))
+@pytest.mark.parametrize("place", range(2 * times(8)))
 def test_a_kernel_drawn_at_random_is_right(place: int) -> None:
     variant = _drawn(times(8))[place]
     assert verify.largest_error(variant, torch.device("cpu"), emulate) <= verify.tolerance(variant) / 4, variant.name

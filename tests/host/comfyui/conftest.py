@@ -13,10 +13,10 @@ The test process imports nothing of ComfyUI. What a test file needs:
   it through the given MODEL -> MODEL nodes, and returns the latent, the log lines, the pack's call counts and those of
   the probe. ``Graph``, ``capture`` build and run any other graph; ``server.run(prompt)`` returns how a prompt ended.
 - ``tiny_model("vae_kl")``: the file name of a tiny model, or a skip with the reason why this host does not load it.
-  Names: ``comfy_tiny_models`` and ``comfy_tiny_parts`` in ``tests/support/comfy/inside``.
+  Names: ``comfy_tiny_models`` in ``tests/support/comfy/inside``.
 - ``host_script(code)``: runs Python code inside the host's process model (no server): ``comfy`` is importable,
   ``comfy_inproc`` helps to load and sample; returns what it printed, raises if it failed.
-- ``start_server(arguments, packs=..., folder=...)``: a server of your own for one test.
+- ``start_server(arguments, packs=..., placed=...)``: a server of your own for one test.
 
 A failed test shows what its servers logged meanwhile.
 """
@@ -117,13 +117,13 @@ StartServer = Callable[..., ComfyServer]
 def start_server(
     comfy_host: Host, tiny_models: tuple[Path, dict[str, Any]], tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[StartServer]:
-    """``start_server("--flag", ..., packs=(PROBE_PACK,), folder=None, VARIABLE="1")``: waits until it answers; stopped
-    at the end."""
+    """``start_server("--flag", ..., packs=(PROBE_PACK,), placed={"folder": ...}, VARIABLE="1")``: waits until it
+    answers; stopped at the end. ``placed``: how our pack is put there, as ``base_directory`` takes it."""
 
     def start(
-        *arguments: str, packs: tuple[Path, ...] = (PROBE_PACK,), folder: str | None = None, **variables: str
+        *arguments: str, packs: tuple[Path, ...] = (PROBE_PACK,), placed: dict[str, Any] | None = None, **variables: str
     ) -> ComfyServer:
-        base = base_directory(tmp_path_factory.mktemp("comfyui"), tiny_models[0], packs, folder)
+        base = base_directory(tmp_path_factory.mktemp("comfyui"), tiny_models[0], packs, **(placed or {}))
         server = ComfyServer(comfy_host, base, arguments, variables)
         RUNNING.append(server)
         server.wait_until_up()
@@ -145,8 +145,8 @@ def server(start_server: StartServer) -> ComfyServer:
 
 @pytest.fixture(scope="session")
 def plain_server(start_server: StartServer) -> ComfyServer:
-    """ComfyUI with the attention that it chooses for a CPU."""
-    return start_server()
+    """ComfyUI with the attention that it chooses for a CPU, and our pack in a folder that no module could be named."""
+    return start_server(placed={"folder": "Pascal Attention v0.1 (my copy)"})
 
 
 def run_host(host: Host, arguments: list[str], timeout_s: float = 600, **environment: str) -> str:

@@ -13,7 +13,18 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from attn_support.comfy.graph import FAMILIES, Captured, Graph, Link, attention_patch, capture, largest_difference
+from attn_support.comfy.graph import (
+    CHUNKING,
+    FAMILIES,
+    INT8,
+    Captured,
+    Graph,
+    Link,
+    Patch,
+    attention_patch,
+    capture,
+    largest_difference,
+)
 from attn_support.comfy.server import ComfyServer
 
 PROBE_PACK = Path(__file__).parent / "probe_pack"
@@ -26,12 +37,8 @@ PACKS = {
     "ADVANCED_CONTROLNET": "ACN_AdvancedControlNetApply",
 }
 FOLDERS = {name: os.environ.get(f"PASCAL_ATTN_{name}", "") for name in PACKS}
+Model = Callable[[Graph], Link]
 WHOLE = attention_patch(route="tiled")
-SLICED = ("PascalFFNChunking", {"budget_mib": 1, "min_tokens": 2})
-INT8 = (
-    "PascalInt8Linear",
-    {"max_error": 0.05, "include": "", "exclude": "", "weights": "host", "int8_files": "auto"},
-)
 # A node that changes the model of a family, by pack.
 MODEL_NODES = [
     ("KJNODES", "WanVideoEnhanceAVideoKJ", "wan_t2v"),
@@ -86,44 +93,43 @@ def defaults(described: dict, graph: Graph, family: str) -> dict:
     return given
 
 
-def sampled(server: ComfyServer, family: str, *patches: str, described: dict, node: str) -> Captured:
-    """The latent of a family through the nodes named, ours written ``"ours"``."""
+def sampled(server: ComfyServer, load: Model, *patches: Patch, family: str = "sd15") -> Captured:
+    """The latent of a family from ``load``'s model through the patches."""
     graph = Graph()
-    model = graph.load(family)
-    for patch in patches:
-        class_type, inputs = WHOLE if patch == "ours" else (node, defaults(described, graph, family))
-        model = graph.add(class_type, model=model, **inputs)
-    return capture(server, graph, graph.sample(model, FAMILIES[family]))[0]
+    return capture(server, graph, graph.sample(graph.patched(load(graph), patches), FAMILIES[family]))[0]
+
+
+def plain(graph: Graph) -> Link:
+    return graph.load("sd15")
 
 
 @pytest.mark.parametrize(("pack", "node", "family"), MODEL_NODES)
 def test_its_effect_is_kept_in_both_orders(crowded: ComfyServer, pack: str, node: str, family: str) -> None:
     described = known(crowded, pack, node)
-    stock = sampled(crowded, family, node, described=described, node=node)
+
+    def through(*names: str) -> Captured:
+        graph = Graph()
+        theirs = node, defaults(described, graph, family)
+        model = graph.patched(graph.load(family), [WHOLE if name == "ours" else theirs for name in names])
+        return capture(crowded, graph, graph.sample(model, FAMILIES[family]))[0]
+
+    stock = through(node)
     for order in ((node, "ours"), ("ours", node)):
-        both = sampled(crowded, family, *order, described=described, node=node)
+        both = through(*order)
         assert largest_difference(both, stock) < ROUNDING, order
         assert both.run.taken == both.run.calls > 0, order
 
 
 def test_a_sage_patch_before_ours_is_replaced_and_is_named(crowded: ComfyServer) -> None:
     node = "PathchSageAttentionKJ"
-    described = known(crowded, "KJNODES", node)
-    plain = sampled(crowded, "sd15", described=described, node=node)
-    graph = Graph()
-    model = graph.add(
-        node, model=graph.load("sd15"), sage_attention="sageattn_qk_int8_pv_fp16_cuda", allow_compile=False
-    )
-    model = graph.add(WHOLE[0], model=model, **WHOLE[1])
+    known(crowded, "KJNODES", node)
+    sage = {"sage_attention": "sageattn_qk_int8_pv_fp16_cuda", "allow_compile": False}
     try:
-        ours = capture(crowded, graph, graph.sample(model, FAMILIES["sd15"]))[0]
+        ours = sampled(crowded, plain, (node, sage), WHOLE)
     except AssertionError as error:
         pytest.skip(f"the node needs a package that this host has not: {str(error)[:200]}")
-    assert largest_difference(ours, plain) < ROUNDING
+    assert largest_difference(ours, sampled(crowded, plain)) < ROUNDING
     assert any("KJNodes) is replaced" in line for line in ours.log), ours.log
-
-
-Model = Callable[[Graph], Link]
 
 
 def gguf_model(server: ComfyServer, host_script: Callable[..., str]) -> Model:
@@ -156,12 +162,8 @@ def test_what_its_loader_gives_is_sampled_as_without_ours(
 ) -> None:
     model = make(crowded, host_script)
 
-    def run(load: Model, *patches: tuple[str, dict]) -> Captured:
-        graph = Graph()
-        return capture(crowded, graph, graph.sample(graph.patched(load(graph), patches), FAMILIES["sd15"]))[0]
-
-    stock, both = run(model), run(model, WHOLE, SLICED)
-    assert largest_difference(stock, run(lambda graph: graph.load("sd15"))) > 10 * ROUNDING, "it changes nothing"
+    stock, both = sampled(crowded, model), sampled(crowded, model, WHOLE, CHUNKING)
+    assert largest_difference(stock, sampled(crowded, plain)) > 10 * ROUNDING, "it changes nothing"
     assert largest_difference(both, stock) < ROUNDING
     assert both.run.taken == both.run.calls > 0
 
@@ -170,12 +172,7 @@ def test_weights_in_gguf_are_left_by_the_int8_node_bit_for_bit(
     crowded: ComfyServer, host_script: Callable[..., str]
 ) -> None:
     model = gguf_model(crowded, host_script)
-
-    def run(*patches: tuple[str, dict]) -> Captured:
-        graph = Graph()
-        return capture(crowded, graph, graph.sample(graph.patched(model(graph), patches), FAMILIES["sd15"]))[0]
-
-    stock, ours = run(), run(INT8)
+    stock, ours = sampled(crowded, model), sampled(crowded, model, INT8)
     assert ours.says("0 of 0 linear layers in int8")
     assert ours.says("no linear layer runs in int8: its weight is")
     assert largest_difference(ours, stock) == 0
@@ -186,12 +183,8 @@ def test_with_a_picture_of_ipadapter_linear_layers_run_in_int8(
 ) -> None:
     model = with_picture(crowded, host_script)
 
-    def run(load: Model, *patches: tuple[str, dict]) -> Captured:
-        graph = Graph()
-        return capture(crowded, graph, graph.sample(graph.patched(load(graph), patches), FAMILIES["sd15"]))[0]
-
-    stock, ours = run(model), run(model, INT8)
-    effect = largest_difference(stock, run(lambda graph: graph.load("sd15")))
+    stock, ours = sampled(crowded, model), sampled(crowded, model, INT8)
+    effect = largest_difference(stock, sampled(crowded, plain))
     assert 0 < largest_difference(ours, stock) < max(0.1, effect)
     assert not ours.says("0 of 0 linear layers")
 
@@ -204,7 +197,7 @@ def test_a_controlnet_of_advanced_controlnet_keeps_its_effect(
     path = crowded.base / "models" / "controlnet" / "tiny.safetensors"
     host_script(f"from comfy_other_packs import *\nwrite_controlnet({str(path)!r})")
 
-    def run(strength: float, *patches: tuple[str, dict]) -> Captured:
+    def run(strength: float, *patches: Patch) -> Captured:
         graph = Graph()
         latent = graph.sample(graph.patched(graph.load("sd15"), patches), FAMILIES["sd15"])
         texts = graph.prompt[latent[0]]["inputs"]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import json
 import re
 import subprocess
@@ -12,20 +11,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from attn_support.comfy.graph import attention_patch, sample
-from attn_support.comfy.server import COLOUR, REPOSITORY, ComfyServer, Host, base_directory, command
+from attn_support.comfy.archive import unpack_archive
+from attn_support.comfy.pack import load_pack
+from attn_support.comfy.server import COLOUR, ComfyServer, Host, base_directory, command
+from attn_support.comfy.workflow_files import NAMES
 
 FOLDERS = ["ComfyUI-Pascal-Attention", "Pascal Attention v0.1 (my copy)"]
+PLACED = [*({"folder": folder} for folder in FOLDERS), {"folder": "pascal-attention", "put": unpack_archive}]
 COMPLAINT = re.compile(r"warn|error|traceback|failed|cannot import", re.IGNORECASE)
-
-
-def node_names() -> set[str]:
-    """The ids in ``NODE_CLASS_MAPPINGS``, read without importing the pack."""
-    tree = ast.parse((REPOSITORY / "nodes" / "__init__.py").read_text())
-    for statement in tree.body:
-        if isinstance(statement, ast.Assign) and statement.targets[0].id == "NODE_CLASS_MAPPINGS":  # type: ignore[attr-defined]
-            return {key.value for key in statement.value.keys}  # type: ignore[attr-defined]
-    raise AssertionError("nodes/__init__.py assigns no NODE_CLASS_MAPPINGS")
+NODES = set(load_pack().NODE_CLASS_MAPPINGS)
 
 
 def boot_once(host: Host, base: Path) -> tuple[int, list[str]]:
@@ -34,15 +28,9 @@ def boot_once(host: Host, base: Path) -> tuple[int, list[str]]:
     packs = sorted(path.name for path in (base / "custom_nodes").iterdir())
     if packs:
         arguments += ["--whitelist-custom-nodes", *packs]
-    done = subprocess.run(
-        command(host, base, *arguments),
-        cwd=host.path,
-        env=host.environment(),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=300,
-    )
+    output = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    line = command(host, base, *arguments)
+    done = subprocess.run(line, cwd=host.path, env=host.environment(), timeout=300, **output)
     return done.returncode, COLOUR.sub("", done.stdout).replace(str(base), "").splitlines()
 
 
@@ -62,10 +50,10 @@ def test_the_host_boots_with_our_pack_as_quietly_as_without(comfy_host: Host, fo
     assert [line for line in log if folder in line and "seconds" in line], "\n".join(log)
 
 
-@pytest.fixture(scope="module", params=FOLDERS)
+@pytest.fixture(scope="module", params=PLACED, ids=[*FOLDERS, "the registry's archive"])
 def lone_server(request: pytest.FixtureRequest, start_server: Callable[..., ComfyServer]) -> Iterator[ComfyServer]:
-    """A server with our pack only, under each folder name."""
-    server = start_server("--use-pytorch-cross-attention", packs=(), folder=request.param)
+    """A server with our pack only: as cloned, under each folder name, and as the registry unpacks it."""
+    server = start_server("--use-pytorch-cross-attention", packs=(), placed=request.param)
     yield server
     server.stop()
 
@@ -76,8 +64,9 @@ def our_nodes(server: ComfyServer) -> dict[str, Any]:
     return {name: node for name, node in info.items() if "custom_nodes" in node.get("python_module", "")}
 
 
-def test_every_node_is_there_and_no_other(lone_server: ComfyServer) -> None:
-    assert set(our_nodes(lone_server)) == node_names()
+def test_every_node_is_there_and_no_other_and_nothing_is_complained_of(lone_server: ComfyServer) -> None:
+    assert set(our_nodes(lone_server)) == NODES
+    assert not [line for line in lone_server.log if "IMPORT FAILED" in line or "Traceback" in line]
 
 
 def test_every_node_input_and_output_is_explained(lone_server: ComfyServer) -> None:
@@ -93,13 +82,16 @@ def test_every_node_input_and_output_is_explained(lone_server: ComfyServer) -> N
         assert all(node.get("output_tooltips") or ()), name
 
 
-def test_every_node_has_a_help_page(lone_server: ComfyServer) -> None:
-    for name, node in our_nodes(lone_server).items():
-        pack = node["python_module"].partition(".")[2]
-        if pack != urllib.parse.quote(pack):
-            pytest.skip("aiohttp, which ComfyUI serves files with, finds no folder whose name has to be quoted")
-        page = lone_server.request_text(f"/extensions/{pack}/docs/{name}.md")
-        assert page.startswith("# "), name
+def test_help_pages_and_workflows_are_served(lone_server: ComfyServer) -> None:
+    (pack,) = {node["python_module"].partition(".")[2] for node in our_nodes(lone_server).values()}
+    if pack != urllib.parse.quote(pack):
+        pytest.skip("aiohttp, which ComfyUI serves files with, finds no folder whose name has to be quoted")
+    for name in NODES:
+        assert lone_server.fetched(f"/extensions/{pack}/docs/{name}.md").startswith(b"# "), name
+    assert sorted(lone_server.request("/workflow_templates")[pack]) == NAMES
+    for name in NAMES:
+        assert lone_server.request(f"/api/workflow_templates/{pack}/{name}.json")["nodes"]
+        assert lone_server.fetched(f"/api/workflow_templates/{pack}/{name}.jpg").startswith(b"\xff\xd8")
 
 
 def test_defaults_are_accepted_by_the_host(lone_server: ComfyServer) -> None:
@@ -112,13 +104,6 @@ def test_defaults_are_accepted_by_the_host(lone_server: ComfyServer) -> None:
             elif kind in ("INT", "FLOAT"):
                 assert given["min"] <= given["default"] <= given["max"], (name, key)
                 assert kind == "FLOAT" or isinstance(given["default"], int), (name, key)
-
-
-def test_the_patch_samples_under_any_folder_name(start_server: Callable[..., ComfyServer]) -> None:
-    server = start_server("--use-pytorch-cross-attention", folder=FOLDERS[1])
-    ours = sample(server, "sd15", attention_patch(route="tiled"))
-    server.stop()
-    assert ours.run.routes == {"tiled": 16}
 
 
 IMPORT = """
@@ -148,6 +133,6 @@ print("RESULT", json.dumps({
 def test_importing_the_pack_changes_nothing_in_torch_or_the_host(host_script: Callable[..., str]) -> None:
     result = json.loads(host_script(IMPORT).rpartition("RESULT")[2])
     assert result["same"]
-    assert set(result["nodes"]) == node_names()
+    assert set(result["nodes"]) == NODES
     assert not result["cuda"]
     assert not {"diffusers", "triton", "matplotlib", "transformers"} & set(result["foreign"])

@@ -1,5 +1,5 @@
 """Checks inside one process of a real ComfyUI: calls in unusual layouts, models that call attention past the override,
-other packs' patches, VAEs, text encoders, feed-forward and int8 layers, the estimate.
+what stands around a model, other packs' patches, VAEs, text encoders, feed-forward and int8 layers, the estimate.
 
 A process of the host takes ten seconds to start, so each runs a whole file of checks, with the attention that ComfyUI
 chooses for a CPU, with torch's SDPA, or with both, one after the other.
@@ -17,6 +17,7 @@ from attn_support.comfy.inside.comfy_checks import names_in, outcomes
 INSIDE = Path(__file__).parents[2] / "support" / "comfy" / "inside"
 SUB_QUADRATIC, SDPA = "", "--use-pytorch-cross-attention"
 FILES = {
+    "around": (SDPA,),
     "patch": (SUB_QUADRATIC, SDPA),
     "vae": (SUB_QUADRATIC, SDPA),
     "bands": (SUB_QUADRATIC, SDPA),

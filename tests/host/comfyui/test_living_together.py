@@ -9,10 +9,10 @@ import uuid
 import pytest
 import torch
 from attn_support.comfy.graph import (
+    CHUNKING,
     FAMILIES,
     Captured,
     Graph,
-    Link,
     Patch,
     attention_patch,
     capture,
@@ -21,7 +21,7 @@ from attn_support.comfy.graph import (
     sample,
     sample_graph,
 )
-from attn_support.comfy.server import ComfyServer, Outcome, WorkflowError
+from attn_support.comfy.server import ComfyServer, WorkflowError
 
 ROUNDING = 2e-5  # of the latent's largest value, as in test_families
 TILED, TORCH = attention_patch(route="tiled"), attention_patch(route="torch")
@@ -30,7 +30,7 @@ both_coverages = pytest.mark.parametrize("patch", [TILED, WHOLE], ids=["override
 
 
 @functools.cache
-def stock(server: ComfyServer, *patches: str) -> Captured:
+def stock(server: ComfyServer) -> Captured:
     """SD1.5 without our patch."""
     return sample(server, "sd15")
 
@@ -70,14 +70,6 @@ def test_a_patch_before_ours_runs_first_unless_told_otherwise(
     assert any("ProbeOtherPatch" in line and said in line for line in ours.log), ours.log
 
 
-def test_a_patch_after_ours_that_does_not_chain_is_named(server: ComfyServer) -> None:
-    ours = sample(server, "sd15", TILED, other("replace"))
-    assert torch.equal(ours.tensors[0], stock(server).tensors[0])
-    assert ours.run.calls == 0
-    warnings = [line for line in ours.log if "WARNING" in line or "no attention call" in line]
-    assert any("replaced it" in line and "ProbeOtherPatch" in line for line in warnings), warnings
-
-
 def test_whole_model_reaches_what_a_patch_after_ours_calls(server: ComfyServer) -> None:
     ours = sample(server, "sd15", WHOLE, other("replace"))
     assert largest_difference(ours, stock(server)) < ROUNDING
@@ -108,45 +100,32 @@ def test_bypassed_the_model_is_the_original_bit_for_bit(server: ComfyServer, pat
     assert not after.runs
 
 
-def with_accident(action: str, patch: Patch) -> tuple[Graph, Link]:
-    """A graph whose third of four model evaluations ends badly, once; its second run is undisturbed."""
-    trip = ("ProbeTrip", {"action": action, "at_call": 3, "seconds": 0.0})
-    return sample_graph("sd15", [patch, trip], "accident", steps=4)
-
-
-def ending_badly(server: ComfyServer, graph: Graph, latent: Link) -> Outcome:
-    """How a run ends that does not succeed."""
+@pytest.mark.parametrize(
+    ("action", "status", "message", "calls"),
+    [
+        ("interrupt", "interrupted", "", 16),  # two evaluations of eight calls
+        ("raise", "error", "RuntimeError: probe: an accident in the middle of sampling", 24),  # after the third
+    ],
+)
+@both_coverages
+def test_cancelled_or_failed_in_the_middle_the_next_run_is_clean(
+    server: ComfyServer, patch: Patch, action: str, status: str, message: str, calls: int
+) -> None:
+    """The third of four model evaluations ends badly, once. The same graph, from the same cached model, then gives what
+    the unpatched model gives and counts from zero."""
+    trip = ("ProbeTrip", {"action": action, "at_call": 3})
+    graph, latent = sample_graph("sd15", [patch, trip], "accident", steps=4)
     with pytest.raises(WorkflowError) as failed:
         capture(server, graph, latent)
-    assert failed.value.outcome is not None
-    return failed.value.outcome
-
-
-def assert_clean(server: ComfyServer, graph: Graph, latent: Link) -> None:
-    """The same graph, from the same cached model, gives what the unpatched model gives and counts from zero."""
+    outcome = failed.value.outcome
+    assert outcome is not None
+    assert outcome.status == status
+    assert message in outcome.message
+    assert [run.taken for run in patch_runs(outcome.log)] == [calls]
     again = capture(server, graph, latent)[0]
     undisturbed = sample(server, "sd15", steps=4)  # after it: the host forgets what a prompt does not use
     assert largest_difference(again, undisturbed) < ROUNDING
     assert again.run.taken == again.run.calls == undisturbed.counts["sdpa"]
-
-
-@both_coverages
-def test_cancelled_in_the_middle_the_next_run_is_clean(server: ComfyServer, patch: Patch) -> None:
-    graph, latent = with_accident("interrupt", patch)
-    outcome = ending_badly(server, graph, latent)
-    assert outcome.status == "interrupted"
-    assert [run.taken for run in patch_runs(outcome.log)] == [16]  # two evaluations of eight calls
-    assert_clean(server, graph, latent)
-
-
-@both_coverages
-def test_an_error_in_the_middle_reaches_the_user_and_the_next_run_is_clean(server: ComfyServer, patch: Patch) -> None:
-    graph, latent = with_accident("raise", patch)
-    outcome = ending_badly(server, graph, latent)
-    assert outcome.status == "error"
-    assert "RuntimeError: probe: an accident in the middle of sampling" in outcome.message
-    assert [run.taken for run in patch_runs(outcome.log)] == [24]  # it came after the third evaluation
-    assert_clean(server, graph, latent)
 
 
 def wait_until_within_attention(server: ComfyServer, texts_from: int) -> None:
@@ -204,10 +183,7 @@ def test_the_users_random_numbers_stay_the_same(server: ComfyServer) -> None:
     assert largest_difference(ancestral(TILED), ancestral()) < ROUNDING
 
 
-FFN = ("PascalFFNChunking", {"budget_mib": 1, "min_tokens": 2})
-
-
-@pytest.mark.parametrize("patches", [[TILED], [WHOLE, FFN]], ids=["attention", "attention and feed-forward"])
+@pytest.mark.parametrize("patches", [[TILED], [WHOLE, CHUNKING]], ids=["attention", "attention and feed-forward"])
 def test_a_lora_is_trained_with_gradient_checkpointing(server: ComfyServer, patches: list[Patch]) -> None:
     """ComfyUI's default: what the first pass saves and what its recomputation saves must be the same."""
     graph = Graph()

@@ -4,21 +4,13 @@ from __future__ import annotations
 
 import io
 import re
-import urllib.request
 import uuid
 from dataclasses import dataclass
 from typing import Any
 
-import numpy
 import pytest
 import torch
-from attn_support.comfy.graph import (
-    Graph,
-    Link,
-    attention_patch,
-    capture,
-    sample_graph,
-)
+from attn_support.comfy.graph import Graph, Link, attention_patch, capture, sample_graph
 from attn_support.comfy.server import ComfyServer
 from PIL import Image
 
@@ -74,29 +66,18 @@ def test_the_counts_are_those_of_the_probe(server: ComfyServer, family: str) -> 
     assert not found.is_alarmed
 
 
-def test_sampling_and_decoding_are_both_in_it_and_the_image_goes_through(server: ComfyServer, tiny_model: Any) -> None:
-    graph, latent = sample_graph("sd15", [attention_patch()], "")
-    vae = graph.add("VAELoader", vae_name=tiny_model("vae_kl"))
-    patched = graph.add("PascalVAEAttention", vae=vae, route="auto", budget_mib=0, nan_guard=True)
-    image = graph.add("VAEDecode", samples=latent, vae=patched)
-    direct = graph.add("ProbeFresh", value=image)
-    found = reported(server, graph, image)
-    assert "SD15, diffusion model, node" in found.text
-    assert ", VAE, node" in found.text or "AutoencoderKL" in found.text
-    assert capture(server, graph, direct)[0].tensors[0].equal(found.value[0])
-
-
 def test_a_patch_that_another_node_replaced_is_an_alarm(server: ComfyServer) -> None:
     found = sampled(server, "sd15", attention_patch(), ("ProbeOtherPatch", {"kind": "replace", "tag": "x"}))
     assert "!! SD15, diffusion model: no attention call reached the patch" in found.top
     assert "replaced it and passes nothing on" in found.top
+    assert "ProbeOtherPatch" in found.top
     assert "0 calls" in found.top
     assert found.is_alarmed
     assert any("no attention call reached the patch" in line for line in found.log)
 
 
 def test_a_run_cancelled_before_its_first_call_is_no_alarm(server: ComfyServer) -> None:
-    trip = ("ProbeTrip", {"action": "interrupt", "at_call": 1, "seconds": 0.0})
+    trip = ("ProbeTrip", {"action": "interrupt", "at_call": 1})
     graph, latent = sample_graph("sd15", [attention_patch(), trip], "")
     node, _ = graph.add(REPORT, exactness_check=True, value=latent)
     outcome = server.run(graph.prompt)
@@ -119,8 +100,7 @@ def test_it_runs_as_the_only_output_and_shows_itself_on_the_node(server: ComfySe
     picture = shown["images"][0]
     assert picture["type"] == "temp"
     query = f"filename={picture['filename']}&subfolder={picture['subfolder']}&type=temp"
-    with urllib.request.urlopen(f"http://127.0.0.1:{server.port}/view?{query}") as answer:
-        assert numpy.asarray(Image.open(io.BytesIO(answer.read()))).shape[1] == 1600
+    assert Image.open(io.BytesIO(server.fetched(f"/view?{query}"))).width == 1600
     texts = [text for unique_id, text in server.request("/probe/texts")["texts"][before:] if unique_id == node]
     assert not texts  # the picture says it, and needs the room
 
@@ -135,14 +115,6 @@ def test_a_sampler_from_the_cache_is_said_and_its_earlier_run_shown(server: Comf
     assert "ComfyUI used the results in its cache. Its most recent earlier run is shown." in second
     assert "of an earlier prompt" in second
     assert "exact within rounding" in second
-
-
-def test_every_prompt_has_a_report_of_its_own(server: ComfyServer) -> None:
-    graph, latent = sample_graph("sd15", [attention_patch()], "")
-    node, _ = graph.add(REPORT, exactness_check=True, value=latent)
-    texts = [server.run(graph.prompt).outputs[node]["text"][0] for _ in range(2)]
-    assert all("of an earlier prompt" not in text for text in texts)
-    assert all(text.count("diffusion model, node") == 1 for text in texts)
 
 
 def test_the_bug_report_holds_versions_and_settings(server: ComfyServer) -> None:
@@ -171,16 +143,20 @@ print(classes["PascalAttentionReport"]().report(True, None, "2", {{}})["result"]
 """
 
 
-def test_attention_that_is_far_off_is_seen_in_the_first_step_and_left(host_script: Any) -> None:
-    printed = host_script(MUTANT.format(factor=1.001), "--use-pytorch-cross-attention")
-    assert re.search(
-        r"away from ComfyUI's attention_pytorch \(values up to [^)]+\): calls like this are passed", printed
-    )
-    assert re.search(r"SD15: (\d+) calls, 0 taken, \1 passed to ComfyUI", printed), printed
+# Far off it is seen in the first step, and calls like it are left to ComfyUI.
+VERDICTS = {
+    1.0: [r"exactness   exact within rounding"],
+    1.0001: [r"exactness   NOT EXACT", r"!! SD15, diffusion model: NOT EXACT"],
+    1.001: [
+        r"away from ComfyUI's attention_pytorch \(values up to [^)]+\): calls like this are passed",
+        r"SD15: (\d+) calls, 0 taken, \1 passed to ComfyUI",
+    ],
+}
 
 
-@pytest.mark.parametrize(("factor", "verdict"), [(1.0, "exact within rounding"), (1.0001, "NOT EXACT")])
-def test_a_wrong_attention_fails_the_exactness_check(host_script: Any, factor: float, verdict: str) -> None:
+@pytest.mark.parametrize("factor", VERDICTS)
+def test_a_wrong_attention_is_found(host_script: Any, factor: float) -> None:
     printed = host_script(MUTANT.format(factor=factor), "--use-pytorch-cross-attention")
-    assert f"exactness   {verdict}" in printed
-    assert ("!! SD15, diffusion model: NOT EXACT" in printed) == (factor != 1.0)
+    for pattern in VERDICTS[factor]:
+        assert re.search(pattern, printed), printed
+    assert ("!! SD15, diffusion model: NOT EXACT" in printed) == (factor == 1.0001)

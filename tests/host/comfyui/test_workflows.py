@@ -66,8 +66,12 @@ def test_the_host_knows_every_node_and_every_input(server: ComfyServer, name: st
         assert is_older or not extra, (node["class_type"], extra)  # an older host leaves such inputs aside
 
 
+@pytest.mark.parametrize("host", ["server", "plain_server"])
 @every_workflow
-def test_it_runs_and_gives_what_it_gives_without_the_pack(server: ComfyServer, name: str, prompt: Prompt) -> None:
+def test_it_runs_and_gives_what_it_gives_without_the_pack(
+    request: pytest.FixtureRequest, name: str, prompt: Prompt, host: str
+) -> None:
+    server: ComfyServer = request.getfixturevalue(host)
     patched = run(server, prompt)
     plain = run(server, without_ours(prompt))
     for ours_, stock in zip(patched, plain, strict=True):
@@ -99,11 +103,3 @@ def report_of(server: ComfyServer, prompt: Prompt) -> str:
     outcome = server.run(graph)
     assert outcome.status == "success", outcome.message
     return outcome.outputs[find(graph, "PascalAttentionReport")]["text"][0]
-
-
-@every_workflow
-def test_it_runs_where_the_host_has_no_sdpa(plain_server: ComfyServer, name: str, prompt: Prompt) -> None:
-    patched = run(plain_server, prompt)
-    plain = run(plain_server, without_ours(prompt))
-    for ours_, stock in zip(patched, plain, strict=True):
-        assert largest_difference(ours_, stock) < ROUNDING

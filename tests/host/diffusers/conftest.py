@@ -1,12 +1,8 @@
-"""Fixtures of the diffusers tests: tiny pipelines, call counters, wrong attention to compare with."""
+"""Fixtures of the diffusers tests: tiny pipelines, call counters."""
 
 from __future__ import annotations
 
-import importlib.util
-import pathlib
-import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from types import ModuleType
 from typing import Any
 
@@ -14,102 +10,49 @@ import pytest
 import torch
 from torch import Tensor
 
-from pascal_attn_core.patching.interception import TORCH_SDPA, SdpaMode, bind_sdpa, torch_sdpa
-
-REDIRECT = "pascal_attn_core.diffusers.redirect.sdpa"
-
-
-class StockCalls:
-    """The calls of torch's scaled_dot_product_attention: how many, and how many of them had a mask."""
-
-    def __init__(self) -> None:
-        self.count = self.masked = 0
-
-    def __call__(self, args: tuple, kwargs: dict[str, Any]) -> Tensor:
-        call = bind_sdpa(args, kwargs)
-        assert not isinstance(call, str)
-        self.count += 1
-        self.masked += call.attn_mask is not None
-        return TORCH_SDPA(*args, **kwargs)
-
-
-def uniform_attention(query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> Tensor:
-    """Wrong on purpose: every key counts the same."""
-    return value.mean(dim=-2, keepdim=True).expand(*query.shape[:-1], value.shape[-1])
-
-
-def maskless_attention(query: Tensor, key: Tensor, value: Tensor, attn_mask: Any = None, *_: Any, **kw: Any) -> Tensor:
-    """Wrong on purpose: the mask is dropped."""
-    return torch_sdpa(query, key, value)
-
 
 @pytest.fixture(scope="session")
 def tiny() -> ModuleType:
-    """The module of tiny pipelines, loaded by path: the tests are no package."""
-    path = pathlib.Path(__file__).with_name("tiny_pipelines.py")
-    spec = importlib.util.spec_from_file_location("tiny_pipelines", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
+    """The module of tiny pipelines, which imports diffusers."""
+    from attn_support import tiny_pipelines
+
+    return tiny_pipelines
 
 
 @pytest.fixture
 def stock_calls() -> Callable[..., Any]:
-    """``stock_calls(function) -> (result, StockCalls)``."""
+    """``stock_calls(function) -> (result, calls of torch's scaled_dot_product_attention)``."""
+    from tools.families.proof import Calls
 
-    def run(function: Callable[[], Any]) -> tuple[Any, StockCalls]:
-        calls = StockCalls()
-        with SdpaMode(calls):
+    def run(function: Callable[[], Any]) -> tuple[Any, Calls]:
+        with Calls() as calls:
             return function(), calls
 
     return run
 
 
 @pytest.fixture(params=["processor", "patch"])
-def put_on(request: pytest.FixtureRequest) -> Callable[..., Any]:
-    """``put_on(pipe, model or module, config=None)``: ours by each of the two ways; returns the Patch, if it is one."""
+def put_on(request: pytest.FixtureRequest) -> Callable[..., Callable[[], None]]:
+    """``put_on(pipe, model or module, config=None)``: ours by each of the two ways; returns what takes it off."""
     from pascal_attn_core.diffusers import PascalAttnProcessor, patch_attention
 
-    def put(target: Any, config: Any = None) -> Any:
+    def put(target: Any, config: Any = None) -> Callable[[], None]:
         if request.param == "patch":
-            return patch_attention(target, config)
+            return patch_attention(target, config).remove
         set_processor = getattr(target, "set_attn_processor", None) or target.set_processor
-        return set_processor(PascalAttnProcessor(config))
+        set_processor(PascalAttnProcessor(config))
+        return lambda: set_processor(None)
 
     return put
 
 
 @pytest.fixture
-def routed(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[dict[str, Any]]]:
+def routed() -> Iterator[list[dict[str, Any]]]:
     """One dict per call that reaches our sdpa: the keywords it came with."""
-    from pascal_attn_core.diffusers import redirect
+    from tools.families.proof import counted
 
-    calls: list[dict[str, Any]] = []
-    original = redirect.sdpa
-
-    def counted(*args: Any, **kwargs: Any) -> Tensor:
-        calls.append(kwargs)
-        return original(*args, **kwargs)
-
-    monkeypatch.setattr(REDIRECT, counted)
-    return calls
-
-
-@pytest.fixture
-def wrong_attention(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Any]:
-    """``with wrong_attention("uniform"):`` our sdpa computes something else."""
-    kinds = {"uniform": uniform_attention, "maskless": maskless_attention}
-
-    @contextmanager
-    def use(kind: str) -> Iterator[None]:
-        with monkeypatch.context() as patch:
-            patch.setattr(REDIRECT, kinds[kind])
-            yield
-
-    return use
+    with counted() as calls:
+        yield calls
 
 
 @pytest.fixture

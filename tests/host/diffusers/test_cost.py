@@ -11,14 +11,12 @@ pytest.importorskip("diffusers", reason="diffusers is not installed")
 
 import torch
 import torch.nn.functional as F
+from attn_support.tiny_pipelines import FAMILIES, SOME
 from diffusers.models import attention_processor as host
 
 from pascal_attn_core.diffusers import patch_pipeline
 from pascal_attn_core.patching.interception import SdpaMode
-from tools.families import families
 from tools.families.proof import counted, outputs
-
-FAMILIES = {family.name: family for family in families()}
 
 
 @pytest.fixture
@@ -35,25 +33,9 @@ def seen(monkeypatch):
     return functions
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "UNet2DConditionModel (SDXL)",
-        "SD3Transformer2DModel (SD3)",
-        "CogVideoXTransformer3DModel (CogVideoX)",
-        "StableAudioDiTModel",
-        "AutoencoderKL",
-        "FluxTransformer2DModel",
-        "WanTransformer3DModel (text to video)",
-        "QwenImageTransformer2DModel",
-        "HunyuanVideoTransformer3DModel (text to video)",
-        "LTXVideoTransformer3DModel",
-    ],
-)
-def test_no_function_of_the_model_is_seen(name, put_on, seen):
-    family = FAMILIES[name]
-    if family.model_class() is None:
-        pytest.skip(f"this diffusers has no {name}")
+@pytest.mark.parametrize("name", [*SOME, "StableAudioDiTModel"])
+def test_no_function_of_the_model_is_seen(name, put_on, seen, tiny):
+    family = tiny.family(name)
     model = family.build()
     put_on(model)
     with counted() as calls:
@@ -62,13 +44,17 @@ def test_no_function_of_the_model_is_seen(name, put_on, seen):
     assert not seen
 
 
-def test_a_backend_that_is_replaced_meanwhile_keeps_its_turn(monkeypatch, assert_same):
+@pytest.mark.parametrize("what", ["backend", "dispatch function"])
+def test_what_is_replaced_meanwhile_keeps_its_turn(what, monkeypatch, assert_same):
     backends = pytest.importorskip("diffusers.models.attention_dispatch", reason="this diffusers has no backends")
+    flux = pytest.importorskip("diffusers.models.transformers.transformer_flux")
     family = FAMILIES["FluxTransformer2DModel"]
     model, theirs = family.build(), []
     stock = outputs(family, model)
-    registry, native = backends._AttentionBackendRegistry._backends, backends.AttentionBackendName.NATIVE
-    original = registry[native]
+    place, name = vars(flux), "dispatch_attention_fn"
+    if what == "backend":
+        place, name = backends._AttentionBackendRegistry._backends, backends.AttentionBackendName.NATIVE
+    original = place[name]
 
     def counting(*args, **kwargs):
         theirs.append(kwargs)
@@ -76,7 +62,7 @@ def test_a_backend_that_is_replaced_meanwhile_keeps_its_turn(monkeypatch, assert
 
     with patch_pipeline(model), counted() as ours:
         assert_same(outputs(family, model), stock)
-        monkeypatch.setitem(registry, native, counting)
+        monkeypatch.setitem(place, name, counting)
         assert_same(outputs(family, model), stock)
     assert len(theirs) == 2
     assert len(ours) == 4
@@ -111,24 +97,6 @@ def test_a_helper_that_is_patched_meanwhile_is_heard(monkeypatch, assert_same):
         ours = outputs(family, model)
     assert not torch.allclose(ours, before)
     assert_same(ours, outputs(family, model))
-
-
-def test_a_dispatch_function_that_is_patched_meanwhile_keeps_its_turn(monkeypatch):
-    pytest.importorskip("diffusers.models.attention_dispatch", reason="this diffusers has no dispatch function")
-    flux = pytest.importorskip("diffusers.models.transformers.transformer_flux")
-    family = FAMILIES["FluxTransformer2DModel"]
-    model, theirs, original = family.build(), [], flux.dispatch_attention_fn
-
-    def counting(*args, **kwargs):
-        theirs.append(kwargs)
-        return original(*args, **kwargs)
-
-    with patch_pipeline(model), counted() as ours:
-        outputs(family, model)
-        monkeypatch.setattr(flux, "dispatch_attention_fn", counting)
-        outputs(family, model)
-    assert len(theirs) == 2
-    assert len(ours) == 4
 
 
 def test_a_replacement_of_sdpa_comes_first(monkeypatch, assert_same):

@@ -2,57 +2,29 @@
 
 from __future__ import annotations
 
-import contextlib
-
 import pytest
 
 pytest.importorskip("diffusers", reason="diffusers is not installed")
 
 import diffusers
 import torch
+from attn_support.tiny_pipelines import FAMILIES, SOME
 
 from pascal_attn_core import AttentionConfig, patch_ffn
-from pascal_attn_core.diffusers import PascalAttnProcessor, patch_pipeline
+from pascal_attn_core.diffusers import patch_pipeline
 from pascal_attn_core.sdpa_patch import patch_sdpa
-from tools.families import families
 from tools.families.proof import counted, outputs
 
-FAMILIES = {family.name: family for family in families()}
-SOME = [
-    "UNet2DConditionModel (SDXL)",
-    "SD3Transformer2DModel (SD3)",
-    "FluxTransformer2DModel",
-    "WanTransformer3DModel (text to video)",
-    "LTXVideoTransformer3DModel",
-    "CogVideoXTransformer3DModel (CogVideoX)",
-    "HunyuanVideoTransformer3DModel (text to video)",
-    "QwenImageTransformer2DModel",
-    "AutoencoderKL",
-]
 CPU = torch.device("cpu")
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 
-def family_or_skip(name):
-    if FAMILIES[name].model_class() is None:
-        pytest.skip(f"this diffusers has no {name}")
-    return FAMILIES[name]
-
-
-def hand_over(how, model, config=None):
-    if how == "patch":
-        return patch_pipeline(model, config)
-    model.set_attn_processor(PascalAttnProcessor(config))
-    return contextlib.nullcontext()
-
-
-@pytest.mark.parametrize("how", ["processor", "patch"])
 @pytest.mark.parametrize("ours_first", [True, False])
 @pytest.mark.parametrize("offload", ["leaf_level", "block_level"])
 @pytest.mark.parametrize("name", SOME)
-def test_group_offload(name, offload, ours_first, how, assert_same):
+def test_group_offload(name, offload, ours_first, tiny, put_on, assert_same):
     hooks = pytest.importorskip("diffusers.hooks.group_offloading", reason="this diffusers has no group offloading")
-    family = family_or_skip(name)
+    family = tiny.family(name)
     if offload == "block_level" and name == "AutoencoderKL":
         pytest.skip("an autoencoder has no stack of blocks")
     model, stock_model = family.build(), family.build()
@@ -64,7 +36,7 @@ def test_group_offload(name, offload, ours_first, how, assert_same):
         blocks = {"num_blocks_per_group": 1} if offload == "block_level" else {}
         hooks.apply_group_offloading(model, onload_device=CPU, offload_device=CPU, offload_type=offload, **blocks)
 
-    steps = [offloaded, lambda: hand_over(how, model)]
+    steps = [offloaded, lambda: put_on(model)]
     for step in steps if not ours_first else reversed(steps):
         step()
     with counted() as calls:
@@ -72,17 +44,16 @@ def test_group_offload(name, offload, ours_first, how, assert_same):
     assert calls
 
 
-@pytest.mark.parametrize("how", ["processor", "patch"])
 @pytest.mark.parametrize("ours_first", [True, False])
 @pytest.mark.parametrize("name", SOME)
-def test_sequential_offload(name, ours_first, how, assert_same):
+def test_sequential_offload(name, ours_first, tiny, put_on, assert_same):
     accelerate = pytest.importorskip("accelerate", reason="accelerate is not installed")
-    family = family_or_skip(name)
+    family = tiny.family(name)
     model = family.build()
     stock = outputs(family, model)
     steps = [
         lambda: accelerate.cpu_offload(model, execution_device=CPU, offload_buffers=True),
-        lambda: hand_over(how, model),
+        lambda: put_on(model),
     ]
     for step in reversed(steps) if ours_first else steps:
         step()
@@ -92,10 +63,9 @@ def test_sequential_offload(name, ours_first, how, assert_same):
     assert calls
 
 
-@pytest.mark.parametrize("how", ["processor", "patch"])
 @pytest.mark.parametrize("name", SOME)
-def test_gradient_checkpointing_gives_the_gradients_of_stock(name, how, assert_same):
-    family = family_or_skip(name)
+def test_gradient_checkpointing_gives_the_gradients_of_stock(name, tiny, put_on, assert_same):
+    family = tiny.family(name)
 
     def gradients(model):
         model.zero_grad()
@@ -109,7 +79,8 @@ def test_gradient_checkpointing_gives_the_gradients_of_stock(name, how, assert_s
     torch.manual_seed(0)
     stock = gradients(model)
     model.enable_gradient_checkpointing()
-    with hand_over(how, model), counted() as calls:
+    put_on(model)
+    with counted() as calls:
         model.train()
         assert_same(gradients(model), stock)
     assert calls
@@ -120,22 +91,21 @@ def compiled(family, model):
     return outputs(family, torch.compile(model, fullgraph=True, backend="eager"))
 
 
-# test_compile compiles whole pipelines of the other families, test_patching a UNet and Flux
+# test_compile compiles whole pipelines of the other families
 @pytest.mark.parametrize(
-    ("name", "how"),
+    "name",
     [
-        ("UNet2DConditionModel (SDXL)", "processor"),
-        ("HunyuanVideoTransformer3DModel (text to video)", "patch"),
-        ("QwenImageTransformer2DModel", "processor"),
-        ("QwenImageTransformer2DModel", "patch"),
-        ("AutoencoderKL", "patch"),
+        "UNet2DConditionModel (SDXL)",
+        "HunyuanVideoTransformer3DModel (text to video)",
+        "QwenImageTransformer2DModel",
+        "AutoencoderKL",
     ],
 )
-def test_a_family_compiles_to_one_graph(name, how, assert_same):
-    family = family_or_skip(name)
+def test_a_family_compiles_to_one_graph(name, tiny, put_on, assert_same):
+    family = tiny.family(name)
     model = family.build()
     stock = outputs(family, model)
-    hand_over(how, model)
+    put_on(model)
     try:
         with counted() as calls:
             ours = compiled(family, model)
@@ -150,8 +120,8 @@ def test_a_family_compiles_to_one_graph(name, how, assert_same):
 
 
 @pytest.mark.parametrize("name", [name for name in SOME if name != "AutoencoderKL"])  # which has no feed-forward
-def test_feed_forward_slices_work_beside_ours(name, assert_same):
-    family = family_or_skip(name)
+def test_feed_forward_slices_work_beside_ours(name, tiny, assert_same):
+    family = tiny.family(name)
     model = family.build()
     stock = outputs(family, model)
     ffn, attention = patch_ffn(model, chunk_tokens=4, min_tokens=5), patch_pipeline(model)
@@ -179,13 +149,12 @@ def test_a_model_inside_another_keeps_its_own_config(tiny, routed):
     unet = tiny.tiny_unet()
     whole, part = AttentionConfig(budget_mib=1), AttentionConfig(budget_mib=2)
     with patch_pipeline(unet, whole), patch_pipeline(unet.mid_block, part) as inner:
-        unet(torch.zeros(1, 4, 8, 8), 1, encoder_hidden_states=torch.zeros(1, 7, 32))
+        tiny.run_unet(unet)
         assert sum(call["config"] is part for call in routed) == inner.sites
         assert sum(call["config"] is whole for call in routed) == len(routed) - inner.sites > 0
 
 
-@pytest.mark.parametrize("how", ["processor", "patch"])
-def test_a_cache_that_repeats_attention_gives_its_stock_output(how, tiny, routed, assert_same):
+def test_a_cache_that_repeats_attention_gives_its_stock_output(put_on, tiny, routed, assert_same):
     if not hasattr(diffusers, "PyramidAttentionBroadcastConfig"):
         pytest.skip("this diffusers has no pyramid attention broadcast")
 
@@ -202,6 +171,6 @@ def test_a_cache_that_repeats_attention_gives_its_stock_output(how, tiny, routed
 
     stock = cached(tiny.cogvideox()).run()
     case = cached(tiny.cogvideox())
-    with hand_over(how, case.denoiser):
-        assert_same(case.run(), stock)
+    put_on(case.denoiser)
+    assert_same(case.run(), stock)
     assert 0 < len(routed) < 4 * 2 * 2

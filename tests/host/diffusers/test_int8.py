@@ -10,27 +10,15 @@ import pytest
 pytest.importorskip("diffusers", reason="diffusers is not installed")
 
 import torch
+from attn_support.tiny_pipelines import SOME
 from torch import Tensor, nn
 
 from pascal_attn_core import patch_ffn, patch_linear_int8
 from pascal_attn_core.diffusers import PascalAttnProcessor
 from pascal_attn_core.int8 import Int8Weight
 from tools import int8_table
-from tools.families import families
 from tools.families.proof import outputs
 
-FAMILIES = {family.name: family for family in families()}
-SOME = [
-    "UNet2DConditionModel (SDXL)",
-    "SD3Transformer2DModel (SD3)",
-    "FluxTransformer2DModel",
-    "WanTransformer3DModel (text to video)",
-    "LTXVideoTransformer3DModel",
-    "CogVideoXTransformer3DModel (CogVideoX)",
-    "HunyuanVideoTransformer3DModel (text to video)",
-    "QwenImageTransformer2DModel",
-    "AutoencoderKL",
-]
 CPU = torch.device("cpu")
 pytestmark = pytest.mark.filterwarnings("ignore")
 LORA: dict[str, Any] = {"r": 4, "lora_alpha": 8, "init_lora_weights": False, "target_modules": ["to_q", "to_k", "to_v"]}
@@ -47,21 +35,23 @@ def unet() -> nn.Module:
     return model.eval().requires_grad_(False)
 
 
-def run(model: nn.Module) -> Tensor:
+def call(model: nn.Module) -> Tensor:
     latent, text, pooled, ids = (
         torch.randn(*size, generator=torch.Generator().manual_seed(3))
         for size in ((1, 4, 16, 16), (1, 9, 96), (1, 64), (1, 6))
     )
     more = {"text_embeds": pooled, "time_ids": ids}
+    return model(latent, torch.tensor([400]), text, added_cond_kwargs=more).sample
+
+
+def run(model: nn.Module) -> Tensor:
     with torch.no_grad():
-        return model(latent, torch.tensor([400]), text, added_cond_kwargs=more).sample
+        return call(model)
 
 
 @pytest.mark.parametrize("name", SOME)
-def test_every_layer_of_a_family_and_back(name: str) -> None:
-    family = FAMILIES[name]
-    if family.model_class() is None:
-        pytest.skip(f"this diffusers has no {name}")
+def test_every_layer_of_a_family_and_back(name: str, tiny: Any) -> None:
+    family = tiny.family(name)
     model = family.build()
     expected = outputs(family, model)
     with patch_linear_int8(model, include="*", max_error=1.0) as patch:
@@ -141,11 +131,7 @@ def test_training_an_adapter_over_rounded_weights(unet: nn.Module) -> None:
 
     def gradients() -> dict[str, Tensor]:
         unet.zero_grad()
-        latent, text = (
-            torch.randn(*s, generator=torch.Generator().manual_seed(3)) for s in ((1, 4, 16, 16), (1, 9, 96))
-        )
-        more = {"text_embeds": torch.ones(1, 64), "time_ids": torch.ones(1, 6)}
-        unet(latent, torch.tensor([400]), text, added_cond_kwargs=more).sample.square().mean().backward()
+        call(unet).square().mean().backward()
         return {name: p.grad.clone() for name, p in unet.named_parameters() if p.grad is not None}
 
     found = gradients()
@@ -174,13 +160,12 @@ def test_group_offload_moves_the_integers(unet: nn.Module, offload: str, is_firs
     hooks = pytest.importorskip("diffusers.hooks.group_offloading", reason="this diffusers has no group offloading")
     blocks = {"num_blocks_per_group": 1} if offload == "block_level" else {}
     expected = run(unet)
-    if is_first:
-        patch = patch_linear_int8(unet)
-        out = run(unet)
+    patch = patch_linear_int8(unet) if is_first else None
+    before = run(unet)
     hooks.apply_group_offloading(unet, onload_device=CPU, offload_device=CPU, offload_type=offload, **blocks)
-    if not is_first:
-        patch = patch_linear_int8(unet)
-        out = run(unet)
+    patch = patch_linear_int8(unet) if patch is None else patch
+    out = run(unet)
+    assert torch.equal(out, before) == is_first
     assert patch.report().count("int8") > 100
     assert torch.equal(run(unet), out)
     assert 0 < difference(out, expected) < 0.02

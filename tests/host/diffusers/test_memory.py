@@ -27,7 +27,7 @@ def unet(tiny):
     )
 
     def run(device):
-        text = torch.zeros(1, 7, 32, device=device)
+        text = torch.zeros(1, 7, 16, device=device)
         return net(torch.zeros(1, 4, 128, 128, device=device), 10, encoder_hidden_states=text)
 
     return net, run
@@ -35,15 +35,15 @@ def unet(tiny):
 
 def flux(tiny):
     """A packed image of 128 x 128 tokens, a joint block and a single one, two heads."""
-    net = tiny.tiny_flux_transformer()
+    net = tiny.model("FluxTransformer2DModel")
     place = None if before_031() else ...  # ids had a batch dimension
     ids = torch.cartesian_prod(torch.zeros(1), torch.arange(128.0), torch.arange(128.0))
 
     def run(device):
         return net(
             hidden_states=torch.zeros(1, TOKENS, 4, device=device),
-            encoder_hidden_states=torch.zeros(1, 12, 32, device=device),
-            pooled_projections=torch.zeros(1, 32, device=device),
+            encoder_hidden_states=torch.zeros(1, 12, 16, device=device),
+            pooled_projections=torch.zeros(1, 12, device=device),
             timestep=torch.ones(1, device=device),
             img_ids=ids.to(device)[place],
             txt_ids=torch.zeros(12, 3, device=device)[place],

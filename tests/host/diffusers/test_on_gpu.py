@@ -10,10 +10,8 @@ import torch
 
 from pascal_attn_core import AttentionConfig
 from pascal_attn_core.diffusers import patch_pipeline
-from tools.families import families
 from tools.families.proof import counted
 
-FAMILIES = {family.name: family for family in families()}
 SOME = [
     "UNet2DConditionModel (Stable Diffusion 1.5)",
     "FluxTransformer2DModel",
@@ -38,10 +36,8 @@ def on_gpu(value, dtype):
 @pytest.mark.parametrize("route", ["auto", "tiled"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name", SOME)
-def test_a_family_gives_the_output_of_stock(name, dtype, route):
-    family = FAMILIES[name]
-    if family.model_class() is None:
-        pytest.skip(f"this diffusers has no {name}")
+def test_a_family_gives_the_output_of_stock(name, dtype, route, tiny):
+    family = tiny.family(name)
     model = family.build().to("cuda", dtype)
 
     def run():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import io
 
 import pytest
 
@@ -27,7 +26,7 @@ def animatediff(tiny):
         pytest.skip("this diffusers has no FreeNoise")
     unet = tiny.tiny_unet()
     adapter = diffusers.MotionAdapter(
-        block_out_channels=(32, 64),
+        block_out_channels=(16, 32),
         motion_layers_per_block=1,
         motion_norm_num_groups=2,
         motion_num_attention_heads=4,
@@ -47,7 +46,7 @@ def animatediff(tiny):
     pipe.unet.eval()
 
     def embeddings(prompt, *args, **kwargs):
-        values = torch.randn(1, 7, 32, generator=torch.Generator().manual_seed(3))
+        values = torch.randn(1, 7, 16, generator=torch.Generator().manual_seed(3))
         return values.expand(len(prompt), -1, -1), -values.expand(len(prompt), -1, -1)
 
     pipe.encode_prompt = embeddings
@@ -68,26 +67,11 @@ def run(pipe):
         ).frames
 
 
-def hand_over(how, pipe, config=None):
-    if how == "patch":
-        return patch_pipeline(pipe, config)
-    pipe.set_attn_processor(PascalAttnProcessor(config))
-    return None
-
-
-def take_off(patch, pipe):
-    if patch is None:
-        pipe.set_attn_processor(None)
-    else:
-        patch.remove()
-
-
 def classes_of(model):
     return [type(module) for module in model.modules()]
 
 
-@pytest.mark.parametrize("how", ["processor", "patch"])
-def test_free_noise_keeps_every_site_and_removal_restores_everything(how, tiny, stock_calls, routed, assert_same):
+def test_free_noise_keeps_every_site_and_removal_restores_everything(put_on, tiny, stock_calls, routed, assert_same):
     free_noise = {"context_length": 8, "context_stride": 4}
     stock_pipe = animatediff(tiny)
     first, first_calls = stock_calls(lambda: run(stock_pipe))
@@ -98,13 +82,11 @@ def test_free_noise_keeps_every_site_and_removal_restores_everything(how, tiny, 
     plain_classes = classes_of(stock_pipe.unet)
 
     pipe, config = animatediff(tiny), AttentionConfig(budget_mib=4)
-    patch = hand_over(how, pipe, config)
+    take_off = put_on(pipe, config)
     pipe.enable_free_noise(**free_noise)
     assert_same(run(pipe), noisy)
     assert len(routed) == noisy_calls.count > 0
     assert all(call["config"] is config for call in routed)
-    if how == "processor":
-        assert all(isinstance(p, PascalAttnProcessor) for p in pipe.unet.attn_processors.values())
 
     routed.clear()
     pipe.disable_free_noise()
@@ -112,7 +94,7 @@ def test_free_noise_keeps_every_site_and_removal_restores_everything(how, tiny, 
     assert len(routed) == first_calls.count > 0
 
     pipe.enable_free_noise(**free_noise)
-    take_off(patch, pipe)
+    take_off()
     routed.clear()
     assert torch.equal(run(pipe), noisy)
     assert classes_of(pipe.unet) == noisy_classes
@@ -122,8 +104,7 @@ def test_free_noise_keeps_every_site_and_removal_restores_everything(how, tiny, 
     assert not routed
 
 
-@pytest.mark.parametrize("how", ["processor", "patch"])
-def test_split_inference_and_free_init_keep_every_site(how, tiny, stock_calls, routed, assert_same):
+def test_split_inference_and_free_init_keep_every_site(put_on, tiny, stock_calls, routed, assert_same):
     def changed(pipe):
         pipe.enable_free_init(num_iters=2)
         pipe.enable_free_noise(context_length=8, context_stride=4)
@@ -132,25 +113,18 @@ def test_split_inference_and_free_init_keep_every_site(how, tiny, stock_calls, r
     stock_pipe, pipe = animatediff(tiny), animatediff(tiny)
     changed(stock_pipe)
     stock, calls = stock_calls(lambda: run(stock_pipe))
-    hand_over(how, pipe)
+    put_on(pipe)
     changed(pipe)
     assert_same(run(pipe), stock)
     assert len(routed) == calls.count
 
 
-@pytest.mark.parametrize("how", ["processor", "patch"])
 @pytest.mark.parametrize("way", ["deepcopy", "torch.save"])
-def test_blocks_rebuilt_in_a_copy_are_served(way, how, tiny, routed, stock_calls):
+def test_blocks_rebuilt_in_a_copy_are_served(way, put_on, tiny, routed, stock_calls):
     pipe = animatediff(tiny)
-    patch = hand_over(how, pipe)
-    if way == "deepcopy":
-        unet = copy.deepcopy(pipe.unet)
-    else:
-        file = io.BytesIO()
-        torch.save(pipe.unet, file)
-        file.seek(0)
-        unet = torch.load(file, weights_only=False)
-    take_off(patch, pipe)
+    take_off = put_on(pipe)
+    unet = copy.deepcopy(pipe.unet) if way == "deepcopy" else tiny.from_file(pipe.unet)
+    take_off()
     pipe.unet = unet
     pipe.enable_free_noise(context_length=8, context_stride=4)
     run(pipe)
@@ -194,14 +168,13 @@ def test_attention_put_beside_some_that_is_not_ours_is_left_alone(tiny, routed):
     assert len(routed) == 1
 
 
-@pytest.mark.parametrize("how", ["processor", "patch"])
-def test_an_ip_adapter_with_attention_of_its_own_is_served_when_loaded_afterwards(how, tiny, routed, stock_calls):
+def test_an_ip_adapter_with_attention_of_its_own_is_served_when_loaded_afterwards(put_on, tiny, routed, stock_calls):
     from diffusers.models.embeddings import IPAdapterPlusImageProjection, MultiIPAdapterImageProjection
 
     def load(unet):
         torch.manual_seed(0)
         projection = IPAdapterPlusImageProjection(
-            embed_dims=16, output_dims=32, hidden_dims=16, depth=2, dim_head=8, heads=2, num_queries=4
+            embed_dims=16, output_dims=16, hidden_dims=16, depth=2, dim_head=8, heads=2, num_queries=4
         )
         unet.encoder_hid_proj = MultiIPAdapterImageProjection([projection]).eval()
 
@@ -212,14 +185,13 @@ def test_an_ip_adapter_with_attention_of_its_own_is_served_when_loaded_afterward
     unet, stock = tiny.tiny_unet(), tiny.tiny_unet()
     load(stock)
     _, calls = stock_calls(lambda: run_projection(stock))
-    patch = hand_over(how, unet) if how == "patch" else unet.set_attn_processor(PascalAttnProcessor())
+    take_off = put_on(unet)
     load(unet)
     run_projection(unet)
     assert len(routed) == calls.count == 2
-    if patch is not None:
-        patch.remove()
-        run_projection(unet)
-        assert len(routed) == 2
+    take_off()
+    run_projection(unet)
+    assert len(routed) == 2
 
 
 def test_a_forward_looks_for_nothing(tiny, monkeypatch):
@@ -229,8 +201,7 @@ def test_a_forward_looks_for_nothing(tiny, monkeypatch):
     unet, looked = tiny.tiny_unet(), []
     unet.set_attn_processor(PascalAttnProcessor())
     monkeypatch.setattr(arrivals, "is_site", looked.append)
-    with torch.no_grad():
-        unet(torch.zeros(1, 4, 8, 8), 1, encoder_hidden_states=torch.zeros(1, 7, 32))
+    tiny.run_unet(unet)
     assert not looked
     unet.added = torch.nn.Linear(1, 1)
     assert looked
@@ -248,6 +219,10 @@ def test_perturbed_attention_guidance_has_every_call_routed(tiny, stock_calls, r
     case.pipe = pag
     stock, calls = stock_calls(case.run)
     before = dict(pag.unet.attn_processors)
+    with patch_pipeline(pag):
+        assert_same(case.run(), stock)
+    assert len(routed) == calls.count
+    routed.clear()
     pag.set_attn_processor(PascalAttnProcessor())
     ours = dict(pag.unet.attn_processors)
     assert_same(case.run(), stock)
@@ -258,20 +233,6 @@ def test_perturbed_attention_guidance_has_every_call_routed(tiny, stock_calls, r
     routed.clear()
     assert torch.equal(case.run(), stock)
     assert not routed
-
-
-def test_a_processor_set_by_set_processor_is_wrapped_and_none_restores_it(tiny, routed):
-    module, config, theirs = attention(tiny), AttentionConfig(budget_mib=3), host.AttnProcessor2_0()
-    module.set_processor(PascalAttnProcessor(config))
-    module.set_processor(theirs)
-    module(torch.randn(1, 5, 32))
-    assert [call["config"] for call in routed] == [config]
-    assert isinstance(module.processor, PascalAttnProcessor)
-    module.set_processor(None)
-    module(torch.randn(1, 5, 32))
-    assert len(routed) == 1
-    assert module.processor is theirs
-    assert type(module) is host.Attention
 
 
 # --- the hook ---------------------------------------------------------------------------------------------------------

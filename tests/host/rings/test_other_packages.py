@@ -60,7 +60,9 @@ def judge(work: Callable[[int], Any]) -> None:
         assert max(max(found) for found in answer.values()) < 4e-3, answer
 
 
-def _yunchang() -> None:
+@needs("yunchang")
+@fresh.alone
+def test_yunchang() -> None:
     install_as_flash_attn(replace=True)
     from yunchang import LongContextAttention, set_seq_parallel_pg
     from yunchang.kernels import AttnType
@@ -86,12 +88,9 @@ def _yunchang() -> None:
     judge(work)
 
 
-@needs("yunchang")
-def test_yunchang() -> None:
-    fresh.call(_yunchang)
-
-
-def _ring_flash_attn() -> None:
+@needs("ring_flash_attn")
+@fresh.alone
+def test_ring_flash_attn() -> None:
     install_as_flash_attn(replace=True)
     # its __init__ imports an adapter that needs an older Transformers
     spec = importlib.util.find_spec("ring_flash_attn")
@@ -119,8 +118,3 @@ def _ring_flash_attn() -> None:
         return found
 
     judge(work)
-
-
-@needs("ring_flash_attn")
-def test_ring_flash_attn() -> None:
-    fresh.call(_ring_flash_attn)

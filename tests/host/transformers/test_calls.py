@@ -12,6 +12,7 @@ from torch import Tensor
 
 pytest.importorskip("transformers", minversion="4.53", reason="needs transformers 4.53 or newer")
 
+from attn_support.tiny_models import WINDOW, plain
 from transformers import masking_utils
 
 from pascal_attn_core.lazy_mask import LazyMask
@@ -25,23 +26,6 @@ MODULE = torch.nn.Module()
 def qkv(seq_len_q: int = 9, seq_len_kv: int = 9, heads: int = 4, kv_heads: int = 2, dim_v: int = 8) -> list[Tensor]:
     shapes = [(2, heads, seq_len_q, 8), (2, kv_heads, seq_len_kv, 8), (2, kv_heads, seq_len_kv, dim_v)]
     return [torch.randn(shape) for shape in shapes]
-
-
-def plain(
-    tensors: list[Tensor], allowed: Tensor | None = None, bias: Tensor | None = None, sinks: Tensor | None = None
-) -> Tensor:
-    """What the host's eager functions compute, ``[B, L, Hq, Dv]``; a row without keys gives zeros."""
-    query, key, value = tensors
-    groups = query.shape[1] // key.shape[1]
-    scores = query @ key.repeat_interleave(groups, 1).transpose(-1, -2) * query.shape[-1] ** -0.5
-    if bias is not None:
-        scores = scores + bias
-    if allowed is not None:
-        scores = scores.masked_fill(~allowed, -torch.inf)
-    if sinks is not None:
-        scores = torch.cat([scores, sinks.expand(*scores.shape[:3], 1)], dim=-1)
-    probs = scores.softmax(-1).nan_to_num(0.0)[..., : key.shape[2]]
-    return (probs @ value.repeat_interleave(groups, 1)).transpose(1, 2)
 
 
 def host_mask(kind: str, q_length: int = 9, kv_length: int = 9, q_offset: int = 0) -> Any:
@@ -178,23 +162,17 @@ def only(routed: list[dict[str, Any]], **wanted: Any) -> None:
         assert {name: call[name] for name in wanted} == wanted
 
 
-def test_a_prefill_without_padding_is_plain_causal(tiny: ModuleType, registered: str, routed: list) -> None:
-    model = tiny.build("llama")
-    tiny.with_attention(model, registered, lambda: tiny.logits(model, tiny.prompt(padding=0)))
-    only(routed, mask=None, is_causal=True, window=None, alignment="upper_left", enable_gqa=True)
-
-
-def test_padding_arrives_as_one_row_of_keys(tiny: ModuleType, registered: str, routed: list) -> None:
-    model = tiny.build("llama")
-    tiny.with_attention(model, registered, lambda: tiny.logits(model, tiny.prompt()))
-    only(routed, is_causal=True, window=None)
-    assert {call["mask"].shape for call in routed} == {torch.Size((2, 1, 1, 19))}
-
-
-def test_a_sliding_window_arrives_as_a_window(tiny: ModuleType, registered: str, routed: list) -> None:
-    model = tiny.build("mistral")
-    tiny.with_attention(model, registered, lambda: tiny.logits(model, tiny.prompt(padding=0)))
-    only(routed, mask=None, is_causal=True, window=(tiny.WINDOW - 1, -1))
+@pytest.mark.parametrize(
+    ("family", "padding", "window"), [("llama", 0, None), ("llama", 5, None), ("mistral", 0, (WINDOW - 1, -1))]
+)
+def test_a_prefill_arrives_as_causal_with_a_window_and_one_row_of_padding(
+    tiny: ModuleType, registered: str, routed: list, family: str, padding: int, window: tuple[int, int] | None
+) -> None:
+    model = tiny.build(family)
+    tiny.with_attention(model, registered, lambda: tiny.logits(model, tiny.prompt(padding=padding)))
+    only(routed, is_causal=True, window=window, alignment="upper_left", enable_gqa=True)
+    shapes = {None if call["mask"] is None else tuple(call["mask"].shape) for call in routed}
+    assert shapes == {(2, 1, 1, 19) if padding else None}
 
 
 def test_a_static_cache_is_cut_to_what_is_in_it(tiny: ModuleType, registered: str, routed: list) -> None:

@@ -12,9 +12,10 @@ from torch import Tensor
 
 pytest.importorskip("transformers", minversion="4.53", reason="needs transformers 4.53 or newer")
 
-DECODERS = ["llama", "qwen2", "qwen3", "mistral", "gemma2", "gemma3", "gpt_oss", "gpt2", "phi3", "llama4"]
-ENCODERS = ["bert", "modernbert"]
-SEQ2SEQ = ["bart", "t5", "umt5"]
+from attn_support.tiny_models import DECODERS, ENCODERS, SEQ2SEQ
+
+import pascal_attn_core.transformers as host
+
 SAME = 1e-4  # rounding, through a network, in units of the largest logit
 WRONG = 1e-2
 
@@ -99,7 +100,7 @@ def test_whisper_gives_the_same_tokens(tiny: ModuleType, registered: str, routed
 # ---- the comparison would notice -----------------------------------------------------------------------------------
 
 FORGOTTEN = [
-    *((family, "maskless") for family in ("llama", "mistral", "gpt_oss", "llama4", "bert", "gpt2")),
+    *((family, "attn_mask") for family in ("llama", "mistral", "gpt_oss", "llama4", "bert", "gpt2")),
     *((family, "bandless") for family in ("llama", "mistral", "gemma2", "gemma3", "gpt_oss", "gpt2", "modernbert")),
     ("gemma2", "softcap"),
     ("gpt_oss", "sinks"),
@@ -108,26 +109,19 @@ FORGOTTEN = [
 
 @pytest.mark.parametrize(("model", "forgotten"), FORGOTTEN, indirect=["model"])
 def test_what_is_forgotten_is_noticed(
-    tiny: ModuleType, registered: str, differs: Callable, wrong_attention: Callable, model: Any, forgotten: str
+    tiny: ModuleType, registered: str, differs: Callable, model: Any, forgotten: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if tiny.is_older("4.57") and model.config.model_type == "gpt2" and forgotten == "bandless":
         pytest.skip("GPT-2 makes its mask itself in this Transformers")
     inputs = tiny.prompt()
     stock = tiny.with_attention(model, "eager", lambda: tiny.logits(model, inputs))
-    with wrong_attention(forgotten):
-        wrong = tiny.with_attention(model, registered, lambda: tiny.logits(model, inputs))
-    assert differs(wrong, stock) > WRONG
+    options = {"bandless": {"is_causal": False, "window": None}}.get(forgotten, {forgotten: None})
+    original = host.sdpa
 
+    def forgetful(query: Tensor, key: Tensor, value: Tensor, mask: Any, dropout_p: float, **given: Any) -> Tensor:
+        return original(query, key, value, dropout_p=dropout_p, **{"attn_mask": mask, **given, **options})
 
-@families("llama", "mistral", "llama4")
-def test_a_missing_mask_function_is_noticed(
-    tiny: ModuleType, registered: str, differs: Callable, model: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from transformers.masking_utils import AttentionMaskInterface
-
-    inputs = tiny.prompt()
-    stock = tiny.with_attention(model, "eager", lambda: tiny.logits(model, inputs))
-    monkeypatch.delitem(AttentionMaskInterface._global_mapping, registered)
+    monkeypatch.setattr(host, "sdpa", forgetful)
     wrong = tiny.with_attention(model, registered, lambda: tiny.logits(model, inputs))
     assert differs(wrong, stock) > WRONG
 

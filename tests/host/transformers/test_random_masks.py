@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 from attn_support.randomness import seeds
-from torch import Tensor
 
 pytest.importorskip("transformers", minversion="5.0", reason="needs transformers 5")
 
+from attn_support.tiny_models import plain
 from transformers import masking_utils
 
 from pascal_attn_core.transformers import make_hf_attention_fn
@@ -39,19 +39,6 @@ def mask_function(draw: random.Random, kind: str, window: int, tokens: int) -> A
             masking_utils.causal_mask_function, lambda b, h, q, k: (q * 7 + k * 3 + b) % 11 == 0
         ),
     }[kind]()
-
-
-def plain(tensors: list[Tensor], allowed: Tensor, softcap: float | None, sinks: Tensor | None) -> Tensor:
-    query, key, value = tensors
-    scores = query @ key.repeat_interleave(2, 1).mT * query.shape[-1] ** -0.5
-    if softcap:
-        scores = softcap * torch.tanh(scores / softcap)
-    scores = scores.masked_fill(~allowed, -torch.inf)
-    if sinks is not None:
-        scores = torch.cat([scores, sinks.view(1, -1, 1, 1).expand(*scores.shape[:3], 1)], dim=-1)
-    weights = (scores - scores.amax(-1, keepdim=True).detach().clamp_min(-1e30)).exp()
-    probs = weights / weights.sum(-1, keepdim=True).clamp_min(1e-30)
-    return (probs[..., : key.shape[2]] @ value.repeat_interleave(2, 1)).transpose(1, 2)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -82,7 +69,7 @@ def test_outputs_and_gradients_are_those_of_the_mask_tensor(kind: str, seed: int
     attention, module = make_hf_attention_fn(draw.choice(["auto", 16, 64])), torch.nn.Module()
     module.is_causal = causal
     ours, _ = attention(module, *tensors, mask, s_aux=sinks, softcap=softcap)
-    stock = plain(tensors, allowed, softcap, sinks)
+    stock = plain(tensors, allowed, softcap=softcap, sinks=None if sinks is None else sinks.view(1, 4, 1, 1))
     torch.testing.assert_close(ours, stock, atol=2e-5, rtol=1e-4)
     leaves = tensors if sinks is None else [*tensors, sinks]
     upstream = torch.randn_like(ours)

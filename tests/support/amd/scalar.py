@@ -194,17 +194,16 @@ def _shift_left64(wave: Wave, i: Instruction) -> None:
     wave.scc = int(result != 0)
 
 
-def _select(wave: Wave, i: Instruction) -> None:
-    wave.write_scalar(i.operands[0].number, wave.scalar(i.operands[1 if wave.scc else 2]))
-
-
-def _select64(wave: Wave, i: Instruction) -> None:
-    wave.write_scalar64(i.operands[0].number, wave.scalar64(i.operands[1 if wave.scc else 2]))
+def _select(read: Callable[..., int], write: Callable[..., None]) -> Operation:
+    return lambda wave, i: write(wave, i.operands[0].number, read(wave, i.operands[1 if wave.scc else 2]))
 
 
 SCALAR |= {
-    "s_mov_b64": _mov64, "s_lshl_b64": _shift_left64, "s_cselect_b32": _select, "s_cselect_b64": _select64,
-}  # fmt: skip
+    "s_mov_b64": _mov64,
+    "s_lshl_b64": _shift_left64,
+    "s_cselect_b32": _select(Wave.scalar, Wave.write_scalar),
+    "s_cselect_b64": _select(Wave.scalar64, Wave.write_scalar64),
+}
 
 
 def _branch(condition: Callable[[Wave], bool]) -> Operation:

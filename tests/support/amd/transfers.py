@@ -5,6 +5,7 @@ far as the kernels have it."""
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 
 import numpy as np
 
@@ -72,10 +73,10 @@ def _store(size: int, is_flat: bool) -> Operation:
     return run
 
 
-for _what in ("flat", "global"):
+for _kind in ("flat", "global"):
     for _name, _size in (("dword", 4), ("dwordx2", 8), ("dwordx4", 16), ("ubyte", 1), ("ushort", 2)):
-        TRANSFERS[f"{_what}_load_{_name}"] = _load(_size, _what == "flat")
-        TRANSFERS[f"{_what}_store_{_name.replace('u', '')}"] = _store(_size, _what == "flat")
+        TRANSFERS[f"{_kind}_load_{_name}"] = _load(_size, _kind == "flat")
+        TRANSFERS[f"{_kind}_store_{_name.replace('u', '')}"] = _store(_size, _kind == "flat")
 
 
 # ---- shared memory ---------------------------------------------------------------------------------------------------
@@ -96,62 +97,36 @@ def _words_of_lds(wave: Wave, vector: Operand, offset: int, lanes: np.ndarray, c
     return first[:, None] + _NEXT[:count]
 
 
-def _lds_read(count: int) -> Operation:
-    def run(wave: Wave, i: Instruction) -> None:
-        destination, vector = i.operands
-        lanes = wave.active
-        wave.receive(
-            "lgkmcnt", destination.number, lanes, wave.lds[_words_of_lds(wave, vector, i.offset, lanes, count)]
-        )
+def _lds(count: int, unit: int, run: Callable[..., None]) -> Operation:
+    """``run`` is given the words of each active lane, of one place, or of two that the instruction counts in units of
+    so many bytes (0: one)."""
 
-    return run
+    def of_places(wave: Wave, i: Instruction) -> None:
+        at = 0 if run is _lds_write else 1
+        offsets = [unit * int(i.options.get(name, "0")) for name in ("offset0", "offset1")] if unit else [i.offset]
+        places = [_words_of_lds(wave, i.operands[at], offset, wave.active, count) for offset in offsets]
+        run(wave, i, places)
 
-
-def _lds_write(count: int) -> Operation:
-    def run(wave: Wave, i: Instruction) -> None:
-        vector, source = i.operands
-        lanes = wave.active
-        words = wave.vectors[source.number : source.number + count, lanes].T
-        wave.lds[_words_of_lds(wave, vector, i.offset, lanes, count)] = words
-        wave.send("lgkmcnt", writes_lds=True)
-
-    return run
+    return of_places
 
 
-def _offsets(i: Instruction, unit: int) -> list[int]:
-    """The offsets of an instruction with two places, in bytes; it counts them in units."""
-    return [unit * int(i.options.get(name, "0")) for name in ("offset0", "offset1")]
+def _lds_read(wave: Wave, i: Instruction, places: list[np.ndarray]) -> None:
+    words = np.concatenate([wave.lds[place] for place in places], 1)
+    wave.receive("lgkmcnt", i.operands[0].number, wave.active, words)
 
 
-def _lds_read2(count: int, unit: int) -> Operation:
-    def run(wave: Wave, i: Instruction) -> None:
-        destination, vector = i.operands
-        lanes = wave.active
-        parts = [wave.lds[_words_of_lds(wave, vector, offset, lanes, count)] for offset in _offsets(i, unit)]
-        wave.receive("lgkmcnt", destination.number, lanes, np.concatenate(parts, 1))
-
-    return run
+def _lds_write(wave: Wave, i: Instruction, places: list[np.ndarray]) -> None:
+    for source, place in zip(i.operands[1:], places):
+        wave.lds[place] = wave.vectors[source.number : source.number + place.shape[1], wave.active].T
+    wave.send("lgkmcnt", writes_lds=True)
 
 
-def _lds_write2(count: int, unit: int) -> Operation:
-    def run(wave: Wave, i: Instruction) -> None:
-        vector, *sources = i.operands
-        lanes = wave.active
-        for source, offset in zip(sources, _offsets(i, unit)):
-            words = wave.vectors[source.number : source.number + count, lanes].T
-            wave.lds[_words_of_lds(wave, vector, offset, lanes, count)] = words
-        wave.send("lgkmcnt", writes_lds=True)
-
-    return run
-
-
-for _words, _bits in ((1, 32), (2, 64), (3, 96), (4, 128)):
-    TRANSFERS[f"ds_read_b{_bits}"] = _lds_read(_words)
-    TRANSFERS[f"ds_write_b{_bits}"] = _lds_write(_words)
-for _words, _bits in ((1, 32), (2, 64)):
-    for _suffix, _times in (("", 1), ("st64", 64)):
-        TRANSFERS[f"ds_read2{_suffix}_b{_bits}"] = _lds_read2(_words, 4 * _words * _times)
-        TRANSFERS[f"ds_write2{_suffix}_b{_bits}"] = _lds_write2(_words, 4 * _words * _times)
+for _what, _run in (("read", _lds_read), ("write", _lds_write)):
+    for _words, _bits in ((1, 32), (2, 64), (3, 96), (4, 128)):
+        TRANSFERS[f"ds_{_what}_b{_bits}"] = _lds(_words, 0, _run)
+    for _words, _bits in ((1, 32), (2, 64)):
+        TRANSFERS[f"ds_{_what}2_b{_bits}"] = _lds(_words, 4 * _words, _run)
+        TRANSFERS[f"ds_{_what}2st64_b{_bits}"] = _lds(_words, 256 * _words, _run)
 
 
 def _from_lanes(wave: Wave, destination: Operand, source: Operand, other: np.ndarray) -> None:

@@ -9,7 +9,6 @@ import base64
 import json
 import os
 import shutil
-import socket
 import subprocess
 import tempfile
 import time
@@ -18,6 +17,8 @@ import urllib.request
 from pathlib import Path
 from types import TracebackType
 from typing import Any
+
+from attn_support.comfy.server import free_port
 
 FLAGS = (
     "--headless",
@@ -58,12 +59,6 @@ def _chromium() -> str | None:
     return os.environ.get("CHROMIUM") or next(filter(None, found), None)
 
 
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
-
-
 class Browser:
     """One page of ``width`` x ``height`` CSS pixels. Use it as a context manager.
 
@@ -74,7 +69,7 @@ class Browser:
 
     def __init__(self, width: int = 1600, height: int = 900, scale: float = 1.0) -> None:
         self.profile = tempfile.mkdtemp(prefix="pascal-attn-chromium-")
-        port = _free_port()
+        port = free_port()
         self.root = f"http://127.0.0.1:{port}"
         self.process = subprocess.Popen(
             [str(_driver()), f"--port={port}"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL

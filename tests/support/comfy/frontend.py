@@ -92,36 +92,31 @@ def select(browser: Browser, node_type: str) -> None:
     browser.script(code, node_type)
 
 
+_BOUNDS = """
+      const title = LiteGraph.NODE_TITLE_HEIGHT;
+      const boxes = app.graph.nodes.map(n => [n.pos[0], n.pos[1] - title, n.size[0], n.size[1] + title]);
+      for (const g of app.graph.groups) boxes.push([...g.pos, ...g.size]);
+      const left = Math.min(...boxes.map(b => b[0])), top = Math.min(...boxes.map(b => b[1]));
+      const width = Math.max(...boxes.map(b => b[0] + b[2])) - left;
+      const height = Math.max(...boxes.map(b => b[1] + b[3])) - top;"""
+
+
 def fit(browser: Browser, margin: int = 24) -> None:
     """Scale and move the canvas so that the whole graph fills the viewport."""
     code = """
-      const margin = arguments[0], title = LiteGraph.NODE_TITLE_HEIGHT, boxes = [];
-      for (const n of app.graph.nodes) boxes.push([n.pos[0], n.pos[1] - title, n.size[0], n.size[1] + title]);
-      for (const g of app.graph.groups) boxes.push([...g.pos, ...g.size]);
-      const left = Math.min(...boxes.map(b => b[0])), top = Math.min(...boxes.map(b => b[1]));
-      const right = Math.max(...boxes.map(b => b[0] + b[2])), bottom = Math.max(...boxes.map(b => b[1] + b[3]));
-      const width = window.innerWidth - 2 * margin, height = window.innerHeight - 2 * margin;
-      const scale = Math.min(width / (right - left), height / (bottom - top));
-      const ds = app.canvas.ds;
-      ds.scale = scale;
-      ds.offset[0] = (margin + (width - scale * (right - left)) / 2) / scale - left;
-      ds.offset[1] = (margin + (height - scale * (bottom - top)) / 2) / scale - top;
-      app.canvas.setDirty(true, true);
-      return [right - left, bottom - top]"""
-    browser.script(code, margin)
+      const margin = arguments[0], ds = app.canvas.ds;
+      const across = window.innerWidth - 2 * margin, down = window.innerHeight - 2 * margin;
+      ds.scale = Math.min(across / width, down / height);
+      ds.offset[0] = (margin + (across - ds.scale * width) / 2) / ds.scale - left;
+      ds.offset[1] = (margin + (down - ds.scale * height) / 2) / ds.scale - top;
+      app.canvas.setDirty(true, true)"""
+    browser.script(_BOUNDS + code, margin)
     time.sleep(0.5)
 
 
 def graph_size(browser: Browser) -> tuple[float, float]:
     """Width and height of the graph in its own units."""
-    code = """
-      const title = LiteGraph.NODE_TITLE_HEIGHT;
-      const boxes = app.graph.nodes.map(n => [n.pos[0], n.pos[1] - title, n.size[0], n.size[1] + title]);
-      for (const g of app.graph.groups) boxes.push([...g.pos, ...g.size]);
-      return [Math.max(...boxes.map(b => b[0] + b[2])) - Math.min(...boxes.map(b => b[0])),
-              Math.max(...boxes.map(b => b[1] + b[3])) - Math.min(...boxes.map(b => b[1]))]"""
-    width, height = browser.script(code)
-    return width, height
+    return browser.script(_BOUNDS + "return [width, height]")
 
 
 def picture(browser: Browser, path: Path, zoom: float = 1.0, margin: int = 24) -> Path:

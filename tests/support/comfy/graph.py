@@ -198,6 +198,11 @@ def attention_patch(**inputs: Any) -> Patch:
     return "PascalAttentionPatch", {**defaults, "min_keys": 0, **inputs}
 
 
+CHUNKING: Patch = ("PascalFFNChunking", {"budget_mib": 1, "min_tokens": 2})
+_INT8 = {"max_error": 0.05, "include": "", "exclude": "", "weights": "host", "int8_files": "auto"}
+INT8: Patch = ("PascalInt8Linear", _INT8)
+
+
 def largest_difference(ours: Captured, stock: Captured) -> float:
     """Largest difference, in parts of the stock result's largest value. Raises if the results are not comparable."""
     assert len(ours.tensors) == len(stock.tensors) > 0

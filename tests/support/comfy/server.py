@@ -12,7 +12,7 @@ import subprocess
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -67,16 +67,22 @@ class WorkflowError(AssertionError):
         self.outcome = outcome
 
 
-def copy_pack(custom_nodes: Path, folder: str = "ComfyUI-Pascal-Attention") -> Path:
-    """Put what a user's ``git clone`` would hold into ``custom_nodes/folder``."""
-    return Path(shutil.copytree(REPOSITORY, custom_nodes / folder, ignore=NOT_PRODUCT))
+def copy_pack(folder: Path) -> None:
+    """Put what a user's ``git clone`` would hold into ``folder``."""
+    shutil.copytree(REPOSITORY, folder, ignore=NOT_PRODUCT)
 
 
-def base_directory(root: Path, models: Path | None, packs: Iterable[Path] = (), folder: str | None = None) -> Path:
+def base_directory(
+    root: Path,
+    models: Path | None,
+    packs: Iterable[Path] = (),
+    folder: str = "ComfyUI-Pascal-Attention",
+    put: Callable[[Path], object] = copy_pack,
+) -> Path:
     """A ``--base-directory``: our pack, the packs given, and the tiny models; the checkout stays untouched."""
     custom_nodes = root / "custom_nodes"
     custom_nodes.mkdir(parents=True)
-    copy_pack(custom_nodes, *([folder] if folder else []))
+    put(custom_nodes / folder)
     for pack in packs:
         shutil.copytree(pack, custom_nodes / pack.name, ignore=NOT_PRODUCT)
     (root / "models").mkdir()
@@ -87,6 +93,7 @@ def base_directory(root: Path, models: Path | None, packs: Iterable[Path] = (), 
 
 
 def free_port() -> int:
+    """A port of this machine on which nobody listens."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]
@@ -122,19 +129,17 @@ class ComfyServer:
 
     def request(self, path: str, data: Any = None, timeout_s: float = 30) -> Any:
         """GET, or POST with ``data``; the decoded JSON, None for an empty answer."""
-        body = None if data is None else json.dumps(data).encode()
-        request = urllib.request.Request(
-            f"http://127.0.0.1:{self.port}{path}", body, {"Content-Type": "application/json"}
-        )
+        body, url = None if data is None else json.dumps(data).encode(), f"http://127.0.0.1:{self.port}{path}"
+        request = urllib.request.Request(url, body, {"Content-Type": "application/json"})
         with urllib.request.urlopen(request, timeout=timeout_s) as answer:
             text = answer.read()
         return json.loads(text) if text else None
 
-    def request_text(self, path: str) -> str:
+    def fetched(self, path: str) -> bytes:
         """GET a file; an error names the path."""
         try:
             with urllib.request.urlopen(f"http://127.0.0.1:{self.port}{path}", timeout=30) as answer:
-                return answer.read().decode()
+                return answer.read()
         except urllib.error.HTTPError as refusal:
             raise AssertionError(f"{path}: {refusal}") from None
 

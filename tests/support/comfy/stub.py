@@ -8,7 +8,9 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from attn_support.comfy.pack import NAME, load_pack
+from torch import Tensor, nn
 
 
 def node_module(name: str) -> Any:
@@ -44,6 +46,62 @@ def stub_host(monkeypatch: pytest.MonkeyPatch) -> Iterator[StubHost]:
     node_module("engine.runs").forget()
     yield stub
     node_module("engine.runs").forget()
+
+
+class Container:
+    """ComfyUI's single-owner container of a tensor."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor: Tensor | None = tensor
+
+    def peek(self) -> Tensor:
+        assert self.tensor is not None
+        return self.tensor
+
+    def take(self) -> Tensor:
+        tensor, self.tensor = self.peek(), None
+        return tensor
+
+
+class Patcher:
+    """The part of ComfyUI's patcher that keeps object patches of a network, and clones."""
+
+    load_device = torch.device("cpu")
+
+    def __init__(self, network: nn.Module, patches: dict[str, Any] | None = None) -> None:
+        self.model, self.object_patches = network, dict(patches or {})
+        self.callbacks: dict[str, dict[str, list]] = {}
+
+    @classmethod
+    def around(cls, network: nn.Module) -> Patcher:
+        """Of a diffusion model, which has its network inside."""
+        return cls(nn.ModuleDict({"diffusion_model": network}))
+
+    def add_object_patch(self, name: str, value: Any) -> None:
+        self.object_patches[name] = value
+
+    def get_model_object(self, name: str) -> Any:
+        owner, _, attribute = name.rpartition(".")
+        return self.object_patches.get(name) or getattr(self.model.get_submodule(owner), attribute)
+
+    def remove_callbacks_with_key(self, kind: str, key: str) -> None:
+        self.callbacks.setdefault(kind, {}).pop(key, None)
+
+    def add_callback_with_key(self, kind: str, key: str, callback: Any) -> None:
+        self.callbacks[kind].setdefault(key, []).append(callback)
+
+    def clone(self, network: nn.Module | None = None) -> Patcher:
+        copy = Patcher(network or self.model, self.object_patches)
+        copy.callbacks = {kind: dict(by_key) for kind, by_key in self.callbacks.items()}
+        for callback in [f for by_key in self.callbacks.values() for found in by_key.values() for f in found]:
+            callback(self, copy)
+        return copy
+
+
+def vae_attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    """As ComfyUI's VAEs: one head over ``[B, C, *positions]``."""
+    tokens = (t.flatten(2).transpose(1, 2)[:, None] for t in (query, key, value))
+    return F.scaled_dot_product_attention(*tokens)[:, 0].transpose(1, 2).reshape(query.shape)
 
 
 def make_engine(*, min_keys: int = 0, nan_guard: bool = True, min_queries: int = 1, **config: Any) -> Any:

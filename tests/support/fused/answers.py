@@ -53,26 +53,20 @@ def library(name: str) -> str:
 
 
 class Answers:
-    """
-    Args:
-        card: each of them.
-        execute: is given every launch, with a copy of its parameters.
-        devices: how many there are.
-        current_stream: the handle of torch's current stream.
+    """Cards that are not here, each a ``card``; ``execute`` is given every launch, with a copy of its parameters.
 
     Attributes:
         variants: whose machine code an image is, to be told before it is loaded.
         faults: function -> the code that it returns instead of doing anything, or what gives that code (0: none).
-        queued: the launches so far.
-        asked: how often each function was called.
+        queued: the launches so far; asked: how often each function was called.
         problems: what would have been wrong on a real card.
     """
 
     # A built library has one callback.
     one_at_a_time = threading.RLock()
     arguments: Mapping[str, int]  # of each function: how many
-    error_words: str  # the function that gives the words of an error, which no fault meets
-    init: str  # the function that must be called first
+    error_words: str  # the function that gives the words of an error
+    init: str  # the one that must be called first
     _lib: ctypes.CDLL
 
     def __init__(

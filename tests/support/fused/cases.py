@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -15,9 +15,33 @@ from pascal_attn_core.fused.launch.backward import backward_launches
 from pascal_attn_core.fused.launch.forward import forward_launches
 from pascal_attn_core.fused.launch.plan import Plan, forward_variants, plan_call, variants_of
 from pascal_attn_core.fused.launch.select import call_reasons
+from pascal_attn_core.fused.launch.tail_rows import TailRows
 
 from ..table import TABLE, Case
-from .emulation import emulate
+from ..table import case as case_of
+from .emulation import Deadlock, emulate
+
+LOWER_RIGHT: dict[str, Any] = {"is_causal": True, "alignment": "lower_right"}
+
+
+def sized(
+    dtype: torch.dtype,
+    dim: int,
+    queries: int,
+    keys: int,
+    mask: str = "none",
+    layout: str = "contiguous",
+    *,
+    heads: tuple[int, int] = (4, 2),
+    batch: int = 1,
+    dim_v: int = 0,
+    **options: Any,
+) -> Case:
+    """A case that is named after all of this. heads: of query, and of key and value."""
+    words = f"{dtype}, {queries} x {keys} x {dim}, {mask}, {layout}".removeprefix("torch.")
+    name = ", ".join([words, *(f"{name} {value}" for name, value in options.items())])
+    sizes = (*heads, queries, keys, dim, dim_v)
+    return case_of(name, *sizes, batch=(batch,), dtype=dtype, mask=mask, layout=layout, options=options)
 
 
 @functools.cache
@@ -65,6 +89,7 @@ def forward(
     *,
     parts: bool = False,
     arch: str = "",
+    plan: Plan | None = None,
     run: Callable[..., int] = emulate,
     **how: Any,
 ) -> Emulated:
@@ -78,7 +103,8 @@ def forward(
     lse = poisoned(out.shape[:-1], torch.float32)
     has_bias = call.attn_mask is not None and call.attn_mask.dtype != torch.bool
     log_sum = poisoned(lse.shape, torch.float32) if has_bias else None
-    plan = whole(call, arch) if not parts else plan_call(call, MANY_SMS, for_grad=True, arch=arch)
+    if plan is None:
+        plan = whole(call, arch) if not parts else plan_call(call, MANY_SMS, for_grad=True, arch=arch)
     run(forward_launches(call, plan, out, lse, log_sum), **how)
     return Emulated(call, plan, out, lse, log_sum)
 
@@ -89,8 +115,45 @@ def whole(call: AttentionCall, arch: str = "") -> Plan:
     return Plan(forward_variants(call, variants)[0], 0, (variants.grad_query, variants.grad_key_value))
 
 
+def with_tail(inputs: list[Tensor | None], options: dict[str, Any], arch: str, ranges: int, **how: Any) -> Emulated:
+    """The forward kernels of an AMD card on a call whose keys are cut into so many ranges for all rows but those of the
+    first tile."""
+    call = check_call(*inputs, **options)  # type: ignore[arg-type]
+    variants = variants_of(call, arch)
+    assert variants.ranges is not None
+    tail = TailRows(variants.ranges, variants.forward.geometry.rows, ranges)
+    return forward(inputs, options, plan=Plan(variants.forward, tail=tail), **how)
+
+
+def at_once(result: Emulated) -> Emulated:
+    """The same results, with a plan of one kernel for all gradients."""
+    return replace(result, plan=result.plan._replace(gradients=(variants_of(result.call).grad_all,)))
+
+
+Answers = tuple[Sequence[Tensor], Sequence[Tensor]]  # found, expected
+
+
+def worst_error(runs: Iterable[Callable[[], Answers]], enough: float) -> float:
+    """The largest error of what these runs find, as a share of the largest element that was expected; infinite for a
+    deadlock or a NaN. A larger one than ``enough`` ends them."""
+    worst = 0.0
+    for run in runs:
+        try:
+            found, expected = run()
+        except Deadlock:
+            return float("inf")
+        for one, right in zip(found, expected, strict=True):
+            error = (one.double() - right).abs().max() / right.abs().max()
+            worst = max(worst, error.nan_to_num(nan=torch.inf).item())
+        if worst > enough:
+            break
+    return worst
+
+
 def of_kernel(kind: str, gradients: Sequence[Tensor]) -> list[Tensor]:
     """Those gradients of query, key and value that a kind of kernel computes."""
+    if "grad_all" in kind:
+        return list(gradients)
     return list(gradients[:1] if "grad_query" in kind else gradients[1:])
 
 
@@ -118,7 +181,7 @@ def backward(
         poisoned((*call.batch, *kv_heads, call.seq_len_kv, call.head_dim_v), dtype),
     )
     launches = backward_launches(call, result.plan, grad_out, result.out, result.lse, result.log_sum, grad_lse, grads)
-    if only:
+    if only and "grad_all" not in only:
         other = "grad_key_value" if "grad_query" in only else "grad_query"
         launches = [launch for launch in launches if other not in launch.function]
     run(launches, **how)

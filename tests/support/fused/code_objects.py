@@ -5,14 +5,14 @@ from __future__ import annotations
 
 import ctypes
 import struct
-from typing import Any, NamedTuple
+from typing import Any
 
 from pascal_attn_core.fused.code import params
 from pascal_attn_core.fused.code.amd_code import _MACH, NotACodeObject, arch_of, renamed
 from pascal_attn_core.fused.code.source import Variant
 from pascal_attn_core.fused.geometry import amd as amd_geometry
 
-from .emulation import PARAMS
+from .emulation import params_of
 
 MACHINE, OS_ABI, ABI_VERSIONS = 224, 64, (2, 3)  # EM_AMDGPU, ELFOSABI_AMDGPU_HSA, code object versions 4 and 5
 _METADATA = 32  # NT_AMDGPU_METADATA
@@ -21,60 +21,23 @@ _HEAD = struct.Struct("<4sBBBBB7xHHIQQQIHHHHHH")
 _SEGMENT = struct.Struct("<IIQQQQQQ")
 
 
-class Kernel(NamedTuple):
-    """One kernel by the metadata."""
-
-    name: str
-    kernarg_bytes: int
-    arguments: tuple[tuple[int, int, str], ...]  # offset, size and kind of each
-    lds_bytes: int
-    scratch_bytes: int
-    registers: int
-    most_threads: int
-    wave_size: int
-
-
-class CodeObject(NamedTuple):
-    """A code object by its header and metadata."""
-
-    abi_version: int
-    target: str
-    kernels: dict[str, Kernel]
-
-
-def read(image: bytes) -> CodeObject | None:
-    """The code object of an image; None: no code object of version 4 or 5 for AMD's cards."""
+def read(image: bytes) -> dict[str, Any] | None:
+    """The metadata of an image, its kernels by name; None: no code object of version 4 or 5 for AMD's cards."""
     if len(image) < _HEAD.size or image[7] != OS_ABI or image[8] not in ABI_VERSIONS:
         return None
     try:
         found = metadata(image)
     except NotACodeObject:
         return None
-    return CodeObject(image[8], found["amdhsa.target"], _kernels(found))
+    return {**found, "amdhsa.kernels": {kernel[".name"]: kernel for kernel in found["amdhsa.kernels"]}}
 
 
-def _kernels(found: dict[str, Any]) -> dict[str, Kernel]:
-    return {
-        each[".name"]: Kernel(
-            each[".name"],
-            each[".kernarg_segment_size"],
-            tuple((a[".offset"], a[".size"], a[".value_kind"]) for a in each.get(".args", [])),
-            each[".group_segment_fixed_size"],
-            each[".private_segment_fixed_size"],
-            each[".vgpr_count"],
-            each[".max_flat_workgroup_size"],
-            each[".wavefront_size"],
-        )
-        for each in found["amdhsa.kernels"]
-    }
-
-
-def code_object(variant: Variant, registers: int = 128, lds_bytes: int | None = None) -> bytes:
+def code_object(variant: Variant) -> bytes:
     """A file like those that AMD's compilers make for a variant, without machine code."""
     arch = amd_geometry.base(variant.arch)
     kernels = []
     for name in variant.functions:
-        size = ctypes.sizeof(getattr(params, PARAMS[name]))
+        size = ctypes.sizeof(getattr(params, params_of(name)))
         of_tiles = variant.tile_bytes if name == variant.functions[0] or variant.is_gradient else 0
         threads = variant.geometry.threads if name in _OWN_TILES else 128
         kernels.append(
@@ -84,9 +47,9 @@ def code_object(variant: Variant, registers: int = 128, lds_bytes: int | None = 
                 ".args": [{".offset": 0, ".size": size, ".value_kind": "by_value"}],
                 ".kernarg_segment_size": size,
                 ".kernarg_segment_align": 8,
-                ".group_segment_fixed_size": of_tiles if lds_bytes is None else lds_bytes,
+                ".group_segment_fixed_size": of_tiles,
                 ".private_segment_fixed_size": 0,
-                ".vgpr_count": registers,
+                ".vgpr_count": 128,
                 ".max_flat_workgroup_size": threads,
                 ".wavefront_size": amd_geometry.wave_size(variant.arch),
                 "comment": variant.name,
@@ -125,18 +88,11 @@ def metadata(code: bytes) -> dict[str, Any]:
         NotACodeObject: it is none, or has none.
     """
     arch_of(code)
-    first, size, count = (
-        struct.unpack_from("<Q", code, 32)[0],
-        *struct.unpack_from("<HH", code, 54),
-    )
+    first, (size, count) = struct.unpack_from("<Q", code, 32)[0], struct.unpack_from("<HH", code, 54)
     for header in range(first, first + size * count, size):
-        kind, offset, length = (
-            struct.unpack_from("<I", code, header)[0],
-            struct.unpack_from("<Q", code, header + 8)[0],
-            struct.unpack_from("<Q", code, header + 32)[0],
-        )
-        at = offset
-        while kind == _PROGRAM_NOTE and at < offset + length:
+        kind, _, at, _, _, length, *_ = _SEGMENT.unpack_from(code, header)
+        end = at + length
+        while kind == _PROGRAM_NOTE and at < end:
             name_size, content_size, note = struct.unpack_from("<III", code, at)
             content = at + 12 + (name_size + 3) // 4 * 4
             if note == _METADATA and code[at + 12 : at + 18] == b"AMDGPU":

@@ -12,7 +12,9 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
+from pascal_attn_core import record, sdpa
 from pascal_attn_core.call import AttentionCall
 from pascal_attn_core.fused.code.compilation import Compilation
 from pascal_attn_core.fused.gpu.cuda import CudaRuntime
@@ -49,14 +51,8 @@ def _emulated_error(variant: Compilation) -> float:
 
 
 class CardKernels(Kernels):
-    """Kernels that a :class:`StandIn`, or a :class:`HipStandIn`, loads and launches. All else is theirs: what ships,
-    else what is compiled (:class:`Compiler`), is loaded, and each kernel's first answers are checked.
-
-    Attributes:
-        driver: the stand-in.
-        queued: what has been launched.
-        ensured: the kinds of the variants that each call asked for.
-    """
+    """Kernels that a stand-in loads and launches. All else is theirs: what ships, else what is compiled, is loaded, and
+    each kernel's first answers are checked. ``ensured``: the kinds of the variants that each call asked for."""
 
     def __init__(self, runtime: Runtime, driver: AnyStandIn, **options: Any):
         gpu: GpuRuntime
@@ -104,8 +100,6 @@ class Trusted(Trials):
 
 
 class TrustedLinear(LinearTrials):
-    """A card on which every kernel of linear layers has had its trial."""
-
     is_trusted = True
 
 
@@ -133,13 +127,8 @@ def emulated_card(
     times: Times | None = None,
     **options: Any,
 ) -> Iterator[Any]:
-    """Let the CPU be such a card while the block runs: gives its kernels, an object of ``kind``.
-
-    Args:
-        ratio: our kernel's time in units of torch's; None = never timed.
-        times: of others in units of that of our kernel on tensor cores.
-        options: of :class:`Kernels`, and ``find_compiler`` of :class:`CudaRuntime`.
-    """
+    """Let the CPU be such a card while the block runs: gives its kernels, an object of ``kind``; ``ratio``, ``times``:
+    of :class:`Timed`; options: of :class:`Kernels`, and ``find_compiler`` of :class:`CudaRuntime`."""
 
     def timings(runtime: Runtime) -> Timings:
         made = Timed(runtime, folder=lambda: None, is_on=False)
@@ -157,23 +146,17 @@ def fresh_card(
     driver: AnyStandIn,
     timing: Clock | None = None,
     folder: Callable[[], Path | None] = lambda: None,
-    kind: type[CardKernels] | None = None,
+    kind: type[CardKernels] = CardKernels,
     **options: Any,
 ) -> Iterator[Any]:
     """Let the CPU be the card of a driver while the block runs, as a new process on a new machine finds it: no kernel
-    is loaded or checked, and nothing has been timed. Gives its kernels.
-
-    Args:
-        timing: the clock of :class:`Timings`; None = :func:`passing_time`.
-        folder: where kernels and timings are stored.
-        kind: of the kernels; None = :class:`CardKernels`.
-        options: of :class:`Kernels`.
-    """
+    is loaded or checked, and nothing has been timed. Gives its kernels, made with ``options``. ``timing``: the clock of
+    :class:`Timings`."""
 
     def timings(runtime: Runtime) -> Timings:
         return Timings(runtime, clock=timing or passing_time, folder=folder, is_on=True)
 
-    with _card(driver, kind or CardKernels, {Timings: timings}, folder=folder, **options) as kernels:
+    with _card(driver, kind, {Timings: timings}, folder=folder, **options) as kernels:
         yield kernels
 
 
@@ -182,6 +165,14 @@ def hip_card(info: DeviceInfo = RADEON_VII, **options: Any) -> AbstractContextMa
     always faster."""
     given = {"kind": UncheckedKernels, "shipped": lambda *_: None, **options}
     return fresh_card(HipStandIn(info), always_faster, **given)
+
+
+def route_of(*inputs: Tensor, **options: Any) -> str:
+    """By which route a call is answered."""
+    with record() as report:
+        sdpa(*inputs, **options)
+    (route,) = report.routes()
+    return route
 
 
 def always_faster(attempts: list[Callable[[], Any]], device: torch.device) -> list[float]:

@@ -24,7 +24,7 @@ from pascal_attn_core.fused.launch import Launch
 from pascal_attn_core.machine.device import DeviceInfo
 
 from .answers import Answers, fails_once, library
-from .emulation import CARD, PARAMS
+from .emulation import CARD, params_of
 
 __all__ = ["Compiler", "StandIn", "cubin", "fails_once", "read_elf", "usage"]
 _ARGUMENTS = {
@@ -190,7 +190,7 @@ class StandIn(Answers, CudaDriver):
             return self._wrong(400, f"{function:#x} is no function")
         if self._stack[-1:] != [kernel.context]:
             return self._wrong(201, f"{kernel.name} launched in another context than its own")
-        structure = getattr(params, PARAMS[kernel.name])
+        structure = getattr(params, params_of(kernel.name))
         threads = block_x * block_y * block_z
         refused = {
             f"grid {x, y, z}": not (0 < x <= _GRID_X and 0 < y <= _GRID_YZ and 0 < z <= _GRID_YZ),
@@ -272,7 +272,7 @@ def cubin(variant: Compilation, arch: int, registers: int = 255, shared_bytes: i
     """A file like those that NVRTC makes, as far as a driver looks at it before it runs anything; no machine code."""
     sections: list[tuple[str, int, int, bytes, int]] = [(".comment", 1, 0, variant.name.encode(), 0)]
     for name in variant.functions:
-        size = ctypes.sizeof(getattr(params, PARAMS[name]))
+        size = ctypes.sizeof(getattr(params, params_of(name)))
         attributes = struct.pack("<BBHIHH", 4, _PARAM_CBANK, 8, 0, 0x140, size)
         sections += [
             (f".text.{name}", 1, registers << 24, bytes(16), 0),
@@ -314,11 +314,7 @@ def _by_macros() -> dict[tuple[str, str], Compilation]:
 
 
 class Compiler:
-    """In place of NVRTC, which takes seconds: what does not ship becomes a :func:`cubin` with the figures of the table.
-
-    Attributes:
-        compiled: the variants so far.
-    """
+    """In place of NVRTC, which takes seconds: what does not ship is a :func:`cubin` with the figures of the table."""
 
     version = (12, 6)
 

@@ -36,41 +36,23 @@ CARD = DeviceInfo("cuda", "GTX 1080 Ti", capability=(6, 1), num_sms=28, l2_bytes
 # With tensor cores.
 T4 = DeviceInfo("cuda", "Tesla T4", capability=(7, 5), num_sms=40, l2_bytes=4096 << 10)
 V100 = DeviceInfo("cuda", "Tesla V100-SXM2-16GB", capability=(7, 0), num_sms=80, l2_bytes=6144 << 10)
-PARAMS = {
-    "pa_forward": "Forward",
-    "pa_forward_split": "Forward",
-    "pa_combine": "Forward",
-    **dict.fromkeys(("pa_capped", "pa_capped_split", "pa_capped_combine"), "Forward"),
-    "pa_forward_int8": "Forward",
+# The structure of parameters of the kernels whose names match, the first that does.
+_PARAMS = {
     "pa_quantize": "Quantize",
     "pa_linear_quantize": "QuantizeRows",
-    **dict.fromkeys(("pa_linear", "pa_linear_small", "pa_linear_few", "pa_linear_some"), "Linear"),
-    **dict.fromkeys(
-        [
-            f"pa_{name}{suffix}"
-            for name in ("tensor", "volta")
-            for suffix in ("", "_packed", "_small", "_combine", "_barrier")
-        ],
-        "TensorForward",
-    ),
-    "pa_mask_bits": "TensorForward",
-    **dict.fromkeys(("pa_tensor_even", "pa_volta_even", "pa_even_bits"), "TensorEven"),
-    **dict.fromkeys(
-        [
-            f"pa_{generation}_grad_{name}{suffix}"
-            for generation in ("tensor", "volta")
-            for name in ("query", "key_value")
-            for suffix in ("", "_packed", "_capped", "_capped_packed")
-        ],
-        "TensorBackward",
-    ),
-    **dict.fromkeys(("pa_tensor_delta", "pa_gradient_bits"), "TensorBackward"),
-    "pa_delta": "Backward",
-    "pa_grad_query": "Backward",
-    "pa_grad_key_value": "Backward",
-    **dict.fromkeys(("pa_grad_all", "pa_round_query"), "AllGradients"),
-    "pa_forward_ranges": "Forward",
+    "pa_linear.*": "Linear",
+    "pa_.*even.*": "TensorEven",
+    "pa_(tensor|volta)_(grad.*|delta)|pa_gradient_bits": "TensorBackward",
+    "pa_(tensor|volta).*|pa_mask_bits": "TensorForward",
+    "pa_(grad_all|round_query)": "AllGradients",
+    "pa_(delta|grad.*)": "Backward",
+    "pa_.*": "Forward",
 }
+
+
+def params_of(kernel: str) -> str:
+    """The name of the structure that a kernel takes."""
+    return next(name for pattern, name in _PARAMS.items() if re.fullmatch(pattern, kernel))
 
 
 class Deadlock(RuntimeError):
@@ -108,10 +90,6 @@ def _emulator() -> str:
 
 
 def _gxx(arguments: list[str], built: Path, what: str) -> None:
-    """
-    Raises:
-        RuntimeError: g++ refuses it.
-    """
     unfinished = built.with_name(f"{built.stem}-{os.getpid()}{built.suffix}")
     command = [GXX or "g++", "-std=c++17", "-ffp-contract=off", "-fPIC", "-w", *_OF_PROCESSOR, f"-I{HERE}", *arguments]
     done = subprocess.run([*command, "-o", str(unfinished)], capture_output=True, text=True)
@@ -134,18 +112,14 @@ def _around(wave: str, flags: tuple[str, ...]) -> Path:
 def build(variant: Compilation, text: str | None = None, flags: tuple[str, ...] = ()) -> ctypes.CDLL:
     """The variant as a shared library; ``text`` in place of its own source, for mutations."""
     text = source(variant.kind) if text is None else text
-    kernels = {name: PARAMS[name] for name in variant.functions}
+    kernels = {name: params_of(name) for name in variant.functions}
     return build_text(text, kernels, {name: str(value) for name, value in variant.macros().items()}, flags)
 
 
 def build_text(
     text: str, kernels: dict[str, str], macros: dict[str, str] | None = None, flags: tuple[str, ...] = ()
 ) -> ctypes.CDLL:
-    """Any CUDA source as a shared library.
-
-    Args:
-        kernels: name -> type of its one parameter.
-    """
+    """Any CUDA source as a shared library; ``kernels``: name -> type of its one parameter."""
     named = " ".join(f"X({name},{params})" for name, params in kernels.items())
     defined = [f"-D{name}={value}" for name, value in (macros or {}).items()]
     around = _around((macros or {}).get("PA_WAVE", "32"), flags)
@@ -176,14 +150,7 @@ def run(
     seed: int = 1,
     together: int = 1,
 ) -> int:
-    """One launch; returns how many block barriers were passed.
-
-    Args:
-        together: blocks that run at a time, taking turns, in no order; 1 = one after the other.
-
-    Raises:
-        Deadlock: a barrier that some threads of a block never reach.
-    """
+    """One launch; returns how many block barriers were passed. ``together``: blocks that take turns."""
     size = library.params_size(name.encode())
     assert size == ctypes.sizeof(params), f"{name}: {size} bytes of parameters"
     passed: int = library.launch(
@@ -210,13 +177,7 @@ def emulate(
     flags: tuple[str, ...] = (),
 ) -> int:
     """Run launches one after the other; returns how many block barriers were passed. Blocks that may work on one tile
-    of rows take turns, twelve at a time.
-
-    Args:
-        mutated: other texts for some kinds of kernels.
-    Raises:
-        Deadlock: a barrier that some threads of a block never reach.
-    """
+    of rows take turns, twelve at a time. ``mutated``: other texts for some kinds of kernels."""
     barriers = 0
     for launch in launches:
         text, place = (mutated or {}).get(launch.variant.kind), -1

@@ -13,7 +13,7 @@ import ctypes
 import struct
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -30,8 +30,8 @@ from pascal_attn_core.fused.launch.plan import Plan, plan_call
 from pascal_attn_core.machine.device import DeviceInfo
 
 from .answers import Answers, library
-from .code_objects import CodeObject, Kernel, code_object, read
-from .emulation import PARAMS
+from .code_objects import code_object, read
+from .emulation import params_of
 
 
 def _card(name: str, arch: str, units: int, gib: int) -> DeviceInfo:
@@ -68,7 +68,7 @@ class Function(NamedTuple):
 
     device: int
     variant: Variant
-    kernel: Kernel
+    kernel: dict[str, Any]
 
 
 class HipStandIn(Answers, HipDriver):
@@ -130,22 +130,23 @@ class HipStandIn(Answers, HipDriver):
             return 209
         if arch != self.card.arch:
             return 209
-        if found.target.split("--")[1].split(":")[0] != arch:
-            return self._wrong(200, f"the header says {arch} and the metadata {found.target}")
-        ctypes.c_void_p.from_address(module).value = self._handle((self._device, self.variants[content], found))
+        if found["amdhsa.target"].split("--")[1].split(":")[0] != arch:
+            return self._wrong(200, f"the header says {arch} and the metadata {found['amdhsa.target']}")
+        ctypes.c_void_p.from_address(module).value = self._handle(
+            (self._device, self.variants[content], found["amdhsa.kernels"])
+        )
         return 0
 
     def _hipModuleGetFunction(self, function: int, module: int, name: int) -> int:
         kernel, found = ctypes.string_at(name).decode(), self._given.get(module)
         if not isinstance(found, tuple) or isinstance(found, Function):
             return self._wrong(400, f"{module:#x} is no module")
-        device, variant, code = found
-        assert isinstance(code, CodeObject)
+        device, variant, kernels = found
         if device != self._device:
             return self._wrong(400, f"{kernel} asked for on device {self._device}, its module is of {device}")
-        if kernel not in code.kernels:
+        if kernel not in kernels:
             return 500
-        ctypes.c_void_p.from_address(function).value = self._handle(Function(device, variant, code.kernels[kernel]))
+        ctypes.c_void_p.from_address(function).value = self._handle(Function(device, variant, kernels[kernel]))
         return 0
 
     def _hipModuleLaunchKernel(self, function: int, x: int, y: int, z: int, *rest: int) -> int:
@@ -153,34 +154,36 @@ class HipStandIn(Answers, HipDriver):
         found = self._given.get(function)
         if not isinstance(found, Function):
             return self._wrong(400, f"{function:#x} is no function")
-        kernel = found.kernel
+        kernel, name = found.kernel, found.kernel[".name"]
         if found.device != self._device:
-            return self._wrong(400, f"{kernel.name} of device {found.device} launched on device {self._device}")
-        structure, threads = getattr(params, PARAMS[kernel.name]), block_x * block_y * block_z
-        waves = -(-threads // kernel.wave_size)
-        simds, registers = _WAVES_OF_A_UNIT[self.card.wave_size]
+            return self._wrong(400, f"{name} of device {found.device} launched on device {self._device}")
+        structure, threads = getattr(params, params_of(name)), block_x * block_y * block_z
+        lanes, registers, wanted = kernel[".wavefront_size"], kernel[".vgpr_count"], kernel[".kernarg_segment_size"]
+        lds_bytes = kernel[".group_segment_fixed_size"]
+        simds, registers_of_simd = _WAVES_OF_A_UNIT[self.card.wave_size]
+        waves, size = -(-threads // lanes), ctypes.sizeof(structure)
         problem, given = _argument_buffer(pointers, extra)
-        size = ctypes.sizeof(structure)
+        arguments = [(each[".offset"], each[".size"], each[".value_kind"]) for each in kernel[".args"]]
         refused = {
             f"grid {x, y, z}": not (0 < x * block_x <= _MOST_THREADS and 0 < y <= _GRID_YZ and 0 < z <= _GRID_YZ),
-            f"{threads} threads": not 0 < threads <= min(_THREADS, kernel.most_threads),
-            f"waves of {kernel.wave_size}": kernel.wave_size != self.card.wave_size,
-            f"{kernel.registers} registers": kernel.registers > _REGISTERS,
-            f"{kernel.registers} registers x {waves} waves": kernel.registers * -(-waves // simds) > registers,
-            f"{kernel.lds_bytes} + {shared_bytes} bytes of LDS": kernel.lds_bytes + shared_bytes > _LDS_BYTES,
+            f"{threads} threads": not 0 < threads <= min(_THREADS, kernel[".max_flat_workgroup_size"]),
+            f"waves of {lanes}": lanes != self.card.wave_size,
+            f"{registers} registers": registers > _REGISTERS,
+            f"{registers} registers x {waves} waves": registers * -(-waves // simds) > registers_of_simd,
+            f"{lds_bytes} + {shared_bytes} bytes of LDS": lds_bytes + shared_bytes > _LDS_BYTES,
             f"{shared_bytes} bytes of dynamic LDS for {found.variant.name}":
-                shared_bytes != Launch(found.variant, kernel.name, (1, 1, 1), 1, params.Params()).shared_bytes,
+                shared_bytes != Launch(found.variant, name, (1, 1, 1), 1, params.Params()).shared_bytes,
             f"stream {stream:#x}": stream not in self.streams,
             problem: bool(problem),
-            f"an argument buffer of {len(given)} bytes, of which the code object reads {kernel.kernarg_bytes}":
-                not problem and len(given) != kernel.kernarg_bytes,
-            f"arguments {kernel.arguments}": kernel.arguments != ((0, size, "by_value"),),
+            f"an argument buffer of {len(given)} bytes, of which the code object reads {wanted}":
+                not problem and len(given) != wanted,
+            f"arguments {arguments}": arguments != [(0, size, "by_value")],
         }  # fmt: skip
         if any(refused.values()):
-            return self._wrong(1, f"{kernel.name}: {', '.join(what for what, is_so in refused.items() if is_so)}")
+            return self._wrong(1, f"{name}: {', '.join(what for what, is_so in refused.items() if is_so)}")
         if _has_dot_products(found.variant) and not amd_geometry.has_dots(self.card.known_arch or "gfx900"):
-            return self._wrong(719, f"{kernel.name}: an instruction that {self.card.true_arch} does not have")
-        launch = Launch(found.variant, kernel.name, (x, y, z), threads, structure.from_buffer_copy(given))
+            return self._wrong(719, f"{name}: an instruction that {self.card.true_arch} does not have")
+        launch = Launch(found.variant, name, (x, y, z), threads, structure.from_buffer_copy(given))
         self.queued.append(launch)
         self.execute(launch)
         return 0
@@ -217,11 +220,7 @@ def plain_launch(arch: str = "gfx906", dtype: torch.dtype = torch.float32) -> La
 
 
 class HipCompiler:
-    """In place of HIPRTC: what does not ship becomes a :func:`.code_objects.code_object`.
-
-    Attributes:
-        compiled: the variants so far; archs: what each was compiled for.
-    """
+    """In place of HIPRTC: what does not ship becomes a :func:`.code_objects.code_object`."""
 
     version = (6, 3)
 

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from pascal_attn_core.reference import reference_sdpa
+
+from ..oracle import cast, plain_dtype
 
 
 def ends_of(lengths: list[int]) -> list[int]:
@@ -32,12 +33,10 @@ def each_alone(
     return out, torch.cat([*(lse for _, lse in parts), rest.new_full(rest.shape[:-1], -torch.inf)], dim=-1)
 
 
-@contextmanager
-def poisoned_memory() -> Iterator[None]:
-    """New tensors are full of NaN."""
-    before = torch.are_deterministic_algorithms_enabled()
-    torch.use_deterministic_algorithms(True)
-    try:
-        yield
-    finally:
-        torch.use_deterministic_algorithms(before)
+def definitions(
+    inputs: Sequence[Tensor], lengths: tuple[list[int], list[int]], dtype: torch.dtype, **options: Any
+) -> list[tuple[list[Tensor], tuple[Tensor, Tensor]]]:
+    """(leaves, :func:`each_alone` of them) in float64, in what plain attention is computed in, and as torch's is."""
+    dtypes = torch.float64, plain_dtype(dtype), plain_dtype(dtype, as_torch=True)
+    made = [[cast(t, own) for t in inputs] for own in dtypes]
+    return [(leaves, each_alone(*leaves, *lengths, **options)) for leaves in made]  # type: ignore[misc]

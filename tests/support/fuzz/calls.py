@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -22,7 +22,11 @@ DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.
 # ---- memory layouts: (values, generator) -> (view, the memory it lies in); overlapping ones have their own values ----
 
 Layout = Callable[[Tensor, torch.Generator], "tuple[Tensor, Tensor]"]
-_GARBAGE = float("nan")  # between the elements of a view: whoever reads it is found out
+
+
+def _garbage(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """What lies between the elements of a view: whoever reads it is found out."""
+    return torch.full(shape, math.nan if dtype.is_floating_point else 1, dtype=dtype)
 
 
 def _whole(view: Tensor) -> tuple[Tensor, Tensor]:
@@ -56,8 +60,7 @@ def _strided_by(dim: int, step: int, first: int) -> Layout:
         if -dim > len(shape):
             return _whole(values.contiguous())
         shape[dim] = shape[dim] * step + first
-        wide = torch.empty(shape, dtype=values.dtype)
-        wide.fill_(_GARBAGE if values.is_floating_point() else 1)
+        wide = _garbage(shape, values.dtype)
         view = wide[(..., slice(first, None, step), *[slice(None)] * (-dim - 1))]
         view.copy_(values)
         return _whole(view)
@@ -67,24 +70,21 @@ def _strided_by(dim: int, step: int, first: int) -> Layout:
 
 def _sliced(values: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
     """Part of wider rows, as a fused projection gives it."""
-    wide = torch.empty((*values.shape[:-1], values.shape[-1] + 3), dtype=values.dtype)
-    wide.fill_(_GARBAGE if values.is_floating_point() else 1)
+    wide = _garbage((*values.shape[:-1], values.shape[-1] + 3), values.dtype)
     wide[..., 1:-2] = values
     return _whole(wide[..., 1:-2])
 
 
 def _offset(values: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
     """Seven elements into its memory, so that no row is aligned."""
-    flat = torch.empty(values.numel() + 7, dtype=values.dtype)
-    flat.fill_(_GARBAGE if values.is_floating_point() else 1)
+    flat = _garbage((values.numel() + 7,), values.dtype)
     flat[7:] = values.flatten()
     return _whole(flat[7:].view(values.shape))
 
 
 def _reaching_back(values: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
     """A view made from a later view, whose memory begins before that one's."""
-    flat = torch.empty(values.numel() + 9, dtype=values.dtype)
-    flat.fill_(_GARBAGE if values.is_floating_point() else 1)
+    flat = _garbage((values.numel() + 9,), values.dtype)
     flat[2 : 2 + values.numel()] = values.flatten()
     return _whole(flat[8:].as_strided(values.shape, values.contiguous().stride(), 2))
 

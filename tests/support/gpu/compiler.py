@@ -18,11 +18,6 @@ _REGISTERS = 65536
 
 
 class AnyGeometry:
-    """
-    Attributes:
-        compiled: so far.
-    """
-
     version = (12, 6)
 
     def __init__(self) -> None:

@@ -12,8 +12,7 @@ from pascal_attn_core.cli import main
 from pascal_attn_core.cli.bench import linear
 from pascal_attn_core.cli.bench.clock import Clock
 from pascal_attn_core.cli.bench.contest import Settings
-from pascal_attn_core.cli.bench.linear import LAYERS, Layer, choose_layers, eager, own_layers, race_layer
-from pascal_attn_core.int8 import int8_linear, quantize_rows
+from pascal_attn_core.cli.bench.linear import LAYERS, Layer, choose_layers, own_layers, race_layer
 
 TINY = Layer("tiny", "a small layer", rows=100, columns=64, outs=48)
 
@@ -35,22 +34,6 @@ def test_every_way_is_timed_and_its_error_measured() -> None:
     assert figures["int8 eager"].error == pytest.approx(figures["int8"].error, rel=0.01)
     assert figures["int8"].ran == "int_mm"
     assert figures["int8 eager"].extra_bytes > 0
-
-
-def test_the_eager_way_computes_the_same() -> None:
-    x, bias, matrix = torch.randn(7, 64), torch.randn(48), quantize_rows(torch.randn(48, 64))
-    assert torch.allclose(eager(x, matrix, bias), int8_linear(x, matrix, bias), atol=1e-5)
-
-
-def test_a_way_that_fails_is_told_in_its_cell(monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(*_: object) -> torch.Tensor:
-        raise RuntimeError("no int8 here\nand more")
-
-    monkeypatch.setattr(linear, "eager", broken)
-    figures = {f.name: f for f in race_layer(TINY, Clock(torch.device("cpu"), 1), Settings(rounds=1))}
-    assert figures["int8 eager"].note == "RuntimeError: no int8 here"
-    assert figures["int8 eager"].seconds is None
-    assert figures["int8"].seconds is not None
 
 
 def test_layers_are_chosen_by_pattern() -> None:

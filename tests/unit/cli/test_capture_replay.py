@@ -2,7 +2,7 @@
 
 import json
 import logging
-import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -35,18 +35,15 @@ def qkv(*shape, dtype=torch.float32, seed=0):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.float64])
 def test_a_call_comes_back_as_it_was(path, dtype):
-    query, key, value = qkv(1, 2, 8, 4, dtype=dtype)
+    given = qkv(1, 2, 8, 4, dtype=dtype)
     with capture(path):
-        expected = F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=0.3)
+        F.scaled_dot_product_attention(*given, is_causal=True, scale=0.3)
     (call,) = load_calls(path)
-    assert torch.equal(call.query, query)
-    assert torch.equal(call.key, key)
-    assert torch.equal(call.value, value)
+    for loaded, tensor in zip((call.query, call.key, call.value), given):
+        assert loaded.dtype == dtype
+        assert torch.equal(loaded, tensor)
     assert (call.is_causal, call.scale, call.dropout_p, call.enable_gqa) == (True, 0.3, 0.0, False)
     assert call.attn_mask is None
-    assert call.query.dtype == dtype
-    again = F.scaled_dot_product_attention(call.query, call.key, call.value, is_causal=True, scale=0.3)
-    assert torch.equal(again, expected)
 
 
 def test_layouts_come_back_with_their_strides(path):
@@ -77,20 +74,14 @@ def test_expanded_tensors_are_stored_once_and_expanded_again(path):
     assert torch.equal(moved.key, key)
 
 
-def test_tensors_that_overlap_themselves_come_back_by_value(path):
+@pytest.mark.parametrize("kind", ["overlapping itself", "a small cut out of a large tensor"])
+def test_what_is_no_whole_tensor_comes_back_by_value(path, kind):
     rows = torch.randn(40).as_strided((1, 1, 8, 8), (1, 1, 3, 1))
+    rows = rows if kind == "overlapping itself" else torch.randn(1, 1, 64, 4096)[..., :8]
     with capture(path):
         F.scaled_dot_product_attention(rows, rows, rows)
     (call,) = load_calls(path)
     assert torch.equal(call.query, rows)
-
-
-def test_a_small_cut_out_of_a_large_tensor_does_not_bring_it_back_whole(path):
-    large = torch.randn(1, 1, 64, 4096)[..., :8]
-    with capture(path):
-        F.scaled_dot_product_attention(large, large, large)
-    (call,) = load_calls(path)
-    assert torch.equal(call.query, large)
     assert call.query.untyped_storage().nbytes() < 8192
 
 
@@ -131,22 +122,16 @@ def test_a_predicate_chooses_what_is_kept(path):
 
 
 def test_calls_of_every_thread_are_seen(path):
-    with capture(path):
-        shapes = range(3, 7)
-        args = [qkv(1, 1, n, 8) for n in shapes]
-        threads = [threading.Thread(target=F.scaled_dot_product_attention, args=one) for one in args]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-    assert sorted(call.query.shape[-2] for call in load_calls(path)) == list(shapes)
+    with capture(path), ThreadPoolExecutor(4) as pool:
+        list(pool.map(lambda n: F.scaled_dot_product_attention(*qkv(1, 1, n, 8)), range(3, 7)))
+    assert sorted(call.query.shape[-2] for call in load_calls(path)) == [3, 4, 5, 6]
 
 
 def test_observed_functions_are_seen_and_their_inner_calls_are_not(path):
-    def outer(query, key, value, *, note=""):
+    @observe
+    def watched(query, key, value, *, note=""):
         return F.scaled_dot_product_attention(query.repeat(1, 2, 1, 1), key, value)[:, :1]
 
-    watched = observe(outer)
     watched(*qkv(1, 1, 4, 8))
     with capture(path):
         watched(*qkv(1, 1, 4, 8), note="passed on")
@@ -180,14 +165,10 @@ def test_the_original_function_is_back_after_an_error_in_the_model(path):
     assert len(load_calls(path)) == 1
 
 
-def test_a_later_patch_by_somebody_else_stays_in_place(path, caplog, monkeypatch):
+def test_a_later_patch_by_somebody_else_stays_in_place(path, caplog):
     patch = capture(path)
     ours = F.scaled_dot_product_attention
-
-    def theirs(*args, **kwargs):
-        return ours(*args, **kwargs)
-
-    F.scaled_dot_product_attention = theirs
+    F.scaled_dot_product_attention = theirs = lambda *args, **kwargs: ours(*args, **kwargs)
     with caplog.at_level(logging.WARNING, "pascal_attn"):
         patch.remove()
     assert F.scaled_dot_product_attention is theirs
@@ -204,19 +185,13 @@ def test_two_captures_at_once_both_see_the_call(tmp_path):
     assert [len(load_calls(path)) for path in paths] == [1, 1]
 
 
-def test_nothing_seen_writes_nothing_and_says_so(path, caplog):
+def test_wrong_calls_and_tensors_without_data_pass_through_and_nothing_seen_writes_nothing(path, caplog):
     with caplog.at_level(logging.WARNING, "pascal_attn"), capture(path):
-        pass
-    assert "no call" in caplog.text
-    assert not path.exists()
-
-
-def test_wrong_calls_and_tensors_without_data_pass_through(path):
-    with capture(path):
         with pytest.raises(TypeError):
             F.scaled_dot_product_attention()
         meta = torch.empty(1, 1, 4, 8, device="meta")
         F.scaled_dot_product_attention(meta, meta, meta)
+    assert "no call" in caplog.text
     assert not path.exists()
 
 
@@ -297,8 +272,7 @@ def test_replay_shows_every_route_and_torch(path, capsys):
     record_some(path)
     assert cli.main(["replay", str(path), "--rounds", "1", "--seconds", "1", "--device", "cpu", "--explain"]) == 0
     out = capsys.readouterr().out
-    ours = [f"ours-{name}" for name in ("auto", "tiled", "torch", "fused ", "fused-tensor", "math")]
-    for name in ("torch-fused", "torch-math", *ours):
+    for name in ("torch-fused", "torch-math", *(f"ours-{r}" for r in ["auto", "tiled", "torch", "fused ", "math"])):
         assert out.count(name) == 3
     assert "q[1, 4, 40, 16]" in out
     assert "bfloat16 mask bool [40, 40]" in out
@@ -320,11 +294,17 @@ def test_replay_as_json_has_times_memory_small_errors_and_reasons(path, capsys):
         assert fused["note"]
 
 
-def test_replay_checks_its_numbers(path, capsys):
-    assert cli.main(["replay", str(path), "--rounds", "0"]) == 2
-    assert "--rounds must be at least 1, got 0" in capsys.readouterr().err
-    assert cli.main(["replay", str(path), "--rows", "0"]) == 2
-    assert cli.main(["replay", str(path), "--device", "nonsense"]) == 2
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        ("--rounds 0", "--rounds must be at least 1, got 0"),
+        ("--rows 0", "--rows must be at least 1, got 0"),
+        ("--device nonsense", "nonsense"),
+    ],
+)
+def test_replay_checks_its_options(path, wrong, words, capsys):
+    assert cli.main(["replay", str(path), *wrong.split()]) == 2
+    assert words in capsys.readouterr().err
 
 
 CASES = {
@@ -344,10 +324,8 @@ def test_the_reference_in_blocks_is_the_reference(name, kind, monkeypatch):
     monkeypatch.setattr("pascal_attn_core.cli.oracle._BLOCK_BYTES", 8 * 21 * 4)
     torch.manual_seed(0)
     query, key, value = (torch.randn(s, dtype=torch.float64) for s in (q_shape, k_shape, k_shape))
-    mask = None
-    if mask_shape is not None:
-        mask = torch.randn(mask_shape, dtype=torch.float64)
-        mask = mask > 0 if kind == torch.bool else mask.to(kind)
+    mask = None if mask_shape is None else torch.randn(mask_shape, dtype=torch.float64)
+    mask = mask if mask is None or kind != torch.bool else mask > 0
     call = CapturedCall(query, key, value, mask, **options)
     leaves = [t.clone().requires_grad_() for t in (query, key, value)]
     full, _ = reference_sdpa(*leaves, mask, **options)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import threading
 import time
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -17,9 +18,7 @@ from pascal_attn_core.cli import main
 from pascal_attn_core.cli import selftest as command
 from pascal_attn_core.cli.bench.shapes import Shape
 from pascal_attn_core.cli.selftest import speed
-from pascal_attn_core.fused.code import cache
-from pascal_attn_core.fused.code.source import all_variants, digest, linear_variants
-from pascal_attn_core.fused.gpu.cuda import CudaRuntime
+from pascal_attn_core.fused.code.source import all_variants, linear_variants
 from pascal_attn_core.fused.trust.kernels import Kernels, KernelUnavailable
 from pascal_attn_core.machine import facts as machine
 from pascal_attn_core.machine.device import DeviceInfo
@@ -80,9 +79,7 @@ def test_a_route_that_is_slightly_wrong_is_found(case, monkeypatch) -> None:
 
 
 def test_a_route_that_raises_does_not_end_the_test(monkeypatch) -> None:
-    def forward(*args, **kwargs):
-        raise RuntimeError("CUDA error: an illegal memory access was encountered\nmore")
-
+    forward = Mock(side_effect=RuntimeError("CUDA error: an illegal memory access was encountered\nmore"))
     monkeypatch.setattr(TiledRoute, "forward", forward)
     monkeypatch.setattr(cases, "CASES", CASES[:2])
     monkeypatch.setattr(cases, "DTYPES", ("float32",))
@@ -93,10 +90,7 @@ def test_a_route_that_raises_does_not_end_the_test(monkeypatch) -> None:
 
 
 def test_the_users_interrupt_ends_it(monkeypatch) -> None:
-    def forward(*args, **kwargs):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(TiledRoute, "forward", forward)
+    monkeypatch.setattr(TiledRoute, "forward", Mock(side_effect=KeyboardInterrupt))
     with pytest.raises(KeyboardInterrupt):
         list(run_checks(CPU, plenty))
 
@@ -152,21 +146,6 @@ def test_kernels_on_tensor_cores_are_tried_where_there_are_some() -> None:
     assert set(checked_variants()) <= {*all_variants(), *linear_variants()}  # all can be asked for by a call
 
 
-def test_where_a_kernel_comes_from(card, tmp_path) -> None:
-    class Compiler:
-        version = (12, 6)
-
-    shipped, gradient = checked_variants()[0], checked_variants()[-1]
-    held = card.part(Kernels)
-    held.folder, held._gpu = lambda: tmp_path, CudaRuntime(find_compiler=lambda arch: None)
-    assert held.existing_code(shipped)[1] == "shipped"
-    assert held.existing_code(gradient) == (None, "")
-    held._gpu = CudaRuntime(find_compiler=lambda arch: Compiler())
-    assert held.existing_code(gradient) == (None, "NVRTC 12.6")
-    assert not cache.save(tmp_path, cache.file_name(digest(gradient), "sm_61", "NVRTC", (12, 6)), b"\x7fELF cubin")
-    assert held.existing_code(gradient) == (b"\x7fELF cubin", "disk cache")
-
-
 @pytest.mark.skipif(GXX is None, reason="needs g++ to build the stand-in for the runtime")
 def test_the_kernels_of_an_amd_card_are_tried_too() -> None:
     class Right(CardKernels):
@@ -217,13 +196,6 @@ def test_routes_are_timed_interleaved_and_what_fails_is_named(monkeypatch) -> No
     assert second["failed"] == "RuntimeError: CUDA error: unspecified launch failure"
     found = _found(why_no_kernels=["x"], checks=[RIGHT], speed=[second, first])
     assert found.problems == ["timing B1 H2 N64 D8 float32: RuntimeError: CUDA error: unspecified launch failure"]
-
-
-def test_the_models_shapes_exist_and_a_gpu_gets_both_number_formats() -> None:
-    on_cpu, on_gpu = speed.model_shapes(CPU), speed.model_shapes(torch.device("cuda"))
-    assert [shape.name for shape in on_cpu] == list(speed.MODELS)
-    assert {shape.dtype for shape in on_gpu} == {"float32", "float16"}
-    assert max(shape.seq_len_q for shape in on_gpu) < 5000
 
 
 def test_the_costs_of_a_call_are_known_for_the_routes_that_take_it() -> None:
@@ -340,15 +312,18 @@ def test_invalid_options_are_refused_before_anything_runs(arguments, message, ca
 # ---- clocks ----------------------------------------------------------------------------------------------------------
 
 
-def test_clocks_are_read_from_nvidia_smi_and_what_a_card_does_not_say_is_left_out() -> None:
-    found = parse_clocks("1480, 5005, 61, 212.34\n")
-    assert found == Clocks(1480, 5005, 61, 212.34)
-    assert found.text == "1480 MHz, memory 5005 MHz, 61 C, 212 W"
-    partly = parse_clocks("324, 405, 38, [N/A]")
-    assert partly == Clocks(324, 405, 38, None)
-    assert partly.text == "324 MHz, memory 405 MHz, 38 C"
-    assert parse_clocks("") is None
-    assert parse_clocks("NVIDIA-SMI has failed because it couldn't communicate with the driver.") is None
+@pytest.mark.parametrize(
+    ("said", "clocks", "text"),
+    [
+        ("1480, 5005, 61, 212.34\n", Clocks(1480, 5005, 61, 212.34), "1480 MHz, memory 5005 MHz, 61 C, 212 W"),
+        ("324, 405, 38, [N/A]", Clocks(324, 405, 38, None), "324 MHz, memory 405 MHz, 38 C"),
+        ("NVIDIA-SMI has failed because it couldn't communicate with the driver.", None, ""),
+    ],
+)
+def test_clocks_are_read_and_what_a_card_does_not_say_is_left_out(said: str, clocks: Clocks | None, text: str) -> None:
+    found = parse_clocks(said)
+    assert found == clocks
+    assert found is None or found.text == text
 
 
 def test_the_watch_keeps_the_highest_clock_and_leaves_no_thread(monkeypatch) -> None:

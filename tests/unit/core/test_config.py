@@ -8,24 +8,18 @@ from collections.abc import Callable
 
 import pytest
 
-from pascal_attn_core import AttentionConfig, UnsupportedAttention
+from pascal_attn_core import AttentionConfig
 from pascal_attn_core import config as config_module
 
 
 @pytest.mark.parametrize(
     ("change", "error", "match"),
     [
-        (
-            {"route": "flash"},
-            ValueError,
-            r"route must be one of \['auto', 'fused-tensor', 'fused', .*, 'tiled', 'fused-int8'\], got 'flash'",
-        ),
+        ({"route": "flash"}, ValueError, r"one of \['auto', 'fused-tensor', 'fused', .*, 'fused-int8'\], got 'flash'"),
         ({"softmax": "fast"}, ValueError, r"softmax must be one of .*, got 'fast'"),
         ({"budget_mib": 0}, ValueError, r"budget_mib must be at least 0.0625 .*, got 0"),
         ({"budget_mib": float("inf")}, ValueError, r"finite, got inf"),
-        ({"budget_mib": float("nan")}, ValueError, r"got nan"),
         ({"budget_mib": "64"}, TypeError, r"budget_mib must be a number, got '64'"),
-        ({"budget_mib": True}, TypeError, r"got True"),
         ({"math_limit_mib": -1}, ValueError, r"at least 0 .*, got -1"),
         ({"math_limit_mib": None}, TypeError, r"got None"),
         ({"q_block": 0}, ValueError, r"q_block must be at least 1, got 0"),
@@ -33,11 +27,9 @@ from pascal_attn_core import config as config_module
         ({"kv_block": 1 << 99999}, ValueError, r"kv_block must be at most 2147483647, got a number of 100000 bits"),
         ({"route": 999 * "x"}, ValueError, r"got 'x{56}\.\.\.$"),
         ({"budget_mib": 1e30}, ValueError, r"budget_mib must be at most 1099511627776, got 1e\+30"),
-        ({"math_limit_mib": 10**30}, ValueError, r"math_limit_mib must be at most"),
         ({"kv_block": 1.5}, TypeError, r"kv_block must be a whole number, got 1.5"),
         ({"q_block": True}, TypeError, r"got True"),
         ({"devices": ("cuda:0",)}, ValueError, r"devices must be two or more names of devices, .*, got \('cuda:0',\)"),
-        ({"devices": ("cuda:0", "Second card")}, ValueError, r"devices must be two or more names"),
         ({"devices": "cuda:0,cuda:1"}, TypeError, r"devices must be two or more names .*, got 'cuda:0,cuda:1'"),
         ({"share_from_tokens": 0}, ValueError, r"share_from_tokens must be at least 1, got 0"),
         ({"trim_masks": "no"}, TypeError, r"trim_masks must be a bool, got 'no'"),
@@ -57,8 +49,11 @@ def test_the_environment_changes_the_default() -> None:
     assert AttentionConfig.from_env({}) == AttentionConfig()
 
 
+Warnings = Callable[[], list[str]]
+
+
 @pytest.fixture
-def warnings_of(caplog: pytest.LogCaptureFixture) -> Callable[[], list[str]]:
+def warnings_of(caplog: pytest.LogCaptureFixture) -> Warnings:
     """The warnings so far; none was given before the test."""
     config_module._warn_once.cache_clear()
     caplog.set_level(logging.WARNING, logger="pascal_attn")
@@ -70,7 +65,7 @@ NAMES = [f"PASCAL_ATTN_{field.name.upper()}" for field in dataclasses.fields(Att
 
 @pytest.mark.parametrize("text", ["", "  ", "\t"])
 def test_an_empty_variable_is_as_good_as_none(
-    text: str, warnings_of: Callable[[], list[str]], monkeypatch: pytest.MonkeyPatch
+    text: str, warnings_of: Warnings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert AttentionConfig.from_env({name: text for name in NAMES}) == AttentionConfig()
     for name in config_module.SWITCHES:
@@ -83,58 +78,27 @@ def test_an_empty_variable_is_as_good_as_none(
     ("name", "text", "expected"),
     [
         ("BUDGET_MIB", "lots", "budget_mib must be a number, got 'lots'"),
-        ("BUDGET_MIB", "-1", "budget_mib must be at least 0.0625 and finite, got -1.0"),
         ("BUDGET_MIB", "nan", "budget_mib must be at least 0.0625 and finite, got nan"),
-        ("MATH_LIMIT_MIB", "auto", "math_limit_mib must be a number, got 'auto'"),
         ("Q_BLOCK", "1.5", "q_block must be a whole number, got '1.5'"),
-        ("Q_BLOCK", "1" + 30 * "0", "q_block must be at most 2147483647, got 1" + 30 * "0"),
         ("KV_BLOCK", "0", "kv_block must be at least 1, got 0"),
-        (
-            "ROUTE",
-            "flash",
-            "route must be one of ['auto', 'fused-tensor', 'fused', 'torch', 'math', 'tiled', 'fused-int8'], "
-            "got 'flash'",
-        ),
-        ("SOFTMAX", "fast", "softmax must be one of ['auto', 'online'], got 'fast'"),
-        ("TRIM_MASKS", "perhaps", "got 'perhaps'"),
+        ("ROUTE", "flash", "'torch', 'math', 'tiled', 'fused-int8'], got 'flash'"),
         ("FUSED", "2", "fused must be one of ['0', '1', 'false', 'no', 'off', 'on', 'true', 'yes'], got '2'"),
     ],
 )
 def test_nonsense_is_one_warning_with_what_was_expected_and_changes_nothing(
-    name: str, text: str, expected: str, warnings_of: Callable[[], list[str]]
+    name: str, text: str, expected: str, warnings_of: Warnings
 ) -> None:
     for _ in range(3):
-        found = AttentionConfig.from_env(
-            {f"PASCAL_ATTN_{name}": text, "PASCAL_ATTN_SOFTMAX": "online"}
-            | ({"PASCAL_ATTN_SOFTMAX": text} if name == "SOFTMAX" else {})
-        )
-        assert found == (AttentionConfig() if name == "SOFTMAX" else AttentionConfig(softmax="online"))
+        found = AttentionConfig.from_env({f"PASCAL_ATTN_{name}": text, "PASCAL_ATTN_SOFTMAX": "online"})
+        assert found == AttentionConfig(softmax="online")
     (sentence,) = warnings_of()
     assert sentence.startswith(f"PASCAL_ATTN_{name} is ignored: ")
     assert expected in sentence
 
 
-def test_nonsense_in_the_environment_does_not_end_a_call(
-    warnings_of: Callable[[], list[str]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    import torch
-
-    from pascal_attn_core import sdpa
-
-    monkeypatch.setenv("PASCAL_ATTN_BUDGET_MIB", "a lot")
-    config_module.default_config.cache_clear()
-    try:
-        query = torch.randn(1, 1, 4, 8)
-        assert sdpa(query, query, query).shape == query.shape
-        assert warnings_of() == ["PASCAL_ATTN_BUDGET_MIB is ignored: budget_mib must be a number, got 'a lot'"]
-    finally:
-        monkeypatch.undo()
-        config_module.default_config.cache_clear()
-
-
 @pytest.mark.parametrize(("text", "on"), [("1", True), ("Yes", True), ("off", False), ("0", False), ("maybe", False)])
 def test_a_switch_is_on_only_where_it_says_so(
-    text: str, on: bool, warnings_of: Callable[[], list[str]], monkeypatch: pytest.MonkeyPatch
+    text: str, on: bool, warnings_of: Warnings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PASCAL_ATTN_ENABLE", text)
     assert [config_module.switched_on("PASCAL_ATTN_ENABLE") for _ in range(2)] == [on, on]
@@ -148,7 +112,7 @@ def test_a_switch_is_on_only_where_it_says_so(
     [("BUGDET", "BUDGET_MIB"), ("ROUT", "ROUTE"), ("ENABLED", "ENABLE"), ("QBLOCK", "Q_BLOCK"), ("TOKEN", None)],
 )
 def test_an_unknown_variable_is_one_warning_with_the_nearest_name(
-    name: str, meant: str | None, warnings_of: Callable[[], list[str]]
+    name: str, meant: str | None, warnings_of: Warnings
 ) -> None:
     for _ in range(3):
         assert AttentionConfig.from_env({f"PASCAL_ATTN_{name}": "tiled"}) == AttentionConfig()
@@ -180,35 +144,24 @@ def test_the_argument_is_above_the_environment(monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.mark.parametrize(
-    "config",
+    ("config", "token"),
     [
-        AttentionConfig(),
-        AttentionConfig(route="tiled", budget_mib=16, q_block=64, kv_block=32),
-        AttentionConfig(softmax="online", math_limit_mib=0.5, trim_masks=False, budget_mib=0.1),
-        AttentionConfig(math_limit_mib=1e-7),
+        (AttentionConfig(), ""),
+        (AttentionConfig(route="tiled", budget_mib=16), "route=tiled;budget_mib=16"),
+        (AttentionConfig(softmax="online", math_limit_mib=1e-7, trim_masks=False, budget_mib=0.1), None),
+        (
+            AttentionConfig(devices=("cuda:0", "cuda:1"), share_from_tokens=4096),
+            "devices=cuda:0,cuda:1;share_from_tokens=4096",
+        ),
     ],
-    ids=lambda config: config.token,
 )
-def test_a_config_comes_back_from_its_token(config: AttentionConfig) -> None:
+def test_a_config_comes_back_from_its_token(config: AttentionConfig, token: str | None) -> None:
     assert AttentionConfig.from_token(config.token) == config
+    assert token is None or config.token == token
 
 
-def test_the_default_has_an_empty_token() -> None:
-    assert AttentionConfig().token == ""
-    assert AttentionConfig(route="tiled", budget_mib=16).token == "route=tiled;budget_mib=16"
-
-
-def test_an_unsupported_call_carries_its_reasons() -> None:
-    error = UnsupportedAttention("fused", ["head_dim 300 > 256", "dtype float64"])
-    assert error.reasons == ["head_dim 300 > 256", "dtype float64"]
-    assert "route 'fused' cannot take this call: head_dim 300 > 256; dtype float64" in str(error)
-    assert isinstance(error, NotImplementedError)
-
-
-def test_devices_travel_as_a_token_and_through_the_environment() -> None:
-    config = AttentionConfig(devices=("cuda:0", "cuda:1"), share_from_tokens=4096)
-    assert config.token == "devices=cuda:0,cuda:1;share_from_tokens=4096"
-    assert AttentionConfig.from_token(config.token) == config
+def test_devices_are_read_from_a_list_or_the_environment() -> None:
     environ = {"PASCAL_ATTN_DEVICES": " cuda:0, CUDA:1 ", "PASCAL_ATTN_SHARE_FROM_TOKENS": "4096"}
-    assert AttentionConfig.from_env(environ) == config
+    expected = AttentionConfig(devices=("cuda:0", "cuda:1"), share_from_tokens=4096)
+    assert AttentionConfig.from_env(environ) == expected
     assert AttentionConfig(devices=["cuda:0", "cuda:1"]).devices == ("cuda:0", "cuda:1")  # type: ignore[arg-type]

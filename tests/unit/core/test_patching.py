@@ -3,23 +3,36 @@
 from __future__ import annotations
 
 import logging
-import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
 from pascal_attn_core import Patch
-from pascal_attn_core.patching.patch import PatchGroup
+from pascal_attn_core.ffn import FfnReport
+from pascal_attn_core.int8 import Int8Report
+from pascal_attn_core.patching.patch import ON, AnyReport, PatchGroup, PatchReport, State
+from pascal_attn_core.vae import VaeReport
+
+REPORTS = [PatchReport([State("blocks.0", ON)]), FfnReport([]), Int8Report([], 0.05, "host"), VaeReport([])]
 
 
-def test_a_patch_is_active_until_it_is_removed_once() -> None:
+@pytest.mark.parametrize("report", REPORTS, ids=lambda report: type(report).__name__)
+def test_a_report_is_printed_as_its_text(report: AnyReport) -> None:
+    assert str(report) == report.text()
+
+
+def test_a_patch_is_active_until_it_is_removed_once_and_forgetting_it_does_not_remove_it() -> None:
     undone = []
+    Patch("forgotten", lambda: undone.append(1))
+    assert undone == []
     patch = Patch("change", lambda: undone.append(1), sites=3)
     assert patch.active
-    assert patch.sites == 3
+    assert repr(patch) == "Patch('change', sites=3, active)"
     patch.remove()
     patch.remove()
     assert undone == [1]
     assert not patch.active
+    assert repr(patch) == "Patch('change', sites=3, removed)"
 
 
 def test_with_removes_it_even_after_an_error() -> None:
@@ -43,25 +56,9 @@ def test_applying_and_removing_are_one_line_each(caplog: pytest.LogCaptureFixtur
 def test_many_threads_remove_it_once() -> None:
     undone = []
     patch = Patch("change", lambda: undone.append(1))
-    threads = [threading.Thread(target=patch.remove) for _ in range(16)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(16) as pool:
+        list(pool.map(lambda _: patch.remove(), range(16)))
     assert undone == [1]
-
-
-def test_forgetting_a_patch_leaves_it_in_force() -> None:
-    undone = []
-    Patch("change", lambda: undone.append(1))
-    assert undone == []
-
-
-def test_its_repr_says_whether_it_is_in_force() -> None:
-    patch = Patch("change", lambda: None)
-    assert repr(patch) == "Patch('change', sites=1, active)"
-    patch.remove()
-    assert repr(patch) == "Patch('change', sites=1, removed)"
 
 
 def test_a_group_that_fails_half_way_undoes_itself_backwards() -> None:

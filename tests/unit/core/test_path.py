@@ -8,7 +8,7 @@ import torch
 
 from pascal_attn_core import LazyMask
 from tools.house import figures, product_lines
-from tools.path import Step, Way, calls, way_of
+from tools.path import Step, calls, way_of
 
 
 def test_the_way_of_a_call_is_every_function_of_this_package() -> None:
@@ -16,13 +16,6 @@ def test_the_way_of_a_call_is_every_function_of_this_package() -> None:
     way = way_of(lambda: [mask.dim(), torch.zeros(2).sum(), mask.dim()])
     assert way.steps == [Step("pascal_attn_core/lazy_mask.py", way.steps[0].function)] * 2
     assert way.steps[0].function.endswith("dim")
-
-
-def test_moves_and_visits_are_counted() -> None:
-    way = Way([Step(file, "f") for file in "aabacc"])
-    assert way.files == ["a", "b", "c"]
-    assert way.moves == 3
-    assert way.most_visits == ("a", 2)
 
 
 def test_a_short_call_takes_at_most_14_functions() -> None:

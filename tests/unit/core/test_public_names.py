@@ -25,7 +25,3 @@ def test_an_import_path_has_its_names_and_each_says_what_it_is(path: str) -> Non
     exec(f"from {path} import *", starred)  # noqa: S102  # what a program writes
     assert all(starred[name] is getattr(module, name) for name in PUBLIC[path])
     assert [name for name in PUBLIC[path] if callable(starred[name]) and not starred[name].__doc__] == []
-
-
-def test_the_switch_for_programs_that_are_not_touched_exists() -> None:
-    assert importlib.util.find_spec("pascal_attn_core.auto") is not None

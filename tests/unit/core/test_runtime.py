@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
@@ -23,12 +23,8 @@ class OtherPart(Part):
 
 def test_a_part_is_made_once_from_its_runtime() -> None:
     runtime = Runtime(CPU)
-    found: list[Part] = []
-    threads = [threading.Thread(target=lambda: found.append(runtime.part(Part))) for _ in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(8) as pool:
+        found = list(pool.map(lambda _: runtime.part(Part), range(8)))
     assert len(set(map(id, found))) == 1
     assert found[0].runtime is runtime
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -58,10 +61,12 @@ def test_patches_leave_in_any_order_and_the_newest_decides() -> None:
             F.scaled_dot_product_attention(q, k, v)
         return seen.routes()
 
+    enable()
     first, second = patch_sdpa(AttentionConfig(route="math")), patch_sdpa(TILED)
     assert route() == {"tiled": 1}
     third = patch_sdpa(AttentionConfig(route="torch"))
     second.remove()
+    disable()
     assert route() == {"torch": 1}
     third.remove()
     assert route() == {"math": 1}
@@ -70,38 +75,18 @@ def test_patches_leave_in_any_order_and_the_newest_decides() -> None:
     assert F.scaled_dot_product_attention is TORCH
 
 
-def test_disable_leaves_a_patch_in_force() -> None:
-    q, k, v = qkv()
-    enable()
-    patch = patch_sdpa(TILED)
-    disable()
-    assert served(lambda: F.scaled_dot_product_attention(q, k, v))
-    patch.remove()
-
-
-def test_a_block_ends_also_by_an_error() -> None:
-    with pytest.raises(KeyError), patch_sdpa():
-        raise KeyError
-    assert F.scaled_dot_product_attention is TORCH
-
-
 def test_a_patch_of_somebody_else_over_ours_lives_on(caplog: pytest.LogCaptureFixture) -> None:
     q, k, v = qkv()
     patch = patch_sdpa(TILED)
-    below, calls = F.scaled_dot_product_attention, []
-
-    def theirs(*args: Any, **kwargs: Any) -> Tensor:
-        calls.append(1)
-        return below(*args, **kwargs)
-
-    F.scaled_dot_product_attention = theirs
+    below = F.scaled_dot_product_attention
+    F.scaled_dot_product_attention = theirs = Mock(side_effect=below)
     try:
         with caplog.at_level(logging.WARNING, logger="pascal_attn"):
             patch.remove()
         assert "replaced since" in caplog.text
         assert F.scaled_dot_product_attention is theirs
         assert not served(lambda: F.scaled_dot_product_attention(q, k, v))
-        assert calls == [1]
+        assert theirs.call_count == 1
         with patch_sdpa(TILED):
             assert served(lambda: F.scaled_dot_product_attention(q, k, v))
         assert F.scaled_dot_product_attention is theirs
@@ -112,25 +97,17 @@ def test_a_patch_of_somebody_else_over_ours_lives_on(caplog: pytest.LogCaptureFi
     F.scaled_dot_product_attention = TORCH
 
 
-def test_it_goes_over_a_patch_of_somebody_else_and_off_again() -> None:
+def test_it_goes_over_a_patch_of_somebody_else_and_off_again(monkeypatch: pytest.MonkeyPatch) -> None:
     q, k, v = qkv()
-    calls = []
-
-    def theirs(*args: Any, **kwargs: Any) -> Tensor:
-        calls.append(1)
-        return TORCH(*args, **kwargs)
-
-    F.scaled_dot_product_attention = theirs
-    try:
-        with patch_sdpa(TILED):
-            F.scaled_dot_product_attention(q, k, v)
-            assert not calls
-            with pytest.raises(RuntimeError):
-                F.scaled_dot_product_attention(q, k[..., :5], v)
-            assert calls == [1]
-        assert F.scaled_dot_product_attention is theirs
-    finally:
-        F.scaled_dot_product_attention = TORCH
+    theirs = Mock(side_effect=TORCH)
+    monkeypatch.setattr(F, "scaled_dot_product_attention", theirs)
+    with patch_sdpa(TILED):
+        F.scaled_dot_product_attention(q, k, v)
+        assert not theirs.called
+        with pytest.raises(RuntimeError):
+            F.scaled_dot_product_attention(q, k[..., :5], v)
+        assert theirs.call_count == 1
+    assert F.scaled_dot_product_attention is theirs
 
 
 def test_a_capture_sees_the_calls_under_it(tmp_path: Path) -> None:
@@ -152,23 +129,15 @@ def test_a_wrong_config_is_refused() -> None:
 # ---- who is served ---------------------------------------------------------------------------------------------------
 
 
-def test_a_block_serves_code_that_took_the_function_by_name() -> None:
+def test_inside_a_block_the_innermost_decides_whichever_name_is_called() -> None:
     q, k, v = qkv()
     assert taken_by_name is TORCH
-    with patch_sdpa(TILED):
-        with record() as seen:
-            out = taken_by_name(q, k, v)
+    for function in (taken_by_name, lambda *args: F.scaled_dot_product_attention(*args)):
+        with patch_sdpa(AttentionConfig(route="math")), patch_sdpa(TILED), record() as seen:
+            out = function(q, k, v)
         assert seen.routes() == {"tiled": 1}
     torch.testing.assert_close(out, taken_by_name(q, k, v))
     assert not served(lambda: taken_by_name(q, k, v))
-
-
-def test_inside_a_block_the_innermost_decides_whichever_name_is_called() -> None:
-    q, k, v = qkv()
-    for function in (taken_by_name, lambda *args: F.scaled_dot_product_attention(*args)):
-        with patch_sdpa(AttentionConfig(route="math")), patch_sdpa(TILED), record() as seen:
-            function(q, k, v)
-        assert seen.routes() == {"tiled": 1}
 
 
 def test_a_patch_removed_within_its_block_serves_nobody() -> None:
@@ -194,65 +163,38 @@ def test_enable_says_who_took_the_function_by_name(caplog: pytest.LogCaptureFixt
     assert "pascal_attn_core" not in warning
 
 
-@pytest.mark.parametrize("route", ["torch", "tiled", "math"])
-def test_our_own_routes_are_not_taken_for_calls(route: str) -> None:
-    q, k, v = qkv(tokens=64)
-    config = AttentionConfig(route=route)
-    for block in (patch_sdpa(TILED), patch_sdpa(config)):
-        with block:
-            for call in (lambda: sdpa(q, k, v, config=config), lambda: F.scaled_dot_product_attention(q, k, v)):
-                with record() as seen:
-                    call()
-                assert seen.total == 1
-    with patch_sdpa(TILED), record() as seen:
-        sdpa(q, k, v, config=config)
-    assert seen.routes() == {route: 1}
-
-
 def test_all_threads_are_served_while_patches_come_and_go() -> None:
     q, k, v = qkv(tokens=32)
-    expected, errors, stop = TORCH(q, k, v), [], threading.Event()
+    expected, stop = TORCH(q, k, v), threading.Event()
 
     def calls() -> None:
-        try:
-            while not stop.is_set():
-                torch.testing.assert_close(F.scaled_dot_product_attention(q, k, v), expected)
-                with patch_sdpa(TILED):
-                    torch.testing.assert_close(taken_by_name(q, k, v), expected)
-        except BaseException as error:
-            errors.append(error)
+        while not stop.is_set():
+            torch.testing.assert_close(F.scaled_dot_product_attention(q, k, v), expected)
+            with patch_sdpa(TILED):
+                torch.testing.assert_close(taken_by_name(q, k, v), expected)
 
-    threads = [threading.Thread(target=calls) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for _ in range(50):
+    with ThreadPoolExecutor(4) as pool:
+        running = [pool.submit(calls) for _ in range(4)]
+        for _ in range(50):
+            enable(TILED)
+            disable()
+        stop.set()
+        for each in running:
+            each.result()
         enable(TILED)
-        disable()
-    stop.set()
-    for thread in threads:
-        thread.join()
-    assert not errors
-    enable(TILED)
-    seen_there = []
-    other = threading.Thread(target=lambda: seen_there.append(served(lambda: F.scaled_dot_product_attention(q, k, v))))
-    other.start()
-    other.join()
-    assert seen_there == [True]
+        assert pool.submit(served, lambda: F.scaled_dot_product_attention(q, k, v)).result()
 
 
 @pytest.mark.torch_2_5
 def test_gradients_dropout_autocast_and_gqa_come_to_us() -> None:
-    q, k, v = (t.requires_grad_() for t in qkv(heads=4))
+    leaves = [t.requires_grad_() for t in (qkv(heads=4)[0], *qkv()[1:])]
+    options = {"enable_gqa": True, "is_causal": True}
     with patch_sdpa(TILED):
-        out = F.scaled_dot_product_attention(q, k[:, :2], v[:, :2], enable_gqa=True, is_causal=True)
-        actual = torch.autograd.grad(out.square().sum(), (q, k, v))
-    out = TORCH(q, k[:, :2], v[:, :2], enable_gqa=True, is_causal=True)
-    for one, other in zip(actual, torch.autograd.grad(out.square().sum(), (q, k, v))):
-        torch.testing.assert_close(one, other)
-    with patch_sdpa(TILED), torch.autocast("cpu", dtype=torch.bfloat16):
-        assert F.scaled_dot_product_attention(q, k, v).dtype == torch.bfloat16
-    with patch_sdpa(TILED):
-        assert F.scaled_dot_product_attention(q, k, torch.ones_like(v), dropout_p=0.5).std() > 0.01
+        actual = torch.autograd.grad(F.scaled_dot_product_attention(*leaves, **options).square().sum(), leaves)
+        assert F.scaled_dot_product_attention(*qkv()[:2], torch.ones(2, 2, 12, 8), dropout_p=0.5).std() > 0.01
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            assert F.scaled_dot_product_attention(*qkv()).dtype == torch.bfloat16
+    torch.testing.assert_close(actual, torch.autograd.grad(TORCH(*leaves, **options).square().sum(), leaves))
 
 
 def test_causal_bias_objects_mean_what_they_mean() -> None:
@@ -276,15 +218,6 @@ def test_the_environment_can_forbid_it(monkeypatch: pytest.MonkeyPatch) -> None:
     with patch_sdpa() as patch:
         assert F.scaled_dot_product_attention is TORCH
         assert patch.sites == 0
-
-
-def test_a_word_that_is_neither_yes_nor_no_is_a_warning_and_forbids_nothing(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setenv("PASCAL_ATTN_DISABLE", "perhaps")
-    with patch_sdpa() as patch:
-        assert patch.sites == 1
-    assert "PASCAL_ATTN_DISABLE is ignored: it must be one of" in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -343,3 +276,106 @@ def test_a_threshold_in_the_environment_that_is_no_number_is_reported_and_ignore
     with patch_sdpa(TILED):
         assert served(lambda: F.scaled_dot_product_attention(q, k, v))
     assert "PASCAL_ATTN_MIN_KEYS is ignored: it must be a whole number, got 'many'" in caplog.text
+
+
+# ---- calls that it leaves to torch, whose words are torch's ---------------------------------------------------------
+
+
+class Subclass(Tensor):
+    pass
+
+
+def _refusals() -> dict[str, tuple[tuple, dict[str, Any]]]:
+    q, k, v = qkv()
+    mask = torch.ones(12, 12, dtype=torch.bool)
+    return {
+        "head_dims differ": ((q, k[..., :5], v), {}),
+        "no tensors": ((1, 2, 3), {}),
+        "one argument": ((q,), {}),
+        "none": ((), {}),
+        "unknown word": ((q, k, v), {"alignment": "lower_right"}),
+        "our word": ((q, k, v), {"config": None}),
+        "scale by position": ((q, k, v, None, 0.0, False, 1.0), {}),
+        "twice": ((q, k, v), {"query": q}),
+        "dtypes differ": ((q, k.double(), v), {}),
+        "whole numbers": ((q.int(), k.int(), v.int()), {}),
+        "mask of whole numbers": ((q, k, v, mask.int()), {}),
+        "mask does not broadcast": ((q, k, v, mask[:5]), {}),
+        "heads differ": ((q, k[:, :1].expand(2, 3, 12, 8), v), {}),
+        "sparse": ((q.to_sparse(), k.to_sparse(), v.to_sparse()), {}),
+    }
+
+
+@pytest.mark.parametrize(("args", "kwargs"), _refusals().values(), ids=_refusals())
+@pytest.mark.parametrize("by_name", [False, True])
+def test_what_torch_refuses_is_refused_by_torch_in_its_words(args: tuple, kwargs: dict, by_name: bool) -> None:
+    with pytest.raises(Exception) as expected:
+        TORCH(*args, **kwargs)
+    with patch_sdpa(TILED), pytest.raises(type(expected.value)) as actual:
+        (taken_by_name if by_name else F.scaled_dot_product_attention)(*args, **kwargs)
+    assert str(actual.value) == str(expected.value)
+
+
+@pytest.mark.parametrize("layout", [torch.strided, torch.jagged])
+def test_nested_tensors_go_to_torch(layout: torch.layout) -> None:
+    parts = [torch.randn(n, 2, 8) for n in (3, 5)]
+    q = torch.nested.nested_tensor(parts, layout=layout).transpose(1, 2)
+    q = q.contiguous() if layout is torch.strided else q
+    expected = TORCH(q, q, q)
+    with patch_sdpa(TILED):
+        outs = [F.scaled_dot_product_attention(q, q, q), taken_by_name(q, q, q)]
+        assert not served(lambda: F.scaled_dot_product_attention(q, q, q))
+    for out in outs:
+        for one, other in zip(out.unbind(), expected.unbind()):
+            torch.testing.assert_close(one, other)
+
+
+def test_a_mask_beside_is_causal_is_left_to_torch() -> None:
+    q, k, v = qkv()
+    mask = torch.rand(12, 12) < 0.7
+
+    def attend() -> None:
+        with contextlib.suppress(RuntimeError):  # torch 2.14 refuses it, 2.13 does not
+            F.scaled_dot_product_attention(q, k, v, mask, is_causal=True)
+
+    with patch_sdpa(TILED):
+        assert not served(attend)
+
+
+def test_tensor_subclasses_go_to_torch() -> None:
+    q, k, v = qkv()
+    with patch_sdpa(TILED), record() as seen:
+        out = F.scaled_dot_product_attention(q.as_subclass(Subclass), k, v)
+    assert type(out) is Subclass
+    assert seen.total == 0
+
+
+def test_complex_numbers_and_fake_tensors_go_to_torch() -> None:
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with patch_sdpa(TILED), FakeTensorMode() as mode, record() as seen:
+        q = mode.from_tensor(torch.randn(1, 2, 4, 8))
+        assert F.scaled_dot_product_attention(q, q, q).shape == (1, 2, 4, 8)
+    assert seen.total == 0
+
+
+@pytest.mark.parametrize("transform", [torch.func.vmap, lambda f: torch.func.grad(lambda *args: f(*args).sum())])
+@pytest.mark.parametrize("compiled", [False, True])
+def test_transforms_of_torch_func_go_to_torch(transform, compiled: bool) -> None:
+    q, k, v = qkv()
+    attend = transform(lambda q, k, v: F.scaled_dot_product_attention(q, k, v))
+    torch.compiler.reset()
+    if compiled:
+        attend = torch.compile(attend, fullgraph=True, backend="aot_eager")
+    with patch_sdpa(TILED):
+        torch.testing.assert_close(attend(q, k, v), transform(TORCH)(q, k, v))
+    torch.compiler.reset()
+
+
+def test_a_config_that_cannot_work_says_so_instead_of_leaving_the_call_to_torch() -> None:
+    q, k, v = qkv(tokens=2048)
+    config = AttentionConfig(route="tiled", q_block=2048, kv_block=2048, budget_mib=1)
+    with pytest.raises(ValueError, match="budget"):
+        sdpa(q, k, v, config=config)
+    with patch_sdpa(config), pytest.raises(ValueError, match="budget"):
+        F.scaled_dot_product_attention(q, k, v)

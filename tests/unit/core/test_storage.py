@@ -6,6 +6,7 @@ import logging
 import os
 import sys
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -79,11 +80,7 @@ def test_a_failed_write_leaves_the_file_and_nothing_else(tmp_path: Path, monkeyp
     write_object(path, {"a": 1})
     with pytest.raises(TypeError):
         write_object(path, {"a": object()})
-
-    def interrupted(*_: object) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(os, "replace", interrupted)
+    monkeypatch.setattr(os, "replace", Mock(side_effect=KeyboardInterrupt))
     with pytest.raises(KeyboardInterrupt):
         replace_file(path, b"half")
     assert read_object(path) == {"a": 1}

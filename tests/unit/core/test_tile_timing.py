@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from attn_support.clock import Clock
 from attn_support.fresh import execute
 from torch import Tensor
 
@@ -24,31 +25,13 @@ from pascal_attn_core.reference import reference_sdpa
 from pascal_attn_core.routes import choose, timing_table, why_not
 from pascal_attn_core.routes.route import Request
 from pascal_attn_core.routes.run import TORCH
-from pascal_attn_core.routes.tile_timing import (
-    CLEARLY,
-    TileKind,
-    TileTimings,
-    kind_of_call,
-    slice_of,
-)
+from pascal_attn_core.routes.tile_timing import CLEARLY, TileKind, TileTimings, kind_of_call, slice_of
 from pascal_attn_core.routes.tiled import TiledRoute, Walks
 from pascal_attn_core.tiled.tiles import Basis, cpu_bases
 
 CPU = DeviceInfo("cpu", "a processor", num_sms=2, l2_bytes=32 << 20, core_l2_bytes=1 << 20)
-AUTO, ALL = AttentionConfig(), AttentionConfig(math_limit_mib=0)
+AUTO = AttentionConfig()
 LARGE, WIDE = Basis(1024, 512), Basis(512, 1024)
-
-
-class Clock:
-    """Runs what is timed and returns given times: the milliseconds of torch's kernel, and of each tile shape."""
-
-    def __init__(self, *times: float):
-        self.times, self.runs, self.results = times, 0, []  # type: ignore[var-annotated]
-
-    def __call__(self, attempts: list[Callable[[], Any]], device: torch.device) -> list[float]:
-        self.runs += 1
-        self.results = [attempt() for attempt in attempts]
-        return list(self.times[: len(attempts)])
 
 
 @contextmanager
@@ -108,13 +91,11 @@ def test_the_fastest_tile_shape_is_the_one_that_runs() -> None:
         with machine(None, Clock()) as timings:
             timings.known[kind] = _timing(0.5, basis)
             for config in (AUTO, AttentionConfig(route="tiled")):
-                runtime_walks = []
                 call = check_call(*tensors)
                 plan = choose(call, config).plan
                 assert plan == basis
-                walks = Walks(Runtime("cpu", CPU))
-                runtime_walks.append(walks.of(call, config, basis=plan).tiles)
-                assert (runtime_walks[0].q_block, runtime_walks[0].kv_block) == tuple(basis)
+                tiles = Walks(Runtime("cpu", CPU)).of(call, config, basis=plan).tiles
+                assert (tiles.q_block, tiles.kv_block) == tuple(basis)
             torch.testing.assert_close(sdpa(*tensors), reference_sdpa(*tensors)[0], atol=2e-6, rtol=1e-4)
 
 
@@ -159,56 +140,49 @@ def test_a_real_measurement_is_stored_and_read_again(tmp_path: Path) -> None:
         route = _ask()
         ((kind, times),) = timings.known.items()
         found = timings.verdict(times)
-    assert times is not None
-    assert found is not None
-    assert found.ratio is not None
-    assert 0.1 < found.ratio < 20
     assert list(times) == ["torch", "1024 x 512", "512 x 1024", "512 x 256"]
+    assert 0.1 < found.ratio < 20
     assert route == ("tiled" if found.ratio <= CLEARLY else "torch")
     (file,) = tmp_path.iterdir()
     assert json.loads(file.read_text())["processor"] == "a processor"
-    clock = Clock()
-    with machine(tmp_path, clock) as later:
+    with machine(tmp_path, Clock()) as later:
         assert _ask(times=1) == route
-        assert later.known == {kind: times}
-    assert clock.runs == 0
+        assert (later.known, later.clock.runs) == ({kind: times}, 0)
 
 
-def test_the_opposite_times_give_the_opposite_choice(tmp_path: Path) -> None:
-    for place, times, route in (("a", (2.0, 1.0, 3.0, 4.0), "tiled"), ("b", (1.0, 2.0, 3.0, 4.0), "torch")):
-        clock = Clock(*times)
-        with machine(tmp_path / place, clock) as timings:
-            assert _ask() == route
-            found = timings.verdict(*timings.known.values())
-        assert found is not None
-        assert (found.ratio, found.basis, clock.runs) == (times[1] / times[0], LARGE, 1)
-        for result in clock.results[1:]:
-            torch.testing.assert_close(result.out, clock.results[0], atol=1e-5, rtol=1e-4)
+@pytest.mark.parametrize(
+    ("times", "route", "basis"),  # of torch's kernel, and of each tile shape
+    [
+        ((1.0, 2.0, 3.0, 4.0), "torch", 0),
+        ((2.0, 1.0, 3.0, 4.0), "tiled", 0),
+        ((2.0, 1.0, 0.91, 0.95), "tiled", 0),
+        ((2.0, 1.0, 0.95, 0.8), "tiled", 2),
+    ],
+)
+def test_the_times_decide_and_another_tile_shape_is_taken_only_where_it_is_clearly_faster(
+    times: tuple[float, ...], route: str, basis: int, tmp_path: Path
+) -> None:
+    clock = Clock(*times)
+    with machine(tmp_path, clock) as timings:
+        assert _ask() == route
+        found = timings.verdict(*timings.known.values())
+    assert found is not None
+    assert (found.ratio, found.basis, clock.runs) == (times[1 + basis] / times[0], cpu_bases(CPU)[basis], 1)
+    for result in clock.results[1:]:
+        torch.testing.assert_close(result.out, clock.results[0], atol=1e-5, rtol=1e-4)
 
 
-def test_another_tile_shape_is_taken_only_where_it_is_clearly_faster(tmp_path: Path) -> None:
-    for place, others, basis, ratio in (("a", (0.91, 0.95), LARGE, 0.5), ("b", (0.95, 0.8), cpu_bases(CPU)[2], 0.4)):
-        with machine(tmp_path / place, Clock(2.0, 1.0, *others)) as timings:
-            _ask()
-            found = timings.verdict(*timings.known.values())
-        assert found is not None
-        assert (found.basis, found.ratio) == (basis, ratio)
-
-
-def test_other_processors_threads_and_tiles_are_timed_anew(tmp_path: Path) -> None:
+def test_other_processors_threads_and_tiles_are_timed_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock(2.0, 1.0, 1.0, 1.0)
     others = [CPU, CPU, replace(CPU, name="another"), replace(CPU, core_l2_bytes=1 << 21)]
     for info, runs in zip(others, (1, 1, 2, 3)):
         with machine(tmp_path, clock, info):
             _ask()
         assert clock.runs == runs
-    threads = torch.get_num_threads()
-    torch.set_num_threads(threads + 1)
-    try:
-        with machine(tmp_path, clock):
-            _ask()
-    finally:
-        torch.set_num_threads(threads)
+    threads = torch.get_num_threads() + 1
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    with machine(tmp_path, clock):
+        _ask()
     assert clock.runs == 4
     assert len(list(tmp_path.iterdir())) == 3
 
@@ -222,25 +196,15 @@ def test_a_timing_comes_when_the_calls_of_a_kind_have_taken_as_long(tmp_path: Pa
         assert timings.clock.runs == 2
 
 
-def test_short_calls_are_not_timed(tmp_path: Path) -> None:
-    call = check_call(*_tensors((1, 2, 64, 64)))
-    with machine(tmp_path, Clock()) as timings:
-        assert {choose(call, AUTO).route for _ in range(100)} == {"torch"}
-        assert timings.clock.runs == 0
-
-
 def test_calls_with_gradients_and_within_a_backward_pass_are_not_timed(tmp_path: Path) -> None:
     clock = Clock(2.0, 1.0, 1.0, 1.0)
     leaf = torch.randn(1, 2, 1200, 32, requires_grad=True)
     seen: list[str] = []
 
-    def hook(grad: Tensor) -> None:
-        seen.append(_ask())
-
     with machine(tmp_path, clock) as timings:
         for _ in range(20):
             out = sdpa(leaf, leaf, leaf)
-        out.register_hook(hook)
+        out.register_hook(lambda grad: seen.append(_ask()))
         out.sum().backward()
         assert seen == ["torch"]
         assert (clock.runs, timings.known) == (0, {})
@@ -276,69 +240,45 @@ import os, torch
 from pascal_attn_core import explain
 query = torch.randn(2, 4, 1200, 32)
 
-def is_timed():
-    said = [explain(query, query, query) for _ in range(40)]
-    return "timed on this CPU" in said[-1]
+def last_of_40():
+    return [explain(query, query, query).splitlines()[0] for _ in range(40)][-1]
 
 worker = os.fork()
 if not worker:
-    print("worker", is_timed(), flush=True)
+    print(last_of_40(), flush=True)
     os._exit(0)
 os.waitpid(worker, 0)
-print("parent", is_timed())
+print(last_of_40())
 """
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
-def test_a_forked_worker_does_not_measure(tmp_path: Path) -> None:
-    done = execute(FORK, env={"XDG_CACHE_HOME": str(tmp_path), "HOME": str(tmp_path)})
-    assert done.stdout.splitlines() == ["worker False", "parent True"], done.stderr
+def test_a_forked_worker_does_not_measure_and_another_process_decides_as_this_one_has_measured(tmp_path: Path) -> None:
+    environment = {"XDG_CACHE_HOME": str(tmp_path), "HOME": str(tmp_path)}
+    worker, parent = execute(FORK, env=environment).stdout.splitlines()
+    assert "timed on this CPU at" not in worker
+    assert "timed on this CPU at" in parent
+    assert execute(FORK, env=environment).stdout.splitlines() == [parent] * 2
+    (file,) = tmp_path.rglob("tiles-*.json")
+    (row,) = json.loads(file.read_text())["milliseconds"]
+    assert "torch" in row["times"]
 
 
 def test_the_callers_state_is_left_alone(tmp_path: Path) -> None:
     packed: list[Tensor] = []
+    call = check_call(*_tensors())
     state = torch.get_rng_state()
     with (
         machine(tmp_path) as timings,
         torch.inference_mode(),
         torch.autograd.graph.saved_tensors_hooks(lambda t: packed.append(t) or t, lambda t: t),
     ):
-        _ask()
-        assert timings.known
-        assert torch.is_inference_mode_enabled()
-    assert packed == []
-    assert torch.equal(state, torch.get_rng_state()) is False  # _ask draws its inputs
-    torch.set_rng_state(state)
-    with machine(tmp_path / "again") as timings:
-        call = check_call(*_tensors())
-        state = torch.get_rng_state()
         for _ in range(40):
             choose(call, AUTO)
         assert timings.known
+        assert torch.is_inference_mode_enabled()
+    assert packed == []
     assert torch.equal(state, torch.get_rng_state())
-
-
-# ---- the file --------------------------------------------------------------------------------------------------------
-
-
-PROCESS = """
-import torch
-from pascal_attn_core import explain
-query = torch.randn(2, 4, 1200, 32)
-for _ in range(40):
-    said = explain(query, query, query).splitlines()[0]
-print(said)
-"""
-
-
-def test_two_processes_decide_the_same_way(tmp_path: Path) -> None:
-    environment = {"XDG_CACHE_HOME": str(tmp_path), "HOME": str(tmp_path), "LOCALAPPDATA": str(tmp_path)}
-    said = [execute(PROCESS, env=environment).stdout for _ in range(2)]
-    assert "timed on this CPU at" in said[0]
-    assert said[0] == said[1]
-    (file,) = tmp_path.rglob("tiles-*.json")
-    (row,) = json.loads(file.read_text())["milliseconds"]
-    assert "torch" in row["times"]
 
 
 # ---- kinds and slices ------------------------------------------------------------------------------------------------
@@ -389,15 +329,11 @@ def test_a_mask_is_looked_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     looks: list[int] = []
     count = Tensor.count_nonzero
     monkeypatch.setattr(Tensor, "count_nonzero", lambda tensor: looks.append(1) or count(tensor))
-    mask = (torch.arange(2048) < 1000)[None, None, None]
-    tensors = _tensors((1, 1, 2048, 16))
+    call = check_call(*_tensors((1, 1, 2048, 16)), (torch.arange(2048) < 1000)[None, None, None])
     with machine(None, Clock()) as timings:
-        for _ in range(5):
-            timings.of(TiledRoute(TORCH), Request(check_call(*tensors, mask), AUTO))
-        first = len(looks)
-        timings.of(TiledRoute(TORCH), Request(check_call(*tensors, mask), AUTO))
-    assert 0 < first <= 6
-    assert len(looks) <= first + 1
+        for _ in range(6):
+            timings.of(TiledRoute(TORCH), Request(call, AUTO))
+    assert 0 < len(looks) <= 7
 
 
 @pytest.mark.parametrize(("threads", "words"), [(1, ""), (3, ", 3 threads")])
@@ -408,15 +344,15 @@ def test_a_kind_in_words(threads: int, words: str, monkeypatch: pytest.MonkeyPat
 
 
 def test_it_can_be_switched_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with machine(tmp_path, Clock(2.0, 1.0, 1.0, 1.0)):
-        assert _ask() == "tiled"
-    for options in ({"is_on": False}, {"is_on": None}):
-        monkeypatch.setenv(timing_table.NO_TIMING, "1")
-        with machine(tmp_path, Clock(), **options):
-            assert _ask() == "torch"
-    monkeypatch.setenv(timing_table.NO_TIMING, "0")
-    with machine(tmp_path, Clock(), is_on=None):
-        assert _ask(times=1) == "tiled"
+    for variable, is_on, route in (
+        ("1", False, "torch"),
+        ("1", None, "torch"),
+        ("1", True, "tiled"),
+        ("0", None, "tiled"),
+    ):
+        monkeypatch.setenv(timing_table.NO_TIMING, variable)
+        with machine(tmp_path, Clock(2.0, 1.0, 1.0, 1.0), is_on=is_on):
+            assert _ask() == route
 
 
 def test_a_slow_attempt_ends_a_timing_in_time(monkeypatch: pytest.MonkeyPatch) -> None:

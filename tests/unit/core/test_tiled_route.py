@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -29,7 +30,7 @@ class Device:
         def run(call, walk, *args, **options):
             self.tried[name].append(walk.tiles.extra_bytes)
             if walk.tiles.extra_bytes > self.free:
-                raise torch.cuda.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+                raise RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`")
             return original(call, walk, *args, **options)
 
         return run
@@ -55,7 +56,9 @@ def test_out_of_memory_means_half_the_memory_until_it_fits(monkeypatch, qkv, cap
     assert "[1, 4, 1024, 32]" in caplog.records[0].getMessage()
 
 
-def test_a_shape_that_ran_out_once_starts_small_next_time(monkeypatch, qkv) -> None:
+def test_a_shape_that_ran_out_once_starts_small_next_time_until_it_is_forgotten_and_others_do_not(
+    monkeypatch, qkv
+) -> None:
     device = Device(monkeypatch, free=1 << 19)
     sdpa(*qkv, config=TILED)
     last = device.tried["forward"][-1]
@@ -66,13 +69,16 @@ def test_a_shape_that_ran_out_once_starts_small_next_time(monkeypatch, qkv) -> N
     assert device.tried["forward"] == [last] * 3
     (stats,) = report.calls.values()
     assert stats.budget_halvings == 0  # nothing ran out in these calls
+    device.free = 1 << 40
+    sdpa(*(t[:, :3] for t in qkv), config=TILED)
+    assert device.tried["forward"][-1] > 1 << 19
+    tiled_route.forget_halvings()
+    sdpa(*qkv, config=TILED)
+    assert device.tried["forward"][-1] > 1 << 19
 
 
-def _distinct(sizes: list[int]) -> list[int]:
-    return [size for size, _ in itertools.groupby(sizes)]
-
-
-def test_the_budget_comes_back_step_by_step(monkeypatch, qkv) -> None:
+def test_the_budget_comes_back_after_some_calls(monkeypatch, qkv) -> None:
+    monkeypatch.setattr(tiled_route, "_PATIENCE", 4)
     device = Device(monkeypatch, free=1 << 40)
     sdpa(*qkv, config=TILED)
     (full,) = device.tried["forward"]
@@ -82,12 +88,9 @@ def test_the_budget_comes_back_step_by_step(monkeypatch, qkv) -> None:
     assert least < full // 3
     device.free = 1 << 40
     device.tried["forward"].clear()
-    for _ in range(3 * tiled_route._PATIENCE):
+    for _ in range(5):
         sdpa(*qkv, config=TILED)
-    steps = _distinct(device.tried["forward"])
-    assert steps[0] == least
-    assert steps[-1] == full
-    assert all(1.8 < later / earlier < 2.2 for earlier, later in itertools.pairwise(steps))
+    assert device.tried["forward"] == [least] * 4 + [full]
     assert not runtime_of(torch.device("cpu")).part(tiled_route.MemoryCaps)  # nothing is remembered any more
 
 
@@ -101,43 +104,16 @@ def test_a_run_after_a_pause_begins_with_the_full_budget(monkeypatch, qkv) -> No
     assert not runtime_of(torch.device("cpu")).part(tiled_route.MemoryCaps)
 
 
-def test_a_raise_that_was_too_much_is_tried_less_and_less_often(monkeypatch, qkv) -> None:
-    small = [t[:, :1, :256] for t in qkv]
-    device = Device(monkeypatch, free=1 << 17)
-    with record() as report:
-        for _ in range(20 * tiled_route._PATIENCE):
-            sdpa(*small, config=TILED)
-    tried = device.tried["forward"]
-    failed = [i for i, size in enumerate(tried) if size > device.free]
-    gaps = [later - earlier for earlier, later in itertools.pairwise(failed) if later - earlier > 1]
-    assert len(gaps) >= 3
-    assert all(later >= 1.9 * earlier for earlier, later in itertools.pairwise(gaps))
-    (stats,) = report.calls.values()
-    assert stats.budget_halvings == len(failed)
-
-
 def test_the_gradients_have_a_budget_of_their_own(monkeypatch, qkv) -> None:
+    monkeypatch.setattr(tiled_route, "_PATIENCE", 4)
     leaves = [t.requires_grad_() for t in qkv]
     device = Device(monkeypatch, free=1 << 19)
     sdpa(*leaves, config=TILED).sum().backward()
     least = device.tried["backward"][-1]
     device.free = 1 << 40
-    for _ in range(2 * tiled_route._PATIENCE + 1):
+    for _ in range(5):
         sdpa(*leaves, config=TILED).sum().backward()
     assert device.tried["backward"][-1] > 1.8 * least
-
-
-def test_other_shapes_keep_the_full_budget(monkeypatch, qkv) -> None:
-    device = Device(monkeypatch, free=1 << 19)
-    sdpa(*qkv, config=TILED)
-    device.free = 1 << 40
-    device.tried["forward"].clear()
-    sdpa(*(t[:, :3] for t in qkv), config=TILED)
-    (first,) = device.tried["forward"]
-    assert first > 1 << 19
-    tiled_route.forget_halvings()
-    sdpa(*qkv, config=TILED)
-    assert device.tried["forward"][-1] > 1 << 19
 
 
 def test_a_remembered_shape_may_be_called_with_any_budget_and_tile(monkeypatch, qkv) -> None:
@@ -169,7 +145,7 @@ def test_many_short_sequences_take_no_more_steps_with_one_row_of_mask_each(dtype
 
 def test_a_device_without_any_memory_gives_its_own_error(monkeypatch, qkv) -> None:
     device = Device(monkeypatch, free=0)
-    with pytest.raises(torch.cuda.OutOfMemoryError, match="Tried to allocate"):
+    with pytest.raises(RuntimeError, match="cublasCreate"):
         sdpa(*qkv, config=TILED)
     tried = device.tried["forward"]
     assert len(set(tried)) == len(tried) < 30  # no plan is tried twice
@@ -177,22 +153,17 @@ def test_a_device_without_any_memory_gives_its_own_error(monkeypatch, qkv) -> No
 
 def test_a_forced_tile_is_not_made_smaller_behind_the_users_back(monkeypatch, qkv) -> None:
     device = Device(monkeypatch, free=1 << 17)
-    with pytest.raises(torch.cuda.OutOfMemoryError):
+    with pytest.raises(RuntimeError, match="cublasCreate"):
         sdpa(*qkv, config=AttentionConfig(route="tiled", q_block=512, kv_block=512))
     assert len(device.tried["forward"]) == 1
 
 
 def test_other_errors_are_not_tried_again(monkeypatch, qkv) -> None:
-    calls = []
-
-    def broken(*args, **options):
-        calls.append(1)
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(tiled_route, "tiled_forward", broken)
+    tiled = Mock(side_effect=KeyboardInterrupt)
+    monkeypatch.setattr(tiled_route, "tiled_forward", tiled)
     with pytest.raises(KeyboardInterrupt):
         sdpa(*qkv, config=TILED)
-    assert calls == [1]
+    assert tiled.call_count == 1
 
 
 def test_the_backward_pass_halves_on_its_own(monkeypatch, qkv) -> None:
@@ -214,3 +185,16 @@ def test_the_dropout_of_a_repeated_call_is_that_of_the_first_try(monkeypatch, qk
     Device(monkeypatch, free=1 << 19)
     torch.manual_seed(4)
     torch.testing.assert_close(sdpa(*qkv, None, 0.5, config=TILED), expected, atol=1e-6, rtol=1e-5)
+
+
+def _tokens_first(shape: tuple[int, ...]) -> torch.Tensor:
+    return torch.randn(shape).transpose(1, 2).contiguous().transpose(1, 2)
+
+
+def test_a_walk_is_never_used_for_another_layout_of_the_same_shapes() -> None:
+    """Every kind twice in mixed order, so that each finds the walks of the others."""
+    for layouts in 2 * list(itertools.product((torch.randn, _tokens_first), repeat=3)):
+        tensors = [make((2, 4, 70, 8)) for make in layouts]
+        for mask in (None, torch.rand(70, 70) < 0.5, (torch.rand(70, 70) < 0.5).T, torch.rand(2, 1, 1, 70) < 0.9):
+            expected = reference_sdpa(*tensors, mask)[0]
+            torch.testing.assert_close(sdpa(*tensors, mask, config=TILED), expected, atol=1e-6, rtol=1e-5)

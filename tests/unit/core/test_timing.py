@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 import os
-import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from attn_support.clock import Clock
 from attn_support.fused.device import Timed, emulated_card
 from attn_support.fused.emulation import CARD
 from torch import Tensor
@@ -30,21 +32,10 @@ OURS = route_named("tiled")  # in place of the fused route, for whose kernel the
 BUDGET = 64 << 20
 
 
-def _call(
-    q: tuple[int, ...] = (2, 10, 4096, 64),
-    kv_tokens: int | None = None,
-    mask: Tensor | None = None,
-    dtype: torch.dtype = torch.float32,
-    **options: object,
-) -> AttentionCall:
+def _call(q=(2, 10, 4096, 64), kv_tokens=None, mask=None, dtype=torch.float32, **options: object) -> AttentionCall:
     query = torch.empty(q, dtype=dtype)
     key = torch.empty((*q[:-2], kv_tokens or q[-2], q[-1]), dtype=dtype)
     return check_call(query, key, key, mask, **options)  # type: ignore[arg-type]
-
-
-def _grouped(heads: int, kv_heads: int, dtype: torch.dtype = torch.float32) -> AttentionCall:
-    query, key = (torch.empty(1, n, 600, 64, dtype=dtype) for n in (heads, kv_heads))
-    return check_call(query, key, key, enable_gqa=True)
 
 
 CALLS = {
@@ -56,21 +47,21 @@ CALLS = {
     "bool mask": lambda: _call((1, 8, 300, 72), mask=torch.ones(300, 300, dtype=torch.bool)),
     "padding": lambda: _call((2, 4, 300, 64), mask=torch.zeros(2, 1, 1, 300)),
     "half precision": lambda: _call((1, 8, 300, 64), dtype=torch.float16),
-    "grouped heads": lambda: _grouped(8, 2),
+    "grouped heads": lambda: check_call(*(torch.empty(1, n, 600, 64) for n in (8, 2, 2)), enable_gqa=True),
     "odd head_dim": lambda: _call((1, 8, 300, 60)),
 }
 
 
-class Clock:
-    """Runs what is timed and returns given times: the milliseconds of ours and of torch's."""
+class Failing(Clock):
+    """A clock whose timings raise an error."""
 
-    def __init__(self, ours: float, theirs: float):
-        self.times, self.runs = (ours, theirs), 0
+    def __init__(self, error: BaseException):
+        super().__init__()
+        self.error = error
 
-    def __call__(self, attempts: list[Callable[[], object]], device: torch.device) -> list[float]:
+    def __call__(self, *arguments: Any) -> list[float]:
         self.runs += 1
-        self.results = [attempt() for attempt in attempts]
-        return list(self.times)
+        raise self.error
 
 
 @pytest.fixture
@@ -109,15 +100,6 @@ def test_lengths_beyond_the_timed_ones_are_one_kind() -> None:
     assert len(kinds) == len(CALLS)
     leaf = torch.empty(1, 2, 300, 64, requires_grad=True)
     assert Kind.of(check_call(leaf, leaf, leaf)) != Kind.of(check_call(*[leaf.detach()] * 3))
-
-
-def test_both_compute_the_same_and_are_timed_once(folder: Path) -> None:
-    clock = Clock(3.0, 4.0)
-    timings = _timings(folder, clock)
-    for _ in range(2):
-        assert _ask(timings) == 0.75
-    assert clock.runs == 1
-    torch.testing.assert_close(*clock.results, atol=1e-5, rtol=1e-4)
 
 
 def test_gradients_are_timed_too_where_a_call_has_them(folder: Path) -> None:
@@ -198,11 +180,7 @@ def test_a_kind_may_be_forgotten_while_it_waits_to_be_timed_again(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(timing_table, "RETRY_SECONDS", 0.0)
-
-    def fails(*arguments: object) -> list[float]:
-        raise torch.cuda.OutOfMemoryError("no memory")
-
-    timings = _timings(folder, fails)
+    timings = _timings(folder, Failing(torch.cuda.OutOfMemoryError("no memory")))
     assert _ask(timings) is None
     (kind,) = timings.known
     timings.forget(kind)
@@ -219,41 +197,36 @@ def test_a_folder_that_cannot_be_written_costs_only_the_memory_of_it(folder: Pat
     assert clock.runs == 1
 
 
-@pytest.mark.parametrize("error", [KernelUnavailable("no kernel"), torch.cuda.OutOfMemoryError("no memory")])
+@pytest.mark.parametrize(
+    "error",
+    [
+        KernelUnavailable("no kernel"),
+        torch.cuda.OutOfMemoryError("no memory"),
+        RuntimeError("CUDA error: out of memory"),
+        RuntimeError("CUDA error: invalid configuration argument"),
+    ],
+    ids=repr,
+)
 def test_where_it_cannot_be_timed_nothing_is_claimed_or_kept(folder: Path, error: Exception) -> None:
-    runs = []
-
-    def fails(*arguments: object, **options: object) -> list[float]:
-        runs.append(1)
-        raise error
-
-    timings = _timings(folder, fails)
-    for _ in range(2):
-        assert _ask(timings) is None
-    assert runs == [1]
+    clock = Failing(error)
+    timings = _timings(folder, clock)
+    assert [_ask(timings), _ask(timings), clock.runs] == [None, None, 1]
     timings.save()
     assert json.loads(next(folder.iterdir()).read_text())["milliseconds"] == []
 
 
 def test_an_interrupt_is_not_swallowed(folder: Path) -> None:
-    def interrupted(*arguments: object) -> list[float]:
-        raise KeyboardInterrupt
-
     with pytest.raises(KeyboardInterrupt):
-        _ask(_timings(folder, interrupted))
+        _ask(_timings(folder, Failing(KeyboardInterrupt())))
 
 
-def test_threads_that_ask_together_time_once(folder: Path) -> None:
+def test_both_compute_the_same_and_are_timed_once_though_threads_ask_together(folder: Path) -> None:
     clock = Clock(3.0, 4.0)
     timings = _timings(folder, clock)
-    answers: list[float | None] = []
-    threads = [threading.Thread(target=lambda: answers.append(_ask(timings))) for _ in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert answers == [0.75] * 8
+    with ThreadPoolExecutor(8) as pool:
+        assert list(pool.map(lambda _: _ask(timings), range(8))) == [0.75] * 8
     assert clock.runs == 1
+    torch.testing.assert_close(*clock.results, atol=1e-5, rtol=1e-4)
 
 
 def test_the_callers_state_is_left_alone(folder: Path) -> None:

@@ -6,12 +6,9 @@ from pascal_attn_core.machine.device import DeviceInfo
 from pascal_attn_core.machine.wheels import TorchBuild, code_for, has_rocm_wheel, judge, rocm_wheel_for, wheel_for
 
 CU126 = ("sm_50", "sm_60", "sm_70", "sm_75", "sm_80", "sm_86", "sm_90")
-CU128 = ("sm_75", "sm_80", "sm_86", "sm_90", "sm_100", "sm_120")
 CU130 = ("sm_75", "sm_80", "sm_86", "sm_90", "sm_100", "sm_120", "compute_120")
 LEGACY = "pip install --force-reinstall torch torchvision torchaudio --index-url https://download.pytorch.org/whl/cu126"
-CURRENT = (
-    "pip install --force-reinstall torch torchvision torchaudio --index-url https://download.pytorch.org/whl/cu130"
-)
+CURRENT = LEGACY.replace("cu126", "cu130")
 
 
 def cuda(archs, version="2.14.0+cu126"):
@@ -22,40 +19,34 @@ def card(major, minor):
     return DeviceInfo("cuda", "a card", capability=(major, minor), arch=f"sm_{major}{minor}")
 
 
+ROCM = ("gfx900", "gfx906", "gfx908", "gfx90a", "gfx942", "gfx1030", "gfx1100")
+
+
+def amd(arch):
+    return DeviceInfo("hip", "AMD Instinct MI50", num_sms=60, arch=arch)
+
+
 @pytest.mark.parametrize(
     ("capability", "archs", "code"),
     [
-        ((6, 1), CU126, "sm_60"),  # GTX 1080 Ti
-        ((6, 0), CU126, "sm_60"),  # P100
-        ((5, 2), CU126, "sm_50"),  # M40
-        ((7, 0), CU126, "sm_70"),  # V100
-        ((7, 5), CU126, "sm_75"),
-        ((8, 6), CU126, "sm_86"),  # 3090
+        ((6, 1), CU126, "sm_60"),
+        ((5, 2), CU126, "sm_50"),
         ((8, 9), CU126, "sm_86"),
-        ((9, 0), CU126, "sm_90"),  # H200
         ((12, 0), CU126, ""),
         ((3, 5), CU126, ""),
         ((6, 1), CU130, ""),
-        ((5, 2), CU128, ""),
-        ((7, 0), CU128, ""),
         ((12, 1), CU130, "sm_120"),
         ((13, 0), CU130, "compute_120"),
+        ((8, 6), ("sm_80", "compute_75"), "sm_80"),  # older machine code is preferred to PTX
+        ((9, 0), ("sm_90a",), "sm_90a"),
+        ((10, 3), ("sm_100a",), ""),  # code for one architecture only
+        ((10, 3), ("sm_100f",), "sm_100f"),
+        ((12, 0), ("compute_90a",), ""),
+        ((6, 1), ("gfx906", "sm_", "nonsense"), ""),
     ],
 )
 def test_machine_code_runs_within_its_major_version_and_ptx_on_newer_cards(capability, archs, code):
     assert code_for(capability, archs) == code
-
-
-def test_code_for_one_architecture_only_runs_nowhere_else():
-    assert code_for((9, 0), ("sm_90a",)) == "sm_90a"
-    assert code_for((10, 3), ("sm_100a",)) == ""
-    assert code_for((10, 3), ("sm_100f",)) == "sm_100f"
-    assert code_for((12, 0), ("compute_90a",)) == ""
-    assert code_for((6, 1), ("gfx906", "sm_", "nonsense")) == ""
-
-
-def test_older_machine_code_is_preferred_to_ptx():
-    assert code_for((8, 6), ("sm_80", "compute_75")) == "sm_80"
 
 
 @pytest.mark.parametrize("capability", [(5, 2), (6, 0), (6, 1), (7, 0)])
@@ -67,41 +58,34 @@ def test_a_wheel_without_code_for_an_old_card_names_the_one_that_has_it(capabili
     assert "torch 2.14 is the last" in verdict.install
 
 
-@pytest.mark.parametrize("capability", [(7, 5), (8, 6), (9, 0), (12, 0)])
-def test_newer_cards_are_sent_to_the_current_wheels(capability):
-    assert wheel_for(capability) == CURRENT
+@pytest.mark.parametrize(
+    ("device", "build", "why"),
+    [
+        (card(6, 1), cuda(CU126), "this wheel has sm_60 code, which runs on sm_61"),
+        (card(8, 6), cuda(CU126), "sm_86"),
+        (card(13, 0), cuda(CU130, "2.15.0+cu130"), "compiles"),  # PTX, at first use
+        (amd("gfx90a"), TorchBuild("2.9.0", "hip", "6.4", ("gfx90a:sramecc+:xnack-",)), ""),
+        (DeviceInfo("cpu", "CPU"), TorchBuild("2.13.0+cpu", "cpu"), ""),
+        (DeviceInfo("mps", "mps"), TorchBuild("2.13.0", "cpu"), ""),
+    ],
+)
+def test_a_matching_wheel_needs_nothing_else(device, build, why):
+    verdict = judge(device, build)
+    assert verdict.runs
+    assert verdict.install == ""
+    assert why in verdict.why
 
 
-def test_a_card_older_than_every_wheel_is_told_to_build_torch():
+def test_newer_cards_are_sent_to_the_current_wheels_and_cards_older_than_every_wheel_to_the_source():
+    assert wheel_for((7, 5)) == wheel_for((12, 0)) == CURRENT
     assert "TORCH_CUDA_ARCH_LIST=3.7" in wheel_for((3, 7))
     assert not judge(card(3, 7), cuda(CU126)).runs
-
-
-def test_a_matching_wheel_needs_nothing_else():
-    for capability in ((5, 2), (6, 0), (6, 1), (7, 0), (8, 6), (9, 0)):
-        verdict = judge(card(*capability), cuda(CU126))
-        assert verdict.runs
-        assert verdict.install == ""
-    assert judge(card(6, 1), cuda(CU126)).why == "this wheel has sm_60 code, which runs on sm_61"
-
-
-def test_ptx_is_said_to_be_compiled_at_first_use():
-    verdict = judge(card(13, 0), cuda(CU130, "2.15.0+cu130"))
-    assert verdict.runs
-    assert "compiles" in verdict.why
 
 
 def test_torch_without_cuda_cannot_use_a_card():
     verdict = judge(card(6, 1), TorchBuild("2.13.0+cpu", "cpu"))
     assert not verdict.runs
     assert verdict.install == LEGACY
-
-
-ROCM = ("gfx900", "gfx906", "gfx908", "gfx90a", "gfx942", "gfx1030", "gfx1100")
-
-
-def amd(arch):
-    return DeviceInfo("hip", "AMD Instinct MI50", num_sms=60, arch=arch)
 
 
 def test_mi50_runs_on_the_last_wheels_whose_libraries_have_code_for_it():
@@ -118,15 +102,8 @@ def test_rdna2_cards_without_a_wheel_of_their_own_are_told_the_override():
     assert rocm_wheel_for("gfx1030").endswith("/rocm7.2")
     assert "HSA_OVERRIDE_GFX_VERSION=10.3.0" in rocm_wheel_for("gfx1031")
     assert "PYTORCH_ROCM_ARCH=gfx1010" in rocm_wheel_for("gfx1010")
-
-
-def test_feature_flags_after_an_amd_name_do_not_matter():
-    assert judge(amd("gfx90a"), TorchBuild("2.9.0", "hip", "6.4", ("gfx90a:sramecc+:xnack-",))).runs
-
-
-def test_cpus_and_other_devices_need_no_code_list():
-    assert judge(DeviceInfo("cpu", "CPU"), TorchBuild("2.13.0+cpu", "cpu")).runs
-    assert judge(DeviceInfo("mps", "mps"), TorchBuild("2.13.0", "cpu")).runs
+    cards = ("gfx906", "gfx1030", "gfx1031", "gfx1036", "gfx1010")
+    assert [has_rocm_wheel(arch) for arch in cards] == [True, True, True, False, False]
 
 
 @pytest.mark.parametrize(
@@ -142,11 +119,3 @@ def test_an_overridden_card_is_told_what_it_is(true: str, words: str) -> None:
     verdict = judge(card, TorchBuild("2.13.0+rocm7.2", "hip", "7.2.0", ("gfx1030",)))
     assert verdict.runs
     assert words in verdict.why
-
-
-def test_which_amd_cards_have_a_wheel() -> None:
-    assert [arch for arch in ("gfx906", "gfx1030", "gfx1031", "gfx1036", "gfx1010") if has_rocm_wheel(arch)] == [
-        "gfx906",
-        "gfx1030",
-        "gfx1031",
-    ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -18,14 +19,31 @@ from attn_support.flash_attn.oracle import (
     tiled,  # noqa: F401
     with_slopes,
 )
+from torch import Tensor
 
 from pascal_attn_core import flash_attn as fa
 from pascal_attn_core.observe import report
 
 
+def assert_same_gradients(out: Tensor, tensors: list[Tensor], expected: Tensor, same: list[Tensor]) -> None:
+    grad = torch.randn_like(out)
+    actual, wanted = (
+        torch.autograd.grad(result, leaves, grad.to(result.dtype), allow_unused=True, materialize_grads=True)
+        for result, leaves in ((out, tensors), (expected, same))
+    )
+    for one, other in zip(actual, wanted):
+        assert_same(one, other, F64, "gradient")
+
+
 @pytest.mark.parametrize("flags", FLAGS, ids=str)
-@pytest.mark.parametrize("sizes", [(2, 9, 9, 4, 2, 8), (2, 5, 12, 3, 1, 8), (1, 12, 5, 2, 2, 4), (2, 1, 40, 4, 4, 8)])
-def test_every_flag_means_what_it_means_there_forward_and_backward(flags: dict[str, Any], sizes: tuple) -> None:
+@pytest.mark.parametrize(
+    "sizes", [(2, 9, 9, 4, 2, 8), (2, 5, 12, 3, 1, 8), (1, 12, 5, 2, 2, 4), (2, 1, 40, 4, 4, 8), (2, 45, 70, 4, 2, 8)]
+)
+def test_every_flag_means_what_it_means_there_forward_and_backward(
+    flags: dict[str, Any], sizes: tuple, request: pytest.FixtureRequest
+) -> None:
+    if sizes[1] == 45:
+        request.getfixturevalue("tiled")
     flags = with_slopes(flags, sizes[0], sizes[3])
     tensors = inputs(*sizes)
     out, lse, probs = fa.flash_attn_func(*tensors, **flags, return_attn_probs=True)
@@ -34,23 +52,8 @@ def test_every_flag_means_what_it_means_there_forward_and_backward(flags: dict[s
     assert out.is_contiguous()
     assert_same(out, expected, F64)
     assert_same(lse, expected_lse, F64, "lse")
-    grad = torch.randn_like(out)
-    for actual, wanted in zip(torch.autograd.grad(out, tensors, grad), torch.autograd.grad(expected, same, grad)):
-        assert_same(actual, wanted, F64, "gradient")
+    assert_same_gradients(out, tensors, expected, same)
     assert_same(fa.flash_attn_func(*tensors, **flags), expected, F64)
-
-
-@pytest.mark.usefixtures("tiled")
-@pytest.mark.parametrize("flags", FLAGS, ids=str)
-def test_every_flag_holds_across_tiles(flags: dict[str, Any]) -> None:
-    flags = with_slopes(flags, 2, 4)
-    tensors = inputs(2, 45, 70, 4, 2, 8)
-    out = fa.flash_attn_func(*tensors, **flags)
-    expected, _ = plain(*(same := leaves_of(tensors)), **flags)
-    assert_same(out, expected, F64)
-    grad = torch.randn_like(out)
-    for actual, wanted in zip(torch.autograd.grad(out, tensors, grad), torch.autograd.grad(expected, same, grad)):
-        assert_same(actual, wanted, F64, "gradient")
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
@@ -65,69 +68,37 @@ def test_every_dtype_works(dtype: torch.dtype, causal: bool) -> None:
     assert_same(lse, expected_lse, dtype, "lse")
 
 
-def test_causal_is_lower_right() -> None:
-    value = torch.eye(5, dtype=F64)[None, :, None]
-    q, k = torch.zeros(1, 2, 1, 4, dtype=F64), torch.zeros(1, 5, 1, 4, dtype=F64)
-    seen = fa.flash_attn_func(q, k, value, causal=True)[0, :, 0] > 0
-    assert seen.tolist() == [[True, True, True, True, False], [True, True, True, True, True]]
-
-
-def test_a_query_without_keys_gives_zero_and_lse_of_minus_infinity() -> None:
-    q, k, v = inputs(1, 5, 2, 1, 1, 4)
-    out, lse, _ = fa.flash_attn_func(q, k, v, causal=True, return_attn_probs=True)
-    assert not out[0, :3].any()
-    assert lse[0, 0, :3].tolist() == [-math.inf] * 3
-    assert lse[0, 0, 3:].isfinite().all()
-
-
 def test_gradients_flow_through_lse() -> None:
     tensors = inputs(2, 7, 9, 2, 1, 4)
     _, lse, _ = fa.flash_attn_func(*tensors, softmax_scale=0.4, return_attn_probs=True)
     _, expected = plain(*(same := leaves_of(tensors)), softmax_scale=0.4)
-    for actual, wanted in zip(
-        torch.autograd.grad(lse.sum(), tensors, allow_unused=True, materialize_grads=True),
-        torch.autograd.grad(expected.sum(), same, allow_unused=True, materialize_grads=True),
-    ):
-        assert_same(actual, wanted, F64, "gradient")
+    assert_same_gradients(lse, tensors, expected, same)
 
 
-@pytest.mark.parametrize("causal", [False, True])
-def test_packed_layouts_are_the_same_call(causal: bool) -> None:
-    q, k, v = inputs(2, 8, 8, 3, 3, 4)
-    grad = torch.randn(2, 8, 3, 4, dtype=F64)
-    expected = fa.flash_attn_func(q, k, v, causal=causal)
-    wanted = torch.autograd.grad(expected, (q, k, v), grad)
-    qkv = torch.stack([q, k, v], dim=2).detach().requires_grad_()
-    out = fa.flash_attn_qkvpacked_func(qkv, causal=causal)
-    assert torch.equal(out, expected)
-    assert_same(torch.autograd.grad(out, qkv, grad)[0], torch.stack(wanted, dim=2), F64)
-    kv = torch.stack([k, v], dim=2).detach().requires_grad_()
-    out = fa.flash_attn_kvpacked_func(q, kv, causal=causal)
-    assert torch.equal(out, expected)
-    assert_same(torch.autograd.grad(out, kv, grad)[0], torch.stack(wanted[1:], dim=2), F64)
+def _flat(*tensors: Tensor) -> list[Tensor]:
+    return [t.flatten(0, 1) for t in tensors]
 
 
-def test_arguments_may_be_given_by_position_in_the_order_they_have_there() -> None:
-    q, k, v = inputs(2, 6, 6, 2, 2, 4)
-    slopes = torch.tensor([0.1, 0.2])
-    by_name = fa.flash_attn_func(
-        q, k, v, softmax_scale=0.5, causal=True, window_size=(3, 0), softcap=2.0, alibi_slopes=slopes
-    )
-    rest = (0.0, 0.5, True, (3, 0), 2.0, slopes, False, True)
-    for out in (
-        fa.flash_attn_func(q, k, v, *rest)[0],
-        fa.flash_attn_qkvpacked_func(torch.stack([q, k, v], 2), *rest)[0],
-        fa.flash_attn_kvpacked_func(q, torch.stack([k, v], 2), *rest)[0],
-    ):
-        assert_same(out, by_name, F64)
-    flat, ends = [t.flatten(0, 1) for t in (q, k, v)], torch.tensor([0, 6, 12], dtype=torch.int32)
-    q1, k1, v1 = flat
-    for out in (
-        fa.flash_attn_varlen_func(q1, k1, v1, ends, ends, 6, 6, *rest)[0],
-        fa.flash_attn_varlen_kvpacked_func(q1, torch.stack([k1, v1], 1), ends, ends, 6, 6, *rest)[0],
-        fa.flash_attn_varlen_qkvpacked_func(torch.stack(flat, 1), ends, 6, *rest)[0],
-    ):
-        assert_same(out, by_name.flatten(0, 1), F64)
+ENDS = torch.tensor([0, 6, 12], dtype=torch.int32)
+LENGTHS = (ENDS, ENDS, 6, 6)
+LAYOUTS: dict[str, Callable[..., tuple]] = {
+    "flash_attn_func": lambda q, k, v: (q, k, v),
+    "flash_attn_qkvpacked_func": lambda q, k, v: (torch.stack([q, k, v], 2),),
+    "flash_attn_kvpacked_func": lambda q, k, v: (q, torch.stack([k, v], 2)),
+    "flash_attn_varlen_func": lambda q, k, v: (*_flat(q, k, v), *LENGTHS),
+    "flash_attn_varlen_kvpacked_func": lambda q, k, v: (*_flat(q, torch.stack([k, v], 2)), *LENGTHS),
+    "flash_attn_varlen_qkvpacked_func": lambda q, k, v: (*_flat(torch.stack([q, k, v], 2)), ENDS, 6),
+}
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_every_layout_with_its_arguments_by_position_in_the_order_they_have_there(name: str) -> None:
+    tensors, slopes = inputs(2, 6, 6, 2, 2, 4), torch.tensor([0.1, 0.2])
+    out = getattr(fa, name)(*LAYOUTS[name](*tensors), 0.0, 0.5, True, (3, 0), 2.0, slopes, False, True)[0]
+    rule = {"softmax_scale": 0.5, "causal": True, "window_size": (3, 0), "softcap": 2.0, "alibi_slopes": slopes}
+    expected, _ = plain(*(same := leaves_of(tensors)), **rule)
+    assert_same(out.view_as(expected), expected, F64)
+    assert_same_gradients(out.view_as(expected), tensors, expected, same)
 
 
 @pytest.mark.usefixtures("tiled")

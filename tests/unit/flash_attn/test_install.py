@@ -18,15 +18,12 @@ def real_package(folder: Path) -> Path:
 
 def test_every_way_to_import_it_finds_ours() -> None:
     run("""
+        from pytest import raises
         import importlib, importlib.metadata, importlib.util, sys
         from pascal_attn_core import Patch
         from pascal_attn_core import flash_attn as ours
-        try:
+        with raises(ModuleNotFoundError):
             import flash_attn
-        except ModuleNotFoundError:
-            pass
-        else:
-            raise SystemExit("flash_attn is installed here")
         patch = ours.install_as_flash_attn()
         assert isinstance(patch, Patch) and patch.active and patch.sites == 28
         import flash_attn
@@ -48,22 +45,14 @@ def test_every_way_to_import_it_finds_ours() -> None:
         assert importlib.metadata.version("flash_attn") == flash_attn.__version__
         assert importlib.metadata.packages_distributions()["flash_attn"] == ["flash_attn"]
         assert importlib.metadata.version("torch")
-        try:
+        with raises(ModuleNotFoundError, match="flash_attn.cute"):
             import flash_attn.cute
-        except ModuleNotFoundError as error:
-            assert "flash_attn.cute" in str(error)
-        else:
-            raise SystemExit("flash_attn.cute must not exist")
         patch.remove()
         patch.remove()
         assert not [name for name in sys.modules if name.split(".")[0] == "flash_attn"]
         assert importlib.util.find_spec("flash_attn") is None
-        try:
+        with raises(importlib.metadata.PackageNotFoundError):
             importlib.metadata.version("flash_attn")
-        except importlib.metadata.PackageNotFoundError:
-            pass
-        else:
-            raise SystemExit("metadata must be gone")
     """)
 
 
@@ -85,29 +74,40 @@ def test_two_installations_are_one_and_the_last_removal_counts() -> None:
     """)
 
 
-def test_the_real_package_is_left_alone_unless_told(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("real", "words"),
+    [
+        ("flash_attn.flash_attn_interface", "flash_attn must not be .*replace=True"),
+        ("flash_attn_interface", "_interface must not be .*fa3=None"),
+    ],
+)
+@pytest.mark.parametrize("is_imported", [False, True])
+def test_the_real_package_is_left_alone_unless_told(real: str, words: str, is_imported: bool, tmp_path: Path) -> None:
+    if real == "flash_attn_interface":
+        (tmp_path / f"{real}.py").write_text("def flash_attn_func(): return 'real'\n")
+    else:
+        real_package(tmp_path)
     run(
         """
-        from pascal_attn_core import flash_attn as ours
-        for imported in (False, True):
-            if imported:
-                import flash_attn, flash_attn.flash_attn_interface
-            try:
-                ours.install_as_flash_attn()
-            except RuntimeError as error:
-                assert "replace=True" in str(error) and "flash_attn" in str(error)
-            else:
-                raise SystemExit("the real package must not be hidden")
-        import flash_attn as real
-        with ours.install_as_flash_attn(replace=True):
-            import flash_attn
-            assert flash_attn.flash_attn_func is ours.flash_attn_func
-        import flash_attn, flash_attn.flash_attn_interface
-        assert flash_attn is real and flash_attn.flash_attn_func() == "real"
-        assert flash_attn.flash_attn_interface.flash_attn_func() == "real"
+        import importlib, sys
+        from pytest import raises
+        from pascal_attn_core.flash_attn import install_as_flash_attn
+        name, words, is_imported = sys.argv[1:]
+        if is_imported:
+            importlib.import_module(name)
+        with raises(RuntimeError, match=words):
+            install_as_flash_attn()
+        real = importlib.import_module(name)
+        if name == "flash_attn_interface":
+            with install_as_flash_attn(fa3=None):
+                assert importlib.import_module(name) is real
+        with install_as_flash_attn(replace=True):
+            assert importlib.import_module(name).flash_attn_func is not real.flash_attn_func
+        assert importlib.import_module(name) is real and real.flash_attn_func() == "real"
         """,
-        paths=(real_package(tmp_path),),
-    )
+        real, words, "yes" if is_imported else "",
+        paths=(tmp_path,),
+    )  # fmt: skip
 
 
 def test_what_somebody_else_put_there_since_stays() -> None:
@@ -122,10 +122,6 @@ def test_what_somebody_else_put_there_since_stays() -> None:
         assert "flash_attn.bert_padding" not in sys.modules
     """)
     assert out == "flash_attn: flash_attn was replaced in sys.modules since: left in place"
-
-
-def test_nothing_is_installed_by_an_import() -> None:
-    assert run("import sys, pascal_attn_core.flash_attn; print('flash_attn' in sys.modules)") == "False"
 
 
 def test_transformers_and_diffusers_believe_it_where_a_gpu_is() -> None:
@@ -194,18 +190,15 @@ def test_a_transformers_model_on_its_flash_attention_path_gives_the_same() -> No
 def test_an_installation_that_fails_leaves_nothing_behind(tmp_path: Path) -> None:
     run(
         """
+        from pytest import raises
         import sys
         import flash_attn as real
         from pascal_attn_core.patching.stand_in import StandIn
         broken = StandIn("flash_attn", "1", {"flash_attn": (".nowhere: a",)}, package="pascal_attn_core",
                          eager=("flash_attn",))
         finders = list(sys.meta_path)
-        try:
+        with raises(ModuleNotFoundError):
             broken.install()
-        except ModuleNotFoundError:
-            pass
-        else:
-            raise SystemExit("there is no such module")
         assert sys.modules["flash_attn"] is real and sys.meta_path == finders and not broken.is_installed
         """,
         paths=(real_package(tmp_path),),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from pascal_attn_core.flash_attn import flash_attn_func, flash_attn_with_kvcache
+from pascal_attn_core.flash_attn.modules.rotary import apply_rotary_emb
 
 F64 = torch.float64
 HEADS, KV_HEADS, DIM = 4, 2, 8
@@ -39,7 +41,7 @@ def each_alone(q: Tensor, keys: list[Tensor], values: list[Tensor], **flags: Any
 
 
 @pytest.mark.parametrize("flags", [{}, {"causal": True}, {"window_size": (4, 0)}, {"softmax_scale": 0.2}], ids=str)
-@pytest.mark.parametrize("lengths", [7, [7, 7], [3, 11], None], ids=str)
+@pytest.mark.parametrize("lengths", [7, [7, 7], [3, 11], [0, 3], None], ids=str)
 def test_a_cache_is_read_up_to_its_length(flags: dict[str, Any], lengths: Any) -> None:
     q, (k, v) = rand(2, 3, HEADS, DIM), caches(2, 12)
     given = torch.tensor(lengths, dtype=torch.int32) if isinstance(lengths, list) else lengths
@@ -66,25 +68,6 @@ def test_new_tokens_are_written_in_place_and_seen(lengths: list[int]) -> None:
     assert seqlens.tolist() == lengths
     keys, values = ([t[b, : n + 3] for b, n in enumerate(lengths)] for t in (before_k, before_v))
     assert_same(out, each_alone(q, keys, values, causal=True)[0])
-
-
-def test_decoding_step_by_step_is_the_whole_at_once() -> None:
-    q, k, v = rand(2, 9, HEADS, DIM), rand(2, 9, KV_HEADS, DIM), rand(2, 9, KV_HEADS, DIM)
-    k_cache, v_cache = (
-        torch.full((2, 9, KV_HEADS, DIM), 1e9, dtype=F64),
-        torch.full((2, 9, KV_HEADS, DIM), 1e9, dtype=F64),
-    )
-    steps, start = [], 0
-    for size in (4, 1, 1, 3):
-        part = slice(start, start + size)
-        steps.append(
-            flash_attn_with_kvcache(
-                q[:, part], k_cache, v_cache, k[:, part], v[:, part], cache_seqlens=start, causal=True
-            )
-        )
-        start += size
-    assert_same(torch.cat(steps, 1), flash_attn_func(q, k, v, causal=True))
-    assert torch.equal(k_cache, k)
 
 
 def test_sequences_may_have_any_row_of_the_cache() -> None:
@@ -132,18 +115,6 @@ def test_pages_are_the_same_cache(page: int, lengths: list[int], new: int) -> No
     assert torch.equal(paged[0][table.flatten()].reshape(k.shape), k)
 
 
-def turned(x: Tensor, cos: Tensor, sin: Tensor, places: list[int], interleaved: bool) -> Tensor:
-    """``[N, H, D]`` turned pair by pair."""
-    out, half = x.clone(), cos.shape[1]
-    for token, place in enumerate(places):
-        for pair in range(half):
-            a, b = (2 * pair, 2 * pair + 1) if interleaved else (pair, pair + half)
-            c, s = cos[place, pair], sin[place, pair]
-            out[token, :, a] = x[token, :, a] * c - x[token, :, b] * s
-            out[token, :, b] = x[token, :, a] * s + x[token, :, b] * c
-    return out
-
-
 @pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize("rotary_dim", [4, DIM])
 @pytest.mark.parametrize("flags", [{"causal": True}, {"window_size": (6, 6)}, {}], ids=str)
@@ -156,10 +127,11 @@ def test_rotary_embedding_turns_by_place(flags: dict[str, Any], rotary_dim: int,
         q, k, v, new_k, new_v, cos, sin, torch.tensor(lengths), rotary_interleaved=interleaved, **flags
     )
     queries, keys, values = [], [], []
+    turn = functools.partial(apply_rotary_emb, cos=cos, sin=sin, interleaved=interleaved)
     for b, n in enumerate(lengths):
-        places = list(range(n, n + 3))
-        queries.append(turned(q[b], cos, sin, places if flags else [n] * 3, interleaved))
-        keys.append(torch.cat([old_k[b, :n], turned(new_k[b], cos, sin, places, interleaved)]))
+        turned = turn(q[b][None] if flags else q[b][:, None], seqlen_offsets=n)
+        queries.append(turned.reshape(3, HEADS, DIM))
+        keys.append(torch.cat([old_k[b, :n], turn(new_k[b][None], seqlen_offsets=n)[0]]))
         values.append(torch.cat([v[b, :n], new_v[b]]))
         assert_same(k[b, : n + 3], keys[b])
     assert_same(out, each_alone(torch.stack(queries), keys, values, **flags)[0])
@@ -180,14 +152,6 @@ def test_alibi_counts_from_the_end_of_each_sequence() -> None:
     for b, n in enumerate(lengths):
         alone = flash_attn_func(q[b : b + 1], k[b : b + 1, :n], v[b : b + 1, :n], causal=True, alibi_slopes=slopes[b])
         assert_same(out[b : b + 1], alone)
-
-
-def test_a_sequence_without_keys_gives_zeros() -> None:
-    q, (k, v) = rand(2, 1, HEADS, DIM), caches(2, 4)
-    out, lse = flash_attn_with_kvcache(q, k, v, cache_seqlens=torch.tensor([0, 3]), return_softmax_lse=True)
-    assert not out[0].any()
-    assert lse[0].max() == -torch.inf
-    assert out[1].any()
 
 
 BAD: list[tuple[dict[str, Any], type[Exception], str]] = [

@@ -30,57 +30,35 @@ def gelu(x: Tensor) -> Tensor:
     return 0.5 * x * (1 + torch.tanh((2 / torch.pi) ** 0.5 * (x + 0.044715 * x**3)))
 
 
-PAIRS: list[Any] = [
-    (act.gelu_fwd, act.gelu_bwd, gelu),
-    (act.fast_gelu_impl, act.gelu_bwd, gelu),
-    (act.sqrelu_fwd, act.sqrelu_bwd, lambda x: x.clamp(min=0) ** 2),
-    (torch.relu, act.relu_bwd, lambda x: x.clamp(min=0)),
+# Forward, backward by hand (of the inputs and the gradient of the result), definition, shapes of the inputs.
+ACTIVATIONS: list[Any] = [
+    (act.gelu_fwd, lambda x, g: [act.gelu_bwd(g, x)], gelu, [(6, 5)]),
+    (act.fast_gelu_impl, lambda x, g: [act.gelu_bwd(g, x)], gelu, [(6, 5)]),
+    (act.sqrelu_fwd, lambda x, g: [act.sqrelu_bwd(g, x)], lambda x: x.clamp(min=0) ** 2, [(6, 5)]),
+    (torch.relu, lambda x, g: [act.relu_bwd(g, x)], lambda x: x.clamp(min=0), [(6, 5)]),
+    (act.swiglu, act.swiglu_bwd, lambda x, y: x * torch.sigmoid(x) * y, [(6, 5), (6, 5)]),
+    (act.bias_gelu_impl, lambda x, b, g: act.bias_gelu_back(g, x, b), lambda x, b: gelu(x + b), [(6, 5), (5,)]),
 ]
 
 
 @pytest.mark.parametrize("dtype", list(CLOSE))
-@pytest.mark.parametrize(("forward", "backward", "defined"), PAIRS)
-def test_activations_and_their_gradients(dtype: torch.dtype, forward: Any, backward: Any, defined: Any) -> None:
-    torch.manual_seed(0)
-    x, grad = (torch.randn(50, dtype=F64).to(dtype) * 3 for _ in range(2))
-    reference, leaf = x.double().clone().requires_grad_(), x.clone().requires_grad_()
-    expected = defined(reference)
-    expected.backward(grad.double())
-    out = forward(leaf)
-    out.backward(grad)
-    close = {"rtol": CLOSE[dtype], "atol": CLOSE[dtype]}
+@pytest.mark.parametrize(("forward", "backward", "defined", "shapes"), ACTIVATIONS)
+def test_activations_and_their_gradients(
+    dtype: torch.dtype, forward: Any, backward: Any, defined: Any, shapes: list[tuple[int, ...]]
+) -> None:
+    size = 3 if len(shapes) == 1 else 1
+    leaves = [(torch.randn(shape, dtype=F64) * size).to(dtype).requires_grad_() for shape in shapes]
+    references = [leaf.detach().double().requires_grad_() for leaf in leaves]
+    grad = (torch.randn(6, 5, dtype=F64) * size).to(dtype)
+    out, expected = forward(*leaves), defined(*references)
     assert out.dtype == dtype
-    torch.testing.assert_close(out.double(), expected, **close)
-    for actual in (leaf.grad, backward(grad, x)):
-        assert actual.dtype == dtype
-        torch.testing.assert_close(actual.double(), reference.grad, **close)
-
-
-@pytest.mark.parametrize("dtype", list(CLOSE))
-def test_swiglu_and_gelu_with_a_bias(dtype: torch.dtype) -> None:
-    torch.manual_seed(0)
-    x, y, grad = (torch.randn(6, 5, dtype=F64).to(dtype) for _ in range(3))
-    bias = y[0].clone()
-    close = {"rtol": CLOSE[dtype], "atol": CLOSE[dtype]}
-    ref_x, ref_y, ref_b = (t.double().clone().requires_grad_() for t in (x, y, bias))
-    for function, by_hand, own, ref, defined in (
-        (act.swiglu, act.swiglu_bwd, (x, y), (ref_x, ref_y), lambda a, b: a * torch.sigmoid(a) * b),
-        (
-            act.bias_gelu_impl,
-            lambda a, b, g: act.bias_gelu_back(g, a, b),
-            (x, bias),
-            (ref_x, ref_b),
-            lambda a, b: gelu(a + b),
-        ),
-    ):
-        leaves = [t.clone().requires_grad_() for t in own]
-        out, expected = function(*leaves), defined(*ref)
-        torch.testing.assert_close(out.double(), expected, **close)
-        wanted = torch.autograd.grad(expected, ref, grad.double())
-        for actual in (torch.autograd.grad(out, leaves, grad), by_hand(*own, grad)):
-            for one, other in zip(actual, wanted):
-                assert one.dtype == dtype
-                torch.testing.assert_close(one.double(), other, rtol=4 * CLOSE[dtype], atol=4 * CLOSE[dtype])
+    torch.testing.assert_close(out.double(), expected, rtol=CLOSE[dtype], atol=CLOSE[dtype])
+    wanted = torch.autograd.grad(expected, references, grad.double())
+    for actual in (torch.autograd.grad(out, leaves, grad), backward(*(leaf.detach() for leaf in leaves), grad)):
+        for one, other in zip(actual, wanted, strict=True):
+            assert one.dtype == dtype
+            close = CLOSE[dtype] * (4 if len(leaves) > 1 else 1)
+            torch.testing.assert_close(one.double(), other, rtol=close, atol=close)
 
 
 def test_swiglu_keeps_only_its_inputs() -> None:
@@ -102,16 +80,8 @@ def test_the_fused_mlp(activation: str, level: int, save_pre_act: bool, bias: bo
     x, weight1, weight2, *biases = leaves
     function = {"gelu_approx": gelu, "relu": torch.relu, "sqrelu": lambda t: torch.relu(t) ** 2}[activation]
     expected = F.linear(function(F.linear(x, weight1, *biases[:1])), weight2, *biases[1:])
-    out, residual = fused_mlp_func(
-        x,
-        weight1,
-        weight2,
-        *biases,
-        activation=activation,
-        save_pre_act=save_pre_act,
-        checkpoint_lvl=level,
-        return_residual=True,
-    )
+    options = {"activation": activation, "save_pre_act": save_pre_act, "checkpoint_lvl": level}
+    out, residual = fused_mlp_func(x, weight1, weight2, *biases, **options, return_residual=True)
     assert residual is x
     torch.testing.assert_close(out, expected)
     factor = torch.randn_like(expected)
@@ -186,14 +156,8 @@ def test_a_block_fused_or_not_is_the_same(norm: Any, prenorm: bool) -> None:
     options: dict[str, Any] = {"mixer_cls": lambda dim: MHA(dim, 2), "norm_cls": norm, "prenorm": prenorm}
     plain, fused = Block(16, **options), Block(16, fused_dropout_add_ln=True, **options)
     keys = list(plain.state_dict())
-    assert keys[:6] == [
-        "mixer.Wqkv.weight",
-        "mixer.Wqkv.bias",
-        "mixer.out_proj.weight",
-        "mixer.out_proj.bias",
-        "norm1.weight",
-        "norm1.bias" if norm is nn.LayerNorm else "mlp.fc1.weight",
-    ]
+    assert keys[:4] == [f"mixer.{part}.{end}" for part in ("Wqkv", "out_proj") for end in ("weight", "bias")]
+    assert keys[4:6] == ["norm1.weight", "norm1.bias" if norm is nn.LayerNorm else "mlp.fc1.weight"]
     fused.load_state_dict(plain.state_dict())
     x, residual = torch.randn(2, 5, 16), torch.randn(2, 5, 16) if prenorm else None
     result = plain(x, residual)
@@ -263,13 +227,8 @@ def _collectives(rank: int, group: Any) -> None:
     before = x.detach().clone()
     assert parallel.all_reduce(before, group)[0, 0] == 3
     assert torch.equal(before, x.detach())
-    assert (
-        parallel.reduce_scatter(torch.arange(4.0)[:, None] * (rank + 1), group)[:, 0].tolist()
-        == [
-            [0.0, 3.0],
-            [6.0, 9.0],
-        ][rank]
-    )
+    scattered = parallel.reduce_scatter(torch.arange(4.0)[:, None] * (rank + 1), group)
+    assert scattered[:, 0].tolist() == [[0.0, 3.0], [6.0, 9.0]][rank]
     with pytest.raises(ValueError, match="multiple of 2"):
         parallel.reduce_scatter(torch.zeros(3), group)
     norm = nn.LayerNorm(2)

@@ -33,15 +33,7 @@ def defined(
 @pytest.mark.parametrize("z_scale", [0.0, 0.1])
 @pytest.mark.parametrize("inplace", [False, True])
 @pytest.mark.parametrize("chunk", [1 << 24, 30])
-def test_every_option(
-    dtype: torch.dtype,
-    smoothing: float,
-    scale: float,
-    z_scale: float,
-    inplace: bool,
-    chunk: int,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_every_option(dtype, smoothing, scale, z_scale, inplace, chunk, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_CHUNK", chunk)
     torch.manual_seed(0)
     logits = (torch.randn(7, 11, dtype=F64) * 3).to(dtype)

@@ -119,14 +119,9 @@ def test_a_layer_is_its_parts(options: dict[str, Any]) -> None:
     if options.get("rotary_emb_dim"):
         q, kv = layer.rotary_emb(q.clone(), torch.stack([k, v], 2))
         k, v = kv.unbind(2)
-    expected, _ = plain(
-        q,
-        k,
-        v,
-        causal=options.get("causal", False),
-        window_size=options.get("window_size", (-1, -1)),
-        alibi_slopes=torch.tensor(get_alibi_slopes(4), dtype=F64) if options.get("use_alibi") else None,
-    )
+    rule = {name: options[name] for name in ("causal", "window_size") if name in options}
+    slopes = torch.tensor(get_alibi_slopes(4), dtype=F64) if options.get("use_alibi") else None
+    expected, _ = plain(q, k, v, alibi_slopes=slopes, **rule)
     expected = layer.out_proj(expected.flatten(-2))
     out = layer(x)
     if options.get("return_residual"):
@@ -245,7 +240,6 @@ def test_sequences_that_differ_in_length_and_several_tokens_at_once(use_flash_at
     with torch.no_grad():
         layer(x[:, :5], inference_params=params)
         params.seqlen_offset, params.lengths_per_sample = 5, torch.tensor([9, 3, 5, 9]).int()
-        params.lengths_per_sample = lengths if params.batch_size_offset == 0 else params.lengths_per_sample
         with pytest.raises(ValueError, match="seqlen_offsets"):
             layer(x[:, :2], inference_params=params)
     params = InferenceParams(10, 2)

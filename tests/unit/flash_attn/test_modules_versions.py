@@ -28,19 +28,14 @@ def upper_left(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     return torch.einsum("hls,shd->lhd", scores.softmax(-1), v), scores.logsumexp(-1)
 
 
-@pytest.mark.parametrize("packed", ["", "kv"])
-def test_version_1_looks_from_the_upper_left(packed: str) -> None:
+@pytest.mark.parametrize("packed", [False, True])
+def test_version_1_looks_from_the_upper_left(packed: bool) -> None:
     lengths, key_lengths = [3, 5, 2], [5, 3, 2]
     ends, key_ends = (torch.tensor([0, *n]).cumsum(0).int() for n in (lengths, key_lengths))
     q, kv = rand(10, 2, 8).requires_grad_(), rand(10, 2, 2, 8).requires_grad_()
-    if packed:
-        out, lse, none = version1.flash_attn_unpadded_kvpacked_func(
-            q, kv, ends, key_ends, 5, 5, 0.0, causal=True, return_attn_probs=True
-        )
-    else:
-        out, lse, none = version1.flash_attn_unpadded_func(
-            q, *kv.unbind(1), ends, key_ends, 5, 5, 0.0, causal=True, return_attn_probs=True
-        )
+    function = version1.flash_attn_unpadded_kvpacked_func if packed else version1.flash_attn_unpadded_func
+    rest = (ends, key_ends, 5, 5, 0.0)
+    out, lse, none = function(q, *([kv] if packed else kv.unbind(1)), *rest, causal=True, return_attn_probs=True)
     assert none is None
     assert lse.shape == (3, 2, 5)
     pieces = list(zip(q.split(lengths), kv.split(key_lengths)))
@@ -137,18 +132,9 @@ def test_version_3s_cache(paged: bool, new: bool) -> None:
     lengths = torch.tensor([3, 5]).int()
     ends, new_ends = torch.tensor([0, 2, 3]).int(), torch.tensor([0, 2, 3]).int()
     q, k, v = rand(3, 4, 8), rand(3, 2, 8), rand(3, 2, 8)
+    given: dict[str, Any] = {"cache_seqlens": lengths, "page_table": table, "cu_seqlens_q": ends, "max_seqlen_q": 2}
     extra: dict[str, Any] = {"k": k, "v": v, "cu_seqlens_k_new": new_ends} if new else {}
-    out, lse = version3.flash_attn_with_kvcache(
-        q,
-        *caches,
-        cache_seqlens=lengths,
-        page_table=table,
-        cu_seqlens_q=ends,
-        max_seqlen_q=2,
-        causal=True,
-        return_softmax_lse=True,
-        **extra,
-    )
+    out, lse = version3.flash_attn_with_kvcache(q, *caches, **given, **extra, causal=True, return_softmax_lse=True)
     assert lse.shape == (4, 3)
     for b in range(2):
         rows = slice(*ends[b : b + 2].tolist())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from torch import Tensor
 
 from pascal_attn_core import AttentionConfig, sdpa
 from pascal_attn_core.flash_attn import FlashArgumentError, install_as_flash_attn
-from pascal_attn_core.flash_attn.modules import raw, version3
+from pascal_attn_core.flash_attn.modules import raw, turing, version3
 
 F64 = torch.float64
 RULES: dict[str, dict[str, Any]] = {
@@ -45,26 +46,37 @@ def expected(
     return out.detach(), lse.detach(), list(torch.autograd.grad(out, leaves, dout))
 
 
-@pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
-@pytest.mark.parametrize(("q_len", "k_len", "kv_heads"), [(17, 17, 4), (9, 23, 2), (23, 9, 1)])
-def test_forward_and_backward(rule: dict[str, Any], q_len: int, k_len: int, kv_heads: int) -> None:
-    q, k, v = rand(2, q_len, 4, 16), rand(2, k_len, kv_heads, 16), rand(2, k_len, kv_heads, 24)
-    dout = rand(2, q_len, 4, 24)
-    right_out, right_lse, right_grads = expected(q, k, v, dout, rule)
-    options = positional(rule)
+def gradients_to_write(*tensors: Tensor) -> list[Tensor]:
+    return [torch.full_like(t, torch.nan) for t in tensors]
+
+
+def by_version_2(q: Tensor, k: Tensor, v: Tensor, dout: Tensor, rule: dict[str, Any]) -> tuple[Tensor, Tensor, list]:
+    options, grads, tokens = positional(rule), gradients_to_write(q, k, v), q.shape[1]
     out, lse, no_scores, rng_state = raw.flash_attn_forward(q, k, v, 0.0, *options, False)
-    torch.testing.assert_close(out, right_out)
-    torch.testing.assert_close(lse, right_lse)
     assert no_scores.numel() == 0
     assert rng_state.shape == (2,)
     assert out.is_contiguous()
-    grads = [torch.full_like(t, torch.nan) for t in (q, k, v)]
     sums = raw.flash_attn_backward(dout, q, k, v, out, lse, *grads, 0.0, *options, True, rng_state)
-    for grad, right in zip(grads, right_grads):
-        torch.testing.assert_close(grad, right)
     assert sums.shape == (2, 4, 128)
-    torch.testing.assert_close(sums[..., :q_len].to(F64), (dout * out).sum(-1).transpose(1, 2), rtol=1e-5, atol=1e-5)
-    assert not sums[..., q_len:].any()
+    torch.testing.assert_close(sums[..., :tokens].to(F64), (dout * out).sum(-1).transpose(1, 2), rtol=1e-5, atol=1e-5)
+    assert not sums[..., tokens:].any()
+    return out, lse, grads
+
+
+def by_turing(q: Tensor, k: Tensor, v: Tensor, dout: Tensor, rule: dict[str, Any]) -> tuple[Tensor, Tensor, list]:
+    out, lse = turing.fwd(q, k, v, "causal" in rule)
+    return out, lse, turing.bwd(q, k, v, out, lse, dout, "causal" in rule)
+
+
+@pytest.mark.parametrize(
+    ("by", "rule"),
+    [*((by_version_2, name) for name in RULES), (by_turing, "plain"), (by_turing, "causal")],
+)
+@pytest.mark.parametrize(("q_len", "k_len", "kv_heads"), [(17, 17, 4), (9, 23, 2), (23, 9, 1)])
+def test_forward_and_backward(by: Callable, rule: str, q_len: int, k_len: int, kv_heads: int) -> None:
+    q, k, v = rand(2, q_len, 4, 16), rand(2, k_len, kv_heads, 16), rand(2, k_len, kv_heads, 24)
+    dout = rand(2, q_len, 4, 24)
+    torch.testing.assert_close(by(q, k, v, dout, RULES[rule]), expected(q, k, v, dout, RULES[rule]))
 
 
 def test_keys_in_parts_give_the_whole_and_its_gradients() -> None:
@@ -98,53 +110,50 @@ def lengths() -> tuple[Tensor, Tensor, int, int]:
     return torch.tensor(ENDS_Q, dtype=torch.int32), torch.tensor(ENDS_K, dtype=torch.int32), 7, 7
 
 
-@pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
-def test_concatenated_sequences(rule: dict[str, Any]) -> None:
-    q, k, v, dout = rand(13, 4, 8), rand(15, 2, 8), rand(15, 2, 8), rand(13, 4, 8)  # a token behind the last sequence
-    options = positional(rule)
+def packed_by_version_2(q: Tensor, k: Tensor, v: Tensor, dout: Tensor, rule: dict[str, Any]) -> tuple:
+    options, grads = positional(rule), gradients_to_write(q, k, v)
     out, lse, _, rng_state = raw.flash_attn_varlen_forward(q, k, v, *lengths(), 0.0, *options)
-    assert out.shape == q.shape
-    assert lse.shape == (4, 13)
-    grads = [torch.full_like(t, torch.nan) for t in (q, k, v)]
     sums = raw.flash_attn_varlen_backward(dout, q, k, v, out, lse, *grads, *lengths(), 0.0, *options, True, rng_state)
     assert sums.shape == (4, 13 + 3 * 128)
-    pairs = zip(itertools.pairwise(ENDS_Q), itertools.pairwise(ENDS_K))
-    for b, ((q0, q1), (k0, k1)) in enumerate(pairs):
+    for b, (first, last) in enumerate(itertools.pairwise(ENDS_Q)):
+        right = (dout[first:last] * out[first:last]).sum(-1).T
+        torch.testing.assert_close(sums[:, first + 128 * b : last + 128 * b].to(F64), right, rtol=1e-5, atol=1e-5)
+    return out, lse, grads
+
+
+def packed_by_turing(q: Tensor, k: Tensor, v: Tensor, dout: Tensor, rule: dict[str, Any]) -> tuple:
+    out, lse = turing.varlen_fwd(q, k, v, *lengths(), "causal" in rule)
+    assert lse.shape == (3, 4, 7)
+    with pytest.raises(ValueError, match="max_seqlen_q must be at least 7, got 6"):
+        turing.varlen_fwd(q, k, v, *lengths()[:2], 6, 7, "causal" in rule)
+    grads = turing.varlen_bwd(q, k, v, out, lse, dout, *lengths(), "causal" in rule)
+    rows = [row[:, : last - first] for row, (first, last) in zip(lse, itertools.pairwise(ENDS_Q))]
+    return out, torch.cat(rows, 1), grads
+
+
+@pytest.mark.parametrize(
+    ("by", "rule"),
+    [*((packed_by_version_2, name) for name in RULES), (packed_by_turing, "plain"), (packed_by_turing, "causal")],
+)
+def test_concatenated_sequences(by: Callable, rule: str) -> None:
+    q, k, v, dout = rand(13, 4, 8), rand(15, 2, 8), rand(15, 2, 8), rand(13, 4, 8)  # a token behind the last sequence
+    out, lse, grads = by(q, k, v, dout, RULES[rule])
+    for (q0, q1), (k0, k1) in zip(itertools.pairwise(ENDS_Q), itertools.pairwise(ENDS_K)):
         if q0 == q1:
             assert not grads[1][k0:k1].any()  # nobody looks at these keys
             continue
-        one = q[None, q0:q1], k[None, k0:k1], v[None, k0:k1]
-        right_out, right_lse, right_grads = expected(*one, dout[None, q0:q1], rule)
-        torch.testing.assert_close(out[None, q0:q1], right_out)
-        torch.testing.assert_close(lse[None, :, q0:q1], right_lse)
-        for grad, right, (first, last) in zip(grads, right_grads, ((q0, q1), (k0, k1), (k0, k1))):
-            torch.testing.assert_close(grad[None, first:last], right)
-        right_sums = (dout[q0:q1] * out[q0:q1]).sum(-1).T
-        torch.testing.assert_close(sums[:, q0 + 128 * b : q1 + 128 * b].to(F64), right_sums, rtol=1e-5, atol=1e-5)
+        right = expected(q[None, q0:q1], k[None, k0:k1], v[None, k0:k1], dout[None, q0:q1], RULES[rule])
+        found = [grads[0][None, q0:q1], grads[1][None, k0:k1], grads[2][None, k0:k1]]
+        torch.testing.assert_close((out[None, q0:q1], lse[None, :, q0:q1], found), right)
     for rest in (out[12:], grads[0][12:], grads[1][14:], grads[2][14:]):
         assert not rest.any()
 
 
-def test_keys_in_pages_and_only_the_used_ones() -> None:
+def test_only_the_used_keys_count() -> None:
     q, k, v = rand(12, 4, 8), rand(14, 2, 8), rand(14, 2, 8)
-    options = positional({})
-    whole = raw.flash_attn_varlen_forward(q, k, v, *lengths(), 0.0, *options)
-    pages, table = [torch.zeros(7, 4, 2, 8, dtype=F64) for _ in range(2)], torch.full((3, 2), -1, dtype=torch.int32)
-    number = 6  # pages in any order
-    for b, (first, last) in enumerate(itertools.pairwise(ENDS_K)):
-        for place, start in enumerate(range(first, last, 4)):
-            for page, source in zip(pages, (k, v)):
-                tokens = source[start : min(start + 4, last)]
-                page[number, : len(tokens)] = tokens
-            table[b, place] = number
-            number -= 1
-    paged = raw.flash_attn_varlen_forward(q, *pages, *lengths(), 0.0, *options, block_table=table)
-    for one, other in zip(paged[:2], whole[:2]):
-        torch.testing.assert_close(one, other)
     used = torch.tensor([3, 1, 5], dtype=torch.int32)
-    cut = raw.flash_attn_varlen_forward(q, k, v, *lengths(), 0.0, *options, seqused_k=used)
-    right = plain(q[None, :5], k[None, :3], v[None, :3])[0]
-    torch.testing.assert_close(cut[0][None, :5], right)
+    cut = raw.flash_attn_varlen_forward(q, k, v, *lengths(), 0.0, *positional({}), seqused_k=used)
+    torch.testing.assert_close(cut[0][None, :5], plain(q[None, :5], k[None, :3], v[None, :3])[0])
 
 
 def test_dropout_is_drawn_again_from_rng_state() -> None:

@@ -1,34 +1,28 @@
-"""A failing driver leaves the call to another route or ends it; and the driver's stand-in notices what a real one would
-not forgive."""
+"""A failing driver leaves the call to another route or ends it."""
 
 from __future__ import annotations
 
 import ctypes
 import logging
 import pickle
-import re
-from collections.abc import Callable, Iterator
-from dataclasses import replace
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace as Time
 
 import pytest
 import torch
-from attn_support.fused.cases import whole
-from attn_support.fused.device import CardKernels, execute, fresh_card
-from attn_support.fused.driver import Compiler, StandIn, cubin, fails_once
+from attn_support.fused.device import CardKernels, always_faster, execute, fresh_card
+from attn_support.fused.driver import StandIn, cubin, fails_once
 from attn_support.fused.emulation import CARD, GXX
+from attn_support.fused.hip import HipStandIn
 from torch.utils.checkpoint import checkpoint
 
 from pascal_attn_core import AttentionConfig, UnsupportedAttention, config, explain, record, sdpa
-from pascal_attn_core.call import check_call
 from pascal_attn_core.checks import is_out_of_memory
-from pascal_attn_core.fused.code import params
 from pascal_attn_core.fused.code.source import Variant
-from pascal_attn_core.fused.gpu.cuda import CudaDriver, CudaRuntime
+from pascal_attn_core.fused.gpu.cuda import CudaRuntime
 from pascal_attn_core.fused.gpu.runtime import DriverError
 from pascal_attn_core.fused.launch import Launch
-from pascal_attn_core.fused.launch.forward import forward_launches
 from pascal_attn_core.fused.trust import kernels as fused_kernels
 from pascal_attn_core.fused.trust.kernels import Kernels
 from pascal_attn_core.machine.runtime import Runtime, runtime_of
@@ -41,25 +35,16 @@ VARIANT = Variant("forward", 64, "float32")
 CUBIN = cubin(VARIANT, 61)
 
 
-class Time:
-    """Seconds that pass when they are told to."""
-
-    now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
 @pytest.fixture
 def time() -> Time:
-    return Time()
+    """Seconds that pass when they are told to."""
+    return Time(now=0.0)
 
 
 @pytest.fixture
 def card(time: Time) -> Iterator[CardKernels]:
-    """A card on which no kernel has ever run. Its driver's complaints are looked at by the tests."""
-    driver = StandIn(execute=execute)
-    with fresh_card(driver, clock=time) as kernels:
+    """A card on which no kernel has ever run."""
+    with fresh_card(StandIn(execute=execute), clock=lambda: time.now) as kernels:
         yield kernels
 
 
@@ -68,7 +53,11 @@ def _inputs(*, requires_grad: bool = False) -> list[torch.Tensor]:
 
 
 WINDOW = {"window": (9, 0)}  # of which torch has no kernel: auto takes ours
-REFUSALS = [("cuLaunchKernel", 701), ("cuLaunchKernel", 1), ("cuModuleLoadData", 209), ("cuModuleGetFunction", 500)]
+REFUSALS = [  # and whether it is the first call; images are loaded once
+    *(("cuLaunchKernel", code, is_first) for code in (701, 1) for is_first in (True, False)),
+    ("cuModuleLoadData", 209, True),
+    ("cuModuleGetFunction", 500, True),
+]
 
 
 def _route(inputs: list[torch.Tensor]) -> str:
@@ -80,15 +69,19 @@ def _route(inputs: list[torch.Tensor]) -> str:
     return route
 
 
-@pytest.mark.parametrize("is_first", [True, False])
-@pytest.mark.parametrize(("function", "code"), REFUSALS)
+def _check_gradients(out: torch.Tensor, leaves: list[torch.Tensor], bias: torch.Tensor | None = None) -> None:
+    expected = reference_sdpa(*leaves, bias, **WINDOW)[0]
+    torch.testing.assert_close(
+        *(torch.autograd.grad(each.square().sum(), leaves) for each in (out, expected)), atol=1e-4, rtol=1e-4
+    )
+
+
+@pytest.mark.parametrize(("function", "code", "is_first"), REFUSALS)
 def test_what_the_driver_refuses_goes_to_the_next_route_with_one_warning(
     card: CardKernels, caplog: pytest.LogCaptureFixture, function: str, code: int, is_first: bool
 ) -> None:
     inputs = _inputs()
     if not is_first:
-        if function != "cuLaunchKernel":
-            pytest.skip("is asked for once")
         assert _route(inputs) == "fused"
     card.driver.faults[function] = code
     with caplog.at_level(logging.WARNING, logger="pascal_attn"):
@@ -107,11 +100,7 @@ def test_what_the_driver_refuses_goes_to_the_next_route_with_one_warning(
 def test_a_gradient_kernel_that_cannot_be_launched_leaves_training_to_the_next_route(card: CardKernels) -> None:
     leaves = _inputs(requires_grad=True)
     card.driver.faults["cuLaunchKernel"] = lambda: 701 if card.driver.asked["cuLaunchKernel"] == 2 else 0
-    out = sdpa(*leaves, **WINDOW)
-    actual = torch.autograd.grad(out.square().sum(), leaves)
-    expected = torch.autograd.grad(reference_sdpa(*leaves, **WINDOW)[0].square().sum(), leaves)
-    for a, e in zip(actual, expected):
-        torch.testing.assert_close(a, e, atol=1e-4, rtol=1e-4)
+    _check_gradients(sdpa(*leaves, **WINDOW), leaves)
     assert "cuLaunchKernel" in card._failed[Variant("grad_query", 32, "float32", padded=True)]
     assert _route(_inputs()) == "fused"
 
@@ -130,10 +119,7 @@ def test_a_backward_pass_that_cannot_be_launched_is_made_by_tiles(
     out = (torch.compile(attend, backend="aot_eager") if compiled else attend)(*leaves)
     assert len(card._checked) == 3
     card.driver.faults["cuLaunchKernel"] = 701
-    actual = torch.autograd.grad(out.square().sum(), leaves)
-    expected = torch.autograd.grad(reference_sdpa(*leaves, bias, **WINDOW)[0].square().sum(), leaves)
-    for a, e in zip(actual, expected):
-        torch.testing.assert_close(a, e, atol=1e-4, rtol=1e-4)
+    _check_gradients(out, leaves, bias)
     card.driver.faults["cuLaunchKernel"] = 700
     with pytest.raises(DriverError, match="can no longer use the GPU"):
         _route(_inputs())
@@ -214,22 +200,29 @@ def test_memory_that_torch_keeps_in_reserve_is_freed_for_a_kernel(
     assert card.driver.asked["cuModuleLoadData"] == 2
 
 
-@pytest.mark.parametrize("is_first", [True, False])
-@pytest.mark.parametrize("code", [700, 719])
-@pytest.mark.parametrize("function", ["cuLaunchKernel", "cuModuleLoadData"])
+@pytest.mark.parametrize(
+    ("maker", "function", "code", "is_first"),
+    [
+        (StandIn, "cuLaunchKernel", 700, True),
+        (StandIn, "cuLaunchKernel", 719, False),
+        (StandIn, "cuModuleLoadData", 719, True),
+        (HipStandIn, "hipModuleLaunchKernel", 719, True),
+        (HipStandIn, "hipModuleLoadData", 700, True),
+    ],
+)
 def test_a_lost_device_is_told_and_blamed_on_no_kernel(
-    card: CardKernels, function: str, code: int, is_first: bool
+    maker: type[StandIn | HipStandIn], function: str, code: int, is_first: bool
 ) -> None:
-    inputs = _inputs()
-    if not is_first:
-        if function == "cuModuleLoadData":
-            pytest.skip("is asked for once")
-        assert _route(inputs) == "fused"
-    card.driver.faults[function] = code
-    for _ in range(2):
-        with pytest.raises(DriverError, match=rf"{function}: .*\(CUDA error {code}\); this process can no longer use"):
-            sdpa(*inputs, **WINDOW)
-    assert not card._failed
+    inputs, driver = _inputs(), maker(execute=execute)
+    with fresh_card(driver, always_faster) as kernels:
+        if not is_first:
+            assert _route(inputs) == "fused"
+        driver.faults[function] = code
+        for _ in range(2):
+            words = rf"{function}: .*\((CUDA|HIP) error {code}\); this process can no longer use"
+            with pytest.raises(DriverError, match=words):
+                sdpa(*inputs, **WINDOW)
+        assert not kernels._failed
 
 
 def test_the_number_of_an_error_travels_with_it() -> None:
@@ -277,113 +270,3 @@ def test_without_a_home_folder_nothing_is_kept_and_nothing_fails(
     assert [r.getMessage() for r in caplog.records if "on disk" in r.getMessage()] == [
         "nothing is kept on disk: Could not determine home directory."
     ]
-
-
-# ---- the stand-in itself must notice ---------------------------------------------------------------------------------
-
-
-def _launch() -> Launch:
-    query = torch.randn(1, 1, 70, 64)
-    call = check_call(query, query, query)
-    (launch,) = forward_launches(call, whole(call), torch.empty_like(query))
-    return launch
-
-
-def _queue(driver: CudaDriver, launch: Launch, handle: Any, index: int = 0) -> None:
-    driver.launch(index, handle, launch.grid, launch.threads, launch.params)
-
-
-class _Shorter(params.Params):
-    _fields_ = params.Forward._fields_[:-1]
-
-
-def _without_a_context(driver: StandIn) -> None:
-    driver.call("cuModuleLoadData", ctypes.byref(ctypes.c_void_p()), CUBIN)
-
-
-def _before_init(driver: StandIn) -> None:
-    driver._is_ready = False
-    driver.load(0, CUBIN, ("pa_forward",))
-
-
-WRONG: dict[str, tuple[Callable[[StandIn], object], str]] = {
-    "before cuInit": (_before_init, "cuCtxPushCurrent_v2 before cuInit|cuDeviceGet before cuInit"),
-    "no such device": (lambda driver: driver._context(7), "device 7 of 2"),
-    "no context": (_without_a_context, "an image loaded without a current context"),
-    "pop": (lambda driver: driver.call("cuCtxPopCurrent_v2", ctypes.byref(ctypes.c_void_p())), "no context to pop"),
-    "push": (lambda driver: driver.call("cuCtxPushCurrent_v2", ctypes.c_void_p(77)), "0x4d is no context"),
-    "no function": (lambda driver: _queue(driver, _launch(), ctypes.c_void_p(77)), "0x4d is no function"),
-    "another card's function": (
-        lambda driver: _queue(driver, _launch(), driver.load(1, CUBIN, ("pa_forward",))["pa_forward"]),
-        "pa_forward launched in another context than its own",
-    ),
-    "no grid": (lambda driver: _run(driver, grid=(1, 0, 1)), r"pa_forward: grid \(1, 0, 1\)"),
-    "grid too large": (lambda driver: _run(driver, grid=(1, 1, 65536)), r"grid \(1, 1, 65536\)"),
-    "too many threads": (lambda driver: _run(driver, threads=2048), "2048 threads, 255 registers x 2048"),
-    "registers": (lambda driver: _run(driver, threads=288), "255 registers x 288"),
-    "shared memory": (lambda driver: _run(driver, code=cubin(VARIANT, 61, 32, 49153)), "49153 bytes of shared memory"),
-    "parameters": (
-        lambda driver: _run(driver, code=CUBIN.replace(b"\x58\x01", b"\x50\x01")),
-        "344 bytes of parameters, of which the machine code reads 336",
-    ),
-}
-
-
-def _run(driver: StandIn, code: bytes = CUBIN, **changes: Any) -> None:
-    driver.variants[code] = VARIANT
-    handle = driver.load(0, code, ("pa_forward",))["pa_forward"]
-    _queue(driver, _launch()._replace(**changes), handle)
-
-
-@pytest.mark.parametrize("name", WRONG)
-def test_what_may_not_be_is_refused_and_written_down(name: str) -> None:
-    driver = StandIn(devices=2)
-    driver.variants = {CUBIN: VARIANT}
-    act, problem = WRONG[name]
-    with pytest.raises(DriverError):
-        act(driver)
-    assert len(driver.problems) == 1
-    assert re.search(problem, driver.problems[0])
-    assert not driver.queued
-
-
-@pytest.mark.parametrize(
-    ("image", "capability", "code"),
-    [(b"no ELF file", (6, 1), 200), (CUBIN, (6, 0), 209), (CUBIN, (7, 0), 209), (CUBIN, (6, 2), 0)],
-)
-def test_an_image_must_be_for_the_card(image: bytes, capability: tuple[int, int], code: int) -> None:
-    driver = StandIn(replace(CARD, capability=capability))
-    driver.variants = {CUBIN: VARIANT}
-    if not code:
-        assert driver.load(0, image, ("pa_forward",))
-        return
-    with pytest.raises(DriverError) as caught:
-        driver.load(0, image, ("pa_forward",))
-    assert caught.value.error_code == code
-    assert not driver.problems  # a real driver says so too
-
-
-def test_a_kernel_that_an_image_lacks_is_not_found() -> None:
-    driver = StandIn()
-    driver.variants = {CUBIN: VARIANT}
-    with pytest.raises(DriverError, match="cuModuleGetFunction: named symbol not found"):
-        driver.load(0, CUBIN, ("pa_combine",))
-
-
-def test_a_context_left_behind_is_noticed() -> None:
-    driver = StandIn()
-    driver.call("cuCtxPushCurrent_v2", driver._context(0))
-    assert driver.left_behind() == ["1 contexts on the stack"]
-
-
-def test_the_compiler_knows_every_variant_by_its_text_and_macros() -> None:
-    compiler = Compiler()
-    kernels = Kernels(
-        Runtime("cuda:0", CARD),
-        gpu=CudaRuntime(find_compiler=lambda arch: compiler),
-        shipped=lambda *_: None,
-        folder=lambda: None,
-    )
-    for variant in (VARIANT, Variant("split", 80, "bfloat16", "bool", True), Variant("grad_key_value", 256, "float16")):
-        assert variant.name.encode() in kernels.machine_code(variant)
-    assert len(compiler.compiled) == 3

@@ -1,4 +1,4 @@
-"""The emulation of a GPU on a CPU, as far as warps go: fragments, votes, bank conflicts, and warps that run ahead.
+"""The emulation of a GPU on a CPU, as far as warps go: fragments, votes and bank conflicts.
 
 Where the elements of a fragment lie is written here as in the PTX ISA, per lane and element; the emulation has it the
 other way round, and neither reads the other.
@@ -26,14 +26,14 @@ class Tensors(ctypes.Structure):
 _TENSORS = "struct Tensors { uint32_t* a; uint32_t* b; float* c; };\n"
 
 
-def _run(body: str, *tensors: Tensor, threads: int = WARP, seed: int = 1) -> ctypes.CDLL:
+def _run(body: str, *tensors: Tensor) -> ctypes.CDLL:
     """Runs ``body`` as one block with the tensors as p.a, p.b and p.c."""
     library = build_text(
         f"{_TENSORS}__shared__ __align__(128) uint32_t shared[1024];\n"
         f'extern "C" __global__ void tested(const Tensors p) {{\n{body}\n}}',
         {"tested": "Tensors"},
     )
-    run(library, "tested", (1, 1, 1), threads, Tensors(*(t.data_ptr() for t in tensors)), seed)
+    run(library, "tested", (1, 1, 1), WARP, Tensors(*(t.data_ptr() for t in tensors)))
     return library
 
 
@@ -189,64 +189,6 @@ def test_votes_and_shuffles_reach_the_lanes_they_name() -> None:
     assert (out[1] == 1).all()
     assert torch.equal(out[2], ((lanes & -8 | (lanes + 9) % 8) * 3).float())
     assert torch.equal(out[3], (lanes ^ 5).float())
-
-
-# ---- warps that run ahead --------------------------------------------------------------------------------------------
-
-# Two places of a tile in turns: who writes a tile must not be a whole round ahead of those that read the last one.
-_ROUNDS = """
-    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    float sum = 0.f;
-    for (int round = 0; round < 40; ++round) {
-        if (warp == 0) shared[round % 2 * 32 + lane] = round;
-        FENCE
-        for (int i = 0; i < 9; ++i) {  // as a kernel whose warps meet at every product
-            float c[4] = {};
-            const uint32_t a[2] = {0x3c003c00u, 0x3c003c00u};
-            emu_mma_m16n8k8(c, a, 0x3c003c00u);
-            sum += c[0] * shared[round % 2 * 32 + lane];
-        }
-    }
-    p.c[threadIdx.x] = sum;"""
-
-
-def _rounds(fence: str) -> list[Tensor]:
-    outs = []
-    for seed in range(1, 13):
-        outs.append(torch.zeros(4 * WARP))
-        _run(_ROUNDS.replace("FENCE", fence), outs[-1], outs[-1], outs[-1], threads=4 * WARP, seed=seed)
-    return outs
-
-
-_RIGHT = torch.full((4 * WARP,), 8.0 * 9 * sum(range(40)))
-
-
-def test_a_missing_barrier_shows_where_warps_meet_at_every_product() -> None:
-    assert all(torch.equal(out, _RIGHT) for out in _rounds("__syncthreads();"))
-    assert sum(torch.equal(out, _RIGHT) for out in _rounds("__syncwarp();")) <= 5  # it may go well by chance
-
-
-_COUNTERS = """
-        if (round == 0 && threadIdx.x < 4) shared[512 + threadIdx.x] = 0;
-        if (round == 0) __syncthreads();
-        emu_signal(shared + 512 + warp, round + 1);
-        emu_wait_for(shared + 512, WARPS, WAITED);"""
-
-
-def test_counters_hold_warps_back_as_a_barrier_does() -> None:
-    counters = _COUNTERS.replace("WARPS", "4").replace("WAITED", "round + 1")
-    assert all(torch.equal(out, _RIGHT) for out in _rounds(counters))
-
-
-@pytest.mark.parametrize(("warps", "waited"), [("1", "round + 1"), ("4", "round")])
-def test_a_counter_that_is_not_waited_for_shows(warps: str, waited: str) -> None:
-    counters = _COUNTERS.replace("WARPS", warps).replace("WAITED", waited)
-    assert not all(torch.equal(out, _RIGHT) for out in _rounds(counters))
-
-
-def test_a_counter_that_nobody_raises_is_a_deadlock() -> None:
-    with pytest.raises(Deadlock):
-        _rounds(_COUNTERS.replace("WARPS", "4").replace("WAITED", "round + 2"))
 
 
 def test_a_lane_that_misses_a_product_is_a_deadlock() -> None:

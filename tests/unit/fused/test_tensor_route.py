@@ -4,25 +4,22 @@ from __future__ import annotations
 
 import re
 import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from attn_support.fused.device import CardKernels, emulated_card, fresh_card
-from attn_support.fused.driver import Compiler, StandIn, cubin
+from attn_support.fused.device import UncheckedKernels, emulated_card, fresh_card, route_of
+from attn_support.fused.driver import StandIn
 from attn_support.fused.emulation import CARD, GXX, T4, V100
 
-from pascal_attn_core import AttentionConfig, explain, record, sdpa, sdpa_backward
+from pascal_attn_core import AttentionConfig, explain, sdpa, sdpa_backward
 from pascal_attn_core.call import check_call
 from pascal_attn_core.fused.code import prebuilt
 from pascal_attn_core.fused.code.source import Variant, all_variants, source
-from pascal_attn_core.fused.gpu.runtime import DriverError
-from pascal_attn_core.fused.launch import plan
 from pascal_attn_core.fused.launch.plan import tensor_plan
-from pascal_attn_core.fused.trust.kernels import Kernels
 from pascal_attn_core.machine.device import DeviceInfo
 from pascal_attn_core.machine.runtime import runtime_of
 from pascal_attn_core.routes.timing import Times, Timings
@@ -31,11 +28,19 @@ pytestmark = pytest.mark.skipif(GXX is None, reason="needs g++ to build the stan
 GTX_1650 = replace(T4, name="GTX 1650", num_sms=14)  # says 7.5 as well, and has no tensor cores
 
 
-def _clock(on_tensor_cores: float, plain: float, by_torch: float, barrier: float = 99.0) -> Callable[..., list[float]]:
-    """Milliseconds of what is timed, in the order in which it is; nothing is run."""
+def _fresh(card: DeviceInfo, clock: Any, **options: Any) -> Any:
+    return fresh_card(StandIn(card), clock, kind=UncheckedKernels, **options)
+
+
+def _clock(
+    on_tensor_cores: float, plain: float, by_torch: float, seen: list[bool] | None = None
+) -> Callable[..., list[float]]:
+    """Milliseconds of what is timed, in the order in which it is; nothing is run. ``seen``: whether gradients were."""
 
     def times(attempts: list[Callable[[], Any]], device: torch.device) -> list[float]:
-        return [on_tensor_cores, plain, by_torch, barrier][: len(attempts)]
+        if seen is not None:
+            seen.append(torch.is_grad_enabled())
+        return [on_tensor_cores, plain, by_torch][: len(attempts)]
 
     return times
 
@@ -45,10 +50,7 @@ def _query(tokens: int = 600, dtype: torch.dtype = torch.float16) -> torch.Tenso
 
 
 def _route(query: torch.Tensor, **options: Any) -> str:
-    with record() as report:
-        sdpa(query, query, query, **options)
-    (name,) = report.routes()
-    return name
+    return route_of(query, query, query, **options)
 
 
 @pytest.mark.parametrize(
@@ -66,8 +68,7 @@ def test_a_timing_on_the_card_decides_and_not_its_number(
     card: DeviceInfo, times: tuple[float, float, float], expected: str, of_window: str
 ) -> None:
     """Torch has no kernel for windows: there ours on plain cores is the other one."""
-    with fresh_card(StandIn(card), _clock(*times), work_per_sm=1 << 40) as kernels:
-        kernels.largest_error = lambda variant: 0.0
+    with _fresh(card, _clock(*times), work_per_sm=1 << 40):
         query = _query()
         assert _route(query) == expected
         assert _route(query, window=(64, 0)) == of_window
@@ -79,8 +80,7 @@ def test_what_was_timed_is_told_and_kept(tmp_path: Path) -> None:
 
     query = _query()
     for clock in (_clock(1.0, 8.0, 2.5), runs_again):
-        with fresh_card(StandIn(T4), clock, folder=lambda: tmp_path) as kernels:
-            kernels.largest_error = lambda variant: 0.0
+        with _fresh(T4, clock, folder=lambda: tmp_path):
             said = explain(query, query, query)
     assert said.startswith(
         "route fused-tensor: timed on this card at 0.40 of the time of torch's kernel and 0.12 of the time of ours on "
@@ -92,6 +92,8 @@ def test_what_was_timed_is_told_and_kept(tmp_path: Path) -> None:
 def test_other_types_are_never_squeezed_through_float16(dtype: torch.dtype) -> None:
     with emulated_card(lambda launch: None, info=T4, times=Times(9.0, 9.0), ratio=0.5) as kernels:
         sdpa(*[_query(dtype=dtype)] * 3)
+        _back(_query(dtype=dtype))
+    assert kernels.queued[-1].variant.kind == "grad_key_value"
     assert not any(launch.variant.on_tensor_cores for launch in kernels.queued)
 
 
@@ -113,15 +115,9 @@ def test_nothing_is_taken_for_granted_without_a_timing() -> None:
 
 
 def test_gradients_are_timed_with_the_forward_pass() -> None:
-    seen = []
-
-    def times(attempts: list[Callable[[], Any]], device: torch.device) -> list[float]:
-        seen.append(torch.is_grad_enabled())
-        return [1.0, 2.0, 3.0, 4.0][: len(attempts)]
-
+    seen: list[bool] = []
     leaf = _query().requires_grad_()
-    with fresh_card(StandIn(T4), times) as kernels:
-        kernels.largest_error = lambda variant: 0.0
+    with _fresh(T4, _clock(1.0, 2.0, 3.0, seen=seen)):
         assert _route(leaf) == "fused-tensor"
         kinds = runtime_of(leaf.device).part(Timings).known
     assert seen == [True]
@@ -155,23 +151,11 @@ def test_gradients_from_given_results_go_where_gradients_are_fastest(
     assert kinds == ([] if expected is None else [expected + name for name in names])
 
 
-def test_other_types_go_back_on_plain_cores() -> None:
-    with emulated_card(lambda launch: None, info=T4, times=Times(9.0, 9.0)) as kernels:
-        for dtype in (torch.float32, torch.bfloat16):
-            _back(_query(dtype=dtype))
-    assert {launch.variant.kind for launch in kernels.queued} == {"grad_query", "grad_key_value"}
-
-
 def test_gradients_from_given_results_are_timed_once() -> None:
     """They are timed with their forward pass; kernels that are wrong here are found before their first answer
     counts."""
-    seen = []
-
-    def times(attempts: list[Callable[[], Any]], device: torch.device) -> list[float]:
-        seen.append(torch.is_grad_enabled())
-        return [1.0, 2.0, 3.0, 4.0][: len(attempts)]
-
-    with fresh_card(StandIn(T4), times) as kernels:
+    seen: list[bool] = []
+    with fresh_card(StandIn(T4), _clock(1.0, 2.0, 3.0, seen=seen)) as kernels:
         checked: list[str] = []
         kernels.largest_error = lambda variant: checked.append(variant.kind) or float(variant.kind != "tensor")
         _back(_query())
@@ -179,24 +163,6 @@ def test_gradients_from_given_results_are_timed_once() -> None:
         assert kernels.queued == []  # tiles instead
         assert seen == [True]
     assert "tensor_grad_query" in checked
-
-
-@pytest.mark.parametrize(("barrier", "kind"), [(0.9, "tensor_barrier"), (1.1, "tensor")])
-def test_counters_or_a_barrier_as_the_card_prefers(barrier: float, kind: str) -> None:
-    query = torch.randn(2, 20, 1024, 64).half()
-    with fresh_card(StandIn(T4), _clock(1.0, 9.0, 2.0, barrier)) as kernels:
-        kernels.largest_error = lambda variant: 0.0
-        assert _route(query) == "fused-tensor"
-        assert kernels.queued[-1].variant.kind == kind
-
-
-def test_without_a_compiler_there_are_the_counters() -> None:
-    """The kernel with a barrier does not ship."""
-    query = torch.randn(2, 20, 1024, 64).half()
-    with fresh_card(StandIn(T4), _clock(1.0, 2.0, 2.0, 0.1), find_compiler=lambda arch: None) as kernels:
-        kernels.largest_error = lambda variant: 0.0
-        assert _route(query) == "fused-tensor"
-        assert kernels.queued[-1].variant.kind == "tensor"
 
 
 # ---- plans -----------------------------------------------------------------------------------------------------------
@@ -228,39 +194,22 @@ def test_a_plan_names_the_kernels_of_the_generation() -> None:
 # ---- shared memory beyond 48 KiB -------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def kernels() -> Iterator[CardKernels]:
-    with fresh_card(StandIn(T4)) as found:
-        yield found
-
-
-def test_large_tiles_are_asked_for_before_they_are_launched(kernels: CardKernels) -> None:
+def test_large_tiles_are_asked_for_before_they_are_launched() -> None:
     large = Variant("tensor", 128, "float16")
     assert large.dynamic_bytes > 48 << 10
-    kernels.functions(large)
-    assert kernels.driver.asked["cuFuncSetAttribute"] == 1
-    kernels.functions(Variant("tensor", 32, "float16"))
-    assert kernels.driver.asked["cuFuncSetAttribute"] == 1
+    with fresh_card(StandIn(T4)) as kernels:
+        for variant in (large, Variant("tensor", 32, "float16")):
+            kernels.functions(variant)
+            assert kernels.driver.asked["cuFuncSetAttribute"] == 1
 
 
 def test_a_card_that_has_not_as_much_leaves_the_call_to_others() -> None:
     driver = StandIn(T4)
     driver.faults["cuFuncSetAttribute"] = 1
     query = torch.randn(1, 80, 600, 128).half()
-    with fresh_card(driver, _clock(1.0, 2.0, 3.0)) as kernels:
-        kernels.largest_error = lambda variant: 0.0
+    with fresh_card(driver, _clock(1.0, 2.0, 3.0), kind=UncheckedKernels) as kernels:
         assert _route(query) == "torch"
         assert "cuFuncSetAttribute" in next(iter(kernels._failed.values()))
-
-
-def test_the_stand_in_refuses_what_was_not_asked_for(kernels: CardKernels) -> None:
-    variant, driver = Variant("tensor", 128, "float16"), kernels.driver
-    image = cubin(variant, 75, shared_bytes=64)
-    driver.variants[image] = variant
-    function = driver.load(0, image, variant.functions)["pa_tensor"]
-    with pytest.raises(DriverError, match="invalid argument"):
-        driver.allow_shared(0, function, 65 << 10)
-    driver.problems.clear()
 
 
 # ---- what ships ------------------------------------------------------------------------------------------------------
@@ -284,14 +233,6 @@ def test_every_variant_fits_the_shared_memory_of_its_cards() -> None:
         if variant.on_tensor_cores:
             of_block = variant.tile_bytes + variant.own_bytes
             assert of_block * variant.geometry.blocks <= (64 if variant.kind.startswith("tensor") else 96) << 10
-
-
-def test_kernels_for_other_cards_are_not_loaded() -> None:
-    assert Kernels is not None
-    compiler = Compiler()
-    with fresh_card(StandIn(T4), find_compiler=lambda arch: compiler) as kernels:
-        kernels.functions(Variant("tensor", 64, "float16", padded=True))
-    assert [variant.kind for variant in compiler.compiled] == ["tensor"]
 
 
 @pytest.mark.parametrize("kind", ["tensor", "tensor_grad_query"])
@@ -335,28 +276,3 @@ def test_a_window_leaves_no_keys_to_cut() -> None:
     assert kind == "tensor_small"
     assert splits > 1
     assert _chosen(8, 1, 4096, window=(63, 0), alignment="lower_right") == ("tensor_small", 1)
-
-
-@pytest.mark.parametrize("heads", [1, 4])
-@pytest.mark.parametrize(
-    "rules", [{"is_causal": True}, {"is_causal": True, "alignment": "lower_right"}, {"window": (20, 9)}], ids=str
-)
-@pytest.mark.parametrize(("tokens", "keys"), [(200, 200), (128, 300), (5, 300), (300, 90)])
-def test_the_keys_that_tiles_meet_are_counted(tokens: int, keys: int, rules: dict[str, Any], heads: int) -> None:
-    """The count goes from the first to the last key of any row of a tile; of several heads all that any of their rows
-    sees."""
-    query, key = (torch.empty(1, heads, n, 64, dtype=torch.float16, device="meta") for n in (tokens, keys))
-    call = check_call(query, key[:, :1], key[:, :1], enable_gqa=True, **rules)
-    small = Variant("tensor_small", 64, "float16").geometry
-    tiles = plan._tiles_of(plan._Shape.of(call), small, heads)
-    low = -1000 if call.left is None else call.offset - call.left
-    assert call.right is not None
-    met = []
-    for row0 in range(0, heads * tokens, small.rows):
-        rows = range(row0, min(row0 + small.rows, heads * tokens))
-        several = rows[0] // tokens != rows[-1] // tokens
-        queries = range(tokens) if several else [row % tokens for row in rows]
-        first, last = queries[0] + low, queries[-1] + call.offset + call.right
-        met.append(sum(first <= k <= last for k in range(keys)))
-    assert tiles[:3] == (len(met), sum(met), max(met))
-    assert tiles.in_order in (tuple(met), tuple(reversed(met)))

@@ -7,15 +7,16 @@ import json
 import logging
 import subprocess
 import sys
-import threading
-import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from attn_support import fresh
+from attn_support.fused.emulation import CARD
+from attn_support.fused.trials import Starter
 
 from pascal_attn_core import AttentionConfig, explain
 from pascal_attn_core.call import check_call
@@ -25,14 +26,11 @@ from pascal_attn_core.fused.trust import trial
 from pascal_attn_core.fused.trust.kernels import Kernels
 from pascal_attn_core.fused.trust.trial import Job, Trials
 from pascal_attn_core.machine import facts as machine
-from pascal_attn_core.machine.device import DeviceInfo
 from pascal_attn_core.machine.runtime import Runtime, using
 from pascal_attn_core.routes import choose, torch_kernel
 
 ROOT = Path(trial.__file__).parents[3]
-CARD = DeviceInfo("cuda", "GTX 1080 Ti", capability=(6, 1), num_sms=28, l2_bytes=2816 << 10, arch="sm_61")
 FORWARD, MASKED = Variant("forward", 64, "float32"), Variant("forward", 64, "float32", "bool")
-RIGHT = "return 1e-7"
 # A child whose kernels load, and whose first answers are computed by this body.
 _CHILD = """
 import os, signal, sys, time
@@ -57,37 +55,15 @@ trial.main()
 """
 
 
-# The same without torch, for what only the parent decides: every kernel is right, and then this body runs.
-_QUICK = """
-import json, sys, time
-job = json.loads(sys.argv[1])
-with open(sys.argv[2], "a") as file:
-    for kind, dim, dtype, mask, padded, arch in job["needed"] + job["others"]:
-        name = f"{{kind}}-{{dim}}-{{dtype}}-{{mask}}"
-        print(json.dumps({{"variant": name, "begun": True}}), file=file, flush=True)
-        {body}
-        print(json.dumps({{"variant": name, "error": 1e-7, "limit": 1e-4}}), file=file, flush=True)
-"""
+class Child(Starter):
+    """Starts such children."""
 
+    def __init__(self, body: str = "return 1e-7", unloadable: str = ""):
+        super().__init__()
+        self.code = _CHILD.format(root=str(ROOT), body=body, culprit=FORWARD.name, unloadable=unloadable)
 
-class _Starter:
-    """Starts such children, and counts them."""
-
-    def __init__(self, body: str = RIGHT, culprit: Variant = FORWARD, unloadable: str = "", *, code: str = _CHILD):
-        self.code = code.format(root=str(ROOT), body=body, culprit=culprit.name, unloadable=unloadable)
-        self.needs_torch = code is _CHILD
-        self.jobs: list[Job] = []
-        self.children: list[Any] = []
-
-    def __call__(self, job: Job, answers: Path) -> Any:
-        self.jobs.append(job)
-        arguments = json.dumps(job._asdict()), str(answers)
-        if self.needs_torch:
-            self.children.append(fresh.start(self.code, *arguments))
-        else:
-            command = [sys.executable, "-c", self.code, *arguments]
-            self.children.append(subprocess.Popen(command, stderr=subprocess.DEVNULL))
-        return self.children[-1]
+    def started(self, errors: Any, *arguments: str) -> Any:
+        return fresh.start(self.code, *arguments)
 
 
 @pytest.fixture
@@ -100,12 +76,8 @@ def trials(tmp_path: Path) -> Callable[..., Trials]:
     return make
 
 
-def _quick(body: str = "") -> _Starter:
-    return _Starter(body or "pass", code=_QUICK)
-
-
 def test_kernels_that_are_right_are_tried_once_on_a_machine(trials, tmp_path) -> None:
-    start = _Starter()
+    start = Child()
     first = trials(start)
     assert first.reason([FORWARD]) == ""
     assert first.reason([FORWARD, MASKED]) == ""  # it ships, so the same child has tried it
@@ -140,7 +112,7 @@ def test_kernels_that_are_right_are_tried_once_on_a_machine(trials, tmp_path) ->
     ],
 )
 def test_a_child_that_dies_or_finds_wrong_numbers_leaves_the_route_off_for_good(trials, caplog, body, words) -> None:
-    start = _Starter(body)
+    start = Child(body)
     here = trials(start)
     with caplog.at_level(logging.WARNING):
         reason = here.reason([FORWARD])
@@ -156,21 +128,84 @@ def test_a_child_that_dies_or_finds_wrong_numbers_leaves_the_route_off_for_good(
 
 
 def test_a_kernel_that_nobody_asked_for_and_that_faults_leaves_the_route_off_too(trials) -> None:
-    start = _quick(f"if name == {MASKED.name!r}: sys.exit(3)")
-    assert f"{MASKED.name} ended its process: exit status 3" in trials(start).reason([FORWARD])
+    start = Starter(f"if name == {MASKED.name!r}: os.kill(os.getpid(), signal.SIGSEGV)")
+    assert f"{MASKED.name} ended its process: SIGSEGV" in trials(start).reason([FORWARD])
 
 
-def test_a_child_that_hangs_is_ended_at_its_deadline(trials) -> None:
-    start = _quick("time.sleep(600)")
-    begin = time.monotonic()
-    here = trials(start, seconds=5.0)
-    assert "forward-64-float32-none: it did not end in 5 s" in here.reason([FORWARD])
-    assert time.monotonic() - begin < 60
+# What says nothing about the kernels: a child's body -> the reason.
+PASSING = {
+    "killed": ("os.kill(os.getpid(), signal.SIGKILL)", "ended its process: SIGKILL"),
+    "ends": ("print('cannot: 1\\n', file=sys.stderr); sys.exit(3)", "ended its process: exit status 3: cannot: 1"),
+    "raises": ("raise IndexError('an index')", "ended its process: exit status 1: IndexError: an index"),
+    "hangs": ("time.sleep(600)", "forward-64-float32-none: it did not end in 2 s"),
+}
+
+
+@pytest.mark.parametrize(("body", "words"), PASSING.values(), ids=PASSING)
+def test_what_is_not_the_kernels_fault_leaves_the_route_off_in_this_process_only(trials, caplog, body, words) -> None:
+    start = Starter(body)
+    here = trials(start, seconds=2.0)
+    assert words in here.reason([FORWARD])
+    assert words in here.reason([MASKED])
+    assert len(start.jobs) == 1
     assert start.children[0].returncode is not None
+    (record,) = caplog.records
+    assert record.getMessage().startswith("the fused route is left off in this process: ")
+    assert trials(Starter()).reason([FORWARD]) == ""
+
+
+def test_a_child_that_lacked_memory_is_tried_again_later(trials, monkeypatch) -> None:
+    line = {"variant": FORWARD.name, "refused": "CUDA error: CUBLAS_STATUS_ALLOC_FAILED"}
+    start = Starter(f"print(json.dumps({line}), file=file, flush=True); break")
+    here = trials(start)
+    for _ in range(2):
+        assert here.reason([FORWARD]) == line["refused"]
+    assert len(start.jobs) == 1
+    monkeypatch.setattr(trial, "RETRY_SECONDS", 0.0)
+    later = trials(start)
+    assert later.reason([FORWARD]) == line["refused"]
+    later.start = Starter()
+    assert later.reason([FORWARD]) == ""
+
+
+def test_a_check_that_finds_no_memory_in_the_child_says_so(trials) -> None:
+    start = Child("raise RuntimeError('CUDA error: CUBLAS_STATUS_ALLOC_FAILED')")
+    assert trials(start).reason([FORWARD]) == "CUDA error: CUBLAS_STATUS_ALLOC_FAILED"
+
+
+@pytest.mark.parametrize(
+    ("words", "advice"),
+    [
+        ("CUDA error: CUDA-capable device(s) is/are busy or unavailable", "nvidia-smi -c DEFAULT"),
+        ("CUDA error: MPS client failed to connect to the MPS control daemon", "nvidia-cuda-mps-control"),
+    ],
+)
+def test_modes_of_a_card_that_let_no_child_in_are_named_with_what_to_do(trials, words, advice) -> None:
+    def start(job, answers):
+        answers.write_text(json.dumps({"stopped": f"RuntimeError: {words}", "is_fault": False}))
+        return subprocess.Popen([sys.executable, "-c", ""])
+
+    reason = trials(start).reason([FORWARD])
+    assert words in reason
+    assert advice in reason
+    assert "PASCAL_ATTN_TRUST=1" in reason
+
+
+def test_its_seconds_count_from_where_torch_works(trials) -> None:
+    start = Starter(f"time.sleep(1.5 * (name == {FORWARD.name!r}))")
+    start.code = f"import time\ntime.sleep(1.5)\n{start.code}"
+    assert trials(start, seconds=2.5).reason([FORWARD]) == ""
+
+
+@pytest.mark.parametrize(("status", "is_fault"), [(0xC0000005, True), (0xC0000409, True), (0xC000013A, False)])
+def test_windows_says_by_a_number_what_ended_a_process(trials, status: int, is_fault: bool) -> None:
+    here = trials(_no_child)
+    here._judge([{"variant": FORWARD.name, "begun": True}], status, "", [FORWARD])
+    assert bool(here._off) is is_fault
 
 
 def test_an_interrupt_of_the_user_ends_the_child_and_comes_through(trials, monkeypatch) -> None:
-    start = _quick("time.sleep(600)")
+    start = Starter("time.sleep(600)")
     here = trials(start)
 
     def interrupted(self, timeout=None):
@@ -184,7 +219,7 @@ def test_an_interrupt_of_the_user_ends_the_child_and_comes_through(trials, monke
 
 
 def test_a_variant_that_cannot_be_loaded_is_left_to_other_routes_and_the_others_are_good(trials, tmp_path) -> None:
-    start = _Starter(unloadable="bool")
+    start = Child(unloadable="bool")
     here = trials(start)
     assert here.reason([FORWARD]) == ""
     assert here.reason([MASKED]) == "no NVRTC for sm_61"
@@ -194,9 +229,8 @@ def test_a_variant_that_cannot_be_loaded_is_left_to_other_routes_and_the_others_
     assert len(start.jobs) == 2
 
 
-class _NoChild:
-    def __call__(self, job: Job, answers: Path) -> subprocess.Popen[bytes]:
-        raise AssertionError("no child is to be started")
+def _no_child(job: Job, answers: Path) -> subprocess.Popen[bytes]:
+    raise AssertionError("no child is to be started")
 
 
 def test_a_child_that_cannot_be_started_leaves_the_route_off_in_this_process(trials, tmp_path) -> None:
@@ -207,55 +241,74 @@ def test_a_child_that_cannot_be_started_leaves_the_route_off_in_this_process(tri
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_child_that_comes_to_no_result_proves_nothing(trials) -> None:
-    def start(job, answers):
-        return subprocess.Popen([sys.executable, "-c", "raise SystemExit(7)"])
+def test_a_child_that_comes_to_no_result_decides_for_all_kinds_in_this_process(trials) -> None:
+    start = Starter()
+    start.code = "import no_such_module"
+    here = trials(start)
+    for variant in (FORWARD, MASKED):
+        reason = here.reason([variant])
+        assert reason.startswith("the process that checks the kernels came to no result: exit status 1: ModuleNotFound")
+    assert len(start.jobs) == 1
 
-    reason = trials(start).reason([FORWARD])
-    assert reason == "the process that checks the kernels came to no result: exit status 7"
+
+def test_where_there_is_no_room_for_its_answers_no_call_ends(trials, monkeypatch) -> None:
+    def full(**options):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(trial.tempfile, "TemporaryDirectory", full)
+    assert "No space left on device" in trials(_no_child).reason([FORWARD])
 
 
 def test_who_trusts_the_kernels_has_no_trial(trials, monkeypatch) -> None:
     monkeypatch.setenv("PASCAL_ATTN_TRUST", "1")
-    assert trials(_NoChild()).reason([FORWARD]) == ""
+    assert trials(_no_child).reason([FORWARD]) == ""
 
 
-def test_no_child_while_memory_is_short_or_in_a_forked_worker_and_later_it_is_made_up_for(trials, monkeypatch) -> None:
-    here = trials(_NoChild())
+def test_no_child_while_memory_is_short_or_in_a_forked_worker_and_later_it_is_made_up_for(
+    trials, monkeypatch, caplog
+) -> None:
+    here = trials(_no_child)
+    monkeypatch.setattr(trial, "RETRY_SECONDS", 0.0)
     monkeypatch.setattr(trial, "free_bytes", lambda device: 100 << 20)
-    assert here.reason([FORWARD]) == "the kernels are not tried while less than 1024 MiB are free, got 100"
+    for _ in range(2):
+        assert here.reason([FORWARD]) == "the kernels are not tried while less than 512 MiB are free, got 100"
+    (record,) = caplog.records  # is said once
+    assert "the fused route is left off in this process: the kernels are not tried" in record.getMessage()
     monkeypatch.setattr(trial, "free_bytes", lambda device: 8 << 30)
     monkeypatch.setattr(torch.cuda, "_is_in_bad_fork", lambda: True)
     assert here.reason([FORWARD]) == "the kernels are not tried from a worker process that was forked"
     monkeypatch.undo()
-    here.start = _quick()
+    here.start = Starter()
     assert here.reason([FORWARD]) == ""
+
+
+def test_memory_that_torch_keeps_in_reserve_is_freed_for_the_child(trials, monkeypatch) -> None:
+    free = [100 << 20]
+    monkeypatch.setattr(trial, "free_bytes", lambda device: free[0])
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: free.__setitem__(0, 8 << 30))
+    assert trials(Starter()).reason([FORWARD]) == ""
 
 
 @pytest.mark.parametrize("text", ["", "not json", '["a list"]', '{"good": 3, "off": 4}'])
 def test_a_file_that_cannot_be_read_counts_as_none(trials, text) -> None:
-    here = trials(_NoChild())
+    here = trials(_no_child)
     here._path().write_text(text)
-    here.start = _quick()
+    here.start = Starter()
     assert here.reason([FORWARD]) == ""
 
 
 def test_where_nothing_can_be_stored_the_verdict_holds_in_this_process(tmp_path) -> None:
-    start = _quick()
+    start = Starter()
     here = Trials(Runtime("cpu", CARD), start=start, folder=lambda: None)
     assert here.reason([FORWARD]) == here.reason([FORWARD]) == ""
     assert len(start.jobs) == 1
 
 
 def test_threads_wait_for_one_child(trials) -> None:
-    start = _quick()
-    here, found = trials(start), []
-    threads = [threading.Thread(target=lambda: found.append(here.reason([FORWARD]))) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert found == [""] * 4
+    start = Starter()
+    here = trials(start)
+    with ThreadPoolExecutor(4) as pool:
+        assert list(pool.map(here.reason, [[FORWARD]] * 4)) == [""] * 4
     assert len(start.jobs) == 1
 
 
@@ -269,7 +322,8 @@ def test_the_child_as_it_is_started_imports_this_package_and_reports_what_ended_
     child = trial.start_child(Job("cpu", "CPU", [["forward", 64, "float32", "none", False, ""]], []), answers)
     assert child.wait(120) == 0
     assert json.loads(answers.read_text()) == {
-        "stopped": "RuntimeError: the fused kernel needs a GPU of NVIDIA's, or of AMD's with ROCm"
+        "stopped": "RuntimeError: the fused kernel needs a GPU of NVIDIA's, or of AMD's with ROCm",
+        "is_fault": False,
     }
 
 

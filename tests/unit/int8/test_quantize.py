@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from pascal_attn_core.int8 import Int8Matrix, quantize, quantize_rows, rotate
-from pascal_attn_core.int8.quantize import LEAST_SCALE, check_rotation
+from pascal_attn_core.int8.quantize import LEAST_SCALE
 
 ROTATIONS = (0, 4, 16, 64, 256)
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -36,15 +36,10 @@ def test_no_rotation_is_the_tensor_itself() -> None:
     assert rotate(x, 0) is x
 
 
-@pytest.mark.parametrize("size", [-4, 1, 2, 3, 8, 32, 128, 512])
-def test_a_rotation_must_be_a_power_of_four(size: int) -> None:
-    with pytest.raises(ValueError, match=rf"power of 4 that divides the 1024 columns, got {size}"):
-        check_rotation(size, 1024)
-
-
-def test_a_rotation_must_divide_the_columns() -> None:
-    with pytest.raises(ValueError, match="divides the 96 columns, got 64"):
-        quantize_rows(torch.randn(2, 96), 64)
+@pytest.mark.parametrize(("size", "columns"), [*((size, 1024) for size in (-4, 1, 2, 3, 8, 32, 128, 512)), (64, 96)])
+def test_a_rotation_must_be_a_power_of_four_that_divides_the_columns(size: int, columns: int) -> None:
+    with pytest.raises(ValueError, match=rf"power of 4 that divides the {columns} columns, got {size}"):
+        quantize_rows(torch.randn(2, columns), size)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -58,15 +53,6 @@ def test_codes_and_scales_are_those_of_the_definition(dtype: torch.dtype, size: 
         assert torch.equal(codes, torch.round(row / scale).to(torch.int8))
     assert found.codes.abs().max() == 127
     assert found.rotation == size
-
-
-@pytest.mark.parametrize("size", [0, 256])
-def test_each_element_errs_by_half_a_scale_at_most(size: int) -> None:
-    x = torch.randn(50, 256)
-    found = quantize_rows(x, size)
-    errors = (rotate(x, size) - found.codes * found.scales[:, None]).abs()
-    assert (errors <= found.scales[:, None] * 0.5001).all()
-    assert 0.002 < ((found.float() - x).norm() / x.norm()).item() < 0.01
 
 
 def test_a_rotation_spreads_an_outlier_channel() -> None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import importlib
 import threading
 from typing import Any
 
 import pytest
 import torch
+from attn_support.comfy.pack import NAME
 from attn_support.comfy.stub import StubHost, make_engine, node_module, stub_host  # noqa: F401
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
@@ -15,7 +17,8 @@ from pascal_attn_core.observe.memory import PeakMemory
 from pascal_attn_core.reference import reference_sdpa
 
 engine_module, runs = node_module("engine.engine"), node_module("engine.runs")
-compare_module = node_module("engine.compare")
+meter_module, call_module = node_module("engine.meter"), importlib.import_module(f"{NAME}.pascal_attn_core.call")
+compare_module, in_run = node_module("engine.compare"), node_module("patches.replacements").in_run
 pytestmark = pytest.mark.usefixtures("stub_host")
 
 
@@ -31,26 +34,16 @@ def close(out: Tensor, given: tuple[Tensor, ...], **options: Any) -> None:
 # ---- what is taken ----
 
 
-def test_a_call_below_the_least_number_of_keys_is_left_to_the_host() -> None:
-    engine = make_engine(min_keys=65)
-    assert engine.attend(*qkv()) is None
-    assert engine.run.reasons("passed to ComfyUI") == {"fewer than 65 keys": 1}
-    engine = make_engine(min_keys=64)
-    close(engine.attend(*(given := qkv())), given)
-
-
-def test_a_small_call_whose_scores_exceed_the_budget_is_taken_all_the_same() -> None:
+def test_a_call_with_too_few_keys_or_queries_is_left_to_the_host() -> None:
+    given = qkv()
+    for limits, least in (({"min_keys": 65}, "fewer than 65 keys"), ({"min_queries": 65}, "fewer than 65 queries")):
+        engine = make_engine(**limits)
+        assert engine.attend(*given) is None
+        assert engine.run.reasons("passed to ComfyUI") == {least: 1}
+    close(make_engine(min_keys=64, min_queries=64).attend(*given), given)
     many_heads = [torch.randn(64, 64, 32, 8) for _ in range(3)]  # 16 MiB of scores
     assert make_engine(min_keys=1024, budget_mib=17).attend(*many_heads) is None
     assert make_engine(min_keys=1024, budget_mib=15).attend(*many_heads) is not None
-
-
-def test_a_single_query_is_left_to_the_host_where_the_node_says_so() -> None:
-    query, key, value = qkv()
-    engine = make_engine(min_queries=2)
-    assert engine.attend(query[:, :, :1], key, value) is None
-    assert engine.attend(query[:, :, :2], key, value) is not None
-    assert engine.run.reasons("passed to ComfyUI") == {"fewer than 2 queries": 1}
 
 
 def test_shapes_that_do_not_fit_are_passed_with_the_reason() -> None:
@@ -161,14 +154,6 @@ def test_inputs_that_hold_nan_are_named_once_with_the_option_that_helps(part: st
 # ---- interrupts ----
 
 
-def attend_in_run(engine: Any, given: tuple[Tensor, ...]) -> None:
-    engine.begin()
-    try:
-        engine.attend(*given)
-    finally:
-        engine.end()
-
-
 class Cancelled(BaseException):
     """As ComfyUI's exception since 0.33."""
 
@@ -181,12 +166,12 @@ def test_an_interrupt_between_blocks_ends_the_call_and_the_next_is_clean(
     engine = make_engine(route="tiled", q_block=16, kv_block=16)
     given = qkv()
     stub_host.interrupt, stub_host.at_look = kind("cancel"), 3
-    with pytest.raises(kind, match="cancel"):
-        attend_in_run(engine, given)
+    with pytest.raises(kind, match="cancel"), in_run(engine):
+        engine.attend(*given)
     assert stub_host.looks == 3
     (run,) = runs.remembered()
     assert run.finished
-    assert any(kind.__name__ in note for note in run.notes)
+    assert run.notes == [f"ended early by {kind.__name__}: the figures cover the time until then"]
     stub_host.interrupt = None
     engine.begin()
     close(engine.attend(*given), given)
@@ -231,20 +216,14 @@ def test_a_run_counts_sums_and_says_its_line() -> None:
     assert run.settings == "route tiled, budget 4 MiB, from 32 keys"
 
 
-def test_the_newest_runs_are_remembered() -> None:
+def test_the_newest_runs_are_remembered_and_a_warning_is_kept_once() -> None:
     found = [runs.Run("Model", "VAE", "", "cpu", prompt_id=str(number // 2)) for number in range(40)]
     for run in found:
         runs.remember(run)
     assert runs.remembered() == found[8:]
     runs.forget()
     assert runs.remembered() == []
-
-
-def test_a_warning_is_kept_once() -> None:
-    run = runs.Run("Model", "VAE", "", "cpu")
-    assert run.warn("one")
-    assert not run.warn("one")
-    assert run.warnings == ["one"]
+    assert (run.warn("one"), run.warn("one"), run.warnings) == (True, False, ["one"])
 
 
 def test_threads_share_an_engine_without_losing_a_call() -> None:
@@ -269,6 +248,109 @@ def test_threads_share_an_engine_without_losing_a_call() -> None:
     assert failures == []
     assert run.count("taken") == 4 * len(given)
     assert run.finished
+
+
+# ---- the records that the report is made of ----
+
+
+def attend(engine: Any, tokens: int = 64, **options: Any) -> None:
+    engine.attend(*qkv(tokens), place=runs.Place("double 0"), **options)
+
+
+def test_a_run_is_over_when_its_outermost_sampling_is() -> None:
+    engine = make_engine()
+    engine.begin()
+    engine.begin()
+    attend(engine)
+    assert engine.end() is None
+    assert engine.is_running
+    finished = engine.end()
+    assert finished.finished
+    assert finished.count() == 1
+    assert not engine.is_running
+    assert runs.remembered() == [finished]
+
+
+def test_calls_outside_of_a_sampling_are_a_run_that_the_next_one_ends() -> None:
+    engine = make_engine()
+    attend(engine)
+    stray = runs.remembered()[0]
+    assert not stray.finished
+    engine.begin()
+    assert stray.finished
+    assert engine.end() is not stray
+    assert len(runs.remembered()) == 2
+
+
+def test_a_run_inside_the_handling_of_an_older_error_has_not_failed() -> None:
+    engine = make_engine()
+    try:
+        raise MemoryError
+    except MemoryError:
+        engine.begin()
+        attend(engine)
+        assert engine.end().notes == []
+
+
+def test_the_sample_is_of_the_largest_call_that_can_be_sampled() -> None:
+    engine = make_engine()
+    engine.begin()
+    attend(engine, 32)
+    attend(engine, 64)
+    attend(engine, 128, options=call_module.Options(is_causal=True))
+    attend(engine, 48)
+    assert engine.end().sample.kind.query == (1, 2, 64, 8)
+
+
+def test_a_new_run_of_the_same_model_drops_the_old_sample() -> None:
+    engine = make_engine()
+    for _ in range(2):
+        engine.begin()
+        attend(engine)
+        engine.end()
+    assert [entry.sample is None for entry in runs.remembered()] == [True, False]
+
+
+def test_the_peak_of_a_run_is_that_of_its_fullest_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = make_engine()
+    monkeypatch.setattr(engine_module, "peak_of_run", lambda device: {"cpu": 5, "cuda:1": 9}[str(device)])
+    engine.begin().saw_device(torch.device("cuda:1"))
+    assert engine.end().peak_bytes == 9
+
+
+class Clock:
+    """A CUDA event by hand: over or not, at a time."""
+
+    def __init__(self, ms: float, over: bool = True):
+        self.ms, self.over = ms, over
+
+    def query(self) -> bool:
+        return self.over
+
+    def synchronize(self) -> None:
+        self.over = True
+
+    def elapsed_time(self, end: Any) -> float:
+        return end.ms - self.ms
+
+
+def test_events_that_are_not_over_wait_for_the_end() -> None:
+    made, tally = runs.Run("Flux", "diffusion model", "", "cuda:0"), runs.CallTally()
+    for _ in range(runs._PENDING):
+        made.time_later(tally, Clock(0), Clock(2, over=False))
+    assert len(made._pending) == runs._PENDING
+    made.finish()
+    assert made._pending == []
+    assert tally.elapsed_ms == 2 * runs._PENDING
+
+
+def test_devices_whose_clock_cannot_be_read_are_not_timed() -> None:
+    made = runs.Run("Flux", "diffusion model", "", "cuda:0")
+    tally = made.add(runs.CallKind("double 0", "taken", "torch", ""))
+    with meter_module.Meter(made, tally, torch.device("mps"), measures=True):
+        pass
+    assert tally.elapsed_ms == 0
+    assert tally.extra_bytes is None
 
 
 # ---- training ----

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
@@ -40,12 +41,9 @@ def test_packs_find_the_functions_while_it_is_on(stub_host: StubHost) -> None:  
     assert "flash_attn" not in sys.modules
     assert importlib.util.find_spec("flash_attn") is None
     switch(False)
-    assert stub_host.said == [
-        "flash_attn functions: 'import flash_attn' now uses this pack's functions",
-        "flash_attn functions: 'import flash_attn' now uses this pack's functions",
-        "flash_attn functions: off; packs keep whatever they have already imported",
-        "flash_attn functions: off",
-    ]
+    on, off = "'import flash_attn' now uses this pack's functions", "off"
+    said = [on, on, "off; packs keep whatever they have already imported", off]
+    assert stub_host.said == [f"flash_attn functions: {text}" for text in said]
 
 
 def test_the_report_counts_its_calls_by_function_and_route() -> None:
@@ -58,9 +56,9 @@ def test_the_report_counts_its_calls_by_function_and_route() -> None:
     interface.flash_attn_varlen_func(query[0], query[0], query[0], *[torch.tensor([0, 20, 50])] * 2, softcap=3.0)
     (run_,) = RUNS.remembered()
     assert (run_.subject, run_.prompt_id, run_.finished) == ("flash_attn functions", "prompt", True)
-    counts: dict[str, int] = {}
+    counts: Counter[str] = Counter()
     for kind, tally in run_.tallies.items():
-        counts[kind.block] = counts.get(kind.block, 0) + tally.count
+        counts[kind.block] += tally.count
     assert counts == {"flash_attn.flash_attn_func": 3, "flash_attn.flash_attn_interface.flash_attn_varlen_func": 2}
     assert run_.line().startswith("flash_attn functions: 5 calls, 5 taken (")
 

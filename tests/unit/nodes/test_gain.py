@@ -13,93 +13,63 @@ STORED = {"route": "tiled", "torch_stores": True}
 WAN = {"query": (1, 24, 5070, 128), "key": (1, 24, 5070, 128), "dtype": "float32"}
 
 
-def line(*runs, attention=SDPA):
-    return GAIN.gain_line(runs, attention)
+def with_call(block="block 0", *, outcome="taken", **more):
+    """A run of one call: fields of its tally, and of its kind."""
+    tally = {name: more.pop(name) for name in ("extra_bytes", "elapsed_ms", "repaired", "count") if name in more}
+    changes = {name: more.pop(name) for name in ("part",) if name in more}
+    return run([(kind(block, outcome, **more), tally)], **changes)
 
 
-def test_memory_is_that_of_torchs_scores_less_what_the_call_took():
-    tallies = [(kind("block 0", **STORED, **WAN), {"extra_bytes": 64 << 20, "elapsed_ms": 9.0})]
-    expected = "Gained: 2,289 MiB less memory in the largest call (64 instead of 2,353 MiB)."
-    assert line(run(tallies)) == expected
+LARGE = with_call(**STORED, **WAN, extra_bytes=64 << 20, elapsed_ms=9.0)
+UNMEASURED = with_call(**STORED, **WAN, extra_bytes=None)
+TIMED = with_call(route="fused", over_torch=0.5, torch_stores=False, elapsed_ms=41_000.0)
+UNTIMED = with_call(torch_stores=False, elapsed_ms=99_000.0)
+VAE = with_call("mid", part="VAE", route="fused", over_torch=0.8, elapsed_ms=4000.0, repaired=2)
+ALL_PASSED = with_call(outcome="passed to ComfyUI", why="fewer than 1024 keys", count=32)
+PASSED = {kind("b", "passed to ComfyUI", why=why): n for why, n in (("fewer than 1024 keys", 32), ("a sink", 2))}
+SOME_PASSED = run([(entry, {"count": count}) for entry, count in PASSED.items()])
+UNASKED = with_call(route="tiled", torch_stores=None, extra_bytes=1 << 20)
+SMALL = with_call(**STORED, query=(1, 1, 64, 64), key=(1, 1, 64, 64), extra_bytes=0, elapsed_ms=1.0)
+INT8, BANDS = run(part="int8", gains=["40 of 40 layers in int8, not exact"]), run(part="VAE", gains=["in bands"])
+LESS = "2,289 MiB less memory in the largest call (64 instead of 2,353 MiB)"
+SENTENCES = {
+    "torch's scores less what the call took": ([LARGE], f"Gained: {LESS}."),
+    "not measured, not subtracted": ([UNMEASURED], "Gained: 2,353 MiB of scores not stored in the largest call."),
+    "timed against torch's kernel": ([TIMED], "Gained: 41.0 s less in attention (timed on this machine)."),
+    "several runs in one sentence": (
+        [LARGE, VAE],
+        f"Gained: {LESS}, 1.00 s less in attention (timed on this machine), 2 outputs saved from NaN.",
+    ),
+    "torch's own kernel": (
+        [UNTIMED],
+        "Nothing to gain: PyTorch's own kernel takes every call here, with or without this node.",
+    ),
+    "nobody asked torch": ([UNASKED], "what PyTorch's attention would have needed here was not measured."),
+    "all passed": ([ALL_PASSED], "Nothing to gain: all 32 calls passed to ComfyUI: fewer than 1024 keys."),
+    "some passed": ([SOME_PASSED], "Nothing to gain: 32 of 34 calls passed to ComfyUI: fewer than 1024 keys."),
+    "no runs": ([], "Nothing gained: no attention call reached a patch."),
+    "no calls": ([run()], "Nothing gained: no attention call reached a patch."),
+    "notes": ([run(notes=["0 of 9 modules chunked"])], "Nothing gained: 0 of 9 modules chunked."),
+    "beside attention": ([UNTIMED, INT8, BANDS], "Gained: 40 of 40 layers in int8, not exact; in bands."),
+    "too small to notice": ([SMALL], "0 MiB extra at most in a call; what PyTorch's attention would have needed"),
+}
 
 
-def test_memory_that_was_not_measured_is_not_subtracted():
-    tallies = [(kind("block 0", **STORED, **WAN), {"extra_bytes": None})]
-    assert line(run(tallies)) == "Gained: 2,353 MiB of scores not stored in the largest call."
-
-
-def test_seconds_are_those_of_calls_timed_against_torchs_kernel():
-    timed = (kind("block 0", route="fused", over_torch=0.5, torch_stores=False), {"elapsed_ms": 41_000.0})
-    other = (kind("block 1", torch_stores=False), {"elapsed_ms": 99_000.0})
-    assert line(run([timed, other])) == "Gained: 41.0 s less in attention (timed on this machine)."
-    assert "less in attention" not in line(run([other]))
-
-
-def test_memory_seconds_and_saved_outputs_of_several_runs_stand_in_one_sentence():
-    model = run([(kind("block 0", **STORED, **WAN), {"extra_bytes": 64 << 20})])
-    vae = run([(kind("mid", route="fused", over_torch=0.8), {"elapsed_ms": 4000.0, "repaired": 2})], part="VAE")
-    assert line(model, vae) == (
-        "Gained: 2,289 MiB less memory in the largest call (64 instead of 2,353 MiB), 1.00 s less in attention (timed "
-        "on this machine), 2 outputs saved from NaN."
-    )
-
-
-def test_torchs_own_kernel_gains_nothing_and_that_is_said():
-    tallies = [(kind("double 0", torch_stores=False), {"elapsed_ms": 9.0, "extra_bytes": 1 << 20})]
-    assert line(run(tallies)) == (
-        "Nothing to gain: PyTorch's own kernel takes every call here, with or without this node."
-    )
+@pytest.mark.parametrize("case", SENTENCES)
+def test_the_first_line_says_what_was_gained_or_why_nothing_was(case):
+    runs, sentence = SENTENCES[case]
+    assert sentence in GAIN.gain_line(runs, SDPA)
 
 
 def test_on_a_host_with_another_attention_nothing_is_claimed():
-    tallies = [(kind("double 0", **STORED, **WAN), {"extra_bytes": 64 << 20})]
-    assert line(run(tallies), attention="attention_sub_quad") == (
+    assert GAIN.gain_line([LARGE], "attention_sub_quad") == (
         "64 MiB extra at most in a call, whose scores are 2,353 MiB; what ComfyUI's attention_sub_quad would have "
         "needed here was not measured."
     )
 
 
-def test_what_nobody_asked_torch_about_is_not_claimed():
-    tallies = [(kind("double 0", route="tiled", torch_stores=None), {"extra_bytes": 1 << 20})]
-    assert "not measured" in line(run(tallies))
-
-
-def test_calls_that_were_all_passed_say_why():
-    tallies = [(kind("layer 0", "passed to ComfyUI", why="fewer than 1024 keys"), {"count": 32})]
-    assert line(run(tallies)) == "Nothing to gain: all 32 calls passed to ComfyUI: fewer than 1024 keys."
-    tallies += [(kind("layer 1", "passed to ComfyUI", why="its argument sinks is not known"), {"count": 2})]
-    assert "32 of 34 calls passed to ComfyUI: fewer than 1024 keys" in line(run(tallies))
-
-
-@pytest.mark.parametrize(
-    ("runs", "sentence"),
-    [
-        ((), "Nothing gained: no attention call reached a patch."),
-        ((run(),), "Nothing gained: no attention call reached a patch."),
-        ((run(part="feed-forward", notes=["0 of 9 modules chunked"]),), "Nothing gained: 0 of 9 modules chunked."),
-    ],
-)
-def test_without_calls_it_says_so(runs, sentence):
-    assert line(*runs) == sentence
-
-
-def test_layers_in_int8_and_bands_are_gains_beside_attention_that_had_nothing_to_gain():
-    int8, vae = run(part="int8", gains=["40 of 40 layers in int8, not exact"]), run(part="VAE", gains=["in bands"])
-    plain = run([(kind("double 0", torch_stores=False), {"elapsed_ms": 9.0})])
-    assert line(plain, int8, vae) == "Gained: 40 of 40 layers in int8, not exact; in bands."
-    assert GAIN.status_line(int8, SDPA) == "Flux: 40 of 40 layers in int8, not exact"
-    assert int8.line() == "Flux: 40 of 40 layers in int8, not exact"
-
-
-def test_differences_that_nobody_would_notice_are_none():
-    small = {"query": (1, 1, 64, 64), "key": (1, 1, 64, 64)}
-    tallies = [(kind("a", **STORED, **small), {"extra_bytes": 0, "elapsed_ms": 1.0})]
-    assert not line(run(tallies)).startswith("Gained")
-
-
 def test_it_is_the_first_line_of_the_text_also_above_warnings():
-    tallies = [(kind("block 0", **STORED, **WAN), {"extra_bytes": 64 << 20})]
-    text = TEXT.report_text(findings(run(tallies), attention=SDPA, alarms=["beware"]))
+    text = TEXT.report_text(findings(LARGE, attention=SDPA, alarms=["beware"]))
     assert text.splitlines()[0].startswith("Gained: 2,289 MiB")
     assert text.index("Gained") < text.index("!! beware")
 
@@ -107,16 +77,11 @@ def test_it_is_the_first_line_of_the_text_also_above_warnings():
 @pytest.mark.parametrize(
     ("made", "sentence"),
     [
-        (
-            run([(kind("b", **STORED, **WAN), {"extra_bytes": 64 << 20})]),
-            "Flux: 2,289 MiB less memory in the largest call",
-        ),
+        (LARGE, "Flux: 2,289 MiB less memory in the largest call"),
         (run(blocks(3)), "Flux: 12 of 12 calls taken, 1 MiB extra at most"),
-        (
-            run([(kind("b", "passed to ComfyUI", why="fewer than 7 keys"), {"count": 4})]),
-            "Flux: 0 of 4 calls taken: fewer than 7",
-        ),
+        (ALL_PASSED, "Flux: 0 of 32 calls taken: fewer than 1024 keys"),
         (run(notes=["compiled"]), "Flux: compiled"),
+        (INT8, "Flux: 40 of 40 layers in int8, not exact"),
     ],
 )
 def test_the_status_line_is_one_short_sentence_with_the_figure(made, sentence):

@@ -9,20 +9,18 @@ from typing import Any
 
 import pytest
 import torch
-from attn_support.comfy.stub import StubHost, node_module, stub_host  # noqa: F401
+from attn_support.comfy.stub import Patcher, StubHost, node_module, stub_host  # noqa: F401
 from torch import nn
+
+from pascal_attn_core.int8.report import Int8ReportLine
 
 LINE = {"name": "blocks.0.ff", "kind": "Linear", "shape": (64, 64), "state": "int8", "why": "", "error": 0.01}
 
-
-@pytest.fixture
-def int8() -> Any:
-    return node_module("patches.int8")
+int8 = node_module("patches.int8")
 
 
 def report(*lines: dict[str, Any], weights: str = "host") -> Any:
-    int8 = node_module("patches.int8")
-    return int8.Int8Report([int8.Int8ReportLine(**{**LINE, **line}) for line in lines], 0.05, weights)
+    return int8.Int8Report([Int8ReportLine(**{**LINE, **line}) for line in lines], 0.05, weights)
 
 
 def network() -> nn.Module:
@@ -36,7 +34,7 @@ def names(binding: Any, model: nn.Module) -> set[str]:
     return {line.name for line in binding.report(model).of("waiting")}
 
 
-def test_texts_become_patterns(int8: Any) -> None:
+def test_texts_become_patterns() -> None:
     assert int8.patterns(" double_blocks.3,*.ff.* ;\nimg_mlp,,") == ("double_blocks.3", "*.ff.*", "img_mlp")
     assert int8.patterns("  ") == ()
 
@@ -58,12 +56,12 @@ def test_texts_become_patterns(int8: Any) -> None:
         (("diffusion_model.blocks.0.ff.weight",), (), {"blocks.0.ff"}),
     ],
 )
-def test_patterns_choose_blocks_and_layers(int8: Any, include: Any, exclude: Any, expected: set[str]) -> None:
+def test_patterns_choose_blocks_and_layers(include: Any, exclude: Any, expected: set[str]) -> None:
     model = network()
     assert names(int8.binding_for(model, (0.05, include, exclude, "host")), model) == expected
 
 
-def test_a_pattern_that_no_layer_matches_is_named_before_the_run(int8: Any) -> None:
+def test_a_pattern_that_no_layer_matches_is_named_before_the_run() -> None:
     model = network()
     assert int8.unmatched(model, ("blocks.3", "*.ff", "time_embed")) == ""
     examples = "layers of this model are, for example, blocks.3.ff and blocks.7.attn"
@@ -73,7 +71,7 @@ def test_a_pattern_that_no_layer_matches_is_named_before_the_run(int8: Any) -> N
     assert int8.unmatched(nn.ReLU(), ("ff",)) == ""
 
 
-def test_the_same_options_on_the_same_model_go_on_with_what_was_measured(int8: Any) -> None:
+def test_the_same_options_on_the_same_model_go_on_with_what_was_measured() -> None:
     model, options = network(), (0.05, (), (), "host")
     binding = int8.binding_for(model, options)
     assert int8.binding_for(model, (0.05, (), (), "host")) is binding
@@ -87,7 +85,7 @@ def test_the_same_options_on_the_same_model_go_on_with_what_was_measured(int8: A
     assert watched() is None, "what is remembered keeps no model alive"
 
 
-def test_what_a_user_must_not_miss(int8: Any) -> None:
+def test_what_a_user_must_not_miss() -> None:
     fast = {"float_ms": 2.0, "int8_ms": 1.0}
     assert int8.warnings_of(report(fast)) == []
     back = {"name": "blocks.1.ff", "state": "float", "why": "its error was 9.00% in call 4, above 5.00%"}
@@ -123,23 +121,13 @@ def test_the_line_on_the_node_before_a_run() -> None:
     assert status(report(), "Flux", "include img_mpl") == "0 linear layers of Flux for int8, include img_mpl"
 
 
-class Patcher:
-    """As much of a ModelPatcher as an injection looks at."""
-
-    load_device = torch.device("cpu")
-
-    def __init__(self, model: nn.Module):
-        self.model = nn.Module()
-        self.model.diffusion_model = model
-
-
 @pytest.fixture
-def layers(int8: Any, monkeypatch: pytest.MonkeyPatch, stub_host: StubHost) -> tuple[Any, Patcher, Any]:  # noqa: F811
+def layers(monkeypatch: pytest.MonkeyPatch, stub_host: StubHost) -> tuple[Any, Patcher, Any]:  # noqa: F811
     """The layers of a node, its patcher and a call of the model; weights as they are in plain modules."""
     source = importlib.import_module(int8.Int8Binding.__module__).Source
     monkeypatch.setattr(int8, "LoadedWeight", lambda patcher, name, module: source())
     model = network()
-    patcher = Patcher(model)
+    patcher = Patcher.around(model)
     binding = int8.binding_for(model, (0.05, (), (), "host"))
     found = int8.Int8Layers(binding, "Model", "settings", "1", int8.Files(patcher, "auto"))
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import itertools
 from typing import Any
 
 import pytest
 import torch
 from attn_support.comfy.pack import load_pack
+from attn_support.comfy.stub import Container
 from attn_support.oracle import assert_close, exact, plain
 from torch import Tensor
 
@@ -17,21 +17,6 @@ load_pack()
 from pascal_attention_pack.nodes.comfy.layout import HostCall, NotOurs, empty_containers, is_container  # noqa: E402
 
 B, H, L, S, D = 2, 3, 5, 7, 4
-
-
-class Container:
-    """ComfyUI's single-owner container of a tensor."""
-
-    def __init__(self, tensor: Tensor) -> None:
-        self.tensor: Tensor | None = tensor
-
-    def peek(self) -> Tensor:
-        assert self.tensor is not None
-        return self.tensor
-
-    def take(self) -> Tensor:
-        tensor, self.tensor = self.peek(), None
-        return tensor
 
 
 def heads_first(*, kv_heads: int = H) -> list[Tensor]:
@@ -89,16 +74,10 @@ def test_every_layout_with_tokens_before_heads_is_read(layout: tuple) -> None:
 
 
 @pytest.mark.parametrize("keep", [False, True], ids=["[B, L, H*D] out", "[B, H, L, D] out"])
-@pytest.mark.parametrize("form", [torch.Tensor.contiguous, moved], ids=["contiguous", "views"])
-def test_heads_first_under_skip_reshape(form: Any, keep: bool) -> None:
+@pytest.mark.parametrize("form", [torch.Tensor.contiguous, moved, flat], ids=["heads first", "views", "flat"])
+def test_heads_first_in_and_out(form: Any, keep: bool) -> None:
     tensors = heads_first()
-    options = {"skip_reshape": True, "skip_output_reshape": keep}
-    check((*map(form, tensors), H), options, tensors)
-
-
-def test_skip_output_reshape_returns_heads_first_from_flat_tensors() -> None:
-    tensors = heads_first()
-    check((*map(flat, tensors), H), {"skip_output_reshape": True}, tensors)
+    check((*map(form, tensors), H), {"skip_reshape": form is not flat, "skip_output_reshape": keep}, tensors)
 
 
 def masks() -> dict[str, Tensor]:
@@ -159,11 +138,13 @@ HINTS = {
     "attn_precision": torch.float32,
     "low_precision_attention": False,
     "preferred_attention": "sage",
+    "something_new": None,
+    "another": False,
 }
 
 
 @pytest.mark.parametrize("name", HINTS)
-def test_a_hint_does_not_change_the_result(name: str) -> None:
+def test_a_hint_or_what_asks_for_nothing_does_not_change_the_result(name: str) -> None:
     tensors = heads_first()
     check((*map(flat, tensors), H), {name: HINTS[name]}, tensors)
 
@@ -176,58 +157,44 @@ def test_all_eight_arguments_may_come_by_position() -> None:
     assert_close(out, oracle[0], rough[0], "out", dtype=torch.float32)
 
 
-NOT_OURS: dict[str, tuple[dict[str, Any], str]] = {
-    "an unknown argument": ({"sinks": torch.ones(H)}, "sinks is not known"),
-    "an unknown flag that is set": ({"is_causal": True}, "is_causal is not known"),
-    "a mask of five dimensions": ({"mask": torch.ones(1, 1, 1, L, S)}, "5 dimensions"),
-    "heads that do not divide": ({"heads": 5}, "not divisible by 5 heads"),
-    "two dimensions": ({"q": torch.ones(L, H * D)}, "q has 2 dimensions"),
-    "no tensor": ({"k": [1.0]}, "k is a list"),
-    "nothing": ({"v": None}, "v is a NoneType"),
+Q, K, V = map(flat, heads_first())
+FOUR = dict(zip("qkv", heads_first()))
+NOT_OURS: dict[str, tuple[tuple, dict[str, Any]]] = {
+    "sinks is not known": ((Q, K, V, H), {"sinks": torch.ones(H)}),
+    "is_causal is not known": ((Q, K, V, H), {"is_causal": True}),
+    "5 dimensions": ((Q, K, V, H), {"mask": torch.ones(1, 1, 1, L, S)}),
+    "not divisible by 5 heads": ((Q, K, V, 5), {}),
+    "q has 2 dimensions": ((torch.ones(L, H * D), K, V, H), {}),
+    "k is a list": ((Q, [1.0], V, H), {}),
+    "v is a NoneType": ((Q, K, None, H), {}),
+    "no v and no heads": ((Q, K), {}),
+    "two values for q": ((Q, K, V, H), {"q": Q}),
+    "9 positional arguments": ((Q, K, V, H, None, None, False, False, 1), {}),
+    "3, 3 and 3 dimensions": ((Q, K, V, H), {"skip_reshape": True}),
+    "q has 3 heads, not 6": ((), {**FOUR, "heads": 6, "skip_reshape": True}),
 }
 
 
-@pytest.mark.parametrize("case", NOT_OURS.values(), ids=NOT_OURS)
-def test_what_is_not_known_is_refused_with_the_reason(case: tuple[dict[str, Any], str]) -> None:
-    changes, reason = case
-    query, key, value = map(flat, heads_first())
+@pytest.mark.parametrize("reason", NOT_OURS)
+def test_what_is_not_known_is_refused_with_the_reason(reason: str) -> None:
+    args, kwargs = NOT_OURS[reason]
     with pytest.raises(NotOurs, match=reason):
-        HostCall.of((), {"q": query, "k": key, "v": value, "heads": H, **changes})
+        HostCall.of(args, kwargs)
 
 
-def test_missing_doubled_and_surplus_arguments_are_refused() -> None:
-    query, key, value = map(flat, heads_first())
-    with pytest.raises(NotOurs, match="no v and no heads"):
-        HostCall.of((query, key), {})
-    with pytest.raises(NotOurs, match="two values for q"):
-        HostCall.of((query, key, value, H), {"q": query})
-    with pytest.raises(NotOurs, match="9 positional arguments"):
-        HostCall.of((query, key, value, H, None, None, False, False, 1), {})
-    with pytest.raises(NotOurs, match="3, 3 and 3 dimensions"):
-        HostCall.of((query, key, value, H), {"skip_reshape": True})
-    with pytest.raises(NotOurs, match="q has 3 heads, not 6"):
-        HostCall.of((*heads_first(), 6), {"skip_reshape": True})
-
-
-@pytest.mark.parametrize("value", [None, False])
-def test_an_unknown_argument_that_asks_for_nothing_is_let_through(value: Any) -> None:
+@pytest.mark.parametrize("positional", [True, False])
+def test_containers_are_read_and_stay_full_until_they_are_emptied(positional: bool) -> None:
     tensors = heads_first()
-    check((*map(flat, tensors), H), {"something_new": value}, tensors)
-
-
-def test_containers_are_read_and_stay_full_until_they_are_emptied() -> None:
-    tensors = heads_first()
-    for positional in itertools.product([True, False], repeat=1):
-        boxes = [Container(t) for t in tensors]
-        args: tuple = (*boxes, H) if positional[0] else ()
-        kwargs: dict[str, Any] = {"skip_reshape": True}
-        kwargs |= {} if positional[0] else {"q": boxes[0], "k": boxes[1], "v": boxes[2], "heads": H}
-        check(args, kwargs, tensors)
-        assert all(box.tensor is not None for box in boxes)
-        emptied, named = empty_containers(args, kwargs)
-        assert all(box.tensor is None for box in boxes)
-        assert not any(map(is_container, (*emptied, *named.values())))
-        check(emptied, named, tensors)
+    boxes = [Container(t) for t in tensors]
+    args = (*boxes, H) if positional else ()
+    kwargs: dict[str, Any] = {"skip_reshape": True}
+    kwargs |= {} if positional else {**dict(zip("qkv", boxes)), "heads": H}
+    check(args, kwargs, tensors)
+    assert all(box.tensor is not None for box in boxes)
+    emptied, named = empty_containers(args, kwargs)
+    assert all(box.tensor is None for box in boxes)
+    assert not any(map(is_container, (*emptied, *named.values())))
+    check(emptied, named, tensors)
 
 
 def test_nothing_is_copied_on_the_way_in() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import math
 import weakref
+from dataclasses import replace
 
 import pytest
 import torch
@@ -16,102 +17,85 @@ REPORT = part("nodes.report")
 PATCH, SAMPLER, REPORTER = "PascalAttentionPatch", "KSampler", "PascalAttentionReport"
 
 
-def graph(*, through_report: bool = True, patch: str = PATCH) -> dict:
-    link = {"value": ["6", 0]} if through_report else {}
-    return {
-        "5": {"class_type": patch, "inputs": {"model": ["1", 0]}},
-        "6": {"class_type": SAMPLER, "inputs": {"model": ["5", 0], "seed": 3}},
-        "9": {"class_type": REPORTER, "inputs": link},
+def graph(*, through_report: bool = True, **more: tuple[str, dict]) -> dict:
+    """A patch (node 5), a sampler (6) and the report (9); ``n7=(class, inputs)`` adds or replaces node 7."""
+    nodes = {
+        "5": (PATCH, {"model": ["1", 0]}),
+        "6": (SAMPLER, {"model": ["5", 0], "seed": 3}),
+        "9": (REPORTER, {"value": ["6", 0]} if through_report else {}),
     }
+    nodes |= {name.removeprefix("n"): node for name, node in more.items()}
+    return {key: {"class_type": kind, "inputs": inputs} for key, (kind, inputs) in nodes.items()}
 
 
-# ---- which runs ----
+MERGE = {"n7": ("ModelMergeSimple", {"model1": ["1", 0], "model2": ["5", 0]}), "n6": (SAMPLER, {"model": ["7", 0]})}
+TWICE = {
+    "n7": ("LoraLoader", {"model": ["5", 0]}),
+    "n8": (PATCH, {"model": ["7", 0]}),
+    "n6": (SAMPLER, {"model": ["8", 0]}),
+}
+ON_MODEL = {"n9": (REPORTER, {"value": ["5", 0]}), "n6": (SAMPLER, {"model": ["9", 0]})}
+BEHIND_ANOTHER = {
+    "n8": ("PascalFFNChunking", {"model": ["5", 0]}),
+    "n9": (REPORTER, {"value": ["8", 0]}),
+    "n6": (SAMPLER, {"model": ["9", 0]}),
+}
+NO_VALUE = "Nothing is connected to this report"
+USELESS = "nothing between it and this report computes anything"
+# What is on record (of this prompt: "now"), the graph, which of it is shown, and the remarks.
+CHOICES = {
+    "this prompt's, and no others": ([run(prompt_id="old"), run(prompt_id="now")], graph(), [1], []),
+    "a cached sampler's newest": (
+        [run(prompt_id="a"), run(prompt_id="b")],
+        graph(),
+        [1],
+        ["ComfyUI used the results in its cache. Its most recent earlier run is shown."],
+    ),
+    "a cached sampler's beside a decoder's": (
+        [run(prompt_id="a"), run(prompt_id="now", unique_id="7", part="VAE")],
+        graph(n7=("PascalVAEAttention", {})),
+        [0, 1],
+        ["in its cache"],
+    ),
+    "of the same kind of node, although two workflows may number nodes alike": (
+        [run(prompt_id="a", part="feed-forward")],
+        graph(),
+        [],
+        ["It has no earlier run on record"],
+    ),
+    "a patch connected to nothing": ([], {"5": graph()["5"]}, [], ["its output is not connected"]),
+    "a report that may come too early": ([], graph(through_report=False), [], ["has not run yet", NO_VALUE]),
+    "a patch that another one behind it replaces": (
+        [run(prompt_id="a"), run(prompt_id="now", unique_id="8")],
+        graph(**TWICE),
+        [1],
+        ["Pascal Attention Patch (node 5) has no effect: node 8 of the same kind after it takes its place."],
+    ),
+    "a patch on a model that only gives weights": (
+        [run(prompt_id="a")],
+        graph(**MERGE),
+        [],
+        ["has no effect: ModelMergeSimple takes only the weights of model2"],
+    ),
+    "a report on the model itself": ([run(prompt_id="a")], graph(**ON_MODEL), [], [USELESS]),
+    "a report on the model behind two patches": ([run(prompt_id="a")], graph(**BEHIND_ANOTHER), [], [USELESS] * 2),
+    "no patch in the prompt": (
+        [run(blocks(2), prompt_id="a")],
+        {"9": graph()["9"]},
+        [],
+        ["no Pascal node that patches anything in this prompt (bypassed and muted nodes count as absent). The most"],
+    ),
+}
 
 
-def test_the_runs_of_this_prompt_are_shown_and_no_others():
-    old, new = run(prompt_id="old"), run(prompt_id="new")
-    shown, remarks = FIND.choose_runs([old, new], graph(), "new", "9")
-    assert [entry.run for entry in shown] == [new]
-    assert remarks == []
-
-
-def test_a_cached_sampler_shows_its_newest_earlier_run_and_says_so():
-    first, second = run(prompt_id="a"), run(prompt_id="b")
-    shown, remarks = FIND.choose_runs([first, second], graph(), "c", "9")
-    assert [entry.run for entry in shown] == [second]
-    assert "earlier prompt" in shown[0].remark
-    assert "used the results in its cache" in remarks[0]
-
-
-def test_a_cached_sampler_beside_a_decoder_that_ran_shows_both():
-    sampling, decoding = run(prompt_id="a"), run(prompt_id="b", unique_id="7", part="VAE")
-    prompt = graph() | {"7": {"class_type": "PascalVAEAttention", "inputs": {}}}
-    shown, _ = FIND.choose_runs([sampling, decoding], prompt, "b", "9")
-    assert [entry.run for entry in shown] == [sampling, decoding]
-    assert [bool(entry.remark) for entry in shown] == [True, False]
-
-
-def test_a_patch_connected_to_nothing_is_told():
-    prompt = {"5": {"class_type": PATCH, "inputs": {}}}
-    _, remarks = FIND.choose_runs([], prompt, "p", None)
-    assert "its output is not connected" in remarks[0]
-
-
-def test_a_report_that_may_come_too_early_is_told():
-    _, remarks = FIND.choose_runs([], graph(through_report=False), "p", "9")
-    assert "has not run yet" in remarks[0]
-    assert "Nothing is connected to this report" in remarks[1]
-
-
-def test_an_earlier_run_is_of_the_same_kind_of_node():
-    """Nodes of two workflows may have the same number."""
-    shown, remarks = FIND.choose_runs([run(prompt_id="a", part="feed-forward")], graph(), "b", "9")
-    assert shown == []
-    assert "It has no earlier run on record" in remarks[0]
-
-
-def test_a_patch_that_another_one_behind_it_replaces_is_told_and_no_earlier_run_is_shown():
-    prompt = graph() | {
-        "5": {"class_type": PATCH, "inputs": {"model": ["1", 0]}},
-        "7": {"class_type": "LoraLoader", "inputs": {"model": ["5", 0]}},
-        "8": {"class_type": PATCH, "inputs": {"model": ["7", 0]}},
-        "6": {"class_type": SAMPLER, "inputs": {"model": ["8", 0]}},
-    }
-    new = run(prompt_id="b", unique_id="8")
-    shown, remarks = FIND.choose_runs([run(prompt_id="a"), new], prompt, "b", "9")
-    assert [entry.run for entry in shown] == [new]
-    (remark,) = remarks
-    assert remark == (
-        "Pascal Attention Patch (node 5) has no effect: node 8 of the same kind after it takes its place."
-    )
-
-
-def test_a_patch_on_a_model_that_only_gives_weights_is_told():
-    prompt = graph() | {
-        "7": {"class_type": "ModelMergeSimple", "inputs": {"model1": ["1", 0], "model2": ["5", 0]}},
-        "6": {"class_type": SAMPLER, "inputs": {"model": ["7", 0]}},
-    }
-    shown, (remark,) = FIND.choose_runs([run(prompt_id="a")], prompt, "b", "9")
-    assert shown == []
-    assert "has no effect: ModelMergeSimple takes only the weights of model2" in remark
-
-
-@pytest.mark.parametrize("between", [{}, {"8": {"class_type": "PascalFFNChunking", "inputs": {"model": ["5", 0]}}}])
-def test_a_report_on_the_model_itself_comes_before_anything_has_run(between):
-    prompt = graph() | between
-    prompt["9"] = {"class_type": REPORTER, "inputs": {"value": [next(iter(between), "5"), 0]}}
-    prompt["6"] = {"class_type": SAMPLER, "inputs": {"model": ["9", 0]}}
-    shown, remarks = FIND.choose_runs([run(prompt_id="a")], prompt, "b", "9")
-    assert shown == []
-    assert len(remarks) == 1 + len(between)
-    assert all("nothing between it and this report computes anything" in remark for remark in remarks)
-
-
-def test_a_prompt_without_a_patch_has_nothing_and_names_the_last_run():
-    shown, remarks = FIND.choose_runs([run(blocks(2), prompt_id="a")], {"9": graph()["9"]}, "b", "9")
-    assert shown == []
-    assert "no Pascal node" in remarks[0]
-    assert "8 calls, 8 taken (torch 8)" in remarks[0]
+@pytest.mark.parametrize("case", CHOICES)
+def test_runs_are_chosen_and_what_is_missing_is_told(case):
+    known, prompt, expected, told = CHOICES[case]
+    shown, remarks = FIND.choose_runs(known, prompt, "now", "9" if "9" in prompt else None)
+    assert [entry.run for entry in shown] == [known[i] for i in expected]
+    assert [entry.run.prompt_id != "now" for entry in shown] == ["of an earlier prompt" in e.remark for e in shown]
+    assert len(remarks) == len(told)
+    assert all(words in remark for words, remark in zip(told, remarks)), remarks
 
 
 def test_a_run_that_goes_on_is_marked():
@@ -140,28 +124,18 @@ def test_of_several_checks_the_one_that_failed_is_shown():
 # ---- text ----
 
 
-def test_alarms_come_before_everything_else():
-    text = TEXT.report_text(findings(run(), alarms=["Flux: no attention call reached the patch"]))
-    assert text.index("!! Flux: no attention call") < text.index("0 calls")
-
-
 def test_neighbours_in_which_the_same_happened_share_a_line():
-    tallies = [*blocks(19), *blocks(38, "single", count=8)]
-    lines = TEXT.report_text(findings(run(tallies))).splitlines()
+    lines = TEXT.report_text(findings(run([*blocks(19), *blocks(38, "single", count=8)]))).splitlines()
     assert "double 0-18  19 blocks, each 4 torch; 760 ms" in lines
     assert "single 0-37  38 blocks, each 8 torch; 1.52 s" in lines
-
-
-def test_a_block_that_differs_has_a_line_of_its_own():
     tallies = blocks(5)
     tallies[2] = (kind("double 2", "passed to ComfyUI", why="fewer than 1024 keys"), {"count": 4})
-    names = [group.name for group in ROWS.grouped(ROWS.block_rows(run(tallies)))]
-    assert names == ["double 0-1", "double 2", "double 3-4"]
-
-
-def test_names_with_dots_are_put_together_by_their_number():
     rows = [ROWS.BlockRow(f"encoder.layers.{i}.self_attn", {"tiled": 1}) for i in range(12)]
-    assert [group.name for group in ROWS.grouped(rows)] == ["encoder.layers.0-11.self_attn"]
+    for given, names in (
+        (ROWS.block_rows(run(tallies)), ["double 0-1", "double 2", "double 3-4"]),
+        (rows, ["encoder.layers.0-11.self_attn"]),
+    ):
+        assert [group.name for group in ROWS.grouped(given)] == names
 
 
 def test_reasons_routes_memory_and_troubles_are_all_told():
@@ -176,16 +150,14 @@ def test_reasons_routes_memory_and_troubles_are_all_told():
         "7 x fewer than 1024 keys",
         "5.00 s in attention of 10.0 s (50%)",
         "63.0 MiB",
-    ):
-        assert fact in text
-    for fact in (
         "972 MiB: the least that math attention",
         "7.00 GiB: peak",
         "11.0 GiB: total memory",
         "halved 2 times",
+        "double 1 (1x)",
+        "note        compiled",
+        "WARNING     beware",
     ):
-        assert fact in text
-    for fact in ("double 1 (1x)", "note        compiled", "WARNING     beware"):
         assert fact in text
 
 
@@ -250,17 +222,7 @@ def test_the_right_answer_is_exact_and_a_wrong_one_is_not(dtype):
 
 def test_masks_take_part_in_the_check():
     assert CHECK.exactness_of(sample(mask=torch.rand(1, 300) > 0.5)).is_exact
-    unmasked = sample()
-    masked = RUNS.Sample(
-        unmasked.kind, unmasked.query, unmasked.key, unmasked.value, torch.rand(64, 300) > 0.5, None, unmasked.out
-    )
-    assert not CHECK.exactness_of(masked).is_exact
-
-
-def test_an_answer_that_is_not_finite_is_not_exact():
-    broken = sample()
-    broken.out[3, 3] = math.nan
-    assert not CHECK.exactness_of(broken).is_exact
+    assert not CHECK.exactness_of(replace(sample(), mask=torch.rand(64, 300) > 0.5)).is_exact
 
 
 def test_inputs_that_were_nan_already_are_not_held_against_the_answer(host):
@@ -268,7 +230,7 @@ def test_inputs_that_were_nan_already_are_not_held_against_the_answer(host):
     broken.value[5, 5] = math.nan
     broken.out[:] = math.nan
     RUNS.remember(run(blocks(3), device="cpu", sample=broken))
-    text = REPORT.PascalAttentionReport().report(True, None, "9", graph())["result"][2]
+    text = report_of()[2]
     assert "exactness could not be checked: query, key or value held NaN" in text
     assert "NOT EXACT" not in text
 
@@ -278,30 +240,27 @@ def test_rows_of_a_query_that_was_nan_are_left_out():
     broken.query[7] = math.nan
     found = CHECK.exactness_of(broken)
     assert (found.is_exact, found.rows) == (True, 63)
-    broken.out[8] += 1
-    assert not CHECK.exactness_of(broken).is_exact
+    for wrong in (broken.out[8] + 1, math.nan):
+        broken.out[8] = wrong
+        assert not CHECK.exactness_of(broken).is_exact
 
 
 def test_float16_that_overflows_in_plain_attention_is_held_against_nobody():
     large = sample(torch.float16)
     query, key = large.query * 200, large.key * 200
     right = CHECK.reference_sdpa(query.float(), key.float(), large.value.float())[0].half()
-    assert CHECK.exactness_of(RUNS.Sample(large.kind, query, key, large.value, None, None, right)).is_exact
+    assert CHECK.exactness_of(replace(large, query=query, key=key, out=right)).is_exact
 
 
-def test_the_check_lets_the_tensors_go_and_remembers_the_result():
-    made = run(blocks(1), sample=sample())
+def test_the_check_lets_the_tensors_of_a_finished_run_go_and_remembers_the_result():
+    made = run(blocks(1), sample=sample(), finished=False)
+    assert CHECK.check(made) is None
     held = weakref.ref(made.sample.key)
+    made.finished = True
     first = CHECK.check(made)
     gc.collect()
     assert held() is None
     assert CHECK.check(made) is first
-
-
-def test_the_sample_of_a_run_that_goes_on_is_left_alone():
-    made = run(blocks(1), sample=sample(), finished=False)
-    assert CHECK.check(made) is None
-    assert made.sample is not None
 
 
 # ---- the node ----
@@ -318,6 +277,11 @@ def host(monkeypatch):
     RUNS.forget()
 
 
+def report_of(**inputs):
+    """What the node returns of the runs that are remembered: its outputs."""
+    return REPORT.PascalAttentionReport().report(True, None, "9", graph(), **inputs)["result"]
+
+
 def test_the_node_hands_its_value_on_and_returns_picture_and_text(host):
     RUNS.remember(run(blocks(3), device="cpu", sample=sample()))
     value = {"samples": torch.zeros(1)}
@@ -332,17 +296,13 @@ def test_the_node_hands_its_value_on_and_returns_picture_and_text(host):
     assert given["ui"]["text"] == [text]
 
 
-def test_a_finished_run_without_calls_and_reasons_is_an_alarm(host, caplog):
+def test_a_finished_run_without_calls_and_an_inexact_answer_are_alarms_above_everything_else(host, caplog):
     RUNS.remember(run(device="cpu"))
-    text = REPORT.PascalAttentionReport().report(True, None, "9", graph())["result"][2]
-    assert "!! Flux, diffusion model: no attention call reached the patch" in text
+    text = report_of()[2]
+    assert text.index("!! Flux, diffusion model: no attention call reached the patch") < text.index("0 calls")
     assert "no attention call reached the patch" in caplog.text
-
-
-def test_an_inexact_answer_is_an_alarm(host):
-    RUNS.remember(run(blocks(3), device="cpu", sample=sample(factor=1.5)))
-    text = REPORT.PascalAttentionReport().report(True, None, "9", graph())["result"][2]
-    assert "!! Flux, diffusion model: NOT EXACT" in text
+    RUNS.remember(run(blocks(3), device="cpu", sample=sample(factor=1.5), unique_id="6"))
+    assert "!! Flux, diffusion model: NOT EXACT" in report_of()[2]
 
 
 @pytest.fixture
@@ -357,17 +317,16 @@ def selftest(host, monkeypatch):
 
 
 def test_the_self_test_is_added_to_the_text_where_it_is_asked_for(selftest):
-    node = REPORT.PascalAttentionReport()
-    assert "self-test" not in node.report(True, None, "9", graph())["result"][2]
+    assert "self-test" not in report_of()[2]
     with torch.inference_mode():  # as ComfyUI runs its nodes
-        text = node.report(True, None, "9", graph(), selftest=True)["result"][2]
+        text = report_of(selftest=True)[2]
     assert text.splitlines()[-1].startswith("PASS")
     assert "!!" not in text
 
 
 def test_what_the_self_test_finds_wrong_is_an_alarm(selftest, monkeypatch):
     monkeypatch.setattr(selftest, "exact_limit", lambda *_: 1e-30)
-    text = REPORT.PascalAttentionReport().report(True, None, "9", graph(), selftest=True)["result"][2]
+    text = report_of(selftest=True)[2]
     assert "!! FAIL" in text
     assert "differs from float64 by" in text
 
@@ -381,4 +340,4 @@ def test_the_users_cancel_ends_the_self_test(selftest, monkeypatch):
 
     monkeypatch.setattr(REPORT.host, "throw_if_interrupted", cancel)
     with pytest.raises(Cancelled):
-        REPORT.PascalAttentionReport().report(True, None, "9", graph(), selftest=True)
+        report_of(selftest=True)

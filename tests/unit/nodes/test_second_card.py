@@ -48,23 +48,14 @@ def test_calls_are_shared_and_the_report_says_what_each_did() -> None:
     assert "shared by cpu and cpu from 128 tokens" in run.settings
     assert NODE._status(engine).startswith("second card: cpu 50%, cpu #2 50%")
     assert "on one device: it has fewer than 128 queries or keys" in "".join(run.reasons("taken"))
+    engine.share((), 1024)  # a run without the node
+    engine.begin()
+    _attend(engine)
+    after = engine.end()
+    assert (after.shares, after.routes()) == ({}, {"torch": 1})
     twice = ROWS.together([run, run])
     assert twice.shares["cpu"] == 4
     assert "cpu 50%" in TEXT.report_text(findings(run))
-
-
-def test_a_run_without_the_node_shares_no_more() -> None:
-    engine = make_engine(route="torch")
-    engine.share(("cpu", "cpu"), 128)
-    engine.begin()
-    _attend(engine)
-    assert engine.end().shares
-    engine.share((), 1024)
-    engine.begin()
-    _attend(engine)
-    run = engine.end()
-    assert run.shares == {}
-    assert run.routes() == {"torch": 1}
 
 
 def test_the_status_says_why_nothing_was_shared() -> None:
@@ -128,12 +119,9 @@ def test_one_card_passes_the_model_on(monkeypatch: pytest.MonkeyPatch, stub_host
 
     monkeypatch.setattr(NODE, "visible_cards", lambda: ["cuda:0"])
     model = Model()
+    assert NODE.PascalSecondCard.VALIDATE_INPUTS(device="cuda:7") is True, "a workflow of another machine"
     assert NODE.PascalSecondCard().patch(model, "auto", 2048, "3") == (model,)
     assert stub_host.said == [
         "second card: there is only one card (ComfyUI's --cuda-device and CUDA_VISIBLE_DEVICES hide others): "
         "the model is returned unchanged"
     ]
-
-
-def test_any_card_of_another_machine_is_accepted() -> None:
-    assert NODE.PascalSecondCard.VALIDATE_INPUTS(device="cuda:7") is True

@@ -7,7 +7,7 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
-from attn_support.comfy.stub import node_module
+from attn_support.comfy.stub import Patcher, node_module
 from torch import nn
 
 prompts, others, sites = node_module("comfy.prompt"), node_module("comfy.others"), node_module("comfy.sites")
@@ -22,37 +22,26 @@ def graph(**kinds: tuple[str, dict[str, str]]) -> dict[str, Any]:
 
 
 MERGE = ("ModelMergeSimple", {"model1": "load", "model2": "patch"})
-SAMPLER = ("KSampler", {"model": "merge"})
-
-
-def test_a_patch_whose_model_only_gives_weights_is_told() -> None:
-    prompt = graph(load=("UNETLoader", {}), patch=("Patch", {"model": "load"}), merge=MERGE, sampler=SAMPLER)
-    assert "ModelMergeSimple takes only the weights of model2" in prompts.where_only_weights_go(prompt, "patch")
-
-
-def test_so_is_one_with_a_lora_behind_it() -> None:
-    prompt = graph(
-        patch=("Patch", {}),
-        lora=("LoraLoaderModelOnly", {"model": "patch"}),
-        merge=("ModelSubtract", {"model1": "load", "model2": "lora"}),
-        sampler=SAMPLER,
-    )
-    assert "ModelSubtract" in prompts.where_only_weights_go(prompt, "patch")
+LORA = ("LoraLoaderModelOnly", {"model": "patch"})
 
 
 @pytest.mark.parametrize(
-    "more",
+    ("more", "told"),
     [
-        {"merge": ("ModelMergeSimple", {"model1": "patch", "model2": "load"})},
-        {"merge": MERGE, "other": ("KSampler", {"model": "patch"})},
-        {"merge": ("BasicGuider", {"model": "patch"})},
-        {},
+        ({"merge": MERGE}, "ModelMergeSimple takes only the weights of model2"),
+        ({"lora": LORA, "merge": ("ModelSubtract", {"model1": "load", "model2": "lora"})}, "ModelSubtract"),
+        ({"merge": ("ModelMergeSimple", {"model1": "patch", "model2": "load"})}, ""),
+        ({"merge": MERGE, "other": ("KSampler", {"model": "patch"})}, ""),
+        ({"merge": ("BasicGuider", {"model": "patch"})}, ""),
+        ({}, ""),
     ],
-    ids=["model1", "sampled beside", "a guider", "connected to nothing"],
+    ids=["weights only", "behind a LoRA", "model1", "sampled beside", "a guider", "connected to nothing"],
 )
-def test_a_patch_that_may_run_is_not(more: dict[str, Any]) -> None:
-    prompt = graph(patch=("Patch", {}), sampler=SAMPLER, **more)
-    assert prompts.where_only_weights_go(prompt, "patch") == ""
+def test_a_patch_whose_model_only_gives_weights_is_told(more: dict[str, Any], told: str) -> None:
+    prompt = graph(load=("UNETLoader", {}), patch=("Patch", {}), sampler=("KSampler", {"model": "merge"}), **more)
+    found = prompts.where_only_weights_go(prompt, "patch")
+    assert told in found
+    assert bool(found) == bool(told)
     assert prompts.where_only_weights_go(prompt, None) == ""
 
 
@@ -70,11 +59,7 @@ def test_a_patch_is_replaced_where_every_way_ends_in_another_of_its_class() -> N
 
 
 def named(qualname: str, module: str) -> Any:
-    def override() -> None:
-        pass
-
-    override.__qualname__, override.__module__ = qualname, module
-    return override
+    return SimpleNamespace(__qualname__=qualname, __module__=module)
 
 
 KJ = "custom_nodes.ComfyUI-KJNodes.nodes.model_optimization_nodes"
@@ -159,38 +144,19 @@ def test_methods_that_call_attention_past_the_override_are_found(kind: type, met
     assert sites.by_name(kind) == methods
 
 
-class Patcher:
-    def __init__(self, model: nn.Module):
-        self.model, self.object_patches = model, {}
-
-    def add_object_patch(self, name: str, value: Any) -> None:
-        self.object_patches[name] = value
-
-    def get_model_object(self, name: str) -> Any:
-        return self.object_patches.get(name, self.model.get_submodule("a").forward)
-
-
 def test_replacements_that_a_later_patch_no_longer_asks_for_are_taken_off() -> None:
     patcher = Patcher(nn.ModuleDict({"a": Plain()}))
     objects._replace(patcher, {"a.forward": lambda previous: lambda x: previous(x)})
     assert objects.is_ours(patcher.object_patches["a.forward"])
+    assert objects.replaced_by_others(patcher.model, ["a.forward"]) == ["a.forward"], "it is not put in yet"
     objects._replace(patcher, {})
     assert patcher.object_patches == {}
 
 
 def test_blocks_that_compute_their_feed_forward_layers_themselves_are_named() -> None:
-    block = nn.Module()
-    block.ff_proj, block.ff_out = nn.Linear(2, 4), nn.Linear(4, 2)
-    assert "2 blocks (Module) compute their feed-forward layers" in ffn.inside_blocks(
-        nn.ModuleList([block, block_like()])
-    )
+    blocks = nn.ModuleList(nn.ModuleDict({"ff_proj": nn.Linear(2, 4), "ff_out": nn.Linear(4, 2)}) for _ in range(2))
+    assert "2 blocks (ModuleDict) compute their feed-forward layers" in ffn.inside_blocks(blocks)
     assert ffn.inside_blocks(nn.Linear(2, 2)) == ""
-
-
-def block_like() -> nn.Module:
-    block = nn.Module()
-    block.ff_proj, block.ff_out = nn.Linear(2, 4), nn.Linear(4, 2)
-    return block
 
 
 def test_one_model_alone_is_asked_another_way_and_left_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:

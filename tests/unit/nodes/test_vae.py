@@ -9,18 +9,12 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from attn_support.comfy.stub import StubHost, make_engine, node_module, stub_host  # noqa: F401
+from attn_support.comfy.stub import Patcher, StubHost, make_engine, node_module, stub_host, vae_attention  # noqa: F401
 from torch import Tensor, nn
 
 objects, attention, sites = map(node_module, ("comfy.objects", "patches.replacements", "comfy.sites"))
 Scope = node_module("patches.scope").Scope
 pytestmark = pytest.mark.usefixtures("stub_host")
-
-
-def vae_attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    """As ComfyUI's VAEs: one head over ``[B, C, *positions]``."""
-    tokens = (t.flatten(2).transpose(1, 2) for t in (query, key, value))
-    return F.scaled_dot_product_attention(*tokens).transpose(1, 2).reshape(query.shape)
 
 
 def optimized_attention(q: Tensor, k: Tensor, v: Tensor, heads: int, mask: Any = None, **_: Any) -> Tensor:
@@ -121,24 +115,18 @@ def test_a_vae_call_that_is_left_goes_to_the_function_that_was_there() -> None:
     assert engine.run.count("passed to ComfyUI") == 2
 
 
-@pytest.mark.parametrize("positional", [True, False])
-def test_a_given_attention_is_replaced_wherever_it_stands(positional: bool) -> None:
-    engine, module, x = make_engine(), Given(), torch.randn(1, 6, 8)
-    ours = attention.Replacement(engine, Scope(), "layer").given(2, module.forward)
-    mask = torch.randn(6, 6)
-    args, kwargs = ((x, mask, optimized_attention), {}) if positional else ((x, mask), {"optimized_attention": None})
-    if not positional:
-        kwargs["optimized_attention"] = optimized_attention
-    torch.testing.assert_close(ours(*args, **kwargs), optimized_attention(x, x, x, 2, mask))
-    assert [kind.block for kind in engine.run.tallies] == ["layer"]
-
-
-def test_a_forward_without_the_function_is_called_as_it_is() -> None:
-    engine, seen = make_engine(), []
-    ours = attention.Replacement(engine, Scope(), "layer").given(1, lambda *args, **kwargs: seen.append((args, kwargs)))
-    ours("x")
-    ours("x", optimized_attention=None)
-    assert seen == [(("x",), {}), (("x",), {"optimized_attention": None})]
+def test_a_given_attention_is_replaced_wherever_it_stands() -> None:
+    engine, x, mask = make_engine(), torch.randn(1, 6, 8), torch.randn(6, 6)
+    ours = attention.Replacement(engine, Scope(), "layer").given(2, Given().forward)
+    expected = optimized_attention(x, x, x, 2, mask)
+    torch.testing.assert_close(ours(x, mask, optimized_attention), expected)
+    torch.testing.assert_close(ours(x, mask, optimized_attention=optimized_attention), expected)
+    assert [(kind.block, tally.count) for kind, tally in engine.run.tallies.items()] == [("layer", 2)]
+    seen: list[Any] = []
+    without = attention.Replacement(engine, Scope(), "layer").given(1, lambda *args, **more: seen.append((args, more)))
+    without("x")
+    without("x", optimized_attention=None)
+    assert seen == [(("x",), {}), (("x",), {"optimized_attention": None})], "it is called as it is"
 
 
 @pytest.mark.parametrize("kind", [ByName, ByDevice])
@@ -165,12 +153,11 @@ def test_a_forward_that_another_pack_replaced_is_left_alone() -> None:
 
 
 def test_a_whole_call_is_one_run_and_is_watched(stub_host: StubHost) -> None:  # noqa: F811
-    engine, seen = make_engine(), []
-    ours = attention.whole_call(lambda x, y: helper(x), engine, Scope(), lambda *what: seen.append(what), catches=True)
-    x = torch.randn(1, 2, 6, 8)
+    engine, seen, x = make_engine(), [], torch.randn(1, 2, 6, 8)
+    sites = attention.Sites(engine, nn.Module(), lambda *_: ())
+    ours = attention.whole_call(lambda x, y: helper(x), sites, lambda *what: seen.append(what), catches=True)
     out = ours(x, y=1)
-    assert seen[0][:2] == ((x,), {"y": 1})
-    assert seen[0][2] is out
+    assert seen == [((x,), {"y": 1}, out)]
     assert stub_host.said == ["Model: 1 of 1 call taken, under 1 MiB extra at most"]
     assert not engine.is_running
 
@@ -188,41 +175,10 @@ def test_every_kind_of_site_is_found_once() -> None:
     assert sites.calls_directly(model, known) == ["name", "helper"]
     assert sites.host_names(ByName) == {"optimized_attention"}
     assert sites.host_names(Given) == sites.host_names(Plain) == set()
-
-
-def test_modules_of_torch_itself_are_no_sites() -> None:
-    assert sites.calls_directly(nn.Sequential(nn.MultiheadAttention(8, 2), nn.Linear(8, 8)), []) == []
+    assert sites.calls_directly(nn.Sequential(nn.MultiheadAttention(8, 2)), []) == [], "torch's own modules are none"
 
 
 # ---- replacing ----
-
-
-class Patcher:
-    """The part of ComfyUI's patcher that keeps object patches."""
-
-    def __init__(self, model: nn.Module, patches: dict[str, Any] | None = None) -> None:
-        self.model, self.object_patches = model, dict(patches or {})
-        self.callbacks: dict[str, dict[str, list]] = {}
-
-    def add_object_patch(self, name: str, value: Any) -> None:
-        self.object_patches[name] = value
-
-    def get_model_object(self, name: str) -> Any:
-        owner, _, attribute = name.rpartition(".")
-        return self.object_patches.get(name) or getattr(self.model.get_submodule(owner), attribute)
-
-    def remove_callbacks_with_key(self, kind: str, key: str) -> None:
-        self.callbacks.setdefault(kind, {}).pop(key, None)
-
-    def add_callback_with_key(self, kind: str, key: str, callback: Any) -> None:
-        self.callbacks[kind].setdefault(key, []).append(callback)
-
-    def clone(self, model: nn.Module | None = None) -> Patcher:
-        copy = Patcher(model or self.model, self.object_patches)
-        copy.callbacks = {kind: dict(by_key) for kind, by_key in self.callbacks.items()}
-        for callback in [f for by_key in self.callbacks.values() for found in by_key.values() for f in found]:
-            callback(self, copy)
-        return copy
 
 
 @pytest.fixture
@@ -274,9 +230,3 @@ def test_a_clone_with_a_model_of_its_own_gets_replacements_of_that_model() -> No
     assert patcher.clone().object_patches[NAME] is patcher.object_patches[NAME]
     torch.testing.assert_close(patcher.clone(second).object_patches[NAME](x), 2 * second(x))
     torch.testing.assert_close(patcher.object_patches[NAME](x), 2 * first(x))
-
-
-def test_replaced_by_others_names_what_is_not_ours() -> None:
-    model = nn.ModuleDict({"a": Plain(), "b": Plain()})
-    assert objects.replaced_by_others(model, ["a.forward", "b.forward"]) == ["a.forward", "b.forward"]
-    assert not objects.is_ours(None)

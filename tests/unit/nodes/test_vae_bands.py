@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from attn_support.comfy.pack import NAME
-from attn_support.comfy.stub import StubHost, make_engine, node_module, stub_host  # noqa: F401
+from attn_support.comfy.stub import StubHost, make_engine, node_module, stub_host, vae_attention  # noqa: F401
 from torch import Tensor, nn
 
 bands, attention, scopes = map(node_module, ("patches.bands", "patches.replacements", "patches.scope"))
@@ -47,12 +47,6 @@ def bars(monkeypatch: pytest.MonkeyPatch) -> list[Bar]:
     return made
 
 
-def one_head(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    """As ComfyUI's VAEs: one head over ``[B, C, *positions]``."""
-    tokens = (t.flatten(2).transpose(1, 2)[:, None] for t in (query, key, value))
-    return F.scaled_dot_product_attention(*tokens)[:, 0].transpose(1, 2).reshape(query.shape)
-
-
 class Network(nn.Module):
     """``[B, 4, H, W]`` -> ``[B, 3, 2H, 2W]``, with an attention block; ``fails`` is called first of all."""
 
@@ -60,7 +54,7 @@ class Network(nn.Module):
         super().__init__()
         torch.manual_seed(0)
         self.first, self.last = nn.Conv2d(4, 8, 3, padding=1), nn.Conv2d(8, 3, 3, padding=1)
-        self.norm, self.attend, self.fails = nn.GroupNorm(2, 8), one_head, fails
+        self.norm, self.attend, self.fails = nn.GroupNorm(2, 8), vae_attention, fails
         self.requires_grad_(False)
 
     def decode(self, samples: Tensor, output_buffer: Tensor | None = None) -> Tensor:
@@ -81,8 +75,8 @@ def banded(network: Network, mode: str, estimate: Any = None) -> tuple[Callable[
     """Its ``decode`` as the node replaces it, and the engine."""
     engine = make_engine(route="tiled")
     engine.part = "VAE"
-    network.attend = attention.Replacement(engine, scopes.Scope(), "mid").channels_first(one_head)
-    return bands.in_bands(engine, network, "decode", mode, estimate)(network.decode), engine
+    network.attend = attention.Replacement(engine, scopes.Scope(), "mid").channels_first(vae_attention)
+    return bands.in_bands(engine, network, "decode", mode, estimate, network.decode), engine
 
 
 def test_always_in_bands_it_gives_the_same_and_counts_one_attention_call(bars: list[Bar]) -> None:
@@ -102,11 +96,15 @@ def test_always_in_bands_it_gives_the_same_and_counts_one_attention_call(bars: l
     assert len(bars) == 2  # a bar for each call
 
 
-def test_when_needed_it_is_as_it_is_while_it_fits(bars: list[Bar]) -> None:
+def estimates_of_the_wrong_kind(shape: Any, dtype: Any) -> float:
+    return shape[7]
+
+
+@pytest.mark.parametrize("estimate", [lambda shape, dtype: 1000, estimates_of_the_wrong_kind])
+def test_when_needed_it_is_as_it_is_while_it_fits(bars: list[Bar], estimate: Any) -> None:
     network = Network()
-    decode, engine = banded(network, NEEDED, lambda shape, dtype: 1000)
-    out = decode(SAMPLES)
-    assert out.equal(network.decode(SAMPLES))
+    decode, engine = banded(network, NEEDED, estimate)
+    assert decode(SAMPLES).equal(network.decode(SAMPLES))
     assert engine.run.gains == []
     assert bars == []
 
@@ -123,30 +121,7 @@ def test_the_hosts_estimate_decides_before_anything_is_computed(bars: list[Bar])
     assert "without bands it needs 1073741824 MiB" in engine.run.gains[0]
 
 
-def test_an_estimate_that_fails_is_none(bars: list[Bar]) -> None:
-    def estimate(shape: Any, dtype: Any) -> float:
-        return shape[7]
-
-    network = Network()
-    decode, engine = banded(network, NEEDED, estimate)
-    assert decode(SAMPLES).equal(network.decode(SAMPLES))
-    assert engine.run.gains == []
-
-
-def test_out_of_memory_leads_to_bands(bars: list[Bar]) -> None:
-    failures = [torch.cuda.OutOfMemoryError("CUDA out of memory")]
-
-    def fails(_: Tensor) -> None:
-        if failures:
-            raise failures.pop()
-
-    stock = Network().decode(SAMPLES)
-    decode, engine = banded(Network(fails), NEEDED)
-    torch.testing.assert_close(decode(SAMPLES), stock)
-    assert "it ran out of memory without bands" in engine.run.gains[0]
-
-
-def test_another_error_is_not_taken_for_it(bars: list[Bar]) -> None:
+def test_an_error_is_not_taken_for_missing_memory(bars: list[Bar]) -> None:
     def fails(_: Tensor) -> None:
         raise RuntimeError("an accident")
 
@@ -154,6 +129,20 @@ def test_another_error_is_not_taken_for_it(bars: list[Bar]) -> None:
     with pytest.raises(RuntimeError, match="an accident"):
         decode(SAMPLES)
     assert engine.run.gains == []
+
+
+def test_host_memory_that_is_missing_is_named_before_the_run(bars: list[Bar], monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(*args: Any, **kwargs: Any) -> Any:
+        raise MemoryError("decode in bands needs 7 MiB of host memory")
+
+    monkeypatch.setattr(bands.Site, "__call__", missing)
+    network = Network()
+    stock = network.decode(SAMPLES)
+    with pytest.raises(MemoryError, match="needs 7 MiB of host memory"):
+        banded(network, ALWAYS)[0](SAMPLES)
+    decode, engine = banded(network, NEEDED)
+    torch.testing.assert_close(decode(SAMPLES), stock)
+    assert engine.run.warnings == ["decode in bands needs 7 MiB of host memory; it runs as it is instead"]
 
 
 def test_what_cannot_run_in_bands_runs_as_it_is_and_is_named(bars: list[Bar]) -> None:
@@ -230,6 +219,6 @@ def test_a_network_that_writes_into_a_buffer_does_not_do_so_when_it_is_only_trie
 
 def test_what_is_no_tensor_is_passed_on(bars: list[Bar]) -> None:
     engine = make_engine()
-    passed = bands.in_bands(engine, nn.Module(), "encode", ALWAYS, None)(lambda *args, **kwargs: (args, kwargs))
+    passed = bands.in_bands(engine, nn.Module(), "encode", ALWAYS, None, lambda *args, **kwargs: (args, kwargs))
     assert passed([1], wide=True) == (([1],), {"wide": True})
     assert passed() == ((), {})

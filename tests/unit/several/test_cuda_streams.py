@@ -70,12 +70,6 @@ def test_what_the_caller_has_begun_comes_first_and_nothing_is_in_its_streams(
     assert {cuda.current_stream(device) for device in (HOME, AWAY)} == callers
 
 
-def test_streams_are_made_once(cuda: FakeCuda) -> None:
-    helper = Helper(HOME, AWAY)
-    assert [stream.device for stream in helper.streams] == [HOME, AWAY]
-    assert helper.streams is helper.streams
-
-
 def test_a_device_that_is_lost_while_it_is_waited_for_is_an_error(
     cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch
 ) -> None:

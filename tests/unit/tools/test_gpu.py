@@ -25,6 +25,7 @@ from tools.gpu.parts import FAILED, FULL, PARTS, RIGHT, STOPPED, UNFINISHED, WRO
 
 ROOT = Path(__file__).resolve().parents[3]
 CARD = "NVIDIA GeForce GTX 1080 Ti"
+BY_NAME = {part.name: part for part in PARTS}
 HANGS = """
 import subprocess, sys, time
 other = subprocess.Popen([sys.executable, "-S", "-c", "import time; time.sleep(600)"])
@@ -83,21 +84,20 @@ def test_a_part_is_run_once_for_a_card_its_driver_torch_package_and_source(
 
 
 def test_another_source_is_another_result(tmp_path: Path) -> None:
-    (tmp_path / "code").mkdir()
-    (tmp_path / "code" / "a.py").write_text("1")
+    source, compiled = tmp_path / "code" / "a.py", tmp_path / "code" / "__pycache__" / "a.pyc"
+    compiled.parent.mkdir(parents=True)
 
     def code() -> str:
         return results.conditions(facts(), ["code"], "full", tmp_path)["code"]
 
+    source.write_text("1")
     first = code()
-    (tmp_path / "code" / "__pycache__").mkdir()
-    (tmp_path / "code" / "__pycache__" / "a.pyc").write_text("x")
+    compiled.write_text("x")
     assert code() == first
-    (tmp_path / "code" / "a.py").write_text("2")
-    assert code() != first
+    source.write_text("2")
     second = code()
-    (tmp_path / "code" / "a.py").rename(tmp_path / "code" / "b.py")
-    assert code() not in (first, second)
+    source.rename(tmp_path / "code" / "b.py")
+    assert len({first, second, code()}) == 3
 
 
 def test_what_went_wrong_is_told_again_but_what_did_not_end_is_run_again(tmp_path: Path) -> None:
@@ -280,10 +280,6 @@ def _job(tmp_path: Path, program: str, **changed: Any) -> Job:
     return Job((sys.executable, "-S", str(program_file)), "cuda", FULL, scratch=tmp_path / "scratch", **given)
 
 
-def _part(name: str) -> Part:
-    return next(part for part in PARTS if part.name == name)
-
-
 def test_each_failure_of_a_test_is_written_with_its_message(tmp_path: Path) -> None:
     lines = [
         {"collected": 3},
@@ -292,7 +288,7 @@ def test_each_failure_of_a_test_is_written_with_its_message(tmp_path: Path) -> N
         {"test": "a", "outcome": "failed", "seconds": 0.0, "message": "teardown"},
     ]
     program = f"open(arguments[arguments.index('--record') + 1], 'w').write({chr(10).join(map(json.dumps, lines))!r})\n"
-    outcome = _part("tests").run(_job(tmp_path, program + "sys.exit(1)"))
+    outcome = BY_NAME["tests"].run(_job(tmp_path, program + "sys.exit(1)"))
     assert (outcome.state, outcome.summary) == (WRONG, "2 failed")
     assert [failure["message"] for failure in outcome.figures["failures"]] == ["assert 1 == 2", "teardown"]
     assert outcome.figures["counts"] == {"failed": 2}
@@ -304,7 +300,7 @@ def test_a_benchmark_that_is_stopped_keeps_its_shapes(tmp_path: Path) -> None:
 json.dump({content!r}, open(arguments[arguments.index("--json") + 1], "w"))
 import time; time.sleep(600)
 """
-    outcome = _part("bench-forward").run(_job(tmp_path, program, end=time.monotonic() + 1.0))
+    outcome = BY_NAME["bench-forward"].run(_job(tmp_path, program, end=time.monotonic() + 1.0))
     assert outcome.state == STOPPED
     assert outcome.summary.endswith("1 shape; in units of torch-fused: auto 0.80")
     assert outcome.figures == content
@@ -321,7 +317,7 @@ json.dump(found, open(path, "w"))
 if found["trying"]:
     raise SystemError("a fault")
 """
-    outcome = _part("sweep").run(_job(tmp_path, program, before={"jobs": [], "trying": ""}))
+    outcome = BY_NAME["sweep"].run(_job(tmp_path, program, before={"jobs": [], "trying": ""}))
     assert outcome.state == RIGHT
     assert [job["job"] for job in outcome.figures["jobs"]] == ["job 0", "job 1", "job 2"]
 
@@ -333,14 +329,14 @@ def test_a_shipped_geometry_that_does_not_run_is_bad_and_the_sweep_still_goes_on
         folder = tmp_path / state
         folder.mkdir()
         found = {"jobs": [job], "trying": "", "not_reached": left}
-        outcome = _part("sweep").run(_job(folder, f"sys.exit({status})", before=found))
+        outcome = BY_NAME["sweep"].run(_job(folder, f"sys.exit({status})", before=found))
         assert outcome.state == state
         assert outcome.summary == f"1 of {1 + len(left)} kernels; the shipped geometry does not run: a"
 
 
 def test_a_sweep_that_fails_where_it_failed_before_is_not_begun_again(tmp_path: Path) -> None:
     program = "raise SystemError('a fault')"
-    outcome = _part("sweep").run(_job(tmp_path, program, before={"jobs": [], "trying": "first"}))
+    outcome = BY_NAME["sweep"].run(_job(tmp_path, program, before={"jobs": [], "trying": "first"}))
     assert outcome.state == FAILED
     assert outcome.summary == "exit status 1: SystemError: a fault"
 
@@ -351,11 +347,9 @@ def test_a_sweep_that_fails_where_it_failed_before_is_not_begun_again(tmp_path: 
 def test_the_sanitizer_is_found_in_path_and_in_cuda_home(tmp_path: Path) -> None:
     program = tmp_path / "bin" / "compute-sanitizer"
     program.parent.mkdir()
-    program.write_text("#!/bin/sh\n")
-    program.chmod(0o755)
+    program.touch(0o755)
     assert sanitizer.find({"PATH": str(program.parent)}).path == str(program)
-    found = sanitizer.find({"PATH": "", "CUDA_HOME": str(tmp_path)})
-    assert found.path == str(program)
+    assert sanitizer.find({"PATH": "", "CUDA_HOME": str(tmp_path)}).path == str(program)
     nothing = sanitizer.find({"PATH": "", "CUDA_HOME": str(tmp_path / "other")})
     assert str(tmp_path / "other" / "bin") in nothing.looked_in
 

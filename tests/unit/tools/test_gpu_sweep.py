@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -35,8 +36,13 @@ def compiler() -> AnyGeometry:
 
 
 @pytest.fixture
-def card(compiler: AnyGeometry) -> Iterator[Any]:
-    with emulated_card(execute, kind=CardKernels, find_compiler=lambda arch: compiler) as kernels:
+def a_card(compiler: AnyGeometry) -> Callable[..., Any]:
+    return partial(emulated_card, kind=CardKernels, find_compiler=lambda arch: compiler)
+
+
+@pytest.fixture
+def card(a_card: Callable[..., Any]) -> Iterator[Any]:
+    with a_card(execute) as kernels:
         yield kernels
 
 
@@ -92,10 +98,10 @@ def test_no_job_is_begun_without_time(card: Any, tmp_path: Path) -> None:
     assert card.queued == []
 
 
-def test_a_candidate_that_has_ended_its_process_is_left_alone(compiler: AnyGeometry, tmp_path: Path) -> None:
+def test_a_candidate_that_has_ended_its_process_is_left_alone(a_card: Any, tmp_path: Path) -> None:
     path, shipped = tmp_path / "sweep.json", Candidate.of(OTHER, OTHER.geometry)
     write_object(path, {"jobs": [], "trying": shipped.name})
-    with emulated_card(_idle, kind=CardKernels, find_compiler=lambda arch: compiler) as kernels:
+    with a_card(_idle) as kernels:
         assert sweep(CPU, [OTHER], SMALL, path, math.inf, 1)
         assert kernels.queued == []
     found = read_object(path)
@@ -113,9 +119,9 @@ def test_a_job_that_has_ended_its_process_while_it_was_timed_is_left_out(card: A
     assert card.queued == []
 
 
-def test_a_wrong_candidate_is_not_timed(compiler: AnyGeometry, tmp_path: Path) -> None:
+def test_a_wrong_candidate_is_not_timed(a_card: Any, tmp_path: Path) -> None:
     path = tmp_path / "sweep.json"
-    with emulated_card(_idle, kind=CardKernels, find_compiler=lambda arch: compiler):
+    with a_card(_idle):
         assert sweep(CPU, [OTHER], SMALL, path, math.inf, 1)
     [job] = read_object(path)["jobs"]
     [lane] = job["candidates"]
@@ -124,10 +130,10 @@ def test_a_wrong_candidate_is_not_timed(compiler: AnyGeometry, tmp_path: Path) -
 
 
 def test_one_that_cannot_be_launched_is_noted_and_one_that_loses_the_card_ends_the_process(
-    compiler: AnyGeometry, tmp_path: Path
+    a_card: Any, tmp_path: Path
 ) -> None:
     path = tmp_path / "sweep.json"
-    with emulated_card(_idle, kind=CardKernels, find_compiler=lambda arch: compiler) as kernels:
+    with a_card(_idle) as kernels:
         kernels.driver.faults["cuLaunchKernel"] = fails_once(701)
         assert sweep(CPU, [OTHER], SMALL, path, math.inf, 1)
         assert "too many resources" in read_object(path)["jobs"][0]["shipped_note"]
@@ -154,16 +160,14 @@ def test_geometries_begin_with_the_shipped_one_and_fill_whole_warps() -> None:
 
 
 @pytest.mark.parametrize("kind", ["tensor_small", "tensor_grad_query"])
-def test_kernels_on_tensor_cores_are_swept_where_there_are_some(
-    compiler: AnyGeometry, tmp_path: Path, kind: str
-) -> None:
+def test_kernels_on_tensor_cores_are_swept_where_there_are_some(a_card: Any, tmp_path: Path, kind: str) -> None:
     path, variant = tmp_path / "sweep.json", Variant(kind, 64, "float16")
     settings = replace(SMALL, tokens=20, most=2)
-    with emulated_card(execute, kind=CardKernels, find_compiler=lambda arch: compiler) as kernels:
+    with a_card(execute) as kernels:
         assert sweep(CPU, [variant], settings, path, math.inf, 1)
         assert read_object(path)["jobs"] == []
         assert kernels.queued == []
-    with emulated_card(execute, info=T4, kind=CardKernels, find_compiler=lambda arch: compiler):
+    with a_card(execute, info=T4):
         assert sweep(CPU, [variant], settings, path, math.inf, 1)
     [job] = read_object(path)["jobs"]
     lanes = job["candidates"]

@@ -45,37 +45,6 @@ def test_the_fields_of_an_instruction_are_read() -> None:
     assert sass.volta(code("IADD3"))[0].kind == "other"
 
 
-def test_code_of_a_real_compiler_is_read() -> None:
-    """A loop of two ldmatrix and their products, as NVRTC 12.6 writes it for sm_75."""
-    from pascal_attn_core.fused.gpu import nvrtc
-
-    library = nvrtc.find(75)
-    if library is None:
-        pytest.skip("needs NVRTC")
-    text = """
-    extern "C" __global__ void tested(float* out, int n) {
-        __shared__ __align__(16) char sm[8192];
-        float c[4] = {};
-        unsigned at = threadIdx.x * 16;
-    #pragma unroll 1
-        for (int i = 0; i < n; ++i) {
-            unsigned r[4];
-            asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
-                         : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(at + i * 512));
-            asm volatile("mma.sync.aligned.m16n8k8.row.col.f32.f16.f16.f32 "
-                         "{%0, %1, %2, %3}, {%4, %5}, {%6}, {%0, %1, %2, %3};"
-                         : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3]) : "r"(r[0]), "r"(r[1]), "r"(r[2]));
-            __syncthreads();
-        }
-        out[threadIdx.x] = c[0] + c[1] + c[2] + c[3];
-    }"""
-    found = sass.product_loops(sass.volta(sass.sections(library.compile(text, 75, {}).cubin)["tested"]))
-    assert len(found) == 1
-    kinds = [x.kind for x in found[0]]
-    assert [kinds.count(kind) for kind in ("LDSM", "HMMA.1688", "BAR", "BRA")] == [1, 1, 1, 1]
-    assert next(x.lane_bytes for x in found[0] if x.kind == "LDSM") == 16
-
-
 def test_rare_work_is_not_on_the_usual_path() -> None:
     rare = [code("FFMA")] * 5
     assert len(loop(code("HMMA.1688"), code("BRA", to=5, predicate=0), *rare)) == 3
@@ -120,27 +89,6 @@ def test_a_barrier_holds_warps_together() -> None:
     apart = [*[code("MUFU", writes=0)] * 7, code("MUFU", stall=2, writes=0), *[code("HMMA.1688", stall=8, waits=1)] * 8]
     free, held = (model.simulate(loop(*apart, *end), T4, 8, 1, rounds=60) for end in ((), (code("BAR"),)))
     assert held < free - 0.1
-
-
-def _with_counter(waits: bool) -> list[sass.Instruction]:
-    work = [*[code("MUFU", writes=0)] * 8, *[code("HMMA.1688", stall=8, waits=1)] * 8]
-    poll = [code("LDS", size=4, writes=1), code("IADD3", waits=2), code("BRA", to=-3, predicate=0)]
-    return loop(*(poll if waits else []), *work, code("STS", size=4, predicate=1))
-
-
-def _rounds_apart(path: list[sass.Instruction]) -> int:
-    """How far the warps of a block get apart of which half begin late."""
-    simulation = model._Simulation(path, T4, 8, 1)
-    for warp in simulation.warps[4:]:
-        warp.ready = 10**6
-    simulation.run(8)
-    return max(w.rounds for w in simulation.warps) - min(w.rounds for w in simulation.warps)
-
-
-def test_a_counter_is_waited_for() -> None:
-    assert model._Counters(_with_counter(True), 8).waits == [0]
-    assert _rounds_apart(_with_counter(True)) <= 2
-    assert _rounds_apart(_with_counter(False)) == 16
 
 
 def test_our_own_kernels_are_found() -> None:

@@ -182,9 +182,7 @@ def test_any_convolution(data: st.DataObject) -> None:
             return
 
         def function(x: Tensor) -> Tensor:
-            return F.conv_transpose2d(
-                x, weight, None, (stride, 1), (padding, 0), (extra, 0), 1, (dilation, 1)
-            )  # fmt: skip
+            return F.conv_transpose2d(x, weight, None, (stride, 1), (padding, 0), (extra, 0), 1, (dilation, 1))
     else:
         weight = seeded(6, 2, kernel, 1)
 

@@ -1,31 +1,42 @@
 """Conditioning without a text encoder, a latent that is never cached, and a file of what came out."""
 
+from typing import ClassVar
+
 import torch
 
-from .model_nodes import RECORDS
+from .model_nodes import RECORDS, Probe
 
 
-class ProbeCond:
+class _Anything(str):
+    """A type name that equals every other."""
+
+    def __ne__(self, other):
+        return False
+
+
+ANYTHING = _Anything("*")
+COUNT = ("INT", {"default": 0, "min": 0, "max": 1 << 30})
+TEXT = ("STRING", {"default": ""})
+
+
+class _Fresh(Probe):
+    """The host runs it again, whatever it has cached."""
+
+    @classmethod
+    def IS_CHANGED(cls, **_):
+        return float("nan")
+
+
+class ProbeCond(Probe):
     """Random conditioning of any width; ``mask`` hides the second half of the tokens."""
 
     RETURN_TYPES = ("CONDITIONING",)
-    FUNCTION = "make"
-    CATEGORY = "probe"
+    INPUTS: ClassVar = {
+        **dict.fromkeys(("tokens", "dim", "pooled", "seed"), COUNT),
+        "mask": ("BOOLEAN", {"default": False}),
+    }
 
-    @classmethod
-    def INPUT_TYPES(cls):
-        count = ("INT", {"default": 0, "min": 0, "max": 1 << 20})
-        return {
-            "required": {
-                "tokens": count,
-                "dim": count,
-                "pooled": count,
-                "seed": count,
-                "mask": ("BOOLEAN", {"default": False}),
-            }
-        }
-
-    def make(self, tokens, dim, pooled, seed, mask):
+    def run(self, tokens, dim, pooled, seed, mask):
         generator = torch.Generator().manual_seed(seed)
         extra = {}
         if pooled:
@@ -37,47 +48,23 @@ class ProbeCond:
         return ([[torch.randn(1, tokens, dim, generator=generator), extra]],)
 
 
-class ProbeSound:
+class ProbeSound(Probe):
     """An empty latent of sound as LTX-2 has it, of any length."""
 
     RETURN_TYPES = ("LATENT",)
-    FUNCTION = "make"
-    CATEGORY = "probe"
+    INPUTS: ClassVar = {"length": COUNT}
 
-    @classmethod
-    def INPUT_TYPES(cls):
-        return {"required": {"length": ("INT", {"default": 16, "min": 1, "max": 1 << 20})}}
-
-    def make(self, length):
+    def run(self, length):
         return ({"samples": torch.zeros(1, 8, length, 16), "type": "audio"},)
 
 
-class _Anything(str):
-    """A type name that equals every other."""
-
-    def __ne__(self, other):
-        return False
-
-
-ANYTHING = _Anything("*")
-
-
-class ProbeFresh:
-    """Hands its input on, and makes the host run what follows again, whatever it has cached."""
+class ProbeFresh(_Fresh):
+    """Hands its input on, and makes the host run what follows again."""
 
     RETURN_TYPES = (ANYTHING,)
-    FUNCTION = "hand_on"
-    CATEGORY = "probe"
+    INPUTS: ClassVar = {"value": (ANYTHING,)}
 
-    @classmethod
-    def INPUT_TYPES(cls):
-        return {"required": {"value": (ANYTHING,)}}
-
-    @classmethod
-    def IS_CHANGED(cls, **_):
-        return float("nan")
-
-    def hand_on(self, value):
+    def run(self, value):
         return (value,)
 
 
@@ -92,44 +79,26 @@ def _tensors(value):
     return [value.detach().cpu().clone()]
 
 
-class ProbeCapture:
+class ProbeCapture(_Fresh):
     """Writes a LATENT, IMAGE, CONDITIONING or STRING to ``path`` (torch.save), with the counts kept under ``tag``."""
 
     RETURN_TYPES = ()
-    FUNCTION = "write"
-    CATEGORY = "probe"
     OUTPUT_NODE = True
+    INPUTS: ClassVar = {"value": (ANYTHING,), "path": TEXT, "tag": TEXT}
 
-    @classmethod
-    def INPUT_TYPES(cls):
-        text = ("STRING", {"default": ""})
-        return {"required": {"value": (ANYTHING,), "path": text, "tag": text}}
-
-    @classmethod
-    def IS_CHANGED(cls, **_):
-        return float("nan")
-
-    def write(self, value, path, tag):
-        if isinstance(value, str):
-            result = {"text": value, "tensors": []}
-        else:
-            result = {"text": "", "tensors": _tensors(value)}
+    def run(self, value, path, tag):
+        result = {"text": value, "tensors": []} if isinstance(value, str) else {"text": "", "tensors": _tensors(value)}
         torch.save({**result, "counts": RECORDS.pop(tag, {})}, path)
         return {"ui": {"text": [path]}}
 
 
-class ProbeFlash:
+class ProbeFlash(Probe):
     """What a pack does whose attention is flash_attn: it imports it when it is needed."""
 
     RETURN_TYPES = ("LATENT",)
-    FUNCTION = "make"
-    CATEGORY = "probe"
+    INPUTS: ClassVar = {"latent": ("LATENT",), "seed": COUNT}
 
-    @classmethod
-    def INPUT_TYPES(cls):
-        return {"required": {"latent": ("LATENT",), "seed": ("INT", {"default": 0, "min": 0, "max": 1 << 30})}}
-
-    def make(self, latent, seed):
+    def run(self, latent, seed):
         from flash_attn import flash_attn_func
 
         query = torch.randn(1, 40, 2, 8, generator=torch.Generator().manual_seed(seed))

@@ -3,7 +3,7 @@
 import collections
 import os
 import sys
-import time
+from typing import ClassVar
 
 import comfy.ldm.modules.attention as host_attention
 import comfy.model_management
@@ -55,20 +55,27 @@ class CallCount:
         sys.setprofile(self.previous)
 
 
-class _ModelNode:
+class Probe:
+    """A node of this pack; ``INPUTS`` are required."""
+
     RETURN_TYPES = ("MODEL",)
-    FUNCTION = "patch"
+    FUNCTION = "run"
     CATEGORY = "probe"
-
-
-class ProbeCount(_ModelNode):
-    """Counts attention calls of every sampling with this model into the record ``tag``."""
 
     @classmethod
     def INPUT_TYPES(cls):
-        return {"required": {"model": ("MODEL",), "tag": ("STRING", {"default": ""})}}
+        return {"required": cls.INPUTS}
 
-    def patch(self, model, tag):
+
+TAG = ("STRING", {"default": ""})
+
+
+class ProbeCount(Probe):
+    """Counts attention calls of every sampling with this model into the record ``tag``."""
+
+    INPUTS: ClassVar = {"model": ("MODEL",), "tag": TAG}
+
+    def run(self, model, tag):
         def counted(executor, *args, **kwargs):
             with CallCount(RECORDS[tag]):
                 return executor(*args, **kwargs)
@@ -78,28 +85,23 @@ class ProbeCount(_ModelNode):
         return (clone,)
 
 
-class ProbeOtherPatch(_ModelNode):
+class ProbeOtherPatch(Probe):
     """Another pack's attention override: ``chain`` calls the one before it, ``replace`` forgets it, ``wrong`` gives
     every key the same weight (so that a comparison must notice), ``nan`` chains with one element of q not a number.
     Counts its calls as ``other`` in the record ``tag``.
     """
 
-    @classmethod
-    def INPUT_TYPES(cls):
-        kinds = (["chain", "replace", "wrong", "nan"],)
-        return {"required": {"model": ("MODEL",), "kind": kinds, "tag": ("STRING", {"default": ""})}}
+    INPUTS: ClassVar = {"model": ("MODEL",), "kind": (["chain", "replace", "wrong"],), "tag": TAG}
 
-    def patch(self, model, kind, tag):
+    def run(self, model, kind, tag):
         clone = model.clone()
         options = clone.model_options["transformer_options"] = clone.model_options["transformer_options"].copy()
-        previous = options.get(OVERRIDE) if kind in ("chain", "nan") else None
+        previous = options.get(OVERRIDE) if kind == "chain" else None
 
         def override(func, q, k, v, *args, **kwargs):
             RECORDS[tag]["other"] += 1
             if kind == "wrong":
                 k = torch.zeros_like(k)
-            if kind == "nan":
-                q = q.index_fill(-1, torch.tensor([0]), float("nan"))
             if previous is not None:
                 return previous(func, q, k, v, *args, **kwargs)
             return func(q, k, v, *args, **kwargs)
@@ -108,31 +110,24 @@ class ProbeOtherPatch(_ModelNode):
         return (clone,)
 
 
-class ProbeTrip(_ModelNode):
-    """At the ``at_call``-th evaluation of the model: raise, or press the interrupt button; or only wait ``seconds`` at
-    every evaluation. An accident happens once in the life of the node: the next run of the same graph is left alone.
+class ProbeTrip(Probe):
+    """At the ``at_call``-th evaluation of the model: raise, or press the interrupt button. It happens once in the life
+    of the node: the next run of the same graph is left alone.
     """
 
-    @classmethod
-    def INPUT_TYPES(cls):
-        return {
-            "required": {
-                "model": ("MODEL",),
-                "action": (["raise", "interrupt", "wait"],),
-                "at_call": ("INT", {"default": 1, "min": 1}),
-                "seconds": ("FLOAT", {"default": 0.0}),
-            }
-        }
+    INPUTS: ClassVar = {
+        "model": ("MODEL",),
+        "action": (["raise", "interrupt"],),
+        "at_call": ("INT", {"default": 1, "min": 1}),
+    }
 
-    def patch(self, model, action, at_call, seconds):
+    def run(self, model, action, at_call):
         calls = 0
 
         def tripped(executor, *args, **kwargs):
             nonlocal calls
             calls += 1
-            if action == "wait":
-                time.sleep(seconds)
-            elif calls == at_call and action == "interrupt":
+            if calls == at_call and action == "interrupt":
                 comfy.model_management.interrupt_current_processing()
             output = executor(*args, **kwargs)
             if calls == at_call and action == "raise":

@@ -16,6 +16,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import torch
+
 MARKER = "CHECKS "
 
 
@@ -44,8 +46,6 @@ def check(function: Callable[[], None]) -> Callable[[], None]:
 
 def run_checks(module: str) -> None:
     """Run the checks of one module, each in inference mode, as the host executes nodes, and each from a clean host."""
-    import torch
-
     found: dict[str, list[str]] = {}
     for name, function in CHECKS.items():
         if function.__module__ != module:  # a module borrows helpers from others
@@ -150,6 +150,23 @@ def close(ours: Any, stock: Any, rounding: float = 2e-5) -> None:
     assert ours.shape == stock.shape, (ours.shape, stock.shape)
     difference = float((ours - stock).abs().max() / stock.abs().max().clamp_min(1e-30))
     assert difference <= rounding, difference
+
+
+def run_of(function: Callable[[], Any], stock: Any = None) -> Any:
+    """The only run of the pack in a call, whose result equals ``stock``."""
+    with runs() as found:
+        out = function()
+    if stock is not None:
+        close(out, stock)
+    (run,) = found
+    return run
+
+
+def is_untouched(function: Callable[[], Any], stock: Any) -> None:
+    """An unpatched object gives ``stock`` bit for bit, and the pack has no run of it."""
+    with runs() as found:
+        assert torch.equal(function(), stock)
+    assert found == []
 
 
 def unload() -> None:

@@ -7,26 +7,15 @@ from collections import Counter
 
 import comfy.model_base
 import comfy.model_patcher
-import comfy.sample
 import comfy.supported_models
 import torch
-from comfy_checks import Skip, check, pack, replaced, unload
-from comfy_inproc import LATENTS, conditioning, load_lora, load_model, load_pack
+from comfy_checks import Skip, check, pack, replaced
+from comfy_inproc import LATENTS, conditioning, families, load_lora, load_model, load_pack, sample
+from comfy_tiny_models import FLUX
 
 NODE = load_pack()["PascalMemoryEstimate"]
 OVERRIDE = "optimized_attention_override"
 SINGLE = ("flux", "hunyuan_video")  # sampled with cfg 1
-FLUX = {"image_model": "flux", "guidance_embed": True, "in_channels": 16, "out_channels": 16, "vec_in_dim": 768,
-        "context_in_dim": 4096, "hidden_size": 3072, "mlp_ratio": 4.0, "num_heads": 24, "depth": 19,
-        "depth_single_blocks": 38, "axes_dim": [16, 56, 56], "theta": 10000, "patch_size": 2, "qkv_bias": True,
-        "txt_ids_dims": []}  # fmt: skip
-
-
-def texts(name):
-    found = [conditioning(name, seed) for seed in (1, 2)]
-    for text in found if name == "ltxv" else ():
-        text[0][1]["attention_mask"] = torch.ones(1, text[0][0].shape[1], dtype=torch.int64)
-    return found
 
 
 def real_calls(model, name, cfg):
@@ -48,72 +37,60 @@ def real_calls(model, name, cfg):
         for name, module, why_not in find(model.model.diffusion_model)
         if not why_not
     ]
-    latent = torch.zeros(1, *LATENTS[name])
     try:
-        comfy.sample.sample(model, latent, 1, cfg, "euler", "simple", *texts(name), latent, disable_pbar=True, seed=0)
+        sample(model, name, cfg=cfg)
     finally:
         for hook in hooks:
             hook.remove()
     return attention, ffn
 
 
-def followed(model, name, copies, **options):
-    node, inputs = pack("memory_estimate"), pack("estimate.inputs")
-    latent = inputs.Latent.of(model, {"samples": torch.zeros(1, *LATENTS[name])})
-    found = node.follow(model, latent, texts(name)[0], 16, copies)
+def followed(model, name, copies=1, shape=None):
+    samples = torch.zeros(1, *LATENTS[name]) if shape is None else torch.zeros(shape)
+    latent = pack("estimate.inputs").Latent.of(model, {"samples": samples})
+    found = pack("memory_estimate").follow(model, latent, conditioning(name), 16, copies)
     assert not isinstance(found, str), found
     return found.call
 
 
 @check
 def every_family_is_followed_as_it_really_runs():
-    for name in LATENTS:
-        try:
-            model = load_model(name)
-        except FileNotFoundError:
-            continue  # this host does not know it
+    for name, model in families():
         copies = 1 if name in SINGLE else 2
         attention, ffn = real_calls(model, name, 1.0 if copies == 1 else 3.0)
         call = followed(model, name, copies)
         assert call.attention == attention, (name, Counter(attention) - Counter(call.attention))
         assert [(shape.name, shape.shape) for shape in call.ffn] == ffn, name
         assert not call.unread, call.unread
-        unload()
 
 
 @check
-def memory_of_a_feed_forward_call_is_what_it_really_takes():
-    for name in ("sd15", "wan_t2v", "flux", "ltxv"):
-        model = load_model(name)
-        call = followed(model, name, 1)
+def memory_of_a_feed_forward_call_and_of_a_whole_evaluation_is_what_they_really_take():
+    trace, memory = pack("estimate.trace"), pack("core.observe.memory")
+    for name, model in families("sd15", "wan_t2v", "flux", "ltxv"):
+        call, measured = followed(model, name), []
         largest = max(call.ffn, key=lambda shape: shape.extra_bytes)
         module = model.model.diffusion_model.get_submodule(largest.name)
-        real = pack("core.observe.memory").measure(module, torch.randn(largest.shape, dtype=largest.dtype))
+        real = memory.measure(module, torch.randn(largest.shape, dtype=largest.dtype))
         assert largest.extra_bytes == real.extra_bytes, (name, largest, real.extra_bytes)
-
-
-@check
-def memory_of_a_whole_evaluation_is_what_it_really_takes():
-    # Attention is replaced by an empty result in both.
-    trace = pack("estimate.trace")
-    for name in ("sd15", "wan_t2v", "flux"):
-        model, measured = load_model(name), []
-        call = followed(model, name, 1)
+        if name == "ltxv":
+            continue
+        # Attention is replaced by an empty result in both.
         peak = max([call.other_bytes, *(shape.live_bytes + shape.extra_bytes for shape in call.ffn)])
         silent = trace.Tracer()
-        model.model_options["transformer_options"][OVERRIDE] = lambda func, *a, silent=silent, **k: silent.override(
-            func, *a, **k
-        )
+
+        def override(func, *args, silent=silent, **kwargs):
+            return silent.override(func, *args, **kwargs)
 
         def wrapped(executor, *args, measured=measured, **kwargs):
-            with pack("core.observe.memory").PeakMemory("cpu") as memory:
+            with memory.PeakMemory("cpu") as peak:
                 out = executor(*args, **kwargs)
-            measured.append(memory.peak_bytes)
+            measured.append(peak.peak_bytes)
             return out
 
+        model.model_options["transformer_options"][OVERRIDE] = override
         model.add_wrapper_with_key("apply_model", "peak", wrapped)
-        latent = torch.zeros(1, *LATENTS[name])
-        comfy.sample.sample(model, latent, 1, 1.0, "euler", "simple", *texts(name), latent, disable_pbar=True, seed=0)
+        sample(model, name)
         assert abs(peak / measured[0] - 1) < 0.15, (name, peak, measured)
 
 
@@ -135,37 +112,18 @@ def nothing_is_loaded_moved_or_changed():
 
 
 @check
-def patches_on_the_model_are_left_out():
-    base = load_model("wan_t2v")
-    ours = load_pack()["PascalFFNChunking"]().patch(base, 0.02, 2, "1")[0]
-    latent = torch.zeros(1, *LATENTS["wan_t2v"])
-    comfy.sample.sample(ours, latent, 1, 1.0, "euler", "simple", *texts("wan_t2v"), latent, disable_pbar=True, seed=0)
-    assert followed(ours, "wan_t2v", 1).ffn == followed(base, "wan_t2v", 1).ffn
-
-
-@check
 def without_a_prompt_its_kind_is_guessed():
-    for name in LATENTS:
-        if name == "krea2":  # stacks layers of its text encoder: only a real prompt will do
-            continue
-        try:
-            model = load_model(name)
-        except FileNotFoundError:
-            continue
+    for name, model in families(*(name for name in LATENTS if name != "krea2")):  # it needs a real prompt
         text, saved, _ = NODE().estimate(model, {"samples": torch.zeros(1, *LATENTS[name])})
         assert "Found by tracing one call" in text, (name, text)
         assert saved >= 0.0
-        unload()
 
 
 @check
 def latents_of_video_and_sound_are_packed():
     import nodes
 
-    try:
-        model = load_model("minimax_h3")
-    except FileNotFoundError:
-        raise Skip("this host does not know MiniMax-H3") from None
+    model = load_model("minimax_h3")
     asyncio.run(nodes.init_builtin_extra_nodes())
     latent = nodes.NODE_CLASS_MAPPINGS["EmptyMiniMaxH3LatentAV"].execute(width=128, height=128, length=22)[0]
     text, *_ = NODE().estimate(model, latent)
@@ -185,7 +143,8 @@ def where_it_cannot_be_traced_it_says_so():
 @check
 def a_large_model_that_is_nowhere_is_followed():
     """Flux of 12 billion weights without memory: 57 calls of 4096 + 256 tokens."""
-    config = comfy.supported_models.Flux(dict(FLUX))
+    depth = {"hidden_size": 3072, "num_heads": 24, "depth": 19, "depth_single_blocks": 38}
+    config = comfy.supported_models.Flux({**FLUX, **depth})
     config.set_inference_dtype(torch.float16, torch.float32)
     try:
         with torch.device("meta"):
@@ -204,33 +163,17 @@ def a_large_model_that_is_nowhere_is_followed():
 
 @check
 def sizes_lie_on_a_line_through_two_of_them():
-    node, inputs, largest = pack("memory_estimate"), pack("estimate.inputs"), pack("estimate.largest")
-    for name in ("sd15", "flux", "wan_t2v"):
-        try:
-            model = load_model(name)
-        except FileNotFoundError:
-            continue
-        shape = (1, *LATENTS[name])
-
-        def at(size, name=name, model=model):
-            latent = inputs.Latent(torch.zeros(size.shape), [torch.Size(size.shape)])
-            found = node.follow(model, latent, texts(name)[0], 16, 1)
-            assert not isinstance(found, str), found
-            return found.call
-
-        for axis in largest.axes_of(shape, 8, 4):
-            sizes = axis.sizes
-            one, two, third = sizes[1], sizes[3], sizes[6]
-            line = largest.line_through(one.amount, at(one), two.amount, at(two))
-            found, real = line(third.amount), at(third)
+    largest = pack("estimate.largest")
+    for name, model in families("sd15", "flux", "wan_t2v"):
+        for axis in largest.axes_of((1, *LATENTS[name]), 8, 4):
+            one, two, third = (axis.sizes[i] for i in (1, 3, 6))
+            calls = [followed(model, name, shape=size.shape) for size in (one, two, third)]
+            found, real = largest.line_through(one.amount, calls[0], two.amount, calls[1])(third.amount), calls[2]
             assert found.attention == real.attention, (name, axis.name)
             assert found.ffn == real.ffn, (name, axis.name)
-            for ours, theirs in (
-                (found.other_bytes, real.other_bytes),
-                *zip([a.live_bytes for a in found.attention], [a.live_bytes for a in real.attention]),
-            ):
+            pairs = zip([a.live_bytes for a in found.attention], [a.live_bytes for a in real.attention])
+            for ours, theirs in ((found.other_bytes, real.other_bytes), *pairs):
                 assert abs(ours - theirs) <= 0.01 * theirs + 65536, (name, axis.name, ours, theirs)
-        unload()
 
 
 @check

@@ -6,9 +6,11 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import os
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -27,34 +29,23 @@ import comfy.sample  # noqa: E402
 import comfy.sd  # noqa: E402
 import comfy.utils  # noqa: E402
 import torch  # noqa: E402
+from comfy_checks import Skip, unload  # noqa: E402
 
-LATENTS = {
-    "sd15": (4, 16, 16),
-    "sdxl": (4, 16, 16),
-    "sd3": (16, 16, 16),
-    "flux": (16, 16, 16),
-    "wan_t2v": (16, 3, 16, 16),
-    "wan_i2v": (16, 2, 16, 16),
-    "ltxv": (128, 2, 4, 4),
-    "hunyuan_video": (16, 3, 16, 16),
-    "lumina2": (16, 16, 16),
-    "qwen_image": (16, 1, 16, 16),
-    "krea2": (16, 1, 16, 16),
+# Of each family: shape of the latent; tokens, dim and pooled of the conditioning.
+FAMILIES = {
+    "sd15": ((4, 16, 16), 77, 768, 0),
+    "sdxl": ((4, 16, 16), 77, 2048, 1280),
+    "sd3": ((16, 16, 16), 16, 4096, 2048),
+    "flux": ((16, 16, 16), 16, 4096, 768),
+    "wan_t2v": ((16, 3, 16, 16), 16, 4096, 0),
+    "wan_i2v": ((16, 2, 16, 16), 16, 4096, 0),
+    "ltxv": ((128, 2, 4, 4), 16, 64, 0),
+    "hunyuan_video": ((16, 3, 16, 16), 16, 128, 768),
+    "lumina2": ((16, 16, 16), 16, 64, 0),
+    "qwen_image": ((16, 1, 16, 16), 16, 3584, 0),
+    "krea2": ((16, 1, 16, 16), 16, 320, 0),
 }
-# (tokens, dim, pooled)
-CONDITIONING = {
-    "sd15": (77, 768, 0),
-    "sdxl": (77, 2048, 1280),
-    "sd3": (16, 4096, 2048),
-    "flux": (16, 4096, 768),
-    "wan_t2v": (16, 4096, 0),
-    "wan_i2v": (16, 4096, 0),
-    "ltxv": (16, 64, 0),
-    "hunyuan_video": (16, 128, 768),
-    "lumina2": (16, 64, 0),
-    "qwen_image": (16, 3584, 0),
-    "krea2": (16, 320, 0),
-}
+LATENTS = {name: latent for name, (latent, *_) in FAMILIES.items()}
 
 
 def load_pack() -> Any:
@@ -70,8 +61,6 @@ def tiny_file(folder: str, name: str) -> str:
     """A tiny model's file. Raises ``Skip`` with the reason where this host does not load it."""
     reason = json.loads((TINY_MODELS / "manifest.json").read_text())[name].get("skip")
     if reason:
-        from comfy_checks import Skip
-
         raise Skip(f"{name}: {reason}")
     return str(TINY_MODELS / folder / f"tiny_{name}.safetensors")
 
@@ -100,18 +89,35 @@ def load_lora(model: Any, name: str, strength: float = 1.0) -> Any:
     return comfy.sd.load_lora_for_models(model, None, lora, strength, 0.0)[0]
 
 
+def families(*names: str) -> Iterator[tuple[str, Any]]:
+    """The tiny diffusion models that this host loads, of all or of ``names``; each is unloaded after its turn."""
+    for name in names or FAMILIES:
+        try:
+            model = load_model(name)
+        except Skip:
+            continue
+        yield name, model
+        unload()
+        del model
+        gc.collect()
+
+
 def conditioning(name: str, seed: int = 1) -> list:
-    tokens, dim, pooled = CONDITIONING[name]
+    _, tokens, dim, pooled = FAMILIES[name]
     generator = torch.Generator().manual_seed(seed)
     extra = {"pooled_output": torch.randn(1, pooled, generator=generator)} if pooled else {}
+    if name == "ltxv":
+        extra["attention_mask"] = torch.ones(1, tokens, dtype=torch.int64)
     return [[torch.randn(1, tokens, dim, generator=generator), extra]]
 
 
-def sample(model: Any, name: str, *, steps: int = 1, cfg: float = 1.0, seed: int = 0) -> torch.Tensor:
+def sample(
+    model: Any, name: str = "wan_t2v", *, steps: int = 1, cfg: float = 1.0, seed: int = 0, texts: Any = None
+) -> torch.Tensor:
     """The latent after ``steps`` steps of Euler from the noise of ``seed``."""
     latent = torch.zeros(1, *LATENTS[name])
     noise = torch.randn(latent.shape, generator=torch.Generator().manual_seed(seed))
-    texts = conditioning(name, 1), conditioning(name, 2)
+    texts = texts or [conditioning(name, 1), conditioning(name, 2)]
     return comfy.sample.sample(
         model, noise, steps, cfg, "euler", "simple", *texts, latent, disable_pbar=True, seed=seed
     )

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import comfy.hooks
 import comfy.model_management as host
-import comfy.sample
 import comfy.sd
 import comfy.utils
 import comfy.weight_adapter
 import torch
 from comfy_checks import Skip, check, pack, unload
-from comfy_inproc import LATENTS, TINY_MODELS, conditioning, load_lora
-from comfy_int8_checks import KEY, far, int8_weight, is_clean, layer, line_of, near, patched, rounded, sample, wan
+from comfy_inproc import conditioning, load_lora, sample, tiny_file
+from comfy_int8_checks import KEY, far, int8_weight, is_clean, layer, line_of, near, patched, rounded, wan
 
 
 def adapters():
@@ -23,21 +22,17 @@ def adapters():
 
     rows, columns = 512, 256
     kinds = comfy.weight_adapter
-    up, down = noise(rows, 4), noise(4, columns)
-    lora = kinds.LoRAAdapter(set(), (up, down, 4.0, None, None, None))
-    dora = kinds.LoRAAdapter(set(), (up, down, 4.0, None, torch.ones(rows, 1), None))
-    loha = kinds.LoHaAdapter(
-        set(), (up, down, 4.0, noise(rows, 4, size=1), noise(4, columns, size=1), None, None, None)
-    )
+    up, down, more = noise(rows, 4), noise(4, columns), (noise(rows, 4, size=1), noise(4, columns, size=1))
+
+    def lora(up, scale=None):
+        return kinds.LoRAAdapter(set(), (up, down, 4.0, None, scale, None))
+
     return {
         "diff": ({KEY: (noise(rows, columns, size=0.02),)}, {}),
-        "dora": ({KEY: dora}, {}),
-        "loha": ({KEY: loha}, {}),
-        "lora that scales the weight": ({KEY: lora}, {"strength_model": 0.5}),
-        "lora of a part of the weight": (
-            {(KEY, (0, 0, 128)): kinds.LoRAAdapter(set(), (up[:128], down, 4.0, None, None, None))},
-            {},
-        ),
+        "dora": ({KEY: lora(up, torch.ones(rows, 1))}, {}),
+        "loha": ({KEY: kinds.LoHaAdapter(set(), (up, down, 4.0, *more, None, None, None))}, {}),
+        "lora that scales the weight": ({KEY: lora(up)}, {"strength_model": 0.5}),
+        "lora of a part of the weight": ({(KEY, (0, 0, 128)): lora(up[:128])}, {}),
     }
 
 
@@ -158,16 +153,13 @@ def a_model_that_is_saved_or_merged_while_it_is_live_has_its_float_weights():
 @check
 def hooks_that_patch_weights_during_the_run_are_followed():
     base, stock = wan()
-    lora = comfy.utils.load_torch_file(str(TINY_MODELS / "loras" / "tiny_lora_wan_t2v.safetensors"))
+    lora = comfy.utils.load_torch_file(tiny_file("loras", "lora_wan_t2v"))
     group = comfy.hooks.create_hook_lora(lora, 1.0, 0.0)
 
     def hooked(model):
-        model = model.clone()
         texts = [conditioning("wan_t2v", seed) for seed in (1, 2)]
         texts = [comfy.hooks.set_hooks_for_conditioning(text, group) for text in texts]
-        latent = torch.zeros(1, *LATENTS["wan_t2v"])
-        noise = torch.randn(latent.shape, generator=torch.Generator().manual_seed(0))
-        return comfy.sample.sample(model, noise, 1, 1.0, "euler", "simple", *texts, latent, disable_pbar=True, seed=0)
+        return sample(model, texts=texts)
 
     expected = hooked(base)
     assert far(expected, stock) > 0.1
@@ -181,7 +173,7 @@ def a_lora_that_bypasses_the_weight_keeps_its_effect():
     load = getattr(comfy.sd, "load_bypass_lora_for_models", None)
     if load is None:
         raise Skip("this host has no LoRA that bypasses the weight")
-    lora = comfy.utils.load_torch_file(str(TINY_MODELS / "loras" / "tiny_lora_wan_t2v.safetensors"))
+    lora = comfy.utils.load_torch_file(tiny_file("loras", "lora_wan_t2v"))
     expected = sample(load(base, None, lora, 1.0, 0.0)[0])
     assert far(expected, stock) > 0.1
     for model in (patched(load(base, None, lora, 1.0, 0.0)[0]), load(patched(base), None, lora, 1.0, 0.0)[0]):

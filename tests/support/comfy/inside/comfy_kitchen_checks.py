@@ -10,8 +10,8 @@ import comfy.sd
 import comfy.utils
 import torch
 from comfy_checks import Skip, check, pack, runs, unload
-from comfy_inproc import tiny_file
-from comfy_int8_checks import far, load_lora, near, network, node, patched, sample
+from comfy_inproc import load_lora, sample, tiny_file
+from comfy_int8_checks import far, near, network, node, patched
 
 LAYOUT = "TensorWiseINT8Layout"
 

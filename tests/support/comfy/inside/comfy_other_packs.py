@@ -8,7 +8,7 @@ import comfy.utils
 import safetensors.torch
 import torch
 from comfy_inproc import tiny_file
-from comfy_tiny_models import host_settings, random_weights
+from comfy_tiny_models import host_class, host_settings, random_weights
 
 WIDTH, CONTEXT = 320, 768  # of the tiny SD1.5 model
 
@@ -48,26 +48,16 @@ def write_ipadapter(path: str, embeds: str, width: int = 32, tokens: int = 4) ->
     torch.save(torch.randn(1, width, generator=generator), _made(embeds))
 
 
-def write_controlnet(path: str) -> None:
+def tiny_controlnet() -> torch.nn.Module:
     """A ControlNet of the tiny SD1.5 model's shape."""
-    from comfy.cldm.cldm import ControlNet
+    sizes = {"image_size": 32, "in_channels": 4, "model_channels": WIDTH, "hint_channels": 3, "context_dim": CONTEXT}
+    lists = {"num_res_blocks": [1], "channel_mult": [1], "transformer_depth": [1], "transformer_depth_middle": 1}
+    more = {"use_spatial_transformer": True, "num_heads": 8, "legacy": False}
+    return host_class("comfy.cldm.cldm", "ControlNet")(**sizes, **lists, **more, **host_settings())
 
-    network = ControlNet(
-        image_size=32,
-        in_channels=4,
-        model_channels=WIDTH,
-        hint_channels=3,
-        num_res_blocks=[1],
-        channel_mult=[1],
-        transformer_depth=[1],
-        transformer_depth_middle=1,
-        use_spatial_transformer=True,
-        context_dim=CONTEXT,
-        num_heads=8,
-        legacy=False,
-        **host_settings(),
-    )
-    safetensors.torch.save_file(random_weights(network), _made(path))
+
+def write_controlnet(path: str) -> None:
+    safetensors.torch.save_file(random_weights(tiny_controlnet()), _made(path))
 
 
 def _made(path: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 
 import comfy.model_patcher
@@ -32,112 +33,85 @@ def noise(*shape, seed=1):
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
-def hydit():
-    network = built(
-        "hydit.models", "HunYuanDiT", input_size=(8, 8), hidden_size=64, depth=2, num_heads=2, log_fn=lambda *_: None
-    )
-    text, t5 = noise(1, 77, 1024), noise(1, 256, 2048)
-    ones = torch.ones(1, 77), torch.ones(1, 256)
+@dataclasses.dataclass
+class Case:
+    """A network, the inputs of one call of it, and how many calls of attention that makes (None = any number)."""
 
-    def run(options):
-        return network(
-            noise(1, 4, 16, 16), torch.tensor([500.0]), text, ones[0], t5, ones[1], None, None,
-            transformer_options=options,
-        )  # fmt: skip
+    module: str
+    name: str
+    options: dict
+    inputs: tuple
+    named: dict = dataclasses.field(default_factory=dict)
+    calls: int | None = None
 
-    return network, run, 5
-
-
-def ernie():
-    network = built(
-        "ernie.model", "ErnieImageModel", hidden_size=96, num_attention_heads=2, num_layers=2, ffn_hidden_size=64,
-        in_channels=4, out_channels=4, text_in_dim=24, rope_axes_dim=(16, 16, 16),
-    )  # fmt: skip
-    return (
-        network,
-        lambda options: network(noise(1, 4, 8, 8), torch.tensor([0.5]), noise(1, 6, 24), transformer_options=options),
-        2,
-    )
+    def made(self):
+        """The network, and a function that calls it with ``transformer_options``."""
+        network = built(self.module, self.name, **self.options)
+        return network, lambda options: network(*self.inputs, **self.named, transformer_options=options)
 
 
-def seedvr2():
-    network = built(
-        "seedvr.model", "NaDiT", norm_eps=1e-5, num_layers=2, mlp_type="normal", vid_dim=128, txt_in_dim=128, heads=1,
-        head_dim=128, mm_layers=1, expand_ratio=2, vid_in_channels=33,
-    )  # fmt: skip
-
-    def run(options):
-        return network(
-            noise(2, 16, 2, 8, 8), torch.full((2,), 500.0), noise(2, 58, 128), condition=noise(2, 17, 2, 8, 8),
-            transformer_options=options,
-        )  # fmt: skip
-
-    return network, run, None
-
-
-def hunyuan3d():
-    network = built(
-        "hunyuan3dv2_1.hunyuandit", "HunYuanDiTPlain", in_channels=8, hidden_size=64, context_dim=32, depth=3,
-        num_heads=2, num_moe_layers=1, guidance_cond_proj_dim=64, num_experts=2,
-    )  # fmt: skip
-    return (
-        network,
-        lambda options: network(
-            noise(2, 8, 20), torch.tensor([0.5, 0.5]), noise(2, 6, 32), transformer_options=options
-        ),
-        6,
-    )
-
-
-def ace_step():
-    network = built(
-        "ace.ace_step15", "AceStepConditionGenerationModel", in_channels=24, hidden_size=64, text_hidden_dim=32,
-        timbre_hidden_dim=8, audio_acoustic_hidden_dim=8, num_dit_layers=2, num_lyric_layers=1, num_timbre_layers=1,
-        num_tokenizer_layers=1, num_heads=4, num_kv_heads=2, head_dim=16, intermediate_size=64, encoder_hidden_size=64,
-        encoder_intermediate_size=64, encoder_num_heads=4, fsq_dim=64,
-    )  # fmt: skip
-
-    def run(options):
-        return network(
-            noise(1, 8, 32), torch.tensor([0.5]), noise(1, 6, 32), lyric_embed=noise(1, 5, 32),
-            refer_audio=noise(1, 8, 750), transformer_options=options,
-        )  # fmt: skip
-
-    return network, run, None
-
-
-def anima():
-    network = built(
-        "anima.model", "Anima", max_img_h=16, max_img_w=16, max_frames=1, in_channels=4, out_channels=4,
-        patch_spatial=2, patch_temporal=1, model_channels=128, num_blocks=2, num_heads=2, crossattn_emb_channels=1024,
-        use_adaln_lora=True, adaln_lora_dim=16, pos_emb_cls="rope3d", concat_padding_mask=True,
-    )  # fmt: skip
-
-    def run(options):
-        return network(
-            noise(1, 4, 1, 8, 8), torch.tensor([0.5]), noise(1, 6, 1024), t5xxl_ids=torch.arange(5)[None],
-            transformer_options=options,
-        )  # fmt: skip
-
-    return network, run, None
-
-
-def wan_dancer():
-    network = built(
-        "wan.model_wandancer", "WanDancerModel", in_dim=16, dim=128, ffn_dim=64, num_heads=1, num_layers=2, text_dim=32,
-        audio_inject_layers=[0], music_dim=64, music_heads=4, music_latent_dim=64,
-    )  # fmt: skip
-
-    def run(options):
-        return network(
-            noise(1, 36, 2, 8, 8)[:, :16], torch.tensor([500.0]), noise(1, 6, 32),
-            audio_embed=noise(1, 12, 35), transformer_options=options,
-        )  # fmt: skip
-
-    return network, run, None
-
-
-NETWORKS = {f.__name__: f for f in (hydit, ernie, seedvr2, hunyuan3d, ace_step, anima, wan_dancer)}
+HYDIT_TEXTS = noise(1, 77, 1024), torch.ones(1, 77), noise(1, 256, 2048), torch.ones(1, 256)
+HALF, LATE = torch.tensor([0.5]), torch.tensor([500.0])
+NETWORKS = {
+    "HunyuanDiT": Case(
+        "hydit.models",
+        "HunYuanDiT",
+        {"input_size": (8, 8), "hidden_size": 64, "depth": 2, "num_heads": 2, "log_fn": lambda *_: None},
+        (noise(1, 4, 16, 16), LATE, *HYDIT_TEXTS, None, None),
+        calls=5,
+    ),
+    "Ernie-Image": Case(
+        "ernie.model",
+        "ErnieImageModel",
+        {"hidden_size": 96, "num_attention_heads": 2, "num_layers": 2, "ffn_hidden_size": 64, "text_in_dim": 24}
+        | {"in_channels": 4, "out_channels": 4, "rope_axes_dim": (16, 16, 16)},
+        (noise(1, 4, 8, 8), HALF, noise(1, 6, 24)),
+        calls=2,
+    ),
+    "SeedVR2": Case(
+        "seedvr.model",
+        "NaDiT",
+        {"norm_eps": 1e-5, "num_layers": 2, "mlp_type": "normal", "vid_dim": 128, "txt_in_dim": 128, "heads": 1}
+        | {"head_dim": 128, "mm_layers": 1, "expand_ratio": 2, "vid_in_channels": 33},
+        (noise(2, 16, 2, 8, 8), torch.full((2,), 500.0), noise(2, 58, 128)),
+        {"condition": noise(2, 17, 2, 8, 8)},
+    ),
+    "Hunyuan3D 2.1": Case(
+        "hunyuan3dv2_1.hunyuandit",
+        "HunYuanDiTPlain",
+        {"in_channels": 8, "hidden_size": 64, "context_dim": 32, "depth": 3, "num_heads": 2, "num_moe_layers": 1}
+        | {"guidance_cond_proj_dim": 64, "num_experts": 2},
+        (noise(2, 8, 20), torch.tensor([0.5, 0.5]), noise(2, 6, 32)),
+        calls=6,
+    ),
+    "ACE-Step 1.5": Case(
+        "ace.ace_step15",
+        "AceStepConditionGenerationModel",
+        {"in_channels": 24, "hidden_size": 64, "text_hidden_dim": 32, "timbre_hidden_dim": 8, "num_dit_layers": 2}
+        | {"audio_acoustic_hidden_dim": 8, "num_lyric_layers": 1, "num_timbre_layers": 1, "num_tokenizer_layers": 1}
+        | {"num_heads": 4, "num_kv_heads": 2, "head_dim": 16, "intermediate_size": 64, "fsq_dim": 64}
+        | {"encoder_hidden_size": 64, "encoder_intermediate_size": 64, "encoder_num_heads": 4},
+        (noise(1, 8, 32), HALF, noise(1, 6, 32)),
+        {"lyric_embed": noise(1, 5, 32), "refer_audio": noise(1, 8, 750)},
+    ),
+    "Anima": Case(
+        "anima.model",
+        "Anima",
+        {"max_img_h": 16, "max_img_w": 16, "max_frames": 1, "in_channels": 4, "out_channels": 4, "patch_spatial": 2}
+        | {"patch_temporal": 1, "model_channels": 128, "num_blocks": 2, "num_heads": 2, "crossattn_emb_channels": 1024}
+        | {"use_adaln_lora": True, "adaln_lora_dim": 16, "pos_emb_cls": "rope3d", "concat_padding_mask": True},
+        (noise(1, 4, 1, 8, 8), HALF, noise(1, 6, 1024)),
+        {"t5xxl_ids": torch.arange(5)[None]},
+    ),
+    "WanDancer without a picture": Case(
+        "wan.model_wandancer",
+        "WanDancerModel",
+        {"in_dim": 16, "dim": 128, "ffn_dim": 64, "num_heads": 1, "num_layers": 2, "text_dim": 32, "music_dim": 64}
+        | {"audio_inject_layers": [0], "music_heads": 4, "music_latent_dim": 64},
+        (noise(1, 36, 2, 8, 8)[:, :16], LATE, noise(1, 6, 32)),
+        {"audio_embed": noise(1, 12, 35)},
+    ),
+}
 
 
 class Around(torch.nn.Module):

@@ -5,13 +5,13 @@ from __future__ import annotations
 import torch
 from comfy_checks import check, close, pack, replaced, runs
 from comfy_inproc import load_model, load_pack, sample
+from comfy_patch_checks import patched
 
 NODES = load_pack()
 
 
-def with_patch(model, **more):
-    settings = {"route": "auto", "budget_mib": 0, "tile_size": 0, "coverage": "auto", "min_keys": 0, "nan_guard": True}
-    return NODES["PascalAttentionPatch"]().patch(model, *{**settings, **more}.values())[0]
+def with_patch(model):
+    return patched(model, route="auto")
 
 
 def with_second(model, least_tokens=64):
@@ -22,7 +22,8 @@ def with_second(model, least_tokens=64):
 def latents(model, name="sd15", cfg=3.0):
     with runs() as found:
         out = sample(model, name, steps=2, cfg=cfg)
-    return out, found
+    (run,) = found
+    return out, run
 
 
 @check
@@ -30,7 +31,7 @@ def before_the_patch_and_behind_it():
     model = load_model("sd15")
     expected, _ = latents(with_patch(model))
     for place in (lambda m: with_second(with_patch(m)), lambda m: with_patch(with_second(m))):
-        out, (run,) = latents(place(model))
+        out, run = latents(place(model))
         assert torch.equal(out, expected)
         assert run.routes().get("several"), run.line()
         assert run.shares["cpu #2"] == run.shares["cpu"]
@@ -41,7 +42,7 @@ def before_the_patch_and_behind_it():
 def without_the_patch_it_patches_by_itself():
     model = load_model("flux")
     stock = sample(model, "flux", steps=2)
-    out, (run,) = latents(with_second(model), "flux", cfg=1.0)
+    out, run = latents(with_second(model), "flux", cfg=1.0)
     close(out, stock)
     assert run.unique_id == "9"
     assert run.count("taken") or run.count(), run.line()
@@ -51,32 +52,16 @@ def without_the_patch_it_patches_by_itself():
 def the_model_itself_stays_what_it_was():
     model = load_model("sd15")
     stock = sample(model, "sd15", steps=2)
-    patched = with_patch(model)
-    expected, _ = latents(patched)
-    with_second(patched)
+    alone = with_patch(model)
+    expected, _ = latents(alone)
     with_second(model)
+    shared, run = latents(with_second(alone))
+    assert run.shares
+    assert torch.equal(shared, expected)
     assert torch.equal(sample(model, "sd15", steps=2), stock)
-    again, (run,) = latents(patched)
+    again, run = latents(alone)
     assert torch.equal(again, expected)
     assert run.shares == {}
-
-
-@check
-def a_model_on_the_cpu_goes_on_as_it_came():
-    model = load_model("sd15")
-    assert NODES["PascalSecondCard"]().patch(model, "auto", 64, "9")[0] is model
-    assert NODES["PascalSecondCard"]().patch(model, "cuda:1", 64, "9")[0] is model
-
-
-@check
-def clones_with_other_settings_do_not_share_them():
-    model = with_patch(load_model("sd15"))
-    shared = with_second(model)
-    first, (run,) = latents(shared)
-    assert run.shares
-    second, (run,) = latents(model)
-    assert run.shares == {}
-    assert torch.equal(first, second)
 
 
 @check
@@ -89,6 +74,6 @@ def a_device_that_fails_changes_no_picture():
 
     core = pack("core.machine.runtime")
     with core.using(core.Runtime("cpu")), replaced(pack("core.routes.several"), "_copied", broken):
-        out, (run,) = latents(model)
+        out, run = latents(model)
     assert torch.equal(out, expected)
     assert any("cpu failed (RuntimeError: CUDA error: unspecified launch failure)" in note for note in run.notes)

@@ -27,7 +27,6 @@ comfy.options.enable_args_parsing()
 
 import comfy.sd  # noqa: E402
 import comfy.utils  # noqa: E402
-import comfy_tiny_parts  # noqa: E402, F401  registers the rest
 import safetensors.torch  # noqa: E402
 from comfy_tiny_models import MODELS, Built, Model, NotOnThisHost  # noqa: E402
 

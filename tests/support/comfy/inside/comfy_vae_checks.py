@@ -3,65 +3,90 @@
 from __future__ import annotations
 
 import copy
+import functools
 import gc
 
 import comfy.model_management as host
+import comfy.model_patcher
 import torch
 import torch.nn.functional as F
-from comfy_checks import (
-    cancel_at,
-    check,
-    close,
-    log_lines,
-    pack,
-    raises,
-    replaced,
-    runs,
-    unload,
-)
-from comfy_inproc import load_vae
-from comfy_vae_parts import (
-    IMAGE,
-    DirectAttention,
-    attention_memory,
-    kl,
-    latent,
-    one_block,
-    patched,
-    vae_around,
-)
+from comfy.ldm.modules.diffusionmodules.model import AttnBlock
+from comfy_checks import cancel_at, check, close, is_untouched, log_lines, pack, raises, replaced, run_of, runs, unload
+from comfy_inproc import load_pack, load_vae
+
+NODE = load_pack()["PascalVAEAttention"]
+LATENTS = {"vae_kl": (1, 4, 13, 10), "vae_flux": (1, 16, 13, 10), "vae_wan": (1, 16, 2, 14, 10)}
+IMAGE = torch.rand(1, 96, 80, 3, generator=torch.Generator().manual_seed(1))
 
 
-def decoding_equals(name, route):
-    vae, samples = load_vae(name), latent(name)
-    stock = vae.decode(samples)
-    ours = patched(vae, route)
-    with runs() as found:
-        close(ours.decode(samples), stock)
-    (run,) = found
-    assert run.part == "VAE"
-    assert run.count("taken") == run.count() == (2 if name == "vae_wan" else 1), run.line()
-    assert route == "auto" or set(run.routes()) == {route}
-    assert all(kind.via == "VAE" and kind.block.startswith("decoder.mid") for kind in run.tallies)
-    assert run.warnings == []
+def patched(vae, route="auto", budget_mib=0, nan_guard=True, **more):
+    return NODE().patch(vae, route, budget_mib, nan_guard, "1", **more)[0]
+
+
+def latent(name, seed=0):
+    return torch.randn(LATENTS[name], generator=torch.Generator().manual_seed(seed))
+
+
+def kl():
+    return load_vae("vae_kl"), latent("vae_kl")
+
+
+class DirectAttention(torch.nn.Module):
+    """A block whose own forward calls SDPA."""
+
+    def forward(self, x):
+        tokens = x.flatten(2).transpose(1, 2)[:, None]
+        return F.scaled_dot_product_attention(tokens, tokens, tokens)[:, 0].transpose(1, 2).reshape(x.shape)
+
+
+def vae_around(block):
+    """A VAE of the host around one block: it decodes ``[B, 4, H, W]`` to three channels."""
+
+    class Network(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.block = block
+
+        def decode(self, samples):
+            return self.block(samples)[:, :3]
+
+    vae = copy.copy(load_vae("vae_kl"))
+    vae.first_stage_model = Network()
+    vae.patcher = comfy.model_patcher.ModelPatcher(vae.first_stage_model, torch.device("cpu"), torch.device("cpu"))
+    return vae
+
+
+def one_block():
+    """A VAE of the host around one of its attention blocks, 896 tokens, and a latent for it: quick."""
+    torch.manual_seed(0)
+    block = AttnBlock(32)
+    for parameter in block.parameters():
+        torch.nn.init.normal_(parameter, std=0.2)
+
+    class Block(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.attn = block
+
+        def forward(self, samples):
+            return self.attn(samples.repeat(1, 8, 1, 1))
+
+    return vae_around(Block()), torch.randn(1, 4, 32, 28)
 
 
 @check
-def decoding_with_a_kl_vae_equals_the_unpatched_one():
-    for route in ("auto", "torch", "tiled"):
-        decoding_equals("vae_kl", route)
-
-
-@check
-def decoding_with_the_flux_vae_equals_the_unpatched_one():
-    for route in ("auto", "torch", "tiled"):
-        decoding_equals("vae_flux", route)
-
-
-@check
-def decoding_a_video_with_the_wan_vae_equals_the_unpatched_one():
-    for route in ("auto", "torch", "tiled"):
-        decoding_equals("vae_wan", route)
+def decoding_equals_the_unpatched_one():
+    for name in ("vae_kl", "vae_flux", "vae_wan"):
+        vae, samples = load_vae(name), latent(name)
+        stock = vae.decode(samples)
+        for route in ("auto", "torch", "tiled"):
+            ours = patched(vae, route)
+            run = run_of(lambda: ours.decode(samples), stock)  # noqa: B023
+            assert run.part == "VAE"
+            assert run.count("taken") == run.count() == (2 if name == "vae_wan" else 1), run.line()
+            assert route == "auto" or set(run.routes()) == {route}
+            assert all(kind.via == "VAE" and kind.block.startswith("decoder.mid") for kind in run.tallies)
+            assert run.warnings == []
 
 
 @check
@@ -79,10 +104,9 @@ def a_wrong_attention_would_be_seen():
         with replaced(engine, "_agrees", lambda *_: True):
             raises(AssertionError, lambda: close(ours.decode(samples), stock, 2e-3))
         # Compared with the host's own function, the call is passed to it.
-        with runs() as found:
-            close(ours.decode(samples), stock)
-    assert found[0].count("taken") == 0
-    assert any("passed to ComfyUI" in warning for warning in found[0].warnings)
+        run = run_of(lambda: ours.decode(samples), stock)
+    assert run.count("taken") == 0
+    assert any("passed to ComfyUI" in warning for warning in run.warnings)
 
 
 @check
@@ -90,25 +114,20 @@ def encoding_equals_the_unpatched_one():
     for name in ("vae_kl_full", "vae_wan"):
         vae = load_vae(name)
         stock = vae.encode(IMAGE)
-        with runs() as found:
-            close(patched(vae, "tiled").encode(IMAGE), stock)
-        assert [run.count("taken") for run in found] == [1]
-        assert {kind.block.partition(".")[0] for kind in found[0].tallies} == {"encoder"}
+        run = run_of(lambda: patched(vae, "tiled").encode(IMAGE), stock)  # noqa: B023
+        assert run.count("taken") == 1
+        assert {kind.block.partition(".")[0] for kind in run.tallies} == {"encoder"}
 
 
 @check
 def tiled_decoding_and_encoding_are_one_run_each_whatever_the_tiles():
     vae = load_vae("vae_kl_full")
-    samples, tiles = latent("vae_kl"), {"tile_x": 8, "tile_y": 8, "overlap": 2}
-    stock, ours = vae.decode_tiled(samples, **tiles), patched(vae, "tiled")
-    with runs() as found:
-        close(ours.decode_tiled(samples, **tiles), stock)
-    assert [run.count() > 2 and run.count() == run.count("taken") for run in found] == [True]
-    tiles = {"tile_x": 64, "tile_y": 64, "overlap": 16}
-    stock = vae.encode_tiled(IMAGE, **tiles)
-    with runs() as found:
-        close(ours.encode_tiled(IMAGE, **tiles), stock)
-    assert [run.count() > 2 for run in found] == [True]
+    samples, ours = latent("vae_kl"), patched(vae, "tiled")
+    for what, given, size, overlap in (("decode_tiled", samples, 8, 2), ("encode_tiled", IMAGE, 64, 16)):
+        tiles = {"tile_x": size, "tile_y": size, "overlap": overlap}
+        stock = getattr(vae, what)(given, **tiles)
+        run = run_of(lambda: getattr(ours, what)(given, **tiles), stock)  # noqa: B023
+        assert run.count() == run.count("taken") > 2, run.line()
 
 
 @check
@@ -116,42 +135,18 @@ def the_original_is_untouched_bit_for_bit_before_between_and_after():
     vae, samples = kl()
     stock, keys = vae.decode(samples), list(vae.first_stage_model.state_dict())
     ours = patched(vae)
-    with runs() as found:
-        assert torch.equal(vae.decode(samples), stock)
-    assert found == []
-    ours.decode(samples)
+    for _ in range(2):
+        is_untouched(lambda: vae.decode(samples), stock)
+        assert run_of(functools.partial(ours.decode, samples), stock).count("taken") == 1
+        unload()  # and loaded again it is still patched
     assert list(ours.patcher.model_state_dict()) == keys == list(vae.first_stage_model.state_dict())
-    with runs() as found:
-        assert torch.equal(vae.decode(samples), stock)
-    assert found == []
+    is_untouched(lambda: vae.decode(samples), stock)
     assert type(vae).__name__ == type(ours).__name__ == "VAE"
     assert not hasattr(vae, "pascal_attn")
-
-
-@check
-def a_patched_vae_that_is_forgotten_leaves_nothing_behind():
-    vae, samples = kl()
-    stock = vae.decode(samples)
-    ours = patched(vae)
-    ours.decode(samples)  # it is the one that is loaded
+    ours.decode(samples)  # it is the one that is loaded, and is forgotten
     del ours
     gc.collect()
-    with runs() as found:
-        assert torch.equal(vae.decode(samples), stock)
-    assert found == []
-
-
-@check
-def unloaded_and_loaded_again_it_is_still_patched():
-    vae, samples = kl()
-    stock = vae.decode(samples)
-    ours = patched(vae)
-    for _ in range(2):
-        with runs() as found:
-            close(ours.decode(samples), stock)
-        assert found[0].count("taken") == 1
-        unload()
-    assert torch.equal(vae.decode(samples), stock)
+    is_untouched(lambda: vae.decode(samples), stock)
 
 
 @check
@@ -159,9 +154,7 @@ def two_copies_with_different_settings_do_not_mix():
     vae, samples = one_block()
     first, second = patched(vae, "tiled"), patched(vae, "torch")
     for ours, route in ((first, "tiled"), (second, "torch"), (first, "tiled")):
-        with runs() as found:
-            ours.decode(samples)
-        assert [run.routes() for run in found] == [{route: 1}]
+        assert run_of(lambda: ours.decode(samples)).routes() == {route: 1}  # noqa: B023
 
 
 @check
@@ -176,21 +169,8 @@ def cancelled_between_two_blocks_it_stops_and_the_next_run_is_clean():
         raises(host.InterruptProcessingException, lambda: ours.decode(samples))
     assert looked[0] == 2
     assert len(found) == 1
-    with runs() as found:
-        close(ours.decode(samples), stock)
-    assert [run.count("taken") for run in found] == [1]
+    assert run_of(lambda: ours.decode(samples), stock).count("taken") == 1
     assert torch.equal(vae.decode(samples), stock)
-
-
-@check
-def memory_does_not_jump_where_the_tokens_do_not_divide():
-    vae, _ = kl()
-    matrices = 4096 * 512 * 4  # one of q, k, v or the result
-    for route in ("torch", "tiled"):
-        ours = patched(vae, route, 16)
-        whole, odd = attention_memory(ours, 64, 64), attention_memory(ours, 63, 65)
-        assert odd <= 1.05 * whole, (route, odd, whole)
-        assert odd <= (16 << 20) + 4 * matrices < 4095 * 4095 * 4, (route, odd)
 
 
 @check
@@ -204,22 +184,19 @@ def another_packs_patch_before_ours_gives_way_and_one_after_ours_is_named():
         tokens = (t.flatten(2).transpose(1, 2) for t in (query, key, value))
         return F.scaled_dot_product_attention(*tokens).transpose(1, 2).reshape(query.shape)
 
-    before = copy.copy(vae)
-    before.patcher = vae.patcher.clone()
-    before.patcher.add_object_patch(key, other)
-    ours = patched(before)
-    with runs() as found:
-        close(ours.decode(samples), stock)
-    assert found[0].count("taken") == 1
+    def with_other(vae):
+        vae, patcher = copy.copy(vae), vae.patcher.clone()
+        vae.patcher = patcher
+        patcher.add_object_patch(key, other)
+        return vae
+
+    ours = patched(with_other(vae))
+    assert run_of(lambda: ours.decode(samples), stock).count("taken") == 1
     assert calls == []
-    after = copy.copy(ours)
-    after.patcher = ours.patcher.clone()
-    after.patcher.add_object_patch(key, other)
-    with runs() as found:
-        close(after.decode(samples), stock)
+    run = run_of(lambda: with_other(ours).decode(samples), stock)
     assert len(calls) == 1
     # Its direct SDPA call is caught where the replaced function makes it.
-    assert [kind.via for run in found for kind in run.tallies] == ["SDPA"]
+    assert [kind.via for kind in run.tallies] == ["SDPA"]
 
 
 @check
@@ -228,17 +205,13 @@ def nan_in_the_latent_is_told_from_nan_in_the_vae():
     ours = patched(vae)
     broken = samples.clone()
     broken[0, 0, 0, 0] = float("nan")
-    with runs() as found:
-        ours.decode(broken)
-    assert any("latent given to decode already holds NaN" in warning for warning in found[0].warnings)
+    warnings = run_of(lambda: ours.decode(broken)).warnings
+    assert any("latent given to decode already holds NaN" in warning for warning in warnings)
     late = vae.first_stage_model.decoder.norm_out.register_forward_hook(lambda *args: args[2] * float("inf"))
-    with runs() as found:
-        ours.decode(samples)
+    warnings = run_of(lambda: ours.decode(samples)).warnings
     late.remove()
-    assert any("--fp32-vae" in warning for warning in found[0].warnings), found[0].warnings
-    with runs() as found:
-        ours.decode(samples)
-    assert found[0].warnings == []
+    assert any("--fp32-vae" in warning for warning in warnings), warnings
+    assert run_of(lambda: ours.decode(samples)).warnings == []
 
 
 @check
@@ -248,10 +221,9 @@ def a_block_that_calls_sdpa_itself_is_served():
     with log_lines() as lines:
         ours = patched(vae, "tiled")
     assert "1 attention block of Network" in lines[0]
-    with runs() as found:
-        close(ours.decode(samples), stock)
-    assert [(run.count("taken"), run.routes()) for run in found] == [(1, {"tiled": 1})]
-    assert [kind.via for run in found for kind in run.tallies] == ["SDPA"]
+    run = run_of(lambda: ours.decode(samples), stock)
+    assert (run.count("taken"), run.routes()) == (1, {"tiled": 1})
+    assert [kind.via for kind in run.tallies] == ["SDPA"]
 
 
 @check
@@ -274,14 +246,10 @@ def a_block_that_calls_the_hosts_attention_by_name_is_served():
 
     vae, samples = vae_around(Video()), latent("vae_kl")
     stock = vae.decode(samples)
-    ours = patched(vae, "tiled")
-    with runs() as found:
-        close(ours.decode(samples), stock)
-    assert [(run.count("taken"), run.routes()) for run in found] == [(1, {"tiled": 1})]
-    assert [kind.block for run in found for kind in run.tallies] == ["block.inner.attn"]
-    with runs() as found:
-        assert torch.equal(vae.decode(samples), stock)
-    assert found == []
+    run = run_of(lambda: patched(vae, "tiled").decode(samples), stock)
+    assert (run.count("taken"), run.routes()) == (1, {"tiled": 1})
+    assert [kind.block for kind in run.tallies] == ["block.inner.attn"]
+    is_untouched(lambda: vae.decode(samples), stock)
 
 
 @check

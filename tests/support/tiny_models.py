@@ -28,7 +28,11 @@ _SIZES: dict[str, Any] = dict(
     bos_token_id=1,
     eos_token_id=None,
 )
-_SWA = ["sliding_attention", "full_attention"]
+_SWA: dict[str, Any] = {
+    "sliding_window": WINDOW,
+    "head_dim": 8,
+    "layer_types": ["sliding_attention", "full_attention"],
+}
 _BART: dict[str, Any] = dict(
     vocab_size=VOCAB,
     d_model=32,
@@ -62,27 +66,9 @@ DECODERS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "qwen2": ("Qwen2ForCausalLM", "Qwen2Config", {}),
     "qwen3": ("Qwen3ForCausalLM", "Qwen3Config", {"head_dim": 8}),
     "mistral": ("MistralForCausalLM", "MistralConfig", {"sliding_window": WINDOW}),
-    "gemma2": (
-        "Gemma2ForCausalLM",
-        "Gemma2Config",
-        {"sliding_window": WINDOW, "head_dim": 8, "layer_types": _SWA, "attn_logit_softcapping": 2.0},
-    ),
-    "gemma3": (
-        "Gemma3ForCausalLM",
-        "Gemma3TextConfig",
-        {"sliding_window": WINDOW, "head_dim": 8, "layer_types": _SWA},
-    ),
-    "gpt_oss": (
-        "GptOssForCausalLM",
-        "GptOssConfig",
-        {
-            "sliding_window": WINDOW,
-            "head_dim": 8,
-            "layer_types": _SWA,
-            "num_local_experts": 2,
-            "num_experts_per_tok": 1,
-        },
-    ),
+    "gemma2": ("Gemma2ForCausalLM", "Gemma2Config", _SWA | {"attn_logit_softcapping": 2.0}),
+    "gemma3": ("Gemma3ForCausalLM", "Gemma3TextConfig", _SWA),
+    "gpt_oss": ("GptOssForCausalLM", "GptOssConfig", _SWA | {"num_local_experts": 2, "num_experts_per_tok": 1}),
     "gpt2": (
         "GPT2LMHeadModel",
         "GPT2Config",
@@ -205,3 +191,28 @@ def logits(model: Any, inputs: dict[str, Tensor], **options: Any) -> Tensor:
     if mask is None or mask.dim() != 2 or mask.shape[1] != found.shape[1]:
         return found
     return found * mask[..., None]
+
+
+def plain(
+    tensors: list[Tensor],
+    allowed: Tensor | None = None,
+    bias: Tensor | None = None,
+    *,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """What the host's eager functions compute, ``[B, L, Hq, Dv]``; a row without keys gives zeros."""
+    query, key, value = tensors
+    groups = query.shape[1] // key.shape[1]
+    scores = query @ key.repeat_interleave(groups, 1).mT * query.shape[-1] ** -0.5
+    if softcap:
+        scores = softcap * torch.tanh(scores / softcap)
+    if bias is not None:
+        scores = scores + bias
+    if allowed is not None:
+        scores = scores.masked_fill(~allowed, -torch.inf)
+    if sinks is not None:
+        scores = torch.cat([scores, sinks.expand(*scores.shape[:3], 1)], dim=-1)
+    weights = (scores - scores.amax(-1, keepdim=True).detach().clamp_min(-1e30)).exp()
+    probs = weights / weights.sum(-1, keepdim=True).clamp_min(1e-30)
+    return (probs[..., : key.shape[2]] @ value.repeat_interleave(groups, 1)).transpose(1, 2)

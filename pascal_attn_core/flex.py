@@ -1,0 +1,272 @@
+"""FlexAttention without Triton, in O(N) memory: the functions of ``torch.nn.attention.flex_attention`` on any device.
+
+    from pascal_attn_core import create_block_mask, flex_attention
+
+    patch = patch_flex_attention()       # torch's own functions become these, whoever has imported them
+
+A block that the mask skips is not visited, one that it leaves whole is not asked for again, ``score_mod`` sees one
+tile of scores at a time. Gradients go through ``score_mod``, to the tensors that it reads as well. torch's own needs
+Triton; where there is none, or without ``torch.compile``, it stores the whole score matrix, and its
+``create_block_mask`` stores some matrices of that size on every device.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .call import Options, check_call, prepared
+from .config import AttentionConfig, default_config
+from .flex_rules import (
+    BAND,
+    FULL,
+    PARTIAL,
+    Mod,
+    Range,
+    ScoreRule,
+    Window,
+    is_block_mask,
+    mask_of_tile,
+    pieces,
+    reads,
+    window_of,
+)
+from .machine.device import CPU_LIKE
+from .patching.patch import Patch
+from .routes.run import run
+
+_STRIP = 1 << 18  # elements for which create_block_mask asks mask_mod at once
+
+
+@torch.compiler.disable
+def flex_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    score_mod: Mod | None = None,
+    block_mask: Any = None,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    return_lse: bool = False,
+    kernel_options: Any = None,
+    *,
+    return_aux: Any = None,
+    config: AttentionConfig | None = None,
+) -> Any:
+    """:func:`torch.nn.attention.flex_attention.flex_attention`, tile by tile and with gradients on every device. Under
+    ``torch.compile`` the graph ends before it and goes on behind it.
+
+    Args:
+        query: ``[B, Hq, L, D]``; key ``[B, Hkv, S, D]``; value ``[B, Hkv, S, Dv]``; dtypes as :func:`.sdpa`.
+        score_mod: of single elements, ``score_mod(score, batch, head, query, key) -> score``. Tensors that it reads get
+            their gradients. It is called again for the gradients and must then do the same.
+        block_mask: torch's ``BlockMask``, made by torch's function or by :func:`create_block_mask`; ``sdpa`` takes it
+            as ``attn_mask`` too.
+        return_lse: also return the natural logarithm of the softmax's denominator, ``[B, Hq, L]``.
+        kernel_options: of torch's Triton kernels; of no effect.
+        return_aux: torch's ``AuxRequest``; its lse only.
+        config: routes, memory budget, tiles.
+    Returns:
+        out ``[B, Hq, L, Dv]``; (out, lse) with ``return_lse``; (out, ``AuxOutput``) with ``return_aux``. A row that may
+        attend to no key gives zeros, and the lse -inf.
+    Raises:
+        TypeError, ValueError: arguments that do not fit; nothing has been computed.
+        NotImplementedError: ``max_scores`` is asked for.
+    """
+    if return_aux is not None and (return_lse or return_aux.max_scores):
+        if return_lse:
+            raise ValueError("return_lse must be False with return_aux, got True")
+        raise NotImplementedError("return_aux.max_scores must be False: the tiles keep no maximum of a row")
+    if block_mask is not None and not is_block_mask(block_mask):
+        raise TypeError(f"block_mask must be a BlockMask or None, got {type(block_mask).__name__}")
+    options = Options(scale=scale, enable_gqa=enable_gqa)
+    query, key, value, mask, options = prepared(query, key, value, block_mask, options)
+    call = check_call(query, key, value, mask, options)
+    if call.query.dim() != 4:
+        raise ValueError(f"query must be [B, Hq, L, D], got {list(query.shape)}")
+    if call.groups > 1 and not enable_gqa:
+        raise ValueError(f"enable_gqa must be True for {call.num_heads} query and {call.num_kv_heads} key/value heads")
+    if score_mod is not None and not call.is_empty:
+        rule = ScoreRule(score_mod, call.query.new_empty(0, dtype=call.sums_dtype))
+        call = replace(call, score_rule=rule, needs_grad=call.needs_grad or bool(rule.captured))
+    with_lse = return_lse or (return_aux is not None and return_aux.lse)
+    out, lse = run(call, default_config() if config is None else config, with_lse=with_lse)
+    if return_aux is not None:
+        from torch.nn.attention.flex_attention import AuxOutput
+
+        return out, AuxOutput(lse=lse, max_scores=None)
+    return (out, lse) if return_lse else out
+
+
+# ---- block masks -----------------------------------------------------------------------------------------------------
+
+
+@torch.compiler.disable
+def create_block_mask(
+    mask_mod: Mod,
+    B: int | None,
+    H: int | None,
+    Q_LEN: int,
+    KV_LEN: int,
+    device: Any = None,
+    BLOCK_SIZE: int | tuple[int, int] = 128,
+    _compile: bool = False,
+    **options: Any,
+) -> Any:
+    """:func:`torch.nn.attention.flex_attention.create_block_mask`, in memory O(number of blocks): ``mask_mod`` is asked
+    for some rows and keys at a time. torch's own takes 16 bytes and more for each element of ``Q_LEN * KV_LEN``.
+
+    A mask that is a causal rule or a sliding window, which is seen from all of its elements, is known as such to
+    :func:`flex_attention` and :func:`.sdpa`, so that every route can take the call.
+
+    Args:
+        B, H: None = the mask is the same for all.
+        device: None = torch's default device.
+        options: further ones of torch's function; they concern its kernels only.
+    """
+    from torch.nn.attention.flex_attention import BlockMask
+
+    if not callable(mask_mod):
+        raise TypeError(f"mask_mod must be a function, got {type(mask_mod).__name__}")
+    device = torch.get_default_device() if device is None else torch.device(device)
+    block = (BLOCK_SIZE, BLOCK_SIZE) if isinstance(BLOCK_SIZE, int) else (BLOCK_SIZE[0], BLOCK_SIZE[1])
+    rows = _Rows(mask_mod, (Q_LEN, KV_LEN), block, device)
+    # What is the same for all heads is found once.
+    batches = range(B or 1) if B and reads(mask_mod, "batch", device) else range(1)
+    heads = range(H or 1) if H and reads(mask_mod, "head", device) else range(1)
+    states = torch.stack([torch.stack([rows.states(batch, head) for head in heads]) for batch in batches])
+    states = states.expand(B or 1, H or 1, -1, -1)
+    ordered = [_ordered(states == state) for state in (PARTIAL, FULL)]
+    made = BlockMask.from_kv_blocks(
+        *ordered[0], *ordered[1], BLOCK_SIZE=block, mask_mod=mask_mod, seq_lengths=(Q_LEN, KV_LEN)
+    )
+    setattr(made, BAND, rows.window() if len(batches) == len(heads) == 1 else None)
+    return made
+
+
+class _Rows:
+    """A mask looked at some rows at a time.
+
+    Attributes:
+        first, last: of the keys that each query sees, int64 ``[L]``; first > last where they are not one range.
+        may_be_window: no query is known whose keys are not one range.
+    """
+
+    def __init__(self, mask_mod: Mod, sizes: tuple[int, int], block: tuple[int, ...], device: torch.device):
+        self.of_tile, self.sizes, self.block, self.device = mask_of_tile(mask_mod), sizes, block, device
+        self.may_be_window = True
+        self.first = torch.ones(sizes[0], dtype=torch.int64, device=device)
+        self.last = torch.zeros_like(self.first)
+
+    def states(self, batch: int, head: int) -> Tensor:
+        """int8 ``[rows, columns]`` of blocks. As for torch, elements beyond the end are not seen."""
+        length, (height, width) = self.sizes[0], self.block
+        rows, columns = (-(-n // size) for n, size in zip(self.sizes, self.block))
+        states = torch.zeros(rows, columns, dtype=torch.int8, device=self.device)
+        for row, of_row in enumerate(states):
+            queries = (row * height, min((row + 1) * height, length))
+            seen, missed = torch.zeros(2, columns * width, dtype=torch.bool, device=self.device)
+            missed[self.sizes[1] :] = True
+            if queries[1] - queries[0] < height:
+                missed.fill_(True)
+            self._look(batch, head, queries, seen, missed)
+            seen, missed = (each.view(columns, width).any(dim=1) for each in (seen, missed))
+            of_row.copy_(torch.where(missed, seen * PARTIAL, FULL))
+        return states
+
+    def _look(self, batch: int, head: int, queries: Range, seen: Tensor, missed: Tensor) -> None:
+        """Whether any of these queries sees a key, and whether any does not: added to bool ``[keys]``."""
+        num_keys = self.sizes[1]
+        for (t0, t1), (j0, j1) in pieces(queries[1] - queries[0], num_keys, _STRIP):
+            own = (queries[0] + t0, queries[0] + t1)
+            part = self.of_tile(batch, head, own, (j0, j1), self.device)
+            seen[j0:j1] |= part.any(dim=0)
+            missed[j0:j1] |= ~part.all(dim=0)
+            if j1 - j0 == num_keys and self.may_be_window:
+                count, ones = part.sum(dim=1), part.contiguous().view(torch.uint8)
+                first = ones.argmax(dim=1)
+                is_range = (ones.flip(1).argmax(dim=1) == num_keys - first - count) & (count > 0)
+                self.first[slice(*own)] = torch.where(is_range, first, 1)
+                self.last[slice(*own)] = torch.where(is_range, first + count - 1, 0)
+                if self.device.type in CPU_LIKE:  # a GPU would wait for the answer
+                    self.may_be_window = bool(is_range.all())
+
+    def window(self) -> Window | None:
+        """The window that the mask is, if it is one."""
+        return window_of(self.first, self.last, self.sizes[1])
+
+
+def _ordered(blocks: Tensor) -> tuple[Tensor, Tensor]:
+    """(how many, which first) of the blocks ``[B, H, rows, columns]`` of each row, as a BlockMask lists them."""
+    number = blocks.sum(dim=-1, dtype=torch.int32)
+    return number, torch.argsort(blocks.to(torch.int8), dim=-1, descending=True, stable=True).to(torch.int32)
+
+
+# ---- in the place of torch's functions -------------------------------------------------------------------------------
+
+
+def patch_flex_attention(config: AttentionConfig | None = None) -> Patch:
+    """Put :func:`flex_attention` and :func:`create_block_mask` in the place of torch's in this process, also in modules
+    that have imported these by name, until ``remove()`` of the Patch.
+
+    What is being compiled on a CUDA device of compute capability 8.0 or later with Triton stays torch's: there it is
+    one fused kernel. A function that ``torch.compile`` has wrapped before keeps what it wraps.
+
+    Args:
+        config: how to compute; None = the environment's.
+    Raises:
+        ImportError: this torch (before 2.5) has no FlexAttention.
+    """
+    from torch.nn.attention import flex_attention as module
+
+    ours = {
+        module.flex_attention: _with_config(module.flex_attention, config),
+        module.create_block_mask: create_block_mask,
+    }
+    sites = sum(_exchange(theirs, own) for theirs, own in ours.items())
+
+    def undo() -> None:
+        for theirs, own in ours.items():
+            _exchange(own, theirs)
+
+    return Patch("flex_attention", undo, sites=sites)
+
+
+def _with_config(theirs: Callable[..., Any], config: AttentionConfig | None) -> Callable[..., Any]:
+    """What stands in the place of torch's function."""
+    compiles_well = _has_compiled_kernels()
+
+    @functools.wraps(theirs)
+    def in_place_of_torchs(query: Tensor, *args: Any, **kwargs: Any) -> Any:
+        if compiles_well and torch.compiler.is_compiling() and query.is_cuda:
+            return theirs(query, *args, **kwargs)
+        return flex_attention(query, *args, **kwargs, config=config)
+
+    return in_place_of_torchs
+
+
+def _has_compiled_kernels() -> bool:
+    """Whether torch.compile makes one fused kernel of torch's function on every CUDA device here."""
+    if torch.version.hip or not torch.cuda.is_available():
+        return False
+    capabilities = [torch.cuda.get_device_capability(i) for i in range(torch.cuda.device_count())]
+    return min(capabilities) >= (8, 0) and importlib.util.find_spec("triton") is not None
+
+
+def _exchange(old: Any, new: Any) -> int:
+    """Put one function in the place of another in every module that holds it; returns in how many places."""
+    found = 0
+    for module in list(sys.modules.values()):
+        names = getattr(module, "__dict__", {})
+        for name in [name for name, value in list(names.items()) if value is old]:
+            if names.get("__name__") != __name__:
+                setattr(module, name, new)
+                found += 1
+    return found

@@ -1,0 +1,281 @@
+"""FlexAttention's two functions of (batch, head, query, key), as tiles take them: what a ``score_mod`` makes of one
+tile of scores, and which keys of a tile a ``BlockMask`` leaves to whom.
+
+Both are written for single elements. ``torch.vmap`` applies them to a tile, as FlexAttention itself does: with index
+tensors that broadcast they may mean something else (``table[batch][head]``).
+"""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
+
+from .lazy_mask import LazyMask
+
+Mod = Callable[..., Tensor]
+Range = tuple[int, int]  # first and one-past-last
+SKIPPED, PARTIAL, FULL = 0, 1, 2  # what a BlockMask says of a block
+ASKED = 1 << 14  # elements for which a mask_mod is asked at once
+BAND = "_pascal_attn_band"  # attribute of a BlockMask: the Window that it is
+
+
+class ScoreRule:
+    """A ``score_mod(score, batch, head, query, key)``.
+
+    Attributes:
+        captured: the tensors that it reads, wherever it finds them, and that want a gradient.
+        like: a tensor of the scores' dtype, on their device.
+    """
+
+    def __init__(self, score_mod: Mod, like: Tensor):
+        if not callable(score_mod):
+            raise TypeError(f"score_mod must be a function, got {type(score_mod).__name__}")
+        self.score_mod, self.like = score_mod, like
+        by_key = torch.vmap(score_mod, (0, None, None, None, 0))
+        by_query = torch.vmap(by_key, (0, None, None, 0, None))
+        by_group = torch.vmap(by_query, (1, None, 0, None, None))
+        self.of_tile = torch.vmap(by_group, (0, None, 0, None, None))
+        self.captured = _wanting_gradients(score_mod, like) if torch.is_grad_enabled() else []
+
+    def at(self, batch: int, heads: Range, queries: Range, keys: Range) -> ScoreTile:
+        """The rule for one tile: that of these query heads of one batch element."""
+        return ScoreTile(self, batch, heads, queries, keys)
+
+
+class ScoreTile(NamedTuple):
+    """A :class:`ScoreRule` at the place of one tile."""
+
+    rule: ScoreRule
+    batch: int
+    heads: Range
+    queries: Range
+    keys: Range
+
+    def __call__(self, scores: Tensor) -> Tensor:
+        """``[u, G, tokens, keys]``, what the rule makes of scores ``[u, tokens, G, keys]``."""
+        device = scores.device
+        batch = torch.full((), self.batch, device=device)
+        heads, queries, keys = (torch.arange(*span, device=device) for span in (self.heads, self.queries, self.keys))
+        return self.rule.of_tile(scores, batch, heads.view(scores.shape[0], scores.shape[2]), queries, keys)
+
+    def gradients(self, scores: Tensor, grad: Tensor) -> tuple[Tensor | None, ...]:
+        """The gradients of the scores ``[u, tokens, G, keys]`` and of each captured tensor, None where there is none,
+        from that of what the rule makes of them, ``[u, G, tokens, keys]``."""
+        with torch.enable_grad():
+            leaf = scores.detach().requires_grad_()
+            values = self(leaf)
+        if not values.requires_grad:
+            return (None,) * (1 + len(self.rule.captured))
+        return torch.autograd.grad(values, (leaf, *self.rule.captured), grad.to(values.dtype), allow_unused=True)
+
+
+class _Reads(TorchFunctionMode):
+    """Notes the tensors that want a gradient and that torch's functions are given before any of them has made them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.made: dict[int, Any] = {}
+        self.found: dict[int, Tensor] = {}
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor) and id(t) not in self.made]
+        result = function(*args, **(kwargs or {}))
+        self.made.update((id(t), t) for t in tree_leaves(result))
+        self.found.update((id(t), t) for t in given if t.requires_grad)
+        return result
+
+
+def _wanting_gradients(score_mod: Mod, like: Tensor) -> list[Tensor]:
+    """The tensors that the rule reads and that want a gradient: it is asked for one element, and watched. What it does
+    is the same for all of them, or vmap would refuse it."""
+    place = torch.zeros((), dtype=torch.int64, device=like.device)
+    with _Reads() as reads:
+        score_mod(like.new_zeros(()), place, place, place, place)
+    return list(reads.found.values())
+
+
+# ---- block masks -----------------------------------------------------------------------------------------------------
+
+
+def is_block_mask(mask: object) -> bool:
+    """Whether a mask is torch's ``BlockMask``. The module of that class is not imported for this, since it imports
+    torch._dynamo; where there is such a mask, it is loaded."""
+    module = sys.modules.get("torch.nn.attention.flex_attention")
+    return module is not None and isinstance(mask, module.BlockMask)
+
+
+_rules: weakref.WeakKeyDictionary[Any, dict[tuple, BlockRule]] = weakref.WeakKeyDictionary()
+
+
+def block_rule(block_mask: Any, shape: tuple[int, ...]) -> BlockRule:
+    """The mask of a call of shape (B, Hq, L, S). It is kept with the BlockMask, whose lists of blocks are read once.
+
+    Raises:
+        ValueError: the BlockMask was made for other sizes.
+    """
+    if len(shape) != 4:
+        raise ValueError(f"with a BlockMask query must be [B, Hq, L, D], got {len(shape)} dimensions")
+    known = _rules.setdefault(block_mask, {})
+    rule = known.get(shape)
+    if rule is None:
+        rule = known[shape] = BlockRule(block_mask, shape)
+    return rule
+
+
+class BlockRule(LazyMask):
+    """A ``BlockMask`` of torch: blocks that it skips and blocks that it leaves whole are known without asking its
+    ``mask_mod``.
+
+    Attributes:
+        states: SKIPPED, PARTIAL or FULL of each block, int8 ``[B or 1, Hq or 1, rows, columns]`` on the CPU.
+        block: query tokens and keys of a block.
+        window: the number of keys that the blocks of a row leave, on average.
+        by_head: the mask differs between heads.
+    """
+
+    def __init__(self, block_mask: Any, shape: tuple[int, ...]):
+        device = block_mask.kv_num_blocks.device
+        self.block = block_mask.BLOCK_SIZE
+        is_whole = min(self.block) >= 1 << 30  # torch's own for "no mask"
+        sizes, counts = tuple(block_mask.shape[-2:]), [-(-n // block) for n, block in zip(shape[2:], self.block)]
+        if sizes != shape[2:] and not is_whole:
+            raise ValueError(f"block_mask must be made for (L, S) = {tuple(shape[2:])}, got one for {sizes}")
+        self.states = _states(block_mask, counts)
+        for name, size, own in zip(("batch size", "number of heads"), shape, self.states.shape):
+            if own not in (1, size):
+                raise ValueError(f"the {name} of block_mask must be 1 or {size}, got {own}")
+        super().__init__(shape, block_mask.mask_mod, device=device, dtype=torch.bool)
+        self.window = max(1, round(float((self.states > 0).float().mean()) * shape[3])) if self.states.numel() else 1
+        self.of_tile = mask_of_tile(self.rule)
+        self.by_head = self.states.shape[1] > 1 or (shape[1] > 1 and reads(self.rule, "head", device))
+
+    def on(self, device: torch.device) -> LazyMask:
+        raise ValueError(f"block_mask must be on the device of query ({device}), got {self.device}")
+
+    def blocks(self, batch: int, heads: Range, queries: Range, keys: Range) -> Tensor:
+        """States ``[h or 1, rows, columns]`` of the blocks that a tile touches."""
+        (q0, q1), (j0, j1), (rows, columns) = queries, keys, self.block
+        of_batch = self.states[batch if self.states.shape[0] > 1 else 0]
+        of_heads = of_batch[slice(*heads)] if of_batch.shape[0] > 1 else of_batch
+        return of_heads[:, q0 // rows : -(-q1 // rows), j0 // columns : -(-j1 // columns)]
+
+    def key_range(self, batch: int, heads: Range, queries: Range) -> Range:
+        """First and one-past-last key of the blocks that these queries do not skip."""
+        seen = self.blocks(batch, heads, queries, (0, self.shape[3])).flatten(0, 1).any(dim=0).nonzero()
+        if not len(seen):
+            return 0, 0
+        return int(seen[0]) * self.block[1], min((int(seen[-1]) + 1) * self.block[1], self.shape[3])
+
+    def tile(self, batch: int, heads: Range, queries: Range, keys: Range) -> Tensor:
+        own = range(*heads) if self.by_head else range(heads[0], heads[0] + 1)
+        lengths = (len(own), queries[1] - queries[0], keys[1] - keys[0])
+        keep = torch.empty(lengths, dtype=torch.bool, device=self.device)
+        for each, head in zip(keep, own):
+            self._write(each, batch, head, queries, keys)
+        return keep.expand(heads[1] - heads[0], -1, -1)
+
+    def _write(self, keep: Tensor, batch: int, head: int, queries: Range, keys: Range) -> None:
+        """One head's part of a tile, ``[queries, keys]``."""
+        (rows, columns), (q0, q1), (j0, j1) = self.block, queries, keys
+        for i, states in enumerate(self.blocks(batch, (head, head + 1), queries, keys)[0].tolist(), q0 // rows):
+            top, bottom = max(q0, i * rows), min(q1, (i + 1) * rows)
+            for j, state in enumerate(states, j0 // columns):
+                left, right = max(j0, j * columns), min(j1, (j + 1) * columns)
+                part = keep[top - q0 : bottom - q0, left - j0 : right - j0]
+                if state == PARTIAL:
+                    self._ask(part, batch, head, top, left)
+                else:
+                    part.fill_(state == FULL)
+
+    def _ask(self, part: Tensor, batch: int, head: int, first_query: int, first_key: int) -> None:
+        """What ``mask_mod`` says of some queries and keys, a few of them at a time."""
+        for (t0, t1), (k0, k1) in pieces(part.shape[0], part.shape[1], ASKED):
+            queries, keys = (first_query + t0, first_query + t1), (first_key + k0, first_key + k1)
+            part[t0:t1, k0:k1] = self.of_tile(batch, head, queries, keys, self.device)
+
+
+def reads(mask_mod: Mod, index: str, device: torch.device) -> bool:
+    """Whether what a ``mask_mod`` says depends on "batch" or on "head": vmap expands what does not."""
+    place = torch.zeros((), dtype=torch.int64, device=device)
+    at = ("batch", "head").index(index)
+    given, dims = [place] * 4, [None] * 4
+    given[at], dims[at] = place.new_zeros(2), 0  # type: ignore[call-overload]
+    return torch.vmap(mask_mod, tuple(dims))(*given).stride(0) != 0
+
+
+def mask_of_tile(mask_mod: Mod) -> Callable[[int, int, Range, Range, torch.device], Tensor]:
+    """``mask_mod`` of one head's queries and keys: a function that returns bool ``[queries, keys]``."""
+    by_query = torch.vmap(torch.vmap(mask_mod, (None, None, None, 0)), (None, None, 0, None))
+
+    def of_tile(batch: int, head: int, queries: Range, keys: Range, device: torch.device) -> Tensor:
+        place = (torch.full((), n, device=device) for n in (batch, head))
+        return by_query(*place, *(torch.arange(*span, device=device) for span in (queries, keys)))
+
+    return of_tile
+
+
+def pieces(rows: int, columns: int, most: int) -> Iterator[tuple[Range, Range]]:
+    """A rectangle in pieces of at most ``most`` elements, whole rows where they are no longer."""
+    wide = min(columns, most)
+    high = max(1, most // max(1, wide))
+    for top in range(0, rows, high):
+        for left in range(0, columns, wide):
+            yield (top, min(top + high, rows)), (left, min(left + wide, columns))
+
+
+def _states(block_mask: Any, sizes: list[int]) -> Tensor:
+    """int8 ``[B, H, rows, columns]`` on the CPU; without data every block is taken to be partial."""
+    if block_mask.kv_num_blocks.is_meta:
+        return torch.full((*block_mask.kv_num_blocks.shape[:2], *sizes), PARTIAL, dtype=torch.int8)
+    partial = _listed(block_mask.kv_num_blocks, block_mask.kv_indices, sizes)
+    states = partial.to(torch.int8) * PARTIAL
+    if block_mask.full_kv_num_blocks is not None:
+        full = _listed(block_mask.full_kv_num_blocks, block_mask.full_kv_indices, sizes)
+        states.masked_fill_(full, FULL)
+    return states
+
+
+def _listed(counts: Tensor, indices: Tensor, sizes: list[int]) -> Tensor:
+    """Bool ``[B, H, rows, columns]``: the blocks among the first ``counts`` of ``indices`` of each row."""
+    rows, columns = sizes
+    counts, indices = counts[:, :, :rows].cpu(), indices[:, :, :rows].cpu().long()
+    beyond = torch.arange(indices.shape[-1]) >= counts[..., None]
+    seen = torch.zeros(*counts.shape, columns + 1, dtype=torch.bool)
+    seen.scatter_(-1, indices.masked_fill(beyond, columns), True)
+    return seen[..., :columns]
+
+
+# ---- masks that are a band -------------------------------------------------------------------------------------------
+
+
+class Window(NamedTuple):
+    """A mask under which each query sees one range of keys that moves with it: ``window`` and ``alignment`` of
+    :func:`pascal_attn_core.sdpa`."""
+
+    window: tuple[int, int]
+    alignment: str
+
+
+def window_of(first: Tensor, last: Tensor, num_keys: int) -> Window | None:
+    """The window of queries that see all keys from ``first`` to ``last``, int64 ``[L]``; None if it is none."""
+    queries, far = torch.arange(len(first), device=first.device), torch.iinfo(torch.int64).max
+    if not len(first) or bool((first > last).any()):
+        return None
+    for alignment, offset in (("upper_left", 0), ("lower_right", num_keys - len(first))):
+        own = queries + offset
+        left = int(torch.where(first > 0, own - first, far).amin())
+        right = int(torch.where(last < num_keys - 1, last - own, far).amin())
+        if min(left, right) < 0:
+            continue
+        same_first = first == ((own - left).clamp_min(0) if left < far else 0)
+        same_last = last == ((own + right).clamp_max(num_keys - 1) if right < far else num_keys - 1)
+        if bool((same_first & same_last).all()):
+            return Window((left if left < far else -1, right if right < far else -1), alignment)
+    return None

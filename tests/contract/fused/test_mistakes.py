@@ -1,0 +1,205 @@
+"""Every barrier of the kernels is needed, and on tensor cores every counter and shuffle: the emulation notices its
+loss, and other mistakes of the kernel of all gradients. Those of most kernels are in ``tools/mutants.txt``."""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Iterator
+
+import pytest
+import torch
+from attn_support.fused.cases import Answers, at_once, backward, forward, of_kernel, sized, worst_error
+from attn_support.fused.emulation import GXX, LeftOut, each_left_out, emulate
+from attn_support.oracle import cast, gradients
+from attn_support.randomness import times
+from torch import Tensor
+
+from pascal_attn_core.call import check_call, empty_output
+from pascal_attn_core.fused.code.source import Variant, source
+from pascal_attn_core.fused.launch.forward import forward_launches
+from pascal_attn_core.fused.launch.plan import Plan
+from pascal_attn_core.reference import reference_sdpa
+
+pytestmark = pytest.mark.skipif(GXX is None, reason="needs g++ to build the emulation")
+FLOAT32, FLOAT16 = torch.float32, torch.float16
+WRONG = 1e-2
+Text = str | LeftOut | None  # in place of a kernel's source; None: its own
+
+
+# ---- plain cores, NVIDIA's and AMD's ---------------------------------------------------------------------------------
+
+_BARRIER = re.compile(r"__sync(?:threads|warp)\(\);")
+# The shuffles after it meet the warp too, but order no memory: on a CPU it cannot be missed.
+_UNSEEN = "flushed_max is complete"
+# head_dim, queries, keys: between them they notice every barrier of a kernel.
+_SENSITIVE: dict[tuple[str, str, torch.dtype], tuple[tuple[int, int, int], ...]] = {
+    ("forward", "NVIDIA", FLOAT32): ((64, 130, 200), (40, 70, 1300), (128, 70, 1024), (512, 70, 1300)),
+    ("grad_query", "NVIDIA", FLOAT32): ((64, 70, 200), (72, 70, 330)),
+    ("grad_key_value", "NVIDIA", FLOAT32): ((64, 200, 70), (72, 330, 70)),
+    ("grad_all", "NVIDIA", FLOAT32): ((64, 130, 70), (40, 130, 70), (128, 140, 70)),
+    ("forward", "AMD", FLOAT16): ((64, 130, 330), (40, 130, 330), (512, 70, 330)),
+    ("forward", "AMD", FLOAT32): ((64, 130, 330), (40, 70, 1300), (512, 70, 1300)),
+    **dict.fromkeys((("grad_query", "AMD", FLOAT16), ("grad_query", "AMD", FLOAT32)), ((64, 70, 200), (40, 70, 330))),
+    ("grad_key_value", "AMD", FLOAT16): ((64, 200, 70), (40, 330, 70)),
+    ("grad_key_value", "AMD", FLOAT32): ((64, 200, 70), (72, 330, 70)),  # at 40 chunks are so small that none overlap
+}
+Kernel = tuple[str, str, torch.dtype]  # kind, AMD's arch, dtype
+
+
+@functools.cache
+def _sample(kernel: Kernel, dim: int, queries: int, keys: int):
+    """(inputs, options, gradient of the output, what the forward kernel gives where it is not looked at, expected)"""
+    kind, arch, dtype = kernel
+    is_all = kind == "grad_all"
+    inputs, options = sized(dtype, dim, queries, keys, heads=(4, 2) if is_all else (1, 1), is_causal=is_all).build()
+    inputs[1] = (inputs[1] * torch.linspace(0.1, 4, keys)[:, None]).to(dtype)
+    wide = [cast(t, torch.float64).requires_grad_() for t in inputs[:3]]
+    out = reference_sdpa(*wide, **options)[0]
+    grad_out = torch.randn(out.shape, generator=torch.Generator().manual_seed(0)).to(dtype)
+    if kind == "forward":
+        return inputs, options, grad_out, None, [out.detach()]
+    result = forward(inputs, options, arch=arch)
+    expected = of_kernel(kind, gradients(out, wide, grad_out.double()))
+    return inputs, options, grad_out, at_once(result) if is_all else result, expected
+
+
+def _run(kernel: Kernel, text: Text, sizes: tuple[int, int, int]) -> Answers:
+    kind, arch, _ = kernel
+    inputs, options, grad_out, result, expected = _sample(kernel, *sizes)
+    mutated = None if text is None else {kind: text}
+    if result is None:
+        return [forward(inputs, options, arch=arch, mutated=mutated).out], expected
+    return backward(result, grad_out, mutated=mutated, only=kind), expected
+
+
+def _worst(kernel: Kernel, text: Text) -> float:
+    kind, arch, dtype = kernel
+    sensitive = _SENSITIVE[kind, "AMD" if arch else "NVIDIA", dtype]
+    return worst_error([functools.partial(_run, kernel, text, sizes) for sizes in sensitive], WRONG)
+
+
+_PLAIN = [(kind, "", FLOAT32) for kind in ("forward", "grad_query", "grad_key_value", "grad_all")]
+# Each kind once with waves of 64 lanes and once of 32, once with pairs of float16, and all of them every night.
+_AMD = [
+    ("forward", "gfx906", FLOAT16),
+    ("forward", "gfx1030", FLOAT32),
+    ("grad_query", "gfx906", FLOAT32),
+    ("grad_query", "gfx1030", FLOAT16),
+    ("grad_key_value", "gfx906", FLOAT16),
+    ("grad_key_value", "gfx1030", FLOAT32),
+]
+_OTHERS = [(kind, {"gfx906": "gfx1030"}.get(arch, "gfx906"), dtype) for kind, arch, dtype in _AMD]
+
+
+@pytest.mark.parametrize(
+    "kernel", [*_PLAIN, *(pytest.param(k, marks=pytest.mark.slow) for k in _AMD + _OTHERS * (times(1) > 1))], ids=str
+)
+def test_a_kernel_without_any_one_barrier_is_wrong(kernel: Kernel) -> None:
+    kind, _, dtype = kernel
+    text = source(kind)
+    assert _worst(kernel, None) < (1e-3 if dtype == FLOAT32 else 5e-3)
+    for mutant, line in each_left_out(text, _BARRIER.finditer(text)):
+        if _UNSEEN not in line:
+            # __syncwarp stands where float32 sums move only.
+            is_there = dtype == FLOAT32 or "__syncwarp" not in line
+            assert (_worst(kernel, mutant) > WRONG) == is_there, line
+
+
+def test_a_barrier_that_some_threads_miss_is_a_deadlock() -> None:
+    text = source("forward").replace("if (more) __syncthreads();", "if (more && t.ty) __syncthreads();")
+    assert _worst(("forward", "", FLOAT32), text) == float("inf")
+
+
+MUTANTS = {
+    "keys in the next group's place": ("(((key_group) & 1) << 2)", "(((key_group) & 1) << 3)"),
+    "one buffer of K": ("ks = Ks + buffer * PA_VC * PA_D", "ks = Ks + 0 * buffer"),
+    "K of the tile's first part only": ("load_moving(ry, y, r0 + PA_VC, keys", "load_moving(ry, y, r0, keys"),
+    "keys behind the last one": ("product_queries(dQ, dS, keys, rows,", "product_queries(dQ, dS, keys, rows + 1,"),
+    "sums not scaled": ("O[AT_ONCE * g + i][j] * factor", "O[AT_ONCE * g + i][j]"),
+    "sums of another warp's rows": ("const int first = t.tid / 32 * (128 / PA_TX)", "const int first = 0"),
+    "later sums replace earlier ones": ("atomicAdd(row + c * 32, own[", "row[c * 32] = (own["),
+    "one head of a group": ("h < (hk + 1) * p.group; ++h", "h <= hk * p.group; ++h"),
+    "sums of one head": ("h * p.sums_h + col0 * p.sums_s;", "hk * p.sums_h + col0 * p.sums_s;"),
+    "delta of another sign": ("(dP[i][j] - delta)", "(dP[i][j] + delta)"),
+    "dV not complete": ("product_cols(dV, S, grads, cols", "product_cols(dV, S, grads, cols - 1"),
+}
+
+
+@pytest.mark.parametrize("name", MUTANTS)
+def test_a_wrong_source_of_the_kernel_of_all_gradients_is_noticed(name: str) -> None:
+    right, wrong = MUTANTS[name]
+    text = source("grad_all")
+    assert text.count(right) == 1
+    assert _worst(("grad_all", "", FLOAT32), text.replace(right, wrong)) > WRONG
+
+
+# ---- tensor cores ----------------------------------------------------------------------------------------------------
+
+# With counters; with a barrier for each tile and Q in several rounds; with words of a mask that lanes exchange.
+TURING = [
+    Variant("tensor", 64, "float16"),
+    Variant("tensor", 128, "float16", padded=True),
+    Variant("tensor", 128, "float16", "bool"),
+    Variant("tensor", 64, "float16", "float"),
+]
+VOLTA = [Variant("volta", 64, "float16"), Variant("volta", 128, "float16", "bool")]
+VARIANTS = {"tensor": TURING, "volta": VOLTA}
+_WAITS = re.compile(r"__syncthreads\(\);|WAIT_FOR\([01], tiles\);|SIGNAL\([01], tiles[^;]*;")
+# And what each gives where it does not take place.
+_SHUFFLES = {
+    "__shfl_sync(FULL_WARP, m.word[w], row_in_warp(t, r))": "m.word[w]",
+    "x += __shfl_xor_sync(FULL_WARP, x, 1 << bit)": "x += x",
+    "fmaxf(x, __shfl_xor_sync(FULL_WARP, x, 1 << bit))": "x",
+    "__shfl_xor_sync(FULL_WARP, lower ? pairs[2 * m][0] : pairs[2 * m + 1][0], 2)": "mine",
+    "__shfl_xor_sync(FULL_WARP, P.x[m][n][x], 4)": "P.x[m][n][x]",
+}
+
+
+@functools.cache
+def _tensor_sample(variant: Variant) -> tuple[list[Tensor | None], Tensor]:
+    generator = torch.Generator().manual_seed(variant.head_dim)
+    query, key, value = (torch.randn(1, 1, n, variant.head_dim, generator=generator) for n in (140, 400, 400))
+    key *= (torch.linspace(-3, 3, 400).abs() + 0.1)[:, None]  # the first tiles weigh as much as the last
+    mask = torch.rand(140, 400, generator=generator) < 0.5 if variant.mask != "none" else None
+    if variant.mask == "float":
+        mask = torch.zeros(140, 400).masked_fill(~mask, -torch.inf)
+    query, key, value = query.half(), key.half(), value.half()
+    return [query, key, value, mask], reference_sdpa(query.double(), key.double(), value.double(), mask)[0]
+
+
+def _run_tensor(variant: Variant, text: Text, seed: int) -> Answers:
+    inputs, expected = _tensor_sample(variant)
+    call = check_call(*inputs)
+    out = empty_output(call).fill_(float("nan"))
+    mutated = None if text is None else {variant.kind: text}
+    emulate(forward_launches(call, Plan(variant), out), seed=seed, mutated=mutated)
+    return [out], [expected]
+
+
+def _worst_of_generation(generation: str, text: Text) -> float:
+    """Several times, since warps run as chance has it."""
+    runs = [functools.partial(_run_tensor, v, text, seed) for seed in (1, 2, 3) for v in VARIANTS[generation]]
+    return worst_error(runs, WRONG)
+
+
+def _mistakes(generation: str) -> Iterator[tuple[Text, str]]:
+    """The sources with one of these left out, and what it was."""
+    text = source(generation)
+    waits = list(each_left_out(text, _WAITS.finditer(text)))
+    assert len(waits) == 9
+    for mutant, line in waits:
+        # Volta's kernels have no counters, and one round of Q.
+        if generation == "tensor" or not re.search(r"\([01], tiles|round > 0", line):
+            yield mutant, line
+    places = [words for words in _SHUFFLES if words in text]
+    assert len(places) == text.count("__shfl") == (3 if generation == "tensor" else 5)
+    for words in places:
+        yield text.replace(words, _SHUFFLES[words]), words
+
+
+@pytest.mark.parametrize("generation", VARIANTS)
+def test_a_kernel_without_any_one_barrier_counter_or_shuffle_is_wrong(generation: str) -> None:
+    assert _worst_of_generation(generation, None) < 3e-3
+    for mutant, line in _mistakes(generation):
+        assert _worst_of_generation(generation, mutant) > WRONG, line

@@ -1,0 +1,311 @@
+"""FlexAttention in tiles: against the definition in float64, against torch's own function, and its memory."""
+
+from __future__ import annotations
+
+import functools
+import math
+import sys
+import types
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from pascal_attn_core import AttentionConfig, UnsupportedAttention, patch_flex_attention, sdpa
+from pascal_attn_core.call import check_call
+from pascal_attn_core.flex import create_block_mask, flex_attention
+from pascal_attn_core.flex_rules import BAND, ScoreRule, Window, block_rule
+from pascal_attn_core.fused.launch.select import tensor_reasons
+from pascal_attn_core.observe.memory import measure
+
+flex = pytest.importorskip("torch.nn.attention.flex_attention")
+and_masks = flex.and_masks
+pytestmark = pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+
+TOKENS, HEADS = 300, 4
+SMALL_TILES = AttentionConfig(route="tiled", q_block=96, kv_block=80)  # their edges cut blocks of 64
+BIAS = torch.randn(HEADS, 2 * TOKENS, generator=torch.Generator().manual_seed(0)).requires_grad_()
+DOCUMENTS = torch.arange(TOKENS) * 4 // TOKENS
+SHIFTS = torch.tensor([[3, 50, 0, 290], [7, 1, 120, 30]])
+
+
+def relative(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+    return score + BIAS[h, i - j + TOKENS]
+
+
+MASKS: dict[str, Callable | None] = {
+    "none": None,
+    "causal": lambda b, h, i, j: i >= j,
+    "window": lambda b, h, i, j: (i - j).abs() <= 40,
+    "documents": lambda b, h, i, j: DOCUMENTS[i] == DOCUMENTS[j],
+    "of heads": lambda b, h, i, j: (
+        i - j >= SHIFTS[b][h]
+    ),  # with index tensors that broadcast it would mean another mask
+    "empty rows": lambda b, h, i, j: (i >= 70) & (j < 130),
+}
+SCORE_MODS: dict[str, Callable | None] = {
+    "none": None,
+    "relative": relative,
+    "alibi": lambda score, b, h, i, j: score + (j - i) * 0.1 * (h + 1),
+    "softcap": lambda score, b, h, i, j: 20 * torch.tanh(score / 20),
+    "forbids": lambda score, b, h, i, j: torch.where((i + j) % 3 == b, score, -math.inf),
+}
+
+
+def applied(mod: Callable, *scores: Tensor, lengths: tuple[int, ...]) -> Tensor:
+    """What FlexAttention says that a function of single elements means."""
+    for dims in ((None, None, None, 0), (None, None, 0, None), (None, 0, None, None), (0, None, None, None)):
+        mod = torch.vmap(mod, in_dims=(*(0 for _ in scores), *dims))
+    return mod(*scores, *(torch.arange(n) for n in lengths))
+
+
+def definition(q: Tensor, k: Tensor, v: Tensor, score_mod: Callable | None, mask_mod: Callable | None) -> Tensor:
+    k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], 1) for t in (k, v))
+    scores = q @ k.mT * q.shape[-1] ** -0.5
+    if score_mod is not None:
+        scores = applied(score_mod, scores, lengths=scores.shape)
+    if mask_mod is not None:
+        scores = scores.masked_fill(~applied(mask_mod, lengths=scores.shape), -math.inf)
+    empty = (scores == -math.inf).all(dim=-1, keepdim=True)
+    return scores.masked_fill(empty, 0.0).softmax(-1).masked_fill(empty, 0.0) @ v
+
+
+def inputs(kv_heads: int = HEADS, tokens: int = TOKENS, **options: Any) -> list[Tensor]:
+    torch.manual_seed(0)
+    return [torch.randn(2, heads, tokens, 16, **options) for heads in (HEADS, kv_heads, kv_heads)]
+
+
+def block_mask(mask_mod: Callable | None) -> Any:
+    if mask_mod is None:
+        return None
+    return create_block_mask(mask_mod, 2, HEADS, TOKENS, TOKENS, device="cpu", BLOCK_SIZE=64)
+
+
+@pytest.mark.parametrize("kv_heads", [HEADS, 2])
+@pytest.mark.parametrize("score_mod", SCORE_MODS)
+@pytest.mark.parametrize("mask", MASKS)
+def test_forward_and_gradients(mask: str, score_mod: str, kv_heads: int) -> None:
+    mask_mod, mod = MASKS[mask], SCORE_MODS[score_mod]
+    given = [t.requires_grad_() for t in inputs(kv_heads)]
+    leaves = [*given, BIAS] if mod is relative else given
+    out = flex_attention(*given, mod, block_mask(mask_mod), enable_gqa=True, config=SMALL_TILES)
+    exact = definition(*(t.double() for t in given), mod, mask_mod)
+    torch.testing.assert_close(out.double(), exact, rtol=1e-5, atol=1e-5)
+    grad = torch.randn_like(out)
+    for ours, theirs in zip(
+        torch.autograd.grad(out, leaves, grad), torch.autograd.grad(exact, leaves, grad.double()), strict=True
+    ):
+        assert (ours.double() - theirs).norm() <= 1e-5 * theirs.norm()
+
+
+@pytest.mark.parametrize("mask", ["causal", "documents", "of heads"])
+def test_like_torch(mask: str) -> None:
+    given, blocks = inputs(), block_mask(MASKS[mask])
+    theirs = flex.flex_attention(*given, SCORE_MODS["alibi"], blocks, scale=0.3, return_lse=True)
+    ours = flex_attention(*given, SCORE_MODS["alibi"], blocks, scale=0.3, return_lse=True)
+    torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("sizes", [(300, 300), (256, 130), (5, 700)])
+@pytest.mark.parametrize("mask", ["causal", "window", "of heads"])
+def test_the_blocks_are_those_of_torch(mask: str, sizes: tuple[int, int]) -> None:
+    for block in (64, (128, 32)):
+        ours = create_block_mask(MASKS[mask], 2, HEADS, *sizes, device="cpu", BLOCK_SIZE=block)
+        theirs = flex.create_block_mask(MASKS[mask], 2, HEADS, *sizes, device="cpu", BLOCK_SIZE=block)
+        assert (ours.shape, ours.BLOCK_SIZE) == (theirs.shape, theirs.BLOCK_SIZE)
+        for kind in ("partial", "full"):
+            names = ("kv_num_blocks", "kv_indices") if kind == "partial" else ("full_kv_num_blocks", "full_kv_indices")
+            a, b = (block_rule(m, (2, HEADS, *sizes)).states for m in (ours, theirs))
+            assert torch.equal(getattr(ours, names[0]), getattr(theirs, names[0]))
+            assert torch.equal(a, b)
+
+
+def test_what_the_blocks_say_holds() -> None:
+    """A block that is listed as full or not at all is not asked for, whatever mask_mod would say."""
+    counts, full = torch.ones(1, 1, 2, dtype=torch.int32), torch.tensor([[[[0, 1], [1, 0]]]], dtype=torch.int32)
+    asked: list[int] = []
+
+    def never(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        asked.append(1)
+        return i < 0
+
+    blocks = flex.BlockMask.from_kv_blocks(counts * 0, full, counts, full, 150, never, seq_lengths=(TOKENS, TOKENS))
+    given = inputs()
+    asked.clear()
+    out = flex_attention(*given, None, blocks, config=SMALL_TILES)
+    expected = definition(*given, None, lambda b, h, i, j: i // 150 == j // 150)
+    torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-5)
+    assert len(asked) <= 2  # whether it reads the head, and how much memory it takes
+
+
+class Learned(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.slope = torch.nn.Parameter(torch.tensor(0.1))
+        self.unused = torch.nn.Parameter(torch.zeros(3))
+
+    def score_mod(self, score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        return score + self.slope * (j - i)
+
+
+@pytest.mark.parametrize("how", ["attribute", "partial", "closure", "container", "intermediate"])
+def test_gradients_of_what_a_score_mod_reads(how: str) -> None:
+    layer = Learned()
+    slope: Tensor = layer.slope * 2 if how == "intermediate" else layer.slope
+    box = {"slope": [slope]}
+
+    def plain(slope: Tensor, score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        return score + slope * (j - i)
+
+    mods: dict[str, Callable] = {
+        "attribute": layer.score_mod,
+        "partial": functools.partial(plain, slope),
+        "closure": lambda *given: plain(slope, *given),
+        "container": lambda *given: plain(box["slope"][0], *given),
+        "intermediate": lambda *given: plain(slope, *given),
+    }
+    given = inputs()
+    (ours,) = torch.autograd.grad(
+        flex_attention(*given, mods[how], config=SMALL_TILES).square().sum(), layer.slope, retain_graph=True
+    )
+    (exact,) = torch.autograd.grad(
+        definition(*(t.double() for t in given), mods[how], None).square().sum(), layer.slope
+    )
+    torch.testing.assert_close(ours, exact, rtol=1e-4, atol=1e-5)
+
+
+def test_nothing_is_computed_for_what_is_not_read() -> None:
+    layer = Learned()
+    flex_attention(*inputs(), layer.score_mod).sum().backward()
+    assert layer.slope.grad is not None
+    assert layer.unused.grad is None
+
+
+@pytest.mark.parametrize("route", ["torch", "math"])
+def test_other_routes_say_why_not(route: str) -> None:
+    with pytest.raises(UnsupportedAttention, match="score_mod"):
+        flex_attention(*inputs(), SCORE_MODS["alibi"], config=AttentionConfig(route=route))
+
+
+def test_the_fused_kernels_say_why_not() -> None:
+    call = check_call(*(t.half() for t in inputs()))
+    assert tensor_reasons(call, (7, 5)) == []
+    rule = ScoreRule(relative, call.query.new_empty(0))
+    assert tensor_reasons(replace(call, score_rule=rule), (7, 5)) == ["the fused kernel has no score_mod"]
+
+
+@pytest.mark.parametrize("score_mod", SCORE_MODS)
+@pytest.mark.parametrize("mask", ["none", "window", "of heads"])
+def test_memory(mask: str, score_mod: str) -> None:
+    """Forward and gradients within the budget; the score matrix alone has 18 MiB."""
+    mod, tokens = SCORE_MODS[score_mod], 1100
+    if mod is relative or (mod is None and MASKS[mask] is None):
+        pytest.skip("the tensor that it reads is for another length, or there is no rule")
+    blocks = None
+    if MASKS[mask] is not None:
+        blocks = create_block_mask(MASKS[mask], 2, HEADS, tokens, tokens, device="cpu")
+    given, config = inputs(tokens=tokens, requires_grad=True), AttentionConfig(route="tiled", budget_mib=2.0)
+    with torch.no_grad():
+        forward = measure(lambda *t: flex_attention(*t, mod, blocks, config=config), *given)
+    out = flex_attention(*given, mod, blocks, config=config)
+    backward = measure(lambda grad: torch.autograd.grad(out, given, grad), torch.randn_like(out))
+    assert max(forward.extra_bytes, backward.extra_bytes) <= 2 << 20
+
+
+def test_memory_of_a_block_mask() -> None:
+    made = measure(lambda: create_block_mask(MASKS["window"], None, None, 4096, 4096, device="cpu"))
+    assert made.peak_bytes < 6 << 20
+
+
+def test_tiles_that_are_skipped_are_not_computed() -> None:
+    query, key, value = inputs(tokens=2048)
+    blocks = create_block_mask(lambda b, h, i, j: (i - j).abs() <= 100, None, None, 2048, 2048, device="cpu")
+    expected = flex_attention(query, key, value, None, blocks, config=SMALL_TILES)[:, :, :512]
+    value[:, :, 1024:] = math.nan  # which even a weight of zero would spread
+    out = flex_attention(query, key, value, None, blocks, config=SMALL_TILES)
+    torch.testing.assert_close(out[:, :, :512], expected)
+
+
+WINDOWS: dict[str, tuple[Callable, tuple[int, int], Window | None]] = {
+    "causal": (lambda b, h, i, j: i >= j, (300, 300), Window((-1, 0), "upper_left")),
+    "window": (lambda b, h, i, j: (i - j).abs() <= 40, (300, 300), Window((40, 40), "upper_left")),
+    "causal window": (lambda b, h, i, j: (i >= j) & (i - j < 9), (300, 170), None),  # the last queries see no key
+    "of a cache": (lambda b, h, i, j: i + 100 >= j, (20, 120), Window((-1, 100), "upper_left")),
+    "behind a cache": (lambda b, h, i, j: i + 100 >= j + 120, (120, 20), None),
+    "ahead of a cache": (lambda b, h, i, j: i + 30 >= j, (20, 120), Window((-1, 30), "upper_left")),
+    "everything": (lambda b, h, i, j: i >= 0, (300, 170), Window((-1, -1), "upper_left")),
+    "strictly causal": (lambda b, h, i, j: i > j, (300, 300), None),  # the first query sees no key
+    "all but one": (lambda b, h, i, j: (i >= j) & ((i != 200) | (j != 3)), (300, 300), None),
+    "one more": (lambda b, h, i, j: (i >= j) | ((i == 200) & (j == 201)), (300, 300), None),
+    "of heads": (lambda b, h, i, j: i - j >= SHIFTS[b][h], (300, 300), None),
+}
+
+
+@pytest.mark.parametrize("name", WINDOWS)
+def test_a_mask_that_is_a_window_is_known_as_one(name: str) -> None:
+    """Read from every element, so that any route may take it."""
+    mask_mod, (length, keys), expected = WINDOWS[name]
+    blocks = create_block_mask(mask_mod, 2, HEADS, length, keys, device="cpu", BLOCK_SIZE=32)
+    assert getattr(blocks, BAND) == expected
+    query = torch.randn(2, HEADS, length, 16)
+    key, value = torch.randn(2, 2, HEADS, keys, 16)
+    exact = definition(query.double(), key.double(), value.double(), None, mask_mod)
+    torch.testing.assert_close(sdpa(query, key, value, blocks).double(), exact, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(
+        flex_attention(query, key, value, block_mask=blocks).double(), exact, rtol=1e-5, atol=1e-5
+    )
+
+
+def test_a_block_mask_beside_the_options_of_sdpa() -> None:
+    given, blocks = inputs(), block_mask(MASKS["documents"])
+    expected = flex_attention(*given, SCORE_MODS["softcap"], blocks)
+    torch.testing.assert_close(sdpa(*given, blocks, softcap=20.0), expected, rtol=1e-5, atol=1e-5)
+    causal = and_masks(MASKS["documents"], MASKS["causal"])
+    expected = flex_attention(*given, None, block_mask(causal))
+    torch.testing.assert_close(sdpa(*given, blocks, is_causal=True), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_the_gradients_of_many_outputs_at_once() -> None:
+    layer, given = Learned(), inputs(tokens=40)
+    out = flex_attention(*given, layer.score_mod).mean(dim=(2, 3)).flatten()
+    many = torch.autograd.grad(out, layer.slope, torch.eye(len(out)), is_grads_batched=True, retain_graph=True)[0]
+    each = [torch.autograd.grad(one, layer.slope, retain_graph=True)[0] for one in out]
+    torch.testing.assert_close(many, torch.stack(each))
+
+
+def test_in_the_place_of_torchs_functions() -> None:
+    before = flex.flex_attention, flex.create_block_mask
+    user = types.ModuleType("a_module_that_imported_it_by_name")
+    user.attend, sys.modules[user.__name__] = flex.flex_attention, user  # type: ignore[attr-defined]
+    given = inputs(tokens=1100)
+    try:
+        with patch_flex_attention(AttentionConfig(budget_mib=2.0)) as patch:
+            assert patch.sites >= 3
+            assert user.attend is flex.flex_attention
+            used = measure(lambda: flex.create_block_mask(MASKS["window"], None, None, 1100, 1100, device="cpu"))
+            assert used.peak_bytes < 4 << 20
+            assert measure(lambda *t: user.attend(*t, block_mask=used.out), *given).extra_bytes <= 2 << 20
+            compiled = torch.compile(user.attend, backend="eager")
+            torch.testing.assert_close(compiled(*given), sdpa(*given))
+    finally:
+        del sys.modules[user.__name__]
+    assert (flex.flex_attention, flex.create_block_mask) == before
+    assert user.attend is before[0]
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "words"),
+    [
+        ({"score_mod": 3}, TypeError, "score_mod must be a function"),
+        ({"block_mask": torch.ones(200, 200)}, TypeError, "block_mask must be a BlockMask or None, got Tensor"),
+        ({"block_mask": block_mask(MASKS["causal"])}, ValueError, "must be made for"),
+        ({"enable_gqa": False}, ValueError, "heads"),
+    ],
+)
+def test_refusals(change: dict[str, Any], error: type[Exception], words: str) -> None:
+    query, key, value = inputs(2, tokens=200)
+    with pytest.raises(error, match=words):
+        flex_attention(query, key, value, **{"enable_gqa": True, **change})

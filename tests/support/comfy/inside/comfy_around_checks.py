@@ -1,0 +1,77 @@
+"""What ComfyUI puts around a diffusion model, inside the host: a ControlNet beside it, torch.compile over it, another
+copy of the pack. See ``comfy_checks``."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+
+import comfy.controlnet
+import torch
+import torch._dynamo
+from comfy_checks import check, run_of
+from comfy_inproc import PACK, conditioning, families, load_model, sample
+from comfy_other_packs import tiny_controlnet
+from comfy_patch_checks import patched
+from comfy_tiny_models import random_weights
+
+OVERRIDE, WHOLE = "attention override", "whole model"
+
+
+@check
+def a_controlnet_is_served_under_whole_model():
+    network = tiny_controlnet()
+    network.load_state_dict(random_weights(network))
+    control = comfy.controlnet.ControlNet(network, load_device=torch.device("cpu"))
+    control.set_cond_hint(torch.rand(1, 3, 128, 128), 1.0, (0.0, 1.0))
+    more = {"control": control, "control_apply_to_uncond": True}
+    texts = [[[tensor, {**extra, **more}] for tensor, extra in conditioning("sd15", seed)] for seed in (1, 2)]
+    model, taken = load_model("sd15"), {}
+    stock = sample(model, "sd15", steps=2, cfg=3.0, texts=texts)
+    for coverage in (OVERRIDE, WHOLE):
+        ours = patched(model, coverage=coverage)
+        run = run_of(lambda: sample(ours, "sd15", steps=2, cfg=3.0, texts=texts), stock)  # noqa: B023
+        assert run.count("passed to ComfyUI") == 0, run.line()
+        beside = [tally.count for kind, tally in run.tallies.items() if kind.block.startswith("ControlNet call")]
+        taken[coverage] = run.count("taken"), sum(beside)
+    assert taken[OVERRIDE][1] == 0 < taken[WHOLE][1], taken
+    assert taken[WHOLE][0] == taken[OVERRIDE][0] + taken[WHOLE][1], taken
+    assert torch.equal(sample(model, "sd15", steps=2, cfg=3.0, texts=texts), stock)
+
+
+@check
+def torch_compile_before_and_after_the_patch_breaks_no_graph():
+    from comfy_api.torch_helpers import set_torch_compile_wrapper
+
+    def compiled(model):
+        model = model.clone()
+        set_torch_compile_wrapper(model=model, backend="aot_eager")
+        return model
+
+    model = load_model("sd15")
+    stock = sample(model, "sd15")
+    for place in (
+        lambda m: compiled(patched(m, coverage=OVERRIDE)),
+        lambda m: patched(compiled(m), coverage=OVERRIDE),
+    ):
+        torch._dynamo.reset()
+        torch._dynamo.utils.counters.clear()
+        run = run_of(lambda: sample(place(model), "sd15"), stock)  # noqa: B023
+        assert not torch._dynamo.utils.counters["graph_break"]
+        assert run.warnings == []
+        assert "compiled by torch.compile" in run.line()
+
+
+@check
+def loading_the_pack_twice_under_two_names_is_harmless():
+    """A clone beside a registry install, or pip's package beside the pack: both serve, neither disturbs the other."""
+    spec = importlib.util.spec_from_file_location("second_copy", str(PACK / "__init__.py"))
+    second = sys.modules["second_copy"] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(second)
+    node = second.NODE_CLASS_MAPPINGS["PascalAttentionPatch"]()
+    for name, model in families("sd15", "wan_t2v"):
+        stock, ours = sample(model, name), patched(model, coverage=OVERRIDE)
+        assert run_of(lambda: sample(ours, name), stock).count("taken")  # noqa: B023
+        both = node.patch(ours, "tiled", 0, 0, WHOLE, 0, True)[0]
+        assert (sample(both, name) - stock).abs().max() <= 2e-5 * stock.abs().max()
+        assert run_of(lambda: sample(ours, name), stock).count("taken")  # noqa: B023

@@ -1,0 +1,261 @@
+"""A torch that believes it has cards of NVIDIA's or AMD's: ``torch.cuda`` answers for them, tensors say that they are
+on ``cuda:1`` (:mod:`.tensors`), and behind the package's calls of a driver stands the strict stand-in, which executes
+launches in the emulation. To be used in a process of :func:`.guard.call`.
+
+What there is not: ``torch.compile`` on such tensors, CUDA graphs, pinned memory.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+from attn_support.fused.device import AnyStandIn, execute
+from attn_support.fused.driver import Compiler, StandIn
+from attn_support.fused.hip import HipCompiler, HipStandIn
+
+from pascal_attn_core.fused.code.compilation import Compilation
+from pascal_attn_core.fused.gpu import vendors
+from pascal_attn_core.fused.gpu.cuda import CudaRuntime
+from pascal_attn_core.fused.gpu.hip import HipRuntime
+from pascal_attn_core.fused.gpu.runtime import Driver
+from pascal_attn_core.fused.launch import Launch
+from pascal_attn_core.fused.trust.kernels import Kernels
+from pascal_attn_core.machine.device import device_info
+
+from . import guard, tensors
+
+
+class Card(NamedTuple):
+    """One kind of card.
+
+    Attributes:
+        capability: compute capability; arch: of AMD's, "" = NVIDIA's.
+    """
+
+    name: str
+    capability: tuple[int, int]
+    num_sms: int
+    arch: str = ""
+    total_bytes: int = 11 << 30
+    free_bytes: int = 9 << 30
+
+
+CARDS = {
+    card.name: card
+    for card in (
+        Card("NVIDIA GeForce GTX 1080 Ti", (6, 1), 28),
+        Card("Tesla T4", (7, 5), 40),
+        Card("AMD Instinct MI50", (9, 0), 60, "gfx906"),
+    )
+}
+
+
+class _Thread(threading.local):
+    """What torch's C++ keeps for each thread."""
+
+    device = 0
+
+    def __init__(self) -> None:
+        self.streams: dict[int, Stream] = {}
+
+
+_thread = _Thread()
+is_capturing = False  # whether a graph is being captured on the current stream
+_handles = {0}  # of all streams that there are
+
+
+def index_of(device: Any = None) -> int:
+    """The number of a card by whatever torch lets it be named."""
+    if isinstance(device, int):
+        return device
+    index = None if device is None else torch.device(device).index
+    return _thread.device if index is None else index
+
+
+class Stream:
+    """In place of ``torch.cuda.Stream``."""
+
+    def __init__(self, device: Any = None, priority: int = 0, *, is_default: bool = False):
+        self.device = torch.device("cuda", index_of(device))
+        self.device_index = self.device.index
+        self.cuda_stream = 0 if is_default else 0x7F0000000000 + 16 * len(_handles)
+        _handles.add(self.cuda_stream)
+
+    def wait_stream(self, stream: Stream) -> None: ...
+
+    def wait_event(self, event: Event) -> None: ...
+
+    def synchronize(self) -> None: ...
+
+    def query(self) -> bool:
+        return True
+
+    def record_event(self, event: Event | None = None) -> Event:
+        event = event or Event()
+        event.record(self)
+        return event
+
+
+class Event:
+    """In place of ``torch.cuda.Event``. What CUDA takes without a word and answers with a figure that means nothing is
+    an error here: a time between events of different cards.
+
+    Attributes:
+        recorded: the streams of all events so far.
+    """
+
+    recorded: ClassVar[list[Stream]] = []
+
+    def __init__(self, enable_timing: bool = False, **options: Any):
+        self.is_timed, self.seconds, self.device = enable_timing, 0.0, None
+
+    def record(self, stream: Stream | None = None) -> None:
+        stream = stream or current_stream()
+        Event.recorded.append(stream)
+        self.seconds, self.device = time.perf_counter(), stream.device
+
+    def wait(self, stream: Stream | None = None) -> None: ...
+
+    def synchronize(self) -> None: ...
+
+    def query(self) -> bool:
+        return True
+
+    def elapsed_time(self, end: Event) -> float:
+        assert self.is_timed
+        assert end.is_timed
+        assert self.device == end.device is not None
+        return max(1e-3, (end.seconds - self.seconds) * 1e3)
+
+
+@functools.cache
+def default_stream_of(index: int) -> Stream:
+    return Stream(index, is_default=True)
+
+
+def current_stream(device: Any = None) -> Stream:
+    index = index_of(device)
+    return _thread.streams.get(index) or default_stream_of(index)
+
+
+@contextlib.contextmanager
+def _on(index: int, stream: Stream | None = None) -> Iterator[None]:
+    device, before = _thread.device, current_stream(index)
+    _thread.device, _thread.streams[index] = index, stream or before
+    try:
+        yield
+    finally:
+        _thread.device, _thread.streams[index] = device, before
+
+
+def _on_stream(stream: Stream | None) -> contextlib.AbstractContextManager[None]:
+    return contextlib.nullcontext() if stream is None else _on(stream.device_index, stream)
+
+
+def _properties(card: Card, index: int) -> SimpleNamespace:
+    return SimpleNamespace(
+        name=card.name,
+        major=card.capability[0],
+        minor=card.capability[1],
+        multi_processor_count=card.num_sms,
+        total_memory=card.total_bytes,
+        L2_cache_size=4 << 20,
+        gcnArchName=card.arch,
+        warp_size=64 if card.arch.startswith("gfx9") else 32,
+        shared_memory_per_block=(64 if card.arch else 48) << 10,
+        clock_rate=1_500_000,
+        uuid=f"0000-{index}",
+        pci_domain_id=0,
+        pci_bus_id=3 + index,
+        pci_device_id=0,
+    )
+
+
+def believe(card: Card, count: int = 1, *, run: Callable[[Launch], object] = execute) -> AnyStandIn:
+    """Make torch, and the package, believe in so many cards of a kind; this cannot be undone.
+
+    Args:
+        run: executes the launches.
+    Returns:
+        Their driver, whose ``problems`` say what would have been wrong on a real card.
+    """
+    ctypes.CDLL(str(guard.library())).fake_cards_are(count)
+    for name, value in _answers(card, count).items():
+        assert hasattr(torch.cuda, name), name
+        setattr(torch.cuda, name, value)
+    torch.version.hip, torch.version.cuda = ("6.3.42133", None) if card.arch else (None, "12.6")
+    tensors.serve(index_of)
+    return _drive(count, run)
+
+
+def _answers(card: Card, count: int) -> dict[str, Any]:
+    """What stands in place of the functions of ``torch.cuda``."""
+    state = torch.default_generator
+    answers: dict[str, Any] = {
+        "_initialized": True,
+        "_lazy_init": lambda: None,
+        "_is_in_bad_fork": lambda: False,
+        "is_initialized": lambda: True,
+        "is_available": lambda: True,
+        "is_current_stream_capturing": lambda: is_capturing,
+        "is_bf16_supported": lambda *_, **__: card.capability >= (8, 0),
+        "device_count": lambda: count,
+        "current_device": index_of,
+        "set_device": lambda device: setattr(_thread, "device", index_of(device)),
+        "device": lambda device: _on(index_of(device)),
+        "can_device_access_peer": lambda one, other: False,
+        "get_arch_list": lambda: [card.arch] if card.arch else ["sm_50", "sm_60", "sm_61", "sm_70", "sm_75"],
+        "get_device_properties": lambda device=None: _properties(card, index_of(device)),
+        "get_device_name": lambda device=None: card.name,
+        "get_device_capability": lambda device=None: card.capability,
+        "mem_get_info": lambda device=None: (card.free_bytes, card.total_bytes),
+        "memory_stats": lambda device=None: {},
+        "Stream": Stream,
+        "Event": Event,
+        "current_stream": current_stream,
+        "default_stream": lambda device=None: default_stream_of(index_of(device)),
+        "stream": _on_stream,
+        "synchronize": lambda device=None: None,
+        "empty_cache": lambda: None,
+        "manual_seed_all": state.manual_seed,
+        "get_rng_state": lambda device=None: state.get_state(),
+        "set_rng_state": lambda new, device=None: None,
+        "reset_peak_memory_stats": lambda device=None: None,
+    }
+    sizes = ("memory_allocated", "memory_reserved", "max_memory_allocated", "max_memory_reserved")
+    return {**answers, **dict.fromkeys(sizes, lambda device=None: 1 << 20)}
+
+
+def _drive(count: int, run: Callable[[Launch], object]) -> AnyStandIn:
+    """Put the stand-in for a driver behind the package."""
+    info = device_info("cuda:0")
+    driver: AnyStandIn
+    if info.kind == "hip":
+        driver, hiprtc = HipStandIn(info, run, devices=count), HipCompiler()
+        vendors._RUNTIMES["hip"] = HipRuntime(lambda: driver, lambda: hiprtc)
+    else:
+        driver, compiler = StandIn(info, run, devices=count), Compiler()
+        vendors._RUNTIMES["cuda"] = CudaRuntime(lambda: driver, lambda arch: compiler)
+    driver.streams = _handles
+    driver.stream = functools.partial(Driver.stream, driver)  # type: ignore[method-assign]
+    machine_code = Kernels.machine_code
+
+    def noted(self: Kernels, variant: Compilation, **options: Any) -> bytes:
+        code = machine_code(self, variant, **options)
+        driver.variants[code] = variant
+        return code
+
+    Kernels.machine_code = noted  # type: ignore[method-assign]
+    for module in list(sys.modules.values()):
+        if module.__name__.startswith("pascal_attn_core") and isinstance(getattr(module, "PLAIN", None), tuple):
+            module.PLAIN = (*module.PLAIN, tensors.OnCard)
+    return driver

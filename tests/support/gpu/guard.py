@@ -1,0 +1,56 @@
+"""Processes whose torch has been told in C++ that there are cards: a library that must be loaded before torch."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import os
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from attn_support import fresh
+from attn_support.fused.emulation import BUILD, GXX
+
+SOURCE = Path(__file__).with_name("guard.cpp")
+_OLDEST = (2, 13)  # older ones have other hooks
+
+
+def why_not() -> str:
+    """Why there can be no such processes on this machine; "" = there can."""
+    if GXX is None or not hasattr(os, "fork"):
+        return "needs g++ and fork"
+    if torch.version.cuda or torch.version.hip:
+        return "needs a torch that was built without CUDA and ROCm: it has a guard and hooks of its own"
+    if tuple(map(int, torch.__version__.split(".")[:2])) < _OLDEST:
+        return f"needs torch {_OLDEST[0]}.{_OLDEST[1]}, whose hooks for CUDA it fills, got {torch.__version__}"
+    return ""
+
+
+@functools.cache
+def library() -> Path:
+    """The library, built once with g++ for this source and this torch."""
+    home = Path(torch.__file__).parent
+    key = hashlib.sha256(f"{SOURCE.read_text()}{home}{torch.__version__}".encode()).hexdigest()[:24]
+    built = BUILD / f"guard-{key}.so"
+    if not built.exists():
+        BUILD.mkdir(exist_ok=True)
+        unfinished = BUILD / f"guard-{key}-{os.getpid()}.so"
+        linked = [f"-L{home / 'lib'}", f"-Wl,-rpath,{home / 'lib'}", "-lc10", "-ltorch_cpu"]
+        command = [GXX or "g++", "-std=c++20", "-shared", "-fPIC", "-w", f"-I{home / 'include'}", str(SOURCE)]
+        subprocess.run([*command, *linked, "-o", str(unfinished)], check=True)
+        unfinished.replace(built)
+    return built
+
+
+def call(function: Callable[..., object], *arguments: str, folder: Path, **variables: str) -> None:
+    """Call a function of a test module in a process that may believe in cards (:func:`.cards.believe`); what it raises
+    fails the test.
+
+    Args:
+        folder: where the package stores what it finds out.
+        variables: of the environment.
+    """
+    env = {**os.environ, "XDG_CACHE_HOME": str(folder), "PASCAL_ATTN_TRUST": "1", **variables}
+    fresh.call(function, *arguments, env=env, preload=library())

@@ -1,0 +1,270 @@
+"""The whole package on cards that are not here: all of it runs as on a card, with torch's real device threads, its
+current devices and streams, and kernels in the emulation (``attn_support.gpu``)."""
+
+from __future__ import annotations
+
+import json
+import threading
+import traceback
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from attn_support.gpu import guard
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from pascal_attn_core import AttentionConfig, explain, sdpa
+from pascal_attn_core.sdpa_patch import patch_sdpa
+
+pytestmark = pytest.mark.skipif(bool(guard.why_not()), reason=guard.why_not())
+NVIDIA = ("NVIDIA GeForce GTX 1080 Ti", "Tesla T4")
+EVERY = (*NVIDIA, "AMD Instinct MI50")
+FUSED = AttentionConfig(route="fused")
+# Beyond the rounding of each dtype, below what a wrong element gives.
+CLOSE = {torch.float32: 1e-5, torch.float16: 4e-3}
+torchs = torch.nn.functional.scaled_dot_product_attention
+
+
+def _numbers(tokens: int = 300, dim: int = 64, dtype: torch.dtype = torch.float32, device: str = "cuda") -> Tensor:
+    return torch.randn(1, 2, tokens, dim, device=device).to(dtype)
+
+
+def _is_close(actual: Tensor, query: Tensor, key: Tensor, value: Tensor, *mask: Tensor, **rules: bool) -> bool:
+    wide = [t.detach().cpu().float() for t in (query, key, value)]
+    expected = torchs(*wide, *(t.cpu() for t in mask), **rules)
+    assert actual.device == query.device
+    return bool((actual.detach().cpu().float() - expected).abs().max() <= CLOSE[query.dtype])
+
+
+def _by_name(query: Tensor, key: Tensor, value: Tensor, *mask: Tensor, **rules: bool) -> bool:
+    return _is_close(sdpa(query, key, value, *mask, config=FUSED, **rules), query, key, value, *mask, **rules)
+
+
+def _gradients(run: Callable[..., Tensor], dim: int = 64, dtype: torch.dtype = torch.float32) -> bool:
+    leaves = [_numbers(200, dim, dtype).requires_grad_() for _ in range(3)]
+    run(*leaves).float().sum().backward()
+    wide = [t.detach().cpu().float().requires_grad_() for t in leaves]
+    torchs(*wide).sum().backward()
+    pairs = [(ours.grad, torchs_.grad) for ours, torchs_ in zip(leaves, wide)]
+    return all(bool((a.cpu().float() - b).abs().max() <= 4 * CLOSE[dtype]) for a, b in pairs)  # type: ignore[union-attr]
+
+
+def _fused(*tensors: Tensor) -> Tensor:
+    return sdpa(*tensors, config=FUSED)
+
+
+def _one_card(query: Tensor, key: Tensor, value: Tensor) -> Iterator[tuple[str, Callable[[], bool]]]:
+    """(what, whether it is right) of calls on one card."""
+    from attn_support.gpu import cards
+
+    yield "by name", lambda: _by_name(query, key, value)
+    yield "float16", lambda: _by_name(*(t.half() for t in (query, key, value)))
+    yield "causal", lambda: _by_name(query, key, value, is_causal=True)
+    odd = torch.randn(query.numel() + 1, device="cuda")[1:].view_as(query)
+    yield "an address that is no multiple of 16", lambda: _is_close(sdpa(odd, key, value), odd, key, value)
+    mask = (torch.rand(1, 1, 300, 301, device="cuda") > 0.3)[..., 1:]
+    yield "a mask at an odd byte", lambda: _by_name(query, key, value, mask)
+    yield "a mask that is expanded", lambda: _by_name(query, key, value, mask[:, :, :1].expand(1, 2, 300, 300))
+    one, many = _numbers(1, 128), _numbers(2000, 128)
+    yield "one query, its keys in parts", lambda: _by_name(one, many, many)
+    yield "gradients", lambda: _gradients(_fused)
+    yield "checkpointing", lambda: _gradients(lambda *t: checkpoint(_fused, *t, use_reentrant=False), 40)
+    yield "checkpointing, reentrant", lambda: _gradients(lambda *t: checkpoint(sdpa, *t, use_reentrant=True), 80)
+
+    def on_a_stream() -> bool:
+        with torch.cuda.stream(torch.cuda.Stream()):
+            return _by_name(query, key, value)
+
+    def in_inference_mode() -> bool:
+        with torch.inference_mode():
+            out = sdpa(query, key, value, config=FUSED).cpu()
+        return _is_close(out.to(query.device), query, key, value)
+
+    def while_capturing() -> bool:
+        cards.is_capturing = True
+        try:
+            return "left off" not in explain(_numbers(600, 32), *2 * [_numbers(600, 32)]) and _by_name(*3 * [first_use])
+        finally:
+            cards.is_capturing = False
+
+    def in_threads() -> bool:
+        found: list[bool] = []
+        threads = [threading.Thread(target=lambda: found.append(_by_name(query, key, value))) for _ in range(3)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        return found == [True] * 3
+
+    def patched() -> bool:
+        with patch_sdpa(FUSED):
+            out = torch.nn.functional.scaled_dot_product_attention(query, key, value)
+        return _is_close(out, query, key, value)
+
+    first_use = _numbers(200, 96)
+    yield "a stream of its own", on_a_stream
+    yield "inference mode", in_inference_mode
+    yield "first use while a graph is captured", while_capturing
+    yield "three threads", in_threads
+    yield "patched", patched
+
+
+def _two_cards() -> Iterator[tuple[str, Callable[[], bool]]]:
+    """The same of calls on the second card while the first is current, and on both."""
+    second = [_numbers(device="cuda:1") for _ in range(3)]
+    yield "the second card", lambda: _by_name(*second)
+    long = [_numbers(2048) for _ in range(3)]
+    both = AttentionConfig(devices=("cuda:0", "cuda:1"), share_from_tokens=1)
+    yield "both cards", lambda: _is_close(sdpa(*long, config=both), *long)
+
+
+def _failures(attempts: Iterator[tuple[str, Callable[[], bool]]]) -> list[str]:
+    found = []
+    for what, is_right in attempts:
+        try:
+            if not is_right():
+                found.append(f"{what}: wrong numbers")
+        except Exception:
+            found.append(f"{what}: {traceback.format_exc()}")
+    return found
+
+
+def _smoke(name: str, count: str) -> None:
+    from attn_support.gpu import cards
+
+    driver = cards.believe(cards.CARDS[name], int(count))
+    failures = _failures(_one_card(_numbers(), _numbers(), _numbers()))
+    if int(count) > 1:
+        failures += _failures(_two_cards())
+    assert failures == [], "\n".join(failures)
+    assert driver.queued
+    assert driver.problems == []
+    assert driver.left_behind() == []
+    assert torch.cuda.current_device() == 0
+
+
+@pytest.mark.parametrize(("name", "count"), [*((name, "1") for name in EVERY), *((name, "2") for name in NVIDIA)])
+def test_calls_on_cards_are_right_and_nothing_is_left_behind(name: str, count: str, tmp_path: Path) -> None:
+    guard.call(_smoke, name, count, folder=tmp_path)
+
+
+# ---- the first use on a machine --------------------------------------------------------------------------------------
+
+_CHILD = """
+import sys, types
+support = sys.modules["attn_support"] = types.ModuleType("attn_support")
+support.__path__ = [{support!r}]
+from attn_support.gpu import cards
+cards.believe(cards.CARDS[{name!r}])
+main()
+"""
+
+
+def _first_use(name: str) -> None:
+    import os
+
+    from attn_support import __path__ as support
+    from attn_support.gpu import cards
+
+    from pascal_attn_core.fused.trust import trial
+
+    cards.believe(cards.CARDS[name])
+    os.environ["LD_PRELOAD"] = str(guard.library())  # of the child
+    trial._CODE = trial._CODE.replace("main()\n", _CHILD.format(support=support[0], name=name))
+    query = _numbers(600)
+    assert _is_close(sdpa(query, query, query), query, query, query)
+    assert "left off" not in explain(query, query, query)
+    (stored,) = Path(os.environ["XDG_CACHE_HOME"]).rglob("trial-*.json")
+    content = json.loads(stored.read_text())
+    assert content["off"] == ""
+    assert any("-64-float32-none" in each for each in content["good"])
+    assert content["card"] == name
+
+
+@pytest.mark.parametrize("name", ["NVIDIA GeForce GTX 1080 Ti", "AMD Instinct MI50"])
+def test_the_first_use_starts_a_child_on_the_card_and_stores_its_verdict(name: str, tmp_path: Path) -> None:
+    guard.call(_first_use, name, folder=tmp_path, PASCAL_ATTN_TRUST="")
+
+
+# ---- trials that fail ------------------------------------------------------------------------------------------------
+
+
+def _fails(where: str) -> None:
+    from attn_support.gpu import cards
+
+    from pascal_attn_core.fused.trust import verify
+    from pascal_attn_core.routes import timing
+
+    def fails(*arguments: object, **options: object) -> None:
+        raise RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED" if where == "timing" else "CUDA error: busy")
+
+    cards.believe(cards.CARDS["NVIDIA GeForce GTX 1080 Ti"])
+    places = {"check": (verify, "_reference"), "timing": (timing, "run_form"), "event": (cards.Event, "record")}
+    setattr(*places[where], fails)
+    query = _numbers(600)
+    assert _is_close(sdpa(query, query, query), query, query, query)
+
+
+@pytest.mark.parametrize("where", ["check", "timing", "event"])
+def test_a_trial_that_fails_does_not_end_the_users_call(where: str, tmp_path: Path) -> None:
+    guard.call(_fails, where, folder=tmp_path, PASCAL_ATTN_NO_TIMING="")
+
+
+def _second_card_is_timed() -> None:
+    from attn_support.gpu import cards
+
+    from pascal_attn_core.cli.bench.clock import Clock
+    from pascal_attn_core.routes.timing_table import median_times
+
+    cards.believe(cards.CARDS["Tesla T4"], 2)
+    device = torch.device("cuda:1")
+    x = torch.ones(4, 4, device=device)
+    for seconds in (Clock(device, 1).seconds, lambda work: median_times([work], device)):
+        cards.Event.recorded.clear()
+        seconds(lambda: x @ x)
+        assert {stream.device for stream in cards.Event.recorded} == {device}
+
+
+def test_the_second_card_is_timed_on_its_own_stream_while_the_first_is_current(tmp_path: Path) -> None:
+    guard.call(_second_card_is_timed, folder=tmp_path)
+
+
+# ---- commands --------------------------------------------------------------------------------------------------------
+
+
+def _selftest(name: str) -> None:
+    from attn_support.gpu import cards
+
+    from pascal_attn_core.cli.selftest import selftest
+
+    driver = cards.believe(cards.CARDS[name])
+    found = selftest(torch.device("cuda"), 100.0, speed=False)
+    assert [problem for problem in found.problems if "torch.compile" not in problem] == []  # which such tensors lack
+    assert found.cut == []
+    assert len(found.kernels) > 60
+    assert {check.route for check in found.checks if not check.refused} >= {"fused", "torch", "tiled", "math"}
+    assert driver.problems == []
+    assert driver.left_behind() == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["NVIDIA GeForce GTX 1080 Ti", "AMD Instinct MI50"])
+def test_the_selftest_finds_every_kernel_and_route_right(name: str, tmp_path: Path) -> None:
+    guard.call(_selftest, name, folder=tmp_path)
+
+
+def _info(count: str) -> None:
+    from attn_support.gpu import cards
+
+    from pascal_attn_core.cli import main
+
+    driver = cards.believe(cards.CARDS["Tesla T4"], int(count))
+    assert main(["info"]) == 0
+    assert driver.problems == []
+
+
+@pytest.mark.parametrize("count", ["1", "2"])
+def test_info_describes_the_cards(count: str, tmp_path: Path) -> None:
+    guard.call(_info, count, folder=tmp_path)

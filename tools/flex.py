@@ -1,0 +1,90 @@
+"""Memory and time of FlexAttention in tiles, against torch's own function and the dense call.
+
+    python tools/flex.py                    8,192 tokens, 4 heads of 64, a window of 256
+    python tools/flex.py --tokens 32768     our part only: torch's takes 16 bytes and more per element of L x S
+
+One CPU thread; times are the median of calls in turn.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.nn.attention import flex_attention as theirs
+
+from pascal_attn_core import AttentionConfig, create_block_mask, flex_attention, sdpa
+from pascal_attn_core.observe.memory import measure
+
+MIB = 1 << 20
+WINDOW = 256
+_MOST_OF_TORCH = 4096  # tokens, about 1 GiB
+
+
+def near(batch: Any, head: Any, query: Any, key: Any) -> Any:
+    """A window."""
+    return (query - key).abs() <= WINDOW
+
+
+def alibi(score: Any, batch: Any, head: Any, query: Any, key: Any) -> Any:
+    """A bias by distance."""
+    return score - (query - key).abs() * 2.0 ** -(head + 1)
+
+
+def documents(batch: Any, head: Any, query: Any, key: Any) -> Any:
+    """Documents of 512 tokens, which are no window."""
+    return query // 512 == key // 512
+
+
+def seconds(attempts: dict[str, Callable[[], Any]], rounds: int) -> dict[str, float]:
+    """The median of each."""
+    times: dict[str, list[float]] = {name: [] for name in attempts}
+    for _ in range(rounds):
+        for name, attempt in attempts.items():
+            begin = time.process_time()
+            attempt()
+            times[name].append(time.process_time() - begin)
+    return {name: statistics.median(each) for name, each in times.items()}
+
+
+def main() -> None:
+    """Print the tables."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--tokens", type=int, default=8192)
+    parser.add_argument("--heads", type=int, default=4)
+    parser.add_argument("--rounds", type=int, default=3)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    tokens, config = options.tokens, AttentionConfig(route="tiled")
+    query, key, value = torch.randn(3, 1, options.heads, tokens, 64).unbind()
+    made = measure(lambda: create_block_mask(near, None, None, tokens, tokens, device="cpu"))
+    masks = {"window": made.out, "documents": create_block_mask(documents, None, None, tokens, tokens, device="cpu")}
+    object.__setattr__(masks["window"], "_pascal_attn_band", None)  # as a BlockMask of torch's own function
+    print(f"create_block_mask, {tokens} tokens: {made.peak_bytes / MIB:.1f} MiB")
+    calls: dict[str, Callable[[], Any]] = {
+        "dense": lambda: sdpa(query, key, value, config=config),
+        "window, as a window": lambda: sdpa(query, key, value, window=(WINDOW, WINDOW), config=config),
+        "window": lambda: flex_attention(query, key, value, None, masks["window"], config=config),
+        "documents": lambda: flex_attention(query, key, value, None, masks["documents"], config=config),
+        "window, alibi": lambda: flex_attention(query, key, value, alibi, masks["window"], config=config),
+    }
+    with torch.no_grad():
+        taken = seconds(calls, options.rounds)
+        for name, call in calls.items():
+            extra = measure(call).extra_bytes / MIB
+            print(f"{name:24}{taken[name]:8.2f} s{taken[name] / taken['dense']:8.1%} of dense{extra:8.2f} MiB")
+        if tokens <= _MOST_OF_TORCH:
+            made = measure(lambda: theirs.create_block_mask(near, None, None, tokens, tokens, device="cpu"))
+            print(f"torch's create_block_mask: {made.peak_bytes / MIB:.0f} MiB")
+    for name, mask in masks.items():
+        print(f"{name}: {1 - mask.sparsity() / 100:.1%} of the blocks")
+
+
+if __name__ == "__main__":
+    main()
