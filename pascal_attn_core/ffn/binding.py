@@ -36,12 +36,13 @@ class FfnBinding:
         return list(find_ffn(model, self._include, self._exclude))
 
     def attach(self, model: nn.Module) -> int:
-        """Let the feed-forward modules of ``model`` run in slices; returns how many. A second call begins anew."""
+        """Let the feed-forward modules of ``model`` run in slices; returns how many. A second call begins anew,
+        apart from the report."""
         self.detach(model)
         modules = [found.module for found in self.find(model) if not found.why_not]
         for module in modules:
             # Nothing has compared the module's state in between, or the forward that it has now.
-            site = self._sites[module] = Site(self.settings)
+            site = self._sites[module] = Site(self.settings, used=self._site(module).used)
             site.sliced = weakref.ref(place(module, site))
         return len(modules)
 

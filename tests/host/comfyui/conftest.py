@@ -150,16 +150,21 @@ def plain_server(start_server: StartServer) -> ComfyServer:
 
 
 def run_host(host: Host, arguments: list[str], timeout_s: float = 600, **environment: str) -> str:
-    """Run the host's interpreter in the checkout; its output. Raises with the output if it fails."""
-    done = subprocess.run(
-        [host.python, *arguments],
-        cwd=host.path,
-        env=host.environment(**environment),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=timeout_s,
-    )
+    """Run the host's interpreter in the checkout; its output. Raises AssertionError with the output if it fails or does
+    not end."""
+    try:
+        done = subprocess.run(
+            [host.python, *arguments],
+            cwd=host.path,
+            env=host.environment(**environment),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=timeout_s,
+        )
+    except subprocess.TimeoutExpired as late:
+        text = (late.output or b"").decode(errors="replace")
+        raise AssertionError(f"{arguments[0]} did not end within {timeout_s} s:\n{text[-6000:]}") from None
     if done.returncode:
         raise AssertionError(f"{arguments[0]} ended with {done.returncode}:\n{done.stdout[-6000:]}")
     return done.stdout

@@ -45,7 +45,11 @@ def outcome_of(host_script: Callable[..., str]) -> Callable[[str, str], Outcomes
     @functools.cache
     def outcome_of(file: str, argument: str) -> Outcomes:
         script = f"import comfy_{file}_checks\nfrom comfy_checks import run_checks\nrun_checks('comfy_{file}_checks')"
-        return outcomes(host_script(script, *filter(None, [argument])))
+        try:
+            return outcomes(host_script(script, *filter(None, [argument])))
+        except AssertionError as failure:  # kept, so that the next check does not start the file again
+            names = names_in(INSIDE / f"comfy_{file}_checks.py")
+            return {name: ["failed", str(failure)] for name in names} | outcomes(str(failure))
 
     return outcome_of
 

@@ -279,6 +279,8 @@ def test_the_record_says_what_one_run_did(stub_host: StubHost) -> None:  # noqa:
                              (1, "0 of 2 feed-forward modules chunked, 2 had no call of 2 tokens")):  # fmt: skip
         chunking.before_run(patcher)
         network(x(tokens))
+        chunking.eject(patcher)  # as the host does before it ends a run, to take off its hooks
+        chunking.inject(patcher)
         chunking.after_run(patcher)
         run = runs.remembered()[-1]
         assert (run.part, (run.gains + run.notes)[0], run.finished) == ("feed-forward", headline, True)

@@ -28,8 +28,8 @@ def names_in(path: Path) -> list[str]:
 
 def outcomes(output: str) -> dict[str, list[str]]:
     """What ``run_checks`` printed: by check, ``["passed", ""]``, ``["skipped", why]`` or ``["failed", traceback]``."""
-    line = next(line for line in reversed(output.splitlines()) if line.startswith(MARKER))
-    return json.loads(line.removeprefix(MARKER))
+    lines = [line.removeprefix(MARKER) for line in output.splitlines() if line.startswith(MARKER)]
+    return dict(map(json.loads, lines))
 
 
 CHECKS: dict[str, Callable[[], None]] = {}
@@ -46,20 +46,19 @@ def check(function: Callable[[], None]) -> Callable[[], None]:
 
 def run_checks(module: str) -> None:
     """Run the checks of one module, each in inference mode, as the host executes nodes, and each from a clean host."""
-    found: dict[str, list[str]] = {}
     for name, function in CHECKS.items():
         if function.__module__ != module:  # a module borrows helpers from others
             continue
         with torch.inference_mode():
             try:
                 function()
-                found[name] = ["passed", ""]
+                outcome = ["passed", ""]
             except Skip as reason:
-                found[name] = ["skipped", str(reason)]
+                outcome = ["skipped", str(reason)]
             except BaseException:
-                found[name] = ["failed", traceback.format_exc()]
+                outcome = ["failed", traceback.format_exc()]
+        print(MARKER + json.dumps([name, outcome]), flush=True)
         clean_up()
-    print(MARKER + json.dumps(found))
 
 
 def clean_up() -> None:
