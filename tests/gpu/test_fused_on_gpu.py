@@ -60,6 +60,7 @@ def test_gradients_are_those_of_the_definition(case: Case, config: AttentionConf
     assert_gradients_close(*answers, lse, case.dtype)
 
 
+@pytest.mark.slow  # what does not ship is compiled
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_variant_is_right_on_this_card(kind: str, head_dim: int) -> None:

@@ -17,12 +17,14 @@ from .results import ROOT, read
 from .table import table
 
 # What an outcome can be. The first two hold until something changes; after the others the part is run again.
+# Unfinished: it ran out of time, and nothing was wrong so far; stopped: it did so with nothing done.
 RIGHT, WRONG, STOPPED, FAILED, UNFINISHED, NOT_RUN = "right", "wrong", "stopped", "failed", "unfinished", "not run"
 LASTING = (RIGHT, WRONG)
 BAD = (WRONG, STOPPED, FAILED)
 # What a part needs for its own beginning and end.
 _MARGIN = 12.0
 _SLOWEST = 10
+_INTERRUPTED, _NO_TESTS = 2, 5  # exit statuses of pytest
 
 
 class Outcome(NamedTuple):
@@ -135,34 +137,55 @@ class Part:
 
 
 def _tests(job: Job) -> Outcome:
-    path = job.scratch / "tests.jsonl"
-    given = ("-p", "no:cacheprovider", "-p", "tools.gpu.recorder", "--record", str(path))
-    ended = job.run("-m", "pytest", "-m", "gpu", "tests/gpu", *given, *job.sizes.tests)
+    """Tests that have passed before are left out. One that ends its process, or for which there was not enough time, is
+    run after all the others next time."""
+    path, known = job.scratch / "tests.jsonl", job.scratch / "before.json"
+    passed, lost = dict(job.before.get("seconds", {})), list(job.before.get("lost", []))
+    known.write_text(json.dumps({"passed": list(passed), "lost": lost}))
+    seconds = max(0.0, job.left - _MARGIN)
+    given = ("-p", "no:cacheprovider", "-p", "tools.gpu.recorder", "--record", str(path), "--before", str(known))
+    given += ("--seconds", f"{seconds:.0f}", *job.sizes.tests)
+    # A child process for the first use of each kind of call would take longer than the tests.
+    ended = job.run("-m", "pytest", "-m", "gpu", "tests/gpu", *given, env={"PASCAL_ATTN_TRUST": "1"})
     lines = _lines_of(path)
     tests = [line for line in lines if "test" in line]
-    collected = next((line["collected"] for line in lines if "collected" in line), 0)
+    begun = next((line["begun"] for line in reversed(lines) if "begun" in line), None)
+    if begun is not None and all(line["test"] != begun for line in tests):  # it has taken its process along
+        if ended.status is not None or begun in lost:
+            tests.append({"test": begun, "outcome": "failed", "seconds": ended.seconds, "message": ended.words})
+        lost.append(begun)
     # A test may be told of twice: its call, and what failed when it was put away.
-    outcomes: dict[str, str] = {}
+    outcomes = dict.fromkeys(passed, "passed")
     for line in tests:
         outcomes[line["test"]] = max(line["outcome"], outcomes.get(line["test"], ""), key=_severity)
+    passed |= {line["test"]: line["seconds"] for line in tests if outcomes[line["test"]] == "passed"}
     counts = Counter(outcomes.values())
+    collected = next((line["collected"] for line in lines if "collected" in line), 0)
     figures: dict[str, Any] = {
         "collected": collected,
         "counts": dict(counts),
         "failures": [line for line in tests if line["outcome"] == "failed"],
         "skipped": dict(Counter(line["message"] for line in tests if line["outcome"] == "skipped")),
         "slowest": sorted(tests, key=lambda line: -line["seconds"])[:_SLOWEST],
-        "seconds": {line["test"]: line["seconds"] for line in tests if line["outcome"] == "passed"},
+        "seconds": passed,
+        "lost": list(dict.fromkeys(lost)),
     }
-    ran = counts["passed"] + counts["failed"]
+    return _judge_tests(ended, figures, collected - sum("::" in name for name in outcomes))  # some are whole modules
+
+
+def _judge_tests(ended: child.Ended, figures: dict[str, Any], left: int) -> Outcome:
+    """``left``: tests without an outcome."""
+    counts = Counter(figures["counts"])
     said = ", ".join(f"{counts[name]} {name}" for name in ("passed", "failed", "skipped") if counts[name])
-    if ended.status is None:
-        return Outcome(STOPPED, f"{ended.words}; {said or 'no test had ended'} of {collected}", figures)
+    if left:
+        said = f"{said or 'none had ended'} of {figures['collected']}; the same command goes on with the others"
     if counts["failed"]:
-        return Outcome(WRONG, said, figures)
-    if ended.status not in (0, 5):  # 5: none was collected
+        return Outcome(FAILED if left else WRONG, said, figures)  # failed: the others are still to be run
+    if left and ended.status in (None, _INTERRUPTED):
+        return Outcome(UNFINISHED if counts else STOPPED, said, figures)
+    if ended.status not in (0, _NO_TESTS):
         return _failed(ended, figures)
-    if not ran:
+    if not counts["passed"]:
         return Outcome(NOT_RUN, next(iter(figures["skipped"]), "no test was found"), figures)
     return Outcome(RIGHT, said, figures)
 
@@ -213,7 +236,7 @@ def _bench(job: Job, arguments: tuple[str, ...]) -> Outcome:
 def _benched(ended: child.Ended, figures: dict[str, Any], said: str) -> Outcome:
     """``said``: what was done, "" = nothing."""
     if ended.status is None:
-        return Outcome(STOPPED, f"{ended.words}; {said or 'no shape was done'}", figures)
+        return Outcome(UNFINISHED if said else STOPPED, f"{ended.words}; {said or 'no shape was done'}", figures)
     return Outcome(RIGHT, said, figures) if ended.status == 0 and said else _failed(ended, figures)
 
 
@@ -274,13 +297,15 @@ def _sanitizer(job: Job) -> Outcome:
         said.append(f"{tool}: {words}")
         figures[tool] = {"state": state, "errors": errors, "ended": ended.words, "seconds": ended.seconds}
         figures[tool]["output"] = ended.output.splitlines()
-    worst = next((state for state in (FAILED, STOPPED, WRONG) if state in states), RIGHT)  # the first two: run again
+    worst = next((state for state in (FAILED, WRONG, UNFINISHED) if state in states), RIGHT)
+    if worst == WRONG and UNFINISHED in states:
+        worst = FAILED  # run again
     return Outcome(worst, ", ".join(said), figures)
 
 
 def _sanitized(ended: child.Ended, errors: int | None) -> tuple[str, str]:
     if ended.status is None:
-        return STOPPED, ended.words
+        return UNFINISHED, ended.words
     if errors:
         return WRONG, f"{errors} error{'s'[: errors != 1]}"
     if ended.status != 0:
@@ -331,8 +356,8 @@ def _failed(ended: child.Ended, figures: dict[str, Any]) -> Outcome:
 _CORE = ("pascal_attn_core",)
 _TOOL = ("pascal_attn_core", "tools/gpu")
 PARTS = (
-    Part("tests", 130, ("pascal_attn_core", "nodes", "tests/gpu", "tests/support", "tests/conftest.py"), _tests),
     Part("selftest", 80, _CORE, _selftest),
+    Part("tests", 130, ("pascal_attn_core", "nodes", "tests/gpu", "tests/support", "tests/conftest.py"), _tests),
     Part("bench-forward", 75, _CORE, _forward),
     Part("bench-backward", 60, _CORE, _backward),
     Part("bench-linear", 40, _CORE, _linear),

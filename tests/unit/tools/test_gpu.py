@@ -8,10 +8,12 @@ import dataclasses
 import io
 import json
 import os
+import shutil
 import signal
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +21,7 @@ import pytest
 from attn_support import fresh
 
 from tools.gpu import __main__ as command
-from tools.gpu import child, results, sanitizer
+from tools.gpu import child, parts, results, sanitizer
 from tools.gpu.__main__ import Run, conclude, environment, main, run_parts
 from tools.gpu.parts import FAILED, FULL, PARTS, RIGHT, STOPPED, UNFINISHED, WRONG, Job, Outcome, Part
 
@@ -280,16 +282,89 @@ def _job(tmp_path: Path, program: str, **changed: Any) -> Job:
     return Job((sys.executable, "-S", str(program_file)), "cuda", FULL, scratch=tmp_path / "scratch", **given)
 
 
+_TESTS = """
+import os, time
+import pytest
+
+pytestmark = pytest.mark.gpu
+
+def ran(name):
+    with open({log!r}, "a") as file:
+        file.write(name + "\\n")
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", range(2))
+def test_slow(number):
+    ran(f"slow {{number}}")
+
+{others}
+"""
+_PYTEST = (
+    "import pytest; sys.exit(pytest.main([{folder!r} if each == 'tests/gpu' else each for each in arguments[2:]]))"
+)
+
+
+def _tests_of(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, others: str
+) -> tuple[Callable[..., Outcome], Callable[[], list[str]]]:
+    """The part on tests of its own: runs it for so many seconds with what was found before; what has run since."""
+    monkeypatch.setattr(parts, "_MARGIN", 4.0)
+    log, folder = tmp_path / "log", tmp_path / "tests"
+    folder.mkdir()
+    (folder / "test_some.py").write_text(_TESTS.format(log=str(log), others=others))
+
+    def run(seconds: float, before: dict[str, Any] | None = None) -> Outcome:
+        shutil.rmtree(tmp_path / "scratch", ignore_errors=True)
+        given = {"before": before or {}, "end": time.monotonic() + seconds}
+        job = _job(tmp_path, _PYTEST.format(folder=str(folder)), **given, env={**os.environ, "PYTHONPATH": str(ROOT)})
+        return BY_NAME["tests"].run(dataclasses.replace(job, python=tuple(p for p in job.python if p != "-S")))
+
+    def ran() -> list[str]:
+        lines = log.read_text().splitlines() if log.exists() else []
+        log.unlink(missing_ok=True)
+        return lines
+
+    return run, ran
+
+
+def test_tests_are_run_as_far_as_the_time_goes_and_then_go_on(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    run, ran = _tests_of(monkeypatch, tmp_path, "def test_long():\n    ran('long'); time.sleep(3)")
+    first = run(4 + 2)
+    assert (first.state, first.summary) == (UNFINISHED, "1 passed of 3; the same command goes on with the others")
+    assert ran() == ["long"]
+    second = run(60, first.figures)
+    assert (second.state, second.summary) == (RIGHT, "3 passed")
+    assert ran() == ["slow 0", "slow 1"]
+
+
+@pytest.mark.parametrize(
+    ("others", "end"), [("os.abort()", "SIGABRT"), ("time.sleep(600)", "stopped after 10 s")], ids=["crashes", "hangs"]
+)
+@posix_only
+def test_a_test_that_takes_its_process_along_is_run_last_and_then_told(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, others: str, end: str
+) -> None:
+    run, ran = _tests_of(monkeypatch, tmp_path, f"def test_bad():\n    ran('bad'); {others}")
+    first = run(7)
+    assert first.state == (FAILED if "abort" in others else STOPPED)
+    assert ran() == ["bad"]
+    second = run(10, first.figures)
+    assert second.state == WRONG
+    assert ran() == ["slow 0", "slow 1", "bad"]
+    assert [failure["message"] for failure in second.figures["failures"]] == [end]
+
+
 def test_each_failure_of_a_test_is_written_with_its_message(tmp_path: Path) -> None:
     lines = [
         {"collected": 3},
-        {"test": "a", "outcome": "passed", "seconds": 0.1},
-        {"test": "b", "outcome": "failed", "seconds": 0.2, "message": "assert 1 == 2"},
-        {"test": "a", "outcome": "failed", "seconds": 0.0, "message": "teardown"},
+        {"test": "x::a", "outcome": "passed", "seconds": 0.1},
+        {"test": "x::b", "outcome": "failed", "seconds": 0.2, "message": "assert 1 == 2"},
+        {"test": "x::a", "outcome": "failed", "seconds": 0.0, "message": "teardown"},
     ]
     program = f"open(arguments[arguments.index('--record') + 1], 'w').write({chr(10).join(map(json.dumps, lines))!r})\n"
     outcome = BY_NAME["tests"].run(_job(tmp_path, program + "sys.exit(1)"))
-    assert (outcome.state, outcome.summary) == (WRONG, "2 failed")
+    assert outcome.state == FAILED
+    assert outcome.summary == "2 failed of 3; the same command goes on with the others"
     assert [failure["message"] for failure in outcome.figures["failures"]] == ["assert 1 == 2", "teardown"]
     assert outcome.figures["counts"] == {"failed": 2}
 
@@ -301,7 +376,7 @@ json.dump({content!r}, open(arguments[arguments.index("--json") + 1], "w"))
 import time; time.sleep(600)
 """
     outcome = BY_NAME["bench-forward"].run(_job(tmp_path, program, end=time.monotonic() + 1.0))
-    assert outcome.state == STOPPED
+    assert outcome.state == UNFINISHED
     assert outcome.summary.endswith("1 shape; in units of torch-fused: auto 0.80")
     assert outcome.figures == content
 
