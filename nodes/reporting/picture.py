@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy
 import torch
@@ -18,7 +18,7 @@ TONES = {"": "#2f6fba", "good": "#1f7a4d", "caution": "#8a5a00", "bad": "#b3261e
 GROUNDS = {"caution": "#fff6e0", "bad": "#fdecea"}
 WIDTH, GAP, MARGIN = 1600, 48, 44
 BODY, TITLE, HEADLINE = 20, 28, 54
-_LABEL, _BAR = 130, 10  # the width kept for labels, the height of a bar with the space below it
+_LABEL, _BAR, _SPACE = 130, 10, 28  # the width kept for labels, the heights of a bar with the space below, of a gap
 _MOST_ROWS = 20
 # Pillow's own font knows little more than ASCII.
 _SPELT = str.maketrans({"×": "x", "→": "->", "≥": ">=", "≤": "<=", "–": "-", "—": "-", "−": "-", "µ": "u", "…": "..."})
@@ -59,93 +59,76 @@ def draw(headline: str, subtitle: str, sections: Sequence[Section], *, tone: str
     in_columns = [section for section in sections if not section.tone]
     count = max(1, min(3, len(in_columns)))
     whole = WIDTH * 3 // 2 if count == 3 else WIDTH
-    width = whole - 2 * MARGIN
-    column = (width - (count - 1) * GAP) // count
-    size = HEADLINE * whole // WIDTH
-    above = [*_wrapped(headline, width, size, TONES[tone] if tone else INK), *_wrapped(subtitle, width, BODY, MUTED)]
+    head = _Column(whole - 2 * MARGIN)
+    head.write(headline, HEADLINE * whole // WIDTH, TONES[tone] if tone else INK)
+    head.write(subtitle, BODY, MUTED)
+    columns = [_Column((head.width - (count - 1) * GAP) // count) for _ in range(count)]
     for section in sections:
-        above += [_SPACE, *_section_lines(section, width)] if section.tone else []
-    columns = _columns([_section_lines(section, column) for section in in_columns], count)
-    top = MARGIN + _height(above) + _SPACE.height
-    picture = Image.new("RGB", (whole, top + max(map(_height, columns)) + MARGIN), BACKGROUND)
+        (head if section.tone else min(columns, key=lambda column: column.height)).add(section)
+    top = MARGIN + head.height + _SPACE
+    picture = Image.new("RGB", (whole, top + max(column.height for column in columns) + MARGIN), BACKGROUND)
     canvas = ImageDraw.Draw(picture)
-    _paint(canvas, above, MARGIN, MARGIN, width)
-    for index, lines in enumerate(columns):
-        _paint(canvas, lines, MARGIN + index * (column + GAP), top, column)
+    head.paint(canvas, MARGIN, MARGIN)
+    for index, column in enumerate(columns):
+        column.paint(canvas, MARGIN + index * (column.width + GAP), top)
     return picture
 
 
-class _Line(NamedTuple):
-    """One line of the picture: its height, texts as (x, text, size, colour), and what lies behind or below them."""
+class _Column:
+    """Sections below each other, laid out before they are painted.
 
-    height: int
-    texts: tuple[tuple[int, str, int, str], ...] = ()
-    bar: tuple[int, float, str] | None = None  # x, length in pixels, colour
-    ground: str = ""
-    is_title: bool = False
+    Attributes:
+        width, height: in pixels; the height so far.
+    """
 
+    def __init__(self, width: int):
+        self.width, self.height = width, 0
+        self._boxes: list[tuple[tuple[int, int, int, int], str]] = []  # left, top, right, bottom; colour
+        self._texts: list[tuple[int, int, str, int, str]] = []  # x, y, text, size, colour
 
-_SPACE = _Line(28)
+    def add(self, section: Section) -> None:
+        """A title and rows; in one with a tone they stand on a ground."""
+        self.height += _SPACE if self.height else 0
+        top, left = self.height, 16 if section.tone else 0
+        self.write(section.title, TITLE, TONES[section.tone] if section.tone else INK, left)
+        self.height += 12
+        for row in section.rows[:_MOST_ROWS]:
+            self._add_row(row, left)
+        if len(section.rows) > _MOST_ROWS:
+            self.write(f"and {len(section.rows) - _MOST_ROWS:,} more, see the text", BODY, MUTED, left)
+        if section.tone:
+            self._boxes.insert(0, ((0, top, self.width, self.height), GROUNDS[section.tone]))
+        else:
+            self._boxes.append(((0, top - 8, self.width, top - 6), RULE))
 
+    def _add_row(self, row: Row, left: int) -> None:
+        """A row's label beside its text, or above it where the label is long; then its bar."""
+        start, x = self.height, left + (_LABEL if row.label or row.share is not None else 0)
+        self.write(row.label, BODY, MUTED, left)
+        if _width(_spelt(row.label), BODY) <= _LABEL - 10:
+            self.height = start
+        self.write(row.text, BODY, TONES[row.tone] if row.tone else INK, x, left)
+        if row.share is not None:
+            y, right = self.height, self.width - left
+            self._boxes.append(((x, y, right, y + 4), RULE))
+            if row.share > 0:
+                length = max(2, round((right - x) * min(1.0, row.share)))
+                self._boxes.append(((x, y, x + length, y + 4), TONES[row.tone]))
+            self.height += _BAR
 
-def _section_lines(section: Section, width: int) -> list[_Line]:
-    ground, left = GROUNDS.get(section.tone, ""), 16 if section.tone else 0
-    inner = width - 2 * left
-    title = (left, _fitted(section.title, inner, TITLE), TITLE, TONES[section.tone] if section.tone else INK)
-    lines = [_Line(_step(TITLE) + 12, (title,), is_title=True)]
-    for row in section.rows[:_MOST_ROWS]:
-        lines += _row_lines(row, left, inner)
-    left_out = len(section.rows) - _MOST_ROWS
-    if left_out > 0:
-        lines.append(_Line(_step(BODY), ((left, f"and {left_out:,} more, see the text", BODY, MUTED),)))
-    return [line._replace(ground=ground) for line in lines]
+    def write(self, text: str, size: int, colour: str, left: int = 0, right: int | None = None) -> None:
+        """The text in as many lines as it takes, between margins of ``left`` and ``right`` (as ``left``) pixels."""
+        for line in _wrapped(text, self.width - left - (left if right is None else right), size):
+            self._texts.append((left, self.height, line, size, colour))
+            self.height += round(size * 1.4)
 
-
-def _row_lines(row: Row, left: int, width: int) -> Iterator[_Line]:
-    """A row's label beside its text, or above it where the label is long; then its bar."""
-    label, x = _spelt(row.label), left + (_LABEL if row.label or row.share is not None else 0)
-    texts: tuple[tuple[int, str, int, str], ...] = ((left, label, BODY, MUTED),) if label else ()
-    if _width(label, BODY) > _LABEL - 10:
-        yield _Line(_step(BODY), ((left, _fitted(label, width, BODY), BODY, MUTED),))
-        texts = ()
-    colour = TONES[row.tone] if row.tone else INK
-    for line in _wrapped(row.text, left + width - x, BODY, colour):
-        moved = tuple((x, text, size, ink) for _, text, size, ink in line.texts)
-        yield line._replace(texts=texts + moved)
-        texts = ()
-    if row.share is not None:
-        length = max(2.0, (left + width - x) * min(1.0, row.share)) if row.share > 0 else 0.0
-        yield _Line(_BAR, bar=(x, length, TONES[row.tone]))
-
-
-def _columns(sections: Sequence[list[_Line]], count: int) -> list[list[_Line]]:
-    """The sections one below the other, each in the column that ends higher."""
-    columns: list[list[_Line]] = [[] for _ in range(count)]
-    for lines in sections:
-        column = min(columns, key=_height)
-        column += [_SPACE, *lines] if column else lines
-    return columns
-
-
-def _height(lines: Sequence[_Line]) -> int:
-    return sum(line.height for line in lines)
-
-
-def _paint(canvas: ImageDraw.ImageDraw, lines: Sequence[_Line], left: int, y: int, width: int) -> None:
-    for line in lines:
-        if line.ground:
-            canvas.rectangle((left, y, left + width - 1, y + line.height - 1), fill=line.ground)
-        elif line.is_title:
-            canvas.line((left, y - 8, left + width - 1, y - 8), fill=RULE, width=2)
-        for x, text, size, colour in line.texts:
-            for shift in (0, 1) if line.is_title or size > TITLE else (0,):  # the font has one weight
-                canvas.text((left + x + shift, y), text, fill=colour, font=_font(size))
-        if line.bar is not None:
-            x, length, colour = line.bar
-            canvas.rectangle((left + x, y, left + width - 1, y + 3), fill=RULE)
-            if length:
-                canvas.rectangle((left + x, y, left + x + round(length) - 1, y + 3), fill=colour)
-        y += line.height
+    def paint(self, canvas: ImageDraw.ImageDraw, x: int, y: int) -> None:
+        """Paint it with its upper left corner at (x, y)."""
+        for (left, top, right, bottom), colour in self._boxes:
+            canvas.rectangle((x + left, y + top, x + right - 1, y + bottom - 1), fill=colour)
+        for left, top, text, size, colour in self._texts:
+            for shift in (0, 1) if size >= TITLE else (0,):  # the font has one weight
+                canvas.text((x + left + shift, y + top), text, fill=colour, font=_font(size))
 
 
 # ---- text, measured before it is drawn ----
@@ -169,30 +152,18 @@ def _width(text: str, size: int) -> float:
     return float(_font(size).getlength(text))
 
 
-def _step(size: int) -> int:
-    """Pixels from one line to the next."""
-    return round(size * 1.4)
-
-
-def _fitted(text: str, width: float, size: int) -> str:
-    """The text, cut with ``...`` where it is wider than ``width``."""
-    text = whole = _spelt(text)
-    while text and _width(text, size) > width:
-        whole = whole[: min(len(whole) - 1, int(len(whole) * width / _width(text, size)))]
-        text = f"{whole.rstrip()}..." if whole else ""
-    return text
-
-
-def _wrapped(text: str, width: int, size: int, colour: str) -> list[_Line]:
+def _wrapped(text: str, width: int, size: int) -> list[str]:
     """The text in lines no wider than ``width``; a word that is wider is cut."""
     lines: list[str] = []
     for word in _spelt(text).split():
         longer = f"{lines[-1]} {word}" if lines else word
         if lines and _width(longer, size) <= width:
             lines[-1] = longer
-        else:
-            lines.append(_fitted(word, width, size))
-    return [_Line(_step(size), ((0, line, size, colour),)) for line in lines]
+            continue
+        while len(word) > 3 and _width(word, size) > width:
+            word = f"{word[:-4]}..."
+        lines.append(word)
+    return lines
 
 
 # ---- for ComfyUI ----
