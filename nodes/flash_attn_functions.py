@@ -10,29 +10,33 @@ from typing import Any
 
 import torch
 
-from ..pascal_attn_core.flash_attn import install as stand_in
 from ..pascal_attn_core.observe.report import CallKey, record
-from ..pascal_attn_core.patching.patch import Patch
+from ..pascal_attn_core.patching.patch import ON, REFUSED
+from ..pascal_attn_core.stand_ins import ImportsPatch, patch_imports, patch_imports_if_asked
 from .comfy import host, inputs
 from .comfy.inputs import ANY
 from .engine import runs
 
 SUBJECT = "flash_attn functions"
 _lock = threading.Lock()
-_installed: list[Patch] = []
+_installed: list[ImportsPatch] = []
 
 
 class PascalFlashAttnFunctions:
-    """Anything -> the same: node packs that import flash_attn find working functions from here on."""
+    """Anything -> the same: node packs that import flash_attn, sageattention or xformers find working functions."""
 
     DESCRIPTION = (
-        "For node packs that fail with 'No module named flash_attn' or 'FlashAttention only supports Ampere GPUs or "
-        "newer': while this is on, 'import flash_attn' gives them exact functions of this pack that work on any card, "
-        "and in float32 too. Put it before the nodes of that pack. Packs that import flash_attn while ComfyUI starts "
-        "need PASCAL_ATTN_FLASH=1 in the environment instead. By default, an installed flash_attn is left alone."
+        "For node packs that fail with 'No module named flash_attn' (or 'sageattention', 'xformers') or "
+        "'FlashAttention only supports Ampere GPUs or newer': while this is on, importing one of the three gives them "
+        "exact functions of this pack that work on any card, and in float32 too. Put it before the nodes of that pack. "
+        "Packs that import them while ComfyUI starts need PASCAL_ATTN_FLASH=1 in the environment instead. By default, "
+        "an installed package is left alone."
     )
     CATEGORY = "model/patch/attention"
-    SEARCH_ALIASES = ("flash attention", "flash_attn", "ampere", "no module named", "import error", "pascal", "turing")
+    SEARCH_ALIASES = (
+        *("flash attention", "flash_attn", "sageattention", "xformers", "ampere", "no module named", "import error"),
+        *("pascal", "turing"),
+    )
     RETURN_TYPES = (ANY,)
     RETURN_NAMES = ("value",)
     OUTPUT_TOOLTIPS = ("The input, unchanged.",)
@@ -45,7 +49,7 @@ class PascalFlashAttnFunctions:
             "On: installed for the whole ComfyUI process, until a run with this off or until ComfyUI exits. Packs keep "
             "whatever they have already imported."
         )
-        replace = "Replace an installed flash_attn, such as one that does not support your card."
+        replace = "Replace an installed package of the three, such as one that does not support your card."
         return {
             "required": {
                 "value": (ANY, {"tooltip": "Anything the other pack's nodes depend on: a model, a latent."}),
@@ -72,7 +76,7 @@ class PascalFlashAttnFunctions:
 def install_if_asked() -> None:
     """Install them if the environment has ``PASCAL_ATTN_FLASH=1``."""
     with _lock:
-        patch = None if _installed else stand_in.install_if_asked(around=_counted)
+        patch = None if _installed else patch_imports_if_asked(around=_counted)
         if patch is not None:
             _installed.append(patch)
 
@@ -80,11 +84,14 @@ def install_if_asked() -> None:
 def _install(replace: bool) -> str:
     with _lock:
         if not _installed:
-            try:
-                _installed.append(stand_in.install_as_flash_attn(replace=replace, around=_counted))
-            except RuntimeError as error:
-                return f"flash_attn functions: nothing was changed: {str(error).partition(';')[0]}"
-        return "flash_attn functions: 'import flash_attn' now uses this pack's functions"
+            _installed.append(patch_imports(replace=replace, around=_counted))
+        states = _installed[0].report().states
+        names = ", ".join(state.name for state in states if state.state == ON)
+        left = "; ".join(state.why for state in states if state.state == REFUSED)
+        if not names:
+            _installed.pop().remove()
+    found = f"imports of {names} now find this pack's functions" if names else "nothing was changed"
+    return f"flash_attn functions: {found}{left and '; '}{left}"
 
 
 def _remove() -> str:

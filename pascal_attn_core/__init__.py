@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from .flex import create_block_mask, flex_attention, patch_flex_attention
     from .int8 import patch_linear_int8
     from .sdpa_patch import patch_sdpa
+    from .stand_ins import patch_imports, patch_sageattention, patch_xformers
     from .transformers import patch_transformers
     from .vae import patch_vae
 
@@ -53,10 +54,13 @@ __all__ = [
     "patch_ffn",
     "patch_flash_attn",
     "patch_flex_attention",
+    "patch_imports",
     "patch_linear_int8",
+    "patch_sageattention",
     "patch_sdpa",
     "patch_transformers",
     "patch_vae",
+    "patch_xformers",
     "record",
     "recommended_tile_size",
     "saved_by_band",
@@ -74,10 +78,13 @@ _LAZY = {
     "patch_ffn": "ffn",
     "patch_flash_attn": "flash_attn",
     "patch_flex_attention": "flex",
+    "patch_imports": "stand_ins",
     "patch_linear_int8": "int8",
+    "patch_sageattention": "stand_ins",
     "patch_sdpa": "sdpa_patch",
     "patch_transformers": "transformers",
     "patch_vae": "vae",
+    "patch_xformers": "stand_ins",
 }
 
 

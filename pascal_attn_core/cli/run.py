@@ -12,6 +12,7 @@ from typing import Any
 from ..observe.report import Report, record
 from ..patching.patch import Patch
 from ..sdpa_patch import patch_sdpa
+from ..stand_ins import STAND_INS, patch_imports
 from . import CommandError
 
 
@@ -21,13 +22,17 @@ def add_parser(subparsers: Any) -> None:
         "run",
         help="run a program with its attention computed by this package, and report when it ends",
         description="Runs a Python script, or with -m a module, as python would, with every call of torch's "
-        "scaled_dot_product_attention and flex_attention computed by Pascal Attention, and `import flash_attn` giving "
-        "our functions if the real package is not installed. When the program ends, prints to stderr how many calls "
-        "took which route, and why. The exit status is the program's. Child processes of the program are not affected.",
-        usage="pascal-attn run [--no-report] [--no-flash-attn] (script.py | -m module) [argument ...]",
+        "scaled_dot_product_attention and flex_attention computed by Pascal Attention, and `import flash_attn`, "
+        "`sageattention` and `xformers` giving our functions where the real package is not installed. When the program "
+        "ends, prints to stderr how many calls took which route, and why. The exit status is the program's. Child "
+        "processes of the program are not affected.",
+        usage="pascal-attn run [--no-report] [--no-flash-attn] [--no-sageattention] [--no-xformers] "
+        "(script.py | -m module) [argument ...]",
     )
     parser.add_argument("--no-report", action="store_true", help="print nothing at the end")
-    parser.add_argument("--no-flash-attn", action="store_true", help="leave `import flash_attn` alone")
+    for name in STAND_INS:
+        flag, text = f"--no-{name.replace('_', '-')}", f"leave `import {name}` alone"
+        parser.add_argument(flag, dest="without", action="append_const", const=name, default=[], help=text)
     parser.add_argument("-m", dest="is_module", action="store_true", help="the program is a module")
     parser.add_argument("program", metavar="script.py | module")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="argument", help="for the program")
@@ -42,14 +47,14 @@ def run(options: argparse.Namespace) -> int:
     switch = patch_sdpa()
     if not switch.sites:
         print("pascal-attn run: PASCAL_ATTN_DISABLE is set: attention stays torch's", file=sys.stderr)
-    stand_ins = [patch for patch in (_flex_attention(), None if options.no_flash_attn else _flash_attn()) if patch]
+    others = [patch for patch in (_flex_attention(), patch_imports(without=options.without)) if patch]
     with record() as report:
         try:
             return _run(options)
         finally:
             switch.remove()
-            for stand_in in stand_ins:
-                stand_in.remove()
+            for patch in others:
+                patch.remove()
             if not options.no_report and not isinstance(sys.exc_info()[1], CommandError):
                 _print_report(report)
 
@@ -61,17 +66,6 @@ def _flex_attention() -> Patch | None:
         return patch_flex_attention()
     except ImportError:  # before torch 2.5
         return None
-
-
-def _flash_attn() -> Any:
-    from ..flash_attn import install_as_flash_attn
-
-    for fa3 in ("out_and_lse", None):
-        try:
-            return install_as_flash_attn(fa3=fa3)
-        except RuntimeError:  # the real package is installed: the program gets that one
-            continue
-    return None
 
 
 def _run(options: argparse.Namespace) -> int:

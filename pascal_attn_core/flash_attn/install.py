@@ -3,18 +3,13 @@
 from __future__ import annotations
 
 import functools
-import logging
-import threading
 from collections.abc import Callable
 from importlib.util import find_spec
 from typing import Any
 
-from ..config import switched_on
 from ..patching.patch import Patch
-from ..patching.stand_in import StandIn, refuse_real_package
+from ..patching.stand_in import Around, OneAtATime, StandIn, refuse_real_package
 from ..version import __version__
-
-log = logging.getLogger("pascal_attn")
 
 # The flash-attn version whose API we provide; the local label names this package.
 VERSION = f"2.8.4+pascal.{__version__}"
@@ -129,15 +124,14 @@ _MODULES: dict[str, tuple[str, ...]] = {
     ),
 }
 _EAGER = ("flash_attn", _INTERFACE_MODULE, "flash_attn.bert_padding")
-_lock = threading.Lock()
-_installed: dict[str | None, StandIn] = {}  # by what its flash_attn_interface returns
+_installed = OneAtATime("fa3")
 
 
 def patch_flash_attn(
     *,
     replace: bool = False,
     fa3: str | None = "out_and_lse",
-    around: Callable[[str, Callable[..., Any]], Callable[..., Any]] | None = None,
+    around: Around | None = None,
 ) -> Patch:
     """Make ``import flash_attn``, and what programs import from it, find our functions.
 
@@ -173,48 +167,37 @@ def patch_flash_attn(
     """
     if fa3 not in _FA3_RESULTS:
         raise ValueError(f"fa3 must be 'out', 'out_and_lse' or None, got {fa3!r}")
-    with _lock:
-        in_force = next((key for key, stand_in in _installed.items() if stand_in.is_installed), fa3)
-        if in_force != fa3:
-            raise ValueError(f"fa3 must be {in_force!r} as in the installation in force, got {fa3!r}")
-        if fa3 not in _installed or not _installed[fa3].is_installed:
-            if not replace:
-                refuse_real_package(_ROOT)
-                if fa3:
-                    refuse_real_package(_FA3, ", or fa3=None to leave it alone")
-            left_alone = set() if replace or find_spec(_TURING) is None else {_TURING}
-            _installed[fa3] = _stand_in(fa3, left_alone if fa3 else left_alone | {_FA3}, around)
-        return _installed[fa3].install()
+    return _installed.install(fa3, lambda: _stand_in(fa3, replace, around))
 
 
 install_as_flash_attn = patch_flash_attn
 
 
-def install_if_asked(**options: Any) -> Patch | None:
-    """:func:`patch_flash_attn` with these options if the environment has ``PASCAL_ATTN_FLASH=1``; None if it has
-    not, or has ``PASCAL_ATTN_DISABLE=1``, or a real package is installed, which stays and is named in the log."""
-    if not switched_on("PASCAL_ATTN_FLASH") or switched_on("PASCAL_ATTN_DISABLE"):
-        return None
-    try:
-        return patch_flash_attn(**options)
-    except RuntimeError as error:
-        log.warning("PASCAL_ATTN_FLASH is ignored: %s", str(error).partition(";")[0])
-        return None
-
-
-def _stand_in(fa3: str | None, without: set[str], around: Callable[..., Any] | None) -> StandIn:
-    modules = {name: sources for name, sources in _MODULES.items() if name not in without}
+def _stand_in(fa3: str | None, replace: bool, around: Around | None) -> StandIn:
+    if not replace:
+        refuse_real_package(_ROOT)
+        if fa3:
+            refuse_real_package(_FA3, ", or fa3=None to leave it alone")
+    without = set() if replace or find_spec(_TURING) is None else {_TURING}
+    if not fa3:
+        without.add(_FA3)
 
     def adapt(name: str, members: dict[str, Any]) -> None:
         if name == _FA3 and fa3 == "out_and_lse":
             for member in ("flash_attn_func", "flash_attn_qkvpacked_func", "flash_attn_varlen_func"):
                 members[member] = _with_lse(members[member])
-        if around is not None:
-            for member, value in members.items():
-                if member.startswith(_COUNTED) and callable(value):
-                    members[member] = around(f"{name}.{member}", value)
 
-    return StandIn(_ROOT, VERSION, modules, package=_PACKAGE, eager=_EAGER, adapt=adapt, enter=".operators: define")
+    return StandIn(
+        _ROOT,
+        VERSION,
+        {name: sources for name, sources in _MODULES.items() if name not in without},
+        package=_PACKAGE,
+        eager=_EAGER,
+        adapt=adapt,
+        around=around,
+        counted=_COUNTED,
+        enter=".operators: define",
+    )
 
 
 def _with_lse(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -39,6 +39,8 @@ def packed_attend(
         config = config.in_fixed_order()
     if not _is_for_the_kernel(q, options, config):
         return None
+    if options.alignment == "upper_left" and q_ends != k_ends and (options.causal or options.window):
+        return None  # the kernel's bands are lower-right
     call = _checked(q, k, v, options, "upper_left")
     may_be_plain = config.route != "fused-tensor" and (
         config.route == "fused" or fused.may_win(call, torch_has_a_kernel=True)
@@ -88,8 +90,6 @@ def _on_tensor_cores(call: AttentionCall, config: AttentionConfig, packed: Packe
 def _is_for_the_kernel(q: Tensor, options: FlashOptions, config: AttentionConfig) -> bool:
     """Whether the kernel may take it; asked before the call is checked, which costs time on every other device too."""
     if torch.compiler.is_compiling() or type(q) not in PLAIN or options.slopes is not None:
-        return False
-    if options.alignment != "lower_right":
         return False
     return config.route in ("auto", "fused", "fused-tensor") and fused.takes_device(q.device)
 

@@ -15,6 +15,7 @@ from typing import Any
 
 from .patch import Patch
 
+Around = Callable[[str, Callable[..., Any]], Callable[..., Any]]
 _lock = threading.RLock()
 
 
@@ -30,6 +31,8 @@ class StandIn(importlib.metadata.DistributionFinder, importlib.abc.Loader):
         eager: modules that are loaded by :meth:`install`, so that they exist without being imported; the others are
             loaded when a program imports them.
         adapt: changes the members of a module, given its name and them, before they are set.
+        around: ``around(name, function)`` gives what programs find for each function whose name in its module begins
+            as one of ``counted``; name is ``"module.function"``.
         enter: ``"module: function"``, called when the modules are put in; it returns what undoes it.
     """
 
@@ -42,10 +45,13 @@ class StandIn(importlib.metadata.DistributionFinder, importlib.abc.Loader):
         package: str,
         eager: Sequence[str] = (),
         adapt: Callable[[str, dict[str, Any]], None] | None = None,
+        around: Around | None = None,
+        counted: tuple[str, ...] = (),
         enter: str | None = None,
     ):
         self.distribution, self.version, self.package = distribution, version, package
         self._modules, self._eager, self._adapt, self._enter = modules, eager, adapt, enter
+        self._around, self._counted = around, counted
         self._leave: Callable[[], None] | None = None
         self._users = 0
         self._loaded: dict[str, ModuleType] = {}
@@ -122,6 +128,9 @@ class StandIn(importlib.metadata.DistributionFinder, importlib.abc.Loader):
             members.update(self._members(source))
         if self._adapt is not None:
             self._adapt(name, members)
+        for member, value in members.items():
+            if self._around is not None and member.startswith(self._counted) and callable(value):
+                members[member] = self._around(f"{name}.{member}", value)
         vars(module).update(members)
         self._loaded[name] = module
 
@@ -136,6 +145,34 @@ class StandIn(importlib.metadata.DistributionFinder, importlib.abc.Loader):
         name = None if context is None else context.name
         if name is None or _normalised(name) == _normalised(self.distribution):
             yield _Metadata(self.distribution, self.version)
+
+
+class OneAtATime:
+    """Installs the stand-ins of one package: while one is in force, it is shared.
+
+    Args:
+        option: the name of what such stand-ins may differ by.
+    """
+
+    def __init__(self, option: str = ""):
+        self._option = option
+        self._latest: tuple[Any, StandIn] | None = None
+
+    def install(self, value: Any, make: Callable[[], StandIn]) -> Patch:
+        """Install the stand-in in force, or the one that ``make`` returns if there is none.
+
+        Args:
+            value: of the option.
+        Raises:
+            ValueError: the one in force has another value.
+        """
+        with _lock:
+            if self._latest is None or not self._latest[1].is_installed:
+                self._latest = value, make()
+            in_force, stand_in = self._latest
+            if in_force != value:
+                raise ValueError(f"{self._option} must be {in_force!r} as in the installation in force, got {value!r}")
+            return stand_in.install()
 
 
 class _Metadata(importlib.metadata.Distribution):

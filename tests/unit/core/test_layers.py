@@ -28,7 +28,7 @@ FLOORS: list[set[str]] = [
     {"routes"},
     {"attention", "flex"},
     {"capture", "sdpa_patch", "compat", "attention_map", "flash_attn", "parallel", "vae", "int8"},
-    {"diffusers", "transformers", "selftest", "layers"},
+    {"diffusers", "transformers", "selftest", "layers", "stand_ins"},
     {"auto", ""},
     {"nodes/comfy"},
     {"nodes/engine"},

@@ -1,0 +1,215 @@
+"""xformers' masks, ``xformers.ops.fmha.attn_bias``: a causal rule, a window and blocks, never a matrix.
+
+Names, constructors and meaning are those of xformers 0.0.35, but masks hold numbers only, so ``device`` has no effect,
+and ``make_local_attention`` adds a window to a mask without a class of its own. Not provided: keys in pages.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+_Mask = TypeVar("_Mask", bound="AttentionBias")
+
+
+class AttentionBias:
+    """What may be ``attn_bias`` besides a tensor.
+
+    Attributes:
+        is_causal, alignment, window: as in :func:`pascal_attn_core.sdpa`; in :class:`Blocks` within each block.
+        bias: a tensor that is added to the scores, or None.
+    """
+
+    is_causal = False
+    alignment = "upper_left"
+    window: tuple[int, int] | None = None
+    bias: Tensor | None = None
+
+    def to(self, device: torch.device | str) -> Any:
+        """The mask for tensors on ``device``."""
+        return self
+
+
+class LowerTriangularMask(AttentionBias):
+    """Query i sees the keys up to i."""
+
+    is_causal = True
+
+    def __init__(self, device: Any = None):
+        pass
+
+    def add_bias(self, bias: Tensor) -> LowerTriangularMaskWithTensorBias:
+        """The mask with a tensor that is added to the scores."""
+        return LowerTriangularMaskWithTensorBias(bias)
+
+
+class LowerTriangularMaskWithTensorBias(LowerTriangularMask):
+    """:class:`LowerTriangularMask` with a tensor that broadcasts to ``[B, H, M, Mkv]``."""
+
+    def __init__(self, bias: Tensor):
+        self.bias: Tensor = bias
+
+    def to(self, device: torch.device | str) -> LowerTriangularMaskWithTensorBias:
+        return LowerTriangularMaskWithTensorBias(self.bias.to(device))
+
+
+class LowerTriangularFromBottomRightMask(AttentionBias):
+    """Causal; the last query sees the last key."""
+
+    is_causal, alignment = True, "lower_right"
+
+    def make_local_attention(self, window_size: int) -> LowerTriangularFromBottomRightMask:
+        """The mask in which a query sees only its nearest ``window_size`` keys."""
+        return _local(LowerTriangularFromBottomRightMask(), window_size)
+
+
+class LocalAttentionFromBottomRightMask(AttentionBias):
+    """A query sees ``window_left`` keys before its place and ``window_right`` after it; the last places agree."""
+
+    alignment = "lower_right"
+
+    def __init__(self, window_left: int, window_right: int):
+        if window_left < 0 or window_right < 0:
+            raise ValueError(f"window_left and window_right must be at least 0, got {window_left} and {window_right}")
+        self.window = window_left, window_right
+
+
+@dataclass
+class SeqInfo:
+    """Where the blocks lie along a dimension.
+
+    Attributes:
+        seqstart_py: the first token of each block, then the number of tokens there are.
+        seqlen_py: the number of tokens of each block; None = all up to the next one.
+    """
+
+    seqstart_py: list[int]
+    seqlen_py: list[int] | None = None
+
+    @staticmethod
+    def from_seqlens(seqlens: Sequence[int]) -> SeqInfo:
+        """Blocks one after the other."""
+        return SeqInfo([0, *itertools.accumulate(int(length) for length in seqlens)])
+
+
+@dataclass(eq=False)
+class Blocks(AttentionBias):
+    """Queries of a block see the keys of the block of the same number; the base of all masks of blocks."""
+
+    q_seqinfo: SeqInfo
+    k_seqinfo: SeqInfo
+    _batch_sizes: Sequence[int] | None = None
+
+
+class BlockDiagonalMask(Blocks):
+    """Blocks without gaps."""
+
+    @classmethod
+    def from_seqlens(
+        cls, q_seqlen: Sequence[int], kv_seqlen: Sequence[int] | None = None, *, device: Any = None
+    ) -> BlockDiagonalMask:
+        """By the lengths of the blocks; ``kv_seqlen``: those of the keys, None = those of the queries."""
+        info = SeqInfo.from_seqlens(q_seqlen)
+        return cls(info, info if kv_seqlen is None else SeqInfo.from_seqlens(kv_seqlen))
+
+    @classmethod
+    def from_tensor_list(cls, tensors: Sequence[Tensor]) -> tuple[BlockDiagonalMask, Tensor]:
+        """(the mask, tensors ``[b, tokens, ...]`` one after the other ``[1, sum of b * tokens, ...]``)."""
+        mask = cls.from_seqlens([x.shape[1] for x in tensors for _ in range(x.shape[0])])
+        mask._batch_sizes = [x.shape[0] for x in tensors]
+        return mask, torch.cat([x.reshape(1, -1, *x.shape[2:]) for x in tensors], dim=1)
+
+    def split(self, tensor: Tensor) -> list[Tensor]:
+        """The inverse of :meth:`from_tensor_list` for an output ``[1, tokens, ...]``; otherwise each block alone."""
+        starts = self.q_seqinfo.seqstart_py
+        if tensor.shape[:2] != (1, starts[-1]):
+            raise ValueError(f"the tensor must be [1, {starts[-1]}, ...], got {list(tensor.shape)}")
+        sizes = [1] * (len(starts) - 1) if self._batch_sizes is None else self._batch_sizes
+        ends = [starts[blocks] for blocks in itertools.accumulate(sizes)]
+        parts = tensor.tensor_split(ends[:-1], dim=1)
+        return [part.reshape(size, -1, *part.shape[2:]) for size, part in zip(sizes, parts)]
+
+    def make_causal(self) -> BlockDiagonalCausalMask:
+        """Causal within each block."""
+        return BlockDiagonalCausalMask(self.q_seqinfo, self.k_seqinfo, self._batch_sizes)
+
+    def make_causal_from_bottomright(self) -> BlockDiagonalCausalFromBottomRightMask:
+        """Causal within each block; its last query sees its last key."""
+        return BlockDiagonalCausalFromBottomRightMask(self.q_seqinfo, self.k_seqinfo, self._batch_sizes)
+
+    def make_local_attention(self, window_size: int) -> BlockDiagonalCausalMask:
+        """:meth:`make_causal`; a query sees only its nearest ``window_size`` keys."""
+        return _local(self.make_causal(), window_size)
+
+    def make_local_attention_from_bottomright(self, window_size: int) -> BlockDiagonalCausalFromBottomRightMask:
+        """:meth:`make_causal_from_bottomright`; a query sees only its nearest ``window_size`` keys."""
+        return _local(self.make_causal_from_bottomright(), window_size)
+
+
+class BlockDiagonalCausalMask(BlockDiagonalMask):
+    """Causal within each block."""
+
+    is_causal = True
+
+
+class BlockDiagonalCausalFromBottomRightMask(BlockDiagonalMask):
+    """Causal within each block; its last query sees its last key."""
+
+    is_causal, alignment = True, "lower_right"
+
+
+class BlockDiagonalGappyKeysMask(Blocks):
+    """The keys of each block begin somewhere."""
+
+    alignment = "lower_right"
+
+    @classmethod
+    def from_seqlens(
+        cls, q_seqlen: Sequence[int], kv_seqstarts: Sequence[int], kv_seqlen: Sequence[int], *, device: Any = None
+    ) -> Blocks:
+        """By the lengths of the blocks; ``kv_seqstarts``: the first key of each, then the number of keys there are."""
+        return cls(SeqInfo.from_seqlens(q_seqlen), SeqInfo([int(n) for n in kv_seqstarts], [int(n) for n in kv_seqlen]))
+
+
+class BlockDiagonalPaddedKeysMask(Blocks):
+    """The keys of each block are padded to one length."""
+
+    alignment = "lower_right"
+
+    @classmethod
+    def from_seqlens(
+        cls,
+        q_seqlen: Sequence[int],
+        kv_padding: int,
+        kv_seqlen: Sequence[int],
+        causal_diagonal: Any = None,
+        *,
+        device: Any = None,
+    ) -> Blocks:
+        """By the lengths of the blocks and the length to which keys are padded. ``causal_diagonal`` has no effect."""
+        starts = [kv_padding * block for block in range(len(kv_seqlen) + 1)]
+        return cls(SeqInfo.from_seqlens(q_seqlen), SeqInfo(starts, [int(n) for n in kv_seqlen]))
+
+
+class BlockDiagonalCausalWithOffsetGappyKeysMask(BlockDiagonalGappyKeysMask):
+    """The same, causal; the last query of a block sees its last key."""
+
+    is_causal = True
+
+
+class BlockDiagonalCausalWithOffsetPaddedKeysMask(BlockDiagonalPaddedKeysMask):
+    """The same, causal; the last query of a block sees its last used key."""
+
+    is_causal = True
+
+
+def _local(mask: _Mask, window_size: int) -> _Mask:
+    if window_size < 1:
+        raise ValueError(f"window_size must be at least 1, got {window_size}")
+    mask.window = window_size - 1, 0
+    return mask

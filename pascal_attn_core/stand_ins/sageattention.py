@@ -1,0 +1,164 @@
+"""SageAttention's functions, exact: its 8-bit kernels need compute capability 8.0, these run on any card and the CPU.
+
+    from pascal_attn_core.stand_ins.sageattention import sageattn
+    out = sageattn(q, k, v, tensor_layout="NHD", is_causal=True)
+
+Names, layouts and defaults are those of sageattention 2.2; any head_dim, float32 and float64, masks and gradients work
+too. :func:`patch_sageattention` makes ``import sageattention`` find them.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+from torch import Tensor
+
+from ..attention import sdpa, sdpa_with_lse
+from ..config import AttentionConfig
+from ..flash_attn.options import FlashArgumentError, FlashOptions, check_layout
+from ..flash_attn.varlen import varlen_attend
+from ..patching.patch import Patch
+from ..patching.stand_in import Around, OneAtATime, StandIn, refuse_real_package
+from ..version import __version__
+
+__all__ = ["install_as_sageattention", "patch_sageattention", "sageattn", "sageattn_varlen"]
+
+VERSION = f"2.2.0+pascal.{__version__}"
+_ROOT = "sageattention"
+_LAYOUTS = {"HND": "[B, heads, tokens, head_dim]", "NHD": "[B, tokens, heads, head_dim]"}
+_KERNELS = ("pv_fp16_cuda", "pv_fp16_triton", "pv_fp8_cuda", "pv_fp8_cuda_sm90")
+_NAMES = ".sageattention: sageattn sageattn_varlen " + " ".join(
+    f"sageattn_qk_int8_{kernel}=sageattn" for kernel in _KERNELS
+)
+_installed = OneAtATime("config")
+
+
+def sageattn(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    tensor_layout: str = "HND",
+    is_causal: bool = False,
+    sm_scale: float | None = None,
+    return_lse: bool = False,
+    *,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    scale: float | None = None,
+    config: AttentionConfig | None = None,
+    **ignored: Any,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Attention of q over k and v.
+
+    Args:
+        q: ``[B, Hq, L, D]`` with ``tensor_layout`` "HND", ``[B, L, Hq, D]`` with "NHD"; k and v likewise, Hq a multiple
+            of Hkv. float16, bfloat16, float32 or float64.
+        is_causal: query i sees the keys up to i.
+        sm_scale: factor of the scores; None = ``scale``, and that None = 1 / sqrt(D).
+        attn_mask, dropout_p, scale: as in :func:`pascal_attn_core.sdpa`, for programs that put this function into the
+            place of torch's; sageattention ignores them, or supports them in one of its kernels.
+        config: how to compute; None = the default. Its route "fused-int8" is the only one that is not exact.
+        ignored: ``smooth_k``, ``pv_accum_dtype`` and what else concerns how sageattention quantises.
+    Returns:
+        In the layout of q; with ``return_lse`` (out, lse ``[B, Hq, L]``, natural logarithm).
+    Raises:
+        TypeError, ValueError: invalid or inconsistent arguments; nothing has been computed.
+    """
+    if tensor_layout not in _LAYOUTS:
+        raise FlashArgumentError(f"tensor_layout must be one of {list(_LAYOUTS)}, got {tensor_layout!r}")
+    check_layout(_LAYOUTS[tensor_layout], 4, q=q, k=k, v=v)
+    tokens_first = tensor_layout == "NHD"
+    query, key, value = (t.transpose(1, 2) if tokens_first else t for t in (q, k, v))
+    result = (sdpa_with_lse if return_lse else sdpa)(
+        query,
+        key,
+        value,
+        attn_mask,
+        dropout_p,
+        is_causal,
+        scale if sm_scale is None else sm_scale,
+        enable_gqa=query.shape[1] != key.shape[1],
+        config=config,
+    )
+    out, lse = result if isinstance(result, tuple) else (result, None)
+    out = out.transpose(1, 2).contiguous() if tokens_first else out
+    return out if lse is None else (out, lse)
+
+
+def sageattn_varlen(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+    is_causal: bool = False,
+    sm_scale: float | None = None,
+    *,
+    config: AttentionConfig | None = None,
+    **ignored: Any,
+) -> Tensor:
+    """:func:`sageattn` within each of several concatenated sequences; nothing is padded.
+
+    Args:
+        q: ``[total_q, Hq, D]``; k ``[total_k, Hkv, D]``; v ``[total_k, Hkv, Dv]``.
+        cu_seqlens_q, cu_seqlens_k: int32 ``[B + 1]``, where each sequence starts and the last one ends.
+        max_seqlen_q, max_seqlen_k: ignored; the lengths determine them.
+    Returns:
+        ``[total_q, Hq, Dv]``.
+    """
+    options = FlashOptions(scale=sm_scale, causal=is_causal, config=config, alignment="upper_left")
+    out, _ = varlen_attend(q, k, v, cu_seqlens_q, cu_seqlens_k, lambda batch: options, with_lse=False)
+    return out
+
+
+def patch_sageattention(
+    config: AttentionConfig | None = None, *, replace: bool = False, around: Around | None = None
+) -> Patch:
+    """Make ``import sageattention`` find our functions, all exact: ``sageattn``, which the names ``sageattn_qk_int8_*``
+    mean too, and ``sageattn_varlen``.
+
+    Code that imported the name earlier, or found it missing, keeps what it found: call this first.
+    Package metadata agrees (``importlib.metadata.version("sageattention")`` is ``"2.2.0+pascal..."``).
+
+    Args:
+        config: how they compute; None = the default. With ``AttentionConfig(route="fused-int8")`` in 8 bits.
+        replace: replace the real package if it is installed.
+        around: see :func:`pascal_attn_core.patch_flash_attn`.
+    Returns:
+        A Patch; ``.remove()`` restores what was there before.
+    Raises:
+        TypeError: config is no AttentionConfig.
+        ValueError: config is another one than that of an installation in force.
+        RuntimeError: the real package is installed.
+    """
+    if config is not None and not isinstance(config, AttentionConfig):
+        raise TypeError(f"config must be an AttentionConfig or None, got {config!r}")
+    return _installed.install(config, lambda: _stand_in(config, replace, around))
+
+
+install_as_sageattention = patch_sageattention
+
+
+def _stand_in(config: AttentionConfig | None, replace: bool, around: Around | None) -> StandIn:
+    if not replace:
+        refuse_real_package(_ROOT)
+
+    def adapt(name: str, members: dict[str, Any]) -> None:
+        for member in [member for member in members if config is not None and member.startswith("sageattn")]:
+            members[member] = functools.partial(members[member], config=config)
+
+    modules = {_ROOT: (_NAMES,), f"{_ROOT}.core": (_NAMES,)}
+    package = __name__.rpartition(".")[0]
+    return StandIn(
+        _ROOT,
+        VERSION,
+        modules,
+        package=package,
+        eager=tuple(modules),
+        adapt=adapt,
+        around=around,
+        counted=("sageattn",),
+    )

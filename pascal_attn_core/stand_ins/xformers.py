@@ -1,0 +1,236 @@
+"""xformers' attention and the small operators that models import beside it, on any card and the CPU.
+
+    from pascal_attn_core.stand_ins.xformers import memory_efficient_attention
+    out = memory_efficient_attention(q, k, v)          # [B, M, H, K], as in xformers
+
+Names, layouts and masks are those of xformers 0.0.35; any dtype and head_dim, gradients in every form and of tensor
+masks too. :func:`patch_xformers` makes ``import xformers`` find them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ..attention import sdpa
+from ..flash_attn.options import FlashOptions
+from ..flash_attn.varlen import cut_to_used, varlen_attend
+from ..patching.patch import Patch
+from ..patching.stand_in import Around, OneAtATime, StandIn, refuse_real_package
+from ..version import __version__
+from .attn_bias import AttentionBias, Blocks
+
+__all__ = ["install_as_xformers", "memory_efficient_attention", "patch_xformers"]
+
+VERSION = f"0.0.35+pascal.{__version__}"
+HAS_CPP_LIBRARY = True
+_ROOT = "xformers"
+_ATTENTION = (
+    ".xformers: memory_efficient_attention memory_efficient_attention_forward=memory_efficient_attention "
+    "AttentionOpBase=AnyOp MemoryEfficientAttentionCkOp=ANY_OPS MemoryEfficientAttentionCutlassOp=ANY_OPS "
+    "MemoryEfficientAttentionCutlassFwdFlashBwOp=ANY_OPS MemoryEfficientAttentionFlashAttentionOp=ANY_OPS",
+    ".attn_bias: AttentionBias LowerTriangularMask",
+)
+_OPS = (".xformers: FwOp=AnyOp BwOp=AnyOp",)
+_MODULES: dict[str, tuple[str, ...]] = {
+    _ROOT: (".xformers: _has_cpp_library=HAS_CPP_LIBRARY",),
+    "xformers.version": (),
+    "xformers.ops": (
+        *_ATTENTION,
+        ".attn_bias: AttentionMask=AttentionBias",
+        ".xformers: RMSNorm SwiGLU index_select_cat scaled_index_add",
+        "torch: unbind",
+    ),
+    "xformers.ops.fmha": (*_ATTENTION, "types: Inputs=SimpleNamespace", ".attn_bias: BlockDiagonalMask"),
+    "xformers.ops.fmha.attn_bias": (
+        ".attn_bias: AttentionBias BlockDiagonalCausalFromBottomRightMask BlockDiagonalCausalMask "
+        "BlockDiagonalCausalWithOffsetGappyKeysMask BlockDiagonalCausalWithOffsetPaddedKeysMask "
+        "BlockDiagonalGappyKeysMask BlockDiagonalMask BlockDiagonalPaddedKeysMask LocalAttentionFromBottomRightMask "
+        "LowerTriangularFromBottomRightMask LowerTriangularMask LowerTriangularMaskWithTensorBias",
+    ),
+    "xformers.ops.fmha.cutlass": _OPS,
+    "xformers.ops.fmha.flash": _OPS,
+}
+_installed = OneAtATime()
+
+
+def memory_efficient_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_bias: Tensor | AttentionBias | None = None,
+    p: float = 0.0,
+    scale: float | None = None,
+    *,
+    op: Any = None,
+) -> Tensor:
+    """Attention of query over key and value, exact, in O(N) memory.
+
+    Args:
+        query: ``[B, M, H, K]``, key ``[B, Mkv, H, K]``, value ``[B, Mkv, H, Kv]``; all ``[B, M, K]``, one head; or all
+            ``[B, M, G, H, K]``, where keys and values that are expanded over H are not copied.
+        attn_bias: a tensor that broadcasts to ``[B, H, M, Mkv]`` (``[B, M, Mkv]``, ``[B, G, H, M, Mkv]``) and is added
+            to the scores, or one of the masks of :mod:`.attn_bias`. Within blocks nothing is padded; keys with gaps
+            are copied without them.
+        p: share of the probabilities that is dropped.
+        scale: factor of the scores; None = 1 / sqrt(K).
+        op: ignored: the route is chosen as for :func:`pascal_attn_core.sdpa`.
+    Returns:
+        The form of query with Kv for K, contiguous; zero where a query sees no key.
+    Raises:
+        TypeError, ValueError: invalid or inconsistent arguments; nothing has been computed.
+    """
+    if not (3 <= query.dim() <= 5 and query.dim() == key.dim() == value.dim()):
+        raise ValueError(
+            "query, key and value must all be [B, M, H, K], [B, M, K] or [B, M, G, H, K], got "
+            f"{list(query.shape)}, {list(key.shape)} and {list(value.shape)}"
+        )
+    if not (attn_bias is None or isinstance(attn_bias, (Tensor, AttentionBias))):
+        raise TypeError(f"attn_bias must be a tensor, an AttentionBias or None, got {type(attn_bias).__name__}")
+    q, k, v = _with_heads(query, key, value)
+    rule = attn_bias if isinstance(attn_bias, AttentionBias) else AttentionBias()
+    if isinstance(rule, Blocks):
+        out = _within_blocks(q, k, v, rule, p, scale)
+    else:
+        mask = attn_bias if isinstance(attn_bias, Tensor) else rule.bias
+        if mask is not None and mask.dim() == query.dim() == 3:
+            mask = mask.unsqueeze(1)
+        elif mask is not None and mask.dim() == 5:
+            mask = mask.flatten(1, 2)
+        out = sdpa(
+            q.transpose(1, 2),
+            k.transpose(1, 2),
+            v.transpose(1, 2),
+            mask,
+            p,
+            rule.is_causal,
+            scale,
+            enable_gqa=q.shape[2] != k.shape[2],
+            alignment=rule.alignment,
+            window=rule.window,
+        ).transpose(1, 2)
+    return out.reshape(*query.shape[:-1], value.shape[-1]).contiguous()
+
+
+def _with_heads(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """``[B, M, Hq, K]`` and ``[B, Mkv, Hkv, K]``, where Hkv is G if keys and values are expanded over H."""
+    if query.dim() == 3:
+        return query.unsqueeze(2), key.unsqueeze(2), value.unsqueeze(2)
+    if query.dim() == 4:
+        return query, key, value
+    if key.stride(3) == value.stride(3) == 0:
+        return query.flatten(2, 3), key.select(3, 0), value.select(3, 0)
+    return query.flatten(2, 3), key.flatten(2, 3), value.flatten(2, 3)
+
+
+def _within_blocks(q: Tensor, k: Tensor, v: Tensor, mask: Blocks, p: float, scale: float | None) -> Tensor:
+    """``[1, M, Hq, K]``, ``[1, Mkv, Hkv, K]`` -> ``[M, Hq, Kv]``, each block by itself."""
+    for name, tensor, info in (("query", q, mask.q_seqinfo), ("key", k, mask.k_seqinfo)):
+        if tensor.shape[:2] != (1, info.seqstart_py[-1]):
+            raise ValueError(
+                f"{name} must be [1, {info.seqstart_py[-1]}, ...] for this {type(mask).__name__}, "
+                f"got batch {tensor.shape[0]} and {tensor.shape[1]} tokens"
+            )
+    q, k, v = q.squeeze(0), k.squeeze(0), v.squeeze(0)  # not [0], whose gradient is a copy
+    q_ends, k_ends = torch.tensor(mask.q_seqinfo.seqstart_py), torch.tensor(mask.k_seqinfo.seqstart_py)
+    if mask.k_seqinfo.seqlen_py is not None:
+        k, v, k_ends = cut_to_used("kv_seqlen", k_ends, torch.tensor(mask.k_seqinfo.seqlen_py), k, v)
+    options = FlashOptions(p, scale, mask.is_causal, mask.window, alignment=mask.alignment)
+    return varlen_attend(q, k, v, q_ends, k_ends, lambda batch: options, with_lse=False)[0]
+
+
+class AnyOp:
+    """Stands for each of xformers' operators, which programs pass as ``op``."""
+
+    NAME = "pascal_attn"
+
+    @classmethod
+    def supports(cls, inputs: Any) -> bool:
+        """Whether a call can be computed: always."""
+        return True
+
+
+ANY_OPS = (AnyOp, AnyOp)  # of the forward and the backward pass
+
+
+class SwiGLU(nn.Module):
+    """``w3(silu(w1(x)) * w2(x))``; the weights of w1 and w2 are those of one layer ``w12`` unless ``_pack_weights`` is
+    False."""
+
+    w1: nn.Linear
+    w2: nn.Linear
+    w12: nn.Linear
+
+    def __init__(
+        self,
+        in_features: int,
+        hidden_features: int | None = None,
+        out_features: int | None = None,
+        bias: bool = True,
+        *,
+        _pack_weights: bool = True,
+    ):
+        super().__init__()
+        hidden_features = hidden_features or in_features
+        names = {"w12": 2 * hidden_features} if _pack_weights else {"w1": hidden_features, "w2": hidden_features}
+        for name, features in names.items():
+            self.add_module(name, nn.Linear(in_features, features, bias=bias))
+        self.w3 = nn.Linear(hidden_features, out_features or in_features, bias=bias)
+        self.packed = _pack_weights
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, up = self.w12(x).chunk(2, dim=-1) if self.packed else (self.w1(x), self.w2(x))
+        return self.w3(F.silu(gate) * up)
+
+
+class RMSNorm(nn.RMSNorm):
+    """``x / sqrt(mean(x^2) + eps) * weight`` over the last dimension, of size ``dim``."""
+
+    def __init__(self, dim: int, include_weight: bool = True, eps: float = 1e-6):
+        super().__init__(dim, eps, include_weight)
+
+
+def index_select_cat(sources: Sequence[Tensor], indices: Sequence[Tensor]) -> Tensor:
+    """The chosen rows of each source ``[rows, D]``, one after the other in one dimension."""
+    return torch.cat([source[index.long()].flatten() for source, index in zip(sources, indices)])
+
+
+def scaled_index_add(
+    input: Tensor, index: Tensor, source: Tensor, scaling: Tensor | None = None, alpha: float = 1.0
+) -> Tensor:
+    """``input [B, M, D]`` with ``alpha * scaling * source`` added to its elements ``index``, in place: source ``[len of
+    index, M, D]``, scaling ``[D]``."""
+    source = source if scaling is None else (scaling * source).to(input.dtype)
+    return input.index_add_(0, index, source, alpha=alpha)
+
+
+def patch_xformers(*, replace: bool = False, around: Around | None = None) -> Patch:
+    """Make ``import xformers`` find our functions: ``ops.memory_efficient_attention``, ``ops.fmha.attn_bias``, and in
+    plain PyTorch ``ops.{unbind,SwiGLU,RMSNorm,index_select_cat,scaled_index_add}``.
+
+    Code that imported the name earlier, or found it missing, keeps what it found: call this first; diffusers asks when
+    it is imported. Package metadata agrees (``importlib.metadata.version("xformers")`` is ``"0.0.35+pascal..."``).
+
+    Args:
+        replace: replace the real package if it is installed.
+        around: see :func:`pascal_attn_core.patch_flash_attn`.
+    Returns:
+        A Patch; ``.remove()`` restores what was there before.
+    Raises:
+        RuntimeError: the real package is installed.
+    """
+    return _installed.install(None, lambda: _stand_in(replace, around))
+
+
+install_as_xformers = patch_xformers
+
+
+def _stand_in(replace: bool, around: Around | None) -> StandIn:
+    if not replace:
+        refuse_real_package(_ROOT)
+    package, counted = __name__.rpartition(".")[0], ("memory_efficient_attention",)
+    return StandIn(_ROOT, VERSION, _MODULES, package=package, eager=tuple(_MODULES), around=around, counted=counted)

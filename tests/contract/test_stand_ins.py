@@ -1,0 +1,243 @@
+"""SageAttention's and xformers' functions against the definition in float64, with gradients: every mask, every form."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from attn_support import oracle
+from torch import Tensor
+
+from pascal_attn_core.observe.report import record
+from pascal_attn_core.stand_ins import attn_bias as masks
+from pascal_attn_core.stand_ins.sageattention import sageattn, sageattn_varlen
+from pascal_attn_core.stand_ins.xformers import memory_efficient_attention
+
+DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+Q_LENGTHS, K_LENGTHS = [7, 1, 20], [9, 4, 21]
+EQUAL = Q_LENGTHS, Q_LENGTHS
+
+
+def heads_first(tensor: Tensor) -> Tensor:
+    return tensor.transpose(1, 2)
+
+
+def inputs(q: tuple[int, ...], k: tuple[int, ...], dtype: torch.dtype = torch.float32) -> list[Tensor]:
+    """query ``[B, H, L, D]``, key, value, leaves."""
+    return [torch.randn(shape, dtype=torch.float64).to(dtype).requires_grad_() for shape in (q, k, k)]
+
+
+def assert_exact(
+    attend: Callable[..., Tensor], given: list[Tensor], mask: Tensor | None = None, **options: Any
+) -> None:
+    """``attend`` of query, key and value ``[B, H, L, D]``, and its gradients, are those of the definition."""
+    dtype, four = given[0].dtype, [*given, mask]
+    out = attend(*given)
+    right, similar = oracle.exact(four, options)[0], oracle.plain(four, options, oracle.plain_dtype(dtype))[0]
+    oracle.assert_close(out, right, similar, "out", dtype=dtype)
+    oracle.assert_gradients(lambda grad, _: torch.autograd.grad(out, given, grad), four, options, dtype)
+
+
+def band(queries: int, keys: int, left: int | None, right: int | None, lower_right: bool) -> Tensor:
+    """``[queries, keys]``: True where a query may look."""
+    place = torch.arange(queries)[:, None] + (keys - queries) * lower_right
+    distance = torch.arange(keys)[None] - place
+    seen = torch.ones(queries, keys, dtype=torch.bool)
+    seen &= True if left is None else distance >= -left
+    return seen & (True if right is None else distance <= right)
+
+
+DENSE = {
+    "LowerTriangularMask": ((), (None, 0, False)),
+    "LowerTriangularFromBottomRightMask": ((), (None, 0, True)),
+    "LowerTriangularFromBottomRightMask.make_local_attention": ((5,), (4, 0, True)),
+    "LocalAttentionFromBottomRightMask": ((3, 2), (3, 2, True)),
+}
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", DENSE)
+def test_masks_of_one_sequence(name: str, dtype: torch.dtype) -> None:
+    arguments, rule = DENSE[name]
+    kind, _, method = name.partition(".")
+    make = getattr(masks, kind)
+    mask = getattr(make(), method)(*arguments) if method else make(*arguments)
+    for queries, keys in ((30, 30), (20, 33), (33, 20)):
+        given = inputs((2, 3, queries, 8), (2, 3, keys, 8), dtype)
+        assert_exact(
+            lambda *qkv, mask=mask: heads_first(memory_efficient_attention(*map(heads_first, qkv), mask.to("cpu"))),
+            given,
+            band(queries, keys, *rule),
+        )
+
+
+# constructor -> its arguments, first key and number of keys of each block, (left, right, lower right) within a block
+STARTS = [0, 9, 13, 34]
+BLOCKS: dict[str, tuple[tuple[Any, ...], list[tuple[int, int]], tuple[int | None, int | None, bool]]] = {
+    "BlockDiagonalMask": ((Q_LENGTHS, K_LENGTHS), [(0, 9), (9, 4), (13, 21)], (None, None, False)),
+    "BlockDiagonalCausalMask": ((Q_LENGTHS, K_LENGTHS), [(0, 9), (9, 4), (13, 21)], (None, 0, False)),
+    "BlockDiagonalCausalFromBottomRightMask": (
+        (Q_LENGTHS, K_LENGTHS),
+        [(0, 9), (9, 4), (13, 21)],
+        (None, 0, True),
+    ),
+    "BlockDiagonalPaddedKeysMask": ((Q_LENGTHS, 12, [5, 12, 3]), [(0, 5), (12, 12), (24, 3)], (None, None, True)),
+    "BlockDiagonalCausalWithOffsetPaddedKeysMask": (
+        (Q_LENGTHS, 24, [9, 4, 21]),
+        [(0, 9), (24, 4), (48, 21)],
+        (None, 0, True),
+    ),
+    "BlockDiagonalGappyKeysMask": (
+        (Q_LENGTHS, [2, 11, 20, 41], [6, 9, 20]),
+        [(2, 6), (11, 9), (20, 20)],
+        (None, None, True),
+    ),
+    "BlockDiagonalCausalWithOffsetGappyKeysMask": (
+        (Q_LENGTHS, [2, 11, 20, 41], [8, 2, 21]),
+        [(2, 8), (11, 2), (20, 21)],
+        (None, 0, True),
+    ),
+}
+MADE = {
+    "make_causal": ((), (None, 0, False)),
+    "make_causal_from_bottomright": ((), (None, 0, True)),
+    "make_local_attention": ((4,), (3, 0, False)),
+    "make_local_attention_from_bottomright": ((4,), (3, 0, True)),
+}
+
+
+def within_blocks(keys: int, ranges: list[tuple[int, int]], rule: tuple[Any, ...]) -> Tensor:
+    """``[queries, keys]``: True where a query may look, by the first key and the number of keys of each block."""
+    seen, first = torch.zeros(sum(Q_LENGTHS), keys, dtype=torch.bool), 0
+    for queries, (start, count) in zip(Q_LENGTHS, ranges):
+        seen[first : first + queries, start : start + count] = band(queries, count, *rule)
+        first += queries
+    return seen
+
+
+def assert_blocks(mask: masks.Blocks, seen: Tensor, dtype: torch.dtype) -> None:
+    given = inputs((1, 3, seen.shape[0], 8), (1, 3, seen.shape[1], 8), dtype)
+    assert_exact(lambda *qkv: heads_first(memory_efficient_attention(*map(heads_first, qkv), mask)), given, seen)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", BLOCKS)
+def test_masks_of_blocks(name: str, dtype: torch.dtype) -> None:
+    arguments, ranges, rule = BLOCKS[name]
+    mask = getattr(masks, name).from_seqlens(*arguments)
+    assert_blocks(mask, within_blocks(mask.k_seqinfo.seqstart_py[-1], ranges, rule), dtype)
+
+
+@pytest.mark.parametrize("k_lengths", [Q_LENGTHS, K_LENGTHS], ids=["self", "cross"])
+@pytest.mark.parametrize("method", MADE)
+def test_masks_made_of_masks_of_blocks(method: str, k_lengths: list[int]) -> None:
+    arguments, rule = MADE[method]
+    mask = getattr(masks.BlockDiagonalMask.from_seqlens(Q_LENGTHS, k_lengths), method)(*arguments)
+    starts = [sum(k_lengths[:block]) for block in range(3)]
+    assert_blocks(mask, within_blocks(sum(k_lengths), list(zip(starts, k_lengths)), rule), torch.float32)
+
+
+def test_blocks_never_make_a_mask_and_dropout_works_in_them() -> None:
+    mask = masks.BlockDiagonalMask.from_seqlens([2048] * 4)
+    query = torch.randn(1, 8192, 1, 8)
+    with record() as seen:
+        memory_efficient_attention(query, query, query, mask)
+    assert {kind.mask for kind in seen.calls} == {"none"}
+    assert {kind.key[-2] for kind in seen.calls} == {2048}
+    assert not memory_efficient_attention(query[:, :8], query[:, :8], query[:, :8], p=1.0).any()
+
+
+FORMS: dict[str, tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]] = {  # query, key, tensor mask
+    "[B, M, K]": ((2, 20, 8), (2, 33, 8), (2, 20, 33)),
+    "[B, M, H, K]": ((2, 20, 6, 8), (2, 33, 6, 8), (2, 6, 20, 33)),
+    "[B, M, G, H, K]": ((2, 20, 2, 3, 8), (2, 33, 2, 3, 8), (2, 2, 3, 20, 33)),
+    "[B, M, G, H, K], expanded": ((2, 20, 2, 3, 8), (2, 33, 2, 1, 8), (2, 2, 3, 20, 33)),
+}
+
+
+@pytest.mark.parametrize("bias", ["none", "tensor", "causal", "causal and tensor"])
+@pytest.mark.parametrize("form", FORMS)
+def test_forms_and_tensor_masks(form: str, bias: str) -> None:
+    q_shape, k_shape, mask_shape = FORMS[form]
+    added = torch.randn(mask_shape)
+    mask = {
+        "none": None,
+        "tensor": added,
+        "causal": masks.LowerTriangularMask(),
+        "causal and tensor": masks.LowerTriangularMask().add_bias(added),
+    }[bias]
+    scores = (added if "tensor" in bias else torch.zeros(mask_shape)).reshape(2, -1, 20, 33)
+    scores = scores.masked_fill(~band(20, 33, None, 0, False), -torch.inf) if "causal" in bias else scores
+    given = [torch.randn(shape, requires_grad=True) for shape in (q_shape, k_shape, k_shape)]
+
+    def attend(*four: Tensor) -> Tensor:
+        q, k, v = (heads_first(t).reshape(shape) for t, shape in zip(four, (q_shape, k_shape, k_shape)))
+        wide = (*k_shape[:3], *q_shape[3:4], *k_shape[4:])
+        k, v = (t.expand(wide) if len(k_shape) == 5 else t for t in (k, v))
+        with record() as seen:
+            out = memory_efficient_attention(q, k, v, mask, 0.0, 0.3, op=None)
+        if "expanded" in form:
+            assert {kind.key[1] for kind in seen.calls} == {2}  # two key/value heads: nothing was copied
+        assert out.shape == q_shape
+        assert out.is_contiguous()
+        return heads_first(out.reshape(2, 20, -1, 8))
+
+    four = [heads_first(t.detach().reshape(*t.shape[:2], -1, 8)).requires_grad_() for t in given]
+    assert_exact(attend, four, scores, scale=0.3, enable_gqa=True)
+
+
+def test_a_tensor_mask_gets_its_gradient() -> None:
+    query, added = torch.randn(1, 20, 2, 8), torch.randn(1, 2, 20, 20)
+    grads = []
+    for kind, dtype in ((memory_efficient_attention, torch.float32), (None, torch.float64)):
+        q, bias = query.to(dtype), added.to(dtype).requires_grad_()
+        if kind is None:
+            scores = torch.einsum("blhd,bshd->bhls", q, q) * 8**-0.5 + bias
+            out = torch.einsum("bhls,bshd->blhd", scores.softmax(-1), q)
+        else:
+            out = kind(q, q, q, bias)
+        grads += torch.autograd.grad(out.square().sum(), bias)
+    torch.testing.assert_close(grads[0].double(), grads[1], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("layout", ["HND", "NHD"])
+@pytest.mark.parametrize(
+    ("options", "masked"), [({}, False), ({"is_causal": True, "sm_scale": 0.2}, False), ({}, True)]
+)
+def test_sageattn(layout: str, options: dict[str, Any], masked: bool, dtype: torch.dtype) -> None:
+    given = inputs((2, 6, 20, 8), (2, 2, 33, 8), dtype)
+    mask = torch.rand(20, 33) > 0.3 if masked else None
+    named = {name.removeprefix("sm_"): value for name, value in options.items()} | {"enable_gqa": True}
+
+    def turned(tensor: Tensor) -> Tensor:
+        return heads_first(tensor) if layout == "NHD" else tensor
+
+    def attend(*qkv: Tensor) -> Tensor:
+        quantised = {"smooth_k": False, "pv_accum_dtype": "fp32", "qk_quant_gran": "per_warp"}
+        out, lse = sageattn(*map(turned, qkv), layout, attn_mask=mask, return_lse=True, **options, **quantised)
+        assert lse.shape == (2, 6, 20)
+        right = oracle.exact([*qkv, mask], named)[1]
+        torch.testing.assert_close(lse.double(), right.detach(), rtol=1e-3, atol=1e-3)
+        return turned(out)
+
+    assert_exact(attend, given, mask, **named)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("k_lengths", [Q_LENGTHS, K_LENGTHS], ids=["self", "cross"])
+def test_sageattn_of_sequences(k_lengths: list[int], causal: bool) -> None:
+    ends = [
+        torch.tensor([0, *torch.tensor(lengths).cumsum(0)], dtype=torch.int32) for lengths in (Q_LENGTHS, k_lengths)
+    ]
+    given = inputs((1, 6, sum(Q_LENGTHS), 8), (1, 2, sum(k_lengths), 8))
+
+    def attend(*qkv: Tensor) -> Tensor:
+        q, k, v = (heads_first(t).squeeze(0) for t in qkv)
+        return heads_first(sageattn_varlen(q, k, v, *ends, 20, 21, is_causal=causal, smooth_k=True)[None])
+
+    ranges = list(zip(ends[1].tolist(), k_lengths))
+    seen = within_blocks(sum(k_lengths), ranges, (None, 0 if causal else None, False))
+    assert_exact(attend, given, seen, enable_gqa=True)
