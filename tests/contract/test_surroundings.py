@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from attn_support.randomness import some
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -296,7 +297,7 @@ def test_an_error_at_any_operator_passes_through_and_leaves_nothing_behind(
             ("forward", attend, out, forward.count),
             ("backward", differentiate, grads, backward.count),
         ):
-            for at in range(1, count + 1):
+            for at in some(range(1, count + 1), 3):
                 result = _survives_or_passes(run, make_error(), at)
                 if result is not None:
                     close(result, expected)
@@ -311,5 +312,5 @@ def test_an_error_at_any_operator_passes_through_and_leaves_nothing_behind(
     assert _state() == outside
     if may_survive and scenario.config is _SMALL and not scenario.switched:
         # The first of them are outside of what is tried again, the many in the tiles are not.
-        assert survived["forward"] > forward.count / 2
-        assert survived["backward"] > backward.count / 2
+        assert survived["forward"] > len(some(range(forward.count), 3)) / 2
+        assert survived["backward"] > len(some(range(backward.count), 3)) / 2

@@ -6,11 +6,14 @@ from __future__ import annotations
 
 import datetime
 import os
+from collections.abc import Iterable
+from typing import TypeVar
 
 from hypothesis import HealthCheck, settings
 
 NIGHTLY = 10  # examples for each one of profile ci
 _UNIT = 100  # examples of a test in profile ci that says nothing
+_Item = TypeVar("_Item")
 
 
 def register() -> None:
@@ -29,6 +32,11 @@ def times(count: int) -> int:
 def is_random() -> bool:
     """Whether other examples are drawn each time."""
     return not settings.default.derandomize
+
+
+def some(items: Iterable[_Item], every: int) -> list[_Item]:
+    """Every n-th of the items of an exhaustive table that is costly to run; all of them in profile ``nightly``."""
+    return list(items)[:: 1 if is_random() else every]
 
 
 def examples(count: int) -> settings:

@@ -216,10 +216,8 @@ _GRADIENTS = (FLOAT32, 64, "none"), (FLOAT16, 128, BOOL), (FLOAT16, 60, FLOAT), 
 @pytest.mark.parametrize(
     ("arch", "dtype", "dim", "mask"),
     [
-        ("gfx906", FLOAT16, 64, "none"),
         ("gfx906", FLOAT32, 60, FLOAT),
         ("gfx1030", FLOAT16, 64, "none"),
-        ("gfx1010", FLOAT32, 60, FLOAT),
         *((arch, *case) for arch in ARCHS for case in _GRADIENTS if EVERY),
     ],
 )

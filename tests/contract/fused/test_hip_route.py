@@ -18,6 +18,7 @@ from attn_support.fused.emulation import GXX
 from attn_support.fused.hip import OVERRIDDEN, RADEON_VII, RX_5700, RX_6800, HipStandIn
 from attn_support.fused.trials import Starter
 from attn_support.oracle import cast
+from attn_support.randomness import some
 from attn_support.table import Case
 
 from pascal_attn_core import AttentionConfig, explain, record, sdpa, sdpa_with_lse
@@ -64,7 +65,9 @@ def _calls(dtype: torch.dtype) -> list[Case]:
     ]
 
 
-@pytest.mark.parametrize("case", [case for dtype in _TOLERANCE for case in _calls(dtype)], ids=lambda case: case.name)
+@pytest.mark.parametrize(
+    "case", some((case for dtype in _TOLERANCE for case in _calls(dtype)), 2), ids=lambda case: case.name
+)
 def test_answers_and_gradients_are_those_of_the_definition(
     card: CardKernels, no_torch_kernel: None, case: Case
 ) -> None:

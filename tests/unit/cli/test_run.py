@@ -10,13 +10,15 @@ from attn_support import fresh
 PROGRAM = """
 import sys
 import torch
-import flash_attn
+import flash_attn, sageattention, xformers.ops
 from torch.nn.functional import scaled_dot_product_attention
 
 assert __name__ == "__main__"
 query = torch.randn(1, 2, 600, 16)
 scaled_dot_product_attention(query, query, query)
 flash_attn.flash_attn_func(*[query.transpose(1, 2)] * 3, softcap=3.0)
+sageattention.sageattn(query, query, query)
+xformers.ops.memory_efficient_attention(*[query.transpose(1, 2)] * 3)
 print(sys.argv[1:], sys.path[0])
 sys.exit(int(sys.argv[1]) if len(sys.argv) > 1 else 0)
 """
@@ -34,13 +36,18 @@ def test_a_program_runs_with_the_switch_on_and_its_calls_are_reported(tmp_path: 
     done = pascal_attn("run", *what, "3", "--flag", cwd=tmp_path)
     assert done.returncode == 3, done.stderr
     assert done.stdout.strip() == f"['3', '--flag'] {tmp_path}"
-    assert "pascal-attn run: 2 attention calls: 1 torch, 1 tiled" in done.stderr
+    assert "pascal-attn run: 4 attention calls: 3 torch, 1 tiled" in done.stderr
 
 
-def test_without_its_extras_nothing_is_printed_and_flash_attn_is_left_alone(tmp_path: Path) -> None:
-    (tmp_path / "program.py").write_text("import importlib.util; print(importlib.util.find_spec('flash_attn'))")
-    done = pascal_attn("run", "--no-report", "--no-flash-attn", "program.py", cwd=tmp_path)
-    assert (done.returncode, done.stdout.strip(), done.stderr.strip()) == (0, "None", "")
+@pytest.mark.parametrize("name", ["flash_attn", "sageattention", "xformers"])
+def test_without_its_extras_nothing_is_printed_and_a_package_is_left_alone(tmp_path: Path, name: str) -> None:
+    (tmp_path / "program.py").write_text(
+        "from importlib.util import find_spec\n"
+        "print(*(name for name in ('flash_attn', 'sageattention', 'xformers') if find_spec(name)))"
+    )
+    done = pascal_attn("run", "--no-report", f"--no-{name.replace('_', '-')}", "program.py", cwd=tmp_path)
+    others = [other for other in ("flash_attn", "sageattention", "xformers") if other != name]
+    assert (done.returncode, done.stdout.split(), done.stderr.strip()) == (0, others, "")
 
 
 def test_a_program_that_fails_fails_as_it_would(tmp_path: Path) -> None:

@@ -26,6 +26,7 @@ from pascal_attn_core.fused.launch.plan import Packed
 from pascal_attn_core.fused.trust.kernels import KernelUnavailable, parts
 from pascal_attn_core.observe import report
 from pascal_attn_core.routes.run import add_observer
+from pascal_attn_core.stand_ins.sageattention import sageattn_varlen
 
 LENGTHS = [40, 7, 64]
 
@@ -111,6 +112,14 @@ def test_what_the_kernel_cannot_take_or_is_not_best_at_goes_as_before(
     assert not queued
     assert "fused" not in seen.routes()
     assert seen.total
+
+
+@pytest.mark.parametrize("k_lengths", [LENGTHS, [9, 9, 9]], ids=str)
+def test_an_upper_left_rule_is_one_launch_where_lengths_are_equal(queued: list[Launch], k_lengths: list[int]) -> None:
+    q, k = torch.randn(sum(LENGTHS), 2, 16), torch.randn(sum(k_lengths), 2, 16)
+    ends = torch.tensor(ends_of(LENGTHS)), torch.tensor(ends_of(k_lengths))
+    sageattn_varlen(q, k, k, *ends, is_causal=True)
+    assert (len(queued) == 1) == (k_lengths == LENGTHS)
 
 
 def test_keys_in_pages_go_as_before(queued: list[Launch]) -> None:

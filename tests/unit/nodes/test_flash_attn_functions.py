@@ -1,4 +1,4 @@
-"""The switch that lets other packs import flash_attn, without ComfyUI."""
+"""The switch that lets other packs import flash_attn, sageattention and xformers, without ComfyUI."""
 
 from __future__ import annotations
 
@@ -37,11 +37,14 @@ def test_packs_find_the_functions_while_it_is_on(stub_host: StubHost) -> None:  
     query = torch.randn(1, 50, 2, 8)
     expected = torch.nn.functional.scaled_dot_product_attention(*[query.transpose(1, 2)] * 3).transpose(1, 2)
     torch.testing.assert_close(flash_attn.flash_attn_func(query, query, query), expected)
+    assert importlib.import_module("sageattention").sageattn(query, query, query, tensor_layout="NHD").equal(expected)
+    assert importlib.import_module("xformers.ops").memory_efficient_attention(query, query, query).equal(expected)
     switch(False)
-    assert "flash_attn" not in sys.modules
-    assert importlib.util.find_spec("flash_attn") is None
+    for name in ("flash_attn", "sageattention", "xformers"):
+        assert name not in sys.modules
+        assert importlib.util.find_spec(name) is None
     switch(False)
-    on, off = "'import flash_attn' now uses this pack's functions", "off"
+    on, off = "imports of flash_attn, sageattention, xformers now find this pack's functions", "off"
     said = [on, on, "off; packs keep whatever they have already imported", off]
     assert stub_host.said == [f"flash_attn functions: {text}" for text in said]
 
@@ -54,16 +57,23 @@ def test_the_report_counts_its_calls_by_function_and_route() -> None:
     for _ in range(3):
         flash_attn.flash_attn_func(query, query, query)
     interface.flash_attn_varlen_func(query[0], query[0], query[0], *[torch.tensor([0, 20, 50])] * 2, softcap=3.0)
+    importlib.import_module("xformers.ops").memory_efficient_attention(query, query, query)
+    importlib.import_module("sageattention").sageattn_qk_int8_pv_fp16_cuda(query, query, query)
     (run_,) = RUNS.remembered()
     assert (run_.subject, run_.prompt_id, run_.finished) == ("flash_attn functions", "prompt", True)
     counts: Counter[str] = Counter()
     for kind, tally in run_.tallies.items():
         counts[kind.block] += tally.count
-    assert counts == {"flash_attn.flash_attn_func": 3, "flash_attn.flash_attn_interface.flash_attn_varlen_func": 2}
-    assert run_.line().startswith("flash_attn functions: 5 calls, 5 taken (")
+    assert counts == {
+        "flash_attn.flash_attn_func": 3,
+        "flash_attn.flash_attn_interface.flash_attn_varlen_func": 2,
+        "sageattention.sageattn_qk_int8_pv_fp16_cuda": 1,
+        "xformers.ops.memory_efficient_attention": 1,
+    }
+    assert run_.line().startswith("flash_attn functions: 7 calls, 7 taken (")
 
 
-def test_an_installed_flash_attn_is_left_alone_unless_told(
+def test_an_installed_package_is_left_alone_unless_told(
     tmp_path: Any,
     monkeypatch: pytest.MonkeyPatch,
     stub_host: StubHost,  # noqa: F811
@@ -72,7 +82,11 @@ def test_an_installed_flash_attn_is_left_alone_unless_told(
     monkeypatch.syspath_prepend(tmp_path)
     switch(True)
     assert importlib.import_module("flash_attn").real
-    assert stub_host.said[-1].startswith("flash_attn functions: nothing was changed: flash_attn must not be installed")
+    assert stub_host.said[-1].startswith(
+        "flash_attn functions: imports of sageattention, xformers now find this pack's functions; "
+        f"flash_attn must not be installed, got the one at {tmp_path}"
+    )
+    switch(False)
     switch(True, replace=True)
     assert not hasattr(importlib.import_module("flash_attn"), "real")
     switch(False)
