@@ -19,7 +19,6 @@ from ..comfy.sites import ARGUMENT, HOST_FUNCTIONS, calls_directly, calls_unanno
 from ..engine.compare import Difference, difference, whole
 from ..engine.engine import Engine
 from ..engine.runs import Place
-from ..reporting.gain import status_line
 from .override import OVERRIDE, in_host_layout
 from .scope import Scope
 
@@ -35,7 +34,7 @@ def in_run(engine: Engine) -> Iterator[None]:
     finally:
         run = engine.end()
         if run is not None:
-            _host.say(run.line(), engine.unique_id, status_line(run, _host.attention_name()))
+            _host.say(run.line(), engine.unique_id)
 
 
 def whole_call(
