@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from types import FunctionType, MethodType
 from typing import Any
 
@@ -50,7 +50,7 @@ def whole_call(
 
     @functools.wraps(previous)
     def with_pascal_attn(*args: Any, **kwargs: Any) -> Any:
-        with in_run(engine), scope.numbering("call"), scope.catching(engine) if catches else nullcontext():
+        with in_run(engine), scope.around(engine, "call", catches=catches):
             result = previous(*args, **kwargs)
             if engine.run.count() == 0 and (others := replaced_by_others(sites.model, sites.names)):
                 engine.warn(f"no attention call reached the patch: another node replaced {', '.join(others)} after it")
