@@ -57,7 +57,7 @@ def _named(engine: Engine, scope: Scope, model: nn.Module) -> Replacements:
     assert isinstance(network, nn.Module)
     found: Replacements = {}
     for name, module in network.named_modules(prefix="diffusion_model"):
-        for method in by_name(type(module)):
+        for method in by_name(type(module)):  # type: ignore[arg-type]
             block = name.removeprefix("diffusion_model").lstrip(".") or "model"
             found[f"{name}.{method}"] = Replacement(engine, scope, block, "by name").named
     return found
