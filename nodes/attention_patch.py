@@ -8,7 +8,7 @@ from torch import nn
 
 from .comfy import host, inputs, others
 from .comfy.others import AUTO, name_of, runs_first
-from .comfy.prompt import where_only_weights_go
+from .comfy.prompt import without_effect
 from .engine.engine import Engine, PatchSettings
 from .patches.attention import install
 from .patches.override import OVERRIDE, previous_of
@@ -106,7 +106,7 @@ class PascalAttentionPatch:
         line = f"{blocks} blocks of {engine.subject}, {engine.describe()}"
         if before is not None:
             line += f"; {name_of(before)} {'runs before this node' if behind else 'is replaced'}"
-        unused = where_only_weights_go(prompt or {}, unique_id)
+        unused = without_effect(prompt or {}, str(unique_id))
         if unused:
             line += f"; WITHOUT EFFECT: {unused}"
         host.say(line, unique_id)

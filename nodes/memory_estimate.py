@@ -10,11 +10,10 @@ import torch
 
 from ..pascal_attn_core.machine.device import MIB, device_info
 from .comfy import host as _host
-from .estimate.chart import draw_largest
-from .estimate.figures import Host, figures
+from .estimate.figures import Figures, Host
 from .estimate.inputs import Conditioning, Latent, guessed_conditioning, prompts
 from .estimate.largest import Axis, Fit, axes_of, bisected, find_largest
-from .estimate.text import Subject, largest_text, need_text, text_of
+from .estimate.text import Subject, draw_largest, largest_text, need_text, text_of
 from .estimate.trace import ModelCall, trace_model
 from .patches.ffn import budget_from
 from .reporting.picture import as_image
@@ -107,9 +106,9 @@ class PascalMemoryEstimate:
 
             axes = axes_of_latent(model, wanted) if available else []
             fits = [(axis, find_largest(axis, trace, host, room)) for axis in axes]
-        found = figures(followed.call, host)
+        found = Figures(followed.call, host)
         subject = Subject(name, wanted.shapes, *followed[1:], model.model_size(), available, total)
-        text = text_of(followed.call, found, host, subject)
+        text = text_of(found, subject)
         fits = [(axis, ways) for axis, ways in fits if ways]
         if axes:
             decode = None if vae is None else _decoded_in_one_piece(vae, axes[0], available)

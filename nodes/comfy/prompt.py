@@ -1,70 +1,74 @@
-"""Facts about a node in a prompt's graph before it has run."""
+"""The graph of a prompt before and while it runs: where a node's output goes, and where a value comes from."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 Prompt = Mapping[str, Mapping[str, Any]]
-_SUBTRACT = ("ModelSubtract", "ModelAdd")
-_PATCHED = ("model", "model1", "vae", "clip")  # inputs of nodes that put out a patched clone of what comes in
+_MERGES = ("ModelMerge", "ModelSubtract", "ModelAdd")  # they clone model1 and read nothing but the weights of model2
+_PATCHED = ("model", "model1", "model2", "vae", "clip")  # inputs of nodes that put out a patched clone of what comes in
 
 
-def where_only_weights_go(prompt: Prompt, node: str | None) -> str:
-    """Why a patch on the model that ``node`` puts out is never run; "" where it may be.
+def without_effect(prompt: Prompt, node: str) -> str:
+    """Why nothing is ever computed with what ``node`` patched; "" where something may be.
 
-    ComfyUI's merging nodes go on with a clone of model1 and read nothing but the weights of model2.
+    Every way from it then ends in a node of the same kind, which replaces the patch, or in a merge that reads only the
+    weights.
     """
-    if node is None:
-        return ""
-    ends: set[str] = set()
-    waiting, seen = [str(node)], {str(node)}
-    while waiting:
-        followers = list(_followers(prompt, waiting.pop()))
-        if not followers and len(seen) == 1:
-            return ""  # its output is connected to nothing, which the report says
-        for follower, entrance in followers:
-            kind = str(prompt[follower].get("class_type", ""))
-            if entrance == "model2" and (kind.startswith("ModelMerge") or kind in _SUBTRACT):
-                ends.add(kind)
-            elif not _passes_models(prompt, follower):
-                return ""
-            elif follower not in seen:
-                seen.add(follower)
-                waiting.append(follower)
-    if not ends:
-        return ""
-    return f"{' and '.join(sorted(ends))} takes only the weights of model2; put this node after it"
-
-
-def replaced_by(prompt: Prompt, node: str) -> list[str]:
-    """The nodes of the same class that every way from ``node`` ends in, before anything is computed with what it puts
-    out: each of them replaces what ``node`` did. [] where something may run in between."""
-    kind = prompt.get(node, {}).get("class_type")
-    found: set[str] = set()
+    kind = kind_of(prompt, node)
+    merges: set[str] = set()
+    replacing: set[str] = set()
     waiting, seen = [node], {node}
     while waiting:
-        followers = list(_followers(prompt, waiting.pop()))
-        if not followers:
-            return []
-        for follower, entrance in followers:
-            if entrance not in _PATCHED:
-                return []
-            if prompt[follower].get("class_type") == kind:
-                found.add(follower)
+        for follower, entrance in _followers(prompt, waiting.pop()):
+            its_kind = kind_of(prompt, follower)
+            if entrance == "model2" and its_kind.startswith(_MERGES):
+                merges.add(its_kind)
+            elif its_kind == kind:
+                replacing.add(follower)
+            elif not any(name in _PATCHED for _, name in _followers(prompt, follower)):
+                return ""  # it runs or saves what it gets
             elif follower not in seen:
                 seen.add(follower)
                 waiting.append(follower)
-    return sorted(found)
+    reasons = []
+    if merges:
+        reasons.append(f"{' and '.join(sorted(merges))} takes only the weights of model2; put this node after it")
+    if replacing:
+        nodes = f"node{'s' * (len(replacing) > 1)} {' and '.join(sorted(replacing))}"
+        reasons.append(f"{nodes} of the same kind after it take{'s' * (len(replacing) == 1)} its place")
+    return "; ".join(reasons)
+
+
+def reached(prompt: Prompt, node: str, passes: Callable[[str], bool] = lambda kind: True) -> set[str]:
+    """The node, and those that its inputs come from, through nodes whose class ``passes``."""
+    waiting, found = [node], {node}
+    while waiting:
+        name = waiting.pop()
+        sources = set(links(prompt, name).values()) - found if passes(kind_of(prompt, name)) else set()
+        found |= sources
+        waiting += sources
+    return found
+
+
+def kind_of(prompt: Prompt, node: str) -> str:
+    """The class of a node."""
+    return str(prompt.get(node, {}).get("class_type"))
+
+
+def links(prompt: Prompt, node: str) -> dict[str, str]:
+    """The inputs of a node that come from other nodes, and from which."""
+    given = prompt.get(node, {}).get("inputs", {}).items()
+    return {name: str(value[0]) for name, value in given if _is_link(value)}
+
+
+def _is_link(value: Any) -> bool:
+    return isinstance(value, (list, tuple)) and len(value) == 2 and isinstance(value[0], (str, int))
 
 
 def _followers(prompt: Prompt, node: str) -> Iterator[tuple[str, str]]:
-    for follower, entry in prompt.items():
-        for entrance, value in entry.get("inputs", {}).items():
-            if isinstance(value, (list, tuple)) and len(value) == 2 and str(value[0]) == node:
+    for follower in prompt:
+        for entrance, source in links(prompt, follower).items():
+            if source == node:
                 yield follower, entrance
-
-
-def _passes_models(prompt: Prompt, node: str) -> bool:
-    """Whether a node's own output goes on to others as a model: one that nothing follows runs or saves it."""
-    return any(entrance in ("model", "model1", "model2") for _, entrance in _followers(prompt, node))

@@ -50,15 +50,11 @@ def host_names(kind: type[nn.Module]) -> set[str]:
     return {name for name in HOST_FUNCTIONS & names_in(forward.__code__) if name in forward.__globals__}
 
 
+@functools.cache
 def by_name(kind: type[nn.Module]) -> tuple[str, ...]:
     """Methods of a class that call ComfyUI's attention by its name: themselves, or in helper functions that know
     nothing of the options in which overrides are. Whether a call of the first kind is announced to the override shows
     only when it is made: some models leave the options at their default."""
-    return _by_name(kind)  # type: ignore[arg-type]  # mypy: a class is not Hashable
-
-
-@functools.cache
-def _by_name(kind: type[nn.Module]) -> tuple[str, ...]:
     found: dict[str, bool] = {}
     for base in kind.__mro__:
         if base.__module__.partition(".")[0] in ("torch", "builtins"):
@@ -66,17 +62,21 @@ def _by_name(kind: type[nn.Module]) -> tuple[str, ...]:
         for name, method in vars(base).items():
             if name not in found and isinstance(method, FunctionType) and not name.startswith("__"):
                 plain = not hasattr(method, "__wrapped__")
-                found[name] = plain and (_names_host(method) or any(map(calls_unannounced, _helpers(method))))
+                found[name] = plain and (_names_host(method) or _helper_calls(method, _HELPER_DEPTH))
     return tuple(name for name, calls in found.items() if calls)
 
 
-def calls_unannounced(function: FunctionType, depth: int = _HELPER_DEPTH - 1) -> bool:
+def calls_unannounced(function: FunctionType, depth: int) -> bool:
     """Whether a plain function calls the host's attention by name without options, itself or in a helper."""
     if hasattr(function, "__wrapped__"):
         return False
     if _names_host(function) and not _speaks_of(function.__code__, "transformer_options"):
         return True
-    return depth > 0 and any(calls_unannounced(helper, depth - 1) for helper in _helpers(function))
+    return _helper_calls(function, depth)
+
+
+def _helper_calls(function: FunctionType, depth: int) -> bool:
+    return depth > 0 and any(calls_unannounced(helper, depth - 1) for _, helper in helpers(function))
 
 
 def _names_host(function: FunctionType) -> bool:
@@ -84,10 +84,6 @@ def _names_host(function: FunctionType) -> bool:
     return bool(hosts) and (
         bool(hosts & set(function.__globals__)) or any(True for _ in modules_with_attention(function))
     )
-
-
-def _helpers(function: FunctionType) -> Iterator[FunctionType]:
-    return (helper for _, helper in helpers(function))
 
 
 def helpers(function: FunctionType) -> Iterator[tuple[str, FunctionType]]:

@@ -18,7 +18,7 @@ from ...pascal_attn_core import AttentionConfig, UnsupportedAttention, sdpa
 from ...pascal_attn_core.call import AttentionCall, Options, TiledStats, autocast_on, check_call, prepared
 from ...pascal_attn_core.machine.device import device_info
 from ...pascal_attn_core.observe.progress import between_blocks
-from ...pascal_attn_core.observe.report import add_shares, mask_kind, record
+from ...pascal_attn_core.observe.report import mask_kind, record
 from ...pascal_attn_core.routes import Choice, choose, why_not
 from ...pascal_attn_core.routes.run import run as run_call
 from ...pascal_attn_core.routes.several import device_named, seen_on
@@ -392,10 +392,7 @@ class Engine:
         if asked and self.settings.nan_guard and not is_finite(out):
             out = self._repaired(call, out, kind.block, tally)
         if stats is not None:
-            tally.blocks += stats.blocks
-            tally.bounded_blocks += stats.bounded_blocks
-            tally.budget_halvings += stats.budget_halvings
-            add_shares(tally.shares, stats.devices)
+            tally.add(stats)
             for remark in stats.remarks:
                 run.note(remark)
         if is_new and asked and (run.sample is None or kind.math_bytes > run.sample.kind.math_bytes):

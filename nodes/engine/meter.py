@@ -37,45 +37,40 @@ class Meter:
         self.out_bytes = 0
 
     def __enter__(self) -> Meter:
+        self._is_timed = self.device.type in ("cpu", "cuda") and not stale(self.device)
         self._memory = None
-        self._times = self.device.type in ("cpu", "cuda") and not stale(self.device)
-        if not self._times:
-            return self
-        if self.device.type == "cuda":
-            if self.measures:
-                self.run.saw_memory(torch.cuda.max_memory_allocated(self.device))
-                torch.cuda.reset_peak_memory_stats(self.device)
-                self._before = torch.cuda.memory_allocated(self.device)
-            self._start = torch.cuda.Event(enable_timing=True)
-            self._start.record(torch.cuda.current_stream(self.device))
-            return self
-        if self.measures:
-            self._memory = PeakMemory("cpu").__enter__()
-        self._clock = time.perf_counter()
+        if self._is_timed and self.measures:
+            self._keep_peak()
+            self._memory = PeakMemory(self.device, follow=self.device.type == "cpu").__enter__()
+        if self._is_timed:
+            self._start = self._now()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        if not self._times:
+        if not self._is_timed:
             return
         if self.device.type == "cuda":
-            end = torch.cuda.Event(enable_timing=True)
-            end.record(torch.cuda.current_stream(self.device))
-            self.run.time_later(self.tally, self._start, end)
-            if self.measures:
-                peak = torch.cuda.max_memory_allocated(self.device)
-                self._note(peak - self._before, peak)
-            return
-        self.tally.elapsed_ms += (time.perf_counter() - self._clock) * 1e3
+            self.run.time_later(self.tally, self._start, self._now())
+        else:
+            self.tally.elapsed_ms += (self._now() - self._start) * 1e3
         if self._memory is not None:
             self._memory.__exit__(kind, error, traceback)
-            self._note(self._memory.peak_bytes, 0)
+            self.tally.extra_bytes = max(self.tally.extra_bytes or 0, self._memory.peak_bytes - self.out_bytes)
+            self._keep_peak()
 
-    def _note(self, extra_bytes: int, peak_bytes: int) -> None:
-        self.tally.extra_bytes = max(self.tally.extra_bytes or 0, extra_bytes - self.out_bytes, 0)
-        if peak_bytes:
-            self.run.saw_memory(peak_bytes)
+    def _keep_peak(self) -> None:
+        """The run's peak so far: a measurement of memory on CUDA begins a new one."""
+        if self.device.type == "cuda":
+            self.run.saw_memory(torch.cuda.max_memory_allocated(self.device))
+
+    def _now(self) -> Any:
+        if self.device.type == "cpu":
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.current_stream(self.device))
+        return event
 
 
 def start_of_run(device: torch.device) -> None:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ...pascal_attn_core.observe.report import add_shares
+from ...pascal_attn_core.call import TiledStats
 
 if TYPE_CHECKING:
     from .compare import Difference
@@ -66,27 +66,27 @@ class CallKind:
 
 
 @dataclass
-class CallTally:
-    """Calls of one kind.
+class CallTally(TiledStats):
+    """Calls of one kind: what their routes counted, their number, and:
 
     Attributes:
-        count: number of calls.
         elapsed_ms: time in them, by the device's own clock.
         extra_bytes: peak memory of the first of them besides inputs and output, None if not measured.
-        blocks, bounded_blocks: query blocks of the route ``tiled``, and those that needed no running maximum.
-        budget_halvings: how often the device ran out of memory and half the budget was tried.
         repaired: outputs that were not finite and were computed again in float32.
-        shares: what each device did, where several shared the calls.
     """
 
-    count: int = 0
     elapsed_ms: float = 0.0
     extra_bytes: int | None = None
-    blocks: int = 0
-    bounded_blocks: int = 0
-    budget_halvings: int = 0
     repaired: int = 0
-    shares: dict[str, int] = field(default_factory=dict)
+
+    def merge(self, other: CallTally) -> None:
+        """Add other calls."""
+        self.add(other)
+        self.count += other.count
+        self.elapsed_ms += other.elapsed_ms
+        self.repaired += other.repaired
+        if other.extra_bytes is not None:
+            self.extra_bytes = max(self.extra_bytes or 0, other.extra_bytes)
 
 
 @dataclass(frozen=True, eq=False)
@@ -259,10 +259,10 @@ class Run:
     @property
     def shares(self) -> dict[str, int]:
         """The number of heads that each device computed of the calls that several shared; {} if none were."""
-        sums: dict[str, int] = {}
+        whole = TiledStats()
         for tally in list(self.tallies.values()):
-            add_shares(sums, tally.shares)
-        return sums
+            whole.add(tally)
+        return whole.devices
 
     @property
     def math_bytes(self) -> int:

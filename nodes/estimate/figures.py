@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -11,10 +12,10 @@ from ...pascal_attn_core import AttentionConfig
 from ...pascal_attn_core.call import check_call
 from ...pascal_attn_core.fused.gpu.vendors import has_kernels
 from ...pascal_attn_core.machine.device import MIB, DeviceInfo
+from ...pascal_attn_core.routes import torch_kernel
 from ...pascal_attn_core.tiled.plan import plan_call
 from .trace import AttentionShape, FfnShape, ModelCall
 
-_MATH = 0  # torch.nn.attention.SDPBackend.MATH
 _PROBE_TOKENS = 64
 
 
@@ -35,64 +36,47 @@ class Host:
     ffn_tokens: int = 1024
 
 
-@dataclass(frozen=True)
 class Figures:
-    """Bytes besides the weights. ``attention`` and ``ffn`` are the largest call's extra memory; ``total`` is the most
-    at any moment, the model's other tensors included.
+    """Memory of one evaluation of a model besides its weights, in bytes.
 
     Attributes:
-        why: how the largest attention call is computed without the patch.
+        call, host: what the evaluation does, and where.
+        needs: of each kind of attention call.
+        attention, ffn: the largest calls; None where there are none.
     """
 
-    attention: AttentionShape | None
-    ffn: FfnShape | None
-    attention_without: int
-    attention_with: int
-    ffn_without: int
-    ffn_with: int
-    total_without: int
-    total_with: int
-    why: str
+    def __init__(self, call: ModelCall, host: Host):
+        self.call, self.host = call, host
+        self.needs = {shape: need_of(shape, host) for shape in set(call.attention)}
+        self.attention = max(call.attention, key=lambda shape: shape.score_bytes, default=None)
+        self.ffn = max(call.ffn, key=lambda shape: shape.extra_bytes, default=None)
 
+    def of_attention(self, *, patched: bool) -> int:
+        """The most extra memory of one attention call, with Pascal Attention Patch or without."""
+        return max((need.patched if patched else need.without for need in self.needs.values()), default=0)
 
-def figures(call: ModelCall, host: Host) -> Figures:
-    """Memory that the calls of one model evaluation need."""
-    needs = {shape: need_of(shape, host) for shape in set(call.attention)}
-    attention = max(call.attention, key=lambda shape: shape.score_bytes, default=None)
-    return Figures(
-        attention,
-        max(call.ffn, key=lambda shape: shape.extra_bytes, default=None),
-        max((need.without for need in needs.values()), default=0),
-        max((need.patched for need in needs.values()), default=0),
-        max((shape.extra_bytes for shape in call.ffn), default=0),
-        max((chunked_bytes(shape, host) for shape in call.ffn), default=0),
-        peak_bytes(call, host, needs),
-        peak_bytes(call, host, needs, patched=True, chunked=True),
-        "" if attention is None else needs[attention].why,
-    )
+    def of_ffn(self, *, chunked: bool) -> int:
+        """The most extra memory of one feed-forward call, with Pascal FFN Chunking or without."""
+        calls = self.call.ffn
+        return max((chunked_bytes(each, self.host) if chunked else each.extra_bytes for each in calls), default=0)
 
+    def peak(self, *, patched: bool, chunked: bool) -> int:
+        """The most bytes at any moment, the model's other tensors included."""
+        moments = [self.call.other_bytes]
+        for shape in self.call.attention:
+            need = self.needs[shape]
+            moments.append(shape.live_bytes + (need.patched if patched else need.without))
+        for layer in self.call.ffn:
+            moments.append(layer.live_bytes + (chunked_bytes(layer, self.host) if chunked else layer.extra_bytes))
+        return max(moments)
 
-def peak_bytes(
-    call: ModelCall,
-    host: Host,
-    needs: dict[AttentionShape, Need] | None = None,
-    *,
-    patched: bool = False,
-    chunked: bool = False,
-) -> int:
-    """The most bytes besides the weights at any moment of one model evaluation.
+    @functools.cached_property
+    def total_without(self) -> int:
+        return self.peak(patched=False, chunked=False)
 
-    Args:
-        needs: what :func:`need_of` says of each attention call; None = it is asked.
-        patched, chunked: with Pascal Attention Patch, with Pascal FFN Chunking.
-    """
-    needs = needs or {shape: need_of(shape, host) for shape in set(call.attention)}
-    moments = [call.other_bytes]
-    for shape in call.attention:
-        moments.append(shape.live_bytes + (needs[shape].patched if patched else needs[shape].without))
-    for layer in call.ffn:
-        moments.append(layer.live_bytes + (chunked_bytes(layer, host) if chunked else layer.extra_bytes))
-    return max(moments)
+    @functools.cached_property
+    def total_with(self) -> int:
+        return self.peak(patched=True, chunked=True)
 
 
 def chunked_bytes(shape: FfnShape, host: Host) -> int:
@@ -130,10 +114,7 @@ def need_of(shape: AttentionShape, host: Host) -> Need:
     patched = patched_bytes(shape, host.info)
     if host.attention:
         return Need(0, patched, f"ComfyUI's {host.attention} splits it according to the free memory")
-    takes = fused_takes(shape, host.device)
-    if takes is None:
-        return Need(0, patched, "PyTorch does not report how it would compute this call here")
-    if not takes:
+    if not fused_takes(shape, host.device):
         why = "PyTorch has no fused kernel for it here and stores the score matrix"
         if host.info.kind == "hip" and has_kernels(host.info):
             why += "; the patch has a kernel that does not store it, and tiles"
@@ -142,18 +123,15 @@ def need_of(shape: AttentionShape, host: Host) -> Need:
     return Need(0, 0, f"{why}; the patch uses it too") if host.info.is_gpu else Need(0, patched, why)
 
 
-def fused_takes(shape: AttentionShape, device: torch.device) -> bool | None:
-    """Whether torch's SDPA has a fused kernel for such a call on this device, asked with a few tokens; None = it does
-    not say."""
-    ask = getattr(torch, "_fused_sdp_choice", None)
-    if ask is None:
-        return None
-    sizes = (
-        (1, tensor[1], min(_PROBE_TOKENS, tensor[2]), tensor[3]) for tensor in (shape.query, shape.key, shape.value)
+def fused_takes(shape: AttentionShape, device: torch.device) -> bool:
+    """Whether torch's SDPA has a fused kernel for such a call on this device, asked with a few tokens."""
+    query, key, value = (
+        torch.zeros(1, heads, min(_PROBE_TOKENS, tokens), width, dtype=shape.dtype, device=device)
+        for _, heads, tokens, width in (shape.query, shape.key, shape.value)
     )
+    mask = query.new_zeros(1, 1, query.shape[2], key.shape[2]) if shape.masked else None
     try:
-        query, key, value = (torch.zeros(size, dtype=shape.dtype, device=device) for size in sizes)
-        mask = query.new_zeros(1, 1, query.shape[2], key.shape[2]) if shape.masked else None
-        return ask(query, key, value, mask, 0.0, False, enable_gqa=shape.query[1] != shape.key[1]) != _MATH
-    except (RuntimeError, TypeError):
-        return None
+        call = check_call(query, key, value, mask, enable_gqa=shape.query[1] != shape.key[1])
+    except (TypeError, ValueError):
+        return False  # left to ComfyUI
+    return torch_kernel.fused_takes(call, query, key, value, mask)

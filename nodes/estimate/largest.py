@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from .figures import Host, peak_bytes
+from .figures import Figures, Host
 from .trace import ModelCall
 
 #: what is combined: its name, with Pascal Attention Patch, with Pascal FFN Chunking
@@ -98,8 +98,10 @@ def find_largest(axis: Axis, trace: Callable[[tuple[int, ...]], ModelCall], host
         return []
 
     def fit(patched: bool, chunked: bool) -> Fit:
-        needs = lambda size: peak_bytes(at(size.amount), host, patched=patched, chunked=chunked)  # noqa: E731
-        return bisected(axis.sizes, needs, room)
+        def needed(size: Size) -> int:
+            return Figures(at(size.amount), host).peak(patched=patched, chunked=chunked)
+
+        return bisected(axis.sizes, needed, room)
 
     return [fit(patched, chunked) for _, patched, chunked in WAYS]
 

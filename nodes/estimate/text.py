@@ -1,14 +1,17 @@
-"""The memory estimate as text."""
+"""The memory estimate as text, and the largest sizes as a picture."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from PIL import Image
+
+from ..reporting.picture import Row, Section, draw
 from ..reporting.words import dtype_text, size_text
-from .figures import Figures, Host
+from .figures import Figures
 from .largest import WAYS, Axis, Fit
-from .trace import AttentionShape, FfnShape, ModelCall
+from .trace import AttentionShape
 
 
 @dataclass(frozen=True)
@@ -34,16 +37,16 @@ class Subject:
     total_bytes: int
 
 
-def text_of(call: ModelCall, found: Figures, host: Host, subject: Subject) -> str:
+def text_of(found: Figures, subject: Subject) -> str:
     """The verdict, then a line per fact."""
     latents = " and ".join(" x ".join(map(str, shape)) for shape in subject.latent)
     batch = "prompt and negative prompt in one batch" if subject.copies == 2 else "one prompt at a time"
     lines = [
         f"{subject.name}: {verdict(found, subject)}",
-        f"Latent {latents}, {batch}, on {host.info.name or host.device}.",
-        *_attention(call, found),
-        *_ffn(call, found, host),
-        f"Other tensors of the model: {size_text(call.other_bytes)} at most. The patches do not change them.",
+        f"Latent {latents}, {batch}, on {found.host.info.name or found.host.device}.",
+        *_attention(found),
+        *_ffn(found),
+        f"Other tensors of the model: {size_text(found.call.other_bytes)} at most. The patches do not change them.",
         f"Peak besides the weights: {size_text(found.total_without)} without the patches, "
         f"{size_text(found.total_with)} with both.",
         subject.how,
@@ -97,28 +100,45 @@ def largest_text(found: Sequence[tuple[Axis, Sequence[Fit]]], room: int, streame
     return "\n".join(lines)
 
 
-def _attention(call: ModelCall, found: Figures) -> list[str]:
-    if found.attention is None:
+def draw_largest(found: Sequence[tuple[Axis, Sequence[Fit]]], title: str) -> Image.Image:
+    """A section for each axis, in it a row for each way, the bar of which is its largest size."""
+    subtitle = "" if found else "No estimate for other sizes: see the text."
+    return draw(title, subtitle, [_section(axis, fits) for axis, fits in found])
+
+
+def _section(axis: Axis, fits: Sequence[Fit]) -> Section:
+    most = max([axis.now.amount, *(fit.size.amount for fit in fits if fit.size is not None)])
+    rows = [Row("now", axis.now.words, axis.now.amount / most, "caution")]
+    rows += [Row(way, fit.words, fit.size.amount / most if fit.size else 0.0) for (way, *_), fit in zip(WAYS, fits)]
+    return Section(axis.name, rows)
+
+
+def _attention(found: Figures) -> list[str]:
+    call, largest = found.call, found.attention
+    if largest is None:
         return ["Attention: no call found."]
-    counted = f"{len(call.attention)} calls, {len(set(call.attention))} different; the largest "
-    without = f"at least {size_text(found.attention_without)}" if found.attention_without else "no score matrix"
+    counted, stored = len(call.attention), found.of_attention(patched=False)
+    without = f"at least {size_text(stored)}" if stored else "no score matrix"
     lines = [
-        f"Attention: {counted}{_words(found.attention)}. Its score matrix is {size_text(found.attention.score_bytes)}.",
-        f"  without the patch: {without} ({found.why})",
-        f"  with Pascal Attention Patch: {size_text(found.attention_with)} at most",
+        f"Attention: {counted} calls, {len(found.needs)} different; the largest {_words(largest)}. "
+        f"Its score matrix is {size_text(largest.score_bytes)}.",
+        f"  without the patch: {without} ({found.needs[largest].why})",
+        f"  with Pascal Attention Patch: {size_text(found.of_attention(patched=True))} at most",
     ]
     if call.unread:
         lines.append(f"  {len(call.unread)} more calls could not be read ({call.unread[0]})")
     return lines
 
 
-def _ffn(call: ModelCall, found: Figures, host: Host) -> list[str]:
-    if found.ffn is None:
+def _ffn(found: Figures) -> list[str]:
+    layer, budget = found.ffn, found.host.ffn_budget_mib
+    if layer is None:
         return ["Feed-forward: no layer found that could be chunked."]
+    words = f"{layer.name} ({layer.kind}) on {' x '.join(map(str, layer.shape))} in {dtype_text(layer.dtype)}"
     return [
-        f"Feed-forward: {len(call.ffn)} calls; the largest {_ffn_words(found.ffn)}.",
-        f"  without the patch: {size_text(found.ffn_without)}",
-        f"  with Pascal FFN Chunking (budget {host.ffn_budget_mib} MiB): {size_text(found.ffn_with)}",
+        f"Feed-forward: {len(found.call.ffn)} calls; the largest {words}.",
+        f"  without the patch: {size_text(found.of_ffn(chunked=False))}",
+        f"  with Pascal FFN Chunking (budget {budget} MiB): {size_text(found.of_ffn(chunked=True))}",
     ]
 
 
@@ -126,7 +146,3 @@ def _words(shape: AttentionShape) -> str:
     batch, heads, queries, width = shape.query
     sizes = f"{batch} x {heads} heads x {queries} queries x {shape.key[2]} keys of {width}"
     return f"{sizes} in {dtype_text(shape.dtype)}{', masked' if shape.masked else ''}"
-
-
-def _ffn_words(shape: FfnShape) -> str:
-    return f"{shape.name} ({shape.kind}) on {' x '.join(map(str, shape.shape))} in {dtype_text(shape.dtype)}"

@@ -15,7 +15,6 @@ from ..comfy.second import shared_over
 from ..comfy.sites import by_name
 from ..engine.engine import Engine
 from ..engine.runs import PASSED
-from ..reporting.gain import status_line
 from .override import OVERRIDE, engine_of, make_override, previous_of
 from .replacements import Replacement
 from .scope import Scope, make_wrapper
@@ -58,7 +57,7 @@ def _named(engine: Engine, scope: Scope, model: nn.Module) -> Replacements:
     assert isinstance(network, nn.Module)
     found: Replacements = {}
     for name, module in network.named_modules(prefix="diffusion_model"):
-        for method in by_name(type(module)):
+        for method in by_name(type(module)):  # type: ignore[arg-type]
             block = name.removeprefix("diffusion_model").lstrip(".") or "model"
             found[f"{name}.{method}"] = Replacement(engine, scope, block, "by name").named
     return found
@@ -82,7 +81,7 @@ def _after_run(engine: Engine, patcher: Any, before: Any, behind: bool) -> None:
         run.note(_beside(name_of(before), behind, run))
     finished = engine.end()
     if finished is not None:
-        host.say(finished.line(), engine.unique_id, status_line(finished, host.attention_name()))
+        host.say(finished.line(), engine.unique_id)
 
 
 def _beside(name: str, behind: bool, run: Any) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from types import FunctionType, MethodType
 from typing import Any
 
@@ -19,7 +19,6 @@ from ..comfy.sites import ARGUMENT, HOST_FUNCTIONS, calls_directly, calls_unanno
 from ..engine.compare import Difference, difference, whole
 from ..engine.engine import Engine
 from ..engine.runs import Place
-from ..reporting.gain import status_line
 from .override import OVERRIDE, in_host_layout
 from .scope import Scope
 
@@ -35,7 +34,7 @@ def in_run(engine: Engine) -> Iterator[None]:
     finally:
         run = engine.end()
         if run is not None:
-            _host.say(run.line(), engine.unique_id, status_line(run, _host.attention_name()))
+            _host.say(run.line(), engine.unique_id)
 
 
 def whole_call(
@@ -51,7 +50,7 @@ def whole_call(
 
     @functools.wraps(previous)
     def with_pascal_attn(*args: Any, **kwargs: Any) -> Any:
-        with in_run(engine), scope.numbering("call"), scope.catching(engine) if catches else nullcontext():
+        with in_run(engine), scope.around(engine, "call", catches=catches):
             result = previous(*args, **kwargs)
             if engine.run.count() == 0 and (others := replaced_by_others(sites.model, sites.names)):
                 engine.warn(f"no attention call reached the patch: another node replaced {', '.join(others)} after it")

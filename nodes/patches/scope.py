@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -32,21 +32,19 @@ class Scope:
         self.local = _Local()  # word, ordinal, inside, catching
 
     @contextmanager
-    def numbering(self, word: str) -> Iterator[None]:
-        """Attention calls below that have no name of their own are ``"<word> 1"``, ``"<word> 2"`` ..."""
+    def _with(self, **values: Any) -> Iterator[None]:
+        """The state changed in the block."""
         local = self.local
-        before = local.word, local.ordinal
-        local.word, local.ordinal = word, 0
+        before = {name: getattr(local, name) for name in values}
+        vars(local).update(values)
         try:
             yield
         finally:
-            local.word, local.ordinal = before
+            vars(local).update(before)
 
-    def next_name(self) -> str:
-        """The name of the next attention call, by its number."""
-        local = self.local
-        local.ordinal += 1
-        return f"{local.word} {local.ordinal}"
+    def inside(self) -> AbstractContextManager[None]:
+        """Attention calls below are part of the one being worked on."""
+        return self._with(inside=True)
 
     @property
     def is_inside(self) -> bool:
@@ -54,34 +52,29 @@ class Scope:
         return self.local.inside
 
     @contextmanager
-    def inside(self) -> Iterator[None]:
-        """Attention calls below are part of the one being worked on."""
-        before = self.local.inside
-        self.local.inside = True
-        try:
-            yield
-        finally:
-            self.local.inside = before
+    def around(self, engine: Engine, word: str, *, catches: bool) -> Iterator[None]:
+        """Attention calls below that have no name of their own are ``"<word> 1"``, ``"<word> 2"`` ...
 
-    @contextmanager
-    def catching(self, engine: Engine) -> Iterator[None]:
-        """Calls of ``scaled_dot_product_attention`` below go to the engine; nested, once."""
-        if self.local.catching:
+        Args:
+            catches: calls of ``scaled_dot_product_attention`` go to the engine; nested, once.
+        """
+        catches = catches and not self.local.catching
+        mode = SdpaMode(functools.partial(_attend, engine, self)) if catches else nullcontext()
+        with self._with(word=word, ordinal=0, catching=catches or self.local.catching), mode:
             yield
-            return
-        self.local.catching = True
-        try:
-            with SdpaMode(functools.partial(_attend, engine, self)):
-                yield
-        finally:
-            self.local.catching = False
+
+    def next_name(self) -> str:
+        """The name of the next attention call, by its number."""
+        local = self.local
+        local.ordinal += 1
+        return f"{local.word} {local.ordinal}"
 
 
 def make_wrapper(engine: Engine, scope: Scope, word: str, *, catches: bool) -> Callable[..., Any]:
     """For ``add_wrapper_with_key``: numbers the attention calls below, and catches those that bypass the override."""
 
     def wrapper(executor: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        with scope.numbering(word), scope.catching(engine) if catches else nullcontext():
+        with scope.around(engine, word, catches=catches):
             return executor(*args, **kwargs)
 
     return wrapper

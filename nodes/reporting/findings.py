@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 from ...pascal_attn_core.machine.facts import Machine
-from ..comfy.prompt import replaced_by, where_only_weights_go
+from ..comfy.prompt import Prompt, kind_of, links, reached, without_effect
 from ..engine.runs import Run
 from .exactness import Exactness
 from .rows import together
@@ -22,7 +20,6 @@ PATCHES = {
     "PascalFFNChunking": ("Pascal FFN Chunking", "feed-forward"),
     "PascalInt8Linear": ("Pascal Int8 Linear", "int8"),
 }
-Prompt = Mapping[str, Mapping[str, Any]]
 
 
 @dataclass(frozen=True, eq=False)
@@ -93,8 +90,7 @@ def choose_runs(
     """
     shown = [Shown(run, "" if run.finished else _UNFINISHED) for run in known if run.prompt_id == prompt_id]
     remarks = []
-    patches = {node: str(entry.get("class_type")) for node, entry in prompt.items()}
-    patches = {node: kind for node, kind in patches.items() if kind in PATCHES}
+    patches = {node: kind_of(prompt, node) for node in prompt if kind_of(prompt, node) in PATCHES}
     seen = {entry.run.unique_id for entry in shown}
     earlier = []
     for node, kind in patches.items():
@@ -111,7 +107,7 @@ def choose_runs(
         remarks.append(f"{title} (node {node}) {why}")
     if not patches and not shown:
         remarks.append(_nothing(known))
-    if report_id is not None and report_id in prompt and not _is_link(prompt[report_id].get("inputs", {}).get("value")):
+    if report_id is not None and report_id in prompt and "value" not in links(prompt, report_id):
         remarks.append(
             "Nothing is connected to this report: ComfyUI decided when it ran, possibly before the sampler. Connect "
             "the sampler's LATENT or the decoder's IMAGE."
@@ -137,14 +133,11 @@ def _nothing(known: list[Run]) -> str:
 
 def _without_effect(prompt: Prompt, node: str, report_id: str | None) -> str:
     """Why nothing can have run with what ``node`` patches before this report, whatever is in ComfyUI's cache."""
-    only_weights = where_only_weights_go(prompt, node)
-    if only_weights:
-        return f"has no effect: {only_weights}."
-    replaced = replaced_by(prompt, node)
-    if replaced:
-        nodes = f"node{'s' * (len(replaced) > 1)} {' and '.join(replaced)}"
-        return f"has no effect: {nodes} of the same kind after it take{'s' * (len(replaced) == 1)} its place."
-    if report_id is not None and _reaches_unused(prompt, node, report_id):
+    why = without_effect(prompt, node)
+    if why:
+        return f"has no effect: {why}."
+    value = links(prompt, str(report_id)).get("value")
+    if value is not None and node in reached(prompt, value, lambda kind: kind in PATCHES):
         return (
             "has not run yet: nothing between it and this report computes anything. Connect the sampler's LATENT or "
             "the decoder's IMAGE to the report."
@@ -152,39 +145,14 @@ def _without_effect(prompt: Prompt, node: str, report_id: str | None) -> str:
     return ""
 
 
-def _reaches_unused(prompt: Prompt, node: str, report_id: str) -> bool:
-    """Whether the report's value is what ``node`` puts out, or that patched further by nodes of this package."""
-    value = prompt.get(report_id, {}).get("inputs", {}).get("value")
-    return _is_link(value) and node in _reached(prompt, str(value[0]), lambda kind: kind in PATCHES)
-
-
 def _why_absent(prompt: Prompt, node: str, report_id: str | None, last: Run | None) -> str:
     known = "" if last is None else " Its most recent earlier run is shown."
-    if not any(node in _sources(entry) for entry in prompt.values()):
+    if not any(node in links(prompt, other).values() for other in prompt):
         return f"did nothing: its output is not connected.{known}"
-    if report_id is not None and node in _reached(prompt, report_id):
+    if report_id is not None and node in reached(prompt, report_id):
         known = known or " It has no earlier run on record."
         return f"had nothing to do in this prompt: ComfyUI used the results in its cache.{known}"
     return (
         "has not run yet: this report is not connected after what the node patches, or ComfyUI used the results in "
         f"its cache.{known}"
     )
-
-
-def _reached(prompt: Prompt, node: str, passes: Callable[[str], bool] = lambda kind: True) -> set[str]:
-    """The node, and those that its inputs come from, through nodes whose class ``passes``."""
-    waiting, found = [node], {node}
-    while waiting:
-        entry = prompt.get(waiting.pop(), {})
-        sources = set(_sources(entry)) - found if passes(str(entry.get("class_type"))) else set()
-        found |= sources
-        waiting += sources
-    return found
-
-
-def _sources(entry: Mapping[str, Any]) -> list[str]:
-    return [str(value[0]) for value in entry.get("inputs", {}).values() if _is_link(value)]
-
-
-def _is_link(value: Any) -> bool:
-    return isinstance(value, (list, tuple)) and len(value) == 2 and isinstance(value[0], (str, int))

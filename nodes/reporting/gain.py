@@ -121,22 +121,3 @@ def _why_none_taken(runs: Sequence[Run]) -> str:
     counts = sum((Counter(run.counted(lambda kind: kind.why)) for run in runs), Counter[str]())
     ((why, count),), total = counts.most_common(1), counts.total()
     return f"{'all' if count == total else f'{count:,} of'} {plural(total, 'call')} passed to ComfyUI: {why}"
-
-
-def status_line(run: Run, attention: str) -> str:
-    """One short sentence for a node, with the figure that matters: ``"Flux: 1,670 MiB less memory in the largest call
-    (...)"``, ``"SD15: 0 of 32 calls taken: fewer than 1024 keys"``."""
-    if run.gains:
-        return f"{run.subject}: {run.gains[0]}"
-    if not run.tallies:
-        return run.line()
-    text = gain_of(run, attention).text()
-    if text:
-        return f"{run.subject}: {text}"
-    taken, calls = run.count("taken"), run.count()
-    sentence = f"{run.subject}: {taken:,} of {plural(calls, 'call')} taken"
-    if not taken:
-        return f"{sentence}: {max(run.tallies, key=lambda kind: run.tallies[kind].count).why}"
-    if run.extra_bytes is not None:
-        sentence += f", {mib(run.extra_bytes)} MiB extra at most"
-    return sentence

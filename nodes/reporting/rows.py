@@ -5,17 +5,17 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from itertools import groupby
 
-from ...pascal_attn_core.observe.report import add_shares
 from ..engine.runs import CallKind, CallTally, Run
 
 
 @dataclass
 class BlockRow:
-    """The calls of one block, or of neighbouring blocks of one family in which the same happened.
+    """The calls of one block, or of neighbouring blocks in which the same happened.
 
     Attributes:
-        name: ``"double 3"``, ``"layers.0-11.attn"``.
+        name: ``"double 3"``, ``"double 0 to double 18"``.
         routes: calls taken in each block, by route.
         passed: calls passed to ComfyUI in each block, by reason.
         elapsed_ms: time in the calls taken, of all blocks.
@@ -33,22 +33,6 @@ class BlockRow:
         """Number of calls in all blocks."""
         return self.blocks * (sum(self.routes.values()) + sum(self.passed.values()))
 
-    @property
-    def family(self) -> str:
-        """``"double "`` of ``"double 3"``, ``"layers.*.attn"`` of ``"layers.3.attn"``: neighbours of one family are
-        written as one. "" where the name holds no number."""
-        before, number, after = self.parts
-        return f"{before}{'*' if after else ''}{after}" if number else ""
-
-    @property
-    def parts(self) -> tuple[str, str, str]:
-        """The name in three: up to the number, the number (``"4.0"`` in ``"input 4.0"``), and the rest."""
-        if " " in self.name:
-            before, space, number = self.name.rpartition(" ")
-            return before + space, number, ""
-        match = re.fullmatch(r"(.*\.)?(\d+(?:-\d+)?)(\..*)?", self.name)
-        return (match[1] or "", match[2], match[3] or "") if match else (self.name, "", "")
-
 
 def block_rows(run: Run) -> list[BlockRow]:
     """One row per block, in the order in which the blocks came first."""
@@ -64,18 +48,13 @@ def block_rows(run: Run) -> list[BlockRow]:
 
 
 def grouped(rows: list[BlockRow]) -> list[BlockRow]:
-    """Neighbours put together."""
-    groups: list[BlockRow] = []
-    last = BlockRow("")
-    for row in rows:
-        if groups and row.family and (last.family, last.routes, last.passed) == (row.family, row.routes, row.passed):
-            before, first, after = groups[-1].parts
-            elapsed, blocks = groups[-1].elapsed_ms + row.elapsed_ms, groups[-1].blocks + 1
-            name = f"{before}{first.partition('-')[0]}-{row.parts[1]}{after}"
-            groups[-1] = replace(row, name=name, elapsed_ms=elapsed, blocks=blocks)
-        else:
-            groups.append(row)
-        last = row
+    """Neighbours whose names differ in numbers only, and in which the same happened, as one row."""
+    groups = []
+    for _, group in groupby(rows, key=lambda row: (re.sub(r"\d+", "", row.name), row.routes, row.passed)):
+        alike = list(group)
+        name = " to ".join(dict.fromkeys([alike[0].name, alike[-1].name]))
+        elapsed_ms = sum(row.elapsed_ms for row in alike)
+        groups.append(replace(alike[0], name=name, elapsed_ms=elapsed_ms, blocks=len(alike)))
     return groups
 
 
@@ -83,8 +62,7 @@ def kinds_of(run: Run) -> list[tuple[CallKind, CallTally]]:
     """The run's calls with the block left out (``kind.block`` is ""), most time first, then most calls."""
     sums: dict[CallKind, CallTally] = {}
     for kind, tally in list(run.tallies.items()):
-        kind = replace(kind, block="")
-        sums[kind] = _added(sums.get(kind, CallTally()), tally)
+        sums.setdefault(replace(kind, block=""), CallTally()).merge(tally)
     return sorted(sums.items(), key=lambda item: (-item[1].elapsed_ms, -item[1].count))
 
 
@@ -103,14 +81,5 @@ def together(runs: Sequence[Run]) -> Run:
                 keep(text)
         whole.is_exact &= run.is_exact
         for kind, tally in list(run.tallies.items()):
-            whole.tallies[kind] = _added(whole.tallies.get(kind, CallTally()), tally)
+            whole.tally(kind).merge(tally)
     return whole
-
-
-def _added(a: CallTally, b: CallTally) -> CallTally:
-    sums = {name: getattr(a, name) + getattr(b, name) for name in vars(a) if name not in ("extra_bytes", "shares")}
-    known = [tally.extra_bytes for tally in (a, b) if tally.extra_bytes is not None]
-    shares: dict[str, int] = {}
-    for tally in (a, b):
-        add_shares(shares, tally.shares)
-    return CallTally(**sums, extra_bytes=max(known, default=None), shares=shares)

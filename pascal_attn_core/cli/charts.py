@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 COLOURS = ("#8c96a3", "#c0504d", "#2a7f62", "#7cc0a4")
-_TEXT = "#22282f"
 
 
 @dataclass(frozen=True)
@@ -36,52 +35,34 @@ def bar_chart(
         title, footer: lines above and below all panels.
         colours: of the bars, in turn.
     """
-    figure = _figure(width=13, height=1.5 + 0.55 * sum(len(bars) for _, _, bars in panels[::2]) + 0.7 * len(panels) / 2)
+    from matplotlib.figure import Figure
+
+    height = 1.5 + 0.55 * sum(len(bars) for _, _, bars in panels[::2]) + 0.7 * len(panels) / 2
+    figure = Figure(figsize=(13, height), layout="constrained")
     columns = min(2, len(panels))
     axes = figure.subplots(-(-len(panels) // columns), columns, squeeze=False)
     for (panel_title, unit, bars), axis in zip(panels, axes.flat):
-        _draw_bars(axis, panel_title, unit, bars, colours)
-    figure.suptitle(title, fontsize=15, fontweight="bold", color=_TEXT)
-    if footer:
-        figure.supxlabel(footer, fontsize=9, color="#5a6570")
+        _draw_bars(axis, unit, bars, colours)
+        axis.set_title(panel_title, fontsize=12, loc="left")
+    figure.suptitle(title, fontsize=15, fontweight="bold")
+    figure.supxlabel(footer, fontsize=9)
     figure.savefig(path, dpi=120)
 
 
-def _figure(*, width: float, height: float) -> Any:
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(width, height), layout="constrained", facecolor="white")
-    FigureCanvasAgg(figure)
-    return figure
-
-
-def _draw_bars(axis: Any, title: str, unit: str, bars: Sequence[Bar], colours: Sequence[str]) -> None:
+def _draw_bars(axis: Any, unit: str, bars: Sequence[Bar], colours: Sequence[str]) -> None:
     values = [bar.value for bar in bars if bar.value]
-    largest, smallest = max(values, default=1.0), min(values, default=1.0)
-    is_log = largest > 100 * smallest
-    positions = range(len(bars))
-    axis.barh(positions, [bar.value or 0 for bar in bars], color=list(colours), height=0.66)
-    axis.set_yticks(positions, [bar.label for bar in bars], fontsize=11, color=_TEXT)
-    axis.invert_yaxis()
-    if is_log:
+    left, right = 0.0, 1.28 * max(values, default=1.0)  # room for the figure after the longest bar
+    if values and max(values) > 100 * min(values):
         axis.set_xscale("log")
-        axis.set_xlim(smallest / 3, largest * 6)
-    else:
-        axis.set_xlim(0, largest * 1.28)  # room for the figure after the longest bar
-    left = smallest / 3 if is_log else 0.0
-    for position, bar in zip(positions, bars):
-        text = bar.note if bar.value is None else f"{short_number(bar.value)} {unit}"
-        axis.annotate(
-            text, (bar.value or left, position), xytext=(5, 0), textcoords="offset points", va="center", color=_TEXT
-        )
-    axis.set_title(title, fontsize=12, loc="left", color=_TEXT)
-    axis.set_xlabel(f"{unit}, logarithmic" if is_log else unit, fontsize=10, color=_TEXT)
-    axis.spines[["top", "right", "left"]].set_visible(False)
-    axis.tick_params(axis="y", length=0)
-    axis.tick_params(axis="x", labelsize=9)
-    axis.grid(axis="x", color="#e3e7eb", linewidth=0.8)
-    axis.set_axisbelow(True)
+        left, right = min(values) / 3, max(values) * 6
+    drawn = axis.barh(range(len(bars)), [bar.value or left for bar in bars], color=list(colours))
+    texts = [bar.note if bar.value is None else f"{short_number(bar.value)} {unit}" for bar in bars]
+    axis.bar_label(drawn, texts, padding=5)
+    axis.set_xlim(left, right)
+    axis.set_yticks(range(len(bars)), [bar.label for bar in bars])
+    axis.invert_yaxis()
+    axis.set_xlabel(f"{unit}, logarithmic" if left else unit)
+    axis.spines[["top", "right"]].set_visible(False)
 
 
 def short_number(value: float) -> str:

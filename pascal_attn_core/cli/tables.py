@@ -1,4 +1,4 @@
-"""Tables on a terminal: by rich where it is installed, plain text otherwise and in a pipe."""
+"""Tables and progress on a terminal."""
 
 from __future__ import annotations
 
@@ -7,27 +7,7 @@ from collections.abc import Callable, Sequence
 
 
 def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """Print one table. The first and the last column are text, those between are figures."""
-    if sys.stdout.isatty():
-        try:
-            from rich.console import Console
-            from rich.table import Table
-        except ImportError:
-            pass
-        else:
-            table = Table(title=title, title_justify="left", title_style="bold")
-            for number, column in enumerate(columns):
-                is_text = number in (0, len(columns) - 1)
-                table.add_column(column, justify="left" if is_text else "right", overflow="fold")
-            for row in rows:
-                table.add_row(*row)
-            Console().print(table)
-            return
-    print(plain_table(title, columns, rows))
-
-
-def plain_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A table as aligned text."""
+    """Print one table as aligned text. The first and the last column are text, those between are figures."""
     widths = [max(len(cell) for cell in column) for column in zip(columns, *rows)]
     lines = [title]
     for row in (columns, *rows):
@@ -35,7 +15,7 @@ def plain_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]
         cells += [cell.rjust(width) for cell, width in zip(row[1:-1], widths[1:-1])]
         lines.append("  ".join([*cells, row[-1]]).rstrip())
     lines.insert(2, "-" * (sum(widths[:-1]) + 2 * (len(widths) - 1) + min(widths[-1], 20)))
-    return "\n".join(lines) + "\n"
+    print("\n".join(lines) + "\n")
 
 
 def progress_of(name: str) -> Callable[[str], None]:

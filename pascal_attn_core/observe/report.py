@@ -111,12 +111,6 @@ def note(key: CallKey, counted: TiledStats) -> None:
             stats.add(counted)
 
 
-def add_shares(sums: dict[str, int], more: dict[str, int]) -> None:
-    """Add the heads that devices computed to those they computed before."""
-    for device, heads in more.items():
-        sums[device] = sums.get(device, 0) + heads
-
-
 def shares_text(devices: dict[str, int]) -> str:
     """``"cuda:0 58%, cuda:1 42%"``."""
     total = max(1, sum(devices.values()))

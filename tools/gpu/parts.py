@@ -265,15 +265,13 @@ def _demo(job: Job) -> Outcome:
     figures = read(out / "results.json")
     if ended.status != 0 or not figures:
         return _failed(ended, figures)
-    return Outcome(RIGHT, "; ".join(_demo_line(case) for case in figures["cases"]), figures)
+    return Outcome(RIGHT, "; ".join(_demo_line(report) for report in figures["models"]), figures)
 
 
-def _demo_line(case: dict[str, Any]) -> str:
-    seconds = ", ".join(
-        f"{row['name']} {row['seconds']:.1f} s" if row["seconds"] is not None else f"{row['name']} -"
-        for row in case["rows"]
-    )
-    return f"{case['name']}: {seconds}"
+def _demo_line(report: dict[str, Any]) -> str:
+    times = {row["name"]: row["seconds"] for row in report["results"]}
+    seconds = ", ".join(f"{name} -" if took is None else f"{name} {took:.1f} s" for name, took in times.items())
+    return f"{report['model']['name']}: {seconds}"
 
 
 def _sanitizer(job: Job) -> Outcome:

@@ -49,16 +49,9 @@ def add_parser(subparsers: Any) -> None:
     )
     parser.add_argument("--causal", action="store_true", help="the shapes given by --shape are causal")
     parser.add_argument("--candidates", default="all", help="names or patterns, comma-separated (default: all)")
-    parser.add_argument("--rounds", type=int, default=5, help="maximum number of timed rounds (default: 5)")
-    parser.add_argument(
-        "--seconds", type=float, default=10.0, help="time limit for one candidate on one shape (default: 10)"
-    )
-    parser.add_argument("--threads", type=int, default=1, help="CPU threads (default: 1)")
-    parser.add_argument("--device", help="default: cuda if there is one, else cpu")
     parser.add_argument("--dtype", choices=DTYPES, help="dtype of all shapes, instead of each shape's own")
-    parser.add_argument("--budget-mib", type=float, help="extra memory that the routes of this package may use")
     parser.add_argument("--backward", action="store_true", help="time forward and backward together")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures to this file")
+    add_timing_options(parser, rounds=5)
     parser.add_argument(
         "--linear",
         action="store_true",
@@ -70,23 +63,54 @@ def add_parser(subparsers: Any) -> None:
     parser.set_defaults(func=run)
 
 
+def add_timing_options(parser: argparse.ArgumentParser, *, rounds: int) -> None:
+    """The options of commands that :func:`hold` a contest."""
+    parser.add_argument(
+        "--rounds", type=int, default=rounds, help=f"maximum number of timed rounds (default: {rounds})"
+    )
+    parser.add_argument("--seconds", type=float, default=10.0, help="time for one candidate on one call (default: 10)")
+    parser.add_argument("--threads", type=int, default=1, help="CPU threads (default: 1)")
+    parser.add_argument("--device", help="default: cuda if there is one, else cpu")
+    parser.add_argument("--budget-mib", type=float, help="extra memory that the routes of this package may use")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures to this file")
+
+
 def run(options: argparse.Namespace) -> int:
     """Run the command."""
-    _check_outputs(options)
     if options.plot is not None:
         return _plot(options.plot, options.budget_mib)
+    hold(
+        options,
+        _layers if options.linear else _calls,
+        Settings(options.rounds, options.seconds, backward=options.backward),
+    )
+    return 0
+
+
+def hold(
+    options: argparse.Namespace, find: Callable[[argparse.Namespace, torch.device], Contest], settings: Settings
+) -> dict[str, Any]:
+    """Run a contest: print a table for each of its works, and write the figures where the options say so, which are
+    returned too.
+
+    Args:
+        options: those of :func:`add_timing_options`.
+        find: finds the works that the options name.
+    Raises:
+        CommandError: a mistake in the options; nothing has run.
+    """
+    _check_output(options.json)
     check_numbers(options, "rounds", "seconds", "threads")
-    settings = Settings(options.rounds, options.seconds, backward=options.backward)
     try:
         clock = Clock(device_named(options.device), options.threads)
-        contest = _layers(options) if options.linear else _calls(options, clock.device)
-    except (ValueError, RuntimeError, AssertionError) as error:
+        contest = find(options, clock.device)
+    except (ValueError, RuntimeError, AssertionError, OSError, ImportError) as error:
         raise CommandError(str(error).splitlines()[0]) from error
     document = _document(options, clock, settings, contest.baseline)
     reports: list[dict[str, Any]] = []
     columns = tuple(f"vs {contest.unit}" if column == "vs torch" else column for column in COLUMNS)
     with quiet_torch(options.threads):
-        print(_heading(clock, options), end="\n\n")
+        print(_heading(clock, settings, options.threads), end="\n\n")
         for work in contest.works:
             results = contest.race(work, clock, settings, progress_of(work.name))
             is_float32 = getattr(work, "dtype", "") == "float32"
@@ -100,10 +124,10 @@ def run(options: argparse.Namespace) -> int:
     _print_summary(document, len(reports))
     if options.json:
         print(f"figures: {options.json}")
-    return 0
+    return document
 
 
-class _Contest(NamedTuple):
+class Contest(NamedTuple):
     """The works of a run: their kind (a word of the file), the works, who runs each, and what they are compared
     with, as the file and as the column say it."""
 
@@ -114,7 +138,7 @@ class _Contest(NamedTuple):
     unit: str
 
 
-def _calls(options: argparse.Namespace, device: torch.device) -> _Contest:
+def _calls(options: argparse.Namespace, device: torch.device) -> Contest:
     """The shapes that were named."""
     found = all_candidates(AttentionConfig(budget_mib=options.budget_mib), device.type)
     candidates = choose_candidates(found, options.candidates)
@@ -123,10 +147,10 @@ def _calls(options: argparse.Namespace, device: torch.device) -> _Contest:
     def race_shape(shape: Shape, *how: Any) -> list[Result]:
         return race(shape.make(device), candidates, *how)
 
-    return _Contest("shape", shapes, race_shape, BASELINE, "torch")
+    return Contest("shape", shapes, race_shape, BASELINE, "torch")
 
 
-def _layers(options: argparse.Namespace) -> _Contest:
+def _layers(options: argparse.Namespace, device: torch.device) -> Contest:
     """The layers that were named."""
     from . import linear
 
@@ -136,12 +160,17 @@ def _layers(options: argparse.Namespace) -> _Contest:
     layers = linear.own_layers(options.shape)
     if options.shapes is not None or not layers:
         layers += linear.choose_layers(options.shapes or "quick")
-    return _Contest("layer", layers, linear.race_layer, linear.BASELINE, linear.BASELINE)
+    return Contest("layer", layers, linear.race_layer, linear.BASELINE, linear.BASELINE)
 
 
 def _plot(path: Path, budget_mib: float | None) -> int:
     from .length import draw_memory_by_length, memory_by_length
 
+    _check_output(path)
+    if importlib.util.find_spec("matplotlib") is None:
+        raise CommandError("--plot needs matplotlib: pip install matplotlib")
+    if path.suffix not in (".png", ".svg", ".pdf"):
+        raise CommandError(f"--plot must name a .png, .svg or .pdf file, got {path}")
     try:
         figures = memory_by_length(budget_mib=budget_mib)
     except ValueError as error:
@@ -179,10 +208,10 @@ def _shapes(options: argparse.Namespace, device: torch.device) -> list[Shape]:
     return own + listed
 
 
-def _heading(clock: Clock, options: argparse.Namespace) -> str:
-    what = "forward and backward" if options.backward else "forward"
-    threads = f", {options.threads} thread{'s'[: options.threads > 1]}" if clock.device.type == "cpu" else ""
-    return f"{what} on {device_info(clock.device).name}{threads}, torch {torch.__version__}, {clock.kind}, medians"
+def _heading(clock: Clock, settings: Settings, threads: int) -> str:
+    what = "forward and backward" if settings.backward else "forward"
+    by = f", {threads} thread{'s'[: threads > 1]}" if clock.device.type == "cpu" else ""
+    return f"{what} on {device_info(clock.device).name}{by}, torch {torch.__version__}, {clock.kind}, medians"
 
 
 def _print_summary(document: dict[str, Any], count: int) -> None:
@@ -197,7 +226,7 @@ def _document(options: argparse.Namespace, clock: Clock, settings: Settings, bas
     info = device_info(clock.device)
     return {
         "command": options.command_line,
-        "versions": versions("pascal-attn", "noflash-attention"),
+        "versions": versions("pascal-attn", "noflash-attention", "diffusers", "transformers"),
         "machine": {
             "device": str(clock.device),
             "name": info.name,
@@ -212,19 +241,12 @@ def _document(options: argparse.Namespace, clock: Clock, settings: Settings, bas
     }
 
 
-def _check_outputs(options: argparse.Namespace) -> None:
+def _check_output(path: Path | None) -> None:
     """Find what would make a long run fail at its end, before it starts."""
-    for path in filter(None, (options.json, options.plot)):
-        if not path.absolute().parent.is_dir():
-            raise CommandError(f"the folder of {path} does not exist")
-        if path.is_dir():
-            raise CommandError(f"{path} must be a file, not a folder")
-    if options.plot is None:
-        return
-    if importlib.util.find_spec("matplotlib") is None:
-        raise CommandError("--plot needs matplotlib: pip install matplotlib")
-    if options.plot.suffix not in (".png", ".svg", ".pdf"):
-        raise CommandError(f"--plot must name a .png, .svg or .pdf file, got {options.plot}")
+    if path is not None and not path.absolute().parent.is_dir():
+        raise CommandError(f"the folder of {path} does not exist")
+    if path is not None and path.is_dir():
+        raise CommandError(f"{path} must be a file, not a folder")
 
 
 def _write(document: dict[str, Any], path: Path | None) -> None:

@@ -16,10 +16,12 @@ from torch import Tensor
 from ...checks import is_out_of_memory
 from ...config import UnsupportedAttention
 from ...machine.device import MIB
-from ...observe.memory import measure
+from ...observe.memory import available_bytes, measure
 from ...observe.report import record
 from ..charts import short_number
 from .clock import Clock
+
+_SHARE_OF_MEMORY = 0.7  # of what is free, that an entrant may take
 
 
 @dataclass(frozen=True)
@@ -27,7 +29,7 @@ class Settings:
     """How long to measure, and what.
 
     Attributes:
-        rounds: timed rounds at most; each round calls every entrant once.
+        rounds: timed rounds at most; each round calls every entrant once. 0 = the first call alone is timed.
         seconds: an entrant gets fewer rounds once they would take it longer than this.
         error_rows: query rows compared with the float64 reference, all heads; None = all rows.
         backward: time forward and backward together.
@@ -64,6 +66,15 @@ class Result:
     error: float | None = None
     ran: str = ""
     note: str = ""
+
+
+@dataclass(frozen=True)
+class Named:
+    """What a row of tables is about: its name, where it comes from, and its sizes in words."""
+
+    name: str
+    what: str
+    text: str
 
 
 class Work(NamedTuple):
@@ -108,7 +119,7 @@ def compete(
 
     Args:
         error_of: the error of what the work returns.
-        operations: that the work needs.
+        operations: that the work needs; 0 = not known.
         progress: called with the current step, for a status line, and with "" at the end.
     """
     results, lanes = [], []
@@ -123,7 +134,7 @@ def compete(
     for result in results:
         if result.times:
             result.seconds = statistics.median(result.times)
-            result.flops = operations / result.seconds
+            result.flops = operations / result.seconds or None
             result.ratio = _ratio(result.times, results[0].times)
     return results
 
@@ -151,7 +162,7 @@ def _lane(result: Result, run: Callable[[], Any], clock: Clock, settings: Settin
     calls = max(1, min(50, math.ceil(0.02 / max(first, 1e-6))))
     rounds = min(settings.rounds, int(settings.seconds / (first * calls)))
     if not rounds:
-        result.times, result.note = [first], "first call only"
+        result.times, result.note = [first], "first call only" if settings.rounds else ""
     return _Lane(result, run, rounds, calls)
 
 
@@ -169,6 +180,14 @@ def _ratio(times: list[float], others: list[float]) -> float | None:
     """Taken within each round, so that a clock that drifts cancels out."""
     ratios = [mine / theirs for mine, theirs in zip(times, others)]
     return statistics.median(ratios) if ratios else None
+
+
+def no_room(needed: int, device: torch.device) -> str:
+    """The note of an entrant that needs so many bytes; "" where there is room for it."""
+    available = available_bytes(device)
+    if available is None or needed <= _SHARE_OF_MEMORY * available:
+        return ""
+    return f"skipped: needs about {needed / 2**30:.1f} GiB, {available / 2**30:.1f} GiB are free"
 
 
 def _measured(result: Result, step: Callable[[], Any], device: torch.device) -> Any:

@@ -11,13 +11,10 @@ from torch import Tensor
 
 from ...capture import CapturedCall
 from ...checks import gap
-from ...observe.memory import available_bytes
 from ..oracle import reference, spread_rows
 from .candidates import BASELINE, Candidate, torch_kernel
 from .clock import Clock
-from .contest import Entrant, Result, Settings, Work, compete, silent
-
-_SHARE_OF_MEMORY = 0.7
+from .contest import Entrant, Result, Settings, Work, compete, no_room, silent
 
 
 def race(
@@ -56,7 +53,7 @@ def race(
             candidate.name,
             functools.partial(prepared, candidate),
             ran=torch_kernel(call) if candidate.name == BASELINE else "",
-            note=_too_much(candidate, call, settings),
+            note=no_room(candidate.extra_bytes(call) * (1 + settings.backward), clock.device),
         )
         for candidate in candidates
     ]
@@ -81,11 +78,3 @@ def needed_operations(call: CapturedCall, *, backward: bool = False) -> int:
     visible = sum(min(row + 1, keys) for row in range(rows)) if call.is_causal else rows * keys
     products = (4 * head_dim + 3 * head_dim_v) if backward else head_dim + head_dim_v
     return 2 * math.prod(call.query.shape[:-2]) * visible * products
-
-
-def _too_much(candidate: Candidate, call: CapturedCall, settings: Settings) -> str:
-    needed = candidate.extra_bytes(call) * (2 if settings.backward else 1)
-    available = available_bytes(call.query.device)
-    if available is None or needed <= _SHARE_OF_MEMORY * available:
-        return ""
-    return f"skipped: needs about {needed / 2**30:.1f} GiB, {available / 2**30:.1f} GiB are free"

@@ -76,7 +76,7 @@ def test_the_node_writes_on_itself_what_it_did(server: ComfyServer) -> None:
     if not answer["supported"]:
         pytest.skip("this ComfyUI cannot write on a node")
     texts = [text for _, text in answer["texts"]]
-    assert f"SD15: {ours.run.taken} of {ours.run.calls} calls taken" in texts[-1]
+    assert f"SD15: {ours.run.calls} calls, {ours.run.taken} taken" in texts[-1]
 
 
 # Half the spacing of the numbers above 1; eight of them are what two steps through a network make of it.

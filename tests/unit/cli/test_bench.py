@@ -11,7 +11,7 @@ import torch.nn.functional as F
 
 from pascal_attn_core import cli
 from pascal_attn_core.cli import bench
-from pascal_attn_core.cli.bench import length, measure, shapes
+from pascal_attn_core.cli.bench import contest, length, measure, shapes
 from pascal_attn_core.cli.bench.candidates import BASELINE, Candidate, all_candidates, choose_candidates
 from pascal_attn_core.cli.bench.clock import Clock, quiet_torch
 from pascal_attn_core.cli.bench.contest import Settings, geometric_means
@@ -104,7 +104,7 @@ def test_a_candidate_that_breaks_is_told_in_its_cell_and_stops_nobody():
 
 
 def test_who_needs_too_much_memory_is_left_out(monkeypatch):
-    monkeypatch.setattr(measure, "available_bytes", lambda device: 1000)
+    monkeypatch.setattr(contest, "available_bytes", lambda device: 1000)
     found = named(race(TINY["plain"].make(), choose_candidates(CANDIDATES, "torch-math"), CLOCK, QUICK))
     assert "skipped: needs" in found["torch-math"].note
     assert found[BASELINE].seconds > 0

@@ -65,7 +65,7 @@ def test_an_unknown_command_is_an_error_also_where_the_package_is_run_as_a_modul
 def test_info_needs_nothing_but_torch():
     code = """
 import sys
-for name in ("safetensors", "matplotlib", "rich", "diffusers", "transformers", "pascal_attn", "noflash_attention"):
+for name in ("safetensors", "matplotlib", "diffusers", "transformers", "pascal_attn", "noflash_attention"):
     sys.modules[name] = None
 from pascal_attn_core.cli import main
 sys.exit(main(["info"]))

@@ -14,6 +14,7 @@ pytest.importorskip("diffusers")
 pytest.importorskip("matplotlib")
 
 from pascal_attn_core.cli import charts, demo
+from pascal_attn_core.cli.bench import contest
 from pascal_attn_core.cli.demo import models
 from pascal_attn_core.observe.memory import PeakMemory
 from pascal_attn_core.patching.interception import TORCH_SDPA, SdpaMode, bind_sdpa
@@ -35,7 +36,7 @@ def finished(tmp_path_factory):
 
 
 def rows_of(results):
-    return [(case["name"], {row["name"]: row for row in case["rows"]}) for case in results["cases"]]
+    return [(each["model"]["name"], {row["name"]: row for row in each["results"]}) for each in results["models"]]
 
 
 def test_both_models_run_with_every_attention_and_a_chart_is_drawn(finished):
@@ -44,31 +45,31 @@ def test_both_models_run_with_every_attention_and_a_chart_is_drawn(finished):
     assert [name for name, _ in rows_of(results)] == ["image", "video"]
     for _, rows in rows_of(results):
         assert list(rows) == [*demo.RUNS]
-        assert all(row["seconds"] > 0 and row["peak_bytes"] > 0 and not row["note"] for row in rows.values())
-        assert rows[demo.STOCK]["calls"] is rows[demo.MATH]["calls"] is None
-        assert list(rows[demo.OURS]["calls"]) == ["tiled"]
-        assert rows[demo.SLICED]["calls"] == rows[demo.OURS]["calls"]
+        assert all(row["seconds"] > 0 and row["extra_bytes"] > 0 and not row["note"] for row in rows.values())
+        assert [row["ran"] for row in rows.values()] == ["", "", "tiled", "tiled"]
 
 
 def test_the_results_of_the_different_attentions_agree(finished):
     for _, rows in rows_of(finished[1]):
-        assert all(0 < row["difference"] < 1e-3 for name, row in rows.items() if name != demo.STOCK)
+        assert rows[demo.STOCK]["error"] == 0
+        assert all(0 < row["error"] < 1e-3 for name, row in rows.items() if name != demo.STOCK)
 
 
 def test_math_attention_shows_its_score_matrices_ours_keeps_below_and_slices_of_feed_forward_layers_too(finished):
-    for case, (_, rows) in zip(finished[1]["cases"], rows_of(finished[1])):
-        assert rows[demo.MATH]["peak_bytes"] > 2 * 4 * case["num_heads"] * case["tokens"] ** 2
-        assert rows[demo.SLICED]["peak_bytes"] <= rows[demo.OURS]["peak_bytes"] < rows[demo.MATH]["peak_bytes"]
+    for name, rows in rows_of(finished[1]):
+        case = models.CASES[name](quick=True)
+        assert rows[demo.MATH]["extra_bytes"] > 2 * 4 * case.num_heads * case.tokens**2
+        assert rows[demo.SLICED]["extra_bytes"] <= rows[demo.OURS]["extra_bytes"] < rows[demo.MATH]["extra_bytes"]
 
 
 def test_math_attention_that_does_not_fit_is_left_out_with_a_reason(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(demo, "available_bytes", lambda device: 1 << 20)
+    monkeypatch.setattr(contest, "available_bytes", lambda device: 1 << 20)
     assert main(["demo", "--quick", "--only", "video", "--steps", "1", "--out", str(tmp_path)]) == 0
     [(_, rows)] = rows_of(json.loads((tmp_path / "results.json").read_text()))
-    assert rows[demo.MATH]["note"] == "not run: needs 0.3 GiB, 0.0 GiB free"
+    assert rows[demo.MATH]["note"] == "skipped: needs about 0.0 GiB, 0.0 GiB are free"
     assert rows[demo.MATH]["seconds"] is None
     assert rows[demo.OURS]["seconds"] > 0
-    assert "not run: needs 0.3 GiB" in capsys.readouterr().out
+    assert "skipped: needs about 0.0 GiB" in capsys.readouterr().out
 
 
 def test_missing_packages_are_named_with_the_way_to_install_them(monkeypatch, capsys):
@@ -80,10 +81,13 @@ def test_missing_packages_are_named_with_the_way_to_install_them(monkeypatch, ca
     assert "diffusers, matplotlib must be installed for the demo: pip install diffusers matplotlib\n" in message
 
 
-@pytest.mark.parametrize("arguments", [["--steps", "0"], ["--device", "nonsense"]])
-def test_wrong_options_are_refused_in_one_sentence(arguments, capsys):
-    assert main(["demo", *arguments]) == 2
-    assert f"{arguments[0]} must be" in capsys.readouterr().err
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [(["--steps", "0"], "--steps must be at least 1, got 0"), (["--device", "nonsense"], "nonsense")],
+)
+def test_wrong_options_are_refused_in_one_sentence(arguments, words, tmp_path, capsys):
+    assert main(["demo", "--out", str(tmp_path), *arguments]) == 2
+    assert words in capsys.readouterr().err
 
 
 def uniform_attention(args, kwargs):
@@ -98,7 +102,7 @@ def test_attention_decides_about_the_result(make_case):
         pipe = case.build()
 
         def generate():
-            return demo._generate(case, pipe, case.small, **case.warm_up)
+            return demo.generate(case, pipe, case.small, **case.warm_up)
 
         right = generate()
         assert torch.equal(right, generate())

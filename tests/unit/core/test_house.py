@@ -27,7 +27,7 @@ assert torch.equal(torch.get_rng_state(), random)
 import pascal_attn_core.cli.run, pascal_attn_core.ffn, pascal_attn_core.flash_attn, pascal_attn_core.sdpa_patch
 assert not torch.cuda.is_initialized()
 assert (torch.get_num_threads(), torch.is_grad_enabled()) == (threads, grad)
-hosts = "torch._dynamo torch._inductor diffusers transformers comfy triton safetensors matplotlib rich numpy.testing"
+hosts = "torch._dynamo torch._inductor diffusers transformers comfy triton safetensors matplotlib numpy.testing"
 print([name for name in hosts.split() if name in sys.modules and name not in loaded])
 """
     assert run(code, env={"PASCAL_ATTN_ROUTES": "x"}) == "[]"

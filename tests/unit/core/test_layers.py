@@ -50,7 +50,6 @@ HOSTS: dict[str, set[str]] = {
     "safetensors": {"capture", "cli"},
     "numpy": {"nodes", "cli"},
     "matplotlib": {"plots", "cli"},
-    "rich": {"cli"},
     **{name: set() for name in ("triton", "accelerate", "peft", "xformers", "flash_attn")},
 }
 FILES = sorted(path.relative_to(ROOT) for top in TOPS for path in (ROOT / top).rglob("*.py"))

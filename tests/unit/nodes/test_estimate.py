@@ -122,17 +122,21 @@ def attention_shape(tokens: int = 4096, dtype: torch.dtype = torch.bfloat16, liv
     return trace.AttentionShape(*((1, 24, tokens, 128),) * 3, dtype, False, live)
 
 
-@pytest.mark.parametrize("takes", [True, False, None])
+def why(found: Any) -> str:
+    return found.needs[found.attention].why
+
+
+@pytest.mark.parametrize("takes", [True, False])
 def test_what_pytorch_does_without_the_patch_decides_what_it_saves(
-    takes: bool | None, monkeypatch: pytest.MonkeyPatch
+    takes: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(estimate, "fused_takes", lambda shape, device: takes)
     card = dataclasses.replace(HOST, info=DeviceInfo("cuda", "GTX 1080 Ti", (6, 1), 28, 2816 << 10, 11 << 30))
-    found = estimate.figures(call_of(attention_shape(live=MIB)), card)
-    assert found.attention_without == (768 * MIB if takes is False else 0)
-    assert found.attention_with == 0 if takes else 0 < found.attention_with <= 64 * MIB
-    assert found.total_without == MIB + found.attention_without
-    assert found.total_with == MIB + found.attention_with
+    found = estimate.Figures(call_of(attention_shape(live=MIB)), card)
+    assert found.of_attention(patched=False) == (768 * MIB if takes is False else 0)
+    assert found.of_attention(patched=True) == 0 if takes else 0 < found.of_attention(patched=True) <= 64 * MIB
+    assert found.total_without == MIB + found.of_attention(patched=False)
+    assert found.total_with == MIB + found.of_attention(patched=True)
 
 
 @pytest.mark.parametrize(("arch", "has_kernel"), [("gfx906", True), ("gfx803", False)])
@@ -141,28 +145,28 @@ def test_amd_cards_that_have_a_kernel_of_ours_are_told_and_another_method_of_the
 ) -> None:
     monkeypatch.setattr(estimate, "fused_takes", lambda shape, device: False)
     card = dataclasses.replace(HOST, info=DeviceInfo("hip", "AMD", num_sms=60, arch=arch, total_bytes=16 << 30))
-    found = estimate.figures(call_of(attention_shape()), card)
-    assert found.attention_without == 768 * MIB
-    assert found.why.startswith("PyTorch has no fused kernel for it here and stores the score matrix")
-    assert found.why.endswith("; the patch has a kernel that does not store it, and tiles") == has_kernel
-    found = estimate.figures(call_of(attention_shape()), dataclasses.replace(card, attention="attention_split"))
-    assert found.attention_without == 0
-    assert "attention_split" in found.why
+    found = estimate.Figures(call_of(attention_shape()), card)
+    assert found.of_attention(patched=False) == 768 * MIB
+    assert why(found).startswith("PyTorch has no fused kernel for it here and stores the score matrix")
+    assert why(found).endswith("; the patch has a kernel that does not store it, and tiles") == has_kernel
+    found = estimate.Figures(call_of(attention_shape()), dataclasses.replace(card, attention="attention_split"))
+    assert found.of_attention(patched=False) == 0
+    assert "attention_split" in why(found)
 
 
 def test_this_pytorch_is_asked_with_a_few_tokens() -> None:
     assert estimate.fused_takes(attention_shape(1 << 20, torch.float32), torch.device("cpu")) is True
-    assert estimate.fused_takes(attention_shape(1 << 20, torch.float32), torch.device("meta")) in (None, True, False)
+    assert estimate.fused_takes(attention_shape(1 << 20, torch.float32), torch.device("meta")) in (True, False)
 
 
 def test_chunking_bounds_long_calls_only() -> None:
     shape = trace.FfnShape("ffn", "Ffn", (1, 4096, 64), torch.float32, 500 * MIB, 7)
     short = dataclasses.replace(shape, shape=(1, 1023, 64), extra_bytes=100 * MIB)
     assert [estimate.chunked_bytes(layer, HOST) for layer in (shape, short)] == [64 * MIB, 100 * MIB]
-    found = estimate.figures(call_of(ffn=(shape, short), other=MIB), HOST)
-    assert (found.ffn_without, found.ffn_with) == (500 * MIB, 100 * MIB)
+    found = estimate.Figures(call_of(ffn=(shape, short), other=MIB), HOST)
+    assert (found.of_ffn(chunked=False), found.of_ffn(chunked=True)) == (500 * MIB, 100 * MIB)
     assert (found.total_without, found.total_with) == (500 * MIB + 7, 100 * MIB + 7)
-    found = estimate.figures(call_of(ffn=(shape, short), other=900 * MIB), HOST)
+    found = estimate.Figures(call_of(ffn=(shape, short), other=900 * MIB), HOST)
     assert found.total_without == found.total_with == 900 * MIB, "never below the other tensors"
 
 
@@ -172,7 +176,7 @@ def test_chunking_bounds_long_calls_only() -> None:
 def text_for(call: Any, **subject: Any) -> str:
     given = {"name": "Flux", "latent": [(1, 16, 128, 128)], "copies": 1, "how": "How.", "weight_bytes": 20 << 30,
              "available_bytes": 10 << 30, "total_bytes": 11 << 30} | subject  # fmt: skip
-    return text.text_of(call, estimate.figures(call, HOST), HOST, text.Subject(**given))
+    return text.text_of(estimate.Figures(call, HOST), text.Subject(**given))
 
 
 def test_the_text_says_what_is_counted_and_what_not() -> None:
@@ -236,7 +240,7 @@ def test_the_largest_fits_and_the_next_one_does_not(takes: bool, monkeypatch: py
         assert bounded
         place = axis.sizes.index(size)
         around = [traced(s.shape) for s in axis.sizes[place : place + 2]]
-        inside, outside = (estimate.peak_bytes(call, card, patched=patched, chunked=chunked) for call in around)
+        inside, outside = (estimate.Figures(call, card).peak(patched=patched, chunked=chunked) for call in around)
         assert inside <= room < outside
     amounts = [fit.size.amount for fit in found]
     assert amounts[3] == max(amounts) > amounts[0]
@@ -268,7 +272,7 @@ def test_sizes_keep_the_form_of_the_latent() -> None:
 
 
 def test_the_picture_shows_every_way() -> None:
-    chart, axis = node_module("estimate.chart"), axis_of("batch", (1, 4, 8, 8))
+    axis = axis_of("batch", (1, 4, 8, 8))
     fits = [largest.Fit(size, True) for size in (axis.sizes[2], axis.sizes[3], None, axis.sizes[9])]
-    with_bars = chart.draw_largest([(axis, fits)], "Flux: the largest that fits")
-    assert with_bars.height > chart.draw_largest([], "x").height > 50
+    with_bars = text.draw_largest([(axis, fits)], "Flux: the largest that fits")
+    assert with_bars.height > text.draw_largest([], "x").height > 50

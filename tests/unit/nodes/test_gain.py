@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from attn_support.comfy.runs import blocks, findings, kind, part, run
+from attn_support.comfy.runs import findings, kind, part, run
 from attn_support.comfy.stub import make_engine, stub_host  # noqa: F401
 
 GAIN, TEXT = part("nodes.reporting.gain"), part("nodes.reporting.text")
@@ -72,23 +72,6 @@ def test_it_is_the_first_line_of_the_text_also_above_warnings():
     text = TEXT.report_text(findings(LARGE, attention=SDPA, alarms=["beware"]))
     assert text.splitlines()[0].startswith("Gained: 2,289 MiB")
     assert text.index("Gained") < text.index("!! beware")
-
-
-@pytest.mark.parametrize(
-    ("made", "sentence"),
-    [
-        (LARGE, "Flux: 2,289 MiB less memory in the largest call"),
-        (run(blocks(3)), "Flux: 12 of 12 calls taken, 1 MiB extra at most"),
-        (ALL_PASSED, "Flux: 0 of 32 calls taken: fewer than 1024 keys"),
-        (run(notes=["compiled"]), "Flux: compiled"),
-        (INT8, "Flux: 40 of 40 layers in int8, not exact"),
-    ],
-)
-def test_the_status_line_is_one_short_sentence_with_the_figure(made, sentence):
-    found = GAIN.status_line(made, SDPA)
-    assert found.startswith(sentence)
-    assert "\n" not in found
-    assert len(found) < 110
 
 
 def test_the_engine_counts_calls_with_what_their_choice_says(stub_host):  # noqa: F811

@@ -222,7 +222,7 @@ def test_a_previous_override_that_wants_containers_gets_them_full(monkeypatch: p
 def test_blocks_are_named_by_the_host_and_else_by_their_number() -> None:
     engine, scope = make_engine(), scope_module.Scope()
     override = make_override(engine, scope, None)
-    with scope.numbering("call"):
+    with scope.around(engine, "call", catches=False):
         for options in ({"block": ("input", 4), "block_index": 0}, {"block_type": "double", "block_index": 3}, None):
             override(host_attention, *tensors(), HEADS, transformer_options=options)
     assert [kind.block for kind in engine.run.tallies] == ["input 4.0", "double 3", "call 1"]
@@ -287,7 +287,7 @@ def test_an_error_below_unwinds_the_scope() -> None:
 
 def test_a_direct_call_that_is_not_understood_is_passed_on() -> None:
     engine, scope, x = make_engine(), scope_module.Scope(), torch.randn(1, 2, 9, 4)
-    with scope.catching(engine):
+    with scope.around(engine, "call", catches=True):
         assert F.scaled_dot_product_attention(x, x, x, dropout_p=0.5).shape == x.shape
         with pytest.raises(TypeError):
             F.scaled_dot_product_attention(x, x, x, new=1)
@@ -296,7 +296,7 @@ def test_a_direct_call_that_is_not_understood_is_passed_on() -> None:
 
 def test_other_threads_are_not_caught() -> None:
     engine, scope, x = make_engine(), scope_module.Scope(), torch.randn(1, 2, 9, 4)
-    with scope.catching(engine):
+    with scope.around(engine, "call", catches=True):
         thread = threading.Thread(target=model, args=(x,))
         thread.start()
         thread.join()

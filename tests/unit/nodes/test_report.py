@@ -126,14 +126,14 @@ def test_of_several_checks_the_one_that_failed_is_shown():
 
 def test_neighbours_in_which_the_same_happened_share_a_line():
     lines = TEXT.report_text(findings(run([*blocks(19), *blocks(38, "single", count=8)]))).splitlines()
-    assert "double 0-18  19 blocks, each 4 torch; 760 ms" in lines
-    assert "single 0-37  38 blocks, each 8 torch; 1.52 s" in lines
+    assert "double 0 to double 18  19 blocks, each 4 torch; 760 ms" in lines
+    assert "single 0 to single 37  38 blocks, each 8 torch; 1.52 s" in lines
     tallies = blocks(5)
     tallies[2] = (kind("double 2", "passed to ComfyUI", why="fewer than 1024 keys"), {"count": 4})
     rows = [ROWS.BlockRow(f"encoder.layers.{i}.self_attn", {"tiled": 1}) for i in range(12)]
     for given, names in (
-        (ROWS.block_rows(run(tallies)), ["double 0-1", "double 2", "double 3-4"]),
-        (rows, ["encoder.layers.0-11.self_attn"]),
+        (ROWS.block_rows(run(tallies)), ["double 0 to double 1", "double 2", "double 3 to double 4"]),
+        (rows, ["encoder.layers.0.self_attn to encoder.layers.11.self_attn"]),
     ):
         assert [group.name for group in ROWS.grouped(given)] == names
 

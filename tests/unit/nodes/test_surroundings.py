@@ -39,23 +39,26 @@ LORA = ("LoraLoaderModelOnly", {"model": "patch"})
 )
 def test_a_patch_whose_model_only_gives_weights_is_told(more: dict[str, Any], told: str) -> None:
     prompt = graph(load=("UNETLoader", {}), patch=("Patch", {}), sampler=("KSampler", {"model": "merge"}), **more)
-    found = prompts.where_only_weights_go(prompt, "patch")
+    found = prompts.without_effect(prompt, "patch")
     assert told in found
     assert bool(found) == bool(told)
-    assert prompts.where_only_weights_go(prompt, None) == ""
+    assert prompts.without_effect(prompt, "unknown") == ""
 
 
 def test_a_patch_is_replaced_where_every_way_ends_in_another_of_its_class() -> None:
     chain = {"patch": ("Patch", {"model": "load"}), "lora": ("Lora", {"model": "patch"})}
     chain |= {"second": ("Patch", {"model": "lora"}), "sampler": ("KSampler", {"model": "second"})}
-    assert prompts.replaced_by(graph(**chain), "patch") == ["second"]
-    assert prompts.replaced_by(graph(**chain), "second") == []
+    one = "node second of the same kind after it takes its place"
+    assert prompts.without_effect(graph(**chain), "patch") == one
+    assert prompts.without_effect(graph(**chain), "second") == ""
     beside = chain | {"other": ("KSampler", {"model": "patch"}), "decode": ("VAEDecode", {"samples": "other"})}
-    assert prompts.replaced_by(graph(**beside), "patch") == []
+    assert prompts.without_effect(graph(**beside), "patch") == ""
     saved = chain | {"save": ("ModelSave", {"model": "patch"})}
-    assert prompts.replaced_by(graph(**saved), "patch") == []
+    assert prompts.without_effect(graph(**saved), "patch") == ""
     third = chain | {"third": ("Patch", {"model": "patch"})}
-    assert prompts.replaced_by(graph(**third), "patch") == ["second", "third"]
+    assert "nodes second and third of the same kind" in prompts.without_effect(graph(**third), "patch")
+    merged = chain | {"merge": MERGE}
+    assert prompts.without_effect(graph(**merged), "patch").endswith(f"put this node after it; {one}")
 
 
 def named(qualname: str, module: str) -> Any:

@@ -137,4 +137,4 @@ def test_the_demo_is_one_of_the_parts(python: tuple[str, ...], tmp_path: Path) -
     assert main(["--device", "cpu", "--tiny", "--parts", "demo", "--out", str(tmp_path)], python) == 0
     content = json.loads((tmp_path / "gtx-1080-ti" / "demo.json").read_text())
     assert content["state"] == "right"
-    assert [row["name"] for row in content["figures"]["cases"][0]["rows"]] == list(RUNS)
+    assert [row["name"] for row in content["figures"]["models"][0]["results"]] == list(RUNS)
