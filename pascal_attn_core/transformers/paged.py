@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from ..call import AttentionOutput
 from ..config import AttentionConfig
 from ..flash_attn.options import FlashOptions
 from ..flash_attn.varlen import varlen_attend
@@ -62,8 +61,7 @@ def paged_attend(
     ends, query = (_on_cpu(ends_q), _on_cpu(ends_k)), query[0].transpose(0, 1)
     out, lse = varlen_attend(query, keys, values, *ends, lambda batch: options, with_lse=s_aux is not None)
     if s_aux is not None and lse is not None:
-        heads_first = AttentionOutput(out.transpose(0, 1), lse)
-        out = with_query_sinks(heads_first, s_aux.flatten()[:, None, None]).transpose(0, 1)
+        out = with_query_sinks(out.transpose(0, 1), lse, s_aux.flatten()[:, None, None]).transpose(0, 1)
     return out[None].contiguous()
 
 
