@@ -9,11 +9,11 @@ import torch
 from ..pascal_attn_core.machine.device import device_info
 from ..pascal_attn_core.machine.runtime import runtime_of
 from .comfy import host
+from .reporting.words import dtype_text
 from .tiles.choice import Card, Shape, plan_for, sentence
-from .tiles.measure import AUTO, CannotMeasure, TileSizes
+from .tiles.measure import CannotMeasure, TileSizes, fastest, within_limits
 
 FROM_CARD, MEASURE, AGAIN = "from the card", "measure", "measure again"
-_DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
 _AS_COMFYUI = "as ComfyUI computes"
 
 
@@ -53,7 +53,7 @@ class PascalTileSize:
                 "tokens": ("INT", {"default": 4096, "min": 1, "max": 1048576, "tooltip": tokens}),
                 "heads": ("INT", {"default": 24, "min": 1, "max": 1024, "tooltip": "Attention heads of the model."}),
                 "head_dim": ("INT", {"default": 64, "min": 1, "max": 1024, "tooltip": "Channels of one head."}),
-                "dtype": ([_AS_COMFYUI, *_DTYPES], {"default": _AS_COMFYUI, "tooltip": dtype}),
+                "dtype": ([_AS_COMFYUI, "float16", "bfloat16", "float32"], {"default": _AS_COMFYUI, "tooltip": dtype}),
                 "budget_mib": ("INT", {"default": 0, "min": 0, "max": 65536, "tooltip": budget}),
             },
             "hidden": {"unique_id": "UNIQUE_ID"},
@@ -71,8 +71,9 @@ class PascalTileSize:
     ) -> tuple[int, str]:
         """Keys per tile, and the sentence."""
         device = host.compute_device()
-        kind = _DTYPES.get(dtype) or host.compute_dtype(device)
-        shape = Shape(tokens, heads, head_dim, kind, budget_mib)
+        if dtype == _AS_COMFYUI:
+            dtype = dtype_text(host.compute_dtype(device))
+        shape = Shape(dtype, tokens, heads, head_dim, budget_mib)
         card = Card(device_info(device), *host.free_and_total_bytes(device))
         size, text = _from_card(card, shape) if mode == FROM_CARD else _measured(card, shape, device, mode == AGAIN)
         host.say(text, unique_id, f"{size:,} keys per tile" if size else "0: the patch chooses best by itself")
@@ -87,18 +88,12 @@ def _from_card(card: Card, shape: Shape, remark: str = "") -> tuple[int, str]:
 def _measured(card: Card, shape: Shape, device: torch.device, again: bool) -> tuple[int, str]:
     planned = plan_for(card, shape)
     try:
-        found = runtime_of(device).part(TileSizes).of(card, shape, planned.kv_block, again=again)
+        timed = within_limits(card, shape)
+        times = runtime_of(device).part(TileSizes).of(timed, planned.kv_block, again=again)
     except CannotMeasure as reason:
         return _from_card(card, shape, f" It could not be measured: {reason}.")
-    words = (
-        "the tiled route is fastest with its own choice"
-        if found.keys == AUTO
-        else f"{found.keys} keys per tile are fastest"
-    )
-    with_what = f" with {found.timed}" if found.timed != shape.text() else ""
-    measured = f"{words}, as measured on {found.measured}{with_what} ({_listed(found.milliseconds)})"
-    return found.keys, sentence(card, shape, planned, measured)
-
-
-def _listed(times: dict[str, float]) -> str:
-    return ", ".join(f"{size}: {ms} ms" for size, ms in times.items())
+    keys = fastest(times)
+    words = f"{keys} keys per tile are fastest" if keys else "the tiled route is fastest with its own choice"
+    with_what = f" with {timed.text()}" if timed != shape else ""
+    listed = ", ".join(f"{size}: {ms} ms" for size, ms in times.items())
+    return keys, sentence(card, shape, planned, f"{words}, as measured{with_what} ({listed})")

@@ -16,6 +16,7 @@ from .engine.engine import Engine, PatchSettings
 from .engine.meter import not_finite
 from .patches.bands import AS_IT_IS, METHODS, MODES, NEEDED, Estimate, in_bands
 from .patches.replacements import Replacement, Sites, in_run, whole_call
+from .reporting.words import dtype_text
 
 _WHOLE = ("decode", "encode", "decode_tiled", "encode_tiled")  # of VAEs, and of the networks in them
 
@@ -133,8 +134,7 @@ def _say_where_nan_comes_from(engine: Engine, what: str, given: list[Any], resul
         source = "latent" if what.startswith("decode") else "image"
         engine.warn(f"the {source} given to {what} already holds NaN or infinity: the fault is before the VAE")
     else:
-        dtype = str(result.dtype).removeprefix("torch.")
-        engine.warn(f"{what} produced NaN or infinity in {dtype}: start ComfyUI with --fp32-vae")
+        engine.warn(f"{what} produced NaN or infinity in {dtype_text(result.dtype)}: start ComfyUI with --fp32-vae")
 
 
 @functools.cache

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ..reporting.words import size_text
-from ..tiles.choice import name_of
+from ..reporting.words import dtype_text, size_text
 from .figures import Figures, Host
 from .largest import WAYS, Axis, Fit
 from .trace import AttentionShape, FfnShape, ModelCall
@@ -125,11 +124,9 @@ def _ffn(call: ModelCall, found: Figures, host: Host) -> list[str]:
 
 def _words(shape: AttentionShape) -> str:
     batch, heads, queries, width = shape.query
-    mask = ", masked" if shape.masked else ""
-    return (
-        f"{batch} x {heads} heads x {queries} queries x {shape.key[2]} keys of {width} in {name_of(shape.dtype)}{mask}"
-    )
+    sizes = f"{batch} x {heads} heads x {queries} queries x {shape.key[2]} keys of {width}"
+    return f"{sizes} in {dtype_text(shape.dtype)}{', masked' if shape.masked else ''}"
 
 
 def _ffn_words(shape: FfnShape) -> str:
-    return f"{shape.name} ({shape.kind}) on {' x '.join(map(str, shape.shape))} in {name_of(shape.dtype)}"
+    return f"{shape.name} ({shape.kind}) on {' x '.join(map(str, shape.shape))} in {dtype_text(shape.dtype)}"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import torch
+
 from ..engine.runs import CallKind, Run
 
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
@@ -35,6 +37,11 @@ def _digits(value: float) -> int:
 def plural(count: int, noun: str) -> str:
     """``"1 call"``, ``"1,234 calls"``."""
     return f"{count:,} {noun}{'' if count == 1 else 's'}"
+
+
+def dtype_text(dtype: torch.dtype) -> str:
+    """``"float16"``."""
+    return str(dtype).removeprefix("torch.")
 
 
 def share_text(share: float) -> str:

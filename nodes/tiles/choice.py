@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,40 +15,27 @@ from ...pascal_attn_core.tiled.plan import plan_call
 from ...pascal_attn_core.tiled.tiles import TilePlan, recommended_tile_size_for
 
 GIB = 1 << 30
-_LEAST_TOKENS = 1024
 _SHARE_OF_FREE = 2  # a call may take 1 / 2 of what is free, where that is less than its budget
 
 
-@dataclass(frozen=True)
-class Shape:
-    """One attention call of a model: self-attention of ``tokens`` tokens, as ComfyUI's models lay it out.
+class Shape(NamedTuple):
+    """One attention call of a model, self-attention of ``tokens`` tokens, as ComfyUI's models lay it out.
 
     Attributes:
+        dtype: ``"float16"``.
         budget_mib: extra memory of the call; 0 = the device's default.
     """
 
+    dtype: str
     tokens: int
     heads: int
     head_dim: int
-    dtype: torch.dtype
     budget_mib: int = 0
 
-    def tensor(self, device: torch.device | str, heads: int | None = None) -> Tensor:
-        """Numbers in the shape of a query, key or value: ``[1, H, N, D]``, a view of ``[1, N, H*D]``."""
-        heads = self.heads if heads is None else heads
-        flat = torch.empty(1, self.tokens, heads * self.head_dim, dtype=self.dtype, device=device)
-        return flat.unflatten(-1, (heads, self.head_dim)).transpose(1, 2)
-
-    @property
-    def can_shrink(self) -> bool:
-        """Whether a smaller call would still show which tiles are fast."""
-        return self.heads > 1 or self.tokens > _LEAST_TOKENS
-
-    def smaller(self) -> Shape:
-        """Half the heads, or of one head half the tokens."""
-        if self.heads > 1:
-            return replace(self, heads=(self.heads + 1) // 2)
-        return replace(self, tokens=max(_LEAST_TOKENS, (self.tokens + 1) // 2))
+    def tensor(self, device: torch.device | str) -> Tensor:
+        """An empty query, key or value: ``[1, H, N, D]``, a view of ``[1, N, H*D]``."""
+        size = 1, self.tokens, self.heads, self.head_dim
+        return torch.empty(size, dtype=getattr(torch, self.dtype), device=device).transpose(1, 2)
 
     @property
     def config(self) -> AttentionConfig:
@@ -57,7 +45,7 @@ class Shape:
     def text(self) -> str:
         """``"4096 tokens, 24 heads of 64 in float16"``."""
         heads = f"{self.heads} head{'' if self.heads == 1 else 's'}"
-        return f"{self.tokens} tokens, {heads} of {self.head_dim} in {name_of(self.dtype)}"
+        return f"{self.tokens} tokens, {heads} of {self.head_dim} in {self.dtype}"
 
 
 @dataclass(frozen=True)
@@ -100,8 +88,3 @@ def sentence(card: Card, shape: Shape, plan: TilePlan, measured: str = "") -> st
         f"{card.text()}: for {shape.text()} {chosen}; the square tile that its L2 cache alone would allow is "
         f"{constant} x {constant}."
     )
-
-
-def name_of(dtype: torch.dtype) -> str:
-    """``"float16"``."""
-    return str(dtype).removeprefix("torch.")

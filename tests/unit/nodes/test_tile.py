@@ -27,16 +27,16 @@ CARD = tile.Card(GTX_1080_TI, 10 << 30, 11 << 30)
 CPU = tile.Card(DeviceInfo("cpu", "CPU"), 8 << 30, 16 << 30)
 
 
-def shape(tokens: int = 4096, heads: int = 24, dtype: torch.dtype = torch.float32, budget_mib: int = 0) -> Any:
-    return tile.Shape(tokens, heads, 64, dtype, budget_mib)
+def shape(tokens: int = 4096, heads: int = 24, dtype: str = "float32", budget_mib: int = 0) -> Any:
+    return tile.Shape(dtype, tokens, heads, 64, budget_mib)
 
 
 # ---- from the card ----
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-def test_the_number_is_what_the_tiled_route_would_choose(dtype: torch.dtype) -> None:
-    query = torch.zeros(1, 128, 2, 64, dtype=dtype).transpose(1, 2)
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_the_number_is_what_the_tiled_route_would_choose(dtype: str) -> None:
+    query = torch.zeros(1, 128, 2, 64, dtype=getattr(torch, dtype)).transpose(1, 2)
     call = check_call(query, query, query)
     small = shape(128, 2, dtype)
     for card in (CARD, CPU):
@@ -69,16 +69,12 @@ def test_a_card_that_is_nearly_full_gets_smaller_tiles() -> None:
 # ---- the measurement ----
 
 
-def measure(given: Any) -> Any:
-    return timing.measure(CPU, given, 512, torch.device("cpu"), median_times)
-
-
-def test_a_measurement_times_every_size_and_leaves_the_random_numbers_alone(stub_host: StubHost) -> None:  # noqa: F811
+def test_a_measurement_times_every_size_and_leaves_the_random_numbers_alone(host: StubHost) -> None:
     before = torch.get_rng_state()
-    times, timed = measure(shape(512, 1))
-    assert list(times) == [0, 256, 512]
-    assert all(ms > 0 for ms in times.values())
-    assert timed == shape(512, 1)
+    with timed_by(median_times):
+        sizes = node.runtime_of(torch.device("cpu")).part(timing.TileSizes).of(shape(512, 1), 512)
+    assert list(sizes) == ["own choice", "256", "512"]
+    assert all(ms > 0 for ms in sizes.values())
     assert torch.equal(torch.get_rng_state(), before)
 
 
@@ -97,16 +93,30 @@ def test_cancel_ends_a_measurement(host: StubHost) -> None:
         choose("measure")
 
 
-def test_without_time_or_memory_it_says_so(stub_host: StubHost, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
-    with pytest.raises(timing.CannotMeasure, match="too long"):
-        timing.measure(CPU, shape(512, 1), 512, torch.device("cpu"), lambda attempts, device: [1.0, math.inf, 1.0])
+@pytest.mark.parametrize(
+    ("clock", "words"),
+    [
+        (lambda attempts, device: [1.0, math.inf, 1.0], "the call takes too long to be timed in 4 seconds"),
+        (lambda attempts, device: full(), "the card ran out of memory: tried to allocate 1 GiB"),
+    ],
+)
+def test_what_cannot_be_measured_comes_from_the_card_with_the_reason(
+    host: StubHost, tmp_path: Path, clock: Any, words: str
+) -> None:
+    with timed_by(clock):
+        size, text = choose("measure")
+        assert size == choose("from the card")[0]
+    assert text.endswith(f" It could not be measured: {words}.")
+    assert list(tmp_path.iterdir()) == []
 
-    def full(*args: Any, **kwargs: Any) -> None:
-        raise MemoryError("tried to allocate 1 GiB\nand more")
 
-    monkeypatch.setattr(timing, "sdpa", full)
-    with pytest.raises(timing.CannotMeasure, match=r"ran out of memory: tried to allocate 1 GiB$"):
-        measure(shape(512, 1))
+def full() -> list[float]:
+    raise torch.OutOfMemoryError("tried to allocate 1 GiB\nand more")
+
+
+def test_the_sentence_says_what_was_timed_instead(host: StubHost) -> None:
+    with timed_by(lambda attempts, device: [10.0] * len(attempts)):
+        assert "as measured with 4096 tokens, 1 head of 64 in float32 (" in choose("measure", tokens=4096, heads=24)[1]
 
 
 # ---- the node ----
@@ -150,15 +160,14 @@ def test_the_winner_is_remembered_and_said_on_the_node(host: StubHost, tmp_path:
         for _ in range(2):
             size, text = choose("measure")
             assert size == 256
-            assert "256 keys per tile are fastest, as measured on" in text
-            assert "(own choice: 10.0 ms, 256: 8.0 ms, 512: 9.0 ms)" in text
+            assert "256 keys per tile are fastest, as measured (own choice: 10.0 ms, 256: 8.0 ms, 512: 9.0 ms)" in text
             assert host.said[-1] == "256 keys per tile"
         assert clock.runs == 1
         choose("measure again")
         assert clock.runs == 2
     (file,) = tmp_path.iterdir()
-    (row,) = json.loads(file.read_text())["tile_sizes"]
-    assert row["milliseconds"] == {"own choice": 10.0, "256": 8.0, "512": 9.0}
+    (row,) = json.loads(file.read_text())["milliseconds"]
+    assert row["times"] == {"own choice": 10.0, "256": 8.0, "512": 9.0}
     with timed_by(Clock(1.0, 9.0, 9.0)) as clock:
         assert choose("measure")[0] == 256
         assert choose("measure", budget_mib=2)[0] == choose("measure again")[0] == 0
@@ -169,22 +178,11 @@ def test_the_winner_is_remembered_and_said_on_the_node(host: StubHost, tmp_path:
     assert clock.runs == 3
 
 
-@pytest.mark.parametrize("keys", ['"256"', "-1", "65537", "null"])
-def test_an_entry_that_makes_no_sense_is_measured_again(host: StubHost, tmp_path: Path, keys: str) -> None:
+@pytest.mark.parametrize("wrong", ['"x": 8.0', '"-1": 8.0', '"65537": 8.0', '"256": null', '"256": -8.0'])
+def test_an_entry_that_makes_no_sense_is_measured_again(host: StubHost, tmp_path: Path, wrong: str) -> None:
     with timed_by(Clock(10.0, 8.0, 9.0)):
         choose("measure")
     (file,) = tmp_path.iterdir()
-    file.write_text(file.read_text().replace('"keys": 256', f'"keys": {keys}'))
+    file.write_text(file.read_text().replace('"256": 8.0', wrong))
     with timed_by(Clock(10.0, 9.0, 8.0)):
-        assert choose("measure")[0] == (256 if keys == '"256"' else 512)
-
-
-def test_what_cannot_be_measured_comes_from_the_card(host: StubHost, tmp_path: Path) -> None:
-    def refuse(*args: Any) -> list[float]:
-        raise torch.OutOfMemoryError("tried to allocate 1 GiB\nand more")
-
-    with timed_by(refuse):
-        size, text = choose("measure")
-        assert size == choose("from the card")[0]
-    assert text.endswith("It could not be measured: the card ran out of memory: tried to allocate 1 GiB.")
-    assert list(tmp_path.iterdir()) == []
+        assert choose("measure")[0] == 512
