@@ -65,7 +65,7 @@ class TileSizes(Contest[Shape]):
     def _measured(self, shape: Shape, planned: int) -> dict[str, float]:
         sizes = sorted({size for size in (*_CANDIDATES, planned) if size < shape.tokens or size == planned})
         try:
-            tensors = [_numbers(shape, self.device, seed) for seed in range(3)]
+            tensors = _numbers(shape, self.device, 0), _numbers(shape, self.device, 1), _numbers(shape, self.device, 2)
             attempts = {OWN_CHOICE: functools.partial(_attend, shape, None, tensors)}
             attempts |= {str(size): functools.partial(_attend, shape, size, tensors) for size in sizes}
             found = self.timed(shape, attempts) or {}
@@ -126,7 +126,7 @@ def _numbers(shape: Shape, device: torch.device, seed: int) -> Tensor:
     return shape.tensor(device).normal_(generator=torch.Generator(device).manual_seed(seed))
 
 
-def _attend(shape: Shape, kv_block: int | None, tensors: list[Tensor]) -> Tensor:
+def _attend(shape: Shape, kv_block: int | None, tensors: tuple[Tensor, Tensor, Tensor]) -> Tensor:
     host.throw_if_interrupted()
     with between_blocks(lambda done, total: host.throw_if_interrupted()):
         return sdpa(*tensors, config=replace(shape.config, kv_block=kv_block))
