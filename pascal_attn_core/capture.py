@@ -26,8 +26,8 @@ from torch import Tensor
 
 from .call import AttentionCall, distinct
 from .lazy_mask import LazyMask
-from .patching.interception import PLAIN, bind_sdpa
-from .patching.patch import Patch
+from .patching.interception import PLAIN, SDPA_NAME, bind_sdpa
+from .patching.patch import Patch, replaced
 from .routes.run import add_observer
 
 __all__ = ["CapturedCall", "capture", "load_calls"]
@@ -116,19 +116,12 @@ def capture(
     original = F.scaled_dot_product_attention
     ours = _watched(original, recorder)
     ours.__module__ = F.__name__  # where pickle finds it, and torch's function later
-    F.scaled_dot_product_attention = ours
+    give_back = replaced(F, SDPA_NAME, ours)
     end_observing = add_observer(recorder.see_checked)
 
     def undo() -> list[str]:
         end_observing()
-        sentences = []
-        if F.scaled_dot_product_attention is ours:
-            F.scaled_dot_product_attention = original
-        else:
-            sentences.append(
-                "scaled_dot_product_attention has been replaced since: ours stays underneath it and does nothing"
-            )
-        return sentences + recorder.finish()
+        return give_back() + recorder.finish()
 
     return Patch(f"capture to {target.name}", undo)
 
