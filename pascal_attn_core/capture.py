@@ -26,11 +26,11 @@ from torch import Tensor
 
 from .call import AttentionCall, distinct
 from .lazy_mask import LazyMask
-from .patching.interception import PLAIN, bind_sdpa
-from .patching.patch import Patch
+from .patching.interception import PLAIN, SDPA_NAME, bind_sdpa
+from .patching.patch import Patch, replaced
 from .routes.run import add_observer
 
-__all__ = ["CapturedCall", "capture", "load_calls", "observe"]
+__all__ = ["CapturedCall", "capture", "load_calls"]
 
 log = logging.getLogger("pascal_attn")
 
@@ -88,7 +88,7 @@ def capture(
     ``torch.nn.functional.scaled_dot_product_attention`` is replaced by a function that copies its arguments to the CPU
     and then calls the original. A caller that imported that function by name earlier is not seen, nor is a call inside
     ``torch.compile`` or a CUDA graph, nor one with a window, softcap, sinks or a mask that is a rule, which the file
-    format cannot represent; :func:`observe` covers functions of your own.
+    format cannot represent.
 
     Args:
         path: the file, replaced as a whole when the capture ends: on ``.remove()``, or once ``limit`` is reached.
@@ -114,59 +114,32 @@ def capture(
         raise ValueError(f"max_mib must be greater than 0, got {max_mib}")
     recorder = _Recorder(target, limit, int(max_mib * MIB), one_per_shape, include)
     original = F.scaled_dot_product_attention
-    ours = _watched(original, lambda: (recorder,))
+    ours = _watched(original, recorder)
     ours.__module__ = F.__name__  # where pickle finds it, and torch's function later
-    F.scaled_dot_product_attention = ours
+    give_back = replaced(F, SDPA_NAME, ours)
     end_observing = add_observer(recorder.see_checked)
-    with _lock:
-        _active.append(recorder)
 
     def undo() -> list[str]:
         end_observing()
-        with _lock:
-            _active.remove(recorder)
-        sentences = []
-        if F.scaled_dot_product_attention is ours:
-            F.scaled_dot_product_attention = original
-        else:
-            sentences.append(
-                "scaled_dot_product_attention has been replaced since: ours stays underneath it and does nothing"
-            )
-        return sentences + recorder.finish()
+        return give_back() + recorder.finish()
 
     return Patch(f"capture to {target.name}", undo)
 
 
-def observe(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """``fn`` with every call shown to the captures that are active.
-
-    Args:
-        fn: takes the arguments of ``scaled_dot_product_attention`` first; its own keyword arguments are passed on and
-            not recorded.
-    """
-    return _watched(fn, lambda: tuple(_active))
-
-
-def _watched(fn: Callable[..., Any], recorders: Callable[[], tuple[_Recorder, ...]]) -> Callable[..., Any]:
+def _watched(fn: Callable[..., Any], recorder: _Recorder) -> Callable[..., Any]:
     @functools.wraps(fn)
     def attention(*args: Any, **kwargs: Any) -> Any:
         # torch.compile folds the first question to True and sees nothing but the call
-        if torch.compiler.is_compiling() or not (listening := [r for r in recorders() if r.is_listening]):
+        if torch.compiler.is_compiling() or not recorder.is_listening:
             return fn(*args, **kwargs)
-        for recorder in listening:
-            recorder.see(args, kwargs)
-            recorder.is_listening = False  # a call that this one makes is part of it
+        recorder.see(args, kwargs)
+        recorder.is_listening = False  # a call that this one makes is part of it
         try:
             return fn(*args, **kwargs)
         finally:
-            for recorder in listening:
-                recorder.is_listening = True
+            recorder.is_listening = True
 
     return attention
-
-
-_lock = threading.Lock()
-_active: list[_Recorder] = []
 
 
 @dataclass(eq=False)

@@ -12,7 +12,6 @@ in how many key/value heads there are. Bool masks mean what they mean in FlashTi
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
@@ -55,7 +54,6 @@ class SelfAttention(nn.Module):
         window_size: with ``causal`` a query sees this many keys, its own and those before it; without, half as many on
             each side of its own; None = all.
         dropout: share of the output's elements that is dropped in training.
-        block_size: tokens per tile; None = the route and its tiles are chosen per call, which is faster.
         config: how to compute; None = the one from the environment.
         linear: ``bias``, ``device`` and ``dtype`` of the projections.
     Raises:
@@ -71,15 +69,14 @@ class SelfAttention(nn.Module):
         causal: bool = False,
         window_size: int | None = None,
         dropout: float = 0.0,
-        block_size: int | None = None,
         config: AttentionConfig | None = None,
         **linear: Any,
     ):
         super().__init__()
         self.embed_dim, self.num_heads, self.causal, self.window_size = embed_dim, num_heads, causal, window_size
         self.num_kv_heads = kv_heads = num_heads if num_kv_heads is None else num_kv_heads
-        self.dropout_p, self.block_size, self.config = dropout, block_size, config
-        for name in ("embed_dim", "num_heads", "num_kv_heads", "window_size", "block_size"):
+        self.dropout_p, self.config = dropout, config
+        for name in ("embed_dim", "num_heads", "num_kv_heads", "window_size"):
             size = getattr(self, name)
             if size is not None and size < 1:
                 raise ValueError(f"{name} must be at least 1, got {size}")
@@ -120,7 +117,7 @@ class SelfAttention(nn.Module):
         return q, k, v
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        return sdpa(q, k, v, mask, **self._options(), enable_gqa=True, config=self._config()), None
+        return sdpa(q, k, v, mask, **self._options(), enable_gqa=True, config=self.config), None
 
     def _dropped(self, out: Tensor) -> Tensor:
         return F.dropout(out, self.dropout_p, self.training)
@@ -131,18 +128,10 @@ class SelfAttention(nn.Module):
         half = self.window_size // 2
         return {"window": (self.window_size - 1, 0) if self.causal else (half, half)}
 
-    def _config(self) -> AttentionConfig | None:
-        if self.block_size is None:
-            return self.config
-        config = default_config() if self.config is None else self.config
-        return replace(config, route="tiled", q_block=self.block_size, kv_block=self.block_size)
-
-    def get_causal_efficiency(self, seq_len: int, block_size: int | None = None) -> dict[str, Any]:
-        """Tiles of ``block_size`` tokens that the causal rule or the window leaves out, by arithmetic; None = the
-        layer's own, without one 64."""
-        block = block_size or self.block_size or 64
-        saved = saved_by_band(seq_len, seq_len, **self._options(), q_block=block, kv_block=block)
-        total = (-(-seq_len // block)) ** 2
+    def get_causal_efficiency(self, seq_len: int, block_size: int = 64) -> dict[str, Any]:
+        """Tiles of ``block_size`` tokens that the causal rule or the window leaves out, by arithmetic."""
+        saved = saved_by_band(seq_len, seq_len, **self._options(), q_block=block_size, kv_block=block_size)
+        total = (-(-seq_len // block_size)) ** 2
         skipped = round(saved.tiles * total)
         return {
             "total_blocks": total,
@@ -150,7 +139,7 @@ class SelfAttention(nn.Module):
             "skipped_blocks": skipped,
             "compute_savings_percent": 100 * saved.tiles,
             "sequence_length": seq_len,
-            "block_size": block,
+            "block_size": block_size,
         }
 
     def get_memory_usage(self, batch_size: int, seq_len: int) -> dict[str, Any]:
@@ -163,7 +152,7 @@ class SelfAttention(nn.Module):
         sizes = [(batch_size, heads, seq_len, self.head_dim) for heads in (self.num_heads, self.num_kv_heads)]
         q, kv = (torch.empty(size, dtype=weight.dtype, device="meta") for size in sizes)
         call = check_call(q, kv, kv, **self._options(), enable_gqa=True)
-        extra = plan_call(call, runtime_of(weight.device).info, self._config() or default_config()).extra_bytes
+        extra = plan_call(call, runtime_of(weight.device).info, self.config or default_config()).extra_bytes
         projected = (q.nbytes + 2 * kv.nbytes) / _MB
         ours = projected + (extra + q.nbytes) / _MB
         naive = (4 * q.nbytes + call.num_scores * accumulate_dtype(weight.dtype).itemsize) / _MB
@@ -182,16 +171,10 @@ class SelfAttention(nn.Module):
             },
         }
 
-    def extra_repr(self) -> str:
-        window = "" if self.window_size is None else f", window_size={self.window_size}"
-        return (
-            f"embed_dim={self.embed_dim}, num_heads={self.num_heads}, num_kv_heads={self.num_kv_heads}, "
-            f"causal={self.causal}, dropout={self.dropout_p}{window}"
-        )
-
 
 class _FlashTile(SelfAttention):
-    """A layer whose options may also be given by position, in FlashTile's order."""
+    """A layer whose options may also be given by position, in FlashTile's order. ``block_size`` and ``chunk_size`` are
+    ignored: the tiles are chosen per call."""
 
     order: ClassVar[tuple[str, ...]] = ("block_size", "dropout", "bias", "causal")
     defaults: ClassVar[dict[str, Any]] = {}
@@ -200,8 +183,8 @@ class _FlashTile(SelfAttention):
         if len(by_position) > len(self.order):
             raise TypeError(f"the options by position must be {list(self.order)}, got {len(by_position)} values")
         options = self.defaults | dict(zip(self.order, by_position)) | options
-        options.pop("chunk_size", None)  # the tiles are chosen per call
-        super().__init__(embed_dim, num_heads, **options)
+        own = {name: value for name, value in options.items() if name not in ("block_size", "chunk_size")}
+        super().__init__(embed_dim, num_heads, **own)
 
 
 class FlashAttentionV2(_FlashTile):
@@ -214,7 +197,7 @@ class FlashAttentionV1(FlashAttentionV2):
 
 class MaskedAttention(_FlashTile):
     """FlashTile's ``MaskedAttention(embed_dim, num_heads, dropout, bias, causal, chunk_size)``; the score matrix is
-    never stored, and ``chunk_size`` is ignored."""
+    never stored."""
 
     order = ("dropout", "bias", "causal", "chunk_size")
 

@@ -33,7 +33,7 @@ from torch import nn
 
 from ..config import AttentionConfig
 from ..patching.interception import TORCH_SDPA
-from ..patching.patch import OFF, ON, REFUSED, Patch, PatchGroup, PatchReport, State
+from ..patching.patch import OFF, ON, REFUSED, Patch, PatchGroup, PatchReport, State, replaced
 from . import arrivals
 from .modules import lasting_redirect, redirect_module, release_module, set_lasting_redirect
 from .processors import (
@@ -192,31 +192,14 @@ def uninstall() -> None:
 def _install(group: PatchGroup) -> None:
     for cls in _pipeline_classes():
         if not hasattr(cls, "set_attn_processor"):
-            group.add(_replace(cls, "set_attn_processor", _set_attn_processor))
+            group.add(replaced(cls, "set_attn_processor", _set_attn_processor))
     for name, ours in _ADDED_TO_MODELS.items():
         if name not in vars(_diffusers.ModelMixin):
-            group.add(_replace(_diffusers.ModelMixin, name, _MemberOfModels(name, ours)))
+            group.add(replaced(_diffusers.ModelMixin, name, _MemberOfModels(name, ours)))
     for cls, name, over in _replaced_methods():
-        group.add(_replace(cls, name, over(getattr(cls, name))))
+        group.add(replaced(cls, name, over(getattr(cls, name))))
     arrivals.serve_arrivals(_serve)
     group.add(_take_off_everywhere)
-
-
-def _replace(cls: Any, name: str, ours: Any) -> Callable[[], list[str]]:
-    """Give a class a member; returns what gives it the one that it had, unless it has got another since."""
-    before = vars(cls).get(name)
-    setattr(cls, name, ours)
-
-    def undo() -> list[str]:
-        if vars(cls).get(name) is not ours:
-            return [f"{cls.__name__}.{name} has been replaced since: ours stays underneath it, without effect"]
-        if before is None:
-            delattr(cls, name)
-        else:
-            setattr(cls, name, before)
-        return []
-
-    return undo
 
 
 def _take_off_everywhere() -> list[str]:

@@ -53,11 +53,6 @@ class Report:
             counts[key.route] = counts.get(key.route, 0) + stats.count
         return dict(sorted(counts.items(), key=lambda item: -item[1]))
 
-    def bounded_share(self) -> float | None:
-        """Share of the tiled query blocks that needed no running maximum; None if there were none."""
-        blocks = sum(stats.blocks for stats in self.calls.values())
-        return sum(stats.bounded_blocks for stats in self.calls.values()) / blocks if blocks else None
-
     def text(self) -> str:
         """One line per kind of call, most frequent first."""
         rows = sorted(self.calls.items(), key=lambda item: -item[1].count)

@@ -152,6 +152,24 @@ def require_sites(patch: AnyPatch) -> AnyPatch:
     raise ValueError(f"{patch.name}: the model must have something to patch, got {left or 'nothing'}")
 
 
+def replaced(owner: Any, name: str, ours: Any) -> Callable[[], list[str]]:
+    """Give a class or a module an attribute; returns what gives it the one that it had, unless it has got another
+    since."""
+    before = vars(owner).get(name)
+    setattr(owner, name, ours)
+
+    def undo() -> list[str]:
+        if vars(owner).get(name) is not ours:
+            return [f"{owner.__name__}.{name} has been replaced since: ours stays underneath it, without effect"]
+        if before is None:
+            delattr(owner, name)
+        else:
+            setattr(owner, name, before)
+        return []
+
+    return undo
+
+
 class PatchGroup:
     """Collects undo steps while a change is made in many places; after a failure half-way all of them are undone.
 

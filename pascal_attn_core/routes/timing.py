@@ -121,7 +121,7 @@ class Timings(Contest[Kind]):
 
     Everything is timed at the first call of a kind, which takes some milliseconds, and never again on this machine with
     the same card, torch and kernels; in a backward pass not before the next call outside of it. All answers may be
-    None: see :meth:`.timing_table.TimingTable.find`; torch may refuse the timed call.
+    None: see :meth:`.timing_table.Contest.find`; torch may refuse the timed call.
     """
 
     kind_type = Kind
@@ -175,7 +175,7 @@ class Timings(Contest[Kind]):
     def _times(
         self, kind: Kind, call: AttentionCall, attempts: Callable[[AttentionCall], dict[str, Attempt]]
     ) -> dict[str, float] | None:
-        """Milliseconds of attempts at a sample of this kind; None as in :meth:`.timing_table.TimingTable.find`."""
+        """Milliseconds of attempts at a sample of this kind; None as in :meth:`.timing_table.Contest.find`."""
         if kind not in self.known and in_backward():
             call = _without_numbers(call)  # kept until the pass is over
         return self.find(kind, lambda: self._timed(kind, call, attempts), may_wait=True)

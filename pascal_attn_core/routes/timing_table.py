@@ -1,4 +1,4 @@
-"""Tables of timings on one device, kept on disk: one answer per kind of call, found out once."""
+"""Contests between several ways to do the same work on one device, timed once per kind of call and kept on disk."""
 
 from __future__ import annotations
 
@@ -25,23 +25,24 @@ NO_TIMING = "PASCAL_ATTN_NO_TIMING"
 RETRY_SECONDS = 60.0  # after a timing that failed: no memory, no kernel
 ROUNDS = 3
 Kind = TypeVar("Kind", bound=NamedTuple)
-Found = TypeVar("Found")
+Found = dict[str, float]  # milliseconds of each attempt, by its name
 Attempt = Callable[[], Any]
 Clock = Callable[[list[Attempt], torch.device], list[float]]
+_SECTION = "milliseconds"  # of the file
 _process = os.getpid()  # a worker that was forked later has another number
 
 
-class TimingTable(Generic[Kind, Found]):
-    """The answers to one question, for each kind of call; several threads may ask at once. Subclasses say which
-    question: what a kind is, how an answer is written, and on what the answers depend.
+class Contest(Generic[Kind]):
+    """Milliseconds of several attempts at the same small work, by the attempt's name, for each kind of call; several
+    threads may ask at once. Subclasses say what a kind is, and on what the times depend.
 
     Attributes:
-        known: the answers; None where one could not be found out, which is not stored.
-        section: the name of the answers in their file.
+        known: the times; None where they could not be found out, which is not stored.
+        kind_type: the class of the kinds.
         file_kind: the first part of the file's name.
     """
 
-    section = ""
+    kind_type: type[Any]
     file_kind = "timings"
 
     def __init__(
@@ -133,17 +134,17 @@ class TimingTable(Generic[Kind, Found]):
         path = self._path()
         if path is None:
             return
-        rows = [{"kind": kind._asdict(), **self.row(found)} for kind, found in known.items() if found is not None]
+        rows = [{"kind": kind._asdict(), "times": found} for kind, found in known.items() if found is not None]
         try:
-            write_object(path, {**self.conditions(), self.section: rows})
+            write_object(path, {**self.conditions(), _SECTION: rows})
         except OSError as error:
             log.info("the timings could not be stored in %s: %s", path.parent, error)
 
     def _load(self, path: Path) -> dict[Kind, Found]:
         """The file's content; one that cannot be read counts as empty."""
         try:
-            rows = read_object(path)[self.section]
-            return {self.kind_of(row["kind"]): self.found_in(row) for row in rows}
+            rows = read_object(path)[_SECTION]
+            return {self.kind_type(**row["kind"]): self.found_in(row) for row in rows}
         except (OSError, ValueError, KeyError, TypeError, OverflowError):
             return {}
 
@@ -159,34 +160,15 @@ class TimingTable(Generic[Kind, Found]):
         """All that the answers depend on besides the kind of call."""
         raise NotImplementedError
 
-    def kind_of(self, fields: Mapping[str, Any]) -> Kind:
-        """The inverse of ``kind._asdict()``."""
-        raise NotImplementedError
-
-    def row(self, found: Found) -> dict[str, Any]:
-        """An answer as the file holds it."""
-        raise NotImplementedError
-
     def found_in(self, row: Mapping[str, Any]) -> Found:
-        """The inverse of :meth:`row`.
+        """The times in a row of the file.
 
         Raises:
-            KeyError, TypeError, ValueError: it is none.
+            KeyError, TypeError, ValueError: it holds none.
         """
-        raise NotImplementedError
+        return {name: positive(time) for name, time in dict(row["times"]).items()}
 
-
-class Contest(TimingTable[Kind, dict[str, float]]):
-    """Milliseconds of several attempts at the same small work, by the attempt's name, for each kind of call.
-
-    Attributes:
-        kind_type: the class of the kinds.
-    """
-
-    section = "milliseconds"
-    kind_type: type[Any]
-
-    def timed(self, kind: Kind, attempts: Mapping[str, Attempt]) -> dict[str, float] | None:
+    def timed(self, kind: Kind, attempts: Mapping[str, Attempt]) -> Found | None:
         """Time them in turn; those for which there was no time are left out. None if there are none."""
         if not attempts:
             return None
@@ -195,15 +177,6 @@ class Contest(TimingTable[Kind, dict[str, float]]):
         words = ", ".join(f"{name} {time:.2f} ms" for name, time in found.items())
         log.info("timed once on %s: %s for %s", self.device, words, kind)
         return found
-
-    def kind_of(self, fields: Mapping[str, Any]) -> Kind:
-        return self.kind_type(**fields)
-
-    def row(self, found: dict[str, float]) -> dict[str, Any]:
-        return {"times": found}
-
-    def found_in(self, row: Mapping[str, Any]) -> dict[str, float]:
-        return {name: positive(time) for name, time in dict(row["times"]).items()}
 
 
 def median_times(attempts: list[Attempt], device: torch.device, *, seconds: float | None = None) -> list[float]:

@@ -128,19 +128,22 @@ def _attention_by(config: AttentionConfig | None) -> Callable[..., tuple[Tensor,
             return paged_attend(module, query, key, value, kwargs, **paged), None
         sinks = kwargs.get("sinks")
         masked = Masked.of(module, query, key, value, attention_mask, is_causal).with_bias(position_bias)
-        options: dict[str, Any] = masked.options() | {"scale": scaling, "softcap": softcap, "config": config}
+        options: dict[str, Any] = masked.options() | {"scale": scaling, "softcap": softcap}
         options["sinks"] = None if s_aux is None else s_aux.flatten()
         options["enable_gqa"] = query.shape[1] != key.shape[1]
         tensors = (query, masked.key, masked.value, masked.mask, dropout)
+        lse = None
         if sinks is None:
-            out = sdpa(*tensors, **options)
+            out = sdpa(*tensors, **options, config=config)
         else:
-            out = with_query_sinks(sdpa_with_lse(*tensors, **options), sinks)
+            out, lse = sdpa_with_lse(*tensors, **options, config=config)
+            out = with_query_sinks(out, lse, sinks)
         if kwargs.get("head_mask") is not None:  # scaling a head's probabilities scales its output
             out = out * kwargs["head_mask"]
         probs = None
         if kwargs.get("output_attentions"):
-            probs = weights(query, key, masked, scaling, softcap, s_aux, sinks)
+            probs = weights(query, key, masked, options)
+            probs = probs if lse is None else with_query_sinks(probs, lse, sinks)
         return out.transpose(1, 2).contiguous(), probs
 
     return pascal_attention_forward

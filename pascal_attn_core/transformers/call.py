@@ -15,10 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..call import AttentionOutput
+from ..call import Options, check_call, prepared, without_autocast
 from ..flex_rules import is_block_mask
 from ..lazy_mask import LazyMask
-from ..reference import allowed_keys
+from ..routes.math import probabilities
 from .mask import HostMask
 
 log = logging.getLogger("pascal_attn")
@@ -137,10 +137,11 @@ def _indices(sizes: tuple[int, ...], device: torch.device) -> list[Tensor]:
     return [torch.arange(n, device=device).view([-1 if i == d else 1 for i in range(4)]) for d, n in enumerate(sizes)]
 
 
-def with_query_sinks(result: AttentionOutput, sinks: Tensor) -> Tensor:
-    """Attention with one more logit per query ``[B, Hq, L, 1]`` in the softmax's denominator only."""
-    share = torch.sigmoid(result.lse.unsqueeze(-1) - sinks.to(result.lse.dtype))
-    return result.out * share.to(result.out.dtype)
+def with_query_sinks(result: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
+    """Outputs or weights ``[B, Hq, L, ...]`` with one more logit per query ``[B, Hq, L, 1]`` in the softmax's
+    denominator only; lse ``[B, Hq, L]`` is that without it."""
+    share = torch.sigmoid(lse.unsqueeze(-1) - sinks.to(lse.dtype))
+    return result * share.to(result.dtype)
 
 
 def refuse_what_we_do_not_know(kwargs: dict[str, Any]) -> None:
@@ -153,35 +154,17 @@ def _is_traced(query: Tensor) -> bool:
     return torch.compiler.is_compiling() or type(query) not in _PLAIN
 
 
-def weights(
-    query: Tensor,
-    all_keys: Tensor,
-    masked: Masked,
-    scaling: float | None,
-    softcap: float | None,
-    s_aux: Tensor | None,
-    sinks: Tensor | None,
-) -> Tensor:
-    """The attention weights ``[B, Hq, L, S]`` before dropout: for callers that ask for them."""
+def weights(query: Tensor, all_keys: Tensor, masked: Masked, options: dict[str, Any]) -> Tensor:
+    """The attention weights ``[B, Hq, L, S]`` before dropout: for callers that ask for them.
+
+    Args:
+        options: arguments of :func:`sdpa` by name.
+    """
     _say_weights_are_stored()
-    groups = query.shape[1] // masked.key.shape[1]
-    scores = query.float() @ masked.key.float().repeat_interleave(groups, dim=1).transpose(-1, -2)
-    scores = scores * (query.shape[-1] ** -0.5 if scaling is None else scaling)
-    if softcap is not None:
-        scores = softcap * torch.tanh(scores / softcap)
-    (seq_len_q, seq_len_kv), mask = scores.shape[2:], masked.mask
-    if isinstance(mask, LazyMask):
-        mask = mask.dense()
-    if mask is not None:
-        scores = scores.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else scores + mask
-    band = allowed_keys(seq_len_q, seq_len_kv, **masked.options(), device=query.device)
-    scores = scores.masked_fill(~band, -torch.inf)
-    if s_aux is not None:
-        sinks = s_aux.view(1, -1, 1, 1)
-    if sinks is not None:
-        scores = torch.cat([scores, sinks.float().expand(*scores.shape[:3], 1)], dim=-1)
-    probs = torch.softmax(scores, dim=-1).nan_to_num(0.0)[..., :seq_len_kv].to(query.dtype)
-    after = all_keys.shape[2] - masked.first_key - seq_len_kv
+    call = check_call(*prepared(query, masked.key, masked.value, masked.mask, Options(**options)))
+    with without_autocast(query):
+        probs = probabilities(call).flatten(1, 2).to(query.dtype)
+    after = all_keys.shape[2] - masked.first_key - probs.shape[3]
     return torch.nn.functional.pad(probs, (masked.first_key, after))
 
 

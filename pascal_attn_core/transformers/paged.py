@@ -18,10 +18,10 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from ..call import AttentionOutput
 from ..config import AttentionConfig
 from ..flash_attn.options import FlashOptions
 from ..flash_attn.varlen import varlen_attend
+from ..patching.patch import replaced
 from .call import with_query_sinks
 
 
@@ -62,8 +62,7 @@ def paged_attend(
     ends, query = (_on_cpu(ends_q), _on_cpu(ends_k)), query[0].transpose(0, 1)
     out, lse = varlen_attend(query, keys, values, *ends, lambda batch: options, with_lse=s_aux is not None)
     if s_aux is not None and lse is not None:
-        heads_first = AttentionOutput(out.transpose(0, 1), lse)
-        out = with_query_sinks(heads_first, s_aux.flatten()[:, None, None]).transpose(0, 1)
+        out = with_query_sinks(out.transpose(0, 1), lse, s_aux.flatten()[:, None, None]).transpose(0, 1)
     return out[None].contiguous()
 
 
@@ -136,6 +135,7 @@ def _on_cpu(ends: Tensor) -> Tensor:
 # ---- the manager ---------------------------------------------------------------------------------------------------
 
 _served: Counter[str] = Counter()
+_undos: list[Callable[[], list[str]]] = []
 
 
 def serve_batching(name: str) -> Callable[[], list[str]]:
@@ -145,15 +145,19 @@ def serve_batching(name: str) -> Callable[[], list[str]]:
     Newer versions accept names of their own only, and plan memory for a mask that is not built for ``name``.
     """
     if not _served:
-        for wrapped in _WRAPPED:
-            wrapped.put_in()
+        manager, handler = ("continuous_api", "ContinuousBatchingManager"), ("cache", "PagedAttentionMemoryHandler")
+        _answer(_class_of(*manager), "switch_to_cb_friendly_attn", lambda own, model, *_, **__: model.config, None)
+        _answer(_class_of(*handler), "attention_mask_bytes", lambda own, *_, **__: own.config, 0)
     _served[name] += 1
 
     def undo() -> list[str]:
         _served[name] -= 1
         if not _served[name]:
             del _served[name]
-        return [] if _served else [sentence for wrapped in _WRAPPED for sentence in wrapped.take_out()]
+        sentences: list[str] = []
+        while _undos and not _served:
+            sentences += _undos.pop()()
+        return sentences
 
     return undo
 
@@ -172,57 +176,20 @@ def _class_of(module: str, name: str) -> Any:
     return getattr(found, name, None)
 
 
-class _Wrapped:
-    """A method of the host that returns ``answer`` for models on a registered name.
+def _answer(owner: Any, name: str, config_of: Callable[..., Any], answer: Any) -> None:
+    """Let a method of the host return ``answer`` for models on a registered name; nothing is changed where a version
+    has no such method.
 
     Args:
-        module, owner, method: where it is; nothing is changed where a version has no such method.
         config_of: the method's arguments -> the model's config.
     """
+    original = getattr(owner, name, None)
+    if original is None:
+        return
 
-    def __init__(self, module: str, owner: str, method: str, config_of: Callable[..., Any], answer: Any):
-        self.module, self.owner, self.method = module, owner, method
-        self.config_of, self.answer = config_of, answer
-        self.original: Any = None
-        self.ours: Any = None
+    @functools.wraps(original)
+    def method(*args: Any, **kwargs: Any) -> Any:
+        is_ours = config_of(*args, **kwargs)._attn_implementation in _served
+        return answer if is_ours else original(*args, **kwargs)
 
-    def put_in(self) -> None:
-        """Replace the method."""
-        owner = _class_of(self.module, self.owner)
-        current = getattr(owner, self.method, None)
-        if current is not None and current is not self.ours:
-            self.original, self.ours = current, self._over(current)
-            setattr(owner, self.method, self.ours)
-
-    def _over(self, original: Any) -> Any:
-        @functools.wraps(original)
-        def method(*args: Any, **kwargs: Any) -> Any:
-            if self.config_of(*args, **kwargs)._attn_implementation in _served:
-                return self.answer
-            return original(*args, **kwargs)
-
-        return method
-
-    def take_out(self) -> list[str]:
-        """Restore the method; returns what could not be."""
-        owner = _class_of(self.module, self.owner)
-        if self.ours is None:
-            return []
-        if getattr(owner, self.method) is not self.ours:
-            return [f"{self.owner}.{self.method} has been replaced since: ours stays underneath it, without effect"]
-        setattr(owner, self.method, self.original)
-        return []
-
-
-def _model_config(manager: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
-    return model.config
-
-
-def _handler_config(handler: Any, *args: Any, **kwargs: Any) -> Any:
-    return handler.config
-
-
-_WRAPPED = (
-    _Wrapped("continuous_api", "ContinuousBatchingManager", "switch_to_cb_friendly_attn", _model_config, None),
-    _Wrapped("cache", "PagedAttentionMemoryHandler", "attention_mask_bytes", _handler_config, 0),
-)
+    _undos.append(replaced(owner, name, method))

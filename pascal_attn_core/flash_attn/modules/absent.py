@@ -1,5 +1,5 @@
-"""Names of flash-attn that are not provided: layers that split a model over processes, and parts of its own models.
-Programs import them beside names that they use, so the import succeeds; calling them raises a NotImplementedError."""
+"""Names of flash-attn that are not provided: what splits a model over processes, and parts of its own models. Programs
+import them beside names that they use, so the import succeeds; calling them raises a NotImplementedError."""
 
 from __future__ import annotations
 

@@ -41,6 +41,7 @@ class Block(nn.Module):
         mixer_cls, mlp_cls: called with dim; None = MHA with heads of 64 numbers, Mlp with 4 * dim.
         drop_path1, drop_path2: probability that a sample skips the mixer, the MLP.
         fused_dropout_add_ln: ignored, for compatibility; the result is the same.
+        sequence_parallel, mark_shared_params: ignored, for compatibility: they concern models that are split.
         return_residual: mixer and mlp return (output, input); only without prenorm.
         residual_in_fp32: only with prenorm.
     """
@@ -75,7 +76,6 @@ class Block(nn.Module):
         if not isinstance(self.mlp, nn.Identity):
             self.dropout2, self.drop_path2 = dropout_cls(resid_dropout2), StochasticDepth(drop_path2)
             self.norm2 = norm_cls(dim)
-        self._mark(sequence_parallel, mark_shared_params)
 
     def forward(
         self,
@@ -119,14 +119,6 @@ class Block(nn.Module):
         x = drop_path(dropout(x))
         total = x if residual is None else x + residual
         return norm(total.to(norm.weight.dtype)), total.float() if self.residual_in_fp32 else total
-
-    def _mark(self, sequence_parallel: bool, mark_shared_params: bool) -> None:
-        for norm in (self.norm1, getattr(self, "norm2", None)):
-            for param in () if norm is None else norm.parameters():
-                if sequence_parallel:
-                    param._sequence_parallel = True
-                if mark_shared_params:
-                    param._shared_params = True
 
     def allocate_inference_cache(self, batch_size: int, max_seqlen: int, dtype: Any = None, **kwargs: Any) -> Any:
         """The cache of the mixer."""

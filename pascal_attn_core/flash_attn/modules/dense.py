@@ -146,6 +146,13 @@ class FusedMLP(nn.Module):
         )
 
 
+def get_dim_for_local_rank(dim: int, world_size: int, local_rank: int, multiple_of: int = 1) -> int:
+    """The share of ``dim`` that a rank has of a split layer, in units of ``multiple_of``; where it is uneven the first
+    ranks have one unit more."""
+    each, more = divmod(dim // multiple_of, world_size)
+    return (each + (local_rank < more)) * multiple_of
+
+
 def _recomputed(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     result: Tensor = checkpoint(function, x, use_reentrant=False, preserve_rng_state=False)
     return result

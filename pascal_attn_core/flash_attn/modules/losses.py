@@ -1,17 +1,16 @@
 """Cross entropy: ``flash_attn.ops.triton.cross_entropy`` and ``flash_attn.losses.cross_entropy``.
 
-Computed in float32 (float64 for float64), some rows at a time: besides the logits and their gradient no tensor of the
-vocabulary's size exists.
+Computed in float32 (float64 for float64), some rows at a time, and once more for the gradients: besides the logits,
+their gradient and the parts that it is joined from no tensor of the vocabulary's size exists.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any, NamedTuple
+import functools
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
+from torch.utils.checkpoint import checkpoint
 
 from ..options import FlashArgumentError, on_one_device
 
@@ -36,12 +35,12 @@ def cross_entropy_loss(
         logits: ``[N, V]``.
         labels: whole numbers ``[N]``. One outside of the vocabulary is not refused (as in flash-attn): check labels
             before, torch's own cross entropy would raise.
-        precomputed_lse: ``[N]``, logsumexp of the rows; used where logit_scale is 1 and label_smoothing 0.
+        precomputed_lse: ``[N]``, ignored, for compatibility: logsumexp of the rows is computed with the loss.
         label_smoothing: share of the target that is spread over the vocabulary.
         logit_scale: factor of the logits.
         lse_square_scale: this * logsumexp ** 2 (z-loss) is added to the loss.
         ignore_index: rows with this label have loss 0 and no gradient.
-        inplace_backward: the gradient is written into the memory of the logits.
+        inplace_backward: ignored, for compatibility: the gradient has memory of its own.
     Returns:
         (losses ``[N]``, what lse_square_scale has added ``[N]``, without a gradient), float32 or float64.
     Raises:
@@ -60,8 +59,14 @@ def cross_entropy_loss(
             raise FlashArgumentError(f"{name} must be [{logits.shape[0]}], got {list(rows.shape)}")
     if not logit_scale > 0.0:
         raise FlashArgumentError(f"logit_scale must be above 0, got {logit_scale}")
-    rule = _Rule(label_smoothing, logit_scale, lse_square_scale, ignore_index, inplace_backward)
-    losses, z_losses = _CrossEntropy.apply(logits, labels, precomputed_lse, rule)
+    options = {"smoothing": label_smoothing, "scale": logit_scale, "z_scale": lse_square_scale}
+    rule = functools.partial(_of_rows, **options, ignore_index=ignore_index)
+    step = max(1, _CHUNK // max(1, logits.shape[1]))
+    parts = [
+        checkpoint(rule, *rows, use_reentrant=False, preserve_rng_state=False)
+        for rows in zip(logits.split(step), labels.split(step))
+    ]
+    losses, z_losses = (torch.cat(each) for each in zip(*parts))
     return losses, z_losses
 
 
@@ -115,82 +120,18 @@ class CrossEntropyLoss(torch.nn.Module):
         return (loss, z_loss.sum() / count) if self.return_z_loss else loss
 
 
-class _Rule(NamedTuple):
-    """The options of a loss, see :func:`cross_entropy_loss`."""
-
-    smoothing: float
-    scale: float
-    z_scale: float
-    ignore_index: int
-    inplace_backward: bool
-
-
-class _CrossEntropy(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, logits: Tensor, labels: Tensor, precomputed_lse: Tensor | None, rule: _Rule
-    ) -> tuple[Tensor, Tensor]:
-        smoothing, scale, z_scale, ignore_index, _ = rule
-        dtype = torch.promote_types(logits.dtype, torch.float32)
-        count, classes = logits.shape
-        known = precomputed_lse is not None and scale == 1.0 and smoothing == 0.0
-        lse = logits.new_empty(count, dtype=dtype)
-        if known and precomputed_lse is not None:
-            lse.copy_(precomputed_lse)
-        # The losses without lse, from this part of the vocabulary.
-        losses = logits.new_zeros(count, dtype=dtype)
-        if not known or smoothing:
-            for rows in _chunks(logits):
-                part = logits[rows].to(dtype) * scale
-                if not known:
-                    lse[rows] = torch.logsumexp(part, -1) if classes else -torch.inf
-                if smoothing:
-                    losses[rows] -= smoothing / classes * part.sum(-1)
-        place, here = _places(labels, classes)
-        if classes:
-            at_label = logits.gather(1, place[:, None])[:, 0].to(dtype) * scale
-            losses -= torch.where(here, (1.0 - smoothing) * at_label, 0.0)
-        # a label outside of the vocabulary has only the part of the loss that smoothing spreads
-        losses += torch.where(here, lse, smoothing * lse)
-        z_losses = z_scale * lse.square()
-        ignored = labels == ignore_index
-        losses = (losses + z_losses).masked_fill_(ignored, 0.0)
-        z_losses.masked_fill_(ignored, 0.0)
-        ctx.save_for_backward(logits, lse, labels)
-        ctx.mark_non_differentiable(z_losses)
-        ctx.rule = rule
-        return losses, z_losses
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        logits, lse, labels = ctx.saved_tensors
-        smoothing, scale, z_scale, ignore_index, inplace = ctx.rule
-        grad = logits if inplace else torch.empty_like(logits)
-        ignored = labels == ignore_index
-        factor = grads[0].to(lse.dtype) * scale
-        place, here = _places(labels, logits.shape[1])
-        at_label = here.to(lse.dtype) * (smoothing - 1.0)
-        for rows in _chunks(logits):
-            part = (logits[rows].to(lse.dtype) * scale).sub_(lse[rows, None]).exp_()
-            if z_scale:
-                part *= 1.0 + 2.0 * z_scale * lse[rows, None]
-            if smoothing:
-                part -= smoothing / logits.shape[1]
-            part.scatter_add_(1, place[rows, None], at_label[rows, None])
-            part *= factor[rows, None]
-            grad[rows] = part.masked_fill_(ignored[rows, None], 0.0).to(grad.dtype)
-        return grad, None, None, None
-
-
-def _places(labels: Tensor, classes: int) -> tuple[Tensor, Tensor]:
-    """(the column of each label in the vocabulary, whether it has one), both ``[N]``."""
-    place = labels.long()
-    here = (place >= 0) & (place < classes)
-    return place.clamp(0, max(classes - 1, 0)), here
-
-
-def _chunks(logits: Tensor) -> Iterator[slice]:
-    step = max(1, _CHUNK // max(1, logits.shape[1]))
-    for first in range(0, logits.shape[0] if logits.shape[1] else 0, step):
-        yield slice(first, first + step)
+def _of_rows(
+    logits: Tensor, labels: Tensor, *, smoothing: float, scale: float, z_scale: float, ignore_index: int
+) -> tuple[Tensor, Tensor]:
+    """:func:`cross_entropy_loss` of some rows."""
+    ignored, classes = labels == ignore_index, logits.shape[1]
+    scores = logits.to(torch.promote_types(logits.dtype, torch.float32)) * scale
+    scores = scores.masked_fill(ignored[:, None], 0.0)  # their gradient is 0 whatever they hold
+    lse = scores.logsumexp(-1)
+    at_label = scores.gather(1, labels.long().clamp(0, classes - 1)[:, None])[:, 0]
+    # a label outside of the vocabulary has only the part of the loss that smoothing spreads
+    losses = torch.where((labels >= 0) & (labels < classes), (1.0 - smoothing) * (lse - at_label), 0.0)
+    if smoothing:
+        losses = losses + smoothing * (lse - scores.mean(-1))
+    z_losses = z_scale * lse.square()
+    return (losses + z_losses).masked_fill(ignored, 0.0), z_losses.detach().masked_fill(ignored, 0.0)

@@ -61,22 +61,14 @@ class GatedMlp(nn.Module):
     ):
         super().__init__()
         out_features = in_features if out_features is None else out_features
-        hidden = _gated_features(in_features, hidden_features, multiple_of)
+        hidden = int(8 * in_features / 3) if hidden_features is None else hidden_features
+        hidden = -(-hidden // multiple_of) * multiple_of
         self.return_residual, self.activation = return_residual, activation
         self.fc1 = nn.Linear(in_features, 2 * hidden, bias=bias1, device=device, dtype=dtype)
         self.fc2 = nn.Linear(hidden, out_features, bias=bias2, device=device, dtype=dtype)
 
     def forward(self, x: Tensor) -> Any:
         """``[..., out_features]``, with return_residual (that, x)."""
-        out = self.fc2(_gated(self.fc1(x), self.activation))
+        y, gate = self.fc1(x).chunk(2, dim=-1)
+        out = self.fc2(swiglu(gate, y) if self.activation is F.silu else y * self.activation(gate))
         return (out, x) if self.return_residual else out
-
-
-def _gated(both: Tensor, activation: Callable[[Tensor], Tensor]) -> Tensor:
-    y, gate = both.chunk(2, dim=-1)
-    return swiglu(gate, y) if activation is F.silu else y * activation(gate)
-
-
-def _gated_features(in_features: int, hidden_features: int | None, multiple_of: int) -> int:
-    hidden = int(8 * in_features / 3) if hidden_features is None else hidden_features
-    return -(-hidden // multiple_of) * multiple_of

@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
-import os
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.multiprocessing as mp
 import torch.nn.functional as F
-from attn_support.fresh import call
 from torch import Tensor, nn
 
-from pascal_attn_core.flash_attn.modules import absent, parallel
+from pascal_attn_core.flash_attn.modules import absent
 from pascal_attn_core.flash_attn.modules import activations as act
 from pascal_attn_core.flash_attn.modules.block import Block, StochasticDepth
-from pascal_attn_core.flash_attn.modules.dense import FusedDense, FusedMLP, fused_dense_func, fused_mlp_func
+from pascal_attn_core.flash_attn.modules.dense import (
+    FusedDense,
+    FusedMLP,
+    fused_dense_func,
+    fused_mlp_func,
+    get_dim_for_local_rank,
+)
 from pascal_attn_core.flash_attn.modules.embedding import GPT2Embeddings, PatchEmbed
 from pascal_attn_core.flash_attn.modules.mha import MHA
 from pascal_attn_core.flash_attn.modules.mlp import GatedMlp, Mlp
@@ -128,8 +130,10 @@ def test_dense_layers() -> None:
         FusedMLP(4, checkpoint_lvl=3)
     with pytest.raises(NotImplementedError, match="process_group must be None"):
         FusedMLP(6)(x.flatten(0, 1), process_group=object())
-    with pytest.raises(NotImplementedError, match="ParallelFusedMLP is not provided"):
-        absent.ParallelFusedMLP(4)
+    for name in ("ParallelFusedMLP", "all_gather"):
+        with pytest.raises(NotImplementedError, match=f"{name} is not provided"):
+            getattr(absent, name)(4)
+    assert [get_dim_for_local_rank(10, 3, rank, 2) for rank in range(3)] == [4, 4, 2]
 
 
 def test_mlps() -> None:
@@ -185,9 +189,6 @@ def test_stochastic_depth_and_what_a_block_refuses() -> None:
     assert residual.shape == (2, 3, 16)
     with pytest.raises(ValueError, match="residual_in_fp32 needs"):
         Block(16, lambda dim: MHA(dim, 2), prenorm=False, residual_in_fp32=True)
-    marked = Block(16, lambda dim: MHA(dim, 2), sequence_parallel=True, mark_shared_params=True)
-    assert marked.norm2.weight._sequence_parallel
-    assert marked.norm1.bias._shared_params
 
 
 def test_embeddings() -> None:
@@ -203,45 +204,3 @@ def test_embeddings() -> None:
     assert PatchEmbed((8, 12), 4, 3, 10, flatten=False)(image).shape == (2, 2, 3, 10)
     with pytest.raises(ValueError, match=r"x must be \[B, C, 8, 12\]"):
         patches(image[..., :8])
-
-
-def _two_processes(file: str) -> None:
-    mp.start_processes(_split, (2, file), nprocs=2, start_method="fork" if hasattr(os, "fork") else "spawn")
-
-
-def _split(rank: int, world: int, file: str) -> None:
-    torch.set_num_threads(1)
-    torch.distributed.init_process_group("gloo", init_method=f"file://{file}", rank=rank, world_size=world)
-    group = torch.distributed.group.WORLD
-    _collectives(rank, group)
-    torch.distributed.destroy_process_group()
-
-
-def _collectives(rank: int, group: Any) -> None:
-    x = torch.full((2, 3), float(rank + 1), requires_grad=True)
-    gathered = parallel.all_gather(x, group)
-    assert gathered[:, 0].tolist() == [1, 1, 2, 2]
-    (gathered * torch.arange(4.0)[:, None]).sum().backward()
-    assert x.grad is not None
-    assert x.grad[:, 0].tolist() == [[0.0, 2.0], [4.0, 6.0]][rank]
-    before = x.detach().clone()
-    assert parallel.all_reduce(before, group)[0, 0] == 3
-    assert torch.equal(before, x.detach())
-    scattered = parallel.reduce_scatter(torch.arange(4.0)[:, None] * (rank + 1), group)
-    assert scattered[:, 0].tolist() == [[0.0, 3.0], [6.0, 9.0]][rank]
-    with pytest.raises(ValueError, match="multiple of 2"):
-        parallel.reduce_scatter(torch.zeros(3), group)
-    norm = nn.LayerNorm(2)
-    norm.weight._shared_params = norm.weight._sequence_parallel = True  # type: ignore[attr-defined]
-    norm.weight.data.fill_(rank + 5.0)
-    parallel.sync_shared_params(norm, group)
-    assert norm.weight.tolist() == [5.0, 5.0]
-    norm.weight.grad = torch.full((2,), rank + 1.0)
-    parallel.allreduce_sequence_parallel_grad(norm, group)
-    assert norm.weight.grad.tolist() == [3.0, 3.0]
-    assert [parallel.get_dim_for_local_rank(10, 3, r, 2) for r in range(3)] == [4, 4, 2]
-
-
-@pytest.mark.skipif(not torch.distributed.is_available(), reason="torch without distributed")
-def test_layers_split_over_two_processes(tmp_path: Path) -> None:
-    call(_two_processes, str(tmp_path / "store"))
