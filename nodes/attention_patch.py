@@ -9,7 +9,7 @@ from torch import nn
 from .comfy import host, inputs, others
 from .comfy.others import AUTO, name_of, runs_first
 from .comfy.prompt import without_effect
-from .engine.engine import Engine, PatchSettings
+from .engine.engine import Engine, PatchSettings, left_off
 from .patches.attention import install
 from .patches.override import OVERRIDE, previous_of
 
@@ -103,7 +103,7 @@ class PascalAttentionPatch:
         behind = runs_first(before, earlier_patch)
         install(patched, engine, before, whole_model=coverage != OVERRIDE_ONLY, behind=behind)
         blocks = count_blocks(diffusion_model)
-        line = f"{blocks} blocks of {engine.subject}, {engine.describe()}"
+        line = f"{blocks} blocks of {engine.subject}, {engine.describe()}{left_off(settings.config)}"
         if before is not None:
             line += f"; {name_of(before)} {'runs before this node' if behind else 'is replaced'}"
         unused = without_effect(prompt or {}, str(unique_id))

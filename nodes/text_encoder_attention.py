@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from .comfy import host, inputs
 from .comfy.objects import Make, replace_functions
 from .comfy.sites import argument_leaves, calls_directly, has_softcap, host_names
-from .engine.engine import Engine, PatchSettings
+from .engine.engine import Engine, PatchSettings, left_off
 from .engine.meter import not_finite
 from .patches.replacements import Replacement, Sites, whole_call
 
@@ -59,7 +59,7 @@ class PascalTextEncoderAttention:
         settings = PatchSettings(inputs.config(route, budget_mib), min_keys=0, nan_guard=nan_guard, min_queries=2)
         engine = Engine(settings, type(model).__name__, "text encoder", unique_id)
         sites = _sites(engine, model)
-        host.say(sites.status("text encoder"), unique_id)
+        host.say(sites.status("text encoder") + left_off(settings.config), unique_id)
         if not sites:
             return (clip,)
         patched = clip.clone()

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from .comfy import host, inputs
 from .comfy.objects import Make, replace_functions
 from .comfy.sites import attributes, host_names
-from .engine.engine import Engine, PatchSettings
+from .engine.engine import Engine, PatchSettings, left_off
 from .engine.meter import not_finite
 from .patches.bands import AS_IT_IS, METHODS, MODES, NEEDED, Estimate, in_bands
 from .patches.replacements import Replacement, Sites, in_run, whole_call
@@ -81,6 +81,7 @@ class PascalVAEAttention:
         estimates: dict[str, Estimate | None] = {name: getattr(vae, f"memory_used_{name}", None) for name in methods}
         sites = _sites(engine, network, decode, estimates)
         text = sites.status("VAE") if sites or not methods else f"{engine.subject} has no attention"
+        text += left_off(settings.config)
         host.say(f"{text}; decoding and encoding {decode}" if methods else text, unique_id)
         if not sites and not methods:
             return (vae,)

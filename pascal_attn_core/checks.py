@@ -7,13 +7,15 @@ in the middle of a user's call does so through :func:`.machine.own_thread.in_own
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
 # An exact answer may be twice as far off as plain attention, and some units in the last place where that is lucky.
 _FACTOR, _ULPS = 2.0, 16.0
+Result = TypeVar("Result")
 _TF32_EPS = 2.0**-10
 _OUT_OF_MEMORY = 2  # CUDA_ERROR_OUT_OF_MEMORY, hipErrorOutOfMemory
 # Lower case. A handle of cuBLAS or cuDNN that cannot be made is what a full card shows first.
@@ -111,6 +113,18 @@ def rows_to_check(rows: Tensor, count: int, seed: int = 0) -> Tensor:
     largest = norms.topk(-(-count // 4)).indices
     drawn = torch.randint(total, (count - len(largest),), generator=torch.Generator().manual_seed(seed))
     return torch.cat([largest, drawn.to(rows.device)]).unique()
+
+
+def with_room(work: Callable[[], Result]) -> Result:
+    """The result of ``work()``. Where memory was short it is called once more, after torch has given back to the driver
+    what it holds unused: other libraries ask there for theirs."""
+    try:
+        return work()
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
+            raise
+    torch.cuda.empty_cache()
+    return work()
 
 
 def is_out_of_memory(error: BaseException) -> bool:

@@ -35,6 +35,13 @@ def compute_device() -> torch.device:
     return model_management.get_torch_device()
 
 
+def make_room(num_bytes: int) -> None:
+    """Have ComfyUI move models off the device on which it computes until so much memory is free."""
+    from comfy import model_management
+
+    model_management.free_memory(num_bytes, compute_device())
+
+
 def free_and_total_bytes(device: torch.device) -> tuple[int, int]:
     """Memory of a device that a model may still take, and all of it, as ComfyUI counts them."""
     from comfy import model_management

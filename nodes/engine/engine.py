@@ -20,6 +20,7 @@ from ...pascal_attn_core.machine.device import device_info
 from ...pascal_attn_core.observe.progress import between_blocks
 from ...pascal_attn_core.observe.report import mask_kind, record
 from ...pascal_attn_core.routes import Choice, choose, why_not
+from ...pascal_attn_core.routes.fused import try_early
 from ...pascal_attn_core.routes.run import run as run_call
 from ...pascal_attn_core.routes.several import device_named, seen_on
 from ...pascal_attn_core.routes.tiled import forget_halvings
@@ -95,6 +96,15 @@ class _Decision:
     template: AttentionCall | None = None
     run: Run | None = None
     tally: CallTally | None = None
+
+
+def left_off(config: AttentionConfig) -> str:
+    """``"; the fused kernel is left off: ..."`` for a node's status, "" if it is not.
+
+    The kernels are checked here, once on a machine, since a node that patches runs before its model is on the card.
+    """
+    why = try_early(host.compute_device(), host.make_room) if config.route == "auto" and config.fused else ""
+    return f"; the fused kernel is left off: {why}" if why else ""
 
 
 class Engine:

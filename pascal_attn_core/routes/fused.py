@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from ..fused.launch.plan import Packed, Plan, plan_call, variants_of
 from ..fused.launch.select import call_reasons
 from ..fused.trust.kernels import Kernels, kernels_of
 from ..fused.trust.trial import Trials
-from ..machine.device import MIB
+from ..machine.device import MIB, DeviceInfo
 from ..machine.runtime import runtime_of
 from .route import Choice, Request, Route
 from .tiled import TiledRoute
@@ -280,6 +281,15 @@ def why_untried(call: AttentionCall, plan: Plan) -> str:
     return runtime_of(call.query.device).part(Trials).reason(plan.variants)
 
 
+def try_early(device: torch.device, make_room: Callable[[int], object]) -> str:
+    """Check the kernels on a device before the first call, where ``auto`` may take them: see
+    :meth:`.trial.Trials.ask_early`."""
+    runtime = runtime_of(device)
+    if not takes_device(device) or runtime.part(Kernels).machine_reasons or not _is_for_ours(runtime.info):
+        return ""
+    return runtime.part(Trials).ask_early(make_room)
+
+
 def _with_last_rows_that_run(plan: Plan, kernels: Kernels) -> Plan:
     """The plan, without a kernel for the last rows that cannot be had here or gives wrong answers: that of the other
     rows computes them as well."""
@@ -290,6 +300,11 @@ def _with_last_rows_that_run(plan: Plan, kernels: Kernels) -> Plan:
     except RouteUnavailable:
         return plan._replace(tail=None)
     return plan
+
+
+def _is_for_ours(info: DeviceInfo) -> bool:
+    """Whether ``auto`` takes our kernels on cards of this kind at all."""
+    return info.kind == "hip" or (info.capability is not None and info.capability < (8, 0))
 
 
 def takes_device(device: torch.device) -> bool:
@@ -305,6 +320,6 @@ def may_win(call: AttentionCall, *, torch_has_a_kernel: bool) -> bool:
     if info.kind == "hip":
         return True
     capability = info.capability
-    if capability is None or capability >= (8, 0):
+    if capability is None or not _is_for_ours(info):
         return False
     return capability < (7, 0) or call.query.dtype != torch.float16 or not torch_has_a_kernel

@@ -15,6 +15,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 
+from ..checks import with_room
 from ..config import cache_folder, switched_on
 from ..machine.own_thread import in_backward, in_own_thread
 from ..machine.runtime import Runtime
@@ -106,7 +107,7 @@ class Contest(Generic[Kind]):
 
     def _found(self, kind: Kind, measure: Callable[[], Found | None]) -> Found | None:
         try:
-            return in_own_thread(measure, self.device)
+            return with_room(functools.partial(in_own_thread, measure, self.device))
         except (RuntimeError, MemoryError) as reason:  # a timing does not end the user's call
             if getattr(reason, "loses_device", False):
                 raise

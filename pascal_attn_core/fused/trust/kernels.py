@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from ...call import AttentionCall
-from ...checks import is_out_of_memory
+from ...checks import is_out_of_memory, with_room
 from ...config import RouteUnavailable, cache_folder
 from ...machine.own_thread import in_backward, in_own_thread
 from ...machine.runtime import Runtime, runtime_of
@@ -193,7 +193,7 @@ class Kernels:
             if self._captures():
                 continue
             try:
-                in_own_thread(functools.partial(self._check, variant), self.device)
+                with_room(functools.partial(in_own_thread, functools.partial(self._check, variant), self.device))
             except RouteUnavailable:
                 raise
             except Exception as error:  # a check of ours does not end the user's call

@@ -45,6 +45,7 @@ log = logging.getLogger("pascal_attn")
 SECONDS = 90.0  # that a child may take until torch works there, and as many from then on
 RETRY_SECONDS = 60.0  # after which a child that lacked memory is tried again
 _EXTRA_SECONDS = 5.0  # for kernels that no call has asked for yet: what ships
+_EARLY_SECONDS = 20.0  # for the same where no call waits
 _POLL_SECONDS = 0.1
 _MIN_FREE = 512 * MIB  # a CUDA context and small tensors
 _PACKAGE = Path(__file__).parents[2]
@@ -80,13 +81,14 @@ class Job(NamedTuple):
 
     Attributes:
         device: torch's name of it; card: the name that the card must have there.
-        needed: variants that a call waits for; others: more of them, tried while there is time.
+        needed: variants that a call waits for; others: more of them, tried for so many ``seconds``.
     """
 
     device: str
     card: str
     needed: list[list[Any]]
     others: list[list[Any]]
+    seconds: float = _EXTRA_SECONDS
 
 
 Start = Callable[[Job, Path], "subprocess.Popen[bytes]"]
@@ -169,13 +171,29 @@ class Trials:
                     return self._refused[variant.name]
             return (self._why_not_now() or self._try(missing)) if missing else ""
 
-    def _why_not_now(self) -> str:
+    def ask_early(self, make_room: Callable[[int], object]) -> str:
+        """Try what ships before any call asks, where nothing is known of it on this machine: a host does so while its
+        models are not on the device yet. Returns why the kernels are left off, as far as that is known; "" = they are
+        not.
+
+        Args:
+            make_room: asks the host for so many bytes of free memory.
+        """
+        with self._lock:
+            if not self._is_loaded and not self.is_trusted:
+                self._load()
+            if self.is_trusted or self._good or self._off or not self.others():
+                return self._off
+            return self._why_not_now(make_room) or self._try([])
+
+    def _why_not_now(self, make_room: Callable[[int], object] = bool) -> str:
         if torch.cuda._is_in_bad_fork():
             return "the kernels are not tried from a worker process that was forked"
         if time.monotonic() < self._until:
             return self._why
         free = free_bytes(self.runtime.device)
         if free is not None and free < _MIN_FREE:
+            make_room(_MIN_FREE)
             torch.cuda.empty_cache()  # torch may hold more than it uses
             free = free_bytes(self.runtime.device) or 0
             if free < _MIN_FREE:
@@ -187,7 +205,8 @@ class Trials:
 
     def _try(self, needed: list[Compilation]) -> str:
         others = [] if self._good else [variant for variant in self.others() if variant not in needed]
-        job = Job(str(self.runtime.device), self.runtime.info.name, _rows(needed), _rows(others))
+        seconds = _EXTRA_SECONDS if needed else _EARLY_SECONDS
+        job = Job(str(self.runtime.device), self.runtime.info.name, _rows(needed), _rows(others), seconds)
         log.info("checking the fused kernel on %s in a process of its own, once", self.runtime.info.name)
         began = time.monotonic()
         try:
@@ -256,9 +275,12 @@ class Trials:
             if name in self._refused:
                 log.info("left to other routes in this process: %s: %s", name, self._refused[name])
                 return self._refused[name]
-        if not untried:
+        if self._good and not untried:
             return ""
-        why = refused.get(untried[0]) or f"the process that checks the kernels came to no result: {end}"
+        why = (
+            next(map(refused.get, untried or refused), None)
+            or f"the process that checks the kernels came to no result: {end}"
+        )
         return self._wait(why, RETRY_SECONDS if _is_short(why) else math.inf)
 
     def _wait(self, why: str, seconds: float = math.inf) -> str:
@@ -399,7 +421,7 @@ def run_job(job: Job, tell: Callable[..., None]) -> None:
     tell(ready=True)
     for row in job.needed:
         _run_one(kernels, from_row(row), tell)
-    end = time.monotonic() + _EXTRA_SECONDS
+    end = time.monotonic() + job.seconds
     for row in job.others:
         if time.monotonic() > end:
             return

@@ -198,19 +198,19 @@ def test_a_folder_that_cannot_be_written_costs_only_the_memory_of_it(folder: Pat
 
 
 @pytest.mark.parametrize(
-    "error",
+    ("error", "runs"),
     [
-        KernelUnavailable("no kernel"),
-        torch.cuda.OutOfMemoryError("no memory"),
-        RuntimeError("CUDA error: out of memory"),
-        RuntimeError("CUDA error: invalid configuration argument"),
+        (KernelUnavailable("no kernel"), 1),
+        (torch.cuda.OutOfMemoryError("no memory"), 2),  # once more after torch's unused memory was given back
+        (RuntimeError("CUDA error: out of memory"), 2),
+        (RuntimeError("CUDA error: invalid configuration argument"), 1),
     ],
     ids=repr,
 )
-def test_where_it_cannot_be_timed_nothing_is_claimed_or_kept(folder: Path, error: Exception) -> None:
+def test_where_it_cannot_be_timed_nothing_is_claimed_or_kept(folder: Path, error: Exception, runs: int) -> None:
     clock = Failing(error)
     timings = _timings(folder, clock)
-    assert [_ask(timings), _ask(timings), clock.runs] == [None, None, 1]
+    assert [_ask(timings), _ask(timings), clock.runs] == [None, None, runs]
     timings.save()
     assert json.loads(next(folder.iterdir()).read_text())["milliseconds"] == []
 

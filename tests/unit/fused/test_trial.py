@@ -289,6 +289,38 @@ def test_memory_that_torch_keeps_in_reserve_is_freed_for_the_child(trials, monke
     assert trials(Starter()).reason([FORWARD]) == ""
 
 
+def test_a_host_has_what_ships_tried_before_any_call_and_makes_room_for_it(trials, monkeypatch) -> None:
+    free, asked, start = [100 << 20], [], Child()
+
+    def make_room(num_bytes: int) -> None:
+        asked.append(num_bytes)
+        free[0] = 8 << 30
+
+    monkeypatch.setattr(trial, "free_bytes", lambda device: free[0])
+    here = trials(start)
+    for each in (here, here, trials(start)):  # the last one is another process
+        assert each.ask_early(make_room) == ""
+        assert each.reason([FORWARD, MASKED]) == ""
+    assert [(job.needed, bool(job.others)) for job in start.jobs] == [([], True)]
+    assert asked == [512 << 20]
+
+
+@pytest.mark.parametrize(
+    ("start", "words"),
+    [
+        (Child("os.kill(os.getpid(), signal.SIGSEGV)"), "ended its process: SIGSEGV"),
+        (Starter("sys.exit(3)"), "exit status 3"),
+    ],
+    ids=["fault", "no result"],
+)
+def test_what_is_found_early_holds_for_the_first_call(trials, start, words) -> None:
+    here = trials(start)
+    why = here.ask_early(bool)
+    assert words in why
+    assert here.ask_early(bool) == here.reason([MASKED]) == why
+    assert len(start.jobs) == 1
+
+
 @pytest.mark.parametrize("text", ["", "not json", '["a list"]', '{"good": 3, "off": 4}'])
 def test_a_file_that_cannot_be_read_counts_as_none(trials, text) -> None:
     here = trials(_no_child)

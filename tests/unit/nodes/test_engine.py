@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import threading
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -382,3 +384,34 @@ def test_gradient_checkpointing_finds_the_same_saved_tensors_in_both_passes() ->
     q, k, v = (tensor @ weight for tensor in given)
     (torch.nn.functional.scaled_dot_product_attention(q, k, v) * weight.sum()).square().sum().backward()
     torch.testing.assert_close(found, weight.grad, rtol=1e-4, atol=1e-4)
+
+
+# ---- the first use of the kernels on a machine -----------------------------------------------------------------------
+
+
+def test_why_the_kernels_are_left_off_stands_on_the_node_in_the_log_once_and_in_the_report(
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    core = functools.partial(importlib.import_module, package=f"{NAME}.pascal_attn_core")
+    machine, kernels, trial = core(".machine.runtime"), core(".fused.trust.kernels"), core(".fused.trust.trial")
+    info = core(".machine.device").DeviceInfo("cuda", "GTX 1080 Ti", capability=(6, 1), num_sms=28)
+    asked: list[int] = []
+    monkeypatch.setattr(node_module("comfy.host"), "make_room", asked.append)
+    monkeypatch.setattr(trial, "free_bytes", lambda device: 100 << 20)
+    ready = type("Ready", (kernels.Kernels,), {"machine_reasons": (), "reasons": lambda self, variants: []})
+    parts = {kernels.Kernels: ready, trial.Trials: functools.partial(trial.Trials, folder=lambda: None)}
+    engine = make_engine(min_keys=0)
+    with machine.using(machine.Runtime("cpu", info, parts=parts)):
+        status = engine_module.left_off(engine.settings.config)
+        assert engine_module.left_off(engine.settings.config) == status
+        assert engine_module.left_off(replace(engine.settings.config, route="tiled")) == ""
+        engine.begin()
+        query = torch.zeros(1, 2, 2048, 64)
+        engine.attend(query, query, query, place=runs.Place("block 0"))
+        run = engine.end()
+    why = "the fused kernel is left off: the kernels are not tried while less than 512 MiB are free, got 100"
+    assert status == f"; {why}"
+    assert asked == [512 << 20]
+    assert why in "".join(run.reasons("taken"))
+    assert [record.levelname for record in caplog.records if "not tried while" in record.getMessage()] == ["WARNING"]
