@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .flex_rules import BAND, ScoreRule, block_rule, is_block_mask
+from .flex_rules import WINDOW, ScoreRule, block_rule, is_block_mask, known_of
 from .lazy_mask import LazyMask
 from .patching.interception import PLAIN
 
@@ -470,7 +470,7 @@ def prepared(
             attn_mask, options = _unwrap_causal_bias(query, key, attn_mask, options)
         elif attn_mask.dim() == 0:
             attn_mask = attn_mask[None]
-    elif attn_mask is not None and getattr(attn_mask, BAND, None) is not None:
+    elif attn_mask is not None and is_block_mask(attn_mask):
         attn_mask, options = _as_window(query, key, attn_mask, options)
     if isinstance(query, Tensor) and autocast_on(query):
         dtype = torch.get_autocast_dtype(query.device.type)
@@ -509,12 +509,12 @@ def _unwrap_causal_bias(query: Tensor, key: Tensor, attn_mask: Any, options: Opt
 
 
 def _as_window(query: Tensor, key: Tensor, attn_mask: Any, options: Options) -> tuple[Any, Options]:
-    """A BlockMask that :func:`.flex.create_block_mask` has found to be a window."""
+    """A BlockMask, as a window if :func:`.flex.create_block_mask` has found it to be one."""
+    found = known_of(attn_mask).get(WINDOW)
     fits = tuple(attn_mask.shape[-2:]) == (query.shape[-2], key.shape[-2])
-    if not fits or options.is_causal or options.window is not None:
+    if found is None or not fits or options.is_causal or options.window is not None:
         return attn_mask, options
-    window, alignment = getattr(attn_mask, BAND)
-    return None, options._replace(window=window, alignment=alignment)
+    return None, options._replace(window=found.window, alignment=found.alignment)
 
 
 def autocast_on(tensor: Tensor) -> bool:

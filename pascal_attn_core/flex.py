@@ -25,15 +25,16 @@ from torch import Tensor
 from .call import Options, check_call, prepared
 from .config import AttentionConfig, default_config
 from .flex_rules import (
-    BAND,
     FULL,
     PARTIAL,
+    WINDOW,
     Mod,
     Range,
     ScoreRule,
     Window,
     is_block_mask,
-    mask_of_tile,
+    known_of,
+    mask_of,
     pieces,
     reads,
     window_of,
@@ -147,7 +148,7 @@ def create_block_mask(
     made = BlockMask.from_kv_blocks(
         *ordered[0], *ordered[1], BLOCK_SIZE=block, mask_mod=mask_mod, seq_lengths=(Q_LEN, KV_LEN)
     )
-    setattr(made, BAND, rows.window() if len(batches) == len(heads) == 1 else None)
+    known_of(made)[WINDOW] = rows.window() if len(batches) == len(heads) == 1 else None
     return made
 
 
@@ -160,7 +161,7 @@ class _Rows:
     """
 
     def __init__(self, mask_mod: Mod, sizes: tuple[int, int], block: tuple[int, ...], device: torch.device):
-        self.of_tile, self.sizes, self.block, self.device = mask_of_tile(mask_mod), sizes, block, device
+        self.asked, self.sizes, self.block, self.device = mask_of(mask_mod), sizes, block, device
         self.may_be_window = True
         self.first = torch.ones(sizes[0], dtype=torch.int64, device=device)
         self.last = torch.zeros_like(self.first)
@@ -186,7 +187,7 @@ class _Rows:
         num_keys = self.sizes[1]
         for (t0, t1), (j0, j1) in pieces(queries[1] - queries[0], num_keys, _STRIP):
             own = (queries[0] + t0, queries[0] + t1)
-            part = self.of_tile(batch, head, own, (j0, j1), self.device)
+            part = self.asked(batch, head, *(torch.arange(*span, device=self.device) for span in (own, (j0, j1))))
             seen[j0:j1] |= part.any(dim=0)
             missed[j0:j1] |= ~part.all(dim=0)
             if j1 - j0 == num_keys and self.may_be_window:

@@ -7,8 +7,8 @@ tensors that broadcast they may mean something else (``table[batch][head]``).
 
 from __future__ import annotations
 
+import math
 import sys
-import weakref
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -23,7 +23,10 @@ Mod = Callable[..., Tensor]
 Range = tuple[int, int]  # first and one-past-last
 SKIPPED, PARTIAL, FULL = 0, 1, 2  # what a BlockMask says of a block
 ASKED = 1 << 14  # elements for which a mask_mod is asked at once
-BAND = "_pascal_attn_band"  # attribute of a BlockMask: the Window that it is
+WINDOW = "window"  # in known_of(a BlockMask): the Window that it is
+_KNOWN = "_pascal_attn_known"  # attribute of a BlockMask
+TOGETHER = 1 << 18  # elements of partial blocks for which a mask_mod is asked at once, for a fused kernel
+KEPT = 32  # blocks of different contents that are kept with a BlockMask
 
 
 class ScoreRule:
@@ -41,7 +44,8 @@ class ScoreRule:
         by_key = torch.vmap(score_mod, (0, None, None, None, 0))
         by_query = torch.vmap(by_key, (0, None, None, 0, None))
         by_group = torch.vmap(by_query, (1, None, 0, None, None))
-        self.of_tile = torch.vmap(by_group, (0, None, 0, None, None))
+        # The batch too: of a plain tensor in its place table[batch] reads the value, for which a GPU waits.
+        self.of_tile = torch.vmap(torch.vmap(by_group, (0, None, 0, None, None)), (None, 0, None, None, None))
         self.captured = _wanting_gradients(score_mod, like) if torch.is_grad_enabled() else []
 
     def at(self, batch: int, heads: Range, queries: Range, keys: Range) -> ScoreTile:
@@ -61,9 +65,9 @@ class ScoreTile(NamedTuple):
     def __call__(self, scores: Tensor) -> Tensor:
         """``[u, G, tokens, keys]``, what the rule makes of scores ``[u, tokens, G, keys]``."""
         device = scores.device
-        batch = torch.full((), self.batch, device=device)
-        heads, queries, keys = (torch.arange(*span, device=device) for span in (self.heads, self.queries, self.keys))
-        return self.rule.of_tile(scores, batch, heads.view(scores.shape[0], scores.shape[2]), queries, keys)
+        spans = ((self.batch, self.batch + 1), self.heads, self.queries, self.keys)
+        batch, heads, queries, keys = (torch.arange(*span, device=device) for span in spans)
+        return self.rule.of_tile(scores, batch, heads.view(scores.shape[0], scores.shape[2]), queries, keys)[0]
 
     def gradients(self, scores: Tensor, grad: Tensor) -> tuple[Tensor | None, ...]:
         """The gradients of the scores ``[u, tokens, G, keys]`` and of each captured tensor, None where there is none,
@@ -111,7 +115,16 @@ def is_block_mask(mask: object) -> bool:
     return module is not None and isinstance(mask, module.BlockMask)
 
 
-_rules: weakref.WeakKeyDictionary[Any, dict[tuple, BlockRule]] = weakref.WeakKeyDictionary()
+def known_of(block_mask: Any) -> dict[Any, Any]:
+    """What is known of a BlockMask, kept with it until somebody gives it another ``mask_mod`` or other blocks."""
+    lists = (block_mask.kv_num_blocks, block_mask.kv_indices, block_mask.full_kv_num_blocks, block_mask.full_kv_indices)
+    found = [(id(t), 0 if t is None or t.is_inference() else t._version) for t in lists]
+    state = (block_mask.mask_mod, tuple(block_mask.shape), found)
+    before, _, known = getattr(block_mask, _KNOWN, (None, None, {}))
+    if before != state:
+        known = {}
+        setattr(block_mask, _KNOWN, (state, lists, known))  # the lists: so that no other tensor has their id
+    return known
 
 
 def block_rule(block_mask: Any, shape: tuple[int, ...]) -> BlockRule:
@@ -122,7 +135,7 @@ def block_rule(block_mask: Any, shape: tuple[int, ...]) -> BlockRule:
     """
     if len(shape) != 4:
         raise ValueError(f"with a BlockMask query must be [B, Hq, L, D], got {len(shape)} dimensions")
-    known = _rules.setdefault(block_mask, {})
+    known = known_of(block_mask)
     rule = known.get(shape)
     if rule is None:
         rule = known[shape] = BlockRule(block_mask, shape)
@@ -137,7 +150,8 @@ class BlockRule(LazyMask):
         states: SKIPPED, PARTIAL or FULL of each block, int8 ``[B or 1, Hq or 1, rows, columns]`` on the CPU.
         block: query tokens and keys of a block.
         window: the number of keys that the blocks of a row leave, on average.
-        by_head: the mask differs between heads.
+        by_batch, by_head: the mask differs between batch elements, between heads.
+        kept_bytes: memory that known blocks will take.
     """
 
     def __init__(self, block_mask: Any, shape: tuple[int, ...]):
@@ -153,8 +167,23 @@ class BlockRule(LazyMask):
                 raise ValueError(f"the {name} of block_mask must be 1 or {size}, got {own}")
         super().__init__(shape, block_mask.mask_mod, device=device, dtype=torch.bool)
         self.window = max(1, round(float((self.states > 0).float().mean()) * shape[3])) if self.states.numel() else 1
-        self.of_tile = mask_of_tile(self.rule)
-        self.by_head = self.states.shape[1] > 1 or (shape[1] > 1 and reads(self.rule, "head", device))
+        self.asked = mask_of(self.rule)
+        self._known: dict[tuple[int, ...], Tensor] = {}
+        self._kinds: list[Tensor] = []
+        size = math.prod(self.block)
+        self.kept_bytes = 0
+        if size <= ASKED and device.type == "cpu":  # a GPU would wait for the comparison
+            self.kept_bytes = min(KEPT, int((self.states == PARTIAL).sum())) * size
+        of_first = self.states[:1], self.states[:, :1]
+        self.by_batch, self.by_head = (
+            bool((self.states != first).any()) or (size > 1 and reads(self.rule, index, device))
+            for first, size, index in zip(of_first, shape, ("batch", "head"))
+        )
+
+    @property
+    def num_masks(self) -> int:
+        """How many batch elements and heads have a mask of their own."""
+        return (self.shape[0] if self.by_batch else 1) * (self.shape[1] if self.by_head else 1)
 
     def on(self, device: torch.device) -> LazyMask:
         raise ValueError(f"block_mask must be on the device of query ({device}), got {self.device}")
@@ -166,39 +195,108 @@ class BlockRule(LazyMask):
         of_heads = of_batch[slice(*heads)] if of_batch.shape[0] > 1 else of_batch
         return of_heads[:, q0 // rows : -(-q1 // rows), j0 // columns : -(-j1 // columns)]
 
-    def key_range(self, batch: int, heads: Range, queries: Range) -> Range:
-        """First and one-past-last key of the blocks that these queries do not skip."""
-        seen = self.blocks(batch, heads, queries, (0, self.shape[3])).flatten(0, 1).any(dim=0).nonzero()
+    def key_range(self, queries: Range) -> Range:
+        """First and one-past-last key of the blocks that some batch element or head does not skip."""
+        rows = self.states[:, :, queries[0] // self.block[0] : -(-queries[1] // self.block[0])]
+        seen = (rows != SKIPPED).flatten(0, 2).any(dim=0).nonzero()
         if not len(seen):
             return 0, 0
         return int(seen[0]) * self.block[1], min((int(seen[-1]) + 1) * self.block[1], self.shape[3])
 
+    def part(self, queries: Range, keys: Range) -> Tensor:
+        """These rows and keys of the mask, bool ``[B or 1, Hq or 1, queries, keys]``. Partial blocks are asked for
+        together, as many as :data:`TOGETHER` allows."""
+        batches, heads = range(self.shape[0] if self.by_batch else 1), range(self.shape[1] if self.by_head else 1)
+        shape = (len(batches), len(heads), queries[1] - queries[0], keys[1] - keys[0])
+        keep = torch.empty(shape, dtype=torch.bool, device=self.device)
+        for batch in batches:
+            for head in heads:
+                self._fill(keep[batch, head], batch, head, queries, keys)
+        return keep
+
+    def _fill(self, keep: Tensor, batch: int, head: int, queries: Range, keys: Range) -> None:
+        """One head's part of the mask ``[queries, keys]``, from the first element of a block on."""
+        (height, width), device = self.block, self.device
+        states, (top, left) = self.blocks(batch, (head, head + 1), queries, keys)[0].to(device), (queries[0], keys[0])
+        rows, columns = (torch.arange(n, device=device) // size for n, size in zip(keep.shape, self.block))
+        torch.index_select((states == FULL)[rows], 1, columns, out=keep)
+        partial = (states == PARTIAL).nonzero()
+        if height * width > TOGETHER:
+            for i, j in partial.tolist():
+                own = [(n * size, min((n + 1) * size, end)) for n, size, end in zip((i, j), self.block, keep.shape)]
+                asked = ((first + start, first + end) for first, (start, end) in zip((top, left), own))
+                keep[slice(*own[0]), slice(*own[1])] = self._evaluate(batch, head, *asked)
+            return
+        for places in partial.split(max(1, TOGETHER // (height * width))):
+            # Beyond the end the last one is asked for again.
+            i = (places[:, :1] * height + torch.arange(height, device=device)).clamp_max(keep.shape[0] - 1)
+            j = (places[:, 1:] * width + torch.arange(width, device=device)).clamp_max(keep.shape[1] - 1)
+            keep[i[:, :, None], j[:, None, :]] = self.asked(batch, head, i + top, j + left)
+
+    def runs(self, batch: int, heads: Range, queries: Range, keys: Range, *, besides: int) -> list[Range]:
+        """The keys, among these, of neighbouring blocks that some of these heads and queries have ``besides`` those of
+        that state."""
+        wanted = (self.blocks(batch, heads, queries, keys) != besides).flatten(0, 1).any(dim=0).tolist()
+        width, first = self.block[1], keys[0] // self.block[1]
+        edges = [n for n, (a, b) in enumerate(zip([False, *wanted], [*wanted, False]), first) if a != b]
+        return [(max(a * width, keys[0]), min(b * width, keys[1])) for a, b in zip(edges[::2], edges[1::2])]
+
     def tile(self, batch: int, heads: Range, queries: Range, keys: Range) -> Tensor:
         own = range(*heads) if self.by_head else range(heads[0], heads[0] + 1)
-        lengths = (len(own), queries[1] - queries[0], keys[1] - keys[0])
-        keep = torch.empty(lengths, dtype=torch.bool, device=self.device)
-        for each, head in zip(keep, own):
-            self._write(each, batch, head, queries, keys)
-        return keep.expand(heads[1] - heads[0], -1, -1)
+        parts = [self._of_head(batch, head, queries, keys) for head in own]
+        return (torch.stack(parts) if len(parts) > 1 else parts[0][None]).expand(heads[1] - heads[0], -1, -1)
 
-    def _write(self, keep: Tensor, batch: int, head: int, queries: Range, keys: Range) -> None:
+    def _of_head(self, batch: int, head: int, queries: Range, keys: Range) -> Tensor:
         """One head's part of a tile, ``[queries, keys]``."""
         (rows, columns), (q0, q1), (j0, j1) = self.block, queries, keys
-        for i, states in enumerate(self.blocks(batch, (head, head + 1), queries, keys)[0].tolist(), q0 // rows):
+        states = self.blocks(batch, (head, head + 1), queries, keys)[0].tolist()
+        if states == [[PARTIAL]]:
+            return self._ask(batch, head, queries, keys)
+        keep = torch.empty(q1 - q0, j1 - j0, dtype=torch.bool, device=self.device)
+        for i, of_row in enumerate(states, q0 // rows):
             top, bottom = max(q0, i * rows), min(q1, (i + 1) * rows)
-            for j, state in enumerate(states, j0 // columns):
+            for j, state in enumerate(of_row, j0 // columns):
                 left, right = max(j0, j * columns), min(j1, (j + 1) * columns)
                 part = keep[top - q0 : bottom - q0, left - j0 : right - j0]
                 if state == PARTIAL:
-                    self._ask(part, batch, head, top, left)
+                    part.copy_(self._ask(batch, head, (top, bottom), (left, right)))
                 else:
                     part.fill_(state == FULL)
+        return keep
 
-    def _ask(self, part: Tensor, batch: int, head: int, first_query: int, first_key: int) -> None:
-        """What ``mask_mod`` says of some queries and keys, a few of them at a time."""
-        for (t0, t1), (k0, k1) in pieces(part.shape[0], part.shape[1], ASKED):
-            queries, keys = (first_query + t0, first_query + t1), (first_key + k0, first_key + k1)
-            part[t0:t1, k0:k1] = self.of_tile(batch, head, queries, keys, self.device)
+    def _ask(self, batch: int, head: int, queries: Range, keys: Range) -> Tensor:
+        """What ``mask_mod`` says of queries and keys of one block, bool ``[queries, keys]``."""
+        (rows, columns), (length, num_keys) = self.block, self.shape[2:]
+        if not self.kept_bytes:
+            return self._evaluate(batch, head, queries, keys)
+        top, left = queries[0] // rows * rows, keys[0] // columns * columns
+        place = (batch, head if self.by_head else 0, top, left)
+        block = self._known.get(place)
+        if block is None:
+            block = self._evaluate(batch, head, (top, min(top + rows, length)), (left, min(left + columns, num_keys)))
+            self._keep(place, block)
+        return block[queries[0] - top : queries[1] - top, keys[0] - left : keys[1] - left]
+
+    def _keep(self, place: tuple[int, ...], block: Tensor) -> None:
+        """Know a block next time. Blocks of the same contents share their memory: of a window there are two kinds."""
+        if len(self._kinds) == KEPT:
+            return
+        for kind in self._kinds:
+            if torch.equal(kind, block):
+                block = kind
+                break
+        else:
+            self._kinds.append(block)
+        self._known[place] = block
+
+    def _evaluate(self, batch: int, head: int, queries: Range, keys: Range) -> Tensor:
+        """What ``mask_mod`` says, asked for a few elements at a time."""
+        keep = torch.empty(queries[1] - queries[0], keys[1] - keys[0], dtype=torch.bool, device=self.device)
+        for (t0, t1), (k0, k1) in pieces(*keep.shape, ASKED):
+            own = (queries[0] + t0, queries[0] + t1), (keys[0] + k0, keys[0] + k1)
+            indices = (torch.arange(*span, device=self.device) for span in own)
+            keep[t0:t1, k0:k1] = self.asked(batch, head, *indices)
+        return keep
 
 
 def reads(mask_mod: Mod, index: str, device: torch.device) -> bool:
@@ -210,15 +308,23 @@ def reads(mask_mod: Mod, index: str, device: torch.device) -> bool:
     return torch.vmap(mask_mod, tuple(dims))(*given).stride(0) != 0
 
 
-def mask_of_tile(mask_mod: Mod) -> Callable[[int, int, Range, Range, torch.device], Tensor]:
-    """``mask_mod`` of one head's queries and keys: a function that returns bool ``[queries, keys]``."""
-    by_query = torch.vmap(torch.vmap(mask_mod, (None, None, None, 0)), (None, None, 0, None))
+def mask_of(mask_mod: Mod) -> Callable[[int, int, Tensor, Tensor], Tensor]:
+    """``mask_mod`` of one head's queries and keys: a function of (batch, head, queries, keys), int64 ``[queries]`` and
+    ``[keys]``, or ``[n, queries]`` and ``[n, keys]``, that returns bool ``[queries, keys]``, or ``[n, queries, keys]``.
+    """
+    of_all = mask_mod
+    for dims in ((None, None, None, 0), (None, None, 0, None), (None, 0, None, None), (0, None, None, None)):
+        of_all = torch.vmap(of_all, dims)
+    of_many = torch.vmap(of_all, (None, None, 0, 0))
 
-    def of_tile(batch: int, head: int, queries: Range, keys: Range, device: torch.device) -> Tensor:
-        place = (torch.full((), n, device=device) for n in (batch, head))
-        return by_query(*place, *(torch.arange(*span, device=device) for span in (queries, keys)))
+    def asked(batch: int, head: int, queries: Tensor, keys: Tensor) -> Tensor:
+        place = (torch.full((1,), n, device=queries.device) for n in (batch, head))
+        keep = (of_all if queries.dim() == 1 else of_many)(*place, queries, keys)[..., 0, 0, :, :]
+        if keep.dtype != torch.bool:
+            raise TypeError(f"mask_mod must return a bool, got {keep.dtype}")
+        return keep
 
-    return of_tile
+    return asked
 
 
 def pieces(rows: int, columns: int, most: int) -> Iterator[tuple[Range, Range]]:

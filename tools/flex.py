@@ -19,6 +19,7 @@ import torch
 from torch.nn.attention import flex_attention as theirs
 
 from pascal_attn_core import AttentionConfig, create_block_mask, flex_attention, sdpa
+from pascal_attn_core.flex_rules import known_of
 from pascal_attn_core.observe.memory import measure
 
 MIB = 1 << 20
@@ -65,7 +66,7 @@ def main() -> None:
     query, key, value = torch.randn(3, 1, options.heads, tokens, 64).unbind()
     made = measure(lambda: create_block_mask(near, None, None, tokens, tokens, device="cpu"))
     masks = {"window": made.out, "documents": create_block_mask(documents, None, None, tokens, tokens, device="cpu")}
-    object.__setattr__(masks["window"], "_pascal_attn_band", None)  # as a BlockMask of torch's own function
+    known_of(masks["window"]).clear()  # as a BlockMask of torch's own function
     print(f"create_block_mask, {tokens} tokens: {made.peak_bytes / MIB:.1f} MiB")
     calls: dict[str, Callable[[], Any]] = {
         "dense": lambda: sdpa(query, key, value, config=config),

@@ -9,6 +9,7 @@ import torch
 
 from ..call import AttentionCall, Gradients, Results, Wanted, empty_output
 from ..config import AttentionConfig, RouteUnavailable
+from ..flex_rules import BlockRule
 from ..fused.launch.backward import backward_launches, sums_bytes
 from ..fused.launch.fields import rows_are_readable
 from ..fused.launch.forward import forward_launches
@@ -20,6 +21,7 @@ from ..fused.trust.kernels import Kernels, kernels_of
 from ..fused.trust.trial import Trials
 from ..machine.device import MIB, DeviceInfo
 from ..machine.runtime import runtime_of
+from .bands import bands, rows_at_once, sample
 from .route import Choice, Request, Route
 from .tiled import TiledRoute
 from .timing import Timings
@@ -41,6 +43,17 @@ class FusedRoute(Route):
         self.torch_route = torch_route
 
     def plan(self, request: Request) -> Plan | list[str]:
+        call, mask = request.call, request.call.attn_mask
+        if not isinstance(mask, BlockRule) or call.is_empty:
+            return self.plan_at_once(request)
+        rows = rows_at_once(call, mask, request.budget_bytes)
+        if isinstance(rows, list):
+            return rows
+        plan = self.plan_at_once(Request(sample(call, mask, rows), request.config, request.with_lse))
+        return plan if isinstance(plan, list) else plan._replace(band_rows=rows)
+
+    def plan_at_once(self, request: Request) -> Plan | list[str]:
+        """:meth:`plan` for a mask that is a tensor."""
         return find_plan(request.call, request.config, with_lse=request.with_lse, budget_bytes=request.budget_bytes)
 
     def claim(self, request: Request) -> Choice | None:
@@ -78,7 +91,7 @@ class FusedRoute(Route):
     def _instead_of_plain(self, request: Request, plan: Plan, why: str) -> Choice | None:
         """The choice for a call that torch has no fused kernel for. On AMD's cards, for which that is every call, ours
         has to take less time than torch's math on a call of this kind; tiles take it otherwise."""
-        if request.runtime.info.kind != "hip":
+        if request.runtime.info.kind != "hip" or plan.band_rows:
             return Choice(self, why, plan, torch_stores=True)
         ratio = request.runtime.part(Timings).fused_over_plain(self, request.call)
         if ratio is None:
@@ -104,6 +117,8 @@ class FusedRoute(Route):
     ) -> Results:
         """log_sum is for the gradients of calls with a float mask, next to whose largest numbers it would be lost in
         lse."""
+        if plan.band_rows:
+            return self._forward_in_bands(call, config, plan, with_lse=with_lse or for_grad)
         kernels, packed = kernels_of(call), plan.packed
         kernels.ensure((plan.forward, *plan.gradients))
         plan = _with_last_rows_that_run(plan, kernels)
@@ -128,6 +143,8 @@ class FusedRoute(Route):
         grad_out where its rows cannot be read as they lie, and where one kernel computes all gradients the float32 sums
         of a gradient of query in 16 bits. Where a kernel cannot be launched any more, the route ``tiled`` goes back
         from the same results, unless the call holds several sequences."""
+        if plan.band_rows:
+            return self._backward_in_bands(call, config, plan, saved, wanted)
         try:
             return self._launch_backward(call, plan, saved, wanted)
         except RouteUnavailable:
@@ -144,6 +161,46 @@ class FusedRoute(Route):
         except RouteUnavailable:
             return TiledRoute(self.torch_route).backward_from(call, config, None, saved, wanted)
         return super().backward_from(call, config, plan, saved, wanted)
+
+    def _forward_in_bands(self, call: AttentionCall, config: AttentionConfig, plan: Plan, *, with_lse: bool) -> Results:
+        """A band whose kernel cannot run is computed in tiles."""
+        assert isinstance(call.attn_mask, BlockRule)
+        out = empty_output(call).zero_()
+        lse = out.new_full(out.shape[:-1], -torch.inf, dtype=torch.float32) if with_lse else None
+        for part, rows, _ in bands(call, call.attn_mask, plan.band_rows):
+            own = self.plan_at_once(Request(part, config, with_lse))
+            try:
+                if isinstance(own, list):
+                    raise RouteUnavailable(own[0])
+                found = self.forward(part, config, own, with_lse=with_lse, for_grad=part.needs_grad)
+            except RouteUnavailable:
+                found = TiledRoute(self.torch_route).forward(part, config, with_lse=with_lse)
+            out[..., rows, :] = found.out
+            if lse is not None and found.lse is not None:
+                lse[..., rows] = found.lse
+        return Results(out, lse)
+
+    def _backward_in_bands(
+        self, call: AttentionCall, config: AttentionConfig, plan: Plan, saved: Results, wanted: Wanted
+    ) -> Gradients:
+        """What bands add to the gradients of key and value is summed in float32."""
+        assert isinstance(call.attn_mask, BlockRule)
+        assert saved.lse is not None
+        grad_out, tiles = wanted.grad_out.expand(saved.out.shape), TiledRoute(self.torch_route)
+        of_query = torch.zeros_like(call.query)
+        sums = [torch.zeros_like(t, dtype=torch.float32) for t in (call.key, call.value)]
+        for part, rows, keys in bands(call, call.attn_mask, plan.band_rows):
+            of_lse = None if wanted.grad_lse is None else wanted.grad_lse[..., rows]
+            given = Results(saved.out[..., rows, :], saved.lse[..., rows]), Wanted(grad_out[..., rows, :], of_lse)
+            own = self.plan_at_once(Request(part, config, with_lse=True))
+            if isinstance(own, list):
+                found = tiles.backward(part, config, None, *given)
+            else:
+                found = self.backward(part, config, own, *given)
+            of_query[..., rows, :] = found.query
+            for total, more in zip(sums, (found.key, found.value)):
+                total[..., keys, :] += more
+        return Gradients(of_query, *(total.to(call.key.dtype) for total in sums))
 
     def _launch_backward(self, call: AttentionCall, plan: Plan, saved: Results, wanted: Wanted) -> Gradients:
         assert saved.lse is not None

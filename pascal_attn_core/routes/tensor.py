@@ -32,7 +32,7 @@ class TensorRoute(FusedRoute):
         super().__init__(torch_route)
         self.plain = plain
 
-    def plan(self, request: Request) -> Plan | list[str]:
+    def plan_at_once(self, request: Request) -> Plan | list[str]:
         return find_tensor_plan(request.call, request.config, request.budget_bytes)
 
     def claim(self, request: Request) -> Choice | None:

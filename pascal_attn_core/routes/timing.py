@@ -256,7 +256,7 @@ def sample_call(call: AttentionCall, kind: Kind) -> AttentionCall:
         return drawn.to(call.query.dtype).expand(1, heads, -1, -1).requires_grad_(kind.gradients)
 
     mask = None
-    if isinstance(call.attn_mask, Tensor):
+    if call.attn_mask is not None:
         rows = kind.q_tokens if kind.mask_rows == 2 else 1
         mask = torch.zeros((1, 1, rows, kind.kv_tokens), dtype=call.attn_mask.dtype, device=device)
         mask = ~mask if mask.dtype == torch.bool else mask

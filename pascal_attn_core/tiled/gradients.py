@@ -174,9 +174,10 @@ class GradientProducts(TileProducts):
             scores.mul_(self.softcap * self.unit)
         self.change(scores, rule)
         scores.sub_(block.shift)
-        if block.log_sum_bits is not None:
-            scores.mul_(LOG2_E).sub_(block.log_sum_bits)
-        scores.exp2_()
+        if block.log_sum_bits is None:
+            scores.exp2_()
+        else:
+            self.exp2_(scores.mul_(LOG2_E).sub_(block.log_sum_bits))
         self.forbid(scores, rule, 0.0)
         return scores
 

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from ..call import distinct
 from ..machine.device import CPU_LIKE
 from .masks import Rule, band_keep
 from .tiles import MASK_WORDS
@@ -48,12 +49,19 @@ class MaskWriter:
         """Put ``value`` (0 or -inf) where the rule's band or bool mask forbids to look."""
         if rule.upper is not None or rule.lower is not None:
             self._forbid_band(scores, rule, value)
-        if rule.mask is not None and rule.mask.dtype == torch.bool:
-            self._write(scores, rule.mask.transpose(1, 2), value)
+        for first, keep in rule.masks:
+            if keep.dtype == torch.bool:
+                self._write(scores[..., first : first + keep.shape[-1]], keep.transpose(1, 2), value)
 
-    def add(self, scores: Tensor, bias: Tensor) -> None:
-        """Add a float mask ``[u, G, tokens, keys]`` of any float dtype."""
-        by_token, bias = rows_by_token(scores, self.groups), bias.transpose(1, 2)
+    def add(self, scores: Tensor, rule: Rule) -> None:
+        """Add the rule's float mask, of any float dtype."""
+        for first, bias in rule.masks:
+            if bias.dtype != torch.bool:
+                self._add(scores[..., first : first + bias.shape[-1]], bias.transpose(1, 2))
+
+    def _add(self, scores: Tensor, bias: Tensor) -> None:
+        """``bias``: ``[u, tokens, G, keys]``."""
+        by_token = rows_by_token(scores, self.groups)
         if self.words is None or bias.dtype == self.dtype:
             by_token.add_(bias)
             return
@@ -87,7 +95,9 @@ class MaskWriter:
         bits, ones = by_token.view(_WORD[self.dtype]), keep.expand(by_token.shape)
         for part, words, (span, tokens, keys) in self._parts(bits, self.words):
             # The bits times one or zero: copied from bool, since a True that came by view() may be any byte but 0.
-            part.mul_(words.copy_(ones[span, tokens, :, keys]))
+            own = distinct(ones[span, tokens, :, keys])
+            words = words.view(-1)[: own.numel()].view(own.shape).copy_(own)
+            part.mul_(words)
             if value:
                 part.bitwise_or_(words.sub_(1).bitwise_and_(_NEG_INF_BITS[self.dtype]))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from enum import Enum
 from typing import NamedTuple
 
@@ -103,6 +104,10 @@ class MaskTiles:
         """``[u1 - u0, G, q1 - q0, j1 - j0]``, a view."""
         return self.mask[u0:u1, :, q0:q1, j0:j1]
 
+    def parts(self, *place: int) -> list[Part]:
+        """The mask of one tile."""
+        return [Part(0, self.tile(*place))]
+
     def key_range(self, u0: int, u1: int, q0: int = 0, q1: int = 0) -> tuple[int, int]:
         """First and one-past-last key that the mask leaves to any query of these units, whichever queries are at hand.
         Only a mask that is the same for all rows is looked at; for the others the answer is everything."""
@@ -181,16 +186,23 @@ def padding_as_bool(mask: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor] |
     return keep.expand(mask.shape), top[..., 0].expand(*mask.shape[:2], 1)
 
 
+class Part(NamedTuple):
+    """What a mask says of some keys of a tile, from ``first`` on: bool or float ``[u, G, tokens, keys]``."""
+
+    first: int
+    values: Tensor
+
+
 class Rule(NamedTuple):
     """The restrictions of one tile.
 
-    upper, lower: arguments of ``tril_`` and ``triu_`` that cut it to the band; mask: its part of the mask
-    ``[u, G, tokens, keys]``, bool or float; score: what is made of the tile's scores first. None = nothing.
+    upper, lower: arguments of ``tril_`` and ``triu_`` that cut it to the band; masks: the parts of the mask that change
+    something, all bool or all float; score: what is made of the tile's scores first. None = nothing.
     """
 
     upper: int | None = None
     lower: int | None = None
-    mask: Tensor | None = None
+    masks: Sequence[Part] = ()
     score: ScoreTile | None = None
 
 
@@ -236,10 +248,10 @@ class LazyTiles:
         is_empty = self.look and tile.device.type in CPU_LIKE and _read(distinct(tile)) is TileState.EMPTY
         return TileState.EMPTY if is_empty else TileState.MIXED
 
-    def tile(self, u0: int, u1: int, q0: int, q1: int, j0: int, j1: int) -> Tensor:
-        """``[u1 - u0, G, q1 - q0, j1 - j0]``, an expanded view of what the rule says. Asked once."""
+    def parts(self, u0: int, u1: int, q0: int, q1: int, j0: int, j1: int) -> list[Part]:
+        """The parts of one tile that the mask changes: expanded views of what the rule says. Asked once."""
         tile, self._tile = self._tile, None
-        return self._evaluate(u0, u1, q0, q1, j0, j1) if tile is None else tile
+        return [Part(0, self._evaluate(u0, u1, q0, q1, j0, j1) if tile is None else tile)]
 
     def _evaluate(self, u0: int, u1: int, q0: int, q1: int, j0: int, j1: int) -> Tensor:
         batch, heads = self.place.of(u0, u1)
@@ -252,14 +264,20 @@ class BlockTiles(LazyTiles):
 
     mask: BlockRule
 
-    def key_range(self, u0: int, u1: int, q0: int, q1: int) -> tuple[int, int]:
+    def runs(self, u0: int, u1: int, q0: int, q1: int, keys: tuple[int, int]) -> Ranges:
+        """The keys, among these, of blocks that are not skipped."""
         batch, heads = self.place.of(u0, u1)
-        return self.mask.key_range(batch, heads, (q0, q1))
+        return self.mask.runs(batch, heads, (q0, q1), keys, besides=SKIPPED)
 
     def state(self, u0: int, u1: int, q0: int, q1: int, j0: int, j1: int) -> TileState:
         batch, heads = self.place.of(u0, u1)
         least, most = self.mask.blocks(batch, heads, (q0, q1), (j0, j1)).aminmax()
         return TileState.EMPTY if most == SKIPPED else TileState.FULL if least == FULL else TileState.MIXED
+
+    def parts(self, u0: int, u1: int, q0: int, q1: int, j0: int, j1: int) -> list[Part]:
+        batch, heads = self.place.of(u0, u1)
+        runs = self.mask.runs(batch, heads, (q0, q1), (j0, j1), besides=FULL)
+        return [Part(k0 - j0, self._evaluate(u0, u1, q0, q1, k0, k1)) for k0, k1 in runs]
 
 
 class Rules:
@@ -313,12 +331,13 @@ class Rules:
         state = TileState.FULL if self.mask is None else self.mask.state(u0, u1, q0, q1, j0, j1)
         if state is TileState.EMPTY:
             return None
-        mask = score = None
+        masks: Sequence[Part] = ()
         if self.mask is not None and state is TileState.MIXED:
-            mask = self.mask.tile(u0, u1, q0, q1, j0, j1)
+            masks = self.mask.parts(u0, u1, q0, q1, j0, j1)
+        score = None
         if self.score is not None and self.place is not None:
             score = self.score.at(*self.place.of(u0, u1), (q0, q1), (j0, j1))
-        return Rule(upper, lower, mask, score)
+        return Rule(upper, lower, masks, score)
 
 
 def mask_tiles(mask: Tensor, *, look: bool) -> MaskTiles:
@@ -353,6 +372,9 @@ def block_schedule(
     """The tiles of one query block: see :func:`diagonal_schedule`."""
     first, last = rules.key_range(*span, q0, q1, call.seq_len_kv)
     tiles = walk.tiles
+    if isinstance(rules.mask, BlockTiles):
+        runs = rules.mask.runs(*span, q0, q1, (first, last))
+        return [(0, q1 - q0, [keys for run in runs for keys in even_ranges(*run, tiles.kv_block)])]
     # A GPU would spend more on launching the sub-blocks than it saves by them.
     sub_tokens = _DIAGONAL_TOKENS if call.query.device.type in CPU_LIKE else 0
     sub_keys = tiles.kv_block if walk.copies_kv else max(1, tiles.q_block * tiles.kv_block // _DIAGONAL_TOKENS)

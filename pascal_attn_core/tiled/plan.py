@@ -30,7 +30,7 @@ def workload(call: AttentionCall, *, backward: bool = False) -> Workload:
     if call.left is not None:
         window = call.left + 1 + (call.right or 0)
     elif isinstance(call.attn_mask, BlockRule):
-        window = call.attn_mask.window // 4  # a tile of so many rows follows the blocks closely enough
+        window = call.attn_mask.window
     return Workload(
         units=call.batch_size * call.num_kv_heads,
         groups=call.groups,

@@ -24,11 +24,13 @@ class RuleBytes(NamedTuple):
     Attributes:
         score: per score; pair: per query and key, whichever the head.
         asked: per element for which a ``mask_mod`` is asked at once.
+        kept: of blocks that are known from now on.
     """
 
     score: int = 0
     pair: int = 0
     asked: int = 0
+    kept: int = 0
 
 
 NO_RULES = RuleBytes()
@@ -37,7 +39,7 @@ _known: weakref.WeakKeyDictionary[Any, dict[tuple, Any]] = weakref.WeakKeyDictio
 
 def rule_bytes(call: AttentionCall, *, backward: bool) -> RuleBytes:
     """What the rules of a call allocate in its forward pass, or in that of its gradients."""
-    score = pair = asked = 0
+    score = pair = asked = kept = 0
     sides = min(_SIDE, call.seq_len_q), min(_SIDE, call.seq_len_kv)
     if call.score_rule is not None and not call.is_empty:
         kind = backward, call.query.device.type, call.sums_dtype, min(_HEADS, call.num_heads), *sides
@@ -47,7 +49,8 @@ def rule_bytes(call: AttentionCall, *, backward: bool) -> RuleBytes:
         asked = _once(mask.rule, ("mask", mask.device.type, *sides), lambda: _of_mask(mask, sides))
         # The part of the mask that is written for a tile: once, or for each head.
         score, pair = (score + 1, pair) if mask.by_head else (score, pair + 1)
-    return RuleBytes(score, pair, asked) if score or pair else NO_RULES
+        kept = mask.kept_bytes
+    return RuleBytes(score, pair, asked, kept) if score or pair else NO_RULES
 
 
 def _once(function: Any, kind: tuple, find: Callable[[], Any]) -> Any:
@@ -87,6 +90,6 @@ def _peak(rule: ScoreRule, heads: int, sides: tuple[int, int], backward: bool) -
 def _of_mask(mask: BlockRule, sides: tuple[int, int]) -> int:
     """Bytes per element."""
     with torch.no_grad(), Follower(mask.device.type) as seen:
-        keep: Tensor = mask.of_tile(0, 0, (0, sides[0]), (0, sides[1]), mask.device)
+        keep: Tensor = mask.asked(0, 0, *(torch.arange(side, device=mask.device) for side in sides))
     del keep
     return -(-seen.peak // (sides[0] * sides[1]))

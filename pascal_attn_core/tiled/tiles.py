@@ -45,7 +45,7 @@ class Workload(NamedTuple):
         has_band: a causal rule or window.
         mask_keys: elements of a mask that is the same for all rows, which is looked at as a whole; 0 for others.
         dropout, causal, softcap: whether they apply.
-        window: number of keys a query sees at most, or under a BlockMask about, None without a window.
+        window: number of keys a query sees at most, or under a BlockMask on average; None without a window.
         backward: plan for the gradients: two score tiles, and blocks of gradients beside them.
         mask_grad: the gradient of a float mask is wanted.
         rules: what the caller's own functions allocate.
@@ -109,7 +109,7 @@ def step_bytes(work: Workload, units: int, q_block: int, kv_block: int) -> int:
     per_score = acc + (BYTES_PER_SCORE if work.dropout else 0)
     pairs = q_block * kv_block
     total = scores * (per_score + work.rules.score) + pairs * (work.has_band + work.rules.pair)
-    total += work.rules.asked * min(ASKED, pairs)
+    total += work.rules.asked * min(ASKED, pairs) + work.rules.kept
     if work.writes_mask:
         total += acc * min(MASK_WORDS, scores)
     total += _ROW_STATS * rows * acc + _SCALAR_BYTES
@@ -217,8 +217,9 @@ def _cpu_shape(work: Workload, budget: int, basis: Basis) -> tuple[int, int, int
     tokens_q, tokens_kv, groups = max(1, work.seq_len_q), max(1, work.seq_len_kv), work.groups
     rows, keys = basis
     if work.window is not None:
-        # A tile of R rows covers R + window keys, of which window are useful to each row.
-        rows = min(rows, max(128, _power_of_two_below(work.window)))
+        # A tile of R rows covers R + window keys, of which window are useful to each row; best all of them at once.
+        rows = min(rows, max(128, _power_of_two_below(work.window // 4)))
+        keys = max(keys, min(_SHORT_KEYS, -(-(rows + work.window) // 64) * 64))
     while step_bytes(work, 1, max(1, rows // groups), keys) > budget and rows * keys > 1024:
         if rows >= 2 * keys:
             rows //= 2

@@ -77,6 +77,7 @@ class Plan(NamedTuple):
         packed: the sequences of the call, where it holds several.
         pieces: the blocks of a forward pass that lists them.
         tail: the last rows of every head, where another kernel computes them.
+        band_rows: query rows that run at a time, each band by a plan of its own; 0 = all at once.
         remark: for the sentence that says why the route was chosen: why a wish in the configuration was not met.
     """
 
@@ -86,6 +87,7 @@ class Plan(NamedTuple):
     packed: Packed | None = None
     pieces: Pieces | None = None
     tail: TailRows | None = None
+    band_rows: int = 0
     remark: str = ""
 
     @property

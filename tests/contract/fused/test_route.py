@@ -10,7 +10,7 @@ import pytest
 import torch
 from attn_support.fused.cases import is_split, takes
 from attn_support.fused.device import emulated_card
-from attn_support.fused.emulation import CARD, GXX
+from attn_support.fused.emulation import CARD, GXX, T4
 from attn_support.fused.modes import deterministic as poisoned_memory
 from attn_support.oracle import assert_attention, assert_gradients, exact, gradients
 from attn_support.table import GRADIENT_TABLE, TABLE, Case
@@ -19,6 +19,7 @@ from torch import Tensor
 from pascal_attn_core import AttentionConfig, UnsupportedAttention, explain, sdpa, sdpa_with_lse
 from pascal_attn_core.call import check_call
 from pascal_attn_core.flash_attn import flash_attn_func
+from pascal_attn_core.flex_rules import block_rule
 from pascal_attn_core.fused.launch import Launch
 from pascal_attn_core.fused.launch.select import call_reasons
 from pascal_attn_core.reference import reference_sdpa
@@ -176,3 +177,42 @@ def test_int8_stays_within_its_bound_and_is_never_chosen() -> None:
     with pytest.raises(UnsupportedAttention, match="the int8 mode has no gradients"):
         sdpa(query.requires_grad_(), key, value, config=INT8)
     assert "fused-int8" not in explain(query, key, value)
+
+
+SHIFTS = torch.tensor([[3, 50, 0, 290], [7, 1, 120, 30]])
+BLOCK_MASKS = {
+    "window": lambda b, h, i, j: (i - j).abs() <= 40 + h,
+    "documents": lambda b, h, i, j: i // (70 + b) == j // (70 + b),
+    "of heads": lambda b, h, i, j: i - j >= SHIFTS[b][h],
+    "rows without keys": lambda b, h, i, j: (i >= 130) & (j + h < 130),
+}
+
+
+@pytest.mark.parametrize("rows", [300, 96])
+@pytest.mark.parametrize(("route", "dtype"), [("fused", torch.float32), ("fused-tensor", torch.float16)])
+@pytest.mark.parametrize("name", BLOCK_MASKS)
+def test_block_masks_in_bands_of_rows(name: str, route: str, dtype: torch.dtype, rows: int) -> None:
+    flex = pytest.importorskip("torch.nn.attention.flex_attention")
+    blocks = flex.create_block_mask(BLOCK_MASKS[name], 2, 4, 230, 250, device="cpu", BLOCK_SIZE=32)
+    inputs = _leaves((2, 4, 230, 32), (2, 2, 250, 32), (2, 2, 250, 32), dtype=dtype)
+    mask = flex.create_mask(BLOCK_MASKS[name], 2, 4, 230, 250, device="cpu")
+    budget_mib = 2 * rows * 250 * block_rule(blocks, mask.shape).num_masks / 2**20
+    options, config = {"enable_gqa": True}, AttentionConfig(route=route, budget_mib=budget_mib)
+
+    def backward(grad_out: Tensor, _: object) -> list[Tensor]:
+        with poisoned_memory():
+            ours = sdpa_with_lse(*inputs, blocks, **options, config=config)
+            assert_attention(ours.out, ours.lse, [*inputs, mask], options, dtype)
+            return gradients(ours.out, inputs, grad_out, ours.lse)
+
+    with emulated_card(info=T4 if dtype == torch.float16 else CARD) as kernels:
+        assert_gradients(backward, [*inputs, mask], options, dtype, with_lse=True)
+    assert {launch.variant.on_tensor_cores for launch in kernels.queued} == {dtype == torch.float16}
+
+
+def test_a_block_mask_beyond_the_budget_is_not_for_the_kernels() -> None:
+    flex = pytest.importorskip("torch.nn.attention.flex_attention")
+    blocks = flex.create_block_mask(BLOCK_MASKS["of heads"], 2, 4, 230, 250, device="cpu")
+    query = torch.randn(2, 4, 230, 32)
+    with pytest.raises(UnsupportedAttention, match=r"a row of blocks of its BlockMask takes 0\.2 MiB, more than half"):
+        sdpa(query, *torch.randn(2, 2, 4, 250, 32), blocks, config=AttentionConfig(route="fused", budget_mib=0.1))

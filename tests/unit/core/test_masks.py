@@ -10,7 +10,7 @@ import torch
 from pascal_attn_core.call import check_call
 from pascal_attn_core.reference import allowed_keys
 from pascal_attn_core.tiled.mask_writer import MaskWriter
-from pascal_attn_core.tiled.masks import Band, MaskTiles, Rule, TileState, diagonal_schedule, padding_as_bool
+from pascal_attn_core.tiled.masks import Band, MaskTiles, Part, Rule, TileState, diagonal_schedule, padding_as_bool
 
 BANDS = [
     {"is_causal": True},
@@ -122,7 +122,7 @@ def test_masks_are_written_through_a_buffer_of_any_size(dtype, value, units, tok
     keep = torch.rand(units, groups, tokens, keys) < 0.5
     expected = scores.view(units, tokens, groups, keys).masked_fill(~keep.transpose(1, 2), value)
     writer = MaskWriter(groups, dtype, torch.device("cpu"), max_scores=room)
-    writer.forbid(scores, Rule(None, None, keep), value)
+    writer.forbid(scores, Rule(masks=[Part(0, keep)]), value)
     actual = scores.view(expected.shape)
     assert torch.equal(actual.isnan(), expected.isnan())
     torch.testing.assert_close(actual.nan_to_num(), expected.nan_to_num(), rtol=0, atol=0)
