@@ -18,7 +18,7 @@ from .attention import sdpa
 from .config import default_config
 from .machine.device import MIB, device_info
 from .patching.patch import Patch
-from .patching.stand_in import StandIn, refuse_real_package
+from .patching.stand_in import Installer, StandIn
 from .tiled.tiles import recommended_tile_size_for
 from .version import __version__
 
@@ -38,6 +38,7 @@ _STAND_IN = StandIn(
     },
     package=__name__.rpartition(".")[0],
 )
+_installer = Installer(_ROOT)
 
 
 def install_as_pascal_attn(*, replace: bool = False) -> Patch:
@@ -52,9 +53,7 @@ def install_as_pascal_attn(*, replace: bool = False) -> Patch:
     Raises:
         RuntimeError: the real package is installed.
     """
-    if not replace and not _STAND_IN.is_installed:
-        refuse_real_package(_ROOT)
-    return _STAND_IN.install()
+    return _installer.install(lambda: _STAND_IN, replace=replace)
 
 
 def recommended_tile_size(device: torch.device | str | int | None = None) -> int:

@@ -8,7 +8,7 @@ from importlib.util import find_spec
 from typing import Any
 
 from ..patching.patch import Patch
-from ..patching.stand_in import Around, OneAtATime, StandIn, refuse_real_package
+from ..patching.stand_in import Around, Installer, StandIn, refuse_real_package
 from ..version import __version__
 
 # The flash-attn version whose API we provide; the local label names this package.
@@ -125,7 +125,7 @@ _MODULES: dict[str, tuple[str, ...]] = {
     ),
 }
 _EAGER = ("flash_attn", _INTERFACE_MODULE, "flash_attn.bert_padding")
-_installed = OneAtATime("fa3")
+_installer = Installer(_ROOT, "fa3")
 
 
 def patch_flash_attn(
@@ -168,17 +168,15 @@ def patch_flash_attn(
     """
     if fa3 not in _FA3_RESULTS:
         raise ValueError(f"fa3 must be 'out', 'out_and_lse' or None, got {fa3!r}")
-    return _installed.install(fa3, lambda: _stand_in(fa3, replace, around))
+    return _installer.install(lambda: _stand_in(fa3, replace, around), fa3, replace=replace)
 
 
 install_as_flash_attn = patch_flash_attn
 
 
 def _stand_in(fa3: str | None, replace: bool, around: Around | None) -> StandIn:
-    if not replace:
-        refuse_real_package(_ROOT)
-        if fa3:
-            refuse_real_package(_FA3, ", or fa3=None to leave it alone")
+    if fa3 and not replace:
+        refuse_real_package(_FA3, ", or fa3=None to leave it alone")
     without = set() if replace or find_spec(_TURING) is None else {_TURING}
     if not fa3:
         without.add(_FA3)

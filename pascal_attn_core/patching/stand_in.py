@@ -147,27 +147,32 @@ class StandIn(importlib.metadata.DistributionFinder, importlib.abc.Loader):
             yield _Metadata(self.distribution, self.version)
 
 
-class OneAtATime:
-    """Installs the stand-ins of one package: while one is in force, it is shared.
+class Installer:
+    """Installs the stand-ins of one package. The one in force is shared by all who ask for one.
 
     Args:
-        option: the name of what such stand-ins may differ by.
+        root: the package's top module.
+        option: the name of what its stand-ins may differ by.
     """
 
-    def __init__(self, option: str = ""):
-        self._option = option
+    def __init__(self, root: str, option: str = ""):
+        self._root, self._option = root, option
         self._latest: tuple[Any, StandIn] | None = None
 
-    def install(self, value: Any, make: Callable[[], StandIn]) -> Patch:
-        """Install the stand-in in force, or the one that ``make`` returns if there is none.
+    def install(self, make: Callable[[], StandIn], value: Any = None, *, replace: bool) -> Patch:
+        """Install the stand-in in force, or where there is none the one that ``make`` returns.
 
         Args:
-            value: of the option.
+            value: that of the option.
+            replace: hide the real package if it is installed.
         Raises:
-            ValueError: the one in force has another value.
+            ValueError: the stand-in in force has another value.
+            RuntimeError: the real package is installed.
         """
         with _lock:
             if self._latest is None or not self._latest[1].is_installed:
+                if not replace:
+                    refuse_real_package(self._root)
                 self._latest = value, make()
             in_force, stand_in = self._latest
             if in_force != value:

@@ -16,10 +16,10 @@ from torch import Tensor
 
 from ..attention import sdpa, sdpa_with_lse
 from ..config import AttentionConfig
-from ..flash_attn.options import FlashArgumentError, FlashOptions, check_layout
+from ..flash_attn.options import FlashOptions, check_layout
 from ..flash_attn.varlen import varlen_attend
 from ..patching.patch import Patch
-from ..patching.stand_in import Around, OneAtATime, StandIn, refuse_real_package
+from ..patching.stand_in import Around, Installer, StandIn
 from ..version import __version__
 
 __all__ = ["install_as_sageattention", "patch_sageattention", "sageattn", "sageattn_varlen"]
@@ -31,7 +31,7 @@ _KERNELS = ("pv_fp16_cuda", "pv_fp16_triton", "pv_fp8_cuda", "pv_fp8_cuda_sm90")
 _NAMES = ".sageattention: sageattn sageattn_varlen " + " ".join(
     f"sageattn_qk_int8_{kernel}=sageattn" for kernel in _KERNELS
 )
-_installed = OneAtATime("config")
+_installer = Installer(_ROOT, "config")
 
 
 def sageattn(
@@ -66,7 +66,7 @@ def sageattn(
         TypeError, ValueError: invalid or inconsistent arguments; nothing has been computed.
     """
     if tensor_layout not in _LAYOUTS:
-        raise FlashArgumentError(f"tensor_layout must be one of {list(_LAYOUTS)}, got {tensor_layout!r}")
+        raise ValueError(f"tensor_layout must be one of {list(_LAYOUTS)}, got {tensor_layout!r}")
     check_layout(_LAYOUTS[tensor_layout], 4, q=q, k=k, v=v)
     tokens_first = tensor_layout == "NHD"
     query, key, value = (t.transpose(1, 2) if tokens_first else t for t in (q, k, v))
@@ -136,16 +136,13 @@ def patch_sageattention(
     """
     if config is not None and not isinstance(config, AttentionConfig):
         raise TypeError(f"config must be an AttentionConfig or None, got {config!r}")
-    return _installed.install(config, lambda: _stand_in(config, replace, around))
+    return _installer.install(lambda: _stand_in(config, around), config, replace=replace)
 
 
 install_as_sageattention = patch_sageattention
 
 
-def _stand_in(config: AttentionConfig | None, replace: bool, around: Around | None) -> StandIn:
-    if not replace:
-        refuse_real_package(_ROOT)
-
+def _stand_in(config: AttentionConfig | None, around: Around | None) -> StandIn:
     def adapt(name: str, members: dict[str, Any]) -> None:
         for member in [member for member in members if config is not None and member.startswith("sageattn")]:
             members[member] = functools.partial(members[member], config=config)

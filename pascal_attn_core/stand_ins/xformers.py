@@ -17,10 +17,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..attention import sdpa
+from ..call import FLOATS
 from ..flash_attn.options import FlashOptions
 from ..flash_attn.varlen import cut_to_used, varlen_attend
 from ..patching.patch import Patch
-from ..patching.stand_in import Around, OneAtATime, StandIn, refuse_real_package
+from ..patching.stand_in import Around, Installer, StandIn
 from ..version import __version__
 from .attn_bias import AttentionBias, Blocks
 
@@ -55,7 +56,7 @@ _MODULES: dict[str, tuple[str, ...]] = {
     "xformers.ops.fmha.cutlass": _OPS,
     "xformers.ops.fmha.flash": _OPS,
 }
-_installed = OneAtATime()
+_installer = Installer(_ROOT)
 
 
 def memory_efficient_attention(
@@ -147,6 +148,7 @@ class AnyOp:
     """Stands for each of xformers' operators, which programs pass as ``op``."""
 
     NAME = "pascal_attn"
+    SUPPORTED_DTYPES = FLOATS
 
     @classmethod
     def supports(cls, inputs: Any) -> bool:
@@ -223,14 +225,9 @@ def patch_xformers(*, replace: bool = False, around: Around | None = None) -> Pa
     Raises:
         RuntimeError: the real package is installed.
     """
-    return _installed.install(None, lambda: _stand_in(replace, around))
+    package, counted = __name__.rpartition(".")[0], ("memory_efficient_attention",)
+    given: dict[str, Any] = {"package": package, "eager": tuple(_MODULES), "around": around, "counted": counted}
+    return _installer.install(lambda: StandIn(_ROOT, VERSION, _MODULES, **given), replace=replace)
 
 
 install_as_xformers = patch_xformers
-
-
-def _stand_in(replace: bool, around: Around | None) -> StandIn:
-    if not replace:
-        refuse_real_package(_ROOT)
-    package, counted = __name__.rpartition(".")[0], ("memory_efficient_attention",)
-    return StandIn(_ROOT, VERSION, _MODULES, package=package, eager=tuple(_MODULES), around=around, counted=counted)
