@@ -150,7 +150,8 @@ class _Backend:
     ) -> Tensor:
         """``act(x) W^T + bias`` with W ``[N, K]`` int8, scale ``[]``, ``[1]``, ``[N]`` or ``[N, 1]``."""
         if others or input_act not in _ACTIVATIONS:
-            implementation = _registry().get_implementation(FUNCTION, backend="eager")
+            registry: Any = registry_of_host()
+            implementation = registry.get_implementation(FUNCTION, backend="eager")
             own = {"convrot": convrot, "convrot_groupsize": convrot_groupsize, "input_act": input_act}
             return implementation(x, weight, weight_scale, bias, out_dtype, **own, **others)
         x = _ACTIVATIONS[input_act](x)
@@ -161,12 +162,6 @@ class _Backend:
         if _local.served:
             _local.served[-1].count(x, matrix)
         return product(x, matrix, bias, out_dtype=out_dtype)
-
-
-def _registry() -> Any:
-    registry = registry_of_host()
-    assert registry is not None
-    return registry
 
 
 def install(patcher: Any, served: Served | None) -> None:

@@ -148,13 +148,6 @@ class Run:
     lock: threading.RLock = field(default_factory=threading.RLock, repr=False)
     _pending: list[tuple[CallTally, Any, Any]] = field(default_factory=list, repr=False)
 
-    def add(self, kind: CallKind) -> CallTally:
-        """Count one call."""
-        with self.lock:
-            tally = self.tally(kind)
-            tally.count += 1
-            return tally
-
     def tally(self, kind: CallKind) -> CallTally:
         """The counts of a kind, still 0 for one that is new."""
         with self.lock:
