@@ -82,16 +82,13 @@ class PascalAttentionReport:
         tested = _selftest(unique_id) if selftest else None
         if tested is not None and not tested.is_right:
             findings.alarms.insert(0, tested.verdict)
-        text, picture = report_text(findings), draw_report(findings)
+        text, image = report_text(findings), as_image(draw_report(findings))
         if tested is not None:
             text += f"\n\nself-test\n{describe(tested)}"
-        ui: dict[str, Any] = {"text": [text]}
-        preview = save_preview(picture)
-        if preview is not None:  # its first line says it in larger letters, and a status would take half of its room
-            ui["images"] = [preview]
-        else:
+        shown = save_preview(image)
+        if not shown:  # its first line says it in larger letters, and a status would take half of its room
             host.send_status(f"WARNING: {findings.alarms[0]}" if findings.alarms else gained(findings), unique_id)
-        return {"ui": ui, "result": (value, as_image(picture), text)}
+        return {"ui": {"text": [text], "images": shown}, "result": (value, image, text)}
 
 
 def gather(prompt: dict[str, Any], unique_id: str | None, *, exactness_check: bool) -> Findings:

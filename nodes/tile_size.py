@@ -10,8 +10,7 @@ from ..pascal_attn_core.machine.device import device_info
 from ..pascal_attn_core.machine.runtime import runtime_of
 from .comfy import host
 from .reporting.words import dtype_text
-from .tiles.choice import Card, Shape, plan_for, sentence
-from .tiles.measure import CannotMeasure, TileSizes, fastest, within_limits
+from .tiles.choice import CannotMeasure, Card, Shape, TileSizes, fastest, plan_for, sentence, within_limits
 
 FROM_CARD, MEASURE, AGAIN = "from the card", "measure", "measure again"
 _AS_COMFYUI = "as ComfyUI computes"

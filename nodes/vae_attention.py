@@ -14,7 +14,7 @@ from .comfy.objects import Make, replace_functions
 from .comfy.sites import attributes, host_names
 from .engine.engine import Engine, PatchSettings, left_off
 from .engine.meter import not_finite
-from .patches.bands import AS_IT_IS, METHODS, MODES, NEEDED, Estimate, in_bands
+from .patches.bands import AS_IT_IS, METHODS, MODES, NEEDED, Estimate, InBands
 from .patches.replacements import Replacement, Sites, in_run, whole_call
 from .reporting.words import dtype_text
 
@@ -120,7 +120,7 @@ def _sites(engine: Engine, network: nn.Module, mode: str, estimates: dict[str, E
 
     def whole(name: str, previous: Callable[..., Any]) -> Callable[..., Any]:
         if name in estimates:
-            previous = in_bands(engine, network, name, mode, estimates[name], previous)
+            previous = InBands(engine, network, name, mode, estimates[name], previous)
         return whole_call(previous, sites, functools.partial(watch, name), catches=True)
 
     sites = Sites(engine, network, find)

@@ -92,12 +92,7 @@ class Served:
             self.backend = backend_for(x, matrix).name
 
 
-class _Local(threading.local):
-    def __init__(self) -> None:
-        self.served: list[Served] = []
-
-
-_local = _Local()
+_local = threading.local()  # served: of the model that this thread runs
 _lock = threading.Lock()
 _users = 0
 
@@ -111,12 +106,12 @@ def serving(registry: Any, served: Served) -> Iterator[None]:
             registry.register(NAME, _Backend, {FUNCTION: registry.get_constraints("eager", FUNCTION)})
             registry.enable(NAME)
         _users += 1
-    _local.served.append(served)
+    before, _local.served = getattr(_local, "served", None), served
     try:
         with registry.use_backend(NAME):
             yield
     finally:
-        _local.served.pop()
+        _local.served = before
         with _lock:
             _users -= 1
             if not _users:
@@ -150,7 +145,8 @@ class _Backend:
     ) -> Tensor:
         """``act(x) W^T + bias`` with W ``[N, K]`` int8, scale ``[]``, ``[1]``, ``[N]`` or ``[N, 1]``."""
         if others or input_act not in _ACTIVATIONS:
-            implementation = _registry().get_implementation(FUNCTION, backend="eager")
+            registry: Any = registry_of_host()
+            implementation = registry.get_implementation(FUNCTION, backend="eager")
             own = {"convrot": convrot, "convrot_groupsize": convrot_groupsize, "input_act": input_act}
             return implementation(x, weight, weight_scale, bias, out_dtype, **own, **others)
         x = _ACTIVATIONS[input_act](x)
@@ -158,15 +154,10 @@ class _Backend:
         matrix = Int8Matrix(codes, scales, convrot_groupsize if convrot else 0)
         if bias is not None:
             bias = bias.to(x.device).reshape(-1)
-        if _local.served:
-            _local.served[-1].count(x, matrix)
+        served = getattr(_local, "served", None)
+        if served is not None:
+            served.count(x, matrix)
         return product(x, matrix, bias, out_dtype=out_dtype)
-
-
-def _registry() -> Any:
-    registry = registry_of_host()
-    assert registry is not None
-    return registry
 
 
 def install(patcher: Any, served: Served | None) -> None:

@@ -23,9 +23,13 @@ def throw_if_interrupted() -> None:
 
 def interrupts() -> tuple[type[BaseException], ...]:
     """ComfyUI's own exception for Cancel: an ``Exception`` up to 0.8, only a ``BaseException`` later."""
-    from comfy import model_management
+    management = sys.modules.get("comfy.model_management")
+    return () if management is None else (management.InterruptProcessingException,)
 
-    return (model_management.InterruptProcessingException,)
+
+def is_interrupt(error: BaseException) -> bool:
+    """Whether this is an exception for Cancel, which must not be swallowed."""
+    return not isinstance(error, Exception) or isinstance(error, interrupts())
 
 
 def compute_device() -> torch.device:
@@ -89,13 +93,6 @@ def exact_attention(function: Any, *, plain: bool) -> tuple[Any, str]:
 
         function, name = attention.attention_pytorch, "attention_pytorch"
     return functools.partial(function, _inside_attn_wrapper=True), f"ComfyUI's {name}"
-
-
-def is_interrupt(error: BaseException) -> bool:
-    """Whether this is ComfyUI's exception for Cancel, which must not be swallowed."""
-    management = sys.modules.get("comfy.model_management")
-    kind = getattr(management, "InterruptProcessingException", None)
-    return not isinstance(error, Exception) or (kind is not None and isinstance(error, kind))
 
 
 def attention_name() -> str:

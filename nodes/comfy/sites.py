@@ -6,7 +6,6 @@ import functools
 import inspect
 from collections.abc import Iterable, Iterator
 from types import CodeType, FunctionType, ModuleType
-from typing import Any
 
 from torch import nn
 
@@ -62,21 +61,21 @@ def by_name(kind: type[nn.Module]) -> tuple[str, ...]:
         for name, method in vars(base).items():
             if name not in found and isinstance(method, FunctionType) and not name.startswith("__"):
                 plain = not hasattr(method, "__wrapped__")
-                found[name] = plain and (_names_host(method) or _helper_calls(method, _HELPER_DEPTH))
+                found[name] = plain and (_names_host(method) or calls_unannounced(method, _HELPER_DEPTH))
     return tuple(name for name, calls in found.items() if calls)
 
 
 def calls_unannounced(function: FunctionType, depth: int) -> bool:
     """Whether a plain function calls the host's attention by name without options, itself or in a helper."""
-    if hasattr(function, "__wrapped__"):
-        return False
-    if _names_host(function) and not _speaks_of(function.__code__, "transformer_options"):
-        return True
-    return _helper_calls(function, depth)
+    plain = (each for each in within(function, depth) if not hasattr(each, "__wrapped__"))
+    return any(_names_host(each) and not _speaks_of(each.__code__, "transformer_options") for each in plain)
 
 
-def _helper_calls(function: FunctionType, depth: int) -> bool:
-    return depth > 0 and any(calls_unannounced(helper, depth - 1) for _, helper in helpers(function))
+def within(function: FunctionType, depth: int) -> Iterator[FunctionType]:
+    """A function and its helpers, those at most ``depth`` calls away."""
+    yield function
+    for _, helper in helpers(function) if depth else ():
+        yield from within(helper, depth - 1)
 
 
 def _names_host(function: FunctionType) -> bool:
@@ -151,15 +150,7 @@ def reaches_attention(kind: type[nn.Module]) -> bool:
     """Whether a method of the class names an attention function, itself or in a function of its file."""
     own = [base for base in kind.__mro__ if base.__module__.partition(".")[0] not in ("torch", "builtins")]
     methods = [method for base in own for name, method in vars(base).items() if name != "__init__"]
-    return any(_reaches(method, _HELPER_DEPTH) for method in methods)
-
-
-def _reaches(function: Any, depth: int) -> bool:
-    function = inspect.unwrap(getattr(function, "__func__", function))
-    if not isinstance(function, FunctionType):
-        return False
-    names = names_in(function.__code__)
-    if names & {SDPA_NAME, *HOST_FUNCTIONS}:
-        return True
-    helpers = (function.__globals__.get(name) for name in names)
-    return depth > 0 and any(_reaches(h, depth - 1) for h in helpers if isinstance(h, FunctionType))
+    plain = (inspect.unwrap(getattr(method, "__func__", method)) for method in methods)
+    known = {SDPA_NAME, *HOST_FUNCTIONS}
+    functions = (each for method in plain if isinstance(method, FunctionType) for each in within(method, _HELPER_DEPTH))
+    return any(names_in(inspect.unwrap(each).__code__) & known for each in functions)

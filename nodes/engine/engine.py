@@ -286,8 +286,9 @@ class Engine:
         routes = "+".join(sorted(report.routes()))
         shapes, dtype = (tuple(query.shape), tuple(key.shape)), str(query.dtype).removeprefix("torch.")
         kind = CallKind(place.block, "taken", routes, "in bands of its queries", *shapes, dtype, via=place.via)
-        tally = self.run.add(kind)
+        tally = self.run.tally(kind)
         with self.run.lock:
+            tally.count += 1
             tally.elapsed_ms += (time.perf_counter() - start) * 1e3 if query.device.type == "cpu" else 0.0
         return out
 

@@ -120,7 +120,7 @@ class Run:
         is_exact: whether what was patched gives the unpatched results within rounding, by its nature.
         devices: where its calls ran, several on multi-GPU hosts.
         peak_bytes: most memory seen on one device during the run; None if not known.
-        sample: rows of the largest call, for the exactness check.
+        sample: rows of the largest call, for the exactness check; exactness: its result, see ``reporting.exactness``.
         compared: by kind of call, how far our first answer was from ComfyUI's own; None where it was not compared.
         came_before: calls that came to an override set before ours which runs first.
         lock: to be held while a tally is changed.
@@ -140,6 +140,7 @@ class Run:
     devices: set[str] = field(default_factory=set)
     peak_bytes: int | None = None
     sample: Sample | None = None
+    exactness: Any = None
     started: float = field(default_factory=time.time)
     elapsed_s: float = 0.0
     finished: bool = False
@@ -147,13 +148,6 @@ class Run:
     compared: dict[Hashable, Difference | None] = field(default_factory=dict, repr=False)
     lock: threading.RLock = field(default_factory=threading.RLock, repr=False)
     _pending: list[tuple[CallTally, Any, Any]] = field(default_factory=list, repr=False)
-
-    def add(self, kind: CallKind) -> CallTally:
-        """Count one call."""
-        with self.lock:
-            tally = self.tally(kind)
-            tally.count += 1
-            return tally
 
     def tally(self, kind: CallKind) -> CallTally:
         """The counts of a kind, still 0 for one that is new."""

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 
 from ...pascal_attn_core import AttentionConfig
-from ...pascal_attn_core.call import check_call
+from ...pascal_attn_core.call import AttentionCall, check_call
 from ...pascal_attn_core.fused.gpu.vendors import has_kernels
 from ...pascal_attn_core.machine.device import MIB, DeviceInfo
 from ...pascal_attn_core.routes import torch_kernel
@@ -86,21 +86,6 @@ def chunked_bytes(shape: FfnShape, host: Host) -> int:
     return min(shape.extra_bytes, host.ffn_budget_mib * MIB)
 
 
-def patched_bytes(shape: AttentionShape, info: DeviceInfo) -> int:
-    """Extra memory of the tiled route, which no other route exceeds by design; laid out as ComfyUI's models do."""
-    query, key, value = (_laid_out(sizes, shape.dtype) for sizes in (shape.query, shape.key, shape.value))
-    try:
-        call = check_call(query, key, value, enable_gqa=shape.query[1] != shape.key[1])
-        return plan_call(call, info, AttentionConfig()).extra_bytes
-    except (TypeError, ValueError):
-        return shape.score_bytes  # left to ComfyUI
-
-
-def _laid_out(sizes: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    batch, heads, tokens, width = sizes
-    return torch.empty(batch, tokens, heads, width, dtype=dtype, device="meta").transpose(1, 2)
-
-
 class Need(NamedTuple):
     """Extra memory of an attention call in bytes: at least ``without`` the patch, at most ``patched``, and why."""
 
@@ -123,15 +108,32 @@ def need_of(shape: AttentionShape, host: Host) -> Need:
     return Need(0, 0, f"{why}; the patch uses it too") if host.info.is_gpu else Need(0, patched, why)
 
 
+def patched_bytes(shape: AttentionShape, info: DeviceInfo) -> int:
+    """Extra memory of the tiled route, which no other route exceeds by design."""
+    try:
+        return plan_call(_call_of(shape, "meta"), info, AttentionConfig()).extra_bytes
+    except (TypeError, ValueError):
+        return shape.score_bytes  # left to ComfyUI
+
+
 def fused_takes(shape: AttentionShape, device: torch.device) -> bool:
     """Whether torch's SDPA has a fused kernel for such a call on this device, asked with a few tokens."""
-    query, key, value = (
-        torch.zeros(1, heads, min(_PROBE_TOKENS, tokens), width, dtype=shape.dtype, device=device)
-        for _, heads, tokens, width in (shape.query, shape.key, shape.value)
-    )
-    mask = query.new_zeros(1, 1, query.shape[2], key.shape[2]) if shape.masked else None
     try:
-        call = check_call(query, key, value, mask, enable_gqa=shape.query[1] != shape.key[1])
+        call = _call_of(shape, device, most_tokens=_PROBE_TOKENS)
     except (TypeError, ValueError):
-        return False  # left to ComfyUI
-    return torch_kernel.fused_takes(call, query, key, value, mask)
+        return False
+    mask = call.query.new_zeros(1, 1, call.seq_len_q, call.seq_len_kv) if shape.masked else None
+    return torch_kernel.fused_takes(call, call.query, call.key, call.value, mask)
+
+
+def _call_of(shape: AttentionShape, device: torch.device | str, most_tokens: int = 1 << 62) -> AttentionCall:
+    """The call on tensors as ComfyUI's models lay them out, with the first of its tokens.
+
+    Raises:
+        TypeError, ValueError: the shapes do not fit together.
+    """
+    query, key, value = (
+        torch.zeros(batch, min(most_tokens, tokens), heads, width, dtype=shape.dtype, device=device).transpose(1, 2)
+        for batch, heads, tokens, width in (shape.query, shape.key, shape.value)
+    )
+    return check_call(query, key, value, enable_gqa=shape.query[1] != shape.key[1])

@@ -25,23 +25,6 @@ _BUFFER, _DEVICE = "output_buffer", "device"  # arguments of networks that read 
 Estimate = Callable[[tuple[int, ...], torch.dtype], float]
 
 
-def in_bands(
-    engine: Engine, network: nn.Module, method: str, mode: str, estimate: Estimate | None, previous: Callable[..., Any]
-) -> Callable[..., Any]:
-    """``decode`` or ``encode`` of a network: in bands always, or where it does not fit.
-
-    Args:
-        estimate: ComfyUI's own of the memory of a call, in bytes; None where it has none.
-    """
-    bands = _Method(engine, network, method, mode, estimate, previous)
-
-    @functools.wraps(previous)
-    def method_in_bands(*args: Any, **kwargs: Any) -> Any:
-        return (bands if args and type(args[0]) is Tensor else previous)(*args, **kwargs)
-
-    return method_in_bands
-
-
 class _Now(threading.local):
     """The call in progress: what came, the same on the device, where the network shall write its result, the progress
     bar, and the Cancel that came."""
@@ -53,8 +36,12 @@ class _Now(threading.local):
     cancelled: BaseException | None = None
 
 
-class _Method:
-    """A method of a network, by the core."""
+class InBands:
+    """``decode`` or ``encode`` of a network, by the core: in bands always, or where it does not fit.
+
+    Args:
+        estimate: ComfyUI's own of the memory of a call, in bytes; None where it has none.
+    """
 
     def __init__(
         self,
@@ -65,6 +52,7 @@ class _Method:
         estimate: Estimate | None,
         previous: Callable[..., Any],
     ):
+        functools.update_wrapper(self, previous)
         self.engine, self.estimate, self.previous = engine, estimate, previous
         self.now = _Now()
         settings = Settings(
@@ -74,7 +62,12 @@ class _Method:
         )
         self.site = Site(network, method, self._own, settings)
 
-    def __call__(self, samples: Tensor, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *given: Any, **kwargs: Any) -> Any:
+        if not given or type(given[0]) is not Tensor:
+            return self.previous(*given, **kwargs)
+        return self._run(*given, **kwargs)
+
+    def _run(self, samples: Tensor, *args: Any, **kwargs: Any) -> Any:
         now, calls = self.now, self.site.calls
         before = calls[-1] if calls else None
         device = kwargs.get(_DEVICE)

@@ -8,7 +8,6 @@ would share.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -90,16 +89,13 @@ class Exactness:
         return f"; {agree}, at most {worst.text()} on the same arguments"
 
 
-_checked: WeakKeyDictionary[Run, Exactness] = WeakKeyDictionary()
-
-
 def check(run: Run) -> Exactness | None:
     """Compare the run's sample, once; its tensors are dropped. None while the run goes on, and without a sample."""
     if run.sample is not None and run.finished:
         host = tuple(found for found in run.compared.values() if found is not None)
-        _checked[run] = replace(exactness_of(run.sample), host=host)
+        run.exactness = replace(exactness_of(run.sample), host=host)
         run.sample = None
-    return _checked.get(run)
+    return run.exactness
 
 
 def exactness_of(sample: Sample) -> Exactness:

@@ -8,8 +8,7 @@ ComfyUI's own attention would have taken on a host that does not use torch's is 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 
 from ..engine.runs import MIB, CallKind, CallTally, Run
 from .words import duration_text, plural
@@ -18,63 +17,12 @@ SDPA = "attention_pytorch"  # ComfyUI's name of its function that calls torch's
 _LEAST_BYTES, _LEAST_SECONDS = 8 * MIB, 0.1  # less is not worth telling
 
 
-@dataclass(frozen=True)
-class Gain:
-    """The gain of one run.
-
-    Attributes:
-        torch_bytes, our_bytes: score matrix in torch's function, and extra memory here, of the call in which the two
-            differ most; 0, 0 if no call differs. ``our_bytes`` is None where it was not measured.
-        seconds: seconds saved in all calls that were timed against torch's kernel.
-        repaired: number of outputs that were not finite and were computed again.
-    """
-
-    torch_bytes: int = 0
-    our_bytes: int | None = 0
-    seconds: float = 0.0
-    repaired: int = 0
-
-    @property
-    def saved_bytes(self) -> int:
-        return self.torch_bytes - (self.our_bytes or 0)
-
-    def text(self) -> str:
-        """``"1,670 MiB less memory in the largest call (64 instead of 1,734 MiB), 41 s less in attention (timed on this
-        machine)"``; "" if there is nothing worth telling."""
-        parts = []
-        if self.saved_bytes >= _LEAST_BYTES and self.our_bytes is None:
-            parts.append(f"{mib(self.torch_bytes)} MiB of scores not stored in the largest call")
-        elif self.saved_bytes >= _LEAST_BYTES:
-            figures = f"{mib(self.our_bytes or 0)} instead of {mib(self.torch_bytes)} MiB"
-            parts.append(f"{mib(self.saved_bytes)} MiB less memory in the largest call ({figures})")
-        if self.seconds >= _LEAST_SECONDS:
-            parts.append(f"{duration_text(self.seconds)} less in attention (timed on this machine)")
-        if self.repaired:
-            parts.append(f"{plural(self.repaired, 'output')} saved from NaN")
-        return ", ".join(parts)
-
-
 def mib(num_bytes: float) -> str:
     """``"1,734"``, ``"2.5"``, ``"under 1"``."""
     value = num_bytes / MIB
     if 0 < value < 1:
         return "under 1"
     return f"{value:,.0f}" if value >= 10 else f"{value:.2g}"
-
-
-def gain_of(run: Run, attention: str) -> Gain:
-    """The gain of a run over ComfyUI's own function ``attention``."""
-    taken = [(kind, tally) for kind, tally in list(run.tallies.items()) if kind.outcome == "taken"]
-    repaired = sum(tally.repaired for _, tally in taken)
-    if attention != SDPA:
-        return Gain(repaired=repaired)
-    stored = [(kind.math_bytes, tally.extra_bytes) for kind, tally in taken if kind.torch_stores]
-    most = max(stored, key=lambda pair: pair[0] - (pair[1] or 0), default=(0, 0))
-    return Gain(most[0], most[1], sum(_seconds(kind, tally) for kind, tally in taken), repaired)
-
-
-def _seconds(kind: CallKind, tally: CallTally) -> float:
-    return 0.0 if not kind.over_torch else tally.elapsed_ms / 1e3 * (1 / kind.over_torch - 1)
 
 
 def gain_line(runs: Sequence[Run], attention: str) -> str:
@@ -89,11 +37,32 @@ def is_gain(runs: Sequence[Run], attention: str) -> bool:
 
 
 def _gained(runs: Sequence[Run], attention: str) -> str:
-    gains = [gain_of(run, attention) for run in runs]
-    most = max(gains, key=lambda gain: gain.saved_bytes, default=Gain())
-    seconds, repaired = sum(gain.seconds for gain in gains), sum(gain.repaired for gain in gains)
-    text = Gain(most.torch_bytes, most.our_bytes, seconds, repaired).text()
-    return "; ".join([*(sentence for run in runs for sentence in run.gains[:1]), *filter(None, [text])])
+    in_attention = ", ".join(_gains_of(_taken(runs), attention))
+    return "; ".join([*(sentence for run in runs for sentence in run.gains[:1]), *filter(None, [in_attention])])
+
+
+def _gains_of(taken: list[tuple[CallKind, CallTally]], attention: str) -> Iterator[str]:
+    """``"1,670 MiB less memory in the largest call (64 instead of 1,734 MiB)"`` of the call in which torch's function
+    and ours differ most, ``"41 s less in attention (timed on this machine)"`` and so on: what is worth telling."""
+    if attention == SDPA:
+        stored = [(kind.math_bytes, tally.extra_bytes) for kind, tally in taken if kind.torch_stores]
+        theirs, ours = max(stored, key=lambda pair: pair[0] - (pair[1] or 0), default=(0, 0))
+        saved = theirs - (ours or 0)
+        if saved >= _LEAST_BYTES and ours is None:
+            yield f"{mib(theirs)} MiB of scores not stored in the largest call"
+        elif saved >= _LEAST_BYTES:
+            yield f"{mib(saved)} MiB less memory in the largest call ({mib(ours or 0)} instead of {mib(theirs)} MiB)"
+        timed = [(kind.over_torch, tally.elapsed_ms / 1e3) for kind, tally in taken]
+        seconds = sum(took * (1 / over_torch - 1) for over_torch, took in timed if over_torch)
+        if seconds >= _LEAST_SECONDS:
+            yield f"{duration_text(seconds)} less in attention (timed on this machine)"
+    repaired = sum(tally.repaired for _, tally in taken)
+    if repaired:
+        yield f"{plural(repaired, 'output')} saved from NaN"
+
+
+def _taken(runs: Sequence[Run]) -> list[tuple[CallKind, CallTally]]:
+    return [(kind, tally) for run in runs for kind, tally in list(run.tallies.items()) if kind.outcome == "taken"]
 
 
 def nothing_because(runs: Sequence[Run], attention: str) -> str:
@@ -102,7 +71,7 @@ def nothing_because(runs: Sequence[Run], attention: str) -> str:
     if not calling:
         why = "; ".join(run.notes[0] for run in runs if run.notes)
         return f"Nothing gained: {why or 'no attention call reached a patch'}"
-    taken = [(kind, tally) for run in calling for kind, tally in list(run.tallies.items()) if kind.outcome == "taken"]
+    taken = _taken(calling)
     if not taken:
         return f"Nothing to gain: {_why_none_taken(calling)}"
     if attention == SDPA and all(kind.torch_stores is False for kind, _ in taken):

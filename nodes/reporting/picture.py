@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import os
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -174,16 +174,8 @@ def as_image(picture: Image.Image) -> Tensor:
     return torch.from_numpy(numpy.asarray(picture, dtype=numpy.float32) / 255.0)[None]
 
 
-def save_preview(picture: Image.Image) -> dict[str, str] | None:
-    """Write the picture to ComfyUI's folder of temporary files, as its preview node does, and return what the front end
-    asks for; None where there is no such folder."""
-    try:
-        import folder_paths
-    except ImportError:
-        return None
-    folder, name, counter, subfolder, _ = folder_paths.get_save_image_path(
-        "pascal_attention_report", folder_paths.get_temp_directory(), picture.width, picture.height
-    )
-    file = f"{name}_{counter:05}_.png"
-    picture.save(os.path.join(folder, file), compress_level=4)
-    return {"filename": file, "subfolder": subfolder, "type": "temp"}
+def save_preview(image: Tensor) -> list[dict[str, str]]:
+    """Let ComfyUI's preview node write an IMAGE to its folder of temporary files; returns what the front end asks for,
+    nothing outside of ComfyUI."""
+    preview = getattr(sys.modules.get("nodes"), "PreviewImage", None)
+    return [] if preview is None else preview().save_images(image, "pascal_attention_report")["ui"]["images"]

@@ -34,14 +34,11 @@ def report_text(findings: Findings) -> str:
 
 def draw_report(findings: Findings) -> Image.Image:
     """The report as a picture: the sections of the text, without the block for a bug report."""
-    head = [Section(title, [Row("", text) for text in texts], tone) for title, texts, tone in _heads(findings) if texts]
+    heads = [("WARNING", findings.alarms, "bad"), ("Note", findings.remarks, "caution")]
+    head = [Section(title, [Row("", text) for text in texts], tone) for title, texts, tone in heads if texts]
     runs = [shown.run for shown in findings.shown]
     tone = "good" if is_gain(runs, _attention(findings)) and all(run.is_exact for run in runs) else ""
     return draw(gained(findings), _facts(findings), [*head, *sections(findings, most_notes=_MOST_NOTES)], tone=tone)
-
-
-def _heads(findings: Findings) -> list[tuple[str, list[str], str]]:
-    return [("WARNING", findings.alarms, "bad"), ("Note", findings.remarks, "caution")]
 
 
 def _facts(findings: Findings) -> str:

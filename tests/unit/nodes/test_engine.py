@@ -348,7 +348,7 @@ def test_events_that_are_not_over_wait_for_the_end() -> None:
 
 def test_devices_whose_clock_cannot_be_read_are_not_timed() -> None:
     made = runs.Run("Flux", "diffusion model", "", "cuda:0")
-    tally = made.add(runs.CallKind("double 0", "taken", "torch", ""))
+    tally = made.tally(runs.CallKind("double 0", "taken", "torch", ""))
     with meter_module.Meter(made, tally, torch.device("mps"), measures=True):
         pass
     assert tally.elapsed_ms == 0

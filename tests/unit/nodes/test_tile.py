@@ -21,7 +21,7 @@ from pascal_attn_core.machine.device import DeviceInfo
 from pascal_attn_core.routes.timing_table import median_times
 from pascal_attn_core.tiled.plan import plan_call
 
-tile, timing, node = (node_module(n) for n in ("tiles.choice", "tiles.measure", "tile_size"))
+tile, node = node_module("tiles.choice"), node_module("tile_size")
 GTX_1080_TI = DeviceInfo("cuda", "NVIDIA GeForce GTX 1080 Ti", (6, 1), 28, 2816 << 10, 11 << 30, "sm_61")
 CARD = tile.Card(GTX_1080_TI, 10 << 30, 11 << 30)
 CPU = tile.Card(DeviceInfo("cpu", "CPU"), 8 << 30, 16 << 30)
@@ -72,7 +72,7 @@ def test_a_card_that_is_nearly_full_gets_smaller_tiles() -> None:
 def test_a_measurement_times_every_size_and_leaves_the_random_numbers_alone(host: StubHost) -> None:
     before = torch.get_rng_state()
     with timed_by(median_times):
-        sizes = node.runtime_of(torch.device("cpu")).part(timing.TileSizes).of(shape(512, 1), 512)
+        sizes = node.runtime_of(torch.device("cpu")).part(tile.TileSizes).of(shape(512, 1), 512)
     assert list(sizes) == ["own choice", "256", "512"]
     assert all(ms > 0 for ms in sizes.values())
     assert torch.equal(torch.get_rng_state(), before)
@@ -80,11 +80,11 @@ def test_a_measurement_times_every_size_and_leaves_the_random_numbers_alone(host
 
 def test_the_timed_call_fits_half_of_the_free_memory() -> None:
     free = tile.Card(GTX_1080_TI, 256 << 20, 11 << 30)
-    smaller = timing.within_limits(free, shape(32768))
+    smaller = tile.within_limits(free, shape(32768))
     assert smaller.heads < 24
     assert smaller.tokens * smaller.heads * 64 * (4 * 4 + 8) <= (128 << 20) - (64 << 20)
-    with pytest.raises(timing.CannotMeasure, match="only 64 MiB are free"):
-        timing.within_limits(tile.Card(GTX_1080_TI, 64 << 20, 11 << 30), shape(32768))
+    with pytest.raises(tile.CannotMeasure, match="only 64 MiB are free"):
+        tile.within_limits(tile.Card(GTX_1080_TI, 64 << 20, 11 << 30), shape(32768))
 
 
 def test_cancel_ends_a_measurement(host: StubHost) -> None:
@@ -150,7 +150,7 @@ class Clock:
 def timed_by(clock: Any) -> Iterator[Any]:
     """A new process, in which sizes take these times."""
     core = sys.modules[node.runtime_of.__module__]  # the copy of the core that the pack brings
-    made = core.Runtime("cpu", parts={timing.TileSizes: lambda runtime: timing.TileSizes(runtime, clock=clock)})
+    made = core.Runtime("cpu", parts={tile.TileSizes: lambda runtime: tile.TileSizes(runtime, clock=clock)})
     with core.using(made):
         yield clock
 

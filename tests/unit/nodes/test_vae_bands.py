@@ -76,7 +76,7 @@ def banded(network: Network, mode: str, estimate: Any = None) -> tuple[Callable[
     engine = make_engine(route="tiled")
     engine.part = "VAE"
     network.attend = attention.Replacement(engine, scopes.Scope(), "mid").channels_first(vae_attention)
-    return bands.in_bands(engine, network, "decode", mode, estimate, network.decode), engine
+    return bands.InBands(engine, network, "decode", mode, estimate, network.decode), engine
 
 
 def test_always_in_bands_it_gives_the_same_and_counts_one_attention_call(bars: list[Bar]) -> None:
@@ -219,6 +219,6 @@ def test_a_network_that_writes_into_a_buffer_does_not_do_so_when_it_is_only_trie
 
 def test_what_is_no_tensor_is_passed_on(bars: list[Bar]) -> None:
     engine = make_engine()
-    passed = bands.in_bands(engine, nn.Module(), "encode", ALWAYS, None, lambda *args, **kwargs: (args, kwargs))
+    passed = bands.InBands(engine, nn.Module(), "encode", ALWAYS, None, lambda *args, **kwargs: (args, kwargs))
     assert passed([1], wide=True) == (([1],), {"wide": True})
     assert passed() == ((), {})
