@@ -102,14 +102,16 @@ def context_parallel_sdpa(
         if heads.kept is not None:
             key, value = key[:, heads.kept], value[:, heads.kept]
         queries, keys = share.queries.of_part(share), share.keys.of_part(share)
-        query = _exchange(query, heads.query, queries, within, to_heads=True)
-        key, value = (_exchange(t, heads.key, keys, within, to_heads=True) for t in (key, value))
+        query = _Exchange.apply(query, heads.query, queries, within, True)
+        key, value = (_Exchange.apply(t, heads.key, keys, within, True) for t in (key, value))
+    options: dict[str, Any] = {"is_causal": is_causal, "scale": scale}
+    options |= {"enable_gqa": query.shape[1] != key.shape[1], "config": config}
     if around.size > 1:
-        out = _Ring.apply(query, key, value, mask, _Rule(is_causal, scale, config), share)
+        out = _Ring.apply(query, key, value, mask, options, share)
     else:
-        out = sdpa(query, key, value, mask, 0.0, is_causal, scale, query.shape[1] != key.shape[1], config=config)
+        out = sdpa(query, key, value, mask, **options)
     if within.size > 1:
-        out = _exchange(out, heads.query, queries, within, to_heads=False)
+        out = _Exchange.apply(out, heads.query, queries, within, False)
     return out
 
 
@@ -245,27 +247,19 @@ def _mask_of_all(mask: Tensor | None, share: _Share) -> Tensor:
 # ---- the ring --------------------------------------------------------------------------------------------------------
 
 
-class _Rule(NamedTuple):
-    """The arguments of a call besides its tensors."""
-
-    is_causal: bool
-    scale: float | None
-    config: AttentionConfig | None
-
-
 class _Ring(torch.autograd.Function):
     """Attention of this process's queries over the keys of all, which travel around. Algorithms 1 and 2 of
     FlashAttention-2 (Dao 2023), with processes for blocks of keys."""
 
     @staticmethod
     def forward(
-        ctx: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, rule: _Rule, share: _Share
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, options: dict[str, Any], share: _Share
     ) -> Tensor:
         sums: Tensor | None = None
         lse: Tensor | None = None
         with contextlib.closing(_travelling(key, value, share)) as parts:
             for owner, part_key, part_value in parts:
-                seen = _seen(owner, query, key, mask, rule, share)
+                seen = _seen(owner, mask, options, share)
                 if seen is None:
                     continue
                 part, part_lse = sdpa_with_lse(query, part_key, part_value, **seen)
@@ -275,26 +269,36 @@ class _Ring(torch.autograd.Function):
         assert lse is not None
         out = sums.to(query.dtype)
         ctx.save_for_backward(query, key, value, mask, out, lse)
-        ctx.given = rule, share
+        ctx.given = options, share
         return out
 
     @staticmethod
     def backward(ctx: Any, grad_out: Tensor) -> Grads:
         query, key, value, mask, out, lse = ctx.saved_tensors
-        rule, share = ctx.given
+        options, share = ctx.given
 
         def compute(grad_out: Tensor, _: Tensor | None) -> Grads:
             grad_query = torch.zeros_like(query, dtype=lse.dtype)
-            grads = _TravellingGradients(key, value, share, lse.dtype)
-            with contextlib.closing(_travelling(key, value, share)) as parts, contextlib.closing(grads):
-                for owner, part_key, part_value in parts:
-                    seen = _seen(owner, query, key, mask, rule, share)
-                    found = None
-                    if seen is not None:
-                        found = sdpa_backward(grad_out, query, part_key, part_value, out, lse, **seen)
-                        grad_query += found[0]
-                    grads.add(owner, None if found is None else found[1:])
-                grad_key, grad_value = grads.own()
+            # the gradients of each process's keys and values follow them around, and are added to on the way
+            held = key.new_zeros(_numel(key, value, key.shape[2]), dtype=lse.dtype)
+            passing: _Passing | None = None
+            with contextlib.closing(_travelling(key, value, share)) as parts:
+                try:
+                    for owner, part_key, part_value in parts:
+                        found: Sequence[Tensor] = ()
+                        seen = _seen(owner, mask, options, share)
+                        if seen is not None:
+                            found = sdpa_backward(grad_out, query, part_key, part_value, out, lse, **seen)
+                            grad_query += found[0]
+                        held = held if passing is None else passing.arrived()
+                        for total, part in zip(_unpacked(held, key, value, share.keys.parts[owner]), found[1:]):
+                            total += part
+                        before = share.keys.parts[owner - 1]  # tokens of which the previous process has the gradients
+                        arriving = held.new_empty(_numel(key, value, before))
+                        passing = _Passing(held, arriving, share.around, "passing on gradients")
+                finally:
+                    held = held if passing is None else passing.arrived()
+            grad_key, grad_value = _unpacked(held, key, value, key.shape[2])
             return grad_query.to(query.dtype), grad_key.to(key.dtype), grad_value.to(value.dtype)
 
         grads = in_any_transform(compute, "context_parallel_sdpa", grad_out, None, (query, key, value))
@@ -312,20 +316,14 @@ def _merged(sums: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> tuple[
     return sums, new_lse
 
 
-def _seen(
-    owner: int, query: Tensor, key: Tensor, mask: Tensor | None, rule: _Rule, share: _Share
-) -> dict[str, Any] | None:
+def _seen(owner: int, mask: Tensor | None, options: dict[str, Any], share: _Share) -> dict[str, Any] | None:
     """The arguments of ``sdpa`` for this process's queries and the owner's keys; None = no query sees a key."""
     start, end = share.keys.starts[owner : owner + 2]
-    if rule.is_causal and owner > share.around.rank:
+    if options["is_causal"] and owner > share.around.rank:
         return None
-    return {
-        "attn_mask": mask if mask is None or mask.shape[3] == 1 else mask[..., start:end],
-        "is_causal": rule.is_causal and owner == share.around.rank,
-        "scale": rule.scale,
-        "enable_gqa": query.shape[1] != key.shape[1],
-        "config": rule.config,
-    }
+    is_causal = options["is_causal"] and owner == share.around.rank
+    mask = mask if mask is None or mask.shape[3] == 1 else mask[..., start:end]
+    return {**options, "attn_mask": mask, "is_causal": is_causal}
 
 
 def _travelling(key: Tensor, value: Tensor, share: _Share) -> Generator[tuple[int, Tensor, Tensor]]:
@@ -334,67 +332,25 @@ def _travelling(key: Tensor, value: Tensor, share: _Share) -> Generator[tuple[in
     ranks, lengths = share.around, share.keys.parts
     # the part in use, and the one on its way: each arrives where the one before the last was
     places = [key.new_empty(_numel(key, value, max(lengths))) for _ in range(2)]
-    _pack(places[0], key, value)
+    for part, tensor in zip(_unpacked(places[0], key, value, key.shape[2]), (key, value)):
+        part.copy_(tensor)
     for step in range(ranks.size):
         owner, following = (ranks.rank - step) % ranks.size, (ranks.rank - step - 1) % ranks.size
         held, arriving = (
             place[: _numel(key, value, lengths[whose])] for place, whose in zip(places, (owner, following))
         )
-        is_last = step + 1 == ranks.size
-        transfer = [] if is_last else _start_transfer(held, arriving, ranks)
+        what = f"passing on keys and values, step {step + 1} of {ranks.size - 1},"
+        passing = None if step + 1 == ranks.size else _Passing(held, arriving, ranks, what)
         try:
             yield owner, *_unpacked(held, key, value, lengths[owner])
         finally:  # also where the computation failed: a transfer that is dropped would break the group
-            _finish(transfer, ranks, f"passing on keys and values, step {step + 1} of {ranks.size - 1},")
+            if passing is not None:
+                passing.arrived()
         places.reverse()
-
-
-class _TravellingGradients:
-    """The gradients of each process's keys and values follow them around the ring and are added to on the way."""
-
-    def __init__(self, key: Tensor, value: Tensor, share: _Share, dtype: torch.dtype):
-        self.key, self.value, self.ranks, self.lengths, self.dtype = key, value, share.around, share.keys.parts, dtype
-        self.arriving: Tensor | None = None
-        self.transfer: list[Any] = []
-        self.leaving: Tensor | None = None  # kept until it has been sent
-
-    def close(self) -> None:
-        """Wait for the transfer that is under way."""
-        self._arrived()
-
-    def add(self, owner: int, found: Sequence[Tensor] | None) -> None:
-        """Add this process's share of the owner's gradients, and pass the sum on to the next process."""
-        held = self._arrived()
-        if held is None:
-            held = self.key.new_zeros(_numel(self.key, self.value, self.lengths[owner]), dtype=self.dtype)
-        if found is not None:
-            for total, part in zip(_unpacked(held, self.key, self.value, self.lengths[owner]), found):
-                total += part
-        following = (owner - 1) % self.ranks.size  # whose gradients the previous process holds now
-        self.leaving = held
-        self.arriving = held.new_empty(_numel(self.key, self.value, self.lengths[following]))
-        self.transfer = _start_transfer(held, self.arriving, self.ranks)
-
-    def own(self) -> tuple[Tensor, Tensor]:
-        """The gradients of this process's key and value, after all have added their shares."""
-        held = self._arrived()
-        assert held is not None
-        return _unpacked(held, self.key, self.value, self.lengths[self.ranks.rank])
-
-    def _arrived(self) -> Tensor | None:
-        transfer, self.transfer = self.transfer, []
-        _finish(transfer, self.ranks, "passing on gradients")
-        self.leaving = None
-        return self.arriving
 
 
 def _numel(key: Tensor, value: Tensor, tokens: int) -> int:
     return key.shape[0] * key.shape[1] * tokens * (key.shape[3] + value.shape[3])
-
-
-def _pack(place: Tensor, key: Tensor, value: Tensor) -> None:
-    for part, tensor in zip(_unpacked(place, key, value, key.shape[2]), (key, value)):
-        part.copy_(tensor)
 
 
 def _unpacked(held: Tensor, key: Tensor, value: Tensor, tokens: int) -> tuple[Tensor, Tensor]:
@@ -415,21 +371,28 @@ def _named_errors(what: str, ranks: _Ranks) -> Iterator[None]:
         raise RuntimeError(f"{what} failed on rank {ranks.rank} of {ranks.size}: {error}") from error
 
 
-def _start_transfer(held: Tensor, arriving: Tensor, ranks: _Ranks) -> list[Any]:
-    """Send to the next process of the ring and receive from the previous one, while this one goes on."""
-    following, previous = (dist.get_global_rank(ranks.group, (ranks.rank + step) % ranks.size) for step in (1, -1))
-    operations = [
-        dist.P2POp(dist.isend, held, following, ranks.group),
-        dist.P2POp(dist.irecv, arriving, previous, ranks.group),
-    ]
-    with _named_errors("starting a transfer", ranks):
-        return dist.batch_isend_irecv(operations)
+class _Passing:
+    """A tensor on its way to the next process of the ring while ``arriving`` is filled by the previous one."""
 
+    def __init__(self, held: Tensor, arriving: Tensor, ranks: _Ranks, what: str):
+        following, previous = (dist.get_global_rank(ranks.group, (ranks.rank + step) % ranks.size) for step in (1, -1))
+        operations = [
+            dist.P2POp(dist.isend, held, following, ranks.group),
+            dist.P2POp(dist.irecv, arriving, previous, ranks.group),
+        ]
+        self.arriving, self.ranks, self.what = arriving, ranks, what
+        self.held: Tensor | None = held  # kept until it has been sent
+        with _named_errors("starting a transfer", ranks):
+            self.work = dist.batch_isend_irecv(operations)
 
-def _finish(transfer: list[Any], ranks: _Ranks, what: str) -> None:
-    with _named_errors(what, ranks):
-        for work in transfer:
-            work.wait()
+    def arrived(self) -> Tensor:
+        """Wait for both; a second call does nothing."""
+        work, self.work = self.work, []
+        with _named_errors(self.what, self.ranks):
+            for each in work:
+                each.wait()
+        self.held = None
+        return self.arriving
 
 
 def _gathered(tensor: Tensor, ranks: _Ranks, what: str) -> list[Tensor]:
@@ -453,11 +416,6 @@ def _gathered_tokens(tensor: Tensor, dim: int, lengths: Sequence[int], ranks: _R
         tensor = torch.cat([tensor, tensor.new_zeros(shape)], dim)
     parts = _gathered(tensor, ranks, "the mask")
     return torch.cat([part.narrow(dim, 0, length) for part, length in zip(parts, lengths)], dim)
-
-
-def _exchange(tensor: Tensor, heads: Sequence[int], tokens: Sequence[int], ranks: _Ranks, *, to_heads: bool) -> Tensor:
-    exchanged: Tensor = _Exchange.apply(tensor, tuple(heads), tuple(tokens), ranks, to_heads)
-    return exchanged
 
 
 class _Exchange(torch.autograd.Function):
@@ -485,4 +443,4 @@ class _Exchange(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         heads, tokens, ranks, to_heads = ctx.given
-        return _exchange(grad, heads, tokens, ranks, to_heads=not to_heads), None, None, None, None
+        return _Exchange.apply(grad, heads, tokens, ranks, not to_heads), None, None, None, None

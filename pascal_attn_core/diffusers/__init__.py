@@ -28,7 +28,7 @@ from typing import Any
 
 import diffusers as _diffusers
 import torch.nn.functional as F
-from diffusers.models import attention_processor
+from diffusers.models import attention, attention_processor
 from torch import nn
 
 from ..config import AttentionConfig
@@ -155,7 +155,8 @@ def patch_attention(pipe_or_model: Any, config: AttentionConfig | None = None) -
     with PatchGroup(f"attention of {type(pipe_or_model).__name__}") as group:
         sites = _required_sites(pipe_or_model, models)
         for module in sites.values():
-            group.add(_patch_module(module, redirect))
+            redirect_module(module, redirect)
+            group.add(functools.partial(release_module, module, redirect))
 
     def undo() -> list[str]:
         sentences = group._undo_all()
@@ -190,21 +191,30 @@ def uninstall() -> None:
 
 
 def _install(group: PatchGroup) -> None:
-    for cls in _pipeline_classes():
+    for cls in _classes(_diffusers, "DiffusionPipeline", "ModularPipeline"):
         if not hasattr(cls, "set_attn_processor"):
             group.add(replaced(cls, "set_attn_processor", _set_attn_processor))
     for name, ours in _ADDED_TO_MODELS.items():
         if name not in vars(_diffusers.ModelMixin):
             group.add(replaced(_diffusers.ModelMixin, name, _MemberOfModels(name, ours)))
-    for cls, name, over in _replaced_methods():
-        group.add(replaced(cls, name, over(getattr(cls, name))))
+    mixins = _classes(attention, "AttentionModuleMixin")
+    for cls in (attention_processor.Attention, *mixins):
+        group.add(replaced(cls, "set_processor", _keeps_ours(cls.set_processor)))
+    for cls in (_diffusers.ModelMixin, *mixins):
+        if hasattr(cls, "set_attention_backend"):
+            group.add(replaced(cls, "set_attention_backend", _warns(cls.set_attention_backend)))
     arrivals.serve_arrivals(_serve)
     group.add(_take_off_everywhere)
 
 
+def _classes(module: Any, *names: str) -> list[Any]:
+    """Those that this version has."""
+    return [getattr(module, name) for name in names if hasattr(module, name)]
+
+
 def _take_off_everywhere() -> list[str]:
     for module in arrivals.stop():
-        _take_off_module(module)
+        _assign(module, None)
     return []
 
 
@@ -257,14 +267,14 @@ def _set_attn_processor(self: Any, processor: Any) -> None:
         _warn_if_sdpa_is_replaced()
         sites = _required_sites(self, models)
         for module in sites.values():
-            _set_on_module(module, processor)
+            _assign(module, processor)
         log.info("PascalAttnProcessor: set at %d places of %s", len(sites), type(self).__name__)
         return
     model: Any
     for model in models.values():
         if processor is None:
             for module in model.modules():
-                _take_off_module(module)
+                _assign(module, None)
         elif not hasattr(model, "decode"):
             _set_other(model, processor)
 
@@ -280,7 +290,8 @@ def _set_dict(model: nn.Module, processors: dict[str, Any]) -> None:
     if unknown:
         raise ValueError(f"the keys must be those of attn_processors, got {', '.join(unknown)}")
     for name, processor in processors.items():
-        _set_any(modules[name], processor)
+        module = modules[name]
+        module.set_processor(processor) if hasattr(module, "set_processor") else _assign(module, processor)
 
 
 def _set_other(model: Any, processor: Any) -> None:
@@ -295,26 +306,16 @@ def _set_other(model: Any, processor: Any) -> None:
             module.set_processor(processor)
 
 
-def _set_any(module: Any, processor: Any) -> None:
-    """Set ``processor``, ours or another, on a module that may have no ``set_processor``."""
-    if hasattr(module, "set_processor"):
-        module.set_processor(processor)
+def _assign(module: Any, processor: Any) -> None:
+    """Put ``processor`` on a module: ours, another one, or None, which takes ours off."""
+    current = processor_of(module)
+    if current is None and isinstance(processor, PascalAttnProcessor):
+        set_lasting_redirect(module, processor._redirect)  # it calls SDPA itself
         return
     processor, redirect = _effective(module, processor)
-    if processor is not None:
+    if processor is not None and processor is not current:
         module.processor = processor
     set_lasting_redirect(module, redirect)
-
-
-def _patch_module(module: nn.Module, redirect: SdpaRedirect) -> Callable[[], list[str]]:
-    redirect_module(module, redirect)
-    return lambda: release_module(module, redirect)
-
-
-def _set_on_module(module: nn.Module, processor: PascalAttnProcessor) -> None:
-    if processor_of(module) is not None:
-        module.processor = _bound(processor, module)
-    set_lasting_redirect(module, processor._redirect)
 
 
 def _serve(module: nn.Module, redirect: SdpaRedirect) -> None:
@@ -324,14 +325,7 @@ def _serve(module: nn.Module, redirect: SdpaRedirect) -> None:
         return
     processor = PascalAttnProcessor()
     processor._redirect = redirect
-    _set_on_module(module, processor)
-
-
-def _take_off_module(module: nn.Module) -> None:
-    processor = processor_of(module)
-    if isinstance(processor, PascalAttnProcessor) and processor._original is not None:
-        module.processor = processor._original
-    set_lasting_redirect(module, None)
+    _assign(module, processor)
 
 
 def _bound(processor: PascalAttnProcessor, attn: nn.Module) -> Any:
@@ -366,7 +360,9 @@ def _effective(module: nn.Module, processor: Any) -> tuple[Any, SdpaRedirect | N
     if processor is None or (is_ours and processor is current._original):
         return current._original if is_ours else current, None
     if not isinstance(processor, PascalAttnProcessor):
-        return (processor, None) if redirect is None else (_kept_around(processor, redirect), redirect)
+        if redirect is not None and computes_attention(processor) and can_be_derived(processor):
+            return _around(processor, redirect), redirect
+        return processor, redirect  # where there is a redirect, the module's serves it
     if redirect is not None and processor._original is None and is_redirected_class(type(processor)):
         return current, redirect  # made by diffusers of the class that it found: load_ip_adapter, on self-attention
     _warn_if_sdpa_is_replaced()
@@ -386,59 +382,26 @@ def _keeps_ours(original: Callable) -> Callable:
 
 
 def _warns(original: Callable) -> Callable:
+    """``set_attention_backend`` that warns if some of the attention that it concerns is ours."""
+
     @functools.wraps(original)
     def set_attention_backend(self: nn.Module, backend: str) -> None:
         original(self, backend)
-        _say_which_counts(self, backend)
+        redirected = [processor_of(module) for module in self.modules() if redirects_of(module)]
+        count = sum(hasattr(processor, "_attention_backend") for processor in redirected)
+        if not count or takes_its_own_backend(backend):  # its own takes effect, and is ours too
+            return
+        log.warning(
+            "%s: Pascal Attention is set on %d attention module%s: set_attention_backend(%r) has no effect there until "
+            "it is taken off (set_attn_processor(None), or remove() of the patch)",
+            type(self).__name__,
+            count,
+            "" if count == 1 else "s",
+            backend,
+        )
 
     set_attention_backend._pascal_original = original  # type: ignore[attr-defined]
     return set_attention_backend
-
-
-def _say_which_counts(host: nn.Module, backend: str) -> None:
-    """Warn, once per call of ``set_attention_backend``, if some of the attention that it concerns is ours."""
-    redirected = [processor_of(module) for module in host.modules() if redirects_of(module)]
-    count = sum(hasattr(processor, "_attention_backend") for processor in redirected)
-    if not count:
-        return
-    if takes_its_own_backend(backend):
-        return  # it takes effect, and is ours too
-    name, places = type(host).__name__, f"{count} attention module{'' if count == 1 else 's'}"
-    log.warning(
-        "%s: Pascal Attention is set on %s: set_attention_backend(%r) has no effect there until it is taken off "
-        "(set_attn_processor(None), or remove() of the patch)",
-        name,
-        places,
-        backend,
-    )
-
-
-def _kept_around(processor: Any, redirect: SdpaRedirect) -> Any:
-    """Ours around ``processor``; as it is where it computes no attention that we take over, or cannot be derived from:
-    then the redirect of its module serves it."""
-    return _around(processor, redirect) if computes_attention(processor) and can_be_derived(processor) else processor
-
-
-def _pipeline_classes() -> list[Any]:
-    found = [getattr(_diffusers, name, None) for name in ("DiffusionPipeline", "ModularPipeline")]
-    return [cls for cls in found if cls is not None]
-
-
-def _attention_classes() -> list[Any]:
-    from diffusers.models import attention
-
-    classes = [attention_processor.Attention, getattr(attention, "AttentionModuleMixin", None)]
-    return [cls for cls in classes if cls is not None]
-
-
-def _replaced_methods() -> list[tuple[Any, str, Callable[[Callable], Callable]]]:
-    from diffusers.models import attention
-
-    backends = [_diffusers.ModelMixin, getattr(attention, "AttentionModuleMixin", None)]
-    return [
-        *((cls, "set_processor", _keeps_ours) for cls in _attention_classes()),
-        *((cls, "set_attention_backend", _warns) for cls in backends if hasattr(cls, "set_attention_backend")),
-    ]
 
 
 def _required_sites(host: Any, models: dict[str, Any]) -> dict[str, nn.Module]:

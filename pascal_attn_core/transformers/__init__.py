@@ -132,7 +132,7 @@ def _attention_by(config: AttentionConfig | None) -> Callable[..., tuple[Tensor,
         options["sinks"] = None if s_aux is None else s_aux.flatten()
         options["enable_gqa"] = query.shape[1] != key.shape[1]
         tensors = (query, masked.key, masked.value, masked.mask, dropout)
-        lse = None
+        lse: Any = None
         if sinks is None:
             out = sdpa(*tensors, **options, config=config)
         else:
@@ -143,7 +143,7 @@ def _attention_by(config: AttentionConfig | None) -> Callable[..., tuple[Tensor,
         probs = None
         if kwargs.get("output_attentions"):
             probs = weights(query, key, masked, options)
-            probs = probs if lse is None else with_query_sinks(probs, lse, sinks)
+            probs = probs if sinks is None else with_query_sinks(probs, lse, sinks)
         return out.transpose(1, 2).contiguous(), probs
 
     return pascal_attention_forward

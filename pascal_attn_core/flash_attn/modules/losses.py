@@ -59,8 +59,13 @@ def cross_entropy_loss(
             raise FlashArgumentError(f"{name} must be [{logits.shape[0]}], got {list(rows.shape)}")
     if not logit_scale > 0.0:
         raise FlashArgumentError(f"logit_scale must be above 0, got {logit_scale}")
-    options = {"smoothing": label_smoothing, "scale": logit_scale, "z_scale": lse_square_scale}
-    rule = functools.partial(_of_rows, **options, ignore_index=ignore_index)
+    rule = functools.partial(
+        _of_rows,
+        smoothing=label_smoothing,
+        scale=logit_scale,
+        z_scale=lse_square_scale,
+        ignore_index=ignore_index,
+    )
     step = max(1, _CHUNK // max(1, logits.shape[1]))
     parts = [
         checkpoint(rule, *rows, use_reentrant=False, preserve_rng_state=False)
