@@ -23,23 +23,26 @@ class Found(NamedTuple):
     looked_in: list[str]
 
 
-def find(env: Mapping[str, str] = os.environ) -> Found:
-    """Look for it in PATH, in CUDA's folders and in NVIDIA's wheels."""
+def find(env: Mapping[str, str] = os.environ, root: Path = Path("/usr/local")) -> Found:
+    """Look for it in PATH, in CUDA's folders, those in ``root`` too, and in NVIDIA's wheels."""
     looked_in = ["PATH"]
     found = shutil.which(NAME, path=env.get("PATH", ""))
-    for folder in () if found else _folders(env):
+    for folder in () if found else _folders(env, root):
         looked_in.append(str(folder))
         found = found or shutil.which(NAME, path=str(folder))
     return Found(found, looked_in)
 
 
-def _folders(env: Mapping[str, str]) -> Iterator[Path]:
+def _folders(env: Mapping[str, str], root: Path) -> Iterator[Path]:
     toolkits = [Path(env[name]) for name in ("CUDA_HOME", "CUDA_PATH") if env.get(name)]
-    for toolkit in [*toolkits, *sorted(Path("/usr/local").glob("cuda*"), reverse=True)]:
+    installed = sorted(root.glob("cuda*"), reverse=True)
+    # That of CUDA 13 knows neither Pascal nor Volta.
+    installed.sort(key=lambda toolkit: not toolkit.name.startswith(("cuda-12", "cuda-11")))
+    for toolkit in [*toolkits, *installed]:
         yield from (toolkit / "bin", toolkit / "compute-sanitizer")
     spec = importlib.util.find_spec("nvidia")
-    for root in (spec.submodule_search_locations or ()) if spec else ():
-        yield from sorted(Path(root).glob("*/bin"))
+    for wheels in (spec.submodule_search_locations or ()) if spec else ():
+        yield from sorted(Path(wheels).glob("*/bin"))
 
 
 def command(path: str, tool: str) -> list[str]:

@@ -48,24 +48,29 @@ from pascal_attn_core.fused.gpu.runtime import CompileError
 from pascal_attn_core.fused.launch import Launch
 from pascal_attn_core.fused.launch.backward import backward_launches
 from pascal_attn_core.fused.launch.forward import forward_launches
-from pascal_attn_core.fused.launch.plan import Plan, num_splits, resident_blocks, tensor_splits, variants_of
+from pascal_attn_core.fused.launch.int8 import int8_launches
+from pascal_attn_core.fused.launch.packed import packed_launches
+from pascal_attn_core.fused.launch.plan import (
+    Packed,
+    Plan,
+    key_tiles,
+    num_splits,
+    resident_blocks,
+    tensor_splits,
+    variants_of,
+)
+from pascal_attn_core.fused.launch.stream_k import distribute
 from pascal_attn_core.fused.trust import verify
 from pascal_attn_core.fused.trust.kernels import Kernels, KernelUnavailable
 from pascal_attn_core.machine.runtime import runtime_of
 from pascal_attn_core.machine.storage import read_object, write_object
 from pascal_attn_core.observe.memory import available_bytes
-from pascal_attn_core.reference import reference_sdpa
 
 from .geometries import Candidate, details, fits, shapes, words
 from .table import table
 
 _COMMON = (64, 128, 40, 80)
 _DTYPES = ("float32", "float16")
-_ON_TENSOR_CORES = tuple(
-    kind
-    for kind in KINDS
-    if kind.startswith(("volta", "tensor")) and not any(word in kind for word in ("packed", "capped", "even"))
-)
 _TORCH = {
     "torch-efficient": SDPBackend.EFFICIENT_ATTENTION,
     "torch-flash": SDPBackend.FLASH_ATTENTION,
@@ -78,7 +83,9 @@ _SHARE_OF_MEMORY = 0.1
 _SECONDS_OF_ROUND = 0.01
 # What the check call has beyond one flush of float32 sums (512 keys).
 _CHECKED_KEYS = 512
-_MANY_SMS = 1000  # as many as make the keys of a call with few rows many parts
+_SOFTCAP = 30.0
+# Blocks that are listed for each place on the card: there is something to distribute.
+_EVEN_WAVES = 1.4
 _DECODE = (32, 8)  # query heads, key and value heads of the call with one query
 
 
@@ -177,10 +184,11 @@ def all_jobs() -> list[Variant]:
     found += [Variant("grad_all", dim, "float32") for dim in GRAD_ALL_HEAD_DIMS]
     found += [Variant("forward", dim, "float32", padded=True) for dim in _COMMON]
     found += [Variant("split", dim, "float16") for dim in HEAD_DIMS]
-    # The card says which of them are for it.
+    # Kernels on tensor cores, and the other kinds. The card says which of them are for it.
     for dim, mask in ((64, "none"), (128, "none"), (80, "none"), (64, "bool"), (128, "bool")):
-        found += [v for kind in _ON_TENSOR_CORES if (v := Variant(kind, dim, "float16", mask)) in _known()]
-    return list(dict.fromkeys(found))
+        found += [v for kind in KINDS if (v := Variant(kind, dim, "float16", mask)) in _known()]
+    rare = ("int8", "packed", "capped", "even")
+    return sorted(dict.fromkeys(found), key=lambda variant: any(word in variant.kind for word in rare))
 
 
 def timed_call(variant: Variant, device: torch.device, tokens: int, heads: int) -> AttentionCall:
@@ -188,6 +196,7 @@ def timed_call(variant: Variant, device: torch.device, tokens: int, heads: int) 
     ``heads`` batch elements and grouped heads."""
     dim = variant.head_dim - (4 if variant.padded else 0)
     dtype = getattr(torch, variant.dtype)
+    softcap = _SOFTCAP if "capped" in variant.kind else None
     generator = torch.Generator(device).manual_seed(1)
 
     def numbers(*shape: int) -> Tensor:
@@ -197,11 +206,11 @@ def timed_call(variant: Variant, device: torch.device, tokens: int, heads: int) 
         q_heads, kv_heads = _DECODE
         key, value = numbers(heads, kv_heads, tokens, dim), numbers(heads, kv_heads, tokens, dim)
         mask = numbers(1, tokens) > 0 if variant.mask == "bool" else None
-        return check_call(numbers(heads, q_heads, 1, dim), key, value, mask, enable_gqa=True)
+        return check_call(numbers(heads, q_heads, 1, dim), key, value, mask, enable_gqa=True, softcap=softcap)
     mask = numbers(tokens, tokens) if variant.mask != "none" else None
     mask = mask > 0 if variant.mask == "bool" and mask is not None else mask
     query, key, value = (numbers(1, heads, tokens, dim) for _ in range(3))
-    return check_call(query, key, value, mask)
+    return check_call(query, key, value, mask, softcap=softcap)
 
 
 def num_heads(variant: Variant, device: torch.device, tokens: int, waves: int) -> int:
@@ -211,7 +220,8 @@ def num_heads(variant: Variant, device: torch.device, tokens: int, waves: int) -
     if variant.is_small:
         wanted, each = 1, 2 * _DECODE[1] * tokens * variant.head_dim * size
     else:
-        wanted = math.ceil(waves * info.num_sms * own.blocks * own.rows / tokens)
+        rounds = min(waves, _EVEN_WAVES) if variant.is_even else waves
+        wanted = math.ceil(rounds * info.num_sms * own.blocks * own.rows / tokens)
         tensors = 8 if variant.is_gradient else 4
         each = tensors * tokens * variant.head_dim * size
     free = available_bytes(device)
@@ -219,16 +229,21 @@ def num_heads(variant: Variant, device: torch.device, tokens: int, waves: int) -
 
 
 class Work:
-    """A call with what its kernels write to, and the results that the gradients need."""
+    """A call with what its kernels write to, and the results that the gradients need. Kernels for packed sequences take
+    its tokens as two of them."""
 
-    def __init__(self, variant: Variant, call: AttentionCall, results: tuple[Tensor, Tensor] | None = None):
-        self.variant, self.call = variant, call
+    def __init__(self, variant: Variant, call: AttentionCall):
+        self.call = call
         self.out = empty_output(call).fill_(float("nan"))
         self.grads = [torch.full_like(t, float("nan")) for t in (call.query, call.key, call.value)]
         shape = self.out.shape
-        self.results = results or (torch.zeros_like(self.out), self.out.new_zeros(shape[:-1], dtype=torch.float32))
+        self.results = torch.zeros_like(self.out), self.out.new_zeros(shape[:-1], dtype=torch.float32)
         self.log_sum = torch.zeros_like(self.results[1]) if variant.mask == "float" else None
         self.grad_out = torch.ones_like(self.out)
+        self.packed: Packed | None = None
+        if "packed" in variant.kind:
+            q_ends, k_ends = ([0, tokens // 2, tokens] for tokens in (call.seq_len_q, call.seq_len_kv))
+            self.packed = Packed.of(q_ends, k_ends, call.query.device, lower_right=True)
 
     def launches(self, candidate: Candidate, num_sms: int, capability: tuple[int, int] | None = None) -> list[Launch]:
         """Launches of the candidate's kernels, and of delta, which the gradients' kernels read from."""
@@ -242,44 +257,38 @@ class Work:
                 places = num_sms * resident_blocks(candidate, capability)
                 plain = variants.forward.geometry
                 splits = max(1, num_splits(self.call, plain, candidate.geometry, num_sms, places))
-            return forward_launches(self.call, Plan(candidate, splits), self.out)
+            pieces = None
+            if candidate.is_even:
+                own, units = candidate.geometry, self.call.batch_size * self.call.num_heads
+                pieces = distribute(key_tiles(self.call, own), units, own.cols, num_sms * own.blocks)
+                if pieces is None:
+                    raise KernelUnavailable("its keys are not worth cutting for this call")
+            plan = Plan(candidate, splits, packed=self.packed, pieces=pieces)
+            make = int8_launches if candidate.kind == "int8" else forward_launches
+            return self._packed(make(self.call, plan, self.out))
         own = candidate.plain
         chosen = tuple(candidate if variant == own else variant for variant in verify.all_gradients(own))
         query, key, value = self.grads
         launches = backward_launches(
             self.call,
-            Plan(variants.forward, 0, chosen),
+            Plan(variants.forward, 0, chosen, self.packed),
             self.grad_out,
             *self.results,
             self.log_sum,
             None,
             (query, key, value),
         )
-        return [launch for launch in launches if launch.variant == candidate or launch.function in verify.DELTAS]
+        launches = [launch for launch in launches if launch.variant == candidate or launch.function in verify.DELTAS]
+        return self._packed(launches)
 
-    def written(self) -> list[Tensor]:
-        """Tensors that the kernels of this kind write."""
-        return self.grads[self.variant.gradients] if self.variant.is_gradient else [self.out]
+    def _packed(self, launches: list[Launch]) -> list[Launch]:
+        return launches if self.packed is None else packed_launches(launches, self.packed)
 
 
 def error_of(candidate: Candidate, kernels: Kernels) -> float:
-    """Largest difference from the definition in float64 relative to its largest value, on a causal call with tiles that
-    are filled in part and more keys than float32 sums are flushed after."""
-    call = verify.sample_call(candidate, kernels.device, keys=_CHECKED_KEYS + candidate.geometry.cols + 9)
-    wide = [t.double() for t in (call.query, call.key, call.value)]
-    mask = call.attn_mask
-    assert mask is None or isinstance(mask, Tensor)
-    mask = mask if mask is None or mask.dtype == torch.bool else mask.double()
-    query, key, value = wide
-    out, lse = reference_sdpa(query, key, value, mask, is_causal=True, enable_gqa=True, alignment="lower_right")
-    expected = [out]
-    if candidate.is_gradient:
-        expected = verify.expected_gradients(call, wide, out, lse)[candidate.gradients]
-    work = Work(candidate, call, (out.to(call.query.dtype), lse.float()))
-    kernels.run(work.launches(candidate, _MANY_SMS))
-    largest = max(e.abs().max().item() for e in expected)
-    errors = [(a.double() - e).abs().max().item() for a, e in zip(work.written(), expected, strict=True)]
-    return max(math.inf if math.isnan(error) else error for error in errors) / largest
+    """That of a first use (:func:`.verify.largest_error`), with more keys than float32 sums are flushed after."""
+    keys = _CHECKED_KEYS + candidate.geometry.cols + 9
+    return verify.largest_error(candidate, kernels.device, kernels.run, keys)
 
 
 def torch_attempts(variant: Variant, call: AttentionCall) -> dict[str, Callable[[], Any]]:
@@ -390,6 +399,7 @@ class Job:
         with giving(self.kernels, candidate, cubin):
             try:
                 error = error_of(candidate, self.kernels)
+                launches = self.work.launches(candidate, self.kernels.info.num_sms, self.kernels.info.capability)
             except (RuntimeError, MemoryError) as failure:
                 if not isinstance(failure, KernelUnavailable) and not is_out_of_memory(failure):
                     raise
@@ -397,7 +407,6 @@ class Job:
         lane.error = error if math.isfinite(error) else None
         if not error <= verify.tolerance(candidate):
             return "wrong"
-        launches = self.work.launches(candidate, self.kernels.info.num_sms, self.kernels.info.capability)
         self.kernels.run(launches)
         timed = [launch for launch in launches if launch.function not in verify.DELTAS]
         self.attempts[lane.name] = lambda: self.kernels.run(timed)

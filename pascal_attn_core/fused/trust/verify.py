@@ -39,13 +39,17 @@ def tolerance(variant: Compilation) -> float:
     return _INT8_TOLERANCE if is_int8 else checks.tolerance(getattr(torch, variant.dtype))
 
 
-def largest_error(variant: Compilation, device: torch.device, run: Run) -> float:
+def largest_error(variant: Compilation, device: torch.device, run: Run, keys: int | None = None) -> float:
     """Largest difference from the definition, relative to the largest number, on a call that fills two tiles of rows
-    and of keys in part. ``run`` executes launches; the random state of torch is left alone."""
+    and of keys in part. ``run`` executes launches; the random state of torch is left alone.
+
+    Args:
+        keys: instead of those that fill two tiles in part, unless the variant's blocks are listed.
+    """
     if isinstance(variant, LinearVariant):
         return verify_linear.largest_error(variant, device, run)
     assert isinstance(variant, Variant)
-    call = sample_call(variant, device)
+    call = sample_call(variant, device, None if variant.is_even else keys)
     wide = [t.float() for t in (call.query, call.key, call.value)]
     if variant.is_gradient:
         return _gradient_error(variant, call, wide, run)

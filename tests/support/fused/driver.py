@@ -190,7 +190,7 @@ class StandIn(Answers, CudaDriver):
             return self._wrong(400, f"{function:#x} is no function")
         if self._stack[-1:] != [kernel.context]:
             return self._wrong(201, f"{kernel.name} launched in another context than its own")
-        structure = getattr(params, params_of(kernel.name))
+        structure = structure_of(kernel.name)
         threads = block_x * block_y * block_z
         refused = {
             f"grid {x, y, z}": not (0 < x <= _GRID_X and 0 < y <= _GRID_YZ and 0 < z <= _GRID_YZ),
@@ -213,6 +213,11 @@ class StandIn(Answers, CudaDriver):
         self.queued.append(launch)
         self.execute(launch)
         return 0
+
+
+def structure_of(kernel: str) -> type[params.Params]:
+    """The parameters of a kernel of NVIDIA's."""
+    return params.CappedForward if kernel.startswith("pa_capped") else getattr(params, params_of(kernel))
 
 
 # ---- cubins ----------------------------------------------------------------------------------------------------------
@@ -272,7 +277,7 @@ def cubin(variant: Compilation, arch: int, registers: int = 255, shared_bytes: i
     """A file like those that NVRTC makes, as far as a driver looks at it before it runs anything; no machine code."""
     sections: list[tuple[str, int, int, bytes, int]] = [(".comment", 1, 0, variant.name.encode(), 0)]
     for name in variant.functions:
-        size = ctypes.sizeof(getattr(params, params_of(name)))
+        size = ctypes.sizeof(structure_of(name))
         attributes = struct.pack("<BBHIHH", 4, _PARAM_CBANK, 8, 0, 0x140, size)
         sections += [
             (f".text.{name}", 1, registers << 24, bytes(16), 0),

@@ -429,6 +429,14 @@ def test_the_sanitizer_is_found_in_path_and_in_cuda_home(tmp_path: Path) -> None
     assert str(tmp_path / "other" / "bin") in nothing.looked_in
 
 
+def test_the_sanitizer_of_cuda_12_is_taken_before_that_of_cuda_13(tmp_path: Path) -> None:
+    for name in ("cuda-12.4", "cuda-12.8", "cuda-13.0"):
+        program = tmp_path / name / "bin" / "compute-sanitizer"
+        program.parent.mkdir(parents=True)
+        program.touch(0o755)
+    assert sanitizer.find({"PATH": ""}, tmp_path).path == str(tmp_path / "cuda-12.8" / "bin" / "compute-sanitizer")
+
+
 def test_its_last_line_is_read() -> None:
     assert sanitizer.errors_in("========= ERROR SUMMARY: 0 errors\n") == 0
     assert sanitizer.errors_in("x\n========= ERROR SUMMARY: 1 error\n") == 1

@@ -16,7 +16,7 @@ from attn_support.fused.driver import fails_once
 from attn_support.fused.emulation import T4
 from attn_support.gpu.compiler import AnyGeometry
 
-from pascal_attn_core.fused.code.source import Geometry, Variant, source
+from pascal_attn_core.fused.code.source import KINDS, Geometry, Variant, source
 from pascal_attn_core.fused.launch import Launch
 from pascal_attn_core.machine.storage import read_object, write_object
 from tools.gpu.geometries import Candidate, details, shapes, words
@@ -59,7 +59,7 @@ def _idle(launch: Launch) -> None:
     ],
     ids=str,
 )
-def test_another_geometry_is_compared_with_float64(
+def test_another_geometry_is_compared_with_the_definition(
     card: Any, compiler: AnyGeometry, variant: Variant, change: dict[str, int]
 ) -> None:
     tiles = Geometry(**{**vars(variant.geometry), **change})
@@ -155,14 +155,26 @@ def test_geometries_begin_with_the_shipped_one_and_fill_whole_warps() -> None:
         assert len(found) == len(set(found)) > 3, variant.name
         assert all(tiles.threads % 32 == 0 and tiles.threads * tiles.blocks <= 2048 for tiles in found)
         assert variant.geometry not in details(variant.geometry, variant.head_dim)
-    kinds = {variant.kind for variant in all_jobs()}
-    assert kinds >= {"forward", "split", "grad_query", "grad_key_value", "grad_all", "tensor", "volta"}
+    assert {variant.kind for variant in all_jobs()} == set(KINDS)
 
 
-@pytest.mark.parametrize("kind", ["tensor_small", "tensor_grad_query"])
+@pytest.mark.parametrize("kind", ["int8", "capped"])
+def test_kernels_that_few_calls_take_are_swept(card: Any, tmp_path: Path, kind: str) -> None:
+    path, variant = tmp_path / "sweep.json", Variant(kind, 64, "float16")
+    assert variant in all_jobs()
+    assert sweep(CPU, [variant], SMALL, path, math.inf, 1)
+    [job] = read_object(path)["jobs"]
+    assert job["shipped"] == words(variant.geometry)
+    assert job["shipped_note"] == ""
+    assert all(0 < lane["error"] < 0.1 and lane["seconds"] > 0 for lane in job["candidates"])
+
+
+@pytest.mark.parametrize(
+    "kind", ["tensor_small", "tensor_grad_query", "tensor_even", "tensor_packed", "tensor_grad_key_value_capped_packed"]
+)
 def test_kernels_on_tensor_cores_are_swept_where_there_are_some(a_card: Any, tmp_path: Path, kind: str) -> None:
     path, variant = tmp_path / "sweep.json", Variant(kind, 64, "float16")
-    settings = replace(SMALL, tokens=20, most=2)
+    settings = replace(SMALL, tokens=1200 if kind == "tensor_even" else 20, most=2)
     with a_card(execute) as kernels:
         assert sweep(CPU, [variant], settings, path, math.inf, 1)
         assert read_object(path)["jobs"] == []
