@@ -258,5 +258,5 @@ def _attend(
     if query.is_meta:
         out, lse = run_shapes(call)
     else:
-        out, lse = run(call, default_config() if config is None else config, with_lse=with_lse)  # type: ignore[assignment]
+        out, lse, *_ = run(call, default_config() if config is None else config, with_lse=with_lse)  # type: ignore[assignment]
     return AttentionOutput(out, lse) if with_lse else out

@@ -15,8 +15,9 @@ from __future__ import annotations
 import functools
 import importlib.util
 import sys
-from collections.abc import Callable
+import threading
 from dataclasses import replace
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -44,6 +45,7 @@ from .patching.patch import Patch
 from .routes.run import run
 
 _STRIP = 1 << 18  # elements for which create_block_mask asks mask_mod at once
+_COMPILED = "_torchdynamo_orig_callable"  # attribute of what torch.compile makes of a function: that function
 
 
 @torch.compiler.disable
@@ -72,19 +74,19 @@ def flex_attention(
             as ``attn_mask`` too.
         return_lse: also return the natural logarithm of the softmax's denominator, ``[B, Hq, L]``.
         kernel_options: of torch's Triton kernels; of no effect.
-        return_aux: torch's ``AuxRequest``; its lse only.
+        return_aux: torch's ``AuxRequest``: lse, and the largest score of each row, ``[B, Hq, L]``, without gradients.
         config: routes, memory budget, tiles.
     Returns:
         out ``[B, Hq, L, Dv]``; (out, lse) with ``return_lse``; (out, ``AuxOutput``) with ``return_aux``. A row that may
         attend to no key gives zeros, and the lse -inf.
     Raises:
         TypeError, ValueError: arguments that do not fit; nothing has been computed.
-        NotImplementedError: ``max_scores`` is asked for.
     """
-    if return_aux is not None and (return_lse or return_aux.max_scores):
-        if return_lse:
-            raise ValueError("return_lse must be False with return_aux, got True")
-        raise NotImplementedError("return_aux.max_scores must be False: the tiles keep no maximum of a row")
+    if return_lse and return_aux is not None:
+        raise ValueError("return_lse must be False with return_aux, got True")
+    with_max = return_aux is not None and return_aux.max_scores
+    if with_max and score_mod is None:
+        score_mod = _same  # beside a score rule the sum of a row is known apart from its maximum
     if block_mask is not None and not is_block_mask(block_mask):
         raise TypeError(f"block_mask must be a BlockMask or None, got {type(block_mask).__name__}")
     options = Options(scale=scale, enable_gqa=enable_gqa)
@@ -92,18 +94,27 @@ def flex_attention(
     call = check_call(query, key, value, mask, options)
     if call.query.dim() != 4:
         raise ValueError(f"query must be [B, Hq, L, D], got {list(query.shape)}")
-    if call.groups > 1 and not enable_gqa:
-        raise ValueError(f"enable_gqa must be True for {call.num_heads} query and {call.num_kv_heads} key/value heads")
+    if call.query.shape[1] != call.key.shape[1] and not enable_gqa:
+        heads = f"{call.query.shape[1]} query and {call.key.shape[1]} key/value heads"
+        raise ValueError(f"enable_gqa must be True for {heads}")
     if score_mod is not None and not call.is_empty:
         rule = ScoreRule(score_mod, call.query.new_empty(0, dtype=call.sums_dtype))
         call = replace(call, score_rule=rule, needs_grad=call.needs_grad or bool(rule.captured))
-    with_lse = return_lse or (return_aux is not None and return_aux.lse)
-    out, lse = run(call, default_config() if config is None else config, with_lse=with_lse)
-    if return_aux is not None:
-        from torch.nn.attention.flex_attention import AuxOutput
+    with_lse = return_lse or with_max or (return_aux is not None and return_aux.lse)
+    out, lse, log_sum, _ = run(call, default_config() if config is None else config, with_lse=with_lse)
+    if return_aux is None:
+        return (out, lse) if return_lse else out
+    from torch.nn.attention.flex_attention import AuxOutput
 
-        return out, AuxOutput(lse=lse, max_scores=None)
-    return (out, lse) if return_lse else out
+    most = None
+    if with_max and lse is not None:
+        most = lse.detach()
+        most = most if log_sum is None else torch.where(most == -torch.inf, most, most - log_sum)
+    return out, AuxOutput(lse=lse if return_aux.lse else None, max_scores=most)
+
+
+def _same(score: Tensor, batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+    return score
 
 
 # ---- block masks -----------------------------------------------------------------------------------------------------
@@ -129,14 +140,14 @@ def create_block_mask(
 
     Args:
         B, H: None = the mask is the same for all.
-        device: None = torch's default device.
+        device: None = the accelerator, or the CPU where there is none, as for torch.
         options: further ones of torch's function; they concern its kernels only.
     """
     from torch.nn.attention.flex_attention import BlockMask
 
     if not callable(mask_mod):
         raise TypeError(f"mask_mod must be a function, got {type(mask_mod).__name__}")
-    device = torch.get_default_device() if device is None else torch.device(device)
+    device = torch.device(device or torch.accelerator.current_accelerator() or "cpu")
     block = (BLOCK_SIZE, BLOCK_SIZE) if isinstance(BLOCK_SIZE, int) else (BLOCK_SIZE[0], BLOCK_SIZE[1])
     rows = _Rows(mask_mod, (Q_LEN, KV_LEN), block, device)
     # What is the same for all heads is found once.
@@ -215,10 +226,10 @@ def _ordered(blocks: Tensor) -> tuple[Tensor, Tensor]:
 
 def patch_flex_attention(config: AttentionConfig | None = None) -> Patch:
     """Put :func:`flex_attention` and :func:`create_block_mask` in the place of torch's in this process, also in modules
-    that have imported these by name, until ``remove()`` of the Patch.
+    that have imported these by name, as they are or in ``torch.compile``, until ``remove()`` of the Patch.
 
     What is being compiled on a CUDA device of compute capability 8.0 or later with Triton stays torch's: there it is
-    one fused kernel. A function that ``torch.compile`` has wrapped before keeps what it wraps.
+    one fused kernel.
 
     Args:
         config: how to compute; None = the environment's.
@@ -227,30 +238,32 @@ def patch_flex_attention(config: AttentionConfig | None = None) -> Patch:
     """
     from torch.nn.attention import flex_attention as module
 
-    ours = {
-        module.flex_attention: _with_config(module.flex_attention, config),
-        module.create_block_mask: create_block_mask,
-    }
-    sites = sum(_exchange(theirs, own) for theirs, own in ours.items())
+    attend, make = module.flex_attention, module.create_block_mask
+    is_on, compiles_well = threading.Event(), _has_compiled_kernels()
+    is_on.set()
 
-    def undo() -> None:
-        for theirs, own in ours.items():
-            _exchange(own, theirs)
-
-    return Patch("flex_attention", undo, sites=sites)
-
-
-def _with_config(theirs: Callable[..., Any], config: AttentionConfig | None) -> Callable[..., Any]:
-    """What stands in the place of torch's function."""
-    compiles_well = _has_compiled_kernels()
-
-    @functools.wraps(theirs)
-    def in_place_of_torchs(query: Tensor, *args: Any, **kwargs: Any) -> Any:
-        if compiles_well and torch.compiler.is_compiling() and query.is_cuda:
-            return theirs(query, *args, **kwargs)
+    @functools.wraps(attend)
+    def our_attention(query: Tensor, *args: Any, **kwargs: Any) -> Any:
+        if not is_on.is_set() or (compiles_well and torch.compiler.is_compiling() and query.is_cuda):
+            return attend(query, *args, **kwargs)
         return flex_attention(query, *args, **kwargs, config=config)
 
-    return in_place_of_torchs
+    @functools.wraps(make)
+    def our_block_mask(*args: Any, **kwargs: Any) -> Any:
+        return (create_block_mask if is_on.is_set() else make)(*args, **kwargs)
+
+    compiled = not compiles_well
+    sites = [*_exchange(attend, our_attention, compiled=compiled), *_exchange(make, our_block_mask, compiled=compiled)]
+
+    def undo() -> None:
+        is_on.clear()  # for whoever has taken hold of ours
+        for names, name, before, ours in sites:
+            if names.get(name) is ours:
+                names[name] = before
+        _exchange(our_attention, attend)
+        _exchange(our_block_mask, make)
+
+    return Patch("flex_attention", undo, sites=len(sites))
 
 
 def _has_compiled_kernels() -> bool:
@@ -261,13 +274,19 @@ def _has_compiled_kernels() -> bool:
     return min(capabilities) >= (8, 0) and importlib.util.find_spec("triton") is not None
 
 
-def _exchange(old: Any, new: Any) -> int:
-    """Put one function in the place of another in every module that holds it; returns in how many places."""
-    found = 0
+def _exchange(old: Any, new: Any, *, compiled: bool = False) -> list[tuple[dict[str, Any], str, Any, Any]]:
+    """Put one function in the place of another in every module that holds it; returns (names of the module, name, what
+    was there, what is there now) of each place.
+
+    Args:
+        compiled: also where ``torch.compile`` has wrapped it.
+    """
+    sites = []
     for module in list(sys.modules.values()):
         names = getattr(module, "__dict__", {})
-        for name in [name for name, value in list(names.items()) if value is old]:
-            if names.get("__name__") != __name__:
-                setattr(module, name, new)
-                found += 1
-    return found
+        for name, value in list(names.items()):
+            is_wrapped = compiled and type(value) is FunctionType and value.__dict__.get(_COMPILED) is old
+            if value is old or is_wrapped:
+                names[name] = new
+                sites.append((names, name, value, new))
+    return sites

@@ -292,7 +292,7 @@ class BlockRule(LazyMask):
     def _evaluate(self, batch: int, head: int, queries: Range, keys: Range) -> Tensor:
         """What ``mask_mod`` says, asked for a few elements at a time."""
         keep = torch.empty(queries[1] - queries[0], keys[1] - keys[0], dtype=torch.bool, device=self.device)
-        for (t0, t1), (k0, k1) in pieces(*keep.shape, ASKED):
+        for (t0, t1), (k0, k1) in pieces(keep.shape[0], keep.shape[1], ASKED):
             own = (queries[0] + t0, queries[0] + t1), (keys[0] + k0, keys[0] + k1)
             indices = (torch.arange(*span, device=self.device) for span in own)
             keep[t0:t1, k0:k1] = self.asked(batch, head, *indices)

@@ -109,7 +109,7 @@ def sdpa_with_an_unregistered_mask_rule(
     """(out, lse or None) of a call that torch.compile leaves between two graphs: a graph cannot hold a LazyMask whose
     rule is not registered by :func:`~pascal_attn_core.lazy_mask.mask_rule`."""
     call = check_call(query, key, value, attn_mask, options)
-    return run(call, default_config() if config is None else config, with_lse=with_lse)
+    return run(call, default_config() if config is None else config, with_lse=with_lse)[:2]
 
 
 def _with_window(options: Options, sides: Sequence[int]) -> Options:
@@ -246,7 +246,7 @@ def _sdpa(query: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tenso
             call = replace(call, needs_grad=True, needs_mask_grad=wants_mask)
             results = _forward_for_grad(call, token, with_lse=with_lse)
         else:
-            results = Results(*run(call, _config(token), with_lse=with_lse, may_time=False))
+            results = Results(*run(call, _config(token), with_lse=with_lse, may_time=False)[:2])
     expected = _empty_results(call, with_lse=with_lse, for_grad=for_grad)
     return tuple(_as_promised(t, empty) for t, empty in zip(results, expected))  # type: ignore[return-value]
 

@@ -175,17 +175,17 @@ class Route:
 
     def with_gradients(
         self, call: AttentionCall, config: AttentionConfig, plan: Any, *, stats: TiledStats | None = None
-    ) -> tuple[Tensor, Tensor]:
-        """(out, lse) as part of autograd's graph, in which ``backward`` computes the gradients."""
+    ) -> Results:
+        """Results as part of autograd's graph, in which ``backward`` computes the gradients of out and lse."""
         inputs = (call.query, call.key, call.value, call.attn_mask, call.sinks)
         captured = () if call.score_rule is None else call.score_rule.captured
-        return RouteFunction.apply(*inputs, call, config, self, plan, stats, *captured)
+        return Results(*RouteFunction.apply(*inputs, call, config, self, plan, stats, *captured))
 
 
 class RouteFunction(torch.autograd.Function):
-    """``apply(query, key, value, attn_mask, sinks, call, config, route, plan, stats, *captured) -> (out, lse)`` by a
-    route that computes its own gradients; the inputs, what the call's score rule reads, and the route's results are
-    kept for them."""
+    """``apply(query, key, value, mask, sinks, call, config, route, plan, stats, *captured) -> (out, lse, log_sum)``
+    by a route that computes its own gradients; the inputs, what the call's score rule reads, and the route's results
+    are kept for them."""
 
     @staticmethod
     def forward(
@@ -198,10 +198,12 @@ class RouteFunction(torch.autograd.Function):
         ctx.save_for_backward(query, key, value, kept, sinks, *results, *captured)
         ctx.call, ctx.given = call.without_tensors(), (config, route, plan)
         ctx.set_materialize_grads(False)
-        return results.out, results.lse
+        if results.log_sum is not None:
+            ctx.mark_non_differentiable(results.log_sum)
+        return results.out, results.lse, results.log_sum
 
     @staticmethod
-    def backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> Any:
+    def backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None, _: None) -> Any:
         query, key, value, attn_mask, sinks, *kept = ctx.saved_tensors
         call = ctx.call.with_tensors(query, key, value, ctx.rule or attn_mask, sinks)
         saved, captured = Results(*kept[: len(Results._fields)]), kept[len(Results._fields) :]

@@ -138,9 +138,9 @@ def run(
     choice: Choice | None = None,
     stats: TiledStats | None = None,
     may_time: bool = True,
-) -> tuple[Tensor, Tensor | None]:
-    """A checked call by the route that :func:`choose` finds, or has found: (out, lse or None), with gradients where the
-    call needs them.
+) -> Results:
+    """A checked call by the route that :func:`choose` finds, or has found: out, lse or None, and what else there is,
+    with gradients where the call needs them.
 
     Args:
         stats: what the route ``tiled`` counts is added to it.
@@ -148,7 +148,7 @@ def run(
     """
     if choice is None and not with_lse and config.route == "auto" and not is_watched() and is_short(call, config):
         with suppress(RouteUnavailable):
-            return run_as_it_is(call), None
+            return Results(run_as_it_is(call))
     if stats is None and report.active:
         stats = TiledStats()
     show(call)
@@ -165,13 +165,12 @@ def run(
 
 def _by(
     choice: Choice, call: AttentionCall, config: AttentionConfig, *, with_lse: bool, stats: TiledStats | None
-) -> tuple[Tensor, Tensor | None]:
+) -> Results:
     route = choice.by
     with without_autocast(call.query):
         if call.needs_grad and not route.is_differentiable:
             return route.with_gradients(call, config, choice.plan, stats=stats)
-        results = route.forward(call, config, choice.plan, with_lse=with_lse, for_grad=False, stats=stats)
-        return results.out, results.lse
+        return route.forward(call, config, choice.plan, with_lse=with_lse, for_grad=False, stats=stats)
 
 
 def run_packed(
@@ -200,9 +199,9 @@ def run_packed(
         for part in sequences():
             show(part)
     choice = _with_remark(Choice(route_named(route), why, plan))
-    result = _by(choice, call, config, with_lse=with_lse, stats=None)
+    results = _by(choice, call, config, with_lse=with_lse, stats=None)
     note(call, choice, None)
-    return result
+    return results.out, results.lse
 
 
 def gradients(call: AttentionCall, config: AttentionConfig, saved: Results, wanted: Wanted) -> Gradients:

@@ -37,14 +37,17 @@ def tiled_forward(
     Args:
         walk: of this kind of call; the ``extra_bytes`` of its tile shape are kept.
         with_lse: also return the natural logarithm of the softmax's denominator.
-        for_grad: return what the gradients need: lse, and log_sum where there is a float mask or a score rule.
+        for_grad: return what the gradients need: lse, and log_sum where there is a float mask. Under a score rule
+            log_sum comes with every lse.
         softmax: "auto", or "online" for no bounded blocks.
         trim_masks: skip keys and tiles that are fully masked.
         seed: int64 ``[1]`` from :func:`pascal_attn_core.tiled.dropout.draw_seed`, needed when ``call.dropout_p > 0``.
     """
     readable, out = may_read(call), empty_output(call)
     lse = out.new_empty(out.shape[:-1], dtype=walk.dtype) if with_lse or for_grad else None
-    log_sum = out.new_empty(out.shape[:-1], dtype=walk.dtype) if for_grad and walk.has_bias else None
+    log_sum = None
+    if lse is not None and (call.score_rule is not None or (for_grad and walk.has_bias)):
+        log_sum = torch.empty_like(lse)
     results = Results(out, lse, log_sum, seed)
     if walk.is_empty or (call.head_dim_v == 0 and lse is None):  # without head_dim_v there still is an lse
         return _without_keys(call, results)

@@ -62,13 +62,18 @@ def applied(mod: Callable, *scores: Tensor, lengths: tuple[int, ...]) -> Tensor:
     return mod(*scores, *(torch.arange(n) for n in lengths))
 
 
-def definition(q: Tensor, k: Tensor, v: Tensor, score_mod: Callable | None, mask_mod: Callable | None) -> Tensor:
-    k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], 1) for t in (k, v))
+def scores_of(q: Tensor, k: Tensor, score_mod: Callable | None, mask_mod: Callable | None) -> Tensor:
     scores = q @ k.mT * q.shape[-1] ** -0.5
     if score_mod is not None:
         scores = applied(score_mod, scores, lengths=scores.shape)
     if mask_mod is not None:
         scores = scores.masked_fill(~applied(mask_mod, lengths=scores.shape), -math.inf)
+    return scores
+
+
+def definition(q: Tensor, k: Tensor, v: Tensor, score_mod: Callable | None, mask_mod: Callable | None) -> Tensor:
+    k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], 1) for t in (k, v))
+    scores = scores_of(q, k, score_mod, mask_mod)
     empty = (scores == -math.inf).all(dim=-1, keepdim=True)
     return scores.masked_fill(empty, 0.0).softmax(-1).masked_fill(empty, 0.0) @ v
 
@@ -109,6 +114,21 @@ def test_like_torch(mask: str) -> None:
     torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("score_mod", ["none", "alibi"])
+@pytest.mark.parametrize("mask", ["none", "causal", "empty rows"])
+def test_what_is_returned_beside_the_output(mask: str, score_mod: str) -> None:
+    if not hasattr(flex, "AuxRequest"):
+        pytest.skip("this torch has no AuxRequest")
+    given = inputs(requires_grad=True)
+    request = flex.AuxRequest(lse=mask == "causal", max_scores=True)
+    _, found = flex_attention(*given, SCORE_MODS[score_mod], block_mask(MASKS[mask]), return_aux=request)
+    scores = scores_of(*given[:2], SCORE_MODS[score_mod], MASKS[mask]).detach()
+    torch.testing.assert_close(found.max_scores, scores.amax(-1), rtol=1e-5, atol=1e-5)  # without a gradient
+    assert (found.lse is not None) == request.lse
+    if found.lse is not None:
+        torch.testing.assert_close(found.lse.detach(), scores.logsumexp(-1), rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.parametrize("sizes", [(300, 300), (256, 130), (5, 700)])
 @pytest.mark.parametrize("mask", ["causal", "window", "of heads"])
 def test_the_blocks_are_those_of_torch(mask: str, sizes: tuple[int, int]) -> None:
@@ -139,6 +159,72 @@ def test_what_the_blocks_say_holds() -> None:
     expected = definition(*given, None, lambda b, h, i, j: i // 150 == j // 150)
     torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-5)
     assert len(asked) <= 3  # whether it reads batch and head, and how much memory it takes
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_any_lists_of_blocks(seed: int) -> None:
+    """In any order, without full ones, empty rows, the same for all heads or batch elements, cut off by the length."""
+    torch.manual_seed(seed)
+    height, width = ((16, 48), (64, 20), (7, 128), (1000, 1000))[seed % 4]
+    rows, columns, heads = -(-TOKENS // height), -(-TOKENS // width), (1, HEADS)[seed % 2]
+    states = torch.randint(0, 3 if seed % 3 else 2, (2, heads, rows, columns)).masked_fill_(
+        torch.rand(rows, 1) < 0.2, 0
+    )
+
+    def listed(state: int) -> tuple[Tensor, Tensor]:
+        key = (states != state) * 2 + torch.rand(states.shape)
+        return (states == state).sum(-1, dtype=torch.int32), key.argsort(-1).int()
+
+    full = listed(2) if seed % 3 else (None, None)
+    own = MASKS["of heads"] if heads > 1 else MASKS["documents"]
+    blocks = flex.BlockMask.from_kv_blocks(*listed(1), *full, (height, width), own, seq_lengths=(TOKENS, TOKENS))
+
+    def meant(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        state = states[b, h if heads > 1 else h * 0, i // height, j // width]
+        return (state == 2) | ((state == 1) & own(b, h, i, j))
+
+    given = inputs()
+    out, lse = flex_attention(*given, None, blocks, return_lse=True, config=SMALL_TILES)
+    torch.testing.assert_close(out, definition(*given, None, meant), rtol=1e-5, atol=1e-5)
+    assert torch.equal(lse == -math.inf, ~applied(meant, lengths=(2, HEADS, TOKENS, TOKENS)).any(-1))
+
+
+def test_what_changes_in_a_block_mask_counts() -> None:
+    """Programs give a BlockMask another mask_mod (a cache that grows), or write other lists into it."""
+    given, blocks = inputs(), block_mask(MASKS["causal"])
+
+    def check(mask_mod: Callable) -> None:
+        out = flex_attention(*given, None, blocks, config=SMALL_TILES)
+        torch.testing.assert_close(out, definition(*given, None, mask_mod), rtol=1e-5, atol=1e-5)
+
+    check(lambda b, h, i, j: i >= j)
+    blocks.mask_mod = lambda b, h, i, j: i > j
+    check(lambda b, h, i, j: (i > j) | (i // 64 > j // 64))
+    blocks.full_kv_num_blocks.zero_()
+    check(lambda b, h, i, j: (i > j) & ((i // 64 == j // 64) | (i >= 256)))  # the last row of blocks is cut off
+
+
+def test_a_block_is_asked_for_once() -> None:
+    asked: list[int] = []
+
+    def rule(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        asked.append(1)
+        return (i // 90 == j // 90) | (j < 3)
+
+    blocks = flex.create_block_mask(rule, None, None, TOKENS, TOKENS, device="cpu", BLOCK_SIZE=64)
+    first = flex_attention(*inputs(), None, blocks, config=SMALL_TILES)
+    asked.clear()
+    assert torch.equal(flex_attention(*inputs(), None, blocks, config=SMALL_TILES), first)
+    assert not asked
+
+
+@pytest.mark.parametrize(("length", "keys"), [(0, 20), (20, 0)])
+def test_no_query_or_no_key(length: int, keys: int) -> None:
+    query, key = torch.randn(1, 2, length, 16, requires_grad=True), torch.randn(1, 2, keys, 16)
+    out, lse = flex_attention(query, key, key, SCORE_MODS["alibi"], return_lse=True)
+    assert torch.equal(out, torch.zeros(1, 2, length, 16))
+    assert torch.equal(lse, torch.full((1, 2, length), -math.inf))
+    out.sum().backward()
 
 
 class Learned(torch.nn.Module):
@@ -277,14 +363,16 @@ def test_the_gradients_of_many_outputs_at_once() -> None:
 
 
 def test_in_the_place_of_torchs_functions() -> None:
-    before = flex.flex_attention, flex.create_block_mask
+    before, ours = (flex.flex_attention, flex.create_block_mask), create_block_mask
     user = types.ModuleType("a_module_that_imported_it_by_name")
     user.attend, sys.modules[user.__name__] = flex.flex_attention, user  # type: ignore[attr-defined]
+    user.compiled = torch.compile(flex.flex_attention)  # type: ignore[attr-defined]
+    user.ours = create_block_mask  # type: ignore[attr-defined]
     given = inputs(tokens=1100)
     try:
         with patch_flex_attention(AttentionConfig(budget_mib=2.0)) as patch:
             assert patch.sites >= 3
-            assert user.attend is flex.flex_attention
+            assert user.attend is user.compiled is flex.flex_attention
             used = measure(lambda: flex.create_block_mask(MASKS["window"], None, None, 1100, 1100, device="cpu"))
             assert used.peak_bytes < 4 << 20
             assert measure(lambda *t: user.attend(*t, block_mask=used.out), *given).extra_bytes <= 2 << 20
@@ -294,6 +382,28 @@ def test_in_the_place_of_torchs_functions() -> None:
         del sys.modules[user.__name__]
     assert (flex.flex_attention, flex.create_block_mask) == before
     assert user.attend is before[0]
+    assert user.compiled._torchdynamo_orig_callable is before[0]
+    assert user.ours is create_block_mask is ours
+
+
+def test_patches_removed_in_any_order() -> None:
+    before = flex.flex_attention, flex.create_block_mask
+    first, second = patch_flex_attention(), patch_flex_attention(AttentionConfig(budget_mib=2.0))
+    held = flex.create_block_mask
+    first.remove()
+    given = inputs(requires_grad=True)
+    flex.flex_attention(*given).sum().backward()  # on a CPU torch's has no gradients
+    second.remove()
+    with pytest.raises(NotImplementedError):
+        flex.flex_attention(*given)
+    assert not known_of(held(MASKS["causal"], None, None, 300, 300, device="cpu"))  # torch's made it
+    flex.flex_attention, flex.create_block_mask = before
+
+
+BROKEN = flex.BlockMask.from_kv_blocks(
+    torch.ones(1, 1, 1, dtype=torch.int32), torch.zeros(1, 1, 1, 1, dtype=torch.int32), None, None, 200,
+    lambda b, h, i, j: i - j, seq_lengths=(200, 200),
+)  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -303,6 +413,8 @@ def test_in_the_place_of_torchs_functions() -> None:
         ({"block_mask": torch.ones(200, 200)}, TypeError, "block_mask must be a BlockMask or None, got Tensor"),
         ({"block_mask": block_mask(MASKS["causal"])}, ValueError, "must be made for"),
         ({"enable_gqa": False}, ValueError, "heads"),
+        ({"block_mask": BROKEN[:1]}, RuntimeError, "sliced BlockMask"),
+        ({"block_mask": BROKEN}, TypeError, "mask_mod must return a bool, got torch.int64"),
     ],
 )
 def test_refusals(change: dict[str, Any], error: type[Exception], words: str) -> None:

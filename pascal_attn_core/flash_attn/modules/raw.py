@@ -204,7 +204,7 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, options: FlashOptions) -> tuple[Ten
         note(call, choice, None)
         out, lse, seed = results.out, results.lse, results.seed
     else:
-        out, lse = run(call, config, with_lse=True)
+        out, lse, *_ = run(call, config, with_lse=True)
     assert lse is not None
     return out.transpose(1, 2).contiguous(), lse, seed
 
