@@ -33,7 +33,7 @@ STAND_INS: dict[str, tuple[Callable[..., Patch], ...]] = {
 
 
 class ImportsPatch(Patch):
-    """What :func:`patch_imports` returns; ``.report()`` and ``.left_alone`` name each package."""
+    """The Patch of :func:`patch_imports`: its report has a state for each package."""
 
     def __init__(self, patches: dict[str, Patch], refused: dict[str, str]):
         super().__init__("imports", self._undo_all, sites=len(patches))
