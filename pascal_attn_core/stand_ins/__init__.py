@@ -68,7 +68,7 @@ def patch_imports(
             try:
                 patches[name] = put_in(replace=replace, around=around)
                 break
-            except RuntimeError as error:
+            except (RuntimeError, ValueError) as error:  # a real one, or ours with other options
                 refused.setdefault(name, str(error).partition(";")[0])
     return ImportsPatch(patches, {name: why for name, why in refused.items() if name not in patches})
 
