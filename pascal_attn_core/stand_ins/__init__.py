@@ -33,7 +33,7 @@ STAND_INS: dict[str, tuple[Callable[..., Patch], ...]] = {
 
 
 class ImportsPatch(Patch):
-    """What :func:`patch_imports` returns; ``.report()`` and ``.left_alone`` name each package."""
+    """The Patch of :func:`patch_imports`: its report has a state for each package."""
 
     def __init__(self, patches: dict[str, Patch], refused: dict[str, str]):
         super().__init__("imports", self._undo_all, sites=len(patches))
@@ -68,7 +68,7 @@ def patch_imports(
             try:
                 patches[name] = put_in(replace=replace, around=around)
                 break
-            except RuntimeError as error:
+            except (RuntimeError, ValueError) as error:  # a real one, or ours with other options
                 refused.setdefault(name, str(error).partition(";")[0])
     return ImportsPatch(patches, {name: why for name, why in refused.items() if name not in patches})
 

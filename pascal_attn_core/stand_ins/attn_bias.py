@@ -18,7 +18,7 @@ _Mask = TypeVar("_Mask", bound="AttentionBias")
 
 
 class AttentionBias:
-    """What may be ``attn_bias`` besides a tensor.
+    """A mask that may be ``attn_bias``; the base class of all.
 
     Attributes:
         is_causal, alignment, window: as in :func:`pascal_attn_core.sdpa`; in :class:`Blocks` within each block.
@@ -113,7 +113,7 @@ class BlockDiagonalMask(Blocks):
     def from_seqlens(
         cls, q_seqlen: Sequence[int], kv_seqlen: Sequence[int] | None = None, *, device: Any = None
     ) -> BlockDiagonalMask:
-        """By the lengths of the blocks; ``kv_seqlen``: those of the keys, None = those of the queries."""
+        """The mask for blocks of these lengths; ``kv_seqlen``: those of the keys, None = those of the queries."""
         info = SeqInfo.from_seqlens(q_seqlen)
         return cls(info, info if kv_seqlen is None else SeqInfo.from_seqlens(kv_seqlen))
 
@@ -172,7 +172,7 @@ class BlockDiagonalGappyKeysMask(Blocks):
     def from_seqlens(
         cls, q_seqlen: Sequence[int], kv_seqstarts: Sequence[int], kv_seqlen: Sequence[int], *, device: Any = None
     ) -> Blocks:
-        """By the lengths of the blocks; ``kv_seqstarts``: the first key of each, then the number of keys there are."""
+        """The mask for blocks of these lengths; ``kv_seqstarts``: the first key of each, then the number of keys."""
         return cls(SeqInfo.from_seqlens(q_seqlen), SeqInfo([int(n) for n in kv_seqstarts], [int(n) for n in kv_seqlen]))
 
 
@@ -191,19 +191,19 @@ class BlockDiagonalPaddedKeysMask(Blocks):
         *,
         device: Any = None,
     ) -> Blocks:
-        """By the lengths of the blocks and the length to which keys are padded. ``causal_diagonal`` has no effect."""
+        """The mask for blocks of these lengths, their keys padded to ``kv_padding``."""
         starts = [kv_padding * block for block in range(len(kv_seqlen) + 1)]
         return cls(SeqInfo.from_seqlens(q_seqlen), SeqInfo(starts, [int(n) for n in kv_seqlen]))
 
 
 class BlockDiagonalCausalWithOffsetGappyKeysMask(BlockDiagonalGappyKeysMask):
-    """The same, causal; the last query of a block sees its last key."""
+    """Causal within each block; its last query sees its last key."""
 
     is_causal = True
 
 
 class BlockDiagonalCausalWithOffsetPaddedKeysMask(BlockDiagonalPaddedKeysMask):
-    """The same, causal; the last query of a block sees its last used key."""
+    """Causal within each block; its last query sees its last used key."""
 
     is_causal = True
 
