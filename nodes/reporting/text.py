@@ -1,4 +1,4 @@
-"""The report as text and as a picture: what was gained, a summary, sections for each run, a block for a bug report."""
+"""The report as text and as a picture: what was gained, a summary, facts of the machine, sections for each run."""
 
 from __future__ import annotations
 
@@ -24,21 +24,28 @@ _MOST_NOTES = 4  # in the picture: layer by layer only the text says it
 
 
 def report_text(findings: Findings) -> str:
-    """The whole report."""
+    """The whole report. All but its head is a block for a bug report: facts of the machine, and of each run its
+    settings, what happened and a line per kind of call; nothing about files or prompts."""
     lines = [gained(findings), *_warnings(findings), "", "PASCAL ATTENTION REPORT"]
     lines += [line for text in summary(findings) for line in textwrap.wrap(text, _WIDTH)]
-    for section in sections(findings):
-        lines += ["", f"=== {section.title} ===", *_printed(section)]
-    return "\n".join([*lines, "", *bug_report(findings)])
+    lines += ["", "--- for a bug report, copy from here ---", *describe_facts(findings.machine)]
+    lines += [f"{name:{_LABEL}s}{value}" for name, value in findings.host.items()]
+    lines.append(f"{'written':{_LABEL}s}{time.strftime('%Y-%m-%d %H:%M:%S', time.localtime(findings.when))}")
+    for shown in findings.shown:
+        for section in _sections_of(shown, findings):
+            lines += ["", f"=== {section.title} ===", *_printed(section)]
+        lines += ["", *_kind_lines(shown.run)] if shown.run.tallies else []
+    return "\n".join([*lines, "--- to here ---"])
 
 
 def draw_report(findings: Findings) -> Image.Image:
-    """The report as a picture: the sections of the text, without the block for a bug report."""
+    """The report as a picture: the sections of the text."""
     heads = [("WARNING", findings.alarms, "bad"), ("Note", findings.remarks, "caution")]
     head = [Section(title, [Row("", text) for text in texts], tone) for title, texts, tone in heads if texts]
     runs = [shown.run for shown in findings.shown]
     tone = "good" if is_gain(runs, _attention(findings)) and all(run.is_exact for run in runs) else ""
-    return draw(gained(findings), _facts(findings), [*head, *sections(findings, most_notes=_MOST_NOTES)], tone=tone)
+    sections = [section for shown in findings.shown for section in _sections_of(shown, findings, _MOST_NOTES)]
+    return draw(gained(findings), _facts(findings), [*head, *sections], tone=tone)
 
 
 def _facts(findings: Findings) -> str:
@@ -64,14 +71,10 @@ def summary(findings: Findings) -> list[str]:
     return [*(_summary_of(shown) for shown in findings.shown), *findings.remarks]
 
 
-def sections(findings: Findings, most_notes: int | None = None) -> list[Section]:
-    """Two sections for each run: what happened in it, and in which blocks of the model."""
-    found = []
-    for shown in findings.shown:
-        found.append(_section(shown, findings.memory, most_notes))
-        if shown.run.tallies:
-            found.append(_block_section(shown))
-    return found
+def _sections_of(shown: Shown, findings: Findings, most_notes: int | None = None) -> list[Section]:
+    """What happened in a run, and in which blocks of the model."""
+    blocks = [_block_section(shown)] if shown.run.tallies else []
+    return [_section(shown, findings.memory, most_notes), *blocks]
 
 
 def _warnings(findings: Findings) -> list[str]:
@@ -193,25 +196,6 @@ def _printed(section: Section) -> Iterator[str]:
     for row in section.rows:
         label = row.label if len(row.label) < indent else f"{row.label} "
         yield from textwrap.wrap(row.text, _WIDTH, initial_indent=f"{label:{indent}s}", subsequent_indent=" " * indent)
-
-
-# ---- the block for a bug report ----
-
-
-def bug_report(findings: Findings) -> list[str]:
-    """Facts of the machine, settings, and a line per kind of call; nothing about files or prompts."""
-    lines = ["--- for a bug report, copy from here ---", *describe_facts(findings.machine)]
-    lines += [f"{name:{_LABEL}s}{value}" for name, value in findings.host.items()]
-    lines.append(f"{'written':{_LABEL}s}{time.strftime('%Y-%m-%d %H:%M:%S', time.localtime(findings.when))}")
-    for shown in findings.shown:
-        run = shown.run
-        lines += ["", f"{shown.title} on {run.device}: {run.settings}", f"  {_summary_of(shown)}"]
-        lines += [f"  {line}" for line in _kind_lines(run)]
-        lines += [f"  shared: {shares_text(run.shares)}"] if run.shares else []
-        lines += [f"  {row.text}" for row in _memory_rows(run, findings.memory)]
-        lines += [f"  exactness: {shown.exactness.text()}"] if shown.exactness is not None else []
-        lines += [f"  WARNING: {text}" for text in run.warnings] + [f"  note: {text}" for text in run.notes]
-    return [*lines, "--- to here ---"]
 
 
 def _kind_lines(run: Run) -> list[str]:
