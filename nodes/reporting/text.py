@@ -15,7 +15,7 @@ from .findings import Findings, Shown, clock_text
 from .gain import gain_line, is_gain
 from .picture import Row, Section, draw
 from .rows import BlockRow, block_rows, grouped, kinds_of
-from .words import duration_text, peak_label, plural, shape_text, share_text, size_text
+from .words import duration_text, plural, shape_text, share_text, size_text
 
 _WIDTH = 110
 _LABEL = 12
@@ -92,8 +92,8 @@ def _summary_of(shown: Shown) -> str:
         parts.append(time_text(run))
     if run.extra_bytes is not None:
         parts.append(f"largest extra memory {size_text(run.extra_bytes)}, math {size_text(run.math_bytes)}")
-    if shown.exactness is not None:
-        parts.append(shown.exactness.verdict)
+    if shown.run.exactness is not None:
+        parts.append(shown.run.exactness.verdict)
     return "; ".join(parts) + (f" ({shown.remark})" if shown.remark else "")
 
 
@@ -121,8 +121,8 @@ def _section(shown: Shown, memory: dict[str, int], most_notes: int | None) -> Se
     if run.tallies or run.gains:
         rows += _memory_rows(run, memory)
     rows += _trouble_rows(run)
-    if shown.exactness is not None:
-        rows.append(Row("exactness", shown.exactness.text(), tone=shown.exactness.tone))
+    if shown.run.exactness is not None:
+        rows.append(Row("exactness", shown.run.exactness.text(), tone=shown.run.exactness.tone))
     rows += [Row("WARNING", text, tone="bad") for text in run.warnings] + [
         Row("note", text) for text in run.notes[:most_notes]
     ]
@@ -141,10 +141,11 @@ def _call_rows(run: Run) -> Iterator[Row]:
 
 def _memory_rows(run: Run, memory: dict[str, int]) -> Iterator[Row]:
     card = memory.get(run.device, 0)
+    peak = "peak of ComfyUI since its start" if run.device.startswith("cpu") else "peak of torch's memory in the run"
     found = [
         (run.extra_bytes, "the most that one call took besides inputs and output"),
         (run.math_bytes or None, "the least that math attention would store for the largest call"),
-        (run.peak_bytes or None, peak_label(run)),
+        (run.peak_bytes or None, peak),
         (card or None, f"total memory of {run.device}"),
     ]
     most = max((num_bytes or 0 for num_bytes, _ in found), default=0)

@@ -47,18 +47,18 @@ def reference(captured: CapturedCall, rows: Tensor, grad_rows: Tensor | None = N
         results = [torch.zeros_like(t, dtype=torch.float64) for t in (query, key, value)]
         grad_rows = grad_rows.to(device, torch.float64)
     for index in itertools.product(*map(range, lead)):
-        leaves = [_head(t, index, lead).double().detach().requires_grad_(wants_grad) for t in (query, key, value)]
+        q, k, v = (_head(t, index, lead).double().detach().requires_grad_(wants_grad) for t in (query, key, value))
         for start in range(0, len(rows), size):
             block = rows[start : start + size]
             masked = None if mask is None else _head(mask, index, lead)[block]
             rule = _rule(masked, block, call.seq_len_kv, is_causal=call.is_causal)
             with torch.set_grad_enabled(wants_grad):
-                out = reference_sdpa(leaves[0][block], *leaves[1:], rule, scale=call.scale)[0]
+                out = reference_sdpa(q[block], k, v, rule, scale=call.scale)[0]
             if grad_rows is None:
                 results[0][index][start : start + size] = out
             else:
                 out.backward(grad_rows[index][start : start + size])
-        for sums, leaf in zip(results, leaves):
+        for sums, leaf in zip(results, (q, k, v)):
             if leaf.grad is not None:
                 _head(sums, index, lead).add_(leaf.grad)
     return tuple(results)
