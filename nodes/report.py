@@ -96,8 +96,8 @@ def gather(prompt: dict[str, Any], unique_id: str | None, *, exactness_check: bo
     machine = look_around(asks_devices=False)
     own = complaints(machine)
     shown, remarks = choose_runs(runs.remembered(), prompt, host.prompt_id(), unique_id)
-    if exactness_check:
-        shown = [Shown(entry.run, entry.remark, check(entry.run)) for entry in shown]
+    for entry in shown if exactness_check else ():
+        check(entry.run)
     shown = merged(shown)
     own += [alarm for entry in shown for alarm in _alarms_of(entry)]
     for alarm in own:
@@ -129,8 +129,8 @@ def _alarms_of(shown: Shown) -> list[str]:
     run, found = shown.run, []
     if run.finished and not (run.tallies or run.gains or run.notes or run.warnings):
         found.append("no attention call reached the patch")
-    if shown.exactness is not None and not shown.exactness.is_exact:
-        found.append(shown.exactness.text())
+    if shown.run.exactness is not None and not shown.run.exactness.is_exact:
+        found.append(shown.run.exactness.text())
     return [f"{_name(shown)}: {text}" for text in found]
 
 

@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from ...pascal_attn_core.machine.facts import Machine
 from ..comfy.prompt import Prompt, kind_of, links, reached, without_effect
 from ..engine.runs import Run
-from .exactness import Exactness
 from .rows import together
 from .words import title_of
 
@@ -24,12 +23,11 @@ PATCHES = {
 
 @dataclass(frozen=True, eq=False)
 class Shown:
-    """One run in a report, or several of one node together: a remark ("" = of this prompt, and complete), the exactness
-    check's result, and how many runs there were."""
+    """One run in a report, or several of one node together: a remark ("" = of this prompt, and complete), and how many
+    runs there were."""
 
     run: Run
     remark: str = ""
-    exactness: Exactness | None = None
     times: int = 1
 
     @property
@@ -49,9 +47,10 @@ def merged(shown: list[Shown]) -> list[Shown]:
 
 
 def _one_of(group: list[Shown]) -> Shown:
-    checks = [entry.exactness for entry in group if entry.exactness is not None]
-    worst = max(checks, key=lambda check: (not check.is_exact, check.kind.math_bytes), default=None)
-    return Shown(together([entry.run for entry in group]), group[0].remark, worst, len(group))
+    whole = together([entry.run for entry in group])
+    checks = [entry.run.exactness for entry in group if entry.run.exactness is not None]
+    whole.exactness = max(checks, key=lambda check: (not check.is_exact, check.kind.math_bytes), default=None)
+    return Shown(whole, group[0].remark, len(group))
 
 
 @dataclass(eq=False)

@@ -1,4 +1,4 @@
-"""The report as text and as a picture: what was gained, a summary, sections for each run, a block for a bug report."""
+"""The report as text and as a picture: what was gained, a summary, facts of the machine, sections for each run."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .findings import Findings, Shown, clock_text
 from .gain import gain_line, is_gain
 from .picture import Row, Section, draw
 from .rows import BlockRow, block_rows, grouped, kinds_of
-from .words import duration_text, peak_label, plural, shape_text, share_text, size_text
+from .words import duration_text, plural, shape_text, share_text, size_text
 
 _WIDTH = 110
 _LABEL = 12
@@ -24,21 +24,28 @@ _MOST_NOTES = 4  # in the picture: layer by layer only the text says it
 
 
 def report_text(findings: Findings) -> str:
-    """The whole report."""
+    """The whole report. All but its head is a block for a bug report: facts of the machine, and of each run its
+    settings, what happened and a line per kind of call; nothing about files or prompts."""
     lines = [gained(findings), *_warnings(findings), "", "PASCAL ATTENTION REPORT"]
     lines += [line for text in summary(findings) for line in textwrap.wrap(text, _WIDTH)]
-    for section in sections(findings):
-        lines += ["", f"=== {section.title} ===", *_printed(section)]
-    return "\n".join([*lines, "", *bug_report(findings)])
+    lines += ["", "--- for a bug report, copy from here ---", *describe_facts(findings.machine)]
+    lines += [f"{name:{_LABEL}s}{value}" for name, value in findings.host.items()]
+    lines.append(f"{'written':{_LABEL}s}{time.strftime('%Y-%m-%d %H:%M:%S', time.localtime(findings.when))}")
+    for shown in findings.shown:
+        for section in _sections_of(shown, findings):
+            lines += ["", f"=== {section.title} ===", *_printed(section)]
+        lines += ["", *_kind_lines(shown.run)] if shown.run.tallies else []
+    return "\n".join([*lines, "--- to here ---"])
 
 
 def draw_report(findings: Findings) -> Image.Image:
-    """The report as a picture: the sections of the text, without the block for a bug report."""
+    """The report as a picture: the sections of the text."""
     heads = [("WARNING", findings.alarms, "bad"), ("Note", findings.remarks, "caution")]
     head = [Section(title, [Row("", text) for text in texts], tone) for title, texts, tone in heads if texts]
     runs = [shown.run for shown in findings.shown]
     tone = "good" if is_gain(runs, _attention(findings)) and all(run.is_exact for run in runs) else ""
-    return draw(gained(findings), _facts(findings), [*head, *sections(findings, most_notes=_MOST_NOTES)], tone=tone)
+    sections = [section for shown in findings.shown for section in _sections_of(shown, findings, _MOST_NOTES)]
+    return draw(gained(findings), _facts(findings), [*head, *sections], tone=tone)
 
 
 def _facts(findings: Findings) -> str:
@@ -64,14 +71,10 @@ def summary(findings: Findings) -> list[str]:
     return [*(_summary_of(shown) for shown in findings.shown), *findings.remarks]
 
 
-def sections(findings: Findings, most_notes: int | None = None) -> list[Section]:
-    """Two sections for each run: what happened in it, and in which blocks of the model."""
-    found = []
-    for shown in findings.shown:
-        found.append(_section(shown, findings.memory, most_notes))
-        if shown.run.tallies:
-            found.append(_block_section(shown))
-    return found
+def _sections_of(shown: Shown, findings: Findings, most_notes: int | None = None) -> list[Section]:
+    """What happened in a run, and in which blocks of the model."""
+    blocks = [_block_section(shown)] if shown.run.tallies else []
+    return [_section(shown, findings.memory, most_notes), *blocks]
 
 
 def _warnings(findings: Findings) -> list[str]:
@@ -89,8 +92,8 @@ def _summary_of(shown: Shown) -> str:
         parts.append(time_text(run))
     if run.extra_bytes is not None:
         parts.append(f"largest extra memory {size_text(run.extra_bytes)}, math {size_text(run.math_bytes)}")
-    if shown.exactness is not None:
-        parts.append(shown.exactness.verdict)
+    if shown.run.exactness is not None:
+        parts.append(shown.run.exactness.verdict)
     return "; ".join(parts) + (f" ({shown.remark})" if shown.remark else "")
 
 
@@ -118,8 +121,8 @@ def _section(shown: Shown, memory: dict[str, int], most_notes: int | None) -> Se
     if run.tallies or run.gains:
         rows += _memory_rows(run, memory)
     rows += _trouble_rows(run)
-    if shown.exactness is not None:
-        rows.append(Row("exactness", shown.exactness.text(), tone=shown.exactness.tone))
+    if shown.run.exactness is not None:
+        rows.append(Row("exactness", shown.run.exactness.text(), tone=shown.run.exactness.tone))
     rows += [Row("WARNING", text, tone="bad") for text in run.warnings] + [
         Row("note", text) for text in run.notes[:most_notes]
     ]
@@ -138,10 +141,11 @@ def _call_rows(run: Run) -> Iterator[Row]:
 
 def _memory_rows(run: Run, memory: dict[str, int]) -> Iterator[Row]:
     card = memory.get(run.device, 0)
+    peak = "peak of ComfyUI since its start" if run.device.startswith("cpu") else "peak of torch's memory in the run"
     found = [
         (run.extra_bytes, "the most that one call took besides inputs and output"),
         (run.math_bytes or None, "the least that math attention would store for the largest call"),
-        (run.peak_bytes or None, peak_label(run)),
+        (run.peak_bytes or None, peak),
         (card or None, f"total memory of {run.device}"),
     ]
     most = max((num_bytes or 0 for num_bytes, _ in found), default=0)
@@ -193,25 +197,6 @@ def _printed(section: Section) -> Iterator[str]:
     for row in section.rows:
         label = row.label if len(row.label) < indent else f"{row.label} "
         yield from textwrap.wrap(row.text, _WIDTH, initial_indent=f"{label:{indent}s}", subsequent_indent=" " * indent)
-
-
-# ---- the block for a bug report ----
-
-
-def bug_report(findings: Findings) -> list[str]:
-    """Facts of the machine, settings, and a line per kind of call; nothing about files or prompts."""
-    lines = ["--- for a bug report, copy from here ---", *describe_facts(findings.machine)]
-    lines += [f"{name:{_LABEL}s}{value}" for name, value in findings.host.items()]
-    lines.append(f"{'written':{_LABEL}s}{time.strftime('%Y-%m-%d %H:%M:%S', time.localtime(findings.when))}")
-    for shown in findings.shown:
-        run = shown.run
-        lines += ["", f"{shown.title} on {run.device}: {run.settings}", f"  {_summary_of(shown)}"]
-        lines += [f"  {line}" for line in _kind_lines(run)]
-        lines += [f"  shared: {shares_text(run.shares)}"] if run.shares else []
-        lines += [f"  {row.text}" for row in _memory_rows(run, findings.memory)]
-        lines += [f"  exactness: {shown.exactness.text()}"] if shown.exactness is not None else []
-        lines += [f"  WARNING: {text}" for text in run.warnings] + [f"  note: {text}" for text in run.notes]
-    return [*lines, "--- to here ---"]
 
 
 def _kind_lines(run: Run) -> list[str]:

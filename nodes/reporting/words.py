@@ -59,8 +59,3 @@ def shape_text(kind: CallKind) -> str:
 def title_of(run: Run) -> str:
     """``"Flux, diffusion model"``; what the name says already is not repeated."""
     return run.subject if run.part.lower() in run.subject.lower() else f"{run.subject}, {run.part}"
-
-
-def peak_label(run: Run) -> str:
-    """The name of the figure in ``run.peak_bytes``, see ``meter.peak_of_run``."""
-    return "peak of ComfyUI since its start" if run.device.startswith("cpu") else "peak of torch's memory in the run"

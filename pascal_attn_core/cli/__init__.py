@@ -8,10 +8,11 @@ import math
 import os
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 from ..version import __version__
 
-# Each command is a module with add_parser(subparsers). It is imported only when it is needed, so that
+# Each command is a module with add_options(parser) and run(options). It is imported only when it is needed, so that
 # `pascal-attn info` works, and starts fast, with torch alone.
 COMMANDS = {
     "info": "one block of facts about this machine, to paste into a bug report",
@@ -45,6 +46,18 @@ def check_numbers(options: argparse.Namespace, *names: str) -> None:
             raise CommandError(f"{option} must be at least 1, got {value}")
         if name == "threads" and value > _MAX_THREADS:
             raise CommandError(f"{option} must be at most {_MAX_THREADS}, got {value}")
+
+
+def check_output(path: Path | None) -> None:
+    """Find what would make a long run fail at its end, before it starts.
+
+    Raises:
+        CommandError: no file can be written there.
+    """
+    if path is not None and not path.absolute().parent.is_dir():
+        raise CommandError(f"the folder of {path} does not exist")
+    if path is not None and path.is_dir():
+        raise CommandError(f"{path} must be a file, not a folder")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -83,8 +96,9 @@ def _parser(wanted: str) -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"pascal-attn {__version__}")
     subparsers = parser.add_subparsers(dest="command", metavar="COMMAND")
     for name, summary in COMMANDS.items():
+        command = subparsers.add_parser(name, help=summary, description=summary)
         if name == wanted:
-            importlib.import_module(f".{name.replace('-', '_')}", __name__).add_parser(subparsers)
-        else:
-            subparsers.add_parser(name, help=summary)
+            module = importlib.import_module(f".{name.replace('-', '_')}", __name__)
+            module.add_options(command)
+            command.set_defaults(func=module.run)
     return parser

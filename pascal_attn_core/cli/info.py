@@ -67,11 +67,9 @@ class Info:
     int8: tuple[str, str] | None = None
 
 
-def add_parser(subparsers: Any) -> None:
-    """Add ``info`` to the command line."""
-    parser = subparsers.add_parser("info", help="one block of facts about this machine, to paste into a bug report")
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of ``info``."""
     parser.add_argument("--json", action="store_true", help="print JSON instead of text")
-    parser.set_defaults(func=run)
 
 
 def run(options: argparse.Namespace) -> int:

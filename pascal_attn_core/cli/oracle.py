@@ -40,31 +40,28 @@ def reference(captured: CapturedCall, rows: Tensor, grad_rows: Tensor | None = N
     if mask is not None:
         mask = mask.detach().to(device).expand(*mask.shape[:-2], call.seq_len_q, call.seq_len_kv)
     lead, rows = call.out_shape[:-2], rows.to(device)
-    results: tuple[Tensor, ...]
-    if grad_rows is None:
-        results = (torch.zeros(*lead, len(rows), call.head_dim_v, dtype=torch.float64, device=device),)
-    else:
-        results = tuple(torch.zeros_like(t, dtype=torch.float64) for t in (query, key, value))
-        grad_rows = grad_rows.to(device, torch.float64)
     size = max(1, _BLOCK_BYTES // (8 * max(1, call.seq_len_kv)))
+    wants_grad = grad_rows is not None
+    results = [torch.zeros(*lead, len(rows), call.head_dim_v, dtype=torch.float64, device=device)]
+    if grad_rows is not None:
+        results = [torch.zeros_like(t, dtype=torch.float64) for t in (query, key, value)]
+        grad_rows = grad_rows.to(device, torch.float64)
     for index in itertools.product(*map(range, lead)):
-        of_head = [_head(t, index, lead).double() for t in (query, key, value)]
+        q, k, v = (_head(t, index, lead).double().detach().requires_grad_(wants_grad) for t in (query, key, value))
         for start in range(0, len(rows), size):
             block = rows[start : start + size]
             masked = None if mask is None else _head(mask, index, lead)[block]
             rule = _rule(masked, block, call.seq_len_kv, is_causal=call.is_causal)
-            with torch.set_grad_enabled(grad_rows is not None):
-                q, k, v = (t.detach().requires_grad_(grad_rows is not None) for t in (of_head[0][block], *of_head[1:]))
-                out = reference_sdpa(q, k, v, rule, scale=call.scale)[0]
+            with torch.set_grad_enabled(wants_grad):
+                out = reference_sdpa(q[block], k, v, rule, scale=call.scale)[0]
             if grad_rows is None:
                 results[0][index][start : start + size] = out
-                continue
-            found = torch.autograd.grad(out, (q, k, v), grad_rows[index][start : start + size])
-            of_query, of_key, of_value = (_head(grad, index, lead) for grad in results)
-            of_query.index_add_(0, block, found[0])
-            of_key += found[1]
-            of_value += found[2]
-    return results
+            else:
+                out.backward(grad_rows[index][start : start + size])
+        for sums, leaf in zip(results, (q, k, v)):
+            if leaf.grad is not None:
+                _head(sums, index, lead).add_(leaf.grad)
+    return tuple(results)
 
 
 def _head(tensor: Tensor, index: tuple[int, ...], lead: tuple[int, ...]) -> Tensor:

@@ -18,17 +18,14 @@ from .bench.contest import Named, Result, Settings
 from .bench.measure import race
 
 
-def add_parser(subparsers: Any) -> None:
-    """Add ``replay`` to the command line."""
-    parser = subparsers.add_parser(
-        "replay",
-        help="run captured attention calls through every route",
-        description="Runs each call in files written by pascal_attn_core.capture through every route and through "
-        "torch's own kernels. 'error' is the largest difference from float64 relative to the largest value.",
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of ``replay``."""
+    parser.description = (
+        "Runs each call in files written by pascal_attn_core.capture through every route and through "
+        "torch's own kernels. 'error' is the largest difference from float64 relative to the largest value."
     )
     parser.add_argument("files", nargs="+", type=Path, metavar="FILE")
     add_timing_options(parser, rounds=3)
-    parser.set_defaults(func=run)
 
 
 def run(options: argparse.Namespace) -> int:

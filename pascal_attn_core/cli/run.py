@@ -16,18 +16,18 @@ from ..stand_ins import STAND_INS, patch_imports
 from . import CommandError
 
 
-def add_parser(subparsers: Any) -> None:
-    """Add ``run`` to the command line."""
-    parser = subparsers.add_parser(
-        "run",
-        help="run a program with its attention computed by this package, and report when it ends",
-        description="Runs a Python script, or with -m a module, as python would, with every call of torch's "
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of ``run``."""
+    parser.description = (
+        "Runs a Python script, or with -m a module, as python would, with every call of torch's "
         "scaled_dot_product_attention and flex_attention computed by Pascal Attention, and `import flash_attn`, "
         "`sageattention` and `xformers` giving our functions where the real package is not installed. When the program "
         "ends, prints to stderr how many calls took which route, and why. The exit status is the program's. Child "
-        "processes of the program are not affected.",
-        usage="pascal-attn run [--no-report] [--no-flash-attn] [--no-sageattention] [--no-xformers] "
-        "(script.py | -m module) [argument ...]",
+        "processes of the program are not affected."
+    )
+    parser.usage = (
+        "pascal-attn run [--no-report] [--no-flash-attn] [--no-sageattention] [--no-xformers] "
+        "(script.py | -m module) [argument ...]"
     )
     parser.add_argument("--no-report", action="store_true", help="print nothing at the end")
     for name in STAND_INS:
@@ -36,7 +36,6 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument("-m", dest="is_module", action="store_true", help="the program is a module")
     parser.add_argument("program", metavar="script.py | module")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="argument", help="for the program")
-    parser.set_defaults(func=run)
 
 
 def run(options: argparse.Namespace) -> int:

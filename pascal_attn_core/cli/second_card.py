@@ -70,16 +70,12 @@ PAIRS = (
 )
 
 
-def add_parser(subparsers: Any) -> None:
-    """Add ``second-card`` to the command line."""
-    parser = subparsers.add_parser(
-        "second-card", help="what a second card would gain, per model and pair of cards: calculated, not measured"
-    )
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of ``second-card``."""
     parser.add_argument(
         "--pair", metavar="FIRST,SECOND", help=f"two cards of {', '.join(CARDS)}; without it a choice of pairs"
     )
     parser.add_argument("--lanes", type=int, default=8, help="PCIe 3.0 lanes of the slower slot, for --pair (8)")
-    parser.set_defaults(func=run)
 
 
 def run(options: argparse.Namespace) -> int:

@@ -19,10 +19,10 @@ def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]
 
 
 def progress_of(name: str) -> Callable[[str], None]:
-    """A status line, on a terminal."""
+    """A status line that begins with ``name``, on a terminal."""
 
     def show(text: str) -> None:
         if sys.stderr.isatty():
-            print(f"\r\033[K{name}: {text}" if text else "\r\033[K", end="", file=sys.stderr, flush=True)
+            print(f"\r\033[K{name}{text}" if text else "\r\033[K", end="", file=sys.stderr, flush=True)
 
     return show

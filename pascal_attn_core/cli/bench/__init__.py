@@ -16,7 +16,7 @@ from ...config import AttentionConfig
 from ...machine.device import device_info
 from ...machine.storage import write_object
 from ...observe.memory import available_bytes
-from .. import CommandError, check_numbers
+from .. import CommandError, check_numbers, check_output
 from ..tables import print_table, progress_of
 from .candidates import BASELINE, all_candidates, choose_candidates
 from .clock import Clock, device_named, quiet_torch
@@ -28,15 +28,13 @@ GIB = 1 << 30
 DTYPES = ("float32", "float16", "bfloat16", "float64")
 
 
-def add_parser(subparsers: Any) -> None:
-    """Add ``bench`` to the command line."""
-    parser = subparsers.add_parser(
-        "bench",
-        help="time every route and torch's own kernels on typical shapes",
-        description="Times all candidates interleaved in one process. 'vs torch' is the time relative to torch's own "
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of ``bench``."""
+    parser.description = (
+        "Times all candidates interleaved in one process. 'vs torch' is the time relative to torch's own "
         "function, unmodified; 'extra' the peak memory besides inputs and outputs; 'TFLOP/s' the operations that the "
         "call needs over its time (in float32 on a GPU also as a share of the peak of the card's float32 units); "
-        "'error' the difference from float64, relative to its values.",
+        "'error' the difference from float64, relative to its values."
     )
     parser.add_argument("--shapes", help="names or patterns, comma-separated; quick (default); all")
     parser.add_argument(
@@ -60,7 +58,6 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument(
         "--plot", type=Path, metavar="FILE", help="draw memory against length into this file instead of timing anything"
     )
-    parser.set_defaults(func=run)
 
 
 def add_timing_options(parser: argparse.ArgumentParser, *, rounds: int) -> None:
@@ -99,12 +96,12 @@ def hold(
     Raises:
         CommandError: a mistake in the options; nothing has run.
     """
-    _check_output(options.json)
+    check_output(options.json)
     check_numbers(options, "rounds", "seconds", "threads")
+    clock = Clock(device_named(options.device), options.threads)
     try:
-        clock = Clock(device_named(options.device), options.threads)
         contest = find(options, clock.device)
-    except (ValueError, RuntimeError, AssertionError, OSError, ImportError) as error:
+    except (ValueError, RuntimeError, OSError, ImportError) as error:
         raise CommandError(str(error).splitlines()[0]) from error
     document = _document(options, clock, settings, contest.baseline)
     reports: list[dict[str, Any]] = []
@@ -112,7 +109,7 @@ def hold(
     with quiet_torch(options.threads):
         print(_heading(clock, settings, options.threads), end="\n\n")
         for work in contest.works:
-            results = contest.race(work, clock, settings, progress_of(work.name))
+            results = contest.race(work, clock, settings, progress_of(f"{work.name}: "))
             is_float32 = getattr(work, "dtype", "") == "float32"
             peak = device_info(clock.device).fp32_flops if is_float32 else 0.0
             print_table(f"{work.name}: {work.what}, {work.text}", columns, [result_row(each, peak) for each in results])
@@ -166,7 +163,7 @@ def _layers(options: argparse.Namespace, device: torch.device) -> Contest:
 def _plot(path: Path, budget_mib: float | None) -> int:
     from .length import draw_memory_by_length, memory_by_length
 
-    _check_output(path)
+    check_output(path)
     if importlib.util.find_spec("matplotlib") is None:
         raise CommandError("--plot needs matplotlib: pip install matplotlib")
     if path.suffix not in (".png", ".svg", ".pdf"):
@@ -239,14 +236,6 @@ def _document(options: argparse.Namespace, clock: Clock, settings: Settings, bas
         "settings": {**dataclasses.asdict(settings), "budget_mib": options.budget_mib},
         "baseline": baseline,
     }
-
-
-def _check_output(path: Path | None) -> None:
-    """Find what would make a long run fail at its end, before it starts."""
-    if path is not None and not path.absolute().parent.is_dir():
-        raise CommandError(f"the folder of {path} does not exist")
-    if path is not None and path.is_dir():
-        raise CommandError(f"{path} must be a file, not a folder")
 
 
 def _write(document: dict[str, Any], path: Path | None) -> None:

@@ -9,16 +9,20 @@ from typing import Any
 import torch
 
 from ...routes.timing_table import milliseconds
+from .. import CommandError
 
 
 def device_named(name: str | None) -> torch.device:
     """The device of ``--device``; None = cuda if there is one, else cpu.
 
     Raises:
-        RuntimeError, AssertionError: torch cannot use it.
+        CommandError: torch cannot use it.
     """
-    device = torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
-    torch.empty(0, device=device)
+    try:
+        device = torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise CommandError(f"--device must be a device that torch can use: {str(error).splitlines()[0]}") from error
     return device
 
 

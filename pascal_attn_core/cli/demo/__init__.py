@@ -40,14 +40,12 @@ extra: the most beyond what there was before the run (not the scratch inside tor
 error: the largest difference of the final latents from those of stock."""
 
 
-def add_parser(subparsers: Any) -> None:
-    """Add ``demo`` to the command line."""
-    parser = subparsers.add_parser(
-        "demo",
-        help="an image and a video pipeline before and after, with the memory they took",
-        description="Runs two real diffusers pipelines at real token counts, with few channels and random weights, so "
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of ``demo``."""
+    parser.description = (
+        "Runs two real diffusers pipelines at real token counts, with few channels and random weights, so "
         "nothing is downloaded: with torch's math attention, with stock attention and with Pascal Attention. Shows "
-        "time, peak memory and the difference of the results, and writes a chart and results.json.",
+        "time, peak memory and the difference of the results, and writes a chart and results.json."
     )
     parser.add_argument("--out", type=Path, default=Path("demo_out"), help="folder for the results (default: demo_out)")
     parser.add_argument("--quick", action="store_true", help="small sizes: a few seconds instead of some minutes")
@@ -55,7 +53,7 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument("--steps", type=int, default=2, help="denoising steps (default: 2)")
     parser.add_argument("--device", help="default: cuda if there is one, else cpu")
     parser.add_argument("--dtype", choices=DTYPES, default="float32", help="dtype of the models (default: float32)")
-    parser.set_defaults(func=run, rounds=1, seconds=1.0, threads=torch.get_num_threads(), budget_mib=None)
+    parser.set_defaults(rounds=1, seconds=1.0, threads=torch.get_num_threads(), budget_mib=None)
 
 
 def run(options: argparse.Namespace) -> int:

@@ -15,8 +15,7 @@ class Case:
     """One model and one generation with it.
 
     Attributes:
-        name: short name, for files and options.
-        title: longer one, for tables.
+        title: for tables.
         tokens, num_heads, head_dim: of the widest self-attention.
         build: makes the pipeline, on the CPU in float32.
         arguments: keywords of its call, ``latents`` and the device aside.
@@ -25,7 +24,6 @@ class Case:
         small: shape of its latents.
     """
 
-    name: str
     title: str
     tokens: int
     num_heads: int
@@ -46,7 +44,6 @@ def image_case(*, quick: bool = False, steps: int = 2) -> Case:
     """Stable Diffusion's UNet at 1024x1024: 16,384 tokens in its widest self-attention (quick: 256x256)."""
     side = 256 if quick else 1024
     return Case(
-        name="image",
         title=f"image {side}x{side}, UNet2DConditionModel",
         tokens=(side // 8) ** 2,
         num_heads=2,
@@ -64,7 +61,6 @@ def video_case(*, quick: bool = False, steps: int = 2) -> Case:
     height, width, frames = (192, 256, 9) if quick else (480, 832, 17)
     time = (frames - 1) // 4 + 1
     return Case(
-        name="video",
         title=f"video {width}x{height}, {frames} frames, WanTransformer3DModel",
         tokens=time * (height // 16) * (width // 16),
         num_heads=2,

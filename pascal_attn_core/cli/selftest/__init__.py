@@ -4,50 +4,43 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 import time
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from ...machine.facts import ClockWatch
 from ...selftest import Selftest, check, describe, document
-from .. import CommandError, check_numbers
+from .. import CommandError, check_numbers, check_output
 from ..bench.clock import device_named, quiet_torch
+from ..tables import progress_of
 from .speed import call_costs, run_speed
 
 SECONDS = 60.0
+_show = progress_of("")
 # What a part may have used of the time when it ends; a part that needs less leaves the rest to the next ones.
 _UNTIL = {"kernels": 0.25, "checks": 0.6, "speed": 0.95}
 
 
-def add_parser(subparsers: Any) -> None:
-    """Add ``selftest`` to the command line."""
-    parser = subparsers.add_parser(
-        "selftest",
-        help="check and time every route and kernel on this machine; prints one block to paste",
-        description="Compares every route and every shipped kernel with float64 on this machine, times the routes on "
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of ``selftest``."""
+    parser.description = (
+        "Compares every route and every shipped kernel with float64 on this machine, times the routes on "
         "the shapes of real models, and prints one block to paste. Needs nothing but torch. The exit status is 0 if "
-        "everything was right, 1 if something was wrong.",
+        "everything was right, 1 if something was wrong."
     )
     parser.add_argument("--device", help="default: cuda if there is one, else cpu")
     parser.add_argument("--seconds", type=float, default=SECONDS, help="time limit (default: 60)")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="CPU threads (default: torch's)")
     parser.add_argument("--no-speed", action="store_true", help="only check for correctness, time nothing")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write all figures to this file")
-    parser.set_defaults(func=run)
 
 
 def run(options: argparse.Namespace) -> int:
     """Run the command."""
     check_numbers(options, "seconds", "threads")
-    if options.json is not None and (options.json.is_dir() or not options.json.absolute().parent.is_dir()):
-        raise CommandError(f"--json must name a file in a folder that exists, got {options.json}")
-    try:
-        device = device_named(options.device)
-    except (RuntimeError, AssertionError) as error:
-        raise CommandError(str(error).splitlines()[0]) from error
+    check_output(options.json)
+    device = device_named(options.device)
     with quiet_torch(options.threads):
         found = selftest(device, options.seconds, speed=not options.no_speed)
     print(describe(found))
@@ -80,8 +73,3 @@ def selftest(device: torch.device, seconds: float = SECONDS, *, speed: bool = Tr
     _show("")
     found.seconds = time.monotonic() - start
     return found
-
-
-def _show(text: str) -> None:
-    if sys.stderr.isatty():
-        print(f"\r\033[K{text}", end="", file=sys.stderr, flush=True)

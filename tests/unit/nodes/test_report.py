@@ -117,8 +117,8 @@ def test_several_runs_of_one_node_are_one_section_with_everything_added_up():
 
 def test_of_several_checks_the_one_that_failed_is_shown():
     good, bad = CHECK.exactness_of(sample()), CHECK.exactness_of(sample(factor=2.0))
-    entries = [FIND.Shown(run(blocks(1)), "", found) for found in (good, bad, good)]
-    assert FIND.merged(entries)[0].exactness is bad
+    entries = [FIND.Shown(run(blocks(1), exactness=found)) for found in (good, bad, good)]
+    assert FIND.merged(entries)[0].run.exactness is bad
 
 
 # ---- text ----
