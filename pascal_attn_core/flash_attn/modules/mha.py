@@ -61,7 +61,7 @@ class MHA(nn.Module):
         dwconv: bool = False,
         rotary_emb_dim: int = 0,
         rotary_emb_base: float = 10000.0,
-        rotary_emb_scale_base: float | None = None,
+        rotary_emb_scale_base: None = None,
         rotary_emb_interleaved: bool = False,
         use_alibi: bool = False,
         window_size: tuple[int, int] = (-1, -1),

@@ -33,7 +33,7 @@ _REFUSED = "q_descale k_descale v_descale attention_chunk"
     f"q k v softmax_scale=None causal=False qv=None {_OPTIONS} {_LAST}",
     ignored=_IGNORED,
     refused=f"{_REFUSED} qv",
-)  # fmt: skip
+)
 def flash_attn_func(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Any:
     """Attention of ``q [B, L, Hq, D]`` over ``k [B, S, Hkv, D]`` and ``v [B, S, Hkv, Dv]``.
 
