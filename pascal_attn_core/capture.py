@@ -26,6 +26,7 @@ from torch import Tensor
 
 from .call import AttentionCall, distinct
 from .lazy_mask import LazyMask
+from .machine.device import MIB
 from .patching.interception import PLAIN, SDPA_NAME, bind_sdpa
 from .patching.patch import Patch, replaced
 from .routes.run import add_observer
@@ -36,7 +37,6 @@ log = logging.getLogger("pascal_attn")
 
 FORMAT = "pascal-attention-capture"
 VERSION = "1"
-MIB = 1 << 20
 TENSORS = ("query", "key", "value", "attn_mask")
 # A tensor cut out of a larger one is laid out again as it was, unless that takes more than this times its own memory.
 _MOST_PADDING = 4

@@ -12,7 +12,7 @@ in how many key/value heads there are. Bool masks mean what they mean in FlashTi
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -55,7 +55,8 @@ class SelfAttention(nn.Module):
             each side of its own; None = all.
         dropout: share of the output's elements that is dropped in training.
         config: how to compute; None = the one from the environment.
-        linear: ``bias``, ``device`` and ``dtype`` of the projections.
+        linear: ``bias``, ``device`` and ``dtype`` of the projections. ``block_size`` and ``chunk_size`` are ignored:
+            the tiles are chosen per call.
     Raises:
         ValueError: inconsistent sizes.
     """
@@ -73,6 +74,7 @@ class SelfAttention(nn.Module):
         **linear: Any,
     ):
         super().__init__()
+        linear = {name: value for name, value in linear.items() if name not in ("block_size", "chunk_size")}
         self.embed_dim, self.num_heads, self.causal, self.window_size = embed_dim, num_heads, causal, window_size
         self.num_kv_heads = kv_heads = num_heads if num_kv_heads is None else num_kv_heads
         self.dropout_p, self.config = dropout, config
@@ -172,37 +174,19 @@ class SelfAttention(nn.Module):
         }
 
 
-class _FlashTile(SelfAttention):
-    """A layer whose options may also be given by position, in FlashTile's order. ``block_size`` and ``chunk_size`` are
-    ignored: the tiles are chosen per call."""
-
-    order: ClassVar[tuple[str, ...]] = ("block_size", "dropout", "bias", "causal")
-    defaults: ClassVar[dict[str, Any]] = {}
-
-    def __init__(self, embed_dim: int, num_heads: int, *by_position: Any, **options: Any):
-        if len(by_position) > len(self.order):
-            raise TypeError(f"the options by position must be {list(self.order)}, got {len(by_position)} values")
-        options = self.defaults | dict(zip(self.order, by_position)) | options
-        own = {name: value for name, value in options.items() if name not in ("block_size", "chunk_size")}
-        super().__init__(embed_dim, num_heads, **own)
-
-
-class FlashAttentionV2(_FlashTile):
-    """FlashTile's ``FlashAttentionV2(embed_dim, num_heads, block_size, dropout, bias, causal)``."""
+class FlashAttentionV2(SelfAttention):
+    """FlashTile's ``FlashAttentionV2``."""
 
 
 class FlashAttentionV1(FlashAttentionV2):
     """FlashTile's name for the older algorithm; here the same as :class:`FlashAttentionV2`."""
 
 
-class MaskedAttention(_FlashTile):
-    """FlashTile's ``MaskedAttention(embed_dim, num_heads, dropout, bias, causal, chunk_size)``; the score matrix is
-    never stored."""
-
-    order = ("dropout", "bias", "causal", "chunk_size")
+class MaskedAttention(SelfAttention):
+    """FlashTile's ``MaskedAttention``; the score matrix is never stored."""
 
 
-class NaiveAttention(MaskedAttention):
+class NaiveAttention(SelfAttention):
     """Attention that also returns its probabilities, so it stores them: O(L^2) memory, for inspection.
 
     ``dropout`` is a share of the probabilities, as in FlashTile.
@@ -217,24 +201,22 @@ class NaiveAttention(MaskedAttention):
         return out
 
 
-class SlidingWindowAttention(_FlashTile):
-    """FlashTile's ``SlidingWindowAttention(embed_dim, num_heads, window_size, block_size, ...)``: causal by default."""
+class SlidingWindowAttention(SelfAttention):
+    """FlashTile's ``SlidingWindowAttention``: causal by default."""
 
-    order = ("window_size", *_FlashTile.order)
-    defaults: ClassVar[dict[str, Any]] = {"window_size": 4096, "causal": True}
+    def __init__(self, embed_dim: int, num_heads: int, window_size: int = 4096, *, causal: bool = True, **options: Any):
+        super().__init__(embed_dim, num_heads, window_size=window_size, causal=causal, **options)
 
 
-class GroupedQueryAttention(_FlashTile):
-    """FlashTile's ``GroupedQueryAttention(embed_dim, num_heads, num_kv_heads, block_size, ...)``."""
+class GroupedQueryAttention(SelfAttention):
+    """FlashTile's ``GroupedQueryAttention``: query heads share key/value heads."""
 
-    order = ("num_kv_heads", *_FlashTile.order)
-    defaults: ClassVar[dict[str, Any]] = {"num_kv_heads": 1}
+    def __init__(self, embed_dim: int, num_heads: int, num_kv_heads: int = 1, **options: Any):
+        super().__init__(embed_dim, num_heads, num_kv_heads=num_kv_heads, **options)
 
 
 class MultiQueryAttention(GroupedQueryAttention):
     """:class:`GroupedQueryAttention` with one key/value head."""
-
-    order = _FlashTile.order
 
 
 _KINDS: dict[str, type[SelfAttention]] = {

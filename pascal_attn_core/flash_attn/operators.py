@@ -72,11 +72,10 @@ def _schema(name: str) -> str:
     return f"({', '.join(parts)}) -> {results}"
 
 
-def _forward(q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Any, *_: Any, **__: Any) -> tuple[Tensor, ...]:
-    """Empty results of a forward pass; without sequences the fourth argument is dropout_p."""
-    batch = cu_seqlens_q.shape[0] - 1 if isinstance(cu_seqlens_q, Tensor) else 1
+def _forward(q: Tensor, k: Tensor, v: Tensor, *_: Any, **__: Any) -> tuple[Tensor, ...]:
+    """Empty results of a forward pass."""
     lse = q.new_empty((*q.shape[:-3], q.shape[-2], q.shape[-3]), dtype=accumulate_dtype(q.dtype))
-    return q.new_empty(*q.shape[:-1], v.shape[-1]), lse, q.new_empty(0), q.new_empty(max(2, batch), dtype=torch.int64)
+    return q.new_empty(*q.shape[:-1], v.shape[-1]), lse, q.new_empty(0), q.new_empty(2, dtype=torch.int64)
 
 
 def _backward(dout: Tensor, q: Tensor, *rest: Any, **__: Any) -> Tensor:

@@ -12,8 +12,6 @@ from torch import Tensor
 from ..call import TiledStats
 from ..lazy_mask import LazyMask
 
-MIB = 1 << 20
-
 
 @dataclass(frozen=True)
 class CallKey:

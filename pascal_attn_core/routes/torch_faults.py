@@ -25,6 +25,7 @@ from ..lazy_mask import LazyMask
 from ..machine.own_thread import in_backward, in_own_thread
 from ..machine.runtime import Runtime, runtime_of
 from ..patching.interception import torch_sdpa
+from ..reference import reference_sdpa
 from ..tiled.layout import worth_looking
 
 log = logging.getLogger("pascal_attn")
@@ -340,12 +341,8 @@ def _errors(
         [t.detach().to(d).requires_grad_(with_gradients) for t in (query, key, value)] for d in (query.dtype, wide)
     )
     results = [torch_sdpa(own[0], own[1], own[2], mask, 0.0, is_causal, scale=scale)]
-    scores = plain[0] @ plain[1].mT * scale
-    if is_causal:
-        scores = scores.masked_fill(torch.ones_like(scores, dtype=torch.bool).triu_(1), -torch.inf)
-    if mask is not None:
-        scores = scores.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else scores + mask.to(wide)
-    expected = [scores.softmax(dim=-1) @ plain[2]]
+    added = mask if mask is None or mask.dtype == torch.bool else mask.to(wide)
+    expected = [reference_sdpa(plain[0], plain[1], plain[2], added, is_causal, scale)[0]]
     if with_gradients:
         weight = _wave(tuple(query.shape), query.device, query.dtype, 2.3)
         results += torch.autograd.grad((results[0] * weight).sum(), own)

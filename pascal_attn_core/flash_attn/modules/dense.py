@@ -60,28 +60,22 @@ def fused_mlp_func(
     Args:
         x: ``[..., N]``; weight1 ``[hidden, N]``; weight2 ``[M, hidden]``.
         activation: "gelu_approx", "relu" or "sqrelu".
-        save_pre_act, checkpoint_lvl: what the backward pass recomputes instead of keeping it: 1 the activation, 2
-            (or no save_pre_act) its input too.
+        save_pre_act, checkpoint_lvl: with False, or above 0, the backward pass computes all in between once more,
+            instead of keeping it.
         return_residual: return (output, x).
         heuristic: ignored, for compatibility.
     """
     on_one_device(process_group)
     _check_mlp(activation, checkpoint_lvl)
-    level = checkpoint_lvl if save_pre_act else 2
     act = _ACTIVATIONS[activation]
 
-    def second(pre_act: Tensor) -> Tensor:
-        return F.linear(act(pre_act), weight2, bias2)
-
     def both(inner: Tensor) -> Tensor:
-        return second(F.linear(inner, weight1, bias1))
+        return F.linear(act(F.linear(inner, weight1, bias1)), weight2, bias2)
 
-    if not torch.is_grad_enabled() or not level:
-        out = both(x)
-    elif level == 1:
-        out = _recomputed(second, F.linear(x, weight1, bias1))
+    if checkpoint_lvl or not save_pre_act:
+        out = checkpoint(both, x, use_reentrant=False, preserve_rng_state=False)
     else:
-        out = _recomputed(both, x)
+        out = both(x)
     return (out, x) if return_residual else out
 
 
@@ -151,11 +145,6 @@ def get_dim_for_local_rank(dim: int, world_size: int, local_rank: int, multiple_
     ranks have one unit more."""
     each, more = divmod(dim // multiple_of, world_size)
     return (each + (local_rank < more)) * multiple_of
-
-
-def _recomputed(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    result: Tensor = checkpoint(function, x, use_reentrant=False, preserve_rng_state=False)
-    return result
 
 
 def _check_mlp(activation: str, checkpoint_lvl: int) -> None:

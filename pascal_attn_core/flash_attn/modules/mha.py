@@ -61,7 +61,7 @@ class MHA(nn.Module):
         dwconv: bool = False,
         rotary_emb_dim: int = 0,
         rotary_emb_base: float = 10000.0,
-        rotary_emb_scale_base: float | None = None,
+        rotary_emb_scale_base: None = None,
         rotary_emb_interleaved: bool = False,
         use_alibi: bool = False,
         window_size: tuple[int, int] = (-1, -1),
@@ -151,7 +151,8 @@ class MHA(nn.Module):
         else:
             kwargs = {"key_padding_mask": key_padding_mask, **kwargs}
         if self._is_packed:
-            context = self._attend_packed(self.Wqkv(x), inference_params, kwargs)
+            tensors = (self.Wqkv(x).unflatten(-1, (3, -1, self.head_dim)),)
+            context = self._attend(self.inner_attn, tensors, inference_params, kwargs)
         else:
             if self.cross_attn:
                 q = self.Wq(x if mixer_subset is None else x[:, mixer_subset])
@@ -160,7 +161,8 @@ class MHA(nn.Module):
                 q, kv = self.Wqkv(x).split([self.embed_dim, 2 * self.num_heads_kv * self.head_dim], -1)
                 if cu_seqlens is not None:
                     kwargs = {"cu_seqlens_k": cu_seqlens, "max_seqlen_k": max_seqlen, **kwargs}
-            context = self._attend_apart(q, kv, inference_params, kwargs)
+            q, kv = q.unflatten(-1, (-1, self.head_dim)), kv.unflatten(-1, (2, -1, self.head_dim))
+            context = self._attend(self.inner_cross_attn, (q, kv), inference_params, kwargs)
         out = self.out_proj(context.flatten(-2))
         return (out, x) if self.return_residual else out
 
@@ -185,25 +187,16 @@ class MHA(nn.Module):
         shape = batch_size, max_seqlen, 2, self.num_heads_kv_local, self.head_dim
         return torch.empty(shape, dtype=weight.dtype if dtype is None else dtype, device=weight.device)
 
-    def _attend_packed(self, qkv: Tensor, inference_params: Any, kwargs: dict[str, Any]) -> Tensor:
-        """``[..., 3 * heads * head_dim]`` -> ``[..., heads, head_dim]``."""
-        qkv = qkv.unflatten(-1, (3, -1, self.head_dim))
+    def _attend(
+        self, inner: nn.Module, tensors: tuple[Tensor, ...], inference_params: Any, kwargs: dict[str, Any]
+    ) -> Tensor:
+        """``qkv [..., 3, heads, head_dim]``, or q and kv -> ``[..., heads, head_dim]``."""
         if self.rotary_emb_dim > 0:
-            qkv = self.rotary_emb(qkv, **_rotary_places(inference_params))
+            rotated = self.rotary_emb(*tensors, **_rotary_places(inference_params))
+            tensors = rotated if isinstance(rotated, tuple) else (rotated,)
         if inference_params is not None:
-            return self._attend_cached(qkv[:, :, 0], qkv[:, :, 1:], inference_params)
-        return self._checkpointed(self.inner_attn, (qkv,), kwargs)
-
-    def _attend_apart(self, q: Tensor, kv: Tensor, inference_params: Any, kwargs: dict[str, Any]) -> Tensor:
-        """``[..., heads * head_dim]`` and ``[..., 2 * heads_kv * head_dim]`` -> ``[..., heads, head_dim]``."""
-        q, kv = q.unflatten(-1, (-1, self.head_dim)), kv.unflatten(-1, (2, -1, self.head_dim))
-        if self.rotary_emb_dim > 0:
-            q, kv = self.rotary_emb(q, kv, **_rotary_places(inference_params))
-        if inference_params is not None:
+            q, kv = tensors if len(tensors) == 2 else (tensors[0][:, :, 0], tensors[0][:, :, 1:])
             return self._attend_cached(q, kv, inference_params)
-        return self._checkpointed(self.inner_cross_attn, (q, kv), kwargs)
-
-    def _checkpointed(self, inner: nn.Module, tensors: tuple[Tensor, ...], kwargs: dict[str, Any]) -> Tensor:
         result: Tensor
         if self.checkpointing:
             result = checkpoint(inner, *tensors, use_reentrant=False, **kwargs)
@@ -211,16 +204,12 @@ class MHA(nn.Module):
             result = inner(*tensors, **kwargs)
         return result
 
-    def _update_kv_cache(self, kv: Tensor, inference_params: Any) -> Tensor:
-        """Write ``kv [B, N, 2, H, D]`` after what is cached; returns the cache of these sequences up to its end."""
-        if self.layer_idx is None:
-            raise FlashArgumentError("layer_idx must be given to the constructor for generation, got None")
-        return update_kv_cache(kv, inference_params, self.layer_idx)
-
     def _attend_cached(self, q: Tensor, kv: Tensor, inference_params: Any) -> Tensor:
         inner: Any = self.inner_cross_attn
+        if self.layer_idx is None:
+            raise FlashArgumentError("layer_idx must be given to the constructor for generation, got None")
         if inference_params.seqlen_offset == 0:
-            result: Tensor = inner(q, self._update_kv_cache(kv, inference_params))
+            result: Tensor = inner(q, update_kv_cache(kv, inference_params, self.layer_idx))
             return result
         if self.layer_idx not in inference_params.key_value_memory_dict:
             raise FlashArgumentError(f"layer {self.layer_idx} has no cache although seqlen_offset is above 0")

@@ -1,6 +1,6 @@
 """Dropout, sum and normalisation in one call: ``flash_attn.ops.{triton.layer_norm,layer_norm,rms_norm}``.
 
-    sum = dropout(x * rowscale) * layerscale + dropout(x1) + residual
+    sum = dropout(x * rowscale) * layerscale + residual
     out = normalised(sum) * weight + bias
 
 in float32 (float64 for float64); ``out`` and ``sum`` are rounded once each to the dtype in which they are returned.
@@ -27,32 +27,34 @@ _OLDER = (
     "return_dropout_mask=False"
 )
 _OLDER_NAMES = {"x0": "x", "epsilon": "eps"}
+_REFUSED = "x1 weight1 bias1"  # of parallel blocks
 
 
-@called_as(f"{_BEFORE} is_rms_norm=False {_AFTER}")
+@called_as(f"{_BEFORE} is_rms_norm=False {_AFTER}", refused=_REFUSED)
 def layer_norm_fn(**given: Any) -> Any:
-    """LayerNorm or RMSNorm of dropout(x * rowscale) + dropout(x1) + residual.
+    """LayerNorm or RMSNorm of dropout(x * rowscale) + residual.
 
     Args:
-        x: ``[..., N]``; residual, x1: of its shape.
-        weight, bias: ``[N]``; weight1, bias1: ``[N]``, of a second output from the same sum.
-        rowscale: ``[...]``, one factor for each row of x (stochastic depth); not with x1. It gets no gradient.
-        dropout_p: share of x and of x1 that is dropped; pass 0 in evaluation.
+        x: ``[..., N]``; residual: of its shape.
+        weight, bias: ``[N]``.
+        rowscale: ``[...]``, one factor for each row of x (stochastic depth). It gets no gradient.
+        dropout_p: share of x that is dropped; pass 0 in evaluation.
         prenorm: return the sum too, in the dtype of residual; without one in float32 with ``residual_in_fp32``, else in
             that of x.
         zero_centered_weight: the factors are weight + 1.
         out_dtype: of the output; None = that of x.
         out, residual_out: tensors of the shape of x into which the results are written, and which are returned.
     Returns:
-        out ``[..., N]``, or the tuple (out, out1 with weight1, sum with prenorm, and with ``return_dropout_mask`` the
-        two bool masks of what was kept, None where nothing is dropped).
+        out ``[..., N]``, or the tuple (out, sum with prenorm, and with ``return_dropout_mask`` the bool mask of what
+        was kept, None where nothing is dropped, and None).
     Raises:
         TypeError, ValueError: arguments that do not fit together.
+        NotImplementedError: x1, weight1 or bias1 is given, as in parallel blocks.
     """
     return _norm_of_sum(**given)
 
 
-@called_as(f"{_BEFORE} {_AFTER}")
+@called_as(f"{_BEFORE} {_AFTER}", refused=_REFUSED)
 def rms_norm_fn(**given: Any) -> Any:
     """:func:`layer_norm_fn` with RMSNorm, and without its argument ``is_rms_norm``."""
     return _norm_of_sum(**given, is_rms_norm=True)
@@ -212,9 +214,6 @@ def _norm_of_sum(
     bias: Tensor | None,
     residual: Tensor | None,
     *,
-    x1: Tensor | None = None,
-    weight1: Tensor | None = None,
-    bias1: Tensor | None = None,
     eps: float,
     is_rms_norm: bool,
     zero_centered_weight: bool = False,
@@ -227,55 +226,44 @@ def _norm_of_sum(
     **scales: Any,
 ) -> Any:
     """The computation of all functions of this module; see :func:`layer_norm_fn` and :func:`dropout_add_layer_norm`."""
-    _check_shapes(x, residual=residual, x1=x1, out=out, residual_out=residual_out)
-    layerscale = scales.get("layerscale")
-    _check_weights(x.shape[-1], weight=weight, bias=bias, weight1=weight1, bias1=bias1, layerscale=layerscale)
-    total, masks = _summed(x, x1, residual, **scales)
-    dtype = x.dtype if out_dtype is None else out_dtype
-    results: list[Tensor | None] = []
-    for factor, shift, target in ((weight, bias, out), (weight1, bias1, None)):
-        if factor is not None:
-            factor = factor.to(total.dtype) + (1.0 if zero_centered_weight else 0.0)
-            results.append(_into(target, _normalised(total, factor, shift, eps, rms=is_rms_norm).to(dtype)))
+    _check_shapes(x, residual=residual, out=out, residual_out=residual_out)
+    _check_weights(x.shape[-1], weight=weight, bias=bias, layerscale=scales.get("layerscale"))
+    total, mask = _summed(x, residual, **scales)
+    factor = weight.to(total.dtype) + (1.0 if zero_centered_weight else 0.0)
+    normed = _normalised(total, factor, bias, eps, rms=is_rms_norm)
+    results: list[Tensor | None] = [_into(out, normed.to(x.dtype if out_dtype is None else out_dtype))]
     if prenorm or residual_out is not None:
         wide = torch.promote_types(x.dtype, torch.float32) if residual_in_fp32 else x.dtype
         rounded = _into(residual_out, total.to(wide if residual is None else residual.dtype))
         results += [rounded] if prenorm else []
     if return_dropout_mask:
-        results += masks
+        results += [mask, None]
     return results[0] if len(results) == 1 else tuple(results)
 
 
 def _summed(
     x: Tensor,
-    x1: Tensor | None,
     residual: Tensor | None,
     *,
     dropout_p: float,
     rowscale: Tensor | None = None,
     layerscale: Tensor | None = None,
-) -> tuple[Tensor, list[Tensor | None]]:
-    """(the input of the norm in float32 or float64, the masks of what was kept of x and of x1)."""
+) -> tuple[Tensor, Tensor | None]:
+    """(the input of the norm in float32 or float64, the mask of what was kept of x)."""
     if not 0.0 <= dropout_p < 1.0:
         raise FlashArgumentError(f"dropout_p must be at least 0 and below 1, got {dropout_p}")
-    dtype = torch.promote_types(x.dtype, torch.float32)
-    total = x.to(dtype)
+    total = x.to(torch.promote_types(x.dtype, torch.float32))
+    mask = None
     if rowscale is not None:
-        if x1 is not None:
-            raise FlashArgumentError("rowscale must be None with x1 (as in flash-attn), got both")
         if rowscale.numel() != x.shape[:-1].numel():
             raise FlashArgumentError(f"rowscale must be {list(x.shape[:-1])}, got {list(rowscale.shape)}")
-        total = total * rowscale.detach().reshape(*x.shape[:-1], 1).to(dtype)
-    total, mask = _dropped(total, dropout_p)
+        total = total * rowscale.detach().reshape(*x.shape[:-1], 1).to(total.dtype)
+    if dropout_p:
+        mask = torch.rand_like(total) >= dropout_p
+        total = total.masked_fill(~mask, 0.0) / (1.0 - dropout_p)
     if layerscale is not None:
-        total = total * layerscale.to(dtype)
-    mask1 = None
-    if x1 is not None:
-        other, mask1 = _dropped(x1.to(dtype), dropout_p)
-        total = total + other
-    if residual is not None:
-        total = total + residual.to(dtype)
-    return total, [mask, mask1]
+        total = total * layerscale.to(total.dtype)
+    return total if residual is None else total + residual.to(total.dtype), mask
 
 
 def _normalised(total: Tensor, weight: Tensor, bias: Tensor | None, eps: float, *, rms: bool) -> Tensor:
@@ -284,13 +272,6 @@ def _normalised(total: Tensor, weight: Tensor, bias: Tensor | None, eps: float, 
         return F.layer_norm(total, total.shape[-1:], weight, shift, eps)
     out = F.rms_norm(total, list(total.shape[-1:]), weight, eps)
     return out if shift is None else out + shift
-
-
-def _dropped(x: Tensor, dropout_p: float) -> tuple[Tensor, Tensor | None]:
-    if not dropout_p:
-        return x, None
-    mask = torch.rand_like(x) >= dropout_p
-    return x.masked_fill(~mask, 0.0) / (1.0 - dropout_p), mask
 
 
 def _with_bytes(results: Any, given: dict[str, Any]) -> Any:

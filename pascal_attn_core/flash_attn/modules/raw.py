@@ -4,15 +4,14 @@ Ring attention and diffusers' backend ``flash`` reach its kernels by them.
 A forward pass returns lse, and a backward pass goes back from a given (out, lse), which may come from more keys than it
 is handed (Dao 2023, FlashAttention-2, Algorithm 2). Shapes are flash-attn's: q ``[B, L, Hq, D]``, k ``[B, S, Hkv, D]``,
 v ``[B, S, Hkv, Dv]``, lse float32 ``[B, Hq, L]``; packed q ``[total_q, Hq, D]``, k and v ``[total_k, Hkv, D]``, lse
-``[Hq, total_q]``. A query that sees no key has lse = -inf and an output of 0. ``rng_state`` holds the seed of dropout,
-one number for each sequence; the backward pass takes what the forward pass returned.
+``[Hq, total_q]``. A query that sees no key has lse = -inf and an output of 0. Dropout is not supported, so
+``rng_state`` is zeros ``[2]``.
 """
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -20,7 +19,7 @@ from torch import Tensor
 
 from ...call import AttentionCall, Gradients, Results, Wanted, check_call
 from ...config import AttentionConfig, default_config
-from ...routes.run import choose, gradients, note, run, show
+from ...routes.run import gradients, run
 from ..options import FlashArgumentError, FlashOptions, alibi_mask, check_layout
 from ..signatures import called_as
 from ..varlen import cut_to_used, read_ends, varlen_attend
@@ -44,13 +43,13 @@ def flash_attn_forward(q: Tensor, k: Tensor, v: Tensor, **given: Any) -> tuple[T
     """
     check_layout("[B, tokens, heads, head_dim]", 4, q=q, k=k, v=v)
     with torch.no_grad():
-        out, lse, seed = _attend(q, k, v, _options(q, q.shape[0], **given))
-    return out, lse, q.new_empty(0), _rng_state([seed], q.device)
+        out, lse = _attend(q, k, v, _options(q, q.shape[0], **given))
+    return out, lse, q.new_empty(0), _rng_state(q)
 
 
-@called_as(f"{_SAVED} {_OPTIONS} deterministic=False rng_state=None")
+@called_as(f"{_SAVED} {_OPTIONS} deterministic=False rng_state=None", ignored="rng_state")
 def flash_attn_backward(
-    q: Tensor, k: Tensor, v: Tensor, out: Tensor, dout: Tensor, softmax_lse: Tensor, rng_state: Tensor | None,
+    q: Tensor, k: Tensor, v: Tensor, out: Tensor, dout: Tensor, softmax_lse: Tensor,
     dq: Tensor | None, dk: Tensor | None, dv: Tensor | None, **given: Any,
 ) -> Tensor:  # fmt: skip
     """``_flash_attn_backward``: writes the gradients into dq, dk and dv where they are tensors.
@@ -64,7 +63,7 @@ def flash_attn_backward(
     check_layout("[B, tokens, heads, head_dim]", 4, q=q, k=k, v=v, out=out, dout=dout)
     options = _options(q, q.shape[0], **given)
     with torch.no_grad():
-        grads = _go_back(dout, q, k, v, Results(out, softmax_lse, None, _seed_of(rng_state, options, 0)), options)
+        grads = _go_back(dout, q, k, v, Results(out, softmax_lse), options)
         for name, target, grad in zip(("dq", "dk", "dv"), (dq, dk, dv), grads):
             if target is not None:
                 _check_target(name, target, grad)
@@ -93,36 +92,28 @@ def flash_attn_varlen_forward(
     Returns:
         (out ``[total_q, Hq, Dv]``, lse float32 ``[Hq, total_q]``, an empty tensor, rng_state).
     Raises:
-        NotImplementedError: leftpad_k is given, or block_table together with dropout or seqused_k.
+        NotImplementedError: leftpad_k is given, or block_table together with seqused_k.
     """
     check_layout("[total, heads, head_dim]", 3, q=q)
-    if block_table is not None and (given["dropout_p"] or seqused_k is not None):
-        raise NotImplementedError("block_table is not supported by Pascal Attention with dropout_p or seqused_k")
+    if block_table is not None and seqused_k is not None:
+        raise NotImplementedError("block_table is not supported by Pascal Attention with seqused_k")
     if seqused_k is not None:
         k, v, cu_seqlens_k = cut_to_used("seqused_k", cu_seqlens_k, seqused_k, k, v)
-    seeds: list[Tensor | None] = [None] * (len(cu_seqlens_q) - 1)
     with torch.no_grad():
-        if not given["dropout_p"]:
-            out, lse = varlen_attend(
-                q, k, v, cu_seqlens_q, cu_seqlens_k, lambda batch: _options(q, batch, **given), with_lse=True,
-                block_table=block_table,
-            )  # fmt: skip
-            assert lse is not None
-            return out, lse, q.new_empty(0), _rng_state(seeds, q.device)
-        out, lse = q.new_zeros(*q.shape[:2], v.shape[-1]), q.new_full(q.shape[1::-1], -torch.inf, dtype=torch.float32)
-        options = _options(q, len(seeds), **given)
-        for b, of_q, of_k in _sequences(cu_seqlens_q, cu_seqlens_k, q, k):
-            part, part_lse, seeds[b] = _attend(q[None, of_q], k[None, of_k], v[None, of_k], options.part(b, b + 1))
-            out[of_q], lse[:, of_q] = part[0], part_lse[0]
-    return out, lse, q.new_empty(0), _rng_state(seeds, q.device)
+        out, lse = varlen_attend(
+            q, k, v, cu_seqlens_q, cu_seqlens_k, lambda batch: _options(q, batch, **given), with_lse=True,
+            block_table=block_table,
+        )  # fmt: skip
+    assert lse is not None
+    return out, lse, q.new_empty(0), _rng_state(q)
 
 
 @called_as(
     f"{_SAVED} {_LENGTHS} {_OPTIONS} deterministic=False rng_state=None zero_tensors=False",
-    ignored="max_seqlen_q max_seqlen_k zero_tensors",
+    ignored="max_seqlen_q max_seqlen_k rng_state zero_tensors",
 )
 def flash_attn_varlen_backward(
-    q: Tensor, k: Tensor, v: Tensor, out: Tensor, dout: Tensor, softmax_lse: Tensor, rng_state: Tensor | None,
+    q: Tensor, k: Tensor, v: Tensor, out: Tensor, dout: Tensor, softmax_lse: Tensor,
     dq: Tensor | None, dk: Tensor | None, dv: Tensor | None, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, **given: Any,
 ) -> Tensor:  # fmt: skip
     """``_flash_attn_varlen_backward``: writes the gradients into dq, dk and dv where they are tensors, zero after the
@@ -142,7 +133,7 @@ def flash_attn_varlen_backward(
                 _check_target(name, target, like)
                 target.zero_()
         for b, of_q, of_k in _sequences(cu_seqlens_q, cu_seqlens_k, q, k):
-            saved = Results(out[None, of_q], softmax_lse[None, :, of_q], None, _seed_of(rng_state, options, b))
+            saved = Results(out[None, of_q], softmax_lse[None, :, of_q])
             one = dout[None, of_q], q[None, of_q], k[None, of_k], v[None, of_k]
             for target, grad, tokens in zip(
                 (dq, dk, dv), _go_back(*one, saved, options.part(b, b + 1)), (of_q, of_k, of_k)
@@ -161,6 +152,7 @@ def _options(
     q: Tensor,
     batch: int,
     *,
+    dropout_p: float,
     window_size_left: int,
     window_size_right: int,
     softcap: float | None,
@@ -168,7 +160,10 @@ def _options(
     deterministic: bool = False,
     **given: Any,
 ) -> FlashOptions:
+    if dropout_p:
+        raise NotImplementedError(f"dropout_p must be 0 in functions without autograd, got {dropout_p}")
     return FlashOptions.of(
+        dropout_p=0.0,
         **given,
         window_size=(window_size_left, window_size_right),
         softcap=softcap or 0.0,
@@ -187,26 +182,14 @@ def _checked(q: Tensor, k: Tensor, v: Tensor, options: FlashOptions) -> Attentio
 
 def _config(options: FlashOptions) -> AttentionConfig:
     config = options.config or default_config()
-    if options.deterministic:
-        config = config.in_fixed_order()
-    # only the tiles' seed of dropout is known
-    return replace(config, route="tiled") if options.dropout_p else config
+    return config.in_fixed_order() if options.deterministic else config
 
 
-def _attend(q: Tensor, k: Tensor, v: Tensor, options: FlashOptions) -> tuple[Tensor, Tensor, Tensor | None]:
-    """(out ``[B, L, Hq, Dv]``, lse ``[B, Hq, L]``, the seed of dropout: int64 ``[1]`` or None)."""
-    call, config = _checked(q, k, v, options), _config(options)
-    seed = None
-    if call.dropout_p:
-        show(call)
-        choice = choose(call, config, with_lse=True)
-        results = choice.by.forward(call, config, choice.plan, with_lse=True, for_grad=False, stats=None)
-        note(call, choice, None)
-        out, lse, seed = results.out, results.lse, results.seed
-    else:
-        out, lse, *_ = run(call, config, with_lse=True)
+def _attend(q: Tensor, k: Tensor, v: Tensor, options: FlashOptions) -> tuple[Tensor, Tensor]:
+    """(out ``[B, L, Hq, Dv]``, lse ``[B, Hq, L]``)."""
+    out, lse, *_ = run(_checked(q, k, v, options), _config(options), with_lse=True)
     assert lse is not None
-    return out.transpose(1, 2).contiguous(), lse, seed
+    return out.transpose(1, 2).contiguous(), lse
 
 
 def _go_back(
@@ -222,7 +205,7 @@ def _go_back(
     assert lse is not None
     if lse.shape != call.out_shape[:-1]:
         raise FlashArgumentError(f"softmax_lse must have shape {list(call.out_shape[:-1])}, got {list(lse.shape)}")
-    saved = Results(saved.out.transpose(1, 2).to(q.dtype), lse.to(call.sums_dtype), None, saved.seed)
+    saved = Results(saved.out.transpose(1, 2).to(q.dtype), lse.to(call.sums_dtype))
     grads: Gradients = gradients(call, _config(options), saved, Wanted(dout.transpose(1, 2)))
     return tuple(grad.transpose(1, 2) for grad in (grads.query, grads.key, grads.value))
 
@@ -244,22 +227,6 @@ def _check_target(name: str, target: Tensor, like: Tensor) -> None:
         raise FlashArgumentError(f"{name} must have shape {list(like.shape)}, got {list(target.shape)}")
 
 
-# ---- dropout ---------------------------------------------------------------------------------------------------------
-
-
-def _rng_state(seeds: list[Tensor | None], device: torch.device) -> Tensor:
-    """int64, at least ``[2]`` as in flash-attn: one number for each sequence."""
-    state = torch.zeros(max(2, len(seeds)), dtype=torch.int64, device=device)
-    for b, seed in enumerate(seeds):
-        if seed is not None:
-            state[b : b + 1] = seed
-    return state
-
-
-def _seed_of(rng_state: Tensor | None, options: FlashOptions, sequence: int) -> Tensor | None:
-    if not options.dropout_p:
-        return None
-    if rng_state is None or rng_state.dtype != torch.int64 or rng_state.numel() <= sequence:
-        got = "None" if rng_state is None else f"{rng_state.dtype} {list(rng_state.shape)}"
-        raise FlashArgumentError(f"rng_state must be what the forward pass returned, with dropout_p, got {got}")
-    return rng_state[sequence : sequence + 1]
+def _rng_state(q: Tensor) -> Tensor:
+    """flash-attn's state of dropout."""
+    return q.new_zeros(2, dtype=torch.int64)

@@ -130,26 +130,24 @@ def apply_rotary_emb_torch(x: Tensor, cos: Tensor, sin: Tensor, interleaved: boo
 
 
 class RotaryEmbedding(torch.nn.Module):
-    """Rotary embedding with tables that grow as longer sequences come; with ``scale_base`` xPos.
+    """Rotary embedding with tables that grow as longer sequences come.
 
     Args:
         dim: rotary_dim, even.
         base: of the frequencies base ** (-2 i / dim). For NTK scaling pass the scaled base.
         interleaved: see :func:`apply_rotary`.
-        scale_base: None = plain; otherwise queries are multiplied and keys divided by a power of
-            (2 i + 0.4 dim) / (1.4 dim) that grows by one every ``scale_base`` tokens (xPos, arXiv 2212.10554).
+        scale_base: must be None: xPos is not provided.
         pos_idx_in_fp32: for programs written for flash-attn before 2.8; positions are always exact.
     """
 
     inv_freq: Tensor
-    scale: Tensor | None
 
     def __init__(
         self,
         dim: int,
         base: float = 10000.0,
         interleaved: bool = False,
-        scale_base: float | None = None,
+        scale_base: None = None,
         device: Any = None,
         *,
         pos_idx_in_fp32: bool = True,
@@ -157,17 +155,13 @@ class RotaryEmbedding(torch.nn.Module):
         super().__init__()
         if dim % 2:
             raise FlashArgumentError(f"dim must be even, got {dim}")
-        self.dim, self.base, self.interleaved, self.scale_base = dim, float(base), interleaved, scale_base
-        self.register_buffer("inv_freq", self._compute_inv_freq(device), persistent=False)
-        scale = None
         if scale_base is not None:
-            scale = (torch.arange(0, dim, 2, device=device, dtype=torch.float32) + 0.4 * dim) / (1.4 * dim)
-        self.register_buffer("scale", scale, persistent=False)
+            raise NotImplementedError(f"scale_base must be None: xPos is not provided, got {scale_base}")
+        self.dim, self.base, self.interleaved = dim, float(base), interleaved
+        self.register_buffer("inv_freq", self._compute_inv_freq(device), persistent=False)
         self._seq_len_cached = 0
         self._cos_cached: Tensor | None = None
         self._sin_cached: Tensor | None = None
-        self._cos_k_cached: Tensor | None = None
-        self._sin_k_cached: Tensor | None = None
 
     def _compute_inv_freq(self, device: Any = None) -> Tensor:
         exponents = torch.arange(0, self.dim, 2, device=device, dtype=torch.float32) / self.dim
@@ -190,14 +184,7 @@ class RotaryEmbedding(torch.nn.Module):
         frequencies = self.inv_freq if self.inv_freq.dtype == torch.float32 else self._compute_inv_freq(device)
         places = torch.arange(seqlen, device=device, dtype=exact)
         angles = places[:, None] * frequencies.to(device=device, dtype=exact)
-        cos, sin = angles.cos(), angles.sin()
-        if self.scale is None or self.scale_base is None:
-            self._cos_cached, self._sin_cached = cos.to(dtype), sin.to(dtype)
-            return
-        power = (places - seqlen // 2) / self.scale_base
-        scale = self.scale.to(device=device, dtype=exact) ** power[:, None]
-        self._cos_cached, self._sin_cached = (cos * scale).to(dtype), (sin * scale).to(dtype)
-        self._cos_k_cached, self._sin_k_cached = (cos / scale).to(dtype), (sin / scale).to(dtype)
+        self._cos_cached, self._sin_cached = angles.cos().to(dtype), angles.sin().to(dtype)
 
     def forward(
         self,
@@ -226,12 +213,10 @@ class RotaryEmbedding(torch.nn.Module):
         cos, sin = self._cos_cached, self._sin_cached
         if cos is None or sin is None:
             raise FlashArgumentError("max_seqlen must be given with the first seqlen_offset that is a tensor, got None")
-        cos_k, sin_k = (self._cos_k_cached, self._sin_k_cached) if self.scale is not None else (None, None)
         if kv is None:
-            return apply_rotary_emb_qkv_(qkv, cos, sin, cos_k, sin_k, self.interleaved, seqlen_offset, num_heads_q)
+            return apply_rotary_emb_qkv_(qkv, cos, sin, None, None, self.interleaved, seqlen_offset, num_heads_q)
         q = apply_rotary_emb(qkv, cos, sin, self.interleaved, True, seqlen_offset)
-        cos_k, sin_k = cos if cos_k is None else cos_k, sin if sin_k is None else sin_k
-        return q, apply_rotary_emb_kv_(kv, cos_k, sin_k, self.interleaved, seqlen_offset)
+        return q, apply_rotary_emb_kv_(kv, cos, sin, self.interleaved, seqlen_offset)
 
 
 # ---- how it is computed ----------------------------------------------------------------------------------------------

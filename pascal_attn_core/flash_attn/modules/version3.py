@@ -1,13 +1,12 @@
 """FlashAttention-3's functions: the module ``flash_attn_interface``.
 
 Arguments that only its kernels need (num_splits, pack_gqa, sm_margin, scheduler_metadata) change nothing. Those that
-would change the result and are not supported raise a NotImplementedError: scales of 8-bit inputs, attention_chunk,
-rotary_seqlens, and qv with a cache.
+would change the result and are not supported raise a NotImplementedError: scales of 8-bit inputs, qv, attention_chunk,
+rotary_seqlens, and concatenated sequences beside a cache.
 """
 
 from __future__ import annotations
 
-import itertools
 from typing import Any
 
 import torch
@@ -16,7 +15,7 @@ from torch import Tensor
 from ... import flash_attn as functions
 from ..options import FlashArgumentError, check_layout
 from ..signatures import called_as
-from ..varlen import cut_to_used, read_ends, used_places
+from ..varlen import cut_to_used, used_places
 from . import raw
 
 _SCALES = "q_descale=None k_descale=None v_descale=None"
@@ -31,20 +30,20 @@ _REFUSED = "q_descale k_descale v_descale attention_chunk"
 
 
 @called_as(
-    f"q k v softmax_scale=None causal=False qv=None {_OPTIONS} {_LAST}", ignored=_IGNORED, refused=_REFUSED
-)  # fmt: skip
-def flash_attn_func(q: Tensor, k: Tensor, v: Tensor, qv: Tensor | None, **options: Any) -> Any:
+    f"q k v softmax_scale=None causal=False qv=None {_OPTIONS} {_LAST}",
+    ignored=_IGNORED,
+    refused=f"{_REFUSED} qv",
+)
+def flash_attn_func(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Any:
     """Attention of ``q [B, L, Hq, D]`` over ``k [B, S, Hkv, D]`` and ``v [B, S, Hkv, Dv]``.
 
     Args:
-        qv: ``[B, L, Hq, Dv]``: the scores are q k + qv v, their default factor 1 / sqrt(D + Dv).
         others: see :func:`pascal_attn_core.flash_attn.flash_attn_func`.
     Returns:
         ``[B, L, Hq, Dv]``, with ``return_attn_probs`` (that, lse ``[B, Hq, L]``).
     Raises:
         NotImplementedError: an argument is not supported, see the module.
     """
-    q, k = _with_values(q, k, v, qv)
     result = functions.flash_attn_func(q, k, v, **options)
     return result[:2] if isinstance(result, tuple) else result
 
@@ -70,7 +69,7 @@ def flash_attn_qkvpacked_func(qkv: Tensor, num_heads_q: int | None, **options: A
     f"q k v cu_seqlens_q cu_seqlens_k {_LONGEST} seqused_q=None seqused_k=None softmax_scale=None causal=False qv=None "
     f"{_OPTIONS} {_LAST}",
     ignored=_IGNORED,
-    refused=_REFUSED,
+    refused=f"{_REFUSED} qv",
 )
 def flash_attn_varlen_func(
     q: Tensor,
@@ -80,7 +79,6 @@ def flash_attn_varlen_func(
     cu_seqlens_k: Tensor,
     seqused_q: Tensor | None,
     seqused_k: Tensor | None,
-    qv: Tensor | None,
     **options: Any,
 ) -> Any:
     """:func:`flash_attn_func` within each of several concatenated sequences.
@@ -93,7 +91,6 @@ def flash_attn_varlen_func(
     Returns:
         ``[total_q, Hq, Dv]``, with ``return_attn_probs`` (that, lse ``[Hq, total_q]``).
     """
-    q, k = _with_values(q, k, v, qv)
     total = q.shape[0]
     places = None
     if seqused_q is not None:
@@ -117,42 +114,18 @@ def flash_attn_varlen_func(
     "rotary_interleaved=True scheduler_metadata=None num_splits=0 pack_gqa=None sm_margin=0 return_softmax_lse=False",
     renamed={"page_table": "block_table"},
     ignored=f"{_IGNORED} max_seqlen_q scheduler_metadata",
-    refused=f"{_REFUSED} qv rotary_seqlens",
+    refused=f"{_REFUSED} qv cu_seqlens_q cu_seqlens_k_new rotary_seqlens",
 )
-def flash_attn_with_kvcache(
-    q: Tensor,
-    k: Tensor | None,
-    v: Tensor | None,
-    cu_seqlens_q: Tensor | None,
-    cu_seqlens_k_new: Tensor | None,
-    **options: Any,
-) -> Any:
+def flash_attn_with_kvcache(q: Tensor, **options: Any) -> Any:
     """Attention over a cache, see :func:`pascal_attn_core.flash_attn.flash_attn_with_kvcache`.
 
     Args:
-        q: ``[B, L, Hq, D]``, with ``cu_seqlens_q`` (``[B + 1]``) ``[total_q, Hq, D]``.
-        k, v: new tokens ``[B, N, Hkv, D]``, with ``cu_seqlens_k_new`` ``[total_new, Hkv, D]``.
+        q: ``[B, L, Hq, D]``; k, v: new tokens ``[B, N, Hkv, D]``.
         page_table: int32 ``[B, pages of a sequence]``.
     Returns:
-        A tensor of the shape of q, with ``return_softmax_lse`` (that, lse ``[B, Hq, L]`` or ``[Hq, total_q]``).
+        A tensor of the shape of q, with ``return_softmax_lse`` (that, lse ``[B, Hq, L]``).
     """
-    if cu_seqlens_q is None and cu_seqlens_k_new is None:
-        return functions.flash_attn_with_kvcache(q, k=k, v=v, **options)
-    queries = _sequences("q", q, cu_seqlens_q)
-    count = len(queries)
-    new_k, new_v = (
-        [None] * count if t is None else _sequences(name, t, cu_seqlens_k_new) for name, t in (("k", k), ("v", v))
-    )
-    if not len(new_k) == len(new_v) == count:
-        raise FlashArgumentError(f"k and v must hold new tokens of {count} sequences, got {len(new_k)}, {len(new_v)}")
-    per_sequence = ["cache_seqlens", "cache_batch_idx", "cache_leftpad", "block_table"]
-    if options["block_table"] is None and options["cache_batch_idx"] is None:
-        per_sequence += ["k_cache", "v_cache"]
-    results = []
-    for b in range(count):
-        own = {name: options[name][b : b + 1] for name in per_sequence if isinstance(options[name], Tensor)}
-        results.append(functions.flash_attn_with_kvcache(queries[b], k=new_k[b], v=new_v[b], **{**options, **own}))
-    return _together(results, q, packed=cu_seqlens_q is not None, with_lse=options["return_softmax_lse"])
+    return functions.flash_attn_with_kvcache(q, **options)
 
 
 def flash_attn_combine(
@@ -199,7 +172,7 @@ def get_scheduler_metadata(cache_seqlens: Tensor, **_: Any) -> Tensor:
     "scheduler_metadata=None num_splits=1 pack_gqa=None sm_margin=0 * out=None window_size=None",
     renamed={"page_table": "block_table"},
     ignored=f"{_IGNORED} seqlens_rotary rotary_interleaved scheduler_metadata",
-    refused=f"{_REFUSED} k_new v_new qv cu_seqlens_k_new seqused_q kv_batch_idx rotary_cos rotary_sin",
+    refused=f"{_REFUSED} qv k_new v_new cu_seqlens_k_new seqused_q kv_batch_idx rotary_cos rotary_sin",
 )
 def flash_attn_forward(q: Tensor, k: Tensor, v: Tensor, out_: Tensor | None, out: Tensor | None, **given: Any) -> Any:
     """``_flash_attn_forward`` for a batch, or for concatenated sequences with ``cu_seqlens_q`` and ``cu_seqlens_k``.
@@ -256,36 +229,3 @@ def _of_the_batch_or_packed(batch: Any, packed: Any, given: dict[str, Any]) -> t
             raise NotImplementedError(f"{name} is not supported without both cu_seqlens_q and cu_seqlens_k")
     packed_only = {*lengths, "seqused_k", "block_table", "leftpad_k"}
     return batch, {name: value for name, value in given.items() if name not in packed_only}
-
-
-def _with_values(q: Tensor, k: Tensor, v: Tensor, qv: Tensor | None) -> tuple[Tensor, Tensor]:
-    """(queries, keys) with which q k + qv v is one product."""
-    if qv is None:
-        return q, k
-    if qv.shape[:-1] != q.shape[:-1] or qv.shape[-1] != v.shape[-1]:
-        raise FlashArgumentError(f"qv must be {[*q.shape[:-1], v.shape[-1]]}, got {list(qv.shape)}")
-    return torch.cat([q, qv], -1), torch.cat([k, v], -1)
-
-
-def _sequences(name: str, tensor: Tensor, ends: Tensor | None) -> list[Tensor]:
-    """Each sequence as ``[1, tokens, heads, head_dim]``."""
-    if ends is None:
-        check_layout("[B, tokens, heads, head_dim]", 4, **{name: tensor})
-        return list(tensor.split(1))
-    check_layout("[total, heads, head_dim]", 3, **{name: tensor})
-    starts = read_ends(f"cu_seqlens of {name}", ends, tensor.shape[0])
-    return [tensor[first:last][None] for first, last in itertools.pairwise(starts)]
-
-
-def _together(results: list[Any], q: Tensor, *, packed: bool, with_lse: bool) -> Any:
-    outs = [result[0] if with_lse else result for result in results]
-    all_lse = [result[1] for result in results] if with_lse else []
-    if not packed:
-        return (torch.cat(outs), torch.cat(all_lse)) if with_lse else torch.cat(outs)
-    out = torch.cat([part[0] for part in outs])
-    missing = q.shape[0] - out.shape[0]
-    out = torch.nn.functional.pad(out, (0, 0, 0, 0, 0, missing))
-    if not with_lse:
-        return out
-    lse = torch.cat([part[0] for part in all_lse], 1)
-    return out, torch.nn.functional.pad(lse, (0, missing), value=-torch.inf)
