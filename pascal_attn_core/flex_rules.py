@@ -81,7 +81,7 @@ class ScoreTile(NamedTuple):
 
 
 class _Reads(TorchFunctionMode):
-    """Notes the tensors that want a gradient and that torch's functions are given before any of them has made them."""
+    """Notes the tensors that torch's functions are given before any of them has made them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -92,7 +92,7 @@ class _Reads(TorchFunctionMode):
         given = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor) and id(t) not in self.made]
         result = function(*args, **(kwargs or {}))
         self.made.update((id(t), t) for t in tree_leaves(result))
-        self.found.update((id(t), t) for t in given if t.requires_grad)
+        self.found.update((id(t), t) for t in given)
         return result
 
 
@@ -102,7 +102,7 @@ def _wanting_gradients(score_mod: Mod, like: Tensor) -> list[Tensor]:
     place = torch.zeros((), dtype=torch.int64, device=like.device)
     with _Reads() as reads:
         score_mod(like.new_zeros(()), place, place, place, place)
-    return list(reads.found.values())
+    return [t for t in reads.found.values() if t.requires_grad]
 
 
 # ---- block masks -----------------------------------------------------------------------------------------------------
@@ -115,16 +115,34 @@ def is_block_mask(mask: object) -> bool:
     return module is not None and isinstance(mask, module.BlockMask)
 
 
+class _Known(NamedTuple):
+    """What is known of a BlockMask. ``of``: its functions and sizes; ``tensors``: its lists of blocks and what its
+    mask_mod reads, with their versions."""
+
+    of: tuple
+    tensors: list[tuple[Tensor, int]]
+    facts: dict[Any, Any]
+
+
 def known_of(block_mask: Any) -> dict[Any, Any]:
-    """What is known of a BlockMask, kept with it until somebody gives it another ``mask_mod`` or other blocks."""
+    """What is known of a BlockMask, kept with it until somebody gives it another ``mask_mod`` or other lists of blocks,
+    or writes into these or into a tensor that ``mask_mod`` reads."""
     lists = (block_mask.kv_num_blocks, block_mask.kv_indices, block_mask.full_kv_num_blocks, block_mask.full_kv_indices)
-    found = [(id(t), 0 if t is None or t.is_inference() else t._version) for t in lists]
-    state = (block_mask.mask_mod, tuple(block_mask.shape), found)
-    before, _, known = getattr(block_mask, _KNOWN, (None, None, {}))
-    if before != state:
-        known = {}
-        setattr(block_mask, _KNOWN, (state, lists, known))  # the lists: so that no other tensor has their id
-    return known
+    of = (block_mask.mask_mod, tuple(block_mask.shape), *map(id, lists))
+    known = getattr(block_mask, _KNOWN, None)
+    if known is None or known.of != of or any(_version(t) != version for t, version in known.tensors):
+        with _Reads() as reads:
+            if 0 not in block_mask.shape:
+                first = torch.zeros(1, dtype=torch.int64, device=lists[0].device)
+                mask_of(block_mask.mask_mod)(0, 0, first, first)
+        tensors = [t for t in (*lists, *reads.found.values()) if t is not None]
+        known = _Known(of, [(t, _version(t)) for t in tensors], {})
+        setattr(block_mask, _KNOWN, known)
+    return known.facts
+
+
+def _version(tensor: Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version
 
 
 def block_rule(block_mask: Any, shape: tuple[int, ...]) -> BlockRule:
