@@ -7,7 +7,6 @@ import os
 import runpy
 import sys
 from pathlib import Path
-from typing import Any
 
 from ..observe.report import Report, record
 from ..patching.patch import Patch
