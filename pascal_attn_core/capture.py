@@ -31,7 +31,7 @@ from .patching.interception import PLAIN, SDPA_NAME, bind_sdpa
 from .patching.patch import Patch, replaced
 from .routes.run import add_observer
 
-__all__ = ["CapturedCall", "capture", "load_calls"]
+__all__ = ["CapturedCall", "capture", "load_calls", "observe"]
 
 log = logging.getLogger("pascal_attn")
 
@@ -88,7 +88,7 @@ def capture(
     ``torch.nn.functional.scaled_dot_product_attention`` is replaced by a function that copies its arguments to the CPU
     and then calls the original. A caller that imported that function by name earlier is not seen, nor is a call inside
     ``torch.compile`` or a CUDA graph, nor one with a window, softcap, sinks or a mask that is a rule, which the file
-    format cannot represent.
+    format cannot represent; :func:`observe` covers functions of your own.
 
     Args:
         path: the file, replaced as a whole when the capture ends: on ``.remove()``, or once ``limit`` is reached.
@@ -114,32 +114,52 @@ def capture(
         raise ValueError(f"max_mib must be greater than 0, got {max_mib}")
     recorder = _Recorder(target, limit, int(max_mib * MIB), one_per_shape, include)
     original = F.scaled_dot_product_attention
-    ours = _watched(original, recorder)
+    ours = _watched(original, lambda: (recorder,))
     ours.__module__ = F.__name__  # where pickle finds it, and torch's function later
     give_back = replaced(F, SDPA_NAME, ours)
     end_observing = add_observer(recorder.see_checked)
+    with _lock:
+        _active.append(recorder)
 
     def undo() -> list[str]:
         end_observing()
+        with _lock:
+            _active.remove(recorder)
         return give_back() + recorder.finish()
 
     return Patch(f"capture to {target.name}", undo)
 
 
-def _watched(fn: Callable[..., Any], recorder: _Recorder) -> Callable[..., Any]:
+def observe(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """``fn`` with every call shown to the captures that are active.
+
+    Args:
+        fn: takes the arguments of ``scaled_dot_product_attention`` first; its own keyword arguments are passed on and
+            not recorded.
+    """
+    return _watched(fn, lambda: tuple(_active))
+
+
+def _watched(fn: Callable[..., Any], recorders: Callable[[], tuple[_Recorder, ...]]) -> Callable[..., Any]:
     @functools.wraps(fn)
     def attention(*args: Any, **kwargs: Any) -> Any:
         # torch.compile folds the first question to True and sees nothing but the call
-        if torch.compiler.is_compiling() or not recorder.is_listening:
+        if torch.compiler.is_compiling() or not (listening := [r for r in recorders() if r.is_listening]):
             return fn(*args, **kwargs)
-        recorder.see(args, kwargs)
-        recorder.is_listening = False  # a call that this one makes is part of it
+        for recorder in listening:
+            recorder.see(args, kwargs)
+            recorder.is_listening = False  # a call that this one makes is part of it
         try:
             return fn(*args, **kwargs)
         finally:
-            recorder.is_listening = True
+            for recorder in listening:
+                recorder.is_listening = True
 
     return attention
+
+
+_lock = threading.Lock()
+_active: list[_Recorder] = []
 
 
 @dataclass(eq=False)

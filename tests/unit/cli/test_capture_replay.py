@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from pascal_attn_core import cli, sdpa
-from pascal_attn_core.capture import CapturedCall, capture, load_calls
+from pascal_attn_core.capture import CapturedCall, capture, load_calls, observe
 from pascal_attn_core.cli.oracle import reference, spread_rows
 from pascal_attn_core.reference import reference_sdpa
 from pascal_attn_core.sdpa_patch import patch_sdpa
@@ -125,6 +125,18 @@ def test_calls_of_every_thread_are_seen(path):
     with capture(path), ThreadPoolExecutor(4) as pool:
         list(pool.map(lambda n: F.scaled_dot_product_attention(*qkv(1, 1, n, 8)), range(3, 7)))
     assert sorted(call.query.shape[-2] for call in load_calls(path)) == [3, 4, 5, 6]
+
+
+def test_observed_functions_are_seen_and_their_inner_calls_are_not(path):
+    @observe
+    def watched(query, key, value, *, note=""):
+        return F.scaled_dot_product_attention(query.repeat(1, 2, 1, 1), key, value)[:, :1]
+
+    watched(*qkv(1, 1, 4, 8))
+    with capture(path):
+        watched(*qkv(1, 1, 4, 8), note="passed on")
+    (call,) = load_calls(path)
+    assert call.query.shape == (1, 1, 4, 8)
 
 
 def test_direct_calls_of_ours_are_seen_once(path):
