@@ -69,6 +69,21 @@ INLINE void add_part(Sums& O, float (&row_max)[ROWS], float (&row_sum)[ROWS], co
     }
 }
 
+// How many blocks are counted; count(): with this one. One thread asks for its block. By PTX's memory model ("Memory
+// Consistency Model") a fence speaks for what barriers before it have told its thread, here of the block's sums, and for
+// what the thread itself has read: behind the next barrier the block sees the sums of the counted ones.
+INLINE u32 counted(const u32* arrived) {
+    const u32 n = *(const volatile u32*)arrived;
+    __threadfence();
+    return n;
+}
+INLINE u32 count(u32* arrived) {
+    __threadfence();
+    const u32 n = atomicAdd(arrived, 1u);
+    __threadfence();
+    return n;
+}
+
 // Whether this block has its whole tile, and is to write it: not if another one of its blocks will.
 INLINE bool join_parts(Sums& O, float (&row_max)[ROWS], float (&row_sum)[ROWS], const Forward& p, const Lane& lane) {
     int block = blockIdx.x;
@@ -80,15 +95,13 @@ INLINE bool join_parts(Sums& O, float (&row_max)[ROWS], float (&row_sum)[ROWS], 
     const u32 others = piece.parts - 1;
     float4* const parts = p.parts + (i64)piece.slot * (PART_FOURS * PA_NT);
     // Where the other one of two is done, this one's sums can stay in its registers.
-    bool is_last = others == 1 && __syncthreads_or(t.tid == 0 && *(volatile u32*)arrived == others);
+    bool is_last = others == 1 && __syncthreads_or(t.tid == 0 && counted(arrived) == others);
     if (!is_last) {
         store_part(parts + piece.part * (PART_FOURS * PA_NT), O, row_max, row_sum, t);
-        __threadfence();
-        __syncthreads();  // all of this block's sums are there, for whoever sees it counted
-        is_last = __syncthreads_or(t.tid == 0 && atomicAdd(arrived, 1u) == others);
+        __syncthreads();  // all of this block's sums are there
+        is_last = __syncthreads_or(t.tid == 0 && count(arrived) == others);
         if (!is_last) return false;
     }
-    __threadfence();
     if (others > 1) {
         FOR(e, OWN_SUMS) own_sum(O, e) = 0.f;
         FOR(r, ROWS) {

@@ -23,8 +23,8 @@ INLINE void multiply_add_884(float (&c)[8], u32 a0, u32 a1, u32 b0, u32 b1) {
 INLINE void multiply_add_884_rows(float (&c)[8], u32 a0, u32 a1, u32 b0, u32 b1) {
     emu_mma_m8n8k4<true, true>(c, a0, a1, b0, b1);
 }
-INLINE void signal(volatile u32* counter, u32 n, int) { emu_signal(counter, n); }
-INLINE void wait_for(volatile u32* counters, int count, u32 n, int) { emu_wait_for(counters, count, n); }
+INLINE void fence_block() { __threadfence_block(); }
+INLINE void see(volatile u32* counters, int count, u32 n, int lane) { emu_see(counters + lane % count, n); }
 INLINE int4 load_piece(const T* p) { return *(const int4*)p; }
 INLINE u32 pack_halves(float low, float high) { return emu_float2half(low) | (u32)emu_float2half(high) << 16; }
 INLINE float reciprocal(float x) { return 1.f / x; }
@@ -69,16 +69,10 @@ INLINE void multiply_add(float (&c)[4], const u32 (&a)[2], u32 b) {
     }
 MULTIPLY_884(multiply_add_884, "row.col")
 MULTIPLY_884(multiply_add_884_rows, "row.row")
-// A barrier in two halves. What this warp has done to shared memory before is done for whoever waits for its counter.
-INLINE void signal(volatile u32* counter, u32 n, int lane) {
-    asm volatile("fence.acq_rel.cta;" ::: "memory");
-    __syncwarp();
-    if (lane == 0) *counter = n;
-}
+INLINE void fence_block() { asm volatile("fence.acq_rel.cta;" ::: "memory"); }
 // Until the counters of all warps are at least n.
-INLINE void wait_for(volatile u32* counters, int count, u32 n, int lane) {
+INLINE void see(volatile u32* counters, int count, u32 n, int lane) {
     while (!__all_sync(FULL_WARP, (int)(counters[lane % count] - n) >= 0)) {}
-    asm volatile("fence.acq_rel.cta;" ::: "memory");
 }
 // 16 bytes that nobody writes meanwhile. volatile: where it stands among the products, not before them all.
 INLINE int4 load_piece(const T* p) {
@@ -94,6 +88,24 @@ INLINE u32 pack_halves(float low, float high) {
 }
 INLINE float reciprocal(float x) { float y; asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x)); return y; }
 #endif
+
+// A barrier in two halves. What this warp has done to shared memory before is done for whoever waits for its counter. By
+// PTX's memory model ("Memory Consistency Model") a lane's fence speaks for the other lanes only behind a barrier of the
+// warp; and a lane that waits has seen one counter, of which it tells the others by a barrier behind its fence. The first
+// fence is there for ptxas, which spills without it.
+INLINE void signal(volatile u32* counter, u32 n, int lane) {
+    fence_block();
+    __syncwarp();
+    if (lane == 0) {
+        fence_block();
+        *counter = n;
+    }
+}
+INLINE void wait_for(volatile u32* counters, int count, u32 n, int lane) {
+    see(counters, count, n, lane);
+    fence_block();
+    __syncwarp();
+}
 
 // The same for numbers from 0 to 1, by integer arithmetic: conversions share a slow unit with exponentials. 2^-112 makes
 // a half's exponent of a float's, subnormal halves included; a number in the middle is rounded up.

@@ -48,14 +48,9 @@ static inline void emu_mma_m8n8k4(float (&c)[8], uint32_t a0, uint32_t a1, uint3
     emu::mma_m8n8k4(c, a0, a1, b0, b1, A_BY_ROWS, B_BY_ROWS);
 }
 
-// Raises this warp's counter to n once all its lanes have got here.
-static inline void emu_signal(volatile uint32_t* counter, uint32_t n) {
-    __syncwarp();
-    if (emu::current % 32 == 0) *counter = n;
-}
-
-// Until each of `count` counters is at least n. A loop that reads shared memory until it changes would never end here.
-static inline void emu_wait_for(volatile uint32_t* counters, int count, uint32_t n) {
-    for (int i = 0; i < count; ++i) emu::wait_for(counters + i, n);
-    __syncwarp();
+// Until this lane's counter is at least n, and those of the warp's other lanes. A loop that reads shared memory until it
+// changes would never end here.
+static inline void emu_see(volatile uint32_t* counter, uint32_t n) {
+    emu::wait_for(counter, n);
+    __all_sync(0xffffffffu, 1);
 }
