@@ -16,6 +16,7 @@ import functools
 import importlib.util
 import sys
 import threading
+from collections.abc import Callable
 from dataclasses import replace
 from types import FunctionType
 from typing import Any
@@ -223,10 +224,16 @@ def _ordered(blocks: Tensor) -> tuple[Tensor, Tensor]:
 
 # ---- in the place of torch's functions -------------------------------------------------------------------------------
 
+_Site = tuple[dict[str, Any], str, Any, Any]  # names of a module, name, what was there, what is there now
+_lock = threading.Lock()
+_in_force: list[list[AttentionConfig | None]] = []  # of the patches; the last one counts
+_sites: list[_Site] = []
+
 
 def patch_flex_attention(config: AttentionConfig | None = None) -> Patch:
     """Put :func:`flex_attention` and :func:`create_block_mask` in the place of torch's in this process, also in modules
-    that have imported these by name, as they are or in ``torch.compile``, until ``remove()`` of the Patch.
+    that have imported these by name, as they are or in ``torch.compile``, until ``remove()`` of the Patch. Of several
+    patches the last one's ``config`` counts.
 
     What is being compiled on a CUDA device of compute capability 8.0 or later with Triton stays torch's: there it is
     one fused kernel.
@@ -238,32 +245,47 @@ def patch_flex_attention(config: AttentionConfig | None = None) -> Patch:
     """
     from torch.nn.attention import flex_attention as module
 
-    attend, make = module.flex_attention, module.create_block_mask
-    is_on, compiles_well = threading.Event(), _has_compiled_kernels()
-    is_on.set()
+    own = [config]
+    with _lock:
+        if not _in_force:
+            _sites.extend(_put_in_place(module.flex_attention, module.create_block_mask))
+        _in_force.append(own)
+
+    def undo() -> None:
+        with _lock:
+            _in_force[:] = [each for each in _in_force if each is not own]
+            if not _in_force:
+                _put_back()
+
+    return Patch("flex_attention", undo, sites=len(_sites))
+
+
+def _put_in_place(attend: Callable[..., Any], make: Callable[..., Any]) -> list[_Site]:
+    """Ours in the place of torch's functions. Who keeps them longer than the last patch is in force gets torch's."""
+    compiles_well = _has_compiled_kernels()
 
     @functools.wraps(attend)
     def our_attention(query: Tensor, *args: Any, **kwargs: Any) -> Any:
-        if not is_on.is_set() or (compiles_well and torch.compiler.is_compiling() and query.is_cuda):
+        last = _in_force[-1:]
+        if not last or (compiles_well and torch.compiler.is_compiling() and query.is_cuda):
             return attend(query, *args, **kwargs)
-        return flex_attention(query, *args, **kwargs, config=config)
+        return flex_attention(query, *args, **kwargs, config=last[0][0])
 
     @functools.wraps(make)
     def our_block_mask(*args: Any, **kwargs: Any) -> Any:
-        return (create_block_mask if is_on.is_set() else make)(*args, **kwargs)
+        return (create_block_mask if _in_force else make)(*args, **kwargs)
 
-    compiled = not compiles_well
-    sites = [*_exchange(attend, our_attention, compiled=compiled), *_exchange(make, our_block_mask, compiled=compiled)]
+    pairs = (attend, our_attention), (make, our_block_mask)
+    return [site for old, new in pairs for site in _exchange(old, new, compiled=not compiles_well)]
 
-    def undo() -> None:
-        is_on.clear()  # for whoever has taken hold of ours
-        for names, name, before, ours in sites:
-            if names.get(name) is ours:
-                names[name] = before
-        _exchange(our_attention, attend)
-        _exchange(our_block_mask, make)
 
-    return Patch("flex_attention", undo, sites=len(sites))
+def _put_back() -> None:
+    for names, name, before, ours in _sites:
+        if names.get(name) is ours:
+            names[name] = before
+    for ours in {ours for *_, ours in _sites}:  # imported by name since then
+        _exchange(ours, ours.__wrapped__)
+    _sites.clear()
 
 
 def _has_compiled_kernels() -> bool:
@@ -274,13 +296,9 @@ def _has_compiled_kernels() -> bool:
     return min(capabilities) >= (8, 0) and importlib.util.find_spec("triton") is not None
 
 
-def _exchange(old: Any, new: Any, *, compiled: bool = False) -> list[tuple[dict[str, Any], str, Any, Any]]:
-    """Put one function in the place of another in every module that holds it; returns (names of the module, name, what
-    was there, what is there now) of each place.
-
-    Args:
-        compiled: also where ``torch.compile`` has wrapped it.
-    """
+def _exchange(old: Any, new: Any, *, compiled: bool = False) -> list[_Site]:
+    """Put one function in the place of another in every module that holds it. ``compiled``: also where it is wrapped by
+    ``torch.compile``."""
     sites = []
     for module in list(sys.modules.values()):
         names = getattr(module, "__dict__", {})

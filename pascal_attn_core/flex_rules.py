@@ -25,7 +25,6 @@ SKIPPED, PARTIAL, FULL = 0, 1, 2  # what a BlockMask says of a block
 ASKED = 1 << 14  # elements for which a mask_mod is asked at once
 WINDOW = "window"  # in known_of(a BlockMask): the Window that it is
 _KNOWN = "_pascal_attn_known"  # attribute of a BlockMask
-TOGETHER = 1 << 18  # elements of partial blocks for which a mask_mod is asked at once, for a fused kernel
 KEPT = 32  # blocks of different contents that are kept with a BlockMask
 
 
@@ -221,31 +220,31 @@ class BlockRule(LazyMask):
             return 0, 0
         return int(seen[0]) * self.block[1], min((int(seen[-1]) + 1) * self.block[1], self.shape[3])
 
-    def part(self, queries: Range, keys: Range) -> Tensor:
-        """These rows and keys of the mask, bool ``[B or 1, Hq or 1, queries, keys]``. Partial blocks are asked for
-        together, as many as :data:`TOGETHER` allows."""
+    def part(self, queries: Range, keys: Range, together: int) -> Tensor:
+        """These rows and keys of the mask, bool ``[B or 1, Hq or 1, queries, keys]``. ``together``: elements of partial
+        blocks for which ``mask_mod`` is asked at once."""
         batches, heads = range(self.shape[0] if self.by_batch else 1), range(self.shape[1] if self.by_head else 1)
         shape = (len(batches), len(heads), queries[1] - queries[0], keys[1] - keys[0])
         keep = torch.empty(shape, dtype=torch.bool, device=self.device)
         for batch in batches:
             for head in heads:
-                self._fill(keep[batch, head], batch, head, queries, keys)
+                self._fill(keep[batch, head], (batch, head), queries, keys, together)
         return keep
 
-    def _fill(self, keep: Tensor, batch: int, head: int, queries: Range, keys: Range) -> None:
+    def _fill(self, keep: Tensor, place: tuple[int, int], queries: Range, keys: Range, together: int) -> None:
         """One head's part of the mask ``[queries, keys]``, from the first element of a block on."""
-        (height, width), device = self.block, self.device
+        (batch, head), (height, width), device = place, self.block, self.device
         states, (top, left) = self.blocks(batch, (head, head + 1), queries, keys)[0].to(device), (queries[0], keys[0])
         rows, columns = (torch.arange(n, device=device) // size for n, size in zip(keep.shape, self.block))
         torch.index_select((states == FULL)[rows], 1, columns, out=keep)
         partial = (states == PARTIAL).nonzero()
-        if height * width > TOGETHER:
+        if height * width > together:
             for i, j in partial.tolist():
                 own = [(n * size, min((n + 1) * size, end)) for n, size, end in zip((i, j), self.block, keep.shape)]
                 asked = ((first + start, first + end) for first, (start, end) in zip((top, left), own))
                 keep[slice(*own[0]), slice(*own[1])] = self._evaluate(batch, head, *asked)
             return
-        for places in partial.split(max(1, TOGETHER // (height * width))):
+        for places in partial.split(together // (height * width)):
             # Beyond the end the last one is asked for again.
             i = (places[:, :1] * height + torch.arange(height, device=device)).clamp_max(keep.shape[0] - 1)
             j = (places[:, 1:] * width + torch.arange(width, device=device)).clamp_max(keep.shape[1] - 1)

@@ -10,6 +10,7 @@ from typing import NamedTuple
 from ..call import AttentionCall
 from ..flex_rules import BlockRule
 from ..machine.device import MIB
+from ..tiled.rule_bytes import rule_bytes
 from ..tiled.tiles import even_ranges
 
 
@@ -41,7 +42,9 @@ def sample(call: AttentionCall, rule: BlockRule, rows: int) -> AttentionCall:
 
 
 def bands(call: AttentionCall, rule: BlockRule, rows: int) -> Iterator[Band]:
-    """The bands of a call, of at most so many rows; rows that see no key are in none."""
+    """The bands of a call, of at most so many rows; rows that see no key are in none. To ask ``mask_mod`` takes half as
+    much memory as a band's mask."""
+    together = rule.num_masks * rows * call.seq_len_kv // 2 // max(1, rule_bytes(call, backward=False).asked)
     for q0, q1 in even_ranges(0, call.seq_len_q, rows, rule.block[0]):
         k0, k1 = rule.key_range((q0, q1))
         if k0 == k1:
@@ -51,7 +54,7 @@ def bands(call: AttentionCall, rule: BlockRule, rows: int) -> Iterator[Band]:
             query=call.query[..., q0:q1, :],
             key=call.key[..., k0:k1, :],
             value=call.value[..., k0:k1, :],
-            attn_mask=rule.part((q0, q1), (k0, k1)),
+            attn_mask=rule.part((q0, q1), (k0, k1), together),
             seq_len_q=q1 - q0,
             seq_len_kv=k1 - k0,
             offset=call.offset + q0 - k0,

@@ -393,17 +393,19 @@ def test_in_the_place_of_torchs_functions() -> None:
 
 
 def test_patches_removed_in_any_order() -> None:
-    before = flex.flex_attention, flex.create_block_mask
+    before, given = (flex.flex_attention, flex.create_block_mask), inputs(requires_grad=True)
     first, second = patch_flex_attention(), patch_flex_attention(AttentionConfig(budget_mib=2.0))
-    held = flex.create_block_mask
+    attend, make = held = flex.flex_attention, flex.create_block_mask
     first.remove()
-    given = inputs(requires_grad=True)
-    flex.flex_attention(*given).sum().backward()  # on a CPU torch's has no gradients
+    assert (flex.flex_attention, flex.create_block_mask) == held
+    attend(*given).sum().backward()  # on a CPU torch's has no gradients
     second.remove()
+    assert (flex.flex_attention, flex.create_block_mask) == before
     with pytest.raises(NotImplementedError):
-        flex.flex_attention(*given)
-    assert not known_of(held(MASKS["causal"], None, None, 300, 300, device="cpu"))  # torch's made it
-    flex.flex_attention, flex.create_block_mask = before
+        attend(*given)
+    assert not known_of(make(MASKS["causal"], None, None, 300, 300, device="cpu"))  # torch's made it
+    with patch_flex_attention():
+        attend(*given).sum().backward()
 
 
 BROKEN = flex.BlockMask.from_kv_blocks(

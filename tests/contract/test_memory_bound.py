@@ -52,7 +52,7 @@ def _backward(call: AttentionCall, config: AttentionConfig) -> Measurement:
     if mask is not None and mask.requires_grad:
         leaves.append(mask)
     wanted = replace(call, query=leaves[0], key=leaves[1], value=leaves[2], needs_grad=True)
-    out, _ = TiledRoute().with_gradients(wanted, config, None)
+    out = TiledRoute().with_gradients(wanted, config, None).out
     grad_out = torch.ones_like(out)
     return measure(lambda grad: torch.autograd.grad(out, leaves, grad), grad_out)
 

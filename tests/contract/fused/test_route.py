@@ -22,6 +22,7 @@ from pascal_attn_core.flash_attn import flash_attn_func
 from pascal_attn_core.flex_rules import block_rule
 from pascal_attn_core.fused.launch import Launch
 from pascal_attn_core.fused.launch.select import call_reasons
+from pascal_attn_core.observe.memory import measure
 from pascal_attn_core.reference import reference_sdpa
 
 pytestmark = pytest.mark.skipif(GXX is None, reason="needs g++ to build the emulation")
@@ -208,6 +209,18 @@ def test_block_masks_in_bands_of_rows(name: str, route: str, dtype: torch.dtype,
     with emulated_card(info=T4 if dtype == torch.float16 else CARD) as kernels:
         assert_gradients(backward, [*inputs, mask], options, dtype, with_lse=True)
     assert {launch.variant.on_tensor_cores for launch in kernels.queued} == {dtype == torch.float16}
+
+
+@pytest.mark.parametrize("route", ["fused", "fused-tensor"])
+def test_a_block_mask_takes_no_more_than_the_budget(route: str) -> None:
+    """Its bool mask alone would take 2.7 MiB."""
+    flex = pytest.importorskip("torch.nn.attention.flex_attention")
+    blocks = flex.create_block_mask(BLOCK_MASKS["of heads"], 2, 4, 600, 590, device="cpu", BLOCK_SIZE=64)
+    inputs = [torch.randn(2, heads, n, 32).half() for heads, n in ((4, 600), (2, 590), (2, 590))]
+    config = AttentionConfig(route=route, budget_mib=2.0)
+    with emulated_card(info=T4):
+        used = measure(lambda *t: sdpa(*t, blocks, enable_gqa=True, config=config), *inputs)
+    assert used.extra_bytes <= 2 << 20
 
 
 def test_a_block_mask_beyond_the_budget_is_not_for_the_kernels() -> None:

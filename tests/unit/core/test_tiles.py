@@ -184,7 +184,7 @@ def test_a_plan_in_words() -> None:
         acc_size=st.sampled_from([4, 8]),
         mask_keys=st.sampled_from([0, 4096]),
         window=st.sampled_from([None, 64]),
-        rules=st.builds(RuleBytes, *[st.integers(0, 64)] * 3),
+        rules=st.builds(RuleBytes, *[st.integers(0, 64)] * 4),
         **{name: st.booleans() for name in FLAGS},
     ),
     budget_mib=st.sampled_from([None, 64, 4096, 1 << 20, 1 << 40]),

@@ -241,7 +241,9 @@ def test_a_device_with_calls_of_its_own_is_left_alone(inputs: list[Tensor]) -> N
     choice = choose(check_call(*inputs), SHARED)
     _helper().leave_alone("cpu computes attention of its own")
     with record() as report:
-        out, _ = run_call(check_call(*inputs), SHARED, with_lse=False, choice=choice)  # as the engine of the nodes does
+        out, *_ = run_call(
+            check_call(*inputs), SHARED, with_lse=False, choice=choice
+        )  # as the engine of the nodes does
     (stats,) = report.calls.values()
     assert list(stats.remarks) == ["cpu computes attention of its own"]
     assert torch.equal(out, sdpa(*inputs, config=ALONE))
