@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
+import os
 import sys
 import threading
 import time
@@ -29,7 +30,9 @@ from pascal_attn_core.fused.gpu.hip import HipRuntime
 from pascal_attn_core.fused.gpu.runtime import Driver
 from pascal_attn_core.fused.launch import Launch
 from pascal_attn_core.fused.trust.kernels import Kernels
+from pascal_attn_core.machine import amd_system
 from pascal_attn_core.machine.device import device_info
+from tools import device_lines
 
 from . import guard, tensors
 
@@ -38,7 +41,8 @@ class Card(NamedTuple):
     """One kind of card.
 
     Attributes:
-        capability: compute capability; arch: of AMD's, "" = NVIDIA's.
+        capability: compute capability; arch: of AMD's, "" = NVIDIA's; true_arch: what the kernel driver of the system
+            knows it as, where HSA_OVERRIDE_GFX_VERSION says otherwise.
     """
 
     name: str
@@ -47,14 +51,20 @@ class Card(NamedTuple):
     arch: str = ""
     total_bytes: int = 11 << 30
     free_bytes: int = 9 << 30
+    true_arch: str = ""
 
 
 CARDS = {
     card.name: card
     for card in (
         Card("NVIDIA GeForce GTX 1080 Ti", (6, 1), 28),
+        Card("Tesla P100-PCIE-16GB", (6, 0), 56, total_bytes=16 << 30),
+        Card("Tesla V100-SXM2-16GB", (7, 0), 80, total_bytes=16 << 30),
         Card("Tesla T4", (7, 5), 40),
+        Card("NVIDIA GeForce RTX 2080", (7, 5), 46, total_bytes=8 << 30, free_bytes=6 << 30),
         Card("AMD Instinct MI50", (9, 0), 60, "gfx906"),
+        Card("AMD Radeon RX 5700 XT", (10, 3), 20, "gfx1030", true_arch="gfx1010"),
+        Card("AMD Radeon RX 6800", (10, 3), 30, "gfx1030"),
     )
 }
 
@@ -188,11 +198,17 @@ def believe(card: Card, count: int = 1, *, run: Callable[[Launch], object] = exe
     Returns:
         Their driver, whose ``problems`` say what would have been wrong on a real card.
     """
+    if device_lines.NOTED in os.environ:
+        device_lines.watch(os.environ[device_lines.NOTED])
     ctypes.CDLL(str(guard.library())).fake_cards_are(count)
     for name, value in _answers(card, count).items():
         assert hasattr(torch.cuda, name), name
         setattr(torch.cuda, name, value)
     torch.version.hip, torch.version.cuda = ("6.3.42133", None) if card.arch else (None, "12.6")
+    if card.true_arch:
+        os.environ[amd_system.OVERRIDE] = "10.3.0"
+        node = amd_system.Node(card.true_arch, (0, 3, 0))
+        amd_system.nodes = lambda folder=None: [node]
     tensors.serve(index_of)
     return _drive(count, run)
 

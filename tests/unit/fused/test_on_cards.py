@@ -4,6 +4,7 @@ current devices and streams, and kernels in the emulation (``attn_support.gpu``)
 from __future__ import annotations
 
 import json
+import re
 import threading
 import traceback
 from collections.abc import Callable, Iterator
@@ -11,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from attn_support.gpu import guard
+from attn_support.gpu import cards, guard
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
@@ -57,7 +58,6 @@ def _fused(*tensors: Tensor) -> Tensor:
 
 def _one_card(query: Tensor, key: Tensor, value: Tensor) -> Iterator[tuple[str, Callable[[], bool]]]:
     """(what, whether it is right) of calls on one card."""
-    from attn_support.gpu import cards
 
     yield "by name", lambda: _by_name(query, key, value)
     yield "float16", lambda: _by_name(*(t.half() for t in (query, key, value)))
@@ -132,7 +132,6 @@ def _failures(attempts: Iterator[tuple[str, Callable[[], bool]]]) -> list[str]:
 
 
 def _smoke(name: str, count: str) -> None:
-    from attn_support.gpu import cards
 
     driver = cards.believe(cards.CARDS[name], int(count))
     failures = _failures(_one_card(_numbers(), _numbers(), _numbers()))
@@ -166,7 +165,6 @@ def _first_use(name: str) -> None:
     import os
 
     from attn_support import __path__ as support
-    from attn_support.gpu import cards
 
     from pascal_attn_core.fused.trust import trial
 
@@ -181,6 +179,7 @@ def _first_use(name: str) -> None:
     assert content["off"] == ""
     assert any("-64-float32-none" in each for each in content["good"])
     assert content["card"] == name
+    assert all(re.fullmatch(r"[\w.-]{1,100}", path.name) for path in stored.parent.iterdir())  # Windows takes them too
 
 
 @pytest.mark.parametrize("name", ["NVIDIA GeForce GTX 1080 Ti", "AMD Instinct MI50"])
@@ -192,7 +191,6 @@ def test_the_first_use_starts_a_child_on_the_card_and_stores_its_verdict(name: s
 
 
 def _fails(where: str) -> None:
-    from attn_support.gpu import cards
 
     from pascal_attn_core.fused.trust import verify
     from pascal_attn_core.routes import timing
@@ -213,7 +211,6 @@ def test_a_trial_that_fails_does_not_end_the_users_call(where: str, tmp_path: Pa
 
 
 def _second_card_is_timed() -> None:
-    from attn_support.gpu import cards
 
     from pascal_attn_core.cli.bench.clock import Clock
     from pascal_attn_core.routes.timing_table import median_times
@@ -235,12 +232,11 @@ def test_the_second_card_is_timed_on_its_own_stream_while_the_first_is_current(t
 
 
 def _selftest(name: str) -> None:
-    from attn_support.gpu import cards
 
     from pascal_attn_core.cli.selftest import selftest
 
     driver = cards.believe(cards.CARDS[name])
-    found = selftest(torch.device("cuda"), 100.0, speed=False)
+    found = selftest(torch.device("cuda"), 250.0, speed=False)
     assert [problem for problem in found.problems if "torch.compile" not in problem] == []  # which such tensors lack
     assert found.cut == []
     assert len(found.kernels) > 60
@@ -250,13 +246,12 @@ def _selftest(name: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["NVIDIA GeForce GTX 1080 Ti", "AMD Instinct MI50"])
+@pytest.mark.parametrize("name", cards.CARDS)
 def test_the_selftest_finds_every_kernel_and_route_right(name: str, tmp_path: Path) -> None:
     guard.call(_selftest, name, folder=tmp_path)
 
 
 def _info(count: str) -> None:
-    from attn_support.gpu import cards
 
     from pascal_attn_core.cli import main
 
