@@ -234,9 +234,9 @@ class BlockRule(LazyMask):
     def _fill(self, keep: Tensor, place: tuple[int, int], queries: Range, keys: Range, together: int) -> None:
         """One head's part of the mask ``[queries, keys]``, from the first element of a block on."""
         (batch, head), (height, width), device = place, self.block, self.device
-        states, (top, left) = self.blocks(batch, (head, head + 1), queries, keys)[0].to(device), (queries[0], keys[0])
+        states, (top, left) = self.blocks(batch, (head, head + 1), queries, keys)[0], (queries[0], keys[0])
         rows, columns = (torch.arange(n, device=device) // size for n, size in zip(keep.shape, self.block))
-        torch.index_select((states == FULL)[rows], 1, columns, out=keep)
+        torch.index_select((states == FULL).to(device)[rows], 1, columns, out=keep)
         partial = (states == PARTIAL).nonzero()
         if height * width > together:
             for i, j in partial.tolist():
@@ -244,7 +244,7 @@ class BlockRule(LazyMask):
                 asked = ((first + start, first + end) for first, (start, end) in zip((top, left), own))
                 keep[slice(*own[0]), slice(*own[1])] = self._evaluate(batch, head, *asked)
             return
-        for places in partial.split(together // (height * width)):
+        for places in partial.to(device).split(together // (height * width)):
             # Beyond the end the last one is asked for again.
             i = (places[:, :1] * height + torch.arange(height, device=device)).clamp_max(keep.shape[0] - 1)
             j = (places[:, 1:] * width + torch.arange(width, device=device)).clamp_max(keep.shape[1] - 1)
@@ -287,7 +287,7 @@ class BlockRule(LazyMask):
         if not self.kept_bytes:
             return self._evaluate(batch, head, queries, keys)
         top, left = queries[0] // rows * rows, keys[0] // columns * columns
-        place = (batch, head if self.by_head else 0, top, left)
+        place = (batch if self.by_batch else 0, head if self.by_head else 0, top, left)
         block = self._known.get(place)
         if block is None:
             block = self._evaluate(batch, head, (top, min(top + rows, length)), (left, min(left + columns, num_keys)))

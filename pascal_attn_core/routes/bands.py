@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import NamedTuple
 
-from ..call import AttentionCall
+from ..call import AttentionCall, may_read
 from ..flex_rules import BlockRule
 from ..machine.device import MIB
 from ..tiled.rule_bytes import rule_bytes
@@ -24,6 +24,8 @@ class Band(NamedTuple):
 
 def rows_at_once(call: AttentionCall, rule: BlockRule, budget_bytes: int) -> int | list[str]:
     """Query rows whose mask fits half of the budget, whole blocks of them; or why there are none."""
+    if not may_read(call):
+        return ["no BlockMask is written for the kernels while a graph is captured"]
     row_bytes, height = rule.num_masks * max(1, call.seq_len_kv), min(rule.block[0], max(1, call.seq_len_q))
     rows = budget_bytes // 2 // row_bytes
     if rows < height:
