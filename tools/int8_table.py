@@ -162,6 +162,14 @@ def table() -> str:
     return "\n".join(lines)
 
 
+def written(path: Path, begin: str, end: str, text: str) -> None:
+    """Put a table between two marks in a document."""
+    document = path.read_text(encoding="utf-8")
+    pattern: Any = re.compile(re.escape(begin) + ".*?" + re.escape(end), re.DOTALL)
+    assert pattern.search(document), f"{path} has no marks {begin}"
+    path.write_text(pattern.sub(lambda _: f"{begin}\n{text}\n{end}", document), encoding="utf-8")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--write", type=Path, help="the document")
@@ -172,10 +180,7 @@ def main() -> None:
         text = table()
     print(text)
     if options.write:
-        document = options.write.read_text(encoding="utf-8")
-        pattern: Any = re.compile(re.escape(BEGIN) + ".*?" + re.escape(END), re.DOTALL)
-        assert pattern.search(document), f"{options.write} has no marks"
-        options.write.write_text(pattern.sub(lambda _: f"{BEGIN}\n{text}\n{END}", document), encoding="utf-8")
+        written(options.write, BEGIN, END, text)
 
 
 if __name__ == "__main__":

@@ -215,7 +215,8 @@ extern "C" __global__ void __launch_bounds__(128) pa_pack_keys(const Pack p) {
 }
 
 // A warp takes a quarter of the tile, key after key: half of what rounding does to a key is added to the next one, so
-// that the errors of neighbours, which often have similar weights, cancel.
+// that the errors of neighbours, which often have similar weights, cancel. No more of it than half a step of the next
+// key: one with a small V may have most of the weight.
 extern "C" __global__ void __launch_bounds__(128) pa_pack_values(const Pack p) {
     const KeyTile tile = key_tile(p);
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
@@ -228,9 +229,9 @@ extern "C" __global__ void __launch_bounds__(128) pa_pack_values(const Pack p) {
             const int j = 4 * g + k;
             float v[PER_LANE];
             load_key(v, tile, j, lane);
-            const float scale = scale_of(largest_of_row(v)), inverse = __frcp_rn(scale);
+            const float scale = scale_of(largest_of_row(v)), inverse = __frcp_rn(scale), most = 0.5f * scale;
             FOR(e, PER_LANE) {
-                const float wanted = fmaf(carry[e], HANDED_ON, v[e]);
+                const float wanted = fmaf(fminf(fmaxf(carry[e], -most), most), HANDED_ON, v[e]);
                 const float code = fminf(fmaxf(rintf(__fmul_rn(wanted, inverse)), -127.f), 127.f);
                 carry[e] = fmaf(-code, scale, wanted);
                 word[e] |= ((u32)__float2int_rn(code) & 0xffu) << 8 * k;

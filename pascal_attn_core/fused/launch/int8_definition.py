@@ -172,12 +172,14 @@ def _codes(x: Tensor, scales: Tensor) -> Tensor:
 
 
 def _diffused(x: Tensor, scales: Tensor, chain: int) -> Tensor:
-    """Codes of keys ``[B, H, N, T]``, half of each rounding error handed to the next of ``chain`` neighbours."""
+    """Codes of keys ``[B, H, N, T]``, half of each rounding error, as far as it is half a step of theirs, handed to the
+    next of ``chain`` neighbours."""
     chains, inverses = x.unflatten(-2, (-1, chain)), (1 / scales).unflatten(-1, (-1, chain))
     of_chain = scales.unflatten(-1, (-1, chain))
     carry, codes = torch.zeros_like(chains[..., 0, :]), []
     for j in range(chain):
-        wanted = _fma(carry, HANDED_ON, chains[..., j, :])
+        most = of_chain[..., j, None] / 2
+        wanted = _fma(torch.fmin(torch.fmax(carry, -most), most), HANDED_ON, chains[..., j, :])
         codes.append(torch.round(wanted * inverses[..., j, None]).nan_to_num(0.0, 127, -127).clamp(-127, 127))
         carry = _fma(-codes[-1], of_chain[..., j, None], wanted)
     return torch.stack(codes, dim=-2).flatten(-3, -2)

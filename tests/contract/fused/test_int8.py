@@ -193,8 +193,8 @@ def _sink(dim: int) -> list[Tensor]:
     """A key with most of the weight and a small value."""
     query, key, value = _normal(70, dim), _normal(700, dim), _normal(700, dim)
     direction = torch.nn.functional.normalize(torch.randn(dim), dim=0)
-    key[:, :, 0] += direction * math.sqrt(dim) * 1.1
-    value[:, :, 0] *= 0.05
+    key[:, :, 5] += direction * math.sqrt(dim) * 1.1
+    value[:, :, 5] *= 0.05
     return [query + 6 * direction, key, value]
 
 
