@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from .ffn import patch_ffn
     from .flash_attn import patch_flash_attn
     from .flex import create_block_mask, flex_attention, patch_flex_attention
-    from .int8 import patch_linear_int8
+    from .int8 import patch_attention_int8, patch_linear_int8
     from .sdpa_patch import patch_sdpa
     from .transformers import patch_transformers
     from .vae import patch_vae
@@ -53,6 +53,7 @@ __all__ = [
     "patch_ffn",
     "patch_flash_attn",
     "patch_flex_attention",
+    "patch_attention_int8",
     "patch_linear_int8",
     "patch_sdpa",
     "patch_transformers",
@@ -74,6 +75,7 @@ _LAZY = {
     "patch_ffn": "ffn",
     "patch_flash_attn": "flash_attn",
     "patch_flex_attention": "flex",
+    "patch_attention_int8": "int8",
     "patch_linear_int8": "int8",
     "patch_sdpa": "sdpa_patch",
     "patch_transformers": "transformers",

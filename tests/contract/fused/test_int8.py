@@ -9,6 +9,7 @@ import functools
 import math
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -91,6 +92,8 @@ CASES = [
     sized(FLOAT16, 64, 129, 129, is_causal=True),
     sized(FLOAT32, 128, 66, 254, "none", "sliced", **LOWER_RIGHT),
     sized(FLOAT32, 64, 130, 330, "bool blocks", "tokens_first", window=(30, 70)),
+    sized(FLOAT32, 64, 130, 330, window=(-1, 62)),  # of one tile only the last key of the first row is outside
+    sized(FLOAT32, 64, 130, 330, window=(62, -1)),  # and only the first key of the last row
     sized(FLOAT32, 128, 66, 400, "bool some rows empty", "expanded", heads=(4, 1)),
     sized(FLOAT16, 64, 130, 190, "bool [B, H, L, S]", batch=2, **LOWER_RIGHT),
     sized(FLOAT32, 64, 66, 130, "bool nothing allowed"),
@@ -158,6 +161,21 @@ def test_tiles_heads_and_batch_elements_come_in_any_order_and_number(monkeypatch
     for words in (1, 100_000, 200_000):  # one head at a time, two, one batch element
         monkeypatch.setattr(int8, "_SLICE_BYTES", words)
         assert same_bits(emulated(call), right)
+
+
+def test_tiles_without_an_allowed_key_are_not_read() -> None:
+    mask = torch.zeros(1, 1, 70, 512, dtype=torch.bool)
+    mask[..., [3, 200, 300]] = True
+    call = replace(of_case(sized(FLOAT32, 64, 70, 512, "bool [B, 1, 1, S]")), attn_mask=mask)
+
+    def spoil_others(launches: list[Launch]) -> list[Launch]:
+        *others, last = launches
+        emulate(others)
+        for field in ("v_scales", "v_logs"):
+            _written(last, field).view(-1, 512 // 64, 64)[:, [1, 2, 5, 6, 7]] = math.nan
+        return [last]
+
+    assert same_bits(emulated(call, edit=spoil_others), defined(call))
 
 
 def test_memory_beside_the_tensors_is_that_of_words_and_scales() -> None:
@@ -229,6 +247,10 @@ EDGES: dict[str, tuple[Callable[[int], list[Tensor]], float]] = {
         0.02,
     ),
     "an attention sink": (_sink, 0.02),
+    "keys that grow": (
+        lambda d: [_normal(70, d), torch.linspace(0.2, 6, 400)[:, None] * _normal(400, d), _normal(400, d)],
+        0.05,
+    ),
     "a large common key": (lambda d: [_normal(70, d), _normal(200, d) + 30 * _normal(1, d), _normal(200, d)], TYPICAL),
 }  # fmt: skip
 

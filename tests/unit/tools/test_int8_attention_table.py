@@ -9,7 +9,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "tools"))
 
-import int8_attention_table as tool  # noqa: E402
+import int8_attention_table as tool
 
 LARGEST = {"normal": 0.014, "video": 0.007, "sink": 0.016, "uneven values": 0.016, "flat, 70,000 keys": 0.004}
 
