@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from .ffn import patch_ffn
     from .flash_attn import patch_flash_attn
     from .flex import create_block_mask, flex_attention, patch_flex_attention
-    from .int8 import patch_linear_int8
+    from .int8 import patch_attention_int8, patch_linear_int8
     from .sdpa_patch import patch_sdpa
     from .stand_ins import patch_imports, patch_sageattention, patch_xformers
     from .transformers import patch_transformers
@@ -51,6 +51,7 @@ __all__ = [
     "flex_attention",
     "mask_rule",
     "measure_memory",
+    "patch_attention_int8",
     "patch_ffn",
     "patch_flash_attn",
     "patch_flex_attention",
@@ -75,6 +76,7 @@ _LAZY = {
     "create_block_mask": "flex",
     "flex_attention": "flex",
     "patch_attention": "diffusers",
+    "patch_attention_int8": "int8",
     "patch_ffn": "ffn",
     "patch_flash_attn": "flash_attn",
     "patch_flex_attention": "flex",

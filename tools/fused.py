@@ -16,6 +16,7 @@ import os
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -27,6 +28,7 @@ from pascal_attn_core.fused.code import prebuilt  # noqa: E402
 from pascal_attn_core.fused.code.compilation import Compilation  # noqa: E402
 from pascal_attn_core.fused.code.kinds import ALL_KINDS  # noqa: E402
 from pascal_attn_core.fused.code.source import Variant, all_variants, digest, linear_variants, source  # noqa: E402
+from pascal_attn_core.fused.geometry.plain import INT8_HEAD_DIMS  # noqa: E402
 from pascal_attn_core.fused.gpu import nvrtc as _nvrtc  # noqa: E402
 from pascal_attn_core.fused.gpu.nvrtc import usage  # noqa: E402
 from tools.models.shares import BACKWARD_PRODUCTS, KERNELS, backward_share, linear_share, share  # noqa: E402
@@ -220,6 +222,10 @@ def run(arguments: argparse.Namespace, earlier: Earlier | None) -> None:
         print("kind           head_dim dtype    share")
         for kind, head_dim, dtype, value in shares():
             print(f"{kind:14} {head_dim:8} {dtype:8} {value:5.1%}")
+        for variant in (Variant("int8", head_dim, "float32") for head_dim in INT8_HEAD_DIMS):
+            of_float = replace(variant, kind="forward")
+            counted = [share(each, compiled(each, 61).cubin).per_score for each in (variant, of_float)]
+            print(f"head_dim {variant.head_dim}: {counted[0]:.1f} instructions per score, in float32 {counted[1]:.1f}")
         made = sum(KERNELS[kind].products for kind in ("grad_query", "grad_key_value"))
         print("linear layer in 8 bits, K = N, of whole tiles: the product, its loop, with rounding, and with rotation")
         for size in (1024, 3072):

@@ -1,5 +1,5 @@
-"""How far whole models are from float64 in float16, in bfloat16 and with int8 linear layers: small models of diffusers
-with random weights.
+"""How far whole models are from float64 in float16, in bfloat16, with int8 linear layers and with int8 attention: small
+models of diffusers with random weights.
 
     python tools/int8_table.py                       # print the table
     python tools/int8_table.py --write docs/int8.md  # put it between the marks in the document
@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pascal_attn_core.int8 import Int8Report, patch_linear_int8
+from pascal_attn_core.int8 import Int8Report, patch_attention_int8, patch_linear_int8
 
 BEGIN, END = "<!-- errors: tools/int8_table.py -->", "<!-- end of errors -->"
 Call = Callable[[nn.Module, torch.dtype], Tensor]
@@ -134,6 +134,9 @@ def errors_of(name: str, seed: int) -> tuple[dict[str, float], Int8Report]:
             note(f"int8, rest in {short}", call(cast, dtype))
             if dtype == torch.float32:
                 report = patch.report()
+        if dtype == torch.float32:
+            with patch_attention_int8(cast, max_error=1.0):
+                note("int8 attention", call(cast, dtype))
     return found, report
 
 
@@ -146,6 +149,7 @@ def table() -> str:
         "int8, rest in float32",
         "int8, rest in float16",
         "int8, rest in bfloat16",
+        "int8 attention",
     )
     lines = ["| model | layers in int8 | error per layer, median and most | " + " | ".join(columns) + " |"]
     lines.append("|---|---|---|" + "---|" * len(columns))
@@ -162,6 +166,14 @@ def table() -> str:
     return "\n".join(lines)
 
 
+def written(path: Path, begin: str, end: str, text: str) -> None:
+    """Put a table between two marks in a document."""
+    document = path.read_text(encoding="utf-8")
+    pattern: Any = re.compile(re.escape(begin) + ".*?" + re.escape(end), re.DOTALL)
+    assert pattern.search(document), f"{path} has no marks {begin}"
+    path.write_text(pattern.sub(lambda _: f"{begin}\n{text}\n{end}", document), encoding="utf-8")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--write", type=Path, help="the document")
@@ -172,10 +184,7 @@ def main() -> None:
         text = table()
     print(text)
     if options.write:
-        document = options.write.read_text(encoding="utf-8")
-        pattern: Any = re.compile(re.escape(BEGIN) + ".*?" + re.escape(END), re.DOTALL)
-        assert pattern.search(document), f"{options.write} has no marks"
-        options.write.write_text(pattern.sub(lambda _: f"{BEGIN}\n{text}\n{END}", document), encoding="utf-8")
+        written(options.write, BEGIN, END, text)
 
 
 if __name__ == "__main__":

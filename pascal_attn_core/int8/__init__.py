@@ -1,4 +1,4 @@
-"""Linear layers in 8-bit integers. Not exact, therefore opt-in, and the error is reported.
+"""Linear layers and attention in 8-bit integers. Not exact, therefore opt-in, and the error is reported.
 
     with patch_linear_int8(pipe.unet, max_error=0.03) as patch:
         pipe(prompt)
@@ -19,6 +19,7 @@ from torch import nn
 from ..patching.patch import Patch, require_sites
 from ..patching.selectors import require_matches
 from ..patching.targets import denoisers_of
+from .attention import AttentionBinding
 from .backends import ACTIVATIONS
 from .binding import Int8Binding
 from .product import int8_linear
@@ -34,6 +35,7 @@ __all__ = [
     "Int8ReportLine",
     "Int8Weight",
     "int8_linear",
+    "patch_attention_int8",
     "patch_linear_int8",
     "quantize_rows",
     "rotate",
@@ -74,11 +76,51 @@ def patch_linear_int8(
         TypeError: an argument of a wrong type.
         ValueError: an invalid argument, a pattern that chooses nothing, or no layer that can run in 8 bits.
     """
-    target, model = model, denoisers_of(model)
-    require_matches(model, include=include, exclude=exclude)
+    binding = Int8Binding(max_error=max_error, include=include, exclude=exclude, weights=weights)
+    return _patched(model, binding, calibrate, include=include, exclude=exclude)
+
+
+def patch_attention_int8(
+    model: Any,
+    *,
+    include: Any = None,
+    exclude: Any = None,
+    max_error: float = 0.02,
+    calibrate: Callable[[Any], Any] | None = None,
+) -> Int8Patch:
+    """Run attention layers of ``model`` in 8-bit integers. Not exact.
+
+    Calls of torch's ``scaled_dot_product_attention`` within the layers are caught, so this takes the place of
+    ``patch_attention``, whose processors would catch them first: those that 8 bits do not take, and those of layers
+    whose error is above ``max_error``, run by the exact route that ``sdpa`` chooses. On a CPU 8 bits are slow, and for
+    checks. Compiled modules run as they do without the patch.
+
+    Args:
+        model, include, exclude: as in :func:`patch_linear_int8`; by default the modules whose class is named
+            ``Attention`` or ``Attn`` and that hold no other one.
+        max_error: relative error (root of the sum of squares) of a layer's output on its actual inputs, on at most 512
+            rows of each head, above which it stays exact. Typical errors are 0.001 to 0.013. It is measured in the
+            first call of a layer and now and then (:mod:`.watch` says when).
+        calibrate: called with the model immediately: each layer is measured in every call within it and judged by the
+            largest error.
+    Returns:
+        A Patch with ``report()``: for each layer its error, and that of its worst row. Deep copies made while it is
+        patched follow it.
+    Raises:
+        TypeError: an argument of a wrong type.
+        ValueError: an invalid argument, a pattern that chooses nothing, or no attention layer.
+    """
+    binding = AttentionBinding(max_error=max_error, include=include, exclude=exclude)
+    return _patched(model, binding, calibrate, include=include, exclude=exclude)
+
+
+def _patched(
+    target: Any, binding: Int8Binding | AttentionBinding, calibrate: Callable[[Any], Any] | None, **chosen: Any
+) -> Int8Patch:
+    model = denoisers_of(target)
+    require_matches(model, **chosen)
     if calibrate is not None and not callable(calibrate):
         raise TypeError(f"calibrate must be a function of the model, got {calibrate!r}")
-    binding = Int8Binding(max_error=max_error, include=include, exclude=exclude, weights=weights)
     count = binding.attach(model)
     try:
         if calibrate is not None:
@@ -90,9 +132,9 @@ def patch_linear_int8(
 
 
 class Int8Patch(Patch):
-    """The change made by :func:`patch_linear_int8`."""
+    """The change made by :func:`patch_linear_int8` or :func:`patch_attention_int8`."""
 
-    def __init__(self, kind: str, model: nn.Module, binding: Int8Binding, sites: int):
+    def __init__(self, kind: str, model: nn.Module, binding: Int8Binding | AttentionBinding, sites: int):
         self._model, self._binding = model, binding
 
         def undo() -> list[str]:
@@ -100,7 +142,7 @@ class Int8Patch(Patch):
             left = binding.detach(model)
             return [left[-1] + (f"; so were {len(left) - 1} more" if len(left) > 1 else "")] if left else []
 
-        super().__init__(f"int8 linear layers of {kind}", undo, sites=sites)
+        super().__init__(f"int8 {binding.what} of {kind}", undo, sites=sites)
 
     def report(self) -> Int8Report:
         """The state of each layer so far."""

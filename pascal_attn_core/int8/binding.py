@@ -12,7 +12,7 @@ from ..checks import is_out_of_memory
 from ..routes.timing_table import median_times
 from .exchange import Room, Source, ordinary_tensors
 from .find import Found, find_linear
-from .layer import WEIGHTS, Hook, Int8Layer, Int8Options
+from .layer import WEIGHTS, Hook, Int8Layer, Int8Options, limit_of
 from .report import Int8Report, report_line
 from .weight import Int8Weight
 
@@ -29,14 +29,13 @@ class Int8Binding:
         max_error, include, exclude, weights: as in :func:`.patch_linear_int8`.
     """
 
+    what = "linear layers"
+
     def __init__(self, *, max_error: float = 0.05, include: Any = None, exclude: Any = None, weights: str = "host"):
-        if isinstance(max_error, bool) or not isinstance(max_error, (int, float)):
-            raise TypeError(f"max_error must be a number, got {max_error!r}")
-        if not max_error >= 0:
-            raise ValueError(f"max_error must be at least 0, got {max_error}")
+        limit = limit_of(max_error)
         if weights not in WEIGHTS:
             raise ValueError(f"weights must be one of {', '.join(WEIGHTS)}, got {weights!r}")
-        self.options = Int8Options(float(max_error), weights, median_times)
+        self.options = Int8Options(limit, weights, median_times)
         self._include, self._exclude = include, exclude
         self._layers: weakref.WeakKeyDictionary[nn.Module, Int8Layer] = weakref.WeakKeyDictionary()
         self._chosen: weakref.WeakKeyDictionary[nn.Module, dict[str, str]] = weakref.WeakKeyDictionary()

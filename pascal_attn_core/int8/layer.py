@@ -67,6 +67,18 @@ class Int8Options:
         return self
 
 
+def limit_of(max_error: Any) -> float:
+    """
+    Raises:
+        TypeError, ValueError: it is no number from 0 on.
+    """
+    if isinstance(max_error, bool) or not isinstance(max_error, (int, float)):
+        raise TypeError(f"max_error must be a number, got {max_error!r}")
+    if not max_error >= 0:
+        raise ValueError(f"max_error must be at least 0, got {max_error}")
+    return float(max_error)
+
+
 class Int8Layer:
     """The state of one layer.
 
@@ -214,7 +226,7 @@ class Int8Layer:
     def on_first_input(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """A call of the module begins."""
         x = args[0] if args else kwargs.get("input")
-        if not self.options.enabled or self.state != WAITING or not isinstance(x, Tensor) or not _has_numbers(x):
+        if not self.options.enabled or self.state != WAITING or not isinstance(x, Tensor) or not has_numbers(x):
             return
         reason = self._not_now(module, x)
         if reason:
@@ -296,7 +308,7 @@ class Int8Layer:
     def recheck(self, x: Tensor, weight: Int8Weight) -> Int8Weight:
         """A call in 8 bits begins. Where :class:`.watch.ErrorWatch` says so, its error is measured, and a layer above
         the limit is rotated, or goes back to float. Returns the weight to compute the call with."""
-        if not _has_numbers(x) or in_backward():
+        if not has_numbers(x) or in_backward():
             return weight
         if torch.is_grad_enabled() and weight.requires_grad and not self.options.has_warned:
             self.options.has_warned = True
@@ -402,7 +414,7 @@ def _is_captured(x: Tensor) -> bool:
     return x.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
-def _has_numbers(x: Tensor) -> bool:
+def has_numbers(x: Tensor) -> bool:
     """Whether a tensor is one of a user's call that really happens, with at least one element."""
     if torch.compiler.is_compiling() or isinstance(x, FakeTensor) or type(x) not in (Tensor, nn.Parameter):
         return False

@@ -41,17 +41,23 @@ class Sample(NamedTuple):
 
 
 def sample_of(x: Tensor, most: int, seed: int) -> Sample:
-    """At most ``most`` rows of ``x`` ``[..., K]``, see :func:`..checks.rows_to_check`: those of largest norm stand for
-    themselves, the drawn ones for all other rows."""
+    """At most ``most`` rows of ``x`` ``[..., K]``."""
     flat = x.detach().reshape(-1, x.shape[-1])
-    rows, count = flat[rows_to_check(flat, most, seed)], flat.shape[0]
-    counts = torch.ones(rows.shape[0], dtype=torch.float64, device=x.device)
-    if rows.shape[0] < count:
+    chosen, counts = chosen_rows(flat, most, seed)
+    return Sample(flat[chosen], counts)
+
+
+def chosen_rows(flat: Tensor, most: int, seed: int) -> tuple[Tensor, Tensor]:
+    """Indices of at most ``most`` rows ``[M, K]``, see :func:`..checks.rows_to_check`, and float64 how many rows each
+    stands for: those of largest norm for themselves, the drawn ones for all other rows."""
+    chosen, count = rows_to_check(flat, most, seed), flat.shape[0]
+    counts = torch.ones(len(chosen), dtype=torch.float64, device=flat.device)
+    if len(chosen) < count:
         largest = -(-most // 4)
-        norms = torch.linalg.vector_norm(rows, dim=1, dtype=torch.float32)
-        drawn = norms.topk(rows.shape[0] - largest, largest=False).indices
+        norms = torch.linalg.vector_norm(flat[chosen], dim=1, dtype=torch.float32)
+        drawn = norms.topk(len(chosen) - largest, largest=False).indices
         counts[drawn] = (count - largest) / len(drawn)
-    return Sample(rows, counts)
+    return chosen, counts
 
 
 def relative_error(sample: Sample, weight: Tensor, matrix: Int8Matrix) -> float:

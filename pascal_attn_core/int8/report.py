@@ -1,4 +1,4 @@
-"""Report: the state of each linear layer of a patched model, its error, its time and its memory."""
+"""Report: the state of each layer of a patched model, its error, its time and its memory."""
 
 from __future__ import annotations
 
@@ -17,16 +17,19 @@ class Int8ReportLine(NamedTuple):
     """The state of one layer.
 
     Attributes:
-        name: qualified; kind: its class; shape: of its weight.
+        name: qualified; kind: its class; shape: of its weight, () for attention.
         state: "int8", "float" (measured, and left as it was), "waiting", "left" (not chosen) or "cannot be".
         why: one sentence, or "".
-        error: relative error of the layer's product on real inputs, the largest of this run; None = not measured.
+        error: relative error of the layer's product, or of attention's output, on real inputs, the largest of this run;
+            None = not measured.
         rotation: columns of a group that is rotated before rounding; 0 = none.
-        way: what computes it: "kernel", "int_mm" or "float"; why_way: why nothing faster does.
+        way: what computes it: "kernel", "int_mm" or "float", for attention "kernel" or "operators"; why_way: why
+            nothing faster does.
         float_ms, int8_ms: of the call that it was measured with; None = not timed.
         float_bytes, int8_bytes: of its weight.
         calls: number of calls in 8 bits in this run.
         latest: the error that was measured last in this run; None = none was.
+        worst_row: of attention, the largest relative error of one row of one head.
     """
 
     name: str
@@ -44,20 +47,23 @@ class Int8ReportLine(NamedTuple):
     int8_bytes: int = 0
     calls: int = 0
     latest: float | None = None
+    worst_row: float | None = None
 
 
 @dataclass(frozen=True)
 class Int8Report(AnyReport):
-    """The state of each linear layer.
+    """The state of each layer.
 
     Attributes:
         max_error: above which a layer stays in float.
-        weights: where the float weights are: "keep", "host" or "free".
+        weights: where the float weights are: "keep", "host" or "free"; "" for attention.
+        what: the layers.
     """
 
     lines: list[Int8ReportLine]
     max_error: float
     weights: str
+    what: str = "linear layers"
 
     @property
     def states(self) -> list[State]:
@@ -92,7 +98,7 @@ class Int8Report(AnyReport):
     def sentence(self) -> str:
         """A summary of all layers: their number, errors, times and memory."""
         on = self.of(INT8)
-        text = f"{len(on)} of {self.able} linear layers in int8"
+        text = f"{len(on)} of {self.able} {self.what} in int8"
         worst, median = self.worst, self.median_error
         if worst is not None and median is not None:
             text += f", not exact: relative error per layer {median:.2%} (median), at most {worst.error:.2%}"
@@ -100,7 +106,7 @@ class Int8Report(AnyReport):
         if timed:
             before, after = (sum(times) for times in zip(*((line.float_ms or 0, line.int8_ms or 0) for line in timed)))
             text += f"; one call of each {before:.1f} -> {after:.1f} ms"
-        if on:
+        if on and self.weights:
             before, after = (sum(sizes) / MIB for sizes in zip(*((line.float_bytes, line.int8_bytes) for line in on)))
             text += f"; weights {before:.1f} -> {after:.1f} MiB" + _WEIGHTS[self.weights]
         if self.count(FLOAT):
@@ -111,7 +117,7 @@ class Int8Report(AnyReport):
 
     def text(self) -> str:
         """The sentence, and one line per layer; equal neighbours (``blocks.0``, ``blocks.1`` ...) are one line."""
-        rows = [self.sentence() if self.lines else "no linear layers found"]
+        rows = [self.sentence() if self.lines else f"no {self.what} found"]
         own = (INT8, FLOAT)  # each of these layers has a line of its own
         texts = ((f"({line.kind}): {line.state}{_facts(line)}", line.state in own and line.name) for line in self.lines)
         rows += [f"  {names} {text}" for (text, _), names in alike(zip(texts, (line.name for line in self.lines)))]
@@ -157,11 +163,12 @@ def report_line(found: Found, layer: Int8Layer | None) -> Int8ReportLine:
 def _facts(line: Int8ReportLine) -> str:
     parts = [line.why] if line.why else []
     if line.state == INT8:
-        rows, columns = line.shape
-        parts.append(f"{columns} -> {rows}")
+        parts += [" -> ".join(map(str, reversed(line.shape)))] if line.shape else []
         if line.error is not None:
             last = "" if line.latest is None or line.latest == line.error else f" (last {line.latest:.2%})"
             parts.append(f"error {line.error:.2%}{last}")
+        if line.worst_row is not None:
+            parts.append(f"worst row {line.worst_row:.2%}")
         if line.rotation:
             parts.append(f"rotated by {line.rotation}")
         if line.float_ms is not None:
@@ -178,4 +185,5 @@ COMPUTED_BY = {
     "kernel": "the int8 kernel",
     "int_mm": "torch._int_mm",
     "float": "weights expanded to float, which saves no time",
+    "operators": "the operators that define it, which is slow and for checks",
 }

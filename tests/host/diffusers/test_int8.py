@@ -13,7 +13,7 @@ import torch
 from attn_support.tiny_pipelines import SOME
 from torch import Tensor, nn
 
-from pascal_attn_core import patch_ffn, patch_linear_int8
+from pascal_attn_core import patch_attention_int8, patch_ffn, patch_linear_int8
 from pascal_attn_core.diffusers import PascalAttnProcessor
 from pascal_attn_core.int8 import Int8Weight
 from tools import int8_table
@@ -62,6 +62,33 @@ def test_every_layer_of_a_family_and_back(name: str, tiny: Any) -> None:
     assert torch.equal(outputs(family, model), expected)
 
 
+@pytest.mark.parametrize("name", SOME)
+def test_every_attention_layer_of_a_family_and_back(name: str, tiny: Any) -> None:
+    family = tiny.family(name)
+    model = family.build()
+    expected = outputs(family, model)
+    with patch_attention_int8(model, max_error=1.0) as patch:
+        out = outputs(family, model)
+        report = patch.report()
+    assert report.count("int8") >= 0.9 * len(report.lines)
+    assert 0 < difference(out, expected) < 0.05
+    assert torch.equal(outputs(family, model), expected)
+
+
+def test_lora_and_both_patches_at_once(unet: nn.Module) -> None:
+    peft = pytest.importorskip("peft", reason="peft is not installed")
+    torch.manual_seed(1)
+    unet.add_adapter(peft.LoraConfig(**LORA))
+    unet.eval()
+    expected = run(unet)
+    with patch_attention_int8(unet) as attention, patch_linear_int8(unet) as linear:
+        out = run(unet)
+        assert attention.report().count("int8") == len(attention.report().lines) == 10
+        assert linear.report().count("int8") > 100
+    assert 0 < difference(out, expected) < 0.02
+    assert torch.equal(run(unet), expected)
+
+
 @pytest.mark.parametrize("name", list(int8_table.MODELS))
 def test_whole_models_err_no_more_than_in_bfloat16(name: str) -> None:
     with torch.no_grad():
@@ -69,6 +96,7 @@ def test_whole_models_err_no_more_than_in_bfloat16(name: str) -> None:
     assert report.count("int8") > 0.6 * len(report.lines)
     assert errors["float32"] < 1e-5 < errors["int8, rest in float32"] < errors["bfloat16"]
     assert errors["int8, rest in float16"] < errors["bfloat16"]
+    assert errors["float32"] < 1e-5 < errors["int8 attention"] < errors["bfloat16"]
     assert report.median_error is not None
     assert report.median_error < 0.01
 

@@ -1,0 +1,231 @@
+"""patch_attention_int8: which layers, how they decide, what they measure, and that nothing is left behind. On a CPU 8
+bits are computed by the operators that define them."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import pickle
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from pascal_attn_core import patch_attention_int8, patch_linear_int8
+from pascal_attn_core.int8.attention import attention_error
+
+WIDTH, HEADS = 128, 2
+
+
+class SelfAttention(nn.Module):
+    def __init__(self, sharpness: float = 1.0):
+        super().__init__()
+        self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.sharpness, self.mask = sharpness, None
+
+    def forward(self, x: Tensor) -> Tensor:
+        query, key, value = self.qkv(x).unflatten(-1, (3, HEADS, -1)).movedim(-3, 0).transpose(-2, -3)
+        out = F.scaled_dot_product_attention(query * self.sharpness, key * self.sharpness, value, self.mask)
+        return self.out(out.transpose(-2, -3).flatten(-2))
+
+
+class AttnBlock(nn.Module):
+    def __init__(self, sharpness: float = 1.0):
+        super().__init__()
+        self.attn1, self.attn2 = SelfAttention(), SelfAttention(sharpness)
+        self.ff = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attn1(x)
+        return x + self.ff(x + self.attn2(x))
+
+
+@pytest.fixture
+def model() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(AttnBlock(), AttnBlock(12.0)).eval().requires_grad_(False)
+
+
+@pytest.fixture
+def x() -> Tensor:
+    return torch.randn(2, 150, WIDTH, generator=torch.Generator().manual_seed(1))
+
+
+def difference(out: Tensor, expected: Tensor) -> float:
+    return ((out - expected).norm() / expected.norm()).item()
+
+
+def test_layers_within_the_limit_run_in_8_bits_and_the_others_are_named(model: nn.Module, x: Tensor) -> None:
+    expected = model(x)
+    with patch_attention_int8(model) as patch:
+        out = model(x)
+        report = patch.report()
+        assert patch.sites == 4
+    assert [(line.name, line.state) for line in report.lines] == [
+        ("0.attn1", "int8"),
+        ("0.attn2", "int8"),
+        ("1.attn1", "int8"),
+        ("1.attn2", "float"),
+    ]
+    assert all(0 < line.error < line.worst_row for line in report.lines)
+    assert "is above 2.00%" in report.lines[-1].why
+    assert [state.name for state in report.states if state.state == "refused"] == ["1.attn2"]
+    assert report.sentence().startswith("3 of 4 attention layers in int8, not exact: relative error per layer 0.")
+    assert report.sentence().endswith("%; 1 stay in float")
+    assert 0 < difference(out, expected) < 0.02
+    assert torch.equal(model(x), expected)
+
+
+def test_a_limit_of_zero_only_measures(model: nn.Module, x: Tensor) -> None:
+    expected = model(x)
+    with patch_attention_int8(model, max_error=0) as patch:
+        torch.testing.assert_close(model(x), expected)
+        assert patch.report().count("float") == 4
+        assert all(line.error > 0 for line in patch.report().lines)
+
+
+def test_calibration_judges_by_the_largest_error_of_all_calls(model: nn.Module, x: Tensor) -> None:
+    expected = model(x)
+
+    def errors(*factors: float) -> list[float]:
+        def run(target: nn.Module) -> None:
+            for factor in factors:
+                out = target(x * factor)
+                torch.testing.assert_close(out, expected if factor == 1 else out)
+
+        with patch_attention_int8(model, calibrate=run) as patch:
+            assert patch.report().count("waiting") == 0
+            return [line.error for line in patch.report().lines]
+
+    several, largest = errors(0.1, 3.0, 1.0), errors(3.0)
+    assert several == largest
+    assert largest[0] > errors(1.0)[0]
+
+
+@pytest.mark.parametrize(
+    ("chosen", "names"),
+    [
+        ({"include": "*.attn2"}, ["0.attn2", "1.attn2"]),
+        ({"exclude": "1.*"}, ["0.attn1", "0.attn2"]),
+        ({"include": SelfAttention, "exclude": "0.*"}, ["1.attn1", "1.attn2"]),
+    ],
+)
+def test_layers_are_chosen_as_those_of_other_patches(chosen: dict, names: list[str], model: nn.Module) -> None:
+    with patch_attention_int8(model, **chosen) as patch:
+        assert [line.name for line in patch.report().lines] == names
+
+
+@pytest.mark.parametrize(
+    ("target", "options", "error"),
+    [
+        (nn.Linear(4, 4), {}, ValueError),
+        (AttnBlock(), {"include": "no such"}, ValueError),
+        (AttnBlock(), {"max_error": -1}, ValueError),
+        (AttnBlock(), {"max_error": "1"}, TypeError),
+        (AttnBlock(), {"calibrate": 3}, TypeError),
+        ("model", {}, TypeError),
+    ],
+)
+def test_bad_arguments_are_refused_and_nothing_is_left(target: object, options: dict, error: type) -> None:
+    with pytest.raises(error):
+        patch_attention_int8(target, **options)
+    if isinstance(target, nn.Module):
+        assert not any("forward" in vars(module) for module in target.modules())
+
+
+def test_what_8_bits_do_not_take_is_exact_and_named(model: nn.Module, x: Tensor) -> None:
+    for block in model:
+        block.attn1.mask = torch.randn(150, 150)
+    expected = model(x)
+    with patch_attention_int8(model, include="*.attn1") as patch:
+        torch.testing.assert_close(model(x), expected)
+        lines = patch.report().lines
+    assert {(line.state, line.why) for line in lines} == {("float", "the int8 mode has no float mask")}
+    leaf = x.clone().requires_grad_()
+    with patch_attention_int8(model, include="*.attn2") as patch:
+        model(leaf).sum().backward()
+        assert leaf.grad is not None
+        assert patch.report().count("int8") == 0
+
+
+class _Interrupted(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        raise KeyboardInterrupt
+
+
+def test_an_interrupt_in_a_layer_leaves_no_interception_behind(model: nn.Module, x: Tensor) -> None:
+    model[0].attn2.out = _Interrupted()
+    with patch_attention_int8(model), pytest.raises(KeyboardInterrupt):
+        model(x)
+    assert torch._C._len_torch_function_stack() == 0
+
+
+def test_a_pickle_holds_nothing_of_ours(model: nn.Module, x: Tensor) -> None:
+    expected = model(x)
+    with patch_attention_int8(model):
+        model(x)
+        content = pickle.dumps(model)
+    assert b"pascal_attn_core" not in content
+    assert torch.equal(pickle.loads(content)(x), expected)
+
+
+def test_a_layer_whose_inputs_change_goes_back_with_a_warning(
+    model: nn.Module, x: Tensor, caplog: pytest.LogCaptureFixture
+) -> None:
+    with patch_attention_int8(model, include="0.attn1", max_error=0.01) as patch, caplog.at_level(logging.WARNING):
+        model(x)
+        (line,) = patch.report().lines
+        assert line.state == "int8"
+        model[0].attn1.sharpness = 12.0
+        model(x)
+        (line,) = patch.report().lines
+    assert line.state == "float"
+    assert line.why.startswith("its error was ")
+    assert caplog.records[0].getMessage().startswith("0.attn1: its error was")
+
+
+def test_copies_follow_the_patch_and_linear_layers_may_be_in_8_bits_too(model: nn.Module, x: Tensor) -> None:
+    expected = model(x)
+    with patch_attention_int8(model) as attention, patch_linear_int8(model, include=nn.Linear, max_error=1) as linear:
+        out = model(x)
+        assert attention.report().count("int8") == 3
+        assert linear.report().count("int8") == 10
+    assert 0 < difference(out, expected) < 0.05
+    with patch_attention_int8(model) as patch:
+        copied = copy.deepcopy(model)
+        out = copied(x)
+        assert patch.report().count("int8") == 3
+    assert not torch.equal(out, expected)
+    assert torch.equal(copied(x), expected)
+
+
+def _one_row(rounded: Tensor, given: dict[str, Tensor]) -> Tensor:
+    wrong = rounded.clone()
+    wrong[0, 1, given["query"].norm(dim=-1)[0, 1].argmax()] *= 3
+    return wrong
+
+
+def _every_third(rounded: Tensor, given: dict[str, Tensor]) -> Tensor:
+    wrong = rounded.clone()
+    wrong[:, :, 1::3] *= 1.1
+    return wrong
+
+
+@pytest.mark.parametrize(
+    ("change", "whole", "worst"), [(_one_row, 0.0, 2.0), (_every_third, 0.1 / 3**0.5, 0.1)], ids=lambda part: str(part)
+)
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_the_sample_sees_rows_of_large_norm_and_every_period(
+    change: Callable, whole: float, worst: float, is_causal: bool
+) -> None:
+    torch.manual_seed(0)
+    query, key, value = torch.randn(1, 2, 3000, 16), torch.randn(1, 2, 50, 16), torch.randn(1, 2, 50, 16)
+    query[0, 1, 1234] *= 5
+    given = {"query": query, "key": key, "value": value, "is_causal": is_causal}
+    exact = F.scaled_dot_product_attention(query, key, value, is_causal=is_causal)
+    found = attention_error(given, change(exact, given), 3)
+    assert found[1] == pytest.approx(worst, rel=1e-3)
+    assert found[0] == pytest.approx(whole, rel=0.15) or (whole == 0 and 0 < found[0] < 0.1)
+    assert attention_error(given, exact * float("nan"), 3) == (float("inf"), float("inf"))
