@@ -214,7 +214,9 @@ def _every_third(rounded: Tensor, given: dict[str, Tensor]) -> Tensor:
 
 
 @pytest.mark.parametrize(
-    ("change", "whole", "worst"), [(_one_row, 0.0, 2.0), (_every_third, 0.1 / 3**0.5, 0.1)], ids=lambda part: str(part)
+    ("change", "whole", "worst"),
+    [(_one_row, 0.0, 2.0), (_every_third, 0.1 / 3**0.5, 0.1)],
+    ids=["one row", "every third"],
 )
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_the_sample_sees_rows_of_large_norm_and_every_period(
