@@ -53,7 +53,7 @@ def packed_attend(
     packed = Packed.of(q_ends, k_ends, q.device, lower_right=True)
     found = _on_tensor_cores(call, config, packed) if may_be_tensor else None
     route = "fused" if found is None else "fused-tensor"
-    plan = found or (fused.find_plan(call, config, with_lse=with_lse, packed=packed) if may_be_plain else [])
+    plan = found or (fused.find_plan(call, config, packed=packed) if may_be_plain else [])
     if isinstance(plan, list) or (config.route == "auto" and fused.why_untried(call, plan)):
         return None
     why = f"{packed.count} sequences of different lengths in one launch"

@@ -8,12 +8,13 @@ import torch
 
 from ..call import AttentionCall, Gradients, Results, Wanted, empty_output
 from ..config import AttentionConfig, RouteUnavailable
+from ..fused.launch import int8_definition
 from ..fused.launch.backward import backward_launches, sums_bytes
 from ..fused.launch.fields import rows_are_readable
 from ..fused.launch.forward import forward_launches
 from ..fused.launch.int8 import int8_launches
 from ..fused.launch.packed import packed_launches
-from ..fused.launch.plan import Packed, Plan, plan_call, variants_of
+from ..fused.launch.plan import Packed, Plan, int8_variant, plan_call, variants_of
 from ..fused.launch.select import call_reasons
 from ..fused.trust.kernels import Kernels, kernels_of
 from ..fused.trust.trial import Trials
@@ -40,7 +41,7 @@ class FusedRoute(Route):
         self.torch_route = torch_route
 
     def plan(self, request: Request) -> Plan | list[str]:
-        return find_plan(request.call, request.config, with_lse=request.with_lse, budget_bytes=request.budget_bytes)
+        return find_plan(request.call, request.config, budget_bytes=request.budget_bytes)
 
     def claim(self, request: Request) -> Choice | None:
         call = request.call
@@ -177,23 +178,30 @@ class FusedRoute(Route):
 
 
 class Int8Route(Route):
-    """Our kernel with Q and K in 8 bits: only where it is asked for by name."""
+    """Attention in 8-bit integers, not exact: only where it is asked for by name. On a CPU by the operators that define
+    it, which is slow and for checks."""
 
     name = "fused-int8"
     is_opt_in = True
 
     def plan(self, request: Request) -> Plan | list[str]:
-        return find_plan(request.call, request.config, int8=True, with_lse=request.with_lse)
+        if request.call.query.device.type == "cpu" and not takes_device(request.call.query.device):
+            return call_reasons(request.call, int8=True) or Plan(int8_variant(request.call))
+        return find_plan(request.call, request.config, int8=True)
 
     def claim(self, request: Request) -> None:
         return None
 
-    def forward(self, call: AttentionCall, config: AttentionConfig, plan: Plan, **options: Any) -> Results:
-        kernels = kernels_of(call)
-        kernels.ensure((plan.forward,))
+    def forward(self, call: AttentionCall, config: AttentionConfig, plan: Plan, *, with_lse: bool, **_: Any) -> Results:
         out = empty_output(call)
-        kernels.run(int8_launches(call, plan, out))
-        return Results(out)
+        lse = out.new_empty(out.shape[:-1], dtype=torch.float32) if with_lse else None
+        if takes_device(call.query.device):
+            kernels = kernels_of(call)
+            kernels.ensure((plan.forward,))
+            kernels.run(int8_launches(call, plan, out, lse))
+        else:
+            int8_definition.compute(call, out, lse)
+        return Results(out, lse)
 
 
 def find_plan(
@@ -201,7 +209,6 @@ def find_plan(
     config: AttentionConfig,
     *,
     int8: bool = False,
-    with_lse: bool = False,
     packed: Packed | None = None,
     budget_bytes: int | None = None,
 ) -> Plan | list[str]:
@@ -219,7 +226,7 @@ def find_plan(
     if not config.fused:
         return ["switched off by the configuration (fused)"]
     kernels = kernels_of(call)
-    reasons = call_reasons(call, int8=int8, with_lse=with_lse) or list(kernels.machine_reasons)
+    reasons = call_reasons(call, int8=int8) or list(kernels.machine_reasons)
     if int8 and info.kind != "cuda":
         reasons.append("the int8 mode needs an NVIDIA GPU")
     if reasons:

@@ -131,15 +131,3 @@ def gradients(out: Tensor, leaves: Sequence[Tensor], grad_out: Tensor, lse: Tens
     if lse is not None:
         total = total + lse[lse.isfinite()].sum().to(total.dtype)
     return list(torch.autograd.grad(total, leaves, allow_unused=True, materialize_grads=True))
-
-
-def int8_bound(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
-    """How far an output of the int8 mode may be from the exact one, ``[*batch, Hq, L]``: see ``fused/launch/int8.py``.
-    query ``[*batch, Hq, L, D]``; key, value with as many heads."""
-    query, key = query.double(), key.double()
-    key = key - key.mean(dim=-2, keepdim=True)
-    dq, dk = (t.abs().amax(dim=-1) / 254 for t in (query, key))
-    largest_dk = dk.amax(dim=-1, keepdim=True)
-    largest_key = key.abs().sum(dim=-1).amax(dim=-1, keepdim=True)
-    per_score = query.abs().sum(dim=-1) * largest_dk + largest_key * dq + query.shape[-1] * dq * largest_dk
-    return torch.expm1(2 * abs(scale) * per_score) * value.double().abs().amax(dim=(-1, -2))[..., None]

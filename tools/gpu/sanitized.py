@@ -24,6 +24,7 @@ VARIANTS = (
     Variant("grad_all", 64, "float32"),
     Variant("grad_all", 128, "float16"),
     Variant("int8", 64, "float16"),
+    Variant("int8", 128, "float32", "bool"),
     linear_variants()[1],
     # On tensor cores, where the card has some.
     *(Variant(kind, 64, "float16") for kind in KINDS if kind.startswith(("volta", "tensor"))),

@@ -40,6 +40,7 @@ class Kernel:
     product_queries of ``query_sums.cuh``.
 
     around: loops that the loop over tiles lies in.
+    multiply: the instruction that multiplies: FFMA one pair of numbers, IDP (dp4a) four.
     """
 
     function: str
@@ -47,6 +48,7 @@ class Kernel:
     column_products: int
     around: int = 0
     query_products: int = 0
+    multiply: str = "FFMA"
 
     @property
     def products(self) -> int:
@@ -58,20 +60,28 @@ KERNELS = {
     "grad_query": Kernel("pa_grad_query", 2, 1),
     "grad_key_value": Kernel("pa_grad_key_value", 2, 2, around=1),
     "grad_all": Kernel("pa_grad_all", 2, 2, around=1, query_products=1),
+    "int8": Kernel("pa_int8_attention", 1, 1, multiply="IDP"),
 }
 
 
 @dataclass(frozen=True)
 class Share:
-    """needed: multiplications of the products; issued: all instructions, per thread and tile; counts: by kind."""
+    """needed: multiplications of the products; issued: all instructions, per thread and tile; counts: by kind; scores:
+    of a thread and tile."""
 
     needed: int
     issued: float
     counts: dict[str, float]
+    scores: int
 
     @property
     def value(self) -> float:
         return self.needed / self.issued
+
+    @property
+    def per_score(self) -> float:
+        """Instructions."""
+        return self.issued / self.scores
 
 
 def share(variant: Variant, cubin: bytes) -> Share:
@@ -82,7 +92,7 @@ def share(variant: Variant, cubin: bytes) -> Share:
     """
     kernel, geometry = KERNELS[variant.kind], variant.geometry
     instructions = maxwell(sections(cubin)[kernel.function])
-    tile_loop, products = _loops(instructions, kernel.around)
+    tile_loop, products = _loops(instructions, kernel)
     weights = dict.fromkeys((i.address for i in within(instructions, tile_loop)), 1.0)
     _leave_out_edges(instructions, tile_loop, weights, variant.flush_tiles)
     for loop, trips in zip(products, _trips(variant, kernel, len(products))):
@@ -92,11 +102,13 @@ def share(variant: Variant, cubin: bytes) -> Share:
     for i in instructions:
         counts[i.kind] += weights.get(i.address, 0.0)
     scores = geometry.rows * geometry.cols // geometry.threads
-    needed = kernel.products * scores * variant.head_dim
-    fewest = needed - kernel.row_products * scores
-    if counts["FFMA"] < fewest:
-        raise ValueError(f"{variant.name}: found {counts['FFMA']} FFMA, the products alone have {fewest}")
-    return Share(needed, sum(counts.values()), dict(counts))
+    is_int8 = kernel.multiply == "IDP"
+    needed = kernel.products * scores * variant.head_dim // (4 if is_int8 else 1)
+    fewest = needed - (0 if is_int8 else kernel.row_products * scores)
+    if counts[kernel.multiply] < fewest:
+        found = f"{counts[kernel.multiply]} {kernel.multiply}"
+        raise ValueError(f"{variant.name}: found {found}, the products alone have {fewest}")
+    return Share(needed, sum(counts.values()), dict(counts), scores)
 
 
 def backward_share(query: float, key_value: float) -> float:
@@ -108,19 +120,19 @@ def backward_share(query: float, key_value: float) -> float:
     return BACKWARD_PRODUCTS / sum(KERNELS[kind].products / value for kind, value in shares.items())
 
 
-def _loops(instructions: list[Instruction], around: int) -> tuple[Loop, list[Loop]]:
+def _loops(instructions: list[Instruction], kernel: Kernel) -> tuple[Loop, list[Loop]]:
     """The loop over tiles, the longest that lies in ``around`` longer ones, and those of the products in it."""
     inner = sorted(loops(instructions))
-    for level in range(around + 1):
+    for level in range(kernel.around + 1):
         if not inner:
-            raise ValueError(f"found {level} nested loops, want at least {around + 1}")
+            raise ValueError(f"found {level} nested loops, want at least {kernel.around + 1}")
         outer = max(inner, key=lambda loop: loop[1] - loop[0])
         inner = [loop for loop in inner if loop != outer and outer[0] <= loop[0] and loop[1] <= outer[1]]
-    return outer, [loop for loop in inner if _is_product(instructions, loop)]
+    return outer, [loop for loop in inner if _is_product(instructions, loop, kernel.multiply)]
 
 
-def _is_product(instructions: list[Instruction], loop: Loop) -> bool:
-    return sum(i.kind == "FFMA" for i in within(instructions, loop)) >= 64
+def _is_product(instructions: list[Instruction], loop: Loop, multiply: str) -> bool:
+    return sum(i.kind == multiply for i in within(instructions, loop)) >= 64
 
 
 def _trips(variant: Variant, kernel: Kernel, found: int) -> list[int]:
@@ -129,6 +141,8 @@ def _trips(variant: Variant, kernel: Kernel, found: int) -> list[int]:
     geometry = variant.geometry
     staged = geometry.cols // geometry.parts // geometry.staged
     chunks = variant.head_dim // geometry.depth - 1  # the first one stands before the loop
+    if kernel.multiply == "IDP":  # sizes in words of four, in both products
+        chunks, staged = variant.head_dim // 4 // geometry.depth - 1, geometry.cols // 4 // geometry.staged - 1
     rows = [chunks] * (chunks > 1)
     columns = [staged] * (geometry.parts if staged > 1 else 0)
     keys = geometry.rows // geometry.parts // geometry.staged

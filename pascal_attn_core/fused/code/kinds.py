@@ -19,7 +19,7 @@ class Kind(NamedTuple):
         functions: in it.
         on_tensor_cores: it multiplies there: float16, tables of its own.
         least, below: compute capabilities that it is for.
-        mask_function: of masked variants on tensor cores, the one that turns the mask into bits.
+        mask_function: of masked variants, the one that turns the mask into bits; "" = none does.
     """
 
     files: tuple[str, ...]
@@ -28,7 +28,7 @@ class Kind(NamedTuple):
     on_tensor_cores: bool = False
     least: tuple[int, int] = (5, 0)
     below: tuple[int, int] = (99, 0)
-    mask_function: str = "pa_mask_bits"
+    mask_function: str = ""
 
 
 _PLAIN = ("base.cuh", "common.cuh", "elements.cuh", "lanes.cuh", "band.cuh", "product.cuh", "sequence.cuh")
@@ -83,13 +83,13 @@ def _gradient_kinds(
 _BACKWARD = (*_PLAIN, "masks.cuh", "gradients.cuh", "backward.cuh")
 
 
-def _forward(function: str, combine: str = "", files: tuple[str, ...] = (), **macros: object) -> Kind:
+def _forward(function: str, combine: str = "", **macros: object) -> Kind:
     """The forward kernel on plain cores; with ``combine`` the keys may be cut, and that function joins the parts."""
     joins = ("combine.cuh",) if combine else ()
     macros = {"PA_SPLIT": len(joins), "PA_INT8": 0, "PA_FORWARD_NAME": function, **macros}
     if combine:
         macros["PA_COMBINE_NAME"] = combine
-    text = (*_PLAIN, "masks.cuh", *files, "amd_softmax.cuh", "forward.cu", *joins)
+    text = (*_PLAIN, "masks.cuh", "amd_softmax.cuh", "forward.cu", *joins)
     return Kind(text, macros, (function, combine) if combine else (function,))
 
 
@@ -104,8 +104,12 @@ TABLE = {
         ("pa_grad_all", "pa_delta", "pa_round_query"),
         below=(8, 0),
     ),
-    "int8": _forward("pa_forward_int8", files=("int8.cuh",), PA_INT8=1)._replace(
-        functions=("pa_quantize", "pa_forward_int8"), least=(6, 1)
+    "int8": Kind(
+        ("base.cuh", "elements.cuh", "band.cuh", "lanes.cuh", "int8_pack.cuh", "mask_bits.cuh", "int8_attention.cu"),
+        {},
+        ("pa_int8_attention", "pa_pack_queries", "pa_pack_keys", "pa_pack_values"),
+        least=linear_source.LEAST_CAPABILITY,
+        mask_function="pa_int8_mask_bits",
     ),
     "capped": _forward("pa_capped", PA_CAPPED=1),
     "capped_split": _forward("pa_capped_split", "pa_capped_combine", PA_CAPPED=1),

@@ -52,11 +52,21 @@ class TensorEven(TensorForward):
     ]
 
 
-class Quantize(Params):
+class Pack(Params):
     _fields_ = [
-        *_fields(_POINTER, "x mean words scales"),
+        *_fields(_POINTER, "x mean words scales logs mean_scores"),
         *_fields(_I64, "xb xh xs"),
-        *_fields(_INT, "rows heads batches dim row_words"),
+        *_fields(_INT, "rows heads batches group tiles dim"),
+        *_fields(_FLOAT, "scale scale_log2"),
+    ]
+
+
+class Int8Attention(Params):
+    _fields_ = [
+        *_fields(_POINTER, "q q_scales k k_scales v v_scales v_logs mean mean_scores o lse mask mask_bits flags"),
+        *_fields(_I64, "ob oh os lb lh mb mh mq mk bits_b bits_h bits_q flags_b flags_h flags_q"),
+        *_fields(_INT, "lq lk heads group tiles dim_v low high first_tile first_batch"),
+        *_fields(_INT, "mask_heads mask_rows mask_is_float32"),
     ]
 
 

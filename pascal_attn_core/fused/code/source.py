@@ -12,7 +12,7 @@ from typing import Any
 from ..geometry import amd as amd_geometry
 from ..geometry.amd import AmdGeometry
 from ..geometry.gradient import GRADIENT_TABLES, GradientGeometry, gradient_geometry, gradient_head_dims
-from ..geometry.plain import GRAD_ALL_HEAD_DIMS, HEAD_DIMS, PLAIN_TABLES, Geometry, plain_geometry
+from ..geometry.plain import GRAD_ALL_HEAD_DIMS, HEAD_DIMS, INT8_HEAD_DIMS, PLAIN_TABLES, Geometry, plain_geometry
 from ..geometry.tensor import (
     EVEN_HEAD_DIM,
     FLOAT_MASK_HEAD_DIM,
@@ -70,6 +70,8 @@ class Variant(Compilation):
 
     @property
     def pack(self) -> str:
+        if self.kind == "int8":
+            return self.kind
         return f"{self.head_dim}{'-tensor' if self.on_tensor_cores else ''}"
 
     @functools.cached_property
@@ -119,6 +121,8 @@ class Variant(Compilation):
             return bool(self.arch) and amd_geometry.has_ranges(self.head_dim, self.dtype, self.mask, padded=self.padded)
         if self.kind == "grad_all":
             return not self.arch and self.head_dim in GRAD_ALL_HEAD_DIMS
+        if self.kind == "int8":
+            return self.head_dim in INT8_HEAD_DIMS and self.mask != "float" and not self.padded and not self.arch
         if self.is_even:
             return self.mask != "float" and self.head_dim <= EVEN_HEAD_DIM
         return not (self.on_tensor_cores and self.mask == "float" and self.head_dim > FLOAT_MASK_HEAD_DIM)
@@ -163,7 +167,7 @@ class Variant(Compilation):
     def functions(self) -> tuple[str, ...]:
         """The kernels in it, the one that gives the kind its name first."""
         kind = TABLE[self.kind]
-        of_mask = (kind.mask_function,) if self.on_tensor_cores and self.mask != "none" else ()
+        of_mask = (kind.mask_function,) if kind.mask_function and self.mask != "none" else ()
         return (*kind.functions, *of_mask)
 
     def macros(self) -> dict[str, object]:
@@ -208,7 +212,7 @@ def all_variants() -> Iterator[Variant]:
         for head_dim in dims:
             if is_gradient and head_dim > 256:
                 continue
-            for padded in (False, True) if kind != "int8" else (False,):
+            for padded in (False, True):
                 for dtype in ("float16",) if is_tensor else DTYPES:
                     for mask in masks:
                         variant = Variant(kind, head_dim, dtype, mask, padded)

@@ -41,6 +41,7 @@ class Geometry(Tiles):
 PLAIN_TABLES = read_tables("plain", Geometry)
 HEAD_DIMS = tuple(PLAIN_TABLES["forward"])
 GRAD_ALL_HEAD_DIMS = tuple(PLAIN_TABLES["grad_all"])
+INT8_HEAD_DIMS = tuple(PLAIN_TABLES["int8"])
 
 
 def plain_geometry(kind: str, head_dim: int, dtype: str, mask: str, *, padded: bool) -> Geometry:

@@ -1,59 +1,174 @@
-"""The launches of the int8 mode: quantize Q and K, then the forward kernel on words of four 8-bit integers.
-
-With q' = q + dq and k' = k + dk the rounded rows (|dq| <= max|q| / 254 for every element, K after its mean key has
-been subtracted), a score errs by at most scale * (|q|_1 max|dk| + |k|_1 max|dq| + D max|dq| max|dk|) = e, and an
-output by at most (exp(2 e) - 1) * max|v|.
-"""
+"""The launches of attention in 8-bit integers: Q, K and V to words of four codes, then both products of them. What they
+compute is written down in :mod:`.int8_definition`."""
 
 from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from ...call import AttentionCall
-from ..code.params import Forward, Quantize
+from ..code.params import Int8Attention, Pack
+from ..code.source import Variant
 from . import Launch
-from .fields import common_fields, result_fields, steps, views, work_of
+from .fields import LOG2_E, View, band_of, common_fields, mask_bits, mask_tiles, result_fields, steps, views
 from .plan import Plan
 
-_WORDS = 16  # words of a chunk: rows are padded to a multiple of 64 elements
+_SLICE_BYTES = 64 << 20  # of words and scales
 
 
-def int8_launches(call: AttentionCall, plan: Plan, out: Tensor) -> list[Launch]:
-    """The launches that write out ``[*batch, Hq, L, Dv]``. Extra memory: Q and K in 8 bits, and a scale per row."""
-    variant, geometry = plan.forward, plan.forward.geometry
-    row_words = -(-call.head_dim // (4 * _WORDS)) * _WORDS
+def int8_launches(call: AttentionCall, plan: Plan, out: Tensor, lse: Tensor | None = None) -> list[Launch]:
+    """The launches that write out ``[*batch, Hq, L, Dv]`` and, where given, lse ``[*batch, Hq, L]``.
+
+    Extra memory: a mask's bits, and for each row of Q, K and V its head_dim in the table and 4 to 8 bytes, of as many
+    heads at a time as 64 MiB hold, at least one head of K and V with its heads of Q.
+    """
     launches = []
-    for view in views(call, out):
-        batches, (out_view,) = view.query.shape[0], view.rest
-        mean_key = view.key.mean(dim=-2, dtype=torch.float32)
-        fields = common_fields(call, view) | result_fields(out_view, "o", "o")
-        keep: list[Tensor] = [mean_key, *view.tensors]
-        for name, tensor, mean in (("q", view.query, None), ("k", view.key, mean_key)):
-            words = tensor.new_empty((*tensor.shape[:-1], row_words), dtype=torch.int32)
-            row_scales = tensor.new_empty(tensor.shape[:-1], dtype=torch.float32)
-            batch, head, token, _ = steps(tensor)
-            params = Quantize(
-                x=tensor.data_ptr(),
-                mean=0 if mean is None else mean.data_ptr(),
-                words=words.data_ptr(),
-                scales=row_scales.data_ptr(),
-                rows=tensor.shape[2],
-                heads=tensor.shape[1],
-                batches=batches,
-                dim=call.head_dim,
-                row_words=row_words,
-                xb=batch,
-                xh=head,
-                xs=token,
-            )
-            fields |= {f"{name}_words": words.data_ptr(), f"{name}_scales": row_scales.data_ptr()}
-            keep += [words, row_scales]
-            grid = (-(-row_scales.numel() // 4), 1, 1)
-            launches.append(Launch(variant, "pa_quantize", grid, 128, params, tuple(keep)))
-        grid = (-(-call.seq_len_q // geometry.rows), call.num_heads, batches)
-        params_ = Forward(**fields, row_words=row_words)
-        launches.append(
-            Launch(variant, "pa_forward_int8", grid, geometry.threads, params_, tuple(keep), work_of(call, view))
-        )
+    for view in views(call, out, *(() if lse is None else (lse,))):
+        mask = _MaskTiles.of(call, plan.forward, view)
+        means = tuple(t.mean(dim=-2, dtype=torch.float32).contiguous() for t in (view.key, view.value))
+        launches += [] if mask is None else [mask.launch]
+        words: _Words | None = None
+        for batches, heads in _slices(call, plan.forward, view):
+            of_query = slice(heads.start * call.groups, heads.stop * call.groups)
+            tensors = view.query[batches, of_query], view.key[batches, heads], view.value[batches, heads]
+            part = View(*tensors, None, tuple(t[batches, of_query] for t in view.rest))
+            words = words or _Words.of(plan.forward, part)
+            of_part = tuple(mean[batches, heads] for mean in means)
+            launches += _pack_launches(call, plan.forward, part, words, of_part)
+            of_mask = {} if mask is None else mask.fields(batches.start, of_query.start)
+            keep = (*view.tensors, *words, *means, *(() if mask is None else mask.tensors))
+            launches.append(_attention_launch(call, plan.forward, part, words, of_part, of_mask)._replace(keep=keep))
     return launches
+
+
+class _Words(NamedTuple):
+    """What the packing kernels write: see ``Pack`` of ``cuda/int8_pack.cuh``."""
+
+    q: Tensor
+    q_scales: Tensor
+    mean_scores: Tensor
+    k: Tensor
+    k_scales: Tensor
+    v: Tensor
+    v_scales: Tensor
+    v_logs: Tensor
+
+    @staticmethod
+    def of(variant: Variant, view: View) -> _Words:
+        rows = view.query.shape[:-1].numel()
+        keys = view.key.shape[:2].numel() * _key_tiles(variant, view) * variant.geometry.cols
+        sizes = {"q": rows, "q_scales": rows, "mean_scores": rows if len(view.rest) > 1 else 0}
+        new, each = view.query.new_empty, variant.head_dim // 4
+        return _Words(
+            *(
+                new((sizes.get(name, keys), each) if len(name) == 1 else sizes.get(name, keys), dtype=dtype)
+                for name, dtype in ((n, torch.int32 if len(n) == 1 else torch.float32) for n in _Words._fields)
+            )
+        )
+
+
+def _key_tiles(variant: Variant, view: View) -> int:
+    return -(-view.key.shape[-2] // variant.geometry.cols)
+
+
+def _slices(call: AttentionCall, variant: Variant, view: View) -> Iterator[tuple[slice, slice]]:
+    """Batch elements, and heads of key and value, whose words are in memory at a time."""
+    tokens = call.groups * call.seq_len_q + 2 * call.seq_len_kv
+    most = max(1, _SLICE_BYTES // (tokens * (variant.head_dim + 8)))
+    heads = min(call.num_kv_heads, most)
+    for batch in range(0, view.query.shape[0], batches := max(1, most // call.num_kv_heads)):
+        for head in range(0, call.num_kv_heads, heads):
+            yield slice(batch, batch + batches), slice(head, min(head + heads, call.num_kv_heads))
+
+
+def _pack_launches(
+    call: AttentionCall, variant: Variant, view: View, words: _Words, means: tuple[Tensor, ...]
+) -> list[Launch]:
+    tiles, launches = _key_tiles(variant, view), []
+    mean_key, mean_value = (mean.data_ptr() for mean in means)
+    of_query = {"scale": call.scale, "scale_log2": call.scale * LOG2_E, "group": call.groups}
+    scores = {"mean": mean_key, "mean_scores": words.mean_scores.data_ptr()} if words.mean_scores.numel() else {}
+    for function, tensor, own in (
+        ("pa_pack_queries", view.query, {"words": words.q, "scales": words.q_scales, **of_query, **scores}),
+        ("pa_pack_keys", view.key, {"words": words.k, "scales": words.k_scales, "mean": mean_key}),
+        (
+            "pa_pack_values",
+            view.value,
+            {"words": words.v, "scales": words.v_scales, "logs": words.v_logs, "mean": mean_value},
+        ),
+    ):
+        batches, heads, rows, dim = tensor.shape
+        batch, head, token, _ = steps(tensor)
+        fields = {name: t.data_ptr() if isinstance(t, Tensor) else t for name, t in own.items()}
+        fields |= {"x": tensor.data_ptr(), "xb": batch, "xh": head, "xs": token}
+        params = Pack(**fields, rows=rows, heads=heads, batches=batches, tiles=tiles, dim=dim)
+        blocks = -(-batches * heads * rows // 4) if tensor is view.query else batches * heads * tiles
+        launches.append(Launch(variant, function, (blocks, 1, 1), 128, params, (*view.tensors, *words, *means)))
+    return launches
+
+
+def _attention_launch(
+    call: AttentionCall,
+    variant: Variant,
+    view: View,
+    words: _Words,
+    means: tuple[Tensor, ...],
+    of_mask: dict[str, int],
+) -> Launch:
+    geometry, (batches, heads, rows, _) = variant.geometry, view.query.shape
+    low, high = band_of(call)
+    fields = {name: t.data_ptr() for name, t in words._asdict().items()} | {"mean": means[1].data_ptr(), **of_mask}
+    fields |= result_fields(view.rest[0], "o", "o")
+    for lse in view.rest[1:]:
+        fields |= result_fields(lse, "lse", "l")
+    params = Int8Attention(
+        **fields,
+        lq=rows,
+        lk=call.seq_len_kv,
+        heads=heads,
+        group=call.groups,
+        tiles=_key_tiles(variant, view),
+        dim_v=call.head_dim_v,
+        low=low,
+        high=high,
+    )
+    grid = (-(-rows // geometry.rows), heads, batches)
+    work = batches * heads * rows * call.seq_len_kv * (call.head_dim + call.head_dim_v)
+    return Launch(variant, "pa_int8_attention", grid, geometry.threads, params, work=work)
+
+
+class _MaskTiles(NamedTuple):
+    """A mask by bits, and what is to be looked at in each tile: the launch that writes both, and their tensors with as
+    many batch elements and heads of Q as the call has."""
+
+    launch: Launch
+    bits: Tensor
+    flags: Tensor
+    strides: dict[str, int]
+
+    @staticmethod
+    def of(call: AttentionCall, variant: Variant, view: View) -> _MaskTiles | None:
+        if view.mask is None:
+            return None
+        key_tiles = _key_tiles(variant, view)
+        bits = mask_bits(call, view, key_tiles * (variant.geometry.cols // 32))
+        row_tiles = -(-bits.shape[2] // variant.geometry.rows)
+        flags, fields, grid = mask_tiles(bits, bits.shape[1], row_tiles, key_tiles)
+        names = ("mask", "mb", "mh", "mq", "mk", "lk")
+        of_call = {name: value for name, value in common_fields(call, view).items() if name in names}
+        params = Int8Attention(**{**of_call, **fields})
+        launch = Launch(variant, variant.functions[-1], grid, 128, params, (*view.tensors, bits, flags))
+        wide = (view.query.shape[0], call.num_heads, -1, -1)
+        return _MaskTiles(launch, bits.expand(wide), flags.expand(wide), fields)
+
+    @property
+    def tensors(self) -> tuple[Tensor, Tensor]:
+        return self.bits, self.flags
+
+    def fields(self, batch: int, head: int) -> dict[str, int]:
+        """For the heads from this one on."""
+        own = self.bits[batch, head].data_ptr(), self.flags[batch, head].data_ptr()
+        return {**self.strides, "mask_bits": own[0], "flags": own[1]}

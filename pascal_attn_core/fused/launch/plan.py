@@ -14,6 +14,7 @@ from torch import Tensor
 from ...call import AttentionCall
 from ..code.source import HEAD_DIMS, AnyGeometry, Variant
 from ..geometry.gradient import gradient_head_dims
+from ..geometry.plain import INT8_HEAD_DIMS
 from ..geometry.tensor import TENSOR_HEAD_DIMS, VOLTA_HEAD_DIMS
 from .fields import rows_are_readable
 from .stream_k import Pieces, busiest, distribute
@@ -124,9 +125,9 @@ def plan_call(
         for_grad: gradients will be wanted.
         arch: of AMD's devices, as :func:`..geometry.amd.kernel_arch` says it.
     """
-    variants = variants_of(call, arch)
     if int8:
-        return Plan(variants.int8)
+        return Plan(int8_variant(call))
+    variants = variants_of(call, arch)
     gradients = (variants.grad_query, variants.grad_key_value) if for_grad else ()
     whole, split = forward_variants(call, variants)
     if packed is None:
@@ -147,7 +148,6 @@ class Variants(NamedTuple):
     grad_query: Variant
     grad_key_value: Variant
     grad_all: Variant
-    int8: Variant
     capped: Variant
     capped_split: Variant
     ranges: Variant
@@ -156,6 +156,13 @@ class Variants(NamedTuple):
 def variants_of(call: AttentionCall, arch: str = "") -> Variants:
     """The compilations that a call may need; ``arch``: on AMD's devices. Its head_dims are in the table."""
     return _variants(call.head_dim, call.head_dim_v, call.query.dtype, _mask_kind(call), arch)
+
+
+def int8_variant(call: AttentionCall) -> Variant:
+    """The compilation of 8-bit attention that takes a call."""
+    dim = table_dim(call.head_dim, call.head_dim_v, INT8_HEAD_DIMS)
+    assert dim is not None
+    return Variant("int8", dim, str(call.query.dtype).removeprefix("torch."), _mask_kind(call))
 
 
 def forward_variants(call: AttentionCall, variants: Variants) -> tuple[Variant, Variant]:

@@ -9,6 +9,7 @@ from ...call import AttentionCall
 from ...lazy_mask import LazyMask
 from ..code.source import HEAD_DIMS
 from ..geometry.gradient import GRADIENT_HEAD_DIMS, VOLTA_GRADIENT_HEAD_DIMS
+from ..geometry.plain import INT8_HEAD_DIMS
 from ..geometry.tensor import FLOAT_MASK_HEAD_DIM, TENSOR_HEAD_DIMS, VOLTA_HEAD_DIMS
 from .fields import UNBOUNDED, rows_are_readable
 
@@ -19,11 +20,11 @@ _HEADS = 65535  # a grid's second and third dimension
 _MASK_STRIDE = 1 << 25
 
 
-def call_reasons(call: AttentionCall, *, int8: bool = False, with_lse: bool = False) -> list[str]:
+def call_reasons(call: AttentionCall, *, int8: bool = False) -> list[str]:
     """Why the kernels cannot take a call, whatever the device; empty = they can."""
     reasons = [*_kind_reasons(call), *_mask_reasons(call)]
     if int8:
-        reasons += _int8_reasons(call, with_lse)
+        reasons += _int8_reasons(call)
     if not reasons:
         reasons = _layout_reasons(call)
     return reasons
@@ -104,12 +105,17 @@ def _mask_reasons(call: AttentionCall) -> list[str]:
     return reasons
 
 
-def _int8_reasons(call: AttentionCall, with_lse: bool) -> list[str]:
+def _int8_reasons(call: AttentionCall) -> list[str]:
     reasons = []
     if call.needs_grad:
         reasons.append("the int8 mode has no gradients")
-    if with_lse:
-        reasons.append("the int8 mode does not return lse")
+    largest = max(call.head_dim, call.head_dim_v)
+    if INT8_HEAD_DIMS[-1] < largest <= HEAD_DIMS[-1]:
+        reasons.append(f"the int8 mode's head_dim ends at {INT8_HEAD_DIMS[-1]}, got {largest}")
+    if isinstance(call.attn_mask, Tensor) and call.attn_mask.dtype != torch.bool:
+        reasons.append("the int8 mode has no float mask")
+    if isinstance(call.attn_mask, Tensor) and call.batch_size * call.num_heads > _HEADS:
+        reasons.append(f"{call.batch_size * call.num_heads} heads of all batch elements > {_HEADS} with attn_mask")
     if call.softcap is not None or call.sinks is not None:
         reasons.append("the int8 mode has no softcap and no attention sinks")
     if call.scale <= 0:

@@ -28,6 +28,14 @@ for dim, mask, options in ((64, None, {"is_causal": True}), (40, torch.rand(1, 1
     backward(at_once(result), torch.randn_like(result.out), **how)
 query, key = numbers(4, 3, 64), numbers(2, 331, 64)
 forward([query, key, key, None], {"enable_gqa": True}, parts=True, **how)
+from attn_support.fused.cases import check_call
+from attn_support.fused.emulation import emulate
+from pascal_attn_core.fused.launch.int8 import int8_launches
+from pascal_attn_core.fused.launch.plan import plan_call
+for dim, mask, options in ((64, None, {"is_causal": True}), (128, torch.rand(1, 1, 131, 75) > 0.5, {}), (40, None, {})):
+    call = check_call(numbers(2, 131, dim), *(numbers(1, 75, dim) for _ in range(2)), mask, enable_gqa=True, **options)
+    out, lse = torch.empty(call.out_shape), torch.empty(call.out_shape[:-1])
+    emulate(int8_launches(call, plan_call(call, 1, int8=True), out, lse), **how)
 print("clean")
 """
 

@@ -21,6 +21,7 @@ from pascal_attn_core.call import check_call
 from pascal_attn_core.flash_attn import flash_attn_func
 from pascal_attn_core.fused.launch import Launch
 from pascal_attn_core.fused.launch.select import call_reasons
+from pascal_attn_core.machine.runtime import Runtime, using
 from pascal_attn_core.reference import reference_sdpa
 
 pytestmark = pytest.mark.skipif(GXX is None, reason="needs g++ to build the emulation")
@@ -166,13 +167,16 @@ def test_a_negated_view_is_read_as_what_it_means(place: int, queued: list[Launch
     assert len(queued) == 2
 
 
-def test_int8_stays_within_its_bound_and_is_never_chosen() -> None:
+def test_int8_is_what_a_cpu_computes_and_is_never_chosen(queued: list[Launch]) -> None:
     query, key, value = (torch.randn(2, 2, n, 64) for n in (70, 90, 90))
-    out = sdpa(query, key, value, config=INT8)
-    expected = exact([query, key, value], {})[0]
-    assert 0 < (out - expected).norm() < 0.02 * expected.norm()
-    with pytest.raises(UnsupportedAttention, match="the int8 mode does not return lse"):
-        sdpa_with_lse(query, key, value, config=INT8)
+    out, lse = sdpa_with_lse(query, key, value, config=INT8)
+    assert [launch.function for launch in queued][-1] == "pa_int8_attention"
+    expected = exact([query, key, value], {})
+    assert 0 < (out - expected[0]).norm() < 0.02 * expected[0].norm()
+    assert 0 < (lse - expected[1]).abs().max() < 0.1
+    with using(Runtime("cpu")):
+        for of_card, of_cpu in zip((out, lse), sdpa_with_lse(query, key, value, config=INT8)):
+            torch.testing.assert_close(of_card, of_cpu, atol=2e-3, rtol=2e-3)
     with pytest.raises(UnsupportedAttention, match="the int8 mode has no gradients"):
         sdpa(query.requires_grad_(), key, value, config=INT8)
     assert "fused-int8" not in explain(query, key, value)

@@ -38,7 +38,8 @@ T4 = DeviceInfo("cuda", "Tesla T4", capability=(7, 5), num_sms=40, l2_bytes=4096
 V100 = DeviceInfo("cuda", "Tesla V100-SXM2-16GB", capability=(7, 0), num_sms=80, l2_bytes=6144 << 10)
 # The structure of parameters of the kernels whose names match, the first that does.
 _PARAMS = {
-    "pa_quantize": "Quantize",
+    "pa_pack.*": "Pack",
+    "pa_int8.*": "Int8Attention",
     "pa_linear_quantize": "QuantizeRows",
     "pa_linear.*": "Linear",
     "pa_.*even.*": "TensorEven",

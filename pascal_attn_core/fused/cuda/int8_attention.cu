@@ -1,0 +1,289 @@
+// The attention of int8_pack.cuh's words, whose head says what is computed. One block per tile of query rows.
+
+// Part `chunk` of `chunks` of a tile's words, as they lie.
+template <int chunks>
+INLINE void load_pieces(int4 (&r)[PIECES / chunks], const int* words, int chunk, const Lane& t) {
+    FOR(i, PIECES / chunks) r[i] = ((const int4*)words)[(chunk * (PIECES / chunks) + i) * PA_NT + t.tid];
+}
+template <int chunks>
+INLINE void store_pieces(int* to, const int4 (&r)[PIECES / chunks], int chunk, const Lane& t) {
+    FOR(i, PIECES / chunks) ((int4*)to)[(chunk * (PIECES / chunks) + i) * PA_NT + t.tid] = r[i];
+}
+
+template <int n>
+INLINE void load_words(int (&w)[n], const int* at, int step) {
+    FOR(i, n / 4) {
+        const int4 four = *(const int4*)(at + i * step);
+        w[4 * i] = four.x; w[4 * i + 1] = four.y; w[4 * i + 2] = four.z; w[4 * i + 3] = four.w;
+    }
+}
+
+// Spreads the stores of P over the banks: groups of four rows, of a group of keys, are xor-ed with this.
+#define SWIZZLE(g) (((g) & 3) << 1)
+
+// One chunk of S. a, b: the factors of the first step; left there: those of the next chunk's, or behind the last one
+// words of Q's, which nobody uses. `first`: the sums begin at MAGIC, one register for all of them.
+template <bool first>
+INLINE void multiply_rows_chunk(int (&S)[RM][CN], int (&a)[2][RM], int (&b)[2][CN], const int* qs, const int* ks,
+                                const int* next) {
+    FOR(w, PA_KC) {
+        load_words(a[w + 1 & 1], w + 1 < PA_KC ? qs + (w + 1) * PA_BR : next, 4 * PA_TY);
+        load_words(b[w + 1 & 1], ks + (w + 1) * PA_BC, 4 * PA_TX);
+        FOR(i, RM) FOR(j, CN) S[i][j] = dp4a_signed(a[w & 1][i], b[w & 1][j], first && w == 0 ? MAGIC_BITS : S[i][j]);
+    }
+}
+
+// S[i][j] as the bits of MAGIC + sum of q k. Meanwhile the words of V's tile travel to shared memory.
+INLINE void multiply_rows(int (&S)[RM][CN], const int* Qs, const int* Ks, int* Vs, const int* v, const Lane& t) {
+    const int* qs = Qs + t.ty * 4;
+    const int* ks = Ks + t.tx * 4;
+    int4 piece[PIECES / QK_CHUNKS];
+    load_pieces<QK_CHUNKS>(piece, v, 0, t);
+    int a[2][RM], b[2][CN];
+    load_words(a[0], qs, 4 * PA_TY);
+    load_words(b[0], ks, 4 * PA_TX);
+    multiply_rows_chunk<true>(S, a, b, qs, ks, QK_CHUNKS > 1 ? qs + PA_KC * PA_BR : qs);
+    store_pieces<QK_CHUNKS>(Vs, piece, 0, t);
+#pragma unroll 1
+    for (int c = 1; c < QK_CHUNKS; ++c) {
+        load_pieces<QK_CHUNKS>(piece, v, c, t);
+        qs += PA_KC * PA_BR;
+        ks += PA_KC * PA_BC;
+        multiply_rows_chunk<false>(S, a, b, qs, ks, c + 1 < QK_CHUNKS ? qs + PA_KC * PA_BR : Qs + t.ty * 4);
+        store_pieces<QK_CHUNKS>(Vs, piece, c, t);
+    }
+}
+
+// The same of A. next: V's words of the next chunk; behind the last one any that are not being written.
+template <bool first>
+INLINE void multiply_columns_chunk(int (&A)[RM][DN], int (&a)[2][RM], int (&b)[2][DN], const int* const (&ps)[4],
+                                   const int* vs, const int* next) {
+    FOR(g, PA_VC) {
+        load_words(a[g + 1 & 1], ps[g + 1 & 3] + (g + 1) * PA_BR, 4 * PA_TY);
+        load_words(b[g + 1 & 1], g + 1 < PA_VC ? vs + (g + 1) * PA_D : next, 4 * PA_TX);
+        FOR(i, RM) FOR(j, DN)
+            A[i][j] = dp4a_unsigned((u32)a[g & 1][i], b[g & 1][j], first && g == 0 ? MAGIC_BITS : A[i][j]);
+    }
+}
+
+// A[i][d] as the bits of MAGIC + sum of p v. Meanwhile the words of the next tile of K travel to shared memory.
+INLINE void multiply_columns(int (&A)[RM][DN], const int* Ps, const int* Vs, int* Ks, const int* k, const Lane& t) {
+    const int* vs = Vs + t.tx * 4;
+    const int* ps[4];
+    FOR(g, 4) ps[g] = Ps + (t.ty ^ SWIZZLE(g)) * 4;
+    int4 piece[PIECES / PV_CHUNKS];
+    load_pieces<PV_CHUNKS>(piece, k, 0, t);
+    int a[2][RM], b[2][DN];
+    load_words(a[0], ps[0], 4 * PA_TY);
+    load_words(b[0], vs, 4 * PA_TX);
+    multiply_columns_chunk<true>(A, a, b, ps, vs, PV_CHUNKS > 1 ? vs + PA_VC * PA_D : vs);
+    store_pieces<PV_CHUNKS>(Ks, piece, 0, t);
+#pragma unroll 1
+    for (int c = 1; c < PV_CHUNKS; ++c) {
+        load_pieces<PV_CHUNKS>(piece, k, c, t);
+        FOR(g, 4) ps[g] += PA_VC * PA_BR;
+        vs += PA_VC * PA_D;
+        multiply_columns_chunk<false>(A, a, b, ps, vs, c + 1 < PV_CHUNKS ? vs + PA_VC * PA_D : Vs + t.tx * 4);
+        store_pieces<PV_CHUNKS>(Ks, piece, c, t);
+    }
+}
+
+// The same steps, in the same order, for a row of the sums, whose channels are COL(0) ... COL(DN - 1); behind
+// those of the lanes there is one bit of them.
+INLINE void rotate_sums(float (&O)[DN], const Lane& t) {
+    for (int s = 1; s < 4; s *= 2) FOR(j, DN) if (!(j & s)) {
+        const float a = O[j], b = O[j | s];
+        O[j] = __fadd_rn(a, b);
+        O[j | s] = __fsub_rn(a, b);
+    }
+    for (int s = 1; s < PA_TX; s *= 2) FOR(j, DN) {
+        const float other = __shfl_xor_sync(FULL_WARP, O[j], 2 * s);
+        O[j] = t.tx & s ? __fsub_rn(other, O[j]) : __fadd_rn(O[j], other);
+    }
+    for (int s = 4; s < DN; s *= 2) FOR(j, DN) if (!(j & s)) {
+        const float a = O[j], b = O[j | s];
+        O[j] = __fadd_rn(a, b);
+        O[j | s] = __fsub_rn(a, b);
+    }
+    FOR(j, DN) O[j] = __fmul_rn(O[j], OF_ROTATION);
+}
+
+#if PA_MASK
+// Of the tiles of the block's rows. Worked out where it is needed: kept, it takes registers of the sums.
+INLINE const u8* flags_of(const Int8Attention& p, int row_tile) {
+    int b = blockIdx.z + p.first_batch;
+    OPAQUE(b);
+    return p.flags + b * p.flags_b + blockIdx.y * p.flags_h + row_tile * p.flags_q;
+}
+
+// Scores of the tile that begins at key0 which the mask's bits forbid are -inf.
+INLINE void forbid_by_mask(float (&S)[RM][CN], const Int8Attention& p, int row0, int key0, const Lane& t) {
+    int b = blockIdx.z + p.first_batch;
+    OPAQUE(b);
+    const u32* const bits = p.mask_bits + b * p.bits_b + blockIdx.y * p.bits_h + key0 / 32;
+    FOR(i, RM) {
+        const u32* const row = bits + min_int(row0 + ROW(i), p.lq - 1) * p.bits_q;
+        FOR(j, CN / 4) {
+            const u32 four = row[COL(4 * j) / 32] >> COL(4 * j) % 32;
+            FOR(c, 4) if (!(four >> c & 1)) S[i][4 * j + c] = NEG_INF;
+        }
+    }
+}
+#endif
+
+// The first tile from `tile` on in which a row of the block sees a key by the mask; `end` or more: in none.
+INLINE int next_seen(const Int8Attention& p, int row_tile, int tile, int end) {
+#if PA_MASK
+    const u8* const flags = flags_of(p, row_tile);
+    while (tile < end && !(flags[tile] & SEEN)) ++tile;
+#endif
+    return tile;
+}
+
+extern "C" __global__ void __launch_bounds__(PA_NT, PA_MINB) pa_int8_attention(const Int8Attention p) {
+    __shared__ __align__(128) int sm[WORDS * PA_BR + 2 * TILE_WORDS + GROUPS * PA_BR];
+    int* const Ps = sm;                     // [GROUPS][BR], swizzled
+    int* const Vs = Ps + GROUPS * PA_BR;    // [GROUPS][D]
+    int* const Ks = Vs + TILE_WORDS;        // [WORDS][BC]
+    int* const Qs = Ks + TILE_WORDS;        // [WORDS][BR], the last: nothing behind it may be read
+    const Lane t = lane_of(threadIdx.x);
+    const int b = blockIdx.z + p.first_batch, h = blockIdx.y;
+    // Under a causal rule the last tiles of rows have the most keys: they go first.
+    const int row_tile = (p.high < p.lk ? (int)(gridDim.x - 1 - blockIdx.x) : (int)blockIdx.x) + p.first_tile;
+    const int row0 = row_tile * PA_BR, rows = p.lq - row0;
+    const i64 q_head = (i64)b * p.heads + h, k_head = (i64)b * (p.heads / p.group) + h / p.group;
+    const int k_end = min_int(p.lk, min_int(row0 + PA_BR, p.lq) + p.high), end = (k_end + PA_BC - 1) / PA_BC;
+    int tile = next_seen(p, row_tile, max_int(0, row0 + p.low) / PA_BC, end);
+    const int* k = p.k + (k_head * p.tiles + tile) * TILE_WORDS;
+    const int* v = p.v + (k_head * p.tiles + tile) * TILE_WORDS;
+
+    for (int e = t.tid; e < PA_BR * WORDS / 4; e += PA_NT) {  // Q, transposed
+        const int r = e % PA_BR, w = e / PA_BR * 4;
+        const int4 four = *(const int4*)(p.q + (q_head * p.lq + row0 + min_int(r, rows - 1)) * WORDS + w);
+        Qs[w * PA_BR + r] = four.x; Qs[(w + 1) * PA_BR + r] = four.y;
+        Qs[(w + 2) * PA_BR + r] = four.z; Qs[(w + 3) * PA_BR + r] = four.w;
+    }
+    if (tile < end) FOR(c, PV_CHUNKS) {
+        int4 piece[PIECES / PV_CHUNKS];
+        load_pieces<PV_CHUNKS>(piece, k, c, t);
+        store_pieces<PV_CHUNKS>(Ks, piece, c, t);
+    }
+    float O[RM][DN], row_max[RM], row_sum[RM], scale[RM];
+    FOR(i, RM) {
+        FOR(j, DN) O[i][j] = 0.f;
+        row_max[i] = LOWEST;
+        row_sum[i] = 0.f;
+        scale[i] = p.q_scales[q_head * p.lq + row0 + min_int(ROW(i), rows - 1)];
+    }
+    __syncthreads();
+
+#pragma unroll 1
+    while (tile < end) {
+        const i64 at = (k_head * p.tiles + tile) * PA_BC;
+        float k_scale[CN], v_log[CN];  // on their way during the product
+        FOR(j, CN / 4) *(float4*)&k_scale[4 * j] = *(const float4*)(p.k_scales + at + COL(4 * j));
+        FOR(j, CN / 4) *(float4*)&v_log[4 * j] = *(const float4*)(p.v_logs + at + COL(4 * j));
+        int bits[RM][CN];
+        multiply_rows(bits, Qs, Ks, Vs, v, t);
+        float S[RM][CN];
+        FOR(i, RM) FOR(j, CN) S[i][j] = bits_to_float((u32)bits[i][j]);
+        float inverse[CN];
+        FOR(j, CN / 4) *(float4*)&inverse[4 * j] = *(const float4*)(p.v_scales + at + COL(4 * j));
+        FOR(j, CN) {
+            const float offset = -MAGIC * k_scale[j];  // exact
+            FOR(i, RM) S[i][j] = fmaf(S[i][j], k_scale[j], offset);
+        }
+        FOR(j, CN) FOR(i, RM) S[i][j] = fmaf(S[i][j], scale[i], v_log[j]);
+        const int key0 = tile * PA_BC;
+        if (key0 + PA_BC - 1 > row0 + p.high || key0 < row0 + PA_BR - 1 + p.low) {
+            KEEP_BRANCH();
+            FOR(i, RM) FOR(j, CN) {
+                const int distance = key0 + COL(j) - row0 - ROW(i);
+                if (distance > p.high || distance < p.low) S[i][j] = NEG_INF;
+            }
+        }
+#if PA_MASK
+        if (flags_of(p, row_tile)[tile] & CUT) {
+            KEEP_BRANCH();
+            forbid_by_mask(S, p, row0, key0, t);
+        }
+#endif
+        float top[RM];  // the tile's maximum
+        FOR(i, RM) top[i] = LOWEST;
+        FOR(j, CN) FOR(i, RM) top[i] = fmaxf(top[i], S[i][j]);
+        for (int s = 2; s < 2 * PA_TX; s *= 2) FOR(i, RM) top[i] = fmaxf(top[i], __shfl_xor_sync(FULL_WARP, top[i], s));
+
+        float weight[RM];  // of the tile against the running maximum
+        bool rises = false;
+        FOR(i, RM) rises |= top[i] > row_max[i] + SLACK;
+        if (ANY_LANE(rises)) {
+            KEEP_BRANCH();
+            FOR(i, RM) if (top[i] > row_max[i] + SLACK) {
+                const float fade = exp2_approx(row_max[i] - top[i]);
+                row_max[i] = top[i];
+                row_sum[i] *= fade;
+                FOR(j, DN) O[i][j] *= fade;
+            }
+        }
+        FOR(i, RM) weight[i] = exp2_approx(top[i] - row_max[i]);
+
+        // P, rounded and packed: a word is four keys.
+        {
+            float sum[RM];
+            FOR(i, RM) sum[i] = 0.f;
+            FOR(j, CN) FOR(i, RM) {
+                const float x = exp2_approx(S[i][j] - top[i]);
+                sum[i] = fmaf(x, inverse[j], sum[i]);
+                S[i][j] = fmaf(x, LARGEST, BYTE_MAGIC);
+            }
+            FOR(i, RM) row_sum[i] = fmaf(sum[i], weight[i], row_sum[i]);
+        }
+        FOR(j, CN / 4) FOR(i4, RM / 4) {
+            u32 word[4];
+            FOR(i, 4) {
+                const float* const s = &S[4 * i4 + i][4 * j];
+                const u32 low = permuted(float_to_bits(s[0]), float_to_bits(s[1]), 0x0040);
+                const u32 high = permuted(float_to_bits(s[2]), float_to_bits(s[3]), 0x0040);
+                word[i] = permuted(low, high, 0x5410);
+            }
+            const int g = t.tx + j * PA_TX;
+            int4 four;
+            four.x = (int)word[0]; four.y = (int)word[1]; four.z = (int)word[2]; four.w = (int)word[3];
+            *(int4*)(Ps + g * PA_BR + ((t.ty ^ SWIZZLE(t.tx)) + i4 * PA_TY) * 4) = four;
+        }
+        __syncthreads();  // P and V's tile are there, K's is consumed
+
+        const int next = next_seen(p, row_tile, tile + 1, end);
+        if (next < end) k += (i64)(next - tile) * TILE_WORDS;  // behind the last: that one once more, without a branch
+        v += (i64)(next - tile) * TILE_WORDS;
+        tile = next;
+        int A[RM][DN];
+        multiply_columns(A, Ps, Vs, Ks, k, t);
+        FOR(i, RM) FOR(j, DN) O[i][j] = fmaf(bits_to_float((u32)A[i][j]) - MAGIC, weight[i], O[i][j]);
+        __syncthreads();  // K's next tile is there, P and V's are consumed
+    }
+
+    FOR(i, RM) {
+        float sum = row_sum[i];
+        for (int s = 2; s < 2 * PA_TX; s *= 2) sum += __shfl_xor_sync(FULL_WARP, sum, s);
+        const float factor = sum == 0.f ? 0.f : (1.f / LARGEST) / sum;  // 0: a row without any key
+        FOR(j, DN) O[i][j] *= factor;
+        rotate_sums(O[i], t);
+        if (ROW(i) >= rows) continue;
+        const i64 row = row0 + ROW(i);
+        if (p.lse && t.tx == 0)
+            p.lse[b * p.lb + h * p.lh + row] =
+                sum == 0.f ? NEG_INF : fmaf(row_max[i] + log2f(sum), LN2, p.mean_scores[q_head * p.lq + row]);
+        T* const o = p.o + b * p.ob + h * p.oh + row * p.os;
+        FOR(j, DN / 4) {
+            const int d = COL(4 * j);
+            if (d >= p.dim_v) continue;
+            const float4 mean = *(const float4*)(p.mean + k_head * p.dim_v + d);
+            float4 f;
+            f.x = O[i][4 * j] + mean.x; f.y = O[i][4 * j + 1] + mean.y;
+            f.z = O[i][4 * j + 2] + mean.z; f.w = O[i][4 * j + 3] + mean.w;
+            if (sum == 0.f) f.x = f.y = f.z = f.w = 0.f;
+            *(Raw4*)(o + d) = to_raw(f);
+        }
+    }
+}

@@ -1,0 +1,192 @@
+"""What the kernels of attention in 8-bit integers compute, step by step in PyTorch operators: the same integers, and on
+a CPU the same roundings of float32 in the same order, so that every word, scale and output has the same bits (with the
+``exp2`` and ``log2`` of the emulator; a card's differ in their last bits). How and why is said in
+``fused/cuda/int8_pack.cuh``."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ...call import AttentionCall
+from ..geometry.plain import Geometry
+from .fields import LOG2_E, View, band_of, views
+from .plan import int8_variant
+
+MAGIC, LOWEST, LEAST_SCALE, SLACK, LARGEST, HANDED_ON = 12582912.0, -1e30, 1e-30, 8.0, 255.0, 0.5
+exp2: Callable[[Tensor], Tensor] = torch.exp2
+log2: Callable[[Tensor], Tensor] = torch.log2
+
+
+class Words(NamedTuple):
+    """Q, K and V as whole numbers in float32, and their scales, with the keys filled up to whole tiles.
+
+    Attributes:
+        q: ``[B, Hq, L, T]``, T the head_dim of the table; q_scales: ``[B, Hq, L]``, with softmax scale and log2(e).
+        k, v: ``[B, Hkv, N, T]``; k_scales, v_inverses (1 / scale), v_logs (log2 of it): ``[B, Hkv, N]``.
+        mean_value: ``[B, Hkv, Dv]``; mean_scores: ``[B, Hq, L]``, of the mean key.
+    """
+
+    q: Tensor
+    q_scales: Tensor
+    k: Tensor
+    k_scales: Tensor
+    v: Tensor
+    v_inverses: Tensor
+    v_logs: Tensor
+    mean_value: Tensor
+    mean_scores: Tensor
+
+
+def compute(call: AttentionCall, out: Tensor, lse: Tensor | None = None) -> None:
+    """Write out ``[*batch, Hq, L, Dv]`` and, where given, lse ``[*batch, Hq, L]``, of a call that the kernels take.
+    Memory: K and V in float32, and some copies of the scores of all rows with the keys of a tile."""
+    variant = int8_variant(call)
+    assert isinstance(variant.geometry, Geometry)
+    for view in views(call, out, *(() if lse is None else (lse,))):
+        words = pack(call, view, variant.head_dim, variant.geometry.cols)
+        for target, found in zip(view.rest, _attend(call, view, words, variant.geometry)):
+            target.copy_(found)
+
+
+def pack(call: AttentionCall, view: View, table_dim: int, tile_keys: int) -> Words:
+    """Q, K and V in 8 bits, with ``table_dim`` channels and the keys in tiles of ``tile_keys``."""
+    query, keys, values = (t.float() for t in view[:3])
+    mean_key, mean_value = (t.mean(dim=-2, dtype=torch.float32) for t in view[1:3])
+    count = call.seq_len_kv
+
+    def rotated(x: Tensor, rows: int) -> Tensor:
+        more = torch.nn.functional.pad(x, (0, table_dim - x.shape[-1], 0, rows - x.shape[-2]))
+        return _rotated(more)
+
+    filled = -(-count // tile_keys) * tile_keys
+    query_, key_ = rotated(query, query.shape[-2]), rotated(keys - mean_key[..., None, :], filled)
+    value_ = rotated(values - mean_value[..., None, :], filled)
+    a, b, c = (_scales(t) for t in (query_, key_, value_))
+    b = ((b.view(torch.int32) + 3) & ~3).view(torch.float32)  # of 22 bits
+    live = torch.arange(filled, device=query.device) < count
+    return Words(
+        _codes(query_, a),
+        (a * _float32(call.scale * LOG2_E)).clamp_min(_float32(LEAST_SCALE)),
+        _codes(key_, b),
+        b,
+        _diffused(value_, c, tile_keys // 4),
+        torch.where(live, 1 / c, 0.0),
+        torch.where(live, log2(c), -math.inf),
+        mean_value,
+        _mean_scores(query, mean_key.repeat_interleave(call.groups, dim=1)) * _float32(call.scale),
+    )
+
+
+def _attend(call: AttentionCall, view: View, words: Words, geometry: Geometry) -> tuple[Tensor, Tensor]:
+    """(out, lse) in float32."""
+    cols, tx = geometry.cols, geometry.tx
+    of_heads = functools.partial(torch.repeat_interleave, repeats=call.groups, dim=1)
+    k, b, v, inverses, logs, mean = (of_heads(t) for t in words[2:8])
+    sums = torch.zeros(*words.q.shape, device=k.device)
+    top_run = torch.full_like(words.q_scales, _float32(LOWEST))
+    parts = torch.zeros(*top_run.shape, tx, device=k.device)  # of the row sum, of each thread of a row
+    for first in range(0, k.shape[-2], cols):
+        tile = slice(first, first + cols)
+        scores = words.q @ k[..., tile, :].mT + MAGIC  # exact, as the products below: whole numbers below 2**24
+        scores = _fma(scores, b[..., None, tile], -MAGIC * b[..., None, tile])
+        scores = _fma(scores, words.q_scales[..., None], logs[..., None, tile])
+        scores = scores.masked_fill(~_allowed(call, view, first, cols), -math.inf)
+        top = scores.nan_to_num(_float32(LOWEST), math.inf, -math.inf).amax(dim=-1).clamp_min(_float32(LOWEST))
+        rises = top > top_run + SLACK
+        fade = torch.where(rises, exp2(top_run - top), 1.0)
+        top_run = torch.where(rises, top, top_run)
+        parts, sums = parts * fade[..., None], sums * fade[..., None]
+        weight = exp2(top - top_run)[..., None]
+        probs = exp2(scores - top[..., None])
+        parts = _fma(_of_threads(probs, inverses[..., tile], tx), weight, parts)
+        codes = torch.round(probs.double() * LARGEST).float().nan_to_num(0.0)
+        sums = _fma(codes @ v[..., tile, :], weight, sums)
+    while parts.shape[-1] > 1:
+        parts = parts[..., 0::2] + parts[..., 1::2]
+    is_empty, total = parts == 0, parts[..., 0]
+    one = torch.full_like(parts, _float32(1 / LARGEST))
+    out = (
+        _rotated(sums * torch.where(is_empty, 0.0, torch.div(one, parts)))[..., : call.head_dim_v] + mean[..., None, :]
+    )
+    lse = _fma(top_run + log2(total), _float32(math.log(2)), words.mean_scores)
+    return torch.where(is_empty, 0.0, out), torch.where(total == 0, -math.inf, lse)
+
+
+def _allowed(call: AttentionCall, view: View, first: int, cols: int) -> Tensor:
+    """bool, broadcastable to ``[B, Hq, L, cols]``: which of the keys from ``first`` on each row may look at."""
+    low, high = band_of(call)
+    device = view.query.device
+    distance = torch.arange(first, first + cols, device=device) - torch.arange(call.seq_len_q, device=device)[:, None]
+    allowed = (distance >= low) & (distance <= high)
+    if view.mask is None:
+        return allowed
+    mask = view.mask[..., first : first + cols]
+    return allowed & torch.nn.functional.pad(mask, (0, cols - mask.shape[-1]))
+
+
+def _of_threads(probs: Tensor, inverses: Tensor, tx: int) -> Tensor:
+    """The sums of probabilities / c ``[..., L, tx]`` that each thread of a row has of its columns of a tile."""
+    of_thread = probs.unflatten(-1, (-1, tx, 4))
+    inverse = inverses[..., None, :].unflatten(-1, (-1, tx, 4))
+    found = torch.zeros(*probs.shape[:-1], tx, device=probs.device)
+    for group in range(of_thread.shape[-3]):
+        for i in range(4):
+            found = _fma(of_thread[..., group, :, i], inverse[..., group, :, i], found)
+    return found
+
+
+def _mean_scores(query: Tensor, mean_key: Tensor) -> Tensor:
+    """``[B, Hq, L]``: products with the mean key ``[B, Hq, D]``, summed as a warp does."""
+    mean = torch.nn.functional.pad(mean_key[..., None, :], (0, -query.shape[-1] % 32)).unflatten(-1, (-1, 32))
+    wide = torch.nn.functional.pad(query, (0, -query.shape[-1] % 32)).unflatten(-1, (-1, 32))
+    sums = torch.zeros_like(wide[..., 0, :])
+    for e in range(wide.shape[-2]):
+        sums = _fma(wide[..., e, :], mean[..., e, :], sums)
+    while sums.shape[-1] > 1:
+        sums = sums[..., : sums.shape[-1] // 2] + sums[..., sums.shape[-1] // 2 :]
+    return sums[..., 0]
+
+
+def _rotated(x: Tensor) -> Tensor:
+    """x times the Hadamard matrix over the root of its size, along the last dimension."""
+    size, step = x.shape[-1], 1
+    while step < size:
+        a, b = x.unflatten(-1, (-1, 2, step)).unbind(-2)
+        x = torch.stack([a + b, a - b], dim=-2).flatten(-3)
+        step *= 2
+    return x * _float32(size**-0.5)
+
+
+def _scales(x: Tensor) -> Tensor:
+    return (x.abs().amax(dim=-1) / 127).clamp_min(_float32(LEAST_SCALE))
+
+
+def _codes(x: Tensor, scales: Tensor) -> Tensor:
+    return torch.round(x * (1 / scales)[..., None]).nan_to_num(0.0)
+
+
+def _diffused(x: Tensor, scales: Tensor, chain: int) -> Tensor:
+    """Codes of keys ``[B, H, N, T]``, half of each rounding error handed to the next of ``chain`` neighbours."""
+    chains, inverses = x.unflatten(-2, (-1, chain)), (1 / scales).unflatten(-1, (-1, chain))
+    of_chain = scales.unflatten(-1, (-1, chain))
+    carry, codes = torch.zeros_like(chains[..., 0, :]), []
+    for j in range(chain):
+        wanted = _fma(carry, HANDED_ON, chains[..., j, :])
+        codes.append(torch.round(wanted * inverses[..., j, None]).nan_to_num(0.0, 127, -127).clamp(-127, 127))
+        carry = _fma(-codes[-1], of_chain[..., j, None], wanted)
+    return torch.stack(codes, dim=-2).flatten(-3, -2)
+
+
+def _fma(a: Tensor, b: Tensor | float, c: Tensor) -> Tensor:
+    """a * b + c in float32 with one rounding: the product of floats is exact in double."""
+    return (a.double() * b + c).float()
+
+
+def _float32(number: float) -> float:
+    return torch.tensor(number, dtype=torch.float32).item()
