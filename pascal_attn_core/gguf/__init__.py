@@ -10,7 +10,6 @@ host's, and nothing of them is kept. Modules keep their classes, parameters and 
 
 from __future__ import annotations
 
-import copy
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -41,8 +40,7 @@ def patch_gguf(model: Any, *, include: Any = None, exclude: Any = None) -> GgufP
             predicate ``(name, module) -> bool``, or several of them.
         exclude: layers that stay as they are, given in the same way.
     Returns:
-        A Patch with ``report()``. Deep copies made while the model is patched follow it; a pickled model is stored
-        without it.
+        A Patch with ``report()``. Copies and pickles of a model are without it.
     Raises:
         TypeError: an argument of a wrong type.
         ValueError: a pattern that chooses nothing, or no layer with a GGUF weight.
@@ -67,9 +65,10 @@ class GgufPatch(Patch):
         self._states: list[State] = []
         placed: list[_Product] = []
         for name, (module, host) in found.items():
-            format_name, reason = format_of(module, host), why_not(module, host)
-            on = State(name or "(the model)", ON, format_name or "its weight is offloaded")
-            self._states.append(on._replace(state=REFUSED, why=reason) if reason else on)
+            reason = why_not(module, host)
+            self._states.append(
+                State(name or "(the model)", REFUSED if reason else ON, reason or format_of(module, host))
+            )
             if not reason:
                 placed.append(_Product(module, host, lambda: self.active))
                 module.__dict__[host.method] = placed[-1]
@@ -104,11 +103,8 @@ class _Product:
             operands = host.operands(module, x)
         return getattr(type(module), host.method)(module, x) if operands is None else linear(x, *operands)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> _Product:
-        return _Product(copy.deepcopy(self.module, memo), self._host, self._is_on)
-
     def __reduce__(self) -> Any:
-        """Pickled, it is the host's own method: a file must not depend on this package."""
+        """Copied or pickled, it is the host's own method: a file must not depend on this package."""
         return getattr, (self.module, self._host.method)
 
 

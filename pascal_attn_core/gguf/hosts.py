@@ -64,12 +64,10 @@ HOSTS = (
 
 def host_of(module: nn.Module) -> Host | None:
     """The host whose linear layer for GGUF weights a module is; None = it is none."""
-    weight = module._parameters.get("weight")
-    if weight is None or not hasattr(module, "in_features"):
+    if not hasattr(module, "in_features"):  # no convolution
         return None
     for host in HOSTS:
-        # An offloaded weight is on meta between the calls, and may have lost its mark.
-        if hasattr(type(module), host.method) and (weight.is_meta or format_of(module, host) not in ("", "F32", "F16")):
+        if hasattr(type(module), host.method) and format_of(module, host) not in ("", "F32", "F16"):
             return host
     return None
 
@@ -84,7 +82,7 @@ def why_not(module: nn.Module, host: Host) -> str:
     name = format_of(module, host)
     if host.method in module.__dict__:
         return "its product has been replaced already"
-    if name and name not in FORMATS:
+    if name not in FORMATS:
         return f"its format {name} is not one of {', '.join(FORMATS)}"
     if hasattr(module, "forward_cuda") and getattr(sys.modules[type(module).__module__], "ops", None) is not None:
         return "diffusers computes it by kernels of its own (DIFFUSERS_GGUF_CUDA_KERNELS)"
