@@ -4,8 +4,8 @@
         pipe(prompt)
 
 Hosts expand the whole weight of a layer in each call, by ten to twenty operators, and training keeps it for the
-backward pass. Here no more than four million weights of a layer exist in float at a time, with the same bits as the
-host's, and nothing of them is kept. Modules keep their classes, parameters and state-dict keys.
+backward pass. Here at most four million weights of a layer exist in float at a time, with the same bits as the host's,
+and nothing of them is kept. Modules keep their classes, parameters and state-dict keys.
 """
 
 from __future__ import annotations

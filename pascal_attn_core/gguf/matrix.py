@@ -11,7 +11,10 @@ from torch import Tensor
 
 from ..gguf_blocks import FORMATS, expand
 
-_SLICE_WEIGHTS = 1 << 22  # that exist in float at a time: with what expanding them takes, about 50 MiB
+# Weights that exist in float at a time; with what expanding them takes, up to 9 and 36 MiB. A GPU wants long slices, a
+# CPU such as fit into its caches.
+_SLICE = {"cpu": 1 << 20}
+_MOST_SLICE = 1 << 22
 
 
 class GgufMatrix(NamedTuple):
@@ -36,7 +39,7 @@ class GgufMatrix(NamedTuple):
         """All rows in slices of whole blocks: rows may end within a block."""
         (rows, columns), weights = self.shape, FORMATS[self.format].weights
         least = weights // math.gcd(weights, columns)
-        step = max(1, _SLICE_WEIGHTS // (columns * least)) * least
+        step = max(1, slice_weights(self.data.device) // (columns * least)) * least
         return [slice(start, min(start + step, rows)) for start in range(0, rows, step)]
 
     def rows(self, some: slice) -> Tensor:
@@ -45,6 +48,11 @@ class GgufMatrix(NamedTuple):
         columns = self.shape[1]
         blocks = self.data.view(-1, size)[some.start * columns // weights : some.stop * columns // weights]
         return expand(blocks, self.format, self.arithmetic, table=self.table).view(-1, columns).to(self.dtype)
+
+
+def slice_weights(device: torch.device) -> int:
+    """How many weights may exist in float at a time."""
+    return _SLICE.get(device.type, _MOST_SLICE)
 
 
 def linear(x: Tensor, weight: GgufMatrix, bias: Tensor | None) -> Tensor:

@@ -85,7 +85,7 @@ def call(model: nn.Module, dtype: torch.dtype = torch.float32) -> Tensor:
 @pytest.fixture
 def slices(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every layer in several slices."""
-    monkeypatch.setattr(matrices, "_SLICE_WEIGHTS", 1000)
+    monkeypatch.setattr(matrices, "slice_weights", lambda _: 1000)
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -104,7 +104,7 @@ def test_a_layer_of_each_format_is_the_hosts(name: str, dtype: torch.dtype, monk
     with patch_gguf(module) as patch:
         assert torch.equal(module(x), expected)
         assert [state[1:] for state in patch.report().states] == [("on", name)]
-        monkeypatch.setattr(matrices, "_SLICE_WEIGHTS", 5000)
+        monkeypatch.setattr(matrices, "slice_weights", lambda _: 5000)
         torch.testing.assert_close(module(x), expected)
         with torch.autocast("cpu", torch.bfloat16):
             out = module(x)
@@ -141,7 +141,7 @@ def test_memory_never_holds_the_expanded_weight(monkeypatch: pytest.MonkeyPatch)
     module, x = layer("Q4_K", 1024, 1024), torch.randn(4, 1024)
     whole = 4 * 1024 * 1024
     assert measure(module, x).extra_bytes > whole
-    monkeypatch.setattr(matrices, "_SLICE_WEIGHTS", 1 << 16)
+    monkeypatch.setattr(matrices, "slice_weights", lambda _: 1 << 16)
     with patch_gguf(module):
         assert measure(module, x).extra_bytes < whole / 4
         x.requires_grad_()

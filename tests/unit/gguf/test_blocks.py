@@ -66,7 +66,7 @@ def test_rows_in_slices_are_all_rows(
     name: str, rows: int, columns: int, most: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In the last case, rows end within blocks."""
-    monkeypatch.setattr(matrices, "_SLICE_WEIGHTS", most)
+    monkeypatch.setattr(matrices, "slice_weights", lambda _: most)
     weight = sliced(name, rows, columns)
     found = torch.cat([weight.rows(some) for some in weight.slices()])
     assert same_bits(found, expand(weight.data, name).view(rows, columns))
@@ -78,7 +78,7 @@ def test_a_product_and_its_gradients_in_slices(monkeypatch: pytest.MonkeyPatch) 
     weight = sliced("BF16", 24, 32)
     weight = weight._replace(data=torch.randn(24 * 32).bfloat16().view(torch.uint8), dtype=torch.float64)
     whole = weight.rows(slice(0, 24))
-    monkeypatch.setattr(matrices, "_SLICE_WEIGHTS", 5 * 32)
+    monkeypatch.setattr(matrices, "slice_weights", lambda _: 5 * 32)
     assert len(weight.slices()) == 5
     x = torch.randn(2, 3, 32, dtype=torch.float64, requires_grad=True)
     bias = torch.randn(24, dtype=torch.float64, requires_grad=True)
