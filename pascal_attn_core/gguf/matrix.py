@@ -9,7 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..gguf_blocks import FORMATS, expand
+from ..gguf_blocks import FORMATS
+from .expansion import expanded
 
 # Weights that exist in float at a time; with what expanding them takes, up to 9 and 36 MiB. A GPU wants long slices, a
 # CPU such as fit into its caches.
@@ -47,7 +48,7 @@ class GgufMatrix(NamedTuple):
         weights, size, _ = FORMATS[self.format]
         columns = self.shape[1]
         blocks = self.data.view(-1, size)[some.start * columns // weights : some.stop * columns // weights]
-        return expand(blocks, self.format, self.arithmetic, table=self.table).view(-1, columns).to(self.dtype)
+        return expanded(blocks, self.format, self.arithmetic, self.table, self.dtype).view(-1, columns)
 
 
 def slice_weights(device: torch.device) -> int:
