@@ -84,6 +84,6 @@ def why_not(module: nn.Module, host: Host) -> str:
         return "its product has been replaced already"
     if name not in FORMATS:
         return f"its format {name} is not one of {', '.join(FORMATS)}"
-    if hasattr(module, "forward_cuda") and getattr(sys.modules[type(module).__module__], "ops", None) is not None:
+    if hasattr(module, "forward_cuda") and getattr(sys.modules.get(type(module).__module__), "ops", None):
         return "diffusers computes it by kernels of its own (DIFFUSERS_GGUF_CUDA_KERNELS)"
     return ""

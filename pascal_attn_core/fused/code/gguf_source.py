@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ...gguf_blocks import FORMATS
 from .compilation import Compilation
 
 KIND = "gguf_expand"
 FILES = ("base.cuh", "elements.cuh", "gguf_expand.cu")
-KERNELS = {name: f"pa_gguf_{name.lower()}" for name in FORMATS if name != "BF16"}  # format -> function
+_FORMATS = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "IQ4_XS")
+KERNELS = {name: f"pa_gguf_{name.lower()}" for name in _FORMATS}  # format -> function
 THREADS, WEIGHTS_OF_THREAD = 256, 4
 
 

@@ -67,6 +67,10 @@ def test_zero_and_subnormal_scales(name: str) -> None:
         assert same(expanded(blocks, name, arithmetic, torch.int8, arithmetic), right)
 
 
+def test_every_format_that_is_not_a_dtype_has_a_kernel() -> None:
+    assert set(KERNELS) == set(FORMATS) - {"BF16"}
+
+
 def test_no_blocks_are_no_launch() -> None:
     empty = torch.empty(0, 18, dtype=torch.uint8)
     assert expand_launches(ExpandCall(empty, "Q4_0", torch.float16, torch.int8, torch.empty(0, 32))) == []

@@ -17,6 +17,7 @@ import accelerate
 import diffusers
 import gguf
 import torch
+from diffusers.quantizers.gguf import utils
 from diffusers.quantizers.gguf.utils import GGUFLinear, GGUFParameter, dequantize_functions
 from torch import Tensor, nn
 
@@ -200,6 +201,12 @@ def test_what_is_chosen_and_what_is_left_alone() -> None:
     assert [state.state for state in patch.report().states] == ["off", "refused"]
     with pytest.raises(ValueError, match="must have something to patch, got nothing"):
         patch_gguf(model["d"])
+
+
+def test_layers_that_diffusers_own_kernels_compute_are_left_to_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(utils, "ops", object())
+    with pytest.raises(ValueError, match=r"the model\): diffusers computes it by kernels of its own"):
+        patch_gguf(layer("Q8_0"))
 
 
 def test_a_weight_that_was_replaced_is_the_hosts() -> None:
