@@ -7,7 +7,6 @@ stay in bytes: nothing is widened to 32 bits but the indices of the two formats 
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -99,13 +98,8 @@ def _iq4_nl(blocks: Tensor, dtype: torch.dtype, table: torch.dtype) -> Tensor:
 def _looked_up(packed: Tensor, dtype: torch.dtype) -> Tensor:
     """The numbers in the table that nibbles stand for, ``[..., w]`` -> ``[..., 2, w]``."""
     codes = _fields(packed, 4)
-    return _table(dtype, packed.device).index_select(0, codes.flatten().int()).view(codes.shape)
-
-
-@functools.lru_cache(maxsize=16)
-def _table(dtype: torch.dtype, device: torch.device) -> Tensor:
-    with torch.inference_mode(False):
-        return torch.tensor(_TABLE, dtype=dtype, device=device)
+    table = torch.tensor(_TABLE, dtype=dtype, device=packed.device)
+    return table.index_select(0, codes.flatten().int()).view(codes.shape)
 
 
 # ---- blocks of 256 ---------------------------------------------------------------------------------------------------

@@ -99,7 +99,7 @@ class _Product:
     def __call__(self, x: Tensor) -> Tensor:
         module, host = self.module, self._host
         operands = None
-        if self._is_on() and format_of(module, host) in FORMATS and not _is_wrapped(x):
+        if self._is_on() and format_of(module, host) in FORMATS and _is_ordinary(x):
             operands = host.operands(module, x)
         return getattr(type(module), host.method)(module, x) if operands is None else linear(x, *operands)
 
@@ -108,9 +108,9 @@ class _Product:
         return getattr, (self.module, self._host.method)
 
 
-def _is_wrapped(x: Tensor) -> bool:
-    """Whether torch.func works on a tensor: then slices cannot be written into a result."""
-    return torch._C._functorch.is_functorch_wrapped_tensor(x)
+def _is_ordinary(x: Tensor) -> bool:
+    """Whether a tensor has numbers, and slices can be written into a result: not where torch.func works on it."""
+    return not x.is_meta and not torch._C._functorch.is_functorch_wrapped_tensor(x)
 
 
 def _take_out(placed: list[_Product]) -> list[str]:

@@ -20,6 +20,7 @@ import torch
 from diffusers.quantizers.gguf import utils
 from diffusers.quantizers.gguf.utils import GGUFLinear, GGUFParameter, dequantize_functions
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from pascal_attn_core import patch_gguf
 from pascal_attn_core.gguf import matrix as matrices
@@ -207,6 +208,19 @@ def test_layers_that_diffusers_own_kernels_compute_are_left_to_them(monkeypatch:
     monkeypatch.setattr(utils, "ops", object())
     with pytest.raises(ValueError, match=r"the model\): diffusers computes it by kernels of its own"):
         patch_gguf(layer("Q8_0"))
+
+
+def test_calls_without_numbers_and_of_torch_func_are_the_hosts() -> None:
+    module, x = layer("IQ4_XS"), torch.randn(4, 3, 512)
+    expected = torch.vmap(module)(x)
+    with patch_gguf(module):
+        assert torch.equal(torch.vmap(module)(x), expected)
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            assert module(torch.randn(3, 512)).shape == (3, 64)
+        torch.testing.assert_close(module(x), expected)
+        module.weight = GGUFParameter(module.weight.as_tensor().to("meta"), quant_type=module.weight.quant_type)
+        module.bias = None
+        assert module(x.to("meta")).shape == (4, 3, 64)
 
 
 def test_a_weight_that_was_replaced_is_the_hosts() -> None:
