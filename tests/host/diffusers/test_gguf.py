@@ -210,6 +210,19 @@ def test_layers_that_diffusers_own_kernels_compute_are_left_to_them(monkeypatch:
         patch_gguf(layer("Q8_0"))
 
 
+def test_a_layer_that_others_wrapped_while_patched_passes_calls_through(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    module, x = layer("Q8_0"), torch.randn(3, 512)
+    expected = module(x)
+    with patch_gguf(module):
+        inner = module.forward_native
+        module.forward_native = lambda inputs: inner(inputs) + 1
+    assert "ours stays underneath" in caplog.text
+    monkeypatch.setattr(matrices, "slice_weights", lambda _: pytest.fail("still expanded by us"))
+    assert torch.equal(module(x), expected + 1)
+
+
 def test_calls_without_numbers_and_of_torch_func_are_the_hosts() -> None:
     module, x = layer("IQ4_XS"), torch.randn(4, 3, 512)
     expected = torch.vmap(module)(x)
