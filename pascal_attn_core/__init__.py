@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from .ffn import patch_ffn
     from .flash_attn import patch_flash_attn
     from .flex import create_block_mask, flex_attention, patch_flex_attention
+    from .gguf import patch_gguf
     from .int8 import patch_attention_int8, patch_linear_int8
     from .sdpa_patch import patch_sdpa
     from .stand_ins import patch_imports, patch_sageattention, patch_xformers
@@ -55,6 +56,7 @@ __all__ = [
     "patch_ffn",
     "patch_flash_attn",
     "patch_flex_attention",
+    "patch_gguf",
     "patch_imports",
     "patch_linear_int8",
     "patch_sageattention",
@@ -80,6 +82,7 @@ _LAZY = {
     "patch_ffn": "ffn",
     "patch_flash_attn": "flash_attn",
     "patch_flex_attention": "flex",
+    "patch_gguf": "gguf",
     "patch_imports": "stand_ins",
     "patch_linear_int8": "int8",
     "patch_sageattention": "stand_ins",

@@ -81,10 +81,11 @@ class Earlier:
             return ""
 
     def variants(self) -> Iterator[Compilation]:
-        """All that there were, of attention and of linear layers."""
+        """All that there were, of attention, of linear layers and of GGUF weights."""
         yield from self._sources.all_variants()
-        if hasattr(self._sources, "linear_variants"):
-            yield from self._sources.linear_variants()
+        for others in ("linear_variants", "gguf_variants"):
+            if hasattr(self._sources, others):
+                yield from getattr(self._sources, others)()
 
     def has(self, variant: Compilation) -> bool:
         """Whether the variant's machine code is the same as today's."""

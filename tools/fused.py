@@ -27,7 +27,7 @@ from earlier import Earlier, checked_out, code_hash  # noqa: E402
 from pascal_attn_core.fused.code import prebuilt  # noqa: E402
 from pascal_attn_core.fused.code.compilation import Compilation  # noqa: E402
 from pascal_attn_core.fused.code.kinds import ALL_KINDS  # noqa: E402
-from pascal_attn_core.fused.code.source import Variant, all_variants, digest, linear_variants, source  # noqa: E402
+from pascal_attn_core.fused.code.source import Variant, all_variants, digest, gguf_variants, linear_variants, source  # noqa: E402
 from pascal_attn_core.fused.geometry.plain import INT8_HEAD_DIMS  # noqa: E402
 from pascal_attn_core.fused.gpu import nvrtc as _nvrtc  # noqa: E402
 from pascal_attn_core.fused.gpu.nvrtc import usage  # noqa: E402
@@ -45,9 +45,10 @@ _HEAD = """\
 
 
 def every_variant() -> Iterator[Compilation]:
-    """Every variant of attention, then of linear layers."""
+    """Every variant of attention, then of linear layers and of GGUF weights."""
     yield from all_variants()
     yield from linear_variants()
+    yield from gguf_variants()
 
 
 def archs_of(variant: Compilation) -> list[int]:

@@ -9,7 +9,7 @@ import torch
 
 from ..fused.code import prebuilt
 from ..fused.code.compilation import Compilation
-from ..fused.code.source import DTYPES, KINDS, Variant, is_tensor_gradient, linear_variants
+from ..fused.code.source import DTYPES, KINDS, Variant, gguf_variants, is_tensor_gradient, linear_variants
 from ..fused.trust import verify
 from ..fused.trust.kernels import Kernels
 from ..machine.runtime import runtime_of
@@ -70,7 +70,8 @@ def checked_variants(arch: str = "sm_61") -> list[Compilation]:
     others: list[Compilation] = []
     if not amd:
         capability = divmod(int(arch.removeprefix("sm_")), 10)
-        others = [v for v in (*at_once, *on_tensor_cores, *linear_variants()) if v.runs_on(capability)]
+        of_layers = (*linear_variants(), *gguf_variants())
+        others = [v for v in (*at_once, *on_tensor_cores, *of_layers) if v.runs_on(capability)]
     return list(dict.fromkeys([*prebuilt.variants_for(arch), *gradients, *others]))
 
 

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from ..geometry.amd import RANGES
 from ..geometry.tensor import MOST_PIECES
-from . import linear_source
+from . import gguf_source, linear_source
 
 
 class Kind(NamedTuple):
@@ -120,5 +120,6 @@ TABLE = {
 }
 KINDS = tuple(TABLE)  # of attention
 TABLE[linear_source.KIND] = Kind(linear_source.FILES, {}, linear_source.FUNCTIONS, least=linear_source.LEAST_CAPABILITY)
+TABLE[gguf_source.KIND] = Kind(gguf_source.FILES, {}, tuple(gguf_source.KERNELS.values()))
 ALL_KINDS = tuple(TABLE)
 TABLE[RANGES] = _forward("pa_forward_ranges", "pa_combine", PA_RANGES=1)

@@ -86,6 +86,10 @@ class Linear(Params):
     ]
 
 
+class GgufExpand(Params):
+    _fields_ = [*_fields(_POINTER, "blocks out"), *_fields(_I64, "count"), *_fields(_INT, "out_kind wide_table")]
+
+
 class Backward(Params):
     _fields_ = [
         *_fields(_POINTER, "q k v o g dq dk dv mask lse log_sum grad_lse delta shift bits cu_q cu_k"),

@@ -22,8 +22,9 @@ from ..geometry.tensor import (
     TensorGeometry,
     tensor_geometry,
 )
-from . import linear_source
+from . import gguf_source, linear_source
 from .compilation import Compilation
+from .gguf_source import GgufVariant
 from .kinds import KINDS, TABLE
 from .linear_source import LinearVariant
 
@@ -225,9 +226,15 @@ def linear_variants() -> tuple[LinearVariant, ...]:
     return tuple(LinearVariant(linear_source.KIND, dtype) for dtype in DTYPES)
 
 
+def gguf_variants() -> tuple[GgufVariant, ...]:
+    """Every variant of the expansion of GGUF weights; none of them ships."""
+    return tuple(GgufVariant(gguf_source.KIND, dtype) for dtype in DTYPES)
+
+
 def from_row(row: Sequence[Any]) -> Compilation:
     """The compilation whose fields these are, in their order: see :func:`dataclasses.astuple`."""
-    return (LinearVariant if row[0] == linear_source.KIND else Variant)(*row)
+    kinds: dict[str, Any] = {linear_source.KIND: LinearVariant, gguf_source.KIND: GgufVariant}
+    return kinds.get(row[0], Variant)(*row)
 
 
 @functools.cache

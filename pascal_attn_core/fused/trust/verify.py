@@ -16,6 +16,7 @@ from ...call import AttentionCall, check_call, empty_output
 from ...checks import gap
 from ...reference import allowed_keys, reference_sdpa
 from ..code.compilation import Compilation
+from ..code.gguf_source import GgufVariant
 from ..code.linear_source import LinearVariant
 from ..code.source import Variant
 from ..launch import Launch, int8_definition
@@ -25,7 +26,7 @@ from ..launch.int8 import int8_launches
 from ..launch.packed import packed_launches
 from ..launch.plan import Packed, Plan, key_tiles, plan_call
 from ..launch.stream_k import Piece, Pieces
-from . import verify_linear
+from . import verify_gguf, verify_linear
 
 # From what the same words give with another exp2: a probability that rounds the other way moves by 1/255.
 _INT8_TOLERANCE = 0.01
@@ -49,6 +50,8 @@ def largest_error(variant: Compilation, device: torch.device, run: Run, keys: in
     """
     if isinstance(variant, LinearVariant):
         return verify_linear.largest_error(variant, device, run)
+    if isinstance(variant, GgufVariant):
+        return verify_gguf.largest_error(variant, device, run)
     assert isinstance(variant, Variant)
     call = sample_call(variant, device, None if variant.is_even else keys)
     wide = [t.float() for t in (call.query, call.key, call.value)]

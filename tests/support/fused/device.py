@@ -17,6 +17,7 @@ from torch import Tensor
 from pascal_attn_core import record, sdpa
 from pascal_attn_core.call import AttentionCall
 from pascal_attn_core.fused.code.compilation import Compilation
+from pascal_attn_core.fused.gguf import GgufTrials
 from pascal_attn_core.fused.gpu.cuda import CudaRuntime
 from pascal_attn_core.fused.gpu.hip import HipRuntime
 from pascal_attn_core.fused.gpu.runtime import GpuRuntime
@@ -100,6 +101,10 @@ class Trusted(Trials):
 
 
 class TrustedLinear(LinearTrials):
+    is_trusted = True
+
+
+class TrustedGguf(GgufTrials):
     is_trusted = True
 
 
@@ -204,6 +209,7 @@ def _card(
         **timings,
         Trials: Trusted,
         LinearTrials: TrustedLinear,
+        GgufTrials: TrustedGguf,
     }
     with using(Runtime("cpu", driver.card, parts)) as runtime:
         kernels = runtime.part(Kernels)

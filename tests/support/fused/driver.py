@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from pascal_attn_core.fused.code import params
 from pascal_attn_core.fused.code.compilation import Compilation
-from pascal_attn_core.fused.code.source import all_variants, linear_variants, source
+from pascal_attn_core.fused.code.source import all_variants, gguf_variants, linear_variants, source
 from pascal_attn_core.fused.gpu import nvrtc
 from pascal_attn_core.fused.gpu.cuda import CudaDriver
 from pascal_attn_core.fused.launch import Launch
@@ -315,7 +315,8 @@ def usage() -> dict[tuple[str, int], tuple[int, int]]:
 
 @functools.cache
 def _by_macros() -> dict[tuple[str, str], Compilation]:
-    return {(source(variant.kind), str(variant.macros())): variant for variant in (*all_variants(), *linear_variants())}
+    every = (*all_variants(), *linear_variants(), *gguf_variants())
+    return {(source(variant.kind), str(variant.macros())): variant for variant in every}
 
 
 class Compiler:

@@ -42,6 +42,7 @@ _PARAMS = {
     "pa_int8.*": "Int8Attention",
     "pa_linear_quantize": "QuantizeRows",
     "pa_linear.*": "Linear",
+    "pa_gguf.*": "GgufExpand",
     "pa_.*even.*": "TensorEven",
     "pa_(tensor|volta)_(grad.*|delta)|pa_gradient_bits": "TensorBackward",
     "pa_(tensor|volta).*|pa_mask_bits": "TensorForward",

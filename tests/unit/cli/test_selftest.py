@@ -18,7 +18,7 @@ from pascal_attn_core.cli import main
 from pascal_attn_core.cli import selftest as command
 from pascal_attn_core.cli.bench.shapes import Shape
 from pascal_attn_core.cli.selftest import speed
-from pascal_attn_core.fused.code.source import all_variants, linear_variants
+from pascal_attn_core.fused.code.source import all_variants, gguf_variants, linear_variants
 from pascal_attn_core.fused.trust.kernels import Kernels, KernelUnavailable
 from pascal_attn_core.machine import facts as machine
 from pascal_attn_core.machine.device import DeviceInfo
@@ -143,7 +143,7 @@ def test_kernels_on_tensor_cores_are_tried_where_there_are_some() -> None:
     for capability, generation in (((7, 0), "volta"), ((7, 5), "tensor")):
         forward = {generation, f"{generation}_small", f"{generation}_packed"}
         assert forward | {f"{generation}_grad_query", f"{generation}_grad_key_value"} <= kinds[capability]
-    assert set(checked_variants()) <= {*all_variants(), *linear_variants()}  # all can be asked for by a call
+    assert set(checked_variants()) <= {*all_variants(), *linear_variants(), *gguf_variants()}  # calls can ask for all
 
 
 @pytest.mark.skipif(GXX is None, reason="needs g++ to build the stand-in for the runtime")

@@ -15,7 +15,7 @@ SPLIT = ("fused", "nodes")  # folders whose own folders are rooms
 # From the ground up; a room (a folder, or a module of the core that is in none) may import what stands on a floor below
 # its own, and itself.
 FLOORS: list[set[str]] = [
-    {"version", "config", "checks", "patching", "reference", "lazy_mask"},
+    {"version", "config", "checks", "patching", "reference", "lazy_mask", "gguf_blocks"},
     {"flex_rules"},
     {"machine", "call"},
     {"device", "observe"},
@@ -27,7 +27,7 @@ FLOORS: list[set[str]] = [
     {"fused"},
     {"routes"},
     {"attention", "flex"},
-    {"capture", "sdpa_patch", "compat", "attention_map", "flash_attn", "parallel", "vae", "int8"},
+    {"capture", "sdpa_patch", "compat", "attention_map", "flash_attn", "parallel", "vae", "int8", "gguf"},
     {"diffusers", "transformers", "selftest", "layers", "stand_ins"},
     {"auto", ""},
     {"nodes/comfy"},
@@ -50,7 +50,7 @@ HOSTS: dict[str, set[str]] = {
     "safetensors": {"capture", "cli"},
     "numpy": {"nodes", "cli"},
     "matplotlib": {"plots", "cli"},
-    **{name: set() for name in ("triton", "accelerate", "peft", "xformers", "flash_attn")},
+    **{name: set() for name in ("triton", "accelerate", "peft", "xformers", "flash_attn", "gguf")},
 }
 FILES = sorted(path.relative_to(ROOT) for top in TOPS for path in (ROOT / top).rglob("*.py"))
 

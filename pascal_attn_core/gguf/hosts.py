@@ -1,0 +1,89 @@
+"""The linear layers in which hosts keep GGUF weights: how each is recognised, and what its own code computes from.
+
+diffusers has ``GGUFLinear`` with a ``GGUFParameter``, ComfyUI-GGUF (and its forks, which keep the names) a
+``GGMLLayer`` with a ``GGMLTensor``. Neither is imported.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from ..gguf_blocks import FORMATS
+from .matrix import GgufMatrix
+
+Operands = tuple[GgufMatrix, Tensor | None]
+
+
+class Host(NamedTuple):
+    """One host.
+
+    Attributes:
+        method: of its linear layers: gives the product by the expanded weight.
+        mark: attribute of a weight: its format.
+        operands: the weight and the bias of a module for an input; None = the host has to compute it.
+    """
+
+    method: str
+    mark: str
+    operands: Callable[[nn.Module, Tensor], Operands | None]
+
+
+def _of_diffusers(module: Any, x: Tensor) -> Operands:
+    weight, dtype, bias = module.weight, module.compute_dtype, module.bias
+    shape = module.out_features, module.in_features
+    matrix = GgufMatrix(_plain(weight), weight.quant_type.name, shape, torch.float16, torch.float32, dtype)
+    return matrix, None if bias is None else bias.to(dtype)
+
+
+def _of_comfyui(module: Any, x: Tensor) -> Operands | None:
+    weight, dtype = module.weight.to(x.device), module.dequant_dtype
+    if getattr(weight, "patches", None):  # LoRA is added to the whole expanded weight
+        return None
+    arithmetic = x.dtype if dtype == "target" else dtype or torch.float16
+    bias = None if module.bias is None else module.get_weight(module.bias.to(x.device), x.dtype)
+    shape = tuple(weight.tensor_shape)
+    return GgufMatrix(_plain(weight), weight.tensor_type.name, shape, arithmetic, torch.int8, x.dtype), bias
+
+
+def _plain(weight: Tensor) -> Tensor:
+    """The bytes of a weight as a tensor without the host's behaviour."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return weight.detach().as_subclass(Tensor).contiguous().view(torch.uint8)
+
+
+HOSTS = (
+    Host("forward_native", "quant_type", _of_diffusers),
+    Host("forward_ggml_cast_weights", "tensor_type", _of_comfyui),
+)
+
+
+def host_of(module: nn.Module) -> Host | None:
+    """The host whose linear layer for GGUF weights a module is; None = it is none."""
+    if not hasattr(module, "in_features"):  # no convolution
+        return None
+    for host in HOSTS:
+        if hasattr(type(module), host.method) and format_of(module, host) not in ("", "F32", "F16"):
+            return host
+    return None
+
+
+def format_of(module: nn.Module, host: Host) -> str:
+    """The name of the format of a module's weight, "" = it has none."""
+    return getattr(getattr(module._parameters.get("weight"), host.mark, None), "name", "")
+
+
+def why_not(module: nn.Module, host: Host) -> str:
+    """Why a host has to compute a layer itself; "" = it need not."""
+    name = format_of(module, host)
+    if host.method in module.__dict__:
+        return "its product has been replaced already"
+    if name not in FORMATS:
+        return f"its format {name} is not one of {', '.join(FORMATS)}"
+    if hasattr(module, "forward_cuda") and getattr(sys.modules.get(type(module).__module__), "ops", None):
+        return "diffusers computes it by kernels of its own (DIFFUSERS_GGUF_CUDA_KERNELS)"
+    return ""

@@ -1,0 +1,103 @@
+"""GgufMatrix: the weight of a linear layer as its file has it, expanded some rows at a time where it is multiplied."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..gguf_blocks import FORMATS
+from .expansion import expanded
+
+# Weights that exist in float at a time; with what expanding them takes, up to 9 and 36 MiB. A GPU wants long slices, a
+# CPU such as fit into its caches.
+_SLICE = {"cpu": 1 << 20}
+_MOST_SLICE = 1 << 22
+
+
+class GgufMatrix(NamedTuple):
+    """A weight ``[N, K]`` in blocks.
+
+    Attributes:
+        data: its bytes, uint8 of any shape, contiguous.
+        format: a key of :data:`..gguf_blocks.FORMATS`.
+        shape: N and K.
+        arithmetic, table: see :func:`..gguf_blocks.expand`.
+        dtype: that the expanded weights are rounded to.
+    """
+
+    data: Tensor
+    format: str
+    shape: tuple[int, int]
+    arithmetic: torch.dtype
+    table: torch.dtype
+    dtype: torch.dtype
+
+    def slices(self) -> list[slice]:
+        """All rows in slices of whole blocks: rows may end within a block."""
+        (rows, columns), weights = self.shape, FORMATS[self.format].weights
+        least = weights // math.gcd(weights, columns)
+        step = max(1, slice_weights(self.data.device) // (columns * least)) * least
+        return [slice(start, min(start + step, rows)) for start in range(0, rows, step)]
+
+    def rows(self, some: slice) -> Tensor:
+        """One of the slices, expanded."""
+        weights, size, _ = FORMATS[self.format]
+        columns = self.shape[1]
+        blocks = self.data.view(-1, size)[some.start * columns // weights : some.stop * columns // weights]
+        return expanded(blocks, self.format, self.arithmetic, self.table, self.dtype).view(-1, columns)
+
+
+def slice_weights(device: torch.device) -> int:
+    """How many weights may exist in float at a time."""
+    return _SLICE.get(device.type, _MOST_SLICE)
+
+
+def linear(x: Tensor, weight: GgufMatrix, bias: Tensor | None) -> Tensor:
+    """``F.linear(x, W, bias)``, differentiable by x and bias. For a gradient W is expanded again, not kept."""
+    kind = x.device.type
+    if torch.is_autocast_enabled(kind):
+        x = x.to(torch.get_autocast_dtype(kind))  # once, not for each slice
+    if torch.is_grad_enabled() and (x.requires_grad or (bias is not None and bias.requires_grad)):
+        return _Linear.apply(x, weight, bias)
+    return _product(x, weight, bias)
+
+
+def _product(x: Tensor, weight: GgufMatrix, bias: Tensor | None) -> Tensor:
+    slices = weight.slices()
+    if len(slices) == 1:
+        return F.linear(x, weight.rows(slices[0]), bias)
+    out = None
+    for some in slices:
+        part = F.linear(x, weight.rows(some), None if bias is None else bias[some])
+        out = part.new_empty(*x.shape[:-1], weight.shape[0]) if out is None else out
+        out[..., some] = part
+    assert out is not None
+    return out
+
+
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: GgufMatrix, bias: Tensor | None) -> Tensor:
+        ctx.weight, ctx.dtype, ctx.bias_dtype = weight, x.dtype, None if bias is None else bias.dtype
+        return _product(x, weight, bias)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None, Tensor | None]:
+        grad_x = grad_bias = None
+        if ctx.needs_input_grad[0]:
+            slices = ctx.weight.slices()
+            parts = (grad[..., some] @ ctx.weight.rows(some).to(grad.dtype) for some in slices)
+            grad_x = next(parts)
+            if len(slices) > 1:
+                grad_x = grad_x.float()
+                for part in parts:
+                    grad_x += part
+            grad_x = grad_x.to(ctx.dtype)
+        if ctx.needs_input_grad[2]:
+            grad_bias = grad.flatten(0, -2).sum(dim=0).to(ctx.bias_dtype)
+        return grad_x, None, grad_bias

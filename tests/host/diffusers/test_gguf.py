@@ -1,0 +1,243 @@
+"""``patch_gguf`` on models that diffusers has loaded from GGUF files, beside what peft and accelerate do to them."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("diffusers", reason="diffusers is not installed")
+pytest.importorskip("gguf", reason="gguf is not installed")
+pytest.importorskip("accelerate", reason="diffusers loads GGUF files with accelerate")
+
+import accelerate
+import diffusers
+import gguf
+import torch
+from diffusers.quantizers.gguf import utils
+from diffusers.quantizers.gguf.utils import GGUFLinear, GGUFParameter, dequantize_functions
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from pascal_attn_core import patch_gguf
+from pascal_attn_core.gguf import matrix as matrices
+from pascal_attn_core.gguf_blocks import FORMATS, expand
+from pascal_attn_core.observe.memory import measure
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+QUANTISED = ("Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "BF16")  # those that the package gguf can write
+SIZES: dict[str, Any] = {
+    "patch_size": 1, "in_channels": 32, "num_layers": 1, "num_single_layers": 1, "attention_head_dim": 32,
+    "num_attention_heads": 2, "joint_attention_dim": 32, "pooled_projection_dim": 32, "axes_dims_rope": (8, 12, 12),
+}  # fmt: skip
+
+
+def sane_blocks(name: str, rows: int, columns: int) -> Tensor:
+    """uint8 ``[rows, bytes]``: random codes with scales of weights, whatever the format."""
+    weights, size, _ = FORMATS[name]
+    blocks = torch.randint(0, 256, (rows, columns // weights, size), dtype=torch.uint8)
+    places = {"Q2_K": (80, 82), "Q3_K": (108,), "Q6_K": (208,), "BF16": (0,)}
+    for at in places.get(name, (0, 2) if name.endswith("_1") or name in ("Q4_K", "Q5_K") else (0,)):
+        scales = torch.rand(rows, columns // weights, 1) * (2e-4 if weights == 256 else 2e-2)
+        blocks[..., at : at + 2] = scales.to(torch.bfloat16 if name == "BF16" else torch.float16).view(torch.uint8)
+    return blocks.flatten(1)
+
+
+def layer(name: str, rows: int = 64, columns: int = 512, dtype: torch.dtype = torch.float32) -> GGUFLinear:
+    found = GGUFLinear(columns, rows, True, compute_dtype=dtype)
+    quant_type = gguf.GGMLQuantizationType[name]
+    found.weight = GGUFParameter(sane_blocks(name, rows, columns), quant_type=quant_type)
+    return found.requires_grad_(False)
+
+
+def flux(folder: Path, name: str = "Q4_0", dtype: torch.dtype = torch.float32) -> nn.Module:
+    """A tiny Flux from a GGUF file."""
+    torch.manual_seed(0)
+    model = diffusers.FluxTransformer2DModel(**SIZES)
+    model.save_config(folder)
+    writer = gguf.GGUFWriter(folder / "model.gguf", "flux")
+    for key, value in model.state_dict().items():
+        numbers, kind = value.numpy(), gguf.GGMLQuantizationType[name]
+        if value.dim() == 2 and value.shape[1] % 32 == 0:
+            writer.add_tensor(key, gguf.quants.quantize(numbers, kind), raw_dtype=kind)
+        else:
+            writer.add_tensor(key, numbers)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    config = diffusers.GGUFQuantizationConfig(compute_dtype=dtype)
+    return diffusers.FluxTransformer2DModel.from_single_file(
+        str(folder / "model.gguf"), config=str(folder), quantization_config=config, torch_dtype=dtype
+    ).eval()
+
+
+def call(model: nn.Module, dtype: torch.dtype = torch.float32) -> Tensor:
+    generator = torch.Generator().manual_seed(3)
+    latent, text, pooled = (
+        torch.randn(size, generator=generator).to(dtype) for size in ((1, 16, 32), (1, 5, 32), (1, 32))
+    )
+    ids = torch.zeros(16, 3), torch.zeros(5, 3)
+    return model(latent, text, pooled, torch.tensor([0.5], dtype=dtype), *ids[::-1]).sample
+
+
+@pytest.fixture
+def slices(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every layer in several slices."""
+    monkeypatch.setattr(matrices, "slice_weights", lambda _: 1000)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_the_weights_have_the_bits_of_the_hosts(name: str) -> None:
+    blocks = torch.randint(0, 256, (500, FORMATS[name].bytes), dtype=torch.uint8)
+    right = dequantize_functions[gguf.GGMLQuantizationType[name]](blocks, *FORMATS[name][:2])
+    found = expand(blocks, name, torch.float16, table=torch.float32).to(right.dtype)
+    torch.testing.assert_close(found, right, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_layer_of_each_format_is_the_hosts(name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    module, x = layer(name, dtype=dtype), torch.randn(2, 3, 512).to(dtype)
+    expected = module(x)
+    with patch_gguf(module) as patch:
+        assert torch.equal(module(x), expected)
+        assert [state[1:] for state in patch.report().states] == [("on", name)]
+        monkeypatch.setattr(matrices, "slice_weights", lambda _: 5000)
+        torch.testing.assert_close(module(x), expected)
+        with torch.autocast("cpu", torch.bfloat16):
+            out = module(x)
+    with torch.autocast("cpu", torch.bfloat16):
+        torch.testing.assert_close(out, module(x))
+    assert torch.equal(module(x), expected)
+
+
+@pytest.mark.parametrize("name", QUANTISED)
+def test_a_whole_model_from_a_file_and_back(name: str, tmp_path: Path, slices: None) -> None:
+    model = flux(tmp_path, name)
+    parts, before = dict(model.named_parameters()), call(model)
+    with patch_gguf(model) as patch:
+        assert patch.sites == sum(isinstance(module, GGUFLinear) for module in model.modules()) > 10
+        torch.testing.assert_close(call(model), before, rtol=1e-4, atol=1e-5)
+        assert all(value is parts[key] for key, value in model.named_parameters())
+        assert list(model.state_dict()) == list(parts)
+    assert not any("forward_native" in vars(module) for module in model.modules())
+    assert torch.equal(call(model), before)
+
+
+def test_copies_and_pickles_are_without_it() -> None:
+    module, x = layer("Q4_K"), torch.randn(3, 512)
+    expected = module(x)
+    with patch_gguf(module):  # diffusers' parameters cannot be copied
+        copied = copy.deepcopy(module, {id(module.weight): module.weight})
+        stored = pickle.loads(pickle.dumps(copy.deepcopy(module, {id(module.weight): None})))
+    assert copied.forward_native.__self__ is copied
+    assert torch.equal(copied(x), expected)
+    assert stored.forward_native.__func__ is GGUFLinear.forward_native
+
+
+def test_memory_never_holds_the_expanded_weight(monkeypatch: pytest.MonkeyPatch) -> None:
+    module, x = layer("Q4_K", 1024, 1024), torch.randn(4, 1024)
+    whole = 4 * 1024 * 1024
+    assert measure(module, x).extra_bytes > whole
+    monkeypatch.setattr(matrices, "slice_weights", lambda _: 1 << 16)
+    with patch_gguf(module):
+        assert measure(module, x).extra_bytes < whole / 4
+        x.requires_grad_()
+        assert measure(lambda: module(x).sum().backward()).extra_bytes < whole / 4
+
+
+def test_adapters_are_trained_with_the_gradients_of_the_host(tmp_path: Path, slices: None) -> None:
+    peft = pytest.importorskip("peft", reason="peft is not installed")
+    model = flux(tmp_path)
+    torch.manual_seed(1)
+    model.add_adapter(peft.LoraConfig(r=4, init_lora_weights=False, target_modules=["to_q", "proj_mlp", "to_out.0"]))
+
+    def gradients() -> list[Tensor]:
+        trained = [parameter for name, parameter in model.named_parameters() if "lora_" in name]
+        return [*torch.autograd.grad(call(model).square().sum(), trained)]
+
+    expected = gradients()
+    assert expected
+    with patch_gguf(model):
+        for found, right in zip(gradients(), expected):
+            torch.testing.assert_close(found, right, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("is_before", [True, False])
+@pytest.mark.parametrize("kind", ["leaf_level", "block_level", "model"])
+def test_beside_the_hooks_of_offloading(tmp_path: Path, slices: None, kind: str, is_before: bool) -> None:
+    model, cpu = flux(tmp_path), torch.device("cpu")
+    expected = call(model)
+    patch = patch_gguf(model) if is_before else None
+    if kind == "model":
+        accelerate.cpu_offload_with_hook(model, cpu)
+    else:
+        diffusers.hooks.apply_group_offloading(model, cpu, cpu, offload_type=kind, num_blocks_per_group=1)
+    with patch or patch_gguf(model) as patch:
+        assert patch.sites > 10
+        torch.testing.assert_close(call(model), expected, rtol=1e-4, atol=1e-5)
+    assert torch.equal(call(model), expected)
+
+
+def test_a_compiled_model_is_the_same(slices: None) -> None:
+    module, x = layer("Q5_K"), torch.randn(3, 512)
+    with patch_gguf(module):
+        compiled = torch.compile(module, backend="eager")
+        torch.testing.assert_close(compiled(x), module(x))
+
+
+def test_what_is_chosen_and_what_is_left_alone() -> None:
+    other = layer("Q8_0")
+    other.weight.quant_type = gguf.GGMLQuantizationType.IQ2_XXS
+    model = nn.ModuleDict({"a": layer("Q8_0"), "b": layer("Q4_K"), "c": other, "d": nn.Linear(4, 4)})
+    with patch_gguf(model, exclude="b") as patch:
+        assert {state.name: state.state for state in patch.report().states} == {"a": "on", "c": "refused"}
+        assert "IQ2_XXS is not one of Q4_0" in patch.left_alone["c"]
+        with pytest.raises(ValueError, match="a: its product has been replaced already"):
+            patch_gguf(model, include="a")
+    assert [state.state for state in patch.report().states] == ["off", "refused"]
+    with pytest.raises(ValueError, match="must have something to patch, got nothing"):
+        patch_gguf(model["d"])
+
+
+def test_layers_that_diffusers_own_kernels_compute_are_left_to_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(utils, "ops", object())
+    with pytest.raises(ValueError, match=r"the model\): diffusers computes it by kernels of its own"):
+        patch_gguf(layer("Q8_0"))
+
+
+def test_a_layer_that_others_wrapped_while_patched_passes_calls_through(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    module, x = layer("Q8_0"), torch.randn(3, 512)
+    expected = module(x)
+    with patch_gguf(module):
+        inner = module.forward_native
+        module.forward_native = lambda inputs: inner(inputs) + 1
+    assert "ours stays underneath" in caplog.text
+    monkeypatch.setattr(matrices, "slice_weights", lambda _: pytest.fail("still expanded by us"))
+    assert torch.equal(module(x), expected + 1)
+
+
+def test_calls_without_numbers_and_of_torch_func_are_the_hosts() -> None:
+    module, x = layer("IQ4_XS"), torch.randn(4, 3, 512)
+    expected = torch.vmap(module)(x)
+    with patch_gguf(module):
+        assert torch.equal(torch.vmap(module)(x), expected)
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            assert module(torch.randn(3, 512)).shape == (3, 64)
+        torch.testing.assert_close(module(x), expected)
+        module.weight = GGUFParameter(module.weight.as_tensor().to("meta"), quant_type=module.weight.quant_type)
+        module.bias = None
+        assert module(x.to("meta")).shape == (4, 3, 64)
+
+
+def test_a_weight_that_was_replaced_is_the_hosts() -> None:
+    module, x = layer("Q8_0"), torch.randn(3, 512)
+    with patch_gguf(module):
+        module.weight = nn.Parameter(torch.randn(64, 512))
+        assert torch.equal(module(x), nn.functional.linear(x, module.weight, module.bias))
