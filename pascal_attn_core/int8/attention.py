@@ -178,7 +178,7 @@ class AttentionSite:
             self.times = self.options.times[shapes]
 
     def line(self) -> Int8ReportLine:
-        """Its line of the report."""
+        """The line of this layer in the report."""
         state, why = self.state, self.why
         if state == INT8 and not self.options.enabled:
             state, why = FLOAT, "the patch was removed"

@@ -45,7 +45,7 @@ def int8_launches(call: AttentionCall, plan: Plan, out: Tensor, lse: Tensor | No
 
 
 class _Words(NamedTuple):
-    """What the packing kernels write: see ``Pack`` of ``cuda/int8_pack.cuh``."""
+    """The tensors that the packing kernels write: see ``Pack`` of ``cuda/int8_pack.cuh``."""
 
     q: Tensor
     q_scales: Tensor
@@ -169,6 +169,6 @@ class _MaskTiles(NamedTuple):
         return self.bits, self.flags
 
     def fields(self, batch: int, head: int) -> dict[str, int]:
-        """For the heads from this one on."""
+        """The addresses and strides that a launch needs for the heads from this one on."""
         own = self.bits[batch, head].data_ptr(), self.flags[batch, head].data_ptr()
         return {**self.strides, "mask_bits": own[0], "flags": own[1]}

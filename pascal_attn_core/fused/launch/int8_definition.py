@@ -1,4 +1,4 @@
-"""What the kernels of attention in 8-bit integers compute, step by step in PyTorch operators: the same integers, and on
+"""The definition of attention in 8-bit integers in PyTorch operators: the integers of the kernels, and on
 a CPU the same roundings of float32 in the same order, so that every word, scale and output has the same bits (with the
 ``exp2`` and ``log2`` of the emulator; a card's differ in their last bits). How and why is said in
 ``fused/cuda/int8_pack.cuh``."""
