@@ -50,11 +50,25 @@ class Candidate(Variant):
 
 
 def fits(candidate: Variant) -> bool:
-    """Whether a block of kernels on tensor cores has the shared memory that it needs."""
+    """Whether a block of kernels on tensor cores has the shared memory that it needs, and 8-bit attention the tiles that
+    its source takes."""
+    if candidate.kind == "int8":
+        return _whole_words(candidate.geometry, candidate.head_dim)
     if not candidate.on_tensor_cores:
         return True
     most = _SHARED_KIB["volta" if candidate.kind.startswith("volta") else "tensor"] << 10
     return candidate.geometry.blocks * (candidate.tile_bytes + candidate.own_bytes) <= most
+
+
+def _whole_words(tiles: AnyGeometry, head_dim: int) -> bool:
+    """What int8_pack.cuh asks of tiles: each thread has whole words of each tile and chunk."""
+    assert isinstance(tiles, Geometry)
+    of_row, of_column, channels = head_dim // 4, tiles.cols // 4, head_dim // tiles.tx
+    pieces, rest = divmod(tiles.cols * of_row, 4 * tiles.threads)
+    chunks = of_row // tiles.depth, of_column // tiles.staged
+    fours = tiles.rows // tiles.ty, tiles.cols // tiles.tx, channels, tiles.depth, tiles.staged
+    whole = [of_row % tiles.depth, of_column % tiles.staged, tiles.ty % 8, tiles.cols % 32, rest]
+    return channels <= 8 and all(chunks) and not any([*whole, *(n % 4 for n in fours), *(pieces % n for n in chunks)])
 
 
 def words(tiles: AnyGeometry) -> str:

@@ -125,19 +125,19 @@ def test_a_timing_that_found_no_memory_is_made_again_later(monkeypatch: pytest.M
 
     def short_at_first(attempts: list[Callable[[], Any]], device: torch.device) -> list[float]:
         runs.append(1)
-        if len(runs) == 1:
+        if len(runs) <= 2:  # and again after torch's unused memory was given back
             raise torch.cuda.OutOfMemoryError("no room for the timing")
         return [1.0, 2.0]
 
     with fresh_card(StandIn(execute=execute), short_at_first):
         for _ in range(2):
             assert explain(*leaves, config=AUTO).startswith("route torch")
-        assert len(runs) == 1
+        assert len(runs) == 2
         now = timing_table.time.monotonic()
         monkeypatch.setattr(timing_table.time, "monotonic", lambda: now + timing_table.RETRY_SECONDS)
         for _ in range(2):
             assert explain(*leaves, config=AUTO).startswith("route fused: timed on this card at 0.50")
-        assert len(runs) == 2
+        assert len(runs) == 3
 
 
 # ---- modes and hooks -------------------------------------------------------------------------------------------------

@@ -72,7 +72,7 @@ def _run(
     query, key, value = inputs
     packed = Packed.of(*map(ends_of, lengths), query.device, lower_right=alignment == "lower_right")
     call = check_call(query, key, value, enable_gqa=True, **rule)
-    plan = find_plan(call, AttentionConfig(), with_lse=True, packed=packed)
+    plan = find_plan(call, AttentionConfig(), packed=packed)
     assert not isinstance(plan, list)
     with poisoned_memory():
         out, lse = run_packed(call, AttentionConfig(), plan, with_lse=True, why="", sequences=lambda: ())
