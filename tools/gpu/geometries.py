@@ -50,8 +50,8 @@ class Candidate(Variant):
 
 
 def fits(candidate: Variant) -> bool:
-    """Whether a block of kernels on tensor cores has the shared memory that it needs, and 8-bit attention the tiles that
-    its source takes."""
+    """Whether a block of kernels on tensor cores has the shared memory that it needs, and whether the source of 8-bit
+    attention takes these tiles."""
     if candidate.kind == "int8":
         return _whole_words(candidate.geometry, candidate.head_dim)
     if not candidate.on_tensor_cores:
