@@ -29,6 +29,7 @@ EXPECTED = {
     "troubleshooting.md": ["attention calls", "needs a CUDA or ROCm device"],
     "algorithm.md": ["Saved(scores=0.49"],
     "vae.md": ["decode of [1, 4,", "in bands"],
+    "gguf.md": ["Q8_0"],
     "int8.md": ["linear layers in int8, not exact: relative error per layer"],
 }
 
@@ -40,12 +41,29 @@ def prepared(tiny: Any) -> dict[str, Any]:
     pytest.importorskip("safetensors")
     pytest.importorskip("transformers", minversion="4.53")
     pytest.importorskip("pascal_attn_core.diffusers")  # gives pipelines their set_attn_processor
-    pipeline = tiny.BUILD["sd15"]()
+    return _names(tiny.BUILD["sd15"]())
 
-    def generate(prompt: str, num_inference_steps: int) -> Any:
+
+def _names(pipeline: Any) -> dict[str, Any]:
+    def generate(prompt: str, num_inference_steps: int = 1) -> Any:
         return pipeline.pipe(**pipeline.arguments, **pipeline.text, output_type="pil")
 
     return {"pipe": pipeline.pipe, "generate": generate}
+
+
+def _with_gguf_layers(pipeline: Any) -> Any:
+    """The pipeline with the linear layers of its UNet as diffusers has them from a GGUF file."""
+    gguf = pytest.importorskip("gguf")
+    from diffusers.quantizers.gguf.utils import GGUFLinear, GGUFParameter
+
+    quant_type = gguf.GGMLQuantizationType.Q8_0
+    layers = [m for m in pipeline.pipe.unet.modules() if type(m) is torch.nn.Linear and m.in_features % 32 == 0]
+    assert layers
+    for layer in layers:
+        blocks = torch.from_numpy(gguf.quants.quantize(layer.weight.detach().numpy(), quant_type))
+        layer.__class__, layer.compute_dtype = GGUFLinear, torch.float32
+        layer.weight = GGUFParameter(blocks, quant_type=quant_type)
+    return pipeline
 
 
 def execute(code: str, page: Path, names: dict[str, Any]) -> None:
@@ -55,11 +73,11 @@ def execute(code: str, page: Path, names: dict[str, Any]) -> None:
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_every_python_block_of_a_page_runs(
     page: Path, prepared: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    capsys: pytest.CaptureFixture[str], tiny: Any,
 ) -> None:  # fmt: skip
     monkeypatch.chdir(tmp_path)
     stock = torch.nn.functional.scaled_dot_product_attention
-    names = dict(prepared)
+    names = _names(_with_gguf_layers(tiny.BUILD["sd15"]())) if page.name == "gguf.md" else dict(prepared)
     try:
         for block in blocks(page, "python"):
             execute(block.text, page, names)
