@@ -115,7 +115,7 @@ def is_block_mask(mask: object) -> bool:
 
 
 class _Known(NamedTuple):
-    """What is known of a BlockMask. ``of``: its functions and sizes; ``tensors``: its lists of blocks and what its
+    """Facts found about a BlockMask. ``of``: its functions and sizes; ``tensors``: its lists of blocks and what its
     mask_mod reads, with their versions."""
 
     of: tuple
@@ -124,8 +124,8 @@ class _Known(NamedTuple):
 
 
 def known_of(block_mask: Any) -> dict[Any, Any]:
-    """What is known of a BlockMask, kept with it until somebody gives it another ``mask_mod`` or other lists of blocks,
-    or writes into these or into a tensor that ``mask_mod`` reads."""
+    """The facts found about a BlockMask, kept with it until somebody gives it another ``mask_mod`` or other lists of
+    blocks, or writes into these or into a tensor that ``mask_mod`` reads."""
     lists = (block_mask.kv_num_blocks, block_mask.kv_indices, block_mask.full_kv_num_blocks, block_mask.full_kv_indices)
     of = (block_mask.mask_mod, tuple(block_mask.shape), *map(id, lists))
     known = getattr(block_mask, _KNOWN, None)
@@ -282,7 +282,7 @@ class BlockRule(LazyMask):
         return keep
 
     def _ask(self, batch: int, head: int, queries: Range, keys: Range) -> Tensor:
-        """What ``mask_mod`` says of queries and keys of one block, bool ``[queries, keys]``."""
+        """The values of ``mask_mod`` for queries and keys of one block, bool ``[queries, keys]``."""
         (rows, columns), (length, num_keys) = self.block, self.shape[2:]
         if not self.kept_bytes:
             return self._evaluate(batch, head, queries, keys)
@@ -307,7 +307,7 @@ class BlockRule(LazyMask):
         self._known[place] = block
 
     def _evaluate(self, batch: int, head: int, queries: Range, keys: Range) -> Tensor:
-        """What ``mask_mod`` says, asked for a few elements at a time."""
+        """The values of ``mask_mod``, computed for a few elements at a time."""
         keep = torch.empty(queries[1] - queries[0], keys[1] - keys[0], dtype=torch.bool, device=self.device)
         for (t0, t1), (k0, k1) in pieces(keep.shape[0], keep.shape[1], ASKED):
             own = (queries[0] + t0, queries[0] + t1), (keys[0] + k0, keys[0] + k1)

@@ -119,7 +119,7 @@ def _q3_k(blocks: Tensor, dtype: torch.dtype, table: torch.dtype) -> Tensor:
 
 
 def _scales_and_minima(blocks: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Of Q4_K and Q5_K, ``[n, 8]`` each: six bits, of the last four in two parts."""
+    """Scales and minima of Q4_K and Q5_K, ``[n, 8]`` each: six bits, those of the last four in two parts."""
     first, second, low = blocks[:, 4:8], blocks[:, 8:12], blocks[:, 12:16]
     scales = torch.cat([first & 63, low & 15 | first >> 2 & 48], dim=1)
     minima = torch.cat([second & 63, low >> 4 | second >> 2 & 48], dim=1)

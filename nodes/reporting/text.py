@@ -72,7 +72,7 @@ def summary(findings: Findings) -> list[str]:
 
 
 def _sections_of(shown: Shown, findings: Findings, most_notes: int | None = None) -> list[Section]:
-    """What happened in a run, and in which blocks of the model."""
+    """The sections about a run: what happened, and in which blocks of the model."""
     blocks = [_block_section(shown)] if shown.run.tallies else []
     return [_section(shown, findings.memory, most_notes), *blocks]
 

@@ -208,7 +208,7 @@ def _install(group: PatchGroup) -> None:
 
 
 def _classes(module: Any, *names: str) -> list[Any]:
-    """Those that this version has."""
+    """The classes of these names that this version of diffusers has."""
     return [getattr(module, name) for name in names if hasattr(module, name)]
 
 

@@ -380,8 +380,8 @@ def _how_to_run(func: Any, device_type: str) -> _Run:
 
 
 def _inside_key(func: OpOverload, device_type: str, launches: bool) -> Any:
-    """In inference mode composite operators arrive whole; some (``aten::_safe_softmax``) always do, and so do custom
-    operators. Called as usual, their inside would not be seen."""
+    """The dispatch key that shows what happens inside an operator. In inference mode composite ones arrive whole; some
+    (``aten::_safe_softmax``) always do, and so do custom operators. Called as usual, their inside would not be seen."""
     if is_composite(func):
         return _DispatchKey.CompositeImplicitAutograd
     backend = _BACKENDS.get(device_type, "")

@@ -184,7 +184,7 @@ class FusedRoute(Route):
     def _backward_in_bands(
         self, call: AttentionCall, config: AttentionConfig, plan: Plan, saved: Results, wanted: Wanted
     ) -> Gradients:
-        """What bands add to the gradients of key and value is summed in float32."""
+        """Gradients by bands of rows; the sums of the bands' gradients of key and value are kept in float32."""
         assert isinstance(call.attn_mask, BlockRule)
         assert saved.lse is not None
         grad_out, tiles = wanted.grad_out.expand(saved.out.shape), TiledRoute(self.torch_route)

@@ -187,7 +187,7 @@ def padding_as_bool(mask: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor] |
 
 
 class Part(NamedTuple):
-    """What a mask says of some keys of a tile, from ``first`` on: bool or float ``[u, G, tokens, keys]``."""
+    """The values of a mask for some keys of a tile, from ``first`` on: bool or float ``[u, G, tokens, keys]``."""
 
     first: int
     values: Tensor

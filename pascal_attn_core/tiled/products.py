@@ -89,7 +89,7 @@ class TileProducts:
         self.forbid(scores, rule, -math.inf)
 
     def change(self, scores: Tensor, rule: Rule) -> None:
-        """What the tile's score rule makes of the scores, and its float mask added, where it has them."""
+        """Apply the tile's score rule to the scores and add its float mask, where it has them."""
         if rule.score is not None:
             self.by_head(scores).copy_(rule.score(rows_by_token(scores, self.groups)))
         if self.masks is not None:

@@ -38,7 +38,7 @@ _known: weakref.WeakKeyDictionary[Any, dict[tuple, Any]] = weakref.WeakKeyDictio
 
 
 def rule_bytes(call: AttentionCall, *, backward: bool) -> RuleBytes:
-    """What the rules of a call allocate in its forward pass, or in that of its gradients."""
+    """The bytes that the rules of a call allocate in its forward pass, or in that of its gradients."""
     score = pair = asked = kept = 0
     sides = min(_SIDE, call.seq_len_q), min(_SIDE, call.seq_len_kv)
     if call.score_rule is not None and not call.is_empty:
@@ -54,7 +54,7 @@ def rule_bytes(call: AttentionCall, *, backward: bool) -> RuleBytes:
 
 
 def _once(function: Any, kind: tuple, find: Callable[[], Any]) -> Any:
-    """What has been found for a function, or for the one that a method is bound to."""
+    """The result of ``find``, remembered for a function, or for the one that a method is bound to."""
     try:
         known = _known.setdefault(getattr(function, "__func__", function), {})
     except TypeError:  # it cannot be weakly referenced

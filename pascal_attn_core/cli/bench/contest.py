@@ -70,7 +70,7 @@ class Result:
 
 @dataclass(frozen=True)
 class Named:
-    """What a row of tables is about: its name, where it comes from, and its sizes in words."""
+    """The subject of a table: its name, where it comes from, and its sizes in words."""
 
     name: str
     what: str
@@ -78,7 +78,7 @@ class Named:
 
 
 class Work(NamedTuple):
-    """What is timed, and what is measured and checked: the same, or the same work on other numbers."""
+    """The step that is timed, and the one that is measured and checked: the same, or the same on other numbers."""
 
     timed: Callable[[], Any]
     checked: Callable[[], Any]

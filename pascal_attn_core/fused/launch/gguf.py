@@ -1,4 +1,4 @@
-"""From blocks of a GGUF file to the launch that expands them. Nothing is launched or compiled here."""
+"""The launch that expands blocks of a GGUF file. Nothing is launched or compiled here."""
 
 from __future__ import annotations
 
