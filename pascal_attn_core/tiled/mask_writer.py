@@ -49,15 +49,15 @@ class MaskWriter:
         """Put ``value`` (0 or -inf) where the rule's band or bool mask forbids to look."""
         if rule.upper is not None or rule.lower is not None:
             self._forbid_band(scores, rule, value)
-        for first, keep in rule.masks:
-            if keep.dtype == torch.bool:
-                self._write(scores[..., first : first + keep.shape[-1]], keep.transpose(1, 2), value)
+        for part in rule.masks:
+            if part.values.dtype == torch.bool:
+                self._write(part.of(scores), part.values.transpose(1, 2), value)
 
     def add(self, scores: Tensor, rule: Rule) -> None:
         """Add the rule's float mask, of any float dtype."""
-        for first, bias in rule.masks:
-            if bias.dtype != torch.bool:
-                self._add(scores[..., first : first + bias.shape[-1]], bias.transpose(1, 2))
+        for part in rule.masks:
+            if part.values.dtype != torch.bool:
+                self._add(part.of(scores), part.values.transpose(1, 2))
 
     def _add(self, scores: Tensor, bias: Tensor) -> None:
         """``bias``: ``[u, tokens, G, keys]``."""

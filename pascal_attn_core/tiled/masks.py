@@ -192,6 +192,11 @@ class Part(NamedTuple):
     first: int
     values: Tensor
 
+    def of(self, scores: Tensor) -> Tensor:
+        """The scores of these keys, a view."""
+        keys = self.values.shape[-1]
+        return scores if keys == scores.shape[-1] else scores[..., self.first : self.first + keys]
+
 
 class Rule(NamedTuple):
     """The restrictions of one tile.

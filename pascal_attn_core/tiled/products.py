@@ -42,7 +42,8 @@ class TileProducts:
         self.scale, self.dropout_p, self.seed = call.scale, call.dropout_p, seed
         self.kept_share = 1.0 - call.dropout_p if call.dropout_p < 1 else math.inf
         self.unit = 1.0 if walk.has_bias else LOG2_E
-        self.least_bits = math.log2(torch.finfo(self.dtype).tiny)
+        # Where probabilities may be many subnormal numbers; a float mask would pay for a pass that it seldom needs.
+        self.least_bits = None if call.score_rule is None else math.log2(torch.finfo(self.dtype).tiny)
         self.softcap, self.sinks = call.softcap, call.sinks
         self.rows_may_be_empty = walk.is_masked
         self.copies_query, self.copies_kv, self.copies_out = walk.copies_query, walk.copies_kv, walk.copies_out
@@ -105,9 +106,11 @@ class TileProducts:
         return self.exp2_(scores.mul_(LOG2_E)) if self.unit == 1.0 else scores.exp2_()
 
     def exp2_(self, scores: Tensor) -> Tensor:
-        """2 to the scores, in place, zero instead of subnormal numbers: a bias by distance (ALiBi) makes many of them,
-        and products with them take several times as long on a CPU."""
-        return torch.threshold_(scores, self.least_bits, -math.inf).exp2_()
+        """2 to the scores, in place. Under a score rule zero instead of subnormal numbers: a bias by distance (ALiBi)
+        makes many of them, and products with them take several times as long on a CPU."""
+        if self.least_bits is not None:
+            torch.threshold_(scores, self.least_bits, -math.inf)
+        return scores.exp2_()
 
     # ---- layout ------------------------------------------------------------------------------------------------------
 
