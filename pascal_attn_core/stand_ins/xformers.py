@@ -28,7 +28,8 @@ from .attn_bias import AttentionBias, Blocks
 __all__ = ["install_as_xformers", "memory_efficient_attention", "patch_xformers"]
 
 VERSION = f"0.0.35+pascal.{__version__}"
-HAS_CPP_LIBRARY = True
+# ComfyUI and its relatives ask for it and then stay with torch's attention: beside xformers they store expanded masks.
+HAS_CPP_LIBRARY = False
 _ROOT = "xformers"
 _ATTENTION = (
     ".xformers: memory_efficient_attention memory_efficient_attention_forward=memory_efficient_attention "
