@@ -43,7 +43,7 @@ def bar_chart(
     axes = figure.subplots(-(-len(panels) // columns), columns, squeeze=False)
     for (panel_title, unit, bars), axis in zip(panels, axes.flat):
         _draw_bars(axis, unit, bars, colours)
-        axis.set_title(panel_title, fontsize=12, loc="left")
+        axis.set_title(panel_title, fontsize=11, x=-0.2, ha="left")
     figure.suptitle(title, fontsize=15, fontweight="bold")
     figure.supxlabel(footer, fontsize=9)
     figure.savefig(path, dpi=120)

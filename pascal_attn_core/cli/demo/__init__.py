@@ -150,7 +150,7 @@ def _draw(document: dict[str, Any], path: Path) -> None:
             panels.append((f"{report['model']['what']}: {what}", unit, bars))
     title = "The same generation, by different attentions"
     machine = document["machine"]
-    footer = f"{machine['name']}, {machine['threads']} threads, torch {document['versions']['torch']}"
+    footer = f"{machine['name']}, threads: {machine['threads']}, torch {document['versions']['torch']}"
     charts.bar_chart(path, panels, title=title, footer=footer)
 
 
