@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import copy
-import functools
-import inspect
 import threading
-import types
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from ..patching.forward import ReplacedForward
 from .hosts import forward_slots
 from .plan import WHOLE, Plan, Site, kind_of_call, make_plan, refuse
 from .recheck import Recheck
@@ -24,29 +22,19 @@ _MAX_PLANS = 256
 _trial_lock = threading.RLock()
 
 
-class SlicedForward:
-    """Replaces a module's ``forward``. It has slots, so that hooks that wrap it copy no attributes from it."""
+class SlicedForward(ReplacedForward):
+    """The replacement forward of a module whose tokens are computed in slices."""
 
-    __slots__ = (
-        "__weakref__", "_defined", "inner", "module", "recheck", "sites", "state", "whole",
-    )  # fmt: skip
+    __slots__ = ("recheck", "sites", "state")
 
     def __init__(self, module: nn.Module, inner: Callable[..., Any] | None):
-        self.module, self.inner = module, inner
-        self._defined = type(module).forward
-        self.whole = inner or types.MethodType(self._defined, module)  # the module's forward without us
+        super().__init__(module, inner)
         self.sites: list[Site] = []
         self.recheck = Recheck()
         self.state: State | None = None  # what the module's code referred to when it was tried
 
-    @property
-    def __signature__(self) -> inspect.Signature:
-        return inspect.signature(self.whole)
-
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if type(self.module).forward is not self._defined and self.inner is None:  # the class's forward was replaced
-            self._defined = type(self.module).forward
-            self.whole = types.MethodType(self._defined, self.module)
+        self.follow_class()
         site = self.sites[-1] if self.sites else None
         if site is None or not site.settings.enabled or torch._C._get_tracing_state() is not None:
             return self.whole(*args, **kwargs)
@@ -108,12 +96,6 @@ class SlicedForward:
         SlicedForward.__init__(copied, copy.deepcopy(self.module, memo), copy.deepcopy(self.inner, memo))
         copied.sites = [site.copy() for site in self.sites]
         return copied
-
-    def __reduce__(self) -> tuple:
-        """Pickled, only the module's own forward remains: a file must not depend on this package."""
-        if self.inner is None:
-            return getattr, (self.module, "forward")
-        return functools.partial, (self.inner,)
 
 
 _FOUND_LATER = "passed the trial, but a later check found that its tokens affect each other"

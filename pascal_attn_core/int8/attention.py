@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import copy
-import functools
-import inspect
 import logging
-import types
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -17,6 +14,7 @@ from torch import Tensor, nn
 from ..attention import sdpa
 from ..checks import is_out_of_memory
 from ..config import AttentionConfig, UnsupportedAttention
+from ..patching.forward import ReplacedForward
 from ..patching.interception import PLAIN, TORCH_SDPA, SdpaMode, bind_sdpa
 from ..patching.selectors import matches, selectors
 from ..routes.timing_table import median_times
@@ -29,25 +27,18 @@ log = logging.getLogger("pascal_attn")
 _IN_8_BITS = AttentionConfig(route="fused-int8")
 
 
-class CaughtForward:
+class CaughtForward(ReplacedForward):
     """A module's ``forward`` during which calls of torch's ``scaled_dot_product_attention`` in the same thread come to
-    a site. It has slots, so that hooks that wrap it copy no attributes from it."""
+    a site."""
 
-    __slots__ = ("__weakref__", "inner", "module", "site")
+    __slots__ = ("site",)
 
     def __init__(self, module: nn.Module, site: AttentionSite, inner: Callable[..., Any] | None):
-        self.module, self.site, self.inner = module, site, inner
-
-    @property
-    def whole(self) -> Callable[..., Any]:
-        """The module's forward without us."""
-        return self.inner or types.MethodType(type(self.module).forward, self.module)
-
-    @property
-    def __signature__(self) -> inspect.Signature:
-        return inspect.signature(self.whole)
+        super().__init__(module, inner)
+        self.site = site
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self.follow_class()
         if not self.site.options.enabled or torch.compiler.is_compiling():
             return self.whole(*args, **kwargs)
         with SdpaMode(self.site.attend):
@@ -72,10 +63,6 @@ class CaughtForward:
         copied = memo[id(self)] = CaughtForward.__new__(CaughtForward)
         CaughtForward.__init__(copied, copy.deepcopy(self.module, memo), self.site, copy.deepcopy(self.inner, memo))
         return copied
-
-    def __reduce__(self) -> tuple:
-        """Pickled, only the module's own forward remains: a file must not depend on this package."""
-        return (getattr, (self.module, "forward")) if self.inner is None else (functools.partial, (self.inner,))
 
 
 def find_attention(model: nn.Module, include: Any = None, exclude: Any = None) -> Iterator[tuple[str, nn.Module]]:
