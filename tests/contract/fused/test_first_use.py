@@ -19,7 +19,7 @@ import pytest
 import torch
 from attn_support.fused.device import CardKernels, always_faster, execute, fresh_card
 from attn_support.fused.driver import StandIn
-from attn_support.fused.emulation import GXX
+from attn_support.fused.emulation import GXX, emulate
 from attn_support.fused.hip import HipStandIn
 from attn_support.fused.modes import MODES
 from torch import Tensor
@@ -269,14 +269,39 @@ def test_a_backward_pass_knows_itself() -> None:
 
 @pytest.mark.parametrize("mask", ["none", "bool", "float"])
 def test_the_gradients_that_it_expects_are_those_of_autograd(mask: str) -> None:
-    call = verify.sample_call(Variant("grad_query", 64, "float32", mask), CPU)
-    wide = [t.double() for t in (call.query, call.key, call.value)]
-    leaves = [t.clone().requires_grad_() for t in wide]
-    bias = call.attn_mask.double() if mask == "float" else call.attn_mask
-    out, lse = reference_sdpa(*leaves, bias, is_causal=True, enable_gqa=True, alignment="lower_right")
+    call = verify._on_cpu(verify.sample_call(Variant("grad_query", 64, "float32", mask), CPU))
+    leaves = [t.clone().requires_grad_() for t in (call.query, call.key, call.value)]
+    rules: dict[str, Any] = {"is_causal": True, "enable_gqa": True, "alignment": "lower_right"}
+    out, lse = reference_sdpa(*leaves, call.attn_mask, **rules)
     expected = torch.autograd.grad(out.sum(), leaves)
-    for ours, theirs in zip(verify.expected_gradients(call, wide, out.detach(), lse.detach()), expected):
+    for ours, theirs in zip(verify.expected_gradients(call, out.detach(), lse.detach()), expected):
         torch.testing.assert_close(ours, theirs, atol=1e-9, rtol=1e-9)
+
+
+@pytest.mark.parametrize("kind", ["forward", "grad_query"])
+def test_no_flag_of_the_process_changes_what_it_finds(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """TF32 rounds the factors of torch's float32 products to 11 bits, where the flag allows that."""
+    variant = Variant(kind, 64, "float32")
+
+    def found() -> tuple[float, float]:
+        return verify.largest_error(variant, CPU, emulate), verify.tolerance(variant)
+
+    def rounded(product: Callable[[Tensor, Tensor], Tensor]) -> Callable[[Tensor, Tensor], Tensor]:
+        def short(t: Tensor) -> Tensor:
+            if t.dtype != torch.float32 or torch.get_float32_matmul_precision() != "high":
+                return t
+            return ((t.contiguous().view(torch.int32) + 0x1000) & ~0x1FFF).view(torch.float32)
+
+        return lambda one, other: product(short(one), short(other))
+
+    before, precision = found(), torch.get_float32_matmul_precision()
+    monkeypatch.setattr(torch, "matmul", rounded(torch.matmul))
+    monkeypatch.setattr(Tensor, "__matmul__", rounded(Tensor.__matmul__))
+    torch.set_float32_matmul_precision("high")
+    try:
+        assert found() == before
+    finally:
+        torch.set_float32_matmul_precision(precision)
 
 
 def test_what_ships_is_loaded_checked_timed_and_launched(tmp_path: Path) -> None:

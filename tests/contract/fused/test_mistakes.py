@@ -180,12 +180,3 @@ def test_a_kernel_without_any_one_barrier_counter_or_shuffle_is_wrong(generation
     assert _worst_of_generation(generation, None) < 3e-3
     for mutant, line in _mistakes(generation):
         assert _worst_of_generation(generation, mutant) > WRONG, line
-
-
-def test_fences_stand_where_the_memory_model_of_ptx_asks_for_them() -> None:
-    """Which the emulation cannot tell: behind the warp's barrier where a lane raises the counter for all, and before it
-    where each lane has seen one counter."""
-    text = source("tensor")
-    own = text[text.index("INLINE void signal(") : text.index("INLINE u32 pack_shares")]
-    steps = re.findall(r"fence_block|__syncwarp|\*counter = n|see\(", own)
-    assert steps == ["fence_block", "__syncwarp", "fence_block", "*counter = n", "see(", "fence_block", "__syncwarp"]

@@ -12,7 +12,7 @@ import pytest
 import torch
 from attn_support.fused.cases import LOWER_RIGHT, sized
 from attn_support.fused.device import emulated_card
-from attn_support.fused.emulation import GXX, T4, V100, emulate
+from attn_support.fused.emulation import GXX, RACES, T4, V100, LeftOut, Race, each_left_out, emulate
 from attn_support.fused.modes import deterministic as poisoned_memory
 from attn_support.oracle import exact
 from attn_support.randomness import some, times
@@ -123,10 +123,19 @@ def _cut_at(ends: list[int], *cuts: int, tile: int = 0, slot: int = 0) -> list[P
     return [Piece(tile, bounds[i], bounds[i + 1], slot, i, len(bounds) - 1) for i in range(len(bounds) - 1)]
 
 
-def _run(variant: Variant, call: AttentionCall, listed: list[Piece], seed: int = 1) -> Tensor:
+def _run(
+    variant: Variant,
+    call: AttentionCall,
+    listed: list[Piece],
+    seed: int = 1,
+    text: str | LeftOut | None = None,
+    flags: tuple[str, ...] = (),
+) -> Tensor:
     out = empty_output(call).fill_(float("nan"))
+    mutated = None if text is None else {variant.kind: text}
+    launches = forward_launches(call, Plan(variant, pieces=Pieces(0, tuple(listed))), out)
     with poisoned_memory():
-        emulate(forward_launches(call, Plan(variant, pieces=Pieces(0, tuple(listed))), out), seed=seed)
+        emulate(launches, seed=seed, mutated=mutated, flags=flags)
     return out
 
 
@@ -168,21 +177,31 @@ def test_the_parts_are_right_however_their_blocks_run(kind: str) -> None:
             assert error < 3e-3 * _oracle(variant).abs().max()
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_what_the_emulation_cannot_tell_is_in_the_source(kind: str) -> None:
-    """By PTX's memory model: the thread that counts has a fence behind the barrier that shows it the block's sums, and
-    one between the count and the barrier that tells the block, which then reads the sums of the others past the caches
-    of a multiprocessor. All three barriers are among the mistakes of
-    tools/mutants.txt."""
-    text = source(kind)
-    own = text[text.index("INLINE bool join_parts") : text.index("PA_FORWARD_NAME")]
-    found = re.findall(r"store_part\(|__threadfence\(\)|__syncthreads|[^_]count(?:ed)?\(|add_part\(", own)
-    assert [each.strip(" (") for each in found] == [
-        "__syncthreads", "counted", "store_part", "__syncthreads", "__syncthreads", "count", "add_part",
-    ]  # fmt: skip
-    assert re.search(r"u32 counted\(.*?\*\(const volatile.*?__threadfence\(\);\n    return n;", text, re.DOTALL)
-    assert re.search(r"u32 count\(u32.*\n    __threadfence\(\);\n.*atomicAdd.*\n    __threadfence\(\);", text)
-    assert "ld.global.cg.v4.f32" in text
+# ---- order in memory -------------------------------------------------------------------------------------------------
+
+_ORDERS = re.compile(r"(?<=    )(?:fence_block|__threadfence|__syncwarp)\(\);")
+
+
+def _races(text: LeftOut | None, seeds: range) -> bool:
+    """Of tiles in two and in three parts: a block may be the last one before it stores its sums, or behind that."""
+    variant = Variant("tensor_even", 64, "float16")
+    call = _call(variant, heads=2)
+    ends = list(key_tiles(call, variant.geometry))
+    listed = [*_cut_at(ends, 3), *_cut_at(ends, 2, 5, tile=1, slot=2)]
+    try:
+        for seed in seeds:
+            _run(variant, call, listed, seed, text, flags=RACES)
+    except Race:
+        return True
+    return False
+
+
+def test_nothing_races_and_no_fence_can_be_missed() -> None:
+    """By PTX's memory model, whatever has happened here. The first fence of ``signal`` is there for ptxas only."""
+    text = source("tensor_even")
+    assert not _races(None, range(3))
+    found = [_races(mutant, range(1, 9)) for mutant, _ in each_left_out(text, _ORDERS.finditer(text))]
+    assert found == [False] + [True] * 7
 
 
 # ---- memory, several launches and several devices --------------------------------------------------------------------
