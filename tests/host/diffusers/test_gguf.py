@@ -107,7 +107,7 @@ def test_a_layer_of_each_format_is_the_hosts(name: str, dtype: torch.dtype, monk
         assert torch.equal(module(x), expected)
         assert [state[1:] for state in patch.report().states] == [("on", name)]
         monkeypatch.setattr(matrices, "slice_weights", lambda _: 5000)
-        torch.testing.assert_close(module(x), expected)
+        torch.testing.assert_close(module(x), expected, rtol=1e-4, atol=1e-4)
         with torch.autocast("cpu", torch.bfloat16):
             out = module(x)
     with torch.autocast("cpu", torch.bfloat16):
