@@ -108,9 +108,6 @@ def test_gradients_of_lse_flow_through() -> None:
     assert all(map(torch.equal, *found))
 
 
-# ---- what stays on the first device ----------------------------------------------------------------------------------
-
-
 @mask_rule
 def _near(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
     return (query - key).abs() < 50

@@ -177,9 +177,6 @@ def test_tensors_without_strides_are_refused(make) -> None:
             sdpa(query, query, query, config=config)
 
 
-# ---- an error at any operator ----------------------------------------------------------------------------------------
-
-
 class _Raising(TorchDispatchMode):
     """Counts the operators, and raises ``error`` in place of number ``at``."""
 

@@ -177,9 +177,6 @@ def test_a_probe_without_memory_is_not_an_answer(runtime: Runtime) -> None:
     assert found
 
 
-# ---- rows that overlap ---------------------------------------------------------------------------------------------
-
-
 def _overlapping(tokens: int, step: int) -> Tensor:
     """Rows of 64 that begin ``step`` elements after each other."""
     return torch.randn(2 * tokens * 64).as_strided((1, 2, tokens, 64), (0, tokens * 64, step, 1))
@@ -205,9 +202,6 @@ def test_the_fused_kernels_only_read_them() -> None:
     assert call_reasons(check_call(query, query, query)) == []
     odd = _overlapping(50, step=3)
     assert "rows must be contiguous" in call_reasons(check_call(odd, odd, odd))[0]
-
-
-# ---- kernels that do not run -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("tokens", [16, 700])

@@ -172,9 +172,6 @@ def test_linear_attention_set_over_ours_is_left_alone_and_what_follows_is_ours_a
     assert [call["config"] for call in routed] == [CONFIG]
 
 
-# --- taking off -------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("by", ["pipe", "denoiser"])
 @pytest.mark.parametrize("family", ["sd15", "flux", "wan"])
 def test_none_gives_the_very_processors_back(family, by, tiny, routed):

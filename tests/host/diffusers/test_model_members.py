@@ -96,9 +96,6 @@ def test_a_model_without_attention_has_no_processors():
     assert diffusers.AutoencoderTiny().attn_processors == {}
 
 
-# --- backends ---------------------------------------------------------------------------------------------------------
-
-
 @pytest.fixture
 def flux(tiny):
     dispatch = pytest.importorskip("diffusers.models.attention_dispatch", reason="this diffusers has no backends")

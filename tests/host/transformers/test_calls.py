@@ -133,9 +133,6 @@ def test_what_would_be_silently_wrong_is_refused(name: str) -> None:
         attention(MODULE, *qkv(), None, **{name: torch.zeros(2, 9, 3)})
 
 
-# ---- weights -------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("family", ["llama", "mistral", "gemma2", "gpt_oss", "llama4"])
 def test_weights_that_are_asked_for_are_those_of_eager(
     tiny: ModuleType, registered: str, family: str, caplog: pytest.LogCaptureFixture
@@ -152,9 +149,6 @@ def test_weights_that_are_asked_for_are_those_of_eager(
     seen = inputs["attention_mask"][:, None, :, None].bool()
     for mine, theirs in zip(ours, stock, strict=True):
         torch.testing.assert_close(mine * seen, theirs * seen, atol=1e-4, rtol=1e-3)
-
-
-# ---- what arrives at sdpa ------------------------------------------------------------------------------------------
 
 
 def only(routed: list[dict[str, Any]], **wanted: Any) -> None:
@@ -196,9 +190,6 @@ def test_chunks_arrive_as_a_band_and_a_rule(tiny: ModuleType, registered: str, r
     assert routed[0]["window"] == (tiny.WINDOW - 1, -1)
     assert isinstance(routed[0]["mask"], LazyMask)
     assert routed[1]["mask"] is None
-
-
-# ---- training and compiling ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.filterwarnings("ignore:.gradient_checkpointing_:FutureWarning")

@@ -108,9 +108,6 @@ def simplest(call: Call, tries: int = 150, device: str = "cpu") -> Call:
     return call
 
 
-# ---- making the call -------------------------------------------------------------------------------------------------
-
-
 def _leaves(call: Call, built: Built, device: str) -> tuple[list[Tensor], Any, Tensor | None, list[Tensor]]:
     """(query, key, value), mask, sinks: leaves in the strides they have, and the memory they lie in, on the device."""
     memory = built.memory if device == "cpu" else [whole.to(device) for whole in built.memory]
@@ -168,9 +165,6 @@ def _may_refuse(call: Call) -> bool:
     """Whether the route asked for by name is one that does not take every call."""
     route = call.config.get("route", "auto")
     return route in ("torch", "fused") or (route == "math" and (call.entry == "lse" or call.is_empty))
-
-
-# ---- what it should give ---------------------------------------------------------------------------------------------
 
 
 def precision_of(call: Call) -> Precision:

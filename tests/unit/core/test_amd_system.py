@@ -120,9 +120,6 @@ def test_clocks_are_asked_of_the_system_on_amd_cards(rocm, monitor: Path, monkey
     assert str(machine.ask_clocks(torch.device("cuda", 0)).text) == "1750 MHz, memory 1000 MHz, 61 C"
 
 
-# ---- what torch says of a card ---------------------------------------------------------------------------------------
-
-
 @pytest.fixture
 def rocm(monkeypatch: pytest.MonkeyPatch):
     """Lets torch be a ROCm build with one card of these properties."""

@@ -20,8 +20,6 @@ import pascal_attn_core
 from pascal_attn_core import AttentionConfig, AttentionOutput, capture, record, sdpa
 from pascal_attn_core.sdpa_patch import disable, enable, patch_sdpa
 
-# ---- torch's function under the switch ------------------------------------------------------------------------------
-
 
 class Holder(torch.nn.Module):
     """A model that keeps the function it found when it was built."""
@@ -66,8 +64,6 @@ def test_it_is_saved_while_calls_are_captured(tmp_path: Path) -> None:
         saved = pickle.dumps(Holder())
     assert pickle.loads(saved).attend is TORCH
 
-
-# ---- errors and values ----------------------------------------------------------------------------------------------
 
 ARGUMENTS: dict[str, tuple[Any, ...]] = {"UnsupportedAttention": ("tiled", ["head_dim 300 > 256", "float64"])}
 

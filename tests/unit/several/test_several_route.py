@@ -175,9 +175,6 @@ def test_no_memory_at_home_for_the_parts_is_no_error(inputs: list[Tensor], monke
     assert not _helper().why_not()
 
 
-# ---- interrupts and threads ------------------------------------------------------------------------------------------
-
-
 class Cancelled(BaseException):
     pass
 
@@ -282,9 +279,6 @@ def test_a_forked_process_stays_on_one_device(inputs: list[Tensor], monkeypatch:
     assert choose(check_call(*inputs), SHARED).why.endswith("on one device: this process was forked")
 
 
-# ---- memory ----------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("is_tokens_first", [True, False])
 def test_memory_at_home_is_the_plan_and_the_parts_exactly(is_tokens_first: bool) -> None:
     """Of this thread: the output, the part that home computes (which is copied into it), and the route's own plan."""
@@ -302,9 +296,6 @@ def test_memory_at_home_is_the_plan_and_the_parts_exactly(is_tokens_first: bool)
     assert alone.peak_bytes <= out_bytes + plan.extra_bytes
     assert together.peak_bytes - alone.peak_bytes == out_bytes // 2
     assert together.peak_bytes <= out_bytes + out_bytes // 2 + plan.extra_bytes
-
-
-# ---- timings ---------------------------------------------------------------------------------------------------------
 
 
 class Clock:
@@ -392,9 +383,6 @@ def test_a_device_that_fails_while_it_is_timed_is_left_alone(inputs: list[Tensor
         assert torch.equal(out, sdpa(*inputs, config=ALONE))
         why = choose(check_call(*inputs), SHARED).why
         assert why.endswith("cpu failed (RuntimeError: CUDA error: device-side assert) a moment ago")
-
-
-# ---- reports ---------------------------------------------------------------------------------------------------------
 
 
 def test_the_report_shows_shares_and_what_went_wrong(inputs: list[Tensor]) -> None:

@@ -67,9 +67,6 @@ def test_bank_conflicts_are_those_of_the_addresses(name: str, step: int, cycles:
     assert model.lds_cycles(wave, instruction) == cycles
 
 
-# ---- RDNA 2 ----------------------------------------------------------------------------------------------------------
-
-
 def _events(*texts: str) -> list[Event]:
     """Events of a wave of 32 lanes."""
     trace, wave = Trace(RDNA2), Wave(0, Memory(()), np.zeros(1, np.uint32), [], size=32)
@@ -138,9 +135,6 @@ def test_stretches_with_many_products_are_the_main_blocks() -> None:
         *many,
         Event("branch"),
     ]
-
-
-# ---- rounds, and shipped kernels -------------------------------------------------------------------------------------
 
 
 def test_the_last_round_has_the_blocks_that_are_left() -> None:

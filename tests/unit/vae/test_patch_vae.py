@@ -124,9 +124,6 @@ def test_patches_come_off_in_any_order(order: tuple[int, ...], caplog: pytest.Lo
     assert not [record for record in caplog.records if record.levelname == "WARNING"]
 
 
-# ---- what a host does around it --------------------------------------------------------------------------------------
-
-
 def test_autocast_is_followed_whether_it_is_on_for_the_first_call_or_later() -> None:
     vae = kl()
     with patch_vae(vae, budget_mib=0.1) as patch:
@@ -272,9 +269,6 @@ def test_a_compiled_part_is_left_alone() -> None:
     with patch_vae(vae) as patch:
         vae.decode(latent())
     assert patch.report().calls[0].why == "it is compiled by torch.compile"
-
-
-# ---- arguments -------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -229,9 +229,6 @@ def minimax_h3() -> Built:
     return Built(weights)
 
 
-# ---- VAEs, text encoders, a full checkpoint and LoRAs ----
-
-
 def kl_autoencoder(z_channels: int, channels: int) -> StateDict:
     build = host_class("comfy.ldm.models.autoencoder", "AutoencoderKL")
     shape = {"double_z": True, "z_channels": z_channels, "resolution": 256, "in_channels": 3, "out_ch": 3}
