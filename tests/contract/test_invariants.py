@@ -1,4 +1,4 @@
-"""What must hold for every call, as sentences."""
+"""These tests check what must hold for every call, as sentences."""
 
 from __future__ import annotations
 

@@ -46,7 +46,7 @@ def _forward(call: AttentionCall, config: AttentionConfig, *, with_lse: bool = T
 
 
 def _backward(call: AttentionCall, config: AttentionConfig) -> Measurement:
-    """Of a first pass, by autograd: everything beyond the gradients themselves."""
+    """Return what a first pass by autograd takes: everything beyond the gradients themselves."""
     leaves = [t.detach().requires_grad_() for t in (call.query, call.key, call.value)]
     mask = call.attn_mask
     if mask is not None and mask.requires_grad:
@@ -147,7 +147,7 @@ def test_a_video_of_32760_tokens_takes_four_megabytes() -> None:
 
 
 def test_values_that_are_read_are_within_the_budget_too() -> None:
-    """On real tensors masks and norms are looked at; each look is planned."""
+    """Masks and norms of real tensors are looked at; each look is planned."""
     query, key, value = _inputs((4, 2, 2, 128, 20000, 16, 16), "cpu")
     generator = torch.Generator().manual_seed(0)
     for kind in ("bool [B, 1, 1, S]", "bool padding", "-inf padding", "-1e4 padding", "float [B, 1, 1, S]"):

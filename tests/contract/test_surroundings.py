@@ -1,4 +1,4 @@
-"""What the surroundings of a call may do: modes, transforms, defaults, and tensors of other kinds."""
+"""These tests check what the surroundings of a call may do: modes, transforms, defaults, and tensors of other kinds."""
 
 from __future__ import annotations
 
@@ -254,7 +254,7 @@ def _state() -> tuple:
 
 
 def _survives_or_passes(run: Callable[[], Any], error: BaseException, at: int) -> Any:
-    """What ``run`` gives with an error at its n-th operator; None if the error came through."""
+    """Return what ``run`` gives with an error at its n-th operator; None if the error came through."""
     state = _state()
     try:
         with _Raising(error, at):

@@ -40,7 +40,7 @@ def _masked(length: int, dtype: torch.dtype = torch.float32) -> tuple[list[Tenso
 
 
 def _largest_error(attend: Any, leaves: list[Tensor], mask: Tensor | None = None, **options: Any) -> float:
-    """Of the output and, where wanted, of the gradients, relative to it and to the largest of them."""
+    """Return the relative errors of the output and, where wanted, of the gradients, these by the largest of them."""
     wide = [cast(t, torch.float64 if leaves[0].dtype == torch.float64 else torch.float32) for t in (*leaves, mask)]
     out, expected = attend(*leaves, mask, **options), reference_sdpa(*wide, **options)[0]
     errors = [((out - expected).norm() / expected.norm()).nan_to_num(torch.inf, torch.inf).item()]

@@ -337,7 +337,7 @@ TABLE = _table()
 
 
 def routes_for(case: Case, *, of: Iterable[str] = ROUTES) -> list[str]:
-    """Those of ``of`` that take the call. Tiny tiles are slow: every third call by them, and all with a window."""
+    """Return the routes of ``of`` that take the call. Tiny tiles take every third, and all with a window."""
     inputs, options = case.build()
     call = check_call(*inputs, **options)
     routes = [route for route in of if route == "auto" or not why_not(ROUTES[route].route, call, ROUTES[route])]

@@ -56,7 +56,7 @@ def _exp2_of_the_emulator(monkeypatch: pytest.MonkeyPatch) -> None:
 def emulated(
     call: AttentionCall, seed: int = 1, text: str | LeftOut | None = None, edit: Callable[[list[Launch]], Any] = list
 ) -> Result:
-    """What the kernels write. edit: the launches that are run, of all."""
+    """Return what the kernels write. edit: the launches that are run, of all."""
     out = torch.full(call.out_shape, math.nan, dtype=call.query.dtype)
     lse = torch.full(call.out_shape[:-1], math.nan)
     launches = int8_launches(call, plan_call(call, 1, int8=True), out, lse)

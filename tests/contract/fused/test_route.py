@@ -217,7 +217,7 @@ def test_block_masks_in_bands_of_rows(name: str, route: str, dtype: torch.dtype,
 
 @pytest.mark.parametrize("route", ["fused", "fused-tensor"])
 def test_a_block_mask_takes_no_more_than_the_budget(route: str) -> None:
-    """Its bool mask alone would take 2.7 MiB."""
+    """The bool mask of this call alone would take 2.7 MiB."""
     flex = pytest.importorskip("torch.nn.attention.flex_attention")
     blocks = flex.create_block_mask(BLOCK_MASKS["of heads"], 2, 4, 600, 590, device="cpu", BLOCK_SIZE=64)
     inputs = [torch.randn(2, heads, n, 32).half() for heads, n in ((4, 600), (2, 590), (2, 590))]

@@ -94,7 +94,7 @@ def test_cut_tiles_have_the_answer_of_the_definition(num_sms: int, case: Case, c
 
 @pytest.mark.usefixtures("free_parts")
 def test_a_batch_that_is_no_one_dimension_is_not_cut(card: DeviceInfo) -> None:
-    """Its views have fewer heads than the plan was made for."""
+    """The views of such a batch have fewer heads than the plan was made for."""
     query, key = (torch.randn(2, 3, 2, n, 64).half().transpose(0, 1) for n in (70, 640))
     assert query.stride()[:2] == (2 * 70 * 64, 3 * 2 * 70 * 64)
     with emulated_card(info=replace(card, num_sms=5)) as kernels:

@@ -118,7 +118,7 @@ SIZES = [
 def test_every_geometry_gives_the_answer_of_the_definition(
     case: Case, is_wide: bool, card: DeviceInfo, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On a card of many multiprocessors tiles are small."""
+    """Tiles are small on a card of many multiprocessors tiles are small."""
     if is_wide:
         monkeypatch.setattr(plan, "_SMALL_SPEED", 1e-3)
     with emulated_card(info=replace(card, num_sms=1 if is_wide else 1000)) as kernels:

@@ -124,7 +124,7 @@ def _example(
 
 
 def _launches(result: Emulated, grad_out: Tensor) -> tuple[list[Launch], list[Tensor]]:
-    """And the gradients that they write."""
+    """Return the launches and the gradients that they write."""
     call = result.call
     grads = [torch.empty_like(t) for t in (call.query, call.key, call.value)]
     return backward_launches(call, result.plan, grad_out, result.out, result.lse, None, None, tuple(grads)), grads
@@ -214,7 +214,7 @@ WRONG = 3e-2
 
 
 def _error(result: Emulated, grad_out: Tensor, right: list[Tensor], kind: str, text: str | LeftOut | None) -> float:
-    """Of the results of this kind of kernel, over some orders of the threads."""
+    """Return the largest error of this kind of kernel over some orders of the threads."""
     mutated = None if text is None else {kind: text}
 
     def run(seed: int) -> Answers:

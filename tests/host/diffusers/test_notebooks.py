@@ -46,7 +46,7 @@ def code_cells(file: Path) -> list[dict[str, Any]]:
 
 
 def execute(name: str, folder: Path) -> str:
-    """What the notebook prints, and at the end how many pictures it shows."""
+    """Return what the notebook prints, and at the end how many pictures it shows."""
     pytest.importorskip("IPython")
     cells = ["".join(cell["source"]) for cell in code_cells(ROOT / "notebooks" / name)]
     env = {

@@ -80,7 +80,7 @@ def logits(model: Any, kind: str) -> Tensor:
 
 
 def stock(name: str, model_type: str, kind: str) -> Tensor | None:
-    """What a class computes with "eager"; None if it cannot be built this small, or does not take these inputs."""
+    """Return what a class computes with "eager"; None if it cannot be built this small or takes other inputs."""
     model_class = getattr(transformers, name, None)
     try:
         with torch.device("meta"):

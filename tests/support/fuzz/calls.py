@@ -23,7 +23,7 @@ Layout = Callable[[Tensor, torch.Generator], "tuple[Tensor, Tensor]"]
 
 
 def _garbage(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """What lies between the elements of a view: whoever reads it is found out."""
+    """Return what lies between the elements of a view: whoever reads it is found out."""
     return torch.full(shape, math.nan if dtype.is_floating_point else 1, dtype=dtype)
 
 
@@ -241,7 +241,7 @@ class Call:
         return DTYPES[self.dtype]
 
     def shapes(self) -> tuple[tuple[int, ...], ...]:
-        """Of query, key and value."""
+        """Return the sizes of query, key and value."""
         shapes = []
         sizes = ((self.rows, self.width), (self.keys, self.width), (self.keys, self.width_v))
         for heads, lead, size in zip(self.heads, self.leads, sizes):
@@ -451,7 +451,7 @@ class Built(NamedTuple):
 
 
 def sums_dtype(dtype: torch.dtype) -> torch.dtype:
-    """What the package promises to sum in."""
+    """Return what the package promises to sum in."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 

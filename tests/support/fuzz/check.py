@@ -24,7 +24,7 @@ _TORCH_KNOWS_GROUPS = "enable_gqa" in (F.scaled_dot_product_attention.__doc__ or
 
 
 class Wrong(AssertionError):
-    """What is wrong with the answer to a call."""
+    """This class holds what is wrong with the answer to a call."""
 
 
 def check(call: Call, device: str = "cpu") -> str:
@@ -75,7 +75,7 @@ def check(call: Call, device: str = "cpu") -> str:
 
 
 def failure(call: Call, device: str = "cpu") -> str:
-    """What goes wrong with a call, in a line or two; empty = nothing does."""
+    """Return what goes wrong with a call, in a line or two; empty = nothing does."""
     try:
         check(call, device)
     except Wrong as wrong:
@@ -180,7 +180,7 @@ def _scale(call: Call) -> float:
 
 
 def ways(call: Call, built: Built, precision: Precision) -> list[oracle.Forward]:
-    """What the call may give: two answers where a bias is so large that scores lose their digits beside it."""
+    """Return what the call may give: two answers where a bias is so large that scores lose their digits beside it."""
     sinks = None if built.sinks is None else built.sinks.detach().to(precision.sums).double()
     large = built.bias is not None and bool((built.bias.abs() > 30).any())
     rest = (built.allowed, built.bias, _scale(call), call.softcap, sinks, precision)

@@ -1,4 +1,4 @@
-"""What a card of AMD's is, by a topology folder as the kernel driver shows it."""
+"""These tests check what a card of AMD's is, by a topology folder as the kernel driver shows it."""
 
 from __future__ import annotations
 

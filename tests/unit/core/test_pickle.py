@@ -1,4 +1,4 @@
-"""What users hold goes through pickle: torch's function under the switch, errors, configs, reports."""
+"""These tests pickle what users hold: torch's function under the switch, errors, configs, reports."""
 
 from __future__ import annotations
 

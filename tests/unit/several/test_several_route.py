@@ -100,8 +100,8 @@ ERRORS = {
 def test_whatever_fails_there_is_computed_at_home(
     kind: str, at: int, inputs: list[Tensor], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The same bits, the reason in the report, one line in the log, inputs untouched; and the device is left alone for
-    a while."""
+    """The result has the same bits, with the reason in the report, one line in the log, inputs untouched; and the
+    device is left alone for a while."""
     expected, kept = sdpa(*inputs, config=ALONE), [t.clone() for t in inputs]
     error, words = ERRORS[kind]
     helper = Faulty(at, error)
@@ -281,7 +281,7 @@ def test_a_forked_process_stays_on_one_device(inputs: list[Tensor], monkeypatch:
 
 @pytest.mark.parametrize("is_tokens_first", [True, False])
 def test_memory_at_home_is_the_plan_and_the_parts_exactly(is_tokens_first: bool) -> None:
-    """Of this thread: the output, the part that home computes (which is copied into it), and the route's own plan."""
+    """The memory is the output, the part that home computes (which is copied into it), and the route's own plan."""
     inputs = [torch.randn(2, 8, 700, 32) for _ in range(3)]
     if is_tokens_first:
         inputs = [t.transpose(1, 2).contiguous().transpose(1, 2) for t in inputs]

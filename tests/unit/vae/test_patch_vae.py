@@ -161,7 +161,7 @@ def _layerwise(vae: Any) -> None:
 
 
 def _in_place(vae: Any) -> None:
-    """As a LoRA that is merged for the time of a call."""
+    """The weight changes as by a LoRA that is merged for the time of a call."""
 
     def scale(by: float) -> None:
         vae.decoder.conv_in.weight.data.mul_(by)
@@ -323,7 +323,7 @@ def test_what_is_not_finite_stays_so(number: float) -> None:
 
 
 def _looks(own: Any) -> Any:
-    """What an operator does not tell: the model itself looks at the kind of what it is given."""
+    """Return what an operator does not tell: the model itself looks at the kind of what it is given."""
     return lambda z, *args: own(z, *args) * (2 if type(z) is not Tensor else 1)
 
 

@@ -28,7 +28,7 @@ class NotOnThisHost(Exception):
 
 @dataclasses.dataclass
 class Built:
-    """What goes into one file."""
+    """This class holds what goes into one file."""
 
     tensors: StateDict
     metadata: dict[str, str] | None = None
