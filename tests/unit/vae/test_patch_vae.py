@@ -392,7 +392,7 @@ def test_out_of_memory_anywhere_means_fewer_rows() -> None:
             figures = patch.report().calls[-1].figures
             assert figures is not None
             retried += figures.retries
-        assert retried > 0.9 * len(places)
+        assert retried > 0.6 * len(places)
 
 
 def test_an_interrupt_between_bands_leaves_the_vae_usable() -> None:
