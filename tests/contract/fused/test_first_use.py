@@ -67,9 +67,6 @@ def _check_gradients(out: Tensor, leaves: list[Tensor], **options: Any) -> None:
         leaf.grad = None
 
 
-# ---- training --------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("use_reentrant", [False, True])
 @pytest.mark.parametrize(("config", "options"), [(FUSED, {}), (AUTO, {"window": (20, 0)})], ids=["by name", "auto"])
 def test_the_first_training_step_with_gradient_checkpointing(
@@ -140,9 +137,6 @@ def test_a_timing_that_found_no_memory_is_made_again_later(monkeypatch: pytest.M
         assert len(runs) == 3
 
 
-# ---- modes and hooks -------------------------------------------------------------------------------------------------
-
-
 class Operators(TorchDispatchMode):
     """Counts what is dispatched."""
 
@@ -198,9 +192,6 @@ def test_the_first_call_may_be_made_in_any_mode(kernels: CardKernels, mode: str,
     expected = reference_sdpa(*(t.detach() for t in leaves))[0]
     torch.testing.assert_close(out.detach().float(), expected, atol=tolerance, rtol=tolerance)
     assert len(kernels._checked) == (3 if requires_grad else 1)
-
-
-# ---- threads ---------------------------------------------------------------------------------------------------------
 
 
 def test_no_thread_is_left_and_an_error_of_the_check_is_a_reason(kernels: CardKernels) -> None:
@@ -262,9 +253,6 @@ def test_a_backward_pass_knows_itself() -> None:
 
     Asks.apply(torch.ones(1, requires_grad=True)).backward()
     assert seen == [False, True, False]
-
-
-# ---- the check itself ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("mask", ["none", "bool", "float"])

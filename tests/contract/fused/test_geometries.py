@@ -84,9 +84,6 @@ def test_their_gradients_are_those_of_the_definition(case: Case) -> None:
         assert_gradients(functools.partial(backward, result), inputs, options, case.dtype, with_lse=with_lse)
 
 
-# ---- far apart -------------------------------------------------------------------------------------------------------
-
-
 def _check(inputs: list[Tensor | None]) -> None:
     small = [None if t is None else t.clone(memory_format=torch.contiguous_format) for t in inputs]
     result, expected = forward(inputs, {}), exact(small, {})[0]

@@ -76,8 +76,6 @@ def test_no_blocks_are_no_launch() -> None:
     assert expand_launches(ExpandCall(empty, "Q4_0", torch.float16, torch.int8, torch.empty(0, 32))) == []
 
 
-# ---- the check at first use must be able to fail ---------------------------------------------------------------------
-
 MUTANTS = {
     "a weight beside": ("const i64 at = 4 * (", "const i64 at = 4 + 4 * ("),
     "a scale that is not rounded": ("return rounded(half_to_float(", "return (half_to_float("),
@@ -125,9 +123,6 @@ def test_the_check_at_first_use_finds_what_is_wrong(mutant: str | None) -> None:
     text = source(KIND)
     assert text.count(right) == 1
     assert is_found(text.replace(right, wrong))
-
-
-# ---- on a card that is not here --------------------------------------------------------------------------------------
 
 
 def layer(name: str = "Q4_K", rows: int = 48, columns: int = 512) -> tuple[Tensor, GgufMatrix]:

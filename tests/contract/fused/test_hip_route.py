@@ -139,9 +139,6 @@ def test_parts_of_the_last_rows_keep_the_budget() -> None:
         assert choose(call, replace(fused, budget_mib=mib / 2)).plan.tail is None
 
 
-# ---- timed against what torch does there -----------------------------------------------------------------------------
-
-
 def _inputs() -> list[torch.Tensor]:
     return [torch.randn(1, 2, 150, 64) for _ in range(3)]
 
@@ -192,9 +189,6 @@ def test_the_timed_call_stores_few_scores(no_torch_kernel: None) -> None:
         explain(query, query, query, config=AUTO)
         (kind,) = runtime_of(CPU).part(Timings).known
     assert kind.rows * kind.kv_tokens * 4 <= 64 << 20
-
-
-# ---- the first run on a machine --------------------------------------------------------------------------------------
 
 
 def _trials(start: Starter, folder: Path, info: DeviceInfo = RADEON_VII) -> Trials:

@@ -189,9 +189,6 @@ def test_memory_beside_the_tensors_is_that_of_words_and_scales() -> None:
     assert sum(t.nbytes for t in own.values()) == words_and_scales + 2 * 2 * 4 * 128  # the mean key and value
 
 
-# ---- what would go wrong ---------------------------------------------------------------------------------------------
-
-
 def _normal(*shape: int) -> Tensor:
     return torch.randn(1, 1, *shape)
 

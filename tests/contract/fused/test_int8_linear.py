@@ -67,9 +67,6 @@ def _check(call: LinearCall, product: str | None = None, seed: int = 1) -> None:
     assert ((call.out.double() - expected).abs() <= allowed).all()
 
 
-# ---- shapes ----------------------------------------------------------------------------------------------------------
-
-
 def _shapes() -> Iterator[tuple[str, int, int, int]]:
     """Rows and columns of the output at the edges of the tiles, and columns of x around whole chunks and words."""
     columns = itertools.cycle((4, 12, 16, 28, 32, 36, 64, 100, 128, 512, 516))
@@ -129,9 +126,6 @@ def test_long_rows_are_read_twice_and_their_sums_still_fit() -> None:
 
 def test_many_rows_take_less_threads_each() -> None:
     _check(_call(torch.randn(600, 1100), _weight(5, 1100)))
-
-
-# ---- how tensors lie -------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -219,9 +213,6 @@ def test_offsets_are_64_bit_numbers() -> None:
     assert out[:, 17000].abs().max() > 0
 
 
-# ---- numbers ---------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("rotation", [0, 16, 256])
 def test_a_nan_or_an_infinity_makes_its_row_nan_and_no_other(rotation: int) -> None:
     x = torch.randn(9, 512)
@@ -284,9 +275,6 @@ def test_sums_that_overflow_in_the_rotation_are_infinite_as_in_the_definition() 
     assert torch.equal(call.out.isnan(), before_activation(call).isnan())
 
 
-# ---- at random -------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("seed", seeds(40))
 def test_random_layers(seed: int) -> None:
     draw = random.Random(seed)
@@ -302,16 +290,11 @@ def test_random_layers(seed: int) -> None:
     _check(_call(x, weight, bias, activation, out), draw.choice([None, *TILES]), seed)
 
 
-# ---- choices ---------------------------------------------------------------------------------------------------------
-
-
 def test_the_product_is_chosen_by_the_rows_and_by_what_fills_the_device() -> None:
     assert [product_of(rows, 3072, 28) for rows in (1, 4, 5, 32)] == ["pa_linear_few"] * 2 + ["pa_linear_some"] * 2
     assert product_of(4096, 3072, 28) == product_of(100_000, 320, 28) == "pa_linear"
     assert product_of(77, 2048, 28) == product_of(256, 1280, 28) == "pa_linear_small"
 
-
-# ---- the harness itself must be able to fail -------------------------------------------------------------------------
 
 _BARRIER = re.compile(r"__syncthreads\(\);")
 _SENSITIVE = [(product, TILES[product].rows + 1, TILES[product].cols + 1, 1200) for product in TILES]

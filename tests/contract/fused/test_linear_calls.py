@@ -99,9 +99,6 @@ def test_the_first_answers_are_compared_with_the_definition(caplog: pytest.LogCa
         assert {launch.variant.dtype for launch in kernels.queued} == {"float16"}
 
 
-# ---- reasons ---------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("info", "words"),
     [
@@ -164,9 +161,6 @@ def test_arguments_that_do_not_fit_are_an_error(words: str, call: LinearCall) ->
         with pytest.raises(ValueError, match=words):
             run_linear(call)
         assert kernels.queued == []
-
-
-# ---- trial -----------------------------------------------------------------------------------------------------------
 
 
 def _tried(start: Starter, folder: Path) -> Runtime:

@@ -27,8 +27,6 @@ WRONG = 1e-2
 Text = str | LeftOut | None  # in place of a kernel's source; None: its own
 
 
-# ---- plain cores, NVIDIA's and AMD's ---------------------------------------------------------------------------------
-
 _BARRIER = re.compile(r"__sync(?:threads|warp)\(\);")
 # The shuffles after it meet the warp too, but order no memory: on a CPU it cannot be missed.
 _UNSEEN = "flushed_max is complete"
@@ -110,8 +108,6 @@ def test_a_barrier_that_some_threads_miss_is_a_deadlock() -> None:
     text = source("forward").replace("if (more) __syncthreads();", "if (more && t.ty) __syncthreads();")
     assert _worst(("forward", "", FLOAT32), text) == float("inf")
 
-
-# ---- tensor cores ----------------------------------------------------------------------------------------------------
 
 # With counters; with a barrier for each tile and Q in several rounds; with words of a mask that lanes exchange.
 TURING = [

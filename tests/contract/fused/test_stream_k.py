@@ -105,9 +105,6 @@ def test_a_batch_that_is_no_one_dimension_is_not_cut(card: DeviceInfo) -> None:
     torch.testing.assert_close(out, whole, atol=2e-3, rtol=2e-3)
 
 
-# ---- the parts -------------------------------------------------------------------------------------------------------
-
-
 def _call(variant: Variant, heads: int = 1, rows: int = 70, key_tiles: int = 7) -> AttentionCall:
     generator = torch.Generator().manual_seed(variant.head_dim)
     keys = key_tiles * variant.geometry.cols - 5
@@ -183,9 +180,6 @@ def test_what_the_emulation_cannot_tell_is_in_the_source(kind: str) -> None:
     assert re.search(r"u32 counted\(.*?\*\(const volatile.*?__threadfence\(\);\n    return n;", text, re.DOTALL)
     assert re.search(r"u32 count\(u32.*\n    __threadfence\(\);\n.*atomicAdd.*\n    __threadfence\(\);", text)
     assert "ld.global.cg.v4.f32" in text
-
-
-# ---- memory, several launches and several devices --------------------------------------------------------------------
 
 
 def _is_even(card: DeviceInfo, config: AttentionConfig = TENSOR, **how: Any) -> bool:

@@ -80,8 +80,6 @@ def test_gradients_are_those_of_the_definition(case: Case, capability: Capabilit
     _check(inputs, options, capability, with_lse="causal" in case.name)
 
 
-# ---- shipped tiles ---------------------------------------------------------------------------------------------------
-
 _case = functools.partial(sized, torch.float16)
 # Tiles of rows have 256 or 128, those of columns 32 or 16.
 SHIPPED = [
@@ -206,8 +204,6 @@ def test_each_head_skips_the_tiles_that_its_own_mask_forbids(dim: int, capabilit
         mask[0, head, 32 * head : 32 * head + 40] = False
     _check(inputs, options, capability)
 
-
-# ---- the harness must be able to fail --------------------------------------------------------------------------------
 
 _BARRIER = re.compile(r"__syncthreads\(\);")
 WRONG = 3e-2

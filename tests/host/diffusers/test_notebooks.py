@@ -15,10 +15,12 @@ from attn_support import fresh
 from attn_support.markdown import ROOT
 
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
-# Runs cells as Jupyter does, without a network, and prints how many of them show a picture.
+# Runs cells as Jupyter does, without a network, and prints how many of them show a picture. Commands of the package
+# are run in this process.
 SHELL = """
 import json, socket, sys
 from IPython.core.interactiveshell import InteractiveShell
+from pascal_attn_core.cli import main
 
 connect = socket.socket.connect
 
@@ -36,6 +38,8 @@ shell, pictures = Shell(), 0
 for cell in json.load(sys.stdin):
     done = shell.run_cell(cell)
     done.raise_error()
+    if "python" in shell.user_ns:
+        shell.user_ns["python"] = lambda dash_m, package, *arguments: main(list(arguments))
     pictures += "image/png" in shell.display_formatter.format(done.result)[0]
 print("pictures", pictures)
 """
