@@ -19,7 +19,6 @@ import pytest
 import torch
 from attn_support.fused.device import CardKernels, always_faster, execute, fresh_card
 from attn_support.fused.driver import StandIn
-from attn_support.fused.emulation import GXX
 from attn_support.fused.hip import HipStandIn
 from attn_support.fused.modes import MODES
 from torch import Tensor
@@ -38,7 +37,6 @@ from pascal_attn_core.reference import reference_sdpa
 from pascal_attn_core.routes import timing_table
 from pascal_attn_core.routes.timing import Kind, Timings
 
-pytestmark = pytest.mark.skipif(GXX is None, reason="needs g++ to build the emulation")
 FUSED, AUTO = AttentionConfig(route="fused"), AttentionConfig(math_limit_mib=0)  # no call is too short for it
 CPU = torch.device("cpu")
 

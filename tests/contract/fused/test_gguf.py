@@ -10,7 +10,7 @@ import pytest
 import torch
 from attn_support.fused.device import CardKernels, execute, fresh_card
 from attn_support.fused.driver import StandIn, fails_once
-from attn_support.fused.emulation import CARD, GXX, emulate
+from attn_support.fused.emulation import CARD, emulate
 from attn_support.fused.trials import Starter
 from torch import Tensor
 
@@ -26,7 +26,6 @@ from pascal_attn_core.gguf.matrix import GgufMatrix, linear
 from pascal_attn_core.gguf_blocks import FORMATS, expand
 from pascal_attn_core.machine.runtime import Runtime, runtime_of, using
 
-pytestmark = pytest.mark.skipif(GXX is None, reason="needs g++ to build the emulation")
 CPU = torch.device("cpu")
 TABLES = (torch.int8, torch.float32)
 

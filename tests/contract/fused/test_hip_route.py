@@ -14,7 +14,6 @@ import pytest
 import torch
 from attn_support.fused.cases import LOWER_RIGHT, sized
 from attn_support.fused.device import CardKernels, UncheckedKernels, always_faster, execute, fresh_card, passing_time
-from attn_support.fused.emulation import GXX
 from attn_support.fused.hip import OVERRIDDEN, RADEON_VII, RX_5700, RX_6800, HipStandIn
 from attn_support.fused.trials import Starter
 from attn_support.oracle import cast
@@ -34,7 +33,6 @@ from pascal_attn_core.reference import reference_sdpa
 from pascal_attn_core.routes import choose, timing, torch_kernel
 from pascal_attn_core.routes.timing import Timings
 
-pytestmark = pytest.mark.skipif(GXX is None, reason="needs g++ to build the emulation")
 CPU = torch.device("cpu")
 AUTO = AttentionConfig(math_limit_mib=0)
 CARDS = [RADEON_VII, RX_5700, RX_6800, OVERRIDDEN]

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 from attn_support.fused.cases import LOWER_RIGHT, sized
-from attn_support.fused.emulation import GXX, LeftOut, build_text, each_left_out, emulate, params_of
+from attn_support.fused.emulation import LeftOut, build_text, each_left_out, emulate, params_of
 from attn_support.oracle import exact
 from attn_support.table import Case
 from torch import Tensor
@@ -32,7 +32,6 @@ from pascal_attn_core.fused.launch.select import call_reasons
 from pascal_attn_core.fused.trust.kernels import parts
 from pascal_attn_core.routes import route_names
 
-pytestmark = pytest.mark.skipif(GXX is None, reason="needs g++ to build the emulation")
 FLOAT32, FLOAT16, BFLOAT16 = torch.float32, torch.float16, torch.bfloat16
 # Normal numbers: what 8 bits cost (fp16 attention itself errs by 7e-4).
 TYPICAL = 1.5e-2

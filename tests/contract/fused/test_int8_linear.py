@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from attn_support.fused.cases import Answers, worst_error
-from attn_support.fused.emulation import GXX, LeftOut, each_left_out, emulate
+from attn_support.fused.emulation import LeftOut, each_left_out, emulate
 from attn_support.fused.far import address_space
 from attn_support.fused.linear import before_activation
 from attn_support.randomness import seeds
@@ -27,7 +27,6 @@ from pascal_attn_core.fused.trust.kernels import parts
 from pascal_attn_core.int8 import quantize
 from pascal_attn_core.int8.quantize import Int8Matrix, quantize_rows
 
-pytestmark = pytest.mark.skipif(GXX is None, reason="needs g++ to build the emulation")
 FLOAT32, FLOAT16, BFLOAT16 = torch.float32, torch.float16, torch.bfloat16
 DTYPES = (FLOAT32, FLOAT16, BFLOAT16)
 # Half a unit in the last place of the output, and some of float32's: activations are not rounded alike everywhere.

@@ -9,7 +9,6 @@ import pytest
 from attn_support import fresh
 from attn_support.fused.emulation import GXX
 
-pytestmark = pytest.mark.skipif(GXX is None, reason="needs g++ to build the emulation")
 _HEAD = """
 import sys, types
 support = types.ModuleType("attn_support"); support.__path__ = [{support!r}]; sys.modules["attn_support"] = support

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 from attn_support.fused.cases import Answers, at_once, backward, forward, of_kernel, sized, worst_error
-from attn_support.fused.emulation import GXX, LeftOut, each_left_out, emulate
+from attn_support.fused.emulation import LeftOut, each_left_out, emulate
 from attn_support.oracle import cast, gradients
 from attn_support.randomness import times
 from torch import Tensor
@@ -21,7 +21,6 @@ from pascal_attn_core.fused.launch.forward import forward_launches
 from pascal_attn_core.fused.launch.plan import Plan
 from pascal_attn_core.reference import reference_sdpa
 
-pytestmark = pytest.mark.skipif(GXX is None, reason="needs g++ to build the emulation")
 FLOAT32, FLOAT16 = torch.float32, torch.float16
 WRONG = 1e-2
 Text = str | LeftOut | None  # in place of a kernel's source; None: its own

@@ -10,7 +10,7 @@ import pytest
 import torch
 from attn_support.fused.cases import is_split, takes
 from attn_support.fused.device import emulated_card
-from attn_support.fused.emulation import CARD, GXX, T4
+from attn_support.fused.emulation import CARD, T4
 from attn_support.fused.modes import deterministic as poisoned_memory
 from attn_support.oracle import assert_attention, assert_gradients, exact, gradients
 from attn_support.randomness import some
@@ -27,7 +27,6 @@ from pascal_attn_core.machine.runtime import Runtime, using
 from pascal_attn_core.observe.memory import measure
 from pascal_attn_core.reference import reference_sdpa
 
-pytestmark = pytest.mark.skipif(GXX is None, reason="needs g++ to build the emulation")
 FUSED, INT8 = AttentionConfig(route="fused"), AttentionConfig(route="fused-int8")
 
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 from attn_support.fused.cases import LOWER_RIGHT, sized
 from attn_support.fused.device import emulated_card
-from attn_support.fused.emulation import GXX, T4, V100, emulate
+from attn_support.fused.emulation import T4, V100, emulate
 from attn_support.fused.modes import deterministic as poisoned_memory
 from attn_support.oracle import exact
 from attn_support.randomness import some, times
@@ -30,7 +30,6 @@ from pascal_attn_core.fused.launch.stream_k import Piece, Pieces
 from pascal_attn_core.machine.device import DeviceInfo
 from pascal_attn_core.reference import reference_sdpa
 
-pytestmark = pytest.mark.skipif(GXX is None, reason="needs g++ to build the emulation")
 TENSOR = AttentionConfig(route="fused-tensor")
 CARDS = {"T4": T4, "V100": V100}
 KINDS = ("tensor_even", "volta_even")

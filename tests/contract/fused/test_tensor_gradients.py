@@ -13,7 +13,7 @@ import pytest
 import torch
 from attn_support.fused.cases import LOWER_RIGHT, Answers, Emulated, forward, of_kernel, sized, worst_error
 from attn_support.fused.cases import backward as run_backward
-from attn_support.fused.emulation import GXX, LeftOut, blocks_and_passes, build, each_left_out, emulate
+from attn_support.fused.emulation import LeftOut, blocks_and_passes, build, each_left_out, emulate
 from attn_support.oracle import assert_gradients
 from attn_support.randomness import some
 from attn_support.table import GRADIENT_TABLE, Case
@@ -28,7 +28,6 @@ from pascal_attn_core.fused.launch.plan import gradient_variants
 from pascal_attn_core.fused.launch.select import tensor_reasons
 from pascal_attn_core.fused.trust.kernels import parts
 
-pytestmark = pytest.mark.skipif(GXX is None, reason="needs g++ to build the emulation")
 GENERATIONS = {"Turing": (7, 5), "Volta": (7, 0)}
 TURING = GENERATIONS["Turing"]
 Capability = tuple[int, int]
