@@ -79,8 +79,6 @@ def _check(
     return result
 
 
-# ---- what ships ------------------------------------------------------------------------------------------------------
-
 _OFTEN = {(64, "float32"), (40, "float16"), (128, "float16")}
 _RARE = {
     "gfx900": ("forward-128-float32-bool", "split-64-float16-none"),
@@ -171,9 +169,6 @@ def test_cards_execute_dot_products_of_pairs_only_where_they_have_them(arch: str
     assert sum(products.values()) > 10_000
 
 
-# ---- what is compiled at its first use -------------------------------------------------------------------------------
-
-
 FLOAT, BOOL = "-inf some rows empty", "bool some rows empty"
 
 
@@ -223,8 +218,6 @@ def test_gradients_are_those_of_the_definition(arch: str, dtype: torch.dtype, di
     own = functools.partial(backward, result, run=machine.execute, code_of=_shipped_or_compiled)
     assert_gradients(own, *case.build(), dtype)
 
-
-# ---- what the machine notices ----------------------------------------------------------------------------------------
 
 CHANGED = _case(FLOAT16, 64, 37, 75, **LOWER_RIGHT)
 

@@ -19,7 +19,7 @@ import pytest
 import torch
 from attn_support.fused.device import CardKernels, always_faster, execute, fresh_card
 from attn_support.fused.driver import StandIn
-from attn_support.fused.emulation import GXX, emulate
+from attn_support.fused.emulation import emulate
 from attn_support.fused.hip import HipStandIn
 from attn_support.fused.modes import MODES
 from torch import Tensor
@@ -38,7 +38,6 @@ from pascal_attn_core.reference import reference_sdpa
 from pascal_attn_core.routes import timing_table
 from pascal_attn_core.routes.timing import Kind, Timings
 
-pytestmark = pytest.mark.skipif(GXX is None, reason="needs g++ to build the emulation")
 FUSED, AUTO = AttentionConfig(route="fused"), AttentionConfig(math_limit_mib=0)  # no call is too short for it
 CPU = torch.device("cpu")
 
@@ -65,9 +64,6 @@ def _check_gradients(out: Tensor, leaves: list[Tensor], **options: Any) -> None:
         assert leaf.grad is not None
         torch.testing.assert_close(leaf.grad.double(), wanted, atol=1e-4, rtol=1e-4)
         leaf.grad = None
-
-
-# ---- training --------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("use_reentrant", [False, True])
@@ -140,9 +136,6 @@ def test_a_timing_that_found_no_memory_is_made_again_later(monkeypatch: pytest.M
         assert len(runs) == 3
 
 
-# ---- modes and hooks -------------------------------------------------------------------------------------------------
-
-
 class Operators(TorchDispatchMode):
     """Counts what is dispatched."""
 
@@ -198,9 +191,6 @@ def test_the_first_call_may_be_made_in_any_mode(kernels: CardKernels, mode: str,
     expected = reference_sdpa(*(t.detach() for t in leaves))[0]
     torch.testing.assert_close(out.detach().float(), expected, atol=tolerance, rtol=tolerance)
     assert len(kernels._checked) == (3 if requires_grad else 1)
-
-
-# ---- threads ---------------------------------------------------------------------------------------------------------
 
 
 def test_no_thread_is_left_and_an_error_of_the_check_is_a_reason(kernels: CardKernels) -> None:
@@ -262,9 +252,6 @@ def test_a_backward_pass_knows_itself() -> None:
 
     Asks.apply(torch.ones(1, requires_grad=True)).backward()
     assert seen == [False, True, False]
-
-
-# ---- the check itself ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("mask", ["none", "bool", "float"])

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 from attn_support.fused.cases import Answers, at_once, backward, forward, of_kernel, sized, worst_error
-from attn_support.fused.emulation import GXX, LeftOut, each_left_out, emulate
+from attn_support.fused.emulation import LeftOut, each_left_out, emulate
 from attn_support.oracle import cast, gradients
 from attn_support.randomness import times
 from torch import Tensor
@@ -21,13 +21,10 @@ from pascal_attn_core.fused.launch.forward import forward_launches
 from pascal_attn_core.fused.launch.plan import Plan
 from pascal_attn_core.reference import reference_sdpa
 
-pytestmark = pytest.mark.skipif(GXX is None, reason="needs g++ to build the emulation")
 FLOAT32, FLOAT16 = torch.float32, torch.float16
 WRONG = 1e-2
 Text = str | LeftOut | None  # in place of a kernel's source; None: its own
 
-
-# ---- plain cores, NVIDIA's and AMD's ---------------------------------------------------------------------------------
 
 _BARRIER = re.compile(r"__sync(?:threads|warp)\(\);")
 # The shuffles after it meet the warp too, but order no memory: on a CPU it cannot be missed.
@@ -110,8 +107,6 @@ def test_a_barrier_that_some_threads_miss_is_a_deadlock() -> None:
     text = source("forward").replace("if (more) __syncthreads();", "if (more && t.ty) __syncthreads();")
     assert _worst(("forward", "", FLOAT32), text) == float("inf")
 
-
-# ---- tensor cores ----------------------------------------------------------------------------------------------------
 
 # With counters; with a barrier for each tile and Q in several rounds; with words of a mask that lanes exchange.
 TURING = [

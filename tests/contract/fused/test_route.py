@@ -10,7 +10,7 @@ import pytest
 import torch
 from attn_support.fused.cases import is_split, takes
 from attn_support.fused.device import emulated_card
-from attn_support.fused.emulation import CARD, GXX, T4
+from attn_support.fused.emulation import CARD, T4
 from attn_support.fused.modes import deterministic as poisoned_memory
 from attn_support.oracle import assert_attention, assert_gradients, exact, gradients
 from attn_support.randomness import some
@@ -27,7 +27,6 @@ from pascal_attn_core.machine.runtime import Runtime, using
 from pascal_attn_core.observe.memory import measure
 from pascal_attn_core.reference import reference_sdpa
 
-pytestmark = pytest.mark.skipif(GXX is None, reason="needs g++ to build the emulation")
 FUSED, INT8 = AttentionConfig(route="fused"), AttentionConfig(route="fused-int8")
 
 
@@ -217,7 +216,7 @@ def test_block_masks_in_bands_of_rows(name: str, route: str, dtype: torch.dtype,
 
 @pytest.mark.parametrize("route", ["fused", "fused-tensor"])
 def test_a_block_mask_takes_no_more_than_the_budget(route: str) -> None:
-    """Its bool mask alone would take 2.7 MiB."""
+    """The bool mask of this call alone would take 2.7 MiB."""
     flex = pytest.importorskip("torch.nn.attention.flex_attention")
     blocks = flex.create_block_mask(BLOCK_MASKS["of heads"], 2, 4, 600, 590, device="cpu", BLOCK_SIZE=64)
     inputs = [torch.randn(2, heads, n, 32).half() for heads, n in ((4, 600), (2, 590), (2, 590))]

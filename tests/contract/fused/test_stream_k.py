@@ -12,7 +12,7 @@ import pytest
 import torch
 from attn_support.fused.cases import LOWER_RIGHT, sized
 from attn_support.fused.device import emulated_card
-from attn_support.fused.emulation import GXX, RACES, T4, V100, LeftOut, Race, each_left_out, emulate
+from attn_support.fused.emulation import RACES, T4, V100, LeftOut, Race, each_left_out, emulate
 from attn_support.fused.modes import deterministic as poisoned_memory
 from attn_support.oracle import exact
 from attn_support.randomness import some, times
@@ -30,7 +30,6 @@ from pascal_attn_core.fused.launch.stream_k import Piece, Pieces
 from pascal_attn_core.machine.device import DeviceInfo
 from pascal_attn_core.reference import reference_sdpa
 
-pytestmark = pytest.mark.skipif(GXX is None, reason="needs g++ to build the emulation")
 TENSOR = AttentionConfig(route="fused-tensor")
 CARDS = {"T4": T4, "V100": V100}
 KINDS = ("tensor_even", "volta_even")
@@ -94,7 +93,7 @@ def test_cut_tiles_have_the_answer_of_the_definition(num_sms: int, case: Case, c
 
 @pytest.mark.usefixtures("free_parts")
 def test_a_batch_that_is_no_one_dimension_is_not_cut(card: DeviceInfo) -> None:
-    """Its views have fewer heads than the plan was made for."""
+    """The views of such a batch have fewer heads than the plan was made for."""
     query, key = (torch.randn(2, 3, 2, n, 64).half().transpose(0, 1) for n in (70, 640))
     assert query.stride()[:2] == (2 * 70 * 64, 3 * 2 * 70 * 64)
     with emulated_card(info=replace(card, num_sms=5)) as kernels:
@@ -103,9 +102,6 @@ def test_a_batch_that_is_no_one_dimension_is_not_cut(card: DeviceInfo) -> None:
     assert {launch.variant.is_even for launch in kernels.queued} == {True}
     assert len(kernels.queued) > 2
     torch.testing.assert_close(out, whole, atol=2e-3, rtol=2e-3)
-
-
-# ---- the parts -------------------------------------------------------------------------------------------------------
 
 
 def _call(variant: Variant, heads: int = 1, rows: int = 70, key_tiles: int = 7) -> AttentionCall:
@@ -202,9 +198,6 @@ def test_nothing_races_and_no_fence_can_be_missed() -> None:
     assert not _races(None, range(3))
     found = [_races(mutant, range(1, 9)) for mutant, _ in each_left_out(text, _ORDERS.finditer(text))]
     assert found == [False] + [True] * 7
-
-
-# ---- memory, several launches and several devices --------------------------------------------------------------------
 
 
 def _is_even(card: DeviceInfo, config: AttentionConfig = TENSOR, **how: Any) -> bool:

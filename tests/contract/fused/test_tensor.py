@@ -12,7 +12,7 @@ import pytest
 import torch
 from attn_support.fused.cases import LOWER_RIGHT, sized
 from attn_support.fused.device import emulated_card
-from attn_support.fused.emulation import GXX, T4, V100
+from attn_support.fused.emulation import T4, V100
 from attn_support.fused.modes import deterministic as poisoned_memory
 from attn_support.oracle import assert_close, assert_gradients, exact, gradients, plain
 from attn_support.randomness import some
@@ -28,7 +28,6 @@ from pascal_attn_core.machine.device import DeviceInfo
 from pascal_attn_core.reference import reference_sdpa
 from pascal_attn_core.routes.timing import Times
 
-pytestmark = pytest.mark.skipif(GXX is None, reason="needs g++ to build the emulation")
 TENSOR = AttentionConfig(route="fused-tensor")
 CARDS = {"T4": T4, "V100": V100}
 
@@ -118,7 +117,7 @@ SIZES = [
 def test_every_geometry_gives_the_answer_of_the_definition(
     case: Case, is_wide: bool, card: DeviceInfo, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On a card of many multiprocessors tiles are small."""
+    """Tiles are small on a card of many multiprocessors tiles are small."""
     if is_wide:
         monkeypatch.setattr(plan, "_SMALL_SPEED", 1e-3)
     with emulated_card(info=replace(card, num_sms=1 if is_wide else 1000)) as kernels:

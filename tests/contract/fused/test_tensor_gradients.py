@@ -13,7 +13,7 @@ import pytest
 import torch
 from attn_support.fused.cases import LOWER_RIGHT, Answers, Emulated, forward, of_kernel, sized, worst_error
 from attn_support.fused.cases import backward as run_backward
-from attn_support.fused.emulation import GXX, LeftOut, blocks_and_passes, build, each_left_out, emulate
+from attn_support.fused.emulation import LeftOut, blocks_and_passes, build, each_left_out, emulate
 from attn_support.oracle import assert_gradients
 from attn_support.randomness import some
 from attn_support.table import GRADIENT_TABLE, Case
@@ -28,7 +28,6 @@ from pascal_attn_core.fused.launch.plan import gradient_variants
 from pascal_attn_core.fused.launch.select import tensor_reasons
 from pascal_attn_core.fused.trust.kernels import parts
 
-pytestmark = pytest.mark.skipif(GXX is None, reason="needs g++ to build the emulation")
 GENERATIONS = {"Turing": (7, 5), "Volta": (7, 0)}
 TURING = GENERATIONS["Turing"]
 Capability = tuple[int, int]
@@ -80,8 +79,6 @@ def test_gradients_are_those_of_the_definition(case: Case, capability: Capabilit
     _check(inputs, options, capability, with_lse="causal" in case.name)
 
 
-# ---- shipped tiles ---------------------------------------------------------------------------------------------------
-
 _case = functools.partial(sized, torch.float16)
 # Tiles of rows have 256 or 128, those of columns 32 or 16.
 SHIPPED = [
@@ -124,7 +121,7 @@ def _example(
 
 
 def _launches(result: Emulated, grad_out: Tensor) -> tuple[list[Launch], list[Tensor]]:
-    """And the gradients that they write."""
+    """Return the launches and the gradients that they write."""
     call = result.call
     grads = [torch.empty_like(t) for t in (call.query, call.key, call.value)]
     return backward_launches(call, result.plan, grad_out, result.out, result.lse, None, None, tuple(grads)), grads
@@ -207,14 +204,12 @@ def test_each_head_skips_the_tiles_that_its_own_mask_forbids(dim: int, capabilit
     _check(inputs, options, capability)
 
 
-# ---- the harness must be able to fail --------------------------------------------------------------------------------
-
 _BARRIER = re.compile(r"__syncthreads\(\);")
 WRONG = 3e-2
 
 
 def _error(result: Emulated, grad_out: Tensor, right: list[Tensor], kind: str, text: str | LeftOut | None) -> float:
-    """Of the results of this kind of kernel, over some orders of the threads."""
+    """Return the largest error of this kind of kernel over some orders of the threads."""
     mutated = None if text is None else {kind: text}
 
     def run(seed: int) -> Answers:

@@ -117,7 +117,7 @@ def _orders_and_mutants() -> None:
 
 
 def weight_gradients(family: Family, model: Any) -> list[torch.Tensor | None]:
-    """Of every parameter, from a fixed gradient of the output."""
+    """Return the gradient of every parameter, from a fixed gradient of the output."""
     out = model(**family.arguments())[0]
     grad = torch.randn(out.shape, generator=torch.Generator().manual_seed(1))
     return list(torch.autograd.grad(out, list(model.parameters()), grad, allow_unused=True))

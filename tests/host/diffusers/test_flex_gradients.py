@@ -20,7 +20,7 @@ TILES = AttentionConfig(route="tiled", q_block=9, kv_block=5)
 
 
 def _gradients(family: Family, model: nn.Module) -> dict[str, Tensor]:
-    """Of the sum of the squares of what the model returns, by the names of its parameters."""
+    """Return the gradients of the sum of the squares of what the model returns, by the names of its parameters."""
     model.zero_grad()
     torch.manual_seed(0)
     out = model(**family.arguments())

@@ -1,4 +1,4 @@
-"""What diffusers itself sets as processors while ours is set, and how ours is taken off again."""
+"""These tests check what diffusers itself sets as processors while ours is set, and how ours is taken off again."""
 
 from __future__ import annotations
 
@@ -172,9 +172,6 @@ def test_linear_attention_set_over_ours_is_left_alone_and_what_follows_is_ours_a
     assert [call["config"] for call in routed] == [CONFIG]
 
 
-# --- taking off -------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("by", ["pipe", "denoiser"])
 @pytest.mark.parametrize("family", ["sd15", "flux", "wan"])
 def test_none_gives_the_very_processors_back(family, by, tiny, routed):
@@ -236,7 +233,7 @@ def test_linear_attention_is_named_by_the_patch_and_in_the_refusal():
 
 
 def test_flex_attention_chosen_for_a_processor_stays_its_choice(tiny):
-    """Its masks are of another kind, which diffusers hands to no other backend."""
+    """The masks of this model are of another kind, which diffusers hands to no other backend."""
     dispatch = pytest.importorskip("diffusers.models.attention_dispatch", reason="this diffusers has no backends")
     transformer = tiny.model("FluxTransformer2DModel")
     for backend, expected in (("flex", "FLEX"), ("flash", "NATIVE"), ("_flash_3", "NATIVE")):

@@ -21,8 +21,6 @@ from pascal_attn_core.diffusers.redirect import SdpaRedirect
 from pascal_attn_core.observe.report import record
 from pascal_attn_core.sdpa_patch import patch_sdpa
 
-# --- reach ------------------------------------------------------------------------------------------------------------
-
 
 def test_text_encoders_of_transformers_are_not_reached(tiny, routed):
     transformers = pytest.importorskip("transformers", reason="transformers is not installed")
@@ -88,9 +86,6 @@ def test_a_failure_half_way_leaves_the_model_as_it_was(tiny, monkeypatch):
     assert all(type(m) is host.Attention for m in calls)
 
 
-# --- removal ----------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("first", [0, 1])
 def test_patches_may_be_removed_in_any_order(first, tiny, stock_calls, routed):
     unet = tiny.tiny_unet()
@@ -138,9 +133,6 @@ def test_a_class_that_somebody_puts_on_top_stays_and_ours_below_does_nothing(tin
     tiny.run_unet(unet)
     assert not routed
     assert type(module).__name__ == "Theirs"
-
-
-# --- others at work ---------------------------------------------------------------------------------------------------
 
 
 def test_threads_with_and_without_a_patch_do_not_meet(tiny, assert_same, routed, stock_calls):

@@ -21,9 +21,6 @@ def attention(**changes):
     return host.Attention(**{"query_dim": 32, "heads": 2, "dim_head": 16, **changes}).eval()
 
 
-# --- the literal calls ------------------------------------------------------------------------------------------------
-
-
 def test_set_default_attn_processor_keeps_ours_around_the_default_ones(tiny, stock_calls, routed, assert_same):
     unet = tiny.tiny_unet()
     _, calls = stock_calls(lambda: tiny.run_unet(unet))
@@ -94,9 +91,6 @@ def test_config_must_be_a_config():
         PascalAttnProcessor({"route": "tiled"})
 
 
-# --- what the model's processors do stays theirs ----------------------------------------------------------------------
-
-
 def test_lora_of_peft_works_under_a_patch_and_beside_the_processor(tiny, routed, assert_same):
     peft = pytest.importorskip("peft", reason="peft is not installed")
     unet = tiny.tiny_unet()
@@ -162,9 +156,6 @@ def test_scores_that_a_model_does_not_scale_stay_unscaled(assert_same):
         assert_same(module(x), stock)
     module.set_processor(PascalAttnProcessor())
     assert_same(module(x), stock)
-
-
-# --- copies and files -------------------------------------------------------------------------------------------------
 
 
 def test_copies_and_files_of_a_model_compute_the_same_and_stay_routed(put_on, tiny, routed):

@@ -207,9 +207,6 @@ def test_a_forward_looks_for_nothing(tiny, monkeypatch):
     assert looked
 
 
-# --- processors that pipelines assign ---------------------------------------------------------------------------------
-
-
 def test_perturbed_attention_guidance_has_every_call_routed(tiny, stock_calls, routed, assert_same):
     case = tiny.sd15()
     parts = {**case.pipe.components, "safety_checker": None}
@@ -233,9 +230,6 @@ def test_perturbed_attention_guidance_has_every_call_routed(tiny, stock_calls, r
     routed.clear()
     assert torch.equal(case.run(), stock)
     assert not routed
-
-
-# --- the hook ---------------------------------------------------------------------------------------------------------
 
 
 def test_the_hook_exists_only_while_something_is_redirected(tiny):

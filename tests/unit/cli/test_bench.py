@@ -236,9 +236,6 @@ def test_a_package_that_is_missing_is_named_as_it_can_be_installed(monkeypatch, 
     assert "--plot needs matplotlib: pip install matplotlib\n" in capsys.readouterr().err
 
 
-# ---- a shape of one's own --------------------------------------------------------------------------------------------
-
-
 def test_sizes_that_are_left_out_follow_from_the_others():
     (own,) = own_shapes(["Hq=32, L=2048 ,D=64"])
     assert own == Shape("own", "given by --shape", 1, 32, 32, 2048, 2048, 64, head_dim_v=64)
@@ -265,9 +262,6 @@ def test_a_shape_of_ones_own_is_timed_together_with_listed_ones(tmp_path, capsys
     for name in (BASELINE, "ours-auto", "ours-tiled"):
         assert results[name]["seconds"] > 0, results[name]
     assert results["ours-tiled"]["error"] < 1e-2
-
-
-# ---- memory against length ------------------------------------------------------------------------------------------
 
 
 def test_math_grows_with_the_square_of_the_length_and_tiles_do_not_grow() -> None:

@@ -104,9 +104,6 @@ def test_no_check_is_begun_after_the_time() -> None:
     assert len(list(run_checks(CPU, lambda: next(seconds)))) == 3
 
 
-# ---- kernels ---------------------------------------------------------------------------------------------------------
-
-
 class _Kernels(Kernels):
     """A card whose kernels are right but for one that is wrong and one that cannot be loaded."""
 
@@ -166,9 +163,6 @@ def test_the_kernels_of_an_amd_card_are_tried_too() -> None:
     assert "grad_key_value-128-bfloat16-none-gfx906" in {check.name for check in found}
 
 
-# ---- speed -----------------------------------------------------------------------------------------------------------
-
-
 def test_shapes_shrink_to_the_time_heads_first() -> None:
     shape = Shape("gqa", "", 2, 32, 8, 2048, 2048, 64)
     one_head = 4 * 2048 * 2048 * 64
@@ -206,9 +200,6 @@ def test_the_costs_of_a_call_are_known_for_the_routes_that_take_it() -> None:
     costs = speed.call_costs(CPU)
     assert set(costs) == {"torch-fused", "torch", "tiled", "math", "auto"}
     assert all(0 < cost < 1e6 for cost in costs.values())
-
-
-# ---- the block -------------------------------------------------------------------------------------------------------
 
 
 def _found(**fields) -> Selftest:
@@ -311,9 +302,6 @@ def test_it_keeps_its_time_and_names_what_it_left_out() -> None:
 def test_invalid_options_are_refused_before_anything_runs(arguments, message, capsys) -> None:
     assert main(["selftest", *arguments]) == 2
     assert message in capsys.readouterr().err
-
-
-# ---- clocks ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

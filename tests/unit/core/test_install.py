@@ -1,4 +1,4 @@
-"""What pip does to the torch of a machine: with wheels that have nothing but their requirements."""
+"""These tests check what pip does to the torch of a machine: with wheels that have nothing but their requirements."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def _wheel(folder: Path, name: str, version: str, *metadata: str) -> None:
 
 
 def _of_extra(extra: str) -> Iterable[str]:
-    """What an extra of ours asks for, as far as torch may ask for the same."""
+    """Return what an extra of ours asks for, as far as torch may ask for the same."""
     yield f"Provides-Extra: {extra}"
     for requirement in PROJECT["optional-dependencies"][extra]:
         if requirement.startswith(NVRTC):

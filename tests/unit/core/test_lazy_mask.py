@@ -129,8 +129,6 @@ def test_the_name_of_a_rule_in_a_graph_imports_nothing() -> None:
     assert "tabnanny" not in sys.modules
 
 
-# ---- torch.compile -------------------------------------------------------------------------------------------------
-
 SLOPES = torch.tensor([0.3, 0.02])
 
 

@@ -1,4 +1,4 @@
-"""What is published: wheel, sdist, and what the registry reads: ``[tool.comfy]``, ``.comfyignore``, requirements."""
+"""These tests check wheel, sdist, and what the registry reads: ``[tool.comfy]``, ``.comfyignore``, requirements."""
 
 from __future__ import annotations
 

@@ -65,9 +65,6 @@ def stored(folder: Path, name: str, card: str = "nvidia-geforce-gtx-1080-ti") ->
     return json.loads((folder / card / f"{name}.json").read_text())
 
 
-# ---- which parts are run -------------------------------------------------------------------------------------------
-
-
 def test_a_part_is_run_once_for_a_card_its_driver_torch_package_and_source(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -127,9 +124,6 @@ def test_only_the_card_that_was_asked_for_is_seen(monkeypatch: pytest.MonkeyPatc
     assert environment("cuda:1")[1]["CUDA_VISIBLE_DEVICES"] == "5"
     assert environment("cuda:2")[1]["CUDA_VISIBLE_DEVICES"] == ""
     assert environment("cpu")[0] == "cpu"
-
-
-# ---- what stops them -----------------------------------------------------------------------------------------------
 
 
 def _is_gone(process: int) -> bool:
@@ -232,9 +226,6 @@ def test_an_interrupt_leaves_what_is_done_and_no_file_in_part(tmp_path: Path, nu
     assert second["figures"] == {"jobs": ["one"]}
 
 
-# ---- what is said and written --------------------------------------------------------------------------------------
-
-
 def test_the_last_lines_name_what_was_wrong_and_the_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     parts = [part("one"), part("two", "raise SystemExit(1)"), part("three", "raise SystemExit(3)")]
     run = runs(tmp_path)
@@ -268,9 +259,6 @@ def test_without_the_device_nothing_is_run(tmp_path: Path, capsys: pytest.Captur
     assert main(["--out", str(tmp_path)], (sys.executable, "-S", "-c", code)) == 2
     assert "torch cannot use the device cuda: RuntimeError: no NVIDIA driver" in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
-
-
-# ---- how outcomes are judged ---------------------------------------------------------------------------------------
 
 
 def _job(tmp_path: Path, program: str, **changed: Any) -> Job:
@@ -414,9 +402,6 @@ def test_a_sweep_that_fails_where_it_failed_before_is_not_begun_again(tmp_path: 
     outcome = BY_NAME["sweep"].run(_job(tmp_path, program, before={"jobs": [], "trying": "first"}))
     assert outcome.state == FAILED
     assert outcome.summary == "exit status 1: SystemError: a fault"
-
-
-# ---- the sanitizer -------------------------------------------------------------------------------------------------
 
 
 def test_the_sanitizer_is_found_in_path_and_in_cuda_home(tmp_path: Path) -> None:

@@ -173,7 +173,7 @@ def test_kernels_that_few_calls_take_are_swept(card: Any, tmp_path: Path, kind: 
 @pytest.mark.parametrize(
     "kind",
     some(
-        ["tensor_small", "tensor_grad_query", "tensor_grad_key_value_capped_packed", "tensor_packed", "tensor_even"], 2
+        ["tensor_small", "tensor_grad_query", "tensor_grad_key_value_capped_packed", "tensor_packed", "tensor_even"], 3
     ),
 )
 def test_kernels_on_tensor_cores_are_swept_where_there_are_some(a_card: Any, tmp_path: Path, kind: str) -> None:
