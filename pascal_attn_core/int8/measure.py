@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..checks import rows_to_check
+from . import stored
 from .product import int8_linear
 from .quantize import ROTATIONS, Int8Matrix, quantize_rows
 
@@ -91,10 +92,14 @@ def best_rotation(errors: dict[int, float], max_error: float) -> int:
 
 
 def times_of(x: Tensor, weight: Tensor, bias: Tensor | None, matrix: Int8Matrix, clock: Clock) -> Times:
-    """The times of one call, taken in turn."""
+    """The times of one call, taken in turn: with the weight as it is stored, and in 8 bits."""
     with torch.no_grad():
         bias = None if bias is None else bias.to(x.device, x.dtype)
         of_float, of_int8 = clock(
-            [lambda: F.linear(x, weight.to(x.dtype), bias), lambda: int8_linear(x, matrix, bias)], x.device
+            [
+                lambda: F.linear(x, stored.values(weight).to(x.dtype), bias),
+                lambda: int8_linear(x, matrix, bias),
+            ],
+            x.device,
         )
     return Times(of_float, of_int8)

@@ -152,7 +152,7 @@ def test_the_record_says_what_one_run_did(layers: Any, stub_host: StubHost) -> N
         run = runs.remembered()[-1]
         assert (run.part, run.finished, run.settings) == ("int8", True, "settings")
         assert run.gains[0].startswith("22 of 22 linear layers in int8, not exact: relative error per layer")
-        assert sum("64 -> 64, error" in note for note in run.notes) == 22
+        assert sum("64 -> 64, float32, 0.02 -> 0.00 MiB, error" in note for note in run.notes) == 22
         assert stub_host.said[-1] == f"Model: {run.gains[0]}"
         report_now = injection.binding.report(patcher.model.diffusion_model)
         assert {line.calls for line in report_now.of("int8")} == {calls}
