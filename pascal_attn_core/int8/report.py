@@ -31,6 +31,7 @@ class Int8ReportLine(NamedTuple):
         calls: number of calls in 8 bits in this run.
         latest: the error that was measured last in this run; None = none was.
         worst_row: of attention, the largest relative error of one row of one head.
+        format: of a weight that is computed as a GGUF file has it; "" = of others.
     """
 
     name: str
@@ -49,6 +50,7 @@ class Int8ReportLine(NamedTuple):
     calls: int = 0
     latest: float | None = None
     worst_row: float | None = None
+    format: str = ""
 
 
 @dataclass(frozen=True)
@@ -107,9 +109,13 @@ class Int8Report(AnyReport):
         if timed:
             before, after = (sum(times) for times in zip(*((line.float_ms or 0, line.int8_ms or 0) for line in timed)))
             text += f"; one call of each {before:.1f} -> {after:.1f} ms"
-        if on and self.weights:
-            before, after = (sum(sizes) / MIB for sizes in zip(*((line.float_bytes, line.int8_bytes) for line in on)))
+        sizes = [(line.float_bytes, line.int8_bytes) for line in on if not line.format]
+        if sizes and self.weights:
+            before, after = (sum(each) / MIB for each in zip(*sizes))
             text += f"; weights {before:.1f} -> {after:.1f} MiB" + _WEIGHTS[self.weights]
+        if len(sizes) < len(on) and self.weights:
+            size = sum(line.int8_bytes for line in on if line.format) / MIB
+            text += f"; GGUF weights {size:.1f} MiB, as the file has them"
         if self.count(FLOAT):
             text += f"; {self.count(FLOAT)} stay in float"
         if self.count(WAITING):
@@ -158,6 +164,7 @@ def report_line(found: Found, layer: Int8Layer | None) -> Int8ReportLine:
         int8_bytes=layer.int8_bytes,
         calls=layer.watch.calls,
         latest=layer.watch.latest,
+        format=layer.format,
     )
 
 
@@ -168,6 +175,7 @@ def _facts(line: Int8ReportLine) -> str:
         if line.error is not None:
             last = "" if line.latest is None or line.latest == line.error else f" (last {line.latest:.2%})"
             parts.append(f"error {line.error:.2%}{last}")
+        parts += [line.format] if line.format else []
         if line.worst_row is not None:
             parts.append(f"worst row {line.worst_row:.2%}")
         if line.rotation:
