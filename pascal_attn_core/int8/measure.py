@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -64,13 +64,24 @@ def chosen_rows(flat: Tensor, most: int, seed: int) -> tuple[Tensor, Tensor]:
 def relative_error(sample: Sample, weight: Tensor, matrix: Int8Matrix) -> float:
     """``|y8 - y| / |y|`` (root of the sum of squares) of the product of a sample with ``weight`` ``[N, K]`` and with
     that weight in 8 bits, both in float32; 0 where both are zero. inf or NaN in either make it inf."""
-    rows, counts = sample
-    rounded = int8_linear(rows, matrix, out_dtype=torch.float32)
-    wide, squares = rows.float(), torch.zeros(2, dtype=torch.float64, device=rows.device)
     step = max(1, _SLICE_NUMBERS // weight.shape[1])
-    for start in range(0, weight.shape[0], step):
-        exact = F.linear(wide, weight[start : start + step].float())
-        wrong = rounded[:, start : start + step] - exact
+    slices = [slice(start, start + step) for start in range(0, weight.shape[0], step)]
+    rounded = int8_linear(sample[0], matrix, out_dtype=torch.float32)
+    return error_of(sample, rounded, ((some, weight[some].float()) for some in slices))
+
+
+def error_of(sample: Sample, rounded: Tensor, weights: Iterable[tuple[slice, Tensor]]) -> float:
+    """The relative error of ``rounded`` ``[M, N]``, which is the product of a sample in 8 bits, as
+    :func:`relative_error` has it.
+
+    Args:
+        weights: slices of the N rows of the weight, and those rows in float32.
+    """
+    rows, counts = sample
+    wide, squares = rows.float(), torch.zeros(2, dtype=torch.float64, device=rows.device)
+    for some, weight in weights:
+        exact = F.linear(wide, weight)
+        wrong = rounded[:, some] - exact
         squares += torch.stack([part.square().sum(dim=1, dtype=torch.float64) for part in (wrong, exact)]) @ counts
     difference, size = squares.sqrt().tolist()
     if not (difference < float("inf") and size < float("inf")):

@@ -31,7 +31,7 @@ class Int8ReportLine(NamedTuple):
         calls: number of calls in 8 bits in this run.
         latest: the error that was measured last in this run; None = none was.
         worst_row: of attention, the largest relative error of one row of one head.
-        format: of its weight as the host stores it, ``"float8_e4m3fn"`` for example; "" for attention.
+        format: of its weight as the host stores it, ``"float8_e4m3fn"`` or ``"Q4_K"`` for example; "" for attention.
     """
 
     name: str
@@ -51,6 +51,11 @@ class Int8ReportLine(NamedTuple):
     latest: float | None = None
     worst_row: float | None = None
     format: str = ""
+
+    @property
+    def is_as_stored(self) -> bool:
+        """Whether the weight is multiplied as the host stores it."""
+        return self.float_bytes == self.int8_bytes
 
 
 @dataclass(frozen=True)
@@ -109,9 +114,13 @@ class Int8Report(AnyReport):
         if timed:
             before, after = (sum(times) for times in zip(*((line.float_ms or 0, line.int8_ms or 0) for line in timed)))
             text += f"; one call of each {before:.1f} -> {after:.1f} ms"
-        if on and self.weights:
-            before, after = (sum(sizes) / MIB for sizes in zip(*((line.float_bytes, line.int8_bytes) for line in on)))
+        rounded = [(line.float_bytes, line.int8_bytes) for line in on if not line.is_as_stored]
+        if rounded and self.weights:
+            before, after = (sum(each) / MIB for each in zip(*rounded))
             text += f"; weights {before:.1f} -> {after:.1f} MiB" + _WEIGHTS[self.weights]
+        if len(rounded) < len(on) and self.weights:
+            size = sum(line.int8_bytes for line in on if line.is_as_stored) / MIB
+            text += f"; GGUF weights {size:.1f} MiB, as the file has them"
         if self.count(FLOAT):
             text += f"; {self.count(FLOAT)} stay in float"
         if self.count(WAITING):
@@ -169,7 +178,8 @@ def _facts(line: Int8ReportLine) -> str:
     if line.state == INT8:
         parts += [" -> ".join(map(str, reversed(line.shape)))] if line.shape else []
         if line.format:
-            parts.append(f"{line.format}, {line.float_bytes / MIB:.2f} -> {line.int8_bytes / MIB:.2f} MiB")
+            before = "" if line.is_as_stored else f"{line.float_bytes / MIB:.2f} -> "
+            parts.append(f"{line.format}, {before}{line.int8_bytes / MIB:.2f} MiB")
         if line.error is not None:
             last = "" if line.latest is None or line.latest == line.error else f" (last {line.latest:.2%})"
             parts.append(f"error {line.error:.2%}{last}")
