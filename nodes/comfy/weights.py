@@ -40,6 +40,10 @@ class LoadedWeight(Source):
             self._split(function.patches[function.key], module)
             if self._adapters:
                 self._functions = []
+        elif kept := getattr(module.weight, "patches", None):  # on a tensor of ComfyUI-GGUF
+            self._split(kept[0][0], module)
+            if not self._adapters:
+                self.why_not = f"left in float: its weight is {self.note.removeprefix('rounded ')}"
         elif key in patcher.hook_backup:
             self.note = "rounded as patched by a hook"
         elif key in patcher.backup:
@@ -49,6 +53,7 @@ class LoadedWeight(Source):
                     self._base = patcher.backup[key].weight
             else:
                 self.note = "rounded with the patches it was loaded with"
+        self.lora = joined(self._adapters)
 
     def _split(self, patches: list[Any], module: nn.Module) -> None:
         weight = module._parameters["weight"]
@@ -67,11 +72,10 @@ class LoadedWeight(Source):
         if self._functions:
             matrix = _patched(matrix, self._functions)
             original = matrix.to("cpu", parameter.dtype if parameter.dtype.itemsize > 1 else torch.bfloat16)
-        lora, bias, functions = joined(self._adapters), module._parameters.get("bias"), functions_of(module, "bias")
+        bias, functions = module._parameters.get("bias"), functions_of(module, "bias")
         return FloatWeight(
             matrix,
             original,
-            lora=None if lora is None else lora.to(device),
             bias=_patched(bias.detach().to(device), functions) if bias is not None and functions else None,
             attributes=_without_casting(module),
         )

@@ -22,14 +22,12 @@ class FloatWeight:
         matrix: ``[N, K]``, on the device of the inputs: the part that is rounded. It may be stored in 8 bits: see
             :func:`.stored.values`.
         original: that matrix where it is stored.
-        lora: the adapters that are added beside it, in float.
         bias: a bias to be used in place of the module's; None = the module's.
         attributes: instance attributes that the module has while its weight is in 8 bits.
     """
 
     matrix: Tensor
     original: Tensor
-    lora: LowRank | None = None
     bias: Tensor | None = None
     attributes: dict[str, Any] = field(default_factory=dict)
 
@@ -42,15 +40,22 @@ class Source:
         note: what the report says of the layer beside its numbers.
         why_not: why the layer has to be left to its host now; "" = it need not.
         casts: whether the host brings the weight to the device of the inputs in each call.
+        lora: the adapters that are added beside the weight, in float.
     """
 
     note, why_not, casts = "", "", False
+    lora: LowRank | None = None
 
     def read(self, module: nn.Module, device: torch.device) -> FloatWeight:
         """The weight as it is now, its matrix on ``device``."""
         parameter = module._parameters["weight"]
         assert parameter is not None
         return FloatWeight(parameter.detach().to(device), parameter)
+
+    def lora_on(self, device: torch.device) -> LowRank | None:
+        """The adapters on a device, where they stay."""
+        self.lora = self.lora and self.lora.to(device)
+        return self.lora
 
     def stays_in_host_memory(self, module: nn.Module) -> bool:
         """The weight cannot return to its device, which is out of memory: whether the host can work with that."""

@@ -204,7 +204,7 @@ class Int8Layer:
                 matrix = Int8Matrix(matrix.codes.cpu(), matrix.scales.cpu(), matrix.rotation)
         elif weights != "keep":
             self.room.bytes += self.float_bytes - self.int8_bytes
-        in_float = InFloat(found.original if weights != "free" else None, found.lora)
+        in_float = InFloat(found.original if weights != "free" else None, self.source.lora_on(self.device))
         weight = Int8Weight(matrix, parameter.dtype, in_float=in_float, follows=weights == "keep", layer=self)
         exchange = Exchange(weights)
         exchange.put(module, found, weight)

@@ -27,6 +27,7 @@ FILES = {
     "int8": (SDPA,),
     "int8_lora": (SDPA,),
     "kitchen": (SDPA,),
+    "gguf_node": (SDPA,),
     "second": (SDPA,),
 }
 CASES = [
