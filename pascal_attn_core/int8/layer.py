@@ -258,7 +258,7 @@ class Int8Layer:
             return f"its weight is on {weight.device}, its input on {x.device}"
         if module.training and weight.requires_grad and torch.is_grad_enabled():
             return "its weight is being trained"
-        if in_backward() or _is_captured(x):
+        if in_backward() or is_captured(x):
             return "it cannot be measured while a graph is captured, or within a backward pass"
         return ""
 
@@ -313,7 +313,7 @@ class Int8Layer:
         if torch.is_grad_enabled() and weight.requires_grad and not self.options.has_warned:
             self.options.has_warned = True
             log.warning("%s: its weight is in 8 bits and gets no gradient; remove the patch to train it", self.name)
-        if not self.watch.check_now(x.numel() // x.shape[-1]) or _is_captured(x):
+        if not self.watch.check_now(x.numel() // x.shape[-1]) or is_captured(x):
             return weight
         try:
             with torch.no_grad(), torch.autocast(x.device.type, enabled=False):
@@ -410,7 +410,8 @@ class Hook:
         return Hook(copy.deepcopy(self.layer, memo), self.name)
 
 
-def _is_captured(x: Tensor) -> bool:
+def is_captured(x: Tensor) -> bool:
+    """Whether a CUDA graph is being captured, during which no number can be read."""
     return x.is_cuda and torch.cuda.is_current_stream_capturing()
 
 

@@ -113,7 +113,7 @@ def test_what_a_user_must_not_miss() -> None:
 
 
 def test_the_line_on_the_node_before_a_run() -> None:
-    status = node_module("int8_linear").status
+    status = int8.status
     left, cannot = {"state": "left"}, {"state": "cannot be"}
     text = status(report({"state": "waiting"}, {}, left, left, cannot), "Flux", "error at most 5.0%")
     assert text == "2 linear layers of Flux for int8, error at most 5.0%; 2 left, 1 cannot be"
@@ -128,8 +128,7 @@ def layers(monkeypatch: pytest.MonkeyPatch, stub_host: StubHost) -> tuple[Any, P
     monkeypatch.setattr(int8, "LoadedWeight", lambda patcher, name, module: source())
     model = network()
     patcher = Patcher.around(model)
-    binding = int8.binding_for(model, (0.05, (), (), "host"))
-    found = int8.Int8Layers(binding, "Model", "settings", "1", int8.Files(patcher, "auto"))
+    found = int8.Int8Layers(patcher, int8.Settings(0.05, "", "", "host", "auto"), "1")
 
     def call() -> None:
         x = torch.randn(32, 64, generator=torch.Generator().manual_seed(1))
