@@ -413,7 +413,7 @@ class Hook:
 
 
 def is_captured(x: Tensor) -> bool:
-    """Whether a graph is being captured on the stream of a tensor."""
+    """Whether a CUDA graph is being captured, during which no number can be read."""
     return x.is_cuda and torch.cuda.is_current_stream_capturing()
 
 

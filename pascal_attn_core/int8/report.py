@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from ..machine.device import MIB
@@ -110,13 +110,15 @@ class Int8Report(AnyReport):
         worst, median = self.worst, self.median_error
         if worst is not None and median is not None:
             text += f", not exact: relative error per layer {median:.2%} (median), at most {worst.error:.2%}"
-        timed = [line for line in on if line.float_ms is not None and line.int8_ms is not None]
+        timed = [(line.calls, line.float_ms, line.int8_ms) for line in on if line.float_ms and line.int8_ms]
         if timed:
-            before, after = (sum(times) for times in zip(*((line.float_ms or 0, line.int8_ms or 0) for line in timed)))
-            text += f"; one call of each {before:.1f} -> {after:.1f} ms"
+            _, before, after = map(sum, zip(*timed))
+            seconds = sum(calls * (in_float - in_int8) for calls, in_float, in_int8 in timed) / 1e3
+            text += f"; {abs(seconds):.2f} s {'more' if seconds < 0 else 'less'} than in float"
+            text += f" (one call of each of {len(timed)}: {before:.1f} -> {after:.1f} ms)"
         rounded = [(line.float_bytes, line.int8_bytes) for line in on if not line.is_as_stored]
         if rounded and self.weights:
-            before, after = (sum(each) / MIB for each in zip(*rounded))
+            before, after = (sum(sizes) / MIB for sizes in zip(*rounded))
             text += f"; weights {before:.1f} -> {after:.1f} MiB" + _WEIGHTS[self.weights]
         if len(rounded) < len(on) and self.weights:
             size = sum(line.int8_bytes for line in on if line.is_as_stored) / MIB
@@ -136,6 +138,14 @@ class Int8Report(AnyReport):
         ways = {(line.way, line.why_way) for line in self.of(INT8) if line.way != "kernel"}
         rows += [f"  computed by {COMPUTED_BY[way]}: {why}" for way, why in sorted(ways) if way]
         return "\n".join(rows)
+
+
+def together(reports: list[Int8Report]) -> Int8Report:
+    """The reports on linear layers and on attention layers as one."""
+    if len(reports) == 1:
+        return reports[0]
+    lines = [line for report in reports for line in report.lines]
+    return replace(reports[0], lines=lines, what="linear and attention layers")
 
 
 def report_line(found: Found, layer: Int8Layer | None) -> Int8ReportLine:

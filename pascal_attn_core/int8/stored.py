@@ -19,6 +19,8 @@ def why_not(module: nn.Module, weight: Tensor) -> str:
     if weight.dtype not in (*FLOATS, *FLOATS_8) or not (type(weight) is nn.Parameter or _expands(weight)):
         kind = "" if type(weight) is nn.Parameter else f" in a {type(weight).__name__}"
         return f"its weight is {_name(weight.dtype)}{kind}"
+    if _expands(weight) and _codes(weight).dtype == torch.int8:  # whoever made it has its own product
+        return f"its weight is {format_of(weight)}"
     own = {**module._parameters, **module._buffers}
     scale = next((name for name, tensor in own.items() if "scale" in name and tensor is not None), "")
     if weight.dtype in FLOATS_8 and scale:
@@ -37,7 +39,7 @@ def format_of(weight: Tensor) -> str:
     """``"float32"``, ``"float8_e4m3fn"``, or for a tensor of its own class ``"float8_e4m3fn in a QuantizedTensor"``."""
     if not _expands(weight):
         return _name(weight.dtype)
-    return f"{_name(max(_inner(weight), key=lambda part: part.numel()).dtype)} in a {type(weight).__name__}"
+    return f"{_name(_codes(weight).dtype)} in a {type(weight).__name__}"
 
 
 def bytes_of(weight: Tensor) -> int:
@@ -53,6 +55,10 @@ def has_fewer_bits(weight: Tensor) -> bool:
 def _expands(weight: Tensor) -> bool:
     kind = type(weight)
     return hasattr(kind, "__tensor_flatten__") and kind.dequantize is not Tensor.dequantize
+
+
+def _codes(weight: Tensor) -> Tensor:
+    return max(_inner(weight), key=Tensor.numel)
 
 
 def _inner(weight: Any) -> list[Tensor]:

@@ -67,7 +67,7 @@ def layer(kind: Any) -> nn.Module:
 
 @pytest.fixture
 def x() -> Tensor:
-    return torch.randn(2, 40, COLUMNS, generator=torch.Generator().manual_seed(1))
+    return torch.randn(1, 80, COLUMNS, generator=torch.Generator().manual_seed(1))
 
 
 @pytest.mark.parametrize("weights", WEIGHTS)
@@ -99,12 +99,15 @@ def test_what_is_left_and_named(x: Tensor) -> None:
     model[0].register_buffer("weight_scale", torch.ones(1))
     model[2].weight = nn.Parameter(Scaled(torch.zeros(ROWS, COLUMNS // 2, dtype=torch.uint8), torch.ones(1)))
     model.append(layer(torch.float32)[0])
+    model.append(layer("scaled")[0])
+    model[4].weight = nn.Parameter(Scaled(torch.zeros(ROWS, COLUMNS, dtype=torch.int8), torch.ones(1)))
     report = patch_linear_int8(model).report()
     assert {line.name: (line.state, line.why) for line in report.lines} == {
         "0": ("cannot be", "its weight is float8_e4m3fn with a scale of the module's own (weight_scale)"),
         "1": ("cannot be", "its weight is uint8"),
         "2": ("left", "uint8 in a Scaled takes less memory than 8 bits"),
         "3": ("waiting", "not called yet"),
+        "4": ("cannot be", "its weight is int8 in a Scaled"),
     }
 
 

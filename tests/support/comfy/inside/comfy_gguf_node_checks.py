@@ -1,5 +1,4 @@
-"""GGUF files of ComfyUI-GGUF under Pascal Int8 Linear, inside the host: see ``comfy_checks``. The folder of that pack is
-in ``PASCAL_ATTN_GGUF``."""
+"""GGUF files of ComfyUI-GGUF under Pascal Int8 Linear, inside the host: see ``comfy_checks``."""
 
 from __future__ import annotations
 
@@ -14,11 +13,12 @@ import comfy.model_management
 import comfy.sd
 import comfy.utils
 import folder_paths
-import nodes
 import torch
 from comfy_checks import Skip, check, pack, raises, replaced, run_of, unload
 from comfy_inproc import load_lora, sample, tiny_file
 from comfy_int8_checks import far, layer, line_of, near, network, patched, report
+
+import nodes
 
 LORA = "lora_wan_t2v"
 
@@ -26,7 +26,7 @@ LORA = "lora_wan_t2v"
 @functools.cache
 def folder():
     """A folder of models in which the loaders of ComfyUI-GGUF look, for the life of the process."""
-    path = os.environ.get("PASCAL_ATTN_GGUF")
+    path = os.environ.get("GGUF_PACK")
     if not path:
         raise Skip("no folder of ComfyUI-GGUF is given")
     try:
@@ -114,17 +114,14 @@ def with_the_limit_0_it_is_exact_and_expanded_in_slices():
 @check
 def the_expanded_matrix_never_exists():
     measure = pack("core.observe.memory").measure
-    base = wan()
-    sample(base)
-    x = torch.randn(16, 512)
-    module = network(base).blocks[0].ffn[2]
-    whole = 4 * module.out_features * module.in_features
-    assert measure(module, x).extra_bytes > whole
-    model = patched(base)
-    sample(model)
-    with in_slices(), torch.inference_mode(False), torch.no_grad():
-        module(x)  # decided and timed
-        assert measure(module, x).extra_bytes < whole
+    for limit in (0.0, 0.05):
+        model = patched(wan(), limit)
+        sample(model)
+        module, x = network(model).blocks[0].ffn[2], torch.randn(16, 512)
+        whole = 4 * module.out_features * module.in_features
+        assert measure(module, x).extra_bytes > whole
+        with in_slices():
+            assert measure(module, x).extra_bytes < whole / 2
 
 
 @check
@@ -139,7 +136,7 @@ def a_lora_stays_beside_the_blocks_in_float():
     near(sample(patched(base)), stock)
     assert torch.equal(sample(load_lora(base, LORA)), expected)
     whole = base.clone()
-    whole.add_patches({f"diffusion_model.blocks.0.ffn.0.weight": (torch.ones(layer(base).out_features, 256),)})
+    whole.add_patches({"diffusion_model.blocks.0.ffn.0.weight": (torch.ones(layer(base).out_features, 256),)})
     stock = sample(whole)
     model = patched(whole)
     near(sample(model), stock)
@@ -192,6 +189,6 @@ def a_text_encoder_from_a_file():
         assert torch.equal(out[0] if isinstance(out, tuple) else out, expected)
     with pack("core.int8").patch_linear_int8(clip.cond_stage_model) as patch:
         out = encoded()
-        near(out[0] if isinstance(out, tuple) else out, expected)
+        near(out[0] if isinstance(out, tuple) else out, expected, 0.15)
         assert patch.report().count("int8") > 0
     assert raises(ValueError, lambda: pack("core.gguf").patch_gguf(torch.nn.Linear(4, 4)))
