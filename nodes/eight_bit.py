@@ -34,8 +34,8 @@ class Pascal8Bit:
     def INPUT_TYPES(cls) -> dict[str, Any]:
         """The node's inputs, as ComfyUI asks for them."""
         attention = (
-            "Attention in 8 bits. auto: on devices that have the 8-bit kernel, in layers in which it is faster than "
-            "exact attention. always: on a CPU too, where it is slow and for checks. off: attention is not touched."
+            "Attention in 8 bits. auto: on devices that have the 8-bit kernel, in the layers in which it is faster. "
+            "always: on a CPU too, where it is slow and for checks. off: attention is not touched."
         )
         limit = (
             "Largest relative error allowed in an attention layer's output, measured on its own inputs. A layer above "
