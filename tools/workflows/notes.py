@@ -19,7 +19,7 @@ Every node of the pack in one graph, on a small model.
 - **Pascal FFN Chunking**: its feed-forward layers in slices.
 - **Pascal VAE** and **Text Encoder Attention**: the same for decoding and the prompt.
 - **Pascal Tile Size**, **Memory Estimate**: before the run.
-- **Pascal Int8 Linear**, bypassed: not exact, fast on old cards.
+- **Pascal 8-Bit**, bypassed: not exact, fast on old cards.
 
 Bypassed (Ctrl+B), a node leaves the picture bit for bit as it was.
 """

@@ -17,6 +17,8 @@ from torch import Tensor, nn
 from pascal_attn_core import patch_attention_int8, patch_ffn, patch_linear_int8
 from pascal_attn_core.diffusers import PascalAttnProcessor
 from pascal_attn_core.int8 import Int8Weight
+from pascal_attn_core.int8.attention import find_attention
+from pascal_attn_core.patching.forward import ReplacedForward
 from tools import int8_table
 from tools.families.proof import outputs
 
@@ -79,18 +81,39 @@ def test_every_attention_layer_of_a_family_and_back(name: str, tiny: Any) -> Non
     assert torch.equal(outputs(family, model), expected)
 
 
-def test_lora_and_both_patches_at_once(unet: nn.Module) -> None:
+@pytest.mark.parametrize(("name", "layers"), [("SDXL UNet", 24), ("Flux", 4), ("Wan", 6)])
+@torch.no_grad()
+def test_lora_hooks_limits_and_both_patches_at_once(name: str, layers: int) -> None:
+    """Hooks of accelerate are there first and removed meanwhile, or put over the patch; both leave it in place."""
     peft = pytest.importorskip("peft", reason="peft is not installed")
+    hooks = pytest.importorskip("accelerate.hooks", reason="accelerate is not installed")
     torch.manual_seed(1)
-    unet.add_adapter(peft.LoraConfig(**LORA))
-    unet.eval()
-    expected = run(unet)
-    with patch_attention_int8(unet) as attention, patch_linear_int8(unet) as linear:
-        out = run(unet)
-        assert attention.report().count("int8") == len(attention.report().lines) == 24
-        assert linear.report().count("int8") > 100
+    model, call = int8_table.MODELS[name]()
+    model.add_adapter(peft.LoraConfig(**LORA))
+    model.eval().requires_grad_(False)
+    expected = call(model, torch.float32)
+    found = [module for _, module in find_attention(model)]
+    for module in found[::2]:
+        hooks.add_hook_to_module(module, hooks.ModelHook())
+    with patch_attention_int8(model) as attention, patch_linear_int8(model) as linear:
+        first = call(model, torch.float32)
+        for number, module in enumerate(found):
+            (hooks.add_hook_to_module if number % 2 else hooks.remove_hook_from_module)(
+                module, *[hooks.ModelHook()] * (number % 2)
+            )
+        out = call(model, torch.float32)
+        assert attention.report().count("int8") == len(attention.report().lines) == layers
+        assert {line.calls for line in attention.report().lines} == {2}
+        assert linear.report().count("int8") > 4 * layers
     assert 0 < difference(out, expected) < 0.02
-    assert torch.equal(run(unet), expected)
+    assert 0 < difference(first, expected) < 0.02
+    for module in found[1::2]:
+        hooks.remove_hook_from_module(module)
+    assert torch.equal(call(model, torch.float32), expected)
+    assert not any(isinstance(vars(module).get("forward"), ReplacedForward) for module in found)
+    with patch_attention_int8(model, max_error=0) as attention:
+        torch.testing.assert_close(call(model, torch.float32), expected, rtol=1e-4, atol=1e-4)
+        assert attention.report().count("float") == layers
 
 
 @pytest.mark.parametrize("name", some(int8_table.MODELS, 2))
