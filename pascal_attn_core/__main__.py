@@ -15,7 +15,8 @@ def _load() -> None:
     spec = importlib.util.spec_from_file_location(
         "pascal_attn_core", folder / "__init__.py", submodule_search_locations=[str(folder)]
     )
-    assert spec is not None and spec.loader is not None
+    assert spec is not None
+    assert spec.loader is not None
     module = sys.modules["pascal_attn_core"] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
 

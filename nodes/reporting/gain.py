@@ -10,7 +10,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
-from ..engine.runs import MIB, CallKind, CallTally, Run
+from ..comfy import host
+from ..engine.runs import MIB, CallKind, CallTally, Run, remembered
 from .words import duration_text, plural
 
 SDPA = "attention_pytorch"  # ComfyUI's name of its function that calls torch's
@@ -23,6 +24,20 @@ def mib(num_bytes: float) -> str:
     if 0 < value < 1:
         return "under 1"
     return f"{value:,.0f}" if value >= 10 else f"{value:.2g}"
+
+
+def say(run: Run) -> None:
+    """Log a run that is over, and write it on its node: for a node with several parts, what they have gained, and
+    the newest run of each."""
+    ours = {other.part: other for other in remembered() if _is_of(other, run)}
+    lines = "; ".join(other.line() for other in ours.values())
+    status = f"{gain_line(list(ours.values()), host.attention_name())} {lines}" if len(ours) > 1 else ""
+    host.say(run.line(), run.unique_id, status)
+
+
+def _is_of(other: Run, run: Run) -> bool:
+    """Whether ``other`` is a finished run of the same node in the same prompt."""
+    return other.finished and (other.unique_id, other.prompt_id) == (run.unique_id, run.prompt_id)
 
 
 def gain_line(runs: Sequence[Run], attention: str) -> str:

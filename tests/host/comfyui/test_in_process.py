@@ -28,6 +28,7 @@ FILES = {
     "int8_lora": (SDPA,),
     "kitchen": (SDPA,),
     "second": (SDPA,),
+    "whole": (SUB_QUADRATIC, SDPA),
 }
 CASES = [
     pytest.param(file, argument, name, id=f"{file}-{'sdpa' if argument else 'sub-quadratic'}-{name}")
