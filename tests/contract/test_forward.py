@@ -8,7 +8,7 @@ import re
 import pytest
 import torch
 from attn_support.oracle import assert_close, exact, plain, plain_dtype
-from attn_support.table import BY_TORCH, ROUTES, SHAPES, TABLE, Case, routes_for
+from attn_support.table import BY_TORCH, ROUTES, SHAPES, TABLE, Case, on_mps, routes_for
 
 from pascal_attn_core import UnsupportedAttention, record, sdpa, sdpa_with_lse
 from pascal_attn_core.call import AttentionCall, check_call
@@ -16,6 +16,7 @@ from pascal_attn_core.routes import choose, why_not
 
 BY_NAME = {case.name: case for case in TABLE}
 LSE_ROUTES = ("auto", "tiled", "online", "small_tiles")
+TILED_ROUTES = [route for route in ROUTES if ROUTES[route].route == "tiled"]
 # A call of the table, and why the route does not take it.
 REFUSED = {
     "torch": [
@@ -52,6 +53,15 @@ def test_every_route_gives_the_answer_of_the_definition(case: Case) -> None:
         similar, _ = plain(inputs, options, plain_dtype(case.dtype, as_torch=route in BY_TORCH))
         assert out.dtype == case.dtype
         assert_close(out, oracle, similar, f"out by {route}", dtype=case.dtype)
+
+
+@pytest.mark.parametrize("case", on_mps(TABLE), ids=lambda case: case.name)
+def test_tiles_on_mps_give_the_answer_of_the_definition(case: Case) -> None:
+    inputs, options = case.build()
+    oracle, similar = exact(inputs, options)[0], plain(inputs, options, torch.float32)[0]
+    for route in TILED_ROUTES:
+        out = sdpa(*case.build(device="mps")[0], **options, config=ROUTES[route])
+        assert_close(out.cpu(), oracle, similar, f"out by {route}", dtype=case.dtype)
 
 
 @pytest.mark.parametrize("case", TABLE[::3], ids=lambda case: case.name)

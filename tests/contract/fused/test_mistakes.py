@@ -1,5 +1,5 @@
 """Every barrier of the kernels is needed, and on tensor cores every counter and shuffle: the emulation notices its
-loss, and other mistakes of the kernel of all gradients. Those of most kernels are in ``tools/mutants.txt``."""
+loss. Other mistakes are in ``tools/mutants.txt``."""
 
 from __future__ import annotations
 
@@ -109,29 +109,6 @@ def test_a_kernel_without_any_one_barrier_is_wrong(kernel: Kernel) -> None:
 def test_a_barrier_that_some_threads_miss_is_a_deadlock() -> None:
     text = source("forward").replace("if (more) __syncthreads();", "if (more && t.ty) __syncthreads();")
     assert _worst(("forward", "", FLOAT32), text) == float("inf")
-
-
-MUTANTS = {
-    "keys in the next group's place": ("(((key_group) & 1) << 2)", "(((key_group) & 1) << 3)"),
-    "one buffer of K": ("ks = Ks + buffer * PA_VC * PA_D", "ks = Ks + 0 * buffer"),
-    "K of the tile's first part only": ("load_moving(ry, y, r0 + PA_VC, keys", "load_moving(ry, y, r0, keys"),
-    "keys behind the last one": ("product_queries(dQ, dS, keys, rows,", "product_queries(dQ, dS, keys, rows + 1,"),
-    "sums not scaled": ("O[AT_ONCE * g + i][j] * factor", "O[AT_ONCE * g + i][j]"),
-    "sums of another warp's rows": ("const int first = t.tid / 32 * (128 / PA_TX)", "const int first = 0"),
-    "later sums replace earlier ones": ("atomicAdd(row + c * 32, own[", "row[c * 32] = (own["),
-    "one head of a group": ("h < (hk + 1) * p.group; ++h", "h <= hk * p.group; ++h"),
-    "sums of one head": ("h * p.sums_h + col0 * p.sums_s;", "hk * p.sums_h + col0 * p.sums_s;"),
-    "delta of another sign": ("(dP[i][j] - delta)", "(dP[i][j] + delta)"),
-    "dV not complete": ("product_cols(dV, S, grads, cols", "product_cols(dV, S, grads, cols - 1"),
-}
-
-
-@pytest.mark.parametrize("name", MUTANTS)
-def test_a_wrong_source_of_the_kernel_of_all_gradients_is_noticed(name: str) -> None:
-    right, wrong = MUTANTS[name]
-    text = source("grad_all")
-    assert text.count(right) == 1
-    assert _worst(("grad_all", "", FLOAT32), text.replace(right, wrong)) > WRONG
 
 
 # ---- tensor cores ----------------------------------------------------------------------------------------------------

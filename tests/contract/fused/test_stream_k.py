@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 import torch
-from attn_support.fused.cases import LOWER_RIGHT, Answers, sized, worst_error
+from attn_support.fused.cases import LOWER_RIGHT, sized
 from attn_support.fused.device import emulated_card
 from attn_support.fused.emulation import GXX, T4, V100, emulate
 from attn_support.fused.modes import deterministic as poisoned_memory
 from attn_support.oracle import exact
-from attn_support.randomness import some
+from attn_support.randomness import some, times
 from attn_support.table import Case
 from torch import Tensor
 
@@ -80,7 +80,7 @@ SIZES = [
 
 
 @pytest.mark.usefixtures("free_parts")
-@pytest.mark.parametrize(("num_sms", "case"), SIZES, ids=lambda value: getattr(value, "name", None))
+@pytest.mark.parametrize(("num_sms", "case"), some(SIZES, 2), ids=lambda value: getattr(value, "name", None))
 def test_cut_tiles_have_the_answer_of_the_definition(num_sms: int, case: Case, card: DeviceInfo) -> None:
     """Sinks are added once to a tile in parts."""
     inputs, rules = case.build()
@@ -123,11 +123,10 @@ def _cut_at(ends: list[int], *cuts: int, tile: int = 0, slot: int = 0) -> list[P
     return [Piece(tile, bounds[i], bounds[i + 1], slot, i, len(bounds) - 1) for i in range(len(bounds) - 1)]
 
 
-def _run(variant: Variant, call: AttentionCall, listed: list[Piece], seed: int = 1, text: str | None = None) -> Tensor:
+def _run(variant: Variant, call: AttentionCall, listed: list[Piece], seed: int = 1) -> Tensor:
     out = empty_output(call).fill_(float("nan"))
-    mutated = None if text is None else {variant.kind: text}
     with poisoned_memory():
-        emulate(forward_launches(call, Plan(variant, pieces=Pieces(0, tuple(listed))), out), seed=seed, mutated=mutated)
+        emulate(forward_launches(call, Plan(variant, pieces=Pieces(0, tuple(listed))), out), seed=seed)
     return out
 
 
@@ -135,14 +134,14 @@ def _variants(kind: str) -> list[Variant]:
     return [Variant(kind, 64, "float16"), Variant(kind, 64, "float16", "bool")]
 
 
-@pytest.mark.parametrize("cuts", [(3,), (2, 5), (1, 2, 3, 4, 5, 6)], ids=str)
+@pytest.mark.parametrize("cuts", [(2, 5), (1, 2, 3, 4, 5, 6)], ids=str)
 @pytest.mark.parametrize("kind", KINDS)
 def test_it_changes_no_bit_which_block_is_the_last(kind: str, cuts: tuple[int, ...]) -> None:
     for variant in _variants(kind):
         call = _call(variant)
         listed = _cut_at(list(key_tiles(call, variant.geometry)), *cuts)
         first = _run(variant, call, listed)
-        for seed in range(2, 12):
+        for seed in range(2, 8):
             assert torch.equal(_run(variant, call, listed[::-1] if seed % 2 else listed, seed), first)
 
 
@@ -156,66 +155,25 @@ def _oracle(variant: Variant) -> Tensor:
     return reference_sdpa(call.query.double(), call.key.double(), call.value.double(), call.attn_mask)[0]
 
 
-def _worst(kind: str, text: str | None) -> float:
-    """Of heads in two and in three parts; several times, since blocks and warps run as chance has it."""
-
-    def run(variant: Variant, seed: int) -> Answers:
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_parts_are_right_however_their_blocks_run(kind: str) -> None:
+    """Heads in two and in three parts, several times, since blocks and warps run as chance has it."""
+    for variant in _variants(kind):
         call = _mixed(variant)
         ends = list(key_tiles(call, variant.geometry))
         listed = [*_cut_at(ends, 2), *_cut_at(ends, 1, 3, tile=1, slot=2)]
         listed += [*_cut_at(ends, 1, tile=2, slot=5), *_cut_at(ends, 1, 2, tile=3, slot=7)]
-        return [_run(variant, call, listed, seed, text)], [_oracle(variant)]
-
-    return worst_error([functools.partial(run, v, seed) for v in _variants(kind) for seed in range(1, 11)], 1e-2)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_the_parts_are_right_however_their_blocks_run(kind: str) -> None:
-    assert _worst(kind, None) < 3e-3
-
-
-# What is wrong with the source, and how it is made so.
-MISTAKES = {
-    "counted before all sums are there": ("        __syncthreads();  // all of this", "        // all of this"),
-    "nobody counts": (
-        "is_last = __syncthreads_or(t.tid == 0 && count(arrived) == others);",
-        "",
-    ),
-    "the last one of a tile is the first": ("count(arrived) == others", "count(arrived) == 0"),
-    "nobody looks whether the other is done": ("counted(arrived) == others)", "others)"),
-    "a part is added twice": ("others > 1 || i != piece.part", "true"),
-    "the own sums are kept where all are added": (
-        "    if (others > 1) {\n        FOR(e",
-        "    if (false) {\n        FOR(e",
-    ),
-    "sums are not scaled": ("fmaf(other[j], fade[r], mine)", "mine + other[j]"),
-    "own sums are not scaled": ("fmaf(mine, fade[r], other[j])", "mine + other[j]"),
-    "the fade of another row": ("const int r = (4 * f + j) / (CHUNKS * PER_8);", "const int r = 0;"),
-    "the fade the other way round": ("(below - (above", "(above - (above"),
-    "the sum of probabilities is not scaled": ("fmaf(row_sum, fade, other_sum)", "row_sum + other_sum"),
-    "the other sum of probabilities is not scaled": ("fmaf(other_sum, fade, row_sum)", "row_sum + other_sum"),
-    "each tile has the first one's place": ("(i64)piece.slot *", "(i64)0 *"),
-    "all parts lie in one place": ("store_part(parts + piece.part *", "store_part(parts + 0 *"),
-    "all tiles have one counter": ("p.arrived + (piece.tile - p.whole)", "p.arrived"),
-    "the keys end a tile too early": ("piece.end * PA_BC);", "(piece.end - 1) * PA_BC);"),
-    "each part begins with the first key": ("at.k_begin += piece.first * PA_BC;", ""),
-}
-
-
-@pytest.mark.parametrize("name", some(MISTAKES, 2))
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_mistake_is_noticed(kind: str, name: str) -> None:
-    right, wrong = MISTAKES[name]
-    text = source(kind)
-    assert text.count(right) == 1
-    assert _worst(kind, text.replace(right, wrong)) > 1e-2
+        for seed in range(1, times(5) + 1):
+            error = (_run(variant, call, listed, seed).double() - _oracle(variant)).abs().max()
+            assert error < 3e-3 * _oracle(variant).abs().max()
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_the_emulation_cannot_tell_is_in_the_source(kind: str) -> None:
     """By PTX's memory model: the thread that counts has a fence behind the barrier that shows it the block's sums, and
     one between the count and the barrier that tells the block, which then reads the sums of the others past the caches
-    of a multiprocessor. All three barriers are among the mistakes."""
+    of a multiprocessor. All three barriers are among the mistakes of
+    tools/mutants.txt."""
     text = source(kind)
     own = text[text.index("INLINE bool join_parts") : text.index("PA_FORWARD_NAME")]
     found = re.findall(r"store_part\(|__threadfence\(\)|__syncthreads|[^_]count(?:ed)?\(|add_part\(", own)

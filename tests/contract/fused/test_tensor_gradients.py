@@ -74,7 +74,7 @@ def _check(
     return result.plan.gradients
 
 
-@pytest.mark.parametrize("case", some(TAKEN, 6), ids=lambda case: case.name)
+@pytest.mark.parametrize("case", some(TAKEN, 12), ids=lambda case: case.name)
 def test_gradients_are_those_of_the_definition(case: Case, capability: Capability) -> None:
     inputs, options = case.build()
     _check(inputs, options, capability, with_lse="causal" in case.name)
@@ -235,40 +235,10 @@ def test_a_kernel_without_any_one_barrier_is_wrong(name: str, capability: Capabi
     assert max(_error(*example, kind, None) for example in examples) == 0
     found = [m for m in _BARRIER.finditer(text) if not _of_other_code(text, m.start())]
     assert len(found) >= 5
-    for mutant, line in some(each_left_out(text, found), 3):
+    for mutant, line in some(each_left_out(text, found), 6):
         assert any(_error(*example, kind, mutant) > WRONG for example in examples), line
-
-
-# And what each gives where it does not take place.
-_SHUFFLES = {
-    "__shfl_xor_sync(FULL_WARP, lower ? pairs[2 * m][0] : pairs[2 * m + 1][0], 2)": "mine",
-    "__shfl_xor_sync(FULL_WARP, P.x[m][n][x], 4)": "P.x[m][n][x]",
-}
-
-
-@pytest.mark.parametrize("kind", ["volta_grad_query", "volta_grad_key_value"])
-@pytest.mark.parametrize("shuffle", _SHUFFLES)
-def test_a_kernel_without_any_one_shuffle_is_wrong(kind: str, shuffle: str) -> None:
-    result, grad_out, _ = _example(64, capability=GENERATIONS["Volta"])
-    text = source(kind)
-    assert text.count(shuffle) == 1
-    assert text.count("__shfl_xor_sync(FULL_WARP") == 3  # the third sums delta
-    right = run_backward(result, grad_out)
-    assert _error(result, grad_out, right, kind, text.replace(shuffle, _SHUFFLES[shuffle])) > WRONG
 
 
 def _of_other_code(text: str, at: int) -> bool:
     """Whether this place is only compiled for masked or packed calls."""
     return "KEPT" in text[:at].rsplit("#if", 1)[-1] and "#endif" not in text[:at].rsplit("#if", 1)[-1]
-
-
-def test_a_masked_kernel_without_the_barrier_before_its_place_is_wrong(capability: Capability) -> None:
-    inputs, options = _case(64, 70, 140, "bool blocks").build()
-    result = _saved(inputs, options, capability)
-    grad_out = torch.randn(result.out.shape).half()
-    right = run_backward(result, grad_out)
-    for kind in [variant.kind for variant in result.plan.gradients]:
-        text = source(kind)
-        assert text.count("__syncthreads();  // the place is there") == 1
-        mutated = text.replace("__syncthreads();  // the place is there", "")
-        assert _error(result, grad_out, right, kind, mutated) > WRONG

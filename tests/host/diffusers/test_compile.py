@@ -73,7 +73,7 @@ def attention_of(graph):
 # processors of Wan and others that take no kwargs compiled before too
 @pytest.mark.parametrize(
     ("name", "hows"),
-    [(name, ("processor", "patch") if name == "flux" else ("processor",)) for name in some(KEYWORD, 2)],
+    [(name, ("processor", "patch") if name == "sd15" else ("processor",)) for name in some(KEYWORD, 4)],
 )
 def test_a_pipeline_with_attention_kwargs_compiles_as_stock(name, hows, tiny, assert_same):
     kwargs = {KEYWORD[name]: {"scale": 1.0}}

@@ -185,8 +185,7 @@ def test_with_our_attention_and_chunked_feed_forward(unet: nn.Module) -> None:
     assert patch.report().count("int8") > 0
 
 
-@pytest.mark.parametrize("offload", ["leaf_level", "block_level"])
-@pytest.mark.parametrize("is_first", [False, True])
+@pytest.mark.parametrize(("offload", "is_first"), [("leaf_level", False), ("block_level", True)])
 def test_group_offload_moves_the_integers(unet: nn.Module, offload: str, is_first: bool) -> None:
     hooks = pytest.importorskip("diffusers.hooks.group_offloading", reason="this diffusers has no group offloading")
     blocks = {"num_blocks_per_group": 1} if offload == "block_level" else {}

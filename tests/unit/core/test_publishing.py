@@ -145,6 +145,7 @@ def test_ci_runs_what_the_package_claims() -> None:
     assert f'torch: "{LEAST["torch"]}.' in text
     assert f'python: "{LEAST["python"]}"' in text
     assert "windows-latest" in text
+    assert "macos-latest" in text
 
 
 @pytest.mark.parametrize("file", WORKFLOWS, ids=lambda file: file.name)

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from attn_support.randomness import times
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -109,7 +110,7 @@ def test_deep_copies_and_pickles() -> None:
     assert "decode" not in vars(twin) or not twin.decode.settings.enabled
 
 
-@pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0), (1, 0, 2), (1, 2, 0)])
+@pytest.mark.parametrize("order", [(0, 1, 2), (1, 2, 0)])
 def test_patches_come_off_in_any_order(order: tuple[int, ...], caplog: pytest.LogCaptureFixture) -> None:
     vae = kl()
     wanted, before, state = vae.decode(latent()).sample, set(vars(vae)), set(vae.state_dict())
@@ -389,7 +390,7 @@ def test_out_of_memory_anywhere_means_fewer_rows() -> None:
         with OutOfMemory(0) as counter:
             vae.decode(z)
         assert counter.count > 300
-        retried, places = 0, range(1, counter.count + 1, counter.count // 50)
+        retried, places = 0, range(1, counter.count + 1, counter.count // times(15))
         for place in places:
             with OutOfMemory(place):
                 got = vae.decode(z).sample
@@ -465,7 +466,7 @@ def test_too_little_host_memory_is_said_before_the_run(monkeypatch: pytest.Monke
 def test_the_budget_is_kept() -> None:
     """Bytes on the device counted one by one; what lies between layers is in host memory."""
     vae = kl()
-    z = latent(1, 4, 96, 96)
+    z = latent(1, 4, 48, 96)
     with PeakMemory() as whole:
         wanted = vae.decode(z).sample
     for budget in (1.0, 2.0):
