@@ -51,7 +51,7 @@ def the_node_says_what_all_its_parts_did():
     model, clip, vae = load_checkpoint()
     ours = whole(model, clip, vae)
     said = []
-    host = pack("nodes.comfy.host")
+    host = pack("comfy.host")
     with replaced(host, "send_status", lambda text, unique_id: said.append(text)), runs() as found:
         encode(ours[1])
         sample(ours[0], "sd15")
@@ -68,7 +68,7 @@ def the_node_says_what_all_its_parts_did():
 def feed_forward_layers_run_in_chunks_where_a_call_would_not_fit_in_every_family():
     for name, model in families("wan_t2v", "flux", "sd3"):
         stock = sample(model, name)
-        with replaced(pack("nodes.patches.ffn"), "budget_from", lambda total: 1):
+        with replaced(pack("patches.ffn"), "budget_from", lambda total: 1):
             tight, off = whole(model)[0], whole(model, chunk_feed_forward=False)[0]
         assert "pascal_attn_ffn" in tight.injections
         assert "pascal_attn_ffn" not in off.injections
