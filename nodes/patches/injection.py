@@ -35,7 +35,7 @@ class Injection:
         """Put it in."""
         self.binding.attach(network_of(patcher))
 
-    def begin(self) -> None:
+    def begin(self, patcher: Any) -> None:
         """A run starts: forget the last one."""
 
     def describe(self, run: Run, patcher: Any) -> None:
@@ -69,7 +69,7 @@ class Injection:
     def before_run(self, patcher: Any) -> None:
         """Sampling starts."""
         if self._started is None:
-            self.begin()
+            self.begin(patcher)
             self._started = time.time()
 
     def after_run(self, patcher: Any) -> None:

@@ -18,7 +18,7 @@ def sd15() -> Sheet:
     latent = sheet.add("latent", "EmptyLatentImage", size=(NARROW, 0), width=768, height=768, batch_size=1)
     shape = {"tokens": 9216, "heads": 8, "head_dim": 40}
     tile = sheet.add("tile", "PascalTileSize", size=(NARROW, 0), **shape)
-    model = parts.int8_linear(sheet, model)
+    model = parts.eight_bit(sheet, model)
     model = parts.ffn_chunking(sheet, parts.attention_patch(sheet, model, tile_size=tile))
     clip = parts.text_encoder_attention(sheet, clip)
     vae = parts.vae_attention(sheet, vae)

@@ -141,9 +141,9 @@ def ffn_chunking(sheet: Sheet, model: Out) -> Out:
     return sheet.add("ffn", "PascalFFNChunking", size=(NARROW, 0), model=model)
 
 
-def int8_linear(sheet: Sheet, model: Out) -> Out:
+def eight_bit(sheet: Sheet, model: Out) -> Out:
     """Bypassed: it is not exact, and users get it only if they ask for it."""
-    return sheet.add("int8", "PascalInt8Linear", size=(NARROW, 0), bypassed=True, model=model)
+    return sheet.add("int8", "Pascal8Bit", size=(NARROW, 0), bypassed=True, model=model)
 
 
 def vae_attention(sheet: Sheet, vae: Out) -> Out:

@@ -238,7 +238,7 @@ class Trials:
     def others(self) -> Sequence[Compilation]:
         """The variants that the first child tries beside those that a call waits for."""
         shipped = prebuilt.variants_for(self.runtime.part(Kernels).arch)
-        return [variant for variant in shipped if isinstance(variant, Variant)]
+        return [variant for variant in shipped if isinstance(variant, Variant) and variant.kind != "int8"]
 
     def kernels_digest(self) -> str:
         """Hash of the kernels that a verdict is about."""

@@ -26,7 +26,9 @@ FILES = {
     "ffn": (SDPA,),
     "int8": (SDPA,),
     "int8_lora": (SDPA,),
+    "eight_bit": (SUB_QUADRATIC,),
     "kitchen": (SDPA,),
+    "gguf_node": (SDPA,),
     "second": (SDPA,),
     "whole": (SUB_QUADRATIC, SDPA),
 }

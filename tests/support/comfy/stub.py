@@ -71,6 +71,7 @@ class Patcher:
     def __init__(self, network: nn.Module, patches: dict[str, Any] | None = None) -> None:
         self.model, self.object_patches = network, dict(patches or {})
         self.callbacks: dict[str, dict[str, list]] = {}
+        self.model_options: dict[str, Any] = {"transformer_options": {}}
 
     @classmethod
     def around(cls, network: nn.Module) -> Patcher:

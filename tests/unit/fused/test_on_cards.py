@@ -4,6 +4,7 @@ current devices and streams, and kernels in the emulation (``attn_support.gpu``)
 from __future__ import annotations
 
 import json
+import os
 import re
 import threading
 import traceback
@@ -162,8 +163,6 @@ main()
 
 
 def _first_use(name: str) -> None:
-    import os
-
     from attn_support import __path__ as support
 
     from pascal_attn_core.fused.trust import trial
@@ -185,6 +184,34 @@ def _first_use(name: str) -> None:
 @pytest.mark.parametrize("name", ["NVIDIA GeForce GTX 1080 Ti", "AMD Instinct MI50"])
 def test_the_first_use_starts_a_child_on_the_card_and_stores_its_verdict(name: str, tmp_path: Path) -> None:
     guard.call(_first_use, name, folder=tmp_path, PASCAL_ATTN_TRUST="")
+
+
+_FAULT = """
+import json, os, signal, sys
+job = json.loads(sys.argv[1])
+with open(sys.argv[2], "a") as file:
+    print(json.dumps({"variant": "-".join(map(str, job["needed"][0][1:4])), "begun": True}), file=file)
+os.kill(os.getpid(), signal.SIGSEGV)
+"""
+
+
+def _eight_bits_fault() -> None:
+    from pascal_attn_core.fused.trust import trial
+    from pascal_attn_core.int8.attention import AttentionBinding, AttentionSite
+
+    cards.believe(cards.CARDS[NVIDIA[0]])
+    trial._CODE = _FAULT.replace("{", "{{").replace("}", "}}")
+    site, query = AttentionSite("layer", "Attention", AttentionBinding().options), _numbers()
+    assert site.attend({"query": query, "key": query, "value": query}) is None
+    assert site.line().state == "float"
+    assert site.why.startswith("the 8-bit kernel is left off: its check in a process of its own failed"), site.why
+    assert "SIGSEGV" in site.why
+    (verdict,) = Path(os.environ["XDG_CACHE_HOME"]).rglob("trial-*.json")
+    assert verdict.name.startswith("trial-int8-"), "none about exact attention"
+
+
+def test_a_fault_in_8_bits_ends_a_child_and_the_layer_stays_exact(tmp_path: Path) -> None:
+    guard.call(_eight_bits_fault, folder=tmp_path, PASCAL_ATTN_TRUST="")
 
 
 # ---- trials that fail ------------------------------------------------------------------------------------------------

@@ -100,10 +100,6 @@ def test_what_a_user_must_not_miss() -> None:
     assert int8.warnings_of(report(), chosen=chosen) == [
         "no linear layer runs in int8: none is left by include img_mpl, *.ff.*, exclude txt_mlp"
     ]
-    needs = "int8 needs float weights: set weight_dtype to default in Load Diffusion Model, or load a bfloat16 or"
-    for why in ("its weight is float8_e4m3fn", "its weight is uint8 in a GGMLTensor"):
-        (sentence,) = int8.warnings_of(report({"state": "cannot be", "why": why}))
-        assert sentence == f"no linear layer runs in int8: {why}; {needs} float16 file"
     waiting = {"state": "waiting", "why": ""}  # as in training, where the weight of each call is another one
     assert int8.warnings_of(report(waiting)) == ["no linear layer runs in int8: none was measured"]
     slow = {"float_ms": 1.0, "int8_ms": 1.2}
@@ -113,7 +109,7 @@ def test_what_a_user_must_not_miss() -> None:
 
 
 def test_the_line_on_the_node_before_a_run() -> None:
-    status = node_module("int8_linear").status
+    status = int8.status
     left, cannot = {"state": "left"}, {"state": "cannot be"}
     text = status(report({"state": "waiting"}, {}, left, left, cannot), "Flux", "error at most 5.0%")
     assert text == "2 linear layers of Flux for int8, error at most 5.0%; 2 left, 1 cannot be"
@@ -128,8 +124,7 @@ def layers(monkeypatch: pytest.MonkeyPatch, stub_host: StubHost) -> tuple[Any, P
     monkeypatch.setattr(int8, "LoadedWeight", lambda patcher, name, module: source())
     model = network()
     patcher = Patcher.around(model)
-    binding = int8.binding_for(model, (0.05, (), (), "host"))
-    found = int8.Int8Layers(binding, "Model", "settings", "1", int8.Files(patcher, "auto"))
+    found = int8.Int8Layers(patcher, int8.Settings(0.05, "", "", "host", "auto"), "1")
 
     def call() -> None:
         x = torch.randn(32, 64, generator=torch.Generator().manual_seed(1))
@@ -152,7 +147,7 @@ def test_the_record_says_what_one_run_did(layers: Any, stub_host: StubHost) -> N
         run = runs.remembered()[-1]
         assert (run.part, run.finished, run.settings) == ("int8", True, "settings")
         assert run.gains[0].startswith("22 of 22 linear layers in int8, not exact: relative error per layer")
-        assert sum("64 -> 64, error" in note for note in run.notes) == 22
+        assert sum("64 -> 64, float32, 0.02 -> 0.00 MiB, error" in note for note in run.notes) == 22
         assert stub_host.said[-1] == f"Model: {run.gains[0]}"
         report_now = injection.binding.report(patcher.model.diffusion_model)
         assert {line.calls for line in report_now.of("int8")} == {calls}

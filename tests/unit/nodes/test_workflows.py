@@ -133,15 +133,16 @@ def allows(spec: tuple, value: Any) -> bool:
 def test_each_workflow_patches_the_model_exactly_and_ends_in_a_report(name: str) -> None:
     used = set(ours(prompt_of(name)).values())
     assert {"PascalAttentionPatch", "PascalAttentionReport"} <= used
-    assert "PascalInt8Linear" not in used
+    assert not {"Pascal8Bit", "PascalInt8Linear"} & used
 
 
 def test_one_workflow_has_every_node_that_a_model_of_comfyui_can_use() -> None:
-    """All but the switch for other packs, which changes the process and no model, and what needs a second card."""
-    others = {"PascalFlashAttnFunctions", "PascalSecondCard"}
+    """All but the switch for other packs, which changes the process and no model, what needs a second card, and the
+    older form of a node."""
+    others = {"PascalFlashAttnFunctions", "PascalSecondCard", "PascalInt8Linear"}
     found = {node["type"]: node["mode"] for node in opened("Pascal-SD15-every-node")["nodes"] if node["type"] in NODES}
     assert set(found) == set(NODES) - others
-    assert [kind for kind, mode in found.items() if mode == BYPASSED] == ["PascalInt8Linear"], "it is not exact"
+    assert [kind for kind, mode in found.items() if mode == BYPASSED] == ["Pascal8Bit"], "it is not exact"
 
 
 def note_of(workflow: dict[str, Any]) -> str:
