@@ -49,8 +49,9 @@ def _gained(runs: Sequence[Run], attention: str) -> str:
 
 
 def _gains_of(taken: list[tuple[CallKind, CallTally]], attention: str) -> Iterator[str]:
-    """``"1.63 GiB less memory in the largest call (64.0 MiB instead of 1.69 GiB)"`` of the call in which torch's function
-    and ours differ most, ``"41 s less in attention (timed on this machine)"`` and so on: what is worth telling."""
+    """``"1.63 GiB less memory in the largest call (64.0 MiB instead of 1.69 GiB)"`` of the call in which torch's
+    function and ours differ most, ``"41 s less in attention (timed on this machine)"`` and so on: what is worth
+    telling."""
     if attention == SDPA:
         stored = [(kind.math_bytes, tally.extra_bytes) for kind, tally in taken if kind.torch_stores]
         theirs, ours = max(stored, key=lambda pair: pair[0] - (pair[1] or 0), default=(0, 0))
