@@ -14,7 +14,7 @@ from attn_support.randomness import some
 from torch._dynamo.utils import counters
 
 from pascal_attn_core import AttentionConfig
-from pascal_attn_core.diffusers import PascalAttnProcessor, patch_pipeline
+from pascal_attn_core.diffusers import PascalAttnProcessor, patch_attention
 
 #: the keyword with which each pipeline takes attention kwargs; FluxPipeline passes a dict on in every call
 KEYWORD = {
@@ -38,7 +38,7 @@ def _dynamo_forgets():
 
 def hand_over(how, model, config=None):
     if how == "patch":
-        return patch_pipeline(model, config)
+        return patch_attention(model, config)
     if how != "stock":
         model.set_attn_processor(PascalAttnProcessor(config))
     return contextlib.nullcontext()

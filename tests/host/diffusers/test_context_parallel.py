@@ -20,7 +20,7 @@ from attn_support.parallel.processes import run_in
 from attn_support.randomness import some
 
 from pascal_attn_core import parallel
-from pascal_attn_core.diffusers import PascalAttnProcessor, patch_pipeline
+from pascal_attn_core.diffusers import PascalAttnProcessor, patch_attention
 from tools.families import families
 from tools.families.family import Family
 from tools.families.proof import outputs
@@ -74,7 +74,7 @@ def distance(name: str, sharing: dict[str, Any], *, ours: str = "processor", fir
     if ours:
         by_patch = ours == "patch"
         ours_set = (
-            (lambda: patch_pipeline(model)) if by_patch else (lambda: model.set_attn_processor(PascalAttnProcessor()))
+            (lambda: patch_attention(model)) if by_patch else (lambda: model.set_attn_processor(PascalAttnProcessor()))
         )
         steps.insert(0 if first else 1, ours_set)
     for step in steps:

@@ -13,7 +13,7 @@ import torch
 from diffusers.models import attention_processor as host
 
 from pascal_attn_core import AttentionConfig
-from pascal_attn_core.diffusers import PascalAttnProcessor, patch_pipeline
+from pascal_attn_core.diffusers import PascalAttnProcessor, patch_attention
 from tools.families.proof import attention_state
 
 CONFIG = AttentionConfig(budget_mib=2)
@@ -224,12 +224,12 @@ def test_linear_attention_is_named_by_the_patch_and_in_the_refusal():
     both = torch.nn.ModuleList([host.Attention(8, heads=2, dim_head=4, processor=p) for p in (None, linear)])
     both[1].set_processor(PascalAttnProcessor())
     assert both[1].processor is linear
-    with patch_pipeline(both) as patch:
+    with patch_attention(both) as patch:
         assert list(patch.left_alone.values()) == ["SanaLinearAttnProcessor2_0: linear attention"]
         assert [state.name for state in patch.report().states if state.state == "refused"] == list(patch.left_alone)
         assert patch.sites == 1
     with pytest.raises(ValueError, match="left alone: 1 x SanaLinearAttnProcessor2_0: linear attention"):
-        patch_pipeline(both[1])
+        patch_attention(both[1])
 
 
 def test_flex_attention_chosen_for_a_processor_stays_its_choice(tiny):
@@ -249,7 +249,7 @@ def test_a_function_as_processor_is_served_by_the_patch_and_refused_by_the_proce
     module, x = host.Attention(16, heads=2, dim_head=8).eval(), torch.randn(1, 5, 16)
     module.processor = plain_function
     stock = module(x)
-    with patch_pipeline(module):
+    with patch_attention(module):
         assert_same(module(x), stock)
         assert module.processor is plain_function
     assert len(routed) == 1

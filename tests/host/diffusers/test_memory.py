@@ -10,7 +10,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from pascal_attn_core import AttentionConfig
-from pascal_attn_core.diffusers import patch_pipeline, redirect
+from pascal_attn_core.diffusers import patch_attention, redirect
 from pascal_attn_core.observe.memory import PeakMemory
 from tools.families.family import before_031
 
@@ -63,7 +63,7 @@ def peak(run, device="cpu"):
 def test_a_model_at_9k_tokens_takes_memory_for_its_own_activations_only(model, tiny, monkeypatch):
     net, run = model(tiny)
     budget_mib = 2
-    with patch_pipeline(net, AttentionConfig(route="tiled", budget_mib=budget_mib)):
+    with patch_attention(net, AttentionConfig(route="tiled", budget_mib=budget_mib)):
         ours, largest = peak(run)
         monkeypatch.setattr(redirect, "sdpa", lambda query, *_, **__: torch.zeros_like(query))
         without_attention, _ = peak(run)

@@ -13,7 +13,7 @@ from diffusers import DiffusionPipeline
 from diffusers.models import attention_processor as host
 
 from pascal_attn_core import AttentionConfig
-from pascal_attn_core.diffusers import PascalAttnProcessor, patch_pipeline
+from pascal_attn_core.diffusers import PascalAttnProcessor, patch_attention
 
 
 def attention(**changes):
@@ -96,7 +96,7 @@ def test_lora_of_peft_works_under_a_patch_and_beside_the_processor(tiny, routed,
     unet = tiny.tiny_unet()
     unet.add_adapter(peft.LoraConfig(r=2, target_modules=["to_q", "to_v"], init_lora_weights=False))
     stock = tiny.run_unet(unet)
-    with patch_pipeline(unet):
+    with patch_attention(unet):
         assert_same(tiny.run_unet(unet), stock)
     unet.set_attn_processor(PascalAttnProcessor())
     assert_same(tiny.run_unet(unet), stock)
@@ -152,7 +152,7 @@ def test_scores_that_a_model_does_not_scale_stay_unscaled(assert_same):
     assert type(module.processor) is host.AttnProcessor
     x = 0.3 * torch.randn(1, 6, 32)
     stock = module(x)
-    with patch_pipeline(module):
+    with patch_attention(module):
         assert_same(module(x), stock)
     module.set_processor(PascalAttnProcessor())
     assert_same(module(x), stock)

@@ -15,7 +15,7 @@ from torch.nn.modules import module as torch_module
 
 import pascal_attn_core.diffusers as pascal
 from pascal_attn_core import AttentionConfig
-from pascal_attn_core.diffusers import PascalAttnProcessor, patch_pipeline
+from pascal_attn_core.diffusers import PascalAttnProcessor, patch_attention
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -216,7 +216,7 @@ def test_perturbed_attention_guidance_has_every_call_routed(tiny, stock_calls, r
     case.pipe = pag
     stock, calls = stock_calls(case.run)
     before = dict(pag.unet.attn_processors)
-    with patch_pipeline(pag):
+    with patch_attention(pag):
         assert_same(case.run(), stock)
     assert len(routed) == calls.count
     routed.clear()
@@ -241,7 +241,7 @@ def test_the_hook_exists_only_while_something_is_redirected(tiny):
     pascal.install()
     before = dict(hooks)
     module = attention(tiny)
-    with patch_pipeline(module), patch_pipeline(module):
+    with patch_attention(module), patch_attention(module):
         assert len(hooks) == len(before) + 1
     assert hooks == before
     module.set_processor(PascalAttnProcessor())
