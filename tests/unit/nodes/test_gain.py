@@ -45,7 +45,10 @@ SENTENCES = {
         "Nothing to gain: PyTorch's own kernel takes every call here, with or without this node; attention is 100% of "
         "sampling.",
     ),
-    "nobody asked torch": ([UNASKED], "Fits: 972 MiB of scores in a call are never stored, 1.00 MiB extra at most in a call."),
+    "nobody asked torch": (
+        [UNASKED],
+        "Fits: 972 MiB of scores in a call are never stored, 1.00 MiB extra at most in a call.",
+    ),
     "all passed": ([ALL_PASSED], "Nothing to gain: all 32 calls passed to ComfyUI: fewer than 1024 keys."),
     "some passed": ([SOME_PASSED], "Nothing to gain: 32 of 34 calls passed to ComfyUI: fewer than 1024 keys."),
     "no runs": ([], "Nothing gained: no attention call reached a patch."),
