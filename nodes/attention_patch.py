@@ -24,6 +24,41 @@ OVERRIDE_ONLY, WHOLE_MODEL = "attention override", "whole model"
 EXACT, EIGHT_BIT = "exact", "8-bit where it saves time"
 
 
+# What the inputs do, as their tooltips say it.
+_TILE = (
+    "Keys per tile of the tiled route. 0 = derived from the card's L2 cache. Accepts the output of Pascal Tile Size."
+)
+_KEYS = (
+    "Calls with fewer keys are passed to ComfyUI, which is fast at them, unless their score matrix would "
+    "exceed the memory budget. 0 = take every call."
+)
+_COVERAGE = (
+    "auto, whole model: every attention call, both the calls that ComfyUI offers to patches and those that "
+    "some models make without it. attention override: only the calls that ComfyUI offers to patches, for "
+    "comparison."
+)
+_EARLIER = (
+    "What to do if another node has patched attention before this one. auto: a patch that only computes "
+    "attention (Sage, flash, ComfyUI's backend node) is replaced, and receives the calls that this node does "
+    "not take; a patch that may change the result (sparse attention, masks, maps) runs first, and this node "
+    "receives the calls it passes on."
+)
+_CHUNKED = (
+    "Runs feed-forward layers on a part of the tokens at a time where a call would take more memory than a "
+    "share of the card's: the same result. Pascal FFN Chunking after this node sets the budget."
+)
+_PRECISION = (
+    "exact: the same image within rounding. 8-bit where it saves time: not exact, linear layers, and attention "
+    "where it is faster, in 8-bit integers, as Pascal 8-Bit does at its defaults; errors of about 1 % a layer "
+    "are typical. Each layer is measured, and the errors are shown on this node after the run."
+)
+_ENCODER = "The text encoder, if its attention is to be patched too. A clone is patched."
+_DECODER = (
+    "The VAE, if its attention is to be patched too, and decoding that does not fit is to run in bands: the "
+    "same image in less memory, without the seams of tiles. A copy is patched."
+)
+
+
 class PascalAttentionPatch:
     """MODEL, CLIP, VAE -> the same: attention by the fastest exact route of this card, feed-forward layers in chunks
     and decoding in bands where they would not fit."""
@@ -64,56 +99,23 @@ class PascalAttentionPatch:
     @classmethod
     def INPUT_TYPES(cls) -> dict[str, Any]:
         """The node's inputs, as ComfyUI asks for them."""
-        tile = (
-            "Keys per tile of the tiled route. 0 = derived from the card's L2 cache. Accepts the output of Pascal Tile "
-            "Size."
-        )
-        keys = (
-            "Calls with fewer keys are passed to ComfyUI, which is fast at them, unless their score matrix would "
-            "exceed the memory budget. 0 = take every call."
-        )
-        coverage = (
-            "auto, whole model: every attention call, both the calls that ComfyUI offers to patches and those that "
-            "some models make without it. attention override: only the calls that ComfyUI offers to patches, for "
-            "comparison."
-        )
-        earlier = (
-            "What to do if another node has patched attention before this one. auto: a patch that only computes "
-            "attention (Sage, flash, ComfyUI's backend node) is replaced, and receives the calls that this node does "
-            "not take; a patch that may change the result (sparse attention, masks, maps) runs first, and this node "
-            "receives the calls it passes on."
-        )
-        chunked = (
-            "Runs feed-forward layers on a part of the tokens at a time where a call would take more memory than a "
-            "share of the card's: the same result. Pascal FFN Chunking after this node sets the budget."
-        )
-        precision = (
-            "exact: the same image within rounding. 8-bit where it saves time: not exact, linear layers, and attention "
-            "where it is faster, in 8-bit integers, as Pascal 8-Bit does at its defaults; errors of about 1 % a layer "
-            "are typical. Each layer is measured, and the errors are shown on this node after the run."
-        )
-        encoder = "The text encoder, if its attention is to be patched too. A clone is patched."
-        decoder = (
-            "The VAE, if its attention is to be patched too, and decoding that does not fit is to run in bands: the "
-            "same image in less memory, without the seams of tiles. A copy is patched."
-        )
         more = inputs.ADVANCED
         return {
             "required": {
                 "model": ("MODEL", {"tooltip": "The model to patch. A clone is patched; the original is not changed."}),
                 "route": inputs.route(),
                 "budget_mib": inputs.budget_mib(),
-                "tile_size": ("INT", {"default": 0, "min": 0, "max": 65536, "step": 1, "tooltip": tile, **more}),
-                "coverage": ([AUTO, OVERRIDE_ONLY, WHOLE_MODEL], {"default": AUTO, "tooltip": coverage, **more}),
-                "min_keys": ("INT", {"default": 1024, "min": 0, "max": 1048576, "step": 1, "tooltip": keys, **more}),
+                "tile_size": ("INT", {"default": 0, "min": 0, "max": 65536, "step": 1, "tooltip": _TILE, **more}),
+                "coverage": ([AUTO, OVERRIDE_ONLY, WHOLE_MODEL], {"default": AUTO, "tooltip": _COVERAGE, **more}),
+                "min_keys": ("INT", {"default": 1024, "min": 0, "max": 1048576, "step": 1, "tooltip": _KEYS, **more}),
                 "nan_guard": inputs.nan_guard(),
             },
             "optional": {
-                "earlier_patch": (others.CHOICES, {"default": AUTO, "tooltip": earlier, **more}),
-                "precision": ([EXACT, EIGHT_BIT], {"default": EXACT, "tooltip": precision}),
-                "chunk_feed_forward": ("BOOLEAN", {"default": True, "tooltip": chunked, **more}),
-                "clip": ("CLIP", {"tooltip": encoder}),
-                "vae": ("VAE", {"tooltip": decoder}),
+                "earlier_patch": (others.CHOICES, {"default": AUTO, "tooltip": _EARLIER, **more}),
+                "precision": ([EXACT, EIGHT_BIT], {"default": EXACT, "tooltip": _PRECISION}),
+                "chunk_feed_forward": ("BOOLEAN", {"default": True, "tooltip": _CHUNKED, **more}),
+                "clip": ("CLIP", {"tooltip": _ENCODER}),
+                "vae": ("VAE", {"tooltip": _DECODER}),
             },
             "hidden": {"unique_id": "UNIQUE_ID", "prompt": "PROMPT"},
         }

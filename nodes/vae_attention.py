@@ -81,7 +81,7 @@ class PascalVAEAttention:
 
 
 def patched_vae(vae: Any, settings: PatchSettings, decode: str, unique_id: str | None) -> tuple[Any, str]:
-    """What the node returns, and a sentence about it."""
+    """The VAE that the node returns, and a sentence about it."""
     network = _network_of(vae)
     engine = Engine(settings, type(network).__name__, "VAE", unique_id)
     methods = () if decode == AS_IT_IS else METHODS
