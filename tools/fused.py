@@ -2,7 +2,7 @@
 
 Needs g++ and the test extra (NVRTC 12.6 as a wheel). Results are cached in ``build/fused`` by the hash of their
 preprocessed source, so that a second run only compiles what has changed; ``--since HEAD`` takes what has not changed
-since that commit from its table and its cubins.
+since that commit from its table and its cubins. Parameters that a kernel does not read change its cubin, but no figure.
 """
 
 from __future__ import annotations
@@ -138,7 +138,7 @@ def write_table(archs: Iterable[int], kinds: Iterable[str], padded: bool, earlie
     for variant in every_variant():
         if variant.kind not in kinds or (isinstance(variant, Variant) and variant.padded and not padded):
             continue
-        same = known.get(variant.name, {}) if earlier and earlier.has(variant) else {}
+        same = known.get(variant.name, {}) if earlier and earlier.has(variant, what_is_read=True) else {}
         for arch in archs_of(variant):
             if arch in archs and arch in same:
                 rows.setdefault(variant.name, {})[arch] = same[arch]

@@ -86,7 +86,7 @@ _BACKWARD = (*_PLAIN, "masks.cuh", "gradients.cuh", "backward.cuh")
 def _forward(function: str, combine: str = "", **macros: object) -> Kind:
     """The forward kernel on plain cores; with ``combine`` the keys may be cut, and that function joins the parts."""
     joins = ("combine.cuh",) if combine else ()
-    macros = {"PA_SPLIT": len(joins), "PA_INT8": 0, "PA_FORWARD_NAME": function, **macros}
+    macros = {"PA_SPLIT": len(joins), "PA_FORWARD_NAME": function, **macros}
     if combine:
         macros["PA_COMBINE_NAME"] = combine
     text = (*_PLAIN, "masks.cuh", "amd_softmax.cuh", "forward.cu", *joins)

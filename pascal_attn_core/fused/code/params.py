@@ -24,8 +24,6 @@ class Forward(Params):
         *_fields(_INT, "lq lk heads group batches low high lower_right dim dim_v mask_is_float32 splits"),
         *_fields(_INT, "first_tile first_batch"),
         *_fields(_FLOAT, "scale scale_log2"),
-        *_fields(_INT, "row_words"),
-        *_fields(_POINTER, "q_words k_words q_scales k_scales"),
     ]
 
 

@@ -227,6 +227,14 @@ def test_only_what_has_changed_since_a_commit_is_compiled(tmp_path: Path) -> Non
     assert changed.cubin(float32, 61) is None
     assert changed.cubin(float16, 61) is None  # by its manifest that cubin was made from another text
 
+    unread = "float scale, scale_log2;", "float scale, scale_log2; const int* words;"
+    kernel.write_text(text.replace(*unread).replace("1.f / sum : 0.f", "1.f / sum : 1.f"))
+    changed = earlier.Earlier(tmp_path)
+    assert not changed.has(float32, what_is_read=True)
+    kernel.write_text(text.replace(*unread))
+    changed = earlier.Earlier(tmp_path)
+    assert (changed.has(float32), changed.has(float32, what_is_read=True)) == (False, True)
+
 
 def test_what_ships_stays_small() -> None:
     packs = list(prebuilt.FOLDER.glob("sm_*"))
