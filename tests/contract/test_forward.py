@@ -86,7 +86,7 @@ def test_a_call_that_a_route_does_not_take_is_refused_with_the_reason(route: str
 
 @pytest.mark.torch_2_5
 def test_routes_take_as_much_of_the_table_as_they_can() -> None:
-    """What the tests above compare, and that nothing is refused for a reason that they do not know."""
+    """This is what the tests above compare, and that nothing is refused for a reason that they do not know."""
     taken: dict[str, collections.Counter[str]] = {route: collections.Counter() for route in ROUTES}
     empty = 0
     for case in TABLE:

@@ -1,4 +1,4 @@
-"""What is known about a device, without asking a driver that is not there."""
+"""These tests check what is known about a device, without asking a driver that is not there."""
 
 from __future__ import annotations
 
