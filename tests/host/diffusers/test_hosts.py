@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 pytest.importorskip("diffusers", reason="diffusers is not installed")
@@ -158,23 +160,38 @@ def test_a_model_inside_another_keeps_its_own_config(tiny, routed):
         assert sum(call["config"] is whole for call in routed) == len(routed) - inner.sites > 0
 
 
-def test_a_cache_that_repeats_attention_gives_its_stock_output(put_on, tiny, routed, assert_same):
-    if not hasattr(diffusers, "PyramidAttentionBroadcastConfig"):
-        pytest.skip("this diffusers has no pyramid attention broadcast")
+CACHES: dict[str, dict[str, Any]] = {
+    "PyramidAttentionBroadcastConfig": {
+        "spatial_attention_block_skip_range": 2,
+        "spatial_attention_timestep_skip_range": (-1, 1001),
+    },
+    "FirstBlockCacheConfig": {"threshold": 100.0},
+    "TaylorSeerCacheConfig": {"cache_interval": 2, "disable_cache_before_step": 1},
+}
 
-    def cached(case):
-        case.arguments["num_inference_steps"] = 4
-        case.denoiser.enable_cache(
-            diffusers.PyramidAttentionBroadcastConfig(
-                spatial_attention_block_skip_range=2,
-                spatial_attention_timestep_skip_range=(-1, 1001),
-                current_timestep_callback=lambda: case.pipe.current_timestep,
-            )
-        )
-        return case
 
-    stock = cached(tiny.cogvideox()).run()
-    case = cached(tiny.cogvideox())
+@pytest.mark.parametrize("is_ours_first", [False, True])
+@pytest.mark.parametrize("name", CACHES)
+def test_a_cache_that_skips_attention_gives_its_stock_output(
+    name: str, is_ours_first: bool, put_on, tiny, routed, assert_same
+):
+    if not hasattr(diffusers, name):
+        pytest.skip(f"this diffusers has no {name}")
+    case = tiny.cogvideox() if "Pyramid" in name else tiny.flux()
+    case.arguments["num_inference_steps"] = 4
+    now = {"current_timestep_callback": lambda: case.pipe.current_timestep} if "Pyramid" in name else {}
+    cache = getattr(diffusers, name)(**CACHES[name], **now)
+    take_off = put_on(case.denoiser)
+    case.run()
+    whole = len(routed)
+    take_off()
+    case.denoiser.enable_cache(cache)
+    stock = case.run()
+    if is_ours_first:
+        case.denoiser.disable_cache()
     put_on(case.denoiser)
+    if is_ours_first:
+        case.denoiser.enable_cache(cache)
+    routed.clear()
     assert_same(case.run(), stock)
-    assert 0 < len(routed) < 4 * 2 * 2
+    assert 0 < len(routed) < whole
