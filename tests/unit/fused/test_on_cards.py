@@ -10,6 +10,7 @@ import threading
 import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -17,7 +18,7 @@ from attn_support import fresh
 from attn_support.fused.device import AnyStandIn
 from attn_support.gpu import cards, guard, windows
 from attn_support.randomness import some
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from pascal_attn_core import AttentionConfig, explain, sdpa
@@ -164,15 +165,6 @@ def test_calls_on_cards_are_right_and_nothing_is_left_behind(name: str, count: s
 # ---- what else asks whether it is on a card --------------------------------------------------------------------------
 
 
-class FeedForward(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.net(x)
-
-
 @contextlib.contextmanager
 def _capturing() -> Iterator[None]:
     cards.is_capturing = True
@@ -185,16 +177,17 @@ def _capturing() -> Iterator[None]:
 def _others() -> Iterator[tuple[str, Callable[[], bool]]]:
     from attn_support.comfy.stub import make_engine, node_module
 
-    from pascal_attn_core import capture, measure_memory, patch_ffn
+    from pascal_attn_core import capture, measure_memory
     from pascal_attn_core.cli.bench.clock import Clock
     from pascal_attn_core.cli.selftest import speed
     from pascal_attn_core.compat import device_l2_mb
     from pascal_attn_core.flex import flex_attention, patch_flex_attention
+    from pascal_attn_core.fused.trust import trial
     from pascal_attn_core.observe.memory import available_bytes
     from pascal_attn_core.transformers import paged
+    from pascal_attn_core.vae.store import Queues
 
-    card = torch.device("cuda")
-    query, x = _numbers(600), torch.randn(1, 600, 64, device=card)
+    card, query = torch.device("cuda"), _numbers(600)
     both = AttentionConfig(devices=("cuda:0", "cuda:1"), share_from_tokens=1)
 
     def alike(found: Tensor, right: Tensor, apart: float = 1e-4) -> bool:
@@ -217,12 +210,6 @@ def _others() -> Iterator[tuple[str, Callable[[], bool]]]:
         with patch_flex_attention():
             return alike(theirs.flex_attention(query, query, query), flex_attention(query, query, query))
 
-    def in_slices() -> bool:
-        module = FeedForward().to(card)
-        right = module(x)
-        with torch.no_grad(), patch_ffn(module, budget_mib=0.2):
-            return alike(module(x), right)
-
     def on_a_node() -> bool:
         engine, meter, host = make_engine(), node_module("engine.meter"), node_module("comfy.host")
         host.compute_device, host.prompt_id, host.attention_name = lambda: card, lambda: "1", lambda: "torch's"
@@ -231,20 +218,40 @@ def _others() -> Iterator[tuple[str, Callable[[], bool]]]:
         meter.start_of_run(card)
         out = engine.attend(query, query, query, place=node_module("engine.runs").Place("block 0"))
         run = engine.end()
-        return _is_close(out, query, query, query) and meter.peak_of_run(card) == 1 << 20 and run is not None
+        is_right = _is_close(out, query, query, query) and meter.peak_of_run(card) == 1 << 20 and run is not None
+        return is_right and node_module("comfy.second").visible_cards() == ["cuda:0", "cuda:1"]
+
+    def beside_the_hosts_kernel() -> bool:
+        kitchen = node_module("comfy.comfy_kitchen")
+        registry = SimpleNamespace(is_available=lambda name: True, get_constraints=lambda *names: names)
+        kitchen.registry_of_host = lambda: registry
+        return "its own kernel for this card" in kitchen.why_not(card, "auto")
+
+    def on_another_card() -> bool:
+        with pytest.raises(RuntimeError, match="expected Tesla P4 as cuda:0, got Tesla T4"):
+            trial.run_job(trial.Job("cuda:0", "Tesla P4", [], []), print)
+        return True
 
     def refused() -> bool:
-        given = {"cache": type("Cache", (), {"update": None}), "cu_seq_lens_q": x, "cu_seq_lens_k": x}
+        given = {"cache": type("Cache", (), {"update": None}), "cu_seq_lens_q": query, "cu_seq_lens_k": query}
         with _capturing(), pytest.raises(NotImplementedError, match="cannot capture"):
             paged._refuse(query[:1], given)
         return True
 
+    def beside_the_computation() -> bool:
+        queues, piece, place = Queues(card), _numbers(3), torch.empty(1, 2, 3, 64)
+        queues.store(piece, place, 0)
+        queues.settle()
+        return alike(queues.arrived(queues.send(place, 0)), piece)
+
     yield "a capture of calls", captured
+    yield "copies", beside_the_computation
     yield "facts", lambda: device_l2_mb() == device_l2_mb(1) == 4.0 and Clock(card, 1).kind == "CUDA events"
     yield "memory", measured
     yield "flex_attention", flexible
-    yield "slices", in_slices
     yield "a node", on_a_node
+    yield "int8 files", beside_the_hosts_kernel
+    yield "a child", on_another_card
     yield "paged attention", refused
     yield "what a call costs", lambda: min(speed.call_costs(card).values()) > 0
 
