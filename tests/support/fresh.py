@@ -122,16 +122,19 @@ def start(code: str, *arguments: str) -> Started | subprocess.Popen[str]:
 
 def run(code: str, *arguments: str, **options: Any) -> str:
     """Return what a program that must end well printed, stripped; ``options`` of :func:`execute`."""
-    done = execute(code, *arguments, **options)
+    return _well_ended(execute(code, *arguments, **options)).stdout.strip()
+
+
+def _well_ended(done: Done) -> Done:
     assert done.returncode == 0, done.stderr
-    return done.stdout.strip()
+    return done
 
 
-def call(function: Callable[..., object], *arguments: str, **options: Any) -> None:
+def call(function: Callable[..., object], *arguments: str, **options: Any) -> Done:
     """Call a function of a test module in a process of its own; what it raises fails the test. ``options`` of
     :func:`execute`."""
     file = sys.modules[function.__module__].__file__
-    run(
+    done = execute(
         """
         import importlib.util, sys, types
         file, name, support, *arguments = sys.argv[1:]
@@ -149,6 +152,7 @@ def call(function: Callable[..., object], *arguments: str, **options: Any) -> No
         *arguments,
         **options,
     )
+    return _well_ended(done)
 
 
 def alone(test: Callable[..., None]) -> Callable[..., None]:

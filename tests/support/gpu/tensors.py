@@ -92,6 +92,7 @@ def serve(index_of: Callable[..., int], kind: str = "cuda") -> None:
     _libraries[-1].fallback(lambda operator, *args, **kwargs: _run(operator, args, kwargs), kind.upper())
     torch.tensor, torch.as_tensor = _on_its_device(torch.tensor), _on_its_device(torch.as_tensor)
     torch.Generator = _Generator  # type: ignore[misc]
+    torch.__future__.set_overwrite_module_params_on_conversion(True)  # else a parameter takes the wrapper's place only
 
 
 class _Generator(torch.Generator):
