@@ -11,6 +11,7 @@ import contextlib
 import ctypes
 import functools
 import os
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
