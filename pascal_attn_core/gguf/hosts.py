@@ -25,12 +25,12 @@ class Host(NamedTuple):
     Attributes:
         method: of its linear layers: gives the product by the expanded weight.
         mark: attribute of a weight: its format.
-        operands: the weight and the bias of a module for an input; None = the host has to compute it.
+        operands: the weight and the bias of a module for an input.
     """
 
     method: str
     mark: str
-    operands: Callable[[nn.Module, Tensor], Operands | None]
+    operands: Callable[[nn.Module, Tensor], Operands]
 
 
 def _of_diffusers(module: Any, x: Tensor) -> Operands:
@@ -40,10 +40,8 @@ def _of_diffusers(module: Any, x: Tensor) -> Operands:
     return matrix, None if bias is None else bias.to(dtype)
 
 
-def _of_comfyui(module: Any, x: Tensor) -> Operands | None:
+def _of_comfyui(module: Any, x: Tensor) -> Operands:
     weight, dtype = module.weight.to(x.device), module.dequant_dtype
-    if getattr(weight, "patches", None):  # LoRA is added to the whole expanded weight
-        return None
     arithmetic = x.dtype if dtype == "target" else dtype or torch.float16
     bias = None if module.bias is None else module.get_weight(module.bias.to(x.device), x.dtype)
     shape = tuple(weight.tensor_shape)
@@ -115,10 +113,14 @@ class Multiplier:
 
     def __call__(self, x: Tensor) -> Tensor:
         module, host = self.module, self._host
-        operands = None
-        if self.is_on() and format_of(module, host) in FORMATS and _is_ordinary(x):
-            operands = host.operands(module, x)
-        return getattr(type(module), host.method)(module, x) if operands is None else self.multiply(x, *operands)
+        if self.is_on() and self.takes() and format_of(module, host) in FORMATS and _is_ordinary(x):
+            return self.multiply(x, *host.operands(module, x))
+        return getattr(type(module), host.method)(module, x)
+
+    def takes(self) -> bool:
+        """Whether the weight is all that the input is multiplied by: ComfyUI-GGUF keeps the patches of a weight (LoRA)
+        on it, and adds them to the whole expanded matrix."""
+        return not getattr(self.module.weight, "patches", None)
 
     def __reduce__(self) -> Any:
         """Copied or pickled, it is the host's own method: a file must not depend on this package."""

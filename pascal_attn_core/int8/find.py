@@ -15,7 +15,7 @@ from ..fused.code.linear_source import MOST_COLUMNS
 from ..gguf import hosts as gguf
 from ..gguf.int8 import why_not as why_not_gguf
 from ..patching.selectors import matches, selectors
-from .backends import FLOATS
+from . import stored
 
 # These set the timestep, the style and the scale of everything else: few numbers, which every layer depends on.
 _SENSITIVE = re.compile(
@@ -95,9 +95,8 @@ def why_not(module: nn.Module, name: str, owner: str) -> str:
         return "cannot be: its weight is computed, or is not a parameter"
     if tuple(weight.shape) != (module.out_features, module.in_features):
         return f"cannot be: its weight is stored as {list(weight.shape)}"
-    if weight.dtype not in FLOATS or type(weight) is not nn.Parameter:
-        kind = "" if type(weight) is nn.Parameter else f" in a {type(weight).__name__}"
-        return f"cannot be: its weight is {str(weight.dtype).removeprefix('torch.')}{kind}"
+    if reason := stored.why_not(module, weight):
+        return f"cannot be: {reason}"
     if weight.shape[1] % 4 or weight.shape[1] > MOST_COLUMNS:
         return f"cannot be: its width must be a multiple of 4 up to {MOST_COLUMNS}, got {weight.shape[1]}"
     if owner != name:
@@ -115,4 +114,7 @@ def _left(name: str, module: nn.Module) -> str:
         return "left: every later layer depends on its few outputs"
     if math.prod(shape_of(module)) < _LEAST_NUMBERS:
         return f"left: fewer than {_LEAST_NUMBERS} weights"
+    weight = module._parameters.get("weight")
+    if weight is not None and stored.has_fewer_bits(weight):
+        return f"left: {stored.format_of(weight)} takes less memory than 8 bits"
     return ""

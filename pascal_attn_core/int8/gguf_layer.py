@@ -76,9 +76,9 @@ class GgufLayer(Int8Layer):
             is_to_check = self.watch.check_now(x.numel() // x.shape[-1]) or self.state == WAITING
             if is_to_check and not is_captured(x):
                 self._check(x, weight, bias)
-        if self.state == INT8 and self._is_attached and has_numbers(x):
-            return linear(x, weight, bias, product)
-        return linear(x, weight, bias)
+        is_in_8_bits = self.state == INT8 and self._is_attached and has_numbers(x)
+        out, lora = linear(x, weight, bias, *[product] * is_in_8_bits), self.source.lora_on(x.device)
+        return out if lora is None else out + lora(x)
 
     def _check(self, x: Tensor, weight: GgufMatrix, bias: Tensor | None) -> None:
         """Measure the error of a call, and decide by it."""
@@ -137,6 +137,9 @@ class GgufMultiplier(Multiplier):
     def __init__(self, module: nn.Module, layer: GgufLayer):
         super().__init__(module, layer.host, lambda: layer.options.enabled, layer.multiply)
         self.layer = layer
+
+    def takes(self) -> bool:
+        return self.layer.source.lora is not None or super().takes()
 
 
 def gguf_error(sample: Sample, weight: GgufMatrix, way: str) -> float:

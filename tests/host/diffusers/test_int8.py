@@ -10,12 +10,15 @@ import pytest
 pytest.importorskip("diffusers", reason="diffusers is not installed")
 
 import torch
+from attn_support.randomness import some
 from attn_support.tiny_pipelines import SOME
 from torch import Tensor, nn
 
 from pascal_attn_core import patch_attention_int8, patch_ffn, patch_linear_int8
 from pascal_attn_core.diffusers import PascalAttnProcessor
 from pascal_attn_core.int8 import Int8Weight
+from pascal_attn_core.int8.attention import find_attention
+from pascal_attn_core.patching.forward import ReplacedForward
 from tools import int8_table
 from tools.families.proof import outputs
 
@@ -78,21 +81,42 @@ def test_every_attention_layer_of_a_family_and_back(name: str, tiny: Any) -> Non
     assert torch.equal(outputs(family, model), expected)
 
 
-def test_lora_and_both_patches_at_once(unet: nn.Module) -> None:
+@pytest.mark.parametrize(("name", "layers"), [("SDXL UNet", 24), ("Flux", 4), ("Wan", 6)])
+@torch.no_grad()
+def test_lora_hooks_limits_and_both_patches_at_once(name: str, layers: int) -> None:
+    """Hooks of accelerate are there first and removed meanwhile, or put over the patch; both leave it in place."""
     peft = pytest.importorskip("peft", reason="peft is not installed")
+    hooks = pytest.importorskip("accelerate.hooks", reason="accelerate is not installed")
     torch.manual_seed(1)
-    unet.add_adapter(peft.LoraConfig(**LORA))
-    unet.eval()
-    expected = run(unet)
-    with patch_attention_int8(unet) as attention, patch_linear_int8(unet) as linear:
-        out = run(unet)
-        assert attention.report().count("int8") == len(attention.report().lines) == 24
-        assert linear.report().count("int8") > 100
+    model, call = int8_table.MODELS[name]()
+    model.add_adapter(peft.LoraConfig(**LORA))
+    model.eval().requires_grad_(False)
+    expected = call(model, torch.float32)
+    found = [module for _, module in find_attention(model)]
+    for module in found[::2]:
+        hooks.add_hook_to_module(module, hooks.ModelHook())
+    with patch_attention_int8(model) as attention, patch_linear_int8(model) as linear:
+        first = call(model, torch.float32)
+        for number, module in enumerate(found):
+            (hooks.add_hook_to_module if number % 2 else hooks.remove_hook_from_module)(
+                module, *[hooks.ModelHook()] * (number % 2)
+            )
+        out = call(model, torch.float32)
+        assert attention.report().count("int8") == len(attention.report().lines) == layers
+        assert {line.calls for line in attention.report().lines} == {2}
+        assert linear.report().count("int8") > 4 * layers
     assert 0 < difference(out, expected) < 0.02
-    assert torch.equal(run(unet), expected)
+    assert 0 < difference(first, expected) < 0.02
+    for module in found[1::2]:
+        hooks.remove_hook_from_module(module)
+    assert torch.equal(call(model, torch.float32), expected)
+    assert not any(isinstance(vars(module).get("forward"), ReplacedForward) for module in found)
+    with patch_attention_int8(model, max_error=0) as attention:
+        torch.testing.assert_close(call(model, torch.float32), expected, rtol=1e-4, atol=1e-4)
+        assert attention.report().count("float") == layers
 
 
-@pytest.mark.parametrize("name", list(int8_table.MODELS))
+@pytest.mark.parametrize("name", some(int8_table.MODELS, 2))
 def test_whole_models_err_no_more_than_in_bfloat16(name: str) -> None:
     with torch.no_grad():
         errors, report = int8_table.errors_of(name, seed=0)
@@ -185,8 +209,7 @@ def test_with_our_attention_and_chunked_feed_forward(unet: nn.Module) -> None:
     assert patch.report().count("int8") > 0
 
 
-@pytest.mark.parametrize("offload", ["leaf_level", "block_level"])
-@pytest.mark.parametrize("is_first", [False, True])
+@pytest.mark.parametrize(("offload", "is_first"), [("leaf_level", False), ("block_level", True)])
 def test_group_offload_moves_the_integers(unet: nn.Module, offload: str, is_first: bool) -> None:
     hooks = pytest.importorskip("diffusers.hooks.group_offloading", reason="this diffusers has no group offloading")
     blocks = {"num_blocks_per_group": 1} if offload == "block_level" else {}
