@@ -27,11 +27,19 @@ from earlier import Earlier, checked_out, code_hash  # noqa: E402
 from pascal_attn_core.fused.code import prebuilt  # noqa: E402
 from pascal_attn_core.fused.code.compilation import Compilation  # noqa: E402
 from pascal_attn_core.fused.code.kinds import ALL_KINDS  # noqa: E402
-from pascal_attn_core.fused.code.source import Variant, all_variants, digest, gguf_variants, linear_variants, source  # noqa: E402
+from pascal_attn_core.fused.code.source import (  # noqa: E402
+    Variant,
+    all_variants,
+    digest,
+    gguf_linear_variants,
+    gguf_variants,
+    linear_variants,
+    source,
+)
 from pascal_attn_core.fused.geometry.plain import INT8_HEAD_DIMS  # noqa: E402
 from pascal_attn_core.fused.gpu import nvrtc as _nvrtc  # noqa: E402
 from pascal_attn_core.fused.gpu.nvrtc import usage  # noqa: E402
-from tools.models.shares import BACKWARD_PRODUCTS, KERNELS, backward_share, linear_share, share  # noqa: E402
+from tools.models.shares import BACKWARD_PRODUCTS, KERNELS, backward_share, gguf_share, linear_share, share  # noqa: E402
 
 BUILD = ROOT / "build" / "fused"
 TABLE = ROOT / "docs" / "fused-static.txt"
@@ -231,6 +239,10 @@ def run(arguments: argparse.Namespace, earlier: Earlier | None) -> None:
         print("linear layer in 8 bits, K = N, of whole tiles: the product, its loop, with rounding, and with rotation")
         for size in (1024, 3072):
             print(f"{size:25} " + " ".join(f"{value:5.1%}" for value in linear_share(nvrtc(61), size, size)))
+        print("GGUF weights, x in 8 bits: dp4a in the main loop, and float32 instructions for its")
+        for variant in gguf_linear_variants():
+            dp4a, gain = gguf_share(compiled(variant, 61).cubin)
+            print(f"{variant.name:25} {dp4a:5.1%} {gain:4.2f} times")
         print(f"backward: both gradient kernels, {BACKWARD_PRODUCTS} products needed of the {made} that they make")
 
 

@@ -121,5 +121,6 @@ TABLE = {
 KINDS = tuple(TABLE)  # of attention
 TABLE[linear_source.KIND] = Kind(linear_source.FILES, {}, linear_source.FUNCTIONS, least=linear_source.LEAST_CAPABILITY)
 TABLE[gguf_source.KIND] = Kind(gguf_source.FILES, {}, tuple(gguf_source.KERNELS.values()))
+TABLE[gguf_source.LINEAR_KIND] = Kind(gguf_source.LINEAR_FILES, {}, (), least=linear_source.LEAST_CAPABILITY)
 ALL_KINDS = tuple(TABLE)
 TABLE[RANGES] = _forward("pa_forward_ranges", "pa_combine", PA_RANGES=1)

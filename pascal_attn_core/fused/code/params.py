@@ -88,6 +88,22 @@ class GgufExpand(Params):
     _fields_ = [*_fields(_POINTER, "blocks out"), *_fields(_I64, "count"), *_fields(_INT, "out_kind wide_table")]
 
 
+class GgufRound(Params):
+    _fields_ = [
+        *_fields(_POINTER, "x words scales"),
+        *_fields(_I64, "row_stride"),
+        *_fields(_INT, "rows columns chunks x_kind"),
+    ]
+
+
+class GgufLinear(Params):
+    _fields_ = [
+        *_fields(_POINTER, "x x_scales weight bias out"),
+        *_fields(_I64, "row_bytes"),
+        *_fields(_INT, "rows cols blocks chunks out_kind row_tiles col_tiles first_tile"),
+    ]
+
+
 class Backward(Params):
     _fields_ = [
         *_fields(_POINTER, "q k v o g dq dk dv mask lse log_sum grad_lse delta shift bits cu_q cu_k"),

@@ -18,7 +18,7 @@ from ...call import AttentionCall, check_call, empty_output
 from ...checks import gap
 from ...reference import allowed_keys, reference_sdpa
 from ..code.compilation import Compilation
-from ..code.gguf_source import GgufVariant
+from ..code.gguf_source import GgufLinearVariant, GgufVariant
 from ..code.linear_source import LinearVariant
 from ..code.source import Variant
 from ..launch import Launch, int8_definition
@@ -54,6 +54,8 @@ def largest_error(variant: Compilation, device: torch.device, run: Run, keys: in
         return verify_linear.largest_error(variant, device, run)
     if isinstance(variant, GgufVariant):
         return verify_gguf.largest_error(variant, device, run)
+    if isinstance(variant, GgufLinearVariant):
+        return verify_gguf.product_error(variant, device, run)
     assert isinstance(variant, Variant)
     call = sample_call(variant, device, None if variant.is_even else keys)
     if variant.is_gradient:

@@ -108,7 +108,7 @@ def is_found(text: str | None) -> bool:
     mutated = None if text is None else {KIND: text}
     errors = [
         verify_gguf.largest_error(variant, CPU, lambda launches: emulate(launches, mutated=mutated))
-        for variant in gguf_variants()[1:]
+        for variant in gguf_variants()[1:3]
     ]
     return max(errors) > 0
 

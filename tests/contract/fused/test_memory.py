@@ -78,6 +78,21 @@ for product, tile in TILES.items():
             emulate(launches, **how)
 print("clean")
 """
+_GGUF = """
+from attn_support.fused.emulation import emulate
+from pascal_attn_core.fused.code.gguf_source import FEW
+from pascal_attn_core.fused.launch.gguf_linear import GgufLinearCall, gguf_linear_launches
+from pascal_attn_core.fused.trust.verify_gguf import sane_blocks
+for columns in (32, 96):
+    for function, cols in (*((function, tile.cols + 1) for function, tile in FEW.items()), ("pa_gguf_linear", 65)):
+        blocks = sane_blocks("Q5_0", cols, columns, torch.Generator())
+        x = torch.randn(3 if function in FEW else 129, columns + 1).half()[:, :columns]
+        call = GgufLinearCall(x, blocks, "Q5_0", torch.randn(cols), torch.empty(len(x), cols, dtype=torch.float16))
+        launches = gguf_linear_launches(call, 8, function)
+        emulate(launches, **how)
+print("clean")
+"""
+_ONE_BLOCK_TOO_MANY = _GGUF.replace("        emulate(", "        launches[1].params.blocks += 1\n        emulate(")
 _ONE_COLUMN_TOO_MANY = _LINEAR.replace(
     "            emulate(",
     "            launches[1].params.cols += 1; launches[1].params.in_fours = 0\n            emulate(",
@@ -92,14 +107,16 @@ def _run(code: str) -> fresh.Done:
     return fresh.execute(_HEAD.format(support=str(fresh.ROOT / "tests" / "support")) + code, env={}, preload=library)
 
 
-@pytest.mark.parametrize("code", [_RUN, _LINEAR], ids=["attention", "linear layers"])
+@pytest.mark.parametrize("code", [_RUN, _LINEAR, _GGUF], ids=["attention", "linear layers", "GGUF"])
 def test_no_kernel_touches_memory_outside_of_its_tensors(code: str) -> None:
     done = _run(code)
     assert done.stdout.strip() == "clean", done.stderr[-3000:]
 
 
 @pytest.mark.parametrize(
-    "code", [_ONE_KEY_TOO_MANY, _ONE_QUERY_TOO_MANY, _ONE_COLUMN_TOO_MANY], ids=["key", "query", "column"]
+    "code",
+    [_ONE_KEY_TOO_MANY, _ONE_QUERY_TOO_MANY, _ONE_COLUMN_TOO_MANY, _ONE_BLOCK_TOO_MANY],
+    ids=["key", "query", "column", "block"],
 )
 def test_one_behind_the_last_is_noticed(code: str) -> None:
     """The query is the one of a kernel that adds nothing to it."""

@@ -44,6 +44,8 @@ _PARAMS = {
     "pa_int8.*": "Int8Attention",
     "pa_linear_quantize": "QuantizeRows",
     "pa_linear.*": "Linear",
+    "pa_gguf_round.*": "GgufRound",
+    "pa_gguf_(linear|few|some)": "GgufLinear",
     "pa_gguf.*": "GgufExpand",
     "pa_.*even.*": "TensorEven",
     "pa_(tensor|volta)_(grad.*|delta)|pa_gradient_bits": "TensorBackward",

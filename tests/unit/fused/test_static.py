@@ -26,11 +26,13 @@ import simulate  # noqa: E402
 
 from pascal_attn_core.fused.code import prebuilt  # noqa: E402
 from pascal_attn_core.fused.code import source as _source  # noqa: E402
-from pascal_attn_core.fused.code.source import KINDS, Variant, digest, source  # noqa: E402
+from pascal_attn_core.fused.code.compilation import Compilation  # noqa: E402
+from pascal_attn_core.fused.code.gguf_source import GgufLinearVariant  # noqa: E402
+from pascal_attn_core.fused.code.source import KINDS, Variant, digest, gguf_linear_variants, source  # noqa: E402
 from pascal_attn_core.fused.gpu import nvrtc  # noqa: E402
 from pascal_attn_core.fused.gpu.runtime import CompileError  # noqa: E402
 from tools.models.sass import sections  # noqa: E402
-from tools.models.shares import backward_share, linear_share, share  # noqa: E402
+from tools.models.shares import backward_share, gguf_share, linear_share, share  # noqa: E402
 
 SHARE = 0.82
 WIDE = (48, 64, 72, 80, 96, 112, 128)
@@ -45,7 +47,7 @@ LIBRARY = _library()
 needs_nvrtc = pytest.mark.skipif(LIBRARY is None, reason="needs NVRTC 12.6 (nvidia-cuda-nvrtc-cu12==12.6.85)")
 
 
-def _cubin(variant: Variant, arch: int = 61) -> bytes:
+def _cubin(variant: Compilation, arch: int = 61) -> bytes:
     """The one that ships, where it was made from this source by this compiler, else one compiled here, once."""
     shipped = prebuilt.load(variant, arch) if tuple(prebuilt.manifest().get("nvrtc", ())) == tool.NVRTC else None
     return tool.compiled(variant, arch).cubin if shipped is None else shipped
@@ -166,6 +168,15 @@ def test_most_instructions_of_a_linear_layer_in_8_bits_are_dp4a() -> None:
         linear_share(LIBRARY, 1024, 1024, chunk_words=16)
 
 
+@needs_nvrtc
+@pytest.mark.parametrize("variant", gguf_linear_variants(), ids=lambda variant: variant.name)
+def test_the_product_with_gguf_weights_is_mostly_dp4a(variant: GgufLinearVariant) -> None:
+    found, is_large = gguf_share(_cubin(variant)), variant.rows == 8
+    least = {"Q8_0": 0.65, "Q4_0": 0.65, "Q5_0": 0.62, "Q3_K": 0.595}.get(variant.format, 0.60)
+    assert found.dp4a >= (least if is_large else least - 0.05)
+    assert found.gain >= (2.8 if is_large else 2.6)
+
+
 def test_the_backward_as_a_whole_needs_five_of_the_seven_products_it_makes() -> None:
     assert backward_share(1.0, 1.0) == pytest.approx(5 / 7)
     assert backward_share(0.5, 1.0) == pytest.approx(5 / (6 + 4))
@@ -238,7 +249,7 @@ def test_only_what_has_changed_since_a_commit_is_compiled(tmp_path: Path) -> Non
 
 def test_what_ships_stays_small() -> None:
     packs = list(prebuilt.FOLDER.glob("sm_*"))
-    assert sum(path.stat().st_size for path in packs) < 4_200_000
+    assert sum(path.stat().st_size for path in packs) < 4_400_000
 
 
 def test_a_device_takes_the_newest_pack_of_its_own_generation(monkeypatch: pytest.MonkeyPatch) -> None:
