@@ -25,9 +25,6 @@ from .override import OVERRIDE
 
 log = logging.getLogger("pascal_attn")
 _MUCH_SLOWER = 1.1
-_NEEDS_FLOAT = (
-    "int8 needs float weights: set weight_dtype to default in Load Diffusion Model, or load a bfloat16 or float16 file"
-)
 Options = tuple[float, tuple[str, ...], tuple[str, ...], str]
 _bindings: weakref.WeakKeyDictionary[nn.Module, dict[Options, Int8Binding]] = weakref.WeakKeyDictionary()
 
@@ -193,7 +190,7 @@ def patch(model: Any, wanted: Settings, unique_id: str | None) -> tuple[Any, str
     first, more = f"{layers.subject}: {layers.settings}", []
     if wanted.linear:
         first = status(reports[0], layers.subject, layers.settings)
-        more = [unmatched(network, (*wanted.options[1], *wanted.options[2])), layers.files.text() or remedy(reports[0])]
+        more = [unmatched(network, (*wanted.options[1], *wanted.options[2])), layers.files.text()]
         if more[0]:
             log.warning("pascal_attn: %s: %s", layers.subject, more[0])
     more = [*filter(None, [*more, layers.why_exact])]
@@ -223,8 +220,7 @@ def warnings_of(report: Int8Report, *, is_file_in_int8: bool = False, chosen: st
     if not on and not is_file_in_int8:
         reasons = sorted({line.why for line in report.lines if line.state in ("cannot be", "float", "waiting")})
         none = "none was measured" if report.lines else f"none is left by {chosen}" if chosen else "none was found"
-        parts = [*filter(None, [*reasons[:3], remedy(report)])] or [none]
-        found.append(f"no {report.what.removesuffix('s')} runs in int8: {'; '.join(parts)}")
+        found.append(f"no {report.what.removesuffix('s')} runs in int8: {'; '.join(reasons[:3]) or none}")
     timed = [(line.float_ms, line.int8_ms) for line in on if line.float_ms is not None and line.int8_ms is not None]
     before, after = (sum(times) for times in zip(*timed)) if timed else (0.0, 0.0)
     if after > _MUCH_SLOWER * before:
@@ -233,11 +229,6 @@ def warnings_of(report: Int8Report, *, is_file_in_int8: bool = False, chosen: st
             f"{before:.1f} ms in float"
         )
     return found
-
-
-def remedy(report: Int8Report) -> str:
-    """The advice for layers that cannot run in int8 because their weights are quantised already; "" = none."""
-    return _NEEDS_FLOAT if any(re.search("float8|uint8|Tensor$", each.why) for each in report.of("cannot be")) else ""
 
 
 _whole: weakref.WeakKeyDictionary[nn.Module, Any] = weakref.WeakKeyDictionary()

@@ -21,16 +21,17 @@ class Int8ReportLine(NamedTuple):
         state: "int8", "float" (left as it was: measured, or no call of it can be in 8 bits), "waiting", "left" (not
             chosen) or "cannot be".
         why: one sentence, or "".
-        error: relative error of the layer's product, or of attention's output, on real inputs, the largest of this run;
-            None = not measured.
+        error: relative error of the layer's product with the weight that the host stores, or of attention's output, on
+            real inputs, the largest of this run; None = not measured.
         rotation: columns of a group that is rotated before rounding; 0 = none.
         way: what computes it: "kernel", "int_mm" or "float", for attention "kernel" or "operators"; why_way: why
             nothing faster does.
         float_ms, int8_ms: of the call that it was measured with; None = not timed.
-        float_bytes, int8_bytes: of its weight.
+        float_bytes, int8_bytes: of its weight, as the host stores it and in 8 bits.
         calls: number of calls in 8 bits in this run.
         latest: the error that was measured last in this run; None = none was.
         worst_row: of attention, the largest relative error of one row of one head.
+        format: of its weight as the host stores it, ``"float8_e4m3fn"`` or ``"Q4_K"`` for example; "" for attention.
     """
 
     name: str
@@ -49,6 +50,12 @@ class Int8ReportLine(NamedTuple):
     calls: int = 0
     latest: float | None = None
     worst_row: float | None = None
+    format: str = ""
+
+    @property
+    def is_as_stored(self) -> bool:
+        """Whether the weight is multiplied as the host stores it."""
+        return self.float_bytes == self.int8_bytes
 
 
 @dataclass(frozen=True)
@@ -109,9 +116,13 @@ class Int8Report(AnyReport):
             seconds = sum(calls * (in_float - in_int8) for calls, in_float, in_int8 in timed) / 1e3
             text += f"; {abs(seconds):.2f} s {'more' if seconds < 0 else 'less'} than in float"
             text += f" (one call of each of {len(timed)}: {before:.1f} -> {after:.1f} ms)"
-        if on and self.weights:
-            before, after = (sum(sizes) / MIB for sizes in zip(*((line.float_bytes, line.int8_bytes) for line in on)))
+        rounded = [(line.float_bytes, line.int8_bytes) for line in on if not line.is_as_stored]
+        if rounded and self.weights:
+            before, after = (sum(sizes) / MIB for sizes in zip(*rounded))
             text += f"; weights {before:.1f} -> {after:.1f} MiB" + _WEIGHTS[self.weights]
+        if len(rounded) < len(on) and self.weights:
+            size = sum(line.int8_bytes for line in on if line.is_as_stored) / MIB
+            text += f"; GGUF weights {size:.1f} MiB, as the file has them"
         if self.count(FLOAT):
             text += f"; {self.count(FLOAT)} stay in float"
         if self.count(WAITING):
@@ -168,6 +179,7 @@ def report_line(found: Found, layer: Int8Layer | None) -> Int8ReportLine:
         int8_bytes=layer.int8_bytes,
         calls=layer.watch.calls,
         latest=layer.watch.latest,
+        format=layer.format,
     )
 
 
@@ -175,6 +187,9 @@ def _facts(line: Int8ReportLine) -> str:
     parts = [line.why] if line.why else []
     if line.state == INT8:
         parts += [" -> ".join(map(str, reversed(line.shape)))] if line.shape else []
+        if line.format:
+            before = "" if line.is_as_stored else f"{line.float_bytes / MIB:.2f} -> "
+            parts.append(f"{line.format}, {before}{line.int8_bytes / MIB:.2f} MiB")
         if line.error is not None:
             last = "" if line.latest is None or line.latest == line.error else f" (last {line.latest:.2%})"
             parts.append(f"error {line.error:.2%}{last}")

@@ -1,4 +1,4 @@
-"""What the surroundings of a call may do: modes, transforms, defaults, and tensors of other kinds."""
+"""These tests check what the surroundings of a call may do: modes, transforms, defaults, and tensors of other kinds."""
 
 from __future__ import annotations
 
@@ -177,9 +177,6 @@ def test_tensors_without_strides_are_refused(make) -> None:
             sdpa(query, query, query, config=config)
 
 
-# ---- an error at any operator ----------------------------------------------------------------------------------------
-
-
 class _Raising(TorchDispatchMode):
     """Counts the operators, and raises ``error`` in place of number ``at``."""
 
@@ -257,7 +254,7 @@ def _state() -> tuple:
 
 
 def _survives_or_passes(run: Callable[[], Any], error: BaseException, at: int) -> Any:
-    """What ``run`` gives with an error at its n-th operator; None if the error came through."""
+    """Return what ``run`` gives with an error at its n-th operator; None if the error came through."""
     state = _state()
     try:
         with _Raising(error, at):

@@ -87,7 +87,7 @@ class Started:
         self._folder = folder
 
     def poll(self) -> int | None:
-        """Its exit code, negative for a signal; None while it runs."""
+        """Return the exit code, negative for a signal; None while it runs."""
         file = Path(self._folder.name) / "ended"
         if self.returncode is None and file.exists():
             self.returncode = int(file.read_text())
@@ -121,7 +121,7 @@ def start(code: str, *arguments: str) -> Started | subprocess.Popen[str]:
 
 
 def run(code: str, *arguments: str, **options: Any) -> str:
-    """What a program that must end well printed, without the white space around it; ``options`` of :func:`execute`."""
+    """Return what a program that must end well printed, stripped; ``options`` of :func:`execute`."""
     done = execute(code, *arguments, **options)
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()

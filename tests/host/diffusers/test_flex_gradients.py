@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from pascal_attn_core import AttentionConfig
-from pascal_attn_core.diffusers import patch_pipeline
+from pascal_attn_core.diffusers import patch_attention
 from tools.families import NotInThisVersion, families
 from tools.families.family import Family
 from tools.families.proof import exact, replaced
@@ -20,7 +20,7 @@ TILES = AttentionConfig(route="tiled", q_block=9, kv_block=5)
 
 
 def _gradients(family: Family, model: nn.Module) -> dict[str, Tensor]:
-    """Of the sum of the squares of what the model returns, by the names of its parameters."""
+    """Return the gradients of the sum of the squares of what the model returns, by the names of its parameters."""
     model.zero_grad()
     torch.manual_seed(0)
     out = model(**family.arguments())
@@ -36,7 +36,7 @@ def test_gradients_are_those_of_exact_attention(name: str) -> None:
         model = family.build().requires_grad_()
     except NotInThisVersion:
         pytest.skip(f"this version of diffusers has no {name}")
-    with patch_pipeline(model, config=TILES), torch.random.fork_rng(devices=[]):
+    with patch_attention(model, config=TILES), torch.random.fork_rng(devices=[]):
         ours = _gradients(family, model)
         with replaced(exact):
             expected = _gradients(family, model)

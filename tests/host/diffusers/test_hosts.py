@@ -12,7 +12,7 @@ from attn_support.randomness import some
 from attn_support.tiny_pipelines import FAMILIES, SOME
 
 from pascal_attn_core import AttentionConfig, patch_ffn
-from pascal_attn_core.diffusers import patch_pipeline
+from pascal_attn_core.diffusers import patch_attention
 from pascal_attn_core.sdpa_patch import patch_sdpa
 from tools.families.proof import counted, outputs
 
@@ -102,7 +102,7 @@ def compiled(family, model):
             "QwenImageTransformer2DModel",
             "AutoencoderKL",
         ),
-        2,
+        3,
     ),
 )
 def test_a_family_compiles_to_one_graph(name, tiny, put_on, assert_same):
@@ -128,7 +128,7 @@ def test_feed_forward_slices_work_beside_ours(name, tiny, assert_same):
     family = tiny.family(name)
     model = family.build()
     stock = outputs(family, model)
-    ffn, attention = patch_ffn(model, chunk_tokens=4, min_tokens=5), patch_pipeline(model)
+    ffn, attention = patch_ffn(model, chunk_tokens=4, min_tokens=5), patch_attention(model)
     for _ in range(2):
         with counted() as calls:
             assert_same(outputs(family, model), stock)
@@ -144,7 +144,7 @@ def test_a_patch_inside_the_process_wide_one_decides(assert_same, routed):
     model = family.build()
     stock = outputs(family, model)
     inner = AttentionConfig(budget_mib=2)
-    with patch_sdpa(AttentionConfig(budget_mib=1)), patch_pipeline(model, inner):
+    with patch_sdpa(AttentionConfig(budget_mib=1)), patch_attention(model, inner):
         assert_same(outputs(family, model), stock)
     assert [call["config"] for call in routed] == [inner] * 2
 
@@ -152,7 +152,7 @@ def test_a_patch_inside_the_process_wide_one_decides(assert_same, routed):
 def test_a_model_inside_another_keeps_its_own_config(tiny, routed):
     unet = tiny.tiny_unet()
     whole, part = AttentionConfig(budget_mib=1), AttentionConfig(budget_mib=2)
-    with patch_pipeline(unet, whole), patch_pipeline(unet.mid_block, part) as inner:
+    with patch_attention(unet, whole), patch_attention(unet.mid_block, part) as inner:
         tiny.run_unet(unet)
         assert sum(call["config"] is part for call in routed) == inner.sites
         assert sum(call["config"] is whole for call in routed) == len(routed) - inner.sites > 0

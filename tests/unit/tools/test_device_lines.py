@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
+
+from attn_support.fresh import run
 
 from tools import device_lines
 
@@ -25,7 +24,7 @@ from pascal_attn_core.machine import device
 device_lines.watch({str(noted)!r})
 device.free_bytes("cpu")
 """
-    subprocess.run([sys.executable, "-c", code], check=True, cwd=device_lines.ROOT, env=dict(os.environ))
+    run(code, cwd=device_lines.ROOT)
     ran = {int(line.rpartition(":")[2]) for line in noted.read_text().splitlines() if where in line}
     texts = device_lines.device_lines()[where]
     assert [texts[number] for number in ran] == ['if device.type != "cuda":']
