@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import comfy.model_management as host
 import torch
-from comfy_checks import cancel_at, check, log_lines, pack, raises, run_of, runs, unload
+from comfy_checks import cancel_at, check, pack, raises, run_of, runs, unload
 from comfy_inproc import families, load_lora, load_pack, sample
 from comfy_int8_checks import is_clean, near, network, same, state_of, wan
 
@@ -86,10 +86,9 @@ def beside_pascal_attention_patch_in_either_order():
         assert sorted(run.part for run in found) == ["diffusion model", "int8"]
         assert "attention layers in int8" in next(run for run in found if run.part == "int8").gains[0]
     model = attention_patch(patched(base, limit=1e-6, linear=False))
-    with log_lines() as said:
-        run = next(run for run in [*_runs_of(model)] if run.part == "diffusion model")
+    run = next(run for run in _runs_of(model) if run.part == "diffusion model")
     assert run.count("taken") == run.count() > 0
-    assert any("Pascal 8-Bit" in line for line in said), said
+    assert any(note.startswith("Pascal 8-Bit (") and "runs first" in note for note in run.notes), run.notes
 
 
 def _runs_of(model):
