@@ -83,7 +83,8 @@ def test_kernels_that_are_right_are_tried_once_on_a_machine(trials, tmp_path) ->
     assert first.reason([FORWARD, MASKED]) == ""  # it ships, so the same child has tried it
     assert len(start.jobs) == 1
     assert start.jobs[0].needed == [["forward", 64, "float32", "none", False, ""]]
-    shipped = [v for v in prebuilt.all_variants(CARD.capability) if isinstance(v, Variant)]
+    shipped = prebuilt.all_variants(CARD.capability)
+    shipped = [v for v in shipped if isinstance(v, Variant) and v.kind != "int8"]  # which has trials of its own
     assert len(start.jobs[0].others) == len(shipped) - 1
     assert start.children[0].returncode == 0
     again = trials(start)
