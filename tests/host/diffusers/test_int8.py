@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from pascal_attn_core import patch_attention_int8, patch_ffn, patch_linear_int8
 from pascal_attn_core.diffusers import PascalAttnProcessor
 from pascal_attn_core.int8 import Int8Weight
+from pascal_attn_core.int8.stored import FLOATS_8
 from pascal_attn_core.int8.attention import find_attention
 from pascal_attn_core.patching.forward import ReplacedForward
 from tools import int8_table
@@ -223,6 +224,27 @@ def test_group_offload_moves_the_integers(unet: nn.Module, offload: str, is_firs
     assert patch.report().count("int8") > 100
     assert torch.equal(run(unet), out)
     assert 0 < difference(out, expected) < 0.02
+
+
+@pytest.mark.parametrize("is_first", [False, True])
+@pytest.mark.parametrize("dtype", FLOATS_8, ids=str)
+def test_weights_that_are_cast_for_each_call_are_taken(unet: nn.Module, dtype: torch.dtype, is_first: bool) -> None:
+    patch = patch_linear_int8(unet) if is_first else None
+    if is_first:
+        run(unet)
+    unet.enable_layerwise_casting(storage_dtype=dtype, compute_dtype=torch.float32)
+    patch = patch or patch_linear_int8(unet)
+    out = run(unet)
+    assert patch.report().count("int8") > 100
+    formats = {line.format for line in patch.report().of("int8")}
+    assert formats == {"float32" if is_first else str(dtype).removeprefix("torch.")}
+    assert torch.equal(run(unet), out)
+    patch.remove()
+    assert {type(each) for each in unet.parameters()} == {nn.Parameter}
+    expected = run(unet)
+    assert unet.mid_block.attentions[0].transformer_blocks[0].attn1.to_q.weight.dtype == dtype
+    # Rounded to 8-bit floats now, weights that were rounded to integers before are other numbers.
+    assert 0 < difference(out, expected) < (0.2 if is_first else 0.02)
 
 
 def test_sequential_offload_brings_the_float_weights_back_and_the_report_says_so(unet: nn.Module) -> None:
