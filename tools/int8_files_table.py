@@ -1,8 +1,8 @@
 """How far whole models are from the float arithmetic of the same file when their linear layers run in 8 bits: small
 models of diffusers with random weights, in GGUF files made with the package gguf, and in 8-bit floats.
 
-    python tools/int8_files_table.py                       # print the table
-    python tools/int8_files_table.py --write docs/gguf.md  # put it between the marks in the document
+    python -m tools.int8_files_table                       # print the table
+    python -m tools.int8_files_table --write docs/gguf.md  # put it between the marks in the document
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from int8_table import Call, flux, normal, wan, written
 from torch import Tensor, nn
 
 from pascal_attn_core.int8 import Int8Report, patch_linear_int8
+from tools.int8_table import Call, flux, normal, wan, written
 
-BEGIN, END = "<!-- errors by file: tools/int8_files_table.py -->", "<!-- end of errors by file -->"
+BEGIN, END = "<!-- errors by file: tools.int8_files_table -->", "<!-- end of errors by file -->"
 GGUF, FLOATS_8 = ("Q8_0", "Q4_0", "Q4_K"), ("float8_e4m3fn", "float8_e5m2")
 OUTLIERS, FACTOR = 8, 50.0  # channels of each layer's input, and how much larger they are
 

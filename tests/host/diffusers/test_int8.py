@@ -16,10 +16,10 @@ from torch import Tensor, nn
 from pascal_attn_core import patch_attention_int8, patch_ffn, patch_linear_int8
 from pascal_attn_core.diffusers import PascalAttnProcessor
 from pascal_attn_core.int8 import Int8Weight
-from pascal_attn_core.int8.stored import FLOATS_8
 from pascal_attn_core.int8.attention import find_attention
+from pascal_attn_core.int8.stored import FLOATS_8
 from pascal_attn_core.patching.forward import ReplacedForward
-from tools import int8_table
+from tools import int8_files_table, int8_table
 from tools.families.proof import outputs
 
 CPU = torch.device("cpu")
@@ -126,6 +126,30 @@ def test_whole_models_err_no_more_than_in_bfloat16(name: str) -> None:
     assert errors["float32"] < 1e-5 < errors["int8 attention"] < errors["bfloat16"]
     assert report.median_error is not None
     assert report.median_error < 0.01
+
+
+@pytest.mark.parametrize(("model", "file"), [("Flux", "Q4_K"), ("Z-Image", "float8_e4m3fn")])
+def test_whole_models_from_a_file_err_less_than_in_bfloat16_and_layers_with_outliers_by_1_5_percent_at_most(
+    model: str, file: str
+) -> None:
+    pytest.importorskip("gguf", reason="gguf is not installed")
+    pytest.importorskip("accelerate", reason="diffusers loads GGUF files with accelerate")
+    with torch.no_grad():
+        errors, *reports = int8_files_table.errors_of(model, file)
+    assert 1e-4 < errors["8 bits"] < errors["bfloat16"]
+    assert errors["the file itself"] < 0.1
+    for report in reports:
+        assert len([line for line in report.of("int8") if line.format == file]) > 20
+        assert report.worst is not None
+        assert 0.004 < report.worst.error < 0.015
+
+
+def test_the_blocks_of_the_table_are_near_their_weights() -> None:
+    gguf = pytest.importorskip("gguf", reason="gguf is not installed")
+    weights = torch.randn(8, 256)
+    blocks = int8_files_table.q4_k(weights).numpy()
+    expanded = gguf.quants.dequantize(blocks, gguf.GGMLQuantizationType.Q4_K)
+    assert difference(torch.from_numpy(expanded), weights) < 0.1
 
 
 @pytest.mark.parametrize("when", ["before", "after"])
