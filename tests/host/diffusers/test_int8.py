@@ -18,8 +18,9 @@ from pascal_attn_core import patch_attention_int8, patch_ffn, patch_linear_int8
 from pascal_attn_core.diffusers import PascalAttnProcessor
 from pascal_attn_core.int8 import Int8Weight
 from pascal_attn_core.int8.attention import find_attention
+from pascal_attn_core.int8.stored import FLOATS_8
 from pascal_attn_core.patching.forward import ReplacedForward
-from tools import int8_table
+from tools import int8_files_table, int8_table
 from tools.families.proof import outputs
 
 CPU = torch.device("cpu")
@@ -128,6 +129,30 @@ def test_whole_models_err_no_more_than_in_bfloat16(name: str) -> None:
     assert report.median_error < 0.01
 
 
+@pytest.mark.parametrize(("model", "file"), [("Flux", "Q4_K"), ("Z-Image", "float8_e4m3fn")])
+def test_whole_models_from_a_file_err_less_than_in_bfloat16_and_layers_with_outliers_by_1_5_percent_at_most(
+    model: str, file: str
+) -> None:
+    pytest.importorskip("gguf", reason="gguf is not installed")
+    pytest.importorskip("accelerate", reason="diffusers loads GGUF files with accelerate")
+    with torch.no_grad():
+        errors, *reports = int8_files_table.errors_of(model, file)
+    assert 1e-4 < errors["8 bits"] < errors["bfloat16"]
+    assert errors["the file itself"] < 0.1
+    for report in reports:
+        assert len([line for line in report.of("int8") if line.format == file]) > 20
+        assert report.worst is not None
+        assert 0.004 < report.worst.error < 0.015
+
+
+def test_the_blocks_of_the_table_are_near_their_weights() -> None:
+    gguf = pytest.importorskip("gguf", reason="gguf is not installed")
+    weights = torch.randn(8, 256)
+    blocks = int8_files_table.q4_k(weights).numpy()
+    expanded = gguf.quants.dequantize(blocks, gguf.GGMLQuantizationType.Q4_K)
+    assert difference(torch.from_numpy(expanded), weights) < 0.1
+
+
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_lora_stays_in_float(unet: nn.Module, when: str) -> None:
     peft = pytest.importorskip("peft", reason="peft is not installed")
@@ -223,6 +248,27 @@ def test_group_offload_moves_the_integers(unet: nn.Module, offload: str, is_firs
     assert patch.report().count("int8") > 100
     assert torch.equal(run(unet), out)
     assert 0 < difference(out, expected) < 0.02
+
+
+@pytest.mark.parametrize("is_first", [False, True])
+@pytest.mark.parametrize("dtype", FLOATS_8, ids=str)
+def test_weights_that_are_cast_for_each_call_are_taken(unet: nn.Module, dtype: torch.dtype, is_first: bool) -> None:
+    patch = patch_linear_int8(unet) if is_first else None
+    if is_first:
+        run(unet)
+    unet.enable_layerwise_casting(storage_dtype=dtype, compute_dtype=torch.float32)
+    patch = patch or patch_linear_int8(unet)
+    out = run(unet)
+    assert patch.report().count("int8") > 100
+    formats = {line.format for line in patch.report().of("int8")}
+    assert formats == {"float32" if is_first else str(dtype).removeprefix("torch.")}
+    assert torch.equal(run(unet), out)
+    patch.remove()
+    assert {type(each) for each in unet.parameters()} == {nn.Parameter}
+    expected = run(unet)
+    assert unet.mid_block.attentions[0].transformer_blocks[0].attn1.to_q.weight.dtype == dtype
+    # Rounded to 8-bit floats now, weights that were rounded to integers before are other numbers.
+    assert 0 < difference(out, expected) < (0.2 if is_first else 0.02)
 
 
 def test_sequential_offload_brings_the_float_weights_back_and_the_report_says_so(unet: nn.Module) -> None:

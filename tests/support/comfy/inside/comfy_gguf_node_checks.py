@@ -119,9 +119,10 @@ def the_expanded_matrix_never_exists():
         sample(model)
         module, x = network(model).blocks[0].ffn[2], torch.randn(16, 512)
         whole = 4 * module.out_features * module.in_features
-        assert measure(module, x).extra_bytes > whole
-        with in_slices():
-            assert measure(module, x).extra_bytes < whole / 2
+        with replaced(module, "bias", None):  # which that pack cannot expand while allocations are followed
+            assert measure(module, x).extra_bytes > whole
+            with in_slices():
+                assert measure(module, x).extra_bytes < whole / 2
 
 
 @check

@@ -11,7 +11,7 @@ import comfy.utils
 import torch
 from comfy_checks import Skip, check, pack, runs, unload
 from comfy_inproc import load_lora, sample, tiny_file
-from comfy_int8_checks import far, int8_weight, line_of, near, network, node, patched, same, state_of
+from comfy_int8_checks import far, int8_weight, is_clean, layer, line_of, near, network, node, patched
 
 
 def kitchen():
@@ -171,8 +171,7 @@ def scaled_float8_weights_are_rounded_to_integers_of_the_same_bytes():
     for kind in ("float8_e4m3fn", "float8_e5m2"):
         base = quantised_file(kind)
         sizes, stock = (base.model_size(), base.loaded_size()), sample(base)
-        unload()
-        before = state_of(base)
+        held = layer(base).weight
         model = patched(base, include="ffn")
         near(sample(model), stock)
         line = line_of(model)
@@ -180,7 +179,8 @@ def scaled_float8_weights_are_rounded_to_integers_of_the_same_bytes():
         assert line.float_bytes == int8_weight(model).matrix.codes.numel() + 4, line
         assert base.model_size() == sizes[0]
         unload()
-        same(before, state_of(base))
+        assert is_clean(base)
+        assert layer(base).weight is held
         assert torch.equal(sample(base), stock)
         near(sample(load_lora(model, "lora_wan_t2v")), sample(load_lora(base, "lora_wan_t2v")))
 
