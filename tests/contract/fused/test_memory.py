@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from attn_support import fresh
 from attn_support.fused.emulation import GXX
+from attn_support.randomness import is_random
 
 _HEAD = """
 import sys, types
@@ -16,11 +17,12 @@ import torch
 from attn_support.fused.cases import at_once, backward, forward
 from attn_support.fused.emulation import ADDRESS_SANITIZER
 how = {{"flags": ADDRESS_SANITIZER}}
+EVERY = {every}  # how many of the cases
 def numbers(heads, tokens, dim): return torch.randn(1, heads, tokens, dim)
 """
 _RUN = """
 for dim, mask, options in ((64, None, {"is_causal": True}), (40, torch.rand(1, 1, 131, 75) > 0.5, {}),
-                           (36, torch.randn(131, 75), {"window": (9, 4)})):
+                           (36, torch.randn(131, 75), {"window": (9, 4)}))[::EVERY]:
     inputs = [numbers(2, 131, dim), numbers(1, 75, dim), numbers(1, 75, dim), mask]
     result = forward(inputs, {"enable_gqa": True, **options}, **how)
     backward(result, torch.randn_like(result.out), **how)
@@ -31,7 +33,8 @@ from attn_support.fused.cases import check_call
 from attn_support.fused.emulation import emulate
 from pascal_attn_core.fused.launch.int8 import int8_launches
 from pascal_attn_core.fused.launch.plan import plan_call
-for dim, mask, options in ((64, None, {"is_causal": True}), (128, torch.rand(1, 1, 131, 75) > 0.5, {}), (40, None, {})):
+for dim, mask, options in ((64, None, {"is_causal": True}), (40, None, {}),
+                           (128, torch.rand(1, 1, 131, 75) > 0.5, {}))[::EVERY]:
     call = check_call(numbers(2, 131, dim), *(numbers(1, 75, dim) for _ in range(2)), mask, enable_gqa=True, **options)
     out, lse = torch.empty(call.out_shape), torch.empty(call.out_shape[:-1])
     emulate(int8_launches(call, plan_call(call, 1, int8=True), out, lse), **how)
@@ -71,7 +74,7 @@ for product, tile in TILES.items():
     for columns, cols, activation in ((64, tile.cols + 4, "none"), (36, tile.cols - 1, "geglu"), (4, 3, "silu")):
         rows, of_weight = tile.rows + 1, cols * (2 if activation == "geglu" else 1)
         weight = Weight(torch.ones(of_weight, columns, dtype=torch.int8), torch.ones(of_weight), 4)
-        for dtype in (torch.float32, torch.bfloat16):
+        for dtype in (torch.float32, torch.bfloat16)[::EVERY]:
             x, bias = torch.randn(rows, columns + 1).to(dtype)[:, :columns], torch.ones(of_weight, dtype=dtype)
             call = LinearCall(x, weight, bias, activation, torch.empty(rows, cols, dtype=dtype))
             launches = linear_launches(call, 28, product)
@@ -104,7 +107,8 @@ def _run(code: str) -> fresh.Done:
     library = Path(found.stdout.strip())
     if not library.is_absolute():
         pytest.skip("g++ has no address sanitizer")
-    return fresh.execute(_HEAD.format(support=str(fresh.ROOT / "tests" / "support")) + code, env={}, preload=library)
+    head = _HEAD.format(support=str(fresh.ROOT / "tests" / "support"), every=1 if is_random() else 2)
+    return fresh.execute(head + code, env={}, preload=library)
 
 
 @pytest.mark.parametrize("code", [_RUN, _LINEAR, _GGUF], ids=["attention", "linear layers", "GGUF"])

@@ -227,7 +227,6 @@ def test_a_kernel_without_any_one_barrier_is_wrong(name: str, capability: Capabi
         result, grad_out, _ = _example(dim, queries, keys, capability)
         examples.append((result, grad_out, run_backward(result, grad_out)))
     text = source(kind)
-    assert max(_error(*example, kind, None) for example in examples) == 0
     found = [m for m in _BARRIER.finditer(text) if not _of_other_code(text, m.start())]
     assert len(found) >= 5
     for mutant, line in some(each_left_out(text, found), 6):

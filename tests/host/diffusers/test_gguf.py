@@ -190,7 +190,7 @@ def test_beside_the_hooks_of_offloading(tmp_path: Path, slices: None, kind: str,
 
 
 def test_a_compiled_model_is_the_same(slices: None) -> None:
-    module, x = layer("Q5_K", 8), torch.randn(3, 512)
+    module, x = layer("Q8_0", 8), torch.randn(3, 512)
     with patch_gguf(module):
         compiled = torch.compile(module, backend="eager")
         torch.testing.assert_close(compiled(x), module(x))

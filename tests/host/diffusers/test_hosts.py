@@ -104,7 +104,7 @@ def compiled(family, model):
             "QwenImageTransformer2DModel",
             "AutoencoderKL",
         ),
-        3,
+        4,
     ),
 )
 def test_a_family_compiles_to_one_graph(name, tiny, put_on, assert_same):
