@@ -76,7 +76,7 @@ def _int8_error(variant: Variant, call: AttentionCall, out: Tensor, run: Run) ->
     mask = call.attn_mask.cpu() if isinstance(call.attn_mask, Tensor) else None
     here = replace(call, query=call.query.cpu(), key=call.key.cpu(), value=call.value.cpu(), attn_mask=mask)
     right = torch.empty(out.shape, device="cpu"), torch.empty(lse.shape, device="cpu")
-    int8_definition.compute(here, *right)
+    int8_definition.compute(here, *right, variant.arch)
     return max(gap(found.cpu(), expected).relative for found, expected in zip((out, lse), right))
 
 

@@ -54,19 +54,23 @@ def _exp2_of_the_emulator(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def emulated(
-    call: AttentionCall, seed: int = 1, text: str | LeftOut | None = None, edit: Callable[[list[Launch]], Any] = list
+    call: AttentionCall,
+    seed: int = 1,
+    text: str | LeftOut | None = None,
+    edit: Callable[[list[Launch]], Any] = list,
+    arch: str = "",
 ) -> Result:
-    """What the kernels write. edit: the launches that are run, of all."""
+    """What the kernels write. edit: the launches that are run, of all; arch: AMD's."""
     out = torch.full(call.out_shape, math.nan, dtype=call.query.dtype)
     lse = torch.full(call.out_shape[:-1], math.nan)
-    launches = int8_launches(call, plan_call(call, 1, int8=True), out, lse)
+    launches = int8_launches(call, plan_call(call, 1, int8=True, arch=arch), out, lse)
     emulate(edit(launches), seed, None if text is None else {"int8": text})
     return out, lse
 
 
-def defined(call: AttentionCall) -> Result:
+def defined(call: AttentionCall, arch: str = "") -> Result:
     out, lse = torch.empty(call.out_shape, dtype=call.query.dtype), torch.empty(call.out_shape[:-1])
-    int8_definition.compute(call, out, lse)
+    int8_definition.compute(call, out, lse, arch)
     return out, lse
 
 
@@ -116,6 +120,20 @@ def test_the_output_and_lse_have_the_bits_of_the_definition(case: Case) -> None:
     is_finite = lse.isfinite()
     assert torch.equal(is_finite, right[1].isfinite())
     assert not is_finite.any() or (right[1] - lse)[is_finite].abs().max() < 0.1
+
+
+@pytest.mark.parametrize(
+    ("arch", "case"),
+    [
+        ("gfx906", sized(FLOAT32, 64, 130, 200, "bool some rows empty")),
+        ("gfx906", sized(FLOAT16, 128, 66, 150, is_causal=True)),
+        ("gfx1030", sized(FLOAT32, 96, 65, 130)),
+    ],
+    ids=str,
+)
+def test_on_amd_too_where_bytes_of_p_have_a_sign(arch: str, case: Case) -> None:
+    call = of_case(case)
+    assert same_bits(emulated(call, arch=arch), defined(call, arch))
 
 
 @pytest.mark.parametrize("dim", [64, 128, 72])
