@@ -179,19 +179,19 @@ def read_cell(text: str) -> Cell:
 
 
 def table_variants(arch: str) -> list[Variant]:
-    """The variants of an architecture in the table: what ships, all of 8-bit attention, and of every other kind, at some
-    head_dims, the variant that takes the most registers, with numbers added to float32 scores and padded; of pairs of
-    float16 that one as well."""
+    """The variants of an architecture in the table: what ships, all of 8-bit attention, and of every other kind, at
+    some head_dims, the variant that takes the most registers, with numbers added to float32 scores and padded; of pairs
+    of float16 that one as well."""
     hardest = [
         variant
         for variant in amd_variants(arch)
-        if variant.kind == "int8"
-        or variant.padded
+        if variant.padded
         and variant.mask == "float"
         and variant.head_dim in HARDEST
         and (variant.dtype == "float32" or variant.lift > 1)
     ]
-    return list(dict.fromkeys((*prebuilt.amd_variants(arch), *hardest)))
+    int8 = (variant for variant in amd_variants(arch) if variant.kind == "int8")
+    return list(dict.fromkeys((*prebuilt.amd_variants(arch), *hardest, *int8)))
 
 
 def digests(variants: Iterable[Variant]) -> str:
