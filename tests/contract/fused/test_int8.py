@@ -16,12 +16,13 @@ import numpy as np
 import pytest
 import torch
 from attn_support.fused.cases import LOWER_RIGHT, sized
-from attn_support.fused.emulation import GXX, LeftOut, build_text, each_left_out, emulate, params_of
+from attn_support.fused.device import emulated_card
+from attn_support.fused.emulation import CARD, GXX, LeftOut, build_text, each_left_out, emulate, params_of
 from attn_support.oracle import exact
 from attn_support.table import Case
 from torch import Tensor
 
-from pascal_attn_core import AttentionConfig
+from pascal_attn_core import AttentionConfig, UnsupportedAttention, explain
 from pascal_attn_core.call import AttentionCall, check_call
 from pascal_attn_core.fused.code.source import Variant, source
 from pascal_attn_core.fused.launch import Launch, int8, int8_definition
@@ -344,6 +345,15 @@ def test_a_kernel_without_any_one_barrier_is_wrong() -> None:
     assert len(mutants) == 3
     for mutant, line in mutants:
         assert not is_right(mutant), line
+
+
+def test_explain_names_the_route_or_what_the_card_lacks() -> None:
+    inputs, config = [torch.zeros(1, 1, 8, 64) for _ in range(3)], AttentionConfig(route="fused-int8")
+    with emulated_card():
+        assert explain(*inputs, config=config).startswith("route fused-int8")
+    words = re.escape("needs compute capability 6.1, got 6.0")
+    with emulated_card(info=replace(CARD, capability=(6, 0))), pytest.raises(UnsupportedAttention, match=words):
+        explain(*inputs, config=config)
 
 
 def test_it_is_never_chosen_unasked_and_refuses_what_it_cannot_do() -> None:
