@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from .attention_patch import PascalAttentionPatch
+from .eight_bit import Pascal8Bit
 from .ffn_chunking import PascalFFNChunking
 from .flash_attn_functions import PascalFlashAttnFunctions, install_if_asked
 from .int8_linear import PascalInt8Linear
@@ -19,6 +20,7 @@ NODE_CLASS_MAPPINGS = {
     "PascalMemoryEstimate": PascalMemoryEstimate,
     "PascalTileSize": PascalTileSize,
     "PascalFFNChunking": PascalFFNChunking,
+    "Pascal8Bit": Pascal8Bit,
     "PascalInt8Linear": PascalInt8Linear,
     "PascalVAEAttention": PascalVAEAttention,
     "PascalTextEncoderAttention": PascalTextEncoderAttention,
@@ -31,6 +33,7 @@ NODE_DISPLAY_NAME_MAPPINGS = {
     "PascalMemoryEstimate": "Pascal Memory Estimate",
     "PascalTileSize": "Pascal Tile Size",
     "PascalFFNChunking": "Pascal FFN Chunking",
+    "Pascal8Bit": "Pascal 8-Bit",
     "PascalInt8Linear": "Pascal Int8 Linear",
     "PascalVAEAttention": "Pascal VAE Attention",
     "PascalTextEncoderAttention": "Pascal Text Encoder Attention",

@@ -1,27 +1,24 @@
-"""Node: Pascal Int8 Linear."""
+"""Node: Pascal Int8 Linear, the older one of Pascal 8-Bit."""
 
 from __future__ import annotations
 
-import logging
 from typing import Any
 
-from ..pascal_attn_core.int8.report import Int8Report
-from .comfy import comfy_kitchen, host, inputs
+from .comfy import comfy_kitchen, inputs
 from .patches import int8
-from .patches.injection import install, network_of
-
-log = logging.getLogger("pascal_attn")
 
 
 class PascalInt8Linear:
     """MODEL -> MODEL: the linear layers of the diffusion model in 8-bit integers."""
 
+    DEPRECATED = True
     DESCRIPTION = (
         "Not exact: the relative error per layer is typically about 1 %, and the report shows the errors measured on "
-        "your model. Runs the linear layers of the model's blocks in 8-bit integers, which GTX 10xx, P40 and later "
-        "cards multiply up to four times as fast as float32; the int8 weights are a quarter to a half of the float "
-        "ones. Each layer is measured on its first inputs and stays in float if its error is too large. LoRAs stay in "
-        "float. When bypassed, the model is exactly the original."
+        "your model. The older form of Pascal 8-Bit, which runs attention in 8 bits as well. Runs the linear layers of "
+        "the model's blocks in 8-bit integers, which GTX 10xx, P40 and later cards multiply up to four times as fast "
+        "as float32; the int8 weights are a quarter to a half of the float ones. Each layer is measured on its first "
+        "inputs and stays in float if its error is too large. LoRAs stay in float. When bypassed, the model is exactly "
+        "the original."
     )
     CATEGORY = "model/patch/attention"
     SEARCH_ALIASES = (
@@ -91,28 +88,4 @@ class PascalInt8Linear:
         unique_id: str | None = None,
     ) -> tuple[Any, str]:
         """Returns a clone of ``model`` whose linear layers run in 8 bits, and what is known of each before a run."""
-        options = float(max_error), int8.patterns(include), int8.patterns(exclude), weights
-        patched = int8.clone_for(model, options)
-        binding = int8.binding_for(network_of(patched), options)
-        chosen = int8.chosen_by(*options[1:3])
-        settings = ", ".join(filter(None, [f"error at most {max_error:.1%}, weights {weights}", chosen]))
-        files = int8.Files(patched, int8_files)
-        layers = int8.Int8Layers(binding, host.name_of_model(patched.model), settings, unique_id, files, chosen)
-        install(patched, layers)
-        comfy_kitchen.install(patched, files.served)
-        report = binding.report(network_of(patched))
-        warning = int8.unmatched(network_of(patched), (*options[1], *options[2]))
-        if warning:
-            log.warning("pascal_attn: %s: %s", layers.subject, warning)
-        more = [warning, files.text() or int8.remedy(report)]
-        host.say("; ".join(filter(None, [status(report, layers.subject, settings), *more])), unique_id)
-        return patched, "\n".join(filter(None, [report.text(), *more]))
-
-
-def status(report: Int8Report, subject: str, settings: str) -> str:
-    """``"304 linear layers of Flux for int8, error at most 5.0%, weights host; 12 left, 3 cannot be"``."""
-    text = f"{report.able} linear layers of {subject} for int8"
-    if report.able or not report.lines:
-        text += f", {settings}"
-    others = [f"{report.count(state)} {state}" for state in ("left", "cannot be") if report.count(state)]
-    return "; ".join(filter(None, [text, ", ".join(others)]))
+        return int8.patch(model, int8.Settings(max_error, include, exclude, weights, int8_files), unique_id)

@@ -50,7 +50,7 @@ _STRIP = 1 << 18  # elements for which create_block_mask asks mask_mod at once
 _COMPILED = "_torchdynamo_orig_callable"  # attribute of what torch.compile makes of a function: that function
 
 
-@torch.compiler.disable
+@torch._disable_dynamo
 def flex_attention(
     query: Tensor,
     key: Tensor,
@@ -125,7 +125,7 @@ def _same(score: Tensor, batch: Tensor, head: Tensor, query: Tensor, key: Tensor
 # ---- block masks -----------------------------------------------------------------------------------------------------
 
 
-@torch.compiler.disable
+@torch._disable_dynamo
 def create_block_mask(
     mask_mod: Mod,
     B: int | None,

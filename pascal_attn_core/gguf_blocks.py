@@ -13,8 +13,24 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-Unpack = Callable[[Tensor, torch.dtype, torch.dtype], Tensor]
 _TABLE = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
+
+
+class Parts(NamedTuple):
+    """The weights in blocks as ``scale * code + minimum``.
+
+    Attributes:
+        scales: float ``[n, groups]``, of as many neighbouring weights each.
+        codes: ``[n, weights]``, int8 or uint8; of a float table floats.
+        minima: float ``[n, groups]``; None = zero.
+    """
+
+    scales: Tensor
+    codes: Tensor
+    minima: Tensor | None = None
+
+
+Unpack = Callable[[Tensor, torch.dtype, torch.dtype], Parts]
 
 
 class Format(NamedTuple):
@@ -23,7 +39,7 @@ class Format(NamedTuple):
     Attributes:
         weights: number of weights in a block.
         bytes: size of a block.
-        unpack: gives the weights ``[n, weights]`` of blocks uint8 ``[n, bytes]``; see :func:`expand`.
+        unpack: gives the parts of blocks uint8 ``[n, bytes]``; the other arguments are those of :func:`expand`.
     """
 
     weights: int
@@ -41,7 +57,9 @@ def expand(blocks: Tensor, name: str, dtype: torch.dtype = torch.float32, *, tab
         table: of the numbers in the table of IQ4_NL and IQ4_XS. A float dtype takes part in the arithmetic: float16
             scales times a float32 table give float32.
     """
-    return FORMATS[name].unpack(blocks, dtype, table)
+    scales, codes, minima = FORMATS[name].unpack(blocks, dtype, table)
+    weights = scales[..., None] * codes.unflatten(1, (scales.shape[1], -1))
+    return (weights if minima is None else weights + minima[..., None]).flatten(1)
 
 
 def _half(blocks: Tensor, at: int, dtype: torch.dtype) -> Tensor:
@@ -65,34 +83,28 @@ def _signed(codes: Tensor, zero: int) -> Tensor:
     return (codes - zero).view(torch.int8)  # bytes wrap around
 
 
-def _grouped(scales: Tensor, codes: Tensor, minima: Tensor | None = None) -> Tensor:
-    """``scale * code - minimum``, scales and minima ``[n, groups]``."""
-    weights = scales[..., None] * codes.reshape(*scales.shape, -1)
-    return (weights if minima is None else weights - minima[..., None]).flatten(1)
-
-
 # ---- blocks of 32 ----------------------------------------------------------------------------------------------------
 
 
-def _q8_0(blocks: Tensor, dtype: torch.dtype, table: torch.dtype) -> Tensor:
-    return _half(blocks, 0, dtype) * blocks[:, 2:].view(torch.int8)
+def _q8_0(blocks: Tensor, dtype: torch.dtype, table: torch.dtype) -> Parts:
+    return Parts(_half(blocks, 0, dtype), blocks[:, 2:].view(torch.int8))
 
 
 def _of_32(zero: int = 0, *, has_minimum: bool = False, has_high_bits: bool = False) -> Unpack:
     """The formats Q4_0, Q4_1, Q5_0 and Q5_1: scale, minimum, high bits, nibbles."""
 
-    def unpack(blocks: Tensor, dtype: torch.dtype, table: torch.dtype) -> Tensor:
+    def unpack(blocks: Tensor, dtype: torch.dtype, table: torch.dtype) -> Parts:
         codes = _fields(blocks[:, -16:], 4).flatten(1)
         if has_high_bits:
             codes = codes | _fields_in_order(blocks[:, -20:-16], 1) << 4
-        weights = _half(blocks, 0, dtype) * (_signed(codes, zero) if zero else codes)
-        return weights + _half(blocks, 2, dtype) if has_minimum else weights
+        minima = _half(blocks, 2, dtype) if has_minimum else None
+        return Parts(_half(blocks, 0, dtype), _signed(codes, zero) if zero else codes, minima)
 
     return unpack
 
 
-def _iq4_nl(blocks: Tensor, dtype: torch.dtype, table: torch.dtype) -> Tensor:
-    return _half(blocks, 0, dtype) * _looked_up(blocks[:, 2:], table).flatten(1)
+def _iq4_nl(blocks: Tensor, dtype: torch.dtype, table: torch.dtype) -> Parts:
+    return Parts(_half(blocks, 0, dtype), _looked_up(blocks[:, 2:], table).flatten(1))
 
 
 def _looked_up(packed: Tensor, dtype: torch.dtype) -> Tensor:
@@ -105,52 +117,52 @@ def _looked_up(packed: Tensor, dtype: torch.dtype) -> Tensor:
 # ---- blocks of 256 ---------------------------------------------------------------------------------------------------
 
 
-def _q2_k(blocks: Tensor, dtype: torch.dtype, table: torch.dtype) -> Tensor:
+def _q2_k(blocks: Tensor, dtype: torch.dtype, table: torch.dtype) -> Parts:
     scales = _half(blocks, 80, dtype) * (blocks[:, :16] & 15)
     minima = _half(blocks, 82, dtype) * (blocks[:, :16] >> 4)
-    return _grouped(scales, _fields(blocks[:, 16:80].unflatten(1, (2, 32)), 2), minima)
+    return Parts(scales, _fields(blocks[:, 16:80].unflatten(1, (2, 32)), 2).flatten(1), -minima)
 
 
-def _q3_k(blocks: Tensor, dtype: torch.dtype, table: torch.dtype) -> Tensor:
+def _q3_k(blocks: Tensor, dtype: torch.dtype, table: torch.dtype) -> Parts:
     low, high = _fields(blocks[:, 96:104], 4).flatten(1), _fields(blocks[:, 104:108], 2).flatten(1)
     codes = _fields(blocks[:, 32:96].unflatten(1, (2, 32)), 2).flatten(1)
     codes = codes | _fields(blocks[:, :32], 1).flatten(1) << 2
-    return _grouped(_half(blocks, 108, dtype) * _signed(low | high << 4, 32), _signed(codes, 4))
+    return Parts(_half(blocks, 108, dtype) * _signed(low | high << 4, 32), _signed(codes, 4))
 
 
 def _scales_and_minima(blocks: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Scales and minima of Q4_K and Q5_K, ``[n, 8]`` each: six bits, those of the last four in two parts."""
+    """Scales and minima of Q4_K and Q5_K, ``[n, 8]`` each: six bits, those of the last four in two pieces."""
     first, second, low = blocks[:, 4:8], blocks[:, 8:12], blocks[:, 12:16]
     scales = torch.cat([first & 63, low & 15 | first >> 2 & 48], dim=1)
     minima = torch.cat([second & 63, low >> 4 | second >> 2 & 48], dim=1)
-    return _half(blocks, 0, dtype) * scales, _half(blocks, 2, dtype) * minima
+    return _half(blocks, 0, dtype) * scales, -(_half(blocks, 2, dtype) * minima)
 
 
-def _q4_k(blocks: Tensor, dtype: torch.dtype, table: torch.dtype) -> Tensor:
+def _q4_k(blocks: Tensor, dtype: torch.dtype, table: torch.dtype) -> Parts:
     scales, minima = _scales_and_minima(blocks, dtype)
-    return _grouped(scales, _fields(blocks[:, 16:].unflatten(1, (4, 32)), 4), minima)
+    return Parts(scales, _fields(blocks[:, 16:].unflatten(1, (4, 32)), 4).flatten(1), minima)
 
 
-def _q5_k(blocks: Tensor, dtype: torch.dtype, table: torch.dtype) -> Tensor:
+def _q5_k(blocks: Tensor, dtype: torch.dtype, table: torch.dtype) -> Parts:
     scales, minima = _scales_and_minima(blocks, dtype)
     codes = _fields(blocks[:, 48:].unflatten(1, (4, 32)), 4).flatten(1) | _fields(blocks[:, 16:48], 1).flatten(1) << 4
-    return _grouped(scales, codes, minima)
+    return Parts(scales, codes, minima)
 
 
-def _q6_k(blocks: Tensor, dtype: torch.dtype, table: torch.dtype) -> Tensor:
+def _q6_k(blocks: Tensor, dtype: torch.dtype, table: torch.dtype) -> Parts:
     low, high = blocks[:, :128].unflatten(1, (2, 64)), blocks[:, 128:192].unflatten(1, (2, 32))
     codes = _fields(low, 4).flatten(1) | _fields(high, 2).flatten(1) << 4
-    return _grouped(_half(blocks, 208, dtype) * blocks[:, 192:208].view(torch.int8), _signed(codes, 32))
+    return Parts(_half(blocks, 208, dtype) * blocks[:, 192:208].view(torch.int8), _signed(codes, 32))
 
 
-def _iq4_xs(blocks: Tensor, dtype: torch.dtype, table: torch.dtype) -> Tensor:
+def _iq4_xs(blocks: Tensor, dtype: torch.dtype, table: torch.dtype) -> Parts:
     scales = _fields_in_order(blocks[:, 4:8], 4) | _fields_in_order(blocks[:, 2:4], 2) << 4
-    codes = _looked_up(blocks[:, 8:].unflatten(1, (8, 16)), table)
-    return _grouped(_half(blocks, 0, dtype) * _signed(scales, 32), codes)
+    codes = _looked_up(blocks[:, 8:].unflatten(1, (8, 16)), table).flatten(1)
+    return Parts(_half(blocks, 0, dtype) * _signed(scales, 32), codes)
 
 
-def _bf16(blocks: Tensor, dtype: torch.dtype, table: torch.dtype) -> Tensor:
-    return blocks.view(torch.bfloat16)
+def _bf16(blocks: Tensor, dtype: torch.dtype, table: torch.dtype) -> Parts:
+    return Parts(blocks.new_ones((1, 1), dtype=torch.bfloat16), blocks.view(torch.bfloat16))
 
 
 FORMATS = {

@@ -1,14 +1,16 @@
 """Share of attention in one denoising step: the multiplications of real models, counted on tensors without data.
 
     python tools/attention_share.py
+    python tools/attention_share.py --attention 3.5 --linear 3
 
 Prints a table: the share of attention, of linear layers and of convolutions, and by how much a step gets faster if
-attention takes two thirds of its time (1 / (1 - share + share / 1.5), Amdahl's law, all kinds at the same rate). The
-models are the published configurations of diffusers; nothing is downloaded.
+attention and linear layers are so many times as fast (Amdahl's law, all kinds at the same rate; for attention alone
+1 / (1 - share + share / 1.5)). The models are the published configurations of diffusers; nothing is downloaded.
 """
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -17,8 +19,6 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from pascal_attn_core.patching.interception import SdpaMode, bind_sdpa
-
-FASTER = 1.5
 
 
 class Step(NamedTuple):
@@ -32,10 +32,9 @@ class Step(NamedTuple):
     def share(self) -> float:
         return self.attention / sum(self)
 
-    @property
-    def gain(self) -> float:
-        """How many times as fast the step gets if attention gets FASTER times as fast."""
-        return 1 / (1 - self.share + self.share / FASTER)
+    def gain(self, attention: float = 1.5, linear: float = 1.0) -> float:
+        """How many times as fast the step gets if attention and linear layers get so many times as fast."""
+        return sum(self) / (self.attention / attention + self.linear / linear + self.convolution)
 
 
 class _Attention:
@@ -136,12 +135,17 @@ def steps() -> dict[str, tuple[Callable[[], nn.Module], Callable[[nn.Module], ob
 
 
 def main() -> None:
-    print(f"| one step | attention | linear | convolution | attention {FASTER:g} times as fast gives |")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--attention", type=float, default=1.5, help="how many times as fast")
+    parser.add_argument("--linear", type=float, default=1.0, help="how many times as fast")
+    faster = vars(parser.parse_args())
+    words = ", ".join(f"{name} {times:g} times as fast" for name, times in faster.items() if times != 1)
+    print(f"| one step | attention | linear | convolution | {words} gives |")
     print("|---|---|---|---|---|")
     for name, (build, run) in steps().items():
         step = count(build, run)
         shares = " | ".join(f"{part / sum(step):.1%}" for part in step)
-        print(f"| {name} | {shares} | {step.gain:.2f} times |", flush=True)
+        print(f"| {name} | {shares} | {step.gain(**faster):.2f} times |", flush=True)
 
 
 if __name__ == "__main__":

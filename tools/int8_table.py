@@ -55,19 +55,19 @@ def sdxl() -> tuple[nn.Module, Call]:
     return model, call
 
 
-def flux() -> tuple[nn.Module, Call]:
-    """Two blocks of two streams, two of one, 128 features."""
+def flux(head_dim: int = 32) -> tuple[nn.Module, Call]:
+    """Two blocks of two streams, two of one, with four heads: 128 features."""
     from diffusers import FluxTransformer2DModel
 
     model = FluxTransformer2DModel(
         in_channels=16,
         num_layers=2,
         num_single_layers=2,
-        attention_head_dim=32,
+        attention_head_dim=head_dim,
         num_attention_heads=4,
         joint_attention_dim=96,
         pooled_projection_dim=64,
-        axes_dims_rope=(8, 12, 12),
+        axes_dims_rope=(head_dim // 4, 3 * head_dim // 8, 3 * head_dim // 8),
     )
 
     def call(model: nn.Module, dtype: torch.dtype) -> Tensor:
@@ -84,13 +84,13 @@ def flux() -> tuple[nn.Module, Call]:
     return model, call
 
 
-def wan() -> tuple[nn.Module, Call]:
-    """Three blocks, 128 features."""
+def wan(head_dim: int = 32) -> tuple[nn.Module, Call]:
+    """Three blocks with four heads: 128 features."""
     from diffusers import WanTransformer3DModel
 
     model = WanTransformer3DModel(
         num_attention_heads=4,
-        attention_head_dim=32,
+        attention_head_dim=head_dim,
         in_channels=16,
         out_channels=16,
         text_dim=96,

@@ -7,19 +7,20 @@ adapters can be told apart from the weight, and everything else is a part of it.
 
 from __future__ import annotations
 
+import types
 import weakref
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ...pascal_attn_core.int8.exchange import FloatWeight, Source
 from ...pascal_attn_core.int8.lora import joined
+from ...pascal_attn_core.int8.stored import values
 
 PREFIX = "diffusion_model."
 Adapter = tuple[Tensor, Tensor, float]
-# A weight in 8 bits takes inputs of any dtype and device.
-_NO_CASTING = {"comfy_cast_weights": False, "weight_function": [], "bias_function": []}
 
 
 class LoadedWeight(Source):
@@ -39,6 +40,10 @@ class LoadedWeight(Source):
             self._split(function.patches[function.key], module)
             if self._adapters:
                 self._functions = []
+        elif kept := getattr(module.weight, "patches", None):  # on a tensor of ComfyUI-GGUF
+            self._split(kept[0][0], module)
+            if not self._adapters:
+                self.why_not = f"left in float: its weight is {self.note.removeprefix('rounded ')}"
         elif key in patcher.hook_backup:
             self.note = "rounded as patched by a hook"
         elif key in patcher.backup:
@@ -48,6 +53,7 @@ class LoadedWeight(Source):
                     self._base = patcher.backup[key].weight
             else:
                 self.note = "rounded with the patches it was loaded with"
+        self.lora = joined(self._adapters)
 
     def _split(self, patches: list[Any], module: nn.Module) -> None:
         weight = module._parameters["weight"]
@@ -65,14 +71,13 @@ class LoadedWeight(Source):
         matrix = original.detach().to(device)
         if self._functions:
             matrix = _patched(matrix, self._functions)
-            original = matrix.to("cpu", parameter.dtype)
-        lora, bias, functions = joined(self._adapters), module._parameters.get("bias"), functions_of(module, "bias")
+            original = matrix.to("cpu", parameter.dtype if parameter.dtype.itemsize > 1 else torch.bfloat16)
+        bias, functions = module._parameters.get("bias"), functions_of(module, "bias")
         return FloatWeight(
             matrix,
             original,
-            lora=None if lora is None else lora.to(device),
             bias=_patched(bias.detach().to(device), functions) if bias is not None and functions else None,
-            attributes=_NO_CASTING if hasattr(module, "comfy_cast_weights") else {},
+            attributes=_without_casting(module),
         )
 
     def stays_in_host_memory(self, module: nn.Module) -> bool:
@@ -90,17 +95,34 @@ class LoadedWeight(Source):
         return True
 
 
+def _without_casting(module: nn.Module) -> dict[str, Any]:
+    """Attributes with which a layer of ComfyUI multiplies by its weight as it is: one in 8 bits takes inputs of any
+    dtype and device."""
+    if not hasattr(module, "comfy_cast_weights"):
+        return {}
+    own = {
+        "comfy_cast_weights": True,
+        "forward_comfy_cast_weights": types.MethodType(forward_comfy_cast_weights, module),
+    }
+    return {**own, "layout_type": None} if hasattr(module, "layout_type") else own
+
+
+def forward_comfy_cast_weights(self: Any, input: Tensor, *_: Any, **__: Any) -> Tensor:
+    """A method of one layer in place of its class's, of which it has the name, so that in a pickle it is that one."""
+    return F.linear(input, self.weight, self.bias)
+
+
 def functions_of(module: nn.Module, parameter: str) -> list[Any]:
     """The functions that the host applies to a layer's ``"weight"`` or ``"bias"`` in each call of the layer."""
     return list(getattr(module, f"{parameter}_function", []))
 
 
-def _patched(values: Tensor, functions: list[Any]) -> Tensor:
-    """``values`` after these functions, in float32."""
-    values = values.to(torch.float32, copy=True)
+def _patched(parameter: Tensor, functions: list[Any]) -> Tensor:
+    """The values of a parameter after these functions, in float32."""
+    found = values(parameter).to(torch.float32, copy=True)
     for function in functions:
-        values = function(values)
-    return values
+        found = function(found)
+    return found
 
 
 def plain_adapters(patches: list[Any], shape: tuple[int, ...]) -> tuple[list[Adapter], str]:
@@ -138,10 +160,7 @@ def _kind_of(value: Any) -> str:
 
 
 def _why_not(module: nn.Module, functions: list[Any]) -> str:
-    from comfy import ops
-
-    forwards = (nn.Linear.forward, ops.disable_weight_init.Linear.forward)
-    if type(module).forward not in forwards:
+    if type(module).forward.__module__ not in ("torch.nn.modules.linear", "comfy.ops"):
         return f"left in float: {type(module).__module__}.{type(module).__qualname__} has its own forward"
     if any(type(function).__name__ != "LowVramPatch" for function in [*functions, *functions_of(module, "bias")]):
         return "left in float: another node changes its weight in each call"

@@ -6,8 +6,8 @@ import logging
 from typing import Any
 
 from ...pascal_attn_core.ffn.binding import FfnBinding
-from ...pascal_attn_core.ffn.hosts import CastingLayers, register
 from ...pascal_attn_core.ffn.report import FfnReport
+from ...pascal_attn_core.patching.hosts import CastingLayers, register
 from ..comfy import host
 from ..engine.runs import Run
 from .injection import Injection, network_of
@@ -29,7 +29,7 @@ class Chunking(Injection):
     key, part = f"{host.KEY}_ffn", "feed-forward"
     binding: FfnBinding
 
-    def begin(self) -> None:
+    def begin(self, patcher: Any) -> None:
         self.binding.restart_report()
 
     def describe(self, run: Run, patcher: Any) -> None:

@@ -11,6 +11,7 @@ from torch import nn
 from ..comfy import host
 from ..engine import runs
 from ..engine.runs import Run
+from ..reporting import gain
 
 
 class Injection:
@@ -34,7 +35,7 @@ class Injection:
         """Put it in."""
         self.binding.attach(network_of(patcher))
 
-    def begin(self) -> None:
+    def begin(self, patcher: Any) -> None:
         """A run starts: forget the last one."""
 
     def describe(self, run: Run, patcher: Any) -> None:
@@ -68,7 +69,7 @@ class Injection:
     def before_run(self, patcher: Any) -> None:
         """Sampling starts."""
         if self._started is None:
-            self.begin()
+            self.begin(patcher)
             self._started = time.time()
 
     def after_run(self, patcher: Any) -> None:
@@ -80,7 +81,7 @@ class Injection:
         self.describe(run, patcher)
         runs.remember(run)
         run.finish()
-        host.say(run.line(), self.unique_id)
+        gain.say(run)
 
 
 def network_of(patcher: Any) -> nn.Module:

@@ -1,4 +1,4 @@
-"""Linear layers of a ComfyUI model in 8 bits: which, in while the model is loaded, and the record of each run."""
+"""Layers of a ComfyUI model in 8 bits, not exact: which, in while the model is loaded, and the record of each run."""
 
 from __future__ import annotations
 
@@ -6,24 +6,25 @@ import logging
 import re
 import weakref
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
 
 from ...pascal_attn_core.int8.binding import Int8Binding, take_off
 from ...pascal_attn_core.int8.find import find_linear
-from ...pascal_attn_core.int8.report import COMPUTED_BY, Int8Report
+from ...pascal_attn_core.int8.report import COMPUTED_BY, Int8Report, together
 from ...pascal_attn_core.patching.selectors import matches
 from ..comfy import comfy_kitchen, host
 from ..comfy.weights import LoadedWeight
 from ..engine.runs import Run
-from .injection import Injection, network_of
+from . import int8_attention
+from .injection import Injection, install, network_of
+from .int8_attention import AUTO, OFF, layers_for, layers_in
+from .override import OVERRIDE
 
 log = logging.getLogger("pascal_attn")
 _MUCH_SLOWER = 1.1
-_NEEDS_FLOAT = (
-    "int8 needs float weights: set weight_dtype to default in Load Diffusion Model, or load a bfloat16 or float16 file"
-)
 Options = tuple[float, tuple[str, ...], tuple[str, ...], str]
 _bindings: weakref.WeakKeyDictionary[nn.Module, dict[Options, Int8Binding]] = weakref.WeakKeyDictionary()
 
@@ -87,39 +88,123 @@ class Files:
         return f"{text}, computed here: {done}"
 
 
+@dataclass(frozen=True)
+class Settings:
+    """The inputs of a node.
+
+    Attributes:
+        max_error, include, exclude, weights, int8_files: of linear layers; linear: whether they run in 8 bits.
+        attention: "auto" = in 8 bits, but not on a CPU; "always" or "off"; attention_max_error: of its layers.
+    """
+
+    max_error: float
+    include: str
+    exclude: str
+    weights: str
+    int8_files: str
+    linear: bool = True
+    attention: str = OFF
+    attention_max_error: float = 0.0
+
+    @property
+    def options(self) -> Options:
+        """Of the binding."""
+        return float(self.max_error), patterns(self.include), patterns(self.exclude), self.weights
+
+    @property
+    def chosen(self) -> str:
+        """The layers that the user names, see :func:`chosen_by`."""
+        return chosen_by(*self.options[1:3])
+
+    def text(self, *, attention: bool) -> str:
+        """``"error at most 5.0%, weights host, attention in 8 bits with an error of at most 2.0%"``."""
+        parts = [f"error at most {self.max_error:.1%}, weights {self.weights}", self.chosen] if self.linear else []
+        parts += [f"attention in 8 bits with an error of at most {self.attention_max_error:.1%}"] if attention else []
+        return ", ".join(filter(None, parts))
+
+
 class Int8Layers(Injection):
     """The layers of one node."""
 
-    key, part = f"{host.KEY}_int8", "int8"
+    key, part = int8_attention.KEY, "int8"
     binding: Int8Binding
 
-    def __init__(
-        self, binding: Int8Binding, subject: str, settings: str, unique_id: str | None, files: Files, chosen: str = ""
-    ):
-        super().__init__(binding, subject, settings, unique_id)
-        self.files, self.chosen = files, chosen
+    def __init__(self, patcher: Any, wanted: Settings, unique_id: str | None):
+        network = network_of(patcher)
+        self.wanted, self.files = wanted, Files(patcher, wanted.int8_files if wanted.linear else "off")
+        is_too_slow = wanted.attention == AUTO and patcher.load_device.type == "cpu"
+        is_off = wanted.attention == OFF or is_too_slow
+        self.why_exact = int8_attention.ON_A_CPU if is_too_slow else ""
+        self.attention = None if is_off else layers_for(network, float(wanted.attention_max_error))
+        text, subject = wanted.text(attention=not is_off), host.name_of_model(patcher.model)
+        super().__init__(binding_for(network, wanted.options), subject, text, unique_id)
 
     def attach(self, patcher: Any) -> None:
         take_off(network_of(patcher))
-        self.binding.attach(network_of(patcher), lambda name, module: LoadedWeight(patcher, name, module))
+        if self.wanted.linear:
+            self.binding.attach(network_of(patcher), lambda name, module: LoadedWeight(patcher, name, module))
 
-    def begin(self) -> None:
+    def begin(self, patcher: Any) -> None:
         self.binding.restart()
+        attention = _attention_of(patcher)
+        if attention is not None:
+            attention.restart()
         if self.files.served is not None:
             self.files.served.calls = 0
 
+    def reports(self, patcher: Any) -> list[Int8Report]:
+        """On linear layers and on attention layers, as far as the clone has them in 8 bits."""
+        found = [self.binding.report(network_of(patcher))] if self.wanted.linear else []
+        attention = _attention_of(patcher)
+        return found if attention is None else [*found, attention.report()]
+
     def describe(self, run: Run, patcher: Any) -> None:
-        report = self.binding.report(network_of(patcher))
-        if report.count("int8"):
+        reports = self.reports(patcher)
+        whole = together(reports) if reports else None
+        if whole is not None and whole.count("int8"):
             run.is_exact = False
-            run.gain(report.sentence())
-        for sentence in filter(None, [self.files.text(), "" if run.gains else report.sentence()]):
+            run.gain(whole.sentence())
+        for sentence in filter(None, [self.files.text(), self.why_exact]):
             run.note(sentence)
-        for sentence in report.text().splitlines()[1:]:
-            run.note(sentence.strip())
-        for sentence in warnings_of(report, is_file_in_int8=bool(self.files.layers), chosen=self.chosen):
-            if run.warn(sentence):
-                log.warning("pascal_attn: %s: %s", self.subject, sentence)
+        for report in reports:
+            for sentence in report.text().splitlines()[len(reports) == 1 and bool(run.gains) :]:
+                run.note(sentence.strip())
+            is_in_int8 = bool(self.files.layers) and report is reports[0]
+            for sentence in warnings_of(report, is_file_in_int8=is_in_int8, chosen=self.wanted.chosen):
+                if run.warn(sentence):
+                    log.warning("pascal_attn: %s: %s", self.subject, sentence)
+
+
+def _attention_of(patcher: Any) -> int8_attention.AttentionLayers | None:
+    return layers_in(patcher.model_options.get("transformer_options", {}).get(OVERRIDE))
+
+
+def patch(model: Any, wanted: Settings, unique_id: str | None) -> tuple[Any, str]:
+    """A clone of ``model`` whose layers run in 8 bits, and what is known of each before a run."""
+    patched = clone_for(model, wanted.options) if wanted.linear else model.clone()
+    layers, network = Int8Layers(patched, wanted, unique_id), network_of(patched)
+    install(patched, layers)
+    comfy_kitchen.install(patched, layers.files.served)
+    int8_attention.install(patched, layers.attention)
+    reports = layers.reports(patched)
+    first, more = f"{layers.subject}: {layers.settings}", []
+    if wanted.linear:
+        first = status(reports[0], layers.subject, layers.settings)
+        more = [unmatched(network, (*wanted.options[1], *wanted.options[2])), layers.files.text()]
+        if more[0]:
+            log.warning("pascal_attn: %s: %s", layers.subject, more[0])
+    more = [*filter(None, [*more, layers.why_exact])]
+    host.say("; ".join([first, *more]), unique_id)
+    return patched, "\n".join([*(report.text() for report in reports), *more])
+
+
+def status(report: Int8Report, subject: str, settings: str) -> str:
+    """``"304 linear layers of Flux for int8, error at most 5.0%, weights host; 12 left, 3 cannot be"``."""
+    text = f"{report.able} linear layers of {subject} for int8"
+    if report.able or not report.lines:
+        text += f", {settings}"
+    others = [f"{report.count(state)} {state}" for state in ("left", "cannot be") if report.count(state)]
+    return "; ".join(filter(None, [text, ", ".join(others)]))
 
 
 def chosen_by(include: tuple[str, ...], exclude: tuple[str, ...]) -> str:
@@ -135,8 +220,7 @@ def warnings_of(report: Int8Report, *, is_file_in_int8: bool = False, chosen: st
     if not on and not is_file_in_int8:
         reasons = sorted({line.why for line in report.lines if line.state in ("cannot be", "float", "waiting")})
         none = "none was measured" if report.lines else f"none is left by {chosen}" if chosen else "none was found"
-        parts = [*filter(None, [*reasons[:3], remedy(report)])] or [none]
-        found.append(f"no linear layer runs in int8: {'; '.join(parts)}")
+        found.append(f"no {report.what.removesuffix('s')} runs in int8: {'; '.join(reasons[:3]) or none}")
     timed = [(line.float_ms, line.int8_ms) for line in on if line.float_ms is not None and line.int8_ms is not None]
     before, after = (sum(times) for times in zip(*timed)) if timed else (0.0, 0.0)
     if after > _MUCH_SLOWER * before:
@@ -145,11 +229,6 @@ def warnings_of(report: Int8Report, *, is_file_in_int8: bool = False, chosen: st
             f"{before:.1f} ms in float"
         )
     return found
-
-
-def remedy(report: Int8Report) -> str:
-    """The advice for layers that cannot run in int8 because their weights are quantised already; "" = none."""
-    return _NEEDS_FLOAT if any(re.search("float8|uint8|Tensor$", each.why) for each in report.of("cannot be")) else ""
 
 
 _whole: weakref.WeakKeyDictionary[nn.Module, Any] = weakref.WeakKeyDictionary()
@@ -171,7 +250,7 @@ def clone_for(patcher: Any, options: Options) -> Any:
         clone = patcher.clone(disable_dynamic=True, model_override=_whole.get(model))
     except RuntimeError as error:
         raise RuntimeError(
-            f"Pascal Int8 Linear cannot work with dynamic VRAM loading for a model from this loader ({error}); start "
+            f"8-bit linear layers cannot work with dynamic VRAM loading for a model from this loader ({error}); start "
             "ComfyUI with --disable-dynamic-vram"
         ) from error
     _whole[model] = clone.get_clone_model_override()

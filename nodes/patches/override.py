@@ -52,12 +52,12 @@ def make_override(
     # that an override further back which wants them still gets them.
     takes_containers = getattr(previous, "container_function", None)
     if takes_containers is not None:
-        ours = functools.partial(_in_containers, override)
+        ours = functools.partial(in_containers, override)
         override.container_function = takes_containers if behind else ours
     return override
 
 
-def _in_containers(override: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def in_containers(override: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     return override(host.attention_function(), *args, **kwargs)
 
 
@@ -82,7 +82,7 @@ def _answer(
     try:
         if not is_compiling:
             out = in_host_layout(engine, place, func, args, kwargs)
-        return _pass_to(func, previous, args, kwargs) if out is None else out
+        return pass_to(func, previous, args, kwargs) if out is None else out
     finally:
         local.inside = before
 
@@ -119,7 +119,7 @@ def in_host_layout(
     return call.returned(out)
 
 
-def _pass_to(func: Callable[..., Any], previous: Callable[..., Any] | None, args: tuple, kwargs: dict[str, Any]) -> Any:
+def pass_to(func: Callable[..., Any], previous: Callable[..., Any] | None, args: tuple, kwargs: dict[str, Any]) -> Any:
     """The call as it came, to the override before ours, else to the host's own function."""
     if has_containers(args, kwargs):
         takes_containers = getattr(previous, "container_function", None)

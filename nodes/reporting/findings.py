@@ -17,6 +17,7 @@ PATCHES = {
     "PascalVAEAttention": ("Pascal VAE Attention", "VAE"),
     "PascalTextEncoderAttention": ("Pascal Text Encoder Attention", "text encoder"),
     "PascalFFNChunking": ("Pascal FFN Chunking", "feed-forward"),
+    "Pascal8Bit": ("Pascal 8-Bit", "int8"),
     "PascalInt8Linear": ("Pascal Int8 Linear", "int8"),
 }
 

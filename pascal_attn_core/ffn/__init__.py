@@ -19,7 +19,6 @@ from ..config import number_of
 from ..patching.patch import Patch, require_sites
 from ..patching.selectors import require_matches
 from ..patching.targets import denoisers_of
-from . import host_hooks  # noqa: F401  # registers the hooks of accelerate and diffusers
 from .binding import FfnBinding
 from .report import FfnReport, FfnReportLine
 

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..patching.forward import ReplacedForward
-from .hosts import forward_slots
+from ..patching.forward import ReplacedForward, put_in, take_out
+from ..patching.hosts import forward_slots
 from .plan import WHOLE, Plan, Site, kind_of_call, make_plan, refuse
 from .recheck import Recheck
 from .run import inputs_of, run_checkpointed, run_sliced
@@ -114,10 +114,7 @@ def place(module: nn.Module, site: Site) -> SlicedForward:
     binding, which a deep copy of a module may have, goes."""
     forwards = [place.get(key) for place, key in forward_slots(module)]
     sliced = next((forward for forward in forwards if isinstance(forward, SlicedForward)), None)
-    if sliced is None:
-        holder, key = next(forward_slots(module))
-        sliced = SlicedForward(module, holder.get(key))
-        holder[key] = sliced
+    sliced = sliced or put_in(module, SlicedForward)
     sliced.sites = [*(other for other in sliced.sites if other.settings is not site.settings), site]
     return sliced
 
@@ -125,16 +122,4 @@ def place(module: nn.Module, site: Site) -> SlicedForward:
 def detach(sliced: SlicedForward, site: Site) -> list[str]:
     """Remove ``site``, and with the last one the replacement forward, unless another forward was put over it."""
     sliced.sites = [other for other in sliced.sites if other is not site]
-    if sliced.sites:
-        return []
-    for place, key in forward_slots(sliced.module):
-        if place.get(key) is sliced:
-            if sliced.inner is not None or key != "forward" or place is not sliced.module.__dict__:
-                place[key] = sliced.whole
-            else:
-                del place[key]
-            return []
-    kind = type(sliced.module).__name__
-    return [
-        f"the forward of a {kind} was replaced while patched; ours stays underneath it and passes every call through"
-    ]
+    return [] if sliced.sites else take_out(sliced)

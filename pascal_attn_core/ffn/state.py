@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from ..patching.function_copy import names_in
-from .hosts import casts_weights, hook_names, is_hooked, is_hosts
+from ..patching.hosts import casts_weights, hook_names, is_hooked, is_hosts
 from .run import SCALARS, NotTokenwise
 
 _DEPTH = 6  # of containers and objects inside each other

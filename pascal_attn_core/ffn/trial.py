@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_leaves
 from ..checks import is_out_of_memory
 from ..machine.own_thread import made_up_inputs
 from ..observe.without_data import WithoutData
-from .hosts import casts_weights, is_hosts
+from ..patching.hosts import casts_weights, is_hosts
 from .probe import probe, probe_gradients
 from .run import Inputs, NotTokenwise, slice_of
 from .state import State

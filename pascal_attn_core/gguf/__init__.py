@@ -11,17 +11,14 @@ and nothing of them is kept. Modules keep their classes, parameters and state-di
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
-from ..gguf_blocks import FORMATS
 from ..patching.patch import OFF, ON, REFUSED, Patch, PatchReport, State, require_sites
 from ..patching.selectors import matches, require_matches, selectors
 from ..patching.targets import denoisers_of
-from .hosts import Host, format_of, host_of, why_not
+from .hosts import Host, Multiplier, format_of, host_of, why_not
 from .matrix import linear
 
 __all__ = ["GgufPatch", "patch_gguf"]
@@ -63,15 +60,15 @@ class GgufPatch(Patch):
 
     def __init__(self, kind: str, found: dict[str, tuple[nn.Module, Host]]):
         self._states: list[State] = []
-        placed: list[_Product] = []
+        placed: list[Multiplier] = []
         for name, (module, host) in found.items():
             reason = why_not(module, host)
             self._states.append(
                 State(name or "(the model)", REFUSED if reason else ON, reason or format_of(module, host))
             )
             if not reason:
-                placed.append(_Product(module, host, lambda: self.active))
-                module.__dict__[host.method] = placed[-1]
+                placed.append(Multiplier(module, host, lambda: self.active, linear))
+                placed[-1].put_in()
         undo = functools.partial(_take_out, placed)
         super().__init__(f"GGUF linear layers of {kind}", undo, sites=len(placed))
 
@@ -81,43 +78,6 @@ class GgufPatch(Patch):
         return PatchReport([each._replace(state=off.get(each.state, each.state)) for each in self._states])
 
 
-class _Product:
-    """Stands in a module in place of its host's method that multiplies by the expanded weight."""
-
-    __slots__ = ("_host", "_is_on", "module")
-
-    def __init__(self, module: nn.Module, host: Host, is_on: Callable[[], bool]):
-        self.module, self._host, self._is_on = module, host, is_on
-
-    @property
-    def is_in_place(self) -> bool:
-        return self.module.__dict__.get(self._host.method) is self
-
-    def take_out(self) -> None:
-        del self.module.__dict__[self._host.method]
-
-    def __call__(self, x: Tensor) -> Tensor:
-        module, host = self.module, self._host
-        operands = None
-        if self._is_on() and format_of(module, host) in FORMATS and _is_ordinary(x):
-            operands = host.operands(module, x)
-        return getattr(type(module), host.method)(module, x) if operands is None else linear(x, *operands)
-
-    def __reduce__(self) -> Any:
-        """Copied or pickled, it is the host's own method: a file must not depend on this package."""
-        return getattr, (self.module, self._host.method)
-
-
-def _is_ordinary(x: Tensor) -> bool:
-    """Whether a tensor has numbers, and slices can be written into a result: not where torch.func works on it."""
-    return not x.is_meta and not torch._C._functorch.is_functorch_wrapped_tensor(x)
-
-
-def _take_out(placed: list[_Product]) -> list[str]:
-    left = 0
-    for each in placed:
-        if each.is_in_place:
-            each.take_out()
-        else:
-            left += 1
+def _take_out(placed: list[Multiplier]) -> list[str]:
+    left = sum(not each.take_out() for each in placed)
     return [f"{left} layers were changed while patched; ours stays underneath and passes calls through"] if left else []

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from ..gguf_blocks import FORMATS
-from .matrix import GgufMatrix
+from .matrix import GgufMatrix, Product
 
 Operands = tuple[GgufMatrix, Tensor | None]
 
@@ -25,12 +25,12 @@ class Host(NamedTuple):
     Attributes:
         method: of its linear layers: gives the product by the expanded weight.
         mark: attribute of a weight: its format.
-        operands: the weight and the bias of a module for an input; None = the host has to compute it.
+        operands: the weight and the bias of a module for an input.
     """
 
     method: str
     mark: str
-    operands: Callable[[nn.Module, Tensor], Operands | None]
+    operands: Callable[[nn.Module, Tensor], Operands]
 
 
 def _of_diffusers(module: Any, x: Tensor) -> Operands:
@@ -40,10 +40,8 @@ def _of_diffusers(module: Any, x: Tensor) -> Operands:
     return matrix, None if bias is None else bias.to(dtype)
 
 
-def _of_comfyui(module: Any, x: Tensor) -> Operands | None:
+def _of_comfyui(module: Any, x: Tensor) -> Operands:
     weight, dtype = module.weight.to(x.device), module.dequant_dtype
-    if getattr(weight, "patches", None):  # LoRA is added to the whole expanded weight
-        return None
     arithmetic = x.dtype if dtype == "target" else dtype or torch.float16
     bias = None if module.bias is None else module.get_weight(module.bias.to(x.device), x.dtype)
     shape = tuple(weight.tensor_shape)
@@ -87,3 +85,48 @@ def why_not(module: nn.Module, host: Host) -> str:
     if hasattr(module, "forward_cuda") and getattr(sys.modules.get(type(module).__module__), "ops", None):
         return "diffusers computes it by kernels of its own (DIFFUSERS_GGUF_CUDA_KERNELS)"
     return ""
+
+
+class Multiplier:
+    """Stands in a module in place of its host's method that multiplies by the expanded weight.
+
+    Attributes:
+        is_on: whether it multiplies; else the host does, as for weights and inputs that are not ours.
+        multiply: gives the product of an input with the weight and the bias.
+    """
+
+    __slots__ = ("_host", "is_on", "module", "multiply")
+
+    def __init__(self, module: nn.Module, host: Host, is_on: Callable[[], bool], multiply: Product):
+        self.module, self._host, self.is_on, self.multiply = module, host, is_on, multiply
+
+    def put_in(self) -> None:
+        """Take the place."""
+        self.module.__dict__[self._host.method] = self
+
+    def take_out(self) -> bool:
+        """Give the host its method back. Returns whether nobody has put something over it."""
+        is_in_place = self.module.__dict__.get(self._host.method) is self
+        if is_in_place:
+            del self.module.__dict__[self._host.method]
+        return is_in_place
+
+    def __call__(self, x: Tensor) -> Tensor:
+        module, host = self.module, self._host
+        if self.is_on() and self.takes() and format_of(module, host) in FORMATS and _is_ordinary(x):
+            return self.multiply(x, *host.operands(module, x))
+        return getattr(type(module), host.method)(module, x)
+
+    def takes(self) -> bool:
+        """Whether the weight is all that the input is multiplied by: ComfyUI-GGUF keeps the patches of a weight (LoRA)
+        on it, and adds them to the whole expanded matrix."""
+        return not getattr(self.module.weight, "patches", None)
+
+    def __reduce__(self) -> Any:
+        """Copied or pickled, it is the host's own method: a file must not depend on this package."""
+        return getattr, (self.module, self._host.method)
+
+
+def _is_ordinary(x: Tensor) -> bool:
+    """Whether a tensor has numbers, and slices can be written into a result: not where torch.func works on it."""
+    return not x.is_meta and not torch._C._functorch.is_functorch_wrapped_tensor(x)

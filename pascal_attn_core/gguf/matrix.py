@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..gguf_blocks import FORMATS
+from ..gguf_blocks import FORMATS, Parts
 from .expansion import expanded
 
 # Weights that exist in float at a time; with what expanding them takes, up to 9 and 36 MiB. A GPU wants long slices, a
@@ -45,10 +46,24 @@ class GgufMatrix(NamedTuple):
 
     def rows(self, some: slice) -> Tensor:
         """One of the slices, expanded."""
+        blocks = self._blocks(some)
+        return expanded(blocks, self.format, self.arithmetic, self.table, self.dtype).view(-1, self.shape[1])
+
+    def parts(self, some: slice) -> Parts:
+        """One of the slices of a matrix whose rows are whole blocks, as what its blocks hold, in float32."""
+        scales, codes, minima = FORMATS[self.format].unpack(self._blocks(some), torch.float32, torch.int8)
+        shape = some.stop - some.start, -1
+        return Parts(scales.reshape(shape), codes.reshape(shape), None if minima is None else minima.reshape(shape))
+
+    def at(self, rows: Tensor) -> GgufMatrix:
+        """A matrix of these rows, given by their numbers, of one whose rows are whole blocks."""
+        data = self.data.view(self.shape[0], -1)[rows.to(self.data.device)]
+        return self._replace(data=data, shape=(len(rows), self.shape[1]))
+
+    def _blocks(self, some: slice) -> Tensor:
         weights, size, _ = FORMATS[self.format]
-        columns = self.shape[1]
-        blocks = self.data.view(-1, size)[some.start * columns // weights : some.stop * columns // weights]
-        return expanded(blocks, self.format, self.arithmetic, self.table, self.dtype).view(-1, columns)
+        first, end = (row * self.shape[1] // weights for row in (some.start, some.stop))
+        return self.data.view(-1, size)[first:end]
 
 
 def slice_weights(device: torch.device) -> int:
@@ -56,17 +71,8 @@ def slice_weights(device: torch.device) -> int:
     return _SLICE.get(device.type, _MOST_SLICE)
 
 
-def linear(x: Tensor, weight: GgufMatrix, bias: Tensor | None) -> Tensor:
-    """``F.linear(x, W, bias)``, differentiable by x and bias. For a gradient W is expanded again, not kept."""
-    kind = x.device.type
-    if torch.is_autocast_enabled(kind):
-        x = x.to(torch.get_autocast_dtype(kind))  # once, not for each slice
-    if torch.is_grad_enabled() and (x.requires_grad or (bias is not None and bias.requires_grad)):
-        return _Linear.apply(x, weight, bias)
-    return _product(x, weight, bias)
-
-
-def _product(x: Tensor, weight: GgufMatrix, bias: Tensor | None) -> Tensor:
+def product(x: Tensor, weight: GgufMatrix, bias: Tensor | None) -> Tensor:
+    """``F.linear(x, W, bias)`` without gradients."""
     slices = weight.slices()
     if len(slices) == 1:
         return F.linear(x, weight.rows(slices[0]), bias)
@@ -79,15 +85,32 @@ def _product(x: Tensor, weight: GgufMatrix, bias: Tensor | None) -> Tensor:
     return out
 
 
+Product = Callable[[Tensor, GgufMatrix, Tensor | None], Tensor]
+
+
+def linear(x: Tensor, weight: GgufMatrix, bias: Tensor | None, forward: Product = product) -> Tensor:
+    """``F.linear(x, W, bias)``, differentiable by x and bias. For a gradient W is expanded again, not kept.
+
+    Args:
+        forward: computes it without gradients, which are those of the exact product in any case.
+    """
+    kind = x.device.type
+    if torch.is_autocast_enabled(kind):
+        x = x.to(torch.get_autocast_dtype(kind))  # once, not for each slice
+    if torch.is_grad_enabled() and (x.requires_grad or (bias is not None and bias.requires_grad)):
+        return _Linear.apply(x, weight, bias, forward)
+    return forward(x, weight, bias)
+
+
 class _Linear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: GgufMatrix, bias: Tensor | None) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: GgufMatrix, bias: Tensor | None, forward: Product) -> Tensor:
         ctx.weight, ctx.dtype, ctx.bias_dtype = weight, x.dtype, None if bias is None else bias.dtype
-        return _product(x, weight, bias)
+        return forward(x, weight, bias)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None, Tensor | None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None, Tensor | None, None]:
         grad_x = grad_bias = None
         if ctx.needs_input_grad[0]:
             slices = ctx.weight.slices()
@@ -100,4 +123,4 @@ class _Linear(torch.autograd.Function):
             grad_x = grad_x.to(ctx.dtype)
         if ctx.needs_input_grad[2]:
             grad_bias = grad.flatten(0, -2).sum(dim=0).to(ctx.bias_dtype)
-        return grad_x, None, grad_bias
+        return grad_x, None, grad_bias, None

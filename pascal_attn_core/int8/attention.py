@@ -1,8 +1,10 @@
-"""Attention layers in 8-bit integers: which modules, what each measures and decides, and how its calls are caught."""
+"""Attention layers in 8-bit integers, not exact: what each measures and decides, which modules they are, and how their
+calls are caught. Hosts with a better way to their calls than catching them bring these to a site themselves."""
 
 from __future__ import annotations
 
 import copy
+import functools
 import logging
 import weakref
 from collections.abc import Callable, Iterator
@@ -12,14 +14,18 @@ import torch
 from torch import Tensor, nn
 
 from ..attention import sdpa
+from ..call import Options, check_call, prepared
 from ..checks import is_out_of_memory
 from ..config import AttentionConfig, UnsupportedAttention
-from ..patching.forward import ReplacedForward
+from ..patching.forward import ReplacedForward, put_in, take_out
 from ..patching.interception import PLAIN, TORCH_SDPA, SdpaMode, bind_sdpa
 from ..patching.selectors import matches, selectors
+from ..routes import choose
+from ..routes.fused import Int8Trials, takes_device, why_untried
+from ..routes.run import run
 from ..routes.timing_table import median_times
-from .layer import FLOAT, INT8, WAITING, Int8Options, has_numbers, limit_of
-from .measure import SAMPLE_ROWS, Times, chosen_rows
+from .layer import FLOAT, INT8, WAITING, Int8Options, has_numbers, is_captured, limit_of
+from .measure import FEW_ROWS, SAMPLE_ROWS, Times, branches, chosen_rows
 from .report import Int8Report, Int8ReportLine
 from .watch import ErrorWatch
 
@@ -33,7 +39,7 @@ class CaughtForward(ReplacedForward):
 
     __slots__ = ("site",)
 
-    def __init__(self, module: nn.Module, site: AttentionSite, inner: Callable[..., Any] | None):
+    def __init__(self, site: AttentionSite, module: nn.Module, inner: Callable[..., Any] | None):
         super().__init__(module, inner)
         self.site = site
 
@@ -41,27 +47,12 @@ class CaughtForward(ReplacedForward):
         self.follow_class()
         if not self.site.options.enabled or torch.compiler.is_compiling():
             return self.whole(*args, **kwargs)
-        with SdpaMode(self.site.attend):
+        with SdpaMode(self.site.catch):
             return self.whole(*args, **kwargs)
-
-    def put(self) -> Callable[[], list[str]]:
-        """Set it; returns what takes it away, unless another forward was put over it."""
-        vars(self.module)["forward"] = self
-
-        def take_away() -> list[str]:
-            if vars(self.module).get("forward") is not self:
-                kind = type(self.module).__name__
-                return [f"the forward of a {kind} was replaced: ours stays underneath it and passes every call through"]
-            vars(self.module).pop("forward")
-            if self.inner is not None:
-                vars(self.module)["forward"] = self.inner
-            return []
-
-        return take_away
 
     def __deepcopy__(self, memo: dict[int, Any]) -> CaughtForward:
         copied = memo[id(self)] = CaughtForward.__new__(CaughtForward)
-        CaughtForward.__init__(copied, copy.deepcopy(self.module, memo), self.site, copy.deepcopy(self.inner, memo))
+        CaughtForward.__init__(copied, self.site, copy.deepcopy(self.module, memo), copy.deepcopy(self.inner, memo))
         return copied
 
 
@@ -99,68 +90,92 @@ class AttentionSite:
         self.times: Times | None = None
         self.way = ""
 
-    def attend(self, args: tuple, kwargs: dict[str, Any]) -> Tensor:
+    def catch(self, args: tuple, kwargs: dict[str, Any]) -> Tensor:
         """One call of torch's function."""
         bound = bind_sdpa(args, kwargs)
-        if isinstance(bound, str) or not all(has_numbers(t) for t in bound[:3]):
+        if isinstance(bound, str) or (bound.attn_mask is not None and type(bound.attn_mask) not in PLAIN):
             return TORCH_SDPA(*args, **kwargs)
-        if bound.attn_mask is not None and type(bound.attn_mask) not in PLAIN:
+        if not all(has_numbers(t) for t in bound[:3]):
             return TORCH_SDPA(*args, **kwargs)
-        given = bound.keywords()
-        if self.state == FLOAT:
-            return sdpa(**given)
-        rounded = self._rounded(given)
+        out = self.attend(bound.keywords())
+        return sdpa(**bound.keywords()) if out is None else out
+
+    def attend(self, given: dict[str, Any]) -> Tensor | None:
+        """The output of one call in 8 bits; None = it is to be computed as without 8 bits.
+
+        Args:
+            given: the arguments of :func:`.sdpa` by name; tensors with numbers, the mask a plain one.
+        """
+        rounded, query = None if self.state == FLOAT else self._rounded(given), given["query"]
         if rounded is None:
-            return sdpa(**given)
-        is_to_check = self.watch.check_now(bound.query.shape[:-1].numel())
-        return self._checked(given, rounded) if is_to_check or self.state == WAITING else rounded
+            return None
+        is_to_check = self.watch.check_now(query.shape[:-1].numel()) or self.state == WAITING
+        if is_to_check and not is_captured(query):
+            self._check(given, rounded)
+        return rounded if self.state == INT8 and not self.options.gathers else None
 
     def _rounded(self, given: dict[str, Any]) -> Tensor | None:
         try:
-            return sdpa(**given, config=_IN_8_BITS)
+            return in_8_bits(given)
         except UnsupportedAttention as error:
             self.why = error.reasons[0]
-            return None
+        except (TypeError, ValueError) as error:  # the exact computation says what is wrong with it, or can do it
+            self.why = str(error)
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error):
+                raise
+            self.why = "out of memory in 8 bits"
+        return None
 
-    def _checked(self, given: dict[str, Any], rounded: Tensor) -> Tensor:
-        """The output of a call, of which ``rounded`` is that in 8 bits, after its error was measured."""
+    def _check(self, given: dict[str, Any], rounded: Tensor) -> None:
+        """Measure the error of a call, of which ``rounded`` is the output in 8 bits, and decide by it."""
         limit = self.options.max_error
         try:
             with torch.no_grad():
-                error, worst = attention_error(given, rounded, self.watch.calls)
+                error = self._measure(given, rounded)
         except (RuntimeError, MemoryError) as failure:
             if not is_out_of_memory(failure):
                 raise
-            return rounded if self.state == INT8 else sdpa(**given)
-        self.watch.saw(error)
-        self.worst_row = worst if self.worst_row is None else max(worst, self.worst_row)
+            return  # it is measured in a later call
         if self.options.gathers:
-            return sdpa(**given)
+            return
         if self.state == WAITING:
             self.decide()
-            self._time(given)
         elif not error <= limit:
             self.state, self.why = FLOAT, f"its error was {error:.2%} in call {self.watch.calls}, above {limit:.2%}"
             log.warning("%s: %s", self.name, self.why)
-        return rounded if self.state == INT8 else sdpa(**given)
+
+    def _measure(self, given: dict[str, Any], rounded: Tensor) -> float:
+        """With few rows, and where the error seems too large, or nothing is known yet, with more; and the time."""
+        error, worst = float("inf"), 0.0
+        for rows in (FEW_ROWS, SAMPLE_ROWS)[self.state == WAITING :]:
+            if not error <= self.options.max_error:
+                error, worst = attention_error(given, rounded, self.watch.calls, rows)
+        self.watch.saw(error)
+        self.worst_row = worst if self.worst_row is None else max(worst, self.worst_row)
+        if self.state == WAITING and error <= self.options.max_error:
+            self._time(given)
+        return error
 
     def decide(self) -> None:
-        """8 bits or float, by the largest error that was measured; without any, the layer waits on."""
-        error, limit = self.watch.largest, self.options.max_error
+        """8 bits or float, by the largest error that was measured, and by the time; without any, the layer waits on."""
+        error, limit, times = self.watch.largest, self.options.max_error, self.times
         if error is None or self.state != WAITING:
             return
-        is_within = error <= limit
-        self.state = INT8 if is_within else FLOAT
-        self.why = "" if is_within else f"its error {error:.2%} is above {limit:.2%}"
+        self.state, self.why = INT8, ""
+        if not error <= limit:
+            self.state, self.why = FLOAT, f"its error {error:.2%} is above {limit:.2%}"
+        elif times is not None and times.in_int8 >= times.in_float:
+            self.state, self.why = FLOAT, f"8 bits take {times.in_int8:.2f} ms, the exact route {times.in_float:.2f} ms"
 
     def _time(self, given: dict[str, Any]) -> None:
         """On a card: a CPU has 8-bit attention for checks only."""
         query = given["query"]
         self.way = "kernel" if query.is_cuda else "operators"
-        if self.state == INT8 and query.is_cuda:
+        if query.is_cuda:
             shapes = tuple((t.shape, t.dtype, t.device) for t in given.values() if isinstance(t, Tensor))
             if shapes not in self.options.times:
-                attempts = [lambda: sdpa(**given), lambda: sdpa(**given, config=_IN_8_BITS)]
+                attempts = [lambda: sdpa(**given), lambda: in_8_bits(given)]
                 self.options.times[shapes] = Times(*self.options.clock(attempts, query.device))
             self.times = self.options.times[shapes]
 
@@ -188,31 +203,52 @@ class AttentionSite:
         )
 
 
-def attention_error(given: dict[str, Any], rounded: Tensor, seed: int) -> tuple[float, float]:
-    """``|o8 - o| / |o|`` (root of the sum of squares) of a call's output, and the largest of one row of one head,
-    against the exact route. At most 512 of its rows are looked at, in every head and batch element: a quarter of them
-    those of largest norm of the query, the others drawn. inf or NaN in either make both inf.
+def in_8_bits(given: dict[str, Any]) -> Tensor:
+    """The output of a call with these arguments of :func:`.sdpa`.
+
+    Raises:
+        UnsupportedAttention: 8 bits do not take it; or the kernels were not tried on this card, or found bad, in a
+            process of their own: a fault of theirs must not end this one.
+    """
+    tensors, names = [given.get(name) for name in ("query", "key", "value", "attn_mask")], Options._fields
+    query, key, value, mask, options = prepared(*tensors, Options(**{n: given[n] for n in names if n in given}))
+    call = check_call(query, key, value, mask, options)
+    choice = choose(call, _IN_8_BITS)
+    if takes_device(query.device) and (why := why_untried(call, choice.plan, Int8Trials)):
+        raise UnsupportedAttention(_IN_8_BITS.route, [f"the 8-bit kernel is left off: {why}"])
+    return run(call, _IN_8_BITS, with_lse=False, choice=choice).out
+
+
+def attention_error(given: dict[str, Any], rounded: Tensor, seed: int, most: int) -> tuple[float, float]:
+    """``|o8 - o| / |o|`` (root of the sum of squares) of a call's output, the largest of its :func:`.branches`, and the
+    largest of one row of one head, against the exact route. In every head and batch element the same rows are looked
+    at: a quarter of them those with the largest norm of the query in some head, in units of the head's mean, the others
+    drawn. inf or NaN in either make both inf.
 
     Args:
         given: the arguments of the call by name.
         rounded: its output in 8 bits, ``[*batch, Hq, L, Dv]``.
         seed: of the draw; another one for each check of a layer.
+        most: rows.
     """
-    query, mask = given["query"], given.get("attn_mask")
-    rows, counts = chosen_rows(query.detach().movedim(-2, 0).flatten(1), SAMPLE_ROWS, seed)
-    if given.get("is_causal") or len(rows) == query.shape[-2]:
-        exact = sdpa(**given).index_select(-2, rows)
-    else:
+    query, mask, length = given["query"].detach(), given.get("attn_mask"), rounded.shape[-2]
+    norms = torch.linalg.vector_norm(query, dim=-1, dtype=torch.float32).reshape(-1, length)
+    largest = (norms / norms.mean(dim=1, keepdim=True).clamp_min(1e-30)).amax(dim=0)
+    rows, counts = chosen_rows(largest[:, None], most, seed)
+    if len(rows) < length:
         if mask is not None and mask.dim() > 1 and mask.shape[-2] > 1:
             mask = mask.index_select(-2, rows)
-        exact = sdpa(**{**given, "query": query.index_select(-2, rows), "attn_mask": mask})
-    wrong, size = (
-        t.double().square().sum(dim=-1) for t in (rounded.index_select(-2, rows).double() - exact.double(), exact)
-    )
-    of_rows = torch.where(wrong == 0, 0.0, wrong / size)
-    whole = [(squares.flatten(0, -2).sum(dim=0) @ counts) for squares in (wrong, size)]
-    found = torch.stack([whole[0] / whole[1] if whole[1] else whole[0], of_rows.amax()]).sqrt()
-    error, worst = found.nan_to_num(float("inf")).tolist()
+        if given.get("is_causal"):
+            seen = torch.arange(given["key"].shape[-2], device=rows.device) <= rows[:, None]
+            mask = seen if mask is None else mask & seen
+        given = {**given, "query": query.index_select(-2, rows), "attn_mask": mask, "is_causal": False}
+        rounded = rounded.index_select(-2, rows)
+    exact = sdpa(**given).double()
+    wrong, size = (t.square().sum(dim=-1) for t in (rounded.double() - exact, exact))
+    parts = branches(query.shape[0]) if query.dim() > 3 else 1
+    whole = [squares.reshape(parts, -1, len(rows)).sum(dim=1) @ counts for squares in (wrong, size)]
+    found = [torch.where(above == 0, 0.0, above / below).amax() for above, below in (whole, (wrong, size))]
+    error, worst = torch.stack(found).sqrt().nan_to_num(float("inf")).tolist()
     return error, worst
 
 
@@ -232,7 +268,8 @@ class AttentionBinding:
         found = list(find_attention(model, self._include, self._exclude))
         for name, module in found:
             site = self._sites[module] = AttentionSite(name or "(the model)", type(module).__name__, self.options)
-            self._undos.append(CaughtForward(module, site, vars(module).get("forward")).put())
+            caught = put_in(module, functools.partial(CaughtForward, site))
+            self._undos.append(functools.partial(take_out, caught))
         return len(found)
 
     def calibrate(self, model: nn.Module, run: Callable[[nn.Module], Any]) -> None:

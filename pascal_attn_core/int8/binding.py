@@ -9,9 +9,11 @@ from typing import Any
 from torch import nn
 
 from ..checks import is_out_of_memory
+from ..gguf.hosts import host_of
 from ..routes.timing_table import median_times
 from .exchange import Room, Source, ordinary_tensors
 from .find import Found, find_linear
+from .gguf_layer import GgufLayer, GgufMultiplier
 from .layer import WEIGHTS, Hook, Int8Layer, Int8Options, limit_of
 from .report import Int8Report, report_line
 from .weight import Int8Weight
@@ -117,8 +119,10 @@ class Int8Binding:
         return [self._layers[module] for module in model.modules() if module in self._layers]
 
     def _known(self, found: Found) -> Int8Layer:
-        layer = self._layers.get(found.module)
-        return layer or Int8Layer(found.name or "(the model)", found.module, self.options, found.shared_with)
+        layer, name = self._layers.get(found.module), found.name or "(the model)"
+        if layer is None and host_of(found.module) is not None:
+            return GgufLayer(name, found.module, self.options)
+        return layer or Int8Layer(name, found.module, self.options, found.shared_with)
 
 
 def take_off(model: nn.Module) -> None:
@@ -128,5 +132,6 @@ def take_off(model: nn.Module) -> None:
             weight = module._parameters.get("weight")
             layers = [hook.layer for hook in module._forward_pre_hooks.values() if isinstance(hook, Hook)]
             layers += [weight.layer] if isinstance(weight, Int8Weight) else []
+            layers += [value.layer for value in vars(module).values() if isinstance(value, GgufMultiplier)]
             for layer in layers:
                 layer.detach()

@@ -19,16 +19,15 @@ class FloatWeight:
     """The tensors that a host computes a linear layer with.
 
     Attributes:
-        matrix: ``[N, K]``, on the device of the inputs: the part that is rounded.
+        matrix: ``[N, K]``, on the device of the inputs: the part that is rounded. It may be stored in 8 bits: see
+            :func:`.stored.values`.
         original: that matrix where it is stored.
-        lora: the adapters that are added beside it, in float.
         bias: a bias to be used in place of the module's; None = the module's.
         attributes: instance attributes that the module has while its weight is in 8 bits.
     """
 
     matrix: Tensor
     original: Tensor
-    lora: LowRank | None = None
     bias: Tensor | None = None
     attributes: dict[str, Any] = field(default_factory=dict)
 
@@ -41,15 +40,22 @@ class Source:
         note: what the report says of the layer beside its numbers.
         why_not: why the layer has to be left to its host now; "" = it need not.
         casts: whether the host brings the weight to the device of the inputs in each call.
+        lora: the adapters that are added beside the weight, in float.
     """
 
     note, why_not, casts = "", "", False
+    lora: LowRank | None = None
 
     def read(self, module: nn.Module, device: torch.device) -> FloatWeight:
         """The weight as it is now, its matrix on ``device``."""
         parameter = module._parameters["weight"]
         assert parameter is not None
         return FloatWeight(parameter.detach().to(device), parameter)
+
+    def lora_on(self, device: torch.device) -> LowRank | None:
+        """The adapters on a device, where they stay."""
+        self.lora = self.lora and self.lora.to(device)
+        return self.lora
 
     def stays_in_host_memory(self, module: nn.Module) -> bool:
         """The weight cannot return to its device, which is out of memory: whether the host can work with that."""
@@ -98,7 +104,9 @@ class Exchange:
         if self.weights != "free":
             self.parameter, self._original = parameter, found.original
         if self.weights == "host":
-            _move(parameter, torch.device("cpu"), parameter.dtype)
+            moved = self.parameter = _moved(parameter, torch.device("cpu"), parameter.dtype)
+            if self._original is parameter:
+                self._original = weight.in_float.original = moved
         self._attributes = {name: vars(module)[name] for name in found.attributes if name in vars(module)}
         self._own_attributes = list(found.attributes)
         vars(module).update(found.attributes)
@@ -122,7 +130,7 @@ class Exchange:
         if self.parameter is not None:
             device = self._home if weight.device == self._at else weight.device
             assert device is not None
-            _move(self.parameter, device, weight.dtype, self.values(weight))
+            self.parameter = _moved(self.parameter, device, weight.dtype, self.values(weight))
 
     def undo(self, module: nn.Module, weight: Int8Weight | None) -> None:
         """Put back what the module had.
@@ -139,18 +147,26 @@ class Exchange:
         vars(module).update(self._attributes)
         if weight is None:
             return
-        parameter = self.parameter
-        if parameter is None:
-            parameter = nn.Parameter(weight.float_matrix(), requires_grad=self._requires_grad)
-        module._parameters["weight"] = parameter
+        if self.parameter is None:
+            module._parameters["weight"] = nn.Parameter(weight.float_matrix(), requires_grad=self._requires_grad)
+            return
+        module._parameters["weight"] = self.parameter  # which stays in host memory if it cannot be brought back
         self.bring_back(weight)
+        module._parameters["weight"] = self.parameter
 
 
-def _move(parameter: nn.Parameter, device: torch.device, dtype: torch.dtype, values: Tensor | None = None) -> None:
-    """Give a parameter these values, or its own, on a device, whoever else holds it."""
+def _moved(
+    parameter: nn.Parameter, device: torch.device, dtype: torch.dtype, values: Tensor | None = None
+) -> nn.Parameter:
+    """A parameter with these values, or its own, on a device. It is the same one, whoever else holds it; only tensors
+    of classes of their own cannot be given other data, and become another parameter."""
     found = (parameter.detach() if values is None else values).to(device, dtype)
-    if found.data_ptr() != parameter.data_ptr() or found.dtype != parameter.dtype or found.device != parameter.device:
-        parameter.data = found
+    if found.data_ptr() == parameter.data_ptr() and found.dtype == parameter.dtype and found.device == parameter.device:
+        return parameter
+    if type(parameter) is not nn.Parameter:
+        return nn.Parameter(found, requires_grad=False)
+    parameter.data = found
+    return parameter
 
 
 @contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -11,8 +12,10 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from ..fused.code.linear_source import MOST_COLUMNS
+from ..gguf import hosts as gguf
+from ..gguf.int8 import why_not as why_not_gguf
 from ..patching.selectors import matches, selectors
-from .backends import FLOATS
+from . import stored
 
 # These set the timestep, the style and the scale of everything else: few numbers, which every layer depends on.
 _SENSITIVE = re.compile(
@@ -76,16 +79,24 @@ def is_linear(module: nn.Module) -> bool:
     return isinstance(module, nn.Linear) or tuple(weight.shape) == (module.out_features, module.in_features)
 
 
+def shape_of(module: nn.Module) -> tuple[int, int]:
+    """N and K of a linear layer, however its weight is stored."""
+    return int(module.out_features), int(module.in_features)  # type: ignore[arg-type]
+
+
 def why_not(module: nn.Module, name: str, owner: str) -> str:
     """Why the layer cannot run in 8 bits; "" = it can. ``owner`` is the first module that has its weight."""
     weight = module._parameters.get("weight")
+    host = gguf.host_of(module)
+    if host is not None:
+        reason = gguf.why_not(module, host) or why_not_gguf(gguf.format_of(module, host), shape_of(module)[1])
+        return reason and f"cannot be: {reason}"
     if weight is None:
         return "cannot be: its weight is computed, or is not a parameter"
     if tuple(weight.shape) != (module.out_features, module.in_features):
         return f"cannot be: its weight is stored as {list(weight.shape)}"
-    if weight.dtype not in FLOATS or type(weight) is not nn.Parameter:
-        kind = "" if type(weight) is nn.Parameter else f" in a {type(weight).__name__}"
-        return f"cannot be: its weight is {str(weight.dtype).removeprefix('torch.')}{kind}"
+    if reason := stored.why_not(module, weight):
+        return f"cannot be: {reason}"
     if weight.shape[1] % 4 or weight.shape[1] > MOST_COLUMNS:
         return f"cannot be: its width must be a multiple of 4 up to {MOST_COLUMNS}, got {weight.shape[1]}"
     if owner != name:
@@ -97,11 +108,13 @@ def why_not(module: nn.Module, name: str, owner: str) -> str:
 
 def _left(name: str, module: nn.Module) -> str:
     """Why the default leaves a layer that could run in 8 bits."""
-    weight = module._parameters.get("weight")
     if not _IN_BLOCK.search(name):
         return "left: outside the repeated blocks"
     if _SENSITIVE.search(name):
         return "left: every later layer depends on its few outputs"
-    if weight is not None and weight.numel() < _LEAST_NUMBERS:
+    if math.prod(shape_of(module)) < _LEAST_NUMBERS:
         return f"left: fewer than {_LEAST_NUMBERS} weights"
+    weight = module._parameters.get("weight")
+    if weight is not None and stored.has_fewer_bits(weight):
+        return f"left: {stored.format_of(weight)} takes less memory than 8 bits"
     return ""

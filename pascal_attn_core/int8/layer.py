@@ -19,6 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from ..checks import is_out_of_memory
 from ..machine.own_thread import in_backward, inputs_are_made_up
+from . import stored
 from .backends import FLOATS, Backend, backend_for
 from .exchange import Exchange, FloatWeight, Room, Source, ordinary_tensors
 from .measure import (
@@ -92,7 +93,8 @@ class Int8Layer:
         watch: its calls in 8 bits in this run, and the errors found in it.
         shared_with: another module that has the same parameter, which therefore stays where it is.
         device: that it computes on; None = not known yet.
-        float_bytes, int8_bytes: sizes of its weight.
+        format: of its weight where the host stores it, see :func:`.stored.format_of`.
+        float_bytes, int8_bytes: sizes of its weight, stored by the host and in 8 bits.
     """
 
     def __init__(self, name: str, module: nn.Module, options: Int8Options, shared_with: str = ""):
@@ -101,7 +103,7 @@ class Int8Layer:
         self.kind, weight = type(module).__name__, module.weight
         assert isinstance(weight, Tensor)
         self.shape = tuple(weight.shape)
-        self.float_bytes, self.int8_bytes = weight.numel() * weight.element_size(), 0
+        self.format, self.float_bytes, self.int8_bytes = stored.format_of(weight), stored.bytes_of(weight), 0
         self.state, self.why, self.missed = WAITING, "not called yet", ""
         self.rotation, self.backend, self.watch = 0, Backend("", ""), ErrorWatch()
         self.times: Times | None = None
@@ -164,7 +166,7 @@ class Int8Layer:
             assert self.device is not None
             try:
                 found = source.read(module, self.device)
-                self._put(module, found, quantize_rows(found.matrix, self.rotation))
+                self._put(module, found, quantize_rows(stored.values(found.matrix), self.rotation))
             except (RuntimeError, MemoryError) as error:
                 if not is_out_of_memory(error):
                     raise
@@ -202,7 +204,7 @@ class Int8Layer:
                 matrix = Int8Matrix(matrix.codes.cpu(), matrix.scales.cpu(), matrix.rotation)
         elif weights != "keep":
             self.room.bytes += self.float_bytes - self.int8_bytes
-        in_float = InFloat(found.original if weights != "free" else None, found.lora)
+        in_float = InFloat(found.original if weights != "free" else None, self.source.lora_on(self.device))
         weight = Int8Weight(matrix, parameter.dtype, in_float=in_float, follows=weights == "keep", layer=self)
         exchange = Exchange(weights)
         exchange.put(module, found, weight)
@@ -252,19 +254,19 @@ class Int8Layer:
         weight = module._parameters.get("weight")
         if weight is None or weight.is_meta:
             return "its weight is absent when it is called: a hook loads it"
-        if type(weight) is not nn.Parameter:
-            return f"its weight is a {type(weight).__name__}"
+        if reason := stored.why_not(module, weight):
+            return reason
         if weight.device != x.device and not self.source.casts:
             return f"its weight is on {weight.device}, its input on {x.device}"
         if module.training and weight.requires_grad and torch.is_grad_enabled():
             return "its weight is being trained"
-        if in_backward() or _is_captured(x):
+        if in_backward() or is_captured(x):
             return "it cannot be measured while a graph is captured, or within a backward pass"
         return ""
 
     def _measure(self, module: nn.Module, x: Tensor) -> None:
         found = self.source.read(module, x.device)
-        self._note(errors_by_rotation(sample_of(x, SAMPLE_ROWS, seed=0), found.matrix))
+        self._note(errors_by_rotation(sample_of(x, SAMPLE_ROWS, seed=0), stored.values(found.matrix)))
         if self.options.gathers:
             self._seen = functools.partial(torch.ones, x.shape, dtype=x.dtype, device=x.device)
         else:
@@ -291,10 +293,10 @@ class Int8Layer:
             self._unhook(module)
             self.state, self.why = FLOAT, f"its error {error:.2%} is above {options.max_error:.2%}"
             return
-        matrix = quantize_rows(found.matrix, self.rotation)
+        matrix = quantize_rows(stored.values(found.matrix), self.rotation)
         self.int8_bytes = matrix.codes.numel() + 4 * matrix.scales.numel()
         self.backend = backend_for(x, matrix)
-        inputs = x.shape, x.dtype, x.device, self.shape, found.matrix.dtype, self.rotation
+        inputs = x.shape, x.dtype, x.device, self.shape, self.format, self.rotation
         if inputs not in options.times:
             options.times[inputs] = times_of(x, found.matrix, module._parameters.get("bias"), matrix, options.clock)
         self.times = options.times[inputs]
@@ -313,7 +315,7 @@ class Int8Layer:
         if torch.is_grad_enabled() and weight.requires_grad and not self.options.has_warned:
             self.options.has_warned = True
             log.warning("%s: its weight is in 8 bits and gets no gradient; remove the patch to train it", self.name)
-        if not self.watch.check_now(x.numel() // x.shape[-1]) or _is_captured(x):
+        if not self.watch.check_now(x.numel() // x.shape[-1]) or is_captured(x):
             return weight
         try:
             with torch.no_grad(), torch.autocast(x.device.type, enabled=False):
@@ -410,7 +412,8 @@ class Hook:
         return Hook(copy.deepcopy(self.layer, memo), self.name)
 
 
-def _is_captured(x: Tensor) -> bool:
+def is_captured(x: Tensor) -> bool:
+    """Whether a CUDA graph is being captured, during which no number can be read."""
     return x.is_cuda and torch.cuda.is_current_stream_capturing()
 
 

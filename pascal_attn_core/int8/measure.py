@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -10,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..checks import rows_to_check
+from . import stored
 from .product import int8_linear
 from .quantize import ROTATIONS, Int8Matrix, quantize_rows
 
@@ -33,7 +35,8 @@ class Sample(NamedTuple):
 
     Attributes:
         rows: ``[M, K]``.
-        counts: ``[M]``, float64: the number of the input's rows that each stands for.
+        counts: ``[M, branches]``, float64: the number of rows of each of the input's :func:`branches` that each stands
+            for.
     """
 
     rows: Tensor
@@ -44,7 +47,15 @@ def sample_of(x: Tensor, most: int, seed: int) -> Sample:
     """At most ``most`` rows of ``x`` ``[..., K]``."""
     flat = x.detach().reshape(-1, x.shape[-1])
     chosen, counts = chosen_rows(flat, most, seed)
-    return Sample(flat[chosen], counts)
+    parts = branches(x.shape[0]) if x.dim() > 2 else 1
+    branch = torch.div(chosen * parts, max(1, flat.shape[0]), rounding_mode="floor")
+    return Sample(flat[chosen], counts[:, None] * F.one_hot(branch, parts))
+
+
+def branches(batch: int) -> int:
+    """The number of equal parts of a batch that are judged one by one: guidance puts two or three branches into one
+    call, one after the other, and only one of them may have the outliers."""
+    return math.gcd(batch, 6)
 
 
 def chosen_rows(flat: Tensor, most: int, seed: int) -> tuple[Tensor, Tensor]:
@@ -62,19 +73,29 @@ def chosen_rows(flat: Tensor, most: int, seed: int) -> tuple[Tensor, Tensor]:
 
 def relative_error(sample: Sample, weight: Tensor, matrix: Int8Matrix) -> float:
     """``|y8 - y| / |y|`` (root of the sum of squares) of the product of a sample with ``weight`` ``[N, K]`` and with
-    that weight in 8 bits, both in float32; 0 where both are zero. inf or NaN in either make it inf."""
-    rows, counts = sample
-    rounded = int8_linear(rows, matrix, out_dtype=torch.float32)
-    wide, squares = rows.float(), torch.zeros(2, dtype=torch.float64, device=rows.device)
+    that weight in 8 bits, both in float32, the largest of its :func:`branches`; 0 where both are zero. inf or NaN in
+    either make it inf."""
     step = max(1, _SLICE_NUMBERS // weight.shape[1])
-    for start in range(0, weight.shape[0], step):
-        exact = F.linear(wide, weight[start : start + step].float())
-        wrong = rounded[:, start : start + step] - exact
+    slices = [slice(start, start + step) for start in range(0, weight.shape[0], step)]
+    rounded = int8_linear(sample[0], matrix, out_dtype=torch.float32)
+    return error_of(sample, rounded, ((some, weight[some].float()) for some in slices))
+
+
+def error_of(sample: Sample, rounded: Tensor, weights: Iterable[tuple[slice, Tensor]]) -> float:
+    """The relative error of ``rounded`` ``[M, N]``, which is the product of a sample in 8 bits, as
+    :func:`relative_error` has it.
+
+    Args:
+        weights: slices of the N rows of the weight, and those rows in float32.
+    """
+    rows, counts = sample
+    wide, squares = rows.float(), torch.zeros(2, counts.shape[1], dtype=torch.float64, device=rows.device)
+    for some, weight in weights:
+        exact = F.linear(wide, weight)
+        wrong = rounded[:, some] - exact
         squares += torch.stack([part.square().sum(dim=1, dtype=torch.float64) for part in (wrong, exact)]) @ counts
-    difference, size = squares.sqrt().tolist()
-    if not (difference < float("inf") and size < float("inf")):
-        return float("inf")
-    return difference / size if size else (0.0 if difference == 0 else float("inf"))
+    errors = torch.where(squares[0] == 0, 0.0, squares[0] / squares[1])
+    return errors.amax().sqrt().nan_to_num(float("inf")).item()
 
 
 def errors_by_rotation(sample: Sample, weight: Tensor) -> dict[int, float]:
@@ -91,10 +112,14 @@ def best_rotation(errors: dict[int, float], max_error: float) -> int:
 
 
 def times_of(x: Tensor, weight: Tensor, bias: Tensor | None, matrix: Int8Matrix, clock: Clock) -> Times:
-    """The times of one call, taken in turn."""
+    """The times of one call, taken in turn: with the weight as it is stored, and in 8 bits."""
     with torch.no_grad():
         bias = None if bias is None else bias.to(x.device, x.dtype)
         of_float, of_int8 = clock(
-            [lambda: F.linear(x, weight.to(x.dtype), bias), lambda: int8_linear(x, matrix, bias)], x.device
+            [
+                lambda: F.linear(x, stored.values(weight).to(x.dtype), bias),
+                lambda: int8_linear(x, matrix, bias),
+            ],
+            x.device,
         )
     return Times(of_float, of_int8)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from ..machine.device import MIB
@@ -21,16 +21,17 @@ class Int8ReportLine(NamedTuple):
         state: "int8", "float" (left as it was: measured, or no call of it can be in 8 bits), "waiting", "left" (not
             chosen) or "cannot be".
         why: one sentence, or "".
-        error: relative error of the layer's product, or of attention's output, on real inputs, the largest of this run;
-            None = not measured.
+        error: relative error of the layer's product with the weight that the host stores, or of attention's output, on
+            real inputs, the largest of this run; None = not measured.
         rotation: columns of a group that is rotated before rounding; 0 = none.
         way: what computes it: "kernel", "int_mm" or "float", for attention "kernel" or "operators"; why_way: why
             nothing faster does.
         float_ms, int8_ms: of the call that it was measured with; None = not timed.
-        float_bytes, int8_bytes: of its weight.
+        float_bytes, int8_bytes: of its weight, as the host stores it and in 8 bits.
         calls: number of calls in 8 bits in this run.
         latest: the error that was measured last in this run; None = none was.
         worst_row: of attention, the largest relative error of one row of one head.
+        format: of its weight as the host stores it, ``"float8_e4m3fn"`` or ``"Q4_K"`` for example; "" for attention.
     """
 
     name: str
@@ -49,6 +50,12 @@ class Int8ReportLine(NamedTuple):
     calls: int = 0
     latest: float | None = None
     worst_row: float | None = None
+    format: str = ""
+
+    @property
+    def is_as_stored(self) -> bool:
+        """Whether the weight is multiplied as the host stores it."""
+        return self.float_bytes == self.int8_bytes
 
 
 @dataclass(frozen=True)
@@ -103,13 +110,19 @@ class Int8Report(AnyReport):
         worst, median = self.worst, self.median_error
         if worst is not None and median is not None:
             text += f", not exact: relative error per layer {median:.2%} (median), at most {worst.error:.2%}"
-        timed = [line for line in on if line.float_ms is not None and line.int8_ms is not None]
+        timed = [(line.calls, line.float_ms, line.int8_ms) for line in on if line.float_ms and line.int8_ms]
         if timed:
-            before, after = (sum(times) for times in zip(*((line.float_ms or 0, line.int8_ms or 0) for line in timed)))
-            text += f"; one call of each {before:.1f} -> {after:.1f} ms"
-        if on and self.weights:
-            before, after = (sum(sizes) / MIB for sizes in zip(*((line.float_bytes, line.int8_bytes) for line in on)))
+            _, before, after = map(sum, zip(*timed))
+            seconds = sum(calls * (in_float - in_int8) for calls, in_float, in_int8 in timed) / 1e3
+            text += f"; {abs(seconds):.2f} s {'more' if seconds < 0 else 'less'} than in float"
+            text += f" (one call of each of {len(timed)}: {before:.1f} -> {after:.1f} ms)"
+        rounded = [(line.float_bytes, line.int8_bytes) for line in on if not line.is_as_stored]
+        if rounded and self.weights:
+            before, after = (sum(sizes) / MIB for sizes in zip(*rounded))
             text += f"; weights {before:.1f} -> {after:.1f} MiB" + _WEIGHTS[self.weights]
+        if len(rounded) < len(on) and self.weights:
+            size = sum(line.int8_bytes for line in on if line.is_as_stored) / MIB
+            text += f"; GGUF weights {size:.1f} MiB, as the file has them"
         if self.count(FLOAT):
             text += f"; {self.count(FLOAT)} stay in float"
         if self.count(WAITING):
@@ -122,9 +135,17 @@ class Int8Report(AnyReport):
         own = (INT8, FLOAT)  # each of these layers has a line of its own
         texts = ((f"({line.kind}): {line.state}{_facts(line)}", line.state in own and line.name) for line in self.lines)
         rows += [f"  {names} {text}" for (text, _), names in alike(zip(texts, (line.name for line in self.lines)))]
-        ways = {(line.way, line.why_way) for line in self.of(INT8) if line.way != "kernel"}
+        ways = {(line.way, line.why_way) for line in self.of(INT8) if not line.way.startswith("kernel")}
         rows += [f"  computed by {COMPUTED_BY[way]}: {why}" for way, why in sorted(ways) if way]
         return "\n".join(rows)
+
+
+def together(reports: list[Int8Report]) -> Int8Report:
+    """The reports on linear layers and on attention layers as one."""
+    if len(reports) == 1:
+        return reports[0]
+    lines = [line for report in reports for line in report.lines]
+    return replace(reports[0], lines=lines, what="linear and attention layers")
 
 
 def report_line(found: Found, layer: Int8Layer | None) -> Int8ReportLine:
@@ -158,6 +179,7 @@ def report_line(found: Found, layer: Int8Layer | None) -> Int8ReportLine:
         int8_bytes=layer.int8_bytes,
         calls=layer.watch.calls,
         latest=layer.watch.latest,
+        format=layer.format,
     )
 
 
@@ -165,6 +187,9 @@ def _facts(line: Int8ReportLine) -> str:
     parts = [line.why] if line.why else []
     if line.state == INT8:
         parts += [" -> ".join(map(str, reversed(line.shape)))] if line.shape else []
+        if line.format:
+            before = "" if line.is_as_stored else f"{line.float_bytes / MIB:.2f} -> "
+            parts.append(f"{line.format}, {before}{line.int8_bytes / MIB:.2f} MiB")
         if line.error is not None:
             last = "" if line.latest is None or line.latest == line.error else f" (last {line.latest:.2%})"
             parts.append(f"error {line.error:.2%}{last}")
@@ -184,6 +209,7 @@ _WEIGHTS = {
 }
 COMPUTED_BY = {
     "kernel": "the int8 kernel",
+    "kernel_4x8": "the int8 kernel",
     "int_mm": "torch._int_mm",
     "float": "weights expanded to float, which saves no time",
     "operators": "the operators that define it, which is slow and for checks",

@@ -1,13 +1,16 @@
 """ErrorWatch: in which calls a result in 8 bits is compared with the exact one, and which errors were found.
 
 What rounding costs depends on the inputs, so it is measured again and again, but in few calls. The calls of a run are
-counted from 1. The first three are checked; then the gap between two checks is 7 three times, 13 three times, 19 three
-times, and so on up to 61: calls 1, 2, 3, 10, 17, 24, 37, 50, 63, 82, 101, 120, 145 ...
+counted from 1. The first three are checked; then the gap between two checks is 5 three times, 11 three times, 17 three
+times, and so on up to 59: calls 1, 2, 3, 8, 13, 18, 29, 40, 51, 68, 85, 102, 125 ...
 
 A sampler may call a model two or three times in each step, once for each branch of its guidance, and only one branch
-may have the outliers. Checks at even counts alone never see one of two branches. Here each gap is one more than a
-multiple of 6, so any two checks in a row see both of two branches, and any three see each of three. With more branches
-it takes a few checks more, but none is left out.
+may have the outliers. Checks at even counts alone never see one of two branches. Here each gap is one less than a
+multiple of 6, so two checks in a row see both of two branches, and three see each of three. After the third check, and
+with more branches, it takes a few checks more, but none is left out.
+
+Outliers may also come in late steps only. The gap after the third check is one shorter in each run, and 5 again after
+1, so that five runs check every one of the first eight calls, which are all steps of some models.
 
 Inputs of a new size begin with the first gap again. Sizes count as equal up to the next power of two, so a text that
 grows word by word is not measured in each call.
@@ -17,7 +20,7 @@ from __future__ import annotations
 
 from ..routes.timing_table import power_of_two
 
-_MOST_GAP = 61
+_MOST_GAP = 59
 
 
 class ErrorWatch:
@@ -29,11 +32,13 @@ class ErrorWatch:
     """
 
     def __init__(self) -> None:
+        self._runs = -1
         self.restart()
 
     def restart(self) -> None:
         """A new run begins: nothing is known of its inputs."""
         self.calls, self._next, self._checks = 0, 1, 0
+        self._runs += 1
         self._sizes: set[int] = set()
         self.latest: float | None = None
         self.largest: float | None = None
@@ -48,7 +53,8 @@ class ErrorWatch:
             self._sizes.add(size)
             self._checks = 0
         self._checks += 1
-        self._next = self.calls + min(6 * (self._checks // 3) + 1, _MOST_GAP)
+        earlier = self._runs % 5 if self._checks == 3 else 0
+        self._next = self.calls + max(1, min(6 * (self._checks // 3) - 1, _MOST_GAP) - earlier)
         return True
 
     def saw(self, error: float) -> None:

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_map
 
+from . import stored
 from .backends import FLOATS
 from .lora import LowRank
 from .product import int8_linear
@@ -120,7 +121,7 @@ class Int8Weight(Tensor):
     def own_matrix(self) -> Tensor:
         """The matrix without its adapters."""
         if self.original is not None:
-            return self.original.detach().to(self.device, self.dtype)
+            return stored.values(self.original, self.device).to(self.dtype)
         return self.matrix.float().to(self.dtype)
 
     def matrix_on(self, device: torch.device) -> Int8Matrix:
@@ -134,7 +135,7 @@ class Int8Weight(Tensor):
         """The rows ``some`` of the float matrix without its adapters and of the one in 8 bits, on a device."""
         codes, scales, rotation = self.matrix
         matrix = Int8Matrix(codes[some].to(device), scales[some].to(device), rotation)
-        return (matrix.float() if self.original is None else self.original.detach()[some].to(device)), matrix
+        return (matrix.float() if self.original is None else stored.values(self.original)[some].to(device)), matrix
 
     def like(self, matrix: Int8Matrix, dtype: torch.dtype | None = None, original: Tensor | None = None) -> Int8Weight:
         """Another weight for the same layer."""

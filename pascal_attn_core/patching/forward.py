@@ -1,4 +1,4 @@
-"""A replacement for one module's ``forward``."""
+"""A replacement for one module's ``forward``, below the hooks of hosts, which may come and go over it."""
 
 from __future__ import annotations
 
@@ -6,9 +6,12 @@ import functools
 import inspect
 import types
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import nn
+
+from . import host_hooks  # noqa: F401  # registers the hooks of accelerate and diffusers
+from .hosts import forward_slots
 
 
 class ReplacedForward:
@@ -40,3 +43,28 @@ class ReplacedForward:
     def __reduce__(self) -> tuple:
         """Pickled, only the module's own forward remains: a file must not depend on this package."""
         return (getattr, (self.module, "forward")) if self.inner is None else (functools.partial, (self.inner,))
+
+
+Replaced = TypeVar("Replaced", bound=ReplacedForward)
+
+
+def put_in(module: nn.Module, make: Callable[[nn.Module, Callable[..., Any] | None], Replaced]) -> Replaced:
+    """Let ``make(module, what stood there)`` take the place of the module's forward, below all hooks."""
+    holder, key = next(forward_slots(module))
+    replaced = holder[key] = make(module, holder.get(key))
+    return replaced
+
+
+def take_out(replaced: ReplacedForward) -> list[str]:
+    """Put back what stood there before, unless another forward was put over it; returns what could not be undone."""
+    for place, key in forward_slots(replaced.module):
+        if place.get(key) is replaced:
+            if replaced.inner is not None or key != "forward" or place is not replaced.module.__dict__:
+                place[key] = replaced.whole
+            else:
+                del place[key]
+            return []
+    kind = type(replaced.module).__name__
+    return [
+        f"the forward of a {kind} was replaced while patched; ours stays underneath it and passes every call through"
+    ]

@@ -10,6 +10,7 @@ import torch
 from ..call import AttentionCall, Gradients, Results, Wanted, empty_output
 from ..config import AttentionConfig, RouteUnavailable
 from ..flex_rules import BlockRule
+from ..fused.code.compilation import Compilation
 from ..fused.launch import int8_definition
 from ..fused.launch.backward import backward_launches, sums_bytes
 from ..fused.launch.fields import rows_are_readable
@@ -340,9 +341,18 @@ def in_fixed_order(call: AttentionCall, plan: Plan) -> Plan:
     return plan._replace(gradients=(variants.grad_query, variants.grad_key_value), remark="")
 
 
-def why_untried(call: AttentionCall, plan: Plan) -> str:
-    """Why ``auto`` should not run the kernels of a plan on the device of a call: see :meth:`.trial.Trials.reason`."""
-    return runtime_of(call.query.device).part(Trials).reason(plan.variants)
+class Int8Trials(Trials):
+    """Trials of the kernels in 8 bits: their verdict leaves the exact ones as they are."""
+
+    file, words = "trial-int8", "8-bit attention"
+
+    def others(self) -> list[Compilation]:
+        return []
+
+
+def why_untried(call: AttentionCall, plan: Plan, trials: type[Trials] = Trials) -> str:
+    """Why the kernels of a plan should not run unasked on the device of a call: see :meth:`.trial.Trials.reason`."""
+    return runtime_of(call.query.device).part(trials).reason(plan.variants)
 
 
 def try_early(device: torch.device, make_room: Callable[[int], object]) -> str:

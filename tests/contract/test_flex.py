@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import itertools
 import math
 import sys
 import types
@@ -13,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from attn_support.randomness import some
 from torch import Tensor
 
 from pascal_attn_core import AttentionConfig, UnsupportedAttention, patch_flex_attention, sdpa
@@ -90,9 +92,7 @@ def block_mask(mask_mod: Callable | None) -> Any:
     return create_block_mask(mask_mod, 2, HEADS, TOKENS, TOKENS, device="cpu", BLOCK_SIZE=64)
 
 
-@pytest.mark.parametrize("kv_heads", [HEADS, 2])
-@pytest.mark.parametrize("score_mod", SCORE_MODS)
-@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize(("mask", "score_mod", "kv_heads"), some(itertools.product(MASKS, SCORE_MODS, [HEADS, 2]), 3))
 def test_forward_and_gradients(mask: str, score_mod: str, kv_heads: int) -> None:
     mask_mod, mod = MASKS[mask], SCORE_MODS[score_mod]
     given = [t.requires_grad_() for t in inputs(kv_heads)]
@@ -332,8 +332,7 @@ def test_the_fused_kernels_say_why_not() -> None:
     assert tensor_reasons(replace(call, score_rule=rule), (7, 5)) == ["the fused kernel has no score_mod"]
 
 
-@pytest.mark.parametrize("score_mod", SCORE_MODS)
-@pytest.mark.parametrize("mask", ["none", "window", "of heads"])
+@pytest.mark.parametrize(("mask", "score_mod"), some(itertools.product(["none", "window", "of heads"], SCORE_MODS), 3))
 def test_memory(mask: str, score_mod: str) -> None:
     """Forward and gradients within the budget; the score matrix alone has 18 MiB."""
     mod, tokens = SCORE_MODS[score_mod], 1100

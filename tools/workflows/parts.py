@@ -131,13 +131,19 @@ def attention_patch(sheet: Sheet, model: Out, **inputs: Any) -> Out:
     return sheet.add("attention", "PascalAttentionPatch", size=(NARROW, 0), model=model, **inputs)
 
 
+def everything(sheet: Sheet, model: Out, clip: Out, vae: Out) -> tuple[Out, Out, Out]:
+    """MODEL, CLIP and VAE through the one node that most need."""
+    patched = attention_patch(sheet, model, clip=clip, vae=vae)
+    return patched, Out("attention", 1), Out("attention", 2)
+
+
 def ffn_chunking(sheet: Sheet, model: Out) -> Out:
     return sheet.add("ffn", "PascalFFNChunking", size=(NARROW, 0), model=model)
 
 
-def int8_linear(sheet: Sheet, model: Out) -> Out:
+def eight_bit(sheet: Sheet, model: Out) -> Out:
     """Bypassed: it is not exact, and users get it only if they ask for it."""
-    return sheet.add("int8", "PascalInt8Linear", size=(NARROW, 0), bypassed=True, model=model)
+    return sheet.add("int8", "Pascal8Bit", size=(NARROW, 0), bypassed=True, model=model)
 
 
 def vae_attention(sheet: Sheet, vae: Out) -> Out:

@@ -180,7 +180,8 @@ def host_script(
     def run(code: str, *arguments: str) -> str:
         script = tmp_path_factory.mktemp("script") / "script.py"
         script.write_text(f"import sys\nsys.path[0] = {str(SUPPORT)!r}\nfrom comfy_inproc import *\n{code}\n")
-        return run_host(comfy_host, [str(script), *arguments], TINY_MODELS=str(tiny_models[0]))
+        given = {"TINY_MODELS": str(tiny_models[0]), "GGUF_PACK": os.environ.get("PASCAL_ATTN_GGUF", "")}
+        return run_host(comfy_host, [str(script), *arguments], **given)
 
     return run
 

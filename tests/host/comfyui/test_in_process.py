@@ -26,8 +26,11 @@ FILES = {
     "ffn": (SDPA,),
     "int8": (SDPA,),
     "int8_lora": (SDPA,),
+    "eight_bit": (SUB_QUADRATIC,),
     "kitchen": (SDPA,),
+    "gguf_node": (SDPA,),
     "second": (SDPA,),
+    "whole": (SUB_QUADRATIC, SDPA),
 }
 CASES = [
     pytest.param(file, argument, name, id=f"{file}-{'sdpa' if argument else 'sub-quadratic'}-{name}")

@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from pascal_attn_core import AttentionConfig, patch_flex_attention
-from pascal_attn_core.diffusers import patch_pipeline
+from pascal_attn_core.diffusers import patch_attention
 from tools.families import NotInThisVersion, families
 from tools.families.family import Family
 from tools.families.proof import exact, outputs, replaced
@@ -68,7 +68,7 @@ class _Matrices(TorchDispatchMode):
 
 
 def _gradients(family: Family, model: nn.Module) -> dict[str, Tensor]:
-    """Of the sum of the squares of what the model returns, by the names of its parameters."""
+    """Return the gradients of the sum of the squares of what the model returns, by the names of its parameters."""
     model.zero_grad()
     torch.manual_seed(0)
     out = model(**family.arguments())
@@ -90,7 +90,7 @@ def test_outputs_and_gradients_without_a_score_matrix(name: str) -> None:
         model = family.build().requires_grad_()
     except NotInThisVersion:
         pytest.skip(f"this version of diffusers has no {name}")
-    with patch_pipeline(model, config=TILES), torch.random.fork_rng(devices=[]):
+    with patch_attention(model, config=TILES), torch.random.fork_rng(devices=[]):
         with patch_flex_attention(), _Matrices() as made:  # for the masks that a model makes itself
             out, ours = outputs(family, model), _gradients(family, model)
         with replaced(exact), _Matrices() as dense:

@@ -1,9 +1,12 @@
-"""``patch_gguf`` on models that diffusers has loaded from GGUF files, beside what peft and accelerate do to them."""
+"""``patch_gguf`` and ``patch_linear_int8`` on models that diffusers has loaded from GGUF files, beside what peft and
+accelerate do to them."""
 
 from __future__ import annotations
 
 import copy
+import gc
 import pickle
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +26,11 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from pascal_attn_core import patch_gguf
+from pascal_attn_core.gguf import int8 as ways
 from pascal_attn_core.gguf import matrix as matrices
 from pascal_attn_core.gguf_blocks import FORMATS, expand
+from pascal_attn_core.int8 import patch_linear_int8
+from pascal_attn_core.machine.runtime import runtime_of
 from pascal_attn_core.observe.memory import measure
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -107,7 +113,7 @@ def test_a_layer_of_each_format_is_the_hosts(name: str, dtype: torch.dtype, monk
         assert torch.equal(module(x), expected)
         assert [state[1:] for state in patch.report().states] == [("on", name)]
         monkeypatch.setattr(matrices, "slice_weights", lambda _: 5000)
-        torch.testing.assert_close(module(x), expected)
+        torch.testing.assert_close(module(x), expected, rtol=1e-4, atol=1e-4)
         with torch.autocast("cpu", torch.bfloat16):
             out = module(x)
     with torch.autocast("cpu", torch.bfloat16):
@@ -184,7 +190,7 @@ def test_beside_the_hooks_of_offloading(tmp_path: Path, slices: None, kind: str,
 
 
 def test_a_compiled_model_is_the_same(slices: None) -> None:
-    module, x = layer("Q5_K"), torch.randn(3, 512)
+    module, x = layer("Q8_0", 8), torch.randn(3, 512)
     with patch_gguf(module):
         compiled = torch.compile(module, backend="eager")
         torch.testing.assert_close(compiled(x), module(x))
@@ -241,3 +247,130 @@ def test_a_weight_that_was_replaced_is_the_hosts() -> None:
     with patch_gguf(module):
         module.weight = nn.Parameter(torch.randn(64, 512))
         assert torch.equal(module(x), nn.functional.linear(x, module.weight, module.bias))
+
+
+# ---- inputs in 8 bits ------------------------------------------------------------------------------------------------
+
+IN_8_BITS = [name for name in FORMATS if not ways.why_not(name, 512)]
+
+
+def relative(out: Tensor, exact: Tensor) -> float:
+    return ((out.double() - exact.double()).norm() / exact.double().norm()).item()
+
+
+@pytest.mark.parametrize("name", IN_8_BITS)
+def test_int8_takes_layers_of_each_format(name: str) -> None:
+    module, x = layer(name), torch.randn(2, 65, 512)
+    x[..., ::64] *= 50  # eight channels
+    parameter, before = module.weight, module(x)
+    exact = nn.functional.linear(x, expand(parameter.as_tensor().view(-1, FORMATS[name].bytes), name).view(64, 512))
+    with patch_linear_int8(module, include=GGUFLinear) as patch:
+        out = module(x)
+        (line,) = patch.report().lines
+        assert (line.state, line.format, line.way, line.shape) == ("int8", name, "int_mm", (64, 512))
+        assert line.float_bytes == line.int8_bytes == parameter.numel()
+        assert line.error == pytest.approx(relative(out - module.bias, exact), rel=0.3)
+        assert 0.002 < line.error < 0.015
+        assert module.weight is parameter
+        assert torch.equal(module(x), out)  # the call that is measured is computed in the same way
+    assert torch.equal(module(x), before)
+    assert "forward_native" not in vars(module)
+
+
+@pytest.mark.parametrize("name", ["Q8_0", "Q4_0"])
+def test_int8_on_a_whole_model_from_a_file(name: str, tmp_path: Path, slices: None) -> None:
+    model = flux(tmp_path, name)
+    parts, before = dict(model.named_parameters()), call(model)
+    with patch_linear_int8(model) as patch:
+        assert 0 < relative(call(model), before) < 0.01
+        report = patch.report()
+        assert report.count("int8") == report.able > 10
+        assert all(value is parts[key] for key, value in model.named_parameters())
+        assert "GGUF weights 0.1 MiB, as the file has them" in report.sentence()
+        assert f"{name}, " in report.text()
+    assert torch.equal(call(model), before)
+
+
+def test_int8_leaves_what_it_cannot_take_and_what_errs_too_much() -> None:
+    model = nn.ModuleDict({name: layer(name) for name in ("BF16", "Q2_K", "Q8_0")})
+    x = torch.randn(9, 512)
+    expected = model["Q8_0"](x)
+    with patch_linear_int8(model, include=GGUFLinear, max_error=0.001) as patch:
+        assert torch.equal(model["Q8_0"](x), expected)
+        with pytest.raises(ValueError, match="its product has been replaced already"):
+            patch_gguf(model["Q8_0"])
+    whys = {line.name: (line.state, line.why) for line in patch.report().lines}
+    assert whys["Q8_0"][0] == "float"
+    assert "is above 0.10%" in whys["Q8_0"][1]
+    assert whys["BF16"] == ("cannot be", "its format BF16 holds no whole numbers")
+    assert "Q2_K has a minimum for every 16 weights" in whys["Q2_K"][1]
+    with patch_gguf(model), pytest.raises(ValueError, match="its product has been replaced already"):
+        patch_linear_int8(model, include=GGUFLinear)
+
+
+def test_int8_is_checked_again_and_goes_back_to_float(caplog: pytest.LogCaptureFixture) -> None:
+    module, x = layer("Q4_K"), torch.randn(9, 512)
+    with patch_linear_int8(module, include=GGUFLinear, max_error=0.008) as patch:
+        module(x)
+        outliers = x * torch.where(torch.arange(512) % 64 == 0, 50.0, 1.0)
+        exact = matrices.linear(outliers, *_operands(module, x))
+        assert torch.equal(module(outliers), exact)
+        assert "above 0.80%" in caplog.text
+        assert [line.state for line in patch.report().lines] == ["float"]
+
+
+def _operands(module: nn.Module, x: Tensor) -> Any:
+    from pascal_attn_core.gguf.hosts import HOSTS
+
+    return HOSTS[0].operands(module, x)
+
+
+def test_int8_is_calibrated() -> None:
+    model, x = nn.Sequential(layer("Q8_0"), layer("Q4_0", 64, 64)), torch.randn(9, 512)
+    expected = model(x)
+    patch = patch_linear_int8(model, include=GGUFLinear, calibrate=lambda m: [m(x), m(x * 2)])
+    assert [line.state for line in patch.report().lines] == ["int8", "int8"]
+    assert 0 < relative(model(x), expected) < 0.02
+    patch.remove()
+
+
+def test_int8_holds_no_expanded_weight_and_no_module(monkeypatch: pytest.MonkeyPatch) -> None:
+    module, x = layer("Q4_K", 1024, 1024), torch.randn(4, 1024)
+    monkeypatch.setattr(matrices, "slice_weights", lambda _: 1 << 16)
+    patch = patch_linear_int8(module, include=GGUFLinear)
+    for _ in range(2):  # measured, and not
+        assert measure(module, x).extra_bytes < 4 * 1024 * 1024 / 2
+    gone = weakref.ref(module)
+    patch.remove()
+    del module, patch
+    gc.collect()
+    assert gone() is None
+
+
+def test_int8_beside_an_adapter_that_is_trained(tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft", reason="peft is not installed")
+    model = flux(tmp_path)
+    torch.manual_seed(1)
+    model.add_adapter(peft.LoraConfig(r=4, init_lora_weights=False, target_modules=["to_q", "proj_mlp"]))
+    trained = [parameter for name, parameter in model.named_parameters() if "lora_" in name]
+    expected = [call(model), *torch.autograd.grad(call(model).square().sum(), trained)]
+    with patch_linear_int8(model) as patch:
+        assert {line.state for line in patch.report().lines if "base_layer" in line.name} == {"waiting"}
+        for found, right in zip([call(model), *torch.autograd.grad(call(model).square().sum(), trained)], expected):
+            assert 0 < relative(found, right) < 0.05
+        assert {line.state for line in patch.report().lines if "base_layer" in line.name} == {"int8"}
+
+
+def test_int8_takes_the_faster_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    module, x = layer("Q4_K"), torch.randn(300, 512)
+    runtime = runtime_of(torch.device("cpu"))
+    for milliseconds, way in (([2.0, 1.0], "float"), ([1.0, 2.0], "int_mm")):
+        timings = ways.GgufTimings(runtime, clock=lambda *_, m=milliseconds: m, folder=lambda: None, is_on=True)
+        monkeypatch.setitem(runtime._parts, ways.GgufTimings, timings)
+        with patch_linear_int8(module, include=GGUFLinear) as patch:
+            module(x)
+            (line,) = patch.report().lines
+            assert line.way == way
+            assert ("int_mm took 2.00 times as long as float" in line.why_way) == (way == "float")
+            assert (line.error < 1e-3) == (way == "float")
+        assert [kind.rows for kind in timings.known] == [256]

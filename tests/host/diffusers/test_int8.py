@@ -10,13 +10,17 @@ import pytest
 pytest.importorskip("diffusers", reason="diffusers is not installed")
 
 import torch
+from attn_support.randomness import some
 from attn_support.tiny_pipelines import SOME
 from torch import Tensor, nn
 
 from pascal_attn_core import patch_attention_int8, patch_ffn, patch_linear_int8
 from pascal_attn_core.diffusers import PascalAttnProcessor
 from pascal_attn_core.int8 import Int8Weight
-from tools import int8_table
+from pascal_attn_core.int8.attention import find_attention
+from pascal_attn_core.int8.stored import FLOATS_8
+from pascal_attn_core.patching.forward import ReplacedForward
+from tools import int8_files_table, int8_table
 from tools.families.proof import outputs
 
 CPU = torch.device("cpu")
@@ -78,21 +82,42 @@ def test_every_attention_layer_of_a_family_and_back(name: str, tiny: Any) -> Non
     assert torch.equal(outputs(family, model), expected)
 
 
-def test_lora_and_both_patches_at_once(unet: nn.Module) -> None:
+@pytest.mark.parametrize(("name", "layers"), [("SDXL UNet", 24), ("Flux", 4), ("Wan", 6)])
+@torch.no_grad()
+def test_lora_hooks_limits_and_both_patches_at_once(name: str, layers: int) -> None:
+    """Hooks of accelerate are there first and removed meanwhile, or put over the patch; both leave it in place."""
     peft = pytest.importorskip("peft", reason="peft is not installed")
+    hooks = pytest.importorskip("accelerate.hooks", reason="accelerate is not installed")
     torch.manual_seed(1)
-    unet.add_adapter(peft.LoraConfig(**LORA))
-    unet.eval()
-    expected = run(unet)
-    with patch_attention_int8(unet) as attention, patch_linear_int8(unet) as linear:
-        out = run(unet)
-        assert attention.report().count("int8") == len(attention.report().lines) == 24
-        assert linear.report().count("int8") > 100
+    model, call = int8_table.MODELS[name]()
+    model.add_adapter(peft.LoraConfig(**LORA))
+    model.eval().requires_grad_(False)
+    expected = call(model, torch.float32)
+    found = [module for _, module in find_attention(model)]
+    for module in found[::2]:
+        hooks.add_hook_to_module(module, hooks.ModelHook())
+    with patch_attention_int8(model) as attention, patch_linear_int8(model) as linear:
+        first = call(model, torch.float32)
+        for number, module in enumerate(found):
+            (hooks.add_hook_to_module if number % 2 else hooks.remove_hook_from_module)(
+                module, *[hooks.ModelHook()] * (number % 2)
+            )
+        out = call(model, torch.float32)
+        assert attention.report().count("int8") == len(attention.report().lines) == layers
+        assert {line.calls for line in attention.report().lines} == {2}
+        assert linear.report().count("int8") > 4 * layers
     assert 0 < difference(out, expected) < 0.02
-    assert torch.equal(run(unet), expected)
+    assert 0 < difference(first, expected) < 0.02
+    for module in found[1::2]:
+        hooks.remove_hook_from_module(module)
+    assert torch.equal(call(model, torch.float32), expected)
+    assert not any(isinstance(vars(module).get("forward"), ReplacedForward) for module in found)
+    with patch_attention_int8(model, max_error=0) as attention:
+        torch.testing.assert_close(call(model, torch.float32), expected, rtol=1e-4, atol=1e-4)
+        assert attention.report().count("float") == layers
 
 
-@pytest.mark.parametrize("name", list(int8_table.MODELS))
+@pytest.mark.parametrize("name", some(int8_table.MODELS, 2))
 def test_whole_models_err_no_more_than_in_bfloat16(name: str) -> None:
     with torch.no_grad():
         errors, report = int8_table.errors_of(name, seed=0)
@@ -102,6 +127,30 @@ def test_whole_models_err_no_more_than_in_bfloat16(name: str) -> None:
     assert errors["float32"] < 1e-5 < errors["int8 attention"] < errors["bfloat16"]
     assert report.median_error is not None
     assert report.median_error < 0.01
+
+
+@pytest.mark.parametrize(("model", "file"), [("Flux", "Q4_K"), ("Z-Image", "float8_e4m3fn")])
+def test_whole_models_from_a_file_err_less_than_in_bfloat16_and_layers_with_outliers_by_1_5_percent_at_most(
+    model: str, file: str
+) -> None:
+    pytest.importorskip("gguf", reason="gguf is not installed")
+    pytest.importorskip("accelerate", reason="diffusers loads GGUF files with accelerate")
+    with torch.no_grad():
+        errors, *reports = int8_files_table.errors_of(model, file)
+    assert 1e-4 < errors["8 bits"] < errors["bfloat16"]
+    assert errors["the file itself"] < 0.1
+    for report in reports:
+        assert len([line for line in report.of("int8") if line.format == file]) > 20
+        assert report.worst is not None
+        assert 0.004 < report.worst.error < 0.015
+
+
+def test_the_blocks_of_the_table_are_near_their_weights() -> None:
+    gguf = pytest.importorskip("gguf", reason="gguf is not installed")
+    weights = torch.randn(8, 256)
+    blocks = int8_files_table.q4_k(weights).numpy()
+    expanded = gguf.quants.dequantize(blocks, gguf.GGMLQuantizationType.Q4_K)
+    assert difference(torch.from_numpy(expanded), weights) < 0.1
 
 
 @pytest.mark.parametrize("when", ["before", "after"])
@@ -185,8 +234,7 @@ def test_with_our_attention_and_chunked_feed_forward(unet: nn.Module) -> None:
     assert patch.report().count("int8") > 0
 
 
-@pytest.mark.parametrize("offload", ["leaf_level", "block_level"])
-@pytest.mark.parametrize("is_first", [False, True])
+@pytest.mark.parametrize(("offload", "is_first"), [("leaf_level", False), ("block_level", True)])
 def test_group_offload_moves_the_integers(unet: nn.Module, offload: str, is_first: bool) -> None:
     hooks = pytest.importorskip("diffusers.hooks.group_offloading", reason="this diffusers has no group offloading")
     blocks = {"num_blocks_per_group": 1} if offload == "block_level" else {}
@@ -200,6 +248,27 @@ def test_group_offload_moves_the_integers(unet: nn.Module, offload: str, is_firs
     assert patch.report().count("int8") > 100
     assert torch.equal(run(unet), out)
     assert 0 < difference(out, expected) < 0.02
+
+
+@pytest.mark.parametrize("is_first", [False, True])
+@pytest.mark.parametrize("dtype", FLOATS_8, ids=str)
+def test_weights_that_are_cast_for_each_call_are_taken(unet: nn.Module, dtype: torch.dtype, is_first: bool) -> None:
+    patch = patch_linear_int8(unet) if is_first else None
+    if is_first:
+        run(unet)
+    unet.enable_layerwise_casting(storage_dtype=dtype, compute_dtype=torch.float32)
+    patch = patch or patch_linear_int8(unet)
+    out = run(unet)
+    assert patch.report().count("int8") > 100
+    formats = {line.format for line in patch.report().of("int8")}
+    assert formats == {"float32" if is_first else str(dtype).removeprefix("torch.")}
+    assert torch.equal(run(unet), out)
+    patch.remove()
+    assert {type(each) for each in unet.parameters()} == {nn.Parameter}
+    expected = run(unet)
+    assert unet.mid_block.attentions[0].transformer_blocks[0].attn1.to_q.weight.dtype == dtype
+    # Rounded to 8-bit floats now, weights that were rounded to integers before are other numbers.
+    assert 0 < difference(out, expected) < (0.2 if is_first else 0.02)
 
 
 def test_sequential_offload_brings_the_float_weights_back_and_the_report_says_so(unet: nn.Module) -> None:

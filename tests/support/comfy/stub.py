@@ -1,4 +1,4 @@
-"""What the pack's engine asks of ComfyUI, answered without it."""
+"""This module has what the pack's engine asks of ComfyUI, answered without it."""
 
 from __future__ import annotations
 
@@ -71,10 +71,11 @@ class Patcher:
     def __init__(self, network: nn.Module, patches: dict[str, Any] | None = None) -> None:
         self.model, self.object_patches = network, dict(patches or {})
         self.callbacks: dict[str, dict[str, list]] = {}
+        self.model_options: dict[str, Any] = {"transformer_options": {}}
 
     @classmethod
     def around(cls, network: nn.Module) -> Patcher:
-        """Of a diffusion model, which has its network inside."""
+        """This class stands for a diffusion model, which has its network inside."""
         return cls(nn.ModuleDict({"diffusion_model": network}))
 
     def add_object_patch(self, name: str, value: Any) -> None:

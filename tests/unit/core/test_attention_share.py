@@ -31,5 +31,6 @@ def test_attention_linear_layers_and_convolutions_are_told_apart() -> None:
 
 def test_the_gain_is_amdahls() -> None:
     assert Step(2, 1, 1).share == 0.5
-    assert Step(3, 0, 0).gain == pytest.approx(1.5)
-    assert Step(2, 1, 1).gain == pytest.approx(1.2)
+    assert Step(3, 0, 0).gain() == pytest.approx(1.5)
+    assert Step(2, 1, 1).gain() == pytest.approx(1.2)
+    assert Step(2, 1, 1).gain(2, 4) == pytest.approx(4 / 2.25)

@@ -1,4 +1,4 @@
-"""What a host adds to modules is recognised by what its package has registered, and by nothing in the core."""
+"""A host's additions to modules are recognised by what its package has registered, and by nothing in the core."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ import torch
 from attn_support.ffn_zoo import Ffn
 from torch import nn
 
-from pascal_attn_core.ffn import hosts, patch_ffn
+from pascal_attn_core.ffn import forward, patch_ffn
+from pascal_attn_core.patching import hosts
 
-FFN = Path(hosts.__file__).parent
+FILES = [file for module in (forward, hosts) for file in Path(module.__file__).parent.glob("*.py")]
 
 
 @pytest.fixture(autouse=True)
@@ -77,7 +78,7 @@ def test_other_things_are_refused() -> None:
 
 
 def test_no_attribute_of_a_host_is_named() -> None:
-    for file in FFN.glob("*.py"):
+    for file in FILES:
         nodes = list(ast.walk(ast.parse(file.read_text(encoding="utf-8"))))
         names = {node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)}
         names |= {node.attr for node in nodes if isinstance(node, ast.Attribute)}

@@ -13,7 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from pascal_attn_core import patch_attention_int8, patch_linear_int8
+from pascal_attn_core import patch_attention_int8, patch_linear_int8, sdpa
+from pascal_attn_core.int8 import attention
 from pascal_attn_core.int8.attention import attention_error
 
 WIDTH, HEADS = 128, 2
@@ -23,11 +24,12 @@ class SelfAttention(nn.Module):
     def __init__(self, sharpness: float = 1.0):
         super().__init__()
         self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
-        self.sharpness, self.mask = sharpness, None
+        self.sharpness, self.mask, self.is_causal = sharpness, None, False
 
     def forward(self, x: Tensor) -> Tensor:
         query, key, value = self.qkv(x).unflatten(-1, (3, HEADS, -1)).movedim(-3, 0).transpose(-2, -3)
-        out = F.scaled_dot_product_attention(query * self.sharpness, key * self.sharpness, value, self.mask)
+        query, key = query * self.sharpness, key * self.sharpness
+        out = F.scaled_dot_product_attention(query, key, value, self.mask, 0.0, self.is_causal)
         return self.out(out.transpose(-2, -3).flatten(-2))
 
 
@@ -186,6 +188,57 @@ def test_a_layer_whose_inputs_change_goes_back_with_a_warning(
     assert caplog.records[0].getMessage().startswith("0.attn1: its error was")
 
 
+def test_a_late_step_with_the_outliers_is_seen(model: nn.Module, x: Tensor) -> None:
+    with patch_attention_int8(model, include="0.attn1", max_error=0.01) as patch:
+        for step in range(1, 9):
+            model(x * 4 if step == 8 else x)
+            assert patch.report().lines[0].state == ("float" if step == 8 else "int8")
+
+
+def test_each_call_is_computed_once_and_a_check_computes_some_rows(
+    model: nn.Module, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also a causal one that ends in float."""
+    counted: list[int] = []
+
+    def counting(*args: Tensor, **given: Tensor) -> Tensor:
+        counted.append(given["query"].shape[-2])
+        return sdpa(*args, **given)
+
+    monkeypatch.setattr(attention, "sdpa", counting)
+    layer, x = model[0].attn1, torch.randn(1, 700, WIDTH)
+    layer.is_causal = True
+    with patch_attention_int8(model, include="0.attn1", max_error=0):
+        layer(x)
+    checked, whole = counted
+    assert checked <= 512 < whole == 700
+    counted.clear()
+    with patch_attention_int8(model, include="0.attn1") as patch:
+        for _ in range(3):
+            layer(x)
+        assert patch.report().count("int8") == 1
+    assert [rows <= most for rows, most in zip(counted, (512, 128, 128), strict=True)] == [True] * 3
+
+
+def _times(in_float: float, in_int8: float) -> Callable:
+    def timed(site: attention.AttentionSite, given: dict[str, Tensor]) -> None:
+        site.times = attention.Times(in_float, in_int8)
+
+    return timed
+
+
+@pytest.mark.parametrize("calibrates", [False, True])
+def test_a_layer_that_is_slower_in_8_bits_stays_exact(
+    calibrates: bool, model: nn.Module, x: Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(attention.AttentionSite, "_time", _times(1.0, 1.5))
+    expected = model(x)
+    with patch_attention_int8(model, calibrate=(lambda model: model(x)) if calibrates else None) as patch:
+        torch.testing.assert_close(model(x), expected)
+        assert {line.why for line in patch.report().lines[:3]} == {"8 bits take 1.50 ms, the exact route 1.00 ms"}
+        assert patch.report().count("float") == 4
+
+
 def test_copies_follow_the_patch_and_linear_layers_may_be_in_8_bits_too(model: nn.Module, x: Tensor) -> None:
     expected = model(x)
     with patch_attention_int8(model) as attention, patch_linear_int8(model, include=nn.Linear, max_error=1) as linear:
@@ -213,21 +266,27 @@ def _every_third(rounded: Tensor, given: dict[str, Tensor]) -> Tensor:
     return wrong
 
 
+def _smaller_branch(rounded: Tensor, given: dict[str, Tensor]) -> Tensor:
+    return rounded * torch.tensor([1.0, 1.1])[:, None, None, None]
+
+
 @pytest.mark.parametrize(
     ("change", "whole", "worst"),
-    [(_one_row, 0.0, 2.0), (_every_third, 0.1 / 3**0.5, 0.1)],
-    ids=["one row", "every third"],
+    [(_one_row, 0.0, 2.0), (_every_third, 0.1 / 3**0.5, 0.1), (_smaller_branch, 0.1, 0.1)],
+    ids=["one row", "every third", "smaller branch"],
 )
 @pytest.mark.parametrize("is_causal", [False, True])
-def test_the_sample_sees_rows_of_large_norm_and_every_period(
+def test_the_sample_sees_rows_of_large_norm_every_period_and_each_branch(
     change: Callable, whole: float, worst: float, is_causal: bool
 ) -> None:
     torch.manual_seed(0)
-    query, key, value = torch.randn(1, 2, 3000, 16), torch.randn(1, 2, 50, 16), torch.randn(1, 2, 50, 16)
-    query[0, 1, 1234] *= 5
+    query, key, value = torch.randn(2, 8, 3000, 16), torch.randn(2, 8, 50, 16), torch.randn(2, 8, 50, 16)
+    query[0, 1, 1234] *= 2.5
+    query[:, 0] *= 100
+    value[1] /= 100
     given = {"query": query, "key": key, "value": value, "is_causal": is_causal}
     exact = F.scaled_dot_product_attention(query, key, value, is_causal=is_causal)
-    found = attention_error(given, change(exact, given), 3)
+    found = attention_error(given, change(exact, given), 3, 512)
     assert found[1] == pytest.approx(worst, rel=1e-3)
     assert found[0] == pytest.approx(whole, rel=0.15) or (whole == 0 and 0 < found[0] < 0.1)
-    assert attention_error(given, exact * float("nan"), 3) == (float("inf"), float("inf"))
+    assert attention_error(given, exact * float("nan"), 3, 512) == (float("inf"), float("inf"))

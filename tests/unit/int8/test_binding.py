@@ -152,8 +152,8 @@ def test_in_inference_mode_as_hosts_run() -> None:
 class Kept(Source):
     """A host that has something else beside or instead of the parameter, or fails."""
 
-    def __init__(self, error: Exception | None = None, **fields: Any):
-        self.error, self.fields = error, fields
+    def __init__(self, error: Exception | None = None, lora: LowRank | None = None, **fields: Any):
+        self.error, self.lora, self.fields = error, lora, fields
 
     def read(self, module: nn.Module, device: torch.device) -> FloatWeight:
         if self.error:

@@ -623,7 +623,7 @@ def test_the_report_says_what_it_costs(model: Model, x: Tensor) -> None:
     assert report.sentence().startswith("8 of 8 linear layers in int8, not exact: relative error per layer 0.")
     assert "the float ones in host memory" in report.sentence()
     text = report.text()
-    assert "blocks.0.ff.0 (Linear): int8: 64 -> 256, error 0." in text
+    assert "blocks.0.ff.0 (Linear): int8: 64 -> 256, float32, 0.06 -> 0.02 MiB, error 0." in text
     assert "computed by torch._int_mm" in text
     assert report.worst is not None
     assert report.median_error is not None

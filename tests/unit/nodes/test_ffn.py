@@ -14,8 +14,8 @@ from attn_support.comfy.stub import Patcher, StubHost, node_module, stub_host  #
 from torch import Tensor, nn
 
 from pascal_attn_core.ffn.binding import FfnBinding
-from pascal_attn_core.ffn.hosts import CastingLayers, register
 from pascal_attn_core.ffn.plan import Settings, Site, make_plan
+from pascal_attn_core.patching.hosts import CastingLayers, register
 
 WIDTH, TOKENS = 16, 96
 register(CastingLayers("fetches_weights"))

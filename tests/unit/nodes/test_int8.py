@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import importlib
 import weakref
@@ -9,8 +10,9 @@ from typing import Any
 
 import pytest
 import torch
-from attn_support.comfy.stub import Patcher, StubHost, node_module, stub_host  # noqa: F401
-from torch import nn
+import torch.nn.functional as F
+from attn_support.comfy.stub import Patcher, StubHost, make_engine, node_module, stub_host  # noqa: F401
+from torch import Tensor, nn
 
 from pascal_attn_core.int8.report import Int8ReportLine
 
@@ -100,10 +102,6 @@ def test_what_a_user_must_not_miss() -> None:
     assert int8.warnings_of(report(), chosen=chosen) == [
         "no linear layer runs in int8: none is left by include img_mpl, *.ff.*, exclude txt_mlp"
     ]
-    needs = "int8 needs float weights: set weight_dtype to default in Load Diffusion Model, or load a bfloat16 or"
-    for why in ("its weight is float8_e4m3fn", "its weight is uint8 in a GGMLTensor"):
-        (sentence,) = int8.warnings_of(report({"state": "cannot be", "why": why}))
-        assert sentence == f"no linear layer runs in int8: {why}; {needs} float16 file"
     waiting = {"state": "waiting", "why": ""}  # as in training, where the weight of each call is another one
     assert int8.warnings_of(report(waiting)) == ["no linear layer runs in int8: none was measured"]
     slow = {"float_ms": 1.0, "int8_ms": 1.2}
@@ -113,7 +111,7 @@ def test_what_a_user_must_not_miss() -> None:
 
 
 def test_the_line_on_the_node_before_a_run() -> None:
-    status = node_module("int8_linear").status
+    status = int8.status
     left, cannot = {"state": "left"}, {"state": "cannot be"}
     text = status(report({"state": "waiting"}, {}, left, left, cannot), "Flux", "error at most 5.0%")
     assert text == "2 linear layers of Flux for int8, error at most 5.0%; 2 left, 1 cannot be"
@@ -128,8 +126,7 @@ def layers(monkeypatch: pytest.MonkeyPatch, stub_host: StubHost) -> tuple[Any, P
     monkeypatch.setattr(int8, "LoadedWeight", lambda patcher, name, module: source())
     model = network()
     patcher = Patcher.around(model)
-    binding = int8.binding_for(model, (0.05, (), (), "host"))
-    found = int8.Int8Layers(binding, "Model", "settings", "1", int8.Files(patcher, "auto"))
+    found = int8.Int8Layers(patcher, int8.Settings(0.05, "", "", "host", "auto"), "1")
 
     def call() -> None:
         x = torch.randn(32, 64, generator=torch.Generator().manual_seed(1))
@@ -150,16 +147,129 @@ def test_the_record_says_what_one_run_did(layers: Any, stub_host: StubHost) -> N
             call()
         injection.after_run(patcher)
         run = runs.remembered()[-1]
-        assert (run.part, run.finished, run.settings) == ("int8", True, "settings")
+        assert (run.part, run.finished, run.settings) == ("int8", True, "error at most 5.0%, weights host")
         assert run.gains[0].startswith("22 of 22 linear layers in int8, not exact: relative error per layer")
-        assert sum("64 -> 64, error" in note for note in run.notes) == 22
-        assert stub_host.said[-1] == f"Model: {run.gains[0]}"
+        assert sum("64 -> 64, float32, 0.02 -> 0.00 MiB, error" in note for note in run.notes) == 22
+        assert stub_host.said[-1] == f"ModuleDict: {run.gains[0]}"
         report_now = injection.binding.report(patcher.model.diffusion_model)
         assert {line.calls for line in report_now.of("int8")} == {calls}
     injection.after_run(patcher)
     assert len(runs.remembered()) == 2
     injection.eject(patcher)
     assert all(type(p) is nn.Parameter for p in patcher.model.parameters())
+
+
+# ---- attention -------------------------------------------------------------------------------------------------------
+
+ATTENTION, OVERRIDE = node_module("patches.int8_attention"), node_module("patches.override")
+
+
+def host_attention(*tensors: Tensor, heads: int = 2, mask: Tensor | None = None, **_: Any) -> Tensor:
+    """As ComfyUI's: ``[B, N, H*D]`` in and out."""
+    query, key, value = (t.unflatten(-1, (heads, -1)).transpose(1, 2) for t in tensors)
+    return F.scaled_dot_product_attention(query, key, value, mask).transpose(1, 2).flatten(2)
+
+
+def call_of(override: Any, *tensors: Tensor, index: int = 3, **more: Any) -> Tensor:
+    options = {"block_type": "double", "block_index": index}
+    return override(host_attention, *tensors, heads=2, transformer_options=options, **more)
+
+
+@torch.no_grad()
+def test_attention_comes_through_the_override_and_what_8_bits_leave_goes_on(stub_host: StubHost) -> None:  # noqa: F811
+    torch.manual_seed(0)
+    layers, before = ATTENTION.AttentionLayers(0.015), []
+    plain = query, key, value = torch.randn(3, 1, 90, 64).unbind()
+    sharp = query * 12, key, value
+
+    def previous(func: Any, *args: Any, **kwargs: Any) -> Tensor:
+        before.append(kwargs.get("mask"))
+        return func(*args, **kwargs)
+
+    override, mask = ATTENTION.make_override(layers, previous), torch.randn(90, 90)
+    exact = host_attention(*plain)
+
+    def model() -> list[Tensor]:
+        return [call_of(override, *plain), call_of(override, *sharp), call_of(override, *plain, index=4, mask=mask)]
+
+    for _ in range(2):
+        first, second, third = layers.around_model(model)
+        assert 0 < (first - exact).norm() / exact.norm() < 0.015
+        assert torch.equal(second, host_attention(*sharp)), "above the limit: bit for bit the host's"
+        assert torch.equal(third, host_attention(*plain, mask=mask))
+    assert [each is mask for each in before] == [False, True] * 2, "both went on to the override before ours"
+    lines = {line.name: line for line in layers.report().lines}
+    assert {name: line.state for name, line in lines.items()} == {
+        "double 3": "int8",
+        "double 3 (2)": "float",
+        "double 4": "float",
+    }
+    assert lines["double 4"].why == "the int8 mode has no float mask"
+    assert lines["double 3"].calls == 2
+    layers.restart()
+    assert layers.report().lines[0].calls == 0
+    stub_host.interrupt = KeyboardInterrupt()
+    with pytest.raises(KeyboardInterrupt):
+        call_of(override, *plain)
+
+
+def test_the_layers_of_a_clone_are_found_behind_other_nodes_of_ours() -> None:
+    layers = ATTENTION.AttentionLayers(0.02)
+    ours = ATTENTION.make_override(layers, None)
+    behind = OVERRIDE.make_override(make_engine(), node_module("patches.scope").Scope(), ours, runs_first=True)
+    assert ATTENTION.layers_in(ours) is ATTENTION.layers_in(behind) is layers
+    assert ATTENTION.layers_in(functools.wraps(ours)(lambda *args: args)) is None, "a copy of the mark is none"
+    assert ATTENTION.layers_in(None) is None
+    model = network()
+    assert ATTENTION.layers_for(model, 0.02) is ATTENTION.layers_for(model, 0.02)
+    assert ATTENTION.layers_for(model, 0.02) is not ATTENTION.layers_for(model, 0.01)
+
+
+def test_both_kinds_of_layers_are_one_headline_with_seconds_and_errors() -> None:
+    timed = {"float_ms": 3.0, "int8_ms": 1.0, "calls": 600}
+    attention = int8.Int8Report([Int8ReportLine(**{**LINE, **timed, "error": 0.004})], 0.02, "", "attention layers")
+    text = int8.together([report({}, {"error": 0.02}), attention]).sentence()
+    assert text.startswith(
+        "3 of 3 linear and attention layers in int8, not exact: relative error per layer 1.00% (median)"
+    )
+    assert "at most 2.00%; 1.20 s less than in float (one call of each of 1: 3.0 -> 1.0 ms)" in text
+    (sentence,) = int8.warnings_of(int8.Int8Report([], 0.02, "", "attention layers"))
+    assert sentence == "no attention layer runs in int8: none was found"
+
+
+@pytest.mark.parametrize(
+    ("attention", "device", "expected"),
+    [("auto", "cpu", False), ("always", "cpu", True), ("auto", "cuda", True), ("off", "cuda", False)],
+)
+def test_on_a_cpu_attention_is_left_alone_unless_asked_for(
+    attention: str,
+    device: str,
+    expected: bool,
+    stub_host: StubHost,  # noqa: F811
+) -> None:
+    patcher = Patcher.around(network())
+    patcher.load_device = torch.device(device)
+    settings = int8.Settings(0.05, "", "", "host", "off", attention=attention, attention_max_error=0.02)
+    layers = int8.Int8Layers(patcher, settings, "1")
+    assert (layers.attention is not None) == expected
+    assert bool(layers.why_exact) == (attention == "auto" and not expected)
+    assert ("attention in 8 bits with an error of at most 2.0%" in layers.settings) == expected
+
+
+def test_the_older_node_stays_as_it_was_and_says_so() -> None:
+    older, newer = node_module("int8_linear").PascalInt8Linear, node_module("eight_bit").Pascal8Bit
+    assert older.DEPRECATED
+    assert list(older.INPUT_TYPES()["required"]) == [
+        "model",
+        "max_error",
+        "include",
+        "exclude",
+        "weights",
+        "int8_files",
+    ]
+    assert set(older.INPUT_TYPES()["required"]) < set(newer.INPUT_TYPES()["required"])
+    assert newer.DESCRIPTION.startswith("Not exact: the relative error is")
+    assert not getattr(newer, "DEPRECATED", False)
 
 
 def test_without_comfy_kitchen_its_files_are_left_alone() -> None:

@@ -38,7 +38,7 @@ def test_a_new_user_has_nothing_to_set_on_a_patch() -> None:
     assert len(patches) == 4
     for kind in patches:
         shown = [name for name, (_, options) in inputs_of(kind).items() if not options.get("advanced")]
-        assert shown in (["model"], ["vae"], ["clip"]), kind
+        assert shown in (["model", "precision", "clip", "vae"], ["model"], ["vae"], ["clip"]), kind
 
 
 def values(node: dict[str, Any]) -> list[Any]:
@@ -133,15 +133,16 @@ def allows(spec: tuple, value: Any) -> bool:
 def test_each_workflow_patches_the_model_exactly_and_ends_in_a_report(name: str) -> None:
     used = set(ours(prompt_of(name)).values())
     assert {"PascalAttentionPatch", "PascalAttentionReport"} <= used
-    assert "PascalInt8Linear" not in used
+    assert not {"Pascal8Bit", "PascalInt8Linear"} & used
 
 
 def test_one_workflow_has_every_node_that_a_model_of_comfyui_can_use() -> None:
-    """All but the switch for other packs, which changes the process and no model, and what needs a second card."""
-    others = {"PascalFlashAttnFunctions", "PascalSecondCard"}
+    """All but the switch for other packs, which changes the process and no model, what needs a second card, and the
+    older form of a node."""
+    others = {"PascalFlashAttnFunctions", "PascalSecondCard", "PascalInt8Linear"}
     found = {node["type"]: node["mode"] for node in opened("Pascal-SD15-every-node")["nodes"] if node["type"] in NODES}
     assert set(found) == set(NODES) - others
-    assert [kind for kind, mode in found.items() if mode == BYPASSED] == ["PascalInt8Linear"], "it is not exact"
+    assert [kind for kind, mode in found.items() if mode == BYPASSED] == ["Pascal8Bit"], "it is not exact"
 
 
 def note_of(workflow: dict[str, Any]) -> str:

@@ -87,6 +87,7 @@ def test_sageattn_computes_as_the_installation_says() -> None:
         import inspect, torch
         from pascal_attn_core import AttentionConfig, patch_imports, patch_sageattention
         from pascal_attn_core.observe.report import record
+        from torch.nn.functional import scaled_dot_product_attention as torch_sdpa
         query, ends = torch.randn(1, 2, 700, 8), torch.tensor([0, 700])
         with patch_sageattention(AttentionConfig(route="tiled")):
             from sageattention import sageattn, sageattn_varlen
@@ -103,7 +104,9 @@ def test_sageattn_computes_as_the_installation_says() -> None:
             from sageattention import sageattn
             with record() as seen:
                 sageattn(query, query, query)
-            assert seen.routes() == {"fused-int8": 1}, seen.routes()
+                wide = torch.randn(1, 2, 20, 160)
+                assert torch.equal(sageattn(wide, wide, wide), torch_sdpa(wide, wide, wide)), "exact where 8 bits end"
+            assert seen.routes().pop("fused-int8") == 1 == len(seen.routes()) - 1, seen.routes()
         with raises(TypeError, match="config must be an AttentionConfig or None, got 'int8'"):
             patch_sageattention("int8")
     """)

@@ -64,7 +64,7 @@ def near(ours, exact, limit=NEAR):
 
 
 def state_of(model):
-    """Of each parameter: the object, its storage and its values; and what else could be left in a module."""
+    """Return of each parameter the object, its storage and its values; and what else could be left in a module."""
     parameters = {name: (id(p), p.data_ptr(), p.detach().clone()) for name, p in model.model.named_parameters()}
     return parameters, {name: dict(attributes(module)) for name, module in model.model.named_modules()}
 
@@ -156,22 +156,28 @@ def half_precision_weights_are_taken_without_casting_them():
     model = patched(base)
     near(sample(model), stock)
     assert int8_weight(model).dtype == torch.float16
-    assert layer(model).comfy_cast_weights is False
+    assert "forward_comfy_cast_weights" in vars(layer(model))
     unload()
-    assert layer(base).comfy_cast_weights is True
+    assert "forward_comfy_cast_weights" not in vars(layer(base))
     assert torch.equal(sample(base), stock)
 
 
 @check
-def float8_weights_are_left_and_said():
-    base = wan_in(torch.float8_e4m3fn)
-    stock = sample(base)
-    model, text = node(base)
-    assert "its weight is float8_e4m3fn" in text, text
-    assert "set weight_dtype to default in Load Diffusion Model" in text, text
-    with runs() as found:
-        assert torch.equal(sample(model), stock)
-    assert "no linear layer runs in int8: its weight is float8_e4m3fn" in found[0].warnings[0], found[0].warnings
+def float8_weights_are_rounded_to_integers_of_the_same_bytes():
+    for dtype in (torch.float8_e4m3fn, torch.float8_e5m2):
+        base = wan_in(dtype)
+        stock = sample(base)
+        unload()
+        before = state_of(base)
+        model = patched(base)
+        near(sample(model), stock)
+        line = line_of(model)
+        assert line.format == str(dtype).removeprefix("torch."), line
+        assert line.float_bytes == int8_weight(model).matrix.codes.numel(), line
+        unload()
+        same(before, state_of(base))
+        assert torch.equal(sample(base), stock)
+        near(sample(load_lora(model, "lora_wan_t2v")), sample(load_lora(base, "lora_wan_t2v")))
 
 
 @check

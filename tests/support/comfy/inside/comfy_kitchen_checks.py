@@ -1,4 +1,4 @@
-"""Int8 files of ComfyUI under Pascal Int8 Linear, inside the host: see ``comfy_checks``."""
+"""ComfyUI's own quantised files under Pascal Int8 Linear, inside the host: see ``comfy_checks``."""
 
 from __future__ import annotations
 
@@ -11,9 +11,7 @@ import comfy.utils
 import torch
 from comfy_checks import Skip, check, pack, runs, unload
 from comfy_inproc import load_lora, sample, tiny_file
-from comfy_int8_checks import far, near, network, node, patched
-
-LAYOUT = "TensorWiseINT8Layout"
+from comfy_int8_checks import far, int8_weight, is_clean, layer, line_of, near, network, node, patched
 
 
 def kitchen():
@@ -23,27 +21,32 @@ def kitchen():
     return registry
 
 
-def int8_file(convrot=True):
-    """The tiny Wan with the feed-forward layers of its blocks in int8, as a file of ComfyUI's has them."""
+def quantised_file(kind, **options):
+    """The tiny Wan with the feed-forward layers of its blocks in a format of ComfyUI's files."""
     kitchen()
     try:
         from comfy.quant_ops import QUANT_ALGOS
     except ImportError:
         QUANT_ALGOS = {}
-    if "int8_tensorwise" not in QUANT_ALGOS:
-        raise Skip("this host does not load int8 layers")
+    if kind not in QUANT_ALGOS:
+        raise Skip(f"this host does not load {kind}")
     from comfy_kitchen.tensor import QuantizedTensor
 
     weights = comfy.utils.load_torch_file(tiny_file("diffusion_models", "wan_t2v"))
     for name in [name for name in weights if ".ffn." in name and name.endswith(".weight")]:
         quantized = QuantizedTensor.from_float(
-            weights[name].float(), LAYOUT, per_channel=True, convrot=convrot, convrot_groupsize=64
+            weights[name].float(), QUANT_ALGOS[kind]["comfy_tensor_layout"], scale="recalculate", **options
         )
         layer = name.removesuffix(".weight")
         weights[name], weights[f"{layer}.weight_scale"] = quantized._qdata, quantized._params.scale
-        settings = {"format": "int8_tensorwise", "convrot": convrot, "convrot_groupsize": 64}
+        settings = {"format": kind, **options}
         weights[f"{layer}.comfy_quant"] = torch.tensor(list(json.dumps(settings).encode()), dtype=torch.uint8)
-    model = comfy.sd.load_diffusion_model_state_dict(weights)
+    return comfy.sd.load_diffusion_model_state_dict(weights)
+
+
+def int8_file(convrot=True):
+    """Its weights in int8."""
+    model = quantised_file("int8_tensorwise", per_channel=True, convrot=convrot, convrot_groupsize=64)
     assert pack("comfy.comfy_kitchen").int8_layers(network(model)) == 4
     return model
 
@@ -161,6 +164,25 @@ def an_int8_file_runs_here_where_it_was_asked_for_and_on_a_cpu_only_then():
     near(sample(patched(base, int8_files="always")), stock)
     last = patched(patched(base, int8_files="always", include="ffn.0"), int8_files="off", include="ffn.0")
     assert torch.equal(sample(last), stock), "the second node counts"
+
+
+@check
+def scaled_float8_weights_are_rounded_to_integers_of_the_same_bytes():
+    for kind in ("float8_e4m3fn", "float8_e5m2"):
+        base = quantised_file(kind)
+        sizes, stock = (base.model_size(), base.loaded_size()), sample(base)
+        held = layer(base).weight
+        model = patched(base, include="ffn")
+        near(sample(model), stock)
+        line = line_of(model)
+        assert line.format == f"{kind} in a QuantizedTensor", line
+        assert line.float_bytes == int8_weight(model).matrix.codes.numel() + 4, line
+        assert base.model_size() == sizes[0]
+        unload()
+        assert is_clean(base)
+        assert layer(base).weight is held
+        assert torch.equal(sample(base), stock)
+        near(sample(load_lora(model, "lora_wan_t2v")), sample(load_lora(base, "lora_wan_t2v")))
 
 
 @check

@@ -47,7 +47,7 @@ _casting: tuple[CastingLayers, ...] = ()
 
 
 def register(*additions: WeightHooks | CastingLayers) -> None:
-    """Let every FFN patch recognise what a host adds to modules; equal registrations count once.
+    """Let every patch of a `forward` recognise what a host adds to modules; equal registrations count once.
 
     Raises:
         TypeError: one of ``additions`` is neither.

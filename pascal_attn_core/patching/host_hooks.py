@@ -1,8 +1,7 @@
 """How this package recognises the hooks that accelerate and diffusers put on modules (offloading, casting, caches).
 
-Attribute names are the only mark that both leave, so they are listed here. They are registered here and not
-in :mod:`..diffusers`: a model that another program has hooked may be passed to ``patch_ffn`` as well. Neither
-library is imported.
+Attribute names are the only mark that both leave, so they are listed here. They are registered here and not in
+:mod:`..diffusers`: a model that another program has hooked may be patched as well. Neither library is imported.
 """
 
 from __future__ import annotations

@@ -1,0 +1,142 @@
+"""Attention of a ComfyUI model in 8 bits, not exact: the host's override brings each call to the site of its layer."""
+
+from __future__ import annotations
+
+import functools
+import threading
+import weakref
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from ...pascal_attn_core.int8.attention import AttentionSite
+from ...pascal_attn_core.int8.layer import Int8Options, has_numbers, limit_of
+from ...pascal_attn_core.int8.report import Int8Report
+from ...pascal_attn_core.patching.interception import PLAIN
+from ...pascal_attn_core.routes.timing_table import median_times
+from ..comfy import host
+from ..comfy.layout import HostCall, empty_containers
+from ..engine.runs import block_name
+from .override import OVERRIDE, in_containers, pass_to, previous_of
+
+AUTO, ALWAYS, OFF = CHOICES = ("auto", "always", "off")
+KEY = f"{host.KEY}_int8"
+ON_A_CPU = "attention stays exact: on a CPU 8 bits are slow, and for checks only"
+
+
+class _Names(threading.local):
+    """How often each block has called attention in the model call in progress."""
+
+    def __init__(self) -> None:
+        self.seen: Counter[str] = Counter()
+
+
+class AttentionLayers:
+    """The attention layers of one model, known by the block that a call comes from and by its number within the block.
+
+    Args:
+        max_error: as of :func:`.patch_attention_int8`.
+    """
+
+    def __init__(self, max_error: float):
+        self.options = Int8Options(limit_of(max_error), "", median_times)
+        self._sites: dict[str, AttentionSite] = {}
+        self._names = _Names()
+
+    def restart(self) -> None:
+        """A run begins: calls and checks are counted from here on."""
+        for site in self._sites.values():
+            site.watch.restart()
+
+    def report(self) -> Int8Report:
+        """The state of each layer in this run."""
+        lines = [site.line() for site in self._sites.values()]
+        return Int8Report(lines, self.options.max_error, "", "attention layers")
+
+    def around_model(self, executor: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """For ``add_wrapper_with_key``: a call of the model begins."""
+        self._names.seen.clear()
+        return executor(*args, **kwargs)
+
+    def attend(self, args: tuple, kwargs: dict[str, Any]) -> Any:
+        """A call of the host's attention function in 8 bits, in the host's layout; None = to be computed exactly."""
+        site = self._site(kwargs.get("transformer_options"))
+        try:
+            call = HostCall.of(args, kwargs)
+        except Exception as error:  # an unforeseen call is the host's, whatever is wrong with it
+            site.why = f"reading a call failed with {type(error).__name__}: {error}"
+            return None
+        given = {"query": call.query, "key": call.key, "value": call.value, "attn_mask": call.mask}
+        tensors = [t for t in given.values() if t is not None]
+        if any(type(t) not in PLAIN for t in tensors) or not all(map(has_numbers, tensors[:3])):
+            return None
+        host.throw_if_interrupted()
+        out = site.attend({**given, "scale": call.scale, "enable_gqa": call.enable_gqa})
+        if out is None:
+            return None
+        empty_containers(args, kwargs)
+        return call.returned(out)
+
+    def _site(self, options: dict[str, Any] | None) -> AttentionSite:
+        block, seen = block_name(options) or "call", self._names.seen
+        seen[block] += 1
+        name = block if seen[block] == 1 else f"{block} ({seen[block]})"
+        return self._sites.setdefault(name, AttentionSite(name, "attention", self.options))
+
+
+_known: weakref.WeakKeyDictionary[nn.Module, dict[float, AttentionLayers]] = weakref.WeakKeyDictionary()
+
+
+def layers_for(model: nn.Module, max_error: float) -> AttentionLayers:
+    """The layers of this loaded model: a node that is executed again goes on with what was measured."""
+    known = _known.setdefault(model, {})
+    return known.setdefault(max_error, AttentionLayers(max_error))
+
+
+def layers_in(override: Any) -> AttentionLayers | None:
+    """The layers of the first override of ours in a chain, which other nodes of ours may have continued."""
+    while override is not None:
+        owner, layers, _ = getattr(override, "pascal_int8", (None, None, None))
+        if owner is override:
+            return layers
+        override, after = previous_of(override), override
+        if override is after:
+            return None
+    return None
+
+
+def install(patched: Any, layers: AttentionLayers | None) -> None:
+    """Put our override on a fresh clone, in front of the one it had; one of ours that it had in front goes."""
+    from comfy.patcher_extension import WrappersMP
+
+    options = patched.model_options["transformer_options"] = patched.model_options["transformer_options"].copy()
+    patched.remove_wrappers_with_key(WrappersMP.APPLY_MODEL, KEY)
+    before = options.pop(OVERRIDE, None)
+    owner, _, previous = getattr(before, "pascal_int8", (None, None, None))
+    before = previous if owner is before else before
+    if layers is not None:
+        patched.add_wrapper_with_key(WrappersMP.APPLY_MODEL, KEY, layers.around_model)
+        before = make_override(layers, before)
+    if before is not None:
+        options[OVERRIDE] = before
+
+
+def make_override(layers: AttentionLayers, previous: Callable[..., Any] | None) -> Callable[..., Any]:
+    """``override(func, *args, **kwargs)`` as ComfyUI calls it: in 8 bits, or else exactly, by ``previous`` or by the
+    host's own function. A closure, see :func:`.override.make_override`."""
+
+    def attention_in_8_bits(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        out = None if torch.compiler.is_compiling() else layers.attend(args, kwargs)
+        return pass_to(func, previous, args, kwargs) if out is None else out
+
+    override: Any = attention_in_8_bits
+    override.pascal_int8 = (override, layers, previous)  # itself, since functools.wraps of another pack copies marks
+    # The words of the node by which other nodes' reports name it.
+    override.__module__, override.__qualname__ = f"{__name__.rpartition('.patches.')[0]}.eight_bit", "Pascal8Bit.patch"
+    override.memory_efficient = bool(getattr(previous, "memory_efficient", False))
+    if getattr(previous, "container_function", None) is not None:
+        override.container_function = functools.partial(in_containers, override)
+    return override

@@ -1,0 +1,149 @@
+"""GgufLayer: a linear layer with a GGUF weight under one patch. Its weight stays as it is in the file; what changes is
+the method of its host that multiplies by the expanded weight: it rounds the input to 8 bits, as long as the error is
+within the limit, and multiplies the blocks as they lie."""
+
+from __future__ import annotations
+
+import functools
+import logging
+
+import torch
+from torch import Tensor, nn
+
+from ..checks import is_out_of_memory
+from ..gguf import hosts
+from ..gguf.hosts import Multiplier
+from ..gguf.int8 import product, way_for
+from ..gguf.matrix import GgufMatrix, linear
+from ..machine.own_thread import in_backward
+from .backends import Backend
+from .exchange import Room, Source
+from .find import shape_of
+from .layer import FLOAT, INT8, WAITING, Int8Layer, Int8Options, has_numbers, is_captured
+from .measure import FEW_OUTPUTS, FEW_ROWS, SAMPLE_ROWS, Sample, Times, error_of, sample_of
+
+log = logging.getLogger("pascal_attn")
+
+
+class GgufLayer(Int8Layer):
+    """The state of one layer; its attributes are those of :class:`.layer.Int8Layer`, without a rotation.
+
+    Copies of the module are without it.
+    """
+
+    def __init__(self, name: str, module: nn.Module, options: Int8Options):
+        super().__init__(name, module, options)
+        host = hosts.host_of(module)
+        assert host is not None
+        self.host, self.shape = host, shape_of(module)
+        self.format, self.int8_bytes = hosts.format_of(module, host), self.float_bytes
+        self._is_attached = False
+
+    @property
+    def is_on(self) -> bool:
+        return self.options.enabled and self.state == INT8 and self._is_attached
+
+    @property
+    def was_replaced(self) -> bool:
+        return self._is_attached and self._multiplier is None
+
+    @property
+    def is_offloaded(self) -> bool:
+        return False
+
+    @property
+    def _multiplier(self) -> GgufMultiplier | None:
+        """What the module multiplies with, if that is of this layer."""
+        found = vars(self.module).get(self.host.method) if self.module is not None else None
+        return found if isinstance(found, GgufMultiplier) and found.layer is self else None
+
+    def attach(self, source: Source, room: Room) -> None:
+        module = self.module
+        assert module is not None
+        self.source, self._is_attached = source, True
+        GgufMultiplier(module, self).put_in()
+
+    def detach(self) -> str:
+        multiplier, was_replaced, self._is_attached = self._multiplier, self.was_replaced, False
+        self.source = Source()
+        if multiplier is not None:
+            multiplier.take_out()
+        return f"the product of {self.name} was replaced in the meantime" if was_replaced else ""
+
+    def multiply(self, x: Tensor, weight: GgufMatrix, bias: Tensor | None) -> Tensor:
+        """The product of an input with the weight: in 8 bits, or with the expanded weight."""
+        if self.state != FLOAT and self._is_attached and has_numbers(x) and not in_backward():
+            is_to_check = self.watch.check_now(x.numel() // x.shape[-1]) or self.state == WAITING
+            if is_to_check and not is_captured(x):
+                self._check(x, weight, bias)
+        is_in_8_bits = self.state == INT8 and self._is_attached and has_numbers(x)
+        out, lora = linear(x, weight, bias, *[product] * is_in_8_bits), self.source.lora_on(x.device)
+        return out if lora is None else out + lora(x)
+
+    def _check(self, x: Tensor, weight: GgufMatrix, bias: Tensor | None) -> None:
+        """Measure the error of a call, and decide by it."""
+        try:
+            with self.options.lock, torch.no_grad(), torch.autocast(x.device.type, enabled=False):
+                if self.state == INT8:
+                    self._recheck(x, weight)
+                elif self.state == WAITING:
+                    self.device = x.device
+                    self.backend = Backend(*way_for(x, weight))
+                    self._note({0: gguf_error(sample_of(x, SAMPLE_ROWS, self.watch.calls), weight, self.backend.name)})
+                    if not self.options.gathers:
+                        self.decide()
+                        self._time(x, weight, bias)
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error):
+                raise
+            if self.state == WAITING:
+                self.why = "out of memory while measuring it"
+
+    def decide(self) -> None:
+        if self.state != WAITING or 0 not in self._errors:
+            return
+        error, limit = self._errors[0], self.options.max_error
+        self.state, self.why = INT8, ""
+        if not error <= limit:
+            self.state, self.why = FLOAT, f"its error {error:.2%} is above {limit:.2%}"
+        self.watch.saw(error)
+
+    def _time(self, x: Tensor, weight: GgufMatrix, bias: Tensor | None) -> None:
+        times = self.options.times
+        key = x.shape, x.dtype, x.device, self.shape, self.format
+        if self.state == INT8 and key not in times:
+            attempts = [functools.partial(product, x, weight, bias, way) for way in ("float", self.backend.name)]
+            times[key] = Times(*self.options.clock([*attempts], x.device))
+        self.times = times.get(key)
+
+    def _recheck(self, x: Tensor, weight: GgufMatrix) -> None:
+        """Measure with few rows and outputs, and where the error seems too large, as thoroughly as at first."""
+        limit, seed, way = self.options.max_error, self.watch.calls, way_for(x, weight).name
+        some = torch.randperm(weight.shape[0], generator=torch.Generator().manual_seed(seed))[:FEW_OUTPUTS]
+        error = gguf_error(sample_of(x, FEW_ROWS, seed), weight.at(some), way)
+        if error > limit:
+            error = gguf_error(sample_of(x, SAMPLE_ROWS, seed), weight, way)
+        self.watch.saw(error)
+        if not error <= limit:
+            self.state, self.why = FLOAT, f"its error was {error:.2%} in call {self.watch.calls}, above {limit:.2%}"
+            log.warning("%s: %s", self.name, self.why)
+
+
+class GgufMultiplier(Multiplier):
+    """The multiplier of a layer."""
+
+    __slots__ = ("layer",)
+
+    def __init__(self, module: nn.Module, layer: GgufLayer):
+        super().__init__(module, layer.host, lambda: layer.options.enabled, layer.multiply)
+        self.layer = layer
+
+    def takes(self) -> bool:
+        return self.layer.source.lora is not None or super().takes()
+
+
+def gguf_error(sample: Sample, weight: GgufMatrix, way: str) -> float:
+    """:func:`.measure.error_of` the product of a sample, against the weights that the file has, in float32."""
+    exact = weight._replace(arithmetic=torch.float32, dtype=torch.float32)
+    slices = ((some, exact.rows(some)) for some in exact.slices())
+    return error_of(sample, product(sample.rows, weight, None, way), slices)

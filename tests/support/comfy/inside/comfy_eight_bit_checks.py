@@ -1,0 +1,152 @@
+"""Pascal 8-Bit inside the host, attention above all: see ``comfy_checks``. On a CPU 8-bit attention is computed by the
+operators that define it."""
+
+from __future__ import annotations
+
+import comfy.model_management as host
+import torch
+from comfy_checks import cancel_at, check, pack, raises, run_of, runs, unload
+from comfy_inproc import families, load_lora, load_pack, sample
+from comfy_int8_checks import is_clean, near, network, same, state_of, wan
+
+NODES = load_pack()
+OVERRIDE = "optimized_attention_override"
+OF_LINEAR = {"max_error": 0.05, "include": "", "exclude": "", "weights": "host", "int8_files": "auto"}
+
+
+def patched(model, attention="always", limit=0.02, linear=True):
+    return NODES["Pascal8Bit"]().patch(model, attention, limit, linear, "1", **OF_LINEAR)[0]
+
+
+def attention_patch(model):
+    inputs = ("auto", 0, 0, "attention override", 0, True)
+    return NODES["PascalAttentionPatch"]().patch(model, *inputs)[0]
+
+
+def layers(model):
+    return pack("patches.int8_attention").layers_in(model.model_options["transformer_options"].get(OVERRIDE))
+
+
+def lines(model):
+    return layers(model).report().lines
+
+
+@check
+def defaults_leave_attention_on_a_cpu_to_the_host_and_say_so():
+    base, stock = wan()
+    model, text = NODES["Pascal8Bit"]().patch(base, "auto", 0.02, False, "1", **OF_LINEAR)
+    assert "attention stays exact: on a CPU 8 bits are slow" in text, text
+    run = run_of(lambda: torch.equal(sample(model), stock))
+    assert "attention stays exact" in run.line(), run.line()
+    assert torch.equal(sample(model), stock)
+    near(sample(patched(base, "off")), stock)
+
+
+@check
+def a_limit_that_no_layer_keeps_leaves_the_model_bit_for_bit():
+    base, stock = wan()
+    model = patched(base, limit=1e-6, linear=False)
+    with runs() as found:
+        assert torch.equal(sample(model), stock)
+    assert {line.state for line in lines(model)} == {"float"}
+    assert found[0].warnings[0].startswith("no attention layer runs in int8: its error"), found[0].warnings
+
+
+@check
+def unloaded_everything_is_back_as_it_was():
+    base, stock = wan()
+    unload()
+    before = state_of(base)
+    model = patched(base)
+    near(sample(model), stock)
+    unload()
+    same(before, state_of(base))
+    assert torch.equal(sample(base), stock)
+    assert OVERRIDE not in base.model_options["transformer_options"]
+
+
+@check
+def a_lora_before_or_after_gives_the_same():
+    base, _ = wan()
+    expected = sample(load_lora(base, "lora_wan_t2v"))
+    before = sample(patched(load_lora(base, "lora_wan_t2v")))
+    after = sample(load_lora(patched(base), "lora_wan_t2v"))
+    near(before, expected)
+    near(after, expected)
+    near(sample(patched(base, linear=False)), sample(base))
+
+
+@check
+def beside_pascal_attention_patch_in_either_order():
+    base, stock = wan()
+    for model in (attention_patch(patched(base, linear=False)), patched(attention_patch(base), linear=False)):
+        with runs() as found:
+            near(sample(model), stock)
+        assert {line.state for line in lines(model)} == {"int8"}
+        assert sorted(run.part for run in found) == ["diffusion model", "int8"]
+        assert "attention layers in int8" in next(run for run in found if run.part == "int8").gains[0]
+    model = attention_patch(patched(base, limit=1e-6, linear=False))
+    run = next(run for run in _runs_of(model) if run.part == "diffusion model")
+    assert run.count("taken") == run.count() > 0
+    assert any(note.startswith("Pascal 8-Bit (") and "runs first" in note for note in run.notes), run.notes
+
+
+def _runs_of(model):
+    with runs() as found:
+        sample(model)
+    return found
+
+
+@check
+def of_two_nodes_the_second_counts_and_the_older_node_replaces_the_newer():
+    base, stock = wan()
+    near(sample(patched(patched(base, limit=1e-6, linear=False), linear=False)), stock)
+    assert torch.equal(sample(patched(patched(base, linear=False), limit=1e-6, linear=False)), stock)
+    older = NODES["PascalInt8Linear"]().patch(patched(base), 0.05, "", "", "host", "auto", "1")[0]
+    assert layers(older) is None
+    near(sample(older), stock)
+
+
+@check
+def cancel_ends_the_run_and_the_next_one_is_whole():
+    base, stock = wan()
+    model = patched(base, linear=False)
+    with cancel_at(3):
+        raises(host.InterruptProcessingException, lambda: sample(model))
+    assert torch._C._len_torch_function_stack() == 0
+    near(sample(model), stock)
+    assert layers(model) is layers(patched(base, linear=False)), "what was measured is kept"
+    assert network(model) is network(base)
+
+
+@check
+def a_layer_whose_inputs_change_in_a_late_step_is_found():
+    base, _ = wan()
+    model = patched(base, limit=0.02, linear=False)
+    sites = layers(model)
+    sample(model, steps=3)
+    assert {line.state for line in lines(model)} == {"int8"}
+    sites.options.max_error = 1e-6
+    with runs() as found:
+        sample(model, steps=3)
+    assert {line.state for line in lines(model)} == {"float"}
+    assert all("in call 1" in sentence for sentence in found[0].warnings[:1]), found[0].warnings
+
+
+@check
+def every_family_runs_both_near_its_float_self_and_its_float_self_is_untouched():
+    for name, base in families("sdxl", "flux", "wan_t2v"):
+        stock = sample(base, name, steps=2, cfg=3.0)
+        model = patched(base)
+        outs = []
+        run = run_of(lambda: outs.append(sample(model, name, steps=2, cfg=3.0)))  # noqa: B023
+        near(outs[0], stock, 0.15)
+        assert (run.part, run.is_exact) == ("int8", False)
+        assert "linear and attention layers in int8, not exact: relative error per layer" in run.gains[0], run.gains
+        assert "s less than in float" in run.gains[0] or "s more than in float" in run.gains[0], run.gains
+        found = lines(model)
+        assert {line.state for line in found} <= {"int8", "float"}, found
+        assert any(line.state == "int8" and 0 < line.error < line.worst_row for line in found), (name, found)
+        assert torch.equal(sample(base, name, steps=2, cfg=3.0), stock), name
+        unload()
+        assert is_clean(base), name

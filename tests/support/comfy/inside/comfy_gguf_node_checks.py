@@ -1,0 +1,195 @@
+"""GGUF files of ComfyUI-GGUF under Pascal Int8 Linear, inside the host: see ``comfy_checks``."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import os
+import tempfile
+from pathlib import Path
+
+import comfy.model_management
+import comfy.sd
+import comfy.utils
+import folder_paths
+import torch
+from comfy_checks import Skip, check, pack, raises, replaced, run_of, unload
+from comfy_inproc import load_lora, sample, tiny_file
+from comfy_int8_checks import far, layer, line_of, near, network, patched, report
+
+import nodes
+
+LORA = "lora_wan_t2v"
+
+
+@functools.cache
+def folder():
+    """A folder of models in which the loaders of ComfyUI-GGUF look, for the life of the process."""
+    path = os.environ.get("GGUF_PACK")
+    if not path:
+        raise Skip("no folder of ComfyUI-GGUF is given")
+    try:
+        import gguf  # noqa: F401
+    except ImportError:
+        raise Skip("the host has no package gguf") from None
+    assert asyncio.run(nodes.load_custom_node(path))
+    found = tempfile.TemporaryDirectory()
+    for kind in ("diffusion_models", "text_encoders"):
+        folder_paths.add_model_folder_path(kind, found.name)
+    return found
+
+
+def written(name, architecture, weights, formats):
+    """A GGUF file: each matrix in the format that ``formats(its name)`` gives, everything else in float32."""
+    import gguf
+
+    writer = gguf.GGUFWriter(Path(folder().name) / name, architecture)
+    for key, value in weights.items():
+        kind, numbers = gguf.GGMLQuantizationType[formats(key)], value.float().numpy()
+        if value.dim() == 2 and value.shape[1] % 32 == 0:
+            writer.add_tensor(key, gguf.quants.quantize(numbers, kind), raw_dtype=kind)
+            continue
+        if value.dim() > 4:
+            writer.add_array(f"comfy.gguf.orig_shape.{key}", list(value.shape))
+            numbers = numbers.reshape(value.shape[0], -1)
+        writer.add_tensor(key, numbers)
+    for step in (writer.write_header_to_file, writer.write_kv_data_to_file, writer.write_tensors_to_file, writer.close):
+        step()
+
+
+def wan(kind="Q4_0", other=None):
+    """The tiny Wan from a GGUF file; the layers that are named ``ffn`` may have another format."""
+    weights = comfy.utils.load_torch_file(tiny_file("diffusion_models", "wan_t2v"))
+    written("wan.gguf", "wan", weights, lambda key: other if other and ".ffn." in key else kind)
+    return nodes.NODE_CLASS_MAPPINGS["UnetLoaderGGUF"]().load_unet("wan.gguf")[0]
+
+
+def products(model):
+    """How many modules multiply by ours."""
+    return sum("forward_ggml_cast_weights" in vars(module) for module in model.model.modules())
+
+
+@contextlib.contextmanager
+def in_slices(weights=4096):
+    """Every matrix in several slices."""
+    with replaced(pack("core.gguf.matrix"), "slice_weights", lambda device: weights):
+        yield
+
+
+@check
+def a_file_runs_near_its_float_self_and_everything_is_back_when_it_is_unloaded():
+    for kind in ("Q8_0", "Q4_0", "Q5_1"):
+        base = wan(kind)
+        stock = sample(base)
+        held = {name: id(parameter) for name, parameter in base.model.named_parameters()}
+        model = patched(base)
+        run = run_of(lambda: near(sample(model), stock))  # noqa: B023
+        assert "20 of 20 linear layers in int8" in run.gains[0], run.gains
+        assert "GGUF weights" in run.gains[0], run.gains
+        line = line_of(model)
+        assert (line.format, line.is_as_stored) == (kind, True), line
+        assert 0.001 < line.error < 0.02, line
+        assert products(model) == 20
+        assert {name: id(parameter) for name, parameter in base.model.named_parameters()} == held
+        unload()
+        assert products(model) == 0
+        assert torch.equal(sample(base), stock)
+
+
+@check
+def with_the_limit_0_it_is_exact_and_expanded_in_slices():
+    base = wan()
+    stock = sample(base)
+    model = patched(base, 0.0)
+    assert torch.equal(sample(model), stock), "each layer fits into one slice"
+    asked = []
+    matrix = pack("core.gguf.matrix")
+    with replaced(matrix, "slice_weights", lambda device: asked.append(1) or 4096):
+        assert 0 <= far(sample(model), stock) < 1e-5
+    assert len(asked) >= 20
+    assert {each.state for each in report(model).lines} == {"float", "left"}
+
+
+@check
+def the_expanded_matrix_never_exists():
+    measure = pack("core.observe.memory").measure
+    for limit in (0.0, 0.05):
+        model = patched(wan(), limit)
+        sample(model)
+        module, x = network(model).blocks[0].ffn[2], torch.randn(16, 512)
+        whole = 4 * module.out_features * module.in_features
+        with replaced(module, "bias", None):  # which that pack cannot expand while allocations are followed
+            assert measure(module, x).extra_bytes > whole
+            with in_slices():
+                assert measure(module, x).extra_bytes < whole / 2
+
+
+@check
+def a_lora_stays_beside_the_blocks_in_float():
+    base = wan()
+    stock, expected = sample(base), sample(load_lora(base, LORA))
+    assert far(expected, stock) > 0.1
+    for model in (patched(load_lora(base, LORA)), load_lora(patched(base), LORA)):
+        near(sample(model), expected)
+        assert line_of(model).state == "int8"
+        assert line_of(model).why == "LoRA of rank 4 beside it in float"
+    near(sample(patched(base)), stock)
+    assert torch.equal(sample(load_lora(base, LORA)), expected)
+    whole = base.clone()
+    whole.add_patches({"diffusion_model.blocks.0.ffn.0.weight": (torch.ones(layer(base).out_features, 256),)})
+    stock = sample(whole)
+    model = patched(whole)
+    near(sample(model), stock)
+    assert line_of(model).why == "its weight is with its patch (diff)", line_of(model)
+
+
+@check
+def a_file_of_several_formats():
+    base = wan("Q8_0", "F16")
+    stock = sample(base)
+    model = patched(base)
+    near(sample(model), stock)
+    states = {each.format: each.state for each in report(model).lines if each.state != "left"}
+    assert states["Q8_0"] == "int8", states
+    assert line_of(model).why == "its weight is float16 in a GGMLTensor", line_of(model)
+
+
+@check
+def weights_in_host_memory_are_the_same():
+    base = wan()
+    stock = sample(base)
+    model = patched(base)
+    near(sample(model), stock)
+    x = torch.randn(1, 192, 256, generator=torch.Generator().manual_seed(1))
+    ours = layer(model)(x)
+    unload()
+    model.patch_model(comfy.model_management.get_torch_device(), lowvram_model_memory=1)
+    assert torch.equal(layer(model)(x), ours)
+    model.unpatch_model(comfy.model_management.get_torch_device())
+    assert products(model) == 0
+
+
+@check
+def a_text_encoder_from_a_file():
+    weights = comfy.utils.load_torch_file(tiny_file("text_encoders", "t5"))
+    written("t5.gguf", "t5encoder", weights, lambda key: "F16" if "shared" in key or "relative" in key else "Q8_0")
+    try:
+        clip = nodes.NODE_CLASS_MAPPINGS["CLIPLoaderGGUF"]().load_clip("t5.gguf", "stable_audio")[0]
+    except (ValueError, KeyError, RuntimeError) as error:
+        raise Skip(f"this tiny T5 is not loaded from GGUF: {error}") from None
+
+    def encoded():
+        return clip.encode_from_tokens(clip.tokenize("a lighthouse"))
+
+    expected = encoded()
+    expected = expected[0] if isinstance(expected, tuple) else expected
+    with pack("core.gguf").patch_gguf(clip.cond_stage_model) as patch:
+        out = encoded()
+        assert patch.sites > 0
+        assert torch.equal(out[0] if isinstance(out, tuple) else out, expected)
+    with pack("core.int8").patch_linear_int8(clip.cond_stage_model) as patch:
+        out = encoded()
+        near(out[0] if isinstance(out, tuple) else out, expected, 0.15)
+        assert patch.report().count("int8") > 0
+    assert raises(ValueError, lambda: pack("core.gguf").patch_gguf(torch.nn.Linear(4, 4)))

@@ -1,0 +1,76 @@
+"""The product with rows of x in 8 bits by its definition: whole numbers are exact, everything else is nearly so."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from pascal_attn_core.fused.launch.gguf_definition import product, round_rows
+from pascal_attn_core.gguf import int8
+from pascal_attn_core.gguf import matrix as matrices
+from pascal_attn_core.gguf.int8 import GgufCall, by_int_mm, why_not
+from pascal_attn_core.gguf.matrix import GgufMatrix
+from pascal_attn_core.gguf_blocks import FORMATS, expand
+
+IN_8_BITS = [name for name in FORMATS if not why_not(name, 512)]
+_HALVES = {"Q3_K": (108,), "Q6_K": (208,), "Q4_1": (0, 2), "Q5_1": (0, 2), "Q4_K": (0, 2), "Q5_K": (0, 2)}
+
+
+def matrix(name: str, rows: int, columns: int, scale: float) -> GgufMatrix:
+    """Random codes, and all float16 numbers equal to ``scale``."""
+    weights, size, _ = FORMATS[name]
+    blocks = torch.randint(0, 256, (rows * columns // weights, size), dtype=torch.uint8)
+    for at in _HALVES.get(name, (0,)):
+        blocks[:, at : at + 2] = torch.tensor([scale], dtype=torch.float16).view(torch.uint8)
+    return GgufMatrix(blocks, name, (rows, columns), torch.float32, torch.int8, torch.float32)
+
+
+def exact(weight: GgufMatrix) -> Tensor:
+    return expand(weight.data, weight.format).view(weight.shape).double()
+
+
+@pytest.mark.parametrize("name", IN_8_BITS)
+def test_whole_numbers_are_multiplied_exactly(name: str) -> None:
+    weight = matrix(name, 7, 256, 1.0)
+    x = torch.randint(-3, 4, (5, 256)).float()
+    x[:, ::32] = 127.0  # so that every scale of x is one
+    found = product(round_rows(x), weight.parts(slice(0, 7)), name)
+    right = x.double() @ exact(weight).T
+    if weight.parts(slice(0, 7)).scales.shape[1] == 256 // 32:
+        assert torch.equal(found.double(), right)
+    else:  # its scales of 16 weights are added by M
+        largest = weight.parts(slice(0, 7)).scales.abs().amax().item()
+        torch.testing.assert_close(found.double(), right, rtol=1e-6, atol=8 * largest)
+
+
+@pytest.mark.parametrize("name", IN_8_BITS)
+def test_x_is_rounded_by_blocks_and_nothing_else_is(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(matrices, "slice_weights", lambda _: 3 * 512)
+    monkeypatch.setattr(int8, "_BAND_BYTES", 1)
+    weight, x, bias = matrix(name, 37, 512, 0.01), torch.randn(41, 512), torch.randn(37)
+    out = torch.full((41, 37), float("nan"))
+    by_int_mm(GgufCall(x, weight, bias, out))
+    blocks = x.unflatten(1, (-1, 32)).double()
+    a = (blocks.abs().amax(-1, keepdim=True).float() / 127).double()
+    right = ((blocks / a).round() * a).flatten(1) @ exact(weight).T + bias
+    assert ((out - right).norm() / right.norm()) < (1e-4 if name in ("Q6_K", "Q3_K") else 1e-6)
+
+
+def test_zeros_and_what_is_not_finite() -> None:
+    x = torch.zeros(4, 64)
+    x[1, 3], x[2, 40], x[3, 0] = float("nan"), float("inf"), 1e-36
+    codes, scales = round_rows(x)
+    assert codes.abs().sum() == 0
+    weight = matrix("Q4_1", 3, 64, 0.01)
+    found = product(round_rows(x), weight.parts(slice(0, 3)), "Q4_1")
+    assert found.isnan().all(dim=1).tolist() == [False, True, True, False]
+    assert torch.equal(found[[0, 3]], torch.zeros(2, 3))
+    assert scales[0, 0, 0] == torch.tensor(1e-30)
+
+
+def test_what_is_not_multiplied_in_8_bits_has_a_reason() -> None:
+    assert why_not("Q4_K", 768) == ""
+    assert "must be a multiple of 256 for Q4_K, got 320" in why_not("Q4_K", 320)
+    assert "a minimum for every 16 weights" in why_not("Q2_K", 256)
+    assert "no whole numbers" in why_not("BF16", 256)
