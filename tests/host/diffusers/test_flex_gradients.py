@@ -47,7 +47,6 @@ CHANGES: dict[str, tuple[Any, Any]] = {
     "Kandinsky6SRTransformer3DModel": (None, None),
     "AnyFlowFARTransformer3DModel": (None, None),
     "LTX2VideoDiffusionDecoderModel": (None, None),
-    "WanAnimate2Transformer3DModel": (None, None),
     "QwenImage21Transformer2DModel": (_with_flex_processors, None),
     "Kandinsky5Transformer3DModel": (lambda model: model.set_attention_backend("flex"), _of_neighbouring_blocks),
 }
