@@ -43,7 +43,7 @@ def _of_neighbouring_blocks(inputs: dict[str, Any]) -> dict[str, Any]:
 
 
 def _of_a_generation(inputs: dict[str, Any]) -> dict[str, Any]:
-    """Three frames of 2 x 2 patches and the keys and values of two reference frames, as if an earlier pass kept them."""
+    """Three frames of 2 x 2 patches; keys and values of two reference frames, as if an earlier pass had kept them."""
     drawn = torch.Generator().manual_seed(0)
     inputs["kv_cache"].get(0).store(*torch.randn(2, 1, 8, 2, 16, generator=drawn))
     return inputs | {
