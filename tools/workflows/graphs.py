@@ -97,13 +97,14 @@ def eleven_gb() -> Sheet:
     sheet = Sheet("Pascal-11-GB-card")
     model, clip, vae, latent = _z_image(sheet, 1536, 1536)
     sheet.note("note", "Read me", notes.page("A card with 11 GB, 1536x1536", sheet.files, notes.ELEVEN_GB), _NOTE)
+    model = parts.eight_bit(sheet, model)
     model = parts.ffn_chunking(sheet, parts.attention_patch(sheet, model))
     clip = parts.text_encoder_attention(sheet, clip)
     vae = parts.vae_attention(sheet, vae)
     words = "a fishing village on a steep green coast seen from the sea, painted boats, laundry, gulls, morning haze"
     positive = parts.prompt(sheet, clip, words)
     negative = parts.no_negative_prompt(sheet, positive)
-    parts.memory_estimate(sheet, model, latent, positive)
+    parts.memory_estimate(sheet, model, latent, positive, vae=vae)
     latent = parts.sampler(sheet, model, positive, negative, latent, **_Z_SETTINGS)
     image = parts.decode(sheet, latent, vae)
     parts.report(sheet, image)
@@ -116,6 +117,7 @@ def eleven_gb() -> Sheet:
         ["sampler", "decode"],
         ["save"],
         "sampler",
+        ["int8"],
     )
     return sheet
 
@@ -152,6 +154,7 @@ def qwen_gguf() -> Sheet:
     sheet.note("note", "Read me", notes.page("Qwen-Image from a GGUF file", sheet.files, notes.QWEN_GGUF), _NOTE)
     latent = sheet.add("latent", "EmptySD3LatentImage", size=(NARROW, 0), width=1024, height=1024, batch_size=1)
     model = sheet.add("shift", "ModelSamplingAuraFlow", size=(NARROW, 0), model=model, shift=3.1)
+    model = parts.eight_bit(sheet, model)
     model = parts.ffn_chunking(sheet, parts.attention_patch(sheet, model))
     vae = parts.vae_attention(sheet, vae)
     words = 'a paper shop window with a hand-painted sign that reads "OPEN ON SUNDAYS", rain, neon reflections'
@@ -162,15 +165,16 @@ def qwen_gguf() -> Sheet:
     image = parts.decode(sheet, latent, vae)
     parts.report(sheet, image)
     parts.save_picture(sheet, image, "pascal/qwen-image")
-    models = ["model", "lora", "shift", "clip", "vae", "latent"]
+    models = ["model", "lora", "clip", "vae"]
     parts.frames(
         sheet,
         models,
         ["attention", "ffn", "vae_attention"],
         ["positive", "negative"],
-        ["sampler", "decode"],
+        ["shift", "latent", "sampler", "decode"],
         ["save"],
         "sampler",
+        ["int8"],
     )
     return sheet
 

@@ -40,9 +40,10 @@ pack: 64 MiB at most.
 
 ELEVEN_GB = """
 At 1536x1536 the scores of **one** attention call of this model take 9,720 MiB in float32, and 5,184 MiB in the VAE.
-With the pack 64 MiB at most, so the picture fits on a GTX 1080 Ti beside 6 GB of weights.
+With the pack 64 MiB at most. Text encoder (8 GB), model (6 GB) and VAE (0.3 GB) are on the card one by one.
 
-**Pascal Memory Estimate** says before the run what it will need. Still out of memory? Take VAE Decode (Tiled).
+**Pascal Memory Estimate** tells the need before the run. **Pascal 8-Bit**, bypassed, is not exact. Out of memory in the
+decoder? Pascal VAE Attention, `decode`: always in bands.
 """
 
 KREA = """
@@ -57,7 +58,7 @@ Needs [ComfyUI-GGUF](https://github.com/city96/ComfyUI-GGUF) (ComfyUI Manager: `
 take `qwen-image-Q2_K.gguf` (7.1 GB) of the same place.
 
 Attention over 4,096 tokens with 24 heads: its scores take 1,536 MiB in float32. With the pack: 64 MiB at most, which
-leaves the card to the weights.
+leaves the card to the weights. **Pascal 8-Bit**, bypassed: not exact; the weights stay as the file has them.
 """
 
 WAN = """
