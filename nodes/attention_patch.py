@@ -1,7 +1,8 @@
-"""Node: Pascal Attention Patch."""
+"""Node: Pascal Attention Patch, which is made of what the nodes for one part each do."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from torch import nn
@@ -9,22 +10,66 @@ from torch import nn
 from .comfy import host, inputs, others
 from .comfy.others import AUTO, name_of, runs_first
 from .comfy.prompt import without_effect
+from .eight_bit import DEFAULTS
 from .engine.engine import Engine, PatchSettings, left_off
+from .ffn_chunking import LEAST_TOKENS, chunk
+from .patches import int8
 from .patches.attention import install
+from .patches.bands import NEEDED
 from .patches.override import OVERRIDE, previous_of
+from .text_encoder_attention import patched_clip
+from .vae_attention import patched_vae
 
 OVERRIDE_ONLY, WHOLE_MODEL = "attention override", "whole model"
+EXACT, EIGHT_BIT = "exact", "8-bit where it saves time"
+
+
+# What the inputs do, as their tooltips say it.
+_TILE = (
+    "Keys per tile of the tiled route. 0 = derived from the card's L2 cache. Accepts the output of Pascal Tile Size."
+)
+_KEYS = (
+    "Calls with fewer keys are passed to ComfyUI, which is fast at them, unless their score matrix would "
+    "exceed the memory budget. 0 = take every call."
+)
+_COVERAGE = (
+    "auto, whole model: every attention call, both the calls that ComfyUI offers to patches and those that "
+    "some models make without it. attention override: only the calls that ComfyUI offers to patches, for "
+    "comparison."
+)
+_EARLIER = (
+    "What to do if another node has patched attention before this one. auto: a patch that only computes "
+    "attention (Sage, flash, ComfyUI's backend node) is replaced, and receives the calls that this node does "
+    "not take; a patch that may change the result (sparse attention, masks, maps) runs first, and this node "
+    "receives the calls it passes on."
+)
+_CHUNKED = (
+    "Runs feed-forward layers on a part of the tokens at a time where a call would take more memory than a "
+    "share of the card's: the same result. Pascal FFN Chunking after this node sets the budget."
+)
+_PRECISION = (
+    "exact: the same image within rounding. 8-bit where it saves time: not exact, linear layers, and attention "
+    "where it is faster, in 8-bit integers, as Pascal 8-Bit does at its defaults; errors of about 1 % a layer "
+    "are typical. Each layer is measured, and the errors are shown on this node after the run."
+)
+_ENCODER = "The text encoder, if its attention is to be patched too. A clone is patched."
+_DECODER = (
+    "The VAE, if its attention is to be patched too, and decoding that does not fit is to run in bands: the "
+    "same image in less memory, without the seams of tiles. A copy is patched."
+)
 
 
 class PascalAttentionPatch:
-    """MODEL -> MODEL: every attention call of the diffusion model by the fastest exact route of this card."""
+    """MODEL, CLIP, VAE -> the same: attention by the fastest exact route of this card, feed-forward layers in chunks
+    and decoding in bands where they would not fit."""
 
     DESCRIPTION = (
-        "Computes the model's attention exactly, without ever storing the whole score matrix: on GTX 9xx/10xx, P40, "
-        "P100, V100, Vega, MI50 and RX 5000/6000 cards it saves memory where ComfyUI or PyTorch would fall back to a "
-        "method that does. It picks the fastest route for each call and reports which one and why. Works with images "
-        "and video, UNets and transformers, LoRAs and other attention patches. When bypassed, the model is exactly the "
-        "original."
+        "For out-of-memory errors and slow attention on GTX 9xx/10xx, P40, P100, V100, RTX 20xx, Vega, MI50, RX "
+        "5000/6000 and other cards without flash attention. Attention is computed exactly and never stores the whole "
+        "score matrix; feed-forward layers run in chunks, and with the VAE connected decoding runs in bands instead of "
+        "tiles, where they would not fit. It picks the fastest route for each call and reports which one and why. "
+        "Connect CLIP and VAE, too, if you like. Works with images and video, UNets and transformers, LoRAs and other "
+        "attention patches. When bypassed, everything is exactly the original."
     )
     CATEGORY = "model/patch/attention"
     SEARCH_ALIASES = (
@@ -39,45 +84,39 @@ class PascalAttentionPatch:
         "radeon",
         "rocm",
         "black image",
+        "vae decode",
+        "text encode",
+        "feed forward",
     )
-    RETURN_TYPES = ("MODEL",)
-    OUTPUT_TOOLTIPS = ("The model with its attention patched. Connect it to the sampler.",)
+    RETURN_TYPES = ("MODEL", "CLIP", "VAE")
+    OUTPUT_TOOLTIPS = (
+        "The patched model. Connect it to the sampler.",
+        "The patched text encoder, if one is connected. Connect it to CLIP Text Encode.",
+        "The patched VAE, if one is connected. Connect it to VAE Decode.",
+    )
     FUNCTION = "patch"
 
     @classmethod
     def INPUT_TYPES(cls) -> dict[str, Any]:
         """The node's inputs, as ComfyUI asks for them."""
-        tile = (
-            "Keys per tile of the tiled route. 0 = derived from the card's L2 cache. Accepts the output of Pascal Tile "
-            "Size."
-        )
-        keys = (
-            "Calls with fewer keys are passed to ComfyUI, which is fast at them, unless their score matrix would "
-            "exceed the memory budget. 0 = take every call."
-        )
-        coverage = (
-            "auto, whole model: every attention call, both the calls that ComfyUI offers to patches and those that "
-            "some models make without it. attention override: only the calls that ComfyUI offers to patches, for "
-            "comparison."
-        )
-        earlier = (
-            "What to do if another node has patched attention before this one. auto: a patch that only computes "
-            "attention (Sage, flash, ComfyUI's backend node) is replaced, and receives the calls that this node does "
-            "not take; a patch that may change the result (sparse attention, masks, maps) runs first, and this node "
-            "receives the calls it passes on."
-        )
         more = inputs.ADVANCED
         return {
             "required": {
                 "model": ("MODEL", {"tooltip": "The model to patch. A clone is patched; the original is not changed."}),
                 "route": inputs.route(),
                 "budget_mib": inputs.budget_mib(),
-                "tile_size": ("INT", {"default": 0, "min": 0, "max": 65536, "step": 1, "tooltip": tile, **more}),
-                "coverage": ([AUTO, OVERRIDE_ONLY, WHOLE_MODEL], {"default": AUTO, "tooltip": coverage, **more}),
-                "min_keys": ("INT", {"default": 1024, "min": 0, "max": 1048576, "step": 1, "tooltip": keys, **more}),
+                "tile_size": ("INT", {"default": 0, "min": 0, "max": 65536, "step": 1, "tooltip": _TILE, **more}),
+                "coverage": ([AUTO, OVERRIDE_ONLY, WHOLE_MODEL], {"default": AUTO, "tooltip": _COVERAGE, **more}),
+                "min_keys": ("INT", {"default": 1024, "min": 0, "max": 1048576, "step": 1, "tooltip": _KEYS, **more}),
                 "nan_guard": inputs.nan_guard(),
             },
-            "optional": {"earlier_patch": (others.CHOICES, {"default": AUTO, "tooltip": earlier, **more})},
+            "optional": {
+                "earlier_patch": (others.CHOICES, {"default": AUTO, "tooltip": _EARLIER, **more}),
+                "precision": ([EXACT, EIGHT_BIT], {"default": EXACT, "tooltip": _PRECISION}),
+                "chunk_feed_forward": ("BOOLEAN", {"default": True, "tooltip": _CHUNKED, **more}),
+                "clip": ("CLIP", {"tooltip": _ENCODER}),
+                "vae": ("VAE", {"tooltip": _DECODER}),
+            },
             "hidden": {"unique_id": "UNIQUE_ID", "prompt": "PROMPT"},
         }
 
@@ -91,26 +130,50 @@ class PascalAttentionPatch:
         min_keys: int,
         nan_guard: bool,
         earlier_patch: str = AUTO,
+        precision: str = EXACT,
+        chunk_feed_forward: bool = True,
+        clip: Any = None,
+        vae: Any = None,
         unique_id: str | None = None,
         prompt: dict[str, Any] | None = None,
-    ) -> tuple[Any]:
-        """A clone of ``model`` with our override in front of the one it had, or behind it."""
+    ) -> tuple[Any, Any, Any]:
+        """Clones of what is connected with our changes; None for what is not."""
         settings = PatchSettings(inputs.config(route, budget_mib, tile_size), min_keys, nan_guard)
-        patched = model.clone()
-        diffusion_model = patched.get_model_object("diffusion_model")
-        engine = Engine(settings, host.name_of_model(patched.model), "diffusion model", unique_id)
-        before = previous_of(patched.model_options.get("transformer_options", {}).get(OVERRIDE))
-        behind = runs_first(before, earlier_patch)
-        install(patched, engine, before, whole_model=coverage != OVERRIDE_ONLY, behind=behind)
-        blocks = count_blocks(diffusion_model)
-        line = f"{blocks} blocks of {engine.subject}, {engine.describe()}{left_off(settings.config)}"
-        if before is not None:
-            line += f"; {name_of(before)} {'runs before this node' if behind else 'is replaced'}"
+        patched, line = _patched_model(model, settings, unique_id, coverage, earlier_patch)
+        lines = [line]
+        if chunk_feed_forward:
+            report, line = chunk(patched, 0, LEAST_TOKENS, unique_id)
+            lines += [line] if report.count("cannot be") < len(report.lines) else []
+        if precision == EIGHT_BIT:
+            patched = int8.patch(patched, DEFAULTS, unique_id)[0]
+            lines.append(f"not exact: 8 bits, {DEFAULTS.text(attention=True)}")
+        whole = replace(settings, config=inputs.config(route, budget_mib), min_keys=0)
+        if clip is not None:
+            clip, line = patched_clip(clip, replace(whole, min_queries=2), unique_id)
+            lines.append(line)
+        if vae is not None:
+            vae, line = patched_vae(vae, whole, NEEDED, unique_id)
+            lines.append(line)
         unused = without_effect(prompt or {}, str(unique_id))
-        if unused:
-            line += f"; WITHOUT EFFECT: {unused}"
-        host.say(line, unique_id)
-        return (patched,)
+        lines += [f"WITHOUT EFFECT: {unused}"] if unused else []
+        host.say("; ".join(lines) + left_off(settings.config), unique_id)
+        return patched, clip, vae
+
+
+def _patched_model(
+    model: Any, settings: PatchSettings, unique_id: str | None, coverage: str, earlier_patch: str
+) -> tuple[Any, str]:
+    """A clone of ``model`` with our override in front of the one it had, or behind it, and a sentence about it."""
+    patched = model.clone()
+    engine = Engine(settings, host.name_of_model(patched.model), "diffusion model", unique_id)
+    before = previous_of(patched.model_options.get("transformer_options", {}).get(OVERRIDE))
+    behind = runs_first(before, earlier_patch)
+    install(patched, engine, before, whole_model=coverage != OVERRIDE_ONLY, behind=behind)
+    blocks = count_blocks(patched.get_model_object("diffusion_model"))
+    line = f"{blocks} blocks of {engine.subject}, {engine.describe()}"
+    if before is not None:
+        line += f"; {name_of(before)} {'runs before this node' if behind else 'is replaced'}"
+    return patched, line
 
 
 def count_blocks(model: nn.Module) -> int:

@@ -8,6 +8,8 @@ from .int8_linear import PascalInt8Linear
 from .patches import int8
 from .patches.int8_attention import AUTO, CHOICES
 
+DEFAULTS = int8.Settings(0.05, "", "", "host", AUTO, attention=AUTO, attention_max_error=0.02)  # of the node's inputs
+
 
 class Pascal8Bit:
     """MODEL -> MODEL: attention and linear layers of the diffusion model in 8-bit integers, not exact."""

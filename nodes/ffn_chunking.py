@@ -12,6 +12,8 @@ from .comfy import host, inputs
 from .patches import ffn
 from .patches.injection import install, network_of
 
+LEAST_TOKENS = 1024
+
 
 class PascalFFNChunking:
     """MODEL -> MODEL: the feed-forward layers over a part of the tokens at a time."""
@@ -53,7 +55,7 @@ class PascalFFNChunking:
                 "budget_mib": ("INT", {"default": 0, "min": 0, "max": 65536, "step": 1, "tooltip": budget, **more}),
                 "min_tokens": (
                     "INT",
-                    {"default": 1024, "min": 2, "max": 1048576, "step": 1, "tooltip": tokens, **more},
+                    {"default": LEAST_TOKENS, "min": 2, "max": 1048576, "step": 1, "tooltip": tokens, **more},
                 ),
             },
             "hidden": {"unique_id": "UNIQUE_ID"},
@@ -62,15 +64,22 @@ class PascalFFNChunking:
     def patch(self, model: Any, budget_mib: int, min_tokens: int, unique_id: str | None = None) -> tuple[Any, str]:
         """A clone of ``model`` with chunked feed-forward layers, and what can be said of each before a run."""
         patched = model.clone()
-        budget = budget_mib or ffn.budget_from(host.free_and_total_bytes(patched.load_device)[1])
-        binding = FfnBinding(budget_mib=budget, min_tokens=min_tokens, passing=host.interrupts())
-        settings = f"budget {budget} MiB, from {min_tokens} tokens"
-        chunking = ffn.Chunking(binding, host.name_of_model(patched.model), settings, unique_id)
-        install(patched, chunking)
-        report = binding.report(network_of(patched))
-        inline = inside_blocks(network_of(patched))
-        host.say("; ".join(filter(None, [status(report, chunking.subject, settings), inline])), unique_id)
-        return patched, "\n".join(filter(None, [report.text(), inline]))
+        report, line = chunk(patched, budget_mib, min_tokens, unique_id)
+        host.say(line, unique_id)
+        return patched, "\n".join(filter(None, [report.text(), inside_blocks(network_of(patched))]))
+
+
+def chunk(patched: Any, budget_mib: int, min_tokens: int, unique_id: str | None) -> tuple[FfnReport, str]:
+    """Let the feed-forward layers of a fresh clone run in chunks. Returns what can be said of each before a run, and
+    a sentence about all."""
+    budget = budget_mib or ffn.budget_from(host.free_and_total_bytes(patched.load_device)[1])
+    binding = FfnBinding(budget_mib=budget, min_tokens=min_tokens, passing=host.interrupts())
+    settings = f"budget {budget} MiB, from {min_tokens} tokens"
+    chunking = ffn.Chunking(binding, host.name_of_model(patched.model), settings, unique_id)
+    install(patched, chunking)
+    report = binding.report(network_of(patched))
+    line = status(report, chunking.subject, settings)
+    return report, "; ".join(filter(None, [line, inside_blocks(network_of(patched))]))
 
 
 _IN_BLOCK = {"ff_proj", "ff_out"}

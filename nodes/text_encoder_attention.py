@@ -51,20 +51,23 @@ class PascalTextEncoderAttention:
         self, clip: Any, route: str, budget_mib: int, nan_guard: bool, unique_id: str | None = None
     ) -> tuple[Any]:
         """A clone of ``clip`` whose attention is ours; ``clip`` itself where none was found."""
-        model = getattr(clip, "cond_stage_model", None)
-        if not isinstance(model, nn.Module) or not hasattr(getattr(clip, "patcher", None), "add_object_patch"):
-            raise TypeError(
-                f"clip must be a CLIP of ComfyUI, got {type(clip).__name__}; use a Load CLIP node of ComfyUI"
-            )
         settings = PatchSettings(inputs.config(route, budget_mib), min_keys=0, nan_guard=nan_guard, min_queries=2)
-        engine = Engine(settings, type(model).__name__, "text encoder", unique_id)
-        sites = _sites(engine, model)
-        host.say(sites.status("text encoder") + left_off(settings.config), unique_id)
-        if not sites:
-            return (clip,)
-        patched = clip.clone()
-        replace_functions(patched.patcher, lambda model: _sites(engine, model).replacements)
+        patched, line = patched_clip(clip, settings, unique_id)
+        host.say(line + left_off(settings.config), unique_id)
         return (patched,)
+
+
+def patched_clip(clip: Any, settings: PatchSettings, unique_id: str | None) -> tuple[Any, str]:
+    """A clone of ``clip`` whose attention is ours, and a sentence about it; ``clip`` itself where none was found."""
+    model = getattr(clip, "cond_stage_model", None)
+    if not isinstance(model, nn.Module) or not hasattr(getattr(clip, "patcher", None), "add_object_patch"):
+        raise TypeError(f"clip must be a CLIP of ComfyUI, got {type(clip).__name__}; use a Load CLIP node of ComfyUI")
+    engine = Engine(settings, type(model).__name__, "text encoder", unique_id)
+    sites = _sites(engine, model)
+    if sites:
+        clip = clip.clone()
+        replace_functions(clip.patcher, lambda model: _sites(engine, model).replacements)
+    return clip, sites.status("text encoder")
 
 
 def _sites(engine: Engine, model: nn.Module) -> Sites:

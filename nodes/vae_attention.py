@@ -74,23 +74,28 @@ class PascalVAEAttention:
     ) -> tuple[Any]:
         """A copy of ``vae`` that decodes and encodes in bands and whose attention is ours; ``vae`` itself where there
         is nothing to patch."""
-        network = _network_of(vae)
         settings = PatchSettings(inputs.config(route, budget_mib), min_keys=0, nan_guard=nan_guard)
-        engine = Engine(settings, type(network).__name__, "VAE", unique_id)
-        methods = () if decode == AS_IT_IS else METHODS
-        estimates: dict[str, Estimate | None] = {name: getattr(vae, f"memory_used_{name}", None) for name in methods}
-        sites = _sites(engine, network, decode, estimates)
-        text = sites.status("VAE") if sites or not methods else f"{engine.subject} has no attention"
-        text += left_off(settings.config)
-        host.say(f"{text}; decoding and encoding {decode}" if methods else text, unique_id)
-        if not sites and not methods:
-            return (vae,)
-        patched = copy.copy(vae)
-        patched.patcher = vae.patcher.clone()
-        patched.pascal_attn = engine
-        patched.__class__ = _with_runs(type(vae))  # type: ignore[arg-type]  # mypy: a class is not Hashable
-        replace_functions(patched.patcher, lambda model: _sites(engine, model, decode, estimates).replacements)
+        patched, line = patched_vae(vae, settings, decode, unique_id)
+        host.say(line + left_off(settings.config), unique_id)
         return (patched,)
+
+
+def patched_vae(vae: Any, settings: PatchSettings, decode: str, unique_id: str | None) -> tuple[Any, str]:
+    """The VAE that the node returns, and a sentence about it."""
+    network = _network_of(vae)
+    engine = Engine(settings, type(network).__name__, "VAE", unique_id)
+    methods = () if decode == AS_IT_IS else METHODS
+    estimates: dict[str, Estimate | None] = {name: getattr(vae, f"memory_used_{name}", None) for name in methods}
+    sites = _sites(engine, network, decode, estimates)
+    text = sites.status("VAE") if sites or not methods else f"{engine.subject} has no attention"
+    if not sites and not methods:
+        return vae, text
+    patched = copy.copy(vae)
+    patched.patcher = vae.patcher.clone()
+    patched.pascal_attn = engine
+    patched.__class__ = _with_runs(type(vae))  # type: ignore[arg-type]  # mypy: a class is not Hashable
+    replace_functions(patched.patcher, lambda model: _sites(engine, model, decode, estimates).replacements)
+    return patched, f"{text}; decoding and encoding {decode}" if methods else text
 
 
 def _network_of(vae: Any) -> nn.Module:

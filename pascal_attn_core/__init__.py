@@ -26,6 +26,7 @@ from .version import __version__
 
 if TYPE_CHECKING:
     from .diffusers import patch_attention as patch_attention
+    from .diffusers.pipeline import patch_pipeline as patch_pipeline
     from .ffn import patch_ffn
     from .flash_attn import patch_flash_attn
     from .flex import create_block_mask, flex_attention, patch_flex_attention
@@ -73,7 +74,7 @@ __all__ = [
     "tiled_attention",
 ]
 
-# patch_attention is not in __all__: it needs diffusers, which `from pascal_attn_core import *` must not.
+# patch_attention and patch_pipeline are not in __all__: they need diffusers, which `import *` must not.
 _LAZY = {
     "create_block_mask": "flex",
     "flex_attention": "flex",
@@ -85,6 +86,7 @@ _LAZY = {
     "patch_gguf": "gguf",
     "patch_imports": "stand_ins",
     "patch_linear_int8": "int8",
+    "patch_pipeline": "diffusers",
     "patch_sageattention": "stand_ins",
     "patch_sdpa": "sdpa_patch",
     "patch_transformers": "transformers",

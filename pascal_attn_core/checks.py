@@ -16,6 +16,7 @@ from torch import Tensor
 # An exact answer may be twice as far off as plain attention, and some units in the last place where that is lucky.
 _FACTOR, _ULPS = 2.0, 16.0
 Result = TypeVar("Result")
+WITHOUT_FLOAT64 = ("mps", "xpu")
 _TF32_EPS = 2.0**-10
 _OUT_OF_MEMORY = 2  # CUDA_ERROR_OUT_OF_MEMORY, hipErrorOutOfMemory
 # Lower case. A handle of cuBLAS or cuDNN that cannot be made is what a full card shows first.
@@ -53,15 +54,19 @@ class Gap(NamedTuple):
         return self.relative <= tolerance(*dtypes)
 
 
+def in_float64(tensor: Tensor) -> Tensor:
+    """The tensor in float64: on the CPU for Apple's GPUs and Intel's, some of which have none, else where it is."""
+    return (tensor.cpu() if tensor.device.type in WITHOUT_FLOAT64 else tensor).double()
+
+
 def gap(found: Tensor, right: Tensor) -> Gap:
-    """The distance of ``found`` from ``right``, in float64 where the device has it. Elements in which ``right`` is NaN
-    or infinite do not count."""
+    """The distance of ``found`` from ``right``, in float64. Elements in which ``right`` is NaN or infinite do not
+    count."""
     if found.shape != right.shape:
         return Gap(math.inf, 0.0)
     if not right.numel():
         return Gap(0.0, 0.0)
-    wide = torch.float32 if right.device.type == "mps" else torch.float64
-    found, right = found.detach().to(right.device, wide), right.detach().to(wide)
+    found, right = in_float64(found.detach().to(right.device)), in_float64(right.detach())
     known = right.isfinite()
     apart, sizes = (torch.where(known, t.abs(), 0.0).max() for t in (found - right, right))
     error, largest = torch.stack([apart, sizes]).tolist()

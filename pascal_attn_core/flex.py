@@ -29,6 +29,7 @@ from .config import AttentionConfig, default_config
 from .flex_rules import (
     FULL,
     PARTIAL,
+    SKIPPED,
     WINDOW,
     Mod,
     Range,
@@ -49,7 +50,7 @@ _STRIP = 1 << 18  # elements for which create_block_mask asks mask_mod at once
 _COMPILED = "_torchdynamo_orig_callable"  # attribute of what torch.compile makes of a function: that function
 
 
-@torch.compiler.disable
+@torch._disable_dynamo
 def flex_attention(
     query: Tensor,
     key: Tensor,
@@ -68,7 +69,8 @@ def flex_attention(
     ``torch.compile`` the graph ends before it and goes on behind it.
 
     Args:
-        query: ``[B, Hq, L, D]``; key ``[B, Hkv, S, D]``; value ``[B, Hkv, S, Dv]``; dtypes as :func:`.sdpa`.
+        query: ``[B, Hq, L, D]``; key ``[B, Hkv, S, D]``; value ``[B, Hkv, S, Dv]``; dtypes as :func:`.sdpa`. Keys and
+            values of another dtype than the query's, which may be an 8-bit one, are copied into that.
         score_mod: of single elements, ``score_mod(score, batch, head, query, key) -> score``. Tensors that it reads get
             their gradients. It is called again for the gradients and must then do the same.
         block_mask: torch's ``BlockMask``, made by torch's function or by :func:`create_block_mask`; ``sdpa`` takes it
@@ -92,6 +94,8 @@ def flex_attention(
         raise TypeError(f"block_mask must be a BlockMask or None, got {type(block_mask).__name__}")
     options = Options(scale=scale, enable_gqa=enable_gqa)
     query, key, value, mask, options = prepared(query, key, value, block_mask, options)
+    if isinstance(query, Tensor):
+        key, value = (t.to(query.dtype) if isinstance(t, Tensor) else t for t in (key, value))
     call = check_call(query, key, value, mask, options)
     if call.query.dim() != 4:
         raise ValueError(f"query must be [B, Hq, L, D], got {list(query.shape)}")
@@ -121,7 +125,7 @@ def _same(score: Tensor, batch: Tensor, head: Tensor, query: Tensor, key: Tensor
 # ---- block masks -----------------------------------------------------------------------------------------------------
 
 
-@torch.compiler.disable
+@torch._disable_dynamo
 def create_block_mask(
     mask_mod: Mod,
     B: int | None,
@@ -142,7 +146,8 @@ def create_block_mask(
     Args:
         B, H: None = the mask is the same for all.
         device: None = the accelerator, or the CPU where there is none, as for torch.
-        options: further ones of torch's function; they concern its kernels only.
+        options: further ones of torch's function: ``separate_full_blocks=False`` lists full blocks among the partial
+            ones; the others concern its kernels only.
     """
     from torch.nn.attention.flex_attention import BlockMask
 
@@ -156,10 +161,11 @@ def create_block_mask(
     heads = range(H or 1) if H and reads(mask_mod, "head", device) else range(1)
     states = torch.stack([torch.stack([rows.states(batch, head) for head in heads]) for batch in batches])
     states = states.expand(B or 1, H or 1, -1, -1)
-    ordered = [_ordered(states == state) for state in (PARTIAL, FULL)]
-    made = BlockMask.from_kv_blocks(
-        *ordered[0], *ordered[1], BLOCK_SIZE=block, mask_mod=mask_mod, seq_lengths=(Q_LEN, KV_LEN)
-    )
+    if options.get("separate_full_blocks", True):
+        listed = *_ordered(states == PARTIAL), *_ordered(states == FULL)
+    else:
+        listed = *_ordered(states != SKIPPED), None, None
+    made = BlockMask.from_kv_blocks(*listed, BLOCK_SIZE=block, mask_mod=mask_mod, seq_lengths=(Q_LEN, KV_LEN))
     known_of(made)[WINDOW] = rows.window() if len(batches) == len(heads) == 1 else None
     return made
 

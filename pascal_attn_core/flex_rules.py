@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Callable, Iterator
+from itertools import groupby
 from typing import Any, NamedTuple
 
 import torch
@@ -186,6 +187,7 @@ class BlockRule(LazyMask):
         self.window = max(1, round(float((self.states > 0).float().mean()) * shape[3])) if self.states.numel() else 1
         self.asked = mask_of(self.rule)
         self._known: dict[tuple[int, ...], Tensor] = {}
+        self._columns: dict[tuple, bytes] = {}
         self._kinds: list[Tensor] = []
         size = math.prod(self.block)
         self.kept_bytes = 0
@@ -250,13 +252,25 @@ class BlockRule(LazyMask):
             j = (places[:, 1:] * width + torch.arange(width, device=device)).clamp_max(keep.shape[1] - 1)
             keep[i[:, :, None], j[:, None, :]] = self.asked(batch, head, i + top, j + left)
 
+    def columns(self, batch: int, heads: Range, queries: Range, keys: Range) -> bytes:
+        """The state of each column of blocks that a tile touches: PARTIAL where it is not the same for all of these
+        heads and queries."""
+        place = (batch % len(self.states), heads if self.states.shape[1] > 1 else None, queries)
+        columns = self._columns.get(place)
+        if columns is None:
+            least, most = self.blocks(batch, heads, queries, (0, self.shape[3])).flatten(0, 1).aminmax(dim=0)
+            columns = self._columns[place] = bytes(torch.where(least == most, least, PARTIAL).tolist())
+        return columns[keys[0] // self.block[1] : -(-keys[1] // self.block[1])]
+
     def runs(self, batch: int, heads: Range, queries: Range, keys: Range, *, besides: int) -> list[Range]:
         """The keys, among these, of neighbouring blocks that some of these heads and queries have ``besides`` those of
         that state."""
-        wanted = (self.blocks(batch, heads, queries, keys) != besides).flatten(0, 1).any(dim=0).tolist()
-        width, first = self.block[1], keys[0] // self.block[1]
-        edges = [n for n, (a, b) in enumerate(zip([False, *wanted], [*wanted, False]), first) if a != b]
-        return [(max(a * width, keys[0]), min(b * width, keys[1])) for a, b in zip(edges[::2], edges[1::2])]
+        width, end, found = self.block[1], keys[0] // self.block[1], []
+        for is_wanted, run in groupby(self.columns(batch, heads, queries, keys), besides.__ne__):
+            first, end = end, end + len(list(run))
+            if is_wanted:
+                found.append((max(first * width, keys[0]), min(end * width, keys[1])))
+        return found
 
     def tile(self, batch: int, heads: Range, queries: Range, keys: Range) -> Tensor:
         own = range(*heads) if self.by_head else range(heads[0], heads[0] + 1)
@@ -266,9 +280,9 @@ class BlockRule(LazyMask):
     def _of_head(self, batch: int, head: int, queries: Range, keys: Range) -> Tensor:
         """One head's part of a tile, ``[queries, keys]``."""
         (rows, columns), (q0, q1), (j0, j1) = self.block, queries, keys
-        states = self.blocks(batch, (head, head + 1), queries, keys)[0].tolist()
-        if states == [[PARTIAL]]:
+        if q1 <= (q0 // rows + 1) * rows and self.columns(batch, (head, head + 1), queries, keys) == bytes([PARTIAL]):
             return self._ask(batch, head, queries, keys)
+        states = self.blocks(batch, (head, head + 1), queries, keys)[0].tolist()
         keep = torch.empty(q1 - q0, j1 - j0, dtype=torch.bool, device=self.device)
         for i, of_row in enumerate(states, q0 // rows):
             top, bottom = max(q0, i * rows), min(q1, (i + 1) * rows)

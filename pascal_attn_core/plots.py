@@ -23,11 +23,14 @@ from .tiled.masks import Band
 __all__ = ["plot_rows", "plot_softmax", "plot_tiles", "softmax_states", "tile_states"]
 
 _COLOURS = ("#eef1f4", "#2a7f62", "#d9a441")
+_MOST_COLUMNS = 600  # of a heat map: a pixel at least for each, at matplotlib's default size
 _WORDS = ("skipped", "computed", "partly masked")
 
 
 def plot_rows(weights: Tensor, path: str | Path | None = None, *, rows: Sequence[int] | None = None) -> Any:
-    """A heat map of softmax rows, one panel for each head (at most 8) of the first batch element.
+    """A heat map of softmax rows, one panel for each head (at most 8) of the first batch element. Where there are more
+    keys than columns, a column has the maximum of its keys, so that no key with a large weight is lost; colours follow
+    the square root of the probability, so that small weights can be seen.
 
     Args:
         weights: ``[..., heads, rows, keys]``, as :func:`pascal_attn_core.attention_map` returns them.
@@ -37,6 +40,7 @@ def plot_rows(weights: Tensor, path: str | Path | None = None, *, rows: Sequence
         ValueError: weights has fewer than two dimensions, or rows is not one number for each row.
         ImportError: matplotlib is missing.
     """
+    from matplotlib.colors import PowerNorm
     from matplotlib.figure import Figure
 
     if weights.dim() < 2:
@@ -50,16 +54,31 @@ def plot_rows(weights: Tensor, path: str | Path | None = None, *, rows: Sequence
         raise ValueError(f"rows must hold {panels.shape[1]} numbers, one for each row, got {len(labels)}")
     figure = Figure(figsize=(8, 0.8 + len(panels) * max(1.1, min(4.0, 0.22 * len(labels)))), layout="constrained")
     axes = figure.subplots(len(panels), 1, squeeze=False, sharex=True)[:, 0]
-    highest = float(panels.max()) if panels.numel() else 1.0
-    for head, (axis, panel) in enumerate(zip(axes, panels)):
-        image = axis.imshow(panel.numpy(), aspect="auto", interpolation="nearest", vmin=0.0, vmax=highest)
+    columns, per_column = _columns(panels)
+    norm = PowerNorm(0.5, vmin=0.0, vmax=float(columns.max()) if columns.numel() else 1.0)
+    for head, (axis, panel) in enumerate(zip(axes, columns)):
+        image = axis.imshow(
+            panel.numpy(),
+            aspect="auto",
+            interpolation="nearest",
+            norm=norm,
+            extent=(-0.5, columns.shape[-1] * per_column - 0.5, len(labels) - 0.5, -0.5),
+        )
         axis.set_ylabel(f"head {head}\nquery")
         step = max(1, len(labels) // 12)
         axis.set_yticks(range(0, len(labels), step), [str(label) for label in labels[::step]])
     if len(panels):
-        axes[-1].set_xlabel("key")
+        axes[-1].set_xlabel("key" if per_column == 1 else f"key (each column: the maximum of {per_column})")
         figure.colorbar(image, ax=list(axes), label="probability")
     return _written(figure, path)
+
+
+def _columns(panels: Tensor) -> tuple[Tensor, int]:
+    """``[heads, rows, keys]`` as at most 600 columns, each the maximum of as many neighbouring keys; their number."""
+    keys = panels.shape[-1]
+    per_column = max(1, -(-keys // _MOST_COLUMNS))
+    padded = torch.nn.functional.pad(panels, (0, -keys % per_column))
+    return padded.unflatten(-1, (-1, per_column)).amax(dim=-1), per_column
 
 
 def tile_states(

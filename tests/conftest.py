@@ -82,7 +82,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Generator[None, object, object]:
-    """What is imported for it stays: the garbage collector would walk over it again and again."""
+    """Return what is imported for it stays: the garbage collector would walk over it again and again."""
     gc.disable()
     try:
         return (yield)

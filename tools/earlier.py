@@ -11,11 +11,13 @@ import importlib
 import io
 import json
 import lzma
+import re
 import shutil
 import subprocess
 import sys
 import tarfile
 import tempfile
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
@@ -30,14 +32,19 @@ FUSED = "pascal_attn_core/fused"
 TABLE = "docs/fused-static.txt"
 
 
-def code_hash(variant: Compilation, sources: ModuleType = today) -> str:
+def code_hash(variant: Compilation, sources: ModuleType = today, *, what_is_read: bool = False) -> str:
     """Hash of what the preprocessor leaves of a variant's text: all that its machine code depends on.
 
     Args:
         sources: another state of ``pascal_attn_core/fused/code/source.py``, with its ``cuda`` folder beside it.
+        what_is_read: without parameters that nothing reads: they take no register, but the machine code says how many
+            bytes all parameters have.
     """
-    there = _there(variant, sources)
-    return _code_hash(sources.source(variant.kind), tuple(there.macros().items()))
+    text = _preprocessed(sources.source(variant.kind), tuple(_there(variant, sources).macros().items()))
+    if what_is_read:
+        times = Counter(re.findall(r"\w+", text))
+        text = re.sub(r"(?:const )?\w+\*? (\w+);", lambda found: found[0] if times[found[1]] > 1 else "", text)
+    return hashlib.sha256(" ".join(text.split()).encode()).hexdigest()
 
 
 def _there(variant: Compilation, sources: ModuleType) -> Compilation:
@@ -53,11 +60,10 @@ def _there(variant: Compilation, sources: ModuleType) -> Compilation:
 
 
 @functools.cache
-def _code_hash(text: str, macros: tuple[tuple[str, object], ...]) -> str:
+def _preprocessed(text: str, macros: tuple[tuple[str, object], ...]) -> str:
     preprocessor = shutil.which("g++") or sys.exit("g++ must be installed: its preprocessor says which kernels changed")
     command = [preprocessor, "-E", "-P", "-undef", "-x", "c++", *(f"-D{name}={value}" for name, value in macros), "-"]
-    done = subprocess.run(command, input=text, capture_output=True, text=True, check=True)
-    return hashlib.sha256(" ".join(done.stdout.split()).encode()).hexdigest()
+    return subprocess.run(command, input=text, capture_output=True, text=True, check=True).stdout
 
 
 class Earlier:
@@ -87,10 +93,12 @@ class Earlier:
             if hasattr(self._sources, others):
                 yield from getattr(self._sources, others)()
 
-    def has(self, variant: Compilation) -> bool:
-        """Whether the variant's machine code is the same as today's."""
+    def has(self, variant: Compilation, *, what_is_read: bool = False) -> bool:
+        """Whether the variant's machine code, or what of it registers and shared memory depend on, is that of today."""
         try:
-            return code_hash(variant, self._sources) == code_hash(variant)
+            return code_hash(variant, self._sources, what_is_read=what_is_read) == code_hash(
+                variant, what_is_read=what_is_read
+            )
         except (KeyError, subprocess.CalledProcessError):  # there was no such variant then
             return False
 

@@ -2,7 +2,7 @@
 
 Needs g++ and the test extra (NVRTC 12.6 as a wheel). Results are cached in ``build/fused`` by the hash of their
 preprocessed source, so that a second run only compiles what has changed; ``--since HEAD`` takes what has not changed
-since that commit from its table and its cubins.
+since that commit from its table and its cubins. Parameters that a kernel does not read change its cubin, but no figure.
 """
 
 from __future__ import annotations
@@ -27,11 +27,19 @@ from earlier import Earlier, checked_out, code_hash  # noqa: E402
 from pascal_attn_core.fused.code import prebuilt  # noqa: E402
 from pascal_attn_core.fused.code.compilation import Compilation  # noqa: E402
 from pascal_attn_core.fused.code.kinds import ALL_KINDS  # noqa: E402
-from pascal_attn_core.fused.code.source import Variant, all_variants, digest, gguf_variants, linear_variants, source  # noqa: E402
+from pascal_attn_core.fused.code.source import (  # noqa: E402
+    Variant,
+    all_variants,
+    digest,
+    gguf_linear_variants,
+    gguf_variants,
+    linear_variants,
+    source,
+)
 from pascal_attn_core.fused.geometry.plain import INT8_HEAD_DIMS  # noqa: E402
 from pascal_attn_core.fused.gpu import nvrtc as _nvrtc  # noqa: E402
 from pascal_attn_core.fused.gpu.nvrtc import usage  # noqa: E402
-from tools.models.shares import BACKWARD_PRODUCTS, KERNELS, backward_share, linear_share, share  # noqa: E402
+from tools.models.shares import BACKWARD_PRODUCTS, KERNELS, backward_share, gguf_share, linear_share, share  # noqa: E402
 
 BUILD = ROOT / "build" / "fused"
 TABLE = ROOT / "docs" / "fused-static.txt"
@@ -138,7 +146,7 @@ def write_table(archs: Iterable[int], kinds: Iterable[str], padded: bool, earlie
     for variant in every_variant():
         if variant.kind not in kinds or (isinstance(variant, Variant) and variant.padded and not padded):
             continue
-        same = known.get(variant.name, {}) if earlier and earlier.has(variant) else {}
+        same = known.get(variant.name, {}) if earlier and earlier.has(variant, what_is_read=True) else {}
         for arch in archs_of(variant):
             if arch in archs and arch in same:
                 rows.setdefault(variant.name, {})[arch] = same[arch]
@@ -231,6 +239,10 @@ def run(arguments: argparse.Namespace, earlier: Earlier | None) -> None:
         print("linear layer in 8 bits, K = N, of whole tiles: the product, its loop, with rounding, and with rotation")
         for size in (1024, 3072):
             print(f"{size:25} " + " ".join(f"{value:5.1%}" for value in linear_share(nvrtc(61), size, size)))
+        print("GGUF weights, x in 8 bits: dp4a in the main loop, and float32 instructions for its")
+        for variant in gguf_linear_variants():
+            dp4a, gain = gguf_share(compiled(variant, 61).cubin)
+            print(f"{variant.name:25} {dp4a:5.1%} {gain:4.2f} times")
         print(f"backward: both gradient kernels, {BACKWARD_PRODUCTS} products needed of the {made} that they make")
 
 

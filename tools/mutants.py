@@ -5,9 +5,7 @@
     python tools/mutants.py int32_batch_offset    these
 
 They are listed in ``mutants.txt``. Each runs in a copy of the checkout, up to the first test that fails. Missing
-barriers are not among them: tests named test_a_kernel_without_any_one_barrier_is_wrong remove each in turn. Nor are
-those of tensor_even.cuh, PA_ALL and query_sums.cuh, which test_stream_k.py and test_mistakes.py in tests/contract/fused
-have in every run.
+barriers are hardly among them: tests named test_a_kernel_without_any_one_barrier_is_wrong remove each in turn.
 """
 
 from __future__ import annotations

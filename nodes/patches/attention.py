@@ -15,6 +15,7 @@ from ..comfy.second import shared_over
 from ..comfy.sites import by_name
 from ..engine.engine import Engine
 from ..engine.runs import PASSED
+from ..reporting import gain
 from .override import OVERRIDE, engine_of, make_override, previous_of
 from .replacements import Replacement
 from .scope import Scope, make_wrapper
@@ -81,7 +82,7 @@ def _after_run(engine: Engine, patcher: Any, before: Any, behind: bool) -> None:
         run.note(_beside(name_of(before), behind, run))
     finished = engine.end()
     if finished is not None:
-        host.say(finished.line(), engine.unique_id)
+        gain.say(finished)
 
 
 def _beside(name: str, behind: bool, run: Any) -> str:

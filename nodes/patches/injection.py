@@ -11,6 +11,7 @@ from torch import nn
 from ..comfy import host
 from ..engine import runs
 from ..engine.runs import Run
+from ..reporting import gain
 
 
 class Injection:
@@ -80,7 +81,7 @@ class Injection:
         self.describe(run, patcher)
         runs.remember(run)
         run.finish()
-        host.say(run.line(), self.unique_id)
+        gain.say(run)
 
 
 def network_of(patcher: Any) -> nn.Module:

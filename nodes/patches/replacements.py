@@ -12,13 +12,13 @@ from torch import Tensor, nn
 
 from ...pascal_attn_core.call import Options
 from ...pascal_attn_core.patching.function_copy import Instead, copy_over, names_in
-from ..comfy import host as _host
 from ..comfy.layout import four_dimensions
 from ..comfy.objects import Make, Replacements, replaced_by_others
 from ..comfy.sites import ARGUMENT, HOST_FUNCTIONS, calls_directly, calls_unannounced, helpers, modules_with_attention
 from ..engine.compare import Difference, difference, whole
 from ..engine.engine import Engine
 from ..engine.runs import Place
+from ..reporting import gain
 from .override import OVERRIDE, in_host_layout
 from .scope import Scope
 
@@ -34,7 +34,7 @@ def in_run(engine: Engine) -> Iterator[None]:
     finally:
         run = engine.end()
         if run is not None:
-            _host.say(run.line(), engine.unique_id)
+            gain.say(run)
 
 
 def whole_call(

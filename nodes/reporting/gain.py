@@ -1,8 +1,8 @@
 """The gain of a run, or why there was nothing to gain: the report's first line, and the line on a node.
 
-Nothing is estimated. MiB are those of one call: what torch's own function would have stored, its score matrix, less
-what the call took here; seconds are those of calls whose route was timed on this machine against torch's kernel. What
-ComfyUI's own attention would have taken on a host that does not use torch's is not known, and said to be so.
+Nothing is estimated. Bytes are those of one call: what torch's own function would have stored, its score matrix, less
+what the call took here; seconds are those of calls whose route was timed on this machine against torch's kernel. Of a
+host that does not use torch's function nothing is claimed but what was not stored.
 """
 
 from __future__ import annotations
@@ -10,19 +10,26 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
-from ..engine.runs import MIB, CallKind, CallTally, Run
-from .words import duration_text, plural
+from ..comfy import host
+from ..engine.runs import MIB, CallKind, CallTally, Run, remembered
+from .words import duration_text, plural, share_text, size_text
 
 SDPA = "attention_pytorch"  # ComfyUI's name of its function that calls torch's
 _LEAST_BYTES, _LEAST_SECONDS = 8 * MIB, 0.1  # less is not worth telling
 
 
-def mib(num_bytes: float) -> str:
-    """``"1,734"``, ``"2.5"``, ``"under 1"``."""
-    value = num_bytes / MIB
-    if 0 < value < 1:
-        return "under 1"
-    return f"{value:,.0f}" if value >= 10 else f"{value:.2g}"
+def say(run: Run) -> None:
+    """Log a run that is over, and write it on its node: for a node with several parts, what they have gained, and
+    the newest run of each."""
+    ours = {other.part: other for other in remembered() if _is_of(other, run)}
+    lines = "; ".join(other.line() for other in ours.values())
+    status = f"{gain_line(list(ours.values()), host.attention_name())} {lines}" if len(ours) > 1 else ""
+    host.say(run.line(), run.unique_id, status)
+
+
+def _is_of(other: Run, run: Run) -> bool:
+    """Whether ``other`` is a finished run of the same node in the same prompt."""
+    return other.finished and (other.unique_id, other.prompt_id) == (run.unique_id, run.prompt_id)
 
 
 def gain_line(runs: Sequence[Run], attention: str) -> str:
@@ -42,16 +49,18 @@ def _gained(runs: Sequence[Run], attention: str) -> str:
 
 
 def _gains_of(taken: list[tuple[CallKind, CallTally]], attention: str) -> Iterator[str]:
-    """``"1,670 MiB less memory in the largest call (64 instead of 1,734 MiB)"`` of the call in which torch's function
-    and ours differ most, ``"41 s less in attention (timed on this machine)"`` and so on: what is worth telling."""
+    """``"1.63 GiB less memory in the largest call (64.0 MiB instead of 1.69 GiB)"`` of the call in which torch's
+    function and ours differ most, ``"41 s less in attention (timed on this machine)"`` and so on: what is worth
+    telling."""
     if attention == SDPA:
         stored = [(kind.math_bytes, tally.extra_bytes) for kind, tally in taken if kind.torch_stores]
         theirs, ours = max(stored, key=lambda pair: pair[0] - (pair[1] or 0), default=(0, 0))
         saved = theirs - (ours or 0)
         if saved >= _LEAST_BYTES and ours is None:
-            yield f"{mib(theirs)} MiB of scores not stored in the largest call"
+            yield f"{size_text(theirs)} of scores never stored in the largest call"
         elif saved >= _LEAST_BYTES:
-            yield f"{mib(saved)} MiB less memory in the largest call ({mib(ours or 0)} instead of {mib(theirs)} MiB)"
+            less = f"{size_text(ours or 0)} instead of {size_text(theirs)}"
+            yield f"{size_text(saved)} less memory in the largest call ({less})"
         timed = [(kind.over_torch, tally.elapsed_ms / 1e3) for kind, tally in taken]
         seconds = sum(took * (1 / over_torch - 1) for over_torch, took in timed if over_torch)
         if seconds >= _LEAST_SECONDS:
@@ -74,16 +83,21 @@ def nothing_because(runs: Sequence[Run], attention: str) -> str:
     taken = _taken(calling)
     if not taken:
         return f"Nothing to gain: {_why_none_taken(calling)}"
+    share = _share_text(calling)
     if attention == SDPA and all(kind.torch_stores is False for kind, _ in taken):
-        return "Nothing to gain: PyTorch's own kernel takes every call here, with or without this node"
+        return f"Nothing to gain: PyTorch's own kernel takes every call here, with or without this node{share}"
     known = [tally.extra_bytes for _, tally in taken if tally.extra_bytes is not None]
-    most = f"{mib(max(known))} MiB extra at most in a call" if known else "No call stored its scores"
     scores = max(kind.math_bytes for kind, _ in taken)
-    most = most[:1].upper() + most[1:]
-    if scores >= _LEAST_BYTES:
-        most += f", whose scores are {mib(scores)} MiB"
-    other = "PyTorch's attention" if attention == SDPA else f"ComfyUI's {attention}"
-    return f"{most}; what {other} would have needed here was not measured"
+    never = f"{size_text(scores)} of scores in a call are never stored" if scores >= _LEAST_BYTES else ""
+    most = f"{size_text(max(known))} extra at most in a call" if known else ""
+    return f"Fits: {', '.join(filter(None, [never, most])) or 'small calls only'}{share}"
+
+
+def _share_text(runs: Sequence[Run]) -> str:
+    """``"; attention is 4% of sampling"``; "" where it is not known."""
+    sampling = [run for run in runs if run.part == "diffusion model" and run.share is not None]
+    spent, whole = sum(run.elapsed_ms / 1e3 for run in sampling), sum(run.elapsed_s for run in sampling)
+    return f"; attention is {share_text(min(1.0, spent / whole))} of sampling" if spent and whole else ""
 
 
 def _why_none_taken(runs: Sequence[Run]) -> str:

@@ -56,13 +56,18 @@ def _draw_bars(axis: Any, unit: str, bars: Sequence[Bar], colours: Sequence[str]
         axis.set_xscale("log")
         left, right = min(values) / 3, max(values) * 6
     drawn = axis.barh(range(len(bars)), [bar.value or left for bar in bars], color=list(colours))
-    texts = [bar.note if bar.value is None else f"{short_number(bar.value)} {unit}" for bar in bars]
+    texts = [bar.note if bar.value is None else amount(bar.value, unit) for bar in bars]
     axis.bar_label(drawn, texts, padding=5)
     axis.set_xlim(left, right)
     axis.set_yticks(range(len(bars)), [bar.label for bar in bars])
     axis.invert_yaxis()
     axis.set_xlabel(f"{unit}, logarithmic" if left else unit)
     axis.spines[["top", "right"]].set_visible(False)
+
+
+def amount(value: float, unit: str) -> str:
+    """``"45.7 MiB"``, ``"40.0 GiB"``: from 1,024 MiB on in GiB."""
+    return f"{short_number(value / 1024)} GiB" if unit == "MiB" and value >= 1024 else f"{short_number(value)} {unit}"
 
 
 def short_number(value: float) -> str:

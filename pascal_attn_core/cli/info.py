@@ -56,6 +56,7 @@ class Info:
         timed_tiles: the same for tiles and torch's kernel, on a CPU.
         timed_plain: the same for the fused kernel and torch's math attention, on AMD's cards.
         int8: what would compute linear layers in 8 bits, and why nothing faster; None = no device to ask about.
+        int8_attention: why attention cannot run in 8 bits, not exact, where it is asked for.
     """
 
     machine: Machine
@@ -65,6 +66,7 @@ class Info:
     timed_tiles: dict[str, float] = field(default_factory=dict)
     timed_plain: dict[str, float] = field(default_factory=dict)
     int8: tuple[str, str] | None = None
+    int8_attention: list[str] = field(default_factory=list)
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -93,6 +95,7 @@ def gather() -> Info:
         timed_plain=runtime.part(Timings).ratios("plain"),
         timed_tiles={kind: ratio for kind, ratio in tiles.items() if ratio is not None},
         int8=backend_on(runtime.device) if runs else None,
+        int8_attention=_ask_int8(runtime.device, config) if runs else [],
     )
 
 
@@ -124,6 +127,16 @@ def describe(info: Info) -> str:
     if info.int8 is not None:
         way, why = info.int8
         lines.append(line("int8", f"linear layers, if asked for: by {COMPUTED_BY[way]}" + (f"; {why}" if why else "")))
+        kernel = (
+            "by the operators that define it, for checks" if info.machine.devices[0].kind == "cpu" else "by the kernel"
+        )
+        lines.append(
+            line(
+                "",
+                f"attention, if asked for: {'no: ' * bool(info.int8_attention)}"
+                f"{'; '.join(info.int8_attention) or kernel}",
+            )
+        )
     return "\n".join(lines)
 
 
@@ -204,6 +217,11 @@ def ask_routes(device: str, config: AttentionConfig) -> dict[str, dict[str, list
         found[name] = _ask(query, query, config, enable_gqa=False)
         found[f"{name} GQA"] = _ask(query, key, config, enable_gqa=True)
     return found
+
+
+def _ask_int8(device: torch.device, config: AttentionConfig) -> list[str]:
+    query = torch.empty(_CALL, dtype=torch.float16, device=device)
+    return why_not("fused-int8", check_call(query, query, query), config)
 
 
 def _ask(query: torch.Tensor, key: torch.Tensor, config: AttentionConfig, *, enable_gqa: bool) -> dict[str, list[str]]:

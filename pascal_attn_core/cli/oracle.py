@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ..call import check_call
 from ..capture import CapturedCall
+from ..checks import WITHOUT_FLOAT64
 from ..reference import reference_sdpa
 
 _BLOCK_BYTES = 64 << 20
@@ -30,9 +31,9 @@ def reference(captured: CapturedCall, rows: Tensor, grad_rows: Tensor | None = N
         grad_rows: gradient of these rows of the output; None = compute the output.
     Returns:
         ``([*batch, Hq, R, Dv],)`` or three gradients in the shapes of the inputs, in float64 on the device of the call
-        (the CPU where a device has no float64).
+        (the CPU where a device may have no float64).
     """
-    device = torch.device("cpu") if captured.query.device.type == "mps" else captured.query.device
+    device = torch.device("cpu") if captured.query.device.type in WITHOUT_FLOAT64 else captured.query.device
     query, key, value = (t.detach().to(device) for t in (captured.query, captured.key, captured.value))
     options = {name: getattr(captured, name) for name in ("is_causal", "scale", "enable_gqa")}
     call = check_call(query, key, value, **options)

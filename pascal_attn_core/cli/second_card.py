@@ -53,11 +53,15 @@ CARDS = {
     for card in (
         _card("GTX 1060 6GB", (6, 1), 10, 1708),
         _card("GTX 1070", (6, 1), 15, 1683),
+        _card("GTX 1070 Ti", (6, 1), 19, 1683),
         _card("GTX 1080", (6, 1), 20, 1733),
         _card("GTX 1080 Ti", (6, 1), 28, 1582),
         _card("P40", (6, 1), 30, 1531),
         _card("P100", (6, 0), 56, 1303),
         _card("V100", (7, 0), 80, 1380),
+        _card("T4", (7, 5), 40, 1590),
+        _card("RTX 2080", (7, 5), 46, 1710),
+        _card("RTX 2080 Ti", (7, 5), 68, 1545),
     )
 }
 X8, X1 = Link(3, 8, 16), Link(3, 1, 16)
@@ -75,20 +79,23 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--pair", metavar="FIRST,SECOND", help=f"two cards of {', '.join(CARDS)}; without it a choice of pairs"
     )
-    parser.add_argument("--lanes", type=int, default=8, help="PCIe 3.0 lanes of the slower slot, for --pair (8)")
+    parser.add_argument("--lanes", type=int, help="PCIe 3.0 lanes of the slower slot, for --pair (8)")
 
 
 def run(options: argparse.Namespace) -> int:
     """Run the command."""
     pairs = list(PAIRS)
     if options.pair:
-        names = [name.strip() for name in options.pair.split(",")]
-        unknown = [name for name in names if name not in CARDS]
-        if unknown or len(names) != 2:
+        known = {name.casefold(): name for name in CARDS}
+        names = [known.get(name.strip().casefold(), "") for name in options.pair.split(",")]
+        if not all(names) or len(names) != 2:
             raise CommandError(f"--pair must be two of {', '.join(CARDS)}, got {options.pair!r}")
-        if options.lanes not in (1, 2, 4, 8, 16):
-            raise CommandError(f"--lanes must be 1, 2, 4, 8 or 16, got {options.lanes}")
-        pairs = [(names[0], names[1], Link(3, options.lanes, 16))]
+        lanes = 8 if options.lanes is None else options.lanes
+        if lanes not in (1, 2, 4, 8, 16):
+            raise CommandError(f"--lanes must be 1, 2, 4, 8 or 16, got {lanes}")
+        pairs = [(names[0], names[1], Link(3, lanes, 16))]
+    elif options.lanes is not None:
+        raise CommandError("--lanes needs --pair FIRST,SECOND")
     print(table(pairs))
     if not options.pair and len(device_names()) > 1:
         for name, gains in own_gains(look_around()):

@@ -1,21 +1,25 @@
-"""Blocks of GGUF files expanded by a kernel, on NVIDIA's devices. Exact: the definition is :mod:`..gguf_blocks`."""
+"""Blocks of GGUF files expanded by a kernel, on NVIDIA's devices: exact, the definition is :mod:`..gguf_blocks`. And
+multiplied by rows in 8 bits, on those with dp4a: not exact, opt-in, the definition is ``launch/gguf_definition``."""
 
 from __future__ import annotations
 
 import functools
 import hashlib
+from collections.abc import Sequence
 
 import torch
 
-from ..machine.runtime import runtime_of
+from ..machine.runtime import Runtime, runtime_of
 from .code.compilation import Compilation
-from .code.gguf_source import KERNELS
+from .code.gguf_source import KERNELS, ONE_SHAPE, PRODUCT_FORMATS
+from .code.linear_source import LEAST_CAPABILITY
 from .code.source import digest, gguf_variants
 from .launch.gguf import DTYPES, ExpandCall, expand_launches, variant_of
+from .launch.gguf_linear import FEW, GgufLinearCall, gguf_linear_launches, variants_of
 from .trust.kernels import Kernels
 from .trust.trial import Trials
 
-__all__ = ["ExpandCall", "gguf_digest", "run_expand", "why_not"]
+__all__ = ["ExpandCall", "GgufLinearCall", "gguf_digest", "run_expand", "run_product", "why_no_product", "why_not"]
 
 
 @functools.cache
@@ -48,7 +52,27 @@ def why_not(device: torch.device, name: str, arithmetic: torch.dtype, out: torch
         return f"the kernel for GGUF weights needs a CUDA device, got {runtime.info.kind}"
     if name not in KERNELS or arithmetic not in DTYPES or out not in DTYPES:
         return f"the kernel for GGUF weights does not expand {name} by {arithmetic} to {out}"
-    variants = [variant_of(arithmetic)]
+    return _why_not(runtime, [variant_of(arithmetic)])
+
+
+def why_no_product(device: torch.device, name: str, rows: int, shape: int) -> str:
+    """Why the kernels cannot multiply blocks of a format on a device; "" = they can. It is asked as :func:`why_not` is.
+
+    Args:
+        name: of the format; rows: of x; shape: rows of the outputs of a thread, 8 or 4.
+    """
+    runtime = runtime_of(device)
+    capability = runtime.info.capability or (0, 0)
+    if runtime.info.kind != "cuda" or capability < LEAST_CAPABILITY:
+        return f"the 8-bit kernel for GGUF weights needs a CUDA device with dp4a, got {runtime.info.name}"
+    if name not in PRODUCT_FORMATS or not variants_of(name, 8)[0].runs_on(capability):
+        return f"the 8-bit kernel for GGUF weights does not multiply {name} on {runtime.info.name}"
+    if shape != 8 and (name in ONE_SHAPE or rows <= FEW["pa_gguf_some"].rows):
+        return f"the 8-bit kernel for GGUF weights has one shape for {rows} rows and {name}"
+    return _why_not(runtime, variants_of(name, shape))
+
+
+def _why_not(runtime: Runtime, variants: Sequence[Compilation]) -> str:
     reasons = runtime.part(Kernels).reasons(variants)
     if reasons:
         return reasons[0]
@@ -67,3 +91,11 @@ def run_expand(call: ExpandCall) -> None:
     kernels = runtime_of(call.blocks.device).part(Kernels)
     kernels.ensure([variant_of(call.arithmetic)])
     kernels.run(expand_launches(call))
+
+
+def run_product(call: GgufLinearCall, shape: int) -> None:
+    """Queue what :func:`why_no_product` has nothing against, as :func:`run_expand` does. Extra memory: x in 8 bits with
+    its scales, at most 72 MiB."""
+    kernels = runtime_of(call.x.device).part(Kernels)
+    kernels.ensure(variants_of(call.format, shape))
+    kernels.run(gguf_linear_launches(call, shape))

@@ -1,6 +1,7 @@
 """The product with the weights of a GGUF file and rows of x in 8 bits: the ways to compute it on one device, and which
 of them a call takes. Not exact: x is rounded, the weights are the file's. Definition: ``fused/launch/gguf_definition``.
 
+- ``kernel``, ``kernel_4x8``: this package's, by dp4a, in two shapes: 8 x 8 and 4 x 8 outputs of a thread.
 - ``int_mm``: the definition, by :func:`torch._int_mm` on a CPU, some rows at a time.
 - ``float``: the weights are expanded, some rows at a time, and multiplied in float; x is not rounded.
 
@@ -16,7 +17,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ..fused.gguf import GgufLinearCall, gguf_digest, run_product, why_no_product
 from ..fused.launch import gguf_definition
+from ..fused.trust.kernels import Kernels, KernelUnavailable
 from ..gguf_blocks import FORMATS
 from ..machine.device import MIB
 from ..machine.runtime import runtime_of
@@ -24,7 +27,7 @@ from ..routes.timing_table import Contest, power_of_two
 from . import matrix
 from .matrix import GgufMatrix
 
-WAYS = ("int_mm", "float")
+WAYS = ("kernel", "kernel_4x8", "int_mm", "float")
 _BAND_BYTES = 16 * MIB  # of what exists of some rows of x at a time
 _MOST_TIMED_ROWS = {"cpu": 256}  # more take as many times as long
 
@@ -71,15 +74,28 @@ def product(x: Tensor, weight: GgufMatrix, bias: Tensor | None, way: str = "auto
     """
     out = x.new_empty(*x.shape[:-1], weight.shape[0])
     call = GgufCall(x.reshape(-1, x.shape[-1]), weight, bias, out.view(-1, weight.shape[0]))
-    if out.numel():
-        _RUN[way_of(call).name if way == "auto" else way](call)
+    while out.numel():
+        try:
+            _RUN[way_of(call).name if way == "auto" else way](call)
+            break
+        except KernelUnavailable:  # from now on way_of knows
+            way = "auto"
     return out
 
 
 def way_for(x: Tensor, weight: GgufMatrix) -> Way:
     """The way that an input like ``x`` ``[..., K]`` takes."""
+    return way_of(_call_of(x, weight))
+
+
+def ways_for(x: Tensor, weight: GgufMatrix) -> list[str]:
+    """The ways that can compute a call with such an input."""
+    return [name for name, why in _WHY_NOT.items() if not why(_call_of(x, weight))]
+
+
+def _call_of(x: Tensor, weight: GgufMatrix) -> GgufCall:
     flat = x.reshape(-1, x.shape[-1])
-    return way_of(GgufCall(flat, weight, None, flat.new_empty(flat.shape[0], weight.shape[0])))
+    return GgufCall(flat, weight, None, flat.new_empty(flat.shape[0], weight.shape[0]))
 
 
 def way_of(call: GgufCall) -> Way:
@@ -123,10 +139,27 @@ class GgufTimings(Contest[GgufKind]):
             return self.timed(kind, {name: functools.partial(_RUN[name], call) for name in ways})
 
     def conditions(self) -> dict[str, str]:
-        return {"card": self.info.name, "torch": torch.__version__}
+        arch = self.runtime.part(Kernels).arch if self.device.type == "cuda" else ""
+        return {"card": self.info.name, "arch": arch, "torch": torch.__version__, "kernels": gguf_digest()}
 
 
 # ---- the ways --------------------------------------------------------------------------------------------------------
+
+
+def _why_no_kernel(call: GgufCall, shape: int) -> str:
+    return why_no_product(call.x.device, call.weight.format, call.x.shape[0], shape)
+
+
+def by_kernel(call: GgufCall, shape: int) -> None:
+    """Compute a call by the kernel of a shape.
+
+    Raises:
+        KernelUnavailable, DriverError: see :func:`..fused.gguf.run_product`.
+    """
+    x, weight, bias, out = call
+    x = x if x.stride(-1) == 1 else x.contiguous()
+    bias = None if bias is None else bias.float().contiguous()
+    run_product(GgufLinearCall(x, weight.data, weight.format, bias, out), shape)
 
 
 def _why_no_int_mm(call: GgufCall) -> str:
@@ -154,5 +187,15 @@ def by_float(call: GgufCall) -> None:
     out.copy_(matrix.product(x, weight, None if bias is None else bias.to(x.dtype)))
 
 
-_WHY_NOT: dict[str, Callable[[GgufCall], str]] = {"int_mm": _why_no_int_mm, "float": lambda call: ""}
-_RUN: dict[str, Callable[[GgufCall], None]] = {"int_mm": by_int_mm, "float": by_float}
+_WHY_NOT: dict[str, Callable[[GgufCall], str]] = {
+    "kernel": functools.partial(_why_no_kernel, shape=8),
+    "kernel_4x8": functools.partial(_why_no_kernel, shape=4),
+    "int_mm": _why_no_int_mm,
+    "float": lambda call: "",
+}
+_RUN: dict[str, Callable[[GgufCall], None]] = {
+    "kernel": functools.partial(by_kernel, shape=8),
+    "kernel_4x8": functools.partial(by_kernel, shape=4),
+    "int_mm": by_int_mm,
+    "float": by_float,
+}

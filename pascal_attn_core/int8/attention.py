@@ -119,6 +119,8 @@ class AttentionSite:
             return in_8_bits(given)
         except UnsupportedAttention as error:
             self.why = error.reasons[0]
+        except (TypeError, ValueError) as error:  # the exact computation says what is wrong with it, or can do it
+            self.why = str(error)
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
                 raise

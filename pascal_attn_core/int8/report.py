@@ -135,7 +135,7 @@ class Int8Report(AnyReport):
         own = (INT8, FLOAT)  # each of these layers has a line of its own
         texts = ((f"({line.kind}): {line.state}{_facts(line)}", line.state in own and line.name) for line in self.lines)
         rows += [f"  {names} {text}" for (text, _), names in alike(zip(texts, (line.name for line in self.lines)))]
-        ways = {(line.way, line.why_way) for line in self.of(INT8) if line.way != "kernel"}
+        ways = {(line.way, line.why_way) for line in self.of(INT8) if not line.way.startswith("kernel")}
         rows += [f"  computed by {COMPUTED_BY[way]}: {why}" for way, why in sorted(ways) if way]
         return "\n".join(rows)
 
@@ -209,6 +209,7 @@ _WEIGHTS = {
 }
 COMPUTED_BY = {
     "kernel": "the int8 kernel",
+    "kernel_4x8": "the int8 kernel",
     "int_mm": "torch._int_mm",
     "float": "weights expanded to float, which saves no time",
     "operators": "the operators that define it, which is slow and for checks",

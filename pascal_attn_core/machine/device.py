@@ -6,6 +6,7 @@ import contextlib
 import functools
 import os
 import platform
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,6 +20,9 @@ MIB = 1 << 20
 # No buffer of ours is larger, whatever the budget: Intel's drivers allocate no more at once, and Apple's compute wrong
 # numbers in one with more than 2^31 elements. Scores have 4 bytes at least.
 LARGEST_BUFFER = 4 << 30
+# On Apple's M1 and M2 a product that adds up 32,767 numbers or more also adds what lies behind them, if its result has
+# 16 rows and columns or more (torch up to 2.15).
+LONGEST_SUM_ON_MPS = 1 << 14
 # Compute capability, or its major version -> float32 units of a multiprocessor. AMD: see DeviceInfo.num_sms.
 _FP32_UNITS: dict[tuple[int, ...], int] = {
     (5,): 128, (6,): 128, (6, 0): 64, (7,): 64, (8,): 128, (8, 0): 64, (9,): 128, (10,): 128, (12,): 128,
@@ -86,6 +90,11 @@ class DeviceInfo:
     def is_gpu(self) -> bool:
         return self.kind != "cpu"
 
+    @property
+    def longest_sum(self) -> int:
+        """How many numbers a matrix product of ours may add up at most for one element of its result."""
+        return LONGEST_SUM_ON_MPS if self.kind == "mps" else sys.maxsize
+
     def default_budget_bytes(self, *, backward: bool = False) -> int:
         """Extra memory one call may use by default: 64 MiB on a GPU; on a CPU 4 MiB, and 6.5 MiB
         for its gradients, which hold two tiles of scores."""
@@ -122,6 +131,15 @@ def device_info(device: torch.device | str) -> DeviceInfo:
         props = torch.xpu.get_device_properties(device)
         return DeviceInfo(
             "xpu", props.name, num_sms=getattr(props, "gpu_subslice_count", 1) or 1, total_bytes=props.total_memory
+        )
+    if device.type == "mps" and torch.backends.mps.is_available():
+        metal = torch.backends.mps
+        name, cores = (getattr(metal, ask, None) for ask in ("get_name", "get_core_count"))  # newer torch only
+        return DeviceInfo(
+            "mps",
+            name() if name else "mps",
+            num_sms=cores() if cores else 1,
+            total_bytes=torch.mps.recommended_max_memory() if hasattr(torch.mps, "recommended_max_memory") else 0,
         )
     return DeviceInfo(device.type, device.type)
 
@@ -222,8 +240,14 @@ def smi_id(device: torch.device) -> str:
 
 
 def free_bytes(device: torch.device | str) -> int | None:
-    """Free memory of a CUDA device in bytes as its driver reports it, or None where torch does not know it."""
+    """Free memory of a device in bytes as its driver reports it, or None where torch does not know it. On MPS what is
+    left of the memory that the system recommends to use at most."""
     device = torch.device(device)
-    if device.type != "cuda":
-        return None
-    return torch.cuda.mem_get_info(device)[0]
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    if device.type == "mps" and device_info(device).total_bytes:
+        return max(0, device_info(device).total_bytes - torch.mps.driver_allocated_memory())
+    if device.type == "xpu" and hasattr(torch.xpu, "mem_get_info"):
+        with contextlib.suppress(RuntimeError):  # some of Intel's drivers do not tell
+            return torch.xpu.mem_get_info(device)[0]
+    return None

@@ -331,11 +331,11 @@ def device_lines(machine: Machine, number: int) -> list[str]:
             line("device", f"CPU, {info.num_sms} cores" + (f", {_size(info.l2_bytes)} cache" * bool(info.l2_bytes)))
         ]
     else:
-        units = {"hip": "compute units", "xpu": "Xe cores"}.get(info.kind, "SMs")
+        units = {"hip": "compute units", "xpu": "Xe cores", "mps": "cores"}.get(info.kind, "SMs")
         units = "pairs of compute units" if info.is_rdna else units
         lines = [line("device", f"{info.name} ({_torch_name(info, number)}), {info.arch or info.kind}")]
         facts = [f"compute capability {info.capability[0]}.{info.capability[1]}"] if info.capability else []
-        facts += [f"{info.num_sms} {units}"] if info.kind != "mps" else []  # which does not tell
+        facts += [f"{info.num_sms} {units}"] if info.kind != "mps" or info.num_sms > 1 else []  # older torch
         facts += [f"L2 {_size(info.l2_bytes) if info.l2_bytes else 'unknown'}"]
         if info.kind == "hip" and info.wave_size:
             facts += [f"LDS {info.shared_bytes >> 10} KiB", f"waves of {info.wave_size}"]

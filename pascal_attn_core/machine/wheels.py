@@ -3,18 +3,21 @@
 A wheel holds machine code for some architectures (``sm_60``) and sometimes PTX (``compute_120``), which the driver
 compiles for newer ones. Machine code runs on its own architecture and on later ones of the same major version:
 sm_60 code runs on a GTX 1080 Ti (sm_61), sm_70 code does not run on it. On AMD the name has to be the same (gfx906).
+For AMD's cards there are torch's own wheels, for Linux only, and AMD's, for Windows too.
 """
 
 from __future__ import annotations
 
 import re
+import sys
 from dataclasses import dataclass
 
 from .amd_system import OVERRIDE
 from .device import DeviceInfo
 
 INDEX = "https://download.pytorch.org/whl"
-# The wheels for CUDA 12.6 are the last with Maxwell, Pascal and Volta; torch 2.14 is the last that has them.
+# The wheels for CUDA 12.6 are the last with Maxwell, Pascal and Volta; torch 2.14 is the last that has them. (Those for
+# CUDA 12.8 have Volta up to torch 2.10.)
 LEGACY_INDEX, LEGACY_TORCH = "cu126", "2.14"
 CURRENT_INDEX = "cu130"
 _CUDA_FIRST, _CUDA_13_FIRST = (5, 0), (7, 5)
@@ -23,6 +26,15 @@ _ROCM_GFX9 = ("gfx900", "gfx906", "gfx908", "gfx90a", "gfx942", "gfx950")
 _ROCM_RDNA = ("gfx1030", "gfx1100", "gfx1101", "gfx1102", "gfx1103", "gfx1150", "gfx1151", "gfx1200", "gfx1201")
 # From ROCm 6.4 on the wheels still name these two, but the rocBLAS inside has no code for them any more.
 _ROCM_LEGACY = ("gfx900", "gfx906")
+# AMD's own wheels (ROCm/TheRock, SUPPORTED_GPUS.md, August 2026).
+AMD_INDEX = "https://rocm.nightlies.amd.com/whl-multi-arch/"
+_INSIDE_PROCESSORS = ("gfx90c", "gfx1033", "gfx1035", "gfx1036")
+_BY_AMD = (
+    *_ROCM_GFX9,
+    *_ROCM_RDNA,
+    *_INSIDE_PROCESSORS,
+    *("gfx1010", "gfx1011", "gfx1012", "gfx1031", "gfx1032", "gfx1034", "gfx1152", "gfx1153"),
+)
 
 
 @dataclass(frozen=True)
@@ -97,20 +109,18 @@ def wheel_for(capability: tuple[int, int]) -> str:
 
 
 def has_rocm_wheel(arch: str) -> bool:
-    """Whether some wheel has code for an AMD card, by this name or by an override."""
-    return arch in _ROCM_GFX9 + _ROCM_RDNA or arch in ("gfx1031", "gfx1032", "gfx1034")
+    """Whether some wheel has code for an AMD card; graphics inside a processor do not count."""
+    return arch in _BY_AMD and arch not in _INSIDE_PROCESSORS
 
 
-def rocm_wheel_for(arch: str) -> str:
+def rocm_wheel_for(arch: str, system: str = sys.platform) -> str:
     """The wheel to install for an AMD card: a pip command, or a sentence if no wheel has code for it."""
-    if arch in _ROCM_GFX9 + _ROCM_RDNA:
+    if arch in _ROCM_GFX9 + _ROCM_RDNA and system != "win32":
         index = ROCM_LEGACY_INDEX if arch in _ROCM_LEGACY else ROCM_INDEX
         return _install(index)
-    if arch.startswith("gfx103"):
-        return (
-            f"no wheel names {arch}, but it runs gfx1030 code: set HSA_OVERRIDE_GFX_VERSION=10.3.0 and use the wheel "
-            f"of {INDEX}/{ROCM_INDEX}"
-        )
+    if arch in _BY_AMD:
+        parts = " ".join(f'"{name}[device-{arch}]"' for name in ("torch", "torchvision"))
+        return f"pip install --force-reinstall {parts} torchaudio --index-url {AMD_INDEX}"
     return f"no wheel has code for {arch}: build torch from source with PYTORCH_ROCM_ARCH={arch}"
 
 
@@ -128,7 +138,7 @@ def _judge_cuda(info: DeviceInfo, build: TorchBuild) -> Verdict:
     if found:
         return Verdict(True, f"this wheel has PTX for {found}, which the driver compiles for {card} at first use")
     if info.capability < _CUDA_13_FIRST and info.capability >= _CUDA_FIRST:
-        install += f"  # torch {LEGACY_TORCH} is the last with code for {card}"
+        install += f"  # torch {LEGACY_TORCH} is the last with code for {card}: keep its files, see docs/old-torch.md"
     listed = " ".join(build.archs) or "nothing"
     return Verdict(False, f"this wheel has NO code for {card}, only for {listed}", install)
 
@@ -141,17 +151,18 @@ def _judge_hip(info: DeviceInfo, build: TorchBuild) -> Verdict:
             why = f"this wheel names {info.arch}, but its rocBLAS does not since ROCm 6.4: matrix products may abort"
             return Verdict(True, why, rocm_wheel_for(info.arch))
         if info.known_arch != info.arch:
-            return Verdict(True, _overridden(info))
+            return _overridden(info)
         return Verdict(True, f"this wheel has code for {info.arch}")
     listed = " ".join(build.archs) or "nothing"
     return Verdict(False, f"this wheel has NO code for {info.arch}, only for {listed}", rocm_wheel_for(info.arch))
 
 
-def _overridden(info: DeviceInfo) -> str:
+def _overridden(info: DeviceInfo) -> Verdict:
     what = f"this {info.known_arch}" if info.known_arch else "this card, whatever it is"
     same = (info.known_arch or "").startswith("gfx103") and info.arch == "gfx1030"
     risk = "the instructions are the same" if same else "torch's own kernels may use instructions that it lacks"
-    return f"this wheel has code for {info.arch}, as which {OVERRIDE} runs {what}: {risk}"
+    own = rocm_wheel_for(info.known_arch) if info.known_arch in _BY_AMD and not same else ""
+    return Verdict(True, f"this wheel has code for {info.arch}, as which {OVERRIDE} runs {what}: {risk}", own)
 
 
 def _version(text: str) -> tuple[int, ...]:

@@ -210,21 +210,27 @@ def measure(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Measurement:
 def available_bytes(device: torch.device | str = "cpu") -> int | None:
     """Memory that this process may still allocate, or None where that is unknown.
 
-    On CUDA what the driver reports as free plus what torch's allocator holds unused; on Linux the kernel's estimate
+    On a GPU what its driver reports as free plus what torch's allocator holds unused; on Linux the kernel's estimate
     (``MemAvailable``), or what is left under the limit of a control group if that is less.
     """
     device = torch.device(device)
-    if device.type == "cuda":
-        unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-        return (free_bytes(device) or 0) + unused
     if device.type != "cpu":
-        return None
+        free = free_bytes(device)
+        return None if free is None else free + _unused_bytes(device)
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()
     except OSError:
         return None
     amounts = {name: int(rest.split()[0]) << 10 for name, _, rest in (line.partition(":") for line in lines)}
     return min([amounts.get("MemAvailable", amounts["MemFree"]), *_room_in_control_groups()])
+
+
+def _unused_bytes(device: torch.device) -> int:
+    """Bytes that torch's allocator holds on a GPU without using them."""
+    if device.type == "mps":
+        return torch.mps.driver_allocated_memory() - torch.mps.current_allocated_memory()
+    memory = getattr(torch, device.type)
+    return memory.memory_reserved(device) - memory.memory_allocated(device)
 
 
 def _room_in_control_groups(root: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")) -> list[int]:

@@ -13,6 +13,7 @@ from ..call import AttentionCall, Results
 from ..config import AttentionConfig
 from ..lazy_mask import LazyMask
 from ..machine.device import LARGEST_BUFFER, MIB
+from ..machine.runtime import runtime_of
 from ..reference import allowed_keys
 from .route import Choice, Request, Route
 
@@ -31,6 +32,8 @@ class MathRoute(Route):
             )
         elif score_mib > limit:
             reasons.append(f"its score matrix of {score_mib:.1f} MiB is above math_limit_mib {limit:g}")
+        if call.seq_len_kv > runtime_of(call.query.device).info.longest_sum:
+            reasons.append(f"the device may add up {call.seq_len_kv:,} products, one for each key, wrongly")
         if request.with_lse:
             reasons.append("torch's function does not return lse")
         if call.score_rule is not None:

@@ -11,7 +11,8 @@ from torch import Tensor
 from ..call import FLOATS, AttentionCall, Results
 from ..config import AttentionConfig
 from ..lazy_mask import LazyMask
-from ..machine.device import MIB
+from ..machine.device import LONGEST_SUM_ON_MPS, MIB
+from ..machine.runtime import runtime_of
 from ..patching.interception import PLAIN
 from ..tiled.layout import rows_overlap, slides_by_one
 from .route import Choice, Request, Route
@@ -64,6 +65,8 @@ def is_short(call: AttentionCall, config: AttentionConfig, *, in_graph: bool = F
         return False
     if call.left is not None or (call.right is not None and not call.plain_causal) or call.scale <= 0:
         return False
+    if call.seq_len_kv > LONGEST_SUM_ON_MPS and call.seq_len_kv > runtime_of(call.query.device).info.longest_sum:
+        return False
     mask = call.attn_mask
     if call.softcap is not None or call.sinks is not None or call.score_rule is not None or isinstance(mask, LazyMask):
         return False
@@ -115,7 +118,7 @@ def is_plainly_short(
         if not len(q_shape) == len(k_shape) == 4 or k_shape != value.shape or query.dtype not in FLOATS:
             return False
         batch, heads, seq_len_q, head_dim = q_shape
-        if k_shape[0] != batch or k_shape[1] != heads or not head_dim:
+        if k_shape[0] != batch or k_shape[1] != heads or not head_dim or k_shape[2] > LONGEST_SUM_ON_MPS:
             return False
         if not 0 < batch * heads * seq_len_q * k_shape[2] * 4 <= config.math_limit_mib * MIB:
             return False

@@ -311,7 +311,7 @@ _TOKENS, _HEAD_DIM = 64, 64
 def _wave(shape: tuple[int, ...], device: torch.device, dtype: torch.dtype, step: float = 0.7) -> Tensor:
     """Numbers between -1 and 1 that leave every random generator as it was."""
     count = torch.Size(shape).numel()
-    return torch.sin(torch.arange(count, device=device, dtype=torch.float64) * step).view(shape).to(dtype)
+    return torch.sin(torch.arange(count, dtype=torch.float64) * step).view(shape).to(dtype).to(device)
 
 
 def _inputs(kind: Kind) -> tuple[Tensor, Tensor, Tensor]:

@@ -65,8 +65,8 @@ class MaskWriter:
         if self.words is None or bias.dtype == self.dtype:
             by_token.add_(bias)
             return
-        for part, room, (span, tokens, keys) in self._parts(by_token, self.words.view(self.dtype)):
-            part.add_(room.copy_(bias.expand(by_token.shape)[span, tokens, :, keys]))
+        for part, values in self._parts(by_token, bias, self.words.view(self.dtype)):
+            part.add_(values)
 
     def _forbid_band(self, scores: Tensor, rule: Rule, value: float) -> None:
         if self.groups == 1 and self.words is not None and value == 0.0:
@@ -92,20 +92,22 @@ class MaskWriter:
         if self.words is None:
             torch.where(keep, by_token, self.fills[value], out=by_token)
             return
-        bits, ones = by_token.view(_WORD[self.dtype]), keep.expand(by_token.shape)
-        for part, words, (span, tokens, keys) in self._parts(bits, self.words):
-            # The bits times one or zero: copied from bool, since a True that came by view() may be any byte but 0.
-            own = distinct(ones[span, tokens, :, keys])
-            words = words.view(-1)[: own.numel()].view(own.shape).copy_(own)
+        # The bits times one or zero: copied from bool, since a True that came by view() may be any byte but 0.
+        for part, words in self._parts(by_token.view(_WORD[self.dtype]), keep, self.words):
             part.mul_(words)
             if value:
                 part.bitwise_or_(words.sub_(1).bitwise_and_(_NEG_INF_BITS[self.dtype]))
 
-    def _parts(self, tile: Tensor, buffer: Tensor) -> Iterator[tuple[Tensor, Tensor, tuple[slice, slice, slice]]]:
-        """Parts of ``[u, tokens, G, keys]`` that fit the buffer, each with as much of it, and its slices of units,
-        tokens and keys: all units or one, some of their tokens, and where one token is too long some of its keys."""
+    def _parts(self, tile: Tensor, values: Tensor, buffer: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        """Parts of ``[u, tokens, G, keys]``, each with its part of the values that broadcast to it, copied into the
+        buffer: all of them where that has room, or all units or one, some of their tokens, and where one token is too
+        long some of its keys."""
+        own = distinct(values)
+        if own.numel() <= buffer.numel():
+            yield tile, buffer[: own.numel()].view(own.shape).copy_(own)
+            return
         units, tokens, groups, keys = tile.shape
-        room = buffer.numel()
+        room, values = buffer.numel(), values.expand(tile.shape)
         together = units * groups * keys <= room
         spans = [slice(0, units)] if together else [slice(u, u + 1) for u in range(units)]
         step = max(1, room // ((units if together else 1) * groups * keys))
@@ -113,5 +115,5 @@ class MaskWriter:
         for span in spans:
             for token in (slice(t, t + step) for t in range(0, tokens, step)):
                 for key in (slice(j, j + key_step) for j in range(0, keys, key_step)):
-                    part = tile[span, token, :, key]
-                    yield part, buffer[: part.numel()].view(part.shape), (span, token, key)
+                    own = distinct(values[span, token, :, key])
+                    yield tile[span, token, :, key], buffer[: own.numel()].view(own.shape).copy_(own)

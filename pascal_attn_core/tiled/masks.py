@@ -276,8 +276,8 @@ class BlockTiles(LazyTiles):
 
     def state(self, u0: int, u1: int, q0: int, q1: int, j0: int, j1: int) -> TileState:
         batch, heads = self.place.of(u0, u1)
-        least, most = self.mask.blocks(batch, heads, (q0, q1), (j0, j1)).aminmax()
-        return TileState.EMPTY if most == SKIPPED else TileState.FULL if least == FULL else TileState.MIXED
+        states = set(self.mask.columns(batch, heads, (q0, q1), (j0, j1)))
+        return TileState.EMPTY if states == {SKIPPED} else TileState.FULL if states == {FULL} else TileState.MIXED
 
     def parts(self, u0: int, u1: int, q0: int, q1: int, j0: int, j1: int) -> list[Part]:
         batch, heads = self.place.of(u0, u1)

@@ -50,7 +50,7 @@ class TileProducts:
         tiles = walk.tiles
         rows, keys = tiles.units * tiles.q_block * walk.groups, tiles.units * tiles.kv_block
         self.keys_at_once = tiles.kv_block
-        self.score_buffer = self.buffer(rows * tiles.kv_block)
+        self.score_buffer, self.zero = self.buffer(rows * tiles.kv_block), self.buffer(1).zero_()
         self.query_buffer = self.buffer(rows * call.head_dim if self.copies_query else 0)
         self.acc_buffer = self.buffer(rows * call.head_dim_v if self.copies_out and not for_backward else 0)
         widest = call.head_dim if for_backward else max(call.head_dim, call.head_dim_v)
@@ -82,7 +82,8 @@ class TileProducts:
         """query @ key^T * factor in the score buffer, ``[u, rows, keys]``."""
         shape = (query.shape[0], query.shape[1], key.shape[1])
         scores = self.score_buffer[: math.prod(shape)].view(shape)
-        return torch.baddbmm(scores, query, key.transpose(1, 2), beta=0, alpha=factor, out=scores)
+        # Not the buffer itself: before torch 2.14 MPS multiplies the input by beta, and 0 * NaN is NaN.
+        return torch.baddbmm(self.zero, query, key.transpose(1, 2), beta=0, alpha=factor, out=scores)
 
     def mask(self, scores: Tensor, rule: Rule) -> None:
         """Change the scores as the tile's rule says; -inf where it forbids a key."""

@@ -161,6 +161,7 @@ def plan_tiles(
         units, rows = 1, min(q_block, work.seq_len_q)
     if kv_block is not None:
         keys = min(kv_block, work.seq_len_kv)
+    rows, keys = min(rows, max(1, info.longest_sum // work.groups)), min(keys, info.longest_sum)
     units, rows, keys = _fit(work, budget, units, rows, keys, q_block is not None, kv_block is not None)
     needed = step_bytes(work, units, rows, keys)
     if needed > budget:

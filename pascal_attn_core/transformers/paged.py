@@ -26,7 +26,7 @@ from .call import with_query_sinks
 
 
 # Like the cache itself: torch.compile would copy its views of one tensor at every write.
-@torch.compiler.disable
+@torch._disable_dynamo
 def paged_attend(
     module: Any,
     query: Tensor,

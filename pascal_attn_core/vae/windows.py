@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..checks import in_float64
 from .lazy import Aligned, Lazy, Want, aten, captured
 
 
@@ -245,6 +246,7 @@ class Moments:
     def __init__(self, batch: int, groups: int):
         self.batch, self.groups, self.count = batch, groups, 0
         self.mean: Any = 0.0
+        self.device: torch.device | None = None
         self.squares: Any = 0.0
 
     @staticmethod
@@ -261,7 +263,7 @@ class Moments:
         _, mean, rstd = torch.native_group_norm(
             piece.contiguous(), None, None, self.batch, channels, inner, self.groups, 0.0
         )
-        mean, variance = mean.double(), rstd.double() ** -2
+        mean, variance, self.device = in_float64(mean), in_float64(rstd) ** -2, piece.device
         count = inner * channels // self.groups
         total, delta = self.count + count, mean - self.mean
         squares = self.squares + variance * count + delta**2 * (self.count * count / total)
@@ -271,7 +273,7 @@ class Moments:
     def per_channel(self, channels: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """(mean, variance) of the group that each channel is in, ``[N * C]``."""
         repeat = channels // self.groups
-        mean, variance = self.mean.to(dtype), (self.squares / self.count).to(dtype)
+        mean, variance = (t.to(dtype).to(self.device) for t in (self.mean, self.squares / self.count))
         return mean.repeat_interleave(repeat, -1).flatten(), variance.repeat_interleave(repeat, -1).flatten()
 
 

@@ -15,7 +15,7 @@ from pascal_attn_core.attention_map import attention_map
 
 
 def _odd(mask: Tensor) -> Tensor:
-    """The same mask, in the same layout, with True stored as any byte from 1 to 255."""
+    """Return the same mask in the same layout with True stored as any byte from 1 to 255."""
     odd = torch.empty_like(mask)
     odd.view(torch.uint8).copy_(mask.to(torch.uint8) * torch.randint(1, 256, mask.shape, dtype=torch.uint8))
     assert torch.equal(odd, mask)

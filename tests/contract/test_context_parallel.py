@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from attn_support import fresh
 from attn_support.parallel.processes import run_in
+from attn_support.randomness import some
 from torch import Tensor
 
 from pascal_attn_core import AttentionConfig, UnsupportedAttention, parallel, sdpa
@@ -89,7 +90,7 @@ def differences(rank: int, name: str, lengths: Sequence[int], groups: dict[str, 
     return [each.max().item() if each.numel() else 0.0 for each in apart]
 
 
-@pytest.mark.parametrize("tokens", ["6 6", "7 3 9", "6 6 6 6", "1 5", "6 0", "1 1"])
+@pytest.mark.parametrize("tokens", some(["6 6", "1 5", "7 3 9", "6 0", "6 6 6 6", "1 1"], 2))
 @fresh.alone
 def test_every_call_gives_what_one_process_gives(tokens: str) -> None:
     """Tokens of each process; of two and three by a ring and by Ulysses, of four by both together. A process with one
@@ -155,6 +156,8 @@ def test_no_process_holds_the_keys_of_more_than_two() -> None:
             context_parallel_sdpa(query, key, value, ring=dist.group.WORLD)
         return peak.peak_bytes / (key.nbytes + value.nbytes)
 
+    with measure_memory("cpu"):
+        torch.ones(8).sum()  # what it imports, once for all processes
     answers = run_in(4, work)
     assert max(answers) < 2.5, answers  # those that leave and those that arrive; all of them would be 4
 

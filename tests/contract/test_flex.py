@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import inspect
+import itertools
 import math
 import sys
 import types
@@ -12,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from attn_support.randomness import some
 from torch import Tensor
 
 from pascal_attn_core import AttentionConfig, UnsupportedAttention, patch_flex_attention, sdpa
@@ -89,9 +92,7 @@ def block_mask(mask_mod: Callable | None) -> Any:
     return create_block_mask(mask_mod, 2, HEADS, TOKENS, TOKENS, device="cpu", BLOCK_SIZE=64)
 
 
-@pytest.mark.parametrize("kv_heads", [HEADS, 2])
-@pytest.mark.parametrize("score_mod", SCORE_MODS)
-@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize(("mask", "score_mod", "kv_heads"), some(itertools.product(MASKS, SCORE_MODS, [HEADS, 2]), 3))
 def test_forward_and_gradients(mask: str, score_mod: str, kv_heads: int) -> None:
     mask_mod, mod = MASKS[mask], SCORE_MODS[score_mod]
     given = [t.requires_grad_() for t in inputs(kv_heads)]
@@ -141,6 +142,48 @@ def test_the_blocks_are_those_of_torch(mask: str, sizes: tuple[int, int]) -> Non
             a, b = (block_rule(m, (2, HEADS, *sizes)).states for m in (ours, theirs))
             assert torch.equal(getattr(ours, names[0]), getattr(theirs, names[0]))
             assert torch.equal(a, b)
+
+
+def test_full_blocks_among_the_partial_ones() -> None:
+    sizes = (None, None, TOKENS, TOKENS)
+    if "separate_full_blocks" not in inspect.signature(flex.create_block_mask).parameters:
+        pytest.skip("this torch lists full blocks apart")
+    ours, theirs = (
+        make(MASKS["causal"], *sizes, device="cpu", BLOCK_SIZE=64, separate_full_blocks=False)
+        for make in (create_block_mask, flex.create_block_mask)
+    )
+    assert ours.full_kv_num_blocks is None
+    assert torch.equal(ours.kv_num_blocks, theirs.kv_num_blocks)
+    assert torch.equal(ours.kv_indices, theirs.kv_indices)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float8_e4m3fn], ids=str)
+def test_keys_and_values_of_another_dtype(dtype: torch.dtype) -> None:
+    query, key, value = inputs()
+    given = query, key.to(dtype), value.to(dtype)
+    expected = flex_attention(query, *(t.float() for t in given[1:]), SCORE_MODS["alibi"])
+    assert torch.equal(flex_attention(*given, SCORE_MODS["alibi"]), expected)
+
+
+@pytest.mark.parametrize("score_mod", ["none", "alibi", "forbids"])
+def test_keys_in_pages(score_mod: str) -> None:
+    """torch's PagedAttention: lists of physical pages, and functions that look up which logical keys they hold."""
+    pages = pytest.importorskip("torch.nn.attention.experimental._paged_attention")
+    size, tokens = 16, 90
+    query, key, value = inputs(tokens=tokens)
+    table = pages.PagedAttention(40, size, 4, device="cpu")
+    for lengths in ((30, 90), (90, 90)):  # the pages of a sequence are not neighbours
+        for batch, length in enumerate(lengths):
+            table.reserve(torch.tensor(batch), torch.tensor(length))
+    caches = torch.full((2, 1, HEADS, 40 * size, 16), 1e4)
+    places, all_of = torch.arange(tokens).expand(2, -1), torch.full((2,), tokens)
+    table.assign(torch.arange(2), places, key, value, *caches)
+    logical = create_block_mask(MASKS["causal"], 2, None, tokens, tokens, device="cpu", BLOCK_SIZE=size)
+    blocks = table.convert_logical_block_mask(logical, kv_len=all_of)
+    mod = table.get_score_mod(SCORE_MODS[score_mod], kv_len=all_of)
+    out = flex_attention(query, *caches, mod, blocks, config=SMALL_TILES)
+    exact = definition(query, key, value, SCORE_MODS[score_mod], MASKS["causal"])
+    torch.testing.assert_close(out, exact, rtol=1e-5, atol=1e-5)
 
 
 def test_what_the_blocks_say_holds() -> None:
@@ -289,8 +332,7 @@ def test_the_fused_kernels_say_why_not() -> None:
     assert tensor_reasons(replace(call, score_rule=rule), (7, 5)) == ["the fused kernel has no score_mod"]
 
 
-@pytest.mark.parametrize("score_mod", SCORE_MODS)
-@pytest.mark.parametrize("mask", ["none", "window", "of heads"])
+@pytest.mark.parametrize(("mask", "score_mod"), some(itertools.product(["none", "window", "of heads"], SCORE_MODS), 3))
 def test_memory(mask: str, score_mod: str) -> None:
     """Forward and gradients within the budget; the score matrix alone has 18 MiB."""
     mod, tokens = SCORE_MODS[score_mod], 1100
@@ -382,8 +424,10 @@ def test_in_the_place_of_torchs_functions() -> None:
             used = measure(lambda: flex.create_block_mask(MASKS["window"], None, None, 1100, 1100, device="cpu"))
             assert used.peak_bytes < 4 << 20
             assert measure(lambda *t: user.attend(*t, block_mask=used.out), *given).extra_bytes <= 2 << 20
-            compiled = torch.compile(user.attend, backend="eager")
-            torch.testing.assert_close(compiled(*given), sdpa(*given))
+            attend = functools.partial(user.attend, score_mod=SCORE_MODS["alibi"], block_mask=used.out)
+            compiled = torch.compile(lambda *t: attend(*t).cos(), backend="eager")
+            torch.testing.assert_close(compiled(*given), attend(*given).cos())
+            assert measure(compiled, *given).extra_bytes <= (2 << 20) + given[0].nbytes  # and what cos() is of
     finally:
         del sys.modules[user.__name__]
     assert (flex.flex_attention, flex.create_block_mask) == before

@@ -8,7 +8,7 @@ import re
 import pytest
 import torch
 from attn_support.oracle import assert_close, exact, plain, plain_dtype
-from attn_support.table import BY_TORCH, ROUTES, SHAPES, TABLE, Case, routes_for
+from attn_support.table import BY_TORCH, ROUTES, SHAPES, TABLE, Case, on_mps, routes_for
 
 from pascal_attn_core import UnsupportedAttention, record, sdpa, sdpa_with_lse
 from pascal_attn_core.call import AttentionCall, check_call
@@ -16,6 +16,7 @@ from pascal_attn_core.routes import choose, why_not
 
 BY_NAME = {case.name: case for case in TABLE}
 LSE_ROUTES = ("auto", "tiled", "online", "small_tiles")
+TILED_ROUTES = [route for route in ROUTES if ROUTES[route].route == "tiled"]
 # A call of the table, and why the route does not take it.
 REFUSED = {
     "torch": [
@@ -47,11 +48,21 @@ def _why_not(route: str, call: AttentionCall) -> list[str]:
 def test_every_route_gives_the_answer_of_the_definition(case: Case) -> None:
     inputs, options = case.build()
     oracle, _ = exact(inputs, options)
+    dtypes = {by_torch: plain_dtype(case.dtype, as_torch=by_torch) for by_torch in (False, True)}
+    similar = {dtype: plain(inputs, options, dtype)[0] for dtype in set(dtypes.values())}
     for route in routes_for(case):
         out = sdpa(*inputs, **options, config=ROUTES[route])
-        similar, _ = plain(inputs, options, plain_dtype(case.dtype, as_torch=route in BY_TORCH))
         assert out.dtype == case.dtype
-        assert_close(out, oracle, similar, f"out by {route}", dtype=case.dtype)
+        assert_close(out, oracle, similar[dtypes[route in BY_TORCH]], f"out by {route}", dtype=case.dtype)
+
+
+@pytest.mark.parametrize("case", on_mps(TABLE), ids=lambda case: case.name)
+def test_tiles_on_mps_give_the_answer_of_the_definition(case: Case) -> None:
+    inputs, options = case.build()
+    oracle, similar = exact(inputs, options)[0], plain(inputs, options, torch.float32)[0]
+    for route in TILED_ROUTES:
+        out = sdpa(*case.build(device="mps")[0], **options, config=ROUTES[route])
+        assert_close(out.cpu(), oracle, similar, f"out by {route}", dtype=case.dtype)
 
 
 @pytest.mark.parametrize("case", TABLE[::3], ids=lambda case: case.name)
@@ -76,7 +87,7 @@ def test_a_call_that_a_route_does_not_take_is_refused_with_the_reason(route: str
 
 @pytest.mark.torch_2_5
 def test_routes_take_as_much_of_the_table_as_they_can() -> None:
-    """What the tests above compare, and that nothing is refused for a reason that they do not know."""
+    """This is what the tests above compare, and that nothing is refused for a reason that they do not know."""
     taken: dict[str, collections.Counter[str]] = {route: collections.Counter() for route in ROUTES}
     empty = 0
     for case in TABLE:

@@ -1,4 +1,4 @@
-"""What programs ask of a backward pass besides one gradient: a graph of it that nobody uses, and many at once. Wherever
+"""Programs ask more of a backward pass than one gradient: a graph of it that nobody uses, and many at once. Wherever
 torch's own function serves them, so does every route that ``auto`` may take, also under the switch."""
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from attn_support.oracle import assert_gradients_close, cast, gradients, plain_dtype
-from attn_support.table import GRADIENT_TABLE, ROUTES, Case, routes_for
+from attn_support.table import GRADIENT_TABLE, ROUTES, Case, on_mps, routes_for
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from pascal_attn_core import AttentionConfig, sdpa
@@ -21,8 +21,12 @@ def _leaves(inputs: list[torch.Tensor | None]) -> list[torch.Tensor]:
     return [t for t in inputs if t is not None and t.requires_grad]
 
 
-@pytest.mark.parametrize("case", GRADIENT_TABLE, ids=lambda case: case.name)
-def test_gradients_are_those_of_the_definition(case: Case) -> None:
+@pytest.mark.parametrize(
+    ("device", "case"),
+    [("cpu", case) for case in GRADIENT_TABLE] + [("mps", case) for case in on_mps(GRADIENT_TABLE)],
+    ids=lambda given: given if isinstance(given, str) else given.name,
+)
+def test_gradients_are_those_of_the_definition(device: str, case: Case) -> None:
     inputs, options = case.build(requires_grad=True)
     wide = [cast(t, torch.float64) for t in inputs]
     # Out is saved in 16 bits, as every flash attention does: the yardstick is plain attention in those 16 bits.
@@ -31,9 +35,10 @@ def test_gradients_are_those_of_the_definition(case: Case) -> None:
     grad_out = torch.randn(exact_out.shape, dtype=torch.float64)
     oracle = gradients(exact_out, _leaves(wide), grad_out)
     yardstick = gradients(reference_sdpa(*similar, **options)[0], _leaves(similar), grad_out)
+    inputs, _ = case.build(requires_grad=True, device=device)
     for route in routes_for(case, of=WITH_GRADIENTS):
-        out = sdpa(*inputs, **options, config=ROUTES[route])
-        actual = gradients(out, _leaves(inputs), grad_out)
+        out = sdpa(*inputs, **options, config=ROUTES[route]).cpu()
+        actual = [grad.cpu() for grad in gradients(out, _leaves(inputs), grad_out)]
         assert [g.dtype for g in actual] == [t.dtype for t in _leaves(inputs)]
         assert_gradients_close(actual, oracle, yardstick, lse, case.dtype, by=route)
 

@@ -1,4 +1,4 @@
-"""What must hold for every call, as sentences."""
+"""These tests check what must hold for every call, as sentences."""
 
 from __future__ import annotations
 
@@ -74,9 +74,6 @@ def test_the_output_is_laid_out_as_the_query_is() -> None:
     assert sdpa(*(t if t is None else t.contiguous() for t in inputs), **options, config=TILED).is_contiguous()
 
 
-# ---- bounded blocks --------------------------------------------------------------------------------------------------
-
-
 def _bounded(*inputs: torch.Tensor | None, config: AttentionConfig = TILED) -> float:
     """The share of blocks whose scores are bounded before they are computed: they need no running maximum."""
     call, stats = check_call(*inputs), TiledStats()
@@ -129,17 +126,11 @@ def test_a_bias_that_all_keys_share_and_a_large_sink_are_in_the_lse(options: dic
         torch.testing.assert_close(one.double(), other, atol=1e-5, rtol=1e-5)
 
 
-# ---- numbers at the edges --------------------------------------------------------------------------------------------
-
-
 @pytest.mark.xfail(strict=True, reason="sums are divided at the end: they overflow a factor S below the largest float")
 def test_values_at_the_largest_float_do_not_overflow() -> None:
     query, key = (torch.randn(1, 1, n, 8) for n in (70, 100))
     out = sdpa(query, key, torch.full((1, 1, 100, 8), 3e38), config=TILED)
     assert out.isfinite().all()
-
-
-# ---- hosts -----------------------------------------------------------------------------------------------------------
 
 
 def test_causal_biases_of_torch_are_understood() -> None:

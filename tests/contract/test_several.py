@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from attn_support.randomness import some
 from attn_support.table import GRADIENT_TABLE, ROUTES, TABLE, Case, routes_for
 from torch import Tensor
 
@@ -39,10 +40,10 @@ def shared(config: AttentionConfig, *devices: str) -> AttentionConfig:
     return replace(config, devices=devices or ("cpu", "cpu", "cpu"), share_from_tokens=1)
 
 
-@pytest.mark.parametrize("step", [5, pytest.param(1, marks=pytest.mark.slow)])
-def test_the_bits_are_those_of_one_device(step: int) -> None:
+def test_the_bits_are_those_of_one_device() -> None:
     taken: collections.Counter[str] = collections.Counter()
-    for case in TABLE[::step]:
+    cases = some(TABLE, 10)
+    for case in cases:
         inputs, options = case.build()
         call = check_call(*inputs, **options)
         for route in routes_for(case, of=SHARED_BY):
@@ -59,9 +60,9 @@ def test_the_bits_are_those_of_one_device(step: int) -> None:
             else:
                 assert choice.route == choose(call, config).route
                 assert choice.why.rpartition("; on one device: ")[2].startswith(REASONS), (case.name, route, choice.why)
-    assert taken["torch"] > 100 // step
-    assert taken["small_tiles"] > 200 // step
-    assert taken["small_budget"] > 150 // step
+    assert taken["torch"] > 0.2 * len(cases)
+    assert taken["small_tiles"] > 0.4 * len(cases)
+    assert taken["small_budget"] > 0.3 * len(cases)
 
 
 @pytest.mark.parametrize("case", TABLE[::15], ids=lambda case: case.name)
@@ -85,18 +86,17 @@ def _gradients(case: Case, config: AttentionConfig) -> tuple[list[Tensor], str]:
     return [out, *torch.autograd.grad(out, leaves, weight)], route
 
 
-@pytest.mark.parametrize("step", [3, pytest.param(1, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("route", ["auto", "small_tiles", "small_budget"])
-def test_and_those_of_gradients(route: str, step: int) -> None:
-    taken = 0
-    for case in GRADIENT_TABLE[::step]:
+def test_and_those_of_gradients(route: str) -> None:
+    taken, cases = 0, some(GRADIENT_TABLE, 3)
+    for case in cases:
         if route in routes_for(case, of=[route]):
             found, by = _gradients(case, shared(ROUTES[route], "cpu", "cpu"))
             taken += by == "several"
             if by == "several":
                 expected, _ = _gradients(case, ROUTES[route])
                 assert all(map(torch.equal, found, expected)), case.name
-    assert taken > (15 if route == "auto" else 40) // step
+    assert taken > (0.06 if route == "auto" else 0.15) * len(cases)
 
 
 def test_gradients_of_lse_flow_through() -> None:
@@ -106,9 +106,6 @@ def test_gradients_of_lse_flow_through() -> None:
         out, lse = sdpa_with_lse(query, key, value, config=config)
         found.append(torch.autograd.grad(out.sum() + (lse * lse).sum(), (query, key, value)))
     assert all(map(torch.equal, *found))
-
-
-# ---- what stays on the first device ----------------------------------------------------------------------------------
 
 
 @mask_rule

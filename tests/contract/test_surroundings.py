@@ -1,4 +1,4 @@
-"""What the surroundings of a call may do: modes, transforms, defaults, and tensors of other kinds."""
+"""These tests check what the surroundings of a call may do: modes, transforms, defaults, and tensors of other kinds."""
 
 from __future__ import annotations
 
@@ -177,9 +177,6 @@ def test_tensors_without_strides_are_refused(make) -> None:
             sdpa(query, query, query, config=config)
 
 
-# ---- an error at any operator ----------------------------------------------------------------------------------------
-
-
 class _Raising(TorchDispatchMode):
     """Counts the operators, and raises ``error`` in place of number ``at``."""
 
@@ -257,7 +254,7 @@ def _state() -> tuple:
 
 
 def _survives_or_passes(run: Callable[[], Any], error: BaseException, at: int) -> Any:
-    """What ``run`` gives with an error at its n-th operator; None if the error came through."""
+    """Return what ``run`` gives with an error at its n-th operator; None if the error came through."""
     state = _state()
     try:
         with _Raising(error, at):
@@ -297,7 +294,7 @@ def test_an_error_at_any_operator_passes_through_and_leaves_nothing_behind(
             ("forward", attend, out, forward.count),
             ("backward", differentiate, grads, backward.count),
         ):
-            for at in some(range(1, count + 1), 3):
+            for at in some(range(1, count + 1), 5):
                 result = _survives_or_passes(run, make_error(), at)
                 if result is not None:
                     close(result, expected)
@@ -312,5 +309,5 @@ def test_an_error_at_any_operator_passes_through_and_leaves_nothing_behind(
     assert _state() == outside
     if may_survive and scenario.config is _SMALL and not scenario.switched:
         # The first of them are outside of what is tried again, the many in the tiles are not.
-        assert survived["forward"] > len(some(range(forward.count), 3)) / 2
-        assert survived["backward"] > len(some(range(backward.count), 3)) / 2
+        assert survived["forward"] > len(some(range(forward.count), 5)) / 2
+        assert survived["backward"] > len(some(range(backward.count), 5)) / 2

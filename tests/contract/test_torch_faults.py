@@ -17,15 +17,17 @@ import pascal_attn_core.sdpa_patch as switch
 from pascal_attn_core import AttentionConfig, UnsupportedAttention, explain, sdpa
 from pascal_attn_core.call import check_call
 from pascal_attn_core.fused.launch.select import call_reasons
+from pascal_attn_core.machine.device import DeviceInfo
 from pascal_attn_core.machine.runtime import Runtime, using
 from pascal_attn_core.patching import interception
 from pascal_attn_core.reference import reference_sdpa
-from pascal_attn_core.routes import torch_faults
+from pascal_attn_core.routes import torch_faults, why_not
+from pascal_attn_core.routes.short import is_plainly_short, is_short
 from pascal_attn_core.routes.torch_faults import FAULTS, Kind, ShownFaults, is_shown, torch_sdpa
 from pascal_attn_core.routes.torch_kernel import find_form
 from pascal_attn_core.tiled.layout import rows_overlap
 
-TORCH = AttentionConfig(route="torch")
+TORCH, TILED = AttentionConfig(route="torch"), AttentionConfig(route="tiled")
 CPU = torch.device("cpu")
 FLOAT32 = Kind(CPU, torch.float32, torch.float32)
 
@@ -40,7 +42,7 @@ def _masked(length: int, dtype: torch.dtype = torch.float32) -> tuple[list[Tenso
 
 
 def _largest_error(attend: Any, leaves: list[Tensor], mask: Tensor | None = None, **options: Any) -> float:
-    """Of the output and, where wanted, of the gradients, relative to it and to the largest of them."""
+    """Return the relative errors of the output and, where wanted, of the gradients, these by the largest of them."""
     wide = [cast(t, torch.float64 if leaves[0].dtype == torch.float64 else torch.float32) for t in (*leaves, mask)]
     out, expected = attend(*leaves, mask, **options), reference_sdpa(*wide, **options)[0]
     errors = [((out - expected).norm() / expected.norm()).nan_to_num(torch.inf, torch.inf).item()]
@@ -177,9 +179,6 @@ def test_a_probe_without_memory_is_not_an_answer(runtime: Runtime) -> None:
     assert found
 
 
-# ---- rows that overlap ---------------------------------------------------------------------------------------------
-
-
 def _overlapping(tokens: int, step: int) -> Tensor:
     """Rows of 64 that begin ``step`` elements after each other."""
     return torch.randn(2 * tokens * 64).as_strided((1, 2, tokens, 64), (0, tokens * 64, step, 1))
@@ -207,7 +206,16 @@ def test_the_fused_kernels_only_read_them() -> None:
     assert "rows must be contiguous" in call_reasons(check_call(odd, odd, odd))[0]
 
 
-# ---- kernels that do not run -----------------------------------------------------------------------------------------
+@pytest.mark.parametrize(("queries", "keys"), [(20, 33_000), (33_000, 20)])
+def test_products_that_an_apple_m1_adds_up_wrongly_are_not_made(queries: int, keys: int) -> None:
+    leaves = [torch.randn(1, 1, tokens, 16, requires_grad=True) for tokens in (queries, keys, keys)]
+    call = check_call(*leaves)
+    with using(Runtime("cpu", DeviceInfo("mps", "Apple M1"))):
+        assert _largest_error(lambda *inputs: sdpa(*inputs, config=TILED), leaves) < 1e-5
+        generous = AttentionConfig(math_limit_mib=64)
+        assert is_plainly_short(generous, *leaves) == (keys < queries)
+        assert is_short(call, generous) == (not why_not("math", call, generous)) == (keys < queries)
+    assert is_short(call, generous)
 
 
 @pytest.mark.parametrize("tokens", [16, 700])

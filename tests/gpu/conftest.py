@@ -1,4 +1,4 @@
-"""Without a CUDA GPU a file of this folder is not even imported."""
+"""A file of this folder is, without a CUDA GPU, not even imported."""
 
 from __future__ import annotations
 

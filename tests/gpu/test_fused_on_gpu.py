@@ -250,8 +250,6 @@ def test_a_kernel_whose_first_answers_are_wrong_is_disabled_on_this_card(caplog:
     ]
 
 
-# ---- even distribution on tensor cores -------------------------------------------------------------------------------
-
 TENSOR = AttentionConfig(route="fused-tensor")
 
 

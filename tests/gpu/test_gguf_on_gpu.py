@@ -1,17 +1,21 @@
-"""Blocks of GGUF files expanded on a GPU: every bit against the definition on a CPU, and a layer by both ways."""
+"""Blocks of GGUF files expanded and multiplied on a GPU: every bit against the definitions on a CPU, and times."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from pascal_attn_core.fused.code.gguf_source import KERNELS
+from pascal_attn_core.fused.code.gguf_source import KERNELS, PRODUCT_FORMATS
 from pascal_attn_core.fused.code.source import gguf_variants
-from pascal_attn_core.fused.gguf import why_not
+from pascal_attn_core.fused.gguf import run_product, why_no_product, why_not
+from pascal_attn_core.fused.launch.gguf_linear import GgufLinearCall, gguf_linear_launches
 from pascal_attn_core.fused.trust.kernels import Kernels
+from pascal_attn_core.fused.trust.verify_gguf import expected, sane_blocks
+from pascal_attn_core.gguf.int8 import product
 from pascal_attn_core.gguf.matrix import GgufMatrix, linear
 from pascal_attn_core.gguf_blocks import FORMATS, expand
 from pascal_attn_core.machine.runtime import runtime_of
+from pascal_attn_core.routes.timing_table import median_times
 
 pytestmark = pytest.mark.gpu
 _DEVICE = torch.device("cuda", torch.cuda.current_device())
@@ -34,3 +38,46 @@ def test_a_whole_layer_has_the_definitions_weights(name: str) -> None:
     assert torch.equal(found.cpu(), right)
     x = torch.randn(33, columns)
     torch.testing.assert_close(linear(x.cuda(), weight, None).cpu(), x @ right.T, rtol=1e-3, atol=1e-2)
+
+
+# ---- inputs in 8 bits ------------------------------------------------------------------------------------------------
+
+needs_dp4a = pytest.mark.skipif(bool(why_no_product(_DEVICE, "Q8_0", 100, 8)), reason="needs dp4a")
+WAYS = ("kernel", "kernel_4x8", "float")
+
+
+def _call(name: str, rows: int, cols: int, columns: int, dtype: torch.dtype) -> GgufLinearCall:
+    """On the CPU, so that its numbers are the same on every card."""
+    blocks = sane_blocks(name, cols, columns, torch.Generator().manual_seed(3))
+    return GgufLinearCall(
+        torch.randn(rows, columns).to(dtype), blocks, name, torch.randn(cols), torch.empty(rows, cols)
+    )
+
+
+@needs_dp4a
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", PRODUCT_FORMATS)
+def test_every_bit_of_a_product_is_that_of_the_definition(name: str, dtype: torch.dtype) -> None:
+    for rows, cols, columns in ((1, 320, 1280), (16, 77, 768), (333, 640, 768), (1025, 70, 2304)):
+        here = _call(name, rows, cols, columns, dtype)
+        there = here._replace(**{key: getattr(here, key).to(_DEVICE) for key in ("x", "blocks", "bias")})
+        for shape in (8, 4):
+            if why_no_product(_DEVICE, name, rows, shape):
+                continue
+            call = there._replace(out=torch.full((rows, cols), float("nan"), dtype=dtype, device=_DEVICE))
+            run_product(call, shape)
+            right = expected(here, gguf_linear_launches(call, shape)[-1].function)
+            assert torch.equal(call.out.cpu(), right.to(dtype))
+
+
+@needs_dp4a
+@pytest.mark.parametrize("rows", [1, 16, 4096])
+@pytest.mark.parametrize("name", PRODUCT_FORMATS)
+def test_the_times_of_each_way(name: str, rows: int) -> None:
+    weight = GgufMatrix(sane_blocks(name, 3072, 3072, torch.Generator()).cuda(), name, (3072, 3072), torch.float32,
+                        torch.int8, torch.float32)  # fmt: skip
+    x = torch.randn(rows, 3072, device=_DEVICE)
+    able = [way for way in WAYS if way == "float" or not why_no_product(_DEVICE, name, rows, 4 if "4" in way else 8)]
+    times = dict(zip(able, median_times([lambda way=way: product(x, weight, None, way) for way in able], _DEVICE)))
+    print(f"\n{name} {rows} x 3072 x 3072: " + ", ".join(f"{way} {time:.2f} ms" for way, time in times.items()))
+    assert rows < 4096 or torch.cuda.get_device_capability() >= (7, 0) or min(times, key=times.__getitem__) != "float"

@@ -87,7 +87,7 @@ class Started:
         self._folder = folder
 
     def poll(self) -> int | None:
-        """Its exit code, negative for a signal; None while it runs."""
+        """Return the exit code, negative for a signal; None while it runs."""
         file = Path(self._folder.name) / "ended"
         if self.returncode is None and file.exists():
             self.returncode = int(file.read_text())
@@ -121,17 +121,20 @@ def start(code: str, *arguments: str) -> Started | subprocess.Popen[str]:
 
 
 def run(code: str, *arguments: str, **options: Any) -> str:
-    """What a program that must end well printed, without the white space around it; ``options`` of :func:`execute`."""
-    done = execute(code, *arguments, **options)
+    """Return what a program that must end well printed, stripped; ``options`` of :func:`execute`."""
+    return _well_ended(execute(code, *arguments, **options)).stdout.strip()
+
+
+def _well_ended(done: Done) -> Done:
     assert done.returncode == 0, done.stderr
-    return done.stdout.strip()
+    return done
 
 
-def call(function: Callable[..., object], *arguments: str, **options: Any) -> None:
+def call(function: Callable[..., object], *arguments: str, **options: Any) -> Done:
     """Call a function of a test module in a process of its own; what it raises fails the test. ``options`` of
     :func:`execute`."""
     file = sys.modules[function.__module__].__file__
-    run(
+    done = execute(
         """
         import importlib.util, sys, types
         file, name, support, *arguments = sys.argv[1:]
@@ -149,6 +152,7 @@ def call(function: Callable[..., object], *arguments: str, **options: Any) -> No
         *arguments,
         **options,
     )
+    return _well_ended(done)
 
 
 def alone(test: Callable[..., None]) -> Callable[..., None]:

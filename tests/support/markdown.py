@@ -1,4 +1,4 @@
-"""What the repository's Markdown files hold: links, headings, fenced blocks."""
+"""This module has what the repository's Markdown files hold: links, headings, fenced blocks."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def prose(page: Path) -> str:
 
 
 def inline_code(page: Path) -> list[str]:
-    """What stands between backticks outside fenced blocks."""
+    """Return what stands between backticks outside fenced blocks."""
     return [code.strip("`") for code in _CODE.findall(prose(page))]
 
 

@@ -1,4 +1,4 @@
-"""What is correct, and how far from it an answer may be: the one place with tolerances.
+"""This module has what is correct, and how far from it an answer may be: the one place with tolerances.
 
 The oracle is :func:`pascal_attn_core.reference.reference_sdpa` in float64. An answer may be twice as far from it as
 plain attention, plus some units in the last place (plain attention is exact by luck where there are few elements).

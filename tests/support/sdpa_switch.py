@@ -1,4 +1,4 @@
-"""What all tests of the process-wide switch need: torch's own function, back in its place after each of them."""
+"""This module has what all tests of the process-wide switch need: torch's function, put back after each."""
 
 from __future__ import annotations
 

@@ -62,9 +62,6 @@ class Case:
         return MASKS[self.mask](full, self.dtype, generator)
 
 
-# ---- memory layouts --------------------------------------------------------------------------------------------------
-
-
 def _tokens_first(tensor: Tensor) -> Tensor:
     """``[B, H, L, D]`` as a model makes it: a view of ``[B, L, H, D]``."""
     return tensor.transpose(-3, -2).contiguous().transpose(-3, -2) if tensor.dim() > 2 else tensor
@@ -97,8 +94,6 @@ LAYOUTS = {
     "expanded": _expanded,
     "every_second_token": _every_second_token,
 }
-
-# ---- masks: (full shape, dtype, generator) -> mask -------------------------------------------------------------------
 
 
 def _shape(full: tuple[int, ...], keep: str) -> tuple[int, ...]:
@@ -224,8 +219,6 @@ MASKS = {
     "-finfo.max everywhere": _as_float(_all(False), "finfo"),
 }
 
-# ---- the table -------------------------------------------------------------------------------------------------------
-
 
 def case(name: str, heads: int, kv_heads: int, seq_len_q: int, seq_len_kv: int, head_dim: int, head_dim_v: int = 0,
          *, batch: tuple[int, ...] = (2,), **rest: Any) -> Case:  # fmt: skip
@@ -344,13 +337,19 @@ TABLE = _table()
 
 
 def routes_for(case: Case, *, of: Iterable[str] = ROUTES) -> list[str]:
-    """Those of ``of`` that take the call. Tiny tiles are slow: every third call by them, and all with a window."""
+    """Return the routes of ``of`` that take the call. Tiny tiles take every third, and all with a window."""
     inputs, options = case.build()
     call = check_call(*inputs, **options)
     routes = [route for route in of if route == "auto" or not why_not(ROUTES[route].route, call, ROUTES[route])]
     if "window" not in case.options and zlib.crc32(case.name.encode()) % 3:
         routes = [route for route in routes if route != "tiny_tiles"]
     return routes
+
+
+def on_mps(cases: list[Case]) -> list[Case]:
+    """Those whose numbers Apple's MPS has; none where there is no such device."""
+    has_mps = torch.backends.mps.is_available()
+    return [case for case in cases if has_mps and torch.float64 != case.dtype and "float64" not in case.mask]
 
 
 # The same kinds of calls, fewer of each: for gradients.

@@ -166,7 +166,7 @@ def use(model: Any, name: str) -> None:
 
 
 def with_attention(model: Any, name: str, function: Callable[[], Any]) -> Any:
-    """What a function returns while the model uses this implementation."""
+    """Return what a function returns while the model uses this implementation."""
     before = model.config._attn_implementation
     use(model, name)
     try:
@@ -201,7 +201,7 @@ def plain(
     softcap: float | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """What the host's eager functions compute, ``[B, L, Hq, Dv]``; a row without keys gives zeros."""
+    """Return what the host's eager functions compute, ``[B, L, Hq, Dv]``; a row without keys gives zeros."""
     query, key, value = tensors
     groups = query.shape[1] // key.shape[1]
     scores = query @ key.repeat_interleave(groups, 1).mT * query.shape[-1] ** -0.5

@@ -47,7 +47,8 @@ def run_parts(run: Run, parts: Sequence[Part]) -> dict[str, dict[str, Any]]:
     """Run the parts that have no result yet, one after the other, and write each result at once; what each file holds
     now, by part.
 
-    A part's time is its share of all that is left: what one does not need is the next ones'.
+    A part's time is its share of all that is left: what one does not need is the next ones'. One that had too little
+    gets twice of that.
     """
     held = {part.name: results.conditions(run.facts, part.made_from, run.sizes.name) for part in parts}
     known = {part.name: results.read(run.folder / f"{part.name}.json") for part in parts}
@@ -62,7 +63,8 @@ def run_parts(run: Run, parts: Sequence[Part]) -> dict[str, dict[str, Any]]:
             say(part.name, f"{found[part.name]['state']} (before): {found[part.name]['summary']}")
             continue
         weight = sum(each.weight for each in todo[todo.index(part) :])
-        seconds = max(0.0, run.end - time.monotonic()) * part.weight / weight
+        left = max(0.0, run.end - time.monotonic())
+        seconds = max(left * part.weight / weight, min(left, 2 * known[part.name].get("limit", 0.0)))
         before = {} if run.again else known[part.name].get("figures", {})
         found[part.name] = run_part(run, part, seconds, held[part.name], before)
     return found

@@ -17,10 +17,10 @@ from .results import ROOT, read
 from .table import table
 
 # What an outcome can be. The first two hold until something changes; after the others the part is run again.
-# Unfinished: it ran out of time, and nothing was wrong so far; stopped: it did so with nothing done.
-RIGHT, WRONG, STOPPED, FAILED, UNFINISHED, NOT_RUN = "right", "wrong", "stopped", "failed", "unfinished", "not run"
+# Unfinished: it ran out of time, and nothing was wrong so far.
+RIGHT, WRONG, FAILED, UNFINISHED, NOT_RUN = "right", "wrong", "failed", "unfinished", "not run"
 LASTING = (RIGHT, WRONG)
-BAD = (WRONG, STOPPED, FAILED)
+BAD = (WRONG, FAILED)
 # What a part needs for its own beginning and end.
 _MARGIN = 12.0
 _SLOWEST = 10
@@ -182,7 +182,7 @@ def _judge_tests(ended: child.Ended, figures: dict[str, Any], left: int) -> Outc
     if counts["failed"]:
         return Outcome(FAILED if left else WRONG, said, figures)  # failed: the others are still to be run
     if left and ended.status in (None, _INTERRUPTED):
-        return Outcome(UNFINISHED if counts else STOPPED, said, figures)
+        return Outcome(UNFINISHED, said, figures)
     if ended.status not in (0, _NO_TESTS):
         return _failed(ended, figures)
     if not counts["passed"]:
@@ -236,7 +236,7 @@ def _bench(job: Job, arguments: tuple[str, ...]) -> Outcome:
 def _benched(ended: child.Ended, figures: dict[str, Any], said: str) -> Outcome:
     """``said``: what was done, "" = nothing."""
     if ended.status is None:
-        return Outcome(UNFINISHED if said else STOPPED, f"{ended.words}; {said or 'no shape was done'}", figures)
+        return Outcome(UNFINISHED, f"{ended.words}; {said or 'no shape was done'}", figures)
     return Outcome(RIGHT, said, figures) if ended.status == 0 and said else _failed(ended, figures)
 
 
@@ -345,8 +345,8 @@ def _sweep(job: Job) -> Outcome:
 
 
 def _failed(ended: child.Ended, figures: dict[str, Any]) -> Outcome:
-    if ended.status is None:
-        return Outcome(STOPPED, ended.words, figures)
+    if ended.status is None and not ended.remains:
+        return Outcome(UNFINISHED, ended.words, figures)
     figures = {**figures, "output": ended.output.splitlines()}
     return Outcome(FAILED, f"{ended.words}: {ended.last_line}"[:200], figures)
 

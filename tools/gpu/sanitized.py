@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import torch
 
-from pascal_attn_core.fused.code.source import KINDS, Variant, linear_variants
+from pascal_attn_core.fused.code.source import KINDS, Variant, gguf_linear_variants, linear_variants
 from pascal_attn_core.fused.trust import verify
 from pascal_attn_core.fused.trust.kernels import Kernels
 from pascal_attn_core.machine.runtime import runtime_of
@@ -26,6 +26,7 @@ VARIANTS = (
     Variant("int8", 64, "float16"),
     Variant("int8", 128, "float32", "bool"),
     linear_variants()[1],
+    *gguf_linear_variants()[:2],
     # On tensor cores, where the card has some.
     *(Variant(kind, 64, "float16") for kind in KINDS if kind.startswith(("volta", "tensor"))),
     Variant("tensor", 128, "float16", "bool", padded=True),

@@ -14,6 +14,8 @@ that between dense and packed sequences: apart from the rescaling, shares are lo
 whole kernel (no activation, a float32 bias, whole words) is put into the text as constants and compiled, so that each
 instruction that is left is executed: those in loops as often as the sizes say, the others once. The rounding of x
 counts as well, per element of x.
+
+**A linear layer with GGUF weights** (:func:`gguf_share`), of many rows, its main loop: needed are its dp4a.
 """
 
 from __future__ import annotations
@@ -175,6 +177,7 @@ def _leave_out_edges(
 
 _DECIDED = {"p.activation": "0", "p.is_gated": "0", "p.bias_kind": "1", "p.in_fours": "3"}
 _ROWS_OF_THREAD, _HALVES = 8, 2
+_FFMA_SHARE = 0.85  # of a float32 product
 _ELEMENTS_OF_THREAD = 32  # that pa_linear_quantize keeps: KEPT pieces of 8
 
 
@@ -242,6 +245,38 @@ def _product(instructions: list[Instruction], chunks: int) -> tuple[int, list[st
             count *= times if first <= i.address <= last else 1
         issued += count
     return issued, kinds[main[0]]
+
+
+class GgufShare(NamedTuple):
+    """
+    Attributes:
+        dp4a: its share in the main loop.
+        gain: instructions of a float32 product with 85 % FFMA for those of the main loop.
+    """
+
+    dp4a: float
+    gain: float
+
+
+def gguf_share(cubin: bytes) -> GgufShare:
+    """Of the product with GGUF weights of many rows. The loop runs once for each 32 columns; what is jumped over there
+    and does not multiply loads or stores a chunk of 64 columns, every other time.
+
+    Raises:
+        ValueError: there is not one loop with dp4a.
+    """
+    reached = _reached(maxwell(sections(cubin)["pa_gguf_linear"]))
+    main = [loop for loop in loops(reached) if any(i.kind == "IDP" for i in within(reached, loop))]
+    if len(main) != 1:
+        raise ValueError(f"found {len(main)} loops with dp4a, want 1")
+    body = within(reached, main[0])
+    halved = {i.address for i in body if i.kind == "BAR"}
+    for branch in body:
+        skipped = [i for i in body if branch.guarded and branch.address < i.address < (branch.target or 0)]
+        if not any(i.kind == "IDP" for i in skipped):
+            halved |= {i.address for i in skipped}
+    issued, products = len(body) - len(halved) / 2, sum(i.kind == "IDP" for i in body)
+    return GgufShare(products / issued, 4 * products / _FFMA_SHARE / issued)
 
 
 def _reached(instructions: list[Instruction]) -> list[Instruction]:

@@ -33,6 +33,8 @@ for (const entry of sheet.nodes) {
   if (entry.bypassed) node.mode = BYPASSED;
   if (entry.models.length) node.properties.models = entry.models;
   for (const [name, value] of Object.entries(entry.widgets)) setWidget(node, name, value);
+  const seed = node.widgets?.find(w => w.name === "control_after_generate");
+  if (seed) seed.value = "fixed";  // so that a second run, with a node bypassed, can be compared
   if (entry.type.startsWith("Pascal")) Object.assign(node, PASCAL);
   if (entry.type === "MarkdownNote") Object.assign(node, {color: "#432", bgcolor: "#000"});
 }

@@ -48,8 +48,7 @@ def sdxl() -> Sheet:
     model, clip, vae = parts.checkpoint(sheet, parts.SDXL)
     sheet.note("note", "Read me", notes.page("SDXL, 1024x1024", sheet.files, notes.SDXL), _NOTE)
     latent = sheet.add("latent", "EmptyLatentImage", size=(NARROW, 0), width=1024, height=1024, batch_size=1)
-    model = parts.attention_patch(sheet, model)
-    vae = parts.vae_attention(sheet, vae)
+    model, clip, vae = parts.everything(sheet, model, clip, vae)
     positive = parts.prompt(sheet, clip, "a lighthouse on a cliff at dusk, waves, warm light in its windows, photo")
     negative = parts.negative_prompt(sheet, clip, "blurry, text, watermark")
     settings = {"steps": 25, "cfg": 6.5, "sampler_name": "dpmpp_2m", "scheduler": "karras"}
@@ -57,7 +56,7 @@ def sdxl() -> Sheet:
     image = parts.decode(sheet, latent, vae)
     parts.report(sheet, image)
     parts.save_picture(sheet, image, "pascal/sdxl")
-    models, pascal = ["checkpoint", "latent"], ["attention", "vae_attention"]
+    models, pascal = ["checkpoint", "latent"], ["attention"]
     parts.frames(sheet, models, pascal, ["positive", "negative"], ["sampler", "decode"], ["save"])
     return sheet
 
@@ -79,28 +78,24 @@ def z_image() -> Sheet:
     sheet = Sheet("Pascal-Z-Image-Turbo")
     model, clip, vae, latent = _z_image(sheet, 1024, 1024)
     sheet.note("note", "Read me", notes.page("Z-Image Turbo, 1024x1024", sheet.files, notes.Z_IMAGE), _NOTE)
-    model = parts.attention_patch(sheet, model)
-    vae = parts.vae_attention(sheet, vae)
+    model, clip, vae = parts.everything(sheet, model, clip, vae)
     positive = parts.prompt(sheet, clip, "a baker opens the door of a small shop at dawn, steam, warm light, photo")
     negative = parts.no_negative_prompt(sheet, positive)
     latent = parts.sampler(sheet, model, positive, negative, latent, **_Z_SETTINGS)
     image = parts.decode(sheet, latent, vae)
     parts.report(sheet, image)
     parts.save_picture(sheet, image, "pascal/z-image")
-    models, pascal = ["model", "shift", "clip", "vae", "latent"], ["attention", "vae_attention"]
+    models, pascal = ["model", "shift", "clip", "vae", "latent"], ["attention"]
     parts.frames(sheet, models, pascal, ["positive", "negative"], ["sampler", "decode"], ["save"], "sampler")
     return sheet
 
 
 def eleven_gb() -> Sheet:
-    """From the files to a picture of 1536 x 1536, with every node that helps on a card with 11 GB."""
+    """From the files to a picture of 1536 x 1536 on a card with 11 GB."""
     sheet = Sheet("Pascal-11-GB-card")
     model, clip, vae, latent = _z_image(sheet, 1536, 1536)
     sheet.note("note", "Read me", notes.page("A card with 11 GB, 1536x1536", sheet.files, notes.ELEVEN_GB), _NOTE)
-    model = parts.eight_bit(sheet, model)
-    model = parts.ffn_chunking(sheet, parts.attention_patch(sheet, model))
-    clip = parts.text_encoder_attention(sheet, clip)
-    vae = parts.vae_attention(sheet, vae)
+    model, clip, vae = parts.everything(sheet, model, clip, vae)
     words = "a fishing village on a steep green coast seen from the sea, painted boats, laundry, gulls, morning haze"
     positive = parts.prompt(sheet, clip, words)
     negative = parts.no_negative_prompt(sheet, positive)
@@ -112,12 +107,11 @@ def eleven_gb() -> Sheet:
     parts.frames(
         sheet,
         ["model", "shift", "clip", "vae", "latent"],
-        ["attention", "ffn", "text_attention", "vae_attention"],
+        ["attention"],
         ["positive", "negative"],
         ["sampler", "decode"],
         ["save"],
         "sampler",
-        ["int8"],
     )
     return sheet
 
@@ -129,8 +123,7 @@ def krea() -> Sheet:
     vae = parts.vae(sheet, parts.KREA_VAE)
     sheet.note("note", "Read me", notes.page("Krea-2 Turbo, 1024x1024", sheet.files, notes.KREA), _NOTE)
     latent = sheet.add("latent", "EmptyLatentImage", size=(NARROW, 0), width=1024, height=1024, batch_size=1)
-    model = parts.ffn_chunking(sheet, parts.attention_patch(sheet, model))
-    vae = parts.vae_attention(sheet, vae)
+    model, clip, vae = parts.everything(sheet, model, clip, vae)
     positive = parts.prompt(sheet, clip, "an empty swimming pool in autumn, one red leaf, soft light, film photo")
     negative = parts.no_negative_prompt(sheet, positive)
     settings = {"steps": 8, "cfg": 1.0, "sampler_name": "euler", "scheduler": "simple"}
@@ -138,7 +131,7 @@ def krea() -> Sheet:
     image = parts.decode(sheet, latent, vae)
     parts.report(sheet, image)
     parts.save_picture(sheet, image, "pascal/krea2")
-    models, pascal = ["model", "clip", "vae", "latent"], ["attention", "ffn", "vae_attention"]
+    models, pascal = ["model", "clip", "vae", "latent"], ["attention"]
     parts.frames(sheet, models, pascal, ["positive", "negative"], ["sampler", "decode"], ["save"], "sampler")
     return sheet
 
@@ -154,9 +147,7 @@ def qwen_gguf() -> Sheet:
     sheet.note("note", "Read me", notes.page("Qwen-Image from a GGUF file", sheet.files, notes.QWEN_GGUF), _NOTE)
     latent = sheet.add("latent", "EmptySD3LatentImage", size=(NARROW, 0), width=1024, height=1024, batch_size=1)
     model = sheet.add("shift", "ModelSamplingAuraFlow", size=(NARROW, 0), model=model, shift=3.1)
-    model = parts.eight_bit(sheet, model)
-    model = parts.ffn_chunking(sheet, parts.attention_patch(sheet, model))
-    vae = parts.vae_attention(sheet, vae)
+    model, clip, vae = parts.everything(sheet, model, clip, vae)
     words = 'a paper shop window with a hand-painted sign that reads "OPEN ON SUNDAYS", rain, neon reflections'
     positive = parts.prompt(sheet, clip, words)
     negative = parts.no_negative_prompt(sheet, positive)
@@ -165,16 +156,15 @@ def qwen_gguf() -> Sheet:
     image = parts.decode(sheet, latent, vae)
     parts.report(sheet, image)
     parts.save_picture(sheet, image, "pascal/qwen-image")
-    models = ["model", "lora", "clip", "vae"]
+    models = ["model", "lora", "shift", "clip", "vae", "latent"]
     parts.frames(
         sheet,
         models,
-        ["attention", "ffn", "vae_attention"],
+        ["attention"],
         ["positive", "negative"],
-        ["shift", "latent", "sampler", "decode"],
+        ["sampler", "decode"],
         ["save"],
         "sampler",
-        ["int8"],
     )
     return sheet
 
@@ -188,7 +178,7 @@ def wan() -> Sheet:
     size = {"width": 832, "height": 480, "length": 49, "batch_size": 1}
     latent = sheet.add("latent", "Wan22ImageToVideoLatent", size=(NARROW, 0), vae=vae, **size)
     model = sheet.add("shift", "ModelSamplingSD3", size=(NARROW, 0), model=model, shift=8.0)
-    model = parts.ffn_chunking(sheet, parts.attention_patch(sheet, model))
+    model, clip, vae = parts.everything(sheet, model, clip, vae)
     positive = parts.prompt(sheet, clip, "a fox runs through fresh snow between birches, tracking shot, daylight")
     negative = parts.negative_prompt(sheet, clip, "still picture, blurry, subtitles, overexposed, deformed")
     parts.memory_estimate(sheet, model, latent, positive)
@@ -198,9 +188,7 @@ def wan() -> Sheet:
     parts.report(sheet, images)
     parts.save_video(sheet, images, "pascal/wan", 24.0)
     models = ["model", "shift", "clip", "vae", "latent"]
-    parts.frames(
-        sheet, models, ["attention", "ffn"], ["positive", "negative"], ["sampler", "decode"], ["save"], "sampler"
-    )
+    parts.frames(sheet, models, ["attention"], ["positive", "negative"], ["sampler", "decode"], ["save"], "sampler")
     return sheet
 
 
@@ -218,7 +206,7 @@ def ltx() -> Sheet:
     sound = {"frames_number": 97, "frame_rate": 25, "batch_size": 1}
     audio = sheet.add("audio", "LTXVEmptyLatentAudio", size=(NARROW, 0), audio_vae=audio_vae, **sound)
     latent = sheet.add("both", "LTXVConcatAVLatent", size=(NARROW, 0), video_latent=video, audio_latent=audio)
-    model = parts.ffn_chunking(sheet, parts.attention_patch(sheet, model))
+    model, clip, vae = parts.everything(sheet, model, clip, vae)
     words = (
         "A wooden sailing boat leaves a small harbour at sunrise. The camera follows it from the pier at a slow pace. "
         "Gulls circle above the mast and call, small waves lap against the stones, a rope creaks. Natural light."
@@ -234,8 +222,7 @@ def ltx() -> Sheet:
     settings = {"add_noise": True, "noise_seed": 1080, "cfg": 1.0}
     sampled = sheet.add("sampler", "SamplerCustom", size=(NARROW, 0), model=model, **links, **settings)
     sheet.add("split", "LTXVSeparateAVLatent", size=(NARROW, 0), av_latent=sampled)
-    tiles = {"tile_size": 512, "overlap": 64, "temporal_size": 64, "temporal_overlap": 8}
-    images = sheet.add("decode", "VAEDecodeTiled", size=(NARROW, 0), samples=Out("split"), vae=vae, **tiles)
+    images = parts.decode(sheet, Out("split"), vae)
     heard = sheet.add("hear", "LTXVAudioVAEDecode", size=(NARROW, 0), samples=Out("split", 1), audio_vae=audio_vae)
     parts.report(sheet, images)
     film = sheet.add("film", "CreateVideo", size=(NARROW, 0), images=images, audio=heard, fps=25.0)
@@ -243,7 +230,7 @@ def ltx() -> Sheet:
     parts.frames(
         sheet,
         ["checkpoint", "clip", "audio_vae", "latent", "audio", "both"],
-        ["attention", "ffn"],
+        ["attention"],
         ["positive", "negative", "rate"],
         ["method", "schedule", "sampler", "split", "decode", "hear"],
         ["film", "save"],

@@ -131,6 +131,12 @@ def attention_patch(sheet: Sheet, model: Out, **inputs: Any) -> Out:
     return sheet.add("attention", "PascalAttentionPatch", size=(NARROW, 0), model=model, **inputs)
 
 
+def everything(sheet: Sheet, model: Out, clip: Out, vae: Out) -> tuple[Out, Out, Out]:
+    """MODEL, CLIP and VAE through the one node that most need."""
+    patched = attention_patch(sheet, model, clip=clip, vae=vae)
+    return patched, Out("attention", 1), Out("attention", 2)
+
+
 def ffn_chunking(sheet: Sheet, model: Out) -> Out:
     return sheet.add("ffn", "PascalFFNChunking", size=(NARROW, 0), model=model)
 

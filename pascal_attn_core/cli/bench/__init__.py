@@ -161,7 +161,7 @@ def _layers(options: argparse.Namespace, device: torch.device) -> Contest:
 
 
 def _plot(path: Path, budget_mib: float | None) -> int:
-    from .length import draw_memory_by_length, memory_by_length
+    from .length import COLUMNS, draw_memory_by_length, memory_by_length
 
     check_output(path)
     if importlib.util.find_spec("matplotlib") is None:
@@ -174,7 +174,7 @@ def _plot(path: Path, budget_mib: float | None) -> int:
         raise CommandError(str(error)) from error
     rows = [[f"{tokens:,.0f}", *(f"{mib:,.2f}" for mib in sizes)] for tokens, *sizes in zip(*figures.values())]
     title = "peak extra memory of self-attention [1, 8, tokens, 64] in float32, MiB"
-    print_table(title, ("tokens", "torch math", "tiled", "planned"), rows)
+    print_table(title, ("tokens", *COLUMNS), rows)
     draw_memory_by_length(figures, path)
     print(f"chart: {path}")
     return 0

@@ -22,7 +22,8 @@ def device_named(name: str | None) -> torch.device:
         device = torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as error:
-        raise CommandError(f"--device must be a device that torch can use: {str(error).splitlines()[0]}") from error
+        why = f"{str(error).splitlines()[0]}; `pascal-attn info` names the torch for this machine"
+        raise CommandError(f"--device must be a device that torch can use: {why}") from error
     return device
 
 

@@ -13,6 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ...fused.linear import LinearCall
+from ...gguf import int8 as gguf
+from ...gguf.matrix import GgufMatrix
 from ...int8 import Int8Matrix, int8_linear, quantize_rows
 from ...int8.backends import backend_of, backends_of
 from .clock import Clock
@@ -112,12 +114,30 @@ def _ways(x: Tensor, weight: Tensor, bias: Tensor) -> list[Entrant]:
     if rotation:
         rotated = quantize_rows(weight, rotation)
         ways.append(_way(f"int8, rotated by {rotation}", int8_linear, x, rotated, bias, ran=chosen))
+    if x.shape[1] % 32 == 0:
+        blocks = q8_0(weight)
+        chosen = gguf.way_for(x, blocks).name
+        ways.append(_way("GGUF Q8_0", gguf.product, x, blocks, bias, ran=chosen))
+        ways += [
+            _way(f"GGUF Q8_0 by {name}", functools.partial(gguf.product, way=name), x, blocks, bias)
+            for name in gguf.ways_for(x, blocks)
+            if name not in (chosen, "int_mm")  # the definition, which takes minutes
+        ]
     return [*ways, _way("int8 eager", eager, x, matrix, bias)]
 
 
 def _way(name: str, fn: Callable[..., Any], *given: Any, ran: str = "") -> Entrant:
     run = functools.partial(fn, *given)
     return Entrant(name, lambda: Work(run, run), ran)
+
+
+def q8_0(weight: Tensor) -> GgufMatrix:
+    """A weight ``[N, K]`` in blocks of Q8_0: a float16 scale and 32 codes each."""
+    blocks = weight.unflatten(1, (-1, 32))
+    scales = (blocks.abs().amax(dim=-1, keepdim=True) / 127).half()
+    codes = (blocks / scales.float()).round().to(torch.int8)
+    data = torch.cat([scales.view(torch.uint8), codes.view(torch.uint8)], dim=-1)
+    return GgufMatrix(data, "Q8_0", (weight.shape[0], weight.shape[1]), torch.float32, torch.int8, torch.float32)
 
 
 def eager(x: Tensor, matrix: Int8Matrix, bias: Tensor) -> Tensor:

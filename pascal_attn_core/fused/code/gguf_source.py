@@ -1,10 +1,13 @@
-"""The compilations of the kernels that expand blocks of GGUF files, ``cuda/gguf_expand.cu``."""
+"""The compilations of the kernels that expand blocks of GGUF files, ``cuda/gguf_expand.cu``, and of those that multiply
+them by rows of x in 8 bits, ``cuda/gguf_linear.cu``."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from .compilation import Compilation
+from .linear_source import LEAST_CAPABILITY
 
 KIND = "gguf_expand"
 FILES = ("base.cuh", "elements.cuh", "gguf_expand.cu")
@@ -43,3 +46,60 @@ class GgufVariant(Compilation):
 
     def macros(self) -> dict[str, object]:
         return {"PA_DTYPE": ("float32", "float16", "bfloat16").index(self.dtype)}
+
+
+# ---- products --------------------------------------------------------------------------------------------------------
+
+LINEAR_KIND = "gguf_linear"
+LINEAR_FILES = ("base.cuh", "elements.cuh", "gguf_linear.cu")
+# In the order of the text's numbers.
+PRODUCT_FORMATS = ("Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "IQ4_XS", "Q3_K")
+# Formats with two scales for 32 weights: their sums need more registers than the second shape has, or the first one on
+# devices from 9.0 on.
+ONE_SHAPE = ("Q6_K", "Q3_K")
+
+
+class GgufTile(NamedTuple):
+    """The part of a product that a block computes: rows of x, rows of the weight, threads."""
+
+    rows: int
+    cols: int
+    threads: int
+
+
+FEW = {"pa_gguf_few": GgufTile(4, 16, 256), "pa_gguf_some": GgufTile(16, 8, 256)}
+
+
+@dataclass(frozen=True)
+class GgufLinearVariant(Compilation):
+    """The product with the blocks of one format; with 8 rows also that of few rows of x, and the rounding of x.
+
+    Attributes:
+        kind: ``"gguf_linear"``; format: one of PRODUCT_FORMATS.
+        rows: of the outputs of a thread, 8 or 4, by 8 columns.
+        dtype, arch: sums are float32, tensors of any dtype; these are NVIDIA's.
+    """
+
+    kind: str
+    format: str
+    rows: int
+    dtype: str = "float32"
+    arch: str = ""
+
+    @property
+    def name(self) -> str:
+        return f"{self.kind}-{self.format}-{self.rows}"
+
+    @property
+    def functions(self) -> tuple[str, ...]:
+        return ("pa_gguf_linear", *((*FEW, "pa_gguf_round", "pa_gguf_round_few") if self.rows == 8 else ()))
+
+    @property
+    def pack(self) -> str:
+        return "gguf-linear"
+
+    def runs_on(self, capability: tuple[int, int]) -> bool:
+        return capability >= LEAST_CAPABILITY and (capability < (9, 0) or self.format not in ONE_SHAPE)
+
+    def macros(self) -> dict[str, object]:
+        return {"PA_DTYPE": 0, "PA_FORMAT": PRODUCT_FORMATS.index(self.format), "PA_ROWS": self.rows}

@@ -86,7 +86,7 @@ _BACKWARD = (*_PLAIN, "masks.cuh", "gradients.cuh", "backward.cuh")
 def _forward(function: str, combine: str = "", **macros: object) -> Kind:
     """The forward kernel on plain cores; with ``combine`` the keys may be cut, and that function joins the parts."""
     joins = ("combine.cuh",) if combine else ()
-    macros = {"PA_SPLIT": len(joins), "PA_INT8": 0, "PA_FORWARD_NAME": function, **macros}
+    macros = {"PA_SPLIT": len(joins), "PA_FORWARD_NAME": function, **macros}
     if combine:
         macros["PA_COMBINE_NAME"] = combine
     text = (*_PLAIN, "masks.cuh", "amd_softmax.cuh", "forward.cu", *joins)
@@ -121,5 +121,6 @@ TABLE = {
 KINDS = tuple(TABLE)  # of attention
 TABLE[linear_source.KIND] = Kind(linear_source.FILES, {}, linear_source.FUNCTIONS, least=linear_source.LEAST_CAPABILITY)
 TABLE[gguf_source.KIND] = Kind(gguf_source.FILES, {}, tuple(gguf_source.KERNELS.values()))
+TABLE[gguf_source.LINEAR_KIND] = Kind(gguf_source.LINEAR_FILES, {}, (), least=linear_source.LEAST_CAPABILITY)
 ALL_KINDS = tuple(TABLE)
 TABLE[RANGES] = _forward("pa_forward_ranges", "pa_combine", PA_RANGES=1)

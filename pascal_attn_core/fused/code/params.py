@@ -24,8 +24,6 @@ class Forward(Params):
         *_fields(_INT, "lq lk heads group batches low high lower_right dim dim_v mask_is_float32 splits"),
         *_fields(_INT, "first_tile first_batch"),
         *_fields(_FLOAT, "scale scale_log2"),
-        *_fields(_INT, "row_words"),
-        *_fields(_POINTER, "q_words k_words q_scales k_scales"),
     ]
 
 
@@ -88,6 +86,22 @@ class Linear(Params):
 
 class GgufExpand(Params):
     _fields_ = [*_fields(_POINTER, "blocks out"), *_fields(_I64, "count"), *_fields(_INT, "out_kind wide_table")]
+
+
+class GgufRound(Params):
+    _fields_ = [
+        *_fields(_POINTER, "x words scales"),
+        *_fields(_I64, "row_stride"),
+        *_fields(_INT, "rows columns chunks x_kind"),
+    ]
+
+
+class GgufLinear(Params):
+    _fields_ = [
+        *_fields(_POINTER, "x x_scales weight bias out"),
+        *_fields(_I64, "row_bytes"),
+        *_fields(_INT, "rows cols blocks chunks out_kind row_tiles col_tiles first_tile"),
+    ]
 
 
 class Backward(Params):

@@ -1,5 +1,5 @@
-"""Cubins that ship with the package: packs of one architecture and head_dim, of 8-bit attention, or of linear layers,
-and a manifest that says which source each was made from."""
+"""Cubins that ship with the package: packs of one architecture and head_dim, of 8-bit attention, or of linear layers
+(GGUF weights have one of their own), and a manifest that says which source each was made from."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ..geometry.plain import INT8_HEAD_DIMS
 from ..geometry.tensor import TENSOR_HEAD_DIMS, VOLTA_HEAD_DIMS
 from .amd_code import renamed
 from .compilation import Compilation
-from .source import DTYPES, HEAD_DIMS, Variant, digest, linear_variants
+from .source import DTYPES, HEAD_DIMS, Variant, digest, gguf_linear_variants, linear_variants
 
 log = logging.getLogger("pascal_attn")
 FOLDER = Path(__file__).parents[1] / "prebuilt"
@@ -23,6 +23,7 @@ ARCHS = (50, 60, 61, 70)  # those worth shipping
 _ON_TENSOR_CORES = {70: ("volta", VOLTA_HEAD_DIMS), 75: ("tensor", TENSOR_HEAD_DIMS)}
 _LINEAR = (61, 70)  # of linear layers in 8 bits
 _INT8 = (61,)  # of attention in 8 bits
+_GGUF = (61,)  # of GGUF weights times rows in 8 bits
 _OFTEN_MASKED = (40, 64, 80, 128)
 _LANGUAGE_MODELS = (64, 128)
 
@@ -59,6 +60,7 @@ def packs() -> list[tuple[int, list[Compilation]]]:
         for head_dim in head_dims
     ]
     found += [(arch, [Variant("int8", dim, dtype) for dim in INT8_HEAD_DIMS for dtype in DTYPES]) for arch in _INT8]
+    found += [(arch, [*gguf_linear_variants()]) for arch in _GGUF]
     return found + [(arch, [*linear_variants()]) for arch in _LINEAR]
 
 

@@ -24,7 +24,7 @@ from ..geometry.tensor import (
 )
 from . import gguf_source, linear_source
 from .compilation import Compilation
-from .gguf_source import GgufVariant
+from .gguf_source import GgufLinearVariant, GgufVariant
 from .kinds import KINDS, TABLE
 from .linear_source import LinearVariant
 
@@ -226,14 +226,25 @@ def linear_variants() -> tuple[LinearVariant, ...]:
     return tuple(LinearVariant(linear_source.KIND, dtype) for dtype in DTYPES)
 
 
-def gguf_variants() -> tuple[GgufVariant, ...]:
-    """Every variant of the expansion of GGUF weights; none of them ships."""
-    return tuple(GgufVariant(gguf_source.KIND, dtype) for dtype in DTYPES)
+def gguf_variants() -> tuple[Compilation, ...]:
+    """Every variant for GGUF weights: of their expansion, of which none ships, then of their product."""
+    return (*(GgufVariant(gguf_source.KIND, dtype) for dtype in DTYPES), *gguf_linear_variants())
+
+
+def gguf_linear_variants() -> tuple[GgufLinearVariant, ...]:
+    """Every variant of the product with GGUF weights and x in 8 bits."""
+    return tuple(
+        GgufLinearVariant(gguf_source.LINEAR_KIND, name, rows)
+        for name in gguf_source.PRODUCT_FORMATS
+        for rows in (8, 4)
+        if rows == 8 or name not in gguf_source.ONE_SHAPE
+    )
 
 
 def from_row(row: Sequence[Any]) -> Compilation:
     """The compilation whose fields these are, in their order: see :func:`dataclasses.astuple`."""
     kinds: dict[str, Any] = {linear_source.KIND: LinearVariant, gguf_source.KIND: GgufVariant}
+    kinds[gguf_source.LINEAR_KIND] = GgufLinearVariant
     return kinds.get(row[0], Variant)(*row)
 
 

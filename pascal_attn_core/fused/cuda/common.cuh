@@ -29,7 +29,7 @@
 #if (CN % 4) || (RM % 4) || ((CN / PA_PSPLIT) % 4) || (PCOLS % PA_VC) || (PA_VC % 4) || (PA_D % PA_TX)
 #error "unsupported tile geometry"
 #endif
-#if PA_D % PA_KC && !PA_PAD && !PA_INT8
+#if PA_D % PA_KC && !PA_PAD
 #error "unsupported chunk of the head dimension"
 #endif
 #if (PA_NT % PA_BR) || (PA_NT % PA_BC) || (PA_KC % (PA_PAIRS ? 8 : 4))

@@ -20,9 +20,6 @@ struct Forward {
     int dim, dim_v, mask_is_float32, splits;
     int first_tile, first_batch;        // of this launch
     float scale, scale_log2;            // softmax scale, and the same times log2(e)
-    int row_words;                      // PA_INT8: words of a row of Q and K, see int8.cuh
-    const int* q_words; const int* k_words;
-    const float* q_scales; const float* k_scales;
 #if PA_CAPPED
     const float* sinks;  // [Hq]: the score of one more key, whose value is zero; or null. PA_SPLIT: a part of its own
     float tanh_scale;    // scores are tanh(score), of which this is 2 log2(e) * what it is taken of; 0: no cap
@@ -380,16 +377,7 @@ extern "C" __global__ void __launch_bounds__(PA_NT, PA_MINB) PA_FORWARD_NAME(con
         }
 #endif
         float S[RM][CN];
-#if PA_INT8
-        int sums[RM][CN];
-        const i64 q_row = ((i64)at.b * p.heads + at.first_head) * at.lq + at.row0;
-        const i64 k_row = ((i64)at.b * (p.heads / p.group) + at.hk) * at.lk + col0;
-        product_words(sums, p.q_words + (q_row + xr) * p.row_words,
-                      p.k_words + (k_row + min_int(staged_y_row(t), cols - 1)) * p.row_words, p.row_words, sm, t);
-        scores_of_words(S, sums, p.q_scales + q_row, p.k_scales + k_row, at.rows, cols, t);
-#else
         product_rows(S, x, staged_row(k, p.ks, cols, t), p.dim, sm, t);
-#endif
         k += PA_BC * p.ks;
 #if PA_CAPPED
         cap_scores(S, p.tanh_scale);

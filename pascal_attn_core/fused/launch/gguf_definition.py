@@ -46,18 +46,20 @@ def round_rows(x: Tensor) -> RoundedRows:
     return RoundedRows((blocks / scales).round_().nan_to_num_(0.0).to(torch.int8), scales)
 
 
-def product(x: RoundedRows, weight: Parts, name: str) -> Tensor:
+def product(x: RoundedRows, weight: Parts, name: str, lanes: int = 1) -> Tensor:
     """The product float32 ``[M, N]``; each step is rounded once.
 
     Args:
         weight: parts in float32 of N rows: scales ``[N, K / 32]`` or ``[N, K / 16]``, codes ``[N, K]``.
         name: of the format.
+        lanes: a power of two, among which pairs of blocks are dealt out, and whose sums are added two by two.
     """
     count, rows, _ = x.codes.shape
     codes = weight.codes.view(torch.int8).unflatten(1, (count, -1, WIDTH * count // weight.scales.shape[1]))
     scales = weight.scales.unflatten(1, (count, -1)) / UNITS.get(name, 1.0)
-    y = weight.scales.new_zeros(rows, weight.codes.shape[0])
-    for block in sorted(range(count), key=lambda block: _place(block, name)):
+    ys = [weight.scales.new_zeros(rows, weight.codes.shape[0]) for _ in range(lanes)]
+    for place, block in enumerate(sorted(range(count), key=lambda block: _place(block, name))):
+        y = ys[place // 2 % lanes]
         halves = x.codes[block].unflatten(1, codes.shape[2:]).unbind(1)
         pairs = zip(halves, codes[:, block].unbind(1))
         sums = [torch._int_mm(mine.contiguous(), its.t()).float() * UNITS.get(name, 1.0) for mine, its in pairs]
@@ -66,7 +68,10 @@ def product(x: RoundedRows, weight: Parts, name: str) -> Tensor:
         if weight.minima is not None:
             total = x.codes[block].sum(dim=1, keepdim=True).float()
             y = _fma(weight.minima[:, block], a * total, y)
-    return y
+        ys[place // 2 % lanes] = y
+    while len(ys) > 1:
+        ys = [one + other for one, other in zip(ys, ys[len(ys) // 2 :])]
+    return ys[0]
 
 
 def _scaled(sums: list[Tensor], scales: tuple[Tensor, ...]) -> Tensor:

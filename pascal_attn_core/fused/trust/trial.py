@@ -42,7 +42,7 @@ from . import verify
 from .kernels import Kernels, KernelUnavailable
 
 log = logging.getLogger("pascal_attn")
-SECONDS = 90.0  # that a child may take until torch works there, and as many from then on
+SECONDS = 90.0  # that a child may take until it says that torch works there, and from then on for each kernel
 RETRY_SECONDS = 60.0  # after which a child that lacked memory is tried again
 _EXTRA_SECONDS = 5.0  # for kernels that no call has asked for yet: what ships
 _EARLY_SECONDS = 20.0  # for the same where no call waits
@@ -122,7 +122,7 @@ class Trials:
         runtime: of the device.
         start: starts a child.
         folder: gives the folder of the verdicts, or None.
-        seconds: that a child may take until torch works there, and as many from then on.
+        seconds: that a child may take until it says that torch works there, and from then on for each kernel.
     """
 
     file, words = "trial", "the fused route"  # of the verdict's name, and of what it is about
@@ -221,14 +221,14 @@ class Trials:
         return self._judge(lines, status, errors, needed)
 
     def _status(self, child: subprocess.Popen[bytes], answers: Path) -> int | None:
-        """Wait for the end of a child: its exit status, or None where it took too long and was ended."""
-        end, is_ready = time.monotonic() + self.seconds, False
+        """Wait for the end of a child: its exit status, or None where it said nothing for too long and was ended."""
+        end, told = time.monotonic() + self.seconds, 0
         try:
             while time.monotonic() < end:
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     return child.wait(_POLL_SECONDS)
-                if not is_ready and answers.stat().st_size:
-                    end, is_ready = time.monotonic() + self.seconds, True
+                if answers.stat().st_size > told:
+                    end, told = time.monotonic() + self.seconds, answers.stat().st_size
             return None
         finally:  # an interrupt of the user included
             if child.poll() is None:
@@ -253,7 +253,7 @@ class Trials:
         begun = [line["variant"] for line in lines if "begun" in line]
         errors = {line["variant"]: (line["error"], line["limit"]) for line in lines if "error" in line}
         refused = {line["variant"]: str(line["refused"]) for line in lines if "refused" in line}
-        end = f"it did not end in {self.seconds:g} s" if status is None else _words_of(status)
+        end = f"it said nothing for {self.seconds:g} s" if status is None else _words_of(status)
         is_fault = end in _CRASHES
         end += f": {said}" if said else ""
         for line in lines:

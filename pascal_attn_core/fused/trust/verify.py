@@ -1,9 +1,12 @@
 """How far a kernel's answers are from the definition's, on a small call: checked at the first use of each kernel on a
-device."""
+device. The definition is computed in float64 on a CPU: that takes no memory of the device, which may be full, no handle
+of cuBLAS's, and no flag of the process (TF32) changes its numbers.
+"""
 
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
@@ -11,12 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ... import checks
 from ...call import AttentionCall, check_call, empty_output
 from ...checks import gap
 from ...reference import allowed_keys, reference_sdpa
 from ..code.compilation import Compilation
-from ..code.gguf_source import GgufVariant
+from ..code.gguf_source import GgufLinearVariant, GgufVariant
 from ..code.linear_source import LinearVariant
 from ..code.source import Variant
 from ..launch import Launch, int8_definition
@@ -38,7 +40,7 @@ _MANY_SMS = 1000
 def tolerance(variant: Compilation) -> float:
     """The largest :func:`largest_error` of a kernel that is right."""
     is_int8 = isinstance(variant, Variant) and variant.kind == "int8"
-    return _INT8_TOLERANCE if is_int8 else checks.tolerance(getattr(torch, variant.dtype))
+    return _INT8_TOLERANCE if is_int8 else math.sqrt(torch.finfo(getattr(torch, variant.dtype)).eps)
 
 
 def largest_error(variant: Compilation, device: torch.device, run: Run, keys: int | None = None) -> float:
@@ -52,18 +54,31 @@ def largest_error(variant: Compilation, device: torch.device, run: Run, keys: in
         return verify_linear.largest_error(variant, device, run)
     if isinstance(variant, GgufVariant):
         return verify_gguf.largest_error(variant, device, run)
+    if isinstance(variant, GgufLinearVariant):
+        return verify_gguf.product_error(variant, device, run)
     assert isinstance(variant, Variant)
     call = sample_call(variant, device, None if variant.is_even else keys)
-    wide = [t.float() for t in (call.query, call.key, call.value)]
     if variant.is_gradient:
-        return _gradient_error(variant, call, wide, run)
+        return _gradient_error(variant, call, run)
     out = empty_output(call).fill_(float("nan"))
     if variant.kind == "int8":
         return _int8_error(variant, call, out, run)
     if variant.kind.endswith("packed"):
-        return _packed_error(variant, call, out, wide, run)
+        return _packed_error(variant, call, out, run)
     run(forward_launches(call, Plan(variant, _splits(variant, call), pieces=_pieces(variant, call)), out))
-    return gap(out, _reference(call, wide)[0]).relative
+    return gap(out.cpu(), _reference(_on_cpu(call))[0]).relative
+
+
+def _on_cpu(call: AttentionCall, wide: torch.dtype | None = torch.float64) -> AttentionCall:
+    """The call on a CPU; its floating numbers as ``wide``, None = as they are."""
+
+    def moved(tensor: Any) -> Any:
+        if not isinstance(tensor, Tensor):
+            return tensor
+        return tensor.to("cpu", wide if tensor.is_floating_point() else None)
+
+    tensors = ("query", "key", "value", "attn_mask", "sinks")
+    return replace(call, **{name: moved(getattr(call, name)) for name in tensors})
 
 
 def _int8_error(variant: Variant, call: AttentionCall, out: Tensor, run: Run) -> float:
@@ -73,10 +88,8 @@ def _int8_error(variant: Variant, call: AttentionCall, out: Tensor, run: Run) ->
     call.key[..., variant.geometry.cols :, :] *= 9
     lse = torch.full_like(out[..., 0], float("nan"), dtype=torch.float32)
     run(int8_launches(call, Plan(variant), out, lse))
-    mask = call.attn_mask.cpu() if isinstance(call.attn_mask, Tensor) else None
-    here = replace(call, query=call.query.cpu(), key=call.key.cpu(), value=call.value.cpu(), attn_mask=mask)
     right = torch.empty(out.shape, device="cpu"), torch.empty(lse.shape, device="cpu")
-    int8_definition.compute(here, *right)
+    int8_definition.compute(_on_cpu(call, None), *right)
     return max(gap(found.cpu(), expected).relative for found, expected in zip((out, lse), right))
 
 
@@ -99,12 +112,12 @@ def _pieces(variant: Variant, call: AttentionCall) -> Pieces | None:
     return Pieces(1, tuple(listed))
 
 
-def _packed_error(variant: Variant, call: AttentionCall, out: Tensor, wide: list[Tensor], run: Run) -> float:
+def _packed_error(variant: Variant, call: AttentionCall, out: Tensor, run: Run) -> float:
     """The error of a call whose tokens are those of two sequences."""
     packed = _two_sequences(call)
     run(packed_launches(forward_launches(replace(call, offset=0), Plan(variant, packed=packed), out), packed))
-    parts = [_reference(part, tensors)[0] for part, tensors in _sequences(call, wide, packed)]
-    return gap(out, torch.cat(parts, dim=-2)).relative
+    parts = [_reference(part)[0] for part in _sequences(_on_cpu(call), packed)]
+    return gap(out.cpu(), torch.cat(parts, dim=-2)).relative
 
 
 def _two_sequences(call: AttentionCall) -> Packed:
@@ -112,14 +125,13 @@ def _two_sequences(call: AttentionCall) -> Packed:
     return Packed.of(q_ends, k_ends, call.query.device, lower_right=True)
 
 
-def _sequences(call: AttentionCall, wide: list[Tensor], packed: Packed) -> Iterator[tuple[AttentionCall, list[Tensor]]]:
-    """Each sequence as a call of its own, and its query, key and value in float32."""
+def _sequences(call: AttentionCall, packed: Packed) -> Iterator[AttentionCall]:
+    """Each sequence as a call of its own."""
     ends = (cu.tolist() for cu in (packed.cu_q, packed.cu_k))
     for (q0, q1), (k0, k1) in zip(*(itertools.pairwise(numbers) for numbers in ends)):
-        query, key, value = wide[0][..., q0:q1, :], wide[1][..., k0:k1, :], wide[2][..., k0:k1, :]
+        query, key, value = call.query[..., q0:q1, :], call.key[..., k0:k1, :], call.value[..., k0:k1, :]
         rules: dict[str, Any] = {"scale": call.scale, "softcap": call.softcap, "sinks": call.sinks}
-        part = check_call(query, key, value, is_causal=True, enable_gqa=True, alignment="lower_right", **rules)
-        yield part, [query, key, value]
+        yield check_call(query, key, value, is_causal=True, enable_gqa=True, alignment="lower_right", **rules)
 
 
 def sample_call(variant: Variant, device: torch.device, keys: int | None = None) -> AttentionCall:
@@ -154,31 +166,27 @@ def sample_call(variant: Variant, device: torch.device, keys: int | None = None)
     return check_call(*tensors, mask, is_causal=True, scale=scale, enable_gqa=True, alignment="lower_right", **rules)
 
 
-def _reference(call: AttentionCall, wide: list[Tensor]) -> tuple[Tensor, Tensor]:
-    """(out, lse) in float32."""
-    mask = call.attn_mask
-    assert mask is None or isinstance(mask, Tensor)
-    mask = mask if mask is None or mask.dtype == torch.bool else mask.float()
-    query, key, value = wide
+def _reference(call: AttentionCall) -> tuple[Tensor, Tensor]:
+    """(out, lse) in the dtype of a :func:`sample_call`."""
+    assert call.attn_mask is None or isinstance(call.attn_mask, Tensor)
     rules: dict[str, Any] = {"scale": call.scale, "is_causal": True, "enable_gqa": True, "alignment": "lower_right"}
     rules |= {"softcap": call.softcap, "sinks": call.sinks}
-    return reference_sdpa(query, key, value, mask, **rules)
+    return reference_sdpa(call.query, call.key, call.value, call.attn_mask, **rules)
 
 
 DELTAS = ("pa_delta", "pa_tensor_delta")
 
 
-def _gradient_error(variant: Variant, call: AttentionCall, wide: list[Tensor], run: Run) -> float:
-    packed = None
+def _gradient_error(variant: Variant, call: AttentionCall, run: Run) -> float:
+    here, packed = _on_cpu(call), None
     if variant.kind.endswith("packed"):
         packed = _two_sequences(call)
-        parts = [_gradients_of(part, tensors) for part, tensors in _sequences(call, wide, packed)]
-        out, lse = (torch.cat(tensors, dim=2) for tensors in (list(t) for t in zip(*(part[:2] for part in parts))))
-        expected = [torch.cat([part[2][i] for part in parts], dim=2) for i in range(3)]
+        parts = [_gradients_of(part) for part in _sequences(here, packed)]
+        out, lse, *expected = (torch.cat(tensors, dim=2) for tensors in zip(*parts))
         call = replace(call, offset=0)
     else:
-        out, lse, expected = _gradients_of(call, wide)
-    out = out.to(call.query.dtype)
+        out, lse, *expected = _gradients_of(here)
+    out, lse = out.to(call.query), lse.to(call.query.device, torch.float32)
     log_sum = torch.zeros_like(lse) if call.has_bias else None
     grads = [torch.full_like(t, float("nan")) for t in (call.query, call.key, call.value)]
     query, key, value = grads
@@ -187,7 +195,7 @@ def _gradient_error(variant: Variant, call: AttentionCall, wide: list[Tensor], r
     launches = launches if packed is None else packed_launches(launches, packed)
     run([launch for launch in launches if launch.variant == variant or launch.function in DELTAS])
     pairs = list(zip(grads, expected))[variant.gradients]
-    return max(gap(found, right).relative for found, right in pairs)
+    return max(gap(found.cpu(), right).relative for found, right in pairs)
 
 
 def all_gradients(variant: Variant) -> tuple[Variant, ...]:
@@ -199,20 +207,20 @@ def all_gradients(variant: Variant) -> tuple[Variant, ...]:
     return replace(variant, kind=of_query), replace(variant, kind=of_key)
 
 
-def _gradients_of(call: AttentionCall, wide: list[Tensor]) -> tuple[Tensor, Tensor, list[Tensor]]:
-    """(out, lse, gradients) in float32."""
-    out, lse = _reference(call, wide)
-    return out, lse, expected_gradients(call, wide, out, lse)
+def _gradients_of(call: AttentionCall) -> tuple[Tensor, ...]:
+    """(out, lse, the gradients of query, key and value) in the dtype of a :func:`sample_call`."""
+    out, lse = _reference(call)
+    return out, lse, *expected_gradients(call, out, lse)
 
 
-def expected_gradients(call: AttentionCall, wide: list[Tensor], out: Tensor, lse: Tensor) -> list[Tensor]:
-    """The gradients of the sum of a :func:`sample_call`'s output by query, key and value in float32, written out:
+def expected_gradients(call: AttentionCall, out: Tensor, lse: Tensor) -> list[Tensor]:
+    """The gradients of the sum of a :func:`sample_call`'s output by query, key and value in its dtype, written out:
     autograd would wait for the thread that may be waiting for this check.
 
     Args:
-        wide: query, key and value in float32; out, lse: what they give.
+        out, lse: the call's results.
     """
-    query, key, value = wide  # the two query heads have one key head, which broadcasts
+    query, key, value = call.query, call.key, call.value  # the two query heads have one key head, which broadcasts
     mask = call.attn_mask
     assert mask is None or isinstance(mask, Tensor)
     scores = query @ key.mT * call.scale
@@ -226,7 +234,7 @@ def expected_gradients(call: AttentionCall, wide: list[Tensor], out: Tensor, lse
     if mask is not None and mask.dtype == torch.bool:
         allowed = allowed & mask
     elif mask is not None:
-        scores = scores + mask.float()
+        scores = scores + mask
     probs = (scores - lse[..., None]).exp().masked_fill(~allowed, 0.0)
     grad_out = torch.ones_like(out)
     grad_scores = probs * (grad_out @ value.mT - (grad_out * out).sum(dim=-1, keepdim=True)) * slope * call.scale

@@ -1,4 +1,4 @@
-"""Whether the kernels that expand blocks of GGUF files give the definition's bits."""
+"""Whether the kernels that expand blocks of GGUF files, and those that multiply them, give the definitions' bits."""
 
 from __future__ import annotations
 
@@ -7,12 +7,15 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from ...gguf_blocks import FORMATS, expand
-from ..code.gguf_source import KERNELS, GgufVariant
-from ..launch import Launch
+from ...gguf_blocks import FORMATS, Parts, expand
+from ..code.gguf_source import FEW, KERNELS, GgufLinearVariant, GgufVariant
+from ..launch import Launch, gguf_definition
 from ..launch.gguf import DTYPES, ExpandCall, expand_launches
+from ..launch.gguf_linear import GgufLinearCall, gguf_linear_launches
 
 _BLOCKS = 9
+_HALVES = {"Q3_K": (108,), "Q6_K": (208,), **dict.fromkeys(("Q4_1", "Q5_1", "Q4_K", "Q5_K"), (0, 2))}
+_LANES = 32  # of a warp, which share the blocks of a row where x has few rows
 
 
 def largest_error(variant: GgufVariant, device: torch.device, run: Callable[[list[Launch]], object]) -> float:
@@ -34,3 +37,42 @@ def largest_error(variant: GgufVariant, device: torch.device, run: Callable[[lis
 def _same(found: Tensor, right: Tensor) -> bool:
     """Whether both have the same numbers; any NaN is as good as another."""
     return torch.equal(found.isnan(), right.isnan()) and torch.equal(found.nan_to_num(), right.nan_to_num())
+
+
+def product_error(variant: GgufLinearVariant, device: torch.device, run: Callable[[list[Launch]], object]) -> float:
+    """As :func:`largest_error`, of each product of a variant and each dtype, on calls that fill two tiles in part. Rows
+    have an odd number of blocks where a format allows it."""
+    name, generator = variant.format, torch.Generator("cpu").manual_seed(2)
+    columns, cols = (96, 69) if FORMATS[name].weights == 32 else (768, 69)
+    functions = [*FEW, "pa_gguf_linear"] if variant.rows == 8 else ["pa_gguf_linear"]
+    for function, dtype in zip([*functions, *functions], (*DTYPES, *DTYPES)):
+        x = torch.randn(FEW[function].rows if function in FEW else 131, columns, generator=generator, device="cpu")
+        blocks, bias = sane_blocks(name, cols, columns, generator), torch.randn(cols, generator=generator, device="cpu")
+        out = torch.full((len(x), cols), float("nan"), dtype=dtype, device=device)
+        call = GgufLinearCall(x.to(device, dtype), blocks.to(device), name, bias.to(device), out)
+        run(gguf_linear_launches(call, variant.rows, function))
+        if not _same(out.cpu(), expected(call._replace(x=x.to(dtype), blocks=blocks, bias=bias), function).to(dtype)):
+            return float("inf")
+    return 0.0
+
+
+def expected(call: GgufLinearCall, function: str) -> Tensor:
+    """The product that a function has to give, float32 ``[M, N]`` before it is rounded. Tensors on a CPU."""
+    _, size, unpack = FORMATS[call.format]
+    parts = unpack(call.blocks.view(-1, size), torch.float32, torch.int8)
+    shape = call.out.shape[1], -1
+    minima = None if parts.minima is None else parts.minima.reshape(shape)
+    weight = Parts(parts.scales.reshape(shape), parts.codes.reshape(shape), minima)
+    x, lanes = gguf_definition.round_rows(call.x), _LANES if function in FEW else 1
+    y = gguf_definition.product(x, weight, call.format, lanes)
+    return y if call.bias is None else y + call.bias
+
+
+def sane_blocks(name: str, rows: int, columns: int, generator: torch.Generator) -> Tensor:
+    """uint8 ``[rows, bytes]`` of random bits, scales and minima below 2."""
+    weights, size, _ = FORMATS[name]
+    shape = rows, columns // weights, size
+    blocks = torch.randint(0, 256, shape, generator=generator, dtype=torch.uint8, device="cpu")
+    for at in _HALVES.get(name, (0,)):
+        blocks[..., at + 1] &= 0xBF  # the highest bit of the exponent
+    return blocks.flatten(1)

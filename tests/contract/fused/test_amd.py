@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 import torch
 from attn_support.fused.cases import LOWER_RIGHT, backward, forward, is_split, sized, takes, with_tail
-from attn_support.fused.emulation import GXX
 from attn_support.oracle import assert_attention, assert_gradients, exact, gradients, plain
 from attn_support.randomness import seeds, times
 from attn_support.table import TABLE, Case
@@ -22,7 +21,6 @@ from pascal_attn_core.fused.code.source import HEAD_DIMS
 from pascal_attn_core.fused.geometry.amd import RANGES_HEAD_DIMS, AmdGeometry
 from pascal_attn_core.reference import reference_sdpa
 
-pytestmark = pytest.mark.skipif(GXX is None, reason="needs g++ to build the emulation")
 ARCHS = ("gfx900", "gfx906", "gfx1010", "gfx1030")  # waves of 64 and of 32, each without and with pairs of float16
 FLOAT32, FLOAT16, BFLOAT16 = torch.float32, torch.float16, torch.bfloat16
 TAKEN = [case for case in TABLE if takes(case)]

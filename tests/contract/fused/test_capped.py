@@ -7,10 +7,8 @@ from typing import Any
 import pytest
 import torch
 from attn_support.fused.cases import LOWER_RIGHT, forward, sized
-from attn_support.fused.emulation import GXX
 from attn_support.oracle import assert_attention
 
-pytestmark = pytest.mark.skipif(GXX is None, reason="needs g++ to build the emulation")
 # One that adds nothing, one like the scores, one larger than all of them, one smaller.
 SINKS = torch.tensor([-torch.inf, 0.5, 40.0, -3.0])
 BOTH: dict[str, Any] = {"softcap": 3.0, "sinks": SINKS}

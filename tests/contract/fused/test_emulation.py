@@ -13,7 +13,7 @@ from dataclasses import replace
 import pytest
 import torch
 from attn_support.fused.cases import backward, forward, is_split, takes, whole
-from attn_support.fused.emulation import GXX, emulate
+from attn_support.fused.emulation import emulate
 from attn_support.oracle import assert_attention, assert_close, exact, plain
 from attn_support.table import TABLE, Case
 
@@ -21,9 +21,6 @@ from pascal_attn_core.call import check_call
 from pascal_attn_core.fused.code.source import HEAD_DIMS
 from pascal_attn_core.fused.launch.forward import forward_launches
 from pascal_attn_core.fused.launch.plan import table_dim
-
-pytestmark = pytest.mark.skipif(GXX is None, reason="needs g++ to build the emulation")
-
 
 IN_PARTS = [case for case in TABLE if is_split(case)]
 WHOLE = [case for case in TABLE if takes(case) and not is_split(case)]

@@ -19,7 +19,7 @@ import pytest
 import torch
 from attn_support.fused.device import CardKernels, always_faster, execute, fresh_card
 from attn_support.fused.driver import StandIn
-from attn_support.fused.emulation import GXX
+from attn_support.fused.emulation import emulate
 from attn_support.fused.hip import HipStandIn
 from attn_support.fused.modes import MODES
 from torch import Tensor
@@ -38,7 +38,6 @@ from pascal_attn_core.reference import reference_sdpa
 from pascal_attn_core.routes import timing_table
 from pascal_attn_core.routes.timing import Kind, Timings
 
-pytestmark = pytest.mark.skipif(GXX is None, reason="needs g++ to build the emulation")
 FUSED, AUTO = AttentionConfig(route="fused"), AttentionConfig(math_limit_mib=0)  # no call is too short for it
 CPU = torch.device("cpu")
 
@@ -65,9 +64,6 @@ def _check_gradients(out: Tensor, leaves: list[Tensor], **options: Any) -> None:
         assert leaf.grad is not None
         torch.testing.assert_close(leaf.grad.double(), wanted, atol=1e-4, rtol=1e-4)
         leaf.grad = None
-
-
-# ---- training --------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("use_reentrant", [False, True])
@@ -140,9 +136,6 @@ def test_a_timing_that_found_no_memory_is_made_again_later(monkeypatch: pytest.M
         assert len(runs) == 3
 
 
-# ---- modes and hooks -------------------------------------------------------------------------------------------------
-
-
 class Operators(TorchDispatchMode):
     """Counts what is dispatched."""
 
@@ -198,9 +191,6 @@ def test_the_first_call_may_be_made_in_any_mode(kernels: CardKernels, mode: str,
     expected = reference_sdpa(*(t.detach() for t in leaves))[0]
     torch.testing.assert_close(out.detach().float(), expected, atol=tolerance, rtol=tolerance)
     assert len(kernels._checked) == (3 if requires_grad else 1)
-
-
-# ---- threads ---------------------------------------------------------------------------------------------------------
 
 
 def test_no_thread_is_left_and_an_error_of_the_check_is_a_reason(kernels: CardKernels) -> None:
@@ -264,19 +254,41 @@ def test_a_backward_pass_knows_itself() -> None:
     assert seen == [False, True, False]
 
 
-# ---- the check itself ------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("mask", ["none", "bool", "float"])
 def test_the_gradients_that_it_expects_are_those_of_autograd(mask: str) -> None:
-    call = verify.sample_call(Variant("grad_query", 64, "float32", mask), CPU)
-    wide = [t.double() for t in (call.query, call.key, call.value)]
-    leaves = [t.clone().requires_grad_() for t in wide]
-    bias = call.attn_mask.double() if mask == "float" else call.attn_mask
-    out, lse = reference_sdpa(*leaves, bias, is_causal=True, enable_gqa=True, alignment="lower_right")
+    call = verify._on_cpu(verify.sample_call(Variant("grad_query", 64, "float32", mask), CPU))
+    leaves = [t.clone().requires_grad_() for t in (call.query, call.key, call.value)]
+    rules: dict[str, Any] = {"is_causal": True, "enable_gqa": True, "alignment": "lower_right"}
+    out, lse = reference_sdpa(*leaves, call.attn_mask, **rules)
     expected = torch.autograd.grad(out.sum(), leaves)
-    for ours, theirs in zip(verify.expected_gradients(call, wide, out.detach(), lse.detach()), expected):
+    for ours, theirs in zip(verify.expected_gradients(call, out.detach(), lse.detach()), expected):
         torch.testing.assert_close(ours, theirs, atol=1e-9, rtol=1e-9)
+
+
+@pytest.mark.parametrize("kind", ["forward", "grad_query"])
+def test_no_flag_of_the_process_changes_what_it_finds(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """TF32 rounds the factors of torch's float32 products to 11 bits, where the flag allows that."""
+    variant = Variant(kind, 64, "float32")
+
+    def found() -> tuple[float, float]:
+        return verify.largest_error(variant, CPU, emulate), verify.tolerance(variant)
+
+    def rounded(product: Callable[[Tensor, Tensor], Tensor]) -> Callable[[Tensor, Tensor], Tensor]:
+        def short(t: Tensor) -> Tensor:
+            if t.dtype != torch.float32 or torch.get_float32_matmul_precision() != "high":
+                return t
+            return ((t.contiguous().view(torch.int32) + 0x1000) & ~0x1FFF).view(torch.float32)
+
+        return lambda one, other: product(short(one), short(other))
+
+    before, precision = found(), torch.get_float32_matmul_precision()
+    monkeypatch.setattr(torch, "matmul", rounded(torch.matmul))
+    monkeypatch.setattr(Tensor, "__matmul__", rounded(Tensor.__matmul__))
+    torch.set_float32_matmul_precision("high")
+    try:
+        assert found() == before
+    finally:
+        torch.set_float32_matmul_precision(precision)
 
 
 def test_what_ships_is_loaded_checked_timed_and_launched(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from attn_support.fused.cases import LOWER_RIGHT, backward, forward, sized
-from attn_support.fused.emulation import GXX, emulate
+from attn_support.fused.emulation import emulate
 from attn_support.fused.far import address_space
 from attn_support.oracle import assert_attention, assert_gradients, exact
 from attn_support.table import Case
@@ -24,7 +24,6 @@ from pascal_attn_core.fused.launch.select import call_reasons
 from pascal_attn_core.fused.trust.kernels import parts
 from pascal_attn_core.reference import reference_sdpa
 
-pytestmark = pytest.mark.skipif(GXX is None, reason="needs g++ to build the emulation")
 FLOAT32, FLOAT16 = torch.float32, torch.float16
 
 
@@ -82,9 +81,6 @@ def test_their_gradients_are_those_of_the_definition(case: Case) -> None:
     assert not result.plan.gradients[0].padded
     for with_lse in (False, True):
         assert_gradients(functools.partial(backward, result), inputs, options, case.dtype, with_lse=with_lse)
-
-
-# ---- far apart -------------------------------------------------------------------------------------------------------
 
 
 def _check(inputs: list[Tensor | None]) -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 from attn_support.fused.device import CardKernels, execute, fresh_card
 from attn_support.fused.driver import StandIn, fails_once
-from attn_support.fused.emulation import CARD, GXX, emulate
+from attn_support.fused.emulation import CARD, emulate
 from attn_support.fused.trials import Starter
 from torch import Tensor
 
@@ -26,7 +26,6 @@ from pascal_attn_core.gguf.matrix import GgufMatrix, linear
 from pascal_attn_core.gguf_blocks import FORMATS, expand
 from pascal_attn_core.machine.runtime import Runtime, runtime_of, using
 
-pytestmark = pytest.mark.skipif(GXX is None, reason="needs g++ to build the emulation")
 CPU = torch.device("cpu")
 TABLES = (torch.int8, torch.float32)
 
@@ -76,8 +75,6 @@ def test_no_blocks_are_no_launch() -> None:
     assert expand_launches(ExpandCall(empty, "Q4_0", torch.float16, torch.int8, torch.empty(0, 32))) == []
 
 
-# ---- the check at first use must be able to fail ---------------------------------------------------------------------
-
 MUTANTS = {
     "a weight beside": ("const i64 at = 4 * (", "const i64 at = 4 + 4 * ("),
     "a scale that is not rounded": ("return rounded(half_to_float(", "return (half_to_float("),
@@ -111,7 +108,7 @@ def is_found(text: str | None) -> bool:
     mutated = None if text is None else {KIND: text}
     errors = [
         verify_gguf.largest_error(variant, CPU, lambda launches: emulate(launches, mutated=mutated))
-        for variant in gguf_variants()[1:]
+        for variant in gguf_variants()[1:3]
     ]
     return max(errors) > 0
 
@@ -125,9 +122,6 @@ def test_the_check_at_first_use_finds_what_is_wrong(mutant: str | None) -> None:
     text = source(KIND)
     assert text.count(right) == 1
     assert is_found(text.replace(right, wrong))
-
-
-# ---- on a card that is not here --------------------------------------------------------------------------------------
 
 
 def layer(name: str = "Q4_K", rows: int = 48, columns: int = 512) -> tuple[Tensor, GgufMatrix]:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from attn_support.fused.cases import LOWER_RIGHT, Emulated, at_once, backward, forward, sized
-from attn_support.fused.emulation import GXX, emulate
+from attn_support.fused.emulation import emulate
 from attn_support.fused.packed import definitions, ends_of
 from attn_support.oracle import assert_gradients, assert_gradients_close, gradients
 from attn_support.table import Case
@@ -23,7 +23,6 @@ from pascal_attn_core.fused.launch.packed import packed_launches
 from pascal_attn_core.fused.launch.plan import Packed, Plan, variants_of
 from pascal_attn_core.fused.trust.kernels import parts
 
-pytestmark = pytest.mark.skipif(GXX is None, reason="needs g++ to build the emulation")
 FLOAT32, FLOAT16, BFLOAT16 = torch.float32, torch.float16, torch.bfloat16
 
 

@@ -14,7 +14,6 @@ import pytest
 import torch
 from attn_support.fused.cases import LOWER_RIGHT, sized
 from attn_support.fused.device import CardKernels, UncheckedKernels, always_faster, execute, fresh_card, passing_time
-from attn_support.fused.emulation import GXX
 from attn_support.fused.hip import OVERRIDDEN, RADEON_VII, RX_5700, RX_6800, HipStandIn
 from attn_support.fused.trials import Starter
 from attn_support.oracle import cast
@@ -34,7 +33,6 @@ from pascal_attn_core.reference import reference_sdpa
 from pascal_attn_core.routes import choose, timing, torch_kernel
 from pascal_attn_core.routes.timing import Timings
 
-pytestmark = pytest.mark.skipif(GXX is None, reason="needs g++ to build the emulation")
 CPU = torch.device("cpu")
 AUTO = AttentionConfig(math_limit_mib=0)
 CARDS = [RADEON_VII, RX_5700, RX_6800, OVERRIDDEN]
@@ -139,9 +137,6 @@ def test_parts_of_the_last_rows_keep_the_budget() -> None:
         assert choose(call, replace(fused, budget_mib=mib / 2)).plan.tail is None
 
 
-# ---- timed against what torch does there -----------------------------------------------------------------------------
-
-
 def _inputs() -> list[torch.Tensor]:
     return [torch.randn(1, 2, 150, 64) for _ in range(3)]
 
@@ -192,9 +187,6 @@ def test_the_timed_call_stores_few_scores(no_torch_kernel: None) -> None:
         explain(query, query, query, config=AUTO)
         (kind,) = runtime_of(CPU).part(Timings).known
     assert kind.rows * kind.kv_tokens * 4 <= 64 << 20
-
-
-# ---- the first run on a machine --------------------------------------------------------------------------------------
 
 
 def _trials(start: Starter, folder: Path, info: DeviceInfo = RADEON_VII) -> Trials:

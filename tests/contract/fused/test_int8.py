@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 from attn_support.fused.cases import LOWER_RIGHT, sized
-from attn_support.fused.emulation import GXX, LeftOut, build_text, each_left_out, emulate, params_of
+from attn_support.fused.emulation import LeftOut, build_text, each_left_out, emulate, params_of
 from attn_support.oracle import exact
 from attn_support.table import Case
 from torch import Tensor
@@ -32,7 +32,6 @@ from pascal_attn_core.fused.launch.select import call_reasons
 from pascal_attn_core.fused.trust.kernels import parts
 from pascal_attn_core.routes import route_names
 
-pytestmark = pytest.mark.skipif(GXX is None, reason="needs g++ to build the emulation")
 FLOAT32, FLOAT16, BFLOAT16 = torch.float32, torch.float16, torch.bfloat16
 # Normal numbers: what 8 bits cost (fp16 attention itself errs by 7e-4).
 TYPICAL = 1.5e-2
@@ -56,7 +55,7 @@ def _exp2_of_the_emulator(monkeypatch: pytest.MonkeyPatch) -> None:
 def emulated(
     call: AttentionCall, seed: int = 1, text: str | LeftOut | None = None, edit: Callable[[list[Launch]], Any] = list
 ) -> Result:
-    """What the kernels write. edit: the launches that are run, of all."""
+    """Return what the kernels write. edit: the launches that are run, of all."""
     out = torch.full(call.out_shape, math.nan, dtype=call.query.dtype)
     lse = torch.full(call.out_shape[:-1], math.nan)
     launches = int8_launches(call, plan_call(call, 1, int8=True), out, lse)
@@ -187,9 +186,6 @@ def test_memory_beside_the_tensors_is_that_of_words_and_scales() -> None:
     keys = 8 * 128  # whole tiles
     words_and_scales = 2 * (1000 * (128 + 4) + keys * (2 * 128 + 12))
     assert sum(t.nbytes for t in own.values()) == words_and_scales + 2 * 2 * 4 * 128  # the mean key and value
-
-
-# ---- what would go wrong ---------------------------------------------------------------------------------------------
 
 
 def _normal(*shape: int) -> Tensor:

@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from attn_support.fused.cases import Answers, worst_error
-from attn_support.fused.emulation import GXX, LeftOut, each_left_out, emulate
+from attn_support.fused.emulation import LeftOut, each_left_out, emulate
 from attn_support.fused.far import address_space
 from attn_support.fused.linear import before_activation
 from attn_support.randomness import seeds
@@ -27,7 +27,6 @@ from pascal_attn_core.fused.trust.kernels import parts
 from pascal_attn_core.int8 import quantize
 from pascal_attn_core.int8.quantize import Int8Matrix, quantize_rows
 
-pytestmark = pytest.mark.skipif(GXX is None, reason="needs g++ to build the emulation")
 FLOAT32, FLOAT16, BFLOAT16 = torch.float32, torch.float16, torch.bfloat16
 DTYPES = (FLOAT32, FLOAT16, BFLOAT16)
 # Half a unit in the last place of the output, and some of float32's: activations are not rounded alike everywhere.
@@ -65,9 +64,6 @@ def _check(call: LinearCall, product: str | None = None, seed: int = 1) -> None:
     expected = _activated(y.double(), call.activation)
     allowed = ROUNDING[call.out.dtype] * expected.abs() + 1e-6 * y.abs().max() ** 2
     assert ((call.out.double() - expected).abs() <= allowed).all()
-
-
-# ---- shapes ----------------------------------------------------------------------------------------------------------
 
 
 def _shapes() -> Iterator[tuple[str, int, int, int]]:
@@ -129,9 +125,6 @@ def test_long_rows_are_read_twice_and_their_sums_still_fit() -> None:
 
 def test_many_rows_take_less_threads_each() -> None:
     _check(_call(torch.randn(600, 1100), _weight(5, 1100)))
-
-
-# ---- how tensors lie -------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -219,9 +212,6 @@ def test_offsets_are_64_bit_numbers() -> None:
     assert out[:, 17000].abs().max() > 0
 
 
-# ---- numbers ---------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("rotation", [0, 16, 256])
 def test_a_nan_or_an_infinity_makes_its_row_nan_and_no_other(rotation: int) -> None:
     x = torch.randn(9, 512)
@@ -284,9 +274,6 @@ def test_sums_that_overflow_in_the_rotation_are_infinite_as_in_the_definition() 
     assert torch.equal(call.out.isnan(), before_activation(call).isnan())
 
 
-# ---- at random -------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("seed", seeds(40))
 def test_random_layers(seed: int) -> None:
     draw = random.Random(seed)
@@ -302,16 +289,11 @@ def test_random_layers(seed: int) -> None:
     _check(_call(x, weight, bias, activation, out), draw.choice([None, *TILES]), seed)
 
 
-# ---- choices ---------------------------------------------------------------------------------------------------------
-
-
 def test_the_product_is_chosen_by_the_rows_and_by_what_fills_the_device() -> None:
     assert [product_of(rows, 3072, 28) for rows in (1, 4, 5, 32)] == ["pa_linear_few"] * 2 + ["pa_linear_some"] * 2
     assert product_of(4096, 3072, 28) == product_of(100_000, 320, 28) == "pa_linear"
     assert product_of(77, 2048, 28) == product_of(256, 1280, 28) == "pa_linear_small"
 
-
-# ---- the harness itself must be able to fail -------------------------------------------------------------------------
 
 _BARRIER = re.compile(r"__syncthreads\(\);")
 _SENSITIVE = [(product, TILES[product].rows + 1, TILES[product].cols + 1, 1200) for product in TILES]

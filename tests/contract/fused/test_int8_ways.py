@@ -9,7 +9,7 @@ import pytest
 import torch
 from attn_support.fused.device import execute, fresh_card
 from attn_support.fused.driver import StandIn, fails_once
-from attn_support.fused.emulation import CARD, GXX
+from attn_support.fused.emulation import CARD
 from torch import nn
 
 from pascal_attn_core.fused.linear import LinearCall
@@ -17,7 +17,6 @@ from pascal_attn_core.int8 import int8_linear, patch_linear_int8, quantize_rows
 from pascal_attn_core.int8.backends import IntMm, LinearTimings, backend_of, backends_of
 from pascal_attn_core.machine.runtime import Runtime, runtime_of
 
-pytestmark = pytest.mark.skipif(GXX is None, reason="needs g++ to build the emulation")
 CPU = torch.device("cpu")
 
 

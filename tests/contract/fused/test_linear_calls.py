@@ -11,7 +11,7 @@ import pytest
 import torch
 from attn_support.fused.device import CardKernels, UncheckedKernels, execute, fresh_card
 from attn_support.fused.driver import StandIn
-from attn_support.fused.emulation import CARD, GXX, T4, V100, emulate
+from attn_support.fused.emulation import CARD, T4, V100, emulate
 from attn_support.fused.hip import RADEON_VII
 from attn_support.fused.linear import before_activation
 from attn_support.fused.modes import MODES
@@ -27,7 +27,6 @@ from pascal_attn_core.int8.quantize import Int8Matrix, quantize_rows
 from pascal_attn_core.machine.device import DeviceInfo
 from pascal_attn_core.machine.runtime import Runtime, runtime_of, using
 
-pytestmark = pytest.mark.skipif(GXX is None, reason="needs g++ to build the emulation")
 CPU = torch.device("cpu")
 FLOAT16 = LinearVariant(KIND, "float16")
 
@@ -99,9 +98,6 @@ def test_the_first_answers_are_compared_with_the_definition(caplog: pytest.LogCa
         assert {launch.variant.dtype for launch in kernels.queued} == {"float16"}
 
 
-# ---- reasons ---------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("info", "words"),
     [
@@ -164,9 +160,6 @@ def test_arguments_that_do_not_fit_are_an_error(words: str, call: LinearCall) ->
         with pytest.raises(ValueError, match=words):
             run_linear(call)
         assert kernels.queued == []
-
-
-# ---- trial -----------------------------------------------------------------------------------------------------------
 
 
 def _tried(start: Starter, folder: Path) -> Runtime:

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from attn_support import fresh
 from attn_support.fused.emulation import GXX
+from attn_support.randomness import is_random
 
-pytestmark = pytest.mark.skipif(GXX is None, reason="needs g++ to build the emulation")
 _HEAD = """
 import sys, types
 support = types.ModuleType("attn_support"); support.__path__ = [{support!r}]; sys.modules["attn_support"] = support
@@ -17,11 +17,12 @@ import torch
 from attn_support.fused.cases import at_once, backward, forward
 from attn_support.fused.emulation import ADDRESS_SANITIZER
 how = {{"flags": ADDRESS_SANITIZER}}
+EVERY = {every}  # how many of the cases
 def numbers(heads, tokens, dim): return torch.randn(1, heads, tokens, dim)
 """
 _RUN = """
 for dim, mask, options in ((64, None, {"is_causal": True}), (40, torch.rand(1, 1, 131, 75) > 0.5, {}),
-                           (36, torch.randn(131, 75), {"window": (9, 4)})):
+                           (36, torch.randn(131, 75), {"window": (9, 4)}))[::EVERY]:
     inputs = [numbers(2, 131, dim), numbers(1, 75, dim), numbers(1, 75, dim), mask]
     result = forward(inputs, {"enable_gqa": True, **options}, **how)
     backward(result, torch.randn_like(result.out), **how)
@@ -32,7 +33,8 @@ from attn_support.fused.cases import check_call
 from attn_support.fused.emulation import emulate
 from pascal_attn_core.fused.launch.int8 import int8_launches
 from pascal_attn_core.fused.launch.plan import plan_call
-for dim, mask, options in ((64, None, {"is_causal": True}), (128, torch.rand(1, 1, 131, 75) > 0.5, {}), (40, None, {})):
+for dim, mask, options in ((64, None, {"is_causal": True}), (40, None, {}),
+                           (128, torch.rand(1, 1, 131, 75) > 0.5, {}))[::EVERY]:
     call = check_call(numbers(2, 131, dim), *(numbers(1, 75, dim) for _ in range(2)), mask, enable_gqa=True, **options)
     out, lse = torch.empty(call.out_shape), torch.empty(call.out_shape[:-1])
     emulate(int8_launches(call, plan_call(call, 1, int8=True), out, lse), **how)
@@ -72,13 +74,28 @@ for product, tile in TILES.items():
     for columns, cols, activation in ((64, tile.cols + 4, "none"), (36, tile.cols - 1, "geglu"), (4, 3, "silu")):
         rows, of_weight = tile.rows + 1, cols * (2 if activation == "geglu" else 1)
         weight = Weight(torch.ones(of_weight, columns, dtype=torch.int8), torch.ones(of_weight), 4)
-        for dtype in (torch.float32, torch.bfloat16):
+        for dtype in (torch.float32, torch.bfloat16)[::EVERY]:
             x, bias = torch.randn(rows, columns + 1).to(dtype)[:, :columns], torch.ones(of_weight, dtype=dtype)
             call = LinearCall(x, weight, bias, activation, torch.empty(rows, cols, dtype=dtype))
             launches = linear_launches(call, 28, product)
             emulate(launches, **how)
 print("clean")
 """
+_GGUF = """
+from attn_support.fused.emulation import emulate
+from pascal_attn_core.fused.code.gguf_source import FEW
+from pascal_attn_core.fused.launch.gguf_linear import GgufLinearCall, gguf_linear_launches
+from pascal_attn_core.fused.trust.verify_gguf import sane_blocks
+for columns in (32, 96):
+    for function, cols in (*((function, tile.cols + 1) for function, tile in FEW.items()), ("pa_gguf_linear", 65)):
+        blocks = sane_blocks("Q5_0", cols, columns, torch.Generator())
+        x = torch.randn(3 if function in FEW else 129, columns + 1).half()[:, :columns]
+        call = GgufLinearCall(x, blocks, "Q5_0", torch.randn(cols), torch.empty(len(x), cols, dtype=torch.float16))
+        launches = gguf_linear_launches(call, 8, function)
+        emulate(launches, **how)
+print("clean")
+"""
+_ONE_BLOCK_TOO_MANY = _GGUF.replace("        emulate(", "        launches[1].params.blocks += 1\n        emulate(")
 _ONE_COLUMN_TOO_MANY = _LINEAR.replace(
     "            emulate(",
     "            launches[1].params.cols += 1; launches[1].params.in_fours = 0\n            emulate(",
@@ -90,18 +107,21 @@ def _run(code: str) -> fresh.Done:
     library = Path(found.stdout.strip())
     if not library.is_absolute():
         pytest.skip("g++ has no address sanitizer")
-    return fresh.execute(_HEAD.format(support=str(fresh.ROOT / "tests" / "support")) + code, env={}, preload=library)
+    head = _HEAD.format(support=str(fresh.ROOT / "tests" / "support"), every=1 if is_random() else 2)
+    return fresh.execute(head + code, env={}, preload=library)
 
 
-@pytest.mark.parametrize("code", [_RUN, _LINEAR], ids=["attention", "linear layers"])
+@pytest.mark.parametrize("code", [_RUN, _LINEAR, _GGUF], ids=["attention", "linear layers", "GGUF"])
 def test_no_kernel_touches_memory_outside_of_its_tensors(code: str) -> None:
     done = _run(code)
     assert done.stdout.strip() == "clean", done.stderr[-3000:]
 
 
 @pytest.mark.parametrize(
-    "code", [_ONE_KEY_TOO_MANY, _ONE_QUERY_TOO_MANY, _ONE_COLUMN_TOO_MANY], ids=["key", "query", "column"]
+    "code",
+    [_ONE_KEY_TOO_MANY, _ONE_QUERY_TOO_MANY, _ONE_COLUMN_TOO_MANY, _ONE_BLOCK_TOO_MANY],
+    ids=["key", "query", "column", "block"],
 )
 def test_one_behind_the_last_is_noticed(code: str) -> None:
-    """Of the queries where nothing is added to it."""
+    """The query is the one of a kernel that adds nothing to it."""
     assert "heap-buffer-overflow" in _run(code).stderr

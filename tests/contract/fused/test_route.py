@@ -10,9 +10,10 @@ import pytest
 import torch
 from attn_support.fused.cases import is_split, takes
 from attn_support.fused.device import emulated_card
-from attn_support.fused.emulation import CARD, GXX, T4
+from attn_support.fused.emulation import CARD, T4
 from attn_support.fused.modes import deterministic as poisoned_memory
 from attn_support.oracle import assert_attention, assert_gradients, exact, gradients
+from attn_support.randomness import some
 from attn_support.table import GRADIENT_TABLE, TABLE, Case
 from torch import Tensor
 
@@ -26,7 +27,6 @@ from pascal_attn_core.machine.runtime import Runtime, using
 from pascal_attn_core.observe.memory import measure
 from pascal_attn_core.reference import reference_sdpa
 
-pytestmark = pytest.mark.skipif(GXX is None, reason="needs g++ to build the emulation")
 FUSED, INT8 = AttentionConfig(route="fused"), AttentionConfig(route="fused-int8")
 
 
@@ -47,7 +47,7 @@ def _leaves(*shapes: tuple[int, ...], dtype: torch.dtype = torch.float32) -> lis
     return [torch.randn(shape).to(dtype).requires_grad_() for shape in shapes]
 
 
-@pytest.mark.parametrize("case", TAKEN, ids=lambda case: case.name)
+@pytest.mark.parametrize("case", some(TAKEN, 2), ids=lambda case: case.name)
 def test_every_call_gets_the_answer_of_the_definition(case: Case) -> None:
     inputs, options = case.build()
     with emulated_card(info=ONE_SM) as kernels, poisoned_memory():
@@ -70,7 +70,7 @@ def test_the_table_takes_both_kernels() -> None:
     assert min(sum(map(is_split, TAKEN)), sum(not is_split(case) for case in TAKEN)) > 100
 
 
-@pytest.mark.parametrize("case", [case for case in GRADIENT_TABLE if takes(case)][::2], ids=lambda case: case.name)
+@pytest.mark.parametrize("case", some((case for case in GRADIENT_TABLE if takes(case)), 4), ids=lambda case: case.name)
 def test_gradients_come_in_the_shapes_of_the_inputs(case: Case) -> None:
     inputs, options = case.build(requires_grad=True)
     if len(inputs) > 3 and inputs[3] is not None:
@@ -193,9 +193,8 @@ BLOCK_MASKS = {
 }
 
 
-@pytest.mark.parametrize("rows", [300, 96])
 @pytest.mark.parametrize(("route", "dtype"), [("fused", torch.float32), ("fused-tensor", torch.float16)])
-@pytest.mark.parametrize("name", BLOCK_MASKS)
+@pytest.mark.parametrize(("name", "rows"), [*((name, 96) for name in BLOCK_MASKS), ("of heads", 300)])
 def test_block_masks_in_bands_of_rows(name: str, route: str, dtype: torch.dtype, rows: int) -> None:
     flex = pytest.importorskip("torch.nn.attention.flex_attention")
     blocks = flex.create_block_mask(BLOCK_MASKS[name], 2, 4, 230, 250, device="cpu", BLOCK_SIZE=32)
@@ -217,7 +216,7 @@ def test_block_masks_in_bands_of_rows(name: str, route: str, dtype: torch.dtype,
 
 @pytest.mark.parametrize("route", ["fused", "fused-tensor"])
 def test_a_block_mask_takes_no_more_than_the_budget(route: str) -> None:
-    """Its bool mask alone would take 2.7 MiB."""
+    """The bool mask of this call alone would take 2.7 MiB."""
     flex = pytest.importorskip("torch.nn.attention.flex_attention")
     blocks = flex.create_block_mask(BLOCK_MASKS["of heads"], 2, 4, 600, 590, device="cpu", BLOCK_SIZE=64)
     inputs = [torch.randn(2, heads, n, 32).half() for heads, n in ((4, 600), (2, 590), (2, 590))]

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 from attn_support.fused.device import emulated_card
-from attn_support.fused.emulation import CARD, GXX
+from attn_support.fused.emulation import CARD
 from attn_support.fused.hip import RADEON_VII
 
 from pascal_attn_core import AttentionConfig, record, sdpa, sdpa_with_lse
@@ -16,7 +16,6 @@ from pascal_attn_core.call import check_call
 from pascal_attn_core.machine.device import DeviceInfo
 from pascal_attn_core.routes import choose
 
-pytestmark = pytest.mark.skipif(GXX is None, reason="needs g++ to build the emulation")
 ALONE = AttentionConfig(route="fused")
 SHARED = replace(ALONE, devices=("cpu", "cpu"), share_from_tokens=1)
 ONE_SM = replace(CARD, num_sms=1)

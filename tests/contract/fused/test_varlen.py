@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 from attn_support.fused.device import emulated_card
-from attn_support.fused.emulation import GXX
 from attn_support.fused.modes import deterministic as poisoned_memory
 from attn_support.fused.packed import definitions, ends_of
 from attn_support.oracle import assert_close, assert_gradients_close, gradients
+from attn_support.randomness import some
 from torch import Tensor
 
 from pascal_attn_core.call import check_call
@@ -22,8 +23,6 @@ from pascal_attn_core.fused.launch.plan import Packed
 from pascal_attn_core.observe import report
 from pascal_attn_core.routes.fused import find_plan
 from pascal_attn_core.routes.run import run_packed
-
-pytestmark = pytest.mark.skipif(GXX is None, reason="needs g++ to build the emulation")
 
 # Among them one without queries, one without keys, and one of a single token.
 Q_LENGTHS, K_LENGTHS = [5, 130, 0, 1, 77, 20], [9, 200, 30, 1, 0, 64]
@@ -56,8 +55,8 @@ def _inputs(
     """Query, key and value ``[1, heads, total, head_dim]``, two query heads per key head, heads inside tokens;
     ``spare`` tokens behind the last sequence, full of NaN."""
     made = []
-    for heads, some in ((4, lengths[0]), (2, lengths[1]), (2, lengths[1])):
-        tokens = torch.randn(1, sum(some), heads, head_dim)
+    for heads, each in ((4, lengths[0]), (2, lengths[1]), (2, lengths[1])):
+        tokens = torch.randn(1, sum(each), heads, head_dim)
         tokens = torch.cat([tokens, torch.full((1, spare, heads, head_dim), torch.nan)], dim=1)
         made.append(tokens.to(dtype).transpose(1, 2).requires_grad_(requires_grad))
     return made
@@ -95,9 +94,9 @@ def _check(inputs: list[Tensor], lengths: tuple[list[int], list[int]], **rule: A
     assert_gradients_close(actual, oracle, by_plain, exact[1].detach(), dtype)
 
 
-@pytest.mark.parametrize("rule", RULES, ids=str)
-@pytest.mark.parametrize("head_dim", [64, 60])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize(
+    ("dtype", "head_dim", "rule"), some(itertools.product([torch.float32, torch.float16], [64, 60], RULES), 3), ids=str
+)
 def test_each_sequence_gets_the_answer_and_the_gradients_it_has_alone(
     queued: list[Launch], dtype: torch.dtype, head_dim: int, rule: dict[str, Any]
 ) -> None:

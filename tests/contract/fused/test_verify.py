@@ -6,13 +6,12 @@ import random
 
 import pytest
 import torch
-from attn_support.fused.emulation import GXX, emulate
+from attn_support.fused.emulation import emulate
 from attn_support.randomness import seeds, times
 
 from pascal_attn_core.fused.code.source import Variant, all_variants, source
 from pascal_attn_core.fused.trust import verify
 
-pytestmark = pytest.mark.skipif(GXX is None, reason="needs g++ to build the emulation")
 VARIANTS = (
     Variant("forward", 64, "float32"),
     Variant("forward", 128, "float16", "bool"),

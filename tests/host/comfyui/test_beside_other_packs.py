@@ -59,7 +59,7 @@ def crowded(start_server: Callable[..., ComfyServer]) -> ComfyServer:
 
 
 def known(server: ComfyServer, pack: str, node: str = "") -> dict:
-    """What the server says of a node of a pack; a skip with the reason where there is none."""
+    """Return what the server says of a node of a pack; a skip with the reason where there is none."""
     if not FOLDERS[pack]:
         pytest.skip(f"PASCAL_ATTN_{pack} is not set")
     nodes = server.request("/object_info")

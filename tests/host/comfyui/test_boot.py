@@ -59,7 +59,7 @@ def lone_server(request: pytest.FixtureRequest, start_server: Callable[..., Comf
 
 
 def our_nodes(server: ComfyServer) -> dict[str, Any]:
-    """What the front end is told about our nodes, and about nobody else's."""
+    """Return what the front end is told about our nodes, and about nobody else's."""
     info = server.request("/object_info", timeout_s=120)
     return {name: node for name, node in info.items() if "custom_nodes" in node.get("python_module", "")}
 

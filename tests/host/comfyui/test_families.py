@@ -85,7 +85,7 @@ LOW = {"bf16": 2.0**-8, "fp16": 2.0**-11}
 
 @functools.cache
 def computed_in(server: ComfyServer, family: str, dtype: str) -> Captured:
-    """By ComfyUI's own node; on a CPU it computes in float32 otherwise."""
+    """The node is ComfyUI's own; on a CPU it computes in float32 otherwise."""
     return sample(server, family, ("ModelComputeDtype", {"dtype": dtype}))
 
 

@@ -30,6 +30,7 @@ FILES = {
     "kitchen": (SDPA,),
     "gguf_node": (SDPA,),
     "second": (SDPA,),
+    "whole": (SUB_QUADRATIC, SDPA),
 }
 CASES = [
     pytest.param(file, argument, name, id=f"{file}-{'sdpa' if argument else 'sub-quadratic'}-{name}")

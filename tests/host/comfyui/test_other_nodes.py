@@ -131,3 +131,13 @@ def test_a_pack_works_while_it_is_on_and_the_report_counts_its_calls(server: Com
     assert "flash_attn.flash_attn_func" in text.text
     assert any("flash_attn, sageattention, xformers now find this pack's functions" in line for line in found.log)
     assert "flash_attn" in failure(server, enabled=False)
+
+
+def test_steps_that_comfyui_skips_are_the_same_beside_us(server: ComfyServer) -> None:
+    cache = ("EasyCache", {"reuse_threshold": 3.0, "start_percent": 0.0, "end_percent": 1.0, "verbose": False})
+    whole, stock = sample(server, "sd15", steps=6), sample(server, "sd15", cache, steps=6)
+    assert 0 < stock.counts["sdpa"] < whole.counts["sdpa"]
+    for patches in ((cache, ATTENTION), (ATTENTION, cache)):
+        ours = sample(server, "sd15", *patches, steps=6)
+        assert ours.run.taken == stock.counts["sdpa"]
+        assert largest_difference(ours, stock) < ROUNDING

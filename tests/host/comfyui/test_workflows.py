@@ -45,7 +45,7 @@ WRITTEN_BY = (0, 33, 0)  # the ComfyUI whose front end wrote the files
 
 
 def nodes_for(server: ComfyServer, name: str) -> dict[str, Any]:
-    """What the host says of its nodes; a skip where it is older than some that the workflow has."""
+    """Return what the host says of its nodes; a skip where it is older than some that the workflow has."""
     known = server.request("/object_info")
     absent = {node["class_type"] for node in prompt_of(name).values()} - set(known) - set(FOREIGN)
     if absent and server.host.version_tuple < WRITTEN_BY:

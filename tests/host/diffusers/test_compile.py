@@ -14,7 +14,7 @@ from attn_support.randomness import some
 from torch._dynamo.utils import counters
 
 from pascal_attn_core import AttentionConfig
-from pascal_attn_core.diffusers import PascalAttnProcessor, patch_pipeline
+from pascal_attn_core.diffusers import PascalAttnProcessor, patch_attention
 
 #: the keyword with which each pipeline takes attention kwargs; FluxPipeline passes a dict on in every call
 KEYWORD = {
@@ -38,7 +38,7 @@ def _dynamo_forgets():
 
 def hand_over(how, model, config=None):
     if how == "patch":
-        return patch_pipeline(model, config)
+        return patch_attention(model, config)
     if how != "stock":
         model.set_attn_processor(PascalAttnProcessor(config))
     return contextlib.nullcontext()
@@ -73,7 +73,7 @@ def attention_of(graph):
 # processors of Wan and others that take no kwargs compiled before too
 @pytest.mark.parametrize(
     ("name", "hows"),
-    [(name, ("processor", "patch") if name == "flux" else ("processor",)) for name in some(KEYWORD, 2)],
+    [(name, ("processor", "patch") if name == "sd3" else ("processor",)) for name in some(sorted(KEYWORD), 4)],
 )
 def test_a_pipeline_with_attention_kwargs_compiles_as_stock(name, hows, tiny, assert_same):
     kwargs = {KEYWORD[name]: {"scale": 1.0}}
@@ -99,10 +99,13 @@ def test_the_scale_of_a_lora_reaches_a_compiled_model(tiny, assert_same):
         return case
 
     all_kwargs = [{"joint_attention_kwargs": {"scale": scale}} for scale in (1.0, 0.0)]
-    stock, stock_graphs = compiled_runs(with_lora(), "stock", all_kwargs)
+    stock, case = [], with_lora()
+    for kwargs in all_kwargs:
+        case.arguments.update(kwargs)
+        stock.append(case.run())
     assert not torch.allclose(stock[0], stock[1])
     ours, graphs = compiled_runs(with_lora(), "processor", all_kwargs)
-    assert len(graphs) == len(stock_graphs)
+    assert len(graphs) <= 2  # one for each scale
     for mine, theirs in zip(ours, stock):
         assert_same(mine, theirs)
 

@@ -1,4 +1,4 @@
-"""What being in the way costs: nothing but the attention call is seen by Python.
+"""These tests check what being in the way costs: nothing but the attention call is seen by Python.
 
 The measure is a count, not a time: a function seen by a mode costs 1 to 2 us.
 """
@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from attn_support.tiny_pipelines import FAMILIES, SOME
 from diffusers.models import attention_processor as host
 
-from pascal_attn_core.diffusers import patch_pipeline
+from pascal_attn_core.diffusers import patch_attention
 from pascal_attn_core.patching.interception import SdpaMode
 from tools.families.proof import counted, outputs
 
@@ -60,7 +60,7 @@ def test_what_is_replaced_meanwhile_keeps_its_turn(what, monkeypatch, assert_sam
         theirs.append(kwargs)
         return original(*args, **kwargs)
 
-    with patch_pipeline(model), counted() as ours:
+    with patch_attention(model), counted() as ours:
         assert_same(outputs(family, model), stock)
         monkeypatch.setitem(place, name, counting)
         assert_same(outputs(family, model), stock)
@@ -75,7 +75,7 @@ def test_processors_of_third_parties_run_as_they_are(seen):
 
     module, x = host.Attention(16, heads=2, dim_head=8, processor=Theirs()).eval(), torch.randn(1, 5, 16)
     stock = module(x)
-    with patch_pipeline(module), counted() as calls:
+    with patch_attention(module), counted() as calls:
         torch.testing.assert_close(module(x), stock)
     assert len(calls) == 1
     assert len(seen) > 5  # all under the mode: how their code calls attention cannot be told
@@ -88,7 +88,7 @@ def test_a_helper_that_is_patched_meanwhile_is_heard(monkeypatch, assert_same):
         pytest.skip("this diffusers has no such helper")
     family = FAMILIES["FluxTransformer2DModel"]
     model = family.build()
-    with patch_pipeline(model):
+    with patch_attention(model):
         before = outputs(family, model)
         original = flux._get_qkv_projections
         monkeypatch.setattr(
@@ -111,7 +111,7 @@ def test_a_replacement_of_sdpa_comes_first(monkeypatch, assert_same):
     model = family.build()
     monkeypatch.setattr(F, "scaled_dot_product_attention", doubled)
     stock, made = outputs(family, model), len(calls)
-    with patch_pipeline(model), counted() as ours:
+    with patch_attention(model), counted() as ours:
         assert_same(outputs(family, model), stock)
     assert len(calls) == 2 * made
     assert len(ours) == made

@@ -7,6 +7,7 @@ import pytest
 pytest.importorskip("diffusers", reason="diffusers is not installed")
 
 import diffusers
+from attn_support.randomness import some
 
 from pascal_attn_core.diffusers import sites as _diffusers_sites
 from tools.families import NotInThisVersion, families
@@ -18,7 +19,7 @@ FAMILIES = {family.name: family for family in families()}
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("name", list(FAMILIES))
+@pytest.mark.parametrize("name", some(FAMILIES, 4))
 def test_every_call_of_the_family_is_taken_and_right(name):
     try:
         proof = proving.prove(FAMILIES[name])
@@ -37,8 +38,6 @@ def test_every_model_class_of_diffusers_is_in_the_table():
 def test_families_have_names_of_their_own():
     assert len(FAMILIES) == len(families())
 
-
-# --- the proof can fail -----------------------------------------------------------------------------------------------
 
 FLUX = FAMILIES["FluxTransformer2DModel"]
 LUMINA = FAMILIES["LuminaNextDiT2DModel"]
@@ -76,9 +75,6 @@ def test_attention_that_silently_stays_torchs_is_a_problem(monkeypatch):
 def test_something_left_behind_is_a_problem(monkeypatch):
     monkeypatch.setattr("pascal_attn_core.diffusers.release_module", lambda module, redirect: [])
     assert "what was there before is not back" in proving.prove(FLUX).problems
-
-
-# --- the command ------------------------------------------------------------------------------------------------------
 
 
 def test_the_command_writes_a_table_and_keeps_the_runs_of_other_versions(tmp_path, capsys, monkeypatch):

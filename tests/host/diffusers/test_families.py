@@ -10,7 +10,7 @@ import torch
 from attn_support.tiny_pipelines import BUILD
 
 from pascal_attn_core import AttentionConfig
-from pascal_attn_core.diffusers import PascalAttnProcessor, patch_pipeline
+from pascal_attn_core.diffusers import PascalAttnProcessor, patch_attention
 from tools.families.proof import attention_state, replaced, uniform
 
 pytestmark = pytest.mark.parametrize("family", BUILD)
@@ -26,7 +26,7 @@ def test_a_patched_pipeline_gives_the_output_of_stock_with_every_call_routed_and
     case = tiny.BUILD[family]()
     stock, calls = stock_calls(case.run)
     before, keys = states(case.pipe), list(case.denoiser.state_dict())
-    with patch_pipeline(case.pipe) as patch:
+    with patch_attention(case.pipe) as patch:
         assert_same(case.run(), stock)
         assert list(case.denoiser.state_dict()) == keys
     assert len(routed) == calls.count > 0
@@ -66,5 +66,5 @@ def test_wrong_attention_would_be_noticed_in_the_vae_too(family, tiny, assert_sa
     stock = case.run()
     parts = [case.pipe] if family in ("ltx", "cogvideox") else [case.pipe, case.pipe.vae]  # whose VAE has no attention
     for part in parts:
-        with patch_pipeline(part), replaced(uniform), pytest.raises(AssertionError):
+        with patch_attention(part), replaced(uniform), pytest.raises(AssertionError):
             assert_same(case.run(), stock)

@@ -113,7 +113,7 @@ def test_a_layer_of_each_format_is_the_hosts(name: str, dtype: torch.dtype, monk
         assert torch.equal(module(x), expected)
         assert [state[1:] for state in patch.report().states] == [("on", name)]
         monkeypatch.setattr(matrices, "slice_weights", lambda _: 5000)
-        torch.testing.assert_close(module(x), expected)
+        torch.testing.assert_close(module(x), expected, rtol=1e-4, atol=1e-4)
         with torch.autocast("cpu", torch.bfloat16):
             out = module(x)
     with torch.autocast("cpu", torch.bfloat16):
@@ -190,7 +190,7 @@ def test_beside_the_hooks_of_offloading(tmp_path: Path, slices: None, kind: str,
 
 
 def test_a_compiled_model_is_the_same(slices: None) -> None:
-    module, x = layer("Q5_K"), torch.randn(3, 512)
+    module, x = layer("Q8_0", 8), torch.randn(3, 512)
     with patch_gguf(module):
         compiled = torch.compile(module, backend="eager")
         torch.testing.assert_close(compiled(x), module(x))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 pytest.importorskip("diffusers", reason="diffusers is not installed")
@@ -12,7 +14,7 @@ from attn_support.randomness import some
 from attn_support.tiny_pipelines import FAMILIES, SOME
 
 from pascal_attn_core import AttentionConfig, patch_ffn
-from pascal_attn_core.diffusers import patch_pipeline
+from pascal_attn_core.diffusers import patch_attention
 from pascal_attn_core.sdpa_patch import patch_sdpa
 from tools.families.proof import counted, outputs
 
@@ -102,7 +104,7 @@ def compiled(family, model):
             "QwenImageTransformer2DModel",
             "AutoencoderKL",
         ),
-        2,
+        4,
     ),
 )
 def test_a_family_compiles_to_one_graph(name, tiny, put_on, assert_same):
@@ -128,7 +130,7 @@ def test_feed_forward_slices_work_beside_ours(name, tiny, assert_same):
     family = tiny.family(name)
     model = family.build()
     stock = outputs(family, model)
-    ffn, attention = patch_ffn(model, chunk_tokens=4, min_tokens=5), patch_pipeline(model)
+    ffn, attention = patch_ffn(model, chunk_tokens=4, min_tokens=5), patch_attention(model)
     for _ in range(2):
         with counted() as calls:
             assert_same(outputs(family, model), stock)
@@ -144,7 +146,7 @@ def test_a_patch_inside_the_process_wide_one_decides(assert_same, routed):
     model = family.build()
     stock = outputs(family, model)
     inner = AttentionConfig(budget_mib=2)
-    with patch_sdpa(AttentionConfig(budget_mib=1)), patch_pipeline(model, inner):
+    with patch_sdpa(AttentionConfig(budget_mib=1)), patch_attention(model, inner):
         assert_same(outputs(family, model), stock)
     assert [call["config"] for call in routed] == [inner] * 2
 
@@ -152,29 +154,44 @@ def test_a_patch_inside_the_process_wide_one_decides(assert_same, routed):
 def test_a_model_inside_another_keeps_its_own_config(tiny, routed):
     unet = tiny.tiny_unet()
     whole, part = AttentionConfig(budget_mib=1), AttentionConfig(budget_mib=2)
-    with patch_pipeline(unet, whole), patch_pipeline(unet.mid_block, part) as inner:
+    with patch_attention(unet, whole), patch_attention(unet.mid_block, part) as inner:
         tiny.run_unet(unet)
         assert sum(call["config"] is part for call in routed) == inner.sites
         assert sum(call["config"] is whole for call in routed) == len(routed) - inner.sites > 0
 
 
-def test_a_cache_that_repeats_attention_gives_its_stock_output(put_on, tiny, routed, assert_same):
-    if not hasattr(diffusers, "PyramidAttentionBroadcastConfig"):
-        pytest.skip("this diffusers has no pyramid attention broadcast")
+CACHES: dict[str, dict[str, Any]] = {
+    "PyramidAttentionBroadcastConfig": {
+        "spatial_attention_block_skip_range": 2,
+        "spatial_attention_timestep_skip_range": (-1, 1001),
+    },
+    "FirstBlockCacheConfig": {"threshold": 100.0},
+    "TaylorSeerCacheConfig": {"cache_interval": 2, "disable_cache_before_step": 1},
+}
 
-    def cached(case):
-        case.arguments["num_inference_steps"] = 4
-        case.denoiser.enable_cache(
-            diffusers.PyramidAttentionBroadcastConfig(
-                spatial_attention_block_skip_range=2,
-                spatial_attention_timestep_skip_range=(-1, 1001),
-                current_timestep_callback=lambda: case.pipe.current_timestep,
-            )
-        )
-        return case
 
-    stock = cached(tiny.cogvideox()).run()
-    case = cached(tiny.cogvideox())
+@pytest.mark.parametrize("is_ours_first", [False, True])
+@pytest.mark.parametrize("name", CACHES)
+def test_a_cache_that_skips_attention_gives_its_stock_output(
+    name: str, is_ours_first: bool, put_on, tiny, routed, assert_same
+):
+    if not hasattr(diffusers, name):
+        pytest.skip(f"this diffusers has no {name}")
+    case = tiny.cogvideox() if "Pyramid" in name else tiny.flux()
+    case.arguments["num_inference_steps"] = 4
+    now = {"current_timestep_callback": lambda: case.pipe.current_timestep} if "Pyramid" in name else {}
+    cache = getattr(diffusers, name)(**CACHES[name], **now)
+    take_off = put_on(case.denoiser)
+    case.run()
+    whole = len(routed)
+    take_off()
+    case.denoiser.enable_cache(cache)
+    stock = case.run()
+    if is_ours_first:
+        case.denoiser.disable_cache()
     put_on(case.denoiser)
+    if is_ours_first:
+        case.denoiser.enable_cache(cache)
+    routed.clear()
     assert_same(case.run(), stock)
-    assert 0 < len(routed) < 4 * 2 * 2
+    assert 0 < len(routed) < whole

@@ -10,6 +10,7 @@ import pytest
 pytest.importorskip("diffusers", reason="diffusers is not installed")
 
 import torch
+from attn_support.randomness import some
 from attn_support.tiny_pipelines import SOME
 from torch import Tensor, nn
 
@@ -116,7 +117,7 @@ def test_lora_hooks_limits_and_both_patches_at_once(name: str, layers: int) -> N
         assert attention.report().count("float") == layers
 
 
-@pytest.mark.parametrize("name", list(int8_table.MODELS))
+@pytest.mark.parametrize("name", some(int8_table.MODELS, 2))
 def test_whole_models_err_no_more_than_in_bfloat16(name: str) -> None:
     with torch.no_grad():
         errors, report = int8_table.errors_of(name, seed=0)
@@ -233,8 +234,7 @@ def test_with_our_attention_and_chunked_feed_forward(unet: nn.Module) -> None:
     assert patch.report().count("int8") > 0
 
 
-@pytest.mark.parametrize("offload", ["leaf_level", "block_level"])
-@pytest.mark.parametrize("is_first", [False, True])
+@pytest.mark.parametrize(("offload", "is_first"), [("leaf_level", False), ("block_level", True)])
 def test_group_offload_moves_the_integers(unet: nn.Module, offload: str, is_first: bool) -> None:
     hooks = pytest.importorskip("diffusers.hooks.group_offloading", reason="this diffusers has no group offloading")
     blocks = {"num_blocks_per_group": 1} if offload == "block_level" else {}

@@ -1,4 +1,4 @@
-"""What diffusers itself sets as processors while ours is set, and how ours is taken off again."""
+"""These tests check what diffusers itself sets as processors while ours is set, and how ours is taken off again."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 from diffusers.models import attention_processor as host
 
 from pascal_attn_core import AttentionConfig
-from pascal_attn_core.diffusers import PascalAttnProcessor, patch_pipeline
+from pascal_attn_core.diffusers import PascalAttnProcessor, patch_attention
 from tools.families.proof import attention_state
 
 CONFIG = AttentionConfig(budget_mib=2)
@@ -172,9 +172,6 @@ def test_linear_attention_set_over_ours_is_left_alone_and_what_follows_is_ours_a
     assert [call["config"] for call in routed] == [CONFIG]
 
 
-# --- taking off -------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("by", ["pipe", "denoiser"])
 @pytest.mark.parametrize("family", ["sd15", "flux", "wan"])
 def test_none_gives_the_very_processors_back(family, by, tiny, routed):
@@ -227,16 +224,16 @@ def test_linear_attention_is_named_by_the_patch_and_in_the_refusal():
     both = torch.nn.ModuleList([host.Attention(8, heads=2, dim_head=4, processor=p) for p in (None, linear)])
     both[1].set_processor(PascalAttnProcessor())
     assert both[1].processor is linear
-    with patch_pipeline(both) as patch:
+    with patch_attention(both) as patch:
         assert list(patch.left_alone.values()) == ["SanaLinearAttnProcessor2_0: linear attention"]
         assert [state.name for state in patch.report().states if state.state == "refused"] == list(patch.left_alone)
         assert patch.sites == 1
     with pytest.raises(ValueError, match="left alone: 1 x SanaLinearAttnProcessor2_0: linear attention"):
-        patch_pipeline(both[1])
+        patch_attention(both[1])
 
 
 def test_flex_attention_chosen_for_a_processor_stays_its_choice(tiny):
-    """Its masks are of another kind, which diffusers hands to no other backend."""
+    """The masks of this model are of another kind, which diffusers hands to no other backend."""
     dispatch = pytest.importorskip("diffusers.models.attention_dispatch", reason="this diffusers has no backends")
     transformer = tiny.model("FluxTransformer2DModel")
     for backend, expected in (("flex", "FLEX"), ("flash", "NATIVE"), ("_flash_3", "NATIVE")):
@@ -252,7 +249,7 @@ def test_a_function_as_processor_is_served_by_the_patch_and_refused_by_the_proce
     module, x = host.Attention(16, heads=2, dim_head=8).eval(), torch.randn(1, 5, 16)
     module.processor = plain_function
     stock = module(x)
-    with patch_pipeline(module):
+    with patch_attention(module):
         assert_same(module(x), stock)
         assert module.processor is plain_function
     assert len(routed) == 1

@@ -1,4 +1,4 @@
-"""No matrix of scores is ever stored: whole models at 16,384 tokens under the exact counter."""
+"""No matrix of scores is ever stored: whole models at 9,216 tokens under the exact counter."""
 
 from __future__ import annotations
 
@@ -10,16 +10,17 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from pascal_attn_core import AttentionConfig
-from pascal_attn_core.diffusers import patch_pipeline, redirect
+from pascal_attn_core.diffusers import patch_attention, redirect
 from pascal_attn_core.observe.memory import PeakMemory
 from tools.families.family import before_031
 
 MIB = 1 << 20
-TOKENS = 128 * 128
+SIDE = 96
+TOKENS = SIDE * SIDE
 
 
 def unet(tiny):
-    """Self-attention of 128 x 128 latents at the top level, two heads."""
+    """Self-attention of 96 x 96 latents at the top level, two heads."""
     net = tiny.tiny_unet(
         down_block_types=("CrossAttnDownBlock2D", "DownBlock2D"),
         up_block_types=("UpBlock2D", "CrossAttnUpBlock2D"),
@@ -28,16 +29,16 @@ def unet(tiny):
 
     def run(device):
         text = torch.zeros(1, 7, 16, device=device)
-        return net(torch.zeros(1, 4, 128, 128, device=device), 10, encoder_hidden_states=text)
+        return net(torch.zeros(1, 4, SIDE, SIDE, device=device), 10, encoder_hidden_states=text)
 
     return net, run
 
 
 def flux(tiny):
-    """A packed image of 128 x 128 tokens, a joint block and a single one, two heads."""
+    """A packed image of 96 x 96 tokens, a joint block and a single one, two heads."""
     net = tiny.model("FluxTransformer2DModel")
     place = None if before_031() else ...  # ids had a batch dimension
-    ids = torch.cartesian_prod(torch.zeros(1), torch.arange(128.0), torch.arange(128.0))
+    ids = torch.cartesian_prod(torch.zeros(1), torch.arange(float(SIDE)), torch.arange(float(SIDE)))
 
     def run(device):
         return net(
@@ -59,10 +60,10 @@ def peak(run, device="cpu"):
 
 
 @pytest.mark.parametrize("model", [unet, flux], ids=["unet", "dit"])
-def test_a_model_at_16k_tokens_takes_memory_for_its_own_activations_only(model, tiny, monkeypatch):
+def test_a_model_at_9k_tokens_takes_memory_for_its_own_activations_only(model, tiny, monkeypatch):
     net, run = model(tiny)
     budget_mib = 2
-    with patch_pipeline(net, AttentionConfig(route="tiled", budget_mib=budget_mib)):
+    with patch_attention(net, AttentionConfig(route="tiled", budget_mib=budget_mib)):
         ours, largest = peak(run)
         monkeypatch.setattr(redirect, "sdpa", lambda query, *_, **__: torch.zeros_like(query))
         without_attention, _ = peak(run)

@@ -1,4 +1,4 @@
-"""What importing our module adds to models, and what set_attention_backend means beside ours."""
+"""These tests check what importing our module adds to models, and what set_attention_backend means beside ours."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_there_are_such_models():
 
 @pytest.mark.parametrize("name", BARE)
 def test_every_processor_can_be_replaced_through_a_dict(name, tiny):
-    """What diffusers' own tests ask of a model that has set_attn_processor."""
+    """This is what diffusers' own tests ask of a model that has set_attn_processor."""
     model = tiny.family(name).build()
     current = model.attn_processors
     assert current
@@ -94,9 +94,6 @@ def test_the_keys_are_those_of_diffusers(tiny):
 
 def test_a_model_without_attention_has_no_processors():
     assert diffusers.AutoencoderTiny().attn_processors == {}
-
-
-# --- backends ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture

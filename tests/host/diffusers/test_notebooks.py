@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import sys
@@ -10,56 +11,62 @@ from typing import Any
 
 import pytest
 import torch
+from attn_support import fresh
 from attn_support.markdown import ROOT
 
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
-# A kernel that finds this package here, and neither a card nor a network.
-START = """
-import os, socket, sys
-sys.path.insert(0, {root!r})
+# Runs cells as Jupyter does, without a network, and prints how many of them show a picture. Commands of the package
+# are run in this process.
+SHELL = """
+import json, socket, sys
+from IPython.core.interactiveshell import InteractiveShell
+from pascal_attn_core.cli import main
 
 connect = socket.socket.connect
 
 def refuse(self, address):
     if address[0] not in ("127.0.0.1", "localhost"):
-        raise AssertionError(f"nothing may be downloaded here, got {{address}}")
+        raise AssertionError(f"nothing may be downloaded here, got {address}")
     return connect(self, address)
 
+class Shell(InteractiveShell):
+    def enable_gui(self, gui=None):
+        pass
+
 socket.socket.connect = refuse
+shell, pictures = Shell(), 0
+for cell in json.load(sys.stdin):
+    done = shell.run_cell(cell)
+    done.raise_error()
+    if "python" in shell.user_ns:
+        shell.user_ns["python"] = lambda dash_m, package, *arguments: main(list(arguments))
+    pictures += "image/png" in shell.display_formatter.format(done.result)[0]
+print("pictures", pictures)
 """
 
 
-def load(file: Path) -> Any:
-    return pytest.importorskip("nbformat").read(file, as_version=4)
+def code_cells(file: Path) -> list[dict[str, Any]]:
+    return [cell for cell in json.loads(file.read_text(encoding="utf-8"))["cells"] if cell["cell_type"] == "code"]
 
 
-def execute(name: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[str, list[dict[str, Any]]]:
-    """What the notebook prints, and what it displays: the data by type of each display."""
-    nbclient, nbformat = pytest.importorskip("nbclient"), pytest.importorskip("nbformat")
-    pytest.importorskip("ipykernel")
-    notebook = load(ROOT / "notebooks" / name)
-    notebook.cells.insert(0, nbformat.v4.new_code_cell(START.format(root=str(ROOT))))
-    for variable, value in {
+def execute(name: str, folder: Path) -> str:
+    """Return what the notebook prints, and at the end how many pictures it shows."""
+    pytest.importorskip("IPython")
+    cells = ["".join(cell["source"]) for cell in code_cells(ROOT / "notebooks" / name)]
+    env = {
         "PYTHONPATH": str(ROOT),
-        "OMP_NUM_THREADS": "1",
         "HF_HUB_OFFLINE": "1",
         "CUDA_VISIBLE_DEVICES": "",
+        "IPYTHONDIR": str(folder / "ipython"),
         "PATH": os.pathsep.join([str(Path(sys.executable).parent), "/usr/bin", "/bin"]),
-    }.items():
-        monkeypatch.setenv(variable, value)
-    client = nbclient.NotebookClient(
-        notebook, timeout=300, kernel_name="python3", resources={"metadata": {"path": str(folder)}}
-    )
-    client.execute()
-    outputs = [output for cell in notebook.cells for output in cell.get("outputs", [])]
-    printed = "".join(output["text"] for output in outputs if output["output_type"] == "stream")
-    return printed, [output["data"] for output in outputs if "data" in output]
+    }
+    return fresh.run(SHELL, env=env, cwd=folder, stdin=json.dumps(cells))
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="with a card the notebook downloads models")
-def test_the_notebook_for_cards_runs_on_a_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    printed, _ = execute("cards.ipynb", tmp_path, monkeypatch)
+def test_the_notebook_for_cards_runs_on_a_cpu(tmp_path: Path) -> None:
+    printed = execute("cards.ipynb", tmp_path)
     assert "PASS" in printed
     assert printed.count("torch's own") == 2
     assert printed.count("attention calls") == 2
@@ -67,8 +74,8 @@ def test_the_notebook_for_cards_runs_on_a_cpu(tmp_path: Path, monkeypatch: pytes
 
 
 @pytest.mark.slow
-def test_the_notebook_of_the_algorithm_shows_its_pictures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    printed, shown = execute("attention.ipynb", tmp_path, monkeypatch)
+def test_the_notebook_of_the_algorithm_shows_its_pictures(tmp_path: Path) -> None:
+    printed = execute("attention.ipynb", tmp_path)
     assert "the twenty lines and sdpa() agree" in printed
     stored, tiles = (
         [float(mib) for mib in re.findall(r"[\d.]+", printed.split(name)[1].split("MiB")[0])]
@@ -76,12 +83,13 @@ def test_the_notebook_of_the_algorithm_shows_its_pictures(tmp_path: Path, monkey
     )
     assert stored[-1] / stored[0] > 60  # eight times as long: 64 times as much
     assert max(tiles) < 8
-    assert sum("image/png" in data for data in shown) == 4  # memory, two of tiles, rows
+    assert printed.endswith("pictures 4")  # memory, two of tiles, rows
 
 
 @pytest.mark.parametrize("file", NOTEBOOKS, ids=lambda file: file.name)
 def test_a_notebook_is_stored_without_outputs_and_begins_with_the_wheel(file: Path) -> None:
-    cells = [cell for cell in load(file).cells if cell.cell_type == "code"]
-    assert [cell["id"] for cell in cells if cell.outputs or cell.execution_count] == []
-    assert "https://download.pytorch.org/whl/cu126" in cells[0].source
-    assert "import torch\n" not in cells[0].source
+    cells = code_cells(file)
+    assert [cell["id"] for cell in cells if cell["outputs"] or cell["execution_count"]] == []
+    first = "".join(cells[0]["source"])
+    assert "https://download.pytorch.org/whl/cu126" in first
+    assert "import torch\n" not in first

@@ -9,7 +9,7 @@ pytest.importorskip("diffusers", reason="diffusers is not installed")
 import torch
 
 from pascal_attn_core import AttentionConfig
-from pascal_attn_core.diffusers import patch_pipeline
+from pascal_attn_core.diffusers import patch_attention
 from tools.families.proof import counted
 
 SOME = [
@@ -45,7 +45,7 @@ def test_a_family_gives_the_output_of_stock(name, dtype, route, tiny):
             return model(**on_gpu(family.arguments(), dtype))[0].float()
 
     stock = run()
-    with patch_pipeline(model, AttentionConfig(route=route)), counted() as calls:
+    with patch_attention(model, AttentionConfig(route=route)), counted() as calls:
         ours = run()
     assert calls
     # a rounding of every layer, of which a tiny model has up to a hundred

@@ -1,4 +1,4 @@
-"""patch_pipeline: how far it reaches, how it goes away, and who else may be at work at the same time."""
+"""patch_attention, patch_pipeline: how far they reach, how they go away, and who else may be at work meanwhile."""
 
 from __future__ import annotations
 
@@ -16,12 +16,10 @@ from diffusers.models import attention_processor as host
 
 import pascal_attn_core.diffusers as pascal
 from pascal_attn_core import AttentionConfig
-from pascal_attn_core.diffusers import PascalAttnProcessor, modules, patch_pipeline
+from pascal_attn_core.diffusers import PascalAttnProcessor, modules, patch_attention, patch_pipeline
 from pascal_attn_core.diffusers.redirect import SdpaRedirect
 from pascal_attn_core.observe.report import record
 from pascal_attn_core.sdpa_patch import patch_sdpa
-
-# --- reach ------------------------------------------------------------------------------------------------------------
 
 
 def test_text_encoders_of_transformers_are_not_reached(tiny, routed):
@@ -31,7 +29,7 @@ def test_text_encoders_of_transformers_are_not_reached(tiny, routed):
     )
     case = tiny.sd15()
     case.pipe.register_modules(text_encoder=transformers.CLIPTextModel(config))
-    with patch_pipeline(case.pipe):
+    with patch_attention(case.pipe):
         case.pipe.text_encoder(torch.tensor([[1, 2, 3]]))
     assert not routed
 
@@ -49,28 +47,28 @@ def test_a_modular_pipeline_is_served_like_any_other(tiny, routed):
 
 def test_a_model_without_softmax_attention_is_refused_by_name():
     with pytest.raises(ValueError, match=r"Linear must hold attention that calls scaled_dot_product_attention, got"):
-        patch_pipeline(torch.nn.Linear(2, 2))
+        patch_attention(torch.nn.Linear(2, 2))
 
 
 def test_a_compiled_component_is_reached(tiny):
     case = tiny.sd15()
-    with patch_pipeline(case.pipe) as patch:
+    with patch_attention(case.pipe) as patch:
         sites = patch.sites
     case.pipe.unet = torch.compile(case.pipe.unet, backend="eager")
-    assert patch_pipeline(case.pipe).sites == sites
+    assert patch_attention(case.pipe).sites == sites
 
 
 def test_a_model_that_is_two_components_is_patched_once(tiny):
     case = tiny.wan()
-    with patch_pipeline(case.pipe) as patch:
+    with patch_attention(case.pipe) as patch:
         sites = patch.sites
     case.pipe.register_modules(transformer_2=case.pipe.transformer)
-    assert patch_pipeline(case.pipe).sites == sites
+    assert patch_attention(case.pipe).sites == sites
 
 
 def test_something_that_is_no_model_is_refused():
     with pytest.raises(TypeError, match="got str"):
-        patch_pipeline("unet")
+        patch_attention("unet")
 
 
 def test_a_failure_half_way_leaves_the_model_as_it_was(tiny, monkeypatch):
@@ -84,11 +82,8 @@ def test_a_failure_half_way_leaves_the_model_as_it_was(tiny, monkeypatch):
 
     monkeypatch.setattr(pascal, "redirect_module", fails_at_the_third)
     with pytest.raises(RuntimeError, match="no more"):
-        patch_pipeline(unet)
+        patch_attention(unet)
     assert all(type(m) is host.Attention for m in calls)
-
-
-# --- removal ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("first", [0, 1])
@@ -96,7 +91,7 @@ def test_patches_may_be_removed_in_any_order(first, tiny, stock_calls, routed):
     unet = tiny.tiny_unet()
     _, calls = stock_calls(lambda: tiny.run_unet(unet))
     configs = [AttentionConfig(budget_mib=1), AttentionConfig(budget_mib=2)]
-    patches = [patch_pipeline(unet, config) for config in configs]
+    patches = [patch_attention(unet, config) for config in configs]
     tiny.run_unet(unet)
     assert [call["config"] for call in routed] == [configs[1]] * calls.count
     routed.clear()
@@ -118,7 +113,7 @@ def test_a_processor_decides_over_a_patch_around_it(family, patched_first, tiny,
     _, calls = stock_calls(case.run)
     inner = AttentionConfig(budget_mib=2)
     steps = [
-        lambda: patch_pipeline(case.pipe, AttentionConfig(budget_mib=1)),
+        lambda: patch_attention(case.pipe, AttentionConfig(budget_mib=1)),
         lambda: case.pipe.set_attn_processor(PascalAttnProcessor(inner)),
     ]
     for step in steps if patched_first else reversed(steps):
@@ -129,7 +124,7 @@ def test_a_processor_decides_over_a_patch_around_it(family, patched_first, tiny,
 
 def test_a_class_that_somebody_puts_on_top_stays_and_ours_below_does_nothing(tiny, routed, caplog):
     unet = tiny.tiny_unet()
-    patch = patch_pipeline(unet)
+    patch = patch_attention(unet)
     module = next(m for m in unet.modules() if isinstance(m, host.Attention))
     module.__class__ = type("Theirs", (type(module),), {})
     with caplog.at_level(logging.WARNING, "pascal_attn"):
@@ -140,14 +135,11 @@ def test_a_class_that_somebody_puts_on_top_stays_and_ours_below_does_nothing(tin
     assert type(module).__name__ == "Theirs"
 
 
-# --- others at work ---------------------------------------------------------------------------------------------------
-
-
 def test_threads_with_and_without_a_patch_do_not_meet(tiny, assert_same, routed, stock_calls):
     patched, plain = tiny.tiny_unet(), tiny.tiny_unet()
     _, calls = stock_calls(lambda: tiny.run_unet(plain))
     stock = [tiny.run_unet(plain, seed) for seed in range(4)]
-    with patch_pipeline(patched), concurrent.futures.ThreadPoolExecutor(4) as pool:
+    with patch_attention(patched), concurrent.futures.ThreadPoolExecutor(4) as pool:
         ours = list(pool.map(lambda seed: tiny.run_unet(patched, seed), range(4)))
         theirs = list(pool.map(lambda seed: tiny.run_unet(plain, seed), range(4)))
     for seed in range(4):
@@ -198,7 +190,7 @@ def test_hooks_of_accelerate_stay_inside(tiny, routed, assert_same):
     hooks.add_hook_to_module(unet, hooks.AlignDevicesHook("cpu"))
     for module in [m for m in unet.modules() if isinstance(m, host.Attention)]:
         hooks.add_hook_to_module(module, hooks.AlignDevicesHook("cpu"))
-    with patch_pipeline(unet):
+    with patch_attention(unet):
         assert_same(tiny.run_unet(unet), stock)
         hooks.remove_hook_from_module(unet, recurse=True)
         assert_same(tiny.run_unet(unet), stock)
@@ -216,7 +208,7 @@ def test_a_replaced_sdpa_is_reported_once(tiny, monkeypatch, caplog):
     pascal._warn_once.cache_clear()
     with caplog.at_level(logging.WARNING, "pascal_attn"):
         for _ in range(2):
-            patch_pipeline(unet).remove()
+            patch_attention(unet).remove()
             unet.set_attn_processor(PascalAttnProcessor())
     assert caplog.text.count("has been replaced by") == 1
     assert "sage_attention" in caplog.text
@@ -225,7 +217,7 @@ def test_a_replaced_sdpa_is_reported_once(tiny, monkeypatch, caplog):
 def test_our_own_switch_is_not_reported_as_a_replacement(tiny, caplog):
     pascal._warn_once.cache_clear()
     with caplog.at_level(logging.WARNING, "pascal_attn"), patch_sdpa():
-        patch_pipeline(tiny.tiny_unet()).remove()
+        patch_attention(tiny.tiny_unet()).remove()
     assert "has been replaced by" not in caplog.text
 
 
@@ -244,7 +236,7 @@ def test_a_patch_may_come_and_go_while_another_thread_computes(tiny, assert_same
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
         results = [pool.submit(tiny.run_unet, unet) for _ in range(6)]
         while not all(result.done() for result in results):
-            patch_pipeline(unet).remove()
+            patch_attention(unet).remove()
     for result in results:
         assert_same(result.result(), stock)
 
@@ -252,6 +244,39 @@ def test_a_patch_may_come_and_go_while_another_thread_computes(tiny, assert_same
 def test_the_report_counts_the_calls_of_a_pipeline(tiny, stock_calls):
     case = tiny.wan()
     _, calls = stock_calls(case.run)
-    with patch_pipeline(case.pipe), record() as report:
+    with patch_attention(case.pipe), record() as report:
         case.run()
     assert report.total == calls.count
+
+
+@pytest.mark.parametrize("make", ["sd15", "wan"])
+def test_a_whole_pipeline_is_patched_in_one_call_and_left_as_it_was(tiny, make, assert_same):
+    case = getattr(tiny, make)()
+    stock = case.run()
+    patch = patch_pipeline(case.pipe)
+    assert set(patch.parts) == {"attention", "feed-forward", "vae"}
+    assert_same(case.run(), stock)
+    report = patch.report()
+    assert {state.name.partition(":")[0] for state in report.states} == set(patch.parts)
+    assert all(f"{name}: " in report.text() for name in patch.parts)
+    patch.remove()
+    assert not any(part.active for part in patch.parts.values())
+    assert torch.equal(case.run(), stock)
+
+
+def test_8_bits_are_asked_for_by_name_and_come_back_exact(tiny):
+    case = tiny.wan()
+    stock = case.run()
+    with patch_pipeline(case.pipe, eight_bit=True) as patch:
+        rounded = case.run()
+        states = {state.name.partition(":")[0]: state for state in patch.report().states}
+        assert states["8-bit attention"].state == "on"
+        assert "must have something to patch" in states["8-bit linear"].why  # no layer of so small a model
+    assert not torch.equal(rounded, stock)
+    assert (rounded - stock).norm() < 0.1 * stock.norm()
+    assert torch.equal(case.run(), stock)
+
+
+def test_a_pipeline_with_nothing_to_patch_is_refused_by_what_it_lacks():
+    with pytest.raises(ValueError, match="must hold attention"):
+        patch_pipeline(torch.nn.Linear(2, 2))

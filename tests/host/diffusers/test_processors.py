@@ -13,15 +13,12 @@ from diffusers import DiffusionPipeline
 from diffusers.models import attention_processor as host
 
 from pascal_attn_core import AttentionConfig
-from pascal_attn_core.diffusers import PascalAttnProcessor, patch_pipeline
+from pascal_attn_core.diffusers import PascalAttnProcessor, patch_attention
 
 
 def attention(**changes):
     torch.manual_seed(0)
     return host.Attention(**{"query_dim": 32, "heads": 2, "dim_head": 16, **changes}).eval()
-
-
-# --- the literal calls ------------------------------------------------------------------------------------------------
 
 
 def test_set_default_attn_processor_keeps_ours_around_the_default_ones(tiny, stock_calls, routed, assert_same):
@@ -94,15 +91,12 @@ def test_config_must_be_a_config():
         PascalAttnProcessor({"route": "tiled"})
 
 
-# --- what the model's processors do stays theirs ----------------------------------------------------------------------
-
-
 def test_lora_of_peft_works_under_a_patch_and_beside_the_processor(tiny, routed, assert_same):
     peft = pytest.importorskip("peft", reason="peft is not installed")
     unet = tiny.tiny_unet()
     unet.add_adapter(peft.LoraConfig(r=2, target_modules=["to_q", "to_v"], init_lora_weights=False))
     stock = tiny.run_unet(unet)
-    with patch_pipeline(unet):
+    with patch_attention(unet):
         assert_same(tiny.run_unet(unet), stock)
     unet.set_attn_processor(PascalAttnProcessor())
     assert_same(tiny.run_unet(unet), stock)
@@ -158,13 +152,10 @@ def test_scores_that_a_model_does_not_scale_stay_unscaled(assert_same):
     assert type(module.processor) is host.AttnProcessor
     x = 0.3 * torch.randn(1, 6, 32)
     stock = module(x)
-    with patch_pipeline(module):
+    with patch_attention(module):
         assert_same(module(x), stock)
     module.set_processor(PascalAttnProcessor())
     assert_same(module(x), stock)
-
-
-# --- copies and files -------------------------------------------------------------------------------------------------
 
 
 def test_copies_and_files_of_a_model_compute_the_same_and_stay_routed(put_on, tiny, routed):

@@ -15,7 +15,7 @@ from torch.nn.modules import module as torch_module
 
 import pascal_attn_core.diffusers as pascal
 from pascal_attn_core import AttentionConfig
-from pascal_attn_core.diffusers import PascalAttnProcessor, patch_pipeline
+from pascal_attn_core.diffusers import PascalAttnProcessor, patch_attention
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -207,9 +207,6 @@ def test_a_forward_looks_for_nothing(tiny, monkeypatch):
     assert looked
 
 
-# --- processors that pipelines assign ---------------------------------------------------------------------------------
-
-
 def test_perturbed_attention_guidance_has_every_call_routed(tiny, stock_calls, routed, assert_same):
     case = tiny.sd15()
     parts = {**case.pipe.components, "safety_checker": None}
@@ -219,7 +216,7 @@ def test_perturbed_attention_guidance_has_every_call_routed(tiny, stock_calls, r
     case.pipe = pag
     stock, calls = stock_calls(case.run)
     before = dict(pag.unet.attn_processors)
-    with patch_pipeline(pag):
+    with patch_attention(pag):
         assert_same(case.run(), stock)
     assert len(routed) == calls.count
     routed.clear()
@@ -235,9 +232,6 @@ def test_perturbed_attention_guidance_has_every_call_routed(tiny, stock_calls, r
     assert not routed
 
 
-# --- the hook ---------------------------------------------------------------------------------------------------------
-
-
 def test_the_hook_exists_only_while_something_is_redirected(tiny):
     import gc
 
@@ -247,7 +241,7 @@ def test_the_hook_exists_only_while_something_is_redirected(tiny):
     pascal.install()
     before = dict(hooks)
     module = attention(tiny)
-    with patch_pipeline(module), patch_pipeline(module):
+    with patch_attention(module), patch_attention(module):
         assert len(hooks) == len(before) + 1
     assert hooks == before
     module.set_processor(PascalAttnProcessor())

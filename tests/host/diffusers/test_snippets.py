@@ -100,7 +100,7 @@ def test_the_pages_and_rows_with_code_are_found() -> None:
 
 @pytest.fixture(scope="module")
 def names() -> dict[str, Any]:
-    """What the first block of docs/coming-from.md defines."""
+    """Return what the first block of docs/coming-from.md defines."""
     found: dict[str, Any] = {}
     for block in blocks(COMING_FROM, "python"):
         execute(block.text, COMING_FROM, found)

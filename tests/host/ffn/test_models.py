@@ -39,9 +39,6 @@ def _same_output_sliced(model: nn.Module, call: Callable[[nn.Module], Tensor], t
     return report
 
 
-# --- diffusers ---
-
-
 @pytest.mark.parametrize(
     ("name", "chunked", "cannot"),
     [
@@ -68,8 +65,6 @@ def test_convolutional_feed_forwards_are_named() -> None:
     with pytest.raises(ValueError, match=r"got .*: .*convolution"):
         patch_ffn(model)
 
-
-# --- Transformers ---
 
 IDS_OF_TEXT = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 SMALL = {
@@ -116,9 +111,6 @@ def test_generation_gives_the_same_tokens() -> None:
     with patch_ffn(model, chunk_tokens=8, min_tokens=8) as patch:
         assert torch.equal(model.generate(IDS[:1], max_new_tokens=8, do_sample=False), expected)
         assert patch.report().count("chunked") == 2
-
-
-# --- mixtures, quantised weights, adapters ---
 
 
 def test_the_experts_of_a_mixture_are_sliced_each_by_itself() -> None:

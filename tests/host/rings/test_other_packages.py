@@ -31,7 +31,7 @@ def needs(package: str) -> pytest.MarkDecorator:
 
 
 def distances(ring: Ring, *, causal: bool, parts: Callable[[Tensor], Tensor]) -> list[float]:
-    """Of out and the gradients of q, k and v from those of one process in float32, relative to the largest value."""
+    """Return the relative distances of out and the gradients of q, k and v from those of one process in float32."""
     draws = torch.Generator().manual_seed(0)
     tensors = [torch.randn(1, 64, 4, 32, generator=draws).half() for _ in range(4)]
     leaves = [t.float().requires_grad_() for t in tensors[:3]]

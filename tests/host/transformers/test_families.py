@@ -97,8 +97,6 @@ def test_whisper_gives_the_same_tokens(tiny: ModuleType, registered: str, routed
     assert len(routed) == 2 + 2 * 2
 
 
-# ---- the comparison would notice -----------------------------------------------------------------------------------
-
 FORGOTTEN = [
     *((family, "attn_mask") for family in ("llama", "mistral", "gpt_oss", "llama4", "bert", "gpt2")),
     *((family, "bandless") for family in ("llama", "mistral", "gemma2", "gemma3", "gpt_oss", "gpt2", "modernbert")),
@@ -124,9 +122,6 @@ def test_what_is_forgotten_is_noticed(
     monkeypatch.setattr(host, "sdpa", forgetful)
     wrong = tiny.with_attention(model, registered, lambda: tiny.logits(model, inputs))
     assert differs(wrong, stock) > WRONG
-
-
-# ---- other ways of decoding ----------------------------------------------------------------------------------------
 
 
 @families("llama", "mistral", "gpt_oss")

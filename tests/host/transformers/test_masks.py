@@ -58,7 +58,7 @@ def ours(function: Any, q_offset: int, q_length: int, kv_length: int, kv_offset:
 
 
 def as_tensor(mask: Any, q_length: int, kv_length: int) -> Tensor:
-    """What a mask says; None = everything."""
+    """Return what a mask says; None = everything."""
     if mask is None:
         return torch.ones(2, 1, q_length, kv_length, dtype=torch.bool)
     return (mask.dense() if isinstance(mask, HostMask) else mask).expand(2, 1, q_length, kv_length)

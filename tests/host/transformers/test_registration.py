@@ -120,13 +120,12 @@ def test_models_that_do_not_ask_us_are_named(tiny: ModuleType) -> None:
         unsupported_reason("llama")
 
 
-def test_importing_registers_nothing_and_loads_no_transformers() -> None:
+def test_importing_loads_no_transformers_and_so_registers_nothing() -> None:
     run("""
         import sys
-        import pascal_attn_core
-        import pascal_attn_core.transformers
+        from pascal_attn_core import compat, transformers
+        with compat.install_as_pascal_attn(replace=True):
+            import pascal_attn.hf
+        assert pascal_attn.hf.register_with_transformers is transformers.register_with_transformers
         assert "transformers" not in sys.modules
-        from transformers import AttentionInterface
-        from transformers.masking_utils import AttentionMaskInterface
-        assert not any("pascal" in n for i in (AttentionInterface, AttentionMaskInterface) for n in i._global_mapping)
     """)

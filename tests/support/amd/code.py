@@ -117,9 +117,6 @@ def _kernel(name: str, descriptor: bytes, instructions: tuple[Instruction, ...])
     return MachineKernel(name, lds_bytes, scratch_bytes, tuple(registers), lanes, instructions)
 
 
-# ---- ELF -------------------------------------------------------------------------------------------------------------
-
-
 def _symbols(code: bytes) -> Iterator[tuple[str, int]]:
     """(name, address) of all dynamic symbols."""
     (sections,) = struct.unpack_from("<Q", code, 40)
@@ -142,8 +139,6 @@ def _read(code: bytes, address: int, size: int) -> bytes:
             return code[offset + address - start : offset + address - start + size]
     raise ValueError(f"nothing is loaded at {address:#x}")
 
-
-# ---- instructions ----------------------------------------------------------------------------------------------------
 
 _LINE = re.compile(r"\s(\w+)(.*?)\s*// ([0-9A-F]+): [^<]*(?:<\w+(?:\+0x([0-9a-f]+))?>)?")
 _OPTION = re.compile(r"\b(\w+):(swizzle\([^)]*\)|\[[\d,]*\]|\w+)(?![\d:]*\])")

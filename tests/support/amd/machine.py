@@ -82,7 +82,7 @@ def _watched(operation: Operation, watch: Watch) -> Operation:
 
 
 def _packet(launch: Launch) -> bytes:
-    """What of the queue's packet says how large blocks and grid are (HSA Platform System Architecture Specification,
+    """Return the queue's packet with the sizes of blocks and grid (HSA Platform System Architecture Specification,
     Kernel dispatch packet)."""
     threads = (launch.threads * launch.grid[0], *launch.grid[1:])
     return struct.pack("<HHHHHHIII", 0, 3, launch.threads, 1, 1, 0, *threads) + bytes(40)

@@ -16,9 +16,6 @@ from .wave import I64, U32, U64, Wave
 TRANSFERS: dict[str, Operation] = {}
 
 
-# ---- scalars ---------------------------------------------------------------------------------------------------------
-
-
 def _scalar_load(count: int) -> Operation:
     def run(wave: Wave, i: Instruction) -> None:
         destination, base, offset = i.operands
@@ -31,9 +28,6 @@ def _scalar_load(count: int) -> Operation:
 
 for _words, _suffix in ((1, ""), (2, "x2"), (4, "x4"), (8, "x8"), (16, "x16")):
     TRANSFERS[f"s_load_dword{_suffix}"] = _scalar_load(_words)
-
-
-# ---- vectors ---------------------------------------------------------------------------------------------------------
 
 
 def _addresses(wave: Wave, i: Instruction, lanes: np.ndarray, vector: Operand, scalar: Operand | None) -> np.ndarray:
@@ -77,9 +71,6 @@ for _kind in ("flat", "global"):
     for _name, _size in (("dword", 4), ("dwordx2", 8), ("dwordx4", 16), ("ubyte", 1), ("ushort", 2)):
         TRANSFERS[f"{_kind}_load_{_name}"] = _load(_size, _kind == "flat")
         TRANSFERS[f"{_kind}_store_{_name.replace('u', '')}"] = _store(_size, _kind == "flat")
-
-
-# ---- shared memory ---------------------------------------------------------------------------------------------------
 
 
 _NEXT = np.arange(4)

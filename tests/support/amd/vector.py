@@ -34,8 +34,6 @@ def _plain(operands: str, name: str, f: Callable[..., np.ndarray]) -> None:
     VECTOR[name] = run
 
 
-# ---- integers --------------------------------------------------------------------------------------------------------
-
 _FIVE = U32(31)
 _plain("u", "v_mov_b32", lambda x: x)
 _plain("u", "v_not_b32", lambda x: ~x)
@@ -120,9 +118,6 @@ def _shift_left64(wave: Wave, i: Instruction) -> None:
 VECTOR |= {"v_mad_u64_u32": _multiply_add64, "v_lshlrev_b64": _shift_left64}
 
 
-# ---- between lanes and scalars ---------------------------------------------------------------------------------------
-
-
 def _read_first_lane(wave: Wave, i: Instruction) -> None:
     destination, source = i.operands
     wave.write_scalar(destination.number, int(wave.unsigned(source)[int(np.argmax(wave.lanes))]))
@@ -141,8 +136,6 @@ def _write_lane(wave: Wave, i: Instruction) -> None:
 
 VECTOR |= {"v_readfirstlane_b32": _read_first_lane, "v_readlane_b32": _read_lane, "v_writelane_b32": _write_lane}
 
-
-# ---- comparisons -----------------------------------------------------------------------------------------------------
 
 _COMPARISONS: dict[str, Callable[[np.ndarray, np.ndarray], np.ndarray]] = {
     "lt": np.less, "le": np.less_equal, "gt": np.greater, "ge": np.greater_equal, "eq": np.equal,
@@ -173,9 +166,6 @@ _OF_FLOATS = ("neq", "nlt", "nle", "ngt", "nge", "u", "o")
 for _name, _f in _COMPARISONS.items():
     for _kind in ("f32",) if _name in _OF_FLOATS else ("f32", "u32", "i32", "u64", "i64", "u16"):
         _compare(_name, _kind, _f)
-
-
-# ---- floats ----------------------------------------------------------------------------------------------------------
 
 
 def _fma(x: np.ndarray, y: np.ndarray, z: np.ndarray) -> np.ndarray:
@@ -218,9 +208,6 @@ def _div_scale(wave: Wave, i: Instruction) -> None:
 VECTOR["v_div_scale_f32"] = _div_scale
 VECTOR["v_div_fmas_f32"] = VECTOR["v_fma_f32"]
 _plain("fff", "v_div_fixup_f32", lambda quotient, y, x: (x.astype(F64) / y.astype(F64)).astype(F32))
-
-
-# ---- float16 ---------------------------------------------------------------------------------------------------------
 
 
 def _half(words: np.ndarray, place: int) -> np.ndarray:
@@ -274,8 +261,6 @@ def _fma_mix(wave: Wave, i: Instruction) -> None:
 
 VECTOR |= {"v_cvt_f16_f32_sdwa": _to_high_half, "v_cvt_f32_f16_sdwa": _of_high_half, "v_fma_mix_f32": _fma_mix}
 
-
-# ---- gfx10 -----------------------------------------------------------------------------------------------------------
 
 for _own, _of_gfx9 in (
     ("v_add_nc_u32", "v_add_u32"), ("v_sub_nc_u32", "v_sub_u32"), ("v_subrev_nc_u32", "v_subrev_u32"),

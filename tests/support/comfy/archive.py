@@ -21,7 +21,7 @@ def archive_files() -> list[str]:
 
 
 def unpack_archive(folder: Path) -> Path:
-    """What the archive would hold, in ``folder``."""
+    """Return what the archive would hold, in ``folder``."""
     for path in archive_files():
         (folder / path).parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(ROOT / path, folder / path)

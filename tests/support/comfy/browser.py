@@ -38,7 +38,7 @@ SELECT_ALL, BACKSPACE = "\ue009a\ue000", "\ue003"  # Control with "a", both rele
 
 
 class BrowserError(AssertionError):
-    """What chromedriver or a script in the page complained of."""
+    """This class holds what chromedriver or a script in the page complained of."""
 
 
 def why_no_browser() -> str:
@@ -146,7 +146,7 @@ class Browser:
         return value
 
     def text(self) -> str:
-        """What can be read on the page, shortened."""
+        """Return what can be read on the page, shortened."""
         return self.script("return document.body.innerText").replace("\n", " | ")[:1500]
 
     def find(self, css: str, timeout_s: float = 30) -> dict[str, str]:

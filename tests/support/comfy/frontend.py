@@ -47,7 +47,7 @@ def show(browser: Browser, workflow: dict[str, Any]) -> None:
 
 
 def prompt_of_page(browser: Browser) -> dict[str, Any]:
-    """What the Run button would send, in API format."""
+    """Return what the Run button would send, in API format."""
     return browser.script("return app.graphToPrompt().then(p => p.output)")
 
 

@@ -24,7 +24,7 @@ RUN_LINE = re.compile(
 
 @dataclass(frozen=True)
 class Family:
-    """What a tiny diffusion model needs around it.
+    """This class holds what a tiny diffusion model needs around it.
 
     Attributes:
         tokens, dim, pooled, mask: the conditioning.
@@ -125,7 +125,7 @@ class PatchRun:
 
 @dataclass(frozen=True)
 class Captured:
-    """What one run gave.
+    """This class holds what one run gave.
 
     Attributes:
         tensors: the captured value (the latents of video and sound are two).

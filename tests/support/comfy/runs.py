@@ -53,7 +53,7 @@ def findings(*runs: Any, build: Any = CU126, attention: str = "attention_sub_qua
 
 
 def blocks(number: int, family: str = "double", **values: Any) -> list[tuple[Any, dict[str, Any]]]:
-    """The same in each of ``number`` blocks."""
+    """Return the same sentences for each of ``number`` blocks."""
     return [
         (kind(f"{family} {i}"), {"count": 4, "elapsed_ms": 40.0, "extra_bytes": 1 << 20, **values})
         for i in range(number)

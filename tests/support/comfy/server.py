@@ -200,7 +200,7 @@ class ComfyServer:
         time.sleep(0.5)  # the worker wakes for it, and does not answer
 
     def ask_to_stop(self) -> None:
-        """What Ctrl+C does; returns at once."""
+        """Return what Ctrl+C does; returns at once."""
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGINT)
 

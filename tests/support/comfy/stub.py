@@ -1,4 +1,4 @@
-"""What the pack's engine asks of ComfyUI, answered without it."""
+"""This module has what the pack's engine asks of ComfyUI, answered without it."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ class Patcher:
 
     @classmethod
     def around(cls, network: nn.Module) -> Patcher:
-        """Of a diffusion model, which has its network inside."""
+        """This class stands for a diffusion model, which has its network inside."""
         return cls(nn.ModuleDict({"diffusion_model": network}))
 
     def add_object_patch(self, name: str, value: Any) -> None:

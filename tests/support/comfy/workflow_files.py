@@ -22,7 +22,7 @@ def opened(name: str) -> dict[str, Any]:
 
 
 def prompt_of(name: str) -> Prompt:
-    """Its twin in API format, as the server gets it."""
+    """Return the workflow's twin in API format, as the server gets it."""
     return json.loads((FOLDER / "api" / f"{name}.json").read_text(encoding="utf-8"))
 
 
@@ -79,7 +79,7 @@ def _is_ours_or_hangs_on_it(prompt: Prompt, node: dict[str, Any]) -> bool:
 
 @dataclass(frozen=True)
 class Tiny:
-    """What stands for the published files of a workflow.
+    """This class holds what stands for the published files of a workflow.
 
     Attributes:
         model, vae, clip: names of tiny models; a clip named sd15_checkpoint is the CLIP in that file.

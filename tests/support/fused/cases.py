@@ -126,7 +126,7 @@ def with_tail(inputs: list[Tensor | None], options: dict[str, Any], arch: str, r
 
 
 def at_once(result: Emulated) -> Emulated:
-    """The same results, with a plan of one kernel for all gradients."""
+    """Return the same results with a plan of one kernel for all gradients."""
     return replace(result, plan=result.plan._replace(gradients=(variants_of(result.call).grad_all,)))
 
 
@@ -151,7 +151,7 @@ def worst_error(runs: Iterable[Callable[[], Answers]], enough: float) -> float:
 
 
 def of_kernel(kind: str, gradients: Sequence[Tensor]) -> list[Tensor]:
-    """Those gradients of query, key and value that a kind of kernel computes."""
+    """Return those gradients of query, key and value that a kind of kernel computes."""
     if "grad_all" in kind:
         return list(gradients)
     return list(gradients[:1] if "grad_query" in kind else gradients[1:])

@@ -173,7 +173,7 @@ def hip_card(info: DeviceInfo = RADEON_VII, **options: Any) -> AbstractContextMa
 
 
 def route_of(*inputs: Tensor, **options: Any) -> str:
-    """By which route a call is answered."""
+    """Return the name of the route by which a call is answered."""
     with record() as report:
         sdpa(*inputs, **options)
     (route,) = report.routes()

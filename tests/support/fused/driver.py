@@ -220,9 +220,6 @@ def structure_of(kernel: str) -> type[params.Params]:
     return params.CappedForward if kernel.startswith("pa_capped") else getattr(params, params_of(kernel))
 
 
-# ---- cubins ----------------------------------------------------------------------------------------------------------
-
-
 class Section(NamedTuple):
     info: int
     size: int

@@ -27,10 +27,12 @@ _CPU = Path("/proc/cpuinfo")
 _OF_PROCESSOR = tuple(f"-m{what}" for what in ("f16c", "fma") if _CPU.exists() and f" {what} " in _CPU.read_text())
 # Hundreds of kernels are compiled, and most of them run for a moment: -O1 takes a third longer and runs no faster.
 _OF_KERNELS = ("-Og",)
-_AROUND = HERE / "fibers.cpp", HERE / "warp.cpp"
+_AROUND = tuple(HERE / f"{name}.cpp" for name in ("fibers", "warp", "races"))
 # Without that of C++, which takes a tenth of the time.
 _LIBRARIES = ("-nodefaultlibs", "-lm", "-lgcc", "-lc")
 ADDRESS_SANITIZER = ("-fsanitize=address", "-g1")
+# Kernels that tell races.cpp of each access, in place of the sanitizer's own library.
+RACES = ("-DPA_RACES", "-nodefaultlibs", "-fno-exceptions", "-fsanitize=thread", "--param=tsan-distinguish-volatile=1")
 # A small card, so that small calls are split as large ones are.
 CARD = DeviceInfo("cuda", "GTX 1080 Ti", capability=(6, 1), num_sms=28, l2_bytes=2816 << 10)
 # With tensor cores.
@@ -42,6 +44,8 @@ _PARAMS = {
     "pa_int8.*": "Int8Attention",
     "pa_linear_quantize": "QuantizeRows",
     "pa_linear.*": "Linear",
+    "pa_gguf_round.*": "GgufRound",
+    "pa_gguf_(linear|few|some)": "GgufLinear",
     "pa_gguf.*": "GgufExpand",
     "pa_.*even.*": "TensorEven",
     "pa_(tensor|volta)_(grad.*|delta)|pa_gradient_bits": "TensorBackward",
@@ -59,6 +63,10 @@ def params_of(kernel: str) -> str:
 
 class Deadlock(RuntimeError):
     """Threads of a block wait at different barriers."""
+
+
+class Race(RuntimeError):
+    """A thread reads what another one has written, or writes over it, and no barrier or fence is between."""
 
 
 class LeftOut(NamedTuple):
@@ -103,6 +111,7 @@ def _gxx(arguments: list[str], built: Path, what: str) -> None:
 @functools.cache
 def _around(wave: str, flags: tuple[str, ...]) -> Path:
     """The part that runs any kernel, as an object file: optimised, since it is compiled once."""
+    flags = flags[:2] if flags == RACES else flags
     built = BUILD / f"{_key('around', wave, *flags)}.o"
     if not built.exists():
         BUILD.mkdir(exist_ok=True)
@@ -158,8 +167,8 @@ def run(
     passed: int = library.launch(
         name.encode(), *grid, threads, ctypes.byref(params), ctypes.c_ulonglong(seed), together
     )
-    if passed == -1:
-        raise Deadlock(name)
+    if passed in (-1, -3):
+        raise Deadlock(name) if passed == -1 else Race(name)
     assert passed >= 0, f"no kernel {name}"
     return passed
 

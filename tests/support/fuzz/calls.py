@@ -19,13 +19,11 @@ from pascal_attn_core import AttentionConfig, LazyMask
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16, "float64": torch.float64}
 
-# ---- memory layouts: (values, generator) -> (view, the memory it lies in); overlapping ones have their own values ----
-
 Layout = Callable[[Tensor, torch.Generator], "tuple[Tensor, Tensor]"]
 
 
 def _garbage(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """What lies between the elements of a view: whoever reads it is found out."""
+    """Return what lies between the elements of a view: whoever reads it is found out."""
     return torch.full(shape, math.nan if dtype.is_floating_point else 1, dtype=dtype)
 
 
@@ -152,8 +150,6 @@ OVERLAPPING = tuple(name for name in LAYOUTS if name.startswith(("stride 0", "ov
 MASK_LAYOUTS = ("contiguous", "columns first", "reversed", "sliced", "every second token", "every second column",
                 "offset", "reaching back", "expanded")  # fmt: skip
 
-# ---- rules -----------------------------------------------------------------------------------------------------------
-
 
 def _steps(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
     return torch.where((i + 2 * j + b) % 4 == 0, -math.inf, 0.1 * (j % 7) - 0.2 * h)
@@ -180,8 +176,6 @@ BROKEN_RULES: dict[str, Callable[..., Any]] = {
     "broken: float, declared bool": lambda b, h, i, j: -0.05 * (i - j).abs(),
     "broken: bool, declared float": lambda b, h, i, j: i >= j,
 }
-
-# ---- one call --------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -247,7 +241,7 @@ class Call:
         return DTYPES[self.dtype]
 
     def shapes(self) -> tuple[tuple[int, ...], ...]:
-        """Of query, key and value."""
+        """Return the sizes of query, key and value."""
         shapes = []
         sizes = ((self.rows, self.width), (self.keys, self.width), (self.keys, self.width_v))
         for heads, lead, size in zip(self.heads, self.leads, sizes):
@@ -435,9 +429,6 @@ def _draw_config(r: random.Random, units: int, rows: int, keys: int) -> dict[str
     }[name]
 
 
-# ---- its tensors, and what they mean ---------------------------------------------------------------------------------
-
-
 class Built(NamedTuple):
     """A call's arguments; ``memory`` is what each of them lies in; the rest is their meaning in float64.
 
@@ -460,7 +451,7 @@ class Built(NamedTuple):
 
 
 def sums_dtype(dtype: torch.dtype) -> torch.dtype:
-    """What the package promises to sum in."""
+    """Return what the package promises to sum in."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
@@ -628,9 +619,6 @@ def _build_sinks(call: Call, generator: torch.Generator) -> Tensor | None:
     if call.sinks == "strided":
         return values.to(call.torch_dtype).repeat_interleave(2)[::2]
     return values.to(torch.float64 if call.sinks == "float64" else call.torch_dtype)
-
-
-# ---- simpler calls ---------------------------------------------------------------------------------------------------
 
 
 def simpler(call: Call) -> list[Call]:

@@ -24,7 +24,7 @@ _TORCH_KNOWS_GROUPS = "enable_gqa" in (F.scaled_dot_product_attention.__doc__ or
 
 
 class Wrong(AssertionError):
-    """What is wrong with the answer to a call."""
+    """This class holds what is wrong with the answer to a call."""
 
 
 def check(call: Call, device: str = "cpu") -> str:
@@ -75,7 +75,7 @@ def check(call: Call, device: str = "cpu") -> str:
 
 
 def failure(call: Call, device: str = "cpu") -> str:
-    """What goes wrong with a call, in a line or two; empty = nothing does."""
+    """Return what goes wrong with a call, in a line or two; empty = nothing does."""
     try:
         check(call, device)
     except Wrong as wrong:
@@ -106,9 +106,6 @@ def simplest(call: Call, tries: int = 150, device: str = "cpu") -> Call:
                 call, improved = other, True
                 break
     return call
-
-
-# ---- making the call -------------------------------------------------------------------------------------------------
 
 
 def _leaves(call: Call, built: Built, device: str) -> tuple[list[Tensor], Any, Tensor | None, list[Tensor]]:
@@ -170,9 +167,6 @@ def _may_refuse(call: Call) -> bool:
     return route in ("torch", "fused") or (route == "math" and (call.entry == "lse" or call.is_empty))
 
 
-# ---- what it should give ---------------------------------------------------------------------------------------------
-
-
 def precision_of(call: Call) -> Precision:
     """torch's kernels round probabilities of 16-bit inputs, and make gradients from one lse, which must not be larger
     than :mod:`pascal_attn_core.routes.torch_faults` says; which of its kernels ``auto`` takes is its affair."""
@@ -186,7 +180,7 @@ def _scale(call: Call) -> float:
 
 
 def ways(call: Call, built: Built, precision: Precision) -> list[oracle.Forward]:
-    """What the call may give: two answers where a bias is so large that scores lose their digits beside it."""
+    """Return what the call may give: two answers where a bias is so large that scores lose their digits beside it."""
     sinks = None if built.sinks is None else built.sinks.detach().to(precision.sums).double()
     large = built.bias is not None and bool((built.bias.abs() > 30).any())
     rest = (built.allowed, built.bias, _scale(call), call.softcap, sinks, precision)

@@ -22,7 +22,7 @@ _STEEP = 600.0  # e^600 is finite in float64, and far beyond any probability
 
 
 class Precision(NamedTuple):
-    """In which numbers the answer was worked out.
+    """This class says in which numbers the answer was worked out.
 
     Attributes:
         sums: dtype of scores and sums.
@@ -180,7 +180,7 @@ def attend(
 
 @dataclass
 class Gradients:
-    """Of query, key, value and bias, expanded as the inputs of :func:`attend` are, and of sinks ``[H]`` or None."""
+    """This class holds gradients of query, key, value, bias and sinks."""
 
     query: Bounded
     key: Bounded
@@ -202,7 +202,7 @@ def gradients(
     *,
     other: Forward | None = None,
 ) -> Gradients:
-    """Of sum(out * grad_out) + sum(lse * grad_lse); ``grad_out`` ``[*B, H, L, V]``, ``grad_lse`` ``[*B, H, L]``.
+    """Return the gradients of sum(out * grad_out) + sum(lse * grad_lse).
 
     Args:
         other: the forward pass with ``rounded`` the other way. Each row, and each of the two passes, may go either way.

@@ -13,7 +13,7 @@ from tools.gpu.geometries import Candidate
 from ..fused.driver import cubin
 
 _TILES = ("PA_BR", "PA_BC", "PA_TX", "PA_TY", "PA_KC", "PA_VC", "PA_PSPLIT", "PA_MINB", "PA_AHEAD")
-_OF_A_KIND = ("PA_SPLIT", "PA_INT8", "PA_KEYS", "PA_PACKED", "PA_CAPPED")
+_OF_A_KIND = ("PA_SPLIT", "PA_KEYS", "PA_PACKED", "PA_CAPPED")
 _REGISTERS = 65536
 
 

@@ -44,7 +44,7 @@ def library() -> Path:
     return built
 
 
-def call(function: Callable[..., object], *arguments: str, folder: Path, **variables: str) -> None:
+def call(function: Callable[..., object], *arguments: str, folder: Path, **variables: str) -> fresh.Done:
     """Call a function of a test module in a process that may believe in cards (:func:`.cards.believe`); what it raises
     fails the test.
 
@@ -53,4 +53,4 @@ def call(function: Callable[..., object], *arguments: str, folder: Path, **varia
         variables: of the environment.
     """
     env = {**os.environ, "XDG_CACHE_HOME": str(folder), "PASCAL_ATTN_TRUST": "1", **variables}
-    fresh.call(function, *arguments, env=env, preload=library())
+    return fresh.call(function, *arguments, env=env, preload=library())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -73,16 +74,25 @@ class OnCard(torch.Tensor):
 
 
 _index_of: Callable[..., int] = int
+_kind = "cuda"
 
 
-def serve(index_of: Callable[..., int]) -> None:
-    """Let torch make such tensors wherever ``cuda`` is asked for; ``index_of`` gives the number of the current card."""
-    global _index_of
-    _index_of = index_of
+def serve(index_of: Callable[..., int], kind: str = "cuda") -> None:
+    """Let torch make such tensors wherever a kind of device is asked for, and the package take them as torch's own.
+
+    Args:
+        index_of: gives the number of the current device.
+    """
+    global _index_of, _kind
+    _index_of, _kind = index_of, kind
+    for module in list(sys.modules.values()):
+        if module.__name__.startswith("pascal_attn_core") and isinstance(getattr(module, "PLAIN", None), tuple):
+            module.PLAIN = (*module.PLAIN, OnCard)
     _libraries.append(torch.library.Library("_", "IMPL"))
-    _libraries[-1].fallback(lambda operator, *args, **kwargs: _run(operator, args, kwargs), "CUDA")
+    _libraries[-1].fallback(lambda operator, *args, **kwargs: _run(operator, args, kwargs), kind.upper())
     torch.tensor, torch.as_tensor = _on_its_device(torch.tensor), _on_its_device(torch.as_tensor)
     torch.Generator = _Generator  # type: ignore[misc]
+    torch.__future__.set_overwrite_module_params_on_conversion(True)  # else a parameter takes the wrapper's place only
 
 
 class _Generator(torch.Generator):
@@ -94,7 +104,7 @@ def _on_its_device(function: Callable[..., torch.Tensor]) -> Callable[..., torch
     """``torch.tensor`` in two steps: its numbers are read in C++, past the fallback."""
 
     def made(data: Any, *, dtype: Any = None, device: Any = None, requires_grad: bool = False) -> torch.Tensor:
-        goes = device is not None and torch.device(device).type == "cuda"
+        goes = device is not None and torch.device(device).type == _kind
         if isinstance(data, torch.Tensor):
             return data.to(device=device or data.device, dtype=dtype or data.dtype)
         found = function(data, dtype=dtype, device=None if goes else device)
@@ -109,7 +119,9 @@ def _run(operator: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
     if name.startswith(_KERNELS_OF_TORCH):
         raise RuntimeError(f"there is no card to run {name}")
     device = _device(name, flat, kwargs.get("device"))
-    if name.startswith("pascal_attn") and device.type == "cuda":
+    if _kind != "cuda" and any(torch.float64 in (each, getattr(each, "dtype", None)) for each in flat):
+        raise TypeError(f"{_kind} has no float64 ({name})")
+    if name.startswith("pascal_attn") and device.type == _kind:
         return torch._library.custom_ops.OPDEFS[name]._init_fn(*args, **kwargs)
     if name == "aten::pin_memory":
         return args[0]
@@ -122,7 +134,7 @@ def _run(operator: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
     known = {id(each.held): each for each in flat if isinstance(each, OnCard)}
 
     def put(value: Any) -> Any:
-        if not isinstance(value, torch.Tensor) or isinstance(value, OnCard) or device.type != "cuda":
+        if not isinstance(value, torch.Tensor) or isinstance(value, OnCard) or device.type != _kind:
             return value
         return known[id(value)] if id(value) in known else OnCard(value, device)
 
@@ -132,7 +144,7 @@ def _run(operator: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
 def _held(value: Any) -> Any:
     if isinstance(value, OnCard):
         return value.held
-    return _CPU if isinstance(value, torch.device) and value.type == "cuda" else value
+    return _CPU if isinstance(value, torch.device) and value.type == _kind else value
 
 
 def _device(name: str, flat: list[Any], asked: Any) -> torch.device:
@@ -147,4 +159,4 @@ def _device(name: str, flat: list[Any], asked: Any) -> torch.device:
         places = ", ".join(sorted(map(str, cards | {each.device for each in beside})))
         raise RuntimeError(f"Expected all tensors to be on the same device, but found {places} ({name})")
     device = next(iter(cards), _CPU) if asked is None else torch.device(asked)
-    return torch.device("cuda", _index_of()) if device.type == "cuda" and device.index is None else device
+    return torch.device(_kind, _index_of()) if device.type == _kind and device.index is None else device

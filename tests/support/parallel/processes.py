@@ -17,8 +17,8 @@ SECONDS = 60
 
 
 def run_in(world: int, work: Callable[[int], Any], *, seconds: float = SECONDS, backend: str = "gloo") -> list[Any]:
-    """What ``work(rank)`` returned in each of ``world`` processes; the text of its error where it raised, None where
-    the process ended without a word.
+    """Return what ``work(rank)`` returned in each of ``world`` processes: the text of its error where it raised, None
+    where the process ended without a word.
 
     Args:
         seconds: the timeout of the group.

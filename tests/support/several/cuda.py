@@ -42,7 +42,7 @@ class FakeStream:
 
 @dataclass
 class FakeCuda:
-    """In place of ``torch.cuda``.
+    """This class stands in place of ``torch.cuda``.
 
     Attributes:
         places: device of each storage that was made through ``FakeTorch``; all others are at home.

@@ -23,6 +23,21 @@ def test_the_version_is_that_of_the_package(capsys):
     assert capsys.readouterr().out == f"pascal-attn {__version__}\n"
 
 
+def test_the_folder_of_the_package_is_a_command_where_nothing_is_installed(tmp_path):
+    """As ``python -I PATH/pascal_attn_core run program.py``: its modules must not become importable by bare names."""
+    program = tmp_path / "program.py"
+    program.write_text("import importlib.util; print(importlib.util.find_spec('lazy_mask'))")
+    code = """
+        import runpy, sys
+        sys.argv.pop(0)
+        installed = sys.argv.pop(1)
+        sys.path[:] = [entry for entry in sys.path if entry != installed]
+        runpy.run_path(sys.argv[0], run_name="__main__")
+    """
+    folder = pathlib.Path(pascal_attn_core.__file__).parent
+    assert run(code, str(folder), str(folder.parent), "run", str(program)).splitlines()[0] == "None"
+
+
 def test_info_as_json_holds_what_the_text_says(capsys):
     assert cli.main(["info"]) == 0
     text = capsys.readouterr().out

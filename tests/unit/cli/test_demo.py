@@ -31,7 +31,7 @@ def finished(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(socket.socket, "connect", refuse)
         patch.setattr(socket, "getaddrinfo", refuse)
-        assert main(["demo", "--quick", "--out", str(folder)]) == 0
+        assert main(["demo", "--quick", "--steps", "1", "--out", str(folder)]) == 0
     return folder, json.loads((folder / "results.json").read_text())
 
 

@@ -173,5 +173,10 @@ def test_what_would_compute_linear_layers_in_8_bits_is_named_with_the_reason():
     why = "the int8 linear kernel needs dp4a"
     text = block(CARDS["P100"], CU126, int8=("int_mm", why))
     assert f"linear layers, if asked for: by torch._int_mm; {why}" in text
-    assert block(CARDS["V100"], CU126, int8=("kernel", "")).endswith("if asked for: by the int8 kernel")
+    assert block(CARDS["V100"], CU126, int8=("kernel", "")).endswith(
+        "by the int8 kernel\n            attention, if asked for: by the kernel"
+    )
+    why = "the int8 mode needs compute capability 6.1, got 6.0"
+    assert block(CARDS["P100"], CU126, int8=("int_mm", ""), int8_attention=[why]).endswith(f"if asked for: no: {why}")
+    assert gather().int8_attention == []
     assert gather().int8 == ("int_mm", "the int8 linear kernel needs a CUDA device, got cpu")

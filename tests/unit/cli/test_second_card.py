@@ -1,4 +1,4 @@
-"""What `pascal-attn second-card` and `info` say of several cards, and the figures in docs/several-cards.md."""
+"""These tests check what `pascal-attn second-card` and `info` say of several cards, and docs/several-cards.md."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a card of AMD's is, by a topology folder as the kernel driver shows it."""
+"""These tests check what a card of AMD's is, by a topology folder as the kernel driver shows it."""
 
 from __future__ import annotations
 
@@ -118,9 +118,6 @@ def test_clocks_are_asked_of_the_system_on_amd_cards(rocm, monitor: Path, monkey
     monkeypatch.setattr(machine, "readings", functools.partial(readings, folder=monitor))
     rocm(gcnArchName="gfx906", pci_domain_id=0, pci_bus_id=3, pci_device_id=0)
     assert str(machine.ask_clocks(torch.device("cuda", 0)).text) == "1750 MHz, memory 1000 MHz, 61 C"
-
-
-# ---- what torch says of a card ---------------------------------------------------------------------------------------
 
 
 @pytest.fixture

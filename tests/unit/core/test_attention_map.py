@@ -168,9 +168,6 @@ def test_causal_attention_saves_about_half() -> None:
         saved_by_band(4, 4, q_block=0)
 
 
-# ---- names that the function hides ----------------------------------------------------------------------------------
-
-
 def test_names_of_a_module_that_its_function_hides_are_found_on_the_function() -> None:
     """``pascal_attn_core.capture`` is a function, and ``pascal_attn_core.capture`` is a module with further names."""
     hidden = [name for name in pascal_attn_core.__all__ if importlib.util.find_spec(f"pascal_attn_core.{name}")]

@@ -94,7 +94,7 @@ def test_programs_for_pascal_attn_import_ours() -> None:
         real = importlib.util.find_spec("pascal_attn") is not None  # the tests install it for comparison
         patch = compat.install_as_pascal_attn(replace=real)
         second = compat.install_as_pascal_attn()
-        import pascal_attn, pascal_attn.hf
+        import pascal_attn
         from pascal_attn import TiledAttention, recommended_tile_size, tiled_attention
         from pascal_attn.functional import tiled_attention as one
         from pascal_attn.nn import TiledAttention as two
@@ -102,8 +102,6 @@ def test_programs_for_pascal_attn_import_ours() -> None:
         assert tiled_attention is one is core.tiled_attention and TiledAttention is two is core.TiledAttention
         assert pascal_attn.__version__.startswith("0.1.0+pascal.")
         assert importlib.metadata.version("pascal-attn") == pascal_attn.__version__
-        from pascal_attn_core.transformers import register_with_transformers
-        assert pascal_attn.hf.register_with_transformers is register_with_transformers
         patch.remove()
         assert sys.modules["pascal_attn"] is pascal_attn
         second.remove()

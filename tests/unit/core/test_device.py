@@ -1,4 +1,4 @@
-"""What is known about a device, without asking a driver that is not there."""
+"""These tests check what is known about a device, without asking a driver that is not there."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import torch
 
 from pascal_attn_core.machine import device as device_module
 from pascal_attn_core.machine.device import DeviceInfo, device_info, free_bytes
+from pascal_attn_core.observe.memory import available_bytes
 
 
 def test_the_cpu_is_described_without_cuda_and_meta_is_planned_like_it() -> None:
@@ -25,6 +26,35 @@ def test_the_cpu_is_described_without_cuda_and_meta_is_planned_like_it() -> None
 def test_other_device_types_are_gpus_with_unknown_facts() -> None:
     info = device_info(torch.device("mps"))
     assert (info.kind, info.is_gpu, info.l2_bytes, info.total_bytes) == ("mps", True, 0, 0)
+
+
+def test_an_apple_tells_its_cores_and_what_the_system_lets_it_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    facts = {"recommended_max": 12, "driver_allocated": 5, "current_allocated": 4}
+    for name, number in facts.items():
+        monkeypatch.setattr(torch.mps, f"{name}_memory", lambda number=number: number << 30)
+    for name, answer in (("is_available", True), ("get_name", "Apple M1"), ("get_core_count", 8)):
+        monkeypatch.setattr(torch.backends.mps, name, lambda answer=answer: answer, raising=False)
+    device_info.cache_clear()
+    try:
+        info = device_info("mps")
+        assert (info.kind, info.name, info.num_sms, info.total_bytes) == ("mps", "Apple M1", 8, 12 << 30)
+        assert free_bytes("mps") == 7 << 30
+        assert available_bytes("mps") == 8 << 30
+    finally:
+        device_info.cache_clear()
+
+
+def test_the_free_memory_of_intels_cards_is_known_where_the_driver_tells(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.xpu, "memory_reserved", lambda device: 3 << 30)
+    monkeypatch.setattr(torch.xpu, "memory_allocated", lambda device: 2 << 30)
+    monkeypatch.setattr(torch.xpu, "mem_get_info", lambda device: (6 << 30, 16 << 30), raising=False)
+    assert (free_bytes("xpu"), available_bytes("xpu")) == (6 << 30, 7 << 30)
+
+    def silent(device: torch.device) -> None:
+        raise RuntimeError("The device doesn't support querying the available free memory.")
+
+    monkeypatch.setattr(torch.xpu, "mem_get_info", silent)
+    assert free_bytes("xpu") is available_bytes("xpu") is None
 
 
 def test_a_cuda_device_is_read_once_from_its_properties(monkeypatch: pytest.MonkeyPatch) -> None:

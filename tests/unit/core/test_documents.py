@@ -17,6 +17,7 @@ from pascal_attn_core.cli import COMMANDS, _parser
 NOT_RUN = {
     "git clone": "needs the address of the repository",
     "pip install": "installs something",
+    "pip download": "downloads something",
     ".venv\\Scripts\\pip install": "installs something",
     "py -m venv": "Windows",
     ".venv\\Scripts\\pascal-attn": "Windows; `pascal-attn` is tested by tests/unit/cli",

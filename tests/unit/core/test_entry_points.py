@@ -155,4 +155,5 @@ def test_earlier_names_are_the_same_functions() -> None:
     assert flash_attn.install_as_flash_attn is pascal_attn_core.patch_flash_attn
     assert callable(transformers.register_with_transformers)
     diffusers = pytest.importorskip("pascal_attn_core.diffusers")
-    assert diffusers.patch_pipeline is pascal_attn_core.patch_attention
+    assert diffusers.patch_attention is pascal_attn_core.patch_attention
+    assert diffusers.patch_pipeline is pascal_attn_core.patch_pipeline

@@ -1,4 +1,4 @@
-"""What importing the package does: nothing to anybody. And rules that hold in every module of it."""
+"""These tests check what importing the package does: nothing to anybody. And rules that hold in every module of it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What pip does to the torch of a machine: with wheels that have nothing but their requirements."""
+"""These tests check what pip does to the torch of a machine: with wheels that have nothing but their requirements."""
 
 from __future__ import annotations
 
@@ -6,12 +6,14 @@ import json
 import re
 import subprocess
 import sys
+import sysconfig
 import zipfile
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from attn_support.randomness import some
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -35,7 +37,7 @@ def _wheel(folder: Path, name: str, version: str, *metadata: str) -> None:
 
 
 def _of_extra(extra: str) -> Iterable[str]:
-    """What an extra of ours asks for, as far as torch may ask for the same."""
+    """Return what an extra of ours asks for, as far as torch may ask for the same."""
     yield f"Provides-Extra: {extra}"
     for requirement in PROJECT["optional-dependencies"][extra]:
         if requirement.startswith(NVRTC):
@@ -56,33 +58,40 @@ def shelf(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.fixture(scope="module")
-def python(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    home = tmp_path_factory.mktemp("venv")
-    subprocess.run([sys.executable, "-m", "venv", str(home)], check=True)
+@pytest.fixture(params=some(NEEDS, 3))
+def torch_version(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+@pytest.fixture
+def python(torch_version: str, shelf: Path, tmp_path: Path) -> Path:
+    """An environment that has this torch and the NVRTC that it needs."""
+    home, scheme = tmp_path / "venv", "nt" if sys.platform == "win32" else "posix_prefix"
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(home)], check=True)
+    packages = sysconfig.get_path("purelib", scheme, {"base": str(home), "platbase": str(home)})
+    for stem in (f"torch-{torch_version}", f"{NVRTC.replace('-', '_')}-{NEEDS[torch_version]}"):
+        with zipfile.ZipFile(shelf / f"{stem}-py3-none-any.whl") as wheel:
+            wheel.extractall(packages)
     return home / ("Scripts" if sys.platform == "win32" else "bin") / "python"
 
 
 def _installs(python: Path, shelf: Path, *what: str) -> dict[str, str]:
     """Package -> version of what pip would install."""
-    command = [str(python), "-m", "pip", "install", "-q", "--dry-run", "--no-index", "--find-links", str(shelf)]
-    done = subprocess.run([*command, "--report", "-", *what], capture_output=True, text=True, check=True)
+    command = [sys.executable, "-m", "pip", "--python", str(python), "install", "-q", "--dry-run", "--no-index"]
+    options = ["--find-links", str(shelf), "--report", "-", *what]
+    done = subprocess.run([*command, *options], capture_output=True, text=True, check=True)
     installed = (each["metadata"] for each in json.loads(done.stdout)["install"])
     return {each["name"]: each["version"] for each in installed}
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("version", NEEDS)
 def test_the_torch_that_is_there_stays_beside_what_the_tests_need(
-    python: Path, shelf: Path, version: str, tmp_path: Path
+    python: Path, shelf: Path, torch_version: str, tmp_path: Path
 ) -> None:
-    pip = [str(python), "-m", "pip", "install", "-q", "--no-index", "--find-links", str(shelf)]
-    subprocess.run([*pip, f"torch=={version}"], check=True)
     assert _installs(python, shelf, "pascal-attention[test]") == {"pascal-attention": "1"}
     constraint = tmp_path / "torch.txt"
-    constraint.write_text(f"torch=={version}\n")
+    constraint.write_text(f"torch=={torch_version}\n")
     held = "-c", str(constraint), "pascal-attention[test,static]"
-    if NEEDS[version] == NEEDS["2.13.0+cu126"]:
+    if NEEDS[torch_version] == NEEDS["2.13.0+cu126"]:
         assert _installs(python, shelf, *held) == {"pascal-attention": "1"}
     else:
         with pytest.raises(subprocess.CalledProcessError):

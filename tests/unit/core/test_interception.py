@@ -25,9 +25,6 @@ def calls() -> Mock:
     return Mock(side_effect=lambda args, kwargs: TORCH_SDPA(*args, **kwargs))
 
 
-# ---- the mode --------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     "spelling",
     [lambda *a, **k: F.scaled_dot_product_attention(*a, **k), taken_by_name, torch._C._nn.scaled_dot_product_attention],
@@ -96,9 +93,6 @@ def test_what_our_routes_call_of_torch_is_never_intercepted(route: str, tokens: 
         if route != "torch" and route != "math":
             sdpa_with_lse(q, k, v, config=config)
     assert not handler.called
-
-
-# ---- the binder ------------------------------------------------------------------------------------------------------
 
 
 def test_functions_like_ours_take_more() -> None:

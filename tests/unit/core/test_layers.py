@@ -82,7 +82,7 @@ def imports_of(file: Path, text: str) -> Iterator[tuple[str, ...]]:
 
 
 def complaints(file: Path, text: str) -> list[str]:
-    """What the imports of one file break."""
+    """Return what the imports of one file break."""
     room, found = room_of(module_of(file)), []
     floor = next((i for i, rooms in enumerate(FLOORS) if room in rooms), None)
     if floor is None:

@@ -129,8 +129,6 @@ def test_the_name_of_a_rule_in_a_graph_imports_nothing() -> None:
     assert "tabnanny" not in sys.modules
 
 
-# ---- torch.compile -------------------------------------------------------------------------------------------------
-
 SLOPES = torch.tensor([0.3, 0.02])
 
 
@@ -159,14 +157,14 @@ OUTSIDE = _mask(lambda b, h, i, j: -SLOPES[h] * (i - j).abs())
 
 
 @pytest.mark.torch_2_5
-@pytest.mark.parametrize("dynamic", [False, True])
-@pytest.mark.parametrize(("function", "fullgraph"), [
-    (_with_registered_rule, True), (_with_alibi, True), (_with_a_closure, False), (_closed_over, False),
+@pytest.mark.parametrize(("function", "fullgraph", "lengths"), [
+    (_with_registered_rule, True, (TOKENS,)), (_with_registered_rule, True, (TOKENS, 410)),
+    (_with_alibi, True, (TOKENS, 410)), (_with_a_closure, False, (TOKENS, 410)), (_closed_over, False, (TOKENS,)),
 ])  # fmt: skip
-def test_a_compiled_rule_gives_the_numbers_and_gradients_of_the_eager_one(function, fullgraph, dynamic) -> None:
+def test_a_compiled_rule_gives_the_numbers_and_gradients_of_the_eager_one(function, fullgraph, lengths) -> None:
     torch._dynamo.reset()
-    compiled = torch.compile(function, backend="aot_eager", fullgraph=fullgraph, dynamic=dynamic)
-    for tokens in (TOKENS,) if function is _closed_over else (TOKENS, 410):
+    compiled = torch.compile(function, backend="aot_eager", fullgraph=fullgraph, dynamic=len(lengths) > 1)
+    for tokens in lengths:
         inputs = _inputs(tokens, requires_grad=True)
         results = []
         for each in (function, compiled):
@@ -185,8 +183,9 @@ def test_an_unregistered_rule_under_fullgraph_is_an_error_and_no_matrix() -> Non
         compiled(*_inputs(), SLOPES)
 
 
-@pytest.mark.parametrize("requires_grad", [False, True])
-@pytest.mark.parametrize("function", [_with_registered_rule, _with_alibi, _with_a_closure])
+@pytest.mark.parametrize(
+    ("function", "requires_grad"), [(_with_registered_rule, True), (_with_alibi, False), (_with_a_closure, True)]
+)
 def test_a_compiled_rule_takes_no_matrix(function, requires_grad: bool) -> None:
     tokens = 4096
     torch._dynamo.reset()

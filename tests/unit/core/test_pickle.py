@@ -1,4 +1,4 @@
-"""What users hold goes through pickle: torch's function under the switch, errors, configs, reports."""
+"""These tests pickle what users hold: torch's function under the switch, errors, configs, reports."""
 
 from __future__ import annotations
 
@@ -19,8 +19,6 @@ from attn_support.sdpa_switch import TILED, TORCH, qkv, served, torch_stays_torc
 import pascal_attn_core
 from pascal_attn_core import AttentionConfig, AttentionOutput, capture, record, sdpa
 from pascal_attn_core.sdpa_patch import disable, enable, patch_sdpa
-
-# ---- torch's function under the switch ------------------------------------------------------------------------------
 
 
 class Holder(torch.nn.Module):
@@ -66,8 +64,6 @@ def test_it_is_saved_while_calls_are_captured(tmp_path: Path) -> None:
         saved = pickle.dumps(Holder())
     assert pickle.loads(saved).attend is TORCH
 
-
-# ---- errors and values ----------------------------------------------------------------------------------------------
 
 ARGUMENTS: dict[str, tuple[Any, ...]] = {"UnsupportedAttention": ("tiled", ["head_dim 300 > 256", "float64"])}
 

@@ -28,6 +28,16 @@ def test_the_states_are_those_of_every_single_score(rule: dict) -> None:
     assert (states == 0).double().mean() == pytest.approx(saved.tiles)
 
 
+def test_no_key_is_lost_where_there_are_more_keys_than_columns() -> None:
+    weights = torch.zeros(1, 64, 16_384)
+    weights[0, torch.arange(64), torch.arange(64) * 256 + 7] = 1.0
+    figure = plot_rows(weights)
+    drawn = torch.as_tensor(figure.axes[0].images[0].get_array().data)
+    assert drawn.shape[1] <= 600
+    assert (drawn.amax(dim=1) == 1.0).all()
+    assert figure.axes[0].get_xlabel() == "key (each column: the maximum of 28)"
+
+
 def test_masks_leave_tiles_out_too() -> None:
     mask = torch.zeros(64, 64, dtype=torch.bool)
     mask[:32, :32] = True

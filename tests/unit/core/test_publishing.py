@@ -1,4 +1,4 @@
-"""What is published: wheel, sdist, and what the registry reads: ``[tool.comfy]``, ``.comfyignore``, requirements."""
+"""These tests check wheel, sdist, and what the registry reads: ``[tool.comfy]``, ``.comfyignore``, requirements."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ def test_the_wheel_holds_every_file_of_the_package_and_nothing_else(built: Path)
     assert "License-Expression: MIT" in metadata
     assert "Requires-Dist: torch>=2.4\n" in metadata
     assert "# Pascal" not in metadata.partition("\n\n")[0]  # the README is the description, not a field
-    assert "## Quick start" in metadata
+    assert "## Install" in metadata
 
 
 def test_the_wheel_alone_runs_beside_torch(built: Path, tmp_path: Path) -> None:
@@ -145,6 +145,7 @@ def test_ci_runs_what_the_package_claims() -> None:
     assert f'torch: "{LEAST["torch"]}.' in text
     assert f'python: "{LEAST["python"]}"' in text
     assert "windows-latest" in text
+    assert "macos-latest" in text
 
 
 @pytest.mark.parametrize("file", WORKFLOWS, ids=lambda file: file.name)

@@ -1,4 +1,4 @@
-"""What ran, by which route and why."""
+"""These tests check what ran, by which route and why."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is known of a device belongs to one object, which can be replaced for a while."""
+"""All that is known of a device belongs to one object, which can be replaced for a while."""
 
 from __future__ import annotations
 

@@ -24,8 +24,6 @@ from pascal_attn_core.attention import sdpa
 from pascal_attn_core.capture import capture
 from pascal_attn_core.sdpa_patch import disable, enable, is_enabled, patch_sdpa
 
-# ---- on and off ------------------------------------------------------------------------------------------------------
-
 
 def test_enable_serves_all_calls_until_disable() -> None:
     q, k, v = qkv()
@@ -126,9 +124,6 @@ def test_a_wrong_config_is_refused() -> None:
     assert not is_enabled()
 
 
-# ---- who is served ---------------------------------------------------------------------------------------------------
-
-
 def test_inside_a_block_the_innermost_decides_whichever_name_is_called() -> None:
     q, k, v = qkv()
     assert taken_by_name is TORCH
@@ -208,9 +203,6 @@ def test_causal_bias_objects_mean_what_they_mean() -> None:
             torch.testing.assert_close(function(q, k, v, bias), expected)
 
 
-# ---- the environment -------------------------------------------------------------------------------------------------
-
-
 def test_the_environment_can_forbid_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PASCAL_ATTN_DISABLE", "1")
     enable()
@@ -238,9 +230,6 @@ assert s.is_enabled() == (F.scaled_dot_product_attention is not torch._C._nn.sca
 print(s.is_enabled())
 """
     assert run(code, env=environ) == expected
-
-
-# ---- a threshold -----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("by_environment", [False, True])
@@ -276,9 +265,6 @@ def test_a_threshold_in_the_environment_that_is_no_number_is_reported_and_ignore
     with patch_sdpa(TILED):
         assert served(lambda: F.scaled_dot_product_attention(q, k, v))
     assert "PASCAL_ATTN_MIN_KEYS is ignored: it must be a whole number, got 'many'" in caplog.text
-
-
-# ---- calls that it leaves to torch, whose words are torch's ---------------------------------------------------------
 
 
 class Subclass(Tensor):

@@ -61,9 +61,6 @@ def _timing(ratio: float, basis: Basis = LARGE) -> dict[str, float]:
     return {"torch": 1.0, f"{basis.rows} x {basis.keys}": ratio}
 
 
-# ---- what the table says is done -------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(("ratio", "route"), [(0.6, "tiled"), (CLEARLY, "tiled"), (0.99, "torch"), (1.3, "torch")])
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_the_table_decides_and_is_given_as_the_reason(ratio: float, route: str, is_causal: bool) -> None:
@@ -130,9 +127,6 @@ def test_a_tile_or_budget_of_the_users_own_is_not_what_was_timed() -> None:
         for config in (replace(AUTO, budget_mib=1), replace(AUTO, kv_block=64), replace(AUTO, softmax="online")):
             assert _ask(config) == "torch"
             assert choose(check_call(*_tensors()), replace(config, route="tiled")).plan is None
-
-
-# ---- the measurement -------------------------------------------------------------------------------------------------
 
 
 def test_a_real_measurement_is_stored_and_read_again(tmp_path: Path) -> None:
@@ -279,9 +273,6 @@ def test_the_callers_state_is_left_alone(tmp_path: Path) -> None:
         assert torch.is_inference_mode_enabled()
     assert packed == []
     assert torch.equal(state, torch.get_rng_state())
-
-
-# ---- kinds and slices ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: shape.name)

@@ -31,6 +31,8 @@ CARDS = {
     "RTX 3090": DeviceInfo("cuda", "RTX 3090", (8, 6), num_sms=82, l2_bytes=6 << 20, total_bytes=24 << 30),
     "H200": DeviceInfo("cuda", "H200", (9, 0), num_sms=132, l2_bytes=50 << 20, total_bytes=141 << 30),
     "MI50": DeviceInfo("hip", "MI50", None, num_sms=60, l2_bytes=4 << 20, total_bytes=16 << 30, arch="gfx906"),
+    "M1": DeviceInfo("mps", "Apple M1", num_sms=8, total_bytes=12 << 30),
+    "A770": DeviceInfo("xpu", "Intel(R) Arc(TM) A770 Graphics", num_sms=32, total_bytes=16 << 30),
     "CPU": DeviceInfo("cpu", "CPU", num_sms=8, l2_bytes=32 << 20),
 }
 GPUS = [name for name in CARDS if name != "CPU"]
@@ -176,7 +178,7 @@ def test_a_plan_in_words() -> None:
     work=st.builds(
         Workload,
         units=st.integers(1, 4096),
-        groups=st.sampled_from([1, 4, 32]),
+        groups=st.sampled_from([1, 4, 32, 71]),
         seq_len_q=SIZES,
         seq_len_kv=SIZES,
         head_dim=HEAD_DIMS,
@@ -189,11 +191,21 @@ def test_a_plan_in_words() -> None:
     ),
     budget_mib=st.sampled_from([None, 64, 4096, 1 << 20, 1 << 40]),
 )
-def test_no_buffer_has_2_to_the_31_scores_or_more_than_4_gib(card: str, work: Workload, budget_mib: int | None) -> None:
+def test_no_buffer_has_2_to_the_31_scores_or_more_than_4_gib_and_no_product_is_too_long(
+    card: str, work: Workload, budget_mib: int | None
+) -> None:
     plan = plan_tiles(CARDS[card], work, None if budget_mib is None else budget_mib * MIB)
+    if card == "M1":  # the forward pass adds up over keys, the backward pass over rows too
+        assert max(plan.kv_block, plan.rows(work.groups)) < 1 << 15
     scores = plan.units * plan.rows(work.groups) * plan.kv_block
     assert scores * work.acc_size <= plan.extra_bytes <= LARGEST_BUFFER == 4 << 30
     assert scores < 1 << 31
+
+
+def test_tiles_that_are_asked_for_are_cut_where_a_product_would_be_too_long() -> None:
+    long = WAN._replace(seq_len_q=1 << 16, groups=2)
+    assert plan_tiles(CARDS["M1"], long, 4096 * MIB, q_block=1 << 16, kv_block=8).q_block == 1 << 13
+    assert plan_tiles(CARDS["M1"], WAN, 4096 * MIB, q_block=8, kv_block=32760).kv_block == 1 << 14
 
 
 def test_plain_attention_stores_no_larger_matrix_either() -> None:

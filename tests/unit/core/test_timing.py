@@ -71,7 +71,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def _timings(folder: Path, clock: Callable, info: DeviceInfo = CARD) -> Timings:
-    """Of a card as a new process finds it."""
+    """These are the timings of a card as a new process finds it."""
     return Timings(Runtime("cpu", info), clock=clock, folder=lambda: folder, is_on=True)
 
 

@@ -37,7 +37,7 @@ def torch_takes(monkeypatch: pytest.MonkeyPatch) -> Callable:
 
 @pytest.fixture
 def received(monkeypatch: pytest.MonkeyPatch) -> list[dict]:
-    """What torch's function is called with."""
+    """Return what torch's function is called with."""
     calls: list[dict] = []
     original = torch_route.torch_sdpa
 

@@ -8,6 +8,7 @@ from pascal_attn_core.machine.wheels import TorchBuild, code_for, has_rocm_wheel
 CU126 = ("sm_50", "sm_60", "sm_70", "sm_75", "sm_80", "sm_86", "sm_90")
 CU130 = ("sm_75", "sm_80", "sm_86", "sm_90", "sm_100", "sm_120", "compute_120")
 LEGACY = "pip install --force-reinstall torch torchvision torchaudio --index-url https://download.pytorch.org/whl/cu126"
+AMD = "torchaudio --index-url https://rocm.nightlies.amd.com/whl-multi-arch/"
 CURRENT = LEGACY.replace("cu126", "cu130")
 
 
@@ -98,12 +99,26 @@ def test_mi50_runs_on_the_last_wheels_whose_libraries_have_code_for_it():
     assert missing.install.endswith("/rocm6.3")
 
 
-def test_rdna2_cards_without_a_wheel_of_their_own_are_told_the_override():
-    assert rocm_wheel_for("gfx1030").endswith("/rocm7.2")
-    assert "HSA_OVERRIDE_GFX_VERSION=10.3.0" in rocm_wheel_for("gfx1031")
-    assert "PYTORCH_ROCM_ARCH=gfx1010" in rocm_wheel_for("gfx1010")
-    cards = ("gfx906", "gfx1030", "gfx1031", "gfx1036", "gfx1010")
-    assert [has_rocm_wheel(arch) for arch in cards] == [True, True, True, False, False]
+@pytest.mark.parametrize(
+    ("arch", "linux", "windows"),
+    [
+        ("gfx906", "/rocm6.3", AMD),
+        ("gfx1030", "/rocm7.2", AMD),
+        ("gfx1201", "/rocm7.2", AMD),
+        *[(arch, AMD, AMD) for arch in ("gfx1010", "gfx1012", "gfx1031", "gfx1036", "gfx90c")],
+        *[(arch, f"PYTORCH_ROCM_ARCH={arch}", f"PYTORCH_ROCM_ARCH={arch}") for arch in ("gfx803", "gfx1013")],
+    ],
+)
+def test_each_card_of_amds_is_told_whose_wheels_have_code_for_it(arch, linux, windows):
+    for system, end in (("linux", linux), ("win32", windows)):
+        wheel = rocm_wheel_for(arch, system)
+        assert wheel.endswith(end)
+        assert (f'"torch[device-{arch}]"' in wheel) == (end == AMD)
+
+
+def test_graphics_inside_a_processor_are_no_reason_to_install_anything():
+    cards = ("gfx906", "gfx1030", "gfx1031", "gfx1010", "gfx1036", "gfx803")
+    assert [has_rocm_wheel(arch) for arch in cards] == [True, True, True, True, False, False]
 
 
 @pytest.mark.parametrize(
@@ -119,3 +134,4 @@ def test_an_overridden_card_is_told_what_it_is(true: str, words: str) -> None:
     verdict = judge(card, TorchBuild("2.13.0+rocm7.2", "hip", "7.2.0", ("gfx1030",)))
     assert verdict.runs
     assert words in verdict.why
+    assert ("torch[device-gfx1010]" in verdict.install) == (true == "gfx1010") == (verdict.install != "")

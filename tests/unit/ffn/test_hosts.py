@@ -1,4 +1,4 @@
-"""What a host adds to modules is recognised by what its package has registered, and by nothing in the core."""
+"""A host's additions to modules are recognised by what its package has registered, and by nothing in the core."""
 
 from __future__ import annotations
 

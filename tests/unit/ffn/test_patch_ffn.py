@@ -20,9 +20,6 @@ from pascal_attn_core.observe.memory import PeakMemory, measure
 MIB = 1 << 20
 
 
-# --- memory ---
-
-
 @pytest.mark.parametrize(
     ("make", "shape", "budget_mib", "most_slices"),
     [
@@ -70,9 +67,6 @@ def test_a_budget_too_small_for_any_slice_keeps_slices_worth_their_time() -> Non
     with torch.no_grad(), patch_ffn(module, include="", budget_mib=1e-6) as patch:
         torch.testing.assert_close(module(x), patch._found[0].module.forward.whole(x))
         assert patch.report().lines[0].why.startswith("64 slices")
-
-
-# --- gradients ---
 
 
 @pytest.mark.parametrize("frozen", [False, True])
@@ -147,9 +141,6 @@ def test_inference_mode_and_autocast() -> None:
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
         torch.testing.assert_close(cast, module(x))
     assert cast.dtype == torch.bfloat16
-
-
-# --- arguments of the call ---
 
 
 class Shifted(Ffn):
@@ -270,9 +261,6 @@ def test_without_verification_a_wrong_slice_is_an_error_and_not_a_result() -> No
         module(torch.randn(1, 512, 16))
 
 
-# --- speed ---
-
-
 def test_a_second_call_that_is_not_sliced_costs_next_to_nothing() -> None:
     module, x = mlp(256, 1024), torch.randn(1, 512, 256)
     with torch.no_grad(), patch_ffn(module, include="") as patch:
@@ -364,9 +352,6 @@ def test_a_trace_is_of_the_whole_module_and_serves_all_lengths(sliced_before: bo
         traced = torch.jit.trace(module, x)
         assert len(patch.report().lines) == 1
     torch.testing.assert_close((traced(x), traced(longer)), expected)
-
-
-# --- which modules are found, the report, and the arguments of the patch ---
 
 
 class Two(nn.Module):

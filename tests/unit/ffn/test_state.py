@@ -46,8 +46,6 @@ def mixed(x: Tensor) -> Tensor:
     return x + x.mean(-2, keepdim=True)
 
 
-# --- state that decides whether tokens are mixed ---
-
 FLAG = False
 LOCAL = threading.local()
 LOCAL.mix = False
@@ -178,8 +176,6 @@ def test_a_switch_counts_in_the_very_next_call(turn: Callable, calls_before: int
         assert not torch.allclose(out, before, atol=1e-4)
 
 
-# --- state that a call changes ---
-
 CACHE: dict[Any, Any] = {}
 
 
@@ -244,9 +240,6 @@ def test_state_that_calls_change_is_that_of_the_module_alone(kind: str) -> None:
     assert all(map(torch.equal, *outs))
 
 
-# --- nothing of a trial is left behind ---
-
-
 @functools.lru_cache
 def signs(count: int) -> Tensor:
     return torch.where(torch.arange(count) % 2 == 0, 1.0, -1.0)
@@ -292,9 +285,6 @@ def test_where_gradients_are_wanted_the_same_modules_are_chunked(case: Case) -> 
     with _patch(module) as patch:
         module(torch.randn(2, TOKENS, WIDTH)).sum().backward()
         assert _state(patch) == "chunked", _why(patch)
-
-
-# --- what no name leads to is found by and by ---
 
 
 def test_what_cannot_be_named_is_found_within_sixteen_calls_and_the_result_mended() -> None:
@@ -344,9 +334,6 @@ def test_what_a_module_keeps_of_long_inputs_only_is_seen_before_they_run() -> No
         module(torch.randn(1, TOKENS, WIDTH))
         assert _state(patch) == "refused"
     assert type(module.last) is Tensor
-
-
-# --- modules that come and go ---
 
 
 def test_a_module_that_was_patched_is_not_kept_alive() -> None:
@@ -415,9 +402,6 @@ def test_dropout_around_a_module_that_is_trained_does_not_matter() -> None:
         (grad,) = torch.autograd.grad(block(x).square().sum(), x)
         assert _state(patch) == "chunked"
     torch.testing.assert_close(grad, expected)
-
-
-# --- backward passes written in Python ---
 
 
 class Clipped(Product):

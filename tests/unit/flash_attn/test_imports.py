@@ -1,4 +1,4 @@
-"""What real programs import is there after ``install_as_flash_attn()``, and nothing is left behind."""
+"""These tests import what real programs import after ``install_as_flash_attn()``; nothing is left behind."""
 
 from __future__ import annotations
 

@@ -124,7 +124,7 @@ def test_what_somebody_else_put_there_since_stays() -> None:
     assert out == "flash_attn: flash_attn was replaced in sys.modules since: left in place"
 
 
-def test_transformers_and_diffusers_believe_it_where_a_gpu_is() -> None:
+def test_transformers_and_diffusers_believe_it_where_a_gpu_is_and_a_model_gives_the_same() -> None:
     pytest.importorskip("transformers")
     run("""
         import torch
@@ -154,21 +154,8 @@ def test_transformers_and_diffusers_believe_it_where_a_gpu_is() -> None:
             query = query.transpose(1, 2)
             right = torch.nn.functional.scaled_dot_product_attention(query, query, query)
             torch.testing.assert_close(out.transpose(1, 2), right)
-    """)
 
-
-def test_a_transformers_model_on_its_flash_attention_path_gives_the_same() -> None:
-    pytest.importorskip("transformers")
-    run("""
-        import torch
-        from pascal_attn_core import flash_attn as ours
         from pascal_attn_core.observe import report
-        ours.install_as_flash_attn()
-        import transformers
-        from transformers import modeling_flash_attention_utils as utils
-        from transformers.utils import import_utils
-        import_utils.is_torch_cuda_available = lambda: True
-        utils.is_flash_attn_2_available = import_utils.is_flash_attn_2_available
         from transformers import LlamaConfig, LlamaForCausalLM
         config = LlamaConfig(vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
                              num_attention_heads=4, num_key_value_heads=2)

@@ -79,7 +79,7 @@ def test_forward_and_backward(by: Callable, rule: str, q_len: int, k_len: int, k
 
 
 def test_keys_in_parts_give_the_whole_and_its_gradients() -> None:
-    """What every ring does: parts merged by lse, gradients of each part from the whole's (out, lse)."""
+    """This is what every ring does: parts merged by lse, gradients of each part from the whole's (out, lse)."""
     q, k, v, dout = (rand(2, 12, 4, 16) for _ in range(4))
     right_out, right_lse, (right_dq, right_dk, right_dv) = expected(q, k, v, dout, {})
     options = positional({})

@@ -49,9 +49,6 @@ def test_a_real_one_is_left_alone(tmp_path) -> None:
     )
 
 
-# ---- gradients from given results ------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     "options",
     [

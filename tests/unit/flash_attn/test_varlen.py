@@ -179,9 +179,6 @@ def test_wrong_lengths_are_named(ends: Any, kind: type[Exception], words: str) -
         fa.flash_attn_varlen_func(q, q, q, ends, ends)
 
 
-# ---- the helpers that pack ------------------------------------------------------------------------------------------
-
-
 def test_unpadding_and_padding_are_inverse() -> None:
     hidden = torch.randn(3, 5, 2, 4, dtype=F64, requires_grad=True)
     mask = torch.tensor([[1, 1, 0, 0, 0], [0, 0, 0, 0, 0], [0, 1, 1, 1, 1]])

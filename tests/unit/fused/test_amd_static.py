@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 from attn_support.fused.code_objects import metadata
 from attn_support.fused.emulation import params_of
-from attn_support.randomness import seeds, times
+from attn_support.randomness import seeds, some, times
 
 ROOT = Path(__file__).resolve().parents[3]
 sys.path.insert(0, str(ROOT / "tools"))
@@ -147,7 +147,7 @@ def _disassembled(code: bytes, path: Path, *options: str) -> str:
 @needs_objdump
 @pytest.mark.parametrize("arch", [*ARCHS, "gfx906-no-dot", "gfx1030-no-dot", "gfx1031-no-dot"])
 def test_no_card_meets_a_dot_product_that_it_does_not_have(arch: str, tmp_path: Path) -> None:
-    chosen = random.Random(seeds(1)[0]).sample(prebuilt.amd_variants(arch), min(times(4), 44))
+    chosen = random.Random(seeds(1)[0]).sample(prebuilt.amd_variants(arch), min(times(2), 44))
     for variant in (*chosen, Variant("forward", 64, "float16", arch=arch)):
         code = _shipped(variant)
         assert arch_of(code) == amd_geometry.target(arch)
@@ -157,7 +157,7 @@ def test_no_card_meets_a_dot_product_that_it_does_not_have(arch: str, tmp_path: 
 
 @needs_clang
 @needs_objdump
-@pytest.mark.parametrize("arch", ["gfx906", "gfx1030", "gfx906-no-dot", "gfx1030-no-dot"])
+@pytest.mark.parametrize("arch", some(["gfx906", "gfx1030", "gfx906-no-dot", "gfx1030-no-dot"], 3))
 def test_nor_do_gradients_in_float16_have_them_elsewhere(arch: str, tmp_path: Path) -> None:
     for kind in ("grad_query", "grad_key_value"):
         text = _disassembled(tool.compiled(Variant(kind, 64, "float16", arch=arch)), tmp_path / "code")
@@ -171,7 +171,7 @@ def test_what_a_card_of_another_name_gets_means_the_same_to_both(arch: str, tmp_
     integers, and some of the others."""
     shipped = prebuilt.amd_variants(arch)
     others = [variant for variant in shipped if variant.kind != "split"]
-    chosen = random.Random(seeds(1)[0]).sample(others, min(times(6), len(others)))
+    chosen = random.Random(seeds(1)[0]).sample(others, min(times(2), len(others)))
     for variant in (*chosen, *(variant for variant in shipped if variant.kind == "split")):
         assert _means_the_same(_shipped(variant), arch, tmp_path / "code"), variant.name
 
@@ -260,7 +260,7 @@ def test_waves_follow_from_registers_and_shared_memory(
 
 
 @needs_clang
-@pytest.mark.parametrize("place", range(times(4)))
+@pytest.mark.parametrize("place", range(times(2)))
 def test_clang_says_what_the_table_says(place: int) -> None:
     cells = [(v, arch) for arch in ARCHS for v in tool.table_variants(arch)]
     variant, arch = random.Random(seeds(1)[0] + place).choice(cells)
@@ -270,7 +270,7 @@ def test_clang_says_what_the_table_says(place: int) -> None:
 
 
 @needs_clang
-@pytest.mark.parametrize("place", range(times(4)))
+@pytest.mark.parametrize("place", range(times(2)))
 def test_variants_that_are_in_no_table_need_no_scratch_either(place: int) -> None:
     variant = random.Random(seeds(1)[0] + place).choice([v for arch in ARCHS for v in amd_variants(arch)])
     check_metadata(variant, tool.compiled(variant))
@@ -305,7 +305,7 @@ HIPRTC = hiprtc.find()
 
 
 @pytest.mark.skipif(HIPRTC is None or OBJDUMP is None, reason="needs HIPRTC and llvm-objdump (libamdhip64-5, llvm-16)")
-@pytest.mark.parametrize("arch", ["gfx906-no-dot", "gfx1030-no-dot"])
+@pytest.mark.parametrize("arch", some(["gfx906-no-dot", "gfx1030-no-dot"], 2))
 def test_so_does_what_hiprtc_makes_of_a_division_of_64_bits(arch: str, tmp_path: Path) -> None:
     """Among the instructions of :func:`test_what_a_card_of_another_name_gets_means_the_same_to_both`."""
     assert HIPRTC is not None

@@ -21,7 +21,8 @@ from pascal_attn_core import AttentionConfig, UnsupportedAttention, config, expl
 from pascal_attn_core.checks import is_out_of_memory
 from pascal_attn_core.fused.code.source import Variant
 from pascal_attn_core.fused.gpu.cuda import CudaRuntime
-from pascal_attn_core.fused.gpu.runtime import DriverError
+from pascal_attn_core.fused.gpu.hip import HipRuntime
+from pascal_attn_core.fused.gpu.runtime import CompileError, DriverError
 from pascal_attn_core.fused.launch import Launch
 from pascal_attn_core.fused.trust import kernels as fused_kernels
 from pascal_attn_core.fused.trust.kernels import Kernels
@@ -270,3 +271,16 @@ def test_without_a_home_folder_nothing_is_kept_and_nothing_fails(
     assert [r.getMessage() for r in caplog.records if "on disk" in r.getMessage()] == [
         "nothing is kept on disk: Could not determine home directory."
     ]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a driver")
+@pytest.mark.parametrize("runtime", [CudaRuntime(), HipRuntime()], ids=lambda runtime: runtime.driver_name)
+def test_a_driver_that_is_not_here_has_no_version(runtime: CudaRuntime | HipRuntime) -> None:
+    with pytest.raises((OSError, DriverError)):
+        runtime.driver()
+    assert runtime.driver_version() == ""
+
+
+def test_what_has_no_compiler_says_so_where_it_is_to_compile() -> None:
+    with pytest.raises(CompileError, match="no NVRTC for sm_61"):
+        CudaRuntime(find_compiler=lambda arch: None).compile(Variant("forward", 64, "float32"), "sm_61")

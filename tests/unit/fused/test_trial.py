@@ -83,7 +83,8 @@ def test_kernels_that_are_right_are_tried_once_on_a_machine(trials, tmp_path) ->
     assert first.reason([FORWARD, MASKED]) == ""  # it ships, so the same child has tried it
     assert len(start.jobs) == 1
     assert start.jobs[0].needed == [["forward", 64, "float32", "none", False, ""]]
-    shipped = [v for v in prebuilt.all_variants(CARD.capability) if isinstance(v, Variant)]
+    shipped = prebuilt.all_variants(CARD.capability)
+    shipped = [v for v in shipped if isinstance(v, Variant) and v.kind != "int8"]  # which has trials of its own
     assert len(start.jobs[0].others) == len(shipped) - 1
     assert start.children[0].returncode == 0
     again = trials(start)
@@ -137,7 +138,7 @@ PASSING = {
     "killed": ("os.kill(os.getpid(), signal.SIGKILL)", "ended its process: SIGKILL"),
     "ends": ("print('cannot: 1\\n', file=sys.stderr); sys.exit(3)", "ended its process: exit status 3: cannot: 1"),
     "raises": ("raise IndexError('an index')", "ended its process: exit status 1: IndexError: an index"),
-    "hangs": ("time.sleep(600)", "forward-64-float32-none: it did not end in 2 s"),
+    "hangs": ("time.sleep(600)", "forward-64-float32-none: it said nothing for 2 s"),
 }
 
 
@@ -191,10 +192,11 @@ def test_modes_of_a_card_that_let_no_child_in_are_named_with_what_to_do(trials, 
     assert "PASCAL_ATTN_TRUST=1" in reason
 
 
-def test_its_seconds_count_from_where_torch_works(trials) -> None:
-    start = Starter(f"time.sleep(1.5 * (name == {FORWARD.name!r}))")
-    start.code = f"import time\ntime.sleep(1.5)\n{start.code}"
-    assert trials(start, seconds=2.5).reason([FORWARD]) == ""
+def test_its_seconds_are_those_of_torchs_beginning_and_of_each_kernel(trials) -> None:
+    """HIPRTC takes up to 16 s for one, and a call with gradients needs four."""
+    start = Starter(f"time.sleep(0.7 * (name in {[FORWARD.name, MASKED.name]}))")
+    start.code = f"import time\ntime.sleep(0.7)\n{start.code}"
+    assert trials(start, seconds=1.3).reason([FORWARD, MASKED]) == ""
 
 
 @pytest.mark.parametrize(("status", "is_fault"), [(0xC0000005, True), (0xC0000409, True), (0xC000013A, False)])

@@ -31,10 +31,10 @@ SOME_PASSED = run([(entry, {"count": count}) for entry, count in PASSED.items()]
 UNASKED = with_call(route="tiled", torch_stores=None, extra_bytes=1 << 20)
 SMALL = with_call(**STORED, query=(1, 1, 64, 64), key=(1, 1, 64, 64), extra_bytes=0, elapsed_ms=1.0)
 INT8, BANDS = run(part="int8", gains=["40 of 40 layers in int8, not exact"]), run(part="VAE", gains=["in bands"])
-LESS = "2,289 MiB less memory in the largest call (64 instead of 2,353 MiB)"
+LESS = "2.24 GiB less memory in the largest call (64.0 MiB instead of 2.30 GiB)"
 SENTENCES = {
     "torch's scores less what the call took": ([LARGE], f"Gained: {LESS}."),
-    "not measured, not subtracted": ([UNMEASURED], "Gained: 2,353 MiB of scores not stored in the largest call."),
+    "not measured, not subtracted": ([UNMEASURED], "Gained: 2.30 GiB of scores never stored in the largest call."),
     "timed against torch's kernel": ([TIMED], "Gained: 41.0 s less in attention (timed on this machine)."),
     "several runs in one sentence": (
         [LARGE, VAE],
@@ -42,16 +42,20 @@ SENTENCES = {
     ),
     "torch's own kernel": (
         [UNTIMED],
-        "Nothing to gain: PyTorch's own kernel takes every call here, with or without this node.",
+        "Nothing to gain: PyTorch's own kernel takes every call here, with or without this node; attention is 100% of "
+        "sampling.",
     ),
-    "nobody asked torch": ([UNASKED], "what PyTorch's attention would have needed here was not measured."),
+    "nobody asked torch": (
+        [UNASKED],
+        "Fits: 972 MiB of scores in a call are never stored, 1.00 MiB extra at most in a call.",
+    ),
     "all passed": ([ALL_PASSED], "Nothing to gain: all 32 calls passed to ComfyUI: fewer than 1024 keys."),
     "some passed": ([SOME_PASSED], "Nothing to gain: 32 of 34 calls passed to ComfyUI: fewer than 1024 keys."),
     "no runs": ([], "Nothing gained: no attention call reached a patch."),
     "no calls": ([run()], "Nothing gained: no attention call reached a patch."),
     "notes": ([run(notes=["0 of 9 modules chunked"])], "Nothing gained: 0 of 9 modules chunked."),
     "beside attention": ([UNTIMED, INT8, BANDS], "Gained: 40 of 40 layers in int8, not exact; in bands."),
-    "too small to notice": ([SMALL], "0 MiB extra at most in a call; what PyTorch's attention would have needed"),
+    "too small to notice": ([SMALL], "Fits: 0 B extra at most in a call"),
 }
 
 
@@ -63,14 +67,14 @@ def test_the_first_line_says_what_was_gained_or_why_nothing_was(case):
 
 def test_on_a_host_with_another_attention_nothing_is_claimed():
     assert GAIN.gain_line([LARGE], "attention_sub_quad") == (
-        "64 MiB extra at most in a call, whose scores are 2,353 MiB; what ComfyUI's attention_sub_quad would have "
-        "needed here was not measured."
+        "Fits: 2.30 GiB of scores in a call are never stored, 64.0 MiB extra at most in a call; attention is "
+        "less than 1% of sampling."
     )
 
 
 def test_it_is_the_first_line_of_the_text_also_above_warnings():
     text = TEXT.report_text(findings(LARGE, attention=SDPA, alarms=["beware"]))
-    assert text.splitlines()[0].startswith("Gained: 2,289 MiB")
+    assert text.splitlines()[0].startswith("Gained: 2.24 GiB")
     assert text.index("Gained") < text.index("!! beware")
 
 

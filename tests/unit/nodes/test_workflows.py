@@ -38,7 +38,7 @@ def test_a_new_user_has_nothing_to_set_on_a_patch() -> None:
     assert len(patches) == 4
     for kind in patches:
         shown = [name for name, (_, options) in inputs_of(kind).items() if not options.get("advanced")]
-        assert shown in (["model"], ["vae"], ["clip"]), kind
+        assert shown in (["model", "precision", "clip", "vae"], ["model"], ["vae"], ["clip"]), kind
 
 
 def values(node: dict[str, Any]) -> list[Any]:

@@ -1,4 +1,4 @@
-"""What is beside attention in xformers' stand-in, wrong arguments, ``torch.compile``."""
+"""These tests check what is beside attention in xformers' stand-in, wrong arguments, ``torch.compile``."""
 
 from __future__ import annotations
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
+from collections import Counter
 from pathlib import Path
+
+import pytest
+from attn_support.fresh import run
 
 from tools import device_lines
 
@@ -25,7 +26,21 @@ from pascal_attn_core.machine import device
 device_lines.watch({str(noted)!r})
 device.free_bytes("cpu")
 """
-    subprocess.run([sys.executable, "-c", code], check=True, cwd=device_lines.ROOT, env=dict(os.environ))
+    run(code, cwd=device_lines.ROOT)
     ran = {int(line.rpartition(":")[2]) for line in noted.read_text().splitlines() if where in line}
     texts = device_lines.device_lines()[where]
-    assert [texts[number] for number in ran] == ['if device.type != "cuda":']
+    assert [texts[number][1] for number in ran] == ['if device.type != "cuda":']
+
+
+def test_what_is_said_to_be_unreached_is_there() -> None:
+    counts = Counter(
+        f"{file}:{name}" for file, lines in device_lines.device_lines().items() for name, _ in lines.values()
+    )
+    assert {name: count for name, (count, _) in device_lines.UNREACHED.items() if count > counts[name]} == {}
+
+
+def test_another_line_that_is_not_reached_and_one_that_is_are_differences(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device_lines, "UNREACHED", {"a.py:f": (2, "why"), "a.py:g": (1, "why")})
+    assert device_lines.differences(["a.py:f", "a.py:g", "a.py:f"]) == []
+    found = device_lines.differences(["a.py:f", "a.py:h"])
+    assert [line.partition(" lines")[0] for line in found] == ["a.py:f: 1", "a.py:g: 0", "a.py:h: 1"]

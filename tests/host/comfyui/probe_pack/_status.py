@@ -1,4 +1,4 @@
-"""What nodes write on themselves, kept so that a test can ask for it: GET /probe/texts."""
+"""This module has what nodes write on themselves, kept so that a test can ask for it: GET /probe/texts."""
 
 import functools
 

@@ -93,7 +93,7 @@ class ProbeCapture(_Fresh):
 
 
 class ProbeFlash(Probe):
-    """What a pack does whose attention is flash_attn: it imports it when it is needed."""
+    """This class holds what a pack does whose attention is flash_attn: it imports it when it is needed."""
 
     RETURN_TYPES = ("LATENT",)
     INPUTS: ClassVar = {"latent": ("LATENT",), "seed": COUNT}

@@ -1,5 +1,5 @@
-"""What ComfyUI puts around a diffusion model, inside the host: a ControlNet beside it, torch.compile over it, another
-copy of the pack. See ``comfy_checks``."""
+"""This module has what ComfyUI puts around a diffusion model, inside the host: a ControlNet beside it, torch.compile
+over it, another copy of the pack. See ``comfy_checks``."""
 
 from __future__ import annotations
 

@@ -132,7 +132,7 @@ def out_of_memory_leads_to_bands_and_not_to_the_hosts_tiles():
 @check
 def where_bands_run_out_of_memory_too_the_hosts_tiles_come():
     class Grown(torch.nn.Module):
-        """Of the size of a VAE's picture, and small otherwise."""
+        """Return an input of the size of a VAE's picture, and small otherwise."""
 
         def __init__(self):
             super().__init__()

@@ -27,7 +27,7 @@ def names_in(path: Path) -> list[str]:
 
 
 def outcomes(output: str) -> dict[str, list[str]]:
-    """What ``run_checks`` printed: by check, ``["passed", ""]``, ``["skipped", why]`` or ``["failed", traceback]``."""
+    """Return what was printed of each check: ``["passed", ""]``, ``["skipped", why]``, ``["failed", traceback]``."""
     lines = [line.removeprefix(MARKER) for line in output.splitlines() if line.startswith(MARKER)]
     return dict(map(json.loads, lines))
 
@@ -119,7 +119,7 @@ def cancel_at(call: int) -> Iterator[list[int]]:
 
 @contextlib.contextmanager
 def log_lines() -> Iterator[list[str]]:
-    """What the pack logs in the block."""
+    """Return what the pack logs in the block."""
     import logging
 
     lines: list[str] = []

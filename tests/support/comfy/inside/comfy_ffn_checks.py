@@ -263,7 +263,7 @@ def cogvideos_blocks_that_hold_no_feed_forward_module_are_named():
 
 @check
 def stable_cascades_layers_that_mix_tokens_are_refused_with_the_reason():
-    """Between their two linear layers stands a norm over all tokens."""
+    """A norm over all tokens stands between the two linear layers of these modules."""
     two = {"c_hidden": [64, 64], "nhead": [2, 2], "blocks": [[1, 1], [1, 1]]}
     network = built("cascade.stage_c", "StageC", c_cond=64, c_clip_text=64, c_clip_text_pooled=64, c_clip_img=64, **two)
     given = noise(1, 16, 8, 8), torch.tensor([0.5]), noise(1, 6, 64), noise(1, 1, 64), noise(1, 1, 64)

@@ -64,7 +64,7 @@ def near(ours, exact, limit=NEAR):
 
 
 def state_of(model):
-    """Of each parameter: the object, its storage and its values; and what else could be left in a module."""
+    """Return of each parameter the object, its storage and its values; and what else could be left in a module."""
     parameters = {name: (id(p), p.data_ptr(), p.detach().clone()) for name, p in model.model.named_parameters()}
     return parameters, {name: dict(attributes(module)) for name, module in model.model.named_modules()}
 

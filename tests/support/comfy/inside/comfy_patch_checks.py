@@ -91,9 +91,6 @@ def by_name_and_announced_calls_are_counted_once():
     assert before.count("taken") == whole.count("taken") > 0
 
 
-# ---- other overrides ----
-
-
 def other_override(model, function):
     model = model.clone()
     options = model.model_options["transformer_options"] = model.model_options["transformer_options"].copy()
@@ -114,9 +111,6 @@ def the_hosts_own_backend_node_is_replaced():
     assert run.count("taken") == 0
     assert run.came_before > 0
     assert any("computed all" in warning for warning in run.warnings), run.warnings
-
-
-# ---- the host's estimate of memory ----
 
 
 @check

@@ -115,7 +115,7 @@ NETWORKS = {
 
 
 class Around(torch.nn.Module):
-    """What a model patcher expects around a network."""
+    """This class holds what a model patcher expects around a network."""
 
     def __init__(self, network):
         super().__init__()

@@ -62,7 +62,7 @@ def qwen():
 
 
 def network_of(clip):
-    """Its language model."""
+    """Return the language model of a text encoder."""
     return getattr(clip.cond_stage_model, clip.cond_stage_model.clip).transformer
 
 

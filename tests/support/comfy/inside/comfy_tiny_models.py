@@ -28,7 +28,7 @@ class NotOnThisHost(Exception):
 
 @dataclasses.dataclass
 class Built:
-    """What goes into one file."""
+    """This class holds what goes into one file."""
 
     tensors: StateDict
     metadata: dict[str, str] | None = None
@@ -227,9 +227,6 @@ def minimax_h3() -> Built:
     weights = {name: w.float() if name.startswith(float32) else w for name, w in weights.items()}
     weights["rope.inv_freq"] = 1.0 / (10000 ** (torch.arange(16) / 16.0))
     return Built(weights)
-
-
-# ---- VAEs, text encoders, a full checkpoint and LoRAs ----
 
 
 def kl_autoencoder(z_channels: int, channels: int) -> StateDict:

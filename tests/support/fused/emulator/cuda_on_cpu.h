@@ -38,11 +38,11 @@ template <class X>
 static inline X __shfl_xor_sync(unsigned mask, X value, int lane_xor) {
     return __shfl_sync(mask, value, (emu::current & 31) ^ lane_xor);
 }
-static inline void __threadfence() {}
+static inline void __threadfence() { emu::fence(); }
 template <class X>
 static inline X atomicAdd(X* number, X more) {
-    const X before = *number;
-    *number += more;
+    const X before = *(volatile X*)number;
+    *(volatile X*)number = before + more;
     return before;
 }
 static inline int __dp4a(int a, int b, int sum) {

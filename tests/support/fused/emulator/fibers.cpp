@@ -33,7 +33,9 @@ int block_or(int value) {
     if (!state.block.waiting) { state.any[slot] = 0; ++barriers; }
     state.any[slot] |= value != 0;
     if (state.block.waiting + 1 == state.threads) state.turns = 0;  // other warps run ahead from here on
+    arrive(0, slot, !state.block.waiting);
     meet(state.block, state.threads);
+    depart(0, slot);
     return state.any[slot];
 }
 
@@ -48,10 +50,13 @@ uint32_t exchange(uint32_t value, unsigned lane) {
 bool any_lane(bool value) {
     const unsigned wave = current / PA_WAVE;
     Group& group = state.waves[wave];
-    uint32_t& any = state.votes[(group.generation & 1) * state.waves.count + wave];
+    const unsigned slot = group.generation & 1;
+    uint32_t& any = state.votes[slot * state.waves.count + wave];
     if (!group.waiting) any = 0;
     any |= value;
+    arrive(1 + wave, slot, !group.waiting);
     meet(group, PA_WAVE);
+    depart(1 + wave, slot);
     return any;
 }
 
@@ -212,7 +217,7 @@ static bool run_together(emu::Array<Index3> blocks, unsigned together, unsigned 
     return true;
 }
 
-// Number of barriers passed, -1: the threads deadlocked, -2: no such kernel. together: blocks that run at a time; 1: one
+// Number of barriers passed, -1: the threads deadlocked, -2: no such kernel, -3: races (see races.cpp). together: blocks that run at a time; 1: one
 // after the other, in their order.
 extern "C" long launch(const char* kernel, unsigned x, unsigned y, unsigned z, unsigned threads, const void* params,
                        unsigned long long seed, unsigned together) {
@@ -224,12 +229,13 @@ extern "C" long launch(const char* kernel, unsigned x, unsigned y, unsigned z, u
     static emu::Array<Index3> blocks;
     blocks.assign((size_t)x * y * z);
     for (size_t i = 0; i < blocks.count; ++i) blocks[i] = {(unsigned)(i % x), (unsigned)(i / x % y), (unsigned)(i / x / y)};
-    if (together > 1) return run_together(blocks, together, threads, body, (void*)params) ? (long)emu::barriers : -1;
-    for (size_t i = 0; i < blocks.count; ++i) {
+    emu::begin_races(blocks.count, threads);
+    bool is_done = together == 1 || run_together(blocks, together, threads, body, (void*)params);
+    for (size_t i = 0; together == 1 && is_done && i < blocks.count; ++i) {
         blockIdx = blocks[i];
         emu::begin_block(threads, body, (void*)params);
-        if (emu::run_rounds(~0ull, false) != emu::DONE) return -1;
+        is_done = emu::run_rounds(~0ull, false) == emu::DONE;
     }
-    return (long)emu::barriers;
+    return !is_done ? -1 : emu::has_races() ? -3 : (long)emu::barriers;
 }
 

@@ -33,6 +33,23 @@ uint32_t exchange(uint32_t value, unsigned lane);
 // This thread goes on once the counter has reached `wanted`.
 void wait_for(const volatile uint32_t* counter, uint32_t wanted);
 
+// races.cpp: of the thread that runs, where a kernel is built to find races; else nothing.
+#ifdef PA_RACES
+void begin_races(size_t blocks, unsigned of_block);
+bool has_races();
+void fence();
+void arrive(unsigned group, unsigned slot, bool is_first);
+void depart(unsigned group, unsigned slot);
+void note(const void* begin, unsigned bytes, bool writes);
+#else
+static inline void begin_races(size_t, unsigned) {}
+static inline bool has_races() { return false; }
+static inline void fence() {}
+static inline void arrive(unsigned, unsigned, bool) {}
+static inline void depart(unsigned, unsigned) {}
+static inline void note(const void*, unsigned, bool) {}
+#endif
+
 // warp.cpp; what they give is said where kernels call them, in warp_on_cpu.h.
 unsigned ballot(bool vote);
 void ldmatrix(uint32_t* r, uint32_t address, int blocks, bool is_transposed);

@@ -61,6 +61,7 @@ unsigned ballot(bool vote) {
 }
 
 void ldmatrix(uint32_t* r, uint32_t address, int blocks, bool is_transposed) {
+    if ((int)current % 32 < 8 * blocks) note(__start_shared_memory + address, 16, false);
     const Hand* all = meet_with([=](Hand& mine) { mine.word[0] = address; }, [=](Hand* hand) {
         for (int lane = 0; lane < 8 * blocks; ++lane) {
             const uint32_t at = hand[lane].word[0];

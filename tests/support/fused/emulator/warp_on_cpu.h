@@ -1,7 +1,7 @@
 // What the 32 lanes of a warp do as one: votes, blocks of halves from shared memory (ldmatrix), products on tensor cores,
 // and counters in shared memory that one warp raises and others wait for. Every lane of the warp must take part.
 //
-// Counters are seen at once and in order here. Whether a fence is missing, this emulation cannot tell.
+// Counters are seen at once and in order here: whether a fence is missing, races.cpp tells.
 #pragma once
 
 static inline unsigned __ballot_sync(unsigned, int vote) { return emu::ballot(vote != 0); }
@@ -10,7 +10,7 @@ static inline int __all_sync(unsigned mask, int vote) { return __ballot_sync(mas
 static inline int __popc(unsigned x) { return __builtin_popcount(x); }
 static inline int __ffs(int x) { return __builtin_ffs(x); }
 static inline int __clz(int x) { return x ? __builtin_clz((unsigned)x) : 32; }
-static inline void __threadfence_block() {}
+static inline void __threadfence_block() { emu::fence(); }
 
 // Bytes from the beginning of shared memory.
 static inline uint32_t emu_shared_address(const void* p) { return (uint32_t)((const char*)p - __start_shared_memory); }
@@ -52,5 +52,6 @@ static inline void emu_mma_m8n8k4(float (&c)[8], uint32_t a0, uint32_t a1, uint3
 // changes would never end here.
 static inline void emu_see(volatile uint32_t* counter, uint32_t n) {
     emu::wait_for(counter, n);
+    *counter;
     __all_sync(0xffffffffu, 1);
 }

@@ -1,0 +1,113 @@
+"""From a linear layer with blocks of a GGUF file and x in 8 bits to kernel launches. Nothing is launched or compiled
+here."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ...gguf_blocks import FORMATS
+from ..code.gguf_source import FEW, LINEAR_KIND, GgufLinearVariant, GgufTile
+from ..code.params import GgufLinear, GgufRound
+from . import Launch
+
+KINDS = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
+_SLICE_BYTES = 64 << 20  # of x in 8 bits
+_WITH_MINIMUM = ("Q4_1", "Q5_1", "Q4_K", "Q5_K")
+# Multiples of bytes that blocks must begin at: what the kernel reads at once.
+_ALIGNMENTS = {"Q4_1": 4, "Q5_1": 4, "IQ4_XS": 4, "Q4_K": 16, "Q5_K": 16}
+
+
+class GgufLinearCall(NamedTuple):
+    """``out = x W^T + bias``, x in 8 bits. Tensors on one device.
+
+    Attributes:
+        x: ``[M, K]``, float32, float16 or bfloat16, last stride 1, any row stride.
+        blocks: uint8 of any shape, contiguous: N rows of whole blocks.
+        format: one of :data:`..code.gguf_source.PRODUCT_FORMATS`.
+        bias: float32 ``[N]``, contiguous; or None.
+        out: ``[M, N]``, of x's dtype, contiguous; it is written.
+    """
+
+    x: Tensor
+    blocks: Tensor
+    format: str
+    bias: Tensor | None
+    out: Tensor
+
+
+def variants_of(name: str, rows: int) -> list[GgufLinearVariant]:
+    """The compilations that a call with a format takes, with tiles of as many rows of a thread: the one with the
+    rounding of x and with few rows of x first."""
+    return [GgufLinearVariant(LINEAR_KIND, name, each) for each in dict.fromkeys((8, rows))]
+
+
+def gguf_linear_launches(call: GgufLinearCall, rows: int = 8, function: str = "") -> list[Launch]:
+    """The launches that write ``call.out``. Extra memory: x in 8 bits and four or eight bytes for each 32 of them, at
+    most 72 MiB: more rows go through in slices. Blocks that do not begin where the kernel can read them are copied.
+
+    Args:
+        rows: of a thread's outputs, 8 or 4.
+        function: that multiplies; "" = by the number of rows.
+    """
+    count, columns = call.x.shape
+    if not call.out.numel():
+        return []
+    function = function or next((name for name, tile in FEW.items() if count <= tile.rows), "pa_gguf_linear")
+    if call.blocks.data_ptr() % _ALIGNMENTS.get(call.format, 2):
+        call = call._replace(blocks=call.blocks.clone())
+    tile = FEW.get(function, GgufTile(128, 64, 1024 // rows))
+    chunks = -(-columns // 64)
+    most = tile.rows if function in FEW else max(1, _SLICE_BYTES // (64 * chunks * tile.rows)) * tile.rows
+    launches = []
+    for first in range(0, count, most):
+        part = call._replace(x=call.x[first : first + most], out=call.out[first : first + most])
+        launches += _slice_launches(part, function, tile, variants_of(call.format, rows), chunks)
+    return launches
+
+
+def _slice_launches(
+    call: GgufLinearCall, function: str, tile: GgufTile, variants: list[GgufLinearVariant], chunks: int
+) -> list[Launch]:
+    (count, columns), cols = call.x.shape, call.out.shape[1]
+    row_tiles, col_tiles = -(-count // tile.rows), -(-cols // tile.cols)
+    lines = count if function in FEW else row_tiles * tile.rows
+    words = call.x.new_empty((lines, 16 * chunks), dtype=torch.int32)
+    sums = 2 if call.format in _WITH_MINIMUM else 1
+    scales = call.x.new_empty((sums, lines, 2 * chunks), dtype=torch.float32)
+    rounding = GgufRound(
+        x=call.x.data_ptr(),
+        words=words.data_ptr(),
+        scales=scales.data_ptr(),
+        row_stride=call.x.stride(0) if count > 1 else 0,
+        rows=count,
+        columns=columns,
+        chunks=chunks,
+        x_kind=KINDS[call.x.dtype],
+    )
+    weights, size, _ = FORMATS[call.format]
+    product = GgufLinear(
+        x=words.data_ptr(),
+        x_scales=scales.data_ptr(),
+        weight=call.blocks.data_ptr(),
+        bias=0 if call.bias is None else call.bias.data_ptr(),
+        out=call.out.data_ptr(),
+        row_bytes=columns // weights * size,
+        rows=count,
+        cols=cols,
+        blocks=columns // 32,
+        chunks=chunks,
+        out_kind=KINDS[call.out.dtype],
+        row_tiles=row_tiles,
+        col_tiles=col_tiles,
+    )
+    keep = (call.x, words, scales, call.blocks, call.out, *(() if call.bias is None else (call.bias,)))
+    if function in FEW:
+        first = Launch(variants[0], "pa_gguf_round_few", (-(-chunks // 16), count, 1), 256, rounding, keep)
+    else:
+        first = Launch(variants[0], "pa_gguf_round", (2 * chunks, row_tiles, 1), 256, rounding, keep)
+    variant = variants[0 if function in FEW else -1]
+    grid = (col_tiles * (1 if function in FEW else row_tiles), 1, 1)
+    return [first, Launch(variant, function, grid, tile.threads, product, keep, count * cols * columns)]

@@ -1,0 +1,100 @@
+"""Pascal Attention Patch with MODEL, CLIP and VAE inside the host: see ``comfy_checks``."""
+
+from __future__ import annotations
+
+import torch
+from comfy_checks import check, close, log_lines, pack, replaced, runs
+from comfy_inproc import families, load_checkpoint, load_model, load_pack, sample
+
+NODES = load_pack()
+DEFAULTS = ("auto", 0, 0, "auto", 1024, True)
+LATENT = torch.randn(1, 4, 13, 10, generator=torch.Generator().manual_seed(1))
+
+
+def whole(model, clip=None, vae=None, **more):
+    return NODES["PascalAttentionPatch"]().patch(model, *DEFAULTS, clip=clip, vae=vae, unique_id="1", **more)
+
+
+def encode(clip):
+    return clip.encode_from_tokens(clip.tokenize("a lighthouse"))
+
+
+@check
+def the_three_are_what_the_single_nodes_give():
+    model, clip, vae = load_checkpoint()
+    ours = whole(model, clip, vae)
+    alone = (
+        NODES["PascalFFNChunking"]().patch(NODES["PascalAttentionPatch"]().patch(model, *DEFAULTS)[0], 0, 1024)[0],
+        NODES["PascalTextEncoderAttention"]().patch(clip, "auto", 0, True)[0],
+        NODES["PascalVAEAttention"]().patch(vae, "auto", 0, True)[0],
+    )
+    results = [[sample(m, "sd15"), encode(c), v.decode(LATENT)] for m, c, v in (ours, alone, (model, clip, vae))]
+    for found, single, stock in zip(*results):
+        assert torch.equal(found, single)
+        close(found, stock)
+
+
+@check
+def what_is_not_connected_stays_away_and_saved_workflows_find_their_model_first():
+    model = load_model("wan_t2v")
+    patched, clip, vae = whole(model)
+    assert clip is None
+    assert vae is None
+    assert patched is not model
+    required = NODES["PascalAttentionPatch"].INPUT_TYPES()["required"]
+    assert list(required) == ["model", "route", "budget_mib", "tile_size", "coverage", "min_keys", "nan_guard"]
+    assert NODES["PascalAttentionPatch"].RETURN_TYPES[0] == "MODEL"
+
+
+@check
+def the_node_says_what_all_its_parts_did():
+    model, clip, vae = load_checkpoint()
+    ours = whole(model, clip, vae)
+    said = []
+    host = pack("comfy.host")
+    with replaced(host, "send_status", lambda text, unique_id: said.append(text)), runs() as found:
+        encode(ours[1])
+        sample(ours[0], "sd15")
+        ours[2].decode(LATENT)
+    last = said[-1]
+    assert last.startswith(("Gained: ", "Fits: ", "Nothing")), last
+    for subject in ("SD15", "SD1ClipModel", "AutoencoderKL"):
+        assert subject in last, last
+    parts = {run.part for run in found if run.unique_id == "1"}
+    assert parts >= {"diffusion model", "text encoder", "VAE", "feed-forward"}
+
+
+@check
+def feed_forward_layers_run_in_chunks_where_a_call_would_not_fit_in_every_family():
+    for name, model in families("wan_t2v", "flux", "sd3"):
+        stock = sample(model, name)
+        with replaced(pack("patches.ffn"), "budget_from", lambda total: 1):
+            tight, off = whole(model)[0], whole(model, chunk_feed_forward=False)[0]
+        assert "pascal_attn_ffn" in tight.injections
+        assert "pascal_attn_ffn" not in off.injections
+        close(sample(tight, name), stock)
+
+
+@check
+def a_status_line_before_the_run_names_every_part():
+    model, clip, vae = load_checkpoint()
+    with log_lines() as lines:
+        whole(model, clip, vae)
+    text = " ".join(lines)
+    for word in ("blocks of SD15", "feed-forward", "SD1ClipModel", "AutoencoderKL", "decoding and encoding in bands"):
+        assert word in text, text
+
+
+@check
+def eight_bits_are_asked_for_and_say_so():
+    model = load_model("wan_t2v")
+    stock = sample(model)
+    with runs() as found:
+        patched = whole(model, precision="8-bit where it saves time")[0]
+        rounded = sample(patched)
+    (run,) = [run for run in found if run.part == "int8"]
+    if run.gains:  # the layers of a host's tiny model may be too small
+        assert not run.is_exact
+        assert "error" in run.gains[0]
+    assert (rounded - stock).norm() < 0.1 * stock.norm()
+    assert torch.equal(sample(model), stock)
