@@ -99,7 +99,7 @@ def eleven_gb() -> Sheet:
     words = "a fishing village on a steep green coast seen from the sea, painted boats, laundry, gulls, morning haze"
     positive = parts.prompt(sheet, clip, words)
     negative = parts.no_negative_prompt(sheet, positive)
-    parts.memory_estimate(sheet, model, latent, positive)
+    parts.memory_estimate(sheet, model, latent, positive, vae=vae)
     latent = parts.sampler(sheet, model, positive, negative, latent, **_Z_SETTINGS)
     image = parts.decode(sheet, latent, vae)
     parts.report(sheet, image)

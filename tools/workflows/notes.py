@@ -40,7 +40,8 @@ ELEVEN_GB = """
 At 1536x1536 the scores of **one** attention call take 9,720 MiB in float32 where they are stored, and 5,184 MiB in the
 VAE. With the pack 64 MiB at most, or nothing; what does not fit beside the weights is decoded in bands.
 
-**Pascal Memory Estimate** says before the run what it will need.
+Text encoder (8 GB), model (6 GB) and VAE (0.3 GB) are on the card one by one. **Pascal Memory Estimate** says before the
+run what it will need.
 """
 
 KREA = """
@@ -54,6 +55,8 @@ Needs [ComfyUI-GGUF](https://github.com/city96/ComfyUI-GGUF) (ComfyUI Manager: `
 take `qwen-image-Q2_K.gguf` (7.1 GB) of the same place.
 
 Scores of one attention call: 1,536 MiB in float32 where they are stored. With the pack 64 MiB at most, or nothing.
+
+`precision` in 8 bits is not exact; the weights stay as the file has them.
 """
 
 WAN = """
