@@ -161,12 +161,11 @@ def create_block_mask(
     heads = range(H or 1) if H and reads(mask_mod, "head", device) else range(1)
     states = torch.stack([torch.stack([rows.states(batch, head) for head in heads]) for batch in batches])
     states = states.expand(B or 1, H or 1, -1, -1)
-    listed: Any
-    if options.get("separate_full_blocks", True):
-        listed = *_ordered(states == PARTIAL), *_ordered(states == FULL)
-    else:
-        listed = *_ordered(states != SKIPPED), None, None
-    made = BlockMask.from_kv_blocks(*listed, BLOCK_SIZE=block, mask_mod=mask_mod, seq_lengths=(Q_LEN, KV_LEN))
+    full: tuple[Tensor | None, Tensor | None]
+    partial, full = _ordered(states == PARTIAL), _ordered(states == FULL)
+    if not options.get("separate_full_blocks", True):
+        partial, full = _ordered(states != SKIPPED), (None, None)
+    made = BlockMask.from_kv_blocks(*partial, *full, block, mask_mod, (Q_LEN, KV_LEN))
     known_of(made)[WINDOW] = rows.window() if len(batches) == len(heads) == 1 else None
     return made
 
