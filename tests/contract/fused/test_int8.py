@@ -129,7 +129,7 @@ def test_the_output_and_lse_have_the_bits_of_the_definition(case: Case) -> None:
         ("gfx906", sized(FLOAT16, 128, 66, 150, is_causal=True)),
         ("gfx1030", sized(FLOAT32, 96, 65, 130)),
     ],
-    ids=str,
+    ids=lambda value: getattr(value, "name", value),
 )
 def test_on_amd_too_where_bytes_of_p_have_a_sign(arch: str, case: Case) -> None:
     call = of_case(case)
