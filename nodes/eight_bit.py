@@ -69,5 +69,6 @@ class Pascal8Bit:
         **of_linear_layers: Any,
     ) -> tuple[Any, str]:
         """Returns a clone of ``model`` whose layers run in 8 bits, and what is known of each before a run."""
-        own: dict[str, Any] = {"linear": linear_layers, "attention": attention, "attention_max_error": attention_max_error}
-        return int8.patch(model, int8.Settings(**of_linear_layers, **own), unique_id)
+        attention_settings: dict[str, Any] = {"attention": attention, "attention_max_error": attention_max_error}
+        wanted = int8.Settings(**of_linear_layers, linear=linear_layers, **attention_settings)
+        return int8.patch(model, wanted, unique_id)
