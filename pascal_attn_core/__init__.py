@@ -26,7 +26,7 @@ from .version import __version__
 
 if TYPE_CHECKING:
     from .diffusers import patch_attention as patch_attention
-    from .diffusers.pipeline import patch_pipeline as patch_pipeline
+    from .diffusers import patch_pipeline as patch_pipeline
     from .ffn import patch_ffn
     from .flash_attn import patch_flash_attn
     from .flex import create_block_mask, flex_attention, patch_flex_attention

@@ -161,6 +161,7 @@ def create_block_mask(
     heads = range(H or 1) if H and reads(mask_mod, "head", device) else range(1)
     states = torch.stack([torch.stack([rows.states(batch, head) for head in heads]) for batch in batches])
     states = states.expand(B or 1, H or 1, -1, -1)
+    listed: Any
     if options.get("separate_full_blocks", True):
         listed = *_ordered(states == PARTIAL), *_ordered(states == FULL)
     else:

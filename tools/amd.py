@@ -179,8 +179,9 @@ def read_cell(text: str) -> Cell:
 
 
 def table_variants(arch: str) -> list[Variant]:
-    """The variants of an architecture in the table: what ships, and of every kind, at some head_dims, the variant that
-    takes the most registers, with numbers added to float32 scores and padded; of pairs of float16 that one as well."""
+    """The variants of an architecture in the table: what ships, all of 8-bit attention, and of every other kind, at
+    some head_dims, the variant that takes the most registers, with numbers added to float32 scores and padded; of pairs
+    of float16 that one as well."""
     hardest = [
         variant
         for variant in amd_variants(arch)
@@ -189,7 +190,8 @@ def table_variants(arch: str) -> list[Variant]:
         and variant.head_dim in HARDEST
         and (variant.dtype == "float32" or variant.lift > 1)
     ]
-    return list(dict.fromkeys((*prebuilt.amd_variants(arch), *hardest)))
+    int8 = (variant for variant in amd_variants(arch) if variant.kind == "int8")
+    return list(dict.fromkeys((*prebuilt.amd_variants(arch), *hardest, *int8)))
 
 
 def digests(variants: Iterable[Variant]) -> str:
@@ -231,7 +233,7 @@ def write_table(archs: Iterable[str], workers: int) -> None:
     with ProcessPoolExecutor(workers) as pool:
         for variant, text in zip(jobs, pool.map(_table_cell, jobs, chunksize=4)):
             rows.setdefault(row_name(variant), {})[variant.arch] = text
-    order = [row_name(variant) for variant in amd_variants(ARCHS[0])]
+    order = dict.fromkeys(row_name(variant) for arch in ARCHS for variant in amd_variants(arch))
     lines = [
         " ".join([name, *(rows[name][arch] for arch in ARCHS if arch in rows[name])]) for name in order if name in rows
     ]

@@ -16,6 +16,7 @@ from ..comfy.sites import by_name
 from ..engine.engine import Engine
 from ..engine.runs import PASSED
 from ..reporting import gain
+from .int8_attention import layers_in
 from .override import OVERRIDE, engine_of, make_override, previous_of
 from .replacements import Replacement
 from .scope import Scope, make_wrapper
@@ -76,6 +77,8 @@ def _after_run(engine: Engine, patcher: Any, before: Any, behind: bool) -> None:
     run = engine.run
     if run.count() == 0 and engine.is_compiled:
         run.note("compiled by torch.compile: attention runs inside the compiled graph, where calls are not counted")
+    elif run.count() == 0 and layers_in(current) is not None:
+        run.note("every attention call was computed in 8 bits, by Pascal 8-Bit")
     elif run.count() == 0 and not engine.failure:
         engine.warn(f"no attention call reached the patch: {_why_none(engine, current, run.came_before)}")
     if before is not None and run.count():

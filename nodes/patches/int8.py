@@ -195,7 +195,9 @@ def patch(model: Any, wanted: Settings, unique_id: str | None) -> tuple[Any, str
             log.warning("pascal_attn: %s: %s", layers.subject, more[0])
     more = [*filter(None, [*more, layers.why_exact])]
     host.say("; ".join([first, *more]), unique_id)
-    return patched, "\n".join([*(report.text() for report in reports), *more])
+    texts = [report.text() for report in reports if report.lines or report.weights]
+    texts += ["attention layers are found and measured in their first call"] * (len(texts) < len(reports))
+    return patched, "\n".join([*texts, *more])
 
 
 def status(report: Int8Report, subject: str, settings: str) -> str:

@@ -210,11 +210,10 @@ def in_8_bits(given: dict[str, Any]) -> Tensor:
         UnsupportedAttention: 8 bits do not take it; or the kernels were not tried on this card, or found bad, in a
             process of their own: a fault of theirs must not end this one.
     """
-    tensors, names = [given.get(name) for name in ("query", "key", "value", "attn_mask")], Options._fields
-    query, key, value, mask, options = prepared(*tensors, Options(**{n: given[n] for n in names if n in given}))
-    call = check_call(query, key, value, mask, options)
+    asked = Options(**{name: given[name] for name in Options._fields if name in given})
+    call = check_call(*prepared(given["query"], given["key"], given["value"], given.get("attn_mask"), asked))
     choice = choose(call, _IN_8_BITS)
-    if takes_device(query.device) and (why := why_untried(call, choice.plan, Int8Trials)):
+    if takes_device(call.query.device) and (why := why_untried(call, choice.plan, Int8Trials)):
         raise UnsupportedAttention(_IN_8_BITS.route, [f"the 8-bit kernel is left off: {why}"])
     return run(call, _IN_8_BITS, with_lse=False, choice=choice).out
 

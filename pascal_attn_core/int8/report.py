@@ -116,12 +116,13 @@ class Int8Report(AnyReport):
             seconds = sum(calls * (in_float - in_int8) for calls, in_float, in_int8 in timed) / 1e3
             text += f"; {abs(seconds):.2f} s {'more' if seconds < 0 else 'less'} than in float"
             text += f" (one call of each of {len(timed)}: {before:.1f} -> {after:.1f} ms)"
-        rounded = [(line.float_bytes, line.int8_bytes) for line in on if not line.is_as_stored]
+        linear = [line for line in on if line.shape]
+        rounded = [(line.float_bytes, line.int8_bytes) for line in linear if not line.is_as_stored]
         if rounded and self.weights:
             before, after = (sum(sizes) / MIB for sizes in zip(*rounded))
             text += f"; weights {before:.1f} -> {after:.1f} MiB" + _WEIGHTS[self.weights]
-        if len(rounded) < len(on) and self.weights:
-            size = sum(line.int8_bytes for line in on if line.is_as_stored) / MIB
+        if len(rounded) < len(linear) and self.weights:
+            size = sum(line.int8_bytes for line in linear if line.is_as_stored) / MIB
             text += f"; GGUF weights {size:.1f} MiB, as the file has them"
         if self.count(FLOAT):
             text += f"; {self.count(FLOAT)} stay in float"

@@ -11,6 +11,7 @@ from ..call import AttentionCall, Gradients, Results, Wanted, empty_output
 from ..config import AttentionConfig, RouteUnavailable
 from ..flex_rules import BlockRule
 from ..fused.code.compilation import Compilation
+from ..fused.geometry.amd import has_dots
 from ..fused.launch import int8_definition
 from ..fused.launch.backward import backward_launches, sums_bytes
 from ..fused.launch.fields import rows_are_readable
@@ -286,8 +287,8 @@ def find_plan(
         return ["switched off by the configuration (fused)"]
     kernels = kernels_of(call)
     reasons = call_reasons(call, int8=int8) or list(kernels.machine_reasons)
-    if int8 and info.kind != "cuda":
-        reasons.append("the int8 mode needs an NVIDIA GPU")
+    if int8 and not reasons and info.kind == "hip" and not has_dots(kernels.variant_arch):
+        reasons.append(f"the int8 mode needs dot products of 8-bit integers, which {kernels.arch} has not")
     if reasons:
         return reasons
     plan = plan_call(

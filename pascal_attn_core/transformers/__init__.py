@@ -124,8 +124,8 @@ def _attention_by(config: AttentionConfig | None) -> Callable[..., tuple[Tensor,
     ) -> tuple[Tensor, Tensor | None]:
         refuse_what_we_do_not_know(kwargs)
         if kwargs.get("cache") is not None:
-            paged = {"scaling": scaling, "dropout": dropout, "softcap": softcap, "s_aux": s_aux, "config": config}
-            return paged_attend(module, query, key, value, kwargs, **paged), None
+            more: Any = {"scaling": scaling, "dropout": dropout, "softcap": softcap, "s_aux": s_aux, "config": config}
+            return paged_attend(module, query, key, value, kwargs, **more), None
         sinks = kwargs.get("sinks")
         masked = Masked.of(module, query, key, value, attention_mask, is_causal).with_bias(position_bias)
         options: dict[str, Any] = masked.options() | {"scale": scaling, "softcap": softcap}

@@ -167,7 +167,7 @@ def test_keys_and_values_of_another_dtype(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("score_mod", ["none", "alibi", "forbids"])
 def test_keys_in_pages(score_mod: str) -> None:
-    """torch's PagedAttention: lists of physical pages, and functions that look up which logical keys they hold."""
+    """torch's PagedAttention gives lists of physical pages, and functions that look up which logical keys they hold."""
     pages = pytest.importorskip("torch.nn.attention.experimental._paged_attention")
     size, tokens = 16, 90
     query, key, value = inputs(tokens=tokens)

@@ -113,6 +113,16 @@ def share(variant: Variant, cubin: bytes) -> Share:
     return Share(needed, sum(counts.values()), dict(counts), scores)
 
 
+def packing(cubin: bytes) -> int:
+    """Instructions of all lanes, at most, to pack a token of query, key and value of one head for 8-bit attention: both
+    sides of each branch, but not the subroutines that divide 64-bit numbers. The means are torch's and not counted."""
+    functions = sections(cubin)
+    of_query, *others = (maxwell(functions[f"pa_pack_{name}"]) for name in ("queries", "keys", "values"))
+    end = max(x.address for x in of_query if x.kind == "EXIT")
+    of_row = len([x for x in of_query if x.address <= end])
+    return 32 * (of_row + sum(max(len(within(code, loop)) for loop in loops(code)) for code in others))
+
+
 def backward_share(query: float, key_value: float) -> float:
     """Share of the two gradient kernels together, from the share of each: needed are BACKWARD_PRODUCTS of their seven.
 

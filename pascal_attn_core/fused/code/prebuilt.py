@@ -159,18 +159,20 @@ def _unpacked(pack: str) -> bytes:
 def amd_variants(arch: str) -> list[Variant]:
     """The variants that ship for one of ``amd_geometry.ARCHS``, each once. These cards have no bfloat16: only language
     models use it there."""
-    ranges = [Variant(amd_geometry.RANGES, head_dim, "float16") for head_dim in amd_geometry.RANGES_HEAD_DIMS]
-    return [
+    others = [Variant(amd_geometry.RANGES, head_dim, "float16") for head_dim in amd_geometry.RANGES_HEAD_DIMS]
+    others += [Variant("int8", head_dim, dtype) for head_dim in INT8_HEAD_DIMS for dtype in ("float32", "float16")]
+    found = [
         replace(variant, arch=arch)
         for head_dim in HEAD_DIMS
-        for variant in (*variants(head_dim), *(other for other in ranges if other.head_dim == head_dim))
+        for variant in (*variants(head_dim), *(other for other in others if other.head_dim == head_dim))
         if variant.dtype != "bfloat16" or head_dim in _LANGUAGE_MODELS
     ]
+    return [variant for variant in found if variant.exists]
 
 
 def amd_pack_name(variant: Variant) -> str:
     """The file name of the pack that holds a variant's code, whichever card of the family it is for."""
-    return f"{amd_geometry.base(variant.arch)}-{variant.head_dim}.xz"
+    return f"{amd_geometry.base(variant.arch)}-{variant.pack}.xz"
 
 
 def amd_manifest() -> dict[str, Any]:

@@ -123,7 +123,8 @@ class Variant(Compilation):
         if self.kind == "grad_all":
             return not self.arch and self.head_dim in GRAD_ALL_HEAD_DIMS
         if self.kind == "int8":
-            return self.head_dim in INT8_HEAD_DIMS and self.mask != "float" and not self.padded and not self.arch
+            has_dots = not self.arch or amd_geometry.has_dots(self.arch)
+            return self.head_dim in INT8_HEAD_DIMS and self.mask != "float" and not self.padded and has_dots
         if self.is_even:
             return self.mask != "float" and self.head_dim <= EVEN_HEAD_DIM
         return not (self.on_tensor_cores and self.mask == "float" and self.head_dim > FLOAT_MASK_HEAD_DIM)
@@ -148,6 +149,9 @@ class Variant(Compilation):
     @property
     def tile_bytes(self) -> int:
         """Shared memory of a block for the tiles of its products. Some kernels have some more."""
+        if self.kind == "int8":  # a byte for each number of Q, K, V and P
+            rows, cols = self.geometry.rows, self.geometry.cols
+            return self.head_dim * (rows + 2 * cols) + rows * cols
         return self.geometry.tile_bytes(self.head_dim)
 
     @property
@@ -195,8 +199,9 @@ def amd_variants(arch: str) -> Iterator[Variant]:
     """Every variant that a call can ask for on AMD's architecture."""
     for kind in amd_geometry.KINDS:
         for variant in all_variants():
-            if variant.kind == kind:
-                yield replace(variant, arch=arch)
+            of_arch = replace(variant, arch=arch)
+            if variant.kind == kind and of_arch.exists:
+                yield of_arch
     for head_dim in amd_geometry.RANGES_HEAD_DIMS:
         yield Variant(amd_geometry.RANGES, head_dim, "float16", arch=arch)
 

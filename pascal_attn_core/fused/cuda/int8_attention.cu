@@ -27,8 +27,13 @@ template <bool first>
 INLINE void multiply_rows_chunk(int (&S)[RM][CN], int (&a)[2][RM], int (&b)[2][CN], const int* qs, const int* ks,
                                 const int* next) {
     FOR(w, PA_KC) {
+#if PA_AHEAD
         load_words(a[w + 1 & 1], w + 1 < PA_KC ? qs + (w + 1) * PA_BR : next, 4 * PA_TY);
         load_words(b[w + 1 & 1], ks + (w + 1) * PA_BC, 4 * PA_TX);
+#else
+        load_words(a[w & 1], qs + w * PA_BR, 4 * PA_TY);
+        load_words(b[w & 1], ks + w * PA_BC, 4 * PA_TX);
+#endif
         FOR(i, RM) FOR(j, CN) S[i][j] = dp4a_signed(a[w & 1][i], b[w & 1][j], first && w == 0 ? MAGIC_BITS : S[i][j]);
     }
 }
@@ -59,10 +64,15 @@ template <bool first>
 INLINE void multiply_columns_chunk(int (&A)[RM][DN], int (&a)[2][RM], int (&b)[2][DN], const int* const (&ps)[4],
                                    const int* vs, const int* next) {
     FOR(g, PA_VC) {
+#if PA_AHEAD
         load_words(a[g + 1 & 1], ps[g + 1 & 3] + (g + 1) * PA_BR, 4 * PA_TY);
         load_words(b[g + 1 & 1], g + 1 < PA_VC ? vs + (g + 1) * PA_D : next, 4 * PA_TX);
+#else
+        load_words(a[g & 1], ps[g & 3] + g * PA_BR, 4 * PA_TY);
+        load_words(b[g & 1], vs + g * PA_D, 4 * PA_TX);
+#endif
         FOR(i, RM) FOR(j, DN)
-            A[i][j] = dp4a_unsigned((u32)a[g & 1][i], b[g & 1][j], first && g == 0 ? MAGIC_BITS : A[i][j]);
+            A[i][j] = dp4a_unsigned((u32)a[g & 1][i], b[g & 1][j], first && g == 0 ? FIRST_SUM(i, j) : A[i][j]);
     }
 }
 
@@ -112,14 +122,14 @@ INLINE void rotate_sums(float (&O)[DN], const Lane& t) {
 // Of the tiles of the block's rows. Worked out where it is needed: kept, it takes registers of the sums.
 INLINE const u8* flags_of(const Int8Attention& p, int row_tile) {
     int b = blockIdx.z + p.first_batch;
-    OPAQUE(b);
+    OPAQUE_UNIFORM(b);
     return p.flags + b * p.flags_b + blockIdx.y * p.flags_h + row_tile * p.flags_q;
 }
 
 // Scores of the tile that begins at key0 which the mask's bits forbid are -inf.
 INLINE void forbid_by_mask(float (&S)[RM][CN], const Int8Attention& p, int row0, int key0, const Lane& t) {
     int b = blockIdx.z + p.first_batch;
-    OPAQUE(b);
+    OPAQUE_UNIFORM(b);
     const u32* const bits = p.mask_bits + b * p.bits_b + blockIdx.y * p.bits_h + key0 / 32;
     FOR(i, RM) {
         const u32* const row = bits + min_int(row0 + ROW(i), p.lq - 1) * p.bits_q;
@@ -140,13 +150,43 @@ INLINE int next_seen(const Int8Attention& p, int row_tile, int tile, int end) {
     return tile;
 }
 
+#define LOAD_ROW_SCALE(i) scale[i] = p.q_scales[q_head * p.lq + row0 + min_int(ROW(i), rows - 1)];
+// A number for each column of a thread, of the tile that begins at `at`.
+#define LOAD_COLUMNS(to, from) FOR(j, CN / 4) *(float4*)&to[4 * j] = *(const float4*)(p.from + at + COL(4 * j));
+
+#define ROUND_PROB(i, j)                                \
+    {                                                   \
+        const float x = exp2_approx(S[i][j] - top[i]);  \
+        sum[i] = fmaf(x, inverse[j], sum[i]);           \
+        S[i][j] = fmaf(x, LARGEST, BYTE_MAGIC);         \
+    }
+// A word is four keys.
+#define STORE_PROBS(i4, j)                                                                              \
+    {                                                                                                   \
+        u32 word[4];                                                                                    \
+        FOR(i, 4) {                                                                                     \
+            const float* const s = &S[4 * i4 + i][4 * j];                                               \
+            const u32 low = permuted(float_to_bits(s[0]), float_to_bits(s[1]), 0x0040);                 \
+            const u32 high = permuted(float_to_bits(s[2]), float_to_bits(s[3]), 0x0040);                \
+            word[i] = permuted(low, high, 0x5410);                                                      \
+        }                                                                                               \
+        const int g = t.tx + j * PA_TX;                                                                 \
+        int4 four;                                                                                      \
+        four.x = (int)word[0]; four.y = (int)word[1]; four.z = (int)word[2]; four.w = (int)word[3];     \
+        *(int4*)(Ps + g * PA_BR + ((t.ty ^ SWIZZLE(t.tx)) + i4 * PA_TY) * 4) = four;                    \
+    }
+
 extern "C" __global__ void __launch_bounds__(PA_NT, PA_MINB) pa_int8_attention(const Int8Attention p) {
     __shared__ __align__(128) int sm[WORDS * PA_BR + 2 * TILE_WORDS + GROUPS * PA_BR];
     int* const Ps = sm;                     // [GROUPS][BR], swizzled
     int* const Vs = Ps + GROUPS * PA_BR;    // [GROUPS][D]
     int* const Ks = Vs + TILE_WORDS;        // [WORDS][BC]
     int* const Qs = Ks + TILE_WORDS;        // [WORDS][BR], the last: nothing behind it may be read
+#if PA_AMD
+    Lane t = lane_of(threadIdx.x);
+#else
     const Lane t = lane_of(threadIdx.x);
+#endif
     const int b = blockIdx.z + p.first_batch, h = blockIdx.y;
     // Under a causal rule the last tiles of rows have the most keys: they go first.
     const int row_tile = (p.high < p.lk ? (int)(gridDim.x - 1 - blockIdx.x) : (int)blockIdx.x) + p.first_tile;
@@ -155,7 +195,7 @@ extern "C" __global__ void __launch_bounds__(PA_NT, PA_MINB) pa_int8_attention(c
     const int k_end = min_int(p.lk, min_int(row0 + PA_BR, p.lq) + p.high), end = (k_end + PA_BC - 1) / PA_BC;
     int tile = next_seen(p, row_tile, max_int(0, row0 + p.low) / PA_BC, end);
     const int* k = p.k + (k_head * p.tiles + tile) * TILE_WORDS;
-    const int* v = p.v + (k_head * p.tiles + tile) * TILE_WORDS;
+    const int* v = p.v + (k_head * p.tiles + tile) * V_WORDS;
 
     for (int e = t.tid; e < PA_BR * WORDS / 4; e += PA_NT) {  // Q, transposed
         const int r = e % PA_BR, w = e / PA_BR * 4;
@@ -173,22 +213,41 @@ extern "C" __global__ void __launch_bounds__(PA_NT, PA_MINB) pa_int8_attention(c
         FOR(j, DN) O[i][j] = 0.f;
         row_max[i] = LOWEST;
         row_sum[i] = 0.f;
-        scale[i] = p.q_scales[q_head * p.lq + row0 + min_int(ROW(i), rows - 1)];
+        LOAD_ROW_SCALE(i)
     }
     __syncthreads();
+#ifdef PA_HIP
+    t.tid = __builtin_amdgcn_readfirstlane(t.tid);  // which takes no register of lanes: all that LANE_ANEW reads
+#endif
 
 #pragma unroll 1
     while (tile < end) {
-        const i64 at = (k_head * p.tiles + tile) * PA_BC;
-        float k_scale[CN], v_log[CN];  // on their way during the product
-        FOR(j, CN / 4) *(float4*)&k_scale[4 * j] = *(const float4*)(p.k_scales + at + COL(4 * j));
-        FOR(j, CN / 4) *(float4*)&v_log[4 * j] = *(const float4*)(p.v_logs + at + COL(4 * j));
+        LANE_ANEW(t)
+        PARAMS_ANEW(Int8Attention, p)
+#if PA_AMD  // scales are not on their way during the product: there are no registers for them
         int bits[RM][CN];
         multiply_rows(bits, Qs, Ks, Vs, v, t);
+        FOR(i, RM) FOR(j, CN) OPAQUE(bits[i][j]);
+        FOR(i, RM) LOAD_ROW_SCALE(i)
+        int behind_it = tile;
+        OPAQUE_UNIFORM(behind_it);
+        const i64 at = (k_head * p.tiles + behind_it) * PA_BC;
+#else
+        const i64 at = (k_head * p.tiles + tile) * PA_BC;
+#endif
+        float k_scale[CN], v_log[CN];
+        LOAD_COLUMNS(k_scale, k_scales)
+        LOAD_COLUMNS(v_log, v_logs)
+#if !PA_AMD
+        int bits[RM][CN];
+        multiply_rows(bits, Qs, Ks, Vs, v, t);
+#endif
         float S[RM][CN];
         FOR(i, RM) FOR(j, CN) S[i][j] = bits_to_float((u32)bits[i][j]);
+#if !PA_AMD
         float inverse[CN];
-        FOR(j, CN / 4) *(float4*)&inverse[4 * j] = *(const float4*)(p.v_scales + at + COL(4 * j));
+        LOAD_COLUMNS(inverse, v_scales)
+#endif
         FOR(j, CN) {
             const float offset = -MAGIC * k_scale[j];  // exact
             FOR(i, RM) S[i][j] = fmaf(S[i][j], k_scale[j], offset);
@@ -210,7 +269,11 @@ extern "C" __global__ void __launch_bounds__(PA_NT, PA_MINB) pa_int8_attention(c
 #endif
         float top[RM];  // the tile's maximum
         FOR(i, RM) top[i] = LOWEST;
+#if PA_AMD
+        FOR(j, CN / 2) FOR(i, RM) top[i] = largest_of_three(top[i], S[i][2 * j], S[i][2 * j + 1]);
+#else
         FOR(j, CN) FOR(i, RM) top[i] = fmaxf(top[i], S[i][j]);
+#endif
         for (int s = 2; s < 2 * PA_TX; s *= 2) FOR(i, RM) top[i] = fmaxf(top[i], __shfl_xor_sync(FULL_WARP, top[i], s));
 
         float weight[RM];  // of the tile against the running maximum
@@ -227,43 +290,55 @@ extern "C" __global__ void __launch_bounds__(PA_NT, PA_MINB) pa_int8_attention(c
         }
         FOR(i, RM) weight[i] = exp2_approx(top[i] - row_max[i]);
 
-        // P, rounded and packed: a word is four keys.
-        {
+        {  // P, rounded and packed
+            LANE_ANEW(t)
+#if PA_AMD
+            float inverse[CN];
+            LOAD_COLUMNS(inverse, v_scales)
+#endif
             float sum[RM];
             FOR(i, RM) sum[i] = 0.f;
-            FOR(j, CN) FOR(i, RM) {
-                const float x = exp2_approx(S[i][j] - top[i]);
-                sum[i] = fmaf(x, inverse[j], sum[i]);
-                S[i][j] = fmaf(x, LARGEST, BYTE_MAGIC);
+#if PA_AMD  // four columns after the other: all at once would take too many registers
+            FOR(j, CN / 4) {
+                FOR(c, 4) FOR(i, RM) OPAQUE(S[i][4 * j + c]);
+                FOR(c, 4) FOR(i, RM) ROUND_PROB(i, 4 * j + c)
+                FOR(i4, RM / 4) STORE_PROBS(i4, j)
             }
+#else
+            FOR(j, CN) FOR(i, RM) ROUND_PROB(i, j)
+#endif
             FOR(i, RM) row_sum[i] = fmaf(sum[i], weight[i], row_sum[i]);
         }
-        FOR(j, CN / 4) FOR(i4, RM / 4) {
-            u32 word[4];
-            FOR(i, 4) {
-                const float* const s = &S[4 * i4 + i][4 * j];
-                const u32 low = permuted(float_to_bits(s[0]), float_to_bits(s[1]), 0x0040);
-                const u32 high = permuted(float_to_bits(s[2]), float_to_bits(s[3]), 0x0040);
-                word[i] = permuted(low, high, 0x5410);
-            }
-            const int g = t.tx + j * PA_TX;
-            int4 four;
-            four.x = (int)word[0]; four.y = (int)word[1]; four.z = (int)word[2]; four.w = (int)word[3];
-            *(int4*)(Ps + g * PA_BR + ((t.ty ^ SWIZZLE(t.tx)) + i4 * PA_TY) * 4) = four;
-        }
+#if !PA_AMD
+        FOR(j, CN / 4) FOR(i4, RM / 4) STORE_PROBS(i4, j)
+#endif
         __syncthreads();  // P and V's tile are there, K's is consumed
 
+#if PA_AMD
+        const int* const first_sums = v + TILE_WORDS;
+#endif
         const int next = next_seen(p, row_tile, tile + 1, end);
         if (next < end) k += (i64)(next - tile) * TILE_WORDS;  // behind the last: that one once more, without a branch
-        v += (i64)(next - tile) * TILE_WORDS;
+        v += (i64)(next - tile) * V_WORDS;
         tile = next;
         int A[RM][DN];
+#if PA_AMD
+        {
+            LANE_ANEW(t)
+            load_words(A[0], first_sums + t.tx * 4, 4 * PA_TX);
+            FOR(i, RM) FOR(j, DN) A[i][j] = A[0][j];
+            multiply_columns(A, Ps, Vs, Ks, k, t);
+        }
+#else
         multiply_columns(A, Ps, Vs, Ks, k, t);
+#endif
         FOR(i, RM) FOR(j, DN) O[i][j] = fmaf(bits_to_float((u32)A[i][j]) - MAGIC, weight[i], O[i][j]);
         __syncthreads();  // K's next tile is there, P and V's are consumed
     }
 
     FOR(i, RM) {
+        LANE_ANEW(t)
+        PARAMS_ANEW(Int8Attention, p)
         float sum = row_sum[i];
         for (int s = 2; s < 2 * PA_TX; s *= 2) sum += __shfl_xor_sync(FULL_WARP, sum, s);
         const float factor = sum == 0.f ? 0.f : (1.f / LARGEST) / sum;  // 0: a row without any key

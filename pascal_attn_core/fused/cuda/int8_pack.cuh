@@ -1,5 +1,5 @@
-// softmax(Q K^T * scale) V with both products in 8-bit integers by dp4a (sm_61, sm_70 and newer). Never exact. What it
-// computes, in PyTorch: fused/launch/int8_definition.py.
+// softmax(Q K^T * scale) V with both products in 8-bit integers by dp4a (sm_61, sm_70 and newer), on AMD's cards by
+// v_dot4_i32_i8. Never exact. What it computes, in PyTorch: fused/launch/int8_definition.py.
 //
 // Compile-time parameters besides those of base.cuh:
 //   PA_D               head_dim of the tiles: 64 or 128. Channels behind the tensors' own are zero before the rotation
@@ -26,7 +26,15 @@
 //   127 * 127 * D < 2^22 for D <= 256;  255 * 127 * keys of a tile < 2^22 for up to 129 keys.
 #define MAGIC 12582912.f
 #define MAGIC_BITS 0x4b400000
+#if PA_AMD  // signed bytes by signed ones only: a byte of P holds p - 128, and sums start at MAGIC + 128 * sum of v
+#define BYTE_MAGIC 8388736.f  // 2^23 + 128: the low byte of p + it is round(p) - 128
+#define V_WORDS (TILE_WORDS + PA_D)  // of V's tile: behind its codes where the sum of each channel starts
+#define FIRST_SUM(i, j) A[i][j]
+#else
 #define BYTE_MAGIC 8388608.f  // 2^23: the low byte of p + 2^23 is round(p)
+#define V_WORDS TILE_WORDS
+#define FIRST_SUM(i, j) MAGIC_BITS
+#endif
 #define LEAST_SCALE 1e-30f
 #define LOWEST -1e30f         // in place of -inf where one is subtracted from another
 #define LARGEST 255.f
@@ -52,16 +60,42 @@
 
 #ifdef PA_CPU_EMU
 INLINE int dp4a_signed(int a, int b, int sum) { return __dp4a(a, b, sum); }
+#if PA_AMD
+INLINE int dp4a_unsigned(u32 a, int b, int sum) { return __dp4a((int)a, b, sum); }
+#else
 INLINE int dp4a_unsigned(u32 a, int b, int sum) {
     for (int i = 0; i < 32; i += 8) sum += (int)(u8)(a >> i) * (int)(i8)(b >> i);
     return sum;
 }
+#endif
 INLINE u32 permuted(u32 a, u32 b, u32 selector) {
     const unsigned long long both = a | (unsigned long long)b << 32;
     u32 r = 0;
     for (int i = 0; i < 4; ++i) r |= (u32)(both >> 8 * (selector >> 4 * i & 7) & 255) << 8 * i;
     return r;
 }
+#elif defined(PA_HIP)
+INLINE int dp4a_signed(int a, int b, int sum) { return __builtin_amdgcn_sdot4(a, b, sum, false); }
+INLINE int dp4a_unsigned(u32 a, int b, int sum) { return dp4a_signed((int)a, b, sum); }
+INLINE u32 permuted(u32 a, u32 b, u32 s) {  // a byte of the instruction's selector is four bits of s
+    return __builtin_amdgcn_perm(b, a, (s & 15) | (s & 0xf0) << 4 | (s & 0xf00) << 8 | (s & 0xf000) << 12);
+}
+// Each rounded on its own: products and sums in one expression would be one multiply-add.
+INLINE float __fadd_rn(float x, float y) { return x + y; }
+INLINE float __fsub_rn(float x, float y) { return x - y; }
+INLINE float __fmul_rn(float x, float y) { return x * y; }
+INLINE float __fdiv_rn(float x, float y) { return x / y; }
+INLINE float __frcp_rn(float x) { return 1.f / x; }
+INLINE int __float2int_rn(float x) { return (int)__builtin_rintf(x); }
+#define rintf __builtin_rintf
+#define fminf __builtin_fminf
+INLINE u32 pa_shfl_xor(u32 value, int mask) { return float_to_bits(pa_shfl_xor(bits_to_float(value), mask)); }
+// Of 32 lanes, whatever a wave has. 33: not equal.
+INLINE u32 pa_ballot(bool x) {
+    const unsigned long long lanes = __builtin_amdgcn_uicmp((u32)x, 0u, 33);
+    return (u32)(PA_WAVE == 64 && threadIdx.x & 32 ? lanes >> 32 : lanes);
+}
+#define __ballot_sync(lanes, x) pa_ballot(x)
 #else
 INLINE int dp4a_signed(int a, int b, int sum) {
     int r;
@@ -124,7 +158,8 @@ INLINE float largest_of_row(const float (&v)[PER_LANE]) {
 struct Pack {
     const T* x;          // [B, H, rows, dim] of Q, K or V
     const float* mean;   // [B, H, dim] of K or V; for Q null, or [B, H / group, dim] of K, for the scores
-    int* words;          // Q: [B, H, rows, WORDS];  K: [B, H, tiles, WORDS, BC];  V: [B, H, tiles, BC / 4, D]
+    int* words;          // Q: [B, H, rows, WORDS];  K: [B, H, tiles, WORDS, BC];  V: [B, H, tiles, V_WORDS],
+                         // first [BC / 4, D]
     float* scales;       // Q: [B, H, rows] a_i;  K: [B, H, tiles, BC] b_j;  V: 1 / c_j, 0 behind the last key
     float* logs;         // V: log2(c_j), -inf behind the last key: it has no weight
     float* mean_scores;  // Q: [B, H, rows], the score of the mean key, which lse lacks; or null
@@ -222,6 +257,11 @@ extern "C" __global__ void __launch_bounds__(128) pa_pack_values(const Pack p) {
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     float carry[PER_LANE];
     FOR(e, PER_LANE) carry[e] = 0.f;
+#if PA_AMD
+    __shared__ int sums[4][PA_D];
+    int sum[PER_LANE];
+    FOR(e, PER_LANE) sum[e] = 0;
+#endif
     for (int g = warp * (GROUPS / 4); g < (warp + 1) * (GROUPS / 4); ++g) {
         u32 word[PER_LANE];
         FOR(e, PER_LANE) word[e] = 0;
@@ -235,14 +275,24 @@ extern "C" __global__ void __launch_bounds__(128) pa_pack_values(const Pack p) {
                 const float code = fminf(fmaxf(rintf(__fmul_rn(wanted, inverse)), -127.f), 127.f);
                 carry[e] = fmaf(-code, scale, wanted);
                 word[e] |= ((u32)__float2int_rn(code) & 0xffu) << 8 * k;
+#if PA_AMD
+                sum[e] += __float2int_rn(code);
+#endif
             }
             if (lane == 0) {
                 p.scales[tile.at * PA_BC + j] = j < tile.keys ? inverse : 0.f;
                 p.logs[tile.at * PA_BC + j] = j < tile.keys ? log2f(scale) : NEG_INF;
             }
         }
-        FOR(e, PER_LANE) p.words[tile.at * TILE_WORDS + g * PA_D + 32 * e + lane] = (int)word[e];
+        FOR(e, PER_LANE) p.words[tile.at * V_WORDS + g * PA_D + 32 * e + lane] = (int)word[e];
     }
+#if PA_AMD
+    FOR(e, PER_LANE) sums[warp][32 * e + lane] = sum[e];
+    __syncthreads();
+    const int d = threadIdx.x;
+    if (d < PA_D)
+        p.words[tile.at * V_WORDS + TILE_WORDS + d] = MAGIC_BITS + 128 * (sums[0][d] + sums[1][d] + sums[2][d] + sums[3][d]);
+#endif
 }
 
 // ---- attention ------------------------------------------------------------------------------------------------------

@@ -20,8 +20,7 @@ What the host does for a variant with an ``arch``:
   ``digest(variant)`` is the key of a cached one, together with ``base(arch)`` and the compiler's version.
 - a launch: ``variant.functions``, the grid and the threads of a ``Launch``, no dynamic shared memory.
   The whole argument buffer is the one structure of :mod:`..code.params`, 8-byte aligned; there are no hidden arguments.
-- plans: ``plan_call(call, compute_units, arch=...)`` and ``variants_of(call, arch)``. There is no ``int8`` kind and
-  none on tensor cores.
+- plans: ``plan_call(call, compute_units, arch=...)`` and ``variants_of(call, arch)``. There is no kind on tensor cores.
 """
 
 from __future__ import annotations
@@ -93,7 +92,7 @@ def options_beyond_all(arch: str) -> tuple[str, ...]:
 
 
 def has_dots(arch: str) -> bool:
-    """Whether kernels for it use dot products of float16 pairs."""
+    """Whether kernels for it use dot products, of float16 pairs and of four bytes."""
     return base(arch) in _HAVE_DOTS
 
 
@@ -165,7 +164,7 @@ TABLES = {
     "gfx906": _tables("vega", "gfx906"),
     **dict.fromkeys(("gfx1010", "gfx1012", "gfx1030"), _tables("rdna")),
 }
-KINDS = ("forward", "split", "grad_query", "grad_key_value", "capped", "capped_split")
+KINDS = ("forward", "split", "grad_query", "grad_key_value", "capped", "capped_split", "int8")
 RANGES = "ranges"  # a kind of AMD's alone: keys in ranges at the tiles of "forward", see tail_rows.py
 RANGES_HEAD_DIMS = (40, 64, 80, 96, 128)
 
@@ -199,6 +198,6 @@ def amd_geometry(arch: str, kind: str, head_dim: int, dtype: str, mask: str, *, 
     kind = {"capped": "forward", "capped_split": "split"}.get(kind, kind)
     if is_tight and f"{kind}-tight" in tables:
         kind = f"{kind}-tight"
-    if dtype == "float16" and has_dots(arch):
+    if kind != "int8" and dtype == "float16" and has_dots(arch):
         dtype = "pairs"
     return tables.get(f"{kind}-{dtype}", tables[kind])[head_dim]

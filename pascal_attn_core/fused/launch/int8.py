@@ -59,8 +59,11 @@ class _Words(NamedTuple):
     @staticmethod
     def of(variant: Variant, view: View) -> _Words:
         rows = view.query.shape[:-1].numel()
-        keys = view.key.shape[:2].numel() * _key_tiles(variant, view) * variant.geometry.cols
+        tiles = view.key.shape[:2].numel() * _key_tiles(variant, view)
+        keys = tiles * variant.geometry.cols
         sizes = {"q": rows, "q_scales": rows, "mean_scores": rows if len(view.rest) > 1 else 0}
+        if variant.arch:  # behind each tile of V a word for each channel
+            sizes["v"] = keys + 4 * tiles
         new, each = view.query.new_empty, variant.head_dim // 4
         return _Words(
             *(

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from ...call import AttentionCall
+from ..geometry.amd import AmdGeometry
 from ..geometry.plain import Geometry
 from .fields import LOG2_E, View, band_of, views
 from .plan import int8_variant
@@ -43,14 +44,16 @@ class Words(NamedTuple):
     mean_scores: Tensor
 
 
-def compute(call: AttentionCall, out: Tensor, lse: Tensor | None = None) -> None:
-    """Write out ``[*batch, Hq, L, Dv]`` and, where given, lse ``[*batch, Hq, L]``, of a call that the kernels take.
+def compute(call: AttentionCall, out: Tensor, lse: Tensor | None = None, arch: str = "") -> None:
+    """Write out ``[*batch, Hq, L, Dv]`` and, where given, lse ``[*batch, Hq, L]``, of a call that the kernels take, in
+    the tiles of NVIDIA's or of AMD's ``arch``.
     Memory: K and V in float32, and some copies of the scores of all rows with the keys of a tile."""
-    variant = int8_variant(call)
-    assert isinstance(variant.geometry, Geometry)
+    variant = int8_variant(call, arch)
+    geometry = variant.geometry
+    assert isinstance(geometry, Geometry | AmdGeometry)
     for view in views(call, out, *(() if lse is None else (lse,))):
-        words = pack(call, view, variant.head_dim, variant.geometry.cols)
-        for target, found in zip(view.rest, _attend(call, view, words, variant.geometry)):
+        words = pack(call, view, variant.head_dim, geometry.cols)
+        for target, found in zip(view.rest, _attend(call, view, words, geometry)):
             target.copy_(found)
 
 
@@ -83,7 +86,7 @@ def pack(call: AttentionCall, view: View, table_dim: int, tile_keys: int) -> Wor
     )
 
 
-def _attend(call: AttentionCall, view: View, words: Words, geometry: Geometry) -> tuple[Tensor, Tensor]:
+def _attend(call: AttentionCall, view: View, words: Words, geometry: Geometry | AmdGeometry) -> tuple[Tensor, Tensor]:
     """(out, lse) in float32."""
     cols, tx = geometry.cols, geometry.tx
     of_heads = functools.partial(torch.repeat_interleave, repeats=call.groups, dim=1)

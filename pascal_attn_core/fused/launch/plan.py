@@ -128,7 +128,7 @@ def plan_call(
         arch: of AMD's devices, as :func:`..geometry.amd.kernel_arch` says it.
     """
     if int8:
-        return Plan(int8_variant(call))
+        return Plan(int8_variant(call, arch))
     variants = variants_of(call, arch)
     gradients = (variants.grad_query, variants.grad_key_value) if for_grad else ()
     whole, split = forward_variants(call, variants)
@@ -160,11 +160,11 @@ def variants_of(call: AttentionCall, arch: str = "") -> Variants:
     return _variants(call.head_dim, call.head_dim_v, call.query.dtype, _mask_kind(call), arch)
 
 
-def int8_variant(call: AttentionCall) -> Variant:
-    """The compilation of 8-bit attention that takes a call."""
+def int8_variant(call: AttentionCall, arch: str = "") -> Variant:
+    """The compilation of 8-bit attention that takes a call; ``arch``: on AMD's devices."""
     dim = table_dim(call.head_dim, call.head_dim_v, INT8_HEAD_DIMS)
     assert dim is not None
-    return Variant("int8", dim, str(call.query.dtype).removeprefix("torch."), _mask_kind(call))
+    return Variant("int8", dim, str(call.query.dtype).removeprefix("torch."), _mask_kind(call), arch=arch)
 
 
 def forward_variants(call: AttentionCall, variants: Variants) -> tuple[Variant, Variant]:

@@ -89,7 +89,7 @@ def _int8_error(variant: Variant, call: AttentionCall, out: Tensor, run: Run) ->
     lse = torch.full_like(out[..., 0], float("nan"), dtype=torch.float32)
     run(int8_launches(call, Plan(variant), out, lse))
     right = torch.empty(out.shape, device="cpu"), torch.empty(lse.shape, device="cpu")
-    int8_definition.compute(_on_cpu(call, None), *right)
+    int8_definition.compute(_on_cpu(call, None), *right, variant.arch)
     return max(gap(found.cpu(), expected).relative for found, expected in zip((out, lse), right))
 
 

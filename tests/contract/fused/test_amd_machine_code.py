@@ -36,10 +36,11 @@ from pascal_attn_core.fused.code import prebuilt  # noqa: E402
 from pascal_attn_core.fused.code.amd_code import arch_of  # noqa: E402
 from pascal_attn_core.fused.code.source import Variant  # noqa: E402
 from pascal_attn_core.fused.geometry.amd import ARCHS, target  # noqa: E402
-from pascal_attn_core.fused.launch import Launch  # noqa: E402
+from pascal_attn_core.fused.launch import Launch, int8_definition  # noqa: E402
 from pascal_attn_core.fused.launch.forward import forward_launches  # noqa: E402
+from pascal_attn_core.fused.launch.int8 import int8_launches  # noqa: E402
 from pascal_attn_core.fused.launch.packed import packed_launches  # noqa: E402
-from pascal_attn_core.fused.launch.plan import Packed  # noqa: E402
+from pascal_attn_core.fused.launch.plan import Packed, plan_call  # noqa: E402
 
 pytestmark = pytest.mark.skipif(OBJDUMP is None, reason="needs llvm-objdump-16 to read machine code (Debian: llvm-16)")
 needs_clang = pytest.mark.skipif(
@@ -80,6 +81,7 @@ def _check(
 
 
 _OFTEN = {(64, "float32"), (40, "float16"), (128, "float16")}
+_INT8_OFTEN = {(64, "float32", "gfx906"), (128, "float16", "gfx1030")}
 _RARE = {
     "gfx900": ("forward-128-float32-bool", "split-64-float16-none"),
     "gfx1010": ("forward-80-float32-bool", "split-128-float32-none"),
@@ -91,6 +93,8 @@ def _is_taken(variant: Variant) -> bool:
     """Whether each run executes it, and not only those of every night."""
     if EVERY or variant.arch in _RARE:
         return EVERY or variant.name.removesuffix(f"-{variant.arch}") in _RARE[variant.arch]
+    if variant.kind == "int8":
+        return (variant.head_dim, variant.dtype, variant.arch) in _INT8_OFTEN
     if variant.kind in ("split", "ranges"):
         return variant.head_dim == 64 and variant.dtype != "bfloat16"
     if (variant.head_dim, variant.dtype) == (64, "float16"):
@@ -102,6 +106,7 @@ _SHIPPED = [variant for arch in ARCHS for variant in prebuilt.amd_variants(arch)
 _FORWARD = [variant for variant in _SHIPPED if variant.kind == "forward"]
 _SPLIT = [variant for variant in _SHIPPED if variant.kind == "split"]
 _RANGES = [variant for variant in _SHIPPED if variant.kind == "ranges"]
+_INT8 = [variant for variant in _SHIPPED if variant.kind == "int8"]
 
 
 def _of(variant: Variant, queries: int, keys: int) -> Case:
@@ -131,6 +136,28 @@ def test_shipped_kernels_compute_the_last_rows_with_their_keys_in_ranges(variant
     result = with_tail(inputs, options, variant.arch, 2, run=machine.execute, code_of=_shipped)
     assert result.plan.tail.variant == variant
     assert_attention(result.out, result.lse, inputs, options, FLOAT16)
+
+
+@pytest.mark.parametrize("variant", _INT8, ids=lambda variant: variant.name)
+def test_shipped_8_bit_attention_has_the_bits_of_its_definition(
+    variant: Variant, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the exp2 and log2 of the machine here."""
+    for name in ("exp2", "log2"):
+        wide = getattr(torch, name)
+        monkeypatch.setattr(int8_definition, name, lambda x, wide=wide: wide(x.double()).float())
+    (query, key, value, _), options = _of(variant, variant.geometry.rows // 2 + 5, variant.geometry.cols + 9).build()
+    call = check_call(query, key + torch.linspace(-3, 3, variant.head_dim).to(key.dtype), value, **options)
+    out, lse = empty_output(call).fill_(torch.nan), poisoned(call.out_shape[:-1], FLOAT32)
+    plan = plan_call(call, 1, int8=True, arch=variant.arch)
+    executed: Counter[str] = Counter()
+    machine.execute(int8_launches(call, plan, out, lse), _shipped, lambda wave, i: executed.update([i.name]))
+    right = torch.empty_like(out), torch.empty_like(lse)
+    int8_definition.compute(call, *right, variant.arch)
+    assert plan.forward == variant
+    assert torch.equal(out, right[0])
+    assert torch.equal(lse, right[1])
+    assert sum(count for name, count in executed.items() if name.startswith("v_dot4")) > 1000
 
 
 @pytest.mark.parametrize(("arch", "dtype"), [("gfx906", FLOAT16), ("gfx1030", FLOAT16)])

@@ -16,12 +16,13 @@ import numpy as np
 import pytest
 import torch
 from attn_support.fused.cases import LOWER_RIGHT, sized
-from attn_support.fused.emulation import LeftOut, build_text, each_left_out, emulate, params_of
+from attn_support.fused.device import emulated_card
+from attn_support.fused.emulation import CARD, LeftOut, build_text, each_left_out, emulate, params_of
 from attn_support.oracle import exact
 from attn_support.table import Case
 from torch import Tensor
 
-from pascal_attn_core import AttentionConfig
+from pascal_attn_core import AttentionConfig, UnsupportedAttention, explain
 from pascal_attn_core.call import AttentionCall, check_call
 from pascal_attn_core.fused.code.source import Variant, source
 from pascal_attn_core.fused.launch import Launch, int8, int8_definition
@@ -53,19 +54,23 @@ def _exp2_of_the_emulator(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def emulated(
-    call: AttentionCall, seed: int = 1, text: str | LeftOut | None = None, edit: Callable[[list[Launch]], Any] = list
+    call: AttentionCall,
+    seed: int = 1,
+    text: str | LeftOut | None = None,
+    edit: Callable[[list[Launch]], Any] = list,
+    arch: str = "",
 ) -> Result:
-    """Return what the kernels write. edit: the launches that are run, of all."""
+    """Return what the kernels write. edit: the launches that are run, of all; arch: AMD's."""
     out = torch.full(call.out_shape, math.nan, dtype=call.query.dtype)
     lse = torch.full(call.out_shape[:-1], math.nan)
-    launches = int8_launches(call, plan_call(call, 1, int8=True), out, lse)
+    launches = int8_launches(call, plan_call(call, 1, int8=True, arch=arch), out, lse)
     emulate(edit(launches), seed, None if text is None else {"int8": text})
     return out, lse
 
 
-def defined(call: AttentionCall) -> Result:
+def defined(call: AttentionCall, arch: str = "") -> Result:
     out, lse = torch.empty(call.out_shape, dtype=call.query.dtype), torch.empty(call.out_shape[:-1])
-    int8_definition.compute(call, out, lse)
+    int8_definition.compute(call, out, lse, arch)
     return out, lse
 
 
@@ -115,6 +120,20 @@ def test_the_output_and_lse_have_the_bits_of_the_definition(case: Case) -> None:
     is_finite = lse.isfinite()
     assert torch.equal(is_finite, right[1].isfinite())
     assert not is_finite.any() or (right[1] - lse)[is_finite].abs().max() < 0.1
+
+
+@pytest.mark.parametrize(
+    ("arch", "case"),
+    [
+        ("gfx906", sized(FLOAT32, 64, 130, 200, "bool some rows empty")),
+        ("gfx906", sized(FLOAT16, 128, 66, 150, is_causal=True)),
+        ("gfx1030", sized(FLOAT32, 96, 65, 130)),
+    ],
+    ids=str,
+)
+def test_on_amd_too_where_bytes_of_p_have_a_sign(arch: str, case: Case) -> None:
+    call = of_case(case)
+    assert same_bits(emulated(call, arch=arch), defined(call, arch))
 
 
 @pytest.mark.parametrize("dim", [64, 128, 72])
@@ -322,6 +341,15 @@ def test_a_kernel_without_any_one_barrier_is_wrong() -> None:
     assert len(mutants) == 3
     for mutant, line in mutants:
         assert not is_right(mutant), line
+
+
+def test_explain_names_the_route_or_what_the_card_lacks() -> None:
+    inputs, config = [torch.zeros(1, 1, 8, 64) for _ in range(3)], AttentionConfig(route="fused-int8")
+    with emulated_card():
+        assert explain(*inputs, config=config).startswith("route fused-int8")
+    words = re.escape("needs compute capability 6.1, got 6.0")
+    with emulated_card(info=replace(CARD, capability=(6, 0))), pytest.raises(UnsupportedAttention, match=words):
+        explain(*inputs, config=config)
 
 
 def test_it_is_never_chosen_unasked_and_refuses_what_it_cannot_do() -> None:

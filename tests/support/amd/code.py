@@ -141,7 +141,7 @@ def _read(code: bytes, address: int, size: int) -> bytes:
 
 
 _LINE = re.compile(r"\s(\w+)(.*?)\s*// ([0-9A-F]+): [^<]*(?:<\w+(?:\+0x([0-9a-f]+))?>)?")
-_OPTION = re.compile(r"\b(\w+):(swizzle\([^)]*\)|\[[\d,]*\]|\w+)(?![\d:]*\])")
+_OPTION = re.compile(r"\b(\w+):(swizzle\([^)]*\)|\[[\d,]*\]|-?\w+)(?![\d:]*\])")
 _FLAGS = re.compile(r"\b(glc|slc|dlc)\b")  # which caches a transfer passes by
 _KNOWN_OPTIONS = {"offset", "offset0", "offset1", "op_sel_hi", "dst_sel", "dst_unused", "src0_sel", "src1_sel"}
 _NO_OPERANDS = ("s_nop", "s_endpgm", "s_barrier", "s_clause", "s_inst_prefetch", "s_waitcnt_depctr", "s_code_end")

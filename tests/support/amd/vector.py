@@ -18,7 +18,7 @@ from .wave import F32, F64, I64, U32, U64, Wave, with_signs
 VECTOR: dict[str, Operation] = {}
 _READ = {
     "u": Wave.unsigned, "i": Wave.integer, "f": Wave.single, "U": Wave.unsigned64, "I": Wave.integer64,
-    "m": Wave.mask, "r": Wave.raw,
+    "m": Wave.mask,
 }  # fmt: skip
 
 
@@ -53,7 +53,10 @@ _plain("uu", "v_lshlrev_b32", lambda x, y: y << (x & _FIVE))
 _plain("uu", "v_lshrrev_b32", lambda x, y: y >> (x & _FIVE))
 _plain("ii", "v_ashrrev_i32", lambda x, y: y >> (x & 31))
 _plain("ii", "v_min_i32", np.minimum)
+_plain("uu", "v_max_u32", np.maximum)
+_plain("uuu", "v_alignbit_b32", lambda x, y, z: ((x.astype(U64) << U64(32) | y) >> (z & _FIVE).astype(U64)).astype(U32))
 _plain("uuu", "v_add3_u32", lambda x, y, z: x + y + z)
+_plain("uuu", "v_max3_u32", lambda x, y, z: np.maximum(np.maximum(x, y), z))
 _plain("uuu", "v_or3_b32", lambda x, y, z: x | y | z)
 _plain("uuu", "v_and_or_b32", lambda x, y, z: x & y | z)
 _plain("uuu", "v_add_lshl_u32", lambda x, y, z: x + y << (z & _FIVE))
@@ -66,7 +69,7 @@ def _chosen(x: np.ndarray, y: np.ndarray, second: np.ndarray) -> np.ndarray:
     return np.where(second, y, x)
 
 
-_plain("rrm", "v_cndmask_b32", _chosen)
+_plain("ffm", "v_cndmask_b32", _chosen)
 
 
 def _ones(x: np.ndarray) -> np.ndarray:
@@ -184,17 +187,29 @@ _plain("ff", "v_add_f32", lambda x, y: x + y)
 _plain("ff", "v_sub_f32", lambda x, y: x - y)
 _plain("ff", "v_mul_f32", lambda x, y: x * y)
 _plain("ff", "v_max_f32", np.fmax)
+_plain("ff", "v_min_f32", np.fmin)
 _plain("fff", "v_max3_f32", lambda x, y, z: np.fmax(np.fmax(x, y), z))
 _plain("fff", "v_fma_f32", _fma)
 _plain("f", "v_trunc_f32", np.trunc)
+_plain("f", "v_rndne_f32", np.rint)
 _plain("f", "v_rcp_f32", lambda x: (1 / x.astype(F64)).astype(F32))
 _plain("f", "v_exp_f32", lambda x: np.exp2(x.astype(F64)).astype(F32))
 _plain("f", "v_log_f32", lambda x: np.log2(x.astype(F64)).astype(F32))
 _plain("u", "v_cvt_f32_u32", lambda x: x.astype(F32))
 _plain("f", "v_cvt_u32_f32", lambda x: np.clip(np.nan_to_num(x.astype(F64)), 0, 2**32 - 1).astype(U32))
+_plain("f", "v_cvt_i32_f32", lambda x: np.clip(np.nan_to_num(x.astype(F64)), -(2**31), 2**31 - 1).astype(np.int32))
 VECTOR["v_rcp_iflag_f32"] = VECTOR["v_rcp_f32"]
 VECTOR["v_fmac_f32"] = _in_place(_fma)
 VECTOR["v_mac_f32"] = _in_place(lambda x, y, z: x * y + z)
+
+
+def _middle(x: np.ndarray, y: np.ndarray, z: np.ndarray) -> np.ndarray:
+    """Of three floats; where one is NaN the least of the others."""
+    low, high = np.minimum(x, y), np.maximum(x, y)
+    return np.where(np.isnan(x + y + z), np.fmin(np.fmin(x, y), z), np.maximum(low, np.minimum(high, z)))
+
+
+_plain("fff", "v_med3_f32", _middle)
 
 
 # A division is v_div_scale of both, a reciprocal, its refinement, v_div_fmas and v_div_fixup. Here the last of them
@@ -208,6 +223,37 @@ def _div_scale(wave: Wave, i: Instruction) -> None:
 VECTOR["v_div_scale_f32"] = _div_scale
 VECTOR["v_div_fmas_f32"] = VECTOR["v_fma_f32"]
 _plain("fff", "v_div_fixup_f32", lambda quotient, y, x: (x.astype(F64) / y.astype(F64)).astype(F32))
+
+
+def _dot4(x: np.ndarray, y: np.ndarray, z: np.ndarray) -> np.ndarray:
+    products = x.view(np.int8).astype(np.int32) * y.view(np.int8)
+    return products.reshape(*products.shape[:-1], -1, 4).sum(-1, dtype=np.int32) + z.view(np.int32)
+
+
+def _dot4_in_place(wave: Wave, i: Instruction) -> None:
+    destination, x, y = i.operands
+    wave.write(destination.number, _dot4(wave.unsigned(x), wave.unsigned(y), wave.unsigned(destination)))
+
+
+def _permuted(high: np.ndarray, low: np.ndarray, selector: np.ndarray) -> np.ndarray:
+    """A byte of the selector below 8 names one of the words' bytes, from that of ``low`` up; 12 is a zero."""
+    chosen = selector.view(np.uint8).reshape(-1, 4)
+    assert ((chosen < 8) | (chosen == 12)).all()
+    content = np.concatenate([low.view(np.uint8).reshape(-1, 4), high.view(np.uint8).reshape(-1, 4)], 1)
+    content = np.pad(content, ((0, 0), (0, 5)))
+    return np.take_along_axis(content, chosen.astype(I64), 1).reshape(-1).view(U32)
+
+
+def _shift_left16(wave: Wave, i: Instruction) -> None:
+    """The high half becomes zero on gfx9, and stays what it is on gfx10."""
+    destination, by, x = i.operands
+    kept = wave.unsigned(destination) & U32(0xFFFF0000 if wave.size == 32 else 0)
+    wave.write(destination.number, wave.unsigned(x) << (wave.unsigned(by) & U32(15)) & U32(0xFFFF) | kept)
+
+
+_plain("uuu", "v_dot4_i32_i8", _dot4)
+_plain("uuu", "v_perm_b32", _permuted)
+VECTOR |= {"v_dot4c_i32_i8": _dot4_in_place, "v_lshlrev_b16": _shift_left16}
 
 
 def _half(words: np.ndarray, place: int) -> np.ndarray:
@@ -280,7 +326,11 @@ def _dot2_in_place(wave: Wave, i: Instruction) -> None:
 
 def _selected(wave: Wave, operand: Operand, selection: str) -> np.ndarray:
     words = wave.unsigned(operand)
-    return words if selection == "DWORD" else words >> U32(16 * int(selection.removeprefix("WORD_"))) & U32(0xFFFF)
+    if selection == "DWORD":
+        return words
+    part, place = selection.split("_")
+    size = {"BYTE": 8, "WORD": 16}[part]
+    return words >> U32(size * int(place)) & U32((1 << size) - 1)
 
 
 def _or_of_halves(wave: Wave, i: Instruction) -> None:
@@ -290,13 +340,23 @@ def _or_of_halves(wave: Wave, i: Instruction) -> None:
     wave.write(i.operands[0].number, x | y)
 
 
-VECTOR |= {"v_dot2c_f32_f16": _dot2_in_place, "v_or_b32_sdwa": _or_of_halves}
+def _parts_differ(wave: Wave, i: Instruction) -> None:
+    destination, *sources = i.operands
+    x, y = (_selected(wave, source, i.options[f"src{n}_sel"]) & U32(0xFFFF) for n, source in enumerate(sources))
+    wave.write_mask(destination.number, x != y)
+
+
+VECTOR |= {
+    "v_dot2c_f32_f16": _dot2_in_place, "v_or_b32_sdwa": _or_of_halves, "v_cmp_ne_u16_sdwa": _parts_differ,
+}  # fmt: skip
 
 # Products for many instructions at once: of the words of both factors and of floats, ``[instructions, lanes]``.
 Product = Callable[[np.ndarray, np.ndarray, np.ndarray], np.ndarray]
 PRODUCTS: dict[str, Product] = {
     "v_dot2_f32_f16": _dot2,
     "v_dot2c_f32_f16": _dot2,
+    "v_dot4_i32_i8": _dot4,
+    "v_dot4c_i32_i8": _dot4,
     "v_fma_f32": lambda x, y, z: _fma(x.view(F32), y.view(F32), z),
     "v_fmac_f32": lambda x, y, z: _fma(x.view(F32), y.view(F32), z),
     "v_mac_f32": lambda x, y, z: x.view(F32) * y.view(F32) + z,

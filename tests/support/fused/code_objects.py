@@ -64,7 +64,9 @@ def code_object(variant: Variant) -> bytes:
     return renamed(head + segment + note, amd_geometry.target(variant.arch))
 
 
-_OWN_TILES = ("pa_forward", "pa_forward_split", "pa_forward_ranges", "pa_grad_query", "pa_grad_key_value")
+_OWN_TILES = (
+    "pa_forward", "pa_forward_split", "pa_forward_ranges", "pa_grad_query", "pa_grad_key_value", "pa_int8_attention",
+)  # fmt: skip
 
 
 def pack(value: Any) -> bytes:

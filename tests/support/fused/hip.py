@@ -207,7 +207,7 @@ def _argument_buffer(pointers: int, extra: int) -> tuple[str, bytes]:
 def _has_dot_products(variant: Variant) -> bool:
     geometry = variant.geometry
     assert isinstance(geometry, amd_geometry.AmdGeometry)
-    return geometry.pairs > 0
+    return geometry.pairs > 0 or variant.kind == "int8"
 
 
 def plain_launch(arch: str = "gfx906", dtype: torch.dtype = torch.float32) -> Launch:

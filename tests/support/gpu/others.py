@@ -41,7 +41,7 @@ def _none(*arguments: Any, **options: Any) -> int:
 
 
 def _fused(*tensors: Any, **options: Any) -> torch.Tensor:
-    """What oneDNN computes, on the CPU."""
+    """Compute on the CPU what oneDNN would on the device."""
     device = tensors[0].device
     return torch.nn.functional.scaled_dot_product_attention(
         *(t.cpu() if isinstance(t, torch.Tensor) else t for t in tensors), **options

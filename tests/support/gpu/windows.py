@@ -18,7 +18,7 @@ from typing import Any
 _BAD_NAME = re.compile(r'[<>:"|?*\\\x00-\x1f]|[ .]$|^(con|prn|aux|nul|(com|lpt)\d)(\.|$)', re.IGNORECASE)
 _LONGEST_PATH, _LONGEST_COMMAND = 259, 32767
 _PROFILE = r"C:\Users\A User Whose Name Is Long\AppData\Local"
-_NOT_THERE = ("fork", "getuid", "geteuid", "getgid", "killpg", "uname", "sysconf", "sched_getaffinity", "mkfifo")
+_NOT_THERE = ("fork", "geteuid", "getgid", "killpg", "uname", "sysconf", "sched_getaffinity", "mkfifo")
 problems: list[str] = []
 modes: list[int] = []  # arguments of SetErrorMode
 
@@ -30,6 +30,8 @@ def follow(folder: Path) -> None:
         folder: the user's folder for what programs store.
     """
     platform.uname()  # which is asked of os.uname once
+    import torch._dynamo  # noqa: F401  torch's own code for Linux, which looks for these names when it is imported
+
     for name in _NOT_THERE:
         delattr(os, name)
     os.environ["LOCALAPPDATA"] = str(folder)

@@ -124,54 +124,58 @@ def test_what_somebody_else_put_there_since_stays() -> None:
     assert out == "flash_attn: flash_attn was replaced in sys.modules since: left in place"
 
 
+BELIEVED = """
+import torch
+from pascal_attn_core import flash_attn as ours
+ours.install_as_flash_attn()
+from transformers.utils import import_utils
+# the real package, too, counts only where torch has a CUDA device
+assert import_utils.is_flash_attn_2_available() == torch.cuda.is_available()
+assert import_utils.is_flash_attn_greater_or_equal("2.3.3")
+import_utils.is_flash_attn_2_available.cache_clear()
+import_utils.is_torch_cuda_available = lambda: True
+assert import_utils.is_flash_attn_2_available()
+assert not import_utils.is_flash_attn_4_available()
+from transformers import modeling_flash_attention_utils as utils
+utils.is_flash_attn_2_available = lambda: True
+functions, _ = utils.lazy_import_flash_attention("flash_attention_2")
+assert functions[:2] == (ours.flash_attn_func, ours.flash_attn_varlen_func)
+try:
+    import diffusers
+except ImportError:
+    pass
+else:
+    import diffusers.models.attention_dispatch as dispatch
+    assert dispatch._CAN_USE_FLASH_ATTN
+    query = torch.randn(1, 12, 2, 8)
+    out = dispatch.dispatch_attention_fn(query, query, query, backend="flash")
+    query = query.transpose(1, 2)
+    right = torch.nn.functional.scaled_dot_product_attention(query, query, query)
+    torch.testing.assert_close(out.transpose(1, 2), right)
+"""
+A_MODEL = """
+from pascal_attn_core.observe import report
+from transformers import LlamaConfig, LlamaForCausalLM
+config = LlamaConfig(vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
+                     num_attention_heads=4, num_key_value_heads=2)
+torch.manual_seed(0)
+model = LlamaForCausalLM._from_config(config, attn_implementation="eager").eval()
+tokens, mask = torch.randint(0, 64, (2, 10)), torch.ones(2, 10, dtype=torch.long)
+mask[0, :4] = 0
+with torch.no_grad():
+    expected = model(tokens, attention_mask=mask).logits
+    model.config._attn_implementation = "flash_attention_2"
+    utils.lazy_import_flash_attention("flash_attention_2")
+    with report.record() as seen:
+        actual = model(tokens, attention_mask=mask).logits
+    assert seen.total == 4, seen.total  # two layers of two sequences of different lengths
+torch.testing.assert_close(actual[mask.bool()], expected[mask.bool()])
+"""
+
+
 def test_transformers_and_diffusers_believe_it_where_a_gpu_is_and_a_model_gives_the_same() -> None:
     pytest.importorskip("transformers")
-    run("""
-        import torch
-        from pascal_attn_core import flash_attn as ours
-        ours.install_as_flash_attn()
-        from transformers.utils import import_utils
-        # the real package, too, counts only where torch has a CUDA device
-        assert import_utils.is_flash_attn_2_available() == torch.cuda.is_available()
-        assert import_utils.is_flash_attn_greater_or_equal("2.3.3")
-        import_utils.is_flash_attn_2_available.cache_clear()
-        import_utils.is_torch_cuda_available = lambda: True
-        assert import_utils.is_flash_attn_2_available()
-        assert not import_utils.is_flash_attn_4_available()
-        from transformers import modeling_flash_attention_utils as utils
-        utils.is_flash_attn_2_available = lambda: True
-        functions, _ = utils.lazy_import_flash_attention("flash_attention_2")
-        assert functions[:2] == (ours.flash_attn_func, ours.flash_attn_varlen_func)
-        try:
-            import diffusers
-        except ImportError:
-            pass
-        else:
-            import diffusers.models.attention_dispatch as dispatch
-            assert dispatch._CAN_USE_FLASH_ATTN
-            query = torch.randn(1, 12, 2, 8)
-            out = dispatch.dispatch_attention_fn(query, query, query, backend="flash")
-            query = query.transpose(1, 2)
-            right = torch.nn.functional.scaled_dot_product_attention(query, query, query)
-            torch.testing.assert_close(out.transpose(1, 2), right)
-
-        from pascal_attn_core.observe import report
-        from transformers import LlamaConfig, LlamaForCausalLM
-        config = LlamaConfig(vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
-                             num_attention_heads=4, num_key_value_heads=2)
-        torch.manual_seed(0)
-        model = LlamaForCausalLM._from_config(config, attn_implementation="eager").eval()
-        tokens, mask = torch.randint(0, 64, (2, 10)), torch.ones(2, 10, dtype=torch.long)
-        mask[0, :4] = 0
-        with torch.no_grad():
-            expected = model(tokens, attention_mask=mask).logits
-            model.config._attn_implementation = "flash_attention_2"
-            utils.lazy_import_flash_attention("flash_attention_2")
-            with report.record() as seen:
-                actual = model(tokens, attention_mask=mask).logits
-            assert seen.total == 4, seen.total  # two layers of two sequences of different lengths
-        torch.testing.assert_close(actual[mask.bool()], expected[mask.bool()])
-    """)
+    run(BELIEVED + A_MODEL)
 
 
 def test_an_installation_that_fails_leaves_nothing_behind(tmp_path: Path) -> None:

@@ -89,7 +89,7 @@ def test_every_variant_has_tiles_that_fit_and_pairs_where_there_are_dot_products
             # Beside the tile: whether any thread's mask allows anything, and the maxima of flushed rows (head_dim 512).
             flushed = variant.head_dim > 256 and variant.flush_tiles > 0
             own = 4 * (variant.mask != "none") + 4 * geometry.rows * flushed
-            assert geometry.tile_bytes(variant.head_dim) + own <= amd_geometry.LDS_BYTES, variant.name
+            assert variant.tile_bytes + own <= amd_geometry.LDS_BYTES, variant.name
 
 
 # ---- code objects ----------------------------------------------------------------------------------------------------
@@ -116,12 +116,14 @@ def check_metadata(variant: Variant, code: bytes, scratch: int = 0) -> None:
         assert [(a[".offset"], a[".size"], a[".value_kind"]) for a in kernel[".args"]] == [(0, of_host, "by_value")]
         assert kernel[".kernarg_segment_size"] == of_host  # no hidden arguments
         assert kernel[".wavefront_size"] == amd_geometry.wave_size(variant.arch)
-        threads = 128 if name in ("pa_combine", "pa_capped_combine", "pa_delta") else variant.geometry.threads
+        has_128 = name in ("pa_combine", "pa_capped_combine", "pa_delta") or "_pack_" in name or "_bits" in name
+        threads = 128 if has_128 else variant.geometry.threads
         assert kernel[".max_flat_workgroup_size"] == threads
         assert kernel[".private_segment_fixed_size"] <= scratch
         assert kernel[".group_segment_fixed_size"] <= amd_geometry.LDS_BYTES
-    main = kernels[next(name for name in variant.functions if name.startswith(("pa_forward", "pa_grad", "pa_capped")))]
-    tile = variant.geometry.tile_bytes(variant.head_dim)  # type: ignore[union-attr]
+    mains = ("pa_forward", "pa_grad", "pa_capped", "pa_int8_attention")
+    main = kernels[next(name for name in variant.functions if name.startswith(mains))]
+    tile = variant.tile_bytes
     assert tile <= main[".group_segment_fixed_size"] <= tile + 4 + 4 * variant.geometry.rows
 
 
@@ -151,7 +153,7 @@ def test_no_card_meets_a_dot_product_that_it_does_not_have(arch: str, tmp_path: 
     for variant in (*chosen, Variant("forward", 64, "float16", arch=arch)):
         code = _shipped(variant)
         assert arch_of(code) == amd_geometry.target(arch)
-        expected = amd_geometry.has_dots(arch) and variant.dtype == "float16"
+        expected = amd_geometry.has_dots(arch) and (variant.dtype == "float16" or variant.kind == "int8")
         assert ("v_dot" in _disassembled(code, tmp_path / "code")) == expected, variant.name
 
 

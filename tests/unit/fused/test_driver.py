@@ -22,6 +22,7 @@ from pascal_attn_core.checks import is_out_of_memory
 from pascal_attn_core.fused.code.source import Variant
 from pascal_attn_core.fused.gpu.cuda import CudaRuntime
 from pascal_attn_core.fused.gpu.hip import HipRuntime
+from pascal_attn_core.fused.gpu.nvrtc import Nvrtc
 from pascal_attn_core.fused.gpu.runtime import CompileError, DriverError
 from pascal_attn_core.fused.launch import Launch
 from pascal_attn_core.fused.trust import kernels as fused_kernels
@@ -284,3 +285,10 @@ def test_a_driver_that_is_not_here_has_no_version(runtime: CudaRuntime | HipRunt
 def test_what_has_no_compiler_says_so_where_it_is_to_compile() -> None:
     with pytest.raises(CompileError, match="no NVRTC for sm_61"):
         CudaRuntime(find_compiler=lambda arch: None).compile(Variant("forward", 64, "float32"), "sm_61")
+
+
+def test_an_error_of_the_compiler_has_its_words() -> None:
+    compiler = Nvrtc.__new__(Nvrtc)
+    compiler._lib = Time(nvrtcGetNumSupportedArchs=lambda count: 3, nvrtcGetErrorString=lambda code: b"INVALID_INPUT")
+    with pytest.raises(CompileError, match="nvrtcGetNumSupportedArchs: INVALID_INPUT"):
+        compiler.archs()

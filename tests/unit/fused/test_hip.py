@@ -47,16 +47,21 @@ def test_auto_takes_the_kernels_on_cards_for_which_torch_has_none(info: DeviceIn
 
 
 @needs_compiler
-def test_int8_and_tensor_cores_are_nvidias() -> None:
-    with hip_card():
-        half = _inputs(torch.float16)
-        for name, words in (
-            ("fused-int8", "the int8 mode needs an NVIDIA GPU"),
-            ("fused-tensor", "the kernel on tensor cores needs an NVIDIA GPU"),
+def test_tensor_cores_are_nvidias_and_8_bit_attention_needs_dot_products() -> None:
+    half, int8 = _inputs(torch.float16), AttentionConfig(route="fused-int8")
+    with hip_card(RX_5700):
+        for config, words in (
+            (int8, "the int8 mode needs dot products of 8-bit integers, which gfx1010 has not"),
+            (AttentionConfig(route="fused-tensor"), "the kernel on tensor cores needs an NVIDIA GPU"),
         ):
             with pytest.raises(UnsupportedAttention, match=words):
-                sdpa(*half, config=AttentionConfig(route=name))
+                sdpa(*half, config=config)
         assert route_of(*half, **WINDOW) == "fused"
+    for info in (RADEON_VII, RX_6800):
+        with hip_card(info) as kernels:
+            assert explain(*half, config=int8).startswith("route fused-int8")
+            sdpa(*half, config=int8)
+            assert kernels.queued[-1].variant.name == f"int8-64-float16-none-{info.arch}"
 
 
 # ---- launches --------------------------------------------------------------------------------------------------------

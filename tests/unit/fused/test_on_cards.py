@@ -407,7 +407,8 @@ def _selftest(name: str, system: str, every: str) -> None:
     cases.CASES = cases.CASES[int(every) // 2 :: int(every)]  # gradients among them
     driver = _believe(name, system)
     found = selftest(torch.device("cuda"), 250.0, speed=False)
-    assert [problem for problem in found.problems if "torch.compile" not in problem] == []  # which such tensors lack
+    problems = [problem for problem in found.problems if "torch.compile" not in problem]  # which such tensors lack
+    assert problems == [], problems
     assert found.cut == []
     assert len(found.kernels) > 60 // int(every)
     assert {check.route for check in found.checks if not check.refused} >= {"fused", "torch", "tiled", "math"}

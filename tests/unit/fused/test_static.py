@@ -32,7 +32,7 @@ from pascal_attn_core.fused.code.source import KINDS, Variant, digest, gguf_line
 from pascal_attn_core.fused.gpu import nvrtc  # noqa: E402
 from pascal_attn_core.fused.gpu.runtime import CompileError  # noqa: E402
 from tools.models.sass import sections  # noqa: E402
-from tools.models.shares import backward_share, gguf_share, linear_share, share  # noqa: E402
+from tools.models.shares import backward_share, gguf_share, linear_share, packing, share  # noqa: E402
 
 SHARE = 0.82
 WIDE = (48, 64, 72, 80, 96, 112, 128)
@@ -142,6 +142,7 @@ def test_most_instructions_of_8_bit_attention_are_dp4a(head_dim: int, most: floa
         assert found.counts["IDP"] / found.scores == head_dim / 2
         assert found.per_score <= most
         assert found.value >= least
+        assert 0.05 < packing(_cubin(variant)) / found.per_score / 4096 < 0.14
 
 
 @needs_nvrtc

@@ -226,13 +226,16 @@ def test_the_layers_of_a_clone_are_found_behind_other_nodes_of_ours() -> None:
 
 
 def test_both_kinds_of_layers_are_one_headline_with_seconds_and_errors() -> None:
-    timed = {"float_ms": 3.0, "int8_ms": 1.0, "calls": 600}
-    attention = int8.Int8Report([Int8ReportLine(**{**LINE, **timed, "error": 0.004})], 0.02, "", "attention layers")
-    text = int8.together([report({}, {"error": 0.02}), attention]).sentence()
+    timed, sizes = {"float_ms": 3.0, "int8_ms": 1.0, "calls": 600}, {"float_bytes": 4, "int8_bytes": 1}
+    attention = int8.Int8Report(
+        [Int8ReportLine(**{**LINE, **timed, "shape": (), "error": 0.004})], 0.02, "", "attention layers"
+    )
+    text = int8.together([report(*[{**sizes, "error": error} for error in (0.01, 0.02)]), attention]).sentence()
     assert text.startswith(
         "3 of 3 linear and attention layers in int8, not exact: relative error per layer 1.00% (median)"
     )
     assert "at most 2.00%; 1.20 s less than in float (one call of each of 1: 3.0 -> 1.0 ms)" in text
+    assert "GGUF" not in text
     (sentence,) = int8.warnings_of(int8.Int8Report([], 0.02, "", "attention layers"))
     assert sentence == "no attention layer runs in int8: none was found"
 

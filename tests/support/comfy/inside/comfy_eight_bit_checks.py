@@ -83,8 +83,10 @@ def beside_pascal_attention_patch_in_either_order():
         with runs() as found:
             near(sample(model), stock)
         assert {line.state for line in lines(model)} == {"int8"}
-        assert sorted(run.part for run in found) == ["diffusion model", "int8"]
-        assert "attention layers in int8" in next(run for run in found if run.part == "int8").gains[0]
+        by_part = {run.part: run for run in found}
+        assert "attention layers in int8" in by_part["int8"].gains[0]
+        assert by_part["diffusion model"].notes == ["every attention call was computed in 8 bits, by Pascal 8-Bit"]
+        assert not by_part["diffusion model"].warnings, by_part["diffusion model"].warnings
     model = attention_patch(patched(base, limit=1e-6, linear=False))
     run = next(run for run in _runs_of(model) if run.part == "diffusion model")
     assert run.count("taken") == run.count() > 0
