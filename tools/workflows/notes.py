@@ -40,8 +40,8 @@ ELEVEN_GB = """
 At 1536x1536 the scores of **one** attention call take 9,720 MiB in float32 where they are stored, and 5,184 MiB in the
 VAE. With the pack 64 MiB at most, or nothing; what does not fit beside the weights is decoded in bands.
 
-Text encoder (8 GB), model (6 GB) and VAE (0.3 GB) are on the card one by one. **Pascal Memory Estimate** says before
-the run what it will need.
+Text encoder (8 GB), model (6 GB), VAE (0.3 GB) follow each other. **Pascal Memory Estimate** tells the need before the
+run.
 """
 
 KREA = """
