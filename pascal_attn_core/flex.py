@@ -165,8 +165,7 @@ def create_block_mask(
     partial, full = _ordered(states == PARTIAL), _ordered(states == FULL)
     if not options.get("separate_full_blocks", True):
         partial, full = _ordered(states != SKIPPED), (None, None)
-    seq_lengths = (Q_LEN, KV_LEN)
-    made = BlockMask.from_kv_blocks(partial[0], partial[1], full[0], full[1], block, mask_mod, seq_lengths)
+    made = BlockMask.from_kv_blocks(*partial, full[0], full[1], block, mask_mod, (Q_LEN, KV_LEN))
     known_of(made)[WINDOW] = rows.window() if len(batches) == len(heads) == 1 else None
     return made
 
