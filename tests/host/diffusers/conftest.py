@@ -19,6 +19,17 @@ def tiny() -> ModuleType:
     return tiny_pipelines
 
 
+@pytest.fixture(autouse=True)
+def _backend_stays() -> Iterator[None]:
+    """``set_attention_backend`` of any model also sets that of all models, for the whole process."""
+    dispatch = pytest.importorskip("diffusers").models
+    registry = getattr(getattr(dispatch, "attention_dispatch", None), "_AttentionBackendRegistry", None)
+    before = getattr(registry, "_active_backend", None)
+    yield
+    if registry is not None and registry._active_backend is not before:
+        registry.set_active_backend(before)
+
+
 @pytest.fixture
 def stock_calls() -> Callable[..., Any]:
     """``stock_calls(function) -> (result, calls of torch's scaled_dot_product_attention)``."""

@@ -29,7 +29,7 @@ device.free_bytes("cpu")
     run(code, cwd=device_lines.ROOT)
     ran = {int(line.rpartition(":")[2]) for line in noted.read_text().splitlines() if where in line}
     texts = device_lines.device_lines()[where]
-    assert [texts[number][1] for number in ran] == ['if device.type != "cuda":']
+    assert [texts[number][1] for number in ran] == ['if device.type == "cuda":']
 
 
 def test_what_is_said_to_be_unreached_is_there() -> None:
