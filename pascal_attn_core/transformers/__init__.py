@@ -123,7 +123,7 @@ def _attention_by(config: AttentionConfig | None) -> Callable[..., tuple[Tensor,
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None]:
         refuse_what_we_do_not_know(kwargs)
-        if kwargs.get("cache") is not None:
+        if kwargs.get("cache") is not None or kwargs.get("read_index") is not None:  # continuous batching
             more: Any = {"scaling": scaling, "dropout": dropout, "softcap": softcap, "s_aux": s_aux, "config": config}
             return paged_attend(module, query, key, value, kwargs, **more), None
         sinks = kwargs.get("sinks")

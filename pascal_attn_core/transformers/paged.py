@@ -1,8 +1,8 @@
 """Continuous batching of Transformers: the tokens of many requests in one row, their keys in pages of one cache.
 
-The host's manager writes new keys into its paged cache, collects those of each request, and gives the cumulative
-lengths of the requests. Its own "sdpa" gets a mask of all queries by all keys; here the requests are computed
-as sequences of different lengths, so that no such mask is built.
+The host's paged cache stores new keys and returns those of each request; its manager gives the cumulative lengths of
+the requests. Its own "sdpa" gets a mask of all queries by all keys; here the requests are computed as sequences of
+different lengths, so that no such mask is built.
 """
 
 from __future__ import annotations
@@ -43,19 +43,19 @@ def paged_attend(
     """Attention of the requests of one step, each causal over its own keys.
 
     Args:
-        query: ``[1, Hq, total_q, D]``; key, value: the new tokens, ``[1, Hkv, total_q, D]``.
-        kwargs: what the host also passes: ``cache``, ``cu_seq_lens_q``, ``cu_seq_lens_k``, and what the cache needs.
+        query: ``[1, Hq, total_q, D]``; key, value: ``[1, Hkv, total_k, D]`` of all requests; before Transformers 5.24,
+            which pass the ``cache``, the new tokens only: ``[1, Hkv, total_q, D]``.
+        kwargs: what the host also passes: ``cu_seq_lens_q``, ``cu_seq_lens_k``, and what the cache needs.
     Returns:
         ``[1, total_q, Hq, Dv]``; zero after the last request, where the host pads a step.
     Raises:
         NotImplementedError: a form of continuous batching that is not supported.
     """
     _refuse(query, kwargs)
-    cache, layer = kwargs["cache"], module.layer_idx
-    keys, values = _update(cache, key, value, layer, kwargs)
+    keys, values = _all_keys(key, value, module.layer_idx, kwargs)
     ends_q, ends_k = kwargs["cu_seq_lens_q"], kwargs["cu_seq_lens_k"]
-    window = _window(cache, layer, kwargs)
-    if isinstance(ends_k, dict):  # versions before 5.23 leave the choice to the attention
+    window = _window(module)
+    if isinstance(ends_k, dict):  # versions before 5.23, and layers that share the keys of another one
         ends_k = ends_k["full_attention" if window is None else "sliding_attention"]
     sides = None if window is None else (window - 1, -1)
     options = FlashOptions(dropout, scaling, causal=True, window=sides, softcap=softcap, config=config)
@@ -67,9 +67,10 @@ def paged_attend(
 
 
 def _refuse(query: Tensor, kwargs: dict[str, Any]) -> None:
+    cache = kwargs.get("cache")
     missing = [name for name in ("cu_seq_lens_q", "cu_seq_lens_k") if kwargs.get(name) is None]
-    if missing or not hasattr(kwargs["cache"], "update") or query.shape[0] != 1:
-        what = f"a {type(kwargs['cache']).__name__}" + (f" without {' and '.join(missing)}" if missing else "")
+    if missing or not (cache is None or hasattr(cache, "update")) or query.shape[0] != 1:
+        what = f"a {type(cache).__name__}" + (f" without {' and '.join(missing)}" if missing else "")
         raise NotImplementedError(
             "cache must be the paged cache of continuous batching, with cu_seq_lens_q and cu_seq_lens_k and one row of "
             f"tokens, got {what} and {query.shape[0]} rows: set attn_implementation='sdpa'"
@@ -86,12 +87,14 @@ def _refuse(query: Tensor, kwargs: dict[str, Any]) -> None:
         )
 
 
-def _update(cache: Any, key: Tensor, value: Tensor, layer: int, kwargs: dict[str, Any]) -> tuple[Tensor, Tensor]:
-    """Write the new tokens; returns the keys and values of all requests, concatenated: ``[total_k, Hkv, D]``."""
+def _all_keys(key: Tensor, value: Tensor, layer: int, kwargs: dict[str, Any]) -> tuple[Tensor, Tensor]:
+    """The keys and values of all requests, concatenated: ``[total_k, Hkv, D]``. A cache that is passed gets the new
+    tokens here; since Transformers 5.24 the model itself has given them to it."""
+    cache = kwargs.get("cache")
     cache_class: type = type(cache)
-    if _takes_kwargs(cache_class):  # 5.23 and newer; it puts this layer's lengths into kwargs
+    if cache is not None and _takes_kwargs(cache_class):  # 5.23; it puts this layer's lengths into kwargs
         key, value = cache.update(key_states=key, value_states=value, layer_idx=layer, kwargs=kwargs)
-    else:
+    elif cache is not None:
         indices = {name: kwargs[name] for name in ("read_index", "write_index")}
         key, value = cache.update(key, value, layer, **indices)
     if key.dim() == 4:
@@ -105,15 +108,13 @@ def _takes_kwargs(cache_class: Any) -> bool:
     return parameter is not None and parameter.kind is not inspect.Parameter.VAR_KEYWORD
 
 
-def _window(cache: Any, layer: int, kwargs: dict[str, Any]) -> int | None:
-    """Keys that a query of this layer sees, itself among them; None = all. Taken from what the cache keeps, as in the
-    masks that the host builds."""
-    if hasattr(cache, "layer_to_allocator"):
-        return getattr(cache.layer_to_allocator[layer], "sliding_window", None)
-    if hasattr(cache, "sliding_windows"):
-        window = cache.sliding_windows[layer]
-        return None if window == 1 else window  # 1 means none to the host
-    return kwargs.get("sliding_window")
+def _window(module: Any) -> int | None:
+    """Keys that a query of this layer sees, itself among them; None = all. Taken from the model's config, as the cache
+    and the masks that the host builds: not every model passes it to the attention."""
+    types = getattr(module.config, "layer_types", None)
+    if types is not None and types[module.layer_idx] != "sliding_attention":
+        return None
+    return getattr(module.config, "sliding_window", None)
 
 
 _read: WeakTensorKeyDictionary = WeakTensorKeyDictionary()

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import transformers
 from torch import Tensor
+from transformers import masking_utils
 
 VOCAB = 61
 WINDOW = 7
@@ -69,6 +70,11 @@ DECODERS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "gemma2": ("Gemma2ForCausalLM", "Gemma2Config", _SWA | {"attn_logit_softcapping": 2.0}),
     "gemma3": ("Gemma3ForCausalLM", "Gemma3TextConfig", _SWA),
     "gpt_oss": ("GptOssForCausalLM", "GptOssConfig", _SWA | {"num_local_experts": 2, "num_experts_per_tok": 1}),
+    "qwen2_moe": (  # its attention does not say that it has a window
+        "Qwen2MoeForCausalLM",
+        "Qwen2MoeConfig",
+        _SWA | {"use_sliding_window": True, "num_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 16},
+    ),
     "gpt2": (
         "GPT2LMHeadModel",
         "GPT2Config",
@@ -142,6 +148,13 @@ def draw_weights(model: Any) -> None:
                 weight.copy_(torch.randn(weight.shape, generator=generator) * std)
             elif name.endswith("sinks"):
                 weight.copy_(torch.randn(weight.shape, generator=generator))
+
+
+def packed_mask(inner: Any, positions: Tensor, sequences: Tensor) -> Any:
+    """The host's mask function of sequences packed into one row; before Transformers 5.23 it keeps the positions."""
+    remapped = getattr(masking_utils, "remap_positions_for_packed_sequence", lambda function, _: function)
+    same = masking_utils.packed_sequence_mask_function(sequences)
+    return masking_utils.and_masks(remapped(inner, positions), same)
 
 
 def prompt(batch: int = 2, length: int = 19, padding: int = 5, *, left: bool = True) -> dict[str, Tensor]:

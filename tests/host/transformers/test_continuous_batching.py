@@ -68,7 +68,7 @@ def steps(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
     return seen
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3", "mistral", "gemma2", "gemma3", "gpt_oss"])
+@pytest.mark.parametrize("family", ["llama", "qwen3", "mistral", "gemma2", "gemma3", "gpt_oss", "qwen2_moe"])
 def test_tokens_are_those_of_each_request_alone(
     tiny: ModuleType, registered: str, steps: list[list[int]], family: str
 ) -> None:

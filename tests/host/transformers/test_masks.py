@@ -11,6 +11,7 @@ from torch import Tensor
 
 pytest.importorskip("transformers", minversion="4.53", reason="needs transformers 4.53 or newer")
 
+from attn_support.tiny_models import packed_mask
 from transformers import masking_utils
 
 from pascal_attn_core.transformers.mask import HostMask, pascal_mask
@@ -29,11 +30,9 @@ def packed(lengths: tuple[int, ...] = (4, 2, 3), inner: Any = None) -> Any:
     positions = torch.cat([torch.arange(n) for n in lengths])[None].expand(2, -1)
     sequences = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))[None].expand(2, -1)
     inner = masking_utils.causal_mask_function if inner is None else inner
-    if hasattr(masking_utils, "packed_sequence_compatibility_function"):
-        return masking_utils.packed_sequence_compatibility_function(inner, positions, sequences)
     if not hasattr(masking_utils, "packed_sequence_mask_function"):
         pytest.skip("this Transformers does not know packed sequences")
-    return masking_utils.and_masks(masking_utils.packed_sequence_mask_function(sequences), inner)
+    return packed_mask(inner, positions, sequences)
 
 
 def own(batch: Any, head: Any, query: Any, key: Any) -> Any:

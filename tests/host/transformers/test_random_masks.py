@@ -11,7 +11,7 @@ from attn_support.randomness import seeds
 
 pytest.importorskip("transformers", minversion="5.0", reason="needs transformers 5")
 
-from attn_support.tiny_models import plain
+from attn_support.tiny_models import packed_mask, plain
 from transformers import masking_utils
 
 from pascal_attn_core.transformers import make_hf_attention_fn
@@ -28,7 +28,7 @@ def mask_function(draw: random.Random, kind: str, window: int, tokens: int) -> A
         sequences = torch.searchsorted(starts, torch.arange(tokens), right=True).expand(BATCH, -1)
         first = torch.cat([torch.zeros(1, dtype=torch.long), starts])[sequences]
         inner = masking_utils.sliding_window_causal_mask_function(window)
-        return masking_utils.packed_sequence_compatibility_function(inner, torch.arange(tokens) - first, sequences)
+        return packed_mask(inner, torch.arange(tokens) - first, sequences)
     return {
         "causal": lambda: masking_utils.causal_mask_function,
         "window": lambda: masking_utils.sliding_window_causal_mask_function(window),

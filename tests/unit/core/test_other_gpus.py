@@ -8,6 +8,7 @@ import pytest
 import torch
 from attn_support.gpu import guard, others
 from attn_support.oracle import assert_close, assert_gradients_close, cast, exact, gradients, plain
+from attn_support.randomness import some
 from attn_support.table import GRADIENT_TABLE, ROUTES, TABLE, Case
 
 from pascal_attn_core import explain, sdpa, selftest
@@ -80,6 +81,6 @@ def _everything(kind: str) -> None:
         check(kind)
 
 
-@pytest.mark.parametrize("kind", ["mps", "xpu"])
+@pytest.mark.parametrize("kind", some(["mps", "xpu"], 2))
 def test_all_is_right_without_float64(kind: str, tmp_path: Path) -> None:
     guard.call(_everything, kind, folder=tmp_path)
