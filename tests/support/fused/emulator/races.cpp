@@ -70,7 +70,7 @@ void depart(unsigned group, unsigned slot) { join(known.of(self()), at_barrier(g
 static Place* find(const char* address, bool makes) {
     const bool is_shared = address >= __start_shared_memory && address < __stop_shared_memory;
     const uint64_t key = (uint64_t)address / 2 | (is_shared ? (block() + 1) << 48 : 0);
-    for (uint64_t i = key + (key >> 48) * 65537;; ++i) {
+    for (uint64_t i = key * 0x9e3779b97f4a7c15u >> 42;; ++i) {  // spread, wherever the arrays lie
         Place& place = places[i % PLACES];
         if (place.launch != launches) {
             if (!makes) return nullptr;
