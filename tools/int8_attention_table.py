@@ -166,7 +166,7 @@ def ours(inputs: Inputs) -> Tensor:
 
 
 def _in_8_bits(x: Tensor, rows: int) -> Tensor:
-    """With one scale for ``rows`` neighbouring rows."""
+    """The tensor in 8 bits with one scale for ``rows`` neighbouring rows."""
     groups = F.pad(x, (0, 0, 0, -x.shape[1] % rows)).unflatten(1, (-1, rows))
     scale = groups.abs().amax((-1, -2), keepdim=True).clamp_min(1e-30) / 127
     return ((groups / scale).round() * scale).flatten(1, 2)[:, : x.shape[1]]
@@ -229,7 +229,7 @@ def errors(name: str, dim: int) -> tuple[dict[str, float], float]:
 
 
 def table(names: list[str], dims: list[int]) -> str:
-    """In Markdown."""
+    """The table in Markdown."""
     lines = ["| inputs | head_dim | " + " | ".join(METHODS) + " | ours, worst row |", "|---|---|" + "---|" * 6]
     for name in names:
         for dim in dims:

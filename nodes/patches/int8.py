@@ -108,7 +108,7 @@ class Settings:
 
     @property
     def options(self) -> Options:
-        """Of the binding."""
+        """The options of the binding."""
         return float(self.max_error), patterns(self.include), patterns(self.exclude), self.weights
 
     @property

@@ -48,7 +48,7 @@ class GgufCall(NamedTuple):
 
 
 class Way(NamedTuple):
-    """What computes a call, one of WAYS, and why nothing before it does."""
+    """The way that computes a call, one of WAYS, and why none before it does."""
 
     name: str
     why: str

@@ -53,7 +53,7 @@ class GgufLayer(Int8Layer):
 
     @property
     def _multiplier(self) -> GgufMultiplier | None:
-        """What the module multiplies with, if that is of this layer."""
+        """The multiplier of a module, if it is of this layer."""
         found = vars(self.module).get(self.host.method) if self.module is not None else None
         return found if isinstance(found, GgufMultiplier) and found.layer is self else None
 

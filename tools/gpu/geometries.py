@@ -61,7 +61,7 @@ def fits(candidate: Variant) -> bool:
 
 
 def _whole_words(tiles: AnyGeometry, head_dim: int) -> bool:
-    """What int8_pack.cuh asks of tiles: each thread has whole words of each tile and chunk."""
+    """The shape that int8_pack.cuh asks of tiles: each thread has whole words of each tile and chunk."""
     assert isinstance(tiles, Geometry)
     of_row, of_column, channels = head_dim // 4, tiles.cols // 4, head_dim // tiles.tx
     pieces, rest = divmod(tiles.cols * of_row, 4 * tiles.threads)

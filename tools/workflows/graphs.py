@@ -91,7 +91,7 @@ def z_image() -> Sheet:
 
 
 def eleven_gb() -> Sheet:
-    """From the files to a picture of 1536 x 1536 on a card with 11 GB."""
+    """A picture of 1536 x 1536 on a card with 11 GB, from the files on."""
     sheet = Sheet("Pascal-11-GB-card")
     model, clip, vae, latent = _z_image(sheet, 1536, 1536)
     sheet.note("note", "Read me", notes.page("A card with 11 GB, 1536x1536", sheet.files, notes.ELEVEN_GB), _NOTE)
