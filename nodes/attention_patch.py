@@ -142,7 +142,7 @@ class PascalAttentionPatch:
         patched, line = _patched_model(model, settings, unique_id, coverage, earlier_patch)
         lines = [line]
         if chunk_feed_forward:
-            report, line = chunk(patched, 0, LEAST_TOKENS, unique_id)
+            report, line = chunk(patched, 0, LEAST_TOKENS, unique_id, is_quiet=True)
             lines += [line] if report.count("cannot be") < len(report.lines) else []
         if precision == EIGHT_BIT:
             patched = int8.patch(patched, DEFAULTS, unique_id)[0]

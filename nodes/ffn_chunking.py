@@ -69,13 +69,16 @@ class PascalFFNChunking:
         return patched, "\n".join(filter(None, [report.text(), inside_blocks(network_of(patched))]))
 
 
-def chunk(patched: Any, budget_mib: int, min_tokens: int, unique_id: str | None) -> tuple[FfnReport, str]:
+def chunk(
+    patched: Any, budget_mib: int, min_tokens: int, unique_id: str | None, *, is_quiet: bool = False
+) -> tuple[FfnReport, str]:
     """Let the feed-forward layers of a fresh clone run in chunks. Returns what can be said of each before a run, and
     a sentence about all."""
     budget = budget_mib or ffn.budget_from(host.free_and_total_bytes(patched.load_device)[1])
     binding = FfnBinding(budget_mib=budget, min_tokens=min_tokens, passing=host.interrupts())
     settings = f"budget {budget} MiB, from {min_tokens} tokens"
     chunking = ffn.Chunking(binding, host.name_of_model(patched.model), settings, unique_id)
+    chunking.is_quiet = is_quiet
     install(patched, chunking)
     report = binding.report(network_of(patched))
     line = status(report, chunking.subject, settings)

@@ -22,9 +22,11 @@ class Injection:
         key: the key of the injections and callbacks on the clones.
         part: the part that its runs have in the report.
         binding: has ``detach(model)``.
+        is_quiet: runs in which nothing was gained, and nothing is to be warned of, are not recorded.
     """
 
     key, part = "", ""
+    is_quiet = False
 
     def __init__(self, binding: Any, subject: str, settings: str, unique_id: str | None):
         self.binding, self.subject, self.settings, self.unique_id = binding, subject, settings, unique_id
@@ -79,6 +81,8 @@ class Injection:
         run = Run(self.subject, self.part, self.settings, str(patcher.load_device), self.unique_id, host.prompt_id())
         run.started, self._started = self._started, None
         self.describe(run, patcher)
+        if self.is_quiet and not (run.gains or run.warnings):
+            return
         runs.remember(run)
         run.finish()
         gain.say(run)
