@@ -168,7 +168,7 @@ def errors_of(title: str, name: str) -> tuple[dict[str, float], Int8Report, Int8
 
 
 def table() -> str:
-    """In Markdown."""
+    """The table in Markdown."""
     columns = ("the file itself", "bfloat16", "8 bits")
     lines = ["| model | file | layers in 8 bits | " + " | ".join(columns) + " | 8 bits, per layer | with outliers |"]
     lines.append("|---|---|---|" + "---|" * (len(columns) + 2))

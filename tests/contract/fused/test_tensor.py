@@ -113,7 +113,7 @@ SIZES = [
 
 
 @pytest.mark.parametrize("is_wide", [True, False], ids=["wide", "small"])
-@pytest.mark.parametrize("case", some(SIZES, 2), ids=lambda case: case.name)
+@pytest.mark.parametrize("case", some(SIZES, 4), ids=lambda case: case.name)
 def test_every_geometry_gives_the_answer_of_the_definition(
     case: Case, is_wide: bool, card: DeviceInfo, monkeypatch: pytest.MonkeyPatch
 ) -> None:

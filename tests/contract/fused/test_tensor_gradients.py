@@ -73,7 +73,7 @@ def _check(
     return result.plan.gradients
 
 
-@pytest.mark.parametrize("case", some(TAKEN, 12), ids=lambda case: case.name)
+@pytest.mark.parametrize("case", some(TAKEN, 20), ids=lambda case: case.name)
 def test_gradients_are_those_of_the_definition(case: Case, capability: Capability) -> None:
     inputs, options = case.build()
     _check(inputs, options, capability, with_lse="causal" in case.name)
@@ -103,7 +103,7 @@ SHIPPED = [
 ]
 
 
-@pytest.mark.parametrize("case", some(SHIPPED, 2), ids=lambda case: case.name)
+@pytest.mark.parametrize("case", some(SHIPPED, 4), ids=lambda case: case.name)
 def test_shipped_tiles_give_the_gradients_of_the_definition(case: Case, capability: Capability) -> None:
     dim = case.query[-1]
     variants = _check(*case.build(), capability, with_lse=dim % 64 == 0)
