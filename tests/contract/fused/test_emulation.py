@@ -119,8 +119,8 @@ def test_tiles_that_a_mask_forbids_are_skipped(mask_kind: str) -> None:
     mask[:, 300:420] = True
     full = torch.ones_like(mask)
     barriers = []
-    for some in (mask, full):
-        bias = some if mask_kind == "bool" else torch.zeros(some.shape).masked_fill_(~some, -torch.inf)
+    for each in (mask, full):
+        bias = each if mask_kind == "bool" else torch.zeros(each.shape).masked_fill_(~each, -torch.inf)
         call = check_call(query, key, value, bias)
         barriers.append(emulate(forward_launches(call, whole(call), torch.empty_like(query))))
     assert barriers[0] < 0.4 * barriers[1]
