@@ -194,7 +194,7 @@ def the_largest_is_named_with_the_vae_and_drawn():
     assert "The largest size that fits into" in text, text
     assert "resolution (now 128 x 128): as ComfyUI is" in text, text
     assert "batch (now batch of 1):" in text, text
-    assert "Weights: model " in text and ", text encoder " in text and ", VAE " in text, text
+    assert all(words in text for words in ("Weights: model ", ", text encoder ", ", VAE ")), text
     assert "decoding in one piece, by ComfyUI's own estimate of its VAE: " in text, text
     assert (picture.shape[0], *picture.shape[2:]) == (1, 1600, 3), picture.shape
 
