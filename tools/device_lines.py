@@ -71,7 +71,7 @@ def _in_functions(code: CodeType, name: str = "") -> Iterator[tuple[int, str]]:
 
 
 def _by_function(name: str, lines: set[int]) -> dict[int, set[int]]:
-    """Those of these lines of a file that each function has, by the function's first line."""
+    """Lines among these that each function of a file has, by the function's first line."""
     codes: list[CodeType] = [compile((ROOT / name).read_text(encoding="utf-8"), str(ROOT / name), "exec")]
     found: dict[int, set[int]] = {}
     while codes:

@@ -59,7 +59,7 @@ SCORE_MODS: dict[str, Callable | None] = {
 
 
 def applied(mod: Callable, *scores: Tensor, lengths: tuple[int, ...]) -> Tensor:
-    """What FlexAttention says that a function of single elements means."""
+    """Apply a function of single elements to all, as FlexAttention defines it."""
     for dims in ((None, None, None, 0), (None, None, 0, None), (None, 0, None, None), (0, None, None, None)):
         mod = torch.vmap(mod, in_dims=(*(0 for _ in scores), *dims))
     return mod(*scores, *(torch.arange(n) for n in lengths))

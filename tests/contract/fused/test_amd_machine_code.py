@@ -142,7 +142,7 @@ def test_shipped_kernels_compute_the_last_rows_with_their_keys_in_ranges(variant
 def test_shipped_8_bit_attention_has_the_bits_of_its_definition(
     variant: Variant, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With the exp2 and log2 of the machine here."""
+    """The definition takes the exp2 and log2 of this machine."""
     for name in ("exp2", "log2"):
         wide = getattr(torch, name)
         monkeypatch.setattr(int8_definition, name, lambda x, wide=wide: wide(x.double()).float())

@@ -204,7 +204,7 @@ VECTOR["v_mac_f32"] = _in_place(lambda x, y, z: x * y + z)
 
 
 def _middle(x: np.ndarray, y: np.ndarray, z: np.ndarray) -> np.ndarray:
-    """Of three floats; where one is NaN the least of the others."""
+    """Return the median of three floats; where one is NaN, the least of the others."""
     low, high = np.minimum(x, y), np.maximum(x, y)
     return np.where(np.isnan(x + y + z), np.fmin(np.fmin(x, y), z), np.maximum(low, np.minimum(high, z)))
 

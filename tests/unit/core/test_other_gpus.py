@@ -24,7 +24,7 @@ def _cases(table: list[Case], every: int) -> list[Case]:
 
 
 def _calls(kind: str) -> None:
-    for case in _cases(TABLE, 31):
+    for case in _cases(TABLE, 61):
         inputs, options = case.build()
         right, similar = exact(inputs, options)[0], plain(inputs, options, torch.float32)[0]
         for route in ("tiled", "online"):
@@ -34,7 +34,7 @@ def _calls(kind: str) -> None:
 
 
 def _gradients(kind: str) -> None:
-    for case in _cases(GRADIENT_TABLE, 31):
+    for case in _cases(GRADIENT_TABLE, 61):
         inputs, options = case.build(requires_grad=True, device=kind)
         answers = []
         for dtype in (torch.float64, torch.float32 if case.dtype == torch.float32 else case.dtype):

@@ -238,7 +238,7 @@ def _launch(rows: int, keys: int, batch: int = 1):
 @needs_compiler
 @pytest.mark.parametrize("maker", [StandIn, HipStandIn])
 def test_a_launch_goes_to_the_current_stream_with_its_parameters(maker: type[StandIn | HipStandIn]) -> None:
-    """Of the second card, and the one that was current before is so again."""
+    """The stream is the second card's, and the card that was current before is so again."""
     launch = _launch(300, 200) if maker is StandIn else plain_launch()
     driver = maker(devices=2, current_stream=77)
     kernels = CardKernels(Runtime("cuda:1", driver.card), driver, shipped=lambda *_: None)

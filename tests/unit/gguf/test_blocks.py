@@ -45,7 +45,7 @@ def test_every_weight_has_the_bits_of_the_definition(name: str) -> None:
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_bits_stay_in_bytes(name: str) -> None:
-    """Of a block nothing is widened before its product with the scale but the indices of a table."""
+    """Nothing of a block is widened before its product with the scale but the indices of a table."""
     from pascal_attn_core.observe.memory import measure
 
     count = 4096

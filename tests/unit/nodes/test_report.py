@@ -1,4 +1,4 @@
-"""What the report says, for runs made by hand."""
+"""The report's text, for runs made by hand."""
 
 from __future__ import annotations
 
@@ -278,7 +278,7 @@ def host(monkeypatch):
 
 
 def report_of(**inputs):
-    """What the node returns of the runs that are remembered: its outputs."""
+    """Return the node's outputs for the runs that are remembered."""
     return REPORT.PascalAttentionReport().report(True, None, "9", graph(), **inputs)["result"]
 
 

@@ -17,7 +17,7 @@ import pytest
 import torch
 from attn_support.fused.emulation import GXX
 from attn_support.gpu import guard
-from attn_support.randomness import some
+from attn_support.randomness import is_random, some
 
 from pascal_attn_core.cli.demo import RUNS
 from tools.gpu.__main__ import main
@@ -143,6 +143,7 @@ def test_the_sweep_tells_what_each_geometry_takes(ran: dict[str, Any]) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.skipif(not is_random(), reason="the demo itself is tested by day, as a part of this every night")
 def test_the_demo_is_one_of_the_parts(python: tuple[str, ...], tmp_path: Path) -> None:
     assert main(["--device", "cpu", "--tiny", "--parts", "demo", "--out", str(tmp_path)], python) == 0
     content = json.loads((tmp_path / "gtx-1080-ti" / "demo.json").read_text())

@@ -46,7 +46,7 @@ def quantised_file(kind, **options):
 
 
 def int8_file(convrot=True):
-    """Its weights in int8."""
+    """The model file has its weights in int8."""
     model = quantised_file("int8_tensorwise", per_channel=True, convrot=convrot, convrot_groupsize=64)
     assert pack("comfy.comfy_kitchen").int8_layers(network(model)) == 4
     return model
