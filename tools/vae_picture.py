@@ -70,13 +70,13 @@ def draw(panels: list[tuple[str, Tensor]], path: Path) -> None:
     """Panels beside each other, each [1, 3, H, W] between -1 and 1 below its title."""
     from PIL import Image, ImageDraw, ImageFont
 
-    sheet = Image.new("RGB", (len(panels) * (WIDTH + 8) - 8, WIDTH + 30), "white")
-    font = ImageFont.load_default(15)
+    sheet = Image.new("RGB", (len(panels) * (WIDTH + 8) - 8, WIDTH + 36), "#1b2733")
+    font = ImageFont.load_default(22)
     for number, (title, values) in enumerate(panels):
         small = F.interpolate(values, (WIDTH, WIDTH), mode="area").clamp(-1, 1)
         pixels = rearrange((small + 1) * 127.5, "1 c h w -> h w c").round().byte().numpy()
-        sheet.paste(Image.fromarray(pixels), (number * (WIDTH + 8), 30))
-        ImageDraw.Draw(sheet).text((number * (WIDTH + 8) + 4, 6), title, "black", font)
+        sheet.paste(Image.fromarray(pixels), (number * (WIDTH + 8), 36))
+        ImageDraw.Draw(sheet).text((number * (WIDTH + 8) + 6, 4), title, "white", font)
     sheet.quantize(192).save(path, optimize=True)
 
 
@@ -102,7 +102,7 @@ def main() -> None:
     titles = [
         f"whole: {whole_peak.peak_mib:,.0f} MiB",
         f"in bands: {peak.peak_mib:,.0f} MiB",
-        f"difference, times {AMPLIFIED:,}",
+        f"difference x {AMPLIFIED:,}",
     ]
     draw(list(zip(titles, (whole, bands, AMPLIFIED * difference), strict=True)), options.write)
     print("; ".join(titles), f"largest {float(difference.abs().max()):.1e} of {float(whole.abs().max()):.2f}")
