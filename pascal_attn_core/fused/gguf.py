@@ -1,5 +1,6 @@
-"""Blocks of GGUF files expanded by a kernel, on NVIDIA's devices: exact, the definition is :mod:`..gguf_blocks`. And
-multiplied by rows in 8 bits, on those with dp4a: not exact, opt-in, the definition is ``launch/gguf_definition``."""
+"""Blocks of GGUF files expanded by a kernel, on NVIDIA's devices: exact, the definition is
+:mod:`..reference.gguf_blocks`. And multiplied by rows in 8 bits, on those with dp4a: not exact, opt-in, the definition
+is ``launch/gguf_definition``."""
 
 from __future__ import annotations
 

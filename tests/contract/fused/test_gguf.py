@@ -24,8 +24,8 @@ from pascal_attn_core.fused.trust.kernels import Kernels
 from pascal_attn_core.gguf import matrix as matrices
 from pascal_attn_core.gguf.expansion import ExpandTimings
 from pascal_attn_core.gguf.matrix import GgufMatrix, linear
-from pascal_attn_core.gguf_blocks import FORMATS, expand
 from pascal_attn_core.machine.runtime import Runtime, runtime_of, using
+from pascal_attn_core.reference.gguf_blocks import FORMATS, expand
 
 CPU = torch.device("cpu")
 TABLES = (torch.int8, torch.float32)

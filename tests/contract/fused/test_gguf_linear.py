@@ -27,8 +27,8 @@ from pascal_attn_core.fused.trust.kernels import parts
 from pascal_attn_core.fused.trust.verify_gguf import expected, sane_blocks
 from pascal_attn_core.gguf import int8 as ways
 from pascal_attn_core.gguf.matrix import GgufMatrix
-from pascal_attn_core.gguf_blocks import FORMATS
 from pascal_attn_core.machine.runtime import runtime_of
+from pascal_attn_core.reference.gguf_blocks import FORMATS
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "tools"))
 

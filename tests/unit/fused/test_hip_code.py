@@ -254,30 +254,6 @@ def test_libraries_are_found_where_wheels_put_them(
     assert not any("builtins" in name or name.endswith(".txt") for name in found)
 
 
-def test_windows_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder = tmp_path / "_rocm_sdk_core" / "bin"
-    folder.mkdir(parents=True)
-    for name in ("amdhip64_7.dll", "hiprtc0701.dll", "hiprtc-builtins0701.dll"):
-        (folder / name).touch()
-    monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.setattr(hip_libraries.sys, "platform", "win32")
-    monkeypatch.setattr(hip_libraries, "loaded_runtime", lambda: None)
-    assert hip_libraries.runtime_candidates()[0] == str(folder / "amdhip64_7.dll")
-    assert hip_libraries.compiler_candidates()[0] == str(folder / "hiprtc0701.dll")
-    assert {"amdhip64.dll", "amdhip64_6.dll"} <= set(hip_libraries.runtime_candidates())
-    assert "hiprtc0603.dll" in hip_libraries.compiler_candidates()
-
-
-def test_on_windows_too_the_loaded_runtime_goes_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    loaded = {"amdhip64_6.dll": 0x7FF0}
-    kernel32 = types.SimpleNamespace(GetModuleHandleW=lambda name: loaded.get(name.value))
-    monkeypatch.setattr(ctypes, "windll", types.SimpleNamespace(kernel32=kernel32), raising=False)
-    monkeypatch.setattr(hip_libraries.sys, "platform", "win32")
-    assert hip_libraries.runtime_candidates() == ["amdhip64_6.dll"]
-    loaded.clear()
-    assert hip_libraries.loaded_runtime() is None
-
-
 def test_a_library_that_is_no_hip_runtime_is_passed_over(tmp_path: Path) -> None:
     (tmp_path / "libamdhip64.so").write_bytes(b"not a library")
     with pytest.raises(OSError, match="torch has loaded no HIP runtime"):

@@ -11,14 +11,15 @@ import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from attn_support import fresh
 from attn_support.fused.device import AnyStandIn
-from attn_support.gpu import cards, guard, windows
+from attn_support.gpu import cards, guard, tensors, windows
 from attn_support.randomness import is_random, some
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from pascal_attn_core import AttentionConfig, explain, sdpa
@@ -183,8 +184,11 @@ def _others() -> Iterator[tuple[str, Callable[[], bool]]]:
     from pascal_attn_core.compat import device_l2_mb
     from pascal_attn_core.flex import flex_attention, patch_flex_attention
     from pascal_attn_core.fused.trust import trial
+    from pascal_attn_core.gguf.int8 import GgufTimings
+    from pascal_attn_core.machine.runtime import runtime_of
     from pascal_attn_core.observe.memory import available_bytes
     from pascal_attn_core.transformers import paged
+    from pascal_attn_core.vae import patch_vae
     from pascal_attn_core.vae.store import Queues
 
     card, query = torch.device("cuda"), _numbers(600)
@@ -232,6 +236,35 @@ def _others() -> Iterator[tuple[str, Callable[[], bool]]]:
             trial.run_job(trial.Job("cuda:0", "Tesla P4", [], []), print)
         return True
 
+    def out_of_memory(channels: int, **options: Any) -> tuple[bool, Any]:
+        """The first convolution of so many channels finds no memory."""
+        run, left = tensors._run, [1]
+
+        def fails_once(operator: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+            if operator is torch.ops.aten.convolution.default and args[0].shape[1] == channels and left:
+                raise torch.OutOfMemoryError(f"CUDA out of memory: {left.pop()}")
+            return run(operator, args, kwargs)
+
+        vae = nn.Sequential(nn.Conv2d(4, 8, 3, padding=1), nn.GroupNorm(2, 8), nn.Conv2d(8, 3, 3, padding=1))
+        vae.requires_grad_(False).to(card)
+        latent = torch.randn(1, 4, 40, 16, device=card)
+        right = vae(latent)
+        with patch_vae(vae, methods=("forward",), budget_mib=0.02, **options) as patch:
+            vae.forward(latent)  # after a trial, if in bands
+            tensors._run = fails_once
+            try:
+                return alike(vae.forward(latent), right), patch.report().calls[-1]
+            finally:
+                tensors._run = run
+
+    def in_bands() -> bool:
+        is_right, call = out_of_memory(8, keep="device")
+        return is_right and call.figures.retries == 1 and call.figures.host_bytes > 0
+
+    def whole_first() -> bool:
+        is_right, call = out_of_memory(4, when="needed")
+        return is_right and call.why == "it ran out of memory without bands" and call.figures.retries == 0
+
     def refused() -> bool:
         given = {"cache": type("Cache", (), {"update": None}), "cu_seq_lens_q": query, "cu_seq_lens_k": query}
         with _capturing(), pytest.raises(NotImplementedError, match="cannot capture"):
@@ -247,10 +280,13 @@ def _others() -> Iterator[tuple[str, Callable[[], bool]]]:
     yield "a capture of calls", captured
     yield "copies", beside_the_computation
     yield "facts", lambda: device_l2_mb() == device_l2_mb(1) == 4.0 and Clock(card, 1).kind == "CUDA events"
+    yield "GGUF", lambda: runtime_of(card).part(GgufTimings).conditions()["arch"] == "sm_75"
     yield "memory", measured
     yield "flex_attention", flexible
     yield "a node", on_a_node
     yield "int8 files", beside_the_hosts_kernel
+    yield "a VAE in bands", in_bands
+    yield "a VAE that did not fit", whole_first
     yield "a child", on_another_card
     yield "paged attention", refused
     yield "what a call costs", lambda: min(speed.call_costs(card).values()) > 0

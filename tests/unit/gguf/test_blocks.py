@@ -15,7 +15,7 @@ from torch import Tensor
 
 from pascal_attn_core.gguf import matrix as matrices
 from pascal_attn_core.gguf.matrix import GgufMatrix, linear
-from pascal_attn_core.gguf_blocks import FORMATS, expand
+from pascal_attn_core.reference.gguf_blocks import FORMATS, expand
 
 TYPES = {name: gguf.GGMLQuantizationType[name] for name in FORMATS}
 
