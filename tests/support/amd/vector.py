@@ -307,7 +307,7 @@ def _fma_mix(wave: Wave, i: Instruction) -> None:
 
 
 def _fma_to_half(high: bool) -> Operation:
-    """Of float32 numbers, rounded to float16 into one half; the other one stays what it is."""
+    """A multiply-add of float32 numbers, rounded to float16 into one half; the other half stays what it is."""
 
     def run(wave: Wave, i: Instruction) -> None:
         _options_are(i)
