@@ -75,7 +75,11 @@ INLINE u32 permuted(u32 a, u32 b, u32 selector) {
     return r;
 }
 #elif defined(PA_HIP)
+#if defined(__GFX11__) || defined(__GFX12__)
+INLINE int dp4a_signed(int a, int b, int sum) { return __builtin_amdgcn_sudot4(true, a, true, b, sum, false); }
+#else
 INLINE int dp4a_signed(int a, int b, int sum) { return __builtin_amdgcn_sdot4(a, b, sum, false); }
+#endif
 INLINE int dp4a_unsigned(u32 a, int b, int sum) { return dp4a_signed((int)a, b, sum); }
 INLINE u32 permuted(u32 a, u32 b, u32 s) {  // a byte of the instruction's selector is four bits of s
     return __builtin_amdgcn_perm(b, a, (s & 15) | (s & 0xf0) << 4 | (s & 0xf00) << 8 | (s & 0xf000) << 12);

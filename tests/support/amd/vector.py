@@ -1,5 +1,6 @@
 """Vector arithmetic of gfx9 ("Vega" Instruction Set Architecture, chapter 12) and gfx10 ("RDNA 2" Instruction Set
-Architecture, chapter 12), as far as the kernels have it. What gfx10 calls by another name is at the end.
+Architecture, chapter 12), as far as the kernels have it. What gfx10 calls by another name, and what only gfx11 has
+("RDNA3" Instruction Set Architecture, chapter 16), is at the end.
 
 Products of two floats and their sum are computed in float64 and rounded once more to float32, and so are exp, log and
 reciprocals: at least as exact as the card, whose exp, log and reciprocal are within one unit in the last place.
@@ -305,7 +306,20 @@ def _fma_mix(wave: Wave, i: Instruction) -> None:
     wave.write(i.operands[0].number, _fma(*sources))
 
 
+def _fma_to_half(high: bool) -> Operation:
+    """A multiply-add of float32 numbers, rounded to float16 into one half; the other half stays what it is."""
+
+    def run(wave: Wave, i: Instruction) -> None:
+        _options_are(i)
+        destination, *sources = i.operands
+        kept = wave.unsigned(destination) & U32(0xFFFF if high else 0xFFFF0000)
+        wave.write(destination.number, _to_half(_fma(*map(wave.single, sources))) << U32(16 * high) | kept)
+
+    return run
+
+
 VECTOR |= {"v_cvt_f16_f32_sdwa": _to_high_half, "v_cvt_f32_f16_sdwa": _of_high_half, "v_fma_mix_f32": _fma_mix}
+VECTOR |= {"v_fma_mixlo_f16": _fma_to_half(False), "v_fma_mixhi_f16": _fma_to_half(True)}
 
 
 for _own, _of_gfx9 in (
@@ -349,6 +363,28 @@ def _parts_differ(wave: Wave, i: Instruction) -> None:
 VECTOR |= {
     "v_dot2c_f32_f16": _dot2_in_place, "v_or_b32_sdwa": _or_of_halves, "v_cmp_ne_u16_sdwa": _parts_differ,
 }  # fmt: skip
+
+_plain("fff", "v_maxmin_f32", lambda x, y, z: np.fmin(np.fmax(x, y), z))
+
+
+def _dot4_of_signs(wave: Wave, i: Instruction) -> None:
+    """Both factors are signed where neg_lo says so."""
+    _options_are(i, neg_lo="[1,1,0]")
+    wave.write(i.operands[0].number, _dot4(*map(wave.unsigned, i.operands[1:])))
+
+
+def _at_once(wave: Wave, i: Instruction) -> None:
+    """Both read their sources before either writes its result."""
+    first, second = i.both
+    at = first.operands[0].number
+    before = wave.vectors[at].copy()
+    VECTOR[first.name](wave, first)
+    result, wave.vectors[at] = wave.vectors[at].copy(), before
+    VECTOR[second.name](wave, second)
+    wave.vectors[at] = result
+
+
+VECTOR |= {"v_dot4_i32_iu8": _dot4_of_signs, "v_dual": _at_once}
 
 # Products for many instructions at once: of the words of both factors and of floats, ``[instructions, lanes]``.
 Product = Callable[[np.ndarray, np.ndarray, np.ndarray], np.ndarray]
