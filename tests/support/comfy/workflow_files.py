@@ -77,9 +77,10 @@ def without_ours(prompt: Prompt) -> Prompt:
     plain = copy.deepcopy(prompt)
     for key, kind in ours(plain).items():
         inputs = plain[key]["inputs"]
-        through = next((inputs[name] for name in ("model", "vae", "clip") if name in inputs), None)
-        if through is not None and kind != "PascalMemoryEstimate":
-            redirect(plain, [key, 0], through)
+        through = [inputs[name] for name in ("model", "clip", "vae") if name in inputs]
+        if kind != "PascalMemoryEstimate":
+            for slot, link in enumerate(through):
+                redirect(plain, [key, slot], link)
     while dead := [key for key, node in plain.items() if _is_ours_or_hangs_on_it(plain, node)]:
         for key in dead:
             del plain[key]
