@@ -38,7 +38,7 @@ def _drawn(
     positive = parts.prompt(sheet, clip, words)
     unwanted = parts.negative_prompt(sheet, clip, negative) if negative else parts.no_negative_prompt(sheet, positive)
     if estimate:
-        parts.memory_estimate(sheet, model, loaded[3], positive, vae=vae)
+        parts.memory_estimate(sheet, model, loaded[3], positive, vae, clip)
     image = parts.decode(sheet, parts.sampler(sheet, model, positive, unwanted, loaded[3], **settings), vae)
     parts.report(sheet, image)
     parts.save_picture(sheet, image, f"pascal/{file}")
@@ -60,7 +60,7 @@ def sd15() -> Sheet:
     vae = parts.vae_attention(sheet, vae)
     positive = parts.prompt(sheet, clip, "an old steam engine in a green valley, watercolour, soft light")
     negative = parts.negative_prompt(sheet, clip, "blurry, text, watermark")
-    parts.memory_estimate(sheet, model, latent, positive)
+    parts.memory_estimate(sheet, model, latent, positive, vae, clip)
     settings = {"steps": 20, "cfg": 7.0, "sampler_name": "euler", "scheduler": "normal"}
     latent = parts.sampler(sheet, model, positive, negative, latent, **settings)
     image = parts.decode(sheet, latent, vae)
@@ -181,7 +181,7 @@ def wan(easy_cache: bool = False) -> Sheet:
     model, clip, vae = parts.everything(sheet, model, clip, vae)
     positive = parts.prompt(sheet, clip, "a fox runs through fresh snow between birches, tracking shot, daylight")
     negative = parts.negative_prompt(sheet, clip, "still picture, blurry, subtitles, overexposed, deformed")
-    parts.memory_estimate(sheet, model, latent, positive)
+    parts.memory_estimate(sheet, model, latent, positive, vae, clip)
     if easy_cache:
         model = sheet.add("cache", "EasyCache", size=(NARROW, 0), model=model)
     settings = {"steps": 20, "cfg": 5.0, "sampler_name": "uni_pc", "scheduler": "simple"}

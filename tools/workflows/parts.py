@@ -161,9 +161,9 @@ def text_encoder_attention(sheet: Sheet, clip: Out) -> Out:
     return sheet.add("text_attention", "PascalTextEncoderAttention", size=(NARROW, 0), clip=clip)
 
 
-def memory_estimate(sheet: Sheet, model: Out, latent: Out, prompt: Out, **more: Out) -> None:
+def memory_estimate(sheet: Sheet, model: Out, latent: Out, prompt: Out, vae: Out, clip: Out) -> None:
     """The estimate and a node that shows its text."""
-    links = {"model": model, "latent": latent, "conditioning": prompt, **more}
+    links = {"model": model, "latent": latent, "conditioning": prompt, "vae": vae, "clip": clip}
     text = sheet.add("estimate", "PascalMemoryEstimate", size=(NARROW, 0), **links)
     sheet.add("estimate_text", "PreviewAny", title="Estimate as text", size=(NARROW, 200), source=text)
 
