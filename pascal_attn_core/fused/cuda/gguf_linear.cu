@@ -27,7 +27,6 @@
 #define BAND 8    // tiles of rows that take the columns in step: what they read stays in L2
 #define MAGIC 12582912.f
 #define MAGIC_BITS 0x4B400000
-#define LEAST_SCALE 1e-30f
 #define LARGEST_CODE 127.f
 
 #define Q8_0 0
@@ -61,31 +60,20 @@
 #define SUMS (HAS_MINIMUM ? 2 : 1)
 #define SCALES (TWO_SCALES || HAS_MINIMUM ? 3 : 2)
 
-INLINE int least(int a, int b) { return a < b ? a : b; }
 #ifdef PA_CPU_EMU
-#define OPAQUE_POINTER(x)
 INLINE const void* at_multiple(const void* p, size_t bytes) { if ((size_t)p % bytes) abort(); return p; }
 INLINE u32 load32(const u8* p) { return *(const u32*)at_multiple(p, 4); }
 INLINE u32 load16(const u8* p) { return *(const u16*)at_multiple(p, 2); }
 INLINE int4 load128(const void* p) { return *(const int4*)at_multiple(p, 16); }
 INLINE float2 load_two(const float* p) { return *(const float2*)at_multiple(p, 8); }
 INLINE float load_float(const float* p) { return *p; }
-INLINE u32 permuted(u32 a, u32 b, u32 s) {
-    const unsigned long long all = (unsigned long long)b << 32 | a;
-    u32 r = 0;
-    for (int i = 0; i < 4; ++i) r |= (u32)(all >> (8 * (s >> (4 * i) & 7)) & 255) << (8 * i);
-    return r;
-}
 #else
-// What is derived from an opaque pointer is not computed anew from what the pointer was made of.
-#define OPAQUE_POINTER(x) asm volatile("" : "+l"(x))
 // On sm_61 only such loads are cached in L1, and a sector of W is read by two to five instructions.
 INLINE u32 load32(const u8* p) { return __ldg((const u32*)p); }
 INLINE u32 load16(const u8* p) { return __ldg((const u16*)p); }
 INLINE int4 load128(const void* p) { return __ldg((const int4*)p); }
 INLINE float2 load_two(const float* p) { return __ldg((const float2*)p); }
 INLINE float load_float(const float* p) { return __ldg(p); }
-INLINE u32 permuted(u32 a, u32 b, u32 s) { return __byte_perm(a, b, s); }
 #endif
 INLINE float half_at(u32 bits) { return half_to_float((u16)bits); }
 
@@ -105,13 +93,6 @@ INLINE float element(const void* x, i64 at, int kind) {
     if (kind == 0) return ((const float*)x)[at];
     const u16 bits = ((const u16*)x)[at];
     return kind == 1 ? half_to_float(bits) : bits_to_float((u32)bits << 16);
-}
-
-// x / s, rounded correctly where it is at least 1/2: see int8_linear.cu.
-INLINE float quotient(float x, float s, float r) {
-    float q = __fmul_rn(x, r);
-    q = fmaf(fmaf(-q, s, x), r, q);
-    return fmaf(fmaf(-q, s, x), r, q);
 }
 
 // Where block b lies in the order in which the products take them.
@@ -183,7 +164,7 @@ struct Raw { u32 a, b, c, d; };  // a unit, as loaded: four bytes of nibbles, an
 
 // What begins at a multiple of two bytes only comes as two halves.
 INLINE void load_halves(const u8* p, u32& low, u32& high) { low = load16(p); high = load16(p + 2); }
-INLINE u32 joined(u32 low, u32 high) { return permuted(low, high, 0x5410); }
+INLINE u32 joined(u32 low, u32 high) { return __byte_perm(low, high, 0x5410); }
 INLINE u32 spread(u32 nibble) { return nibble * 0x10204080u; }  // bit i to bit 8 i + 7
 
 // 16 int8 values for the eight nibbles of a word: low ones, high ones.
@@ -192,10 +173,10 @@ INLINE void table_of(u32 q, u32& low, u32& high) {
     u32 found[2];
     FOR(i, 2) {
         const u32 s = q >> (16 * i), of = (0x32103210u | (q & 0x88888888u) >> 1) >> (16 * i);
-        found[i] = permuted(permuted(t0, t1, s & 0x7777u), permuted(t2, t3, s & 0x7777u), of & 0x7777u);
+        found[i] = __byte_perm(__byte_perm(t0, t1, s & 0x7777u), __byte_perm(t2, t3, s & 0x7777u), of & 0x7777u);
     }
-    low = permuted(found[0], found[1], 0x6420);
-    high = permuted(found[0], found[1], 0x7531);
+    low = __byte_perm(found[0], found[1], 0x6420);
+    high = __byte_perm(found[0], found[1], 0x7531);
 }
 
 // The first byte of unit `lane` in the codes of a block, or of a chunk.
