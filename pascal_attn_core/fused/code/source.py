@@ -236,10 +236,12 @@ def gguf_variants() -> tuple[Compilation, ...]:
     return (*(GgufVariant(gguf_source.KIND, dtype) for dtype in DTYPES), *gguf_linear_variants())
 
 
-def gguf_linear_variants() -> tuple[GgufLinearVariant, ...]:
-    """Every variant of the product with GGUF weights and x in 8 bits."""
+def gguf_linear_variants(arch: str = "") -> tuple[GgufLinearVariant, ...]:
+    """Every variant of the product with GGUF weights and x in 8 bits; ``arch``: on AMD's devices."""
+    if arch and not amd_geometry.has_dots(arch):
+        return ()
     return tuple(
-        GgufLinearVariant(gguf_source.LINEAR_KIND, name, rows)
+        GgufLinearVariant(gguf_source.LINEAR_KIND, name, rows, arch=arch)
         for name in gguf_source.PRODUCT_FORMATS
         for rows in (8, 4)
         if rows == 8 or name not in gguf_source.ONE_SHAPE

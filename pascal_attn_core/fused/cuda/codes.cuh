@@ -7,6 +7,12 @@
 #else
 #define OPAQUE_POINTER(x) asm volatile("" : "+l"(x))
 #endif
+// AMD's compiler would read all factors of a product before the first sum, and have no registers for them.
+#ifdef PA_HIP
+#define IN_STEPS(x) OPAQUE(x)
+#else
+#define IN_STEPS(x)
+#endif
 
 INLINE int least(int a, int b) { return a < b ? a : b; }
 INLINE u32 larger(u32 a, u32 b) { return a > b ? a : b; }

@@ -356,43 +356,55 @@ INLINE void get8(float (&to)[8], const float* from, int step) {
     }
 }
 
+// Rows of a thread whose sums of words there are at a time: AMD has no registers for more where v takes as many.
+#define HELD (PA_AMD && TWO_SCALES ? 4 : PA_ROWS)
+
 // The sums of words first ... first + count - 1.
-INLINE void dot(int (&t)[PA_ROWS][8], const int* x, const int* w, int first, int count) {
+INLINE void dot(int (&t)[HELD][8], const int* x, const int* w, int first, int count) {
     FOR(k, count) {
-        int a[PA_ROWS], b[8];
-        FOR(i, PA_ROWS / 4) *(int4*)&a[4 * i] = *(const int4*)(x + (first + k) * BR + i * 4 * TY);
+        int a[HELD], b[8];
+        FOR(i, HELD / 4) *(int4*)&a[4 * i] = *(const int4*)(x + (first + k) * BR + i * 4 * TY);
         FOR(j, 2) *(int4*)&b[4 * j] = *(const int4*)(w + (first + k) * PITCH + j * 4 * TX);
-        FOR(i, PA_ROWS) FOR(j, 8) t[i][j] = __dp4a(a[i], b[j], k ? t[i][j] : MAGIC_BITS);
+        FOR(i, HELD) FOR(j, 8) t[i][j] = __dp4a(a[i], b[j], k ? t[i][j] : MAGIC_BITS);
+        FOR(i, HELD) FOR(j, 8) IN_STEPS(t[i][j]);
     }
 }
 
-INLINE void multiply_block(float (&sums)[PA_ROWS][8], const Buffer& s, int block, int tx, int ty) {
-    const int* const x = s.xs + block * 8 * BR + ty * 4;
+// Of rows `row` ... of the thread's.
+INLINE void multiply_rows(float (&sums)[PA_ROWS][8], const Buffer& s, int block, int tx, int ty, int row) {
+    const int* const x = s.xs + block * 8 * BR + ty * 4 + row * TY;
+    const float* const of_rows = s.a + block * BR + ty * 4 + row * TY;
     const int* const w = s.ws + block * 8 * PITCH + tx * 4;
     const float* const d = s.d + block * BC + tx * 4;
-    float scale[8], offset[8], a[PA_ROWS];
-    int t[PA_ROWS][8];
+    float scale[8], offset[8], a[HELD];
+    int t[HELD][8];
     dot(t, x, w, 0, TWO_SCALES ? 4 : 8);
     get8(scale, d, 4 * TX);
     get8(offset, d + 2 * BC, 4 * TX);
 #if TWO_SCALES
-    float v[PA_ROWS][8];
-    FOR(i, PA_ROWS) FOR(j, 8) v[i][j] = fmaf(bits_to_float((u32)t[i][j]), scale[j], offset[j]);
+    float v[HELD][8];
+    FOR(i, HELD) FOR(j, 8) v[i][j] = fmaf(bits_to_float((u32)t[i][j]), scale[j], offset[j]);
+    FOR(i, HELD) FOR(j, 8) IN_STEPS(v[i][j]);
     dot(t, x, w, 4, 4);
     get8(scale, d + 4 * BC, 4 * TX);
 #endif
-    FOR(i, PA_ROWS / 4) *(float4*)&a[4 * i] = *(const float4*)(s.a + block * BR + (ty + i * TY) * 4);
-    FOR(i, PA_ROWS) FOR(j, 8) {
+    FOR(i, HELD / 4) *(float4*)&a[4 * i] = *(const float4*)(of_rows + i * TY * 4);
+    FOR(i, HELD) FOR(j, 8) {
 #if TWO_SCALES
         offset[j] = v[i][j];
 #endif
-        sums[i][j] = fmaf(fmaf(bits_to_float((u32)t[i][j]), scale[j], offset[j]), a[i], sums[i][j]);
+        sums[row + i][j] = fmaf(fmaf(bits_to_float((u32)t[i][j]), scale[j], offset[j]), a[i], sums[row + i][j]);
+        IN_STEPS(sums[row + i][j]);
     }
 #if HAS_MINIMUM
     get8(scale, d + 4 * BC, 4 * TX);
-    FOR(i, PA_ROWS / 4) *(float4*)&a[4 * i] = *(const float4*)(s.a + (2 + block) * BR + (ty + i * TY) * 4);
-    FOR(i, PA_ROWS) FOR(j, 8) sums[i][j] = fmaf(scale[j], a[i], sums[i][j]);
+    FOR(i, HELD / 4) *(float4*)&a[4 * i] = *(const float4*)(of_rows + 2 * BR + i * TY * 4);
+    FOR(i, HELD) FOR(j, 8) sums[row + i][j] = fmaf(scale[j], a[i], sums[row + i][j]);
 #endif
+}
+
+INLINE void multiply_block(float (&sums)[PA_ROWS][8], const Buffer& s, int block, int tx, int ty) {
+    FOR(i, PA_ROWS / HELD) multiply_rows(sums, s, block, tx, ty, i * HELD);
 }
 
 struct Stage {
@@ -617,7 +629,7 @@ INLINE void multiply_few(const GgufLinear& p, int4 (&xs)[ROWS][4][32]) {
             float d[2][3];
             unpack_chunk(w, d, p, rows[r], c);
             FOR(m, ROWS) {
-                if (m >= p.rows) break;
+                if (m >= p.rows) continue;
                 const float* const a = p.x_scales + 2 * (m * p.chunks + c);
                 const float2 scale = load_two(a);
                 float2 sum = scale;
