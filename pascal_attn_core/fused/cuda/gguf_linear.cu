@@ -357,7 +357,11 @@ INLINE void get8(float (&to)[8], const float* from, int step) {
 }
 
 // Rows of a thread whose sums of words there are at a time: AMD has no registers for more where v takes as many.
-#define HELD (PA_AMD && TWO_SCALES ? 4 : PA_ROWS)
+#if PA_AMD && TWO_SCALES
+#define HELD 4
+#else
+#define HELD PA_ROWS
+#endif
 
 // The sums of words first ... first + count - 1.
 INLINE void dot(int (&t)[HELD][8], const int* x, const int* w, int first, int count) {
