@@ -124,7 +124,9 @@ def packing(variant: Variant, cubin: bytes) -> float:
         trips = {"values": (rows // 16, 4)}.get(name, (rows // 4,))
         if len(found) != len(trips):
             raise ValueError(f"pa_pack_{name}: found {len(found)} loops, want {len(trips)}")
-        issued += sum(math.prod(n for (first, last), n in zip(found, trips) if first <= i.address <= last) for i in code)
+        issued += sum(
+            math.prod(n for (first, last), n in zip(found, trips) if first <= i.address <= last) for i in code
+        )
     return 32 * issued / rows
 
 

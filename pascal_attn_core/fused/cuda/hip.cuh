@@ -20,12 +20,10 @@
 #define float2 pa_float2
 #define uint2 pa_uint2
 #define int4 pa_int4
-#define uint4 pa_uint4
 struct alignas(16) float4 { float x, y, z, w; };
 struct alignas(8) float2 { float x, y; };
 struct alignas(8) uint2 { unsigned x, y; };
 struct alignas(16) int4 { int x, y, z, w; };
-struct alignas(16) uint4 { unsigned x, y, z, w; };
 
 struct PaThread { __device__ __forceinline__ operator unsigned() const { return __builtin_amdgcn_workitem_id_x(); } };
 struct PaGroupX { __device__ __forceinline__ operator unsigned() const { return __builtin_amdgcn_workgroup_id_x(); } };
@@ -45,21 +43,6 @@ struct PaGroups { PaGroupsX x; };
 #define fmaxf __builtin_fmaxf
 #define fabsf __builtin_fabsf
 #define log2f __builtin_log2f
-#define fminf __builtin_fminf
-// Each rounded on its own: products and sums in one expression would be one multiply-add.
-static __device__ __forceinline__ float __fadd_rn(float x, float y) { return x + y; }
-static __device__ __forceinline__ float __fsub_rn(float x, float y) { return x - y; }
-static __device__ __forceinline__ float __fmul_rn(float x, float y) { return x * y; }
-static __device__ __forceinline__ float __fdiv_rn(float x, float y) { return x / y; }
-static __device__ __forceinline__ float __frcp_rn(float x) { return 1.f / x; }
-static __device__ __forceinline__ float __int2float_rn(int x) { return (float)x; }
-static __device__ __forceinline__ int __float2int_rn(float x) { return (int)__builtin_rintf(x); }
-#define __dp4a(a, b, sum) __builtin_amdgcn_sdot4(a, b, sum, false)
-#define __ldg(p) (*(p))
-// A byte of the instruction's selector is four bits of s.
-static __device__ __forceinline__ unsigned __byte_perm(unsigned a, unsigned b, unsigned s) {
-    return __builtin_amdgcn_perm(b, a, (s & 15) | (s & 0xf0) << 4 | (s & 0xf00) << 8 | (s & 0xf000) << 12);
-}
 
 static __device__ __forceinline__ void pa_syncthreads() {
     __builtin_amdgcn_fence(__ATOMIC_RELEASE, "workgroup");
@@ -89,8 +72,7 @@ static __device__ __forceinline__ void pa_syncwarp() {
 
 // Shuffles stay within 32 lanes, whatever a wave has. The exchanged bit is a constant after unrolling: no address
 // register, and no shared memory, is needed.
-template <class X>
-static __device__ __forceinline__ X pa_shfl_xor(X value, int mask) {
+static __device__ __forceinline__ float pa_shfl_xor(float value, int mask) {
     const int bits = __builtin_bit_cast(int, value);
     int got;
     switch (mask) {
@@ -100,7 +82,7 @@ static __device__ __forceinline__ X pa_shfl_xor(X value, int mask) {
         case 8: got = __builtin_amdgcn_ds_swizzle(bits, 0x201f); break;
         default: got = __builtin_amdgcn_ds_swizzle(bits, 0x401f); break;
     }
-    return __builtin_bit_cast(X, got);
+    return __builtin_bit_cast(float, got);
 }
 #define __shfl_xor_sync(lanes, value, mask) pa_shfl_xor(value, mask)
 
@@ -111,10 +93,3 @@ static __device__ __forceinline__ float pa_shfl(float value, int lane, int width
     return __builtin_bit_cast(float, __builtin_amdgcn_ds_bpermute(from << 2, __builtin_bit_cast(int, value)));
 }
 #define __shfl_sync(lanes, value, lane, width) pa_shfl(value, lane, width)
-
-// Of 32 lanes, whatever a wave has. 33: not equal.
-static __device__ __forceinline__ unsigned pa_ballot(bool x) {
-    const unsigned long long lanes = __builtin_amdgcn_uicmp((unsigned)x, 0u, 33);
-    return (unsigned)(PA_WAVE == 64 && threadIdx.x & 32 ? lanes >> 32 : lanes);
-}
-#define __ballot_sync(lanes, x) pa_ballot(x)

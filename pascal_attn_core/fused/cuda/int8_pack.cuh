@@ -225,10 +225,6 @@ extern "C" __global__ void __launch_bounds__(128) pa_pack_values(const Pack p) {
     float *const scales = p.scales + at * PA_BC, *const logs = p.logs + at * PA_BC;
     float carry[OF_LANE];
     FOR(c, OF_LANE) carry[c] = 0.f;
-#if PA_AMD
-    int sum[OF_LANE];
-    FOR(c, OF_LANE) sum[c] = 0;
-#endif
 #pragma unroll 1
     for (int g = 0; g < GROUPS / 4; ++g, words += PA_D) {
         u32 word[OF_LANE];
@@ -254,15 +250,14 @@ extern "C" __global__ void __launch_bounds__(128) pa_pack_values(const Pack p) {
             four.z = (int)word[4 * e + 2]; four.w = (int)word[4 * e + 3];
             *(int4*)(words + 32 * e) = four;
         }
-#if PA_AMD
-        FOR(c, OF_LANE) sum[c] = __dp4a((int)word[c], 0x01010101, sum[c]);
-#endif
     }
 #if PA_AMD
-    words = p.words + at * V_WORDS + TILE_WORDS;
-    FOR(c, OF_LANE) {
-        for (int s = 8; s < 32; s *= 2) sum[c] += __shfl_xor_sync(FULL_WARP, sum[c], s);
-        if (quarter == 0) words[CHANNEL(c / 4) + c % 4] = MAGIC_BITS + 128 * sum[c];
+    for (int c = 0; c < OF_LANE; ++c) {  // what the lane has written
+        const int d = 32 * (c / 4) + c % 4;
+        int sum = 0;
+        for (int g = 1; g <= GROUPS / 4; ++g) sum = __dp4a(words[d - g * PA_D], 0x01010101, sum);
+        for (int s = 8; s < 32; s *= 2) sum += __shfl_xor_sync(FULL_WARP, sum, s);
+        if (quarter == 3) words[d] = MAGIC_BITS + 128 * sum;  // behind the tile's codes
     }
 #endif
 }

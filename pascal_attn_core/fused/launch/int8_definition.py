@@ -69,7 +69,10 @@ def pack(call: AttentionCall, view: View, table_dim: int, tile_keys: int) -> Wor
     filled = torch.arange(-(-count // tile_keys) * tile_keys, device=query.device)
     rows = filled.clamp_max(count - 1)
     query_ = rotated(query)
-    key_, value_ = rotated((keys - mean_key[..., None, :])[..., rows, :]), rotated((values - mean_value[..., None, :])[..., rows, :])
+    key_, value_ = (
+        rotated((keys - mean_key[..., None, :])[..., rows, :]),
+        rotated((values - mean_value[..., None, :])[..., rows, :]),
+    )
     a, b, c = (_scales(t) for t in (query_, key_, value_))
     b = (b.view(torch.int32) & ~3).view(torch.float32)  # of 22 bits
     live = filled < count
