@@ -347,8 +347,8 @@ def _part(wave: Wave, operand: Operand, selection: str) -> np.ndarray:
 
 
 def _of_parts(whole: Operation) -> Operation:
-    """An operation whose sources and result may be parts of words (SDWA): the rest of the result's word becomes zero, or
-    stays what it is. It is computed on registers behind those that instructions can name."""
+    """An operation whose sources and result may be parts of words (SDWA): the rest of the word of the result becomes
+    zero, or stays what it is. It is computed on registers behind those that instructions can name."""
 
     def run(wave: Wave, i: Instruction) -> None:
         destination, *sources = i.operands
