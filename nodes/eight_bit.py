@@ -8,8 +8,6 @@ from .int8_linear import PascalInt8Linear
 from .patches import int8
 from .patches.int8_attention import AUTO, CHOICES
 
-DEFAULTS = int8.Settings(0.05, "", "", "host", AUTO, attention=AUTO, attention_max_error=0.02)  # of the node's inputs
-
 
 class Pascal8Bit:
     """MODEL -> MODEL: attention and linear layers of the diffusion model in 8-bit integers, not exact."""
@@ -69,6 +67,14 @@ class Pascal8Bit:
         **of_linear_layers: Any,
     ) -> tuple[Any, str]:
         """Returns a clone of ``model`` whose layers run in 8 bits, and what is known of each before a run."""
-        attention_settings: dict[str, Any] = {"attention": attention, "attention_max_error": attention_max_error}
-        wanted = int8.Settings(**of_linear_layers, linear=linear_layers, **attention_settings)
-        return int8.patch(model, wanted, unique_id)
+        of_attention: dict[str, Any] = {"attention": attention, "attention_max_error": attention_max_error}
+        return int8.patch(model, _settings(linear_layers, **of_linear_layers, **of_attention), unique_id)
+
+
+def _settings(linear_layers: bool, **others: Any) -> int8.Settings:
+    """The settings of the node's inputs."""
+    return int8.Settings(**others, linear=linear_layers)
+
+
+_INPUTS = Pascal8Bit.INPUT_TYPES()["required"].items()
+DEFAULTS = _settings(**{name: options["default"] for name, (_, options) in _INPUTS if "default" in options})

@@ -51,7 +51,8 @@ class PascalMemoryEstimate:
             "memory."
         )
         tokens = "Length of the prompt in tokens if no conditioning is connected. 0 = 77 for UNets, 256 otherwise."
-        vae = "The VAE that will decode: the largest image that it decodes in one piece is then shown too."
+        vae = "The VAE that will decode: its weights and the largest image that it decodes in one piece are then shown."
+        clip = "The text encoder of the prompt: its weights are then shown too."
         conditioning = "The prompt, for its exact length and for models whose conditioning is more than text."
         return {
             "required": {
@@ -66,6 +67,7 @@ class PascalMemoryEstimate:
                 "conditioning": ("CONDITIONING", {"tooltip": conditioning}),
                 "text_tokens": ("INT", {"default": 0, "min": 0, "max": 65536, "tooltip": tokens}),
                 "vae": ("VAE", {"tooltip": vae}),
+                "clip": ("CLIP", {"tooltip": clip}),
             },
             "hidden": {"unique_id": "UNIQUE_ID"},
         }
@@ -78,6 +80,7 @@ class PascalMemoryEstimate:
         conditioning: Conditioning | None = None,
         text_tokens: int = 0,
         vae: Any = None,
+        clip: Any = None,
         unique_id: str | None = None,
     ) -> tuple[str, float, torch.Tensor]:
         """The estimate, the MiB that the patches save, and the picture ``[1, height, width, 3]`` of what fits."""
@@ -107,7 +110,9 @@ class PascalMemoryEstimate:
             axes = axes_of_latent(model, wanted) if available else []
             fits = [(axis, find_largest(axis, trace, host, room)) for axis in axes]
         found = Figures(followed.call, host)
-        subject = Subject(name, wanted.shapes, *followed[1:], model.model_size(), available, total)
+        subject = Subject(
+            name, wanted.shapes, *followed[1:], model.model_size(), available, total, others_of(clip, vae)
+        )
         text = text_of(found, subject)
         fits = [(axis, ways) for axis, ways in fits if ways]
         if axes:
@@ -116,6 +121,12 @@ class PascalMemoryEstimate:
         picture = draw_largest(fits, f"{name}: the largest that fits")
         _host.say(f"memory estimate: {name} {need_text(found)}", unique_id, f"{name}: {need_text(found)}")
         return text, max(0.0, (found.total_without - found.total_with) / MIB), as_image(picture)
+
+
+def others_of(clip: Any, vae: Any) -> dict[str, tuple[int, bool]]:
+    """Bytes of the text encoder's and the VAE's weights, and whether ComfyUI computes with them on the card."""
+    given = {name: part.patcher for name, part in (("text encoder", clip), ("VAE", vae)) if part is not None}
+    return {name: (each.model_size(), each.load_device.type != "cpu") for name, each in given.items()}
 
 
 def axes_of_latent(model: Any, latent: Latent) -> list[Axis]:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
-
+from ..pascal_attn_core.machine.device import device_info
 from ..pascal_attn_core.observe.report import shares_text
 from ..pascal_attn_core.routes.several import ON_ONE_DEVICE
 from .comfy import host, inputs
@@ -95,7 +94,7 @@ class PascalSecondCard:
             before = previous_of(set_before)
             install(patched, engine, before, whole_model=True, behind=runs_first(before, AUTO))
         _say_afterwards(patched, unique_id)
-        name = torch.cuda.get_device_name(other) if other.startswith("cuda") else other
+        name = device_info(other).name
         host.say(f"second card: {other} ({name}) helps {home} in calls of at least {least_tokens} tokens", unique_id)
         return (patched,)
 

@@ -18,7 +18,7 @@ from .call import AttentionOutput
 from .capture import capture
 from .compat import TiledAttention, recommended_tile_size, tiled_attention
 from .config import AttentionConfig, UnsupportedAttention
-from .lazy_mask import LazyMask, mask_rule
+from .mask_rules.lazy import LazyMask, mask_rule
 from .observe.memory import measure_memory
 from .observe.report import Report, record
 from .patching.patch import Patch

@@ -11,7 +11,7 @@ from torch.overrides import handle_torch_function, has_torch_function
 
 from .call import AttentionOutput, Options, Results, Wanted, check_call, prepared
 from .config import AttentionConfig, default_config
-from .lazy_mask import LazyMask
+from .mask_rules.lazy import LazyMask
 from .patching.interception import PLAIN
 from .routes import choose, is_plainly_short, route_names, why_not
 from .routes.run import gradients, is_watched, run
@@ -43,8 +43,8 @@ def sdpa(
         query: ``[*batch, Hq, L, D]``; key ``[*batch, Hkv, S, D]``; value ``[*batch, Hkv, S, Dv]``; float16, bfloat16,
             float32 or float64; leading dimensions broadcast.
         attn_mask: broadcasts to ``[*batch, Hq, L, S]``; bool (True = takes part) or float (added to the scores, any
-            float dtype), or a :class:`~pascal_attn_core.lazy_mask.LazyMask`, evaluated tile by tile. May be combined
-            with ``is_causal`` and ``window``. A row that may attend to no key gives zeros. torch's own
+            float dtype), or a :class:`~pascal_attn_core.LazyMask`, evaluated tile by tile. May be combined with
+            ``is_causal`` and ``window``. A row that may attend to no key gives zeros. torch's own
             ``causal_lower_right(L, S)`` is accepted too.
         dropout_p: share of the probabilities that is dropped; the random numbers are those of torch's generator.
         is_causal: query i sees the keys up to i (see ``alignment``).

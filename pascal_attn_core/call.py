@@ -17,8 +17,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .flex_rules import WINDOW, ScoreRule, block_rule, is_block_mask, known_of
-from .lazy_mask import LazyMask
+from .mask_rules.flex import WINDOW, ScoreRule, block_rule, is_block_mask, known_of
+from .mask_rules.lazy import LazyMask
 from .patching.interception import PLAIN
 
 ALIGNMENTS = ("upper_left", "lower_right")

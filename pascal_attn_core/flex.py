@@ -26,7 +26,8 @@ from torch import Tensor
 
 from .call import Options, check_call, prepared
 from .config import AttentionConfig, default_config
-from .flex_rules import (
+from .machine.device import CPU_LIKE
+from .mask_rules.flex import (
     FULL,
     PARTIAL,
     SKIPPED,
@@ -42,7 +43,6 @@ from .flex_rules import (
     reads,
     window_of,
 )
-from .machine.device import CPU_LIKE
 from .patching.patch import Patch
 from .routes.run import run
 

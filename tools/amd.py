@@ -147,7 +147,7 @@ def waves(arch: str, vector: int, shared: int, threads: int) -> int:
     if wave_size(arch) == 64:
         by_registers, memory = min(10, 256 // max(4, -(-vector // 4) * 4)), 64 << 10
     else:
-        step, most = (16, 16) if arch.startswith("gfx103") else (8, 20)
+        step, most = (8, 20) if arch.startswith("gfx101") else (16, 16)
         by_registers, memory = min(most, 1024 // max(step, -(-vector // step) * step)), 128 << 10
     if shared > amd_geometry.LDS_BYTES:
         return 0

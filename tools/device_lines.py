@@ -27,13 +27,9 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 NOTED = "DEVICE_LINES"  # variable of the environment: the file for the lines that were run
 TESTS = ("tests/unit", "tests/contract", "tests/host/diffusers")
-_VAE = "patch_vae leaves subclasses of torch's tensors alone, which those of the fake cards are"
 # Function -> how many of its lines are not reached, and why.
 UNREACHED = {
     "pascal_attn_core/fused/gpu/runtime.py:Driver._relaxed_capture": (2, "ROCm 5.2 lacks the function; needs a card"),
-    "pascal_attn_core/gguf/hosts.py:why_not": (1, "diffusers has kernels of its own only where they were downloaded"),
-    "pascal_attn_core/vae/calls.py:Site.__call__": (1, _VAE),
-    "pascal_attn_core/vae/run.py:Run._free": (1, _VAE),
 }
 _WORDS = re.compile("cuda|hip", re.IGNORECASE)
 _BY_BYTES = (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT)
@@ -75,7 +71,7 @@ def _in_functions(code: CodeType, name: str = "") -> Iterator[tuple[int, str]]:
 
 
 def _by_function(name: str, lines: set[int]) -> dict[int, set[int]]:
-    """Those of these lines of a file that each function has, by the function's first line."""
+    """Lines among these that each function of a file has, by the function's first line."""
     codes: list[CodeType] = [compile((ROOT / name).read_text(encoding="utf-8"), str(ROOT / name), "exec")]
     found: dict[int, set[int]] = {}
     while codes:

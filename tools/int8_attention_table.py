@@ -8,15 +8,13 @@ many kinds. All are computed here in PyTorch operators: ours by its definition, 
 
 from __future__ import annotations
 
-import argparse
 import math
 from collections.abc import Callable
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
-from int8_table import written
+from int8_table import command
 from torch import Tensor
 
 from pascal_attn_core.call import check_call
@@ -228,10 +226,10 @@ def errors(name: str, dim: int) -> tuple[dict[str, float], float]:
     return {method: (each.norm() / right.norm()).item() for method, each in wrong.items()}, worst
 
 
-def table(names: list[str], dims: list[int]) -> str:
+def table(inputs: list[str], dims: list[int]) -> str:
     """The table in Markdown."""
     lines = ["| inputs | head_dim | " + " | ".join(METHODS) + " | ours, worst row |", "|---|---|" + "---|" * 6]
-    for name in names:
+    for name in inputs:
         for dim in dims:
             found, worst = errors(name, dim)
             cells = [f"{error:.2%}" for error in (*found.values(), worst)]
@@ -239,19 +237,6 @@ def table(names: list[str], dims: list[int]) -> str:
     return "\n".join(lines)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--inputs", nargs="*", default=list(INPUTS), choices=list(INPUTS))
-    parser.add_argument("--dims", nargs="*", type=int, default=[64, 128])
-    parser.add_argument("--write", type=Path, help="the document")
-    options = parser.parse_args()
-    torch.set_num_threads(1)
-    with torch.no_grad():
-        text = table(options.inputs, options.dims)
-    print(text)
-    if options.write:
-        written(options.write, BEGIN, END, text)
-
-
 if __name__ == "__main__":
-    main()
+    inputs = {"nargs": "*", "default": list(INPUTS), "choices": list(INPUTS)}
+    command(__doc__, (BEGIN, END), table, inputs=inputs, dims={"nargs": "*", "type": int, "default": [64, 128]})

@@ -7,10 +7,7 @@ models of diffusers with random weights, in GGUF files made with the package ggu
 
 from __future__ import annotations
 
-import argparse
-import logging
 import tempfile
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from pascal_attn_core.int8 import Int8Report, patch_linear_int8
-from tools.int8_table import Call, flux, normal, wan, written
+from tools.int8_table import Call, command, flux, normal, wan
 
 BEGIN, END = "<!-- errors by file: tools.int8_files_table -->", "<!-- end of errors by file -->"
 GGUF, FLOATS_8 = ("Q8_0", "Q4_0", "Q4_K"), ("float8_e4m3fn", "float8_e5m2")
@@ -168,7 +165,7 @@ def errors_of(title: str, name: str) -> tuple[dict[str, float], Int8Report, Int8
 
 
 def table() -> str:
-    """In Markdown."""
+    """The table in Markdown."""
     columns = ("the file itself", "bfloat16", "8 bits")
     lines = ["| model | file | layers in 8 bits | " + " | ".join(columns) + " | 8 bits, per layer | with outliers |"]
     lines.append("|---|---|---|" + "---|" * (len(columns) + 2))
@@ -182,19 +179,5 @@ def table() -> str:
     return "\n".join(lines)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--write", type=Path, help="the document")
-    options = parser.parse_args()
-    torch.set_num_threads(1)
-    warnings.simplefilter("ignore")
-    logging.getLogger("diffusers").setLevel(logging.ERROR)
-    with torch.no_grad():
-        text = table()
-    print(text)
-    if options.write:
-        written(options.write, BEGIN, END, text)
-
-
 if __name__ == "__main__":
-    main()
+    command(__doc__, (BEGIN, END), table)

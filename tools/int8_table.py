@@ -11,6 +11,7 @@ import argparse
 import copy
 import logging
 import re
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -174,18 +175,26 @@ def written(path: Path, begin: str, end: str, text: str) -> None:
     path.write_text(pattern.sub(lambda _: f"{begin}\n{text}\n{end}", document), encoding="utf-8")
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--write", type=Path, help="the document")
-    options = parser.parse_args()
+def command(about: str | None, marks: tuple[str, str], table: Callable[..., str], **options: dict[str, Any]) -> None:
+    """Print a table, and put it between two marks of the document that ``--write`` names.
+
+    Args:
+        options: of the command line, name -> arguments of ``add_argument``; ``table`` is called with their values.
+    """
+    parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
+    for name, option in (options | {"write": {"type": Path, "help": "the document"}}).items():
+        parser.add_argument(f"--{name}", **option)
+    given = vars(parser.parse_args())
+    path = given.pop("write")
     torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
     logging.getLogger("diffusers").setLevel(logging.ERROR)  # on casts, which are what this is about
     with torch.no_grad():
-        text = table()
+        text = table(**given)
     print(text)
-    if options.write:
-        written(options.write, BEGIN, END, text)
+    if path:
+        written(path, *marks, text)
 
 
 if __name__ == "__main__":
-    main()
+    command(__doc__, (BEGIN, END), table)

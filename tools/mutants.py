@@ -1,11 +1,12 @@
 """Whether the tests notice a mistake: the kernels or the Python code with one place made wrong, under the tests.
 
-    python tools/mutants.py                       all of the kernels, some minutes each
-    python tools/mutants.py --python              all of the Python code, under a minute each
+    python tools/mutants.py                       all of the kernels, some minutes or more each
+    python tools/mutants.py --python              all of the Python code
     python tools/mutants.py int32_batch_offset    these
 
-They are listed in ``mutants.txt``. Each runs in a copy of the checkout, up to the first test that fails. Missing
-barriers are hardly among them: tests named test_a_kernel_without_any_one_barrier_is_wrong remove each in turn.
+They are listed in ``mutants.txt``. Each runs in a copy of the checkout, under all tests of the profile nightly
+up to the first that fails. Missing barriers are hardly among them: tests named
+test_a_kernel_without_any_one_barrier_is_wrong remove each in turn.
 """
 
 from __future__ import annotations
@@ -83,7 +84,7 @@ def first_failure(mutant: Mutant, tests: list[str]) -> str:
             (shutil.copytree if (ROOT / name).is_dir() else shutil.copy)(ROOT / name, copy / name)
         (copy / mutant.file).write_text(mutated(mutant), encoding="utf-8")
         command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "--no-header", *tests]
-        environment = {**os.environ, "PYTHONPATH": folder, "OMP_NUM_THREADS": "1"}
+        environment = {**os.environ, "PYTHONPATH": folder, "OMP_NUM_THREADS": "1", "HYPOTHESIS_PROFILE": "nightly"}
         done = subprocess.run(command, cwd=copy, env=environment, capture_output=True, text=True)
     if done.returncode == 0:
         return ""

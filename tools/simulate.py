@@ -9,7 +9,8 @@ is not foretold. Some minutes per run.
 The folder holds a built checkout of github.com/gpgpu-sim/gpgpu-sim_distribution (4.0, commit 90ec3399) with its
 ``build`` folder. It builds with g++ 12, flex, bison and makedepend against the headers of CUDA 11 (the wheel
 nvidia-cuda-runtime-cu11, and cudaProfiler.h, which that wheel lacks, from any CUDA), and needs no GPU and no nvcc:
-``CUDA_INSTALL_PATH`` is a folder with ``include`` and a ``bin/nvcc`` that prints ``release 11.0, V11.0.1``.
+``CUDA_INSTALL_PATH`` is a folder with ``include`` and a ``bin/nvcc`` that prints ``Cuda compilation tools, release
+11.0, V11.0.1``; crt/ is in the wheel nvidia-cuda-nvcc-cu11.
 For a bison newer than 3.0, the rule of ``ptx_parser_decode.def`` in ``src/cuda-sim/Makefile`` must leave out the lines
 with ``YY`` and the comments.
 """
@@ -79,7 +80,8 @@ def build_driver(folder: Path, library: Path) -> None:
     if not (Path(headers) / "include" / "cuda.h").exists():
         sys.exit("CUDA_INSTALL_PATH must be the folder that the simulator was built against (include/cuda.h in it)")
     folders = [Path(headers) / "include", built, built / "cuda-sim", folder / "src", folder / "libcuda"]
-    parts = ("libcuda", "cuda-sim", "cuda-sim/decuda_pred_table", "gpgpu-sim", "intersim2", ".")
+    parts = ("libcuda", "cuda-sim", "cuda-sim/decuda_pred_table", "gpgpu-sim", "gpuwattch", "gpuwattch/cacti",
+             "intersim2", ".")  # fmt: skip
     command = ["g++", "-O1", "-std=c++11", "-fPIC", "-shared", "-w", f"-DCUDART_VERSION={version}", "-DTRACING_ON=1",
                "-iquote", str(folder), *(f"-I{path}" for path in folders), str(DRIVER),
                *(str(path) for part in parts for path in sorted((built / part).glob("*.o"))),

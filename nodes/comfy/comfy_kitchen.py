@@ -16,7 +16,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ...pascal_attn_core.checks import is_out_of_memory
 from ...pascal_attn_core.int8.backends import backend_for
+from ...pascal_attn_core.int8.measure import FEW_OUTPUTS, FEW_ROWS, relative_error, sample_of
 from ...pascal_attn_core.int8.product import int8_linear as product
 from ...pascal_attn_core.int8.quantize import Int8Matrix
 from .host import KEY
@@ -24,6 +26,7 @@ from .host import KEY
 NAME, FUNCTION, LAYOUT = "pascal", "int8_linear", "TensorWiseINT8Layout"
 CHOICES = ("auto", "always", "off")
 _NEWER = (7, 5)  # where comfy_kitchen's CUDA backend begins
+_MEASURED = 256  # calls of a run, each of another layer as far as the model has so many
 _ACTIVATIONS: dict[str | None, Callable[[Tensor], Tensor]] = {
     None: lambda x: x,
     "none": lambda x: x,
@@ -71,12 +74,17 @@ class Served:
     """Our backend for one node's model.
 
     Attributes:
-        calls: number of calls of int8 layers since it was reset.
+        calls: number of calls of int8 layers in this run.
+        error: the largest relative error of its first calls against the file's weights in float32.
         backend: what computed the first of them, see :data:`.backends.BACKENDS`.
     """
 
     def __init__(self) -> None:
-        self.calls, self.backend = 0, ""
+        self.calls, self.error, self.backend = 0, 0.0, ""
+
+    def restart(self) -> None:
+        """A run begins."""
+        self.calls, self.error = 0, 0.0
 
     def wrapper(self, executor: Any, *args: Any, **kwargs: Any) -> Any:
         """Run the diffusion model with its int8 layers computed here."""
@@ -90,6 +98,13 @@ class Served:
         self.calls += 1
         if not self.backend:
             self.backend = backend_for(x, matrix).name
+        if self.calls <= _MEASURED:
+            part = Int8Matrix(matrix.codes[:FEW_OUTPUTS], matrix.scales[:FEW_OUTPUTS], matrix.rotation)
+            try:
+                self.error = max(self.error, relative_error(sample_of(x, FEW_ROWS, self.calls), part.float(), part))
+            except (RuntimeError, MemoryError) as error:
+                if not is_out_of_memory(error):
+                    raise
 
 
 _local = threading.local()  # served: of the model that this thread runs

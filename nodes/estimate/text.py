@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 from PIL import Image
 
@@ -26,6 +26,7 @@ class Subject:
         weight_bytes: all weights of the model.
         available_bytes: what is free on the card, and what this model already takes there; 0 = not known.
         total_bytes: all memory of the card.
+        others: weights of what runs before and after sampling, in bytes, and whether they are moved to the card.
     """
 
     name: str
@@ -35,6 +36,7 @@ class Subject:
     weight_bytes: int
     available_bytes: int
     total_bytes: int
+    others: Mapping[str, tuple[int, bool]] = field(default_factory=dict)
 
 
 def text_of(found: Figures, subject: Subject) -> str:
@@ -49,12 +51,26 @@ def text_of(found: Figures, subject: Subject) -> str:
         f"Other tensors of the model: {size_text(found.call.other_bytes)} at most. The patches do not change them.",
         f"Peak besides the weights: {size_text(found.total_without)} without the patches, "
         f"{size_text(found.total_with)} with both.",
+        *_weights(subject),
         subject.how,
         "Counted: the tensors of one model evaluation, and the temporary memory of attention and feed-forward layers. "
-        "Not counted: copies of weights in transit, workspace of individual kernels, ControlNets, VAE, text encoder, "
-        "previews, other programs, and memory lost to fragmentation.",
+        "Not counted: copies of weights in transit, workspace of individual kernels, ControlNets, what the "
+        "text encoder and the VAE compute, previews, other programs, and memory lost to fragmentation.",
     ]
     return "\n".join(lines)
+
+
+def _weights(subject: Subject) -> list[str]:
+    """One line on the weights of the model, the text encoder and the VAE, where one of these was given."""
+    if not subject.others:
+        return []
+    said = [f"model {size_text(subject.weight_bytes)}"]
+    for name, (size, on_card) in subject.others.items():
+        too_much = size - subject.available_bytes if on_card and subject.available_bytes else 0
+        said.append(f"{name} {size_text(size)}" + ("" if on_card else " (stays in system memory)"))
+        if too_much > 0:
+            said[-1] += f" ({size_text(too_much)} too much, that part is streamed)"
+    return [f"Weights: {', '.join(said)}. ComfyUI takes one off the card where the next one needs the memory."]
 
 
 def verdict(found: Figures, subject: Subject) -> str:

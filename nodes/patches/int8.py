@@ -84,8 +84,10 @@ class Files:
         if self.served is None:
             return f"{text}; ComfyUI computes them: {self.why_not}"
         served = self.served
-        done = f"{served.calls} calls by {COMPUTED_BY[served.backend]}" if served.calls else "no call yet"
-        return f"{text}, computed here: {done}"
+        if not served.calls:
+            return f"{text}, computed here: no call yet"
+        error = f"errors of at most {served.error:.2%} against the file's weights in float"
+        return f"{text}, computed here: {served.calls} calls by {COMPUTED_BY[served.backend]}, {error}"
 
 
 @dataclass(frozen=True)
@@ -150,7 +152,7 @@ class Int8Layers(Injection):
         if attention is not None:
             attention.restart()
         if self.files.served is not None:
-            self.files.served.calls = 0
+            self.files.served.restart()
 
     def reports(self, patcher: Any) -> list[Int8Report]:
         """On linear layers and on attention layers, as far as the clone has them in 8 bits."""

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 COLOURS = ("#8c96a3", "#c0504d", "#2a7f62", "#7cc0a4")
+_INK = "#737b85"  # of text and lines: it can be read on white and on the black of dark pages, which show through
 
 
 @dataclass(frozen=True)
@@ -35,25 +36,31 @@ def bar_chart(
         title, footer: lines above and below all panels.
         colours: of the bars, in turn.
     """
+    from matplotlib import rc_context
     from matplotlib.figure import Figure
 
     height = 1.5 + 0.55 * sum(len(bars) for _, _, bars in panels[::2]) + 0.7 * len(panels) / 2
-    figure = Figure(figsize=(13, height), layout="constrained")
     columns = min(2, len(panels))
-    axes = figure.subplots(-(-len(panels) // columns), columns, squeeze=False)
-    for (panel_title, unit, bars), axis in zip(panels, axes.flat):
-        _draw_bars(axis, unit, bars, colours)
-        axis.set_title(panel_title, fontsize=11, x=-0.2, ha="left")
-    figure.suptitle(title, fontsize=15, fontweight="bold")
-    figure.supxlabel(footer, fontsize=9)
-    figure.savefig(path, dpi=120)
+    with rc_context(
+        dict.fromkeys(("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color"), _INK)
+    ):
+        figure = Figure(figsize=(13, height), layout="constrained")
+        axes = figure.subplots(-(-len(panels) // columns), columns, squeeze=False)
+        for (panel_title, unit, bars), axis in zip(panels, axes.flat):
+            _draw_bars(axis, unit, bars, colours)
+            axis.set_title(panel_title, fontsize=11, x=-0.2, ha="left")
+        figure.suptitle(title, fontsize=15, fontweight="bold")
+        figure.supxlabel(footer, fontsize=9)
+        figure.savefig(path, dpi=120, transparent=True)
 
 
 def _draw_bars(axis: Any, unit: str, bars: Sequence[Bar], colours: Sequence[str]) -> None:
     values = [bar.value for bar in bars if bar.value]
     left, right = 0.0, 1.28 * max(values, default=1.0)  # room for the figure after the longest bar
     if values and max(values) > 100 * min(values):
-        axis.set_xscale("log")
+        axis.set_xscale("log", base=16 if unit == "MiB" else 10)
+        axis.xaxis.set_major_formatter(lambda value, _: amount(value, unit))
+        axis.minorticks_off()
         left, right = min(values) / 3, max(values) * 6
     drawn = axis.barh(range(len(bars)), [bar.value or left for bar in bars], color=list(colours))
     texts = [bar.note if bar.value is None else amount(bar.value, unit) for bar in bars]
@@ -61,7 +68,7 @@ def _draw_bars(axis: Any, unit: str, bars: Sequence[Bar], colours: Sequence[str]
     axis.set_xlim(left, right)
     axis.set_yticks(range(len(bars)), [bar.label for bar in bars])
     axis.invert_yaxis()
-    axis.set_xlabel(f"{unit}, logarithmic" if left else unit)
+    axis.set_xlabel("logarithmic" if left else unit)
     axis.spines[["top", "right"]].set_visible(False)
 
 

@@ -33,7 +33,7 @@ from torch import nn
 
 from ..config import AttentionConfig
 from ..patching.interception import TORCH_SDPA
-from ..patching.patch import OFF, ON, REFUSED, Patch, PatchGroup, PatchReport, State, replaced
+from ..patching.patch import OFF, ON, REFUSED, NothingToPatch, Patch, PatchGroup, PatchReport, State, replaced
 from . import arrivals
 from .modules import lasting_redirect, redirect_module, release_module, set_lasting_redirect
 from .processors import (
@@ -435,14 +435,14 @@ def _required_sites(host: Any, models: dict[str, Any]) -> dict[str, nn.Module]:
     """The attention modules by name.
 
     Raises:
-        ValueError: there is none.
+        NothingToPatch: there is none.
     """
     sites = dict(sites_of(models))
     if sites:
         return sites
     looked = ", ".join(type(model).__name__ for model in models.values()) or "no diffusers model"
     others = "; ".join(counted(left_alone(models).values()))
-    raise ValueError(
+    raise NothingToPatch(
         f"{type(host).__name__} must hold attention that calls scaled_dot_product_attention, got none (looked into "
         f"{looked}){'; left alone: ' if others else ''}{others or '; models without attention need no patch'}"
     )

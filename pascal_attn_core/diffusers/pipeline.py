@@ -9,7 +9,7 @@ from torch import nn
 
 from ..ffn import patch_ffn
 from ..int8 import patch_attention_int8, patch_linear_int8
-from ..patching.patch import OFF, AnyReport, Patch, PatchGroup, State
+from ..patching.patch import OFF, AnyReport, NothingToPatch, Patch, PatchGroup, State
 from ..patching.targets import DENOISERS
 from ..vae import patch_vae
 from .sites import models_of
@@ -34,12 +34,12 @@ def patch_parts(pipe_or_model: Any, patch_attention: Callable[[Any], Patch], *, 
         for name, step in steps.items():
             try:
                 parts[name] = step()
-            except ValueError as nothing:  # the pipeline has no such part
+            except NothingToPatch as nothing:
                 missing[name] = str(nothing)
             else:
                 group.add(parts[name].remove)
     if not parts:
-        raise ValueError("; ".join(missing.values()))
+        raise NothingToPatch("; ".join(missing.values()))
     return WholePatch(group, parts, missing)
 
 

@@ -14,8 +14,8 @@ from torch import Tensor
 from ..attention import sdpa, sdpa_with_lse
 from ..call import Options, accumulate_dtype
 from ..config import AttentionConfig, default_config
-from ..lazy_mask import LazyMask, mask_rule
 from ..machine.device import CPU_LIKE
+from ..mask_rules.lazy import LazyMask, mask_rule
 
 
 class FlashArgumentError(ValueError, RuntimeError):

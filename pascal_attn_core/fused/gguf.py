@@ -1,6 +1,6 @@
-"""Blocks of GGUF files expanded by a kernel, on NVIDIA's devices: exact, the definition is :mod:`..gguf_blocks`. And
-multiplied by rows in 8 bits, on those with dp4a and on AMD's with v_dot4_i32_i8: not exact, opt-in, the definition is
-``launch/gguf_definition``."""
+"""Blocks of GGUF files expanded by a kernel, on NVIDIA's devices: exact, the definition is
+:mod:`..reference.gguf_blocks`. And multiplied by rows in 8 bits, on those with dp4a and on AMD's with v_dot4_i32_i8:
+not exact, opt-in, the definition is ``launch/gguf_definition``."""
 
 from __future__ import annotations
 

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from ..fused.gguf import ExpandCall, gguf_digest, run_expand, why_not
 from ..fused.trust.kernels import Kernels, KernelUnavailable
-from ..gguf_blocks import FORMATS, expand
 from ..machine.runtime import runtime_of
+from ..reference.gguf_blocks import FORMATS, expand
 from ..routes.timing_table import Contest, power_of_two
 
 
@@ -46,7 +46,7 @@ class ExpandTimings(Contest[ExpandKind]):
 
 
 def expanded(blocks: Tensor, name: str, arithmetic: torch.dtype, table: torch.dtype, dtype: torch.dtype) -> Tensor:
-    """The weights in blocks, ``[n, weights]``, rounded to a dtype; see :func:`..gguf_blocks.expand`."""
+    """The weights in blocks, ``[n, weights]``, rounded to a dtype; see :func:`..reference.gguf_blocks.expand`."""
     is_real = type(blocks) is Tensor and not torch.compiler.is_compiling()
     if is_real and not why_not(blocks.device, name, arithmetic, dtype):
         out = torch.empty(len(blocks), FORMATS[name].weights, dtype=dtype, device=blocks.device)

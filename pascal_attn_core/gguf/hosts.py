@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..gguf_blocks import FORMATS
+from ..reference.gguf_blocks import FORMATS
 from .matrix import GgufMatrix, Product
 
 Operands = tuple[GgufMatrix, Tensor | None]

@@ -20,9 +20,9 @@ from torch import Tensor
 from ..fused.gguf import GgufLinearCall, gguf_digest, run_product, why_no_product
 from ..fused.launch import gguf_definition
 from ..fused.trust.kernels import Kernels, KernelUnavailable
-from ..gguf_blocks import FORMATS
 from ..machine.device import MIB
 from ..machine.runtime import runtime_of
+from ..reference.gguf_blocks import FORMATS
 from ..routes.timing_table import Contest, power_of_two
 from . import matrix
 from .matrix import GgufMatrix

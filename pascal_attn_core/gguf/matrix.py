@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..gguf_blocks import FORMATS, Parts
+from ..reference.gguf_blocks import FORMATS, Parts
 from .expansion import expanded
 
 # Weights that exist in float at a time; with what expanding them takes, up to 9 and 36 MiB. A GPU wants long slices, a
@@ -24,9 +24,9 @@ class GgufMatrix(NamedTuple):
 
     Attributes:
         data: its bytes, uint8 of any shape, contiguous.
-        format: a key of :data:`..gguf_blocks.FORMATS`.
+        format: a key of :data:`..reference.gguf_blocks.FORMATS`.
         shape: N and K.
-        arithmetic, table: see :func:`..gguf_blocks.expand`.
+        arithmetic, table: see :func:`..reference.gguf_blocks.expand`.
         dtype: that the expanded weights are rounded to.
     """
 

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..checks import rows_to_check
+from ..checks import in_float64, rows_to_check
 from . import stored
 from .product import int8_linear
 from .quantize import ROTATIONS, Int8Matrix, quantize_rows
@@ -35,8 +35,8 @@ class Sample(NamedTuple):
 
     Attributes:
         rows: ``[M, K]``.
-        counts: ``[M, branches]``, float64: the number of rows of each of the input's :func:`branches` that each stands
-            for.
+        counts: ``[M, branches]``, as :func:`..checks.in_float64` has it: the number of rows of each of the input's
+            :func:`branches` that each stands for.
     """
 
     rows: Tensor
@@ -49,7 +49,7 @@ def sample_of(x: Tensor, most: int, seed: int) -> Sample:
     chosen, counts = chosen_rows(flat, most, seed)
     parts = branches(x.shape[0]) if x.dim() > 2 else 1
     branch = torch.div(chosen * parts, max(1, flat.shape[0]), rounding_mode="floor")
-    return Sample(flat[chosen], counts[:, None] * F.one_hot(branch, parts))
+    return Sample(flat[chosen], counts[:, None] * F.one_hot(branch.to(counts.device), parts))
 
 
 def branches(batch: int) -> int:
@@ -62,12 +62,12 @@ def chosen_rows(flat: Tensor, most: int, seed: int) -> tuple[Tensor, Tensor]:
     """Indices of at most ``most`` rows ``[M, K]``, see :func:`..checks.rows_to_check`, and float64 how many rows each
     stands for: those of largest norm for themselves, the drawn ones for all other rows."""
     chosen, count = rows_to_check(flat, most, seed), flat.shape[0]
-    counts = torch.ones(len(chosen), dtype=torch.float64, device=flat.device)
+    counts = in_float64(torch.ones(len(chosen), device=flat.device))
     if len(chosen) < count:
         largest = -(-most // 4)
         norms = torch.linalg.vector_norm(flat[chosen], dim=1, dtype=torch.float32)
         drawn = norms.topk(len(chosen) - largest, largest=False).indices
-        counts[drawn] = (count - largest) / len(drawn)
+        counts[drawn.to(counts.device)] = (count - largest) / len(drawn)
     return chosen, counts
 
 
@@ -89,11 +89,11 @@ def error_of(sample: Sample, rounded: Tensor, weights: Iterable[tuple[slice, Ten
         weights: slices of the N rows of the weight, and those rows in float32.
     """
     rows, counts = sample
-    wide, squares = rows.float(), torch.zeros(2, counts.shape[1], dtype=torch.float64, device=rows.device)
+    wide, squares = rows.float(), torch.zeros(2, counts.shape[1], dtype=torch.float64, device=counts.device)
     for some, weight in weights:
         exact = F.linear(wide, weight)
         wrong = rounded[:, some] - exact
-        squares += torch.stack([part.square().sum(dim=1, dtype=torch.float64) for part in (wrong, exact)]) @ counts
+        squares += in_float64(torch.stack([part.square().sum(dim=1) for part in (wrong, exact)])) @ counts
     errors = torch.where(squares[0] == 0, 0.0, squares[0] / squares[1])
     return errors.amax().sqrt().nan_to_num(float("inf")).item()
 

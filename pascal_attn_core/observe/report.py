@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from ..call import TiledStats
-from ..lazy_mask import LazyMask
+from ..mask_rules.lazy import LazyMask
 
 
 @dataclass(frozen=True)

@@ -136,6 +136,10 @@ class Patch:
         return f"Patch({self.name!r}, sites={self.sites}, {'active' if self.active else 'removed'})"
 
 
+class NothingToPatch(ValueError):
+    """A model or pipeline has nothing that a patch is for."""
+
+
 AnyPatch = TypeVar("AnyPatch", bound=Patch)
 
 
@@ -143,13 +147,13 @@ def require_sites(patch: AnyPatch) -> AnyPatch:
     """The patch, if it is in force anywhere.
 
     Raises:
-        ValueError: it is not; the error names what was left alone.
+        NothingToPatch: it is not; the error names what was left alone.
     """
     if patch.sites:
         return patch
     patch.remove()
     left = "; ".join(f"{name}: {why}" for name, why in patch.left_alone.items())
-    raise ValueError(f"{patch.name}: the model must have something to patch, got {left or 'nothing'}")
+    raise NothingToPatch(f"{patch.name}: the model must have something to patch, got {left or 'nothing'}")
 
 
 def replaced(owner: Any, name: str, ours: Any) -> Callable[[], list[str]]:

@@ -6,6 +6,8 @@ from typing import Any
 
 from torch import nn
 
+from .patch import NothingToPatch
+
 #: the models that a pipeline calls in every step; transformer_2 is the second expert of Wan 2.2, prior and decoder are
 #: the stages of a cascade
 DENOISERS = ("unet", "transformer", "transformer_2", "prior", "decoder")
@@ -37,7 +39,7 @@ def denoisers_of(target: Any) -> nn.Module:
     modules: ``"transformer_2.blocks.0.ffn"``.
 
     Raises:
-        TypeError, ValueError: the target is neither a pipeline nor a module, or it has no denoiser.
+        TypeError, NothingToPatch: the target is neither a pipeline nor a module, or it has no denoiser.
     """
     parts = parts_of(target)
     if "" in parts:
@@ -49,7 +51,7 @@ def autoencoder_of(target: Any) -> nn.Module:
     """A module itself, or a pipeline's autoencoder.
 
     Raises:
-        TypeError, ValueError: the target is neither a pipeline nor a module, or it has no autoencoder.
+        TypeError, NothingToPatch: the target is neither a pipeline nor a module, or it has no autoencoder.
     """
     parts = parts_of(target)
     return parts[""] if "" in parts else parts[_present(target, parts, AUTOENCODERS)[0]]
@@ -58,7 +60,7 @@ def autoencoder_of(target: Any) -> nn.Module:
 def _present(target: Any, parts: dict[str, nn.Module], names: tuple[str, ...]) -> list[str]:
     present = [name for name in names if name in parts]
     if not present:
-        raise ValueError(
+        raise NothingToPatch(
             f"{type(target).__name__} must have one of {', '.join(names)}, got {', '.join(parts) or 'no model'}"
         )
     return present

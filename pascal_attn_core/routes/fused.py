@@ -9,7 +9,6 @@ import torch
 
 from ..call import AttentionCall, Gradients, Results, Wanted, empty_output
 from ..config import AttentionConfig, RouteUnavailable
-from ..flex_rules import BlockRule
 from ..fused.code.compilation import Compilation
 from ..fused.geometry.amd import has_dots
 from ..fused.launch import int8_definition
@@ -24,6 +23,7 @@ from ..fused.trust.kernels import Kernels, kernels_of
 from ..fused.trust.trial import Trials
 from ..machine.device import MIB, DeviceInfo
 from ..machine.runtime import runtime_of
+from ..mask_rules.flex import BlockRule
 from .bands import bands, rows_at_once, sample
 from .route import Choice, Request, Route
 from .tiled import TiledRoute
@@ -34,7 +34,7 @@ _DP4A = (6, 1)
 
 
 class FusedRoute(Route):
-    """Our kernel, on NVIDIA's cards and on those of AMD's without matrix units.
+    """Our kernel, on cards of NVIDIA's and AMD's.
 
     Args:
         torch_route: whose kernel this one is timed against where both take a call.
@@ -92,7 +92,7 @@ class FusedRoute(Route):
         return may_win(call, torch_has_a_kernel=False) and isinstance(plan, Plan) and not why_untried(call, plan)
 
     def _instead_of_plain(self, request: Request, plan: Plan, why: str) -> Choice | None:
-        """The choice for a call that torch has no fused kernel for. On AMD's cards, for which that is every call, ours
+        """The choice for a call that torch has no fused kernel for. On AMD's cards, up to RX 6000 for every call, ours
         has to take less time than torch's math on a call of this kind; tiles take it otherwise."""
         if request.runtime.info.kind != "hip" or plan.band_rows:
             return Choice(self, why, plan, torch_stores=True)
@@ -390,7 +390,7 @@ def takes_device(device: torch.device) -> bool:
 def may_win(call: AttentionCall, *, torch_has_a_kernel: bool) -> bool:
     """Whether the kernel can be the fastest route on the call's device: on NVIDIA's up to Turing, but not where torch
     multiplies on tensor cores, as it does float16 on Volta and Turing, and everything on newer cards. On AMD's wherever
-    there is a kernel: it is for cards without matrix units."""
+    there is a kernel: where torch has one too, both are timed."""
     info = runtime_of(call.query.device).info
     if info.kind == "hip":
         return True

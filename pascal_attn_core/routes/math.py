@@ -11,9 +11,9 @@ from torch import Tensor
 
 from ..call import AttentionCall, Results
 from ..config import AttentionConfig
-from ..lazy_mask import LazyMask
 from ..machine.device import LARGEST_BUFFER, MIB
 from ..machine.runtime import runtime_of
+from ..mask_rules.lazy import LazyMask
 from ..reference import allowed_keys
 from .route import Choice, Request, Route
 

@@ -14,9 +14,9 @@ from torch import Tensor
 
 from ..call import AttentionCall, Gradients, Results, TiledStats, Wanted, without_autocast
 from ..config import AttentionConfig
-from ..lazy_mask import LazyMask
 from ..machine.device import LARGEST_BUFFER, MIB
 from ..machine.runtime import Runtime, runtime_of
+from ..mask_rules.lazy import LazyMask
 from .grad_transforms import Grads, in_any_transform
 
 

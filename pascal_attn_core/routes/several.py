@@ -26,9 +26,9 @@ from torch import Tensor
 from ..call import AttentionCall, Gradients, Results, TiledStats, Wanted, check_call, distinct, empty_output
 from ..checks import is_out_of_memory
 from ..config import AttentionConfig, RouteUnavailable
-from ..lazy_mask import LazyMask
 from ..machine.device import MIB, device_info
 from ..machine.runtime import Runtime, runtime_of
+from ..mask_rules.lazy import LazyMask
 from .math import MathRoute
 from .route import Choice, Request, Route
 from .short import TorchAsIs

@@ -10,9 +10,9 @@ from torch import Tensor
 
 from ..call import FLOATS, AttentionCall, Results
 from ..config import AttentionConfig
-from ..lazy_mask import LazyMask
 from ..machine.device import LONGEST_SUM_ON_MPS, MIB
 from ..machine.runtime import runtime_of
+from ..mask_rules.lazy import LazyMask
 from ..patching.interception import PLAIN
 from ..tiled.layout import rows_overlap, slides_by_one
 from .route import Choice, Request, Route

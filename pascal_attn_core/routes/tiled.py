@@ -17,9 +17,9 @@ from torch import Tensor
 from ..call import AttentionCall, Gradients, Results, TiledStats, Wanted, distinct
 from ..checks import is_out_of_memory
 from ..config import AttentionConfig
-from ..flex_rules import BlockRule
 from ..machine.device import MIB
 from ..machine.runtime import Runtime, runtime_of, runtimes
+from ..mask_rules.flex import BlockRule
 from ..tiled.dropout import draw_seed
 from ..tiled.forward import tiled_forward
 from ..tiled.gradients import tiled_backward

@@ -19,8 +19,8 @@ from ..config import AttentionConfig, RouteUnavailable
 from ..fused.code.source import kernels_digest
 from ..fused.launch.plan import variants_of
 from ..fused.trust.kernels import Kernels
-from ..lazy_mask import LazyMask
 from ..machine.own_thread import in_backward
+from ..mask_rules.lazy import LazyMask
 from ..patching.interception import torch_sdpa
 from .route import Request, Route
 from .timing_table import Attempt, Contest, power_of_two

@@ -21,9 +21,9 @@ from torch import Tensor
 from ..call import AttentionCall, distinct, may_read
 from ..checks import is_out_of_memory
 from ..config import RouteUnavailable
-from ..lazy_mask import LazyMask
 from ..machine.own_thread import in_backward, in_own_thread
 from ..machine.runtime import Runtime, runtime_of
+from ..mask_rules.lazy import LazyMask
 from ..patching.interception import torch_sdpa
 from ..reference import reference_sdpa
 from ..tiled.layout import worth_looking

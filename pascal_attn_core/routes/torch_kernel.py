@@ -24,8 +24,8 @@ from torch import Tensor
 
 from ..call import AttentionCall, Results, empty_output
 from ..config import AttentionConfig
-from ..lazy_mask import LazyMask
 from ..machine.device import CPU_LIKE
+from ..mask_rules.lazy import LazyMask
 from ..observe.progress import this_thread
 from ..tiled.layout import is_matrix, slides_by_one
 from .route import Choice, Request, Route

@@ -259,7 +259,8 @@ def _expected(case: Case, tensors: _Tensors, mask: Tensor | None, grad_out: Tens
         parts = zip(query.split(q_lengths, dim=2), key.split(k_lengths, dim=2), value.split(k_lengths, dim=2))
         outs = [reference_sdpa(q, k, v, is_causal=True, alignment="lower_right")[0] for q, k, v in parts]
         return [torch.cat(outs, dim=2)]
-    out, lse = reference_sdpa(query, key, value, mask, **case.options)
+    with torch.set_grad_enabled(case.has_gradients):  # a host may have switched them off
+        out, lse = reference_sdpa(query, key, value, mask, **case.options)
     if case.has_gradients:
         return [out.detach(), *torch.autograd.grad(out, (query, key, value), grad_out.to(dtype))]
     return [out, lse] if case.way == "lse" else [out]

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from ..call import Options, check_call, prepared, without_autocast
-from ..flex_rules import is_block_mask
-from ..lazy_mask import LazyMask
+from ..mask_rules.flex import is_block_mask
+from ..mask_rules.lazy import LazyMask
 from ..routes.math import probabilities
 from .mask import HostMask
 

@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from ..patching.patch import Patch, PatchGroup
+from ..patching.patch import NothingToPatch, Patch, PatchGroup
 from ..patching.targets import autoencoder_of
 from .calls import METHODS, Settings, Site, bound
 from .lazy import NotInBands
@@ -71,7 +71,7 @@ def patch_vae(
         raise TypeError(f"methods must be a tuple of names, got {methods!r}")
     found = [name for name in methods if callable(getattr(vae, name, None))]
     if not found:
-        raise ValueError(f"vae must have one of the methods {', '.join(methods)}, got {type(vae).__name__}")
+        raise NothingToPatch(f"vae must have one of the methods {', '.join(methods)}, got {type(vae).__name__}")
     settings = Settings(budget_mib, keep, when == "needed", verify, progress, expected_bytes)
     sites = {}
     with PatchGroup(f"bands of {type(vae).__name__}") as group:

@@ -21,6 +21,7 @@ from torch.utils._pytree import tree_leaves
 from ..checks import is_out_of_memory
 from ..machine.device import MIB
 from ..observe.memory import available_bytes
+from ..patching.interception import PLAIN
 from .banded import Banded, finish
 from .lazy import NotInBands
 from .proof import differs
@@ -133,7 +134,7 @@ class Site:
 
     def _is_ours(self, given: Any) -> bool:
         """Whether a call could run in bands; others are passed on and not reported."""
-        is_plain = type(given) is Tensor and given.dim() >= 3 and given.is_floating_point() and given.numel()
+        is_plain = type(given) in PLAIN and given.dim() >= 3 and given.is_floating_point() and given.numel()
         if not self.settings.enabled or getattr(_running, "on", False) or not is_plain or given.is_meta:
             return False
         return not torch.compiler.is_compiling()

@@ -20,8 +20,8 @@ from torch import Tensor
 from pascal_attn_core import AttentionConfig, UnsupportedAttention, patch_flex_attention, sdpa
 from pascal_attn_core.call import check_call
 from pascal_attn_core.flex import create_block_mask, flex_attention
-from pascal_attn_core.flex_rules import WINDOW, ScoreRule, Window, block_rule, known_of
 from pascal_attn_core.fused.launch.select import tensor_reasons
+from pascal_attn_core.mask_rules.flex import WINDOW, ScoreRule, Window, block_rule, known_of
 from pascal_attn_core.observe.memory import measure
 
 flex = pytest.importorskip("torch.nn.attention.flex_attention")
@@ -59,7 +59,7 @@ SCORE_MODS: dict[str, Callable | None] = {
 
 
 def applied(mod: Callable, *scores: Tensor, lengths: tuple[int, ...]) -> Tensor:
-    """What FlexAttention says that a function of single elements means."""
+    """Apply a function of single elements to all, as FlexAttention defines it."""
     for dims in ((None, None, None, 0), (None, None, 0, None), (None, 0, None, None), (0, None, None, None)):
         mod = torch.vmap(mod, in_dims=(*(0 for _ in scores), *dims))
     return mod(*scores, *(torch.arange(n) for n in lengths))

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from pascal_attn_core import AttentionConfig, explain, mask_rule, record, sdpa, sdpa_with_lse
 from pascal_attn_core.call import check_call
-from pascal_attn_core.lazy_mask import LazyMask
 from pascal_attn_core.machine.runtime import Runtime, using
+from pascal_attn_core.mask_rules.lazy import LazyMask
 from pascal_attn_core.routes import choose
 
 SHARED_BY = ("auto", "torch", "tiled", "online", "small_tiles", "small_budget")
@@ -42,7 +42,7 @@ def shared(config: AttentionConfig, *devices: str) -> AttentionConfig:
 
 def test_the_bits_are_those_of_one_device() -> None:
     taken: collections.Counter[str] = collections.Counter()
-    cases = some(TABLE, 10)
+    cases = some(TABLE, 17)
     for case in cases:
         inputs, options = case.build()
         call = check_call(*inputs, **options)
@@ -88,7 +88,7 @@ def _gradients(case: Case, config: AttentionConfig) -> tuple[list[Tensor], str]:
 
 @pytest.mark.parametrize("route", ["auto", "small_tiles", "small_budget"])
 def test_and_those_of_gradients(route: str) -> None:
-    taken, cases = 0, some(GRADIENT_TABLE, 3)
+    taken, cases = 0, some(GRADIENT_TABLE, 4)
     for case in cases:
         if route in routes_for(case, of=[route]):
             found, by = _gradients(case, shared(ROUTES[route], "cpu", "cpu"))

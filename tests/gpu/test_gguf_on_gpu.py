@@ -13,8 +13,8 @@ from pascal_attn_core.fused.trust.kernels import Kernels
 from pascal_attn_core.fused.trust.verify_gguf import expected, sane_blocks
 from pascal_attn_core.gguf.int8 import product
 from pascal_attn_core.gguf.matrix import GgufMatrix, linear
-from pascal_attn_core.gguf_blocks import FORMATS, expand
 from pascal_attn_core.machine.runtime import runtime_of
+from pascal_attn_core.reference.gguf_blocks import FORMATS, expand
 from pascal_attn_core.routes.timing_table import median_times
 
 pytestmark = pytest.mark.gpu

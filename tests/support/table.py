@@ -347,7 +347,7 @@ def routes_for(case: Case, *, of: Iterable[str] = ROUTES) -> list[str]:
 
 
 def on_mps(cases: list[Case]) -> list[Case]:
-    """Those whose numbers Apple's MPS has; none where there is no such device."""
+    """Cases whose numbers Apple's MPS has; none where there is no such device."""
     has_mps = torch.backends.mps.is_available()
     return [case for case in cases if has_mps and torch.float64 != case.dtype and "float64" not in case.mask]
 

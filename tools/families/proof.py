@@ -18,7 +18,7 @@ from pascal_attn_core.diffusers import redirect as redirecting
 from pascal_attn_core.diffusers.sites import counted as by_reason
 from pascal_attn_core.diffusers.sites import left_alone, sites_of
 from pascal_attn_core.ffn import patch_ffn
-from pascal_attn_core.flex_rules import block_rule, is_block_mask
+from pascal_attn_core.mask_rules.flex import block_rule, is_block_mask
 from pascal_attn_core.patching.interception import TORCH_SDPA, SdpaMode, bind_sdpa, torch_sdpa
 from pascal_attn_core.reference import reference_sdpa
 

@@ -69,7 +69,7 @@ FULL = Sizes(
 _OWN = ("--shape", "Hq=2,L=70,D=32", "--candidates", "fused,torch,tiled", "--rounds", "1")
 TINY = Sizes(
     "tiny",
-    tests=(),
+    tests=("-k", "every_architecture or autocast"),
     selftest=("--no-speed", "--threads", "1"),
     selftest_seconds=2.0,
     forward=_OWN,

@@ -2,7 +2,7 @@
 
     python -m tools.models.amd                                 the calls that noflash-attention publishes times of
     python -m tools.models.amd --head-dim 128 --dtype float32
-    python -m tools.models.amd --arch gfx1030                  an RX 6800 instead of an MI50
+    python -m tools.models.amd --arch gfx1030                  an RX 6800 instead of an MI50; gfx1102: an RX 7600
 
 The shipped code is executed for a block (``tests/support/amd``, which needs llvm-objdump 16), and what each of its
 waves issues is played back for as many blocks as a compute unit holds (``compute_unit.py`` says what it knows of them,
@@ -56,6 +56,7 @@ class Card(NamedTuple):
 CARDS = {
     "gfx906": Card("MI50", 60, 1.725e9, GCN, 32, 1024e9),
     "gfx1030": Card("RX 6800", 30, 2.105e9, RDNA2, 64, 512e9),
+    "gfx1102": Card("RX 7600", 16, 2.655e9, RDNA2, 128, 288e9),
 }
 LAUNCH = 10e-6  # seconds from the end of a launch to the first block of the next one: chosen, not measured
 # noflash-attention 1.0.1, README: milliseconds on an MI50, B1 H16 D64 float16.
@@ -89,21 +90,25 @@ class Trace:
 
     def _after(self, i: Instruction) -> tuple[tuple[int, int], ...]:
         """The results that it reads and that may be new; its own is written down."""
-        place, results = len(self.events), _results(i)
-        found = set()
-        for source in i.operands if _IN_PLACE.match(i.name) else i.operands[results:]:
+        place, found = len(self.events), set()
+        for source in (source for part in i.both or (i,) for source in _sources(part)):
             for register in _registers(source):
                 at, latency = self._written.get(register, (-REACH, 0))
                 if place - at < latency:
                     found.add((place - at, latency))
-        for destination in i.operands[:results]:
-            for register in _registers(destination):
-                self._written[register] = place, _latency(i.name)
+        for part in i.both or (i,):
+            for destination in part.operands[: _results(part)]:
+                for register in _registers(destination):
+                    self._written[register] = place, _latency(part.name)
         return tuple(found)
 
 
 def _registers(operand: Operand) -> list[tuple[str, int]]:
     return [(operand.kind, operand.number + i) for i in range(operand.count)]
+
+
+def _sources(i: Instruction) -> tuple[Operand, ...]:
+    return i.operands if _IN_PLACE.match(i.name) else i.operands[_results(i) :]
 
 
 def _results(i: Instruction) -> int:
@@ -121,11 +126,11 @@ def _latency(name: str) -> int:
 
 
 def _stall(i: Instruction) -> int:
-    """Cycles more for vector registers that share one of four banks, if none was read before."""
-    if not i.name.startswith("v_"):
+    """Cycles more for vector registers that share one of four banks, if none was read before. The compiler takes two
+    instructions that are issued at once such that their factors share none ("RDNA3", 7.6)."""
+    if not i.name.startswith("v_") or i.both:
         return 0
-    sources = i.operands if _IN_PLACE.match(i.name) else i.operands[_results(i) :]
-    banks = Counter(number % 4 for number in {o.number for o in sources if o.kind == "v"})
+    banks = Counter(number % 4 for number in {o.number for o in _sources(i) if o.kind == "v"})
     return max(banks.values(), default=1) - 1
 
 
@@ -133,7 +138,7 @@ def event(wave: Wave, i: Instruction, timing: Timing = GCN) -> Event:
     """Event of the instruction that a wave is about to execute."""
     if i.name.startswith("v_"):
         cycles = timing.quarter if _SLOW.match(i.name) else timing.half if _HALF_RATE.match(i.name) else timing.full
-        return Event("vector", cycles, is_product=bool(_PRODUCT.match(i.name)))
+        return Event("vector", cycles, products=sum(bool(_PRODUCT.match(part.name)) for part in i.both or (i,)))
     if i.name.startswith("ds_"):
         return Event("lds", lds_cycles(wave, i))
     if i.name.startswith(("global_", "flat_")):
@@ -245,7 +250,7 @@ def speed(variant: Variant, tiles: tuple[int, int] = (8, 16), *, banks: bool = F
     few, many = (block(variant, n) for n in tiles)
     shares = []
     for chosen in (list, main_blocks):
-        counts = [Counter(e.is_product for e in chosen(b.waves[0])) for b in (few, many)]
+        counts = [Counter(e.products > 0 for e in chosen(b.waves[0])) for b in (few, many)]
         issued = counts[1] - counts[0]
         shares.append(issued[True] / sum(issued.values()))
     paces = [pace(few.waves, many.waves, count + 1, tiles, card.timing, banks=banks) for count in range(few.resident)]
@@ -259,7 +264,7 @@ def main_blocks(events: list[Event]) -> list[Event]:
     for e in [*events, Event("barrier")]:
         stretch.append(e)
         if e.kind in ("branch", "barrier"):
-            found += stretch if sum(e.is_product for e in stretch) >= _MAIN else []
+            found += stretch if sum(e.products for e in stretch) >= _MAIN else []
             stretch = []
     return found
 

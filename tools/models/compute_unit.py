@@ -3,11 +3,11 @@
 - GCN ("Vega" Instruction Set Architecture; AMD, "GCN Architecture" whitepaper): four SIMDs, each issues every fourth
   cycle: at most one instruction of each kind, one of each wave, in order. Vector arithmetic takes 4 cycles, exp, log,
   reciprocals and 32-bit integer products 16, 64-bit shifts 8.
-- RDNA 2 ("RDNA 2" Instruction Set Architecture, chapters 2 and 10; AMD, "RDNA Architecture" whitepaper): a workgroup
-  processor has four SIMDs of 32 lanes, each issues every cycle, likewise. Vector arithmetic takes a cycle, 64-bit
-  shifts 2, exp, log, reciprocals and 32-bit integer products 4, as if no other wave could compute beside them. Another
-  instruction of the wave can read a result after 5, 6, 8 or 10 cycles (LLVM 16, ``SISchedule.td``, GFX10SpeedModel).
-  Shared memory is two halves of 32 banks, each block lies in one of them.
+- RDNA 2 and 3 ("RDNA 2" and "RDNA3" Instruction Set Architecture, chapters 2 and 10; AMD, "RDNA Architecture"
+  whitepaper): a workgroup processor has four SIMDs of 32 lanes, each issues every cycle, likewise. Vector arithmetic
+  takes a cycle, 64-bit shifts 2, exp, log, reciprocals and 32-bit integer products 4, as if no other wave could compute
+  beside them. Another instruction of the wave can read a result after 5, 6, 8 or 10 cycles (LLVM 16,
+  ``SISchedule.td``, GFX10SpeedModel). Shared memory is two halves of 32 banks, each block lies in one of them.
 - On both, shared memory gives 32 words a cycle, with the conflicts that the addresses have. Its answer comes 64 cycles
   later, that of global memory 450, of scalar loads 120: chosen, not measured. A branch takes 16 cycles, on RDNA 32.
 
@@ -61,7 +61,7 @@ class Event(NamedTuple):
     Attributes:
         kind: "vector", "lds", "memory", "scalar load", "scalar", "branch", "wait" or "barrier".
         cycles: that it occupies its unit; waits: of a wait, how many transfers may stay under way.
-        is_product: multiplies and adds floats.
+        products: how many times it multiplies and adds floats: 2 for two instructions that RDNA 3 issues at once.
         counter: that a transfer to or from global memory is counted in.
         after: (how many instructions before, cycles): of those whose results it reads, while they may be new.
         stall: cycles more, if operands of the same bank are not gathered before.
@@ -70,7 +70,7 @@ class Event(NamedTuple):
     kind: str
     cycles: int = 4
     waits: tuple[tuple[str, int], ...] = ()
-    is_product: bool = False
+    products: int = 0
     counter: str = "vmcnt"
     after: tuple[tuple[int, int], ...] = ()
     stall: int = 0

@@ -276,8 +276,8 @@ class GgufShare(NamedTuple):
 
 
 def gguf_share(cubin: bytes) -> GgufShare:
-    """Of the product with GGUF weights of many rows. The loop runs once for each 32 columns; what is jumped over there
-    and does not multiply loads or stores a chunk of 64 columns, every other time.
+    """Shares of the product with GGUF weights of many rows. The loop runs once for each 32 columns; what is jumped over
+    there and does not multiply loads or stores a chunk of 64 columns, every other time.
 
     Raises:
         ValueError: there is not one loop with dp4a.

@@ -32,6 +32,7 @@ import readme  # noqa: E402
 from attn_support.comfy.browser import Browser  # noqa: E402
 from attn_support.comfy.frontend import open_page, open_template, picture, show  # noqa: E402
 from attn_support.comfy.server import ComfyServer, Host, base_directory  # noqa: E402
+from attn_support.comfy.workflow_files import digest, is_drawn  # noqa: E402
 from graphs import SHEETS  # noqa: E402
 from PIL import Image  # noqa: E402
 from sheet import Sheet  # noqa: E402
@@ -63,6 +64,8 @@ def main() -> None:
                     readme.photograph(browser, server, Path(folder))
         finally:
             server.stop()
+    if older := [sheet.name for sheet in SHEETS if not is_drawn(sheet.name)]:
+        sys.exit(f"older than their workflows, or made by hand: the pictures of {', '.join(older)}")
 
 
 def start(folder: Path) -> ComfyServer:
@@ -119,7 +122,8 @@ def draw(browser: Browser, sheet: Sheet, folder: Path) -> None:
     drawn = Image.open(picture(browser, folder / "picture.png")).convert("RGB")
     size = WIDTH, round(drawn.height * WIDTH / drawn.width)
     small = drawn.resize(size, Image.Resampling.LANCZOS)
-    small.save(WORKFLOWS / f"{sheet.name}.jpg", quality=70, optimize=True, progressive=True)
+    jpeg = {"quality": 70, "optimize": True, "progressive": True, "comment": digest(sheet.name)}
+    small.save(WORKFLOWS / f"{sheet.name}.jpg", **jpeg)
 
 
 def look(browser: Browser, server: ComfyServer, sheets: list[Sheet], target: Path) -> None:

@@ -2,12 +2,48 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import notes
 import parts
 from parts import NARROW
 from sheet import Out, Sheet
 
 _NOTE = (NARROW, 390)
+_LOADERS = ("checkpoint", "model", "lora", "shift", "clip", "vae", "latent")
+_EIGHT_STEPS = {"steps": 8, "cfg": 1.0, "sampler_name": "euler", "scheduler": "simple"}
+
+
+def _drawn(
+    sheet: Sheet,
+    loaded: tuple[Out, Out, Out, Out],
+    words: str,
+    file: str,
+    *,
+    negative: str = "",
+    estimate: bool = False,
+    page: str = "sampler",
+    **settings: Any,
+) -> Sheet:
+    """Return the sheet of a picture with all that follows the nodes that load and the note.
+
+    Args:
+        loaded: MODEL, CLIP, VAE, LATENT.
+        negative: the negative prompt; "" = the model needs none.
+        page: where the note stands, see ``parts.frames``.
+        settings: of the sampler.
+    """
+    models = [key for key in _LOADERS if key in {node["key"] for node in sheet.nodes}]
+    model, clip, vae = parts.everything(sheet, *loaded[:3])
+    positive = parts.prompt(sheet, clip, words)
+    unwanted = parts.negative_prompt(sheet, clip, negative) if negative else parts.no_negative_prompt(sheet, positive)
+    if estimate:
+        parts.memory_estimate(sheet, model, loaded[3], positive, vae=vae)
+    image = parts.decode(sheet, parts.sampler(sheet, model, positive, unwanted, loaded[3], **settings), vae)
+    parts.report(sheet, image)
+    parts.save_picture(sheet, image, f"pascal/{file}")
+    parts.frames(sheet, models, ["attention"], ["positive", "negative"], ["sampler", "decode"], ["save"], page)
+    return sheet
 
 
 def sd15() -> Sheet:
@@ -48,23 +84,35 @@ def sdxl() -> Sheet:
     model, clip, vae = parts.checkpoint(sheet, parts.SDXL)
     sheet.note("note", "Read me", notes.page("SDXL, 1024x1024", sheet.files, notes.SDXL), _NOTE)
     latent = sheet.add("latent", "EmptyLatentImage", size=(NARROW, 0), width=1024, height=1024, batch_size=1)
-    model, clip, vae = parts.everything(sheet, model, clip, vae)
-    positive = parts.prompt(sheet, clip, "a lighthouse on a cliff at dusk, waves, warm light in its windows, photo")
-    negative = parts.negative_prompt(sheet, clip, "blurry, text, watermark")
+    words = "a lighthouse on a cliff at dusk, waves, warm light in its windows, photo"
     settings = {"steps": 25, "cfg": 6.5, "sampler_name": "dpmpp_2m", "scheduler": "karras"}
+    negative = "blurry, text, watermark"
+    return _drawn(sheet, (model, clip, vae, latent), words, "sdxl", negative=negative, page="models", **settings)
+
+
+def flux_fp8() -> Sheet:
+    sheet = Sheet("Pascal-Flux-fp8")
+    model, clip, vae = parts.checkpoint(sheet, parts.FLUX_FP8)
+    sheet.note("note", "Read me", notes.page("Flux.1 dev in fp8, 1024x1024", sheet.files, notes.FLUX_FP8), _NOTE)
+    latent = sheet.add("latent", "EmptySD3LatentImage", size=(NARROW, 0), width=1024, height=1024, batch_size=1)
+    model, clip, vae = parts.everything(sheet, model, clip, vae)
+    prompt = parts.prompt(sheet, clip, "a night train at a small station in the mountains, lit windows, snow, photo")
+    positive = sheet.add("guidance", "FluxGuidance", size=(NARROW, 0), conditioning=prompt, guidance=3.5)
+    negative = parts.no_negative_prompt(sheet, prompt)
+    settings = {"steps": 20, "cfg": 1.0, "sampler_name": "euler", "scheduler": "simple"}
     latent = parts.sampler(sheet, model, positive, negative, latent, **settings)
     image = parts.decode(sheet, latent, vae)
     parts.report(sheet, image)
-    parts.save_picture(sheet, image, "pascal/sdxl")
-    models, pascal = ["checkpoint", "latent"], ["attention"]
-    parts.frames(sheet, models, pascal, ["positive", "negative"], ["sampler", "decode"], ["save"])
+    parts.save_picture(sheet, image, "pascal/flux-fp8")
+    texts = ["positive", "guidance", "negative"]
+    parts.frames(sheet, ["checkpoint", "latent"], ["attention"], texts, ["sampler", "decode"], ["save"])
     return sheet
 
 
-def _z_image(sheet: Sheet, width: int, height: int) -> tuple[Out, Out, Out, Out]:
+def _z_image(sheet: Sheet, width: int, height: int, *, is_int8: bool = False) -> tuple[Out, Out, Out, Out]:
     """MODEL, CLIP, VAE, LATENT. With weights of 8 bits the model stays on a card of 8 GB."""
-    model = parts.diffusion_model(sheet, parts.Z_IMAGE, "fp8_e4m3fn")
-    clip = parts.text_encoder(sheet, parts.QWEN_3_4B, "lumina2")
+    model = parts.diffusion_model(sheet, *((parts.Z_IMAGE_INT8,) if is_int8 else (parts.Z_IMAGE, "fp8_e4m3fn")))
+    clip = parts.text_encoder(sheet, parts.QWEN_3_4B_FP8 if is_int8 else parts.QWEN_3_4B, "lumina2")
     vae = parts.vae(sheet, parts.AE)
     latent = sheet.add("latent", "EmptySD3LatentImage", size=(NARROW, 0), width=width, height=height, batch_size=1)
     model = sheet.add("shift", "ModelSamplingAuraFlow", size=(NARROW, 0), model=model, shift=3.0)
@@ -74,46 +122,23 @@ def _z_image(sheet: Sheet, width: int, height: int) -> tuple[Out, Out, Out, Out]
 _Z_SETTINGS = {"steps": 8, "cfg": 1.0, "sampler_name": "res_multistep", "scheduler": "simple"}
 
 
-def z_image() -> Sheet:
-    sheet = Sheet("Pascal-Z-Image-Turbo")
-    model, clip, vae, latent = _z_image(sheet, 1024, 1024)
-    sheet.note("note", "Read me", notes.page("Z-Image Turbo, 1024x1024", sheet.files, notes.Z_IMAGE), _NOTE)
-    model, clip, vae = parts.everything(sheet, model, clip, vae)
-    positive = parts.prompt(sheet, clip, "a baker opens the door of a small shop at dawn, steam, warm light, photo")
-    negative = parts.no_negative_prompt(sheet, positive)
-    latent = parts.sampler(sheet, model, positive, negative, latent, **_Z_SETTINGS)
-    image = parts.decode(sheet, latent, vae)
-    parts.report(sheet, image)
-    parts.save_picture(sheet, image, "pascal/z-image")
-    models, pascal = ["model", "shift", "clip", "vae", "latent"], ["attention"]
-    parts.frames(sheet, models, pascal, ["positive", "negative"], ["sampler", "decode"], ["save"], "sampler")
-    return sheet
+def z_image(is_int8: bool = False) -> Sheet:
+    """Z-Image Turbo from a bfloat16 file that is loaded in 8-bit floats, or from one in 8-bit integers."""
+    sheet = Sheet("Pascal-Z-Image-Turbo-int8" if is_int8 else "Pascal-Z-Image-Turbo")
+    loaded = _z_image(sheet, 1024, 1024, is_int8=is_int8)
+    title, here = ("Z-Image Turbo in int8", notes.Z_IMAGE_INT8) if is_int8 else ("Z-Image Turbo", notes.Z_IMAGE)
+    sheet.note("note", "Read me", notes.page(f"{title}, 1024x1024", sheet.files, here), _NOTE)
+    words = "a baker opens the door of a small shop at dawn, steam, warm light, photo"
+    return _drawn(sheet, loaded, words, "z-image", **_Z_SETTINGS)
 
 
 def eleven_gb() -> Sheet:
     """A picture of 1536 x 1536 on a card with 11 GB, from the files on."""
     sheet = Sheet("Pascal-11-GB-card")
-    model, clip, vae, latent = _z_image(sheet, 1536, 1536)
+    loaded = _z_image(sheet, 1536, 1536)
     sheet.note("note", "Read me", notes.page("A card with 11 GB, 1536x1536", sheet.files, notes.ELEVEN_GB), _NOTE)
-    model, clip, vae = parts.everything(sheet, model, clip, vae)
     words = "a fishing village on a steep green coast seen from the sea, painted boats, laundry, gulls, morning haze"
-    positive = parts.prompt(sheet, clip, words)
-    negative = parts.no_negative_prompt(sheet, positive)
-    parts.memory_estimate(sheet, model, latent, positive, vae=vae)
-    latent = parts.sampler(sheet, model, positive, negative, latent, **_Z_SETTINGS)
-    image = parts.decode(sheet, latent, vae)
-    parts.report(sheet, image)
-    parts.save_picture(sheet, image, "pascal/11-gb")
-    parts.frames(
-        sheet,
-        ["model", "shift", "clip", "vae", "latent"],
-        ["attention"],
-        ["positive", "negative"],
-        ["sampler", "decode"],
-        ["save"],
-        "sampler",
-    )
-    return sheet
+    return _drawn(sheet, loaded, words, "11-gb", estimate=True, **_Z_SETTINGS)
 
 
 def krea() -> Sheet:
@@ -123,17 +148,8 @@ def krea() -> Sheet:
     vae = parts.vae(sheet, parts.KREA_VAE)
     sheet.note("note", "Read me", notes.page("Krea-2 Turbo, 1024x1024", sheet.files, notes.KREA), _NOTE)
     latent = sheet.add("latent", "EmptyLatentImage", size=(NARROW, 0), width=1024, height=1024, batch_size=1)
-    model, clip, vae = parts.everything(sheet, model, clip, vae)
-    positive = parts.prompt(sheet, clip, "an empty swimming pool in autumn, one red leaf, soft light, film photo")
-    negative = parts.no_negative_prompt(sheet, positive)
-    settings = {"steps": 8, "cfg": 1.0, "sampler_name": "euler", "scheduler": "simple"}
-    latent = parts.sampler(sheet, model, positive, negative, latent, **settings)
-    image = parts.decode(sheet, latent, vae)
-    parts.report(sheet, image)
-    parts.save_picture(sheet, image, "pascal/krea2")
-    models, pascal = ["model", "clip", "vae", "latent"], ["attention"]
-    parts.frames(sheet, models, pascal, ["positive", "negative"], ["sampler", "decode"], ["save"], "sampler")
-    return sheet
+    words = "an empty swimming pool in autumn, one red leaf, soft light, film photo"
+    return _drawn(sheet, (model, clip, vae, latent), words, "krea2", **_EIGHT_STEPS)
 
 
 def qwen_gguf() -> Sheet:
@@ -147,34 +163,18 @@ def qwen_gguf() -> Sheet:
     sheet.note("note", "Read me", notes.page("Qwen-Image from a GGUF file", sheet.files, notes.QWEN_GGUF), _NOTE)
     latent = sheet.add("latent", "EmptySD3LatentImage", size=(NARROW, 0), width=1024, height=1024, batch_size=1)
     model = sheet.add("shift", "ModelSamplingAuraFlow", size=(NARROW, 0), model=model, shift=3.1)
-    model, clip, vae = parts.everything(sheet, model, clip, vae)
     words = 'a paper shop window with a hand-painted sign that reads "OPEN ON SUNDAYS", rain, neon reflections'
-    positive = parts.prompt(sheet, clip, words)
-    negative = parts.no_negative_prompt(sheet, positive)
-    settings = {"steps": 8, "cfg": 1.0, "sampler_name": "euler", "scheduler": "simple"}
-    latent = parts.sampler(sheet, model, positive, negative, latent, **settings)
-    image = parts.decode(sheet, latent, vae)
-    parts.report(sheet, image)
-    parts.save_picture(sheet, image, "pascal/qwen-image")
-    models = ["model", "lora", "shift", "clip", "vae", "latent"]
-    parts.frames(
-        sheet,
-        models,
-        ["attention"],
-        ["positive", "negative"],
-        ["sampler", "decode"],
-        ["save"],
-        "sampler",
-    )
-    return sheet
+    return _drawn(sheet, (model, clip, vae, latent), words, "qwen-image", **_EIGHT_STEPS)
 
 
-def wan() -> Sheet:
-    sheet = Sheet("Pascal-Wan-2.2-5B")
+def wan(easy_cache: bool = False) -> Sheet:
+    """Wan 2.2 5B; with ComfyUI's own node that skips steps, if it is wanted."""
+    sheet = Sheet("Pascal-Wan-2.2-5B-EasyCache" if easy_cache else "Pascal-Wan-2.2-5B")
     model = parts.diffusion_model(sheet, parts.WAN, "fp8_e4m3fn")
     clip = parts.text_encoder(sheet, parts.UMT5, "wan")
     vae = parts.vae(sheet, parts.WAN_VAE)
-    sheet.note("note", "Read me", notes.page("Wan 2.2 5B, text to video", sheet.files, notes.WAN), _NOTE)
+    title, here = ("Wan 2.2 5B with EasyCache", notes.EASY_CACHE) if easy_cache else ("Wan 2.2 5B", notes.WAN)
+    sheet.note("note", "Read me", notes.page(f"{title}, text to video", sheet.files, here), _NOTE)
     size = {"width": 832, "height": 480, "length": 49, "batch_size": 1}
     latent = sheet.add("latent", "Wan22ImageToVideoLatent", size=(NARROW, 0), vae=vae, **size)
     model = sheet.add("shift", "ModelSamplingSD3", size=(NARROW, 0), model=model, shift=8.0)
@@ -182,13 +182,16 @@ def wan() -> Sheet:
     positive = parts.prompt(sheet, clip, "a fox runs through fresh snow between birches, tracking shot, daylight")
     negative = parts.negative_prompt(sheet, clip, "still picture, blurry, subtitles, overexposed, deformed")
     parts.memory_estimate(sheet, model, latent, positive)
+    if easy_cache:
+        model = sheet.add("cache", "EasyCache", size=(NARROW, 0), model=model)
     settings = {"steps": 20, "cfg": 5.0, "sampler_name": "uni_pc", "scheduler": "simple"}
     latent = parts.sampler(sheet, model, positive, negative, latent, **settings)
     images = parts.decode(sheet, latent, vae)
     parts.report(sheet, images)
     parts.save_video(sheet, images, "pascal/wan", 24.0)
-    models = ["model", "shift", "clip", "vae", "latent"]
-    parts.frames(sheet, models, ["attention"], ["positive", "negative"], ["sampler", "decode"], ["save"], "sampler")
+    models, sampling = ["model", "shift", "clip", "vae", "latent"], ["cache"] * easy_cache + ["sampler", "decode"]
+    page = "pascal" if easy_cache else "sampler"
+    parts.frames(sheet, models, ["attention"], ["positive", "negative"], sampling, ["save"], page)
     return sheet
 
 
@@ -239,4 +242,16 @@ def ltx() -> Sheet:
     return sheet
 
 
-SHEETS = [sd15(), sdxl(), z_image(), eleven_gb(), krea(), qwen_gguf(), wan(), ltx()]
+SHEETS = [
+    sd15(),
+    sdxl(),
+    flux_fp8(),
+    z_image(),
+    z_image(is_int8=True),
+    eleven_gb(),
+    krea(),
+    qwen_gguf(),
+    wan(),
+    wan(easy_cache=True),
+    ltx(),
+]

@@ -30,6 +30,22 @@ VAE. With the pack 64 MiB at most, or nothing.
 Black picture? The report names the block. If it is the VAE, start ComfyUI with `--fp32-vae`.
 """
 
+FLUX_FP8 = """
+The file holds the text encoders as well; the model takes 12 GB of it, and ComfyUI keeps in system memory what does not
+fit on the card. No card before RTX 40xx multiplies fp8: each layer is cast.
+
+Scores of one attention call: 1,944 MiB in float32 where they are stored. With the pack 64 MiB at most, or nothing.
+
+`precision` in 8 bits (not exact) multiplies integers instead, which GTX 10xx and later can.
+"""
+
+Z_IMAGE_INT8 = """
+Linear layers in int8 (`int8_tensorwise`): model and text encoder take 6 GB on the card, one after the other. ComfyUI
+has no kernel for them below RTX 20xx: there `precision` in 8 bits (not exact) lets this pack multiply them.
+
+Scores of one attention call: 1,920 MiB in float32 where they are stored. With the pack 64 MiB at most, or nothing.
+"""
+
 Z_IMAGE = """
 `fp8_e4m3fn` keeps the model at 6 GB on the card; with 16 GB or more set `default`.
 
@@ -64,6 +80,14 @@ WAN = """
 
 Scores of one attention call: 2,353 MiB in float32 where they are stored. With the pack 64 MiB at most, or nothing. Out
 of memory in the decoder: it goes on in bands by itself. **Pascal Memory Estimate** says whether a longer video fits.
+"""
+
+EASY_CACHE = """
+**EasyCache** is ComfyUI's own: it leaves out steps in which little changes. It is not exact; bypass it (Ctrl+B) to
+compare. The steps that run are as exact as without it.
+
+`fp8_e4m3fn` keeps the model at 5 GB on the card. Scores of one attention call: 2,353 MiB in float32 where they are
+stored. With the pack 64 MiB at most, or nothing.
 """
 
 LTX = """

@@ -16,12 +16,19 @@ SDXL = model_file(
 SD15 = model_file(
     "v1-5-pruned-emaonly-fp16.safetensors", "checkpoints", "Comfy-Org/stable-diffusion-v1-5-archive", size="2.1 GB"
 )
+FLUX_FP8 = model_file("flux1-dev-fp8.safetensors", "checkpoints", "Comfy-Org/flux1-dev", size="17.2 GB")
 
 _Z = ("Comfy-Org/z_image_turbo", "split_files/")
 Z_IMAGE = model_file(
     "z_image_turbo_bf16.safetensors", "diffusion_models", _Z[0], f"{_Z[1]}diffusion_models/", size="12.3 GB"
 )
 QWEN_3_4B = model_file("qwen_3_4b.safetensors", "text_encoders", _Z[0], f"{_Z[1]}text_encoders/", size="8.0 GB")
+Z_IMAGE_INT8 = model_file(
+    "z_image_turbo_int8_convrot.safetensors", "diffusion_models", _Z[0], f"{_Z[1]}diffusion_models/", size="6.2 GB"
+)
+QWEN_3_4B_FP8 = model_file(
+    "qwen_3_4b_fp8_mixed.safetensors", "text_encoders", _Z[0], f"{_Z[1]}text_encoders/", size="5.6 GB"
+)
 AE = model_file("ae.safetensors", "vae", _Z[0], f"{_Z[1]}vae/", size="0.3 GB")
 
 _KREA = "Comfy-Org/Krea-2"
@@ -185,8 +192,8 @@ def frames(
     came out.
 
     So narrow and low that ComfyUI, which fits a template into three quarters of the window, still draws its text. The
-    page to read stands where there is room: below the ``"models"``, below the ``"sampler"``, or in a column ``"of its
-    own"``.
+    page to read stands where there is room: below the ``"models"``, ``"pascal"`` or the ``"sampler"``, or in a column
+    ``"of its own"``.
     """
     known = {node["key"] for node in sheet.nodes}
     before = [key for key in ("estimate", "estimate_text") if key in known]
@@ -198,6 +205,8 @@ def frames(
     if page == "models":
         sheet.group("", "", ["note"], below=True)
     sheet.group("Pascal Attention", GREEN, pascal)
+    if page == "pascal":
+        sheet.group("", "", ["note"], below=True)
     sheet.group("Prompt", VIOLET, prompt, below=not before)
     if before:
         sheet.group("Before the run", TEAL, before, below=True)

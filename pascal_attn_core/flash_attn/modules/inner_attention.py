@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from ... import flash_attn as functions
 from ...attention import sdpa
-from ...lazy_mask import LazyMask
+from ...mask_rules.lazy import LazyMask
 from ..options import FlashArgumentError, check_layout
 
 # What flash-attn adds to the scores of padding.

@@ -9,7 +9,8 @@ _MACH = {
     "gfx900": 0x2C, "gfx902": 0x2D, "gfx904": 0x2E, "gfx906": 0x2F, "gfx909": 0x31, "gfx90c": 0x32,
     "gfx1010": 0x33, "gfx1011": 0x34, "gfx1012": 0x35, "gfx1013": 0x42,
     "gfx1030": 0x36, "gfx1031": 0x37, "gfx1032": 0x38, "gfx1033": 0x39, "gfx1034": 0x3E, "gfx1035": 0x3D,
-    "gfx1036": 0x45,
+    "gfx1036": 0x45, "gfx1100": 0x41, "gfx1101": 0x46, "gfx1102": 0x47, "gfx1103": 0x44, "gfx1150": 0x43,
+    "gfx1151": 0x4A, "gfx1152": 0x55, "gfx1153": 0x58, "gfx1200": 0x48, "gfx1201": 0x4E,
 }  # fmt: skip
 _EM_AMDGPU, _FLAGS_AT = 224, 48  # e_machine, and where e_flags lie in a 64-bit ELF header
 _TRIPLE = b"amdgcn-amd-amdhsa--"

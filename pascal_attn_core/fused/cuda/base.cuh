@@ -34,6 +34,7 @@ INLINE float dot2(u32 a, u32 b, float sum) {
 #define KEEP_BRANCH()
 #define OPAQUE(x)
 #define OPAQUE_UNIFORM(x)
+#define OF_ALL_LANES(x) x
 #if PA_AMD
 INLINE float larger_of(float a, float b) { return fmaxf(a, b); }
 INLINE float largest_of_three(float a, float b, float c) { return fmaxf(fmaxf(a, b), c); }
@@ -69,14 +70,16 @@ INLINE float largest_of_three(float a, float b, float c) {
 // Two floats as float16 in a word, rounded to nearest: the second one is written beside the first.
 INLINE u32 pair_of(float low, float high) {
     u32 r;
-    asm("v_cvt_f16_f32 %0, %1\n\t"
-        "v_cvt_f16_f32_sdwa %0, %2 dst_sel:WORD_1 dst_unused:UNUSED_PRESERVE src0_sel:DWORD"
+    asm("v_fma_mixlo_f16 %0, %1, 1.0, 0\n\t"
+        "v_fma_mixhi_f16 %0, %2, 1.0, 0"
         : "=&v"(r) : "v"(low), "v"(high));
     return r;
 }
 #define KEEP_BRANCH() asm volatile("")
 #define OPAQUE(x) asm volatile("" : "+v"(x))
 #define OPAQUE_UNIFORM(x) asm volatile("" : "+s"(x))
+// Of a number that all lanes have, which the compiler computes in registers of lanes, as it does quotients.
+#define OF_ALL_LANES(x) __builtin_amdgcn_readfirstlane(x)
 #if __has_builtin(__builtin_amdgcn_ballot_w64) && PA_WAVE == 64
 #define ANY_LANE(x) (__builtin_amdgcn_ballot_w64(x) != 0)
 #elif __has_builtin(__builtin_amdgcn_ballot_w32) && PA_WAVE == 32

@@ -4,7 +4,11 @@
 struct alignas(16) uint4 { unsigned x, y, z, w; };
 #define fminf __builtin_fminf
 #define __ldg(p) (*(p))
+#if defined(__GFX11__) || defined(__GFX12__)
+#define __dp4a(a, b, sum) __builtin_amdgcn_sudot4(true, a, true, b, sum, false)
+#else
 #define __dp4a(a, b, sum) __builtin_amdgcn_sdot4(a, b, sum, false)
+#endif
 INLINE u32 __byte_perm(u32 a, u32 b, u32 s) {  // a byte of the instruction's selector is four bits of s
     return __builtin_amdgcn_perm(b, a, (s & 15) | (s & 0xf0) << 4 | (s & 0xf00) << 8 | (s & 0xf000) << 12);
 }

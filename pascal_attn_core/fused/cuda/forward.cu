@@ -78,8 +78,7 @@ INLINE Place find_place(const Forward& p) {
 #if PA_SPLIT
 #if PA_RANGES
     const int tiles = (at.k_end - at.k_begin + PA_BC - 1) / PA_BC;
-    int each = (tiles + p.splits - 1) / p.splits;
-    OPAQUE_UNIFORM(each);
+    const int each = OF_ALL_LANES((tiles + p.splits - 1) / p.splits);
 #else
     const int tiles = (at.k_end - at.k_begin + PA_BC - 1) / PA_BC, each = (tiles + p.splits - 1) / p.splits;
 #endif

@@ -29,16 +29,20 @@ from dataclasses import dataclass
 
 from .tables import Tiles, read_tables
 
-ARCHS = ("gfx900", "gfx906", "gfx1010", "gfx1012", "gfx1030")
-# Architectures with the instructions of one of ARCHS.
+ARCHS = ("gfx900", "gfx906", "gfx1010", "gfx1012", "gfx1030", "gfx1102")
+# Architectures with the instructions of one of ARCHS. Code for gfx1102 works around the faults of all of gfx11, in no
+# more registers than each has (LLVM, "User Guide for AMDGPU Backend", gfx11-generic).
 _SAME = {
     **dict.fromkeys(("gfx902", "gfx909", "gfx90c"), "gfx900"),
     "gfx1011": "gfx1012",
     **dict.fromkeys(("gfx1031", "gfx1032", "gfx1033", "gfx1034", "gfx1035", "gfx1036"), "gfx1030"),
+    **dict.fromkeys(("gfx1100", "gfx1101", "gfx1103", "gfx1150", "gfx1151", "gfx1152", "gfx1153"), "gfx1102"),
 }
-# Those that are like one of ARCHS but for some instructions: compiled on the machine.
-COMPILED = {"gfx904": "gfx900", "gfx1013": "gfx1010"}
-_HAVE_DOTS = ("gfx906", "gfx1012", "gfx1030")
+# Those that are like one of ARCHS but for some instructions, or their encoding: compiled on the machine.
+COMPILED = {"gfx904": "gfx900", "gfx1013": "gfx1010", "gfx1200": "gfx1102", "gfx1201": "gfx1102"}
+# Architectures with dot products, and whose code is for a card that may lack them: from gfx11 on all cards have them.
+_WITHOUT_DOTS = {"gfx906": "gfx900", "gfx1012": "gfx1010", "gfx1030": "gfx1010"}
+_HAVE_DOTS = (*_WITHOUT_DOTS, "gfx1102")
 NO_DOT = "-no-dot"
 # The kernels write every multiply-add as one. Loop strength
 # reduction keeps addresses of its own in registers that the sums need.
@@ -59,7 +63,7 @@ def kernel_arch(reported: str, true: str | None) -> str | None:
     if name not in ARCHS and name not in _SAME and name not in COMPILED:
         return None
     known = true is not None and base(true.split(":")[0]) == base(name)
-    return name if known or base(name) not in _HAVE_DOTS else name + NO_DOT
+    return name if known or base(name) not in _WITHOUT_DOTS else name + NO_DOT
 
 
 def target(arch: str) -> str:
@@ -71,9 +75,7 @@ def base(arch: str) -> str:
     """Which of ARCHS the tiles, and the code but for the name, are those of; ``arch`` itself if it is unknown."""
     name = target(arch)
     name = _SAME.get(name, COMPILED.get(name, name))
-    if arch.endswith(NO_DOT):
-        return "gfx900" if wave_size(arch) == 64 else "gfx1010"
-    return name
+    return _WITHOUT_DOTS[name] if arch.endswith(NO_DOT) else name
 
 
 def compile_target(arch: str) -> str:
@@ -163,6 +165,7 @@ TABLES = {
     "gfx900": _tables("vega", "gfx900"),
     "gfx906": _tables("vega", "gfx906"),
     **dict.fromkeys(("gfx1010", "gfx1012", "gfx1030"), _tables("rdna")),
+    "gfx1102": _tables("rdna"),
 }
 KINDS = ("forward", "split", "grad_query", "grad_key_value", "capped", "capped_split", "int8")
 RANGES = "ranges"  # a kind of AMD's alone: keys in ranges at the tiles of "forward", see tail_rows.py

@@ -20,6 +20,7 @@ RUNTIME, COMPILER = "amdhip64", "hiprtc"
 _MAPS = Path("/proc/self/maps")
 _SYSTEM = (Path("/opt/rocm/lib"), Path("/usr/lib/x86_64-linux-gnu"))
 _MAJORS = (7, 6, 5)
+_LONGEST_PATH = 32767  # of Windows, in characters
 
 
 def loaded_runtime(maps: Path = _MAPS) -> str | None:
@@ -41,13 +42,18 @@ def _mapped(begin: str, maps: Path) -> str | None:
 def _loaded_dll() -> str | None:
     kernel32 = getattr(ctypes, "windll").kernel32  # noqa: B009  it exists on Windows only
     kernel32.GetModuleHandleW.restype = ctypes.c_void_p
-    return next((name for name in _dll_names(RUNTIME) if kernel32.GetModuleHandleW(ctypes.c_wchar_p(name))), None)
+    for name in _dll_names(RUNTIME):
+        if handle := kernel32.GetModuleHandleW(ctypes.c_wchar_p(name)):
+            path = ctypes.create_unicode_buffer(_LONGEST_PATH)
+            kernel32.GetModuleFileNameW(ctypes.c_void_p(handle), path, _LONGEST_PATH)
+            return path.value or name
+    return None
 
 
 def _dll_names(what: str) -> list[str]:
     if what == RUNTIME:
         return [*(f"{what}_{major}.dll" for major in _MAJORS), f"{what}.dll"]
-    return [f"{what}0{major}0{minor}.dll" for major in _MAJORS for minor in range(9, -1, -1)]
+    return [f"{what}{major:02}{minor:02}.dll" for major in _MAJORS for minor in range(19, -1, -1)]
 
 
 def runtime_candidates() -> list[str]:

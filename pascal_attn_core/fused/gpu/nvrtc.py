@@ -82,8 +82,8 @@ def _folders() -> Iterator[Path]:
         spec = importlib.util.find_spec(package)
         for root in (spec.submodule_search_locations or ()) if spec else ():
             if package == "nvidia":
-                yield from sorted(Path(root).glob("*/lib"))
-                yield from sorted(Path(root).glob("*/bin"))
+                for below in ("lib", "bin", "bin/x86_64"):
+                    yield from sorted(Path(root).glob(f"*/{below}"))
             else:
                 yield Path(root) / "lib"
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ...call import AttentionCall
-from ...lazy_mask import LazyMask
+from ...mask_rules.lazy import LazyMask
 
 LOG2_E = math.log2(math.e)
 UNBOUNDED = 1 << 30  # a side of the band that cuts nothing

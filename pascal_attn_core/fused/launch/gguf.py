@@ -17,7 +17,8 @@ DTYPES = tuple(_OUTS)
 
 
 class ExpandCall(NamedTuple):
-    """``out = expand(blocks, format, arithmetic, table=table)`` of :mod:`...gguf_blocks`, rounded to the dtype of out.
+    """``out = expand(blocks, format, arithmetic, table=table)`` of :mod:`...reference.gguf_blocks`, rounded to the
+    dtype of out.
 
     Attributes:
         blocks: uint8 ``[n, bytes]``, contiguous.

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ...gguf_blocks import Parts
+from ...reference.gguf_blocks import Parts
 
 LEAST_SCALE = 1e-30  # of zeros
 MAGIC = 12582912.0

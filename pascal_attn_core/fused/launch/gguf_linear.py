@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ...gguf_blocks import FORMATS
+from ...reference.gguf_blocks import FORMATS
 from ..code.gguf_source import FEW, LINEAR_KIND, GgufLinearVariant, GgufTile
 from ..code.params import GgufLinear, GgufRound
 from . import Launch

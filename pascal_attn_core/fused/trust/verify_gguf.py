@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from ...gguf_blocks import FORMATS, Parts, expand
+from ...reference.gguf_blocks import FORMATS, Parts, expand
 from ..code.gguf_source import FEW, KERNELS, GgufLinearVariant, GgufVariant
 from ..launch import Launch, gguf_definition
 from ..launch.gguf import DTYPES, ExpandCall, expand_launches

@@ -3,8 +3,8 @@ ship, and what clang makes of kernels that are compiled at their first use. ``at
 notices.
 
 The parameters are those that the host passes, so that its structures are compared with what the code reads. A few calls
-of each kind, every shipped kernel in profile nightly. Waves of 64 lanes (gfx9) and of 32 (gfx10), with products of
-pairs (gfx906, gfx1012, gfx1030) and without.
+of each kind, every shipped kernel in profile nightly. Waves of 64 lanes (gfx9) and of 32 (gfx10, gfx11), with products
+of pairs (gfx906, gfx1012, gfx1030, gfx1102) and without.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import pytest
 import torch
 from attn_support.amd import machine
 from attn_support.amd.code import OBJDUMP, Instruction, MachineKernel, kernels
+from attn_support.amd.wave import Wave
 from attn_support.fused.cases import LOWER_RIGHT, Emulated, backward, forward, poisoned, sized, whole, with_tail
 from attn_support.fused.packed import definitions, ends_of
 from attn_support.oracle import assert_attention, assert_close, assert_gradients, exact
@@ -91,6 +92,7 @@ _RARE = {
     "gfx900": ("forward-128-float32-bool", "split-64-float16-none"),
     "gfx1010": ("forward-80-float32-bool", "split-128-float32-none"),
     "gfx1012": (),
+    "gfx1102": ("forward-128-float16-none", "forward-64-float32-bool", "split-64-float16-none"),
 }
 
 
@@ -150,7 +152,7 @@ def test_shipped_kernels_compute_the_last_rows_with_their_keys_in_ranges(variant
 def test_shipped_8_bit_attention_has_the_bits_of_its_definition(
     variant: Variant, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With the exp2 and log2 of the machine here."""
+    """The definition takes the exp2 and log2 of this machine."""
     for name in ("exp2", "log2"):
         wide = getattr(torch, name)
         monkeypatch.setattr(int8_definition, name, lambda x, wide=wide: wide(x.double()).float())
@@ -210,11 +212,15 @@ def test_shipped_kernels_keep_sequences_apart(arch: str, dtype: torch.dtype) -> 
 def test_cards_execute_dot_products_of_pairs_only_where_they_have_them(arch: str) -> None:
     """The names of all instructions that were executed. The code is read as that of the card that it names."""
     executed: Counter[str] = Counter()
-    _check(_alone(FLOAT16, 64, 69, 73, **LOWER_RIGHT), arch, watch=lambda wave, i: executed.update([i.name]))
+
+    def count(wave: Wave, i: Instruction) -> None:
+        executed.update(part.name for part in i.both or (i,))
+
+    _check(_alone(FLOAT16, 64, 69, 73, **LOWER_RIGHT), arch, watch=count)
     assert arch_of(_shipped(Variant("forward", 64, "float16", arch=arch))) == target(arch)
     dots = {name: count for name, count in executed.items() if "dot" in name}
-    in_place = {"v_dot2c_f32_f16"}  # gfx1012 and gfx1030 add to the result itself
-    expected = {"gfx906": {"v_dot2_f32_f16"}, "gfx1012": in_place, "gfx1030": in_place, "gfx1031": in_place}
+    adding = ("gfx1012", "gfx1030", "gfx1031", "gfx1102")  # to the result itself
+    expected = {"gfx906": {"v_dot2_f32_f16"}, **{name: {"v_dot2c_f32_f16"} for name in adding}}
     assert dots.keys() == expected.get(arch, set())
     products = dots or {name: executed[name] for name in ("v_fma_f32", "v_fmac_f32", "v_mac_f32")}
     assert sum(products.values()) > 10_000
@@ -325,7 +331,7 @@ OUTCOMES: dict[str, tuple[Callable[..., int], str]] = {
 }
 
 
-@pytest.mark.parametrize("arch", ["gfx906", "gfx1030"])
+@pytest.mark.parametrize("arch", ["gfx906", "gfx1030", "gfx1102"])
 @pytest.mark.parametrize("name", OUTCOMES)
 def test_changed_code_and_changed_parameters_are_noticed(name: str, arch: str) -> None:
     """The result is right, wrong, or the kind of error that an instruction met."""

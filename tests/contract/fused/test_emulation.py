@@ -15,6 +15,7 @@ import torch
 from attn_support.fused.cases import backward, forward, is_split, takes, whole
 from attn_support.fused.emulation import emulate
 from attn_support.oracle import assert_attention, assert_close, exact, plain
+from attn_support.randomness import some
 from attn_support.table import TABLE, Case
 
 from pascal_attn_core.call import check_call
@@ -46,9 +47,10 @@ def test_keys_in_parts_give_the_same_answer(case: Case) -> None:
 # float16 and bfloat16 have the same geometry.
 _NARROW = itertools.cycle((torch.float16, torch.bfloat16))
 _WIDTHS = (*HEAD_DIMS, 36, 52, 100, 300)
+_PAIRS = [(d, t) for d in _WIDTHS for t in (torch.float32, next(_NARROW))]
 
 
-@pytest.mark.parametrize(("head_dim", "dtype"), [(d, t) for d in _WIDTHS for t in (torch.float32, next(_NARROW))])
+@pytest.mark.parametrize(("head_dim", "dtype"), some(_PAIRS, 3))
 def test_every_head_dim_has_a_kernel(head_dim: int, dtype: torch.dtype) -> None:
     query, key, value = (torch.randn(1, heads, n, head_dim).to(dtype) for heads, n in ((2, 131), (1, 140), (1, 140)))
     options = {"is_causal": True, "enable_gqa": True}
@@ -117,8 +119,8 @@ def test_tiles_that_a_mask_forbids_are_skipped(mask_kind: str) -> None:
     mask[:, 300:420] = True
     full = torch.ones_like(mask)
     barriers = []
-    for some in (mask, full):
-        bias = some if mask_kind == "bool" else torch.zeros(some.shape).masked_fill_(~some, -torch.inf)
+    for each in (mask, full):
+        bias = each if mask_kind == "bool" else torch.zeros(each.shape).masked_fill_(~each, -torch.inf)
         call = check_call(query, key, value, bias)
         barriers.append(emulate(forward_launches(call, whole(call), torch.empty_like(query))))
     assert barriers[0] < 0.4 * barriers[1]

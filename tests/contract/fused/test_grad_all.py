@@ -12,6 +12,7 @@ from attn_support.fused.cases import LOWER_RIGHT, Emulated, at_once, backward, f
 from attn_support.fused.emulation import emulate
 from attn_support.fused.packed import definitions, ends_of
 from attn_support.oracle import assert_gradients, assert_gradients_close, gradients
+from attn_support.randomness import some
 from attn_support.table import Case
 from torch import Tensor
 
@@ -58,7 +59,7 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+@pytest.mark.parametrize("case", some(CASES, 2), ids=lambda case: case.name)
 def test_gradients_are_those_of_the_definition(case: Case) -> None:
     _check(case, with_lse=case.query[-2] == 66)
 

@@ -19,6 +19,7 @@ from attn_support.fused.cases import LOWER_RIGHT, sized
 from attn_support.fused.device import emulated_card
 from attn_support.fused.emulation import CARD, LeftOut, build_text, each_left_out, emulate, params_of
 from attn_support.oracle import exact
+from attn_support.randomness import some
 from attn_support.table import Case
 from torch import Tensor
 
@@ -110,7 +111,7 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+@pytest.mark.parametrize("case", some(CASES, 2), ids=lambda case: case.name)
 def test_the_output_and_lse_have_the_bits_of_the_definition(case: Case) -> None:
     call = of_case(case)
     right = defined(call)

@@ -12,7 +12,7 @@ import torch
 from attn_support.fused.cases import Answers, at_once, backward, forward, of_kernel, sized, worst_error
 from attn_support.fused.emulation import LeftOut, each_left_out, emulate
 from attn_support.oracle import cast, gradients
-from attn_support.randomness import times
+from attn_support.randomness import some, times
 from torch import Tensor
 
 from pascal_attn_core.call import check_call, empty_output
@@ -77,12 +77,12 @@ def _worst(kernel: Kernel, text: Text) -> float:
 
 
 _PLAIN = [(kind, "", FLOAT32) for kind in ("forward", "grad_query", "grad_key_value", "grad_all")]
-# Each kind once with waves of 64 lanes and once of 32, once with pairs of float16, and all of them every night.
+# Each kind with waves of 64 lanes and of 32, once with pairs of float16: some by day, all of them and more every night.
 _AMD = [
     ("forward", "gfx906", FLOAT16),
     ("forward", "gfx1030", FLOAT32),
-    ("grad_query", "gfx906", FLOAT32),
     ("grad_query", "gfx1030", FLOAT16),
+    ("grad_query", "gfx906", FLOAT32),
     ("grad_key_value", "gfx906", FLOAT16),
     ("grad_key_value", "gfx1030", FLOAT32),
 ]
@@ -90,13 +90,16 @@ _OTHERS = [(kind, {"gfx906": "gfx1030"}.get(arch, "gfx906"), dtype) for kind, ar
 
 
 @pytest.mark.parametrize(
-    "kernel", [*_PLAIN, *(pytest.param(k, marks=pytest.mark.slow) for k in _AMD + _OTHERS * (times(1) > 1))], ids=str
+    "kernel",
+    [*_PLAIN, *(pytest.param(k, marks=pytest.mark.slow) for k in some(_AMD, 2) + _OTHERS * (times(1) > 1))],
+    ids=str,
 )
 def test_a_kernel_without_any_one_barrier_is_wrong(kernel: Kernel) -> None:
     kind, _, dtype = kernel
     text = source(kind)
-    assert _worst(kernel, None) < (1e-3 if dtype == FLOAT32 else 5e-3)
-    for mutant, line in each_left_out(text, _BARRIER.finditer(text)):
+    mutants = list(each_left_out(text, _BARRIER.finditer(text)))
+    assert _worst(kernel, mutants[0][0]._replace(place=-1)) < (1e-3 if dtype == FLOAT32 else 5e-3)
+    for mutant, line in mutants:
         if _UNSEEN not in line:
             # __syncwarp stands where float32 sums move only.
             is_there = dtype == FLOAT32 or "__syncwarp" not in line
@@ -166,7 +169,7 @@ def _mistakes(generation: str) -> Iterator[tuple[Text, str]]:
             yield mutant, line
     places = [words for words in _SHUFFLES if words in text]
     assert len(places) == text.count("__shfl") == (3 if generation == "tensor" else 5)
-    for words in places:
+    for words in some(places, 2):
         yield text.replace(words, _SHUFFLES[words]), words
 
 

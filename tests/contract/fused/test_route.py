@@ -20,10 +20,10 @@ from torch import Tensor
 from pascal_attn_core import AttentionConfig, UnsupportedAttention, explain, sdpa, sdpa_with_lse
 from pascal_attn_core.call import check_call
 from pascal_attn_core.flash_attn import flash_attn_func
-from pascal_attn_core.flex_rules import block_rule
 from pascal_attn_core.fused.launch import Launch
 from pascal_attn_core.fused.launch.select import call_reasons
 from pascal_attn_core.machine.runtime import Runtime, using
+from pascal_attn_core.mask_rules.flex import block_rule
 from pascal_attn_core.observe.memory import measure
 from pascal_attn_core.reference import reference_sdpa
 
@@ -47,7 +47,7 @@ def _leaves(*shapes: tuple[int, ...], dtype: torch.dtype = torch.float32) -> lis
     return [torch.randn(shape).to(dtype).requires_grad_() for shape in shapes]
 
 
-@pytest.mark.parametrize("case", some(TAKEN, 2), ids=lambda case: case.name)
+@pytest.mark.parametrize("case", some(TAKEN, 5), ids=lambda case: case.name)
 def test_every_call_gets_the_answer_of_the_definition(case: Case) -> None:
     inputs, options = case.build()
     with emulated_card(info=ONE_SM) as kernels, poisoned_memory():
@@ -70,7 +70,7 @@ def test_the_table_takes_both_kernels() -> None:
     assert min(sum(map(is_split, TAKEN)), sum(not is_split(case) for case in TAKEN)) > 100
 
 
-@pytest.mark.parametrize("case", some((case for case in GRADIENT_TABLE if takes(case)), 4), ids=lambda case: case.name)
+@pytest.mark.parametrize("case", some((case for case in GRADIENT_TABLE if takes(case)), 10), ids=lambda case: case.name)
 def test_gradients_come_in_the_shapes_of_the_inputs(case: Case) -> None:
     inputs, options = case.build(requires_grad=True)
     if len(inputs) > 3 and inputs[3] is not None:
@@ -194,7 +194,7 @@ BLOCK_MASKS = {
 
 
 @pytest.mark.parametrize(("route", "dtype"), [("fused", torch.float32), ("fused-tensor", torch.float16)])
-@pytest.mark.parametrize(("name", "rows"), [*((name, 96) for name in BLOCK_MASKS), ("of heads", 300)])
+@pytest.mark.parametrize(("name", "rows"), some([*((name, 96) for name in BLOCK_MASKS), ("of heads", 300)], 2))
 def test_block_masks_in_bands_of_rows(name: str, route: str, dtype: torch.dtype, rows: int) -> None:
     flex = pytest.importorskip("torch.nn.attention.flex_attention")
     blocks = flex.create_block_mask(BLOCK_MASKS[name], 2, 4, 230, 250, device="cpu", BLOCK_SIZE=32)

@@ -79,7 +79,7 @@ SIZES = [
 
 
 @pytest.mark.usefixtures("free_parts")
-@pytest.mark.parametrize(("num_sms", "case"), some(SIZES, 2), ids=lambda value: getattr(value, "name", None))
+@pytest.mark.parametrize(("num_sms", "case"), some(SIZES, 3), ids=lambda value: getattr(value, "name", None))
 def test_cut_tiles_have_the_answer_of_the_definition(num_sms: int, case: Case, card: DeviceInfo) -> None:
     """Sinks are added once to a tile in parts."""
     inputs, rules = case.build()
@@ -179,7 +179,7 @@ _ORDERS = re.compile(r"(?<=    )(?:fence_block|__threadfence|__syncwarp)\(\);")
 
 
 def _races(text: LeftOut | None, seeds: range) -> bool:
-    """Of tiles in two and in three parts: a block may be the last one before it stores its sums, or behind that."""
+    """Whether tiles in two or three parts race: a block may be the last before it stores its sums, or behind that."""
     variant = Variant("tensor_even", 64, "float16")
     call = _call(variant, heads=2)
     ends = list(key_tiles(call, variant.geometry))

@@ -73,7 +73,7 @@ def _check(inputs: list[Tensor | None], options: dict[str, Any]) -> None:
     assert_close(lse, oracle_lse, similar_lse, "lse", dtype=torch.float16)
 
 
-@pytest.mark.parametrize("case", some(TAKEN, 6), ids=lambda case: case.name)
+@pytest.mark.parametrize("case", some(TAKEN, 10), ids=lambda case: case.name)
 def test_every_call_gets_the_answer_of_the_definition(case: Case, card: DeviceInfo) -> None:
     inputs, options = case.build()
     with emulated_card(info=card) as kernels:
@@ -81,7 +81,7 @@ def test_every_call_gets_the_answer_of_the_definition(case: Case, card: DeviceIn
     assert {launch.variant.on_tensor_cores for launch in kernels.queued} == {True}
 
 
-@pytest.mark.parametrize("case", some(TAKEN, 10), ids=lambda case: case.name)
+@pytest.mark.parametrize("case", some(TAKEN, 15), ids=lambda case: case.name)
 def test_a_full_card_takes_the_wide_kernel(case: Case, card: DeviceInfo) -> None:
     """On one multiprocessor there is nothing to be won by small tiles, unless most of a large one would be empty."""
     inputs, options = case.build()
@@ -113,7 +113,7 @@ SIZES = [
 
 
 @pytest.mark.parametrize("is_wide", [True, False], ids=["wide", "small"])
-@pytest.mark.parametrize("case", some(SIZES, 2), ids=lambda case: case.name)
+@pytest.mark.parametrize("case", some(SIZES, 4), ids=lambda case: case.name)
 def test_every_geometry_gives_the_answer_of_the_definition(
     case: Case, is_wide: bool, card: DeviceInfo, monkeypatch: pytest.MonkeyPatch
 ) -> None:

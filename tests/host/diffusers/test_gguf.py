@@ -28,10 +28,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from pascal_attn_core import patch_gguf
 from pascal_attn_core.gguf import int8 as ways
 from pascal_attn_core.gguf import matrix as matrices
-from pascal_attn_core.gguf_blocks import FORMATS, expand
 from pascal_attn_core.int8 import patch_linear_int8
 from pascal_attn_core.machine.runtime import runtime_of
 from pascal_attn_core.observe.memory import measure
+from pascal_attn_core.reference.gguf_blocks import FORMATS, expand
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 QUANTISED = ("Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "BF16")  # those that the package gguf can write

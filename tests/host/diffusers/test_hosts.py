@@ -99,9 +99,9 @@ def compiled(family, model):
     "name",
     some(
         (
+            "QwenImageTransformer2DModel",
             "UNet2DConditionModel (SDXL)",
             "HunyuanVideoTransformer3DModel (text to video)",
-            "QwenImageTransformer2DModel",
             "AutoencoderKL",
         ),
         4,

@@ -277,6 +277,25 @@ def test_8_bits_are_asked_for_by_name_and_come_back_exact(tiny):
     assert torch.equal(case.run(), stock)
 
 
+def test_an_error_of_a_part_ends_the_patch_of_all_and_is_not_taken_for_a_part_that_is_not_there(tiny):
+    case = tiny.sd15()
+
+    class Unread(type(case.pipe.vae)):
+        @property
+        def decode(self):
+            raise ValueError("the weights have not been read")
+
+    case.pipe.vae.__class__ = Unread
+    with pytest.raises(ValueError, match="have not been read"):
+        patch_pipeline(case.pipe)
+    case.pipe.vae.__class__ = Unread.__base__
+    with record() as report:
+        case.run()
+    assert report.total == 0
+    with patch_pipeline(case.pipe) as patch:
+        assert not patch.left_alone
+
+
 def test_a_pipeline_with_nothing_to_patch_is_refused_by_what_it_lacks():
     with pytest.raises(ValueError, match="must hold attention"):
         patch_pipeline(torch.nn.Linear(2, 2))

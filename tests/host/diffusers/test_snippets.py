@@ -45,7 +45,7 @@ def prepared(tiny: Any) -> dict[str, Any]:
 
 
 def _names(pipeline: Any) -> dict[str, Any]:
-    def generate(prompt: str, num_inference_steps: int = 1) -> Any:
+    def generate(prompt: str) -> Any:
         return pipeline.pipe(**pipeline.arguments, **pipeline.text, output_type="pil")
 
     return {"pipe": pipeline.pipe, "generate": generate}

@@ -1,5 +1,5 @@
-"""The kernels in a code object for gfx9 or gfx10: their descriptors, and their instructions as llvm-objdump prints
-them."""
+"""The kernels in a code object for gfx9, gfx10 or gfx11: their descriptors, and their instructions as llvm-objdump
+prints them."""
 
 from __future__ import annotations
 
@@ -50,13 +50,15 @@ class Operand(NamedTuple):
 
 
 class Instruction(NamedTuple):
-    """One instruction. target: of a branch, the place of the next instruction in the kernel's list."""
+    """One instruction. target: of a branch, the place of the next instruction in the kernel's list; both: of a
+    ``v_dual``, the two that are executed at once (gfx11)."""
 
     name: str
     operands: tuple[Operand, ...]
     options: dict[str, str]
     target: int
     text: str
+    both: tuple[Instruction, ...] = ()
 
     @property
     def offset(self) -> int:
@@ -87,7 +89,8 @@ def kernels(code: bytes) -> dict[str, MachineKernel]:
     """The kernels of a code object by name.
 
     Raises:
-        NotImplementedError: bytes that are no instruction of the architecture that the code object names.
+        NotImplementedError: bytes that are no instruction of the architecture that the code object names, or upper
+            halves of registers.
     """
     symbols = dict(_symbols(code))
     with tempfile.TemporaryDirectory() as folder:
@@ -99,6 +102,9 @@ def kernels(code: bytes) -> dict[str, MachineKernel]:
             text=True,
             check=True,
         )
+    halves = _UPPER_HALVES.search(done.stdout) if arch_of(code).startswith("gfx11") else None
+    if halves:
+        raise NotImplementedError(halves[0].strip())
     found = {}
     for part in re.split(r"\n(?=[0-9a-f]{16} <)", done.stdout)[1:]:
         head, _, body = part.partition("\n")
@@ -112,7 +118,10 @@ def _kernel(name: str, descriptor: bytes, instructions: tuple[Instruction, ...])
     rsrc1, rsrc2, properties = struct.unpack_from("<IIH", descriptor, 48)
     assert rsrc1 >> 12 & 0xFF == _EXACT_FLOATS, f"{name}: floating point mode {rsrc1 >> 12 & 0xFF:#x}"
     registers = [of for bit, of in enumerate(_USER_REGISTERS) if properties >> bit & 1]
-    assert sum(size for _, size in registers) == rsrc2 >> 1 & 0x1F, f"{name}: {registers}, and another count of them"
+    unused = (rsrc2 >> 1 & 0x1F) - sum(size for _, size in registers)
+    registers += [("unused", unused)] if unused else []  # gfx1102 sets 16 scalar registers at least
+    axes = sum(rsrc2 >> bit & 1 for bit in (7, 8, 9))
+    assert unused == 0 or sum(size for _, size in registers) + axes == 16, f"{name}: {registers}, and another count"
     registers += [(axis, 1) for bit, axis in ((7, "x"), (8, "y"), (9, "z")) if rsrc2 >> bit & 1]
     lanes = 32 if properties >> 10 & 1 else 64
     return MachineKernel(name, lds_bytes, scratch_bytes, tuple(registers), lanes, instructions)
@@ -144,8 +153,25 @@ def _read(code: bytes, address: int, size: int) -> bytes:
 _LINE = re.compile(r"\s(\w+)(.*?)\s*// ([0-9A-F]+): [^<]*(?:<\w+(?:\+0x([0-9a-f]+))?>)?")
 _OPTION = re.compile(r"\b(\w+):(swizzle\([^)]*\)|\[[\d,]*\]|-?\w+)(?![\d:]*\])")
 _FLAGS = re.compile(r"\b(glc|slc|dlc)\b")  # which caches a transfer passes by
-_KNOWN_OPTIONS = {"offset", "offset0", "offset1", "op_sel_hi", "dst_sel", "dst_unused", "src0_sel", "src1_sel"}
-_NO_OPERANDS = ("s_nop", "s_endpgm", "s_barrier", "s_clause", "s_inst_prefetch", "s_waitcnt_depctr", "s_code_end")
+_KNOWN_OPTIONS = {
+    "offset", "offset0", "offset1", "op_sel_hi", "neg_lo", "dst_sel", "dst_unused", "src0_sel", "src1_sel"
+}  # fmt: skip
+_NO_OPERANDS = (
+    "s_nop", "s_endpgm", "s_barrier", "s_clause", "s_inst_prefetch", "s_waitcnt_depctr", "s_code_end", "s_delay_alu",
+    "s_sendmsg",
+)  # fmt: skip
+# What gfx11 calls by other names than gfx9 and gfx10.
+_SIZES = {
+    "b8": "byte", "u8": "ubyte", "b16": "short", "u16": "ushort",
+    **{f"b{32 * words}": "dword" + f"x{words}" * (words > 1) for words in (1, 2, 4, 8, 16)},
+}  # fmt: skip
+_RENAMED = (
+    ("ds_load", "ds_read"), ("ds_store", "ds_write"), ("_2addr_stride64_", "2st64_"), ("_2addr_", "2_"),
+    ("_not1_", "n2_"), ("dot2acc", "dot2c"), ("s_set_inst_prefetch_distance", "s_inst_prefetch"), ("v_dual_", "v_"),
+)  # fmt: skip
+_SIZED = re.compile(r"((?:s|flat|global)_(?:load|store)_)([bu]\d+)$")
+# In this form gfx11 takes registers from 128 on for the upper halves of those below.
+_UPPER_HALVES = re.compile(r"\sv_(?!dot)\w+16\w*_e32 .*\bv(12[89]|1[3-9]\d|2\d\d)\b.*")
 
 
 def _instructions(body: str, start: int) -> tuple[Instruction, ...]:
@@ -167,6 +193,12 @@ def instruction(name: str, rest: str, target: int) -> Instruction:
         NotImplementedError: an option that is not known here.
     """
     text = f"{name} {rest}"
+    if "::" in rest:
+        both = tuple(_half(*half.strip().split(" ", 1)) for half in text.split("::"))
+        return Instruction("v_dual", (), {}, 0, text, both)
+    for gfx11, own in _RENAMED:
+        name = name.replace(gfx11, own)
+    name = _SIZED.sub(lambda found: found[1] + _SIZES[found[2]], name)
     if name == "s_waitcnt":
         return Instruction(name, (), dict(re.findall(r"(\w+)\((\d+)\)", rest)), 0, text)
     if name == "s_waitcnt_vscnt":
@@ -184,6 +216,11 @@ def instruction(name: str, rest: str, target: int) -> Instruction:
         0,
         text,
     )
+
+
+def _half(name: str, rest: str) -> Instruction:
+    """One of two that are executed at once; where it chooses, it is by VCC, which it does not name."""
+    return instruction(name, f"{rest}, vcc_lo" if "cndmask" in name else rest, 0)
 
 
 def _operand(text: str) -> Operand:

@@ -1,5 +1,5 @@
-"""Executes the launches of the fused route from machine code for gfx9 and gfx10: each instruction of a code object,
-wave by wave.
+"""Executes the launches of the fused route from machine code for gfx9, gfx10 and gfx11: each instruction of a code
+object, wave by wave.
 
 A block's shared memory and all registers begin as NaN; what is read arrives when the wave waits for it, and is NaN
 before; an address outside of the launch's tensors, parameters and shared memory is an error, and so is an instruction
@@ -49,7 +49,7 @@ def run(launch: Launch, kernel: MachineKernel, watch: Watch | None = None) -> in
     Args:
         watch: is given every wave and its instruction before it is executed.
     """
-    unknown = {i.name for i in kernel.instructions} - OPERATIONS.keys()
+    unknown = {part.name for i in kernel.instructions for part in (i, *i.both)} - OPERATIONS.keys()
     if unknown:
         raise NotImplementedError(f"{kernel.name}: {', '.join(sorted(unknown))}")
     memory = Memory(launch.keep)

@@ -228,8 +228,12 @@ SCALAR |= {
     "s_cbranch_execz": _branch(lambda wave: not wave.exec),
     "s_cbranch_execnz": _branch(lambda wave: bool(wave.exec)),
 } | dict.fromkeys(
-    ("s_nop", "s_clause", "s_inst_prefetch", "s_waitcnt_depctr", "s_code_end", "buffer_gl0_inv"), lambda wave, i: None
-)
+    (
+        "s_nop", "s_clause", "s_inst_prefetch", "s_waitcnt_depctr", "s_code_end", "buffer_gl0_inv", "s_delay_alu",
+        "s_sendmsg",
+    ),
+    lambda wave, i: None,
+)  # fmt: skip
 
 
 def _waitcnt(wave: Wave, i: Instruction) -> None:

@@ -25,26 +25,31 @@ def rows_of_products(instructions: list[Instruction], operations: list[Operation
     while place < len(instructions):
         count = _row_at(instructions, place)
         if count > 2:
-            found[place] = _together(instructions[place : place + count])
+            row = instructions[place : place + count]
+            found[place] = _together([part for i in row for part in i.both or (i,)], count)
         place += max(1, count)
     return found
 
 
 def _row_at(instructions: list[Instruction], place: int) -> int:
-    """How many products from here on can be executed at once."""
-    name, written, count = instructions[place].name, set(), 0
+    """How many instructions from here on are products that can be executed at once."""
+    name, written, count = (instructions[place].both or instructions[place:])[0].name, set(), 0
     if name not in PRODUCTS:
         return 0
     for i in instructions[place : place + MOST]:
-        plain = all(o.kind == "v" and not o.negative and not o.absolute for o in i.operands)
-        if i.name != name or not plain or i.options or written & {o.number for o in i.operands}:
+        parts = i.both or (i,)
+        operands = [o for part in parts for o in part.operands]
+        plain = all(o.kind == "v" and not o.negative and not o.absolute for o in operands)
+        is_other = any(part.name != name or part.options for part in parts)
+        if is_other or not plain or written & {o.number for o in operands}:
             break
-        written.add(i.operands[0].number)
+        written |= {part.operands[0].number for part in parts}
         count += 1
     return count
 
 
-def _together(row: list[Instruction]) -> Operation:
+def _together(row: list[Instruction], count: int) -> Operation:
+    """``row``: the products of ``count`` instructions."""
     product: Product = PRODUCTS[row[0].name]
     numbers = [np.array([operand.number for operand in place]) for place in zip(*(i.operands for i in row))]
     destination, x, y, summand = (*numbers, numbers[0])[:4]  # without one of its own it is the destination
@@ -57,7 +62,7 @@ def _together(row: list[Instruction]) -> Operation:
             wave.vectors[destination] = found
         else:
             wave.vectors[destination] = np.where(wave.lanes, found, wave.vectors[destination])
-        wave.place += len(row) - 1
+        wave.place += count - 1
 
     return run
 

@@ -1,5 +1,6 @@
 """Vector arithmetic of gfx9 ("Vega" Instruction Set Architecture, chapter 12) and gfx10 ("RDNA 2" Instruction Set
-Architecture, chapter 12), as far as the kernels have it. What gfx10 calls by another name is at the end.
+Architecture, chapter 12), as far as the kernels have it. What gfx10 calls by another name, and what only gfx11 has
+("RDNA3" Instruction Set Architecture, chapter 16), is at the end.
 
 Products of two floats and their sum are computed in float64 and rounded once more to float32, and so are exp, log and
 reciprocals: at least as exact as the card, whose exp, log and reciprocal are within one unit in the last place.
@@ -215,7 +216,7 @@ VECTOR["v_mac_f32"] = _in_place(lambda x, y, z: x * y + z)
 
 
 def _middle(x: np.ndarray, y: np.ndarray, z: np.ndarray) -> np.ndarray:
-    """Of three floats; where one is NaN the least of the others."""
+    """Return the median of three floats; where one is NaN, the least of the others."""
     low, high = np.minimum(x, y), np.maximum(x, y)
     return np.where(np.isnan(x + y + z), np.fmin(np.fmin(x, y), z), np.maximum(low, np.minimum(high, z)))
 
@@ -314,6 +315,21 @@ def _fma_mix(wave: Wave, i: Instruction) -> None:
 VECTOR["v_fma_mix_f32"] = _fma_mix
 
 
+def _fma_to_half(high: bool) -> Operation:
+    """A multiply-add of float32 numbers, rounded to float16 into one half; the other half stays what it is."""
+
+    def run(wave: Wave, i: Instruction) -> None:
+        _options_are(i)
+        destination, *sources = i.operands
+        kept = wave.unsigned(destination) & U32(0xFFFF if high else 0xFFFF0000)
+        wave.write(destination.number, _to_half(_fma(*map(wave.single, sources))) << U32(16 * high) | kept)
+
+    return run
+
+
+VECTOR |= {"v_fma_mixlo_f16": _fma_to_half(False), "v_fma_mixhi_f16": _fma_to_half(True)}
+
+
 for _own, _of_gfx9 in (
     ("v_add_nc_u32", "v_add_u32"), ("v_sub_nc_u32", "v_sub_u32"), ("v_subrev_nc_u32", "v_subrev_u32"),
     ("v_add_co_ci_u32", "v_addc_co_u32"), ("v_sub_co_ci_u32", "v_subb_co_u32"),
@@ -371,6 +387,28 @@ def _of_parts(whole: Operation) -> Operation:
 
 
 VECTOR |= {f"{name}_sdwa": _of_parts(operation) for name, operation in VECTOR.items()}
+
+_plain("fff", "v_maxmin_f32", lambda x, y, z: np.fmin(np.fmax(x, y), z))
+
+
+def _dot4_of_signs(wave: Wave, i: Instruction) -> None:
+    """Both factors are signed where neg_lo says so."""
+    _options_are(i, neg_lo="[1,1,0]")
+    wave.write(i.operands[0].number, _dot4(*map(wave.unsigned, i.operands[1:])))
+
+
+def _at_once(wave: Wave, i: Instruction) -> None:
+    """Both read their sources before either writes its result."""
+    first, second = i.both
+    at = first.operands[0].number
+    before = wave.vectors[at].copy()
+    VECTOR[first.name](wave, first)
+    result, wave.vectors[at] = wave.vectors[at].copy(), before
+    VECTOR[second.name](wave, second)
+    wave.vectors[at] = result
+
+
+VECTOR |= {"v_dot4_i32_iu8": _dot4_of_signs, "v_dual": _at_once}
 
 # Products for many instructions at once: of the words of both factors and of floats, ``[instructions, lanes]``.
 Product = Callable[[np.ndarray, np.ndarray, np.ndarray], np.ndarray]

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import copy
+import hashlib
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from PIL import Image
 
 FOLDER = Path(__file__).parents[3] / "workflows"
 NAMES = sorted(path.stem for path in FOLDER.glob("*.json"))
@@ -24,6 +27,17 @@ def opened(name: str) -> dict[str, Any]:
 def prompt_of(name: str) -> Prompt:
     """Return the workflow's twin in API format, as the server gets it."""
     return json.loads((FOLDER / "api" / f"{name}.json").read_text(encoding="utf-8"))
+
+
+def digest(name: str) -> bytes:
+    """What the picture of a workflow carries as its comment: the hash of the file that it was drawn from."""
+    return hashlib.sha256((FOLDER / f"{name}.json").read_bytes()).hexdigest().encode()
+
+
+def is_drawn(name: str) -> bool:
+    """Whether the picture in the template browser shows the workflow as it is now."""
+    with Image.open(FOLDER / f"{name}.jpg") as picture:
+        return picture.info.get("comment") == digest(name)
 
 
 def touch_models(base: Path) -> None:
@@ -63,9 +77,10 @@ def without_ours(prompt: Prompt) -> Prompt:
     plain = copy.deepcopy(prompt)
     for key, kind in ours(plain).items():
         inputs = plain[key]["inputs"]
-        through = next((inputs[name] for name in ("model", "vae", "clip") if name in inputs), None)
-        if through is not None and kind != "PascalMemoryEstimate":
-            redirect(plain, [key, 0], through)
+        through = [inputs[name] for name in ("model", "clip", "vae") if name in inputs]
+        if kind != "PascalMemoryEstimate":
+            for slot, link in enumerate(through):
+                redirect(plain, [key, slot], link)
     while dead := [key for key, node in plain.items() if _is_ours_or_hangs_on_it(plain, node)]:
         for key in dead:
             del plain[key]
@@ -101,11 +116,14 @@ class Tiny:
 TINY = {
     "Pascal-SD15-every-node": Tiny("sd15", "vae_kl", "sd15_checkpoint"),
     "Pascal-SDXL": Tiny("sdxl", "vae_kl", "sd15_checkpoint", 77, 2048, 1280),
+    "Pascal-Flux-fp8": Tiny("flux", "vae_flux", "sd15_checkpoint", 16, 4096, 768),
     "Pascal-Z-Image-Turbo": Tiny("lumina2", "vae_flux", "sd15_checkpoint", 16, 64),
+    "Pascal-Z-Image-Turbo-int8": Tiny("lumina2", "vae_flux", "sd15_checkpoint", 16, 64),
     "Pascal-11-GB-card": Tiny("lumina2", "vae_flux", "sd15_checkpoint", 16, 64),
     "Pascal-Krea2-Turbo": Tiny("krea2", "vae_wan", "sd15_checkpoint", 16, 320),
     "Pascal-Qwen-Image-GGUF": Tiny("qwen_image", "vae_wan", "sd15_checkpoint", 16, 3584),
     "Pascal-Wan-2.2-5B": Tiny("wan_ti2v", "vae_wan", "t5", 16, 4096, decodes=False),
+    "Pascal-Wan-2.2-5B-EasyCache": Tiny("wan_ti2v", "vae_wan", "t5", 16, 4096, decodes=False),
     "Pascal-LTX-2": Tiny("ltxav", "vae_wan", "t5", 16, 128, decodes=False),
 }
 # Nodes of other authors' packs: where a user gets them.

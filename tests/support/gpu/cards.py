@@ -190,11 +190,13 @@ def _properties(card: Card, index: int) -> SimpleNamespace:
     )
 
 
-def believe(card: Card, count: int = 1, *, run: Callable[[Launch], object] = execute) -> AnyStandIn:
+def believe(
+    card: Card, count: int = 1, *, run: Callable[[Launch], object] = execute, compiler: Any = None
+) -> AnyStandIn:
     """Make torch, and the package, believe in so many cards of a kind; this cannot be undone.
 
     Args:
-        run: executes the launches.
+        run: executes the launches; compiler: in the place of NVRTC, None = for what ships no code.
     Returns:
         Their driver, whose ``problems`` say what would have been wrong on a real card.
     """
@@ -210,7 +212,7 @@ def believe(card: Card, count: int = 1, *, run: Callable[[Launch], object] = exe
         node = amd_system.Node(card.true_arch, (0, 3, 0))
         amd_system.nodes = lambda folder=None: [node]
     tensors.serve(index_of)
-    return _drive(count, run)
+    return _drive(count, run, compiler or Compiler())
 
 
 def _answers(card: Card, count: int) -> dict[str, Any]:
@@ -223,7 +225,7 @@ def _answers(card: Card, count: int) -> dict[str, Any]:
         "is_initialized": lambda: True,
         "is_available": lambda: True,
         "is_current_stream_capturing": lambda: is_capturing,
-        "is_bf16_supported": lambda *_, **__: card.capability >= (8, 0),
+        "is_bf16_supported": lambda including_emulation=True: including_emulation or card.capability >= (8, 0),
         "device_count": lambda: count,
         "current_device": index_of,
         "set_device": lambda device: setattr(_thread, "device", index_of(device)),
@@ -251,7 +253,7 @@ def _answers(card: Card, count: int) -> dict[str, Any]:
     return {**answers, **dict.fromkeys(sizes, lambda device=None: 1 << 20)}
 
 
-def _drive(count: int, run: Callable[[Launch], object]) -> AnyStandIn:
+def _drive(count: int, run: Callable[[Launch], object], compiler: Any) -> AnyStandIn:
     """Put the stand-in for a driver behind the package."""
     info = device_info("cuda:0")
     driver: AnyStandIn
@@ -259,7 +261,7 @@ def _drive(count: int, run: Callable[[Launch], object]) -> AnyStandIn:
         driver, hiprtc = HipStandIn(info, run, devices=count), HipCompiler()
         vendors._RUNTIMES["hip"] = HipRuntime(lambda: driver, lambda: hiprtc)
     else:
-        driver, compiler = StandIn(info, run, devices=count), Compiler()
+        driver = StandIn(info, run, devices=count)
         vendors._RUNTIMES["cuda"] = CudaRuntime(lambda: driver, lambda arch: compiler)
     driver.streams = _handles
     driver.stream = functools.partial(Driver.stream, driver)  # type: ignore[method-assign]

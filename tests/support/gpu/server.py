@@ -1,7 +1,8 @@
 """Runs modules in forks of a process in which torch has been imported, on a card that is not here.
 
 Each connection to the socket brings ``{"arguments", "env", "cwd"}`` and the sender's stdout and stderr; it is answered
-with the exit status. Where the kernels run, the CPU is the card of the strict stand-in for the driver.
+with the exit status. By the second argument ``cpu`` the CPU is the card of the strict stand-in for the driver where
+the kernels run; by ``cuda`` torch believes in a card in all of them (:mod:`.cards`).
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ import pascal_attn_core.cli.bench
 import pascal_attn_core.cli.selftest  # noqa: F401
 
 SUPPORT = Path(__file__).resolve().parents[1]
+DEVICE = sys.argv[2]
 ON_THE_CARD = ("tools.peers", "tools.gpu.machine", "tools.gpu.sanitized", "tools.gpu.sweep")
 
 
@@ -35,7 +37,7 @@ def child(job: dict[str, Any]) -> int:
     assert option == "-m"
     sys.argv = [module, *arguments]
     try:
-        with card() if module in ON_THE_CARD else contextlib.nullcontext():
+        with card(module):
             runpy.run_module(module, run_name="__main__", alter_sys=True)
     except SystemExit as end:
         return end.code if isinstance(end.code, int) else int(end.code is not None)
@@ -45,13 +47,20 @@ def child(job: dict[str, Any]) -> int:
     return 0
 
 
-def card() -> contextlib.AbstractContextManager[Any]:
+def card(module: str) -> contextlib.AbstractContextManager[Any]:
+    if DEVICE == "cpu" and module not in ON_THE_CARD:
+        return contextlib.nullcontext()
     shared = sys.modules["attn_support"] = types.ModuleType("attn_support")
     shared.__path__ = [str(SUPPORT)]
     from attn_support.fused.device import CardKernels, emulated_card
     from attn_support.gpu.compiler import AnyGeometry
 
     compiler = AnyGeometry()
+    if DEVICE == "cuda":
+        from attn_support.gpu import cards
+
+        cards.believe(cards.CARDS["NVIDIA GeForce GTX 1080 Ti"], compiler=compiler)
+        return contextlib.nullcontext()
     return emulated_card(kind=CardKernels, find_compiler=lambda arch: compiler)
 
 

@@ -26,7 +26,7 @@ def test_the_version_is_that_of_the_package(capsys):
 def test_the_folder_of_the_package_is_a_command_where_nothing_is_installed(tmp_path):
     """As ``python -I PATH/pascal_attn_core run program.py``: its modules must not become importable by bare names."""
     program = tmp_path / "program.py"
-    program.write_text("import importlib.util; print(importlib.util.find_spec('lazy_mask'))")
+    program.write_text("import importlib.util; print(importlib.util.find_spec('attention_map'))")
     code = """
         import runpy, sys
         sys.argv.pop(0)

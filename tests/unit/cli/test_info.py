@@ -138,6 +138,10 @@ def test_a_gpu_that_torch_cannot_use_is_seen_through_nvidia_smi():
     driver = block(cpu, CU126, smi=parse_smi(SMI))
     assert "driver" in driver
     assert "pip install" not in driver
+    for build, words in ((TorchBuild("2.13.0+cpu", "cpu"), "without CUDA. Install: pip"), (CU126, "finds no GPU")):
+        machine = Machine("0.1.0", "3.12", "Linux", build, (cpu,), (None,), smi=parse_smi(SMI))
+        assert all(words in each for each in machine_facts.complaints(machine))
+        assert len(machine_facts.complaints(machine)) == 2
 
 
 def test_nvidia_smi_output_that_does_not_fit_is_left_out():

@@ -15,8 +15,7 @@ SPLIT = ("fused", "nodes")  # folders whose own folders are rooms
 # From the ground up; a room (a folder, or a module of the core that is in none) may import what stands on a floor below
 # its own, and itself.
 FLOORS: list[set[str]] = [
-    {"version", "config", "checks", "patching", "reference", "lazy_mask", "gguf_blocks"},
-    {"flex_rules"},
+    {"version", "config", "checks", "patching", "reference", "mask_rules"},
     {"machine", "call"},
     {"device", "observe"},
     {"tiled", "ffn"},

@@ -12,6 +12,8 @@ from attn_support.randomness import some
 from attn_support.table import GRADIENT_TABLE, ROUTES, TABLE, Case
 
 from pascal_attn_core import explain, sdpa, selftest
+from pascal_attn_core.int8.measure import SAMPLE_ROWS, relative_error, sample_of
+from pascal_attn_core.int8.quantize import quantize_rows
 from pascal_attn_core.reference import reference_sdpa
 from pascal_attn_core.selftest import cases
 from pascal_attn_core.vae.windows import Moments
@@ -24,7 +26,7 @@ def _cases(table: list[Case], every: int) -> list[Case]:
 
 
 def _calls(kind: str) -> None:
-    for case in _cases(TABLE, 31):
+    for case in _cases(TABLE, 61):
         inputs, options = case.build()
         right, similar = exact(inputs, options)[0], plain(inputs, options, torch.float32)[0]
         for route in ("tiled", "online"):
@@ -34,7 +36,7 @@ def _calls(kind: str) -> None:
 
 
 def _gradients(kind: str) -> None:
-    for case in _cases(GRADIENT_TABLE, 31):
+    for case in _cases(GRADIENT_TABLE, 61):
         inputs, options = case.build(requires_grad=True, device=kind)
         answers = []
         for dtype in (torch.float64, torch.float32 if case.dtype == torch.float32 else case.dtype):
@@ -68,6 +70,15 @@ def _group_norms_in_pieces(kind: str) -> None:
         torch.testing.assert_close(found.cpu().view(2, 4, 2)[..., 1], expected)
 
 
+def _errors_of_8_bit_layers(kind: str) -> None:
+    x, weight = torch.randn(2, 700, 64), torch.randn(48, 64)
+    here, there = (
+        relative_error(sample_of(x.to(device), SAMPLE_ROWS, 3), weight.to(device), quantize_rows(weight.to(device)))
+        for device in ("cpu", kind)
+    )
+    assert there == pytest.approx(here, rel=0.01)
+
+
 def _selftest(kind: str) -> None:
     cases._why_not_compiled = lambda: "such tensors cannot be compiled"
     found = selftest.check(torch.device(kind))
@@ -77,7 +88,7 @@ def _selftest(kind: str) -> None:
 
 def _everything(kind: str) -> None:
     others.believe(kind)
-    for check in (_calls, _gradients, _what_torch_has, _group_norms_in_pieces, _selftest):
+    for check in (_calls, _gradients, _what_torch_has, _group_norms_in_pieces, _errors_of_8_bit_layers, _selftest):
         check(kind)
 
 

@@ -63,6 +63,10 @@ def _shipped(variant: Variant) -> bytes:
         ("gfx90c", "gfx90c", "gfx90c", "gfx900", "gfx90c"),
         ("gfx1010", "gfx1030", "gfx1010", "gfx1010", "gfx1010"),
         ("gfx1013", "gfx1013", "gfx1013", "gfx1010", "gfx1013"),
+        ("gfx1151", "gfx1151", "gfx1151", "gfx1102", "gfx1151"),
+        ("gfx1100", "gfx1103", "gfx1100", "gfx1102", "gfx1100"),
+        ("gfx1100", None, "gfx1100", "gfx1102", "gfx1100"),  # all cards that run code for gfx11 have them
+        ("gfx1201", "gfx1201", "gfx1201", "gfx1102", "gfx1201"),
     ],
 )
 def test_dot_products_are_for_cards_that_are_known_to_have_them(
@@ -71,12 +75,14 @@ def test_dot_products_are_for_cards_that_are_known_to_have_them(
     """Code without them is that of a family that has none."""
     assert kernel_arch(reported, true) == arch
     assert (amd_geometry.base(arch), amd_geometry.target(arch)) == (base, target)
-    assert amd_geometry.has_dots(arch) == (base in ("gfx906", "gfx1030"))
+    assert amd_geometry.has_dots(arch) == (base in ("gfx906", "gfx1030", "gfx1102"))
 
 
 def test_other_cards_have_no_kernels_and_code_without_dot_products_is_compiled_for_another_family() -> None:
-    assert {kernel_arch(reported, None) for reported in ("gfx90a", "gfx1100", "gfx803")} == {None}
-    assert amd_geometry.compile_target("gfx1013") == "gfx1013"
+    assert {kernel_arch(reported, None) for reported in ("gfx90a", "gfx1250", "gfx803")} == {None}
+    assert {name: amd_geometry.compile_target(name) for name in ("gfx1013", "gfx1100", "gfx1201")} == {
+        "gfx1013": "gfx1013", "gfx1100": "gfx1102", "gfx1201": "gfx1201"
+    }  # fmt: skip
     assert amd_geometry.compile_target("gfx1030-no-dot") == "gfx1010"
 
 
@@ -185,13 +191,17 @@ def _means_the_same(code: bytes, arch: str, path: Path) -> bool:
     return mine == made_for
 
 
-def test_a_card_of_the_family_takes_the_code_under_its_own_name() -> None:
-    code = _shipped(Variant("forward", 64, "float16", arch="gfx1030"))
-    for name in ("gfx1031", "gfx1036"):
+@pytest.mark.parametrize(
+    ("base", "names"), [("gfx1030", ("gfx1031", "gfx1036")), ("gfx1102", ("gfx1100", "gfx1103", "gfx1151"))]
+)
+def test_a_card_of_the_family_takes_the_code_under_its_own_name(base: str, names: tuple[str, ...]) -> None:
+    code = _shipped(Variant("forward", 64, "float16", arch=base))
+    for name in names:
         other = _shipped(Variant("forward", 64, "float16", arch=name))
         assert (arch_of(other), metadata(other)["amdhsa.target"]) == (name, f"amdgcn-amd-amdhsa--{name}")
-        assert sum(a != b for a, b in zip(code, other)) == 2  # of the header, and of the metadata
-    assert prebuilt.find_amd(Variant("forward", 64, "float16", arch="gfx904")) is None
+        differ = [place for place, (a, b) in enumerate(zip(code, other)) if a != b]
+        assert (differ[0], len(differ)) == (48, 1 + sum(a != b for a, b in zip(base, name)))  # header, and metadata
+    assert {prebuilt.find_amd(Variant("forward", 64, "float16", arch=arch)) for arch in ("gfx904", "gfx1201")} == {None}
     assert prebuilt.find_amd(replace(ONE, mask="float", padded=True)) is None
 
 
@@ -213,7 +223,7 @@ def test_a_code_object_in_a_bundle_is_found_and_other_bytes_are_refused() -> Non
 
 
 def test_what_ships_stays_small() -> None:
-    assert sum(path.stat().st_size for path in prebuilt.FOLDER.glob("gfx*.xz")) < 2_000_000
+    assert sum(path.stat().st_size for path in prebuilt.FOLDER.glob("gfx*.xz")) < 2_600_000
 
 
 # ---- the table -------------------------------------------------------------------------------------------------------
@@ -252,6 +262,7 @@ def test_what_calls_take_most_holds_two_waves_on_a_simd_of_gcn_and_four_on_rdna(
         ("gfx906", 129, 32768, 256, 1),
         ("gfx906", 128, 32772, 256, 1),
         ("gfx1030", 249, 32772, 128, 3),
+        ("gfx1102", 249, 32772, 128, 3),
         ("gfx906", 64, 70000, 256, 0),
     ],
 )

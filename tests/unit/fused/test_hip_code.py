@@ -42,6 +42,7 @@ CARDS = [
     (RX_6800, "gfx1030"),
     (replace(RX_6800, arch="gfx1031"), "gfx1030"),
     (replace(RX_6800, true_arch="gfx1034"), "gfx1030"),  # an RX 6400 with the override
+    (replace(RX_6800, arch="gfx1151"), "gfx1102"),
     (OVERRIDDEN, "gfx1010"),  # an RX 5700 with the override
     (replace(OVERRIDDEN, true_arch="unknown"), "gfx1010"),  # and a system that does not say what it is
 ]
@@ -52,7 +53,9 @@ def _name(value: object) -> str | None:
 
 
 @needs_compiler
-@pytest.mark.parametrize(("info", "made_for"), [*CARDS, (replace(RX_5700, arch="gfx1013"), "gfx1013")], ids=_name)
+@pytest.mark.parametrize(
+    ("info", "made_for"), [*CARDS, *((replace(RX_5700, arch=arch), arch) for arch in ("gfx1013", "gfx1201"))], ids=_name
+)
 def test_the_code_is_for_what_the_card_is_and_named_as_it_is_taken_for(info: DeviceInfo, made_for: str) -> None:
     """The stand-in refuses a code object of another name, and one with dot products on a card that has none."""
     with hip_card(info) as kernels:
@@ -62,7 +65,7 @@ def test_the_code_is_for_what_the_card_is_and_named_as_it_is_taken_for(info: Dev
         (code,) = kernels.driver.variants
     assert compiler.archs == [made_for]
     assert arch_of(code) == info.arch
-    assert (launch.variant.geometry.pairs > 0) == (made_for == "gfx1030")
+    assert (launch.variant.geometry.pairs > 0) == (made_for not in ("gfx1010", "gfx1013"))
 
 
 @needs_compiler
@@ -111,8 +114,8 @@ def test_a_compiler_that_makes_something_else_is_a_reason() -> None:
 
 @pytest.fixture
 def shipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Packs of one variant for two architectures, as ``tools/amd.py`` writes them."""
-    variants = [Variant("split", 32, "float16", padded=True, arch=arch) for arch in ("gfx1010", "gfx1030")]
+    """Packs of one variant for three architectures, as ``tools/amd.py`` writes them."""
+    variants = [Variant("split", 32, "float16", padded=True, arch=arch) for arch in ("gfx1010", "gfx1030", "gfx1102")]
     packs = {}
     for variant in variants:
         code = b"another" + code_object(variant)
@@ -252,30 +255,6 @@ def test_libraries_are_found_where_wheels_put_them(
     found = getattr(hip_libraries, f"{what}_candidates")()
     assert found[0] == str(place)
     assert not any("builtins" in name or name.endswith(".txt") for name in found)
-
-
-def test_windows_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder = tmp_path / "_rocm_sdk_core" / "bin"
-    folder.mkdir(parents=True)
-    for name in ("amdhip64_7.dll", "hiprtc0701.dll", "hiprtc-builtins0701.dll"):
-        (folder / name).touch()
-    monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.setattr(hip_libraries.sys, "platform", "win32")
-    monkeypatch.setattr(hip_libraries, "loaded_runtime", lambda: None)
-    assert hip_libraries.runtime_candidates()[0] == str(folder / "amdhip64_7.dll")
-    assert hip_libraries.compiler_candidates()[0] == str(folder / "hiprtc0701.dll")
-    assert {"amdhip64.dll", "amdhip64_6.dll"} <= set(hip_libraries.runtime_candidates())
-    assert "hiprtc0603.dll" in hip_libraries.compiler_candidates()
-
-
-def test_on_windows_too_the_loaded_runtime_goes_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    loaded = {"amdhip64_6.dll": 0x7FF0}
-    kernel32 = types.SimpleNamespace(GetModuleHandleW=lambda name: loaded.get(name.value))
-    monkeypatch.setattr(ctypes, "windll", types.SimpleNamespace(kernel32=kernel32), raising=False)
-    monkeypatch.setattr(hip_libraries.sys, "platform", "win32")
-    assert hip_libraries.runtime_candidates() == ["amdhip64_6.dll"]
-    loaded.clear()
-    assert hip_libraries.loaded_runtime() is None
 
 
 def test_a_library_that_is_no_hip_runtime_is_passed_over(tmp_path: Path) -> None:

@@ -153,7 +153,7 @@ OVERRIDDEN = "the card is a {}, and HSA_OVERRIDE_GFX_VERSION makes it a gfx1030"
         (replace(CARD, capability=(3, 5)), object, "the fused kernel needs compute capability 5.0, got 3.5"),
         (CARD, lambda: CudaDriver("no-such-library.so"), "the CUDA driver could not be opened: no-such-library.so"),
         (replace(CARD, capability=(9, 9)), object, "no prebuilt kernel and no NVRTC for sm_99; pip install"),
-        (replace(RADEON_VII, arch="gfx1100"), object, "there is no fused kernel for gfx1100"),
+        (replace(RADEON_VII, arch="gfx942"), object, "there is no fused kernel for gfx942"),
         (replace(RADEON_VII, arch=""), object, "there is no fused kernel for an unknown architecture"),
         (replace(RX_6800, true_arch="gfx906"), object, OVERRIDDEN.format("gfx906")),
         (replace(RX_6800, true_arch="gfx1103"), object, OVERRIDDEN.format("gfx1103")),
@@ -162,7 +162,10 @@ OVERRIDDEN = "the card is a {}, and HSA_OVERRIDE_GFX_VERSION makes it a gfx1030"
             lambda: HipDriver(["no-such-library.so"]),
             "the HIP runtime could not be opened: torch has loaded",
         ),
-        (replace(RX_5700, arch="gfx1013"), object, "no prebuilt kernel and no HIPRTC for gfx1013"),
+        *(
+            (replace(RX_5700, arch=arch), object, f"no prebuilt kernel and no HIPRTC for {arch}")
+            for arch in ("gfx1013", "gfx1201")
+        ),
     ],
 )
 def test_a_machine_that_can_run_no_kernel_has_a_reason(info: DeviceInfo, driver: Callable, reason: str) -> None:
@@ -238,7 +241,7 @@ def _launch(rows: int, keys: int, batch: int = 1):
 @needs_compiler
 @pytest.mark.parametrize("maker", [StandIn, HipStandIn])
 def test_a_launch_goes_to_the_current_stream_with_its_parameters(maker: type[StandIn | HipStandIn]) -> None:
-    """Of the second card, and the one that was current before is so again."""
+    """The stream is the second card's, and the card that was current before is so again."""
     launch = _launch(300, 200) if maker is StandIn else plain_launch()
     driver = maker(devices=2, current_stream=77)
     kernels = CardKernels(Runtime("cuda:1", driver.card), driver, shipped=lambda *_: None)

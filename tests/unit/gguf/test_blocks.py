@@ -15,7 +15,7 @@ from torch import Tensor
 
 from pascal_attn_core.gguf import matrix as matrices
 from pascal_attn_core.gguf.matrix import GgufMatrix, linear
-from pascal_attn_core.gguf_blocks import FORMATS, expand
+from pascal_attn_core.reference.gguf_blocks import FORMATS, expand
 
 TYPES = {name: gguf.GGMLQuantizationType[name] for name in FORMATS}
 
@@ -45,7 +45,7 @@ def test_every_weight_has_the_bits_of_the_definition(name: str) -> None:
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_bits_stay_in_bytes(name: str) -> None:
-    """Of a block nothing is widened before its product with the scale but the indices of a table."""
+    """Nothing of a block is widened before its product with the scale but the indices of a table."""
     from pascal_attn_core.observe.memory import measure
 
     count = 4096

@@ -11,7 +11,7 @@ from pascal_attn_core.gguf import int8
 from pascal_attn_core.gguf import matrix as matrices
 from pascal_attn_core.gguf.int8 import GgufCall, by_int_mm, why_not
 from pascal_attn_core.gguf.matrix import GgufMatrix
-from pascal_attn_core.gguf_blocks import FORMATS, expand
+from pascal_attn_core.reference.gguf_blocks import FORMATS, expand
 
 IN_8_BITS = [name for name in FORMATS if not why_not(name, 512)]
 _HALVES = {"Q3_K": (108,), "Q6_K": (208,), "Q4_1": (0, 2), "Q5_1": (0, 2), "Q4_K": (0, 2), "Q5_K": (0, 2)}

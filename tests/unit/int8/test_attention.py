@@ -198,7 +198,7 @@ def test_a_late_step_with_the_outliers_is_seen(model: nn.Module, x: Tensor) -> N
 def test_each_call_is_computed_once_and_a_check_computes_some_rows(
     model: nn.Module, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also a causal one that ends in float."""
+    """A causal call that ends in float is one of them."""
     counted: list[int] = []
 
     def counting(*args: Tensor, **given: Tensor) -> Tensor:

@@ -247,7 +247,7 @@ def test_no_branch_of_a_step_is_left_out(branches: int) -> None:
 
 
 def test_late_steps_are_checked_too() -> None:
-    """In one run of 8 steps or more one of the last five; of 4 to 8 steps each step in one of five runs."""
+    """One of the last five steps is checked in a run of 8 or more; in runs of 4 to 8 each step, once in five runs."""
     watch, seen = ErrorWatch(), set()
     for _ in range(5):
         seen.update(checked(watch, 8))

@@ -157,7 +157,7 @@ def test_inputs_that_hold_nan_are_named_once_with_the_option_that_helps(part: st
 
 
 class Cancelled(BaseException):
-    """As ComfyUI's exception since 0.33."""
+    """ComfyUI's exception since 0.33 is like this."""
 
 
 @pytest.mark.parametrize("kind", [Cancelled, RuntimeError], ids=["BaseException", "Exception"])

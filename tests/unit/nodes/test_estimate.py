@@ -189,6 +189,16 @@ def test_the_text_says_what_is_counted_and_what_not() -> None:
     assert "Not counted: copies of weights" in lines[-1]
 
 
+def test_weights_of_text_encoder_and_vae_stand_beside_the_model() -> None:
+    others = {"text encoder": (12 << 30, True), "VAE": (1 << 28, False)}
+    said = (
+        "Weights: model 20.0 GiB, text encoder 12.0 GiB (2.00 GiB too much, that part is streamed), VAE 256 MiB (stays"
+    )
+    assert said in text_for(call_of(), others=others)
+    assert "too much" not in text_for(call_of(), others=others, available_bytes=0).partition("Weights: ")[2]
+    assert "Weights: " not in text_for(call_of())
+
+
 @pytest.mark.parametrize(
     ("weights", "available", "words"),
     [

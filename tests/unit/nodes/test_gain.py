@@ -1,4 +1,4 @@
-"""What the report says was gained: measured figures alone, and the reason where there is nothing."""
+"""The gain that the report names: measured figures alone, and the reason where there is nothing."""
 
 from __future__ import annotations
 

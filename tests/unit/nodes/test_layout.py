@@ -33,7 +33,7 @@ def by_token(tensor: Tensor) -> Tensor:
 
 
 def moved(tensor: Tensor) -> Tensor:
-    """The same values, not contiguous in any dimension that the call uses."""
+    """Return the same values, not contiguous in any dimension that the call uses."""
     return torch.stack([tensor, tensor], -1)[..., 0]
 
 
@@ -81,7 +81,7 @@ def test_heads_first_in_and_out(form: Any, keep: bool) -> None:
 
 
 def masks() -> dict[str, Tensor]:
-    """By what the host's families send; each as ``[B or 1, H or 1, L or 1, S]`` after reading."""
+    """Masks by what the host's families send; each is ``[B or 1, H or 1, L or 1, S]`` after reading."""
     lowest = torch.finfo(torch.float32).min
     keep = torch.rand(B, 1, L, S) > 0.3
     keep[..., 0] = True

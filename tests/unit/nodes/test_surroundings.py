@@ -1,4 +1,4 @@
-"""What the ComfyUI pack reads around it: the prompt's graph, earlier patches, a model's code. Without ComfyUI."""
+"""The surroundings that the ComfyUI pack reads: a prompt's graph, earlier patches, a model's code. Without ComfyUI."""
 
 from __future__ import annotations
 

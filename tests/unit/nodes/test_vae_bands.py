@@ -72,7 +72,7 @@ SAMPLES = torch.randn(1, 4, 24, 20, generator=torch.Generator().manual_seed(1))
 
 
 def banded(network: Network, mode: str, estimate: Any = None) -> tuple[Callable[..., Tensor], Any]:
-    """Its ``decode`` as the node replaces it, and the engine."""
+    """Return the network's ``decode`` as the node replaces it, and the engine."""
     engine = make_engine(route="tiled")
     engine.part = "VAE"
     network.attend = attention.Replacement(engine, scopes.Scope(), "mid").channels_first(vae_attention)
@@ -157,7 +157,7 @@ def test_what_cannot_run_in_bands_runs_as_it_is_and_is_named(bars: list[Bar]) ->
 @pytest.mark.parametrize("look", [1, 20])
 def test_cancel_ends_it_after_a_band(bars: list[Bar], stub_host: StubHost, look: int) -> None:  # noqa: F811
     class Cancelled(Exception):
-        """As ComfyUI's up to 0.8."""
+        """ComfyUI's exception up to 0.8 is like this."""
 
     network = Network()
     stock = network.decode(SAMPLES)

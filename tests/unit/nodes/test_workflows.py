@@ -15,6 +15,7 @@ from attn_support.comfy.workflow_files import (
     PAGES,
     SEED_MODES,
     TINY,
+    is_drawn,
     is_link,
     opened,
     ours,
@@ -65,12 +66,26 @@ def sources(workflow: dict[str, Any]) -> dict[int, list[Any]]:
 def test_each_workflow_has_a_picture_a_twin_and_a_tiny_model_and_nothing_else_is_there() -> None:
     """The template browser shows every file at the top."""
     assert set(NAMES) == set(TINY)
-    for word in ("SD15", "SDXL", "Z-Image", "Krea2", "Qwen-Image-GGUF", "Wan-2.2-5B", "LTX-2", "11-GB", "every-node"):
+    for word in (
+        "SD15",
+        "SDXL",
+        "Z-Image",
+        "Krea2",
+        "Qwen-Image-GGUF",
+        "Wan-2.2-5B",
+        "LTX-2",
+        "11-GB",
+        "every-node",
+        "fp8",
+        "int8",
+        "EasyCache",
+    ):
         assert any(word in name for name in NAMES)
     at_top = {path.name for path in FOLDER.iterdir() if path.is_file()}
     assert at_top == {f"{name}{end}" for name in NAMES for end in (".json", ".jpg")}
     assert {path.stem for path in (FOLDER / "api").iterdir()} == set(NAMES)
     assert all(Image.open(FOLDER / f"{name}.jpg").width >= 1000 for name in NAMES)
+    assert [name for name in NAMES if not is_drawn(name)] == [], "python tools/workflows pictures draws them"
 
 
 @every_workflow

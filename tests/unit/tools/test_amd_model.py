@@ -97,6 +97,14 @@ def test_a_result_is_read_after_five_cycles() -> None:
     assert _cycles(other, timing=RDNA2) == 2
 
 
+def test_two_products_that_are_issued_at_once_take_a_cycle() -> None:
+    dual = "v_dual_fmac_f32 v{}, v2, v3 :: v_dual_fmac_f32 v{}, v4, v5"
+    events = _events(*[dual.format(10 + 2 * (n % 5), 11 + 2 * (n % 5)) for n in range(10)])
+    assert _cycles(events, timing=RDNA2) == 10
+    assert sum(e.products for e in events) == 20
+    assert _cycles(_events(*[dual.format(10, 11)] * 10), timing=RDNA2) == 9 * 5 + 1
+
+
 def test_another_wave_computes_meanwhile() -> None:
     chain = _events(*["v_fmac_f32_e32 v1, v2, v3"] * 10)
     one_simd = [chain if n % 4 == 0 else [] for n in range(5 * 4)]
@@ -129,7 +137,7 @@ def test_blocks_have_shared_memory_in_one_of_two_halves() -> None:
 
 
 def test_stretches_with_many_products_are_the_main_blocks() -> None:
-    product = Event("vector", is_product=True)
+    product = Event("vector", products=1)
     few, many = [product] * 10, [product] * 70
     assert main_blocks([VECTOR, *few, BARRIER, VECTOR, *many, Event("branch"), *few]) == [
         VECTOR,
@@ -156,12 +164,12 @@ def test_most_of_what_a_shipped_kernel_issues_are_products(arch: str, lanes: int
     few, many = (model.block(variant, tiles) for tiles in (1, 2))
     assert (few.rows * few.cols, len(few.waves)) == (128 * 64, 4)
     needed = 128 * 64 * head_dim // (lanes * len(few.waves))
-    counts = [sum(e.is_product for e in b.waves[0]) for b in (few, many)]
+    counts = [sum(e.products for e in b.waves[0]) for b in (few, many)]
     products, issued = counts[1] - counts[0], len(many.waves[0]) - len(few.waves[0])
     assert needed <= products <= needed * 1.1
     assert products / issued > 0.7
     main = [main_blocks(b.waves[0]) for b in (few, many)]
-    of_main = sum(e.is_product for e in main[1]) - sum(e.is_product for e in main[0])
+    of_main = sum(e.products for e in main[1]) - sum(e.products for e in main[0])
     assert of_main / (len(main[1]) - len(main[0])) >= 0.8
     full = model.pace(few.waves, many.waves, few.resident, (1, 2), model.CARDS[arch].timing)
     assert full.computing > 0.7

@@ -3,6 +3,7 @@ is really run, at a tiny size."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import stat
@@ -15,6 +16,8 @@ from typing import Any
 import pytest
 import torch
 from attn_support.fused.emulation import GXX
+from attn_support.gpu import guard
+from attn_support.randomness import is_random, some
 
 from pascal_attn_core.cli.demo import RUNS
 from tools.gpu.__main__ import main
@@ -39,18 +42,25 @@ sys.exit(status)
 """
 
 
-@pytest.fixture(scope="module")
-def python(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, ...]]:
+@contextlib.contextmanager
+def _python(folder: Path, device: str, **variables: str) -> Iterator[tuple[str, ...]]:
     """In the place of Python: forks of one process that has imported torch."""
-    path = tmp_path_factory.mktemp("server") / "socket"
-    env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    server = subprocess.Popen([sys.executable, SUPPORT / "server.py", path], env=env, stdout=subprocess.PIPE, text=True)
+    path = folder / "socket"
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **variables}
+    command = [sys.executable, SUPPORT / "server.py", path, device]
+    server = subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True)
     assert server.stdout is not None
     assert server.stdout.readline() == "ready\n"
     yield sys.executable, "-S", str(SUPPORT / "client.py"), str(path)
     server.kill()
     server.wait()
     server.stdout.close()
+
+
+@pytest.fixture(scope="module")
+def python(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, ...]]:
+    with _python(tmp_path_factory.mktemp("server"), "cpu") as command:
+        yield command
 
 
 @pytest.fixture(scope="module")
@@ -133,8 +143,24 @@ def test_the_sweep_tells_what_each_geometry_takes(ran: dict[str, Any]) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.skipif(not is_random(), reason="the demo itself is tested by day, as a part of this every night")
 def test_the_demo_is_one_of_the_parts(python: tuple[str, ...], tmp_path: Path) -> None:
     assert main(["--device", "cpu", "--tiny", "--parts", "demo", "--out", str(tmp_path)], python) == 0
     content = json.loads((tmp_path / "gtx-1080-ti" / "demo.json").read_text())
     assert content["state"] == "right"
     assert [row["name"] for row in content["figures"]["models"][0]["results"]] == list(RUNS)
+
+
+@pytest.mark.skipif(bool(guard.why_not()), reason=guard.why_not())
+@pytest.mark.parametrize("part", some(["tests", "sweep", "bench-forward", "bench-backward", "bench-linear"], 5))
+def test_each_part_is_right_on_a_card_that_is_not_here(
+    part: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    variables = {"PASCAL_ATTN_TRUST": "1", "XDG_CACHE_HOME": str(tmp_path), "OMP_NUM_THREADS": "1"}
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    with _python(tmp_path, "cuda", LD_PRELOAD=str(guard.library())) as command:
+        status = main(["--device", "cuda", "--tiny", "--parts", part, "--out", str(tmp_path / "out")], command)
+    content = json.loads((tmp_path / "out" / "nvidia-geforce-gtx-1080-ti" / f"{part}.json").read_text())
+    assert (status, content["state"]) == (0, "right"), content
+    assert content["card"]["arch"] == "sm_61"

@@ -10,7 +10,7 @@ import comfy.model_patcher
 import comfy.supported_models
 import torch
 from comfy_checks import Skip, check, pack, replaced
-from comfy_inproc import LATENTS, conditioning, families, load_lora, load_model, load_pack, sample
+from comfy_inproc import LATENTS, conditioning, families, load_checkpoint, load_lora, load_model, load_pack, sample
 from comfy_tiny_models import FLUX
 
 NODE = load_pack()["PascalMemoryEstimate"]
@@ -182,15 +182,19 @@ def the_largest_is_named_with_the_vae_and_drawn():
 
     class Vae:
         vae_dtype = torch.float32
+        patcher = model
 
         @staticmethod
         def memory_used_decode(shape, dtype):
             return 2178 * shape[2] * shape[3] * 64 * 4
 
-    text, _, picture = NODE().estimate(model, {"samples": torch.zeros(1, 4, 16, 16)}, vae=Vae())
+    text, _, picture = NODE().estimate(
+        model, {"samples": torch.zeros(1, 4, 16, 16)}, vae=Vae(), clip=load_checkpoint()[1]
+    )
     assert "The largest size that fits into" in text, text
     assert "resolution (now 128 x 128): as ComfyUI is" in text, text
     assert "batch (now batch of 1):" in text, text
+    assert all(words in text for words in ("Weights: model ", ", text encoder ", ", VAE ")), text
     assert "decoding in one piece, by ComfyUI's own estimate of its VAE: " in text, text
     assert (picture.shape[0], *picture.shape[2:]) == (1, 1600, 3), picture.shape
 

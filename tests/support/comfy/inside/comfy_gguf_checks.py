@@ -26,7 +26,7 @@ import torch  # noqa: E402
 
 from pascal_attn_core import patch_gguf  # noqa: E402
 from pascal_attn_core.gguf import matrix  # noqa: E402
-from pascal_attn_core.gguf_blocks import FORMATS  # noqa: E402
+from pascal_attn_core.reference.gguf_blocks import FORMATS  # noqa: E402
 
 sys.modules["the_pack"] = package = ModuleType("the_pack")  # without its nodes, which need a running server
 package.__path__ = [str(pack)]

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import functools
 import os
+import sys
 import tempfile
 from pathlib import Path
 
@@ -17,6 +18,7 @@ import torch
 from comfy_checks import Skip, check, pack, raises, replaced, run_of, unload
 from comfy_inproc import load_lora, sample, tiny_file
 from comfy_int8_checks import far, layer, line_of, near, network, patched, report
+from comfy_text_checks import qwen
 
 import nodes
 
@@ -178,18 +180,43 @@ def a_text_encoder_from_a_file():
         clip = nodes.NODE_CLASS_MAPPINGS["CLIPLoaderGGUF"]().load_clip("t5.gguf", "stable_audio")[0]
     except (ValueError, KeyError, RuntimeError) as error:
         raise Skip(f"this tiny T5 is not loaded from GGUF: {error}") from None
+    text_encoder_is_patched(clip, 0.15)
+    assert raises(ValueError, lambda: pack("core.gguf").patch_gguf(torch.nn.Linear(4, 4)))
+
+
+def text_encoder_is_patched(clip, most):
+    """Expanded by ours it gives the same bits, in 8 bits it is off by ``most`` at most."""
 
     def encoded():
-        return clip.encode_from_tokens(clip.tokenize("a lighthouse"))
+        out = clip.encode_from_tokens(clip.tokenize("a lighthouse"))
+        return out[0] if isinstance(out, tuple) else out
 
     expected = encoded()
-    expected = expected[0] if isinstance(expected, tuple) else expected
     with pack("core.gguf").patch_gguf(clip.cond_stage_model) as patch:
-        out = encoded()
         assert patch.sites > 0
-        assert torch.equal(out[0] if isinstance(out, tuple) else out, expected)
+        assert torch.equal(encoded(), expected)
     with pack("core.int8").patch_linear_int8(clip.cond_stage_model) as patch:
-        out = encoded()
-        near(out[0] if isinstance(out, tuple) else out, expected, 0.15)
+        near(encoded(), expected, most)
         assert patch.report().count("int8") > 0
-    assert raises(ValueError, lambda: pack("core.gguf").patch_gguf(torch.nn.Linear(4, 4)))
+    assert torch.equal(encoded(), expected)
+
+
+@check
+def a_qwen_from_a_file_that_has_the_names_of_llama_cpp():
+    folder()
+    loader = nodes.NODE_CLASS_MAPPINGS["CLIPLoaderGGUF"]()
+    pack_of_host = sys.modules[type(loader).__module__.rpartition(".")[0] + ".loader"]
+    weights = {}
+    for key, value in qwen().cond_stage_model.state_dict().items():
+        _, is_weight, name = key.partition(".transformer.")
+        for theirs, ours in pack_of_host.LLAMA_SD_MAP.items():
+            name = name.replace(ours, theirs)
+        if is_weight:
+            weights[name] = value
+    written("qwen.gguf", "qwen3", weights, lambda key: "F16" if "embd" in key else "Q8_0")
+    (state,) = loader.load_data([str(Path(folder().name) / "qwen.gguf")])
+    clip = qwen(custom_operations=sys.modules[type(loader).__module__].GGMLOps)
+    missing, unexpected = clip.cond_stage_model.load_sd(state)
+    assert not missing, missing
+    assert not unexpected, unexpected
+    text_encoder_is_patched(clip, 0.15)

@@ -31,7 +31,7 @@ def clip_l():
     return load_checkpoint()[1]
 
 
-def qwen():
+def qwen(**options):
     """A small Qwen 3 of the host's classes: grouped heads, causal mask, head_dim 128. Qwen 2.5 in one without it."""
     from comfy.text_encoders import llama
 
@@ -58,6 +58,8 @@ def qwen():
             super().__init__(device=device, dtype=dtype, name=name, clip_model=Tiny, model_options=options)
 
     target = SimpleNamespace(params={}, clip=TinyEncoder, tokenizer=Tokenizer)
+    if options:
+        return comfy.sd.CLIP(target, model_options=options)
     return with_random_weights(comfy.sd.CLIP(target))
 
 

@@ -1,0 +1,137 @@
+"""Which files of wheels and drivers are taken for the runtimes and compilers, by the names that they have on Linux and
+on Windows."""
+
+from __future__ import annotations
+
+import ctypes
+import types
+from pathlib import Path, PureWindowsPath
+
+import pytest
+
+from pascal_attn_core import config
+from pascal_attn_core.fused.gpu import cuda, hip_libraries, nvrtc
+
+# Wheels -> system, folder and libraries: the contents of NVIDIA's (pip download --platform), those that documents of
+# AMD's name. NVRTC, or the HIP runtime and HIPRTC, come first, in the order in which they are tried.
+NVIDIAS = {
+    "nvidia-cuda-nvrtc-cu12 12.6.85, Linux": (
+        "linux", "nvidia/cuda_nvrtc/lib", ["libnvrtc.so.12", "libnvrtc-builtins.so.12.6"],
+    ),
+    "nvidia-cuda-nvrtc-cu12 12.6.85, Windows": (
+        "win32", "nvidia/cuda_nvrtc/bin", ["nvrtc64_120_0.dll", "nvrtc64_120_0.alt.dll", "nvrtc-builtins64_126.dll"],
+    ),
+    "nvidia-cuda-nvrtc 13.0.88, Linux": (
+        "linux", "nvidia/cu13/lib", ["libnvrtc.so.13", "libnvrtc.alt.so.13", "libnvrtc-builtins.so.13.0"],
+    ),
+    "nvidia-cuda-nvrtc 13.0.88, Windows": (
+        "win32", "nvidia/cu13/bin/x86_64", ["nvrtc64_130_0.dll", "nvrtc64_130_0.alt.dll", "nvrtc-builtins64_130.dll"],
+    ),
+}  # fmt: skip
+AMDS = {
+    "rocm-sdk-core 7.1, Windows": ["amdhip64_7.dll", "hiprtc0701.dll", "hiprtc-builtins0701.dll", "amd_comgr.dll"],
+    "rocm-sdk-core 7.14, Windows": ["amdhip64_7.dll", "hiprtc0714.dll", "hiprtc-builtins0714.dll", "rocm_kpack.dll"],
+}
+
+
+def _installed(monkeypatch: pytest.MonkeyPatch, site: Path, system: str, folder: str, files: list[str]) -> Path:
+    """Let those files, and no others, be those of packages that are installed."""
+    (site / folder).mkdir(parents=True)
+    for name in files:
+        (site / folder / name).touch()
+    monkeypatch.setattr("sys.platform", system)
+    monkeypatch.syspath_prepend(str(site))
+    monkeypatch.setattr(
+        "importlib.util.find_spec",
+        lambda name: types.SimpleNamespace(submodule_search_locations=[str(site / name)]),
+    )
+    return site / folder
+
+
+def _opened(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The libraries that are opened from here on, none of which can be."""
+    opened: list[str] = []
+
+    def none(name: str) -> None:
+        opened.append(name)
+        raise OSError(name)
+
+    monkeypatch.setattr(ctypes, "CDLL", none)
+    return opened
+
+
+@pytest.mark.parametrize("wheel", NVIDIAS)
+def test_nvrtc_is_found_in_its_wheels_and_opened_after_its_builtins(
+    wheel: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = _installed(monkeypatch, tmp_path, *NVIDIAS[wheel])
+    (library, *_, builtins) = NVIDIAS[wheel][2]
+    opened = _opened(monkeypatch)
+    assert nvrtc.load(nvrtc.candidates()) == []
+    assert [Path(name).name for name in opened if Path(name).parent == folder] == [builtins, library]
+
+
+@pytest.mark.parametrize("wheel", AMDS)
+def test_hip_is_found_in_its_wheels_and_by_name_alone(
+    wheel: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = _installed(monkeypatch, tmp_path, "win32", "_rocm_sdk_core/bin", AMDS[wheel])
+    runtime, compiler = AMDS[wheel][:2]
+    monkeypatch.setattr(hip_libraries, "loaded_runtime", lambda: None)
+    assert hip_libraries.runtime_candidates()[0] == str(folder / runtime)
+    assert [Path(name).name for name in hip_libraries.compiler_candidates() if "builtins" in name] == []
+    assert hip_libraries.compiler_candidates()[0] == str(folder / compiler)
+    (folder / compiler).unlink()
+    assert compiler in hip_libraries.compiler_candidates()
+
+
+def test_the_runtime_that_torch_has_loaded_and_the_compiler_beside_it_go_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The driver's own copy has the same name; the folder in which the program was started is not looked into."""
+    folder = _installed(monkeypatch, tmp_path, "win32", "_rocm_sdk_core/bin", AMDS["rocm-sdk-core 7.14, Windows"])
+    (tmp_path / "here").mkdir()
+    (tmp_path / "here" / "hiprtc0714.dll").touch()
+    monkeypatch.chdir(tmp_path / "here")
+    loaded = {"amdhip64_7.dll": 0x7FF0}
+
+    def path_of(handle: ctypes.c_void_p, path: ctypes.Array[ctypes.c_wchar], size: int) -> int:
+        assert handle.value == 0x7FF0
+        assert size == len(path)
+        path.value = str(folder / "amdhip64_7.dll")
+        return len(path.value)
+
+    kernel32 = types.SimpleNamespace(
+        GetModuleHandleW=lambda name: loaded.get(name.value), GetModuleFileNameW=path_of
+    )  # fmt: skip
+    monkeypatch.setattr(ctypes, "windll", types.SimpleNamespace(kernel32=kernel32), raising=False)
+    assert hip_libraries.runtime_candidates() == [str(folder / "amdhip64_7.dll")]
+    assert hip_libraries.compiler_candidates()[0] == str(folder / "hiprtc0714.dll")
+    loaded.clear()
+    assert hip_libraries.loaded_runtime() is None
+
+
+@pytest.mark.parametrize(("system", "name"), [("linux", "libcuda.so.1"), ("win32", "nvcuda.dll")])
+def test_the_driver_has_one_name_on_each_system(system: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.platform", system)
+    opened = _opened(monkeypatch)
+    with pytest.raises(OSError, match=name):
+        cuda.CudaDriver()
+    assert opened == [name]
+
+
+def test_the_cache_of_windows_lies_in_the_users_folder_on_any_drive(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Windows(PureWindowsPath):
+        @classmethod
+        def home(cls) -> Windows:
+            return cls(r"C:\Users\Some One")
+
+        def stat(self) -> None:
+            raise FileNotFoundError(self)
+
+    monkeypatch.setattr("sys.platform", "win32")
+    monkeypatch.setattr(config, "Path", Windows)
+    monkeypatch.setenv("LOCALAPPDATA", r"D:\Profiles\some one\AppData\Local")
+    assert str(config.cache_folder()) == r"D:\Profiles\some one\AppData\Local\pascal-attention"
+    monkeypatch.delenv("LOCALAPPDATA")
+    assert str(config.cache_folder()) == r"C:\Users\Some One\AppData\Local\pascal-attention"
