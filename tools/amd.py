@@ -28,10 +28,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pascal_attn_core.fused.code import prebuilt
-from pascal_attn_core.fused.code.source import Variant, amd_variants, digest, source
+from pascal_attn_core.fused.code.compilation import Compilation
+from pascal_attn_core.fused.code.gguf_source import GgufLinearVariant
+from pascal_attn_core.fused.code.source import Variant, amd_variants, digest, gguf_linear_variants, source
 from pascal_attn_core.fused.geometry import amd as amd_geometry
-from pascal_attn_core.fused.geometry.amd import ARCHS, AmdGeometry, wave_size
+from pascal_attn_core.fused.geometry.amd import ARCHS, wave_size
 
+AnyVariant = Variant | GgufLinearVariant
 ROOT = Path(__file__).resolve().parent.parent
 BUILD = ROOT / "build" / "amd"
 TABLE = ROOT / "docs" / "fused-amd-static.txt"
@@ -65,7 +68,7 @@ def version(path: str) -> str:
     return found[1] if found else ""
 
 
-def compile_variant(variant: Variant, text: str | None = None) -> bytes:
+def compile_variant(variant: Compilation, text: str | None = None) -> bytes:
     """A variant's code object by clang; ``text``: in place of its source.
 
     Raises:
@@ -74,7 +77,7 @@ def compile_variant(variant: Variant, text: str | None = None) -> bytes:
     return _run_clang(variant, source(variant.kind, variant.arch) if text is None else text, ())
 
 
-def _run_clang(variant: Variant, text: str, more: tuple[str, ...]) -> bytes:
+def _run_clang(variant: Compilation, text: str, more: tuple[str, ...]) -> bytes:
     path = compiler() or sys.exit(f"clang {CLANG} with the AMDGPU target must be installed (Debian: clang-16 lld-16)")
     with tempfile.TemporaryDirectory() as folder:
         kernel, result = Path(folder) / "kernel.hip", Path(folder) / "kernel.co"
@@ -88,13 +91,13 @@ def _run_clang(variant: Variant, text: str, more: tuple[str, ...]) -> bytes:
         return result.read_bytes()
 
 
-def _options(variant: Variant) -> list[str]:
+def _options(variant: Compilation) -> list[str]:
     macros = (f"-D{name}={value}" for name, value in variant.macros().items())
     target = amd_geometry.compile_target(variant.arch)
     return [f"--offload-arch={target}", *amd_geometry.options(variant.arch), *macros]
 
 
-def code_hash(variant: Variant) -> str:
+def code_hash(variant: Compilation) -> str:
     """Hash of all that a variant's machine code depends on: what the preprocessor leaves of its source, and clang's
     options."""
     preprocessed = _run_clang(variant, source(variant.kind, variant.arch), ("-E", "-P")).decode().split()
@@ -102,7 +105,7 @@ def code_hash(variant: Variant) -> str:
     return hashlib.sha256(" ".join([*options, *preprocessed]).encode()).hexdigest()
 
 
-def compiled(variant: Variant) -> bytes:
+def compiled(variant: Compilation) -> bytes:
     """A variant's code object, from ``build/amd`` if it is cached."""
     path = BUILD / f"{code_hash(variant)[:32]}-{amd_geometry.compile_target(variant.arch)}.co"
     if not path.exists():
@@ -152,13 +155,11 @@ def waves(arch: str, vector: int, shared: int, threads: int) -> int:
     return blocks * of_block // 4 if blocks * of_block >= 4 else min(1, blocks)
 
 
-def cell(variant: Variant, found: list[Facts]) -> str:
-    geometry = variant.geometry
-    assert isinstance(geometry, AmdGeometry)
+def cell(variant: AnyVariant, found: list[Facts]) -> str:
     ordered = sorted(found, key=lambda f: variant.functions.index(f.name))
     main = next(f for f in ordered if f.name not in ("pa_combine", "pa_capped_combine", "pa_delta"))
     words = "/".join(f"{f.vector}!{f.scratch}" if f.scratch else str(f.vector) for f in ordered)
-    held = waves(variant.arch, main.vector, main.shared, geometry.threads)
+    held = waves(variant.arch, main.vector, main.shared, variant.threads)
     return f"{variant.arch}:{words}:{main.scalar}:{main.shared}:{held}"
 
 
@@ -178,8 +179,8 @@ def read_cell(text: str) -> Cell:
     return Cell([(int(registers), int(scratch or 0)) for registers, _, scratch in pairs], *map(int, rest))
 
 
-def table_variants(arch: str) -> list[Variant]:
-    """The variants of an architecture in the table: what ships, all of 8-bit attention, and of every other kind, at
+def table_variants(arch: str) -> list[AnyVariant]:
+    """The variants of an architecture in the table: what ships, all of 8 bits, and of every other kind, at
     some head_dims, the variant that takes the most registers, with numbers added to float32 scores and padded; of pairs
     of float16 that one as well."""
     hardest = [
@@ -194,7 +195,7 @@ def table_variants(arch: str) -> list[Variant]:
     return list(dict.fromkeys((*prebuilt.amd_variants(arch), *hardest, *int8)))
 
 
-def digests(variants: Iterable[Variant]) -> str:
+def digests(variants: Iterable[Compilation]) -> str:
     """Hash of the source and the macros of variants."""
     return hashlib.sha256("".join(map(digest, variants)).encode()).hexdigest()[:12]
 
@@ -221,7 +222,7 @@ def read_table() -> dict[str, dict[str, str]]:
     return rows
 
 
-def row_name(variant: Variant) -> str:
+def row_name(variant: Compilation) -> str:
     """Name of a variant without the architecture."""
     return variant.name.removesuffix(f"-{variant.arch}")
 
@@ -233,7 +234,9 @@ def write_table(archs: Iterable[str], workers: int) -> None:
     with ProcessPoolExecutor(workers) as pool:
         for variant, text in zip(jobs, pool.map(_table_cell, jobs, chunksize=4)):
             rows.setdefault(row_name(variant), {})[variant.arch] = text
-    order = dict.fromkeys(row_name(variant) for arch in ARCHS for variant in amd_variants(arch))
+    order = dict.fromkeys(
+        row_name(variant) for arch in ARCHS for variant in (*amd_variants(arch), *gguf_linear_variants(arch))
+    )
     lines = [
         " ".join([name, *(rows[name][arch] for arch in ARCHS if arch in rows[name])]) for name in order if name in rows
     ]
@@ -242,7 +245,7 @@ def write_table(archs: Iterable[str], workers: int) -> None:
     TABLE.write_text(_HEAD.format(CLANG, words) + "\n".join(lines) + "\n")
 
 
-def _table_cell(variant: Variant) -> str:
+def _table_cell(variant: AnyVariant) -> str:
     return cell(variant, _facts_of(variant))
 
 
@@ -278,7 +281,7 @@ def with_scratch(archs: Iterable[str], workers: int | None) -> Iterator[tuple[Va
                 yield variant, found
 
 
-def _facts_of(variant: Variant) -> list[Facts]:
+def _facts_of(variant: Compilation) -> list[Facts]:
     return facts(compiled(variant))
 
 

@@ -243,7 +243,7 @@ def run(arguments: argparse.Namespace, earlier: Earlier | None) -> None:
             of_float = replace(variant, kind="forward")
             counted = [share(each, compiled(each, 61).cubin).per_score for each in (variant, of_float)]
             print(f"head_dim {variant.head_dim}: {counted[0]:.1f} instructions per score, in float32 {counted[1]:.1f}")
-            beside = packing(compiled(variant, 61).cubin) / counted[0]
+            beside = packing(variant, compiled(variant, 61).cubin) / counted[0]
             print(f"   packing a token: as many as {beside:.0f} scores, {beside / 4096:.1%} of a call of 4,096 tokens")
         made = sum(KERNELS[kind].products for kind in ("grad_query", "grad_key_value"))
         print("linear layer in 8 bits, K = N, of whole tiles: the product, its loop, with rounding, and with rotation")

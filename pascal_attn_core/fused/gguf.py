@@ -1,6 +1,6 @@
 """Blocks of GGUF files expanded by a kernel, on NVIDIA's devices: exact, the definition is
-:mod:`..reference.gguf_blocks`. And multiplied by rows in 8 bits, on those with dp4a: not exact, opt-in, the definition
-is ``launch/gguf_definition``."""
+:mod:`..reference.gguf_blocks`. And multiplied by rows in 8 bits, on those with dp4a and on AMD's with v_dot4_i32_i8:
+not exact, opt-in, the definition is ``launch/gguf_definition``."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from .code.compilation import Compilation
 from .code.gguf_source import KERNELS, ONE_SHAPE, PRODUCT_FORMATS
 from .code.linear_source import LEAST_CAPABILITY
 from .code.source import digest, gguf_variants
+from .geometry.amd import has_dots
 from .launch.gguf import DTYPES, ExpandCall, expand_launches, variant_of
 from .launch.gguf_linear import FEW, GgufLinearCall, gguf_linear_launches, variants_of
 from .trust.kernels import Kernels
@@ -24,9 +25,10 @@ __all__ = ["ExpandCall", "GgufLinearCall", "gguf_digest", "run_expand", "run_pro
 
 
 @functools.cache
-def gguf_digest() -> str:
-    """Hash of these kernels: another one, and what was found out of them no longer holds."""
-    return hashlib.sha256("".join(map(digest, gguf_variants())).encode()).hexdigest()[:16]
+def gguf_digest(arch: str = "") -> str:
+    """Hash of these kernels, of AMD's ``arch`` or NVIDIA's: another one, and what was found out of them no longer
+    holds."""
+    return hashlib.sha256("".join(map(digest, gguf_variants(arch))).encode()).hexdigest()[:16]
 
 
 class GgufTrials(Trials):
@@ -38,7 +40,7 @@ class GgufTrials(Trials):
         return []
 
     def kernels_digest(self) -> str:
-        return gguf_digest()
+        return gguf_digest(self.runtime.part(Kernels).variant_arch)
 
 
 def why_not(device: torch.device, name: str, arithmetic: torch.dtype, out: torch.dtype) -> str:
@@ -63,14 +65,20 @@ def why_no_product(device: torch.device, name: str, rows: int, shape: int) -> st
         name: of the format; rows: of x; shape: rows of the outputs of a thread, 8 or 4.
     """
     runtime = runtime_of(device)
-    capability = runtime.info.capability or (0, 0)
-    if runtime.info.kind != "cuda" or capability < LEAST_CAPABILITY:
-        return f"the 8-bit kernel for GGUF weights needs a CUDA device with dp4a, got {runtime.info.name}"
-    if name not in PRODUCT_FORMATS or not variants_of(name, 8)[0].runs_on(capability):
-        return f"the 8-bit kernel for GGUF weights does not multiply {name} on {runtime.info.name}"
-    if shape != 8 and (name in ONE_SHAPE or rows <= FEW["pa_gguf_some"].rows):
+    info, arch = runtime.info, _arch_of(runtime)
+    capability = info.capability or (0, 0)
+    if not (has_dots(arch) if arch else info.kind == "cuda" and capability >= LEAST_CAPABILITY):
+        return f"the 8-bit kernel for GGUF weights needs a GPU with products of four bytes, got {info.name}"
+    if name not in PRODUCT_FORMATS or not (arch or variants_of(name, 8)[0].runs_on(capability)):
+        return f"the 8-bit kernel for GGUF weights does not multiply {name} on {info.name}"
+    if shape != 8 and (arch or name in ONE_SHAPE or rows <= FEW["pa_gguf_some"].rows):
         return f"the 8-bit kernel for GGUF weights has one shape for {rows} rows and {name}"
-    return _why_not(runtime, variants_of(name, shape))
+    return _why_not(runtime, variants_of(name, shape, arch))
+
+
+def _arch_of(runtime: Runtime) -> str:
+    """The ``arch`` of the variants of AMD's devices; "" on others."""
+    return runtime.part(Kernels).variant_arch if runtime.info.kind == "hip" else ""
 
 
 def _why_not(runtime: Runtime, variants: Sequence[Compilation]) -> str:
@@ -97,6 +105,7 @@ def run_expand(call: ExpandCall) -> None:
 def run_product(call: GgufLinearCall, shape: int) -> None:
     """Queue what :func:`why_no_product` has nothing against, as :func:`run_expand` does. Extra memory: x in 8 bits with
     its scales, at most 72 MiB."""
-    kernels = runtime_of(call.x.device).part(Kernels)
-    kernels.ensure(variants_of(call.format, shape))
-    kernels.run(gguf_linear_launches(call, shape))
+    runtime = runtime_of(call.x.device)
+    kernels, arch = runtime.part(Kernels), _arch_of(runtime)
+    kernels.ensure(variants_of(call.format, shape, arch))
+    kernels.run(gguf_linear_launches(call, shape, arch=arch))

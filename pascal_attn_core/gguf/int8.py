@@ -140,7 +140,12 @@ class GgufTimings(Contest[GgufKind]):
 
     def conditions(self) -> dict[str, str]:
         arch = self.runtime.part(Kernels).arch if self.device.type == "cuda" else ""
-        return {"card": self.info.name, "arch": arch, "torch": torch.__version__, "kernels": gguf_digest()}
+        return {
+            "card": self.info.name,
+            "arch": arch,
+            "torch": torch.__version__,
+            "kernels": gguf_digest(arch if arch.startswith("gfx") else ""),
+        }
 
 
 # ---- the ways --------------------------------------------------------------------------------------------------------

@@ -20,6 +20,7 @@ counts as well, per element of x.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from dataclasses import dataclass
 from functools import cache
@@ -113,14 +114,20 @@ def share(variant: Variant, cubin: bytes) -> Share:
     return Share(needed, sum(counts.values()), dict(counts), scores)
 
 
-def packing(cubin: bytes) -> int:
+def packing(variant: Variant, cubin: bytes) -> float:
     """Instructions of all lanes, at most, to pack a token of query, key and value of one head for 8-bit attention: both
-    sides of each branch, but not the subroutines that divide 64-bit numbers. The means are torch's and not counted."""
-    functions = sections(cubin)
-    of_query, *others = (maxwell(functions[f"pa_pack_{name}"]) for name in ("queries", "keys", "values"))
-    end = max(x.address for x in of_query if x.kind == "EXIT")
-    of_row = len([x for x in of_query if x.address <= end])
-    return 32 * (of_row + sum(max(len(within(code, loop)) for loop in loops(code)) for code in others))
+    sides of each branch, and a warp's share of what its loops begin with. The means are torch's and not counted."""
+    rows, issued = variant.geometry.cols, 0
+    for name in ("queries", "keys", "values"):
+        code = _reached(maxwell(sections(cubin)[f"pa_pack_{name}"]))
+        found = sorted(loops(code), key=lambda loop: loop[0] - loop[1])  # of V one in the other, which has four trips
+        trips = {"values": (rows // 16, 4)}.get(name, (rows // 4,))
+        if len(found) != len(trips):
+            raise ValueError(f"pa_pack_{name}: found {len(found)} loops, want {len(trips)}")
+        issued += sum(
+            math.prod(n for (first, last), n in zip(found, trips) if first <= i.address <= last) for i in code
+        )
+    return 32 * issued / rows
 
 
 def backward_share(query: float, key_value: float) -> float:

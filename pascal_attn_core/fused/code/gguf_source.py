@@ -6,6 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from ..geometry import amd as amd_geometry
 from .compilation import Compilation
 from .linear_source import LEAST_CAPABILITY
 
@@ -51,11 +52,11 @@ class GgufVariant(Compilation):
 # ---- products --------------------------------------------------------------------------------------------------------
 
 LINEAR_KIND = "gguf_linear"
-LINEAR_FILES = ("base.cuh", "elements.cuh", "gguf_linear.cu")
+LINEAR_FILES = ("base.cuh", "elements.cuh", "codes.cuh", "gguf_linear.cu")
 # In the order of the text's numbers.
 PRODUCT_FORMATS = ("Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "IQ4_XS", "Q3_K")
 # Formats with two scales for 32 weights: their sums need more registers than the second shape has, or the first one on
-# devices from 9.0 on.
+# devices from 9.0 on. AMD's devices have the first shape only: the second one has too few registers there.
 ONE_SHAPE = ("Q6_K", "Q3_K")
 
 
@@ -77,7 +78,8 @@ class GgufLinearVariant(Compilation):
     Attributes:
         kind: ``"gguf_linear"``; format: one of PRODUCT_FORMATS.
         rows: of the outputs of a thread, 8 or 4, by 8 columns.
-        dtype, arch: sums are float32, tensors of any dtype; these are NVIDIA's.
+        dtype: sums are float32, tensors of any dtype.
+        arch: "" for NVIDIA, else AMD's architecture.
     """
 
     kind: str
@@ -88,7 +90,13 @@ class GgufLinearVariant(Compilation):
 
     @property
     def name(self) -> str:
-        return f"{self.kind}-{self.format}-{self.rows}"
+        arch = self.arch and f"-{self.arch}"
+        return f"{self.kind}-{self.format}-{self.rows}{arch}"
+
+    @property
+    def threads(self) -> int:
+        """Of a block of the first function."""
+        return 1024 // self.rows
 
     @property
     def functions(self) -> tuple[str, ...]:
@@ -99,7 +107,13 @@ class GgufLinearVariant(Compilation):
         return "gguf-linear"
 
     def runs_on(self, capability: tuple[int, int]) -> bool:
-        return capability >= LEAST_CAPABILITY and (capability < (9, 0) or self.format not in ONE_SHAPE)
+        has_registers = capability < (9, 0) or self.format not in ONE_SHAPE
+        return not self.arch and capability >= LEAST_CAPABILITY and has_registers
 
     def macros(self) -> dict[str, object]:
-        return {"PA_DTYPE": 0, "PA_FORMAT": PRODUCT_FORMATS.index(self.format), "PA_ROWS": self.rows}
+        found = {"PA_DTYPE": 0, "PA_FORMAT": PRODUCT_FORMATS.index(self.format), "PA_ROWS": self.rows}
+        if not self.arch:
+            return found
+        wave = amd_geometry.wave_size(self.arch)  # of two blocks for a compute unit of Vega's, four of RDNA's
+        waves = self.threads // (2 * wave if wave == 64 else wave)
+        return {**found, "PA_AMD": 1, "PA_TX": 8, "PA_TY": self.threads // 8, "PA_WAVE": wave, "PA_WAVES": waves}

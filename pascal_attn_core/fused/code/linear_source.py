@@ -9,7 +9,7 @@ from typing import NamedTuple
 from .compilation import Compilation
 
 KIND = "int8_linear"
-FILES = ("base.cuh", "elements.cuh", "int8_linear.cu")
+FILES = ("base.cuh", "elements.cuh", "codes.cuh", "int8_linear.cu")
 LEAST_CAPABILITY = (6, 1)  # dp4a
 CHUNK_WORDS = 8  # CHUNK of the text: rows of x in 8 bits are padded to a multiple of it
 QUANTIZE = "pa_linear_quantize"

@@ -54,7 +54,7 @@ class Pack(Params):
     _fields_ = [
         *_fields(_POINTER, "x mean words scales logs mean_scores"),
         *_fields(_I64, "xb xh xs"),
-        *_fields(_INT, "rows heads batches group tiles dim"),
+        *_fields(_INT, "rows heads group tiles dim"),
         *_fields(_FLOAT, "scale scale_log2"),
     ]
 

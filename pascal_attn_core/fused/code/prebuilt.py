@@ -15,6 +15,7 @@ from ..geometry.plain import INT8_HEAD_DIMS
 from ..geometry.tensor import TENSOR_HEAD_DIMS, VOLTA_HEAD_DIMS
 from .amd_code import renamed
 from .compilation import Compilation
+from .gguf_source import GgufLinearVariant
 from .source import DTYPES, HEAD_DIMS, Variant, digest, gguf_linear_variants, linear_variants
 
 log = logging.getLogger("pascal_attn")
@@ -124,7 +125,7 @@ def best_arch(arch: str, variant: Compilation | None = None) -> int | None:
 def find(variant: Compilation, arch: str) -> bytes | None:
     """The shipped machine code of a variant that runs on devices of this architecture, or None."""
     if variant.arch:
-        return find_amd(variant) if isinstance(variant, Variant) else None
+        return find_amd(variant)
     best = best_arch(arch, variant)
     return None if best is None else load(variant, best)
 
@@ -156,7 +157,7 @@ def _unpacked(pack: str) -> bytes:
 # ---- AMD -------------------------------------------------------------------------------------------------------------
 
 
-def amd_variants(arch: str) -> list[Variant]:
+def amd_variants(arch: str) -> list[Variant | GgufLinearVariant]:
     """The variants that ship for one of ``amd_geometry.ARCHS``, each once. These cards have no bfloat16: only language
     models use it there."""
     others = [Variant(amd_geometry.RANGES, head_dim, "float16") for head_dim in amd_geometry.RANGES_HEAD_DIMS]
@@ -167,10 +168,10 @@ def amd_variants(arch: str) -> list[Variant]:
         for variant in (*variants(head_dim), *(other for other in others if other.head_dim == head_dim))
         if variant.dtype != "bfloat16" or head_dim in _LANGUAGE_MODELS
     ]
-    return [variant for variant in found if variant.exists]
+    return [*(variant for variant in found if variant.exists), *gguf_linear_variants(arch)]
 
 
-def amd_pack_name(variant: Variant) -> str:
+def amd_pack_name(variant: Compilation) -> str:
     """The file name of the pack that holds a variant's code, whichever card of the family it is for."""
     return f"{amd_geometry.base(variant.arch)}-{variant.pack}.xz"
 
@@ -181,7 +182,7 @@ def amd_manifest() -> dict[str, Any]:
     return _listed("amd.json")
 
 
-def find_amd(variant: Variant) -> bytes | None:
+def find_amd(variant: Compilation) -> bytes | None:
     """The shipped code object of a variant with an ``arch``, as that card loads it; None: there is none, or it was made
     from another source."""
     if variant.arch in amd_geometry.COMPILED:

@@ -70,6 +70,11 @@ class Variant(Compilation):
         return f"{self.kind}-{self.head_dim}{'-padded' if self.padded else ''}-{self.dtype}-{self.mask}{arch}"
 
     @property
+    def threads(self) -> int:
+        """Of a block of the first function."""
+        return self.geometry.threads
+
+    @property
     def pack(self) -> str:
         if self.kind == "int8":
             return self.kind
@@ -231,18 +236,22 @@ def linear_variants() -> tuple[LinearVariant, ...]:
     return tuple(LinearVariant(linear_source.KIND, dtype) for dtype in DTYPES)
 
 
-def gguf_variants() -> tuple[Compilation, ...]:
-    """Every variant for GGUF weights: of their expansion, of which none ships, then of their product."""
-    return (*(GgufVariant(gguf_source.KIND, dtype) for dtype in DTYPES), *gguf_linear_variants())
+def gguf_variants(arch: str = "") -> tuple[Compilation, ...]:
+    """Every variant for GGUF weights: of their expansion, of which none ships, then of their product; ``arch``: on
+    AMD's devices, which have only the latter."""
+    expansions = (GgufVariant(gguf_source.KIND, dtype) for dtype in DTYPES if not arch)
+    return (*expansions, *gguf_linear_variants(arch))
 
 
-def gguf_linear_variants() -> tuple[GgufLinearVariant, ...]:
-    """Every variant of the product with GGUF weights and x in 8 bits."""
+def gguf_linear_variants(arch: str = "") -> tuple[GgufLinearVariant, ...]:
+    """Every variant of the product with GGUF weights and x in 8 bits; ``arch``: on AMD's devices."""
+    if arch and not amd_geometry.has_dots(arch):
+        return ()
     return tuple(
-        GgufLinearVariant(gguf_source.LINEAR_KIND, name, rows)
+        GgufLinearVariant(gguf_source.LINEAR_KIND, name, rows, arch=arch)
         for name in gguf_source.PRODUCT_FORMATS
         for rows in (8, 4)
-        if rows == 8 or name not in gguf_source.ONE_SHAPE
+        if rows == 8 or not (arch or name in gguf_source.ONE_SHAPE)
     )
 
 

@@ -27,7 +27,6 @@
 #define BAND 8    // tiles of rows that take the columns in step: what they read stays in L2
 #define MAGIC 12582912.f
 #define MAGIC_BITS 0x4B400000
-#define LEAST_SCALE 1e-30f
 #define LARGEST_CODE 127.f
 
 #define Q8_0 0
@@ -61,31 +60,20 @@
 #define SUMS (HAS_MINIMUM ? 2 : 1)
 #define SCALES (TWO_SCALES || HAS_MINIMUM ? 3 : 2)
 
-INLINE int least(int a, int b) { return a < b ? a : b; }
 #ifdef PA_CPU_EMU
-#define OPAQUE_POINTER(x)
 INLINE const void* at_multiple(const void* p, size_t bytes) { if ((size_t)p % bytes) abort(); return p; }
 INLINE u32 load32(const u8* p) { return *(const u32*)at_multiple(p, 4); }
 INLINE u32 load16(const u8* p) { return *(const u16*)at_multiple(p, 2); }
 INLINE int4 load128(const void* p) { return *(const int4*)at_multiple(p, 16); }
 INLINE float2 load_two(const float* p) { return *(const float2*)at_multiple(p, 8); }
 INLINE float load_float(const float* p) { return *p; }
-INLINE u32 permuted(u32 a, u32 b, u32 s) {
-    const unsigned long long all = (unsigned long long)b << 32 | a;
-    u32 r = 0;
-    for (int i = 0; i < 4; ++i) r |= (u32)(all >> (8 * (s >> (4 * i) & 7)) & 255) << (8 * i);
-    return r;
-}
 #else
-// What is derived from an opaque pointer is not computed anew from what the pointer was made of.
-#define OPAQUE_POINTER(x) asm volatile("" : "+l"(x))
 // On sm_61 only such loads are cached in L1, and a sector of W is read by two to five instructions.
 INLINE u32 load32(const u8* p) { return __ldg((const u32*)p); }
 INLINE u32 load16(const u8* p) { return __ldg((const u16*)p); }
 INLINE int4 load128(const void* p) { return __ldg((const int4*)p); }
 INLINE float2 load_two(const float* p) { return __ldg((const float2*)p); }
 INLINE float load_float(const float* p) { return __ldg(p); }
-INLINE u32 permuted(u32 a, u32 b, u32 s) { return __byte_perm(a, b, s); }
 #endif
 INLINE float half_at(u32 bits) { return half_to_float((u16)bits); }
 
@@ -105,13 +93,6 @@ INLINE float element(const void* x, i64 at, int kind) {
     if (kind == 0) return ((const float*)x)[at];
     const u16 bits = ((const u16*)x)[at];
     return kind == 1 ? half_to_float(bits) : bits_to_float((u32)bits << 16);
-}
-
-// x / s, rounded correctly where it is at least 1/2: see int8_linear.cu.
-INLINE float quotient(float x, float s, float r) {
-    float q = __fmul_rn(x, r);
-    q = fmaf(fmaf(-q, s, x), r, q);
-    return fmaf(fmaf(-q, s, x), r, q);
 }
 
 // Where block b lies in the order in which the products take them.
@@ -183,7 +164,7 @@ struct Raw { u32 a, b, c, d; };  // a unit, as loaded: four bytes of nibbles, an
 
 // What begins at a multiple of two bytes only comes as two halves.
 INLINE void load_halves(const u8* p, u32& low, u32& high) { low = load16(p); high = load16(p + 2); }
-INLINE u32 joined(u32 low, u32 high) { return permuted(low, high, 0x5410); }
+INLINE u32 joined(u32 low, u32 high) { return __byte_perm(low, high, 0x5410); }
 INLINE u32 spread(u32 nibble) { return nibble * 0x10204080u; }  // bit i to bit 8 i + 7
 
 // 16 int8 values for the eight nibbles of a word: low ones, high ones.
@@ -192,10 +173,10 @@ INLINE void table_of(u32 q, u32& low, u32& high) {
     u32 found[2];
     FOR(i, 2) {
         const u32 s = q >> (16 * i), of = (0x32103210u | (q & 0x88888888u) >> 1) >> (16 * i);
-        found[i] = permuted(permuted(t0, t1, s & 0x7777u), permuted(t2, t3, s & 0x7777u), of & 0x7777u);
+        found[i] = __byte_perm(__byte_perm(t0, t1, s & 0x7777u), __byte_perm(t2, t3, s & 0x7777u), of & 0x7777u);
     }
-    low = permuted(found[0], found[1], 0x6420);
-    high = permuted(found[0], found[1], 0x7531);
+    low = __byte_perm(found[0], found[1], 0x6420);
+    high = __byte_perm(found[0], found[1], 0x7531);
 }
 
 // The first byte of unit `lane` in the codes of a block, or of a chunk.
@@ -375,43 +356,59 @@ INLINE void get8(float (&to)[8], const float* from, int step) {
     }
 }
 
+// Rows of a thread whose sums of words there are at a time: AMD has no registers for more where v takes as many.
+#if PA_AMD && TWO_SCALES
+#define HELD 4
+#else
+#define HELD PA_ROWS
+#endif
+
 // The sums of words first ... first + count - 1.
-INLINE void dot(int (&t)[PA_ROWS][8], const int* x, const int* w, int first, int count) {
+INLINE void dot(int (&t)[HELD][8], const int* x, const int* w, int first, int count) {
     FOR(k, count) {
-        int a[PA_ROWS], b[8];
-        FOR(i, PA_ROWS / 4) *(int4*)&a[4 * i] = *(const int4*)(x + (first + k) * BR + i * 4 * TY);
+        int a[HELD], b[8];
+        FOR(i, HELD / 4) *(int4*)&a[4 * i] = *(const int4*)(x + (first + k) * BR + i * 4 * TY);
         FOR(j, 2) *(int4*)&b[4 * j] = *(const int4*)(w + (first + k) * PITCH + j * 4 * TX);
-        FOR(i, PA_ROWS) FOR(j, 8) t[i][j] = __dp4a(a[i], b[j], k ? t[i][j] : MAGIC_BITS);
+        FOR(i, HELD) FOR(j, 8) t[i][j] = __dp4a(a[i], b[j], k ? t[i][j] : MAGIC_BITS);
+        FOR(i, HELD) FOR(j, 8) IN_STEPS(t[i][j]);
     }
 }
 
-INLINE void multiply_block(float (&sums)[PA_ROWS][8], const Buffer& s, int block, int tx, int ty) {
-    const int* const x = s.xs + block * 8 * BR + ty * 4;
+// Of rows `row` ... of the thread's.
+INLINE void multiply_rows(float (&sums)[PA_ROWS][8], const Buffer& s, int block, int tx, int ty, int row) {
+    const int* const x = s.xs + block * 8 * BR + ty * 4 + row * TY;
+    const float* const of_rows = s.a + block * BR + ty * 4 + row * TY;
     const int* const w = s.ws + block * 8 * PITCH + tx * 4;
     const float* const d = s.d + block * BC + tx * 4;
-    float scale[8], offset[8], a[PA_ROWS];
-    int t[PA_ROWS][8];
+    float scale[8], offset[8], a[HELD];
+    int t[HELD][8];
     dot(t, x, w, 0, TWO_SCALES ? 4 : 8);
     get8(scale, d, 4 * TX);
     get8(offset, d + 2 * BC, 4 * TX);
 #if TWO_SCALES
-    float v[PA_ROWS][8];
-    FOR(i, PA_ROWS) FOR(j, 8) v[i][j] = fmaf(bits_to_float((u32)t[i][j]), scale[j], offset[j]);
+    float v[HELD][8];
+    FOR(i, HELD) FOR(j, 8) v[i][j] = fmaf(bits_to_float((u32)t[i][j]), scale[j], offset[j]);
+    FOR(i, HELD) FOR(j, 8) IN_STEPS(v[i][j]);
     dot(t, x, w, 4, 4);
     get8(scale, d + 4 * BC, 4 * TX);
 #endif
-    FOR(i, PA_ROWS / 4) *(float4*)&a[4 * i] = *(const float4*)(s.a + block * BR + (ty + i * TY) * 4);
-    FOR(i, PA_ROWS) FOR(j, 8) {
+    FOR(i, HELD / 4) *(float4*)&a[4 * i] = *(const float4*)(of_rows + i * TY * 4);
+    FOR(i, HELD) FOR(j, 8) {
 #if TWO_SCALES
         offset[j] = v[i][j];
 #endif
-        sums[i][j] = fmaf(fmaf(bits_to_float((u32)t[i][j]), scale[j], offset[j]), a[i], sums[i][j]);
+        sums[row + i][j] = fmaf(fmaf(bits_to_float((u32)t[i][j]), scale[j], offset[j]), a[i], sums[row + i][j]);
+        IN_STEPS(sums[row + i][j]);
     }
 #if HAS_MINIMUM
     get8(scale, d + 4 * BC, 4 * TX);
-    FOR(i, PA_ROWS / 4) *(float4*)&a[4 * i] = *(const float4*)(s.a + (2 + block) * BR + (ty + i * TY) * 4);
-    FOR(i, PA_ROWS) FOR(j, 8) sums[i][j] = fmaf(scale[j], a[i], sums[i][j]);
+    FOR(i, HELD / 4) *(float4*)&a[4 * i] = *(const float4*)(of_rows + 2 * BR + i * TY * 4);
+    FOR(i, HELD) FOR(j, 8) sums[row + i][j] = fmaf(scale[j], a[i], sums[row + i][j]);
 #endif
+}
+
+INLINE void multiply_block(float (&sums)[PA_ROWS][8], const Buffer& s, int block, int tx, int ty) {
+    FOR(i, PA_ROWS / HELD) multiply_rows(sums, s, block, tx, ty, i * HELD);
 }
 
 struct Stage {
@@ -636,7 +633,7 @@ INLINE void multiply_few(const GgufLinear& p, int4 (&xs)[ROWS][4][32]) {
             float d[2][3];
             unpack_chunk(w, d, p, rows[r], c);
             FOR(m, ROWS) {
-                if (m >= p.rows) break;
+                if (m >= p.rows) continue;
                 const float* const a = p.x_scales + 2 * (m * p.chunks + c);
                 const float2 scale = load_two(a);
                 float2 sum = scale;

@@ -34,7 +34,7 @@ INLINE void multiply_rows_chunk(int (&S)[RM][CN], int (&a)[2][RM], int (&b)[2][C
         load_words(a[w & 1], qs + w * PA_BR, 4 * PA_TY);
         load_words(b[w & 1], ks + w * PA_BC, 4 * PA_TX);
 #endif
-        FOR(i, RM) FOR(j, CN) S[i][j] = dp4a_signed(a[w & 1][i], b[w & 1][j], first && w == 0 ? MAGIC_BITS : S[i][j]);
+        FOR(i, RM) FOR(j, CN) S[i][j] = __dp4a(a[w & 1][i], b[w & 1][j], first && w == 0 ? MAGIC_BITS : S[i][j]);
     }
 }
 
@@ -98,26 +98,6 @@ INLINE void multiply_columns(int (&A)[RM][DN], const int* Ps, const int* Vs, int
     }
 }
 
-// The same steps, in the same order, for a row of the sums, whose channels are COL(0) ... COL(DN - 1); behind
-// those of the lanes there is one bit of them.
-INLINE void rotate_sums(float (&O)[DN], const Lane& t) {
-    for (int s = 1; s < 4; s *= 2) FOR(j, DN) if (!(j & s)) {
-        const float a = O[j], b = O[j | s];
-        O[j] = __fadd_rn(a, b);
-        O[j | s] = __fsub_rn(a, b);
-    }
-    for (int s = 1; s < PA_TX; s *= 2) FOR(j, DN) {
-        const float other = __shfl_xor_sync(FULL_WARP, O[j], 2 * s);
-        O[j] = t.tx & s ? __fsub_rn(other, O[j]) : __fadd_rn(O[j], other);
-    }
-    for (int s = 4; s < DN; s *= 2) FOR(j, DN) if (!(j & s)) {
-        const float a = O[j], b = O[j | s];
-        O[j] = __fadd_rn(a, b);
-        O[j | s] = __fsub_rn(a, b);
-    }
-    FOR(j, DN) O[j] = __fmul_rn(O[j], OF_ROTATION);
-}
-
 #if PA_MASK
 // Of the tiles of the block's rows. Worked out where it is needed: kept, it takes registers of the sums.
 INLINE const u8* flags_of(const Int8Attention& p, int row_tile) {
@@ -164,12 +144,7 @@ INLINE int next_seen(const Int8Attention& p, int row_tile, int tile, int end) {
 #define STORE_PROBS(i4, j)                                                                              \
     {                                                                                                   \
         u32 word[4];                                                                                    \
-        FOR(i, 4) {                                                                                     \
-            const float* const s = &S[4 * i4 + i][4 * j];                                               \
-            const u32 low = permuted(float_to_bits(s[0]), float_to_bits(s[1]), 0x0040);                 \
-            const u32 high = permuted(float_to_bits(s[2]), float_to_bits(s[3]), 0x0040);                \
-            word[i] = permuted(low, high, 0x5410);                                                      \
-        }                                                                                               \
+        FOR(i, 4) word[i] = word_of(&S[4 * i4 + i][4 * j]);                                             \
         const int g = t.tx + j * PA_TX;                                                                 \
         int4 four;                                                                                      \
         four.x = (int)word[0]; four.y = (int)word[1]; four.z = (int)word[2]; four.w = (int)word[3];     \
@@ -343,7 +318,7 @@ extern "C" __global__ void __launch_bounds__(PA_NT, PA_MINB) pa_int8_attention(c
         for (int s = 2; s < 2 * PA_TX; s *= 2) sum += __shfl_xor_sync(FULL_WARP, sum, s);
         const float factor = sum == 0.f ? 0.f : (1.f / LARGEST) / sum;  // 0: a row without any key
         FOR(j, DN) O[i][j] *= factor;
-        rotate_sums(O[i], t);
+        rotate(O[i], t.tx, PA_TX, 2);
         if (ROW(i) >= rows) continue;
         const i64 row = row0 + ROW(i);
         if (p.lse && t.tx == 0)

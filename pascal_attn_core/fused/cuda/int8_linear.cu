@@ -15,17 +15,7 @@
 #define CHUNK 8                 // words of a row in shared memory at a time
 #define PITCH(rows) ((rows) + 4)  // of a word's row there: lanes that store the halves of a chunk meet in no bank
 #define BAND 8                  // tiles of rows that take the columns in step: what they read stays in L2
-#define LEAST_SCALE 1e-30f
 #define LARGEST_CODE 127.f
-
-// What is derived from an opaque pointer is not computed anew from what the pointer was made of.
-#ifdef PA_CPU_EMU
-#define OPAQUE_POINTER(x)
-#else
-#define OPAQUE_POINTER(x) asm volatile("" : "+l"(x))
-#endif
-
-INLINE int least(int a, int b) { return a < b ? a : b; }
 
 // ---- rows of x ------------------------------------------------------------------------------------------------------
 
@@ -96,14 +86,6 @@ INLINE u32 largest_of(const float (&v)[2][4], u32 most) {
         most = bits > most ? bits : most;
     }
     return most;
-}
-
-// x / s, rounded correctly, where that is at least 1/2: with r = 1 / s rounded correctly and q within one unit in the last
-// place, q + (x - q s) r rounded once is (Markstein, IBM J. Res. Dev. 34, 1990). Of less, only that it is less.
-INLINE float quotient(float x, float s, float r) {
-    float q = __fmul_rn(x, r);
-    q = fmaf(fmaf(-q, s, x), r, q);
-    return fmaf(fmaf(-q, s, x), r, q);
 }
 
 // Words of a piece. Where its row holds a NaN or an infinity, all quotients are NaN, which is converted to zero.

@@ -35,7 +35,6 @@
 #define V_WORDS TILE_WORDS
 #define FIRST_SUM(i, j) MAGIC_BITS
 #endif
-#define LEAST_SCALE 1e-30f
 #define LOWEST -1e30f         // in place of -inf where one is subtracted from another
 #define LARGEST 255.f
 #define HANDED_ON 0.5f         // of what rounding does to a key's V
@@ -58,244 +57,208 @@
 #error "unsupported tile geometry"
 #endif
 
-#ifdef PA_CPU_EMU
-INLINE int dp4a_signed(int a, int b, int sum) { return __dp4a(a, b, sum); }
 #if PA_AMD
 INLINE int dp4a_unsigned(u32 a, int b, int sum) { return __dp4a((int)a, b, sum); }
-#else
+#elif defined(PA_CPU_EMU)
 INLINE int dp4a_unsigned(u32 a, int b, int sum) {
     for (int i = 0; i < 32; i += 8) sum += (int)(u8)(a >> i) * (int)(i8)(b >> i);
     return sum;
 }
-#endif
-INLINE u32 permuted(u32 a, u32 b, u32 selector) {
-    const unsigned long long both = a | (unsigned long long)b << 32;
-    u32 r = 0;
-    for (int i = 0; i < 4; ++i) r |= (u32)(both >> 8 * (selector >> 4 * i & 7) & 255) << 8 * i;
-    return r;
-}
-#elif defined(PA_HIP)
-#if defined(__GFX11__) || defined(__GFX12__)
-INLINE int dp4a_signed(int a, int b, int sum) { return __builtin_amdgcn_sudot4(true, a, true, b, sum, false); }
 #else
-INLINE int dp4a_signed(int a, int b, int sum) { return __builtin_amdgcn_sdot4(a, b, sum, false); }
-#endif
-INLINE int dp4a_unsigned(u32 a, int b, int sum) { return dp4a_signed((int)a, b, sum); }
-INLINE u32 permuted(u32 a, u32 b, u32 s) {  // a byte of the instruction's selector is four bits of s
-    return __builtin_amdgcn_perm(b, a, (s & 15) | (s & 0xf0) << 4 | (s & 0xf00) << 8 | (s & 0xf000) << 12);
-}
-// Each rounded on its own: products and sums in one expression would be one multiply-add.
-INLINE float __fadd_rn(float x, float y) { return x + y; }
-INLINE float __fsub_rn(float x, float y) { return x - y; }
-INLINE float __fmul_rn(float x, float y) { return x * y; }
-INLINE float __fdiv_rn(float x, float y) { return x / y; }
-INLINE float __frcp_rn(float x) { return 1.f / x; }
-INLINE int __float2int_rn(float x) { return (int)__builtin_rintf(x); }
-#define rintf __builtin_rintf
-#define fminf __builtin_fminf
-INLINE u32 pa_shfl_xor(u32 value, int mask) { return float_to_bits(pa_shfl_xor(bits_to_float(value), mask)); }
-// Of 32 lanes, whatever a wave has. 33: not equal.
-INLINE u32 pa_ballot(bool x) {
-    const unsigned long long lanes = __builtin_amdgcn_uicmp((u32)x, 0u, 33);
-    return (u32)(PA_WAVE == 64 && threadIdx.x & 32 ? lanes >> 32 : lanes);
-}
-#define __ballot_sync(lanes, x) pa_ballot(x)
-#else
-INLINE int dp4a_signed(int a, int b, int sum) {
-    int r;
-    asm("dp4a.s32.s32 %0, %1, %2, %3;" : "=r"(r) : "r"(a), "r"(b), "r"(sum));
-    return r;
-}
 INLINE int dp4a_unsigned(u32 a, int b, int sum) {
     int r;
     asm("dp4a.u32.s32 %0, %1, %2, %3;" : "=r"(r) : "r"(a), "r"(b), "r"(sum));
     return r;
 }
-INLINE u32 permuted(u32 a, u32 b, u32 selector) {
-    u32 r;
-    asm("prmt.b32 %0, %1, %2, %3;" : "=r"(r) : "r"(a), "r"(b), "r"(selector));
-    return r;
-}
 #endif
+// The lowest bytes of four neighbours: numbers that have been rounded by adding MAGIC or BYTE_MAGIC.
+INLINE u32 word_of(const float* x) {
+    const u32 low = __byte_perm(float_to_bits(x[0]), float_to_bits(x[1]), 0x0040);
+    return __byte_perm(low, __byte_perm(float_to_bits(x[2]), float_to_bits(x[3]), 0x0040), 0x5410);
+}
 
 // ---- packing --------------------------------------------------------------------------------------------------------
 
-// A warp holds a row: channel 32 e + lane is v[e].
-#define PER_LANE (PA_D / 32)
-
-INLINE void load_row(float (&v)[PER_LANE], const T* x, const float* mean, int dim, int lane) {
-    FOR(e, PER_LANE) {
-        const int c = 32 * e + lane;
-        v[e] = c < dim ? load_one(x + c) - (mean ? mean[c] : 0.f) : 0.f;
-    }
-}
-
+// Eight lanes hold a row: channel CHANNEL(e) + i is v[4 * e + i].
+#define OF_LANE (PA_D / 8)
+#define CHANNEL(e) (4 * (8 * (e) + lane))
 #define OF_ROTATION (PA_D == 64 ? 0.125f : 0.08838834764831845f)  // 1 / sqrt(PA_D)
 
-// v -> H v, H the Hadamard matrix over sqrt(PA_D): symmetric, its own inverse. Each step rounded on its own.
-INLINE void rotate(float (&v)[PER_LANE], int lane) {
-    for (int s = 1; s < 32; s *= 2) FOR(e, PER_LANE) {
-        const float other = __shfl_xor_sync(FULL_WARP, v[e], s);
-        v[e] = lane & s ? __fsub_rn(other, v[e]) : __fadd_rn(v[e], other);
+// x -> H x, H the Hadamard matrix over sqrt(PA_D): symmetric, its own inverse. Each step rounded on its own. The lowest
+// two bits of a channel's number are those of its place in v, the next ones those of `lane`, one of `lanes` that are
+// `distance` apart, and the rest the place's again.
+template <int n>
+INLINE void rotate(float (&v)[n], int lane, int lanes, int distance) {
+    for (int s = 1; s < n; s *= 2) {
+        FOR(c, n) if (!(c & s)) {
+            const float a = v[c], b = v[c | s];
+            v[c] = __fadd_rn(a, b);
+            v[c | s] = __fsub_rn(a, b);
+        }
+        if (s == 2) for (int l = 1; l < lanes; l *= 2) {
+            const float sign = lane & l ? -1.f : 1.f;
+            FOR(c, n) v[c] = fmaf(v[c], sign, __shfl_xor_sync(FULL_WARP, v[c], distance * l));
+        }
     }
-    for (int s = 1; s < PER_LANE; s *= 2) FOR(e, PER_LANE) if (!(e & s)) {
-        const float a = v[e], b = v[e | s];
-        v[e] = __fadd_rn(a, b);
-        v[e | s] = __fsub_rn(a, b);
-    }
-    FOR(e, PER_LANE) v[e] = __fmul_rn(v[e], OF_ROTATION);
-}
-
-// Compared as bits: a NaN is the largest, makes a scale of NaN, and so reaches the output.
-INLINE float larger_magnitude(float a, float b) {
-    const u32 x = float_to_bits(a) & 0x7fffffffu, y = float_to_bits(b) & 0x7fffffffu;
-    return bits_to_float(x > y ? x : y);
-}
-
-INLINE float largest_of_row(const float (&v)[PER_LANE]) {
-    float largest = 0.f;
-    FOR(e, PER_LANE) largest = larger_magnitude(largest, v[e]);
-    for (int s = 16; s; s >>= 1) largest = larger_magnitude(largest, __shfl_xor_sync(FULL_WARP, largest, s));
-    return largest;
+    FOR(c, n) v[c] = __fmul_rn(v[c], OF_ROTATION);
 }
 
 struct Pack {
     const T* x;          // [B, H, rows, dim] of Q, K or V
-    const float* mean;   // [B, H, dim] of K or V; for Q null, or [B, H / group, dim] of K, for the scores
+    const float* mean;   // [B, H / group, dim] of K or V; for Q null, or K's, for the scores
     int* words;          // Q: [B, H, rows, WORDS];  K: [B, H, tiles, WORDS, BC];  V: [B, H, tiles, V_WORDS],
                          // first [BC / 4, D]
     float* scales;       // Q: [B, H, rows] a_i;  K: [B, H, tiles, BC] b_j;  V: 1 / c_j, 0 behind the last key
     float* logs;         // V: log2(c_j), -inf behind the last key: it has no weight
     float* mean_scores;  // Q: [B, H, rows], the score of the mean key, which lse lacks; or null
     i64 xb, xh, xs;      // strides in elements
-    int rows, heads, batches, group, tiles, dim;
+    int rows, heads, group, tiles, dim;  // tiles: of a head, of BC rows
     float scale, scale_log2;  // Q: softmax scale, and the same times log2(e)
 };
 
-INLINE u32 code_of(float x, float inverse) { return (u32)__float2int_rn(__fmul_rn(x, inverse)) & 0xffu; }
-INLINE float at_least(float x) { return x < LEAST_SCALE ? LEAST_SCALE : x; }
-INLINE float scale_of(float largest) { return at_least(__fdiv_rn(largest, 127.f)); }
-// Of 22 bits: MAGIC = 3 * 2^22 times it is a float.
-INLINE float short_scale(float scale) { return bits_to_float((float_to_bits(scale) + 3u) & ~3u); }
+// What a warp packs: a tile, from its row `first` on every `step`-th row. Behind the last row comes that row again.
+struct Rows {
+    const T* x;             // the lane's first channel of a row
+    Raw4 raw[OF_LANE / 4];  // that row, on its way; 0 where there is no channel
+    float mean[OF_LANE];    // of the lane's channels, the same
+    int head, tile, lane, j, left, step;  // j: of the row in the tile; left: rows from it on
 
-// Four neighbouring channels, of four lanes, in the word of the first of them.
-INLINE u32 word_of(u32 code) {
-    code |= __shfl_xor_sync(FULL_WARP, code, 1) << 8;
-    return code | __shfl_xor_sync(FULL_WARP, code, 2) << 16;
-}
-
-// One warp per row.
-extern "C" __global__ void __launch_bounds__(128) pa_pack_queries(const Pack p) {
-    const i64 row = (i64)blockIdx.x * 4 + threadIdx.x / 32;
-    if (row >= (i64)p.batches * p.heads * p.rows) return;
-    const i64 head = row / p.rows;
-    const int lane = threadIdx.x % 32;
-    float v[PER_LANE];
-    load_row(v, p.x + head / p.heads * p.xb + head % p.heads * p.xh + row % p.rows * p.xs, 0, p.dim, lane);
-    if (p.mean_scores) {
-        const float* const mean = p.mean + head / p.group * p.dim;
-        float score = 0.f;
-        FOR(e, PER_LANE) if (32 * e + lane < p.dim) score = fmaf(v[e], mean[32 * e + lane], score);
-        for (int s = 16; s; s >>= 1) score = __fadd_rn(score, __shfl_xor_sync(FULL_WARP, score, s));
-        if (lane == 0) p.mean_scores[row] = __fmul_rn(score, p.scale);
+    __device__ __forceinline__ Rows(const Pack& p, int first, int step_) {
+        head = blockIdx.z * p.heads + blockIdx.y;
+        tile = blockIdx.x * 4 + threadIdx.x / 32;
+        lane = threadIdx.x % 8;
+        j = first;
+        step = step_;
+        left = p.rows - tile * PA_BC - first;
+        x = p.x + blockIdx.z * p.xb + blockIdx.y * p.xh + (p.rows - max_int(left, 1)) * p.xs + CHANNEL(0);
+        const float* const from = p.mean + (i64)(head / p.group) * p.dim;
+        FOR(c, OF_LANE) mean[c] = p.mean && CHANNEL(c / 4) < p.dim ? from[CHANNEL(c / 4) + c % 4] : 0.f;
+        FOR(e, OF_LANE / 4) raw[e] = zero_raw();
+        load(p.dim);
     }
-    rotate(v, lane);
-    const float scale = scale_of(largest_of_row(v)), inverse = __frcp_rn(scale);
-    FOR(e, PER_LANE) {
-        const u32 word = word_of(code_of(v[e], inverse));
-        if (lane % 4 == 0) p.words[row * WORDS + 8 * e + lane / 4] = (int)word;
+    __device__ __forceinline__ void load(int dim) {
+        FOR(e, OF_LANE / 4) if (CHANNEL(e) < dim) raw[e] = load_raw(x + 32 * e);
     }
-    if (lane == 0) p.scales[row] = at_least(__fmul_rn(scale, p.scale_log2));
-}
-
-// What a block of 128 threads packs: a tile of keys.
-struct KeyTile {
-    const T* x;
-    const float* mean;
-    i64 at, step;  // at: the tile among all
-    int keys, dim;
 };
 
-INLINE KeyTile key_tile(const Pack& p) {
-    KeyTile t;
-    t.at = blockIdx.x;
-    const i64 head = t.at / p.tiles, first = t.at % p.tiles * PA_BC;
-    t.x = p.x + head / p.heads * p.xb + head % p.heads * p.xh + first * p.xs;
-    t.mean = p.mean + head * p.dim;
-    t.step = p.xs;
-    t.keys = min_int(PA_BC, p.rows - (int)first);
-    t.dim = p.dim;
-    return t;
+// A row, while the next one is on its way.
+INLINE void take_row(float (&v)[OF_LANE], const Pack& p, Rows& t) {
+    FOR(e, OF_LANE / 4) {
+        const float4 f = to_float4(t.raw[e]);
+        v[4 * e] = f.x; v[4 * e + 1] = f.y; v[4 * e + 2] = f.z; v[4 * e + 3] = f.w;
+    }
+    if (t.left > t.step) t.x += t.step * p.xs;
+    t.load(p.dim);
 }
 
-// Key j of a tile without the mean, rotated; zeros behind the last.
-INLINE void load_key(float (&v)[PER_LANE], const KeyTile& t, int j, int lane) {
-    FOR(e, PER_LANE) v[e] = 0.f;
-    if (j < t.keys) {
-        load_row(v, t.x + j * t.step, t.mean, t.dim, lane);
-        rotate(v, lane);
+// The same without the mean, rotated.
+INLINE void take_key(float (&v)[OF_LANE], const Pack& p, Rows& t) {
+    take_row(v, p, t);
+    FOR(c, OF_LANE) v[c] = __fsub_rn(v[c], t.mean[c]);
+    rotate(v, t.lane, 8, 1);
+}
+
+INLINE float at_least(float x) { return x < LEAST_SCALE ? LEAST_SCALE : x; }
+
+// Of a row, NaN where it has a number that is not finite, and so reaches the output. Compared as bits: a NaN is the
+// largest.
+INLINE float scale_of(const float (&v)[OF_LANE]) {
+    u32 most = 0;
+    FOR(c, OF_LANE) most = larger(most, float_to_bits(v[c]) & 0x7fffffffu);
+    for (int s = 1; s < 8; s *= 2) most = larger(most, __shfl_xor_sync(FULL_WARP, most, s));
+    const float largest = bits_to_float(most);
+    return at_least(fmaf(largest, 1.f / 127.f, largest - largest));
+}
+
+// v / scale rounded, to every `step`-th word.
+INLINE void store_codes(int* words, int step, float (&v)[OF_LANE], float scale) {
+    const float inverse = __frcp_rn(scale);
+    FOR(c, OF_LANE) v[c] = fmaf(v[c], inverse, MAGIC);
+    FOR(e, OF_LANE / 4) words[e * step] = (int)word_of(v + 4 * e);
+}
+
+extern "C" __global__ void __launch_bounds__(128) pa_pack_queries(const Pack p) {
+    Rows t(p, threadIdx.x / 8 % 4, 4);
+    if (t.tile >= p.tiles) return;
+    i64 row = (i64)t.head * p.rows + t.tile * PA_BC + t.j;
+#pragma unroll 1
+    for (; t.j < PA_BC; t.j += t.step, t.left -= t.step, row += t.step) {
+        float v[OF_LANE], score = 0.f;
+        take_row(v, p, t);
+        FOR(c, OF_LANE) score = fmaf(v[c], t.mean[c], score);
+        for (int s = 4; s; s >>= 1) score = __fadd_rn(score, __shfl_xor_sync(FULL_WARP, score, s));
+        rotate(v, t.lane, 8, 1);
+        const float scale = scale_of(v);
+        if (t.left <= 0) continue;
+        store_codes(p.words + row * WORDS + t.lane, 8, v, scale);
+        if (t.lane) continue;
+        p.scales[row] = at_least(__fmul_rn(scale, p.scale_log2));
+        if (p.mean_scores) p.mean_scores[row] = __fmul_rn(score, p.scale);
     }
 }
 
-// A warp takes every fourth key.
 extern "C" __global__ void __launch_bounds__(128) pa_pack_keys(const Pack p) {
-    const KeyTile tile = key_tile(p);
-    const int lane = threadIdx.x % 32;
-    for (int j = threadIdx.x / 32; j < PA_BC; j += 4) {
-        float v[PER_LANE];
-        load_key(v, tile, j, lane);
-        const float scale = short_scale(scale_of(largest_of_row(v))), inverse = __frcp_rn(scale);
-        FOR(e, PER_LANE) {
-            const u32 word = word_of(code_of(v[e], inverse));
-            if (lane % 4 == 0) p.words[tile.at * TILE_WORDS + (8 * e + lane / 4) * PA_BC + j] = (int)word;
-        }
-        if (lane == 0) p.scales[tile.at * PA_BC + j] = scale;
+    Rows t(p, threadIdx.x / 8 % 4, 4);
+    if (t.tile >= p.tiles) return;
+    const i64 at = (i64)t.head * p.tiles + t.tile;
+    int* const words = p.words + at * TILE_WORDS + t.lane * PA_BC;
+    float* const scales = p.scales + at * PA_BC;
+#pragma unroll 1
+    for (; t.j < PA_BC; t.j += t.step, t.left -= t.step) {
+        float v[OF_LANE];
+        take_key(v, p, t);
+        const float scale = bits_to_float(float_to_bits(scale_of(v)) & ~3u);  // of 22 bits: MAGIC times it is a float
+        store_codes(words + t.j, 8 * PA_BC, v, scale);
+        if (t.lane == 0) scales[t.j] = scale;
     }
 }
 
-// A warp takes a quarter of the tile, key after key: half of what rounding does to a key is added to the next one, so
-// that the errors of neighbours, which often have similar weights, cancel. No more of it than half a step of the next
-// key: one with a small V may have most of the weight.
+// Eight lanes take a quarter of the tile, key after key: half of what rounding does to a key is added to the next one,
+// so that the errors of neighbours, which often have similar weights, cancel. No more of it than half a step of the next
+// key: one with a small V may have most of the weight. So no code is above 127.
 extern "C" __global__ void __launch_bounds__(128) pa_pack_values(const Pack p) {
-    const KeyTile tile = key_tile(p);
-    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-    float carry[PER_LANE];
-    FOR(e, PER_LANE) carry[e] = 0.f;
-#if PA_AMD
-    __shared__ int sums[4][PA_D];
-    int sum[PER_LANE];
-    FOR(e, PER_LANE) sum[e] = 0;
-#endif
-    for (int g = warp * (GROUPS / 4); g < (warp + 1) * (GROUPS / 4); ++g) {
-        u32 word[PER_LANE];
-        FOR(e, PER_LANE) word[e] = 0;
-        for (int k = 0; k < 4; ++k) {
-            const int j = 4 * g + k;
-            float v[PER_LANE];
-            load_key(v, tile, j, lane);
-            const float scale = scale_of(largest_of_row(v)), inverse = __frcp_rn(scale), most = 0.5f * scale;
-            FOR(e, PER_LANE) {
-                const float wanted = fmaf(fminf(fmaxf(carry[e], -most), most), HANDED_ON, v[e]);
-                const float code = fminf(fmaxf(rintf(__fmul_rn(wanted, inverse)), -127.f), 127.f);
-                carry[e] = fmaf(-code, scale, wanted);
-                word[e] |= ((u32)__float2int_rn(code) & 0xffu) << 8 * k;
-#if PA_AMD
-                sum[e] += __float2int_rn(code);
-#endif
+    Rows t(p, threadIdx.x / 8 % 4 * (PA_BC / 4), 1);
+    if (t.tile >= p.tiles) return;
+    const int lane = t.lane, quarter = threadIdx.x / 8 % 4;
+    const i64 at = (i64)t.head * p.tiles + t.tile;
+    int* words = p.words + at * V_WORDS + quarter * (GROUPS / 4) * PA_D + CHANNEL(0);
+    float *const scales = p.scales + at * PA_BC, *const logs = p.logs + at * PA_BC;
+    float carry[OF_LANE];
+    FOR(c, OF_LANE) carry[c] = 0.f;
+#pragma unroll 1
+    for (int g = 0; g < GROUPS / 4; ++g, words += PA_D) {
+        u32 word[OF_LANE];
+        FOR(c, OF_LANE) word[c] = 0;
+#pragma unroll 1
+        for (int k = 0; k < 4; ++k, t.j += t.step, t.left -= t.step) {
+            float v[OF_LANE];
+            take_key(v, p, t);
+            const float scale = scale_of(v), inverse = __frcp_rn(scale), most = 0.5f * scale;
+            FOR(c, OF_LANE) {
+                const float wanted = fmaf(fminf(fmaxf(carry[c], -most), most), HANDED_ON, v[c]);
+                const float code = fmaf(wanted, inverse, MAGIC);
+                carry[c] = fmaf(MAGIC - code, scale, wanted);
+                word[c] = __byte_perm(word[c], float_to_bits(code), 0x4321);
             }
-            if (lane == 0) {
-                p.scales[tile.at * PA_BC + j] = j < tile.keys ? inverse : 0.f;
-                p.logs[tile.at * PA_BC + j] = j < tile.keys ? log2f(scale) : NEG_INF;
-            }
+            if (lane) continue;
+            scales[t.j] = t.left > 0 ? inverse : 0.f;
+            logs[t.j] = t.left > 0 ? log2f(scale) : NEG_INF;
         }
-        FOR(e, PER_LANE) p.words[tile.at * V_WORDS + g * PA_D + 32 * e + lane] = (int)word[e];
+        FOR(e, OF_LANE / 4) {
+            int4 four;
+            four.x = (int)word[4 * e]; four.y = (int)word[4 * e + 1];
+            four.z = (int)word[4 * e + 2]; four.w = (int)word[4 * e + 3];
+            *(int4*)(words + 32 * e) = four;
+        }
     }
 #if PA_AMD
-    FOR(e, PER_LANE) sums[warp][32 * e + lane] = sum[e];
-    __syncthreads();
-    const int d = threadIdx.x;
-    if (d < PA_D)
-        p.words[tile.at * V_WORDS + TILE_WORDS + d] = MAGIC_BITS + 128 * (sums[0][d] + sums[1][d] + sums[2][d] + sums[3][d]);
+    for (int c = 0; c < OF_LANE; ++c) {  // what the lane has written
+        const int d = 32 * (c / 4) + c % 4;
+        int sum = 0;
+        for (int g = 1; g <= GROUPS / 4; ++g) sum = __dp4a(words[d - g * PA_D], 0x01010101, sum);
+        for (int s = 8; s < 32; s *= 2) sum += __shfl_xor_sync(FULL_WARP, sum, s);
+        if (quarter == 3) words[d] = MAGIC_BITS + 128 * sum;  // behind the tile's codes
+    }
 #endif
 }
 

@@ -38,19 +38,20 @@ class GgufLinearCall(NamedTuple):
     out: Tensor
 
 
-def variants_of(name: str, rows: int) -> list[GgufLinearVariant]:
+def variants_of(name: str, rows: int, arch: str = "") -> list[GgufLinearVariant]:
     """The compilations that a call with a format takes, with tiles of as many rows of a thread: the one with the
     rounding of x and with few rows of x first."""
-    return [GgufLinearVariant(LINEAR_KIND, name, each) for each in dict.fromkeys((8, rows))]
+    return [GgufLinearVariant(LINEAR_KIND, name, each, arch=arch) for each in dict.fromkeys((8, rows))]
 
 
-def gguf_linear_launches(call: GgufLinearCall, rows: int = 8, function: str = "") -> list[Launch]:
+def gguf_linear_launches(call: GgufLinearCall, rows: int = 8, function: str = "", arch: str = "") -> list[Launch]:
     """The launches that write ``call.out``. Extra memory: x in 8 bits and four or eight bytes for each 32 of them, at
     most 72 MiB: more rows go through in slices. Blocks that do not begin where the kernel can read them are copied.
 
     Args:
         rows: of a thread's outputs, 8 or 4.
         function: that multiplies; "" = by the number of rows.
+        arch: of AMD's devices, "" for NVIDIA's.
     """
     count, columns = call.x.shape
     if not call.out.numel():
@@ -58,13 +59,14 @@ def gguf_linear_launches(call: GgufLinearCall, rows: int = 8, function: str = ""
     function = function or next((name for name, tile in FEW.items() if count <= tile.rows), "pa_gguf_linear")
     if call.blocks.data_ptr() % _ALIGNMENTS.get(call.format, 2):
         call = call._replace(blocks=call.blocks.clone())
-    tile = FEW.get(function, GgufTile(128, 64, 1024 // rows))
+    variants = variants_of(call.format, rows, arch)
+    tile = FEW.get(function, GgufTile(128, 64, variants[-1].threads))
     chunks = -(-columns // 64)
     most = tile.rows if function in FEW else max(1, _SLICE_BYTES // (64 * chunks * tile.rows)) * tile.rows
     launches = []
     for first in range(0, count, most):
         part = call._replace(x=call.x[first : first + most], out=call.out[first : first + most])
-        launches += _slice_launches(part, function, tile, variants_of(call.format, rows), chunks)
+        launches += _slice_launches(part, function, tile, variants, chunks)
     return launches
 
 

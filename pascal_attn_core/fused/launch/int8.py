@@ -17,6 +17,7 @@ from .fields import LOG2_E, View, band_of, common_fields, mask_bits, mask_tiles,
 from .plan import Plan
 
 _SLICE_BYTES = 64 << 20  # of words and scales
+_MOST_BATCHES = 65535  # a grid's third dimension
 
 
 def int8_launches(call: AttentionCall, plan: Plan, out: Tensor, lse: Tensor | None = None) -> list[Launch]:
@@ -82,7 +83,7 @@ def _slices(call: AttentionCall, variant: Variant, view: View) -> Iterator[tuple
     tokens = call.groups * call.seq_len_q + 2 * call.seq_len_kv
     most = max(1, _SLICE_BYTES // (tokens * (variant.head_dim + 8)))
     heads = min(call.num_kv_heads, most)
-    for batch in range(0, view.query.shape[0], batches := max(1, most // call.num_kv_heads)):
+    for batch in range(0, view.query.shape[0], batches := max(1, min(most // call.num_kv_heads, _MOST_BATCHES))):
         for head in range(0, call.num_kv_heads, heads):
             yield slice(batch, batch + batches), slice(head, min(head + heads, call.num_kv_heads))
 
@@ -90,9 +91,9 @@ def _slices(call: AttentionCall, variant: Variant, view: View) -> Iterator[tuple
 def _pack_launches(
     call: AttentionCall, variant: Variant, view: View, words: _Words, means: tuple[Tensor, ...]
 ) -> list[Launch]:
-    tiles, launches = _key_tiles(variant, view), []
+    launches = []
     mean_key, mean_value = (mean.data_ptr() for mean in means)
-    of_query = {"scale": call.scale, "scale_log2": call.scale * LOG2_E, "group": call.groups}
+    of_query = {"scale": call.scale, "scale_log2": call.scale * LOG2_E}
     scores = {"mean": mean_key, "mean_scores": words.mean_scores.data_ptr()} if words.mean_scores.numel() else {}
     for function, tensor, own in (
         ("pa_pack_queries", view.query, {"words": words.q, "scales": words.q_scales, **of_query, **scores}),
@@ -107,9 +108,10 @@ def _pack_launches(
         batch, head, token, _ = steps(tensor)
         fields = {name: t.data_ptr() if isinstance(t, Tensor) else t for name, t in own.items()}
         fields |= {"x": tensor.data_ptr(), "xb": batch, "xh": head, "xs": token}
-        params = Pack(**fields, rows=rows, heads=heads, batches=batches, tiles=tiles, dim=dim)
-        blocks = -(-batches * heads * rows // 4) if tensor is view.query else batches * heads * tiles
-        launches.append(Launch(variant, function, (blocks, 1, 1), 128, params, (*view.tensors, *words, *means)))
+        group, tiles = (call.groups if tensor is view.query else 1), -(-rows // variant.geometry.cols)
+        params = Pack(**fields, rows=rows, heads=heads, group=group, tiles=tiles, dim=dim)
+        grid = -(-tiles // 4), heads, batches
+        launches.append(Launch(variant, function, grid, 128, params, (*view.tensors, *words, *means)))
     return launches
 
 

@@ -63,16 +63,19 @@ def pack(call: AttentionCall, view: View, table_dim: int, tile_keys: int) -> Wor
     mean_key, mean_value = (t.mean(dim=-2, dtype=torch.float32) for t in view[1:3])
     count = call.seq_len_kv
 
-    def rotated(x: Tensor, rows: int) -> Tensor:
-        more = torch.nn.functional.pad(x, (0, table_dim - x.shape[-1], 0, rows - x.shape[-2]))
-        return _rotated(more)
+    def rotated(x: Tensor) -> Tensor:
+        return _rotated(torch.nn.functional.pad(x, (0, table_dim - x.shape[-1])))
 
-    filled = -(-count // tile_keys) * tile_keys
-    query_, key_ = rotated(query, query.shape[-2]), rotated(keys - mean_key[..., None, :], filled)
-    value_ = rotated(values - mean_value[..., None, :], filled)
+    filled = torch.arange(-(-count // tile_keys) * tile_keys, device=query.device)
+    rows = filled.clamp_max(count - 1)
+    query_ = rotated(query)
+    key_, value_ = (
+        rotated((keys - mean_key[..., None, :])[..., rows, :]),
+        rotated((values - mean_value[..., None, :])[..., rows, :]),
+    )
     a, b, c = (_scales(t) for t in (query_, key_, value_))
-    b = ((b.view(torch.int32) + 3) & ~3).view(torch.float32)  # of 22 bits
-    live = torch.arange(filled, device=query.device) < count
+    b = (b.view(torch.int32) & ~3).view(torch.float32)  # of 22 bits
+    live = filled < count
     return Words(
         _codes(query_, a),
         (a * _float32(call.scale * LOG2_E)).clamp_min(_float32(LEAST_SCALE)),
@@ -145,12 +148,13 @@ def _of_threads(probs: Tensor, inverses: Tensor, tx: int) -> Tensor:
 
 
 def _mean_scores(query: Tensor, mean_key: Tensor) -> Tensor:
-    """``[B, Hq, L]``: products with the mean key ``[B, Hq, D]``, summed as a warp does."""
-    mean = torch.nn.functional.pad(mean_key[..., None, :], (0, -query.shape[-1] % 32)).unflatten(-1, (-1, 32))
-    wide = torch.nn.functional.pad(query, (0, -query.shape[-1] % 32)).unflatten(-1, (-1, 32))
+    """``[B, Hq, L]``: products with the mean key ``[B, Hq, D]``, summed as eight lanes do, each of four neighbours in
+    every 32 channels."""
+    filled = (torch.nn.functional.pad(t, (0, -query.shape[-1] % 32)) for t in (query, mean_key[..., None, :]))
+    wide, mean = (t.unflatten(-1, (-1, 8, 4)).transpose(-2, -1).flatten(-3, -2) for t in filled)
     sums = torch.zeros_like(wide[..., 0, :])
-    for e in range(wide.shape[-2]):
-        sums = _fma(wide[..., e, :], mean[..., e, :], sums)
+    for c in range(wide.shape[-2]):
+        sums = _fma(wide[..., c, :], mean[..., c, :], sums)
     while sums.shape[-1] > 1:
         sums = sums[..., : sums.shape[-1] // 2] + sums[..., sums.shape[-1] // 2 :]
     return sums[..., 0]
@@ -167,11 +171,13 @@ def _rotated(x: Tensor) -> Tensor:
 
 
 def _scales(x: Tensor) -> Tensor:
-    return (x.abs().amax(dim=-1) / 127).clamp_min(_float32(LEAST_SCALE))
+    """NaN of rows that are not finite."""
+    largest = x.abs().amax(dim=-1)
+    return _fma(largest, _float32(1 / 127), largest - largest).clamp_min(_float32(LEAST_SCALE))
 
 
 def _codes(x: Tensor, scales: Tensor) -> Tensor:
-    return torch.round(x * (1 / scales)[..., None]).nan_to_num(0.0)
+    return torch.round(x.double() * (1 / scales)[..., None]).float().nan_to_num(0.0)
 
 
 def _diffused(x: Tensor, scales: Tensor, chain: int) -> Tensor:
@@ -183,7 +189,7 @@ def _diffused(x: Tensor, scales: Tensor, chain: int) -> Tensor:
     for j in range(chain):
         most = of_chain[..., j, None] / 2
         wanted = _fma(torch.fmin(torch.fmax(carry, -most), most), HANDED_ON, chains[..., j, :])
-        codes.append(torch.round(wanted * inverses[..., j, None]).nan_to_num(0.0, 127, -127).clamp(-127, 127))
+        codes.append(torch.round(wanted.double() * inverses[..., j, None]).float().nan_to_num(0.0))
         carry = _fma(-codes[-1], of_chain[..., j, None], wanted)
     return torch.stack(codes, dim=-2).flatten(-3, -2)
 

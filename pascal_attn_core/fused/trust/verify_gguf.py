@@ -50,7 +50,7 @@ def product_error(variant: GgufLinearVariant, device: torch.device, run: Callabl
         blocks, bias = sane_blocks(name, cols, columns, generator), torch.randn(cols, generator=generator, device="cpu")
         out = torch.full((len(x), cols), float("nan"), dtype=dtype, device=device)
         call = GgufLinearCall(x.to(device, dtype), blocks.to(device), name, bias.to(device), out)
-        run(gguf_linear_launches(call, variant.rows, function))
+        run(gguf_linear_launches(call, variant.rows, function, variant.arch))
         if not _same(out.cpu(), expected(call._replace(x=x.to(dtype), blocks=blocks, bias=bias), function).to(dtype)):
             return float("inf")
     return 0.0

@@ -35,13 +35,18 @@ import amd as tool  # noqa: E402
 from pascal_attn_core.call import check_call, empty_output  # noqa: E402
 from pascal_attn_core.fused.code import prebuilt  # noqa: E402
 from pascal_attn_core.fused.code.amd_code import arch_of  # noqa: E402
+from pascal_attn_core.fused.code.compilation import Compilation  # noqa: E402
+from pascal_attn_core.fused.code.gguf_source import GgufLinearVariant  # noqa: E402
 from pascal_attn_core.fused.code.source import Variant  # noqa: E402
 from pascal_attn_core.fused.geometry.amd import ARCHS, target  # noqa: E402
 from pascal_attn_core.fused.launch import Launch, int8_definition  # noqa: E402
 from pascal_attn_core.fused.launch.forward import forward_launches  # noqa: E402
+from pascal_attn_core.fused.launch.gguf_linear import GgufLinearCall, gguf_linear_launches  # noqa: E402
 from pascal_attn_core.fused.launch.int8 import int8_launches  # noqa: E402
 from pascal_attn_core.fused.launch.packed import packed_launches  # noqa: E402
 from pascal_attn_core.fused.launch.plan import Packed, plan_call  # noqa: E402
+from pascal_attn_core.fused.trust import verify_gguf  # noqa: E402
+from pascal_attn_core.gguf_blocks import FORMATS  # noqa: E402
 
 pytestmark = pytest.mark.skipif(OBJDUMP is None, reason="needs llvm-objdump-16 to read machine code (Debian: llvm-16)")
 needs_clang = pytest.mark.skipif(
@@ -51,7 +56,7 @@ EVERY = times(1) > 1  # profile nightly
 FLOAT32, FLOAT16, BFLOAT16 = torch.float32, torch.float16, torch.bfloat16
 
 
-def _shipped(variant: Variant) -> bytes:
+def _shipped(variant: Compilation) -> bytes:
     code = prebuilt.find_amd(variant)
     assert code is not None, f"{variant.name} does not ship"
     return code
@@ -104,7 +109,10 @@ def _is_taken(variant: Variant) -> bool:
     return (variant.head_dim, variant.dtype) in _OFTEN and (variant.mask == "none" or variant.head_dim == 64)
 
 
-_SHIPPED = [variant for arch in ARCHS for variant in prebuilt.amd_variants(arch) if _is_taken(variant)]
+_EVERY_ONE = [variant for arch in ARCHS for variant in prebuilt.amd_variants(arch)]
+_SHIPPED = [variant for variant in _EVERY_ONE if isinstance(variant, Variant) and _is_taken(variant)]
+_GGUF_OFTEN = {("Q8_0", "gfx906"), ("Q4_K", "gfx1030"), ("Q6_K", "gfx1012")}
+_GGUF = [v for v in _EVERY_ONE if isinstance(v, GgufLinearVariant) and (EVERY or (v.format, v.arch) in _GGUF_OFTEN)]
 _FORWARD = [variant for variant in _SHIPPED if variant.kind == "forward"]
 _SPLIT = [variant for variant in _SHIPPED if variant.kind == "split"]
 _RANGES = [variant for variant in _SHIPPED if variant.kind == "ranges"]
@@ -160,6 +168,22 @@ def test_shipped_8_bit_attention_has_the_bits_of_its_definition(
     assert torch.equal(out, right[0])
     assert torch.equal(lse, right[1])
     assert sum(count for name, count in executed.items() if name.startswith("v_dot4")) > 1000
+
+
+@pytest.mark.parametrize("variant", _GGUF, ids=lambda variant: variant.name)
+def test_shipped_products_with_gguf_weights_have_the_bits_of_their_definition(variant: GgufLinearVariant) -> None:
+    """Of many rows, and of few ones by both kernels for them."""
+    columns, generator = FORMATS[variant.format].weights * 3, torch.Generator().manual_seed(3)
+    for function, rows, dtype in (
+        ("pa_gguf_linear", 20, FLOAT32),
+        ("pa_gguf_few", 3, FLOAT16),
+        ("pa_gguf_some", 5, BFLOAT16),
+    ):
+        blocks = verify_gguf.sane_blocks(variant.format, 9, columns, generator)
+        out = torch.full((rows, 9), torch.nan, dtype=dtype)
+        call = GgufLinearCall(torch.randn(rows, columns).to(dtype), blocks, variant.format, torch.randn(9), out)
+        machine.execute(gguf_linear_launches(call, 8, function, variant.arch), _shipped)
+        assert torch.equal(out, verify_gguf.expected(call, function).to(dtype))
 
 
 @pytest.mark.parametrize(("arch", "dtype"), [("gfx906", FLOAT16), ("gfx1030", FLOAT16)])

@@ -237,7 +237,7 @@ def test_a_kernel_that_fails_or_is_wrong_gives_way() -> None:
 
 
 def test_what_no_kernel_multiplies_has_a_reason() -> None:
-    assert "needs a CUDA device with dp4a" in why_no_product(CPU, "Q8_0", 20, 8)
+    assert "needs a GPU with products of four bytes" in why_no_product(CPU, "Q8_0", 20, 8)
     with fresh_card(StandIn(CARD, execute)):
         assert why_no_product(CPU, "Q8_0", 20, 4) == ""
         assert "does not multiply Q2_K" in why_no_product(CPU, "Q2_K", 20, 8)

@@ -39,13 +39,14 @@ _EXACT_FLOATS = 0xF0  # round to nearest even, denormal numbers kept
 
 class Operand(NamedTuple):
     """An operand: ``kind`` "v" or "s" and a register's number, "c" and a constant's bits, or "off"; count: of registers
-    from that one on."""
+    from that one on; extended: a part of it, with its sign."""
 
     kind: str
     number: int = 0
     negative: bool = False
     absolute: bool = False
     count: int = 1
+    extended: bool = False
 
 
 class Instruction(NamedTuple):
@@ -205,7 +206,7 @@ def instruction(name: str, rest: str, target: int) -> Instruction:
     if "branch" in name or name in _NO_OPERANDS:
         return Instruction(name, (), {}, target, text)
     options = dict(_OPTION.findall(rest))
-    if not options.keys() <= _KNOWN_OPTIONS:
+    if not options.keys() <= _KNOWN_OPTIONS | {"op_sel"} or ("op_sel" in options and name != "v_fma_mix_f32"):
         raise NotImplementedError(text)
     words = _FLAGS.sub("", _OPTION.sub("", rest)).split(",")
     return Instruction(
@@ -223,6 +224,8 @@ def _half(name: str, rest: str) -> Instruction:
 
 
 def _operand(text: str) -> Operand:
+    if text.startswith("sext("):
+        return _operand(text[5:-1])._replace(extended=True)
     found = re.fullmatch(r"(-?)(\|?)([vs])(?:(\d+)|\[(\d+):(\d+)\])\|?", text)
     if found:
         count = int(found[6]) - int(found[5]) + 1 if found[5] else 1

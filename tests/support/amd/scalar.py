@@ -54,6 +54,11 @@ _arithmetic("s_lshl_b32", lambda x, y: x << (y & 31), _is_set)
 _arithmetic("s_lshr_b32", lambda x, y: x >> (y & 31), _is_set)
 _arithmetic("s_ashr_i32", lambda x, y: x >> (y & 31), _is_set)
 _arithmetic("s_bfe_u32", lambda x, y: x >> (y & 31) & ((1 << (y >> 16 & 127)) - 1), _is_set)
+_arithmetic(
+    "s_bfe_i32",
+    lambda x, y: (x >> (y & 31) & (1 << (y >> 16)) - 1 ^ 1 << (y >> 16) - 1) - (1 << (y >> 16) - 1),
+    _is_set,
+)
 
 
 def _with_carry(sign: int) -> Operation:

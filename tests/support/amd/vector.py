@@ -53,7 +53,9 @@ _plain("uu", "v_xor_b32", lambda x, y: x ^ y)
 _plain("uu", "v_lshlrev_b32", lambda x, y: y << (x & _FIVE))
 _plain("uu", "v_lshrrev_b32", lambda x, y: y >> (x & _FIVE))
 _plain("ii", "v_ashrrev_i32", lambda x, y: y >> (x & 31))
+_plain("uu", "v_mul_u32_u24", lambda x, y: (x & U32(0xFFFFFF)) * (y & U32(0xFFFFFF)))
 _plain("ii", "v_min_i32", np.minimum)
+_plain("ii", "v_max_i32", np.maximum)
 _plain("uu", "v_max_u32", np.maximum)
 _plain("uuu", "v_alignbit_b32", lambda x, y, z: ((x.astype(U64) << U64(32) | y) >> (z & _FIVE).astype(U64)).astype(U32))
 _plain("uuu", "v_add3_u32", lambda x, y, z: x + y + z)
@@ -119,7 +121,14 @@ def _shift_left64(wave: Wave, i: Instruction) -> None:
     wave.write64(destination.number, wave.unsigned64(x) << (wave.unsigned(by) & U32(63)).astype(U64))
 
 
-VECTOR |= {"v_mad_u64_u32": _multiply_add64, "v_lshlrev_b64": _shift_left64}
+def _multiply_add64_signed(wave: Wave, i: Instruction) -> None:
+    """The carry is not looked at."""
+    destination, _, x, y, added = i.operands
+    result = wave.integer(x).astype(I64) * wave.integer(y) + wave.unsigned64(added).view(I64)
+    wave.write64(destination.number, result.view(U64))
+
+
+VECTOR |= {"v_mad_i64_i32": _multiply_add64_signed, "v_mad_u64_u32": _multiply_add64, "v_lshlrev_b64": _shift_left64}
 
 
 def _read_first_lane(wave: Wave, i: Instruction) -> None:
@@ -197,6 +206,8 @@ _plain("f", "v_rcp_f32", lambda x: (1 / x.astype(F64)).astype(F32))
 _plain("f", "v_exp_f32", lambda x: np.exp2(x.astype(F64)).astype(F32))
 _plain("f", "v_log_f32", lambda x: np.log2(x.astype(F64)).astype(F32))
 _plain("u", "v_cvt_f32_u32", lambda x: x.astype(F32))
+_plain("i", "v_cvt_f32_i32", lambda x: x.astype(F32))
+_plain("u", "v_cvt_f32_ubyte0", lambda x: (x & U32(0xFF)).astype(F32))
 _plain("f", "v_cvt_u32_f32", lambda x: np.clip(np.nan_to_num(x.astype(F64)), 0, 2**32 - 1).astype(U32))
 _plain("f", "v_cvt_i32_f32", lambda x: np.clip(np.nan_to_num(x.astype(F64)), -(2**31), 2**31 - 1).astype(np.int32))
 VECTOR["v_rcp_iflag_f32"] = VECTOR["v_rcp_f32"]
@@ -245,6 +256,13 @@ def _permuted(high: np.ndarray, low: np.ndarray, selector: np.ndarray) -> np.nda
     return np.take_along_axis(content, chosen.astype(I64), 1).reshape(-1).view(U32)
 
 
+def _shift_right16(wave: Wave, i: Instruction) -> None:
+    """As below."""
+    destination, by, x = i.operands
+    kept = wave.unsigned(destination) & U32(0xFFFF0000 if wave.size == 32 else 0)
+    wave.write(destination.number, (wave.unsigned(x) & U32(0xFFFF)) >> (wave.unsigned(by) & U32(15)) | kept)
+
+
 def _shift_left16(wave: Wave, i: Instruction) -> None:
     """The high half becomes zero on gfx9, and stays what it is on gfx10."""
     destination, by, x = i.operands
@@ -254,7 +272,7 @@ def _shift_left16(wave: Wave, i: Instruction) -> None:
 
 _plain("uuu", "v_dot4_i32_i8", _dot4)
 _plain("uuu", "v_perm_b32", _permuted)
-VECTOR |= {"v_dot4c_i32_i8": _dot4_in_place, "v_lshlrev_b16": _shift_left16}
+VECTOR |= {"v_dot4c_i32_i8": _dot4_in_place, "v_lshlrev_b16": _shift_left16, "v_lshrrev_b16": _shift_right16}
 
 
 def _half(words: np.ndarray, place: int) -> np.ndarray:
@@ -274,36 +292,27 @@ def _dot2(x: np.ndarray, y: np.ndarray, z: np.ndarray) -> np.ndarray:
 _plain("uuf", "v_dot2_f32_f16", _dot2)
 _plain("uu", "v_pack_b32_f16", lambda x, y: x & U32(0xFFFF) | y << U32(16))
 _plain("f", "v_cvt_f16_f32", _to_half)
-_plain("u", "v_cvt_f32_f16", lambda x: _half(x, 0))
 
 
-def _options_are(i: Instruction, **expected: str) -> None:
-    if i.options != expected:
-        raise NotImplementedError(i.text)
-
-
-def _to_high_half(wave: Wave, i: Instruction) -> None:
-    """The low half becomes zero, or stays what it is."""
-    kept = U32(0xFFFF if i.options.get("dst_unused") == "UNUSED_PRESERVE" else 0)
-    unused = "UNUSED_PRESERVE" if kept else "UNUSED_PAD"
-    _options_are(i, dst_sel="WORD_1", dst_unused=unused, src0_sel="DWORD")
+def _of_half(wave: Wave, i: Instruction) -> None:
     destination, source = i.operands
-    wave.write(destination.number, _to_half(wave.single(source)) << U32(16) | wave.unsigned(destination) & kept)
+    wave.write(destination.number, with_signs(_half(wave.raw(source), 0), source))
 
 
-def _of_high_half(wave: Wave, i: Instruction) -> None:
-    _options_are(i, dst_sel="DWORD", dst_unused="UNUSED_PAD", src0_sel="WORD_1")
-    wave.write(i.operands[0].number, _half(wave.unsigned(i.operands[1]), 1))
+VECTOR["v_cvt_f32_f16"] = _of_half
 
 
 def _fma_mix(wave: Wave, i: Instruction) -> None:
-    """Each source is float16 where op_sel_hi says so, in its low half, or else float32."""
-    halves = [part == "1" for part in i.options.get("op_sel_hi", "[0,0,0]")[1:-1].split(",")]
+    """Each source is float16 where op_sel_hi says so, in the half that op_sel says, or else float32."""
+    of_half, halves = (i.options.get(name, "[0,0,0]")[1:-1].split(",") for name in ("op_sel_hi", "op_sel"))
     sources = [
-        with_signs(_half(wave.raw(source), 0) if is_half else wave.raw(source).view(F32), source)
-        for source, is_half in zip(i.operands[1:], halves)
+        with_signs(_half(wave.raw(source), int(half)) if is_half == "1" else wave.raw(source).view(F32), source)
+        for source, is_half, half in zip(i.operands[1:], of_half, halves)
     ]
     wave.write(i.operands[0].number, _fma(*sources))
+
+
+VECTOR["v_fma_mix_f32"] = _fma_mix
 
 
 def _fma_to_half(high: bool) -> Operation:
@@ -318,7 +327,6 @@ def _fma_to_half(high: bool) -> Operation:
     return run
 
 
-VECTOR |= {"v_cvt_f16_f32_sdwa": _to_high_half, "v_cvt_f32_f16_sdwa": _of_high_half, "v_fma_mix_f32": _fma_mix}
 VECTOR |= {"v_fma_mixlo_f16": _fma_to_half(False), "v_fma_mixhi_f16": _fma_to_half(True)}
 
 
@@ -338,31 +346,47 @@ def _dot2_in_place(wave: Wave, i: Instruction) -> None:
     wave.write(destination.number, _dot2(wave.unsigned(x), wave.unsigned(y), wave.single(destination)))
 
 
-def _selected(wave: Wave, operand: Operand, selection: str) -> np.ndarray:
-    words = wave.unsigned(operand)
-    if selection == "DWORD":
-        return words
-    part, place = selection.split("_")
-    size = {"BYTE": 8, "WORD": 16}[part]
-    return words >> U32(size * int(place)) & U32((1 << size) - 1)
+VECTOR["v_dot2c_f32_f16"] = _dot2_in_place
 
 
-def _or_of_halves(wave: Wave, i: Instruction) -> None:
-    chosen = [i.options[name] for name in ("src0_sel", "src1_sel")]
-    _options_are(i, dst_sel="DWORD", dst_unused="UNUSED_PAD", src0_sel=chosen[0], src1_sel=chosen[1])
-    x, y = (_selected(wave, source, selection) for source, selection in zip(i.operands[1:], chosen))
-    wave.write(i.operands[0].number, x | y)
+def _place_of(selection: str) -> tuple[int, int]:
+    """The first bit and the number of bits of a part of a word: "DWORD", "WORD_1", "BYTE_3"."""
+    part, _, place = selection.partition("_")
+    size = {"DWORD": 32, "WORD": 16, "BYTE": 8}[part]
+    return size * int(place or 0), size
 
 
-def _parts_differ(wave: Wave, i: Instruction) -> None:
-    destination, *sources = i.operands
-    x, y = (_selected(wave, source, i.options[f"src{n}_sel"]) & U32(0xFFFF) for n, source in enumerate(sources))
-    wave.write_mask(destination.number, x != y)
+def _part(wave: Wave, operand: Operand, selection: str) -> np.ndarray:
+    first, size = _place_of(selection)
+    words = wave.raw(operand) << U32(32 - first - size)
+    return (words.view(np.int32) if operand.extended else words) >> (32 - size)
 
 
-VECTOR |= {
-    "v_dot2c_f32_f16": _dot2_in_place, "v_or_b32_sdwa": _or_of_halves, "v_cmp_ne_u16_sdwa": _parts_differ,
-}  # fmt: skip
+def _of_parts(whole: Operation) -> Operation:
+    """An operation whose sources and result may be parts of words (SDWA): the rest of the word of the result becomes
+    zero, or stays what it is. It is computed on registers behind those that instructions can name."""
+
+    def run(wave: Wave, i: Instruction) -> None:
+        destination, *sources = i.operands
+        result = Operand("v", len(wave.vectors) - 3)
+        for n, source in enumerate(sources[:2]):
+            if f"src{n}_sel" in i.options:
+                sources[n] = source._replace(kind="v", number=result.number + 1 + n, extended=False)
+                wave.vectors[sources[n].number] = _part(wave, source, i.options[f"src{n}_sel"]).view(U32)
+        wave.vectors[result.number] = 0
+        whole(wave, i._replace(operands=(destination if destination.kind == "s" else result, *sources), options={}))
+        if destination.kind == "s":
+            return
+        first, size = _place_of(i.options["dst_sel"])
+        bits, unused = U32((1 << size) - 1 << first), i.options["dst_unused"]
+        assert unused in ("UNUSED_PAD", "UNUSED_PRESERVE")
+        kept = wave.unsigned(destination) & ~bits if unused == "UNUSED_PRESERVE" else U32(0)
+        wave.write(destination.number, wave.vectors[result.number] << U32(first) & bits | kept)
+
+    return run
+
+
+VECTOR |= {f"{name}_sdwa": _of_parts(operation) for name, operation in VECTOR.items()}
 
 _plain("fff", "v_maxmin_f32", lambda x, y, z: np.fmin(np.fmax(x, y), z))
 

@@ -58,7 +58,7 @@ class Wave:
         self.index, self.memory, self.lds, self.size = index, memory, lds, size
         self.numbers = np.arange(size)
         self.place, self.done, self.scc = 0, False, 0
-        self.vectors = np.full((256, size), POISON, U32)
+        self.vectors = np.full((256 + 3, size), POISON, U32)  # the last ones are for parts of words
         self.vectors[0] = self.numbers + size * index
         self.floats = self.vectors.view(F32)
         self.scalars = scalars + [POISON] * (128 - len(scalars))

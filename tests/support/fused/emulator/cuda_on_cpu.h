@@ -15,6 +15,7 @@ struct alignas(8) float2 { float x, y; };
 struct alignas(8) uint2 { unsigned x, y; };
 struct alignas(8) int2 { int x, y; };
 struct alignas(16) int4 { int x, y, z, w; };
+struct alignas(16) uint4 { unsigned x, y, z, w; };
 
 __attribute__((used)) __shared__ char emu_a_kernel_may_have_none[128];
 
@@ -48,6 +49,12 @@ static inline X atomicAdd(X* number, X more) {
 static inline int __dp4a(int a, int b, int sum) {
     for (int i = 0; i < 32; i += 8) sum += (int)(int8_t)(a >> i) * (int)(int8_t)(b >> i);
     return sum;
+}
+static inline unsigned __byte_perm(unsigned a, unsigned b, unsigned selector) {
+    const uint64_t both = a | (uint64_t)b << 32;
+    unsigned r = 0;
+    for (int i = 0; i < 32; i += 8) r |= (unsigned)(both >> 8 * (selector >> i / 2 & 7) & 255) << i;
+    return r;
 }
 static inline int __float2int_rn(float x) { return x == x ? (int)nearbyintf(x) : 0; }
 // Each rounded on its own, as everything is here: built with -ffp-contract=off.
