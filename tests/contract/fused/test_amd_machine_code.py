@@ -46,7 +46,7 @@ from pascal_attn_core.fused.launch.int8 import int8_launches  # noqa: E402
 from pascal_attn_core.fused.launch.packed import packed_launches  # noqa: E402
 from pascal_attn_core.fused.launch.plan import Packed, plan_call  # noqa: E402
 from pascal_attn_core.fused.trust import verify_gguf  # noqa: E402
-from pascal_attn_core.gguf_blocks import FORMATS  # noqa: E402
+from pascal_attn_core.reference.gguf_blocks import FORMATS  # noqa: E402
 
 pytestmark = pytest.mark.skipif(OBJDUMP is None, reason="needs llvm-objdump-16 to read machine code (Debian: llvm-16)")
 needs_clang = pytest.mark.skipif(

@@ -315,6 +315,11 @@ def _fma_mix(wave: Wave, i: Instruction) -> None:
 VECTOR["v_fma_mix_f32"] = _fma_mix
 
 
+def _options_are(i: Instruction, **expected: str) -> None:
+    if i.options != expected:
+        raise NotImplementedError(i.text)
+
+
 def _fma_to_half(high: bool) -> Operation:
     """A multiply-add of float32 numbers, rounded to float16 into one half; the other half stays what it is."""
 
