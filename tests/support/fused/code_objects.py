@@ -9,6 +9,8 @@ from typing import Any
 
 from pascal_attn_core.fused.code import params
 from pascal_attn_core.fused.code.amd_code import _MACH, NotACodeObject, arch_of, renamed
+from pascal_attn_core.fused.code.compilation import Compilation
+from pascal_attn_core.fused.code.gguf_source import FEW, GgufLinearVariant
 from pascal_attn_core.fused.code.source import Variant
 from pascal_attn_core.fused.geometry import amd as amd_geometry
 
@@ -32,14 +34,22 @@ def read(image: bytes) -> dict[str, Any] | None:
     return {**found, "amdhsa.kernels": {kernel[".name"]: kernel for kernel in found["amdhsa.kernels"]}}
 
 
-def code_object(variant: Variant) -> bytes:
+def threads_of(variant: Compilation, function: str) -> int:
+    """What the host launches a block of one of the functions with."""
+    if isinstance(variant, GgufLinearVariant):
+        return {"pa_gguf_linear": variant.threads}.get(function) or getattr(FEW.get(function), "threads", 256)
+    assert isinstance(variant, Variant)
+    has_128 = function in ("pa_combine", "pa_capped_combine", "pa_delta") or "_pack_" in function or "_bits" in function
+    return 128 if has_128 else variant.geometry.threads
+
+
+def code_object(variant: Compilation) -> bytes:
     """A file like those that AMD's compilers make for a variant, without machine code."""
     arch = amd_geometry.base(variant.arch)
     kernels = []
     for name in variant.functions:
         size = ctypes.sizeof(getattr(params, params_of(name)))
-        of_tiles = variant.tile_bytes if name == variant.functions[0] or variant.is_gradient else 0
-        threads = variant.geometry.threads if name in _OWN_TILES else 128
+        own_tiles = isinstance(variant, Variant) and (name == variant.functions[0] or variant.is_gradient)
         kernels.append(
             {
                 ".name": name,
@@ -47,10 +57,10 @@ def code_object(variant: Variant) -> bytes:
                 ".args": [{".offset": 0, ".size": size, ".value_kind": "by_value"}],
                 ".kernarg_segment_size": size,
                 ".kernarg_segment_align": 8,
-                ".group_segment_fixed_size": of_tiles,
+                ".group_segment_fixed_size": variant.tile_bytes if own_tiles else 0,
                 ".private_segment_fixed_size": 0,
                 ".vgpr_count": 128,
-                ".max_flat_workgroup_size": threads,
+                ".max_flat_workgroup_size": threads_of(variant, name),
                 ".wavefront_size": amd_geometry.wave_size(variant.arch),
                 "comment": variant.name,
             }
@@ -62,11 +72,6 @@ def code_object(variant: Variant) -> bytes:
                       _HEAD.size, _SEGMENT.size, 1, 0, 0, 0)  # fmt: skip
     segment = _SEGMENT.pack(_PROGRAM_NOTE, 4, at, at, at, len(note), len(note), 4)
     return renamed(head + segment + note, amd_geometry.target(variant.arch))
-
-
-_OWN_TILES = (
-    "pa_forward", "pa_forward_split", "pa_forward_ranges", "pa_grad_query", "pa_grad_key_value", "pa_int8_attention",
-)  # fmt: skip
 
 
 def pack(value: Any) -> bytes:

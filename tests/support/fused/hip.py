@@ -20,7 +20,8 @@ import torch
 from pascal_attn_core.call import check_call
 from pascal_attn_core.fused.code import params
 from pascal_attn_core.fused.code.amd_code import NotACodeObject, arch_of
-from pascal_attn_core.fused.code.source import Variant, amd_variants, source
+from pascal_attn_core.fused.code.compilation import Compilation
+from pascal_attn_core.fused.code.source import Variant, amd_variants, gguf_linear_variants, source
 from pascal_attn_core.fused.geometry import amd as amd_geometry
 from pascal_attn_core.fused.gpu.hip import HipDriver
 from pascal_attn_core.fused.gpu.runtime import CompileError
@@ -204,7 +205,9 @@ def _argument_buffer(pointers: int, extra: int) -> tuple[str, bytes]:
     return ("an argument buffer that is not aligned" if words[1] % 8 else ""), ctypes.string_at(words[1], size)
 
 
-def _has_dot_products(variant: Variant) -> bool:
+def _has_dot_products(variant: Compilation) -> bool:
+    if not isinstance(variant, Variant):
+        return True
     geometry = variant.geometry
     assert isinstance(geometry, amd_geometry.AmdGeometry)
     return geometry.pairs > 0 or variant.kind == "int8"
@@ -225,13 +228,14 @@ class HipCompiler:
     version = (6, 3)
 
     def __init__(self) -> None:
-        self.compiled: list[Variant] = []
+        self.compiled: list[Compilation] = []
         self.archs: list[str] = []
 
     def compile(self, text: str, arch: str, macros: dict[str, object], options: Sequence[str] = ()) -> bytes:
         if options != amd_geometry.options(arch):
             raise CompileError(f"HIPRTC_ERROR_INVALID_OPTION: {options}")
-        variant = next((v for v in amd_variants(arch) if source(v.kind, arch) == text and v.macros() == macros), None)
+        every: tuple[Compilation, ...] = (*amd_variants(arch), *gguf_linear_variants(arch))
+        variant = next((v for v in every if source(v.kind, arch) == text and v.macros() == macros), None)
         if variant is None:
             raise CompileError(f"HIPRTC_ERROR_COMPILATION for {arch}\nno variant of that text and these macros")
         self.compiled.append(variant)

@@ -16,7 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from attn_support.fused.code_objects import metadata
+from attn_support.fused.code_objects import metadata, threads_of
 from attn_support.fused.emulation import params_of
 from attn_support.randomness import seeds, some, times
 
@@ -28,7 +28,7 @@ import amd as tool  # noqa: E402
 from pascal_attn_core.fused.code import params, prebuilt  # noqa: E402
 from pascal_attn_core.fused.code.amd_code import NotACodeObject, arch_of, renamed, unbundled  # noqa: E402
 from pascal_attn_core.fused.code.compilation import Compilation  # noqa: E402
-from pascal_attn_core.fused.code.gguf_source import FEW, LINEAR_KIND, GgufLinearVariant  # noqa: E402
+from pascal_attn_core.fused.code.gguf_source import LINEAR_KIND, GgufLinearVariant  # noqa: E402
 from pascal_attn_core.fused.code.source import Variant, amd_variants, digest, source  # noqa: E402
 from pascal_attn_core.fused.geometry import amd as amd_geometry  # noqa: E402
 from pascal_attn_core.fused.geometry.amd import ARCHS, kernel_arch  # noqa: E402
@@ -110,15 +110,6 @@ def test_what_ships_was_made_from_this_source(arch: str) -> None:
             f"{variant.name} has changed: python tools/amd.py prebuilt"
         )
     assert set(prebuilt.amd_manifest()["digests"]) == {variant.name for variant in SHIPPED}
-
-
-def threads_of(variant: Compilation, function: str) -> int:
-    """What the host launches a block of one of the functions with."""
-    if isinstance(variant, GgufLinearVariant):
-        return {"pa_gguf_linear": variant.threads}.get(function) or getattr(FEW.get(function), "threads", 256)
-    assert isinstance(variant, Variant)
-    has_128 = function in ("pa_combine", "pa_capped_combine", "pa_delta") or "_pack_" in function or "_bits" in function
-    return 128 if has_128 else variant.geometry.threads
 
 
 def check_metadata(variant: Compilation, code: bytes, scratch: int = 0) -> None:
