@@ -1,4 +1,4 @@
-"""The same photograph decoded whole and in bands, and their difference: docs/bands.png.
+"""A photograph decoded whole and in bands, and their difference: docs/bands.png.
 
     python tools/vae_picture.py [SIZE] [--budget MIB] [--write FILE]
 

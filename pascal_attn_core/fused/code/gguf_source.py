@@ -95,7 +95,7 @@ class GgufLinearVariant(Compilation):
 
     @property
     def threads(self) -> int:
-        """Of a block of the first function."""
+        """Threads of a block of the first function."""
         return 1024 // self.rows
 
     @property

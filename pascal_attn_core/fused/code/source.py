@@ -71,7 +71,7 @@ class Variant(Compilation):
 
     @property
     def threads(self) -> int:
-        """Of a block of the first function."""
+        """Threads of a block of the first function."""
         return self.geometry.threads
 
     @property

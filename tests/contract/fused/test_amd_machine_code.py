@@ -172,7 +172,7 @@ def test_shipped_8_bit_attention_has_the_bits_of_its_definition(
 
 @pytest.mark.parametrize("variant", _GGUF, ids=lambda variant: variant.name)
 def test_shipped_products_with_gguf_weights_have_the_bits_of_their_definition(variant: GgufLinearVariant) -> None:
-    """Of many rows, and of few ones by both kernels for them."""
+    """The product of many rows, and of few rows by both kernels for them."""
     columns, generator = FORMATS[variant.format].weights * 3, torch.Generator().manual_seed(3)
     for function, rows, dtype in (
         ("pa_gguf_linear", 20, FLOAT32),

@@ -257,7 +257,7 @@ def _permuted(high: np.ndarray, low: np.ndarray, selector: np.ndarray) -> np.nda
 
 
 def _shift_right16(wave: Wave, i: Instruction) -> None:
-    """As below."""
+    """The high half becomes zero on gfx9, and stays what it is on gfx10."""
     destination, by, x = i.operands
     kept = wave.unsigned(destination) & U32(0xFFFF0000 if wave.size == 32 else 0)
     wave.write(destination.number, (wave.unsigned(x) & U32(0xFFFF)) >> (wave.unsigned(by) & U32(15)) | kept)

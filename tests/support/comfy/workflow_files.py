@@ -30,7 +30,7 @@ def prompt_of(name: str) -> Prompt:
 
 
 def digest(name: str) -> bytes:
-    """What the picture of a workflow carries as its comment: the hash of the file that it was drawn from."""
+    """The comment in the picture of a workflow: the hash of the file that it was drawn from."""
     return hashlib.sha256((FOLDER / f"{name}.json").read_bytes()).hexdigest().encode()
 
 

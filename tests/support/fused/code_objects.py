@@ -35,7 +35,7 @@ def read(image: bytes) -> dict[str, Any] | None:
 
 
 def threads_of(variant: Compilation, function: str) -> int:
-    """What the host launches a block of one of the functions with."""
+    """Threads of a block of one of the functions, as the host launches it."""
     if isinstance(variant, GgufLinearVariant):
         return {"pa_gguf_linear": variant.threads}.get(function) or getattr(FEW.get(function), "threads", 256)
     assert isinstance(variant, Variant)

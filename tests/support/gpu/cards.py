@@ -70,7 +70,7 @@ CARDS = {
 
 
 class _Thread(threading.local):
-    """What torch's C++ keeps for each thread."""
+    """State that torch's C++ keeps for each thread."""
 
     device = 0
 
@@ -92,7 +92,7 @@ def index_of(device: Any = None) -> int:
 
 
 class Stream:
-    """In place of ``torch.cuda.Stream``."""
+    """A stand-in for ``torch.cuda.Stream``."""
 
     def __init__(self, device: Any = None, priority: int = 0, *, is_default: bool = False):
         self.device = torch.device("cuda", index_of(device))
@@ -116,8 +116,8 @@ class Stream:
 
 
 class Event:
-    """In place of ``torch.cuda.Event``. What CUDA takes without a word and answers with a figure that means nothing is
-    an error here: a time between events of different cards.
+    """A stand-in for ``torch.cuda.Event``. What CUDA takes without a word and answers with a figure that means nothing
+    is an error here: a time between events of different cards.
 
     Attributes:
         recorded: the streams of all events so far.
@@ -216,7 +216,7 @@ def believe(
 
 
 def _answers(card: Card, count: int) -> dict[str, Any]:
-    """What stands in place of the functions of ``torch.cuda``."""
+    """Functions that replace those of ``torch.cuda``."""
     state = torch.default_generator
     answers: dict[str, Any] = {
         "_initialized": True,
