@@ -65,6 +65,16 @@ _plain("uuu", "v_and_or_b32", lambda x, y, z: x & y | z)
 _plain("uuu", "v_add_lshl_u32", lambda x, y, z: x + y << (z & _FIVE))
 _plain("uuu", "v_lshl_add_u32", lambda x, y, z: (x << (y & _FIVE)) + z)
 _plain("uuu", "v_lshl_or_b32", lambda x, y, z: x << (y & _FIVE) | z)
+
+
+def _signed_part(x: np.ndarray, first: np.ndarray, size: np.ndarray) -> np.ndarray:
+    """The bits from ``first`` on, ``size`` of them, with the sign that the last of them is."""
+    left = U32(32) - (size & _FIVE) & _FIVE
+    part = (x >> (first & _FIVE) << left).view(np.int32) >> left.astype(np.int32)
+    return np.where(size & _FIVE, part, 0).astype(np.int32).view(U32)
+
+
+_plain("uuu", "v_bfe_i32", _signed_part)
 _plain("uuu", "v_bfe_u32", lambda x, y, z: x >> (y & _FIVE) & ((U32(1) << (z & _FIVE)) - U32(1)))
 
 
@@ -248,11 +258,12 @@ def _dot4_in_place(wave: Wave, i: Instruction) -> None:
 
 
 def _permuted(high: np.ndarray, low: np.ndarray, selector: np.ndarray) -> np.ndarray:
-    """A byte of the selector below 8 names one of the words' bytes, from that of ``low`` up; 12 is a zero."""
-    chosen = selector.view(np.uint8).reshape(-1, 4)
-    assert ((chosen < 8) | (chosen == 12)).all()
+    """A byte of the selector below 8 names one of the words' bytes, from that of ``low`` up; 8 to 11 are the signs of
+    every second one, 12 is 0, and 13 and above are 255."""
+    chosen = np.minimum(selector.view(np.uint8).reshape(-1, 4), 13)
     content = np.concatenate([low.view(np.uint8).reshape(-1, 4), high.view(np.uint8).reshape(-1, 4)], 1)
-    content = np.pad(content, ((0, 0), (0, 5)))
+    signs = np.where(content[:, 1::2] > 127, 255, 0).astype(np.uint8)
+    content = np.concatenate([content, signs, np.pad(signs[:, :1] * 0, ((0, 0), (0, 1)), constant_values=255)], 1)
     return np.take_along_axis(content, chosen.astype(I64), 1).reshape(-1).view(U32)
 
 
