@@ -6,9 +6,10 @@ from __future__ import annotations
 
 import datetime
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import TypeVar
 
+import pytest
 from hypothesis import HealthCheck, settings
 
 NIGHTLY = 10  # examples for each one of profile ci
@@ -32,6 +33,11 @@ def times(count: int) -> int:
 def is_random() -> bool:
     """Whether other examples are drawn each time. A process that has not registered the profiles draws the same few."""
     return settings.default.max_examples == _UNIT * NIGHTLY
+
+
+def at_night(test: Callable[..., None]) -> Callable[..., None]:
+    """A test that is costly, and a part of which is tested elsewhere by day: it runs in profile ``nightly``."""
+    return pytest.mark.skipif(not is_random(), reason="costly: in profile nightly only")(test)
 
 
 def some(items: Iterable[_Item], every: int) -> list[_Item]:

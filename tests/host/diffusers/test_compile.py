@@ -10,7 +10,7 @@ import pytest
 pytest.importorskip("diffusers", reason="diffusers is not installed")
 
 import torch
-from attn_support.randomness import some
+from attn_support.randomness import at_night, some
 from torch._dynamo.utils import counters
 
 from pascal_attn_core import AttentionConfig
@@ -89,6 +89,7 @@ def test_a_pipeline_with_attention_kwargs_compiles_as_stock(name, hows, tiny, as
         assert all("pascal" in name for name in calls)
 
 
+@at_night
 def test_the_scale_of_a_lora_reaches_a_compiled_model(tiny, assert_same):
     peft = pytest.importorskip("peft", reason="peft is not installed")
 

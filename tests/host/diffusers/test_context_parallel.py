@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from attn_support import fresh
 from attn_support.parallel.processes import run_in
-from attn_support.randomness import is_random
+from attn_support.randomness import at_night, is_random
 
 from pascal_attn_core import parallel
 from pascal_attn_core.diffusers import PascalAttnProcessor, patch_attention
@@ -180,6 +180,7 @@ def _backend_flash() -> None:
             assert max(answer) < 2e-6, answer
 
 
+@at_night
 def test_diffusers_own_backend_flash_runs_its_ring_on_ours() -> None:
     out = fresh.execute(
         f"""

@@ -13,6 +13,7 @@ import pytest
 import torch
 from attn_support import fresh
 from attn_support.markdown import ROOT
+from attn_support.randomness import at_night
 
 # Runs cells as Jupyter does, without a network, and prints how many of them show a picture. Commands of the package
 # are run in this process.
@@ -74,6 +75,7 @@ def outline(printed: str, words: int | None) -> list[str]:
     return [" ".join(line.split()[:words]) for line in lines if line.strip() and not line.startswith("Out[")]
 
 
+@at_night
 @pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="with a card the notebook downloads models")
 def test_the_notebook_for_cards_runs_on_a_cpu(tmp_path: Path) -> None:

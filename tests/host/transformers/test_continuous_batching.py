@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from attn_support.randomness import at_night
 from torch import Tensor
 
 pytest.importorskip("transformers", minversion="5.23", reason="the manager of older versions does not run on a CPU")
@@ -88,6 +89,7 @@ def test_a_shared_prefix_and_several_answers_of_one_prompt(tiny: ModuleType, reg
     assert ours == alone(tiny, model, shared)
 
 
+@at_night
 @pytest.mark.slow
 def test_a_compiled_step_gives_the_same_tokens(tiny: ModuleType, registered: str) -> None:
     """Compiled steps are padded: there are queries behind the last request."""

@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 from attn_support.fused.code_objects import metadata, threads_of
 from attn_support.fused.emulation import params_of
-from attn_support.randomness import seeds, some, times
+from attn_support.randomness import at_night, seeds, some, times
 
 ROOT = Path(__file__).resolve().parents[3]
 sys.path.insert(0, str(ROOT / "tools"))
@@ -165,6 +165,7 @@ def test_no_card_meets_a_dot_product_that_it_does_not_have(arch: str, tmp_path: 
         assert ("v_dot" in _disassembled(code, tmp_path / "code")) == expected, variant.name
 
 
+@at_night
 @needs_clang
 @needs_objdump
 @pytest.mark.parametrize("arch", some(["gfx906", "gfx1030", "gfx906-no-dot", "gfx1030-no-dot"], 3))
@@ -291,6 +292,7 @@ def test_variants_that_are_in_no_table_need_no_scratch_either(place: int) -> Non
     check_metadata(variant, tool.compiled(variant))
 
 
+@at_night
 @needs_clang
 def test_the_tool_names_the_variants_with_scratch(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from attn_support.fresh import run
+from attn_support.randomness import at_night
 
 from tools import device_lines
 
@@ -18,6 +19,7 @@ def test_words_in_comments_and_docstrings_do_not_count() -> None:
     assert device_lines._says(text) == {6, 7}
 
 
+@at_night
 def test_lines_are_noted_when_they_run_and_not_before(tmp_path: Path) -> None:
     noted, where = tmp_path / "lines", "pascal_attn_core/machine/device.py"
     code = f"""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import struct
 
 import pytest
+from attn_support.randomness import at_night
 
 from tools.models import sass
 from tools.models import tensor as model
@@ -104,6 +105,7 @@ def test_our_own_kernels_are_found() -> None:
     assert 0.5 < model.simulate(path, T4, warps, blocks) < 1
 
 
+@at_night
 def test_a_tile_that_a_mask_cuts_takes_longer() -> None:
     try:
         found = {name: cubin for name, cubin, *_ in model.own_cubins(["tensor"], T4, "bool")}
