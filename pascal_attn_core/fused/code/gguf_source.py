@@ -111,7 +111,11 @@ class GgufLinearVariant(Compilation):
         return not self.arch and capability >= LEAST_CAPABILITY and has_registers
 
     def macros(self) -> dict[str, object]:
-        found = {"PA_DTYPE": 0, "PA_FORMAT": PRODUCT_FORMATS.index(self.format), "PA_ROWS": self.rows}
+        found: dict[str, object] = {
+            "PA_DTYPE": 0,
+            "PA_FORMAT": PRODUCT_FORMATS.index(self.format),
+            "PA_ROWS": self.rows,
+        }
         if not self.arch:
             return found
         wave = amd_geometry.wave_size(self.arch)  # of two blocks for a compute unit of Vega's, four of RDNA's
