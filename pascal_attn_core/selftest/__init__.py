@@ -62,6 +62,11 @@ class Selftest:
         return any(not check.refused for check in self.checks) and not self.problems
 
     @property
+    def is_unfinished(self) -> bool:
+        """Whether the time was over before anything could be wrong or right."""
+        return bool(self.cut) and not self.is_right and not self.problems
+
+    @property
     def verdict(self) -> str:
         """Whether all was right, how fast it is, and what to use here."""
         computed = [check for check in self.checks if not check.refused]
@@ -71,7 +76,7 @@ class Selftest:
         ratio = self.over_torch(AUTO)
         faster = "" if ratio is None else f"; auto takes {ratio:.2f} of the time of torch's own function (median)"
         cut = f"; not reached in the time: {', '.join(self.cut)}" if self.cut else ""
-        word = "PASS" if self.is_right else "FAIL"
+        word = "PASS" if self.is_right else "UNFINISHED" if self.is_unfinished else "FAIL"
         return f"{word} {sum(outcomes)}/{len(outcomes)}{refused}{faster}{cut}; use {self.advice}"
 
     @property
@@ -85,6 +90,8 @@ class Selftest:
             return 'route="tiled" (PASCAL_ATTN_ROUTE=tiled), and report this'
         if fused:
             return "fused=False (PASCAL_ATTN_FUSED=0), and report this"
+        if self.is_unfinished:
+            return "more --seconds"
         return "route auto (the default)" if self.is_right else "route auto, and report this"
 
     def over_torch(self, route: str) -> float | None:

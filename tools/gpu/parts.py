@@ -211,7 +211,8 @@ def _selftest(job: Job) -> Outcome:
     figures = read(path)
     if not figures:
         return _failed(ended, figures)
-    return Outcome(RIGHT if ended.status == 0 else WRONG, figures["verdict"], figures)
+    is_unfinished = figures["verdict"].startswith("UNFINISHED")
+    return Outcome(RIGHT if ended.status == 0 else UNFINISHED if is_unfinished else WRONG, figures["verdict"], figures)
 
 
 def _bench_figures(job: Job, arguments: tuple[str, ...]) -> tuple[child.Ended, dict[str, Any]]:

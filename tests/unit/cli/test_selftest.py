@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import threading
 import time
@@ -231,7 +232,7 @@ def test_refused_calls_are_neither_right_nor_wrong() -> None:
     refused = Check("plain", "fused", "float32", refused="no GPU")
     assert _found(why_no_kernels=["x"], checks=[RIGHT, refused]).verdict.startswith("PASS 1/1, 1 refused")
     assert _found(why_no_kernels=["x"], checks=[refused]).verdict.startswith("FAIL 0/0, 1 refused")
-    assert _found(why_no_kernels=["x"], cut=["some checks"]).verdict.startswith("FAIL 0/0")
+    assert _found(why_no_kernels=["x"], cut=["some checks"]).verdict.startswith("UNFINISHED 0/0")
 
 
 def test_a_kernel_that_is_wrong_is_named_and_the_route_is_to_be_switched_off() -> None:
@@ -289,6 +290,8 @@ def test_it_keeps_its_time_and_names_what_it_left_out() -> None:
     assert time.monotonic() - start < 30
     assert found.cut == ["some checks", "some speed"]
     assert "not reached in the time: some checks, some speed" in found.verdict
+    unfinished = dataclasses.replace(found, checks=[], kernels=[], speed=[])
+    assert unfinished.verdict == "UNFINISHED 0/0; not reached in the time: some checks, some speed; use more --seconds"
 
 
 @pytest.mark.parametrize(
