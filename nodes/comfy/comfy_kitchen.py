@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from ...pascal_attn_core.checks import is_out_of_memory
 from ...pascal_attn_core.int8.backends import backend_for
+from ...pascal_attn_core.int8.layer import has_numbers
 from ...pascal_attn_core.int8.measure import FEW_OUTPUTS, FEW_ROWS, relative_error, sample_of
 from ...pascal_attn_core.int8.product import int8_linear as product
 from ...pascal_attn_core.int8.quantize import Int8Matrix
@@ -98,7 +99,7 @@ class Served:
         self.calls += 1
         if not self.backend:
             self.backend = backend_for(x, matrix).name
-        if self.calls <= _MEASURED:
+        if self.calls <= _MEASURED and has_numbers(x):
             part = Int8Matrix(matrix.codes[:FEW_OUTPUTS], matrix.scales[:FEW_OUTPUTS], matrix.rotation)
             try:
                 self.error = max(self.error, relative_error(sample_of(x, FEW_ROWS, self.calls), part.float(), part))
