@@ -56,7 +56,7 @@ LINEAR_FILES = ("base.cuh", "elements.cuh", "codes.cuh", "gguf_linear.cu")
 # In the order of the text's numbers.
 PRODUCT_FORMATS = ("Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "IQ4_XS", "Q3_K")
 # Formats with two scales for 32 weights: their sums need more registers than the second shape has, or the first one on
-# devices from 9.0 on. AMD's devices have the first shape only: the second one has too few registers there.
+# devices from 9.0 on. AMD's devices have the first shape only; the second one has not been tried there.
 ONE_SHAPE = ("Q6_K", "Q3_K")
 
 
