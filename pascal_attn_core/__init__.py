@@ -30,9 +30,8 @@ if TYPE_CHECKING:
     from .ffn import patch_ffn
     from .flash_attn import patch_flash_attn
     from .flex import create_block_mask, flex_attention, patch_flex_attention
-    from .float16_linear import patch_linear_float16
     from .gguf import patch_gguf
-    from .int8 import patch_attention_int8, patch_linear_int8
+    from .int8 import patch_attention_int8, patch_linear_float16, patch_linear_int8
     from .sdpa_patch import patch_sdpa
     from .stand_ins import patch_imports, patch_sageattention, patch_xformers
     from .transformers import patch_transformers
@@ -87,7 +86,7 @@ _LAZY = {
     "patch_flex_attention": "flex",
     "patch_gguf": "gguf",
     "patch_imports": "stand_ins",
-    "patch_linear_float16": "float16_linear",
+    "patch_linear_float16": "int8",
     "patch_linear_int8": "int8",
     "patch_pipeline": "diffusers",
     "patch_sageattention": "stand_ins",

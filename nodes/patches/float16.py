@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ...pascal_attn_core.float16_linear import Float16Binding
+from ...pascal_attn_core.int8.float16 import Float16Binding
 from ...pascal_attn_core.patching.patch import ON
 from ..comfy import host
 from ..engine.runs import Run

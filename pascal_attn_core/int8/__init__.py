@@ -7,6 +7,7 @@
 Each layer is measured on its first inputs against its float version, and then runs in 8 bits, or stays in float if its
 error is above ``max_error``. Modules keep their classes and state-dict keys; what changes is the weight, which becomes
 an :class:`.weight.Int8Weight`. Adapters beside a layer, such as peft's LoRA, stay in float.
+:mod:`.float16` multiplies the same layers of a float32 model in float16 instead.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from ..patching.targets import denoisers_of
 from .attention import AttentionBinding
 from .backends import ACTIVATIONS
 from .binding import Int8Binding
+from .float16 import Float16Patch, patch_linear_float16
 from .product import int8_linear
 from .quantize import Int8Matrix, quantize_rows, rotate
 from .report import Int8Report, Int8ReportLine
@@ -29,6 +31,7 @@ from .weight import Int8Weight
 
 __all__ = [
     "ACTIVATIONS",
+    "Float16Patch",
     "Int8Matrix",
     "Int8Patch",
     "Int8Report",
@@ -36,6 +39,7 @@ __all__ = [
     "Int8Weight",
     "int8_linear",
     "patch_attention_int8",
+    "patch_linear_float16",
     "patch_linear_int8",
     "quantize_rows",
     "rotate",

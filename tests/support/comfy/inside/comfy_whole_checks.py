@@ -104,7 +104,7 @@ def eight_bits_are_asked_for_and_say_so():
 def float16_products_are_asked_for_and_say_so():
     for name, model in families("wan_t2v", "flux", "qwen_image"):
         stock = sample(model, name)
-        with replaced(pack("core.float16_linear"), "median_times", lambda attempts, device: [2.0, 1.0]):
+        with replaced(pack("core.int8.float16"), "median_times", lambda attempts, device: [2.0, 1.0]):
             patched = whole(model, precision="float16 where it saves time")[0]
         with runs() as found:
             rounded = sample(patched, name)

@@ -22,14 +22,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .checks import in_float64, is_out_of_memory, rows_to_check
-from .int8.find import find_linear
-from .int8.layer import is_captured, limit_of
-from .patching.forward import ReplacedForward, put_in, take_out
-from .patching.patch import OFF, ON, REFUSED, WAITING, Patch, PatchReport, State, require_sites
-from .patching.selectors import require_matches
-from .patching.targets import denoisers_of
-from .routes.timing_table import median_times
+from ..checks import in_float64, is_out_of_memory, rows_to_check
+from ..patching.forward import ReplacedForward, put_in, take_out
+from ..patching.patch import OFF, ON, REFUSED, WAITING, Patch, PatchReport, State, require_sites
+from ..patching.selectors import require_matches
+from ..patching.targets import denoisers_of
+from ..routes.timing_table import median_times
+from .find import find_linear
+from .layer import is_captured, limit_of
 
 SAMPLE_ROWS = 512
 _NORM = 64.0
@@ -44,7 +44,7 @@ def patch_linear_float16(
     if float16 is not faster on the device. Calls with other dtypes, and those that need gradients, run as before.
 
     Args:
-        model, include, exclude: as in :func:`.patch_linear_int8`.
+        model, include, exclude: as in :func:`..patch_linear_int8`.
         max_error: relative error (root of the sum of squares) on at most 512 rows of the layer's input, above which it
             stays in float32. Typical errors are 0.0002 to 0.0005.
     Returns:
@@ -175,7 +175,7 @@ class Float16Forward(ReplacedForward):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Float16Forward:
         copied = memo[id(self)] = Float16Forward.__new__(Float16Forward)
-        copied.__init__(self.binding, copy.deepcopy(self.module, memo), copy.deepcopy(self.inner, memo))
+        Float16Forward.__init__(copied, self.binding, copy.deepcopy(self.module, memo), copy.deepcopy(self.inner, memo))
         return copied
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from pascal_attn_core import patch_linear_float16
-from pascal_attn_core.float16_linear import Float16Binding, in_float16
+from pascal_attn_core.int8.float16 import Float16Binding, in_float16
 
 
 def model() -> nn.Sequential:
@@ -19,7 +19,7 @@ def model() -> nn.Sequential:
 
 @pytest.fixture
 def float16_is_fast(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pascal_attn_core.float16_linear.median_times", lambda attempts, device: [2.0, 1.0])
+    monkeypatch.setattr("pascal_attn_core.int8.float16.median_times", lambda attempts, device: [2.0, 1.0])
 
 
 def relative(found: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
