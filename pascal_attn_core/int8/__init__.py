@@ -54,6 +54,7 @@ def patch_linear_int8(
     max_error: float = 0.05,
     calibrate: Callable[[Any], Any] | None = None,
     weights: str = "host",
+    only_faster: bool = False,
 ) -> Int8Patch:
     """Run linear layers of ``model`` in 8-bit integers. Not exact.
 
@@ -73,6 +74,8 @@ def patch_linear_int8(
         weights: where the float weights are kept: "host" = they move to host memory, and back when the patch is
             removed; "keep" = they stay where they are; "free" = they are discarded: after the patch is removed, the
             model has rounded weights.
+        only_faster: layers that are not faster in 8 bits than in float, timed in their first call, stay in float;
+            otherwise they run in 8 bits for the memory that they save.
     Returns:
         A Patch with ``report()``. Deep copies made while it is patched follow it; state dicts and pickles hold float
         weights.
@@ -80,7 +83,9 @@ def patch_linear_int8(
         TypeError: an argument of a wrong type.
         ValueError: an invalid argument, a pattern that chooses nothing, or no layer that can run in 8 bits.
     """
-    binding = Int8Binding(max_error=max_error, include=include, exclude=exclude, weights=weights)
+    binding = Int8Binding(
+        max_error=max_error, include=include, exclude=exclude, weights=weights, only_faster=only_faster
+    )
     return _patched(model, binding, calibrate, include=include, exclude=exclude)
 
 
