@@ -17,7 +17,7 @@ import pytest
 import torch
 from attn_support.fused.cases import LOWER_RIGHT, sized
 from attn_support.fused.device import emulated_card
-from attn_support.fused.emulation import CARD, LeftOut, build_text, each_left_out, emulate, params_of
+from attn_support.fused.emulation import CARD, RACES, LeftOut, build_text, each_left_out, emulate, params_of
 from attn_support.oracle import exact
 from attn_support.randomness import some
 from attn_support.table import Case
@@ -340,6 +340,12 @@ def test_a_kernel_without_any_one_barrier_is_wrong() -> None:
     assert len(mutants) == 3
     for mutant, line in mutants:
         assert not is_right(mutant), line
+
+
+def test_what_is_read_a_step_ahead_is_not_being_written() -> None:
+    """Behind the last step of a product it is of the next buffer and not used, so that no number would show it."""
+    call = of_case(sized(FLOAT32, 64, 10, 200))
+    emulate(int8_launches(call, plan_call(call, 1, int8=True), torch.empty(call.out_shape)), flags=RACES)
 
 
 def test_explain_names_the_route_or_what_the_card_lacks() -> None:

@@ -31,7 +31,7 @@ from pascal_attn_core.fused.code.gguf_source import GgufLinearVariant  # noqa: E
 from pascal_attn_core.fused.code.source import KINDS, Variant, digest, gguf_linear_variants, source  # noqa: E402
 from pascal_attn_core.fused.gpu import nvrtc  # noqa: E402
 from pascal_attn_core.fused.gpu.runtime import CompileError  # noqa: E402
-from tools.models.sass import sections  # noqa: E402
+from tools.models.sass import maxwell, sections  # noqa: E402
 from tools.models.shares import backward_share, gguf_share, linear_share, packing, share  # noqa: E402
 
 SHARE = 0.82
@@ -140,6 +140,10 @@ def test_most_instructions_of_8_bit_attention_are_dp4a(head_dim: int, most: floa
         variant = Variant("int8", head_dim, dtype)
         found = share(variant, _cubin(variant))
         assert found.counts["IDP"] / found.scores == head_dim / 2
+        geometry, code = variant.geometry, maxwell(sections(_cubin(variant))["pa_int8_attention"])
+        chunks = geometry.depth + geometry.staged * head_dim // geometry.cols
+        assert sum(i.kind == "IDP" for i in code) == 2 * chunks * found.scores, "the first chunk of each, and the others"
+        assert tool.read_cell(tool.read_table()[variant.name][61])[1] == variant.tile_bytes, "no scales: nothing is left"
         assert found.per_score <= most
         assert found.value >= least
         assert 0.01 < packing(variant, _cubin(variant)) / found.per_score / 4096 < 0.03
