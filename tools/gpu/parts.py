@@ -312,6 +312,14 @@ def _sanitized(ended: child.Ended, errors: int | None) -> tuple[str, str]:
     return (FAILED, "it gave no summary") if errors is None else (RIGHT, "no errors")
 
 
+def _rates(job: Job) -> Outcome:
+    path = job.scratch / "rates.json"
+    ended = job.run("-m", "tools.gpu.rates", "--device", job.device, "--json", str(path))
+    if ended.status == 2:
+        return Outcome(NOT_RUN, ended.last_line, {})
+    return _benched(ended, read(path), ended.last_line)
+
+
 def _sweep(job: Job) -> Outcome:
     """A candidate may end its process; the next process goes on behind it."""
     path = job.scratch / "sweep.json"
@@ -355,6 +363,7 @@ def _failed(ended: child.Ended, figures: dict[str, Any]) -> Outcome:
 _CORE = ("pascal_attn_core",)
 _TOOL = ("pascal_attn_core", "tools/gpu")
 PARTS = (
+    Part("rates", 20, _TOOL, _rates),
     Part("selftest", 80, _CORE, _selftest),
     Part("tests", 130, ("pascal_attn_core", "nodes", "tests/gpu", "tests/support", "tests/conftest.py"), _tests),
     Part("bench-forward", 75, _CORE, _forward),
