@@ -41,7 +41,7 @@ MASKS = ("none", "bool", "float")
 STATIC_BYTES = 48 << 10  # shared memory that a kernel may have without asking the driver
 
 
-AnyGeometry = Geometry | TensorGeometry | GradientGeometry | AmdGeometry
+AnyGeometry = Geometry | TensorGeometry | GradientGeometry
 
 
 @dataclass(frozen=True)
@@ -162,7 +162,7 @@ class Variant(Compilation):
     @property
     def dynamic_bytes(self) -> int:
         """Shared memory of a block of the first function that is asked for at launch: beyond 48 KiB all tiles."""
-        if isinstance(self.geometry, Geometry | AmdGeometry):
+        if isinstance(self.geometry, Geometry):
             return 0
         return self.tile_bytes if self.tile_bytes + self.own_bytes > STATIC_BYTES else 0
 
@@ -170,7 +170,7 @@ class Variant(Compilation):
     def own_bytes(self) -> int:
         """Shared memory of a block besides the tiles, at most, on tensor cores."""
         g = self.geometry
-        assert not isinstance(g, Geometry | AmdGeometry)
+        assert not isinstance(g, Geometry)
         return g.own_bytes if isinstance(g, TensorGeometry) else g.own_bytes(self.kind, self.mask)
 
     @property
@@ -182,7 +182,7 @@ class Variant(Compilation):
 
     def macros(self) -> dict[str, object]:
         padded, geometry = self.padded, self.geometry
-        if isinstance(geometry, Geometry):
+        if isinstance(geometry, Geometry) and not self.arch:
             # A number of chunks known when compiling makes ptxas keep more in registers than there are.
             padded = padded or (self.head_dim == 512 and self.mask != "none" and self.dtype == "float32")
         found: dict[str, object] = {
@@ -193,9 +193,9 @@ class Variant(Compilation):
             **geometry.macros(self.head_dim),
             **TABLE[self.kind].macros,
         }
-        if isinstance(geometry, AmdGeometry):
+        if self.arch:
             found["PA_WAVE"] = amd_geometry.wave_size(self.arch)
-        if isinstance(geometry, Geometry | AmdGeometry):
+        if isinstance(geometry, Geometry):
             return {**found, "PA_FLUSH": self.flush_tiles}
         return {**found, "PA_DYNAMIC": int(self.dynamic_bytes > 0)}
 
