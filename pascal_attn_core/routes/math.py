@@ -99,18 +99,13 @@ def _softmax(scores: Tensor, call: AttentionCall) -> Tensor:
         allowed = band if allowed is None else allowed & band
     if allowed is not None:
         scores = scores.masked_fill(~allowed, -math.inf)
+    empty = None if allowed is None else ~allowed.any(dim=-1, keepdim=True)
     if call.sinks is not None:
         sinks = call.sinks.to(scores.dtype).view(call.num_kv_heads, call.groups, 1, 1)
         scores = torch.cat([scores, sinks.expand(*scores.shape[:-1], 1)], dim=-1)
-        if allowed is None:
-            return scores.softmax(dim=-1)[..., :-1]
-        empty = ~allowed.any(dim=-1, keepdim=True) & (sinks.detach() == -math.inf)
-        return _zero_where(scores, empty)[..., :-1]
-    if allowed is None:
-        return scores.softmax(dim=-1)
-    return _zero_where(scores, ~allowed.any(dim=-1, keepdim=True))
-
-
-def _zero_where(scores: Tensor, empty: Tensor) -> Tensor:
-    """The softmax of the scores, zero in the rows that are ``empty``."""
-    return scores.masked_fill(empty, 0.0).softmax(dim=-1).masked_fill(empty, 0.0)
+        empty = None if empty is None else empty & (sinks.detach() == -math.inf)
+    if empty is None:
+        probs = scores.softmax(dim=-1)
+    else:
+        probs = scores.masked_fill(empty, 0.0).softmax(dim=-1).masked_fill(empty, 0.0)
+    return probs if call.sinks is None else probs[..., :-1]

@@ -246,13 +246,6 @@ def note(call: AttentionCall, choice: Choice, stats: TiledStats | None) -> None:
     """Count a call that has run in the reports that are being recorded."""
     if not report.active:
         return
-    key = report.CallKey(
-        choice.route,
-        tuple(call.query.shape),
-        tuple(call.key.shape),
-        str(call.query.dtype).removeprefix("torch."),
-        report.mask_kind(call.attn_mask, is_causal=call.is_causal, left=call.left, right=call.right),
-        choice.why,
-    )
-    stats = TiledStats() if stats is None else stats
-    report.note(key, stats)
+    mask = report.mask_kind(call.attn_mask, is_causal=call.is_causal, left=call.left, right=call.right)
+    shapes, dtype = (tuple(call.query.shape), tuple(call.key.shape)), str(call.query.dtype).removeprefix("torch.")
+    report.note(report.CallKey(choice.route, *shapes, dtype, mask, choice.why), stats or TiledStats())

@@ -75,7 +75,8 @@ class TiledRoute(Route):
         self, call: AttentionCall, config: AttentionConfig, plan: Basis | None = None
     ) -> WholeTiles | list[str]:
         mask, walks = call.attn_mask, runtime_of(call.query.device).part(Walks)
-        if call.has_bias and isinstance(mask, Tensor) and _is_padding_of_several(mask):
+        is_padding = isinstance(mask, Tensor) and (mask.dim() < 2 or mask.shape[-2] == 1 or mask.stride(-2) == 0)
+        if call.has_bias and is_padding and math.prod(distinct(mask).shape[:-2]) > 1:
             return ["whether its float mask is padding is decided for all heads together"]
         try:
             walk = walks.of(call, config, basis=plan)
@@ -129,20 +130,9 @@ class TiledRoute(Route):
         call, config = _with_mask_per_head(call, config, backward=False)
         seed = draw_seed(call.query.device) if call.dropout_p else None
         stats = TiledStats() if stats is None else stats
-
-        def run(walk: Walk) -> Results:
-            return tiled_forward(
-                call,
-                walk,
-                with_lse=with_lse,
-                for_grad=for_grad,
-                softmax=config.softmax,
-                trim_masks=config.trim_masks,
-                seed=seed,
-                stats=stats,
-            )
-
-        return _within_memory(call, config, run, stats, basis=plan)
+        asked = {"with_lse": with_lse, "for_grad": for_grad, "seed": seed, "stats": stats}
+        asked |= {"softmax": config.softmax, "trim_masks": config.trim_masks}
+        return _within_memory(call, config, functools.partial(tiled_forward, call, **asked), stats, basis=plan)
 
     def backward(
         self,
@@ -153,18 +143,9 @@ class TiledRoute(Route):
         wanted: Wanted,
     ) -> Gradients:
         call, config = _with_mask_per_head(call, config, backward=True)
-
-        def run(walk: Walk) -> Gradients:
-            return tiled_backward(call, walk, saved, wanted, trim_masks=config.trim_masks)
-
+        run = functools.partial(tiled_backward, call, saved=saved, wanted=wanted, trim_masks=config.trim_masks)
         whole = plan if isinstance(plan, WholeTiles) else None
         return _within_memory(call, config, run, TiledStats(), backward=True, basis=whole)
-
-
-def _is_padding_of_several(mask: Tensor) -> bool:
-    """One row for all queries, and more than one of them for the heads and batch elements."""
-    one_row = mask.dim() < 2 or mask.shape[-2] == 1 or mask.stride(-2) == 0
-    return one_row and math.prod(distinct(mask).shape[:-2]) > 1
 
 
 def _with_mask_per_head(
@@ -177,10 +158,8 @@ def _with_mask_per_head(
     if not isinstance(mask, Tensor) or mask.dim() < 4 or scores > _SHORT_SCORES or call.needs_mask_grad:
         return call, config
     row = distinct(mask)
-    is_shared = row.shape[-3:-1] == (1, 1) and call.num_heads > 1
-    if not (
-        is_shared and math.prod(row.shape[:-3]) > 1 and config.q_block is config.kv_block is config.budget_mib is None
-    ):
+    is_shared = row.shape[-3:-1] == (1, 1) and call.num_heads > 1 and math.prod(row.shape[:-3]) > 1
+    if not is_shared or not config.q_block is config.kv_block is config.budget_mib is None:
         return call, config
     shape = (*call.batch, call.num_heads, 1, row.shape[-1])
     budget = runtime_of(call.query.device).info.default_budget_bytes(backward=backward)

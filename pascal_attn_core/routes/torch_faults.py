@@ -167,20 +167,14 @@ def _warn_once(device_type: str, reason: str) -> None:
 # ---- the faults ----------------------------------------------------------------------------------------------------
 
 
-def _mask_of(call: AttentionCall) -> Tensor | None:
+def _mask_of(call: AttentionCall) -> Any:
     """The call's mask, if it is a tensor that may hold anything."""
     mask = call.attn_mask
     return None if isinstance(mask, LazyMask) or call.is_empty or call.query.device.type == "meta" else mask
 
 
-def _has_rows_that_may_lack_keys(call: AttentionCall) -> bool:
-    return _mask_of(call) is not None
-
-
 def _has_rows_without_keys(call: AttentionCall) -> bool:
-    mask = _mask_of(call)
-    assert mask is not None
-    mask = distinct(mask.detach())
+    mask = distinct(_mask_of(call).detach())
     allowed = mask != 0 if mask.dtype == torch.bool else mask != -torch.inf
     return not bool(allowed.any(dim=-1).all())
 
@@ -216,16 +210,9 @@ def _rounds_scores(kind: Kind) -> bool:
     return _is_wrong(query * 100, key * 100, value, None)
 
 
-def _may_have_swallowing_rows(call: AttentionCall) -> bool:
-    mask = _mask_of(call)
-    return mask is not None and mask.dtype != torch.bool and call.needs_grad
-
-
 def _has_swallowing_rows(call: AttentionCall) -> bool:
     """Some row's largest value is so large, of either sign, that the denominator's logarithm is lost beside it."""
-    mask = _mask_of(call)
-    assert mask is not None
-    top = distinct(mask.detach()).amax(dim=-1).abs()
+    top = distinct(_mask_of(call).detach()).amax(dim=-1).abs()
     return bool(((top > _SWALLOWS) & (top != torch.inf)).any())
 
 
@@ -239,10 +226,6 @@ def _loses_the_denominator(kind: Kind) -> bool:
     return not all(error <= _WRONG and error <= _WORSE * max(before, 1e-6) for error, before in zip(found, usual))
 
 
-def _has_no_positive_scale(call: AttentionCall) -> bool:
-    return call.scale <= 0
-
-
 def _scales_too_late(kind: Kind) -> bool:
     query, key, value = _inputs(kind)
     keep = torch.ones(_TOKENS, _TOKENS, dtype=torch.bool, device=kind.device).tril_()
@@ -251,11 +234,6 @@ def _scales_too_late(kind: Kind) -> bool:
         for size, scale in ((1.0, 0.0), (1.0, -0.5), (16.0, -0.5))
         for mask, causal in ((None, False), (None, True), (keep, False))
     )
-
-
-def _mixes_float_types(call: AttentionCall) -> bool:
-    mask = call.attn_mask
-    return mask is not None and mask.dtype == torch.float32 and call.query.dtype == torch.float64
 
 
 def _misreads_float32(kind: Kind) -> bool:
@@ -267,14 +245,14 @@ FAULTS = (
     Fault(
         "float masks that fill rows with large numbers",
         "the gradients of torch's fused kernels are wrong where a row of a float mask holds very large numbers only",
-        _may_have_swallowing_rows,
+        lambda call: call.needs_grad and (mask := _mask_of(call)) is not None and mask.dtype != torch.bool,
         _loses_the_denominator,
         _has_swallowing_rows,
     ),
     Fault(  # before torch 2.5
         "rows that may look at no key",
         "torch's fused kernels do not give zeros for rows of the mask that allow no key",
-        _has_rows_that_may_lack_keys,
+        lambda call: _mask_of(call) is not None,
         _is_not_zero_without_keys,
         _has_rows_without_keys,
     ),
@@ -293,14 +271,14 @@ FAULTS = (
     Fault(  # they take the maximum, or mask with -inf, before they scale
         "scales that are not positive",
         "torch's fused kernels need a positive scale, got {call.scale:g}",
-        _has_no_positive_scale,
+        lambda call: call.scale <= 0,
         _scales_too_late,
     ),
     Fault(  # the CPU's kernel reads the mask as if it were float64
         "float32 masks of float64 queries",
         "torch's fused kernels misread masks of another float type: "
         "attn_mask is {call.attn_mask.dtype} and query {call.query.dtype}",
-        _mixes_float_types,
+        lambda call: call.query.dtype == torch.float64 and Kind.of(call).mask == torch.float32,
         _misreads_float32,
     ),
 )
