@@ -280,15 +280,9 @@ class Pointwise(Aligned):
                 return leaf.narrow(own, low, high - low)
             return leaf
 
-        args, kwargs = mapped(cut, (self.args, self.kwargs))
-        reuse = (
-            self.in_place is not None
-            and self.args[0] is self.inputs[0]
-            and self.owns_pieces(0)
-            and self.inputs[0].shape == self.shape
-            and self.inputs[0].like.dtype == self.like.dtype
-        )
-        args, kwargs = substituted((args, kwargs), self.inputs, pieces)
+        args, kwargs = substituted(mapped(cut, (self.args, self.kwargs)), self.inputs, pieces)
+        reuse = self.in_place is not None and self.args[0] is self.inputs[0] and self.owns_pieces(0)
+        reuse = reuse and (self.inputs[0].shape, self.inputs[0].like.dtype) == (self.shape, self.like.dtype)
         return (self.in_place if reuse else self.func)(*args, **kwargs)
 
 
@@ -396,9 +390,7 @@ class Narrowed(Aligned):
     is_fresh = False
 
     def __init__(self, node: Lazy, cut: int, start: int, stop: int, step: int = 1):
-        index = [slice(None)] * node.like.dim()
-        index[cut] = slice(start, stop, step)
-        super().__init__(node.like[tuple(index)], (node,))
+        super().__init__(node.like[(*[slice(None)] * cut, slice(start, stop, step))], (node,))
         self.cut, self.start, self.step = cut, start, step
 
     def own_granule(self, dim: int) -> int:
@@ -411,14 +403,11 @@ class Narrowed(Aligned):
         return [Want(self.inputs[0], dim, self.start + low * self.step, self.start + (high - 1) * self.step + 1)]
 
     def compute(self, pieces: list[Tensor], dim: int, low: int, high: int) -> Tensor:
-        piece, count = pieces[0], self.size(self.cut)
+        start, count = self.start, self.size(self.cut)
         if dim == self.cut and self.inputs[0].granule(dim) == 1:
             start, count = 0, high - low
-        else:
-            start = self.start
-        index = [slice(None)] * piece.dim()
-        index[self.cut] = slice(start, start + (count - 1) * self.step + 1, self.step)
-        return piece[tuple(index)]
+        stop = start + (count - 1) * self.step + 1
+        return pieces[0][(*[slice(None)] * self.cut, slice(start, stop, self.step))]
 
 
 class Expanded(Aligned):

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from .attention import Attention
 from .lazy import Expanded, Filled, Joined, Known, Lazy, Narrowed, Permuted, Pointwise, Rowwise, Viewed, aten
 from .run import Run
+from .store import Value
 from .trees import leaves, mapped
 from .windows import Convolution, Moments, Normalised, Padded, Resized
 
@@ -30,10 +31,6 @@ def handles(*names: str) -> Callable[[Handler], Handler]:
         return handler
 
     return note
-
-
-def handler_of(func: Any) -> Handler | None:
-    return HANDLERS.get(func.overloadpacket)
 
 
 def likes(args: Any) -> Any:
@@ -97,7 +94,7 @@ def _view(run: Run, node: Lazy, of_tensor: Callable[[Tensor], Tensor], of_node: 
         tensor = of_tensor(node.value.tensor)
     except RuntimeError:  # these strides have no such view
         return of_node()
-    return Known(of_node().like, node.value.view(tensor))
+    return Known(of_node().like, Value(tensor, node.value.owner, on_host=node.value.on_host))
 
 
 @handles("view", "_unsafe_view", "reshape", "_reshape_alias")

@@ -13,10 +13,6 @@ from ..checks import in_float64
 from .lazy import Aligned, Lazy, Want, aten, captured
 
 
-def _has_onednn() -> bool:
-    return torch.backends.mkldnn.is_available() and torch._C._get_mkldnn_enabled()
-
-
 class Convolution(Lazy):
     """``aten::convolution``: cut along its spatial dimensions, where each range needs a few elements more."""
 
@@ -109,7 +105,8 @@ class Convolution(Lazy):
         self, piece: Tensor, padding: Sequence[int], output_padding: Sequence[int], *, with_bias: bool = True
     ) -> Tensor:
         bias = self.bias if with_bias else None
-        if piece.device.type == "cpu" and piece.dtype == torch.float32 and not self.transposed and _has_onednn():
+        has_onednn = torch.backends.mkldnn.is_available() and torch._C._get_mkldnn_enabled()
+        if piece.device.type == "cpu" and piece.dtype == torch.float32 and not self.transposed and has_onednn:
             # of small pieces torch takes another kernel than of the whole, which is slower and unfolds its input
             return torch.mkldnn_convolution(piece, self.weight, bias, padding, self.stride, self.dilation, self.groups)
         return aten.convolution(
