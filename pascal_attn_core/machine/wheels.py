@@ -104,8 +104,7 @@ def wheel_for(capability: tuple[int, int]) -> str:
             f"no wheel of torch 2.4 or newer has code for compute capability {major}.{minor}: build torch from source "
             f"with TORCH_CUDA_ARCH_LIST={major}.{minor}"
         )
-    index = LEGACY_INDEX if capability < _CUDA_13_FIRST else CURRENT_INDEX
-    return _install(index)
+    return _install(LEGACY_INDEX if capability < _CUDA_13_FIRST else CURRENT_INDEX)
 
 
 def has_rocm_wheel(arch: str) -> bool:
@@ -116,8 +115,7 @@ def has_rocm_wheel(arch: str) -> bool:
 def rocm_wheel_for(arch: str, system: str = sys.platform) -> str:
     """The wheel to install for an AMD card: a pip command, or a sentence if no wheel has code for it."""
     if arch in _ROCM_GFX9 + _ROCM_RDNA and system != "win32":
-        index = ROCM_LEGACY_INDEX if arch in _ROCM_LEGACY else ROCM_INDEX
-        return _install(index)
+        return _install(ROCM_LEGACY_INDEX if arch in _ROCM_LEGACY else ROCM_INDEX)
     if arch in _BY_AMD:
         parts = " ".join(f'"{name}[device-{arch}]"' for name in ("torch", "torchvision"))
         return f"pip install --force-reinstall {parts} torchaudio --index-url {AMD_INDEX}"

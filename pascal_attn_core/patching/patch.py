@@ -6,7 +6,6 @@ import collections
 import logging
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from types import TracebackType
 from typing import Any, NamedTuple, TypeVar
 
 log = logging.getLogger("pascal_attn")
@@ -127,9 +126,7 @@ class Patch:
     def __enter__(self) -> Patch:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: Any, error: Any, traceback: Any) -> None:
         self.remove()
 
     def __repr__(self) -> str:
@@ -194,9 +191,7 @@ class PatchGroup:
     def __enter__(self) -> PatchGroup:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: Any, error: Any, traceback: Any) -> None:
         if error is not None:
             self._undo_all()
 

@@ -183,13 +183,7 @@ class BlockDiagonalPaddedKeysMask(Blocks):
 
     @classmethod
     def from_seqlens(
-        cls,
-        q_seqlen: Sequence[int],
-        kv_padding: int,
-        kv_seqlen: Sequence[int],
-        causal_diagonal: Any = None,
-        *,
-        device: Any = None,
+        cls, q_seqlen: Sequence[int], kv_padding: int, kv_seqlen: Sequence[int], causal_diagonal: Any = None, **_: Any
     ) -> Blocks:
         """The mask for blocks of these lengths, their keys padded to ``kv_padding``."""
         starts = [kv_padding * block for block in range(len(kv_seqlen) + 1)]
