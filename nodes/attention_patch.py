@@ -59,7 +59,7 @@ _DECODER = (
 )
 
 
-class PascalAttentionPatch:
+class PascalAttentionPatch(inputs.PascalNode):
     """MODEL, CLIP, VAE -> the same: attention by the fastest exact route of this card, feed-forward layers in chunks
     and decoding in bands where they would not fit."""
 
@@ -71,22 +71,9 @@ class PascalAttentionPatch:
         "Connect CLIP and VAE, too, if you like. Works with images and video, UNets and transformers, LoRAs and other "
         "attention patches. When bypassed, everything is exactly the original."
     )
-    CATEGORY = "model/patch/attention"
-    SEARCH_ALIASES = (
-        "flash attention",
-        "sdpa",
-        "low vram",
-        "out of memory",
-        "pascal",
-        "gtx 1080",
-        "p40",
-        "mi50",
-        "radeon",
-        "rocm",
-        "black image",
-        "vae decode",
-        "text encode",
-        "feed forward",
+    SEARCH_ALIASES = inputs.aliases(
+        "flash attention, sdpa, low vram, out of memory, pascal, gtx 1080, p40, mi50, radeon, rocm, black "
+        "image, vae decode, text encode, feed forward"
     )
     RETURN_TYPES = ("MODEL", "CLIP", "VAE")
     OUTPUT_TOOLTIPS = (
@@ -94,11 +81,9 @@ class PascalAttentionPatch:
         "The patched text encoder, if one is connected. Connect it to CLIP Text Encode.",
         "The patched VAE, if one is connected. Connect it to VAE Decode.",
     )
-    FUNCTION = "patch"
 
     @classmethod
     def INPUT_TYPES(cls) -> dict[str, Any]:
-        """The node's inputs, as ComfyUI asks for them."""
         more = inputs.ADVANCED
         return {
             "required": {

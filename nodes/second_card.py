@@ -18,7 +18,7 @@ from .patches.override import OVERRIDE, engine_of, previous_of
 _CALLBACK = f"{host.KEY}_second_card"
 
 
-class PascalSecondCard:
+class PascalSecondCard(inputs.PascalNode):
     """MODEL -> MODEL: a second card computes some of the attention heads of every large call."""
 
     DESCRIPTION = (
@@ -29,24 +29,18 @@ class PascalSecondCard:
         "one where query, key and value are dense in memory; otherwise it is exact within rounding. With one card, or "
         "when the second one fails, everything is computed on the first."
     )
-    CATEGORY = "model/patch/attention"
-    SEARCH_ALIASES = (
-        "multi gpu",
-        "multigpu",
-        "two cards",
-        "second gpu",
-        "sequence parallel",
-        "pascal",
-        "p40",
-        "faster",
+    SEARCH_ALIASES = inputs.aliases(
+        "multi gpu, multigpu, two cards, second gpu, sequence parallel, pascal, p40, faster"
     )
     RETURN_TYPES = ("MODEL",)
     OUTPUT_TOOLTIPS = ("The model with its attention shared by two cards. Connect it to the sampler.",)
-    FUNCTION = "patch"
 
     @classmethod
     def INPUT_TYPES(cls) -> dict[str, Any]:
-        """The node's inputs, as ComfyUI asks for them."""
+        model = (
+            "The model to patch. A clone is patched; the original is not changed. Works before or after Pascal "
+            "Attention Patch."
+        )
         device = (
             "The card that helps, by PyTorch's numbering. auto: the first one that does not hold the model. Start "
             "ComfyUI without --cuda-device, which hides the other cards."
@@ -58,13 +52,7 @@ class PascalSecondCard:
         number = {"default": 2048, "min": 1, "max": 1048576, "step": 1, "tooltip": least, **inputs.ADVANCED}
         return {
             "required": {
-                "model": (
-                    "MODEL",
-                    {
-                        "tooltip": "The model to patch. A clone is patched; the original is not changed. "
-                        "Works before or after Pascal Attention Patch."
-                    },
-                ),
+                "model": ("MODEL", {"tooltip": model}),
                 "device": ([AUTO, *visible_cards()], {"default": AUTO, "tooltip": device}),
                 "least_tokens": ("INT", number),
             },

@@ -21,7 +21,7 @@ from .reporting.words import dtype_text
 _WHOLE = ("decode", "encode", "decode_tiled", "encode_tiled")  # of VAEs, and of the networks in them
 
 
-class PascalVAEAttention:
+class PascalVAEAttention(inputs.PascalNode):
     """VAE -> VAE: decoding and encoding in bands where they do not fit, attention by the fastest exact route."""
 
     DESCRIPTION = (
@@ -30,27 +30,14 @@ class PascalVAEAttention:
         "its whole score matrix. For black images: an attention output that is not finite is recomputed in float32, "
         "and if the NaN comes from elsewhere, the node says where. When bypassed, the VAE is exactly the original."
     )
-    CATEGORY = "model/patch/attention"
-    SEARCH_ALIASES = (
-        "vae decode",
-        "vae encode",
-        "tiled",
-        "seams",
-        "out of memory",
-        "black image",
-        "nan",
-        "low vram",
-        "pascal",
-        "gtx 1080",
-        "p40",
+    SEARCH_ALIASES = inputs.aliases(
+        "vae decode, vae encode, tiled, seams, out of memory, black image, nan, low vram, pascal, gtx 1080, p40"
     )
     RETURN_TYPES = ("VAE",)
     OUTPUT_TOOLTIPS = ("The patched VAE. Connect it to VAE Decode or VAE Encode.",)
-    FUNCTION = "patch"
 
     @classmethod
     def INPUT_TYPES(cls) -> dict[str, Any]:
-        """The node's inputs, as ComfyUI asks for them."""
         decode = (
             "How decoding and encoding are computed. in bands when needed: the VAE runs as it is, but if by ComfyUI's "
             "estimate it does not fit, or if memory runs out, in bands of rows or frames: the same image in less "

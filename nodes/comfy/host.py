@@ -124,14 +124,12 @@ def progress_bar(steps: int) -> Any:
 
 def send_status(text: str, unique_id: str | None) -> None:
     """Write a line on a node; hosts without that (and runs without a server) only get the log."""
-    if unique_id is None:
-        return
     try:
         from server import PromptServer
     except ImportError:
         return
     send = getattr(getattr(PromptServer, "instance", None), "send_progress_text", None)
-    if send is not None:
+    if send is not None and unique_id is not None:
         send(text, unique_id)
 
 
@@ -160,11 +158,8 @@ def node_title(module: str, name: str) -> str:
 
 def versions() -> dict[str, str]:
     """ComfyUI's version and how it was told to compute attention, for bug reports."""
-    found = {"ComfyUI": "unknown", "attention": attention_name()}
     try:
         from comfyui_version import __version__
-
-        found["ComfyUI"] = __version__
     except ImportError:
-        pass
-    return found
+        __version__ = "unknown"
+    return {"ComfyUI": __version__, "attention": attention_name()}

@@ -29,6 +29,18 @@ _GUARD = (
 )
 
 
+class PascalNode:
+    """What the nodes have in common, in ComfyUI's words."""
+
+    CATEGORY = "model/patch/attention"
+    FUNCTION = "patch"
+
+
+def aliases(text: str) -> tuple[str, ...]:
+    """``"vram, p40"``: words by which ComfyUI's search finds a node."""
+    return tuple(text.split(", "))
+
+
 def route() -> tuple[list[str], dict[str, Any]]:
     """How attention is computed."""
     return ROUTES, {"default": "auto", "tooltip": _ROUTE, **ADVANCED}

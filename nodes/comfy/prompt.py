@@ -60,11 +60,8 @@ def kind_of(prompt: Prompt, node: str) -> str:
 def links(prompt: Prompt, node: str) -> dict[str, str]:
     """The inputs of a node that come from other nodes, and from which."""
     given = prompt.get(node, {}).get("inputs", {}).items()
-    return {name: str(value[0]) for name, value in given if _is_link(value)}
-
-
-def _is_link(value: Any) -> bool:
-    return isinstance(value, (list, tuple)) and len(value) == 2 and isinstance(value[0], (str, int))
+    pairs = ((name, value) for name, value in given if isinstance(value, (list, tuple)) and len(value) == 2)
+    return {name: str(source) for name, (source, _) in pairs if isinstance(source, (str, int))}
 
 
 def _followers(prompt: Prompt, node: str) -> Iterator[tuple[str, str]]:

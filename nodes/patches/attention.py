@@ -55,8 +55,7 @@ def install(patched: Any, engine: Engine, before: Any, *, whole_model: bool, beh
 
 def _named(engine: Engine, scope: Scope, model: nn.Module) -> Replacements:
     """Methods of the diffusion model's modules that call attention by its name, past the override."""
-    network = model.diffusion_model
-    assert isinstance(network, nn.Module)
+    network: Any = model.diffusion_model
     found: Replacements = {}
     for name, module in network.named_modules(prefix="diffusion_model"):
         for method in by_name(type(module)):  # type: ignore[arg-type]

@@ -65,9 +65,7 @@ class InBands:
     def __call__(self, *given: Any, **kwargs: Any) -> Any:
         if not given or type(given[0]) is not Tensor:
             return self.previous(*given, **kwargs)
-        return self._run(*given, **kwargs)
-
-    def _run(self, samples: Tensor, *args: Any, **kwargs: Any) -> Any:
+        samples, *args = given
         now, calls = self.now, self.site.calls
         before = calls[-1] if calls else None
         device = kwargs.get(_DEVICE)
@@ -84,16 +82,17 @@ class InBands:
             return self._own(given, *args, **kwargs)
         finally:
             vars(now).clear()
-            if calls and calls[-1] is not before:
-                _tell(self.engine, calls[-1], _reckoned(self.estimate, tuple(given.shape), given.dtype))
+            call = calls[-1] if calls and calls[-1] is not before else None
+            if call is not None and call.state == "refused":
+                self.engine.warn(f"{call.method} cannot run in bands: {call.why}; it runs as it is")
+            elif call is not None and call.figures is not None:
+                self.engine.run.gain(sentence(call, _reckoned(self.estimate, tuple(given.shape), given.dtype)))
 
     def _own(self, tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
         """The network's own method, as ComfyUI calls it. Trials on small inputs, or without numbers, must not write
         into ComfyUI's buffer."""
-        now = self.now
-        assert now.given is not None
-        is_rehearsal = isinstance(tensor, Banded) and tensor.run.is_rehearsal
-        if now.buffer is not None and tensor.shape == now.given.shape and not is_rehearsal:
+        now, is_rehearsal = self.now, isinstance(tensor, Banded) and tensor.run.is_rehearsal
+        if now.buffer is not None and now.given is not None and tensor.shape == now.given.shape and not is_rehearsal:
             kwargs[_BUFFER] = now.buffer
         return self.previous(now.samples if tensor is now.given else tensor, *args, **kwargs)
 
@@ -124,19 +123,10 @@ def _reckoned(estimate: Estimate | None, shape: tuple[int, ...], dtype: torch.dt
         return 0
 
 
-def _tell(engine: Engine, call: VaeCall, reckoned: int) -> None:
-    """Record what was done for the report, or why it was not, where it was wanted."""
-    if call.state == "refused":
-        engine.warn(f"{call.method} cannot run in bands: {call.why}; it runs as it is")
-    elif call.figures is not None:
-        engine.run.gain(sentence(call, reckoned))
-
-
 def sentence(call: VaeCall, reckoned: int) -> str:
     """``"decode of 1x4x128x128 in bands: 610 MiB at most where ComfyUI expects 8.51 GiB, 39 layers in 446 bands"`` and
     why, if it was not asked for."""
-    figures = call.figures
-    assert figures is not None
+    figures: Any = call.figures
     shape = "x".join(map(str, call.shape))
     instead = f" where ComfyUI expects {size_text(reckoned)}" if reckoned else ""
     parts = [

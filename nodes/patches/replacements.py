@@ -11,11 +11,12 @@ from typing import Any
 from torch import Tensor, nn
 
 from ...pascal_attn_core.call import Options
+from ...pascal_attn_core.checks import gap
 from ...pascal_attn_core.patching.function_copy import Instead, copy_over, names_in
 from ..comfy.layout import four_dimensions
 from ..comfy.objects import Make, Replacements, replaced_by_others
 from ..comfy.sites import ARGUMENT, HOST_FUNCTIONS, calls_directly, calls_unannounced, helpers, modules_with_attention
-from ..engine.compare import Difference, difference, whole
+from ..engine.compare import Difference, whole
 from ..engine.engine import Engine
 from ..engine.runs import Place
 from ..reporting import gain
@@ -182,7 +183,8 @@ class Replacement:
             def compare(out: Tensor) -> Difference | None:
                 if hidden_states.shape[1] > 512:
                     return None
-                return difference("ComfyUI's own", returned(out), host()[0].float(), hidden_states.dtype)
+                found = gap(returned(out), host()[0].float())
+                return Difference("ComfyUI's own", found, hidden_states.dtype)
 
             def rotate(query: Tensor, key: Tensor) -> Any:
                 return previous.__func__.__globals__["apply_rope"](query, key, freqs_cis)

@@ -82,7 +82,8 @@ def make_wrapper(engine: Engine, scope: Scope, word: str, *, catches: bool) -> C
 
 def _attend(engine: Engine, scope: Scope, args: tuple, kwargs: dict[str, Any]) -> Any:
     """One call of ``scaled_dot_product_attention`` that has bypassed the override."""
-    if scope.is_inside or any(_has_own_behaviour(value) for value in (*args, *kwargs.values())):
+    tensors = (value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor))
+    if scope.is_inside or any(type(tensor) not in (*PLAIN, Banded) for tensor in tensors):
         return TORCH_SDPA(*args, **kwargs)
     place, call = Place(scope.next_name(), "SDPA"), bind_sdpa(args, kwargs)
     why = call if isinstance(call, str) else "it has dropout" if call.dropout_p else ""
@@ -94,7 +95,3 @@ def _attend(engine: Engine, scope: Scope, args: tuple, kwargs: dict[str, Any]) -
         options = Options(0.0, bool(call.is_causal), call.scale, bool(call.enable_gqa))
         out = engine.attend(*call[:4], options, place, compare=functools.partial(with_torch, call))
     return TORCH_SDPA(*args, **kwargs) if out is None else out
-
-
-def _has_own_behaviour(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and type(value) not in PLAIN and type(value) is not Banded

@@ -21,15 +21,12 @@ _LEAST_BYTES, _LEAST_SECONDS = 8 * MIB, 0.1  # less is not worth telling
 def say(run: Run) -> None:
     """Log a run that is over, and write it on its node: for a node with several parts, what they have gained, and
     the newest run of each."""
-    ours = {other.part: other for other in remembered() if _is_of(other, run)}
+    here = run.unique_id, run.prompt_id
+    finished = (other for other in remembered() if other.finished and (other.unique_id, other.prompt_id) == here)
+    ours = {other.part: other for other in finished}
     lines = "; ".join(other.line() for other in ours.values())
     status = f"{gain_line(list(ours.values()), host.attention_name())} {lines}" if len(ours) > 1 else ""
     host.say(run.line(), run.unique_id, status)
-
-
-def _is_of(other: Run, run: Run) -> bool:
-    """Whether ``other`` is a finished run of the same node in the same prompt."""
-    return other.finished and (other.unique_id, other.prompt_id) == (run.unique_id, run.prompt_id)
 
 
 def gain_line(runs: Sequence[Run], attention: str) -> str:
