@@ -163,16 +163,11 @@ def _patched_model(
 
 def count_blocks(model: nn.Module) -> int:
     """Number of entries of the model's lists of blocks that hold attention."""
-    names = [name for name, module in model.named_modules() if _is_attention(module)]
-    lists = [name for name, module in model.named_modules() if isinstance(module, nn.ModuleList)]
+    lists = [f"{name}." for name, module in model.named_modules() if isinstance(module, nn.ModuleList)]
     blocks = set()
-    for name in names:
-        parents = [entry for entry in lists if name.startswith(f"{entry}.")]
-        if parents:
-            outer = min(parents, key=len)
-            blocks.add((outer, name[len(outer) + 1 :].partition(".")[0]))
-        else:
-            blocks.add((name, ""))
+    for name in (name for name, module in model.named_modules() if _is_attention(module)):
+        outer = min((entry for entry in lists if name.startswith(entry)), key=len, default=f"{name}.")
+        blocks.add((outer, name[len(outer) :].partition(".")[0]))
     return len(blocks)
 
 
@@ -180,6 +175,5 @@ _PROJECTIONS = ({"to_q", "to_k"}, {"q", "k"}, {"qkv"}, {"to_qkv"}, {"q_proj", "k
 
 
 def _is_attention(module: nn.Module) -> bool:
-    children = {name for name, _ in module.named_children()}
-    kind = type(module).__name__
-    return any(names <= children for names in _PROJECTIONS) or kind.endswith(("Attention", "AttentionBlock"))
+    is_named_so = type(module).__name__.endswith(("Attention", "AttentionBlock"))
+    return is_named_so or any(names <= set(module._modules) for names in _PROJECTIONS)

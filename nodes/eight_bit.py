@@ -70,7 +70,6 @@ class Pascal8Bit(inputs.PascalNode):
 
 
 def _settings(linear_layers: bool, **others: Any) -> int8.Settings:
-    """The settings of the node's inputs."""
     return int8.Settings(**others, linear=linear_layers)
 
 

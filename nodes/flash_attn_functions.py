@@ -63,7 +63,6 @@ class PascalFlashAttnFunctions(inputs.PascalNode):
         return float("nan")
 
     def switch(self, value: Any, enabled: bool, replace: bool = False, unique_id: str | None = None) -> tuple[Any]:
-        """``value`` as it came."""
         host.say(_install(replace) if enabled else _remove(), unique_id)
         return (value,)
 
@@ -98,8 +97,6 @@ def _remove() -> str:
 
 
 def _counted(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-    """``function``, whose calls the report shows."""
-
     @functools.wraps(function)
     def counted(*args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():

@@ -90,7 +90,6 @@ class PascalAttentionReport(inputs.PascalNode):
 
 
 def gather(prompt: dict[str, Any], unique_id: str | None, *, exactness_check: bool) -> Findings:
-    """Everything there is to say now."""
     machine = look_around(asks_devices=False)
     own = complaints(machine)
     shown, remarks = choose_runs(runs.remembered(), prompt, host.prompt_id(), unique_id)
@@ -127,8 +126,8 @@ def _alarms_of(shown: Shown) -> list[str]:
     run, found = shown.run, []
     if run.finished and not (run.tallies or run.gains or run.notes or run.warnings):
         found.append("no attention call reached the patch")
-    if shown.run.exactness is not None and not shown.run.exactness.is_exact:
-        found.append(shown.run.exactness.text())
+    if run.exactness is not None and not run.exactness.is_exact:
+        found.append(run.exactness.text())
     return [f"{_name(shown)}: {text}" for text in found]
 
 

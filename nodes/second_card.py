@@ -9,7 +9,6 @@ from ..pascal_attn_core.observe.report import shares_text
 from ..pascal_attn_core.routes.several import ON_ONE_DEVICE
 from .comfy import host, inputs
 from .comfy.others import AUTO, runs_first
-from .comfy.second import share_over, visible_cards
 from .engine import runs
 from .engine.engine import Engine, PatchSettings
 from .patches.attention import install
@@ -53,7 +52,7 @@ class PascalSecondCard(inputs.PascalNode):
         return {
             "required": {
                 "model": ("MODEL", {"tooltip": model}),
-                "device": ([AUTO, *visible_cards()], {"default": AUTO, "tooltip": device}),
+                "device": ([AUTO, *host.visible_cards()], {"default": AUTO, "tooltip": device}),
                 "least_tokens": ("INT", number),
             },
             "hidden": {"unique_id": "UNIQUE_ID"},
@@ -75,7 +74,7 @@ class PascalSecondCard(inputs.PascalNode):
             host.say(f"second card: {why}: the model is returned unchanged", unique_id)
             return (model,)
         patched = model.clone()
-        share_over(patched, (home, other), least_tokens)
+        host.share_over(patched, (home, other), least_tokens)
         set_before = patched.model_options["transformer_options"].get(OVERRIDE)
         if engine_of(set_before) is None:
             engine = Engine(PatchSettings(), host.name_of_model(patched.model), "diffusion model", unique_id)
@@ -89,7 +88,7 @@ class PascalSecondCard(inputs.PascalNode):
 
 def _other_card(home: str, wanted: str) -> tuple[str, str]:
     """(the card that helps, ""), or ("", why there is none)."""
-    cards = visible_cards()
+    cards = host.visible_cards()
     others = [card for card in cards if card != home]
     if home not in cards:
         return "", f"the model is on {home}, not on a card"

@@ -66,7 +66,6 @@ class PascalTileSize(inputs.PascalNode):
         budget_mib: int = 0,
         unique_id: str | None = None,
     ) -> tuple[int, str]:
-        """Keys per tile, and the sentence."""
         device = host.compute_device()
         if dtype == _AS_COMFYUI:
             dtype = dtype_text(host.compute_dtype(device))

@@ -107,8 +107,13 @@ def _sites(engine: Engine, network: nn.Module, mode: str, estimates: dict[str, E
     def watch(what: str, args: tuple, kwargs: dict[str, Any], result: Any) -> None:
         if not sites.names and not engine.run.gains and engine.run.count() == 0:
             engine.run.note(f"{what} runs as it is; this VAE has no attention")
-        if engine.settings.nan_guard:
-            _say_where_nan_comes_from(engine, what, [*args, *kwargs.values()], result)
+        if not engine.settings.nan_guard or not isinstance(result, Tensor) or not not_finite([result]):
+            return
+        if not_finite([*args, *kwargs.values()]):
+            source = "latent" if what.startswith("decode") else "image"
+            engine.warn(f"the {source} given to {what} already holds NaN or infinity: the fault is before the VAE")
+        else:
+            engine.warn(f"{what} produced NaN or infinity in {dtype_text(result.dtype)}: start ComfyUI with --fp32-vae")
 
     def whole(name: str, previous: Callable[..., Any]) -> Callable[..., Any]:
         if name in estimates:
@@ -118,16 +123,6 @@ def _sites(engine: Engine, network: nn.Module, mode: str, estimates: dict[str, E
     sites = Sites(engine, network, find)
     sites.replacements.update({name: functools.partial(whole, name) for name in _WHOLE if hasattr(network, name)})
     return sites
-
-
-def _say_where_nan_comes_from(engine: Engine, what: str, given: list[Any], result: Any) -> None:
-    if not isinstance(result, Tensor) or not not_finite([result]):
-        return
-    if not_finite(given):
-        source = "latent" if what.startswith("decode") else "image"
-        engine.warn(f"the {source} given to {what} already holds NaN or infinity: the fault is before the VAE")
-    else:
-        engine.warn(f"{what} produced NaN or infinity in {dtype_text(result.dtype)}: start ComfyUI with --fp32-vae")
 
 
 @functools.cache

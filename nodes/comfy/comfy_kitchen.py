@@ -84,7 +84,6 @@ class Served:
         self.calls, self.error, self.backend = 0, 0.0, ""
 
     def restart(self) -> None:
-        """A run begins."""
         self.calls, self.error = 0, 0.0
 
     def wrapper(self, executor: Any, *args: Any, **kwargs: Any) -> Any:

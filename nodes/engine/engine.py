@@ -170,7 +170,6 @@ class Engine:
 
     @property
     def is_running(self) -> bool:
-        """Whether a run has begun and is not over."""
         return self._run is not None
 
     @property

@@ -129,16 +129,13 @@ def sentence(call: VaeCall, reckoned: int) -> str:
     figures: Any = call.figures
     shape = "x".join(map(str, call.shape))
     instead = f" where ComfyUI expects {size_text(reckoned)}" if reckoned else ""
+    retries = f"rows per band reduced {figures.retries} times after running out of memory"
     parts = [
         f"{call.method} of {shape} in bands: {size_text(figures.expected_bytes)} at most{instead}",
         f"{figures.layers} layers in {figures.bands} bands",
+        f"{size_text(figures.host_bytes)} in system memory" if figures.host_bytes else "",
+        retries if figures.retries else "",
+        f"not in bands: {', '.join(sorted(figures.whole))}" if figures.whole else "",
+        call.why,
     ]
-    if figures.host_bytes:
-        parts.append(f"{size_text(figures.host_bytes)} in system memory")
-    if figures.retries:
-        parts.append(f"rows per band reduced {figures.retries} times after running out of memory")
-    if figures.whole:
-        parts.append(f"not in bands: {', '.join(sorted(figures.whole))}")
-    if call.why:
-        parts.append(call.why)
-    return ", ".join(parts)
+    return ", ".join(filter(None, parts))

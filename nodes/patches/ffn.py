@@ -24,8 +24,6 @@ register(CastingLayers("comfy_cast_weights", _CASTING_CODE))
 
 
 class Chunking(Injection):
-    """The chunking of one node."""
-
     key, part = f"{host.KEY}_ffn", "feed-forward"
     binding: FfnBinding
 

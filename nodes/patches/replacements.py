@@ -155,11 +155,7 @@ class Replacement:
         if isinstance(module, nn.Module) and is_plain and method == getattr(type(module), method.__name__, None):
             previous = MethodType(self._copy(method), module)
 
-        @functools.wraps(previous)
-        def method_with_pascal_attn(*args: Any, **kwargs: Any) -> Any:
-            return previous(*args, **kwargs)
-
-        return method_with_pascal_attn
+        return functools.update_wrapper(functools.partial(previous), previous)
 
     def softcapped(self, previous: Any) -> Attention:
         """For a ``forward`` that computes attention with a softcap by hand: with ours in its middle. Other arguments

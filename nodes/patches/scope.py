@@ -33,7 +33,6 @@ class Scope:
 
     @contextmanager
     def _with(self, **values: Any) -> Iterator[None]:
-        """The state changed in the block."""
         local = self.local
         before = {name: getattr(local, name) for name in values}
         vars(local).update(values)
@@ -64,7 +63,6 @@ class Scope:
             yield
 
     def next_name(self) -> str:
-        """The name of the next attention call, by its number."""
         local = self.local
         local.ordinal += 1
         return f"{local.word} {local.ordinal}"

@@ -54,18 +54,15 @@ class Exactness:
 
     @property
     def verdict(self) -> str:
-        """The result in some words."""
         if not self.is_exact:
             return "NOT EXACT"
         return "exact within rounding" if self.is_known else "exactness could not be checked"
 
     @property
     def tone(self) -> str:
-        """The tone of the picture's row, see ``picture.TONES``."""
         return "good" if self.is_exact and self.is_known else "bad" if self.is_known else "caution"
 
     def text(self) -> str:
-        """One line for the report."""
         if not self.is_known:
             found = f"{self.verdict}: query, key or value held NaN or infinity before attention"
             return f"{found} ({self.kind.block or 'unnamed'}){self._host_text()}"

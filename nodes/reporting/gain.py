@@ -36,7 +36,6 @@ def gain_line(runs: Sequence[Run], attention: str) -> str:
 
 
 def is_gain(runs: Sequence[Run], attention: str) -> bool:
-    """Whether ``gain_line`` has a gain to tell."""
     return bool(_gained(runs, attention))
 
 
@@ -79,7 +78,10 @@ def nothing_because(runs: Sequence[Run], attention: str) -> str:
         return f"Nothing gained: {why or 'no attention call reached a patch'}"
     taken = _taken(calling)
     if not taken:
-        return f"Nothing to gain: {_why_none_taken(calling)}"
+        counts = sum((Counter(run.counted(lambda kind: kind.why)) for run in calling), Counter[str]())
+        ((why, count),), total = counts.most_common(1), counts.total()
+        most = f"{'all' if count == total else f'{count:,} of'} {plural(total, 'call')} passed to ComfyUI"
+        return f"Nothing to gain: {most}: {why}"
     share = _share_text(calling)
     if attention == SDPA and all(kind.torch_stores is False for kind, _ in taken):
         return f"Nothing to gain: PyTorch's own kernel takes every call here, with or without this node{share}"
@@ -95,9 +97,3 @@ def _share_text(runs: Sequence[Run]) -> str:
     sampling = [run for run in runs if run.part == "diffusion model" and run.share is not None]
     spent, whole = sum(run.elapsed_ms / 1e3 for run in sampling), sum(run.elapsed_s for run in sampling)
     return f"; attention is {share_text(min(1.0, spent / whole))} of sampling" if spent and whole else ""
-
-
-def _why_none_taken(runs: Sequence[Run]) -> str:
-    counts = sum((Counter(run.counted(lambda kind: kind.why)) for run in runs), Counter[str]())
-    ((why, count),), total = counts.most_common(1), counts.total()
-    return f"{'all' if count == total else f'{count:,} of'} {plural(total, 'call')} passed to ComfyUI: {why}"

@@ -41,7 +41,6 @@ def report_text(findings: Findings) -> str:
 
 
 def draw_report(findings: Findings) -> Image.Image:
-    """The report as a picture: the sections of the text."""
     heads = [("WARNING", findings.alarms, "bad"), ("Note", findings.remarks, "caution")]
     head = [Section(title, [Row("", text) for text in texts], tone) for title, texts, tone in heads if texts]
     runs = [shown.run for shown in findings.shown]
@@ -85,13 +84,10 @@ def _warnings(findings: Findings) -> list[str]:
 
 def _summary_of(shown: Shown) -> str:
     run = shown.run
-    parts = [run.line()]
-    if run.elapsed_ms:
-        parts.append(time_text(run))
+    parts = [run.line(), *([time_text(run)] if run.elapsed_ms else [])]
     if run.extra_bytes is not None:
         parts.append(f"largest extra memory {size_text(run.extra_bytes)}, math {size_text(run.math_bytes)}")
-    if shown.run.exactness is not None:
-        parts.append(shown.run.exactness.verdict)
+    parts += [] if run.exactness is None else [run.exactness.verdict]
     return "; ".join(parts) + (f" ({shown.remark})" if shown.remark else "")
 
 
@@ -119,8 +115,8 @@ def _section(shown: Shown, memory: dict[str, int], most_notes: int | None) -> Se
     if run.tallies or run.gains:
         rows += _memory_rows(run, memory)
     rows += _trouble_rows(run)
-    if shown.run.exactness is not None:
-        rows.append(Row("exactness", shown.run.exactness.text(), tone=shown.run.exactness.tone))
+    if run.exactness is not None:
+        rows.append(Row("exactness", run.exactness.text(), tone=run.exactness.tone))
     rows += [Row("WARNING", text, tone="bad") for text in run.warnings]
     rows += [Row("note", text) for text in run.notes[:most_notes]]
     node = "" if run.unique_id is None else f", node {run.unique_id}"
@@ -197,15 +193,14 @@ def _printed(section: Section) -> Iterator[str]:
 
 
 def _kind_text(kind: CallKind, tally: CallTally) -> str:
-    facts = [f"{tally.count:6d} x {kind.route or 'passed to ComfyUI'}", shape_text(kind), f"by {kind.via}"]
-    if tally.elapsed_ms:
-        facts.append(duration_text(tally.elapsed_ms / 1e3))
-    if tally.extra_bytes is not None:
-        facts.append(f"+{size_text(tally.extra_bytes)}")
-    if tally.blocks:
-        facts.append(f"{tally.bounded_blocks / tally.blocks:.0%} bounded")
-    if tally.budget_halvings:
-        facts.append(f"budget halved {tally.budget_halvings}x")
-    if tally.repaired:
-        facts.append(f"{tally.repaired} repaired")
-    return ", ".join(fact for fact in facts if fact) + f": {kind.why}"
+    facts = [
+        f"{tally.count:6d} x {kind.route or 'passed to ComfyUI'}",
+        shape_text(kind),
+        f"by {kind.via}",
+        duration_text(tally.elapsed_ms / 1e3) if tally.elapsed_ms else "",
+        "" if tally.extra_bytes is None else f"+{size_text(tally.extra_bytes)}",
+        f"{tally.bounded_blocks / tally.blocks:.0%} bounded" if tally.blocks else "",
+        f"budget halved {tally.budget_halvings}x" if tally.budget_halvings else "",
+        f"{tally.repaired} repaired" if tally.repaired else "",
+    ]
+    return f"{', '.join(filter(None, facts))}: {kind.why}"

@@ -125,7 +125,6 @@ def device_names() -> list[str]:
 
 
 def torch_build() -> TorchBuild:
-    """The torch of this process."""
     if torch.version.hip is not None:
         return TorchBuild(torch.__version__, "hip", torch.version.hip, tuple(torch.cuda.get_arch_list()))
     if torch.version.cuda is not None:
@@ -324,7 +323,8 @@ def device_lines(machine: Machine, number: int) -> list[str]:
     if info.kind == "hip" and info.known_arch != info.arch:
         what = f"it is a {info.known_arch}" if info.known_arch else "the system does not say what it is"
         lines.append(line("", f"{OVERRIDE} makes it a {info.arch}; {what}"))
-    lines.append(line("memory", _memory(info.total_bytes, free)))
+    total = _size(info.total_bytes) if info.total_bytes else "unknown"
+    lines.append(line("memory", total if free is None else f"{total}, {_size(free)} free"))
     verdict = judge(info, machine.build)
     lines.append(line("wheel", verdict.why))
     if verdict.install:
@@ -358,8 +358,3 @@ def line(label: str, text: str) -> str:
 
 def _size(num_bytes: int) -> str:
     return f"{num_bytes / MIB:.1f} MiB" if num_bytes < GIB else f"{num_bytes / GIB:.1f} GiB"
-
-
-def _memory(total: int, free: int | None) -> str:
-    text = _size(total) if total else "unknown"
-    return text if free is None else f"{text}, {_size(free)} free"

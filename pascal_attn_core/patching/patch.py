@@ -47,11 +47,9 @@ class AnyReport:
 
     @property
     def states(self) -> list[State]:
-        """The state of each place."""
         raise NotImplementedError
 
     def text(self) -> str:
-        """The report in words."""
         raise NotImplementedError
 
     def __str__(self) -> str:
@@ -69,7 +67,6 @@ class PatchReport(AnyReport):
         return self._states
 
     def text(self) -> str:
-        """The number of places in each state, and one line for all that share a state and a reason."""
         counts = collections.Counter(state.state for state in self.states)
         rows = [", ".join(f"{counts[state]} {state}" for state in STATES if counts[state])]
         for (state, why), names in alike(((state, why), name) for name, state, why in self.states):

@@ -34,15 +34,14 @@ class MathRoute(Route):
             reasons.append(f"its score matrix of {score_mib:.1f} MiB is above math_limit_mib {limit:g}")
         if call.seq_len_kv > runtime_of(call.query.device).info.longest_sum:
             reasons.append(f"the device may add up {call.seq_len_kv:,} products, one for each key, wrongly")
-        if request.with_lse:
-            reasons.append("torch's function does not return lse")
-        if call.score_rule is not None:
-            reasons.append("a score_mod runs in tiles only")
-        if call.is_empty:
-            reasons.append("the call is empty")
-        if request.in_graph and call.dropout_p:
-            reasons.append("a compiled graph recomputes it for its gradients, with a different dropout mask")
-        return reasons or None
+        redrawn = "a compiled graph recomputes it for its gradients, with a different dropout mask"
+        checks = (
+            (request.with_lse, "torch's function does not return lse"),
+            (call.score_rule is not None, "a score_mod runs in tiles only"),
+            (call.is_empty, "the call is empty"),
+            (request.in_graph and call.dropout_p, redrawn),
+        )
+        return reasons + [why for holds, why in checks if holds] or None
 
     def claim(self, request: Request) -> Choice | None:
         if request.plan(self):

@@ -77,7 +77,6 @@ class Choice:
 
     @property
     def route(self) -> str:
-        """The route's name."""
         return self.by.name
 
 

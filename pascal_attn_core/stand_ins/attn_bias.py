@@ -44,7 +44,6 @@ class LowerTriangularMask(AttentionBias):
         pass
 
     def add_bias(self, bias: Tensor) -> LowerTriangularMaskWithTensorBias:
-        """The mask with a tensor that is added to the scores."""
         return LowerTriangularMaskWithTensorBias(bias)
 
 

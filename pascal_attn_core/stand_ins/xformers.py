@@ -144,7 +144,6 @@ class AnyOp:
 
     @classmethod
     def supports(cls, inputs: Any) -> bool:
-        """Whether a call can be computed: always."""
         return True
 
 

@@ -263,7 +263,6 @@ class _Given(NamedTuple):
         return _Given((), {**self.kwargs, next(iter(self.kwargs)): tensor})
 
     def to(self, function: Callable[..., Any]) -> Any:
-        """Call a function with them."""
         return function(*self.args, **self.kwargs)
 
 

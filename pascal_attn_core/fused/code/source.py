@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -71,7 +72,6 @@ class Variant(Compilation):
 
     @property
     def threads(self) -> int:
-        """Threads of a block of the first function."""
         return self.geometry.threads
 
     @property
@@ -122,7 +122,6 @@ class Variant(Compilation):
 
     @property
     def exists(self) -> bool:
-        """Whether there is such a kernel."""
         if self.kind == amd_geometry.RANGES:
             return bool(self.arch) and amd_geometry.has_ranges(self.head_dim, self.dtype, self.mask, padded=self.padded)
         if self.kind == "grad_all":
@@ -136,11 +135,9 @@ class Variant(Compilation):
 
     @property
     def is_even(self) -> bool:
-        """Whether the blocks of a launch are listed, so that all multiprocessors end together (``stream_k.py``)."""
         return self.kind.endswith("_even")
 
     def runs_on(self, capability: tuple[int, int]) -> bool:
-        """Whether it is a kernel for NVIDIA's devices of this compute capability."""
         kind = TABLE[self.kind]
         return not self.arch and kind.least <= capability < kind.below
 
@@ -175,7 +172,6 @@ class Variant(Compilation):
 
     @property
     def functions(self) -> tuple[str, ...]:
-        """The kernels in it, the one that gives the kind its name first."""
         kind = TABLE[self.kind]
         of_mask = (kind.mask_function,) if kind.mask_function and self.mask != "none" else ()
         return (*kind.functions, *of_mask)
@@ -220,15 +216,11 @@ def all_variants() -> Iterator[Variant]:
             of_tensor = gradient_head_dims(kind)
         dims = of_tensor if is_tensor else HEAD_DIMS
         masks = tuple(m for m in MASKS if m != "bool") if kind.endswith("packed") else MASKS
-        for head_dim in dims:
-            if is_gradient and head_dim > 256:
-                continue
-            for padded in (False, True):
-                for dtype in ("float16",) if is_tensor else DTYPES:
-                    for mask in masks:
-                        variant = Variant(kind, head_dim, dtype, mask, padded)
-                        if variant.exists:
-                            yield variant
+        dtypes = ("float16",) if is_tensor else DTYPES
+        for head_dim, padded, dtype, mask in itertools.product(dims, (False, True), dtypes, masks):
+            variant = Variant(kind, head_dim, dtype, mask, padded)
+            if variant.exists and not (is_gradient and head_dim > 256):
+                yield variant
 
 
 def linear_variants() -> tuple[LinearVariant, ...]:

@@ -71,7 +71,6 @@ class CudaDriver(Driver):
 
 @functools.cache
 def cuda_driver() -> CudaDriver:
-    """The process's driver; see :class:`CudaDriver` for what it raises."""
     return CudaDriver()
 
 

@@ -97,7 +97,6 @@ def _open(paths: list[str]) -> ctypes.CDLL:
 
 @functools.cache
 def hip_driver() -> HipDriver:
-    """The process's runtime; see :class:`HipDriver` for what it raises."""
     return HipDriver()
 
 

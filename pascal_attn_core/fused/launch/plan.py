@@ -98,7 +98,6 @@ class Plan(NamedTuple):
 
     @property
     def variants(self) -> tuple[Variant, ...]:
-        """All compilations that it takes."""
         return (self.forward, *(() if self.tail is None else (self.tail.variant,)), *self.gradients)
 
     @property
@@ -198,10 +197,9 @@ def table_dim(head_dim: int, head_dim_v: int, table: tuple[int, ...] = HEAD_DIMS
 def resident_blocks(variant: Variant, capability: tuple[int, int] | None) -> int:
     """Blocks of a kernel that a multiprocessor of this compute capability holds: those that it is compiled for, as far
     as shared memory suffices. None = that is not known, and suffices."""
-    if capability is None or variant.arch:
-        return variant.geometry.blocks
-    found = _SHARED_KIB.get(capability, _SHARED_KIB.get(capability[:1]))
-    if found is None:
+    known = () if capability is None or variant.arch else capability
+    found = _SHARED_KIB.get(known, _SHARED_KIB.get(known[:1]))
+    if found is None or capability is None:
         return variant.geometry.blocks
     of_block = -(-variant.tile_bytes // 256) * 256 + (1024 if capability >= (8, 0) else 0)
     return max(1, min(variant.geometry.blocks, (found << 10) // of_block))

@@ -97,7 +97,6 @@ class Kernels:
 
     @functools.cached_property
     def variant_arch(self) -> str:
-        """The ``arch`` of the device's variants."""
         return self.arch if self.info.kind == "hip" else ""
 
     @functools.cached_property
@@ -173,7 +172,6 @@ class Kernels:
         return functions
 
     def _captures(self) -> bool:
-        """Whether a graph is being captured on the current stream."""
         return self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
     def ensure(self, variants: Iterable[Compilation]) -> None:
@@ -310,7 +308,6 @@ class Kernels:
 
 
 def kernels_of(call: AttentionCall) -> Kernels:
-    """The kernels of a call's device."""
     return runtime_of(call.query.device).part(Kernels)
 
 

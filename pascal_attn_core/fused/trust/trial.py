@@ -145,7 +145,6 @@ class Trials:
 
     @functools.cached_property
     def is_trusted(self) -> bool:
-        """Whether the user wants no trial."""
         return switched_on("PASCAL_ATTN_TRUST")
 
     def reason(self, variants: Sequence[Compilation]) -> str:
@@ -384,12 +383,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         try:
             run_job(job, tell)
         except Exception as error:
-            tell(stopped=f"{type(error).__name__}: {error}".partition("\n")[0], is_fault=_is_fault(error))
-
-
-def _is_fault(error: Exception) -> bool:
-    """Whether an error is one that only a kernel causes."""
-    return getattr(error, "error_code", 0) in FAULTS or any(words in str(error) for words in _FAULT_WORDS)
+            # Whether it is one that only a kernel causes.
+            fault = getattr(error, "error_code", 0) in FAULTS or any(words in str(error) for words in _FAULT_WORDS)
+            tell(stopped=f"{type(error).__name__}: {error}".partition("\n")[0], is_fault=fault)
 
 
 def run_job(job: Job, tell: Callable[..., None]) -> None:

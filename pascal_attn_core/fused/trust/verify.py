@@ -113,7 +113,6 @@ def _pieces(variant: Variant, call: AttentionCall) -> Pieces | None:
 
 
 def _packed_error(variant: Variant, call: AttentionCall, out: Tensor, run: Run) -> float:
-    """The error of a call whose tokens are those of two sequences."""
     packed = _two_sequences(call)
     run(packed_launches(forward_launches(replace(call, offset=0), Plan(variant, packed=packed), out), packed))
     parts = [_reference(part)[0] for part in _sequences(_on_cpu(call), packed)]
