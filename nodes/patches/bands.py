@@ -62,10 +62,10 @@ class InBands:
         )
         self.site = Site(network, method, self._own, settings)
 
-    def __call__(self, *given: Any, **kwargs: Any) -> Any:
-        if not given or type(given[0]) is not Tensor:
-            return self.previous(*given, **kwargs)
-        samples, *args = given
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if not args or type(args[0]) is not Tensor:
+            return self.previous(*args, **kwargs)
+        samples, *args = args  # type: ignore[assignment]
         now, calls = self.now, self.site.calls
         before = calls[-1] if calls else None
         device = kwargs.get(_DEVICE)

@@ -67,11 +67,11 @@ def readings(place: Place, folder: Path = _PCI, topology: Path = _NODES) -> tupl
     monitors = sorted((folder / f"{domain:04x}:{bus:02x}:{device:02x}.0" / "hwmon").glob("hwmon*"))
     if not monitors:
         return None
-    found: list[float | None] = [None] * len(_READINGS)
+    values: list[float | None] = [None] * len(_READINGS)
     for index, (name, unit) in enumerate(_READINGS):
         with contextlib.suppress(OSError, ValueError):
-            found[index] = int((monitors[0] / name).read_text(encoding="utf-8")) * unit
-    return tuple(found)
+            values[index] = int((monitors[0] / name).read_text(encoding="utf-8")) * unit
+    return tuple(values)
 
 
 def true_arch(place: Place, overrides: Collection[str], folder: Path = _NODES) -> str:

@@ -8,6 +8,7 @@ when their gradient is asked for.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -39,5 +40,5 @@ def in_any_graph(
         f"gradients of gradients must be taken with route='math', got a {route} call; "
         "pass config=AttentionConfig(route='math', math_limit_mib=...)"
     )
-    sources = [*grads, *given, *inputs]
+    sources: list[Any] = [*grads, *given, *inputs]
     return torch._C._functions.DelayedError(error, len(sources))(*sources)[: len(grads)]

@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -74,7 +74,8 @@ class TiledRoute(Route):
     def for_parts(
         self, call: AttentionCall, config: AttentionConfig, plan: Basis | None = None
     ) -> WholeTiles | list[str]:
-        mask, walks = call.attn_mask, runtime_of(call.query.device).part(Walks)
+        mask: Any = call.attn_mask
+        walks = runtime_of(call.query.device).part(Walks)
         is_padding = isinstance(mask, Tensor) and (mask.dim() < 2 or mask.shape[-2] == 1 or mask.stride(-2) == 0)
         if call.has_bias and is_padding and math.prod(distinct(mask).shape[:-2]) > 1:
             return ["whether its float mask is padding is decided for all heads together"]
@@ -130,7 +131,7 @@ class TiledRoute(Route):
         call, config = _with_mask_per_head(call, config, backward=False)
         seed = draw_seed(call.query.device) if call.dropout_p else None
         stats = TiledStats() if stats is None else stats
-        asked = {"with_lse": with_lse, "for_grad": for_grad, "seed": seed, "stats": stats}
+        asked: dict[str, Any] = {"with_lse": with_lse, "for_grad": for_grad, "seed": seed, "stats": stats}
         asked |= {"softmax": config.softmax, "trim_masks": config.trim_masks}
         return _within_memory(call, config, functools.partial(tiled_forward, call, **asked), stats, basis=plan)
 

@@ -177,8 +177,8 @@ class Timings(Contest[Kind]):
         """Milliseconds of attempts at a sample of this kind; None as in :meth:`.timing_table.Contest.find`."""
         if kind not in self.known and in_backward():  # it is kept until the pass is over, without its values
             mask = call.attn_mask
-            empty = (t.new_empty(0) if isinstance(t, Tensor) else t for t in (call.query, call.key, call.value, mask))
-            call = call.with_tensors(*empty)
+            query, key, value = (t.new_empty(0) for t in (call.query, call.key, call.value))
+            call = call.with_tensors(query, key, value, mask.new_empty(0) if isinstance(mask, Tensor) else mask)
 
         def measure() -> dict[str, float] | None:
             with torch.set_grad_enabled(kind.gradients):

@@ -218,7 +218,9 @@ def _query_step(call: AttentionCall, mask: Tensor | None, budget_bytes: int) -> 
 
 def fused_takes(call: AttentionCall, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> bool:
     """Torch's own answer: is there a fused kernel for exactly this call?"""
-    grouped = {"enable_gqa": True} if query.shape[1] > key.shape[1] else {}  # a word that torch 2.4 does not know
+    grouped: dict[str, Any] = (
+        {"enable_gqa": True} if query.shape[1] > key.shape[1] else {}
+    )  # torch 2.4 does not know it
     given = query, key, value, mask, call.dropout_p, call.is_causal
     try:
         return torch._fused_sdp_choice(*given, scale=call.scale, **grouped) > _MATH

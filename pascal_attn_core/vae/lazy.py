@@ -390,7 +390,7 @@ class Narrowed(Aligned):
     is_fresh = False
 
     def __init__(self, node: Lazy, cut: int, start: int, stop: int, step: int = 1):
-        super().__init__(node.like[(*[slice(None)] * cut, slice(start, stop, step))], (node,))
+        super().__init__(node.like[tuple([slice(None)] * cut + [slice(start, stop, step)])], (node,))
         self.cut, self.start, self.step = cut, start, step
 
     def own_granule(self, dim: int) -> int:
@@ -407,7 +407,7 @@ class Narrowed(Aligned):
         if dim == self.cut and self.inputs[0].granule(dim) == 1:
             start, count = 0, high - low
         stop = start + (count - 1) * self.step + 1
-        return pieces[0][(*[slice(None)] * self.cut, slice(start, stop, self.step))]
+        return pieces[0][tuple([slice(None)] * self.cut + [slice(start, stop, self.step)])]
 
 
 class Expanded(Aligned):

@@ -63,8 +63,10 @@ def views(call: AttentionCall, *rest: Tensor) -> Iterator[View]:
         return
     if call.query.dim() == 2:
         rest = tuple(t[None] for t in rest)
-    for tensors in _one_batch([query, key, value, mask, *rest], len(call.batch)):
-        yield View(*tensors[:4], tuple(tensors[4:]))  # type: ignore[arg-type]  # only a mask may be None
+    parts: Any
+    for parts in _one_batch([query, key, value, mask, *rest], len(call.batch)):
+        query, key, value, mask, *others = parts
+        yield View(query, key, value, mask, tuple(others))
 
 
 def _expanded(tensor: Tensor, shape: tuple[int, ...]) -> Tensor:
