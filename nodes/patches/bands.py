@@ -22,6 +22,7 @@ METHODS = ("decode", "encode")
 _STEPS = 1000  # of ComfyUI's progress bar
 _BUFFER, _DEVICE = "output_buffer", "device"  # arguments of networks that read and write in parts
 
+Call = Callable[..., Any]
 Estimate = Callable[[tuple[int, ...], torch.dtype], float]
 
 
@@ -44,13 +45,7 @@ class InBands:
     """
 
     def __init__(
-        self,
-        engine: Engine,
-        network: nn.Module,
-        method: str,
-        mode: str,
-        estimate: Estimate | None,
-        previous: Callable[..., Any],
+        self, engine: Engine, network: nn.Module, method: str, mode: str, estimate: Estimate | None, previous: Call
     ):
         functools.update_wrapper(self, previous)
         self.engine, self.estimate, self.previous = engine, estimate, previous

@@ -20,10 +20,10 @@ from ..engine.compare import Difference, whole
 from ..engine.engine import Engine
 from ..engine.runs import Place
 from ..reporting import gain
-from .override import OVERRIDE, in_host_layout
+from .override import OVERRIDE, Attention, in_host_layout
 from .scope import Scope
 
-Attention = Callable[..., Any]
+Find = Callable[[str, nn.Module, "Replacement"], Iterable[tuple[str, Make]]]
 
 
 @contextmanager
@@ -73,12 +73,7 @@ class Sites:
         direct: modules that call attention where only a mode around the model sees it.
     """
 
-    def __init__(
-        self,
-        engine: Engine,
-        model: nn.Module,
-        find: Callable[[str, nn.Module, Replacement], Iterable[tuple[str, Make]]],
-    ):
+    def __init__(self, engine: Engine, model: nn.Module, find: Find):
         self.engine, self.model, self.scope = engine, model, Scope()
         self.replacements: Replacements = {}
         for name, module in model.named_modules():

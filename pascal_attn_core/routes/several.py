@@ -91,26 +91,18 @@ class SeveralRoute(Route):
         return Choice(self, found.why, found, torch_stores=alone.torch_stores)
 
     def forward(
-        self,
-        call: AttentionCall,
-        config: AttentionConfig,
-        plan: Shared,
-        *,
-        with_lse: bool,
-        for_grad: bool,
-        stats: TiledStats | None,
+        self, call: AttentionCall, config: AttentionConfig, plan: Shared, *, stats: TiledStats | None, **wanted: bool
     ) -> Results:
         """
         Raises:
             RouteUnavailable: the route of the parts cannot take the whole call on the first device either.
         """
         stats = TiledStats() if stats is None else stats
-        has_rows = (with_lse or for_grad) and not plan.route.is_differentiable
-        wanted = {"with_lse": with_lse, "for_grad": for_grad}
+        has_rows = any(wanted.values()) and not plan.route.is_differentiable  # lse, or what gradients need
         out, lse, log_sum = empty_output(call), None, None
         if has_rows:
             lse = out.new_empty(out.shape[:-1], dtype=call.sums_dtype)
-            log_sum = torch.empty_like(lse) if for_grad and call.has_bias else None
+            log_sum = torch.empty_like(lse) if wanted["for_grad"] and call.has_bias else None
         counted: list[TiledStats] = []
 
         def compute(heads: range, tensors: Tensors) -> Results:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import math
@@ -50,6 +51,9 @@ class WholeTiles(NamedTuple):
     forward: TilePlan
     backward: TilePlan | None
     may_bound: bool
+
+
+AnyTiles = Basis | WholeTiles | None
 
 
 class TiledRoute(Route):
@@ -116,7 +120,7 @@ class TiledRoute(Route):
         self,
         call: AttentionCall,
         config: AttentionConfig,
-        plan: Basis | WholeTiles | None = None,
+        plan: AnyTiles = None,
         *,
         with_lse: bool = False,
         for_grad: bool = False,
@@ -136,12 +140,7 @@ class TiledRoute(Route):
         return _within_memory(call, config, functools.partial(tiled_forward, call, **asked), stats, basis=plan)
 
     def backward(
-        self,
-        call: AttentionCall,
-        config: AttentionConfig,
-        plan: Basis | WholeTiles | None,
-        saved: Results,
-        wanted: Wanted,
+        self, call: AttentionCall, config: AttentionConfig, plan: AnyTiles, saved: Results, wanted: Wanted
     ) -> Gradients:
         call, config = _with_mask_per_head(call, config, backward=True)
         run = functools.partial(tiled_backward, call, saved=saved, wanted=wanted, trim_masks=config.trim_masks)
@@ -219,7 +218,7 @@ class Walks:
         *,
         most_bytes: int | None = None,
         backward: bool = False,
-        basis: Basis | WholeTiles | None = None,
+        basis: AnyTiles = None,
     ) -> Walk:
         """
         Args:
@@ -229,7 +228,7 @@ class Walks:
             ValueError: the budget does not suffice.
         """
         is_traced = torch._C._get_tracing_state() is not None  # then sizes are tensors
-        kind = None if is_traced else _kind(call, config, most_bytes, backward, basis)
+        kind = None if is_traced else _kind(call, config, backward, most_bytes, basis)
         walk = None if kind is None else self._walks.get(kind)
         if walk is None:
             if isinstance(basis, WholeTiles):
@@ -246,13 +245,7 @@ class Walks:
         return walk
 
 
-def _kind(
-    call: AttentionCall,
-    config: AttentionConfig,
-    most_bytes: int | None,
-    backward: bool,
-    basis: Basis | WholeTiles | None,
-) -> tuple:
+def _kind(call: AttentionCall, config: AttentionConfig, backward: bool, *asked: Any) -> tuple:
     """All that :func:`.tiled.plan.plan_call` and :class:`.tiled.plan.Walk` look at."""
     query, key, value, mask = call.query, call.key, call.value, call.attn_mask
     return (
@@ -262,7 +255,7 @@ def _kind(
         rule_bytes(call, backward=backward) if call.score_rule is not None or isinstance(mask, BlockRule) else None,
         call.num_heads, call.num_kv_heads, call.left, call.right, call.offset,
         call.dropout_p > 0, call.softcap is None, call.sinks is None, call.needs_mask_grad,
-        config.budget_mib, config.q_block, config.kv_block, most_bytes, backward, basis,
+        config.budget_mib, config.q_block, config.kv_block, backward, *asked,
     )  # fmt: skip
 
 
@@ -329,14 +322,22 @@ def _within_memory(
     stats: TiledStats,
     *,
     backward: bool = False,
-    basis: Basis | WholeTiles | None = None,
+    basis: AnyTiles = None,
 ) -> T:
     """``run`` with a plan for this call; when the device runs out of memory, again with half of it."""
     runtime = runtime_of(call.query.device)
     walks, caps = runtime.part(Walks), runtime.part(MemoryCaps)
     walk = walks.of(call, config, backward=backward, basis=basis)
+
+    def smaller(most_bytes: int | None) -> Walk | None:
+        """A walk whose tiles take at most ``most_bytes``, or None if there is none below the present one."""
+        if most_bytes is not None and most_bytes < walk.tiles.extra_bytes:
+            with contextlib.suppress(ValueError):
+                return walks.of(call, config, most_bytes=most_bytes, backward=backward)
+        return None
+
     if caps:
-        walk = _smaller(walks, call, config, walk, caps.most_bytes(_shape_key(call, backward)), backward) or walk
+        walk = smaller(caps.most_bytes(_shape_key(call, backward))) or walk
     while True:
         try:
             return run(walk)
@@ -344,29 +345,12 @@ def _within_memory(
             if not is_out_of_memory(error):
                 raise
             # Half, and a little for what does not shrink with the tile.
-            smaller = _smaller(walks, call, config, walk, walk.tiles.extra_bytes * 17 // 32, backward)
-            if smaller is None:
+            less = smaller(walk.tiles.extra_bytes * 17 // 32)
+            if less is None:
                 raise
-            caps.lower(_shape_key(call, backward), smaller.tiles.extra_bytes)
+            caps.lower(_shape_key(call, backward), less.tiles.extra_bytes)
             stats.budget_halvings += 1
-            before, after = (each.tiles.extra_bytes / MIB for each in (walk, smaller))
+            before, after = (each.tiles.extra_bytes / MIB for each in (walk, less))
             what = f"query {list(call.query.shape)}, key {list(call.key.shape)}"
             log.warning("out of memory with %.2f MiB for %s: continuing with %.2f MiB", before, what, after)
-            walk = smaller
-
-
-def _smaller(
-    walks: Walks,
-    call: AttentionCall,
-    config: AttentionConfig,
-    walk: Walk,
-    most_bytes: int | None,
-    backward: bool,
-) -> Walk | None:
-    """A walk whose tiles take at most ``most_bytes``, or None if there is none below the given one."""
-    if most_bytes is None or most_bytes >= walk.tiles.extra_bytes:
-        return None
-    try:
-        return walks.of(call, config, most_bytes=most_bytes, backward=backward)
-    except ValueError:
-        return None
+            walk = less

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -198,7 +198,7 @@ def _repeats_over_keys(call: AttentionCall) -> bool:
 def _misreads_repetitions(kind: Kind) -> bool:
     dtype = kind.dtype if kind.mask == torch.bool else kind.mask  # torch adds a bool mask as numbers too
     of_rows = _wave((_TOKENS, 1), kind.device, dtype)
-    return any(_is_wrong(*_inputs(kind), mask) for mask in (of_rows, of_rows.expand(-1, _TOKENS)))
+    return any(_is_wrong(_inputs(kind), mask) for mask in (of_rows, of_rows.expand(-1, _TOKENS)))
 
 
 def _is_float16_on_a_cpu(call: AttentionCall) -> bool:
@@ -207,7 +207,7 @@ def _is_float16_on_a_cpu(call: AttentionCall) -> bool:
 
 def _rounds_scores(kind: Kind) -> bool:
     query, key, value = _inputs(kind)
-    return _is_wrong(query * 100, key * 100, value, None)
+    return _is_wrong((query * 100, key * 100, value), None)
 
 
 def _has_swallowing_rows(call: AttentionCall) -> bool:
@@ -220,9 +220,9 @@ def _loses_the_denominator(kind: Kind) -> bool:
     """The largest number of float16 costs the logarithm a few digits only, so the gradients are also compared with
     those under a mask of zeros."""
     inputs, mask = _inputs(kind), torch.zeros(_TOKENS, _TOKENS, dtype=kind.mask, device=kind.device)
-    usual = _errors(*inputs, mask, with_gradients=True)
+    usual = _errors(inputs, mask, gradients=True)
     mask[:8] = torch.finfo(kind.mask).min
-    found = _errors(*inputs, mask, with_gradients=True)
+    found = _errors(inputs, mask, gradients=True)
     return not all(error <= _WRONG and error <= _WORSE * max(before, 1e-6) for error, before in zip(found, usual))
 
 
@@ -230,7 +230,7 @@ def _scales_too_late(kind: Kind) -> bool:
     query, key, value = _inputs(kind)
     keep = torch.ones(_TOKENS, _TOKENS, dtype=torch.bool, device=kind.device).tril_()
     return any(
-        _is_wrong(query * size, key * size, value, mask, scale=scale, is_causal=causal)
+        _is_wrong((query * size, key * size, value), mask, scale=scale, is_causal=causal)
         for size, scale in ((1.0, 0.0), (1.0, -0.5), (16.0, -0.5))
         for mask, causal in ((None, False), (None, True), (keep, False))
     )
@@ -238,7 +238,7 @@ def _scales_too_late(kind: Kind) -> bool:
 
 def _misreads_float32(kind: Kind) -> bool:
     twice = _wave((2 * _TOKENS, _TOKENS), kind.device, kind.mask)  # as float64 torch reads on behind the mask
-    return _is_wrong(*_inputs(kind), twice[:_TOKENS])
+    return _is_wrong(_inputs(kind), twice[:_TOKENS])
 
 
 FAULTS = (
@@ -298,30 +298,26 @@ def _inputs(kind: Kind) -> tuple[Tensor, Tensor, Tensor]:
     return query, key, value
 
 
-def _is_wrong(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **options: Any) -> bool:
+def _is_wrong(inputs: Sequence[Tensor], mask: Tensor | None, **options: Any) -> bool:
     """Whether the output of torch's function is far from plain attention."""
-    return not all(error <= _WRONG for error in _errors(query, key, value, mask, **options))  # NaN is not
+    return not all(error <= _WRONG for error in _errors(inputs, mask, **options))  # NaN is not
 
 
 def _errors(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
+    inputs: Sequence[Tensor],
     mask: Tensor | None,
-    *,
     scale: float = 0.125,
     is_causal: bool = False,
-    with_gradients: bool = False,
+    gradients: bool = False,
 ) -> list[float]:
     """How far torch's function is from plain attention, relative to the size of its output and of each gradient."""
+    query = inputs[0]
     wide = torch.float64 if query.dtype == torch.float64 else torch.float32
-    own, plain = (
-        [t.detach().to(d).requires_grad_(with_gradients) for t in (query, key, value)] for d in (query.dtype, wide)
-    )
+    own, plain = ([t.detach().to(d).requires_grad_(gradients) for t in inputs] for d in (query.dtype, wide))
     results = [torch_sdpa(own[0], own[1], own[2], mask, 0.0, is_causal, scale=scale)]
     added = mask if mask is None or mask.dtype == torch.bool else mask.to(wide)
     expected = [reference_sdpa(plain[0], plain[1], plain[2], added, is_causal, scale)[0]]
-    if with_gradients:
+    if gradients:
         weight = _wave(tuple(query.shape), query.device, query.dtype, 2.3)
         results += torch.autograd.grad((results[0] * weight).sum(), own)
         expected += torch.autograd.grad((expected[0] * weight.to(wide)).sum(), plain)

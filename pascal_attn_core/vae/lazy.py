@@ -11,7 +11,7 @@ for the whole tensor and can always be read; others where :meth:`Lazy.granule` i
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 aten = torch.ops.aten
 _SMALL = 1 << 16  # elements of a tensor that is copied when it is recorded, since its memory may be used again
 Versions = tuple[tuple[Tensor, int], ...]
+Dims = Sequence[int | None]  # which dimension of the input each one of a result is; None = it must not be cut
 Memo = dict[tuple[int, int, int, int], Tensor]
 
 
@@ -297,21 +298,14 @@ class Rowwise(Aligned):
     """An operator that treats ranges of some dimensions independently: a softmax, a linear layer, a sum.
 
     Args:
-        dims: which dimension of the input each dimension of the result is, None where it must not be cut.
+        dims: see :data:`Dims`.
         others: nodes that are read whole, whatever is read of the result; the input is the first.
     """
 
     arguments = ("args", "kwargs")
 
     def __init__(
-        self,
-        like: Tensor,
-        func: Callable[..., Any],
-        args: tuple,
-        kwargs: dict[str, Any],
-        dims: Sequence[int | None],
-        *,
-        heavy: bool = False,
+        self, like: Tensor, func: Any, args: tuple, kwargs: dict[str, Any], dims: Dims, *, heavy: bool = False
     ):
         super().__init__(like, nodes_in((args, kwargs)))
         self.func, self.dims, self.is_heavy = func, dims, heavy

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from .attention import Attention
-from .lazy import Expanded, Filled, Joined, Known, Lazy, Narrowed, Permuted, Pointwise, Rowwise, Viewed, aten
+from .lazy import Dims, Expanded, Filled, Joined, Known, Lazy, Narrowed, Permuted, Pointwise, Rowwise, Viewed, aten
 from .run import Run
 from .store import Value
 from .trees import leaves, mapped
@@ -64,14 +64,7 @@ def pointwise(run: Run, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
 
 
 def rowwise(
-    run: Run,
-    node: Lazy,
-    func: Any,
-    args: tuple,
-    kwargs: dict[str, Any],
-    dims: Sequence[int | None],
-    *,
-    heavy: bool = False,
+    run: Run, node: Lazy, func: Any, args: tuple, kwargs: dict[str, Any], dims: Dims, *, heavy: bool = False
 ) -> Lazy:
     """An operator that treats ranges of some dimensions of its input on their own; see :class:`.lazy.Rowwise`."""
     run.settled(node)
@@ -330,20 +323,10 @@ def _pool(run: Run, func: Any, node: Lazy, kernel: Sequence[int], *rest: Any) ->
 
 
 @handles("native_group_norm")
-def _group_norm(
-    run: Run,
-    func: Any,
-    node: Any,
-    weight: Any,
-    bias: Any,
-    batch: int,
-    channels: int,
-    inner: int,
-    groups: int,
-    eps: float,
-) -> Any:
+def _group_norm(run: Run, func: Any, node: Any, weight: Any, bias: Any, *rest: Any) -> Any:
     if not isinstance(node, Lazy) or node.like.dim() < 3:
         return NotImplemented
+    batch, _, _, groups, eps = rest
     moments = Moments(batch, groups)
     run.evaluate(node, moments)
     found = Normalised(node, moments, weight, bias, eps)

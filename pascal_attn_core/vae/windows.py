@@ -19,26 +19,13 @@ class Convolution(Lazy):
     is_heavy = True
     arguments = ("weight", "bias")
 
-    def __init__(
-        self,
-        like: Tensor,
-        node: Lazy,
-        weight: Tensor,
-        bias: Tensor | None,
-        stride: Sequence[int],
-        padding: Sequence[int],
-        dilation: Sequence[int],
-        transposed: bool,
-        output_padding: Sequence[int],
-        groups: int,
-    ):
+    def __init__(self, like: Tensor, node: Lazy, weight: Tensor, bias: Tensor | None, *rest: Any):
         super().__init__(like, (node,))
-        spatial = like.dim() - 2
+        spatial, (stride, padding, dilation, self.transposed, output_padding, self.groups) = like.dim() - 2, rest
 
         def each(values: Sequence[int]) -> tuple[int, ...]:
             return tuple(values) * spatial if len(values) == 1 else tuple(values)
 
-        self.groups, self.transposed = groups, transposed
         (self.weight, self.bias), self.given = captured((weight, bias))
         self.stride, self.padding, self.dilation = each(stride), each(padding), each(dilation)
         self.output_padding = each(output_padding)
