@@ -135,9 +135,12 @@ class TiledRoute(Route):
         call, config = _with_mask_per_head(call, config, backward=False)
         seed = draw_seed(call.query.device) if call.dropout_p else None
         stats = TiledStats() if stats is None else stats
-        asked: dict[str, Any] = {"with_lse": with_lse, "for_grad": for_grad, "seed": seed, "stats": stats}
-        asked |= {"softmax": config.softmax, "trim_masks": config.trim_masks}
-        return _within_memory(call, config, functools.partial(tiled_forward, call, **asked), stats, basis=plan)
+        how: dict[str, Any] = {"softmax": config.softmax, "trim_masks": config.trim_masks, "seed": seed, "stats": stats}
+
+        def run(walk: Walk) -> Results:
+            return tiled_forward(call, walk, with_lse=with_lse, for_grad=for_grad, **how)
+
+        return _within_memory(call, config, run, stats, basis=plan)
 
     def backward(
         self, call: AttentionCall, config: AttentionConfig, plan: AnyTiles, saved: Results, wanted: Wanted
