@@ -30,7 +30,7 @@ _GUARD = (
 
 
 class PascalNode:
-    """What the nodes have in common, in ComfyUI's words."""
+    """The base class of the nodes: their place in ComfyUI's menu, and the name of the method that most of them run."""
 
     CATEGORY = "model/patch/attention"
     FUNCTION = "patch"

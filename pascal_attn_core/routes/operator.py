@@ -74,22 +74,19 @@ def call(
     rule: tuple[str, Sequence[int], Sequence[Tensor]] = ("", (), ())
     is_traced, is_compiling = torch._C._get_tracing_state() is not None, torch.compiler.is_compiling()
     if is_rule:
-        # On tensors without numbers no rule is ever evaluated.
-        is_never_asked = not is_compiling and isinstance(query, FakeTensor)
+        is_never_asked = not is_compiling and isinstance(query, FakeTensor)  # it has no numbers
         if not (isinstance(attn_mask, LazyMask) and (isinstance(attn_mask.rule, MaskRule) or is_never_asked)):
             if not is_compiling:
                 where = "under torch.jit.trace" if is_traced else f"for tensors of type {type(query).__name__}"
                 raise TypeError(f"{where} mask_rule must register the rule of a LazyMask, got {attn_mask.rule!r}")
-            outside = (query, key, value, attn_mask, options, config, with_lse)
-            out, lse = sdpa_with_an_unregistered_mask_rule(*outside)
+            out, lse = sdpa_with_an_unregistered_mask_rule(query, key, value, attn_mask, options, config, with_lse)
             return AttentionOutput(out, query.new_empty(0) if lse is None else lse)
         rule, attn_mask = _rule_arguments(attn_mask), None
     inputs = [t for t in (query, key, value, attn_mask, options.sinks) if t is not None]
     # A trace of torch.jit may run with gradients and without, wherever it was made; a compiled graph is guarded.
     for_grad = is_traced or (torch.is_grad_enabled() and any(t.requires_grad for t in inputs))
     if options.window is not None:
-        sides = [-1 if side is None else side for side in options.window]
-        options = _with_window(options, sides)
+        options = _with_window(options, [-1 if side is None else side for side in options.window])
     if is_traced:  # sizes are tensors, which no list of a traced operator may hold
         rule = (rule[0], [int(size) for size in rule[1]], rule[2])
         if options.window is not None:
