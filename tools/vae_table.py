@@ -1,6 +1,6 @@
 """Which autoencoders of diffusers decode and encode in bands exactly: the table of docs/vae-families.md.
 
-python tools/vae_table.py [--check] [names]      seconds; --check compares with the file instead of writing it
+python tools/vae_table.py [names]      seconds; with names their rows are printed, and the page stays as it is
 
 Each is the real class at a tiny size with random weights, in float32, cut into bands of three elements or fewer.
 **difference**: the largest to the whole call, over the largest value; **torch's own**: the same of the whole call
@@ -27,8 +27,6 @@ from pascal_attn_core.vae.run import Run
 from tools.families import WITHOUT_ATTENTION, Family, NotInThisVersion, sections
 
 PAGE = Path(__file__).parents[1] / "docs" / "vae-families.md"
-
-
 #: not an autoencoder with a latent that it decodes
 _LEFT_OUT = {"LTX2VideoDiffusionDecoderModel"}
 
@@ -132,24 +130,16 @@ def page(names: list[str]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def main() -> int:
+def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--check", action="store_true")
     parser.add_argument("names", nargs="*")
-    options = parser.parse_args()
+    names = parser.parse_args().names
     torch.set_num_threads(1)
-    text = page(options.names)
-    if options.names:
-        print(text)
-    elif options.check:
-        print(text)
-        return int([line.split("|")[1:4] for line in text.splitlines()] != [
-            line.split("|")[1:4] for line in PAGE.read_text(encoding="utf-8").splitlines()])  # fmt: skip
-    else:
+    text = page(names)
+    print(text)
+    if not names:
         PAGE.write_text(text, encoding="utf-8")
-        print(text)
-    return 0
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    main()

@@ -252,14 +252,6 @@ def _linear(job: Job) -> Outcome:
     return _benched(ended, figures, f"int8 in units of float32: {', '.join(found)}" if found else "")
 
 
-def _forward(job: Job) -> Outcome:
-    return _bench(job, job.sizes.forward)
-
-
-def _backward(job: Job) -> Outcome:
-    return _bench(job, job.sizes.backward)
-
-
 def _demo(job: Job) -> Outcome:
     out = job.scratch / "demo"
     ended = job.run("-m", "pascal_attn_core", "demo", "--device", job.device, "--out", str(out), *job.sizes.demo)
@@ -357,8 +349,8 @@ _TOOL = ("pascal_attn_core", "tools/gpu")
 PARTS = (
     Part("selftest", 80, _CORE, _selftest),
     Part("tests", 130, ("pascal_attn_core", "nodes", "tests/gpu", "tests/support", "tests/conftest.py"), _tests),
-    Part("bench-forward", 75, _CORE, _forward),
-    Part("bench-backward", 60, _CORE, _backward),
+    Part("bench-forward", 75, _CORE, lambda job: _bench(job, job.sizes.forward)),
+    Part("bench-backward", 60, _CORE, lambda job: _bench(job, job.sizes.backward)),
     Part("bench-linear", 40, _CORE, _linear),
     Part("demo", 40, _CORE, _demo),
     Part("sanitizer", 75, _TOOL, _sanitizer),

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import subprocess
 import time
 import urllib.parse
-import urllib.request
 from pathlib import Path
 
 from attn_support.comfy.browser import Browser
@@ -36,7 +36,8 @@ def photograph(browser: Browser, server: ComfyServer, folder: Path) -> None:
     show(browser, _short(opened(NAME)))
     browser.script("return app.queuePrompt(0, 1).then(() => true)")
     outputs = _wait(server)
-    _save(_fetched(server, _report_of(outputs), folder / "report.png"), DOCS / "report.png")
+    shown = server.fetched(f"/view?{urllib.parse.urlencode(_report_of(outputs))}")  # as the front end opens it
+    _save(io.BytesIO(shown), DOCS / "report.png")
     time.sleep(3)  # the front end fetches the pictures
     _save(picture(browser, folder / "graph.png"), DOCS / "comfyui-graph.png")
 
@@ -57,14 +58,6 @@ def _report_of(outputs: dict) -> dict:
     return found
 
 
-def _fetched(server: ComfyServer, image: dict, path: Path) -> Path:
-    """A picture as the front end gets it when it is opened at its full size."""
-    address = f"http://127.0.0.1:{server.port}/view?{urllib.parse.urlencode(image)}"
-    with urllib.request.urlopen(address, timeout=60) as answer:
-        path.write_bytes(answer.read())
-    return path
-
-
 def _wait(server: ComfyServer, timeout_s: float = 600) -> dict:
     """Texts that the nodes show when the only prompt has ended."""
     deadline = time.monotonic() + timeout_s
@@ -78,7 +71,7 @@ def _wait(server: ComfyServer, timeout_s: float = 600) -> dict:
     return entry["outputs"]
 
 
-def _save(source: Path, target: Path, width: int = 1400) -> None:
+def _save(source: Path | io.BytesIO, target: Path, width: int = 1400) -> None:
     """A small PNG: at most ``width`` pixels wide, 5 bits per colour."""
     image = Image.open(source).convert("RGB")
     if image.width > width:
