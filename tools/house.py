@@ -93,18 +93,13 @@ KINDS = {
 }
 
 
-def area_of(name: str) -> str:
-    """The area of a file: ``"product"``, ``"tools"`` or ``"tests"``."""
-    return next(area for area, paths in AREAS.items() if name.split("/")[0] in paths)
-
-
 def figures(files: Files) -> dict[str, Counter[str]]:
     """For each row of the summary, the number in each area."""
     found = {"Python files": Counter[str](), "lines of Python": Counter[str]()}
     found |= {title: Counter[str]() for title in KINDS.values()}
     for name, text in files.items():
         if name.endswith(".py"):
-            area = area_of(name)
+            area = next(area for area, paths in AREAS.items() if name.split("/")[0] in paths)
             found["Python files"][area] += 1
             found["lines of Python"][area] += text.count("\n")
             for place in places_in(name, text):

@@ -95,7 +95,8 @@ def seconds(function: Callable[[], Any]) -> float:
     return time.process_time() - start
 
 
-def parsed() -> argparse.Namespace:
+@torch.no_grad()
+def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", nargs="?", default="sd", choices=("sd", "wan"))
     parser.add_argument("sizes", nargs="*", type=int)
@@ -103,12 +104,7 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--exact", action="store_true")
     parser.add_argument("--plan", action="store_true")
-    return parser.parse_args()
-
-
-@torch.no_grad()
-def main() -> None:
-    options = parsed()
+    options = parser.parse_args()
     torch.set_num_threads(1)
     torch.manual_seed(0)
     make, sizes = (

@@ -40,9 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "model.set_attn_processor and pipe.set_attn_processor.",
     )
     parser.add_argument("names", nargs="*", metavar="NAME", help="only families whose name contains one of these")
-    parser.add_argument(
-        "--out", type=Path, metavar="STEM", help="also write STEM.json and STEM.md; runs of other versions are kept"
-    )
+    parser.add_argument("--out", type=Path, metavar="STEM", help="write STEM.json and STEM.md, and keep older runs")
     options = parser.parse_args(arguments)
     diffusers.utils.logging.set_verbosity_error()
     with quiet_torch(1), warnings.catch_warnings():
@@ -70,9 +68,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _prove_all(names: list[str]) -> tuple[list[dict[str, Any]], list[str]]:
     rows, absent = [], []
-    for family in families():
-        if names and not any(name.lower() in family.name.lower() for name in names):
-            continue
+    wanted = [family for family in families() if any(name.lower() in family.name.lower() for name in names or [""])]
+    for family in wanted:
         if sys.stderr.isatty():
             print(f"\r{family.name:<70}", end="", file=sys.stderr)
         try:

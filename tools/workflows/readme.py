@@ -36,8 +36,9 @@ def photograph(browser: Browser, server: ComfyServer, folder: Path) -> None:
     show(browser, _short(opened(NAME)))
     browser.script("return app.queuePrompt(0, 1).then(() => true)")
     outputs = _wait(server)
-    shown = server.fetched(f"/view?{urllib.parse.urlencode(_report_of(outputs))}")  # as the front end opens it
-    _save(io.BytesIO(shown), DOCS / "report.png")
+    images = [image for shown in outputs.values() for image in shown.get("images", [])]
+    (report,) = (image for image in images if image["filename"].startswith("pascal_attention_report"))
+    _save(io.BytesIO(server.fetched(f"/view?{urllib.parse.urlencode(report)}")), DOCS / "report.png")
     time.sleep(3)  # the front end fetches the pictures
     _save(picture(browser, folder / "graph.png"), DOCS / "comfyui-graph.png")
 
@@ -49,13 +50,6 @@ def _short(workflow: dict) -> dict:
         if node["type"] == "EmptyLatentImage":
             node["widgets_values"][:2] = SIZE, SIZE
     return workflow
-
-
-def _report_of(outputs: dict) -> dict:
-    """The picture of the report among what the nodes show."""
-    images = [image for shown in outputs.values() for image in shown.get("images", [])]
-    (found,) = (image for image in images if image["filename"].startswith("pascal_attention_report"))
-    return found
 
 
 def _wait(server: ComfyServer, timeout_s: float = 600) -> dict:

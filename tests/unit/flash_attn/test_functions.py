@@ -13,6 +13,7 @@ from attn_support.flash_attn.oracle import (
     FLAGS,
     Largest,
     assert_same,
+    assert_same_gradients,
     inputs,
     leaves_of,
     plain,
@@ -23,16 +24,6 @@ from torch import Tensor
 
 from pascal_attn_core import flash_attn as fa
 from pascal_attn_core.observe import report
-
-
-def assert_same_gradients(out: Tensor, tensors: list[Tensor], expected: Tensor, same: list[Tensor]) -> None:
-    grad = torch.randn_like(out)
-    actual, wanted = (
-        torch.autograd.grad(result, leaves, grad.to(result.dtype), allow_unused=True, materialize_grads=True)
-        for result, leaves in ((out, tensors), (expected, same))
-    )
-    for one, other in zip(actual, wanted):
-        assert_same(one, other, F64, "gradient")
 
 
 @pytest.mark.parametrize("flags", FLAGS, ids=str)

@@ -375,7 +375,7 @@ def test_a_sweep_goes_on_behind_a_candidate_that_ends_its_process(tmp_path: Path
 path = arguments[arguments.index("--json") + 1]
 found = json.load(open(path))
 found["jobs"].append({"job": f"job {len(found['jobs'])}", "shipped_note": "", "shipped": "", "best": "",
-                      "shipped_seconds": 1.0, "best_over_shipped": 1.0, "torch": []})
+                      "shipped_seconds": 1.0, "best_over_shipped": 1.0})
 found["trying"] = {1: "first", 2: "second"}.get(len(found["jobs"]), "")
 json.dump(found, open(path, "w"))
 if found["trying"]:
@@ -388,7 +388,7 @@ if found["trying"]:
 
 def test_a_shipped_geometry_that_does_not_run_is_bad_and_the_sweep_still_goes_on(tmp_path: Path) -> None:
     job = {"job": "a", "shipped_note": "wrong", "shipped": "", "best": None, "shipped_seconds": None}
-    job |= {"best_over_shipped": None, "torch": []}
+    job |= {"best_over_shipped": None}
     for left, status, state in ((["b"], 3, FAILED), ([], 0, WRONG)):
         folder = tmp_path / state
         folder.mkdir()
