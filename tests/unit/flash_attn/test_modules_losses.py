@@ -71,7 +71,6 @@ def test_edges() -> None:
     assert cross_entropy_loss(torch.randn(2, 3), torch.tensor([7, -1]))[0].tolist() == [0.0, 0.0]
     nothing = torch.full((1, 3), torch.nan, requires_grad=True)
     cross_entropy_loss(nothing, torch.tensor([-100]))[0].sum().backward()
-    assert nothing.grad is not None
     assert not nothing.grad.any()
     strided = torch.randn(6, 4).t()
     labels = torch.tensor([0, 1, 2, 3])

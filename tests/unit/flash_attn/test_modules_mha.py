@@ -70,7 +70,6 @@ def test_the_modules_with_padding(causal: bool, padded: bool) -> None:
         expected, _ = plain(*(t[b : b + 1, keep[b]] for t in qkv.unbind(2)), causal=causal)
         torch.testing.assert_close(out[b, keep[b]], expected[0])
     out.pow(2).sum().backward()
-    assert qkv.grad is not None
     assert qkv.grad.isfinite().all()
     cross = CrossAttention(causal)(q, kv, key_padding_mask=mask_k)
     for b in range(2):
@@ -244,7 +243,6 @@ def test_sequences_that_differ_in_length_and_several_tokens_at_once(use_flash_at
     torch.testing.assert_close(out, torch.stack(expected))
     params.reset(6, 1)
     assert (params.max_seqlen, params.max_batch_size, params.seqlen_offset) == (6, 1, 0)
-    assert params.lengths_per_sample is not None
     assert not params.lengths_per_sample.any()
 
 

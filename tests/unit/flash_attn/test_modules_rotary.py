@@ -230,7 +230,6 @@ def test_the_modules_tables_grow_and_follow_the_dtype() -> None:
     with pytest.raises(ValueError, match="max_seqlen must be given"):
         rotary(torch.randn(1, 2, 3, 1, 4), seqlen_offset=torch.tensor([1]))
     rotary(torch.randn(1, 2, 3, 1, 4))
-    assert rotary._cos_cached is not None
     assert rotary._cos_cached.shape == (2, 2)
     rotary(torch.randn(1, 2, 3, 1, 4), seqlen_offset=torch.tensor([7]), max_seqlen=20)
     assert rotary._cos_cached.shape == (20, 2)
@@ -240,7 +239,6 @@ def test_the_modules_tables_grow_and_follow_the_dtype() -> None:
     exact = RotaryEmbedding(4)
     exact._update_cos_sin_cache(2000, torch.device("cpu"), torch.float32)
     rotary._update_cos_sin_cache(2000, torch.device("cpu"), torch.bfloat16)
-    assert exact._cos_cached is not None
     torch.testing.assert_close(rotary._cos_cached, exact._cos_cached.bfloat16())
 
 

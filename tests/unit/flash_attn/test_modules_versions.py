@@ -95,7 +95,6 @@ def test_version_3_counts_only_the_used_tokens() -> None:
     assert not out[2:].any()
     assert (lse[:, 2:] == -torch.inf).all()
     out.sum().backward()
-    assert k.grad is not None
     assert not k.grad[3:].any()
     only_keys = version3.flash_attn_varlen_func(q, k, v, ends, key_ends, 4, 5, seqused_k=key_used, causal=True)
     torch.testing.assert_close(only_keys[4:], plain(q[None, 4:], k[None, 3:7], v[None, 3:7], causal=True)[0][0])
@@ -164,7 +163,6 @@ def test_rows_and_what_they_came_from() -> None:
     rows, same = padding.index_first_axis_residual(x, indices)
     torch.testing.assert_close(rows, x[indices])
     (rows.sum() + 2 * same.sum()).backward()
-    assert x.grad is not None
     assert x.grad[:, 0, 0].tolist() == [2, 3, 2, 2, 3]
 
 

@@ -156,7 +156,6 @@ def test_the_error_in_the_report_is_the_one_of_the_first_input(model: Model) -> 
     patch = patch_linear_int8(model, include="blocks.0.attn.to_q")
     out = layer(x)
     (line,) = patch.report().lines
-    assert line.error is not None
     assert 0.004 < line.error < 0.02
     exact = F.linear(x.double(), weight.double(), layer.bias.double())
     centred = (out - exact).norm() / (exact - layer.bias).norm()
@@ -189,7 +188,6 @@ def test_an_outlier_channel_is_rotated_away() -> None:
     model(x)
     (line,) = patch.report().lines
     assert line.rotation == 256
-    assert line.error is not None
     assert line.error < 0.75 * difference(int8_linear(x, quantize_rows(weight)), F.linear(x, weight))
 
 
@@ -306,8 +304,6 @@ def test_gradients_reach_the_input(model: Model, x: Tensor) -> None:
     patch = patch_linear_int8(model)
     model(x)
     model(found).square().sum().backward()
-    assert expected.grad is not None
-    assert found.grad is not None
     assert difference(found.grad, expected.grad) < 0.05
     assert in_int8(patch) == CHOSEN
 
@@ -625,6 +621,4 @@ def test_the_report_says_what_it_costs(model: Model, x: Tensor) -> None:
     text = report.text()
     assert "blocks.0.ff.0 (Linear): int8: 64 -> 256, float32, 0.06 -> 0.02 MiB, error 0." in text
     assert "computed by torch._int_mm" in text
-    assert report.worst is not None
-    assert report.median_error is not None
     assert report.worst.error >= report.median_error
