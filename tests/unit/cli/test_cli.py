@@ -69,6 +69,28 @@ def test_every_command_explains_itself(command, capsys):
     assert f"pascal-attn {command}" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(
+    ("command", "words"),
+    [
+        ("replay x.safetensors --rounds 0", "--rounds must be at least 1, got 0"),
+        ("replay x.safetensors --json missing/figures.json", "the folder of missing/figures.json does not exist"),
+        ("replay x.safetensors --device nonsense", "nonsense"),
+        ("selftest --seconds 0", "--seconds must be greater than 0 and finite, got 0.0"),
+        ("selftest --device nothing", "Expected one of cpu"),
+        ("selftest --json /no/such/folder/x.json", "the folder of"),
+        ("bench --linear --shapes sd3", "layer must be one of [all, quick, sdxl-attn"),
+        ("bench --linear --backward", "--linear does not take --backward"),
+        ("bench --linear --causal --dtype float16", "--linear does not take --dtype, --causal"),
+        ("bench --linear --shape B=1,Hq=1,L=8,D=8", "--shape must name each of ['M', 'K', 'N'] as in"),
+        ("second-card --pair P100,RTX", "--pair must be two of GTX 1060 6GB"),
+        ("second-card --pair P100,P40 --lanes 3", "--lanes must be 1, 2, 4, 8 or 16, got 3"),
+    ],
+)
+def test_options_that_make_no_sense_are_refused_before_anything_runs(command, words, capsys):
+    assert cli.main(command.split()) == 2
+    assert words in capsys.readouterr().err
+
+
 def test_an_unknown_command_is_an_error_also_where_the_package_is_run_as_a_module():
     run_it = "import runpy; runpy.run_module('pascal_attn_core', run_name='__main__', alter_sys=True)"
     done = execute(run_it, "benhc")
