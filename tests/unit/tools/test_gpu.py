@@ -442,7 +442,8 @@ def test_it_takes_nine_minutes_however_slow_the_card_is_and_comes_to_an_end(
 ) -> None:
     """The clock is simulated: what a part needs passes at once, until it is done or stopped."""
     clock = SimpleNamespace(now=1000.0, monotonic=lambda: clock.now)
-    monkeypatch.setattr(results, "hash_of", lambda *arguments: "")
+    for name in ("hash_of", "commit"):
+        monkeypatch.setattr(results, name, lambda *arguments: "")
     for module in (command, parts):
         monkeypatch.setattr(module, "time", clock)
 
