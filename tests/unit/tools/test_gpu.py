@@ -154,9 +154,7 @@ def test_a_part_that_hangs_is_stopped_with_its_children_and_the_next_one_runs(tm
 @posix_only
 def test_a_process_that_does_not_heed_the_signal_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(child, "GRACE", 0.3)
-    code = (
-        "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('on', flush=True); time.sleep(600)"
-    )
+    code = "import signal as s, time; s.signal(s.SIGTERM, s.SIG_IGN); print('on', flush=True); time.sleep(600)"
     ended = child.run([sys.executable, "-S", "-c", code], 0.5)
     assert ended.status is None
     assert not ended.remains
@@ -405,22 +403,16 @@ def test_a_sweep_that_fails_where_it_failed_before_is_not_begun_again(tmp_path: 
     assert outcome.summary == "exit status 1: SystemError: a fault"
 
 
-def test_the_sanitizer_is_found_in_path_and_in_cuda_home(tmp_path: Path) -> None:
-    program = tmp_path / "bin" / "compute-sanitizer"
-    program.parent.mkdir()
-    program.touch(0o755)
-    assert sanitizer.find({"PATH": str(program.parent)}).path == str(program)
-    assert sanitizer.find({"PATH": "", "CUDA_HOME": str(tmp_path)}).path == str(program)
-    nothing = sanitizer.find({"PATH": "", "CUDA_HOME": str(tmp_path / "other")})
-    assert str(tmp_path / "other" / "bin") in nothing.looked_in
-
-
-def test_the_sanitizer_of_cuda_12_is_taken_before_that_of_cuda_13(tmp_path: Path) -> None:
+def test_the_sanitizer_is_found_in_path_in_cuda_home_and_of_cuda_12_before_that_of_cuda_13(tmp_path: Path) -> None:
     for name in ("cuda-12.4", "cuda-12.8", "cuda-13.0"):
         program = tmp_path / name / "bin" / "compute-sanitizer"
         program.parent.mkdir(parents=True)
         program.touch(0o755)
+    assert sanitizer.find({"PATH": str(program.parent)}).path == str(program)
+    assert sanitizer.find({"PATH": "", "CUDA_HOME": str(tmp_path / "cuda-13.0")}).path == str(program)
     assert sanitizer.find({"PATH": ""}, tmp_path).path == str(tmp_path / "cuda-12.8" / "bin" / "compute-sanitizer")
+    nothing = sanitizer.find({"PATH": "", "CUDA_HOME": str(tmp_path / "other")})
+    assert str(tmp_path / "other" / "bin") in nothing.looked_in
 
 
 def test_its_last_line_is_read() -> None:
