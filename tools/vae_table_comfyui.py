@@ -42,7 +42,7 @@ class Family(NamedTuple):
 
 
 def made(path: str, **arguments: Any) -> Build:
-    """What makes an object of a class, whose path begins behind ``comfy``."""
+    """A function that makes an object of a class, whose path begins behind ``comfy``."""
     module, _, name = f"comfy.{path}".rpartition(".")
     return lambda: getattr(importlib.import_module(module), name)(**arguments)
 
