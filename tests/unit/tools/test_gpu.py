@@ -368,6 +368,25 @@ import time; time.sleep(600)
     assert outcome.figures == content
 
 
+def test_the_demo_tells_the_time_of_each_attention(tmp_path: Path) -> None:
+    results = [{"name": "ours", "seconds": 1.5}, {"name": "math", "seconds": None}]
+    content = {"models": [{"model": {"name": "image"}, "results": results}]}
+    program = f"""
+import os
+folder = arguments[arguments.index("--out") + 1]
+os.mkdir(folder)
+json.dump({content!r}, open(folder + "/results.json", "w"))
+"""
+    outcome = BY_NAME["demo"].run(_job(tmp_path, program))
+    assert (outcome.state, outcome.summary, outcome.figures) == (RIGHT, "image: ours 1.5 s, math -", content)
+
+
+def test_without_the_sanitizer_its_part_is_not_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(sanitizer, "find", lambda env: sanitizer.Found(None, ["PATH"]))
+    outcome = BY_NAME["sanitizer"].run(_job(tmp_path, ""))
+    assert (outcome.state, outcome.summary) == ("not run", "compute-sanitizer not found (looked in PATH)")
+
+
 def test_a_sweep_goes_on_behind_a_candidate_that_ends_its_process(tmp_path: Path) -> None:
     program = """
 path = arguments[arguments.index("--json") + 1]
