@@ -77,11 +77,6 @@ def in_int8(patch: Int8Patch) -> list[str]:
     return [name for name, state in states(patch).items() if state == "int8"]
 
 
-def outlier(linear: nn.Linear, channel: int = 3, factor: float = 300.0) -> None:
-    """Let one input channel's weight be large: 8 bits hold little of the others then."""
-    linear.weight.data[:, channel] *= factor
-
-
 # ---- which layers ----------------------------------------------------------------------------------------------------
 
 
@@ -191,7 +186,7 @@ def test_layers_that_8_bits_do_not_make_faster_may_stay(
 def test_an_outlier_channel_is_rotated_away() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(256, WIDTH)).eval()
-    outlier(model[0])
+    model[0].weight.data[:, 3] *= 300  # 8 bits hold little of the other channels then
     weight = model[0].weight.detach().clone()
     x = torch.randn(100, 256)
     x[:, 3] /= 300
