@@ -218,7 +218,11 @@ def _bench(job: Job, arguments: tuple[str, ...], words: Callable[[dict[str, Any]
     path = job.scratch / "bench.json"
     ended = job.run("-m", "tools.peers", "--device", job.device, "--json", str(path), *arguments)
     figures = read(path)
-    said = words(figures)
+    return _benched(ended, figures, words(figures))
+
+
+def _benched(ended: child.Ended, figures: dict[str, Any], said: str) -> Outcome:
+    """``said``: what was done, "" = nothing."""
     if ended.status is None:
         return Outcome(UNFINISHED, f"{ended.words}; {said or 'no shape was done'}", figures)
     return Outcome(RIGHT, said, figures) if ended.status == 0 and said else _failed(ended, figures)
@@ -297,6 +301,14 @@ def _sanitized(ended: child.Ended, errors: int | None) -> tuple[str, str]:
     return (FAILED, "it gave no summary") if errors is None else (RIGHT, "no errors")
 
 
+def _rates(job: Job) -> Outcome:
+    path = job.scratch / "rates.json"
+    ended = job.run("-m", "tools.gpu.rates", "--device", job.device, "--json", str(path))
+    if ended.status == 2:
+        return Outcome(NOT_RUN, ended.last_line, {})
+    return _benched(ended, read(path), ended.last_line)
+
+
 def _sweep(job: Job) -> Outcome:
     """A candidate may end its process; the next process goes on behind it."""
     path = job.scratch / "sweep.json"
@@ -340,6 +352,7 @@ def _failed(ended: child.Ended, figures: dict[str, Any]) -> Outcome:
 _CORE = ("pascal_attn_core",)
 _TOOL = ("pascal_attn_core", "tools/gpu")
 PARTS = (
+    Part("rates", 20, _TOOL, _rates),
     Part("selftest", 80, _CORE, _selftest),
     Part("tests", 130, ("pascal_attn_core", "nodes", "tests/gpu", "tests/support", "tests/conftest.py"), _tests),
     Part("bench-forward", 75, _CORE, lambda job: _bench(job, job.sizes.forward, _ratios)),

@@ -381,6 +381,13 @@ json.dump({content!r}, open(folder + "/results.json", "w"))
     assert (outcome.state, outcome.summary, outcome.figures) == (RIGHT, "image: ours 1.5 s, math -", content)
 
 
+def test_the_rates_are_right_or_not_for_this_card(tmp_path: Path) -> None:
+    for status, state in ((0, RIGHT), (2, "not run")):
+        (folder := tmp_path / str(status)).mkdir()
+        outcome = BY_NAME["rates"].run(_job(folder, f"print('said'); sys.exit({status})"))
+        assert (outcome.state, outcome.summary) == (state, "said")
+
+
 def test_without_the_sanitizer_its_part_is_not_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(sanitizer, "find", lambda env: sanitizer.Found(None, ["PATH"]))
     outcome = BY_NAME["sanitizer"].run(_job(tmp_path, ""))
@@ -444,8 +451,8 @@ def test_its_last_line_is_read() -> None:
 # ---- nine minutes ----------------------------------------------------------------------------------------------------
 
 # Seconds that the parts need on a card beside an old processor. Tests and sweep go on where they were.
-_NEEDED = {"selftest": 90.0, "tests": 3500.0, "bench-forward": 100.0, "bench-backward": 100.0, "bench-linear": 100.0,
-           "demo": 60.0, "sanitizer": 0.0, "sweep": 1500.0}  # fmt: skip
+_NEEDED = {"rates": 20.0, "selftest": 90.0, "tests": 3500.0, "bench-forward": 100.0, "bench-backward": 100.0,
+           "bench-linear": 100.0, "demo": 60.0, "sanitizer": 0.0, "sweep": 1500.0}  # fmt: skip
 
 
 def test_it_takes_nine_minutes_however_slow_the_card_is_and_comes_to_an_end(
