@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from pascal_attn_core.int8 import Int8Report, patch_linear_int8
-from tools.int8_table import Call, command, flux, normal, wan
+from tools.int8_table import Call, command, far, flux, normal, wan
 
 BEGIN, END = "<!-- errors by file: tools.int8_files_table -->", "<!-- end of errors by file -->"
 GGUF, FLOATS_8 = ("Q8_0", "Q4_0", "Q4_K"), ("float8_e4m3fn", "float8_e5m2")
@@ -125,11 +125,6 @@ def loaded(model: Any, name: str, dtype: torch.dtype, folder: Path) -> nn.Module
     config = diffusers.GGUFQuantizationConfig(compute_dtype=dtype)
     options = {"config": str(folder), "quantization_config": config, "torch_dtype": dtype}
     return type(model).from_single_file(str(folder / "model.gguf"), **options).eval().requires_grad_(False)
-
-
-def far(out: Tensor, exact: Tensor) -> float:
-    """The relative error of an output (root of the sum of squares)."""
-    return ((out.double() - exact.double()).norm() / exact.double().norm()).item()
 
 
 def plant(model: nn.Module) -> None:
