@@ -243,7 +243,6 @@ def gguf_linear_variants(arch: str = "") -> tuple[GgufLinearVariant, ...]:
         GgufLinearVariant(gguf_source.LINEAR_KIND, name, rows, arch=arch)
         for name in gguf_source.PRODUCT_FORMATS
         for rows in (8, 4)
-        if rows == 8 or not (arch or name in gguf_source.ONE_SHAPE)
     )
 
 
