@@ -107,8 +107,7 @@ _MODULES: dict[str, tuple[str, ...]] = {
     "flash_attn.utils": (),
     "flash_attn.utils.distributed": (
         ".modules.absent: all_gather all_gather_raw all_reduce all_reduce_raw allreduce_sequence_parallel_grad "
-        "reduce_scatter reduce_scatter_raw sync_shared_params",
-        ".modules.dense: get_dim_for_local_rank",
+        "get_dim_for_local_rank reduce_scatter reduce_scatter_raw sync_shared_params",
     ),
     "flash_attn.utils.generation": (
         ".modules.generation: GenerationMixin InferenceParams allocate_inference_cache decode "

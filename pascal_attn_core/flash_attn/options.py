@@ -135,12 +135,6 @@ def _alibi(batch: Tensor, head: Tensor, query: Tensor, key: Tensor, slopes: Tens
     return slopes[batch, head] * -(query + offset - key).abs()
 
 
-def on_one_device(process_group: None) -> None:
-    """Raises NotImplementedError where a model is to be split over processes."""
-    if process_group is not None:
-        raise NotImplementedError("process_group must be None: flash-attn's tensor parallelism is not provided")
-
-
 def check_layout(layout: str, dims: int, **tensors: Tensor | None) -> None:
     """Raises TypeError or ValueError where one of the named tensors is no tensor of ``dims`` dimensions."""
     for name, tensor in tensors.items():
