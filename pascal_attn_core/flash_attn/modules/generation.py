@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import namedtuple
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -44,13 +43,7 @@ class InferenceParams:
 
 
 def allocate_inference_cache(
-    max_batch_size: int,
-    max_seqlen: int,
-    nheads: int,
-    headdim: int,
-    layers: int | Iterable[Any],
-    device: Any,
-    dtype: torch.dtype = torch.float16,
+    max_batch_size: int, max_seqlen: int, nheads: int, headdim: int, layers: Any, device: Any, dtype: Any = torch.half
 ) -> dict[Any, Tensor]:
     """Layer -> empty cache ``[max_batch_size, max_seqlen, 2, nheads, headdim]``; layers: their number or names."""
     names = range(layers) if isinstance(layers, int) else layers

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
@@ -151,18 +150,10 @@ def slopes_of(inner: Any) -> Tensor | None:
 
 def _attention(inner: _Inner, q: Tensor, k: Tensor, v: Tensor, mask: Any, causal: bool) -> Tensor:
     """``[B, L, Hq, D]`` of ``q [B, L, Hq, D]``, ``k`` and ``v [B, S, Hkv, D]``."""
-    out = sdpa(
-        q.transpose(1, 2),
-        k.transpose(1, 2),
-        v.transpose(1, 2),
-        mask,
-        inner.dropout_p,
-        causal,
-        inner.softmax_scale or 1.0 / math.sqrt(q.shape[-1]),
-        enable_gqa=q.shape[2] != k.shape[2],
-        alignment="lower_right",
-    )
-    return out.transpose(1, 2)
+    query, key, value = (t.transpose(1, 2) for t in (q, k, v))
+    options: dict[str, Any] = {"dropout_p": inner.dropout_p, "is_causal": causal, "scale": inner.softmax_scale or None}
+    options |= {"enable_gqa": q.shape[2] != k.shape[2], "alignment": "lower_right"}
+    return sdpa(query, key, value, mask, **options).transpose(1, 2)
 
 
 def _padding_mask(mask: Tensor, k: Tensor) -> Tensor:

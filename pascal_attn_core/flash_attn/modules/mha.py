@@ -11,14 +11,7 @@ from torch.utils.checkpoint import checkpoint
 from ... import flash_attn as functions
 from ..options import FlashArgumentError
 from ..signatures import called_as
-from .inner_attention import (
-    CrossAttention,
-    FlashCrossAttention,
-    FlashSelfAttention,
-    SelfAttention,
-    get_alibi_slopes,
-    slopes_of,
-)
+from . import inner_attention as inners
 from .rotary import RotaryEmbedding
 
 # Arguments of MHA that are attributes of it.
@@ -83,10 +76,11 @@ class MHA(nn.Module):
         else:
             self.Wqkv = nn.Linear(embed_dim, embed_dim + kv_dim, bias=given["qkv_proj_bias"], **kinds)
         if self.use_flash_attn:
-            slopes = torch.tensor(get_alibi_slopes(num_heads), device=kinds["device"]) if alibi else None
+            slopes = torch.tensor(inners.get_alibi_slopes(num_heads), device=kinds["device"]) if alibi else None
             inner |= {"alibi_slopes": slopes, "window_size": window}
-        self.inner_attn: nn.Module = (FlashSelfAttention if self.use_flash_attn else SelfAttention)(**inner)
-        self.inner_cross_attn: nn.Module = (FlashCrossAttention if self.use_flash_attn else CrossAttention)(**inner)
+        flash = self.use_flash_attn
+        self.inner_attn: nn.Module = (inners.FlashSelfAttention if flash else inners.SelfAttention)(**inner)
+        self.inner_cross_attn: nn.Module = (inners.FlashCrossAttention if flash else inners.CrossAttention)(**inner)
         self.out_proj = nn.Linear(embed_dim, embed_dim, bias=given["out_proj_bias"], **kinds)
 
     def _check_sizes(self) -> None:
@@ -205,7 +199,7 @@ class MHA(nn.Module):
             softmax_scale=inner.softmax_scale,
             causal=inner.causal,
             window_size=getattr(inner, "window_size", (-1, -1)),
-            alibi_slopes=slopes_of(inner),
+            alibi_slopes=inners.slopes_of(inner),
         )
 
 
