@@ -178,12 +178,11 @@ class FlashAttentionV2(SelfAttention):
     """FlashTile's ``FlashAttentionV2``."""
 
 
-class FlashAttentionV1(FlashAttentionV2):
-    """FlashTile's name for the older algorithm; here the same as :class:`FlashAttentionV2`."""
-
-
 class MaskedAttention(SelfAttention):
     """FlashTile's ``MaskedAttention``; the score matrix is never stored."""
+
+
+FlashAttentionV1 = FlashAttentionV2  # the older algorithm, with the same results
 
 
 class NaiveAttention(SelfAttention):
@@ -221,8 +220,7 @@ class MultiQueryAttention(GroupedQueryAttention):
 
 _KINDS: dict[str, type[SelfAttention]] = {
     "naive": NaiveAttention,
-    "flash_v1": FlashAttentionV1,
-    **dict.fromkeys(("flash_v2", "triton", "triton_flash"), FlashAttentionV2),
+    **dict.fromkeys(("flash_v1", "flash_v2", "triton", "triton_flash"), FlashAttentionV2),
     "sliding_window": SlidingWindowAttention,
     **dict.fromkeys(("gqa", "grouped_query"), GroupedQueryAttention),
     **dict.fromkeys(("mqa", "multi_query"), MultiQueryAttention),
@@ -231,8 +229,8 @@ _KINDS: dict[str, type[SelfAttention]] = {
 
 
 def get_attention(attention_type: str, embed_dim: int, num_heads: int, **options: Any) -> SelfAttention:
-    """A layer by the name of its kind: "naive", "flash_v1", "flash_v2", "sliding_window", "gqa", "grouped_query",
-    "mqa", "multi_query", "masked", and "triton", "triton_flash", which are "flash_v2" here.
+    """A layer by the name of its kind: "naive", "flash_v2" ("flash_v1", "triton", "triton_flash"), "sliding_window",
+    "gqa" ("grouped_query"), "mqa" ("multi_query") or "masked".
 
     Raises:
         ValueError: there is no such kind, or inconsistent sizes.
