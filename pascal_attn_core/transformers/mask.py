@@ -323,9 +323,8 @@ def lazy_mask(
     if use_vmap is None:
         use_vmap = any(made_by(function) not in _INDEXED for function in pattern.rest)
     # A tensor for an offset goes into the rule as it is: such a mask is stored, never kept.
-    offsets: Any = q_offset, kv_offset
-    shape = batch_size, q_length, kv_length
-    mask = HostMask(shape, offsets, pattern, padding, torch.device(device), use_vmap=use_vmap)
+    at: Any = q_offset, kv_offset
+    mask = HostMask((batch_size, q_length, kv_length), at, pattern, padding, torch.device(device), use_vmap=use_vmap)
     may_skip = allow_is_causal_skip or allow_is_bidirectional_skip
     if q_length == 1 and not may_skip:
         return additive(mask.dense(), dtype) if dtype.is_floating_point else mask.dense()

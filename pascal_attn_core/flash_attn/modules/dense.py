@@ -22,29 +22,38 @@ _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-@called_as(
-    "x weight bias=None return_residual=False process_group=None sequence_parallel=True",
-    ignored="sequence_parallel",
-    refused="process_group",
-)
-def fused_dense_func(x: Tensor, weight: Tensor, bias: Tensor | None, return_residual: bool) -> Any:
+def fused_dense_func(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    return_residual: bool = False,
+    process_group: None = None,
+    sequence_parallel: bool = True,
+) -> Any:
     """``x [..., N] @ weight [M, N].T + bias [M]``, with ``return_residual`` (that, x).
 
     Raises:
         NotImplementedError: process_group is given.
     """
+    _on_one_device(process_group)
     out = F.linear(x, weight, bias)
     return (out, x) if return_residual else out
 
 
-@called_as(
-    "x weight1 weight2 bias1=None bias2=None activation='gelu_approx' save_pre_act=True return_residual=False "
-    "checkpoint_lvl=0 heuristic=0 process_group=None sequence_parallel=True",
-    renamed={"bias1": "b1", "bias2": "b2"},
-    ignored="heuristic sequence_parallel",
-    refused="process_group",
-)
-def fused_mlp_func(x: Tensor, weight1: Tensor, weight2: Tensor, b1: Any, b2: Any, activation: str, **given: Any) -> Any:
+def fused_mlp_func(
+    x: Tensor,
+    weight1: Tensor,
+    weight2: Tensor,
+    bias1: Tensor | None = None,
+    bias2: Tensor | None = None,
+    activation: str = "gelu_approx",
+    save_pre_act: bool = True,
+    return_residual: bool = False,
+    checkpoint_lvl: int = 0,
+    heuristic: int = 0,
+    process_group: Any = None,
+    sequence_parallel: bool = True,
+) -> Any:
     """Two linear layers with an activation between them.
 
     Args:
@@ -55,17 +64,18 @@ def fused_mlp_func(x: Tensor, weight1: Tensor, weight2: Tensor, b1: Any, b2: Any
         return_residual: return (output, x).
         heuristic: ignored, for compatibility.
     """
-    _check_mlp(activation, given["checkpoint_lvl"])
+    _on_one_device(process_group)
+    _check_mlp(activation, checkpoint_lvl)
     act = _ACTIVATIONS[activation]
 
     def both(inner: Tensor) -> Tensor:
-        return F.linear(act(F.linear(inner, weight1, b1)), weight2, b2)
+        return F.linear(act(F.linear(inner, weight1, bias1)), weight2, bias2)
 
-    if given["checkpoint_lvl"] or not given["save_pre_act"]:
+    if checkpoint_lvl or not save_pre_act:
         out = checkpoint(both, x, use_reentrant=False, preserve_rng_state=False)
     else:
         out = both(x)
-    return (out, x) if given["return_residual"] else out
+    return (out, x) if return_residual else out
 
 
 class FusedDense(nn.Linear):
@@ -107,6 +117,11 @@ class FusedMLP(Mlp):
             checkpoint_lvl=self.checkpoint_lvl,
             process_group=process_group,
         )
+
+
+def _on_one_device(process_group: None) -> None:
+    if process_group is not None:
+        raise NotImplementedError("process_group is not supported by Pascal Attention: models are not split")
 
 
 def _check_mlp(activation: str, checkpoint_lvl: int) -> None:

@@ -14,6 +14,7 @@ from .activations import swiglu
 class Mlp(nn.Module):
     """``fc2(activation(fc1(x)))``; hidden_features is 4 * in_features where it is not given, activation GELU."""
 
+    activation: Any
     _width = 1  # outputs of fc1, times hidden_features
 
     @called_as(

@@ -33,11 +33,8 @@ _SAVED = "dout q k v out softmax_lse dq dk dv"
 
 @called_as(f"q k v {_OPTIONS} return_softmax=False", ignored="return_softmax")
 def flash_attn_forward(q: Tensor, k: Tensor, v: Tensor, **given: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """``_flash_attn_forward``.
+    """``_flash_attn_forward``; for its arguments see :func:`pascal_attn_core.flash_attn.flash_attn_func`.
 
-    Args:
-        return_softmax: changes nothing: no score matrix exists.
-        others: see :func:`pascal_attn_core.flash_attn.flash_attn_func`.
     Returns:
         (out ``[B, L, Hq, Dv]``, lse float32 ``[B, Hq, L]``, an empty tensor, rng_state).
     """
@@ -85,10 +82,8 @@ def flash_attn_varlen_forward(
     """``_flash_attn_varlen_forward``: :func:`flash_attn_forward` within each of several concatenated sequences.
 
     Args:
-        cu_seqlens_q, cu_seqlens_k: int32 ``[B + 1]``, where each sequence starts and the last one ends.
-        block_table: int32 ``[B, pages of a sequence]``: k and v are pages ``[num_pages, page_tokens, Hkv, D]``.
         seqused_k: int32 ``[B]``: only this many first keys of each sequence count.
-        max_seqlen_q, max_seqlen_k, zero_tensors, num_splits: change nothing.
+        others: see :func:`pascal_attn_core.flash_attn.flash_attn_varlen_func`.
     Returns:
         (out ``[total_q, Hq, Dv]``, lse float32 ``[Hq, total_q]``, an empty tensor, rng_state).
     Raises:
