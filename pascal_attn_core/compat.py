@@ -111,11 +111,9 @@ class TiledAttention(nn.Module):
     """Attention without parameters, on packed or unpacked inputs, as in pascal-attn.
 
     Args:
-        n_heads, n_kv_heads: query and key/value heads; None = as many key/value heads as query heads.
-        head_dim: None = read from the input.
+        n_kv_heads: None = n_heads; head_dim: None = read from the input.
         tile_size: tokens per tile, or ``"auto"``: the tile shape that :mod:`pascal_attn_core.tiled.tiles` chooses.
         dropout: share of the probabilities dropped while training.
-        scale: factor of the scores; None = 1 / sqrt(head_dim).
     Shape:
         query ``[B, L, Hq * D]`` or ``[B, L, Hq, D]``, key and value ``[B, S, Hkv * D]`` or ``[B, S, Hkv, D]``;
         the output has the form of query.

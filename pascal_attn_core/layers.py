@@ -1,9 +1,5 @@
-"""Attention layers with their projections, under FlashTile's names and with its ``state_dict`` keys.
-
-    from pascal_attn_core.layers import get_attention
-
-    layer = get_attention("flash_v2", embed_dim=512, num_heads=8, causal=True)
-    out, _ = layer(x)                                       # [B, L, 512]
+"""Attention layers with their projections, under FlashTile's names and with its ``state_dict`` keys:
+:func:`get_attention`.
 
 All of them are exact, have gradients in O(N) memory and take any mask; the kinds differ in which keys a query sees and
 in how many key/value heads there are. Bool masks mean what they mean in FlashTile and in

@@ -1,13 +1,5 @@
 """Exact peak memory of a piece of code, and how many operators it launched; the tests prove O(N) memory with it,
-without a GPU.
-
-As a block, or for one call:
-
-    with PeakMemory("cpu") as peak:
-        out = sdpa(query, key, value)
-    print(peak.peak_bytes, peak.launches)
-
-    measure(sdpa, query, key, value).extra_bytes
+without a GPU. As a block, :func:`measure_memory`, or for one call, ``measure(sdpa, query, key, value).extra_bytes``.
 """
 
 from __future__ import annotations
@@ -97,10 +89,7 @@ class PeakMemory:
         follow: False on CUDA only reads the allocator's peak: no cost per operator, but launches and the largest tensor
             are not counted.
 
-    Attributes:
-        peak_bytes: the peak so far; grows while the block runs and stays readable afterwards.
-        launches: operators that compute something so far; views and bare allocations are not counted.
-        largest_tensor_bytes: the largest single storage created in the block.
+    ``peak_bytes``, ``launches`` and ``largest_tensor_bytes``, as in :class:`Measurement`, grow while the block runs.
     """
 
     def __init__(self, device: torch.device | str = "cpu", *, follow: bool = True):

@@ -48,8 +48,7 @@ class Result:
     """The result of one entrant. None = not known; ``note`` says why.
 
     Attributes:
-        seconds: the median over rounds; times: every round.
-        ratio: the median over rounds of its time divided by the first entrant's time in the same round.
+        seconds: the median over rounds; times: every round; ratio: the median of its time over the first entrant's.
         extra_bytes: peak memory besides inputs and outputs; what a kernel takes and frees inside itself is not seen on
             a CPU.
         flops: floating point operations per second that the work needs.
