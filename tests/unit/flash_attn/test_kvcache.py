@@ -161,7 +161,7 @@ BAD: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"k": None, "v": None, "rotary_cos": rand(12, 4)}, ValueError, "rotary_cos and rotary_sin must come with k"),
     ({"rotary_cos": rand(12, 4)}, TypeError, "rotary_sin must be a tensor"),
     ({"rotary_cos": rand(4, 4), "rotary_sin": rand(4, 4)}, ValueError, "rotary_cos must have"),
-    ({"rotary_cos": rand(12, 5), "rotary_sin": rand(12, 5)}, ValueError, r"\[tokens, at most 4\]"),
+    ({"rotary_cos": rand(12, 5), "rotary_sin": rand(12, 5)}, ValueError, r"\[positions, at most 4\]"),
     ({"q": rand(2, 2, HEADS, DIM).requires_grad_()}, NotImplementedError, "no backward pass"),
 ]  # fmt: skip
 

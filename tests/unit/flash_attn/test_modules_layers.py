@@ -18,7 +18,6 @@ from pascal_attn_core.flash_attn.modules.dense import (
     FusedMLP,
     fused_dense_func,
     fused_mlp_func,
-    get_dim_for_local_rank,
 )
 from pascal_attn_core.flash_attn.modules.embedding import GPT2Embeddings, PatchEmbed
 from pascal_attn_core.flash_attn.modules.mha import MHA
@@ -124,12 +123,11 @@ def test_dense_layers() -> None:
         FusedMLP(4, activation="tanh")
     with pytest.raises(ValueError, match="checkpoint_lvl must be"):
         FusedMLP(4, checkpoint_lvl=3)
-    with pytest.raises(NotImplementedError, match="process_group must be None"):
+    with pytest.raises(NotImplementedError, match="process_group is not supported"):
         FusedMLP(6)(x.flatten(0, 1), process_group=object())
-    for name in ("ParallelFusedMLP", "all_gather"):
+    for name in ("ParallelFusedMLP", "all_gather", "get_dim_for_local_rank"):
         with pytest.raises(NotImplementedError, match=f"{name} is not provided"):
             getattr(absent, name)(4)
-    assert [get_dim_for_local_rank(10, 3, rank, 2) for rank in range(3)] == [4, 4, 2]
 
 
 def test_mlps() -> None:

@@ -180,7 +180,6 @@ def _others() -> Iterator[tuple[str, Callable[[], bool]]]:
 
     from pascal_attn_core import capture, measure_memory
     from pascal_attn_core.cli.bench.clock import Clock
-    from pascal_attn_core.cli.selftest import speed
     from pascal_attn_core.compat import device_l2_mb
     from pascal_attn_core.flex import flex_attention, patch_flex_attention
     from pascal_attn_core.fused.trust import trial
@@ -289,7 +288,6 @@ def _others() -> Iterator[tuple[str, Callable[[], bool]]]:
     yield "a VAE that did not fit", whole_first
     yield "a child", on_another_card
     yield "paged attention", refused
-    yield "what a call costs", lambda: min(speed.call_costs(card).values()) > 0
 
 
 def _elsewhere() -> None:
