@@ -10,12 +10,11 @@ of pairs (gfx906, gfx1012, gfx1030, gfx1102) and without.
 from __future__ import annotations
 
 import functools
-import sys
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import replace
-from pathlib import Path
 
+import amd as tool
 import pytest
 import torch
 from attn_support.amd import machine
@@ -27,26 +26,21 @@ from attn_support.oracle import assert_attention, assert_close, assert_gradients
 from attn_support.randomness import some, times
 from attn_support.table import Case
 
-ROOT = Path(__file__).resolve().parents[3]
-sys.path.insert(0, str(ROOT / "tools"))
-
-import amd as tool  # noqa: E402
-
-from pascal_attn_core.call import check_call, empty_output  # noqa: E402
-from pascal_attn_core.fused.code import prebuilt  # noqa: E402
-from pascal_attn_core.fused.code.amd_code import arch_of  # noqa: E402
-from pascal_attn_core.fused.code.compilation import Compilation  # noqa: E402
-from pascal_attn_core.fused.code.gguf_source import GgufLinearVariant  # noqa: E402
-from pascal_attn_core.fused.code.source import Variant  # noqa: E402
-from pascal_attn_core.fused.geometry.amd import ARCHS, target  # noqa: E402
-from pascal_attn_core.fused.launch import Launch, int8_definition  # noqa: E402
-from pascal_attn_core.fused.launch.forward import forward_launches  # noqa: E402
-from pascal_attn_core.fused.launch.gguf_linear import GgufLinearCall, gguf_linear_launches  # noqa: E402
-from pascal_attn_core.fused.launch.int8 import int8_launches  # noqa: E402
-from pascal_attn_core.fused.launch.packed import packed_launches  # noqa: E402
-from pascal_attn_core.fused.launch.plan import Packed, plan_call  # noqa: E402
-from pascal_attn_core.fused.trust import verify_gguf  # noqa: E402
-from pascal_attn_core.reference.gguf_blocks import FORMATS  # noqa: E402
+from pascal_attn_core.call import check_call, empty_output
+from pascal_attn_core.fused.code import prebuilt
+from pascal_attn_core.fused.code.amd_code import arch_of
+from pascal_attn_core.fused.code.compilation import Compilation
+from pascal_attn_core.fused.code.gguf_source import GgufLinearVariant
+from pascal_attn_core.fused.code.source import Variant
+from pascal_attn_core.fused.geometry.amd import ARCHS, target
+from pascal_attn_core.fused.launch import Launch, int8_definition
+from pascal_attn_core.fused.launch.forward import forward_launches
+from pascal_attn_core.fused.launch.gguf_linear import GgufLinearCall, gguf_linear_launches
+from pascal_attn_core.fused.launch.int8 import int8_launches
+from pascal_attn_core.fused.launch.packed import packed_launches
+from pascal_attn_core.fused.launch.plan import Packed, plan_call
+from pascal_attn_core.fused.trust import verify_gguf
+from pascal_attn_core.reference.gguf_blocks import FORMATS
 
 pytestmark = pytest.mark.skipif(OBJDUMP is None, reason="needs llvm-objdump-16 to read machine code (Debian: llvm-16)")
 needs_clang = pytest.mark.skipif(

@@ -15,24 +15,20 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
+import amd as tool
 import pytest
 from attn_support.fused.code_objects import metadata, threads_of
 from attn_support.fused.emulation import params_of
 from attn_support.randomness import at_night, seeds, some, times
 
-ROOT = Path(__file__).resolve().parents[3]
-sys.path.insert(0, str(ROOT / "tools"))
-
-import amd as tool  # noqa: E402
-
-from pascal_attn_core.fused.code import params, prebuilt  # noqa: E402
-from pascal_attn_core.fused.code.amd_code import NotACodeObject, arch_of, renamed, unbundled  # noqa: E402
-from pascal_attn_core.fused.code.compilation import Compilation  # noqa: E402
-from pascal_attn_core.fused.code.gguf_source import LINEAR_KIND, GgufLinearVariant  # noqa: E402
-from pascal_attn_core.fused.code.source import Variant, amd_variants, digest, source  # noqa: E402
-from pascal_attn_core.fused.geometry import amd as amd_geometry  # noqa: E402
-from pascal_attn_core.fused.geometry.amd import ARCHS, kernel_arch  # noqa: E402
-from pascal_attn_core.fused.gpu import hiprtc  # noqa: E402
+from pascal_attn_core.fused.code import params, prebuilt
+from pascal_attn_core.fused.code.amd_code import NotACodeObject, arch_of, renamed, unbundled
+from pascal_attn_core.fused.code.compilation import Compilation
+from pascal_attn_core.fused.code.gguf_source import LINEAR_KIND, GgufLinearVariant
+from pascal_attn_core.fused.code.source import Variant, amd_variants, digest, source
+from pascal_attn_core.fused.geometry import amd as amd_geometry
+from pascal_attn_core.fused.geometry.amd import ARCHS, kernel_arch
+from pascal_attn_core.fused.gpu import hiprtc
 
 needs_clang = pytest.mark.skipif(
     tool.compiler() is None, reason=f"needs clang {tool.CLANG} with the AMDGPU target (Debian: clang-16 lld-16)"

@@ -3,19 +3,13 @@
 from __future__ import annotations
 
 import functools
-import sys
-from pathlib import Path
 from typing import NamedTuple
 
+import fused as tool
 import pytest
 
-ROOT = Path(__file__).resolve().parents[3]
-sys.path.insert(0, str(ROOT / "tools"))
-
-import fused as tool  # noqa: E402
-
-from pascal_attn_core.fused.code.source import Variant  # noqa: E402
-from pascal_attn_core.fused.launch.plan import resident_blocks  # noqa: E402
+from pascal_attn_core.fused.code.source import Variant
+from pascal_attn_core.fused.launch.plan import resident_blocks
 
 
 class Multiprocessor(NamedTuple):

@@ -13,26 +13,23 @@ import shutil
 import sys
 from pathlib import Path
 
+import earlier
+import fused as tool
 import pytest
+import simulate
+from attn_support import fresh
 from attn_support.fused.emulation import GXX, emulate
 from attn_support.randomness import seeds, some, times
 
-ROOT = Path(__file__).resolve().parents[3]
-sys.path.insert(0, str(ROOT / "tools"))
-
-import earlier  # noqa: E402
-import fused as tool  # noqa: E402
-import simulate  # noqa: E402
-
-from pascal_attn_core.fused.code import prebuilt  # noqa: E402
-from pascal_attn_core.fused.code import source as _source  # noqa: E402
-from pascal_attn_core.fused.code.compilation import Compilation  # noqa: E402
-from pascal_attn_core.fused.code.gguf_source import GgufLinearVariant  # noqa: E402
-from pascal_attn_core.fused.code.source import KINDS, Variant, digest, gguf_linear_variants, source  # noqa: E402
-from pascal_attn_core.fused.gpu import nvrtc  # noqa: E402
-from pascal_attn_core.fused.gpu.runtime import CompileError  # noqa: E402
-from tools.models.sass import sections  # noqa: E402
-from tools.models.shares import backward_share, gguf_share, linear_share, packing, share  # noqa: E402
+from pascal_attn_core.fused.code import prebuilt
+from pascal_attn_core.fused.code import source as _source
+from pascal_attn_core.fused.code.compilation import Compilation
+from pascal_attn_core.fused.code.gguf_source import GgufLinearVariant
+from pascal_attn_core.fused.code.source import KINDS, Variant, digest, gguf_linear_variants, source
+from pascal_attn_core.fused.gpu import nvrtc
+from pascal_attn_core.fused.gpu.runtime import CompileError
+from tools.models.sass import sections
+from tools.models.shares import backward_share, gguf_share, linear_share, packing, share
 
 SHARE = 0.82
 WIDE = (48, 64, 72, 80, 96, 112, 128)
@@ -221,7 +218,7 @@ def test_a_comment_changes_no_hash_and_a_number_does(monkeypatch: pytest.MonkeyP
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="needs a preprocessor")
 def test_only_what_has_changed_since_a_commit_is_compiled(tmp_path: Path) -> None:
-    shutil.copytree(ROOT / earlier.FUSED, tmp_path / earlier.FUSED)
+    shutil.copytree(fresh.ROOT / earlier.FUSED, tmp_path / earlier.FUSED)
     (tmp_path / "docs").mkdir()
     shutil.copy(tool.TABLE, tmp_path / earlier.TABLE)
     kernel = tmp_path / earlier.FUSED / "cuda" / "forward.cu"

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import itertools
-import sys
-from pathlib import Path
 from typing import Any
 
+import amd as tool
 import pytest
 import torch
 
@@ -16,11 +15,6 @@ from pascal_attn_core.fused.geometry.amd import ARCHS, RANGES_HEAD_DIMS, AmdGeom
 from pascal_attn_core.fused.launch import tail_rows as module
 from pascal_attn_core.fused.launch.forward import forward_launches
 from pascal_attn_core.fused.launch.plan import Plan, plan_call
-
-ROOT = Path(__file__).resolve().parents[3]
-sys.path.insert(0, str(ROOT / "tools"))
-
-import amd as tool  # noqa: E402
 
 MI50, RX_6800 = {"num_sms": 60, "arch": "gfx906"}, {"num_sms": 30, "arch": "gfx1030"}
 
