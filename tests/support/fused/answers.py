@@ -93,12 +93,6 @@ class Answers:
     def stream(self, index: int) -> int:
         return self.current_stream
 
-    def _reraise(self) -> None:
-        """Raise what an answer has raised: a callback cannot."""
-        raised, self._raised = self._raised, None
-        if raised is not None:
-            raise raised
-
     def _answer(self, name: bytes, given: ctypes._Pointer[ctypes.c_ulonglong]) -> int:
         function = name.decode()
         arguments = [given[i] for i in range(self.arguments[function])]
@@ -123,7 +117,9 @@ class Answers:
             try:
                 super().call(function, *arguments)  # type: ignore[misc]
             finally:
-                self._reraise()
+                raised, self._raised = self._raised, None
+                if raised is not None:
+                    raise raised  # what an answer has raised: a callback cannot
 
     def left_behind(self) -> list[str]:
         """The changes that this thread should have undone."""
@@ -139,6 +135,11 @@ class Answers:
         if new.value not in (0, 1, 2):
             return self._wrong(1, f"capture mode {new.value}")
         self._thread.mode, new.value = new.value, before
+        return 0
+
+    def _queue(self, launch: Launch) -> int:
+        self.queued.append(launch)
+        self.execute(launch)
         return 0
 
     def _wrong(self, code: int, sentence: str) -> int:

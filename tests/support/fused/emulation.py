@@ -14,6 +14,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from pascal_attn_core.fused.code import params
 from pascal_attn_core.fused.code.compilation import Compilation
 from pascal_attn_core.fused.code.source import source
 from pascal_attn_core.fused.launch import Launch
@@ -59,6 +60,11 @@ _PARAMS = {
 def params_of(kernel: str) -> str:
     """The name of the structure that a kernel takes."""
     return next(name for pattern, name in _PARAMS.items() if re.fullmatch(pattern, kernel))
+
+
+def structure_of(kernel: str) -> type[params.Params]:
+    """The structure that the host fills for a kernel."""
+    return params.CappedForward if kernel.startswith("pa_capped") else getattr(params, params_of(kernel))
 
 
 class Deadlock(RuntimeError):

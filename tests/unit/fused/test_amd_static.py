@@ -18,10 +18,10 @@ from pathlib import Path
 import amd as tool
 import pytest
 from attn_support.fused.code_objects import metadata, threads_of
-from attn_support.fused.emulation import params_of
+from attn_support.fused.emulation import structure_of
 from attn_support.randomness import at_night, seeds, some, times
 
-from pascal_attn_core.fused.code import params, prebuilt
+from pascal_attn_core.fused.code import prebuilt
 from pascal_attn_core.fused.code.amd_code import NotACodeObject, arch_of, renamed, unbundled
 from pascal_attn_core.fused.code.compilation import Compilation
 from pascal_attn_core.fused.code.gguf_source import LINEAR_KIND, GgufLinearVariant
@@ -116,7 +116,7 @@ def check_metadata(variant: Compilation, code: bytes, scratch: int = 0) -> None:
     kernels = {kernel[".name"]: kernel for kernel in said["amdhsa.kernels"]}
     assert set(kernels) == set(variant.functions)
     for name, kernel in kernels.items():
-        of_host = ctypes.sizeof(params.CappedForward if "capped" in name else getattr(params, params_of(name)))
+        of_host = ctypes.sizeof(structure_of(name))
         assert [(a[".offset"], a[".size"], a[".value_kind"]) for a in kernel[".args"]] == [(0, of_host, "by_value")]
         assert kernel[".kernarg_segment_size"] == of_host  # no hidden arguments
         assert kernel[".wavefront_size"] == amd_geometry.wave_size(variant.arch)
