@@ -282,11 +282,6 @@ def test_a_driver_that_is_not_here_has_no_version(runtime: CudaRuntime | HipRunt
     assert runtime.driver_version() == ""
 
 
-def test_what_has_no_compiler_says_so_where_it_is_to_compile() -> None:
-    with pytest.raises(CompileError, match="no NVRTC for sm_61"):
-        CudaRuntime(find_compiler=lambda arch: None).compile(Variant("forward", 64, "float32"), "sm_61")
-
-
 def test_an_error_of_the_compiler_has_its_words() -> None:
     compiler = Nvrtc.__new__(Nvrtc)
     compiler._lib = Time(nvrtcGetNumSupportedArchs=lambda count: 3, nvrtcGetErrorString=lambda code: b"INVALID_INPUT")

@@ -6,7 +6,6 @@ from __future__ import annotations
 import logging
 import re
 import threading
-import types
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -17,7 +16,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 from attn_support.fused.cases import whole
-from attn_support.fused.device import CardKernels, EmulatedKernels, emulated_card
+from attn_support.fused.device import CardKernels, emulated_card
 from attn_support.fused.driver import Compiler, StandIn
 from attn_support.fused.emulation import CARD, GXX, emulate
 from attn_support.fused.hip import RADEON_VII, RX_5700, RX_6800, HipStandIn, plain_launch
@@ -32,10 +31,9 @@ from pascal_attn_core.fused.gpu.runtime import CompileError
 from pascal_attn_core.fused.launch.forward import forward_launches
 from pascal_attn_core.fused.trust.kernels import Kernels, KernelUnavailable, parts
 from pascal_attn_core.machine.device import DeviceInfo
-from pascal_attn_core.machine.runtime import Runtime, using
+from pascal_attn_core.machine.runtime import Runtime
 from pascal_attn_core.reference import reference_sdpa
 from pascal_attn_core.routes import choose
-from pascal_attn_core.routes.fused import find_plan
 
 needs_compiler = pytest.mark.skipif(GXX is None, reason="needs g++ to build the stand-in for the driver")
 VARIANT = Variant("forward", 64, "float32")
@@ -145,11 +143,7 @@ OVERRIDDEN = "the card is a {}, and HSA_OVERRIDE_GFX_VERSION makes it a gfx1030"
 @pytest.mark.parametrize(
     ("info", "driver", "reason"),
     [
-        (
-            DeviceInfo("xpu", "Intel Arc A770"),
-            object,
-            "the fused kernel needs a GPU of NVIDIA's, or of AMD's with ROCm",
-        ),
+        (DeviceInfo("xpu", "Arc A770"), object, "the fused kernel needs a GPU of NVIDIA's, or of AMD's with ROCm"),
         (replace(CARD, capability=(3, 5)), object, "the fused kernel needs compute capability 5.0, got 3.5"),
         (CARD, lambda: CudaDriver("no-such-library.so"), "the CUDA driver could not be opened: no-such-library.so"),
         (replace(CARD, capability=(9, 9)), object, "no prebuilt kernel and no NVRTC for sm_99; pip install"),
@@ -160,7 +154,7 @@ OVERRIDDEN = "the card is a {}, and HSA_OVERRIDE_GFX_VERSION makes it a gfx1030"
         (
             RADEON_VII,
             lambda: HipDriver(["no-such-library.so"]),
-            "the HIP runtime could not be opened: torch has loaded",
+            "the HIP runtime could not be opened",
         ),
         *(
             (replace(RX_5700, arch=arch), object, f"no prebuilt kernel and no HIPRTC for {arch}")
@@ -283,18 +277,6 @@ def test_switched_off_or_on_a_cpu_the_route_says_so() -> None:
     assert AttentionConfig.from_env({"PASCAL_ATTN_FUSED": "0"}).fused is False
 
 
-def test_a_card_of_another_maker_is_named_in_the_reason() -> None:
-    call: Any = types.SimpleNamespace(query=types.SimpleNamespace(device=torch.device("xpu", 0)))
-    with using(Runtime("xpu:0", DeviceInfo("xpu", "Intel Arc A770"))):
-        assert find_plan(call, AttentionConfig()) == ["the fused kernel needs a CUDA or ROCm device, got xpu"]
-
-
-class _Checked(EmulatedKernels):
-    """Whose first answers are really checked."""
-
-    largest_error = Kernels.largest_error
-
-
 @needs_compiler
 def test_a_kernel_that_fails_at_its_first_call_leaves_the_call_to_the_next_route(
     caplog: pytest.LogCaptureFixture,
@@ -304,7 +286,7 @@ def test_a_kernel_that_fails_at_its_first_call_leaves_the_call_to_the_next_route
     assert right in text
     mutated = {"forward": text.replace(right, wrong)}
     query = torch.randn(1, 8, 1024, 64)
-    with emulated_card(lambda launch: emulate([launch], mutated=mutated), kind=_Checked, ratio=0.5) as kernels:
+    with emulated_card(lambda launch: emulate([launch], mutated=mutated), kind=CardKernels, ratio=0.5) as kernels:
         assert choose(check_call(query, query, query), AttentionConfig()).route == "fused"
         with caplog.at_level(logging.WARNING, logger="pascal_attn"), record() as report:
             out = sdpa(query, query, query)

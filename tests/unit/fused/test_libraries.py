@@ -11,6 +11,7 @@ import pytest
 
 from pascal_attn_core import config
 from pascal_attn_core.fused.gpu import cuda, hip_libraries, nvrtc
+from pascal_attn_core.fused.gpu.hip import HipDriver
 
 # Wheels -> system, folder and libraries: the contents of NVIDIA's (pip download --platform), those that documents of
 # AMD's name. NVRTC, or the HIP runtime and HIPRTC, come first, in the order in which they are tried.
@@ -28,9 +29,21 @@ NVIDIAS = {
         "win32", "nvidia/cu13/bin/x86_64", ["nvrtc64_130_0.dll", "nvrtc64_130_0.alt.dll", "nvrtc-builtins64_130.dll"],
     ),
 }  # fmt: skip
+_WINDOWS, _ROCM_7 = "_rocm_sdk_core/bin", ["libamdhip64.so.7", "libhiprtc.so.7", "libhiprtc-builtins.so.7"]
 AMDS = {
-    "rocm-sdk-core 7.1, Windows": ["amdhip64_7.dll", "hiprtc0701.dll", "hiprtc-builtins0701.dll", "amd_comgr.dll"],
-    "rocm-sdk-core 7.14, Windows": ["amdhip64_7.dll", "hiprtc0714.dll", "hiprtc-builtins0714.dll", "rocm_kpack.dll"],
+    "rocm-sdk-core 7.1, Windows": (
+        "win32",
+        _WINDOWS,
+        ["amdhip64_7.dll", "hiprtc0701.dll", "hiprtc-builtins0701.dll", "amd_comgr.dll"],
+    ),
+    "rocm-sdk-core 7.14, Windows": (
+        "win32",
+        _WINDOWS,
+        ["amdhip64_7.dll", "hiprtc0714.dll", "hiprtc-builtins0714.dll", "rocm_kpack.dll"],
+    ),
+    "torch, Linux": ("linux", "torch/lib", ["libamdhip64.so", "libhiprtc.so", *_ROCM_7[2:], "libamdhip64.txt"]),
+    "rocm-sdk-core, Linux": ("linux", "_rocm_sdk_core/lib", _ROCM_7),
+    "rocm-sdk-core of a family, Linux": ("linux", "_rocm_sdk_core_gfx103x/lib", _ROCM_7),
 }
 
 
@@ -75,12 +88,12 @@ def test_nvrtc_is_found_in_its_wheels_and_opened_after_its_builtins(
 def test_hip_is_found_in_its_wheels_and_by_name_alone(
     wheel: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    folder = _installed(monkeypatch, tmp_path, "win32", "_rocm_sdk_core/bin", AMDS[wheel])
-    runtime, compiler = AMDS[wheel][:2]
+    folder = _installed(monkeypatch, tmp_path, *AMDS[wheel])
+    runtime, compiler = AMDS[wheel][2][:2]
     monkeypatch.setattr(hip_libraries, "loaded_runtime", lambda: None)
-    assert hip_libraries.runtime_candidates()[0] == str(folder / runtime)
-    assert [Path(name).name for name in hip_libraries.compiler_candidates() if "builtins" in name] == []
-    assert hip_libraries.compiler_candidates()[0] == str(folder / compiler)
+    candidates = hip_libraries.runtime_candidates(), hip_libraries.compiler_candidates()
+    assert [names[0] for names in candidates] == [str(folder / runtime), str(folder / compiler)]
+    assert not any("builtins" in name or name.endswith(".txt") for names in candidates for name in names)
     (folder / compiler).unlink()
     assert compiler in hip_libraries.compiler_candidates()
 
@@ -89,7 +102,7 @@ def test_the_runtime_that_torch_has_loaded_and_the_compiler_beside_it_go_first(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The driver's own copy has the same name; the folder in which the program was started is not looked into."""
-    folder = _installed(monkeypatch, tmp_path, "win32", "_rocm_sdk_core/bin", AMDS["rocm-sdk-core 7.14, Windows"])
+    folder = _installed(monkeypatch, tmp_path, *AMDS["rocm-sdk-core 7.14, Windows"])
     (tmp_path / "here").mkdir()
     (tmp_path / "here" / "hiprtc0714.dll").touch()
     monkeypatch.chdir(tmp_path / "here")
@@ -109,6 +122,30 @@ def test_the_runtime_that_torch_has_loaded_and_the_compiler_beside_it_go_first(
     assert hip_libraries.compiler_candidates()[0] == str(folder / "hiprtc0714.dll")
     loaded.clear()
     assert hip_libraries.loaded_runtime() is None
+
+
+@pytest.mark.parametrize("name", ["libamdhip64.so", "libamdhip64-2f6c1e77.so.6"])
+def test_on_linux_the_runtime_that_torch_has_loaded_goes_before_any_other(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.platform", "linux")
+    maps, loaded = tmp_path / "maps", f"/home/some one/venv/lib/python3.12/site-packages/torch/lib/{name}"
+    other = loaded.replace(name, "libtorch_hip.so")
+    maps.write_text(
+        f"7f00-7f01 r-xp 00000000 08:01 11 {other}\n7f02-7f03 r--p 00000000 08:01 12 {loaded}\n"
+        "7f04-7f05 rw-p 00000000 00:00 0\n7f06-7f07 rw-p 00000000 00:00 0 [heap]\n"
+    )
+    assert hip_libraries.loaded_runtime(maps) == loaded
+    assert hip_libraries.loaded_runtime(tmp_path / "nothing") is None
+    monkeypatch.setattr(hip_libraries, "loaded_runtime", lambda: loaded)
+    assert hip_libraries.runtime_candidates() == [loaded]
+    assert hip_libraries.compiler_candidates()[-1] == loaded  # which had HIPRTC in it once
+
+
+def test_a_library_that_is_no_hip_runtime_is_passed_over(tmp_path: Path) -> None:
+    (tmp_path / "libamdhip64.so").write_bytes(b"not a library")
+    with pytest.raises(OSError, match="torch has loaded no HIP runtime"):
+        HipDriver([str(tmp_path / "libamdhip64.so"), "libc.so.6"])
 
 
 @pytest.mark.parametrize(("system", "name"), [("linux", "libcuda.so.1"), ("win32", "nvcuda.dll")])
