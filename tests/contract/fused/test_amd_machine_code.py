@@ -20,9 +20,10 @@ import torch
 from attn_support.amd import machine
 from attn_support.amd.code import OBJDUMP, Instruction, MachineKernel, kernels
 from attn_support.amd.wave import Wave
-from attn_support.fused.cases import LOWER_RIGHT, Emulated, backward, forward, poisoned, sized, whole, with_tail
+from attn_support.fused import cases
+from attn_support.fused.cases import LOWER_RIGHT, Emulated, forward, poisoned, sized
 from attn_support.fused.packed import definitions, ends_of
-from attn_support.oracle import assert_attention, assert_close, assert_gradients, exact
+from attn_support.oracle import assert_close, exact
 from attn_support.randomness import some, times
 from attn_support.table import Case
 
@@ -73,10 +74,8 @@ def _check(
     parts: bool = False,
     watch: machine.Watch | None = None,
 ) -> Emulated:
-    inputs, options = case.build()
-    result = forward(inputs, options, arch=arch, parts=parts, run=machine.execute, code_of=code_of, watch=watch)
-    assert result.plan.forward.arch == arch
-    assert_attention(result.out, result.lse, inputs, options, case.dtype)
+    result = cases.check_forward(case, arch=arch, parts=parts, run=machine.execute, code_of=code_of, watch=watch)
+    assert {v.arch for v in (result.plan.forward, *result.plan.gradients)} == {arch}
     return result
 
 
@@ -136,10 +135,8 @@ def test_shipped_kernels_join_the_parts_of_the_keys(variant: Variant) -> None:
 @pytest.mark.parametrize("variant", _RANGES, ids=lambda variant: variant.name)
 def test_shipped_kernels_compute_the_last_rows_with_their_keys_in_ranges(variant: Variant) -> None:
     rows, cols = variant.geometry.rows, variant.geometry.cols
-    inputs, options = _alone(FLOAT16, variant.head_dim, rows + 21, 3 * cols + 9).build()
-    result = with_tail(inputs, options, variant.arch, 2, run=machine.execute, code_of=_shipped)
-    assert result.plan.tail.variant == variant
-    assert_attention(result.out, result.lse, inputs, options, FLOAT16)
+    case = _alone(FLOAT16, variant.head_dim, rows + 21, 3 * cols + 9)
+    assert cases.check_tail(case, variant.arch, 2, run=machine.execute, code_of=_shipped).plan.tail.variant == variant
 
 
 @pytest.mark.parametrize("variant", _INT8, ids=lambda variant: variant.name)
@@ -192,7 +189,7 @@ def test_shipped_kernels_keep_sequences_apart(arch: str, dtype: torch.dtype) -> 
     packed = Packed.of(*map(ends_of, lengths), torch.device("cpu"), lower_right=True)
     call = check_call(*made, enable_gqa=True, is_causal=True)
     out, lse = empty_output(call).fill_(torch.nan), poisoned((1, 2, 99), FLOAT32)
-    launches = packed_launches(forward_launches(call, whole(call, arch), out, lse), packed)
+    launches = packed_launches(forward_launches(call, cases.whole(call, arch), out, lse), packed)
     machine.execute(launches, _shipped)
     finite = [t.nan_to_num() for t in made]
     (_, oracle), (_, similar), _ = definitions(finite, lengths, dtype, **LOWER_RIGHT)
@@ -265,9 +262,7 @@ _GRADIENTS = (FLOAT32, 64, "none"), (FLOAT16, 128, BOOL), (FLOAT16, 60, FLOAT), 
 def test_gradients_are_those_of_the_definition(arch: str, dtype: torch.dtype, dim: int, mask: str) -> None:
     case = _case(dtype, dim, 37, 70, mask, **LOWER_RIGHT if mask == "none" else {})
     result = _check(case, arch, _shipped_or_compiled)
-    assert {v.arch for v in result.plan.gradients} == {arch}
-    own = functools.partial(backward, result, run=machine.execute, code_of=_shipped_or_compiled)
-    assert_gradients(own, *case.build(), dtype)
+    cases.check_gradients(result, case, run=machine.execute, code_of=_shipped_or_compiled)
 
 
 CHANGED = _case(FLOAT16, 64, 37, 75, **LOWER_RIGHT)

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
-from attn_support.fused.cases import backward, forward, is_split, takes, whole
+from attn_support.fused.cases import LOWER_RIGHT, backward, check_forward, forward, is_split, sized, takes, whole
 from attn_support.fused.emulation import emulate
-from attn_support.oracle import assert_attention, assert_close, exact, plain
+from attn_support.oracle import assert_attention, exact, plain
 from attn_support.randomness import some
 from attn_support.table import TABLE, Case
 
@@ -27,21 +28,15 @@ IN_PARTS = [case for case in TABLE if is_split(case)]
 WHOLE = [case for case in TABLE if takes(case) and not is_split(case)]
 
 
-def _check_forward(case: Case, *, parts: bool) -> None:
-    inputs, options = case.build()
-    result = forward(inputs, options, parts=parts)
-    assert_attention(result.out, result.lse, inputs, options, case.dtype)
-
-
 @pytest.mark.parametrize("case", IN_PARTS[::3], ids=lambda case: case.name)
 def test_the_kernel_gives_the_answer_of_the_definition(case: Case) -> None:
-    _check_forward(case, parts=False)
+    check_forward(case)
 
 
 @pytest.mark.parametrize("case", WHOLE[::3], ids=lambda case: case.name)
 def test_keys_in_parts_give_the_same_answer(case: Case) -> None:
     case = replace(case, key=(*case.key[:-2], 300, case.key[-1]), value=(*case.value[:-2], 300, case.value[-1]))
-    _check_forward(case, parts=True)
+    check_forward(case, parts=True)
 
 
 # float16 and bfloat16 have the same geometry.
@@ -52,11 +47,38 @@ _PAIRS = [(d, t) for d in _WIDTHS for t in (torch.float32, next(_NARROW))]
 
 @pytest.mark.parametrize(("head_dim", "dtype"), some(_PAIRS, 3))
 def test_every_head_dim_has_a_kernel(head_dim: int, dtype: torch.dtype) -> None:
-    query, key, value = (torch.randn(1, heads, n, head_dim).to(dtype) for heads, n in ((2, 131), (1, 140), (1, 140)))
-    options = {"is_causal": True, "enable_gqa": True}
-    result = forward([query, key, value, None], options)
-    oracle = exact([query, key, value], options)[0]
-    assert_close(result.out, oracle, plain([query, key, value], options, torch.float32)[0], "out", dtype=dtype)
+    check_forward(sized(dtype, head_dim, 131, 140, heads=(2, 1), is_causal=True))
+
+
+# One that adds nothing, one like the scores, one larger than all of them, one smaller.
+SINKS = torch.tensor([-torch.inf, 0.5, 40.0, -3.0])
+BOTH: dict[str, Any] = {"softcap": 3.0, "sinks": SINKS}
+EMPTY = "bool some rows empty"
+CAPPED = [
+    (torch.float32, (64, 70, 200), "none", BOTH),
+    (torch.float32, (64, 70, 200), "none", {"softcap": 5.0}),
+    (torch.float32, (64, 70, 1200), "none", {"sinks": SINKS}),
+    (torch.float32, (64, 70, 200), EMPTY, BOTH),
+    (torch.float32, (60, 70, 130), "float [1, H, L, S]", BOTH),
+    (torch.float16, (128, 70, 200), EMPTY, BOTH),
+    (torch.bfloat16, (40, 70, 200), "none", {"softcap": 20.0, "scale": -0.3}),
+    # The keys of few queries are cut into parts, and the sink is one of them.
+    (torch.float32, (64, 3, 330), "none", BOTH),
+    (torch.float16, (128, 3, 330), "-inf some rows empty", BOTH),
+    (torch.float32, (64, 5, 90), EMPTY, BOTH),
+]
+# On AMD's cards pairs of float16 first, in tiles and in parts.
+_ON_AMD = [(arch, dtype, (dim, *sizes), *how) for dtype, (dim, *_), *how in some([CAPPED[5], *CAPPED[:7:3]], 2)
+           for arch in ("gfx906", "gfx1010") for sizes in ((70, 200), (3, 330))]  # fmt: skip
+
+
+@pytest.mark.parametrize(("arch", "dtype", "sizes", "mask", "how"), [*(("", *case) for case in CAPPED), *_ON_AMD])
+def test_scores_have_a_cap_and_rows_a_sink(
+    arch: str, dtype: torch.dtype, sizes: tuple[int, int, int], mask: str, how: dict[str, Any]
+) -> None:
+    parts = sizes[1] < 70
+    result = check_forward(sized(dtype, *sizes, mask, **LOWER_RIGHT, **how), arch=arch, parts=parts)
+    assert result.plan.forward.kind == ("capped_split" if parts else "capped")
 
 
 @pytest.mark.parametrize(

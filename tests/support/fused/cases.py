@@ -17,6 +17,7 @@ from pascal_attn_core.fused.launch.plan import Plan, forward_variants, plan_call
 from pascal_attn_core.fused.launch.select import call_reasons
 from pascal_attn_core.fused.launch.tail_rows import TailRows
 
+from ..oracle import assert_attention, assert_gradients
 from ..table import TABLE, Case
 from ..table import case as case_of
 from .emulation import Deadlock, emulate
@@ -109,20 +110,33 @@ def forward(
     return Emulated(call, plan, out, lse, log_sum)
 
 
+def check_forward(case: Case, **how: Any) -> Emulated:
+    """Check that output and lse are as close to the definition as ``oracle`` asks; ``how``: of :func:`forward`."""
+    inputs, options = case.build()
+    result = forward(inputs, options, **how)
+    assert_attention(result.out, result.lse, inputs, options, case.dtype)
+    return result
+
+
+def check_gradients(result: Emulated, case: Case, *, with_lse: bool = False, **how: Any) -> None:
+    """The same of the gradients; ``how``: of :func:`backward`."""
+    assert_gradients(functools.partial(backward, result, **how), *case.build(), case.dtype, with_lse=with_lse)
+
+
 def whole(call: AttentionCall, arch: str = "") -> Plan:
     """The plan of a call with one block per tile of rows, gradients and all."""
     variants = variants_of(call, arch)
     return Plan(forward_variants(call, variants)[0], 0, (variants.grad_query, variants.grad_key_value))
 
 
-def with_tail(inputs: list[Tensor | None], options: dict[str, Any], arch: str, ranges: int, **how: Any) -> Emulated:
-    """The forward kernels of an AMD card on a call whose keys are cut into so many ranges for all rows but those of the
-    first tile."""
-    call = check_call(*inputs, **options)  # type: ignore[arg-type]
-    variants = variants_of(call, arch)
+def check_tail(case: Case, arch: str, ranges: int, **how: Any) -> Emulated:
+    """The same of the kernels of an AMD card on a call whose keys are cut into so many ranges for all rows but those of
+    the first tile."""
+    inputs, options = case.build()
+    variants = variants_of(check_call(*inputs, **options), arch)
     assert variants.ranges is not None
     tail = TailRows(variants.ranges, variants.forward.geometry.rows, ranges)
-    return forward(inputs, options, plan=Plan(variants.forward, tail=tail), **how)
+    return check_forward(case, plan=Plan(variants.forward, tail=tail), **how)
 
 
 def at_once(result: Emulated) -> Emulated:
