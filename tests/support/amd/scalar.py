@@ -6,7 +6,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable
 
-from .code import EXEC, Instruction
+from .code import EXEC, VCC, Instruction
 from .wave import ALL, Wave
 
 Operation = Callable[[Wave, Instruction], None]
@@ -113,7 +113,7 @@ def _bits(name: str, f: Callable[[int, int], int]) -> None:
     def of_exec(lanes: int) -> Operation:
         def run(wave: Wave, i: Instruction) -> None:
             assert wave.size == lanes, f"a mask of {lanes} lanes in a wave of {wave.size}"  # half of it would be lost
-            before = wave.exec
+            before = wave.lanes_of(EXEC)
             result = f((wave.scalar64 if lanes == 64 else wave.scalar)(i.operands[1]), before) & (1 << lanes) - 1
             wave.write_lanes(i.operands[0].number, before)
             wave.write_lanes(EXEC, result)
@@ -174,10 +174,10 @@ SCALAR |= {
     "s_branch": _branch(lambda wave: True),
     "s_cbranch_scc0": _branch(lambda wave: not wave.scc),
     "s_cbranch_scc1": _branch(lambda wave: bool(wave.scc)),
-    "s_cbranch_vccz": _branch(lambda wave: not wave.vcc),
-    "s_cbranch_vccnz": _branch(lambda wave: bool(wave.vcc)),
-    "s_cbranch_execz": _branch(lambda wave: not wave.exec),
-    "s_cbranch_execnz": _branch(lambda wave: bool(wave.exec)),
+    "s_cbranch_vccz": _branch(lambda wave: not wave.lanes_of(VCC)),
+    "s_cbranch_vccnz": _branch(lambda wave: bool(wave.lanes_of(VCC))),
+    "s_cbranch_execz": _branch(lambda wave: not wave.lanes_of(EXEC)),
+    "s_cbranch_execnz": _branch(lambda wave: bool(wave.lanes_of(EXEC))),
     "s_waitcnt": _waitcnt,
     "s_waitcnt_vscnt": _waitcnt,
     "s_barrier": _barrier,

@@ -19,7 +19,8 @@ from .wave import F32, F64, I64, U32, U64, Wave, with_signs
 VECTOR: dict[str, Operation] = {}
 _READ: dict[str, Callable[[Wave, Operand], np.ndarray]] = {
     "u": Wave.unsigned, "i": Wave.integer, "f": Wave.single, "U": Wave.unsigned64, "I": Wave.integer64,
-    "m": Wave.mask, "h": lambda wave, o: with_signs(_half(wave.raw(o), 0), o),
+    "m": Wave.mask, "w": lambda wave, o: wave.unsigned(o) & U32(0xFFFF),
+    "h": lambda wave, o: with_signs(_half(wave.raw(o), 0), o),
 }  # fmt: skip
 
 
@@ -170,8 +171,7 @@ _COMPARISONS: dict[str, Callable[[np.ndarray, np.ndarray], np.ndarray]] = {
 
 
 def _compare(name: str, kind: str, f: Callable[[np.ndarray, np.ndarray], np.ndarray]) -> None:
-    read = {"f32": Wave.single, "u32": Wave.unsigned, "i32": Wave.integer, "u64": Wave.unsigned64,
-            "i64": Wave.integer64, "u16": lambda wave, o: wave.unsigned(o) & U32(0xFFFF)}[kind]  # fmt: skip
+    read = _READ[_OF_COMPARISON[kind]]
 
     def run(wave: Wave, i: Instruction) -> None:
         destination, x, y = i.operands
@@ -186,8 +186,9 @@ def _compare(name: str, kind: str, f: Callable[[np.ndarray, np.ndarray], np.ndar
 
 
 _OF_FLOATS = ("neq", "nlt", "nle", "ngt", "nge", "u", "o")
+_OF_COMPARISON = {"f32": "f", "u32": "u", "i32": "i", "u64": "U", "i64": "I", "u16": "w"}
 for _name, _f in _COMPARISONS.items():
-    for _kind in ("f32",) if _name in _OF_FLOATS else ("f32", "u32", "i32", "u64", "i64", "u16"):
+    for _kind in ("f32",) if _name in _OF_FLOATS else _OF_COMPARISON:
         _compare(_name, _kind, _f)
 
 

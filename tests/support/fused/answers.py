@@ -6,7 +6,6 @@ from __future__ import annotations
 import ctypes
 import functools
 import hashlib
-import subprocess
 import threading
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -15,7 +14,7 @@ from pascal_attn_core.fused.code.compilation import Compilation
 from pascal_attn_core.fused.launch import Launch
 from pascal_attn_core.machine.device import DeviceInfo
 
-from .emulation import BUILD, GXX, HERE
+from .emulation import HERE, built_once
 
 Fault = int | Callable[[], int]
 # HIP numbers its errors as the CUDA driver does.
@@ -41,15 +40,8 @@ ANSWER = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_char_p, ctypes.POINTER(ctypes.c
 @functools.cache
 def library(name: str) -> str:
     """A file of ``emulator``, built."""
-    text = (HERE / name).read_bytes()
-    stem = name.partition(".")[0]
-    built = BUILD / f"{stem}-{hashlib.sha256(text).hexdigest()[:24]}.so"
-    if not built.exists():
-        BUILD.mkdir(exist_ok=True)
-        unfinished = BUILD / f"{built.stem}-{threading.get_native_id()}.so"
-        subprocess.run([GXX or "g++", "-shared", "-fPIC", "-O1", HERE / name, "-o", unfinished], check=True)
-        unfinished.replace(built)
-    return str(built)
+    key = hashlib.sha256((HERE / name).read_bytes()).hexdigest()[:24]
+    return str(built_once(f"{name.partition('.')[0]}-{key}.so", ["-shared", "-O1", HERE / name], name))
 
 
 class Answers:

@@ -40,32 +40,27 @@ VARIANT = Variant("forward", 64, "float32")
 ELF = Compiler().compile(source("forward"), 61, VARIANT.macros()).cubin
 
 
+Machine = Callable[..., Kernels]
+
+
 @pytest.fixture
 def compiler() -> Compiler:
     return Compiler()
 
 
-Machine = Callable[..., Kernels]
-
-
 @pytest.fixture
 def machine(compiler: Compiler, tmp_path: Path) -> Machine:
-    """Makes the kernels of a GTX 1080 Ti without prebuilt ones, with an empty cache and a compiler; ``options`` in
-    place of these."""
+    """Makes the kernels of a GTX 1080 Ti without prebuilt ones, with an empty cache and a compiler."""
 
     def made(
         device: str = "cuda:0",
         capability: tuple[int, int] = (6, 1),
         open_driver: Callable[[], Any] = cuda_driver,
         find_compiler: Callable[[int], Any] = lambda arch: compiler,
-        **options: Any,
+        shipped: Callable[..., bytes | None] = lambda *_: None,
     ) -> Kernels:
-        given = {
-            "gpu": CudaRuntime(open_driver, find_compiler),
-            "shipped": lambda *_: None,
-            "folder": lambda: tmp_path / "cache",
-        }
-        return Kernels(Runtime(device, replace(CARD, capability=capability)), **{**given, **options})
+        runtime, gpu = Runtime(device, replace(CARD, capability=capability)), CudaRuntime(open_driver, find_compiler)
+        return Kernels(runtime, gpu=gpu, shipped=shipped, folder=lambda: tmp_path / "cache")
 
     return made
 
@@ -88,11 +83,8 @@ def test_what_has_been_compiled_once_comes_from_the_disk(machine: Machine, compi
 
 
 def test_a_prebuilt_kernel_goes_before_the_cache_and_the_compiler(machine: Machine, compiler: Compiler) -> None:
-    asked: list[str] = []
-    kernels = machine(shipped=lambda variant, arch: asked.append(arch) or b"shipped")
-    assert kernels.machine_code(VARIANT) == b"shipped"
-    assert asked == ["sm_61"]
-    assert len(compiler.compiled) == 0
+    kernels = machine(shipped=lambda variant, arch: arch.encode())
+    assert (kernels.machine_code(VARIANT), compiler.compiled) == (b"sm_61", [])
 
 
 def test_a_damaged_file_is_compiled_again(machine: Machine, compiler: Compiler, tmp_path: Path) -> None:
@@ -208,19 +200,16 @@ def test_a_failure_warns_once_and_is_remembered(
 def test_code_that_the_driver_refuses_is_compiled_again(
     machine: Machine, compiler: Compiler, driver: StandIn, caplog: pytest.LogCaptureFixture
 ) -> None:
-    kernels = machine(open_driver=lambda: driver, shipped=lambda *_: b"for another driver")
+    """Without a compiler it is a reason."""
+    given = {"open_driver": lambda: driver, "shipped": lambda *_: b"for another driver"}
+    kernels = machine(**given)
     with caplog.at_level(logging.INFO, logger="pascal_attn"):
         assert kernels.functions(VARIANT)
     assert len(compiler.compiled) == 1
     assert "since the driver refuses its machine code" in caplog.text
     assert not kernels.reasons([VARIANT])
-
-
-@needs_compiler
-def test_without_a_compiler_code_that_the_driver_refuses_is_a_reason(machine: Machine, driver: StandIn) -> None:
-    kernels = machine(open_driver=lambda: driver, shipped=lambda *_: b"not a cubin", find_compiler=lambda arch: None)
     with pytest.raises(KernelUnavailable, match="cuModuleLoadData: device kernel image is invalid"):
-        kernels.functions(VARIANT)
+        machine(**given, find_compiler=lambda arch: None).functions(VARIANT)
     assert not driver.left_behind()
     assert not driver.problems
 
