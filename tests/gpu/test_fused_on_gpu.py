@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -74,26 +75,29 @@ def _large(dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
     return [torch.randn(2, heads, 4096, 64, device="cuda", dtype=dtype) for heads in (8, 2, 2)]
 
 
+_grouped = functools.partial(sdpa, enable_gqa=True, config=FUSED)
+
+
 def test_two_streams_at_once_do_not_disturb_each_other() -> None:
     calls = [_large(), _large()]
-    expected = [sdpa(*call, enable_gqa=True, config=FUSED) for call in calls]
+    expected = [_grouped(*call) for call in calls]
     streams = [torch.cuda.Stream() for _ in calls]
     torch.cuda.synchronize()
     for _ in range(5):
         results = []
         for stream, call in zip(streams, calls):
             with torch.cuda.stream(stream):
-                results.append(sdpa(*call, enable_gqa=True, config=FUSED))
+                results.append(_grouped(*call))
         torch.cuda.synchronize()
-        assert all(torch.equal(a, b) for a, b in zip(results, expected))
+        assert all(map(torch.equal, results, expected))
 
 
 def test_two_threads_at_once_do_not_disturb_each_other() -> None:
     calls = [_large(torch.float16), _large(torch.float16)]
-    expected = [sdpa(*call, enable_gqa=True, config=FUSED) for call in calls]
+    expected = [_grouped(*call) for call in calls]
 
     def work(call: list[torch.Tensor], right: torch.Tensor) -> bool:
-        return all(torch.equal(sdpa(*call, enable_gqa=True, config=FUSED), right) for _ in range(20))
+        return all(torch.equal(_grouped(*call), right) for _ in range(20))
 
     with ThreadPoolExecutor(2) as pool:
         assert all(pool.map(work, calls, expected))
@@ -151,7 +155,7 @@ def test_the_first_call_is_checked_on_the_callers_stream(first_use: Kernels) -> 
 
     stream = torch.cuda.Stream()
     with using(Runtime(first_use.device, parts={Kernels: Noted})), torch.cuda.stream(stream):
-        sdpa(*_large(), enable_gqa=True, config=FUSED)
+        _grouped(*_large())
     torch.cuda.synchronize()
     assert set(streams) == {stream.cuda_stream}
 
@@ -171,15 +175,15 @@ def test_nothing_is_checked_while_a_graph_is_captured(first_use: Kernels) -> Non
 
 def test_the_forward_pass_takes_no_memory_but_its_output() -> None:
     call = _large()
-    sdpa(*call, enable_gqa=True, config=FUSED)
+    _grouped(*call)
     with PeakMemory("cuda", follow=False) as peak:
-        out = sdpa(*call, enable_gqa=True, config=FUSED)
+        out = _grouped(*call)
     assert peak.peak_bytes - out.numel() * out.element_size() <= MIB
 
 
 def test_gradients_are_the_same_bits_every_time() -> None:
     leaves = [t.requires_grad_() for t in _large(torch.float16)]
-    grads = [torch.autograd.grad(sdpa(*leaves, enable_gqa=True, config=FUSED).float().sum(), leaves) for _ in range(3)]
+    grads = [torch.autograd.grad(_grouped(*leaves).float().sum(), leaves) for _ in range(3)]
     assert all(torch.equal(a, b) for other in grads[1:] for a, b in zip(grads[0], other))
 
 
@@ -202,7 +206,7 @@ def test_a_card_with_prebuilt_kernels_compiles_nothing() -> None:
     gpu = HipRuntime(find_compiler=lambda: None) if is_amd else CudaRuntime(find_compiler=lambda arch: None)
     without_compiler = {Kernels: lambda runtime: Kernels(runtime, gpu=gpu)}
     with using(Runtime(device, parts=without_compiler)):
-        sdpa(*_large(), enable_gqa=True, config=FUSED)
+        _grouped(*_large())
 
 
 def test_a_kernel_whose_first_answers_are_wrong_is_disabled_on_this_card(caplog: pytest.LogCaptureFixture) -> None:
@@ -212,7 +216,7 @@ def test_a_kernel_whose_first_answers_are_wrong_is_disabled_on_this_card(caplog:
 
     with using(Runtime(torch.device("cuda", torch.cuda.current_device()), parts={Kernels: Wrong})):
         with pytest.raises(UnsupportedAttention, match="differs from the definition"):
-            sdpa(*_large(), enable_gqa=True, config=FUSED)
+            _grouped(*_large())
         sdpa(*_large(), enable_gqa=True)
     assert [record.getMessage()[:40] for record in caplog.records if record.name == "pascal_attn"] == [
         "a kernel of the fused route is disabled:"

@@ -108,7 +108,6 @@ def test_the_first_answers_are_compared_with_the_definition(caplog: pytest.LogCa
     [
         (DeviceInfo("cpu"), "the int8 linear kernel needs a CUDA device, got cpu"),
         (RADEON_VII, "the int8 linear kernel needs a CUDA device, got hip"),
-        (replace(CARD, capability=(5, 2)), "compute capability 6.1 or newer; compute capability 5.2 has none"),
         (replace(CARD, capability=(6, 0)), "compute capability 6.1 or newer; compute capability 6.0 has none"),
         (replace(CARD, capability=None), "compute capability 6.1 or newer; an unknown one has none"),
     ],
@@ -121,8 +120,9 @@ def test_a_device_without_dp4a_is_refused_with_the_reason(info: DeviceInfo, word
 
 def test_a_layer_that_the_kernels_cannot_take_is_refused_with_the_reason() -> None:
     with fresh_card(StandIn()):
-        assert why_not(CPU, columns=6)[0].startswith("columns must be a multiple of 4, at most 131072, got 6")
-        assert why_not(CPU, columns=1 << 18) == ["columns must be a multiple of 4, at most 131072, got 262144"]
+        for columns in (6, 1 << 18):
+            why = f"columns must be a multiple of 4, at most 131072, got {columns}"
+            assert why_not(CPU, columns=columns)[0].startswith(why)
         assert why_not(CPU, columns=1024, rotation=1024)[0].endswith("groups of (4, 16, 64, 256), got 1024")
         assert why_not(CPU, columns=64, dtypes=[torch.float64]) == [
             "the int8 linear kernel takes float32, float16 and bfloat16, got torch.float64"

@@ -121,10 +121,9 @@ def _run(
     flags: tuple[str, ...] = (),
 ) -> Tensor:
     out = empty_output(call).fill_(float("nan"))
-    mutated = None if text is None else {variant.kind: text}
     launches = forward_launches(call, Plan(variant, pieces=Pieces(0, tuple(listed))), out)
     with poisoned_memory():
-        emulate(launches, seed=seed, mutated=mutated, flags=flags)
+        emulate(launches, seed=seed, mutated={variant.kind: text}, flags=flags)
     return out
 
 

@@ -56,8 +56,8 @@ def _inputs(
     ``spare`` tokens behind the last sequence, full of NaN."""
     made = []
     for heads, each in ((4, lengths[0]), (2, lengths[1]), (2, lengths[1])):
-        tokens = torch.randn(1, sum(each), heads, head_dim)
-        tokens = torch.cat([tokens, torch.full((1, spare, heads, head_dim), torch.nan)], dim=1)
+        tokens = torch.randn(1, sum(each) + spare, heads, head_dim)
+        tokens[:, sum(each) :] = torch.nan
         made.append(tokens.to(dtype).transpose(1, 2).requires_grad_(requires_grad))
     return made
 

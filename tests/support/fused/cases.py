@@ -46,24 +46,21 @@ def sized(
 
 
 @functools.cache
-def _reasons_and_splits() -> dict[str, tuple[bool, bool]]:
-    found = {}
-    for case in TABLE:
-        inputs, options = case.build()
-        call = check_call(*inputs, **options)
-        is_taken = not call_reasons(call)
-        found[case.name] = is_taken, is_taken and plan_call(call, 1).splits > 0
-    return found
+def _plans() -> dict[str, Plan | None]:
+    """The plans of the table's calls on a card of one multiprocessor; None: not taken."""
+    calls = {case.name: check_call(*inputs, **options) for case in TABLE for inputs, options in (case.build(),)}
+    return {name: None if call_reasons(call) else plan_call(call, 1) for name, call in calls.items()}
 
 
 def takes(case: Case) -> bool:
     """Whether the kernels take a call of the table."""
-    return _reasons_and_splits()[case.name][0]
+    return _plans()[case.name] is not None
 
 
 def is_split(case: Case) -> bool:
     """Whether they do so by the kernel for few rows, on a card of one multiprocessor."""
-    return _reasons_and_splits()[case.name][1]
+    plan = _plans()[case.name]
+    return plan is not None and plan.splits > 0
 
 
 MANY_SMS = 1000  # as many as make the keys of a call with few rows many parts
@@ -186,14 +183,10 @@ def backward(
         only: the kind of kernel that is wanted; the other one is not launched, and its gradients are left out.
     """
     call = result.call
-    heads = () if call.query.dim() == 2 else (call.num_heads,)
-    kv_heads = () if call.query.dim() == 2 else (call.num_kv_heads,)
-    dtype = call.query.dtype
-    grads = (
-        poisoned((*call.batch, *heads, call.seq_len_q, call.head_dim), dtype),
-        poisoned((*call.batch, *kv_heads, call.seq_len_kv, call.head_dim), dtype),
-        poisoned((*call.batch, *kv_heads, call.seq_len_kv, call.head_dim_v), dtype),
-    )
+    q_heads, kv_heads = ((), ()) if call.query.dim() == 2 else ((call.num_heads,), (call.num_kv_heads,))
+    keys = *call.batch, *kv_heads, call.seq_len_kv
+    shapes = (*call.batch, *q_heads, call.seq_len_q, call.head_dim), (*keys, call.head_dim), (*keys, call.head_dim_v)
+    grads = tuple(poisoned(shape, call.query.dtype) for shape in shapes)
     launches = backward_launches(call, result.plan, grad_out, result.out, result.lse, result.log_sum, grad_lse, grads)
     if only and "grad_all" not in only:
         other = "grad_key_value" if "grad_query" in only else "grad_query"

@@ -192,11 +192,11 @@ def blocks_and_passes(library: ctypes.CDLL) -> tuple[int, int]:
 def emulate(
     launches: Iterable[Launch],
     seed: int = 1,
-    mutated: Mapping[str, str | LeftOut] | None = None,
+    mutated: Mapping[str, str | LeftOut | None] | None = None,
     flags: tuple[str, ...] = (),
 ) -> int:
     """Run launches one after the other; returns how many block barriers were passed. Blocks that may work on one tile
-    of rows take turns, twelve at a time. ``mutated``: other texts for some kinds of kernels."""
+    of rows take turns, twelve at a time. ``mutated``: other texts for some kinds of kernels; None: their own."""
     barriers = 0
     for launch in launches:
         text, place = (mutated or {}).get(launch.variant.kind), -1

@@ -76,8 +76,7 @@ def test_tensor_cores_are_nvidias_and_8_bit_attention_needs_dot_products() -> No
 
 @needs_compiler
 def test_what_was_loaded_lives_as_long_as_the_runtime() -> None:
-    driver = HipStandIn()
-    image = bytes(bytearray(CODE))
+    driver, image = HipStandIn(), bytes(bytearray(CODE))
     driver.variants = {CODE: VARIANT}
     count = sys.getrefcount(image)
     driver.load(0, image, ("pa_forward",))
