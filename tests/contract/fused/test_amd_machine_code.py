@@ -106,10 +106,6 @@ _EVERY_ONE = [variant for arch in ARCHS for variant in prebuilt.amd_variants(arc
 _SHIPPED = [variant for variant in _EVERY_ONE if isinstance(variant, Variant) and _is_taken(variant)]
 _GGUF_OFTEN = {("Q8_0", "gfx906"), ("Q4_K", "gfx1030"), ("Q6_K", "gfx1012")}
 _GGUF = [v for v in _EVERY_ONE if isinstance(v, GgufLinearVariant) and (EVERY or (v.format, v.arch) in _GGUF_OFTEN)]
-_FORWARD = [variant for variant in _SHIPPED if variant.kind == "forward"]
-_SPLIT = [variant for variant in _SHIPPED if variant.kind == "split"]
-_RANGES = [variant for variant in _SHIPPED if variant.kind == "ranges"]
-_INT8 = [variant for variant in _SHIPPED if variant.kind == "int8"]
 
 
 def _of(variant: Variant, queries: int, keys: int) -> Case:
@@ -119,27 +115,22 @@ def _of(variant: Variant, queries: int, keys: int) -> Case:
     return _alone(getattr(torch, variant.dtype), variant.head_dim, queries, keys, mask, **rule)
 
 
-@pytest.mark.parametrize("variant", _FORWARD, ids=lambda variant: variant.name)
+@pytest.mark.parametrize("variant", [v for v in _SHIPPED if v.kind != "int8"], ids=lambda variant: variant.name)
 def test_shipped_kernels_give_the_answer_of_the_definition(variant: Variant) -> None:
+    """Those of whole tiles; those that join the parts of the keys; those of last rows with their keys in ranges."""
     rows, cols = variant.geometry.rows, variant.geometry.cols
-    assert _check(_of(variant, rows // 2 + 5, cols + 9), variant.arch).plan.forward == variant
+    if variant.kind == "ranges":
+        case = _alone(FLOAT16, variant.head_dim, rows + 21, 3 * cols + 9)
+        plan = cases.check_tail(case, variant.arch, 2, run=machine.execute, code_of=_shipped).plan
+        assert plan.tail.variant == variant
+        return
+    parts = variant.kind == "split"
+    sizes = (6, 5 * cols + 3) if parts else (rows // 2 + 5, cols + 9)
+    plan = _check(_of(variant, *sizes), variant.arch, parts=parts).plan
+    assert (plan.forward, plan.splits > 1) == (variant, parts)
 
 
-@pytest.mark.parametrize("variant", _SPLIT, ids=lambda variant: variant.name)
-def test_shipped_kernels_join_the_parts_of_the_keys(variant: Variant) -> None:
-    plan = _check(_of(variant, 6, 5 * variant.geometry.cols + 3), variant.arch, parts=True).plan
-    assert plan.forward == variant
-    assert plan.splits > 1
-
-
-@pytest.mark.parametrize("variant", _RANGES, ids=lambda variant: variant.name)
-def test_shipped_kernels_compute_the_last_rows_with_their_keys_in_ranges(variant: Variant) -> None:
-    rows, cols = variant.geometry.rows, variant.geometry.cols
-    case = _alone(FLOAT16, variant.head_dim, rows + 21, 3 * cols + 9)
-    assert cases.check_tail(case, variant.arch, 2, run=machine.execute, code_of=_shipped).plan.tail.variant == variant
-
-
-@pytest.mark.parametrize("variant", _INT8, ids=lambda variant: variant.name)
+@pytest.mark.parametrize("variant", [v for v in _SHIPPED if v.kind == "int8"], ids=lambda variant: variant.name)
 def test_shipped_8_bit_attention_has_the_bits_of_its_definition(
     variant: Variant, monkeypatch: pytest.MonkeyPatch
 ) -> None:
