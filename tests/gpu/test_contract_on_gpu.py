@@ -19,9 +19,7 @@ from pascal_attn_core.routes.tiled import TiledRoute
 from pascal_attn_core.tiled.plan import plan_call
 
 TILES = TiledRoute()
-
 pytestmark = pytest.mark.gpu
-
 TILED, FUSED = AttentionConfig(route="tiled"), AttentionConfig(route="fused")
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 # The allocator hands out whole blocks: 512 bytes for each tensor, up to 2 MiB for each size class it opens.

@@ -29,7 +29,6 @@ from pascal_attn_core.reference import reference_sdpa
 from pascal_attn_core.routes import why_not
 
 pytestmark = pytest.mark.gpu
-
 FUSED = AttentionConfig(route="fused")
 ATOMIC = replace(FUSED, atomic_gradients=True)
 MIB = 1 << 20

@@ -19,7 +19,6 @@ from pascal_attn_core.machine.runtime import Runtime, using
 from pascal_attn_core.observe import report
 
 pytestmark = pytest.mark.gpu
-
 Q_LENGTHS, K_LENGTHS = [5, 1300, 0, 1, 77, 200], [9, 2000, 30, 1, 0, 640]
 RULES: list[dict[str, Any]] = [{}, {"causal": True}, {"window_size": (300, 70)}]
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)

@@ -24,8 +24,6 @@ from pascal_attn_core.reference import reference_sdpa
 FLOAT32, FLOAT16 = torch.float32, torch.float16
 WRONG = 1e-2
 Text = str | LeftOut | None  # in place of a kernel's source; None: its own
-
-
 _BARRIER = re.compile(r"__sync(?:threads|warp)\(\);")
 # The shuffles after it meet the warp too, but order no memory: on a CPU it cannot be missed.
 _UNSEEN = "flushed_max is complete"

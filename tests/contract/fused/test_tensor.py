@@ -68,20 +68,15 @@ def _check(inputs: list[Tensor | None], options: dict[str, Any]) -> None:
     assert_close(lse, oracle_lse, similar_lse, "lse", dtype=torch.float16)
 
 
-@pytest.mark.parametrize("case", some(TAKEN, 10), ids=lambda case: case.name)
-def test_every_call_gets_the_answer_of_the_definition(case: Case, card: DeviceInfo) -> None:
-    inputs, options = case.build()
-    with emulated_card(info=card) as kernels:
-        _check(inputs, options)
-    assert {launch.variant.on_tensor_cores for launch in kernels.queued} == {True}
+_CALLS = [(case, is_full) for is_full, every in ((False, 10), (True, 15)) for case in some(TAKEN, every)]
 
 
-@pytest.mark.parametrize("case", some(TAKEN, 15), ids=lambda case: case.name)
-def test_a_full_card_takes_the_wide_kernel(case: Case, card: DeviceInfo) -> None:
+@pytest.mark.parametrize(("case", "is_full"), _CALLS, ids=lambda value: getattr(value, "name", value))
+def test_every_call_gets_the_answer_of_the_definition(case: Case, is_full: bool, card: DeviceInfo) -> None:
     """On one multiprocessor there is nothing to be won by small tiles, unless most of a large one would be empty."""
-    inputs, options = case.build()
-    with emulated_card(info=replace(card, num_sms=1)):
-        _check(inputs, options)
+    with emulated_card(info=replace(card, num_sms=1) if is_full else card) as kernels:
+        _check(*case.build())
+    assert {launch.variant.on_tensor_cores for launch in kernels.queued} == {True}
 
 
 # Two query heads share a key head. Tiles are of 256, 128 or 64 rows and 32 or 64 keys.

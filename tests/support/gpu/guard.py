@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import os
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -35,6 +36,20 @@ def library() -> Path:
     linked = f"-L{home / 'lib'}", f"-Wl,-rpath,{home / 'lib'}", "-lc10", "-ltorch_cpu"
     options = "-std=c++20", "-shared", f"-I{home / 'include'}"
     return built_once(f"guard-{key}.so", [*options, SOURCE, *linked], SOURCE.name)
+
+
+def alone(**variables: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Decorator: the test runs by :func:`call`, with a folder of its own; its parameters are strings."""
+
+    def decorate(test: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(test)
+        def run_alone(**arguments: str) -> None:
+            with tempfile.TemporaryDirectory() as folder:
+                call(test, *arguments.values(), folder=Path(folder), **variables)
+
+        return run_alone
+
+    return decorate
 
 
 def call(function: Callable[..., object], *arguments: str, folder: Path, **variables: str) -> fresh.Done:

@@ -38,8 +38,6 @@ from pascal_attn_core.routes import choose
 needs_compiler = pytest.mark.skipif(GXX is None, reason="needs g++ to build the stand-in for the driver")
 VARIANT = Variant("forward", 64, "float32")
 ELF = Compiler().compile(source("forward"), 61, VARIANT.macros()).cubin
-
-
 Machine = Callable[..., Kernels]
 
 

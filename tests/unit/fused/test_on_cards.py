@@ -147,7 +147,9 @@ def _failures(attempts: Iterator[tuple[str, Callable[[], bool]]]) -> list[str]:
     return found
 
 
-def _smoke(name: str, count: str) -> None:
+@pytest.mark.parametrize(("name", "count"), some([("AMD Instinct MI50", "1"), *((name, "2") for name in NVIDIA)], 2))
+@guard.alone()
+def test_calls_on_cards_are_right_and_nothing_is_left_behind(name: str, count: str) -> None:
     driver = cards.believe(cards.CARDS[name], int(count))
     failures = _failures(_one_card(_numbers(), _numbers(), _numbers()))
     if int(count) > 1:
@@ -156,11 +158,6 @@ def _smoke(name: str, count: str) -> None:
     assert driver.queued
     assert driver.problems == driver.left_behind() == []
     assert torch.cuda.current_device() == 0
-
-
-@pytest.mark.parametrize(("name", "count"), some([("AMD Instinct MI50", "1"), *((name, "2") for name in NVIDIA)], 2))
-def test_calls_on_cards_are_right_and_nothing_is_left_behind(name: str, count: str, tmp_path: Path) -> None:
-    guard.call(_smoke, name, count, folder=tmp_path)
 
 
 # ---- what else asks whether it is on a card --------------------------------------------------------------------------
@@ -283,14 +280,11 @@ def _others() -> Iterator[tuple[str, Callable[[], bool]]]:
     yield "what a call costs", lambda: min(speed.call_costs(card).values()) > 0
 
 
-def _elsewhere() -> None:
+@guard.alone()
+def test_whatever_else_asks_for_cards_is_right_on_one() -> None:
     driver = cards.believe(cards.CARDS["Tesla T4"], 2)
     assert (failures := _failures(_others())) == [], "\n".join(failures)
     assert driver.problems == []
-
-
-def test_whatever_else_asks_for_cards_is_right_on_one(tmp_path: Path) -> None:
-    guard.call(_elsewhere, folder=tmp_path)
 
 
 # ---- the first use on a machine --------------------------------------------------------------------------------------
@@ -309,9 +303,12 @@ assert windows.problems == []
 assert windows.modes == [0x8007] * ({system!r} == "Windows")
 open({folder!r} + "/ended", "w").close()
 """
+FIRST_USES = some([(NVIDIA[0], "Windows"), (NVIDIA[0], "Linux"), (EVERY[2], "Linux")], 3)
 
 
-def _first_use(name: str, system: str) -> None:
+@pytest.mark.parametrize(("name", "system"), FIRST_USES)
+@guard.alone(PASCAL_ATTN_TRUST="")
+def test_the_first_use_starts_a_child_on_the_card_and_stores_its_verdict(name: str, system: str) -> None:
     from attn_support import __path__ as support
 
     from pascal_attn_core.fused.trust import trial
@@ -332,16 +329,6 @@ def _first_use(name: str, system: str) -> None:
     assert windows.problems == []
 
 
-FIRST_USES = some([(NVIDIA[0], "Windows"), (NVIDIA[0], "Linux"), (EVERY[2], "Linux")], 3)
-
-
-@pytest.mark.parametrize(("name", "system"), FIRST_USES)
-def test_the_first_use_starts_a_child_on_the_card_and_stores_its_verdict(
-    name: str, system: str, tmp_path: Path
-) -> None:
-    guard.call(_first_use, name, system, folder=tmp_path, PASCAL_ATTN_TRUST="")
-
-
 _FAULT = """
 import json, os, signal, sys
 job = json.loads(sys.argv[1])
@@ -351,7 +338,8 @@ os.kill(os.getpid(), signal.SIGSEGV)
 """
 
 
-def _eight_bits_fault() -> None:
+@guard.alone(PASCAL_ATTN_TRUST="")
+def test_a_fault_in_8_bits_ends_a_child_and_the_layer_stays_exact() -> None:
     from pascal_attn_core.fused.trust import trial
     from pascal_attn_core.int8.attention import AttentionBinding, AttentionSite
 
@@ -366,14 +354,12 @@ def _eight_bits_fault() -> None:
     assert verdict.name.startswith("trial-int8-"), "none about exact attention"
 
 
-def test_a_fault_in_8_bits_ends_a_child_and_the_layer_stays_exact(tmp_path: Path) -> None:
-    guard.call(_eight_bits_fault, folder=tmp_path, PASCAL_ATTN_TRUST="")
-
-
 # ---- trials that fail ------------------------------------------------------------------------------------------------
 
 
-def _fails(where: str) -> None:
+@pytest.mark.parametrize("where", some(["check", "timing", "event"], 2))
+@guard.alone(PASCAL_ATTN_NO_TIMING="")
+def test_a_trial_that_fails_does_not_end_the_users_call(where: str) -> None:
     from pascal_attn_core.fused.trust import verify
     from pascal_attn_core.routes import timing
 
@@ -387,12 +373,8 @@ def _fails(where: str) -> None:
     assert _is_close(sdpa(query, query, query), query, query, query)
 
 
-@pytest.mark.parametrize("where", some(["check", "timing", "event"], 2))
-def test_a_trial_that_fails_does_not_end_the_users_call(where: str, tmp_path: Path) -> None:
-    guard.call(_fails, where, folder=tmp_path, PASCAL_ATTN_NO_TIMING="")
-
-
-def _second_card_is_timed() -> None:
+@guard.alone()
+def test_the_second_card_is_timed_on_its_own_stream_while_the_first_is_current() -> None:
     from pascal_attn_core.cli.bench.clock import Clock
     from pascal_attn_core.routes.timing_table import median_times
 
@@ -405,14 +387,18 @@ def _second_card_is_timed() -> None:
         assert {stream.device for stream in cards.Event.recorded} == {device}
 
 
-def test_the_second_card_is_timed_on_its_own_stream_while_the_first_is_current(tmp_path: Path) -> None:
-    guard.call(_second_card_is_timed, folder=tmp_path)
-
-
 # ---- commands --------------------------------------------------------------------------------------------------------
 
 
-def _selftest(name: str, system: str, every: str) -> None:
+# By day one card of each vendor, on one of the two systems, and each sixth kernel and case.
+BY_SYSTEM = some([(name, s) for i, name in enumerate(cards.CARDS) for s in SYSTEMS[:: 1 - i % 2 * 2]], 10)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("every", ["1" if is_random() else "6"])
+@pytest.mark.parametrize(("name", "system"), BY_SYSTEM)
+@guard.alone()
+def test_the_selftest_finds_every_kernel_and_route_right(name: str, system: str, every: str) -> None:
     from pascal_attn_core.cli.selftest import selftest
     from pascal_attn_core.selftest import cases, kernels
 
@@ -427,14 +413,3 @@ def _selftest(name: str, system: str, every: str) -> None:
     assert len(found.kernels) > 60 // int(every)
     assert {check.route for check in found.checks if not check.refused} >= {"fused", "torch", "tiled", "math"}
     assert windows.problems == driver.problems == driver.left_behind() == []
-
-
-# By day one card of each vendor, on one of the two systems.
-BY_SYSTEM = some([(name, s) for i, name in enumerate(cards.CARDS) for s in SYSTEMS[:: 1 - i % 2 * 2]], 10)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("name", "system"), BY_SYSTEM)
-def test_the_selftest_finds_every_kernel_and_route_right(name: str, system: str, tmp_path: Path) -> None:
-    """Each sixth kernel and case is tried by day, all of them at night."""
-    guard.call(_selftest, name, system, "1" if is_random() else "6", folder=tmp_path)
