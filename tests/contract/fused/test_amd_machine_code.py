@@ -117,7 +117,7 @@ def _of(variant: Variant, queries: int, keys: int) -> Case:
 
 @pytest.mark.parametrize("variant", [v for v in _SHIPPED if v.kind != "int8"], ids=lambda variant: variant.name)
 def test_shipped_kernels_give_the_answer_of_the_definition(variant: Variant) -> None:
-    """Those of whole tiles; those that join the parts of the keys; those of last rows with their keys in ranges."""
+    """They compute whole tiles, join the parts of the keys, or compute the last rows with their keys in ranges."""
     rows, cols = variant.geometry.rows, variant.geometry.cols
     if variant.kind == "ranges":
         case = _alone(FLOAT16, variant.head_dim, rows + 21, 3 * cols + 9)

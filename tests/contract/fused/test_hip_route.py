@@ -198,7 +198,7 @@ def _trials(start: Starter, folder: Path, info: DeviceInfo = RADEON_VII) -> Tria
 
 
 def test_a_process_of_its_own_runs_the_kernels_first(tmp_path: Path) -> None:
-    """Its verdict is of a card as it is taken for."""
+    """A verdict is of a card as it is taken for."""
     start, needed = Starter(), Variant("forward", 32, "float16", arch="gfx906")
     for _ in range(2):
         assert _trials(start, tmp_path).reason([needed]) == ""

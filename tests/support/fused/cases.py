@@ -116,7 +116,7 @@ def check_forward(case: Case, **how: Any) -> Emulated:
 
 
 def check_gradients(result: Emulated, case: Case, *, with_lse: bool = False, **how: Any) -> None:
-    """The same of the gradients; ``how``: of :func:`backward`."""
+    """Check the gradients as :func:`check_forward` checks the output; ``how``: of :func:`backward`."""
     assert_gradients(functools.partial(backward, result, **how), *case.build(), case.dtype, with_lse=with_lse)
 
 
@@ -127,8 +127,8 @@ def whole(call: AttentionCall, arch: str = "") -> Plan:
 
 
 def check_tail(case: Case, arch: str, ranges: int, **how: Any) -> Emulated:
-    """The same of the kernels of an AMD card on a call whose keys are cut into so many ranges for all rows but those of
-    the first tile."""
+    """:func:`check_forward` on an AMD card that cuts the keys into so many ranges for all rows but those of the first
+    tile."""
     inputs, options = case.build()
     variants = variants_of(check_call(*inputs, **options), arch)
     assert variants.ranges is not None

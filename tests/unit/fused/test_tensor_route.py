@@ -90,7 +90,7 @@ def test_what_was_timed_is_told_and_kept(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_other_types_are_never_squeezed_through_float16(dtype: torch.dtype) -> None:
-    """And nothing is taken for granted without a timing."""
+    """Nothing is taken for granted without a timing."""
     with emulated_card(lambda launch: None, info=T4, times=None) as kernels:
         assert (_route(_query()), _route(_query(), window=(64, 0))) == ("torch", "fused")
     assert not any(launch.variant.on_tensor_cores for launch in kernels.queued)
