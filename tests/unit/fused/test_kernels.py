@@ -125,6 +125,8 @@ def test_no_reader_sees_half_a_file(tmp_path: Path) -> None:
 def test_without_a_compiler_the_reason_names_what_to_install(machine: Machine) -> None:
     with pytest.raises(KernelUnavailable, match="no NVRTC for sm_61; pip install nvidia-cuda-nvrtc-cu12"):
         machine(find_compiler=lambda arch: None).machine_code(VARIANT)
+    with pytest.raises(CompileError, match="no NVRTC for sm_61"):
+        CudaRuntime(find_compiler=lambda arch: None).compile(VARIANT, "sm_61")
 
 
 OVERRIDDEN = "the card is a {}, and HSA_OVERRIDE_GFX_VERSION makes it a gfx1030"
