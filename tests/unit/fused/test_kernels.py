@@ -200,7 +200,7 @@ def test_a_failure_warns_once_and_is_remembered(
 def test_code_that_the_driver_refuses_is_compiled_again(
     machine: Machine, compiler: Compiler, driver: StandIn, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Its refusal is a reason where there is no compiler."""
+    """A refusal is a reason where there is no compiler."""
     given = {"open_driver": lambda: driver, "shipped": lambda *_: b"for another driver"}
     kernels = machine(**given)
     with caplog.at_level(logging.INFO, logger="pascal_attn"):
