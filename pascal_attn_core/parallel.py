@@ -25,7 +25,7 @@ from .attention import sdpa, sdpa_backward, sdpa_with_lse
 from .call import Options, check_call, prepared
 from .config import AttentionConfig, default_config
 from .routes import choose
-from .routes.grad_transforms import Grads, in_any_transform
+from .routes.grad_transforms import Grads, in_any_graph
 
 __all__ = ["context_parallel_sdpa"]
 
@@ -301,7 +301,7 @@ class _Ring(torch.autograd.Function):
             grad_key, grad_value = _unpacked(held, key, value, key.shape[2])
             return grad_query.to(query.dtype), grad_key.to(key.dtype), grad_value.to(value.dtype)
 
-        grads = in_any_transform(compute, "context_parallel_sdpa", grad_out, None, (query, key, value))
+        grads = in_any_graph(compute, "context_parallel_sdpa", grad_out, None, (query, key, value))
         return *grads, None, None, None
 
 

@@ -295,19 +295,6 @@ def test_the_figures_of_a_replay_have_times_memory_small_errors_and_reasons(path
         assert fused["note"]
 
 
-@pytest.mark.parametrize(
-    ("wrong", "words"),
-    [
-        ("--rounds 0", "--rounds must be at least 1, got 0"),
-        ("--json missing/figures.json", "the folder of missing/figures.json does not exist"),
-        ("--device nonsense", "nonsense"),
-    ],
-)
-def test_replay_checks_its_options(path, wrong, words, capsys):
-    assert cli.main(["replay", str(path), *wrong.split()]) == 2
-    assert words in capsys.readouterr().err
-
-
 CASES = {
     "plain": ({}, (2, 4, 33, 8), (2, 4, 21, 8), None),
     "causal": ({"is_causal": True}, (1, 2, 33, 8), (1, 2, 33, 8), None),

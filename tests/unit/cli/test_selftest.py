@@ -295,19 +295,6 @@ def test_it_keeps_its_time_and_names_what_it_left_out() -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--seconds", "0"], "--seconds must be greater than 0 and finite, got 0.0"),
-        (["--device", "nothing"], "Expected one of cpu"),
-        (["--json", "/no/such/folder/x.json"], "the folder of"),
-    ],
-)
-def test_invalid_options_are_refused_before_anything_runs(arguments, message, capsys) -> None:
-    assert main(["selftest", *arguments]) == 2
-    assert message in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
     ("said", "clocks", "text"),
     [
         ("1480, 5005, 61, 212.34\n", Clocks(1480, 5005, 61, 212.34), "1480 MHz, memory 5005 MHz, 61 C, 212 W"),

@@ -176,7 +176,7 @@ def test_without_a_compiler_of_code_objects_there_is_a_reason(find_compiler: Any
 
 
 def _forget() -> None:
-    prebuilt._listed.cache_clear()
+    prebuilt.manifest.cache_clear()
     prebuilt._unpacked.cache_clear()
 
 

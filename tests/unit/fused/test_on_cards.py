@@ -211,7 +211,7 @@ def _others() -> Iterator[tuple[str, Callable[[], bool]]]:
         out = engine.attend(query, query, query, place=node_module("engine.runs").Place("block 0"))
         run = engine.end()
         is_right = _is_close(out, query, query, query) and meter.peak_of_run(card) == 1 << 20 and run is not None
-        return is_right and node_module("comfy.second").visible_cards() == ["cuda:0", "cuda:1"]
+        return is_right and node_module("comfy.host").visible_cards() == ["cuda:0", "cuda:1"]
 
     def beside_the_hosts_kernel() -> bool:
         kitchen = node_module("comfy.comfy_kitchen")
