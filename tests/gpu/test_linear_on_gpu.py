@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from statistics import median
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -18,6 +15,7 @@ from pascal_attn_core.fused.trust import verify
 from pascal_attn_core.fused.trust.kernels import Kernels
 from pascal_attn_core.int8.quantize import Int8Matrix, quantize_rows
 from pascal_attn_core.machine.runtime import runtime_of
+from pascal_attn_core.routes.timing_table import median_times
 
 pytestmark = pytest.mark.gpu
 _DEVICE = torch.device("cuda", torch.cuda.current_device())
@@ -102,21 +100,6 @@ def test_a_layer_in_a_graph() -> None:
     assert torch.equal(call.out, right)
 
 
-def _times(attempts: list[Callable[[], object]], rounds: int = 7) -> list[float]:
-    """Median milliseconds of each, in turns."""
-    found: list[list[float]] = [[] for _ in attempts]
-    for turn in range(rounds + 2):
-        for times, attempt in zip(found, attempts):
-            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            begin.record()
-            attempt()
-            end.record()
-            end.synchronize()
-            if turn >= 2:
-                times.append(begin.elapsed_time(end))
-    return [median(times) for times in found]
-
-
 @pytest.mark.skipif(torch.cuda.get_device_capability() >= (8, 0), reason="float32 is as fast there, or has TF32")
 @pytest.mark.parametrize(("rows", "cols", "columns"), [(1024, 1280, 1280), (4096, 3072, 3072), (4096, 10240, 1280)])
 def test_it_takes_less_than_40_percent_of_the_time_of_float32(
@@ -126,6 +109,6 @@ def test_it_takes_less_than_40_percent_of_the_time_of_float32(
     call = _call(rows, cols, columns, torch.float32, rotation=256)
     weight: Int8Matrix = call.weight  # type: ignore[assignment]
     wide = weight.float()
-    ours, theirs = _times([lambda: run_linear(call), lambda: F.linear(call.x, wide, call.bias)])
+    ours, theirs = median_times([lambda: run_linear(call), lambda: F.linear(call.x, wide, call.bias)], _DEVICE)
     print(f"\n{rows} x {cols} x {columns}: {ours:.2f} ms, float32 {theirs:.2f} ms, {theirs / ours:.2f} times")
     assert theirs / ours >= LEAST_GAIN

@@ -15,7 +15,6 @@ from pascal_attn_core.observe.memory import PeakMemory
 from pascal_attn_core.routes.several import Helper, Speeds
 
 pytestmark = pytest.mark.gpu
-
 HOME = torch.device("cuda", 0)
 COUNT = torch.cuda.device_count()
 needs_two = pytest.mark.skipif(COUNT < 2, reason=f"needs two CUDA devices, there are {COUNT}")

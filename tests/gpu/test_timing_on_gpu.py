@@ -16,7 +16,6 @@ from pascal_attn_core.routes import fused, route_named
 from pascal_attn_core.routes.timing import Timings
 
 pytestmark = pytest.mark.gpu
-
 BUDGET = 64 << 20
 
 

@@ -10,7 +10,6 @@ from pascal_attn_core import patch_vae
 from pascal_attn_core.observe.memory import PeakMemory
 
 pytestmark = pytest.mark.gpu
-
 diffusers = pytest.importorskip("diffusers")
 
 

@@ -1,11 +1,21 @@
-"""Without g++, which builds the emulation, all of this folder is skipped but the machine code."""
+"""Cards with tensor cores; without g++, which builds the emulation, all of this folder is skipped but the machine
+code."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 import pytest
-from attn_support.fused.emulation import GXX
+from attn_support.fused.emulation import GXX, T4, V100
+
+from pascal_attn_core.machine.device import DeviceInfo
+
+CARDS = {"T4": T4, "V100": V100}
+
+
+@pytest.fixture(params=CARDS)
+def card(request: pytest.FixtureRequest) -> DeviceInfo:
+    return CARDS[request.param]
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

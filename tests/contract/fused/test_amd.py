@@ -6,14 +6,14 @@ A part of the table of cases on each card, other parts of it in profile nightly;
 
 from __future__ import annotations
 
-import functools
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from attn_support.fused.cases import LOWER_RIGHT, backward, forward, is_split, sized, takes, with_tail
-from attn_support.oracle import assert_attention, assert_gradients, exact, gradients, plain
+from attn_support.fused import cases
+from attn_support.fused.cases import LOWER_RIGHT, Emulated, forward, sized
+from attn_support.oracle import assert_attention, exact, gradients, plain
 from attn_support.randomness import seeds, some, times
 from attn_support.table import TABLE, Case
 
@@ -23,19 +23,18 @@ from pascal_attn_core.reference import reference_sdpa
 
 ARCHS = ("gfx900", "gfx906", "gfx1010", "gfx1030")  # waves of 64 and of 32, each without and with pairs of float16
 FLOAT32, FLOAT16, BFLOAT16 = torch.float32, torch.float16, torch.bfloat16
-TAKEN = [case for case in TABLE if takes(case)]
+TAKEN = [case for case in TABLE if cases.takes(case)]
 
 
-def _check(arch: str, case: Case, **how: Any) -> None:
-    inputs, options = case.build()
-    result = forward(inputs, options, arch=arch, **how)
-    assert result.plan.forward.arch == arch
-    assert_attention(result.out, result.lse, inputs, options, case.dtype)
+def _check(arch: str, case: Case, **how: Any) -> Emulated:
+    result = cases.check_forward(case, arch=arch, **how)
+    assert {v.arch for v in (result.plan.forward, *result.plan.gradients)} == {arch}
+    return result
 
 
-def _drawn(place: int, arch: str, cases: list[Case]) -> Case:
+def _drawn(place: int, arch: str, table: list[Case]) -> Case:
     """Another one at each place, and on each card."""
-    return cases[(17 * place + 5 * ARCHS.index(arch) + seeds(1)[0]) % len(cases)]
+    return table[(17 * place + 5 * ARCHS.index(arch) + seeds(1)[0]) % len(table)]
 
 
 @pytest.mark.parametrize("arch", ARCHS)
@@ -47,7 +46,7 @@ def test_calls_of_the_table_give_the_answer_of_the_definition(place: int, arch: 
 @pytest.mark.parametrize("arch", ARCHS)
 @pytest.mark.parametrize("place", range(times(2)))
 def test_keys_in_parts_give_the_same_answer(place: int, arch: str) -> None:
-    case = _drawn(place, arch, [case for case in TAKEN if not is_split(case)])
+    case = _drawn(place, arch, [case for case in TAKEN if not cases.is_split(case)])
     case = replace(case, key=(*case.key[:-2], 300, case.key[-1]), value=(*case.value[:-2], 300, case.value[-1]))
     _check(arch, case, parts=True)
 
@@ -59,9 +58,7 @@ def test_keys_in_parts_give_the_same_answer(place: int, arch: str) -> None:
 )
 def test_the_last_rows_are_computed_with_their_keys_in_ranges(arch: str, dim: int, ranges: int) -> None:
     """Every element of the output and of lse is written."""
-    inputs, options = sized(FLOAT16, dim, 310, 390, layout="tokens_first", batch=2, heads=(2, 1)).build()
-    result = with_tail(inputs, options, arch, ranges)
-    assert_attention(result.out, result.lse, inputs, options, FLOAT16)
+    cases.check_tail(sized(FLOAT16, dim, 310, 390, layout="tokens_first", batch=2, heads=(2, 1)), arch, ranges)
 
 
 @pytest.mark.parametrize("arch", ["gfx906", "gfx1010"])
@@ -143,10 +140,8 @@ def test_pairs_of_float16_are_as_exact_as_plain_attention_in_float16(arch: str) 
     ),
 )
 def test_gradients_are_those_of_the_definition(arch: str, dtype: torch.dtype, dim: int, mask: str) -> None:
-    inputs, options = sized(dtype, dim, 70, 140, mask, heads=(2, 1), **LOWER_RIGHT).build()
-    result = forward(inputs, options, arch=arch)
-    assert {v.arch for v in result.plan.gradients} == {arch}
-    assert_gradients(functools.partial(backward, result), inputs, options, dtype)
+    case = sized(dtype, dim, 70, 140, mask, heads=(2, 1), **LOWER_RIGHT)
+    cases.check_gradients(_check(arch, case), case)
 
 
 @pytest.mark.parametrize(("arch", "dim", "factor"), [("gfx906", 64, 1.0), ("gfx1030", 128, 1.0), ("gfx906", 40, 1e-3)])
@@ -166,15 +161,7 @@ def test_gradients_of_pairs_are_as_exact_as_those_of_plain_attention_in_float16(
     for variant in result.plan.gradients:
         assert isinstance(variant.geometry, AmdGeometry)
         assert variant.geometry.pairs == 2
-    for own, true, by_torch in zip(backward(result, grad_out), oracle, plain_ones):
+    for own, true, by_torch in zip(cases.backward(result, grad_out), oracle, plain_ones):
         error, of_plain = ((g.double() - true).norm() / true.norm() for g in (own, by_torch))
         print(f"\n{arch}, head_dim {dim}, 1,000 keys, {factor:g}: relative error {error:.1e}, plain {of_plain:.1e}")
         assert error < of_plain
-
-
-def test_float32_sums_move_to_the_output() -> None:
-    (query, key, value, _), _ = sized(FLOAT32, 64, 70, 1300, heads=(1, 1)).build()
-    inputs = [query, key * (torch.arange(1300) // 512 + 1.0)[:, None], value, None]
-    for arch in ("gfx906", "gfx1030"):
-        result = forward(inputs, {}, arch=arch)
-        assert_attention(result.out, result.lse, inputs, {}, FLOAT32)

@@ -10,43 +10,38 @@ of pairs (gfx906, gfx1012, gfx1030, gfx1102) and without.
 from __future__ import annotations
 
 import functools
-import sys
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import replace
-from pathlib import Path
 
+import amd as tool
 import pytest
 import torch
 from attn_support.amd import machine
 from attn_support.amd.code import OBJDUMP, Instruction, MachineKernel, kernels
 from attn_support.amd.wave import Wave
-from attn_support.fused.cases import LOWER_RIGHT, Emulated, backward, forward, poisoned, sized, whole, with_tail
+from attn_support.fused import cases
+from attn_support.fused.cases import LOWER_RIGHT, Emulated, forward, poisoned, sized
 from attn_support.fused.packed import definitions, ends_of
-from attn_support.oracle import assert_attention, assert_close, assert_gradients, exact
+from attn_support.oracle import assert_close, exact
 from attn_support.randomness import some, times
 from attn_support.table import Case
 
-ROOT = Path(__file__).resolve().parents[3]
-sys.path.insert(0, str(ROOT / "tools"))
-
-import amd as tool  # noqa: E402
-
-from pascal_attn_core.call import check_call, empty_output  # noqa: E402
-from pascal_attn_core.fused.code import prebuilt  # noqa: E402
-from pascal_attn_core.fused.code.amd_code import arch_of  # noqa: E402
-from pascal_attn_core.fused.code.compilation import Compilation  # noqa: E402
-from pascal_attn_core.fused.code.gguf_source import GgufLinearVariant  # noqa: E402
-from pascal_attn_core.fused.code.source import Variant  # noqa: E402
-from pascal_attn_core.fused.geometry.amd import ARCHS, target  # noqa: E402
-from pascal_attn_core.fused.launch import Launch, int8_definition  # noqa: E402
-from pascal_attn_core.fused.launch.forward import forward_launches  # noqa: E402
-from pascal_attn_core.fused.launch.gguf_linear import GgufLinearCall, gguf_linear_launches  # noqa: E402
-from pascal_attn_core.fused.launch.int8 import int8_launches  # noqa: E402
-from pascal_attn_core.fused.launch.packed import packed_launches  # noqa: E402
-from pascal_attn_core.fused.launch.plan import Packed, plan_call  # noqa: E402
-from pascal_attn_core.fused.trust import verify_gguf  # noqa: E402
-from pascal_attn_core.reference.gguf_blocks import FORMATS  # noqa: E402
+from pascal_attn_core.call import check_call, empty_output
+from pascal_attn_core.fused.code import prebuilt
+from pascal_attn_core.fused.code.amd_code import arch_of
+from pascal_attn_core.fused.code.compilation import Compilation
+from pascal_attn_core.fused.code.gguf_source import GgufLinearVariant
+from pascal_attn_core.fused.code.source import Variant
+from pascal_attn_core.fused.geometry.amd import ARCHS, target
+from pascal_attn_core.fused.launch import Launch, int8_definition
+from pascal_attn_core.fused.launch.forward import forward_launches
+from pascal_attn_core.fused.launch.gguf_linear import GgufLinearCall, gguf_linear_launches
+from pascal_attn_core.fused.launch.int8 import int8_launches
+from pascal_attn_core.fused.launch.packed import packed_launches
+from pascal_attn_core.fused.launch.plan import Packed, plan_call
+from pascal_attn_core.fused.trust import verify_gguf
+from pascal_attn_core.reference.gguf_blocks import FORMATS
 
 pytestmark = pytest.mark.skipif(OBJDUMP is None, reason="needs llvm-objdump-16 to read machine code (Debian: llvm-16)")
 needs_clang = pytest.mark.skipif(
@@ -79,10 +74,8 @@ def _check(
     parts: bool = False,
     watch: machine.Watch | None = None,
 ) -> Emulated:
-    inputs, options = case.build()
-    result = forward(inputs, options, arch=arch, parts=parts, run=machine.execute, code_of=code_of, watch=watch)
-    assert result.plan.forward.arch == arch
-    assert_attention(result.out, result.lse, inputs, options, case.dtype)
+    result = cases.check_forward(case, arch=arch, parts=parts, run=machine.execute, code_of=code_of, watch=watch)
+    assert {v.arch for v in (result.plan.forward, *result.plan.gradients)} == {arch}
     return result
 
 
@@ -113,10 +106,6 @@ _EVERY_ONE = [variant for arch in ARCHS for variant in prebuilt.amd_variants(arc
 _SHIPPED = [variant for variant in _EVERY_ONE if isinstance(variant, Variant) and _is_taken(variant)]
 _GGUF_OFTEN = {("Q8_0", "gfx906"), ("Q4_K", "gfx1030"), ("Q6_K", "gfx1012")}
 _GGUF = [v for v in _EVERY_ONE if isinstance(v, GgufLinearVariant) and (EVERY or (v.format, v.arch) in _GGUF_OFTEN)]
-_FORWARD = [variant for variant in _SHIPPED if variant.kind == "forward"]
-_SPLIT = [variant for variant in _SHIPPED if variant.kind == "split"]
-_RANGES = [variant for variant in _SHIPPED if variant.kind == "ranges"]
-_INT8 = [variant for variant in _SHIPPED if variant.kind == "int8"]
 
 
 def _of(variant: Variant, queries: int, keys: int) -> Case:
@@ -126,29 +115,22 @@ def _of(variant: Variant, queries: int, keys: int) -> Case:
     return _alone(getattr(torch, variant.dtype), variant.head_dim, queries, keys, mask, **rule)
 
 
-@pytest.mark.parametrize("variant", _FORWARD, ids=lambda variant: variant.name)
+@pytest.mark.parametrize("variant", [v for v in _SHIPPED if v.kind != "int8"], ids=lambda variant: variant.name)
 def test_shipped_kernels_give_the_answer_of_the_definition(variant: Variant) -> None:
+    """They compute whole tiles, join the parts of the keys, or compute the last rows with their keys in ranges."""
     rows, cols = variant.geometry.rows, variant.geometry.cols
-    assert _check(_of(variant, rows // 2 + 5, cols + 9), variant.arch).plan.forward == variant
+    if variant.kind == "ranges":
+        case = _alone(FLOAT16, variant.head_dim, rows + 21, 3 * cols + 9)
+        plan = cases.check_tail(case, variant.arch, 2, run=machine.execute, code_of=_shipped).plan
+        assert plan.tail.variant == variant
+        return
+    parts = variant.kind == "split"
+    sizes = (6, 5 * cols + 3) if parts else (rows // 2 + 5, cols + 9)
+    plan = _check(_of(variant, *sizes), variant.arch, parts=parts).plan
+    assert (plan.forward, plan.splits > 1) == (variant, parts)
 
 
-@pytest.mark.parametrize("variant", _SPLIT, ids=lambda variant: variant.name)
-def test_shipped_kernels_join_the_parts_of_the_keys(variant: Variant) -> None:
-    plan = _check(_of(variant, 6, 5 * variant.geometry.cols + 3), variant.arch, parts=True).plan
-    assert plan.forward == variant
-    assert plan.splits > 1
-
-
-@pytest.mark.parametrize("variant", _RANGES, ids=lambda variant: variant.name)
-def test_shipped_kernels_compute_the_last_rows_with_their_keys_in_ranges(variant: Variant) -> None:
-    rows, cols = variant.geometry.rows, variant.geometry.cols
-    inputs, options = _alone(FLOAT16, variant.head_dim, rows + 21, 3 * cols + 9).build()
-    result = with_tail(inputs, options, variant.arch, 2, run=machine.execute, code_of=_shipped)
-    assert result.plan.tail.variant == variant
-    assert_attention(result.out, result.lse, inputs, options, FLOAT16)
-
-
-@pytest.mark.parametrize("variant", _INT8, ids=lambda variant: variant.name)
+@pytest.mark.parametrize("variant", [v for v in _SHIPPED if v.kind == "int8"], ids=lambda variant: variant.name)
 def test_shipped_8_bit_attention_has_the_bits_of_its_definition(
     variant: Variant, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -200,7 +182,7 @@ def test_shipped_kernels_keep_sequences_apart(arch: str, dtype: torch.dtype) -> 
     packed = Packed.of(*map(ends_of, lengths), torch.device("cpu"), lower_right=True)
     call = check_call(*made, enable_gqa=True, is_causal=True)
     out, lse = empty_output(call).fill_(torch.nan), poisoned((1, 2, 99), FLOAT32)
-    launches = packed_launches(forward_launches(call, whole(call, arch), out, lse), packed)
+    launches = packed_launches(forward_launches(call, cases.whole(call, arch), out, lse), packed)
     machine.execute(launches, _shipped)
     finite = [t.nan_to_num() for t in made]
     (_, oracle), (_, similar), _ = definitions(finite, lengths, dtype, **LOWER_RIGHT)
@@ -273,9 +255,7 @@ _GRADIENTS = (FLOAT32, 64, "none"), (FLOAT16, 128, BOOL), (FLOAT16, 60, FLOAT), 
 def test_gradients_are_those_of_the_definition(arch: str, dtype: torch.dtype, dim: int, mask: str) -> None:
     case = _case(dtype, dim, 37, 70, mask, **LOWER_RIGHT if mask == "none" else {})
     result = _check(case, arch, _shipped_or_compiled)
-    assert {v.arch for v in result.plan.gradients} == {arch}
-    own = functools.partial(backward, result, run=machine.execute, code_of=_shipped_or_compiled)
-    assert_gradients(own, *case.build(), dtype)
+    cases.check_gradients(result, case, run=machine.execute, code_of=_shipped_or_compiled)
 
 
 CHANGED = _case(FLOAT16, 64, 37, 75, **LOWER_RIGHT)

@@ -9,39 +9,32 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
-from attn_support.fused.cases import backward, forward, is_split, takes, whole
+from attn_support.fused.cases import LOWER_RIGHT, backward, check_forward, forward, is_split, sized, takes
 from attn_support.fused.emulation import emulate
-from attn_support.oracle import assert_attention, assert_close, exact, plain
+from attn_support.oracle import assert_attention, exact, plain
 from attn_support.randomness import some
 from attn_support.table import TABLE, Case
 
-from pascal_attn_core.call import check_call
 from pascal_attn_core.fused.code.source import HEAD_DIMS
-from pascal_attn_core.fused.launch.forward import forward_launches
 from pascal_attn_core.fused.launch.plan import table_dim
 
 IN_PARTS = [case for case in TABLE if is_split(case)]
 WHOLE = [case for case in TABLE if takes(case) and not is_split(case)]
 
 
-def _check_forward(case: Case, *, parts: bool) -> None:
-    inputs, options = case.build()
-    result = forward(inputs, options, parts=parts)
-    assert_attention(result.out, result.lse, inputs, options, case.dtype)
-
-
 @pytest.mark.parametrize("case", IN_PARTS[::3], ids=lambda case: case.name)
 def test_the_kernel_gives_the_answer_of_the_definition(case: Case) -> None:
-    _check_forward(case, parts=False)
+    check_forward(case)
 
 
 @pytest.mark.parametrize("case", WHOLE[::3], ids=lambda case: case.name)
 def test_keys_in_parts_give_the_same_answer(case: Case) -> None:
     case = replace(case, key=(*case.key[:-2], 300, case.key[-1]), value=(*case.value[:-2], 300, case.value[-1]))
-    _check_forward(case, parts=True)
+    check_forward(case, parts=True)
 
 
 # float16 and bfloat16 have the same geometry.
@@ -52,11 +45,38 @@ _PAIRS = [(d, t) for d in _WIDTHS for t in (torch.float32, next(_NARROW))]
 
 @pytest.mark.parametrize(("head_dim", "dtype"), some(_PAIRS, 3))
 def test_every_head_dim_has_a_kernel(head_dim: int, dtype: torch.dtype) -> None:
-    query, key, value = (torch.randn(1, heads, n, head_dim).to(dtype) for heads, n in ((2, 131), (1, 140), (1, 140)))
-    options = {"is_causal": True, "enable_gqa": True}
-    result = forward([query, key, value, None], options)
-    oracle = exact([query, key, value], options)[0]
-    assert_close(result.out, oracle, plain([query, key, value], options, torch.float32)[0], "out", dtype=dtype)
+    check_forward(sized(dtype, head_dim, 131, 140, heads=(2, 1), is_causal=True))
+
+
+# One that adds nothing, one like the scores, one larger than all of them, one smaller.
+SINKS = torch.tensor([-torch.inf, 0.5, 40.0, -3.0])
+BOTH: dict[str, Any] = {"softcap": 3.0, "sinks": SINKS}
+EMPTY = "bool some rows empty"
+CAPPED = [
+    (torch.float32, (64, 70, 200), "none", BOTH),
+    (torch.float32, (64, 70, 200), "none", {"softcap": 5.0}),
+    (torch.float32, (64, 70, 1200), "none", {"sinks": SINKS}),
+    (torch.float32, (64, 70, 200), EMPTY, BOTH),
+    (torch.float32, (60, 70, 130), "float [1, H, L, S]", BOTH),
+    (torch.float16, (128, 70, 200), EMPTY, BOTH),
+    (torch.bfloat16, (40, 70, 200), "none", {"softcap": 20.0, "scale": -0.3}),
+    # The keys of few queries are cut into parts, and the sink is one of them.
+    (torch.float32, (64, 3, 330), "none", BOTH),
+    (torch.float16, (128, 3, 330), "-inf some rows empty", BOTH),
+    (torch.float32, (64, 5, 90), EMPTY, BOTH),
+]
+# On AMD's cards pairs of float16 first, in tiles and in parts.
+_ON_AMD = [(arch, dtype, (dim, *sizes), *how) for dtype, (dim, *_), *how in some([CAPPED[5], *CAPPED[:7:3]], 2)
+           for arch in ("gfx906", "gfx1010") for sizes in ((70, 200), (3, 330))]  # fmt: skip
+
+
+@pytest.mark.parametrize(("arch", "dtype", "sizes", "mask", "how"), [*(("", *case) for case in CAPPED), *_ON_AMD])
+def test_scores_have_a_cap_and_rows_a_sink(
+    arch: str, dtype: torch.dtype, sizes: tuple[int, int, int], mask: str, how: dict[str, Any]
+) -> None:
+    parts = sizes[1] < 70
+    result = check_forward(sized(dtype, *sizes, mask, **LOWER_RIGHT, **how), arch=arch, parts=parts)
+    assert result.plan.forward.kind == ("capped_split" if parts else "capped")
 
 
 @pytest.mark.parametrize(
@@ -78,11 +98,13 @@ def test_long_float32_sums_are_as_exact_as_plain_attention(
 
 
 # Geometries with 8 and 16 lanes along a row, 4 and 8 rows of a thread, and columns that are no whole float4.
+_FLUSHED = [(64, None), (40, None), (128, None), (512, None), (64, "float"), (80, "bool"), (52, None)]
+
+
 @pytest.mark.parametrize(
-    ("head_dim", "mask_kind"),
-    [(64, None), (40, None), (128, None), (512, None), (64, "float"), (80, "bool"), (52, None)],
+    ("head_dim", "mask_kind", "arch"), [*((*how, "") for how in _FLUSHED), (64, None, "gfx906"), (64, None, "gfx1030")]
 )
-def test_flushed_sums_keep_up_with_the_maximum_of_their_row(head_dim: int, mask_kind: str | None) -> None:
+def test_flushed_sums_keep_up_with_the_maximum_of_their_row(head_dim: int, mask_kind: str | None, arch: str) -> None:
     """The maximum of each row rises by another amount after each flush; the first flush of some rows comes before
     their first key."""
     query, key, value = (torch.randn(1, 1, n, head_dim) for n in (70, 1300, 1300))
@@ -96,7 +118,7 @@ def test_flushed_sums_keep_up_with_the_maximum_of_their_row(head_dim: int, mask_
     if mask_kind == "float":
         mask = torch.randn(70, 1300).masked_fill_(~mask, -torch.inf)
     inputs = [query, key, value, mask]
-    result = forward(inputs, {})
+    result = forward(inputs, {}, arch=arch)
     assert result.plan.forward.flush_tiles
     assert_attention(result.out, result.lse, inputs, {}, torch.float32)
 
@@ -115,14 +137,12 @@ def test_a_masked_key_cannot_move_a_bit() -> None:
 @pytest.mark.parametrize("mask_kind", ["bool", "float"])
 def test_tiles_that_a_mask_forbids_are_skipped(mask_kind: str) -> None:
     query, key, value = (torch.randn(1, 1, n, 64) for n in (128, 1024, 1024))
-    mask = torch.zeros(128, 1024, dtype=torch.bool)
-    mask[:, 300:420] = True
-    full = torch.ones_like(mask)
-    barriers = []
-    for each in (mask, full):
-        bias = each if mask_kind == "bool" else torch.zeros(each.shape).masked_fill_(~each, -torch.inf)
-        call = check_call(query, key, value, bias)
-        barriers.append(emulate(forward_launches(call, whole(call), torch.empty_like(query))))
+    barriers: list[int] = []
+    for allowed in (slice(300, 420), slice(None)):
+        mask = torch.zeros(128, 1024, dtype=torch.bool)
+        mask[:, allowed] = True
+        bias = mask if mask_kind == "bool" else torch.zeros(mask.shape).masked_fill_(~mask, -torch.inf)
+        forward([query, key, value, bias], {}, run=lambda launches: barriers.append(emulate(launches)) or 0)
     assert barriers[0] < 0.4 * barriers[1]
 
 
@@ -130,8 +150,7 @@ def test_gradients_are_the_same_bits_every_time() -> None:
     query, key, value = (torch.randn(1, h, 200, 64) for h in (4, 2, 2))
     result = forward([query, key, value, None], {"enable_gqa": True})
     grad_out = torch.randn_like(query)
-    first, second = (backward(result, grad_out, seed=seed) for seed in (1, 2))
-    assert all(torch.equal(a, b) for a, b in zip(first, second))
+    assert all(map(torch.equal, *(backward(result, grad_out, seed=seed) for seed in (1, 2))))
 
 
 def test_every_head_dim_up_to_the_last_has_a_place_in_the_table() -> None:

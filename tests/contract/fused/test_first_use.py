@@ -1,4 +1,5 @@
 """The first call that needs a kernel checks it, and may time it: inside whatever the user is doing, without a trace.
+Right kernels pass the check, wrong ones do not.
 
 Nothing of the route is replaced but the driver: what ships is loaded, checked, timed and launched.
 """
@@ -6,13 +7,12 @@ Nothing of the route is replaced but the driver: what ships is loaded, checked, 
 from __future__ import annotations
 
 import _thread
+import random
 import signal
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,6 +22,7 @@ from attn_support.fused.driver import StandIn
 from attn_support.fused.emulation import emulate
 from attn_support.fused.hip import HipStandIn
 from attn_support.fused.modes import MODES
+from attn_support.randomness import seeds, times
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -29,7 +30,7 @@ from torch.utils.checkpoint import checkpoint
 
 from pascal_attn_core import AttentionConfig, UnsupportedAttention, explain, record, sdpa
 from pascal_attn_core.call import check_call
-from pascal_attn_core.fused.code.source import Variant
+from pascal_attn_core.fused.code.source import Variant, all_variants, source
 from pascal_attn_core.fused.launch import Launch
 from pascal_attn_core.fused.trust import verify
 from pascal_attn_core.machine.own_thread import in_backward, in_own_thread
@@ -170,24 +171,24 @@ class Functions(TorchFunctionMode):
     __torch_function__ = Operators.__torch_dispatch__
 
 
-@contextmanager
-def saved() -> Iterator[SimpleNamespace]:
+class Saved(torch.autograd.graph.saved_tensors_hooks):
     """Counts the tensors that are saved for gradients."""
-    seen = SimpleNamespace(count=0)
 
-    def pack(tensor: Tensor) -> Tensor:
-        seen.count += 1
+    count = 0
+
+    def __init__(self) -> None:
+        super().__init__(self.pack, lambda tensor: tensor)
+
+    def pack(self, tensor: Tensor) -> Tensor:
+        self.count += 1
         return tensor
 
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        yield seen
 
-
-@pytest.mark.parametrize("observer", [Operators, Functions, saved])
+@pytest.mark.parametrize("observer", [Operators, Functions, Saved])
 def test_whoever_looks_sees_the_call_and_nothing_of_its_first_time(kernels: CardKernels, observer: Any) -> None:
     leaves, counts = _leaves(), []
     for _ in range(2):
-        with observer() as seen:
+        with (seen := observer()):
             sdpa(*leaves, config=FUSED)
         counts.append(seen.count)
     assert counts[0] == counts[1] > 0
@@ -318,3 +319,54 @@ def test_what_ships_is_loaded_checked_timed_and_launched(tmp_path: Path) -> None
         assert kernels.gpu.find_compiler(61).compiled == []
         torch.testing.assert_close(sdpa(*leaves, config=FUSED), out, atol=2e-3, rtol=2e-3)
     assert {launch.variant.name for launch in kernels.queued} == {"split-64-float16-none"}
+
+
+# ---- what the check finds --------------------------------------------------------------------------------------------
+
+
+VARIANTS = (
+    Variant("forward", 64, "float32"),
+    Variant("forward", 128, "float16", "bool"),
+    Variant("forward", 160, "float32", "float", True),
+    Variant("split", 80, "bfloat16", "float"),
+    Variant("grad_query", 40, "float32", "float"),
+    Variant("grad_key_value", 64, "float16", "bool"),
+    Variant("grad_all", 128, "float16"),
+    Variant("int8", 64, "float32"),
+)
+# One number or sign of the source made wrong.
+WRONG = {
+    "forward": ("sum > 0.f ? 1.f / sum : 0.f, p.dim_v", "sum > 0.f ? 1.1f / sum : 0.f, p.dim_v"),
+    "split": ("out = fmaf(p.part_out", "out = fmaf(-p.part_out"),
+    "grad_query": ("S[i][j] *= dP[i][j] - delta[i]", "S[i][j] *= dP[i][j] + delta[i]"),
+    "grad_all": ("atomicAdd(row + c * 32, own[", "atomicAdd(row + c * 32, -own["),
+    "grad_key_value": ("S[i][j] * (dP[i][j] - delta)", "S[i][j] * dP[i][j]"),
+    "int8": ("row_sum[i] *= fade;", ""),
+}
+
+
+@pytest.mark.parametrize("place", range(2 * times(4)))
+def test_a_kernel_drawn_at_random_is_right(place: int) -> None:
+    """Half of them are gradients on tensor cores."""
+    some = [v for v in all_variants() if place % 2 == 0 or (v.is_gradient and v.on_tensor_cores)]
+    variant = random.Random(seeds(1)[0] + place).choice(some)
+    assert verify.largest_error(variant, CPU, emulate) <= verify.tolerance(variant) / 4, variant.name
+
+
+def test_the_call_of_the_check_has_more_than_one_tile_of_queries_and_of_keys() -> None:
+    for variant in {(variant.kind, variant.geometry): variant for variant in all_variants()}.values():
+        call = verify.sample_call(variant, CPU)
+        rows, cols = call.seq_len_q, call.seq_len_kv
+        if variant.is_gradient and variant.gradients.stop == 3:  # the rows of its tiles are keys
+            rows, cols = cols, rows
+        assert cols > variant.geometry.cols, variant.name
+        assert rows > variant.geometry.rows or variant.is_small, variant.name
+
+
+@pytest.mark.parametrize("variant", VARIANTS, ids=lambda variant: variant.name)
+def test_a_right_kernel_passes_the_first_check_and_a_wrong_one_does_not(variant: Variant) -> None:
+    tolerance, (right, wrong), text = verify.tolerance(variant), WRONG[variant.kind], source(variant.kind)
+    assert verify.largest_error(variant, CPU, emulate) <= tolerance / 4
+    assert right in text
+    mutated = {variant.kind: text.replace(right, wrong)}
+    assert verify.largest_error(variant, CPU, lambda some: emulate(some, mutated=mutated)) > tolerance

@@ -3,16 +3,15 @@ and 128, lengths that end beside a tile's edge, and offsets beyond 2^31 elements
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterable
 from typing import Any
 
 import pytest
 import torch
-from attn_support.fused.cases import LOWER_RIGHT, backward, forward, sized
+from attn_support.fused.cases import LOWER_RIGHT, backward, check_forward, check_gradients, forward, sized
 from attn_support.fused.emulation import emulate
 from attn_support.fused.far import address_space
-from attn_support.oracle import assert_attention, assert_gradients, exact
+from attn_support.oracle import exact
 from attn_support.table import Case
 from torch import Tensor
 
@@ -57,12 +56,9 @@ FEW_QUERIES = [_case(FLOAT32, 64, 3, 330, "none", "sliced", **LOWER_RIGHT), _cas
 
 @pytest.mark.parametrize("case", CASES + FEW_QUERIES, ids=lambda case: case.name)
 def test_shipped_tiles_give_the_answer_of_the_definition(case: Case) -> None:
-    inputs, options = case.build()
-    result = forward(inputs, options, parts=case in FEW_QUERIES)
-    variant = result.plan.forward
+    variant = check_forward(case, parts=case in FEW_QUERIES).plan.forward
     assert (variant.kind == "split") == (case in FEW_QUERIES)
     assert (variant.head_dim, variant.padded) == (case.query[-1], case.query[-1] != case.value[-1])
-    assert_attention(result.out, result.lse, inputs, options, case.dtype)
 
 
 @pytest.mark.parametrize(
@@ -76,11 +72,10 @@ def test_shipped_tiles_give_the_answer_of_the_definition(case: Case) -> None:
     ids=lambda case: case.name,
 )
 def test_their_gradients_are_those_of_the_definition(case: Case) -> None:
-    inputs, options = case.build()
-    result = forward(inputs, options)
+    result = forward(*case.build())
     assert not result.plan.gradients[0].padded
     for with_lse in (False, True):
-        assert_gradients(functools.partial(backward, result), inputs, options, case.dtype, with_lse=with_lse)
+        check_gradients(result, case, with_lse=with_lse)
 
 
 def _check(inputs: list[Tensor | None]) -> None:

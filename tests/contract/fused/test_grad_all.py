@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterable
 from typing import Any
 
 import pytest
 import torch
-from attn_support.fused.cases import LOWER_RIGHT, Emulated, at_once, backward, forward, sized
+from attn_support.fused.cases import LOWER_RIGHT, Emulated, at_once, backward, check_gradients, forward, sized
 from attn_support.fused.emulation import emulate
 from attn_support.fused.packed import definitions, ends_of
-from attn_support.oracle import assert_gradients, assert_gradients_close, gradients
+from attn_support.oracle import assert_gradients_close, gradients
 from attn_support.randomness import some
 from attn_support.table import Case
-from torch import Tensor
 
 from pascal_attn_core.call import check_call
 from pascal_attn_core.fused.launch import Launch
@@ -27,14 +25,9 @@ from pascal_attn_core.fused.trust.kernels import parts
 FLOAT32, FLOAT16, BFLOAT16 = torch.float32, torch.float16, torch.bfloat16
 
 
-def _forward(case: Case) -> tuple[Emulated, list[Tensor | None], dict[str, Any]]:
-    inputs, options = case.build()
-    return at_once(forward(inputs, options)), inputs, options
-
-
-def _check(case: Case, *, with_lse: bool = False, **how: Any) -> Emulated:
-    result, inputs, options = _forward(case)
-    assert_gradients(functools.partial(backward, result, **how), inputs, options, case.dtype, with_lse=with_lse)
+def _check(case: Case, **how: Any) -> Emulated:
+    result = at_once(forward(*case.build()))
+    check_gradients(result, case, **how)
     return result
 
 
@@ -81,7 +74,7 @@ def test_launches_in_parts_add_to_the_same_sums() -> None:
 
 
 def test_the_order_of_blocks_moves_only_the_last_bits() -> None:
-    (result, *_), grad_out = _forward(sized(FLOAT32, 64, 70, 330)), torch.randn(1, 4, 70, 64)
+    result, grad_out = at_once(forward(*sized(FLOAT32, 64, 70, 330).build())), torch.randn(1, 4, 70, 64)
 
     def backwards(launches: Iterable[Launch], **how: Any) -> int:
         delta, launch = launches

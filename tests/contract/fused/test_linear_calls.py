@@ -1,8 +1,10 @@
 """A linear layer in 8-bit integers on a card that is not here: what ships is loaded, checked and launched by the real
-host code, through a strict stand-in for the driver."""
+host code, through a strict stand-in for the driver. Which way a layer takes, this package's kernel, torch._int_mm or
+expanded weights, and what happens when one of them fails."""
 
 from __future__ import annotations
 
+import functools
 import logging
 from dataclasses import replace
 from pathlib import Path
@@ -10,12 +12,13 @@ from pathlib import Path
 import pytest
 import torch
 from attn_support.fused.device import CardKernels, UncheckedKernels, execute, fresh_card
-from attn_support.fused.driver import StandIn
+from attn_support.fused.driver import StandIn, fails_once
 from attn_support.fused.emulation import CARD, T4, V100, emulate
 from attn_support.fused.hip import RADEON_VII
 from attn_support.fused.linear import before_activation
 from attn_support.fused.modes import MODES
 from attn_support.fused.trials import Starter
+from torch import nn
 
 from pascal_attn_core.fused.code.linear_source import KIND, LinearVariant
 from pascal_attn_core.fused.code.source import Variant, source
@@ -23,6 +26,8 @@ from pascal_attn_core.fused.linear import LinearCall, LinearTrials, run_linear, 
 from pascal_attn_core.fused.trust import trial
 from pascal_attn_core.fused.trust.kernels import Kernels, KernelUnavailable
 from pascal_attn_core.fused.trust.trial import Trials
+from pascal_attn_core.int8 import int8_linear, patch_linear_int8
+from pascal_attn_core.int8.backends import IntMm, LinearTimings, backend_of, backends_of
 from pascal_attn_core.int8.quantize import Int8Matrix, quantize_rows
 from pascal_attn_core.machine.device import DeviceInfo
 from pascal_attn_core.machine.runtime import Runtime, runtime_of, using
@@ -103,7 +108,6 @@ def test_the_first_answers_are_compared_with_the_definition(caplog: pytest.LogCa
     [
         (DeviceInfo("cpu"), "the int8 linear kernel needs a CUDA device, got cpu"),
         (RADEON_VII, "the int8 linear kernel needs a CUDA device, got hip"),
-        (replace(CARD, capability=(5, 2)), "compute capability 6.1 or newer; compute capability 5.2 has none"),
         (replace(CARD, capability=(6, 0)), "compute capability 6.1 or newer; compute capability 6.0 has none"),
         (replace(CARD, capability=None), "compute capability 6.1 or newer; an unknown one has none"),
     ],
@@ -116,8 +120,9 @@ def test_a_device_without_dp4a_is_refused_with_the_reason(info: DeviceInfo, word
 
 def test_a_layer_that_the_kernels_cannot_take_is_refused_with_the_reason() -> None:
     with fresh_card(StandIn()):
-        assert why_not(CPU, columns=6)[0].startswith("columns must be a multiple of 4, at most 131072, got 6")
-        assert why_not(CPU, columns=1 << 18) == ["columns must be a multiple of 4, at most 131072, got 262144"]
+        for columns in (6, 1 << 18):
+            why = f"columns must be a multiple of 4, at most 131072, got {columns}"
+            assert why_not(CPU, columns=columns)[0].startswith(why)
         assert why_not(CPU, columns=1024, rotation=1024)[0].endswith("groups of (4, 16, 64, 256), got 1024")
         assert why_not(CPU, columns=64, dtypes=[torch.float64]) == [
             "the int8 linear kernel takes float32, float16 and bfloat16, got torch.float64"
@@ -207,3 +212,97 @@ def test_a_child_checks_them_like_any_other() -> None:
     begun, found = said
     assert begun == {"variant": "int8_linear-float16", "begun": True}
     assert found["error"] <= found["limit"]
+
+
+# ---- ways ------------------------------------------------------------------------------------------------------------
+
+
+_wide = functools.partial(_call, dtype=torch.float32)
+
+
+def times(*milliseconds: float):
+    """A clock that runs everything and then says this."""
+
+    def clock(attempts, device):
+        for attempt in attempts:
+            attempt()
+        return list(milliseconds)
+
+    return clock
+
+
+def timed_by(clock, folder: Path | None = None):
+    runtime = runtime_of(CPU)
+    runtime._parts[LinearTimings] = LinearTimings(runtime, clock=clock, folder=lambda: folder, is_on=True)
+    return runtime._parts[LinearTimings]
+
+
+def test_the_kernel_gives_what_int_mm_gives_bit_for_bit(monkeypatch: pytest.MonkeyPatch) -> None:
+    call = _wide()
+    expected = int8_linear(call.x, call.weight, call.bias, way="int_mm")
+    monkeypatch.setattr(IntMm, "why_not", "torch._int_mm: not here")
+    with fresh_card(StandIn(CARD, execute)) as kernels:
+        assert backend_of(call) == ("kernel", "")
+        out = int8_linear(call.x, call.weight, call.bias)
+        assert {launch.function for launch in kernels.queued} >= {"pa_linear_quantize", "pa_linear_some"}
+    assert torch.equal(out, expected)
+
+
+def test_where_both_can_the_faster_one_is_taken_and_the_other_has_a_reason(tmp_path: Path) -> None:
+    with fresh_card(StandIn(CARD, execute)) as kernels:
+        timed_by(times(1.0, 2.0), tmp_path)
+        call = _wide()
+        assert backends_of(call) == ["kernel", "int_mm", "float"]
+        assert backend_of(call) == ("kernel", "")
+        more = _wide(cols=24)
+        timed_by(times(3.0, 2.0), tmp_path)
+        assert backend_of(more) == ("int_mm", "the int8 linear kernel took 1.50 times as long as torch._int_mm")
+        queued = len(kernels.queued)
+        int8_linear(more.x, more.weight)
+        assert len(kernels.queued) == queued
+        # What was found out is on disk: nothing is timed again.
+        again = timed_by(lambda attempts, device: pytest.fail("timed again"), tmp_path)
+        assert again.ratio(call) == 0.5
+        assert again.ratio(more) == 1.5
+
+
+def test_a_kernel_that_fails_gives_way_and_is_not_tried_again() -> None:
+    driver = StandIn(CARD, execute)
+    with fresh_card(driver) as kernels:
+        timed_by(times(1.0, 2.0))
+        call = _wide()
+        int8_linear(call.x, call.weight)
+        driver.faults["cuLaunchKernel"] = fails_once(1)
+        out = int8_linear(call.x, call.weight)
+        queued = len(kernels.queued)
+        name, why = backend_of(call)
+        assert name == "int_mm"
+        assert "invalid argument" in why
+        assert torch.equal(int8_linear(call.x, call.weight), out)
+        assert len(kernels.queued) == queued
+
+
+def test_int_mm_that_raises_is_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert IntMm(Runtime(CPU)).why_not == ""
+
+    def broken(*_: object) -> torch.Tensor:
+        raise RuntimeError("_int_mm is only supported on cards of compute capability 7.5\nand more")
+
+    monkeypatch.setattr(torch, "_int_mm", broken)
+    assert IntMm(Runtime(CPU)).why_not == "torch._int_mm: _int_mm is only supported on cards of compute capability 7.5"
+
+
+def test_a_patched_model_runs_on_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(IntMm, "why_not", "torch._int_mm: not here")
+    model = nn.Sequential(nn.Linear(64, 96), nn.GELU(), nn.Linear(96, 64)).eval().requires_grad_(False)
+    x = torch.randn(40, 64)
+    expected = model(x)
+    with fresh_card(StandIn(CARD, execute)) as kernels:
+        with patch_linear_int8(model, include=nn.Linear) as patch:
+            out = model(x)
+            report = patch.report()
+        assert [line.way for line in report.lines] == ["kernel", "kernel"]
+        assert "computed by" not in report.text()
+        assert {"pa_linear_quantize"} < {launch.function for launch in kernels.queued}
+    assert 0 < (out - expected).norm() / expected.norm() < 0.02
+    assert torch.equal(model(x), expected)

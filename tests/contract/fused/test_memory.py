@@ -40,8 +40,6 @@ for dim, mask, options in ((64, None, {"is_causal": True}), (40, None, {}),
     emulate(int8_launches(call, plan_call(call, 1, int8=True), out, lse), **how)
 print("clean")
 """
-
-
 _ONE_KEY_TOO_MANY = """
 from attn_support.fused.cases import check_call, forward_launches, whole
 from attn_support.fused.emulation import emulate
@@ -51,8 +49,6 @@ call = check_call(query, key, key)
 launch.params.lk += 1
 emulate([launch], **how)
 """
-
-
 _ONE_QUERY_TOO_MANY = """
 from pascal_attn_core.fused.code.source import source
 right = "r % AT_ONCE < queries"
@@ -62,8 +58,6 @@ query, key = numbers(1, 131, 64), numbers(1, 75, 64)
 result = at_once(forward([query, key, key, None], {}, **how))
 backward(result, torch.randn_like(result.out), mutated=mutated, **how)
 """
-
-
 _LINEAR = """
 from attn_support.fused.emulation import emulate
 from pascal_attn_core.fused.launch.linear import LinearCall, linear_launches

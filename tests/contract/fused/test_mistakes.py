@@ -11,7 +11,7 @@ import pytest
 import torch
 from attn_support.fused.cases import Answers, at_once, backward, forward, of_kernel, sized, worst_error
 from attn_support.fused.emulation import LeftOut, each_left_out, emulate
-from attn_support.oracle import cast, gradients
+from attn_support.oracle import cast, exact, gradients
 from attn_support.randomness import some, times
 from torch import Tensor
 
@@ -24,8 +24,6 @@ from pascal_attn_core.reference import reference_sdpa
 FLOAT32, FLOAT16 = torch.float32, torch.float16
 WRONG = 1e-2
 Text = str | LeftOut | None  # in place of a kernel's source; None: its own
-
-
 _BARRIER = re.compile(r"__sync(?:threads|warp)\(\);")
 # The shuffles after it meet the warp too, but order no memory: on a CPU it cannot be missed.
 _UNSEEN = "flushed_max is complete"
@@ -64,10 +62,9 @@ def _sample(kernel: Kernel, dim: int, queries: int, keys: int):
 def _run(kernel: Kernel, text: Text, sizes: tuple[int, int, int]) -> Answers:
     kind, arch, _ = kernel
     inputs, options, grad_out, result, expected = _sample(kernel, *sizes)
-    mutated = None if text is None else {kind: text}
     if result is None:
-        return [forward(inputs, options, arch=arch, mutated=mutated).out], expected
-    return backward(result, grad_out, mutated=mutated, only=kind), expected
+        return [forward(inputs, options, arch=arch, mutated={kind: text}).out], expected
+    return backward(result, grad_out, mutated={kind: text}, only=kind), expected
 
 
 def _worst(kernel: Kernel, text: Text) -> float:
@@ -133,22 +130,17 @@ _SHUFFLES = {
 
 @functools.cache
 def _tensor_sample(variant: Variant) -> tuple[list[Tensor | None], Tensor]:
-    generator = torch.Generator().manual_seed(variant.head_dim)
-    query, key, value = (torch.randn(1, 1, n, variant.head_dim, generator=generator) for n in (140, 400, 400))
-    key *= (torch.linspace(-3, 3, 400).abs() + 0.1)[:, None]  # the first tiles weigh as much as the last
-    mask = torch.rand(140, 400, generator=generator) < 0.5 if variant.mask != "none" else None
-    if variant.mask == "float":
-        mask = torch.zeros(140, 400).masked_fill(~mask, -torch.inf)
-    query, key, value = query.half(), key.half(), value.half()
-    return [query, key, value, mask], reference_sdpa(query.double(), key.double(), value.double(), mask)[0]
+    mask = {"none": "none", "bool": "bool [L, S]", "float": "-inf some rows empty"}[variant.mask]
+    inputs, _ = sized(FLOAT16, variant.head_dim, 140, 400, mask, heads=(1, 1)).build()
+    inputs[1] = (inputs[1] * (torch.linspace(-3, 3, 400).abs() + 0.1)[:, None]).half()  # the ends weigh alike
+    return inputs, exact(inputs, {})[0]
 
 
 def _run_tensor(variant: Variant, text: Text, seed: int) -> Answers:
     inputs, expected = _tensor_sample(variant)
     call = check_call(*inputs)
     out = empty_output(call).fill_(float("nan"))
-    mutated = None if text is None else {variant.kind: text}
-    emulate(forward_launches(call, Plan(variant), out), seed=seed, mutated=mutated)
+    emulate(forward_launches(call, Plan(variant), out), seed=seed, mutated={variant.kind: text})
     return [out], [expected]
 
 

@@ -1,4 +1,5 @@
-"""The route ``fused`` through the public functions, its kernels emulated on a CPU."""
+"""The route ``fused`` through the public functions, its kernels emulated on a CPU; on two devices: the bits of one, and
+what happens where a kernel cannot be had."""
 
 from __future__ import annotations
 
@@ -11,21 +12,24 @@ import torch
 from attn_support.fused.cases import is_split, takes
 from attn_support.fused.device import emulated_card
 from attn_support.fused.emulation import CARD, T4
+from attn_support.fused.hip import RADEON_VII
 from attn_support.fused.modes import deterministic as poisoned_memory
 from attn_support.oracle import assert_attention, assert_gradients, exact, gradients
 from attn_support.randomness import some
 from attn_support.table import GRADIENT_TABLE, TABLE, Case
 from torch import Tensor
 
-from pascal_attn_core import AttentionConfig, UnsupportedAttention, explain, sdpa, sdpa_with_lse
+from pascal_attn_core import AttentionConfig, UnsupportedAttention, explain, record, sdpa, sdpa_with_lse
 from pascal_attn_core.call import check_call
 from pascal_attn_core.flash_attn import flash_attn_func
 from pascal_attn_core.fused.launch import Launch
 from pascal_attn_core.fused.launch.select import call_reasons
+from pascal_attn_core.machine.device import DeviceInfo
 from pascal_attn_core.machine.runtime import Runtime, using
 from pascal_attn_core.mask_rules.flex import block_rule
 from pascal_attn_core.observe.memory import measure
 from pascal_attn_core.reference import reference_sdpa
+from pascal_attn_core.routes import choose
 
 FUSED, INT8 = AttentionConfig(route="fused"), AttentionConfig(route="fused-int8")
 
@@ -38,8 +42,6 @@ def queued() -> Iterator[list[Launch]]:
 
 # On one multiprocessor few rows alone are a reason to cut the keys into parts: the table takes both kernels.
 ONE_SM = replace(CARD, num_sms=1)
-
-
 TAKEN = [case for case in TABLE if takes(case)]
 
 
@@ -203,19 +205,68 @@ def test_block_masks_in_bands_of_rows(name: str, route: str, dtype: torch.dtype,
 
 @pytest.mark.parametrize("route", ["fused", "fused-tensor"])
 def test_a_block_mask_takes_no_more_than_the_budget(route: str) -> None:
-    """The bool mask of this call alone would take 2.7 MiB."""
+    """The bool mask of this call alone would take 2.7 MiB. A row of blocks beyond the budget is not for the kernels."""
     flex = pytest.importorskip("torch.nn.attention.flex_attention")
     blocks = flex.create_block_mask(BLOCK_MASKS["of heads"], 2, 4, 600, 590, device="cpu", BLOCK_SIZE=64)
     inputs = [torch.randn(2, heads, n, 32).half() for heads, n in ((4, 600), (2, 590), (2, 590))]
     config = AttentionConfig(route=route, budget_mib=2.0)
     with emulated_card(info=T4):
         used = measure(lambda *t: sdpa(*t, blocks, enable_gqa=True, config=config), *inputs)
-    assert used.extra_bytes <= 2 << 20
+        assert used.extra_bytes <= 2 << 20
+        with pytest.raises(UnsupportedAttention, match=r"a row of blocks of its BlockMask takes .* MiB"):
+            sdpa(*inputs, blocks, enable_gqa=True, config=replace(config, budget_mib=0.1))
 
 
-def test_a_block_mask_beyond_the_budget_is_not_for_the_kernels() -> None:
-    flex = pytest.importorskip("torch.nn.attention.flex_attention")
-    blocks = flex.create_block_mask(BLOCK_MASKS["of heads"], 2, 4, 230, 250, device="cpu")
-    query = torch.randn(2, 4, 230, 32)
-    with pytest.raises(UnsupportedAttention, match=r"a row of blocks of its BlockMask takes 0\.2 MiB, more than half"):
-        sdpa(query, *torch.randn(2, 2, 4, 250, 32), blocks, config=AttentionConfig(route="fused", budget_mib=0.1))
+# ---- two devices -----------------------------------------------------------------------------------------------------
+
+
+SHARED = replace(FUSED, devices=("cpu", "cpu"), share_from_tokens=1)
+
+
+@pytest.mark.parametrize("options", [{}, {"is_causal": True}, {"window": (40, 9)}], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("card", [ONE_SM, replace(RADEON_VII, num_sms=1)], ids=["NVIDIA", "AMD"])
+def test_the_bits_are_those_of_one_device(card: DeviceInfo, options: dict, dtype: torch.dtype) -> None:
+    groups = 1 if options else 2
+    query, key, value = (torch.randn(2, heads, 190, 64).to(dtype) for heads in (3 * groups, 3, 3))
+    mask = torch.randn(2, 6, 190, 190).to(dtype) if not options else None
+    options = {**options, "enable_gqa": True}
+    with emulated_card(info=card):
+        expected = sdpa_with_lse(query, key, value, mask, **options, config=FUSED)
+        with record() as report:
+            found = sdpa_with_lse(query, key, value, mask, **options, config=SHARED)
+    assert torch.equal(found.out, expected.out)
+    assert torch.equal(found.lse, expected.lse)
+    ((kind, stats),) = report.calls.items()
+    assert kind.route == "several"
+    assert "each part by fused" in kind.why
+    assert stats.remarks == {}
+
+
+def test_so_are_those_of_last_rows_with_their_keys_in_ranges() -> None:
+    query, key = torch.randn(1, 2, 300, 40).half(), torch.randn(1, 2, 2600, 40).half()
+    with emulated_card(info=replace(RADEON_VII, num_sms=2)):
+        call = check_call(query, key, key)
+        assert choose(call, FUSED).plan.tail is not None
+        assert choose(call, SHARED).route == "several"
+        expected, found = (sdpa_with_lse(query, key, key, config=c) for c in (FUSED, SHARED))
+    assert torch.equal(found.out, expected.out)
+    assert torch.equal(found.lse, expected.lse)
+
+
+def test_gradients_are_those_of_one_device_too() -> None:
+    leaves = [torch.randn(1, 4, 150, 64, requires_grad=True) for _ in range(3)]
+    with emulated_card(info=ONE_SM):
+        found = [
+            torch.autograd.grad(sdpa(*leaves, is_causal=True, config=config).square().sum(), leaves)
+            for config in (FUSED, SHARED)
+        ]
+    assert all(map(torch.equal, *found))
+
+
+def test_a_call_whose_keys_are_cut_stays_on_one_device() -> None:
+    query, key = torch.randn(1, 4, 16, 64), torch.randn(1, 4, 2000, 64)
+    with emulated_card():
+        choice = choose(check_call(query, key, key), SHARED)
+    assert (choice.route, choice.plan.splits > 0) == ("fused", True)
+    assert choice.why.endswith("; on one device: the fused kernel cuts its keys to fill the device")

@@ -12,7 +12,7 @@ import pytest
 import torch
 from attn_support.fused.cases import LOWER_RIGHT, sized
 from attn_support.fused.device import emulated_card
-from attn_support.fused.emulation import RACES, T4, V100, LeftOut, Race, each_left_out, emulate
+from attn_support.fused.emulation import RACES, LeftOut, Race, each_left_out, emulate
 from attn_support.fused.modes import deterministic as poisoned_memory
 from attn_support.oracle import exact
 from attn_support.randomness import some, times
@@ -31,22 +31,15 @@ from pascal_attn_core.machine.device import DeviceInfo
 from pascal_attn_core.reference import reference_sdpa
 
 TENSOR = AttentionConfig(route="fused-tensor")
-CARDS = {"T4": T4, "V100": V100}
 KINDS = ("tensor_even", "volta_even")
-
-
-@pytest.fixture(params=CARDS)
-def card(request: pytest.FixtureRequest) -> DeviceInfo:
-    return CARDS[request.param]
 
 
 @pytest.fixture
 def free_parts(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Plans in which cutting a tile costs nothing and small tiles are slow, so that small calls are cut as well."""
-    for name, keys in (("PART_KEYS", 0), ("START_KEYS", 0), ("_LEAST", 1)):
-        monkeypatch.setattr(stream_k, name, keys)
-    for name, value in (("_ZEROING", 0), ("_LISTED_SPEED", 1.0), ("_SMALL_SPEED", 1e-3)):
-        monkeypatch.setattr(plan, name, value)
+    free = {"PART_KEYS": 0, "START_KEYS": 0, "_LEAST": 1, "_ZEROING": 0, "_LISTED_SPEED": 1.0, "_SMALL_SPEED": 1e-3}
+    for name, value in free.items():
+        monkeypatch.setattr(stream_k if hasattr(stream_k, name) else plan, name, value)
     caches = stream_k.distribute, plan._fastest, plan._splits
     for cached in caches:
         cached.cache_clear()
@@ -113,9 +106,9 @@ def _call(variant: Variant, heads: int = 1, rows: int = 70, key_tiles: int = 7) 
     return check_call(query.half(), key.half(), value.half(), mask)
 
 
-def _cut_at(ends: list[int], *cuts: int, tile: int = 0, slot: int = 0) -> list[Piece]:
+def _cut_at(call: AttentionCall, variant: Variant, *cuts: int, tile: int = 0, slot: int = 0) -> list[Piece]:
     """A tile of rows in parts."""
-    bounds = [0, *cuts, ends[0]]
+    bounds = [0, *cuts, key_tiles(call, variant.geometry)[0]]
     return [Piece(tile, bounds[i], bounds[i + 1], slot, i, len(bounds) - 1) for i in range(len(bounds) - 1)]
 
 
@@ -128,10 +121,9 @@ def _run(
     flags: tuple[str, ...] = (),
 ) -> Tensor:
     out = empty_output(call).fill_(float("nan"))
-    mutated = None if text is None else {variant.kind: text}
     launches = forward_launches(call, Plan(variant, pieces=Pieces(0, tuple(listed))), out)
     with poisoned_memory():
-        emulate(launches, seed=seed, mutated=mutated, flags=flags)
+        emulate(launches, seed=seed, mutated={variant.kind: text}, flags=flags)
     return out
 
 
@@ -144,33 +136,23 @@ def _variants(kind: str) -> list[Variant]:
 def test_it_changes_no_bit_which_block_is_the_last(kind: str, cuts: tuple[int, ...]) -> None:
     for variant in _variants(kind):
         call = _call(variant)
-        listed = _cut_at(list(key_tiles(call, variant.geometry)), *cuts)
+        listed = _cut_at(call, variant, *cuts)
         first = _run(variant, call, listed)
         for seed in range(2, 8):
             assert torch.equal(_run(variant, call, listed[::-1] if seed % 2 else listed, seed), first)
-
-
-def _mixed(variant: Variant) -> AttentionCall:
-    return _call(variant, heads=4, rows=200, key_tiles=4)
-
-
-@functools.cache
-def _oracle(variant: Variant) -> Tensor:
-    call = _mixed(variant)
-    return reference_sdpa(call.query.double(), call.key.double(), call.value.double(), call.attn_mask)[0]
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_parts_are_right_however_their_blocks_run(kind: str) -> None:
     """Heads in two and in three parts, several times, since blocks and warps run as chance has it."""
     for variant in _variants(kind):
-        call = _mixed(variant)
-        ends = list(key_tiles(call, variant.geometry))
-        listed = [*_cut_at(ends, 2), *_cut_at(ends, 1, 3, tile=1, slot=2)]
-        listed += [*_cut_at(ends, 1, tile=2, slot=5), *_cut_at(ends, 1, 2, tile=3, slot=7)]
+        call = _call(variant, heads=4, rows=200, key_tiles=4)
+        expected = reference_sdpa(call.query.double(), call.key.double(), call.value.double(), call.attn_mask)[0]
+        listed = [*_cut_at(call, variant, 2), *_cut_at(call, variant, 1, 3, tile=1, slot=2)]
+        listed += [*_cut_at(call, variant, 1, tile=2, slot=5), *_cut_at(call, variant, 1, 2, tile=3, slot=7)]
         for seed in range(1, times(5) + 1):
-            error = (_run(variant, call, listed, seed).double() - _oracle(variant)).abs().max()
-            assert error < 3e-3 * _oracle(variant).abs().max()
+            error = (_run(variant, call, listed, seed).double() - expected).abs().max()
+            assert error < 3e-3 * expected.abs().max()
 
 
 # ---- order in memory -------------------------------------------------------------------------------------------------
@@ -182,8 +164,7 @@ def _races(text: LeftOut | None, seeds: range) -> bool:
     """Whether tiles in two or three parts race: a block may be the last before it stores its sums, or behind that."""
     variant = Variant("tensor_even", 64, "float16")
     call = _call(variant, heads=2)
-    ends = list(key_tiles(call, variant.geometry))
-    listed = [*_cut_at(ends, 3), *_cut_at(ends, 2, 5, tile=1, slot=2)]
+    listed = [*_cut_at(call, variant, 3), *_cut_at(call, variant, 2, 5, tile=1, slot=2)]
     try:
         for seed in seeds:
             _run(variant, call, listed, seed, text, flags=RACES)

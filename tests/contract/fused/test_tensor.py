@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import functools
-import itertools
 import re
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -12,8 +12,9 @@ import pytest
 import torch
 from attn_support.fused.cases import LOWER_RIGHT, sized
 from attn_support.fused.device import emulated_card
-from attn_support.fused.emulation import T4, V100
+from attn_support.fused.emulation import T4
 from attn_support.fused.modes import deterministic as poisoned_memory
+from attn_support.fused.packed import each_alone, ends_of
 from attn_support.oracle import assert_close, assert_gradients, exact, gradients, plain
 from attn_support.randomness import some
 from attn_support.table import TABLE, Case
@@ -29,12 +30,6 @@ from pascal_attn_core.reference import reference_sdpa
 from pascal_attn_core.routes.timing import Times
 
 TENSOR = AttentionConfig(route="fused-tensor")
-CARDS = {"T4": T4, "V100": V100}
-
-
-@pytest.fixture(params=CARDS)
-def card(request: pytest.FixtureRequest) -> DeviceInfo:
-    return CARDS[request.param]
 
 
 def _halves(case: Case) -> Case | None:
@@ -73,20 +68,15 @@ def _check(inputs: list[Tensor | None], options: dict[str, Any]) -> None:
     assert_close(lse, oracle_lse, similar_lse, "lse", dtype=torch.float16)
 
 
-@pytest.mark.parametrize("case", some(TAKEN, 10), ids=lambda case: case.name)
-def test_every_call_gets_the_answer_of_the_definition(case: Case, card: DeviceInfo) -> None:
-    inputs, options = case.build()
-    with emulated_card(info=card) as kernels:
-        _check(inputs, options)
-    assert {launch.variant.on_tensor_cores for launch in kernels.queued} == {True}
+_CALLS = [(case, is_full) for is_full, every in ((False, 10), (True, 15)) for case in some(TAKEN, every)]
 
 
-@pytest.mark.parametrize("case", some(TAKEN, 15), ids=lambda case: case.name)
-def test_a_full_card_takes_the_wide_kernel(case: Case, card: DeviceInfo) -> None:
+@pytest.mark.parametrize(("case", "is_full"), _CALLS, ids=lambda value: getattr(value, "name", value))
+def test_every_call_gets_the_answer_of_the_definition(case: Case, is_full: bool, card: DeviceInfo) -> None:
     """On one multiprocessor there is nothing to be won by small tiles, unless most of a large one would be empty."""
-    inputs, options = case.build()
-    with emulated_card(info=replace(card, num_sms=1)):
-        _check(inputs, options)
+    with emulated_card(info=replace(card, num_sms=1) if is_full else card) as kernels:
+        _check(*case.build())
+    assert {launch.variant.on_tensor_cores for launch in kernels.queued} == {True}
 
 
 # Two query heads share a key head. Tiles are of 256, 128 or 64 rows and 32 or 64 keys.
@@ -210,6 +200,12 @@ def test_gradients_are_those_of_the_definition(card: DeviceInfo) -> None:
     assert {launch.variant.on_tensor_cores for launch in backward} == {True}
 
 
+def _assert_alike(found: Sequence[Tensor], expected: Sequence[Tensor]) -> None:
+    for name, one, other in zip(("query", "key", "value", "sinks"), found, expected):
+        error = (one - other).abs().max() / other.abs().max()
+        assert error < 4e-3, f"{name}: {error:.1e}"
+
+
 @pytest.mark.parametrize("mask", ["none", "float [L, S]", "bool blocks"])
 def test_parts_of_the_keys_give_their_parts_of_the_gradients(card: DeviceInfo, mask: str) -> None:
     """As ring attention does it, from the results of all keys."""
@@ -230,9 +226,7 @@ def test_parts_of_the_keys_give_their_parts_of_the_gradients(card: DeviceInfo, m
         ]  # fmt: skip
     assert {launch.variant.on_tensor_cores for launch in kernels.queued} == {True}
     found = parts[0][0].double() + parts[1][0].double(), *(torch.cat(pair, -2) for pair in list(zip(*parts))[1:])
-    for name, one, other in zip(("query", "key", "value"), found, expected):
-        error = (one - other).abs().max() / other.abs().max()
-        assert error < 4e-3, f"{name}: {error:.1e}"
+    _assert_alike(found, expected)
 
 
 @pytest.mark.parametrize("softcap", [None, 3.0])
@@ -250,9 +244,7 @@ def test_softcap_and_sinks_have_gradients(card: DeviceInfo, mask: str, softcap: 
 
     with emulated_card(info=card) as kernels:
         found = answers(torch.float16, functools.partial(sdpa_with_lse, config=TENSOR))
-    for name, one, other in zip(("query", "key", "value", "sinks"), found, answers(torch.float64, reference_sdpa)):
-        error = (one - other).abs().max() / other.abs().max()
-        assert error < 4e-3, f"{name}: {error:.1e}"
+    _assert_alike(found, answers(torch.float64, reference_sdpa))
     assert found[3][2] == 0
     backward = {launch.variant.kind for launch in kernels.queued if launch.variant.is_gradient}
     assert {"capped" in kind for kind in backward} == {softcap is not None}
@@ -260,18 +252,15 @@ def test_softcap_and_sinks_have_gradients(card: DeviceInfo, mask: str, softcap: 
 
 @pytest.mark.parametrize("causal", [False, True])
 def test_sequences_of_different_lengths_take_one_launch(card: DeviceInfo, causal: bool) -> None:
-    lengths = [(300, 200), (1, 90), (0, 20), (70, 70)]
-    q_ends, k_ends = (torch.tensor([0, *(pair[i] for pair in lengths)]).cumsum(0).int() for i in (0, 1))
-    query = torch.randn(int(q_ends[-1]), 4, 64).half()
-    key, value = (torch.randn(int(k_ends[-1]), 2, 64).half() for _ in range(2))
+    lengths = [300, 1, 0, 70], [200, 90, 20, 70]
+    three = [torch.randn(sum(lengths[i]), heads, 64).half() for i, heads in ((0, 4), (1, 2), (1, 2))]
+    ends = [torch.tensor(ends_of(each)).int() for each in lengths]
     with emulated_card(info=card, times=Times(2.0, 3.0)) as kernels:
-        out = flash_attn_varlen_func(query, key, value, q_ends, k_ends, 300, 200, causal=causal)
+        out = flash_attn_varlen_func(*three, *ends, 300, 200, causal=causal)
     assert [launch.variant.kind.partition("_")[2] for launch in kernels.queued] == ["packed"]
-    for (q0, q1), (k0, k1) in zip(itertools.pairwise(q_ends), itertools.pairwise(k_ends)):
-        three = (t[None].transpose(1, 2).double() for t in (query[q0:q1], key[k0:k1], value[k0:k1]))
-        rules = {"is_causal": causal, "enable_gqa": True, "alignment": "lower_right"}
-        expected = reference_sdpa(*three, **rules)[0].transpose(1, 2)[0] if q1 > q0 else query[:0].double()
-        torch.testing.assert_close(out[q0:q1].double(), expected, atol=2e-3, rtol=2e-3)
+    wide = (t[None].transpose(1, 2).double() for t in three)
+    expected, _ = each_alone(*wide, *lengths, is_causal=causal, alignment="lower_right")
+    torch.testing.assert_close(out.double(), expected[0].transpose(0, 1), atol=2e-3, rtol=2e-3)
 
 
 def test_flash_attns_functions_take_it_where_it_is_the_fastest(card: DeviceInfo) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -23,7 +23,6 @@ from pascal_attn_core.call import AttentionCall, check_call
 from pascal_attn_core.fused.code.source import Variant, source
 from pascal_attn_core.fused.geometry.gradient import gradient_head_dims
 from pascal_attn_core.fused.launch import Launch
-from pascal_attn_core.fused.launch.backward import backward_launches
 from pascal_attn_core.fused.launch.plan import gradient_variants
 from pascal_attn_core.fused.launch.select import tensor_reasons
 from pascal_attn_core.fused.trust.kernels import parts
@@ -120,31 +119,20 @@ def _example(
     return result, torch.randn(result.out.shape).half(), inputs
 
 
-def _launches(result: Emulated, grad_out: Tensor) -> tuple[list[Launch], list[Tensor]]:
-    """Return the launches and the gradients that they write."""
-    call = result.call
-    grads = [torch.empty_like(t) for t in (call.query, call.key, call.value)]
-    return backward_launches(call, result.plan, grad_out, result.out, result.lse, None, None, tuple(grads)), grads
-
-
 @pytest.mark.parametrize("dim", [64, 128])
 def test_gradients_are_the_same_bits_every_time(dim: int, capability: Capability) -> None:
     result, grad_out, _ = _example(dim, capability=capability)
-    first, second = (run_backward(result, grad_out, seed=seed) for seed in (1, 2))
-    assert all(torch.equal(a, b) for a, b in zip(first, second))
+    assert all(map(torch.equal, *(run_backward(result, grad_out, seed=seed) for seed in (1, 2))))
 
 
 def test_launches_in_parts_give_the_same_bits() -> None:
+    def cut(launches: Iterable[Launch], **how: Any) -> int:
+        pieces = [part for launch in launches for part in parts(launch, 1)]
+        assert {part.params.first_tile for part in pieces if "grad_key_value" in part.function} == {0, 1, 2}
+        return emulate(pieces, **how)
+
     result, grad_out, _ = _example(128, 150, 300)
-    launches, whole = _launches(result, grad_out)
-    cut = [part for launch in launches for part in parts(launch, 1)]
-    assert {part.params.first_tile for part in cut if part.function == "pa_tensor_grad_key_value"} == {0, 1, 2}
-    emulate(launches)
-    once = [t.clone() for t in whole]
-    for t in whole:
-        t.fill_(float("nan"))
-    emulate(cut)
-    assert all(torch.equal(a, b) for a, b in zip(once, whole))
+    assert all(map(torch.equal, run_backward(result, grad_out), run_backward(result, grad_out, run=cut)))
 
 
 @pytest.mark.parametrize(
@@ -183,13 +171,13 @@ def test_the_error_is_that_of_rounding_probabilities_to_halves(dim: int, capabil
 def test_tiles_that_a_mask_forbids_are_skipped() -> None:
     """The tiles of the first 32 columns are left in each of four blocks of queries, and for both heads of two blocks of
     keys: each of the others has a barrier."""
-    passed = []
+    passed: list[int] = []
     for allowed in (256, 32):
         inputs, options = _case(64, 256, 256).build()
         inputs[3] = torch.zeros(256, 256, dtype=torch.bool)
         inputs[3][:allowed, :allowed] = True
         result = _saved(inputs, options, TURING)
-        passed.append(emulate(_launches(result, torch.ones_like(result.out))[0]))
+        run_backward(result, torch.ones_like(result.out), run=lambda launches: passed.append(emulate(launches)) or 0)
     of_query, of_keys = (224 // variant.geometry.cols for variant in result.plan.gradients)
     assert passed[0] - passed[1] == of_query * 4 + of_keys * 2 * 2
 
@@ -204,33 +192,25 @@ def test_each_head_skips_the_tiles_that_its_own_mask_forbids(dim: int, capabilit
     _check(inputs, options, capability)
 
 
-_BARRIER = re.compile(r"__syncthreads\(\);")
 WRONG = 3e-2
-
-
-def _error(result: Emulated, grad_out: Tensor, right: list[Tensor], kind: str, text: str | LeftOut | None) -> float:
-    """Return the largest error of this kind of kernel over some orders of the threads."""
-    mutated = None if text is None else {kind: text}
-
-    def run(seed: int) -> Answers:
-        return run_backward(result, grad_out, seed=seed, mutated=mutated, only=kind), of_kernel(kind, right)
-
-    return worst_error([functools.partial(run, seed) for seed in (1, 2, 3)], WRONG)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["grad_query", "grad_key_value"])
 def test_a_kernel_without_any_one_barrier_is_wrong(name: str, capability: Capability) -> None:
     kind = ("volta_" if capability < TURING else "tensor_") + name
-    examples = []
-    for dim, queries, keys in ((64, 300, 300), (128, 150, 150)):
-        result, grad_out, _ = _example(dim, queries, keys, capability)
-        examples.append((result, grad_out, run_backward(result, grad_out)))
+    examples = [_example(*sizes, capability)[:2] for sizes in ((64, 300, 300), (128, 150, 150))]
+    right = [of_kernel(kind, run_backward(*example)) for example in examples]
+
+    def run(place: int, seed: int, mutant: LeftOut) -> Answers:
+        return run_backward(*examples[place], seed=seed, mutated={kind: mutant}, only=kind), right[place]
+
     text = source(kind)
-    found = [m for m in _BARRIER.finditer(text) if not _of_other_code(text, m.start())]
+    found = [m for m in re.finditer(r"__syncthreads\(\);", text) if not _of_other_code(text, m.start())]
     assert len(found) >= 5
     for mutant, line in some(each_left_out(text, found), 9):
-        assert any(_error(*example, kind, mutant) > WRONG for example in examples), line
+        runs = [functools.partial(run, place, seed, mutant) for place in (0, 1) for seed in (1, 2, 3)]
+        assert worst_error(runs, WRONG) > WRONG, line
 
 
 def _of_other_code(text: str, at: int) -> bool:

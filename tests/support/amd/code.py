@@ -96,20 +96,17 @@ def kernels(code: bytes) -> dict[str, MachineKernel]:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "kernel.co"
         path.write_bytes(code)
-        done = subprocess.run(
-            [OBJDUMP or "llvm-objdump-16", "-d", f"--mcpu={arch_of(code)}", str(path)],
-            capture_output=True,
-            text=True,
-            check=True,
-        )
-    halves = _UPPER_HALVES.search(done.stdout) if arch_of(code).startswith("gfx11") else None
+        command = [OBJDUMP or "llvm-objdump-16", "-d", f"--mcpu={arch_of(code)}", str(path)]
+        text = subprocess.check_output(command, text=True)
+    halves = _UPPER_HALVES.search(text) if arch_of(code).startswith("gfx11") else None
     if halves:
         raise NotImplementedError(halves[0].strip())
     found = {}
-    for part in re.split(r"\n(?=[0-9a-f]{16} <)", done.stdout)[1:]:
+    for part in re.split(r"\n(?=[0-9a-f]{16} <)", text)[1:]:
         head, _, body = part.partition("\n")
         name = re.findall(r"<(\w+)>", head)[0]
-        found[name] = _kernel(name, _read(code, symbols[f"{name}.kd"], 64), _instructions(body, int(head[:16], 16)))
+        at = symbols[f"{name}.kd"]
+        found[name] = _kernel(name, code[at : at + 64], _instructions(body, int(head[:16], 16)))
     return found
 
 
@@ -128,26 +125,16 @@ def _kernel(name: str, descriptor: bytes, instructions: tuple[Instruction, ...])
 
 
 def _symbols(code: bytes) -> Iterator[tuple[str, int]]:
-    """(name, address) of all dynamic symbols."""
+    """(name, place in the file) of all dynamic symbols."""
     (sections,) = struct.unpack_from("<Q", code, 40)
     size, count = struct.unpack_from("<HH", code, 58)
     headers = [struct.unpack_from("<IIQQQQIIQQ", code, sections + i * size) for i in range(count)]
     _, _, _, _, first, length, texts, _, _, entry = next(h for h in headers if h[1] == 11)  # SHT_DYNSYM
     for at in range(first, first + length, entry):
-        name, _, _, _, address = struct.unpack_from("<IBBHQ", code, at)
+        name, _, _, section, address = struct.unpack_from("<IBBHQ", code, at)
         start = headers[texts][4] + name
-        yield code[start : code.index(b"\0", start)].decode(), address
-
-
-def _read(code: bytes, address: int, size: int) -> bytes:
-    """The bytes of the segment that is loaded there."""
-    (segments,) = struct.unpack_from("<Q", code, 32)
-    step, count = struct.unpack_from("<HH", code, 54)
-    for i in range(count):
-        kind, _, offset, start, _, length = struct.unpack_from("<IIQQQQ", code, segments + i * step)
-        if kind == 1 and start <= address and address + size <= start + length:  # PT_LOAD
-            return code[offset + address - start : offset + address - start + size]
-    raise ValueError(f"nothing is loaded at {address:#x}")
+        _, _, _, loaded_at, offset, *_ = headers[section]
+        yield code[start : code.index(b"\0", start)].decode(), offset + address - loaded_at
 
 
 _LINE = re.compile(r"\s(\w+)(.*?)\s*// ([0-9A-F]+): [^<]*(?:<\w+(?:\+0x([0-9a-f]+))?>)?")

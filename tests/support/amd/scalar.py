@@ -6,11 +6,12 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable
 
-from .code import EXEC, Instruction
+from .code import EXEC, VCC, Instruction
 from .wave import ALL, Wave
 
 Operation = Callable[[Wave, Instruction], None]
 SCALAR: dict[str, Operation] = {}
+Condition = Callable[[int], bool]
 
 
 def _low(number: int) -> int:
@@ -18,15 +19,27 @@ def _low(number: int) -> int:
     return (number & 0xFFFF) - ((number & 0x8000) << 1)
 
 
-def _arithmetic(name: str, f: Callable[[int, int], int], carries: Callable[[int], bool] | None = None) -> None:
-    """32 bits; signed where the name ends in i32. carries: scc from the exact result."""
-    read = Wave.signed if name.endswith("i32") else Wave.scalar
+_READ: dict[str, Callable[..., int]] = {
+    "u": Wave.scalar, "i": Wave.signed, "U": Wave.scalar64, "c": lambda wave, _: wave.scc,
+    "k": lambda wave, o: _low(o.number), "K": lambda wave, o: o.number & 0xFFFF,
+}  # fmt: skip
+
+
+def _define(
+    name: str, operands: str, f: Callable[..., int], scc: Condition | None = None, *, wide: bool = False
+) -> None:
+    """``operands``: the kind of each source, a key of ``_READ``; before a "+" that of the destination, which is read
+    as well. scc: from the exact result; wide: of 64 bits."""
+    in_place, _, sources = operands.rpartition("+")
+    readers = [_READ[kind] for kind in in_place + sources]
+    write = Wave.write_scalar64 if wide else Wave.write_scalar
 
     def run(wave: Wave, i: Instruction) -> None:
-        result = f(read(wave, i.operands[1]), read(wave, i.operands[2]))
-        wave.write_scalar(i.operands[0].number, result)
-        if carries is not None:
-            wave.scc = int(carries(result))
+        given = (*i.operands[0 if in_place else 1 :], None)  # behind the last one SCC may be read
+        result = f(*[read(wave, operand) for read, operand in zip(readers, given)])
+        write(wave, i.operands[0].number, result)
+        if scc is not None:
+            wave.scc = int(scc(result))
 
     SCALAR[name] = run
 
@@ -43,34 +56,42 @@ def _is_set(number: int) -> bool:
     return number & 0xFFFFFFFF != 0
 
 
-_arithmetic("s_add_i32", operator.add, _overflows)
-_arithmetic("s_sub_i32", operator.sub, _overflows)
-_arithmetic("s_add_u32", operator.add, _leaves_32_bits)
-_arithmetic("s_sub_u32", operator.sub, _leaves_32_bits)
-_arithmetic("s_mul_i32", operator.mul)
-_arithmetic("s_mul_hi_i32", lambda x, y: x * y >> 32)
-_arithmetic("s_mul_hi_u32", lambda x, y: x * y >> 32)
-_arithmetic("s_lshl_b32", lambda x, y: x << (y & 31), _is_set)
-_arithmetic("s_lshr_b32", lambda x, y: x >> (y & 31), _is_set)
-_arithmetic("s_ashr_i32", lambda x, y: x >> (y & 31), _is_set)
-_arithmetic("s_bfe_u32", lambda x, y: x >> (y & 31) & ((1 << (y >> 16 & 127)) - 1), _is_set)
-_arithmetic(
-    "s_bfe_i32",
-    lambda x, y: (x >> (y & 31) & (1 << (y >> 16)) - 1 ^ 1 << (y >> 16) - 1) - (1 << (y >> 16) - 1),
-    _is_set,
-)
+def _is_set64(number: int) -> bool:
+    return number & ALL != 0
 
 
-def _with_carry(sign: int) -> Operation:
-    def run(wave: Wave, i: Instruction) -> None:
-        result = wave.scalar(i.operands[1]) + sign * (wave.scalar(i.operands[2]) + wave.scc)
-        wave.write_scalar(i.operands[0].number, result)
-        wave.scc = int(_leaves_32_bits(result))
-
-    return run
+def _signed_part(x: int, y: int) -> int:
+    first, size = y & 31, y >> 16
+    sign = 1 << size - 1
+    return (x >> first & (1 << size) - 1 ^ sign) - sign
 
 
-SCALAR["s_addc_u32"], SCALAR["s_subb_u32"] = _with_carry(1), _with_carry(-1)
+_define("s_add_i32", "ii", operator.add, _overflows)
+_define("s_sub_i32", "ii", operator.sub, _overflows)
+_define("s_add_u32", "uu", operator.add, _leaves_32_bits)
+_define("s_sub_u32", "uu", operator.sub, _leaves_32_bits)
+_define("s_addc_u32", "uuc", lambda x, y, carry: x + y + carry, _leaves_32_bits)
+_define("s_subb_u32", "uuc", lambda x, y, carry: x - y - carry, _leaves_32_bits)
+_define("s_mul_i32", "ii", operator.mul)
+_define("s_mul_hi_i32", "ii", lambda x, y: x * y >> 32)
+_define("s_mul_hi_u32", "uu", lambda x, y: x * y >> 32)
+_define("s_lshl_b32", "uu", lambda x, y: x << (y & 31), _is_set)
+_define("s_lshr_b32", "uu", lambda x, y: x >> (y & 31), _is_set)
+_define("s_ashr_i32", "ii", lambda x, y: x >> (y & 31), _is_set)
+_define("s_bfe_u32", "uu", lambda x, y: x >> (y & 31) & ((1 << (y >> 16 & 127)) - 1), _is_set)
+_define("s_bfe_i32", "ii", _signed_part, _is_set)
+_define("s_mov_b32", "u", lambda x: x)
+_define("s_mov_b64", "U", lambda x: x, wide=True)
+_define("s_movk_i32", "k", lambda x: x)
+_define("s_not_b32", "u", lambda x: ~x, _is_set)
+_define("s_brev_b32", "u", lambda x: int(f"{x:032b}"[::-1], 2))
+_define("s_lshl_b64", "Uu", lambda x, y: x << (y & 63), _is_set64, wide=True)
+_define("s_addk_i32", "i+k", operator.add, _overflows)
+_define("s_mulk_i32", "i+k", operator.mul)
+_define("s_bitset0_b32", "i+u", lambda x, y: x & ~(1 << (y & 31)))
+_define("s_bitset1_b32", "i+u", lambda x, y: x | 1 << (y & 31))
+_define("s_cselect_b32", "uuc", lambda x, y, scc: x if scc else y)
+_define("s_cselect_b64", "UUc", lambda x, y, scc: x if scc else y, wide=True)
 
 
 def _extreme(choose: Callable[[int, int], int]) -> Operation:
@@ -86,40 +107,23 @@ def _extreme(choose: Callable[[int, int], int]) -> Operation:
 SCALAR["s_min_i32"], SCALAR["s_max_i32"] = _extreme(min), _extreme(max)
 
 
-def _for(lanes: int, operation: Operation) -> Operation:
-    """That waves of another size must not meet: the other half of a mask would be lost."""
-
-    def run(wave: Wave, i: Instruction) -> None:
-        assert wave.size == lanes, f"a mask of {lanes} lanes in a wave of {wave.size}"
-        operation(wave, i)
-
-    return run
-
-
 def _bits(name: str, f: Callable[[int, int], int]) -> None:
     """A bitwise operation in its three forms."""
 
-    def of_32(wave: Wave, i: Instruction) -> None:
-        result = f(wave.scalar(i.operands[1]), wave.scalar(i.operands[2])) & 0xFFFFFFFF
-        wave.write_scalar(i.operands[0].number, result)
-        wave.scc = int(result != 0)
+    def of_exec(lanes: int) -> Operation:
+        def run(wave: Wave, i: Instruction) -> None:
+            assert wave.size == lanes, f"a mask of {lanes} lanes in a wave of {wave.size}"  # half of it would be lost
+            before = wave.lanes_of(EXEC)
+            result = f((wave.scalar64 if lanes == 64 else wave.scalar)(i.operands[1]), before) & (1 << lanes) - 1
+            wave.write_lanes(i.operands[0].number, before)
+            wave.write_lanes(EXEC, result)
+            wave.scc = int(result != 0)
 
-    def of_64(wave: Wave, i: Instruction) -> None:
-        result = f(wave.scalar64(i.operands[1]), wave.scalar64(i.operands[2])) & ALL
-        wave.write_scalar64(i.operands[0].number, result)
-        wave.scc = int(result != 0)
+        return run
 
-    def of_exec(wave: Wave, i: Instruction) -> None:
-        is_wide = wave.size == 64
-        before, operand = wave.exec, wave.scalar64(i.operands[1]) if is_wide else wave.scalar(i.operands[1])
-        result = f(operand, before) & (ALL if is_wide else 0xFFFFFFFF)
-        wave.write_lanes(i.operands[0].number, before)
-        wave.write_lanes(EXEC, result)
-        wave.scc = int(result != 0)
-
-    SCALAR[f"s_{name}_b32"], SCALAR[f"s_{name}_b64"] = of_32, of_64
-    SCALAR[f"s_{name}_saveexec_b32"] = _for(32, of_exec)
-    SCALAR[f"s_{name}_saveexec_b64"] = _for(64, of_exec)
+    _define(f"s_{name}_b32", "uu", f, _is_set)
+    _define(f"s_{name}_b64", "UU", f, _is_set64, wide=True)
+    SCALAR[f"s_{name}_saveexec_b32"], SCALAR[f"s_{name}_saveexec_b64"] = of_exec(32), of_exec(64)
 
 
 _bits("and", operator.and_)
@@ -129,86 +133,18 @@ _bits("andn2", lambda x, y: x & ~y)
 _bits("orn2", lambda x, y: x | ~y)
 
 
-def _compare(name: str, f: Callable[[int, int], bool]) -> None:
-    def against_constant(read: Callable[..., int], bits: Callable[[int], int]) -> Operation:
-        return lambda wave, i: setattr(wave, "scc", int(f(read(wave, i.operands[0]), bits(i.operands[1].number))))
-
-    def against(read: Callable[..., int]) -> Operation:
-        return lambda wave, i: setattr(wave, "scc", int(f(read(wave, i.operands[0]), read(wave, i.operands[1]))))
-
-    SCALAR[f"s_cmp_{name}_i32"] = against(Wave.signed)
-    SCALAR[f"s_cmp_{name}_u32"] = against(Wave.scalar)
-    SCALAR[f"s_cmp_{name}_u64"] = against(Wave.scalar64)
-    SCALAR[f"s_cmpk_{name}_i32"] = against_constant(Wave.signed, _low)
-    SCALAR[f"s_cmpk_{name}_u32"] = against_constant(Wave.scalar, lambda number: number & 0xFFFF)
+def _compare(name: str, operands: str, f: Callable[[int, int], bool]) -> None:
+    one, other = (_READ[kind] for kind in operands)
+    SCALAR[name] = lambda wave, i: setattr(wave, "scc", int(f(one(wave, i.operands[0]), other(wave, i.operands[1]))))
 
 
 for _name, _f in (
     ("eq", operator.eq), ("lg", operator.ne), ("lt", operator.lt), ("le", operator.le), ("gt", operator.gt),
     ("ge", operator.ge),
 ):  # fmt: skip
-    _compare(_name, _f)
-
-
-def _move(name: str, f: Callable[[int], int], sets_scc: bool = False) -> None:
-    """One operand of 32 bits."""
-
-    def run(wave: Wave, i: Instruction) -> None:
-        result = f(wave.scalar(i.operands[1])) & 0xFFFFFFFF
-        wave.write_scalar(i.operands[0].number, result)
-        if sets_scc:
-            wave.scc = int(result != 0)
-
-    SCALAR[name] = run
-
-
-_move("s_mov_b32", lambda x: x)
-_move("s_movk_i32", _low)
-_move("s_not_b32", lambda x: ~x, sets_scc=True)
-_move("s_brev_b32", lambda x: int(f"{x:032b}"[::-1], 2))
-
-
-def _in_place(f: Callable[[int, int], int]) -> Operation:
-    """The first operand is read and written: its number as signed, and the other one's bits."""
-
-    def run(wave: Wave, i: Instruction) -> None:
-        wave.write_scalar(i.operands[0].number, f(wave.signed(i.operands[0]), wave.scalar(i.operands[1])))
-
-    return run
-
-
-def _addk(wave: Wave, i: Instruction) -> None:
-    result = wave.signed(i.operands[0]) + _low(i.operands[1].number)
-    wave.write_scalar(i.operands[0].number, result)
-    wave.scc = int(_overflows(result))
-
-
-SCALAR["s_addk_i32"] = _addk
-SCALAR["s_mulk_i32"] = _in_place(lambda x, y: x * _low(y))
-SCALAR["s_bitset0_b32"] = _in_place(lambda x, y: x & ~(1 << (y & 31)))
-SCALAR["s_bitset1_b32"] = _in_place(lambda x, y: x | 1 << (y & 31))
-
-
-def _mov64(wave: Wave, i: Instruction) -> None:
-    wave.write_scalar64(i.operands[0].number, wave.scalar64(i.operands[1]))
-
-
-def _shift_left64(wave: Wave, i: Instruction) -> None:
-    result = wave.scalar64(i.operands[1]) << (wave.scalar(i.operands[2]) & 63) & ALL
-    wave.write_scalar64(i.operands[0].number, result)
-    wave.scc = int(result != 0)
-
-
-def _select(read: Callable[..., int], write: Callable[..., None]) -> Operation:
-    return lambda wave, i: write(wave, i.operands[0].number, read(wave, i.operands[1 if wave.scc else 2]))
-
-
-SCALAR |= {
-    "s_mov_b64": _mov64,
-    "s_lshl_b64": _shift_left64,
-    "s_cselect_b32": _select(Wave.scalar, Wave.write_scalar),
-    "s_cselect_b64": _select(Wave.scalar64, Wave.write_scalar64),
-}
+    for _form in ("cmp i32 ii", "cmp u32 uu", "cmp u64 UU", "cmpk i32 ik", "cmpk u32 uK"):
+        _what, _kind, _operands = _form.split()
+        _compare(f"s_{_what}_{_name}_{_kind}", _operands, _f)
 
 
 def _branch(condition: Callable[[Wave], bool]) -> Operation:
@@ -217,23 +153,6 @@ def _branch(condition: Callable[[Wave], bool]) -> Operation:
             wave.place = i.target
 
     return run
-
-
-SCALAR |= {
-    "s_branch": _branch(lambda wave: True),
-    "s_cbranch_scc0": _branch(lambda wave: not wave.scc),
-    "s_cbranch_scc1": _branch(lambda wave: bool(wave.scc)),
-    "s_cbranch_vccz": _branch(lambda wave: not wave.vcc),
-    "s_cbranch_vccnz": _branch(lambda wave: bool(wave.vcc)),
-    "s_cbranch_execz": _branch(lambda wave: not wave.exec),
-    "s_cbranch_execnz": _branch(lambda wave: bool(wave.exec)),
-} | dict.fromkeys(
-    (
-        "s_nop", "s_clause", "s_inst_prefetch", "s_waitcnt_depctr", "s_code_end", "buffer_gl0_inv", "s_delay_alu",
-        "s_sendmsg",
-    ),
-    lambda wave, i: None,
-)  # fmt: skip
 
 
 def _waitcnt(wave: Wave, i: Instruction) -> None:
@@ -247,8 +166,21 @@ def _barrier(wave: Wave, i: Instruction) -> None:
     assert not under_way, "a barrier while the wave's writes to shared memory are under way"
 
 
-def _end(wave: Wave, i: Instruction) -> None:
-    wave.done = True
-
-
-SCALAR |= {"s_waitcnt": _waitcnt, "s_waitcnt_vscnt": _waitcnt, "s_barrier": _barrier, "s_endpgm": _end}
+_NOTHING = (
+    "s_nop", "s_clause", "s_inst_prefetch", "s_waitcnt_depctr", "s_code_end", "buffer_gl0_inv", "s_delay_alu",
+    "s_sendmsg",
+)  # fmt: skip
+SCALAR |= {
+    "s_branch": _branch(lambda wave: True),
+    "s_cbranch_scc0": _branch(lambda wave: not wave.scc),
+    "s_cbranch_scc1": _branch(lambda wave: bool(wave.scc)),
+    "s_cbranch_vccz": _branch(lambda wave: not wave.lanes_of(VCC)),
+    "s_cbranch_vccnz": _branch(lambda wave: bool(wave.lanes_of(VCC))),
+    "s_cbranch_execz": _branch(lambda wave: not wave.lanes_of(EXEC)),
+    "s_cbranch_execnz": _branch(lambda wave: bool(wave.lanes_of(EXEC))),
+    "s_waitcnt": _waitcnt,
+    "s_waitcnt_vscnt": _waitcnt,
+    "s_barrier": _barrier,
+    "s_endpgm": lambda wave, i: setattr(wave, "done", True),
+    **dict.fromkeys(_NOTHING, lambda wave, i: None),
+}

@@ -17,18 +17,22 @@ from .scalar import Operation
 from .wave import F32, F64, I64, U32, U64, Wave, with_signs
 
 VECTOR: dict[str, Operation] = {}
-_READ = {
+_READ: dict[str, Callable[[Wave, Operand], np.ndarray]] = {
     "u": Wave.unsigned, "i": Wave.integer, "f": Wave.single, "U": Wave.unsigned64, "I": Wave.integer64,
-    "m": Wave.mask,
+    "m": Wave.mask, "w": lambda wave, o: wave.unsigned(o) & U32(0xFFFF),
+    "h": lambda wave, o: with_signs(_half(wave.raw(o), 0), o),
 }  # fmt: skip
 
 
 def _plain(operands: str, name: str, f: Callable[..., np.ndarray]) -> None:
-    """``operands``: the kind of each source, a key of ``_READ``. The result is written to the first operand."""
-    readers = [_READ[kind] for kind in operands]
+    """``operands``: the kind of each source, a key of ``_READ``; behind a "+" that of the destination, which is read as
+    well. The result is written to the first operand."""
+    readers, in_place = [_READ[kind] for kind in operands.replace("+", "")], "+" in operands
 
     def run(wave: Wave, i: Instruction) -> None:
         destination, *sources = i.operands
+        if in_place:
+            sources.append(destination)
         assert len(sources) == len(readers)
         wave.write(destination.number, f(*[read(wave, source) for read, source in zip(readers, sources)]))
 
@@ -78,11 +82,7 @@ _plain("uuu", "v_bfe_i32", _signed_part)
 _plain("uuu", "v_bfe_u32", lambda x, y, z: x >> (y & _FIVE) & ((U32(1) << (z & _FIVE)) - U32(1)))
 
 
-def _chosen(x: np.ndarray, y: np.ndarray, second: np.ndarray) -> np.ndarray:
-    return np.where(second, y, x)
-
-
-_plain("ffm", "v_cndmask_b32", _chosen)
+_plain("ffm", "v_cndmask_b32", lambda x, y, second: np.where(second, y, x))
 
 
 def _ones(x: np.ndarray) -> np.ndarray:
@@ -118,12 +118,17 @@ VECTOR |= {
 }  # fmt: skip
 
 
-def _multiply_add64(wave: Wave, i: Instruction) -> None:
-    destination, carry_out, x, y, added = i.operands
-    more = wave.unsigned64(added)
-    result = wave.unsigned(x).astype(U64) * wave.unsigned(y) + more
-    wave.write_mask(carry_out.number, result < more)
-    wave.write64(destination.number, result)
+def _multiply_add64(read: Callable[..., np.ndarray], wide: type[np.generic]) -> Operation:
+    """The carry of a signed one is not looked at."""
+
+    def run(wave: Wave, i: Instruction) -> None:
+        destination, carry_out, x, y, added = i.operands
+        more = wave.unsigned64(added)
+        result = (read(wave, x).astype(wide) * read(wave, y) + more.view(wide)).view(U64)
+        wave.write_mask(carry_out.number, result < more)
+        wave.write64(destination.number, result)
+
+    return run
 
 
 def _shift_left64(wave: Wave, i: Instruction) -> None:
@@ -131,14 +136,10 @@ def _shift_left64(wave: Wave, i: Instruction) -> None:
     wave.write64(destination.number, wave.unsigned64(x) << (wave.unsigned(by) & U32(63)).astype(U64))
 
 
-def _multiply_add64_signed(wave: Wave, i: Instruction) -> None:
-    """The carry is not looked at."""
-    destination, _, x, y, added = i.operands
-    result = wave.integer(x).astype(I64) * wave.integer(y) + wave.unsigned64(added).view(I64)
-    wave.write64(destination.number, result.view(U64))
-
-
-VECTOR |= {"v_mad_i64_i32": _multiply_add64_signed, "v_mad_u64_u32": _multiply_add64, "v_lshlrev_b64": _shift_left64}
+VECTOR |= {
+    "v_mad_i64_i32": _multiply_add64(Wave.integer, I64), "v_mad_u64_u32": _multiply_add64(Wave.unsigned, U64),
+    "v_lshlrev_b64": _shift_left64,
+}  # fmt: skip
 
 
 def _read_first_lane(wave: Wave, i: Instruction) -> None:
@@ -170,8 +171,7 @@ _COMPARISONS: dict[str, Callable[[np.ndarray, np.ndarray], np.ndarray]] = {
 
 
 def _compare(name: str, kind: str, f: Callable[[np.ndarray, np.ndarray], np.ndarray]) -> None:
-    read = {"f32": Wave.single, "u32": Wave.unsigned, "i32": Wave.integer, "u64": Wave.unsigned64,
-            "i64": Wave.integer64, "u16": lambda wave, o: wave.unsigned(o) & U32(0xFFFF)}[kind]  # fmt: skip
+    read = _READ[_OF_COMPARISON[kind]]
 
     def run(wave: Wave, i: Instruction) -> None:
         destination, x, y = i.operands
@@ -186,21 +186,14 @@ def _compare(name: str, kind: str, f: Callable[[np.ndarray, np.ndarray], np.ndar
 
 
 _OF_FLOATS = ("neq", "nlt", "nle", "ngt", "nge", "u", "o")
+_OF_COMPARISON = {"f32": "f", "u32": "u", "i32": "i", "u64": "U", "i64": "I", "u16": "w"}
 for _name, _f in _COMPARISONS.items():
-    for _kind in ("f32",) if _name in _OF_FLOATS else ("f32", "u32", "i32", "u64", "i64", "u16"):
+    for _kind in ("f32",) if _name in _OF_FLOATS else _OF_COMPARISON:
         _compare(_name, _kind, _f)
 
 
 def _fma(x: np.ndarray, y: np.ndarray, z: np.ndarray) -> np.ndarray:
     return (x.astype(F64) * y.astype(F64) + z.astype(F64)).astype(F32)
-
-
-def _in_place(f: Callable[[np.ndarray, np.ndarray, np.ndarray], np.ndarray]) -> Operation:
-    def run(wave: Wave, i: Instruction) -> None:
-        destination, x, y = i.operands
-        wave.write(destination.number, f(wave.single(x), wave.single(y), wave.single(destination)))
-
-    return run
 
 
 _plain("ff", "v_add_f32", lambda x, y: x + y)
@@ -221,8 +214,8 @@ _plain("u", "v_cvt_f32_ubyte0", lambda x: (x & U32(0xFF)).astype(F32))
 _plain("f", "v_cvt_u32_f32", lambda x: np.clip(np.nan_to_num(x.astype(F64)), 0, 2**32 - 1).astype(U32))
 _plain("f", "v_cvt_i32_f32", lambda x: np.clip(np.nan_to_num(x.astype(F64)), -(2**31), 2**31 - 1).astype(np.int32))
 VECTOR["v_rcp_iflag_f32"] = VECTOR["v_rcp_f32"]
-VECTOR["v_fmac_f32"] = _in_place(_fma)
-VECTOR["v_mac_f32"] = _in_place(lambda x, y, z: x * y + z)
+_plain("ff+f", "v_fmac_f32", _fma)
+_plain("ff+f", "v_mac_f32", lambda x, y, z: x * y + z)
 
 
 def _middle(x: np.ndarray, y: np.ndarray, z: np.ndarray) -> np.ndarray:
@@ -252,11 +245,6 @@ def _dot4(x: np.ndarray, y: np.ndarray, z: np.ndarray) -> np.ndarray:
     return products.reshape(*products.shape[:-1], -1, 4).sum(-1, dtype=np.int32) + z.view(np.int32)
 
 
-def _dot4_in_place(wave: Wave, i: Instruction) -> None:
-    destination, x, y = i.operands
-    wave.write(destination.number, _dot4(wave.unsigned(x), wave.unsigned(y), wave.unsigned(destination)))
-
-
 def _permuted(high: np.ndarray, low: np.ndarray, selector: np.ndarray) -> np.ndarray:
     """A byte of the selector below 8 names one of the words' bytes, from that of ``low`` up; 8 to 11 are the signs of
     every second one, 12 is 0, and 13 and above are 255."""
@@ -267,23 +255,22 @@ def _permuted(high: np.ndarray, low: np.ndarray, selector: np.ndarray) -> np.nda
     return np.take_along_axis(content, chosen.astype(I64), 1).reshape(-1).view(U32)
 
 
-def _shift_right16(wave: Wave, i: Instruction) -> None:
-    """The high half becomes zero on gfx9, and stays what it is on gfx10."""
-    destination, by, x = i.operands
-    kept = wave.unsigned(destination) & U32(0xFFFF0000 if wave.size == 32 else 0)
-    wave.write(destination.number, (wave.unsigned(x) & U32(0xFFFF)) >> (wave.unsigned(by) & U32(15)) | kept)
+def _shift16(shift: Callable[[np.ndarray, np.ndarray], np.ndarray]) -> Operation:
+    """A shift of the low half; the high one becomes zero on gfx9, and stays what it is on gfx10."""
 
+    def run(wave: Wave, i: Instruction) -> None:
+        destination, by, x = i.operands
+        kept = wave.unsigned(destination) & U32(0xFFFF0000 if wave.size == 32 else 0)
+        found = shift(wave.unsigned(x) & U32(0xFFFF), wave.unsigned(by) & U32(15)) & U32(0xFFFF)
+        wave.write(destination.number, found | kept)
 
-def _shift_left16(wave: Wave, i: Instruction) -> None:
-    """The high half becomes zero on gfx9, and stays what it is on gfx10."""
-    destination, by, x = i.operands
-    kept = wave.unsigned(destination) & U32(0xFFFF0000 if wave.size == 32 else 0)
-    wave.write(destination.number, wave.unsigned(x) << (wave.unsigned(by) & U32(15)) & U32(0xFFFF) | kept)
+    return run
 
 
 _plain("uuu", "v_dot4_i32_i8", _dot4)
+_plain("uu+u", "v_dot4c_i32_i8", _dot4)
 _plain("uuu", "v_perm_b32", _permuted)
-VECTOR |= {"v_dot4c_i32_i8": _dot4_in_place, "v_lshlrev_b16": _shift_left16, "v_lshrrev_b16": _shift_right16}
+VECTOR |= {"v_lshlrev_b16": _shift16(np.left_shift), "v_lshrrev_b16": _shift16(np.right_shift)}
 
 
 def _half(words: np.ndarray, place: int) -> np.ndarray:
@@ -301,16 +288,10 @@ def _dot2(x: np.ndarray, y: np.ndarray, z: np.ndarray) -> np.ndarray:
 
 
 _plain("uuf", "v_dot2_f32_f16", _dot2)
+_plain("uu+f", "v_dot2c_f32_f16", _dot2)
 _plain("uu", "v_pack_b32_f16", lambda x, y: x & U32(0xFFFF) | y << U32(16))
 _plain("f", "v_cvt_f16_f32", _to_half)
-
-
-def _of_half(wave: Wave, i: Instruction) -> None:
-    destination, source = i.operands
-    wave.write(destination.number, with_signs(_half(wave.raw(source), 0), source))
-
-
-VECTOR["v_cvt_f32_f16"] = _of_half
+_plain("h", "v_cvt_f32_f16", lambda x: x)
 
 
 def _fma_mix(wave: Wave, i: Instruction) -> None:
@@ -355,14 +336,6 @@ for _own, _of_gfx9 in (
 _plain("uuu", "v_xad_u32", lambda x, y, z: (x ^ y) + z)
 _plain("fff", "v_fmamk_f32", _fma)  # the factor is a constant
 _plain("fff", "v_fmaak_f32", _fma)  # the summand is
-
-
-def _dot2_in_place(wave: Wave, i: Instruction) -> None:
-    destination, x, y = i.operands
-    wave.write(destination.number, _dot2(wave.unsigned(x), wave.unsigned(y), wave.single(destination)))
-
-
-VECTOR["v_dot2c_f32_f16"] = _dot2_in_place
 
 
 def _place_of(selection: str) -> tuple[int, int]:

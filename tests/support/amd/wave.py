@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from .code import EXEC, NULL, VCC, Operand
+from .code import EXEC, NULL, Operand
 from .memory import Memory
 
 POISON = 0xFFFFFFFF  # NaN as float32 and as two of float16
@@ -85,7 +85,7 @@ class Wave:
         if register != NULL:
             self.scalars[register] = number & 0xFFFFFFFF
         if register in (EXEC, EXEC + 1):
-            self.lanes = bits(self.exec)[: self.size]
+            self.lanes = bits(self.lanes_of(EXEC))[: self.size]
             self.active = np.flatnonzero(self.lanes)
             self.all_lanes = len(self.active) == self.size
 
@@ -93,15 +93,7 @@ class Wave:
         self.write_scalar(register, number)
         self.write_scalar(register + 1, number >> 32)
 
-    @property
-    def exec(self) -> int:
-        return self._lanes(EXEC)
-
-    @property
-    def vcc(self) -> int:
-        return self._lanes(VCC)
-
-    def _lanes(self, register: int) -> int:
+    def lanes_of(self, register: int) -> int:
         """A mask of lanes: of 32, one register; of 64, two."""
         return self.scalars[register] | (self.scalars[register + 1] << 32 if self.size == 64 else 0)
 
@@ -113,23 +105,20 @@ class Wave:
 
     # ---- vectors -----------------------------------------------------------------------------------------------------
 
-    def unsigned(self, operand: Operand) -> np.ndarray:
-        assert not operand.negative
-        assert not operand.absolute
-        return self.vectors[operand.number] if operand.kind == "v" else everywhere(self.scalar(operand), self.size)
-
-    def integer(self, operand: Operand) -> np.ndarray:
-        return self.unsigned(operand).view(I32)
-
     def raw(self, operand: Operand) -> np.ndarray:
         """The bits that a sign belongs to."""
         return self.vectors[operand.number] if operand.kind == "v" else everywhere(self.scalar(operand), self.size)
 
+    def unsigned(self, operand: Operand) -> np.ndarray:
+        assert not operand.negative
+        assert not operand.absolute
+        return self.raw(operand)
+
+    def integer(self, operand: Operand) -> np.ndarray:
+        return self.unsigned(operand).view(I32)
+
     def single(self, operand: Operand) -> np.ndarray:
-        if operand.kind != "v":
-            return with_signs(self.raw(operand).view(F32), operand)
-        numbers = self.floats[operand.number]
-        return with_signs(numbers, operand) if operand.negative or operand.absolute else numbers
+        return with_signs(self.raw(operand).view(F32), operand)
 
     def unsigned64(self, operand: Operand) -> np.ndarray:
         if operand.kind == "v":
@@ -142,7 +131,7 @@ class Wave:
 
     def mask(self, operand: Operand) -> np.ndarray:
         """Scalars as lanes."""
-        return bits(self._lanes(operand.number) if operand.kind == "s" else operand.number & ALL)[: self.size]
+        return bits(self.lanes_of(operand.number) if operand.kind == "s" else operand.number & ALL)[: self.size]
 
     def write(self, register: int, words: np.ndarray) -> None:
         """``words``: any 32-bit dtype; in the active lanes."""

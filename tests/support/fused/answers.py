@@ -6,7 +6,6 @@ from __future__ import annotations
 import ctypes
 import functools
 import hashlib
-import subprocess
 import threading
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -15,7 +14,7 @@ from pascal_attn_core.fused.code.compilation import Compilation
 from pascal_attn_core.fused.launch import Launch
 from pascal_attn_core.machine.device import DeviceInfo
 
-from .emulation import BUILD, GXX, HERE
+from .emulation import HERE, built_once
 
 Fault = int | Callable[[], int]
 # HIP numbers its errors as the CUDA driver does.
@@ -41,15 +40,8 @@ ANSWER = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_char_p, ctypes.POINTER(ctypes.c
 @functools.cache
 def library(name: str) -> str:
     """A file of ``emulator``, built."""
-    text = (HERE / name).read_bytes()
-    stem = name.partition(".")[0]
-    built = BUILD / f"{stem}-{hashlib.sha256(text).hexdigest()[:24]}.so"
-    if not built.exists():
-        BUILD.mkdir(exist_ok=True)
-        unfinished = BUILD / f"{built.stem}-{threading.get_native_id()}.so"
-        subprocess.run([GXX or "g++", "-shared", "-fPIC", "-O1", HERE / name, "-o", unfinished], check=True)
-        unfinished.replace(built)
-    return str(built)
+    key = hashlib.sha256((HERE / name).read_bytes()).hexdigest()[:24]
+    return str(built_once(f"{name.partition('.')[0]}-{key}.so", ["-shared", "-O1", HERE / name], name))
 
 
 class Answers:
@@ -93,12 +85,6 @@ class Answers:
     def stream(self, index: int) -> int:
         return self.current_stream
 
-    def _reraise(self) -> None:
-        """Raise what an answer has raised: a callback cannot."""
-        raised, self._raised = self._raised, None
-        if raised is not None:
-            raise raised
-
     def _answer(self, name: bytes, given: ctypes._Pointer[ctypes.c_ulonglong]) -> int:
         function = name.decode()
         arguments = [given[i] for i in range(self.arguments[function])]
@@ -123,7 +109,9 @@ class Answers:
             try:
                 super().call(function, *arguments)  # type: ignore[misc]
             finally:
-                self._reraise()
+                raised, self._raised = self._raised, None
+                if raised is not None:
+                    raise raised  # what an answer has raised: a callback cannot
 
     def left_behind(self) -> list[str]:
         """The changes that this thread should have undone."""
@@ -139,6 +127,11 @@ class Answers:
         if new.value not in (0, 1, 2):
             return self._wrong(1, f"capture mode {new.value}")
         self._thread.mode, new.value = new.value, before
+        return 0
+
+    def _queue(self, launch: Launch) -> int:
+        self.queued.append(launch)
+        self.execute(launch)
         return 0
 
     def _wrong(self, code: int, sentence: str) -> int:

@@ -17,6 +17,7 @@ from pascal_attn_core.fused.launch.plan import Plan, forward_variants, plan_call
 from pascal_attn_core.fused.launch.select import call_reasons
 from pascal_attn_core.fused.launch.tail_rows import TailRows
 
+from ..oracle import assert_attention, assert_gradients
 from ..table import TABLE, Case
 from ..table import case as case_of
 from .emulation import Deadlock, emulate
@@ -45,24 +46,21 @@ def sized(
 
 
 @functools.cache
-def _reasons_and_splits() -> dict[str, tuple[bool, bool]]:
-    found = {}
-    for case in TABLE:
-        inputs, options = case.build()
-        call = check_call(*inputs, **options)
-        is_taken = not call_reasons(call)
-        found[case.name] = is_taken, is_taken and plan_call(call, 1).splits > 0
-    return found
+def _plans() -> dict[str, Plan | None]:
+    """The plans of the table's calls on a card of one multiprocessor; None: not taken."""
+    calls = {case.name: check_call(*inputs, **options) for case in TABLE for inputs, options in (case.build(),)}
+    return {name: None if call_reasons(call) else plan_call(call, 1) for name, call in calls.items()}
 
 
 def takes(case: Case) -> bool:
     """Whether the kernels take a call of the table."""
-    return _reasons_and_splits()[case.name][0]
+    return _plans()[case.name] is not None
 
 
 def is_split(case: Case) -> bool:
     """Whether they do so by the kernel for few rows, on a card of one multiprocessor."""
-    return _reasons_and_splits()[case.name][1]
+    plan = _plans()[case.name]
+    return plan is not None and plan.splits > 0
 
 
 MANY_SMS = 1000  # as many as make the keys of a call with few rows many parts
@@ -109,20 +107,33 @@ def forward(
     return Emulated(call, plan, out, lse, log_sum)
 
 
+def check_forward(case: Case, **how: Any) -> Emulated:
+    """Check that output and lse are as close to the definition as ``oracle`` asks; ``how``: of :func:`forward`."""
+    inputs, options = case.build()
+    result = forward(inputs, options, **how)
+    assert_attention(result.out, result.lse, inputs, options, case.dtype)
+    return result
+
+
+def check_gradients(result: Emulated, case: Case, *, with_lse: bool = False, **how: Any) -> None:
+    """Check the gradients as :func:`check_forward` checks the output; ``how``: of :func:`backward`."""
+    assert_gradients(functools.partial(backward, result, **how), *case.build(), case.dtype, with_lse=with_lse)
+
+
 def whole(call: AttentionCall, arch: str = "") -> Plan:
     """The plan of a call with one block per tile of rows, gradients and all."""
     variants = variants_of(call, arch)
     return Plan(forward_variants(call, variants)[0], 0, (variants.grad_query, variants.grad_key_value))
 
 
-def with_tail(inputs: list[Tensor | None], options: dict[str, Any], arch: str, ranges: int, **how: Any) -> Emulated:
-    """The forward kernels of an AMD card on a call whose keys are cut into so many ranges for all rows but those of the
-    first tile."""
-    call = check_call(*inputs, **options)  # type: ignore[arg-type]
-    variants = variants_of(call, arch)
+def check_tail(case: Case, arch: str, ranges: int, **how: Any) -> Emulated:
+    """:func:`check_forward` on an AMD card that cuts the keys into so many ranges for all rows but those of the first
+    tile."""
+    inputs, options = case.build()
+    variants = variants_of(check_call(*inputs, **options), arch)
     assert variants.ranges is not None
     tail = TailRows(variants.ranges, variants.forward.geometry.rows, ranges)
-    return forward(inputs, options, plan=Plan(variants.forward, tail=tail), **how)
+    return check_forward(case, plan=Plan(variants.forward, tail=tail), **how)
 
 
 def at_once(result: Emulated) -> Emulated:
@@ -172,14 +183,10 @@ def backward(
         only: the kind of kernel that is wanted; the other one is not launched, and its gradients are left out.
     """
     call = result.call
-    heads = () if call.query.dim() == 2 else (call.num_heads,)
-    kv_heads = () if call.query.dim() == 2 else (call.num_kv_heads,)
-    dtype = call.query.dtype
-    grads = (
-        poisoned((*call.batch, *heads, call.seq_len_q, call.head_dim), dtype),
-        poisoned((*call.batch, *kv_heads, call.seq_len_kv, call.head_dim), dtype),
-        poisoned((*call.batch, *kv_heads, call.seq_len_kv, call.head_dim_v), dtype),
-    )
+    q_heads, kv_heads = ((), ()) if call.query.dim() == 2 else ((call.num_heads,), (call.num_kv_heads,))
+    keys = *call.batch, *kv_heads, call.seq_len_kv
+    shapes = (*call.batch, *q_heads, call.seq_len_q, call.head_dim), (*keys, call.head_dim), (*keys, call.head_dim_v)
+    grads = tuple(poisoned(shape, call.query.dtype) for shape in shapes)
     launches = backward_launches(call, result.plan, grad_out, result.out, result.lse, result.log_sum, grad_lse, grads)
     if only and "grad_all" not in only:
         other = "grad_key_value" if "grad_query" in only else "grad_query"

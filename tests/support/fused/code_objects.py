@@ -7,14 +7,13 @@ import ctypes
 import struct
 from typing import Any
 
-from pascal_attn_core.fused.code import params
 from pascal_attn_core.fused.code.amd_code import _MACH, NotACodeObject, arch_of, renamed
 from pascal_attn_core.fused.code.compilation import Compilation
 from pascal_attn_core.fused.code.gguf_source import FEW, GgufLinearVariant
 from pascal_attn_core.fused.code.source import Variant
 from pascal_attn_core.fused.geometry import amd as amd_geometry
 
-from .emulation import params_of
+from .emulation import structure_of
 
 MACHINE, OS_ABI, ABI_VERSIONS = 224, 64, (2, 3)  # EM_AMDGPU, ELFOSABI_AMDGPU_HSA, code object versions 4 and 5
 _METADATA = 32  # NT_AMDGPU_METADATA
@@ -46,25 +45,21 @@ def threads_of(variant: Compilation, function: str) -> int:
 def code_object(variant: Compilation) -> bytes:
     """A file like those that AMD's compilers make for a variant, without machine code."""
     arch = amd_geometry.base(variant.arch)
-    kernels = []
-    for name in variant.functions:
-        size = ctypes.sizeof(getattr(params, params_of(name)))
-        own_tiles = isinstance(variant, Variant) and (name == variant.functions[0] or variant.is_gradient)
-        kernels.append(
-            {
-                ".name": name,
-                ".symbol": f"{name}.kd",
-                ".args": [{".offset": 0, ".size": size, ".value_kind": "by_value"}],
-                ".kernarg_segment_size": size,
-                ".kernarg_segment_align": 8,
-                ".group_segment_fixed_size": variant.tile_bytes if own_tiles else 0,
-                ".private_segment_fixed_size": 0,
-                ".vgpr_count": 128,
-                ".max_flat_workgroup_size": threads_of(variant, name),
-                ".wavefront_size": amd_geometry.wave_size(variant.arch),
-                "comment": variant.name,
-            }
-        )
+    kernels = [
+        {
+            ".name": name,
+            ".args": [{".offset": 0, ".size": ctypes.sizeof(structure_of(name)), ".value_kind": "by_value"}],
+            ".kernarg_segment_size": ctypes.sizeof(structure_of(name)),
+            ".group_segment_fixed_size":
+                variant.tile_bytes
+                if isinstance(variant, Variant) and (name == variant.functions[0] or variant.is_gradient) else 0,
+            ".vgpr_count": 128,
+            ".max_flat_workgroup_size": threads_of(variant, name),
+            ".wavefront_size": amd_geometry.wave_size(variant.arch),
+            "comment": variant.name,
+        }
+        for name in variant.functions
+    ]  # fmt: skip
     said = pack({"amdhsa.kernels": kernels, "amdhsa.target": f"amdgcn-amd-amdhsa--{arch}", "amdhsa.version": [1, 1]})
     note = struct.pack("<III", 7, len(said), _METADATA) + b"AMDGPU\0\0" + said + bytes(-len(said) % 4)
     at = _HEAD.size + _SEGMENT.size
@@ -111,16 +106,11 @@ def metadata(code: bytes) -> dict[str, Any]:
 def _unpacked(data: bytes, at: int) -> tuple[Any, int]:
     """The MessagePack value that begins there, and where it ends; of the kinds that code objects have."""
     kind, after = data[at], at + 1
-    if kind < 0x80:
-        return kind, after
-    if kind >= 0xE0:
-        return kind - 0x100, after
-    if kind < 0x90:
-        return _map(data, after, kind & 0x0F)
-    if kind < 0xA0:
-        return _array(data, after, kind & 0x0F)
+    if kind < 0x80 or kind >= 0xE0:
+        return kind - 0x100 if kind >= 0xE0 else kind, after
     if kind < 0xC0:
-        return _text(data, after, kind & 0x1F)
+        read, mask = (_map, 0x0F) if kind < 0x90 else (_array, 0x0F) if kind < 0xA0 else (_text, 0x1F)
+        return read(data, after, kind & mask)
     if kind in (0xC2, 0xC3):
         return kind == 0xC3, after
     if kind in _NUMBERS:

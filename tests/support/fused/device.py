@@ -20,7 +20,6 @@ from pascal_attn_core.fused.code.compilation import Compilation
 from pascal_attn_core.fused.gguf import GgufTrials
 from pascal_attn_core.fused.gpu.cuda import CudaRuntime
 from pascal_attn_core.fused.gpu.hip import HipRuntime
-from pascal_attn_core.fused.gpu.runtime import GpuRuntime
 from pascal_attn_core.fused.launch import Launch
 from pascal_attn_core.fused.linear import LinearTrials
 from pascal_attn_core.fused.trust import verify
@@ -51,27 +50,32 @@ def _emulated_error(variant: Compilation) -> float:
     return verify.largest_error(variant, torch.device("cpu"), emulate)
 
 
+def noting(driver: AnyStandIn, machine_code: Callable[..., bytes]) -> Callable[..., bytes]:
+    """``Kernels.machine_code`` that tells a stand-in whose machine code an image is."""
+
+    def noted(*given: Any, **options: Any) -> bytes:
+        code = machine_code(*given, **options)
+        driver.variants[code] = given[-1]
+        return code
+
+    return noted
+
+
 class CardKernels(Kernels):
     """Kernels that a stand-in loads and launches. All else is theirs: what ships, else what is compiled, is loaded, and
     each kernel's first answers are checked. ``ensured``: the kinds of the variants that each call asked for."""
 
     def __init__(self, runtime: Runtime, driver: AnyStandIn, **options: Any):
-        gpu: GpuRuntime
-        if isinstance(driver, HipStandIn):
-            hiprtc = HipCompiler()
-            gpu = HipRuntime(lambda: driver, options.pop("find_compiler", lambda: hiprtc))
-        else:
-            compiler = Compiler()
-            gpu = CudaRuntime(lambda: driver, options.pop("find_compiler", lambda arch: compiler))
+        is_hip = isinstance(driver, HipStandIn)
+        compiler = HipCompiler() if is_hip else Compiler()
+        find = options.pop("find_compiler", lambda *arch: compiler)
+        gpu = (HipRuntime if is_hip else CudaRuntime)(lambda: driver, find)
         super().__init__(runtime, **{"gpu": gpu, "folder": lambda: None, **options})
         self.driver = driver
         self.queued = driver.queued
         self.ensured: list[list[str]] = []
 
-    def machine_code(self, variant: Compilation, *, compiled: bool = False) -> bytes:
-        cubin = super().machine_code(variant, compiled=compiled)
-        self.driver.variants[cubin] = variant
-        return cubin
+        self.machine_code = noting(driver, self.machine_code)  # type: ignore[method-assign]
 
     def ensure(self, variants: Iterable[Compilation]) -> None:
         variants = list(variants)
@@ -94,18 +98,9 @@ class UncheckedKernels(CardKernels):
         return 0.0
 
 
-class Trusted(Trials):
-    """A card on which every kernel has had its trial."""
-
-    is_trusted = True
-
-
-class TrustedLinear(LinearTrials):
-    is_trusted = True
-
-
-class TrustedGguf(GgufTrials):
-    is_trusted = True
+def _trusted(kind: type[Trials]) -> type[Trials]:
+    """The trials of a card on which every kernel has had its own."""
+    return type(f"Trusted{kind.__name__}", (kind,), {"is_trusted": True})
 
 
 class Timed(Timings):
@@ -141,7 +136,6 @@ def emulated_card(
         return made
 
     stand_in = HipStandIn if info.kind == "hip" else StandIn
-
     with _card(stand_in(info, execute) if GXX else None, kind, {Timings: timings}, **options) as kernels:
         yield kernels
 
@@ -207,9 +201,7 @@ def _card(
     parts = {
         Kernels: lambda runtime: kind(runtime, driver, **options),
         **timings,
-        Trials: Trusted,
-        LinearTrials: TrustedLinear,
-        GgufTrials: TrustedGguf,
+        **{trials: _trusted(trials) for trials in (Trials, LinearTrials, GgufTrials)},
     }
     with using(Runtime("cpu", driver.card, parts)) as runtime:
         kernels = runtime.part(Kernels)

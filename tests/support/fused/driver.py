@@ -13,7 +13,7 @@ import functools
 import struct
 from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from pascal_attn_core.fused.code import params
 from pascal_attn_core.fused.code.compilation import Compilation
@@ -24,7 +24,7 @@ from pascal_attn_core.fused.launch import Launch
 from pascal_attn_core.machine.device import DeviceInfo
 
 from .answers import Answers, fails_once, library
-from .emulation import CARD, params_of
+from .emulation import CARD, structure_of
 
 __all__ = ["Compiler", "StandIn", "cubin", "fails_once", "read_elf", "usage"]
 _ARGUMENTS = {
@@ -77,15 +77,8 @@ class StandIn(Answers, CudaDriver):
 
     arguments, error_words, init = _ARGUMENTS, "cuGetErrorString", "cuInit"
 
-    def __init__(
-        self,
-        card: DeviceInfo = CARD,
-        execute: Callable[[Launch], object] = lambda launch: None,
-        *,
-        devices: int = 1,
-        current_stream: int = 0,
-    ):
-        Answers.__init__(self, card, execute, devices=devices, current_stream=current_stream)
+    def __init__(self, card: DeviceInfo = CARD, *how: Callable[[Launch], object], **options: Any):
+        Answers.__init__(self, card, *how, **options)
         self._of_device: dict[int, int] = {}  # device -> its context
         CudaDriver.__init__(self, library("driver.cpp"))
 
@@ -98,9 +91,7 @@ class StandIn(Answers, CudaDriver):
 
     @property
     def _stack(self) -> list[int]:
-        if not hasattr(self._thread, "stack"):
-            self._thread.stack = []
-        return self._thread.stack
+        return self._thread.__dict__.setdefault("stack", [])
 
     def _cuInit(self, flags: int) -> int:
         self._is_ready = True
@@ -207,17 +198,8 @@ class StandIn(Answers, CudaDriver):
         }  # fmt: skip
         if any(refused.values()):
             return self._wrong(1, f"{kernel.name}: {', '.join(what for what, is_so in refused.items() if is_so)}")
-        address = ctypes.c_void_p.from_address(pointers).value
-        copied = structure.from_buffer_copy(ctypes.string_at(address, kernel.params_bytes))
-        launch = Launch(kernel.variant, kernel.name, (x, y, z), threads, copied)
-        self.queued.append(launch)
-        self.execute(launch)
-        return 0
-
-
-def structure_of(kernel: str) -> type[params.Params]:
-    """The parameters of a kernel of NVIDIA's."""
-    return params.CappedForward if kernel.startswith("pa_capped") else getattr(params, params_of(kernel))
+        given = ctypes.string_at(ctypes.c_void_p.from_address(pointers).value, kernel.params_bytes)
+        return self._queue(Launch(kernel.variant, kernel.name, (x, y, z), threads, structure.from_buffer_copy(given)))
 
 
 class Section(NamedTuple):
@@ -249,11 +231,11 @@ def read_elf(address: int) -> Elf | None:
     ends = [at + length for _, kind, _, _, at, length, *_ in headers if kind != _NO_BITS]
     image = ctypes.string_at(address, max(table + count * size, segments + num_segments * segment_size, *ends))
     names_at = headers[names][4]
-    sections = {}
-    for name, kind, _, _, at, length, _, info, *_ in headers:
-        begin = names_at + name
-        word = image[begin : image.index(b"\0", begin)].decode()
-        sections[word] = Section(info, length, b"" if kind == _NO_BITS else image[at : at + length])
+    sections = {
+        image[names_at + name :].partition(b"\0")[0].decode():
+            Section(info, length, b"" if kind == _NO_BITS else image[at : at + length])
+        for name, kind, _, _, at, length, _, info, *_ in headers
+    }  # fmt: skip
     return Elf(image, machine, flags, sections)
 
 
@@ -263,10 +245,9 @@ def _attributes(content: bytes) -> dict[int, bytes]:
     found, at = {}, 0
     while at < len(content):
         kind, number, value = struct.unpack_from("<BBH", content, at)
-        at += 4
         if kind == 4:
-            found[number] = content[at : at + value]
-            at += value
+            found[number] = content[at + 4 : at + 4 + value]
+        at += 4 + value * (kind == 4)
     return found
 
 

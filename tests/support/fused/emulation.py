@@ -10,10 +10,12 @@ import re
 import shutil
 import subprocess
 import tempfile
+import threading
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from pascal_attn_core.fused.code import params
 from pascal_attn_core.fused.code.compilation import Compilation
 from pascal_attn_core.fused.code.source import source
 from pascal_attn_core.fused.launch import Launch
@@ -61,6 +63,11 @@ def params_of(kernel: str) -> str:
     return next(name for pattern, name in _PARAMS.items() if re.fullmatch(pattern, kernel))
 
 
+def structure_of(kernel: str) -> type[params.Params]:
+    """The structure that the host fills for a kernel."""
+    return params.CappedForward if kernel.startswith("pa_capped") else getattr(params, params_of(kernel))
+
+
 class Deadlock(RuntimeError):
     """Threads of a block wait at different barriers."""
 
@@ -99,24 +106,26 @@ def _emulator() -> str:
     return "".join(path.read_text() for path in [*sorted(HERE.glob("*.h")), HERE / "kernel.cpp", *_AROUND])
 
 
-def _gxx(arguments: list[str], built: Path, what: str) -> None:
-    unfinished = built.with_name(f"{built.stem}-{os.getpid()}{built.suffix}")
-    command = [GXX or "g++", "-std=c++17", "-ffp-contract=off", "-fPIC", "-w", *_OF_PROCESSOR, f"-I{HERE}", *arguments]
-    done = subprocess.run([*command, "-o", str(unfinished)], capture_output=True, text=True)
-    if done.returncode:
-        raise RuntimeError(f"g++ refused {what}:\n{done.stderr[:4000]}")
-    unfinished.replace(built)
+def built_once(name: str, arguments: Iterable[str | Path], what: str) -> Path:
+    """A file of ``BUILD``, made with g++ unless it is there."""
+    built = BUILD / name
+    if not built.exists():
+        BUILD.mkdir(exist_ok=True)
+        unfinished = built.with_name(f"{built.stem}-{os.getpid()}-{threading.get_native_id()}{built.suffix}")
+        common = GXX or "g++", "-std=c++17", "-ffp-contract=off", "-fPIC", "-w", *_OF_PROCESSOR, f"-I{HERE}"
+        done = subprocess.run([*common, *map(str, arguments), "-o", unfinished], capture_output=True, text=True)
+        if done.returncode:
+            raise RuntimeError(f"g++ refused {what}:\n{done.stderr[:4000]}")
+        unfinished.replace(built)
+    return built
 
 
 @functools.cache
 def _around(wave: str, flags: tuple[str, ...]) -> Path:
     """The part that runs any kernel, as an object file: optimised, since it is compiled once."""
     flags = flags[:2] if flags == RACES else flags
-    built = BUILD / f"{_key('around', wave, *flags)}.o"
-    if not built.exists():
-        BUILD.mkdir(exist_ok=True)
-        _gxx(["-O3", f"-DPA_WAVE={wave}", *flags, *map(str, _AROUND), "-r", "-nostdlib"], built, "the emulator")
-    return built
+    arguments = ["-O3", f"-DPA_WAVE={wave}", *flags, *_AROUND, "-r", "-nostdlib"]
+    return built_once(f"{_key('around', wave, *flags)}.o", arguments, "the emulator")
 
 
 @functools.cache
@@ -138,13 +147,12 @@ def build_text(
     key = _key(text, named, around.name, *defined, *how)
     library = BUILD / f"{key}.so"
     if not library.exists():
-        BUILD.mkdir(exist_ok=True)
         source_file = BUILD / f"{key}-{os.getpid()}.cu"
         source_file.write_text(text)
         arguments = [*how, "-DPA_CPU_EMU", f"-DKERNELS(X)={named}", f'-DSOURCE_FILE="{source_file}"', *defined,
-                     str(HERE / "kernel.cpp"), str(around), "-shared"]  # fmt: skip
+                     HERE / "kernel.cpp", around, "-shared", *(() if flags else _LIBRARIES)]  # fmt: skip
         try:
-            _gxx(arguments if flags else [*arguments, *_LIBRARIES], library, ", ".join(kernels))
+            built_once(library.name, arguments, ", ".join(kernels))
         finally:
             source_file.unlink()
     loaded = ctypes.CDLL(str(library))
@@ -184,11 +192,11 @@ def blocks_and_passes(library: ctypes.CDLL) -> tuple[int, int]:
 def emulate(
     launches: Iterable[Launch],
     seed: int = 1,
-    mutated: Mapping[str, str | LeftOut] | None = None,
+    mutated: Mapping[str, str | LeftOut | None] | None = None,
     flags: tuple[str, ...] = (),
 ) -> int:
     """Run launches one after the other; returns how many block barriers were passed. Blocks that may work on one tile
-    of rows take turns, twelve at a time. ``mutated``: other texts for some kinds of kernels."""
+    of rows take turns, twelve at a time. ``mutated``: other texts for some kinds of kernels; None: their own."""
     barriers = 0
     for launch in launches:
         text, place = (mutated or {}).get(launch.variant.kind), -1

@@ -19,7 +19,7 @@ import torch
 
 from pascal_attn_core.call import check_call
 from pascal_attn_core.fused.code import params
-from pascal_attn_core.fused.code.amd_code import NotACodeObject, arch_of
+from pascal_attn_core.fused.code.amd_code import arch_of
 from pascal_attn_core.fused.code.compilation import Compilation
 from pascal_attn_core.fused.code.source import Variant, amd_variants, gguf_linear_variants, source
 from pascal_attn_core.fused.geometry import amd as amd_geometry
@@ -32,7 +32,7 @@ from pascal_attn_core.machine.device import DeviceInfo
 
 from .answers import Answers, library
 from .code_objects import code_object, read
-from .emulation import params_of
+from .emulation import structure_of
 
 
 def _card(name: str, arch: str, units: int, gib: int) -> DeviceInfo:
@@ -78,15 +78,8 @@ class HipStandIn(Answers, HipDriver):
 
     arguments, error_words, init = _ARGUMENTS, "hipGetErrorString", "hipInit"
 
-    def __init__(
-        self,
-        card: DeviceInfo = RADEON_VII,
-        execute: Callable[[Launch], object] = lambda launch: None,
-        *,
-        devices: int = 1,
-        current_stream: int = 0,
-    ):
-        Answers.__init__(self, card, execute, devices=devices, current_stream=current_stream)
+    def __init__(self, card: DeviceInfo = RADEON_VII, *how: Callable[[Launch], object], **options: Any):
+        Answers.__init__(self, card, *how, **options)
         HipDriver.__init__(self, [library("hip.cpp")])
 
     def left_behind(self) -> list[str]:
@@ -121,14 +114,11 @@ class HipStandIn(Answers, HipDriver):
     _hipThreadExchangeStreamCaptureMode = Answers._exchange_mode
 
     def _hipModuleLoadData(self, module: int, image: int) -> int:
-        content = next((known for known in self.variants if _lies_at(known, image)), None)
-        found = None if content is None else read(content)
-        if content is None or found is None:
+        content = next((known for known in self.variants if _lies_at(known, image)), b"")
+        found = read(content)
+        if found is None:
             return 200
-        try:
-            arch = arch_of(content)
-        except NotACodeObject:
-            return 209
+        arch = arch_of(content)
         if arch != self.card.arch:
             return 209
         if found["amdhsa.target"].split("--")[1].split(":")[0] != arch:
@@ -158,7 +148,7 @@ class HipStandIn(Answers, HipDriver):
         kernel, name = found.kernel, found.kernel[".name"]
         if found.device != self._device:
             return self._wrong(400, f"{name} of device {found.device} launched on device {self._device}")
-        structure, threads = getattr(params, params_of(name)), block_x * block_y * block_z
+        structure, threads = structure_of(name), block_x * block_y * block_z
         lanes, registers, wanted = kernel[".wavefront_size"], kernel[".vgpr_count"], kernel[".kernarg_segment_size"]
         lds_bytes = kernel[".group_segment_fixed_size"]
         simds, registers_of_simd = _WAVES_OF_A_UNIT[self.card.wave_size]
@@ -184,10 +174,7 @@ class HipStandIn(Answers, HipDriver):
             return self._wrong(1, f"{name}: {', '.join(what for what, is_so in refused.items() if is_so)}")
         if _has_dot_products(found.variant) and not amd_geometry.has_dots(self.card.known_arch or "gfx900"):
             return self._wrong(719, f"{name}: an instruction that {self.card.true_arch} does not have")
-        launch = Launch(found.variant, name, (x, y, z), threads, structure.from_buffer_copy(given))
-        self.queued.append(launch)
-        self.execute(launch)
-        return 0
+        return self._queue(Launch(found.variant, name, (x, y, z), threads, structure.from_buffer_copy(given)))
 
 
 def _lies_at(known: bytes, address: int) -> bool:

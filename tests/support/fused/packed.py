@@ -10,7 +10,7 @@ from torch import Tensor
 
 from pascal_attn_core.reference import reference_sdpa
 
-from ..oracle import cast, plain_dtype
+from ..oracle import assert_close, assert_gradients_close, cast, gradients, plain_dtype
 
 
 def ends_of(lengths: list[int]) -> list[int]:
@@ -40,3 +40,18 @@ def definitions(
     dtypes = torch.float64, plain_dtype(dtype), plain_dtype(dtype, as_torch=True)
     made = [[cast(t, own) for t in inputs] for own in dtypes]
     return [(leaves, each_alone(*leaves, *lengths, **options)) for leaves in made]  # type: ignore[misc]
+
+
+def assert_each_alone(
+    out: Tensor, lse: Tensor, inputs: Sequence[Tensor], lengths: tuple[list[int], list[int]], **options: Any
+) -> None:
+    """Output, lse and gradients of packed inputs are as close to :func:`each_alone` as :mod:`..oracle` asks."""
+    dtype = inputs[0].dtype
+    finite = [t.detach().nan_to_num().requires_grad_() for t in inputs]
+    (wide, exact), (_, plain), (rounded, similar) = definitions(finite, lengths, dtype, **options)
+    for what, *three in zip(("out", "lse"), (out, lse), exact, plain):
+        assert_close(*three, what, dtype=dtype)
+    grad_out = torch.randn(out.shape, device=out.device).to(dtype).double()
+    answers = ((out, lse), inputs), (exact, wide), (similar, rounded)
+    found = [gradients(o, leaves, grad_out, s) for (o, s), leaves in answers]
+    assert_gradients_close(*found, exact[1].detach(), dtype)

@@ -19,11 +19,10 @@ from types import SimpleNamespace
 from typing import Any, ClassVar, NamedTuple
 
 import torch
-from attn_support.fused.device import AnyStandIn, execute
+from attn_support.fused.device import AnyStandIn, execute, noting
 from attn_support.fused.driver import Compiler, StandIn
 from attn_support.fused.hip import HipCompiler, HipStandIn
 
-from pascal_attn_core.fused.code.compilation import Compilation
 from pascal_attn_core.fused.gpu import vendors
 from pascal_attn_core.fused.gpu.cuda import CudaRuntime
 from pascal_attn_core.fused.gpu.hip import HipRuntime
@@ -70,11 +69,10 @@ CARDS = {
 
 
 class _Thread(threading.local):
-    """State that torch's C++ keeps for each thread."""
-
-    device = 0
+    """State that torch's C++ keeps for each thread: its device, and the stream of each."""
 
     def __init__(self) -> None:
+        self.device = 0
         self.streams: dict[int, Stream] = {}
 
 
@@ -100,11 +98,9 @@ class Stream:
         self.cuda_stream = 0 if is_default else 0x7F0000000000 + 16 * len(_handles)
         _handles.add(self.cuda_stream)
 
-    def wait_stream(self, stream: Stream) -> None: ...
+    def wait_stream(self, other: Any = None) -> None: ...
 
-    def wait_event(self, event: Event) -> None: ...
-
-    def synchronize(self) -> None: ...
+    wait_event = synchronize = wait_stream
 
     def query(self) -> bool:
         return True
@@ -133,12 +129,7 @@ class Event:
         Event.recorded.append(stream)
         self.seconds, self.device = time.perf_counter(), stream.device
 
-    def wait(self, stream: Stream | None = None) -> None: ...
-
-    def synchronize(self) -> None: ...
-
-    def query(self) -> bool:
-        return True
+    wait, synchronize, query = Stream.wait_stream, Stream.wait_stream, Stream.query
 
     def elapsed_time(self, end: Event) -> float:
         assert self.is_timed
@@ -165,10 +156,6 @@ def _on(index: int, stream: Stream | None = None) -> Iterator[None]:
         yield
     finally:
         _thread.device, _thread.streams[index] = device, before
-
-
-def _on_stream(stream: Stream | None) -> contextlib.AbstractContextManager[None]:
-    return contextlib.nullcontext() if stream is None else _on(stream.device_index, stream)
 
 
 def _properties(card: Card, index: int) -> SimpleNamespace:
@@ -241,7 +228,7 @@ def _answers(card: Card, count: int) -> dict[str, Any]:
         "Event": Event,
         "current_stream": current_stream,
         "default_stream": lambda device=None: default_stream_of(index_of(device)),
-        "stream": _on_stream,
+        "stream": lambda new: contextlib.nullcontext() if new is None else _on(new.device_index, new),
         "synchronize": lambda device=None: None,
         "empty_cache": lambda: None,
         "manual_seed_all": state.manual_seed,
@@ -265,12 +252,5 @@ def _drive(count: int, run: Callable[[Launch], object], compiler: Any) -> AnySta
         vendors._RUNTIMES["cuda"] = CudaRuntime(lambda: driver, lambda arch: compiler)
     driver.streams = _handles
     driver.stream = functools.partial(Driver.stream, driver)  # type: ignore[method-assign]
-    machine_code = Kernels.machine_code
-
-    def noted(self: Kernels, variant: Compilation, **options: Any) -> bytes:
-        code = machine_code(self, variant, **options)
-        driver.variants[code] = variant
-        return code
-
-    Kernels.machine_code = noted  # type: ignore[method-assign]
+    Kernels.machine_code = noting(driver, Kernels.machine_code)  # type: ignore[method-assign]
     return driver

@@ -5,13 +5,13 @@ from __future__ import annotations
 import functools
 import hashlib
 import os
-import subprocess
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
 from attn_support import fresh
-from attn_support.fused.emulation import BUILD, GXX
+from attn_support.fused.emulation import GXX, built_once
 
 SOURCE = Path(__file__).with_name("guard.cpp")
 _OLDEST = (2, 13)  # older ones have other hooks
@@ -33,15 +33,23 @@ def library() -> Path:
     """The library, built once with g++ for this source and this torch."""
     home = Path(torch.__file__).parent
     key = hashlib.sha256(f"{SOURCE.read_text()}{home}{torch.__version__}".encode()).hexdigest()[:24]
-    built = BUILD / f"guard-{key}.so"
-    if not built.exists():
-        BUILD.mkdir(exist_ok=True)
-        unfinished = BUILD / f"guard-{key}-{os.getpid()}.so"
-        linked = [f"-L{home / 'lib'}", f"-Wl,-rpath,{home / 'lib'}", "-lc10", "-ltorch_cpu"]
-        command = [GXX or "g++", "-std=c++20", "-shared", "-fPIC", "-w", f"-I{home / 'include'}", str(SOURCE)]
-        subprocess.run([*command, *linked, "-o", str(unfinished)], check=True)
-        unfinished.replace(built)
-    return built
+    linked = f"-L{home / 'lib'}", f"-Wl,-rpath,{home / 'lib'}", "-lc10", "-ltorch_cpu"
+    options = "-std=c++20", "-shared", f"-I{home / 'include'}"
+    return built_once(f"guard-{key}.so", [*options, SOURCE, *linked], SOURCE.name)
+
+
+def alone(**variables: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Decorator: the test runs by :func:`call`, with a folder of its own; its parameters are strings."""
+
+    def decorate(test: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(test)
+        def run_alone(**arguments: str) -> None:
+            with tempfile.TemporaryDirectory() as folder:
+                call(test, *arguments.values(), folder=Path(folder), **variables)
+
+        return run_alone
+
+    return decorate
 
 
 def call(function: Callable[..., object], *arguments: str, folder: Path, **variables: str) -> fresh.Done:

@@ -8,6 +8,7 @@ import pickle
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace as Time
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -24,7 +25,6 @@ from pascal_attn_core.fused.gpu.cuda import CudaRuntime
 from pascal_attn_core.fused.gpu.hip import HipRuntime
 from pascal_attn_core.fused.gpu.nvrtc import Nvrtc
 from pascal_attn_core.fused.gpu.runtime import CompileError, DriverError
-from pascal_attn_core.fused.launch import Launch
 from pascal_attn_core.fused.trust import kernels as fused_kernels
 from pascal_attn_core.fused.trust.kernels import Kernels
 from pascal_attn_core.machine.runtime import Runtime, runtime_of
@@ -99,9 +99,16 @@ def test_what_the_driver_refuses_goes_to_the_next_route_with_one_warning(
     assert sdpa(*(t.half() for t in inputs), **WINDOW, config=FUSED).isfinite().all()  # of that variant only
 
 
+def _fail_at(card: CardKernels, launch: int) -> None:
+    """Let the driver refuse one launch, counted from now on."""
+    asked = card.driver.asked
+    at = asked["cuLaunchKernel"] + launch
+    card.driver.faults["cuLaunchKernel"] = lambda: 701 if asked["cuLaunchKernel"] == at else 0
+
+
 def test_a_gradient_kernel_that_cannot_be_launched_leaves_training_to_the_next_route(card: CardKernels) -> None:
     leaves = _inputs(requires_grad=True)
-    card.driver.faults["cuLaunchKernel"] = lambda: 701 if card.driver.asked["cuLaunchKernel"] == 2 else 0
+    _fail_at(card, 2)
     _check_gradients(sdpa(*leaves, **WINDOW), leaves)
     assert "cuLaunchKernel" in card._failed[Variant("grad_query", 32, "float32", padded=True)]
     assert _route(_inputs()) == "fused"
@@ -130,8 +137,7 @@ def test_a_backward_pass_that_cannot_be_launched_is_made_by_tiles(
 def test_a_launch_that_fails_after_others_of_its_call_is_no_harm(card: CardKernels) -> None:
     inputs = [torch.randn(1, 1, tokens, 16) for tokens in (3, 300, 300)]
     assert _route(inputs) == "fused"  # two launches: the second one joins the parts
-    before = card.driver.asked["cuLaunchKernel"]
-    card.driver.faults["cuLaunchKernel"] = lambda: 701 if card.driver.asked["cuLaunchKernel"] == before + 2 else 0
+    _fail_at(card, 2)
     assert _route(inputs) == "math"
 
 
@@ -181,11 +187,7 @@ def test_recomputation_takes_the_route_of_its_forward_pass(card: CardKernels, ti
 )
 def test_a_check_that_finds_no_memory_is_made_later(card: CardKernels, time: Time, error: Exception) -> None:
     inputs = _inputs()
-
-    def no_memory(launch: Launch) -> None:
-        raise error
-
-    card.driver.execute = no_memory
+    card.driver.execute = Mock(side_effect=error)
     assert _route(inputs) == "math"
     card.driver.execute = execute
     time.now += fused_kernels.MEMORY_PAUSE
@@ -255,10 +257,7 @@ def test_nothing_is_checked_while_a_graph_is_captured(monkeypatch: pytest.Monkey
 def test_without_a_home_folder_nothing_is_kept_and_nothing_fails(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def no_home() -> Path:
-        raise RuntimeError("Could not determine home directory.")
-
-    monkeypatch.setattr(Path, "home", no_home)
+    monkeypatch.setattr(Path, "home", Mock(side_effect=RuntimeError("Could not determine home directory.")))
     for name in ("XDG_CACHE_HOME", "LOCALAPPDATA"):
         monkeypatch.delenv(name, raising=False)
     config._tell_once.cache_clear()
@@ -280,11 +279,6 @@ def test_a_driver_that_is_not_here_has_no_version(runtime: CudaRuntime | HipRunt
     with pytest.raises((OSError, DriverError)):
         runtime.open_driver()
     assert runtime.driver_version() == ""
-
-
-def test_what_has_no_compiler_says_so_where_it_is_to_compile() -> None:
-    with pytest.raises(CompileError, match="no NVRTC for sm_61"):
-        CudaRuntime(find_compiler=lambda arch: None).compile(Variant("forward", 64, "float32"), "sm_61")
 
 
 def test_an_error_of_the_compiler_has_its_words() -> None:

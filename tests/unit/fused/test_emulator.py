@@ -40,38 +40,23 @@ def _run(body: str, *tensors: Tensor) -> ctypes.CDLL:
 # ---- products --------------------------------------------------------------------------------------------------------
 
 
-def _a_16_8_8(lane: int, i: int) -> tuple[int, int]:
-    group, in_group = lane >> 2, lane % 4
-    return (group if i < 2 else group + 8), in_group * 2 + (i & 1)
+# Of both factors and the sum of m16n8k8, and of those of m8n8k4, whose factors lie by rows or by columns.
+LAYOUTS: dict[str, Layout] = {
+    "A 16 8 8": lambda lane, i: ((lane >> 2) + (0 if i < 2 else 8), lane % 4 * 2 + (i & 1)),
+    "B 16 8 8": lambda lane, i: (lane % 4 * 2 + i, lane >> 2),
+    "A rows": lambda lane, i: (lane % 4 + (0 if lane < 16 else 4), i),
+    "A columns": lambda lane, i: (i % 4 + (0 if lane < 16 else 4), lane % 4),
+    "B rows": lambda lane, i: (lane % 4, i + (0 if lane < 16 else 4)),
+    "B columns": lambda lane, i: (i, lane % 4 + (0 if lane < 16 else 4)),
+    "C 8 8 4": lambda lane, i: (
+        (lane & 0b1) + (i & 0b10) + (0 if lane < 16 else 4), (i & 0b100) + (lane & 0b10) + (i & 0b1)
+    ),
+}  # fmt: skip
 
 
-def _b_16_8_8(lane: int, i: int) -> tuple[int, int]:
-    return lane % 4 * 2 + i, lane >> 2
-
-
-def _a_rows(lane: int, i: int) -> tuple[int, int]:
-    return (lane % 4 if lane < 16 else lane % 4 + 4), i
-
-
-def _a_cols(lane: int, i: int) -> tuple[int, int]:
-    return (i % 4 if lane < 16 else i % 4 + 4), lane % 4
-
-
-def _b_rows(lane: int, i: int) -> tuple[int, int]:
-    return lane % 4, (i if lane < 16 else i + 4)
-
-
-def _b_cols(lane: int, i: int) -> tuple[int, int]:
-    return i, (lane % 4 if lane < 16 else lane % 4 + 4)
-
-
-def _c_8_8_4(lane: int, i: int) -> tuple[int, int]:
-    x = (lane & 0b1) + (i & 0b10)
-    return (x if lane < 16 else x + 4), (i & 0b100) + (lane & 0b10) + (i & 0b1)
-
-
-def _fragments(matrices: Tensor, elements: int, layout: Layout) -> Tensor:
+def _fragments(matrices: Tensor, elements: int, name: str) -> Tensor:
     """``[4, rows, columns]``, one for each quad pair, or ``[1, ...]``: as the lanes hold it, int32 ``[32, n]``."""
+    layout = LAYOUTS[name]
     lanes = torch.empty(WARP, elements, dtype=matrices.dtype)
     for lane in range(WARP):
         of = matrices[lane % 16 // 4 % len(matrices)]
@@ -101,7 +86,7 @@ def _matrices(count: int, rows: int, cols: int, k: int) -> list[tuple[Tensor, Te
 def test_m16n8k8_is_the_product_of_its_fragments(factors: tuple[Tensor, Tensor]) -> None:
     a, b = factors
     c = torch.randint(-99, 100, (1, 16, 8)).float()
-    lanes = _fragments(c, 4, _a_16_8_8)  # C lies as A does
+    lanes = _fragments(c, 4, "A 16 8 8")  # C lies as A does
     body = """
     const int lane = threadIdx.x;
     const uint32_t a[2] = {p.a[lane * 2], p.a[lane * 2 + 1]};
@@ -109,8 +94,8 @@ def test_m16n8k8_is_the_product_of_its_fragments(factors: tuple[Tensor, Tensor])
     memcpy(c, p.c + lane * 4, sizeof c);
     emu_mma_m16n8k8(c, a, p.b[lane]);
     memcpy(p.c + lane * 4, c, sizeof c);"""
-    _run(body, _fragments(a.half(), 4, _a_16_8_8), _fragments(b.half(), 2, _b_16_8_8), lanes)
-    assert torch.equal(lanes, _fragments(c + a @ b, 4, _a_16_8_8))
+    _run(body, _fragments(a.half(), 4, "A 16 8 8"), _fragments(b.half(), 2, "B 16 8 8"), lanes)
+    assert torch.equal(lanes, _fragments(c + a @ b, 4, "A 16 8 8"))
 
 
 @pytest.mark.parametrize("factors", _matrices(4, 8, 8, 4))
@@ -121,7 +106,7 @@ def test_m8n8k4_is_the_product_of_its_fragments(
 ) -> None:
     a, b = factors
     c = torch.randint(-99, 100, (4, 8, 8)).float()
-    lanes = _fragments(c, 8, _c_8_8_4)
+    lanes = _fragments(c, 8, "C 8 8 4")
     body = f"""
     const int lane = threadIdx.x;
     float c[8];
@@ -129,9 +114,9 @@ def test_m8n8k4_is_the_product_of_its_fragments(
     emu_mma_m8n8k4<{int(a_by_rows)}, {int(b_by_rows)}>(
         c, p.a[lane * 2], p.a[lane * 2 + 1], p.b[lane * 2], p.b[lane * 2 + 1]);
     memcpy(p.c + lane * 8, c, sizeof c);"""
-    of_a, of_b = _a_rows if a_by_rows else _a_cols, _b_rows if b_by_rows else _b_cols
-    _run(body, _fragments(a.half(), 4, of_a), _fragments(b.half(), 4, of_b), lanes)
-    assert torch.equal(lanes, _fragments(c + a @ b, 8, _c_8_8_4))
+    of_a, of_b = ("rows" if by_rows else "columns" for by_rows in (a_by_rows, b_by_rows))
+    _run(body, _fragments(a.half(), 4, f"A {of_a}"), _fragments(b.half(), 4, f"B {of_b}"), lanes)
+    assert torch.equal(lanes, _fragments(c + a @ b, 8, "C 8 8 4"))
 
 
 # ---- shared memory ---------------------------------------------------------------------------------------------------

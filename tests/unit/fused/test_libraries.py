@@ -1,16 +1,20 @@
 """Which files of wheels and drivers are taken for the runtimes and compilers, by the names that they have on Linux and
-on Windows."""
+on Windows; and which NVRTC, with libraries that behave as NVIDIA's do, built with g++."""
 
 from __future__ import annotations
 
 import ctypes
+import subprocess
 import types
 from pathlib import Path, PureWindowsPath
 
 import pytest
+from attn_support import fresh
+from attn_support.fused.emulation import GXX
 
 from pascal_attn_core import config
 from pascal_attn_core.fused.gpu import cuda, hip_libraries, nvrtc
+from pascal_attn_core.fused.gpu.hip import HipDriver
 
 # Wheels -> system, folder and libraries: the contents of NVIDIA's (pip download --platform), those that documents of
 # AMD's name. NVRTC, or the HIP runtime and HIPRTC, come first, in the order in which they are tried.
@@ -28,9 +32,21 @@ NVIDIAS = {
         "win32", "nvidia/cu13/bin/x86_64", ["nvrtc64_130_0.dll", "nvrtc64_130_0.alt.dll", "nvrtc-builtins64_130.dll"],
     ),
 }  # fmt: skip
+_WINDOWS, _ROCM_7 = "_rocm_sdk_core/bin", ["libamdhip64.so.7", "libhiprtc.so.7", "libhiprtc-builtins.so.7"]
 AMDS = {
-    "rocm-sdk-core 7.1, Windows": ["amdhip64_7.dll", "hiprtc0701.dll", "hiprtc-builtins0701.dll", "amd_comgr.dll"],
-    "rocm-sdk-core 7.14, Windows": ["amdhip64_7.dll", "hiprtc0714.dll", "hiprtc-builtins0714.dll", "rocm_kpack.dll"],
+    "rocm-sdk-core 7.1, Windows": (
+        "win32",
+        _WINDOWS,
+        ["amdhip64_7.dll", "hiprtc0701.dll", "hiprtc-builtins0701.dll", "amd_comgr.dll"],
+    ),
+    "rocm-sdk-core 7.14, Windows": (
+        "win32",
+        _WINDOWS,
+        ["amdhip64_7.dll", "hiprtc0714.dll", "hiprtc-builtins0714.dll", "rocm_kpack.dll"],
+    ),
+    "torch, Linux": ("linux", "torch/lib", ["libamdhip64.so", "libhiprtc.so", *_ROCM_7[2:], "libamdhip64.txt"]),
+    "rocm-sdk-core, Linux": ("linux", "_rocm_sdk_core/lib", _ROCM_7),
+    "rocm-sdk-core of a family, Linux": ("linux", "_rocm_sdk_core_gfx103x/lib", _ROCM_7),
 }
 
 
@@ -75,12 +91,12 @@ def test_nvrtc_is_found_in_its_wheels_and_opened_after_its_builtins(
 def test_hip_is_found_in_its_wheels_and_by_name_alone(
     wheel: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    folder = _installed(monkeypatch, tmp_path, "win32", "_rocm_sdk_core/bin", AMDS[wheel])
-    runtime, compiler = AMDS[wheel][:2]
+    folder = _installed(monkeypatch, tmp_path, *AMDS[wheel])
+    runtime, compiler = AMDS[wheel][2][:2]
     monkeypatch.setattr(hip_libraries, "loaded_runtime", lambda: None)
-    assert hip_libraries.runtime_candidates()[0] == str(folder / runtime)
-    assert [Path(name).name for name in hip_libraries.compiler_candidates() if "builtins" in name] == []
-    assert hip_libraries.compiler_candidates()[0] == str(folder / compiler)
+    candidates = hip_libraries.runtime_candidates(), hip_libraries.compiler_candidates()
+    assert [names[0] for names in candidates] == [str(folder / runtime), str(folder / compiler)]
+    assert not any("builtins" in name or name.endswith(".txt") for names in candidates for name in names)
     (folder / compiler).unlink()
     assert compiler in hip_libraries.compiler_candidates()
 
@@ -89,7 +105,7 @@ def test_the_runtime_that_torch_has_loaded_and_the_compiler_beside_it_go_first(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The driver's own copy has the same name; the folder in which the program was started is not looked into."""
-    folder = _installed(monkeypatch, tmp_path, "win32", "_rocm_sdk_core/bin", AMDS["rocm-sdk-core 7.14, Windows"])
+    folder = _installed(monkeypatch, tmp_path, *AMDS["rocm-sdk-core 7.14, Windows"])
     (tmp_path / "here").mkdir()
     (tmp_path / "here" / "hiprtc0714.dll").touch()
     monkeypatch.chdir(tmp_path / "here")
@@ -109,6 +125,30 @@ def test_the_runtime_that_torch_has_loaded_and_the_compiler_beside_it_go_first(
     assert hip_libraries.compiler_candidates()[0] == str(folder / "hiprtc0714.dll")
     loaded.clear()
     assert hip_libraries.loaded_runtime() is None
+
+
+@pytest.mark.parametrize("name", ["libamdhip64.so", "libamdhip64-2f6c1e77.so.6"])
+def test_on_linux_the_runtime_that_torch_has_loaded_goes_before_any_other(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.platform", "linux")
+    maps, loaded = tmp_path / "maps", f"/home/some one/venv/lib/python3.12/site-packages/torch/lib/{name}"
+    other = loaded.replace(name, "libtorch_hip.so")
+    maps.write_text(
+        f"7f00-7f01 r-xp 00000000 08:01 11 {other}\n7f02-7f03 r--p 00000000 08:01 12 {loaded}\n"
+        "7f04-7f05 rw-p 00000000 00:00 0\n7f06-7f07 rw-p 00000000 00:00 0 [heap]\n"
+    )
+    assert hip_libraries.loaded_runtime(maps) == loaded
+    assert hip_libraries.loaded_runtime(tmp_path / "nothing") is None
+    monkeypatch.setattr(hip_libraries, "loaded_runtime", lambda: loaded)
+    assert hip_libraries.runtime_candidates() == [loaded]
+    assert hip_libraries.compiler_candidates()[-1] == loaded  # which had HIPRTC in it once
+
+
+def test_a_library_that_is_no_hip_runtime_is_passed_over(tmp_path: Path) -> None:
+    (tmp_path / "libamdhip64.so").write_bytes(b"not a library")
+    with pytest.raises(OSError, match="torch has loaded no HIP runtime"):
+        HipDriver([str(tmp_path / "libamdhip64.so"), "libc.so.6"])
 
 
 @pytest.mark.parametrize(("system", "name"), [("linux", "libcuda.so.1"), ("win32", "nvcuda.dll")])
@@ -135,3 +175,64 @@ def test_the_cache_of_windows_lies_in_the_users_folder_on_any_drive(monkeypatch:
     assert str(config.cache_folder()) == r"D:\Profiles\some one\AppData\Local\pascal-attention"
     monkeypatch.delenv("LOCALAPPDATA")
     assert str(config.cache_folder()) == r"C:\Users\Some One\AppData\Local\pascal-attention"
+
+
+needs_compiler = pytest.mark.skipif(GXX is None, reason="needs g++ to build the stand-ins for NVRTC")
+# What is compiled is the word "cubin". It opens its builtins by name, and CUDA 13's has no RUNPATH to find them.
+_NVRTC = """
+#include <cstring>
+#include <dlfcn.h>
+static const char* log = "";
+extern "C" {
+const char* nvrtcGetErrorString(int code) { return code ? "NVRTC_ERROR_BUILTIN_OPERATION_FAILURE" : "NVRTC_SUCCESS"; }
+int nvrtcVersion(int* major, int* minor) { *major = VERSION; *minor = 0; return 0; }
+int nvrtcGetNumSupportedArchs(int* count) { *count = 1; return 0; }
+int nvrtcGetSupportedArchs(int* archs) { *archs = 75; return 0; }
+int nvrtcCreateProgram(void**, const char*, const char*, int, const char**, const char**) { return 0; }
+int nvrtcDestroyProgram(void**) { return 0; }
+int nvrtcCompileProgram(void*, int, const char**) {
+  if (dlopen(BUILTINS, RTLD_LAZY)) return 0;
+  log = "nvrtc: error: failed to open " BUILTINS;
+  return 7;
+}
+int nvrtcGetProgramLogSize(void*, size_t* size) { *size = strlen(log) + 1; return 0; }
+int nvrtcGetProgramLog(void*, char* to) { strcpy(to, log); return 0; }
+int nvrtcGetCUBINSize(void*, size_t* size) { *size = 5; return 0; }
+int nvrtcGetCUBIN(void*, char* to) { memcpy(to, "cubin", 5); return 0; }
+}
+"""
+_FIND = """
+import sys
+from pascal_attn_core.fused.gpu import nvrtc
+nvrtc.candidates = lambda: sys.argv[1:]
+found = nvrtc.find(75)
+print(found and (found.version[0], found.compile("", 75, {}).cubin))
+"""
+
+
+def _built(folder: Path, version: int, *, has_builtins: bool) -> str:
+    """The path of such a library in a folder of its own."""
+    folder.mkdir()
+    name, builtins = f"libnvrtc.so.{version}", f"libnvrtc-builtins.so.{version}.0"
+    command = [GXX or "g++", "-x", "c++", "-", "-shared", "-fPIC", "-w"]
+    macros = [f"-DVERSION={version}", f'-DBUILTINS="{builtins}"']
+    made = {name: (_NVRTC, [*macros, "-ldl"]), builtins: ("", [f"-Wl,-soname,{builtins}"])}
+    for file, (text, options) in made.items():
+        if file == name or has_builtins:
+            arguments = [*command, *options, "-o", str(folder / file)]
+            subprocess.run(arguments, input=text.encode(), check=True)
+    return str(folder / name)
+
+
+@needs_compiler
+def test_builtins_beside_the_library_are_found(tmp_path: Path) -> None:
+    cuda_13 = _built(tmp_path / "cu13", 13, has_builtins=True)
+    assert fresh.run(_FIND, cuda_13) == "(13, b'cubin')"
+
+
+@needs_compiler
+def test_a_library_that_cannot_compile_is_passed_over_for_one_that_can(tmp_path: Path) -> None:
+    broken = _built(tmp_path / "cu13", 13, has_builtins=False)
+    cuda_12 = _built(tmp_path / "cuda_nvrtc", 12, has_builtins=True)
+    assert fresh.run(_FIND, broken, cuda_12) == "(12, b'cubin')"
+    assert fresh.run(_FIND, broken) == "None"

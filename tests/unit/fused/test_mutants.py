@@ -2,16 +2,10 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
-
-ROOT = Path(__file__).resolve().parents[3]
-sys.path.insert(0, str(ROOT / "tools"))
-
-from mutants import MUTANTS, mutated  # noqa: E402
+from mutants import MUTANTS, mutated
 
 
 @pytest.mark.parametrize("name", MUTANTS)

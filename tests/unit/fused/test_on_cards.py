@@ -6,9 +6,9 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import threading
 import traceback
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -35,8 +35,8 @@ CLOSE = {torch.float32: 1e-5, torch.float16: 4e-3}
 torchs = torch.nn.functional.scaled_dot_product_attention
 
 
-def _numbers(tokens: int = 300, dim: int = 64, dtype: torch.dtype = torch.float32, device: str = "cuda") -> Tensor:
-    return torch.randn(1, 2, tokens, dim, device=device).to(dtype)
+def _numbers(tokens: int = 300, dim: int = 64, device: str = "cuda") -> Tensor:
+    return torch.randn(1, 2, tokens, dim, device=device)
 
 
 def _is_close(actual: Tensor, query: Tensor, key: Tensor, value: Tensor, *mask: Tensor, **rules: bool) -> bool:
@@ -50,22 +50,32 @@ def _by_name(query: Tensor, key: Tensor, value: Tensor, *mask: Tensor, **rules: 
     return _is_close(sdpa(query, key, value, *mask, config=FUSED, **rules), query, key, value, *mask, **rules)
 
 
-def _gradients(run: Callable[..., Tensor], dim: int = 64, dtype: torch.dtype = torch.float32) -> bool:
-    leaves = [_numbers(200, dim, dtype).requires_grad_() for _ in range(3)]
-    run(*leaves).float().sum().backward()
-    wide = [t.detach().cpu().float().requires_grad_() for t in leaves]
-    torchs(*wide).sum().backward()
-    pairs = [(ours.grad, torchs_.grad) for ours, torchs_ in zip(leaves, wide)]
-    return all(bool((a.cpu().float() - b).abs().max() <= 4 * CLOSE[dtype]) for a, b in pairs)  # type: ignore[union-attr]
+def _gradients(run: Callable[..., Tensor], dim: int = 64) -> bool:
+    leaves = [_numbers(200, dim).requires_grad_() for _ in range(3)]
+    run(*leaves).sum().backward()
+    wide = [t.detach().cpu().requires_grad_() for t in leaves]
+    expected = torch.autograd.grad(torchs(*wide).sum(), wide)
+    return all(bool((a.grad.cpu() - b).abs().max() <= 4 * CLOSE[torch.float32]) for a, b in zip(leaves, expected))
 
 
 def _fused(*tensors: Tensor) -> Tensor:
     return sdpa(*tensors, config=FUSED)
 
 
+@contextlib.contextmanager
+def _capturing() -> Iterator[None]:
+    cards.is_capturing = True
+    try:
+        yield
+    finally:
+        cards.is_capturing = False
+
+
 def _one_card(query: Tensor, key: Tensor, value: Tensor) -> Iterator[tuple[str, Callable[[], bool]]]:
     """(what, whether it is right) of calls on one card."""
+    from pascal_attn_core.cli import main
 
+    yield "info", lambda: main(["info"]) == 0
     yield "by name", lambda: _by_name(query, key, value)
     yield "float16", lambda: _by_name(*(t.half() for t in (query, key, value)))
     yield "causal", lambda: _by_name(query, key, value, is_causal=True)
@@ -90,20 +100,12 @@ def _one_card(query: Tensor, key: Tensor, value: Tensor) -> Iterator[tuple[str, 
         return _is_close(out.to(query.device), query, key, value)
 
     def while_capturing() -> bool:
-        cards.is_capturing = True
-        try:
+        with _capturing():
             return "left off" not in explain(_numbers(600, 32), *2 * [_numbers(600, 32)]) and _by_name(*3 * [first_use])
-        finally:
-            cards.is_capturing = False
 
     def in_threads() -> bool:
-        found: list[bool] = []
-        threads = [threading.Thread(target=lambda: found.append(_by_name(query, key, value))) for _ in range(3)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        return found == [True] * 3
+        with ThreadPoolExecutor(3) as pool:
+            return all(pool.map(lambda _: _by_name(query, key, value), range(3)))
 
     def patched() -> bool:
         with patch_sdpa(FUSED):
@@ -145,34 +147,20 @@ def _failures(attempts: Iterator[tuple[str, Callable[[], bool]]]) -> list[str]:
     return found
 
 
-def _smoke(name: str, count: str) -> None:
-
+@pytest.mark.parametrize(("name", "count"), some([("AMD Instinct MI50", "1"), *((name, "2") for name in NVIDIA)], 2))
+@guard.alone()
+def test_calls_on_cards_are_right_and_nothing_is_left_behind(name: str, count: str) -> None:
     driver = cards.believe(cards.CARDS[name], int(count))
     failures = _failures(_one_card(_numbers(), _numbers(), _numbers()))
     if int(count) > 1:
         failures += _failures(_two_cards())
     assert failures == [], "\n".join(failures)
     assert driver.queued
-    assert driver.problems == []
-    assert driver.left_behind() == []
+    assert driver.problems == driver.left_behind() == []
     assert torch.cuda.current_device() == 0
 
 
-@pytest.mark.parametrize(("name", "count"), some([("AMD Instinct MI50", "1"), *((name, "2") for name in NVIDIA)], 2))
-def test_calls_on_cards_are_right_and_nothing_is_left_behind(name: str, count: str, tmp_path: Path) -> None:
-    guard.call(_smoke, name, count, folder=tmp_path)
-
-
 # ---- what else asks whether it is on a card --------------------------------------------------------------------------
-
-
-@contextlib.contextmanager
-def _capturing() -> Iterator[None]:
-    cards.is_capturing = True
-    try:
-        yield
-    finally:
-        cards.is_capturing = False
 
 
 def _others() -> Iterator[tuple[str, Callable[[], bool]]]:
@@ -290,14 +278,11 @@ def _others() -> Iterator[tuple[str, Callable[[], bool]]]:
     yield "paged attention", refused
 
 
-def _elsewhere() -> None:
+@guard.alone()
+def test_whatever_else_asks_for_cards_is_right_on_one() -> None:
     driver = cards.believe(cards.CARDS["Tesla T4"], 2)
     assert (failures := _failures(_others())) == [], "\n".join(failures)
     assert driver.problems == []
-
-
-def test_whatever_else_asks_for_cards_is_right_on_one(tmp_path: Path) -> None:
-    guard.call(_elsewhere, folder=tmp_path)
 
 
 # ---- the first use on a machine --------------------------------------------------------------------------------------
@@ -316,9 +301,12 @@ assert windows.problems == []
 assert windows.modes == [0x8007] * ({system!r} == "Windows")
 open({folder!r} + "/ended", "w").close()
 """
+FIRST_USES = some([(NVIDIA[0], "Windows"), (NVIDIA[0], "Linux"), (EVERY[2], "Linux")], 3)
 
 
-def _first_use(name: str, system: str) -> None:
+@pytest.mark.parametrize(("name", "system"), FIRST_USES)
+@guard.alone(PASCAL_ATTN_TRUST="")
+def test_the_first_use_starts_a_child_on_the_card_and_stores_its_verdict(name: str, system: str) -> None:
     from attn_support import __path__ as support
 
     from pascal_attn_core.fused.trust import trial
@@ -333,34 +321,10 @@ def _first_use(name: str, system: str) -> None:
     assert "left off" not in explain(query, query, query)
     (stored,) = Path(os.environ["XDG_CACHE_HOME"]).rglob("trial-*.json")
     content = json.loads(stored.read_text())
-    assert content["off"] == ""
+    assert (content["card"], content["off"]) == (name, "")
     assert any("-64-float32-none" in each for each in content["good"])
-    assert content["card"] == name
     assert Path(folder, "ended").exists()  # the child
     assert windows.problems == []
-
-
-FIRST_USES = some([(NVIDIA[0], "Windows"), (NVIDIA[0], "Linux"), (EVERY[2], "Linux")], 3)
-
-
-@pytest.mark.parametrize(("name", "system"), FIRST_USES)
-def test_the_first_use_starts_a_child_on_the_card_and_stores_its_verdict(
-    name: str, system: str, tmp_path: Path
-) -> None:
-    guard.call(_first_use, name, system, folder=tmp_path, PASCAL_ATTN_TRUST="")
-
-
-def _full() -> None:
-    cards.believe(cards.CARDS[NVIDIA[0]]._replace(free_bytes=100 << 20))
-    query = _numbers(600)
-    for _ in range(2):
-        assert _is_close(sdpa(query, query, query), query, query, query)
-    assert "not tried while less than 512 MiB are free, got 100" in explain(query, query, query)
-
-
-def test_on_a_full_card_the_call_is_right_and_the_reason_is_told_once(tmp_path: Path) -> None:
-    done = guard.call(_full, folder=tmp_path, PASCAL_ATTN_TRUST="")
-    assert done.stderr.count("is left off in this process: the kernels are not tried while") == 1
 
 
 _FAULT = """
@@ -372,7 +336,8 @@ os.kill(os.getpid(), signal.SIGSEGV)
 """
 
 
-def _eight_bits_fault() -> None:
+@guard.alone(PASCAL_ATTN_TRUST="")
+def test_a_fault_in_8_bits_ends_a_child_and_the_layer_stays_exact() -> None:
     from pascal_attn_core.fused.trust import trial
     from pascal_attn_core.int8.attention import AttentionBinding, AttentionSite
 
@@ -387,15 +352,12 @@ def _eight_bits_fault() -> None:
     assert verdict.name.startswith("trial-int8-"), "none about exact attention"
 
 
-def test_a_fault_in_8_bits_ends_a_child_and_the_layer_stays_exact(tmp_path: Path) -> None:
-    guard.call(_eight_bits_fault, folder=tmp_path, PASCAL_ATTN_TRUST="")
-
-
 # ---- trials that fail ------------------------------------------------------------------------------------------------
 
 
-def _fails(where: str) -> None:
-
+@pytest.mark.parametrize("where", some(["check", "timing", "event"], 2))
+@guard.alone(PASCAL_ATTN_NO_TIMING="")
+def test_a_trial_that_fails_does_not_end_the_users_call(where: str) -> None:
     from pascal_attn_core.fused.trust import verify
     from pascal_attn_core.routes import timing
 
@@ -409,13 +371,8 @@ def _fails(where: str) -> None:
     assert _is_close(sdpa(query, query, query), query, query, query)
 
 
-@pytest.mark.parametrize("where", some(["check", "timing", "event"], 2))
-def test_a_trial_that_fails_does_not_end_the_users_call(where: str, tmp_path: Path) -> None:
-    guard.call(_fails, where, folder=tmp_path, PASCAL_ATTN_NO_TIMING="")
-
-
-def _second_card_is_timed() -> None:
-
+@guard.alone()
+def test_the_second_card_is_timed_on_its_own_stream_while_the_first_is_current() -> None:
     from pascal_attn_core.cli.bench.clock import Clock
     from pascal_attn_core.routes.timing_table import median_times
 
@@ -428,14 +385,18 @@ def _second_card_is_timed() -> None:
         assert {stream.device for stream in cards.Event.recorded} == {device}
 
 
-def test_the_second_card_is_timed_on_its_own_stream_while_the_first_is_current(tmp_path: Path) -> None:
-    guard.call(_second_card_is_timed, folder=tmp_path)
-
-
 # ---- commands --------------------------------------------------------------------------------------------------------
 
 
-def _selftest(name: str, system: str, every: str) -> None:
+# By day one card of each vendor, on one of the two systems, and each sixth kernel and case.
+BY_SYSTEM = some([(name, s) for i, name in enumerate(cards.CARDS) for s in SYSTEMS[:: 1 - i % 2 * 2]], 10)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("every", ["1" if is_random() else "6"])
+@pytest.mark.parametrize(("name", "system"), BY_SYSTEM)
+@guard.alone()
+def test_the_selftest_finds_every_kernel_and_route_right(name: str, system: str, every: str) -> None:
     from pascal_attn_core.cli.selftest import selftest
     from pascal_attn_core.selftest import cases, kernels
 
@@ -449,31 +410,4 @@ def _selftest(name: str, system: str, every: str) -> None:
     assert found.cut == []
     assert len(found.kernels) > 60 // int(every)
     assert {check.route for check in found.checks if not check.refused} >= {"fused", "torch", "tiled", "math"}
-    assert windows.problems == []
-    assert driver.problems == []
-    assert driver.left_behind() == []
-
-
-# By day one card of each vendor, on one of the two systems.
-BY_SYSTEM = some([(name, s) for i, name in enumerate(cards.CARDS) for s in SYSTEMS[:: 1 - i % 2 * 2]], 10)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("name", "system"), BY_SYSTEM)
-def test_the_selftest_finds_every_kernel_and_route_right(name: str, system: str, tmp_path: Path) -> None:
-    """Each sixth kernel and case is tried by day, all of them at night."""
-    guard.call(_selftest, name, system, "1" if is_random() else "6", folder=tmp_path)
-
-
-def _info(count: str) -> None:
-
-    from pascal_attn_core.cli import main
-
-    driver = cards.believe(cards.CARDS["Tesla T4"], int(count))
-    assert main(["info"]) == 0
-    assert driver.problems == []
-
-
-@pytest.mark.parametrize("count", some(["2", "1"], 2))
-def test_info_describes_the_cards(count: str, tmp_path: Path) -> None:
-    guard.call(_info, count, folder=tmp_path)
+    assert windows.problems == driver.problems == driver.left_behind() == []

@@ -23,8 +23,8 @@ def _call(q: tuple = (1, 2, 9, 16), k: tuple = (1, 2, 9, 16), mask=None, dtype=t
     return check_call(*tensors, mask, **options)
 
 
-def _with_grad(**options):
-    tensors = [torch.empty(1, 2, 9, 16, requires_grad=True) for _ in range(3)]
+def _with_grad(head_dim: int = 16, **options):
+    tensors = [torch.empty(1, 2, 9, head_dim, requires_grad=True) for _ in range(3)]
     return check_call(*tensors, **options)
 
 
@@ -39,6 +39,7 @@ def _splits(call: AttentionCall) -> int:
         (lambda: _call(dropout_p=0.5), "the fused kernel has no dropout"),
         (lambda: _with_grad(softcap=5.0), "no gradients with softcap or attention sinks"),
         (lambda: _with_grad(sinks=torch.zeros(2)), "no gradients with softcap or attention sinks"),
+        (lambda: _with_grad(512), "its gradients end at head_dim 256, got 512"),
         (lambda: _call((1, 2, 0, 16)), "the call is empty"),
         (lambda: _call((1, 1, 4, 516), (1, 1, 4, 516)), "head_dim 516 > 512"),
         (lambda: _call((1, 1, 4, 18), (1, 1, 4, 18)), "head_dim must be a multiple of 4, got 18 and 18"),
@@ -57,6 +58,7 @@ def test_rows_that_cannot_be_read_four_at_a_time_are_refused() -> None:
     columns_first = torch.zeros(1, 2, 16, 9).transpose(2, 3)
     rows_of_17 = torch.zeros(2 * 9 * 17).as_strided((1, 2, 9, 16), (306, 153, 17, 1))
     one_element_on = torch.zeros(1000)[1:289].view(1, 2, 9, 16)
+    assert call_reasons(_call((1, 1, 4, 512), (1, 1, 4, 512))) == []  # the largest head_dim without gradients
     for bad in (columns_first, rows_of_17, one_element_on):
         assert call_reasons(check_call(good, bad, good)) == [
             "key's rows must be contiguous and begin at multiples of 4 elements"
@@ -64,12 +66,6 @@ def test_rows_that_cannot_be_read_four_at_a_time_are_refused() -> None:
     inside_tokens = torch.zeros(1, 9, 2, 16).transpose(1, 2)
     wide = torch.zeros(1, 2, 9, 32)[..., :16]
     assert call_reasons(check_call(inside_tokens, wide, good)) == []
-
-
-def test_gradients_end_at_head_dim_256() -> None:
-    tensor = torch.zeros(1, 1, 4, 512, requires_grad=True)
-    assert call_reasons(check_call(tensor, tensor, tensor)) == ["its gradients end at head_dim 256, got 512"]
-    assert call_reasons(check_call(tensor.detach(), tensor.detach(), tensor.detach())) == []
 
 
 def test_nothing_is_copied_for_strides_that_broadcast() -> None:

@@ -13,37 +13,27 @@ import shutil
 import sys
 from pathlib import Path
 
+import earlier
+import fused as tool
 import pytest
+import simulate
+from attn_support import fresh
 from attn_support.fused.emulation import GXX, emulate
 from attn_support.randomness import seeds, some, times
 
-ROOT = Path(__file__).resolve().parents[3]
-sys.path.insert(0, str(ROOT / "tools"))
-
-import earlier  # noqa: E402
-import fused as tool  # noqa: E402
-import simulate  # noqa: E402
-
-from pascal_attn_core.fused.code import prebuilt  # noqa: E402
-from pascal_attn_core.fused.code import source as _source  # noqa: E402
-from pascal_attn_core.fused.code.compilation import Compilation  # noqa: E402
-from pascal_attn_core.fused.code.gguf_source import GgufLinearVariant  # noqa: E402
-from pascal_attn_core.fused.code.source import KINDS, Variant, digest, gguf_linear_variants, source  # noqa: E402
-from pascal_attn_core.fused.gpu import nvrtc  # noqa: E402
-from pascal_attn_core.fused.gpu.runtime import CompileError  # noqa: E402
-from tools.models.sass import maxwell, sections  # noqa: E402
-from tools.models.shares import backward_share, gguf_share, linear_share, packing, share  # noqa: E402
+from pascal_attn_core.fused.code import prebuilt
+from pascal_attn_core.fused.code import source as _source
+from pascal_attn_core.fused.code.compilation import Compilation
+from pascal_attn_core.fused.code.gguf_source import GgufLinearVariant
+from pascal_attn_core.fused.code.source import KINDS, Variant, digest, gguf_linear_variants, source
+from pascal_attn_core.fused.gpu import nvrtc
+from pascal_attn_core.fused.gpu.runtime import CompileError
+from tools.models.sass import maxwell, sections
+from tools.models.shares import backward_share, gguf_share, linear_share, packing, share
 
 SHARE = 0.82
 WIDE = (48, 64, 72, 80, 96, 112, 128)
-SHARED_LIMIT = 48 << 10
-
-
-def _library() -> nvrtc.Nvrtc | None:
-    return next((lib for lib in nvrtc.load(nvrtc.candidates()) if lib.version == tool.NVRTC), None)
-
-
-LIBRARY = _library()
+LIBRARY = next((lib for lib in nvrtc.load(nvrtc.candidates()) if lib.version == tool.NVRTC), None)
 needs_nvrtc = pytest.mark.skipif(LIBRARY is None, reason="needs NVRTC 12.6 (nvidia-cuda-nvrtc-cu12==12.6.85)")
 
 
@@ -72,19 +62,13 @@ def test_ptxas_says_what_the_table_says(place: int) -> None:
         assert abs(now - then) <= 8, f"{name} sm_{arch}: {now} registers, {then} in the table"
 
 
-def test_no_variant_of_the_table_spills_or_needs_more_than_a_block_may_have() -> None:
-    table = tool.read_table()
-    assert table
-    for name, row in table.items():
-        for arch, cell in row.items():
-            functions, shared = tool.read_cell(cell)
-            assert all(spilled == 0 and registers <= 255 for registers, spilled in functions), f"{name} sm_{arch}"
-            assert shared <= SHARED_LIMIT
-
-
-def test_the_table_has_every_variant_on_every_architecture() -> None:
-    expected = {(variant.name, arch) for variant in tool.every_variant() for arch in tool.archs_of(variant)}
-    assert {(name, arch) for name, row in tool.read_table().items() for arch in row} == expected
+def test_the_table_has_every_variant_on_every_architecture_and_none_spills_or_needs_too_much() -> None:
+    cells = {(name, arch): cell for name, row in tool.read_table().items() for arch, cell in row.items()}
+    assert cells.keys() == {(v.name, arch) for v in tool.every_variant() for arch in tool.archs_of(v)}
+    for where, cell in cells.items():
+        functions, shared = tool.read_cell(cell)
+        assert all(spilled == 0 and registers <= 255 for registers, spilled in functions), where
+        assert shared <= 48 << 10, where
 
 
 def test_the_table_was_made_from_this_source() -> None:
@@ -199,17 +183,14 @@ def test_a_source_that_does_not_compile_shows_the_compilers_words() -> None:
 
 
 def test_prebuilt_kernels_were_made_from_this_source() -> None:
-    manifest = prebuilt.manifest()
+    manifest, variants = prebuilt.manifest(), {v.name: v for v in prebuilt.all_variants()}
     for name, made_from in manifest["digests"].items():
-        variant = next(v for v in prebuilt.all_variants() if v.name == name)
-        assert made_from == digest(variant), f"{name} has changed: python tools/fused.py prebuilt"
+        assert made_from == digest(variants[name]), f"{name} has changed: python tools/fused.py prebuilt"
     for pack, places in manifest["packs"].items():
-        arch = int(pack.removeprefix("sm_").split("-")[0])
         for name in places:
-            variant = next(v for v in prebuilt.all_variants() if v.name == name)
-            cubin = prebuilt.load(variant, arch)
+            cubin = prebuilt.load(variants[name], int(pack.removeprefix("sm_").split("-")[0]))
             assert cubin is not None
-            assert set(variant.functions) <= set(sections(cubin))
+            assert set(variants[name].functions) <= set(sections(cubin))
 
 
 def test_a_comment_changes_no_hash_and_a_number_does(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -228,7 +209,7 @@ def test_a_comment_changes_no_hash_and_a_number_does(monkeypatch: pytest.MonkeyP
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="needs a preprocessor")
 def test_only_what_has_changed_since_a_commit_is_compiled(tmp_path: Path) -> None:
-    shutil.copytree(ROOT / earlier.FUSED, tmp_path / earlier.FUSED)
+    shutil.copytree(fresh.ROOT / earlier.FUSED, tmp_path / earlier.FUSED)
     (tmp_path / "docs").mkdir()
     shutil.copy(tool.TABLE, tmp_path / earlier.TABLE)
     kernel = tmp_path / earlier.FUSED / "cuda" / "forward.cu"
@@ -255,9 +236,9 @@ def test_only_what_has_changed_since_a_commit_is_compiled(tmp_path: Path) -> Non
     assert (changed.has(float32), changed.has(float32, what_is_read=True)) == (False, True)
 
 
-def test_what_ships_stays_small() -> None:
-    packs = list(prebuilt.FOLDER.glob("sm_*"))
-    assert sum(path.stat().st_size for path in packs) < 4_400_000
+@pytest.mark.parametrize(("packs", "most"), [("sm_*", 4_400_000), ("gfx*.xz", 2_850_000)])
+def test_what_ships_stays_small(packs: str, most: int) -> None:
+    assert sum(path.stat().st_size for path in prebuilt.FOLDER.glob(packs)) < most
 
 
 def test_a_device_takes_the_newest_pack_of_its_own_generation(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -272,11 +253,10 @@ def test_ptx_for_the_simulator_has_only_words_that_it_knows() -> None:
     ptx = simulate.compile_ptx(source(variant.kind), variant.macros())
     edited = simulate.for_simulator(ptx)
     assert ".version 7.7" in edited
-    assert edited.count("shfl.sync") == ptx.count("shfl.sync") > 0
-    assert not re.findall(r"shfl\.sync[^;]*\|", edited)
-    assert edited.count("ld.param") == ptx.count("ld.param") > 0
-    assert not re.findall(r"ld\.param[^;]*\[%", edited)
-    assert not re.findall(r"mov\.b64\s+%rd\d+,\s+\w+_param_", edited)
+    for word in ("shfl.sync", "ld.param"):
+        assert edited.count(word) == ptx.count(word) > 0
+    for unknown in (r"shfl\.sync[^;]*\|", r"ld\.param[^;]*\[%", r"mov\.b64\s+%rd\d+,\s+\w+_param_"):
+        assert not re.findall(unknown, edited)
     moves = r"mov\.[bf]32\s+%[rf]\d+, %[rf]\d+;"
     assert 0 < len(re.findall(moves, simulate.without_moves(edited))) < len(re.findall(moves, edited))
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections import defaultdict
 from typing import Any
 
 import pytest
@@ -20,11 +19,6 @@ from pascal_attn_core.fused.launch.forward import parts_bytes
 from pascal_attn_core.fused.launch.plan import Plan, key_tiles, tensor_plan
 from pascal_attn_core.fused.launch.stream_k import busiest, distribute, part_floats
 from pascal_attn_core.fused.trust.kernels import parts
-
-
-def _one_by_one(sizes: tuple[int, ...], units: int, cols: int, places: int) -> int:
-    """When the last block is done of a launch with one for each tile, those of a head first that have most keys."""
-    return busiest([size * cols for size in sorted(sizes, reverse=True)] * units, places)
 
 
 def _cases() -> list[tuple[tuple[int, ...], int, int, int]]:
@@ -47,13 +41,10 @@ def test_each_tile_meets_each_of_its_keys_once(case: tuple[tuple[int, ...], int,
     found = distribute(*case)
     assert found is not None
     assert len(found.listed) <= MOST_PIECES
-    of_tile = defaultdict(list)
-    for piece in found.listed:
-        of_tile[piece.tile].append(piece)
-    assert sorted(of_tile) == list(range(found.whole, len(sizes) * units))
+    assert {piece.tile for piece in found.listed} == set(range(found.whole, len(sizes) * units))
     places_in_memory = []
-    for tile, pieces in of_tile.items():
-        pieces.sort(key=lambda piece: piece.part)
+    for tile in range(found.whole, len(sizes) * units):
+        pieces = sorted((p for p in found.listed if p.tile == tile), key=lambda piece: piece.part)
         assert [piece.part for piece in pieces] == list(range(pieces[0].parts))
         assert [piece.first for piece in pieces] == [0, *(piece.end for piece in pieces[:-1])]
         assert pieces[-1].end == sizes[tile % len(sizes)]
@@ -79,7 +70,8 @@ def test_little_of_the_card_is_idle(heads: int, tokens: int, most: float, causal
     found = distribute(sizes, heads, 64, 40)
     assert found is not None
     assert 1 - heads * sum(sizes) * 64 / 40 / found.keys < most
-    assert found.keys < _one_by_one(sizes, heads, 64, 40)
+    # When the last block is done of a launch with one for each tile, those of a head first that have most keys.
+    assert found.keys < busiest([size * 64 for size in sorted(sizes, reverse=True)] * heads, 40)
 
 
 def test_tiles_that_fill_the_card_are_left_alone() -> None:
@@ -92,8 +84,8 @@ def test_tiles_that_fill_the_card_are_left_alone() -> None:
 def test_a_piece_is_two_words() -> None:
     found = distribute((32,) * 8, 32, 64, 40)
     assert found is not None
-    words = list(found.words)[: 2 * len(found.listed)]
-    assert not any(list(found.words)[len(words) :])
+    words = list(found.words)
+    assert not any(words[2 * len(found.listed) :])
     for piece, who, keys in zip(found.listed, words[::2], words[1::2]):
         assert (who & 0xFFF, who >> 12 & 0xFFF) == (piece.tile - found.whole, piece.slot)
         assert (who >> 24 & 0xF, who >> 28) == (piece.part, piece.parts)
@@ -111,8 +103,7 @@ def _plan(heads: int, tokens: int, card: Any = T4, head_dim: int = 64, **rules: 
 
 def test_calls_that_leave_some_of_the_card_idle_are_distributed() -> None:
     found = _plan(8, 2048)
-    assert found.forward.kind == "tensor_even"
-    assert found.pieces is not None
+    assert (found.forward.kind, found.pieces is None) == ("tensor_even", False)
     assert found.unlisted == Plan(Variant("tensor", 64, "float16"))
     assert _plan(8, 2048, is_causal=True).forward.kind == "tensor_even"
     assert _plan(24, 4096, V100).forward.kind == "volta"  # 4 % are less than what is worth it
@@ -124,15 +115,12 @@ def test_calls_that_leave_some_of_the_card_idle_are_distributed() -> None:
 
 
 def test_every_kernel_that_a_plan_may_name_is_among_all() -> None:
-    variants = set(all_variants())
-    for head_dim in (32, 36, 40, 64, 80, 96, 128, 256):
-        for card in (T4, V100)[: 1 + (head_dim <= 128)]:
-            assert _plan(8, 2048, card, head_dim).forward in variants
+    cards = [(card, dim) for dim in (32, 36, 40, 64, 80, 96, 128, 256) for card in (T4, V100)[: 1 + (dim <= 128)]]
+    assert {_plan(8, 2048, *card).forward for card in cards} <= set(all_variants())
 
 
 def test_the_memory_of_parts_is_that_of_a_few_tiles() -> None:
     found = _plan(8, 2048)
-    assert found.pieces is not None
     assert parts_bytes(found) == found.pieces.slots * 4 * part_floats(256, 64) == 64 * 256 * 72 * 4
     assert parts_bytes(_plan(8, 2048, is_causal=True)) == parts_bytes(found.unlisted) == 0
 

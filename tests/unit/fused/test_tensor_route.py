@@ -90,6 +90,10 @@ def test_what_was_timed_is_told_and_kept(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_other_types_are_never_squeezed_through_float16(dtype: torch.dtype) -> None:
+    """Nothing is taken for granted without a timing."""
+    with emulated_card(lambda launch: None, info=T4, times=None) as kernels:
+        assert (_route(_query()), _route(_query(), window=(64, 0))) == ("torch", "fused")
+    assert not any(launch.variant.on_tensor_cores for launch in kernels.queued)
     with emulated_card(lambda launch: None, info=T4, times=Times(9.0, 9.0), ratio=0.5) as kernels:
         sdpa(*[_query(dtype=dtype)] * 3)
         _back(_query(dtype=dtype))
@@ -107,21 +111,12 @@ def test_other_cards_take_it_by_name_only(capability: tuple[int, int]) -> None:
             assert kernels.queued[-1].variant.kind.startswith("tensor")
 
 
-def test_nothing_is_taken_for_granted_without_a_timing() -> None:
-    with emulated_card(lambda launch: None, info=T4, times=None) as kernels:
-        assert _route(_query()) == "torch"
-        assert _route(_query(), window=(64, 0)) == "fused"
-    assert not any(launch.variant.on_tensor_cores for launch in kernels.queued)
-
-
 def test_gradients_are_timed_with_the_forward_pass() -> None:
     seen: list[bool] = []
     leaf = _query().requires_grad_()
     with _fresh(T4, _clock(1.0, 2.0, 3.0, seen=seen)):
         assert _route(leaf) == "fused-tensor"
-        kinds = runtime_of(leaf.device).part(Timings).known
-    assert seen == [True]
-    assert [kind.gradients for kind in kinds] == [True]
+        assert [kind.gradients for kind in runtime_of(leaf.device).part(Timings).known] == seen == [True]
 
 
 def _back(query: torch.Tensor, **options: Any) -> None:
@@ -168,10 +163,10 @@ def test_gradients_from_given_results_are_timed_once() -> None:
 # ---- plans -----------------------------------------------------------------------------------------------------------
 
 
-def _plan(q: tuple[int, ...], k: tuple[int, ...], card: DeviceInfo = T4) -> Any:
-    call = check_call(*(torch.empty(shape, dtype=torch.float16) for shape in (q, k, k)), enable_gqa=True)
+def _plan(q: tuple[int, ...], k: tuple[int, ...], card: DeviceInfo = T4, **rules: Any) -> Any:
+    tensors = (torch.empty(shape, dtype=torch.float16, device="meta") for shape in (q, k, k))
     assert card.capability is not None
-    return tensor_plan(call, card.num_sms, card.capability)
+    return tensor_plan(check_call(*tensors, enable_gqa=True, **rules), card.num_sms, card.capability)
 
 
 @pytest.mark.parametrize("card", [T4, V100], ids=lambda card: card.name)
@@ -195,15 +190,13 @@ def test_a_plan_names_the_kernels_of_the_generation() -> None:
 
 
 def test_large_tiles_are_asked_for_before_they_are_launched() -> None:
+    """A card that has not as much leaves the call to others."""
     large = Variant("tensor", 128, "float16")
     assert large.dynamic_bytes > 48 << 10
     with fresh_card(StandIn(T4)) as kernels:
         for variant in (large, Variant("tensor", 32, "float16")):
             kernels.functions(variant)
             assert kernels.driver.asked["cuFuncSetAttribute"] == 1
-
-
-def test_a_card_that_has_not_as_much_leaves_the_call_to_others() -> None:
     driver = StandIn(T4)
     driver.faults["cuFuncSetAttribute"] = 1
     query = torch.randn(1, 80, 600, 128).half()
@@ -216,15 +209,14 @@ def test_a_card_that_has_not_as_much_leaves_the_call_to_others() -> None:
 
 
 def test_what_ships_runs_on_its_card_without_a_compiler() -> None:
-    for card, kind in ((T4, "tensor"), (V100, "volta"), (replace(V100, capability=(7, 2)), "volta")):
-        assert card.capability is not None
-        on_tensor_cores = [v for v in prebuilt.all_variants(card.capability) if v.on_tensor_cores]
+    plain = Variant("forward", 64, "float32")
+    for (major, minor), kind in (((7, 5), "tensor"), ((7, 0), "volta"), ((7, 2), "volta")):
+        on_tensor_cores = [v for v in prebuilt.all_variants((major, minor)) if v.on_tensor_cores]
         assert {variant.head_dim for variant in on_tensor_cores} >= {32, 64, 80, 96, 128}
         for variant in on_tensor_cores:
             assert variant.kind.startswith(kind)
-            assert prebuilt.find(variant, "sm_{}{}".format(*card.capability)) is not None
-        plain = Variant("forward", 64, "float32")
-        assert prebuilt.find(plain, "sm_{}{}".format(*card.capability)) == prebuilt.load(plain, 70)
+            assert prebuilt.find(variant, f"sm_{major}{minor}") is not None
+        assert prebuilt.find(plain, f"sm_{major}{minor}") == prebuilt.load(plain, 70)
     assert not any(variant.on_tensor_cores for variant in prebuilt.all_variants(CARD.capability))
 
 
@@ -255,8 +247,7 @@ def test_the_shared_memory_asked_for_is_what_the_source_declares(tmp_path: Path,
 
 def _chosen(heads: int, tokens: int, keys: int | None = None, **rules: Any) -> tuple[str, int]:
     """The kind of kernel on a T4, and into how many ranges it cuts the keys."""
-    query, key = (torch.empty(1, heads, n, 64, dtype=torch.float16, device="meta") for n in (tokens, keys or tokens))
-    found = tensor_plan(check_call(query, key, key, **rules), T4.num_sms, (7, 5))
+    found = _plan((1, heads, tokens, 64), (1, heads, keys or tokens, 64), **rules)
     return found.forward.kind, found.splits
 
 
@@ -266,13 +257,8 @@ def test_short_calls_take_small_tiles_where_their_busiest_multiprocessor_has_les
         assert _chosen(heads, tokens) == ("tensor", 0)
         assert _chosen(heads, tokens, is_causal=True) == ("tensor_small", 1)
     assert _chosen(32, 2048, is_causal=True) == ("tensor_even", 0)
-    last_row = {"is_causal": True, "alignment": "lower_right"}
-    assert _chosen(8, 1, 4096, **last_row) == _chosen(8, 1, 4096)
-
-
-def test_a_window_leaves_no_keys_to_cut() -> None:
-    decoding = {"is_causal": True, "alignment": "lower_right"}
-    kind, splits = _chosen(8, 1, 4096, **decoding)
-    assert kind == "tensor_small"
-    assert splits > 1
+    kind, splits = _chosen(8, 1, 4096)
+    assert (kind, splits > 1) == ("tensor_small", True)
+    assert _chosen(8, 1, 4096, is_causal=True, alignment="lower_right") == (kind, splits)
+    # A window leaves no keys to cut.
     assert _chosen(8, 1, 4096, window=(63, 0), alignment="lower_right") == ("tensor_small", 1)
