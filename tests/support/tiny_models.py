@@ -6,9 +6,11 @@ attention decides the output, and windows and chunks are smaller than the prompt
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 import transformers
 from torch import Tensor
@@ -17,96 +19,53 @@ from transformers import masking_utils
 VOCAB = 61
 WINDOW = 7
 NAME = "pascal_chunked"
-_SIZES: dict[str, Any] = dict(
-    vocab_size=VOCAB,
-    hidden_size=32,
-    intermediate_size=48,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    max_position_embeddings=128,
-    pad_token_id=0,
-    bos_token_id=1,
-    eos_token_id=None,
-)
-_SWA: dict[str, Any] = {
-    "sliding_window": WINDOW,
-    "head_dim": 8,
-    "layer_types": ["sliding_attention", "full_attention"],
+# Sizes by every name that some configuration has for them.
+SIZES: dict[int, str] = {
+    VOCAB: "vocab_size vocab_size_per_layer_input",
+    32: "hidden_size d_model n_embd word_embed_proj_dim embedding_size dim moe_intermediate_size"
+    " shared_expert_intermediate_size",
+    48: "intermediate_size d_ff ffn_dim hidden_dim encoder_ffn_dim decoder_ffn_dim",
+    2: "num_hidden_layers num_layers n_layer n_layers encoder_layers decoder_layers num_decoder_layers"
+    " num_key_value_heads num_global_key_value_heads num_experts_per_tok linear_num_key_heads",
+    4: "num_attention_heads num_heads n_head n_heads attention_heads encoder_attention_heads"
+    " decoder_attention_heads num_local_experts num_experts n_routed_experts linear_num_value_heads rotary_dim",
+    8: "head_dim global_head_dim d_kv qk_rope_head_dim qk_nope_head_dim v_head_dim hidden_size_per_layer_input"
+    " linear_key_head_dim linear_value_head_dim",
+    16: "q_lora_rank kv_lora_rank",
+    WINDOW: "sliding_window attention_chunk_size",
+    128: "max_position_embeddings n_positions",
+    1: "n_group topk_group first_k_dense_replace",
+    0: "pad_token_id attention_dropout num_kv_shared_layers",
 }
-_BART: dict[str, Any] = dict(
-    vocab_size=VOCAB,
-    d_model=32,
-    encoder_layers=2,
-    decoder_layers=2,
-    encoder_attention_heads=4,
-    decoder_attention_heads=4,
-    encoder_ffn_dim=48,
-    decoder_ffn_dim=48,
-    pad_token_id=0,
-    eos_token_id=None,
-    forced_eos_token_id=None,
-)
-_T5: dict[str, Any] = dict(
-    vocab_size=VOCAB,
-    d_model=32,
-    d_kv=8,
-    d_ff=48,
-    num_layers=2,
-    num_heads=4,
-    relative_attention_num_buckets=8,
-    relative_attention_max_distance=16,
-    pad_token_id=0,
-    eos_token_id=None,
-    decoder_start_token_id=0,
-)
+_SWA: dict[str, Any] = {"layer_types": ["sliding_attention", "full_attention"]}
+_MOE: dict[str, Any] = {"num_experts_per_tok": 1, "use_sliding_window": True, "moe_intermediate_size": 16}
+_T5: dict[str, Any] = {"relative_attention_num_buckets": 8, "relative_attention_max_distance": 16}
+_LLAMA4: dict[str, Any] = {"layer_types": ["chunked_attention", "full_attention"], "no_rope_layers": [1, 0]}
+_LLAMA4 |= {"moe_layers": [], "intermediate_size_mlp": 48, "attn_temperature_tuning": False}
+_MODERNBERT = {"local_attention": 6, "global_attn_every_n_layers": 2, "cls_token_id": 1, "sep_token_id": 2}
 
-# family: (model class, config class, config)
-DECODERS: dict[str, tuple[str, str, dict[str, Any]]] = {
-    "llama": ("LlamaForCausalLM", "LlamaConfig", {}),
-    "qwen2": ("Qwen2ForCausalLM", "Qwen2Config", {}),
-    "qwen3": ("Qwen3ForCausalLM", "Qwen3Config", {"head_dim": 8}),
-    "mistral": ("MistralForCausalLM", "MistralConfig", {"sliding_window": WINDOW}),
-    "gemma2": ("Gemma2ForCausalLM", "Gemma2Config", _SWA | {"attn_logit_softcapping": 2.0}),
-    "gemma3": ("Gemma3ForCausalLM", "Gemma3TextConfig", _SWA),
-    "gpt_oss": ("GptOssForCausalLM", "GptOssConfig", _SWA | {"num_local_experts": 2, "num_experts_per_tok": 1}),
-    "qwen2_moe": (  # its attention does not say that it has a window
-        "Qwen2MoeForCausalLM",
-        "Qwen2MoeConfig",
-        _SWA | {"use_sliding_window": True, "num_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 16},
-    ),
-    "gpt2": (
-        "GPT2LMHeadModel",
-        "GPT2Config",
-        {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 128, "num_key_value_heads": 4},
-    ),
-    "phi3": ("Phi3ForCausalLM", "Phi3Config", {"sliding_window": None}),
-    "llama4": (
-        "Llama4ForCausalLM",
-        "Llama4TextConfig",
-        {
-            "attention_chunk_size": WINDOW,
-            "layer_types": ["chunked_attention", "full_attention"],
-            "no_rope_layers": [1, 0],
-            "moe_layers": [],
-            "intermediate_size_mlp": 48,
-            "head_dim": 8,
-            "attn_temperature_tuning": False,
-        },
-    ),
+# family: (model class, what its configuration has besides the sizes)
+DECODERS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("LlamaForCausalLM", {}),
+    "qwen2": ("Qwen2ForCausalLM", {}),
+    "qwen3": ("Qwen3ForCausalLM", {}),
+    "mistral": ("MistralForCausalLM", {}),
+    "gemma2": ("Gemma2ForCausalLM", _SWA | {"attn_logit_softcapping": 2.0}),
+    "gemma3": ("Gemma3ForCausalLM", _SWA),
+    "gpt_oss": ("GptOssForCausalLM", _SWA | {"num_local_experts": 2, "num_experts_per_tok": 1}),
+    "qwen2_moe": ("Qwen2MoeForCausalLM", _SWA | _MOE),  # its attention does not say that it has a window
+    "gpt2": ("GPT2LMHeadModel", {}),
+    "phi3": ("Phi3ForCausalLM", {"sliding_window": None}),
+    "llama4": ("Llama4ForCausalLM", _LLAMA4),
 }
-ENCODERS: dict[str, tuple[str, str, dict[str, Any]]] = {
-    "bert": ("BertModel", "BertConfig", {}),
-    "modernbert": (
-        "ModernBertModel",
-        "ModernBertConfig",
-        {"local_attention": 6, "global_attn_every_n_layers": 2, "cls_token_id": 1, "sep_token_id": 2},
-    ),
+ENCODERS: dict[str, tuple[str, dict[str, Any]]] = {
+    "bert": ("BertModel", {}),
+    "modernbert": ("ModernBertModel", _MODERNBERT),
 }
-SEQ2SEQ: dict[str, tuple[str, str, dict[str, Any]]] = {
-    "bart": ("BartForConditionalGeneration", "BartConfig", _BART),
-    "t5": ("T5ForConditionalGeneration", "T5Config", _T5),
-    "umt5": ("UMT5ForConditionalGeneration", "UMT5Config", _T5),
+SEQ2SEQ: dict[str, tuple[str, dict[str, Any]]] = {
+    "bart": ("BartForConditionalGeneration", {"forced_eos_token_id": None}),
+    "t5": ("T5ForConditionalGeneration", _T5 | {"decoder_start_token_id": 0}),
+    "umt5": ("UMT5ForConditionalGeneration", _T5 | {"decoder_start_token_id": 0}),
 }
 FAMILIES = DECODERS | ENCODERS | SEQ2SEQ
 
@@ -116,23 +75,28 @@ def is_older(version: str) -> bool:
     return tuple(int(n) for n in transformers.__version__.split(".")[:2]) < tuple(int(n) for n in version.split("."))
 
 
-def missing(family: str) -> str | None:
-    """Why the installed Transformers cannot serve a family."""
-    model_class, config_class, _ = FAMILIES[family]
-    if not hasattr(transformers, model_class) or not hasattr(transformers, config_class):
-        return f"Transformers {transformers.__version__} has no {model_class}"
-    if is_older("5.0") and family in ("bert", "modernbert", "t5", "umt5"):
-        return f"{model_class} does not use AttentionInterface in Transformers {transformers.__version__}"
-    return None
+def config_of(config_class: Any, **own: Any) -> Any:
+    """A configuration with the sizes of the table, by the names that the class has for them."""
+    known = {*inspect.signature(config_class.__init__).parameters, *config_class.attribute_map}
+    sizes = {name: size for size, names in SIZES.items() for name in names.split() if name in known}
+    return config_class(**{**sizes, **own})
 
 
 def build(family: str, **changes: Any) -> Any:
-    """A model of this family in eval mode, the same for every call."""
-    model_class, config_class, own = FAMILIES[family]
-    sizes = own if family in SEQ2SEQ else {**_SIZES, **own}
-    config = getattr(transformers, config_class)(**{**sizes, **changes})
+    """A model of this family in eval mode, the same for every call; a skip where this Transformers cannot serve it."""
+    name, own = FAMILIES[family]
+    if not hasattr(transformers, name):
+        pytest.skip(f"Transformers {transformers.__version__} has no {name}")
+    if is_older("5.0") and family in ("bert", "modernbert", "t5", "umt5"):
+        pytest.skip(f"{name} does not use AttentionInterface in Transformers {transformers.__version__}")
+    return made(name, **{**own, **changes})
+
+
+def made(name: str, **own: Any) -> Any:
+    """A tiny model of this class in eval mode, with a configuration of its own besides the sizes."""
+    kind = getattr(transformers, name)
     torch.manual_seed(0)
-    model = getattr(transformers, model_class)(config).eval()
+    model = kind(config_of(kind.config_class, **{"bos_token_id": 1, "eos_token_id": None, **own})).eval()
     draw_weights(model)
     return model
 
@@ -186,6 +150,18 @@ def with_attention(model: Any, name: str, function: Callable[[], Any]) -> Any:
         return function()
     finally:
         use(model, before)
+
+
+def stock_and_ours(model: Any, function: Callable[[], Any], stock: str = "eager") -> list[Any]:
+    """Return what a function returns while the model uses the host's own implementation, and ours."""
+    return [with_attention(model, name, function) for name in (stock, NAME)]
+
+
+def difference(ours: Tensor, stock: Tensor) -> float:
+    """The largest difference of two results in units of the largest value."""
+    assert ours.shape == stock.shape
+    assert torch.isfinite(ours).all()
+    return ((ours - stock).abs().max() / stock.abs().max()).item()
 
 
 def tokens(model: Any, inputs: dict[str, Tensor], **options: Any) -> Tensor:

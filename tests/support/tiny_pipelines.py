@@ -4,6 +4,7 @@ embeddings), no mocks."""
 from __future__ import annotations
 
 import dataclasses
+import functools
 import inspect
 import io
 from collections.abc import Callable
@@ -16,8 +17,9 @@ import torch
 from torch import Tensor, nn
 
 from tools.families import Family, NotInThisVersion, families, reinitialise, sections
+from tools.families.proof import Calls
 
-__all__ = ["BUILD", "FAMILIES", "SOME", "Tiny", "reinitialise"]
+__all__ = ["BUILD", "FAMILIES", "SOME", "Tiny", "assert_same", "do", "reinitialise", "stock_calls", "stock_of"]
 
 FAMILIES = {family.name: family for family in families()}
 _ALL = {family.name: family for those in sections().values() for family in those}  # also those without attention
@@ -33,6 +35,24 @@ SOME = [
     "QwenImageTransformer2DModel",
     "AutoencoderKL",
 ]
+
+
+def stock_calls(function: Callable[[], Any]) -> tuple[Any, Calls]:
+    """What a function returns, and its calls of torch's scaled_dot_product_attention."""
+    with Calls() as calls:
+        return function(), calls
+
+
+def do(*steps: Callable[[], Any], backwards: bool) -> None:
+    """Take the steps from first to last, or the other way round."""
+    for step in reversed(steps) if backwards else steps:
+        step()
+
+
+def assert_same(ours: Tensor, stock: Tensor) -> None:
+    """Raises unless two float32 results differ by rounding only: 1e-4 of their size, through a whole network."""
+    assert torch.isfinite(ours).all()
+    torch.testing.assert_close(ours, stock, rtol=0, atol=1e-4 * stock.abs().max().item())
 
 
 def require(model: nn.Module, method: str) -> None:
@@ -195,3 +215,9 @@ def hunyuanvideo() -> Tiny:
 BUILD: dict[str, Callable[[], Tiny]] = {
     each.__name__: each for each in (sd15, sdxl, sd3, flux, wan, ltx, cogvideox, hunyuanvideo)
 }
+
+
+@functools.cache
+def stock_of(name: str) -> tuple[Tensor, Calls]:
+    """What a pipeline gives without ours, and its calls of torch's attention: run once for all tests."""
+    return stock_calls(BUILD[name]().run)

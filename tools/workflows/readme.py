@@ -25,8 +25,8 @@ STEPS, SIZE = 2, 512  # of the run, which a CPU has to do; everything else is as
 def put_tiny_checkpoint(models: Path) -> None:
     """Random weights of one UNet level under the name of the published file."""
     builder = REPOSITORY / "tests" / "support" / "comfy" / "inside" / "comfy_tiny_build.py"
-    python = os.environ["COMFYUI_PYTHON"]
-    subprocess.run([python, str(builder), str(models), "sd15_checkpoint"], check=True, stdout=subprocess.DEVNULL)
+    env = {**os.environ, "TINY_MODELS": str(models), "TINY_ONLY": "sd15_checkpoint"}
+    subprocess.run([env["COMFYUI_PYTHON"], str(builder)], check=True, env=env, stdout=subprocess.DEVNULL)
     (models / "checkpoints" / "tiny_sd15_checkpoint.safetensors").rename(models / "checkpoints" / CHECKPOINT)
 
 

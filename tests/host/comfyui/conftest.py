@@ -5,20 +5,10 @@
 ``COMFYUI_PYTHON`` defaults to the interpreter of the tests. ``PASCAL_ATTN_TINY_MODELS=<folder>`` keeps the tiny models
 (2.5 to 3.7 GB per ComfyUI version) from one run to the next; without it they are built once per run.
 
-The test process imports nothing of ComfyUI. What a test file needs:
-
-- ``server``: a running ComfyUI whose attention is torch's SDPA, as on every NVIDIA card; ``plain_server``: one with the
-  attention that it chooses on a CPU (sub-quadratic). Both run for the whole session with our pack and ``probe_pack``.
-- ``attn_support.comfy.graph``: ``sample(server, "sd15", attention_patch(route="tiled"))`` loads the tiny model, runs
-  it through the given MODEL -> MODEL nodes, and returns the latent, the log lines, the pack's call counts and those of
-  the probe. ``Graph``, ``capture`` build and run any other graph; ``server.run(prompt)`` returns how a prompt ended.
-- ``tiny_model("vae_kl")``: the file name of a tiny model, or a skip with the reason why this host does not load it.
-  Names: ``comfy_tiny_models`` in ``tests/support/comfy/inside``.
-- ``host_script(code)``: runs Python code inside the host's process model (no server): ``comfy`` is importable,
-  ``comfy_inproc`` helps to load and sample; returns what it printed, raises if it failed.
-- ``start_server(arguments, packs=..., placed=...)``: a server of your own for one test.
-
-A failed test shows what its servers logged meanwhile.
+The test process imports nothing of ComfyUI. ``server`` runs with torch's SDPA, as on every NVIDIA card,
+``plain_server`` with the attention that ComfyUI chooses on a CPU (sub-quadratic), both for the whole session with our
+pack and ``probe_pack``; ``attn_support.comfy.graph`` builds and runs graphs. A failed test shows what its servers
+logged meanwhile.
 """
 
 from __future__ import annotations
@@ -83,7 +73,7 @@ def tiny_models(comfy_host: Host, tmp_path_factory: pytest.TempPathFactory) -> t
     with (folder / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not manifest.is_file():
-            run_host(comfy_host, [str(BUILDER), str(folder)])
+            run_host(comfy_host, [str(BUILDER)], TINY_MODELS=str(folder))
     return folder, json.loads(manifest.read_text())
 
 

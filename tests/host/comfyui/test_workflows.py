@@ -9,16 +9,7 @@ from typing import Any
 import pytest
 from attn_support.comfy.graph import Captured, Graph, capture, largest_difference
 from attn_support.comfy.server import ComfyServer
-from attn_support.comfy.workflow_files import (
-    FOREIGN,
-    NAMES,
-    Prompt,
-    find,
-    ours,
-    prompt_of,
-    small_prompt,
-    without_ours,
-)
+from attn_support.comfy.workflow_files import FOREIGN, NAMES, Prompt, find, ours, prompt_of, small_prompt, without_ours
 
 ROUNDING = 1e-4  # of the latent's and of the picture's largest value, after two steps and a decoder in float32
 every_workflow = pytest.mark.parametrize("name", NAMES)

@@ -1,14 +1,17 @@
-"""Fixtures of the diffusers tests: tiny pipelines, call counters."""
+"""Fixtures of the diffusers tests: ours by each of the two ways, call counters."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from types import ModuleType
 from typing import Any
 
 import pytest
-import torch
-from torch import Tensor
+
+
+def pytest_pycollect_makemodule() -> None:
+    pytest.importorskip("diffusers", reason="diffusers is not installed")
 
 
 @pytest.fixture(scope="session")
@@ -22,24 +25,12 @@ def tiny() -> ModuleType:
 @pytest.fixture(autouse=True)
 def _backend_stays() -> Iterator[None]:
     """``set_attention_backend`` of any model also sets that of all models, for the whole process."""
-    dispatch = pytest.importorskip("diffusers").models
-    registry = getattr(getattr(dispatch, "attention_dispatch", None), "_AttentionBackendRegistry", None)
+    dispatch = sys.modules.get("diffusers.models.attention_dispatch")
+    registry = getattr(dispatch, "_AttentionBackendRegistry", None)
     before = getattr(registry, "_active_backend", None)
     yield
     if registry is not None and registry._active_backend is not before:
         registry.set_active_backend(before)
-
-
-@pytest.fixture
-def stock_calls() -> Callable[..., Any]:
-    """``stock_calls(function) -> (result, calls of torch's scaled_dot_product_attention)``."""
-    from tools.families.proof import Calls
-
-    def run(function: Callable[[], Any]) -> tuple[Any, Calls]:
-        with Calls() as calls:
-            return function(), calls
-
-    return run
 
 
 @pytest.fixture(params=["processor", "patch"])
@@ -64,14 +55,3 @@ def routed() -> Iterator[list[dict[str, Any]]]:
 
     with counted() as calls:
         yield calls
-
-
-@pytest.fixture
-def assert_same() -> Callable[[Tensor, Tensor], None]:
-    """Raises unless two float32 results differ by rounding only: 1e-4 of their size, through a whole network."""
-
-    def check(ours: Tensor, stock: Tensor) -> None:
-        assert torch.isfinite(ours).all()
-        torch.testing.assert_close(ours, stock, rtol=0, atol=1e-4 * stock.abs().max().item())
-
-    return check

@@ -1,16 +1,12 @@
 """torch.compile(fullgraph=True) of whole denoisers, called by their pipelines with attention kwargs: as stock."""
 
-from __future__ import annotations
-
-import contextlib
 import inspect
 
 import pytest
-
-pytest.importorskip("diffusers", reason="diffusers is not installed")
-
 import torch
+from attn_support import tiny_pipelines as tiny
 from attn_support.randomness import at_night, some
+from attn_support.tiny_pipelines import assert_same
 from torch._dynamo.utils import counters
 
 from pascal_attn_core import AttentionConfig
@@ -36,14 +32,6 @@ def _dynamo_forgets():
     torch._dynamo.reset()
 
 
-def hand_over(how, model, config=None):
-    if how == "patch":
-        return patch_attention(model, config)
-    if how != "stock":
-        model.set_attn_processor(PascalAttnProcessor(config))
-    return contextlib.nullcontext()
-
-
 def compiled_runs(case, how, all_kwargs, config=None):
     """The outputs of one run per entry of ``all_kwargs``, and the graphs they took."""
     torch._dynamo.reset()
@@ -54,14 +42,23 @@ def compiled_runs(case, how, all_kwargs, config=None):
         graphs.append(module.graph)
         return module
 
-    hand_over(how, case.denoiser, config)
+    if how == "patch":
+        patch_attention(case.denoiser, config)
+    elif how == "processor":
+        case.denoiser.set_attn_processor(PascalAttnProcessor(config))
     case.denoiser.compile(backend=backend, fullgraph=True)
+    outputs = runs(case, all_kwargs)
+    assert not counters["graph_break"]
+    return outputs, graphs
+
+
+def runs(case, all_kwargs):
+    """The output of one run per entry of ``all_kwargs``."""
     outputs = []
     for kwargs in all_kwargs:
         case.arguments.update(kwargs)
         outputs.append(case.run())
-    assert not counters["graph_break"]
-    return outputs, graphs
+    return outputs
 
 
 def attention_of(graph):
@@ -75,7 +72,7 @@ def attention_of(graph):
     ("name", "hows"),
     [(name, ("processor", "patch") if name == "sd3" else ("processor",)) for name in some(sorted(KEYWORD), 4)],
 )
-def test_a_pipeline_with_attention_kwargs_compiles_as_stock(name, hows, tiny, assert_same):
+def test_a_pipeline_with_attention_kwargs_compiles_as_stock(name, hows):
     kwargs = {KEYWORD[name]: {"scale": 1.0}}
     (stock,), stock_graphs = compiled_runs(tiny.BUILD[name](), "stock", [kwargs])
     for how in hows:
@@ -90,7 +87,7 @@ def test_a_pipeline_with_attention_kwargs_compiles_as_stock(name, hows, tiny, as
 
 
 @at_night
-def test_the_scale_of_a_lora_reaches_a_compiled_model(tiny, assert_same):
+def test_the_scale_of_a_lora_reaches_a_compiled_model():
     peft = pytest.importorskip("peft", reason="peft is not installed")
 
     def with_lora():
@@ -100,10 +97,7 @@ def test_the_scale_of_a_lora_reaches_a_compiled_model(tiny, assert_same):
         return case
 
     all_kwargs = [{"joint_attention_kwargs": {"scale": scale}} for scale in (1.0, 0.0)]
-    stock, case = [], with_lora()
-    for kwargs in all_kwargs:
-        case.arguments.update(kwargs)
-        stock.append(case.run())
+    stock = runs(with_lora(), all_kwargs)
     assert not torch.allclose(stock[0], stock[1])
     ours, graphs = compiled_runs(with_lora(), "processor", all_kwargs)
     assert len(graphs) <= 2  # one for each scale
@@ -111,7 +105,7 @@ def test_the_scale_of_a_lora_reaches_a_compiled_model(tiny, assert_same):
         assert_same(mine, theirs)
 
 
-def test_a_forced_route_compiles_with_attention_kwargs_after_an_eager_run(tiny, assert_same):
+def test_a_forced_route_compiles_with_attention_kwargs_after_an_eager_run():
     case = tiny.flux()
     stock = case.run()
     case.denoiser.set_attn_processor(PascalAttnProcessor())
@@ -120,7 +114,7 @@ def test_a_forced_route_compiles_with_attention_kwargs_after_an_eager_run(tiny, 
     assert_same(ours, stock)
 
 
-def test_what_attention_modules_read_from_a_processors_signature_is_the_originals(tiny):
+def test_what_attention_modules_read_from_a_processors_signature_is_the_originals():
     unet = tiny.tiny_unet()
     before = {name: inspect.signature(p.__call__) for name, p in unet.attn_processors.items()}
     unet.set_attn_processor(PascalAttnProcessor())

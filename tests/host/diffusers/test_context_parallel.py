@@ -8,11 +8,8 @@ import os
 from collections.abc import Callable
 from typing import Any
 
-import pytest
-
-pytest.importorskip("diffusers", reason="diffusers is not installed")
-
 import diffusers
+import pytest
 import torch
 import torch.distributed as dist
 from attn_support import fresh
@@ -72,11 +69,8 @@ def distance(name: str, sharing: dict[str, Any], *, ours: str = "processor", fir
     stock = outputs(family, model)
     steps = [lambda: model.enable_parallelism(config=diffusers.ContextParallelConfig(**sharing))]
     if ours:
-        by_patch = ours == "patch"
-        ours_set = (
-            (lambda: patch_attention(model)) if by_patch else (lambda: model.set_attn_processor(PascalAttnProcessor()))
-        )
-        steps.insert(0 if first else 1, ours_set)
+        by_patch, by_processor = lambda: patch_attention(model), lambda: model.set_attn_processor(PascalAttnProcessor())
+        steps.insert(0 if first else 1, by_patch if ours == "patch" else by_processor)
     for step in steps:
         step()
     return (outputs(family, model) - stock).abs().max().item() / stock.abs().max().item()

@@ -3,15 +3,11 @@
 The measure is a count, not a time: a function seen by a mode costs 1 to 2 us.
 """
 
-from __future__ import annotations
-
 import pytest
-
-pytest.importorskip("diffusers", reason="diffusers is not installed")
-
 import torch
 import torch.nn.functional as F
-from attn_support.tiny_pipelines import FAMILIES, SOME
+from attn_support import tiny_pipelines as tiny
+from attn_support.tiny_pipelines import FAMILIES, SOME, assert_same
 from diffusers.models import attention_processor as host
 
 from pascal_attn_core.diffusers import patch_attention
@@ -34,7 +30,7 @@ def seen(monkeypatch):
 
 
 @pytest.mark.parametrize("name", [*SOME, "StableAudioDiTModel"])
-def test_no_function_of_the_model_is_seen(name, put_on, seen, tiny):
+def test_no_function_of_the_model_is_seen(name, put_on, seen):
     family = tiny.family(name)
     model = family.build()
     put_on(model)
@@ -45,7 +41,7 @@ def test_no_function_of_the_model_is_seen(name, put_on, seen, tiny):
 
 
 @pytest.mark.parametrize("what", ["backend", "dispatch function"])
-def test_what_is_replaced_meanwhile_keeps_its_turn(what, monkeypatch, assert_same):
+def test_what_is_replaced_meanwhile_keeps_its_turn(what, monkeypatch):
     backends = pytest.importorskip("diffusers.models.attention_dispatch", reason="this diffusers has no backends")
     flux = pytest.importorskip("diffusers.models.transformers.transformer_flux")
     family = FAMILIES["FluxTransformer2DModel"]
@@ -81,7 +77,7 @@ def test_processors_of_third_parties_run_as_they_are(seen):
     assert len(seen) > 5  # all under the mode: how their code calls attention cannot be told
 
 
-def test_a_helper_that_is_patched_meanwhile_is_heard(monkeypatch, assert_same):
+def test_a_helper_that_is_patched_meanwhile_is_heard(monkeypatch):
     """The copied processor looks its names up in the module of the original, at the time of the call."""
     flux = pytest.importorskip("diffusers.models.transformers.transformer_flux")
     if not hasattr(flux, "_get_qkv_projections"):
@@ -99,7 +95,7 @@ def test_a_helper_that_is_patched_meanwhile_is_heard(monkeypatch, assert_same):
     assert_same(ours, outputs(family, model))
 
 
-def test_a_replacement_of_sdpa_comes_first(monkeypatch, assert_same):
+def test_a_replacement_of_sdpa_comes_first(monkeypatch):
     """Code that had replaced torch's function keeps its turn; we get what it passes to torch's own."""
     torchs, calls = F.scaled_dot_product_attention, []
 

@@ -1,12 +1,7 @@
 """Every model family: taken and right, by every door; and a table that would notice if they were not."""
 
-from __future__ import annotations
-
-import pytest
-
-pytest.importorskip("diffusers", reason="diffusers is not installed")
-
 import diffusers
+import pytest
 from attn_support.randomness import some
 
 from pascal_attn_core.diffusers import sites as _diffusers_sites
@@ -41,22 +36,19 @@ def test_families_have_names_of_their_own():
 
 FLUX = FAMILIES["FluxTransformer2DModel"]
 LUMINA = FAMILIES["LuminaNextDiT2DModel"]
+RIGHT = proving.redirecting.sdpa
 
 
-def test_attention_that_is_wrong_is_a_problem(monkeypatch):
-    monkeypatch.setattr(proving.redirecting, "sdpa", proving.uniform)
-    assert any("error" in problem for problem in proving.prove(FLUX).problems)
+def slightly_wrong(*args, **kwargs):
+    return RIGHT(*args, **kwargs) * (1 + 1e-4)
 
 
-def test_attention_that_is_slightly_wrong_is_a_problem(monkeypatch):
-    right = proving.redirecting.sdpa
-    monkeypatch.setattr(proving.redirecting, "sdpa", lambda *args, **kwargs: right(*args, **kwargs) * (1 + 1e-4))
-    assert any("error" in problem for problem in proving.prove(FLUX).problems)
-
-
-def test_a_dropped_mask_is_a_problem(monkeypatch):
-    monkeypatch.setattr(proving.redirecting, "sdpa", proving.maskless)
-    assert any("error" in problem for problem in proving.prove(LUMINA).problems)
+@pytest.mark.parametrize(
+    ("wrong", "family"), [(proving.uniform, FLUX), (slightly_wrong, FLUX), (proving.maskless, LUMINA)]
+)
+def test_attention_that_is_wrong_is_a_problem(wrong, family, monkeypatch):
+    monkeypatch.setattr(proving.redirecting, "sdpa", wrong)
+    assert any("error" in problem for problem in proving.prove(family).problems)
 
 
 def test_attention_that_silently_stays_torchs_is_a_problem(monkeypatch):

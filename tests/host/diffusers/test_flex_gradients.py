@@ -8,9 +8,6 @@ import math
 from typing import Any
 
 import pytest
-
-pytest.importorskip("diffusers", reason="diffusers is not installed")
-
 import torch
 from attn_support.randomness import some
 from torch import Tensor, nn

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
-import pytest
-
-pytest.importorskip("diffusers", reason="diffusers is not installed")
-
 import diffusers
+import pytest
 import torch
+from attn_support import tiny_pipelines as tiny
 from attn_support.randomness import some
-from attn_support.tiny_pipelines import FAMILIES, SOME
+from attn_support.tiny_pipelines import FAMILIES, SOME, assert_same, do
 
 from pascal_attn_core import AttentionConfig, patch_ffn
 from pascal_attn_core.diffusers import patch_attention
@@ -22,52 +21,41 @@ CPU = torch.device("cpu")
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 
-@pytest.mark.parametrize("ours_first", [True, False])
-@pytest.mark.parametrize("offload", ["leaf_level", "block_level"])
-@pytest.mark.parametrize("name", SOME)
-def test_group_offload(name, offload, ours_first, tiny, put_on, assert_same):
+@functools.cache
+def stock_of(name):
+    family = tiny.family(name)
+    return outputs(family, family.build())
+
+
+def in_groups(model, by):
     hooks = pytest.importorskip("diffusers.hooks.group_offloading", reason="this diffusers has no group offloading")
-    family = tiny.family(name)
-    if offload == "block_level" and name == "AutoencoderKL":
-        pytest.skip("an autoencoder has no stack of blocks")
-    model, stock_model = family.build(), family.build()
-    with counted() as none:
-        stock = outputs(family, stock_model)
-    assert not none
+    blocks = {"num_blocks_per_group": 1} if by == "block_level" else {}
+    hooks.apply_group_offloading(model, onload_device=CPU, offload_device=CPU, offload_type=by, **blocks)
 
-    def offloaded():
-        blocks = {"num_blocks_per_group": 1} if offload == "block_level" else {}
-        hooks.apply_group_offloading(model, onload_device=CPU, offload_device=CPU, offload_type=offload, **blocks)
 
-    steps = [offloaded, lambda: put_on(model)]
-    for step in steps if not ours_first else reversed(steps):
-        step()
-    with counted() as calls:
-        assert_same(outputs(family, model), stock)
-    assert calls
+def in_sequence(model, _):
+    accelerate = pytest.importorskip("accelerate", reason="accelerate is not installed")
+    accelerate.cpu_offload(model, execution_device=CPU, offload_buffers=True)
+    assert any(parameter.device.type == "meta" for parameter in model.parameters())
 
 
 @pytest.mark.parametrize("ours_first", [True, False])
+@pytest.mark.parametrize("by", ["leaf_level", "block_level", "accelerate"])
 @pytest.mark.parametrize("name", SOME)
-def test_sequential_offload(name, ours_first, tiny, put_on, assert_same):
-    accelerate = pytest.importorskip("accelerate", reason="accelerate is not installed")
-    family = tiny.family(name)
+def test_offloaded_it_gives_the_output_of_stock(name, by, ours_first, put_on):
+    if by == "block_level" and name == "AutoencoderKL":
+        pytest.skip("an autoencoder has no stack of blocks")
+    family, stock = tiny.family(name), stock_of(name)
     model = family.build()
-    stock = outputs(family, model)
-    steps = [
-        lambda: accelerate.cpu_offload(model, execution_device=CPU, offload_buffers=True),
-        lambda: put_on(model),
-    ]
-    for step in reversed(steps) if ours_first else steps:
-        step()
-    assert any(parameter.device.type == "meta" for parameter in model.parameters())
+    offload = in_sequence if by == "accelerate" else in_groups
+    do(lambda: offload(model, by), lambda: put_on(model), backwards=ours_first)
     with counted() as calls:
         assert_same(outputs(family, model), stock)
     assert calls
 
 
 @pytest.mark.parametrize("name", SOME)
-def test_gradient_checkpointing_gives_the_gradients_of_stock(name, tiny, put_on, assert_same):
+def test_gradient_checkpointing_gives_the_gradients_of_stock(name, put_on):
     family = tiny.family(name)
 
     def gradients(model):
@@ -94,23 +82,15 @@ def compiled(family, model):
     return outputs(family, torch.compile(model, fullgraph=True, backend="eager"))
 
 
-# test_compile compiles whole pipelines of the other families
-@pytest.mark.parametrize(
-    "name",
-    some(
-        (
-            "QwenImageTransformer2DModel",
-            "UNet2DConditionModel (SDXL)",
-            "HunyuanVideoTransformer3DModel (text to video)",
-            "AutoencoderKL",
-        ),
-        4,
-    ),
-)
-def test_a_family_compiles_to_one_graph(name, tiny, put_on, assert_same):
-    family = tiny.family(name)
+#: test_compile compiles whole pipelines of the other families
+COMPILED = ["QwenImageTransformer2DModel", "UNet2DConditionModel (SDXL)"]
+COMPILED += ["HunyuanVideoTransformer3DModel (text to video)", "AutoencoderKL"]
+
+
+@pytest.mark.parametrize("name", some(COMPILED, 4))
+def test_a_family_compiles_to_one_graph(name, put_on):
+    family, stock = tiny.family(name), stock_of(name)
     model = family.build()
-    stock = outputs(family, model)
     put_on(model)
     try:
         with counted() as calls:
@@ -126,10 +106,9 @@ def test_a_family_compiles_to_one_graph(name, tiny, put_on, assert_same):
 
 
 @pytest.mark.parametrize("name", [name for name in SOME if name != "AutoencoderKL"])  # which has no feed-forward
-def test_feed_forward_slices_work_beside_ours(name, tiny, assert_same):
-    family = tiny.family(name)
+def test_feed_forward_slices_work_beside_ours(name):
+    family, stock = tiny.family(name), stock_of(name)
     model = family.build()
-    stock = outputs(family, model)
     ffn, attention = patch_ffn(model, chunk_tokens=4, min_tokens=5), patch_attention(model)
     for _ in range(2):
         with counted() as calls:
@@ -141,7 +120,7 @@ def test_feed_forward_slices_work_beside_ours(name, tiny, assert_same):
     assert torch.equal(outputs(family, model), stock)
 
 
-def test_a_patch_inside_the_process_wide_one_decides(assert_same, routed):
+def test_a_patch_inside_the_process_wide_one_decides(routed):
     family = FAMILIES["FluxTransformer2DModel"]
     model = family.build()
     stock = outputs(family, model)
@@ -151,7 +130,7 @@ def test_a_patch_inside_the_process_wide_one_decides(assert_same, routed):
     assert [call["config"] for call in routed] == [inner] * 2
 
 
-def test_a_model_inside_another_keeps_its_own_config(tiny, routed):
+def test_a_model_inside_another_keeps_its_own_config(routed):
     unet = tiny.tiny_unet()
     whole, part = AttentionConfig(budget_mib=1), AttentionConfig(budget_mib=2)
     with patch_attention(unet, whole), patch_attention(unet.mid_block, part) as inner:
@@ -160,11 +139,9 @@ def test_a_model_inside_another_keeps_its_own_config(tiny, routed):
         assert sum(call["config"] is whole for call in routed) == len(routed) - inner.sites > 0
 
 
+ATTENTION_CACHE = {"spatial_attention_block_skip_range": 2, "spatial_attention_timestep_skip_range": (-1, 1001)}
 CACHES: dict[str, dict[str, Any]] = {
-    "PyramidAttentionBroadcastConfig": {
-        "spatial_attention_block_skip_range": 2,
-        "spatial_attention_timestep_skip_range": (-1, 1001),
-    },
+    "PyramidAttentionBroadcastConfig": ATTENTION_CACHE,
     "FirstBlockCacheConfig": {"threshold": 100.0},
     "TaylorSeerCacheConfig": {"cache_interval": 2, "disable_cache_before_step": 1},
 }
@@ -172,9 +149,7 @@ CACHES: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("is_ours_first", [False, True])
 @pytest.mark.parametrize("name", CACHES)
-def test_a_cache_that_skips_attention_gives_its_stock_output(
-    name: str, is_ours_first: bool, put_on, tiny, routed, assert_same
-):
+def test_a_cache_that_skips_attention_gives_its_stock_output(name, is_ours_first, put_on, routed):
     if not hasattr(diffusers, name):
         pytest.skip(f"this diffusers has no {name}")
     case = tiny.cogvideox() if "Pyramid" in name else tiny.flux()
@@ -187,11 +162,8 @@ def test_a_cache_that_skips_attention_gives_its_stock_output(
     take_off()
     case.denoiser.enable_cache(cache)
     stock = case.run()
-    if is_ours_first:
-        case.denoiser.disable_cache()
-    put_on(case.denoiser)
-    if is_ours_first:
-        case.denoiser.enable_cache(cache)
+    case.denoiser.disable_cache()
+    do(lambda: case.denoiser.enable_cache(cache), lambda: put_on(case.denoiser), backwards=is_ours_first)
     routed.clear()
     assert_same(case.run(), stock)
     assert 0 < len(routed) < whole

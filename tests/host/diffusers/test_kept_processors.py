@@ -1,20 +1,16 @@
 """These tests check what diffusers itself sets as processors while ours is set, and how ours is taken off again."""
 
-from __future__ import annotations
-
 import copy
 
-import pytest
-
-pytest.importorskip("diffusers", reason="diffusers is not installed")
-
 import diffusers
+import pytest
 import torch
+from attn_support import tiny_pipelines as tiny
+from attn_support.tiny_pipelines import assert_same, do, stock_calls
 from diffusers.models import attention_processor as host
 
 from pascal_attn_core import AttentionConfig
 from pascal_attn_core.diffusers import PascalAttnProcessor, patch_attention
-from tools.families.proof import attention_state
 
 CONFIG = AttentionConfig(budget_mib=2)
 
@@ -35,12 +31,8 @@ def ip_adapter_state(model, family, width=16, inner=16):
             attention[f"{number}.to_{part}_ip.weight"] = draw(out, inner)
             if family == "flux":
                 attention[f"{number}.to_{part}_ip.bias"] = draw(out)
-    projection = {
-        "proj.weight": draw(4 * inner, width),
-        "proj.bias": draw(4 * inner),
-        "norm.weight": 1 + draw(inner),
-        "norm.bias": draw(inner),
-    }
+    projection = {"proj.weight": draw(4 * inner, width), "proj.bias": draw(4 * inner)}
+    projection |= {"norm.weight": 1 + draw(inner), "norm.bias": draw(inner)}
     return {"image_proj": projection, "ip_adapter": attention}
 
 
@@ -63,30 +55,27 @@ def load(case, family):
 
 @pytest.mark.parametrize("ours_first", [True, False])
 @pytest.mark.parametrize("family", ["sd15", "flux"])
-def test_an_ip_adapter_keeps_its_weights_and_ours(family, ours_first, put_on, tiny, stock_calls, routed, assert_same):
-    plain, stock_case, case = (tiny.BUILD[family]() for _ in range(3))
+def test_an_ip_adapter_keeps_its_weights_and_ours(family, ours_first, put_on, routed):
+    (plain, _), stock_case, case = tiny.stock_of(family), tiny.BUILD[family](), tiny.BUILD[family]()
     load(stock_case, family)
     stock, calls = stock_calls(stock_case.run)
-    assert not torch.allclose(stock, plain.run())
-    steps = [lambda: load(case, family), lambda: put_on(case.pipe, CONFIG)]
-    for step in reversed(steps) if ours_first else steps:
-        step()
+    assert not torch.allclose(stock, plain)
+    do(lambda: load(case, family), lambda: put_on(case.pipe, CONFIG), backwards=ours_first)
     assert list(case.denoiser.state_dict()) == list(stock_case.denoiser.state_dict())
     assert_same(case.run(), stock)
-    assert len(routed) == calls.count
-    assert all(call["config"] is CONFIG for call in routed)
+    assert [call["config"] for call in routed] == [CONFIG] * calls.count
     for each in (stock_case, case):
         each.pipe.set_ip_adapter_scale(0.0)
     assert_same(case.run(), stock_case.run())
     case.pipe.unload_ip_adapter()
     case.text = {name: value for name, value in case.text.items() if "ip_adapter" not in name}
     routed.clear()
-    assert_same(case.run(), plain.run())
+    assert_same(case.run(), plain)
     assert routed
     assert all(call["config"] is CONFIG for call in routed)
 
 
-def test_the_processors_of_a_copy_are_its_own(tiny):
+def test_the_processors_of_a_copy_are_its_own():
     case = tiny.sd15()
     load(case, "sd15")
     unet = case.denoiser
@@ -100,27 +89,21 @@ def test_the_processors_of_a_copy_are_its_own(tiny):
 
 @pytest.mark.parametrize("fused_first", [True, False])
 @pytest.mark.parametrize("family", ["sd15", "sd3", "flux", "wan", "cogvideox"])
-def test_fusing_and_unfusing_projections_keeps_ours(
-    family, fused_first, put_on, tiny, stock_calls, routed, assert_same
-):
+def test_fusing_and_unfusing_projections_keeps_ours(family, fused_first, put_on, routed):
     case = tiny.BUILD[family]()
     model = case.denoiser
     tiny.require(model, "fuse_qkv_projections")
-    stock, calls = stock_calls(case.run)
-    steps = [model.fuse_qkv_projections, lambda: put_on(case.pipe, CONFIG)]
-    for step in steps if fused_first else reversed(steps):
-        step()
+    stock, calls = tiny.stock_of(family)
+    do(model.fuse_qkv_projections, lambda: put_on(case.pipe, CONFIG), backwards=not fused_first)
     assert_same(case.run(), stock)
     assert len(routed) == calls.count
     model.unfuse_qkv_projections()
     assert_same(case.run(), stock)
-    assert len(routed) == 2 * calls.count
-    assert all(call["config"] is CONFIG for call in routed)
+    assert [call["config"] for call in routed] == [CONFIG] * 2 * calls.count
 
 
-def test_attention_slicing_switched_on_and_off_changes_nothing(put_on, tiny, stock_calls, routed, assert_same):
-    case = tiny.sd15()
-    stock, calls = stock_calls(case.run)
+def test_attention_slicing_switched_on_and_off_changes_nothing(put_on, routed):
+    case, (stock, calls) = tiny.sd15(), tiny.stock_of("sd15")
     put_on(case.pipe)
     case.pipe.enable_attention_slicing()
     assert_same(case.run(), stock)
@@ -143,7 +126,7 @@ class TwiceAttnProcessor(host.AttnProcessor2_0):
 
 
 @pytest.mark.parametrize("theirs", [TwiceAttnProcessor(), plain_function], ids=["an object", "a function"])
-def test_a_processor_set_over_ours_keeps_its_own_maths(theirs, routed, assert_same):
+def test_a_processor_set_over_ours_keeps_its_own_maths(theirs, routed):
     module, x = host.Attention(16, heads=2, dim_head=8).eval(), torch.randn(1, 5, 16)
     module.set_processor(theirs)
     stock = module(x)
@@ -172,29 +155,14 @@ def test_linear_attention_set_over_ours_is_left_alone_and_what_follows_is_ours_a
     assert [call["config"] for call in routed] == [CONFIG]
 
 
-@pytest.mark.parametrize("by", ["pipe", "denoiser"])
-@pytest.mark.parametrize("family", ["sd15", "flux", "wan"])
-def test_none_gives_the_very_processors_back(family, by, tiny, routed):
-    case = tiny.BUILD[family]()
-    door = getattr(case, by)
-    stock = case.run()
-    models = (case.denoiser, case.pipe.vae)
-    before = [attention_state(model) for model in models]
-    door.set_attn_processor(PascalAttnProcessor())
-    door.set_attn_processor(None)
-    assert [attention_state(model) for model in models] == before
-    assert torch.equal(case.run(), stock)
-    assert not routed
-
-
-def test_none_does_nothing_where_ours_is_not_set(tiny):
+def test_none_does_nothing_where_ours_is_not_set():
     unet = tiny.tiny_unet()
     before = dict(unet.attn_processors)
     unet.set_attn_processor(None)
     assert all(p is before[name] for name, p in unet.attn_processors.items())
 
 
-def test_a_model_without_set_attn_processor_has_it_with_us(tiny, routed):
+def test_a_model_without_set_attn_processor_has_it_with_us(routed):
     vae = tiny.wan().pipe.vae
     latents = torch.randn(1, 4, 1, 4, 4)
     with torch.no_grad():
@@ -211,7 +179,7 @@ def test_a_model_without_set_attn_processor_has_it_with_us(tiny, routed):
         vae.set_attn_processor({"decoder.processor": PascalAttnProcessor()})
 
 
-def test_a_model_with_a_method_of_its_own_keeps_it(tiny):
+def test_a_model_with_a_method_of_its_own_keeps_it():
     unet = tiny.tiny_unet()
     assert "diffusers." in unet.set_attn_processor.__func__.__module__
     assert "diffusers." in diffusers.PriorTransformer.set_attn_processor.__module__
@@ -232,7 +200,7 @@ def test_linear_attention_is_named_by_the_patch_and_in_the_refusal():
         patch_attention(both[1])
 
 
-def test_flex_attention_chosen_for_a_processor_stays_its_choice(tiny):
+def test_flex_attention_chosen_for_a_processor_stays_its_choice():
     """The masks of this model are of another kind, which diffusers hands to no other backend."""
     dispatch = pytest.importorskip("diffusers.models.attention_dispatch", reason="this diffusers has no backends")
     transformer = tiny.model("FluxTransformer2DModel")
@@ -245,7 +213,7 @@ def test_flex_attention_chosen_for_a_processor_stays_its_choice(tiny):
         transformer.set_attn_processor(None)
 
 
-def test_a_function_as_processor_is_served_by_the_patch_and_refused_by_the_processor(routed, assert_same):
+def test_a_function_as_processor_is_served_by_the_patch_and_refused_by_the_processor(routed):
     module, x = host.Attention(16, heads=2, dim_head=8).eval(), torch.randn(1, 5, 16)
     module.processor = plain_function
     stock = module(x)

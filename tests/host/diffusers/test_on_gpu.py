@@ -1,12 +1,8 @@
 """Families on a CUDA card, in the types that cards run them in."""
 
-from __future__ import annotations
-
 import pytest
-
-pytest.importorskip("diffusers", reason="diffusers is not installed")
-
 import torch
+from attn_support import tiny_pipelines as tiny
 
 from pascal_attn_core import AttentionConfig
 from pascal_attn_core.diffusers import patch_attention
@@ -36,7 +32,7 @@ def on_gpu(value, dtype):
 @pytest.mark.parametrize("route", ["auto", "tiled"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name", SOME)
-def test_a_family_gives_the_output_of_stock(name, dtype, route, tiny):
+def test_a_family_gives_the_output_of_stock(name, dtype, route):
     family = tiny.family(name)
     model = family.build().to("cuda", dtype)
 

@@ -1,17 +1,14 @@
 """patch_attention, patch_pipeline: how far they reach, how they go away, and who else may be at work meanwhile."""
 
-from __future__ import annotations
-
 import concurrent.futures
 import logging
 
-import pytest
-
-pytest.importorskip("diffusers", reason="diffusers is not installed")
-
 import diffusers
+import pytest
 import torch
 import torch.nn.functional as F
+from attn_support import tiny_pipelines as tiny
+from attn_support.tiny_pipelines import assert_same, do, stock_calls
 from diffusers.models import attention_processor as host
 
 import pascal_attn_core.diffusers as pascal
@@ -22,11 +19,10 @@ from pascal_attn_core.observe.report import record
 from pascal_attn_core.sdpa_patch import patch_sdpa
 
 
-def test_text_encoders_of_transformers_are_not_reached(tiny, routed):
+def test_text_encoders_of_transformers_are_not_reached(routed):
     transformers = pytest.importorskip("transformers", reason="transformers is not installed")
-    config = transformers.CLIPTextConfig(
-        hidden_size=32, intermediate_size=37, num_attention_heads=4, num_hidden_layers=1, vocab_size=100
-    )
+    sizes = {"hidden_size": 32, "intermediate_size": 37, "num_attention_heads": 4, "num_hidden_layers": 1}
+    config = transformers.CLIPTextConfig(**sizes, vocab_size=100)
     case = tiny.sd15()
     case.pipe.register_modules(text_encoder=transformers.CLIPTextModel(config))
     with patch_attention(case.pipe):
@@ -34,7 +30,7 @@ def test_text_encoders_of_transformers_are_not_reached(tiny, routed):
     assert not routed
 
 
-def test_a_modular_pipeline_is_served_like_any_other(tiny, routed):
+def test_a_modular_pipeline_is_served_like_any_other(routed):
     if not hasattr(diffusers, "ModularPipeline"):
         pytest.skip("this diffusers has no ModularPipeline")
     unet = tiny.tiny_unet()
@@ -45,33 +41,24 @@ def test_a_modular_pipeline_is_served_like_any_other(tiny, routed):
     assert all(isinstance(p, PascalAttnProcessor) for p in unet.attn_processors.values())
 
 
-def test_a_model_without_softmax_attention_is_refused_by_name():
-    with pytest.raises(ValueError, match=r"Linear must hold attention that calls scaled_dot_product_attention, got"):
-        patch_attention(torch.nn.Linear(2, 2))
-
-
-def test_a_compiled_component_is_reached(tiny):
-    case = tiny.sd15()
-    with patch_attention(case.pipe) as patch:
-        sites = patch.sites
-    case.pipe.unet = torch.compile(case.pipe.unet, backend="eager")
-    assert patch_attention(case.pipe).sites == sites
-
-
-def test_a_model_that_is_two_components_is_patched_once(tiny):
+def test_a_compiled_component_is_reached_and_a_model_that_is_two_components_once():
     case = tiny.wan()
     with patch_attention(case.pipe) as patch:
         sites = patch.sites
     case.pipe.register_modules(transformer_2=case.pipe.transformer)
     assert patch_attention(case.pipe).sites == sites
+    case.pipe.transformer = case.pipe.transformer_2 = torch.compile(case.pipe.transformer, backend="eager")
+    assert patch_attention(case.pipe).sites == sites
 
 
-def test_something_that_is_no_model_is_refused():
+def test_what_has_no_softmax_attention_is_refused_by_name():
+    with pytest.raises(ValueError, match=r"Linear must hold attention that calls scaled_dot_product_attention, got"):
+        patch_attention(torch.nn.Linear(2, 2))
     with pytest.raises(TypeError, match="got str"):
         patch_attention("unet")
 
 
-def test_a_failure_half_way_leaves_the_model_as_it_was(tiny, monkeypatch):
+def test_a_failure_half_way_leaves_the_model_as_it_was(monkeypatch):
     unet, calls = tiny.tiny_unet(), []
 
     def fails_at_the_third(module, redirect):
@@ -87,7 +74,7 @@ def test_a_failure_half_way_leaves_the_model_as_it_was(tiny, monkeypatch):
 
 
 @pytest.mark.parametrize("first", [0, 1])
-def test_patches_may_be_removed_in_any_order(first, tiny, stock_calls, routed):
+def test_patches_may_be_removed_in_any_order(first, routed):
     unet = tiny.tiny_unet()
     _, calls = stock_calls(lambda: tiny.run_unet(unet))
     configs = [AttentionConfig(budget_mib=1), AttentionConfig(budget_mib=2)]
@@ -108,21 +95,19 @@ def test_patches_may_be_removed_in_any_order(first, tiny, stock_calls, routed):
 
 @pytest.mark.parametrize("family", ["sd15", "wan"])
 @pytest.mark.parametrize("patched_first", [True, False])
-def test_a_processor_decides_over_a_patch_around_it(family, patched_first, tiny, stock_calls, routed):
-    case = tiny.BUILD[family]()
-    _, calls = stock_calls(case.run)
+def test_a_processor_decides_over_a_patch_around_it(family, patched_first, routed):
+    case, (_, calls) = tiny.BUILD[family](), tiny.stock_of(family)
     inner = AttentionConfig(budget_mib=2)
-    steps = [
+    do(
         lambda: patch_attention(case.pipe, AttentionConfig(budget_mib=1)),
         lambda: case.pipe.set_attn_processor(PascalAttnProcessor(inner)),
-    ]
-    for step in steps if patched_first else reversed(steps):
-        step()
+        backwards=not patched_first,
+    )
     case.run()
     assert [call["config"] for call in routed] == [inner] * calls.count
 
 
-def test_a_class_that_somebody_puts_on_top_stays_and_ours_below_does_nothing(tiny, routed, caplog):
+def test_a_class_that_somebody_puts_on_top_stays_and_ours_below_does_nothing(routed, caplog):
     unet = tiny.tiny_unet()
     patch = patch_attention(unet)
     module = next(m for m in unet.modules() if isinstance(m, host.Attention))
@@ -135,7 +120,7 @@ def test_a_class_that_somebody_puts_on_top_stays_and_ours_below_does_nothing(tin
     assert type(module).__name__ == "Theirs"
 
 
-def test_threads_with_and_without_a_patch_do_not_meet(tiny, assert_same, routed, stock_calls):
+def test_threads_with_and_without_a_patch_do_not_meet(routed):
     patched, plain = tiny.tiny_unet(), tiny.tiny_unet()
     _, calls = stock_calls(lambda: tiny.run_unet(plain))
     stock = [tiny.run_unet(plain, seed) for seed in range(4)]
@@ -148,7 +133,7 @@ def test_threads_with_and_without_a_patch_do_not_meet(tiny, assert_same, routed,
     assert len(routed) == 4 * calls.count
 
 
-def test_a_guider_that_skips_scores_acts_first(put_on, tiny, assert_same):
+def test_a_guider_that_skips_scores_acts_first(put_on):
     layer_skip = pytest.importorskip("diffusers.hooks.layer_skip", reason="this diffusers has no guiders")
 
     def skipping():
@@ -168,7 +153,7 @@ def test_a_guider_that_skips_scores_acts_first(put_on, tiny, assert_same):
 
 
 @pytest.mark.parametrize("scores", ["scores", "output"])
-def test_skip_layer_guidance_works_with_ours(scores, put_on, tiny, assert_same):
+def test_skip_layer_guidance_works_with_ours(scores, put_on):
     layer_skip = pytest.importorskip("diffusers.hooks.layer_skip", reason="this diffusers has no guiders")
     unet = tiny.tiny_unet()
     plain = tiny.run_unet(unet)
@@ -183,7 +168,7 @@ def test_skip_layer_guidance_works_with_ours(scores, put_on, tiny, assert_same):
     assert not torch.allclose(ours, plain)
 
 
-def test_hooks_of_accelerate_stay_inside(tiny, routed, assert_same):
+def test_hooks_of_accelerate_stay_inside(routed):
     hooks = pytest.importorskip("accelerate.hooks", reason="accelerate is not installed")
     unet = tiny.tiny_unet()
     stock = tiny.run_unet(unet)
@@ -197,7 +182,7 @@ def test_hooks_of_accelerate_stay_inside(tiny, routed, assert_same):
     assert routed
 
 
-def test_a_replaced_sdpa_is_reported_once(tiny, monkeypatch, caplog):
+def test_a_replaced_sdpa_is_reported_once(monkeypatch, caplog):
     original = F.scaled_dot_product_attention
 
     def sage_attention(*args, **kwargs):
@@ -214,7 +199,7 @@ def test_a_replaced_sdpa_is_reported_once(tiny, monkeypatch, caplog):
     assert "sage_attention" in caplog.text
 
 
-def test_our_own_switch_is_not_reported_as_a_replacement(tiny, caplog):
+def test_our_own_switch_is_not_reported_as_a_replacement(caplog):
     pascal._warn_once.cache_clear()
     with caplog.at_level(logging.WARNING, "pascal_attn"), patch_sdpa():
         patch_attention(tiny.tiny_unet()).remove()
@@ -230,7 +215,7 @@ def test_our_own_call_of_torch_inside_a_nested_redirect_is_not_taken_again(route
     assert report.routes() == {route: 1}
 
 
-def test_a_patch_may_come_and_go_while_another_thread_computes(tiny, assert_same):
+def test_a_patch_may_come_and_go_while_another_thread_computes():
     unet = tiny.tiny_unet()
     stock = tiny.run_unet(unet)
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
@@ -241,18 +226,16 @@ def test_a_patch_may_come_and_go_while_another_thread_computes(tiny, assert_same
         assert_same(result.result(), stock)
 
 
-def test_the_report_counts_the_calls_of_a_pipeline(tiny, stock_calls):
-    case = tiny.wan()
-    _, calls = stock_calls(case.run)
+def test_the_report_counts_the_calls_of_a_pipeline():
+    case, (_, calls) = tiny.wan(), tiny.stock_of("wan")
     with patch_attention(case.pipe), record() as report:
         case.run()
     assert report.total == calls.count
 
 
 @pytest.mark.parametrize("make", ["sd15", "wan"])
-def test_a_whole_pipeline_is_patched_in_one_call_and_left_as_it_was(tiny, make, assert_same):
-    case = getattr(tiny, make)()
-    stock = case.run()
+def test_a_whole_pipeline_is_patched_in_one_call_and_left_as_it_was(make):
+    case, (stock, _) = tiny.BUILD[make](), tiny.stock_of(make)
     patch = patch_pipeline(case.pipe)
     assert set(patch.parts) == {"attention", "feed-forward", "vae"}
     assert_same(case.run(), stock)
@@ -264,9 +247,8 @@ def test_a_whole_pipeline_is_patched_in_one_call_and_left_as_it_was(tiny, make, 
     assert torch.equal(case.run(), stock)
 
 
-def test_8_bits_are_asked_for_by_name_and_come_back_exact(tiny):
-    case = tiny.wan()
-    stock = case.run()
+def test_8_bits_are_asked_for_by_name_and_come_back_exact():
+    case, (stock, _) = tiny.wan(), tiny.stock_of("wan")
     with patch_pipeline(case.pipe, eight_bit=True) as patch:
         rounded = case.run()
         states = {state.name.partition(":")[0]: state for state in patch.report().states}
@@ -277,7 +259,7 @@ def test_8_bits_are_asked_for_by_name_and_come_back_exact(tiny):
     assert torch.equal(case.run(), stock)
 
 
-def test_an_error_of_a_part_ends_the_patch_of_all_and_is_not_taken_for_a_part_that_is_not_there(tiny):
+def test_an_error_of_a_part_ends_the_patch_of_all_and_is_not_taken_for_a_part_that_is_not_there():
     case = tiny.sd15()
 
     class Unread(type(case.pipe.vae)):

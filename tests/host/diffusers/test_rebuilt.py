@@ -1,15 +1,12 @@
 """Models that change after ours was set on them: rebuilt blocks, added attention, processors assigned by pipelines."""
 
-from __future__ import annotations
-
 import copy
 
-import pytest
-
-pytest.importorskip("diffusers", reason="diffusers is not installed")
-
 import diffusers
+import pytest
 import torch
+from attn_support import tiny_pipelines as tiny
+from attn_support.tiny_pipelines import assert_same, stock_calls
 from diffusers.models import attention_processor as host
 from torch.nn.modules import module as torch_module
 
@@ -20,28 +17,16 @@ from pascal_attn_core.diffusers import PascalAttnProcessor, patch_attention
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 
-def animatediff(tiny):
+def animatediff():
     """An AnimateDiff pipeline that is called with prompts: FreeNoise takes no embeddings."""
     if not hasattr(diffusers.AnimateDiffPipeline, "enable_free_noise"):
         pytest.skip("this diffusers has no FreeNoise")
     unet = tiny.tiny_unet()
-    adapter = diffusers.MotionAdapter(
-        block_out_channels=(16, 32),
-        motion_layers_per_block=1,
-        motion_norm_num_groups=2,
-        motion_num_attention_heads=4,
-        motion_max_seq_length=8,
-    )
-    tiny.reinitialise(adapter)
-    parts = tiny.sd15().pipe.components
-    pipe = diffusers.AnimateDiffPipeline(
-        vae=parts["vae"],
-        text_encoder=None,
-        tokenizer=None,
-        unet=unet,
-        motion_adapter=adapter,
-        scheduler=parts["scheduler"],
-    )
+    layers = {"motion_layers_per_block": 1, "motion_norm_num_groups": 2, "motion_num_attention_heads": 4}
+    adapter = diffusers.MotionAdapter(block_out_channels=(16, 32), motion_max_seq_length=8, **layers)
+    parts = {"unet": unet, "motion_adapter": tiny.reinitialise(adapter), "text_encoder": None, "tokenizer": None}
+    stock = tiny.sd15().pipe
+    pipe = diffusers.AnimateDiffPipeline(vae=stock.vae, scheduler=stock.scheduler, **parts)
     pipe.set_progress_bar_config(disable=True)
     pipe.unet.eval()
 
@@ -54,26 +39,19 @@ def animatediff(tiny):
 
 
 def run(pipe):
-    random = torch.Generator().manual_seed(0)
+    sizes = {"num_frames": 10 if pipe.free_noise_enabled else 6, "height": 16, "width": 16}
+    start = torch.Generator().manual_seed(0)
     with torch.no_grad():
-        return pipe(
-            "a",
-            num_frames=10 if pipe.free_noise_enabled else 6,
-            num_inference_steps=1,
-            generator=random,
-            output_type="latent",
-            height=16,
-            width=16,
-        ).frames
+        return pipe("a", num_inference_steps=1, generator=start, output_type="latent", **sizes).frames
 
 
 def classes_of(model):
     return [type(module) for module in model.modules()]
 
 
-def test_free_noise_keeps_every_site_and_removal_restores_everything(put_on, tiny, stock_calls, routed, assert_same):
+def test_free_noise_keeps_every_site_and_removal_restores_everything(put_on, routed):
     free_noise = {"context_length": 8, "context_stride": 4}
-    stock_pipe = animatediff(tiny)
+    stock_pipe, pipe, config = animatediff(), animatediff(), AttentionConfig(budget_mib=4)
     first, first_calls = stock_calls(lambda: run(stock_pipe))
     stock_pipe.enable_free_noise(**free_noise)
     noisy, noisy_calls = stock_calls(lambda: run(stock_pipe))
@@ -81,13 +59,10 @@ def test_free_noise_keeps_every_site_and_removal_restores_everything(put_on, tin
     stock_pipe.disable_free_noise()
     plain_classes = classes_of(stock_pipe.unet)
 
-    pipe, config = animatediff(tiny), AttentionConfig(budget_mib=4)
     take_off = put_on(pipe, config)
     pipe.enable_free_noise(**free_noise)
     assert_same(run(pipe), noisy)
-    assert len(routed) == noisy_calls.count > 0
-    assert all(call["config"] is config for call in routed)
-
+    assert [call["config"] for call in routed] == [config] * noisy_calls.count != []
     routed.clear()
     pipe.disable_free_noise()
     assert_same(run(pipe), first)
@@ -104,13 +79,13 @@ def test_free_noise_keeps_every_site_and_removal_restores_everything(put_on, tin
     assert not routed
 
 
-def test_split_inference_and_free_init_keep_every_site(put_on, tiny, stock_calls, routed, assert_same):
+def test_split_inference_and_free_init_keep_every_site(put_on, routed):
     def changed(pipe):
         pipe.enable_free_init(num_iters=2)
         pipe.enable_free_noise(context_length=8, context_stride=4)
         pipe.enable_free_noise_split_inference(spatial_split_size=8, temporal_split_size=4)
 
-    stock_pipe, pipe = animatediff(tiny), animatediff(tiny)
+    stock_pipe, pipe = animatediff(), animatediff()
     changed(stock_pipe)
     stock, calls = stock_calls(lambda: run(stock_pipe))
     put_on(pipe)
@@ -120,62 +95,61 @@ def test_split_inference_and_free_init_keep_every_site(put_on, tiny, stock_calls
 
 
 @pytest.mark.parametrize("way", ["deepcopy", "torch.save"])
-def test_blocks_rebuilt_in_a_copy_are_served(way, put_on, tiny, routed, stock_calls):
-    pipe = animatediff(tiny)
+def test_blocks_rebuilt_in_a_copy_are_served(way, put_on, routed):
+    pipe = animatediff()
     take_off = put_on(pipe)
     unet = copy.deepcopy(pipe.unet) if way == "deepcopy" else tiny.from_file(pipe.unet)
     take_off()
     pipe.unet = unet
     pipe.enable_free_noise(context_length=8, context_stride=4)
     run(pipe)
-    stock_pipe = animatediff(tiny)
+    stock_pipe = animatediff()
     stock_pipe.enable_free_noise(context_length=8, context_stride=4)
     _, calls = stock_calls(lambda: run(stock_pipe))
     assert len(routed) == calls.count
 
 
-def attention(tiny):
+def attention():
     return tiny.reinitialise(host.Attention(query_dim=32, heads=2, dim_head=16))
 
 
-def test_a_module_takes_over_the_config_of_the_one_it_replaces(tiny, routed):
+def test_a_module_takes_over_the_config_of_the_one_it_replaces(routed):
     configs = [AttentionConfig(budget_mib=mib) for mib in (1, 2, 3)]
-    model = torch.nn.Sequential(*(attention(tiny) for _ in configs))
+    model = torch.nn.Sequential(*(attention() for _ in configs))
     for module, config in zip(model, configs):
         module.set_processor(PascalAttnProcessor(config))
-    model[1] = attention(tiny)
+    model[1] = attention()
     model(torch.randn(1, 5, 32))
     assert [call["config"] for call in routed] == configs
 
 
-def test_attention_that_is_added_is_served_as_all_around_it_is(tiny, routed):
+def test_attention_that_is_added_is_served_as_all_around_it_is(routed):
     config = AttentionConfig(budget_mib=3)
     model = torch.nn.Module()
-    model.first = attention(tiny)
+    model.first = attention()
     model.first.set_processor(PascalAttnProcessor(config))
-    model.second = torch.nn.Sequential(attention(tiny), torch.nn.Linear(32, 32))
+    model.second = torch.nn.Sequential(attention(), torch.nn.Linear(32, 32))
     model.second(model.first(torch.randn(1, 5, 32)))
     assert [call["config"] for call in routed] == [config] * 2
 
 
-def test_attention_put_beside_some_that_is_not_ours_is_left_alone(tiny, routed):
+def test_attention_put_beside_some_that_is_not_ours_is_left_alone(routed):
     model = torch.nn.Module()
-    model.first, model.second = attention(tiny), attention(tiny)
+    model.first, model.second = attention(), attention()
     model.first.set_processor(PascalAttnProcessor())
-    model.third = attention(tiny)
-    model.second = attention(tiny)  # what it replaces was not ours either
+    model.third = attention()
+    model.second = attention()  # what it replaces was not ours either
     model.third(model.second(model.first(torch.randn(1, 5, 32))))
     assert len(routed) == 1
 
 
-def test_an_ip_adapter_with_attention_of_its_own_is_served_when_loaded_afterwards(put_on, tiny, routed, stock_calls):
+def test_an_ip_adapter_with_attention_of_its_own_is_served_when_loaded_afterwards(put_on, routed):
     from diffusers.models.embeddings import IPAdapterPlusImageProjection, MultiIPAdapterImageProjection
 
     def load(unet):
         torch.manual_seed(0)
-        projection = IPAdapterPlusImageProjection(
-            embed_dims=16, output_dims=16, hidden_dims=16, depth=2, dim_head=8, heads=2, num_queries=4
-        )
+        sizes = {"embed_dims": 16, "output_dims": 16, "hidden_dims": 16, "num_queries": 4}
+        projection = IPAdapterPlusImageProjection(**sizes, depth=2, dim_head=8, heads=2)
         unet.encoder_hid_proj = MultiIPAdapterImageProjection([projection]).eval()
 
     def run_projection(unet):
@@ -194,7 +168,7 @@ def test_an_ip_adapter_with_attention_of_its_own_is_served_when_loaded_afterward
     assert len(routed) == 2
 
 
-def test_a_forward_looks_for_nothing(tiny, monkeypatch):
+def test_a_forward_looks_for_nothing(monkeypatch):
     """Models slice lists of modules in their forward, which registers modules with torch."""
     from pascal_attn_core.diffusers import arrivals
 
@@ -207,7 +181,7 @@ def test_a_forward_looks_for_nothing(tiny, monkeypatch):
     assert looked
 
 
-def test_perturbed_attention_guidance_has_every_call_routed(tiny, stock_calls, routed, assert_same):
+def test_perturbed_attention_guidance_has_every_call_routed(routed):
     case = tiny.sd15()
     parts = {**case.pipe.components, "safety_checker": None}
     parts.pop("image_encoder", None)
@@ -232,7 +206,7 @@ def test_perturbed_attention_guidance_has_every_call_routed(tiny, stock_calls, r
     assert not routed
 
 
-def test_the_hook_exists_only_while_something_is_redirected(tiny):
+def test_the_hook_exists_only_while_something_is_redirected():
     import gc
 
     gc.collect()
@@ -240,7 +214,7 @@ def test_the_hook_exists_only_while_something_is_redirected(tiny):
     pascal.uninstall()
     pascal.install()
     before = dict(hooks)
-    module = attention(tiny)
+    module = attention()
     with patch_attention(module), patch_attention(module):
         assert len(hooks) == len(before) + 1
     assert hooks == before

@@ -7,8 +7,6 @@ from pathlib import Path
 import pytest
 from attn_support import fresh
 
-pytest.importorskip("diffusers")
-
 PROGRAM = """
 import sys
 import torch

@@ -6,6 +6,7 @@ import array
 import copy
 import io
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -78,35 +79,27 @@ def test_lora_trains_through_slices() -> None:
             torch.testing.assert_close(two.grad, one.grad, rtol=1e-4, atol=1e-4)
 
 
-def _accelerate_hook(ff: nn.Module, seen: list[torch.Size]) -> tuple[Callable, Callable]:
-    hooks = pytest.importorskip("accelerate.hooks")
+def _hook_of(host: str, ff: nn.Module, seen: list[torch.Size]) -> tuple[Callable, Callable]:
+    """What adds a hook of the host to the module and removes it; it notes the shapes that the module is called with."""
+    hooks = pytest.importorskip(host)
 
     class Counting(hooks.ModelHook):
-        def pre_forward(self, module: nn.Module, *args: object, **kwargs: object) -> object:
-            seen.append(args[0].shape)  # type: ignore[attr-defined]
+        def pre_forward(self, module: nn.Module, *args: Any, **kwargs: object) -> object:
+            seen.append(args[0].shape)
             return args, kwargs
 
-    return lambda: hooks.add_hook_to_module(ff, Counting()), lambda: hooks.remove_hook_from_module(ff)
-
-
-def _diffusers_hook(ff: nn.Module, seen: list[torch.Size]) -> tuple[Callable, Callable]:
-    hooks = pytest.importorskip("diffusers.hooks.hooks")
-
-    class Counting(hooks.ModelHook):
-        def pre_forward(self, module: nn.Module, *args: object, **kwargs: object) -> object:
-            seen.append(args[0].shape)  # type: ignore[attr-defined]
-            return args, kwargs
-
+    if host == "accelerate.hooks":
+        return lambda: hooks.add_hook_to_module(ff, Counting()), lambda: hooks.remove_hook_from_module(ff)
     registry = hooks.HookRegistry.check_if_exists_or_initialize(ff)
     return lambda: registry.register_hook(Counting(), "counting"), lambda: registry.remove_hook("counting")
 
 
 @pytest.mark.parametrize("removed_first", [True, False])
 @pytest.mark.parametrize("patched_first", [True, False])
-@pytest.mark.parametrize("host", [_accelerate_hook, _diffusers_hook])
-def test_hooks_of_a_host_come_and_go(host: Callable, patched_first: bool, removed_first: bool) -> None:
+@pytest.mark.parametrize("host", ["accelerate.hooks", "diffusers.hooks.hooks"])
+def test_hooks_of_a_host_come_and_go(host: str, patched_first: bool, removed_first: bool) -> None:
     x, model, seen = torch.randn(1, 64, 16), Block().eval(), []
-    add, remove = host(model.ff, seen)
+    add, remove = _hook_of(host, model.ff, seen)
     with torch.no_grad():
         expected = model(x)
         if not patched_first:
@@ -258,14 +251,8 @@ def _count_slices(ff: nn.Module, call: Callable[[], object]) -> int:
     """How often the last linear layer is called."""
     lengths = array.array("q")  # a list would be state of the module
     last = ff.net[2]
-    own = last.__dict__.get("forward")
-    inner = last.forward
-
-    def counting(x: Tensor) -> Tensor:
-        lengths.append(x.shape[-2])
-        return inner(x)
-
-    last.forward = counting
+    own, inner = last.__dict__.get("forward"), last.forward
+    last.forward = lambda x: lengths.append(x.shape[-2]) or inner(x)
     try:
         call()
         del lengths[:]

@@ -39,22 +39,22 @@ def _same_output_sliced(model: nn.Module, call: Callable[[nn.Module], Tensor], t
     return report
 
 
-@pytest.mark.parametrize(
-    ("name", "chunked", "cannot"),
-    [
-        ("FluxTransformer2DModel", 2, 1),
-        ("WanTransformer3DModel (text to video)", 1, 0),
-        ("SD3Transformer2DModel (SD3)", 3, 0),
-        ("LTXVideoTransformer3DModel", 1, 0),
-        ("UNet2DConditionModel (Stable Diffusion 1.5)", 4, 0),
-    ],
-)
-def test_diffusers_models(name: str, chunked: int, cannot: int) -> None:
+DIFFUSERS = {
+    "FluxTransformer2DModel": (2, 1),
+    "WanTransformer3DModel (text to video)": (1, 0),
+    "SD3Transformer2DModel (SD3)": (3, 0),
+    "LTXVideoTransformer3DModel": (1, 0),
+    "UNet2DConditionModel (Stable Diffusion 1.5)": (4, 0),
+}
+
+
+@pytest.mark.parametrize("name", DIFFUSERS)
+def test_diffusers_models(name: str) -> None:
+    chunked, cannot = DIFFUSERS[name]
     family = next(family for family in families() if family.name == name)
     report = _same_output_sliced(family.build(), lambda model: outputs(family, model), tokens=4)
-    assert report.count("chunked") == chunked, report.text()
-    assert report.count("cannot be") == cannot, report.text()
-    assert len(report.lines) == chunked + cannot
+    counts = report.count("chunked"), report.count("cannot be"), len(report.lines)
+    assert counts == (chunked, cannot, chunked + cannot), report.text()
     if cannot:
         assert "single_transformer_blocks.0 (FluxSingleTransformerBlock)" in report.text()
 
@@ -126,11 +126,17 @@ def test_the_experts_of_a_mixture_are_sliced_each_by_itself() -> None:
                 for x, wanted in zip(inputs, expected):
                     torch.testing.assert_close(mixture(x), wanted, rtol=1e-4, atol=1e-5)
                 report = patch.report()
-            assert [line.name for line in report.lines] == [
-                "0.shared_experts",
-                *(f"0.experts.{place}" for place in range(4)),
-            ], report.text()
+            names = ["0.shared_experts", *(f"0.experts.{place}" for place in range(4))]
+            assert [line.name for line in report.lines] == names, report.text()
             assert report.count("chunked") == 5, report.text()
+
+
+def _chunked_once(model: nn.Module, call: Callable, state: str = "chunked") -> Any:
+    """What the call returns while the only feed-forward module is sliced, or refused."""
+    with patch_ffn(model, include="0", chunk_tokens=100) as patch:
+        out = call()
+        assert patch.report().count(state) == 1, patch.report().text()
+    return out
 
 
 @pytest.mark.parametrize("grad", [False, True])
@@ -143,10 +149,7 @@ def test_weights_quantised_by_quanto(kind: str, grad: bool) -> None:
     model.requires_grad_(False)
     x = torch.randn(2, 384, 64, requires_grad=grad)
     with torch.set_grad_enabled(grad):
-        expected = model(x)
-        with patch_ffn(model, include="0", chunk_tokens=100) as patch:
-            out = model(x)
-            assert patch.report().count("chunked") == 1, patch.report().text()
+        expected, out = model(x), _chunked_once(model, lambda: model(x))
     torch.testing.assert_close(out, expected)
     if grad:
         wanted, found = (torch.autograd.grad(y.square().sum(), x)[0] for y in (expected, out))
@@ -162,17 +165,13 @@ def test_loha(grad: bool) -> None:
     adapted = peft.get_peft_model(model, config).eval()
     x = torch.randn(2, 384, 64)
     trained = [parameter for parameter in adapted.parameters() if parameter.requires_grad]
+    inner = adapted.base_model.model
     with torch.set_grad_enabled(grad):
-        expected = adapted(x)
-        with patch_ffn(adapted.base_model.model, include="0", chunk_tokens=100) as patch:
-            out = adapted(x)
-            assert patch.report().count("chunked") == 1, patch.report().text()
+        expected, out = adapted(x), _chunked_once(inner, lambda: adapted(x))
     torch.testing.assert_close(out, expected)
     if grad:
         wanted, found = (torch.autograd.grad(y.square().mean(), trained) for y in (expected, out))
         for one, two in zip(found, wanted):
             torch.testing.assert_close(one, two, rtol=1e-4, atol=1e-4 * two.abs().max().item())
         adapted.train()  # it draws a number in each call, to drop the adapter or not
-        with patch_ffn(adapted.base_model.model, include="0", chunk_tokens=100) as patch:
-            adapted(x)
-            assert patch.report().count("refused") == 1, patch.report().text()
+        _chunked_once(inner, lambda: adapted(x), "refused")

@@ -1,29 +1,23 @@
-"""Fixtures of the Transformers tests: tiny models, our registered name, call counters."""
+"""Fixtures of the Transformers tests: our registered name, call counters."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from types import ModuleType
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
-import torch
 from torch import Tensor
 
-NAME = "pascal_chunked"
 
-
-@pytest.fixture(scope="session")
-def tiny() -> ModuleType:
-    """The module of tiny models, which imports Transformers."""
-    from attn_support import tiny_models
-
-    return tiny_models
+def pytest_pycollect_makemodule() -> None:
+    pytest.importorskip("transformers", minversion="4.53", reason="needs transformers 4.53 or newer")
 
 
 @pytest.fixture
 def registered() -> Iterator[str]:
-    """Our attention under its name, for one test."""
+    """Our attention under the name ``tiny_models.NAME``, for one test."""
+    from attn_support.tiny_models import NAME
+
     from pascal_attn_core.transformers import register_with_transformers
 
     with register_with_transformers(name=NAME):
@@ -44,15 +38,3 @@ def routed(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
 
     monkeypatch.setattr(host, "sdpa", counted)
     return calls
-
-
-@pytest.fixture
-def differs() -> Callable[[Tensor, Tensor], float]:
-    """The largest difference of two results in units of the largest value."""
-
-    def measure(ours: Tensor, stock: Tensor) -> float:
-        assert ours.shape == stock.shape
-        assert torch.isfinite(ours).all()
-        return ((ours - stock).abs().max() / stock.abs().max()).item()
-
-    return measure

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
-
-pytest.importorskip("transformers", minversion="4.53", reason="needs transformers 4.53 or newer")
-
+from attn_support import tiny_models as tiny
 from attn_support.randomness import some
 from attn_support.tiny_models import WINDOW, plain
+from torch import Tensor
 from transformers import masking_utils
 
 from pascal_attn_core.mask_rules.lazy import LazyMask
@@ -135,17 +131,15 @@ def test_what_would_be_silently_wrong_is_refused(name: str) -> None:
 
 @pytest.mark.parametrize("family", ["llama", "mistral", "gemma2", "gpt_oss", "llama4"])
 def test_weights_that_are_asked_for_are_those_of_eager(
-    tiny: ModuleType, registered: str, family: str, caplog: pytest.LogCaptureFixture
+    registered: str, family: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    if tiny.missing(family):
-        pytest.skip(tiny.missing(family))
     model, inputs = tiny.build(family), tiny.prompt()
 
     def run() -> Any:
         with torch.no_grad():
             return model(**inputs, output_attentions=True).attentions
 
-    stock, ours = (tiny.with_attention(model, name, run) for name in ("eager", registered))
+    stock, ours = tiny.stock_and_ours(model, run)
     seen = inputs["attention_mask"][:, None, :, None].bool()
     for mine, theirs in zip(ours, stock, strict=True):
         torch.testing.assert_close(mine * seen, theirs * seen, atol=1e-4, rtol=1e-3)
@@ -161,7 +155,7 @@ def only(routed: list[dict[str, Any]], **wanted: Any) -> None:
     ("family", "padding", "window"), [("llama", 0, None), ("llama", 5, None), ("mistral", 0, (WINDOW - 1, -1))]
 )
 def test_a_prefill_arrives_as_causal_with_a_window_and_one_row_of_padding(
-    tiny: ModuleType, registered: str, routed: list, family: str, padding: int, window: tuple[int, int] | None
+    registered: str, routed: list, family: str, padding: int, window: tuple[int, int] | None
 ) -> None:
     model = tiny.build(family)
     tiny.with_attention(model, registered, lambda: tiny.logits(model, tiny.prompt(padding=padding)))
@@ -170,7 +164,7 @@ def test_a_prefill_arrives_as_causal_with_a_window_and_one_row_of_padding(
     assert shapes == {(2, 1, 1, 19) if padding else None}
 
 
-def test_a_static_cache_is_cut_to_what_is_in_it(tiny: ModuleType, registered: str, routed: list) -> None:
+def test_a_static_cache_is_cut_to_what_is_in_it(registered: str, routed: list) -> None:
     model, inputs = tiny.build("llama"), tiny.prompt(padding=0)
     options = {"cache_implementation": "static", "max_new_tokens": 3}
     tiny.with_attention(model, registered, lambda: tiny.tokens(model, inputs, **options))
@@ -178,13 +172,13 @@ def test_a_static_cache_is_cut_to_what_is_in_it(tiny: ModuleType, registered: st
     only(prefill, mask=None, is_causal=True, key=torch.Size((2, 2, 19, 8)))
 
 
-def test_tokens_after_a_past_are_aligned_to_the_lower_right(tiny: ModuleType, registered: str, routed: list) -> None:
+def test_tokens_after_a_past_are_aligned_to_the_lower_right(registered: str, routed: list) -> None:
     tensors, mask = qkv(4, 9), host_mask("causal", 4, 9, 5)
     attention(MODULE, *tensors, mask)
     only(routed, mask=None, is_causal=True, alignment="lower_right")
 
 
-def test_chunks_arrive_as_a_band_and_a_rule(tiny: ModuleType, registered: str, routed: list) -> None:
+def test_chunks_arrive_as_a_band_and_a_rule(registered: str, routed: list) -> None:
     model = tiny.build("llama4")
     tiny.with_attention(model, registered, lambda: tiny.logits(model, tiny.prompt(padding=0)))
     assert routed[0]["window"] == (tiny.WINDOW - 1, -1)
@@ -195,9 +189,7 @@ def test_chunks_arrive_as_a_band_and_a_rule(tiny: ModuleType, registered: str, r
 @pytest.mark.filterwarnings("ignore:.gradient_checkpointing_:FutureWarning")
 @pytest.mark.parametrize("family", ["llama", "mistral", "gemma2", "gpt_oss"])
 @pytest.mark.parametrize("checkpointing", [False, True])
-def test_gradients_are_those_of_eager(tiny: ModuleType, registered: str, family: str, checkpointing: bool) -> None:
-    if tiny.missing(family):
-        pytest.skip(tiny.missing(family))
+def test_gradients_are_those_of_eager(registered: str, family: str, checkpointing: bool) -> None:
     model, inputs = tiny.build(family), tiny.prompt()
     labels = inputs["input_ids"].masked_fill(inputs["attention_mask"] == 0, -100)
     labels[0, 5] = -100  # predicted from padding, which sees nothing here and everything in eager
@@ -211,7 +203,7 @@ def test_gradients_are_those_of_eager(tiny: ModuleType, registered: str, family:
         model.gradient_checkpointing_disable()
         return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
-    stock, ours = (tiny.with_attention(model, name, run) for name in ("eager", registered))
+    stock, ours = tiny.stock_and_ours(model, run)
     assert stock.keys() == ours.keys()
     for name, grad in stock.items():
         torch.testing.assert_close(ours[name], grad, rtol=1e-3, atol=1e-4 * grad.abs().max().item() + 1e-7)
@@ -220,9 +212,7 @@ def test_gradients_are_those_of_eager(tiny: ModuleType, registered: str, family:
 @pytest.mark.parametrize(
     ("family", "padding"), some([("llama", 0), ("mistral", 5), ("gpt_oss", 5), ("llama", 5), ("gemma2", 0)], 2)
 )
-def test_a_compiled_model_gives_the_same_logits(
-    tiny: ModuleType, registered: str, differs: Callable, family: str, padding: int
-) -> None:
+def test_a_compiled_model_gives_the_same_logits(registered: str, family: str, padding: int) -> None:
     if tiny.is_older("5.0"):
         pytest.skip("compiling is tested with Transformers 5")
     model, inputs = tiny.build(family), tiny.prompt(padding=padding)
@@ -230,10 +220,10 @@ def test_a_compiled_model_gives_the_same_logits(
     torch._dynamo.reset()
     compiled = torch.compile(model, backend="eager", fullgraph=family != "gpt_oss")
     tiny.use(model, registered)
-    assert differs(tiny.logits(compiled, inputs), stock) < 1e-4
+    assert tiny.difference(tiny.logits(compiled, inputs), stock) < 1e-4
 
 
-def test_a_compiled_decode_is_compiled_once(tiny: ModuleType, registered: str) -> None:
+def test_a_compiled_decode_is_compiled_once(registered: str) -> None:
     """With a static cache the mask of a step is a tensor of one shape: nothing is compiled anew from step to step."""
     if tiny.is_older("5.0"):
         pytest.skip("compiling is tested with Transformers 5")

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from attn_support import tiny_models as tiny
 from attn_support.randomness import at_night
 from torch import Tensor
 
@@ -46,7 +47,7 @@ def batched(model: Any, inputs: list[list[int]], new: int = NEW, **more: Any) ->
     return [result.generated_tokens for result in results.values()]
 
 
-def alone(tiny: ModuleType, model: Any, inputs: list[list[int]]) -> list[list[int]]:
+def alone(model: Any, inputs: list[list[int]]) -> list[list[int]]:
     def one(ids: list[int]) -> list[int]:
         given = torch.tensor([ids])
         found = tiny.tokens(model, {"input_ids": given, "attention_mask": torch.ones_like(given)}, max_new_tokens=NEW)
@@ -70,28 +71,26 @@ def steps(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "mistral", "gemma2", "gemma3", "gpt_oss", "qwen2_moe"])
-def test_tokens_are_those_of_each_request_alone(
-    tiny: ModuleType, registered: str, steps: list[list[int]], family: str
-) -> None:
+def test_tokens_are_those_of_each_request_alone(registered: str, steps: list[list[int]], family: str) -> None:
     """Grouped heads, sliding windows, layers of both kinds, softcap and sinks; prompts in parts beside decoding."""
     model = tiny.build(family)
-    wanted = alone(tiny, model, prompts())
+    wanted = alone(model, prompts())
     ours = tiny.with_attention(model, registered, lambda: batched(model, prompts()))
     assert ours == wanted
     assert model.config._attn_implementation != registered
     assert any(1 in step and max(step) > 1 for step in steps), "no step held both prompts and decoding requests"
 
 
-def test_a_shared_prefix_and_several_answers_of_one_prompt(tiny: ModuleType, registered: str) -> None:
+def test_a_shared_prefix_and_several_answers_of_one_prompt(registered: str) -> None:
     model = tiny.build("llama")
     shared = [prompts()[4], prompts()[4] + [7, 8], prompts()[4]]
     ours = tiny.with_attention(model, registered, lambda: batched(model, shared))
-    assert ours == alone(tiny, model, shared)
+    assert ours == alone(model, shared)
 
 
 @at_night
 @pytest.mark.slow
-def test_a_compiled_step_gives_the_same_tokens(tiny: ModuleType, registered: str) -> None:
+def test_a_compiled_step_gives_the_same_tokens(registered: str) -> None:
     """Compiled steps are padded: there are queries behind the last request."""
     model, inputs = tiny.build("llama", num_hidden_layers=1), prompts((5, 11))
     compiled = transformers.CompileConfig(backend="eager", fullgraph=False, mode=None)
@@ -99,17 +98,17 @@ def test_a_compiled_step_gives_the_same_tokens(tiny: ModuleType, registered: str
     torch.compiler.reset()
     ours = tiny.with_attention(model, registered, lambda: batched(model, inputs, continuous_batching_config=config))
     torch.compiler.reset()
-    assert ours == alone(tiny, model, inputs)
+    assert ours == alone(model, inputs)
 
 
-def test_the_tile_asked_for_is_used(tiny: ModuleType) -> None:
+def test_the_tile_asked_for_is_used() -> None:
     model = tiny.build("llama")
     with register_with_transformers(tile_size=8, name="pascal_chunked"), record() as report:
         tiny.with_attention(model, "pascal_chunked", lambda: batched(model, prompts()))
     assert set(report.routes()) == {"tiled"}
 
 
-def test_no_mask_of_queries_by_keys_exists(tiny: ModuleType, registered: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_mask_of_queries_by_keys_exists(registered: str, monkeypatch: pytest.MonkeyPatch) -> None:
     tokens = 2048
     model = tiny.build("llama", **ONE_LAYER, max_position_embeddings=2 * tokens)
     largest, masks = [], []
@@ -134,7 +133,7 @@ def test_no_mask_of_queries_by_keys_exists(tiny: ModuleType, registered: str, mo
     assert max(largest) < tokens * tokens, "a bool mask takes L*S bytes"
 
 
-def test_no_memory_is_set_aside_for_masks(tiny: ModuleType, registered: str) -> None:
+def test_no_memory_is_set_aside_for_masks(registered: str) -> None:
     model = tiny.build("llama")
     handler = PagedAttentionMemoryHandler.__new__(PagedAttentionMemoryHandler)
     handler.config, handler.num_attention_masks, handler.io_multiplier = model.config, 1, 1
@@ -146,7 +145,7 @@ def test_no_memory_is_set_aside_for_masks(tiny: ModuleType, registered: str) -> 
     assert planned == {registered: 0, "sdpa": 4 * 64 * (160 + 64)}
 
 
-def test_the_host_is_left_as_it_was_found(tiny: ModuleType) -> None:
+def test_the_host_is_left_as_it_was_found() -> None:
     def methods() -> tuple[object, object]:
         return ContinuousBatchingManager.switch_to_cb_friendly_attn, PagedAttentionMemoryHandler.attention_mask_bytes
 
@@ -164,9 +163,9 @@ def test_the_host_is_left_as_it_was_found(tiny: ModuleType) -> None:
     assert methods() == before
 
 
-def test_other_names_are_treated_as_before(tiny: ModuleType, registered: str, steps: list[list[int]]) -> None:
+def test_other_names_are_treated_as_before(registered: str, steps: list[list[int]]) -> None:
     model = tiny.build("llama")
-    assert tiny.with_attention(model, "eager", lambda: batched(model, prompts())) == alone(tiny, model, prompts())
+    assert tiny.with_attention(model, "eager", lambda: batched(model, prompts())) == alone(model, prompts())
     assert not steps
 
 

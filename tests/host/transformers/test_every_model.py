@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from attn_support import tiny_models as tiny
 from attn_support.randomness import some
 from torch import Tensor
 
@@ -26,33 +27,11 @@ KINDS = {
     "both": modeling_auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
 }
 AT_LEAST = {"decoder": 90, "encoder": 30, "both": 10}
-# Sizes by every name that some configuration has for them.
-SIZES: dict[int, str] = {
-    61: "vocab_size vocab_size_per_layer_input",
-    32: "hidden_size d_model n_embd word_embed_proj_dim embedding_size dim moe_intermediate_size"
-    " shared_expert_intermediate_size",
-    48: "intermediate_size d_ff ffn_dim hidden_dim encoder_ffn_dim decoder_ffn_dim",
-    2: "num_hidden_layers num_layers n_layer n_layers encoder_layers decoder_layers num_decoder_layers"
-    " num_key_value_heads num_global_key_value_heads num_experts_per_tok linear_num_key_heads",
-    4: "num_attention_heads num_heads n_head n_heads attention_heads encoder_attention_heads"
-    " decoder_attention_heads num_local_experts num_experts n_routed_experts linear_num_value_heads rotary_dim",
-    8: "head_dim global_head_dim d_kv qk_rope_head_dim qk_nope_head_dim v_head_dim hidden_size_per_layer_input"
-    " linear_key_head_dim linear_value_head_dim",
-    16: "q_lora_rank kv_lora_rank",
-    7: "sliding_window attention_chunk_size",
-    128: "max_position_embeddings n_positions",
-    1: "n_group topk_group first_k_dense_replace",
-    0: "pad_token_id attention_dropout num_kv_shared_layers",
-}
 PARAMETERS = 20_000_000  # what ignores our sizes is left out
 
 
 def config_of(model_type: str) -> Any:
-    config_class = getattr(transformers, CONFIG_MAPPING_NAMES[model_type])
-    known = {name for base in config_class.__mro__ for name in getattr(base, "__annotations__", {})}
-    known |= set(config_class.attribute_map)
-    sizes = {name: size for size, names in SIZES.items() for name in names.split()}
-    return config_class(**{name: size for name, size in sizes.items() if name in known})
+    return tiny.config_of(getattr(transformers, CONFIG_MAPPING_NAMES[model_type]))
 
 
 def build(model_class: Any, model_type: str, implementation: str) -> Any:

@@ -2,29 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
+import transformers
+from attn_support import tiny_models as tiny
+from attn_support.tiny_models import DECODERS, ENCODERS, SEQ2SEQ, difference
 from torch import Tensor
-
-pytest.importorskip("transformers", minversion="4.53", reason="needs transformers 4.53 or newer")
-
-from attn_support.tiny_models import DECODERS, ENCODERS, SEQ2SEQ
 
 import pascal_attn_core.transformers as host
 
 SAME = 1e-4  # rounding, through a network, in units of the largest logit
 WRONG = 1e-2
+pytestmark = pytest.mark.usefixtures("registered")
 
 
 @pytest.fixture
-def model(tiny: ModuleType, request: pytest.FixtureRequest) -> Any:
-    reason = tiny.missing(request.param)
-    if reason:
-        pytest.skip(reason)
+def model(request: pytest.FixtureRequest) -> Any:
     return tiny.build(request.param)
 
 
@@ -34,66 +29,42 @@ def families(*names: str) -> Any:
 
 @families(*DECODERS, *ENCODERS)
 @pytest.mark.parametrize("padding", [0, 5])
-def test_same_logits_as_eager(
-    tiny: ModuleType, registered: str, routed: list, differs: Callable, model: Any, padding: int
-) -> None:
-    inputs = tiny.prompt(padding=padding)
-    stock = tiny.with_attention(model, "eager", lambda: tiny.logits(model, inputs))
-    ours = tiny.with_attention(model, registered, lambda: tiny.logits(model, inputs))
-    assert differs(ours, stock) < SAME
+def test_same_logits_as_eager(routed: list, model: Any, padding: int) -> None:
+    stock, ours = tiny.stock_and_ours(model, lambda: tiny.logits(model, tiny.prompt(padding=padding)))
+    assert difference(ours, stock) < SAME
     assert len(routed) == model.config.num_hidden_layers, "a layer did not come to us"
 
 
 @families(*DECODERS)
-@pytest.mark.parametrize("cache", ["dynamic", "static"])
-def test_same_greedy_tokens_as_eager_with_left_padding(
-    tiny: ModuleType, registered: str, routed: list, model: Any, cache: str
-) -> None:
-    inputs, options = tiny.prompt(), {} if cache == "dynamic" else {"cache_implementation": "static"}
-    stock = tiny.with_attention(model, "eager", lambda: tiny.tokens(model, inputs, **options))
-    ours = tiny.with_attention(model, registered, lambda: tiny.tokens(model, inputs, **options))
+@pytest.mark.parametrize("cache", [{}, {"cache_implementation": "static"}], ids=["dynamic", "static"])
+def test_same_greedy_tokens_as_eager_with_left_padding(routed: list, model: Any, cache: dict[str, str]) -> None:
+    stock, ours = tiny.stock_and_ours(model, lambda: tiny.tokens(model, tiny.prompt(), **cache))
     assert torch.equal(ours, stock)
     assert len(routed) == 10 * model.config.num_hidden_layers
 
 
 @families(*SEQ2SEQ)
-def test_encoder_decoders_give_the_same_logits_and_tokens(
-    tiny: ModuleType, registered: str, routed: list, differs: Callable, model: Any
-) -> None:
+def test_encoder_decoders_give_the_same_logits_and_tokens(routed: list, model: Any) -> None:
     inputs = tiny.prompt(left=False)
     labels = {"decoder_input_ids": tiny.prompt(length=9, padding=0)["input_ids"]}
-
-    def run() -> tuple[Tensor, Tensor]:
-        return tiny.logits(model, inputs | labels), tiny.tokens(model, inputs)
-
-    stock = tiny.with_attention(model, "eager", run)
-    ours = tiny.with_attention(model, registered, run)
-    assert differs(ours[0], stock[0]) < SAME
+    stock, ours = tiny.stock_and_ours(model, lambda: (tiny.logits(model, inputs | labels), tiny.tokens(model, inputs)))
+    assert difference(ours[0], stock[0]) < SAME
     assert torch.equal(ours[1], stock[1])
     layers = 2
     # One encoder and one decoder with self and cross attention; then generate: one encoder, ten steps.
     assert len(routed) == layers * (1 + 2) + layers * (1 + 2 * 10)
 
 
-def test_whisper_gives_the_same_tokens(tiny: ModuleType, registered: str, routed: list) -> None:
-    import transformers
-
-    config = transformers.WhisperConfig(
-        vocab_size=tiny.VOCAB, d_model=32, encoder_layers=2, decoder_layers=2, encoder_attention_heads=4,
-        decoder_attention_heads=4, encoder_ffn_dim=48, decoder_ffn_dim=48, num_mel_bins=8, max_source_positions=20,
-        pad_token_id=0, bos_token_id=1, eos_token_id=2, decoder_start_token_id=3, suppress_tokens=None,
-        begin_suppress_tokens=None,
-    )  # fmt: skip
-    torch.manual_seed(0)
-    model = transformers.WhisperForConditionalGeneration(config).eval()
-    tiny.draw_weights(model)
+def test_whisper_gives_the_same_logits(routed: list) -> None:
+    own = {"num_mel_bins": 8, "max_source_positions": 20, "eos_token_id": 2, "decoder_start_token_id": 3}
+    unused = {"suppress_tokens": None, "begin_suppress_tokens": None}
+    model = tiny.made("WhisperForConditionalGeneration", **own, **unused)
     features = {
         "input_features": torch.randn(2, 8, 40),
         "decoder_input_ids": torch.tensor([[3, 5, 9, 4], [3, 7, 8, 6]]),
     }
-    stock = tiny.with_attention(model, "eager", lambda: tiny.logits(model, features))
-    ours = tiny.with_attention(model, registered, lambda: tiny.logits(model, features))
-    torch.testing.assert_close(ours, stock, rtol=0, atol=SAME * stock.abs().max().item())
+    stock, ours = tiny.stock_and_ours(model, lambda: tiny.logits(model, features))
+    assert difference(ours, stock) < SAME
     assert len(routed) == 2 + 2 * 2
 
 
@@ -106,13 +77,9 @@ FORGOTTEN = [
 
 
 @pytest.mark.parametrize(("model", "forgotten"), FORGOTTEN, indirect=["model"])
-def test_what_is_forgotten_is_noticed(
-    tiny: ModuleType, registered: str, differs: Callable, model: Any, forgotten: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_is_forgotten_is_noticed(model: Any, forgotten: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if tiny.is_older("4.57") and model.config.model_type == "gpt2" and forgotten == "bandless":
         pytest.skip("GPT-2 makes its mask itself in this Transformers")
-    inputs = tiny.prompt()
-    stock = tiny.with_attention(model, "eager", lambda: tiny.logits(model, inputs))
     options = {"bandless": {"is_causal": False, "window": None}}.get(forgotten, {forgotten: None})
     original = host.sdpa
 
@@ -120,66 +87,58 @@ def test_what_is_forgotten_is_noticed(
         return original(query, key, value, dropout_p=dropout_p, **{"attn_mask": mask, **given, **options})
 
     monkeypatch.setattr(host, "sdpa", forgetful)
-    wrong = tiny.with_attention(model, registered, lambda: tiny.logits(model, inputs))
-    assert differs(wrong, stock) > WRONG
+    stock, wrong = tiny.stock_and_ours(model, lambda: tiny.logits(model, tiny.prompt()))
+    assert difference(wrong, stock) > WRONG
 
 
 @families("llama", "mistral", "gpt_oss")
-def test_beam_search_gives_the_same_tokens(tiny: ModuleType, registered: str, model: Any) -> None:
-    inputs = tiny.prompt()
-    stock = tiny.with_attention(model, "eager", lambda: tiny.tokens(model, inputs, num_beams=3))
-    assert torch.equal(tiny.with_attention(model, registered, lambda: tiny.tokens(model, inputs, num_beams=3)), stock)
+def test_beam_search_gives_the_same_tokens(model: Any) -> None:
+    stock, ours = tiny.stock_and_ours(model, lambda: tiny.tokens(model, tiny.prompt(), num_beams=3))
+    assert torch.equal(ours, stock)
 
 
 @families("llama", "mistral")
-def test_assisted_generation_gives_the_same_tokens(tiny: ModuleType, registered: str, routed: list, model: Any) -> None:
+def test_assisted_generation_gives_the_same_tokens(routed: list, model: Any) -> None:
     inputs, helper = tiny.prompt(batch=1, padding=0), tiny.build("llama", num_hidden_layers=1)
-    tiny.use(helper, registered)
+    tiny.use(helper, tiny.NAME)
     stock = tiny.with_attention(model, "eager", lambda: tiny.tokens(model, inputs))
     routed.clear()
-    ours = tiny.with_attention(model, registered, lambda: tiny.tokens(model, inputs, assistant_model=helper))
+    ours = tiny.with_attention(model, tiny.NAME, lambda: tiny.tokens(model, inputs, assistant_model=helper))
     assert torch.equal(ours, stock)
     assert any(1 < call["query"][2] < call["key"][2] for call in routed), "no call had several new tokens and a past"
 
 
 @families("llama", "mistral", "gpt_oss", "llama4")
 @pytest.mark.parametrize("cache", ["dynamic", "static"])
-def test_prefill_in_parts_gives_the_same_logits(
-    tiny: ModuleType, registered: str, differs: Callable, model: Any, cache: str
-) -> None:
+def test_prefill_in_parts_gives_the_same_logits(model: Any, cache: str) -> None:
     """The prompt in three parts, so that a band begins in the middle of a cache."""
-    from transformers import DynamicCache, StaticCache
-
-    inputs = tiny.prompt()
+    ids, mask = tiny.prompt().values()
 
     def run() -> Tensor:
         size = {"max_batch_size": 2} if tiny.is_older("4.57") else {}
         if cache == "static":
-            past = StaticCache(config=model.config, max_cache_len=32, **size)
+            past = transformers.StaticCache(config=model.config, max_cache_len=32, **size)
         else:
-            past = DynamicCache() if tiny.is_older("4.57") else DynamicCache(config=model.config)
+            past = transformers.DynamicCache(**({} if tiny.is_older("4.57") else {"config": model.config}))
         parts = []
         for first, last in ((0, 8), (8, 15), (15, 19)):
-            part = {
-                "input_ids": inputs["input_ids"][:, first:last],
-                "attention_mask": inputs["attention_mask"][:, :last],
-            }
+            part = {"input_ids": ids[:, first:last], "attention_mask": mask[:, :last]}
             position = {"cache_position": torch.arange(first, last)} if tiny.is_older("5.0") else {}
             with torch.no_grad():
                 out = model(**part, **position, past_key_values=past, use_cache=True)
-            parts.append(out.logits * inputs["attention_mask"][:, first:last, None])
+            parts.append(out.logits * mask[:, first:last, None])
         return torch.cat(parts, dim=1)
 
-    stock = tiny.with_attention(model, "sdpa" if model.config.model_type != "gpt_oss" else "eager", run)
-    assert differs(tiny.with_attention(model, registered, run), stock) < SAME
+    stock, ours = tiny.stock_and_ours(model, run, stock="sdpa" if model.config.model_type != "gpt_oss" else "eager")
+    assert difference(ours, stock) < SAME
 
 
 @families("llama", "qwen3")
-def test_a_quantised_cache_gives_the_same_tokens(tiny: ModuleType, registered: str, model: Any) -> None:
+def test_a_quantised_cache_gives_the_same_tokens(model: Any) -> None:
     """The host's quantised layer with a quantiser of two lines, as the real ones are packages of their own."""
     if tiny.is_older("5.0"):
         pytest.skip("the layer is another one in this Transformers")
-    from transformers.cache_utils import DynamicCache, QuantizedLayer
+    from transformers.cache_utils import QuantizedLayer
 
     class Rounded(QuantizedLayer):
         def _quantize(self, tensor: Tensor, axis: int) -> tuple[Tensor, Tensor]:
@@ -190,38 +149,34 @@ def test_a_quantised_cache_gives_the_same_tokens(tiny: ModuleType, registered: s
             return quantised[0] * quantised[1]
 
     def run() -> Tensor:
-        cache = DynamicCache()
+        cache = transformers.DynamicCache()
         cache.layers = [Rounded(residual_length=4) for _ in range(model.config.num_hidden_layers)]
         return tiny.tokens(model, tiny.prompt(), past_key_values=cache)
 
-    stock = tiny.with_attention(model, "eager", run)
-    assert torch.equal(tiny.with_attention(model, registered, run), stock)
+    stock, ours = tiny.stock_and_ours(model, run)
+    assert torch.equal(ours, stock)
 
 
 @families("llama", "mistral", "gemma3")
-def test_packed_sequences_do_not_see_each_other(
-    tiny: ModuleType, registered: str, differs: Callable, model: Any
-) -> None:
+def test_packed_sequences_do_not_see_each_other(model: Any) -> None:
     ids = tiny.prompt(batch=1, padding=0)["input_ids"]
     lengths = (9, 4, 6)
     packed = {"input_ids": ids, "position_ids": torch.cat([torch.arange(n) for n in lengths])[None]}
-    if tiny.is_older("5.0") and not hasattr(__import__("transformers").masking_utils, "packed_sequence_mask_function"):
+    if tiny.is_older("5.0") and not hasattr(transformers.masking_utils, "packed_sequence_mask_function"):
         pytest.skip("this Transformers does not know packed sequences")
-    ours = tiny.with_attention(model, registered, lambda: tiny.logits(model, packed, use_cache=False))
+    ours = tiny.with_attention(model, tiny.NAME, lambda: tiny.logits(model, packed, use_cache=False))
     alone = [tiny.logits(model, {"input_ids": part}, use_cache=False) for part in ids.split(lengths, dim=1)]
-    assert differs(ours, torch.cat(alone, dim=1)) < SAME
+    assert difference(ours, torch.cat(alone, dim=1)) < SAME
 
 
 @families("llama", "gpt2")
 @pytest.mark.parametrize("dtype", [torch.bool, torch.float32])
-def test_a_mask_of_one_s_own_is_used_as_it_is(
-    tiny: ModuleType, registered: str, differs: Callable, model: Any, dtype: torch.dtype
-) -> None:
+def test_a_mask_of_one_s_own_is_used_as_it_is(model: Any, dtype: torch.dtype) -> None:
     inputs = tiny.prompt(padding=0)
     allowed = (torch.rand(2, 1, 19, 19, generator=torch.Generator().manual_seed(3)) < 0.5) | torch.eye(19).bool()
     mask = allowed if dtype == torch.bool else torch.zeros(allowed.shape).masked_fill(~allowed, torch.finfo(dtype).min)
-    own = {"input_ids": inputs["input_ids"], "attention_mask": mask}
-    stock = tiny.with_attention(model, "sdpa", lambda: tiny.logits(model, own))
-    assert differs(tiny.with_attention(model, registered, lambda: tiny.logits(model, own)), stock) < SAME
+    own = {**inputs, "attention_mask": mask}
+    stock, ours = tiny.stock_and_ours(model, lambda: tiny.logits(model, own), stock="sdpa")
+    assert difference(ours, stock) < SAME
     causal = tiny.with_attention(model, "sdpa", lambda: tiny.logits(model, inputs))
-    assert differs(stock, causal) > WRONG
+    assert difference(stock, causal) > WRONG

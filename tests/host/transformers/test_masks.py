@@ -7,11 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
-
-pytest.importorskip("transformers", minversion="4.53", reason="needs transformers 4.53 or newer")
-
 from attn_support.tiny_models import packed_mask
+from torch import Tensor
 from transformers import masking_utils
 
 from pascal_attn_core.transformers.mask import HostMask, pascal_mask

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
-
-pytest.importorskip("transformers", minversion="4.53", reason="needs transformers 4.53 or newer")
+from attn_support import tiny_models as tiny
 
 from pascal_attn_core.observe.memory import PeakMemory
 
@@ -17,14 +15,14 @@ ONE_LAYER: dict[str, Any] = {"num_hidden_layers": 1, "max_position_embeddings": 
 ONE_LAYER |= {"num_attention_heads": 2, "hidden_size": 32, "head_dim": 16}
 
 
-def peak(tiny: ModuleType, model: Any, inputs: dict[str, Any]) -> PeakMemory:
+def peak(model: Any, inputs: dict[str, Any]) -> PeakMemory:
     with torch.no_grad(), PeakMemory("cpu") as memory:
         model.model(**inputs, use_cache=False)
     return memory
 
 
 @pytest.mark.parametrize("family", ["llama", "mistral", "llama4", "packed"])
-def test_nothing_of_the_size_of_the_mask_exists(tiny: ModuleType, registered: str, family: str) -> None:
+def test_nothing_of_the_size_of_the_mask_exists(registered: str, family: str) -> None:
     own = {"mistral": {"sliding_window": 512}, "llama4": {"attention_chunk_size": 512}}.get(family, {})
     if family == "llama4":
         own |= {"layer_types": ["chunked_attention"], "no_rope_layers": [1]}
@@ -35,15 +33,15 @@ def test_nothing_of_the_size_of_the_mask_exists(tiny: ModuleType, registered: st
         inputs = tiny.prompt(batch=1, length=tokens, padding=100 if family == "llama" else 0)
         if family == "packed":
             inputs = {"input_ids": inputs["input_ids"], "position_ids": torch.arange(tokens)[None] % 1000}
-        memory = peak(tiny, model, inputs)
+        memory = peak(model, inputs)
         peaks[tokens] = memory.peak_bytes
     assert memory.largest_tensor_bytes < TOKENS * TOKENS / 2, "a mask takes L*S bytes, scores take more"
     assert peaks[TOKENS] < 2.2 * peaks[TOKENS // 2]
 
 
-def test_eager_is_seen_to_store_it(tiny: ModuleType) -> None:
+def test_eager_is_seen_to_store_it() -> None:
     """The measurement would notice."""
     model = tiny.build("llama", **ONE_LAYER)
     tiny.use(model, "eager")
-    memory = peak(tiny, model, tiny.prompt(batch=1, length=1024, padding=100))
+    memory = peak(model, tiny.prompt(batch=1, length=1024, padding=100))
     assert memory.largest_tensor_bytes >= 2 * 1024 * 1024 * 4

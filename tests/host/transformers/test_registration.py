@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from types import ModuleType
-
 import pytest
 import torch
+import transformers
+from attn_support import tiny_models as tiny
 from attn_support.fresh import run
-
-pytest.importorskip("transformers", minversion="4.53", reason="needs transformers 4.53 or newer")
-
 from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface
 
+from pascal_attn_core import record
 from pascal_attn_core.transformers import make_hf_attention_fn, register_with_transformers, unsupported_reason
 
 INTERFACES = (AttentionInterface, AttentionMaskInterface)
@@ -84,26 +81,21 @@ def test_unusable_tiles_are_refused(size: object, error: type[Exception]) -> Non
 
 
 @pytest.mark.parametrize("size", [None, "auto", 8, 64])
-def test_the_tile_does_not_change_the_answer(tiny: ModuleType, differs: Callable, size: int | str | None) -> None:
-    model, inputs = tiny.build("llama"), tiny.prompt()
-    stock = tiny.with_attention(model, "eager", lambda: tiny.logits(model, inputs))
+def test_the_tile_does_not_change_the_answer(size: int | str | None) -> None:
+    model = tiny.build("llama")
     with register_with_transformers(tile_size=size):
-        ours = tiny.with_attention(model, "pascal_chunked", lambda: tiny.logits(model, inputs))
-    assert differs(ours, stock) < 1e-4
+        stock, ours = tiny.stock_and_ours(model, lambda: tiny.logits(model, tiny.prompt()))
+    assert tiny.difference(ours, stock) < 1e-4
 
 
-def test_a_tile_is_forced_on_the_tiled_route(tiny: ModuleType) -> None:
-    from pascal_attn_core import record
-
-    model, inputs = tiny.build("llama"), tiny.prompt()
+def test_a_tile_is_forced_on_the_tiled_route() -> None:
+    model = tiny.build("llama")
     with register_with_transformers(tile_size=8), record() as report:
-        tiny.with_attention(model, "pascal_chunked", lambda: tiny.logits(model, inputs))
+        tiny.with_attention(model, "pascal_chunked", lambda: tiny.logits(model, tiny.prompt()))
     assert report.routes() == {"tiled": 2}
 
 
-def test_models_that_do_not_ask_us_are_named(tiny: ModuleType) -> None:
-    import transformers
-
+def test_models_that_do_not_ask_us_are_named() -> None:
     assert unsupported_reason(tiny.build("llama")) is None
     assert unsupported_reason(tiny.build("gpt2")) is None
     config = transformers.ReformerConfig(attn_layers=["local"], num_attention_heads=2, hidden_size=16, is_decoder=True)
@@ -111,9 +103,7 @@ def test_models_that_do_not_ask_us_are_named(tiny: ModuleType) -> None:
     reason = unsupported_reason(transformers.ReformerModelWithLMHead(config))
     assert reason is not None
     assert "does not use AttentionInterface" in reason
-    bert = transformers.BertModel(
-        transformers.BertConfig(hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16)
-    )
+    bert = transformers.BertModel(tiny.config_of(transformers.BertConfig))
     assert (unsupported_reason(bert) is not None) == tiny.is_older("5.0")
     assert "no config" in (unsupported_reason(torch.nn.Linear(2, 2)) or "")
     with pytest.raises(TypeError, match=r"torch\.nn\.Module"):

@@ -20,19 +20,9 @@ from typing import Any
 
 from attn_support.comfy.server import free_port
 
-FLAGS = (
-    "--headless",
-    "--no-sandbox",
-    "--disable-gpu",
-    "--disable-quic",
-    "--disable-dev-shm-usage",
-    "--disable-background-networking",
-    "--disable-component-update",
-    "--disable-sync",
-    "--no-first-run",
-    "--hide-scrollbars",
-    "--force-color-profile=srgb",
-)
+FLAGS = ("--headless", "--no-sandbox", "--no-first-run", "--hide-scrollbars", "--force-color-profile=srgb")
+FLAGS += tuple(f"--disable-{name}" for name in ("gpu", "quic", "dev-shm-usage", "sync", "background-networking"))
+FLAGS += ("--disable-component-update",)
 ELEMENT = "element-6066-11e4-a52e-4f735466cecf"  # the name that the standard gives to a reference
 SELECT_ALL, BACKSPACE = "\ue009a\ue000", "\ue003"  # Control with "a", both released; as the standard writes keys
 

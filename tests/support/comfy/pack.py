@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import sys
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 NAME = "pascal_attention_pack"
 ROOT = Path(__file__).parents[3]
@@ -27,3 +29,13 @@ def load_pack() -> ModuleType:
             del sys.modules[NAME]
             raise
     return sys.modules[NAME]
+
+
+def node_module(name: str) -> Any:
+    """A module of the pack's folder ``nodes``."""
+    return importlib.import_module(f"{load_pack().__name__}.nodes.{name}")
+
+
+def core_module(name: str) -> Any:
+    """A module of the core that the pack brings."""
+    return importlib.import_module(f"{load_pack().__name__}.pascal_attn_core.{name}")

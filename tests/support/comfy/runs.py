@@ -2,22 +2,13 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Iterable
-from types import ModuleType
 from typing import Any
 
-from attn_support.comfy.pack import NAME, load_pack
+from attn_support.comfy.pack import core_module, node_module
 
-
-def part(name: str) -> ModuleType:
-    """A module of the pack: ``part("nodes.engine.runs")``."""
-    load_pack()
-    return importlib.import_module(f"{NAME}.{name}")
-
-
-RUNS, FIND, INFO = part("nodes.engine.runs"), part("nodes.reporting.findings"), part("pascal_attn_core.machine.facts")
-DEVICE, WHEELS = part("pascal_attn_core.machine.device"), part("pascal_attn_core.machine.wheels")
+RUNS, FIND = node_module("engine.runs"), node_module("reporting.findings")
+DEVICE, WHEELS, INFO = (core_module(f"machine.{name}") for name in ("device", "wheels", "facts"))
 GTX = DEVICE.DeviceInfo("cuda", "GTX 1080 Ti", (6, 1), 28, 2816 << 10, 11 << 30, "sm_61")
 CU126 = WHEELS.TorchBuild("2.14.0+cu126", "cuda", "12.6", ("sm_50", "sm_60", "sm_70"))
 CU130 = WHEELS.TorchBuild("2.14.0+cu130", "cuda", "13.0", ("sm_75", "sm_80", "sm_120"))

@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from attn_support.comfy.pack import NAME, load_pack
+from attn_support.comfy.pack import core_module, node_module
 from torch import Tensor, nn
 
-
-def node_module(name: str) -> Any:
-    """A module of the pack's folder ``nodes``."""
-    load_pack()
-    return importlib.import_module(f"{NAME}.nodes.{name}")
+__all__ = ["core_module", "node_module"]
 
 
 class StubHost:
@@ -103,6 +98,13 @@ def vae_attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     """As ComfyUI's VAEs: one head over ``[B, C, *positions]``."""
     tokens = (t.flatten(2).transpose(1, 2)[:, None] for t in (query, key, value))
     return F.scaled_dot_product_attention(*tokens)[:, 0].transpose(1, 2).reshape(query.shape)
+
+
+def host_attention(q: Tensor, k: Tensor, v: Tensor, heads: int, mask: Tensor | None = None, **_: Any) -> Tensor:
+    """As ComfyUI's over ``[B, N, H*D]``: key and value are read by the query's batch."""
+    batch, head_dim = q.shape[0], q.shape[-1] // heads
+    q, k, v = (t.reshape(batch, -1, heads, head_dim).transpose(1, 2) for t in (q, k, v))
+    return F.scaled_dot_product_attention(q, k, v, mask).transpose(1, 2).flatten(2)
 
 
 def make_engine(*, min_keys: int = 0, nan_guard: bool = True, min_queries: int = 1, **config: Any) -> Any:

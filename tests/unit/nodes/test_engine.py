@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import functools
-import importlib
+import sys
 import threading
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from attn_support.comfy.pack import NAME
-from attn_support.comfy.stub import StubHost, make_engine, node_module, stub_host  # noqa: F401
+from attn_support.comfy.stub import StubHost, core_module, make_engine, node_module
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
@@ -20,7 +19,7 @@ from pascal_attn_core.observe.memory import PeakMemory
 from pascal_attn_core.reference import reference_sdpa
 
 engine_module, runs = node_module("engine.engine"), node_module("engine.runs")
-meter_module, call_module = node_module("engine.meter"), importlib.import_module(f"{NAME}.pascal_attn_core.call")
+meter_module, call_module = node_module("engine.meter"), core_module("call")
 compare_module, in_run = node_module("engine.compare"), node_module("patches.replacements").in_run
 pytestmark = pytest.mark.usefixtures("stub_host")
 
@@ -130,11 +129,8 @@ def test_without_the_guard_the_output_is_what_it_is(monkeypatch: pytest.MonkeyPa
 
 
 def test_float16_scores_far_beyond_its_range_are_exact_work() -> None:
-    query, key, value = qkv(dtype=torch.float16)
-    given = (query * 300, key * 300, value)
-    engine = make_engine()
-    out = engine.attend(*given)
-    assert torch.isfinite(out).all()
+    (query, key, value), engine = qkv(dtype=torch.float16), make_engine()
+    assert torch.isfinite(engine.attend(query * 300, key * 300, value)).all()
     assert engine.run.warnings == []
 
 
@@ -163,8 +159,7 @@ class Cancelled(BaseException):
 
 @pytest.mark.parametrize("kind", [Cancelled, RuntimeError], ids=["BaseException", "Exception"])
 def test_an_interrupt_between_blocks_ends_the_call_and_the_next_is_clean(
-    stub_host: StubHost,  # noqa: F811
-    kind: type[BaseException],
+    stub_host: StubHost, kind: type[BaseException]
 ) -> None:
     engine = make_engine(route="tiled", q_block=16, kv_block=16)
     given = qkv()
@@ -186,31 +181,24 @@ def test_an_interrupt_between_blocks_ends_the_call_and_the_next_is_clean(
 
 
 def test_each_prompt_begins_with_the_full_budget(monkeypatch: pytest.MonkeyPatch) -> None:
-    import sys
-
     tiled_route = sys.modules[engine_module.forget_halvings.__module__]
     caps = tiled_route.runtime_of(torch.device("cpu")).part(tiled_route.MemoryCaps)
     prompt = "one"
     monkeypatch.setattr(node_module("comfy.host"), "prompt_id", lambda: prompt)
-    sampler, decoder = make_engine(), make_engine()
-    for engine in (sampler, decoder):
+    for engine in (make_engine(), make_engine()):
         engine.begin()
-        if engine is sampler:
+        if not caps:
             caps.lower(("a shape",), 1 << 20)
         engine.end()
         assert caps  # it is the same prompt still
     prompt = "two"
-    sampler.begin()
+    engine.begin()
     assert not caps
-    sampler.end()
+    engine.end()
 
 
 def test_a_run_counts_sums_and_says_its_line() -> None:
-    engine = make_engine(min_keys=32, route="tiled")
-    engine.begin()
-    for length in (64, 64, 16):
-        engine.attend(*qkv(length), place=runs.Place(f"call {length}"))
-    run = engine.end()
+    run = one_run(make_engine(min_keys=32, route="tiled"), 64, 64, 16)
     assert run.line() == "Model: 3 calls, 2 taken (tiled 2), 1 passed to ComfyUI"
     assert run.math_bytes == 2 * 64 * 64 * 4
     assert run.extra_bytes is not None
@@ -260,6 +248,14 @@ def attend(engine: Any, tokens: int = 64, **options: Any) -> None:
     engine.attend(*qkv(tokens), place=runs.Place("double 0"), **options)
 
 
+def one_run(engine: Any, *lengths: int) -> Any:
+    """A run of calls of these lengths."""
+    engine.begin()
+    for tokens in lengths or (64,):
+        attend(engine, tokens)
+    return engine.end()
+
+
 def test_a_run_is_over_when_its_outermost_sampling_is() -> None:
     engine = make_engine()
     engine.begin()
@@ -290,9 +286,7 @@ def test_a_run_inside_the_handling_of_an_older_error_has_not_failed() -> None:
     try:
         raise MemoryError
     except MemoryError:
-        engine.begin()
-        attend(engine)
-        assert engine.end().notes == []
+        assert one_run(engine).notes == []
 
 
 def test_the_sample_is_of_the_largest_call_that_can_be_sampled() -> None:
@@ -308,9 +302,7 @@ def test_the_sample_is_of_the_largest_call_that_can_be_sampled() -> None:
 def test_a_new_run_of_the_same_model_drops_the_old_sample() -> None:
     engine = make_engine()
     for _ in range(2):
-        engine.begin()
-        attend(engine)
-        engine.end()
+        one_run(engine)
     assert [entry.sample is None for entry in runs.remembered()] == [True, False]
 
 
@@ -391,12 +383,10 @@ def test_gradient_checkpointing_finds_the_same_saved_tensors_in_both_passes() ->
 
 
 def test_why_the_kernels_are_left_off_stands_on_the_node_in_the_log_once_and_in_the_report(
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    core = functools.partial(importlib.import_module, package=f"{NAME}.pascal_attn_core")
-    machine, kernels, trial = core(".machine.runtime"), core(".fused.trust.kernels"), core(".fused.trust.trial")
-    info = core(".machine.device").DeviceInfo("cuda", "GTX 1080 Ti", capability=(6, 1), num_sms=28)
+    machine, kernels, trial = map(core_module, ("machine.runtime", "fused.trust.kernels", "fused.trust.trial"))
+    info = core_module("machine.device").DeviceInfo("cuda", "GTX 1080 Ti", capability=(6, 1), num_sms=28)
     asked: list[int] = []
     monkeypatch.setattr(node_module("comfy.host"), "make_room", asked.append)
     monkeypatch.setattr(trial, "free_bytes", lambda device: 100 << 20)

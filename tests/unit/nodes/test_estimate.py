@@ -126,24 +126,31 @@ def why(found: Any) -> str:
     return found.needs[found.attention].why
 
 
-@pytest.mark.parametrize("takes", [True, False])
-def test_what_pytorch_does_without_the_patch_decides_what_it_saves(
-    takes: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(estimate, "fused_takes", lambda shape, device: takes)
-    card = dataclasses.replace(HOST, info=DeviceInfo("cuda", "GTX 1080 Ti", (6, 1), 28, 2816 << 10, 11 << 30))
-    found = estimate.Figures(call_of(attention_shape(live=MIB)), card)
+@pytest.fixture
+def takes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
+    """Indirect parameter: whether PyTorch has a fused kernel for every call."""
+    monkeypatch.setattr(estimate, "fused_takes", lambda shape, device: request.param)
+    return request.param
+
+
+CARD = dataclasses.replace(HOST, info=DeviceInfo("cuda", "GTX 1080 Ti", (6, 1), 28, 2816 << 10, 11 << 30))
+either = pytest.mark.parametrize("takes", [True, False], indirect=True)
+
+
+@either
+def test_what_pytorch_does_without_the_patch_decides_what_it_saves(takes: bool) -> None:
+    found = estimate.Figures(call_of(attention_shape(live=MIB)), CARD)
     assert found.of_attention(patched=False) == (768 * MIB if takes is False else 0)
     assert found.of_attention(patched=True) == 0 if takes else 0 < found.of_attention(patched=True) <= 64 * MIB
     assert found.total_without == MIB + found.of_attention(patched=False)
     assert found.total_with == MIB + found.of_attention(patched=True)
 
 
+@pytest.mark.parametrize("takes", [False], indirect=True)
 @pytest.mark.parametrize(("arch", "has_kernel"), [("gfx906", True), ("gfx803", False)])
-def test_amd_cards_that_have_a_kernel_of_ours_are_told_and_another_method_of_the_host_is_not_counted(
-    monkeypatch: pytest.MonkeyPatch, arch: str, has_kernel: bool
+def test_amd_cards_that_have_a_kernel_are_told_and_another_method_of_the_host_is_not_counted(
+    takes: bool, arch: str, has_kernel: bool
 ) -> None:
-    monkeypatch.setattr(estimate, "fused_takes", lambda shape, device: False)
     card = dataclasses.replace(HOST, info=DeviceInfo("hip", "AMD", num_sms=60, arch=arch, total_bytes=16 << 30))
     found = estimate.Figures(call_of(attention_shape()), card)
     assert found.of_attention(patched=False) == 768 * MIB
@@ -191,10 +198,8 @@ def test_the_text_says_what_is_counted_and_what_not() -> None:
 
 def test_weights_of_text_encoder_and_vae_stand_beside_the_model() -> None:
     others = {"text encoder": (12 << 30, True), "VAE": (1 << 28, False)}
-    said = (
-        "Weights: model 20.0 GiB, text encoder 12.0 GiB (2.00 GiB too much, that part is streamed), VAE 256 MiB (stays"
-    )
-    assert said in text_for(call_of(), others=others)
+    streamed = "text encoder 12.0 GiB (2.00 GiB too much, that part is streamed), VAE 256 MiB (stays"
+    assert f"Weights: model 20.0 GiB, {streamed}" in text_for(call_of(), others=others)
     assert "too much" not in text_for(call_of(), others=others, available_bytes=0).partition("Weights: ")[2]
     assert "Weights: " not in text_for(call_of())
 
@@ -238,11 +243,9 @@ def axis_of(name: str, shape: tuple[int, ...]) -> Any:
     return next(axis for axis in largest.axes_of(shape, 8, 4) if axis.name == name)
 
 
-@pytest.mark.parametrize("takes", [True, False])
-def test_the_largest_fits_and_the_next_one_does_not(takes: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(estimate, "fused_takes", lambda shape, device: takes)
-    info = DeviceInfo("cuda", "GTX 1080 Ti", (6, 1), 28, 2816 << 10, 11 << 30)
-    card = dataclasses.replace(HOST, info=info, ffn_budget_mib=1, ffn_tokens=64)
+@either
+def test_the_largest_fits_and_the_next_one_does_not(takes: bool) -> None:
+    card = dataclasses.replace(CARD, ffn_budget_mib=1, ffn_tokens=64)
     axis, room = axis_of("resolution", (1, 4, 32, 32)), 200 * MIB
     found = largest.find_largest(axis, traced, card, room)
     assert axis.now.words == "256 x 256"

@@ -11,15 +11,14 @@ from typing import Any
 
 import pytest
 import torch
-from attn_support.comfy.stub import StubHost, node_module, stub_host  # noqa: F401
-from attn_support.fresh import PLAIN, run
+from attn_support.comfy.stub import StubHost, node_module
 
 NODE, RUNS = node_module("flash_attn_functions"), node_module("engine.runs")
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("flash_attn") is not None, reason="flash_attn is installed")
 
 
 @pytest.fixture(autouse=True)
-def _off(stub_host: StubHost) -> Iterator[None]:  # noqa: F811
+def _off(stub_host: StubHost) -> Iterator[None]:
     yield
     NODE._remove()
     assert importlib.util.find_spec("flash_attn") is None
@@ -30,7 +29,7 @@ def switch(enabled: bool, **options: Any) -> None:
     assert NODE.PascalFlashAttnFunctions().switch(value, enabled, unique_id="7", **options) == (value,)
 
 
-def test_packs_find_the_functions_while_it_is_on(stub_host: StubHost) -> None:  # noqa: F811
+def test_packs_find_the_functions_while_it_is_on(stub_host: StubHost) -> None:
     switch(True)
     switch(True)
     flash_attn = importlib.import_module("flash_attn")
@@ -64,19 +63,14 @@ def test_the_report_counts_its_calls_by_function_and_route() -> None:
     counts: Counter[str] = Counter()
     for kind, tally in run_.tallies.items():
         counts[kind.block] += tally.count
-    assert counts == {
-        "flash_attn.flash_attn_func": 3,
-        "flash_attn.flash_attn_interface.flash_attn_varlen_func": 2,
-        "sageattention.sageattn_qk_int8_pv_fp16_cuda": 1,
-        "xformers.ops.memory_efficient_attention": 1,
-    }
+    varlen, sage = "flash_attn.flash_attn_interface.flash_attn_varlen_func", "sageattn_qk_int8_pv_fp16_cuda"
+    other = {f"sageattention.{sage}": 1, "xformers.ops.memory_efficient_attention": 1}
+    assert counts == {"flash_attn.flash_attn_func": 3, varlen: 2, **other}
     assert run_.line().startswith("flash_attn functions: 7 calls, 7 taken (")
 
 
 def test_an_installed_package_is_left_alone_unless_told(
-    tmp_path: Any,
-    monkeypatch: pytest.MonkeyPatch,
-    stub_host: StubHost,  # noqa: F811
+    tmp_path: Any, monkeypatch: pytest.MonkeyPatch, stub_host: StubHost
 ) -> None:
     (tmp_path / "flash_attn.py").write_text("real = True\n")
     monkeypatch.syspath_prepend(tmp_path)
@@ -93,16 +87,3 @@ def test_an_installed_package_is_left_alone_unless_told(
     assert importlib.import_module("flash_attn").real
     monkeypatch.undo()
     sys.modules.pop("flash_attn", None)
-
-
-@pytest.mark.parametrize(
-    ("flags", "found"),
-    [
-        ({}, False),
-        ({"PASCAL_ATTN_FLASH": "1"}, True),
-        ({"PASCAL_ATTN_FLASH": "1", "PASCAL_ATTN_DISABLE": "1"}, False),
-    ],
-)
-def test_the_environment_alone_turns_it_on_when_the_program_starts(flags: dict[str, str], found: bool) -> None:
-    text = "import importlib.util, pascal_attn_core.auto; print(importlib.util.find_spec('flash_attn') is not None)"
-    assert run(text, env={**PLAIN, **flags}) == str(found)

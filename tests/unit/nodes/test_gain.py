@@ -1,13 +1,12 @@
 """The gain that the report names: measured figures alone, and the reason where there is nothing."""
 
-from __future__ import annotations
-
 import pytest
 import torch
-from attn_support.comfy.runs import findings, kind, part, run
-from attn_support.comfy.stub import make_engine, stub_host  # noqa: F401
+from attn_support.comfy.pack import node_module
+from attn_support.comfy.runs import findings, kind, run
+from attn_support.comfy.stub import make_engine
 
-GAIN, TEXT = part("nodes.reporting.gain"), part("nodes.reporting.text")
+GAIN, TEXT = node_module("reporting.gain"), node_module("reporting.text")
 SDPA = "attention_pytorch"
 STORED = {"route": "tiled", "torch_stores": True}
 WAN = {"query": (1, 24, 5070, 128), "key": (1, 24, 5070, 128), "dtype": "float32"}
@@ -16,7 +15,7 @@ WAN = {"query": (1, 24, 5070, 128), "key": (1, 24, 5070, 128), "dtype": "float32
 def with_call(block="block 0", *, outcome="taken", **more):
     """A run of one call: fields of its tally, and of its kind."""
     tally = {name: more.pop(name) for name in ("extra_bytes", "elapsed_ms", "repaired", "count") if name in more}
-    changes = {name: more.pop(name) for name in ("part",) if name in more}
+    changes = {"part": more.pop("part")} if "part" in more else {}
     return run([(kind(block, outcome, **more), tally)], **changes)
 
 
@@ -78,7 +77,7 @@ def test_it_is_the_first_line_of_the_text_also_above_warnings():
     assert text.index("Gained") < text.index("!! beware")
 
 
-def test_the_engine_counts_calls_with_what_their_choice_says(stub_host):  # noqa: F811
+def test_the_engine_counts_calls_with_what_their_choice_says(stub_host):
     engine, plain = make_engine(), torch.randn(1, 2, 64, 16)
     engine.begin()
     assert engine.attend(plain, plain, plain) is not None

@@ -10,8 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
-from attn_support.comfy.stub import Patcher, StubHost, make_engine, node_module, stub_host  # noqa: F401
+from attn_support.comfy.stub import Patcher, StubHost, host_attention, make_engine, node_module
 from torch import Tensor, nn
 
 from pascal_attn_core.int8.report import Int8ReportLine
@@ -36,6 +35,9 @@ def names(binding: Any, model: nn.Module) -> set[str]:
     return {line.name for line in binding.report(model).of("waiting")}
 
 
+WITHOUT_TWO = (*range(1, 9), 10)
+
+
 def test_texts_become_patterns() -> None:
     assert int8.patterns(" double_blocks.3,*.ff.* ;\nimg_mlp,,") == ("double_blocks.3", "*.ff.*", "img_mlp")
     assert int8.patterns("  ") == ()
@@ -47,11 +49,7 @@ def test_texts_become_patterns() -> None:
         ((), (), {f"blocks.{i}.{part}" for i in range(11) for part in ("attn", "ff")}),
         (("blocks.1",), (), {"blocks.1.attn", "blocks.1.ff"}),  # not blocks.10
         (("*.1?.*",), (), {"blocks.10.attn", "blocks.10.ff"}),
-        (
-            ("ff", "time_embed"),
-            ("blocks.0", "*.9.*"),
-            {f"blocks.{i}.ff" for i in (*range(1, 9), 10)} | {"time_embed.0"},
-        ),
+        (("ff", "time_embed"), ("blocks.0", "*.9.*"), {f"blocks.{i}.ff" for i in WITHOUT_TWO} | {"time_embed.0"}),
         (("none",), (), set()),
         (("diffusion_model.blocks.1",), (), {"blocks.1.attn", "blocks.1.ff"}),  # as in files and LoRAs
         (("model.diffusion_model.*.10.*",), (), {"blocks.10.attn", "blocks.10.ff"}),
@@ -92,18 +90,17 @@ def test_what_a_user_must_not_miss() -> None:
     assert int8.warnings_of(report(fast)) == []
     back = {"name": "blocks.1.ff", "state": "float", "why": "its error was 9.00% in call 4, above 5.00%"}
     measured = {"state": "float", "why": "its error 7.00% is above 5.00%"}
-    (sentence,) = int8.warnings_of(report(fast, back, measured))
-    assert sentence == "blocks.1.ff went back to float: its error was 9.00% in call 4, above 5.00%"
-    (sentence,) = int8.warnings_of(report(measured, {"state": "left", "why": "outside the repeated blocks"}))
-    assert sentence == "no linear layer runs in int8: its error 7.00% is above 5.00%"
+    sentence = "blocks.1.ff went back to float: its error was 9.00% in call 4, above 5.00%"
+    assert int8.warnings_of(report(fast, back, measured)) == [sentence]
+    nothing, left = "no linear layer runs in int8: ", {"state": "left", "why": "outside the repeated blocks"}
+    assert int8.warnings_of(report(measured, left)) == [f"{nothing}its error 7.00% is above 5.00%"]
     assert int8.warnings_of(report(measured), is_file_in_int8=True) == []
-    assert int8.warnings_of(report()) == ["no linear layer runs in int8: none was found"]
+    assert int8.warnings_of(report()) == [f"{nothing}none was found"]
     chosen = int8.chosen_by(("img_mpl", "*.ff.*"), ("txt_mlp",))
-    assert int8.warnings_of(report(), chosen=chosen) == [
-        "no linear layer runs in int8: none is left by include img_mpl, *.ff.*, exclude txt_mlp"
-    ]
+    left = "none is left by include img_mpl, *.ff.*, exclude txt_mlp"
+    assert int8.warnings_of(report(), chosen=chosen) == [nothing + left]
     waiting = {"state": "waiting", "why": ""}  # as in training, where the weight of each call is another one
-    assert int8.warnings_of(report(waiting)) == ["no linear layer runs in int8: none was measured"]
+    assert int8.warnings_of(report(waiting)) == [f"{nothing}none was measured"]
     slow = {"float_ms": 1.0, "int8_ms": 1.2}
     (sentence,) = int8.warnings_of(report(slow, slow))
     assert sentence == "int8 is slower than float here: one call of each layer takes 2.4 ms in total, 2.0 ms in float"
@@ -120,7 +117,7 @@ def test_the_line_on_the_node_before_a_run() -> None:
 
 
 @pytest.fixture
-def layers(monkeypatch: pytest.MonkeyPatch, stub_host: StubHost) -> tuple[Any, Patcher, Any]:  # noqa: F811
+def layers(monkeypatch: pytest.MonkeyPatch, stub_host: StubHost) -> tuple[Any, Patcher, Any]:
     """The layers of a node, its patcher and a call of the model; weights as they are in plain modules."""
     source = importlib.import_module(int8.Int8Binding.__module__).Source
     monkeypatch.setattr(int8, "LoadedWeight", lambda patcher, name, module: source())
@@ -137,7 +134,7 @@ def layers(monkeypatch: pytest.MonkeyPatch, stub_host: StubHost) -> tuple[Any, P
 
 
 @torch.no_grad()
-def test_the_record_says_what_one_run_did(layers: Any, stub_host: StubHost) -> None:  # noqa: F811
+def test_the_record_says_what_one_run_did(layers: Any, stub_host: StubHost) -> None:
     injection, patcher, call = layers
     runs = node_module("engine.runs")
     injection.inject(patcher)
@@ -164,19 +161,13 @@ def test_the_record_says_what_one_run_did(layers: Any, stub_host: StubHost) -> N
 ATTENTION, OVERRIDE = node_module("patches.int8_attention"), node_module("patches.override")
 
 
-def host_attention(*tensors: Tensor, heads: int = 2, mask: Tensor | None = None, **_: Any) -> Tensor:
-    """As ComfyUI's: ``[B, N, H*D]`` in and out."""
-    query, key, value = (t.unflatten(-1, (heads, -1)).transpose(1, 2) for t in tensors)
-    return F.scaled_dot_product_attention(query, key, value, mask).transpose(1, 2).flatten(2)
-
-
 def call_of(override: Any, *tensors: Tensor, index: int = 3, **more: Any) -> Tensor:
     options = {"block_type": "double", "block_index": index}
     return override(host_attention, *tensors, heads=2, transformer_options=options, **more)
 
 
 @torch.no_grad()
-def test_attention_comes_through_the_override_and_what_8_bits_leave_goes_on(stub_host: StubHost) -> None:  # noqa: F811
+def test_attention_comes_through_the_override_and_what_8_bits_leave_goes_on(stub_host: StubHost) -> None:
     torch.manual_seed(0)
     layers, before = ATTENTION.AttentionLayers(0.015), []
     plain = query, key, value = torch.randn(3, 1, 90, 64).unbind()
@@ -187,7 +178,7 @@ def test_attention_comes_through_the_override_and_what_8_bits_leave_goes_on(stub
         return func(*args, **kwargs)
 
     override, mask = ATTENTION.make_override(layers, previous), torch.randn(90, 90)
-    exact = host_attention(*plain)
+    exact = host_attention(*plain, 2)
 
     def model() -> list[Tensor]:
         return [call_of(override, *plain), call_of(override, *sharp), call_of(override, *plain, index=4, mask=mask)]
@@ -195,15 +186,12 @@ def test_attention_comes_through_the_override_and_what_8_bits_leave_goes_on(stub
     for _ in range(2):
         first, second, third = layers.around_model(model)
         assert 0 < (first - exact).norm() / exact.norm() < 0.015
-        assert torch.equal(second, host_attention(*sharp)), "above the limit: bit for bit the host's"
-        assert torch.equal(third, host_attention(*plain, mask=mask))
+        assert torch.equal(second, host_attention(*sharp, 2)), "above the limit: bit for bit the host's"
+        assert torch.equal(third, host_attention(*plain, 2, mask))
     assert [each is mask for each in before] == [False, True] * 2, "both went on to the override before ours"
     lines = {line.name: line for line in layers.report().lines}
-    assert {name: line.state for name, line in lines.items()} == {
-        "double 3": "int8",
-        "double 3 (2)": "float",
-        "double 4": "float",
-    }
+    states = {"double 3": "int8", "double 3 (2)": "float", "double 4": "float"}
+    assert {name: line.state for name, line in lines.items()} == states
     assert lines["double 4"].why == "the int8 mode has no float mask"
     assert lines["double 3"].calls == 2
     layers.restart()
@@ -245,10 +233,7 @@ def test_both_kinds_of_layers_are_one_headline_with_seconds_and_errors() -> None
     [("auto", "cpu", False), ("always", "cpu", True), ("auto", "cuda", True), ("off", "cuda", False)],
 )
 def test_on_a_cpu_attention_is_left_alone_unless_asked_for(
-    attention: str,
-    device: str,
-    expected: bool,
-    stub_host: StubHost,  # noqa: F811
+    attention: str, device: str, expected: bool, stub_host: StubHost
 ) -> None:
     patcher = Patcher.around(network())
     patcher.load_device = torch.device(device)

@@ -150,8 +150,7 @@ def test_a_hint_or_what_asks_for_nothing_does_not_change_the_result(name: str) -
 
 
 def test_all_eight_arguments_may_come_by_position() -> None:
-    tensors = heads_first()
-    mask = torch.randn(L, S)
+    tensors, mask = heads_first(), torch.randn(L, S)
     out = answer((*tensors, H, mask, torch.float32, True, True), {})
     oracle, rough = both([*tensors, mask.expand(B, H, L, S)], {})
     assert_close(out, oracle[0], rough[0], "out", dtype=torch.float32)

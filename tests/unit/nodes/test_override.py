@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from attn_support.comfy.stub import Container, make_engine, node_module, stub_host  # noqa: F401
+from attn_support.comfy import stub
+from attn_support.comfy.stub import Container, make_engine, node_module
 from torch import Tensor
 
 override_module, scope_module = node_module("patches.override"), node_module("patches.scope")
@@ -24,13 +25,9 @@ def tensors(tokens: int = 6) -> tuple[Tensor, Tensor, Tensor]:
     return tuple(torch.randn(1, tokens, HEADS * 4) for _ in range(3))  # type: ignore[return-value]
 
 
-def host_attention(q: Tensor, k: Tensor, v: Tensor, heads: int, *args: Any, **kwargs: Any) -> Tensor:
-    """As ComfyUI's: torch's SDPA over ``[B, N, H*D]``, key and value read by the query's batch."""
+def host_attention(*args: Any, **kwargs: Any) -> Tensor:
     host_attention.calls += 1  # type: ignore[attr-defined]
-    batch, head_dim = q.shape[0], q.shape[-1] // heads
-    q, k, v = (t.reshape(batch, t.numel() // (batch * heads * head_dim), heads, head_dim) for t in (q, k, v))
-    q, k, v = (t.transpose(1, 2) for t in (q, k, v))
-    return F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
+    return stub.host_attention(*args, **kwargs)
 
 
 @pytest.fixture(autouse=True)
@@ -103,11 +100,22 @@ def test_a_call_without_queries_or_keys_is_the_hosts(which: str) -> None:
     assert engine.run.reasons("passed to ComfyUI") == {f"it has no {which}": 1}
 
 
-def test_an_error_in_reading_a_call_never_reaches_the_user(monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(args: Any, kwargs: Any) -> Any:
+@pytest.fixture
+def read_by(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """``read_by(function)``: calls are read by another function, which is given the call as it is read rightly."""
+    of = override_module.HostCall.of
+
+    def read(function: Any) -> None:
+        monkeypatch.setattr(override_module.HostCall, "of", lambda args, kwargs: function(of(args, kwargs)))
+
+    return read
+
+
+def test_an_error_in_reading_a_call_never_reaches_the_user(read_by: Any) -> None:
+    def broken(call: Any) -> Any:
         raise RuntimeError("a layout that nobody has thought of")
 
-    monkeypatch.setattr(override_module.HostCall, "of", broken)
+    read_by(broken)
     engine, given = make_engine(), tensors()
     out = ours(engine)(host_attention, *given, HEADS, transformer_options={})
     assert torch.equal(out, host_attention(*given, HEADS))
@@ -117,36 +125,27 @@ def test_an_error_in_reading_a_call_never_reaches_the_user(monkeypatch: pytest.M
     assert "passed to ComfyUI" in warning
 
 
-def test_cancel_while_a_call_is_read_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cancel_while_a_call_is_read_is_not_kept(read_by: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     class Cancel(Exception):
         pass
 
-    def cancelled(args: Any, kwargs: Any) -> Any:
+    def cancelled(call: Any) -> Any:
         raise Cancel
 
     management = types.SimpleNamespace(InterruptProcessingException=Cancel)
     monkeypatch.setitem(sys.modules, "comfy.model_management", management)  # type: ignore[arg-type]
-    monkeypatch.setattr(override_module.HostCall, "of", cancelled)
+    read_by(cancelled)
     with pytest.raises(Cancel):
         ours(make_engine())(host_attention, *tensors(), HEADS)
 
 
-def test_a_call_that_is_misread_is_found_and_left_to_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
-    of = override_module.HostCall.of
-
-    def misread(args: Any, kwargs: Any) -> Any:
-        call = of(args, kwargs)
-        call.value = call.value.flip(2)
-        return call
-
-    monkeypatch.setattr(override_module.HostCall, "of", misread)
+def test_a_call_that_is_misread_is_found_and_left_to_the_host(read_by: Any) -> None:
+    read_by(lambda call: setattr(call, "value", call.value.flip(2)) or call)
     engine, given = make_engine(), tensors(40)
     override = ours(engine)
     for _ in range(3):
-        out = override(host_attention, *given, HEADS)
-        assert torch.equal(out, host_attention(*given, HEADS))
-    assert engine.run.count("taken") == 0
-    assert engine.run.count() == 3
+        assert torch.equal(override(host_attention, *given, HEADS), host_attention(*given, HEADS))
+    assert (engine.run.count("taken"), engine.run.count()) == (0, 3)
     (warning,) = engine.run.warnings
     assert "away from host_attention (values up to 0.87): calls like this are passed to ComfyUI" in warning
     assert engine.run.sample is None
@@ -247,15 +246,8 @@ def test_the_whole_model_is_caught_and_the_result_is_the_same() -> None:
     torch.testing.assert_close(caught(engine, scope_module.Scope())(x), model(x))
     assert engine.run.routes() == {"tiled": 2}
     assert [(kind.block, kind.via) for kind in engine.run.tallies] == [("call 1", "SDPA"), ("call 2", "SDPA")]
-
-
-def test_without_catching_and_after_it_nothing_is_seen() -> None:
-    engine, x = make_engine(), torch.randn(1, 2, 9, 4)
     assert torch.equal(caught(engine, scope_module.Scope(), catches=False)(x), model(x))
-    assert engine.run.count() == 0
-    caught(engine, scope_module.Scope())(x)
-    model(x)
-    assert engine.run.count() == 2
+    assert engine.run.count() == 2, "neither without catching nor after it"
 
 
 def test_calls_below_the_override_are_not_counted_twice() -> None:

@@ -1,12 +1,11 @@
 """The report's picture: nothing leaves it, and what matters is in it."""
 
-from __future__ import annotations
-
 import pytest
-from attn_support.comfy.runs import FIND, blocks, findings, kind, part, run
+from attn_support.comfy.pack import node_module
+from attn_support.comfy.runs import FIND, blocks, findings, kind, run
 from PIL import ImageColor, ImageDraw
 
-PICTURE, TEXT = part("nodes.reporting.picture"), part("nodes.reporting.text")
+PICTURE, TEXT = node_module("reporting.picture"), node_module("reporting.text")
 LONG = "A model whose name goes on " * 8
 PASSED = (kind("text 0", "passed to ComfyUI", why="fewer than 1024 keys"), {"count": 12})
 HUGE = {"query": (1, 40, 75600, 128), "key": (1, 40, 75600, 128)}

@@ -2,36 +2,29 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
-from attn_support.comfy.pack import NAME
 from attn_support.comfy.runs import findings
-from attn_support.comfy.stub import StubHost, make_engine, node_module, stub_host  # noqa: F401
+from attn_support.comfy.stub import StubHost, core_module, make_engine, node_module
 
 NODE, HOST, TEXT = node_module("second_card"), node_module("comfy.host"), node_module("reporting.text")
 ROWS = node_module("reporting.rows")
 
 
-def _core(module: str) -> Any:
-    """The pack has a core of its own."""
-    return importlib.import_module(f"{NAME}.pascal_attn_core.{module}")
-
-
 @pytest.fixture(autouse=True)
-def _helpers_of_its_own(stub_host: StubHost) -> Iterator[None]:  # noqa: F811
-    core = _core("machine.runtime")
+def _helpers_of_its_own(stub_host: StubHost) -> Iterator[None]:
+    core = core_module("machine.runtime")
     with core.using(core.Runtime("cpu")):
         yield
 
 
-def _attend(engine: object, tokens: int = 300) -> torch.Tensor:
+def _attend(engine: Any, tokens: int = 300) -> torch.Tensor:
     generator = torch.Generator().manual_seed(0)
     query, key, value = (torch.randn(1, 4, tokens, 16, generator=generator) for _ in range(3))
-    return engine.attend(query, key, value, place=node_module("engine.runs").Place("double 0"))  # type: ignore[attr-defined]
+    return engine.attend(query, key, value, place=node_module("engine.runs").Place("double 0"))
 
 
 def test_calls_are_shared_and_the_report_says_what_each_did() -> None:
@@ -85,7 +78,7 @@ def test_calls_on_the_other_card_keep_it_busy_for_as_long_as_they_come(monkeypat
 
 
 def test_what_went_wrong_is_a_note_of_the_run() -> None:
-    runtime, several = _core("machine.runtime"), _core("routes.several")
+    runtime, several = core_module("machine.runtime"), core_module("routes.several")
     engine = make_engine(route="torch")
     engine.share(("cpu", "cpu"), 128)
     engine.begin()
@@ -113,7 +106,7 @@ def test_which_card_helps(
     assert NODE._other_card(home, wanted) == expected
 
 
-def test_one_card_passes_the_model_on(monkeypatch: pytest.MonkeyPatch, stub_host: StubHost) -> None:  # noqa: F811
+def test_one_card_passes_the_model_on(monkeypatch: pytest.MonkeyPatch, stub_host: StubHost) -> None:
     class Model:
         load_device = torch.device("cuda", 0)
 

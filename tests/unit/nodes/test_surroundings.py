@@ -25,19 +25,20 @@ MERGE = ("ModelMergeSimple", {"model1": "load", "model2": "patch"})
 LORA = ("LoraLoaderModelOnly", {"model": "patch"})
 
 
-@pytest.mark.parametrize(
-    ("more", "told"),
-    [
-        ({"merge": MERGE}, "ModelMergeSimple takes only the weights of model2"),
-        ({"lora": LORA, "merge": ("ModelSubtract", {"model1": "load", "model2": "lora"})}, "ModelSubtract"),
-        ({"merge": ("ModelMergeSimple", {"model1": "patch", "model2": "load"})}, ""),
-        ({"merge": MERGE, "other": ("KSampler", {"model": "patch"})}, ""),
-        ({"merge": ("BasicGuider", {"model": "patch"})}, ""),
-        ({}, ""),
-    ],
-    ids=["weights only", "behind a LoRA", "model1", "sampled beside", "a guider", "connected to nothing"],
-)
-def test_a_patch_whose_model_only_gives_weights_is_told(more: dict[str, Any], told: str) -> None:
+SUBTRACT = ("ModelSubtract", {"model1": "load", "model2": "lora"})
+GIVEN = {
+    "weights only": ({"merge": MERGE}, "ModelMergeSimple takes only the weights of model2"),
+    "behind a LoRA": ({"lora": LORA, "merge": SUBTRACT}, "ModelSubtract"),
+    "model1": ({"merge": ("ModelMergeSimple", {"model1": "patch", "model2": "load"})}, ""),
+    "sampled beside": ({"merge": MERGE, "other": ("KSampler", {"model": "patch"})}, ""),
+    "a guider": ({"merge": ("BasicGuider", {"model": "patch"})}, ""),
+    "connected to nothing": ({}, ""),
+}
+
+
+@pytest.mark.parametrize("case", GIVEN)
+def test_a_patch_whose_model_only_gives_weights_is_told(case: str) -> None:
+    more, told = GIVEN[case]
     prompt = graph(load=("UNETLoader", {}), patch=("Patch", {}), sampler=("KSampler", {"model": "merge"}), **more)
     found = prompts.without_effect(prompt, "patch")
     assert told in found
@@ -90,9 +91,8 @@ def test_another_patch_is_named_by_its_node_and_pack(monkeypatch: pytest.MonkeyP
     kind = type("PathchSageAttentionKJ", (), {"__module__": KJ})
     function = named("PathchSageAttentionKJ.patch.<locals>.attention_override_sage", KJ)
     assert others.name_of(function) == "attention_override_sage (ComfyUI-KJNodes)"
-    registered = SimpleNamespace(
-        NODE_CLASS_MAPPINGS={"Sage": kind}, NODE_DISPLAY_NAME_MAPPINGS={"Sage": "Patch Sage Attention KJ"}
-    )
+    titles = {"Sage": "Patch Sage Attention KJ"}
+    registered = SimpleNamespace(NODE_CLASS_MAPPINGS={"Sage": kind}, NODE_DISPLAY_NAME_MAPPINGS=titles)
     monkeypatch.setitem(sys.modules, "nodes", registered)
     assert others.name_of(function) == "Patch Sage Attention KJ (ComfyUI-KJNodes)"
     assert others.name_of(named("anything", "comfy.model_patcher")) == "anything (ComfyUI)"
@@ -171,10 +171,6 @@ def test_one_model_alone_is_asked_another_way_and_left_as_it_was(monkeypatch: py
         assert model.memory_required([1]) == 1
     assert not vars(model)
 
-    def failing(model: Any) -> None:
-        assert model.memory_required([1]) == 1
-        raise ZeroDivisionError
-
     with pytest.raises(ZeroDivisionError):
-        estimate.batching(failing, model)
+        estimate.batching(lambda model: model.memory_required([1]) / 0, model)
     assert not vars(model)

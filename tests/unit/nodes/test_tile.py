@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from attn_support.comfy.stub import StubHost, node_module, stub_host  # noqa: F401
+from attn_support.comfy.stub import StubHost, node_module
 
 from pascal_attn_core import AttentionConfig
 from pascal_attn_core.call import check_call
@@ -48,12 +48,8 @@ def test_the_sentence_holds_the_numbers() -> None:
     plan = tile.plan_for(CARD, shape())
     text = tile.sentence(CARD, shape(), plan)
     card = "NVIDIA GeForce GTX 1080 Ti with 2.75 MiB of L2 cache and 10.0 of 11.0 GiB free"
-    for part in (
-        card,
-        "for 4096 tokens, 24 heads of 64 in float32",
-        f"takes {plan.kv_block} keys per tile",
-        "64 x 64.",
-    ):
+    keys = f"takes {plan.kv_block} keys per tile"
+    for part in (card, "for 4096 tokens, 24 heads of 64 in float32", keys, "64 x 64."):
         assert part in text
     assert "\n" not in text
     assert tile.Card(DeviceInfo("xpu", "Arc"), 0, 0).text() == "Arc with L2 cache of unknown size"
@@ -123,7 +119,7 @@ def test_the_sentence_says_what_was_timed_instead(host: StubHost) -> None:
 
 
 @pytest.fixture
-def host(stub_host: StubHost, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> StubHost:  # noqa: F811
+def host(stub_host: StubHost, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> StubHost:
     module = node_module("comfy.host")
     monkeypatch.setattr(module, "free_and_total_bytes", lambda device: (8 << 30, 16 << 30))
     monkeypatch.setattr(module, "compute_dtype", lambda device: torch.float32)
@@ -139,11 +135,11 @@ class Clock:
     """Gives these milliseconds for the sizes in their order."""
 
     def __init__(self, *times: float):
-        self.times, self.runs = times, 0
+        self.times, self.runs = list(times), 0
 
     def __call__(self, attempts: list[Any], device: torch.device) -> list[float]:
         self.runs += 1
-        return list(self.times)
+        return self.times
 
 
 @contextmanager

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from attn_support.comfy.stub import Patcher, StubHost, make_engine, node_module, stub_host, vae_attention  # noqa: F401
+from attn_support.comfy.stub import Patcher, StubHost, host_attention, make_engine, node_module, vae_attention
 from torch import Tensor, nn
 
 objects, attention, sites = map(node_module, ("comfy.objects", "patches.replacements", "comfy.sites"))
@@ -17,10 +17,7 @@ Scope = node_module("patches.scope").Scope
 pytestmark = pytest.mark.usefixtures("stub_host")
 
 
-def optimized_attention(q: Tensor, k: Tensor, v: Tensor, heads: int, mask: Any = None, **_: Any) -> Tensor:
-    """As ComfyUI's attention function over ``[B, N, H*D]``."""
-    q, k, v = (t.unflatten(-1, (heads, -1)).transpose(1, 2) for t in (q, k, v))
-    return F.scaled_dot_product_attention(q, k, v, mask).transpose(1, 2).flatten(2)
+optimized_attention = host_attention
 
 
 def optimized_attention_for_device(device: Any, mask: bool = False, small_input: bool = False) -> Any:
@@ -46,6 +43,8 @@ class Given(nn.Module):
 
 
 class Giver(nn.Module):
+    """Hands it on."""
+
     def __init__(self) -> None:
         super().__init__()
         self.inner = Given()
@@ -101,9 +100,8 @@ def test_a_vaes_attention_over_any_positions(positions: tuple[int, ...]) -> None
     query, key, value = torch.randn(3, 2, 8, *positions).unbind()
     ours = attention.Replacement(engine, Scope(), "mid").channels_first(vae_attention)
     torch.testing.assert_close(ours(query, key, value), vae_attention(query, key, value))
-    assert [(kind.block, kind.query) for kind in engine.run.tallies] == [
-        ("mid", (2, 1, torch.Size(positions).numel(), 8))
-    ]
+    shape = (2, 1, torch.Size(positions).numel(), 8)
+    assert [(kind.block, kind.query) for kind in engine.run.tallies] == [("mid", shape)]
 
 
 def test_a_vae_call_that_is_left_goes_to_the_function_that_was_there() -> None:
@@ -152,7 +150,7 @@ def test_a_forward_that_another_pack_replaced_is_left_alone() -> None:
     assert engine.run.count() == 0
 
 
-def test_a_whole_call_is_one_run_and_is_watched(stub_host: StubHost) -> None:  # noqa: F811
+def test_a_whole_call_is_one_run_and_is_watched(stub_host: StubHost) -> None:
     engine, seen, x = make_engine(), [], torch.randn(1, 2, 6, 8)
     sites = attention.Sites(engine, nn.Module(), lambda *_: ())
     ours = attention.whole_call(lambda x, y: helper(x), sites, lambda *what: seen.append(what), catches=True)
@@ -166,9 +164,8 @@ def test_a_whole_call_is_one_run_and_is_watched(stub_host: StubHost) -> None:  #
 
 
 def test_every_kind_of_site_is_found_once() -> None:
-    model = nn.ModuleDict(
-        {"held": Held(), "encoder": Encoder(), "name": ByName(), "helper": ByHelper(), "plain": Plain()}
-    )
+    blocks = {"held": Held(), "encoder": Encoder(), "name": ByName(), "helper": ByHelper(), "plain": Plain()}
+    model = nn.ModuleDict(blocks)
     assert [name for name, module in model.named_modules() if sites.attributes(module)] == ["held"]
     assert [(name, at) for name, _, at in sites.argument_leaves(model)] == [("encoder.layer.inner", 2)]
     known = ["held", "encoder.layer.inner"]

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from attn_support.comfy.pack import NAME
-from attn_support.comfy.stub import StubHost, make_engine, node_module, stub_host, vae_attention  # noqa: F401
+from attn_support.comfy.stub import StubHost, core_module, make_engine, node_module, vae_attention
 from torch import Tensor, nn
 
 bands, attention, scopes = map(node_module, ("patches.bands", "patches.replacements", "patches.scope"))
-calls = importlib.import_module(f"{NAME}.pascal_attn_core.vae.calls")
-pytestmark = pytest.mark.usefixtures("stub_host", "_narrow")
+calls = core_module("vae.calls")
+pytestmark = pytest.mark.usefixtures("stub_host", "_narrow", "bars")
 ALWAYS, NEEDED = bands.ALWAYS, bands.NEEDED
 
 
@@ -109,7 +107,7 @@ def test_when_needed_it_is_as_it_is_while_it_fits(bars: list[Bar], estimate: Any
     assert bars == []
 
 
-def test_the_hosts_estimate_decides_before_anything_is_computed(bars: list[Bar]) -> None:
+def test_the_hosts_estimate_decides_before_anything_is_computed() -> None:
     seen: list[type] = []
     network = Network(lambda x: seen.append(type(x)) if x.shape[-2:] == SAMPLES.shape[-2:] else None)
     stock = network.decode(SAMPLES)
@@ -121,7 +119,7 @@ def test_the_hosts_estimate_decides_before_anything_is_computed(bars: list[Bar])
     assert "without bands it needs 1073741824 MiB" in engine.run.gains[0]
 
 
-def test_an_error_is_not_taken_for_missing_memory(bars: list[Bar]) -> None:
+def test_an_error_is_not_taken_for_missing_memory() -> None:
     def fails(_: Tensor) -> None:
         raise RuntimeError("an accident")
 
@@ -131,7 +129,7 @@ def test_an_error_is_not_taken_for_missing_memory(bars: list[Bar]) -> None:
     assert engine.run.gains == []
 
 
-def test_host_memory_that_is_missing_is_named_before_the_run(bars: list[Bar], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_host_memory_that_is_missing_is_named_before_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
     def missing(*args: Any, **kwargs: Any) -> Any:
         raise MemoryError("decode in bands needs 7 MiB of host memory")
 
@@ -145,7 +143,7 @@ def test_host_memory_that_is_missing_is_named_before_the_run(bars: list[Bar], mo
     assert engine.run.warnings == ["decode in bands needs 7 MiB of host memory; it runs as it is instead"]
 
 
-def test_what_cannot_run_in_bands_runs_as_it_is_and_is_named(bars: list[Bar]) -> None:
+def test_what_cannot_run_in_bands_runs_as_it_is_and_is_named() -> None:
     network = Network(lambda x: x.numpy())
     stock = network.decode(SAMPLES)
     decode, engine = banded(network, ALWAYS)
@@ -155,7 +153,7 @@ def test_what_cannot_run_in_bands_runs_as_it_is_and_is_named(bars: list[Bar]) ->
 
 
 @pytest.mark.parametrize("look", [1, 20])
-def test_cancel_ends_it_after_a_band(bars: list[Bar], stub_host: StubHost, look: int) -> None:  # noqa: F811
+def test_cancel_ends_it_after_a_band(stub_host: StubHost, look: int) -> None:
     class Cancelled(Exception):
         """ComfyUI's exception up to 0.8 is like this."""
 
@@ -171,9 +169,7 @@ def test_cancel_ends_it_after_a_band(bars: list[Bar], stub_host: StubHost, look:
     torch.testing.assert_close(decode(SAMPLES), stock)
 
 
-def test_cancel_is_not_lost_where_the_network_swallows_whatever_is_raised(
-    bars: list[Bar], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_cancel_is_not_lost_where_the_network_swallows_whatever_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
     class Swallowing(Network):
         def decode(self, samples: Tensor, output_buffer: Tensor | None = None) -> Tensor:
             x = self.first(samples)
@@ -203,7 +199,7 @@ def test_cancel_is_not_lost_where_the_network_swallows_whatever_is_raised(
             decode(SAMPLES)
 
 
-def test_a_network_that_writes_into_a_buffer_does_not_do_so_when_it_is_only_tried(bars: list[Bar]) -> None:
+def test_a_network_that_writes_into_a_buffer_does_not_do_so_when_it_is_only_tried() -> None:
     sizes: list[tuple[str, tuple[int, ...]]] = []
     network = Network(lambda x: sizes.append((type(x).__name__, tuple(x.shape[-2:]))))
     stock = network.decode(SAMPLES)
@@ -217,7 +213,7 @@ def test_a_network_that_writes_into_a_buffer_does_not_do_so_when_it_is_only_trie
     assert len(engine.run.gains) == 1
 
 
-def test_what_is_no_tensor_is_passed_on(bars: list[Bar]) -> None:
+def test_what_is_no_tensor_is_passed_on() -> None:
     engine = make_engine()
     passed = bands.InBands(engine, nn.Module(), "encode", ALWAYS, None, lambda *args, **kwargs: (args, kwargs))
     assert passed([1], wide=True) == (([1],), {"wide": True})

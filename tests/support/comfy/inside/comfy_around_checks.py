@@ -1,8 +1,6 @@
 """This module has what ComfyUI puts around a diffusion model, inside the host: a ControlNet beside it, torch.compile
 over it, another copy of the pack. See ``comfy_checks``."""
 
-from __future__ import annotations
-
 import importlib.util
 import sys
 
@@ -50,10 +48,7 @@ def torch_compile_before_and_after_the_patch_breaks_no_graph():
 
     model = load_model("sd15")
     stock = sample(model, "sd15")
-    for place in (
-        lambda m: compiled(patched(m, coverage=OVERRIDE)),
-        lambda m: patched(compiled(m), coverage=OVERRIDE),
-    ):
+    for place in (lambda m: compiled(patched(m, coverage=OVERRIDE)), lambda m: patched(compiled(m), coverage=OVERRIDE)):
         torch._dynamo.reset()
         torch._dynamo.utils.counters.clear()
         run = run_of(lambda: sample(place(model), "sd15"), stock)  # noqa: B023

@@ -1,7 +1,5 @@
 """Pascal VAE Attention, decoding and encoding in bands, inside the host: see ``comfy_checks``."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import functools
@@ -12,7 +10,7 @@ import comfy.sd
 import comfy.utils
 import torch
 from comfy_checks import Skip, check, close, log_lines, pack, raises, replaced, run_of, runs
-from comfy_inproc import load_vae
+from comfy_inproc import drawn, load_vae, noise
 from comfy_vae_checks import IMAGE, kl, latent, patched, vae_around
 
 import nodes
@@ -107,7 +105,7 @@ def no_memory_for(vae):
             failures.append(args[0].shape)
             raise OUT_OF_MEMORY("Allocation on device")
 
-    failures: list = []
+    failures = []
     hook = vae.first_stage_model.decoder.mid.block_2.register_forward_pre_hook(accident)
     try:
         yield failures
@@ -131,23 +129,17 @@ def out_of_memory_leads_to_bands_and_not_to_the_hosts_tiles():
 
 @check
 def where_bands_run_out_of_memory_too_the_hosts_tiles_come():
-    class Grown(torch.nn.Module):
-        """Return an input of the size of a VAE's picture, and small otherwise."""
+    convolution, failures = drawn(torch.nn.Conv2d(4, 4, 1), 0.5), []
 
-        def __init__(self):
-            super().__init__()
-            self.convolution = torch.nn.Conv2d(4, 4, 1)
+    def grown(samples):
+        """A network that fails on an input of the size of a VAE's picture."""
+        failures.append(type(samples).__name__)
+        if samples.shape[-2] * samples.shape[-1] >= 70 * 70:
+            raise OUT_OF_MEMORY("Allocation on device")
+        failures.pop()
+        return torch.nn.functional.interpolate(convolution(samples), scale_factor=8)
 
-        def forward(self, samples):
-            failures.append(type(samples).__name__)
-            if samples.shape[-2] * samples.shape[-1] >= 70 * 70:
-                raise OUT_OF_MEMORY("Allocation on device")
-            failures.pop()
-            return torch.nn.functional.interpolate(self.convolution(samples), scale_factor=8)
-
-    torch.manual_seed(0)
-    failures: list = []
-    vae, samples = vae_around(Grown()), torch.randn(1, 4, 70, 70)
+    vae, samples = vae_around(convolution, grown), noise(1, 4, 70, 70)
     stock = vae.decode(samples)
     failures.clear()
     with narrow():
@@ -221,11 +213,9 @@ def a_network_that_writes_into_the_hosts_buffer_runs_in_bands():
 def a_vae_without_attention_is_decoded_in_bands():
     import comfy.taesd.taesd
 
-    torch.manual_seed(0)
     vae = comfy.sd.VAE(sd=comfy.taesd.taesd.TAESD(None, None).state_dict())
-    for parameter in vae.first_stage_model.parameters():
-        torch.nn.init.normal_(parameter, std=0.05)
-    samples = torch.randn(1, 4, 24, 20)
+    drawn(vae.first_stage_model, 0.05)
+    samples = noise(1, 4, 24, 20)
     stock = vae.decode(samples)
     with log_lines() as lines:
         ours = banded(vae)

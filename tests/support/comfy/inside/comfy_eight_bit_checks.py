@@ -1,13 +1,11 @@
 """Pascal 8-Bit inside the host, attention above all: see ``comfy_checks``. On a CPU 8-bit attention is computed by the
 operators that define it."""
 
-from __future__ import annotations
-
 import comfy.model_management as host
 import torch
 from comfy_checks import cancel_at, check, pack, raises, run_of, runs, unload
-from comfy_inproc import families, load_lora, load_pack, sample
-from comfy_int8_checks import is_clean, near, network, same, state_of, wan
+from comfy_inproc import families, load_lora, load_pack, sample, wan
+from comfy_int8_checks import is_clean, near, network, same, state_of
 
 NODES = load_pack()
 OVERRIDE = "optimized_attention_override"
@@ -68,9 +66,9 @@ def unloaded_everything_is_back_as_it_was():
 @check
 def a_lora_before_or_after_gives_the_same():
     base, _ = wan()
-    expected = sample(load_lora(base, "lora_wan_t2v"))
-    before = sample(patched(load_lora(base, "lora_wan_t2v")))
-    after = sample(load_lora(patched(base), "lora_wan_t2v"))
+    expected = sample(load_lora(base))
+    before = sample(patched(load_lora(base)))
+    after = sample(load_lora(patched(base)))
     near(before, expected)
     near(after, expected)
     near(sample(patched(base, linear=False)), sample(base))

@@ -1,7 +1,5 @@
 """Pascal Memory Estimate inside the host: see ``comfy_checks``."""
 
-from __future__ import annotations
-
 import asyncio
 from collections import Counter
 
@@ -96,7 +94,7 @@ def memory_of_a_feed_forward_call_and_of_a_whole_evaluation_is_what_they_really_
 
 @check
 def nothing_is_loaded_moved_or_changed():
-    base = load_lora(load_model("wan_t2v"), "lora_wan_t2v")
+    base = load_lora(load_model("wan_t2v"))
     state = {name: (value.data_ptr(), value.device, value.dtype) for name, value in base.model.state_dict().items()}
     attributes = {name: dict(vars(module)) for name, module in base.model.named_modules()}
     random = torch.get_rng_state()

@@ -1,7 +1,5 @@
 """Pascal FFN Chunking inside the host: see ``comfy_checks``."""
 
-from __future__ import annotations
-
 import array
 import contextlib
 
@@ -9,8 +7,8 @@ import comfy.model_management as host
 import comfy.patcher_extension as extension
 import torch
 from comfy_checks import Skip, check, close, log_lines, pack, raises, replaced, run_of, runs, unload
-from comfy_inproc import families, load_lora, load_model, load_pack, sample
-from comfy_patch_networks import applied, built, noise, patcher_of
+from comfy_inproc import families, in_host_memory, load_lora, load_pack, noise, sample, wan
+from comfy_patch_networks import applied, built, patcher_of
 
 NODE = load_pack()["PascalFFNChunking"]
 SMALL = 0.02  # MiB: everything is chunked as finely as it may be
@@ -72,11 +70,6 @@ def is_clean(model):
     return not any("forward" in vars(module) for module in model.model.modules())
 
 
-def wan():
-    base = load_model("wan_t2v")
-    return base, sample(base)
-
-
 def report_of(model):
     binding = model.injections["pascal_attn_ffn"][0].inject.__self__.binding
     return binding, binding.report(model.model.diffusion_model)
@@ -114,12 +107,12 @@ def clones_keep_their_own_budgets_and_the_base_is_whole():
 @check
 def a_lora_works_before_after_and_while_it_is_live():
     base, stock = wan()
-    with_lora = load_lora(base, "lora_wan_t2v")
+    with_lora = load_lora(base)
     expected = sample(with_lora)
     assert float((expected - stock).abs().max()) > 1e-2
     live = patched(base)
     assert chunks(live, stock) == 3
-    for model in (patched(with_lora), load_lora(patched(base), "lora_wan_t2v"), load_lora(live, "lora_wan_t2v")):
+    for model in (patched(with_lora), load_lora(patched(base)), load_lora(live)):
         assert chunks(model, expected) == 3
         assert chunks(base, stock) == 1
 
@@ -127,23 +120,20 @@ def a_lora_works_before_after_and_while_it_is_live():
 @check
 def weights_that_are_cast_and_patched_in_each_call_are_followed():
     base, stock = wan()
-    with_lora = load_lora(base, "lora_wan_t2v")
+    with_lora = load_lora(base)
     expected = sample(with_lora)
     for model, result in ((patched(base), stock), (patched(with_lora), expected)):
-        unload()
-        model.patch_model(host.get_torch_device(), lowvram_model_memory=1)
-        layer = ffn(model)[0]
-        functions = [*layer.weight_function, getattr(layer, "weight_lowvram_function", None)]
-        assert layer.comfy_cast_weights
-        assert any(functions) == bool(model.patches), functions
-        x = torch.randn(1, 192, 256, generator=torch.Generator().manual_seed(1))
-        ours = ffn(model)(x)
-        binding, report = report_of(model)
-        (line,) = [line for line in report.lines if line.name == "blocks.0.ffn"]
-        assert line.state == "chunked", line
-        binding.detach(model.model.diffusion_model)
-        close(ours, ffn(model)(x))
-        model.unpatch_model(host.get_torch_device())
+        with in_host_memory(model):
+            layer = ffn(model)[0]
+            functions = [*layer.weight_function, getattr(layer, "weight_lowvram_function", None)]
+            assert layer.comfy_cast_weights
+            assert any(functions) == bool(model.patches), functions
+            x = noise(1, 192, 256)
+            ours = ffn(model)(x)
+            binding, report = report_of(model)
+            assert {line.name: line.state for line in report.lines}["blocks.0.ffn"] == "chunked"
+            binding.detach(model.model.diffusion_model)
+            close(ours, ffn(model)(x))
         close(sample(model), result)
 
 

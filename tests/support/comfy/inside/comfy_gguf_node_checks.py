@@ -1,10 +1,9 @@
 """GGUF files of ComfyUI-GGUF under Pascal Int8 Linear, inside the host: see ``comfy_checks``."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import functools
+import itertools
 import os
 import sys
 import tempfile
@@ -16,14 +15,12 @@ import comfy.sd
 import comfy.utils
 import folder_paths
 import torch
-from comfy_checks import Skip, check, pack, raises, replaced, run_of, unload
-from comfy_inproc import load_lora, sample, tiny_file
+from comfy_checks import Skip, check, close, pack, raises, replaced, run_of, runs, unload
+from comfy_inproc import in_host_memory, load_lora, noise, sample, tiny_file
 from comfy_int8_checks import far, layer, line_of, near, network, patched, report
 from comfy_text_checks import qwen
 
 import nodes
-
-LORA = "lora_wan_t2v"
 
 
 @functools.cache
@@ -41,6 +38,12 @@ def folder():
     for kind in ("diffusion_models", "text_encoders"):
         folder_paths.add_model_folder_path(kind, found.name)
     return found
+
+
+def of_pack(module):
+    """A module of ComfyUI-GGUF."""
+    folder()
+    return sys.modules[f"{nodes.NODE_CLASS_MAPPINGS['UnetLoaderGGUF'].__module__.rpartition('.')[0]}.{module}"]
 
 
 def written(name, architecture, weights, formats):
@@ -131,14 +134,14 @@ def the_expanded_matrix_never_exists():
 @check
 def a_lora_stays_beside_the_blocks_in_float():
     base = wan()
-    stock, expected = sample(base), sample(load_lora(base, LORA))
+    stock, expected = sample(base), sample(load_lora(base))
     assert far(expected, stock) > 0.1
-    for model in (patched(load_lora(base, LORA)), load_lora(patched(base), LORA)):
+    for model in (patched(load_lora(base)), load_lora(patched(base))):
         near(sample(model), expected)
         assert line_of(model).state == "int8"
         assert line_of(model).why == "LoRA of rank 4 beside it in float"
     near(sample(patched(base)), stock)
-    assert torch.equal(sample(load_lora(base, LORA)), expected)
+    assert torch.equal(sample(load_lora(base)), expected)
     whole = base.clone()
     whole.add_patches({"diffusion_model.blocks.0.ffn.0.weight": (torch.ones(layer(base).out_features, 256),)})
     stock = sample(whole)
@@ -197,6 +200,66 @@ def runs_twice_and_goes(base):
 
 
 @check
+def beside_attention_and_feed_forward_patches_it_gives_the_same():
+    base = wan("Q8_0")
+    stock = sample(base)
+    ours = nodes.NODE_CLASS_MAPPINGS["PascalAttentionPatch"]().patch(base, "tiled", 0, 0, "auto", 0, True)[0]
+    model = nodes.NODE_CLASS_MAPPINGS["PascalFFNChunking"]().patch(ours, 1, 2, "1")[0]
+    with runs() as found:
+        close(sample(model), stock, 3e-5)
+    assert {run.part for run in found} == {"diffusion model", "feed-forward"}
+    assert found[0].count("taken") == found[0].count() > 0, found[0].line()
+
+
+def layer_of(name, rows, columns):
+    """A layer as the pack's loader fills it, with finite numbers."""
+    import gguf
+
+    weights, size, _ = pack("core.reference.gguf_blocks").FORMATS[name]
+    data = torch.randint(0, 40, (rows, columns // weights, size), dtype=torch.uint8).flatten(1)
+    kind, shape = gguf.GGMLQuantizationType[name], torch.Size((rows, columns))
+    tensor, found = of_pack("ops").GGMLTensor, of_pack("ops").GGMLOps.Linear(columns, rows)
+    bias = tensor(torch.randn(rows), tensor_type=None, tensor_shape=shape[:1])
+    found.load_state_dict({"weight": tensor(data, tensor_type=kind, tensor_shape=shape), "bias": bias})
+    return found
+
+
+@check
+def layers_of_every_format_are_the_hosts():
+    of_pack("ops")
+    patch_gguf, asked, formats = pack("core.gguf").patch_gguf, [], pack("core.reference.gguf_blocks").FORMATS
+    assert len(formats) == 13
+    torch.manual_seed(0)
+    for name, dtype, arithmetic in itertools.product(
+        formats, (torch.float32, torch.bfloat16), (None, "target", torch.float32)
+    ):
+        module, x = layer_of(name, 48, 512), torch.randn(3, 512, dtype=dtype)
+        module.dequant_dtype = arithmetic
+        expected = module(x)
+        assert expected.isfinite().all()
+        with patch_gguf(module) as patch:
+            assert [state[1:] for state in patch.report().states] == [("on", name)], patch.report()
+            assert torch.equal(module(x), expected), (name, dtype, arithmetic)
+            with replaced(pack("core.gguf.matrix"), "slice_weights", lambda device: asked.append(1) or 5000):
+                close(module(x), expected, max(2 * torch.finfo(dtype).eps, 4e-6))  # sums of 512 in another order
+            assert asked.pop() == 1
+            assert asked == []
+        assert torch.equal(module(x), expected)
+
+
+@check
+def a_patch_of_the_weights_is_left_to_the_pack():
+    of_pack("ops")
+    module, x = layer_of("Q4_K", 48, 512), torch.randn(3, 512)
+    before = module(x)
+    module.weight.patches = [([(1.0, ("diff", (torch.randn(48, 512),)), 1.0, None, None)], "key")]
+    expected = module(x)
+    assert not torch.equal(expected, before)
+    with pack("core.gguf").patch_gguf(module):
+        assert torch.equal(module(x), expected)
+
+
+@check
 def a_text_encoder_from_a_file():
     weights = comfy.utils.load_torch_file(tiny_file("text_encoders", "t5"))
     written("t5.gguf", "t5encoder", weights, lambda key: "F16" if "shared" in key or "relative" in key else "Q8_0")
@@ -227,19 +290,16 @@ def text_encoder_is_patched(clip, most):
 
 @check
 def a_qwen_from_a_file_that_has_the_names_of_llama_cpp():
-    folder()
-    loader = nodes.NODE_CLASS_MAPPINGS["CLIPLoaderGGUF"]()
-    pack_of_host = sys.modules[type(loader).__module__.rpartition(".")[0] + ".loader"]
     weights = {}
     for key, value in qwen().cond_stage_model.state_dict().items():
         _, is_weight, name = key.partition(".transformer.")
-        for theirs, ours in pack_of_host.LLAMA_SD_MAP.items():
+        for theirs, ours in of_pack("loader").LLAMA_SD_MAP.items():
             name = name.replace(ours, theirs)
         if is_weight:
             weights[name] = value
     written("qwen.gguf", "qwen3", weights, lambda key: "F16" if "embd" in key else "Q8_0")
-    (state,) = loader.load_data([str(Path(folder().name) / "qwen.gguf")])
-    clip = qwen(custom_operations=sys.modules[type(loader).__module__].GGMLOps)
+    (state,) = nodes.NODE_CLASS_MAPPINGS["CLIPLoaderGGUF"]().load_data([str(Path(folder().name) / "qwen.gguf")])
+    clip = qwen(custom_operations=of_pack("ops").GGMLOps)
     missing, unexpected = clip.cond_stage_model.load_sd(state)
     assert not missing, missing
     assert not unexpected, unexpected

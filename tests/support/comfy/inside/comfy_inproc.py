@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
 import json
 import os
@@ -25,6 +26,7 @@ import comfy.options  # noqa: E402
 
 comfy.options.enable_args_parsing()
 
+import comfy.model_management  # noqa: E402
 import comfy.sample  # noqa: E402
 import comfy.sd  # noqa: E402
 import comfy.utils  # noqa: E402
@@ -70,8 +72,12 @@ def load_model(name: str) -> Any:
     return comfy.sd.load_diffusion_model(tiny_file("diffusion_models", name))
 
 
+def vae_of(path: str) -> Any:
+    return comfy.sd.VAE(sd=comfy.utils.load_torch_file(path))
+
+
 def load_vae(name: str) -> Any:
-    return comfy.sd.VAE(sd=comfy.utils.load_torch_file(tiny_file("vae", name)))
+    return vae_of(tiny_file("vae", name))
 
 
 def load_checkpoint() -> tuple[Any, Any, Any]:
@@ -79,14 +85,41 @@ def load_checkpoint() -> tuple[Any, Any, Any]:
     return comfy.sd.load_checkpoint_guess_config(tiny_file("checkpoints", "sd15_checkpoint"))[:3]
 
 
-def load_t5() -> Any:
-    return comfy.sd.load_clip([tiny_file("text_encoders", "t5")], clip_type=comfy.sd.CLIPType.STABLE_AUDIO)
+def t5_of(path: str) -> Any:
+    return comfy.sd.load_clip([path], clip_type=comfy.sd.CLIPType.STABLE_AUDIO)
 
 
-def load_lora(model: Any, name: str, strength: float = 1.0) -> Any:
-    """A clone of ``model`` with the tiny LoRA ``name`` on it."""
-    lora = comfy.utils.load_torch_file(tiny_file("loras", name))
+def load_lora(model: Any, strength: float = 1.0) -> Any:
+    """A clone of the tiny Wan with its LoRA on it."""
+    lora = comfy.utils.load_torch_file(tiny_file("loras", "lora_wan_t2v"))
     return comfy.sd.load_lora_for_models(model, None, lora, strength, 0.0)[0]
+
+
+def wan() -> tuple[Any, torch.Tensor]:
+    """The tiny Wan, and the latent that it gives."""
+    base = load_model("wan_t2v")
+    return base, sample(base)
+
+
+@contextlib.contextmanager
+def in_host_memory(model: Any) -> Iterator[None]:
+    """The model as the host runs it where it does not fit: weights are cast, moved and patched in each call."""
+    unload()
+    model.patch_model(comfy.model_management.get_torch_device(), lowvram_model_memory=1)
+    yield
+    model.unpatch_model(comfy.model_management.get_torch_device())
+
+
+def noise(*shape: int, seed: int = 1) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def drawn(module: torch.nn.Module, std: float) -> torch.nn.Module:
+    """The module with every parameter drawn anew."""
+    generator = torch.Generator().manual_seed(0)
+    for parameter in module.parameters():
+        torch.nn.init.normal_(parameter, std=std, generator=generator)
+    return module
 
 
 def families(*names: str) -> Iterator[tuple[str, Any]]:
@@ -115,9 +148,7 @@ def sample(
     model: Any, name: str = "wan_t2v", *, steps: int = 1, cfg: float = 1.0, seed: int = 0, texts: Any = None
 ) -> torch.Tensor:
     """The latent after ``steps`` steps of Euler from the noise of ``seed``."""
-    latent = torch.zeros(1, *LATENTS[name])
-    noise = torch.randn(latent.shape, generator=torch.Generator().manual_seed(seed))
+    start = noise(1, *LATENTS[name], seed=seed)
     texts = texts or [conditioning(name, 1), conditioning(name, 2)]
-    return comfy.sample.sample(
-        model, noise, steps, cfg, "euler", "simple", *texts, latent, disable_pbar=True, seed=seed
-    )
+    given = (model, start, steps, cfg, "euler", "simple", *texts, torch.zeros_like(start))
+    return comfy.sample.sample(*given, disable_pbar=True, seed=seed)

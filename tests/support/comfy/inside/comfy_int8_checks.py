@@ -1,12 +1,10 @@
 """Pascal Int8 Linear inside the host: see ``comfy_checks``."""
 
-from __future__ import annotations
-
 import comfy.sd
 import torch
 from comfy_checks import Skip, check, log_lines, pack, raises, replaced, run_of, runs, unload
 from comfy_estimate_checks import followed
-from comfy_inproc import families, load_lora, load_model, load_pack, sample, tiny_file
+from comfy_inproc import families, load_lora, load_model, load_pack, sample, tiny_file, wan
 
 NODE = load_pack()["PascalInt8Linear"]
 KEY = "diffusion_model.blocks.0.ffn.0.weight"
@@ -91,11 +89,6 @@ def is_clean(model):
     return not hooks and not any(isinstance(p, kind) for p in model.model.parameters())
 
 
-def wan():
-    base = load_model("wan_t2v")
-    return base, sample(base)
-
-
 def wan_in(dtype):
     return comfy.sd.load_diffusion_model(tiny_file("diffusion_models", "wan_t2v"), model_options={"dtype": dtype})
 
@@ -177,7 +170,7 @@ def float8_weights_are_rounded_to_integers_of_the_same_bytes():
         unload()
         same(before, state_of(base))
         assert torch.equal(sample(base), stock)
-        near(sample(load_lora(model, "lora_wan_t2v")), sample(load_lora(base, "lora_wan_t2v")))
+        near(sample(load_lora(model)), sample(load_lora(base)))
 
 
 @check
@@ -217,7 +210,7 @@ def a_model_that_is_loaded_dynamically_is_loaded_once_more_as_a_whole():
         raise Skip("this host has no dynamic loading")
     kind = type(base)
     with replaced(kind, "is_dynamic", lambda self: self.model is base.model):
-        model, again = patched(base), patched(load_lora(base, "lora_wan_t2v"))
+        model, again = patched(base), patched(load_lora(base))
         assert model.model is not base.model
         assert again.model is model.model, "once, and no more"
         assert patched(base, include="nothing").model is base.model
@@ -230,7 +223,7 @@ def a_model_that_is_loaded_dynamically_is_loaded_once_more_as_a_whole():
             error = raises(RuntimeError, lambda: patched(stranger))
         assert "--disable-dynamic-vram" in str(error), error
     near(sample(model), stock)
-    near(sample(again), sample(load_lora(base, "lora_wan_t2v")))
+    near(sample(again), sample(load_lora(base)))
     assert torch.equal(sample(base), stock)
 
 

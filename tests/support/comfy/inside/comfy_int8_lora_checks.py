@@ -1,34 +1,27 @@
 """Patched weights under Pascal Int8 Linear, inside the host: see ``comfy_checks``."""
 
-from __future__ import annotations
-
 import comfy.hooks
-import comfy.model_management as host
 import comfy.sd
 import comfy.utils
 import comfy.weight_adapter
 import torch
 from comfy_checks import Skip, check, pack, unload
-from comfy_inproc import conditioning, load_lora, sample, tiny_file
-from comfy_int8_checks import KEY, far, int8_weight, is_clean, layer, line_of, near, patched, rounded, wan
+from comfy_inproc import conditioning, in_host_memory, load_lora, noise, sample, tiny_file, wan
+from comfy_int8_checks import KEY, far, int8_weight, is_clean, layer, line_of, near, patched, rounded
 
 
 def adapters():
     """Patches of the layer's weight that are no plain LoRA, by the word that the report has for them."""
-    generator = torch.Generator().manual_seed(5)
-
-    def noise(*shape, size=0.1):
-        return torch.randn(shape, generator=generator) * size
-
     rows, columns = 512, 256
     kinds = comfy.weight_adapter
-    up, down, more = noise(rows, 4), noise(4, columns), (noise(rows, 4, size=1), noise(4, columns, size=1))
+    up, down = noise(rows, 4, seed=5) * 0.1, noise(4, columns, seed=6) * 0.1
+    more = noise(rows, 4, seed=7), noise(4, columns, seed=8)
 
     def lora(up, scale=None):
         return kinds.LoRAAdapter(set(), (up, down, 4.0, None, scale, None))
 
     return {
-        "diff": ({KEY: (noise(rows, columns, size=0.02),)}, {}),
+        "diff": ({KEY: (noise(rows, columns) * 0.02,)}, {}),
         "dora": ({KEY: lora(up, torch.ones(rows, 1))}, {}),
         "loha": ({KEY: kinds.LoHaAdapter(set(), (up, down, 4.0, *more, None, None, None))}, {}),
         "lora that scales the weight": ({KEY: lora(up)}, {"strength_model": 0.5}),
@@ -39,7 +32,7 @@ def adapters():
 @check
 def a_lora_stays_in_float_beside_the_weight_before_and_after_and_while_live():
     base, stock = wan()
-    with_lora = load_lora(base, "lora_wan_t2v")
+    with_lora = load_lora(base)
     expected = sample(with_lora)
     assert far(expected, stock) > 0.1
     unload()
@@ -48,7 +41,7 @@ def a_lora_stays_in_float_beside_the_weight_before_and_after_and_while_live():
     near(sample(live), stock)
     codes = int8_weight(live).matrix.codes.clone()
     assert torch.equal(codes, rounded(plain, int8_weight(live)))
-    for model in (patched(with_lora), load_lora(patched(base), "lora_wan_t2v"), load_lora(live, "lora_wan_t2v")):
+    for model in (patched(with_lora), load_lora(patched(base)), load_lora(live)):
         near(sample(model), expected)
         assert torch.equal(int8_weight(model).matrix.codes, codes), "the weight is rounded without the LoRA"
         assert int8_weight(model).lora is not None
@@ -65,7 +58,7 @@ def loras_add_up_and_their_strengths_may_change_between_runs():
     for strengths in ((0.5,), (1.0, -0.5), (0.25, 0.0, 0.5)):
         with_lora = base
         for strength in strengths:
-            with_lora = load_lora(with_lora, "lora_wan_t2v", strength)
+            with_lora = load_lora(with_lora, strength)
         expected = sample(with_lora)
         model = patched(with_lora)
         near(sample(model), expected)
@@ -89,7 +82,7 @@ def any_other_patch_is_rounded_with_the_weight_and_said():
         assert weight.lora is None, word
         assert torch.equal(weight.matrix.codes, rounded(whole, weight)), word
         assert line_of(model).why == f"rounded with its patch ({word})", line_of(model)
-        mixed = load_lora(other, "lora_wan_t2v")
+        mixed = load_lora(other)
         expected = sample(mixed)
         near(sample(patched(mixed)), expected)
 
@@ -101,27 +94,25 @@ def weights_that_stay_in_host_memory_and_are_patched_in_each_call_are_followed()
     diff.add_patches(adapters()["diff"][0])
     for other, words in (
         (base, ""),
-        (load_lora(base, "lora_wan_t2v"), "LoRA of rank 4 beside it in float"),
+        (load_lora(base), "LoRA of rank 4 beside it in float"),
         (diff, "rounded with its patch (diff)"),
     ):
         expected = sample(other)
         model = patched(other)
         near(sample(model), expected)
         for _ in range(2):
-            unload()
-            model.patch_model(host.get_torch_device(), lowvram_model_memory=1)
-            assert "forward_comfy_cast_weights" in vars(layer(model))
-            x = torch.randn(1, 192, 256, generator=torch.Generator().manual_seed(1))
-            ours = layer(model)(x)
-            assert line_of(model).why == words, line_of(model)
-            model.eject_model()
-            assert layer(model).comfy_cast_weights is True
-            functions = [*layer(model).weight_function, getattr(layer(model), "weight_lowvram_function", None)]
-            assert any(functions) == bool(words), functions
-            near(ours, layer(model)(x))
-            model.inject_model()
-            assert torch.equal(layer(model)(x), ours)
-            model.unpatch_model(host.get_torch_device())
+            with in_host_memory(model):
+                assert "forward_comfy_cast_weights" in vars(layer(model))
+                x = noise(1, 192, 256)
+                ours = layer(model)(x)
+                assert line_of(model).why == words, line_of(model)
+                model.eject_model()
+                assert layer(model).comfy_cast_weights is True
+                functions = [*layer(model).weight_function, getattr(layer(model), "weight_lowvram_function", None)]
+                assert any(functions) == bool(words), functions
+                near(ours, layer(model)(x))
+                model.inject_model()
+                assert torch.equal(layer(model)(x), ours)
             assert is_clean(base)
         near(sample(model), expected)
     assert torch.equal(sample(base), stock)
@@ -130,7 +121,7 @@ def weights_that_stay_in_host_memory_and_are_patched_in_each_call_are_followed()
 @check
 def a_model_that_is_saved_or_merged_while_it_is_live_has_its_float_weights():
     base, _ = wan()
-    with_lora = load_lora(base, "lora_wan_t2v")
+    with_lora = load_lora(base)
     sample(with_lora)
     expected = {name: values.clone() for name, values in with_lora.model_state_dict().items()}
     model = patched(with_lora)

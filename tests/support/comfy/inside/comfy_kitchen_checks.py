@@ -1,7 +1,5 @@
 """ComfyUI's own quantised files under Pascal Int8 Linear, inside the host: see ``comfy_checks``."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import re
@@ -11,7 +9,7 @@ import comfy.sd
 import comfy.utils
 import torch
 from comfy_checks import Skip, check, pack, runs, unload
-from comfy_inproc import load_lora, sample, tiny_file
+from comfy_inproc import load_lora, noise, sample, tiny_file
 from comfy_int8_checks import far, int8_weight, is_clean, layer, line_of, near, network, node, patched
 
 
@@ -71,10 +69,9 @@ def the_integer_part_is_the_hosts_bit_for_bit():
     kitchen()
     import comfy_kitchen
 
-    generator = torch.Generator().manual_seed(1)
     for rows, count, columns in ((128, 64, 256), (40, 1, 64), (24, 300, 16)):
         codes, _ = quantized(rows, columns)
-        x = torch.randn(count, columns, generator=generator)
+        x = noise(count, columns)
         x[:, 0] = 127.0  # the largest of each row, whose scale is then 1: results are the integer sums
         x[:, 1:] = x[:, 1:].clamp(-3, 3) * 40
         one = torch.ones(1)
@@ -91,11 +88,8 @@ def every_argument_means_the_same():
     kitchen()
     import comfy_kitchen
 
-    generator = torch.Generator().manual_seed(2)
     codes, scales = quantized(48, 64)
-    bias = torch.randn(48, generator=generator)
-    x = torch.randn(2, 33, 64, generator=generator)
-    wide = torch.randn(2, 33, 128, generator=generator)
+    bias, x, wide = noise(48), noise(2, 33, 64, seed=2), noise(2, 33, 128, seed=3)
     # The host rounds the scaled sum to the result's dtype before it adds the bias, and inputs in their own dtype.
     rounding = {torch.float32: 2e-6, torch.float16: 2e-2, torch.bfloat16: 4e-2}
     calls = 0
@@ -183,16 +177,16 @@ def scaled_float8_weights_are_rounded_to_integers_of_the_same_bytes():
         assert is_clean(base)
         assert type(layer(base).weight) is held
         assert torch.equal(sample(base), stock)
-        near(sample(load_lora(model, "lora_wan_t2v")), sample(load_lora(base, "lora_wan_t2v")))
+        near(sample(load_lora(model)), sample(load_lora(base)))
 
 
 @check
 def with_a_lora_on_an_int8_file():
-    base = load_lora(int8_file(convrot=False), "lora_wan_t2v")
+    base = load_lora(int8_file(convrot=False))
     stock = sample(base)
     for model in (
         patched(base, int8_files="always"),
-        load_lora(patched(int8_file(convrot=False), int8_files="always"), "lora_wan_t2v"),
+        load_lora(patched(int8_file(convrot=False), int8_files="always")),
     ):
         with runs() as found:
             assert far(sample(model), stock) < 0.01

@@ -4,30 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import comfy.utils
 import safetensors.torch
 import torch
-from comfy_inproc import tiny_file
 from comfy_tiny_models import host_class, host_settings, random_weights
 
 WIDTH, CONTEXT = 320, 768  # of the tiny SD1.5 model
-
-
-def write_gguf(path: str) -> None:
-    """The tiny SD1.5 model, its matrices in eight bits."""
-    import gguf
-
-    q8_0 = gguf.GGMLQuantizationType.Q8_0
-    writer = gguf.GGUFWriter(_made(path), "sd1")
-    for name, tensor in comfy.utils.load_torch_file(tiny_file("diffusion_models", "sd15")).items():
-        if tensor.ndim == 2:
-            writer.add_tensor(name, gguf.quants.quantize(tensor.float().numpy(), q8_0), raw_dtype=q8_0)
-        else:
-            writer.add_tensor(name, tensor.numpy())
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
 
 
 def write_ipadapter(path: str, embeds: str, width: int = 32, tokens: int = 4) -> None:

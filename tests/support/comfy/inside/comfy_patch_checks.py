@@ -1,8 +1,6 @@
 """Pascal Attention Patch inside the host, on calls that are read, announced or patched in an unusual way: see
 ``comfy_checks``."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 

@@ -10,6 +10,7 @@ import comfy.ops
 import torch
 from comfy.patcher_extension import WrapperExecutor, WrappersMP
 from comfy_checks import Skip
+from comfy_inproc import noise
 
 OPERATIONS = comfy.ops.disable_weight_init
 
@@ -27,10 +28,6 @@ def built(module, name, *args, **options):
             if parameter.is_floating_point():
                 parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.05)
     return network.eval()
-
-
-def noise(*shape, seed=1):
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
 @dataclasses.dataclass

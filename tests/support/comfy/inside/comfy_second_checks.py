@@ -1,7 +1,5 @@
 """Pascal Second Card inside the host: see ``comfy_checks``. The second device is a thread on the CPU."""
 
-from __future__ import annotations
-
 import torch
 from comfy_checks import check, close, pack, replaced, runs
 from comfy_inproc import load_model, load_pack, sample

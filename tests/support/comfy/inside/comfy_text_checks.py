@@ -1,7 +1,6 @@
 """Pascal Text Encoder Attention inside the host: see ``comfy_checks``."""
 
-from __future__ import annotations
-
+import functools
 import gc
 from types import SimpleNamespace
 
@@ -9,28 +8,22 @@ import comfy.sd
 import comfy.sd1_clip
 import torch
 from comfy_checks import Skip, check, close, is_untouched, log_lines, raises, replaced, run_of, runs
-from comfy_inproc import load_checkpoint, load_pack, load_t5
+from comfy_inproc import drawn, load_checkpoint, load_pack, noise, t5_of, tiny_file
 
 NODE = load_pack()["PascalTextEncoderAttention"]
 PROMPT = "a photo of a (cat:1.3), a dog and a horse"
 SIZES = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3}
-LOADED: dict = {}
 
 
 def patched(clip, route="auto", budget_mib=0, nan_guard=True):
     return NODE().patch(clip, route, budget_mib, nan_guard, "1")[0]
 
 
-def once(load):
-    if load not in LOADED:
-        LOADED[load] = load()
-    return LOADED[load]
+clip_l = functools.cache(lambda: load_checkpoint()[1])
+t5 = functools.cache(lambda: t5_of(tiny_file("text_encoders", "t5")))
 
 
-def clip_l():
-    return load_checkpoint()[1]
-
-
+@functools.cache
 def qwen(**options):
     """A small Qwen 3 of the host's classes: grouped heads, causal mask, head_dim 128. Qwen 2.5 in one without it."""
     from comfy.text_encoders import llama
@@ -84,8 +77,8 @@ def encode(clip, text=PROMPT, **options):
 
 @check
 def encoding_equals_the_unpatched_one():
-    for load, layers in ((clip_l, 12), (load_t5, 12), (qwen, 3)):
-        clip = once(load)
+    for load, layers in ((clip_l, 12), (t5, 12), (qwen, 3)):
+        clip = load()
         stock, pooled = encode(clip, return_pooled=True)
         for route in ("auto", "torch", "tiled"):
             with runs() as found:
@@ -101,8 +94,8 @@ def encoding_equals_the_unpatched_one():
 
 @check
 def the_original_is_untouched_bit_for_bit_and_keeps_its_keys():
-    for load in (clip_l, load_t5, qwen):
-        clip = once(load)
+    for load in (clip_l, t5, qwen):
+        clip = load()
         stock, keys = encode(clip), list(clip.cond_stage_model.state_dict())
         ours = patched(clip)
         encode(ours)
@@ -116,7 +109,7 @@ def the_original_is_untouched_bit_for_bit_and_keeps_its_keys():
 
 @check
 def a_long_prompt_and_a_schedule_are_encoded_alike():
-    clip = once(clip_l)
+    clip = clip_l()
     text = " ".join(f"word{i}" for i in range(120))
     ours = patched(clip, "tiled")
     close(encode(ours, text), encode(clip, text))
@@ -147,7 +140,7 @@ def with_lora(clip):
 
 @check
 def a_lora_works_before_and_after_and_leaves_again():
-    clip = once(clip_l)
+    clip = clip_l()
     plain, stock = encode(clip), encode(with_lora(clip))
     raises(AssertionError, lambda: close(plain, stock, 1e-2))
     for ours in (patched(with_lora(clip)), with_lora(patched(clip))):
@@ -157,7 +150,7 @@ def a_lora_works_before_and_after_and_leaves_again():
 
 @check
 def generation_is_the_same_and_single_queries_are_left_to_the_host():
-    clip = once(qwen)
+    clip = qwen()
     if not hasattr(clip, "generate") or not hasattr(network_of(clip), "generate"):
         raise Skip("this ComfyUI does not generate text")
     tokens, options = clip.tokenize("tell me"), {"do_sample": False, "max_length": 6}
@@ -190,10 +183,6 @@ def clip_around(module, run):
     return clip
 
 
-def hidden(*shape):
-    return torch.randn(shape, generator=torch.Generator().manual_seed(1))
-
-
 def run_of_encoding(clip, tokens=None):
     """The only run of an encoding, whose result is that of the unpatched encoder, which stays as it was."""
     stock = clip.encode_from_tokens(tokens)
@@ -211,12 +200,12 @@ def an_encoder_that_asks_for_the_hosts_attention_itself_is_served():
     except ImportError:
         raise Skip("this ComfyUI has no encoder that asks for attention itself") from None
     config = {"hidden_size": 64, "num_attention_heads": 4, "head_dim": 16, "rms_norm_eps": 1e-6}
-    torch.manual_seed(0)
     vision = gemma4.Gemma4VisionAttention(config, device="cpu", dtype=torch.float32, ops=comfy.ops.manual_cast)
-    for parameter in vision.parameters():
-        torch.nn.init.normal_(parameter, std=0.1) if parameter.ndim == 2 else torch.nn.init.ones_(parameter)
+    for parameter in drawn(vision, 0.1).parameters():
+        if parameter.ndim != 2:
+            torch.nn.init.ones_(parameter)
     with replaced(gemma4, "_apply_vision_2d_rope", lambda x, freqs: x):
-        run = run_of_encoding(clip_around(vision, lambda _: vision(hidden(1, 40, 64), None)))
+        run = run_of_encoding(clip_around(vision, lambda _: vision(noise(1, 40, 64), None)))
     assert [(kind.block, kind.via) for kind in run.tallies] == [("attention", "text encoder")]
 
 
@@ -233,14 +222,11 @@ def t5gemmas_softcap_attention_is_served():
     heads = {"num_attention_heads": 4, "num_key_value_heads": 4}
     scores = {"query_pre_attn_scalar": 0.25, "attn_logit_softcapping": 2.0}  # the cap bends them
     vars(config).update(**sizes, **heads, **scores)
-    network = T5GemmaEncoder(config, "cpu", torch.float32, comfy.ops.disable_weight_init)
-    generator = torch.Generator().manual_seed(0)
-    for parameter in network.parameters():
-        parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.3)
+    network = drawn(T5GemmaEncoder(config, "cpu", torch.float32, comfy.ops.disable_weight_init), 0.3)
     freqs = precompute_freqs_cis(config.head_dim, torch.arange(40)[None], config.rope_theta)
 
     def run(mask):
-        x = hidden(1, 40, 64)
+        x = noise(1, 40, 64)
         for layer in network.layers:
             x = layer(x, attention_mask=mask, freqs_cis=freqs)
         return x
@@ -260,7 +246,7 @@ def an_encoder_that_calls_sdpa_itself_is_served():
             return torch.nn.functional.scaled_dot_product_attention(x, x, x, is_causal=True)
 
     direct = Direct()
-    run = run_of_encoding(clip_around(direct, lambda _: direct(hidden(1, 2, 40, 16))))
+    run = run_of_encoding(clip_around(direct, lambda _: direct(noise(1, 2, 40, 16))))
     assert [kind.via for kind in run.tallies] == ["SDPA"]
 
 
@@ -274,7 +260,7 @@ def an_encoder_without_attention_is_returned_as_it_is_and_says_so():
 
 @check
 def nan_in_the_encoded_text_is_named():
-    clip = once(qwen)
+    clip = qwen()
     hook = network_of(clip).model.layers[0].mlp.register_forward_hook(lambda *args: args[2] * float("nan"))
     warnings = run_of(lambda: encode(patched(clip))).warnings
     hook.remove()

@@ -1,6 +1,6 @@
 """Builds the tiny models and proves that this host loads them. Run by the host's interpreter, from anywhere:
 
-    COMFYUI_PATH=... $COMFYUI_PYTHON comfy_tiny_build.py OUT [name ...]
+    COMFYUI_PATH=... TINY_MODELS=OUT [TINY_ONLY="name ..."] $COMFYUI_PYTHON comfy_tiny_build.py
 
 Writes OUT/<folder>/<name>.safetensors, and OUT/manifest.json: {name: {"file": ...}} or {name: {"skip": reason}}.
 """
@@ -12,39 +12,24 @@ import logging
 import os
 import pathlib
 import re
-import sys
 from collections.abc import Callable
 from typing import Any
 
-OUT, WANTED = pathlib.Path(sys.argv[1]), sys.argv[2:]
-sys.path[0] = os.environ["COMFYUI_PATH"]
-sys.path.append(str(pathlib.Path(__file__).parent))
-sys.argv = ["main.py", "--cpu"]
-
-import comfy.options  # noqa: E402
-
-comfy.options.enable_args_parsing()
-
-import comfy.sd  # noqa: E402
-import comfy.utils  # noqa: E402
-import safetensors.torch  # noqa: E402
-from comfy_tiny_models import MODELS, Built, Model, NotOnThisHost  # noqa: E402
+import safetensors.torch
+from comfy_inproc import TINY_MODELS, comfy, t5_of, vae_of
+from comfy_tiny_models import MODELS, Built, Model, NotOnThisHost
 
 
 def load_vae(path: str) -> Any:
-    vae = comfy.sd.VAE(sd=comfy.utils.load_torch_file(path))
+    vae = vae_of(path)
     vae.throw_exception_if_invalid()
     return vae
-
-
-def load_t5(path: str) -> Any:
-    return comfy.sd.load_clip([path], clip_type=comfy.sd.CLIPType.STABLE_AUDIO)
 
 
 LOADERS: dict[str, Callable[[str], Any]] = {
     "diffusion_models": comfy.sd.load_diffusion_model,
     "vae": load_vae,
-    "text_encoders": load_t5,
+    "text_encoders": t5_of,
     "checkpoints": comfy.sd.load_checkpoint_guess_config,
     "loras": comfy.utils.load_torch_file,
 }
@@ -87,7 +72,7 @@ def save(built: Built, path: pathlib.Path) -> None:
 
 
 def build(name: str, spec: Model) -> dict[str, str]:
-    path = OUT / spec.folder / f"tiny_{name}.safetensors"
+    path = TINY_MODELS / spec.folder / f"tiny_{name}.safetensors"
     reasons = []
     for size in spec.sizes:
         try:
@@ -103,12 +88,11 @@ def build(name: str, spec: Model) -> dict[str, str]:
 
 
 def main() -> None:
-    OUT.mkdir(parents=True, exist_ok=True)
     manifest = {}
-    for name in WANTED or MODELS:
+    for name in os.environ.get("TINY_ONLY", "").split() or MODELS:
         manifest[name] = build(name, MODELS[name])
         print(name, manifest[name], flush=True)
-    (OUT / "manifest.json").write_text(json.dumps(manifest, indent=1))
+    (TINY_MODELS / "manifest.json").write_text(json.dumps(manifest, indent=1))
 
 
 main()

@@ -8,6 +8,7 @@ Widths that look odd (768, 2048, 4096, 3584) are what the host recognises the fa
 from __future__ import annotations
 
 import dataclasses
+import functools
 import importlib
 import inspect
 import json
@@ -49,7 +50,7 @@ def model(name: str, folder: str = "diffusion_models", sizes: Sequence[dict] = (
     """Register a builder; each entry of ``sizes`` are keywords for one attempt."""
 
     def add(build: Callable[..., Built]) -> Callable[..., Built]:
-        MODELS[name] = Model(folder, [lambda kw=kw: build(**kw) for kw in sizes])
+        MODELS[name] = Model(folder, [functools.partial(build, **kw) for kw in sizes])
         return build
 
     return add
@@ -89,6 +90,11 @@ def random_weights(network: torch.nn.Module, seed: int = 0) -> StateDict:
     return {name: draw(name, like) for name, like in network.state_dict().items()}
 
 
+def built(module: str, name: str, **options: Any) -> Built:
+    """A network of ``comfy.ldm`` with random weights."""
+    return Built(random_weights(network(module, name, **options)))
+
+
 def published_norms(weights: StateDict) -> StateDict:
     """Published Flux-like files call the norm of queries and keys ``.scale``; newer hosts hold it as ``.weight``."""
     modules = ("query_norm", "key_norm")
@@ -101,7 +107,7 @@ def unet(depth: list[int], depth_out: list[int], channel_mult: list[int], **opti
     fixed |= {"transformer_depth_middle": 1, "use_spatial_transformer": True, "use_checkpoint": False}
     fixed |= {"transformer_depth": depth, "transformer_depth_output": depth_out, "channel_mult": channel_mult}
     fixed |= {"num_res_blocks": [1] * len(channel_mult)}
-    return Built(random_weights(network("modules.diffusionmodules.openaimodel", "UNetModel", **fixed, **options)))
+    return built("modules.diffusionmodules.openaimodel", "UNetModel", **fixed, **options)
 
 
 @model("sd15")
@@ -123,7 +129,7 @@ def sd3() -> Built:
     sizes = {"patch_size": 2, "in_channels": 16, "out_channels": 16, "depth": 2, "adm_in_channels": 2048}
     places = {"input_size": None, "pos_embed_max_size": 32, "num_patches": 32 * 32, "pos_embed_scaling_factor": None}
     more = {"context_embedder_config": text, "qk_norm": "rms", "x_block_self_attn_layers": [0]}
-    return Built(random_weights(network("modules.diffusionmodules.mmdit", "MMDiT", **sizes, **places, **more)))
+    return built("modules.diffusionmodules.mmdit", "MMDiT", **sizes, **places, **more)
 
 
 # As published, but for the number of blocks.
@@ -142,23 +148,12 @@ def flux(num_heads: int) -> Built:
 
 def wan(model_type: str, in_dim: int, out_dim: int = 16) -> Built:
     sizes = {"dim": 256, "ffn_dim": 512, "num_heads": 2, "num_layers": 2, "in_dim": in_dim, "out_dim": out_dim}
-    return Built(random_weights(network("wan.model", "WanModel", model_type=model_type, **sizes)))
+    return built("wan.model", "WanModel", model_type=model_type, **sizes)
 
 
-@model("wan_t2v")
-def wan_t2v() -> Built:
-    return wan("t2v", in_dim=16)
-
-
-@model("wan_i2v")
-def wan_i2v() -> Built:
-    return wan("i2v", in_dim=36)
-
-
-@model("wan_ti2v")
-def wan_ti2v() -> Built:
-    """As Wan 2.2 5B, which the host recognises by 48 channels."""
-    return wan("t2v", in_dim=48, out_dim=48)
+wan_t2v = model("wan_t2v")(functools.partial(wan, "t2v", in_dim=16))
+model("wan_i2v")(functools.partial(wan, "i2v", in_dim=36))
+model("wan_ti2v")(functools.partial(wan, "t2v", in_dim=48, out_dim=48))  # as Wan 2.2 5B, known by its 48 channels
 
 
 def ltx(module: str, name: str, **config: Any) -> Built:
@@ -176,9 +171,7 @@ def ltxav() -> Built:
     return ltx("av_model", "LTXAVModel", **audio, **{f"connector_{name}": size for name, size in sizes.items()})
 
 
-@model("ltxv")
-def ltxv() -> Built:
-    return ltx("model", "LTXVModel", in_channels=128)
+model("ltxv")(functools.partial(ltx, "model", "LTXVModel", in_channels=128))
 
 
 @model("hunyuan_video")
@@ -200,20 +193,14 @@ def lumina2() -> Built:
     sizes = {"dim": 2304, "n_layers": 1, "n_heads": 24, "n_kv_heads": 8, "patch_size": 2, "in_channels": 16}
     axes = {"axes_dims": [32, 32, 32], "axes_lens": [300, 512, 512]}
     more = {"qk_norm": True, "cap_feat_dim": 64, "ffn_dim_multiplier": 4.0, "dtype": torch.float16}
-    return Built(random_weights(network("lumina.model", "NextDiT", **sizes, **axes, **more)))
+    return built("lumina.model", "NextDiT", **sizes, **axes, **more)
 
 
-@model("qwen_image")
-def qwen_image() -> Built:
-    sizes = {"in_channels": 64, "num_layers": 1, "dtype": torch.float16}
-    return Built(random_weights(network("qwen_image.model", "QwenImageTransformer2DModel", **sizes)))
-
-
-@model("krea2")
-def krea2() -> Built:
-    sizes = {"features": 512, "heads": 4, "kvheads": 2, "layers": 1}
-    text = {"txtdim": 160, "txtlayers": 2, "txtheads": 20, "txtkvheads": 20}
-    return Built(random_weights(network("krea2.model", "SingleStreamDiT", **sizes, **text)))
+QWEN = {"in_channels": 64, "num_layers": 1, "dtype": torch.float16}
+model("qwen_image")(functools.partial(built, "qwen_image.model", "QwenImageTransformer2DModel", **QWEN))
+KREA = {"features": 512, "heads": 4, "kvheads": 2, "layers": 1}
+KREA |= {"txtdim": 160, "txtlayers": 2, "txtheads": 20, "txtkvheads": 20}
+model("krea2")(functools.partial(built, "krea2.model", "SingleStreamDiT", **KREA))
 
 
 @model("minimax_h3")
@@ -246,10 +233,8 @@ def vae_kl(channels: int) -> Built:
     return Built(decoder_only(kl_autoencoder(4, channels)))
 
 
-@model("vae_kl_full", "vae")
-def vae_kl_full() -> Built:
-    """Encoder and decoder in the published width (hosts fix the width of the encoder)."""
-    return Built(kl_autoencoder(4, 128))
+# Encoder and decoder in the published width (hosts fix the width of the encoder).
+model("vae_kl_full", "vae")(lambda: Built(kl_autoencoder(4, 128)))
 
 
 @model("vae_flux", "vae", sizes=({"channels": 32}, {"channels": 128}))
@@ -275,10 +260,9 @@ def host_json(module: str, file: str) -> dict[str, Any]:
 @model("sd15_checkpoint", "checkpoints", sizes=({"channels": 32}, {"channels": 128}))
 def sd15_checkpoint(channels: int) -> Built:
     """UNet, CLIP-L at its published size, and a VAE decoder, for CheckpointLoaderSimple."""
-    settings = host_settings()
     clip_class = host_class("comfy.clip_model", "CLIPTextModel")
     config = host_json("comfy.sd1_clip", "sd1_clip_config.json")
-    clip = random_weights(clip_class(config, settings["dtype"], settings["device"], settings["operations"]), seed=1)
+    clip = random_weights(clip_class(config, *host_settings().values()), seed=1)
     parts = {
         "model.diffusion_model.": sd15().tensors,
         "cond_stage_model.transformer.": {n: w for n, w in clip.items() if "text_projection" not in n},
@@ -291,9 +275,8 @@ def sd15_checkpoint(channels: int) -> Built:
 def t5() -> Built:
     """T5 base, for CLIPLoader with type stable_audio."""
     build = host_class("comfy.text_encoders.t5", "T5")
-    settings = host_settings()
     config = host_json("comfy.text_encoders.t5", "t5_config_base.json")
-    return Built(random_weights(build(config, settings["dtype"], settings["device"], settings["operations"]), seed=5))
+    return Built(random_weights(build(config, *host_settings().values()), seed=5))
 
 
 def lora_of(weights: StateDict, rank: int = 4, seed: int = 9) -> Built:
@@ -305,18 +288,11 @@ def lora_of(weights: StateDict, rank: int = 4, seed: int = 9) -> Built:
             continue
         target = "lora_unet_" + name[: -len(".weight")].replace(".", "_")
         rows, columns = weight.shape
-        tensors[f"{target}.lora_up.weight"] = torch.randn(rows, rank, generator=generator).mul_(0.2).half()
-        tensors[f"{target}.lora_down.weight"] = (
-            torch.randn(rank, columns, generator=generator).div_(columns**0.5).half()
-        )
+        up, down = (torch.randn(shape, generator=generator) for shape in ((rows, rank), (rank, columns)))
+        tensors[f"{target}.lora_up.weight"] = up.mul_(0.2).half()
+        tensors[f"{target}.lora_down.weight"] = down.div_(columns**0.5).half()
     return Built(tensors)
 
 
-@model("lora_sd15", "loras")
-def lora_sd15() -> Built:
-    return lora_of(sd15().tensors)
-
-
-@model("lora_wan_t2v", "loras")
-def lora_wan_t2v() -> Built:
-    return lora_of(wan_t2v().tensors)
+model("lora_sd15", "loras")(lambda: lora_of(sd15().tensors))
+model("lora_wan_t2v", "loras")(lambda: lora_of(wan_t2v().tensors))

@@ -1,7 +1,5 @@
 """Pascal VAE Attention inside the host: see ``comfy_checks``."""
 
-from __future__ import annotations
-
 import copy
 import functools
 import gc
@@ -12,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from comfy.ldm.modules.diffusionmodules.model import AttnBlock
 from comfy_checks import cancel_at, check, close, is_untouched, log_lines, pack, raises, replaced, run_of, runs, unload
-from comfy_inproc import load_pack, load_vae
+from comfy_inproc import drawn, load_pack, load_vae, noise
 
 NODE = load_pack()["PascalVAEAttention"]
 LATENTS = {"vae_kl": (1, 4, 13, 10), "vae_flux": (1, 16, 13, 10), "vae_wan": (1, 16, 2, 14, 10)}
@@ -24,7 +22,7 @@ def patched(vae, route="auto", budget_mib=0, nan_guard=True, **more):
 
 
 def latent(name, seed=0):
-    return torch.randn(LATENTS[name], generator=torch.Generator().manual_seed(seed))
+    return noise(*LATENTS[name], seed=seed)
 
 
 def kl():
@@ -39,8 +37,8 @@ class DirectAttention(torch.nn.Module):
         return F.scaled_dot_product_attention(tokens, tokens, tokens)[:, 0].transpose(1, 2).reshape(x.shape)
 
 
-def vae_around(block):
-    """A VAE of the host around one block: it decodes ``[B, 4, H, W]`` to three channels."""
+def vae_around(block, run=None):
+    """A VAE of the host around one block: it decodes ``[B, 4, H, W]`` to three channels, by ``run``, which calls it."""
 
     class Network(torch.nn.Module):
         def __init__(self):
@@ -48,7 +46,7 @@ def vae_around(block):
             self.block = block
 
         def decode(self, samples):
-            return self.block(samples)[:, :3]
+            return (run or block)(samples)[:, :3]
 
     vae = copy.copy(load_vae("vae_kl"))
     vae.first_stage_model = Network()
@@ -58,20 +56,8 @@ def vae_around(block):
 
 def one_block():
     """A VAE of the host around one of its attention blocks, 896 tokens, and a latent for it: quick."""
-    torch.manual_seed(0)
-    block = AttnBlock(32)
-    for parameter in block.parameters():
-        torch.nn.init.normal_(parameter, std=0.2)
-
-    class Block(torch.nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.attn = block
-
-        def forward(self, samples):
-            return self.attn(samples.repeat(1, 8, 1, 1))
-
-    return vae_around(Block()), torch.randn(1, 4, 32, 28)
+    block = drawn(AttnBlock(32), 0.2)
+    return vae_around(block, lambda samples: block(samples.repeat(1, 8, 1, 1))), noise(1, 4, 32, 28)
 
 
 @check
@@ -177,7 +163,7 @@ def cancelled_between_two_blocks_it_stops_and_the_next_run_is_clean():
 def another_packs_patch_before_ours_gives_way_and_one_after_ours_is_named():
     vae, samples = one_block()
     stock = vae.decode(samples)
-    key, calls = "block.attn.optimized_attention", []
+    key, calls = "block.optimized_attention", []
 
     def other(query, key, value):
         calls.append(query.shape)
@@ -230,25 +216,17 @@ def a_block_that_calls_sdpa_itself_is_served():
 def a_block_that_calls_the_hosts_attention_by_name_is_served():
     from comfy.ldm.genmo.vae.model import AttentionBlock  # temporal attention of the Mochi VAE
 
-    torch.manual_seed(0)
-    block = AttentionBlock(32, head_dim=16)
-    for parameter in block.parameters():
-        torch.nn.init.normal_(parameter, std=0.5)
+    block = drawn(AttentionBlock(32, head_dim=16), 0.5)
 
-    class Video(torch.nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.inner = block
+    def run(samples):
+        frames = samples[:, :, None].repeat(1, 8, 3, 1, 1) * torch.tensor([1.0, 2.0, 3.0])[:, None, None]
+        return block(frames)
 
-        def forward(self, samples):
-            frames = samples[:, :, None].repeat(1, 8, 3, 1, 1) * torch.tensor([1.0, 2.0, 3.0])[:, None, None]
-            return self.inner(frames)
-
-    vae, samples = vae_around(Video()), latent("vae_kl")
+    vae, samples = vae_around(block, run), latent("vae_kl")
     stock = vae.decode(samples)
     run = run_of(lambda: patched(vae, "tiled").decode(samples), stock)
     assert (run.count("taken"), run.routes()) == (1, {"tiled": 1})
-    assert [kind.block for kind in run.tallies] == ["block.inner.attn"]
+    assert [kind.block for kind in run.tallies] == ["block.attn"]
     is_untouched(lambda: vae.decode(samples), stock)
 
 

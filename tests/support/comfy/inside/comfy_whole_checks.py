@@ -1,14 +1,12 @@
 """Pascal Attention Patch with MODEL, CLIP and VAE inside the host: see ``comfy_checks``."""
 
-from __future__ import annotations
-
 import torch
 from comfy_checks import check, close, log_lines, pack, replaced, runs
-from comfy_inproc import families, load_checkpoint, load_model, load_pack, sample
+from comfy_inproc import families, load_checkpoint, load_model, load_pack, noise, sample
 
 NODES = load_pack()
 DEFAULTS = ("auto", 0, 0, "auto", 1024, True)
-LATENT = torch.randn(1, 4, 13, 10, generator=torch.Generator().manual_seed(1))
+LATENT = noise(1, 4, 13, 10)
 
 
 def whole(model, clip=None, vae=None, **more):
