@@ -320,9 +320,7 @@ def draw(number: int) -> Call:
             call,
             wants="".join(some),
             through=r.choice(("out", "out", "lse", "both")) if call.entry == "lse" else "out",
-            grad_layout=r.choice(
-                ("contiguous", "contiguous", "stride 0 everywhere", "columns first", "heads in tokens")
-            ),
+            grad_layout=r.choice(("contiguous", "stride 0 everywhere", "columns first", "heads in tokens", "negated")),
         )
     return possible(call)
 
