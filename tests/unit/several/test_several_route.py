@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from attn_support.clock import Clock
 from torch import Tensor
 
 from pascal_attn_core import AttentionConfig, record, sdpa
@@ -296,19 +297,6 @@ def test_memory_at_home_is_the_plan_and_the_parts_exactly(is_tokens_first: bool)
     assert alone.peak_bytes <= out_bytes + plan.extra_bytes
     assert together.peak_bytes - alone.peak_bytes == out_bytes // 2
     assert together.peak_bytes <= out_bytes + out_bytes // 2 + plan.extra_bytes
-
-
-class Clock:
-    """Gives the same milliseconds again and again: a part at home, one there with its copies, the copies alone."""
-
-    def __init__(self, *times: float):
-        self.times, self.runs = list(times), 0
-
-    def __call__(self, attempts: list[Callable[[], Any]], device: torch.device) -> list[float]:
-        self.runs += 1
-        for attempt in attempts:
-            attempt()
-        return self.times
 
 
 @pytest.fixture
