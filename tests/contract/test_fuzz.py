@@ -160,9 +160,7 @@ def test_random_calls_on_a_card_give_the_answers_of_the_definition(share: range)
 
 
 @pytest.mark.skipif(GXX is None, reason="needs g++ to build the emulation")
-def test_random_calls_by_the_fused_kernels_give_the_answers_of_the_definition(
-    pytestconfig: pytest.Config,
-) -> None:
+def test_random_calls_by_the_fused_kernels_give_the_answers_of_the_definition(pytestconfig) -> None:
     first, count = _numbers(pytestconfig)
     with emulated_card() as kernels:
         _run(filter(None, (_for_the_emulation(draw(number)) for number in range(first, first + count))))

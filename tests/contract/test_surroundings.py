@@ -77,9 +77,7 @@ def test_saved_tensors_may_live_elsewhere() -> None:
 
 
 @pytest.mark.parametrize("mask", [None, torch.bool, torch.float32])
-def test_process_wide_settings_of_torch_do_not_matter(
-    mask: torch.dtype | None,
-) -> None:
+def test_process_wide_settings_of_torch_do_not_matter(mask: torch.dtype | None) -> None:
     leaves = _leaves()
     bias = None if mask is None else (torch.rand(70, 70) < 0.5).to(mask)
     torch.manual_seed(1)

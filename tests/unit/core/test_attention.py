@@ -218,9 +218,7 @@ def test_a_name_is_a_routes_only_while_it_is_there(plain_route: PlainRoute) -> N
 
 
 @pytest.mark.parametrize("compiled", [False, True])
-def test_observers_see_a_call_once_even_when_its_route_turns_out_to_be_unavailable(
-    plain_route: PlainRoute, compiled: bool
-) -> None:
+def test_observers_see_a_call_once_even_when_its_route_turns_out_to_be_unavailable(plain_route, compiled: bool) -> None:
     plain_route.fails = True
     seen: list = []
     torch.compiler.reset()  # a graph that another test could not make would be left out here

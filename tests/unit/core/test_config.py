@@ -64,9 +64,7 @@ NAMES = [f"PASCAL_ATTN_{field.name.upper()}" for field in dataclasses.fields(Att
 
 
 @pytest.mark.parametrize("text", ["", "  ", "\t"])
-def test_an_empty_variable_is_as_good_as_none(
-    text: str, warnings_of: Warnings, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_empty_variable_is_as_good_as_none(text: str, warnings_of, monkeypatch) -> None:
     assert AttentionConfig.from_env({name: text for name in NAMES}) == AttentionConfig()
     for name in config_module.SWITCHES:
         monkeypatch.setenv(name, text)
@@ -97,9 +95,7 @@ def test_nonsense_is_one_warning_with_what_was_expected_and_changes_nothing(
 
 
 @pytest.mark.parametrize(("text", "on"), [("1", True), ("Yes", True), ("off", False), ("0", False), ("maybe", False)])
-def test_a_switch_is_on_only_where_it_says_so(
-    text: str, on: bool, warnings_of: Warnings, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_switch_is_on_only_where_it_says_so(text: str, on: bool, warnings_of, monkeypatch) -> None:
     monkeypatch.setenv("PASCAL_ATTN_ENABLE", text)
     assert [config_module.switched_on("PASCAL_ATTN_ENABLE") for _ in range(2)] == [on, on]
     assert [("PASCAL_ATTN_ENABLE is ignored" in one, "'maybe'" in one) for one in warnings_of()] == (
@@ -111,9 +107,7 @@ def test_a_switch_is_on_only_where_it_says_so(
     ("name", "meant"),
     [("BUGDET", "BUDGET_MIB"), ("ROUT", "ROUTE"), ("ENABLED", "ENABLE"), ("QBLOCK", "Q_BLOCK"), ("TOKEN", None)],
 )
-def test_an_unknown_variable_is_one_warning_with_the_nearest_name(
-    name: str, meant: str | None, warnings_of: Warnings
-) -> None:
+def test_an_unknown_variable_is_one_warning_with_the_nearest_name(name: str, meant: str | None, warnings_of) -> None:
     for _ in range(3):
         assert AttentionConfig.from_env({f"PASCAL_ATTN_{name}": "tiled"}) == AttentionConfig()
     (sentence,) = warnings_of()

@@ -25,7 +25,8 @@ import pascal_attn_core
 assert F.scaled_dot_product_attention is before
 assert torch.equal(torch.get_rng_state(), random)
 import pascal_attn_core.cli.run, pascal_attn_core.ffn, pascal_attn_core.flash_attn, pascal_attn_core.sdpa_patch
-assert not torch.cuda.is_initialized()
+from pascal_attn_core.machine.runtime import runtimes
+assert not torch.cuda.is_initialized() and not runtimes()
 assert (torch.get_num_threads(), torch.is_grad_enabled()) == (threads, grad)
 hosts = "torch._dynamo torch._inductor diffusers transformers comfy triton safetensors matplotlib numpy.testing"
 print([name for name in hosts.split() if name in sys.modules and name not in loaded])

@@ -8,6 +8,7 @@ import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
 
@@ -17,6 +18,8 @@ import torch.nn.functional as F
 from attn_support.fresh import run
 from attn_support.sdpa_switch import TILED, TORCH, qkv, served, torch_stays_torch  # noqa: F401
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.attention.bias import causal_lower_right
 from torch.nn.functional import scaled_dot_product_attention as taken_by_name
 
 from pascal_attn_core import AttentionConfig, record
@@ -25,40 +28,29 @@ from pascal_attn_core.capture import capture
 from pascal_attn_core.sdpa_patch import disable, enable, is_enabled, patch_sdpa
 
 
-def test_enable_serves_all_calls_until_disable() -> None:
-    q, k, v = qkv()
-    expected = TORCH(q, k, v)
-    assert not is_enabled()
-    enable(TILED)
-    assert is_enabled()
-    assert served(lambda: torch.testing.assert_close(F.scaled_dot_product_attention(q, k, v), expected))
-    disable()
-    assert not is_enabled()
-    assert not served(lambda: F.scaled_dot_product_attention(q, k, v))
+def route() -> dict[str, int]:
+    """By which route of ours a call of torch's function goes."""
+    with record() as seen:
+        F.scaled_dot_product_attention(*qkv())
+    return seen.routes()
 
 
-def test_enabling_and_disabling_twice_is_harmless_and_the_last_config_counts() -> None:
-    q, k, v = qkv()
+def test_enable_serves_all_calls_until_disable_and_the_last_config_counts() -> None:
+    assert not is_enabled()
     enable(AttentionConfig(route="math"))
     function = F.scaled_dot_product_attention
     enable(TILED)
     assert F.scaled_dot_product_attention is function
-    with record() as seen:
-        F.scaled_dot_product_attention(q, k, v)
-    assert seen.routes() == {"tiled": 1}
+    assert is_enabled()
+    assert route() == {"tiled": 1}
     disable()
     disable()
+    assert not is_enabled()
+    assert route() == {}
     assert F.scaled_dot_product_attention is TORCH
 
 
 def test_patches_leave_in_any_order_and_the_newest_decides() -> None:
-    q, k, v = qkv()
-
-    def route() -> dict[str, int]:
-        with record() as seen:
-            F.scaled_dot_product_attention(q, k, v)
-        return seen.routes()
-
     enable()
     first, second = patch_sdpa(AttentionConfig(route="math")), patch_sdpa(TILED)
     assert route() == {"tiled": 1}
@@ -73,23 +65,20 @@ def test_patches_leave_in_any_order_and_the_newest_decides() -> None:
     assert F.scaled_dot_product_attention is TORCH
 
 
-def test_a_patch_of_somebody_else_over_ours_lives_on(caplog: pytest.LogCaptureFixture) -> None:
-    q, k, v = qkv()
+def test_a_patch_of_somebody_else_over_ours_lives_on(caplog: pytest.LogCaptureFixture, monkeypatch: Any) -> None:
     patch = patch_sdpa(TILED)
     below = F.scaled_dot_product_attention
-    F.scaled_dot_product_attention = theirs = Mock(side_effect=below)
-    try:
+    with monkeypatch.context() as over:
+        over.setattr(F, "scaled_dot_product_attention", theirs := Mock(side_effect=below))
         with caplog.at_level(logging.WARNING, logger="pascal_attn"):
             patch.remove()
         assert "replaced since" in caplog.text
         assert F.scaled_dot_product_attention is theirs
-        assert not served(lambda: F.scaled_dot_product_attention(q, k, v))
+        assert route() == {}
         assert theirs.call_count == 1
         with patch_sdpa(TILED):
-            assert served(lambda: F.scaled_dot_product_attention(q, k, v))
+            assert route() == {"tiled": 1}
         assert F.scaled_dot_product_attention is theirs
-    finally:
-        F.scaled_dot_product_attention = below
     with patch_sdpa(TILED):
         assert F.scaled_dot_product_attention is below
     F.scaled_dot_product_attention = TORCH
@@ -110,11 +99,10 @@ def test_it_goes_over_a_patch_of_somebody_else_and_off_again(monkeypatch: pytest
 
 def test_a_capture_sees_the_calls_under_it(tmp_path: Path) -> None:
     pytest.importorskip("safetensors")
-    q, k, v = qkv()
     with patch_sdpa(TILED):
         with capture(tmp_path / "calls.safetensors"):
-            assert served(lambda: F.scaled_dot_product_attention(q, k, v))
-        assert served(lambda: F.scaled_dot_product_attention(q, k, v))
+            assert route() == {"tiled": 1}
+        assert route() == {"tiled": 1}
     assert (tmp_path / "calls.safetensors").exists()
 
 
@@ -136,26 +124,18 @@ def test_inside_a_block_the_innermost_decides_whichever_name_is_called() -> None
 
 
 def test_a_patch_removed_within_its_block_serves_nobody() -> None:
-    q, k, v = qkv()
     with patch_sdpa(TILED) as patch:
         patch.remove()
-        assert not served(lambda: taken_by_name(q, k, v))
+        assert not served(lambda: taken_by_name(*qkv()))
 
 
-def test_enable_says_who_took_the_function_by_name(caplog: pytest.LogCaptureFixture) -> None:
-    module = type(sys)("takes_by_name")
-    module.attend = TORCH  # type: ignore[attr-defined]
-    sys.modules["takes_by_name"] = module
-    try:
-        with caplog.at_level(logging.WARNING, logger="pascal_attn"):
-            enable()
-    finally:
-        del sys.modules["takes_by_name"]
+def test_enable_says_who_took_the_function_by_name(caplog: pytest.LogCaptureFixture, monkeypatch: Any) -> None:
+    monkeypatch.setitem(sys.modules, "takes_by_name", SimpleNamespace(attend=TORCH))
+    with caplog.at_level(logging.WARNING, logger="pascal_attn"):
+        enable()
     (warning,) = [r.getMessage() for r in caplog.records if r.levelname == "WARNING"]
-    assert "takes_by_name" in warning
-    assert "patch_sdpa" in warning
-    assert "torch.nn" not in warning
-    assert "pascal_attn_core" not in warning
+    assert all(words in warning for words in ("takes_by_name", "patch_sdpa"))
+    assert not any(words in warning for words in ("torch.nn", "pascal_attn_core"))
 
 
 def test_all_threads_are_served_while_patches_come_and_go() -> None:
@@ -193,14 +173,11 @@ def test_gradients_dropout_autocast_and_gqa_come_to_us() -> None:
 
 
 def test_causal_bias_objects_mean_what_they_mean() -> None:
-    from torch.nn.attention.bias import causal_lower_right
-
-    q, k, v = torch.randn(1, 2, 3, 8), torch.randn(1, 2, 7, 8), torch.randn(1, 2, 7, 8)
-    bias = causal_lower_right(3, 7)
+    q, k, v = (torch.randn(1, 2, n, 8) for n in (3, 7, 7))
     expected = TORCH(q, k, v, attn_mask=torch.ones(3, 7, dtype=torch.bool).tril(4))
     for function in (taken_by_name, lambda *args: F.scaled_dot_product_attention(*args)):
         with patch_sdpa(TILED):
-            torch.testing.assert_close(function(q, k, v, bias), expected)
+            torch.testing.assert_close(function(q, k, v, causal_lower_right(3, 7)), expected)
 
 
 def test_the_environment_can_forbid_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -237,18 +214,17 @@ def test_calls_with_fewer_keys_stay_torchs(by_environment: bool, monkeypatch: py
     if by_environment:
         monkeypatch.setenv("PASCAL_ATTN_MIN_KEYS", "12")
     q, k, v = qkv(tokens=12)
+    attend = lambda *args, **kwargs: F.scaled_dot_product_attention(*args, **kwargs)  # noqa: E731  looked up late
     with patch_sdpa(TILED, min_keys=None if by_environment else 12):
-        assert served(lambda: F.scaled_dot_product_attention(q, k, v))
-        assert served(lambda: F.scaled_dot_product_attention(q[..., :1, :], key=k, value=v))
-        assert served(lambda: taken_by_name(q, k, v))
-        short = k[..., :11, :], v[..., :11, :]
-        assert not served(lambda: F.scaled_dot_product_attention(q, *short))
-        assert not served(lambda: F.scaled_dot_product_attention(query=q, key=short[0], value=short[1]))
-        assert not served(lambda: taken_by_name(q, *short))
+        for keys, is_ours in (12, True), (11, False):
+            k, v = k[..., :keys, :], v[..., :keys, :]
+            assert served(attend, q, k, v) is is_ours
+            assert served(attend, query=q[..., :1, :], key=k, value=v) is is_ours
+            assert served(taken_by_name, q, k, v) is is_ours
     if by_environment:
         enable(TILED)
-        assert not served(lambda: F.scaled_dot_product_attention(q, *short))
-        assert served(lambda: F.scaled_dot_product_attention(q, k, v))
+        assert not served(attend, q, k, v)
+        assert route() == {"tiled": 1}
 
 
 @pytest.mark.parametrize(("given", "kind"), [(-1, ValueError), ("12", TypeError), (True, TypeError)])
@@ -257,13 +233,10 @@ def test_a_threshold_is_a_whole_number(given: Any, kind: type[Exception]) -> Non
         patch_sdpa(min_keys=given)
 
 
-def test_a_threshold_in_the_environment_that_is_no_number_is_reported_and_ignored(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_threshold_in_the_environment_that_is_no_number_is_reported_and_ignored(monkeypatch, caplog) -> None:
     monkeypatch.setenv("PASCAL_ATTN_MIN_KEYS", "many")
-    q, k, v = qkv()
     with patch_sdpa(TILED):
-        assert served(lambda: F.scaled_dot_product_attention(q, k, v))
+        assert route() == {"tiled": 1}
     assert "PASCAL_ATTN_MIN_KEYS is ignored: it must be a whole number, got 'many'" in caplog.text
 
 
@@ -320,28 +293,19 @@ def test_a_mask_beside_is_causal_is_left_to_torch() -> None:
     q, k, v = qkv()
     mask = torch.rand(12, 12) < 0.7
 
-    def attend() -> None:
-        with contextlib.suppress(RuntimeError):  # torch 2.14 refuses it, 2.13 does not
-            F.scaled_dot_product_attention(q, k, v, mask, is_causal=True)
-
-    with patch_sdpa(TILED):
-        assert not served(attend)
-
-
-def test_tensor_subclasses_go_to_torch() -> None:
-    q, k, v = qkv()
-    with patch_sdpa(TILED), record() as seen:
-        out = F.scaled_dot_product_attention(q.as_subclass(Subclass), k, v)
-    assert type(out) is Subclass
+    with patch_sdpa(TILED), record() as seen, contextlib.suppress(RuntimeError):  # torch 2.14 refuses it
+        F.scaled_dot_product_attention(q, k, v, mask, is_causal=True)
     assert seen.total == 0
 
 
-def test_complex_numbers_and_fake_tensors_go_to_torch() -> None:
-    from torch._subclasses.fake_tensor import FakeTensorMode
-
-    with patch_sdpa(TILED), FakeTensorMode() as mode, record() as seen:
-        q = mode.from_tensor(torch.randn(1, 2, 4, 8))
-        assert F.scaled_dot_product_attention(q, q, q).shape == (1, 2, 4, 8)
+def test_tensor_subclasses_and_fake_tensors_go_to_torch() -> None:
+    q, k, v = qkv()
+    with patch_sdpa(TILED), record() as seen:
+        out = F.scaled_dot_product_attention(q.as_subclass(Subclass), k, v)
+        with FakeTensorMode() as mode:
+            q = mode.from_tensor(q)
+            assert F.scaled_dot_product_attention(q, q, q).shape == (2, 2, 12, 8)
+    assert type(out) is Subclass
     assert seen.total == 0
 
 

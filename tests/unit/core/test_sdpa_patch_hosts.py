@@ -120,10 +120,8 @@ def test_a_scripted_multihead_attention_compiles_under_the_switch() -> None:
 
 def test_transformers_models_give_the_same_under_the_switch() -> None:
     transformers = pytest.importorskip("transformers")
-    config = transformers.LlamaConfig(
-        vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2,
-    )  # fmt: skip
+    sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+    config = transformers.LlamaConfig(**sizes, num_attention_heads=4, num_key_value_heads=2)
     model = transformers.LlamaForCausalLM._from_config(config, attn_implementation="sdpa").eval()
     tokens = torch.randint(0, 64, (2, 10))
     mask = torch.ones_like(tokens)

@@ -50,9 +50,7 @@ def test_a_folder_or_a_pipe_in_its_place_is_an_oserror(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="needs modes of files")
-def test_the_cache_folder_is_made_for_this_user_alone_and_used_only_while_it_is(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_the_cache_folder_is_made_for_this_user_alone_and_used_only_while_it_is(tmp_path, monkeypatch, caplog) -> None:
     for name in ("XDG_CACHE_HOME", "HOME"):
         monkeypatch.setenv(name, str(tmp_path))
     folder = cache_folder()

@@ -177,9 +177,7 @@ def test_what_is_no_file_is_not_read(folder: Path, other: Callable[[Path], None]
     assert _ask(_timings(folder, clock)) == 0.75
 
 
-def test_a_kind_may_be_forgotten_while_it_waits_to_be_timed_again(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_kind_may_be_forgotten_while_it_waits_to_be_timed_again(folder, monkeypatch) -> None:
     monkeypatch.setattr(timing_table, "RETRY_SECONDS", 0.0)
     timings = _timings(folder, Failing(torch.cuda.OutOfMemoryError("no memory")))
     assert _ask(timings) is None

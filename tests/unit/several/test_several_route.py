@@ -1,13 +1,14 @@
-"""The route that shares a call out: faults on the other device, memory at home, interrupts, threads, timings,
-reports."""
+"""The route that shares a call out: faults on the other device, memory at home, interrupts, threads, timings."""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -60,14 +61,14 @@ class Faulty(Helper):
 
     POINTS = 4
 
-    def __init__(self, at: int, error: Callable[[], BaseException]):
+    def __init__(self, at: int, error: Exception):
         super().__init__(CPU, CPU)
         self.at, self.error, self.count = at, error, 0
 
     def _point(self) -> None:
         self.count += 1
         if self.count == self.at:
-            raise self.error()
+            raise self.error
 
     def follow_caller(self) -> None:
         self._point()
@@ -86,21 +87,16 @@ class Faulty(Helper):
         runtime_of(CPU).part(Helpers)._known[CPU, 0] = self
 
 
-ERRORS = {
-    "lost": (
-        lambda: RuntimeError("CUDA error: unspecified launch failure\nmore"),
-        "failed (RuntimeError: CUDA error: ",
-    ),
-    "memory": (lambda: RuntimeError("CUDA error: out of memory"), "ran out of memory"),
-    "refused": (lambda: RouteUnavailable("no kernel for this card"), "failed (RouteUnavailable: no kernel for this "),
+ERRORS: dict[str, tuple[Exception, str]] = {
+    "lost": (RuntimeError("CUDA error: unspecified launch failure\nmore"), "failed (RuntimeError: CUDA error: "),
+    "memory": (RuntimeError("CUDA error: out of memory"), "ran out of memory"),
+    "refused": (RouteUnavailable("no kernel for this card"), "failed (RouteUnavailable: no kernel for this "),
 }
 
 
 @pytest.mark.parametrize("at", range(1, Faulty.POINTS + 1))
 @pytest.mark.parametrize("kind", ERRORS)
-def test_whatever_fails_there_is_computed_at_home(
-    kind: str, at: int, inputs: list[Tensor], caplog: pytest.LogCaptureFixture
-) -> None:
+def test_whatever_fails_there_is_computed_at_home(kind: str, at: int, inputs, caplog) -> None:
     """The result has the same bits, with the reason in the report, one line in the log, inputs untouched; and the
     device is left alone for a while."""
     expected, kept = sdpa(*inputs, config=ALONE), [t.clone() for t in inputs]
@@ -148,11 +144,8 @@ def test_gradients_survive_a_fault_too(inputs: list[Tensor]) -> None:
 
 
 def test_no_thread_is_no_error(inputs: list[Tensor], monkeypatch: pytest.MonkeyPatch) -> None:
-    def start(self: threading.Thread) -> None:
-        raise RuntimeError("can't start new thread")
-
     with monkeypatch.context() as patch:
-        patch.setattr(threading.Thread, "start", start)
+        patch.setattr(threading.Thread, "start", Mock(side_effect=RuntimeError("can't start new thread")))
         out, stats = _run(inputs)
     assert torch.equal(out, sdpa(*inputs, config=ALONE))
     assert list(stats.remarks) == ["cpu failed (RuntimeError: can't start new thread): the call was computed on cpu"]
@@ -182,14 +175,7 @@ class Cancelled(BaseException):
 
 @pytest.mark.parametrize("at", [1, 3])
 def test_an_interrupt_ends_the_call_and_nothing_runs_on(inputs: list[Tensor], at: int) -> None:
-    looks = 0
-
-    def checkpoint(done: int, total: int) -> None:
-        nonlocal looks
-        looks += 1
-        if looks == at:
-            raise Cancelled
-
+    checkpoint = Mock(side_effect=[*[None] * (at - 1), Cancelled])
     with pytest.raises(Cancelled), between_blocks(checkpoint):
         sdpa(*inputs, config=SHARED)
     assert not [thread for thread in threading.enumerate() if "other device" in thread.name]
@@ -207,29 +193,16 @@ def test_an_interrupt_waits_for_the_other_device(inputs: list[Tensor]) -> None:
             super().run(*args, **options)
             over.set()
 
-    def stop(done: int, total: int) -> None:
-        raise Cancelled
-
     runtime_of(CPU).part(Helpers)._known[CPU, 0] = Slow(CPU, CPU)
-    with pytest.raises(Cancelled), between_blocks(stop):
+    with pytest.raises(Cancelled), between_blocks(Mock(side_effect=Cancelled)):
         sdpa(*inputs, config=SHARED)
     assert over.is_set()
 
 
 def test_calls_of_several_threads_do_not_mix(inputs: list[Tensor]) -> None:
     expected = sdpa(*inputs, config=ALONE)
-    outs: list[Tensor] = []
-    with record() as report:
-        threads = [
-            threading.Thread(target=lambda: outs.extend(sdpa(*inputs, config=SHARED) for _ in range(5)))
-            for _ in range(4)
-        ]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-    assert len(outs) == 20
-    assert all(torch.equal(out, expected) for out in outs)
+    with record() as report, ThreadPoolExecutor(4) as pool:
+        assert all(pool.map(lambda _: torch.equal(sdpa(*inputs, config=SHARED), expected), range(20)))
     (stats,) = report.calls.values()
     assert stats.remarks == {}
     assert stats.devices == {"cpu": 20 * 4, "cpu #2": 20 * 4}
@@ -239,9 +212,7 @@ def test_a_device_with_calls_of_its_own_is_left_alone(inputs: list[Tensor]) -> N
     choice = choose(check_call(*inputs), SHARED)
     _helper().leave_alone("cpu computes attention of its own")
     with record() as report:
-        out, *_ = run_call(
-            check_call(*inputs), SHARED, with_lse=False, choice=choice
-        )  # as the engine of the nodes does
+        out, *_ = run_call(check_call(*inputs), SHARED, with_lse=False, choice=choice)  # as the nodes' engine does
     (stats,) = report.calls.values()
     assert list(stats.remarks) == ["cpu computes attention of its own"]
     assert torch.equal(out, sdpa(*inputs, config=ALONE))
@@ -291,12 +262,9 @@ def test_memory_at_home_is_the_plan_and_the_parts_exactly(is_tokens_first: bool)
         sdpa(*inputs, config=ALONE)
     with PeakMemory("cpu") as together:
         out = sdpa(*inputs, config=SHARED)
-    out_bytes = out.numel() * out.element_size()
-    call = check_call(*inputs)
-    plan = plan_call(call, runtime_of(CPU).info, ALONE)
-    assert alone.peak_bytes <= out_bytes + plan.extra_bytes
-    assert together.peak_bytes - alone.peak_bytes == out_bytes // 2
-    assert together.peak_bytes <= out_bytes + out_bytes // 2 + plan.extra_bytes
+    plan = plan_call(check_call(*inputs), runtime_of(CPU).info, ALONE)
+    assert alone.peak_bytes <= out.nbytes + plan.extra_bytes
+    assert together.peak_bytes - alone.peak_bytes == out.nbytes // 2
 
 
 @pytest.fixture
@@ -311,9 +279,7 @@ def timed(tmp_path: Path) -> Callable[[Any], Any]:
 @pytest.mark.parametrize(
     ("times", "there"), [((10.0, 10.1, 0.1), 4), ((10.0, 30.1, 0.1), 2), ((30.0, 10.1, 0.1), 6), ((10.0, 12.0, 2.0), 2)]
 )
-def test_shares_follow_the_timing_which_is_taken_once(
-    inputs: list[Tensor], timed: Callable[[Any], Any], times: tuple[float, ...], there: int
-) -> None:
+def test_shares_follow_the_timing_which_is_taken_once(inputs, timed, times: tuple[float, ...], there: int) -> None:
     clock = Clock(*times)
     with timed(clock):
         for _ in range(2):
@@ -328,9 +294,7 @@ def test_shares_follow_the_timing_which_is_taken_once(
 
 
 @pytest.mark.parametrize("times", [(1.0, 40.0, 0.1), (1.0, 40.0, 39.0)])
-def test_a_slow_device_or_slow_copies_keep_the_call_at_home(
-    inputs: list[Tensor], timed: Callable[[Any], Any], times: tuple[float, ...]
-) -> None:
+def test_a_slow_device_or_slow_copies_keep_the_call_at_home(inputs, timed, times: tuple[float, ...]) -> None:
     with timed(Clock(*times)):
         choice = choose(check_call(*inputs), SHARED)
     assert choice.route == "tiled"
@@ -363,10 +327,7 @@ def test_what_cannot_be_timed_now_stays_at_home(inputs: list[Tensor], timed: Cal
 
 
 def test_a_device_that_fails_while_it_is_timed_is_left_alone(inputs: list[Tensor], timed: Callable[[Any], Any]) -> None:
-    def broken(attempts: list[Callable[[], Any]], device: torch.device) -> list[float]:
-        raise RuntimeError("CUDA error: device-side assert")
-
-    with timed(broken):
+    with timed(Mock(side_effect=RuntimeError("CUDA error: device-side assert"))):
         out, _ = _run(inputs)
         assert torch.equal(out, sdpa(*inputs, config=ALONE))
         why = choose(check_call(*inputs), SHARED).why
