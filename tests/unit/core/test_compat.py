@@ -65,11 +65,6 @@ def test_sizes_that_do_not_fit_are_refused(make, match: str) -> None:
         make()
 
 
-def test_the_module_shows_its_choices() -> None:
-    words = "TiledAttention(n_heads=8, n_kv_heads=2, head_dim=None, tile_size='auto', dropout=0.0)"
-    assert repr(TiledAttention(8, 2)) == words
-
-
 def test_where_the_cache_is_unknown_it_is_0_and_the_recommended_tile_256() -> None:
     devices = ["cpu"] if torch.cuda.is_available() else ["cpu", None, 0, "cuda"]
     assert [(device_l2_mb(device), recommended_tile_size(device)) for device in devices] == [(0, 256)] * len(devices)

@@ -54,13 +54,10 @@ def test_the_badges_say_what_the_package_says() -> None:
     assert {f"docs/badges/{name}.svg" for name in says} <= set(links(ROOT / "README.md"))
 
 
-def test_the_icon_is_the_drawing_in_docs() -> None:
+def test_the_icon_is_the_drawing_in_docs_and_requirements_install_nothing() -> None:
     kind, _, data = COMFY["Icon"].partition(",")
     assert kind == "data:image/svg+xml;base64"
     assert base64.b64decode(data) == (ROOT / "docs" / "icon.svg").read_bytes().strip()
-
-
-def test_requirements_install_nothing() -> None:
     lines = (ROOT / "requirements.txt").read_text(encoding="utf-8").splitlines()
     assert [line for line in lines if line.strip() and not line.startswith("#")] == []
 

@@ -74,7 +74,7 @@ def test_a_shape_that_ran_out_once_starts_small_until_it_is_forgotten_and_others
     assert device.tried["forward"][-1] > 1 << 19
 
 
-def test_the_budget_comes_back_after_some_calls(monkeypatch, qkv) -> None:
+def test_the_budget_comes_back_after_some_calls_or_a_pause(monkeypatch, qkv) -> None:
     monkeypatch.setattr(tiled_route, "_PATIENCE", 4)
     device = Device(monkeypatch, free=1 << 40)
     sdpa(*qkv, config=TILED)
@@ -89,9 +89,6 @@ def test_the_budget_comes_back_after_some_calls(monkeypatch, qkv) -> None:
         sdpa(*qkv, config=TILED)
     assert device.tried["forward"] == [least] * 4 + [full]
     assert not runtime_of(torch.device("cpu")).part(tiled_route.MemoryCaps)  # nothing is remembered any more
-
-
-def test_a_run_after_a_pause_begins_with_the_full_budget(monkeypatch, qkv) -> None:
     device = Device(monkeypatch, free=1 << 19)
     sdpa(*qkv, config=TILED)
     device.free = 1 << 40
