@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import pytest
@@ -67,7 +68,7 @@ def test_random_calls_give_the_answers_of_the_definition(share: range) -> None:
 
 TILED: dict[str, Any] = {"route": "tiled"}
 LONG: dict[str, Any] = {"math_limit_mib": 0}
-PLAIN = "contiguous"
+PLAIN, VIEWS = "contiguous", ("query", "key", "value")
 EVERY_SECOND_COLUMN = Mask("-1e9 padding", dtype="float64", layout="every second column")
 # Found by random calls, made as simple as they go; none of the first 2,000 calls is like some of them.
 ONCE_WRONG = [
@@ -101,10 +102,8 @@ def test_calls_that_once_went_wrong(call: Call) -> None:
     check.check(call)
 
 
-EVERY_ROUTE = [{}, LONG, TILED, {"route": "torch"}, {"route": "math", "math_limit_mib": 100}]
-EVERY_ROUTE += [
-    TILED | more for more in ({"softmax": "online"}, {"trim_masks": False}, {"q_block": 48, "kv_block": 80})
-]
+IN_TILES: list[dict[str, Any]] = [{}, {"softmax": "online"}, {"trim_masks": False}, {"q_block": 48, "kv_block": 80}]
+EVERY_ROUTE = [{}, LONG, {"route": "torch"}, {"route": "math", "math_limit_mib": 100}, *(TILED | c for c in IN_TILES)]
 
 
 def _hard_calls() -> dict[str, Call]:
@@ -112,13 +111,10 @@ def _hard_calls() -> dict[str, Call]:
     bytes_of = Call(30, batch=(2,), heads=(2, 1, 1), enable_gqa=True, rows=200, keys=260, width=16, wants="qkv")
     odd = [("bool some rows empty", "bhls"), ("bool some rows empty", "ls"), ("bool", "bs"), ("bool padding", "bs"),
            ("bool left padding", "bs"), ("bool blocks", "ls")]  # fmt: skip
-    found = {
-        f"{kind} [{keep}], True is any byte": replace(bytes_of, mask=Mask(kind, keep, odd_bytes=True))
-        for kind, keep in odd
-    }
-    found["columns first, True is any byte"] = replace(
-        bytes_of, dtype="float64", mask=Mask("bool", "bls", layout="columns first", odd_bytes=True)
-    )
+    masks = [Mask(kind, keep, odd_bytes=True) for kind, keep in odd]
+    found = {f"{mask.kind} [{mask.keep}], True is any byte": replace(bytes_of, mask=mask) for mask in masks}
+    mask = Mask("bool", "bls", layout="columns first", odd_bytes=True)
+    found["columns first, True is any byte"] = replace(bytes_of, dtype="float64", mask=mask)
     alike = Call(31, heads=(2, 2, 2), width=16, width_v=16, wants="qkv")
     for length in (16, 400):
         square = replace(alike, rows=length, keys=length)
@@ -130,19 +126,13 @@ def _hard_calls() -> dict[str, Call]:
                                ("float16", "float16"), ("float16", "float32")):  # fmt: skip
             mask = Mask("-1e4 some rows", "ls", dtype=of_mask)
             found[f"{length} rows of {dtype}, mask of {of_mask}"] = replace(square, dtype=dtype, mask=mask)
-    for layout in ("stride 0 tokens", "rows one apart", "overlapping rows"):
-        for which, name in enumerate(("query", "key", "value")):
-            layouts = [PLAIN] * 3
-            layouts[which] = layout
-            for dtype in DTYPES:
-                found[f"{layout} in {name} of {dtype}"] = Call(
-                    32, dtype, (2,), (3, 3, 3), rows=40, keys=57, layouts=tuple(layouts), wants="qkv"
-                )
-    for layout in ("heads one apart", "batch one apart"):
-        for rows in (20, 600):
-            found[f"{layout}, {rows} rows"] = Call(
-                33, "float32", (2,), (2, 2, 2), rows=rows, keys=33, width=64, layouts=(layout, PLAIN, PLAIN)
-            )
+    views = Call(32, "float32", (2,), (3, 3, 3), rows=40, keys=57, wants="qkv")
+    for layout, name, dtype in product(("stride 0 tokens", "rows one apart", "overlapping rows"), VIEWS, DTYPES):
+        layouts = tuple(layout if each == name else PLAIN for each in VIEWS)
+        found[f"{layout} in {name} of {dtype}"] = replace(views, dtype=dtype, layouts=layouts)
+    apart = Call(33, "float32", (2,), (2, 2, 2), keys=33, width=64)
+    for layout, rows in product(("heads one apart", "batch one apart"), (20, 600)):
+        found[f"{layout}, {rows} rows"] = replace(apart, rows=rows, layouts=(layout, PLAIN, PLAIN))
     return found
 
 
@@ -213,10 +203,7 @@ def _draws(*args: Any, **options: Any) -> Tensor:
 
 WRONG: dict[str, Callable[..., Tensor]] = {
     "a factor": lambda *args, **options: RIGHT(*args, **options) * (1 + 1e-4),
-    "no last key": lambda q, k, v, *rest, **options: RIGHT(q, k[..., :-1, :], v[..., :-1, :], *rest, **options),
-    "other heads": lambda q, k, v, *rest, **options: RIGHT(q, k.flip(1), v.flip(1), *rest, **options),
     "another gradient": lambda q, k, *rest, **options: RIGHT(q, k + 1e-3 * (k - k.detach()), *rest, **options),
-    "causal": lambda *args, **options: RIGHT(*args, **{**options, "is_causal": True}),
     "an input is written to": _writes,
     "random numbers are drawn": _draws,
 }

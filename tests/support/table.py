@@ -262,18 +262,13 @@ def _table() -> list[Case]:
         for layout in LAYOUTS
         for mask in ("bool [B, 1, 1, S]", "float [B, H, L, S]", "bool some rows empty")
     ]
+    masks = ("bool [B, H, L, S]", "float [L, S]", "float32 mask", "-finfo.max padding", "-inf some rows empty")
     for dtype in (torch.float16, torch.bfloat16, torch.float64):
         name = str(dtype).removeprefix("torch.")
         for base in SHAPES:
             cases.append(_with(base, name, dtype=dtype))
             cases.append(_with(base, f"{name} causal", dtype=dtype, options={"is_causal": True}))
-            for mask in (
-                "bool [B, H, L, S]",
-                "float [L, S]",
-                "float32 mask",
-                "-finfo.max padding",
-                "-inf some rows empty",
-            ):
+            for mask in masks:
                 cases.append(_with(base, f"{name} {mask}", dtype=dtype, mask=mask))
         cases.append(_with(GROUPED, f"{name} tokens first", dtype=dtype, layout="tokens_first"))
     for magnitude in (0.0, 30.0, 1e3):
