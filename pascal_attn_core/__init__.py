@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from .flash_attn import patch_flash_attn
     from .flex import create_block_mask, flex_attention, patch_flex_attention
     from .gguf import patch_gguf
-    from .int8 import patch_attention_int8, patch_linear_int8
+    from .int8 import patch_attention_int8, patch_linear_float16, patch_linear_int8
     from .sdpa_patch import patch_sdpa
     from .stand_ins import patch_imports, patch_sageattention, patch_xformers
     from .transformers import patch_transformers
@@ -59,6 +59,7 @@ __all__ = [
     "patch_flex_attention",
     "patch_gguf",
     "patch_imports",
+    "patch_linear_float16",
     "patch_linear_int8",
     "patch_sageattention",
     "patch_sdpa",
@@ -85,6 +86,7 @@ _LAZY = {
     "patch_flex_attention": "flex",
     "patch_gguf": "gguf",
     "patch_imports": "stand_ins",
+    "patch_linear_float16": "int8",
     "patch_linear_int8": "int8",
     "patch_pipeline": "diffusers",
     "patch_sageattention": "stand_ins",

@@ -25,18 +25,20 @@ from .override import OVERRIDE
 
 log = logging.getLogger("pascal_attn")
 _MUCH_SLOWER = 1.1
-Options = tuple[float, tuple[str, ...], tuple[str, ...], str]
+Options = tuple[float, tuple[str, ...], tuple[str, ...], str, bool]
 _bindings: weakref.WeakKeyDictionary[nn.Module, dict[Options, Int8Binding]] = weakref.WeakKeyDictionary()
 
 
 def binding_for(model: nn.Module, options: Options) -> Int8Binding:
-    """The binding of these options (max_error, include, exclude, weights) for this loaded model: a node that is
-    executed again, after a LoRA's strength has changed, say, goes on with what was measured."""
-    max_error, include, exclude, weights = options
+    """The binding of these options (max_error, include, exclude, weights, only_faster) for this loaded model: a node
+    that is executed again, after a LoRA's strength has changed, say, goes on with what was measured."""
+    max_error, include, exclude, weights, only_faster = options
     known = _bindings.setdefault(model, {})
     if options not in known:
         chosen = [[_selector(text) for text in texts] or None for texts in (include, exclude)]
-        known[options] = Int8Binding(max_error=max_error, include=chosen[0], exclude=chosen[1], weights=weights)
+        known[options] = Int8Binding(
+            max_error=max_error, include=chosen[0], exclude=chosen[1], weights=weights, only_faster=only_faster
+        )
     return known[options]
 
 
@@ -96,6 +98,7 @@ class Settings:
 
     Attributes:
         max_error, include, exclude, weights, int8_files: of linear layers; linear: whether they run in 8 bits.
+        only_faster: whether linear layers that 8 bits do not make faster stay in float.
         attention: "auto" = in 8 bits, but not on a CPU; "always" or "off"; attention_max_error: of its layers.
     """
 
@@ -107,11 +110,13 @@ class Settings:
     linear: bool = True
     attention: str = OFF
     attention_max_error: float = 0.0
+    only_faster: bool = False
 
     @property
     def options(self) -> Options:
         """The options of the binding."""
-        return float(self.max_error), patterns(self.include), patterns(self.exclude), self.weights
+        names = patterns(self.include), patterns(self.exclude)
+        return float(self.max_error), *names, self.weights, self.only_faster
 
     @property
     def chosen(self) -> str:

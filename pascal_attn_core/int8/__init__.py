@@ -7,6 +7,7 @@
 Each layer is measured on its first inputs against its float version, and then runs in 8 bits, or stays in float if its
 error is above ``max_error``. Modules keep their classes and state-dict keys; what changes is the weight, which becomes
 an :class:`.weight.Int8Weight`. Adapters beside a layer, such as peft's LoRA, stay in float.
+:mod:`.float16` multiplies the same layers of a float32 model in float16 instead.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from ..patching.targets import denoisers_of
 from .attention import AttentionBinding
 from .backends import ACTIVATIONS
 from .binding import Int8Binding
+from .float16 import Float16Patch, patch_linear_float16
 from .product import int8_linear
 from .quantize import Int8Matrix, quantize_rows, rotate
 from .report import Int8Report, Int8ReportLine
@@ -29,6 +31,7 @@ from .weight import Int8Weight
 
 __all__ = [
     "ACTIVATIONS",
+    "Float16Patch",
     "Int8Matrix",
     "Int8Patch",
     "Int8Report",
@@ -36,6 +39,7 @@ __all__ = [
     "Int8Weight",
     "int8_linear",
     "patch_attention_int8",
+    "patch_linear_float16",
     "patch_linear_int8",
     "quantize_rows",
     "rotate",
@@ -50,6 +54,7 @@ def patch_linear_int8(
     max_error: float = 0.05,
     calibrate: Callable[[Any], Any] | None = None,
     weights: str = "host",
+    only_faster: bool = False,
 ) -> Int8Patch:
     """Run linear layers of ``model`` in 8-bit integers. Not exact.
 
@@ -69,6 +74,8 @@ def patch_linear_int8(
         weights: where the float weights are kept: "host" = they move to host memory, and back when the patch is
             removed; "keep" = they stay where they are; "free" = they are discarded: after the patch is removed, the
             model has rounded weights.
+        only_faster: layers that are not faster in 8 bits than in float, timed in their first call, stay in float;
+            otherwise they run in 8 bits for the memory that they save.
     Returns:
         A Patch with ``report()``. Deep copies made while it is patched follow it; state dicts and pickles hold float
         weights.
@@ -76,7 +83,9 @@ def patch_linear_int8(
         TypeError: an argument of a wrong type.
         ValueError: an invalid argument, a pattern that chooses nothing, or no layer that can run in 8 bits.
     """
-    binding = Int8Binding(max_error=max_error, include=include, exclude=exclude, weights=weights)
+    binding = Int8Binding(
+        max_error=max_error, include=include, exclude=exclude, weights=weights, only_faster=only_faster
+    )
     return _patched(model, binding, calibrate, include=include, exclude=exclude)
 
 

@@ -28,16 +28,24 @@ class Int8Binding:
     It serves several copies of a model (one per device) and keeps none of them alive.
 
     Args:
-        max_error, include, exclude, weights: as in :func:`.patch_linear_int8`.
+        max_error, include, exclude, weights, only_faster: as in :func:`.patch_linear_int8`.
     """
 
     what = "linear layers"
 
-    def __init__(self, *, max_error: float = 0.05, include: Any = None, exclude: Any = None, weights: str = "host"):
+    def __init__(
+        self,
+        *,
+        max_error: float = 0.05,
+        include: Any = None,
+        exclude: Any = None,
+        weights: str = "host",
+        only_faster: bool = False,
+    ):
         limit = limit_of(max_error)
         if weights not in WEIGHTS:
             raise ValueError(f"weights must be one of {', '.join(WEIGHTS)}, got {weights!r}")
-        self.options = Int8Options(limit, weights, median_times)
+        self.options = Int8Options(limit, weights, median_times, only_faster)
         self._include, self._exclude = include, exclude
         self._layers: weakref.WeakKeyDictionary[nn.Module, Int8Layer] = weakref.WeakKeyDictionary()
         self._chosen: weakref.WeakKeyDictionary[nn.Module, dict[str, str]] = weakref.WeakKeyDictionary()

@@ -115,6 +115,8 @@ class GgufLayer(Int8Layer):
             attempts = [functools.partial(product, x, weight, bias, way) for way in ("float", self.backend.name)]
             times[key] = Times(*self.options.clock([*attempts], x.device))
         self.times = times.get(key)
+        if self.state == INT8:
+            self._is_no_faster()
 
     def _recheck(self, x: Tensor, weight: GgufMatrix) -> None:
         """Measure with few rows and outputs, and where the error seems too large, as thoroughly as at first."""

@@ -51,6 +51,7 @@ class Int8Options:
 
     Attributes:
         times: of calls that have been timed, by shape, dtype and device: layers of one shape are timed once.
+        only_faster: whether layers that are not faster in 8 bits stay in float.
         gathers: whether inputs are being collected (``calibrate``): layers decide when that is over.
         has_warned: whether a weight in 8 bits was found to be trained.
     """
@@ -58,6 +59,7 @@ class Int8Options:
     max_error: float
     weights: str
     clock: Clock
+    only_faster: bool = False
     enabled: bool = True
     gathers: bool = False
     has_warned: bool = False
@@ -301,9 +303,18 @@ class Int8Layer:
             options.times[inputs] = times_of(x, found.matrix, module._parameters.get("bias"), matrix, options.clock)
         self.times = options.times[inputs]
         self._unhook(module)
+        if self._is_no_faster():
+            return
         self._put(module, found, matrix)
         self.watch.saw(error)
         self.state, self.why = INT8, ""
+
+    def _is_no_faster(self) -> bool:
+        """Whether the layer stays in float because 8 bits save it no time."""
+        if not self.options.only_faster or self.times is None or self.times.in_int8 < self.times.in_float:
+            return False
+        self.state, self.why = FLOAT, "8 bits are not faster for it"
+        return True
 
     # ---- checking ----
 

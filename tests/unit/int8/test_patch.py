@@ -178,6 +178,17 @@ def test_layers_above_the_limit_stay_as_they_are_and_are_named(model: Model, x: 
     assert all(type(module.weight) is nn.Parameter for module in model.modules() if isinstance(module, nn.Linear))
 
 
+@pytest.mark.parametrize(("times", "faster"), [([2.0, 1.0], True), ([1.0, 2.0], False)])
+def test_layers_that_8_bits_do_not_make_faster_may_stay(
+    model: Model, x: Tensor, monkeypatch: pytest.MonkeyPatch, times: list[float], faster: bool
+) -> None:
+    monkeypatch.setattr("pascal_attn_core.int8.binding.median_times", lambda attempts, device: times)
+    expected = model(x)
+    patch = patch_linear_int8(model, only_faster=True)
+    assert torch.equal(model(x), expected) is not faster
+    assert set(states(patch).values()) - {"left"} == {"int8" if faster else "float"}
+
+
 def test_an_outlier_channel_is_rotated_away() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(256, WIDTH)).eval()

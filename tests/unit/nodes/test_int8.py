@@ -60,7 +60,7 @@ def test_texts_become_patterns() -> None:
 )
 def test_patterns_choose_blocks_and_layers(include: Any, exclude: Any, expected: set[str]) -> None:
     model = network()
-    assert names(int8.binding_for(model, (0.05, include, exclude, "host")), model) == expected
+    assert names(int8.binding_for(model, (0.05, include, exclude, "host", False)), model) == expected
 
 
 def test_a_pattern_that_no_layer_matches_is_named_before_the_run() -> None:
@@ -74,10 +74,10 @@ def test_a_pattern_that_no_layer_matches_is_named_before_the_run() -> None:
 
 
 def test_the_same_options_on_the_same_model_go_on_with_what_was_measured() -> None:
-    model, options = network(), (0.05, (), (), "host")
+    model, options = network(), (0.05, (), (), "host", False)
     binding = int8.binding_for(model, options)
-    assert int8.binding_for(model, (0.05, (), (), "host")) is binding
-    assert int8.binding_for(model, (0.04, (), (), "host")) is not binding
+    assert int8.binding_for(model, (0.05, (), (), "host", False)) is binding
+    assert int8.binding_for(model, (0.04, (), (), "host", False)) is not binding
     assert int8.binding_for(network(), options) is not binding
     binding.attach(model)
     model["blocks"][0]["ff"](torch.randn(8, 64))

@@ -1,0 +1,98 @@
+"""Linear layers of a float32 model in float16: no row overflows, and what must not be touched is not."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from pascal_attn_core import patch_linear_float16
+from pascal_attn_core.int8.float16 import Float16Binding, in_float16
+
+
+def model() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(128, 256), nn.SiLU(), nn.Linear(256, 128)).requires_grad_(False)
+
+
+@pytest.fixture
+def float16_is_fast(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pascal_attn_core.int8.float16.median_times", lambda attempts, device: [2.0, 1.0])
+
+
+def relative(found: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+    return ((found - right).norm(dim=-1) / right.norm(dim=-1)).max()
+
+
+@pytest.mark.parametrize("size", [1e-6, 1.0, 1e6, 1e12])
+def test_rows_of_any_size_err_by_float16_rounding_only(size: float) -> None:
+    layer, x = nn.Linear(384, 96).requires_grad_(False), torch.randn(3, 50, 384)
+    x[1] *= size
+    x[2, :, 7] *= size
+    assert relative(in_float16(layer, x), layer(x)) < 0.002
+
+
+def test_rows_of_zeros_are_the_bias_and_a_row_with_nan_stays_alone() -> None:
+    layer, x = nn.Linear(64, 32).requires_grad_(False), torch.zeros(3, 64)
+    x[1] = float("nan")
+    found = in_float16(layer, x)
+    assert torch.allclose(found[::2], layer.bias, rtol=1e-3)
+    assert found[1].isnan().all()
+
+
+def test_no_sum_overflows_where_all_signs_agree() -> None:
+    layer = nn.Linear(12288, 2, bias=False)
+    with torch.no_grad():
+        layer.weight.fill_(1.0)
+        found = in_float16(layer, torch.full((1, 12288), 6e4))
+    assert torch.allclose(found, torch.full((1, 2), 12288 * 6e4), rtol=1e-3)
+
+
+@pytest.mark.usefixtures("float16_is_fast")
+def test_a_patch_puts_in_tells_and_takes_out() -> None:
+    layers, x = model(), 1e6 * torch.randn(40, 128)
+    right = layers(x)
+    with patch_linear_float16(layers, include="*") as patch:
+        assert [state.state for state in patch.report().states] == ["waiting", "waiting"]
+        found, again = layers(x), copy.deepcopy(layers)
+        assert 0 < relative(found, right) < 0.002
+        assert torch.equal(again(x), found)
+        assert "error 0.0" in patch.report().text()
+    assert torch.equal(layers(x), right)
+    assert torch.equal(again(x), right)
+    assert all("forward" not in vars(layer) for layer in layers)
+
+
+@pytest.mark.usefixtures("float16_is_fast")
+def test_gradients_and_other_dtypes_run_as_before() -> None:
+    layers = model().requires_grad_(True)
+    x = torch.randn(5, 128)
+    right = layers(x)
+    with patch_linear_float16(layers, include="*") as patch:
+        assert torch.equal(layers(x), right)
+        layers(x).sum().backward()
+        assert {state.state for state in patch.report().states} == {"waiting"}
+        assert layers.double()(x.double()).dtype == torch.float64
+
+
+def test_layers_above_the_limit_or_no_faster_stay_in_float32() -> None:
+    layers, x = model(), torch.randn(40, 128)
+    right = layers(x)
+    for max_error, times, state in ((1e-9, [2.0, 1.0], "refused"), (0.002, [1.0, 2.0], "off")):
+        binding = Float16Binding(include="*", max_error=max_error)
+        binding.clock = lambda attempts, device, times=times: times
+        assert binding.attach(layers) == 2
+        assert torch.equal(layers(x), right)
+        assert [each.state for each in binding.report(layers).states] == [state] * 2
+        assert binding.detach(layers) == []
+
+
+def test_bad_arguments() -> None:
+    with pytest.raises(ValueError, match="max_error must be at least 0"):
+        patch_linear_float16(model(), max_error=-1)
+    with pytest.raises(ValueError, match="include"):
+        patch_linear_float16(model(), include="nothing.*")
+    with pytest.raises(ValueError, match="nothing"):
+        patch_linear_float16(nn.Sequential(nn.ReLU()))
