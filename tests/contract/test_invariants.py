@@ -1,4 +1,4 @@
-"""What must hold for every call, as sentences; bool masks whose True is any byte mean what the same of ones means."""
+"""These tests check what must hold for every call; a bool mask whose True is any byte means what one of ones means."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What importing the package does: nothing to anybody. What may be imported: ``public_names.txt``, for good."""
+"""Importing the package does nothing to anybody; the names in ``public_names.txt`` may be imported for good."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is known of a device, without a driver; a card of AMD's by its topology folder; the wheel that runs on it."""
+"""These tests check what is known of a device without a driver, of a card of AMD's by its topology, and of wheels."""
 
 from __future__ import annotations
 

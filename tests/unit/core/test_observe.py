@@ -1,4 +1,4 @@
-"""What ran and why, a caller's function between the blocks, and PeakMemory, against the allocator's own trace."""
+"""These tests check what ran and why, a function between the blocks, and PeakMemory by the allocator's own trace."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ from pascal_attn_core.sdpa_patch import disable, enable, is_enabled, patch_sdpa
 
 
 def route() -> dict[str, int]:
-    """By which route of ours a call of torch's function goes."""
+    """Return by which route of ours a call of torch's function goes."""
     with record() as seen:
         F.scaled_dot_product_attention(*qkv())
     return seen.routes()
