@@ -1,4 +1,4 @@
-"""All that is known of a device is one object that can be replaced; files of several processes are whole or as before."""
+"""All that is known of a device is one object, replaceable; files of several processes are whole or as before."""
 
 from __future__ import annotations
 
