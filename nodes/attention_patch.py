@@ -62,7 +62,7 @@ _DECODER = (
 )
 
 
-class PascalAttentionPatch:
+class PascalAttentionPatch(inputs.PascalNode):
     """MODEL, CLIP, VAE -> the same: attention by the fastest exact route of this card, feed-forward layers in chunks
     and decoding in bands where they would not fit."""
 
@@ -74,22 +74,9 @@ class PascalAttentionPatch:
         "Connect CLIP and VAE, too, if you like. Works with images and video, UNets and transformers, LoRAs and other "
         "attention patches. When bypassed, everything is exactly the original."
     )
-    CATEGORY = "model/patch/attention"
-    SEARCH_ALIASES = (
-        "flash attention",
-        "sdpa",
-        "low vram",
-        "out of memory",
-        "pascal",
-        "gtx 1080",
-        "p40",
-        "mi50",
-        "radeon",
-        "rocm",
-        "black image",
-        "vae decode",
-        "text encode",
-        "feed forward",
+    SEARCH_ALIASES = inputs.aliases(
+        "flash attention, sdpa, low vram, out of memory, pascal, gtx 1080, p40, mi50, radeon, rocm, black "
+        "image, vae decode, text encode, feed forward"
     )
     RETURN_TYPES = ("MODEL", "CLIP", "VAE")
     OUTPUT_TOOLTIPS = (
@@ -97,11 +84,9 @@ class PascalAttentionPatch:
         "The patched text encoder, if one is connected. Connect it to CLIP Text Encode.",
         "The patched VAE, if one is connected. Connect it to VAE Decode.",
     )
-    FUNCTION = "patch"
 
     @classmethod
     def INPUT_TYPES(cls) -> dict[str, Any]:
-        """The node's inputs, as ComfyUI asks for them."""
         more = inputs.ADVANCED
         return {
             "required": {
@@ -183,16 +168,11 @@ def _patched_model(
 
 def count_blocks(model: nn.Module) -> int:
     """Number of entries of the model's lists of blocks that hold attention."""
-    names = [name for name, module in model.named_modules() if _is_attention(module)]
-    lists = [name for name, module in model.named_modules() if isinstance(module, nn.ModuleList)]
+    lists = [f"{name}." for name, module in model.named_modules() if isinstance(module, nn.ModuleList)]
     blocks = set()
-    for name in names:
-        parents = [entry for entry in lists if name.startswith(f"{entry}.")]
-        if parents:
-            outer = min(parents, key=len)
-            blocks.add((outer, name[len(outer) + 1 :].partition(".")[0]))
-        else:
-            blocks.add((name, ""))
+    for name in (name for name, module in model.named_modules() if _is_attention(module)):
+        outer = min((entry for entry in lists if name.startswith(entry)), key=len, default=f"{name}.")
+        blocks.add((outer, name[len(outer) :].partition(".")[0]))
     return len(blocks)
 
 
@@ -200,6 +180,5 @@ _PROJECTIONS = ({"to_q", "to_k"}, {"q", "k"}, {"qkv"}, {"to_qkv"}, {"q_proj", "k
 
 
 def _is_attention(module: nn.Module) -> bool:
-    children = {name for name, _ in module.named_children()}
-    kind = type(module).__name__
-    return any(names <= children for names in _PROJECTIONS) or kind.endswith(("Attention", "AttentionBlock"))
+    is_named_so = type(module).__name__.endswith(("Attention", "AttentionBlock"))
+    return is_named_so or any(names <= set(module._modules) for names in _PROJECTIONS)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
+from .comfy import inputs
 from .int8_linear import PascalInt8Linear
 from .patches import int8
 from .patches.int8_attention import AUTO, CHOICES
 
 
-class Pascal8Bit:
+class Pascal8Bit(inputs.PascalNode):
     """MODEL -> MODEL: attention and linear layers of the diffusion model in 8-bit integers, not exact."""
 
     DESCRIPTION = (
@@ -20,7 +21,6 @@ class Pascal8Bit:
         "ones, and stays exact if its error is too large; attention also if 8 bits are slower. LoRAs stay in float. "
         "When bypassed, the model is exactly the original."
     )
-    CATEGORY = PascalInt8Linear.CATEGORY
     SEARCH_ALIASES = ("8-bit attention", "sage attention", "sageattention", *PascalInt8Linear.SEARCH_ALIASES, "p40")
     RETURN_TYPES = PascalInt8Linear.RETURN_TYPES
     RETURN_NAMES = PascalInt8Linear.RETURN_NAMES
@@ -28,11 +28,9 @@ class Pascal8Bit:
         "The model with attention and linear layers in 8 bits. Connect it to the sampler.",
         PascalInt8Linear.OUTPUT_TOOLTIPS[1],
     )
-    FUNCTION = "patch"
 
     @classmethod
     def INPUT_TYPES(cls) -> dict[str, Any]:
-        """The node's inputs, as ComfyUI asks for them."""
         attention = (
             "Attention in 8 bits. auto: on devices that have the 8-bit kernel, in the layers in which it is faster. "
             "always: on a CPU too, where it is slow and for checks. off: attention is not touched."
@@ -72,7 +70,6 @@ class Pascal8Bit:
 
 
 def _settings(linear_layers: bool, **others: Any) -> int8.Settings:
-    """The settings of the node's inputs."""
     return int8.Settings(**others, linear=linear_layers)
 
 

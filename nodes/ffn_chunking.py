@@ -15,7 +15,7 @@ from .patches.injection import install, network_of
 LEAST_TOKENS = 1024
 
 
-class PascalFFNChunking:
+class PascalFFNChunking(inputs.PascalNode):
     """MODEL -> MODEL: the feed-forward layers over a part of the tokens at a time."""
 
     DESCRIPTION = (
@@ -25,7 +25,6 @@ class PascalFFNChunking:
         "unchunked. For out-of-memory errors while sampling large images and long videos. Works with LoRAs; the "
         "model's weights and their names stay as they are. When bypassed, the model is exactly the original."
     )
-    CATEGORY = "model/patch/attention"
     SEARCH_ALIASES = ("chunk feed forward", "ffn", "mlp", "out of memory", "low vram", "video", "wan", "flux", "pascal")
     RETURN_TYPES = ("MODEL", "STRING")
     RETURN_NAMES = ("model", "report")
@@ -34,11 +33,9 @@ class PascalFFNChunking:
         "Which layers will be tried, and which cannot be chunked and why. What a run did is shown on the "
         "node, in the log and in Pascal Attention Report.",
     )
-    FUNCTION = "patch"
 
     @classmethod
     def INPUT_TYPES(cls) -> dict[str, Any]:
-        """The node's inputs, as ComfyUI asks for them."""
         budget = (
             "Largest extra memory of one feed-forward call in MiB, besides its input and output. The smallest number "
             f"of chunks that stays within the budget is used; a call that fits runs unchunked. 0 = 1/{ffn.SHARE} of "
@@ -53,10 +50,7 @@ class PascalFFNChunking:
             "required": {
                 "model": ("MODEL", {"tooltip": "The model to patch. A clone is patched; the original is not changed."}),
                 "budget_mib": ("INT", {"default": 0, "min": 0, "max": 65536, "step": 1, "tooltip": budget, **more}),
-                "min_tokens": (
-                    "INT",
-                    {"default": LEAST_TOKENS, "min": 2, "max": 1048576, "step": 1, "tooltip": tokens, **more},
-                ),
+                "min_tokens": ("INT", {"default": LEAST_TOKENS, "min": 2, "max": 1048576, "tooltip": tokens, **more}),
             },
             "hidden": {"unique_id": "UNIQUE_ID"},
         }

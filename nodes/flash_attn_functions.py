@@ -22,7 +22,7 @@ _lock = threading.Lock()
 _installed: list[ImportsPatch] = []
 
 
-class PascalFlashAttnFunctions:
+class PascalFlashAttnFunctions(inputs.PascalNode):
     """Anything -> the same: node packs that import flash_attn, sageattention or xformers find working functions."""
 
     DESCRIPTION = (
@@ -32,7 +32,6 @@ class PascalFlashAttnFunctions:
         "Packs that import them while ComfyUI starts need PASCAL_ATTN_FLASH=1 in the environment instead. By default, "
         "an installed package is left alone."
     )
-    CATEGORY = "model/patch/attention"
     SEARCH_ALIASES = (
         *("flash attention", "flash_attn", "sageattention", "xformers", "ampere", "no module named", "import error"),
         *("pascal", "turing"),
@@ -44,7 +43,6 @@ class PascalFlashAttnFunctions:
 
     @classmethod
     def INPUT_TYPES(cls) -> dict[str, Any]:
-        """The node's inputs, as ComfyUI asks for them."""
         enabled = (
             "On: installed for the whole ComfyUI process, until a run with this off or until ComfyUI exits. Packs keep "
             "whatever they have already imported."
@@ -65,11 +63,7 @@ class PascalFlashAttnFunctions:
         return float("nan")
 
     def switch(self, value: Any, enabled: bool, replace: bool = False, unique_id: str | None = None) -> tuple[Any]:
-        """``value`` as it came."""
-        if enabled:
-            host.say(_install(replace), unique_id)
-        else:
-            host.say(_remove(), unique_id)
+        host.say(_install(replace) if enabled else _remove(), unique_id)
         return (value,)
 
 
@@ -103,8 +97,6 @@ def _remove() -> str:
 
 
 def _counted(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-    """``function``, whose calls the report shows."""
-
     @functools.wraps(function)
     def counted(*args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
@@ -123,9 +115,7 @@ def _note(name: str, calls: dict[CallKey, Any], seconds: float) -> None:
     with _lock:
         run = _run()
     for key, stats in calls.items():
-        kind = runs.CallKind(
-            name, "taken", key.route, key.why, key.query, key.key, key.dtype, key.mask, via="flash_attn functions"
-        )
+        kind = runs.CallKind(name, "taken", key.route, key.why, key.query, key.key, key.dtype, key.mask, via=SUBJECT)
         with run.lock:
             tally = run.tally(kind)
             tally.count += stats.count

@@ -8,7 +8,7 @@ from .comfy import comfy_kitchen, inputs
 from .patches import int8
 
 
-class PascalInt8Linear:
+class PascalInt8Linear(inputs.PascalNode):
     """MODEL -> MODEL: the linear layers of the diffusion model in 8-bit integers."""
 
     DEPRECATED = True
@@ -20,18 +20,8 @@ class PascalInt8Linear:
         "inputs and stays in float if its error is too large. LoRAs stay in float. When bypassed, the model is exactly "
         "the original."
     )
-    CATEGORY = "model/patch/attention"
-    SEARCH_ALIASES = (
-        "int8",
-        "quantize",
-        "quantization",
-        "dp4a",
-        "speed",
-        "faster",
-        "low vram",
-        "w8a8",
-        "pascal",
-        "gtx 1080",
+    SEARCH_ALIASES = inputs.aliases(
+        "int8, quantize, quantization, dp4a, speed, faster, low vram, w8a8, pascal, gtx 1080"
     )
     RETURN_TYPES = ("MODEL", "STRING")
     RETURN_NAMES = ("model", "report")
@@ -40,11 +30,9 @@ class PascalInt8Linear:
         "Which layers will run in 8 bits, and which stay in float and why. What a run did, with each layer's error, "
         "time and memory, is in Pascal Attention Report.",
     )
-    FUNCTION = "patch"
 
     @classmethod
     def INPUT_TYPES(cls) -> dict[str, Any]:
-        """The node's inputs, as ComfyUI asks for them."""
         limit = (
             "Largest relative error allowed in a layer's output, measured on its own inputs. A layer above it stays in "
             "float. Typical errors are 0.01 to 0.02."

@@ -10,6 +10,7 @@ import torch
 
 from ..pascal_attn_core.machine.device import MIB, device_info
 from .comfy import host as _host
+from .comfy import inputs
 from .estimate.figures import Figures, Host
 from .estimate.inputs import Conditioning, Latent, guessed_conditioning, prompts
 from .estimate.largest import Axis, Fit, axes_of, bisected, find_largest
@@ -21,7 +22,7 @@ from .reporting.picture import as_image
 log = logging.getLogger("pascal_attn")
 
 
-class PascalMemoryEstimate:
+class PascalMemoryEstimate(inputs.PascalNode):
     """MODEL, LATENT -> STRING, FLOAT, IMAGE: what sampling this latent will need before it is sampled, and the largest
     that would fit."""
 
@@ -31,7 +32,6 @@ class PascalMemoryEstimate:
         "resolution, frame count and batch that fit with each patch. Calls of the model are traced without computing "
         "them: nothing is loaded, moved or changed, and it takes a few seconds."
     )
-    CATEGORY = "model/patch/attention"
     SEARCH_ALIASES = ("vram", "will it fit", "out of memory", "predict memory", "resolution", "pascal", "gtx 1080")
     RETURN_TYPES = ("STRING", "FLOAT", "IMAGE")
     RETURN_NAMES = ("estimate", "saved_mib", "largest")
@@ -45,22 +45,19 @@ class PascalMemoryEstimate:
 
     @classmethod
     def INPUT_TYPES(cls) -> dict[str, Any]:
-        """The node's inputs, as ComfyUI asks for them."""
         guidance = (
             "Whether the sampler's cfg is above 1: the negative prompt then doubles the batch, if ComfyUI finds enough "
             "memory."
         )
         tokens = "Length of the prompt in tokens if no conditioning is connected. 0 = 77 for UNets, 256 otherwise."
+        size = "The latent that will be sampled: its size, frame count and batch size."
         vae = "The VAE that will decode: its weights and the largest image that it decodes in one piece are then shown."
         clip = "The text encoder of the prompt: its weights are then shown too."
         conditioning = "The prompt, for its exact length and for models whose conditioning is more than text."
         return {
             "required": {
                 "model": ("MODEL", {"tooltip": "The model that will sample. It is neither loaded nor changed."}),
-                "latent": (
-                    "LATENT",
-                    {"tooltip": "The latent that will be sampled: its size, frame count and batch size."},
-                ),
+                "latent": ("LATENT", {"tooltip": size}),
                 "guidance": ("BOOLEAN", {"default": True, "tooltip": guidance}),
             },
             "optional": {

@@ -23,7 +23,7 @@ log = logging.getLogger("pascal_attn")
 _SELFTEST_SECONDS = 30.0
 
 
-class PascalAttentionReport:
+class PascalAttentionReport(inputs.PascalNode):
     """Anything -> the same: what attention did in the runs before it, as picture and text."""
 
     DESCRIPTION = (
@@ -31,7 +31,6 @@ class PascalAttentionReport:
         "passed to ComfyUI per block and why, routes, time, memory, warnings, and an exactness check against float64. "
         "Put it after the sampler (LATENT) or the decoder (IMAGE). It changes nothing."
     )
-    CATEGORY = "model/patch/attention"
     SEARCH_ALIASES = ("attention statistics", "bug report", "diagnose", "memory chart", "exactness", "pascal", "slow")
     RETURN_TYPES = (ANY, "IMAGE", "STRING")
     RETURN_NAMES = ("value", "chart", "report")
@@ -45,7 +44,6 @@ class PascalAttentionReport:
 
     @classmethod
     def INPUT_TYPES(cls) -> dict[str, Any]:
-        """The node's inputs, as ComfyUI asks for them."""
         value = "The sampler's LATENT, the decoder's IMAGE, or anything else that is produced at the end of the run."
         exactness = (
             "Compares up to 64 rows of each run's largest call with float64, and shows the error next to that of plain "
@@ -92,7 +90,6 @@ class PascalAttentionReport:
 
 
 def gather(prompt: dict[str, Any], unique_id: str | None, *, exactness_check: bool) -> Findings:
-    """Everything there is to say now."""
     machine = look_around(asks_devices=False)
     own = complaints(machine)
     shown, remarks = choose_runs(runs.remembered(), prompt, host.prompt_id(), unique_id)
@@ -129,8 +126,8 @@ def _alarms_of(shown: Shown) -> list[str]:
     run, found = shown.run, []
     if run.finished and not (run.tallies or run.gains or run.notes or run.warnings):
         found.append("no attention call reached the patch")
-    if shown.run.exactness is not None and not shown.run.exactness.is_exact:
-        found.append(shown.run.exactness.text())
+    if run.exactness is not None and not run.exactness.is_exact:
+        found.append(run.exactness.text())
     return [f"{_name(shown)}: {text}" for text in found]
 
 

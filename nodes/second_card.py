@@ -9,7 +9,6 @@ from ..pascal_attn_core.observe.report import shares_text
 from ..pascal_attn_core.routes.several import ON_ONE_DEVICE
 from .comfy import host, inputs
 from .comfy.others import AUTO, runs_first
-from .comfy.second import share_over, visible_cards
 from .engine import runs
 from .engine.engine import Engine, PatchSettings
 from .patches.attention import install
@@ -18,7 +17,7 @@ from .patches.override import OVERRIDE, engine_of, previous_of
 _CALLBACK = f"{host.KEY}_second_card"
 
 
-class PascalSecondCard:
+class PascalSecondCard(inputs.PascalNode):
     """MODEL -> MODEL: a second card computes some of the attention heads of every large call."""
 
     DESCRIPTION = (
@@ -29,24 +28,18 @@ class PascalSecondCard:
         "one where query, key and value are dense in memory; otherwise it is exact within rounding. With one card, or "
         "when the second one fails, everything is computed on the first."
     )
-    CATEGORY = "model/patch/attention"
-    SEARCH_ALIASES = (
-        "multi gpu",
-        "multigpu",
-        "two cards",
-        "second gpu",
-        "sequence parallel",
-        "pascal",
-        "p40",
-        "faster",
+    SEARCH_ALIASES = inputs.aliases(
+        "multi gpu, multigpu, two cards, second gpu, sequence parallel, pascal, p40, faster"
     )
     RETURN_TYPES = ("MODEL",)
     OUTPUT_TOOLTIPS = ("The model with its attention shared by two cards. Connect it to the sampler.",)
-    FUNCTION = "patch"
 
     @classmethod
     def INPUT_TYPES(cls) -> dict[str, Any]:
-        """The node's inputs, as ComfyUI asks for them."""
+        model = (
+            "The model to patch. A clone is patched; the original is not changed. Works before or after Pascal "
+            "Attention Patch."
+        )
         device = (
             "The card that helps, by PyTorch's numbering. auto: the first one that does not hold the model. Start "
             "ComfyUI without --cuda-device, which hides the other cards."
@@ -58,14 +51,8 @@ class PascalSecondCard:
         number = {"default": 2048, "min": 1, "max": 1048576, "step": 1, "tooltip": least, **inputs.ADVANCED}
         return {
             "required": {
-                "model": (
-                    "MODEL",
-                    {
-                        "tooltip": "The model to patch. A clone is patched; the original is not changed. "
-                        "Works before or after Pascal Attention Patch."
-                    },
-                ),
-                "device": ([AUTO, *visible_cards()], {"default": AUTO, "tooltip": device}),
+                "model": ("MODEL", {"tooltip": model}),
+                "device": ([AUTO, *host.visible_cards()], {"default": AUTO, "tooltip": device}),
                 "least_tokens": ("INT", number),
             },
             "hidden": {"unique_id": "UNIQUE_ID"},
@@ -87,7 +74,7 @@ class PascalSecondCard:
             host.say(f"second card: {why}: the model is returned unchanged", unique_id)
             return (model,)
         patched = model.clone()
-        share_over(patched, (home, other), least_tokens)
+        host.share_over(patched, (home, other), least_tokens)
         set_before = patched.model_options["transformer_options"].get(OVERRIDE)
         if engine_of(set_before) is None:
             engine = Engine(PatchSettings(), host.name_of_model(patched.model), "diffusion model", unique_id)
@@ -101,7 +88,7 @@ class PascalSecondCard:
 
 def _other_card(home: str, wanted: str) -> tuple[str, str]:
     """(the card that helps, ""), or ("", why there is none)."""
-    cards = visible_cards()
+    cards = host.visible_cards()
     others = [card for card in cards if card != home]
     if home not in cards:
         return "", f"the model is on {home}, not on a card"

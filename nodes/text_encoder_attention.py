@@ -18,7 +18,7 @@ from .patches.replacements import Replacement, Sites, whole_call
 _WHOLE = ("encode_token_weights", "generate")
 
 
-class PascalTextEncoderAttention:
+class PascalTextEncoderAttention(inputs.PascalNode):
     """CLIP -> CLIP: attention of the text encoder by the fastest exact route of this device."""
 
     DESCRIPTION = (
@@ -27,15 +27,12 @@ class PascalTextEncoderAttention:
         "long prompt, or a prompt with images, on cards for which ComfyUI has no PyTorch attention. LoRAs and clip "
         "skip work before and after it. When bypassed, the text encoder is exactly the original."
     )
-    CATEGORY = "model/patch/attention"
     SEARCH_ALIASES = ("clip", "t5", "prompt", "text encode", "out of memory", "nan", "low vram", "pascal", "p40")
     RETURN_TYPES = ("CLIP",)
     OUTPUT_TOOLTIPS = ("The text encoder with its attention patched. Connect it to CLIP Text Encode.",)
-    FUNCTION = "patch"
 
     @classmethod
     def INPUT_TYPES(cls) -> dict[str, Any]:
-        """The node's inputs, as ComfyUI asks for them."""
         clip = "The text encoder to patch. A clone is patched; the original is not changed."
         return {
             "required": {

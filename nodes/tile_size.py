@@ -8,7 +8,7 @@ import torch
 
 from ..pascal_attn_core.machine.device import device_info
 from ..pascal_attn_core.machine.runtime import runtime_of
-from .comfy import host
+from .comfy import host, inputs
 from .reporting.words import dtype_text
 from .tiles.choice import CannotMeasure, Card, Shape, TileSizes, fastest, plan_for, sentence, within_limits
 
@@ -16,7 +16,7 @@ FROM_CARD, MEASURE, AGAIN = "from the card", "measure", "measure again"
 _AS_COMFYUI = "as ComfyUI computes"
 
 
-class PascalTileSize:
+class PascalTileSize(inputs.PascalNode):
     """-> INT, STRING: keys per tile of the tiled route on this card, and why."""
 
     DESCRIPTION = (
@@ -25,7 +25,6 @@ class PascalTileSize:
         "a few sizes once and stores the fastest. You need it only to inspect or to experiment: with tile_size at 0, "
         "the patch makes the same choice for each call by itself."
     )
-    CATEGORY = "model/patch/attention"
     SEARCH_ALIASES = ("l2 cache", "block size", "benchmark attention", "tile")
     RETURN_TYPES = ("INT", "STRING")
     RETURN_NAMES = ("tile_size", "explanation")
@@ -37,7 +36,6 @@ class PascalTileSize:
 
     @classmethod
     def INPUT_TYPES(cls) -> dict[str, Any]:
-        """The node's inputs, as ComfyUI asks for them."""
         mode = (
             f"{FROM_CARD}: computed from the card's properties, without measuring. {MEASURE}: times a few sizes on the "
             f"card, for at most four seconds, and stores the result in ComfyUI's user folder. {AGAIN}: measures even "
@@ -68,7 +66,6 @@ class PascalTileSize:
         budget_mib: int = 0,
         unique_id: str | None = None,
     ) -> tuple[int, str]:
-        """Keys per tile, and the sentence."""
         device = host.compute_device()
         if dtype == _AS_COMFYUI:
             dtype = dtype_text(host.compute_dtype(device))

@@ -21,7 +21,7 @@ from .reporting.words import dtype_text
 _WHOLE = ("decode", "encode", "decode_tiled", "encode_tiled")  # of VAEs, and of the networks in them
 
 
-class PascalVAEAttention:
+class PascalVAEAttention(inputs.PascalNode):
     """VAE -> VAE: decoding and encoding in bands where they do not fit, attention by the fastest exact route."""
 
     DESCRIPTION = (
@@ -30,27 +30,14 @@ class PascalVAEAttention:
         "its whole score matrix. For black images: an attention output that is not finite is recomputed in float32, "
         "and if the NaN comes from elsewhere, the node says where. When bypassed, the VAE is exactly the original."
     )
-    CATEGORY = "model/patch/attention"
-    SEARCH_ALIASES = (
-        "vae decode",
-        "vae encode",
-        "tiled",
-        "seams",
-        "out of memory",
-        "black image",
-        "nan",
-        "low vram",
-        "pascal",
-        "gtx 1080",
-        "p40",
+    SEARCH_ALIASES = inputs.aliases(
+        "vae decode, vae encode, tiled, seams, out of memory, black image, nan, low vram, pascal, gtx 1080, p40"
     )
     RETURN_TYPES = ("VAE",)
     OUTPUT_TOOLTIPS = ("The patched VAE. Connect it to VAE Decode or VAE Encode.",)
-    FUNCTION = "patch"
 
     @classmethod
     def INPUT_TYPES(cls) -> dict[str, Any]:
-        """The node's inputs, as ComfyUI asks for them."""
         decode = (
             "How decoding and encoding are computed. in bands when needed: the VAE runs as it is, but if by ComfyUI's "
             "estimate it does not fit, or if memory runs out, in bands of rows or frames: the same image in less "
@@ -120,8 +107,13 @@ def _sites(engine: Engine, network: nn.Module, mode: str, estimates: dict[str, E
     def watch(what: str, args: tuple, kwargs: dict[str, Any], result: Any) -> None:
         if not sites.names and not engine.run.gains and engine.run.count() == 0:
             engine.run.note(f"{what} runs as it is; this VAE has no attention")
-        if engine.settings.nan_guard:
-            _say_where_nan_comes_from(engine, what, [*args, *kwargs.values()], result)
+        if not engine.settings.nan_guard or not isinstance(result, Tensor) or not not_finite([result]):
+            return
+        if not_finite([*args, *kwargs.values()]):
+            source = "latent" if what.startswith("decode") else "image"
+            engine.warn(f"the {source} given to {what} already holds NaN or infinity: the fault is before the VAE")
+        else:
+            engine.warn(f"{what} produced NaN or infinity in {dtype_text(result.dtype)}: start ComfyUI with --fp32-vae")
 
     def whole(name: str, previous: Callable[..., Any]) -> Callable[..., Any]:
         if name in estimates:
@@ -131,16 +123,6 @@ def _sites(engine: Engine, network: nn.Module, mode: str, estimates: dict[str, E
     sites = Sites(engine, network, find)
     sites.replacements.update({name: functools.partial(whole, name) for name in _WHOLE if hasattr(network, name)})
     return sites
-
-
-def _say_where_nan_comes_from(engine: Engine, what: str, given: list[Any], result: Any) -> None:
-    if not isinstance(result, Tensor) or not not_finite([result]):
-        return
-    if not_finite(given):
-        source = "latent" if what.startswith("decode") else "image"
-        engine.warn(f"the {source} given to {what} already holds NaN or infinity: the fault is before the VAE")
-    else:
-        engine.warn(f"{what} produced NaN or infinity in {dtype_text(result.dtype)}: start ComfyUI with --fp32-vae")
 
 
 @functools.cache

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from .call import AttentionCall, Options, check_call, prepared, without_autocast
 from .mask_rules.lazy import LazyMask
+from .plots import checked_band, plot_rows
 from .routes.math import probabilities
 from .tiled.masks import Band
 
@@ -50,10 +51,9 @@ def attention_map(
     call = check_call(query, key, key, attn_mask, options)
     chosen = _row_numbers(rows, call)
     mask, band = _mask_rows(call, chosen), _band_rows(call, chosen)
-    if mask is None or band is None:
-        mask = band if mask is None else mask
-    else:
-        mask = mask & band if mask.dtype == torch.bool else mask.masked_fill(~band, -torch.inf)
+    if mask is not None and band is not None:
+        mask = mask.masked_fill(~band, False if mask.dtype == torch.bool else -torch.inf)
+    mask = band if mask is None else mask
     given = Options(scale=scale, enable_gqa=enable_gqa, softcap=softcap, sinks=sinks)
     part = check_call(query.index_select(-2, chosen), key, key, mask, given)
     with without_autocast(query):
@@ -78,8 +78,6 @@ class AttentionMap(Tensor):
     def plot(self, path: str | Path | None = None) -> Any:
         """A heat map of the rows, written to ``path`` too if it is given: see
         :func:`pascal_attn_core.plots.plot_rows`."""
-        from .plots import plot_rows
-
         return plot_rows(self.as_subclass(Tensor), path, rows=self.rows)
 
 
@@ -157,18 +155,13 @@ def saved_by_band(
     Raises:
         TypeError, ValueError: an invalid size, or a rule that :func:`pascal_attn_core.sdpa` refuses.
     """
-    for name, size in (("q_block", q_block), ("kv_block", kv_block)):
-        if size < 1:
-            raise ValueError(f"{name} must be at least 1, got {size}")
-    tokens = torch.empty(seq_len_q, 0), torch.empty(seq_len_kv, 0)
-    call = check_call(tokens[0], tokens[1], tokens[1], is_causal=is_causal, alignment=alignment, window=window)
-    band, total = Band.of(call), seq_len_q * seq_len_kv
+    rule: dict[str, Any] = {"is_causal": is_causal, "alignment": alignment, "window": window}
+    band = checked_band(seq_len_q, seq_len_kv, None, q_block, kv_block, **rule)
+    total = seq_len_q * seq_len_kv
     if not total:
         return Saved(0.0, 0.0)
-    visible = visited = 0
-    for query in range(seq_len_q):
-        first, last = band.key_range(query, query + 1, seq_len_kv)
-        visible += max(0, last - first)
+    ranges = (band.key_range(query, query + 1, seq_len_kv) for query in range(seq_len_q))
+    visible, visited = sum(max(0, last - first) for first, last in ranges), 0
     for q0 in range(0, seq_len_q, q_block):
         first, last = band.key_range(q0, min(q0 + q_block, seq_len_q), seq_len_kv)
         if last > first:

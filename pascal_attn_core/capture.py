@@ -44,13 +44,8 @@ _MOST_PADDING = 4
 
 @dataclass
 class CapturedCall:
-    """The arguments of one call of ``scaled_dot_product_attention``, as passed.
-
-    Attributes:
-        name: where it comes from, for tables.
-        count: how many calls of this kind were seen.
-        device: on which device the call was made.
-    """
+    """The arguments of one call of ``scaled_dot_product_attention``, as passed; its name for tables, how many calls of
+    this kind were seen, and on which device."""
 
     query: Tensor
     key: Tensor
@@ -66,12 +61,9 @@ class CapturedCall:
 
     def to(self, device: torch.device | str) -> CapturedCall:
         """This call on another device, every tensor with its strides."""
-
-        def move(tensor: Tensor) -> Tensor:
-            return _lay_out(distinct(tensor).to(device), _layout(tensor))
-
-        mask = None if self.attn_mask is None else move(self.attn_mask)
-        return replace(self, query=move(self.query), key=move(self.key), value=move(self.value), attn_mask=mask)
+        tensors = {name: t for name in TENSORS if (t := getattr(self, name)) is not None}
+        moved: dict[str, Any] = {n: _lay_out(distinct(t).to(device), _layout(t)) for n, t in tensors.items()}
+        return replace(self, **moved)
 
 
 def capture(
@@ -79,10 +71,9 @@ def capture(
     *,
     limit: int = 32,
     max_mib: float = 1024.0,
-    one_per_shape: bool = True,
-    include: Callable[[CapturedCall], bool] | None = None,
 ) -> Patch:
-    """Write the attention calls that this process makes, in any thread, to one ``.safetensors`` file.
+    """Write the attention calls that this process makes, in any thread, to one ``.safetensors`` file: the first of each
+    kind (shapes, strides, dtypes, options), the others are counted.
 
     Direct calls of :func:`pascal_attn_core.sdpa` are seen, and while it is active,
     ``torch.nn.functional.scaled_dot_product_attention`` is replaced by a function that copies its arguments to the CPU
@@ -94,8 +85,6 @@ def capture(
         path: the file, replaced as a whole when the capture ends: on ``.remove()``, or once ``limit`` is reached.
         limit: number of calls to keep.
         max_mib: total size to keep in MiB; a call that no longer fits is skipped, and the log says so.
-        one_per_shape: keep the first call of each kind (shapes, strides, dtypes, options) and count the others.
-        include: keep a call only if this returns True.
     Returns:
         a Patch; ``.remove()`` or the end of its ``with`` block ends the capture.
     Raises:
@@ -112,7 +101,7 @@ def capture(
         raise ValueError(f"limit must be at least 1, got {limit}")
     if not max_mib > 0:
         raise ValueError(f"max_mib must be greater than 0, got {max_mib}")
-    recorder = _Recorder(target, limit, int(max_mib * MIB), one_per_shape, include)
+    recorder = _Recorder(target, limit, int(max_mib * MIB))
     original = F.scaled_dot_product_attention
     ours = _watched(original, lambda: (recorder,))
     ours.__module__ = F.__name__  # where pickle finds it, and torch's function later
@@ -131,12 +120,8 @@ def capture(
 
 
 def observe(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """``fn`` with every call shown to the captures that are active.
-
-    Args:
-        fn: takes the arguments of ``scaled_dot_product_attention`` first; its own keyword arguments are passed on and
-            not recorded.
-    """
+    """``fn`` with every call shown to the captures that are active. It takes the arguments of
+    ``scaled_dot_product_attention`` first; its own keyword arguments are passed on and not recorded."""
     return _watched(fn, lambda: tuple(_active))
 
 
@@ -169,9 +154,7 @@ class _Recorder:
     path: Path
     limit: int
     max_bytes: int
-    one_per_shape: bool
-    include: Callable[[CapturedCall], bool] | None
-    calls: dict[Any, dict[str, Any]] = field(default_factory=dict)
+    calls: dict[str, dict[str, Any]] = field(default_factory=dict)
     tensors: dict[str, Tensor] = field(default_factory=dict)
     num_bytes: int = 0
     dropped: int = 0
@@ -191,14 +174,14 @@ class _Recorder:
     def see(self, args: tuple, kwargs: dict[str, Any]) -> None:
         """Keep one call, if it is one to keep."""
         call = _bind(args, kwargs)
-        if call is None or (self.include is not None and not self.include(call)):
+        if call is None:
             return
         layouts = {name: _layout(getattr(call, name)) for name in TENSORS if getattr(call, name) is not None}
         options: dict[str, Any] = {"is_causal": bool(call.is_causal), "enable_gqa": bool(call.enable_gqa)}
         options["scale"] = None if call.scale is None else float(call.scale)
         options |= {"dropout_p": float(call.dropout_p), "device": call.device}
         with self.lock:
-            key = json.dumps([layouts, options]) if self.one_per_shape else len(self.calls)
+            key = json.dumps([layouts, options])
             if key in self.calls:
                 self.calls[key]["count"] += 1
             elif not self.is_done:
@@ -216,15 +199,14 @@ class _Recorder:
         tensors = checked.query, checked.key, checked.value, mask
         self.see(tensors, {**options, "dropout_p": checked.dropout_p})
 
-    def _keep(self, key: Any, call: CapturedCall, layouts: dict[str, Any], options: dict[str, Any]) -> None:
+    def _keep(self, key: str, call: CapturedCall, layouts: dict[str, Any], options: dict[str, Any]) -> None:
         dense = {name: distinct(getattr(call, name).detach()) for name in layouts}
         size = sum(tensor.numel() * tensor.element_size() for tensor in dense.values())
         if self.num_bytes + size > self.max_bytes:
             self.dropped += 1
             return
         number = len(self.calls)
-        copies = {f"{number}.{name}": t.to("cpu", copy=True).contiguous() for name, t in dense.items()}
-        self.tensors.update(copies)
+        self.tensors |= {f"{number}.{name}": t.to("cpu", copy=True).contiguous() for name, t in dense.items()}
         self.calls[key] = {"count": 1, **options, "layouts": layouts}
         self.num_bytes += size
         if len(self.calls) >= self.limit:
@@ -242,9 +224,8 @@ class _Recorder:
                 return ["no call of scaled_dot_product_attention was seen; nothing written"]
             if self.tensors:
                 self._write()
-            if self.dropped:
-                return [f"{self.dropped} calls were skipped: they did not fit into {self.max_bytes / MIB:g} MiB"]
-            return []
+            skipped = f"{self.dropped} calls were skipped: they did not fit into {self.max_bytes / MIB:g} MiB"
+            return [skipped] if self.dropped else []
 
     def _write(self) -> None:
         from safetensors import SafetensorError
@@ -269,13 +250,12 @@ def _bind(args: tuple, kwargs: dict[str, Any]) -> CapturedCall | None:
     call = bind_sdpa(args, kwargs, like_torch=False)
     if isinstance(call, str):
         return None
-    mask = () if call.attn_mask is None else (call.attn_mask,)
-    tensors: tuple[Tensor, ...] = (*call[:3], *mask)
+    tensors = [t for t in call[:4] if t is not None]
     if any(type(t) not in PLAIN or t.is_meta or t.layout != torch.strided for t in tensors):
         return None
-    if tensors[0].is_cuda and torch.cuda.is_current_stream_capturing():
+    if call.query.is_cuda and torch.cuda.is_current_stream_capturing():
         return None
-    return CapturedCall(**call._asdict(), device=str(tensors[0].device))
+    return CapturedCall(**call._asdict(), device=str(call.query.device))
 
 
 def load_calls(path: str | os.PathLike[str]) -> list[CapturedCall]:

@@ -94,10 +94,9 @@ def tiled_attention(
 
     Args:
         query: ``[B, Hq, L, D]``; key, value: ``[B, Hkv, S, D]``, Hq a multiple of Hkv.
-        scale: factor of the scores; None = 1 / sqrt(D).
         mask: broadcasts to ``[B, Hq, L, S]``; float (added) or bool (True = takes part).
         tile_size: query and key tokens per tile; None = chosen from device, shapes and budget, which is much faster.
-        dropout_p: share of the probabilities that is dropped.
+        others: as in :func:`pascal_attn_core.sdpa`.
     Returns:
         ``[B, L, Hq, D]``: tokens before heads, unlike ``sdpa``.
     Raises:
@@ -112,11 +111,9 @@ class TiledAttention(nn.Module):
     """Attention without parameters, on packed or unpacked inputs, as in pascal-attn.
 
     Args:
-        n_heads, n_kv_heads: query and key/value heads; None = as many key/value heads as query heads.
-        head_dim: None = read from the input.
+        n_kv_heads: None = n_heads; head_dim: None = read from the input.
         tile_size: tokens per tile, or ``"auto"``: the tile shape that :mod:`pascal_attn_core.tiled.tiles` chooses.
         dropout: share of the probabilities dropped while training.
-        scale: factor of the scores; None = 1 / sqrt(head_dim).
     Shape:
         query ``[B, L, Hq * D]`` or ``[B, L, Hq, D]``, key and value ``[B, S, Hkv * D]`` or ``[B, S, Hkv, D]``;
         the output has the form of query.
@@ -147,15 +144,9 @@ class TiledAttention(nn.Module):
         heads = (self.n_heads, self.n_kv_heads, self.n_kv_heads)
         packed = query.dim() == 3
         query, key, value = (self._heads_first(t, h) for t, h in zip((query, key, value), heads))
-        out = tiled_attention(
-            query,
-            key,
-            value,
-            scale=self.scale,
-            mask=mask,
-            tile_size=None if isinstance(self.tile_size, str) else self.tile_size,
-            dropout_p=self.dropout if self.training else 0.0,
-        )
+        tile_size = None if isinstance(self.tile_size, str) else self.tile_size
+        dropout_p = self.dropout if self.training else 0.0
+        out = tiled_attention(query, key, value, self.scale, mask, tile_size, dropout_p)
         return rearrange(out, "b n h d -> b n (h d)") if packed else out
 
     def _heads_first(self, tensor: Tensor, heads: int) -> Tensor:
@@ -164,14 +155,11 @@ class TiledAttention(nn.Module):
             tensor = rearrange(tensor, "b n (h d) -> b n h d", h=heads)
         fits = tensor.dim() == 4 and tensor.shape[2] == heads
         if not fits or (self.head_dim is not None and tensor.shape[3] != self.head_dim):
-            head_dim = "head_dim" if self.head_dim is None else self.head_dim
-            raise ValueError(
-                f"input must be [B, N, {heads} * {head_dim}] or [B, N, {heads}, {head_dim}], got {tuple(tensor.shape)}"
-            )
+            dim = "head_dim" if self.head_dim is None else self.head_dim
+            forms = f"[B, N, {heads} * {dim}] or [B, N, {heads}, {dim}]"
+            raise ValueError(f"input must be {forms}, got {tuple(tensor.shape)}")
         return tensor.transpose(1, 2)
 
     def extra_repr(self) -> str:
-        return (
-            f"n_heads={self.n_heads}, n_kv_heads={self.n_kv_heads}, head_dim={self.head_dim}, "
-            f"tile_size={self.tile_size!r}, dropout={self.dropout}"
-        )
+        names = ("n_heads", "n_kv_heads", "head_dim", "tile_size", "dropout")
+        return ", ".join(f"{name}={getattr(self, name)!r}" for name in names)

@@ -1,9 +1,5 @@
-"""Attention layers with their projections, under FlashTile's names and with its ``state_dict`` keys.
-
-    from pascal_attn_core.layers import get_attention
-
-    layer = get_attention("flash_v2", embed_dim=512, num_heads=8, causal=True)
-    out, _ = layer(x)                                       # [B, L, 512]
+"""Attention layers with their projections, under FlashTile's names and with its ``state_dict`` keys:
+:func:`get_attention`.
 
 All of them are exact, have gradients in O(N) memory and take any mask; the kinds differ in which keys a query sees and
 in how many key/value heads there are. Bool masks mean what they mean in FlashTile and in
@@ -178,12 +174,11 @@ class FlashAttentionV2(SelfAttention):
     """FlashTile's ``FlashAttentionV2``."""
 
 
-class FlashAttentionV1(FlashAttentionV2):
-    """FlashTile's name for the older algorithm; here the same as :class:`FlashAttentionV2`."""
-
-
 class MaskedAttention(SelfAttention):
     """FlashTile's ``MaskedAttention``; the score matrix is never stored."""
+
+
+FlashAttentionV1 = FlashAttentionV2  # the older algorithm, with the same results
 
 
 class NaiveAttention(SelfAttention):
@@ -221,8 +216,7 @@ class MultiQueryAttention(GroupedQueryAttention):
 
 _KINDS: dict[str, type[SelfAttention]] = {
     "naive": NaiveAttention,
-    "flash_v1": FlashAttentionV1,
-    **dict.fromkeys(("flash_v2", "triton", "triton_flash"), FlashAttentionV2),
+    **dict.fromkeys(("flash_v1", "flash_v2", "triton", "triton_flash"), FlashAttentionV2),
     "sliding_window": SlidingWindowAttention,
     **dict.fromkeys(("gqa", "grouped_query"), GroupedQueryAttention),
     **dict.fromkeys(("mqa", "multi_query"), MultiQueryAttention),
@@ -231,8 +225,8 @@ _KINDS: dict[str, type[SelfAttention]] = {
 
 
 def get_attention(attention_type: str, embed_dim: int, num_heads: int, **options: Any) -> SelfAttention:
-    """A layer by the name of its kind: "naive", "flash_v1", "flash_v2", "sliding_window", "gqa", "grouped_query",
-    "mqa", "multi_query", "masked", and "triton", "triton_flash", which are "flash_v2" here.
+    """A layer by the name of its kind: "naive", "flash_v2" ("flash_v1", "triton", "triton_flash"), "sliding_window",
+    "gqa" ("grouped_query"), "mqa" ("multi_query") or "masked".
 
     Raises:
         ValueError: there is no such kind, or inconsistent sizes.

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import math
 from collections.abc import Generator, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -25,7 +26,7 @@ from .attention import sdpa, sdpa_backward, sdpa_with_lse
 from .call import Options, check_call, prepared
 from .config import AttentionConfig, default_config
 from .routes import choose
-from .routes.grad_transforms import Grads, in_any_transform
+from .routes.grad_transforms import Grads, in_any_graph
 
 __all__ = ["context_parallel_sdpa"]
 
@@ -145,7 +146,7 @@ class _Tokens(NamedTuple):
     @property
     def parts(self) -> list[int]:
         """Number of tokens of each rank of the ring."""
-        return [sum(part) for part in self.lengths]
+        return list(map(sum, self.lengths))
 
     @property
     def starts(self) -> list[int]:
@@ -301,7 +302,7 @@ class _Ring(torch.autograd.Function):
             grad_key, grad_value = _unpacked(held, key, value, key.shape[2])
             return grad_query.to(query.dtype), grad_key.to(key.dtype), grad_value.to(value.dtype)
 
-        grads = in_any_transform(compute, "context_parallel_sdpa", grad_out, None, (query, key, value))
+        grads = in_any_graph(compute, "context_parallel_sdpa", grad_out, None, (query, key, value))
         return *grads, None, None, None
 
 
@@ -326,7 +327,7 @@ def _seen(owner: int, mask: Tensor | None, options: dict[str, Any], share: _Shar
     return {**options, "attn_mask": mask, "is_causal": is_causal}
 
 
-def _travelling(key: Tensor, value: Tensor, share: _Share) -> Generator[tuple[int, Tensor, Tensor]]:
+def _travelling(key: Tensor, value: Tensor, share: _Share) -> Generator[Any]:
     """(owner, its keys, its values) of every process of the ring, this one's first. The next ones are on their way
     meanwhile."""
     ranks, lengths = share.around, share.keys.parts
@@ -336,9 +337,7 @@ def _travelling(key: Tensor, value: Tensor, share: _Share) -> Generator[tuple[in
         part.copy_(tensor)
     for step in range(ranks.size):
         owner, following = (ranks.rank - step) % ranks.size, (ranks.rank - step - 1) % ranks.size
-        held, arriving = (
-            place[: _numel(key, value, lengths[whose])] for place, whose in zip(places, (owner, following))
-        )
+        held, arriving = (p[: _numel(key, value, lengths[whose])] for p, whose in zip(places, (owner, following)))
         what = f"passing on keys and values, step {step + 1} of {ranks.size - 1},"
         passing = None if step + 1 == ranks.size else _Passing(held, arriving, ranks, what)
         try:
@@ -353,11 +352,10 @@ def _numel(key: Tensor, value: Tensor, tokens: int) -> int:
     return key.shape[0] * key.shape[1] * tokens * (key.shape[3] + value.shape[3])
 
 
-def _unpacked(held: Tensor, key: Tensor, value: Tensor, tokens: int) -> tuple[Tensor, Tensor]:
-    sizes = [t.shape[0] * t.shape[1] * tokens * t.shape[3] for t in (key, value)]
-    parts = held[: sum(sizes)].split(sizes)
-    first, second = (part.view(*t.shape[:2], tokens, t.shape[3]) for part, t in zip(parts, (key, value)))
-    return first, second
+def _unpacked(held: Tensor, key: Tensor, value: Tensor, tokens: int) -> list[Tensor]:
+    shapes = [(*t.shape[:2], tokens, t.shape[3]) for t in (key, value)]
+    parts = held[: _numel(key, value, tokens)].split([math.prod(shape) for shape in shapes])
+    return [part.view(shape) for part, shape in zip(parts, shapes)]
 
 
 # ---- collectives -----------------------------------------------------------------------------------------------------
@@ -376,10 +374,8 @@ class _Passing:
 
     def __init__(self, held: Tensor, arriving: Tensor, ranks: _Ranks, what: str):
         following, previous = (dist.get_global_rank(ranks.group, (ranks.rank + step) % ranks.size) for step in (1, -1))
-        operations = [
-            dist.P2POp(dist.isend, held, following, ranks.group),
-            dist.P2POp(dist.irecv, arriving, previous, ranks.group),
-        ]
+        sending = dist.P2POp(dist.isend, held, following, ranks.group)
+        operations = [sending, dist.P2POp(dist.irecv, arriving, previous, ranks.group)]
         self.arriving, self.ranks, self.what = arriving, ranks, what
         self.held: Tensor | None = held  # kept until it has been sent
         with _named_errors("starting a transfer", ranks):
@@ -408,12 +404,9 @@ def _gathered(tensor: Tensor, ranks: _Ranks, what: str) -> list[Tensor]:
 
 
 def _gathered_tokens(tensor: Tensor, dim: int, lengths: Sequence[int], ranks: _Ranks) -> Tensor:
-    """The parts of all processes, concatenated along ``dim``, where process r has ``lengths[r]``."""
-    longest = max(lengths)
-    missing = longest - tensor.shape[dim]
-    if missing:
-        shape = [*tensor.shape[:dim], missing, *tensor.shape[dim + 1 :]]
-        tensor = torch.cat([tensor, tensor.new_zeros(shape)], dim)
+    """``[B, H, rows, columns]`` of all processes, joined along ``dim``, where process r has ``lengths[r]``."""
+    missing = max(lengths) - tensor.shape[dim]
+    tensor = torch.nn.functional.pad(tensor, (*(0, 0) * (3 - dim), 0, missing)) if missing else tensor
     parts = _gathered(tensor, ranks, "the mask")
     return torch.cat([part.narrow(dim, 0, length) for part, length in zip(parts, lengths)], dim)
 
@@ -428,11 +421,9 @@ class _Exchange(torch.autograd.Function):
         ctx.given = heads, tokens, ranks, to_heads
         batch, dim, rank = tensor.shape[0], tensor.shape[3], ranks.rank
         sent = tensor.split(heads, 1) if to_heads else tensor.split(tokens, 2)
-        shapes = [
-            (batch, heads[rank], tokens[r], dim) if to_heads else (batch, heads[r], tokens[rank], dim)
-            for r in range(ranks.size)
-        ]
-        sizes = [batch * h * t * dim for _, h, t, _ in shapes]
+        counts = tokens if to_heads else heads
+        shapes = [(batch, heads[rank], n, dim) if to_heads else (batch, n, tokens[rank], dim) for n in counts]
+        sizes = list(map(math.prod, shapes))
         leaving = torch.cat([part.reshape(-1) for part in sent])
         arriving = leaving.new_empty(sum(sizes))
         with _named_errors("exchanging heads for tokens", ranks):

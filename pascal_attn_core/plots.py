@@ -85,48 +85,46 @@ def tile_states(
     seq_len_q: int,
     seq_len_kv: int,
     *,
-    is_causal: bool = False,
-    alignment: str = "upper_left",
-    window: tuple[int, int] | None = None,
     attn_mask: Tensor | None = None,
     q_block: int = 128,
     kv_block: int = 128,
+    **rule: Any,
 ) -> Tensor:
     """The state of each tile: ``[tiles of queries, tiles of keys]``, 0 = skipped, 1 = computed, 2 = computed and
     partly masked.
 
     Args:
         attn_mask: bool ``[L, S]`` (True = takes part), or what broadcasts to it; a float mask forbids where it is -inf.
-        others: as in :func:`pascal_attn_core.saved_by_band`.
+        rule: ``is_causal``, ``alignment`` and ``window`` as in :func:`pascal_attn_core.saved_by_band`.
     Raises:
         TypeError, ValueError: invalid or inconsistent arguments.
     """
-    for name, size in (("q_block", q_block), ("kv_block", kv_block)):
-        if size < 1:
-            raise ValueError(f"{name} must be at least 1, got {size}")
-    query, key = torch.empty(seq_len_q, 1), torch.empty(seq_len_kv, 1)
-    call = check_call(query, key, key, attn_mask, is_causal=is_causal, alignment=alignment, window=window)
-    band, allowed = Band.of(call), None
-    if attn_mask is not None:
-        allowed = (attn_mask if attn_mask.dtype == torch.bool else attn_mask != -torch.inf).expand(
-            seq_len_q, seq_len_kv
-        )
+    band = checked_band(seq_len_q, seq_len_kv, attn_mask, q_block, kv_block, **rule)
+    allowed = torch.ones((), dtype=torch.bool) if attn_mask is None else attn_mask
+    allowed = allowed if allowed.dtype == torch.bool else allowed != -torch.inf
+    allowed = allowed.expand(seq_len_q, seq_len_kv)
     states = torch.zeros(-(-seq_len_q // q_block), -(-seq_len_kv // kv_block), dtype=torch.int8)
     for i, q0 in enumerate(range(0, seq_len_q, q_block)):
         q1 = min(q0 + q_block, seq_len_q)
         first, last = band.key_range(q0, q1, seq_len_kv)
         for j, j0 in enumerate(range(0, seq_len_kv, kv_block)):
             j1 = min(j0 + kv_block, seq_len_kv)
-            if j1 <= first or j0 >= last:
-                continue
-            is_cut = band.diagonals(q0, q1, j0, j1) != (None, None)
-            if allowed is not None:
-                tile = allowed[q0:q1, j0:j1]
-                if not tile.any():
-                    continue
-                is_cut = is_cut or not bool(tile.all())
-            states[i, j] = 2 if is_cut else 1
+            tile = allowed[q0:q1, j0:j1]
+            if first < j1 and j0 < last and tile.any():
+                is_whole = band.diagonals(q0, q1, j0, j1) == (None, None) and tile.all()
+                states[i, j] = 1 if is_whole else 2
     return states
+
+
+def checked_band(
+    seq_len_q: int, seq_len_kv: int, attn_mask: Tensor | None, q_block: int, kv_block: int, **rule: Any
+) -> Band:
+    """The band of a rule for tiles of these sizes; raises TypeError, ValueError."""
+    for name, size in (("q_block", q_block), ("kv_block", kv_block)):
+        if size < 1:
+            raise ValueError(f"{name} must be at least 1, got {size}")
+    query, key = torch.empty(seq_len_q, 0), torch.empty(seq_len_kv, 0)
+    return Band.of(check_call(query, key, key, attn_mask, **rule))
 
 
 def plot_tiles(seq_len_q: int, seq_len_kv: int, *, path: str | Path | None = None, **rule: Any) -> Any:

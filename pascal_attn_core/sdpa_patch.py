@@ -1,14 +1,6 @@
 """The process-wide switch: calls of torch's ``scaled_dot_product_attention`` are computed by
 :func:`pascal_attn_core.sdpa`.
 
-    import pascal_attn_core.sdpa_patch as pascal
-
-    pascal.enable()                      # this process, until pascal.disable()
-    with pascal.patch_sdpa(config):      # until the block ends
-        model(x)
-
-    PASCAL_ATTN_ENABLE=1 python -c "import pascal_attn_core.auto; ..."      # without touching the program's code
-
 It replaces the attribute ``torch.nn.functional.scaled_dot_product_attention``. Code that imported the function by name
 earlier keeps torch's; inside ``with patch_sdpa():`` its calls are redirected too, in the thread that entered the block.
 Short calls (``math_limit_mib``), which ``sdpa`` would pass to torch unchanged, go to torch directly. So does everything
@@ -122,11 +114,10 @@ def patch_sdpa(
     if config is not None and not isinstance(config, AttentionConfig):
         raise TypeError(f"config must be an AttentionConfig or None, got {config!r}")
     name, least = ("min_tokens", min_tokens) if min_keys is None else ("min_keys", min_keys)
-    if least is None:
-        least = number_of("PASCAL_ATTN_MIN_KEYS")
-    elif isinstance(least, bool) or not isinstance(least, int):
+    least = number_of("PASCAL_ATTN_MIN_KEYS") if least is None else least
+    if isinstance(least, bool) or not isinstance(least, int):
         raise TypeError(f"{name} must be a whole number or None, got {least!r}")
-    elif least < 0:
+    if least < 0:
         raise ValueError(f"{name} must be at least 0, got {least}")
     scope = _Scope(default_config() if config is None else config, least)
     if switched_on("PASCAL_ATTN_DISABLE"):
@@ -303,13 +294,9 @@ def _is_known(args: tuple, kwargs: dict[str, Any]) -> bool:
     if isinstance(call, str):
         return False
     three, mask = call[:3], call.attn_mask
-    if any(type(t) not in PLAIN for t in three):
+    if any(type(t) not in PLAIN or t.is_nested or t.layout is not torch.strided or t.is_quantized for t in three):
         return False
-    if mask is not None and type(mask) not in PLAIN and not is_causal_bias(mask):
-        return False
-    if any(t.is_nested or t.layout is not torch.strided or t.is_quantized for t in three):
-        return False
-    if mask is not None and call.is_causal:
+    if mask is not None and (call.is_causal or (type(mask) not in PLAIN and not is_causal_bias(mask))):
         return False
     if _transforms_are_active():
         return False
@@ -336,8 +323,7 @@ def _tell_torchscript(function: Any) -> None:
     """Let torch.jit.script compile torch's operator where it meets ours."""
     from torch.jit import _builtins
 
-    register = getattr(_builtins, "_register_builtin", None)
-    if register is not None:
+    if register := getattr(_builtins, "_register_builtin", None):
         register(function, f"aten::{SDPA_NAME}")
 
 
@@ -349,12 +335,8 @@ def _report_holders() -> None:
         if not name.startswith("torch.") and _PACKAGE_NAME not in name.split(".") and _holds_torch_sdpa(module)
     )
     if holders:
-        log.warning(
-            "%s was imported by name earlier by %s, which keep torch's function; wrap their calls in `with "
-            "patch_sdpa():`",
-            SDPA_NAME,
-            ", ".join(holders),
-        )
+        advice = "which keep torch's function; wrap their calls in `with patch_sdpa():`"
+        log.warning("%s was imported by name earlier by %s, %s", SDPA_NAME, ", ".join(holders), advice)
 
 
 def _holds_torch_sdpa(module: Any) -> bool:

@@ -77,11 +77,8 @@ SDXL: dict[str, Any] = {
     "up_block_types": ["CrossAttnUpBlock2D", "CrossAttnUpBlock2D", "UpBlock2D"], "use_linear_projection": True,
     "addition_embed_type": "text_time", "addition_time_embed_dim": 256, "projection_class_embeddings_input_dim": 2816,
 }  # fmt: skip
+_empty = torch.empty
 WAN_SMALL = {"num_attention_heads": 12, "attention_head_dim": 128, "ffn_dim": 8960, "num_layers": 30}
-
-
-def _empty(*shape: int) -> Tensor:
-    return torch.empty(*shape)
 
 
 def _unet(side: int, width: int, **added: Any) -> Callable[[nn.Module], object]:

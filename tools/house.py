@@ -20,7 +20,6 @@ ROOT = Path(__file__).resolve().parent.parent
 PRODUCT = ("__init__.py", "pascal_attn_core", "nodes")
 AREAS = {"product": PRODUCT, "tools": ("tools",), "tests": ("tests",)}
 CODE = (".py", ".cu", ".cuh", ".js")
-NOT_PRODUCT = ("pascal_attn_core/cli/zoo/",)  # the model families, before they moved to tools/families
 MOST_LINES = 40  # of a function, its docstring not counted
 MOST_VALUES = 8  # parameters of a function, positional values of a call
 # The beginnings of docstrings that are no sentence and continue the name above them.
@@ -62,15 +61,6 @@ def files_at(revision: str, *paths: str) -> Files:
     return files
 
 
-def product_lines(files: Files) -> Counter[str]:
-    """Lines of product code by folder: ``"pascal_attn_core/tiled"``."""
-    lines: Counter[str] = Counter()
-    for name, text in files.items():
-        if name.endswith(CODE) and not name.startswith(NOT_PRODUCT):
-            lines["/".join(name.split("/")[:-1][:2]) or "."] += text.count("\n")
-    return lines
-
-
 def places_in(name: str, text: str) -> Iterator[Place]:
     """Long functions, long signatures, long positional calls and fragments in one Python file."""
     for node in ast.walk(ast.parse(text)):
@@ -103,18 +93,13 @@ KINDS = {
 }
 
 
-def area_of(name: str) -> str:
-    """The area of a file: ``"product"``, ``"tools"`` or ``"tests"``."""
-    return next(area for area, paths in AREAS.items() if name.split("/")[0] in paths)
-
-
 def figures(files: Files) -> dict[str, Counter[str]]:
     """For each row of the summary, the number in each area."""
     found = {"Python files": Counter[str](), "lines of Python": Counter[str]()}
     found |= {title: Counter[str]() for title in KINDS.values()}
     for name, text in files.items():
-        if name.endswith(".py") and not name.startswith(NOT_PRODUCT):
-            area = area_of(name)
+        if name.endswith(".py"):
+            area = next(area for area, paths in AREAS.items() if name.split("/")[0] in paths)
             found["Python files"][area] += 1
             found["lines of Python"][area] += text.count("\n")
             for place in places_in(name, text):
@@ -164,12 +149,3 @@ def print_house(revision: str | None, folder: str) -> None:
         if folder and name.endswith(".py") and name.startswith(folder):
             for place in sorted(places_in(name, text), key=lambda place: place.line):
                 print(f"{name}:{place.line}: {place.text}")
-
-
-def print_sizes(revision: str) -> None:
-    """Lines of product code by folder, at a revision and now."""
-    before, now = product_lines(files_at(revision, *PRODUCT)), product_lines(files_here(*PRODUCT))
-    print(f"{'folder':32s}{revision[:12]:>12s}{'now':>9s}")
-    for name in sorted({*before, *now}):
-        print(f"{name:32s}{before[name]:12d}{now[name]:9d}")
-    print(f"{'all':32s}{before.total():12d}{now.total():9d}  {now.total() / before.total() - 1:+.1%}")

@@ -116,42 +116,36 @@ def normal(*size: int, dtype: torch.dtype) -> Tensor:
     return torch.randn(size, generator=torch.Generator().manual_seed(sum(size)), dtype=torch.float64).to(dtype)
 
 
+def far(out: Tensor, exact: Tensor) -> float:
+    """The relative error of an output (root of the sum of squares)."""
+    return ((out.double() - exact.double()).norm() / exact.double().norm()).item()
+
+
 def errors_of(name: str, seed: int) -> tuple[dict[str, float], Int8Report]:
-    """Relative errors of a model's output (root of the sum of squares), by what computed it."""
+    """Relative errors of a model's output, by what computed it."""
     torch.manual_seed(seed)
     model, call = MODELS[name]()
     model.eval().requires_grad_(False)
     exact = call(copy.deepcopy(model).double(), torch.float64)
     found: dict[str, float] = {}
-
-    def note(what: str, out: Tensor) -> None:
-        found[what] = ((out.double() - exact).norm() / exact.norm()).item()
-
     for dtype in (torch.float32, torch.float16, torch.bfloat16):
         short = str(dtype).removeprefix("torch.")
         cast = copy.deepcopy(model).to(dtype)
-        note(short, call(cast, dtype))
+        found[short] = far(call(cast, dtype), exact)
         with patch_linear_int8(cast) as patch:
-            note(f"int8, rest in {short}", call(cast, dtype))
+            found[f"int8, rest in {short}"] = far(call(cast, dtype), exact)
             if dtype == torch.float32:
                 report = patch.report()
         if dtype == torch.float32:
             with patch_attention_int8(cast, max_error=1.0):
-                note("int8 attention", call(cast, dtype))
+                found["int8 attention"] = far(call(cast, dtype), exact)
     return found, report
 
 
 def table() -> str:
     """In Markdown: the medians over SEEDS models with random weights."""
-    columns = (
-        "float32",
-        "float16",
-        "bfloat16",
-        "int8, rest in float32",
-        "int8, rest in float16",
-        "int8, rest in bfloat16",
-        "int8 attention",
-    )
+    floats = ("float32", "float16", "bfloat16")
+    columns = (*floats, *(f"int8, rest in {name}" for name in floats), "int8 attention")
     lines = ["| model | layers in int8 | error per layer, median and most | " + " | ".join(columns) + " |"]
     lines.append("|---|---|---|" + "---|" * len(columns))
     for name in MODELS:
@@ -165,14 +159,6 @@ def table() -> str:
             f"| {name} | {layers} | {report.median_error:.2%}, {worst.error:.2%} | " + " | ".join(cells) + " |"
         )
     return "\n".join(lines)
-
-
-def written(path: Path, begin: str, end: str, text: str) -> None:
-    """Put a table between two marks in a document."""
-    document = path.read_text(encoding="utf-8")
-    pattern: Any = re.compile(re.escape(begin) + ".*?" + re.escape(end), re.DOTALL)
-    assert pattern.search(document), f"{path} has no marks {begin}"
-    path.write_text(pattern.sub(lambda _: f"{begin}\n{text}\n{end}", document), encoding="utf-8")
 
 
 def command(about: str | None, marks: tuple[str, str], table: Callable[..., str], **options: dict[str, Any]) -> None:
@@ -193,7 +179,10 @@ def command(about: str | None, marks: tuple[str, str], table: Callable[..., str]
         text = table(**given)
     print(text)
     if path:
-        written(path, *marks, text)
+        document, (begin, end) = path.read_text(encoding="utf-8"), marks
+        pattern = re.compile(re.escape(begin) + ".*?" + re.escape(end), re.DOTALL)
+        assert pattern.search(document), f"{path} has no marks {begin}"
+        path.write_text(pattern.sub(lambda _: f"{begin}\n{text}\n{end}", document), encoding="utf-8")
 
 
 if __name__ == "__main__":

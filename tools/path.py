@@ -2,7 +2,6 @@
 
 python tools/path.py                             functions called, files entered, moves between files, per call
 python tools/path.py --follow "one tile"         every function of one call, in order
-python tools/path.py --against v0.1.0            lines of product code by folder, here and at a git revision
 python tools/path.py --house                     lines, modules, imports, long functions, fragments of docstrings
 python tools/path.py --house --against v0.1.0    with the numbers at a git revision
 python tools/path.py --house nodes/engine        with every place beneath that path
@@ -26,7 +25,7 @@ sys.path.insert(0, str(ROOT))
 import torch  # noqa: E402
 
 from pascal_attn_core import AttentionConfig, sdpa  # noqa: E402
-from tools.house import PRODUCT, print_house, print_sizes  # noqa: E402
+from tools.house import PRODUCT, print_house  # noqa: E402
 
 
 class Step(NamedTuple):
@@ -120,7 +119,7 @@ def main() -> int:
     """Run the command; returns the exit status."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--follow", metavar="CALL", choices=list(calls()), help="print every function of this call")
-    parser.add_argument("--against", metavar="REVISION", help="compare with this git revision")
+    parser.add_argument("--against", metavar="REVISION", help="--house, beside this git revision")
     parser.add_argument("--house", metavar="PATH", nargs="?", const="", help="print the size and shape of the code")
     options = parser.parse_args()
     torch.set_num_threads(1)
@@ -128,10 +127,7 @@ def main() -> int:
         print_steps(options.follow)
     elif options.house is not None or options.against:
         try:
-            if options.house is None:
-                print_sizes(options.against)
-            else:
-                print_house(options.against, options.house)
+            print_house(options.against, options.house or "")
         except subprocess.CalledProcessError as error:
             print(f"git: {error.stderr if isinstance(error.stderr, str) else error.stderr.decode()}", file=sys.stderr)
             return 1

@@ -1,10 +1,11 @@
 """Cycles of a kernel on a simulated TITAN X Pascal (sm_61): ``python tools/simulate.py GPGPU-SIM-FOLDER``.
 
 Runs the package's own launches, as PTX by the NVRTC of the test extra, on one multiprocessor of GPGPU-Sim, and compares
-the results with float64. Printed are the cycles for two numbers of keys (of queries, where the tiles that stay are
-keys) and, from their difference, the share of the float32 peak of the steady state. PTX runs as it is written, by the
-simulator's own allocation of registers: what ptxas would reorder is not seen. Designs can be compared, a card's speed
-is not foretold. Some minutes per run.
+the results with float64; what packs for 8-bit attention runs in the emulation of the tests. Printed are the cycles for
+two numbers of keys (of queries, where the tiles that stay are keys) and, from their difference, the share of the
+float32 peak of the steady state; of 8-bit attention also how many times the float32 kernel's that is. PTX runs as it is
+written, by the simulator's own allocation of registers: what ptxas would reorder is not seen. Designs can be compared,
+a card's speed is not foretold. Some minutes per run.
 
 The folder holds a built checkout of github.com/gpgpu-sim/gpgpu-sim_distribution (4.0, commit 90ec3399) with its
 ``build`` folder. It builds with g++ 12, flex, bison and makedepend against the headers of CUDA 11 (the wheel
@@ -13,6 +14,7 @@ nvidia-cuda-runtime-cu11, and cudaProfiler.h, which that wheel lacks, from any C
 11.0, V11.0.1``; crt/ is in the wheel nvidia-cuda-nvcc-cu11.
 For a bison newer than 3.0, the rule of ``ptx_parser_decode.def`` in ``src/cuda-sim/Makefile`` must leave out the lines
 with ``YY`` and the comments.
+For ``int8`` apply ``tools/simulator/dp4a.patch`` before: the simulator has no dp4a, and its prmt is wrong.
 """
 
 from __future__ import annotations
@@ -27,6 +29,9 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import types
+from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -35,22 +40,27 @@ from torch import Tensor
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
+_support = types.ModuleType("attn_support")
+_support.__path__ = [str(ROOT / "tests" / "support")]
+sys.modules.setdefault("attn_support", _support)
 
 import fused as tool  # noqa: E402
+from attn_support.fused.emulation import emulate  # noqa: E402
 
 from pascal_attn_core.call import check_call  # noqa: E402
 from pascal_attn_core.fused.code.source import DTYPES, HEAD_DIMS, Variant, source  # noqa: E402
 from pascal_attn_core.fused.launch import Launch  # noqa: E402
 from pascal_attn_core.fused.launch.backward import backward_launches  # noqa: E402
 from pascal_attn_core.fused.launch.forward import forward_launches  # noqa: E402
-from pascal_attn_core.fused.launch.plan import Plan, variants_of  # noqa: E402
+from pascal_attn_core.fused.launch.int8 import int8_launches  # noqa: E402
+from pascal_attn_core.fused.launch.plan import Plan, plan_call, variants_of  # noqa: E402
 from pascal_attn_core.fused.trust.verify import all_gradients  # noqa: E402
 from pascal_attn_core.reference import reference_sdpa  # noqa: E402
 from tools.models.shares import KERNELS  # noqa: E402
 
 DRIVER = Path(__file__).parent / "simulator" / "driver.cc"
 CARD = Path("configs") / "tested-cfgs" / "SM6_TITANX"
-KINDS = ("forward", "grad_query", "grad_key_value")  # additions to memory by several blocks come out wrong
+KINDS = ("forward", "grad_query", "grad_key_value", "int8")  # additions to memory by several blocks come out wrong
 LANES = 128  # multiply-adds per cycle of a multiprocessor
 # One multiprocessor, with a network that needs no file for it, and shuffles that take a plausible time (as they are,
 # 32 cycles, the simulator runs out of its pipeline).
@@ -140,6 +150,30 @@ def for_simulator(ptx: str) -> str:
     return "\n".join(lines) + "\n"
 
 
+_WRITES = re.compile(r"(?m)^\s*(?:@!?%p\d+\s+)?(?!st\.|bar\.|bra\b)[a-z][\w.]*\s+(\{[^}]*\}|%\w+)")
+_MOVE = re.compile(r"(?m)^\s*mov\.[bufs]32\s+(%[rf]\d+), (%[rf]\d+);\n")
+
+
+def without_moves(ptx: str) -> str:
+    """The PTX without moves that ptxas makes no instructions of, such as of a float's bits to an integer; as loads from
+    ordinary memory."""
+    return "".join(map(_without_moves, re.split(r"(?m)^(?=\.visible \.entry)", ptx.replace(".global.nc", ".global"))))
+
+
+def _without_moves(function: str) -> str:
+    """A kernel without the moves between registers that are written once each."""
+    times = Counter(register for write in _WRITES.finditer(function) for register in re.findall(r"%\w+", write[1]))
+    same = {to: of for to, of in _MOVE.findall(function) if times[to] == times[of] == 1}
+
+    def first(register: re.Match[str]) -> str:
+        name = register[0]
+        while name in same:
+            name = same[name]
+        return name
+
+    return re.sub(r"%[rf]\d+\b", first, _MOVE.sub(lambda move: "" if move[1] in same else move[0], function))
+
+
 def _by_name(load: re.Match[str], places: dict[str, tuple[str, int]]) -> str:
     name, offset = places[load[2]]
     return f"{load[1]}{name}+{offset + int(load[3] or 0)}]"
@@ -159,11 +193,16 @@ def forward_work(variant: Variant, keys: int) -> Work:
     tokens = variant.geometry.rows * variant.geometry.blocks
     query, key, value = _numbers(variant, tokens, keys, keys)
     call = check_call(query, key, value)
-    assert variants_of(call).forward == variant
+    is_int8 = variant.kind == "int8"
+    assert is_int8 or variants_of(call).forward == variant
     out = torch.zeros_like(query)
-    (launch,) = forward_launches(call, Plan(variant), out)
+    if is_int8:
+        *packing, launch = int8_launches(call, plan_call(call, 1, int8=True), out)
+        emulate(packing)
+    else:
+        (launch,) = forward_launches(call, Plan(variant), out)
     exact = reference_sdpa(query.double(), key.double(), value.double())[0]
-    return Work(launch, [query, key, value, out], [out], [exact])
+    return Work(launch, [*launch.keep, query, key, value, out], [out], [exact])
 
 
 def gradient_work(variant: Variant, moving: int) -> Work:
@@ -193,15 +232,16 @@ def _numbers(variant: Variant, *tokens: int) -> list[Tensor]:
     return [torch.randn(1, 1, n, variant.head_dim).to(getattr(torch, variant.dtype)) for n in tokens]
 
 
-def simulate(library: Path, variant: Variant, moving: int) -> tuple[int, float]:
+def simulate(library: Path, variant: Variant, moving: int, moves: bool = True) -> tuple[int, float]:
     """(cycles, relative error) of as many tiles that stay as one multiprocessor is to hold, over this many rows of
-    those that move. Only once in a process."""
+    those that move. Only once in a process. moves: False: :func:`without_moves`."""
     work = (gradient_work if variant.is_gradient else forward_work)(variant, moving)
     simulator = ctypes.CDLL(str(library))
     simulator.sim_malloc.restype = ctypes.c_ulonglong
     simulator.sim_launch.restype = ctypes.c_longlong
     file = Path(f"{variant.name}.ptx")
-    file.write_text(for_simulator(compile_ptx(source(variant.kind), variant.macros())))
+    ptx = for_simulator(compile_ptx(source(variant.kind), variant.macros()))
+    file.write_text(ptx if moves else without_moves(ptx))
     if not simulator.sim_load(str(file).encode()):
         sys.exit("the simulator refuses the PTX")
     places: dict[int, int] = {}  # of a tensor's storage -> in the simulated memory
@@ -231,12 +271,12 @@ def simulate(library: Path, variant: Variant, moving: int) -> tuple[int, float]:
     return cycles, max(errors)
 
 
-def run_in_child(library: Path, variant: Variant, moving: int, folder: Path) -> tuple[int, float]:
+def run_in_child(library: Path, variant: Variant, moving: int, folder: Path, moves: bool) -> tuple[int, float]:
     """:func:`simulate` in a process of its own, at addresses that are the same every time."""
     answer = folder / "answer.json"
     command = [sys.executable, __file__, str(library), "--child", str(answer)]
     command += ["--kind", variant.kind, "--head-dim", str(variant.head_dim), "--dtype", variant.dtype]
-    command += ["--keys", str(moving)]
+    command += ["--keys", str(moving), *(["--without-moves"] if not moves else [])]
     still = shutil.which("setarch")
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     with (folder / "log").open("w") as log:
@@ -247,6 +287,21 @@ def run_in_child(library: Path, variant: Variant, moving: int, folder: Path) -> 
         sys.exit(f"the simulation ended with {done.returncode}:\n{(folder / 'log').read_text()[-2000:]}")
     cycles, error = json.loads(answer.read_text())
     return cycles, error
+
+
+def steady_share(library: Path, variant: Variant, moving: list[int], folder: Path, moves: bool) -> float:
+    """The share of the float32 peak, from the cycles of two numbers of rows that move."""
+    cycles = []
+    for rows in moving:
+        found, error = run_in_child(library, variant, rows, folder, moves)
+        what = "queries" if variant.kind == "grad_key_value" else "keys"
+        print(f"{variant.name} {rows} {what}: {found:,} cycles, relative error {error:.1e}", flush=True)
+        cycles.append(found)
+    scores = variant.geometry.blocks * variant.geometry.rows * abs(moving[1] - moving[0])
+    ideal = KERNELS[variant.kind].products * scores * variant.head_dim / LANES
+    share = ideal / abs(cycles[1] - cycles[0])
+    print(f"steady state: {share:.1%} of the float32 peak", flush=True)
+    return share
 
 
 def main() -> None:
@@ -262,13 +317,16 @@ def main() -> None:
         default=[512, 1024],
         help="(or queries) two numbers; %(default)s: one flush apart",
     )
+    parser.add_argument(
+        "--without-moves", action="store_true", help="that ptxas makes no instructions of; int8: always"
+    )
     parser.add_argument("--child", type=Path, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     variant = Variant(arguments.kind, arguments.head_dim, arguments.dtype)
     if not variant.exists or variant.name not in tool.read_table():
         parser.error(f"there is no kernel {variant.name}")
     if arguments.child:
-        found = simulate(arguments.simulator, variant, *arguments.keys)
+        found = simulate(arguments.simulator, variant, *arguments.keys, not arguments.without_moves)
         arguments.child.write_text(json.dumps(found))
         os._exit(0)  # the simulator's threads and exit functions are of no use any more
     if len(arguments.keys) != 2:
@@ -277,16 +335,11 @@ def main() -> None:
         library = Path(folder) / "libdriver.so"
         build_driver(arguments.simulator.resolve(), library)
         write_settings(arguments.simulator, Path(folder))
-        cycles = []
-        moves = "keys" if variant.kind in ("forward", "grad_query") else "queries"
-        for moving in arguments.keys:
-            found, error = run_in_child(library, variant, moving, Path(folder))
-            print(f"{variant.name} {moving} {moves}: {found:,} cycles, relative error {error:.1e}", flush=True)
-            cycles.append(found)
-    geometry = variant.geometry
-    between = abs(arguments.keys[1] - arguments.keys[0])
-    ideal = KERNELS[variant.kind].products * geometry.blocks * geometry.rows * between * variant.head_dim / LANES
-    print(f"steady state: {ideal / abs(cycles[1] - cycles[0]):.1%} of the float32 peak")
+        is_int8, given = variant.kind == "int8", (arguments.keys, Path(folder))
+        share = steady_share(library, variant, *given, moves=not (is_int8 or arguments.without_moves))
+        if is_int8:
+            of_float = steady_share(library, replace(variant, kind="forward"), *given, moves=False)
+            print(f"{share / of_float:.2f} times as fast as {variant.dtype}")
 
 
 if __name__ == "__main__":

@@ -17,10 +17,10 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from pascal_attn_core import patch_vae
@@ -31,7 +31,7 @@ from pascal_attn_core.vae.run import Run
 MIB = 1 << 20
 
 
-def stable_diffusion(size: int) -> tuple[nn.Module, Tensor]:
+def stable_diffusion(size: int) -> tuple[Any, Tensor]:
     """AutoencoderKL of SD and SDXL, and the latent of a picture of ``size`` x ``size`` pixels."""
     from diffusers import AutoencoderKL
 
@@ -45,7 +45,7 @@ def stable_diffusion(size: int) -> tuple[nn.Module, Tensor]:
     return vae, torch.randn(1, 4, size // 8, size // 8)
 
 
-def wan(height: int, width: int, frames: int) -> tuple[nn.Module, Tensor]:
+def wan(height: int, width: int, frames: int) -> tuple[Any, Tensor]:
     """AutoencoderKLWan of Wan 2.1, and the latent of a video."""
     from diffusers import AutoencoderKLWan
 
@@ -53,28 +53,50 @@ def wan(height: int, width: int, frames: int) -> tuple[nn.Module, Tensor]:
 
 
 @torch.no_grad()
-def plan(vae: nn.Module, z: Tensor, budget: float) -> None:
+def plan(vae: Any, z: Tensor, budget: float) -> None:
     """Print what a call would take."""
     run = Run(z.device, int(budget * MIB), keep="host", is_rehearsal=True)
-    out = vae.decode(Banded(run.known(z), run, z.device)).sample  # type: ignore[operator]
+    out = vae.decode(Banded(run.known(z), run, z.device)).sample
     run.evaluate(out.node, on_device=True)
     result = out.numel() * out.element_size()
     shapes_only, latent = vae.to("meta"), z.to("meta")
     with PeakMemory("meta") as whole:
-        shapes_only.decode(latent)  # type: ignore[operator]
+        shapes_only.decode(latent)
     figures = run.figures
     print(f"{list(z.shape)}, budget {budget:g} MiB: whole {whole.peak_mib:.0f} MiB; in bands "
           f"{figures.expected_bytes / MIB:.0f} MiB, of which the result {result / MIB:.0f}; in host memory "
           f"{figures.host_bytes / MIB:.0f}; {figures.bands} bands")  # fmt: skip
 
 
-def timed(function: Callable[[], Any]) -> tuple[float, Any]:
+class Decoded(NamedTuple):
+    """A picture or video decoded whole and in bands: most bytes at once of each, and the figures of the bands."""
+
+    whole: Tensor
+    bands: Tensor
+    whole_mib: float
+    bands_mib: float
+    figures: Any
+
+
+def decoded(vae: Any, z: Tensor, budget: float) -> Decoded:
+    """Decode a latent both ways, with this many MiB for the bands."""
+    with PeakMemory() as whole_peak:
+        whole = vae.decode(z).sample
+    with patch_vae(vae, keep="host", budget_mib=budget) as patch:
+        vae.decode(z[..., :8, :8])  # the check against the whole call is made once, before
+        with PeakMemory() as peak:
+            bands = vae.decode(z).sample
+    return Decoded(whole, bands, whole_peak.peak_mib, peak.peak_mib, patch.report().calls[-1].figures)
+
+
+def seconds(function: Callable[[], Any]) -> float:
     start = time.process_time()
-    out = function()
-    return time.process_time() - start, out
+    function()
+    return time.process_time() - start
 
 
-def parsed() -> argparse.Namespace:
+@torch.no_grad()
+def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", nargs="?", default="sd", choices=("sd", "wan"))
     parser.add_argument("sizes", nargs="*", type=int)
@@ -82,11 +104,7 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--exact", action="store_true")
     parser.add_argument("--plan", action="store_true")
-    return parser.parse_args()
-
-
-def main() -> None:
-    options = parsed()
+    options = parser.parse_args()
     torch.set_num_threads(1)
     torch.manual_seed(0)
     make, sizes = (
@@ -94,37 +112,28 @@ def main() -> None:
     )
     vae, z = make(*sizes)  # type: ignore[operator]
     vae.eval().requires_grad_(False)
-
     if options.plan:
         plan(vae, z, options.budget)
         return
-    with torch.no_grad():
-        with PeakMemory() as whole_peak:
-            wanted = vae.decode(z).sample  # type: ignore[operator]
-        with patch_vae(vae, keep="host", budget_mib=options.budget) as patch:
-            vae.decode(z[..., :8, :8])  # type: ignore[operator]  # the proof is made once, before
-            with PeakMemory() as peak:
-                got = vae.decode(z).sample  # type: ignore[operator]
-        figures = patch.report().calls[-1].figures
-        assert figures is not None
-        whole_times, times = [], []
-        for _ in range(options.rounds):
-            whole_times.append(timed(lambda: vae.decode(z))[0])  # type: ignore[operator]
-            with patch_vae(vae, keep="host", budget_mib=options.budget, verify=False):
-                times.append(timed(lambda: vae.decode(z))[0])  # type: ignore[operator]
-        print(f"{options.model} {sizes}, torch {torch.__version__}, one thread")
-        print(f"whole: {whole_peak.peak_mib:.0f} MiB; in bands (budget {options.budget:g}): {peak.peak_mib:.0f} MiB, "
-              f"of which the result {got.nbytes / MIB:.0f}; in host memory {figures.host_bytes / MIB:.0f}; "
-              f"{figures.bands} bands")  # fmt: skip
-        if options.rounds:
-            ratio = statistics.median(one / other for one, other in zip(times, whole_times))
-            print(f"CPU time: whole {statistics.median(whole_times):.1f} s, in bands {statistics.median(times):.1f} s: "
-                  f"{ratio:.2f} of it")  # fmt: skip
-        print(f"largest difference {float((got - wanted).abs().max()):.1e} of {float(wanted.abs().max()):.2f}")
-        if options.exact:
-            exact = vae.double().decode(z.double()).sample  # type: ignore[operator]
-            print(f"torch's own float32 and float64 differ by {float((wanted - exact).abs().max()):.1e}, "
-                  f"bands and float64 by {float((got - exact).abs().max()):.1e}")  # fmt: skip
+    found, times, whole_times = decoded(vae, z, options.budget), [], []
+    for _ in range(options.rounds):
+        whole_times.append(seconds(lambda: vae.decode(z)))
+        with patch_vae(vae, keep="host", budget_mib=options.budget, verify=False):
+            times.append(seconds(lambda: vae.decode(z)))
+    print(f"{options.model} {sizes}, torch {torch.__version__}, one thread")
+    print(f"whole: {found.whole_mib:.0f} MiB; in bands (budget {options.budget:g}): {found.bands_mib:.0f} MiB, "
+          f"of which the result {found.bands.nbytes / MIB:.0f}; in host memory {found.figures.host_bytes / MIB:.0f}; "
+          f"{found.figures.bands} bands")  # fmt: skip
+    if options.rounds:
+        ratio = statistics.median(one / other for one, other in zip(times, whole_times))
+        print(f"CPU time: whole {statistics.median(whole_times):.1f} s, in bands {statistics.median(times):.1f} s: "
+              f"{ratio:.2f} of it")  # fmt: skip
+    difference = float((found.bands - found.whole).abs().max())
+    print(f"largest difference {difference:.1e} of {float(found.whole.abs().max()):.2f}")
+    if options.exact:
+        exact = vae.double().decode(z.double()).sample
+        print(f"torch's own float32 and float64 differ by {float((found.whole - exact).abs().max()):.1e}, "
+              f"bands and float64 by {float((found.bands - exact).abs().max()):.1e}")  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -19,10 +19,7 @@ import torch
 import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor, nn
-from vae_cost import stable_diffusion
-
-from pascal_attn_core import patch_vae
-from pascal_attn_core.observe.memory import PeakMemory
+from vae_cost import decoded, stable_diffusion
 
 PIXELS = 30_000  # to which the last convolution is fitted
 AMPLIFIED = 100_000
@@ -92,20 +89,15 @@ def main() -> None:
     photo = photograph(options.size)
     latent = latent_of(photo)
     fit(vae, latent, photo)
-    with PeakMemory() as whole_peak:
-        whole = vae.decode(latent).sample
-    with patch_vae(vae, keep="host", budget_mib=options.budget):
-        vae.decode(latent[..., :8, :8])  # the check against the whole call is made once, before
-        with PeakMemory() as peak:
-            bands = vae.decode(latent).sample
-    difference = bands - whole
+    found = decoded(vae, latent, options.budget)
+    difference = found.bands - found.whole
     titles = [
-        f"whole: {whole_peak.peak_mib:,.0f} MiB",
-        f"in bands: {peak.peak_mib:,.0f} MiB",
+        f"whole: {found.whole_mib:,.0f} MiB",
+        f"in bands: {found.bands_mib:,.0f} MiB",
         f"difference x {AMPLIFIED:,}",
     ]
-    draw(list(zip(titles, (whole, bands, AMPLIFIED * difference), strict=True)), options.write)
-    print("; ".join(titles), f"largest {float(difference.abs().max()):.1e} of {float(whole.abs().max()):.2f}")
+    draw(list(zip(titles, (found.whole, found.bands, AMPLIFIED * difference), strict=True)), options.write)
+    print("; ".join(titles), f"largest {float(difference.abs().max()):.1e} of {float(found.whole.abs().max()):.2f}")
 
 
 if __name__ == "__main__":

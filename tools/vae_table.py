@@ -1,6 +1,6 @@
 """Which autoencoders of diffusers decode and encode in bands exactly: the table of docs/vae-families.md.
 
-python tools/vae_table.py [--check] [names]      seconds; --check compares with the file instead of writing it
+python tools/vae_table.py      takes seconds
 
 Each is the real class at a tiny size with random weights, in float32, cut into bands of three elements or fewer.
 **difference**: the largest to the whole call, over the largest value; **torch's own**: the same of the whole call
@@ -9,7 +9,6 @@ between float32 and float64.
 
 from __future__ import annotations
 
-import argparse
 import copy
 import sys
 from collections.abc import Iterator
@@ -29,10 +28,6 @@ from tools.families import WITHOUT_ATTENTION, Family, NotInThisVersion, sections
 PAGE = Path(__file__).parents[1] / "docs" / "vae-families.md"
 
 
-#: not an autoencoder with a latent that it decodes
-_LEFT_OUT = {"LTX2VideoDiffusionDecoderModel"}
-
-
 class Row(NamedTuple):
     """One method of one autoencoder. Differences are relative to the largest value of the whole call."""
 
@@ -43,13 +38,10 @@ class Row(NamedTuple):
     own: float
 
 
-def families(names: list[str]) -> Iterator[Family]:
-    """All, or those whose name contains one of ``names``."""
-    for family in (*sections()["autoencoders"], *sections()[WITHOUT_ATTENTION]):
-        if family.model.rpartition(".")[2] not in _LEFT_OUT and (
-            not names or any(name in family.name for name in names)
-        ):
-            yield family
+def families() -> list[Family]:
+    """All of the table but one that decodes no latent."""
+    found = (*sections()["autoencoders"], *sections()[WITHOUT_ATTENTION])
+    return [family for family in found if not family.model.endswith("LTX2VideoDiffusionDecoderModel")]
 
 
 def called(vae: nn.Module, method: str, given: Tensor, options: dict[str, Any]) -> Any:
@@ -106,7 +98,7 @@ def rows(family: Family) -> Iterator[Row]:
         yield Row(method, "exact" if call.state == "in bands" else "refused", why, difference, own)
 
 
-def page(names: list[str]) -> str:
+def page() -> str:
     """The document."""
     lines = [
         "# Autoencoders in bands",
@@ -121,7 +113,7 @@ def page(names: list[str]) -> str:
         "| --- | --- | --- | --- | --- | --- |",
     ]
     with torch.no_grad():
-        for family in families(names):
+        for family in families():
             try:
                 found = list(rows(family))
             except NotInThisVersion:
@@ -132,24 +124,8 @@ def page(names: list[str]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--check", action="store_true")
-    parser.add_argument("names", nargs="*")
-    options = parser.parse_args()
-    torch.set_num_threads(1)
-    text = page(options.names)
-    if options.names:
-        print(text)
-    elif options.check:
-        print(text)
-        return int([line.split("|")[1:4] for line in text.splitlines()] != [
-            line.split("|")[1:4] for line in PAGE.read_text(encoding="utf-8").splitlines()])  # fmt: skip
-    else:
-        PAGE.write_text(text, encoding="utf-8")
-        print(text)
-    return 0
-
-
 if __name__ == "__main__":
-    raise SystemExit(main())
+    torch.set_num_threads(1)
+    text = page()
+    print(text)
+    PAGE.write_text(text, encoding="utf-8")

@@ -84,15 +84,11 @@ class Served:
         self.calls, self.error, self.backend = 0, 0.0, ""
 
     def restart(self) -> None:
-        """A run begins."""
         self.calls, self.error = 0, 0.0
 
     def wrapper(self, executor: Any, *args: Any, **kwargs: Any) -> Any:
         """Run the diffusion model with its int8 layers computed here."""
-        registry = registry_of_host()
-        if registry is None:
-            return executor(*args, **kwargs)
-        with serving(registry, self):
+        with serving(registry_of_host(), self):
             return executor(*args, **kwargs)
 
     def count(self, x: Tensor, matrix: Int8Matrix) -> None:

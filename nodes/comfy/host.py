@@ -33,7 +33,6 @@ def is_interrupt(error: BaseException) -> bool:
 
 
 def compute_device() -> torch.device:
-    """The device on which ComfyUI computes."""
     from comfy import model_management
 
     return model_management.get_torch_device()
@@ -62,15 +61,33 @@ def compute_dtype(device: torch.device) -> torch.dtype:
     return torch.bfloat16 if model_management.should_use_bf16(device) else torch.float32
 
 
+_DEVICES, _LEAST_TOKENS = f"{KEY}_devices", 1024
+
+
+def visible_cards() -> list[str]:
+    """``["cuda:0", "cuda:1"]``; nothing is started for it but what ComfyUI has started."""
+    return [f"cuda:{index}" for index in range(torch.cuda.device_count())] if torch.cuda.is_available() else []
+
+
+def share_over(patcher: Any, devices: tuple[str, ...], least_tokens: int) -> None:
+    """Let a fresh clone's attention be shared out over devices. It is written into the clone's options, so that the
+    nodes that set and read it may come in either order."""
+    options = patcher.model_options["transformer_options"] = patcher.model_options["transformer_options"].copy()
+    options[_DEVICES] = (devices, least_tokens)
+
+
+def shared_over(patcher: Any) -> tuple[tuple[str, ...], int]:
+    """(devices, least tokens) of a model; no devices where none were set."""
+    return patcher.model_options.get("transformer_options", {}).get(_DEVICES, ((), _LEAST_TOKENS))
+
+
 def user_directory() -> str:
-    """ComfyUI's folder for what belongs to its user."""
     import folder_paths
 
     return folder_paths.get_user_directory()
 
 
 def attention_function() -> Any:
-    """The function that ComfyUI's models call for attention."""
     from comfy.ldm.modules import attention
 
     return attention.optimized_attention
@@ -124,14 +141,12 @@ def progress_bar(steps: int) -> Any:
 
 def send_status(text: str, unique_id: str | None) -> None:
     """Write a line on a node; hosts without that (and runs without a server) only get the log."""
-    if unique_id is None:
-        return
     try:
         from server import PromptServer
     except ImportError:
         return
     send = getattr(getattr(PromptServer, "instance", None), "send_progress_text", None)
-    if send is not None:
+    if send is not None and unique_id is not None:
         send(text, unique_id)
 
 
@@ -160,11 +175,8 @@ def node_title(module: str, name: str) -> str:
 
 def versions() -> dict[str, str]:
     """ComfyUI's version and how it was told to compute attention, for bug reports."""
-    found = {"ComfyUI": "unknown", "attention": attention_name()}
     try:
         from comfyui_version import __version__
-
-        found["ComfyUI"] = __version__
     except ImportError:
-        pass
-    return found
+        __version__ = "unknown"
+    return {"ComfyUI": __version__, "attention": attention_name()}

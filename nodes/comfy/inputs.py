@@ -29,18 +29,27 @@ _GUARD = (
 )
 
 
+class PascalNode:
+    """The base class of the nodes: their place in ComfyUI's menu, and the name of the method that most of them run."""
+
+    CATEGORY = "model/patch/attention"
+    FUNCTION = "patch"
+
+
+def aliases(text: str) -> tuple[str, ...]:
+    """``"vram, p40"``: words by which ComfyUI's search finds a node."""
+    return tuple(text.split(", "))
+
+
 def route() -> tuple[list[str], dict[str, Any]]:
-    """How attention is computed."""
     return ROUTES, {"default": "auto", "tooltip": _ROUTE, **ADVANCED}
 
 
 def budget_mib() -> tuple[str, dict[str, Any]]:
-    """Extra memory of one call."""
     return "INT", {"default": 0, "min": 0, "max": 65536, "step": 1, "tooltip": _BUDGET, **ADVANCED}
 
 
 def nan_guard() -> tuple[str, dict[str, Any]]:
-    """Whether outputs are looked at."""
     return "BOOLEAN", {"default": True, "tooltip": _GUARD, **ADVANCED}
 
 

@@ -18,11 +18,10 @@ from torch import Tensor
 
 from ...pascal_attn_core.config import Unsupported
 
-# Keyword arguments that do not change the result, or whose meaning is kept here whatever their value is:
-# - attn_precision asks for scores in float32, which they always are;
-# - low_precision_attention and preferred_attention are hints at other kernels.
-_HINTS = {"_inside_attn_wrapper", "transformer_options", "attn_precision", "low_precision_attention"}
-_HINTS |= {"preferred_attention"}
+# Keyword arguments that do not change the result, or whose meaning is kept here whatever their value is: attn_precision
+# asks for scores in float32, which they always are; the last two are hints at other kernels.
+_HINTS = {"_inside_attn_wrapper", "transformer_options", "attn_precision"}
+_HINTS |= {"low_precision_attention", "preferred_attention"}
 NAMES = ("q", "k", "v", "heads", "mask", "attn_precision", "skip_reshape", "skip_output_reshape")
 
 
@@ -100,7 +99,7 @@ def bound(args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
     if missing:
         raise NotOurs(f"no {' and no '.join(missing)}")
     for name in ("q", "k", "v"):
-        given[name] = _peek(given[name])
+        given[name] = given[name].peek() if is_container(given[name]) else given[name]
     return given
 
 
@@ -121,10 +120,6 @@ def empty_containers(args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[s
 def is_container(value: Any) -> bool:
     """Whether this is one of ComfyUI's single-owner containers of a tensor."""
     return not isinstance(value, Tensor) and hasattr(value, "take") and hasattr(value, "peek")
-
-
-def _peek(value: Any) -> Any:
-    return value.peek() if is_container(value) else value
 
 
 def _take(value: Any) -> Any:
@@ -202,10 +197,8 @@ def _with_heads(name: str, tensor: Tensor, batch: int, heads: int | None, head_d
     try:
         return tensor.reshape(batch, -1, heads or width // head_dim, head_dim).transpose(1, 2)
     except RuntimeError:
-        raise NotOurs(
-            f"{name} has shape {tuple(tensor.shape)}, which does not match batch {batch}, heads {heads}, "
-            f"head_dim {head_dim}"
-        ) from None
+        wanted = f"batch {batch}, heads {heads}, head_dim {head_dim}"
+        raise NotOurs(f"{name} has shape {tuple(tensor.shape)}, which does not match {wanted}") from None
 
 
 def four_dimensions(mask: Tensor) -> Tensor:

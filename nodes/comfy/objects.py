@@ -61,9 +61,5 @@ def is_ours(function: Any) -> bool:
 
 def replaced_by_others(model: nn.Module, names: Iterable[str]) -> list[str]:
     """The names among ``names`` where the loaded model has a function that is not ours."""
-    found = []
-    for name in names:
-        owner, _, attribute = name.rpartition(".")
-        if not is_ours(vars(model.get_submodule(owner)).get(attribute)):
-            found.append(name)
-    return found
+    places = {name: name.rpartition(".") for name in names}
+    return [name for name, (at, _, last) in places.items() if not is_ours(vars(model.get_submodule(at)).get(last))]

@@ -31,12 +31,9 @@ def only_computes(override: Callable[..., Any]) -> bool:
     need to see every call."""
     name, module = getattr(override, "__qualname__", ""), getattr(override, "__module__", "") or ""
     if module == "comfy.model_patcher" and ".set_model_optimized_attention." in name:
-        return all(_is_of_the_host(cell.cell_contents) for cell in override.__closure__ or ())
+        held = (cell.cell_contents for cell in override.__closure__ or ())
+        return all(getattr(function, "__module__", "") == "comfy.ldm.modules.attention" for function in held)
     return "kjnodes" in module.lower() and name.endswith(_KJNODES)
-
-
-def _is_of_the_host(function: Any) -> bool:
-    return getattr(function, "__module__", "") == "comfy.ldm.modules.attention"
 
 
 def runs_first(override: Callable[..., Any] | None, choice: str) -> bool:

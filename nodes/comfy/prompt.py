@@ -17,9 +17,7 @@ def without_effect(prompt: Prompt, node: str) -> str:
     weights.
     """
     kind = kind_of(prompt, node)
-    merges: set[str] = set()
-    replacing: set[str] = set()
-    waiting, seen = [node], {node}
+    merges, replacing, waiting, seen = set[str](), set[str](), [node], {node}
     while waiting:
         for follower, entrance in _followers(prompt, waiting.pop()):
             its_kind = kind_of(prompt, follower)
@@ -32,13 +30,10 @@ def without_effect(prompt: Prompt, node: str) -> str:
             elif follower not in seen:
                 seen.add(follower)
                 waiting.append(follower)
-    reasons = []
-    if merges:
-        reasons.append(f"{' and '.join(sorted(merges))} takes only the weights of model2; put this node after it")
-    if replacing:
-        nodes = f"node{'s' * (len(replacing) > 1)} {' and '.join(sorted(replacing))}"
-        reasons.append(f"{nodes} of the same kind after it take{'s' * (len(replacing) == 1)} its place")
-    return "; ".join(reasons)
+    weights = f"{' and '.join(sorted(merges))} takes only the weights of model2; put this node after it"
+    nodes = f"node{'s' * (len(replacing) > 1)} {' and '.join(sorted(replacing))} of the same kind after it"
+    place = f"{nodes} take{'s' * (len(replacing) == 1)} its place"
+    return "; ".join([weights] * bool(merges) + [place] * bool(replacing))
 
 
 def reached(prompt: Prompt, node: str, passes: Callable[[str], bool] = lambda kind: True) -> set[str]:
@@ -53,18 +48,14 @@ def reached(prompt: Prompt, node: str, passes: Callable[[str], bool] = lambda ki
 
 
 def kind_of(prompt: Prompt, node: str) -> str:
-    """The class of a node."""
     return str(prompt.get(node, {}).get("class_type"))
 
 
 def links(prompt: Prompt, node: str) -> dict[str, str]:
     """The inputs of a node that come from other nodes, and from which."""
     given = prompt.get(node, {}).get("inputs", {}).items()
-    return {name: str(value[0]) for name, value in given if _is_link(value)}
-
-
-def _is_link(value: Any) -> bool:
-    return isinstance(value, (list, tuple)) and len(value) == 2 and isinstance(value[0], (str, int))
+    pairs = ((name, value) for name, value in given if isinstance(value, (list, tuple)) and len(value) == 2)
+    return {name: str(source) for name, (source, _) in pairs if isinstance(source, (str, int))}
 
 
 def _followers(prompt: Prompt, node: str) -> Iterator[tuple[str, str]]:

@@ -80,9 +80,7 @@ def within(function: FunctionType, depth: int) -> Iterator[FunctionType]:
 
 def _names_host(function: FunctionType) -> bool:
     hosts = names_in(function.__code__) & HOST_FUNCTIONS
-    return bool(hosts) and (
-        bool(hosts & set(function.__globals__)) or any(True for _ in modules_with_attention(function))
-    )
+    return bool(hosts) and (bool(hosts & set(function.__globals__)) or any(modules_with_attention(function)))
 
 
 def helpers(function: FunctionType) -> Iterator[tuple[str, FunctionType]]:
@@ -118,31 +116,18 @@ def has_softcap(module: nn.Module) -> bool:
     forward = type(module).forward
     if not isinstance(forward, FunctionType) or not {"q_proj", "k_proj", "v_proj", "o_proj"} <= set(module._modules):
         return False
-    numbers = all(isinstance(getattr(module, name, None), (int, float)) for name in ("softcap", "scale", *_SIZES))
-    return (
-        numbers
-        and {"tanh", "softmax"} <= names_in(forward.__code__)
-        and callable(forward.__globals__.get("apply_rope"))
-    )
-
-
-_SIZES = ("num_heads", "num_kv_heads", "head_dim", "inner_size")
+    sizes = ("num_heads", "num_kv_heads", "head_dim", "inner_size")
+    numbers = all(isinstance(getattr(module, name, None), (int, float)) for name in ("softcap", "scale", *sizes))
+    rotates = callable(forward.__globals__.get("apply_rope"))
+    return numbers and rotates and {"tanh", "softmax"} <= names_in(forward.__code__)
 
 
 def calls_directly(model: nn.Module, known: Iterable[str]) -> list[str]:
     """Names of modules whose code, or a helper of it, names an attention function, besides the modules ``known`` and
     those around them."""
-    known = set(known)
-    return [
-        name
-        for name, module in model.named_modules()
-        if reaches_attention(type(module))  # type: ignore[arg-type]
-        and not any(_is_within(other, name) for other in known)
-    ]
-
-
-def _is_within(name: str, around: str) -> bool:
-    return name == around or not around or name.startswith(f"{around}.")
+    known = [f"{name}." for name in known]
+    reaching = (name for name, module in model.named_modules() if reaches_attention(type(module)))  # type: ignore[arg-type]
+    return [name for name in reaching if not any(other.startswith(f"{name}.".lstrip(".")) for other in known)]
 
 
 @functools.cache

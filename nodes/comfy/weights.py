@@ -56,17 +56,14 @@ class LoadedWeight(Source):
         self.lora = joined(self._adapters)
 
     def _split(self, patches: list[Any], module: nn.Module) -> None:
-        weight = module._parameters["weight"]
-        assert weight is not None
-        adapters, other = plain_adapters(patches, tuple(weight.shape))
-        self._adapters = adapters
-        self.note = f"LoRA of rank {sum(len(down) for down, _, _ in adapters)} beside it in float" if adapters else ""
+        self._adapters, other = plain_adapters(patches, tuple(module._parameters["weight"].shape))  # type: ignore[union-attr]
+        rank = sum(len(down) for down, _, _ in self._adapters)
+        self.note = f"LoRA of rank {rank} beside it in float" if self._adapters else ""
         if other:
             self.note = f"rounded with its patch ({other})"
 
     def read(self, module: nn.Module, device: torch.device) -> FloatWeight:
-        parameter = module._parameters["weight"]
-        assert parameter is not None
+        parameter: Any = module._parameters["weight"]
         original: Tensor = parameter if self._base is None else self._base
         matrix = original.detach().to(device)
         if self._functions:
@@ -88,8 +85,7 @@ class LoadedWeight(Source):
         if not hasattr(module, "prev_comfy_cast_weights"):
             module.prev_comfy_cast_weights = module.comfy_cast_weights
         module.comfy_cast_weights = True  # type: ignore[assignment]
-        weight = module._parameters["weight"]
-        assert weight is not None
+        weight: Any = module._parameters["weight"]
         model.model_lowvram = True
         model.model_loaded_weight_memory -= weight.numel() * weight.element_size()
         return True
@@ -100,11 +96,8 @@ def _without_casting(module: nn.Module) -> dict[str, Any]:
     dtype and device."""
     if not hasattr(module, "comfy_cast_weights"):
         return {}
-    own = {
-        "comfy_cast_weights": True,
-        "forward_comfy_cast_weights": types.MethodType(forward_comfy_cast_weights, module),
-    }
-    return {**own, "layout_type": None} if hasattr(module, "layout_type") else own
+    own = {"forward_comfy_cast_weights": types.MethodType(forward_comfy_cast_weights, module)}
+    return {"comfy_cast_weights": True, **own, **({"layout_type": None} if hasattr(module, "layout_type") else {})}
 
 
 def forward_comfy_cast_weights(self: Any, input: Tensor, *_: Any, **__: Any) -> Tensor:

@@ -32,7 +32,7 @@ class Difference:
 
     Attributes:
         function: the host's function, ``"attention_pytorch"``.
-        gap: the distance of ours from the host's.
+        gap: the distance of ours from the host's; rows in which the host's own is not finite do not count.
         dtype: number format of the call; the host's function was given the same numbers in float32.
     """
 
@@ -73,14 +73,18 @@ def with_host(function: Callable[..., Any], args: tuple, kwargs: dict[str, Any],
         sliced |= {"heads": 1, "enable_gqa": False}
     sliced = {name: _in_float32(part) for name, part in sliced.items()}
     reference, name = host.exact_attention(function, plain=mask is None and "scale" not in given)
-    right = _call(reference, args, kwargs, sliced)
+    # The arguments as they came, with the slices in place of the tensors; without what would lead back to us.
+    by_position = [sliced.get(name, value) for name, value in zip(NAMES, args)]
+    by_name = {name: sliced.get(name, value) for name, value in kwargs.items() if name != "transformer_options"}
+    assert not any(map(is_container, [*by_position, *by_name.values()]))
+    right = reference(*by_position, **by_name)
     if given["skip_output_reshape"]:
         part = ours.index_select(2, rows)
         part = part[:, -1:] if last_head else part
     else:
         part = ours.index_select(1, rows)
         part = part[..., -(part.shape[-1] // heads) :] if last_head else part
-    return difference(name, part, right, query.dtype)
+    return Difference(name, gap(part, right), query.dtype)
 
 
 def with_torch(call: SdpaArguments, ours: Tensor) -> Difference | None:
@@ -94,7 +98,7 @@ def with_torch(call: SdpaArguments, ours: Tensor) -> Difference | None:
         mask = None if mask is None else _mask_rows(mask, rows)
         call, ours = call._replace(query=query.index_select(-2, rows), attn_mask=mask), ours.index_select(-2, rows)
     right = torch_sdpa(**{name: _in_float32(part) for name, part in call.keywords().items()})
-    return difference(SDPA_NAME, ours, right, query.dtype)
+    return Difference(SDPA_NAME, gap(ours, right), query.dtype)
 
 
 def whole(function: Callable[..., Tensor], tensors: tuple[Tensor, ...], ours: Tensor) -> Difference | None:
@@ -102,12 +106,8 @@ def whole(function: Callable[..., Tensor], tensors: tuple[Tensor, ...], ours: Te
     if math.prod(tensors[0].shape[2:]) > _WHOLE_TOKENS:
         return None
     right = function(*(tensor.float() for tensor in tensors))
-    return difference(getattr(function, "__name__", type(function).__name__), ours, right, tensors[0].dtype)
-
-
-def difference(function: str, ours: Tensor, right: Tensor, dtype: torch.dtype) -> Difference:
-    """The difference between two answers to the same rows; rows in which the host's own is not finite do not count."""
-    return Difference(function, gap(ours, right), dtype)
+    name = getattr(function, "__name__", type(function).__name__)
+    return Difference(name, gap(ours, right), tensors[0].dtype)
 
 
 def _rows(tokens: int, device: torch.device) -> Tensor:
@@ -131,11 +131,3 @@ def _last_head(name: str, part: Any, by_head: bool, head_dim: int) -> Any:
 def _in_float32(part: Any) -> Any:
     floating = isinstance(part, Tensor) and part.is_floating_point() and part.dtype != torch.float64
     return part.float() if floating else part
-
-
-def _call(reference: Callable[..., Tensor], args: tuple, kwargs: dict[str, Any], sliced: dict[str, Any]) -> Tensor:
-    """The arguments as they came, with the slices in place of the tensors; without what would lead back to us."""
-    by_position = [sliced.get(name, value) for name, value in zip(NAMES, args)]
-    by_name = {name: sliced.get(name, value) for name, value in kwargs.items() if name != "transformer_options"}
-    assert not any(map(is_container, [*by_position, *by_name.values()]))
-    return reference(*by_position, **by_name)

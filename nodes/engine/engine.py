@@ -170,7 +170,6 @@ class Engine:
 
     @property
     def is_running(self) -> bool:
-        """Whether a run has begun and is not over."""
         return self._run is not None
 
     @property
@@ -273,11 +272,8 @@ class Engine:
                     config = replace(config, route=route)
                     out = sdpa(query, key, value, mask, *options[:4], softcap=options.softcap, config=config)
                     break
-                except UnsupportedAttention as error:
+                except (TypeError, ValueError, UnsupportedAttention) as error:
                     why = str(error)
-                except (TypeError, ValueError) as error:
-                    why = str(error)
-                    break
         if is_trial():
             return out
         if out is None:
@@ -321,16 +317,13 @@ class Engine:
         self.warn(f"{place.block or 'a call'}: {why}: passed to ComfyUI")
         self.leave(place, why)
 
-    def _count(self, decision: _Decision) -> CallTally:
+    def _count(self, decision: _Decision) -> None:
         """Count one more call of this kind."""
         run = self._run or self.run
         if decision.run is not run:
             decision.tally, decision.run = run.tally(decision.kind), run
-        tally = decision.tally
-        assert tally is not None
         with run.lock:
-            tally.count += 1
-        return tally
+            decision.tally.count += 1  # type: ignore[union-attr]
 
     def _decide(self, call: AttentionCall, known: tuple[Place, Hashable, bool]) -> _Decision:
         place, kind, _ = known
@@ -395,7 +388,9 @@ class Engine:
         with run.lock:
             tally.count += 1
         stats = TiledStats() if choice.route in ("tiled", "several") else None
-        meter = Meter(run, tally, device, measures=asked and is_new and self._is_new(kind))
+        shapes = (kind.route, kind.query, kind.key, kind.mask)
+        meter = Meter(run, tally, device, measures=asked and is_new and shapes not in self._metered)
+        self._metered |= {shapes} if meter.measures else set()
         one_kernel = decision.choice is not None and decision.route in ("torch", "math")
         with nullcontext() if one_kernel else between_blocks(self._checkpoint(kind.block)), meter:
             out = run_call(call, config, with_lse=False, choice=choice, stats=stats)[0]
@@ -422,9 +417,8 @@ class Engine:
         except Exception as error:
             if host.is_interrupt(error):
                 raise
-            run.note(
-                f"{counted.block}: could not be compared with ComfyUI's own function: {type(error).__name__}: {error}"
-            )
+            why = f"{type(error).__name__}: {error}"
+            run.note(f"{counted.block}: could not be compared with ComfyUI's own function: {why}")
             return True
         if found is None or found.is_rounding:
             return True
@@ -436,13 +430,6 @@ class Engine:
         self.warn(f"{counted.block}: {why}: calls like this are passed to ComfyUI")
         self.leave(Place(counted.block, counted.via), why, kind)
         return False
-
-    def _is_new(self, kind: CallKind) -> bool:
-        key = (kind.route, kind.query, kind.key, kind.mask)
-        if key in self._metered:
-            return False
-        self._metered.add(key)
-        return True
 
     def _repaired(self, call: AttentionCall, out: Tensor, block: str, tally: Any) -> Tensor:
         """An output that was not finite, computed again in float32 if its inputs are finite."""

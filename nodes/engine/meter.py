@@ -6,7 +6,6 @@ import math
 import sys
 import time
 from collections.abc import Iterable
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -46,9 +45,7 @@ class Meter:
             self._start = self._now()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: Any, error: Any, traceback: Any) -> None:
         if not self._is_timed:
             return
         if self.device.type == "cuda":

@@ -80,7 +80,6 @@ class CallTally(TiledStats):
     repaired: int = 0
 
     def merge(self, other: CallTally) -> None:
-        """Add other calls."""
         self.add(other)
         self.count += other.count
         self.elapsed_ms += other.elapsed_ms
@@ -169,7 +168,6 @@ class Run:
         return self._keep(self.warnings, sentence)
 
     def note(self, sentence: str) -> None:
-        """Keep a fact for the report."""
         self._keep(self.notes, sentence)
 
     def gain(self, sentence: str) -> None:
@@ -197,7 +195,6 @@ class Run:
                 self._pending = [waiting for waiting in self._pending if not _read_clock(*waiting)]
 
     def saw_memory(self, peak_bytes: int) -> None:
-        """The device's memory was at ``peak_bytes``."""
         with self.lock:
             self.peak_bytes = max(self.peak_bytes or 0, peak_bytes)
 
@@ -247,8 +244,7 @@ class Run:
     @property
     def extra_bytes(self) -> int | None:
         """The most that one call needed besides its inputs and output; None if none was measured."""
-        known = [t.extra_bytes for t in self.tallies.values() if t.extra_bytes is not None]
-        return max(known) if known else None
+        return max((t.extra_bytes for t in self.tallies.values() if t.extra_bytes is not None), default=None)
 
     @property
     def shares(self) -> dict[str, int]:
@@ -296,13 +292,11 @@ def remember(run: Run) -> None:
 
 
 def remembered() -> list[Run]:
-    """All runs that are still known, oldest first."""
     with _lock:
         return list(_recent)
 
 
 def forget() -> None:
-    """Drop all runs and what they hold."""
     with _lock:
         _recent.clear()
 

@@ -96,7 +96,10 @@ class Need(NamedTuple):
 
 def need_of(shape: AttentionShape, host: Host) -> Need:
     """Memory that one attention call takes besides its inputs and result."""
-    patched = patched_bytes(shape, host.info)
+    try:  # no other route exceeds the tiled one, by design
+        patched = plan_call(_call_of(shape, "meta"), host.info, AttentionConfig()).extra_bytes
+    except (TypeError, ValueError):
+        patched = shape.score_bytes  # left to ComfyUI
     if host.attention:
         return Need(0, patched, f"ComfyUI's {host.attention} splits it according to the free memory")
     if not fused_takes(shape, host.device):
@@ -106,14 +109,6 @@ def need_of(shape: AttentionShape, host: Host) -> Need:
         return Need(shape.score_bytes, min(patched, shape.score_bytes), why)
     why = "PyTorch has a fused kernel for it here, which stores no score matrix"
     return Need(0, 0, f"{why}; the patch uses it too") if host.info.is_gpu else Need(0, patched, why)
-
-
-def patched_bytes(shape: AttentionShape, info: DeviceInfo) -> int:
-    """Extra memory of the tiled route, which no other route exceeds by design."""
-    try:
-        return plan_call(_call_of(shape, "meta"), info, AttentionConfig()).extra_bytes
-    except (TypeError, ValueError):
-        return shape.score_bytes  # left to ComfyUI
 
 
 def fused_takes(shape: AttentionShape, device: torch.device) -> bool:

@@ -52,7 +52,11 @@ def guessed_conditioning(patcher: Any, tokens: int) -> Iterator[Conditioning]:
     embedder = config.get("context_embedder_config", {}).get("params", {}).get("in_features")
     widths += [embedder] if embedder else []
     widths += [w[0] for w in (config.get("context_dim"),) if isinstance(w, list) and w]
-    widths = widths or list(_widths_by_name(patcher.model.diffusion_model))
+    if not widths:
+        words, modules = ("txt", "text", "context", "caption", "cap_"), patcher.model.diffusion_model.named_modules()
+        widths = [
+            int(m.in_features) for name, m in modules if any(w in name for w in words) and hasattr(m, "in_features")
+        ]
     pooled = [config[name] for name in _POOLED_WIDTHS if isinstance(config.get(name), int)]
     if "model_channels" in config:  # a UNet's vector holds sizes beside the pooled prompt
         pooled = []
@@ -65,36 +69,29 @@ def guessed_conditioning(patcher: Any, tokens: int) -> Iterator[Conditioning]:
                 yield [[torch.zeros(1, tokens, width), {"attention_mask": mask}]]
 
 
-def _widths_by_name(network: nn.Module) -> Iterator[int]:
-    for name, module in network.named_modules():
-        if any(word in name for word in ("txt", "text", "context", "caption", "cap_")) and hasattr(
-            module, "in_features"
-        ):
-            yield int(module.in_features)
-
-
 def prompts(conditioning: Conditioning) -> list[dict[str, Any]]:
     """The conditioning on the CPU in the form that the model's ``extra_conds`` takes; without ControlNets and hooks."""
     import comfy.sampler_helpers
 
-    found = []
-    for cond in comfy.sampler_helpers.convert_cond(conditioning):
-        kept = {
-            name: value for name, value in cond.items() if name not in ("control", "hooks", "gligen", "area", "mask")
+    left_out = ("control", "hooks", "gligen", "area", "mask")
+    return [
+        {
+            name: value.cpu() if isinstance(value, Tensor) else value
+            for name, value in cond.items()
+            if name not in left_out
         }
-        found.append({name: value.cpu() if isinstance(value, Tensor) else value for name, value in kept.items()})
-    return found
+        for cond in comfy.sampler_helpers.convert_cond(conditioning)
+    ]
 
 
 def arguments(model: nn.Module, latent: Latent, cond: dict[str, Any], copies: int) -> tuple[Tensor, Tensor, dict]:
     """x, sigma and the keyword arguments of ``apply_model`` for ``copies`` prompts in one batch."""
     import comfy.samplers
 
-    x = latent.samples
-    noise, cpu = x, torch.device("cpu")
+    x, cpu = latent.samples, torch.device("cpu")
     options = {"latent_image": x, "denoise_mask": None, "seed": 0, "latent_shapes": latent.shapes}
     # the sampler hands all of this on to the model by name
-    conds = comfy.samplers.encode_model_conds(model.extra_conds, [cond], noise, cpu, "positive", **options)
+    conds = comfy.samplers.encode_model_conds(model.extra_conds, [cond], x, cpu, "positive", **options)
     sigma = torch.full((x.shape[0],), float(model.model_sampling.sigma_max))  # type: ignore[union-attr, arg-type]
     part = comfy.samplers.get_area_and_mult({**conds[0], "uuid": 0}, x, sigma)
     given = comfy.samplers.cond_cat([part.conditioning] * copies)

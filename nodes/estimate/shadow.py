@@ -63,11 +63,10 @@ class Shadow:
         return set(value) if type(value) is set else value
 
     def _tensor(self, tensor: Tensor) -> Tensor:
-        known = self._tensors.get(id(tensor))
-        if known is None:
-            known = self._tensors[id(tensor)] = self._new_tensor(tensor)
+        if id(tensor) not in self._tensors:
+            self._tensors[id(tensor)] = self._new_tensor(tensor)
             self._kept.append(tensor)
-        return known
+        return self._tensors[id(tensor)]
 
     def _new_tensor(self, tensor: Tensor) -> Tensor:
         is_parameter = isinstance(tensor, nn.Parameter)

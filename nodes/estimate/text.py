@@ -11,7 +11,6 @@ from ..reporting.picture import Row, Section, draw
 from ..reporting.words import dtype_text, size_text
 from .figures import Figures
 from .largest import WAYS, Axis, Fit
-from .trace import AttentionShape
 
 
 @dataclass(frozen=True)
@@ -74,7 +73,6 @@ def _weights(subject: Subject) -> list[str]:
 
 
 def verdict(found: Figures, subject: Subject) -> str:
-    """Whether it fits, with and without the patches."""
     if not subject.available_bytes:
         return f"{need_text(found)}; how much memory there is is not known."
     without, patched = (_fit(need, subject) for need in (found.total_without, found.total_with))
@@ -85,7 +83,6 @@ def verdict(found: Figures, subject: Subject) -> str:
 
 
 def need_text(found: Figures) -> str:
-    """Says what is needed besides the weights."""
     saved = f", {size_text(found.total_with)} with the patches" if found.total_with < found.total_without else ""
     return f"needs {size_text(found.total_without)} besides its weights{saved}"
 
@@ -119,24 +116,29 @@ def largest_text(found: Sequence[tuple[Axis, Sequence[Fit]]], room: int, streame
 def draw_largest(found: Sequence[tuple[Axis, Sequence[Fit]]], title: str) -> Image.Image:
     """A section for each axis, in it a row for each way, the bar of which is its largest size."""
     subtitle = "" if found else "No estimate for other sizes: see the text."
-    return draw(title, subtitle, [_section(axis, fits) for axis, fits in found])
-
-
-def _section(axis: Axis, fits: Sequence[Fit]) -> Section:
-    most = max([axis.now.amount, *(fit.size.amount for fit in fits if fit.size is not None)])
-    rows = [Row("now", axis.now.words, axis.now.amount / most, "caution")]
-    rows += [Row(way, fit.words, fit.size.amount / most if fit.size else 0.0) for (way, *_), fit in zip(WAYS, fits)]
-    return Section(axis.name, rows)
+    sections = []
+    for axis, fits in found:
+        most = max([axis.now.amount, *(fit.size.amount for fit in fits if fit.size is not None)])
+        rows = [Row("now", axis.now.words, axis.now.amount / most, "caution")]
+        rows += [Row(way, fit.words, fit.size.amount / most if fit.size else 0.0) for (way, *_), fit in zip(WAYS, fits)]
+        sections.append(Section(axis.name, rows))
+    return draw(title, subtitle, sections)
 
 
 def _attention(found: Figures) -> list[str]:
     call, largest = found.call, found.attention
     if largest is None:
         return ["Attention: no call found."]
-    counted, stored = len(call.attention), found.of_attention(patched=False)
+    counted, stored, (batch, heads, queries, width) = (
+        len(call.attention),
+        found.of_attention(patched=False),
+        largest.query,
+    )
+    sizes = f"{batch} x {heads} heads x {queries} queries x {largest.key[2]} keys of {width}"
+    words = f"{sizes} in {dtype_text(largest.dtype)}{', masked' if largest.masked else ''}"
     without = f"at least {size_text(stored)}" if stored else "no score matrix"
     lines = [
-        f"Attention: {counted} calls, {len(found.needs)} different; the largest {_words(largest)}. "
+        f"Attention: {counted} calls, {len(found.needs)} different; the largest {words}. "
         f"Its score matrix is {size_text(largest.score_bytes)}.",
         f"  without the patch: {without} ({found.needs[largest].why})",
         f"  with Pascal Attention Patch: {size_text(found.of_attention(patched=True))} at most",
@@ -156,9 +158,3 @@ def _ffn(found: Figures) -> list[str]:
         f"  without the patch: {size_text(found.of_ffn(chunked=False))}",
         f"  with Pascal FFN Chunking (budget {budget} MiB): {size_text(found.of_ffn(chunked=True))}",
     ]
-
-
-def _words(shape: AttentionShape) -> str:
-    batch, heads, queries, width = shape.query
-    sizes = f"{batch} x {heads} heads x {queries} queries x {shape.key[2]} keys of {width}"
-    return f"{sizes} in {dtype_text(shape.dtype)}{', masked' if shape.masked else ''}"

@@ -111,14 +111,14 @@ class Tracer(WithoutData):
         call = bind_sdpa(args, kwargs)
         if isinstance(call, str):
             return TORCH_SDPA(*args, **kwargs)  # which raises its own error
-        query, key, value = (_four_dimensions(tensor) for tensor in call[:3])
+        # [*batch, H, N, D] with one leading dimension
+        query, key, value = (t.flatten(0, -4) if t.dim() > 4 else t[(None,) * (4 - t.dim())] for t in call[:3])
         out = self.attend(query, key, value, call.attn_mask)
         return out.reshape(*call.query.shape[:-3], *out.shape[-3:])
 
     # ---- feed-forward ----
 
     def watch(self, network: nn.Module) -> None:
-        """Note the feed-forward calls of the shadow ``network``."""
         for name, module, why_not in find_ffn(network):
             if not why_not:
                 module.__dict__["forward"] = self._watched(name, module, types.MethodType(type(module).forward, module))
@@ -145,11 +145,6 @@ class Tracer(WithoutData):
             call()
         self.found.other_bytes = self.peak_outside
         return self.found
-
-
-def _four_dimensions(tensor: Tensor) -> Tensor:
-    """``[*batch, H, N, D]`` with one leading dimension."""
-    return tensor.flatten(0, -4) if tensor.dim() > 4 else tensor[None] if tensor.dim() == 3 else tensor
 
 
 def trace_model(patcher: Any, latent: Latent, prompt: dict[str, Any], copies: int) -> ModelCall:

@@ -11,7 +11,6 @@ from ..comfy import host, memory_required
 from ..comfy.host import KEY
 from ..comfy.objects import Replacements, replace_functions
 from ..comfy.others import AUTO, REPLACE, name_of
-from ..comfy.second import shared_over
 from ..comfy.sites import by_name
 from ..engine.engine import Engine
 from ..engine.runs import PASSED
@@ -55,8 +54,7 @@ def install(patched: Any, engine: Engine, before: Any, *, whole_model: bool, beh
 
 def _named(engine: Engine, scope: Scope, model: nn.Module) -> Replacements:
     """Methods of the diffusion model's modules that call attention by its name, past the override."""
-    network = model.diffusion_model
-    assert isinstance(network, nn.Module)
+    network: Any = model.diffusion_model
     found: Replacements = {}
     for name, module in network.named_modules(prefix="diffusion_model"):
         for method in by_name(type(module)):  # type: ignore[arg-type]
@@ -66,7 +64,7 @@ def _named(engine: Engine, scope: Scope, model: nn.Module) -> Replacements:
 
 
 def _before_run(engine: Engine, patcher: Any) -> None:
-    engine.share(*shared_over(patcher))
+    engine.share(*host.shared_over(patcher))
     engine.begin()
 
 
@@ -89,15 +87,12 @@ def _after_run(engine: Engine, patcher: Any, before: Any, behind: bool) -> None:
 
 
 def _beside(name: str, behind: bool, run: Any) -> str:
+    taken, passed = run.count("taken"), run.count(PASSED)
+    what = f"only computes attention and is replaced: this patch took {taken:,} calls, the other {passed:,}"
     if behind:
-        return (
-            f"{name}, set before this patch, may change the result and runs first: it received {run.came_before:,} "
-            f"calls; {run.count():,} calls reached this patch ('earlier_patch' changes the order)"
-        )
-    return (
-        f"{name}, set before this patch, only computes attention and is replaced: this patch took "
-        f"{run.count('taken'):,} calls, the other {run.count(PASSED):,} ('earlier_patch' changes the order)"
-    )
+        what = f"may change the result and runs first: it received {run.came_before:,} calls; {run.count():,} calls"
+        what += " reached this patch"
+    return f"{name}, set before this patch, {what} ('earlier_patch' changes the order)"
 
 
 def _why_none(engine: Engine, current: Any, came_before: int) -> str:
@@ -105,10 +100,7 @@ def _why_none(engine: Engine, current: Any, came_before: int) -> str:
         return "another node removed it; put that node before Pascal Attention Patch"
     if engine_of(current) is not engine:
         return f"{name_of(current)} replaced it and passes nothing on; put that node before Pascal Attention Patch"
-    previous = previous_of(current)
     if came_before:
-        return (
-            f"{name_of(previous)}, set before it, computed all {came_before:,} calls itself; set 'earlier_patch' to "
-            f"'{REPLACE}' if that patch does not change the result"
-        )
+        what = f"{name_of(previous_of(current))}, set before it, computed all {came_before:,} calls itself"
+        return f"{what}; set 'earlier_patch' to '{REPLACE}' if that patch does not change the result"
     return f"this model does not offer its attention calls to patches; try coverage '{AUTO}'"

@@ -22,6 +22,7 @@ METHODS = ("decode", "encode")
 _STEPS = 1000  # of ComfyUI's progress bar
 _BUFFER, _DEVICE = "output_buffer", "device"  # arguments of networks that read and write in parts
 
+Call = Callable[..., Any]
 Estimate = Callable[[tuple[int, ...], torch.dtype], float]
 
 
@@ -44,13 +45,7 @@ class InBands:
     """
 
     def __init__(
-        self,
-        engine: Engine,
-        network: nn.Module,
-        method: str,
-        mode: str,
-        estimate: Estimate | None,
-        previous: Callable[..., Any],
+        self, engine: Engine, network: nn.Module, method: str, mode: str, estimate: Estimate | None, previous: Call
     ):
         functools.update_wrapper(self, previous)
         self.engine, self.estimate, self.previous = engine, estimate, previous
@@ -62,12 +57,10 @@ class InBands:
         )
         self.site = Site(network, method, self._own, settings)
 
-    def __call__(self, *given: Any, **kwargs: Any) -> Any:
-        if not given or type(given[0]) is not Tensor:
-            return self.previous(*given, **kwargs)
-        return self._run(*given, **kwargs)
-
-    def _run(self, samples: Tensor, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if not args or type(args[0]) is not Tensor:
+            return self.previous(*args, **kwargs)
+        samples, *args = args  # type: ignore[assignment]
         now, calls = self.now, self.site.calls
         before = calls[-1] if calls else None
         device = kwargs.get(_DEVICE)
@@ -84,16 +77,17 @@ class InBands:
             return self._own(given, *args, **kwargs)
         finally:
             vars(now).clear()
-            if calls and calls[-1] is not before:
-                _tell(self.engine, calls[-1], _reckoned(self.estimate, tuple(given.shape), given.dtype))
+            call = calls[-1] if calls and calls[-1] is not before else None
+            if call is not None and call.state == "refused":
+                self.engine.warn(f"{call.method} cannot run in bands: {call.why}; it runs as it is")
+            elif call is not None and call.figures is not None:
+                self.engine.run.gain(sentence(call, _reckoned(self.estimate, tuple(given.shape), given.dtype)))
 
     def _own(self, tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
         """The network's own method, as ComfyUI calls it. Trials on small inputs, or without numbers, must not write
         into ComfyUI's buffer."""
-        now = self.now
-        assert now.given is not None
-        is_rehearsal = isinstance(tensor, Banded) and tensor.run.is_rehearsal
-        if now.buffer is not None and tensor.shape == now.given.shape and not is_rehearsal:
+        now, is_rehearsal = self.now, isinstance(tensor, Banded) and tensor.run.is_rehearsal
+        if now.buffer is not None and now.given is not None and tensor.shape == now.given.shape and not is_rehearsal:
             kwargs[_BUFFER] = now.buffer
         return self.previous(now.samples if tensor is now.given else tensor, *args, **kwargs)
 
@@ -124,31 +118,19 @@ def _reckoned(estimate: Estimate | None, shape: tuple[int, ...], dtype: torch.dt
         return 0
 
 
-def _tell(engine: Engine, call: VaeCall, reckoned: int) -> None:
-    """Record what was done for the report, or why it was not, where it was wanted."""
-    if call.state == "refused":
-        engine.warn(f"{call.method} cannot run in bands: {call.why}; it runs as it is")
-    elif call.figures is not None:
-        engine.run.gain(sentence(call, reckoned))
-
-
 def sentence(call: VaeCall, reckoned: int) -> str:
     """``"decode of 1x4x128x128 in bands: 610 MiB at most where ComfyUI expects 8.51 GiB, 39 layers in 446 bands"`` and
     why, if it was not asked for."""
-    figures = call.figures
-    assert figures is not None
+    figures: Any = call.figures
     shape = "x".join(map(str, call.shape))
     instead = f" where ComfyUI expects {size_text(reckoned)}" if reckoned else ""
+    retries = f"rows per band reduced {figures.retries} times after running out of memory"
     parts = [
         f"{call.method} of {shape} in bands: {size_text(figures.expected_bytes)} at most{instead}",
         f"{figures.layers} layers in {figures.bands} bands",
+        f"{size_text(figures.host_bytes)} in system memory" if figures.host_bytes else "",
+        retries if figures.retries else "",
+        f"not in bands: {', '.join(sorted(figures.whole))}" if figures.whole else "",
+        call.why,
     ]
-    if figures.host_bytes:
-        parts.append(f"{size_text(figures.host_bytes)} in system memory")
-    if figures.retries:
-        parts.append(f"rows per band reduced {figures.retries} times after running out of memory")
-    if figures.whole:
-        parts.append(f"not in bands: {', '.join(sorted(figures.whole))}")
-    if call.why:
-        parts.append(call.why)
-    return ", ".join(parts)
+    return ", ".join(filter(None, parts))

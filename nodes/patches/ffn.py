@@ -24,8 +24,6 @@ register(CastingLayers("comfy_cast_weights", _CASTING_CODE))
 
 
 class Chunking(Injection):
-    """The chunking of one node."""
-
     key, part = f"{host.KEY}_ffn", "feed-forward"
     binding: FfnBinding
 
@@ -46,14 +44,10 @@ class Chunking(Injection):
 def _headline(report: FfnReport, min_tokens: int) -> str:
     chunked, able = report.count("chunked"), len(report.lines) - report.count("cannot be")
     text = f"{chunked} of {able} feed-forward modules chunked"
-    others = [f"{report.count(state)} {words}" for state, words in _OTHERS.items() if report.count(state)]
-    waiting = report.count("waiting")
-    if waiting:
-        others.append(f"{waiting} had no call of {min_tokens} tokens")
+    words = {"whole": "fit the budget whole", "refused": "refused", "cannot be": "cannot be: fused blocks"}
+    words["waiting"] = f"had no call of {min_tokens} tokens"
+    others = (f"{report.count(state)} {what}" for state, what in words.items() if report.count(state))
     return ", ".join([text, *others])
-
-
-_OTHERS = {"whole": "fit the budget whole", "refused": "refused", "cannot be": "cannot be: fused blocks"}
 
 
 def budget_from(total_bytes: int) -> int:

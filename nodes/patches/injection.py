@@ -34,7 +34,6 @@ class Injection:
         self._started: float | None = None
 
     def attach(self, patcher: Any) -> None:
-        """Put it in."""
         self.binding.attach(network_of(patcher))
 
     def begin(self, patcher: Any) -> None:
@@ -69,7 +68,6 @@ class Injection:
     # ---- the record ----
 
     def before_run(self, patcher: Any) -> None:
-        """Sampling starts."""
         if self._started is None:
             self.begin(patcher)
             self._started = time.time()

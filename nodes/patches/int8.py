@@ -114,13 +114,11 @@ class Settings:
 
     @property
     def options(self) -> Options:
-        """The options of the binding."""
         names = patterns(self.include), patterns(self.exclude)
         return float(self.max_error), *names, self.weights, self.only_faster
 
     @property
     def chosen(self) -> str:
-        """The layers that the user names, see :func:`chosen_by`."""
         return chosen_by(*self.options[1:3])
 
     def text(self, *, attention: bool) -> str:
@@ -131,8 +129,6 @@ class Settings:
 
 
 class Int8Layers(Injection):
-    """The layers of one node."""
-
     key, part = int8_attention.KEY, "int8"
     binding: Int8Binding
 
@@ -233,10 +229,8 @@ def warnings_of(report: Int8Report, *, is_file_in_int8: bool = False, chosen: st
     timed = [(line.float_ms, line.int8_ms) for line in on if line.float_ms is not None and line.int8_ms is not None]
     before, after = (sum(times) for times in zip(*timed)) if timed else (0.0, 0.0)
     if after > _MUCH_SLOWER * before:
-        found.append(
-            f"int8 is slower than float here: one call of each layer takes {after:.1f} ms in total, "
-            f"{before:.1f} ms in float"
-        )
+        times = f"{after:.1f} ms in total, {before:.1f} ms in float"
+        found.append(f"int8 is slower than float here: one call of each layer takes {times}")
     return found
 
 
@@ -249,11 +243,8 @@ def clone_for(patcher: Any, options: Options) -> Any:
     With dynamic loading each call brings them from main memory into memory of ComfyUI's own. Such a model is loaded
     once more in the ordinary way, as ComfyUI's own node for torch.compile does; unless nothing in it can run in 8 bits.
     """
-    is_dynamic = getattr(patcher, "is_dynamic", None)
-    if is_dynamic is None or not is_dynamic():
-        return patcher.clone()
-    model = patcher.model
-    if not binding_for(network_of(patcher), options).report(network_of(patcher)).able:
+    model, is_dynamic = patcher.model, getattr(patcher, "is_dynamic", bool)()
+    if not is_dynamic or not binding_for(network_of(patcher), options).report(network_of(patcher)).able:
         return patcher.clone()
     try:
         clone = patcher.clone(disable_dynamic=True, model_override=_whole.get(model))

@@ -52,7 +52,6 @@ class AttentionLayers:
             site.watch.restart()
 
     def report(self) -> Int8Report:
-        """The state of each layer in this run."""
         lines = [site.line() for site in self._sites.values()]
         return Int8Report(lines, self.options.max_error, "", "attention layers")
 

@@ -17,12 +17,11 @@ from ..engine.engine import Engine
 from ..engine.runs import Place, block_name
 from .scope import Scope
 
+Attention = Callable[..., Any]
 OVERRIDE = "optimized_attention_override"
 
 
-def make_override(
-    engine: Engine, scope: Scope, previous: Callable[..., Any] | None, *, runs_first: bool = False
-) -> Callable[..., Any]:
+def make_override(engine: Engine, scope: Scope, previous: Attention | None, *, runs_first: bool = False) -> Attention:
     """``override(func, *args, **kwargs)`` as ComfyUI calls it: ours where we take the call, else ``previous``, else
     ``func``, the host's own function. With ``runs_first`` every call goes to ``previous`` first, and ours gets those
     that it passes on.
@@ -62,12 +61,7 @@ def in_containers(override: Callable[..., Any], *args: Any, **kwargs: Any) -> An
 
 
 def _answer(
-    engine: Engine,
-    scope: Scope,
-    func: Callable[..., Any],
-    previous: Callable[..., Any] | None,
-    args: tuple,
-    kwargs: dict[str, Any],
+    engine: Engine, scope: Scope, func: Attention, previous: Attention | None, args: tuple, kwargs: dict[str, Any]
 ) -> Any:
     """Our answer to a call of ``func``, or that of those before us. What either calls is part of this call."""
     is_compiling = torch.compiler.is_compiling()
@@ -87,9 +81,7 @@ def _answer(
         local.inside = before
 
 
-def in_host_layout(
-    engine: Engine, place: Place, function: Callable[..., Any], args: tuple, kwargs: dict[str, Any]
-) -> Any:
+def in_host_layout(engine: Engine, place: Place, function: Attention, args: tuple, kwargs: dict[str, Any]) -> Any:
     """A call of the host's attention function, its result in the host's layout; None where it is left to others.
 
     function: what the host would call; a few rows of the first call of each kind are compared with its answer.

@@ -11,18 +11,19 @@ from typing import Any
 from torch import Tensor, nn
 
 from ...pascal_attn_core.call import Options
+from ...pascal_attn_core.checks import gap
 from ...pascal_attn_core.patching.function_copy import Instead, copy_over, names_in
 from ..comfy.layout import four_dimensions
 from ..comfy.objects import Make, Replacements, replaced_by_others
 from ..comfy.sites import ARGUMENT, HOST_FUNCTIONS, calls_directly, calls_unannounced, helpers, modules_with_attention
-from ..engine.compare import Difference, difference, whole
+from ..engine.compare import Difference, whole
 from ..engine.engine import Engine
 from ..engine.runs import Place
 from ..reporting import gain
-from .override import OVERRIDE, in_host_layout
+from .override import OVERRIDE, Attention, in_host_layout
 from .scope import Scope
 
-Attention = Callable[..., Any]
+Find = Callable[[str, nn.Module, "Replacement"], Iterable[tuple[str, Make]]]
 
 
 @contextmanager
@@ -72,12 +73,7 @@ class Sites:
         direct: modules that call attention where only a mode around the model sees it.
     """
 
-    def __init__(
-        self,
-        engine: Engine,
-        model: nn.Module,
-        find: Callable[[str, nn.Module, Replacement], Iterable[tuple[str, Make]]],
-    ):
+    def __init__(self, engine: Engine, model: nn.Module, find: Find):
         self.engine, self.model, self.scope = engine, model, Scope()
         self.replacements: Replacements = {}
         for name, module in model.named_modules():
@@ -154,11 +150,7 @@ class Replacement:
         if isinstance(module, nn.Module) and is_plain and method == getattr(type(module), method.__name__, None):
             previous = MethodType(self._copy(method), module)
 
-        @functools.wraps(previous)
-        def method_with_pascal_attn(*args: Any, **kwargs: Any) -> Any:
-            return previous(*args, **kwargs)
-
-        return method_with_pascal_attn
+        return functools.update_wrapper(functools.partial(previous), previous)
 
     def softcapped(self, previous: Any) -> Attention:
         """For a ``forward`` that computes attention with a softcap by hand: with ours in its middle. Other arguments
@@ -182,7 +174,8 @@ class Replacement:
             def compare(out: Tensor) -> Difference | None:
                 if hidden_states.shape[1] > 512:
                     return None
-                return difference("ComfyUI's own", returned(out), host()[0].float(), hidden_states.dtype)
+                found = gap(returned(out), host()[0].float())
+                return Difference("ComfyUI's own", found, hidden_states.dtype)
 
             def rotate(query: Tensor, key: Tensor) -> Any:
                 return previous.__func__.__globals__["apply_rope"](query, key, freqs_cis)

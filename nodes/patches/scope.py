@@ -33,7 +33,6 @@ class Scope:
 
     @contextmanager
     def _with(self, **values: Any) -> Iterator[None]:
-        """The state changed in the block."""
         local = self.local
         before = {name: getattr(local, name) for name in values}
         vars(local).update(values)
@@ -64,7 +63,6 @@ class Scope:
             yield
 
     def next_name(self) -> str:
-        """The name of the next attention call, by its number."""
         local = self.local
         local.ordinal += 1
         return f"{local.word} {local.ordinal}"
@@ -82,7 +80,8 @@ def make_wrapper(engine: Engine, scope: Scope, word: str, *, catches: bool) -> C
 
 def _attend(engine: Engine, scope: Scope, args: tuple, kwargs: dict[str, Any]) -> Any:
     """One call of ``scaled_dot_product_attention`` that has bypassed the override."""
-    if scope.is_inside or any(_has_own_behaviour(value) for value in (*args, *kwargs.values())):
+    tensors = (value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor))
+    if scope.is_inside or any(type(tensor) not in (*PLAIN, Banded) for tensor in tensors):
         return TORCH_SDPA(*args, **kwargs)
     place, call = Place(scope.next_name(), "SDPA"), bind_sdpa(args, kwargs)
     why = call if isinstance(call, str) else "it has dropout" if call.dropout_p else ""
@@ -94,7 +93,3 @@ def _attend(engine: Engine, scope: Scope, args: tuple, kwargs: dict[str, Any]) -
         options = Options(0.0, bool(call.is_causal), call.scale, bool(call.enable_gqa))
         out = engine.attend(*call[:4], options, place, compare=functools.partial(with_torch, call))
     return TORCH_SDPA(*args, **kwargs) if out is None else out
-
-
-def _has_own_behaviour(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and type(value) not in PLAIN and type(value) is not Banded

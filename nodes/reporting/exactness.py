@@ -54,30 +54,24 @@ class Exactness:
 
     @property
     def verdict(self) -> str:
-        """The result in some words."""
         if not self.is_exact:
             return "NOT EXACT"
         return "exact within rounding" if self.is_known else "exactness could not be checked"
 
     @property
     def tone(self) -> str:
-        """The tone of the picture's row, see ``picture.TONES``."""
         return "good" if self.is_exact and self.is_known else "bad" if self.is_known else "caution"
 
     def text(self) -> str:
-        """One line for the report."""
         if not self.is_known:
             found = f"{self.verdict}: query, key or value held NaN or infinity before attention"
             return f"{found} ({self.kind.block or 'unnamed'}){self._host_text()}"
-        verdict = self.verdict
-        if not self.ours.error <= self.limit:
-            verdict += f" (rounding explains at most {self.limit:.2g})"
+        rounding = "" if self.ours.error <= self.limit else f" (rounding explains at most {self.limit:.2g})"
         plain = f"plain {self.kind.dtype} attention: {self.plain.error:.2g}"
         where = f"{self.kind.block or 'unnamed'}, route {self.kind.route}, {shape_text(self.kind)}"
         error = f"largest error {self.ours.error:.2g} ({plain}; values up to {self.plain.largest:.2g})"
-        return (
-            f"{verdict}, {error}, against float64 in {self.rows} rows of the largest call: {where}{self._host_text()}"
-        )
+        rows = f"against float64 in {self.rows} rows of the largest call"
+        return f"{self.verdict}{rounding}, {error}, {rows}: {where}{self._host_text()}"
 
     def _host_text(self) -> str:
         if not self.host:
@@ -102,9 +96,8 @@ def exactness_of(sample: Sample) -> Exactness:
     """The errors of a sample, over the rows whose right answer is finite."""
     right, plain = _plain(sample, torch.float64), _plain(sample, sample.query.dtype)
     known = torch.isfinite(right).all(dim=-1)
-    return Exactness(
-        sample.kind, int(known.sum()), gap(sample.out[known], right[known]), gap(plain[known], right[known])
-    )
+    ours, others = (gap(rows[known], right[known]) for rows in (sample.out, plain))
+    return Exactness(sample.kind, int(known.sum()), ours, others)
 
 
 def _plain(sample: Sample, dtype: torch.dtype) -> Tensor:

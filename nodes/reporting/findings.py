@@ -44,14 +44,13 @@ def merged(shown: list[Shown]) -> list[Shown]:
         run = entry.run
         key = (run.unique_id or id(run), run.subject, run.part, run.settings, run.device, entry.remark)
         groups.setdefault(key, []).append(entry)
-    return [group[0] if len(group) == 1 else _one_of(group) for group in groups.values()]
-
-
-def _one_of(group: list[Shown]) -> Shown:
-    whole = together([entry.run for entry in group])
-    checks = [entry.run.exactness for entry in group if entry.run.exactness is not None]
-    whole.exactness = max(checks, key=lambda check: (not check.is_exact, check.kind.math_bytes), default=None)
-    return Shown(whole, group[0].remark, len(group))
+    found = []
+    for group in groups.values():
+        whole = group[0].run if len(group) == 1 else together([entry.run for entry in group])
+        checks = [entry.run.exactness for entry in group if entry.run.exactness is not None]
+        whole.exactness = max(checks, key=lambda check: (not check.is_exact, check.kind.math_bytes), default=None)
+        found.append(Shown(whole, group[0].remark, len(group)))
+    return found
 
 
 @dataclass(eq=False)
@@ -106,7 +105,13 @@ def choose_runs(
             why = _why_absent(prompt, node, report_id, last)
         remarks.append(f"{title} (node {node}) {why}")
     if not patches and not shown:
-        remarks.append(_nothing(known))
+        text = (
+            "There is no Pascal node that patches anything in this prompt (bypassed and muted nodes count as absent)."
+        )
+        if known:
+            when = f"{title_of(known[-1])} at {clock_text(known[-1].started)}"
+            text += f" The most recent earlier run, {when}: {known[-1].line()}."
+        remarks.append(text)
     if report_id is not None and report_id in prompt and "value" not in links(prompt, report_id):
         remarks.append(
             "Nothing is connected to this report: ComfyUI decided when it ran, possibly before the sampler. Connect "
@@ -121,14 +126,6 @@ _UNFINISHED = "not finished: the figures cover the run so far"
 def clock_text(seconds: float) -> str:
     """``"20:41:03"``, local time."""
     return time.strftime("%H:%M:%S", time.localtime(seconds))
-
-
-def _nothing(known: list[Run]) -> str:
-    text = "There is no Pascal node that patches anything in this prompt (bypassed and muted nodes count as absent)."
-    if known:
-        last = known[-1]
-        text += f" The most recent earlier run, {title_of(last)} at {clock_text(last.started)}: {last.line()}."
-    return text
 
 
 def _without_effect(prompt: Prompt, node: str, report_id: str | None) -> str:

@@ -21,15 +21,12 @@ _LEAST_BYTES, _LEAST_SECONDS = 8 * MIB, 0.1  # less is not worth telling
 def say(run: Run) -> None:
     """Log a run that is over, and write it on its node: for a node with several parts, what they have gained, and
     the newest run of each."""
-    ours = {other.part: other for other in remembered() if _is_of(other, run)}
+    here = run.unique_id, run.prompt_id
+    finished = (other for other in remembered() if other.finished and (other.unique_id, other.prompt_id) == here)
+    ours = {other.part: other for other in finished}
     lines = "; ".join(other.line() for other in ours.values())
     status = f"{gain_line(list(ours.values()), host.attention_name())} {lines}" if len(ours) > 1 else ""
     host.say(run.line(), run.unique_id, status)
-
-
-def _is_of(other: Run, run: Run) -> bool:
-    """Whether ``other`` is a finished run of the same node in the same prompt."""
-    return other.finished and (other.unique_id, other.prompt_id) == (run.unique_id, run.prompt_id)
 
 
 def gain_line(runs: Sequence[Run], attention: str) -> str:
@@ -39,7 +36,6 @@ def gain_line(runs: Sequence[Run], attention: str) -> str:
 
 
 def is_gain(runs: Sequence[Run], attention: str) -> bool:
-    """Whether ``gain_line`` has a gain to tell."""
     return bool(_gained(runs, attention))
 
 
@@ -82,7 +78,10 @@ def nothing_because(runs: Sequence[Run], attention: str) -> str:
         return f"Nothing gained: {why or 'no attention call reached a patch'}"
     taken = _taken(calling)
     if not taken:
-        return f"Nothing to gain: {_why_none_taken(calling)}"
+        counts = sum((Counter(run.counted(lambda kind: kind.why)) for run in calling), Counter[str]())
+        ((why, count),), total = counts.most_common(1), counts.total()
+        most = f"{'all' if count == total else f'{count:,} of'} {plural(total, 'call')} passed to ComfyUI"
+        return f"Nothing to gain: {most}: {why}"
     share = _share_text(calling)
     if attention == SDPA and all(kind.torch_stores is False for kind, _ in taken):
         return f"Nothing to gain: PyTorch's own kernel takes every call here, with or without this node{share}"
@@ -98,9 +97,3 @@ def _share_text(runs: Sequence[Run]) -> str:
     sampling = [run for run in runs if run.part == "diffusion model" and run.share is not None]
     spent, whole = sum(run.elapsed_ms / 1e3 for run in sampling), sum(run.elapsed_s for run in sampling)
     return f"; attention is {share_text(min(1.0, spent / whole))} of sampling" if spent and whole else ""
-
-
-def _why_none_taken(runs: Sequence[Run]) -> str:
-    counts = sum((Counter(run.counted(lambda kind: kind.why)) for run in runs), Counter[str]())
-    ((why, count),), total = counts.most_common(1), counts.total()
-    return f"{'all' if count == total else f'{count:,} of'} {plural(total, 'call')} passed to ComfyUI: {why}"

@@ -34,16 +34,17 @@ def report_text(findings: Findings) -> str:
     for shown in findings.shown:
         for section in _sections_of(shown, findings):
             lines += ["", f"=== {section.title} ===", *_printed(section)]
-        lines += ["", *_kind_lines(shown.run)] if shown.run.tallies else []
+        kinds = kinds_of(shown.run)
+        lines += ["", *(_kind_text(kind, tally) for kind, tally in kinds[:_MOST_KINDS])] if kinds else []
+        lines += [f"... and {len(kinds) - _MOST_KINDS} more kinds of calls"] if len(kinds) > _MOST_KINDS else []
     return "\n".join([*lines, "--- to here ---"])
 
 
 def draw_report(findings: Findings) -> Image.Image:
-    """The report as a picture: the sections of the text."""
     heads = [("WARNING", findings.alarms, "bad"), ("Note", findings.remarks, "caution")]
     head = [Section(title, [Row("", text) for text in texts], tone) for title, texts, tone in heads if texts]
     runs = [shown.run for shown in findings.shown]
-    tone = "good" if is_gain(runs, _attention(findings)) and all(run.is_exact for run in runs) else ""
+    tone = "good" if is_gain(runs, findings.host.get("attention", "")) and all(run.is_exact for run in runs) else ""
     sections = [section for shown in findings.shown for section in _sections_of(shown, findings, _MOST_NOTES)]
     return draw(gained(findings), _facts(findings), [*head, *sections], tone=tone)
 
@@ -57,13 +58,9 @@ def _facts(findings: Findings) -> str:
     return ", ".join([*facts, f"torch {machine.build.version}", *(" ".join(item) for item in findings.host.items())])
 
 
-def _attention(findings: Findings) -> str:
-    return findings.host.get("attention", "")
-
-
 def gained(findings: Findings) -> str:
     """One sentence: the user's gain, or the reason why there was nothing to gain."""
-    return gain_line([shown.run for shown in findings.shown], _attention(findings))
+    return gain_line([shown.run for shown in findings.shown], findings.host.get("attention", ""))
 
 
 def summary(findings: Findings) -> list[str]:
@@ -87,13 +84,10 @@ def _warnings(findings: Findings) -> list[str]:
 
 def _summary_of(shown: Shown) -> str:
     run = shown.run
-    parts = [run.line()]
-    if run.elapsed_ms:
-        parts.append(time_text(run))
+    parts = [run.line(), *([time_text(run)] if run.elapsed_ms else [])]
     if run.extra_bytes is not None:
         parts.append(f"largest extra memory {size_text(run.extra_bytes)}, math {size_text(run.math_bytes)}")
-    if shown.run.exactness is not None:
-        parts.append(shown.run.exactness.verdict)
+    parts += [] if run.exactness is None else [run.exactness.verdict]
     return "; ".join(parts) + (f" ({shown.remark})" if shown.remark else "")
 
 
@@ -121,11 +115,10 @@ def _section(shown: Shown, memory: dict[str, int], most_notes: int | None) -> Se
     if run.tallies or run.gains:
         rows += _memory_rows(run, memory)
     rows += _trouble_rows(run)
-    if shown.run.exactness is not None:
-        rows.append(Row("exactness", shown.run.exactness.text(), tone=shown.run.exactness.tone))
-    rows += [Row("WARNING", text, tone="bad") for text in run.warnings] + [
-        Row("note", text) for text in run.notes[:most_notes]
-    ]
+    if run.exactness is not None:
+        rows.append(Row("exactness", run.exactness.text(), tone=run.exactness.tone))
+    rows += [Row("WARNING", text, tone="bad") for text in run.warnings]
+    rows += [Row("note", text) for text in run.notes[:most_notes]]
     node = "" if run.unique_id is None else f", node {run.unique_id}"
     return Section(f"{shown.title}{node}, {clock_text(run.started)}", [row for row in rows if row.text])
 
@@ -199,24 +192,15 @@ def _printed(section: Section) -> Iterator[str]:
         yield from textwrap.wrap(row.text, _WIDTH, initial_indent=f"{label:{indent}s}", subsequent_indent=" " * indent)
 
 
-def _kind_lines(run: Run) -> list[str]:
-    kinds = kinds_of(run)
-    lines = [_kind_text(kind, tally) for kind, tally in kinds[:_MOST_KINDS]]
-    if len(kinds) > _MOST_KINDS:
-        lines.append(f"... and {len(kinds) - _MOST_KINDS} more kinds of calls")
-    return lines
-
-
 def _kind_text(kind: CallKind, tally: CallTally) -> str:
-    facts = [f"{tally.count:6d} x {kind.route or 'passed to ComfyUI'}", shape_text(kind), f"by {kind.via}"]
-    if tally.elapsed_ms:
-        facts.append(f"{duration_text(tally.elapsed_ms / 1e3)}")
-    if tally.extra_bytes is not None:
-        facts.append(f"+{size_text(tally.extra_bytes)}")
-    if tally.blocks:
-        facts.append(f"{tally.bounded_blocks / tally.blocks:.0%} bounded")
-    if tally.budget_halvings:
-        facts.append(f"budget halved {tally.budget_halvings}x")
-    if tally.repaired:
-        facts.append(f"{tally.repaired} repaired")
-    return ", ".join(fact for fact in facts if fact) + f": {kind.why}"
+    facts = [
+        f"{tally.count:6d} x {kind.route or 'passed to ComfyUI'}",
+        shape_text(kind),
+        f"by {kind.via}",
+        duration_text(tally.elapsed_ms / 1e3) if tally.elapsed_ms else "",
+        "" if tally.extra_bytes is None else f"+{size_text(tally.extra_bytes)}",
+        f"{tally.bounded_blocks / tally.blocks:.0%} bounded" if tally.blocks else "",
+        f"budget halved {tally.budget_halvings}x" if tally.budget_halvings else "",
+        f"{tally.repaired} repaired" if tally.repaired else "",
+    ]
+    return f"{', '.join(filter(None, facts))}: {kind.why}"

@@ -57,13 +57,11 @@ class Shape(NamedTuple):
 
     @property
     def config(self) -> AttentionConfig:
-        """The tiled route under this budget."""
         return AttentionConfig(route="tiled", budget_mib=self.budget_mib or None)
 
     def text(self) -> str:
         """``"4096 tokens, 24 heads of 64 in float16"``."""
-        heads = f"{self.heads} head{'' if self.heads == 1 else 's'}"
-        return f"{self.tokens} tokens, {heads} of {self.head_dim} in {self.dtype}"
+        return f"{self.tokens} tokens, {self.heads} head{'s' * (self.heads != 1)} of {self.head_dim} in {self.dtype}"
 
 
 @dataclass(frozen=True)
@@ -97,15 +95,10 @@ def plan_for(card: Card, shape: Shape) -> TilePlan:
 def sentence(card: Card, shape: Shape, plan: TilePlan, measured: str = "") -> str:
     """The choice in plain words, with its numbers; ``measured``: what a measurement says instead of the plan."""
     constant = recommended_tile_size_for(card.info.l2_bytes if card.info.is_gpu else 0)
-    heads = f"{plan.units} head{'' if plan.units == 1 else 's'}"
-    chosen = measured or (
-        f"the tiled route takes {plan.kv_block} keys per tile ({heads} x {plan.q_block} queries x {plan.kv_block} keys "
-        f"at a time, {plan.extra_bytes / MIB:.1f} MiB)"
-    )
-    return (
-        f"{card.text()}: for {shape.text()} {chosen}; the square tile that its L2 cache alone would allow is "
-        f"{constant} x {constant}."
-    )
+    tile = f"{plan.units} head{'s' * (plan.units != 1)} x {plan.q_block} queries x {plan.kv_block} keys at a time"
+    planned = f"the tiled route takes {plan.kv_block} keys per tile ({tile}, {plan.extra_bytes / MIB:.1f} MiB)"
+    square = f"the square tile that its L2 cache alone would allow is {constant} x {constant}"
+    return f"{card.text()}: for {shape.text()} {measured or planned}; {square}."
 
 
 # ---- the measurement ----

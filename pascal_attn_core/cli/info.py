@@ -122,21 +122,13 @@ def describe(info: Info) -> str:
     lines = head_lines(info.machine)
     for number, device in enumerate(info.machine.devices):
         lines += ["", *device_lines(info.machine, number), *_tile_lines(device, info.config)]
-    lines += _together_lines(info)
-    lines += _route_lines(info)
+    lines += [*_together_lines(info), *_route_lines(info)]
     if info.int8 is not None:
         way, why = info.int8
         lines.append(line("int8", f"linear layers, if asked for: by {COMPUTED_BY[way]}" + (f"; {why}" if why else "")))
-        kernel = (
-            "by the operators that define it, for checks" if info.machine.devices[0].kind == "cpu" else "by the kernel"
-        )
-        lines.append(
-            line(
-                "",
-                f"attention, if asked for: {'no: ' * bool(info.int8_attention)}"
-                f"{'; '.join(info.int8_attention) or kernel}",
-            )
-        )
+        on_cpu, reasons = info.machine.devices[0].kind == "cpu", "; ".join(info.int8_attention)
+        kernel = "by the operators that define it, for checks" if on_cpu else "by the kernel"
+        lines.append(line("", f"attention, if asked for: {f'no: {reasons}' if reasons else kernel}"))
     return "\n".join(lines)
 
 
@@ -153,9 +145,8 @@ def _together_lines(info: Info) -> list[str]:
 
 
 def _tile_lines(info: DeviceInfo, config: AttentionConfig) -> list[str]:
-    lines = [
-        line("tile size", f"{recommended_tile_size_for(info.l2_bytes)} (square, for code that asks for one number)")
-    ]
+    square = recommended_tile_size_for(info.l2_bytes)
+    lines = [line("tile size", f"{square} (square, for code that asks for one number)")]
     lines.append(line("tiles", f"for a budget of {_budget_mib(info, config):g} MiB:"))
     for name, plan in _tile_plans(info, config):
         batch, heads, kv_heads, rows, _, head_dim = TYPICAL[name]
@@ -200,20 +191,18 @@ def _route_text(route: str, kinds: list[str], refused: dict[str, list[str]]) -> 
     none = [kind for group in refused.values() for kind in group]
     if not none:
         return [f"{route:6s} takes all of them"]
-    if len(none) == len(kinds) and len(refused) == 1:
-        return [f"{route:6s} takes none of them: {next(iter(refused))}"]
     taken = [kind for kind in kinds if kind not in none]
+    if not taken and len(refused) == 1:
+        return [f"{route:6s} takes none of them: {next(iter(refused))}"]
     lines = [f"{route:6s} takes {', '.join(taken) or 'none of them'}"]
     return lines + [f"       not {', '.join(group)}: {reason}" for reason, group in refused.items()]
 
 
 def ask_routes(device: str, config: AttentionConfig) -> dict[str, dict[str, list[str]]]:
     """Per kind of call and per route: why it cannot take it on this device."""
-    kinds = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
     found = {}
-    for name, dtype in kinds.items():
-        query = torch.empty(_CALL, dtype=dtype, device=device)
-        key = torch.empty(_GQA_KEY, dtype=dtype, device=device)
+    for name in ("float32", "float16", "bfloat16"):
+        query, key = (torch.empty(size, dtype=getattr(torch, name), device=device) for size in (_CALL, _GQA_KEY))
         found[name] = _ask(query, query, config, enable_gqa=False)
         found[f"{name} GQA"] = _ask(query, key, config, enable_gqa=True)
     return found

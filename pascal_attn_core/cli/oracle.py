@@ -79,6 +79,4 @@ def _rule(mask: Tensor | None, rows: Tensor, seq_len_kv: int, *, is_causal: bool
     if not is_causal:
         return mask
     allowed = torch.arange(seq_len_kv, device=rows.device) <= rows[:, None]
-    if mask is None:
-        return allowed
-    return mask & allowed if mask.dtype == torch.bool else mask.masked_fill(~allowed, -math.inf)
+    return allowed if mask is None else mask.masked_fill(~allowed, False if mask.dtype == torch.bool else -math.inf)

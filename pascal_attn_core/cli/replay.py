@@ -41,8 +41,7 @@ def _calls(options: argparse.Namespace, device: torch.device) -> Contest:
     for path in options.files:
         for call in load_calls(path):
             seen = f", seen {call.count} times" if call.count > 1 else ""
-            where = f", captured on {call.device}" if call.device else ""
-            calls[Named(call.name, f"{path}{seen}{where}", describe(call))] = call
+            calls[Named(call.name, f"{path}{seen}, captured on {call.device}", describe(call))] = call
 
     def race_call(work: Named, *how: Any) -> list[Result]:
         # With dropout results cannot be compared: each route draws its own numbers.

@@ -34,26 +34,11 @@ from torch import nn
 from ..config import AttentionConfig
 from ..patching.interception import TORCH_SDPA
 from ..patching.patch import OFF, ON, REFUSED, NothingToPatch, Patch, PatchGroup, PatchReport, State, replaced
-from . import arrivals
+from . import arrivals, processors, sites
 from .modules import lasting_redirect, redirect_module, release_module, set_lasting_redirect
-from .processors import (
-    RedirectedProcessor,
-    can_be_derived,
-    is_redirected_class,
-    redirect_processor,
-    takes_its_own_backend,
-)
+from .processors import RedirectedProcessor, redirect_processor
 from .redirect import SdpaRedirect, redirects_of
-from .sites import (
-    computes_attention,
-    counted,
-    default_processor_class,
-    left_alone,
-    models_of,
-    processor_of,
-    sites_of,
-    upgrade_of,
-)
+from .sites import computes_attention, counted, left_alone, models_of, processor_of, sites_of
 
 __all__ = ["PascalAttnProcessor", "PipelinePatch", "install", "patch_attention", "patch_pipeline", "uninstall"]
 
@@ -77,12 +62,10 @@ class PascalAttnProcessor(RedirectedProcessor):
     projections, masks and norms are still handled by that processor, and the module's processor is then an instance of
     that processor's class as well as of this one. Linear attention is left alone.
 
-    It stays until it is taken off. Any processor that is set while it is on, whether by you, by a pipeline or by
-    ``load_ip_adapter``, ``fuse_qkv_projections``, ``enable_attention_slicing`` and their opposites, is wrapped: its own
-    code runs, with our attention inside. Processors that a pipeline assigns to ``module.processor`` (perturbed
-    attention guidance) and attention modules that it rebuilds (``enable_free_noise``) are redirected too. Three things
-    take it off: setting ``None``, which restores the processor that it runs; setting that same object, saved from
-    ``model.attn_processors`` earlier; and :func:`uninstall`.
+    It stays until it is taken off. Any processor that is set while it is on, by you, by a pipeline or by
+    ``load_ip_adapter`` and the like, is wrapped: its own code runs, with our attention inside. Attention modules that a
+    pipeline rebuilds are redirected too. Three things take it off: setting ``None``, which restores the processor that
+    it runs; setting that same object, saved from ``model.attn_processors`` earlier; and :func:`uninstall`.
 
     Args:
         config: how to compute; None = the default.
@@ -156,8 +139,8 @@ def patch_attention(pipe_or_model: Any, config: AttentionConfig | None = None) -
     models = models_of(pipe_or_model)
     redirect = SdpaRedirect(config)
     with PatchGroup(f"attention of {type(pipe_or_model).__name__}") as group:
-        sites = _required_sites(pipe_or_model, models)
-        for module in sites.values():
+        places = _required_sites(pipe_or_model, models)
+        for module in places.values():
             redirect_module(module, redirect)
             group.add(functools.partial(release_module, module, redirect))
 
@@ -167,7 +150,7 @@ def patch_attention(pipe_or_model: Any, config: AttentionConfig | None = None) -
             sentences += release_module(module, redirect)  # modules that were added since
         return sentences
 
-    return PipelinePatch(group.name, undo, list(sites), left_alone(models))
+    return PipelinePatch(group.name, undo, list(places), left_alone(models))
 
 
 def patch_pipeline(pipe_or_model: Any, config: AttentionConfig | None = None, *, eight_bit: bool = False) -> WholePatch:
@@ -275,9 +258,9 @@ def _set_attn_processor(self: Any, processor: Any) -> None:
     """Set the attention processor of all attention of a pipeline or model (added by pascal_attn_core.diffusers).
 
     Args:
-        processor: a PascalAttnProcessor for all attention of all models, the VAE's included. None takes it off
-            everywhere. Any other is set on the models that are not autoencoders; where a PascalAttnProcessor is set, it
-            stays and runs that one. For a single model also a dict with the keys of its ``attn_processors``.
+        processor: a PascalAttnProcessor for all attention of all models, the VAE's included; None takes it off. Any
+            other is set on the models that are not autoencoders, within a PascalAttnProcessor that is on. For a single
+            model also a dict with the keys of its ``attn_processors``.
     Raises:
         TypeError: a dict for a pipeline; its keys belong to one model, so set it there. Or no processor: a name, say.
         ValueError: there is no attention that can be redirected, or a dict has other keys than ``attn_processors``.
@@ -292,10 +275,10 @@ def _set_attn_processor(self: Any, processor: Any) -> None:
     models = models_of(self)
     if isinstance(processor, PascalAttnProcessor):
         _warn_if_sdpa_is_replaced()
-        sites = _required_sites(self, models)
-        for module in sites.values():
+        places = _required_sites(self, models)
+        for module in places.values():
             _assign(module, processor)
-        log.info("PascalAttnProcessor: set at %d places of %s", len(sites), type(self).__name__)
+        log.info("PascalAttnProcessor: set at %d places of %s", len(places), type(self).__name__)
         return
     model: Any
     for model in models.values():
@@ -306,17 +289,17 @@ def _set_attn_processor(self: Any, processor: Any) -> None:
             _set_other(model, processor)
 
 
-def _set_dict(model: nn.Module, processors: dict[str, Any]) -> None:
+def _set_dict(model: nn.Module, given: dict[str, Any]) -> None:
     modules = {f"{name}.processor": module for name, module in _with_processors(model)}
-    if len(processors) != len(modules):
+    if len(given) != len(modules):
         raise ValueError(
             f"a dict must have one processor for each attention module of {type(model).__name__}: its number of "
-            f"processors must be {len(modules)}, got {len(processors)}"
+            f"processors must be {len(modules)}, got {len(given)}"
         )
-    unknown = sorted(set(processors) - set(modules))
+    unknown = sorted(set(given) - set(modules))
     if unknown:
         raise ValueError(f"the keys must be those of attn_processors, got {', '.join(unknown)}")
-    for name, processor in processors.items():
+    for name, processor in given.items():
         module = modules[name]
         module.set_processor(processor) if hasattr(module, "set_processor") else _assign(module, processor)
 
@@ -361,7 +344,7 @@ def _bound(processor: PascalAttnProcessor, attn: nn.Module) -> Any:
         return processor
     current = processor_of(attn)
     if current is None:
-        default = default_processor_class(attn)
+        default = sites.default_processor_class(attn)
         if default is None:
             raise ValueError(f"{type(attn).__name__} has no processor yet that PascalAttnProcessor could run")
         current = default()
@@ -372,7 +355,7 @@ def _bound(processor: PascalAttnProcessor, attn: nn.Module) -> Any:
 
 def _around(original: Any, redirect: SdpaRedirect) -> Any:
     cls: Any = type(original)
-    return redirect_processor(original, redirect, base=PascalAttnProcessor, runs_as=upgrade_of(cls))
+    return redirect_processor(original, redirect, base=PascalAttnProcessor, runs_as=sites.upgrade_of(cls))
 
 
 def _restored(original: Any, redirect: SdpaRedirect) -> Any:
@@ -387,10 +370,10 @@ def _effective(module: nn.Module, processor: Any) -> tuple[Any, SdpaRedirect | N
     if processor is None or (is_ours and processor is current._original):
         return current._original if is_ours else current, None
     if not isinstance(processor, PascalAttnProcessor):
-        if redirect is not None and computes_attention(processor) and can_be_derived(processor):
+        if redirect is not None and computes_attention(processor) and processors.can_be_derived(processor):
             return _around(processor, redirect), redirect
         return processor, redirect  # where there is a redirect, the module's serves it
-    if redirect is not None and processor._original is None and is_redirected_class(type(processor)):
+    if redirect is not None and processor._original is None and processors.is_redirected_class(type(processor)):
         return current, redirect  # made by diffusers of the class that it found: load_ip_adapter, on self-attention
     _warn_if_sdpa_is_replaced()
     processor = _bound(processor, module)
@@ -416,16 +399,12 @@ def _warns(original: Callable) -> Callable:
         original(self, backend)
         redirected = [processor_of(module) for module in self.modules() if redirects_of(module)]
         count = sum(hasattr(processor, "_attention_backend") for processor in redirected)
-        if not count or takes_its_own_backend(backend):  # its own takes effect, and is ours too
-            return
-        log.warning(
-            "%s: Pascal Attention is set on %d attention module%s: set_attention_backend(%r) has no effect there until "
-            "it is taken off (set_attn_processor(None), or remove() of the patch)",
-            type(self).__name__,
-            count,
-            "" if count == 1 else "s",
-            backend,
-        )
+        if count and not processors.takes_its_own_backend(backend):  # which takes effect, and is ours too
+            log.warning(
+                "%s: Pascal Attention is set on %d attention module%s: set_attention_backend(%r) has no effect there "
+                "until it is taken off (set_attn_processor(None), or remove() of the patch)",
+                *(type(self).__name__, count, "s"[: count > 1], backend),
+            )
 
     set_attention_backend._pascal_original = original  # type: ignore[attr-defined]
     return set_attention_backend
@@ -437,9 +416,9 @@ def _required_sites(host: Any, models: dict[str, Any]) -> dict[str, nn.Module]:
     Raises:
         NothingToPatch: there is none.
     """
-    sites = dict(sites_of(models))
-    if sites:
-        return sites
+    found = dict(sites_of(models))
+    if found:
+        return found
     looked = ", ".join(type(model).__name__ for model in models.values()) or "no diffusers model"
     others = "; ".join(counted(left_alone(models).values()))
     raise NothingToPatch(

@@ -29,16 +29,6 @@ def reaches_sdpa(function: Callable, owner: type, depth: int = _HELPER_DEPTH) ->
     return depth > 0 and any(reaches_sdpa(helper, owner, depth - 1) for helper in _helpers(function, names, owner))
 
 
-def computes_softmax(function: Callable) -> bool:
-    """Whether ``function`` names softmax."""
-    return "softmax" in _names_of(function)
-
-
-def names_linear_attention(function: Callable) -> bool:
-    """Whether ``function`` calls something that has linear attention in its name."""
-    return any("linear_attention" in name for name in _names_of(function))
-
-
 def calls_sdpa_of_torch(function: Callable) -> bool:
     """Whether ``function`` itself calls ``torch.nn.functional.scaled_dot_product_attention``, by this whole name."""
     if not isinstance(function, FunctionType) or hasattr(function, "__wrapped__"):
@@ -80,6 +70,7 @@ def _helpers(function: FunctionType, names: set[str], owner: type) -> Iterator[F
             yield helper
 
 
-def _names_of(function: Callable) -> set[str]:
+def names_of(function: Callable) -> set[str]:
+    """All names in the code of ``function``."""
     function = inspect.unwrap(function)
     return names_in(function.__code__) if isinstance(function, FunctionType) else set()

@@ -40,7 +40,7 @@ def dispatch(function: Callable, *args: Any, **kwargs: Any) -> Tensor:
     is_flex = backend is not None and takes_its_own_backend(backend)
     if is_flex or (backend is not None and backend is native_backend()):
         registry: Any = getattr(function, "__globals__", {}).get(_REGISTRY)
-        name = _member(backend)
+        name = type(native_backend())(backend)  # as the registry names it
         copy = _with_ours(function, registry, name, getattr(registry, "_backends", {}).get(name), is_flex)
         if copy is not None:
             return copy(*args, **kwargs)
@@ -54,11 +54,6 @@ def takes_its_own_backend(backend: Any) -> bool:
     """Whether a processor bound to ``backend``, a name or a member of diffusers' enumeration, keeps it: flex attention
     has masks of its own kind (NABLA of Kandinsky 5), which no other backend takes."""
     return "flex" in str(getattr(backend, "value", backend)).lower().split("_")
-
-
-def _member(backend: Any) -> Any:
-    """A backend as the registry names it."""
-    return type(native_backend())(backend)
 
 
 @functools.lru_cache(maxsize=4)

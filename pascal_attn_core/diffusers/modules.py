@@ -129,10 +129,10 @@ def _new_stand_in(module: nn.Module, processor: Any, redirect: SdpaRedirect) -> 
     if processor is None or original is None or "processor" not in vars(module_class) or forward_reaches_sdpa(original):
         return None
     if isinstance(processor, RedirectedProcessor):
-        original_processor = processor._original
-        if not type(original_processor).__module__.startswith("diffusers."):
+        cls = type(processor._original)
+        if not cls.__module__.startswith("diffusers."):
             return processor  # None, or a third party's: it runs as it is, under a mode of its own
-        processor, cls = original_processor, type(original_processor)
+        processor = processor._original
     if not cls.__module__.startswith("diffusers."):
         return None
     return redirect_processor(processor, redirect, runs_as=upgrade_of(cls))
@@ -148,12 +148,8 @@ def _get_processor(module: Any) -> Any:
     raise AttributeError("processor")  # nn.Module.__getattr__ looks further, among the submodules
 
 
-def _set_processor(module: Any, processor: Any) -> None:
-    module.__dict__["processor"] = processor
-
-
-def _delete_processor(module: Any) -> None:
-    del module.__dict__["processor"]
-
-
-_PROCESSOR = property(_get_processor, _set_processor, _delete_processor)
+_PROCESSOR = property(
+    _get_processor,
+    lambda module, processor: module.__dict__.update(processor=processor),
+    lambda module: module.__dict__.__delitem__("processor"),
+)

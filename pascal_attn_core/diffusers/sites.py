@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from ..patching.targets import parts_of
-from .code import computes_softmax, names_linear_attention, reaches_sdpa
+from .code import names_of, reaches_sdpa
 from .processors import RedirectedProcessor
 
 
@@ -61,7 +61,7 @@ def left_alone(models: dict[str, Any]) -> dict[str, str]:
         if processor is not None and not computes_attention(processor):
             found[name] = f"{type(processor).__name__}: {_why_not_ours(type(processor))}"
         elif processor is None and _attends_by_itself(module):
-            has_softmax = computes_softmax(cls.forward)
+            has_softmax = "softmax" in names_of(cls.forward)
             found[name] = f"{cls.__name__}: {'a softmax of its own' if has_softmax else 'attention without softmax'}"
     return found
 
@@ -72,7 +72,7 @@ def counted(reasons: Iterable[str]) -> list[str]:
 
 
 def _why_not_ours(cls: Any) -> str:
-    is_linear = "Linear" in cls.__name__ or names_linear_attention(cls.__call__)
+    is_linear = "Linear" in cls.__name__ or any("linear_attention" in name for name in names_of(cls.__call__))
     return "linear attention" if is_linear else "attention without scaled_dot_product_attention"
 
 
@@ -81,7 +81,7 @@ def _attends_by_itself(module: nn.Module) -> bool:
     cls: Any = type(module)
     if not cls.__module__.startswith("diffusers.") or any(is_site(part) for part in module.modules()):
         return False
-    return cls.__name__.endswith("Attention") or ("Att" in cls.__name__ and computes_softmax(cls.forward))
+    return cls.__name__.endswith("Attention") or ("Att" in cls.__name__ and "softmax" in names_of(cls.forward))
 
 
 def processor_of(module: nn.Module) -> Any:
@@ -96,12 +96,10 @@ def computes_attention(processor: Any) -> bool:
     """Whether ``processor`` computes softmax attention that we can redirect. Linear attention and processors bound to
     a backend of their own (flex attention) are not ours."""
     cls: Any = type(processor)
-    if isinstance(processor, RedirectedProcessor):
-        return True
-    if _call_reaches_sdpa(cls) or upgrade_of(cls) is not None:
-        return True
     # a third party's processor may call attention where we do not look; a redirect that sees no call costs little
-    return not cls.__module__.startswith("diffusers.")
+    if isinstance(processor, RedirectedProcessor) or not cls.__module__.startswith("diffusers."):
+        return True
+    return _call_reaches_sdpa(cls) or upgrade_of(cls) is not None
 
 
 def default_processor_class(attn: nn.Module) -> type | None:

@@ -91,7 +91,7 @@ def flash_attn_func(
     check_layout("[B, tokens, heads, head_dim]", 4, q=q)
     given = dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic
     options = FlashOptions.of(*given, batch=q.shape[0], heads=q.shape[2])
-    return _answer(*attend(q, k, v, options, with_lse=return_attn_probs), with_lse=return_attn_probs)
+    return _answer(*attend(q, k, v, options, with_lse=return_attn_probs))
 
 
 @options_of(flash_attn_func, 3)
@@ -151,7 +151,7 @@ def flash_attn_varlen_func(
     out, lse = varlen_attend(
         q, k, v, cu_seqlens_q, cu_seqlens_k, options, with_lse=return_attn_probs, block_table=block_table
     )
-    return _answer(out, lse, with_lse=return_attn_probs)
+    return _answer(out, lse)
 
 
 @options_of(flash_attn_varlen_func, 5)
@@ -221,9 +221,9 @@ def flash_attn_with_kvcache(
     """
     check_layout("[B, tokens, heads, head_dim]", 4, q=q)
     _refuse_gradients(q, k_cache, v_cache, k, v)
-    batch, _, heads, _ = q.shape
+    batch = q.shape[0]
     given = 0.0, softmax_scale, causal, window_size, softcap, alibi_slopes, False
-    options = FlashOptions.of(*given, batch=batch, heads=heads)
+    options = FlashOptions.of(*given, batch=batch, heads=q.shape[2])
     if k is not None and cache_seqlens is None:
         raise FlashArgumentError("cache_seqlens must be given with k and v, got None; it says where they are written")
     if rotary_cos is not None and k is None:
@@ -241,11 +241,8 @@ def flash_attn_with_kvcache(
     return out if lse is None else (out, lse)
 
 
-def _answer(out: Tensor, lse: Tensor | None, *, with_lse: bool) -> Tensor | tuple[Tensor, Tensor, None]:
-    if not with_lse:
-        return out
-    assert lse is not None
-    return out, lse, None
+def _answer(out: Tensor, lse: Tensor | None) -> Tensor | tuple[Tensor, Tensor, None]:
+    return out if lse is None else (out, lse, None)
 
 
 def _unpacked(name: str, packed: Tensor, layout: str, count: int, dims: int) -> tuple[Tensor, ...]:

@@ -107,8 +107,7 @@ _MODULES: dict[str, tuple[str, ...]] = {
     "flash_attn.utils": (),
     "flash_attn.utils.distributed": (
         ".modules.absent: all_gather all_gather_raw all_reduce all_reduce_raw allreduce_sequence_parallel_grad "
-        "reduce_scatter reduce_scatter_raw sync_shared_params",
-        ".modules.dense: get_dim_for_local_rank",
+        "get_dim_for_local_rank reduce_scatter reduce_scatter_raw sync_shared_params",
     ),
     "flash_attn.utils.generation": (
         ".modules.generation: GenerationMixin InferenceParams allocate_inference_cache decode "
@@ -136,15 +135,9 @@ def patch_flash_attn(
 ) -> Patch:
     """Make ``import flash_attn``, and what programs import from it, find our functions.
 
-    Besides attention these are ``bert_padding``, ``layers.{rotary,patch_embed}``, ``losses.cross_entropy``,
-    ``modules.{mha,mlp,block,embedding}``, ``ops.{activations,fused_dense,layer_norm,rms_norm}``,
-    ``ops.triton.{cross_entropy,layer_norm,rotary}``, ``utils.generation``, the names of flash-attn 1
-    (``flash_attn_unpadded_func`` ..., ``flash_attention``), the module ``flash_attn_interface`` of FlashAttention-3,
-    and ``flash_attn_turing`` of flash-attention-turing (unless the real one is installed). Each is loaded when it is
-    imported. Other submodules do not exist. ``flash_attn_interface`` has the functions without autograd too
-    (``_flash_attn_forward``, ``_flash_attn_backward``, their ``varlen`` and ``_wrapped_`` forms, and the operators
-    ``torch.ops.flash_attn._flash_attn_forward`` ...): ring attention by yunchang, xDiT, ring-flash-attention and
-    diffusers' backend ``flash`` runs on ours.
+    docs/programs.md says what there is besides attention: rotary embeddings, norms, losses, layers, the functions
+    without autograd and their operators, the names of flash-attn 1, the module ``flash_attn_interface`` of
+    FlashAttention-3, and ``flash_attn_turing`` (unless the real one is installed). Each is loaded when it is imported.
 
     Code that imported the name earlier, or found it missing, keeps what it found: call this first. Package metadata
     agrees (``importlib.metadata.version("flash_attn")`` is ``"2.8.4+pascal..."``), since that is what Transformers

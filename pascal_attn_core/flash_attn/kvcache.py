@@ -10,7 +10,7 @@ from torch import Tensor
 
 from .modules.rotary import apply_rotary
 from .options import FlashArgumentError, FlashOptions, attend, check_layout
-from .varlen import check_block_table, gather_pages
+from .varlen import check_block_table, gather_pages, neighbours
 
 _LAYOUT = "[B, tokens, heads, head_dim]"
 
@@ -49,12 +49,8 @@ class KvCache:
 
     def groups(self) -> Iterator[tuple[int, int]]:
         """Neighbouring sequences that form one batch in the cache: (first, one past the last)."""
-        first, count = 0, len(self.lengths)
         apart = self.rows is not None or self.block_table is not None
-        for last in range(1, count + 1):
-            if apart or last == count or self._place(last) != self._place(first):
-                yield first, last
-                first = last
+        return neighbours(list(zip(self.lengths, self.starts)), one_by_one=apart)
 
     def write(self, k: Tensor, v: Tensor) -> None:
         """Append the new tokens ``[B, N, Hkv, D]`` to those that are there."""
@@ -76,9 +72,6 @@ class KvCache:
             return gather_pages(self.k, pages, end)[None, start:], gather_pages(self.v, pages, end)[None, start:]
         rows = self._rows(first, last)
         return self.k[rows, start:end], self.v[rows, start:end]
-
-    def _place(self, sequence: int) -> tuple[int, int]:
-        return self.lengths[sequence], self.starts[sequence]
 
     def _rows(self, first: int, last: int) -> slice:
         return slice(first, last) if self.rows is None else slice(self.rows[first], self.rows[first] + 1)
@@ -112,9 +105,8 @@ def cache_of(
     rows = None if cache_batch_idx is None else _whole_numbers("cache_batch_idx", cache_batch_idx, batch)
     starts = [0] * batch if cache_leftpad is None else _whole_numbers("cache_leftpad", cache_leftpad, batch)
     cache = KvCache(k_cache, v_cache, [], starts, rows, block_table)
-    cache.lengths.extend(
-        [cache.capacity] * batch if cache_seqlens is None else _whole_numbers("cache_seqlens", cache_seqlens, batch)
-    )
+    given = cache.capacity if cache_seqlens is None else cache_seqlens
+    cache.lengths.extend(_whole_numbers("cache_seqlens", given, batch))
     _check_places(cache, batch)
     return cache
 
@@ -161,21 +153,16 @@ def cached_attend(
     q: Tensor, cache: KvCache, new: int, options: FlashOptions, *, with_lse: bool
 ) -> tuple[Tensor, Tensor | None]:
     """Attention of ``q [B, L, Hq, D]`` over its cache: (out ``[B, L, Hq, Dv]``, lse ``[B, Hq, L]`` or None)."""
-    outs: list[Tensor] = []
-    all_lse: list[Tensor] = []
-    for first, last in cache.groups():
-        k, v = cache.keys(first, last, new)
-        out, lse = attend(q[first:last], k, v, options.part(first, last), with_lse=with_lse)
-        outs.append(out)
-        if lse is not None:
-            all_lse.append(lse)
-    return _together(outs, q), _together(all_lse, q) if with_lse else None
-
-
-def _together(parts: list[Tensor], q: Tensor) -> Tensor:
+    parts = [
+        attend(q[first:last], *cache.keys(first, last, new), options.part(first, last), with_lse=with_lse)
+        for first, last in cache.groups()
+    ]
     if not parts:
         raise FlashArgumentError(f"q must hold at least one sequence, got shape {tuple(q.shape)}")
-    return parts[0] if len(parts) == 1 else torch.cat(parts)
+    if len(parts) == 1:
+        return parts[0]
+    outs, all_lse = zip(*parts)
+    return torch.cat(outs), torch.cat(all_lse) if with_lse else None
 
 
 def rotated(x: Tensor, cos: Tensor, sin: Tensor | None, cache: KvCache, *, interleaved: bool, in_turn: bool) -> Tensor:
@@ -190,11 +177,6 @@ def rotated(x: Tensor, cos: Tensor, sin: Tensor | None, cache: KvCache, *, inter
     """
     check_layout("[tokens, rotary_dim / 2]", 2, rotary_cos=cos, rotary_sin=sin)
     assert sin is not None
-    if cos.shape != sin.shape or 2 * cos.shape[1] > x.shape[-1]:
-        raise FlashArgumentError(
-            f"rotary_cos and rotary_sin must be [tokens, at most {x.shape[-1] // 2}], got {list(cos.shape)} and "
-            f"{list(sin.shape)}"
-        )
     last = max(cache.lengths) + (x.shape[1] if in_turn else 1)
     if last > cos.shape[0]:
         raise FlashArgumentError(f"rotary_cos must have {last} tokens, got {cos.shape[0]}")

@@ -67,11 +67,9 @@ class FlashOptions:
         """
         if not 0.0 <= dropout_p < 1.0:
             raise FlashArgumentError(f"dropout_p must be at least 0 and below 1, got {dropout_p}")
-        cap = None
-        if softcap is not None and softcap > 0:
-            cap = float(softcap)
-            if not math.isfinite(cap):
-                raise FlashArgumentError(f"softcap must be finite (0 = off), got {softcap}")
+        if softcap == math.inf:
+            raise FlashArgumentError(f"softcap must be finite (0 = off), got {softcap}")
+        cap = float(softcap) if softcap is not None and softcap > 0 else None
         slopes = None if alibi_slopes is None else _slopes(alibi_slopes, batch, heads)
         return FlashOptions(
             float(dropout_p), softmax_scale, bool(causal), _window(window_size), cap, slopes, bool(deterministic)
@@ -106,9 +104,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, options: FlashOptions, *, with_lse: 
     """
     check_layout("[B, tokens, heads, head_dim]", 4, q=q, k=k, v=v)
     if not q.shape[0] == k.shape[0] == v.shape[0]:
-        raise FlashArgumentError(
-            f"q, k and v must have one batch size, got {q.shape[0]}, {k.shape[0]} and {v.shape[0]}"
-        )
+        raise FlashArgumentError(f"q, k and v must have one batch size, got {[t.shape[0] for t in (q, k, v)]}")
     query, key, value = (t.transpose(1, 2) for t in (q, k, v))
     attention = sdpa_with_lse if with_lse else sdpa
     given = options.given(enable_gqa=q.shape[2] != k.shape[2])._asdict()
@@ -133,12 +129,6 @@ def alibi_mask(slopes: Tensor | None, q: Tensor, k: Tensor) -> LazyMask | None:
 def _alibi(batch: Tensor, head: Tensor, query: Tensor, key: Tensor, slopes: Tensor, offset: Tensor) -> Tensor:
     """slopes ``[B, Hq]``; offset: S - L, the lower-right alignment."""
     return slopes[batch, head] * -(query + offset - key).abs()
-
-
-def on_one_device(process_group: None) -> None:
-    """Raises NotImplementedError where a model is to be split over processes."""
-    if process_group is not None:
-        raise NotImplementedError("process_group must be None: flash-attn's tensor parallelism is not provided")
 
 
 def check_layout(layout: str, dims: int, **tensors: Tensor | None) -> None:
@@ -174,7 +164,5 @@ def _slopes(slopes: Tensor, batch: int, heads: int) -> Tensor:
     if slopes.shape not in ((heads,), (batch, heads)):
         raise FlashArgumentError(f"alibi_slopes must be [{heads}] or [{batch}, {heads}], got {list(slopes.shape)}")
     if slopes.requires_grad and torch.is_grad_enabled():
-        raise FlashArgumentError(
-            "alibi_slopes must not require a gradient: none is computed; pass alibi_slopes.detach()"
-        )
+        raise FlashArgumentError("alibi_slopes must not require a gradient, none is computed: pass them detached")
     return slopes.reshape(-1, heads)

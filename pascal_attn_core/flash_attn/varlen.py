@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from einops import rearrange
@@ -56,21 +56,20 @@ def varlen_attend(
         (out ``[total_q, Hq, Dv]``, zero after the last sequence; lse ``[Hq, total_q]`` or None).
     """
     check_layout(_LAYOUT, 3, q=q)
-    if block_table is None:
-        check_layout(_LAYOUT, 3, k=k, v=v)
-    else:
-        check_layout("[pages, page_tokens, heads, head_dim]", 4, k=k, v=v)
+    layout, dims = (_LAYOUT, 3) if block_table is None else ("[pages, page_tokens, heads, head_dim]", 4)
+    check_layout(layout, dims, k=k, v=v)
     q_ends, k_ends = _read_lengths(cu_seqlens_q, cu_seqlens_k)
-    capacity = k.shape[0] if block_table is None else None
     _check_ends("cu_seqlens_q", q_ends, q.shape[0])
-    _check_ends("cu_seqlens_k", k_ends, capacity)
-    runs = list(_runs(q_ends, k_ends, one_by_one=block_table is not None))
+    _check_ends("cu_seqlens_k", k_ends, k.shape[0] if block_table is None else None)
+    lengths = [(q1 - q0, k1 - k0) for q0, q1, k0, k1 in zip(q_ends, q_ends[1:], k_ends, k_ends[1:])]
+    one_by_one = block_table is not None
+    runs = [_Run(first, last, *lengths[first]) for first, last in neighbours(lengths, one_by_one=one_by_one)]
     all_options = options(len(q_ends) - 1)
     if block_table is None and sum(run.q_len > 0 for run in runs) > 1:
         result = packed_attend(q, k, v, q_ends, k_ends, all_options, with_lse=with_lse)
         if result is not None:
             return result
-    keys = _Slices(k, v, runs) if block_table is None else _Pages(k, v, block_table, len(q_ends) - 1)
+    keys = _slices(k, v, runs) if block_table is None else _pages(k, v, block_table, len(q_ends) - 1)
     queries = _split(q, [run.size * run.q_len for run in runs])
     pieces = (
         _attend_run(run, part, keys, all_options.part(run.first, run.last), with_lse)
@@ -83,10 +82,10 @@ def varlen_attend(
 
 
 def _attend_run(
-    run: _Run, q: Tensor, keys: _Slices | _Pages, options: FlashOptions, with_lse: bool
+    run: _Run, q: Tensor, keys: _Keys, options: FlashOptions, with_lse: bool
 ) -> tuple[Tensor, Tensor | None]:
     """(out ``[tokens, Hq, Dv]``, lse ``[Hq, tokens]`` or None) of one run."""
-    k, v = keys.of(run)
+    k, v = keys(run)
     out, lse = attend(rearrange(q, "(b n) h d -> b n h d", b=run.size), k, v, options, with_lse=with_lse)
     return rearrange(out, "b n h d -> (b n) h d"), None if lse is None else rearrange(lse, "b h n -> h (b n)")
 
@@ -131,30 +130,21 @@ def _without_keys(q: Tensor, tokens: int) -> Tensor:
     return q.new_full((q.shape[1], tokens), -torch.inf, dtype=accumulate_dtype(q.dtype))
 
 
-class _Slices:
-    """Concatenated keys and values."""
-
-    def __init__(self, k: Tensor, v: Tensor, runs: list[_Run]):
-        sizes = [run.size * run.k_len for run in runs]
-        self.parts = dict(zip(runs, zip(_split(k, sizes), _split(v, sizes))))
-
-    def of(self, run: _Run) -> tuple[Tensor, Tensor]:
-        """``[size, k_len, Hkv, D]`` views."""
-        k, v = (rearrange(part, "(b n) h d -> b n h d", b=run.size) for part in self.parts[run])
-        return k, v
+# The keys and values of a run, ``[size, k_len, Hkv, D]``.
+_Keys = Callable[[_Run], Iterable[Tensor]]
 
 
-class _Pages:
-    """Paged keys and values, gathered for one sequence at a time."""
+def _slices(k: Tensor, v: Tensor, runs: list[_Run]) -> _Keys:
+    """Views of concatenated keys and values."""
+    sizes = [run.size * run.k_len for run in runs]
+    parts = dict(zip(runs, zip(_split(k, sizes), _split(v, sizes))))
+    return lambda run: (rearrange(part, "(b n) h d -> b n h d", b=run.size) for part in parts[run])
 
-    def __init__(self, k: Tensor, v: Tensor, block_table: Tensor, batch: int):
-        check_block_table(block_table, batch)
-        self.k, self.v, self.block_table = k, v, block_table
 
-    def of(self, run: _Run) -> tuple[Tensor, Tensor]:
-        """``[1, k_len, Hkv, D]`` copies."""
-        pages = self.block_table[run.first]
-        return gather_pages(self.k, pages, run.k_len)[None], gather_pages(self.v, pages, run.k_len)[None]
+def _pages(k: Tensor, v: Tensor, block_table: Tensor, batch: int) -> _Keys:
+    """Copies of paged keys and values, for one sequence at a time."""
+    check_block_table(block_table, batch)
+    return lambda run: (gather_pages(t, block_table[run.first], run.k_len)[None] for t in (k, v))
 
 
 def check_block_table(block_table: Tensor, batch: int) -> None:
@@ -189,13 +179,11 @@ def _split(tensor: Tensor, sizes: list[int]) -> tuple[Tensor, ...]:
     return tensor.split([*sizes, tensor.shape[0] - sum(sizes)])[: len(sizes)]
 
 
-def _runs(q_ends: list[int], k_ends: list[int], *, one_by_one: bool) -> Iterator[_Run]:
-    lengths = [(q1 - q0, k1 - k0) for q0, q1, k0, k1 in zip(q_ends, q_ends[1:], k_ends, k_ends[1:])]
-    first = 0
-    for last in range(1, len(lengths) + 1):
-        if one_by_one or last == len(lengths) or lengths[last] != lengths[first]:
-            yield _Run(first, last, *lengths[first])
-            first = last
+def neighbours(lengths: Sequence[Any], *, one_by_one: bool) -> Iterator[tuple[int, int]]:
+    """(first, one past the last) of neighbouring sequences of the same lengths, which are computed as one batch."""
+    for _, group in itertools.groupby(range(len(lengths)), lambda i: i if one_by_one else lengths[i]):
+        members = list(group)
+        yield members[0], members[-1] + 1
 
 
 def _read_lengths(cu_seqlens_q: Tensor, cu_seqlens_k: Tensor) -> tuple[list[int], list[int]]:

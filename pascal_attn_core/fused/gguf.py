@@ -12,7 +12,7 @@ import torch
 
 from ..machine.runtime import Runtime, runtime_of
 from .code.compilation import Compilation
-from .code.gguf_source import KERNELS, ONE_SHAPE, PRODUCT_FORMATS
+from .code.gguf_source import KERNELS, PRODUCT_FORMATS
 from .code.linear_source import LEAST_CAPABILITY
 from .code.source import digest, gguf_variants
 from .geometry.amd import has_dots
@@ -69,11 +69,12 @@ def why_no_product(device: torch.device, name: str, rows: int, shape: int) -> st
     capability = info.capability or (0, 0)
     if not (has_dots(arch) if arch else info.kind == "cuda" and capability >= LEAST_CAPABILITY):
         return f"the 8-bit kernel for GGUF weights needs a GPU with products of four bytes, got {info.name}"
-    if name not in PRODUCT_FORMATS or not (arch or variants_of(name, 8)[0].runs_on(capability)):
-        return f"the 8-bit kernel for GGUF weights does not multiply {name} on {info.name}"
-    if shape != 8 and (arch or name in ONE_SHAPE or rows <= FEW["pa_gguf_some"].rows):
-        return f"the 8-bit kernel for GGUF weights has one shape for {rows} rows and {name}"
-    return _why_not(runtime, variants_of(name, shape, arch))
+    variants = variants_of(name, shape, arch)
+    if name not in PRODUCT_FORMATS or not (arch or all(each.runs_on(capability) for each in variants)):
+        return f"the 8-bit kernel for GGUF weights does not multiply {name} by {shape} rows on {info.name}"
+    if shape != 8 and rows <= FEW["pa_gguf_some"].rows:
+        return f"the 8-bit kernel for GGUF weights has one shape for {rows} rows"
+    return _why_not(runtime, variants)
 
 
 def _arch_of(runtime: Runtime) -> str:

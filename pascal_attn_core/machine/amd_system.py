@@ -65,14 +65,13 @@ def readings(place: Place, folder: Path = _PCI, topology: Path = _NODES) -> tupl
         place = found[0].place
     domain, bus, device = place
     monitors = sorted((folder / f"{domain:04x}:{bus:02x}:{device:02x}.0" / "hwmon").glob("hwmon*"))
-    return tuple(_reading(monitors[0] / name, unit) for name, unit in _READINGS) if monitors else None
-
-
-def _reading(file: Path, unit: float) -> float | None:
-    try:
-        return int(file.read_text(encoding="utf-8")) * unit
-    except (OSError, ValueError):
+    if not monitors:
         return None
+    values: list[float | None] = [None] * len(_READINGS)
+    for index, (name, unit) in enumerate(_READINGS):
+        with contextlib.suppress(OSError, ValueError):
+            values[index] = int((monitors[0] / name).read_text(encoding="utf-8")) * unit
+    return tuple(values)
 
 
 def true_arch(place: Place, overrides: Collection[str], folder: Path = _NODES) -> str:

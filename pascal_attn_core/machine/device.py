@@ -203,22 +203,16 @@ def cpu_caches(folder: Path = _CACHES) -> list[Cache]:
     for index in range(8):
         where = folder / f"index{index}"
         try:
-            kind, level, size, sharing = ((where / name).read_text().strip() for name in _CACHE_FACTS)
+            facts = ("type", "level", "size", "shared_cpu_list")
+            kind, level, size, sharing = ((where / name).read_text().strip() for name in facts)
         except OSError:
             continue
         if kind != "Instruction" and size.rstrip("KM").isdigit():
             unit = {"K": 1 << 10, "M": 1 << 20}.get(size[-1:], 1)
-            found.append(Cache(int(level), int(size.rstrip("KM")) * unit, max(1, _count(sharing))))
+            ranges = (part.split("-") for part in sharing.split(",") if part)  # "0-3,8"
+            count = sum(int(part[-1]) - int(part[0]) + 1 for part in ranges)
+            found.append(Cache(int(level), int(size.rstrip("KM")) * unit, max(1, count)))
     return found
-
-
-_CACHE_FACTS = ("type", "level", "size", "shared_cpu_list")
-
-
-def _count(processors: str) -> int:
-    """How many a list like ``"0-3,8"`` names."""
-    ranges = (part.split("-") for part in processors.split(",") if part)
-    return sum(int(part[-1]) - int(part[0]) + 1 for part in ranges)
 
 
 def core_l2_bytes(caches: list[Cache]) -> int:

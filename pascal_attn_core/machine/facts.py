@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import platform
 import re
 import subprocess
 import threading
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import NamedTuple
 
 import torch
@@ -30,12 +30,10 @@ _LABEL = 12
 NO_WINDOW = getattr(subprocess, "CREATE_NO_WINDOW", 0)  # of a process that is started on Windows
 _PROC_DRIVER = Path("/proc/driver/nvidia/version")
 _SMI_DRIVER = ("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
-_SMI_CLOCKS = (
-    "nvidia-smi",
-    "--query-gpu=clocks.sm,clocks.mem,temperature.gpu,power.draw",
-    "--format=csv,noheader,nounits",
+_SMI_CLOCKS, _SMI_LINK = (
+    ("nvidia-smi", f"--query-gpu={query}", "--format=csv,noheader,nounits")
+    for query in ("clocks.sm,clocks.mem,temperature.gpu,power.draw", QUERY)
 )
-_SMI_LINK = ("nvidia-smi", f"--query-gpu={QUERY}", "--format=csv,noheader,nounits")
 _WATCH_SECONDS = 1.0
 # What a call gets on devices that are not NVIDIA's, and what it is spared.
 _GETS = {
@@ -127,7 +125,6 @@ def device_names() -> list[str]:
 
 
 def torch_build() -> TorchBuild:
-    """The torch of this process."""
     if torch.version.hip is not None:
         return TorchBuild(torch.__version__, "hip", torch.version.hip, tuple(torch.cuda.get_arch_list()))
     if torch.version.cuda is not None:
@@ -165,13 +162,8 @@ class Clocks(NamedTuple):
     @property
     def text(self) -> str:
         """``"1480 MHz, memory 5005 MHz, 61 C, 212 W"``."""
-        named = (
-            ("", self.sm_mhz, "MHz"),
-            ("memory ", self.memory_mhz, "MHz"),
-            ("", self.celsius, "C"),
-            ("", self.watts, "W"),
-        )
-        return ", ".join(f"{name}{value:.0f} {unit}" for name, value, unit in named if value is not None) or "unknown"
+        words = zip(("{:.0f} MHz", "memory {:.0f} MHz", "{:.0f} C", "{:.0f} W"), self)
+        return ", ".join(text.format(value) for text, value in words if value is not None) or "unknown"
 
 
 def ask_clocks(device: torch.device) -> Clocks | None:
@@ -189,13 +181,8 @@ def parse_clocks(text: str) -> Clocks | None:
     parts = text.partition("\n")[0].split(",")
     if len(parts) != len(Clocks._fields):
         return None
-    values: list[float | None] = []
-    for part in parts:
-        value = None
-        with contextlib.suppress(ValueError):  # "[N/A]" on cards that do not say
-            value = float(part)
-        values.append(value)
-    return Clocks(*values)
+    numbers = (re.fullmatch(r"\s*\d+(\.\d+)?\s*", part) for part in parts)  # "[N/A]" on cards that do not say
+    return Clocks(*(None if number is None else float(number[0]) for number in numbers))
 
 
 def ask_link(device: torch.device) -> Link | None:
@@ -219,7 +206,7 @@ class ClockWatch:
         self._thread.start()
         return self
 
-    def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         self._over.set()
         self._thread.join()
 
@@ -244,13 +231,9 @@ def _output_of(command: tuple[str, ...]) -> str:
 def parse_smi(text: str) -> tuple[SmiCard, ...]:
     """The cards in nvidia-smi's CSV; lines of another form are skipped."""
     cards = []
-    for line in text.splitlines()[1:]:
-        parts = [part.strip() for part in line.rsplit(",", 2)]
-        if len(parts) != 3:
-            continue
-        major, _, minor = parts[1].partition(".")
-        capability = (int(major), int(minor)) if major.isdigit() and minor.isdigit() else None
-        cards.append(SmiCard(parts[0], capability, parts[2]))
+    for name, *capability, memory in (line.rsplit(",", 2) for line in text.splitlines()[1:] if line.count(",") > 1):
+        found = re.fullmatch(r"(\d+)\.(\d+)", capability[0].strip())
+        cards.append(SmiCard(name.strip(), (int(found[1]), int(found[2])) if found else None, memory.strip()))
     return tuple(cards)
 
 
@@ -315,11 +298,10 @@ def _torch_lines(machine: Machine) -> list[str]:
             lines.append(line("", "this torch is built without CUDA and cannot use it. Install"))
             lines.append(line("", "  " + wheel_for(card.capability or (6, 1))))
     for arch in machine.amd:
-        lines.append(line("unused GPU", f"AMD {arch}"))
+        why = f"this torch is built without ROCm and cannot use it: {rocm_wheel_for(arch)}"
         if build.kind == "hip":
-            lines.append(line("", f"torch is built with ROCm but finds no GPU: {_MAY_OPEN}"))
-        else:
-            lines.append(line("", f"this torch is built without ROCm and cannot use it: {rocm_wheel_for(arch)}"))
+            why = f"torch is built with ROCm but finds no GPU: {_MAY_OPEN}"
+        lines += [line("unused GPU", f"AMD {arch}"), line("", why)]
     return lines
 
 
@@ -327,45 +309,42 @@ def device_lines(machine: Machine, number: int) -> list[str]:
     """One device: its name, what it has, its memory, and whether this torch has code for it."""
     info, free = machine.devices[number], machine.free[number]
     if not info.is_gpu:
-        lines = [
-            line("device", f"CPU, {info.num_sms} cores" + (f", {_size(info.l2_bytes)} cache" * bool(info.l2_bytes)))
-        ]
-    else:
-        units = {"hip": "compute units", "xpu": "Xe cores", "mps": "cores"}.get(info.kind, "SMs")
-        units = "pairs of compute units" if info.is_rdna else units
-        lines = [line("device", f"{info.name} ({_torch_name(info, number)}), {info.arch or info.kind}")]
-        facts = [f"compute capability {info.capability[0]}.{info.capability[1]}"] if info.capability else []
-        facts += [f"{info.num_sms} {units}"] if info.kind != "mps" or info.num_sms > 1 else []  # older torch
-        facts += [f"L2 {_size(info.l2_bytes) if info.l2_bytes else 'unknown'}"]
-        if info.kind == "hip" and info.wave_size:
-            facts += [f"LDS {info.shared_bytes >> 10} KiB", f"waves of {info.wave_size}"]
-        lines.append(line("", ", ".join(facts)))
-        if info.kind == "hip" and info.known_arch != info.arch:
-            what = f"it is a {info.known_arch}" if info.known_arch else "the system does not say what it is"
-            lines.append(line("", f"{OVERRIDE} makes it a {info.arch}; {what}"))
-        lines.append(line("memory", _memory(info.total_bytes, free)))
-        verdict = judge(info, machine.build)
-        lines.append(line("wheel", verdict.why))
-        if verdict.install:
-            lines.append(line("install", verdict.install))
-        if info.kind in _SPARED:
-            lines += [line("gets", _GETS[info.kind]), line("", _SPARED[info.kind])]
+        cache = f", {_size(info.l2_bytes)} cache" if info.l2_bytes else ""
+        return [line("device", f"CPU, {info.num_sms} cores{cache}")]
+    units = {"hip": "compute units", "xpu": "Xe cores", "mps": "cores"}.get(info.kind, "SMs")
+    units = "pairs of compute units" if info.is_rdna else units
+    lines = [line("device", f"{info.name} ({_torch_name(info, number)}), {info.arch or info.kind}")]
+    facts = [f"compute capability {info.capability[0]}.{info.capability[1]}"] if info.capability else []
+    facts += [f"{info.num_sms} {units}"] if info.kind != "mps" or info.num_sms > 1 else []  # older torch
+    facts += [f"L2 {_size(info.l2_bytes) if info.l2_bytes else 'unknown'}"]
+    if info.kind == "hip" and info.wave_size:
+        facts += [f"LDS {info.shared_bytes >> 10} KiB", f"waves of {info.wave_size}"]
+    lines.append(line("", ", ".join(facts)))
+    if info.kind == "hip" and info.known_arch != info.arch:
+        what = f"it is a {info.known_arch}" if info.known_arch else "the system does not say what it is"
+        lines.append(line("", f"{OVERRIDE} makes it a {info.arch}; {what}"))
+    total = _size(info.total_bytes) if info.total_bytes else "unknown"
+    lines.append(line("memory", total if free is None else f"{total}, {_size(free)} free"))
+    verdict = judge(info, machine.build)
+    lines.append(line("wheel", verdict.why))
+    if verdict.install:
+        lines.append(line("install", verdict.install))
+    if info.kind in _SPARED:
+        lines += [line("gets", _GETS[info.kind]), line("", _SPARED[info.kind])]
     return lines
 
 
 def together_lines(machine: Machine) -> list[str]:
     """The links of several cards; nothing for one card."""
-    lines: list[str] = []
+    found: list[str] = []
     for number, link in enumerate(machine.links):
         text = "PCIe link unknown" if link is None else link.text
-        lines.append(line("" if lines else "together", f"{_torch_name(machine.devices[number], number)}: {text}"))
-    count = len(machine.links)
-    for first in range(count):
-        for second in range(first + 1, count):
-            both = {(first, second), (second, first)} <= set(machine.direct)
-            how = "copies cross directly" if both else "copies cross through the computer's memory"
-            lines.append(line("", f"cuda:{first} and cuda:{second}: {how}"))
-    return lines
+        found.append(f"{_torch_name(machine.devices[number], number)}: {text}")
+    for first, second in itertools.combinations(range(len(machine.links)), 2):
+        both = {(first, second), (second, first)} <= set(machine.direct)
+        how = "copies cross directly" if both else "copies cross through the computer's memory"
+        found.append(f"cuda:{first} and cuda:{second}: {how}")
+    return [line("" if number else "together", text) for number, text in enumerate(found)]
 
 
 def _torch_name(info: DeviceInfo, number: int) -> str:
@@ -379,8 +358,3 @@ def line(label: str, text: str) -> str:
 
 def _size(num_bytes: int) -> str:
     return f"{num_bytes / MIB:.1f} MiB" if num_bytes < GIB else f"{num_bytes / GIB:.1f} GiB"
-
-
-def _memory(total: int, free: int | None) -> str:
-    text = _size(total) if total else "unknown"
-    return text if free is None else f"{text}, {_size(free)} free"

@@ -71,7 +71,6 @@ def runtime_of(device: torch.device) -> Runtime:
 
 
 def runtimes() -> list[Runtime]:
-    """All runtimes that exist."""
     with _lock:
         return list(_runtimes.values())
 

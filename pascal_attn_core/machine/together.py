@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 from typing import NamedTuple
 
 import torch
@@ -30,10 +31,8 @@ class Link(NamedTuple):
     def text(self) -> str:
         """``"PCIe 3.0 x8 of x16, about 6.0 GB/s each way"``."""
         of = f" of x{self.widest}" if self.widest != self.width else ""
-        rate = self.bytes_per_second
-        return f"PCIe {self.generation}.0 x{self.width}{of}" + (
-            f", about {rate / 1e9:.1f} GB/s each way" if rate else ""
-        )
+        rate = f", about {self.bytes_per_second / 1e9:.1f} GB/s each way" if self.bytes_per_second else ""
+        return f"PCIe {self.generation}.0 x{self.width}{of}{rate}"
 
 
 def parse_link(text: str) -> Link | None:
@@ -47,9 +46,7 @@ def parse_link(text: str) -> Link | None:
 def direct_pairs(count: int) -> tuple[tuple[int, int], ...]:
     """Pairs of CUDA devices of which the first can read the second's memory."""
     pairs = []
-    for first in range(count):
-        for second in range(count):
-            with contextlib.suppress(RuntimeError):  # a card that cannot be started
-                if first != second and torch.cuda.can_device_access_peer(first, second):
-                    pairs.append((first, second))
+    for first, second in itertools.permutations(range(count), 2):
+        with contextlib.suppress(RuntimeError):  # a card that cannot be started
+            pairs += [(first, second)] if torch.cuda.can_device_access_peer(first, second) else []
     return tuple(pairs)

@@ -71,13 +71,18 @@ class Verdict:
 
 def code_for(capability: tuple[int, int], archs: tuple[str, ...]) -> str:
     """The entry of an arch list that a CUDA card runs, ``"sm_60"`` or ``"compute_90"``, or "" if there is none."""
-    entries = [entry for entry in map(_parse, archs) if entry is not None]
-    native = [e for e in entries if e[0] == "sm" and _cubin_runs(e[1], e[2], capability)]
-    if native:
-        return _name(max(native, key=lambda entry: entry[1]))
-    # PTX with a letter is tied to its architecture ("a") or family ("f") like machine code
-    ptx = [e for e in entries if e[0] == "compute" and (e[1] <= capability if not e[2] else e[1] == capability)]
-    return _name(max(ptx, key=lambda entry: entry[1])) if ptx else ""
+    found = []
+    for arch in archs:
+        match = re.fullmatch(r"(sm|compute)_(\d+)(\d)([af]?)", arch)
+        if match is None:
+            continue
+        is_native, built_for, suffix = match[1] == "sm", (int(match[2]), int(match[3])), match[4]
+        if suffix == "a" or (suffix and not is_native):  # tied to its architecture; PTX with "f" to its family
+            runs = built_for == capability
+        else:
+            runs = built_for <= capability and (not is_native or built_for[0] == capability[0])
+        found += [(is_native, built_for, arch)] if runs else []
+    return max(found, key=lambda each: each[:2], default=(False, (0, 0), ""))[2]
 
 
 def judge(info: DeviceInfo, build: TorchBuild) -> Verdict:
@@ -104,8 +109,7 @@ def wheel_for(capability: tuple[int, int]) -> str:
             f"no wheel of torch 2.4 or newer has code for compute capability {major}.{minor}: build torch from source "
             f"with TORCH_CUDA_ARCH_LIST={major}.{minor}"
         )
-    index = LEGACY_INDEX if capability < _CUDA_13_FIRST else CURRENT_INDEX
-    return _install(index)
+    return _install(LEGACY_INDEX if capability < _CUDA_13_FIRST else CURRENT_INDEX)
 
 
 def has_rocm_wheel(arch: str) -> bool:
@@ -116,8 +120,7 @@ def has_rocm_wheel(arch: str) -> bool:
 def rocm_wheel_for(arch: str, system: str = sys.platform) -> str:
     """The wheel to install for an AMD card: a pip command, or a sentence if no wheel has code for it."""
     if arch in _ROCM_GFX9 + _ROCM_RDNA and system != "win32":
-        index = ROCM_LEGACY_INDEX if arch in _ROCM_LEGACY else ROCM_INDEX
-        return _install(index)
+        return _install(ROCM_LEGACY_INDEX if arch in _ROCM_LEGACY else ROCM_INDEX)
     if arch in _BY_AMD:
         parts = " ".join(f'"{name}[device-{arch}]"' for name in ("torch", "torchvision"))
         return f"pip install --force-reinstall {parts} torchaudio --index-url {AMD_INDEX}"
@@ -147,7 +150,7 @@ def _judge_hip(info: DeviceInfo, build: TorchBuild) -> Verdict:
     if build.kind != "hip":
         return Verdict(False, f"torch {build.version} is built without ROCm", rocm_wheel_for(info.arch))
     if info.arch in (arch.split(":")[0] for arch in build.archs):
-        if info.arch in _ROCM_LEGACY and _version(build.toolkit) >= (6, 4):
+        if info.arch in _ROCM_LEGACY and tuple(map(int, re.findall(r"\d+", build.toolkit)[:2])) >= (6, 4):
             why = f"this wheel names {info.arch}, but its rocBLAS does not since ROCm 6.4: matrix products may abort"
             return Verdict(True, why, rocm_wheel_for(info.arch))
         if info.known_arch != info.arch:
@@ -163,25 +166,3 @@ def _overridden(info: DeviceInfo) -> Verdict:
     risk = "the instructions are the same" if same else "torch's own kernels may use instructions that it lacks"
     own = rocm_wheel_for(info.known_arch) if info.known_arch in _BY_AMD and not same else ""
     return Verdict(True, f"this wheel has code for {info.arch}, as which {OVERRIDE} runs {what}: {risk}", own)
-
-
-def _version(text: str) -> tuple[int, ...]:
-    """``"6.4.43482"`` -> (6, 4, 43482); () if it is no version."""
-    match = re.match(r"\d+(\.\d+)*", text)
-    return tuple(map(int, match[0].split("."))) if match else ()
-
-
-def _parse(arch: str) -> tuple[str, tuple[int, int], str] | None:
-    """``"sm_90a"`` -> ("sm", (9, 0), "a"); None for other names."""
-    match = re.fullmatch(r"(sm|compute)_(\d+)(\d)([af]?)", arch)
-    return None if match is None else (match[1], (int(match[2]), int(match[3])), match[4])
-
-
-def _name(entry: tuple[str, tuple[int, int], str]) -> str:
-    return f"{entry[0]}_{entry[1][0]}{entry[1][1]}{entry[2]}"
-
-
-def _cubin_runs(built_for: tuple[int, int], suffix: str, card: tuple[int, int]) -> bool:
-    if suffix == "a":  # architecture-specific instructions run on that architecture only
-        return built_for == card
-    return built_for[0] == card[0] and built_for[1] <= card[1]

@@ -1,13 +1,5 @@
 """Exact peak memory of a piece of code, and how many operators it launched; the tests prove O(N) memory with it,
-without a GPU.
-
-As a block, or for one call:
-
-    with PeakMemory("cpu") as peak:
-        out = sdpa(query, key, value)
-    print(peak.peak_bytes, peak.launches)
-
-    measure(sdpa, query, key, value).extra_bytes
+without a GPU. As a block, :func:`measure_memory`, or for one call, ``measure(sdpa, query, key, value).extra_bytes``.
 """
 
 from __future__ import annotations
@@ -17,6 +9,7 @@ import threading
 import weakref
 from collections.abc import Callable, Container, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple
@@ -32,23 +25,8 @@ from ..machine.device import MIB, free_bytes
 _DispatchKey = torch._C.DispatchKey
 _BACKENDS = {"cpu": "CPU", "cuda": "CUDA", "meta": "Meta", "xpu": "XPU", "mps": "MPS"}
 _LEAVES = ("aten", "prim", "prims", "c10d", "_c10d_functional", "profiler")
-# Not views by their schema, but they move no element: nothing is launched on the device.
-_NO_KERNEL = {
-    "_unsafe_view",
-    "unsafe_split",
-    "unsafe_split_with_sizes",
-    "lift",
-    "lift_fresh",
-    "empty",
-    "empty_like",
-    "empty_strided",
-    "empty_permuted",
-    "new_empty",
-    "new_empty_strided",
-    "resize_",
-    "set_",
-    "device",
-}
+# Beginnings of names: not views by their schema, but they move no element, so nothing is launched on the device.
+_NO_KERNEL = ("_unsafe_view", "unsafe_split", "lift", "empty", "new_empty", "resize_", "set_", "device")
 
 
 _left_out: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
@@ -111,10 +89,7 @@ class PeakMemory:
         follow: False on CUDA only reads the allocator's peak: no cost per operator, but launches and the largest tensor
             are not counted.
 
-    Attributes:
-        peak_bytes: the peak so far; grows while the block runs and stays readable afterwards.
-        launches: operators that compute something so far; views and bare allocations are not counted.
-        largest_tensor_bytes: the largest single storage created in the block.
+    ``peak_bytes``, ``launches`` and ``largest_tensor_bytes``, as in :class:`Measurement`, grow while the block runs.
     """
 
     def __init__(self, device: torch.device | str = "cpu", *, follow: bool = True):
@@ -122,9 +97,7 @@ class PeakMemory:
         self._follower = Follower(self.device.type)
         self._is_cuda = self.device.type == "cuda"
         if not (follow or self._is_cuda):
-            raise ValueError(
-                f"follow must be True on {self.device.type}, got False; only CUDA records a peak by itself"
-            )
+            raise ValueError(f"follow must be True on {self.device.type}, got False; only CUDA has a peak of its own")
         self._follows = follow
         self._cuda_start, self._cuda_peak = 0, 0
         self._running = False
@@ -198,13 +171,8 @@ def measure(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Measurement:
     with peak:
         out = fn(*args, **kwargs)
     created, out_bytes = peak._follower.created_storages(out)
-    return Measurement(
-        out=out,
-        extra_bytes=peak.peak_bytes - out_bytes,
-        peak_bytes=peak.peak_bytes,
-        largest_tensor_bytes=peak._follower.largest_without(created),
-        launches=peak.launches,
-    )
+    largest = peak._follower.largest_without(created)
+    return Measurement(out, peak.peak_bytes - out_bytes, peak.peak_bytes, largest, peak.launches)
 
 
 def available_bytes(device: torch.device | str = "cpu") -> int | None:
@@ -259,13 +227,13 @@ def _room_in_control_groups(root: Path = Path("/sys/fs/cgroup"), own: Path = Pat
     return room
 
 
+@dataclass(eq=False, slots=True)
 class _Storage:
     """One storage being followed: its size when last checked, and whether it is new since the block began."""
 
-    __slots__ = ("is_new", "nbytes", "ref")
-
-    def __init__(self, ref: weakref.ref[Any], nbytes: int, is_new: bool):
-        self.ref, self.nbytes, self.is_new = ref, nbytes, is_new
+    ref: weakref.ref[Any]
+    nbytes: int
+    is_new: bool
 
 
 class Follower(TorchDispatchMode):
@@ -288,9 +256,7 @@ class Follower(TorchDispatchMode):
         kwargs = kwargs or {}
         if any("__tensor_flatten__" in vars(kind) for kind in types):
             return NotImplemented  # a wrapper around tensors unwraps itself, and its operators are seen then
-        inputs = list(_tensors(args))
-        if kwargs:
-            inputs += _tensors(kwargs.values())
+        inputs = [*_tensors(args), *_tensors(kwargs.values())]
         how = _how_to_run(func, inputs[0].device.type if inputs else self.device_type)
         self.look(inputs, is_new=how.input_is_new)
         if how.inside is not None:
@@ -380,7 +346,7 @@ def _how_to_run(func: Any, device_type: str) -> _Run:
     if not isinstance(func, OpOverload):  # a higher-order operator: its inside is unknown
         return _Run(None, launches=True, mutates=True, input_is_new=False)
     name = func._schema.name.partition("::")[2]
-    launches = not func.is_view and name not in _NO_KERNEL
+    launches = not func.is_view and not name.startswith(_NO_KERNEL)
     inside = _inside_key(func, device_type, launches)
     return _Run(inside, launches, func._schema.is_mutable, input_is_new=name in ("lift", "lift_fresh"))
 

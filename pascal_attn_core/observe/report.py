@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -18,9 +19,7 @@ class CallKey:
     """Calls of one kind are counted together.
 
     Attributes:
-        route: the route taken.
-        query, key: shapes of those tensors.
-        dtype: their dtype, ``"float16"``.
+        query, key: shapes of those tensors; dtype: theirs, ``"float16"``.
         mask: ``"none"``, or the mask's dtype and shape, and ``causal`` / ``window`` where they apply.
         why: one sentence: why this route.
     """
@@ -46,10 +45,10 @@ class Report:
 
     def routes(self) -> dict[str, int]:
         """Number of calls by route."""
-        counts: dict[str, int] = {}
+        counts: Counter[str] = Counter()
         for key, stats in self.calls.items():
-            counts[key.route] = counts.get(key.route, 0) + stats.count
-        return dict(sorted(counts.items(), key=lambda item: -item[1]))
+            counts[key.route] += stats.count
+        return dict(counts.most_common())
 
     def text(self) -> str:
         """One line per kind of call, most frequent first."""

@@ -64,7 +64,5 @@ def take_out(replaced: ReplacedForward) -> list[str]:
             else:
                 del place[key]
             return []
-    kind = type(replaced.module).__name__
-    return [
-        f"the forward of a {kind} was replaced while patched; ours stays underneath it and passes every call through"
-    ]
+    what = f"the forward of a {type(replaced.module).__name__} was replaced while patched"
+    return [f"{what}; ours stays underneath it and passes every call through"]

@@ -6,7 +6,6 @@ import collections
 import logging
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from types import TracebackType
 from typing import Any, NamedTuple, TypeVar
 
 log = logging.getLogger("pascal_attn")
@@ -48,11 +47,9 @@ class AnyReport:
 
     @property
     def states(self) -> list[State]:
-        """The state of each place."""
         raise NotImplementedError
 
     def text(self) -> str:
-        """The report in words."""
         raise NotImplementedError
 
     def __str__(self) -> str:
@@ -70,7 +67,6 @@ class PatchReport(AnyReport):
         return self._states
 
     def text(self) -> str:
-        """The number of places in each state, and one line for all that share a state and a reason."""
         counts = collections.Counter(state.state for state in self.states)
         rows = [", ".join(f"{counts[state]} {state}" for state in STATES if counts[state])]
         for (state, why), names in alike(((state, why), name) for name, state, why in self.states):
@@ -127,9 +123,7 @@ class Patch:
     def __enter__(self) -> Patch:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: Any, error: Any, traceback: Any) -> None:
         self.remove()
 
     def __repr__(self) -> str:
@@ -194,9 +188,7 @@ class PatchGroup:
     def __enter__(self) -> PatchGroup:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: Any, error: Any, traceback: Any) -> None:
         if error is not None:
             self._undo_all()
 

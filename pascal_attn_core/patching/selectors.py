@@ -46,13 +46,10 @@ def require_matches(model: nn.Module, **given: Any) -> None:
 
 def matches(chosen: list[Selector], name: str, module: nn.Module) -> bool:
     """Whether any of them chooses the module with this qualified name."""
-    for selector in chosen:
+
+    def chooses(selector: Selector) -> Any:
         if isinstance(selector, str):
-            if fnmatchcase(name, selector):
-                return True
-        elif isinstance(selector, type):
-            if isinstance(module, selector):
-                return True
-        elif selector(name, module):
-            return True
-    return False
+            return fnmatchcase(name, selector)
+        return isinstance(module, selector) if isinstance(selector, type) else selector(name, module)
+
+    return any(map(chooses, chosen))

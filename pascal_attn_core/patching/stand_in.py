@@ -6,6 +6,7 @@ import importlib
 import importlib.abc
 import importlib.metadata
 import importlib.util
+import re
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -142,8 +143,8 @@ class StandIn(importlib.metadata.DistributionFinder, importlib.abc.Loader):
         return {public: getattr(ours, own or public) for public, _, own in pairs}
 
     def find_distributions(self, context: Any = None) -> Iterator[_Metadata]:
-        name = None if context is None else context.name
-        if name is None or _normalised(name) == _normalised(self.distribution):
+        asked = self.distribution if context is None or context.name is None else context.name
+        if re.sub("[-_.]", "_", asked.lower()) == self.distribution.lower().replace("-", "_"):
             yield _Metadata(self.distribution, self.version)
 
 
@@ -184,10 +185,8 @@ class _Metadata(importlib.metadata.Distribution):
     """The metadata that ``importlib.metadata`` finds under another package's name."""
 
     def __init__(self, name: str, version: str):
-        self._files = {
-            "METADATA": f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\nSummary: Pascal Attention\n",
-            "top_level.txt": name,
-        }
+        lines = ("Metadata-Version: 2.1", f"Name: {name}", f"Version: {version}", "Summary: Pascal Attention", "")
+        self._files = {"METADATA": "\n".join(lines), "top_level.txt": name}
 
     def read_text(self, filename: str) -> str | None:
         return self._files.get(filename)
@@ -203,11 +202,5 @@ def refuse_real_package(name: str, hint: str = "") -> None:
     """
     spec = importlib.util.find_spec(name)
     if spec is not None and not isinstance(spec.loader, StandIn):
-        raise RuntimeError(
-            f"{name} must not be installed, got the one at {spec.origin or spec.name}; pass replace=True to hide it"
-            + hint
-        )
-
-
-def _normalised(name: str) -> str:
-    return name.lower().replace("-", "_").replace(".", "_")
+        found = spec.origin or spec.name
+        raise RuntimeError(f"{name} must not be installed, got the one at {found}; pass replace=True to hide it{hint}")

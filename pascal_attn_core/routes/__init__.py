@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from ..config import RouteUnavailable
 from .route import Choice, Request, Route
-from .run import ROUTES, TORCH, add_route, choose, remove_route, route_named, route_names, why_not
+from .run import ROUTES, TORCH, choose, route_named, route_names, why_not
 from .short import is_plainly_short, is_short
 
 __all__ = [
@@ -17,11 +17,9 @@ __all__ = [
     "Request",
     "Route",
     "RouteUnavailable",
-    "add_route",
     "choose",
     "is_plainly_short",
     "is_short",
-    "remove_route",
     "route_named",
     "route_names",
     "why_not",

@@ -229,12 +229,8 @@ class FusedRoute(Route):
             for grad, end in zip(grads, (packed.end_q, packed.end_k, packed.end_k)):
                 grad[..., end:, :] = 0
         kernels_of(call).run(launches)
-        return Gradients(
-            *(
-                grad if grad.shape == t.shape else grad.sum_to_size(t.shape)
-                for grad, t in zip(grads, (call.query, call.key, call.value))
-            )
-        )
+        inputs = (call.query, call.key, call.value)
+        return Gradients(*(g if g.shape == t.shape else g.sum_to_size(t.shape) for g, t in zip(grads, inputs)))
 
 
 class Int8Route(Route):
@@ -291,15 +287,8 @@ def find_plan(
         reasons.append(f"the int8 mode needs dot products of 8-bit integers, which {kernels.arch} has not")
     if reasons:
         return reasons
-    plan = plan_call(
-        call,
-        info.num_sms,
-        info.capability,
-        int8=int8,
-        for_grad=call.needs_grad,
-        packed=packed,
-        arch=kernels.variant_arch,
-    )
+    asked: dict[str, Any] = {"int8": int8, "for_grad": call.needs_grad, "packed": packed, "arch": kernels.variant_arch}
+    plan = plan_call(call, info.num_sms, info.capability, **asked)
     if plan.tail is not None:
         exceeds = budget_bytes is not None and plan.tail.part_bytes(call) > budget_bytes
         if exceeds or kernels.reasons((plan.tail.variant,)):
@@ -318,7 +307,6 @@ def _with_atomic_gradients(
     """The plan with one kernel for all gradients, or with the reason why it keeps those of fixed order."""
     info, variant = runtime_of(call.query.device).info, variants_of(call, kernels.variant_arch).grad_all
     most = Request(call, config).budget_bytes if budget_bytes is None else budget_bytes
-    reason = ""
     if torch.are_deterministic_algorithms_enabled():
         reason = "torch.use_deterministic_algorithms is on"
     elif info.kind != "cuda":

@@ -34,15 +34,14 @@ class MathRoute(Route):
             reasons.append(f"its score matrix of {score_mib:.1f} MiB is above math_limit_mib {limit:g}")
         if call.seq_len_kv > runtime_of(call.query.device).info.longest_sum:
             reasons.append(f"the device may add up {call.seq_len_kv:,} products, one for each key, wrongly")
-        if request.with_lse:
-            reasons.append("torch's function does not return lse")
-        if call.score_rule is not None:
-            reasons.append("a score_mod runs in tiles only")
-        if call.is_empty:
-            reasons.append("the call is empty")
-        if request.in_graph and call.dropout_p:
-            reasons.append("a compiled graph recomputes it for its gradients, with a different dropout mask")
-        return reasons or None
+        redrawn = "a compiled graph recomputes it for its gradients, with a different dropout mask"
+        checks = (
+            (request.with_lse, "torch's function does not return lse"),
+            (call.score_rule is not None, "a score_mod runs in tiles only"),
+            (call.is_empty, "the call is empty"),
+            (request.in_graph and call.dropout_p, redrawn),
+        )
+        return reasons + [why for holds, why in checks if holds] or None
 
     def claim(self, request: Request) -> Choice | None:
         if request.plan(self):
@@ -99,18 +98,13 @@ def _softmax(scores: Tensor, call: AttentionCall) -> Tensor:
         allowed = band if allowed is None else allowed & band
     if allowed is not None:
         scores = scores.masked_fill(~allowed, -math.inf)
+    empty = None if allowed is None else ~allowed.any(dim=-1, keepdim=True)
     if call.sinks is not None:
         sinks = call.sinks.to(scores.dtype).view(call.num_kv_heads, call.groups, 1, 1)
         scores = torch.cat([scores, sinks.expand(*scores.shape[:-1], 1)], dim=-1)
-        if allowed is None:
-            return scores.softmax(dim=-1)[..., :-1]
-        empty = ~allowed.any(dim=-1, keepdim=True) & (sinks.detach() == -math.inf)
-        return _zero_where(scores, empty)[..., :-1]
-    if allowed is None:
-        return scores.softmax(dim=-1)
-    return _zero_where(scores, ~allowed.any(dim=-1, keepdim=True))
-
-
-def _zero_where(scores: Tensor, empty: Tensor) -> Tensor:
-    """The softmax of the scores, zero in the rows that are ``empty``."""
-    return scores.masked_fill(empty, 0.0).softmax(dim=-1).masked_fill(empty, 0.0)
+        empty = None if empty is None else empty & (sinks.detach() == -math.inf)
+    if empty is None:
+        probs = scores.softmax(dim=-1)
+    else:
+        probs = scores.masked_fill(empty, 0.0).softmax(dim=-1).masked_fill(empty, 0.0)
+    return probs if call.sinks is None else probs[..., :-1]

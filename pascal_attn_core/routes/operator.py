@@ -72,27 +72,28 @@ def call(
     if isinstance(options.scale, Tensor) and options.scale.requires_grad:
         check_call(query, key, value, scale=options.scale)  # raises: a graph would take its value
     rule: tuple[str, Sequence[int], Sequence[Tensor]] = ("", (), ())
+    is_traced, is_compiling = torch._C._get_tracing_state() is not None, torch.compiler.is_compiling()
     if is_rule:
-        is_lazy = isinstance(attn_mask, LazyMask)
-        if not (is_lazy and (isinstance(attn_mask.rule, MaskRule) or _has_no_numbers(query))):
-            _check_that_a_graph_may_break(attn_mask, query)
-            outside = (query, key, value, attn_mask, options, config, with_lse)
-            out, lse = sdpa_with_an_unregistered_mask_rule(*outside)
+        is_never_asked = not is_compiling and isinstance(query, FakeTensor)  # it has no numbers
+        if not (isinstance(attn_mask, LazyMask) and (isinstance(attn_mask.rule, MaskRule) or is_never_asked)):
+            if not is_compiling:
+                where = "under torch.jit.trace" if is_traced else f"for tensors of type {type(query).__name__}"
+                raise TypeError(f"{where} mask_rule must register the rule of a LazyMask, got {attn_mask.rule!r}")
+            out, lse = sdpa_with_an_unregistered_mask_rule(query, key, value, attn_mask, options, config, with_lse)
             return AttentionOutput(out, query.new_empty(0) if lse is None else lse)
         rule, attn_mask = _rule_arguments(attn_mask), None
-    is_traced = torch._C._get_tracing_state() is not None
     inputs = [t for t in (query, key, value, attn_mask, options.sinks) if t is not None]
     # A trace of torch.jit may run with gradients and without, wherever it was made; a compiled graph is guarded.
     for_grad = is_traced or (torch.is_grad_enabled() and any(t.requires_grad for t in inputs))
     if options.window is not None:
-        sides = [-1 if side is None else side for side in options.window]
-        options = _with_window(options, sides)
+        options = _with_window(options, [-1 if side is None else side for side in options.window])
     if is_traced:  # sizes are tensors, which no list of a traced operator may hold
         rule = (rule[0], [int(size) for size in rule[1]], rule[2])
         if options.window is not None:
             options = _with_window(options, [int(side) for side in options.window])
+    token = _TAG + (_ENVIRONMENT if config is None else config.token)
     flags = with_lse, for_grad, for_grad and attn_mask is not None and attn_mask.requires_grad
-    out, lse, *_ = _sdpa(query, key, value, attn_mask, *options, _token(config), *rule, *flags)
+    out, lse, *_ = _sdpa(query, key, value, attn_mask, *options, token, *rule, *flags)
     return AttentionOutput(out, lse)
 
 
@@ -118,23 +119,7 @@ def _with_window(options: Options, sides: Sequence[int]) -> Options:
     return Options(*options[:place], sides, *options[place + 1 :])  # type: ignore[arg-type, call-arg]
 
 
-def _has_no_numbers(query: Tensor) -> bool:
-    """Whether a call on this tensor only works out shapes, so that no rule is ever evaluated."""
-    return not torch.compiler.is_compiling() and isinstance(query, FakeTensor)
-
-
-def _check_that_a_graph_may_break(mask: Any, query: Tensor) -> None:
-    if not torch.compiler.is_compiling():
-        is_traced = torch._C._get_tracing_state() is not None
-        where = "under torch.jit.trace" if is_traced else f"for tensors of type {type(query).__name__}"
-        raise TypeError(f"{where} mask_rule must register the rule of a LazyMask, got {mask.rule!r}")
-
-
 # ---- arguments as a schema can carry them ----------------------------------------------------------------------------
-
-
-def _token(config: AttentionConfig | None) -> str:
-    return _TAG + (_ENVIRONMENT if config is None else config.token)
 
 
 def _config(token: str) -> AttentionConfig:
@@ -149,13 +134,6 @@ def _rule_arguments(mask: LazyMask) -> tuple[str, Sequence[int], Sequence[Tensor
     return f"{dtype} {name}", list(mask.shape), [t.detach() for t in mask.tensors]
 
 
-def _lazy_mask(rule: str, shape: Sequence[int], tensors: Sequence[Tensor], query: Tensor) -> LazyMask:
-    """The inverse of :func:`_rule_arguments`."""
-    dtype, _, name = rule.partition(" ")
-    function = _unregistered if name == _UNREGISTERED else rule_named(name)
-    return LazyMask(shape, function, device=query.device, dtype=getattr(torch, dtype), tensors=tensors)
-
-
 def _unregistered(*indices: Tensor) -> Tensor:
     raise LookupError("this graph was traced without data, with a LazyMask whose rule is not registered with mask_rule")
 
@@ -164,8 +142,12 @@ def _checked(
     query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, *options: Any
 ) -> tuple[AttentionCall, str]:
     """(the call, the config's token) of the operator's arguments."""
-    *options, token, rule, rule_shape, rule_tensors = options  # type: ignore[assignment]
-    mask = _lazy_mask(rule, rule_shape, rule_tensors, query) if rule else attn_mask
+    *options, token, rule, shape, tensors = options  # type: ignore[assignment]
+    mask: Any = attn_mask
+    if rule:  # the inverse of _rule_arguments
+        dtype, _, name = rule.partition(" ")
+        function = _unregistered if name == _UNREGISTERED else rule_named(name)
+        mask = LazyMask(shape, function, device=query.device, dtype=getattr(torch, dtype), tensors=tensors)
     given = Options(*options)
     if given.window is not None:
         given = given._replace(window=(given.window[0], given.window[1]))
@@ -299,13 +281,8 @@ def _sdpa_backward(
 def _(*arguments: Any) -> tuple[Tensor, ...]:
     query, key, value, attn_mask, *options = arguments[6:-3]
     wants_mask, wants_sinks = arguments[-2:]
-    like = (
-        query,
-        key,
-        value,
-        attn_mask if wants_mask else None,
-        options[_SINKS - _NUM_INPUTS] if wants_sinks else None,
-    )
+    sinks = options[_SINKS - _NUM_INPUTS] if wants_sinks else None
+    like = (query, key, value, attn_mask if wants_mask else None, sinks)
     return tuple(query.new_empty(0) if t is None else t.new_empty(t.shape) for t in like)
 
 
@@ -323,9 +300,8 @@ def _backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None, *other
     options[_SINKS - _NUM_INPUTS] = sinks
     grad_out = torch.zeros_like(out) if grad_out is None else grad_out
     wants_mask, wants_sinks = ctx.needs_input_grad[3], sinks is not None and ctx.needs_input_grad[_SINKS]
-    found = _sdpa_backward(
-        grad_out, grad_lse, out, lse, log_sum, seed, *inputs, *options, ctx.with_lse, wants_mask, wants_sinks
-    )
+    flags = ctx.with_lse, wants_mask, wants_sinks
+    found = _sdpa_backward(grad_out, grad_lse, out, lse, log_sum, seed, *inputs, *options, *flags)
     grads: list[Any] = [*found[:3], found[3] if wants_mask else None, *[None] * (_NUM_OPTIONS + 3)]
     grads[_SINKS] = found[4] if wants_sinks else None
     # To autograd an empty list is a list of tensors.

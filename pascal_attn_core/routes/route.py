@@ -17,7 +17,7 @@ from ..config import AttentionConfig
 from ..machine.device import LARGEST_BUFFER, MIB
 from ..machine.runtime import Runtime, runtime_of
 from ..mask_rules.lazy import LazyMask
-from .grad_transforms import Grads, in_any_transform
+from .grad_transforms import Grads, in_any_graph
 
 
 @dataclass(eq=False, slots=True)
@@ -77,7 +77,6 @@ class Choice:
 
     @property
     def route(self) -> str:
-        """The route's name."""
         return self.by.name
 
 
@@ -219,5 +218,5 @@ class RouteFunction(torch.autograd.Function):
 
         grad_out = torch.zeros_like(saved.out) if grad_out is None else grad_out
         inputs = (query, key, value, attn_mask, sinks, *captured)
-        grads = in_any_transform(compute, route.name, grad_out, grad_lse, inputs)
+        grads = in_any_graph(compute, route.name, grad_out, grad_lse, inputs)
         return *grads[:5], None, None, None, None, None, *grads[5:]

@@ -47,27 +47,9 @@ def route_names() -> list[str]:
     return list(reversed(dict.fromkeys(reversed(names))))
 
 
-def _name_routes() -> None:
-    known_routes[1:] = [*route_names(), *(route.name for route in ROUTES if route.is_opt_in)]
-
-
-_name_routes()
+known_routes[1:] = [*route_names(), *(route.name for route in ROUTES if route.is_opt_in)]
 # Asked before all of them, and before a route that is named, where a configuration names several devices.
 SEVERAL = SeveralRoute(lambda *call, **options: choose(*call, **options))
-
-
-def add_route(route: Route, *, before: str | None = None) -> None:
-    """Add a route that is asked before the one named ``before``, or after all others. Its name becomes valid in
-    :class:`~pascal_attn_core.config.AttentionConfig`."""
-    places = [i for i, other in enumerate(ROUTES) if other.name == before] or [len(ROUTES)]
-    ROUTES.insert(places[0], route)
-    _name_routes()
-
-
-def remove_route(route: Route) -> None:
-    """Take back :func:`add_route`."""
-    ROUTES.remove(route)
-    _name_routes()
 
 
 def route_named(name: str) -> Route:
@@ -264,13 +246,6 @@ def note(call: AttentionCall, choice: Choice, stats: TiledStats | None) -> None:
     """Count a call that has run in the reports that are being recorded."""
     if not report.active:
         return
-    key = report.CallKey(
-        choice.route,
-        tuple(call.query.shape),
-        tuple(call.key.shape),
-        str(call.query.dtype).removeprefix("torch."),
-        report.mask_kind(call.attn_mask, is_causal=call.is_causal, left=call.left, right=call.right),
-        choice.why,
-    )
-    stats = TiledStats() if stats is None else stats
-    report.note(key, stats)
+    mask = report.mask_kind(call.attn_mask, is_causal=call.is_causal, left=call.left, right=call.right)
+    shapes, dtype = (tuple(call.query.shape), tuple(call.key.shape)), str(call.query.dtype).removeprefix("torch.")
+    report.note(report.CallKey(choice.route, *shapes, dtype, mask, choice.why), stats or TiledStats())

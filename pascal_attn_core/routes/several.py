@@ -66,15 +66,8 @@ class Shared:
     why: str
 
     def plan_part(self, own: AttentionCall, with_lse: bool) -> Any:
-        """The route's plan for a part, on whichever device.
-
-        Raises:
-            RouteUnavailable: the route cannot take it there.
-        """
-        plan = self.route.plan_part(Request(own, self.config, with_lse), self.shared)
-        if isinstance(plan, list):
-            raise RouteUnavailable(*plan)
-        return plan
+        """The route's plan for a part, on whichever device; RouteUnavailable where it cannot take it there."""
+        return _possible(self.route.plan_part(Request(own, self.config, with_lse), self.shared))
 
 
 class SeveralRoute(Route):
@@ -98,26 +91,18 @@ class SeveralRoute(Route):
         return Choice(self, found.why, found, torch_stores=alone.torch_stores)
 
     def forward(
-        self,
-        call: AttentionCall,
-        config: AttentionConfig,
-        plan: Shared,
-        *,
-        with_lse: bool,
-        for_grad: bool,
-        stats: TiledStats | None,
+        self, call: AttentionCall, config: AttentionConfig, plan: Shared, *, stats: TiledStats | None, **wanted: bool
     ) -> Results:
         """
         Raises:
             RouteUnavailable: the route of the parts cannot take the whole call on the first device either.
         """
         stats = TiledStats() if stats is None else stats
-        has_rows = (with_lse or for_grad) and not plan.route.is_differentiable
-        wanted = {"with_lse": with_lse, "for_grad": for_grad}
+        has_rows = any(wanted.values()) and not plan.route.is_differentiable  # lse, or what gradients need
         out, lse, log_sum = empty_output(call), None, None
         if has_rows:
             lse = out.new_empty(out.shape[:-1], dtype=call.sums_dtype)
-            log_sum = torch.empty_like(lse) if for_grad and call.has_bias else None
+            log_sum = torch.empty_like(lse) if wanted["for_grad"] and call.has_bias else None
         counted: list[TiledStats] = []
 
         def compute(heads: range, tensors: Tensors) -> Results:
@@ -131,9 +116,7 @@ class SeveralRoute(Route):
                 stats.add(each)
             return Results(out, lse, log_sum)
         del out, lse, log_sum  # memory may be short
-        how = plan.route.plan(Request(call, plan.config, has_rows))
-        if isinstance(how, list):
-            raise RouteUnavailable(*how)
+        how = _possible(plan.route.plan(Request(call, plan.config, has_rows)))
         return plan.route.forward(call, plan.config, how, **wanted, stats=stats)
 
     def backward(
@@ -232,11 +215,10 @@ class Helper:
     def failed(self, error: Exception) -> str:
         """Leave the device alone after an error there, and say so once in the log; returns the sentence."""
         how = "ran out of memory" if is_out_of_memory(error) else f"failed ({_first_line(error)})"
-        what = f"{self.device} {how}"
-        sentence = f"{what}: the call was computed on {self.home}"
-        if not self._why.startswith(what):
+        sentence = f"{self.device} {how}: the call was computed on {self.home}"
+        if not self._why.startswith(f"{self.device} {how}"):
             log.warning("%s", sentence)
-        self.leave_alone(f"{what} a moment ago")
+        self.leave_alone(f"{self.device} {how} a moment ago")
         return sentence
 
     def start(
@@ -302,9 +284,7 @@ def names_of(devices: Sequence[torch.device]) -> list[str]:
     return [str(device) if count == 1 else f"{device} #{count}" for device, count in zip(devices, counts)]
 
 
-@functools.lru_cache(maxsize=64)
-def _alone(config: AttentionConfig) -> AttentionConfig:
-    return replace(config, devices=())
+_alone = functools.lru_cache(maxsize=64)(functools.partial(replace, devices=()))
 
 
 def _missing(devices: Sequence[torch.device]) -> list[torch.device]:
@@ -362,14 +342,10 @@ def _why_alone(call: AttentionCall, request: Request, devices: tuple[torch.devic
         (torch._C._get_tracing_state() is not None, "it is being traced"),
         (os.getpid() != _process, "this process was forked"),
         (kinds not in ({"cpu"}, {"cuda"}), "devices of these kinds cannot share a call"),
+        (device.type == "cuda" and torch.cuda.is_current_stream_capturing(), "a CUDA graph is being captured"),
+        *((True, f"there is no device {missing}") for missing in _missing(devices)),
     )
-    for holds, why in checks:
-        if holds:
-            return why
-    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-        return "a CUDA graph is being captured"
-    missing = _missing(devices)
-    return f"there is no device {missing[0]}" if missing else ""
+    return next((why for holds, why in checks if holds), "")
 
 
 def _counts(request: Request, route: Route, helpers: Sequence[Helper]) -> tuple[tuple[int, ...], str] | str:
@@ -450,7 +426,7 @@ class Speeds(Contest[SpeedKind]):
         if times is None:
             return None
         scores = _HEADS[self.device.type] * _TOKENS**2 / MIB
-        crossing = 4 * _HEADS[self.device.type] * _TOKENS * call.head_dim * call.query.element_size() / MIB
+        crossing = 4 * scores / _TOKENS * call.head_dim * call.query.element_size()
         home, away, copies = times["home"], times["away"], times["copies"]
         return Speed(home / scores, max(0.0, away - copies) / scores, copies / crossing)
 
@@ -459,9 +435,7 @@ class Speeds(Contest[SpeedKind]):
 
         def compute(tensors: Tensors) -> Tensors:
             own = check_call(*tensors)  # type: ignore[arg-type]
-            plan = route.plan(Request(own, _CONFIG))
-            if isinstance(plan, list):
-                raise RouteUnavailable(*plan)
+            plan = _possible(route.plan(Request(own, _CONFIG)))
             return [route.forward(own, _CONFIG, plan, with_lse=False, for_grad=False, stats=None).out]
 
         def there_and_back(work: Callable[[Tensors], Tensors]) -> None:
@@ -472,12 +446,8 @@ class Speeds(Contest[SpeedKind]):
             with torch.no_grad():
                 inputs = [torch.randn(shape, device=self.device).to(call.query.dtype) for _ in range(3)]
                 out = torch.empty_like(inputs[0])
-                attempts = {
-                    "home": lambda: compute(inputs),
-                    "away": lambda: there_and_back(compute),
-                    "copies": lambda: there_and_back(lambda own: own),
-                }
-                return self.timed(kind, attempts)
+                attempts = {"home": lambda: compute(inputs), "away": lambda: there_and_back(compute)}
+                return self.timed(kind, {**attempts, "copies": lambda: there_and_back(lambda own: own)})
         except Exception as error:
             raise RouteUnavailable(helper.failed(error)) from error  # asked again after a while
 
@@ -521,6 +491,13 @@ def _fill(targets: Tensors, results: Tensors) -> None:
     for target, result in zip(targets, results):
         if target is not None and result is not None:
             target.copy_(result, non_blocking=True)
+
+
+def _possible(plan: Any) -> Any:
+    """A route's plan; RouteUnavailable where it is a list of reasons."""
+    if isinstance(plan, list):
+        raise RouteUnavailable(*plan)
+    return plan
 
 
 def _first_line(error: BaseException) -> str:

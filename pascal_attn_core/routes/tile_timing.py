@@ -136,9 +136,7 @@ class TileTimings(Contest[TileKind]):
             mask if mask is None else self._mask_key(mask), torch.get_num_threads(), request.config.token,
         )  # fmt: skip
         found = self._seen.get(key, _OPEN)
-        if found is _OPEN:
-            found = self._look_up(ours, request, key)
-        return found
+        return self._look_up(ours, request, key) if found is _OPEN else found
 
     def _mask_key(self, mask: Tensor) -> tuple:
         """The properties of a mask that the kind of a call depends on. The layers of a model share a mask, so it is
@@ -150,12 +148,12 @@ class TileTimings(Contest[TileKind]):
         return key
 
     def _look_up(self, ours: Route, request: Request, key: tuple) -> TileTiming | None:
-        call = request.call
-        kind = kind_of_call(call) if _is_usual(request.config, self.info.default_budget_bytes()) else None
-        times = None
-        if kind is not None and kind in self.known:
-            times = self.known[kind]
-        elif kind is not None:
+        call, config = request.call, request.config
+        is_enough = config.budget_mib is None or config.budget_mib * MIB >= self.info.default_budget_bytes()
+        is_as_timed = config.q_block is config.kv_block is None and config.softmax == "auto" and config.trim_masks
+        kind = kind_of_call(call) if is_enough and is_as_timed else None
+        times = None if kind is None else self.known.get(kind)
+        if kind is not None and kind not in self.known:
             if not request.may_time:
                 return None
             bases = self._bases(slice_of(call))
@@ -218,14 +216,10 @@ class TileTimings(Contest[TileKind]):
     # ---- on disk -----------------------------------------------------------------------------------------------------
 
     def conditions(self) -> dict[str, str]:
-        info = self.info
-        return {
-            "processor": info.name,
-            "instructions": torch.backends.cpu.get_cpu_capability(),
-            "caches": f"{info.core_l2_bytes}, {info.l2_bytes}",
-            "torch": torch.__version__,
-            "tiles": tiles_digest(),
-        }
+        info, instructions = self.info, torch.backends.cpu.get_cpu_capability()
+        caches = f"{info.core_l2_bytes}, {info.l2_bytes}"
+        found = {"processor": info.name, "instructions": instructions, "caches": caches}
+        return {**found, "torch": torch.__version__, "tiles": tiles_digest()}
 
 
 @functools.cache
@@ -235,12 +229,6 @@ def tiles_digest() -> str:
     for file in sorted(Path(tiled.__file__).parent.glob("*.py")):
         code.update(file.read_bytes())
     return code.hexdigest()[:16]
-
-
-def _is_usual(config: AttentionConfig, budget_bytes: int) -> bool:
-    """Whether the tiles of a configuration are those that are timed, within ``budget_bytes``."""
-    enough = config.budget_mib is None or config.budget_mib * MIB >= budget_bytes
-    return enough and config.q_block is config.kv_block is None and config.softmax == "auto" and config.trim_masks
 
 
 def kind_of_call(call: AttentionCall) -> TileKind | None:
@@ -335,15 +323,11 @@ def slice_of(call: AttentionCall) -> AttentionCall:
             mask = (odd[0][:, None] ^ odd[1])[None, None]
         else:
             mask = _part(mask, (batch, heads, queries, keys))
-    return check_call(
-        _part(call.query, (batch, heads, queries, call.head_dim)),
-        _part(call.key, (batch, kv_heads, keys, call.head_dim)),
-        _part(call.value, (batch, kv_heads, keys, call.head_dim_v)),
-        mask,
-        is_causal=call.is_causal,
-        scale=call.scale,
-        enable_gqa=call.groups > 1,
-    )
+    query = _part(call.query, (batch, heads, queries, call.head_dim))
+    key = _part(call.key, (batch, kv_heads, keys, call.head_dim))
+    value = _part(call.value, (batch, kv_heads, keys, call.head_dim_v))
+    options: dict[str, Any] = {"is_causal": call.is_causal, "scale": call.scale, "enable_gqa": call.groups > 1}
+    return check_call(query, key, value, mask, **options)
 
 
 def _part(tensor: Tensor, sizes: tuple[int, ...]) -> Tensor:

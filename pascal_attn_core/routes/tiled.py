@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import math
@@ -9,7 +10,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -52,6 +53,9 @@ class WholeTiles(NamedTuple):
     may_bound: bool
 
 
+AnyTiles = Basis | WholeTiles | None
+
+
 class TiledRoute(Route):
     """Tiles of plain PyTorch operators: takes every call that no route before it claims.
 
@@ -74,8 +78,10 @@ class TiledRoute(Route):
     def for_parts(
         self, call: AttentionCall, config: AttentionConfig, plan: Basis | None = None
     ) -> WholeTiles | list[str]:
-        mask, walks = call.attn_mask, runtime_of(call.query.device).part(Walks)
-        if call.has_bias and isinstance(mask, Tensor) and _is_padding_of_several(mask):
+        mask: Any = call.attn_mask
+        walks = runtime_of(call.query.device).part(Walks)
+        is_padding = isinstance(mask, Tensor) and (mask.dim() < 2 or mask.shape[-2] == 1 or mask.stride(-2) == 0)
+        if call.has_bias and is_padding and math.prod(distinct(mask).shape[:-2]) > 1:
             return ["whether its float mask is padding is decided for all heads together"]
         try:
             walk = walks.of(call, config, basis=plan)
@@ -114,7 +120,7 @@ class TiledRoute(Route):
         self,
         call: AttentionCall,
         config: AttentionConfig,
-        plan: Basis | WholeTiles | None = None,
+        plan: AnyTiles = None,
         *,
         with_lse: bool = False,
         for_grad: bool = False,
@@ -129,42 +135,20 @@ class TiledRoute(Route):
         call, config = _with_mask_per_head(call, config, backward=False)
         seed = draw_seed(call.query.device) if call.dropout_p else None
         stats = TiledStats() if stats is None else stats
+        how: dict[str, Any] = {"softmax": config.softmax, "trim_masks": config.trim_masks, "seed": seed, "stats": stats}
 
         def run(walk: Walk) -> Results:
-            return tiled_forward(
-                call,
-                walk,
-                with_lse=with_lse,
-                for_grad=for_grad,
-                softmax=config.softmax,
-                trim_masks=config.trim_masks,
-                seed=seed,
-                stats=stats,
-            )
+            return tiled_forward(call, walk, with_lse=with_lse, for_grad=for_grad, **how)
 
         return _within_memory(call, config, run, stats, basis=plan)
 
     def backward(
-        self,
-        call: AttentionCall,
-        config: AttentionConfig,
-        plan: Basis | WholeTiles | None,
-        saved: Results,
-        wanted: Wanted,
+        self, call: AttentionCall, config: AttentionConfig, plan: AnyTiles, saved: Results, wanted: Wanted
     ) -> Gradients:
         call, config = _with_mask_per_head(call, config, backward=True)
-
-        def run(walk: Walk) -> Gradients:
-            return tiled_backward(call, walk, saved, wanted, trim_masks=config.trim_masks)
-
+        run = functools.partial(tiled_backward, call, saved=saved, wanted=wanted, trim_masks=config.trim_masks)
         whole = plan if isinstance(plan, WholeTiles) else None
         return _within_memory(call, config, run, TiledStats(), backward=True, basis=whole)
-
-
-def _is_padding_of_several(mask: Tensor) -> bool:
-    """One row for all queries, and more than one of them for the heads and batch elements."""
-    one_row = mask.dim() < 2 or mask.shape[-2] == 1 or mask.stride(-2) == 0
-    return one_row and math.prod(distinct(mask).shape[:-2]) > 1
 
 
 def _with_mask_per_head(
@@ -177,10 +161,8 @@ def _with_mask_per_head(
     if not isinstance(mask, Tensor) or mask.dim() < 4 or scores > _SHORT_SCORES or call.needs_mask_grad:
         return call, config
     row = distinct(mask)
-    is_shared = row.shape[-3:-1] == (1, 1) and call.num_heads > 1
-    if not (
-        is_shared and math.prod(row.shape[:-3]) > 1 and config.q_block is config.kv_block is config.budget_mib is None
-    ):
+    is_shared = row.shape[-3:-1] == (1, 1) and call.num_heads > 1 and math.prod(row.shape[:-3]) > 1
+    if not is_shared or not config.q_block is config.kv_block is config.budget_mib is None:
         return call, config
     shape = (*call.batch, call.num_heads, 1, row.shape[-1])
     budget = runtime_of(call.query.device).info.default_budget_bytes(backward=backward)
@@ -239,7 +221,7 @@ class Walks:
         *,
         most_bytes: int | None = None,
         backward: bool = False,
-        basis: Basis | WholeTiles | None = None,
+        basis: AnyTiles = None,
     ) -> Walk:
         """
         Args:
@@ -249,7 +231,7 @@ class Walks:
             ValueError: the budget does not suffice.
         """
         is_traced = torch._C._get_tracing_state() is not None  # then sizes are tensors
-        kind = None if is_traced else _kind(call, config, most_bytes, backward, basis)
+        kind = None if is_traced else _kind(call, config, backward, most_bytes, basis)
         walk = None if kind is None else self._walks.get(kind)
         if walk is None:
             if isinstance(basis, WholeTiles):
@@ -266,13 +248,7 @@ class Walks:
         return walk
 
 
-def _kind(
-    call: AttentionCall,
-    config: AttentionConfig,
-    most_bytes: int | None,
-    backward: bool,
-    basis: Basis | WholeTiles | None,
-) -> tuple:
+def _kind(call: AttentionCall, config: AttentionConfig, backward: bool, *asked: Any) -> tuple:
     """All that :func:`.tiled.plan.plan_call` and :class:`.tiled.plan.Walk` look at."""
     query, key, value, mask = call.query, call.key, call.value, call.attn_mask
     return (
@@ -282,7 +258,7 @@ def _kind(
         rule_bytes(call, backward=backward) if call.score_rule is not None or isinstance(mask, BlockRule) else None,
         call.num_heads, call.num_kv_heads, call.left, call.right, call.offset,
         call.dropout_p > 0, call.softcap is None, call.sinks is None, call.needs_mask_grad,
-        config.budget_mib, config.q_block, config.kv_block, most_bytes, backward, basis,
+        config.budget_mib, config.q_block, config.kv_block, backward, *asked,
     )  # fmt: skip
 
 
@@ -349,14 +325,22 @@ def _within_memory(
     stats: TiledStats,
     *,
     backward: bool = False,
-    basis: Basis | WholeTiles | None = None,
+    basis: AnyTiles = None,
 ) -> T:
     """``run`` with a plan for this call; when the device runs out of memory, again with half of it."""
     runtime = runtime_of(call.query.device)
     walks, caps = runtime.part(Walks), runtime.part(MemoryCaps)
     walk = walks.of(call, config, backward=backward, basis=basis)
+
+    def smaller(most_bytes: int | None) -> Walk | None:
+        """A walk whose tiles take at most ``most_bytes``, or None if there is none below the present one."""
+        if most_bytes is not None and most_bytes < walk.tiles.extra_bytes:
+            with contextlib.suppress(ValueError):
+                return walks.of(call, config, most_bytes=most_bytes, backward=backward)
+        return None
+
     if caps:
-        walk = _smaller(walks, call, config, walk, caps.most_bytes(_shape_key(call, backward)), backward) or walk
+        walk = smaller(caps.most_bytes(_shape_key(call, backward))) or walk
     while True:
         try:
             return run(walk)
@@ -364,29 +348,12 @@ def _within_memory(
             if not is_out_of_memory(error):
                 raise
             # Half, and a little for what does not shrink with the tile.
-            smaller = _smaller(walks, call, config, walk, walk.tiles.extra_bytes * 17 // 32, backward)
-            if smaller is None:
+            less = smaller(walk.tiles.extra_bytes * 17 // 32)
+            if less is None:
                 raise
-            caps.lower(_shape_key(call, backward), smaller.tiles.extra_bytes)
+            caps.lower(_shape_key(call, backward), less.tiles.extra_bytes)
             stats.budget_halvings += 1
-            before, after = (each.tiles.extra_bytes / MIB for each in (walk, smaller))
+            before, after = (each.tiles.extra_bytes / MIB for each in (walk, less))
             what = f"query {list(call.query.shape)}, key {list(call.key.shape)}"
             log.warning("out of memory with %.2f MiB for %s: continuing with %.2f MiB", before, what, after)
-            walk = smaller
-
-
-def _smaller(
-    walks: Walks,
-    call: AttentionCall,
-    config: AttentionConfig,
-    walk: Walk,
-    most_bytes: int | None,
-    backward: bool,
-) -> Walk | None:
-    """A walk whose tiles take at most ``most_bytes``, or None if there is none below the given one."""
-    if most_bytes is None or most_bytes >= walk.tiles.extra_bytes:
-        return None
-    try:
-        return walks.of(call, config, most_bytes=most_bytes, backward=backward)
-    except ValueError:
-        return None
+            walk = less

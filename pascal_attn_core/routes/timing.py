@@ -20,7 +20,6 @@ from ..fused.code.source import kernels_digest
 from ..fused.launch.plan import variants_of
 from ..fused.trust.kernels import Kernels
 from ..machine.own_thread import in_backward
-from ..mask_rules.lazy import LazyMask
 from ..patching.interception import torch_sdpa
 from .route import Request, Route
 from .timing_table import Attempt, Contest, power_of_two
@@ -176,15 +175,16 @@ class Timings(Contest[Kind]):
         self, kind: Kind, call: AttentionCall, attempts: Callable[[AttentionCall], dict[str, Attempt]]
     ) -> dict[str, float] | None:
         """Milliseconds of attempts at a sample of this kind; None as in :meth:`.timing_table.Contest.find`."""
-        if kind not in self.known and in_backward():
-            call = _without_numbers(call)  # kept until the pass is over
-        return self.find(kind, lambda: self._timed(kind, call, attempts), may_wait=True)
+        if kind not in self.known and in_backward():  # it is kept until the pass is over, without its values
+            mask = call.attn_mask
+            query, key, value = (t.new_empty(0) for t in (call.query, call.key, call.value))
+            call = call.with_tensors(query, key, value, mask.new_empty(0) if isinstance(mask, Tensor) else mask)
 
-    def _timed(
-        self, kind: Kind, call: AttentionCall, attempts: Callable[[AttentionCall], dict[str, Attempt]]
-    ) -> dict[str, float] | None:
-        with torch.set_grad_enabled(kind.gradients):
-            return self.timed(kind, attempts(sample_call(call, kind)))
+        def measure() -> dict[str, float] | None:
+            with torch.set_grad_enabled(kind.gradients):
+                return self.timed(kind, attempts(sample_call(call, kind)))
+
+        return self.find(kind, measure, may_wait=True)
 
     def conditions(self) -> dict[str, str]:
         arch = self.runtime.part(Kernels).variant_arch
@@ -216,7 +216,6 @@ def _torchs(attempt: Callable[[], Any]) -> Callable[[], Any]:
 
 def _plainly(sample: AttentionCall) -> Tensor:
     """A sample by torch's function, with a key head for each query head, as every version of it takes them."""
-    assert not isinstance(sample.attn_mask, LazyMask)
     key, value = (t.repeat_interleave(sample.groups, dim=-3) for t in (sample.key, sample.value))
     is_causal = sample.is_causal and sample.attn_mask is None  # torch takes one of the two
     return torch_sdpa(sample.query, key, value, sample.attn_mask, 0.0, is_causal, scale=sample.scale)
@@ -245,13 +244,11 @@ def _by_torch(sample: AttentionCall, budget_bytes: int) -> Attempt | None:
 def sample_call(call: AttentionCall, kind: Kind) -> AttentionCall:
     """A call of this kind on the same device: random numbers, and as many heads as make the kind's rows. Without
     gradients all heads share the memory of one."""
-    kv_heads = max(1, kind.rows // (kind.q_tokens * kind.groups))
-    device = call.query.device
+    kv_heads, device = max(1, kind.rows // (kind.q_tokens * kind.groups)), call.query.device
     generator = torch.Generator(device).manual_seed(0)
 
     def numbers(heads: int, tokens: int, head_dim: int) -> Tensor:
-        own_heads = heads if kind.gradients else 1
-        shape = (1, own_heads, tokens, head_dim)
+        shape = (1, heads if kind.gradients else 1, tokens, head_dim)
         drawn = torch.randn(shape, generator=generator, device=device, dtype=torch.float32)
         return drawn.to(call.query.dtype).expand(1, heads, -1, -1).requires_grad_(kind.gradients)
 
@@ -260,22 +257,10 @@ def sample_call(call: AttentionCall, kind: Kind) -> AttentionCall:
         rows = kind.q_tokens if kind.mask_rows == 2 else 1
         mask = torch.zeros((1, 1, rows, kind.kv_tokens), dtype=call.attn_mask.dtype, device=device)
         mask = ~mask if mask.dtype == torch.bool else mask
-    return check_call(
-        numbers(kv_heads * kind.groups, kind.q_tokens, call.head_dim),
-        numbers(kv_heads, kind.kv_tokens, call.head_dim),
-        numbers(kv_heads, kind.kv_tokens, call.head_dim_v),
-        mask,
-        is_causal=call.is_causal,
-        scale=call.scale,
-        enable_gqa=kind.groups > 1,
-    )
-
-
-def _without_numbers(call: AttentionCall) -> AttentionCall:
-    """The call without its values, which can be kept for :func:`sample_call`."""
-    mask = call.attn_mask
-    query, key, value = (t.new_empty(0) for t in (call.query, call.key, call.value))
-    return call.with_tensors(query, key, value, mask.new_empty(0) if isinstance(mask, Tensor) else mask)
+    query = numbers(kv_heads * kind.groups, kind.q_tokens, call.head_dim)
+    key, value = (numbers(kv_heads, kind.kv_tokens, dim) for dim in (call.head_dim, call.head_dim_v))
+    options: dict[str, Any] = {"is_causal": call.is_causal, "scale": call.scale, "enable_gqa": kind.groups > 1}
+    return check_call(query, key, value, mask, **options)
 
 
 def _with_gradients(call: AttentionCall, forward: Callable[[], Tensor]) -> Callable[[], Any]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -167,20 +167,14 @@ def _warn_once(device_type: str, reason: str) -> None:
 # ---- the faults ----------------------------------------------------------------------------------------------------
 
 
-def _mask_of(call: AttentionCall) -> Tensor | None:
+def _mask_of(call: AttentionCall) -> Any:
     """The call's mask, if it is a tensor that may hold anything."""
     mask = call.attn_mask
     return None if isinstance(mask, LazyMask) or call.is_empty or call.query.device.type == "meta" else mask
 
 
-def _has_rows_that_may_lack_keys(call: AttentionCall) -> bool:
-    return _mask_of(call) is not None
-
-
 def _has_rows_without_keys(call: AttentionCall) -> bool:
-    mask = _mask_of(call)
-    assert mask is not None
-    mask = distinct(mask.detach())
+    mask = distinct(_mask_of(call).detach())
     allowed = mask != 0 if mask.dtype == torch.bool else mask != -torch.inf
     return not bool(allowed.any(dim=-1).all())
 
@@ -204,7 +198,7 @@ def _repeats_over_keys(call: AttentionCall) -> bool:
 def _misreads_repetitions(kind: Kind) -> bool:
     dtype = kind.dtype if kind.mask == torch.bool else kind.mask  # torch adds a bool mask as numbers too
     of_rows = _wave((_TOKENS, 1), kind.device, dtype)
-    return any(_is_wrong(*_inputs(kind), mask) for mask in (of_rows, of_rows.expand(-1, _TOKENS)))
+    return any(_is_wrong(_inputs(kind), mask) for mask in (of_rows, of_rows.expand(-1, _TOKENS)))
 
 
 def _is_float16_on_a_cpu(call: AttentionCall) -> bool:
@@ -213,19 +207,12 @@ def _is_float16_on_a_cpu(call: AttentionCall) -> bool:
 
 def _rounds_scores(kind: Kind) -> bool:
     query, key, value = _inputs(kind)
-    return _is_wrong(query * 100, key * 100, value, None)
-
-
-def _may_have_swallowing_rows(call: AttentionCall) -> bool:
-    mask = _mask_of(call)
-    return mask is not None and mask.dtype != torch.bool and call.needs_grad
+    return _is_wrong((query * 100, key * 100, value), None)
 
 
 def _has_swallowing_rows(call: AttentionCall) -> bool:
     """Some row's largest value is so large, of either sign, that the denominator's logarithm is lost beside it."""
-    mask = _mask_of(call)
-    assert mask is not None
-    top = distinct(mask.detach()).amax(dim=-1).abs()
+    top = distinct(_mask_of(call).detach()).amax(dim=-1).abs()
     return bool(((top > _SWALLOWS) & (top != torch.inf)).any())
 
 
@@ -233,48 +220,39 @@ def _loses_the_denominator(kind: Kind) -> bool:
     """The largest number of float16 costs the logarithm a few digits only, so the gradients are also compared with
     those under a mask of zeros."""
     inputs, mask = _inputs(kind), torch.zeros(_TOKENS, _TOKENS, dtype=kind.mask, device=kind.device)
-    usual = _errors(*inputs, mask, with_gradients=True)
+    usual = _errors(inputs, mask, gradients=True)
     mask[:8] = torch.finfo(kind.mask).min
-    found = _errors(*inputs, mask, with_gradients=True)
+    found = _errors(inputs, mask, gradients=True)
     return not all(error <= _WRONG and error <= _WORSE * max(before, 1e-6) for error, before in zip(found, usual))
-
-
-def _has_no_positive_scale(call: AttentionCall) -> bool:
-    return call.scale <= 0
 
 
 def _scales_too_late(kind: Kind) -> bool:
     query, key, value = _inputs(kind)
     keep = torch.ones(_TOKENS, _TOKENS, dtype=torch.bool, device=kind.device).tril_()
     return any(
-        _is_wrong(query * size, key * size, value, mask, scale=scale, is_causal=causal)
+        _is_wrong((query * size, key * size, value), mask, scale=scale, is_causal=causal)
         for size, scale in ((1.0, 0.0), (1.0, -0.5), (16.0, -0.5))
         for mask, causal in ((None, False), (None, True), (keep, False))
     )
 
 
-def _mixes_float_types(call: AttentionCall) -> bool:
-    mask = call.attn_mask
-    return mask is not None and mask.dtype == torch.float32 and call.query.dtype == torch.float64
-
-
 def _misreads_float32(kind: Kind) -> bool:
     twice = _wave((2 * _TOKENS, _TOKENS), kind.device, kind.mask)  # as float64 torch reads on behind the mask
-    return _is_wrong(*_inputs(kind), twice[:_TOKENS])
+    return _is_wrong(_inputs(kind), twice[:_TOKENS])
 
 
 FAULTS = (
     Fault(
         "float masks that fill rows with large numbers",
         "the gradients of torch's fused kernels are wrong where a row of a float mask holds very large numbers only",
-        _may_have_swallowing_rows,
+        lambda call: call.needs_grad and (mask := _mask_of(call)) is not None and mask.dtype != torch.bool,
         _loses_the_denominator,
         _has_swallowing_rows,
     ),
     Fault(  # before torch 2.5
         "rows that may look at no key",
         "torch's fused kernels do not give zeros for rows of the mask that allow no key",
-        _has_rows_that_may_lack_keys,
+        lambda call: _mask_of(call) is not None,
         _is_not_zero_without_keys,
         _has_rows_without_keys,
     ),
@@ -293,14 +271,14 @@ FAULTS = (
     Fault(  # they take the maximum, or mask with -inf, before they scale
         "scales that are not positive",
         "torch's fused kernels need a positive scale, got {call.scale:g}",
-        _has_no_positive_scale,
+        lambda call: call.scale <= 0,
         _scales_too_late,
     ),
     Fault(  # the CPU's kernel reads the mask as if it were float64
         "float32 masks of float64 queries",
         "torch's fused kernels misread masks of another float type: "
         "attn_mask is {call.attn_mask.dtype} and query {call.query.dtype}",
-        _mixes_float_types,
+        lambda call: call.query.dtype == torch.float64 and Kind.of(call).mask == torch.float32,
         _misreads_float32,
     ),
 )
@@ -320,30 +298,26 @@ def _inputs(kind: Kind) -> tuple[Tensor, Tensor, Tensor]:
     return query, key, value
 
 
-def _is_wrong(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **options: Any) -> bool:
+def _is_wrong(inputs: Sequence[Tensor], mask: Tensor | None, **options: Any) -> bool:
     """Whether the output of torch's function is far from plain attention."""
-    return not all(error <= _WRONG for error in _errors(query, key, value, mask, **options))  # NaN is not
+    return not all(error <= _WRONG for error in _errors(inputs, mask, **options))  # NaN is not
 
 
 def _errors(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
+    inputs: Sequence[Tensor],
     mask: Tensor | None,
-    *,
     scale: float = 0.125,
     is_causal: bool = False,
-    with_gradients: bool = False,
+    gradients: bool = False,
 ) -> list[float]:
     """How far torch's function is from plain attention, relative to the size of its output and of each gradient."""
+    query = inputs[0]
     wide = torch.float64 if query.dtype == torch.float64 else torch.float32
-    own, plain = (
-        [t.detach().to(d).requires_grad_(with_gradients) for t in (query, key, value)] for d in (query.dtype, wide)
-    )
+    own, plain = ([t.detach().to(d).requires_grad_(gradients) for t in inputs] for d in (query.dtype, wide))
     results = [torch_sdpa(own[0], own[1], own[2], mask, 0.0, is_causal, scale=scale)]
     added = mask if mask is None or mask.dtype == torch.bool else mask.to(wide)
     expected = [reference_sdpa(plain[0], plain[1], plain[2], added, is_causal, scale)[0]]
-    if with_gradients:
+    if gradients:
         weight = _wave(tuple(query.shape), query.device, query.dtype, 2.3)
         results += torch.autograd.grad((results[0] * weight).sum(), own)
         expected += torch.autograd.grad((expected[0] * weight.to(wide)).sum(), plain)

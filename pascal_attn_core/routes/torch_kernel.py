@@ -92,9 +92,7 @@ class TorchRoute(Route):
     def forward(self, call: AttentionCall, config: AttentionConfig, plan: TorchForm | None, **options: Any) -> Results:
         """``plan`` None: the tensors of the call as they are."""
         if plan is None:
-            mask = call.attn_mask
-            assert not isinstance(mask, LazyMask)
-            plan = TorchForm(call.query, call.key, call.value, mask)
+            plan = TorchForm(call.query, call.key, call.value, call.attn_mask)  # type: ignore[arg-type]
         return Results(run_form(call, plan))
 
 
@@ -160,8 +158,7 @@ def _refusals(call: AttentionCall, with_lse: bool) -> list[str]:
 
 def _as_four_dimensions(call: AttentionCall) -> TorchForm | str:
     """``[B, H, L, D]`` views with broadcast leading dimensions expanded."""
-    mask = call.attn_mask
-    assert not isinstance(mask, LazyMask)
+    mask: Any = call.attn_mask
     query, key, value = call.query, call.key, call.value
     lead = (*call.batch, call.num_heads), (*call.batch, call.num_kv_heads), (*call.batch, call.num_kv_heads)
     if mask is None and query.dim() == key.dim() == value.dim() == 4:
@@ -221,14 +218,14 @@ def _query_step(call: AttentionCall, mask: Tensor | None, budget_bytes: int) -> 
 
 def fused_takes(call: AttentionCall, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> bool:
     """Torch's own answer: is there a fused kernel for exactly this call?"""
-    grouped = {"enable_gqa": True} if query.shape[1] > key.shape[1] else {}  # a word that torch 2.4 does not know
+    grouped: dict[str, Any] = (
+        {"enable_gqa": True} if query.shape[1] > key.shape[1] else {}
+    )  # torch 2.4 does not know it
+    given = query, key, value, mask, call.dropout_p, call.is_causal
     try:
-        choice = torch._fused_sdp_choice(
-            query, key, value, mask, call.dropout_p, call.is_causal, scale=call.scale, **grouped
-        )
+        return torch._fused_sdp_choice(*given, scale=call.scale, **grouped) > _MATH
     except (TypeError, NotImplementedError, RuntimeError):
         return False
-    return choice > _MATH
 
 
 def _folded(call: AttentionCall, form: TorchForm, q_step: int, budget_bytes: int) -> TorchForm | None:
@@ -297,8 +294,7 @@ def _upcast(call: AttentionCall, form: TorchForm, budget_bytes: int) -> TorchFor
 
 def run_as_it_is(call: AttentionCall) -> Tensor:
     """The call by torch's function, whichever kernel that takes."""
-    assert not isinstance(call.attn_mask, LazyMask)
-    return _call_torch(call, call.query, call.key, call.value, call.attn_mask)
+    return _call_torch(call, call.query, call.key, call.value, call.attn_mask)  # type: ignore[arg-type]
 
 
 def run_form(call: AttentionCall, form: TorchForm) -> Tensor:
@@ -307,10 +303,8 @@ def run_form(call: AttentionCall, form: TorchForm) -> Tensor:
         out = _call_torch(call, form.query, form.key, form.value, form.attn_mask)
         return out if out.shape == call.out_shape else out.view(call.out_shape)
     if call.needs_grad and form.fold == "rows":
-        rows = _rows_view(form.query, call)
-        assert rows is not None
-        folded = _call_torch(call, rows, form.key, form.value, form.attn_mask)
-        return folded.reshape(call.out_shape)
+        rows: Any = _rows_view(form.query, call)
+        return _call_torch(call, rows, form.key, form.value, form.attn_mask).reshape(call.out_shape)
     out = empty_output(call)
     four = out if out.dim() == 4 else out.view(form.query.shape[0], call.num_heads, *out.shape[-2:])
     heads_step, q_step = form.heads_step or call.num_kv_heads, form.q_step or call.seq_len_q

@@ -29,8 +29,7 @@ class Selftest:
     Attributes:
         facts: of the machine, one line each; complaints: what should be installed instead.
         why_no_kernels: why no fused kernel runs here, empty where they do.
-        speed: one entry per shape, as of :func:`.speed.run_speed`; costs: microseconds per call, as of
-            :func:`.speed.call_costs`.
+        speed: one entry per shape, as of :func:`.speed.run_speed`.
         before, during: the clocks, None where they cannot be asked for.
         cut: the parts that the time did not suffice for.
         seconds: that it took.
@@ -43,7 +42,6 @@ class Selftest:
     kernels: list[KernelCheck] = dataclasses.field(default_factory=list)
     checks: list[Check] = dataclasses.field(default_factory=list)
     speed: list[dict[str, Any]] = dataclasses.field(default_factory=list)
-    costs: dict[str, float] = dataclasses.field(default_factory=dict)
     before: Clocks | None = None
     during: Clocks | None = None
     cut: list[str] = dataclasses.field(default_factory=list)
@@ -69,9 +67,9 @@ class Selftest:
     @property
     def verdict(self) -> str:
         """Whether all was right, how fast it is, and what to use here."""
-        computed = [check for check in self.checks if not check.refused]
-        outcomes = [kernel.is_right for kernel in self.kernels] + [check.is_right for check in computed]
-        refusals = len(self.checks) - len(computed)
+        outcomes = [kernel.is_right for kernel in self.kernels]
+        outcomes += [check.is_right for check in self.checks if not check.refused]
+        refusals = sum(bool(check.refused) for check in self.checks)
         refused = f", {refusals} refused" if refusals else ""
         ratio = self.over_torch(AUTO)
         faster = "" if ratio is None else f"; auto takes {ratio:.2f} of the time of torch's own function (median)"
@@ -143,23 +141,18 @@ def check(
 
 def document(found: Selftest) -> dict[str, Any]:
     """Everything as plain values."""
-    checks = [{**check._asdict(), "is_right": check.is_right} for check in found.checks]
-    kernels = [{**check._asdict(), "is_right": check.is_right} for check in found.kernels]
-    facts = {name: value for name, value in vars(found).items() if name not in ("before", "during")}
-    clocks = {
-        name: None if value is None else value._asdict()
-        for name, value in (("before", found.before), ("during", found.during))
-    }
-    verdict = {"problems": found.problems, "verdict": found.verdict}
-    return {**facts, "kernels": kernels, "checks": checks, "clocks": clocks, **verdict}
+    facts: dict[str, Any] = dict(vars(found))
+    clocks = {name: clock and clock._asdict() for name in ("before", "during") for clock in (facts.pop(name),)}
+    for name in ("kernels", "checks"):
+        facts[name] = [{**check._asdict(), "is_right": check.is_right} for check in facts[name]]
+    return {**facts, "clocks": clocks, "problems": found.problems, "verdict": found.verdict}
 
 
 def describe(found: Selftest) -> str:
     """The block to paste."""
     lines = [*found.facts, *_clock_lines(found), *_kernel_lines(found), *_check_lines(found), *_speed_lines(found)]
     problems = found.problems
-    for number, problem in enumerate(problems[:_MOST_PROBLEMS]):
-        lines.append(line("" if number else "wrong", problem))
+    lines += [line("" if number else "wrong", problem) for number, problem in enumerate(problems[:_MOST_PROBLEMS])]
     if len(problems) > _MOST_PROBLEMS:
         lines.append(line("", f"and {len(problems) - _MOST_PROBLEMS} more (--json has all)"))
     lines += [line("install", complaint) for complaint in found.complaints]
@@ -167,10 +160,8 @@ def describe(found: Selftest) -> str:
 
 
 def _clock_lines(found: Selftest) -> list[str]:
-    before, during = found.before, found.during
-    if before is None:
-        return []
-    return [line("clocks", f"{before.text} before" + (f", {during.text} while timing" if during else ""))]
+    during = f", {found.during.text} while timing" if found.during else ""
+    return [line("clocks", f"{found.before.text} before{during}")] if found.before else []
 
 
 def _kernel_lines(found: Selftest) -> list[str]:
@@ -212,9 +203,6 @@ def _speed_lines(found: Selftest) -> list[str]:
         extra = by_name.get(f"ours-{AUTO}", {}).get("extra_bytes")
         memory = "" if extra is None else f"  {extra / MIB:.1f}"
         lines.append(f"{entry['shape']:7s}{entry['text']:27s}" + "".join(f"{cell:>13s}" for cell in cells) + memory)
-    if found.costs:
-        costs = ", ".join(f"{name.removeprefix('ours-')} {cost:.0f}" for name, cost in found.costs.items())
-        lines.append(line("us a call", f"{costs} (CPU time to issue a call of 64 tokens)"))
     ratios = {route: found.over_torch(route) for route in ("fused-tensor", "fused", "tiled", AUTO)}
     words = [f"{route} {ratio:.2f}" for route, ratio in ratios.items() if ratio is not None]
     lines.append(line("of torch", f"median time relative to torch-fused: {', '.join(words) or 'unknown'}"))

@@ -174,10 +174,8 @@ def _results(case: Case, config: AttentionConfig, sample: _Sample) -> list[Tenso
     with torch.enable_grad():
         if case.way == "checkpoint":
             out = checkpoint(attend, *leaves, use_reentrant=False)
-        elif case.way == "compile":
-            out = _compiled(attend)(*leaves)
         else:
-            out = attend(*leaves)
+            out = (_compiled(attend) if case.way == "compile" else attend)(*leaves)
         return [out, *torch.autograd.grad(out, leaves, sample.grad_out)]
 
 

@@ -40,7 +40,6 @@ class ImportsPatch(Patch):
         self._patches, self._refused = patches, refused
 
     def report(self) -> PatchReport:
-        """The states of all packages."""
         taken = [State(name, ON if patch.active else OFF) for name, patch in self._patches.items()]
         return PatchReport([*taken, *(State(name, REFUSED, why) for name, why in self._refused.items())])
 

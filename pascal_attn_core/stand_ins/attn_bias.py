@@ -44,7 +44,6 @@ class LowerTriangularMask(AttentionBias):
         pass
 
     def add_bias(self, bias: Tensor) -> LowerTriangularMaskWithTensorBias:
-        """The mask with a tensor that is added to the scores."""
         return LowerTriangularMaskWithTensorBias(bias)
 
 
@@ -183,13 +182,7 @@ class BlockDiagonalPaddedKeysMask(Blocks):
 
     @classmethod
     def from_seqlens(
-        cls,
-        q_seqlen: Sequence[int],
-        kv_padding: int,
-        kv_seqlen: Sequence[int],
-        causal_diagonal: Any = None,
-        *,
-        device: Any = None,
+        cls, q_seqlen: Sequence[int], kv_padding: int, kv_seqlen: Sequence[int], causal_diagonal: Any = None, **_: Any
     ) -> Blocks:
         """The mask for blocks of these lengths, their keys padded to ``kv_padding``."""
         starts = [kv_padding * block for block in range(len(kv_seqlen) + 1)]

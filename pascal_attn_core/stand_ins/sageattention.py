@@ -87,17 +87,9 @@ def sageattn(
     check_layout(_LAYOUTS[tensor_layout], 4, q=q, k=k, v=v)
     tokens_first = tensor_layout == "NHD"
     query, key, value = (t.transpose(1, 2) if tokens_first else t for t in (q, k, v))
-    result = (sdpa_with_lse if return_lse else sdpa)(
-        query,
-        key,
-        value,
-        attn_mask,
-        dropout_p,
-        is_causal,
-        scale if sm_scale is None else sm_scale,
-        enable_gqa=query.shape[1] != key.shape[1],
-        config=config,
-    )
+    given: dict[str, Any] = {"attn_mask": attn_mask, "dropout_p": dropout_p, "is_causal": is_causal, "config": config}
+    given |= {"scale": scale if sm_scale is None else sm_scale, "enable_gqa": query.shape[1] != key.shape[1]}
+    result = (sdpa_with_lse if return_lse else sdpa)(query, key, value, **given)
     out, lse = result if isinstance(result, tuple) else (result, None)
     out = out.transpose(1, 2).contiguous() if tokens_first else out
     return out if lse is None else (out, lse)
@@ -168,13 +160,5 @@ def _stand_in(config: AttentionConfig | None, around: Around | None) -> StandIn:
 
     modules = {_ROOT: (_NAMES,), f"{_ROOT}.core": (_NAMES,)}
     package = __name__.rpartition(".")[0]
-    return StandIn(
-        _ROOT,
-        VERSION,
-        modules,
-        package=package,
-        eager=tuple(modules),
-        adapt=adapt,
-        around=around,
-        counted=("sageattn",),
-    )
+    given: dict[str, Any] = {"package": package, "eager": tuple(modules), "around": around, "counted": ("sageattn",)}
+    return StandIn(_ROOT, VERSION, modules, adapt=adapt, **given)

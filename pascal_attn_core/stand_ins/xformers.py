@@ -103,18 +103,9 @@ def memory_efficient_attention(
             mask = mask.unsqueeze(1)
         elif mask is not None and mask.dim() == 5:
             mask = mask.flatten(1, 2)
-        out = sdpa(
-            q.transpose(1, 2),
-            k.transpose(1, 2),
-            v.transpose(1, 2),
-            mask,
-            p,
-            rule.is_causal,
-            scale,
-            enable_gqa=q.shape[2] != k.shape[2],
-            alignment=rule.alignment,
-            window=rule.window,
-        ).transpose(1, 2)
+        q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+        rules: dict[str, Any] = {"is_causal": rule.is_causal, "alignment": rule.alignment, "window": rule.window}
+        out = sdpa(q, k, v, mask, p, scale=scale, enable_gqa=q.shape[1] != k.shape[1], **rules).transpose(1, 2)
     return out.reshape(*query.shape[:-1], value.shape[-1]).contiguous()
 
 
@@ -153,7 +144,6 @@ class AnyOp:
 
     @classmethod
     def supports(cls, inputs: Any) -> bool:
-        """Whether a call can be computed: always."""
         return True
 
 

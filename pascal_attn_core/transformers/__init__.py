@@ -209,9 +209,7 @@ def _register(interface: Any, name: str, function: Any) -> Callable[[], list[str
             top = ours.pop()
             current = interface._global_mapping.get(name)
             if current is not top.function:
-                left.append(
-                    f"{name!r} in {interface.__name__} has been registered again by another package: left in place"
-                )
+                left.append(f"{name!r} in {interface.__name__} has been registered again by another package")
             elif top.before is None:
                 del interface._global_mapping[name]
             else:

@@ -18,12 +18,11 @@ from torch import Tensor
 from ..call import Options, check_call, prepared, without_autocast
 from ..mask_rules.flex import is_block_mask
 from ..mask_rules.lazy import LazyMask
+from ..patching.interception import PLAIN
 from ..routes.math import probabilities
 from .mask import HostMask
 
 log = logging.getLogger("pascal_attn")
-
-_PLAIN = (Tensor, torch.nn.Parameter)
 
 
 @dataclass(frozen=True, eq=False)
@@ -68,9 +67,7 @@ class Masked:
         if bias is None:
             return self
         bias = bias[..., self.first_key : self.first_key + self.key.shape[2]]
-        if self.mask is None:
-            return replace(self, mask=bias)
-        return replace(self, mask=_add_bias(bias, self.mask))
+        return replace(self, mask=bias if self.mask is None else _add_bias(bias, self.mask))
 
 
 def _from_host_mask(query: Tensor, key: Tensor, value: Tensor, mask: HostMask) -> Masked:
@@ -106,8 +103,7 @@ def _lazy(mask: HostMask, rule: Callable[..., Tensor], query: Tensor) -> Any:
     if rule == mask.rest and not mask.pattern.rest:
         return None if mask.padding is None else mask.padding[:, None, None, :]
     if _is_traced(query):
-        sizes = (mask.batch_size, 1, mask.seq_len_q, mask.seq_len_kv)
-        return rule(*_indices(sizes, query.device)).expand(sizes)
+        return mask.dense(rule)
     return LazyMask(shape=tuple(mask.shape), rule=rule, device=query.device, dtype=torch.bool)
 
 
@@ -133,10 +129,6 @@ def _pick(tensor: Tensor, indices: tuple[Tensor, ...]) -> Tensor:
     return tensor[tuple(i if n > 1 else torch.zeros_like(i) for i, n in zip(indices, tensor.shape))]
 
 
-def _indices(sizes: tuple[int, ...], device: torch.device) -> list[Tensor]:
-    return [torch.arange(n, device=device).view([-1 if i == d else 1 for i in range(4)]) for d, n in enumerate(sizes)]
-
-
 def with_query_sinks(result: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
     """Outputs or weights ``[B, Hq, L, ...]`` with one more logit per query ``[B, Hq, L, 1]`` in the softmax's
     denominator only; lse ``[B, Hq, L]`` is that without it."""
@@ -151,7 +143,7 @@ def refuse_what_we_do_not_know(kwargs: dict[str, Any]) -> None:
 
 
 def _is_traced(query: Tensor) -> bool:
-    return torch.compiler.is_compiling() or type(query) not in _PLAIN
+    return torch.compiler.is_compiling() or type(query) not in PLAIN
 
 
 def weights(query: Tensor, all_keys: Tensor, masked: Masked, options: dict[str, Any]) -> Tensor:

@@ -23,12 +23,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..patching.interception import PLAIN
 from ..tiled.masks import Band
 from .pattern import MaskFunction, Pattern, made_by, read_pattern
 
 log = logging.getLogger("pascal_attn")
-
-_PLAIN = (Tensor, torch.nn.Parameter)
 
 
 class HostMask:
@@ -103,12 +102,11 @@ class HostMask:
             allowed = allowed & (key <= query + (offset + right))
         return allowed
 
-    def dense(self) -> Tensor:
-        """The tensor it represents."""
-        sizes = (self.batch_size, 1, self.seq_len_q, self.seq_len_kv)
+    def dense(self, rule: Callable[..., Tensor] | None = None) -> Tensor:
+        """The tensor it represents, or that of its rule :meth:`rest`."""
         views = ((-1, 1, 1, 1), (1, -1, 1, 1), (1, 1, -1, 1), (1, 1, 1, -1))
-        indices = [torch.arange(n, device=self.device).view(view) for n, view in zip(sizes, views)]
-        return self.rule(*indices).expand(sizes)
+        indices = [torch.arange(n, device=self.device).view(view) for n, view in zip(self.shape, views)]
+        return (rule or self.rule)(*indices).expand(self.shape)
 
     # ---- what Transformers asks of it ------------------------------------------------------------------------------
 
@@ -325,13 +323,13 @@ def lazy_mask(
     if use_vmap is None:
         use_vmap = any(made_by(function) not in _INDEXED for function in pattern.rest)
     # A tensor for an offset goes into the rule as it is: such a mask is stored, never kept.
-    offsets: Any = q_offset, kv_offset
-    shape = batch_size, q_length, kv_length
-    mask = HostMask(shape, offsets, pattern, padding, torch.device(device), use_vmap=use_vmap)
+    at: Any = q_offset, kv_offset
+    mask = HostMask((batch_size, q_length, kv_length), at, pattern, padding, torch.device(device), use_vmap=use_vmap)
     may_skip = allow_is_causal_skip or allow_is_bidirectional_skip
     if q_length == 1 and not may_skip:
         return additive(mask.dense(), dtype) if dtype.is_floating_point else mask.dense()
-    answer = _without_reading(mask) if traced else _simplified(mask)
+    is_said = isinstance(q_offset, int) and not pattern.rest  # else its parts cannot be part of a graph
+    answer = _simplified(mask) if not traced else mask if is_said else mask.dense()
     return None if may_skip and isinstance(answer, HostMask) and answer.is_everything else answer
 
 
@@ -346,11 +344,6 @@ def _simplified(mask: HostMask) -> HostMask:
     if mask.seq_len_q == 1 and mask.pattern.rest and bool(mask.dense().all()):
         mask.pattern = Pattern()
     return mask
-
-
-def _without_reading(mask: HostMask) -> HostMask | Tensor:
-    """The mask, or the tensor it represents if its parts cannot be part of a graph."""
-    return mask if isinstance(mask.q_offset, int) and not mask.pattern.rest else mask.dense()
 
 
 def _read_traced(mask_function: MaskFunction | None, q_offset: int | Tensor) -> Pattern:
@@ -378,4 +371,4 @@ def _padding(attention_mask: Tensor | None, batch_size: int, kv_length: int, kv_
 def _is_traced(*values: Any) -> bool:
     if torch.compiler.is_compiling() or torch.jit.is_tracing():
         return True
-    return any(isinstance(v, Tensor) and (type(v) not in _PLAIN or v.device.type == "meta") for v in values)
+    return any(isinstance(v, Tensor) and (type(v) not in PLAIN or v.device.type == "meta") for v in values)

@@ -89,5 +89,4 @@ class VaePatch(Patch):
         super().__init__(group.name, group._undo_all, sites=len(sites))
 
     def report(self) -> VaeReport:
-        """A report of the calls so far."""
         return VaeReport([call for site in self._sites.values() for call in site.calls], tuple(self._sites))

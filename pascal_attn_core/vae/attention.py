@@ -47,16 +47,12 @@ class Attention(Lazy):
         return 1 if same and self.mask is None and query.granule(dim) == 1 else 0
 
     def wants(self, dim: int, low: int, high: int) -> list[Want]:
-        query = self.inputs[0]
-        if self.is_whole(dim, low, high):
-            return [query.whole(), *self._keys(None)]
-        return [Want(query, dim, low, high), *self._keys((dim, low, high))]
-
-    def _keys(self, cut: tuple[int, int, int] | None) -> list[Want]:
-        _, key, value = self.inputs
-        if cut is not None and cut[0] < self.like.dim() - 3:
-            return [Want(key, *cut), Want(value, *cut)]
-        return [Want(node, node.like.dim() - 2, 0, self.keys) for node in (key, value)]
+        query, *others = self.inputs
+        is_whole = self.is_whole(dim, low, high)
+        of_query = query.whole() if is_whole else Want(query, dim, low, high)
+        if not is_whole and dim < self.like.dim() - 3:
+            return [of_query, *(Want(node, dim, low, high) for node in others)]
+        return [of_query, *(Want(node, node.like.dim() - 2, 0, self.keys) for node in others)]
 
     def compute(self, pieces: list[Tensor], dim: int, low: int, high: int) -> Tensor:
         query, key, value = pieces

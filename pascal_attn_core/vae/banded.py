@@ -83,10 +83,8 @@ def _autocast(*tensors: Tensor | None) -> tuple[Tensor | None, ...]:
     kind = _first(tensors).device.type
     if not torch.is_autocast_enabled(kind):
         return tensors
-    dtype = torch.get_autocast_dtype(kind)
-    return tuple(
-        t if t is None or not t.is_floating_point() or t.dtype == torch.float64 else t.to(dtype) for t in tensors
-    )
+    dtype, wide = torch.get_autocast_dtype(kind), torch.float64
+    return tuple(t if t is None or not t.is_floating_point() or t.dtype == wide else t.to(dtype) for t in tensors)
 
 
 def _circular_pad(input: Tensor, pad: list[int], mode: str = "circular", value: float | None = None) -> Any:
@@ -139,20 +137,15 @@ def _dispatch(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
         return _converted(first, func, kwargs)
     if func._schema.is_mutable:
         return _mutated(func, args, kwargs)
-    found = NotImplemented
-    handler = operators.handler_of(func)
-    if handler is not None:
-        found = handler(run, func, *_nodes(args), **_nodes(kwargs))
-    if found is NotImplemented and _is_composite(func):
-        return func.decompose(*args, **kwargs)
-    if (
-        found is NotImplemented
-        and torch.Tag.pointwise in func.tags
-        and torch.Tag.nondeterministic_seeded not in func.tags
-    ):
-        found = operators.pointwise(run, func, _nodes(args), _nodes(kwargs))
+    handler = operators.HANDLERS.get(packet)
+    found = NotImplemented if handler is None else handler(run, func, *_nodes(args), **_nodes(kwargs))
     if found is NotImplemented:
-        return _whole(first, func, args, kwargs)
+        if torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd"):
+            return func.decompose(*args, **kwargs)
+        if torch.Tag.pointwise in func.tags and torch.Tag.nondeterministic_seeded not in func.tags:
+            found = operators.pointwise(run, func, _nodes(args), _nodes(kwargs))
+        if found is NotImplemented:
+            return _whole(first, func, args, kwargs)
     out = wrapped(found)
     if packet is aten.slice and isinstance(out, Banded):
         out.origin = _range_of_slice(first, *args[1:], **kwargs)
@@ -164,10 +157,6 @@ def _range_of_slice(
 ) -> tuple[Banded, int, int, int] | None:
     first, last, _ = slice(start, end).indices(tensor.shape[dim])
     return (tensor, dim % tensor.dim(), first, max(first, last)) if step == 1 else None
-
-
-def _is_composite(func: Any) -> bool:
-    return torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd")
 
 
 def _converted(tensor: Banded, func: Any, kwargs: dict[str, Any]) -> Tensor:
@@ -201,10 +190,8 @@ def _mutated(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
             raise NotInBands(f"{name} with a tensor")
         found = Filled(target.node.like, number, target.run.device)
     else:
-        packet = getattr(aten, name.removesuffix("_"), None)
-        overload = (
-            getattr(packet, func._overloadname, None) if isinstance(packet, _Packet) and name[-1] == "_" else None
-        )
+        packet = getattr(aten, name.removesuffix("_"), None) if name[-1] == "_" else None
+        overload = getattr(packet, func._overloadname, None) if isinstance(packet, _Packet) else None
         if overload is None:
             raise NotInBands(f"{name} writes into its argument")
         made = _dispatch(overload, args, kwargs)

@@ -54,11 +54,11 @@ class Settings:
     enabled: bool = True
 
     def __post_init__(self) -> None:
-        if self.budget_mib is not None:
-            if isinstance(self.budget_mib, bool) or not isinstance(self.budget_mib, (int, float)):
-                raise TypeError(f"budget_mib must be a number, got {self.budget_mib!r}")
-            if not 0 < self.budget_mib < float("inf"):
-                raise ValueError(f"budget_mib must be above 0 and finite, got {self.budget_mib}")
+        budget = self.budget_mib
+        if isinstance(budget, bool) or not isinstance(budget, (int, float, type(None))):
+            raise TypeError(f"budget_mib must be a number, got {budget!r}")
+        if budget is not None and not 0 < budget < float("inf"):
+            raise ValueError(f"budget_mib must be above 0 and finite, got {budget}")
         if not isinstance(self.verify, bool):
             raise TypeError(f"verify must be a bool, got {self.verify!r}")
         for name in ("progress", "expected_bytes"):
@@ -84,8 +84,10 @@ class Site:
         self._lock = threading.Lock()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Site:
-        vae = copy.deepcopy(self.vae, memo)
-        return Site(vae, self.name, _rebound(self.own, self.vae, vae), self.settings)
+        vae, own = copy.deepcopy(self.vae, memo), self.own
+        if isinstance(own, types.MethodType) and own.__self__ is self.vae:
+            own = types.MethodType(own.__func__, vae)
+        return Site(vae, self.name, own, self.settings)
 
     def __reduce__(self) -> Any:  # pickled, a VAE is stored without the patch
         return _same, (self.own,)
@@ -100,7 +102,7 @@ class Site:
             shape, seconds = tuple(given.tensor.shape), time.perf_counter() - start
             self.calls.append(VaeCall(self.name, shape, state, why, seconds, figures))
 
-        if self._needs_gradients(given.tensor):
+        if torch.is_grad_enabled() and any(t.requires_grad for t in (given.tensor, *self.vae.parameters())):
             if all(call.why != _GRADIENTS for call in self.calls):
                 log.warning("%s.%s does not run in bands: %s", type(self.vae).__name__, self.name, _GRADIENTS)
             note("as it is", _GRADIENTS)
@@ -138,9 +140,6 @@ class Site:
         if not self.settings.enabled or getattr(_running, "on", False) or not is_plain or given.is_meta:
             return False
         return not torch.compiler.is_compiling()
-
-    def _needs_gradients(self, given: Tensor) -> bool:
-        return torch.is_grad_enabled() and (given.requires_grad or any(p.requires_grad for p in self.vae.parameters()))
 
     def _does_not_fit(self, given: Tensor) -> str:
         estimate, free = self.settings.expected_bytes, available_bytes(given.device)
@@ -203,8 +202,9 @@ class Site:
         Raises:
             NotInBands: the VAE is as it was.
         """
-        budget = self._budget(given.tensor.device)
-        expected = self._rehearsal(given, budget) if self._needs_plan(given.tensor) else None
+        budget, (keep, progress) = self._budget(given.tensor.device), (self.settings.keep, self.settings.progress)
+        is_on_host = keep == "host" or (keep == "auto" and given.tensor.device.type == "cuda")
+        expected = self._rehearsal(given, budget) if is_on_host or progress is not None else None
         if expected is not None:
             free = available_bytes("cpu")
             if free is not None and expected.host_bytes > free:
@@ -212,7 +212,7 @@ class Site:
                     f"{self.name} of {list(given.tensor.shape)} in bands needs {expected.host_bytes / MIB:.0f} MiB of "
                     f"host memory for the activations between its layers, {free / MIB:.0f} are free"
                 )
-        progress, done = self.settings.progress, 0
+        done = 0
 
         def on_band() -> None:
             nonlocal done
@@ -220,17 +220,13 @@ class Site:
             if progress is not None:
                 progress(0.0 if expected is None else min(1.0, done / max(expected.bands, 1)))
 
-        run = Run(given.tensor.device, budget, keep=self.settings.keep, on_band=on_band)
+        run = Run(given.tensor.device, budget, keep=keep, on_band=on_band)
         with ExitStack() as stack:
             stack.callback(snapshot(self.vae))
             with _in_bands_now():
                 out = self._call(run, given)
             stack.pop_all()  # what the VAE remembers of this call stays
         return out, run.figures
-
-    def _needs_plan(self, given: Tensor) -> bool:
-        is_on_host = self.settings.keep == "host" or (self.settings.keep == "auto" and given.device.type == "cuda")
-        return is_on_host or self.settings.progress is not None
 
     def _rehearsal(self, given: _Given, budget: int) -> Figures | None:
         """The figures of the coming call, from shapes alone; None where they cannot be told."""
@@ -267,7 +263,6 @@ class _Given(NamedTuple):
         return _Given((), {**self.kwargs, next(iter(self.kwargs)): tensor})
 
     def to(self, function: Callable[..., Any]) -> Any:
-        """Call a function with them."""
         return function(*self.args, **self.kwargs)
 
 
@@ -294,12 +289,6 @@ def bound(site: Site) -> Callable[[], list[str] | None]:
     return undo
 
 
-def _rebound(own: Callable[..., Any], vae: nn.Module, other: nn.Module) -> Callable[..., Any]:
-    if isinstance(own, types.MethodType) and own.__self__ is vae:
-        return types.MethodType(own.__func__, other)
-    return own
-
-
 def _same(own: Callable[..., Any]) -> Callable[..., Any]:
     return own
 
@@ -322,7 +311,7 @@ def is_trial() -> bool:
 
 @contextmanager
 def _without_tiles(vae: nn.Module) -> Iterator[None]:
-    had = getattr(vae, "use_tiling", None)
+    had: Any = getattr(vae, "use_tiling", None)
     if had:
         vae.use_tiling = False  # type: ignore[assignment]
     try:

@@ -11,7 +11,7 @@ for the whole tensor and can always be read; others where :meth:`Lazy.granule` i
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 aten = torch.ops.aten
 _SMALL = 1 << 16  # elements of a tensor that is copied when it is recorded, since its memory may be used again
 Versions = tuple[tuple[Tensor, int], ...]
+Dims = Sequence[int | None]  # which dimension of the input each one of a result is; None = it must not be cut
 Memo = dict[tuple[int, int, int, int], Tensor]
 
 
@@ -280,15 +281,9 @@ class Pointwise(Aligned):
                 return leaf.narrow(own, low, high - low)
             return leaf
 
-        args, kwargs = mapped(cut, (self.args, self.kwargs))
-        reuse = (
-            self.in_place is not None
-            and self.args[0] is self.inputs[0]
-            and self.owns_pieces(0)
-            and self.inputs[0].shape == self.shape
-            and self.inputs[0].like.dtype == self.like.dtype
-        )
-        args, kwargs = substituted((args, kwargs), self.inputs, pieces)
+        args, kwargs = substituted(mapped(cut, (self.args, self.kwargs)), self.inputs, pieces)
+        reuse = self.in_place is not None and self.args[0] is self.inputs[0] and self.owns_pieces(0)
+        reuse = reuse and (self.inputs[0].shape, self.inputs[0].like.dtype) == (self.shape, self.like.dtype)
         return (self.in_place if reuse else self.func)(*args, **kwargs)
 
 
@@ -303,21 +298,14 @@ class Rowwise(Aligned):
     """An operator that treats ranges of some dimensions independently: a softmax, a linear layer, a sum.
 
     Args:
-        dims: which dimension of the input each dimension of the result is, None where it must not be cut.
+        dims: see :data:`Dims`.
         others: nodes that are read whole, whatever is read of the result; the input is the first.
     """
 
     arguments = ("args", "kwargs")
 
     def __init__(
-        self,
-        like: Tensor,
-        func: Callable[..., Any],
-        args: tuple,
-        kwargs: dict[str, Any],
-        dims: Sequence[int | None],
-        *,
-        heavy: bool = False,
+        self, like: Tensor, func: Any, args: tuple, kwargs: dict[str, Any], dims: Dims, *, heavy: bool = False
     ):
         super().__init__(like, nodes_in((args, kwargs)))
         self.func, self.dims, self.is_heavy = func, dims, heavy
@@ -396,9 +384,7 @@ class Narrowed(Aligned):
     is_fresh = False
 
     def __init__(self, node: Lazy, cut: int, start: int, stop: int, step: int = 1):
-        index = [slice(None)] * node.like.dim()
-        index[cut] = slice(start, stop, step)
-        super().__init__(node.like[tuple(index)], (node,))
+        super().__init__(node.like[tuple([slice(None)] * cut + [slice(start, stop, step)])], (node,))
         self.cut, self.start, self.step = cut, start, step
 
     def own_granule(self, dim: int) -> int:
@@ -411,14 +397,11 @@ class Narrowed(Aligned):
         return [Want(self.inputs[0], dim, self.start + low * self.step, self.start + (high - 1) * self.step + 1)]
 
     def compute(self, pieces: list[Tensor], dim: int, low: int, high: int) -> Tensor:
-        piece, count = pieces[0], self.size(self.cut)
+        start, count = self.start, self.size(self.cut)
         if dim == self.cut and self.inputs[0].granule(dim) == 1:
             start, count = 0, high - low
-        else:
-            start = self.start
-        index = [slice(None)] * piece.dim()
-        index[self.cut] = slice(start, start + (count - 1) * self.step + 1, self.step)
-        return piece[tuple(index)]
+        stop = start + (count - 1) * self.step + 1
+        return pieces[0][tuple([slice(None)] * self.cut + [slice(start, stop, self.step)])]
 
 
 class Expanded(Aligned):

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from .attention import Attention
-from .lazy import Expanded, Filled, Joined, Known, Lazy, Narrowed, Permuted, Pointwise, Rowwise, Viewed, aten
+from .lazy import Dims, Expanded, Filled, Joined, Known, Lazy, Narrowed, Permuted, Pointwise, Rowwise, Viewed, aten
 from .run import Run
+from .store import Value
 from .trees import leaves, mapped
 from .windows import Convolution, Moments, Normalised, Padded, Resized
 
@@ -30,10 +31,6 @@ def handles(*names: str) -> Callable[[Handler], Handler]:
         return handler
 
     return note
-
-
-def handler_of(func: Any) -> Handler | None:
-    return HANDLERS.get(func.overloadpacket)
 
 
 def likes(args: Any) -> Any:
@@ -67,14 +64,7 @@ def pointwise(run: Run, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
 
 
 def rowwise(
-    run: Run,
-    node: Lazy,
-    func: Any,
-    args: tuple,
-    kwargs: dict[str, Any],
-    dims: Sequence[int | None],
-    *,
-    heavy: bool = False,
+    run: Run, node: Lazy, func: Any, args: tuple, kwargs: dict[str, Any], dims: Dims, *, heavy: bool = False
 ) -> Lazy:
     """An operator that treats ranges of some dimensions of its input on their own; see :class:`.lazy.Rowwise`."""
     run.settled(node)
@@ -97,7 +87,7 @@ def _view(run: Run, node: Lazy, of_tensor: Callable[[Tensor], Tensor], of_node: 
         tensor = of_tensor(node.value.tensor)
     except RuntimeError:  # these strides have no such view
         return of_node()
-    return Known(of_node().like, node.value.view(tensor))
+    return Known(of_node().like, Value(tensor, node.value.owner, on_host=node.value.on_host))
 
 
 @handles("view", "_unsafe_view", "reshape", "_reshape_alias")
@@ -333,20 +323,10 @@ def _pool(run: Run, func: Any, node: Lazy, kernel: Sequence[int], *rest: Any) ->
 
 
 @handles("native_group_norm")
-def _group_norm(
-    run: Run,
-    func: Any,
-    node: Any,
-    weight: Any,
-    bias: Any,
-    batch: int,
-    channels: int,
-    inner: int,
-    groups: int,
-    eps: float,
-) -> Any:
+def _group_norm(run: Run, func: Any, node: Any, weight: Any, bias: Any, *rest: Any) -> Any:
     if not isinstance(node, Lazy) or node.like.dim() < 3:
         return NotImplemented
+    batch, _, _, groups, eps = rest
     moments = Moments(batch, groups)
     run.evaluate(node, moments)
     found = Normalised(node, moments, weight, bias, eps)

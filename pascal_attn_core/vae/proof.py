@@ -94,23 +94,17 @@ def _apart(got: list[Tensor], wanted: list[Tensor], moved: list[Tensor], dtype: 
         floor = torch.finfo(dtype).eps * other.abs().amax()
         limit = _ALLOWED * torch.maximum(noise, floor)
         if not bool(gap <= limit):  # NaN too
-            return (
-                f"bands differ from the VAE by {float(gap):.1e} on a small input, of which rounding explains "
-                f"{float(limit):.1e}"
-            )
+            where = f"on a small input, of which rounding explains {float(limit):.1e}"
+            return f"bands differ from the VAE by {float(gap):.1e} {where}"
     return ""
 
 
 def _tensors(found: Any) -> list[Tensor]:
-    leaves = []
+    leaves: list[Any] = []
     for leaf in tree_leaves(found):
-        if isinstance(leaf, Tensor):
-            leaves.append(leaf)
-        elif hasattr(leaf, "__dict__"):
-            leaves += [value for value in vars(leaf).values() if isinstance(value, Tensor)]
-    return [
-        leaf.double() if leaf.dtype == torch.float64 else leaf.float() for leaf in leaves if leaf.is_floating_point()
-    ]
+        leaves += [leaf] if isinstance(leaf, Tensor) else getattr(leaf, "__dict__", {}).values()
+    floats = (leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.is_floating_point())
+    return [leaf.double() if leaf.dtype == torch.float64 else leaf.float() for leaf in floats]
 
 
 def _rows(difference: Tensor) -> Tensor:

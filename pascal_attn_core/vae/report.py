@@ -30,7 +30,6 @@ class VaeCall:
     figures: Figures | None = None
 
     def text(self) -> str:
-        """One line, and one more for operators that ran whole."""
         head = f"{self.method} of {list(self.shape)}: {self.state}{', ' if self.why else ''}{self.why}"
         if self.figures is None:
             return f"{head} ({self.seconds:.1f} s)"
@@ -67,5 +66,4 @@ class VaeReport(AnyReport):
         return called + [State(name, WAITING) for name in self.methods if name not in latest]
 
     def text(self) -> str:
-        """One or two lines per call."""
         return "\n".join(call.text() for call in self.calls) if self.calls else "the VAE has not been called yet"

@@ -75,10 +75,9 @@ class Run:
         self.device = torch.device("meta") if is_rehearsal else device
         self.budget, self.rows, self.on_band, self.is_rehearsal = budget, rows, on_band, is_rehearsal
         self.least_bands = least_bands
-        # a CPU has no other memory than the host's
-        self.store = ActivationStore(
-            self.device, "device" if keep == "auto" and device.type != "cuda" else keep, budget, queues
-        )
+        if keep == "auto" and device.type != "cuda":
+            keep = "device"  # a CPU has no other memory than the host's
+        self.store = ActivationStore(self.device, keep, budget, queues)
         self.figures = Figures()
         self._last_try: Lazy | None = None
         self.tensors: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
@@ -96,7 +95,7 @@ class Run:
 
     def copied(self, node: Lazy) -> Lazy:
         """A copy by which a model lets go of the rest (frames for the next call): memory of its own."""
-        held = node.value.held_bytes() if node.value is not None else node.leaf_bytes()
+        held = node.leaf_bytes() if node.value is None else node.value.tensor.untyped_storage().nbytes()
         if 2 * held < 3 * node.nbytes or not node.nbytes:
             return node
         if node.value is None:
@@ -156,8 +155,9 @@ class Run:
         while low < total:
             high = min(total, low + count)
             try:
-                if high < total:
-                    self._read_ahead(node, dim, high, min(total, high + count))
+                if high < total and self.store.queues is not None:
+                    for value, *where in node.leaves(dim, high, min(total, high + count)):
+                        value.read_ahead(*where)
                 target = self._band(node, dim, (low, high), target, moments, stays)
             except (RuntimeError, MemoryError) as error:
                 if not is_out_of_memory(error):
@@ -188,7 +188,7 @@ class Run:
         """After an out-of-memory error: half as many rows, then values to host memory, then the error."""
         self.figures.retries += 1
         for value, *_ in node.leaves(dim, 0, node.size(dim)):
-            value.forget_ahead()
+            value.ahead.clear()
         error.__traceback__ = None  # its frames hold the pieces
         self._free()
         unit = max(node.granule(dim), 1)
@@ -199,17 +199,12 @@ class Run:
             return count
         raise error
 
-    def _read_ahead(self, node: Lazy, dim: int, low: int, high: int) -> None:
-        if self.store.queues is not None:
-            for value, *where in node.leaves(dim, low, high):
-                value.read_ahead(*where)
-
     def _dim(self, node: Lazy, moments: Moments | None) -> int:
         """The dimension to cut: rows, then frames, then columns; the first of which a band fits the budget."""
         dims = node.like.dim()
-        order = (
-            [dims - 2, *range(2, dims - 2), dims - 1] if dims >= 4 else sorted(range(dims), key=lambda d: -node.size(d))
-        )
+        order = [dims - 2, *range(2, dims - 2), dims - 1]
+        if dims < 4:
+            order = sorted(range(dims), key=lambda d: -node.size(d))
         uncut = () if moments is None else moments.uncut
         found = [dim for dim in order if dim not in uncut and node.size(dim) > 1 and node.granule(dim)]
         if not found:

@@ -23,11 +23,12 @@ class Value:
         tensor: it, on the device or in host memory. In host memory the dimension that it was written along lies
             outermost, so that each range of it is one block.
         on_host: it is copied to the device to be read.
+        ahead: ranges that were brought there and not read yet.
     """
 
     def __init__(self, tensor: Tensor, store: ActivationStore, *, on_host: bool = False):
         self.tensor, self.owner, self.on_host = tensor, store, on_host
-        self._ahead: dict[tuple[int, int, int], Any] = {}
+        self.ahead: dict[tuple[int, int, int], Any] = {}
 
     def _range(self, dim: int, low: int, high: int) -> Tensor:
         return self.tensor.narrow(dim, low, high - low) if self.tensor.dim() else self.tensor
@@ -36,7 +37,7 @@ class Value:
         """A range of the value on the device; a view where it lies there."""
         if not self.on_host:
             return self._range(dim, low, high)
-        ahead = self._ahead.pop((dim, low, high), None)
+        ahead = self.ahead.pop((dim, low, high), None)
         if ahead is not None and self.owner.queues is not None:
             return self.owner.queues.arrived(ahead)
         return self.owner.fetch(self._range(dim, low, high), dim)
@@ -48,18 +49,10 @@ class Value:
         size = self.tensor.shape[dim] if self.tensor.dim() else 1
         return self.tensor.numel() * self.tensor.element_size() // max(size, 1) * (high - low)
 
-    def held_bytes(self) -> int:
-        """Bytes of the memory that the value lies in, of which it may be a part."""
-        return self.tensor.untyped_storage().nbytes()
-
     def read_ahead(self, dim: int, low: int, high: int) -> None:
         """Begin to bring a range to the device, where that goes beside other work."""
-        if self.on_host and self.owner.queues is not None and (dim, low, high) not in self._ahead:
-            self._ahead[dim, low, high] = self.owner.queues.send(self._range(dim, low, high), dim)
-
-    def forget_ahead(self) -> None:
-        """Drop ranges that were brought and not read."""
-        self._ahead.clear()
+        if self.on_host and self.owner.queues is not None and (dim, low, high) not in self.ahead:
+            self.ahead[dim, low, high] = self.owner.queues.send(self._range(dim, low, high), dim)
 
     def write(self, dim: int, low: int, piece: Tensor) -> None:
         """Put a range in its place."""
@@ -71,17 +64,6 @@ class Value:
             self.owner.store(piece, place, dim)
         else:
             place.copy_(piece)
-
-    def view(self, tensor: Tensor) -> Value:
-        """A view of the same memory."""
-        return Value(tensor, self.owner, on_host=self.on_host)
-
-    def move_to_host(self) -> None:
-        """Make room on the device."""
-        if not self.on_host:
-            kept = self.owner.host_memory(self.tensor.shape, self.tensor.dtype, 0)
-            kept.copy_(self.tensor)
-            self.tensor, self.on_host = kept, True
 
 
 class Queues:
@@ -168,11 +150,9 @@ class ActivationStore:
         self._values.add(value)
         return value
 
-    def _left(self, nbytes: int) -> None:
+    def _left(self, nbytes: int, host_bytes: int = 0) -> None:
         self.held -= nbytes
-
-    def _left_host(self, nbytes: int) -> None:
-        self.host_held -= nbytes
+        self.host_held -= host_bytes
 
     def host_memory(self, shape: Sequence[int], dtype: torch.dtype, dim: int) -> Tensor:
         """Host memory for a tensor, ``dim`` outermost; pinned where the device copies from it."""
@@ -189,7 +169,7 @@ class ActivationStore:
         nbytes = tensor.numel() * tensor.element_size()
         self.host_held += nbytes
         self.host_peak = max(self.host_peak, self.host_held)
-        weakref.finalize(tensor.untyped_storage(), self._left_host, nbytes)
+        weakref.finalize(tensor.untyped_storage(), self._left, 0, nbytes)
         return tensor.permute([order.index(each) for each in range(len(shape))])
 
     def fetch(self, piece: Tensor, dim: int) -> Tensor:
@@ -219,7 +199,7 @@ class ActivationStore:
         moved = False
         for value in list(self._values):
             if not value.on_host and value.tensor.numel() and self.device.type == "cuda":
-                value.move_to_host()
-                moved = True
+                kept = self.host_memory(value.tensor.shape, value.tensor.dtype, 0).copy_(value.tensor)
+                value.tensor, value.on_host, moved = kept, True, True
         self.keep = "host"
         return moved

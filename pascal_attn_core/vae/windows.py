@@ -13,36 +13,19 @@ from ..checks import in_float64
 from .lazy import Aligned, Lazy, Want, aten, captured
 
 
-def _has_onednn() -> bool:
-    return torch.backends.mkldnn.is_available() and torch._C._get_mkldnn_enabled()
-
-
 class Convolution(Lazy):
     """``aten::convolution``: cut along its spatial dimensions, where each range needs a few elements more."""
 
     is_heavy = True
     arguments = ("weight", "bias")
 
-    def __init__(
-        self,
-        like: Tensor,
-        node: Lazy,
-        weight: Tensor,
-        bias: Tensor | None,
-        stride: Sequence[int],
-        padding: Sequence[int],
-        dilation: Sequence[int],
-        transposed: bool,
-        output_padding: Sequence[int],
-        groups: int,
-    ):
+    def __init__(self, like: Tensor, node: Lazy, weight: Tensor, bias: Tensor | None, *rest: Any):
         super().__init__(like, (node,))
-        spatial = like.dim() - 2
+        spatial, (stride, padding, dilation, self.transposed, output_padding, self.groups) = like.dim() - 2, rest
 
         def each(values: Sequence[int]) -> tuple[int, ...]:
             return tuple(values) * spatial if len(values) == 1 else tuple(values)
 
-        self.groups, self.transposed = groups, transposed
         (self.weight, self.bias), self.given = captured((weight, bias))
         self.stride, self.padding, self.dilation = each(stride), each(padding), each(dilation)
         self.output_padding = each(output_padding)
@@ -109,7 +92,8 @@ class Convolution(Lazy):
         self, piece: Tensor, padding: Sequence[int], output_padding: Sequence[int], *, with_bias: bool = True
     ) -> Tensor:
         bias = self.bias if with_bias else None
-        if piece.device.type == "cpu" and piece.dtype == torch.float32 and not self.transposed and _has_onednn():
+        has_onednn = torch.backends.mkldnn.is_available() and torch._C._get_mkldnn_enabled()
+        if piece.device.type == "cpu" and piece.dtype == torch.float32 and not self.transposed and has_onednn:
             # of small pieces torch takes another kernel than of the whole, which is slower and unfolds its input
             return torch.mkldnn_convolution(piece, self.weight, bias, padding, self.stride, self.dilation, self.groups)
         return aten.convolution(

@@ -369,14 +369,6 @@ def test_a_block_mask_beside_the_options_of_sdpa() -> None:
     torch.testing.assert_close(sdpa(*given, blocks, is_causal=True), expected, rtol=1e-5, atol=1e-5)
 
 
-def test_the_gradients_of_many_outputs_at_once() -> None:
-    layer, given = Learned(), inputs(tokens=40)
-    out = flex_attention(*given, layer.score_mod).mean(dim=(2, 3)).flatten()
-    many = torch.autograd.grad(out, layer.slope, torch.eye(len(out)), is_grads_batched=True, retain_graph=True)[0]
-    each = [torch.autograd.grad(one, layer.slope, retain_graph=True)[0] for one in out]
-    torch.testing.assert_close(many, torch.stack(each))
-
-
 def test_in_the_place_of_torchs_functions() -> None:
     before, ours = (flex.flex_attention, flex.create_block_mask), create_block_mask
     user = types.ModuleType("a_module_that_imported_it_by_name")

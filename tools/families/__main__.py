@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import dataclasses
 import json
-import platform
 import sys
 import warnings
 from collections.abc import Iterator, Sequence
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-import torch
+import diffusers
 
-from pascal_attn_core.cli import CommandError
+from pascal_attn_core.cli.bench.clock import quiet_torch
+from pascal_attn_core.cli.bench.contest import versions
 from pascal_attn_core.cli.tables import print_table
+
+from . import NotInThisVersion, families
+from .proof import prove
+from .without import unknown_models
 
 _COLUMNS = ("family", "calls", "masked", "taken", "error", "torch's", "uniform", "no mask", "sliced", "left alone")
 
@@ -38,35 +40,25 @@ def main(argv: Sequence[str] | None = None) -> int:
         "model.set_attn_processor and pipe.set_attn_processor.",
     )
     parser.add_argument("names", nargs="*", metavar="NAME", help="only families whose name contains one of these")
-    parser.add_argument(
-        "--out", type=Path, metavar="STEM", help="also write STEM.json and STEM.md; runs of other versions are kept"
-    )
+    parser.add_argument("--out", type=Path, metavar="STEM", help="write STEM.json and STEM.md, and keep older runs")
     options = parser.parse_args(arguments)
-    options.command_line = " ".join(["python -m tools.families", *arguments])
-    try:
-        return run(options)
-    except CommandError as error:
-        print(f"families: {error}", file=sys.stderr)
-        return 2
-
-
-def run(options: argparse.Namespace) -> int:
-    """Run the command; 1 if something is not proven."""
-    try:
-        import diffusers
-    except ImportError:
-        raise CommandError("diffusers must be installed; pip install diffusers") from None
     diffusers.utils.logging.set_verbosity_error()
-    with _one_thread(), warnings.catch_warnings():
+    with quiet_torch(1), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         rows, absent = _prove_all(options.names)
     if not rows:
-        raise CommandError(f"no family of diffusers {diffusers.__version__} is called {' or '.join(options.names)}")
-    this_run = {"versions": _versions(), "command": options.command_line, "families": rows, "absent": absent}
+        parser.error(f"no family of diffusers {diffusers.__version__} is called {' or '.join(options.names)}")
+    command = " ".join(["python -m tools.families", *arguments])
+    this_run = {
+        "versions": {**versions("diffusers", "transformers"), "device": "cpu, 1 thread"},
+        "command": command,
+        "families": rows,
+        "absent": absent,
+    }
     print_table(_title(this_run), _COLUMNS, [_cells(row) for row in rows])
     problems = [f"{row['family']}: {problem}" for row in rows for problem in row["problems"]]
     if not options.names:
-        problems += _unknown()
+        problems += [f"{name}: this table has no tiny configuration of it" for name in unknown_models()]
     for problem in problems:
         print("NOT PROVEN", problem)
     if options.out:
@@ -75,13 +67,9 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _prove_all(names: list[str]) -> tuple[list[dict[str, Any]], list[str]]:
-    from . import NotInThisVersion, families
-    from .proof import prove
-
     rows, absent = [], []
-    for family in families():
-        if names and not any(name.lower() in family.name.lower() for name in names):
-            continue
+    wanted = [family for family in families() if any(name.lower() in family.name.lower() for name in names or [""])]
+    for family in wanted:
         if sys.stderr.isatty():
             print(f"\r{family.name:<70}", end="", file=sys.stderr)
         try:
@@ -89,32 +77,6 @@ def _prove_all(names: list[str]) -> tuple[list[dict[str, Any]], list[str]]:
         except NotInThisVersion:
             absent.append(family.name)
     return rows, absent
-
-
-def _unknown() -> list[str]:
-    from .without import unknown_models
-
-    return [f"{name}: this table has no tiny configuration of it" for name in unknown_models()]
-
-
-def _versions() -> dict[str, str]:
-    from pascal_attn_core.version import __version__
-
-    return {
-        "diffusers": metadata.version("diffusers"),
-        "transformers": _version_or_none("transformers"),
-        "torch": torch.__version__,
-        "pascal_attn_core": __version__,
-        "python": platform.python_version(),
-        "device": "cpu, 1 thread",
-    }
-
-
-def _version_or_none(package: str) -> str:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return "none"
 
 
 def _title(run: dict[str, Any]) -> str:
@@ -192,16 +154,6 @@ def _beside(run: dict[str, Any], family: str) -> str:
     if row is None:
         return "-"
     return f"{_taken(row)} of {_cells(row)[1]}, {_cells(row)[4]}" + (" NOT PROVEN" if row["problems"] else "")
-
-
-@contextlib.contextmanager
-def _one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)
 
 
 if __name__ == "__main__":

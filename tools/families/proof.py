@@ -141,7 +141,9 @@ def prove(family: Family) -> Proof:
     proof = Proof(family.name, made=stock_calls.count + stock_calls.flex, masked=stock_calls.masked, left_alone=left)
     true = _with_exact_attention(family, model, through_us=bool(stock_calls.flex or not stock_calls.count))
     size = true.abs().max().item()
-    proof.torch_error = max(_distance(out, true) for out in (stock, _by_math(family, model))) / size
+    with sdpa_kernel(SDPBackend.MATH):
+        by_math = outputs(family, model)
+    proof.torch_error = max(_distance(out, true) for out in (stock, by_math)) / size
     _measure_ours(family, model, proof, true)
     _measure_beside_ffn(family, model, proof, true)
     if attention_state(model) != before:
@@ -233,22 +235,13 @@ def replaced(function: Callable[..., Tensor]) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _by_model(model: Any, config: AttentionConfig | None) -> Iterator[None]:
-    model.set_attn_processor(PascalAttnProcessor(config))
+def _by_processor(owner: Any, config: AttentionConfig | None) -> Iterator[None]:
+    """Sets our processor on a model or a pipeline."""
+    owner.set_attn_processor(PascalAttnProcessor(config))
     try:
         yield
     finally:
-        model.set_attn_processor(None)
-
-
-@contextlib.contextmanager
-def _by_pipeline(model: Any, config: AttentionConfig | None) -> Iterator[None]:
-    pipe = pipeline_of(model)
-    pipe.set_attn_processor(PascalAttnProcessor(config))
-    try:
-        yield
-    finally:
-        pipe.set_attn_processor(None)
+        owner.set_attn_processor(None)
 
 
 def pipeline_of(model: nn.Module) -> Any:
@@ -268,8 +261,8 @@ def pipeline_of(model: nn.Module) -> Any:
 #: the ways to set our attention on a model, and the configs to try with each; small tiles, which are slow, with one
 WAYS: dict[str, tuple[Callable[[Any, AttentionConfig | None], Any], tuple[AttentionConfig | None, ...]]] = {
     "patch": (patch_pipeline, (TILES, None)),
-    "model": (_by_model, (AttentionConfig(budget_mib=2),)),
-    "pipeline": (_by_pipeline, (None,)),
+    "model": (_by_processor, (AttentionConfig(budget_mib=2),)),
+    "pipeline": (lambda model, config: _by_processor(pipeline_of(model), config), (None,)),
 }
 
 
@@ -295,11 +288,6 @@ def _rounding_error(family: Family, model: nn.Module, true: Tensor) -> float:
         with patch_pipeline(model), replaced(rounded):
             errors.append(_distance(outputs(family, model), true))
     return max(errors) / true.abs().max().item()
-
-
-def _by_math(family: Family, model: nn.Module) -> Tensor:
-    with sdpa_kernel(SDPBackend.MATH):
-        return outputs(family, model)
 
 
 def _distance(one: Tensor, other: Tensor) -> float:

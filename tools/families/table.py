@@ -13,18 +13,47 @@ from __future__ import annotations
 
 import ast
 import re
+import sys
 from collections.abc import Callable
 from functools import cache, partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 
-from .family import Draw, Family
-from .prepare import PREPARE
+from .family import Draw, Family, reinitialise
 
 TABLE = Path(__file__).with_name("families.txt")
 _HEAD = re.compile(r"(?P<model>\S+)(?: \((?P<variant>[^)]*)\))?(?: like (?P<base>.+))?")
+
+
+def _resize_without_torchvision(controlnet: Any) -> None:
+    """diffusers imports torchvision for one nearest-neighbour resize, where it is installed."""
+    module = sys.modules[type(controlnet).__module__]
+    if not hasattr(module, "transforms"):
+        functional = SimpleNamespace(resize=lambda image, size, interpolation: F.interpolate(image, size))
+        module.transforms = SimpleNamespace(  # type: ignore[attr-defined]
+            functional=functional, InterpolationMode=SimpleNamespace(NEAREST="nearest")
+        )
+
+
+def _share_z_image(controlnet: Any) -> None:
+    transformer = next(
+        family for those in sections().values() for family in those if family.name == "ZImageTransformer2DModel"
+    )
+    controlnet.from_transformer(controlnet, reinitialise(transformer.build()))
+
+
+# Class -> what changes its model once it is built. The encoder of an RAE is a model of Transformers, which has an
+# attention interface of its own.
+PREPARE: dict[str, Callable[[Any], None]] = {
+    "CosmosControlNetModel": _resize_without_torchvision,
+    "ZImageControlNetModel": _share_z_image,
+    "AutoencoderKLAllegro": lambda model: model.enable_tiling(),
+    "AutoencoderRAE": lambda model: model.encoder.set_attn_implementation("eager"),
+}
 
 
 def value(node: ast.expr, draw: Draw | None = None) -> Any:

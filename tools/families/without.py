@@ -4,29 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-_NOTHING = "no attention"
-_PART = "part of another model"
-_SEVERAL = "holds several of another model"
-
-#: class name -> why it is not in the table
+# Reason -> names of the classes.
 WITHOUT = {
-    "T2IAdapter": _NOTHING,
-    "MultiAdapter": _SEVERAL,
-    "MultiControlNetModel": _SEVERAL,
-    "FluxMultiControlNetModel": _SEVERAL,
-    "HunyuanDiT2DMultiControlNetModel": _SEVERAL,
-    "QwenImageMultiControlNetModel": _SEVERAL,
-    "SD3MultiControlNetModel": _SEVERAL,
-    "ControlNetXSAdapter": _PART,
-    "MotionAdapter": _PART,
-    "Cosmos3AVAEAudioTokenizer": _NOTHING,
-    "LongCatAudioDiTVae": _NOTHING,
-    "Kandinsky6SRVAE": _NOTHING,
-    "Kandinsky6SRLatentUpscalerBank": _NOTHING,
-    "MiniMaxMusic3ConditionEncoder": "no attention (a softmax over layers)",
-    "MiniMaxMusic3Vocoder": _NOTHING,
-    "MMAudioVocoder": _NOTHING,
-    "RFD4ProteinaAutoencoder": "the attention of RFD4ProteinaTransformer",
+    "no attention": "T2IAdapter Cosmos3AVAEAudioTokenizer LongCatAudioDiTVae Kandinsky6SRVAE MiniMaxMusic3Vocoder "
+    "Kandinsky6SRLatentUpscalerBank MMAudioVocoder",
+    "a softmax over layers": "MiniMaxMusic3ConditionEncoder",
+    "part of another model": "ControlNetXSAdapter MotionAdapter",
+    "the attention of RFD4ProteinaTransformer": "RFD4ProteinaAutoencoder",
+    "several of another model": "MultiAdapter MultiControlNetModel FluxMultiControlNetModel SD3MultiControlNetModel "
+    "HunyuanDiT2DMultiControlNetModel QwenImageMultiControlNetModel",
 }
 
 
@@ -36,11 +22,11 @@ def unknown_models() -> Iterator[str]:
 
     from . import sections
 
-    known = {family.model.rpartition(".")[2] for those in sections().values() for family in those} | set(WITHOUT)
+    known = {family.model.rpartition(".")[2] for those in sections().values() for family in those}
     for name in dir(diffusers):
         cls = getattr(diffusers, name) if name[0].isupper() else None
         is_model = (
             isinstance(cls, type) and issubclass(cls, diffusers.ModelMixin) and "diffusers.models." in cls.__module__
         )
-        if is_model and name not in {*known, "ModelMixin"}:
+        if is_model and name not in {*known, *" ".join(WITHOUT.values()).split(), "ModelMixin"}:
             yield name

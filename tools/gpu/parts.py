@@ -157,7 +157,9 @@ def _tests(job: Job) -> Outcome:
     # A test may be told of twice: its call, and what failed when it was put away.
     outcomes = dict.fromkeys(passed, "passed")
     for line in tests:
-        outcomes[line["test"]] = max(line["outcome"], outcomes.get(line["test"], ""), key=_severity)
+        outcomes[line["test"]] = max(
+            line["outcome"], outcomes.get(line["test"], ""), key=("", "passed", "skipped", "failed").index
+        )
     passed |= {line["test"]: line["seconds"] for line in tests if outcomes[line["test"]] == "passed"}
     counts = Counter(outcomes.values())
     collected = next((line["collected"] for line in lines if "collected" in line), 0)
@@ -199,10 +201,6 @@ def _lines_of(path: Path) -> list[dict[str, Any]]:
     return found
 
 
-def _severity(outcome: str) -> int:
-    return ("", "passed", "skipped", "failed").index(outcome)
-
-
 def _selftest(job: Job) -> Outcome:
     path = job.scratch / "selftest.json"
     seconds = max(1.0, min(job.sizes.selftest_seconds, job.left - 2 * _MARGIN))
@@ -215,23 +213,12 @@ def _selftest(job: Job) -> Outcome:
     return Outcome(RIGHT if ended.status == 0 else UNFINISHED if is_unfinished else WRONG, figures["verdict"], figures)
 
 
-def _bench_figures(job: Job, arguments: tuple[str, ...]) -> tuple[child.Ended, dict[str, Any]]:
+def _bench(job: Job, arguments: tuple[str, ...], words: Callable[[dict[str, Any]], str]) -> Outcome:
+    """``words``: what was done by the figures, "" = nothing."""
     path = job.scratch / "bench.json"
     ended = job.run("-m", "tools.peers", "--device", job.device, "--json", str(path), *arguments)
-    return ended, read(path)
-
-
-def _bench(job: Job, arguments: tuple[str, ...]) -> Outcome:
-    ended, figures = _bench_figures(job, arguments)
-    means = figures.get("geometric_means", {})
-    ratios = ", ".join(
-        f"{name.removeprefix('ours-')} {means[name]['ratio']:.2f}"
-        for name in ("ours-auto", "ours-fused-tensor", "ours-fused", "ours-tiled")
-        if name in means
-    )
-    count = len(figures.get("shapes", []))
-    said = f"{count} shape{'s'[: count != 1]}; in units of {figures.get('baseline')}: {ratios}"
-    return _benched(ended, figures, said if count else "")
+    figures = read(path)
+    return _benched(ended, figures, words(figures))
 
 
 def _benched(ended: child.Ended, figures: dict[str, Any], said: str) -> Outcome:
@@ -241,23 +228,25 @@ def _benched(ended: child.Ended, figures: dict[str, Any], said: str) -> Outcome:
     return Outcome(RIGHT, said, figures) if ended.status == 0 and said else _failed(ended, figures)
 
 
-def _linear(job: Job) -> Outcome:
-    ended, figures = _bench_figures(job, job.sizes.linear)
+def _ratios(figures: dict[str, Any]) -> str:
+    means = figures.get("geometric_means", {})
+    ratios = ", ".join(
+        f"{name.removeprefix('ours-')} {means[name]['ratio']:.2f}"
+        for name in ("ours-auto", "ours-fused-tensor", "ours-fused", "ours-tiled")
+        if name in means
+    )
+    count = len(figures.get("shapes", []))
+    return f"{count} shape{'s'[: count != 1]}; in units of {figures.get('baseline')}: {ratios}" if count else ""
+
+
+def _linear_ratios(figures: dict[str, Any]) -> str:
     found = [
         f"{report['layer']['name']} {result['ratio']:.2f} ({result['ran']})"
         for report in figures.get("layers", [])
         for result in report["results"]
         if result["name"] == "int8" and result["ratio"]
     ]
-    return _benched(ended, figures, f"int8 in units of float32: {', '.join(found)}" if found else "")
-
-
-def _forward(job: Job) -> Outcome:
-    return _bench(job, job.sizes.forward)
-
-
-def _backward(job: Job) -> Outcome:
-    return _bench(job, job.sizes.backward)
+    return f"int8 in units of float32: {', '.join(found)}" if found else ""
 
 
 def _demo(job: Job) -> Outcome:
@@ -312,6 +301,14 @@ def _sanitized(ended: child.Ended, errors: int | None) -> tuple[str, str]:
     return (FAILED, "it gave no summary") if errors is None else (RIGHT, "no errors")
 
 
+def _rates(job: Job) -> Outcome:
+    path = job.scratch / "rates.json"
+    ended = job.run("-m", "tools.gpu.rates", "--device", job.device, "--json", str(path))
+    if ended.status == 2:
+        return Outcome(NOT_RUN, ended.last_line, {})
+    return _benched(ended, read(path), ended.last_line)
+
+
 def _sweep(job: Job) -> Outcome:
     """A candidate may end its process; the next process goes on behind it."""
     path = job.scratch / "sweep.json"
@@ -355,11 +352,12 @@ def _failed(ended: child.Ended, figures: dict[str, Any]) -> Outcome:
 _CORE = ("pascal_attn_core",)
 _TOOL = ("pascal_attn_core", "tools/gpu")
 PARTS = (
+    Part("rates", 20, _TOOL, _rates),
     Part("selftest", 80, _CORE, _selftest),
     Part("tests", 130, ("pascal_attn_core", "nodes", "tests/gpu", "tests/support", "tests/conftest.py"), _tests),
-    Part("bench-forward", 75, _CORE, _forward),
-    Part("bench-backward", 60, _CORE, _backward),
-    Part("bench-linear", 40, _CORE, _linear),
+    Part("bench-forward", 75, _CORE, lambda job: _bench(job, job.sizes.forward, _ratios)),
+    Part("bench-backward", 60, _CORE, lambda job: _bench(job, job.sizes.backward, _ratios)),
+    Part("bench-linear", 40, _CORE, lambda job: _bench(job, job.sizes.linear, _linear_ratios)),
     Part("demo", 40, _CORE, _demo),
     Part("sanitizer", 75, _TOOL, _sanitizer),
     Part("sweep", 80, _TOOL, _sweep),

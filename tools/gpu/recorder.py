@@ -15,9 +15,7 @@ _MESSAGE = 2000
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--record", type=Path, help="file for the outcome of each test, as lines of JSON")
-    parser.addoption(
-        "--before", type=Path, help="names by earlier runs: passed, which are left out, lost, which go last"
-    )
+    parser.addoption("--before", type=Path, help="names: passed before, which are left out, lost, which go last")
     parser.addoption("--seconds", type=float, help="no test is begun later")
 
 

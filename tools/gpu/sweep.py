@@ -1,5 +1,5 @@
 """``python -m tools.gpu.sweep``: other geometries than the table's, compiled on the spot, compared with float64, then
-timed in turns with the shipped one and torch's own kernels.
+timed in turns with the shipped one.
 
 What has been measured is written after every job (a kernel kind, head_dim, dtype and kind of mask), and taken over by
 the next run: a run that is cut short goes on where it was. A candidate that ended its process is not tried again.
@@ -26,9 +26,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from pascal_attn_core.call import AttentionCall, check_call, empty_output
 from pascal_attn_core.checks import is_out_of_memory
@@ -71,12 +69,6 @@ from .table import table
 
 _COMMON = (64, 128, 40, 80)
 _DTYPES = ("float32", "float16")
-_TORCH = {
-    "torch-efficient": SDPBackend.EFFICIENT_ATTENTION,
-    "torch-flash": SDPBackend.FLASH_ATTENTION,
-    "torch-cudnn": SDPBackend.CUDNN_ATTENTION,
-    "torch-math": SDPBackend.MATH,
-}
 # Blocks for each place on the card: the last, partly filled round of blocks is a small share of the time.
 _WAVES = 24
 _SHARE_OF_MEMORY = 0.1
@@ -91,7 +83,7 @@ _DECODE = (32, 8)  # query heads, key and value heads of the call with one query
 
 @dataclass
 class Lane:
-    """One candidate, or one of torch's kernels, of a job. None = not known; ``note`` says why.
+    """One candidate of a job. None = not known; ``note`` says why.
 
     Attributes:
         registers, spilled: of the thread of its kernel that needs most, in registers and bytes; shared_bytes: of a
@@ -291,30 +283,6 @@ def error_of(candidate: Candidate, kernels: Kernels) -> float:
     return verify.largest_error(candidate, kernels.device, kernels.run, keys)
 
 
-def torch_attempts(variant: Variant, call: AttentionCall) -> dict[str, Callable[[], Any]]:
-    """Times of torch's own kernels for the same work: the forward pass, or both gradients at once."""
-    tensors, mask = (call.query, call.key, call.value), call.attn_mask
-    assert mask is None or isinstance(mask, Tensor)
-    is_grouped = call.num_heads != call.num_kv_heads
-
-    def attend(backend: SDPBackend, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        with sdpa_kernel(backend):
-            return F.scaled_dot_product_attention(query, key, value, mask, enable_gqa=is_grouped)
-
-    def forward(backend: SDPBackend) -> Callable[[], Any]:
-        return lambda: attend(backend, *tensors)
-
-    def gradients(backend: SDPBackend) -> Callable[[], Any]:
-        with torch.enable_grad():
-            query, key, value = leaves = [t.detach().requires_grad_() for t in tensors]
-            out = attend(backend, query, key, value)
-        grad_out = torch.ones_like(out)
-        return lambda: torch.autograd.grad(out, leaves, grad_out, retain_graph=True)
-
-    make = gradients if variant.is_gradient else forward
-    return {name: (lambda backend=backend: make(backend)) for name, backend in _TORCH.items()}  # type: ignore[misc]
-
-
 # ---- one job ---------------------------------------------------------------------------------------------------------
 
 
@@ -354,13 +322,11 @@ class Job:
         self.call = timed_call(variant, kernels.device, tokens, heads)
         self.work = Work(variant, self.call)
         self.lanes: dict[AnyGeometry, Lane] = {}
-        self.torch: list[Lane] = []
         self.attempts: dict[str, Callable[[], Any]] = {}
 
     def run(self, next_candidates: Sequence[Candidate]) -> dict[str, Any]:
         """Measure. ``next_candidates``: of the job behind this one, compiled while this one is timed."""
         self.enter(first_candidates(self.variant, self.settings))
-        self.enter_torch()
         self.time()
         best = self.best()
         if best is not None:
@@ -412,23 +378,11 @@ class Job:
         self.attempts[lane.name] = lambda: self.kernels.run(timed)
         return ""
 
-    def enter_torch(self) -> None:
-        for name, make in torch_attempts(self.variant, self.call).items():
-            lane = Lane(name)
-            self.torch.append(lane)
-            try:
-                attempt = make()
-                attempt()
-            except (RuntimeError, MemoryError) as error:
-                lane.note = _line(error)
-            else:
-                self.attempts[name] = attempt
-
     def time(self) -> None:
         """Rounds in which each of those that have not been timed is called, and the shipped one."""
         self.begin(self.variant.name)
         own = self.lanes[self.variant.geometry]
-        ready = [lane for lane in (*self.lanes.values(), *self.torch) if lane.name in self.attempts]
+        ready = [lane for lane in self.lanes.values() if lane.name in self.attempts]
         new = [lane for lane in ready if lane is not own and not lane.times]
         lanes = [own, *new] if own in ready else new
         calls = {lane.name: self._calls(lane) for lane in lanes}
@@ -469,7 +423,6 @@ class Job:
             "best_over_shipped": None if best is None else self.lanes[best].over_shipped,
             "candidates": [_row(lane) for lane in tried if lane.registers is not None],
             "refused": dict(refused),
-            "torch": [_row(lane) for lane in self.torch],
         }
 
 

@@ -3,9 +3,8 @@
     COMFYUI_PATH=/path/to/ComfyUI COMFYUI_PYTHON=/path/to/its/python python tools/workflows [steps] [names]
 
 needs Chromium with its driver, and Pillow. The steps: ``files``; ``pictures``, those of the template browser;
-``readme``, those of docs/comfyui.md, after a run on random weights; ``look``, what a user sees when a template opens,
-in both themes, into the folder ``PICTURES`` (not part of the repository). Without a word it does the first three on the
-ComfyUI given.
+``readme``, those of docs/comfyui.md, after a run on random weights. Without a word it does all three on the ComfyUI
+given.
 
 ``COMFYUI_PACKS=/path/to/ComfyUI-GGUF:...`` are packs of other authors whose nodes some workflows need; a workflow whose
 pack is not among them is left as it is, and named.
@@ -30,7 +29,7 @@ sys.modules.setdefault("attn_support", _support)
 
 import readme  # noqa: E402
 from attn_support.comfy.browser import Browser  # noqa: E402
-from attn_support.comfy.frontend import open_page, open_template, picture, show  # noqa: E402
+from attn_support.comfy.frontend import open_page, picture, show  # noqa: E402
 from attn_support.comfy.server import ComfyServer, Host, base_directory  # noqa: E402
 from attn_support.comfy.workflow_files import digest, is_drawn  # noqa: E402
 from graphs import SHEETS  # noqa: E402
@@ -39,13 +38,11 @@ from sheet import Sheet  # noqa: E402
 
 STEPS = ["files", "pictures", "readme"]
 WIDTH = 1200  # of the pictures, in pixels; they go into the registry's archive, which is to stay small
-SCREEN = 1600, 900  # a laptop's
-THEMES = {"dark": "dark", "light": "light"}
 
 
 def main() -> None:
-    steps = [word for word in sys.argv[1:] if word in (*STEPS, "look")] or STEPS
-    names = [word for word in sys.argv[1:] if word not in (*STEPS, "look")]
+    steps = [word for word in sys.argv[1:] if word in STEPS] or STEPS
+    names = [word for word in sys.argv[1:] if word not in STEPS]
     sheets = [sheet for sheet in SHEETS if sheet.name in names or not names]
     with tempfile.TemporaryDirectory() as folder:
         server = start(Path(folder))
@@ -57,8 +54,6 @@ def main() -> None:
                         write(browser, sheet)
                     if "pictures" in steps:
                         draw(browser, sheet, Path(folder))
-                if "look" in steps:
-                    look(browser, server, sheets, Path(os.environ["PICTURES"]))
                 if "readme" in steps:
                     readme.put_tiny_checkpoint(server.base / "models")
                     readme.photograph(browser, server, Path(folder))
@@ -124,18 +119,6 @@ def draw(browser: Browser, sheet: Sheet, folder: Path) -> None:
     small = drawn.resize(size, Image.Resampling.LANCZOS)
     jpeg = {"quality": 70, "optimize": True, "progressive": True, "comment": digest(sheet.name)}
     small.save(WORKFLOWS / f"{sheet.name}.jpg", **jpeg)
-
-
-def look(browser: Browser, server: ComfyServer, sheets: list[Sheet], target: Path) -> None:
-    """The picture that a user sees who opens the template on a laptop, in both themes."""
-    target.mkdir(parents=True, exist_ok=True)
-    for theme, palette in THEMES.items():
-        browser.resize(*SCREEN)
-        open_page(browser, server, **{"Comfy.ColorPalette": palette})
-        for sheet in sheets:
-            zoom = open_template(browser, sheet.name)
-            browser.screenshot(target / f"{sheet.name}-{theme}.png")
-            print(f"{sheet.name} opens at {zoom:.2f} in the {theme} theme")
 
 
 main()

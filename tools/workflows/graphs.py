@@ -6,10 +6,8 @@ from typing import Any
 
 import notes
 import parts
-from parts import NARROW
-from sheet import Out, Sheet
+from sheet import NARROW, Out, Sheet
 
-_NOTE = (NARROW, 390)
 _LOADERS = ("checkpoint", "model", "lora", "shift", "clip", "vae", "latent")
 _EIGHT_STEPS = {"steps": 8, "cfg": 1.0, "sampler_name": "euler", "scheduler": "simple"}
 
@@ -21,28 +19,41 @@ def _drawn(
     file: str,
     *,
     negative: str = "",
-    estimate: bool = False,
     page: str = "sampler",
+    more: tuple[str, ...] = (),
     **settings: Any,
 ) -> Sheet:
-    """Return the sheet of a picture with all that follows the nodes that load and the note.
+    """Return the sheet with all that follows the nodes that load and the note.
 
     Args:
         loaded: MODEL, CLIP, VAE, LATENT.
         negative: the negative prompt; "" = the model needs none.
         page: where the note stands, see ``parts.frames``.
+        more: ``"guidance"``, ``"estimate"``, ``"cache"``: what stands before the sampler; ``"video"``: not a picture.
         settings: of the sampler.
     """
     models = [key for key in _LOADERS if key in {node["key"] for node in sheet.nodes}]
-    model, clip, vae = parts.everything(sheet, *loaded[:3])
+    (model, clip, vae), latent = parts.everything(sheet, *loaded[:3]), loaded[3]
+    texts, sampling = ["positive", "negative"], ["sampler", "decode"]
     positive = parts.prompt(sheet, clip, words)
-    unwanted = parts.negative_prompt(sheet, clip, negative) if negative else parts.no_negative_prompt(sheet, positive)
-    if estimate:
-        parts.memory_estimate(sheet, model, loaded[3], positive, vae, clip)
-    image = parts.decode(sheet, parts.sampler(sheet, model, positive, unwanted, loaded[3], **settings), vae)
+    if "guidance" in more:
+        positive, texts = (
+            sheet.add("guidance", "FluxGuidance", conditioning=positive, guidance=3.5),
+            [texts[0], "guidance", texts[1]],
+        )
+    if negative:
+        unwanted = parts.negative_prompt(sheet, clip, negative)
+    else:
+        none = {"title": "No negative prompt", "size": (0, 0), "conditioning": Out("positive")}
+        unwanted = sheet.add("negative", "ConditioningZeroOut", **none)
+    if "estimate" in more:
+        parts.memory_estimate(sheet, model, latent, positive, vae, clip)
+    if "cache" in more:
+        model, sampling = sheet.add("cache", "EasyCache", model=model), ["cache", *sampling]
+    image = parts.decode(sheet, parts.sample(sheet, model, positive, unwanted, latent, **settings), vae)
     parts.report(sheet, image)
-    parts.save_picture(sheet, image, f"pascal/{file}")
-    parts.frames(sheet, models, ["attention"], ["positive", "negative"], ["sampler", "decode"], ["save"], page)
+    parts.save(sheet, image, f"pascal/{file}", 24.0 if "video" in more else None)
+    parts.frames(sheet, models, ["attention"], texts, sampling, ["save"], page)
     return sheet
 
 
@@ -50,63 +61,47 @@ def sd15() -> Sheet:
     """Every node of the pack."""
     sheet = Sheet("Pascal-SD15-every-node")
     model, clip, vae = parts.checkpoint(sheet, parts.SD15)
-    sheet.note("note", "Read me", notes.page("Stable Diffusion 1.5, 768x768", sheet.files, notes.SD15), _NOTE)
-    latent = sheet.add("latent", "EmptyLatentImage", size=(NARROW, 0), width=768, height=768, batch_size=1)
-    shape = {"tokens": 9216, "heads": 8, "head_dim": 40}
-    tile = sheet.add("tile", "PascalTileSize", size=(NARROW, 0), **shape)
-    model = parts.eight_bit(sheet, model)
-    model = parts.ffn_chunking(sheet, parts.attention_patch(sheet, model, tile_size=tile))
-    clip = parts.text_encoder_attention(sheet, clip)
-    vae = parts.vae_attention(sheet, vae)
+    parts.note(sheet, "Stable Diffusion 1.5, 768x768", notes.SD15)
+    latent = parts.latent(sheet, 768, 768)
+    tile = sheet.add("tile", "PascalTileSize", tokens=9216, heads=8, head_dim=40)
+    model = sheet.add("int8", "Pascal8Bit", bypassed=True, model=model)  # not exact: users get it only if they ask
+    model = sheet.add("attention", "PascalAttentionPatch", model=model, tile_size=tile)
+    model = sheet.add("ffn", "PascalFFNChunking", model=model)
+    clip = sheet.add("text_attention", "PascalTextEncoderAttention", clip=clip)
+    vae = sheet.add("vae_attention", "PascalVAEAttention", vae=vae)
     positive = parts.prompt(sheet, clip, "an old steam engine in a green valley, watercolour, soft light")
     negative = parts.negative_prompt(sheet, clip, "blurry, text, watermark")
     parts.memory_estimate(sheet, model, latent, positive, vae, clip)
     settings = {"steps": 20, "cfg": 7.0, "sampler_name": "euler", "scheduler": "normal"}
-    latent = parts.sampler(sheet, model, positive, negative, latent, **settings)
-    image = parts.decode(sheet, latent, vae)
+    image = parts.decode(sheet, parts.sample(sheet, model, positive, negative, latent, **settings), vae)
     parts.report(sheet, image)
-    parts.save_picture(sheet, image, "pascal/sd15")
-    parts.frames(
-        sheet,
-        ["checkpoint", "latent", "tile"],
-        ["attention", "ffn", "text_attention", "vae_attention"],
-        ["positive", "negative"],
-        ["sampler", "decode"],
-        ["save"],
-        "sampler",
-        ["int8"],
-    )
+    parts.save(sheet, image, "pascal/sd15")
+    pascal = ["attention", "ffn", "text_attention", "vae_attention"]
+    texts, sampling = ["positive", "negative"], ["sampler", "decode"]
+    parts.frames(sheet, ["checkpoint", "latent", "tile"], pascal, texts, sampling, ["save"], "sampler", ["int8"])
     return sheet
 
 
 def sdxl() -> Sheet:
     sheet = Sheet("Pascal-SDXL")
-    model, clip, vae = parts.checkpoint(sheet, parts.SDXL)
-    sheet.note("note", "Read me", notes.page("SDXL, 1024x1024", sheet.files, notes.SDXL), _NOTE)
-    latent = sheet.add("latent", "EmptyLatentImage", size=(NARROW, 0), width=1024, height=1024, batch_size=1)
+    loaded = parts.checkpoint(sheet, parts.SDXL)
+    parts.note(sheet, "SDXL, 1024x1024", notes.SDXL)
+    latent = parts.latent(sheet, 1024, 1024)
     words = "a lighthouse on a cliff at dusk, waves, warm light in its windows, photo"
     settings = {"steps": 25, "cfg": 6.5, "sampler_name": "dpmpp_2m", "scheduler": "karras"}
-    negative = "blurry, text, watermark"
-    return _drawn(sheet, (model, clip, vae, latent), words, "sdxl", negative=negative, page="models", **settings)
+    return _drawn(
+        sheet, (*loaded, latent), words, "sdxl", negative="blurry, text, watermark", page="models", **settings
+    )
 
 
 def flux_fp8() -> Sheet:
     sheet = Sheet("Pascal-Flux-fp8")
-    model, clip, vae = parts.checkpoint(sheet, parts.FLUX_FP8)
-    sheet.note("note", "Read me", notes.page("Flux.1 dev in fp8, 1024x1024", sheet.files, notes.FLUX_FP8), _NOTE)
-    latent = sheet.add("latent", "EmptySD3LatentImage", size=(NARROW, 0), width=1024, height=1024, batch_size=1)
-    model, clip, vae = parts.everything(sheet, model, clip, vae)
-    prompt = parts.prompt(sheet, clip, "a night train at a small station in the mountains, lit windows, snow, photo")
-    positive = sheet.add("guidance", "FluxGuidance", size=(NARROW, 0), conditioning=prompt, guidance=3.5)
-    negative = parts.no_negative_prompt(sheet, prompt)
+    loaded = parts.checkpoint(sheet, parts.FLUX_FP8)
+    parts.note(sheet, "Flux.1 dev in fp8, 1024x1024", notes.FLUX_FP8)
+    latent = parts.latent(sheet, 1024, 1024, "EmptySD3LatentImage")
+    words = "a night train at a small station in the mountains, lit windows, snow, photo"
     settings = {"steps": 20, "cfg": 1.0, "sampler_name": "euler", "scheduler": "simple"}
-    latent = parts.sampler(sheet, model, positive, negative, latent, **settings)
-    image = parts.decode(sheet, latent, vae)
-    parts.report(sheet, image)
-    parts.save_picture(sheet, image, "pascal/flux-fp8")
-    texts = ["positive", "guidance", "negative"]
-    parts.frames(sheet, ["checkpoint", "latent"], ["attention"], texts, ["sampler", "decode"], ["save"])
-    return sheet
+    return _drawn(sheet, (*loaded, latent), words, "flux-fp8", page="models", more=("guidance",), **settings)
 
 
 def _z_image(sheet: Sheet, width: int, height: int, *, is_int8: bool = False) -> tuple[Out, Out, Out, Out]:
@@ -114,8 +109,8 @@ def _z_image(sheet: Sheet, width: int, height: int, *, is_int8: bool = False) ->
     model = parts.diffusion_model(sheet, *((parts.Z_IMAGE_INT8,) if is_int8 else (parts.Z_IMAGE, "fp8_e4m3fn")))
     clip = parts.text_encoder(sheet, parts.QWEN_3_4B_FP8 if is_int8 else parts.QWEN_3_4B, "lumina2")
     vae = parts.vae(sheet, parts.AE)
-    latent = sheet.add("latent", "EmptySD3LatentImage", size=(NARROW, 0), width=width, height=height, batch_size=1)
-    model = sheet.add("shift", "ModelSamplingAuraFlow", size=(NARROW, 0), model=model, shift=3.0)
+    latent = parts.latent(sheet, width, height, "EmptySD3LatentImage")
+    model = sheet.add("shift", "ModelSamplingAuraFlow", model=model, shift=3.0)
     return model, clip, vae, latent
 
 
@@ -127,7 +122,7 @@ def z_image(is_int8: bool = False) -> Sheet:
     sheet = Sheet("Pascal-Z-Image-Turbo-int8" if is_int8 else "Pascal-Z-Image-Turbo")
     loaded = _z_image(sheet, 1024, 1024, is_int8=is_int8)
     title, here = ("Z-Image Turbo in int8", notes.Z_IMAGE_INT8) if is_int8 else ("Z-Image Turbo", notes.Z_IMAGE)
-    sheet.note("note", "Read me", notes.page(f"{title}, 1024x1024", sheet.files, here), _NOTE)
+    parts.note(sheet, f"{title}, 1024x1024", here)
     words = "a baker opens the door of a small shop at dawn, steam, warm light, photo"
     return _drawn(sheet, loaded, words, "z-image", **_Z_SETTINGS)
 
@@ -136,9 +131,9 @@ def eleven_gb() -> Sheet:
     """A picture of 1536 x 1536 on a card with 11 GB, from the files on."""
     sheet = Sheet("Pascal-11-GB-card")
     loaded = _z_image(sheet, 1536, 1536)
-    sheet.note("note", "Read me", notes.page("A card with 11 GB, 1536x1536", sheet.files, notes.ELEVEN_GB), _NOTE)
+    parts.note(sheet, "A card with 11 GB, 1536x1536", notes.ELEVEN_GB)
     words = "a fishing village on a steep green coast seen from the sea, painted boats, laundry, gulls, morning haze"
-    return _drawn(sheet, loaded, words, "11-gb", estimate=True, **_Z_SETTINGS)
+    return _drawn(sheet, loaded, words, "11-gb", more=("estimate",), **_Z_SETTINGS)
 
 
 def krea() -> Sheet:
@@ -146,23 +141,26 @@ def krea() -> Sheet:
     model = parts.diffusion_model(sheet, parts.KREA)
     clip = parts.text_encoder(sheet, parts.QWEN_3_VL, "krea2")
     vae = parts.vae(sheet, parts.KREA_VAE)
-    sheet.note("note", "Read me", notes.page("Krea-2 Turbo, 1024x1024", sheet.files, notes.KREA), _NOTE)
-    latent = sheet.add("latent", "EmptyLatentImage", size=(NARROW, 0), width=1024, height=1024, batch_size=1)
+    parts.note(sheet, "Krea-2 Turbo, 1024x1024", notes.KREA)
+    latent = parts.latent(sheet, 1024, 1024)
     words = "an empty swimming pool in autumn, one red leaf, soft light, film photo"
     return _drawn(sheet, (model, clip, vae, latent), words, "krea2", **_EIGHT_STEPS)
 
 
 def qwen_gguf() -> Sheet:
     sheet = Sheet("Pascal-Qwen-Image-GGUF")
-    model = parts.gguf_model(sheet, parts.QWEN_GGUF)
+    file = parts.QWEN_GGUF
+    # Where the pack ComfyUI-GGUF is missing, the front end draws a larger node in its place.
+    place = {"size": (NARROW, 120), "pack": parts.GGUF}
+    model = sheet.add("model", "UnetLoaderGGUF", models=(file,), **place, unet_name=file["name"])
     name = parts.LIGHTNING["name"]
     lora = {"lora_name": name, "strength_model": 1.0}
-    model = sheet.add("lora", "LoraLoaderModelOnly", size=(NARROW, 0), models=(parts.LIGHTNING,), model=model, **lora)
+    model = sheet.add("lora", "LoraLoaderModelOnly", models=(parts.LIGHTNING,), model=model, **lora)
     clip = parts.text_encoder(sheet, parts.QWEN_25_VL, "qwen_image")
     vae = parts.vae(sheet, parts.QWEN_VAE)
-    sheet.note("note", "Read me", notes.page("Qwen-Image from a GGUF file", sheet.files, notes.QWEN_GGUF), _NOTE)
-    latent = sheet.add("latent", "EmptySD3LatentImage", size=(NARROW, 0), width=1024, height=1024, batch_size=1)
-    model = sheet.add("shift", "ModelSamplingAuraFlow", size=(NARROW, 0), model=model, shift=3.1)
+    parts.note(sheet, "Qwen-Image from a GGUF file", notes.QWEN_GGUF)
+    latent = parts.latent(sheet, 1024, 1024, "EmptySD3LatentImage")
+    model = sheet.add("shift", "ModelSamplingAuraFlow", model=model, shift=3.1)
     words = 'a paper shop window with a hand-painted sign that reads "OPEN ON SUNDAYS", rain, neon reflections'
     return _drawn(sheet, (model, clip, vae, latent), words, "qwen-image", **_EIGHT_STEPS)
 
@@ -174,25 +172,15 @@ def wan(easy_cache: bool = False) -> Sheet:
     clip = parts.text_encoder(sheet, parts.UMT5, "wan")
     vae = parts.vae(sheet, parts.WAN_VAE)
     title, here = ("Wan 2.2 5B with EasyCache", notes.EASY_CACHE) if easy_cache else ("Wan 2.2 5B", notes.WAN)
-    sheet.note("note", "Read me", notes.page(f"{title}, text to video", sheet.files, here), _NOTE)
+    parts.note(sheet, f"{title}, text to video", here)
     size = {"width": 832, "height": 480, "length": 49, "batch_size": 1}
-    latent = sheet.add("latent", "Wan22ImageToVideoLatent", size=(NARROW, 0), vae=vae, **size)
-    model = sheet.add("shift", "ModelSamplingSD3", size=(NARROW, 0), model=model, shift=8.0)
-    model, clip, vae = parts.everything(sheet, model, clip, vae)
-    positive = parts.prompt(sheet, clip, "a fox runs through fresh snow between birches, tracking shot, daylight")
-    negative = parts.negative_prompt(sheet, clip, "still picture, blurry, subtitles, overexposed, deformed")
-    parts.memory_estimate(sheet, model, latent, positive, vae, clip)
-    if easy_cache:
-        model = sheet.add("cache", "EasyCache", size=(NARROW, 0), model=model)
+    latent = sheet.add("latent", "Wan22ImageToVideoLatent", vae=vae, **size)
+    model = sheet.add("shift", "ModelSamplingSD3", model=model, shift=8.0)
+    words = "a fox runs through fresh snow between birches, tracking shot, daylight"
     settings = {"steps": 20, "cfg": 5.0, "sampler_name": "uni_pc", "scheduler": "simple"}
-    latent = parts.sampler(sheet, model, positive, negative, latent, **settings)
-    images = parts.decode(sheet, latent, vae)
-    parts.report(sheet, images)
-    parts.save_video(sheet, images, "pascal/wan", 24.0)
-    models, sampling = ["model", "shift", "clip", "vae", "latent"], ["cache"] * easy_cache + ["sampler", "decode"]
-    page = "pascal" if easy_cache else "sampler"
-    parts.frames(sheet, models, ["attention"], ["positive", "negative"], sampling, ["save"], page)
-    return sheet
+    negative, page = "still picture, blurry, subtitles, overexposed, deformed", "pascal" if easy_cache else "sampler"
+    more = ("estimate", "video", *["cache"] * easy_cache)
+    return _drawn(sheet, (model, clip, vae, latent), words, "wan", negative=negative, page=page, more=more, **settings)
 
 
 def ltx() -> Sheet:
@@ -201,14 +189,14 @@ def ltx() -> Sheet:
     model, _, vae = parts.checkpoint(sheet, parts.LTX)
     file, gemma = parts.LTX["name"], parts.GEMMA["name"]
     encoder = {"text_encoder": gemma, "ckpt_name": file, "device": "default"}
-    clip = sheet.add("clip", "LTXAVTextEncoderLoader", size=(NARROW, 0), models=(parts.GEMMA,), **encoder)
-    audio_vae = sheet.add("audio_vae", "LTXVAudioVAELoader", size=(NARROW, 0), ckpt_name=file)
-    sheet.note("note", "Read me", notes.page("LTX-2, video with sound", sheet.files, notes.LTX), _NOTE)
+    clip = sheet.add("clip", "LTXAVTextEncoderLoader", models=(parts.GEMMA,), **encoder)
+    audio_vae = sheet.add("audio_vae", "LTXVAudioVAELoader", ckpt_name=file)
+    parts.note(sheet, "LTX-2, video with sound", notes.LTX)
     size = {"width": 768, "height": 512, "length": 97, "batch_size": 1}
-    video = sheet.add("latent", "EmptyLTXVLatentVideo", size=(NARROW, 0), **size)
+    video = sheet.add("latent", "EmptyLTXVLatentVideo", **size)
     sound = {"frames_number": 97, "frame_rate": 25, "batch_size": 1}
-    audio = sheet.add("audio", "LTXVEmptyLatentAudio", size=(NARROW, 0), audio_vae=audio_vae, **sound)
-    latent = sheet.add("both", "LTXVConcatAVLatent", size=(NARROW, 0), video_latent=video, audio_latent=audio)
+    audio = sheet.add("audio", "LTXVEmptyLatentAudio", audio_vae=audio_vae, **sound)
+    latent = sheet.add("both", "LTXVConcatAVLatent", video_latent=video, audio_latent=audio)
     model, clip, vae = parts.everything(sheet, model, clip, vae)
     words = (
         "A wooden sailing boat leaves a small harbour at sunrise. The camera follows it from the pier at a slow pace. "
@@ -217,41 +205,24 @@ def ltx() -> Sheet:
     positive = parts.prompt(sheet, clip, words)
     negative = parts.negative_prompt(sheet, clip, "")
     links = {"positive": positive, "negative": negative}
-    pair = sheet.add("rate", "LTXVConditioning", size=(NARROW, 0), frame_rate=25.0, **links)
-    method = sheet.add("method", "KSamplerSelect", size=(NARROW, 0), sampler_name="euler_ancestral")
+    pair = sheet.add("rate", "LTXVConditioning", frame_rate=25.0, **links)
+    method = sheet.add("method", "KSamplerSelect", sampler_name="euler_ancestral")
     steps = "1., 0.99375, 0.9875, 0.98125, 0.975, 0.909375, 0.725, 0.421875, 0.0"
     sigmas = sheet.add("schedule", "ManualSigmas", size=(NARROW, 84), sigmas=steps)
     links = {"positive": pair, "negative": Out("rate", 1), "sampler": method, "sigmas": sigmas, "latent_image": latent}
     settings = {"add_noise": True, "noise_seed": 1080, "cfg": 1.0}
-    sampled = sheet.add("sampler", "SamplerCustom", size=(NARROW, 0), model=model, **links, **settings)
-    sheet.add("split", "LTXVSeparateAVLatent", size=(NARROW, 0), av_latent=sampled)
+    sampled = sheet.add("sampler", "SamplerCustom", model=model, **links, **settings)
+    sheet.add("split", "LTXVSeparateAVLatent", av_latent=sampled)
     images = parts.decode(sheet, Out("split"), vae)
-    heard = sheet.add("hear", "LTXVAudioVAEDecode", size=(NARROW, 0), samples=Out("split", 1), audio_vae=audio_vae)
+    heard = sheet.add("hear", "LTXVAudioVAEDecode", samples=Out("split", 1), audio_vae=audio_vae)
     parts.report(sheet, images)
-    film = sheet.add("film", "CreateVideo", size=(NARROW, 0), images=images, audio=heard, fps=25.0)
+    film = sheet.add("film", "CreateVideo", images=images, audio=heard, fps=25.0)
     sheet.add("save", "SaveVideo", size=(310, 120), video=film, filename_prefix="pascal/ltx-2")
-    parts.frames(
-        sheet,
-        ["checkpoint", "clip", "audio_vae", "latent", "audio", "both"],
-        ["attention"],
-        ["positive", "negative", "rate"],
-        ["method", "schedule", "sampler", "split", "decode", "hear"],
-        ["film", "save"],
-        "of its own",
-    )
+    models, texts = ["checkpoint", "clip", "audio_vae", "latent", "audio", "both"], ["positive", "negative", "rate"]
+    sampling = ["method", "schedule", "sampler", "split", "decode", "hear"]
+    parts.frames(sheet, models, ["attention"], texts, sampling, ["film", "save"], "of its own")
     return sheet
 
 
-SHEETS = [
-    sd15(),
-    sdxl(),
-    flux_fp8(),
-    z_image(),
-    z_image(is_int8=True),
-    eleven_gb(),
-    krea(),
-    qwen_gguf(),
-    wan(),
-    wan(easy_cache=True),
-    ltx(),
-]
+_PICTURES = [sd15(), sdxl(), flux_fp8(), z_image(), z_image(is_int8=True), eleven_gb(), krea(), qwen_gguf()]
+SHEETS = [*_PICTURES, wan(), wan(easy_cache=True), ltx()]

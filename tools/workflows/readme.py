@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import subprocess
 import time
 import urllib.parse
-import urllib.request
 from pathlib import Path
 
 from attn_support.comfy.browser import Browser
@@ -36,7 +36,9 @@ def photograph(browser: Browser, server: ComfyServer, folder: Path) -> None:
     show(browser, _short(opened(NAME)))
     browser.script("return app.queuePrompt(0, 1).then(() => true)")
     outputs = _wait(server)
-    _save(_fetched(server, _report_of(outputs), folder / "report.png"), DOCS / "report.png")
+    images = [image for shown in outputs.values() for image in shown.get("images", [])]
+    (report,) = (image for image in images if image["filename"].startswith("pascal_attention_report"))
+    _save(io.BytesIO(server.fetched(f"/view?{urllib.parse.urlencode(report)}")), DOCS / "report.png")
     time.sleep(3)  # the front end fetches the pictures
     _save(picture(browser, folder / "graph.png"), DOCS / "comfyui-graph.png")
 
@@ -48,21 +50,6 @@ def _short(workflow: dict) -> dict:
         if node["type"] == "EmptyLatentImage":
             node["widgets_values"][:2] = SIZE, SIZE
     return workflow
-
-
-def _report_of(outputs: dict) -> dict:
-    """The picture of the report among what the nodes show."""
-    images = [image for shown in outputs.values() for image in shown.get("images", [])]
-    (found,) = (image for image in images if image["filename"].startswith("pascal_attention_report"))
-    return found
-
-
-def _fetched(server: ComfyServer, image: dict, path: Path) -> Path:
-    """A picture as the front end gets it when it is opened at its full size."""
-    address = f"http://127.0.0.1:{server.port}/view?{urllib.parse.urlencode(image)}"
-    with urllib.request.urlopen(address, timeout=60) as answer:
-        path.write_bytes(answer.read())
-    return path
 
 
 def _wait(server: ComfyServer, timeout_s: float = 600) -> dict:
@@ -78,7 +65,7 @@ def _wait(server: ComfyServer, timeout_s: float = 600) -> dict:
     return entry["outputs"]
 
 
-def _save(source: Path, target: Path, width: int = 1400) -> None:
+def _save(source: Path | io.BytesIO, target: Path, width: int = 1400) -> None:
     """A small PNG: at most ``width`` pixels wide, 5 bits per colour."""
     image = Image.open(source).convert("RGB")
     if image.width > width:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from pathlib import PurePosixPath
 from typing import Any
+
+NARROW, WIDE = 290, 640  # columns
 
 
 @dataclass(frozen=True)
@@ -30,18 +33,13 @@ class Sheet:
     stacks: list[list[dict[str, Any]]] = field(default_factory=list)
     files: list[dict[str, str]] = field(default_factory=list)
 
-    @property
-    def packs(self) -> set[str]:
-        """Packs of other authors without which the workflow does not run."""
-        return {node["pack"] for node in self.nodes} - {""}
-
     def add(
         self,
         key: str,
         kind: str,
         *,
         title: str = "",
-        size: tuple[int, int] = (0, 0),
+        size: tuple[int, int] = (NARROW, 0),
         models: tuple[dict[str, str], ...] = (),
         pack: str = "",
         bypassed: bool = False,
@@ -63,10 +61,6 @@ class Sheet:
         self.nodes.append({**node, "links": links, "widgets": widgets, "models": known})
         return Out(key)
 
-    def note(self, key: str, title: str, text: str, size: tuple[int, int]) -> None:
-        """A page of Markdown."""
-        self.add(key, "MarkdownNote", title=title, size=size, text=text.strip())
-
     def group(self, title: str, colour: str, *columns: list[str], below: bool = False) -> None:
         """Frame nodes, column by column, to the right of the groups so far or below the last; no title, no frame."""
         group = {"title": title, "colour": colour, "columns": list(columns)}
@@ -76,7 +70,12 @@ class Sheet:
             self.stacks.append([group])
 
 
-def model_file(name: str, folder: str, repository: str, path: str = "", *, size: str) -> dict[str, str]:
-    """A public file as the front end wants to know it, with its size as people read it, ``"6.9 GB"``."""
-    url = f"https://huggingface.co/{repository}/resolve/main/{path}{name}"
-    return {"name": name, "url": url, "directory": folder, "size": size}
+def model_file(repository: str, path: str, size: str, folder: str = "") -> dict[str, str]:
+    """A public file as the front end wants to know it, with its size as people read it, ``"6.9 GB"``.
+
+    Args:
+        folder: of ComfyUI's models; "" = called as that in which the file lies there.
+    """
+    url = f"https://huggingface.co/{repository}/resolve/main/{path}"
+    place = PurePosixPath(path)
+    return {"name": place.name, "url": url, "directory": folder or place.parent.name, "size": size}

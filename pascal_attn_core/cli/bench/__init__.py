@@ -76,11 +76,8 @@ def run(options: argparse.Namespace) -> int:
     """Run the command."""
     if options.plot is not None:
         return _plot(options.plot, options.budget_mib)
-    hold(
-        options,
-        _layers if options.linear else _calls,
-        Settings(options.rounds, options.seconds, backward=options.backward),
-    )
+    settings = Settings(options.rounds, options.seconds, backward=options.backward)
+    hold(options, _layers if options.linear else _calls, settings)
     return 0
 
 
@@ -187,17 +184,13 @@ def _shapes(options: argparse.Namespace, device: torch.device) -> list[Shape]:
         ValueError: a shape that does not exist or does not fit into memory.
     """
     if options.causal and not options.shape:
-        raise ValueError(
-            "--causal applies only to shapes given by --shape; of the listed shapes, name those that are causal"
-        )
+        raise ValueError("--causal applies only to shapes given by --shape; of those listed, name the causal ones")
     own = own_shapes(options.shape, is_causal=options.causal, dtype=options.dtype or "float32")
     free = available_bytes(device)
     for shape in own:
         if free is not None and shape.num_bytes > free:
-            raise ValueError(
-                f"--shape must fit into memory: the tensors of {shape.text} take {shape.num_bytes / GIB:,.1f} GiB, "
-                f"{free / GIB:,.1f} GiB are free"
-            )
+            sizes = f"{shape.text} take {shape.num_bytes / GIB:,.1f} GiB, {free / GIB:,.1f} GiB are free"
+            raise ValueError(f"--shape must fit into memory: the tensors of {sizes}")
     patterns = options.shapes if options.shapes is not None else "" if own else "quick"
     listed = choose_shapes(patterns, device_type=device.type, dtype=options.dtype)
     if not listed and not own:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 import math
 import platform
@@ -18,6 +19,7 @@ from ...config import UnsupportedAttention
 from ...machine.device import MIB
 from ...observe.memory import available_bytes, measure
 from ...observe.report import record
+from ...selftest.cases import in_one_line
 from ..charts import short_number
 from .clock import Clock
 
@@ -46,8 +48,7 @@ class Result:
     """The result of one entrant. None = not known; ``note`` says why.
 
     Attributes:
-        seconds: the median over rounds; times: every round.
-        ratio: the median over rounds of its time divided by the first entrant's time in the same round.
+        seconds: the median over rounds; times: every round; ratio: the median of its time over the first entrant's.
         extra_bytes: peak memory besides inputs and outputs; what a kernel takes and frees inside itself is not seen on
             a CPU.
         flops: floating point operations per second that the work needs.
@@ -213,8 +214,7 @@ def _why(error: Exception) -> str:
         return "; ".join(error.reasons)
     if is_out_of_memory(error):
         return "out of memory"
-    text = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {text[0] if text else ''}"[:90]
+    return in_one_line(error)[:90]
 
 
 # ---- as text ---------------------------------------------------------------------------------------------------------
@@ -260,8 +260,6 @@ def versions(*others: str) -> dict[str, str]:
     """The versions of Python, torch, this package and those of ``others`` that are installed."""
     found = {"python": platform.python_version(), "torch": torch.__version__}
     for name in ("pascal-attention", *others):
-        try:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
     return found

@@ -48,15 +48,11 @@ def race(
         outs = found if settings.backward else (found[0][..., rows, :],)
         return max((gap(out, right).relative for out, right in zip(outs, expected)), default=0.0)
 
-    entrants = [
-        Entrant(
-            candidate.name,
-            functools.partial(prepared, candidate),
-            ran=torch_kernel(call) if candidate.name == BASELINE else "",
-            note=no_room(candidate.extra_bytes(call) * (1 + settings.backward), clock.device),
-        )
-        for candidate in candidates
-    ]
+    entrants = []
+    for candidate in candidates:
+        note = no_room(candidate.extra_bytes(call) * (1 + settings.backward), clock.device)
+        ran = torch_kernel(call) if candidate.name == BASELINE else ""
+        entrants.append(Entrant(candidate.name, functools.partial(prepared, candidate), ran, note))
     operations = needed_operations(call, backward=settings.backward)
     return compete(entrants, error_of, operations, clock, settings, progress)
 

@@ -15,13 +15,10 @@ class Case:
     """One model and one generation with it.
 
     Attributes:
-        title: for tables.
         tokens, num_heads, head_dim: of the widest self-attention.
         build: makes the pipeline, on the CPU in float32.
         arguments: keywords of its call, ``latents`` and the device aside.
-        latents_shape: shape of the starting latents.
-        warm_up: keywords that turn the call into a very small one with the same attention layers.
-        small: shape of its latents.
+        warm_up, small: keywords that make the call very small, with the same attention layers; shape of its latents.
     """
 
     title: str

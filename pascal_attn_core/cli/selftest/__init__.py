@@ -14,7 +14,7 @@ from ...selftest import Selftest, check, describe, document
 from .. import CommandError, check_numbers, check_output
 from ..bench.clock import device_named, quiet_torch
 from ..tables import progress_of
-from .speed import call_costs, run_speed
+from .speed import run_speed
 
 SECONDS = 60.0
 _show = progress_of("")
@@ -69,7 +69,6 @@ def selftest(device: torch.device, seconds: float = SECONDS, *, speed: bool = Tr
         with ClockWatch(device) as watch:
             found.speed = found.collect("speed", run_speed(device, lambda: left("speed")), left, _show)
         found.during = watch.highest
-        found.costs = call_costs(device)
     _show("")
     found.seconds = time.monotonic() - start
     return found

@@ -1,47 +1,34 @@
-"""How fast each route is on the shapes of real models, interleaved with torch's own function, and what a call costs
-besides."""
+"""How fast each route is on the shapes of real models, interleaved with torch's own function."""
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace
 from typing import Any
 
 import torch
 
-from ...attention import sdpa
-from ...config import AttentionConfig, UnsupportedAttention
+from ...config import AttentionConfig
 from ...machine.device import device_info
-from ...selftest.cases import ALL_ROUTES, in_one_line
-from ..bench.candidates import BASELINE, route_candidates
+from ...selftest.cases import in_one_line
+from ..bench.candidates import route_candidates
 from ..bench.clock import Clock
 from ..bench.contest import Settings
 from ..bench.measure import needed_operations, race
 from ..bench.shapes import SHAPES, Shape
 
 MODELS = ("sd15", "sdxl", "flux", "wan", "gqa", "decode", "vae")
-_MOST_TOKENS = 4096
 _LEAST_TOKENS = 512
 _ROUNDS = 3
 _CALLS_PER_CANDIDATE = _ROUNDS + 4  # rounds, warm-up, the measured call and its float64 rows
-_SHORT = (1, 2, 64, 64)
-_OVERHEAD_CALLS = 200
 
 
 def model_shapes(device: torch.device) -> list[Shape]:
     """One attention call of each model, in float32, on a GPU in float16 too."""
     by_name = {shape.name: shape for shape in SHAPES}
-    shapes = []
-    for name in MODELS:
-        shape = by_name[name]
-        most = max(shape.seq_len_q, shape.seq_len_kv)
-        if most > _MOST_TOKENS and shape.seq_len_q == shape.seq_len_kv and name == "wan":
-            shape = replace(shape, seq_len_q=_MOST_TOKENS, seq_len_kv=_MOST_TOKENS, what="Wan video, 4,096 tokens")
-        shapes.append(shape)
-    if device.type == "cpu":
-        return shapes
-    return shapes + [replace(shape, dtype="float16") for shape in shapes]
+    by_name["wan"] = replace(by_name["wan"], seq_len_q=4096, seq_len_kv=4096, what="Wan video, 4,096 tokens")
+    shapes = [by_name[name] for name in MODELS]
+    return shapes if device.type == "cpu" else shapes + [replace(shape, dtype="float16") for shape in shapes]
 
 
 def run_speed(device: torch.device, left: Callable[[], float]) -> Iterator[dict[str, Any]]:
@@ -65,8 +52,7 @@ def run_speed(device: torch.device, left: Callable[[], float]) -> Iterator[dict[
         fitted = fit(shape, speed[shape.dtype], seconds / (len(candidates) * _CALLS_PER_CANDIDATE))
         settings = Settings(_ROUNDS, seconds / len(candidates), error_rows=64)
         peak = device_info(device).fp32_flops if fitted.dtype == "float32" else 0.0
-        results: list[dict[str, Any]] = []
-        failed = ""
+        results, failed = [], ""
         try:
             results = [asdict(result) for result in race(fitted.make(device), candidates, clock, settings)]
         except Exception as failure:  # the test goes on: whatever it is belongs into the report
@@ -101,30 +87,3 @@ def fit(shape: Shape, flops: float, seconds: float) -> Shape:
         else:
             break
     return shape
-
-
-def call_costs(device: torch.device) -> dict[str, float]:
-    """Microseconds of CPU time until a small call is on its way, by route, torch's own function first; a route that
-    refuses the call is left out."""
-    query = torch.zeros(_SHORT, device=device)
-    attempts: dict[str, Callable[[], Any]] = {
-        BASELINE: lambda: torch.nn.functional.scaled_dot_product_attention(query, query, query)
-    }
-    for route in ALL_ROUTES:
-        config = AttentionConfig(route=route, math_limit_mib=1e6 if route == "math" else 1.0)
-        attempts[route] = lambda config=config: sdpa(query, query, query, config=config)  # type: ignore[misc]
-    costs = {}
-    with torch.no_grad():
-        for name, attempt in attempts.items():
-            try:
-                for _ in range(10):
-                    attempt()
-            except UnsupportedAttention:
-                continue
-            if device.type == "cuda":
-                torch.cuda.synchronize(device)
-            start = time.thread_time_ns()
-            for _ in range(_OVERHEAD_CALLS):
-                attempt()
-            costs[name] = (time.thread_time_ns() - start) / _OVERHEAD_CALLS / 1e3
-    return costs

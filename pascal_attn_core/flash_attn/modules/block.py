@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -10,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ..options import FlashArgumentError
+from ..signatures import called_as
 from .mha import MHA
 from .mlp import Mlp
 
@@ -39,6 +39,7 @@ class Block(nn.Module):
 
     Args:
         mixer_cls, mlp_cls: called with dim; None = MHA with heads of 64 numbers, Mlp with 4 * dim.
+        norm_cls, dropout_cls: called with dim and with a probability; None = LayerNorm, Dropout.
         drop_path1, drop_path2: probability that a sample skips the mixer, the MLP.
         fused_dropout_add_ln: ignored, for compatibility; the result is the same.
         sequence_parallel, mark_shared_params: ignored, for compatibility: they concern models that are split.
@@ -46,35 +47,25 @@ class Block(nn.Module):
         residual_in_fp32: only with prenorm.
     """
 
-    def __init__(
-        self,
-        dim: int,
-        mixer_cls: Callable[[int], Any] | None = None,
-        mlp_cls: Callable[[int], Any] | None = None,
-        norm_cls: Callable[[int], Any] = nn.LayerNorm,
-        dropout_cls: Callable[[float], Any] = nn.Dropout,
-        prenorm: bool = True,
-        resid_dropout1: float = 0.0,
-        resid_dropout2: float = 0.0,
-        drop_path1: float = 0.0,
-        drop_path2: float = 0.0,
-        fused_dropout_add_ln: bool = False,
-        return_residual: bool = False,
-        residual_in_fp32: bool = False,
-        sequence_parallel: bool = False,
-        mark_shared_params: bool = False,
-    ):
+    @called_as(
+        "self dim mixer_cls=None mlp_cls=None norm_cls=None dropout_cls=None prenorm=True resid_dropout1=0.0 "
+        "resid_dropout2=0.0 drop_path1=0.0 drop_path2=0.0 fused_dropout_add_ln=False return_residual=False "
+        "residual_in_fp32=False sequence_parallel=False mark_shared_params=False",
+        ignored="sequence_parallel mark_shared_params",
+    )
+    def __init__(self, dim: int, mixer_cls: Any, mlp_cls: Any, norm_cls: Any, dropout_cls: Any, **given: Any) -> None:
         super().__init__()
-        if residual_in_fp32 and not prenorm:
+        if given["residual_in_fp32"] and not given["prenorm"]:
             raise FlashArgumentError("residual_in_fp32 needs prenorm=True")
-        self.prenorm, self.fused_dropout_add_ln = prenorm, fused_dropout_add_ln
-        self.return_residual, self.residual_in_fp32 = return_residual, residual_in_fp32
+        for name in ("prenorm", "fused_dropout_add_ln", "return_residual", "residual_in_fp32"):
+            setattr(self, name, given[name])
+        norm_cls, dropout_cls = norm_cls or nn.LayerNorm, dropout_cls or nn.Dropout
         self.mixer = (mixer_cls or partial(MHA, num_heads=dim // 64))(dim)
-        self.dropout1, self.drop_path1 = dropout_cls(resid_dropout1), StochasticDepth(drop_path1)
+        self.dropout1, self.drop_path1 = dropout_cls(given["resid_dropout1"]), StochasticDepth(given["drop_path1"])
         self.norm1 = norm_cls(dim)
         self.mlp = (mlp_cls or partial(Mlp, hidden_features=4 * dim))(dim)
         if not isinstance(self.mlp, nn.Identity):
-            self.dropout2, self.drop_path2 = dropout_cls(resid_dropout2), StochasticDepth(drop_path2)
+            self.dropout2, self.drop_path2 = dropout_cls(given["resid_dropout2"]), StochasticDepth(given["drop_path2"])
             self.norm2 = norm_cls(dim)
 
     def forward(

@@ -6,13 +6,14 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from ..options import FlashArgumentError, on_one_device
+from ..options import FlashArgumentError
+from ..signatures import called_as
 from .activations import sqrelu_fwd
+from .mlp import Mlp
 
 _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu_approx": partial(F.gelu, approximate="tanh"),
@@ -29,14 +30,12 @@ def fused_dense_func(
     process_group: None = None,
     sequence_parallel: bool = True,
 ) -> Any:
-    """``x [..., N] @ weight [M, N].T + bias [M]``.
+    """``x [..., N] @ weight [M, N].T + bias [M]``, with ``return_residual`` (that, x).
 
-    Args:
-        return_residual: return (output, x).
     Raises:
         NotImplementedError: process_group is given.
     """
-    on_one_device(process_group)
+    _on_one_device(process_group)
     out = F.linear(x, weight, bias)
     return (out, x) if return_residual else out
 
@@ -65,7 +64,7 @@ def fused_mlp_func(
         return_residual: return (output, x).
         heuristic: ignored, for compatibility.
     """
-    on_one_device(process_group)
+    _on_one_device(process_group)
     _check_mlp(activation, checkpoint_lvl)
     act = _ACTIVATIONS[activation]
 
@@ -82,16 +81,9 @@ def fused_mlp_func(
 class FusedDense(nn.Linear):
     """:func:`fused_dense_func` as a module."""
 
-    def __init__(
-        self,
-        in_features: int,
-        out_features: int,
-        bias: bool = True,
-        return_residual: bool = False,
-        device: Any = None,
-        dtype: torch.dtype | None = None,
-    ):
-        super().__init__(in_features, out_features, bias=bias, device=device, dtype=dtype)
+    @called_as("self in_features out_features bias=True return_residual=False device=None dtype=None")
+    def __init__(self, return_residual: bool, **given: Any) -> None:
+        super().__init__(**given)
         self.return_residual = return_residual
 
     def forward(self, x: Tensor, process_group: Any = None) -> Any:
@@ -99,30 +91,17 @@ class FusedDense(nn.Linear):
         return fused_dense_func(x, self.weight, self.bias, self.return_residual, process_group)
 
 
-class FusedMLP(nn.Module):
+class FusedMLP(Mlp):
     """:func:`fused_mlp_func` as a module with ``fc1`` and ``fc2``."""
 
-    def __init__(
-        self,
-        in_features: int,
-        hidden_features: int | None = None,
-        out_features: int | None = None,
-        bias1: bool = True,
-        bias2: bool = True,
-        activation: str = "gelu_approx",
-        return_residual: bool = False,
-        checkpoint_lvl: int = 0,
-        heuristic: int | str = "auto",
-        device: Any = None,
-        dtype: torch.dtype | None = None,
-    ):
-        super().__init__()
+    @called_as(
+        "self in_features hidden_features=None out_features=None bias1=True bias2=True activation='gelu_approx' "
+        "return_residual=False checkpoint_lvl=0 heuristic='auto' device=None dtype=None"
+    )
+    def __init__(self, activation: str, checkpoint_lvl: int, heuristic: int | str, **given: Any) -> None:
         _check_mlp(activation, checkpoint_lvl)
-        out_features, hidden_features = out_features or in_features, hidden_features or in_features * 4
-        self.activation, self.return_residual, self.checkpoint_lvl = activation, return_residual, checkpoint_lvl
-        self.heuristic = heuristic
-        self.fc1 = nn.Linear(in_features, hidden_features, bias=bias1, device=device, dtype=dtype)
-        self.fc2 = nn.Linear(hidden_features, out_features, bias=bias2, device=device, dtype=dtype)
+        super().__init__(activation=activation, **given)
+        self.checkpoint_lvl, self.heuristic = checkpoint_lvl, heuristic
 
     def forward(self, x: Tensor, process_group: None = None) -> Any:
         """``[..., out_features]``, with return_residual (that, x)."""
@@ -140,11 +119,9 @@ class FusedMLP(nn.Module):
         )
 
 
-def get_dim_for_local_rank(dim: int, world_size: int, local_rank: int, multiple_of: int = 1) -> int:
-    """The share of ``dim`` that a rank has of a split layer, in units of ``multiple_of``; where it is uneven the first
-    ranks have one unit more."""
-    each, more = divmod(dim // multiple_of, world_size)
-    return (each + (local_rank < more)) * multiple_of
+def _on_one_device(process_group: None) -> None:
+    if process_group is not None:
+        raise NotImplementedError("process_group is not supported by Pascal Attention: models are not split")
 
 
 def _check_mlp(activation: str, checkpoint_lvl: int) -> None:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ..options import FlashArgumentError
-from .dense import FusedDense
+from ..signatures import called_as
 
 
 class GPT2Embeddings(nn.Module):
@@ -18,24 +17,20 @@ class GPT2Embeddings(nn.Module):
     With word_embed_proj_dim tokens are embedded in that many numbers and projected.
     """
 
+    @called_as(
+        "self embed_dim vocab_size max_position_embeddings padding_idx=None word_embed_proj_dim=None device=None "
+        "dtype=None",
+        renamed={"max_position_embeddings": "positions", "word_embed_proj_dim": "word_dim"},
+    )
     def __init__(
-        self,
-        embed_dim: int,
-        vocab_size: int,
-        max_position_embeddings: int,
-        padding_idx: int | None = None,
-        word_embed_proj_dim: int | None = None,
-        device: Any = None,
-        dtype: torch.dtype | None = None,
-    ):
+        self, embed_dim: int, vocab_size: int, positions: int, padding_idx: int | None, word_dim: Any, **kinds: Any
+    ) -> None:
         super().__init__()
-        kinds: dict[str, Any] = {"device": device, "dtype": dtype}
-        word_dim = embed_dim if word_embed_proj_dim is None else word_embed_proj_dim
-        self.word_embeddings = nn.Embedding(vocab_size, word_dim, padding_idx=padding_idx, **kinds)
-        self.project_in = None if word_embed_proj_dim is None else nn.Linear(word_dim, embed_dim, bias=False, **kinds)
-        self.max_position_embeddings = max_position_embeddings
-        if max_position_embeddings > 0:
-            self.position_embeddings = nn.Embedding(max_position_embeddings, embed_dim, **kinds)
+        self.word_embeddings = nn.Embedding(vocab_size, word_dim or embed_dim, padding_idx=padding_idx, **kinds)
+        self.project_in = None if word_dim is None else nn.Linear(word_dim, embed_dim, bias=False, **kinds)
+        self.max_position_embeddings = positions
+        if positions > 0:
+            self.position_embeddings = nn.Embedding(positions, embed_dim, **kinds)
 
     def forward(self, input_ids: Tensor, position_ids: Tensor | None = None) -> Tensor:
         """``[B, L]`` -> ``[B, L, embed_dim]``."""
@@ -51,25 +46,21 @@ class GPT2Embeddings(nn.Module):
 class PatchEmbed(nn.Module):
     """Patches of an image, each projected by one linear layer; its weight is ``[embed_dim, channels * patch area]``."""
 
+    @called_as(
+        "self img_size=224 patch_size=16 in_chans=3 embed_dim=768 norm_layer=None flatten=True bias=True "
+        "fused_bias_fc=False",
+        ignored="fused_bias_fc",
+    )
     def __init__(
-        self,
-        img_size: int | tuple[int, int] = 224,
-        patch_size: int | tuple[int, int] = 16,
-        in_chans: int = 3,
-        embed_dim: int = 768,
-        norm_layer: Callable[[int], Any] | None = None,
-        flatten: bool = True,
-        bias: bool = True,
-        fused_bias_fc: bool = False,
-    ):
+        self, img_size: Any, patch_size: Any, in_chans: int, embed_dim: int, norm_layer: Any, flatten: bool, bias: bool
+    ) -> None:
         super().__init__()
-        self.img_size = (img_size, img_size) if isinstance(img_size, int) else tuple(img_size)
-        self.patch_size = (patch_size, patch_size) if isinstance(patch_size, int) else tuple(patch_size)
-        self.grid_size = self.img_size[0] // self.patch_size[0], self.img_size[1] // self.patch_size[1]
+        self.img_size = (img_size,) * 2 if isinstance(img_size, int) else tuple(img_size)
+        self.patch_size = height, width = (patch_size,) * 2 if isinstance(patch_size, int) else tuple(patch_size)
+        self.grid_size = self.img_size[0] // height, self.img_size[1] // width
         self.num_patches = self.grid_size[0] * self.grid_size[1]
         self.flatten = flatten
-        linear = FusedDense if fused_bias_fc and bias else nn.Linear
-        self.proj = linear(in_chans * self.patch_size[0] * self.patch_size[1], embed_dim, bias=bias)
+        self.proj = nn.Linear(in_chans * height * width, embed_dim, bias=bias)
         self.norm = norm_layer(embed_dim) if norm_layer else nn.Identity()
 
     def forward(self, x: Tensor) -> Tensor:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import namedtuple
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ..options import FlashArgumentError
+from ..signatures import called_as
 
 GreedySearchDecoderOnlyOutput = namedtuple("GreedySearchDecoderOnlyOutput", ["sequences", "scores"])
 SampleDecoderOnlyOutput = namedtuple("SampleDecoderOnlyOutput", ["sequences", "scores"])
@@ -43,13 +43,7 @@ class InferenceParams:
 
 
 def allocate_inference_cache(
-    max_batch_size: int,
-    max_seqlen: int,
-    nheads: int,
-    headdim: int,
-    layers: int | Iterable[Any],
-    device: Any,
-    dtype: torch.dtype = torch.float16,
+    max_batch_size: int, max_seqlen: int, nheads: int, headdim: int, layers: Any, device: Any, dtype: Any = torch.half
 ) -> dict[Any, Tensor]:
     """Layer -> empty cache ``[max_batch_size, max_seqlen, 2, nheads, headdim]``; layers: their number or names."""
     names = range(layers) if isinstance(layers, int) else layers
@@ -88,20 +82,15 @@ def sample(logits: Tensor, top_k: int = 1, top_p: float = 0.0, temperature: floa
     return (picked if tokens is None else tokens.gather(-1, picked)).squeeze(-1)
 
 
+@called_as(
+    "input_ids model max_length top_k=1 top_p=0.0 temperature=1.0 eos_token_id=None teacher_outputs=None "
+    "vocab_size=None tensor_parallel=1 cg=False enable_timing=False",
+    ignored="tensor_parallel enable_timing",
+    refused="cg",
+)
 @torch.inference_mode()
 def decode(
-    input_ids: Tensor,
-    model: Any,
-    max_length: int,
-    top_k: int = 1,
-    top_p: float = 0.0,
-    temperature: float = 1.0,
-    eos_token_id: int | None = None,
-    teacher_outputs: Tensor | None = None,
-    vocab_size: int | None = None,
-    tensor_parallel: int = 1,
-    cg: bool = False,
-    enable_timing: bool = False,
+    input_ids: Tensor, model: Any, max_length: int, eos_token_id: Any, teacher_outputs: Any, vocab_size: Any, **how: Any
 ) -> Any:
     """Greedy or sampled decoding of a batch of prompts of one length.
 
@@ -114,12 +103,10 @@ def decode(
         teacher_outputs: ``[B, T]``: use its tokens where it has any.
         vocab_size: only that many of the logits.
         tensor_parallel, enable_timing: ignored, for compatibility.
-        cg: must be False: there are no CUDA graphs here.
+        cg: must be False: there are no CUDA graphs here, the tokens are the same without.
     Returns:
         (sequences ``[B, tokens]``, scores: a tuple of ``[B, V]``).
     """
-    if cg:
-        raise NotImplementedError("cg=True (CUDA graphs) is not supported; pass cg=False, the tokens are the same")
     batch = input_ids.shape[0]
     params = InferenceParams(max_seqlen=max_length, max_batch_size=batch)
     sequences, scores = [input_ids], []
@@ -132,13 +119,13 @@ def decode(
         if teacher_outputs is not None and params.seqlen_offset < teacher_outputs.shape[1]:
             tokens = teacher_outputs[:, params.seqlen_offset]
         else:
-            tokens = sample(logits, top_k, top_p, temperature)
+            tokens = sample(logits, **how)
         scores.append(logits)
         sequences.append(tokens[:, None])
         ended = eos_token_id is not None and bool((tokens == eos_token_id).all())
         if ended or params.seqlen_offset >= max_length - 1:
             break
-    kind = GreedySearchDecoderOnlyOutput if top_k == 1 else SampleDecoderOnlyOutput
+    kind = GreedySearchDecoderOnlyOutput if how["top_k"] == 1 else SampleDecoderOnlyOutput
     return kind(sequences=torch.cat(sequences, dim=1), scores=tuple(scores))
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
@@ -12,9 +11,11 @@ from ... import flash_attn as functions
 from ...attention import sdpa
 from ...mask_rules.lazy import LazyMask
 from ..options import FlashArgumentError, check_layout
+from ..signatures import called_as
 
 # What flash-attn adds to the scores of padding.
 _PADDING = -10000.0
+_INNER = "self causal=False softmax_scale=None attention_dropout=0.0"
 
 
 def get_alibi_slopes(nheads: int) -> list[float]:
@@ -43,16 +44,9 @@ class _FlashInner(_Inner):
 
     alibi_slopes: Tensor | None
 
-    def __init__(
-        self,
-        causal: bool = False,
-        softmax_scale: float | None = None,
-        attention_dropout: float = 0.0,
-        window_size: tuple[int, int] = (-1, -1),
-        alibi_slopes: Tensor | None = None,
-        deterministic: bool = False,
-    ):
-        super().__init__(causal, softmax_scale, attention_dropout)
+    @called_as(f"{_INNER} window_size=(-1,-1) alibi_slopes=None deterministic=False")
+    def __init__(self, window_size: tuple[int, int], alibi_slopes: Any, deterministic: bool, **given: Any) -> None:
+        super().__init__(**given)
         self.register_buffer("alibi_slopes", alibi_slopes, persistent=False)
         self.window_size, self.deterministic = window_size, deterministic
 
@@ -82,16 +76,9 @@ class FlashSelfAttention(_FlashInner):
 class FlashCrossAttention(_FlashInner):
     """:func:`~pascal_attn_core.flash_attn.flash_attn_kvpacked_func` as a module, in any dtype and on any device."""
 
-    def __init__(
-        self,
-        causal: bool = False,
-        softmax_scale: float | None = None,
-        attention_dropout: float = 0.0,
-        alibi_slopes: Tensor | None = None,
-        window_size: tuple[int, int] = (-1, -1),
-        deterministic: bool = False,
-    ):
-        super().__init__(causal, softmax_scale, attention_dropout, window_size, alibi_slopes, deterministic)
+    @called_as(f"{_INNER} alibi_slopes=None window_size=(-1,-1) deterministic=False")
+    def __init__(self, **given: Any) -> None:
+        super().__init__(**given)
 
     def forward(
         self,
@@ -163,18 +150,10 @@ def slopes_of(inner: Any) -> Tensor | None:
 
 def _attention(inner: _Inner, q: Tensor, k: Tensor, v: Tensor, mask: Any, causal: bool) -> Tensor:
     """``[B, L, Hq, D]`` of ``q [B, L, Hq, D]``, ``k`` and ``v [B, S, Hkv, D]``."""
-    out = sdpa(
-        q.transpose(1, 2),
-        k.transpose(1, 2),
-        v.transpose(1, 2),
-        mask,
-        inner.dropout_p,
-        causal,
-        inner.softmax_scale or 1.0 / math.sqrt(q.shape[-1]),
-        enable_gqa=q.shape[2] != k.shape[2],
-        alignment="lower_right",
-    )
-    return out.transpose(1, 2)
+    query, key, value = (t.transpose(1, 2) for t in (q, k, v))
+    options: dict[str, Any] = {"dropout_p": inner.dropout_p, "is_causal": causal, "scale": inner.softmax_scale or None}
+    options |= {"enable_gqa": q.shape[2] != k.shape[2], "alignment": "lower_right"}
+    return sdpa(query, key, value, mask, **options).transpose(1, 2)
 
 
 def _padding_mask(mask: Tensor, k: Tensor) -> Tensor:

@@ -7,27 +7,28 @@ their gradient and the parts that it is joined from no tensor of the vocabulary'
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from ..options import FlashArgumentError, on_one_device
+from ..options import FlashArgumentError
+from ..signatures import called_as
 
 # Elements of the logits that are computed at a time.
 _CHUNK = 1 << 24
+_OPTIONS = "label_smoothing=0.0 logit_scale=1.0 lse_square_scale=0.0"
+_FIELDS = ("label_smoothing", "logit_scale", "lse_square_scale", "ignore_index", "inplace_backward", "process_group")
 
 
+@called_as(
+    f"logits labels precomputed_lse=None {_OPTIONS} ignore_index=-100 inplace_backward=False process_group=None",
+    ignored="inplace_backward",
+    refused="process_group",
+)
 def cross_entropy_loss(
-    logits: Tensor,
-    labels: Tensor,
-    precomputed_lse: Tensor | None = None,
-    label_smoothing: float = 0.0,
-    logit_scale: float = 1.0,
-    lse_square_scale: float = 0.0,
-    ignore_index: int = -100,
-    inplace_backward: bool = False,
-    process_group: None = None,
+    logits: Tensor, labels: Tensor, precomputed_lse: Tensor | None, logit_scale: float, **options: Any
 ) -> tuple[Tensor, Tensor]:
     """The loss of each row.
 
@@ -47,7 +48,6 @@ def cross_entropy_loss(
         TypeError, ValueError: arguments that do not fit together.
         NotImplementedError: process_group is given.
     """
-    on_one_device(process_group)
     if not isinstance(logits, Tensor) or not logits.is_floating_point():
         raise TypeError(f"logits must be floating point numbers, got {getattr(logits, 'dtype', type(logits).__name__)}")
     if logits.dim() != 2:
@@ -59,13 +59,7 @@ def cross_entropy_loss(
             raise FlashArgumentError(f"{name} must be [{logits.shape[0]}], got {list(rows.shape)}")
     if not logit_scale > 0.0:
         raise FlashArgumentError(f"logit_scale must be above 0, got {logit_scale}")
-    rule = functools.partial(
-        _of_rows,
-        smoothing=label_smoothing,
-        scale=logit_scale,
-        z_scale=lse_square_scale,
-        ignore_index=ignore_index,
-    )
+    rule = functools.partial(_of_rows, logit_scale=logit_scale, **options)
     step = max(1, _CHUNK // max(1, logits.shape[1]))
     parts = [
         checkpoint(rule, *rows, use_reentrant=False, preserve_rng_state=False)
@@ -84,40 +78,25 @@ class CrossEntropyLoss(torch.nn.Module):
         others: see :func:`cross_entropy_loss`.
     """
 
-    def __init__(
-        self,
-        ignore_index: int = -100,
-        reduction: str = "mean",
-        label_smoothing: float = 0.0,
-        logit_scale: float = 1.0,
-        lse_square_scale: float = 0.0,
-        inplace_backward: bool = False,
-        process_group: None = None,
-        return_z_loss: bool = False,
-    ):
+    ignore_index: int
+
+    @called_as(
+        f"self ignore_index=-100 reduction='mean' {_OPTIONS} inplace_backward=False process_group=None "
+        "return_z_loss=False"
+    )
+    def __init__(self, reduction: str, **given: Any) -> None:
         super().__init__()
         if reduction not in ("mean", "sum", "none"):
             raise NotImplementedError(f"reduction must be 'mean', 'sum' or 'none', got {reduction!r}")
-        self.ignore_index, self.reduction, self.label_smoothing = ignore_index, reduction, label_smoothing
-        self.logit_scale, self.lse_square_scale = logit_scale, lse_square_scale
-        self.inplace_backward, self.process_group = inplace_backward, process_group
-        self.return_z_loss = return_z_loss
+        self.reduction = reduction
+        vars(self).update(given)
 
     def forward(
         self, input: Tensor, target: Tensor, precomputed_lse: Tensor | None = None
     ) -> Tensor | tuple[Tensor, Tensor]:
         """input ``[N, V]``, target ``[N]``: a number, with "none" ``[N]``."""
-        loss, z_loss = cross_entropy_loss(
-            input,
-            target,
-            precomputed_lse,
-            label_smoothing=self.label_smoothing,
-            logit_scale=self.logit_scale,
-            lse_square_scale=self.lse_square_scale,
-            ignore_index=self.ignore_index,
-            inplace_backward=self.inplace_backward,
-            process_group=self.process_group,
-        )
+        options = {name: getattr(self, name) for name in _FIELDS}
+        loss, z_loss = cross_entropy_loss(input, target, precomputed_lse, **options)
         if self.reduction == "none":
             return (loss, z_loss) if self.return_z_loss else loss
         count = (target != self.ignore_index).sum() if self.reduction == "mean" else 1
@@ -126,17 +105,23 @@ class CrossEntropyLoss(torch.nn.Module):
 
 
 def _of_rows(
-    logits: Tensor, labels: Tensor, *, smoothing: float, scale: float, z_scale: float, ignore_index: int
+    logits: Tensor,
+    labels: Tensor,
+    *,
+    label_smoothing: float,
+    logit_scale: float,
+    lse_square_scale: float,
+    ignore_index: int,
 ) -> tuple[Tensor, Tensor]:
     """:func:`cross_entropy_loss` of some rows."""
     ignored, classes = labels == ignore_index, logits.shape[1]
-    scores = logits.to(torch.promote_types(logits.dtype, torch.float32)) * scale
+    scores = logits.to(torch.promote_types(logits.dtype, torch.float32)) * logit_scale
     scores = scores.masked_fill(ignored[:, None], 0.0)  # their gradient is 0 whatever they hold
     lse = scores.logsumexp(-1)
     at_label = scores.gather(1, labels.long().clamp(0, classes - 1)[:, None])[:, 0]
     # a label outside of the vocabulary has only the part of the loss that smoothing spreads
-    losses = torch.where((labels >= 0) & (labels < classes), (1.0 - smoothing) * (lse - at_label), 0.0)
-    if smoothing:
-        losses = losses + smoothing * (lse - scores.mean(-1))
-    z_losses = z_scale * lse.square()
+    losses = torch.where((labels >= 0) & (labels < classes), (1.0 - label_smoothing) * (lse - at_label), 0.0)
+    if label_smoothing:
+        losses = losses + label_smoothing * (lse - scores.mean(-1))
+    z_losses = lse_square_scale * lse.square()
     return (losses + z_losses).masked_fill(ignored, 0.0), z_losses.detach().masked_fill(ignored, 0.0)

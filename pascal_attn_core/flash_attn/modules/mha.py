@@ -10,15 +10,12 @@ from torch.utils.checkpoint import checkpoint
 
 from ... import flash_attn as functions
 from ..options import FlashArgumentError
-from .inner_attention import (
-    CrossAttention,
-    FlashCrossAttention,
-    FlashSelfAttention,
-    SelfAttention,
-    get_alibi_slopes,
-    slopes_of,
-)
+from ..signatures import called_as
+from . import inner_attention as inners
 from .rotary import RotaryEmbedding
+
+# Arguments of MHA that are attributes of it.
+_KEPT = ["causal", "layer_idx", "rotary_emb_dim", "use_flash_attn", "checkpointing", "cross_attn", "return_residual"]
 
 
 class LinearResidual(nn.Linear):
@@ -35,7 +32,7 @@ class MHA(nn.Module):
         num_heads_kv: key and value heads; None = num_heads.
         cross_attn: queries come from x, keys and values from x_kv.
         layer_idx: the name of this layer's cache in generation.
-        dwconv: must be False: the convolution after the projection is not provided.
+        dwconv: must be False: the convolution after the projection is not supported.
         rotary_emb_dim: numbers of each head that are rotated, 0 = none; see
             :class:`~pascal_attn_core.flash_attn.modules.rotary.RotaryEmbedding` for the other three.
         use_alibi, window_size: with use_flash_attn only.
@@ -46,70 +43,50 @@ class MHA(nn.Module):
         checkpointing: compute the attention again in the backward pass.
     """
 
-    def __init__(
-        self,
-        embed_dim: int,
-        num_heads: int,
-        num_heads_kv: int | None = None,
-        cross_attn: bool = False,
-        qkv_proj_bias: bool = True,
-        out_proj_bias: bool = True,
-        dropout: float = 0.0,
-        softmax_scale: float | None = None,
-        causal: bool = False,
-        layer_idx: int | None = None,
-        dwconv: bool = False,
-        rotary_emb_dim: int = 0,
-        rotary_emb_base: float = 10000.0,
-        rotary_emb_scale_base: None = None,
-        rotary_emb_interleaved: bool = False,
-        use_alibi: bool = False,
-        window_size: tuple[int, int] = (-1, -1),
-        fused_bias_fc: bool = False,
-        use_flash_attn: bool = False,
-        return_residual: bool = False,
-        checkpointing: bool = False,
-        device: Any = None,
-        dtype: torch.dtype | None = None,
-    ):
+    layer_idx: Any
+    rotary_emb_dim: int
+
+    @called_as(
+        "self embed_dim num_heads num_heads_kv=None cross_attn=False qkv_proj_bias=True out_proj_bias=True dropout=0.0 "
+        "softmax_scale=None causal=False layer_idx=None dwconv=False rotary_emb_dim=0 rotary_emb_base=10000.0 "
+        "rotary_emb_scale_base=None rotary_emb_interleaved=False use_alibi=False window_size=(-1,-1) "
+        "fused_bias_fc=False use_flash_attn=False return_residual=False checkpointing=False device=None dtype=None",
+        ignored="fused_bias_fc",
+        refused="dwconv",
+    )
+    def __init__(self, embed_dim: int, num_heads: int, num_heads_kv: int | None, **given: Any) -> None:
         super().__init__()
-        self.embed_dim, self.num_heads, self.causal, self.layer_idx = embed_dim, num_heads, causal, layer_idx
+        self.embed_dim, self.num_heads, self.head_dim = embed_dim, num_heads, embed_dim // num_heads
         self.num_heads_kv = self.num_heads_kv_local = num_heads if num_heads_kv is None else num_heads_kv
-        self.rotary_emb_dim, self.use_flash_attn, self.checkpointing = rotary_emb_dim, use_flash_attn, checkpointing
-        self.cross_attn, self.return_residual = cross_attn, return_residual
+        for name in _KEPT:
+            setattr(self, name, given[name])
         self._check_sizes()
-        if dwconv:
-            raise NotImplementedError("dwconv must be False: the convolution after the projection is not provided")
-        if not use_flash_attn and (use_alibi or tuple(window_size) != (-1, -1)):
+        alibi, window, kinds = given["use_alibi"], given["window_size"], {"device": given["device"]}
+        if not self.use_flash_attn and (alibi or tuple(window) != (-1, -1)):
             raise FlashArgumentError("use_alibi and window_size need use_flash_attn=True (as in flash-attn)")
-        self.head_dim = embed_dim // num_heads
-        if rotary_emb_dim > 0:
-            self.rotary_emb = RotaryEmbedding(
-                rotary_emb_dim,
-                base=rotary_emb_base,
-                scale_base=rotary_emb_scale_base,
-                interleaved=rotary_emb_interleaved,
-                device=device,
-            )
-        kinds: dict[str, Any] = {"bias": qkv_proj_bias, "device": device, "dtype": dtype}
+        if self.rotary_emb_dim > 0:
+            rotary = {name: given[f"rotary_emb_{name}"] for name in ("base", "scale_base", "interleaved")}
+            self.rotary_emb = RotaryEmbedding(self.rotary_emb_dim, **rotary, **kinds)
+        inner = {"causal": self.causal, "softmax_scale": given["softmax_scale"], "attention_dropout": given["dropout"]}
+        kinds["dtype"] = given["dtype"]
         kv_dim = 2 * self.head_dim * self.num_heads_kv
-        if cross_attn:
-            self.Wq = nn.Linear(embed_dim, embed_dim, **kinds)
-            self.Wkv = nn.Linear(embed_dim, kv_dim, **kinds)
+        if self.cross_attn:
+            self.Wq = nn.Linear(embed_dim, embed_dim, bias=given["qkv_proj_bias"], **kinds)
+            self.Wkv = nn.Linear(embed_dim, kv_dim, bias=given["qkv_proj_bias"], **kinds)
         else:
-            self.Wqkv = nn.Linear(embed_dim, embed_dim + kv_dim, **kinds)
-        inner: dict[str, Any] = {"causal": causal, "softmax_scale": softmax_scale, "attention_dropout": dropout}
-        if use_flash_attn:
-            inner["alibi_slopes"] = torch.tensor(get_alibi_slopes(num_heads), device=device) if use_alibi else None
-            inner["window_size"] = window_size
-        self.inner_attn: nn.Module = FlashSelfAttention(**inner) if use_flash_attn else SelfAttention(**inner)
-        self.inner_cross_attn: nn.Module = FlashCrossAttention(**inner) if use_flash_attn else CrossAttention(**inner)
-        self.out_proj = nn.Linear(embed_dim, embed_dim, bias=out_proj_bias, device=device, dtype=dtype)
+            self.Wqkv = nn.Linear(embed_dim, embed_dim + kv_dim, bias=given["qkv_proj_bias"], **kinds)
+        if self.use_flash_attn:
+            slopes = torch.tensor(inners.get_alibi_slopes(num_heads), device=kinds["device"]) if alibi else None
+            inner |= {"alibi_slopes": slopes, "window_size": window}
+        flash = self.use_flash_attn
+        self.inner_attn: nn.Module = (inners.FlashSelfAttention if flash else inners.SelfAttention)(**inner)
+        self.inner_cross_attn: nn.Module = (inners.FlashCrossAttention if flash else inners.CrossAttention)(**inner)
+        self.out_proj = nn.Linear(embed_dim, embed_dim, bias=given["out_proj_bias"], **kinds)
 
     def _check_sizes(self) -> None:
         if self.embed_dim % self.num_heads:
             raise FlashArgumentError(
-                f"embed_dim must be a multiple of num_heads ({self.num_heads}), got {self.embed_dim}"
+                f"embed_dim must be a multiple of num_heads, got {self.embed_dim}, {self.num_heads}"
             )
         if self.num_heads % self.num_heads_kv:
             raise FlashArgumentError(f"num_heads must be a multiple of num_heads_kv ({self.num_heads_kv})")
@@ -146,10 +123,8 @@ class MHA(nn.Module):
             of the shape of x, with return_residual (that, x).
         """
         self._check(x_kv, key_padding_mask, cu_seqlens, max_seqlen, mixer_subset, inference_params)
-        if self.use_flash_attn:
-            kwargs = {"cu_seqlens": cu_seqlens, "max_seqlen": max_seqlen, **kwargs}
-        else:
-            kwargs = {"key_padding_mask": key_padding_mask, **kwargs}
+        lengths = {"cu_seqlens": cu_seqlens, "max_seqlen": max_seqlen}
+        kwargs = {**(lengths if self.use_flash_attn else {"key_padding_mask": key_padding_mask}), **kwargs}
         if self._is_packed:
             tensors = (self.Wqkv(x).unflatten(-1, (3, -1, self.head_dim)),)
             context = self._attend(self.inner_attn, tensors, inference_params, kwargs)
@@ -189,7 +164,7 @@ class MHA(nn.Module):
 
     def _attend(
         self, inner: nn.Module, tensors: tuple[Tensor, ...], inference_params: Any, kwargs: dict[str, Any]
-    ) -> Tensor:
+    ) -> Any:
         """``qkv [..., 3, heads, head_dim]``, or q and kv -> ``[..., heads, head_dim]``."""
         if self.rotary_emb_dim > 0:
             rotated = self.rotary_emb(*tensors, **_rotary_places(inference_params))
@@ -197,40 +172,35 @@ class MHA(nn.Module):
         if inference_params is not None:
             q, kv = tensors if len(tensors) == 2 else (tensors[0][:, :, 0], tensors[0][:, :, 1:])
             return self._attend_cached(q, kv, inference_params)
-        result: Tensor
         if self.checkpointing:
-            result = checkpoint(inner, *tensors, use_reentrant=False, **kwargs)
-        else:
-            result = inner(*tensors, **kwargs)
-        return result
+            return checkpoint(inner, *tensors, use_reentrant=False, **kwargs)
+        return inner(*tensors, **kwargs)
 
-    def _attend_cached(self, q: Tensor, kv: Tensor, inference_params: Any) -> Tensor:
+    def _attend_cached(self, q: Tensor, kv: Tensor, inference_params: Any) -> Any:
         inner: Any = self.inner_cross_attn
         if self.layer_idx is None:
             raise FlashArgumentError("layer_idx must be given to the constructor for generation, got None")
         if inference_params.seqlen_offset == 0:
-            result: Tensor = inner(q, update_kv_cache(kv, inference_params, self.layer_idx))
-            return result
+            return inner(q, update_kv_cache(kv, inference_params, self.layer_idx))
         if self.layer_idx not in inference_params.key_value_memory_dict:
             raise FlashArgumentError(f"layer {self.layer_idx} has no cache although seqlen_offset is above 0")
         first = inference_params.batch_size_offset
         rows = slice(first, first + q.shape[0])
         cache = inference_params.key_value_memory_dict[self.layer_idx][rows]
         lengths = inference_params.lengths_per_sample
-        out = functions.flash_attn_with_kvcache(
+        (k_cache, v_cache), (k, v) = cache.unbind(2), kv.unbind(2)
+        return functions.flash_attn_with_kvcache(
             q,
-            cache[:, :, 0],
-            cache[:, :, 1],
-            kv[:, :, 0],
-            kv[:, :, 1],
+            k_cache,
+            v_cache,
+            k,
+            v,
             cache_seqlens=inference_params.seqlen_offset if lengths is None else lengths[rows],
             softmax_scale=inner.softmax_scale,
             causal=inner.causal,
             window_size=getattr(inner, "window_size", (-1, -1)),
-            alibi_slopes=slopes_of(inner),
+            alibi_slopes=inners.slopes_of(inner),
         )
-        assert isinstance(out, Tensor)
-        return out
 
 
 def update_kv_cache(kv: Tensor, inference_params: Any, layer_idx: int) -> Tensor:

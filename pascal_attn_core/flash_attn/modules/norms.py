@@ -84,14 +84,12 @@ def dropout_add_rms_norm(**given: Any) -> Any:
 
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, epsilon: float) -> Tensor:
     """LayerNorm over the last dimension, returned in the dtype of x."""
-    result: Tensor = layer_norm_fn(x, weight, bias, eps=epsilon)
-    return result
+    return layer_norm_fn(x, weight, bias, eps=epsilon)
 
 
 def rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
     """RMSNorm over the last dimension, returned in the dtype of x."""
-    result: Tensor = rms_norm_fn(x, weight, None, eps=epsilon)
-    return result
+    return rms_norm_fn(x, weight, None, eps=epsilon)
 
 
 @called_as(
@@ -117,19 +115,14 @@ class RMSNorm(torch.nn.Module):
     weight: torch.nn.Parameter
     bias: None
 
+    @called_as("self hidden_size eps=1e-5 dropout_p=0.0 zero_centered_weight=False device=None dtype=None")
     def __init__(
-        self,
-        hidden_size: int,
-        eps: float = 1e-5,
-        dropout_p: float = 0.0,
-        zero_centered_weight: bool = False,
-        device: Any = None,
-        dtype: torch.dtype | None = None,
-    ):
+        self, hidden_size: int, eps: float, dropout_p: float, zero_centered_weight: bool, **kinds: Any
+    ) -> None:
         super().__init__()
         self.eps, self.zero_centered_weight = eps, zero_centered_weight
         self.drop = torch.nn.Dropout(dropout_p) if dropout_p > 0.0 else None
-        self.weight = torch.nn.Parameter(torch.empty(hidden_size, device=device, dtype=dtype))
+        self.weight = torch.nn.Parameter(torch.empty(hidden_size, **kinds))
         self.register_parameter("bias", None)
         self.reset_parameters()
 
@@ -168,21 +161,14 @@ class DropoutAddLayerNorm(torch.nn.Module):
     weight: torch.nn.Parameter
     bias: torch.nn.Parameter | None
 
+    @called_as("self hidden_size prenorm=False p=0.0 eps=1e-5 residual_in_fp32=False device=None dtype=None")
     def __init__(
-        self,
-        hidden_size: int,
-        prenorm: bool = False,
-        p: float = 0.0,
-        eps: float = 1e-5,
-        residual_in_fp32: bool = False,
-        device: Any = None,
-        dtype: torch.dtype | None = None,
-    ):
+        self, hidden_size: int, prenorm: bool, p: float, eps: float, residual_in_fp32: bool, **kinds: Any
+    ) -> None:
         super().__init__()
         self.prenorm, self.p, self.eps, self.residual_in_fp32 = prenorm, p, eps, residual_in_fp32
-        self.weight = torch.nn.Parameter(torch.empty(hidden_size, device=device, dtype=dtype))
-        bias = None if self.rms else torch.nn.Parameter(torch.empty(hidden_size, device=device, dtype=dtype))
-        self.register_parameter("bias", bias)
+        self.weight = torch.nn.Parameter(torch.empty(hidden_size, **kinds))
+        self.register_parameter("bias", None if self.rms else torch.nn.Parameter(torch.empty(hidden_size, **kinds)))
         self.reset_parameters()
 
     def reset_parameters(self) -> None:

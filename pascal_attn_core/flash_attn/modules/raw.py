@@ -11,7 +11,7 @@ v ``[B, S, Hkv, Dv]``, lse float32 ``[B, Hq, L]``; packed q ``[total_q, Hq, D]``
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -33,11 +33,8 @@ _SAVED = "dout q k v out softmax_lse dq dk dv"
 
 @called_as(f"q k v {_OPTIONS} return_softmax=False", ignored="return_softmax")
 def flash_attn_forward(q: Tensor, k: Tensor, v: Tensor, **given: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """``_flash_attn_forward``.
+    """``_flash_attn_forward``; for its arguments see :func:`pascal_attn_core.flash_attn.flash_attn_func`.
 
-    Args:
-        return_softmax: changes nothing: no score matrix exists.
-        others: see :func:`pascal_attn_core.flash_attn.flash_attn_func`.
     Returns:
         (out ``[B, L, Hq, Dv]``, lse float32 ``[B, Hq, L]``, an empty tensor, rng_state).
     """
@@ -66,7 +63,7 @@ def flash_attn_backward(
         grads = _go_back(dout, q, k, v, Results(out, softmax_lse), options)
         for name, target, grad in zip(("dq", "dk", "dv"), (dq, dk, dv), grads):
             if target is not None:
-                _check_target(name, target, grad)
+                _check_shape(name, target, grad.shape)
                 target.copy_(grad)
         sums = (dout.float() * out.float()).sum(-1).transpose(1, 2)
     return torch.nn.functional.pad(sums, (0, -sums.shape[2] % _ROWS))
@@ -85,10 +82,8 @@ def flash_attn_varlen_forward(
     """``_flash_attn_varlen_forward``: :func:`flash_attn_forward` within each of several concatenated sequences.
 
     Args:
-        cu_seqlens_q, cu_seqlens_k: int32 ``[B + 1]``, where each sequence starts and the last one ends.
-        block_table: int32 ``[B, pages of a sequence]``: k and v are pages ``[num_pages, page_tokens, Hkv, D]``.
         seqused_k: int32 ``[B]``: only this many first keys of each sequence count.
-        max_seqlen_q, max_seqlen_k, zero_tensors, num_splits: change nothing.
+        others: see :func:`pascal_attn_core.flash_attn.flash_attn_varlen_func`.
     Returns:
         (out ``[total_q, Hq, Dv]``, lse float32 ``[Hq, total_q]``, an empty tensor, rng_state).
     Raises:
@@ -130,7 +125,7 @@ def flash_attn_varlen_backward(
     with torch.no_grad():
         for name, target, like in zip(("dq", "dk", "dv"), (dq, dk, dv), (q, k, v)):
             if target is not None:
-                _check_target(name, target, like)
+                _check_shape(name, target, like.shape)
                 target.zero_()
         for b, of_q, of_k in _sequences(cu_seqlens_q, cu_seqlens_k, q, k):
             saved = Results(out[None, of_q], softmax_lse[None, :, of_q])
@@ -198,13 +193,11 @@ def _go_back(
     """Gradients of q, k and v in their layout, from out and lse in flash-attn's layout."""
     call = _checked(q, k, v, options)
     expected = [*q.shape[:3], v.shape[-1]]
-    for name, tensor in (("out", saved.out), ("dout", dout)):
-        if list(tensor.shape) != expected:
-            raise FlashArgumentError(f"{name} must have shape {expected}, got {list(tensor.shape)}")
     lse = saved.lse
     assert lse is not None
-    if lse.shape != call.out_shape[:-1]:
-        raise FlashArgumentError(f"softmax_lse must have shape {list(call.out_shape[:-1])}, got {list(lse.shape)}")
+    rows = list(call.out_shape[:-1])
+    for name, tensor, shape in (("out", saved.out, expected), ("dout", dout, expected), ("softmax_lse", lse, rows)):
+        _check_shape(name, tensor, shape)
     saved = Results(saved.out.transpose(1, 2).to(q.dtype), lse.to(call.sums_dtype))
     grads: Gradients = gradients(call, _config(options), saved, Wanted(dout.transpose(1, 2)))
     return tuple(grad.transpose(1, 2) for grad in (grads.query, grads.key, grads.value))
@@ -222,9 +215,9 @@ def _sequences(cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, q: Tensor, k: Tensor)
         yield b, slice(*of_q), slice(*of_k)
 
 
-def _check_target(name: str, target: Tensor, like: Tensor) -> None:
-    if target.shape != like.shape:
-        raise FlashArgumentError(f"{name} must have shape {list(like.shape)}, got {list(target.shape)}")
+def _check_shape(name: str, tensor: Tensor, shape: Sequence[int]) -> None:
+    if list(tensor.shape) != list(shape):
+        raise FlashArgumentError(f"{name} must have shape {list(shape)}, got {list(tensor.shape)}")
 
 
 def _rng_state(q: Tensor) -> Tensor:

@@ -7,6 +7,7 @@ cosines and sines are constants, as in flash-attn.
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -14,6 +15,10 @@ import torch
 from torch import Tensor
 
 from ..options import FlashArgumentError, check_layout
+from ..signatures import called_as
+
+# Cosines and sines of each token, ``[..., tokens, 1, rotary_dim / 2]``.
+_Table = tuple[Tensor, Tensor]
 
 
 def apply_rotary(
@@ -142,21 +147,15 @@ class RotaryEmbedding(torch.nn.Module):
 
     inv_freq: Tensor
 
-    def __init__(
-        self,
-        dim: int,
-        base: float = 10000.0,
-        interleaved: bool = False,
-        scale_base: None = None,
-        device: Any = None,
-        *,
-        pos_idx_in_fp32: bool = True,
-    ):
+    @called_as(
+        "self dim base=10000.0 interleaved=False scale_base=None device=None * pos_idx_in_fp32=True",
+        ignored="pos_idx_in_fp32",
+        refused="scale_base",
+    )
+    def __init__(self, dim: int, base: float, interleaved: bool, device: Any) -> None:
         super().__init__()
         if dim % 2:
             raise FlashArgumentError(f"dim must be even, got {dim}")
-        if scale_base is not None:
-            raise NotImplementedError(f"scale_base must be None: xPos is not provided, got {scale_base}")
         self.dim, self.base, self.interleaved = dim, float(base), interleaved
         self.register_buffer("inv_freq", self._compute_inv_freq(device), persistent=False)
         self._seq_len_cached = 0
@@ -222,26 +221,6 @@ class RotaryEmbedding(torch.nn.Module):
 # ---- how it is computed ----------------------------------------------------------------------------------------------
 
 
-class _Table(NamedTuple):
-    """Cosines and sines ``[positions, rotary_dim / 2]``, and the row of them for each token: a slice, or whole numbers
-    ``[B, L]`` or ``[total]``."""
-
-    cos: Tensor
-    sin: Tensor
-    rows: Tensor | slice
-
-    def values(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Cosines and sines of each token, ``[..., tokens, 1, rotary_dim / 2]``; 1 and 0 outside of the tables."""
-        cos, sin, rows = self
-        if isinstance(rows, slice):
-            return cos[rows].to(dtype).unsqueeze(-2), sin[rows].to(dtype).unsqueeze(-2)
-        rows = rows.to(cos.device)
-        outside = ((rows < 0) | (rows >= cos.shape[0]))[..., None]
-        rows = rows.clamp(0, max(cos.shape[0] - 1, 0))
-        cos, sin = cos[rows].masked_fill(outside, 1), sin[rows].masked_fill(outside, 0)
-        return cos.to(dtype).unsqueeze(-2), sin.to(dtype).unsqueeze(-2)
-
-
 class _How(NamedTuple):
     """How a tensor is rotated; cut: the tensor -> views of its parts that are rotated, one for each table."""
 
@@ -259,7 +238,8 @@ def _table_of(
     cu_seqlens: Tensor | None = None,
     max_seqlen: int | None = None,
 ) -> _Table:
-    """
+    """The cosines and sines of each token, 1 and 0 outside of the tables.
+
     Raises:
         TypeError, ValueError: arguments that do not fit together.
     """
@@ -284,10 +264,15 @@ def _table_of(
     if last > cos.shape[0]:
         raise FlashArgumentError(f"cos must have {last} positions, got {cos.shape[0]}")
     if cu_seqlens is not None:
-        return _Table(cos, sin, _places(cu_seqlens.long(), x.shape[0], offsets, cos.shape[0]))
-    if not isinstance(offsets, Tensor):
-        return _Table(cos, sin, slice(offsets, last))
-    return _Table(cos, sin, offsets[:, None].long() + torch.arange(tokens, device=offsets.device))
+        rows = _places(cu_seqlens.long(), x.shape[0], offsets, cos.shape[0])
+    elif isinstance(offsets, Tensor):
+        rows = offsets[:, None].long() + torch.arange(tokens, device=offsets.device)
+    else:
+        return cos[offsets:last].unsqueeze(-2), sin[offsets:last].unsqueeze(-2)
+    rows = rows.to(cos.device)
+    outside = ((rows < 0) | (rows >= cos.shape[0]))[..., None]
+    rows = rows.clamp(0, max(cos.shape[0] - 1, 0))
+    return cos[rows].masked_fill(outside, 1).unsqueeze(-2), sin[rows].masked_fill(outside, 0).unsqueeze(-2)
 
 
 def _check_tables(cos: Tensor, sin: Tensor, head_dim: int) -> None:
@@ -318,9 +303,9 @@ def _rotated(x: Tensor, tables: list[_Table], how: _How) -> Tensor:
     # Where x is a view, autograd does not see the writing, as in flash-attn: it would forbid it for a part of a split
     # or an unbind, ``q, k, v = qkv.unbind(2)``, although its neighbours do not change.
     base = out.data if how.inplace and out._is_view() else out
+    dtype = torch.promote_types(x.dtype, torch.float32)
     for part, table in zip(how.cut(base), tables):
-        dtype = torch.promote_types(x.dtype, torch.float32)
-        cos, sin = table.values(dtype)
+        cos, sin = (values.to(dtype) for values in table)
         if how.conjugate:
             sin = -sin
         targets = _pairs(part[..., : 2 * cos.shape[-1]], how.interleaved)
@@ -342,15 +327,14 @@ class _Rotation(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, how: _How, tables: list[_Table]) -> Tensor:
-        ctx.save_for_backward(*(t for table in tables for t in table if isinstance(t, Tensor)))
-        ctx.how, ctx.slices = how, [None if isinstance(table.rows, Tensor) else table.rows for table in tables]
+        ctx.save_for_backward(*itertools.chain(*tables))
+        ctx.how = how
         # Not marked as changed in place: a leaf may be rotated too, as in flash-attn.
         return _rotated(x, tables, how)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        saved = iter(ctx.saved_tensors)
-        tables = [_Table(next(saved), next(saved), next(saved) if rows is None else rows) for rows in ctx.slices]
+        tables = list(zip(ctx.saved_tensors[::2], ctx.saved_tensors[1::2]))
         back = ctx.how._replace(inplace=False, conjugate=not ctx.how.conjugate)
         return _Rotation.apply(grads[0], back, tables), None, None
 

@@ -111,27 +111,19 @@ class FlashAttention(nn.Module):
 class FlashMHA(nn.Module):
     """:class:`FlashAttention` with its projections ``Wqkv`` and ``out_proj``."""
 
-    def __init__(
-        self,
-        embed_dim: int,
-        num_heads: int,
-        bias: bool = True,
-        batch_first: bool = True,
-        attention_dropout: float = 0.0,
-        causal: bool = False,
-        device: Any = None,
-        dtype: torch.dtype | None = None,
-    ):
+    @called_as(
+        "self embed_dim num_heads bias=True batch_first=True attention_dropout=0.0 causal=False device=None dtype=None",
+        refused="batch_first",
+    )
+    def __init__(self, embed_dim: int, num_heads: int, attention_dropout: float, causal: bool, **given: Any) -> None:
         super().__init__()
-        if not batch_first:
-            raise FlashArgumentError("batch_first must be True, got False")
         if embed_dim % num_heads:
             raise FlashArgumentError(f"embed_dim must be a multiple of num_heads ({num_heads}), got {embed_dim}")
         self.embed_dim, self.num_heads, self.causal = embed_dim, num_heads, causal
         self.head_dim = embed_dim // num_heads
-        self.Wqkv = nn.Linear(embed_dim, 3 * embed_dim, bias=bias, device=device, dtype=dtype)
+        self.Wqkv = nn.Linear(embed_dim, 3 * embed_dim, **given)
         self.inner_attn = FlashAttention(attention_dropout=attention_dropout)
-        self.out_proj = nn.Linear(embed_dim, embed_dim, bias=bias, device=device, dtype=dtype)
+        self.out_proj = nn.Linear(embed_dim, embed_dim, **given)
 
     def forward(
         self, x: Tensor, key_padding_mask: Tensor | None = None, need_weights: bool = False

@@ -35,12 +35,8 @@ _REFUSED = "q_descale k_descale v_descale attention_chunk"
     refused=f"{_REFUSED} qv",
 )
 def flash_attn_func(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Any:
-    """Attention of ``q [B, L, Hq, D]`` over ``k [B, S, Hkv, D]`` and ``v [B, S, Hkv, Dv]``.
+    """:func:`pascal_attn_core.flash_attn.flash_attn_func`, which returns (out, lse) with ``return_attn_probs``.
 
-    Args:
-        others: see :func:`pascal_attn_core.flash_attn.flash_attn_func`.
-    Returns:
-        ``[B, L, Hq, Dv]``, with ``return_attn_probs`` (that, lse ``[B, Hq, L]``).
     Raises:
         NotImplementedError: an argument is not supported, see the module.
     """
@@ -84,12 +80,9 @@ def flash_attn_varlen_func(
     """:func:`flash_attn_func` within each of several concatenated sequences.
 
     Args:
-        q: ``[total_q, Hq, D]``; k ``[total_k, Hkv, D]``; v ``[total_k, Hkv, Dv]``.
         seqused_q, seqused_k: int32 ``[B]``: only this many first tokens of each sequence count; the output is 0 for the
             other queries.
         others: see :func:`pascal_attn_core.flash_attn.flash_attn_varlen_func`.
-    Returns:
-        ``[total_q, Hq, Dv]``, with ``return_attn_probs`` (that, lse ``[Hq, total_q]``).
     """
     total = q.shape[0]
     places = None
@@ -117,14 +110,7 @@ def flash_attn_varlen_func(
     refused=f"{_REFUSED} qv cu_seqlens_q cu_seqlens_k_new rotary_seqlens",
 )
 def flash_attn_with_kvcache(q: Tensor, **options: Any) -> Any:
-    """Attention over a cache, see :func:`pascal_attn_core.flash_attn.flash_attn_with_kvcache`.
-
-    Args:
-        q: ``[B, L, Hq, D]``; k, v: new tokens ``[B, N, Hkv, D]``.
-        page_table: int32 ``[B, pages of a sequence]``.
-    Returns:
-        A tensor of the shape of q, with ``return_softmax_lse`` (that, lse ``[B, Hq, L]``).
-    """
+    """:func:`pascal_attn_core.flash_attn.flash_attn_with_kvcache`; ``page_table`` is its ``block_table``."""
     return functions.flash_attn_with_kvcache(q, **options)
 
 

@@ -55,9 +55,9 @@ LINEAR_KIND = "gguf_linear"
 LINEAR_FILES = ("base.cuh", "elements.cuh", "codes.cuh", "gguf_linear.cu")
 # In the order of the text's numbers.
 PRODUCT_FORMATS = ("Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "IQ4_XS", "Q3_K")
-# Formats with two scales for 32 weights: their sums need more registers than the second shape has, or the first one on
-# devices from 9.0 on. AMD's devices have the first shape only; the second one has not been tried there.
-ONE_SHAPE = ("Q6_K", "Q3_K")
+# Formats with two scales for 32 weights, and from which capability on NVIDIA's compiler has too few registers for their
+# sums, by rows of the outputs of a thread.
+_TWO_SCALES, _TOO_NEW = ("Q6_K", "Q3_K"), {8: (9, 0), 4: (7, 0)}
 
 
 class GgufTile(NamedTuple):
@@ -107,7 +107,7 @@ class GgufLinearVariant(Compilation):
         return "gguf-linear"
 
     def runs_on(self, capability: tuple[int, int]) -> bool:
-        has_registers = capability < (9, 0) or self.format not in ONE_SHAPE
+        has_registers = self.format not in _TWO_SCALES or capability < _TOO_NEW[self.rows]
         return not self.arch and capability >= LEAST_CAPABILITY and has_registers
 
     def macros(self) -> dict[str, object]:

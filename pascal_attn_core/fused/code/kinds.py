@@ -105,16 +105,7 @@ TABLE = {
         below=(8, 0),
     ),
     "int8": Kind(
-        (
-            "base.cuh",
-            "elements.cuh",
-            "codes.cuh",
-            "band.cuh",
-            "lanes.cuh",
-            "int8_pack.cuh",
-            "mask_bits.cuh",
-            "int8_attention.cu",
-        ),
+        (*linear_source.FILES[:3], "band.cuh", "lanes.cuh", "int8_pack.cuh", "mask_bits.cuh", "int8_attention.cu"),
         {},
         ("pa_int8_attention", "pa_pack_queries", "pa_pack_keys", "pa_pack_values"),
         least=linear_source.LEAST_CAPABILITY,

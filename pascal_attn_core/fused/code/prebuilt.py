@@ -77,15 +77,14 @@ def pack_name(arch: int, variant: Compilation) -> str:
 
 
 @functools.cache
-def _listed(name: str) -> dict[str, Any]:
+def manifest(name: str = "manifest.json") -> dict[str, Any]:
+    """``{"nvrtc": [12, 6], "digests": {variant: hash of its source}, "packs": {file: {variant: [start, end]}}}``, or
+    for AMD, in ``"amd.json"``, with ``"clang": "16.0.6"``; empty if nothing was shipped."""
     path = FOLDER / name
     return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {"digests": {}, "packs": {}}
 
 
-def manifest() -> dict[str, Any]:
-    """``{"nvrtc": [12, 6], "digests": {variant: hash of its source}, "packs": {file: {variant: [start, end]}}}``;
-    empty if nothing was shipped."""
-    return _listed("manifest.json")
+amd_manifest = functools.partial(manifest, "amd.json")
 
 
 def shipped_archs() -> tuple[int, ...]:
@@ -174,12 +173,6 @@ def amd_variants(arch: str) -> list[Variant | GgufLinearVariant]:
 def amd_pack_name(variant: Compilation) -> str:
     """The file name of the pack that holds a variant's code, whichever card of the family it is for."""
     return f"{amd_geometry.base(variant.arch)}-{variant.pack}.xz"
-
-
-def amd_manifest() -> dict[str, Any]:
-    """``{"clang": "16.0.6", "digests": {variant: hash of its source}, "packs": {file: {variant: [start, end]}}}``;
-    empty if nothing was shipped."""
-    return _listed("amd.json")
 
 
 def find_amd(variant: Compilation) -> bytes | None:

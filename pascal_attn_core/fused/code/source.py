@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -41,7 +42,7 @@ MASKS = ("none", "bool", "float")
 STATIC_BYTES = 48 << 10  # shared memory that a kernel may have without asking the driver
 
 
-AnyGeometry = Geometry | TensorGeometry | GradientGeometry | AmdGeometry
+AnyGeometry = Geometry | TensorGeometry | GradientGeometry
 
 
 @dataclass(frozen=True)
@@ -71,7 +72,6 @@ class Variant(Compilation):
 
     @property
     def threads(self) -> int:
-        """Threads of a block of the first function."""
         return self.geometry.threads
 
     @property
@@ -122,7 +122,6 @@ class Variant(Compilation):
 
     @property
     def exists(self) -> bool:
-        """Whether there is such a kernel."""
         if self.kind == amd_geometry.RANGES:
             return bool(self.arch) and amd_geometry.has_ranges(self.head_dim, self.dtype, self.mask, padded=self.padded)
         if self.kind == "grad_all":
@@ -136,11 +135,9 @@ class Variant(Compilation):
 
     @property
     def is_even(self) -> bool:
-        """Whether the blocks of a launch are listed, so that all multiprocessors end together (``stream_k.py``)."""
         return self.kind.endswith("_even")
 
     def runs_on(self, capability: tuple[int, int]) -> bool:
-        """Whether it is a kernel for NVIDIA's devices of this compute capability."""
         kind = TABLE[self.kind]
         return not self.arch and kind.least <= capability < kind.below
 
@@ -162,7 +159,7 @@ class Variant(Compilation):
     @property
     def dynamic_bytes(self) -> int:
         """Shared memory of a block of the first function that is asked for at launch: beyond 48 KiB all tiles."""
-        if isinstance(self.geometry, Geometry | AmdGeometry):
+        if isinstance(self.geometry, Geometry):
             return 0
         return self.tile_bytes if self.tile_bytes + self.own_bytes > STATIC_BYTES else 0
 
@@ -170,19 +167,18 @@ class Variant(Compilation):
     def own_bytes(self) -> int:
         """Shared memory of a block besides the tiles, at most, on tensor cores."""
         g = self.geometry
-        assert not isinstance(g, Geometry | AmdGeometry)
+        assert not isinstance(g, Geometry)
         return g.own_bytes if isinstance(g, TensorGeometry) else g.own_bytes(self.kind, self.mask)
 
     @property
     def functions(self) -> tuple[str, ...]:
-        """The kernels in it, the one that gives the kind its name first."""
         kind = TABLE[self.kind]
         of_mask = (kind.mask_function,) if kind.mask_function and self.mask != "none" else ()
         return (*kind.functions, *of_mask)
 
     def macros(self) -> dict[str, object]:
         padded, geometry = self.padded, self.geometry
-        if isinstance(geometry, Geometry):
+        if isinstance(geometry, Geometry) and not self.arch:
             # A number of chunks known when compiling makes ptxas keep more in registers than there are.
             padded = padded or (self.head_dim == 512 and self.mask != "none" and self.dtype == "float32")
         found: dict[str, object] = {
@@ -193,9 +189,9 @@ class Variant(Compilation):
             **geometry.macros(self.head_dim),
             **TABLE[self.kind].macros,
         }
-        if isinstance(geometry, AmdGeometry):
+        if self.arch:
             found["PA_WAVE"] = amd_geometry.wave_size(self.arch)
-        if isinstance(geometry, Geometry | AmdGeometry):
+        if isinstance(geometry, Geometry):
             return {**found, "PA_FLUSH": self.flush_tiles}
         return {**found, "PA_DYNAMIC": int(self.dynamic_bytes > 0)}
 
@@ -220,15 +216,11 @@ def all_variants() -> Iterator[Variant]:
             of_tensor = gradient_head_dims(kind)
         dims = of_tensor if is_tensor else HEAD_DIMS
         masks = tuple(m for m in MASKS if m != "bool") if kind.endswith("packed") else MASKS
-        for head_dim in dims:
-            if is_gradient and head_dim > 256:
-                continue
-            for padded in (False, True):
-                for dtype in ("float16",) if is_tensor else DTYPES:
-                    for mask in masks:
-                        variant = Variant(kind, head_dim, dtype, mask, padded)
-                        if variant.exists:
-                            yield variant
+        dtypes = ("float16",) if is_tensor else DTYPES
+        for head_dim, padded, dtype, mask in itertools.product(dims, (False, True), dtypes, masks):
+            variant = Variant(kind, head_dim, dtype, mask, padded)
+            if variant.exists and not (is_gradient and head_dim > 256):
+                yield variant
 
 
 def linear_variants() -> tuple[LinearVariant, ...]:
@@ -251,7 +243,6 @@ def gguf_linear_variants(arch: str = "") -> tuple[GgufLinearVariant, ...]:
         GgufLinearVariant(gguf_source.LINEAR_KIND, name, rows, arch=arch)
         for name in gguf_source.PRODUCT_FORMATS
         for rows in (8, 4)
-        if rows == 8 or not (arch or name in gguf_source.ONE_SHAPE)
     )
 
 

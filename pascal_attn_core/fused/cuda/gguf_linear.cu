@@ -349,66 +349,65 @@ struct Buffer {
     float d[SCALES * 2 * BC];  // d, -M d, minima or second scales
 };
 
-INLINE void get8(float (&to)[8], const float* from, int step) {
-    FOR(h, 2) {
-        const float4 f = *(const float4*)(from + h * step);
-        to[4 * h] = f.x; to[4 * h + 1] = f.y; to[4 * h + 2] = f.z; to[4 * h + 3] = f.w;
-    }
-}
-
-// Rows of a thread whose sums of words there are at a time: AMD has no registers for more where v takes as many.
-#if PA_AMD && TWO_SCALES
+// Columns of a thread whose sums of words there are at a time: where v takes as many, there are no registers for all.
+#if TWO_SCALES && (PA_AMD || PA_ROWS == 4)
 #define HELD 4
 #else
-#define HELD PA_ROWS
+#define HELD 8
 #endif
 
+INLINE void get(float (&to)[HELD], const float* from) {
+    FOR(h, HELD / 4) *(float4*)&to[4 * h] = *(const float4*)(from + h * 4 * TX);
+}
+
 // The sums of words first ... first + count - 1.
-INLINE void dot(int (&t)[HELD][8], const int* x, const int* w, int first, int count) {
+INLINE void dot(int (&t)[PA_ROWS][HELD], const int* x, const int* w, int first, int count) {
     FOR(k, count) {
-        int a[HELD], b[8];
-        FOR(i, HELD / 4) *(int4*)&a[4 * i] = *(const int4*)(x + (first + k) * BR + i * 4 * TY);
-        FOR(j, 2) *(int4*)&b[4 * j] = *(const int4*)(w + (first + k) * PITCH + j * 4 * TX);
-        FOR(i, HELD) FOR(j, 8) t[i][j] = __dp4a(a[i], b[j], k ? t[i][j] : MAGIC_BITS);
-        FOR(i, HELD) FOR(j, 8) IN_STEPS(t[i][j]);
+        int a[PA_ROWS], b[HELD];
+        FOR(i, PA_ROWS / 4) *(int4*)&a[4 * i] = *(const int4*)(x + (first + k) * BR + i * 4 * TY);
+        FOR(j, HELD / 4) *(int4*)&b[4 * j] = *(const int4*)(w + (first + k) * PITCH + j * 4 * TX);
+        FOR(i, PA_ROWS) FOR(j, HELD) t[i][j] = __dp4a(a[i], b[j], k ? t[i][j] : MAGIC_BITS);
+        FOR(i, PA_ROWS) FOR(j, HELD) IN_STEPS(t[i][j]);
     }
 }
 
-// Of rows `row` ... of the thread's.
-INLINE void multiply_rows(float (&sums)[PA_ROWS][8], const Buffer& s, int block, int tx, int ty, int row) {
-    const int* const x = s.xs + block * 8 * BR + ty * 4 + row * TY;
-    const float* const of_rows = s.a + block * BR + ty * 4 + row * TY;
-    const int* const w = s.ws + block * 8 * PITCH + tx * 4;
-    const float* const d = s.d + block * BC + tx * 4;
-    float scale[8], offset[8], a[HELD];
-    int t[HELD][8];
+// Of columns `col` ... of the thread's.
+INLINE void multiply_columns(float (&sums)[PA_ROWS][8], const Buffer& s, int block, int tx, int ty, int col) {
+    const int* const x = s.xs + block * 8 * BR + ty * 4;
+    const float* const of_rows = s.a + block * BR + ty * 4;
+    const int* const w = s.ws + block * 8 * PITCH + tx * 4 + col * TX;
+    const float* const d = s.d + block * BC + tx * 4 + col * TX;
+    float scale[HELD], offset[HELD], a[PA_ROWS];
+    int t[PA_ROWS][HELD];
     dot(t, x, w, 0, TWO_SCALES ? 4 : 8);
-    get8(scale, d, 4 * TX);
-    get8(offset, d + 2 * BC, 4 * TX);
+    get(scale, d);
+    get(offset, d + 2 * BC);
 #if TWO_SCALES
-    float v[HELD][8];
-    FOR(i, HELD) FOR(j, 8) v[i][j] = fmaf(bits_to_float((u32)t[i][j]), scale[j], offset[j]);
-    FOR(i, HELD) FOR(j, 8) IN_STEPS(v[i][j]);
+    float v[PA_ROWS][HELD];
+    FOR(i, PA_ROWS) FOR(j, HELD) v[i][j] = fmaf(bits_to_float((u32)t[i][j]), scale[j], offset[j]);
+    FOR(i, PA_ROWS) FOR(j, HELD) IN_STEPS(v[i][j]);
     dot(t, x, w, 4, 4);
-    get8(scale, d + 4 * BC, 4 * TX);
+    get(scale, d + 4 * BC);
 #endif
-    FOR(i, HELD / 4) *(float4*)&a[4 * i] = *(const float4*)(of_rows + i * TY * 4);
-    FOR(i, HELD) FOR(j, 8) {
+    FOR(i, PA_ROWS / 4) *(float4*)&a[4 * i] = *(const float4*)(of_rows + i * TY * 4);
+    FOR(i, PA_ROWS) FOR(j, HELD) {
 #if TWO_SCALES
         offset[j] = v[i][j];
 #endif
-        sums[row + i][j] = fmaf(fmaf(bits_to_float((u32)t[i][j]), scale[j], offset[j]), a[i], sums[row + i][j]);
-        IN_STEPS(sums[row + i][j]);
+        float& sum = sums[i][col + j];
+        sum = fmaf(fmaf(bits_to_float((u32)t[i][j]), scale[j], offset[j]), a[i], sum);
+        IN_STEPS(sum);
     }
 #if HAS_MINIMUM
-    get8(scale, d + 4 * BC, 4 * TX);
-    FOR(i, HELD / 4) *(float4*)&a[4 * i] = *(const float4*)(of_rows + 2 * BR + i * TY * 4);
-    FOR(i, HELD) FOR(j, 8) sums[row + i][j] = fmaf(scale[j], a[i], sums[row + i][j]);
+    get(scale, d + 4 * BC);
+    FOR(i, PA_ROWS / 4) *(float4*)&a[4 * i] = *(const float4*)(of_rows + 2 * BR + i * TY * 4);
+    FOR(i, PA_ROWS) FOR(j, HELD) sums[i][col + j] = fmaf(scale[j], a[i], sums[i][col + j]);
 #endif
 }
 
-INLINE void multiply_block(float (&sums)[PA_ROWS][8], const Buffer& s, int block, int tx, int ty) {
-    FOR(i, PA_ROWS / HELD) multiply_rows(sums, s, block, tx, ty, i * HELD);
+// zero: what no compiler can know to be; else words of x read for some columns would stay in registers for the others.
+INLINE void multiply_block(float (&sums)[PA_ROWS][8], const Buffer& s, int block, int tx, int ty, int zero) {
+    FOR(i, 8 / HELD) multiply_columns(sums, s, block, tx, ty + i * zero, i * HELD);
 }
 
 struct Stage {
@@ -548,7 +547,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) pa_gguf_linear(const Gg
             if (!half) load_weight(raw, scales, s, c);
             else load_x(x, a, s, c);
         }
-        multiply_block(sums, now, half, tx, ty);
+        multiply_block(sums, now, half, tx, ty, p.out_kind >> 2);
         if (is_last && half) break;
         if (!is_last) {
             if (!half) store_weight(next, raw, scales, s, c);

@@ -11,23 +11,14 @@ An architecture is a string, and a :class:`..code.source.Variant` holds it as ``
 compiled, and shipped, is code for one of :data:`ARCHS`, the string's :func:`base`: within a family the instructions are
 the same, so :func:`..code.amd_code.renamed` gives the code object the name that the card reports, :func:`target`. Only
 :data:`COMPILED` has to be compiled for itself.
-
-What the host does for a variant with an ``arch``:
-
-- machine code: :func:`..code.prebuilt.find_amd`, which is renamed already; else HIPRTC with the text
-  ``source(variant.kind, variant.arch)``, the macros ``variant.macros()`` as ``-Dname=value``, :func:`options` and
-  ``--offload-arch=`` :func:`compile_target`, and the result through :func:`..code.amd_code.renamed`.
-  ``digest(variant)`` is the key of a cached one, together with ``base(arch)`` and the compiler's version.
-- a launch: ``variant.functions``, the grid and the threads of a ``Launch``, no dynamic shared memory.
-  The whole argument buffer is the one structure of :mod:`..code.params`, 8-byte aligned; there are no hidden arguments.
-- plans: ``plan_call(call, compute_units, arch=...)`` and ``variants_of(call, arch)``. There is no kind on tensor cores.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from .tables import Tiles, read_tables
+from .plain import Geometry
+from .tables import read_tables
 
 ARCHS = ("gfx900", "gfx906", "gfx1010", "gfx1012", "gfx1030", "gfx1102")
 # Architectures with the instructions of one of ARCHS. Code for gfx1102 works around the faults of all of gfx11, in no
@@ -104,15 +95,12 @@ def wave_size(arch: str) -> int:
 
 
 @dataclass(frozen=True)
-class AmdGeometry(Tiles):
+class AmdGeometry(Geometry):
     """See the head of ``common.cuh``.
 
     Attributes:
-        rows, cols: of the tile that stays and of the one that moves; tx, ty: the block's threads.
-        depth, staged, parts: PA_KC, PA_VC, PA_PSPLIT.
         waves: of a SIMD, for which the compiler leaves registers.
-        pairs: PA_PAIRS; keep: PA_KEEP; ahead: PA_AHEAD.
-        blocks: that shall fit a compute unit.
+        pairs: PA_PAIRS; keep: PA_KEEP.
     """
 
     named = (
@@ -120,22 +108,9 @@ class AmdGeometry(Tiles):
         "PA_WAVES=waves PA_PAIRS=pairs PA_KEEP=keep PA_AHEAD=ahead"
     )
 
-    rows: int
-    cols: int
-    tx: int
-    ty: int
-    depth: int = 16
-    staged: int = 16
-    parts: int = 2
     waves: int = 2
     pairs: int = 0
     keep: bool = False
-    ahead: bool = False
-    blocks: int = 2
-
-    @property
-    def threads(self) -> int:
-        return self.tx * self.ty
 
     def tile_bytes(self, head_dim: int) -> int:
         """SMEM_TILE of ``product.cuh``, in bytes."""

@@ -9,7 +9,13 @@ from .tables import Tiles, read_tables
 
 @dataclass(frozen=True)
 class Geometry(Tiles):
-    """Sizes of the tiles of kernels on plain cores: see the head of ``common.cuh``."""
+    """Sizes of the tiles of kernels on plain cores: see the head of ``common.cuh``.
+
+    Attributes:
+        rows, cols: of the tile that stays and of the one that moves; tx, ty: the block's threads.
+        depth, staged, parts, ahead: PA_KC, PA_VC, PA_PSPLIT, PA_AHEAD.
+        blocks: that shall fit a multiprocessor, or a compute unit.
+    """
 
     named = (
         "PA_BR=rows PA_BC=cols PA_TX=tx PA_TY=ty PA_KC=depth PA_VC=staged PA_PSPLIT=parts PA_MINB=blocks PA_AHEAD=ahead"

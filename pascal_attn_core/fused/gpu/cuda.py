@@ -7,7 +7,7 @@ import ctypes
 import functools
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 from ...machine.device import DeviceInfo
@@ -71,26 +71,15 @@ class CudaDriver(Driver):
 
 @functools.cache
 def cuda_driver() -> CudaDriver:
-    """The process's driver; see :class:`CudaDriver` for what it raises."""
     return CudaDriver()
 
 
 class CudaRuntime(GpuRuntime):
-    """
-    Args:
-        open_driver: gives the CUDA driver, or raises OSError or :class:`.DriverError`.
-        find_compiler: gives an NVRTC for an architecture (61 is sm_61), or None.
-    """
+    """NVIDIA's driver, and NVRTC: ``find_compiler`` takes an architecture as a number, 61 for sm_61."""
 
+    open_driver, find_compiler = staticmethod(cuda_driver), staticmethod(nvrtc.find)
     driver_name, compiler_name = "CUDA driver", "NVRTC"
     where_compiler_is = "; pip install nvidia-cuda-nvrtc-cu12"
-
-    def __init__(
-        self,
-        open_driver: Callable[[], CudaDriver] = cuda_driver,
-        find_compiler: Callable[[int], nvrtc.Nvrtc | None] = nvrtc.find,
-    ):
-        self.open_driver, self.find_compiler = open_driver, find_compiler
 
     def arch(self, info: DeviceInfo) -> str:
         major, minor = info.capability or (0, 0)

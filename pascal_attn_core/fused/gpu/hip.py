@@ -6,7 +6,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import platform
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -97,27 +97,15 @@ def _open(paths: list[str]) -> ctypes.CDLL:
 
 @functools.cache
 def hip_driver() -> HipDriver:
-    """The process's runtime; see :class:`HipDriver` for what it raises."""
     return HipDriver()
 
 
 class HipRuntime(GpuRuntime):
-    """
-    Args:
-        open_driver: gives the HIP runtime, or raises OSError or :class:`.DriverError`.
-        find_compiler: gives a HIPRTC, or None.
-    """
+    """AMD's HIP runtime, and HIPRTC."""
 
-    open_driver: Callable[[], HipDriver]
+    open_driver, find_compiler = staticmethod(hip_driver), staticmethod(hiprtc.find)
     driver_name, compiler_name = "HIP runtime", "HIPRTC"
     where_compiler_is = ", which torch's ROCm wheels bring"
-
-    def __init__(
-        self,
-        open_driver: Callable[[], HipDriver] = hip_driver,
-        find_compiler: Callable[[], hiprtc.Hiprtc | None] = hiprtc.find,
-    ):
-        self.open_driver, self.find_compiler = open_driver, find_compiler
 
     def arch(self, info: DeviceInfo) -> str:
         """As :func:`..geometry.amd.kernel_arch`; "" where there are no kernels for the card."""

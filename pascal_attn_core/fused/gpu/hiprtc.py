@@ -16,8 +16,6 @@ _ANY = (9, 0)
 
 
 class Hiprtc(RuntimeCompiler):
-    """One HIPRTC library."""
-
     prefix = "hiprtc"
 
     def __init__(self, path: str):

@@ -97,7 +97,6 @@ def candidates() -> list[str]:
 
 
 def load(paths: Sequence[str]) -> list[Nvrtc]:
-    """The libraries among these that can be loaded."""
     return list(loaded(Nvrtc, paths))
 
 

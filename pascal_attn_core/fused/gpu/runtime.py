@@ -152,15 +152,25 @@ class Driver(ABC):
 class GpuRuntime(ABC):
     """A maker's driver and compiler. Architectures have their compiler's names: ``"sm_61"``, ``"gfx906"``.
 
+    Args:
+        open_driver: instead of the maker's: gives the process's driver. It raises OSError where there is none on this
+            machine, and DriverError where it cannot be initialised.
+        find_compiler: instead of the maker's: gives a compiler, or None.
+
     Attributes:
-        open_driver: gives the process's driver.
         driver_name, compiler_name: what their maker calls them; where_compiler_is: how the compiler is had.
     """
 
-    open_driver: Callable[[], Driver]
+    open_driver: Callable[..., Any]
+    find_compiler: Callable[..., Any]
     driver_name: str
     compiler_name: str
     where_compiler_is: str
+
+    def __init__(
+        self, open_driver: Callable[[], Any] | None = None, find_compiler: Callable[..., Any] | None = None
+    ) -> None:
+        self.open_driver, self.find_compiler = open_driver or self.open_driver, find_compiler or self.find_compiler
 
     @abstractmethod
     def arch(self, info: DeviceInfo) -> str:
@@ -169,19 +179,6 @@ class GpuRuntime(ABC):
     @abstractmethod
     def refusal(self, info: DeviceInfo) -> str:
         """Why no kernel runs on a device, by its facts alone; "" = nothing is known against it."""
-
-    def driver(self) -> Driver:
-        """The process's driver.
-
-        Raises:
-            OSError: there is none on this machine.
-            DriverError: it cannot be initialised.
-        """
-        return self.open_driver()
-
-    def no_driver(self, error: Exception) -> str:
-        """A sentence for an error of :meth:`driver`."""
-        return f"the {self.driver_name} could not be opened: {error}"
 
     @abstractmethod
     def driver_version(self) -> str:
@@ -193,9 +190,7 @@ class GpuRuntime(ABC):
 
     def compiler_version(self, arch: str) -> tuple[int, int] | None:
         """The version of :meth:`compiler`; None = there is none."""
-        compiler = self.compiler(arch)
-        version: tuple[int, int] | None = None if compiler is None else compiler.version
-        return version
+        return getattr(self.compiler(arch), "version", None)
 
     def _compiler(self, arch: str) -> Any:
         """:meth:`compiler`, or a CompileError."""

@@ -6,13 +6,12 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ...call import AttentionCall
-from ...mask_rules.lazy import LazyMask
 
 LOG2_E = math.log2(math.e)
 UNBOUNDED = 1 << 30  # a side of the band that cuts nothing
@@ -52,8 +51,7 @@ class View(NamedTuple):
 
 def views(call: AttentionCall, *rest: Tensor) -> Iterator[View]:
     """The call as few :class:`View` as its strides allow; ``rest`` are ``[*batch, H, ...]`` tensors beside it."""
-    mask = call.attn_mask
-    assert not isinstance(mask, LazyMask)
+    mask: Any = call.attn_mask
     keys = (*call.batch, call.num_kv_heads, call.seq_len_kv)
     query = _expanded(call.query, (*call.batch, call.num_heads, call.seq_len_q, call.head_dim))
     key = _expanded(call.key, (*keys, call.head_dim))
@@ -65,12 +63,10 @@ def views(call: AttentionCall, *rest: Tensor) -> Iterator[View]:
         return
     if call.query.dim() == 2:
         rest = tuple(t[None] for t in rest)
-    for tensors in _one_batch([query, key, value, mask, *rest], len(call.batch)):
-        query_, key_, value_, mask_, *rest_ = tensors
-        assert query_ is not None
-        assert key_ is not None
-        assert value_ is not None
-        yield View(query_, key_, value_, mask_, tuple(t for t in rest_ if t is not None))
+    parts: Any
+    for parts in _one_batch([query, key, value, mask, *rest], len(call.batch)):
+        query, key, value, mask, *others = parts
+        yield View(query, key, value, mask, tuple(others))
 
 
 def _expanded(tensor: Tensor, shape: tuple[int, ...]) -> Tensor:

@@ -147,11 +147,10 @@ def _even_fields(
 def _fill_sinks(call: AttentionCall, parts: Tensor, joined: int, unit: str, lift: float) -> None:
     """Make the last part that of one more key, whose value is zero: see :func:`part_fields`. lift: what sums of
     probabilities are multiplied by."""
-    assert call.sinks is not None
     out, largest, sums = parts.split([parts.numel() // (call.head_dim_v + 2) * n for n in (call.head_dim_v, 1, 1)])
     out.view(joined, -1)[-1] = 0
     sums.view(joined, -1)[-1] = lift
-    sinks = call.sinks.float() * (1.0 if unit == "natural" else LOG2_E)
+    sinks = call.sinks.float() * (1.0 if unit == "natural" else LOG2_E)  # type: ignore[union-attr]
     largest.view(joined, -1, call.num_heads, call.seq_len_q)[-1] = sinks[:, None]
 
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 import functools
 import itertools
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -98,7 +98,6 @@ class Plan(NamedTuple):
 
     @property
     def variants(self) -> tuple[Variant, ...]:
-        """All compilations that it takes."""
         return (self.forward, *(() if self.tail is None else (self.tail.variant,)), *self.gradients)
 
     @property
@@ -162,8 +161,7 @@ def variants_of(call: AttentionCall, arch: str = "") -> Variants:
 
 def int8_variant(call: AttentionCall, arch: str = "") -> Variant:
     """The compilation of 8-bit attention that takes a call; ``arch``: on AMD's devices."""
-    dim = table_dim(call.head_dim, call.head_dim_v, INT8_HEAD_DIMS)
-    assert dim is not None
+    dim: Any = table_dim(call.head_dim, call.head_dim_v, INT8_HEAD_DIMS)
     return Variant("int8", dim, str(call.query.dtype).removeprefix("torch."), _mask_kind(call), arch=arch)
 
 
@@ -185,8 +183,7 @@ def _mask_kind(call: AttentionCall) -> str:
 
 @functools.lru_cache(maxsize=1024)
 def _variants(head_dim: int, head_dim_v: int, dtype: torch.dtype, mask: str, arch: str) -> Variants:
-    dim = table_dim(head_dim, head_dim_v)
-    assert dim is not None
+    dim: Any = table_dim(head_dim, head_dim_v)
     name, padded = str(dtype).removeprefix("torch."), not head_dim == head_dim_v == dim
     return Variants(*(Variant(kind, dim, name, mask, padded, arch) for kind in Variants._fields))
 
@@ -200,10 +197,9 @@ def table_dim(head_dim: int, head_dim_v: int, table: tuple[int, ...] = HEAD_DIMS
 def resident_blocks(variant: Variant, capability: tuple[int, int] | None) -> int:
     """Blocks of a kernel that a multiprocessor of this compute capability holds: those that it is compiled for, as far
     as shared memory suffices. None = that is not known, and suffices."""
-    if capability is None or variant.arch:
-        return variant.geometry.blocks
-    found = _SHARED_KIB.get(capability, _SHARED_KIB.get(capability[:1]))
-    if found is None:
+    known = () if capability is None or variant.arch else capability
+    found = _SHARED_KIB.get(known, _SHARED_KIB.get(known[:1]))
+    if found is None or capability is None:
         return variant.geometry.blocks
     of_block = -(-variant.tile_bytes // 256) * 256 + (1024 if capability >= (8, 0) else 0)
     return max(1, min(variant.geometry.blocks, (found << 10) // of_block))
@@ -268,10 +264,8 @@ def tensor_plan(
         for_grad: gradients will be wanted.
     """
     generation, table = ("volta", VOLTA_HEAD_DIMS) if capability < (7, 5) else ("tensor", TENSOR_HEAD_DIMS)
-    dim = table_dim(call.head_dim, call.head_dim_v, table)
-    assert dim is not None
-    whole_pieces = all(rows_are_readable(t, 8) for t in (call.query, call.key, call.value))
-    padded = not (call.head_dim == call.head_dim_v == dim and whole_pieces)
+    dim: Any = table_dim(call.head_dim, call.head_dim_v, table)
+    padded = _is_padded(call, dim)
 
     def variant(suffix: str) -> Variant:
         return Variant(generation + suffix, dim, "float16", _mask_kind(call), padded)
@@ -296,9 +290,13 @@ def gradient_variants(call: AttentionCall, capability: tuple[int, int], *, packe
     if dim is None:
         variants = variants_of(call)
         return variants.grad_query, variants.grad_key_value
-    whole_pieces = all(rows_are_readable(t, 8) for t in (call.query, call.key, call.value))
-    padded = not (call.head_dim == call.head_dim_v == dim and whole_pieces)
+    padded = _is_padded(call, dim)
     return tuple(Variant(kind, dim, "float16", _mask_kind(call), padded) for kind in kinds)
+
+
+def _is_padded(call: AttentionCall, dim: int) -> bool:
+    whole_pieces = all(rows_are_readable(t, 8) for t in (call.query, call.key, call.value))
+    return not (call.head_dim == call.head_dim_v == dim and whole_pieces)
 
 
 class _Shape(NamedTuple):

@@ -22,12 +22,13 @@ _MASK_STRIDE = 1 << 25
 
 def call_reasons(call: AttentionCall, *, int8: bool = False) -> list[str]:
     """Why the kernels cannot take a call, whatever the device; empty = they can."""
-    reasons = [*_kind_reasons(call), *_mask_reasons(call)]
-    if int8:
-        reasons += _int8_reasons(call)
-    if not reasons:
-        reasons = _layout_reasons(call)
-    return reasons
+    reasons = _common_reasons(call, HEAD_DIMS[-1])
+    if call.query.dtype not in _DTYPES:
+        reasons.append(f"the fused kernel takes float32, float16 and bfloat16, got {call.query.dtype}")
+    if call.needs_grad and (call.softcap is not None or call.sinks is not None):
+        reasons.append("the fused kernel has no gradients with softcap or attention sinks")
+    reasons += _mask_reasons(call) + (_int8_reasons(call) if int8 else [])
+    return reasons or _layout_reasons(call)
 
 
 def tensor_reasons(call: AttentionCall, capability: tuple[int, int] | None) -> list[str]:
@@ -49,15 +50,6 @@ def tensor_reasons(call: AttentionCall, capability: tuple[int, int] | None) -> l
     if isinstance(call.attn_mask, Tensor) and call.batch_size * call.num_heads > _HEADS:
         reasons.append(f"{call.batch_size * call.num_heads} heads of all batch elements > {_HEADS} with attn_mask")
     return reasons or _layout_reasons(call)
-
-
-def _kind_reasons(call: AttentionCall) -> list[str]:
-    reasons = _common_reasons(call, HEAD_DIMS[-1])
-    if call.query.dtype not in _DTYPES:
-        reasons.append(f"the fused kernel takes float32, float16 and bfloat16, got {call.query.dtype}")
-    if call.needs_grad and (call.softcap is not None or call.sinks is not None):
-        reasons.append("the fused kernel has no gradients with softcap or attention sinks")
-    return reasons
 
 
 def _common_reasons(call: AttentionCall, largest: int) -> list[str]:
@@ -106,26 +98,19 @@ def _mask_reasons(call: AttentionCall) -> list[str]:
 
 
 def _int8_reasons(call: AttentionCall) -> list[str]:
-    reasons = []
-    if call.needs_grad:
-        reasons.append("the int8 mode has no gradients")
-    largest = max(call.head_dim, call.head_dim_v)
-    if INT8_HEAD_DIMS[-1] < largest <= HEAD_DIMS[-1]:
-        reasons.append(f"the int8 mode's head_dim ends at {INT8_HEAD_DIMS[-1]}, got {largest}")
-    if isinstance(call.attn_mask, Tensor) and call.attn_mask.dtype != torch.bool:
-        reasons.append("the int8 mode has no float mask")
-    if isinstance(call.attn_mask, Tensor) and call.batch_size * call.num_heads > _HEADS:
-        reasons.append(f"{call.batch_size * call.num_heads} heads of all batch elements > {_HEADS} with attn_mask")
-    if call.softcap is not None or call.sinks is not None:
-        reasons.append("the int8 mode has no softcap and no attention sinks")
-    if call.scale <= 0:
-        reasons.append(f"the int8 mode needs a positive scale, got {call.scale:g}")
-    return reasons
+    largest, heads, mask = max(call.head_dim, call.head_dim_v), call.batch_size * call.num_heads, call.attn_mask
+    most, is_tensor = INT8_HEAD_DIMS[-1], isinstance(mask, Tensor)
+    checks = (
+        (call.needs_grad, "the int8 mode has no gradients"),
+        (most < largest <= HEAD_DIMS[-1], f"the int8 mode's head_dim ends at {most}, got {largest}"),
+        (isinstance(mask, Tensor) and mask.dtype != torch.bool, "the int8 mode has no float mask"),
+        (is_tensor and heads > _HEADS, f"{heads} heads of all batch elements > {_HEADS} with attn_mask"),
+        (call.softcap is not None or call.sinks is not None, "the int8 mode has no softcap and no attention sinks"),
+        (call.scale <= 0, f"the int8 mode needs a positive scale, got {call.scale:g}"),
+    )
+    return [why for holds, why in checks if holds]
 
 
 def _layout_reasons(call: AttentionCall) -> list[str]:
-    reasons = []
-    for name, tensor in (("query", call.query), ("key", call.key), ("value", call.value)):
-        if not rows_are_readable(tensor):
-            reasons.append(f"{name}'s rows must be contiguous and begin at multiples of 4 elements")
-    return reasons
+    unreadable = [name for name in ("query", "key", "value") if not rows_are_readable(getattr(call, name))]
+    return [f"{name}'s rows must be contiguous and begin at multiples of 4 elements" for name in unreadable]

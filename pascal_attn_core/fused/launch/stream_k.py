@@ -82,7 +82,6 @@ class Pieces:
 
     @property
     def blocks(self) -> int:
-        """Number of blocks in the launch."""
         return self.whole + len(self.listed)
 
     @functools.cached_property

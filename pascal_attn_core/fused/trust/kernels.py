@@ -44,7 +44,6 @@ class Kernels:
     """The kernels on one device; several threads may use them at once. Made by ``runtime.part(Kernels)``.
 
     Args:
-        runtime: of the device.
         gpu: its maker's driver and compiler; None = those of :func:`..gpu.vendors.gpu_runtime_of`.
         shipped: gives the prebuilt machine code of a variant for an architecture, or None.
         folder: gives the folder in which compiled kernels are stored, or None.
@@ -88,8 +87,8 @@ class Kernels:
 
     @functools.cached_property
     def driver(self) -> Driver:
-        """Loads and launches; see :meth:`.GpuRuntime.driver` for what it raises."""
-        return self.gpu.driver()
+        """Loads and launches; see :class:`.GpuRuntime` for what opening it raises."""
+        return self.gpu.open_driver()
 
     @functools.cached_property
     def arch(self) -> str:
@@ -98,7 +97,6 @@ class Kernels:
 
     @functools.cached_property
     def variant_arch(self) -> str:
-        """The ``arch`` of the device's variants."""
         return self.arch if self.info.kind == "hip" else ""
 
     @functools.cached_property
@@ -110,9 +108,9 @@ class Kernels:
         if refusal:
             return (refusal,)
         try:
-            self._gpu.driver()
+            self._gpu.open_driver()
         except (OSError, DriverError) as error:
-            return (self._gpu.no_driver(error),)
+            return (f"the {self._gpu.driver_name} could not be opened: {error}",)
         if not prebuilt.ships_for(self.arch) and self._gpu.compiler_version(self.arch) is None:
             return (f"no prebuilt kernel and {self._gpu.no_compiler(self.arch)}",)
         return ()
@@ -174,7 +172,6 @@ class Kernels:
         return functions
 
     def _captures(self) -> bool:
-        """Whether a graph is being captured on the current stream."""
         return self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
     def ensure(self, variants: Iterable[Compilation]) -> None:
@@ -256,10 +253,8 @@ class Kernels:
 
     def is_to_be_had(self, variant: Compilation) -> bool:
         """Whether a variant is loaded, or could be, as far as that is known without loading it."""
-        if variant in self._loaded:
-            return True
-        if self.reasons([variant]):
-            return False
+        if variant in self._loaded or self.reasons([variant]):
+            return variant in self._loaded
         if variant not in self._exists:
             self._exists[variant] = bool(self.existing_code(variant)[1])
         return self._exists[variant]
@@ -313,7 +308,6 @@ class Kernels:
 
 
 def kernels_of(call: AttentionCall) -> Kernels:
-    """The kernels of a call's device."""
     return runtime_of(call.query.device).part(Kernels)
 
 

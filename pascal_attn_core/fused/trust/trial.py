@@ -13,6 +13,7 @@ import contextlib
 import ctypes
 import dataclasses
 import functools
+import itertools
 import json
 import logging
 import math
@@ -119,7 +120,6 @@ class Trials:
     ``runtime.part(Trials)``.
 
     Args:
-        runtime: of the device.
         start: starts a child.
         folder: gives the folder of the verdicts, or None.
         seconds: that a child may take until it says that torch works there, and from then on for each kernel.
@@ -145,7 +145,6 @@ class Trials:
 
     @functools.cached_property
     def is_trusted(self) -> bool:
-        """Whether the user wants no trial."""
         return switched_on("PASCAL_ATTN_TRUST")
 
     def reason(self, variants: Sequence[Compilation]) -> str:
@@ -166,10 +165,8 @@ class Trials:
             if self._off:
                 return self._off
             missing = [variant for variant in variants if variant.name not in self._good]
-            for variant in missing:
-                if variant.name in self._refused:
-                    return self._refused[variant.name]
-            return (self._why_not_now() or self._try(missing)) if missing else ""
+            refused = next((self._refused[each.name] for each in missing if each.name in self._refused), "")
+            return (refused or self._why_not_now() or self._try(missing)) if missing else ""
 
     def ask_early(self, make_room: Callable[[int], object]) -> str:
         """Try what ships before any call asks, where nothing is known of it on this machine: a host does so while its
@@ -277,10 +274,8 @@ class Trials:
                 return self._refused[name]
         if self._good and not untried:
             return ""
-        why = (
-            next(map(refused.get, untried or refused), None)
-            or f"the process that checks the kernels came to no result: {end}"
-        )
+        why = next(map(refused.get, untried or refused), None)
+        why = why or f"the process that checks the kernels came to no result: {end}"
         return self._wait(why, RETRY_SECONDS if _is_short(why) else math.inf)
 
     def _wait(self, why: str, seconds: float = math.inf) -> str:
@@ -308,14 +303,9 @@ class Trials:
         return None if folder is None else folder / name_for(self.file, self._conditions())
 
     def _conditions(self) -> dict[str, str]:
-        info = self.runtime.info
-        kernels = self.runtime.part(Kernels)
-        return {
-            "card": info.name,
-            "arch": kernels.arch,
-            "driver": kernels.gpu.driver_version(),
-            "kernels": self.kernels_digest(),
-        }
+        kernels, version = self.runtime.part(Kernels), self.runtime.part(Kernels).gpu.driver_version()
+        names = {"card": self.runtime.info.name, "arch": kernels.arch, "driver": version}
+        return {**names, "kernels": self.kernels_digest()}
 
     def _load(self) -> None:
         self._is_loaded = True
@@ -370,10 +360,9 @@ def _is_short(why: str) -> bool:
 def _words_of(status: int) -> str:
     if status >= 0:
         return hex(status) if status > 0xFFFF else f"exit status {status}"
-    try:
+    with contextlib.suppress(ValueError):
         return signal.Signals(-status).name
-    except ValueError:
-        return f"signal {-status}"
+    return f"signal {-status}"
 
 
 # ---- in the child ----------------------------------------------------------------------------------------------------
@@ -394,12 +383,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         try:
             run_job(job, tell)
         except Exception as error:
-            tell(stopped=f"{type(error).__name__}: {error}".partition("\n")[0], is_fault=_is_fault(error))
-
-
-def _is_fault(error: Exception) -> bool:
-    """Whether an error is one that only a kernel causes."""
-    return getattr(error, "error_code", 0) in FAULTS or any(words in str(error) for words in _FAULT_WORDS)
+            # Whether it is one that only a kernel causes.
+            fault = getattr(error, "error_code", 0) in FAULTS or any(words in str(error) for words in _FAULT_WORDS)
+            tell(stopped=f"{type(error).__name__}: {error}".partition("\n")[0], is_fault=fault)
 
 
 def run_job(job: Job, tell: Callable[..., None]) -> None:
@@ -422,9 +408,7 @@ def run_job(job: Job, tell: Callable[..., None]) -> None:
     for row in job.needed:
         _run_one(kernels, from_row(row), tell)
     end = time.monotonic() + job.seconds
-    for row in job.others:
-        if time.monotonic() > end:
-            return
+    for row in itertools.takewhile(lambda _: time.monotonic() <= end, job.others):
         _run_one(kernels, from_row(row), tell)
 
 

@@ -113,7 +113,6 @@ def _pieces(variant: Variant, call: AttentionCall) -> Pieces | None:
 
 
 def _packed_error(variant: Variant, call: AttentionCall, out: Tensor, run: Run) -> float:
-    """The error of a call whose tokens are those of two sequences."""
     packed = _two_sequences(call)
     run(packed_launches(forward_launches(replace(call, offset=0), Plan(variant, packed=packed), out), packed))
     parts = [_reference(part)[0] for part in _sequences(_on_cpu(call), packed)]
@@ -168,10 +167,9 @@ def sample_call(variant: Variant, device: torch.device, keys: int | None = None)
 
 def _reference(call: AttentionCall) -> tuple[Tensor, Tensor]:
     """(out, lse) in the dtype of a :func:`sample_call`."""
-    assert call.attn_mask is None or isinstance(call.attn_mask, Tensor)
     rules: dict[str, Any] = {"scale": call.scale, "is_causal": True, "enable_gqa": True, "alignment": "lower_right"}
-    rules |= {"softcap": call.softcap, "sinks": call.sinks}
-    return reference_sdpa(call.query, call.key, call.value, call.attn_mask, **rules)
+    rules |= {"attn_mask": call.attn_mask, "softcap": call.softcap, "sinks": call.sinks}
+    return reference_sdpa(call.query, call.key, call.value, **rules)
 
 
 DELTAS = ("pa_delta", "pa_tensor_delta")
@@ -189,9 +187,8 @@ def _gradient_error(variant: Variant, call: AttentionCall, run: Run) -> float:
     out, lse = out.to(call.query), lse.to(call.query.device, torch.float32)
     log_sum = torch.zeros_like(lse) if call.has_bias else None
     grads = [torch.full_like(t, float("nan")) for t in (call.query, call.key, call.value)]
-    query, key, value = grads
-    plan = Plan(variant, 0, all_gradients(variant), packed)
-    launches = backward_launches(call, plan, torch.ones_like(out), out, lse, log_sum, None, (query, key, value))
+    plan, targets = Plan(variant, 0, all_gradients(variant), packed), (grads[0], grads[1], grads[2])
+    launches = backward_launches(call, plan, torch.ones_like(out), out, lse, log_sum, None, targets)
     launches = launches if packed is None else packed_launches(launches, packed)
     run([launch for launch in launches if launch.variant == variant or launch.function in DELTAS])
     pairs = list(zip(grads, expected))[variant.gradients]
@@ -221,16 +218,14 @@ def expected_gradients(call: AttentionCall, out: Tensor, lse: Tensor) -> list[Te
         out, lse: the call's results.
     """
     query, key, value = call.query, call.key, call.value  # the two query heads have one key head, which broadcasts
-    mask = call.attn_mask
-    assert mask is None or isinstance(mask, Tensor)
+    mask: Any = call.attn_mask
     scores = query @ key.mT * call.scale
     slope = torch.ones_like(scores)
     if call.softcap is not None:
         tanh = torch.tanh(scores / call.softcap)
         scores, slope = tanh * call.softcap, 1 - tanh * tanh
-    allowed = allowed_keys(
-        call.seq_len_q, call.seq_len_kv, is_causal=True, alignment="lower_right", device=query.device
-    )
+    rule: dict[str, Any] = {"is_causal": True, "alignment": "lower_right", "device": query.device}
+    allowed = allowed_keys(call.seq_len_q, call.seq_len_kv, **rule)
     if mask is not None and mask.dtype == torch.bool:
         allowed = allowed & mask
     elif mask is not None:

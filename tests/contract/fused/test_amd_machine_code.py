@@ -179,10 +179,12 @@ def test_shipped_products_with_gguf_weights_have_the_bits_of_their_definition(va
         ("pa_gguf_few", 3, FLOAT16),
         ("pa_gguf_some", 5, BFLOAT16),
     ):
+        if function not in variant.functions:
+            continue
         blocks = verify_gguf.sane_blocks(variant.format, 9, columns, generator)
         out = torch.full((rows, 9), torch.nan, dtype=dtype)
         call = GgufLinearCall(torch.randn(rows, columns).to(dtype), blocks, variant.format, torch.randn(9), out)
-        machine.execute(gguf_linear_launches(call, 8, function, variant.arch), _shipped)
+        machine.execute(gguf_linear_launches(call, variant.rows, function, variant.arch), _shipped)
         assert torch.equal(out, verify_gguf.expected(call, function).to(dtype))
 
 

@@ -37,6 +37,7 @@ from pascal_attn_core.machine.runtime import runtime_of
 from pascal_attn_core.reference import reference_sdpa
 from pascal_attn_core.routes import timing_table
 from pascal_attn_core.routes.timing import Kind, Timings
+from pascal_attn_core.stand_ins.sageattention import sageattn
 
 FUSED, AUTO = AttentionConfig(route="fused"), AttentionConfig(math_limit_mib=0)  # no call is too short for it
 CPU = torch.device("cpu")
@@ -64,6 +65,22 @@ def _check_gradients(out: Tensor, leaves: list[Tensor], **options: Any) -> None:
         assert leaf.grad is not None
         torch.testing.assert_close(leaf.grad.double(), wanted, atol=1e-4, rtol=1e-4)
         leaf.grad = None
+
+
+@pytest.mark.parametrize("is_right", [True, False])
+def test_sageattn_in_8_bits_takes_a_kernel_that_was_checked_and_else_is_exact(is_right: bool) -> None:
+    """As by the route's name: what is asked for by name has no trial in a process of its own."""
+    inputs, config = _leaves(requires_grad=False), AttentionConfig(route="fused-int8")
+    driver = StandIn(execute=execute if is_right else lambda launch: None)
+    with fresh_card(driver) as kernels, record() as seen:
+        found = sageattn(*inputs, config=config)
+        assert {variant.kind for variant in kernels._checked} == ({"int8"} if is_right else set())
+        if not is_right:
+            with pytest.raises(UnsupportedAttention, match="int8-64-float32-none differs from the definition by"):
+                sdpa(*inputs, config=config)
+    assert ("fused-int8" in seen.routes()) == is_right
+    expected = reference_sdpa(*(t.double() for t in inputs))[0]
+    assert is_right == bool(1e-3 < (found - expected).norm() / expected.norm() < 0.02)
 
 
 @pytest.mark.parametrize("use_reentrant", [False, True])

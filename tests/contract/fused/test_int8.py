@@ -17,7 +17,7 @@ import pytest
 import torch
 from attn_support.fused.cases import LOWER_RIGHT, sized
 from attn_support.fused.device import emulated_card
-from attn_support.fused.emulation import CARD, LeftOut, build_text, each_left_out, emulate, params_of
+from attn_support.fused.emulation import CARD, RACES, LeftOut, build_text, each_left_out, emulate, params_of
 from attn_support.oracle import exact
 from attn_support.randomness import some
 from attn_support.table import Case
@@ -239,7 +239,7 @@ def _matching(dim: int) -> list[Tensor]:
     return [3e4 * key[:, :, :70], key, _normal(200, dim)]
 
 
-# name: query, key and value for a head_dim, and the largest error.
+# name: query, key, value and perhaps a mask for a head_dim, and the largest error.
 EDGES: dict[str, tuple[Callable[[int], list[Tensor]], float]] = {
     "scores above 47,000": (_matching, 0.02),
     "the largest sums of Q K": (
@@ -268,6 +268,15 @@ EDGES: dict[str, tuple[Callable[[int], list[Tensor]], float]] = {
         lambda d: [_normal(70, d), torch.linspace(0.2, 6, 400)[:, None] * _normal(400, d), _normal(400, d)],
         0.05,
     ),
+    "a score below -1e20": (
+        lambda d: [
+            -1e23 * _channel(5, d),
+            torch.tensor([[1.0], [-1.0]]) * _channel(2, d),
+            _normal(2, d),
+            torch.tensor([[True, False]]),
+        ],
+        0.01,
+    ),
     "a large common key": (lambda d: [_normal(70, d), _normal(200, d) + 30 * _normal(1, d), _normal(200, d)], TYPICAL),
 }  # fmt: skip
 
@@ -281,7 +290,7 @@ def test_an_edge_has_the_bits_of_the_definition_and_its_error_stays_small(name: 
     call = check_call(*inputs)
     found = emulated(call)
     assert same_bits(found, defined(call))
-    assert relative(found[0], exact([*inputs, None], {})[0]) <= largest
+    assert relative(found[0], exact([*inputs, None][:4], {})[0]) <= largest
 
 
 @pytest.mark.parametrize("number", [math.nan, math.inf, NAN_OF_CARDS])
@@ -340,6 +349,12 @@ def test_a_kernel_without_any_one_barrier_is_wrong() -> None:
     assert len(mutants) == 3
     for mutant, line in mutants:
         assert not is_right(mutant), line
+
+
+def test_what_is_read_a_step_ahead_is_not_being_written() -> None:
+    """Behind the last step of a product it is of the next buffer and not used, so that no number would show it."""
+    call = of_case(sized(FLOAT32, 64, 10, 200))
+    emulate(int8_launches(call, plan_call(call, 1, int8=True), torch.empty(call.out_shape)), flags=RACES)
 
 
 def test_explain_names_the_route_or_what_the_card_lacks() -> None:

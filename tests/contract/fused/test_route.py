@@ -108,19 +108,6 @@ def test_gradients_of_gradients_are_refused_by_name() -> None:
         grad.sum().backward()
 
 
-@pytest.mark.parametrize("create_graph", [False, True])
-def test_many_gradients_at_once(create_graph: bool) -> None:
-    leaves = _leaves((1, 2, 40, 64), (1, 2, 50, 64), (1, 2, 50, 64))
-    out, lse = sdpa_with_lse(*leaves, config=FUSED)
-    grad_outs = torch.randn(3, *out.shape), torch.randn(3, *lse.shape)
-    batched = torch.autograd.grad(
-        (out, lse), leaves, grad_outs, retain_graph=True, is_grads_batched=True, create_graph=create_graph
-    )
-    for i in range(3):
-        single = torch.autograd.grad((out, lse), leaves, [g[i] for g in grad_outs], retain_graph=True)
-        assert all(torch.equal(many[i], one) for many, one in zip(batched, single))
-
-
 def test_the_output_is_laid_out_as_the_query_is() -> None:
     tokens_first = [torch.randn(2, 40, 4, 64) for _ in range(3)]
     out = sdpa(*(t.transpose(1, 2) for t in tokens_first), config=FUSED)

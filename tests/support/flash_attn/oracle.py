@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -53,21 +53,47 @@ def plain(
     return torch.einsum("bhls,bshd->blhd", probs, v), lse
 
 
+def rand(*shape: int) -> Tensor:
+    return torch.randn(shape, dtype=F64)
+
+
 def inputs(
     batch: int, length: int, keys: int, heads: int, kv_heads: int, dim: int, dtype: torch.dtype = F64
 ) -> list[Tensor]:
     shapes = (batch, length, heads, dim), (batch, keys, kv_heads, dim), (batch, keys, kv_heads, dim)
-    return [torch.randn(shape, dtype=F64).to(dtype).requires_grad_() for shape in shapes]
+    return [rand(*shape).to(dtype).requires_grad_() for shape in shapes]
 
 
-def assert_same(actual: Tensor, expected: Tensor, dtype: torch.dtype, what: str = "out") -> None:
-    torch.testing.assert_close(
-        actual.double(), expected.double(), rtol=CLOSE[dtype], atol=CLOSE[dtype], msg=lambda m: f"{what}: {m}"
-    )
+def assert_same(actual: Tensor, expected: Tensor, dtype: torch.dtype = F64, what: str = "out") -> None:
+    near(actual, expected, CLOSE[dtype], what)
 
 
-def leaves_of(tensors: list[Tensor]) -> list[Tensor]:
+def near(actual: Tensor, expected: Tensor, close: float, what: str = "out") -> None:
+    torch.testing.assert_close(actual.double(), expected.double(), rtol=close, atol=close, msg=lambda m: f"{what}: {m}")
+
+
+def leaves_of(tensors: Sequence[Tensor]) -> list[Tensor]:
     return [t.detach().double().requires_grad_() for t in tensors]
+
+
+def assert_same_gradients(
+    outs: Tensor | Sequence[Tensor],
+    leaves: Sequence[Tensor],
+    expected: Tensor | Sequence[Tensor],
+    references: Sequence[Tensor],
+    close: float = CLOSE[F64],
+) -> None:
+    """Both have the same gradients of random gradients of their results, which stay as they are."""
+    outs, expected = ([each] if isinstance(each, Tensor) else list(each) for each in (outs, expected))
+    grads = [rand(*out.shape).to(out.dtype) for out in outs]
+    kept = [grad.clone() for grad in grads]
+    options = {"allow_unused": True, "materialize_grads": True}
+    actual = torch.autograd.grad(outs, leaves, grads, **options)
+    assert all(map(torch.equal, grads, kept))
+    doubles = [grad.to(result.dtype) for grad, result in zip(grads, expected)]
+    for leaf, one, other in zip(leaves, actual, torch.autograd.grad(expected, references, doubles, **options)):
+        assert one.dtype == leaf.dtype
+        near(one, other, close, "gradient")
 
 
 FLAGS: list[dict[str, Any]] = [

@@ -198,37 +198,6 @@ def test_a_run_that_is_cut_short_leaves_the_figures_of_the_shapes_so_far(tmp_pat
     assert document["geometric_means"]["ours-tiled"]["shapes"] == 1
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (["--shapes", "sd99"], "shape must be one of"),
-        (["--candidates", "flash4"], "candidate must be one of"),
-        (["--rounds", "0"], "--rounds must be at least 1, got 0"),
-        (["--device", "nonsense"], "nonsense"),
-        (["--json", "missing/run.json"], "does not exist"),
-        (["--shapes", ""], "--shapes must name at least one shape, got ''"),
-        (["--shapes", "plain", "--causal"], "--causal applies only to shapes given by --shape"),
-        (["--seconds", "nan"], "--seconds must be greater than 0 and finite, got nan"),
-        (["--threads", "1000000"], "--threads must be at most 1024, got 1000000"),
-        (["--plot", "run.png", "--budget-mib", "-1"], "budget_mib must be at least"),
-        (["--plot", "run.txt"], "--plot must name a .png, .svg or .pdf file"),
-        (["--shape", "L=5,D=4"], "--shape must give Hq, got 'L=5,D=4'"),
-        (["--shape", "Hq=2,L=5,D=4,X=3"], "--shape must name each of ['B', 'Hq', 'Hkv', 'L', 'S', 'D', 'Dv'] as in"),
-        (["--shape", "Hq=2,L=5,D=4,L=6"], "once as in L=2048, got 'L=6'"),
-        (["--shape", "Hq=2,L=0,D=4"], "L in --shape must be a whole number from 1 to 2147483647, got '0'"),
-        (["--shape", "Hq=6,Hkv=4,L=5,D=4"], "--shape must have Hq a multiple of Hkv, got 6 and 4"),
-        (["--shape", "Hq=1024,L=2000000000,D=64"], "--shape must fit into memory: the tensors of B1 H1024 N2000000000"),
-    ],
-)
-def test_mistakes_end_with_one_line_and_exit_code_two_before_anything_runs(options, message, capsys):
-    assert cli.main(["bench", "--device", "cpu", *options]) == 2
-    out, err = capsys.readouterr()
-    assert message in err
-    assert err.startswith("pascal-attn bench: ")
-    assert err.count("\n") == 1
-    assert "medians" not in out
-
-
 def test_a_package_that_is_missing_is_named_as_it_can_be_installed(monkeypatch, capsys):
     find = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "matplotlib" else find(name))

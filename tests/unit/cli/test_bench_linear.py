@@ -63,17 +63,3 @@ def test_a_layer_of_your_own(capsys: pytest.CaptureFixture[str]) -> None:
     assert "5 x 12 -> 7" in out
     assert out.count("vs float32") == 1
     assert own_layers(["N=3,M=1,K=2"]) == [Layer("N=3,M=1,K=2", "a layer of your own", rows=1, columns=2, outs=3)]
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--shapes", "sd3"], "layer must be one of [all, quick, sdxl-attn"),
-        (["--backward"], "--linear does not take --backward"),
-        (["--causal", "--dtype", "float16"], "--linear does not take --dtype, --causal"),
-        (["--shape", "B=1,Hq=1,L=8,D=8"], "--shape must name each of ['M', 'K', 'N'] as in"),
-    ],
-)
-def test_what_it_does_not_take_is_said(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["bench", "--linear", *arguments]) != 0
-    assert message in capsys.readouterr().err

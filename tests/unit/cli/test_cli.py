@@ -3,6 +3,7 @@
 import json
 import pathlib
 import re
+import shlex
 
 import pytest
 from attn_support.fresh import execute, run
@@ -67,6 +68,52 @@ def test_no_text_tells_to_install_a_distribution_that_is_not_published():
 def test_every_command_explains_itself(command, capsys):
     assert cli.main([command, "--help"]) == 0
     assert f"pascal-attn {command}" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("command", "words"),
+    [
+        ("replay x.safetensors --rounds 0", "--rounds must be at least 1, got 0"),
+        ("replay x.safetensors --json missing/figures.json", "the folder of missing/figures.json does not exist"),
+        ("replay x.safetensors --device nonsense", "nonsense"),
+        ("selftest --seconds 0", "--seconds must be greater than 0 and finite, got 0.0"),
+        ("selftest --device nothing", "Expected one of cpu"),
+        ("selftest --json /no/such/folder/x.json", "the folder of"),
+        ("bench --shapes sd99", "shape must be one of"),
+        ("bench --candidates flash4", "candidate must be one of"),
+        ("bench --rounds 0", "--rounds must be at least 1, got 0"),
+        ("bench --device nonsense", "nonsense"),
+        ("bench --json missing/run.json", "does not exist"),
+        ("bench --shapes ''", "--shapes must name at least one shape, got ''"),
+        ("bench --shapes wan --causal", "--causal applies only to shapes given by --shape"),
+        ("bench --seconds nan", "--seconds must be greater than 0 and finite, got nan"),
+        ("bench --threads 1000000", "--threads must be at most 1024, got 1000000"),
+        ("bench --plot run.png --budget-mib -1", "budget_mib must be at least"),
+        ("bench --plot run.txt", "--plot must name a .png, .svg or .pdf file"),
+        ("bench --shape L=5,D=4", "--shape must give Hq, got 'L=5,D=4'"),
+        ("bench --shape Hq=2,L=5,D=4,X=3", "--shape must name each of ['B', 'Hq', 'Hkv', 'L', 'S', 'D', 'Dv'] as in"),
+        ("bench --shape Hq=2,L=5,D=4,L=6", "once as in L=2048, got 'L=6'"),
+        ("bench --shape Hq=2,L=0,D=4", "L in --shape must be a whole number from 1 to 2147483647, got '0'"),
+        ("bench --shape Hq=6,Hkv=4,L=5,D=4", "--shape must have Hq a multiple of Hkv, got 6 and 4"),
+        (
+            "bench --shape Hq=1024,L=2000000000,D=64",
+            "--shape must fit into memory: the tensors of B1 H1024 N2000000000",
+        ),
+        ("bench --linear --shapes sd3", "layer must be one of [all, quick, sdxl-attn"),
+        ("bench --linear --backward", "--linear does not take --backward"),
+        ("bench --linear --causal --dtype float16", "--linear does not take --dtype, --causal"),
+        ("bench --linear --shape B=1,Hq=1,L=8,D=8", "--shape must name each of ['M', 'K', 'N'] as in"),
+        ("second-card --pair P100,RTX", "--pair must be two of GTX 1060 6GB"),
+        ("second-card --pair P100,P40 --lanes 3", "--lanes must be 1, 2, 4, 8 or 16, got 3"),
+    ],
+)
+def test_options_that_make_no_sense_are_refused_before_anything_runs(command, words, capsys):
+    assert cli.main(shlex.split(command)) == 2
+    out, err = capsys.readouterr()
+    assert words in err
+    assert err.startswith(f"pascal-attn {command.split()[0]}: ")
+    assert err.count("\n") == 1
+    assert out == ""
 
 
 def test_an_unknown_command_is_an_error_also_where_the_package_is_run_as_a_module():

@@ -33,10 +33,6 @@ def test_the_page_has_the_table_that_the_command_prints(
 def test_any_pair_can_be_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["second-card", "--pair", "P100,GTX 1070", "--lanes", "4"]) == 0
     assert "GTX 1070 beside P100, PCIe 3.0 x4" in capsys.readouterr().out
-    assert main(["second-card", "--pair", "P100,RTX 9090"]) == 2
-    assert "--pair must be two of GTX 1060 6GB" in capsys.readouterr().err
-    assert main(["second-card", "--pair", "P100,P40", "--lanes", "3"]) == 2
-    assert "--lanes must be 1, 2, 4, 8 or 16, got 3" in capsys.readouterr().err
 
 
 def test_more_bandwidth_a_faster_card_and_longer_calls_gain_more() -> None:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from pascal_attn_core import LazyMask
 from tools.attention_share import Step as Products
 from tools.attention_share import count
-from tools.house import figures, product_lines
+from tools.house import figures
 from tools.path import Step, calls, way_of
 
 
@@ -38,18 +38,6 @@ def test_one_tile_takes_at_most_8_files_and_33_moves_and_returns_to_no_file_more
     product = next(i for i, step in enumerate(way.steps) if step.function.endswith("product"))
     stays = [file for file, _ in groupby(step.file for step in way.steps[: product + 1])]
     assert max(stays.count(file) - 1 for file in stays) <= 2
-
-
-def test_lines_are_those_of_code_by_folder() -> None:
-    files = {
-        "__init__.py": "a\n",
-        "pascal_attn_core/call.py": "a\nb\n",
-        "pascal_attn_core/fused/cuda/forward.cu": "a\nb\nc\n",
-        "pascal_attn_core/fused/prebuilt/sm_61-64.xz": "a\n",
-        "pascal_attn_core/cli/zoo/image.py": "a\n",
-        "nodes/web/docs/Patch.md": "a\n",
-    }
-    assert product_lines(files) == {".": 1, "pascal_attn_core": 2, "pascal_attn_core/fused": 3}
 
 
 def test_the_house_counts_what_is_too_long_and_what_is_no_sentence() -> None:

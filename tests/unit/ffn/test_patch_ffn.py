@@ -55,6 +55,16 @@ def test_a_wan_sized_call_fits_on_meta() -> None:
     assert sliced <= 112 * MIB
 
 
+def assert_same(
+    module: nn.Module, call: Callable[[], Tensor], state: str = "chunked", *, chunk_tokens: int = 32
+) -> None:
+    """The call of a patched module gives what it gave before, to the bit if it is refused, and the report says so."""
+    expected, close = call(), {"rtol": 0.0, "atol": 0.0} if state == "refused" else {}
+    with patch_ffn(module, include="", chunk_tokens=chunk_tokens, min_tokens=2) as patch:
+        torch.testing.assert_close(call(), expected, **close)
+        assert patch.report().lines[0].state == state, patch.report().text()
+
+
 def test_on_meta_nothing_can_be_proven_and_calls_run_whole() -> None:
     module, x = mlp(16, 64).to("meta"), torch.empty(1, 4096, 16, device="meta")
     with torch.no_grad(), patch_ffn(module, include="", budget_mib=0.25) as patch:
@@ -156,10 +166,7 @@ def test_arguments_with_a_token_dimension_are_sliced_and_others_passed_whole(shi
     module, x = Shifted().eval(), torch.randn(2, 96, 16)
     call = (lambda: module(x, shift=shift, scale=2.0)) if by_name else (lambda: module(x, shift, 2.0))
     with torch.no_grad():
-        expected = call()
-        with patch_ffn(module, include="", chunk_tokens=32, min_tokens=2) as patch:
-            torch.testing.assert_close(call(), expected)
-            assert patch.report().lines[0].state == "chunked"
+        assert_same(module, call)
 
 
 @pytest.mark.parametrize(
@@ -177,49 +184,26 @@ def test_arguments_that_may_hide_tokens_keep_the_call_whole(extra: object) -> No
 
     module, x = Takes(change).eval(), torch.randn(2, 96, 16)
     with torch.no_grad():
-        expected = module(x, extra)
-        with patch_ffn(module, include="", chunk_tokens=32, min_tokens=2) as patch:
-            assert torch.equal(module(x, extra), expected)
-            assert patch.report().lines[0].state == "refused"
+        assert_same(module, lambda: module(x, extra), "refused")
 
 
 @pytest.mark.parametrize(
     "shape",
-    [
-        (96, 16),
-        (1, 96, 16),
-        (3, 96, 16),
-        (2, 3, 96, 16),
-        (32, 8, 16),
-        (1, 5, 16),
-        (1, 7, 16),
-        (1, 33, 16),
-        (1, 97, 16),
-        (1, 101, 16),
-    ],
+    [(96, 16), (3, 96, 16), (2, 3, 96, 16), (32, 8, 16), *((1, tokens, 16) for tokens in (5, 7, 33, 96, 97, 101))],
 )
 def test_any_rank_batch_and_length(shape: tuple[int, ...]) -> None:
     module, x = Ffn().eval(), torch.randn(shape)
     with torch.no_grad():
-        expected = module(x)
-        with patch_ffn(module, include="", chunk_tokens=4, min_tokens=2) as patch:
-            torch.testing.assert_close(module(x), expected)
-            torch.testing.assert_close(module(x.mT.contiguous().mT), expected)
-            assert patch.report().lines[0].state == "chunked"
+        assert_same(module, lambda: torch.stack([module(x), module(x.mT.contiguous().mT)]), chunk_tokens=4)
 
 
 @pytest.mark.parametrize("wants_grad", [False, True])
 @pytest.mark.parametrize("shape", [(1, 96, 16), (3, 96, 16), (1, 1, 96, 16)])
 def test_frozen_layers_without_bias(shape: tuple[int, ...], wants_grad: bool) -> None:
     """As ComfyUI's models and a LoRA's base have them: torch chooses their matrix product by the input's strides."""
-    module = nn.Sequential(nn.Linear(16, 64, bias=False), nn.SiLU(), nn.Linear(64, 16, bias=False)).requires_grad_(
-        False
-    )
+    module = nn.Sequential(nn.Linear(16, 64, bias=False), nn.SiLU(), nn.Linear(64, 16, bias=False))
     x = torch.randn(shape, requires_grad=wants_grad)
-    expected = module(x)
-    with patch_ffn(module, include="", chunk_tokens=24, min_tokens=2) as patch:
-        torch.testing.assert_close(module(x), expected)
-        assert patch.report().lines[0].state == "chunked", patch.report().text()
+    assert_same(module.requires_grad_(False), lambda: module(x), chunk_tokens=24)
 
 
 def test_empty_and_tiny_inputs_run_whole() -> None:

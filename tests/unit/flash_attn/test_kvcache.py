@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from attn_support.flash_attn.oracle import F64, assert_same, rand
 from attn_support.randomness import examples
 from hypothesis import given
 from hypothesis import strategies as st
@@ -15,20 +16,11 @@ from torch import Tensor
 from pascal_attn_core.flash_attn import flash_attn_func, flash_attn_with_kvcache
 from pascal_attn_core.flash_attn.modules.rotary import apply_rotary_emb
 
-F64 = torch.float64
 HEADS, KV_HEADS, DIM = 4, 2, 8
-
-
-def rand(*shape: int) -> Tensor:
-    return torch.randn(shape, dtype=F64)
 
 
 def caches(rows: int, tokens: int) -> tuple[Tensor, Tensor]:
     return rand(rows, tokens, KV_HEADS, DIM), rand(rows, tokens, KV_HEADS, DIM)
-
-
-def assert_same(actual: Tensor, expected: Tensor) -> None:
-    torch.testing.assert_close(actual, expected, rtol=1e-10, atol=1e-10)
 
 
 def each_alone(q: Tensor, keys: list[Tensor], values: list[Tensor], **flags: Any) -> tuple[Tensor, Tensor]:
@@ -169,7 +161,7 @@ BAD: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"k": None, "v": None, "rotary_cos": rand(12, 4)}, ValueError, "rotary_cos and rotary_sin must come with k"),
     ({"rotary_cos": rand(12, 4)}, TypeError, "rotary_sin must be a tensor"),
     ({"rotary_cos": rand(4, 4), "rotary_sin": rand(4, 4)}, ValueError, "rotary_cos must have"),
-    ({"rotary_cos": rand(12, 5), "rotary_sin": rand(12, 5)}, ValueError, r"\[tokens, at most 4\]"),
+    ({"rotary_cos": rand(12, 5), "rotary_sin": rand(12, 5)}, ValueError, r"\[positions, at most 4\]"),
     ({"q": rand(2, 2, HEADS, DIM).requires_grad_()}, NotImplementedError, "no backward pass"),
 ]  # fmt: skip
 

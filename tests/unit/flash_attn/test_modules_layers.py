@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from attn_support.flash_attn.oracle import assert_same_gradients, leaves_of, near, rand
 from torch import Tensor, nn
 
 from pascal_attn_core.flash_attn.modules import absent
@@ -17,14 +18,12 @@ from pascal_attn_core.flash_attn.modules.dense import (
     FusedMLP,
     fused_dense_func,
     fused_mlp_func,
-    get_dim_for_local_rank,
 )
 from pascal_attn_core.flash_attn.modules.embedding import GPT2Embeddings, PatchEmbed
 from pascal_attn_core.flash_attn.modules.mha import MHA
 from pascal_attn_core.flash_attn.modules.mlp import GatedMlp, Mlp
 from pascal_attn_core.flash_attn.modules.norms import RMSNorm
 
-F64 = torch.float64
 CLOSE = {torch.float64: 1e-10, torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}
 
 
@@ -49,18 +48,17 @@ def test_activations_and_their_gradients(
     dtype: torch.dtype, forward: Any, backward: Any, defined: Any, shapes: list[tuple[int, ...]]
 ) -> None:
     size = 3 if len(shapes) == 1 else 1
-    leaves = [(torch.randn(shape, dtype=F64) * size).to(dtype).requires_grad_() for shape in shapes]
-    references = [leaf.detach().double().requires_grad_() for leaf in leaves]
-    grad = (torch.randn(6, 5, dtype=F64) * size).to(dtype)
+    leaves = [(rand(*shape) * size).to(dtype).requires_grad_() for shape in shapes]
+    references = leaves_of(leaves)
+    grad = (rand(6, 5) * size).to(dtype)
     out, expected = forward(*leaves), defined(*references)
     assert out.dtype == dtype
-    torch.testing.assert_close(out.double(), expected, rtol=CLOSE[dtype], atol=CLOSE[dtype])
+    near(out, expected, CLOSE[dtype])
     wanted = torch.autograd.grad(expected, references, grad.double())
     for actual in (torch.autograd.grad(out, leaves, grad), backward(*(leaf.detach() for leaf in leaves), grad)):
         for one, other in zip(actual, wanted, strict=True):
             assert one.dtype == dtype
-            close = CLOSE[dtype] * (4 if len(leaves) > 1 else 1)
-            torch.testing.assert_close(one.double(), other, rtol=close, atol=close)
+            near(one, other, CLOSE[dtype] * (4 if len(leaves) > 1 else 1))
 
 
 def test_swiglu_keeps_only_its_inputs() -> None:
@@ -78,7 +76,7 @@ def test_swiglu_keeps_only_its_inputs() -> None:
 def test_the_fused_mlp(activation: str, level: int, save_pre_act: bool, bias: bool) -> None:
     torch.manual_seed(0)
     shapes = [(2, 3, 4), (6, 4), (5, 6), *([(6,), (5,)] if bias else [])]
-    leaves = [torch.randn(shape, dtype=F64, requires_grad=True) for shape in shapes]
+    leaves = [rand(*shape).requires_grad_() for shape in shapes]
     x, weight1, weight2, *biases = leaves
     function = {"gelu_approx": gelu, "relu": torch.relu, "sqrelu": lambda t: torch.relu(t) ** 2}[activation]
     expected = F.linear(function(F.linear(x, weight1, *biases[:1])), weight2, *biases[1:])
@@ -86,10 +84,7 @@ def test_the_fused_mlp(activation: str, level: int, save_pre_act: bool, bias: bo
     out, residual = fused_mlp_func(x, weight1, weight2, *biases, **options, return_residual=True)
     assert residual is x
     torch.testing.assert_close(out, expected)
-    factor = torch.randn_like(expected)
-    torch.testing.assert_close(
-        torch.autograd.grad((out * factor).sum(), leaves), torch.autograd.grad((expected * factor).sum(), leaves)
-    )
+    assert_same_gradients(out, leaves, expected, leaves, 1e-7)
 
 
 def test_a_checkpoint_level_keeps_less() -> None:
@@ -128,12 +123,11 @@ def test_dense_layers() -> None:
         FusedMLP(4, activation="tanh")
     with pytest.raises(ValueError, match="checkpoint_lvl must be"):
         FusedMLP(4, checkpoint_lvl=3)
-    with pytest.raises(NotImplementedError, match="process_group must be None"):
+    with pytest.raises(NotImplementedError, match="process_group is not supported"):
         FusedMLP(6)(x.flatten(0, 1), process_group=object())
-    for name in ("ParallelFusedMLP", "all_gather"):
+    for name in ("ParallelFusedMLP", "all_gather", "get_dim_for_local_rank"):
         with pytest.raises(NotImplementedError, match=f"{name} is not provided"):
             getattr(absent, name)(4)
-    assert [get_dim_for_local_rank(10, 3, rank, 2) for rank in range(3)] == [4, 4, 2]
 
 
 def test_mlps() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from attn_support.flash_attn.oracle import Largest, plain
+from attn_support.flash_attn.oracle import F64, Largest, assert_same_gradients, plain, rand
 from torch import Tensor, nn
 
 from pascal_attn_core.flash_attn.modules.generation import (
@@ -28,12 +28,6 @@ from pascal_attn_core.flash_attn.modules.inner_attention import (
     get_alibi_slopes,
 )
 from pascal_attn_core.flash_attn.modules.mha import MHA, LinearResidual, update_kv_cache
-
-F64 = torch.float64
-
-
-def rand(*shape: int) -> Tensor:
-    return torch.randn(shape, dtype=F64)
 
 
 def test_alibi_slopes() -> None:
@@ -76,7 +70,6 @@ def test_the_modules_with_padding(causal: bool, padded: bool) -> None:
         expected, _ = plain(*(t[b : b + 1, keep[b]] for t in qkv.unbind(2)), causal=causal)
         torch.testing.assert_close(out[b, keep[b]], expected[0])
     out.pow(2).sum().backward()
-    assert qkv.grad is not None
     assert qkv.grad.isfinite().all()
     cross = CrossAttention(causal)(q, kv, key_padding_mask=mask_k)
     for b in range(2):
@@ -129,9 +122,7 @@ def test_a_layer_is_its_parts(options: dict[str, Any]) -> None:
         out = out[0]
     torch.testing.assert_close(out, expected)
     leaves = [x, *layer.parameters()]
-    torch.testing.assert_close(
-        torch.autograd.grad(out.pow(2).sum(), leaves), torch.autograd.grad(expected.pow(2).sum(), leaves)
-    )
+    assert_same_gradients(out, leaves, expected, leaves, 1e-7)
 
 
 def test_what_a_checkpoint_is_called() -> None:
@@ -226,7 +217,7 @@ def test_generation_with_a_cache(options: dict[str, Any]) -> None:
     end = int(tokens[0, 4])
     assert decode(ids[:1], model, 9, eos_token_id=end).sequences.shape[1] <= 9
     assert model.generate(ids, 9, top_k=4, top_p=0.8, temperature=0.5, vocab_size=7).max() < 11
-    with pytest.raises(NotImplementedError, match="CUDA graphs"):
+    with pytest.raises(NotImplementedError, match="cg is not supported"):
         decode(ids, model, 9, cg=True)
 
 
@@ -252,7 +243,6 @@ def test_sequences_that_differ_in_length_and_several_tokens_at_once(use_flash_at
     torch.testing.assert_close(out, torch.stack(expected))
     params.reset(6, 1)
     assert (params.max_seqlen, params.max_batch_size, params.seqlen_offset) == (6, 1, 0)
-    assert params.lengths_per_sample is not None
     assert not params.lengths_per_sample.any()
 
 

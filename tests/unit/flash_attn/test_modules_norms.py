@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 import torch
+from attn_support.flash_attn.oracle import F64, assert_same_gradients, near, rand
 from torch import Tensor
 
 from pascal_attn_core.flash_attn.modules import norms
 
-F64 = torch.float64
 CLOSE = {torch.float64: 1e-10, torch.float32: 1e-5, torch.bfloat16: 3e-2, torch.float16: 5e-3}
 
 
@@ -20,12 +20,8 @@ def normed(total: Tensor, weight: Tensor, bias: Tensor | None, eps: float, rms: 
     return out if bias is None else out + bias
 
 
-def close(actual: Tensor, expected: Tensor, dtype: torch.dtype) -> None:
-    torch.testing.assert_close(actual.double(), expected.double(), rtol=CLOSE[dtype], atol=CLOSE[dtype])
-
-
 def leaf(*shape: int, dtype: torch.dtype = F64) -> Tensor:
-    return torch.randn(shape, dtype=F64).to(dtype).requires_grad_()
+    return rand(*shape).to(dtype).requires_grad_()
 
 
 def doubles(*tensors: Tensor | None) -> list[Any]:
@@ -34,18 +30,12 @@ def doubles(*tensors: Tensor | None) -> list[Any]:
 
 def assert_same(results: Any, expected: list[Tensor], leaves: list[Any], references: list[Any], dtype: Any) -> None:
     """The results, and the gradients of all leaves."""
-    loss, ref_loss = torch.zeros((), dtype=F64), torch.zeros((), dtype=F64)
     for actual, wanted in zip(results, expected, strict=True):
-        close(actual, wanted, dtype)
-        factor = torch.randn(wanted.shape, dtype=F64)
-        loss, ref_loss = loss + (actual.double() * factor).sum(), ref_loss + (wanted * factor).sum()
-    loss.backward()
-    ref_loss.backward()
-    for tensor, reference in zip(leaves, references):
-        if tensor is not None:
-            assert tensor.grad is not None
-            assert tensor.grad.dtype == tensor.dtype
-            close(tensor.grad, reference.grad, torch.bfloat16 if dtype == torch.float16 else dtype)
+        near(actual, wanted, CLOSE[dtype])
+    leaves, references = ([t for t in some if t is not None] for some in (leaves, references))
+    assert_same_gradients(
+        results, leaves, expected, references, CLOSE[torch.bfloat16 if dtype == torch.float16 else dtype]
+    )
 
 
 @pytest.mark.parametrize("dtype", [F64, torch.float32, torch.bfloat16, torch.float16])
@@ -94,8 +84,8 @@ def test_what_is_returned() -> None:
     out, total, mask, _ = results
     assert mask.dtype == torch.bool
     expected = x.double() * mask * 2
-    close(total, expected, torch.bfloat16)
-    close(out, normed(expected, weight.double(), None, 1e-6, True), torch.bfloat16)
+    near(total, expected, CLOSE[torch.bfloat16])
+    near(out, normed(expected, weight.double(), None, 1e-6, True), CLOSE[torch.bfloat16])
 
 
 def test_results_are_written_where_they_are_wanted() -> None:
@@ -128,8 +118,7 @@ def test_a_norm_and_a_linear_layer(rms: bool, prenorm: bool, bias: bool) -> None
     expected = normed(x + residual, weight, shift, 1e-6, rms) @ linear.T
     expected = expected if linear_bias is None else expected + linear_bias
     torch.testing.assert_close(out, expected)
-    grads = torch.autograd.grad(out.pow(2).sum(), leaves), torch.autograd.grad(expected.pow(2).sum(), leaves)
-    torch.testing.assert_close(*grads)
+    assert_same_gradients(out, leaves, expected, leaves, 1e-7)
 
 
 def test_a_norm_and_a_linear_layer_under_autocast() -> None:
@@ -137,7 +126,7 @@ def test_a_norm_and_a_linear_layer_under_autocast() -> None:
     with torch.autocast("cpu", dtype=torch.bfloat16):
         out = norms.layer_norm_linear_fn(x, weight, None, linear, None)
     assert out.dtype == torch.bfloat16
-    close(out, normed(x.double(), weight.double(), None, 1e-6, False) @ linear.double().T, torch.bfloat16)
+    near(out, normed(x.double(), weight.double(), None, 1e-6, False) @ linear.double().T, CLOSE[torch.bfloat16])
 
 
 @pytest.mark.parametrize("rms", [False, True])
@@ -215,4 +204,4 @@ def test_no_rows_and_much_in_one_row() -> None:
     # The squares do not fit into float16, nor the row into flash-attn's kernel.
     x = (torch.randn(2, 40000) * 100).half()
     out = norms.rms_norm_fn(x, torch.ones(40000).half(), None)
-    close(out, normed(x.double(), torch.ones(40000, dtype=F64), None, 1e-6, True), torch.float16)
+    near(out, normed(x.double(), torch.ones(40000, dtype=F64), None, 1e-6, True), CLOSE[torch.float16])

@@ -8,14 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from attn_support.flash_attn.oracle import plain
+from attn_support.flash_attn.oracle import F64, leaves_of, plain, rand
 from attn_support.fresh import run
 from torch import Tensor
 
 from pascal_attn_core.flash_attn import FlashArgumentError, install_as_flash_attn
 from pascal_attn_core.flash_attn.modules import raw, turing, version3
 
-F64 = torch.float64
 RULES: dict[str, dict[str, Any]] = {
     "plain": {},
     "causal": {"causal": True},
@@ -24,10 +23,6 @@ RULES: dict[str, dict[str, Any]] = {
     "alibi": {"alibi_slopes": torch.tensor([0.5, 0.25, 0.1, 0.05])},
     "scale, causal, window": {"softmax_scale": 0.3, "causal": True, "window_size": (4, -1)},
 }
-
-
-def rand(*shape: int, dtype: torch.dtype = F64) -> Tensor:
-    return torch.randn(shape, dtype=dtype)
 
 
 def positional(rule: dict[str, Any]) -> tuple[Any, ...]:
@@ -40,7 +35,7 @@ def positional(rule: dict[str, Any]) -> tuple[Any, ...]:
 def expected(
     q: Tensor, k: Tensor, v: Tensor, dout: Tensor, rule: dict[str, Any]
 ) -> tuple[Tensor, Tensor, list[Tensor]]:
-    leaves = [t.detach().clone().requires_grad_() for t in (q, k, v)]
+    leaves = leaves_of([q, k, v])
     out, lse = plain(*leaves, **rule)
     return out.detach(), lse.detach(), list(torch.autograd.grad(out, leaves, dout))
 
@@ -265,7 +260,7 @@ def test_torch_compile_takes_the_operators_as_one_node_each() -> None:
             packed = _wrapped_flash_attn_varlen_forward(q[0], k[0], v[0], ends, ends, 7, 7, *given)
             return out, sums, *grads, *packed[:2]
 
-        q, k, v, dout = (rand(1, 12, 2, 8, dtype=torch.float32) for _ in range(4))
+        q, k, v, dout = (rand(1, 12, 2, 8).float() for _ in range(4))
         compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
         for one, other in zip(compiled(q, k, v, dout), step(q, k, v, dout)):
             torch.testing.assert_close(one, other)

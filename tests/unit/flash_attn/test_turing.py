@@ -4,16 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
+from attn_support.flash_attn.oracle import F64, rand
 from attn_support.fresh import run
-from torch import Tensor
 
 from pascal_attn_core import AttentionConfig, UnsupportedAttention, sdpa_backward, sdpa_with_lse
-
-F64 = torch.float64
-
-
-def rand(*shape: int) -> Tensor:
-    return torch.randn(shape, dtype=F64)
 
 
 def test_its_module_is_there_with_its_six_functions() -> None:

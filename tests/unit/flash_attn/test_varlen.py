@@ -13,6 +13,7 @@ from attn_support.flash_attn.oracle import (
     FLAGS,
     Largest,
     assert_same,
+    assert_same_gradients,
     inputs,
     leaves_of,
     plain,
@@ -78,9 +79,7 @@ def test_varlen_is_each_sequence_alone(flags: dict[str, Any], lengths: tuple[lis
     assert_same(out, expected, F64)
     assert_same(lse, expected_lse, F64, "lse")
     if out.requires_grad:
-        grad = torch.randn_like(out)
-        for actual, wanted in zip(torch.autograd.grad(out, (q, k, v), grad), torch.autograd.grad(expected, same, grad)):
-            assert_same(actual, wanted, F64, "gradient")
+        assert_same_gradients(out, (q, k, v), expected, same)
     with torch.no_grad():
         again, lse, _ = fa.flash_attn_varlen_func(q, k, v, *ends, **flags, return_attn_probs=True)
     assert_same(again, expected, F64)

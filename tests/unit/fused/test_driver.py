@@ -278,7 +278,7 @@ def test_without_a_home_folder_nothing_is_kept_and_nothing_fails(
 @pytest.mark.parametrize("runtime", [CudaRuntime(), HipRuntime()], ids=lambda runtime: runtime.driver_name)
 def test_a_driver_that_is_not_here_has_no_version(runtime: CudaRuntime | HipRuntime) -> None:
     with pytest.raises((OSError, DriverError)):
-        runtime.driver()
+        runtime.open_driver()
     assert runtime.driver_version() == ""
 
 

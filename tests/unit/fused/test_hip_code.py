@@ -124,10 +124,10 @@ def shipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     digests = {variant.name: digest(variant) for variant in variants}
     (tmp_path / "amd.json").write_text(json.dumps({"clang": "16.0.6", "digests": digests, "packs": packs}))
     monkeypatch.setattr(prebuilt, "FOLDER", tmp_path)
-    prebuilt._listed.cache_clear()
+    prebuilt.manifest.cache_clear()
     prebuilt._unpacked.cache_clear()
     yield
-    prebuilt._listed.cache_clear()
+    prebuilt.manifest.cache_clear()
     prebuilt._unpacked.cache_clear()
 
 

@@ -180,7 +180,6 @@ def _others() -> Iterator[tuple[str, Callable[[], bool]]]:
 
     from pascal_attn_core import capture, measure_memory
     from pascal_attn_core.cli.bench.clock import Clock
-    from pascal_attn_core.cli.selftest import speed
     from pascal_attn_core.compat import device_l2_mb
     from pascal_attn_core.flex import flex_attention, patch_flex_attention
     from pascal_attn_core.fused.trust import trial
@@ -223,7 +222,7 @@ def _others() -> Iterator[tuple[str, Callable[[], bool]]]:
         out = engine.attend(query, query, query, place=node_module("engine.runs").Place("block 0"))
         run = engine.end()
         is_right = _is_close(out, query, query, query) and meter.peak_of_run(card) == 1 << 20 and run is not None
-        return is_right and node_module("comfy.second").visible_cards() == ["cuda:0", "cuda:1"]
+        return is_right and node_module("comfy.host").visible_cards() == ["cuda:0", "cuda:1"]
 
     def beside_the_hosts_kernel() -> bool:
         kitchen = node_module("comfy.comfy_kitchen")
@@ -289,7 +288,6 @@ def _others() -> Iterator[tuple[str, Callable[[], bool]]]:
     yield "a VAE that did not fit", whole_first
     yield "a child", on_another_card
     yield "paged attention", refused
-    yield "what a call costs", lambda: min(speed.call_costs(card).values()) > 0
 
 
 def _elsewhere() -> None:

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from pascal_attn_core.fused.launch.gguf_definition import product, round_rows
 from pascal_attn_core.gguf import int8
 from pascal_attn_core.gguf import matrix as matrices
-from pascal_attn_core.gguf.int8 import GgufCall, by_int_mm, why_not
+from pascal_attn_core.gguf.int8 import GgufCall, by_float, by_int_mm, why_not
 from pascal_attn_core.gguf.matrix import GgufMatrix
 from pascal_attn_core.reference.gguf_blocks import FORMATS, expand
 
@@ -55,6 +59,33 @@ def test_x_is_rounded_by_blocks_and_nothing_else_is(name: str, monkeypatch: pyte
     a = (blocks.abs().amax(-1, keepdim=True).float() / 127).double()
     right = ((blocks / a).round() * a).flatten(1) @ exact(weight).T + bias
     assert ((out - right).norm() / right.norm()) < (1e-4 if name in ("Q6_K", "Q3_K") else 1e-6)
+
+
+class Largest(TorchDispatchMode):
+    """The most elements that any operator gave, of each dtype."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.most: dict[torch.dtype, int] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        for each in filter(torch.is_tensor, tree_leaves(found)):
+            self.most[each.dtype] = max(self.most.get(each.dtype, 0), each.numel())
+        return found
+
+
+@pytest.mark.parametrize("compute", [by_int_mm, by_float])
+@pytest.mark.parametrize("name", IN_8_BITS)
+def test_no_matrix_exists_but_its_bytes_and_no_codes_of_32_bits(
+    name: str, compute: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(matrices, "slice_weights", lambda _: 16 * 512)
+    with Largest() as seen:
+        compute(GgufCall(torch.randn(4, 512), matrix(name, 256, 512, 0.01), None, torch.empty(4, 256)))
+    assert seen.most.pop(torch.uint8) > 256 * 512 / 3  # the file's
+    assert max(seen.most.values()) <= 16 * 512
+    assert seen.most.get(torch.int32, 0) <= (16 * 512 if name.startswith("IQ") else 4 * 16)  # indices, or sums
 
 
 def test_zeros_and_what_is_not_finite() -> None:

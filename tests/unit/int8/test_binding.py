@@ -168,7 +168,6 @@ def test_an_adapter_stays_in_float_beside_the_base_weight() -> None:
     generator = torch.Generator().manual_seed(3)
     down, up = torch.randn(4, 64, generator=generator), torch.randn(128, 4, generator=generator)
     adapter = joined([(down, up, 0.02)])
-    assert adapter is not None
     with torch.no_grad():
         model[0].weight += adapter.matrix()
     before, exact = state_of(model), model(x)
@@ -203,7 +202,6 @@ def test_adapters_add_up() -> None:
         for rank, factor in ((2, 0.5), (7, -1.5))
     ]
     whole = joined(some)
-    assert whole is not None
     expected = sum(factor * up.double() @ down.double() for down, up, factor in some)
     torch.testing.assert_close(whole.matrix().double(), expected, rtol=1e-5, atol=1e-5)
     x = torch.randn(5, 64, generator=generator)

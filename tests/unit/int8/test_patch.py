@@ -77,11 +77,6 @@ def in_int8(patch: Int8Patch) -> list[str]:
     return [name for name, state in states(patch).items() if state == "int8"]
 
 
-def outlier(linear: nn.Linear, channel: int = 3, factor: float = 300.0) -> None:
-    """Let one input channel's weight be large: 8 bits hold little of the others then."""
-    linear.weight.data[:, channel] *= factor
-
-
 # ---- which layers ----------------------------------------------------------------------------------------------------
 
 
@@ -156,7 +151,6 @@ def test_the_error_in_the_report_is_the_one_of_the_first_input(model: Model) -> 
     patch = patch_linear_int8(model, include="blocks.0.attn.to_q")
     out = layer(x)
     (line,) = patch.report().lines
-    assert line.error is not None
     assert 0.004 < line.error < 0.02
     exact = F.linear(x.double(), weight.double(), layer.bias.double())
     centred = (out - exact).norm() / (exact - layer.bias).norm()
@@ -192,7 +186,7 @@ def test_layers_that_8_bits_do_not_make_faster_may_stay(
 def test_an_outlier_channel_is_rotated_away() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(256, WIDTH)).eval()
-    outlier(model[0])
+    model[0].weight.data[:, 3] *= 300  # 8 bits hold little of the other channels then
     weight = model[0].weight.detach().clone()
     x = torch.randn(100, 256)
     x[:, 3] /= 300
@@ -200,7 +194,6 @@ def test_an_outlier_channel_is_rotated_away() -> None:
     model(x)
     (line,) = patch.report().lines
     assert line.rotation == 256
-    assert line.error is not None
     assert line.error < 0.75 * difference(int8_linear(x, quantize_rows(weight)), F.linear(x, weight))
 
 
@@ -317,8 +310,6 @@ def test_gradients_reach_the_input(model: Model, x: Tensor) -> None:
     patch = patch_linear_int8(model)
     model(x)
     model(found).square().sum().backward()
-    assert expected.grad is not None
-    assert found.grad is not None
     assert difference(found.grad, expected.grad) < 0.05
     assert in_int8(patch) == CHOSEN
 
@@ -636,6 +627,4 @@ def test_the_report_says_what_it_costs(model: Model, x: Tensor) -> None:
     text = report.text()
     assert "blocks.0.ff.0 (Linear): int8: 64 -> 256, float32, 0.06 -> 0.02 MiB, error 0." in text
     assert "computed by torch._int_mm" in text
-    assert report.worst is not None
-    assert report.median_error is not None
     assert report.worst.error >= report.median_error

@@ -15,6 +15,7 @@ from attn_support.comfy.stub import StubHost, make_engine, node_module, stub_hos
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from pascal_attn_core.checks import gap
 from pascal_attn_core.observe.memory import PeakMemory
 from pascal_attn_core.reference import reference_sdpa
 
@@ -369,7 +370,7 @@ def test_gradient_checkpointing_finds_the_same_saved_tensors_in_both_passes() ->
 
         def compare(out: Tensor) -> Any:
             wanted = torch.nn.functional.scaled_dot_product_attention(query, key, value)
-            return compare_module.difference("torch", out.square(), wanted.square(), out.dtype)
+            return compare_module.Difference("torch", gap(out.square(), wanted.square()), out.dtype)
 
         out = engine.attend(query, key, value, compare=compare)
         assert out is not None

@@ -281,4 +281,3 @@ def test_without_comfy_kitchen_its_files_are_left_alone() -> None:
         pytest.skip("comfy_kitchen is installed here")
     assert "no comfy_kitchen" in kitchen.why_not(torch.device("cpu"), "always")
     assert kitchen.int8_layers(network()) == 0
-    assert kitchen.Served().wrapper(lambda value: value + 1, 1) == 2

@@ -12,7 +12,7 @@ from attn_support.comfy.pack import NAME
 from attn_support.comfy.runs import findings
 from attn_support.comfy.stub import StubHost, make_engine, node_module, stub_host  # noqa: F401
 
-NODE, SECOND, TEXT = node_module("second_card"), node_module("comfy.second"), node_module("reporting.text")
+NODE, HOST, TEXT = node_module("second_card"), node_module("comfy.host"), node_module("reporting.text")
 ROWS = node_module("reporting.rows")
 
 
@@ -109,7 +109,7 @@ def test_what_went_wrong_is_a_note_of_the_run() -> None:
 def test_which_card_helps(
     home: str, wanted: str, cards: int, expected: tuple[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(NODE, "visible_cards", lambda: [f"cuda:{i}" for i in range(cards)])
+    monkeypatch.setattr(HOST, "visible_cards", lambda: [f"cuda:{i}" for i in range(cards)])
     assert NODE._other_card(home, wanted) == expected
 
 
@@ -117,7 +117,7 @@ def test_one_card_passes_the_model_on(monkeypatch: pytest.MonkeyPatch, stub_host
     class Model:
         load_device = torch.device("cuda", 0)
 
-    monkeypatch.setattr(NODE, "visible_cards", lambda: ["cuda:0"])
+    monkeypatch.setattr(HOST, "visible_cards", lambda: ["cuda:0"])
     model = Model()
     assert NODE.PascalSecondCard.VALIDATE_INPUTS(device="cuda:7") is True, "a workflow of another machine"
     assert NODE.PascalSecondCard().patch(model, "auto", 2048, "3") == (model,)

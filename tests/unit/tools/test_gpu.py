@@ -6,7 +6,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import io
-import itertools
 import json
 import os
 import shutil
@@ -16,6 +15,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -154,9 +154,7 @@ def test_a_part_that_hangs_is_stopped_with_its_children_and_the_next_one_runs(tm
 @posix_only
 def test_a_process_that_does_not_heed_the_signal_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(child, "GRACE", 0.3)
-    code = (
-        "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('on', flush=True); time.sleep(600)"
-    )
+    code = "import signal as s, time; s.signal(s.SIGTERM, s.SIG_IGN); print('on', flush=True); time.sleep(600)"
     ended = child.run([sys.executable, "-S", "-c", code], 0.5)
     assert ended.status is None
     assert not ended.remains
@@ -370,12 +368,38 @@ import time; time.sleep(600)
     assert outcome.figures == content
 
 
+def test_the_demo_tells_the_time_of_each_attention(tmp_path: Path) -> None:
+    results = [{"name": "ours", "seconds": 1.5}, {"name": "math", "seconds": None}]
+    content = {"models": [{"model": {"name": "image"}, "results": results}]}
+    program = f"""
+import os
+folder = arguments[arguments.index("--out") + 1]
+os.mkdir(folder)
+json.dump({content!r}, open(folder + "/results.json", "w"))
+"""
+    outcome = BY_NAME["demo"].run(_job(tmp_path, program))
+    assert (outcome.state, outcome.summary, outcome.figures) == (RIGHT, "image: ours 1.5 s, math -", content)
+
+
+def test_the_rates_are_right_or_not_for_this_card(tmp_path: Path) -> None:
+    for status, state in ((0, RIGHT), (2, "not run")):
+        (folder := tmp_path / str(status)).mkdir()
+        outcome = BY_NAME["rates"].run(_job(folder, f"print('said'); sys.exit({status})"))
+        assert (outcome.state, outcome.summary) == (state, "said")
+
+
+def test_without_the_sanitizer_its_part_is_not_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(sanitizer, "find", lambda env: sanitizer.Found(None, ["PATH"]))
+    outcome = BY_NAME["sanitizer"].run(_job(tmp_path, ""))
+    assert (outcome.state, outcome.summary) == ("not run", "compute-sanitizer not found (looked in PATH)")
+
+
 def test_a_sweep_goes_on_behind_a_candidate_that_ends_its_process(tmp_path: Path) -> None:
     program = """
 path = arguments[arguments.index("--json") + 1]
 found = json.load(open(path))
 found["jobs"].append({"job": f"job {len(found['jobs'])}", "shipped_note": "", "shipped": "", "best": "",
-                      "shipped_seconds": 1.0, "best_over_shipped": 1.0, "torch": []})
+                      "shipped_seconds": 1.0, "best_over_shipped": 1.0})
 found["trying"] = {1: "first", 2: "second"}.get(len(found["jobs"]), "")
 json.dump(found, open(path, "w"))
 if found["trying"]:
@@ -388,7 +412,7 @@ if found["trying"]:
 
 def test_a_shipped_geometry_that_does_not_run_is_bad_and_the_sweep_still_goes_on(tmp_path: Path) -> None:
     job = {"job": "a", "shipped_note": "wrong", "shipped": "", "best": None, "shipped_seconds": None}
-    job |= {"best_over_shipped": None, "torch": []}
+    job |= {"best_over_shipped": None}
     for left, status, state in ((["b"], 3, FAILED), ([], 0, WRONG)):
         folder = tmp_path / state
         folder.mkdir()
@@ -405,22 +429,16 @@ def test_a_sweep_that_fails_where_it_failed_before_is_not_begun_again(tmp_path: 
     assert outcome.summary == "exit status 1: SystemError: a fault"
 
 
-def test_the_sanitizer_is_found_in_path_and_in_cuda_home(tmp_path: Path) -> None:
-    program = tmp_path / "bin" / "compute-sanitizer"
-    program.parent.mkdir()
-    program.touch(0o755)
-    assert sanitizer.find({"PATH": str(program.parent)}).path == str(program)
-    assert sanitizer.find({"PATH": "", "CUDA_HOME": str(tmp_path)}).path == str(program)
-    nothing = sanitizer.find({"PATH": "", "CUDA_HOME": str(tmp_path / "other")})
-    assert str(tmp_path / "other" / "bin") in nothing.looked_in
-
-
-def test_the_sanitizer_of_cuda_12_is_taken_before_that_of_cuda_13(tmp_path: Path) -> None:
+def test_the_sanitizer_is_found_in_path_in_cuda_home_and_of_cuda_12_before_that_of_cuda_13(tmp_path: Path) -> None:
     for name in ("cuda-12.4", "cuda-12.8", "cuda-13.0"):
         program = tmp_path / name / "bin" / "compute-sanitizer"
         program.parent.mkdir(parents=True)
         program.touch(0o755)
+    assert sanitizer.find({"PATH": str(program.parent)}).path == str(program)
+    assert sanitizer.find({"PATH": "", "CUDA_HOME": str(tmp_path / "cuda-13.0")}).path == str(program)
     assert sanitizer.find({"PATH": ""}, tmp_path).path == str(tmp_path / "cuda-12.8" / "bin" / "compute-sanitizer")
+    nothing = sanitizer.find({"PATH": "", "CUDA_HOME": str(tmp_path / "other")})
+    assert str(tmp_path / "other" / "bin") in nothing.looked_in
 
 
 def test_its_last_line_is_read() -> None:
@@ -432,85 +450,35 @@ def test_its_last_line_is_read() -> None:
 
 # ---- nine minutes ----------------------------------------------------------------------------------------------------
 
-_COMPILED, _OTHERS = 1626, 1952  # tests of tests/gpu on a GTX 1080 Ti that need NVRTC, and all others
-_WANTED = {"selftest": 90.0, "tools.peers": 100.0, "demo": 60.0, "tools.gpu.sweep": 1500.0}
-
-
-class SlowCard:
-    """A card beside an old processor, in simulated time: what the parts start takes seconds that pass at once, until it
-    is done or stopped, and leaves the files that the real programs do."""
-
-    def __init__(self) -> None:
-        self.now = 1000.0
-        self.ran: list[str] = []  # tests
-
-    def monotonic(self) -> float:
-        return self.now
-
-    def run(self, command: list[str], seconds: float, **options: Any) -> child.Ended:
-        module = next(each for each in ("tools.gpu.machine", "pytest", *_WANTED) if each in command)
-        if module == "pytest":
-            return self._ended(*self._tests(command, seconds))
-        if module == "tools.gpu.machine":
-            return self._ended(0, 8.0, json.dumps(facts()))
-        out = Path(command[command.index("--out" if module == "demo" else "--json") + 1])
-        if module == "tools.gpu.sweep":
-            return self._ended(*self._sweep(out, float(command[command.index("--seconds") + 1])))
-        took = _WANTED[module]
-        if took > seconds:
-            return self._ended(None, max(seconds, 0.0) + 1.0)  # until it has heeded the signal
-        layer = {"layer": {"name": "qkv"}, "results": [{"name": "int8", "ratio": 0.5, "ran": "kernel"}]}
-        figures = {"verdict": "PASS", "shapes": [{}], "layers": [layer], "models": [], "baseline": "torch"}
-        out.mkdir(exist_ok=True) if module == "demo" else None
-        (out / "results.json" if module == "demo" else out).write_text(json.dumps(figures))
-        return self._ended(0, took)
-
-    def _ended(self, status: int | None, took: float, output: str = "") -> child.Ended:
-        self.now += took
-        return child.Ended(status, output, took)
-
-    def _tests(self, command: list[str], limit: float) -> tuple[int, float]:
-        options = dict(itertools.pairwise(command))
-        passed = json.loads(Path(options["--before"]).read_text())["passed"]
-        names = [f"tests/gpu/test.py::{i}" for i in range(_OTHERS + _COMPILED)]
-        left, took = names[len(passed) :], 20.0  # it finds them first
-        with open(options["--record"], "w") as file:
-            print(json.dumps({"collected": len(names)}), file=file)
-            for name in left:
-                if took > float(options["--seconds"]):
-                    return parts._INTERRUPTED, took
-                lasts = 2.0 if names.index(name) >= _OTHERS else 0.1
-                took += lasts
-                self.ran.append(name)
-                print(json.dumps({"test": name, "outcome": "passed", "seconds": lasts}), file=file)
-        assert took <= limit
-        return 0, took
-
-    def _sweep(self, out: Path, limit: float) -> tuple[int, float]:
-        left = json.loads(out.read_text())["left"] if out.exists() else _WANTED["tools.gpu.sweep"]
-        took = min(left, limit)
-        left -= took
-        figures = {"jobs": [], "not_reached": ["forward-64-float32-none"] * bool(left), "left": left}
-        out.write_text(json.dumps(figures))
-        return 3 if left else 0, took
+# Seconds that the parts need on a card beside an old processor. Tests and sweep go on where they were.
+_NEEDED = {"rates": 20.0, "selftest": 90.0, "tests": 3500.0, "bench-forward": 100.0, "bench-backward": 100.0,
+           "bench-linear": 100.0, "demo": 60.0, "sanitizer": 0.0, "sweep": 1500.0}  # fmt: skip
 
 
 def test_it_takes_nine_minutes_however_slow_the_card_is_and_comes_to_an_end(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    card = SlowCard()
-    monkeypatch.setattr(child, "run", card.run)
-    monkeypatch.setattr(sanitizer, "find", lambda env: sanitizer.Found(None, []))
+    """The clock is simulated: what a part needs passes at once, until it is done or stopped."""
+    clock = SimpleNamespace(now=1000.0, monotonic=lambda: clock.now)
     for name in ("hash_of", "commit"):
         monkeypatch.setattr(results, name, lambda *arguments: "")
     for module in (command, parts):
-        monkeypatch.setattr(module, "time", card)
+        monkeypatch.setattr(module, "time", clock)
+
+    def slow(part: Part) -> Part:
+        def run(job: Job) -> Outcome:
+            needed = job.before.get("left", _NEEDED[part.name])
+            took = min(needed, max(0.0, job.left))
+            clock.now += took
+            left = needed - took if part.name in ("tests", "sweep") or took == needed else needed
+            return Outcome(UNFINISHED if left else RIGHT, "", {"left": left})
+
+        return dataclasses.replace(part, run=run)
+
     for _ in range(12):
-        began = card.now
-        assert main(["--out", str(tmp_path)]) == 0
-        assert card.now - began <= command.SECONDS + len(PARTS)
-        told = capsys.readouterr().out
-        if "to be continued" not in told:
-            break
-    assert "to be continued" not in told
-    assert len(card.ran) == len(set(card.ran)) == _OTHERS + _COMPILED
+        began = clock.now
+        run = runs(tmp_path)._replace(end=began + command.SECONDS)
+        found = run_parts(run, [slow(part) for part in PARTS])
+        assert clock.now - began <= command.SECONDS + 1e-6
+    assert {content["state"] for content in found.values()} == {RIGHT}
+    assert clock.now == began  # nothing is run again

@@ -83,8 +83,6 @@ def test_all_that_was_measured_is_taken_over(card: Any, compiler: AnyGeometry, t
     assert len(tried) == 2
     assert all(lane["error"] < 1e-5 and lane["seconds"] > 0 and lane["registers"] for lane in tried.values())
     assert tried[job["shipped"]]["over_shipped"] == 1.0
-    assert {lane["name"] for lane in job["torch"] if "seconds" in lane} >= {"torch-math"}
-    assert "torch-cudnn" in {lane["name"] for lane in job["torch"] if "note" in lane}
     launched = len(card.queued)
     assert sweep(CPU, [FORWARD], SMALL, path, math.inf, 1)
     assert read_object(path) == first

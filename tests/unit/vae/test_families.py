@@ -23,7 +23,7 @@ def stated() -> dict[tuple[str, str], str]:
     return {(line[0].removeprefix("| "), line[1]): line[2] for line in lines}
 
 
-@pytest.mark.parametrize("family", some(families([]), 8), ids=lambda family: family.name)
+@pytest.mark.parametrize("family", some(families(), 8), ids=lambda family: family.name)
 @torch.no_grad()
 def test_an_autoencoder(family: Family) -> None:
     try:
@@ -38,5 +38,5 @@ def test_an_autoencoder(family: Family) -> None:
 
 
 def test_the_page_names_all_of_them() -> None:
-    named = {family.name for family in families([]) if family.name.startswith("Auto")}
+    named = {family.name for family in families() if family.name.startswith("Auto")}
     assert {name for name, _ in stated()} == named

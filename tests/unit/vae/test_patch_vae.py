@@ -51,7 +51,6 @@ def test_decode_and_encode_in_bands() -> None:
                  moments.sample(torch.Generator().manual_seed(2)))  # fmt: skip
     decoded, encoded = patch.report().calls
     assert [(call.method, call.state) for call in (decoded, encoded)] == [(m, "in bands") for m in ("decode", "encode")]
-    assert decoded.figures is not None
     assert decoded.figures.most_bands > 2
     assert "in bands" in patch.report().text()
 
@@ -390,7 +389,6 @@ def test_out_of_memory_anywhere_means_fewer_rows() -> None:
                 got = vae.decode(z).sample
             assert_close(got, wanted)
             figures = patch.report().calls[-1].figures
-            assert figures is not None
             retried += figures.retries
         assert retried > 0.6 * len(places)
 
@@ -473,7 +471,6 @@ def test_the_budget_is_kept() -> None:
         assert peak.peak_mib <= budget + out + 0.1
         assert peak.peak_mib < 0.4 * whole.peak_mib
         figures = patch.report().calls[-1].figures
-        assert figures is not None
         assert figures.host_bytes < 1.1 * whole.peak_bytes
 
 

@@ -11,6 +11,7 @@ import tempfile
 from pathlib import Path
 
 import comfy.model_management
+import comfy.model_patcher
 import comfy.sd
 import comfy.utils
 import folder_paths
@@ -159,17 +160,40 @@ def a_file_of_several_formats():
 
 @check
 def weights_in_host_memory_are_the_same():
-    base = wan()
+    runs_twice_and_goes(wan())
+    kind, load = comfy.model_management.LoadedModel, comfy.model_management.LoadedModel.model_load
+    with replaced(kind, "model_load", lambda self, memory=0, **options: load(self, 0.1, **options)):
+        base = wan()
+        runs_twice_and_goes(base)
+        sample(base)
+        assert base.model.model_lowvram
+
+
+@check
+def where_models_are_loaded_dynamically_those_of_that_loader_are_not():
+    patchers = comfy.model_patcher
+    if not hasattr(patchers, "CoreModelPatcher"):
+        raise Skip("this host has no dynamic loading")
+    dynamic = type("Dynamic", (patchers.ModelPatcher,), {"is_dynamic": lambda self: True})
+    with replaced(patchers, "CoreModelPatcher", dynamic):
+        base = wan()
+    assert not base.is_dynamic()
+    runs_twice_and_goes(base)
+
+
+def runs_twice_and_goes(base):
+    """In 8 bits and exactly, two runs are the same, and the host's own have the same bits afterwards."""
     stock = sample(base)
-    model = patched(base)
-    near(sample(model), stock)
-    x = torch.randn(1, 192, 256, generator=torch.Generator().manual_seed(1))
-    ours = layer(model)(x)
-    unload()
-    model.patch_model(comfy.model_management.get_torch_device(), lowvram_model_memory=1)
-    assert torch.equal(layer(model)(x), ours)
-    model.unpatch_model(comfy.model_management.get_torch_device())
-    assert products(model) == 0
+    for limit in (0.05, 0.0):
+        model = patched(base, limit)
+        first = sample(model)
+        assert torch.equal(sample(model), first)
+        assert products(model) == 20
+        assert torch.equal(first, stock) == (not limit)
+        assert far(first, stock) < 0.05
+        unload()
+        assert products(model) == 0
+        assert torch.equal(sample(base), stock)
 
 
 @check
