@@ -465,13 +465,13 @@ def prepared(
     query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | LazyMask | None, options: Options
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | LazyMask | None, Options]:
     """(query, key, value, attn_mask, options) as :func:`check_call` takes them."""
-    if isinstance(attn_mask, Tensor):
-        if type(attn_mask) not in PLAIN:
+    if isinstance(attn_mask, Tensor) and type(attn_mask) in PLAIN:
+        attn_mask = attn_mask if attn_mask.dim() else attn_mask[None]
+    elif attn_mask is not None and all(isinstance(t, Tensor) and t.dim() > 1 for t in (query, key)):
+        if isinstance(attn_mask, Tensor):
             attn_mask, options = _unwrap_causal_bias(query, key, attn_mask, options)
-        elif attn_mask.dim() == 0:
-            attn_mask = attn_mask[None]
-    elif attn_mask is not None and is_block_mask(attn_mask):
-        attn_mask, options = _as_window(query, key, attn_mask, options)
+        elif is_block_mask(attn_mask):
+            attn_mask, options = _as_window(query, key, attn_mask, options)
     if isinstance(query, Tensor) and autocast_on(query):
         dtype = torch.get_autocast_dtype(query.device.type)
         query, key, value = _cast(query, dtype), _cast(key, dtype), _cast(value, dtype)

@@ -45,12 +45,8 @@ def test_lse_config_and_dropout_can_be_compiled() -> None:
     def attend(query, key, value, p):
         return sdpa_with_lse(query, key, value, None, p, is_causal=True, config=config)
 
-    torch.testing.assert_close(
-        tuple(attend(query, key, value, 0.0)),
-        tuple(sdpa_with_lse(query, key, value, is_causal=True)),
-        atol=1e-6,
-        rtol=1e-5,
-    )
+    expected = sdpa_with_lse(query, key, value, is_causal=True)
+    torch.testing.assert_close(tuple(attend(query, key, value, 0.0)), tuple(expected), atol=1e-6, rtol=1e-5)
     torch.manual_seed(5)
     compiled = attend(query, key, value, 0.5).out
     torch.manual_seed(5)

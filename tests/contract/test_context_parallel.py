@@ -86,8 +86,7 @@ def differences(rank: int, name: str, lengths: Sequence[int], groups: dict[str, 
     answers = [found, *torch.autograd.grad(found, parts, grad[:, :, own])]
     if not all(answer.isfinite().all() for answer in answers):
         return [float("nan")] * 4
-    apart = [(one - other[:, :, own]).abs() for one, other in zip(answers, expected)]
-    return [each.max().item() if each.numel() else 0.0 for each in apart]
+    return [float((a - b[:, :, own]).abs().max()) if a.numel() else 0.0 for a, b in zip(answers, expected)]
 
 
 @pytest.mark.parametrize("tokens", some(["6 6", "1 5", "7 3 9", "6 0", "6 6 6 6", "1 1"], 2))
@@ -110,9 +109,7 @@ def test_every_call_gives_what_one_process_gives(tokens: str) -> None:
 
     answers = run_in(world, work)
     assert all(isinstance(answer, dict) and len(answer) >= len(CALLS) for answer in answers), answers
-    wrong = [
-        (rank, *item) for rank, answer in enumerate(answers) for item in answer.items() if not max(item[1]) < 1e-12
-    ]
+    wrong = [(rank, *each) for rank in range(world) for each in answers[rank].items() if not max(each[1]) < 1e-12]
     assert not wrong, wrong
 
 
@@ -138,10 +135,7 @@ def test_autocast_gives_the_dtype_that_it_gives_in_one_process() -> None:
     def work(rank: int) -> list[torch.dtype]:
         query = torch.randn(1, 4, 6, 8)
         with torch.autocast("cpu", dtype=torch.bfloat16):
-            outs = [
-                context_parallel_sdpa(query, query, query, **{how: dist.group.WORLD}) for how in ("ring", "ulysses")
-            ]
-        return [out.dtype for out in outs]
+            return [context_parallel_sdpa(*[query] * 3, **{how: dist.group.WORLD}).dtype for how in ("ring", "ulysses")]
 
     assert run_in(2, work) == [[torch.bfloat16, torch.bfloat16]] * 2
 
@@ -200,16 +194,13 @@ def test_what_does_not_fit_is_refused_on_all_processes_and_leaves_the_group_whol
         short, one_head = query[:, :, 1:], query[:, :1]
         others = [dist.new_group([each]) for each in range(2)][1 - rank]
         own_columns = ones(1, 1, 6, 6) if rank else ones(1, 1, 1, 6)
+        some, three, uneven = ones(1, 1, 1, 6) if rank else None, (query,) * 3, {**ring, "uneven": True}
         calls: list[tuple[str, tuple[Any, ...], dict[str, Any]]] = [
             ("is_causal needs as many keys as queries", (query, short, short), {**ring, "is_causal": True}),
             ("must hold the columns of all 12 keys, or one row", (query, query, query, ones(1, 1, 6, 6)), ring),
             ("12, 6 or 1 columns here", (query, query, query, ones(1, 1, 1, 5)), ring),
-            ("be of one kind on all processes", (query, query, query, own_columns), {**ring, "uneven": True}),
-            (
-                "be of one kind on all processes",
-                (query, query, query, ones(1, 1, 1, 6) if rank else None),
-                {**ring, "uneven": True},
-            ),
+            ("be of one kind on all processes", (*three, own_columns), uneven),
+            ("be of one kind on all processes", (*three, some), uneven),
             ("attn_mask must not require a gradient", (query, query, query, torch.zeros(12, requires_grad=True)), ring),
             ("got 3 query and 1 key/value heads", (query[:, :3], one_head, one_head),
              {"ulysses": dist.group.WORLD, "enable_gqa": True}),
@@ -258,5 +249,4 @@ def test_a_graph_of_the_gradients_may_be_made_but_not_differentiated() -> None:
             grad.sum().backward()
         return "refused"
 
-    answers = run_in(2, work)
-    assert answers == ["refused", "refused"], answers
+    assert run_in(2, work) == ["refused", "refused"]

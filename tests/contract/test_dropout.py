@@ -15,9 +15,7 @@ TILED = AttentionConfig(route="tiled")
 SMALL = AttentionConfig(route="tiled", q_block=7, kv_block=13)
 
 
-def _kept(
-    config: AttentionConfig, p: float, shape: tuple[int, int, int, int] = (2, 3, 40, 50), **options
-) -> torch.Tensor:
+def _kept(config: AttentionConfig, p: float, shape: tuple[int, ...] = (2, 3, 40, 50), **options) -> torch.Tensor:
     """Which probabilities [B, H, L, S] a call keeps, read off through an identity as value."""
     batch, heads, length, keys = shape
     query, key = torch.zeros(batch, heads, length, 4), torch.zeros(batch, heads, keys, 4)

@@ -27,6 +27,7 @@ def _drawn(*shape: int) -> Tensor:
 
 OF_HEADS, OF_BATCH, OF_ROWS, OF_KEYS = _drawn(HEADS), _drawn(BATCH), _drawn(TOKENS), _drawn(TOKENS)
 MATRIX, ALL, DISTANCES = _drawn(TOKENS, TOKENS), _drawn(BATCH, HEADS, TOKENS, TOKENS), _drawn(HEADS, 2 * TOKENS)
+SHIFTS = torch.tensor([[3, 50, 0, 180], [7, 1, 120, 30]])
 LENGTHS, DOCUMENTS = torch.tensor([60, 130]), torch.arange(TOKENS) // 37
 NABLA = torch.rand(BATCH, HEADS, 24, 24, generator=torch.Generator().manual_seed(0)) < 0.3  # of blocks of 8 x 8
 
@@ -73,6 +74,9 @@ MASK_MODS: dict[str, Callable] = {
     "causal documents": flex.and_masks(lambda b, h, i, j: DOCUMENTS[i] == DOCUMENTS[j], lambda b, h, i, j: i >= j),
     "every other head": lambda b, h, i, j: (h % 2 == 1) | (i >= j),
     "dilated": lambda b, h, i, j: (i - j) % 3 == 0,
+    "window": lambda b, h, i, j: (i - j).abs() <= 40,
+    "of heads": lambda b, h, i, j: i - j >= SHIFTS[b][h],  # with index tensors that broadcast it would mean another
+    "empty rows": lambda b, h, i, j: (i >= 70) & (j < 130),
     "natten 2-D": lambda b, h, i, j: _near(i, j, ((1, WIDTH, 3), (WIDTH, 12, 2))),
     "natten 3-D (LTX-2)": lambda b, h, i, j: _near(i, j, ((1, WIDTH, 3), (WIDTH, 3, 1), (FRAME, 4, 1))),
     "NABLA (Kandinsky)": lambda b, h, i, j: NABLA[b, h, i // 8, j // 8] | (i // 8 == j // 8),
@@ -87,11 +91,9 @@ LAYOUTS: dict[str, Callable[[int, int], Tensor]] = {
 }
 TOLERANCES = {torch.float32: 2e-5, torch.float64: 1e-9, torch.bfloat16: 2e-2, torch.float16: 4e-3}
 SMALL_TILES = AttentionConfig(route="tiled", q_block=48, kv_block=70)
-RULES = [
-    *((s, "noop") for s in SCORE_MODS),
-    *(("", m) for m in MASK_MODS),
-    *zip(SCORE_MODS, itertools.cycle(MASK_MODS)),
-]
+RULES = (
+    [(s, "noop") for s in SCORE_MODS] + [("", m) for m in MASK_MODS] + [*zip(SCORE_MODS, itertools.cycle(MASK_MODS))]
+)
 
 
 def definition(
@@ -100,8 +102,7 @@ def definition(
     """(out, lse, which rows see a key)."""
     k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], 1) for t in (k, v))
     scores, places = q @ k.mT * q.shape[-1] ** -0.5, [torch.arange(n) for n in (BATCH, HEADS, TOKENS, TOKENS)]
-    dims = ((None, None, None, 0), (None, None, 0, None), (None, 0, None, None), (0, None, None, None))
-    for each in dims:
+    for each in ((None, None, None, 0), (None, None, 0, None), (None, 0, None, None), (0, None, None, None)):
         score_mod = None if score_mod is None else torch.vmap(score_mod, (0, *each))
         mask_mod = torch.vmap(mask_mod, each)
     scores = scores if score_mod is None else score_mod(scores, *places).to(scores.dtype)
@@ -143,9 +144,8 @@ def test_the_blocks_of_nabla_alone() -> None:
     """Kandinsky makes a BlockMask of full blocks only, without a mask_mod."""
     states = torch.rand(BATCH, HEADS, 6, 6, generator=torch.Generator().manual_seed(1)) < 0.4
     counts, order = states.sum(-1, dtype=torch.int32), states.int().argsort(-1, descending=True).int()
-    blocks = flex.BlockMask.from_kv_blocks(
-        torch.zeros_like(counts), order, counts, order, 32, mask_mod=None, seq_lengths=(TOKENS, TOKENS)
-    )
+    lists = torch.zeros_like(counts), order, counts, order, 32
+    blocks = flex.BlockMask.from_kv_blocks(*lists, mask_mod=None, seq_lengths=(TOKENS, TOKENS))
     given = [torch.randn(BATCH, HEADS, TOKENS, 16) for _ in range(3)]
     exact = definition(*given, None, lambda b, h, i, j: states[b, h, i // 32, j // 32])[0]
     torch.testing.assert_close(flex_attention(*given, None, blocks), exact, rtol=1e-5, atol=1e-5)

@@ -1,16 +1,21 @@
-"""Gradients against those of the definition in float64, and what cannot be differentiated says so."""
+"""Gradients against those of the definition in float64, and a graph of them that nobody uses."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from attn_support.oracle import assert_gradients_close, cast, gradients, plain_dtype
 from attn_support.table import GRADIENT_TABLE, ROUTES, Case, on_mps, routes_for
+from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from pascal_attn_core import AttentionConfig, sdpa
+import pascal_attn_core.sdpa_patch as switch
+from pascal_attn_core import AttentionConfig, LazyMask, sdpa
 from pascal_attn_core.reference import reference_sdpa
 
 TILED = AttentionConfig(route="tiled")
@@ -54,9 +59,8 @@ def test_gradients_of_gradients_say_what_to_do(is_compiled: bool) -> None:
 
 
 def test_gradients_of_gradients_by_the_route_math() -> None:
-    query, key, value = (torch.randn(1, 2, 4, 3, dtype=torch.float64, requires_grad=True) for _ in range(3))
-    config = AttentionConfig(route="math")
-    assert torch.autograd.gradgradcheck(lambda *qkv: sdpa(*qkv, config=config), (query, key, value))
+    leaves = [torch.randn(1, 2, 4, 3, dtype=torch.float64, requires_grad=True) for _ in range(3)]
+    assert torch.autograd.gradgradcheck(lambda *qkv: sdpa(*qkv, config=CONFIGS["math"]), leaves)
 
 
 def test_checkpointing_computes_the_same_again() -> None:
@@ -70,9 +74,7 @@ def test_checkpointing_computes_the_same_again() -> None:
     torch.manual_seed(7)
     out = torch.utils.checkpoint.checkpoint(attend, query, key, value, use_reentrant=False)
     torch.randn(5)  # the generator moves on between forward and backward
-    again = torch.autograd.grad(out.square().sum(), (query, key, value))
-    for first, second in zip(plain_grads, again):
-        assert torch.equal(first, second)
+    assert all(map(torch.equal, plain_grads, torch.autograd.grad(out.square().sum(), (query, key, value))))
 
 
 class _NoOverlappingWrites(TorchDispatchMode):
@@ -92,15 +94,9 @@ class _NoOverlappingWrites(TorchDispatchMode):
         assert not overlaps, f"{func} writes to shape {tuple(tensor.shape)} with strides {tensor.stride()}"
 
 
-@pytest.mark.parametrize(
-    ("query", "key"),
-    [
-        ((2, 1, 20, 8), (1, 1, 20, 8)),
-        ((2, 3, 20, 8), (1, 3, 20, 8)),
-        ((2, 3, 1, 20, 8), (20, 8)),
-        ((3, 20, 8), (20, 8)),
-    ],
-)
+@pytest.mark.parametrize(("query", "key"), [
+    ((2, 1, 20, 8), (1, 1, 20, 8)), ((2, 3, 20, 8), (1, 3, 20, 8)), ((2, 3, 1, 20, 8), (20, 8)), ((3, 20, 8), (20, 8)),
+])  # fmt: skip
 def test_units_that_share_a_sum_are_added_one_after_the_other(query: tuple[int, ...], key: tuple[int, ...]) -> None:
     tensors = [torch.randn(shape, requires_grad=True) for shape in (query, key, key)]
     bias = torch.randn(20, requires_grad=True)
@@ -109,3 +105,66 @@ def test_units_that_share_a_sum_are_added_one_after_the_other(query: tuple[int, 
     with _NoOverlappingWrites():
         actual = torch.autograd.grad(out.sum(), (*tensors, bias))
     torch.testing.assert_close(actual, expected, atol=2e-5, rtol=1e-4)
+
+
+CONFIGS = {
+    "auto": AttentionConfig(),
+    "auto, long": AttentionConfig(math_limit_mib=0),
+    "tiled": AttentionConfig(route="tiled"),
+    "small tiles": AttentionConfig(route="tiled", q_block=5, kv_block=4),
+    "math": AttentionConfig(route="math"),
+    "torch": AttentionConfig(route="torch"),
+}
+RULE = LazyMask((1, 1, 9, 9), lambda b, h, i, j: (i - j) % 3 > 0, device="cpu")
+CALLS: dict[str, Callable[[], dict[str, Any]]] = {
+    "plain": lambda: {},
+    "causal": lambda: {"is_causal": True},
+    "float mask": lambda: {"attn_mask": _random(9, 9)},
+    "bool mask": lambda: {"attn_mask": torch.rand(9, 9) > 0.3},
+    "rule and sinks": lambda: {"attn_mask": RULE, "sinks": _random(2)},
+}
+ALL = [(kind, name) for kind in CALLS for name in CONFIGS if (kind, name) != ("rule and sinks", "torch")]
+
+
+def _random(*shape: int) -> Tensor:
+    return torch.randn(shape, dtype=torch.float64)
+
+
+def _three() -> list[Tensor]:
+    return [_random(1, 2, 9, 4).requires_grad_() for _ in range(3)]
+
+
+@pytest.mark.parametrize(("kind", "name"), ALL)
+def test_a_graph_of_the_gradients_that_nobody_uses(kind: str, name: str) -> None:
+    leaves = _three()
+    out = sdpa(*leaves, **CALLS[kind](), config=CONFIGS[name])
+    grad_out = torch.randn_like(out)
+    expected = torch.autograd.grad(out, leaves, grad_out, retain_graph=True)
+    actual = torch.autograd.grad(out, leaves, grad_out, create_graph=True)
+    assert all(torch.equal(a, e) for a, e in zip(actual, expected))
+    assert all(a.requires_grad for a in actual)
+    if name in ("tiled", "small tiles"):
+        for ask in (torch.Tensor.backward, lambda result: torch.autograd.grad(result, leaves[0], allow_unused=True)):
+            with pytest.raises(RuntimeError, match="gradients of gradients must be taken with route"):
+                ask(actual[0].square().sum())
+
+
+@pytest.mark.parametrize("create_graph", [False, True])
+def test_many_gradients_at_once_are_refused(create_graph: bool) -> None:
+    leaves = _three()
+    out = sdpa(*leaves, config=CONFIGS["tiled"])
+    grad_outs = torch.randn(3, *out.shape, dtype=out.dtype)
+    with pytest.raises(RuntimeError, match="many gradients at once must be taken with route='math', got a tiled call"):
+        torch.autograd.grad(out, leaves, grad_outs, is_grads_batched=True, create_graph=create_graph)
+
+
+@pytest.mark.parametrize("under_the_switch", [False, True])
+def test_where_auto_takes_tiles(under_the_switch: bool) -> None:
+    """Causal, from 1024 tokens on, on a CPU."""
+    leaf = torch.randn(1, 1, 1100, 8, requires_grad=True)
+    with switch.patch_sdpa() if under_the_switch else nullcontext():
+        attend = F.scaled_dot_product_attention if under_the_switch else sdpa
+        out = attend(leaf, leaf, leaf, is_causal=True)
+    (expected,) = torch.autograd.grad(out.sum(), leaf, retain_graph=True)
+    (actual,) = torch.autograd.grad(out.sum(), leaf, create_graph=True)
+    assert torch.equal(actual, expected)

@@ -1,13 +1,18 @@
-"""These tests check what must hold for every call, as sentences."""
+"""These tests check what must hold for every call; a bool mask whose True is any byte means what one of ones means."""
 
 from __future__ import annotations
 
 import pytest
 import torch
+from attn_support.fused.cases import backward, forward
+from attn_support.fused.emulation import GXX
 from attn_support.oracle import assert_close, exact, plain
 from attn_support.table import GROUPED, ROUTES, Case
+from torch import Tensor
+from torch.nn.attention.bias import causal_lower_right, causal_upper_left
 
-from pascal_attn_core import AttentionConfig, explain, sdpa, sdpa_with_lse
+from pascal_attn_core import AttentionConfig, LazyMask, explain, sdpa, sdpa_with_lse
+from pascal_attn_core.attention_map import attention_map
 from pascal_attn_core.call import check_call
 from pascal_attn_core.machine.device import device_info
 from pascal_attn_core.reference import reference_sdpa
@@ -53,19 +58,6 @@ def test_keys_after_the_diagonal_may_hold_anything(route: str) -> None:
     value[:, :, 60:] = 1e30
     dirty = sdpa(query, key, value, is_causal=True, config=ROUTES[route])[:, :, :60]
     torch.testing.assert_close(dirty, clean, atol=1e-6, rtol=1e-5)
-
-
-@pytest.mark.parametrize("is_causal", [False, True])
-def test_two_halves_merged_by_lse_are_the_whole(is_causal: bool) -> None:
-    query, key, value = (torch.randn(2, 2, 60, 8) for _ in range(3))
-    whole = sdpa_with_lse(query, key, value, is_causal=is_causal, config=TILED)
-    first = sdpa_with_lse(query, key[:, :, :25], value[:, :, :25], is_causal=is_causal, config=TILED)
-    mask = torch.ones(60, 60, dtype=torch.bool).tril_()[:, 25:] if is_causal else None
-    second = sdpa_with_lse(query, key[:, :, 25:], value[:, :, 25:], mask, config=TILED)
-    lse = torch.logaddexp(first.lse, second.lse)
-    merged = sum(half.out * (half.lse - lse).exp()[..., None] for half in (first, second))
-    torch.testing.assert_close(lse, whole.lse, atol=1e-5, rtol=1e-6)
-    torch.testing.assert_close(merged, whole.out, atol=2e-6, rtol=1e-5)
 
 
 def test_the_output_is_laid_out_as_the_query_is() -> None:
@@ -134,8 +126,6 @@ def test_values_at_the_largest_float_do_not_overflow() -> None:
 
 
 def test_causal_biases_of_torch_are_understood() -> None:
-    from torch.nn.attention.bias import causal_lower_right, causal_upper_left
-
     query, key, value = (torch.randn(2, 3, n, 8) for n in (40, 70, 70))
     for make, alignment in ((causal_lower_right, "lower_right"), (causal_upper_left, "upper_left")):
         expected = reference_sdpa(query, key, value, is_causal=True, alignment=alignment)[0]
@@ -165,3 +155,38 @@ def test_large_values_do_not_overflow(route: str, size: float) -> None:
     out = sdpa(query, key, value, config=ROUTES[route])
     oracle, similar = exact([query, key, value], {})[0], plain([query, key, value], {}, torch.float32)[0]
     assert_close(out, oracle, similar, "out", dtype=torch.float32)
+
+
+def _odd(mask: Tensor) -> Tensor:
+    """Return the same mask in the same layout with True stored as any byte from 1 to 255."""
+    odd = torch.empty_like(mask)
+    odd.view(torch.uint8).copy_(mask.to(torch.uint8) * torch.randint(1, 256, mask.shape, dtype=torch.uint8))
+    assert torch.equal(odd, mask)
+    assert odd.view(torch.uint8).max() > 1
+    return odd
+
+
+def test_rules_may_return_any_bytes_and_the_attention_map_reads_all_but_zero_as_true() -> None:
+    query = torch.randn(1, 2, 200, 16)
+    mask = torch.rand(200, 200) > 0.4
+    odd = _odd(mask)
+    rules = [LazyMask((1, 1, 200, 200), lambda b, h, i, j, m=m: m[i, j], device="cpu") for m in (mask, odd)]
+    for config in (ROUTES["tiled"], ROUTES["online"], ROUTES["small_tiles"], ROUTES["math"]):
+        assert torch.equal(*(sdpa(query, query, query, rule, config=config) for rule in rules))
+    query, mask = torch.randn(1, 2, 600, 16), torch.rand(600, 600) > 0.4
+    assert torch.equal(*(attention_map(query, query, rows=range(20), attn_mask=m) for m in (mask, _odd(mask))))
+
+
+@pytest.mark.skipif(GXX is None, reason="needs g++ to build the emulation")
+@pytest.mark.parametrize("parts", [False, True])
+def test_the_cuda_kernels_read_any_byte_but_zero_as_true(parts: bool) -> None:
+    inputs = [torch.randn(1, 2, n, 40) for n in (70, 300, 300)]
+    mask = torch.rand(1, 2, 70, 300) > 0.5
+    mask[:, :, :, 128:200] = False
+    results = [forward([*inputs, m], {}, parts=parts) for m in (mask, _odd(mask))]
+    assert torch.equal(results[0].out, results[1].out)
+    assert torch.equal(results[0].lse, results[1].lse)
+    if not parts:
+        grad_out = torch.randn(1, 2, 70, 40)
+        grads = [backward(result, grad_out) for result in results]
+        assert all(torch.equal(a, b) for a, b in zip(*grads))

@@ -142,14 +142,13 @@ def test_a_compiled_graph_with_gradients_stays_and_one_without_is_shared() -> No
     config = shared(AttentionConfig(route="tiled", q_block=64, kv_block=64))
     alone = replace(config, devices=())
     compiled = torch.compile(lambda *t: sdpa(*t, config=config), fullgraph=True, backend="aot_eager")
+    expected = sdpa(query, key, value, config=alone)
     with record() as report:
-        out = compiled(query, key, value)
-    assert torch.equal(out, sdpa(query, key, value, config=alone))
+        assert torch.equal(compiled(query, key, value), expected)
     assert report.routes() == {"several": 1}
     leaves = [t.clone().requires_grad_() for t in (query, key, value)]
     with record() as report:
-        out = compiled(*leaves)
-        grads = torch.autograd.grad(out.sum(), leaves)
+        grads = torch.autograd.grad(compiled(*leaves).sum(), leaves)
     assert report.routes() == {"tiled": 1}
     expected = torch.autograd.grad(sdpa(*leaves, config=alone).sum(), leaves)
     assert all(map(torch.equal, grads, expected))
@@ -161,9 +160,6 @@ def test_a_compiled_graph_with_gradients_stays_and_one_without_is_shared() -> No
 def test_the_callers_modes_hold_for_the_result(around: object) -> None:
     query, key, value = (torch.randn(1, 4, 128, 16) for _ in range(3))
     with around():  # type: ignore[operator]
-        out = sdpa(query, key, value, config=shared(ROUTES["small_tiles"]))
-        expected = sdpa(query, key, value, config=ROUTES["small_tiles"])
-    assert torch.equal(out, expected)
-    assert (out.dtype, out.requires_grad, out.is_inference()) == (
-        expected.dtype, expected.requires_grad, expected.is_inference(),
-    )  # fmt: skip
+        outs = [sdpa(query, key, value, config=each(ROUTES["small_tiles"])) for each in (shared, lambda config: config)]
+    assert torch.equal(*outs)
+    assert len({(out.dtype, out.requires_grad, out.is_inference()) for out in outs}) == 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import accumulate
 from typing import Any
 
 import pytest
@@ -11,13 +12,13 @@ from attn_support import oracle
 from torch import Tensor
 
 from pascal_attn_core.observe.report import record
+from pascal_attn_core.reference import reference_sdpa
 from pascal_attn_core.stand_ins import attn_bias as masks
 from pascal_attn_core.stand_ins.sageattention import sageattn, sageattn_varlen
 from pascal_attn_core.stand_ins.xformers import memory_efficient_attention
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 Q_LENGTHS, K_LENGTHS = [7, 1, 20], [9, 4, 21]
-EQUAL = Q_LENGTHS, Q_LENGTHS
 
 
 def heads_first(tensor: Tensor) -> Tensor:
@@ -64,42 +65,28 @@ def test_masks_of_one_sequence(name: str, dtype: torch.dtype) -> None:
     kind, _, method = name.partition(".")
     make = getattr(masks, kind)
     mask = getattr(make(), method)(*arguments) if method else make(*arguments)
+    mask = mask.to("cpu")
     for queries, keys in ((30, 30), (20, 33), (33, 20)):
         given = inputs((2, 3, queries, 8), (2, 3, keys, 8), dtype)
-        assert_exact(
-            lambda *qkv, mask=mask: heads_first(memory_efficient_attention(*map(heads_first, qkv), mask.to("cpu"))),
-            given,
-            band(queries, keys, *rule),
-        )
+        attend = lambda *qkv: heads_first(memory_efficient_attention(*map(heads_first, qkv), mask))  # noqa: E731
+        assert_exact(attend, given, band(queries, keys, *rule))
 
 
 # constructor -> its arguments, first key and number of keys of each block, (left, right, lower right) within a block
-STARTS = [0, 9, 13, 34]
+CROSS, GAPS = ((Q_LENGTHS, K_LENGTHS), [(0, 9), (9, 4), (13, 21)]), [2, 11, 20, 41]
 BLOCKS: dict[str, tuple[tuple[Any, ...], list[tuple[int, int]], tuple[int | None, int | None, bool]]] = {
-    "BlockDiagonalMask": ((Q_LENGTHS, K_LENGTHS), [(0, 9), (9, 4), (13, 21)], (None, None, False)),
-    "BlockDiagonalCausalMask": ((Q_LENGTHS, K_LENGTHS), [(0, 9), (9, 4), (13, 21)], (None, 0, False)),
-    "BlockDiagonalCausalFromBottomRightMask": (
-        (Q_LENGTHS, K_LENGTHS),
-        [(0, 9), (9, 4), (13, 21)],
-        (None, 0, True),
-    ),
+    "BlockDiagonalMask": (*CROSS, (None, None, False)),
+    "BlockDiagonalCausalMask": (*CROSS, (None, 0, False)),
+    "BlockDiagonalCausalFromBottomRightMask": (*CROSS, (None, 0, True)),
     "BlockDiagonalPaddedKeysMask": ((Q_LENGTHS, 12, [5, 12, 3]), [(0, 5), (12, 12), (24, 3)], (None, None, True)),
     "BlockDiagonalCausalWithOffsetPaddedKeysMask": (
-        (Q_LENGTHS, 24, [9, 4, 21]),
-        [(0, 9), (24, 4), (48, 21)],
-        (None, 0, True),
+        (Q_LENGTHS, 24, K_LENGTHS), [(0, 9), (24, 4), (48, 21)], (None, 0, True)
     ),
-    "BlockDiagonalGappyKeysMask": (
-        (Q_LENGTHS, [2, 11, 20, 41], [6, 9, 20]),
-        [(2, 6), (11, 9), (20, 20)],
-        (None, None, True),
-    ),
+    "BlockDiagonalGappyKeysMask": ((Q_LENGTHS, GAPS, [6, 9, 20]), [(2, 6), (11, 9), (20, 20)], (None, None, True)),
     "BlockDiagonalCausalWithOffsetGappyKeysMask": (
-        (Q_LENGTHS, [2, 11, 20, 41], [8, 2, 21]),
-        [(2, 8), (11, 2), (20, 21)],
-        (None, 0, True),
+        (Q_LENGTHS, GAPS, [8, 2, 21]), [(2, 8), (11, 2), (20, 21)], (None, 0, True)
     ),
-}
+}  # fmt: skip
 MADE = {
     "make_causal": ((), (None, 0, False)),
     "make_causal_from_bottomright": ((), (None, 0, True)),
@@ -189,17 +176,11 @@ def test_forms_and_tensor_masks(form: str, bias: str) -> None:
 
 
 def test_a_tensor_mask_gets_its_gradient() -> None:
-    query, added = torch.randn(1, 20, 2, 8), torch.randn(1, 2, 20, 20)
-    grads = []
-    for kind, dtype in ((memory_efficient_attention, torch.float32), (None, torch.float64)):
-        q, bias = query.to(dtype), added.to(dtype).requires_grad_()
-        if kind is None:
-            scores = torch.einsum("blhd,bshd->bhls", q, q) * 8**-0.5 + bias
-            out = torch.einsum("bhls,bshd->blhd", scores.softmax(-1), q)
-        else:
-            out = kind(q, q, q, bias)
-        grads += torch.autograd.grad(out.square().sum(), bias)
-    torch.testing.assert_close(grads[0].double(), grads[1], rtol=1e-4, atol=1e-5)
+    query, bias = torch.randn(1, 20, 2, 8), torch.randn(1, 2, 20, 20, requires_grad=True)
+    out = memory_efficient_attention(query, query, query, bias)
+    right = heads_first(reference_sdpa(*[heads_first(query).double()] * 3, bias.double())[0])
+    grads = [torch.autograd.grad(each.square().sum(), bias)[0] for each in (out, right)]
+    torch.testing.assert_close(*grads, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -229,9 +210,7 @@ def test_sageattn(layout: str, options: dict[str, Any], masked: bool, dtype: tor
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("k_lengths", [Q_LENGTHS, K_LENGTHS], ids=["self", "cross"])
 def test_sageattn_of_sequences(k_lengths: list[int], causal: bool) -> None:
-    ends = [
-        torch.tensor([0, *torch.tensor(lengths).cumsum(0)], dtype=torch.int32) for lengths in (Q_LENGTHS, k_lengths)
-    ]
+    ends = [torch.tensor([0, *accumulate(lengths)], dtype=torch.int32) for lengths in (Q_LENGTHS, k_lengths)]
     given = inputs((1, 6, sum(Q_LENGTHS), 8), (1, 2, sum(k_lengths), 8))
 
     def attend(*qkv: Tensor) -> Tensor:

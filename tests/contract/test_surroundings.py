@@ -40,12 +40,12 @@ def test_without_gradients_nothing_is_kept(mode) -> None:
     torch.testing.assert_close(out, reference_sdpa(query, key, value)[0].detach(), atol=1e-6, rtol=1e-5)
 
 
-def test_a_graph_can_be_walked_twice() -> None:
-    query, key, value = _leaves()
-    out = sdpa(query, key, value, None, 0.3, config=TILED).square().sum()
-    first = torch.autograd.grad(out, (query, key, value), retain_graph=True)
-    second = torch.autograd.grad(out, (query, key, value))
-    assert all(torch.equal(one, other) for one, other in zip(first, second))
+def test_a_graph_can_be_walked_twice_and_what_it_saves_may_live_elsewhere() -> None:
+    leaves = _leaves()
+    with torch.autograd.graph.save_on_cpu():
+        out = sdpa(*leaves, torch.randn(70, 70), 0.3, config=TILED).square().sum()
+    first, second = (torch.autograd.grad(out, leaves, retain_graph=True) for _ in range(2))
+    assert all(map(torch.equal, first, second))
 
 
 def test_nothing_outlives_the_call() -> None:
@@ -68,18 +68,8 @@ def test_inputs_changed_before_the_backward_pass_are_noticed() -> None:
         out.sum().backward()
 
 
-def test_saved_tensors_may_live_elsewhere() -> None:
-    query, key, value = _leaves()
-    with torch.autograd.graph.save_on_cpu():
-        out = sdpa(query, key, value, torch.randn(70, 70), config=TILED)
-    out.sum().backward()
-    assert query.grad is not None
-
-
 @pytest.mark.parametrize("mask", [None, torch.bool, torch.float32])
-def test_process_wide_settings_of_torch_do_not_matter(
-    mask: torch.dtype | None,
-) -> None:
+def test_process_wide_settings_of_torch_do_not_matter(mask: torch.dtype | None) -> None:
     leaves = _leaves()
     bias = None if mask is None else (torch.rand(70, 70) < 0.5).to(mask)
     torch.manual_seed(1)
@@ -201,20 +191,19 @@ class _Scenario:
     shapes: tuple[tuple[int, ...], ...]
     mask: Callable[[], Any] = lambda: None
     dtype: torch.dtype = torch.float32
-    config: AttentionConfig = _SMALL
+    config: AttentionConfig | None = _SMALL  # None: by the switch
     options: dict[str, Any] = field(default_factory=dict)
     around: Callable[[], AbstractContextManager] = nullcontext
-    switched: bool = False
 
     def attend(self, leaves: Sequence[Tensor], mask: Any) -> Tensor:
         options = self.options | ({"sinks": leaves[3]} if len(leaves) > 3 else {})
-        if self.switched:
-            return F.scaled_dot_product_attention(*leaves[:3], mask, **options)
-        return sdpa(*leaves[:3], mask, **options, config=self.config)
+        attend = F.scaled_dot_product_attention if self.config is None else partial(sdpa, config=self.config)
+        return attend(*leaves[:3], mask, **options)
 
 
 _MANY, _ALIKE, _GROUPED = ((1, 1, 80, 4),) * 3, ((1, 1, 48, 4),) * 3, ((1, 2, 30, 4), (1, 1, 60, 4), (1, 1, 60, 4))
 _LONGER = ((1, 2, 130, 8), (1, 2, 260, 8), (1, 2, 260, 8))
+_switch = partial(patch_sdpa, _SMALL)
 _SCENARIOS = {
     "tiled": _Scenario(_ALIKE),
     "tiled, causal": _Scenario(_MANY, options={"is_causal": True}),
@@ -227,10 +216,8 @@ _SCENARIOS = {
     "math": _Scenario(_ALIKE, lambda: torch.rand(48, 48) < 0.7, config=AttentionConfig(route="math")),
     "under autocast": _Scenario(_ALIKE, around=lambda: torch.autocast("cpu", torch.bfloat16)),
     "recorded": _Scenario(_ALIKE, around=record),
-    "the switch": _Scenario(_ALIKE, around=lambda: patch_sdpa(_SMALL), switched=True),
-    "the switch, float mask": _Scenario(
-        _ALIKE, lambda: torch.randn(48, 48), around=lambda: patch_sdpa(_SMALL), switched=True
-    ),
+    "the switch": _Scenario(_ALIKE, config=None, around=_switch),
+    "the switch, float mask": _Scenario(_ALIKE, lambda: torch.randn(48, 48), config=None, around=_switch),
 }
 _ERRORS = {
     "out of memory": lambda: torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"),
@@ -241,16 +228,9 @@ _ERRORS = {
 
 
 def _state() -> tuple:
-    return (
-        torch._C._len_torch_dispatch_stack(),
-        torch._C._len_torch_function_stack(),
-        torch.is_autocast_enabled("cpu"),
-        torch.is_grad_enabled(),
-        torch.is_inference_mode_enabled(),
-        torch.get_default_dtype(),
-        is_watched(),
-        F.scaled_dot_product_attention,
-    )
+    stacks = torch._C._len_torch_dispatch_stack(), torch._C._len_torch_function_stack()
+    modes = torch.is_autocast_enabled("cpu"), torch.is_grad_enabled(), torch.is_inference_mode_enabled()
+    return *stacks, *modes, torch.get_default_dtype(), is_watched(), F.scaled_dot_product_attention
 
 
 def _survives_or_passes(run: Callable[[], Any], error: BaseException, at: int) -> Any:
@@ -290,10 +270,8 @@ def test_an_error_at_any_operator_passes_through_and_leaves_nothing_behind(
         differentiate = partial(torch.autograd.grad, out, wanted, grad_out, retain_graph=True)
         with _Raising() as backward:
             grads = differentiate()
-        for name, run, expected, count in (
-            ("forward", attend, out, forward.count),
-            ("backward", differentiate, grads, backward.count),
-        ):
+        runs = ("forward", attend, out, forward.count), ("backward", differentiate, grads, backward.count)
+        for name, run, expected, count in runs:
             for at in some(range(1, count + 1), 11):
                 result = _survives_or_passes(run, make_error(), at)
                 if result is not None:
@@ -303,11 +281,9 @@ def test_an_error_at_any_operator_passes_through_and_leaves_nothing_behind(
                     close(run(), expected)
                 forget_halvings()  # or the tiles of the last operators are those of a device without memory
             close(run(), expected)
-    assert forward.count > 0
-    assert backward.count > 0
+    assert min(forward.count, backward.count) > 0
     assert all(torch.equal(t, old) for t, old in zip(wanted, before))
     assert _state() == outside
-    if may_survive and scenario.config is _SMALL and not scenario.switched:
+    if may_survive and scenario.config is _SMALL:
         # The first of them are outside of what is tried again, the many in the tiles are not.
-        assert survived["forward"] > len(some(range(forward.count), 11)) / 2
-        assert survived["backward"] > len(some(range(backward.count), 11)) / 2
+        assert all(survived[name] > len(some(range(count), 11)) / 2 for name, _, _, count in runs)

@@ -5,11 +5,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
 import torch.nn.functional as F
-from attn_support.fresh import run
 from attn_support.oracle import cast, gradients
 from torch import Tensor
 
@@ -145,9 +145,7 @@ def test_a_probe_is_made_once_and_not_before_a_call_needs_it(runtime: Runtime, m
 
 
 @pytest.mark.parametrize("kind", ["bool", "float"])
-def test_of_the_calls_that_a_fault_concerns_those_without_such_values_keep_torchs_kernel(
-    runtime: Runtime, kind: str
-) -> None:
+def test_of_the_calls_that_a_fault_concerns_those_without_such_values_keep_torchs_kernel(runtime, kind: str) -> None:
     for mask_dtype in (torch.bool, torch.float32):
         runtime.part(ShownFaults).found[FAULTS[1].name, FLOAT32._replace(mask=mask_dtype)] = True
     tensors = [torch.randn(1, 2, 64, 16) for _ in range(3)]
@@ -166,17 +164,10 @@ def test_a_probe_without_memory_is_not_an_answer(runtime: Runtime) -> None:
 
     found = runtime.part(ShownFaults).found
     fault = torch_faults.Fault("a test", "", lambda call: True, fails)
-    error: Exception
-    for no_memory in (
-        torch.cuda.OutOfMemoryError("a test"),
-        RuntimeError("DefaultCPUAllocator: can't allocate memory"),
-    ):
-        error = no_memory
+    words = "DefaultCPUAllocator: can't allocate memory", "could not construct a memory descriptor"
+    for error in (torch.cuda.OutOfMemoryError("a test"), *map(RuntimeError, words)):
         assert is_shown(fault, FLOAT32)
-        assert not found
-    error = RuntimeError("could not construct a memory descriptor")
-    assert is_shown(fault, FLOAT32)
-    assert found
+        assert bool(found) == ("descriptor" in str(error))
 
 
 def _overlapping(tokens: int, step: int) -> Tensor:
@@ -192,14 +183,11 @@ def test_a_view_that_overlaps_nothing_stays_a_view() -> None:
     assert rows_overlap(query[:, :, :1].expand_as(query))
 
 
-def test_too_large_to_be_copied_they_go_by_tiles() -> None:
+def test_too_large_to_be_copied_they_go_by_tiles_and_the_fused_kernels_only_read_them() -> None:
     query = _overlapping(500, step=2)
     config = AttentionConfig(math_limit_mib=0, budget_mib=0.2)
     assert explain(query, query, query, config=config).startswith("route tiled: its rows are not contiguous or overlap")
     assert _largest_error(lambda *a: sdpa(*a, config=config), [query] * 3) < 1e-5
-
-
-def test_the_fused_kernels_only_read_them() -> None:
     query = _overlapping(50, step=4)
     assert call_reasons(check_call(query, query, query)) == []
     odd = _overlapping(50, step=3)
@@ -242,19 +230,10 @@ def test_a_kernel_that_torch_promises_and_that_raises_is_left_with_one_warning(
         sdpa(*leaves, config=TORCH)
 
 
-def test_a_lack_of_memory_in_torchs_kernel_is_no_broken_promise(
-    runtime: Runtime, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def short_of_memory(*args: Any, **kwargs: Any) -> Tensor:
-        raise torch.cuda.OutOfMemoryError("a test")
-
+def test_a_lack_of_memory_in_torchs_kernel_is_no_broken_promise(runtime: Runtime, monkeypatch: Any) -> None:
     query = torch.randn(1, 2, 700, 16)
     with monkeypatch.context() as patched:
-        patched.setattr(interception, "TORCH_SDPA", short_of_memory)
+        patched.setattr(interception, "TORCH_SDPA", Mock(side_effect=torch.cuda.OutOfMemoryError("a test")))
         with pytest.raises(torch.cuda.OutOfMemoryError):
             sdpa(query, query, query)
     assert explain(query, query, query).startswith("route torch")
-
-
-def test_nothing_is_probed_on_import() -> None:
-    run("import pascal_attn_core, pascal_attn_core.machine.runtime as r; assert not r.runtimes()")

@@ -17,9 +17,8 @@ import tempfile
 import textwrap
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 ROOT = Path(__file__).resolve().parents[2]
 SERVER = Path(__file__).with_name("fresh_server.py")
@@ -27,8 +26,7 @@ TIMEOUT = 300.0
 PLAIN = {"PATH": "/usr/bin:/bin", "OMP_NUM_THREADS": "1"}
 
 
-@dataclass(frozen=True)
-class Done:
+class Done(NamedTuple):
     """How a process ended, and what it wrote."""
 
     returncode: int
@@ -122,18 +120,15 @@ def start(code: str, *arguments: str) -> Started | subprocess.Popen[str]:
 
 def run(code: str, *arguments: str, **options: Any) -> str:
     """Return what a program that must end well printed, stripped; ``options`` of :func:`execute`."""
-    return _well_ended(execute(code, *arguments, **options)).stdout.strip()
-
-
-def _well_ended(done: Done) -> Done:
+    done = execute(code, *arguments, **options)
     assert done.returncode == 0, done.stderr
-    return done
+    return done.stdout.strip()
 
 
 def call(function: Callable[..., object], *arguments: str, **options: Any) -> Done:
     """Call a function of a test module in a process of its own; what it raises fails the test. ``options`` of
     :func:`execute`."""
-    file = sys.modules[function.__module__].__file__
+    file = str(sys.modules[function.__module__].__file__)
     done = execute(
         """
         import importlib.util, sys, types
@@ -146,13 +141,11 @@ def call(function: Callable[..., object], *arguments: str, **options: Any) -> Do
         function = getattr(module, name)
         getattr(function, "__wrapped__", function)(*arguments)
         """,
-        str(file),
-        function.__name__,
-        str(Path(__file__).parent),
-        *arguments,
+        *(file, function.__name__, str(Path(__file__).parent), *arguments),
         **options,
     )
-    return _well_ended(done)
+    assert done.returncode == 0, done.stderr
+    return done
 
 
 def alone(test: Callable[..., None]) -> Callable[..., None]:
@@ -181,9 +174,7 @@ def _popen(job: dict[str, Any], preload: Path | None, **streams: Any) -> subproc
 
 
 def _served(job: dict[str, Any], preload: Path | None) -> int:
-    server = _server(preload)
-    assert server.stdin is not None
-    assert server.stdout is not None
+    server: Any = _server(preload)
     server.stdin.write(json.dumps(job) + "\n")
     server.stdin.flush()
     answer = server.stdout.readline()
@@ -195,14 +186,12 @@ def _served(job: dict[str, Any], preload: Path | None) -> int:
 def _server(preload: Path | None) -> subprocess.Popen[str]:
     """One for each process that runs tests."""
     env = {**os.environ, **_preloading(preload)}
-    server = subprocess.Popen(
-        [sys.executable, str(SERVER)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env
-    )
+    pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    server = subprocess.Popen([sys.executable, str(SERVER)], env=env, **pipes)
     atexit.register(_stop, server)
     return server
 
 
 def _stop(server: subprocess.Popen[str]) -> None:
-    assert server.stdin is not None
-    server.stdin.close()  # it ends where its input ends
+    server.stdin.close()  # type: ignore[union-attr]  # it ends where its input ends
     server.wait(10)

@@ -29,8 +29,8 @@ def qkv(heads: int = 2, tokens: int = 12, dim: int = 8, dtype: torch.dtype = tor
     return [torch.randn(2, heads, tokens, dim, dtype=dtype) for _ in range(3)]
 
 
-def served(call: Any) -> bool:
+def served(function: Any, *args: Any, **options: Any) -> bool:
     """Whether a call comes to us."""
     with record() as seen:
-        call()
+        function(*args, **options)
     return seen.total > 0

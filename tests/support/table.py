@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import zlib
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
@@ -13,6 +14,8 @@ from torch import Tensor
 from pascal_attn_core import AttentionConfig
 from pascal_attn_core.call import check_call
 from pascal_attn_core.routes import why_not
+
+from .fuzz import calls
 
 ROUTES = {
     "auto": AttentionConfig(math_limit_mib=0),  # else torch takes calls as short as these unseen
@@ -48,7 +51,7 @@ class Case:
         shapes = (self.query, self.key, self.value)
         tensors = [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes]
         tensors[0] *= self.magnitude
-        tensors = [LAYOUTS[self.layout](t.to(self.dtype)) for t in tensors]
+        tensors = [LAYOUTS[self.layout](t.to(self.dtype), generator)[0] for t in tensors]
         mask = self._mask(generator)
         inputs: list[Tensor | None] = [None if t is None else t.to(device) for t in (*tensors, mask)]
         if requires_grad:
@@ -62,37 +65,13 @@ class Case:
         return MASKS[self.mask](full, self.dtype, generator)
 
 
-def _tokens_first(tensor: Tensor) -> Tensor:
-    """``[B, H, L, D]`` as a model makes it: a view of ``[B, L, H, D]``."""
-    return tensor.transpose(-3, -2).contiguous().transpose(-3, -2) if tensor.dim() > 2 else tensor
-
-
-def _columns_first(tensor: Tensor) -> Tensor:
-    return tensor.transpose(-2, -1).contiguous().transpose(-2, -1)
-
-
-def _sliced(tensor: Tensor) -> Tensor:
-    """A part of wider rows: rows are contiguous, but not each after the other."""
-    wide = torch.cat([tensor, torch.full_like(tensor, 1e4)], dim=-1)
-    return wide[..., : tensor.shape[-1]]
-
-
-def _expanded(tensor: Tensor) -> Tensor:
-    """The first leading dimension repeats one element with stride 0."""
-    return tensor[:1].expand_as(tensor) if tensor.dim() > 2 else tensor
-
-
-def _every_second_token(tensor: Tensor) -> Tensor:
-    return torch.stack([tensor, torch.full_like(tensor, 1e4)], dim=-2).flatten(-3, -2)[..., ::2, :]
-
-
 LAYOUTS = {
-    "contiguous": lambda tensor: tensor,
-    "tokens_first": _tokens_first,
-    "columns_first": _columns_first,
-    "sliced": _sliced,
-    "expanded": _expanded,
-    "every_second_token": _every_second_token,
+    "contiguous": calls.LAYOUTS["contiguous"],
+    "tokens_first": calls.LAYOUTS["heads in tokens"],
+    "columns_first": calls.LAYOUTS["columns first"],
+    "sliced": lambda tensor, _: torch.cat([tensor, torch.full_like(tensor, math.nan)], dim=-1).chunk(2, dim=-1),
+    "expanded": calls.LAYOUTS["stride 0 batch"],
+    "every_second_token": calls.LAYOUTS["every second token"],
 }
 
 
@@ -106,40 +85,21 @@ def _shape(full: tuple[int, ...], keep: str) -> tuple[int, ...]:
 
 
 def _bool(keep: str, share: float = 0.7):
-    def make(full, dtype, generator):
-        return torch.rand(_shape(full, keep), generator=generator) < share
-
-    return make
+    return lambda full, dtype, generator: torch.rand(_shape(full, keep), generator=generator) < share
 
 
 def _float(keep: str, dtype_: torch.dtype | None = None, size: float = 2.0):
-    def make(full, dtype, generator):
-        return (torch.randn(_shape(full, keep), generator=generator) * size).to(dtype_ or dtype)
-
-    return make
-
-
-def _padding(value: float | str, keep: str = "bs", dtype_: torch.dtype | None = None):
-    """0 for the keys of the first part, a very negative number (or -inf) for the rest, of another length each."""
-
-    def make(full, dtype, generator):
-        dtype = dtype_ or dtype
-        mask = torch.zeros(_shape(full, keep), dtype=dtype)
-        rows = mask.view(-1, mask.shape[-1]) if mask.numel() else []
-        low = torch.finfo(dtype).min if value == "finfo" else float(value)
-        for i, row in enumerate(rows):
-            row[max(1, mask.shape[-1] * (i + 1) // (len(rows) + 1)) :] = low
-        return mask
-
-    return make
+    return lambda full, dtype, generator: (torch.randn(_shape(full, keep), generator=generator) * size).to(
+        dtype_ or dtype
+    )
 
 
-def _bool_padding(full, dtype, generator):
-    return _padding("-inf")(full, torch.float32, generator) == 0
-
-
-def _left_padding(full, dtype, generator):
-    return _bool_padding(full, dtype, generator).flip(-1)
+def _padding(full, dtype, generator):
+    """The first keys, of another number for each batch element."""
+    shape = _shape(full, "bs")
+    elements, keys = math.prod(shape[:-1]), shape[-1]
+    kept = (keys * torch.arange(1, elements + 1) // (elements + 1)).clamp(min=1)
+    return (torch.arange(keys) < kept[:, None]).view(shape)
 
 
 def _some_rows_empty(full, dtype, generator):
@@ -157,18 +117,6 @@ def _as_float(make, value: float | str):
         return torch.zeros(allowed.shape, dtype=dtype).masked_fill_(~allowed, low)
 
     return masked
-
-
-def _all(value: bool):
-    return lambda full, dtype, generator: torch.full(_shape(full, "Ls"), value)
-
-
-def _columns_first_mask(full, dtype, generator):
-    return _columns_first(_float("bls")(full, dtype, generator))
-
-
-def _expanded_mask(full, dtype, generator):
-    return _bool("S")(full, dtype, generator).expand(full)
 
 
 def _blocks(full, dtype, generator):
@@ -191,32 +139,32 @@ MASKS = {
     "bool [1, 1, L, 1]": _bool("l"),
     "bool [1, 1, 1, 1]": _bool("", share=2.0),
     "bool some rows empty": _some_rows_empty,
-    "bool nothing allowed": _all(False),
-    "bool everything allowed": _all(True),
-    "bool padding": _bool_padding,
-    "bool padding on the left": _left_padding,
+    "bool nothing allowed": _bool("Ls", share=0.0),
+    "bool everything allowed": _bool("Ls", share=2.0),
+    "bool padding": _padding,
+    "bool padding on the left": lambda *given: _padding(*given).flip(-1),
     "bool blocks": _blocks,
-    "bool expanded": _expanded_mask,
+    "bool expanded": lambda full, *given: _bool("S")(full, *given).expand(full),
     "float [S]": _float("S"),
     "float [L, S]": _float("Ls"),
     "float [B, 1, 1, S]": _float("bs"),
     "float [1, H, L, S]": _float("hls"),
     "float [B, H, L, S]": _float("bhls"),
     "float [1, 1, L, 1]": _float("l"),
-    "float columns first": _columns_first_mask,
+    "float columns first": lambda *given: LAYOUTS["columns_first"](_float("bls")(*given), None)[0],
     "float large": _float("bhls", size=100.0),
     "float32 mask": _float("Ls", torch.float32),
     "float64 mask": _float("Ls", torch.float64),
     "float16 mask": _float("Ls", torch.float16),
     "bfloat16 mask": _float("Ls", torch.bfloat16),
-    "-inf padding": _padding("-inf"),
-    "-finfo.max padding": _padding("finfo"),
-    "-1e4 padding": _padding(-1e4),
+    "-inf padding": _as_float(_padding, "-inf"),
+    "-finfo.max padding": _as_float(_padding, "finfo"),
+    "-1e4 padding": _as_float(_padding, -1e4),
     "-inf some rows empty": _as_float(_some_rows_empty, "-inf"),
     "-finfo.max some rows": _as_float(_some_rows_empty, "finfo"),
     "-1e4 some rows": _as_float(_some_rows_empty, -1e4),
-    "-inf everywhere": _as_float(_all(False), "-inf"),
-    "-finfo.max everywhere": _as_float(_all(False), "finfo"),
+    "-inf everywhere": _as_float(_bool("Ls", share=0.0), "-inf"),
+    "-finfo.max everywhere": _as_float(_bool("Ls", share=0.0), "finfo"),
 }
 
 
@@ -314,18 +262,13 @@ def _table() -> list[Case]:
         for layout in LAYOUTS
         for mask in ("bool [B, 1, 1, S]", "float [B, H, L, S]", "bool some rows empty")
     ]
+    masks = ("bool [B, H, L, S]", "float [L, S]", "float32 mask", "-finfo.max padding", "-inf some rows empty")
     for dtype in (torch.float16, torch.bfloat16, torch.float64):
         name = str(dtype).removeprefix("torch.")
         for base in SHAPES:
             cases.append(_with(base, name, dtype=dtype))
             cases.append(_with(base, f"{name} causal", dtype=dtype, options={"is_causal": True}))
-            for mask in (
-                "bool [B, H, L, S]",
-                "float [L, S]",
-                "float32 mask",
-                "-finfo.max padding",
-                "-inf some rows empty",
-            ):
+            for mask in masks:
                 cases.append(_with(base, f"{name} {mask}", dtype=dtype, mask=mask))
         cases.append(_with(GROUPED, f"{name} tokens first", dtype=dtype, layout="tokens_first"))
     for magnitude in (0.0, 30.0, 1e3):

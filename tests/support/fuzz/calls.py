@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -178,8 +178,20 @@ BROKEN_RULES: dict[str, Callable[..., Any]] = {
 }
 
 
-@dataclass(frozen=True)
-class Mask:
+class _Short:
+    """Printed without the fields that have their default, so that it can be pasted."""
+
+    def __repr__(self) -> str:
+        given = {
+            each.name: getattr(self, each.name) for each in fields(self) if getattr(self, each.name) != each.default
+        }
+        return (
+            f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in given.items() if value != {})})"
+        )
+
+
+@dataclass(frozen=True, repr=False)
+class Mask(_Short):
     """``keep``: which of "bhls" it has at full length. ``cut``: leading dimensions of length 1 are left out."""
 
     kind: str
@@ -191,8 +203,8 @@ class Mask:
     declared: bool = True
 
 
-@dataclass(frozen=True)
-class Call:
+@dataclass(frozen=True, repr=False)
+class Call(_Short):
     """One call as plain data; ``number`` decides its numbers."""
 
     number: int
@@ -249,16 +261,6 @@ class Call:
             shapes.append(size if self.matrices else (*full, heads, *size))
         return tuple(shapes)
 
-    def __str__(self) -> str:
-        plain = Call(self.number)
-        changed = {n: v for n, v in vars(self).items() if n != "number" and v != getattr(plain, n)}
-        if self.mask is not None:
-            base = Mask(self.mask.kind)
-            rest = {n: v for n, v in vars(self.mask).items() if n != "kind" and v != getattr(base, n)}
-            changed["mask"] = f"Mask({', '.join([repr(self.mask.kind), *(f'{n}={v!r}' for n, v in rest.items())])})"
-        words = (f"{n}={v if n == 'mask' else repr(v)}" for n, v in changed.items())
-        return f"Call({', '.join([str(self.number), *words])})"
-
 
 _LENGTHS = (0, 1, 1, 2, 3, 5, 7, 11, 13, 16, 17, 31, 32, 33, 37, 48, 61, 63, 64, 65, 97, 127, 128, 129, 151, 200, 257)
 _WIDTHS = (0, 1, 2, 3, 5, 8, 8, 8, 16, 16, 17, 24, 32, 40, 63, 64, 64, 65, 80, 96, 128, 160, 255, 256, 257, 512, 513)
@@ -284,17 +286,7 @@ def draw(number: int) -> Call:
         batch, heads, enable_gqa = (), (1, 1, 1), r.random() < 0.2
     rows, keys, width, width_v = _draw_sizes(r, math.prod(batch) * max(heads))
     call = Call(
-        number,
-        dtype=dtype,
-        batch=batch,
-        heads=heads,
-        enable_gqa=enable_gqa,
-        matrices=matrices,
-        leads=_draw_leads(r, batch),
-        rows=rows,
-        keys=keys,
-        width=width,
-        width_v=width_v,
+        *(number, dtype, batch, heads, enable_gqa, matrices, _draw_leads(r, batch), rows, keys, width, width_v),
         layouts=_draw_layouts(r),
         magnitude=r.choice((1.0, 1.0, 1.0, 1.0, 0.0, 0.1, 5.0, 20.0, 1e2, 1e4)),
         is_causal=r.random() < 0.3,
@@ -320,9 +312,7 @@ def draw(number: int) -> Call:
             call,
             wants="".join(some),
             through=r.choice(("out", "out", "lse", "both")) if call.entry == "lse" else "out",
-            grad_layout=r.choice(
-                ("contiguous", "contiguous", "stride 0 everywhere", "columns first", "heads in tokens")
-            ),
+            grad_layout=r.choice(("contiguous", "stride 0 everywhere", "columns first", "heads in tokens", "negated")),
         )
     return possible(call)
 
@@ -486,19 +476,10 @@ def build(call: Call) -> Built:
     options: dict[str, Any] = {"is_causal": call.is_causal, "scale": call.scale, "enable_gqa": call.enable_gqa}
     if not call.entry.startswith("switch"):
         options |= {"alignment": call.alignment, "window": call.window, "softcap": call.softcap}
+    options["dropout_p"], config = call.dropout_p, AttentionConfig(**call.config)
+    memory += [] if sinks is None else [_whole(sinks)[1]]
     wide = tuple(_expanded(t.double(), call, which) for which, t in enumerate(clean))
-    return Built(
-        tensors,
-        mask,
-        sinks,
-        options | {"dropout_p": call.dropout_p},
-        AttentionConfig(**call.config),
-        memory + ([] if sinks is None else [_whole(sinks)[1]]),
-        allowed,
-        bias,
-        wide,  # type: ignore[arg-type]
-        poisoned,
-    )
+    return Built(tensors, mask, sinks, options, config, memory, allowed, bias, wide, poisoned)
 
 
 def _expanded(tensor: Tensor, call: Call, which: int) -> Tensor:
@@ -623,24 +604,20 @@ def _build_sinks(call: Call, generator: torch.Generator) -> Tensor | None:
 
 def simpler(call: Call) -> list[Call]:
     """Calls that are each in one respect simpler, the largest steps first."""
-    plain = Call(call.number)
-    names = ("mask", "sinks", "softcap", "window", "poison", "scale", "is_causal", "alignment", "dropout_p", "leads",
-             "layouts", "grad_layout", "magnitude", "dtype", "entry", "through", "explained", "batch",
-             "config")  # fmt: skip
-    changes: list[dict[str, Any]] = [{name: getattr(plain, name)} for name in names]
-    changes += [{"heads": (1, 1, 1), "enable_gqa": False}, {"matrices": False}, {"wants": ""}]
+    sizes = ("rows", "keys", "width", "width_v")
+    names = [each.name for each in fields(Call) if each.name not in ("number", *sizes)]
+    changes: list[dict[str, Any]] = [{name: getattr(Call(call.number), name)} for name in names]
+    changes.append({"heads": (1, 1, 1), "enable_gqa": False})
     changes += [{"wants": call.wants.replace(name, "")} for name in call.wants]
     changes += [{"batch": (2,)}] if math.prod(call.batch) > 2 or len(call.batch) > 1 else []
-    changes += [{"heads": (2, 1, 1)}] if call.num_heads > 2 and call.enable_gqa else []
-    changes += [{"heads": (2, 2, 2), "enable_gqa": False}] if call.num_heads > 2 else []
+    if call.num_heads > 2:
+        changes += [{"heads": (2, 1, 1), "enable_gqa": True}, {"heads": (2, 2, 2), "enable_gqa": False}]
     changes += [{"config": {name: value}} for name, value in call.config.items()] if len(call.config) > 1 else []
-    for i in range(3):
-        changes.append({"layouts": tuple("contiguous" if i == j else name for j, name in enumerate(call.layouts))})
+    changes += [{"layouts": (*call.layouts[:i], "contiguous", *call.layouts[i + 1 :])} for i in range(3)]
     if call.mask is not None:
         base = Mask(call.mask.kind, dtype=call.mask.dtype)
-        for name in ("keep", "cut", "layout", "odd_bytes", "declared"):
-            changes.append({"mask": replace(call.mask, **{name: getattr(base, name)})})
-    for name in ("rows", "keys", "width", "width_v"):
+        changes += [{"mask": replace(call.mask, **{each.name: getattr(base, each.name)})} for each in fields(Mask)]
+    for name in sizes:
         size = getattr(call, name)
         changes += [{name: n} for n in sorted({1, 2, size // 2, size - 1}) if 0 < n < size]
     simpler_calls = (possible(replace(call, **change)) for change in changes)

@@ -81,10 +81,9 @@ def failure(call: Call, device: str = "cpu") -> str:
     except Wrong as wrong:
         return str(wrong)
     except Exception as error:
-        frames = [
-            f"{frame.filename.rpartition('/')[2]}:{frame.lineno}" for frame in traceback.extract_tb(error.__traceback__)
-        ]
-        return f"{type(error).__name__}: {str(error)[:300]} ({' > '.join(frames[-4:])})"
+        frames = traceback.extract_tb(error.__traceback__)[-4:]
+        where = " > ".join(f"{frame.filename.rpartition('/')[2]}:{frame.lineno}" for frame in frames)
+        return f"{type(error).__name__}: {str(error)[:300]} ({where})"
     return ""
 
 
@@ -141,11 +140,8 @@ def _entry(call: Call, built: Built) -> Iterator[Callable[..., tuple[Tensor, Ten
         with patch_sdpa(built.config):
             by_name = call.entry.endswith("by name") and (_TORCH_KNOWS_GROUPS or not call.enable_gqa)
             function = TORCH if by_name else F.scaled_dot_product_attention
-            left_out = set() if _TORCH_KNOWS_GROUPS or call.enable_gqa else {"enable_gqa"}
-            yield lambda *args, **options: (
-                function(*args, **{name: value for name, value in options.items() if name not in left_out}),
-                None,
-            )
+            grouped = {"enable_gqa": call.enable_gqa} if _TORCH_KNOWS_GROUPS or call.enable_gqa else {}
+            yield lambda *args, enable_gqa, **options: (function(*args, **options, **grouped), None)
         if F.scaled_dot_product_attention is not TORCH and torch._C._len_torch_function_stack():
             raise Wrong("the switch left a mode behind")
 
@@ -206,7 +202,8 @@ def _check_gradients(call, built, tensors, mask, sinks, out, lse, answers, preci
     wide_lse = grad_lse.double().view(full) if uses_lse else torch.zeros(full).double()
     if call.dropout_p == 1:
         wide_out = torch.zeros_like(wide_out)
-    expected = gradients_of(answers, call, built, wide_out, wide_lse, precision)
+    rest = (_scale(call), wide_out, wide_lse, built.bias is not None, precision)
+    expected = oracle.gradients(answers[0], *built.clean, *rest, other=answers[1] if len(answers) > 1 else None)
     for name, leaf, grad in zip(call.wants, leaves, found):
         field = {"q": "query", "k": "key", "v": "value", "m": "bias", "s": "sinks"}[name]
         gradient = getattr(expected, field)
@@ -221,19 +218,6 @@ def _check_gradients(call, built, tensors, mask, sinks, out, lse, answers, preci
             poisoned = _sum_to(heads.double(), leaf.shape, groups) > 0
         grad = torch.zeros_like(leaf) if grad is None else grad
         _compare(f"gradient of {field}", grad, [wanted], leaf.dtype, poisoned, call)
-
-
-def gradients_of(
-    answers: list[oracle.Forward],
-    call: Call,
-    built: Built,
-    grad_out: Tensor,
-    grad_lse: Tensor,
-    precision: Precision,
-) -> oracle.Gradients:
-    """``answers``: of :func:`ways`; ``grad_out`` ``[*B, H, L, V]``, ``grad_lse`` ``[*B, H, L]``, float64."""
-    rest = (_scale(call), grad_out, grad_lse, built.bias is not None, precision)
-    return oracle.gradients(answers[0], *built.clean, *rest, other=answers[1] if len(answers) > 1 else None)
 
 
 def _sum_to(tensor: Tensor, shape: Any, groups: int) -> Tensor:

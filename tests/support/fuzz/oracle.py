@@ -104,11 +104,8 @@ def attend(
     error = (query.abs() @ key.abs().mT) * (abs(scale) * precision.of_sum(query.shape[-1]))
     slope = Bounded(torch.ones_like(scores), torch.zeros_like(scores))
     if softcap is not None:
-        tanh = torch.tanh(scores / softcap)
-        wander = torch.maximum(
-            torch.tanh((scores + error) / softcap) - tanh, tanh - torch.tanh((scores - error) / softcap)
-        )
-        wander = wander + 4 * unit * tanh.abs()
+        tanh, up, down = (torch.tanh((scores + by) / softcap) for by in (0.0, error, -error))
+        wander = torch.maximum(up - tanh, tanh - down) + 4 * unit * tanh.abs()
         slope = Bounded(1 - tanh.square(), 2 * tanh.abs() * wander + wander.square() + 4 * unit)
         scores, error = tanh * softcap, wander * softcap + 4 * unit * (tanh * softcap).abs()
     if bias is not None:
@@ -123,9 +120,7 @@ def attend(
         error = torch.maximum((biased(error) - total).abs(), (biased(-error) - total).abs()) + unit * scores.abs()
         scores = total
     scores = scores.masked_fill(~allowed, -math.inf)
-    largest = (
-        scores.amax(dim=-1, keepdim=True) if scores.shape[-1] else scores.new_full((*scores.shape[:-1], 1), -math.inf)
-    )
+    largest = torch.nn.functional.pad(scores, (0, 1), value=-math.inf).amax(dim=-1, keepdim=True)
     if sinks is not None:
         sink = sinks.view(-1, 1, 1).expand(largest.shape)
         largest = torch.maximum(largest, sink)
@@ -141,10 +136,8 @@ def attend(
     down, up = (torch.sum(weights * torch.exp(sign * log_error), dim=-1, keepdim=True) for sign in (-1, 1))
     sink_weight = None
     if sinks is not None:
-        sink_weight, sink_error = (
-            torch.exp(sink - largest),
-            log_error_of(sink, 4 * unit * sink.abs().nan_to_num(posinf=0.0)),
-        )
+        sink_weight = torch.exp(sink - largest)
+        sink_error = log_error_of(sink, 4 * unit * sink.abs().nan_to_num(posinf=0.0))
         total = total + sink_weight
         down, up = down + sink_weight * torch.exp(-sink_error), up + sink_weight * torch.exp(sink_error)
     total = total.masked_fill(empty, 1.0)
@@ -158,24 +151,15 @@ def attend(
     size = probs @ value.abs()
     out_error = prob_error @ value.abs() + precision.of_sum(scores.shape[-1]) * size
     lse = (largest + total.log()).masked_fill(empty, -math.inf)[..., 0]
-    lse_error = (
-        torch.maximum(down, up)
-        + 4 * unit * (1 + largest.abs() + total.log().abs())
-        + precision.of_sum(scores.shape[-1])
-    )
+    lse_error = torch.maximum(down, up) + 4 * unit * (1 + largest.abs() + total.log().abs())
+    lse_error = (lse_error + precision.of_sum(scores.shape[-1]))[..., 0].masked_fill(empty[..., 0], 0.0)
     sink_probs = None
     if sink_weight is not None:
         sink_prob = (sink_weight / total).masked_fill(empty, 0.0)
         relative = sink_error + torch.maximum(down, up) + 4 * unit * (1 + lse.nan_to_num(neginf=0.0)[..., None].abs())
         sink_probs = Bounded(sink_prob, sink_prob * torch.expm1(relative.clamp(max=_STEEP)))
-    return Forward(
-        Bounded(out, out_error + precision.stored(out)),
-        Bounded(lse, lse_error[..., 0].masked_fill(empty[..., 0], 0.0)),
-        probs,
-        log_error,
-        slope,
-        sink_probs,
-    )
+    stored = Bounded(out, out_error + precision.stored(out))
+    return Forward(stored, Bounded(lse, lse_error), probs, log_error, slope, sink_probs)
 
 
 @dataclass

@@ -1,4 +1,4 @@
-"""The common questions: is it right, which rows show it, and was memory short."""
+"""The common questions: what is right, is it right, which rows show it, and was memory short."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 from pascal_attn_core.checks import Gap, exact_limit, gap, is_out_of_memory, rows_to_check, tolerance
 from pascal_attn_core.fused.gpu.runtime import DriverError
-from pascal_attn_core.reference import reference_sdpa
+from pascal_attn_core.reference import allowed_keys, reference_sdpa
 
 DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
@@ -62,7 +62,7 @@ def test_where_torch_may_round_the_factors_of_products_that_is_allowed() -> None
         torch.set_float32_matmul_precision(before)
 
 
-def test_rows_to_check_see_an_outlier_and_rows_at_any_period() -> None:
+def test_rows_to_check_see_an_outlier_what_is_not_finite_and_rows_at_any_period() -> None:
     rows = torch.randn(4096, 8)
     rows[1234] *= 100
     state = torch.get_rng_state()
@@ -73,9 +73,6 @@ def test_rows_to_check_see_an_outlier_and_rows_at_any_period() -> None:
     assert all(len(set((found % period).tolist())) == period for period in (2, 3, 4, 8))
     assert not torch.equal(found, rows_to_check(rows, 64, seed=1))
     assert rows_to_check(rows[:5], 64).tolist() == [0, 1, 2, 3, 4]
-
-
-def test_rows_to_check_hold_a_row_that_is_not_finite() -> None:
     rows = torch.randn(1000, 4)
     rows[[7, 700]] = torch.tensor([[math.nan], [math.inf]])
     assert {7, 700} <= set(rows_to_check(rows, 16).tolist())
@@ -109,3 +106,30 @@ class _AcceleratorError(RuntimeError):
 )
 def test_a_lack_of_memory_is_told_from_other_errors(error: BaseException, is_short: bool) -> None:
     assert is_out_of_memory(error) is is_short
+
+
+def test_lse_by_hand() -> None:
+    query, key = torch.tensor([[1.0], [2.0]]), torch.tensor([[0.0], [math.log(3.0)]])
+    out, lse = reference_sdpa(query, key, torch.tensor([[0.0], [1.0]]), scale=1.0)
+    torch.testing.assert_close(lse, torch.tensor([math.log(4.0), math.log(10.0)]))
+    torch.testing.assert_close(out, torch.tensor([[0.75], [0.9]]))
+
+
+def test_rows_without_keys_are_zero_with_finite_gradients() -> None:
+    query, key, value = (torch.randn(3, 4, requires_grad=True) for _ in range(3))
+    allowed = torch.tensor([[True] * 3, [False] * 3, [True, False, False]])
+    out, lse = reference_sdpa(query, key, value, allowed)
+    assert not out[1].any()
+    assert lse[1] == -torch.inf
+    (out.sum() + lse[[0, 2]].sum()).backward()
+    assert query.grad.isfinite().all()
+    assert not query.grad[1].any()
+
+
+def test_the_rules_as_matrices() -> None:
+    assert allowed_keys(2, 4, is_causal=True).int().tolist() == [[1, 0, 0, 0], [1, 1, 0, 0]]
+    lower = allowed_keys(2, 4, is_causal=True, alignment="lower_right")
+    assert lower.int().tolist() == [[1, 1, 1, 0], [1, 1, 1, 1]]
+    assert allowed_keys(3, 4, window=(1, 0)).int().tolist() == [[1, 0, 0, 0], [1, 1, 0, 0], [0, 1, 1, 0]]
+    assert allowed_keys(2, 3, window=(-1, -1)).all()
+    assert allowed_keys(3, 2, is_causal=True, alignment="lower_right").int().tolist() == [[0, 0], [1, 0], [1, 1]]

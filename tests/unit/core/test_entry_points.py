@@ -89,8 +89,7 @@ def test_the_vae_of_a_pipeline_is_patched() -> None:
 
 @pytest.mark.parametrize("patch_it", ON_MODELS.values(), ids=ON_MODELS)
 def test_what_is_left_alone_has_a_name_and_a_reason(patch_it: Callable[..., Patch]) -> None:
-    model = nn.Sequential(Denoiser(), nn.ModuleDict({"ffn": torch.jit.script(FeedForward())}))
-    model.eval()
+    model = nn.Sequential(Denoiser(), nn.ModuleDict({"ffn": torch.jit.script(FeedForward())})).eval()
     with patch_it(model) as patch:
         assert all(why for why in patch.left_alone.values())
 

@@ -1,8 +1,11 @@
-"""These tests check what importing the package does: nothing to anybody. And rules that hold in every module of it."""
+"""Importing the package does nothing to anybody; the names in ``public_names.txt`` may be imported for good."""
 
 from __future__ import annotations
 
 import ast
+import importlib
+import importlib.util
+import sys
 from pathlib import Path
 
 import pytest
@@ -25,7 +28,8 @@ import pascal_attn_core
 assert F.scaled_dot_product_attention is before
 assert torch.equal(torch.get_rng_state(), random)
 import pascal_attn_core.cli.run, pascal_attn_core.ffn, pascal_attn_core.flash_attn, pascal_attn_core.sdpa_patch
-assert not torch.cuda.is_initialized()
+from pascal_attn_core.machine.runtime import runtimes
+assert not torch.cuda.is_initialized() and not runtimes()
 assert (torch.get_num_threads(), torch.is_grad_enabled()) == (threads, grad)
 hosts = "torch._dynamo torch._inductor diffusers transformers comfy triton safetensors matplotlib numpy.testing"
 print([name for name in hosts.split() if name in sys.modules and name not in loaded])
@@ -58,3 +62,21 @@ def test_only_one_module_asks_cuda_for_properties_and_one_reads_the_environment(
 
     assert users("get_device_properties") == {"machine/device.py"}
     assert users("environ") == {"config.py", "cli/demo/__init__.py"}  # the demo silences other libraries
+
+
+LINES = (Path(__file__).parent / "public_names.txt").read_text(encoding="utf-8").splitlines()
+PUBLIC = {path: set(names.split()) for path, _, names in (line.partition(": ") for line in LINES)}
+
+
+@pytest.mark.parametrize("path", PUBLIC)
+def test_an_import_path_has_its_names_and_each_says_what_it_is(path: str) -> None:
+    host = path.rpartition(".")[2]
+    if host in ("diffusers", "transformers"):
+        pytest.importorskip(host)
+    importlib.import_module(path)
+    module = sys.modules[path]  # also where the package has a function of the same name
+    assert set(module.__all__) == PUBLIC[path]
+    starred: dict[str, object] = {}
+    exec(f"from {path} import *", starred)  # noqa: S102  # what a program writes
+    assert all(starred[name] is getattr(module, name) for name in PUBLIC[path])
+    assert [name for name in PUBLIC[path] if callable(starred[name]) and not starred[name].__doc__] == []

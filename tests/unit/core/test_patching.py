@@ -1,15 +1,22 @@
-"""One reversible change to a host."""
+"""One reversible change to a host; the one mode, binder and mark by which calls of torch's SDPA are intercepted."""
 
 from __future__ import annotations
 
 import logging
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+from unittest.mock import Mock
 
 import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention as taken_by_name
 
-from pascal_attn_core import Patch
+from pascal_attn_core import AttentionConfig, Patch, sdpa, sdpa_with_lse
 from pascal_attn_core.ffn import FfnReport
 from pascal_attn_core.int8 import Int8Report
+from pascal_attn_core.patching.interception import TORCH_SDPA, SdpaArguments, SdpaMode, bind_sdpa, torch_sdpa
 from pascal_attn_core.patching.patch import ON, AnyReport, PatchGroup, PatchReport, State
 from pascal_attn_core.vae import VaeReport
 
@@ -21,7 +28,7 @@ def test_a_report_is_printed_as_its_text(report: AnyReport) -> None:
     assert str(report) == report.text()
 
 
-def test_a_patch_is_active_until_it_is_removed_once_and_forgetting_it_does_not_remove_it() -> None:
+def test_a_patch_is_active_until_it_is_removed_once_also_by_an_error_and_not_by_forgetting_it() -> None:
     undone = []
     Patch("forgotten", lambda: undone.append(1))
     assert undone == []
@@ -33,9 +40,6 @@ def test_a_patch_is_active_until_it_is_removed_once_and_forgetting_it_does_not_r
     assert undone == [1]
     assert not patch.active
     assert repr(patch) == "Patch('change', sites=3, removed)"
-
-
-def test_with_removes_it_even_after_an_error() -> None:
     patch = Patch("change", lambda: None)
     with pytest.raises(KeyError), patch:
         {}["missing"]
@@ -61,7 +65,7 @@ def test_many_threads_remove_it_once() -> None:
     assert undone == [1]
 
 
-def test_a_group_that_fails_half_way_undoes_itself_backwards() -> None:
+def test_a_finished_group_is_one_patch_and_one_that_fails_half_way_undoes_itself_backwards() -> None:
     undone = []
 
     def change() -> None:
@@ -73,9 +77,6 @@ def test_a_group_that_fails_half_way_undoes_itself_backwards() -> None:
     with pytest.raises(ZeroDivisionError):
         change()
     assert undone == [2, 1]
-
-
-def test_a_finished_group_is_one_patch() -> None:
     undone = []
     with PatchGroup("change") as group:
         for site in (1, 2, 3):
@@ -85,3 +86,88 @@ def test_a_finished_group_is_one_patch() -> None:
     assert undone == []
     patch.remove()
     assert undone == [3, 2, 1]
+
+
+def qkv(tokens: int = 12) -> list[Tensor]:
+    return [torch.randn(1, 2, tokens, 8) for _ in range(3)]
+
+
+def calls() -> Mock:
+    """A handler that lets torch compute, and keeps what it was given."""
+    return Mock(side_effect=lambda args, kwargs: TORCH_SDPA(*args, **kwargs))
+
+
+@pytest.mark.parametrize(
+    "spelling",
+    [lambda *a, **k: F.scaled_dot_product_attention(*a, **k), taken_by_name, torch._C._nn.scaled_dot_product_attention],
+    ids=["attribute", "taken by name", "torch._C"],
+)
+def test_every_spelling_reaches_the_handler_with_its_arguments(spelling: Any) -> None:
+    q, k, v = qkv()
+    expected = TORCH_SDPA(q, k, v, is_causal=True)
+    with SdpaMode(handler := calls()):
+        out = spelling(q, k, value=v, is_causal=True)
+    assert torch.equal(out, expected)
+    args, kwargs = handler.call_args.args
+    assert args[0] is q
+    assert args[1] is k
+    assert kwargs == {"value": v, "is_causal": True}
+    spelling(q, k, v)
+    assert handler.call_count == 1
+
+
+def test_the_result_is_the_handlers_and_other_functions_are_left_alone() -> None:
+    q, k, v = qkv()
+    with SdpaMode(lambda args, kwargs: "ours"):
+        assert F.scaled_dot_product_attention(q, k, v) == "ours"
+        assert torch.equal(q.unflatten(-1, (2, 4)), q.view(1, 2, 12, 2, 4))
+        assert torch.equal(torch.softmax(q, dim=-1), q.softmax(-1))
+
+
+def test_of_nested_modes_the_inner_one_comes_first_and_passes_on_to_the_outer_one() -> None:
+    q, k, v = qkv()
+    expected, outer = TORCH_SDPA(q, k, v), calls()
+    with SdpaMode(outer), SdpaMode(lambda args, kwargs: F.scaled_dot_product_attention(*args, **kwargs) + 1):
+        torch.testing.assert_close(F.scaled_dot_product_attention(q, k, v), expected + 1)
+    assert outer.call_count == 1
+
+
+def test_other_threads_are_not_intercepted() -> None:
+    q, k, v = qkv()
+    with SdpaMode(handler := calls()), ThreadPoolExecutor(1) as pool:
+        pool.submit(F.scaled_dot_product_attention, q, k, v).result()
+    assert not handler.called
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_our_own_call_of_torch_is_not_intercepted_also_after_an_error(depth: int) -> None:
+    q, k, v = qkv()
+    expected = TORCH_SDPA(q, k, v)
+    outer, inner = calls(), calls()
+    with SdpaMode(outer), SdpaMode(inner) if depth == 2 else torch.no_grad():
+        assert torch.equal(torch_sdpa(q, k, v), expected)
+        with pytest.raises(RuntimeError):
+            torch_sdpa(q, k[..., :5], v)
+        assert not outer.called
+        assert not inner.called
+        F.scaled_dot_product_attention(q, k, v)
+    assert outer.call_count == 1
+
+
+@pytest.mark.parametrize("route", ["auto", "torch", "math", "tiled"])
+@pytest.mark.parametrize("tokens", [8, 300])
+def test_what_our_routes_call_of_torch_is_never_intercepted(route: str, tokens: int) -> None:
+    q, k, v = qkv(tokens)
+    config = AttentionConfig(route=route, math_limit_mib=0.1 if route == "auto" else 64)
+    with SdpaMode(handler := calls()):
+        sdpa(q, k, v, config=config)
+        sdpa(q, k[:, :1], v[:, :1], enable_gqa=True, config=config)
+        if route != "torch" and route != "math":
+            sdpa_with_lse(q, k, v, config=config)
+    assert not handler.called
+
+
+def test_functions_like_ours_take_more() -> None:
+    call = bind_sdpa((1, 2, 3, None, 0.0, False, 2.0, True), {"window": 1}, like_torch=False)
+    assert call == SdpaArguments(1, 2, 3, scale=2.0, enable_gqa=True)  # type: ignore[arg-type]
+    assert bind_sdpa((1, 2), {"window": 1}, like_torch=False) == "its argument value is missing"

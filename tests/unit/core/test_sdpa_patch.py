@@ -1,4 +1,4 @@
-"""The process-wide switch: who is served, how it goes away, and what the environment says."""
+"""The process-wide switch: who is served, how it goes away, what the environment says; other machinery under it."""
 
 from __future__ import annotations
 
@@ -8,16 +8,21 @@ import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
 
 import pytest
 import torch
 import torch.nn.functional as F
+import torch.utils.checkpoint
 from attn_support.fresh import run
 from attn_support.sdpa_switch import TILED, TORCH, qkv, served, torch_stays_torch  # noqa: F401
-from torch import Tensor
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.attention.bias import causal_lower_right
 from torch.nn.functional import scaled_dot_product_attention as taken_by_name
+from torch.overrides import TorchFunctionMode
 
 from pascal_attn_core import AttentionConfig, record
 from pascal_attn_core.attention import sdpa
@@ -25,40 +30,29 @@ from pascal_attn_core.capture import capture
 from pascal_attn_core.sdpa_patch import disable, enable, is_enabled, patch_sdpa
 
 
-def test_enable_serves_all_calls_until_disable() -> None:
-    q, k, v = qkv()
-    expected = TORCH(q, k, v)
-    assert not is_enabled()
-    enable(TILED)
-    assert is_enabled()
-    assert served(lambda: torch.testing.assert_close(F.scaled_dot_product_attention(q, k, v), expected))
-    disable()
-    assert not is_enabled()
-    assert not served(lambda: F.scaled_dot_product_attention(q, k, v))
+def route() -> dict[str, int]:
+    """Return by which route of ours a call of torch's function goes."""
+    with record() as seen:
+        F.scaled_dot_product_attention(*qkv())
+    return seen.routes()
 
 
-def test_enabling_and_disabling_twice_is_harmless_and_the_last_config_counts() -> None:
-    q, k, v = qkv()
+def test_enable_serves_all_calls_until_disable_and_the_last_config_counts() -> None:
+    assert not is_enabled()
     enable(AttentionConfig(route="math"))
     function = F.scaled_dot_product_attention
     enable(TILED)
     assert F.scaled_dot_product_attention is function
-    with record() as seen:
-        F.scaled_dot_product_attention(q, k, v)
-    assert seen.routes() == {"tiled": 1}
+    assert is_enabled()
+    assert route() == {"tiled": 1}
     disable()
     disable()
+    assert not is_enabled()
+    assert route() == {}
     assert F.scaled_dot_product_attention is TORCH
 
 
 def test_patches_leave_in_any_order_and_the_newest_decides() -> None:
-    q, k, v = qkv()
-
-    def route() -> dict[str, int]:
-        with record() as seen:
-            F.scaled_dot_product_attention(q, k, v)
-        return seen.routes()
-
     enable()
     first, second = patch_sdpa(AttentionConfig(route="math")), patch_sdpa(TILED)
     assert route() == {"tiled": 1}
@@ -73,23 +67,20 @@ def test_patches_leave_in_any_order_and_the_newest_decides() -> None:
     assert F.scaled_dot_product_attention is TORCH
 
 
-def test_a_patch_of_somebody_else_over_ours_lives_on(caplog: pytest.LogCaptureFixture) -> None:
-    q, k, v = qkv()
+def test_a_patch_of_somebody_else_over_ours_lives_on(caplog: pytest.LogCaptureFixture, monkeypatch: Any) -> None:
     patch = patch_sdpa(TILED)
     below = F.scaled_dot_product_attention
-    F.scaled_dot_product_attention = theirs = Mock(side_effect=below)
-    try:
+    with monkeypatch.context() as over:
+        over.setattr(F, "scaled_dot_product_attention", theirs := Mock(side_effect=below))
         with caplog.at_level(logging.WARNING, logger="pascal_attn"):
             patch.remove()
         assert "replaced since" in caplog.text
         assert F.scaled_dot_product_attention is theirs
-        assert not served(lambda: F.scaled_dot_product_attention(q, k, v))
+        assert route() == {}
         assert theirs.call_count == 1
         with patch_sdpa(TILED):
-            assert served(lambda: F.scaled_dot_product_attention(q, k, v))
+            assert route() == {"tiled": 1}
         assert F.scaled_dot_product_attention is theirs
-    finally:
-        F.scaled_dot_product_attention = below
     with patch_sdpa(TILED):
         assert F.scaled_dot_product_attention is below
     F.scaled_dot_product_attention = TORCH
@@ -110,21 +101,14 @@ def test_it_goes_over_a_patch_of_somebody_else_and_off_again(monkeypatch: pytest
 
 def test_a_capture_sees_the_calls_under_it(tmp_path: Path) -> None:
     pytest.importorskip("safetensors")
-    q, k, v = qkv()
     with patch_sdpa(TILED):
         with capture(tmp_path / "calls.safetensors"):
-            assert served(lambda: F.scaled_dot_product_attention(q, k, v))
-        assert served(lambda: F.scaled_dot_product_attention(q, k, v))
+            assert route() == {"tiled": 1}
+        assert route() == {"tiled": 1}
     assert (tmp_path / "calls.safetensors").exists()
 
 
-def test_a_wrong_config_is_refused() -> None:
-    with pytest.raises(TypeError, match="config must be an AttentionConfig or None, got 'tiled'"):
-        enable("tiled")  # type: ignore[arg-type]
-    assert not is_enabled()
-
-
-def test_inside_a_block_the_innermost_decides_whichever_name_is_called() -> None:
+def test_inside_a_block_the_innermost_decides_whichever_name_is_called_until_it_is_removed() -> None:
     q, k, v = qkv()
     assert taken_by_name is TORCH
     for function in (taken_by_name, lambda *args: F.scaled_dot_product_attention(*args)):
@@ -133,29 +117,18 @@ def test_inside_a_block_the_innermost_decides_whichever_name_is_called() -> None
         assert seen.routes() == {"tiled": 1}
     torch.testing.assert_close(out, taken_by_name(q, k, v))
     assert not served(lambda: taken_by_name(q, k, v))
-
-
-def test_a_patch_removed_within_its_block_serves_nobody() -> None:
-    q, k, v = qkv()
     with patch_sdpa(TILED) as patch:
         patch.remove()
-        assert not served(lambda: taken_by_name(q, k, v))
+        assert not served(lambda: taken_by_name(*qkv()))
 
 
-def test_enable_says_who_took_the_function_by_name(caplog: pytest.LogCaptureFixture) -> None:
-    module = type(sys)("takes_by_name")
-    module.attend = TORCH  # type: ignore[attr-defined]
-    sys.modules["takes_by_name"] = module
-    try:
-        with caplog.at_level(logging.WARNING, logger="pascal_attn"):
-            enable()
-    finally:
-        del sys.modules["takes_by_name"]
+def test_enable_says_who_took_the_function_by_name(caplog: pytest.LogCaptureFixture, monkeypatch: Any) -> None:
+    monkeypatch.setitem(sys.modules, "takes_by_name", SimpleNamespace(attend=TORCH))
+    with caplog.at_level(logging.WARNING, logger="pascal_attn"):
+        enable()
     (warning,) = [r.getMessage() for r in caplog.records if r.levelname == "WARNING"]
-    assert "takes_by_name" in warning
-    assert "patch_sdpa" in warning
-    assert "torch.nn" not in warning
-    assert "pascal_attn_core" not in warning
+    assert all(words in warning for words in ("takes_by_name", "patch_sdpa"))
+    assert not any(words in warning for words in ("torch.nn", "pascal_attn_core"))
 
 
 def test_all_threads_are_served_while_patches_come_and_go() -> None:
@@ -193,14 +166,11 @@ def test_gradients_dropout_autocast_and_gqa_come_to_us() -> None:
 
 
 def test_causal_bias_objects_mean_what_they_mean() -> None:
-    from torch.nn.attention.bias import causal_lower_right
-
-    q, k, v = torch.randn(1, 2, 3, 8), torch.randn(1, 2, 7, 8), torch.randn(1, 2, 7, 8)
-    bias = causal_lower_right(3, 7)
+    q, k, v = (torch.randn(1, 2, n, 8) for n in (3, 7, 7))
     expected = TORCH(q, k, v, attn_mask=torch.ones(3, 7, dtype=torch.bool).tril(4))
     for function in (taken_by_name, lambda *args: F.scaled_dot_product_attention(*args)):
         with patch_sdpa(TILED):
-            torch.testing.assert_close(function(q, k, v, bias), expected)
+            torch.testing.assert_close(function(q, k, v, causal_lower_right(3, 7)), expected)
 
 
 def test_the_environment_can_forbid_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -237,33 +207,34 @@ def test_calls_with_fewer_keys_stay_torchs(by_environment: bool, monkeypatch: py
     if by_environment:
         monkeypatch.setenv("PASCAL_ATTN_MIN_KEYS", "12")
     q, k, v = qkv(tokens=12)
+    attend = lambda *args, **kwargs: F.scaled_dot_product_attention(*args, **kwargs)  # noqa: E731  looked up late
     with patch_sdpa(TILED, min_keys=None if by_environment else 12):
-        assert served(lambda: F.scaled_dot_product_attention(q, k, v))
-        assert served(lambda: F.scaled_dot_product_attention(q[..., :1, :], key=k, value=v))
-        assert served(lambda: taken_by_name(q, k, v))
-        short = k[..., :11, :], v[..., :11, :]
-        assert not served(lambda: F.scaled_dot_product_attention(q, *short))
-        assert not served(lambda: F.scaled_dot_product_attention(query=q, key=short[0], value=short[1]))
-        assert not served(lambda: taken_by_name(q, *short))
+        for keys, is_ours in (12, True), (11, False):
+            k, v = k[..., :keys, :], v[..., :keys, :]
+            assert served(attend, q, k, v) is is_ours
+            assert served(attend, query=q[..., :1, :], key=k, value=v) is is_ours
+            assert served(taken_by_name, q, k, v) is is_ours
     if by_environment:
         enable(TILED)
-        assert not served(lambda: F.scaled_dot_product_attention(q, *short))
-        assert served(lambda: F.scaled_dot_product_attention(q, k, v))
+        assert not served(attend, q, k, v)
+        assert route() == {"tiled": 1}
 
 
-@pytest.mark.parametrize(("given", "kind"), [(-1, ValueError), ("12", TypeError), (True, TypeError)])
-def test_a_threshold_is_a_whole_number(given: Any, kind: type[Exception]) -> None:
-    with pytest.raises(kind, match="min_keys must be"):
-        patch_sdpa(min_keys=given)
+@pytest.mark.parametrize(("given", "kind", "words"), [
+    ({"config": "tiled"}, TypeError, "config must be an AttentionConfig or None, got 'tiled'"),
+    ({"min_keys": -1}, ValueError, "min_keys must be"),
+    *(({"min_keys": keys}, TypeError, "min_keys must be") for keys in ("12", True)),
+])  # fmt: skip
+def test_what_is_no_config_or_threshold_is_refused(given: dict[str, Any], kind: type[Exception], words: str) -> None:
+    with pytest.raises(kind, match=words):
+        patch_sdpa(**given)
+    assert not is_enabled()
 
 
-def test_a_threshold_in_the_environment_that_is_no_number_is_reported_and_ignored(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_threshold_in_the_environment_that_is_no_number_is_reported_and_ignored(monkeypatch, caplog) -> None:
     monkeypatch.setenv("PASCAL_ATTN_MIN_KEYS", "many")
-    q, k, v = qkv()
     with patch_sdpa(TILED):
-        assert served(lambda: F.scaled_dot_product_attention(q, k, v))
+        assert route() == {"tiled": 1}
     assert "PASCAL_ATTN_MIN_KEYS is ignored: it must be a whole number, got 'many'" in caplog.text
 
 
@@ -320,28 +291,19 @@ def test_a_mask_beside_is_causal_is_left_to_torch() -> None:
     q, k, v = qkv()
     mask = torch.rand(12, 12) < 0.7
 
-    def attend() -> None:
-        with contextlib.suppress(RuntimeError):  # torch 2.14 refuses it, 2.13 does not
-            F.scaled_dot_product_attention(q, k, v, mask, is_causal=True)
-
-    with patch_sdpa(TILED):
-        assert not served(attend)
-
-
-def test_tensor_subclasses_go_to_torch() -> None:
-    q, k, v = qkv()
-    with patch_sdpa(TILED), record() as seen:
-        out = F.scaled_dot_product_attention(q.as_subclass(Subclass), k, v)
-    assert type(out) is Subclass
+    with patch_sdpa(TILED), record() as seen, contextlib.suppress(RuntimeError):  # torch 2.14 refuses it
+        F.scaled_dot_product_attention(q, k, v, mask, is_causal=True)
     assert seen.total == 0
 
 
-def test_complex_numbers_and_fake_tensors_go_to_torch() -> None:
-    from torch._subclasses.fake_tensor import FakeTensorMode
-
-    with patch_sdpa(TILED), FakeTensorMode() as mode, record() as seen:
-        q = mode.from_tensor(torch.randn(1, 2, 4, 8))
-        assert F.scaled_dot_product_attention(q, q, q).shape == (1, 2, 4, 8)
+def test_tensor_subclasses_and_fake_tensors_go_to_torch() -> None:
+    q, k, v = qkv()
+    with patch_sdpa(TILED), record() as seen:
+        out = F.scaled_dot_product_attention(q.as_subclass(Subclass), k, v)
+        with FakeTensorMode() as mode:
+            q = mode.from_tensor(q)
+            assert F.scaled_dot_product_attention(q, q, q).shape == (2, 2, 12, 8)
+    assert type(out) is Subclass
     assert seen.total == 0
 
 
@@ -365,3 +327,148 @@ def test_a_config_that_cannot_work_says_so_instead_of_leaving_the_call_to_torch(
         sdpa(q, k, v, config=config)
     with patch_sdpa(config), pytest.raises(ValueError, match="budget"):
         F.scaled_dot_product_attention(q, k, v)
+
+
+class Watch(TorchFunctionMode):
+    """Somebody else's mode, as diffusers has one for skipped layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.calls += func is F.scaled_dot_product_attention
+        return func(*args, **(kwargs or {}))
+
+
+def test_modes_of_others_see_the_call_once_under_torchs_name() -> None:
+    q, k, v = qkv(tokens=40)
+    enable(TILED)
+    with Watch() as watch:
+        assert served(lambda: F.scaled_dot_product_attention(q, k, v))
+    assert watch.calls == 1
+    with torch.device("cpu"):
+        assert served(lambda: F.scaled_dot_product_attention(q, k, v))
+
+
+@pytest.mark.parametrize("batch_first", [True, False])
+@pytest.mark.parametrize("train", [True, False])
+@pytest.mark.parametrize("switch", [enable, patch_sdpa])
+def test_torchs_own_transformer_keeps_working(batch_first: bool, train: bool, switch: Any) -> None:
+    layer = nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=batch_first)
+    model = nn.TransformerEncoder(layer, 2).train(train)
+    x = torch.randn(3, 7, 16) if batch_first else torch.randn(7, 3, 16)
+    padding = torch.arange(7)[None] >= torch.tensor([7, 4, 2])[:, None]
+    causal = nn.Transformer.generate_square_subsequent_mask(7)
+    cases: list[dict[str, Any]] = [{}, {"src_key_padding_mask": padding}, {"mask": causal, "is_causal": True}]
+    for case in cases:
+        for context in (torch.enable_grad, torch.no_grad):
+            with context():
+                expected = model(x, **case)
+                with switch(TILED) or contextlib.nullcontext():
+                    actual = model(x, **case)
+                disable()
+            keep = torch.ones(3, 7, dtype=torch.bool) if "src_key_padding_mask" not in case else ~padding
+            keep = keep if batch_first else keep.T
+            torch.testing.assert_close(actual[keep], expected[keep])
+    if train:
+        with patch_sdpa(TILED):
+            assert served(lambda: model(x).sum().backward())
+
+
+class Block(nn.Module):
+    """Attention by the attribute and by the name, as models have it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = x.chunk(3, dim=-1)
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return y + taken_by_name(q, k, y, scale=0.1)
+
+
+def test_compiled_models_follow_the_switch() -> None:
+    torch._dynamo.reset()
+    x = torch.randn(1, 2, 20, 24)
+    model = Block()
+    expected = model(x)
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
+    torch.testing.assert_close(compiled(x), expected)
+    assert not served(lambda: compiled(x))
+    enable(TILED)
+    with record() as seen:
+        torch.testing.assert_close(compiled(x), expected)
+    assert seen.routes() == {"tiled": 1}
+    disable()
+    assert not served(lambda: compiled(x))
+    with patch_sdpa(TILED), record() as seen:
+        torch.testing.assert_close(compiled(x), expected)
+    assert seen.routes() == {"tiled": 2}
+    assert not served(lambda: compiled(x))
+
+
+@pytest.mark.torch_2_5
+def test_torchscript_and_traces_hold_torchs_operator() -> None:
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(q, k, v)
+
+    q, k, v = qkv()
+    expected = TORCH(q, k, v)
+    with patch_sdpa(TILED):
+        scripted = torch.jit.script(attend)
+        traced = torch.jit.trace(attend, (q, k, v))
+        exported = torch.export.export(Block(), (torch.randn(1, 2, 20, 24),))
+    for function in (scripted, traced):
+        torch.testing.assert_close(function(q, k, v), expected)
+        assert "aten::scaled_dot_product_attention" in str(function.inlined_graph)
+    assert "pascal" not in str(exported.graph)
+
+
+def test_a_scripted_multihead_attention_compiles_under_the_switch() -> None:
+    enable()
+    model = nn.MultiheadAttention(8, 2, batch_first=True).eval()
+    x = torch.randn(1, 3, 8)
+    torch.testing.assert_close(torch.jit.script(model)(x, x, x)[0], model(x, x, x)[0])
+
+
+def test_transformers_models_give_the_same_under_the_switch() -> None:
+    transformers = pytest.importorskip("transformers")
+    sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+    config = transformers.LlamaConfig(**sizes, num_attention_heads=4, num_key_value_heads=2)
+    model = transformers.LlamaForCausalLM._from_config(config, attn_implementation="sdpa").eval()
+    tokens = torch.randint(0, 64, (2, 10))
+    mask = torch.ones_like(tokens)
+    mask[0, :4] = 0
+    with torch.no_grad():
+        expected = model(tokens, attention_mask=mask).logits
+        generated = model.generate(tokens, attention_mask=mask, max_new_tokens=5, do_sample=False)
+        enable(TILED)
+        with record() as seen:
+            actual = model(tokens, attention_mask=mask).logits
+        assert seen.routes() == {"tiled": 2}
+        torch.testing.assert_close(actual[mask.bool()], expected[mask.bool()])
+        again = model.generate(tokens, attention_mask=mask, max_new_tokens=5, do_sample=False)
+    assert torch.equal(again, generated)
+
+
+def test_diffusers_models_give_the_same_under_the_switch() -> None:
+    diffusers = pytest.importorskip("diffusers")
+    model = diffusers.UNet2DConditionModel(
+        sample_size=8, block_out_channels=(8, 16), norm_num_groups=4, layers_per_block=1, cross_attention_dim=8,
+        attention_head_dim=4, down_block_types=("CrossAttnDownBlock2D", "DownBlock2D"),
+        up_block_types=("UpBlock2D", "CrossAttnUpBlock2D"),
+    ).eval()  # fmt: skip
+    x, text = torch.randn(1, 4, 8, 8), torch.randn(1, 5, 8)
+    with torch.no_grad():
+        expected = model(x, 3, text).sample
+        with patch_sdpa(TILED), record() as seen:
+            actual = model(x, 3, text).sample
+    assert seen.routes().keys() == {"tiled"}
+    torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_a_patched_pipeline_decides_over_the_switch() -> None:
+    redirect = pytest.importorskip("pascal_attn_core.diffusers.redirect")
+    q, k, v = qkv()
+    enable(AttentionConfig(route="math"))
+    with redirect.SdpaRedirect(TILED).mode, record() as seen:
+        F.scaled_dot_product_attention(q, k, v)
+    assert seen.routes() == {"tiled": 1}

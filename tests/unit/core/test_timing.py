@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -176,9 +177,7 @@ def test_what_is_no_file_is_not_read(folder: Path, other: Callable[[Path], None]
     assert _ask(_timings(folder, clock)) == 0.75
 
 
-def test_a_kind_may_be_forgotten_while_it_waits_to_be_timed_again(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_kind_may_be_forgotten_while_it_waits_to_be_timed_again(folder, monkeypatch) -> None:
     monkeypatch.setattr(timing_table, "RETRY_SECONDS", 0.0)
     timings = _timings(folder, Failing(torch.cuda.OutOfMemoryError("no memory")))
     assert _ask(timings) is None
@@ -237,13 +236,15 @@ def test_the_callers_state_is_left_alone(folder: Path) -> None:
         seen.append((this_thread.checkpoint, *modes))
         return [1.0, 2.0]
 
-    state = torch.get_rng_state()
-    with torch.inference_mode(), torch.autocast("cpu"), between_blocks(lambda done, total: None):
-        _ask(_timings(folder, look))
+    state, packed = torch.get_rng_state(), Mock()
+    hooks = torch.autograd.graph.saved_tensors_hooks(packed, packed)
+    with torch.inference_mode(), torch.autocast("cpu"), between_blocks(lambda done, total: None), hooks:
+        _ask(_timings(folder, look), check_call(*[torch.empty(1, 2, 300, 64, requires_grad=True)] * 3))
         assert this_thread.checkpoint is not None
         assert torch.is_inference_mode_enabled()
         assert torch.is_autocast_enabled("cpu")
     assert seen == [(None, False, False, False)]
+    assert not packed.called
     assert torch.equal(state, torch.get_rng_state())
 
 

@@ -1,16 +1,21 @@
-"""The route that shares a call out: faults on the other device, memory at home, interrupts, threads, timings,
-reports."""
+"""The route that shares a call out: faults on the other device, memory, interrupts, threads, timings, streams."""
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
+from attn_support.clock import Clock
 from torch import Tensor
 
 from pascal_attn_core import AttentionConfig, record, sdpa
@@ -19,10 +24,9 @@ from pascal_attn_core.config import RouteUnavailable
 from pascal_attn_core.machine.runtime import Runtime, runtime_of, using
 from pascal_attn_core.observe.memory import PeakMemory
 from pascal_attn_core.observe.progress import between_blocks
-from pascal_attn_core.routes import choose
-from pascal_attn_core.routes import several as several_module
+from pascal_attn_core.routes import choose, several
 from pascal_attn_core.routes.run import run as run_call
-from pascal_attn_core.routes.several import Helper, Helpers, Speed, Speeds, divided
+from pascal_attn_core.routes.several import Helper, Helpers, Speed, Speeds, Tensors, divided
 from pascal_attn_core.routes.tiled import TiledRoute
 from pascal_attn_core.tiled.plan import plan_call
 
@@ -59,14 +63,14 @@ class Faulty(Helper):
 
     POINTS = 4
 
-    def __init__(self, at: int, error: Callable[[], BaseException]):
+    def __init__(self, at: int, error: Exception):
         super().__init__(CPU, CPU)
         self.at, self.error, self.count = at, error, 0
 
     def _point(self) -> None:
         self.count += 1
         if self.count == self.at:
-            raise self.error()
+            raise self.error
 
     def follow_caller(self) -> None:
         self._point()
@@ -85,21 +89,16 @@ class Faulty(Helper):
         runtime_of(CPU).part(Helpers)._known[CPU, 0] = self
 
 
-ERRORS = {
-    "lost": (
-        lambda: RuntimeError("CUDA error: unspecified launch failure\nmore"),
-        "failed (RuntimeError: CUDA error: ",
-    ),
-    "memory": (lambda: RuntimeError("CUDA error: out of memory"), "ran out of memory"),
-    "refused": (lambda: RouteUnavailable("no kernel for this card"), "failed (RouteUnavailable: no kernel for this "),
+ERRORS: dict[str, tuple[Exception, str]] = {
+    "lost": (RuntimeError("CUDA error: unspecified launch failure\nmore"), "failed (RuntimeError: CUDA error: "),
+    "memory": (RuntimeError("CUDA error: out of memory"), "ran out of memory"),
+    "refused": (RouteUnavailable("no kernel for this card"), "failed (RouteUnavailable: no kernel for this "),
 }
 
 
 @pytest.mark.parametrize("at", range(1, Faulty.POINTS + 1))
 @pytest.mark.parametrize("kind", ERRORS)
-def test_whatever_fails_there_is_computed_at_home(
-    kind: str, at: int, inputs: list[Tensor], caplog: pytest.LogCaptureFixture
-) -> None:
+def test_whatever_fails_there_is_computed_at_home(kind: str, at: int, inputs, caplog) -> None:
     """The result has the same bits, with the reason in the report, one line in the log, inputs untouched; and the
     device is left alone for a while."""
     expected, kept = sdpa(*inputs, config=ALONE), [t.clone() for t in inputs]
@@ -147,11 +146,8 @@ def test_gradients_survive_a_fault_too(inputs: list[Tensor]) -> None:
 
 
 def test_no_thread_is_no_error(inputs: list[Tensor], monkeypatch: pytest.MonkeyPatch) -> None:
-    def start(self: threading.Thread) -> None:
-        raise RuntimeError("can't start new thread")
-
     with monkeypatch.context() as patch:
-        patch.setattr(threading.Thread, "start", start)
+        patch.setattr(threading.Thread, "start", Mock(side_effect=RuntimeError("can't start new thread")))
         out, stats = _run(inputs)
     assert torch.equal(out, sdpa(*inputs, config=ALONE))
     assert list(stats.remarks) == ["cpu failed (RuntimeError: can't start new thread): the call was computed on cpu"]
@@ -175,21 +171,10 @@ def test_no_memory_at_home_for_the_parts_is_no_error(inputs: list[Tensor], monke
     assert not _helper().why_not()
 
 
-class Cancelled(BaseException):
-    pass
-
-
 @pytest.mark.parametrize("at", [1, 3])
 def test_an_interrupt_ends_the_call_and_nothing_runs_on(inputs: list[Tensor], at: int) -> None:
-    looks = 0
-
-    def checkpoint(done: int, total: int) -> None:
-        nonlocal looks
-        looks += 1
-        if looks == at:
-            raise Cancelled
-
-    with pytest.raises(Cancelled), between_blocks(checkpoint):
+    checkpoint = Mock(side_effect=[*[None] * (at - 1), KeyboardInterrupt])
+    with pytest.raises(KeyboardInterrupt), between_blocks(checkpoint):
         sdpa(*inputs, config=SHARED)
     assert not [thread for thread in threading.enumerate() if "other device" in thread.name]
     out, stats = _run(inputs)
@@ -206,29 +191,16 @@ def test_an_interrupt_waits_for_the_other_device(inputs: list[Tensor]) -> None:
             super().run(*args, **options)
             over.set()
 
-    def stop(done: int, total: int) -> None:
-        raise Cancelled
-
     runtime_of(CPU).part(Helpers)._known[CPU, 0] = Slow(CPU, CPU)
-    with pytest.raises(Cancelled), between_blocks(stop):
+    with pytest.raises(KeyboardInterrupt), between_blocks(Mock(side_effect=KeyboardInterrupt)):
         sdpa(*inputs, config=SHARED)
     assert over.is_set()
 
 
 def test_calls_of_several_threads_do_not_mix(inputs: list[Tensor]) -> None:
     expected = sdpa(*inputs, config=ALONE)
-    outs: list[Tensor] = []
-    with record() as report:
-        threads = [
-            threading.Thread(target=lambda: outs.extend(sdpa(*inputs, config=SHARED) for _ in range(5)))
-            for _ in range(4)
-        ]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-    assert len(outs) == 20
-    assert all(torch.equal(out, expected) for out in outs)
+    with record() as report, ThreadPoolExecutor(4) as pool:
+        assert all(pool.map(lambda _: torch.equal(sdpa(*inputs, config=SHARED), expected), range(20)))
     (stats,) = report.calls.values()
     assert stats.remarks == {}
     assert stats.devices == {"cpu": 20 * 4, "cpu #2": 20 * 4}
@@ -238,9 +210,7 @@ def test_a_device_with_calls_of_its_own_is_left_alone(inputs: list[Tensor]) -> N
     choice = choose(check_call(*inputs), SHARED)
     _helper().leave_alone("cpu computes attention of its own")
     with record() as report:
-        out, *_ = run_call(
-            check_call(*inputs), SHARED, with_lse=False, choice=choice
-        )  # as the engine of the nodes does
+        out, *_ = run_call(check_call(*inputs), SHARED, with_lse=False, choice=choice)  # as the nodes' engine does
     (stats,) = report.calls.values()
     assert list(stats.remarks) == ["cpu computes attention of its own"]
     assert torch.equal(out, sdpa(*inputs, config=ALONE))
@@ -251,10 +221,10 @@ def test_a_call_seen_there_makes_it_busy(inputs: list[Tensor], monkeypatch: pyte
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     with using(Runtime(first, info=runtime_of(CPU).info)) as runtime:
         helper = runtime.part(Helpers).of(other)
-        several_module.seen_on(first, [first, other])
-        several_module.seen_on(CPU, [first, other])
+        several.seen_on(first, [first, other])
+        several.seen_on(CPU, [first, other])
         assert helper.why_not() == ""
-        several_module.seen_on(other, [first, other])
+        several.seen_on(other, [first, other])
         assert helper.why_not() == "cuda:1 computes attention of its own, as in ComfyUI's work split over several cards"
 
 
@@ -275,7 +245,7 @@ def test_a_budget_that_does_not_suffice_is_an_error_as_on_one_device(inputs: lis
 
 
 def test_a_forked_process_stays_on_one_device(inputs: list[Tensor], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(several_module, "_process", -1)
+    monkeypatch.setattr(several, "_process", -1)
     assert choose(check_call(*inputs), SHARED).why.endswith("on one device: this process was forked")
 
 
@@ -290,25 +260,9 @@ def test_memory_at_home_is_the_plan_and_the_parts_exactly(is_tokens_first: bool)
         sdpa(*inputs, config=ALONE)
     with PeakMemory("cpu") as together:
         out = sdpa(*inputs, config=SHARED)
-    out_bytes = out.numel() * out.element_size()
-    call = check_call(*inputs)
-    plan = plan_call(call, runtime_of(CPU).info, ALONE)
-    assert alone.peak_bytes <= out_bytes + plan.extra_bytes
-    assert together.peak_bytes - alone.peak_bytes == out_bytes // 2
-    assert together.peak_bytes <= out_bytes + out_bytes // 2 + plan.extra_bytes
-
-
-class Clock:
-    """Gives the same milliseconds again and again: a part at home, one there with its copies, the copies alone."""
-
-    def __init__(self, *times: float):
-        self.times, self.runs = list(times), 0
-
-    def __call__(self, attempts: list[Callable[[], Any]], device: torch.device) -> list[float]:
-        self.runs += 1
-        for attempt in attempts:
-            attempt()
-        return self.times
+    plan = plan_call(check_call(*inputs), runtime_of(CPU).info, ALONE)
+    assert alone.peak_bytes <= out.nbytes + plan.extra_bytes
+    assert together.peak_bytes - alone.peak_bytes == out.nbytes // 2
 
 
 @pytest.fixture
@@ -323,9 +277,7 @@ def timed(tmp_path: Path) -> Callable[[Any], Any]:
 @pytest.mark.parametrize(
     ("times", "there"), [((10.0, 10.1, 0.1), 4), ((10.0, 30.1, 0.1), 2), ((30.0, 10.1, 0.1), 6), ((10.0, 12.0, 2.0), 2)]
 )
-def test_shares_follow_the_timing_which_is_taken_once(
-    inputs: list[Tensor], timed: Callable[[Any], Any], times: tuple[float, ...], there: int
-) -> None:
+def test_shares_follow_the_timing_which_is_taken_once(inputs, timed, times: tuple[float, ...], there: int) -> None:
     clock = Clock(*times)
     with timed(clock):
         for _ in range(2):
@@ -340,9 +292,7 @@ def test_shares_follow_the_timing_which_is_taken_once(
 
 
 @pytest.mark.parametrize("times", [(1.0, 40.0, 0.1), (1.0, 40.0, 39.0)])
-def test_a_slow_device_or_slow_copies_keep_the_call_at_home(
-    inputs: list[Tensor], timed: Callable[[Any], Any], times: tuple[float, ...]
-) -> None:
+def test_a_slow_device_or_slow_copies_keep_the_call_at_home(inputs, timed, times: tuple[float, ...]) -> None:
     with timed(Clock(*times)):
         choice = choose(check_call(*inputs), SHARED)
     assert choice.route == "tiled"
@@ -375,10 +325,7 @@ def test_what_cannot_be_timed_now_stays_at_home(inputs: list[Tensor], timed: Cal
 
 
 def test_a_device_that_fails_while_it_is_timed_is_left_alone(inputs: list[Tensor], timed: Callable[[Any], Any]) -> None:
-    def broken(attempts: list[Callable[[], Any]], device: torch.device) -> list[float]:
-        raise RuntimeError("CUDA error: device-side assert")
-
-    with timed(broken):
+    with timed(Mock(side_effect=RuntimeError("CUDA error: device-side assert"))):
         out, _ = _run(inputs)
         assert torch.equal(out, sdpa(*inputs, config=ALONE))
         why = choose(check_call(*inputs), SHARED).why
@@ -401,3 +348,152 @@ def test_the_blocks_of_all_parts_are_counted(inputs: list[Tensor]) -> None:
     _, shared = _run(inputs)
     assert shared.blocks == alone.blocks > 0
     assert shared.bounded_blocks == alone.bounded_blocks > 0
+
+
+HOME, AWAY = torch.device("cuda", 0), torch.device("cuda", 1)
+_copy = torch.Tensor.copy_
+
+
+@dataclass(eq=False)
+class Copied:
+    """A copy: in which stream, what is over when it begins, and the storages it touches."""
+
+    stream: FakeStream
+    before: set[Copied]
+    reads: int
+    writes: int
+
+
+class FakeStream:
+    def __init__(self, cuda: FakeCuda, device: torch.device):
+        self.cuda, self.device = cuda, torch.device(device)
+        self.done: set[Copied] = set()  # over when the next thing in it begins
+
+    def wait_stream(self, other: FakeStream) -> None:
+        self.done |= other.done
+
+    def synchronize(self) -> None:
+        self.cuda.host |= self.done
+
+
+@dataclass
+class FakeCuda:
+    """This class stands in place of ``torch.cuda``.
+
+    Attributes:
+        places: device of each storage that :meth:`empty_like` made; all others are at home.
+        host: copies that the host knows to be over.
+    """
+
+    places: dict[int, torch.device] = field(default_factory=dict)
+    copies: list[Copied] = field(default_factory=list)
+    host: set[Copied] = field(default_factory=set)
+    kept: list[Tensor] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self._current = {device: FakeStream(self, device) for device in (HOME, AWAY)}
+        self._device = HOME
+
+    def Stream(self, device: torch.device) -> FakeStream:
+        return FakeStream(self, device)
+
+    def current_stream(self, device: torch.device) -> FakeStream:
+        return self._current[device]
+
+    @contextmanager
+    def device(self, device: torch.device) -> Iterator[None]:
+        before, self._device = self._device, device
+        yield
+        self._device = before
+
+    @contextmanager
+    def stream(self, stream: FakeStream) -> Iterator[None]:
+        before, self._current[stream.device] = self._current[stream.device], stream
+        with self.device(stream.device):
+            yield
+        self._current[stream.device] = before
+
+    def place(self, tensor: Tensor) -> torch.device:
+        return self.places.get(tensor.untyped_storage().data_ptr(), HOME)
+
+    def copy(self, target: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
+        """``target.copy_(source)``."""
+        to, of = self.place(target), self.place(source)
+        stream = self._current[of]
+        stream.done |= self._current[to].done
+        read, written = (tensor.untyped_storage().data_ptr() for tensor in (source, target))
+        copied = Copied(stream, stream.done | self.host, read, written)
+        self.copies.append(copied)
+        stream.done = stream.done | {copied}
+        self._current[to].done |= stream.done
+        return _copy(target, source)
+
+    def empty_like(self, tensor: Tensor, device: torch.device) -> Tensor:
+        """``torch.empty_like``: tensors of other devices lie on the CPU."""
+        made = torch.empty_like(tensor)
+        self.places[made.untyped_storage().data_ptr()] = device
+        self.kept.append(made)  # no address is given out twice
+        return made
+
+
+DEVICES = pytest.mark.parametrize("away", [AWAY, HOME])
+
+
+@pytest.fixture
+def cuda(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
+    fake = FakeCuda()
+    names = vars(torch) | {"cuda": fake, "empty_like": fake.empty_like}
+    monkeypatch.setattr(several, "torch", SimpleNamespace(**names))
+    monkeypatch.setattr(torch.Tensor, "copy_", lambda target, source, **options: fake.copy(target, source, **options))
+    return fake
+
+
+def _part(cuda: FakeCuda, away: torch.device) -> tuple[Tensor, Tensor]:
+    """Work of the caller, a part that is begun behind it, and more work of the caller beside it."""
+    source, target = torch.randn(8, 12)[:, :6], torch.zeros(8, 12)[:, :6]
+    cuda.copy(target, torch.ones(8, 6))
+
+    def compute(tensors: Tensors) -> Tensors:
+        assert tensors[1] is None
+        made = cuda.empty_like(tensors[0], away)
+        cuda.copy(made, tensors[0])  # stands for a kernel: it reads one and writes the other, in the current stream
+        made += 1
+        return [made]
+
+    helper = Helper(HOME, away)
+    with ThreadPoolExecutor(1) as pool:
+        errand = helper.start(pool, [source, None], [target, None], compute)
+    errand.result()
+    return source + 1, target
+
+
+@DEVICES
+def test_everything_that_touches_the_same_memory_is_ordered(cuda: FakeCuda, away: torch.device) -> None:
+    expected, target = _part(cuda, away)
+    assert torch.equal(target, expected)
+    conflicts = 0
+    for first, second in itertools.combinations(cuda.copies, 2):
+        if first.writes in (second.reads, second.writes) or first.reads == second.writes:
+            conflicts += 1
+            assert first in second.before or second in first.before
+    assert conflicts == 3
+    assert set(cuda.copies[1:]) <= cuda.host  # it was waited for
+
+
+@DEVICES
+def test_what_the_caller_has_begun_comes_first_and_nothing_is_in_its_streams(cuda, away: torch.device) -> None:
+    callers = {cuda.current_stream(device) for device in (HOME, AWAY)}
+    _part(cuda, away)
+    begun, *own = cuda.copies
+    assert all(begun in copied.before for copied in own)
+    assert not {copied.stream for copied in own} & callers
+    assert {cuda.current_stream(device) for device in (HOME, AWAY)} == callers
+
+
+def test_a_device_that_is_lost_while_it_is_waited_for_is_an_error(cuda: FakeCuda, monkeypatch: Any) -> None:
+    helper, waited = Helper(HOME, AWAY), Mock()
+    monkeypatch.setattr(helper.streams[1], "synchronize", Mock(side_effect=RuntimeError("CUDA error: device lost")))
+    monkeypatch.setattr(helper.streams[0], "synchronize", waited)
+    with pytest.raises(RuntimeError, match="device lost"):
+        helper.run([torch.ones(2)], [torch.zeros(2)], lambda tensors: tensors)
+    assert waited.called

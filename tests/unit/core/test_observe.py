@@ -1,7 +1,11 @@
-"""PeakMemory is the proof of O(N) elsewhere, so here it is proved itself: against the allocator's own trace."""
+"""These tests check what ran and why, a function between the blocks, and PeakMemory by the allocator's own trace."""
+
+from __future__ import annotations
 
 import gc
 import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -9,7 +13,129 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.profiler import ProfilerActivity, profile
 
+from pascal_attn_core import AttentionConfig, record, sdpa
 from pascal_attn_core.observe.memory import PeakMemory, _room_in_control_groups, available_bytes, measure
+from pascal_attn_core.observe.progress import between_blocks, this_thread
+from pascal_attn_core.observe.report import mask_kind
+
+TILED = AttentionConfig(route="tiled")
+
+
+def _call(length: int = 70, **options) -> None:
+    query = torch.randn(1, 2, length, 8)
+    sdpa(query, query, query, **options)
+
+
+def test_calls_of_one_kind_are_counted_together_with_shapes_mask_route_and_reason() -> None:
+    with record() as report:
+        for _ in range(3):
+            _call(config=TILED)
+        _call(is_causal=True, config=TILED)
+        _call(40, config=AttentionConfig(route="math"))
+    assert sorted(stats.count for stats in report.calls.values()) == [1, 1, 3]
+    assert report.routes() == {"tiled": 4, "math": 1}
+    assert list(report.routes()) == ["tiled", "math"]
+    with record() as report:
+        _call(window=(3, 4), config=TILED)
+    text = report.text()
+    assert "1 attention calls: 1 tiled" in text
+    assert "q[1, 2, 70, 8] k[1, 2, 70, 8] float32 mask window (3, 4)" in text
+    assert "asked for by name" in text
+
+
+def test_blocks_say_how_many_were_bounded() -> None:
+    with record() as report:
+        _call(config=TILED)
+        _call(config=AttentionConfig(route="tiled", softmax="online"))
+    assert "bounded: " in report.text()
+    with record() as nothing:
+        pass
+    assert nothing.total == 0
+    assert str(nothing) == nothing.text() == "0 attention calls"
+
+
+def test_reports_can_be_nested_and_see_other_threads() -> None:
+    with record() as outer:
+        _call()
+        with record() as inner, ThreadPoolExecutor(1) as pool:
+            pool.submit(_call).result()
+        _call()
+    assert (outer.total, inner.total) == (3, 1)
+
+
+def test_masks_in_words() -> None:
+    mask = torch.ones(1, 1, 1, 77, dtype=torch.bool)
+    assert mask_kind(None, is_causal=False, left=None, right=None) == "none"
+    assert mask_kind(mask, is_causal=False, left=None, right=None) == "bool [1, 1, 1, 77]"
+    assert mask_kind(None, is_causal=True, left=None, right=0) == "causal"
+    assert mask_kind(mask.float(), is_causal=False, left=8, right=None) == "float32 [1, 1, 1, 77] window (8, -1)"
+
+
+TILES = AttentionConfig(route="tiled", q_block=32, kv_block=64)
+
+
+class Stopped(BaseException):
+    """Stands for an interrupt, which some hosts derive from BaseException."""
+
+
+def _qkv(length: int = 128, heads: int = 2) -> torch.Tensor:
+    return torch.randn(1, heads, length, 16)
+
+
+def test_every_block_reports_its_share_and_the_last_is_the_whole() -> None:
+    seen: list[tuple[int, int]] = []
+    query = _qkv()
+    with between_blocks(lambda done, total: seen.append((done, total))):
+        out = sdpa(query, query, query, config=TILES)
+    totals = {total for _, total in seen}
+    assert len(totals) == 1
+    assert [done for done, _ in seen] == list(range(1, totals.pop() + 1))
+    assert len(seen) >= 4
+    assert torch.equal(out, sdpa(query, query, query, config=TILES))
+
+
+def test_what_the_checkpoint_raises_ends_the_call_and_the_next_is_clean() -> None:
+    query = _qkv()
+    expected = sdpa(query, query, query, config=TILES)
+    seen: list[int] = []
+
+    def stop(done: int, total: int) -> None:
+        seen.append(done)
+        if done == 2:
+            raise Stopped
+
+    with pytest.raises(Stopped), between_blocks(stop):
+        sdpa(query, query, query, config=TILES)
+    assert seen == [1, 2]
+    assert this_thread.checkpoint is None
+    assert torch.equal(sdpa(query, query, query, config=TILES), expected)
+
+
+def test_torch_called_head_by_head_has_blocks_too() -> None:
+    query, key = _qkv(256, heads=8), _qkv(256, heads=2)
+    mask = torch.rand(256, 256) < 0.5
+    seen: list[tuple[int, int]] = []
+    config = AttentionConfig(route="torch", budget_mib=0.0625)
+    with between_blocks(lambda done, total: seen.append((done, total))):
+        sdpa(query, key, key, mask, enable_gqa=True, config=config)
+    assert len(seen) > 1
+    assert seen[-1] == (len(seen), len(seen))
+
+
+def test_it_is_this_threads_alone_and_nests() -> None:
+    seen: list[str] = []
+    query = _qkv()
+    with between_blocks(lambda *_: seen.append("outer")):
+        other = threading.Thread(target=lambda: sdpa(query, query, query, config=TILES))
+        other.start()
+        other.join()
+        assert seen == []
+        with between_blocks(lambda *_: seen.append("inner")):
+            sdpa(query, query, query, config=TILES)
+        assert set(seen) == {"inner"}
+        sdpa(query, query, query, config=TILES)
+    assert set(seen) == {"inner", "outer"}
+
 
 SCALARS = 64  # bytes: numbers that a kernel wraps into a tensor by itself
 
@@ -85,11 +211,10 @@ def test_meta_gives_the_same_numbers_as_the_cpu(query):
     assert on_meta[3:] == on_cpu[3:]
 
 
-def test_an_argument_returned_unchanged_costs_nothing(query):
+def test_arguments_cost_nothing_views_and_bare_allocations_are_no_launches_sparse_tensors_no_error(query):
     assert measure(lambda x: x.transpose(0, 1)[None], query)[1:] == (0, 0, 0, 0)
+    assert measure(lambda x: (x.to_sparse() * 2).to_dense(), torch.eye(3)).out[1, 1] == 2
 
-
-def test_views_and_bare_allocations_are_no_launches(query):
     def two_launches(x):
         x = x.view(-1).unsqueeze(0).expand(3, -1)[1:].detach()
         return torch.empty_like(x).copy_(x).mul_(2)
@@ -108,7 +233,7 @@ def test_a_freed_storage_whose_address_is_used_again_is_counted_again():
     del kept
 
 
-def test_a_storage_older_than_the_block_is_free_unless_it_grows():
+def test_a_storage_older_than_the_block_is_free_unless_it_grows_and_makes_room_once_it_is_freed():
     old = torch.ones(1000)
     with PeakMemory() as peak:
         old.add_(1)
@@ -117,9 +242,6 @@ def test_a_storage_older_than_the_block_is_free_unless_it_grows():
         assert peak.peak_bytes == 8000
         old.untyped_storage().resize_(16_000)
     assert peak.peak_bytes == 12_000
-
-
-def test_memory_freed_in_the_block_makes_room_as_it_does_in_the_allocator():
     old = torch.ones(1000)
     with PeakMemory() as peak:
         old = old * 2  # the old one dies once the new one exists
@@ -135,38 +257,35 @@ def test_a_cycle_lives_until_it_is_collected():
             cycle.append(cycle)
             del cycle
             torch.ones(1000)
-            assert peak.peak_bytes == 8000
             gc.collect()
             torch.ones(1500)
-        assert peak.peak_bytes == 8000
     finally:
         gc.enable()
+    assert peak.peak_bytes == 8000
 
 
-def test_blocks_nest():
+def test_blocks_nest_but_an_object_is_entered_once_at_a_time():
     with PeakMemory() as outer:
         first = torch.ones(1000)
         with PeakMemory() as inner:
             second = first + 1
+        with pytest.raises(RuntimeError, match="must not be entered twice"):
+            outer.__enter__()
     assert (outer.peak_bytes, inner.peak_bytes) == (8000, 4000)
     assert (outer.launches, inner.launches) == (2, 1)
     del second
-
-
-def test_entering_one_object_twice_is_an_error():
-    peak = PeakMemory()
-    with peak, pytest.raises(RuntimeError, match="must not be entered twice"):
-        peak.__enter__()
-    with peak:
+    with outer:
         torch.ones(10)
-    assert peak.peak_bytes == 40
+    assert outer.peak_bytes == 40
 
 
-def test_other_device_types_are_left_out():
+def test_other_device_types_are_left_out_and_only_cuda_can_do_without_following():
     with PeakMemory("meta") as peak:
         torch.ones(1000)
         kept = torch.ones(10, device="meta")
     assert peak.peak_bytes == kept.nbytes
+    with pytest.raises(ValueError, match="follow must be True on cpu, got False"):
+        PeakMemory("cpu", follow=False)
 
 
 def test_an_operator_with_a_second_kernel_in_python_runs_its_real_one():
@@ -174,15 +293,6 @@ def test_an_operator_with_a_second_kernel_in_python_runs_its_real_one():
     with torch.no_grad():  # upsample_nearest2d: called by its composite key it would crash the process
         found = measure(lambda: F.interpolate(image, scale_factor=2.0, mode="nearest"))
     assert (found.peak_bytes, found.launches) == (4 * image.nbytes, 1)
-
-
-def test_a_sparse_tensor_is_no_error():
-    assert measure(lambda x: (x.to_sparse() * 2).to_dense(), torch.eye(3)).out[1, 1] == 2
-
-
-def test_only_cuda_can_do_without_following():
-    with pytest.raises(ValueError, match="follow must be True on cpu, got False"):
-        PeakMemory("cpu", follow=False)
 
 
 @pytest.mark.gpu

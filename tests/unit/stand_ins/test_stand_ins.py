@@ -1,0 +1,258 @@
+"""Beside attention in xformers' stand-in, wrong arguments, torch.compile; imports that find ours and forget it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from attn_support.fresh import PLAIN, run
+from torch import nn
+
+from pascal_attn_core.stand_ins.attn_bias import (
+    BlockDiagonalGappyKeysMask,
+    BlockDiagonalMask,
+    BlockDiagonalPaddedKeysMask,
+    LocalAttentionFromBottomRightMask,
+    LowerTriangularMask,
+)
+from pascal_attn_core.stand_ins.sageattention import sageattn, sageattn_varlen
+from pascal_attn_core.stand_ins.xformers import (
+    ANY_OPS,
+    RMSNorm,
+    SwiGLU,
+    index_select_cat,
+    memory_efficient_attention,
+    scaled_index_add,
+)
+
+X = torch.randn(2, 12, 3, 8)
+ENDS = torch.tensor([0, 5, 12])
+
+
+@pytest.mark.parametrize(
+    ("call", "kind", "words"),
+    [
+        (lambda: memory_efficient_attention(X, X[0], X), ValueError, r"must all be .*, got .*, \[12, 3, 8\]"),
+        (lambda: memory_efficient_attention(X[0, 0], X[0, 0], X[0, 0]), ValueError, r"got \[3, 8\]"),
+        (lambda: memory_efficient_attention(X, X, X, "causal"), TypeError, "an AttentionBias or None, got str"),
+        (lambda: memory_efficient_attention(X, X, X, X), ValueError, r"attn_mask must broadcast to \(2, 3, 12, 12\)"),
+        (lambda: memory_efficient_attention(X, X, X, p=2.0), ValueError, "dropout_p must be from 0 to 1, got 2.0"),
+        (
+            lambda: memory_efficient_attention(X, X, X, BlockDiagonalMask.from_seqlens([12])),
+            ValueError,
+            r"query must be \[1, 12, ...\] for this BlockDiagonalMask, got batch 2 and 12 tokens",
+        ),
+        (
+            lambda: memory_efficient_attention(X[:1], X[:1], X[:1], BlockDiagonalMask.from_seqlens([12], [9])),
+            ValueError,
+            r"key must be \[1, 9, ...\] for this BlockDiagonalMask, got batch 1 and 12 tokens",
+        ),
+        (
+            lambda: memory_efficient_attention(X[:1], X[:1], X[:1], BlockDiagonalMask.from_seqlens([12], [9, 3])),
+            ValueError,
+            r"cu_seqlens_q and cu_seqlens_k must both be \[B \+ 1\], got \[2\] and \[3\]",
+        ),
+        *(
+            (lambda mask=mask: memory_efficient_attention(X[:1], X[:1], X[:1], mask), ValueError, "kv_seqlen must be")
+            for mask in (
+                BlockDiagonalPaddedKeysMask.from_seqlens([5, 7], 6, [6, 7]),
+                BlockDiagonalGappyKeysMask.from_seqlens([5, 7], [0, 6, 12], [7, 6]),
+                BlockDiagonalGappyKeysMask.from_seqlens([5, 7], [0, 6, 12], [6]),
+            )
+        ),
+        (lambda: BlockDiagonalMask.from_seqlens([5]).split(X), ValueError, r"\[1, 5, ...\], got \[2, 12, 3, 8\]"),
+        (lambda: BlockDiagonalMask.from_seqlens([5]).make_local_attention(0), ValueError, "window_size must be"),
+        (lambda: LocalAttentionFromBottomRightMask(-1, 0), ValueError, "must be at least 0, got -1 and 0"),
+        (lambda: sageattn(X, X, X, "BNHD"), ValueError, r"tensor_layout must be one of \['HND', 'NHD'\], got 'BNHD'"),
+        (lambda: sageattn(X, X, X[0]), ValueError, r"v must be \[B, heads, tokens, head_dim\], got shape \(12, 3, 8\)"),
+        (lambda: sageattn(X, X[:, :5], X), ValueError, "heads"),
+        (lambda: sageattn(X, None, X), TypeError, "k must be a tensor"),
+        (lambda: sageattn_varlen(X[0], X[0], X[0], ENDS, ENDS[:2], 7, 7), ValueError, "cu_seqlens_q and cu_seqlens_k"),
+        (lambda: sageattn_varlen(X, X, X, ENDS, ENDS, 7, 7), ValueError, r"q must be \[total, heads, head_dim\]"),
+    ],
+)  # fmt: skip
+def test_wrong_arguments_are_named(call: Callable[[], Any], kind: type[Exception], words: str) -> None:
+    with pytest.raises(kind, match=words):
+        call()
+
+
+@pytest.mark.torch_2_5
+def test_under_compile_a_call_is_one_node_and_blocks_break_the_graph() -> None:
+    blocks = BlockDiagonalMask.from_seqlens([5, 7])
+    calls: list[tuple[bool, Callable[[Any], Any]]] = [
+        (True, lambda x: memory_efficient_attention(x, x, x, LowerTriangularMask(), op=ANY_OPS)),
+        (True, lambda x: sageattn(x, x, x, "NHD", smooth_k=False)),
+        (False, lambda x: memory_efficient_attention(x[:1], x[:1], x[:1], blocks)),
+    ]
+    for fullgraph, call in calls:
+        torch._dynamo.reset()
+        torch.testing.assert_close(torch.compile(call, backend="eager", fullgraph=fullgraph)(X), call(X))
+
+
+def test_tensors_go_into_blocks_and_come_out_again() -> None:
+    tensors = [torch.randn(2, 5, 3, 8), torch.randn(1, 4, 3, 8), torch.randn(3, 1, 3, 8)]
+    mask, x = BlockDiagonalMask.from_tensor_list(tensors)
+    assert x.shape == (1, 17, 3, 8)
+    out = mask.split(memory_efficient_attention(x, x, x, mask))
+    for tensor, part in zip(tensors, out):
+        torch.testing.assert_close(part, memory_efficient_attention(tensor, tensor, tensor))
+    assert [part.shape[1] for part in BlockDiagonalMask.from_seqlens([3, 0, 14]).split(x)] == [3, 0, 14]
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_swiglu_and_rms_norm_have_xformers_weights(bias: bool) -> None:
+    packed, apart = SwiGLU(8, 20, 6, bias=bias), SwiGLU(8, 20, 6, bias, _pack_weights=False)
+    names = {"w12.weight", "w3.weight"} | ({"w12.bias", "w3.bias"} if bias else set())
+    assert packed.state_dict().keys() == names
+    assert packed.w12.weight.shape == (40, 8)
+    with torch.no_grad():
+        for name, own in (("weight", nn.init.normal_), *((("bias", nn.init.normal_),) if bias else ())):
+            own(getattr(packed.w12, name))
+            first, second = getattr(packed.w12, name).chunk(2)
+            getattr(apart.w1, name).copy_(first)
+            getattr(apart.w2, name).copy_(second)
+        apart.w3.load_state_dict(packed.w3.state_dict())
+    expected = apart.w3(F.silu(apart.w1(X)) * apart.w2(X))
+    torch.testing.assert_close(packed(X), expected)
+    torch.testing.assert_close(apart(X), expected)
+    norm = RMSNorm(8)
+    assert norm.state_dict().keys() == {"weight"}
+    torch.testing.assert_close(norm(X), X * (X.square().mean(-1, keepdim=True) + 1e-6).rsqrt())
+    assert RMSNorm(8, include_weight=False, eps=0.5).weight is None
+
+
+def test_the_indexing_of_dinov2() -> None:
+    sources, indices = [torch.randn(4, 6), torch.randn(3, 2)], [torch.tensor([3, 0]), torch.tensor([1])]
+    expected = torch.cat([sources[0][3], sources[0][0], sources[1][1]])
+    torch.testing.assert_close(index_select_cat(sources, indices), expected)
+    x, source, scaling = torch.randn(4, 5, 6), torch.randn(2, 5, 6), torch.randn(6)
+    expected = x.clone()
+    expected[[3, 0]] += 2.0 * scaling * source
+    assert scaled_index_add(x, indices[0], source, scaling, alpha=2.0) is x
+    torch.testing.assert_close(x, expected)
+
+
+# By diffusers, KJNodes, ComfyUI, WanVideoWrapper, SeedVR2, VibeVoice; A1111, sd-scripts, LyCORIS, musubi-tuner, DINOv2,
+# TRELLIS, Mistral's inference, TinyLlama.
+IMPORTED = {
+    "sageattention": "sageattn sageattn_qk_int8_pv_fp16_cuda sageattn_qk_int8_pv_fp16_triton"
+    " sageattn_qk_int8_pv_fp8_cuda sageattn_qk_int8_pv_fp8_cuda_sm90 sageattn_varlen",
+    "sageattention.core": "sageattn sageattn_qk_int8_pv_fp16_cuda sageattn_qk_int8_pv_fp8_cuda",
+    "xformers": "__version__ _has_cpp_library ops version",
+    "xformers.ops": "AttentionBias AttentionMask LowerTriangularMask MemoryEfficientAttentionCutlassOp"
+    " MemoryEfficientAttentionFlashAttentionOp RMSNorm SwiGLU fmha index_select_cat memory_efficient_attention"
+    " memory_efficient_attention_forward scaled_index_add unbind",
+    "xformers.ops.fmha": "BlockDiagonalMask Inputs MemoryEfficientAttentionFlashAttentionOp attn_bias cutlass flash"
+    " memory_efficient_attention",
+    "xformers.ops.fmha.attn_bias": "AttentionBias BlockDiagonalCausalFromBottomRightMask BlockDiagonalCausalMask"
+    " BlockDiagonalCausalWithOffsetPaddedKeysMask BlockDiagonalMask BlockDiagonalPaddedKeysMask"
+    " LocalAttentionFromBottomRightMask LowerTriangularMask LowerTriangularMaskWithTensorBias",
+}
+
+
+@pytest.mark.parametrize("name", ["sageattention", "xformers"])
+def test_what_programs_import_is_there_until_the_patch_is_removed(name: str) -> None:
+    lines = "\n".join(
+        f"        from {module} import {names.replace(' ', ', ')}"
+        for module, names in IMPORTED.items()
+        if module.partition(".")[0] == name
+    )
+    out = run(f"""
+        import importlib.metadata, importlib.util, sys
+        from pytest import raises
+        import pascal_attn_core
+        finders, put_in = list(sys.meta_path), getattr(pascal_attn_core, "patch_{name}")
+        first, second = put_in(), put_in()
+        first.remove()
+{lines}
+        import {name}
+        assert importlib.metadata.version("{name}") == {name}.__version__
+        assert not getattr({name}, "_has_cpp_library", False)  # or ComfyUI stores masks for it
+        print({name}.__version__.partition("+")[0])
+        second.remove()
+        assert not [module for module in sys.modules if module.partition(".")[0] == "{name}"]
+        assert sys.meta_path == finders and importlib.util.find_spec("{name}") is None
+        with raises(importlib.metadata.PackageNotFoundError):
+            importlib.metadata.version("{name}")
+    """)
+    assert out == {"sageattention": "2.2.0", "xformers": "0.0.35"}[name]
+
+
+@pytest.mark.parametrize("name", ["flash_attn", "sageattention", "xformers"])
+def test_a_real_package_is_left_alone_unless_told(name: str, tmp_path: Path) -> None:
+    (tmp_path / f"{name}.py").write_text("real = True\n")
+    run(
+        """
+        import importlib, sys
+        from pytest import raises
+        import pascal_attn_core
+        name, others = sys.argv[1], {"flash_attn", "sageattention", "xformers"} - {sys.argv[1]}
+        put_in = getattr(pascal_attn_core, f"patch_{name}")
+        with raises(RuntimeError, match=f"{name} must not be .*replace=True"):
+            put_in()
+        with pascal_attn_core.patch_imports() as patch:
+            assert importlib.import_module(name).real
+            assert [s.name for s in patch.report().states if s.state == "on"] == sorted(others)
+            assert list(patch.left_alone) == [name] and f"{name} must not be installed" in patch.left_alone[name]
+            for other in others:
+                assert not hasattr(importlib.import_module(other), "real")
+        assert not others & set(sys.modules)
+        with put_in(replace=True):
+            assert not hasattr(importlib.import_module(name), "real")
+        assert importlib.import_module(name).real
+        """,
+        name,
+        paths=(tmp_path,),
+    )
+
+
+def test_sageattn_computes_as_the_installation_says() -> None:
+    run("""
+        from pytest import raises
+        import inspect, torch
+        from pascal_attn_core import AttentionConfig, patch_imports, patch_sageattention
+        from pascal_attn_core.observe.report import record
+        from torch.nn.functional import scaled_dot_product_attention as torch_sdpa
+        query, ends = torch.randn(1, 2, 700, 8), torch.tensor([0, 700])
+        with patch_sageattention(AttentionConfig(route="tiled")):
+            from sageattention import sageattn, sageattn_varlen
+            assert "attn_mask" in inspect.signature(sageattn).parameters  # ComfyUI asks this
+            with record() as seen:
+                sageattn(query, query, query)
+                sageattn_varlen(*[query[0].transpose(0, 1)] * 3, ends, ends, 700, 700)
+            assert seen.routes() == {"tiled": 2}, seen.routes()
+            with raises(ValueError, match="config must be AttentionConfig.* as in the installation in force, got None"):
+                patch_sageattention()
+            with patch_imports() as patch:
+                assert list(patch.left_alone) == ["sageattention"], patch.left_alone
+        with patch_sageattention(AttentionConfig(route="fused-int8")):
+            from sageattention import sageattn
+            with record() as seen:
+                sageattn(query, query, query)
+                wide = torch.randn(1, 2, 20, 160)
+                assert torch.equal(sageattn(wide, wide, wide), torch_sdpa(wide, wide, wide)), "exact where 8 bits end"
+            assert seen.routes().pop("fused-int8") == 1 == len(seen.routes()) - 1, seen.routes()
+        with raises(TypeError, match="config must be an AttentionConfig or None, got 'int8'"):
+            patch_sageattention("int8")
+    """)
+
+
+@pytest.mark.parametrize(("disable", "found"), [("", "True"), ("1", "False")])
+def test_the_environment_puts_all_in_and_names_what_stays(disable: str, found: str, tmp_path: Path) -> None:
+    (tmp_path / "xformers.py").write_text("real = True\n")
+    out = run(
+        """
+        import importlib.util, logging, sys
+        logging.basicConfig(stream=sys.stdout, format="%(message)s")
+        import pascal_attn_core.auto, xformers
+        print(xformers.real, *(importlib.util.find_spec(name) is not None for name in ("flash_attn", "sageattention")))
+        """,
+        env={**PLAIN, "PASCAL_ATTN_FLASH": "1", "PASCAL_ATTN_DISABLE": disable},
+        paths=(tmp_path,),
+    )
+    told = f"PASCAL_ATTN_FLASH is ignored: xformers must not be installed, got the one at {tmp_path / 'xformers.py'}"
+    assert out.splitlines() == ([] if disable else [told]) + [f"True {found} {found}"]
