@@ -16,7 +16,7 @@ import comfy.utils
 import folder_paths
 import torch
 from comfy_checks import Skip, check, close, pack, raises, replaced, run_of, runs, unload
-from comfy_inproc import in_host_memory, load_lora, noise, sample, tiny_file
+from comfy_inproc import load_lora, sample, tiny_file
 from comfy_int8_checks import far, layer, line_of, near, network, patched, report
 from comfy_text_checks import qwen
 
