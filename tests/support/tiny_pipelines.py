@@ -38,7 +38,7 @@ SOME = [
 
 
 def stock_calls(function: Callable[[], Any]) -> tuple[Any, Calls]:
-    """What a function returns, and its calls of torch's scaled_dot_product_attention."""
+    """The result of a function, and its calls of torch's scaled_dot_product_attention."""
     with Calls() as calls:
         return function(), calls
 
@@ -219,5 +219,5 @@ BUILD: dict[str, Callable[[], Tiny]] = {
 
 @functools.cache
 def stock_of(name: str) -> tuple[Tensor, Calls]:
-    """What a pipeline gives without ours, and its calls of torch's attention: run once for all tests."""
+    """The output of a pipeline without ours, and its calls of torch's attention: run once for all tests."""
     return stock_calls(BUILD[name]().run)

@@ -80,7 +80,7 @@ def test_lora_trains_through_slices() -> None:
 
 
 def _hook_of(host: str, ff: nn.Module, seen: list[torch.Size]) -> tuple[Callable, Callable]:
-    """What adds a hook of the host to the module and removes it; it notes the shapes that the module is called with."""
+    """A context that adds a hook of the host to the module and removes it; it notes the shapes that the module is called with."""
     hooks = pytest.importorskip(host)
 
     class Counting(hooks.ModelHook):

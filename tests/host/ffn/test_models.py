@@ -132,7 +132,7 @@ def test_the_experts_of_a_mixture_are_sliced_each_by_itself() -> None:
 
 
 def _chunked_once(model: nn.Module, call: Callable, state: str = "chunked") -> Any:
-    """What the call returns while the only feed-forward module is sliced, or refused."""
+    """The result of the call while the only feed-forward module is sliced, or refused."""
     with patch_ffn(model, include="0", chunk_tokens=100) as patch:
         out = call()
         assert patch.report().count(state) == 1, patch.report().text()
