@@ -80,7 +80,8 @@ def test_lora_trains_through_slices() -> None:
 
 
 def _hook_of(host: str, ff: nn.Module, seen: list[torch.Size]) -> tuple[Callable, Callable]:
-    """A context that adds a hook of the host to the module and removes it; it notes the shapes that the module is called with."""
+    """Two functions: one adds a hook of the host to the module, which notes the shapes it is called with, the other
+    removes it."""
     hooks = pytest.importorskip(host)
 
     class Counting(hooks.ModelHook):
