@@ -16,6 +16,7 @@ from .ffn_chunking import LEAST_TOKENS, chunk
 from .patches import float16, int8
 from .patches.attention import install
 from .patches.bands import NEEDED
+from .patches.ffn import Chunking
 from .patches.override import OVERRIDE, previous_of
 from .text_encoder_attention import patched_clip
 from .vae_attention import patched_vae
@@ -45,7 +46,7 @@ _EARLIER = (
 )
 _CHUNKED = (
     "Runs feed-forward layers on a part of the tokens at a time where a call would take more memory than a "
-    "share of the card's: the same result. Pascal FFN Chunking after this node sets the budget."
+    "share of the card's: the same result. Pascal FFN Chunking before or after this node sets the budget."
 )
 _PRECISION = (
     "exact: the same image within rounding. The others are not exact; each layer is measured, and the errors are shown "
@@ -129,7 +130,7 @@ class PascalAttentionPatch(inputs.PascalNode):
         settings = PatchSettings(inputs.config(route, budget_mib, tile_size), min_keys, nan_guard)
         patched, line = _patched_model(model, settings, unique_id, coverage, earlier_patch)
         lines = [line]
-        if chunk_feed_forward:
+        if chunk_feed_forward and Chunking.key not in patched.injections:  # else of a node before this one
             report, line = chunk(patched, 0, LEAST_TOKENS, unique_id, is_quiet=True)
             lines += [line] if report.count("cannot be") < len(report.lines) else []
         if precision == FLOAT16:

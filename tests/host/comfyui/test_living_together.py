@@ -191,6 +191,8 @@ def test_a_lora_is_trained_with_gradient_checkpointing(server: ComfyServer, patc
     family = FAMILIES["sd15"]
     text = graph.add("ProbeCond", tokens=family.tokens, dim=family.dim, pooled=0, mask=False, seed=1)
     wanted = {"steps": 2, "training_dtype": "fp32", "lora_dtype": "fp32", "gradient_checkpointing": True}
+    if not server.request("/object_info/SaveLoRA"):
+        pytest.skip("this ComfyUI has no node SaveLoRA")
     node = server.request("/object_info/TrainLoraNode")["TrainLoraNode"]
     known, output = node["input"]["required"], node["output"].index("LORA_MODEL")  # older: behind a MODEL
     settings = {name: wanted.get(name, spec[1]["default"]) for name, spec in known.items() if "default" in spec[1]}
