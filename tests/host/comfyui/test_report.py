@@ -137,7 +137,8 @@ def wrong(call, *args, **kwargs):
     out = right(call, *args, **kwargs)
     return (out[0] * {factor}, *out[1:])
 engine.run_call = wrong
-model, *_ = classes["PascalAttentionPatch"]().patch(load_model("sd15"), "auto", 0, 0, "attention override", 0, True, "1")
+options = ("auto", 0, 0, "attention override", 0, True, "1")
+model, *_ = classes["PascalAttentionPatch"]().patch(load_model("sd15"), *options)
 sample(model, "sd15")
 print(classes["PascalAttentionReport"]().report(True, None, "2", {{}})["result"][2])
 """
