@@ -45,7 +45,8 @@ class WithoutData(Follower):
         if torch.is_inference_mode_enabled() and isinstance(func, OpOverload) and is_composite(func):
             with self:
                 return func._op_dk(torch._C.DispatchKey.CompositeImplicitAutograd, *args, **kwargs)
-        return self.run_operator(func, args, kwargs)
+        with torch._C.DisableTorchFunctionSubclass():  # which would turn results into the classes of a host's weights
+            return self.run_operator(func, args, kwargs)
 
     def run_operator(self, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
         """Run one operator."""

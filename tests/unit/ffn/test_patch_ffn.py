@@ -417,3 +417,31 @@ def test_a_module_used_twice_is_patched_once() -> None:
 def test_arguments_that_cannot_be_used_are_named(options: dict, error: type[Exception]) -> None:
     with pytest.raises(error, match=next(iter(options))):
         patch_ffn(Two(), **options)
+
+
+class Stored(torch.Tensor):
+    """A weight of a host's own class, which cannot be made without its format (ComfyUI-GGUF's)."""
+
+    @staticmethod
+    def __new__(cls, data: torch.Tensor, *, kind: str) -> Stored:
+        return data.as_subclass(cls)
+
+    def __init__(self, data: torch.Tensor, *, kind: str):
+        super().__init__()
+
+
+class StoredFeedForward(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = (Stored(torch.randn(*size), kind="Q8_0") for size in ((64, 16), (16, 64)))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(x @ torch.Tensor(self.up).T) @ torch.Tensor(self.down).T
+
+
+def test_weights_of_a_hosts_own_class_stay_what_they_are_in_the_trial() -> None:
+    model, x = nn.Sequential(StoredFeedForward()), torch.randn(1, 512, 16)
+    expected = model(x)
+    with torch.no_grad(), patch_ffn(model, include="0", chunk_tokens=128) as patch:
+        assert torch.allclose(model(x), expected, atol=1e-5)
+        assert [state.state for state in patch.report().states] == ["on"], patch.report().text()

@@ -208,6 +208,7 @@ def beside_attention_and_feed_forward_patches_it_gives_the_same():
     with runs() as found:
         close(sample(model), stock, 3e-5)
     assert {run.part for run in found} == {"diffusion model", "feed-forward"}
+    assert not any("refused" in note for run in found for note in run.notes), [run.notes for run in found]
     assert found[0].count("taken") == found[0].count() > 0, found[0].line()
 
 
