@@ -142,8 +142,8 @@ class Float16Binding:
         if kind not in self._times:
             self._times[kind] = self.clock([lambda: whole(x), lambda: in_float16(whole, x)], x.device)
         before, after = self._times[kind]
-        times = f"{after:.2f} ms in float16, {before:.2f} in float32"
-        return (ON, f"error {error:.3%}, {times}") if after < before else (OFF, f"float16 is not faster: {times}")
+        found = f"error {error:.3%}, {after:.2f} ms in float16, {before:.2f} in float32"
+        return (ON, found) if after < before else (OFF, f"float16 is not faster: {found}")
 
 
 _NOT_YET = WAITING, "no call in float32 yet"
