@@ -1,7 +1,5 @@
 """Shared by all tests: GPU tests are skipped without a GPU, and ``attn_support`` is importable from every test."""
 
-from __future__ import annotations
-
 import gc
 import os
 import random

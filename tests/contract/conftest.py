@@ -1,7 +1,5 @@
 """Here torch is as bad as any: its products are those of MPS, and fresh memory holds NaN."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest

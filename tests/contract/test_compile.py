@@ -1,7 +1,5 @@
 """torch.compile, custom operators, fake tensors and shapes without numbers."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from attn_support.randomness import some

@@ -1,7 +1,5 @@
 """One call over two to four processes gives what one process gives, gradients too; who is gone is named."""
 
-from __future__ import annotations
-
 import os
 import time
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """Dropout: real, repeatable, and the same in the backward pass, whatever the tiles."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

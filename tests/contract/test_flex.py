@@ -1,7 +1,5 @@
 """FlexAttention in tiles: against the definition in float64, against torch's own function, and its memory."""
 
-from __future__ import annotations
-
 import functools
 import inspect
 import itertools

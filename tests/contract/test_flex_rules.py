@@ -1,8 +1,6 @@
 """The rules of torch's own tests of FlexAttention (test/inductor/test_flex_attention.py) and of the models that use it:
 forward, gradients and those of what the rules read, in several layouts and dtypes, against float64."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Callable

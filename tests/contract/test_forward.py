@@ -1,7 +1,5 @@
 """Every route gives the answer of the definition, for every kind of call that it takes, and refuses the others."""
 
-from __future__ import annotations
-
 import collections
 import re
 

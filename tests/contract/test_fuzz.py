@@ -4,8 +4,6 @@ The legal ones are numbered, and its number is all of a call: ``attn_support.fuz
 it and compares output, lse and gradients with ``fuzz_oracle``. Profile ``nightly`` makes 20,000 others.
 """
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable, Iterable
 from dataclasses import replace

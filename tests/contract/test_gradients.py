@@ -1,7 +1,5 @@
 """Gradients against those of the definition in float64, and a graph of them that nobody uses."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any

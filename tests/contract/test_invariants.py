@@ -1,7 +1,5 @@
 """These tests check what must hold for every call; a bool mask whose True is any byte means what one of ones means."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from attn_support.fused.cases import backward, forward

@@ -1,7 +1,5 @@
 """O(N) memory, proven by counting every byte: a call takes what its plan says, and that is within the budget."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Several devices give the bits of one, for every kind of call that they share; the others stay on the first."""
 
-from __future__ import annotations
-
 import collections
 from collections.abc import Iterator
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """SageAttention's and xformers' functions against the definition in float64, with gradients: every mask, every form."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from itertools import accumulate
 from typing import Any

@@ -1,7 +1,5 @@
 """These tests check what the surroundings of a call may do: modes, transforms, defaults, and tensors of other kinds."""
 
-from __future__ import annotations
-
 import gc
 import weakref
 from collections.abc import Callable, Sequence

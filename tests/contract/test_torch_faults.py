@@ -1,8 +1,6 @@
 """Calls that torch's own kernels compute wrongly: the list of its faults is held against the installed torch, so that
 one that is mended is used again. That ours are right whatever it does is tested in ``test_fuzz.py``."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 from unittest.mock import Mock

@@ -1,7 +1,5 @@
 """A file of this folder is, without a CUDA GPU, not even imported."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """One call over two cards, by NCCL, gives what one card gives."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.distributed as dist

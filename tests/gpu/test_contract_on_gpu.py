@@ -1,7 +1,5 @@
 """The contract on a GPU: every route, every kind of call, memory by the allocator, and graphs."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """Linear layers of a float32 model in float16 on a GPU: the error, rows beyond float16's range, and the time."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn

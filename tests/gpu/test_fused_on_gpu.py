@@ -1,7 +1,5 @@
 """The fused kernels on a GPU: the emulation's table with fresh numbers, streams, threads, graphs, memory."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor

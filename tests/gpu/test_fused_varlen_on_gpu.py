@@ -1,7 +1,5 @@
 """Packed sequences of different lengths in one launch of the fused kernel, on a real card."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Blocks of GGUF files expanded and multiplied on a GPU: every bit against the definitions on a CPU, and times."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """Linear layers in 8-bit integers on a GPU: every bit against the definition on a CPU, and time beside float32."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.nn.functional as F

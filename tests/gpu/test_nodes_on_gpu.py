@@ -1,7 +1,5 @@
 """The ComfyUI pack's engine on a GPU: clocks and memory from the device, repairs in float16, CUDA graphs."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterator
 from types import ModuleType

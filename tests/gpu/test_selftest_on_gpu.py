@@ -1,7 +1,5 @@
 """``pascal-attn selftest`` on a real card: everything is right, in its time."""
 
-from __future__ import annotations
-
 import time
 
 import pytest

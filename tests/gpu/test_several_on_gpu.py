@@ -1,7 +1,5 @@
 """Streams and events for real: two streams of one card, and two cards where there are two."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import replace
 

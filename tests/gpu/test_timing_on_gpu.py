@@ -1,7 +1,5 @@
 """The fused kernel and torch's timed against each other on a real card."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 

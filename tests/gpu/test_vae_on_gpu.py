@@ -1,7 +1,5 @@
 """VAEs in bands on a card: pinned memory, streams, real out-of-memory errors, the allocator's own peak."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor

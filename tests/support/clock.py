@@ -1,7 +1,5 @@
 """The clock of a timing, by hand."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Feed-forward modules that may be run in slices of their tokens, and many that must not although they look alike."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable
 from functools import partial

@@ -4,8 +4,6 @@ Importing torch is most of what a new Python process costs, so one process does 
 Where there is no fork each is started from nothing.
 """
 
-from __future__ import annotations
-
 import atexit
 import functools
 import json

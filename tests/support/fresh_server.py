@@ -1,8 +1,6 @@
 """Imports torch, then forks once per line of its input and answers with the exit code, or, where nobody waits for it,
 with the process id: see ``fresh``."""
 
-from __future__ import annotations
-
 import atexit
 import json
 import os

@@ -1,7 +1,5 @@
 """This module has what the repository's Markdown files hold: links, headings, fenced blocks."""
 
-from __future__ import annotations
-
 import functools
 import re
 import subprocess

@@ -1,7 +1,5 @@
 """The matrix products of Apple's MPS, on a CPU, with what torch 2.13 gets wrong there."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -4,8 +4,6 @@ The oracle is :func:`pascal_attn_core.reference.reference_sdpa` in float64. An a
 plain attention, plus some units in the last place (plain attention is exact by luck where there are few elements).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 

@@ -2,8 +2,6 @@
 (``nightly``). ``--hypothesis-profile`` or ``HYPOTHESIS_PROFILE`` of the environment chooses; else it is ``ci``.
 """
 
-from __future__ import annotations
-
 import datetime
 import os
 from collections.abc import Callable, Iterable

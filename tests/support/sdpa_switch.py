@@ -1,7 +1,5 @@
 """This module has what all tests of the process-wide switch need: torch's function, put back after each."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The table of cases that drives every route: shapes x memory layouts x masks x rules x dtypes."""
 
-from __future__ import annotations
-
 import math
 import zlib
 from collections.abc import Iterable

@@ -4,8 +4,6 @@ The default initialisation gives nearly uniform attention, which hides every fau
 attention decides the output, and windows and chunks are smaller than the prompt.
 """
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable
 from typing import Any

@@ -1,8 +1,6 @@
 """Real diffusers pipelines of the models in ``tools/families``: tiny, no hub, no text encoders (prompts are given as
 embeddings), no mocks."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import inspect

@@ -1,8 +1,6 @@
 """Cards with tensor cores; without g++, which builds the emulation, all of this folder is skipped but the machine
 code."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -4,8 +4,6 @@ the definition. ``test_emulation`` says what the emulation notices.
 A part of the table of cases on each card, other parts of it in profile nightly; all head_dims of each card there too.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

@@ -7,8 +7,6 @@ of each kind, every shipped kernel in profile nightly. Waves of 64 lanes (gfx9) 
 of pairs (gfx906, gfx1012, gfx1030, gfx1102) and without.
 """
 
-from __future__ import annotations
-
 import functools
 from collections import Counter
 from collections.abc import Callable, Iterable

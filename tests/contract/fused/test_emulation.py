@@ -5,8 +5,6 @@ Threads run in random order, shared memory and every output start as NaN, and a 
 is an error. Head_dims and dtypes that differ in geometry share the table between them.
 """
 
-from __future__ import annotations
-
 import itertools
 from dataclasses import replace
 from typing import Any

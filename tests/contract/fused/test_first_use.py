@@ -4,8 +4,6 @@ Right kernels pass the check, wrong ones do not.
 Nothing of the route is replaced but the driver: what ships is loaded, checked, timed and launched.
 """
 
-from __future__ import annotations
-
 import _thread
 import random
 import signal

@@ -1,8 +1,6 @@
 """Blocks of GGUF files expanded by the kernels: the very CUDA source, emulated thread by thread, has the definition's
 bits for every format, dtype of the arithmetic and dtype of the weights."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,8 +1,6 @@
 """The product with blocks of GGUF files and x in 8 bits: the very CUDA source, emulated thread by thread, has the
 definition's bits for every format, shape and dtype."""
 
-from __future__ import annotations
-
 import itertools
 import re
 import sys

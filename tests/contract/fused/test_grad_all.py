@@ -1,7 +1,5 @@
 """All gradients in one kernel of five products, emulated on a CPU, against the definition in float64."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from typing import Any
 

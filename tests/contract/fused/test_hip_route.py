@@ -1,8 +1,6 @@
 """The route on AMD's cards as a user meets it: real plans and the real source in the emulation, behind the stand-in for
 the HIP runtime, in a new process on a new machine."""
 
-from __future__ import annotations
-
 import functools
 import json
 from collections.abc import Callable

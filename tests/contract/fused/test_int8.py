@@ -1,8 +1,6 @@
 """Attention in 8-bit integers: the kernels' words, scales and outputs have the bits of the definition, in the
 emulation; and what each part of the definition is for."""
 
-from __future__ import annotations
-
 import ctypes
 import ctypes.util
 import functools

@@ -1,8 +1,6 @@
 """The linear layer in 8-bit integers: the very CUDA source, emulated thread by thread, against its definition on a CPU.
 Without an activation every bit of the output must be right."""
 
-from __future__ import annotations
-
 import functools
 import itertools
 import random

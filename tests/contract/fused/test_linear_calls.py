@@ -2,8 +2,6 @@
 host code, through a strict stand-in for the driver. Which way a layer takes, this package's kernel, torch._int_mm or
 expanded weights, and what happens when one of them fails."""
 
-from __future__ import annotations
-
 import functools
 import logging
 from dataclasses import replace

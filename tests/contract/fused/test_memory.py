@@ -1,7 +1,5 @@
 """The emulated kernels under the address sanitizer: every tensor has forbidden memory around it."""
 
-from __future__ import annotations
-
 import subprocess
 from pathlib import Path
 

@@ -1,8 +1,6 @@
 """Every barrier of the kernels is needed, and on tensor cores every counter and shuffle: the emulation notices its
 loss. Other mistakes are in ``tools/mutants.txt``."""
 
-from __future__ import annotations
-
 import functools
 import re
 from collections.abc import Iterator

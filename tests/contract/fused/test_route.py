@@ -1,8 +1,6 @@
 """The route ``fused`` through the public functions, its kernels emulated on a CPU; on two devices: the bits of one, and
 what happens where a kernel cannot be had."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Even distribution: tiles whose keys are cut within one launch, emulated with blocks that take turns in no order."""
 
-from __future__ import annotations
-
 import functools
 import re
 from collections.abc import Iterator

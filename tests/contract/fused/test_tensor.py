@@ -1,7 +1,5 @@
 """The route ``fused-tensor`` through the public functions, its kernels emulated on a CPU: on a T4 and on a V100."""
 
-from __future__ import annotations
-
 import functools
 import re
 from collections.abc import Sequence

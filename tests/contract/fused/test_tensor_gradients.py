@@ -1,8 +1,6 @@
 """The gradient kernels on tensor cores, emulated on a CPU, against the definition in float64: the table's calls, the
 shipped tiles, and the kernels with a barrier left out."""
 
-from __future__ import annotations
-
 import functools
 import re
 from collections.abc import Callable, Iterable

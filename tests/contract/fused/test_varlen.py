@@ -1,7 +1,5 @@
 """Sequences of different lengths in one launch, packed one behind the other, in the emulation, against each alone."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Iterator
 from typing import Any

@@ -11,8 +11,6 @@ pack and ``probe_pack``; ``attn_support.comfy.graph`` builds and runs graphs. A 
 logged meanwhile.
 """
 
-from __future__ import annotations
-
 import fcntl
 import hashlib
 import json

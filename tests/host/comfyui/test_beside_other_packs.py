@@ -6,8 +6,6 @@
 Without a pack's folder its tests are skipped, and with one whose own requirements are missing in the host too.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The pack alone in a real ComfyUI: it loads without a word of complaint, shows its nodes, and touches nothing."""
 
-from __future__ import annotations
-
 import json
 import re
 import subprocess

@@ -1,7 +1,5 @@
 """Every family of diffusion model that the host loads, sampled over HTTP with and without the patch."""
 
-from __future__ import annotations
-
 import functools
 import itertools
 

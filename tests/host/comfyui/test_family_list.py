@@ -1,7 +1,5 @@
 """docs/comfyui-families.md names every network that this ComfyUI can sample with."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Callable

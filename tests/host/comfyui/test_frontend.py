@@ -1,7 +1,5 @@
 """The pack in ComfyUI's own front end, in headless Chromium."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any

@@ -5,8 +5,6 @@ A process of the host takes ten seconds to start, so each runs a whole file of c
 chooses for a CPU, with torch's SDPA, or with both, one after the other.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The patch beside LoRAs, other packs' patches and itself; cancelled, failed, unloaded, changed and taken off."""
 
-from __future__ import annotations
-
 import functools
 import time
 import uuid

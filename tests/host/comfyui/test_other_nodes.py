@@ -1,7 +1,5 @@
 """The nodes besides Pascal Attention Patch through the server of a real ComfyUI, on its tiny models."""
 
-from __future__ import annotations
-
 from itertools import count
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Pascal Attention Report on the real host: what it says of runs that another pack has counted too."""
 
-from __future__ import annotations
-
 import io
 import re
 import uuid

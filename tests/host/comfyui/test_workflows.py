@@ -1,7 +1,5 @@
 """The example workflows run on the host, with tiny models in the place of the published files."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """Fixtures of the diffusers tests: ours by each of the two ways, call counters."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable, Iterator
 from types import ModuleType

@@ -1,7 +1,5 @@
 """diffusers' context parallelism with our attention, over two and four processes: the answer of one process."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import os

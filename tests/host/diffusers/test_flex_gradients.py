@@ -1,8 +1,6 @@
 """Models of diffusers that are written for FlexAttention: outputs and gradients, of which torch has none on a CPU, and
 no score matrix. Stock is no measure for Kandinsky 5: uncompiled, torch asks mask_mod and ignores lists of blocks."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from typing import Any

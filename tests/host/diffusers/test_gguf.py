@@ -1,8 +1,6 @@
 """``patch_gguf`` and ``patch_linear_int8`` on models that diffusers has loaded from GGUF files, beside what peft and
 accelerate do to them."""
 
-from __future__ import annotations
-
 import copy
 import gc
 import pickle

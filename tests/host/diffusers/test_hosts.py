@@ -1,7 +1,5 @@
 """Ours beside what diffusers, accelerate and torch do to a model: offloading, caches, parallelism, compilation."""
 
-from __future__ import annotations
-
 import functools
 from typing import Any
 

@@ -1,7 +1,5 @@
 """int8 linear layers beside what diffusers, peft, accelerate and transformers do to a model."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The notebooks run from top to bottom on a CPU, with nothing downloaded."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

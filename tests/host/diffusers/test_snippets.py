@@ -1,8 +1,6 @@
 """Documents are programs too: every Python block of README and docs/ runs, page by page and in order, and so does every
 row of docs/coming-from.md."""
 
-from __future__ import annotations
-
 import os
 import re
 import shlex

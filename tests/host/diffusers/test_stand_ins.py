@@ -1,7 +1,5 @@
 """diffusers' own ``sage`` and ``xformers`` paths on our functions, in processes that import diffusers afterwards."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

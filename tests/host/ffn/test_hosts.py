@@ -1,7 +1,5 @@
 """Feed-forward slicing beside others who lay hands on a module: peft, accelerate, diffusers, torch.compile, pickle."""
 
-from __future__ import annotations
-
 import array
 import copy
 import io

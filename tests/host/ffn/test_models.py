@@ -1,7 +1,5 @@
 """Feed-forward modules of real models are found, sliced, and change no output; what cannot be sliced is named."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

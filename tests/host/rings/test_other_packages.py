@@ -3,8 +3,6 @@
 In float16, as on the real package: with float32 their backward passes add a buffer to itself.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import os
 import sys

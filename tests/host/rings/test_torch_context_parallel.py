@@ -1,7 +1,5 @@
 """The switch for a whole process beside torch's own ``context_parallel``: its calls stay whole."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 from typing import Any

@@ -1,7 +1,5 @@
 """One attention call: what arrives at sdpa, biases, sinks, weights, and what is refused."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

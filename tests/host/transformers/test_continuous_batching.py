@@ -1,7 +1,5 @@
 """Continuous batching: requests of different lengths in one row, their keys in a paged cache, served by ours."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

@@ -4,8 +4,6 @@ Some classes use AttentionInterface, some compute attention by themselves, some 
 they asked for: whatever they do, loading them under our name must not change what they compute.
 """
 
-from __future__ import annotations
-
 import logging
 from typing import Any
 

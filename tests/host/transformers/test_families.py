@@ -1,7 +1,5 @@
 """Whole models give the same logits and tokens through our attention as through the host's own."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

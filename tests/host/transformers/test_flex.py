@@ -1,7 +1,5 @@
 """Models of Transformers with ``attn_implementation="flex_attention"``, whose attention is ours."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from transformers import Gemma2Config, LlamaConfig

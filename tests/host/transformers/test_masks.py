@@ -1,7 +1,5 @@
 """The mask object says what the host's own mask tensor says, and stores nothing of its size."""
 
-from __future__ import annotations
-
 import inspect
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A long prefill takes O(N) memory: no scores and no mask of L*S elements are ever stored."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Masks, caches' offsets, padding, sinks and softcap drawn at random: what the host's mask tensor would give."""
 
-from __future__ import annotations
-
 import random
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Registering: names, undo, the tile, and which models do not come to us."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import transformers

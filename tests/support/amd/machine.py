@@ -6,8 +6,6 @@ before; an address outside of the launch's tensors, parameters and shared memory
 that is not known here.
 """
 
-from __future__ import annotations
-
 import itertools
 import struct
 from collections import Counter

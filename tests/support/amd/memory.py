@@ -1,7 +1,5 @@
 """The memory that a kernel may touch: tensors and buffers at their own addresses, and nothing between them."""
 
-from __future__ import annotations
-
 import ctypes
 from collections.abc import Iterable
 

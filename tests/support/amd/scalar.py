@@ -1,8 +1,6 @@
 """Scalar instructions of gfx9 ("Vega" Instruction Set Architecture, chapter 12) and gfx10 ("RDNA 2" Instruction Set
 Architecture, chapter 12), as far as the kernels have them."""
 
-from __future__ import annotations
-
 import operator
 from collections.abc import Callable
 

@@ -5,8 +5,6 @@ Only where the order cannot matter: no instruction of such a row reads or writes
 into a row executes the rest of it one by one.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import numpy as np

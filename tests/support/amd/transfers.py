@@ -2,8 +2,6 @@
 Instruction Set Architecture, chapters 7, 8, 10 and 11; "RDNA 2" Instruction Set Architecture, the same chapters), as
 far as the kernels have it."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 

@@ -6,8 +6,6 @@ Products of two floats and their sum are computed in float64 and rounded once mo
 reciprocals: at least as exact as the card, whose exp, log and reciprocal are within one unit in the last place.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import numpy as np

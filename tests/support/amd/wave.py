@@ -1,7 +1,5 @@
 """A wave of 64 or of 32 lanes: its registers, and the transfers that it has not waited for."""
 
-from __future__ import annotations
-
 import functools
 from collections import deque
 from collections.abc import Callable

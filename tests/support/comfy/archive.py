@@ -1,7 +1,5 @@
 """The registry's archive: what git tracks, less what ``.comfyignore`` names."""
 
-from __future__ import annotations
-
 import shutil
 import subprocess
 from pathlib import Path

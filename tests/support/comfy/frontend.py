@@ -1,7 +1,5 @@
 """ComfyUI's own front end in a headless browser."""
 
-from __future__ import annotations
-
 import time
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Prompts in API format for the tiny models, and what a run of one gave."""
 
-from __future__ import annotations
-
 import re
 import uuid
 from collections import Counter

@@ -1,7 +1,5 @@
 """The ComfyUI pack as a package, without ComfyUI: what its modules import on import is all here."""
 
-from __future__ import annotations
-
 import importlib
 import importlib.util
 import sys

@@ -1,7 +1,5 @@
 """Runs and findings made by hand, as the pack's nodes would have recorded them, without a host and a card."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A ComfyUI server in a process of its own, spoken to over HTTP as the front end does."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

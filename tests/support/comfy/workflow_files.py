@@ -1,7 +1,5 @@
 """The files of ``workflows/``, and the same graphs in a size that the tiny models run."""
 
-from __future__ import annotations
-
 import copy
 import hashlib
 import json

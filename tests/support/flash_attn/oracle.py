@@ -1,7 +1,5 @@
 """flash-attn's functions the long way in float64, the flags they are tried with, and what both lengths' tests need."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Sequence
 from typing import Any

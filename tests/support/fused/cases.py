@@ -1,7 +1,5 @@
 """Calls for the fused kernels on a CPU: run in the emulation, compared with the definition in float64."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace

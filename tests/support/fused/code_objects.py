@@ -1,8 +1,6 @@
 """Code objects of AMD's compilers, as far as a runtime looks at them before it runs anything: the ELF header, and the
 metadata in MessagePack that LLVM's "User Guide for AMDGPU Backend" (Code Object Metadata) describes."""
 
-from __future__ import annotations
-
 import ctypes
 import struct
 from typing import Any

@@ -1,8 +1,6 @@
 """A card that is not here, NVIDIA's or AMD's: all of the fused route is real but the driver, for which a strict
 stand-in executes the launches in the emulation."""
 
-from __future__ import annotations
-
 import functools
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping

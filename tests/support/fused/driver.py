@@ -6,8 +6,6 @@ block, registers or shared memory beyond the card's, a stream that nobody made, 
 than the machine code reads. Kernels are executed by whatever it is given, from the bytes that the driver would copy.
 """
 
-from __future__ import annotations
-
 import ctypes
 import functools
 import struct

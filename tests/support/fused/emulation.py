@@ -1,7 +1,5 @@
 """Runs the launches of the fused route on a CPU: the very CUDA source, built with g++ behind ``emulator``."""
 
-from __future__ import annotations
-
 import ctypes
 import functools
 import hashlib

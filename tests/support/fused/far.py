@@ -1,7 +1,5 @@
 """Tensors that reach over more memory than there is: address space, of which only the touched pages exist."""
 
-from __future__ import annotations
-
 import mmap
 import sys
 

@@ -7,8 +7,6 @@ that nobody made, an argument buffer of another size than the code object reads,
 Kernels are executed by whatever it is given, from the bytes that the runtime would copy.
 """
 
-from __future__ import annotations
-
 import ctypes
 import struct
 from collections.abc import Callable, Sequence

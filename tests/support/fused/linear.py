@@ -1,7 +1,5 @@
 """The linear layer in 8-bit integers by its definition, on a CPU."""
 
-from __future__ import annotations
-
 from torch import Tensor
 
 from pascal_attn_core.fused.launch.linear import LinearCall

@@ -1,7 +1,5 @@
 """Modes of torch in which a user may call."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 

@@ -1,7 +1,5 @@
 """Sequences of different lengths in one call: what the answer is."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Children that try kernels, without torch: for what only the parent decides."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -4,8 +4,6 @@
 what they mean, worked out without the package under test: which keys are allowed, and what is added to their scores.
 """
 
-from __future__ import annotations
-
 import math
 import random
 from collections.abc import Callable, Sequence

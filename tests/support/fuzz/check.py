@@ -1,7 +1,5 @@
 """One random call against the float64 oracle: output, lse, gradients, and that nothing else has changed."""
 
-from __future__ import annotations
-
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

@@ -9,8 +9,6 @@ Shapes: ``*B`` leading dimensions, H query heads, L query tokens, S key tokens, 
 argument is float64 and expanded to ``[*B, H, ...]``.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from typing import NamedTuple

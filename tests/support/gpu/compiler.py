@@ -1,7 +1,5 @@
 """In place of NVRTC, for any geometry: a cubin without machine code, and a log as ptxas writes it."""
 
-from __future__ import annotations
-
 from pascal_attn_core.fused.code.source import DTYPES, KINDS, MASKS, Geometry, Variant, source
 from pascal_attn_core.fused.code.source import AnyGeometry as Tiles
 from pascal_attn_core.fused.geometry.gradient import GradientGeometry

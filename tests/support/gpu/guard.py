@@ -1,7 +1,5 @@
 """Processes whose torch has been told in C++ that there are cards: a library that must be loaded before torch."""
 
-from __future__ import annotations
-
 import functools
 import hashlib
 import os

@@ -1,8 +1,6 @@
 """A torch that believes it has a GPU of Apple's or of Intel's, without float64, as :mod:`.cards` makes it believe in
 those of NVIDIA's and AMD's. Apple's multiplies as :mod:`..mps` does."""
 
-from __future__ import annotations
-
 import ctypes
 from types import SimpleNamespace
 from typing import Any

@@ -5,8 +5,6 @@ with the exit status. By the second argument ``cpu`` the CPU is the card of the 
 the kernels run; by ``cuda`` torch believes in a card in all of them (:mod:`.cards`).
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

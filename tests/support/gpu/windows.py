@@ -1,8 +1,6 @@
 """The rules of Windows on Linux, for a process that believes in cards: what the package asks of the system there, and
 what Windows would refuse. Paths keep their slashes, and processes start as Linux starts them."""
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import os

@@ -1,7 +1,5 @@
 """Several processes that talk by torch.distributed, forked from one that has imported what they need."""
 
-from __future__ import annotations
-
 import datetime
 import os
 import tempfile

@@ -1,7 +1,5 @@
 """``pascal-attn bench --linear``: the layers, the figures, and what it refuses."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """``pascal-attn run``: other people's programs, unchanged."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """These tests check what `pascal-attn second-card` and `info` say of several cards, and docs/several-cards.md."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 

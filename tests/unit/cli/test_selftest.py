@@ -1,7 +1,5 @@
 """``pascal-attn selftest``: it finds what is wrong, goes on after it, keeps its time, and says what to use."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import threading

@@ -1,7 +1,5 @@
 """Which route a call takes, and that it says so; arguments that are checked once."""
 
-from __future__ import annotations
-
 import itertools
 import logging
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Attention layers with projections, by the names of FlashTile."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

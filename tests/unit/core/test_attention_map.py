@@ -1,7 +1,5 @@
 """Softmax rows to look at, and what a causal rule or window saves."""
 
-from __future__ import annotations
-
 import importlib
 import importlib.util
 

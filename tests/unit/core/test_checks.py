@@ -1,7 +1,5 @@
 """The common questions: what is right, is it right, which rows show it, and was memory short."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """The names and layouts of pascal-attn 0.1.0."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from attn_support.fresh import run

@@ -1,7 +1,5 @@
 """AttentionConfig: every choice checked once, from arguments, environment and tokens."""
 
-from __future__ import annotations
-
 import dataclasses
 import logging
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Documents and the site made of them: links lead somewhere, commands exist, every public name is in the reference."""
 
-from __future__ import annotations
-
 import argparse
 import importlib
 import re

@@ -1,7 +1,5 @@
 """The functions ``patch_*``: which part of a pipeline each finds, what its report says, and what it refuses."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

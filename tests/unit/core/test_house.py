@@ -1,7 +1,5 @@
 """Importing the package does nothing to anybody; the names in ``public_names.txt`` may be imported for good."""
 
-from __future__ import annotations
-
 import ast
 import importlib
 import importlib.util

@@ -1,7 +1,5 @@
 """Who may import whom: read from every module of the core and of the nodes, imports inside functions included."""
 
-from __future__ import annotations
-
 import ast
 import graphlib
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """LazyMask: what its rule returns is checked at every tile, on every route; rules in compiled graphs."""
 
-from __future__ import annotations
-
 import pickle
 import sys
 

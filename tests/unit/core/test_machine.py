@@ -1,7 +1,5 @@
 """These tests check what is known of a device without a driver, of a card of AMD's by its topology, and of wheels."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import shutil

@@ -1,7 +1,5 @@
 """These tests check what ran and why, a function between the blocks, and PeakMemory by the allocator's own trace."""
 
-from __future__ import annotations
-
 import gc
 import sys
 import threading

@@ -1,7 +1,5 @@
 """The whole package on GPUs of Apple's and Intel's that are not here, which have no float64 (``attn_support.gpu``)."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

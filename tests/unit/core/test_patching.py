@@ -1,7 +1,5 @@
 """One reversible change to a host; the one mode, binder and mark by which calls of torch's SDPA are intercepted."""
 
-from __future__ import annotations
-
 import logging
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any

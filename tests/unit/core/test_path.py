@@ -1,7 +1,5 @@
 """tools/path.py counts what it says, and the way of a call stays short; tools/attention_share.py counts products."""
 
-from __future__ import annotations
-
 from itertools import groupby
 
 import pytest

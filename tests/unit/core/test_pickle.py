@@ -1,7 +1,5 @@
 """These tests pickle what users hold: torch's function under the switch, errors, configs, reports."""
 
-from __future__ import annotations
-
 import copy
 import importlib
 import inspect

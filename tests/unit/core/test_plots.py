@@ -1,7 +1,5 @@
 """Pictures of attention, and the tiles that they show."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

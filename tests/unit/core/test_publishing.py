@@ -1,7 +1,5 @@
 """These tests check wheel, sdist, what the registry reads (``[tool.comfy]``, ``.comfyignore``), and what pip does."""
 
-from __future__ import annotations
-
 import base64
 import json
 import re

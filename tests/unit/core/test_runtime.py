@@ -1,7 +1,5 @@
 """All that is known of a device is one object, replaceable; files of several processes are whole or as before."""
 
-from __future__ import annotations
-
 import logging
 import os
 import sys

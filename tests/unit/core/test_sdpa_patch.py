@@ -1,7 +1,5 @@
 """The process-wide switch: who is served, how it goes away, what the environment says; other machinery under it."""
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import sys

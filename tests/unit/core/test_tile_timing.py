@@ -1,7 +1,5 @@
 """On a CPU tiles are timed against torch's kernel once per kind of call, and the result decides."""
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """The route tiled when the device runs out of memory, and what it remembers."""
 
-from __future__ import annotations
-
 import itertools
 import logging
 

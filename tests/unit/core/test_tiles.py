@@ -1,7 +1,5 @@
 """Tile shapes from facts made by hand: any card on a laptop. Bands and masks, tile by tile, against the full matrix."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest

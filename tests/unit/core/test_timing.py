@@ -1,7 +1,5 @@
 """Which of two kernels is faster is timed once per kind of call, and stored."""
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Callable

@@ -1,8 +1,6 @@
 """The rewrites that make a call acceptable to torch's kernel, run on a CPU: only torch's own answer to "is there a
 fused kernel for this?" is replaced by that of an older card."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

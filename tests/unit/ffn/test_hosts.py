@@ -1,7 +1,5 @@
 """A host's additions to modules are recognised by what its package has registered, and by nothing in the core."""
 
-from __future__ import annotations
-
 import ast
 import re
 from collections.abc import Iterator

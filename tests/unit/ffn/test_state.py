@@ -1,7 +1,5 @@
 """A trial of a feed-forward module leaves nothing behind, and what changes after it is seen."""
 
-from __future__ import annotations
-
 import array
 import functools
 import gc

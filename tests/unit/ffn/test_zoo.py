@@ -1,7 +1,5 @@
 """No module that mixes tokens, keeps state or draws random numbers is ever run in slices."""
 
-from __future__ import annotations
-
 import copy
 import random
 import warnings

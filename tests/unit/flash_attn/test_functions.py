@@ -1,7 +1,5 @@
 """flash-attn's functions for one length against plain float64 attention: flags, layouts, gradients."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """These tests import what real programs import after ``install_as_flash_attn()``; nothing is left behind."""
 
-from __future__ import annotations
-
 import json
 
 from attn_support.fresh import run

@@ -1,7 +1,5 @@
 """``import flash_attn`` finds ours, says so, and forgets it again. In processes of their own: imports are for good."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

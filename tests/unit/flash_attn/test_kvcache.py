@@ -1,7 +1,5 @@
 """flash_attn_with_kvcache against plain float64 attention over caches that are written out by hand."""
 
-from __future__ import annotations
-
 import functools
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Activations, linear layers, MLPs, blocks and embeddings against plain torch; what their checkpoints are called."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """flash-attn's cross entropy against its definition in float64."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

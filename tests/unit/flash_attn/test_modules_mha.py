@@ -1,7 +1,5 @@
 """flash-attn's attention modules against plain attention; generation with a cache against generation without."""
 
-from __future__ import annotations
-
 import math
 from types import SimpleNamespace
 from typing import Any

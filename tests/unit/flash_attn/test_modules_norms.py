@@ -1,7 +1,5 @@
 """flash-attn's norms against their definition in float64: forward, gradients, masks, the order of results."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

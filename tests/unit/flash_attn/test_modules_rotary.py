@@ -1,7 +1,5 @@
 """Rotary embedding against complex multiplication in float64: forward, gradients, in place, offsets, packed."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """flash-attn 1's and 3's names against plain attention, packing helpers, and the kind of error that programs expect."""
 
-from __future__ import annotations
-
 import pickle
 from typing import Any
 

@@ -1,7 +1,5 @@
 """flash-attn's functions without autograd: results, gradients from a given (out, lse), the names programs import."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """flash-attention-turing's module, and gradients from given results."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from attn_support.flash_attn.oracle import F64, rand

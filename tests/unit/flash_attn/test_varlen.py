@@ -1,7 +1,5 @@
 """flash-attn's functions for sequences of many lengths: each is as if alone, nothing is padded, and packing helps."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from typing import Any

@@ -1,8 +1,6 @@
 """The kernels for AMD's cards as clang compiles them, without a GPU: no scratch, the registers of the table, metadata
 that fits what the host passes. Where clang or HIPRTC are missing, what they would be asked is left out."""
 
-from __future__ import annotations
-
 import ctypes
 import itertools
 import random

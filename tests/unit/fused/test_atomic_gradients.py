@@ -1,8 +1,6 @@
 """A call is planned once, whichever pass uses the plan; and when one kernel computes all gradients: only where it is
 asked for by name, and never against torch's wish for gradients that are the same in every run."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any

@@ -1,7 +1,5 @@
 """A failing driver leaves the call to another route or ends it."""
 
-from __future__ import annotations
-
 import ctypes
 import logging
 import pickle

@@ -4,8 +4,6 @@ Where the elements of a fragment lie is written here as in the PTX ISA, per lane
 other way round, and neither reads the other.
 """
 
-from __future__ import annotations
-
 import ctypes
 from collections.abc import Callable
 

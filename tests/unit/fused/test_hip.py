@@ -1,8 +1,6 @@
 """AMD cards behind a strict stand-in for the HIP runtime: which calls are taken and what is launched; which of the code
 objects that ship a card takes, and what is compiled for it, by the real HIPRTC where it is installed."""
 
-from __future__ import annotations
-
 import ctypes
 import json
 import lzma

@@ -1,8 +1,6 @@
 """Where kernels come from and how they are launched. A real driver cannot exist here: a library with its functions,
 built with g++, stands in for it (``attn_support.fused.driver``)."""
 
-from __future__ import annotations
-
 import logging
 import re
 import threading

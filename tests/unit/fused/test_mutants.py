@@ -1,7 +1,5 @@
 """The list of mistakes that ``tools/mutants.py`` makes fits the code."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """How many blocks of each kernel a multiprocessor holds, by the registers and the shared memory that ptxas reports."""
 
-from __future__ import annotations
-
 import functools
 from typing import NamedTuple
 

@@ -1,8 +1,6 @@
 """The whole package on cards that are not here: all of it runs as on a card, with torch's real device threads, its
 current devices and streams, and kernels in the emulation (``attn_support.gpu``)."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

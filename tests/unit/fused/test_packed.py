@@ -1,7 +1,5 @@
 """Which packed sequences of different lengths go to the fused kernel at once, and in which launches."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any

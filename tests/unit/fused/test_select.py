@@ -1,7 +1,5 @@
 """Which calls the fused kernels take, and how a call becomes launches."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -5,8 +5,6 @@ compiled, unless ``build/`` has what they compile to, more and others every day 
 against the table.
 """
 
-from __future__ import annotations
-
 import random
 import re
 import shutil

@@ -1,7 +1,5 @@
 """Which blocks a launch has whose tiles are distributed evenly, from sizes alone."""
 
-from __future__ import annotations
-
 import random
 from typing import Any
 

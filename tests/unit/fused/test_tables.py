@@ -1,7 +1,5 @@
 """The tables of tile sizes as they are read from their files."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

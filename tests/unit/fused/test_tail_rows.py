@@ -1,7 +1,5 @@
 """Which rows of a call on AMD's cards have their keys cut, and the launches that this becomes."""
 
-from __future__ import annotations
-
 import itertools
 from typing import Any
 

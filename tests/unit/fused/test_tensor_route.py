@@ -1,7 +1,5 @@
 """When ``auto`` takes the tensor cores: where a timing on the card says so, and nowhere else."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 from collections.abc import Callable

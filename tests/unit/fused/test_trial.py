@@ -1,8 +1,6 @@
 """The first run of the kernels in a process of its own: real child processes whose kernels are right, wrong, fault and
 hang."""
 
-from __future__ import annotations
-
 import json
 import logging
 import subprocess

@@ -1,7 +1,5 @@
 """The formats of GGUF files against the package ``gguf``, and the weights of a layer in slices."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

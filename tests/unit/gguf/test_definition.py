@@ -1,7 +1,5 @@
 """The product with rows of x in 8 bits by its definition: whole numbers are exact, everything else is nearly so."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,8 +1,6 @@
 """patch_attention_int8: which layers, how they decide, what they measure, and that nothing is left behind. On a CPU 8
 bits are computed by the operators that define them."""
 
-from __future__ import annotations
-
 import copy
 import logging
 import pickle

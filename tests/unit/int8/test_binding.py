@@ -1,7 +1,5 @@
 """Int8Binding: attached and detached again and again, on plain modules."""
 
-from __future__ import annotations
-
 import copy
 import gc
 import weakref

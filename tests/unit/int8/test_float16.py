@@ -1,7 +1,5 @@
 """Linear layers of a float32 model in float16: no row overflows, and what must not be touched is not."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest

@@ -1,7 +1,5 @@
 """patch_linear_int8: which layers, how they decide, what hosts do to their weights, and that nothing is lost."""
 
-from __future__ import annotations
-
 import copy
 import io
 import logging

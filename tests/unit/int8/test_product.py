@@ -1,7 +1,5 @@
 """The linear layer in 8 bits: integers exactly, the rest to the last bit, gradients, graphs and memory."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.nn.functional as F

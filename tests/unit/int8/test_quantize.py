@@ -1,7 +1,5 @@
 """Rows in 8 bits: against the definition, written out."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """The error that is promised stays the error: a layer in 8 bits is measured again while it runs."""
 
-from __future__ import annotations
-
 import itertools
 import logging
 

@@ -1,7 +1,5 @@
 """The ComfyUI pack's engine and its record of runs, without ComfyUI."""
 
-from __future__ import annotations
-
 import functools
 import sys
 import threading

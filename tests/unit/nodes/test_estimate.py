@@ -1,7 +1,5 @@
 """Pascal Memory Estimate without ComfyUI: following a model without its numbers, and what becomes of what was found."""
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Any
 

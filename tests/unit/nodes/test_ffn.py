@@ -1,7 +1,5 @@
 """Feed-forward chunking that a host takes off and puts back, and layers that bring their weights in each call."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import gc

@@ -1,7 +1,5 @@
 """The switch that lets other packs import flash_attn, sageattention and xformers, without ComfyUI."""
 
-from __future__ import annotations
-
 import importlib
 import importlib.util
 import sys

@@ -1,7 +1,5 @@
 """The node Pascal Int8 Linear and what stands behind it, without ComfyUI; with it: tests/host/comfyui."""
 
-from __future__ import annotations
-
 import functools
 import gc
 import importlib

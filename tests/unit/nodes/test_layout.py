@@ -1,7 +1,5 @@
 """The ComfyUI pack's layout adapter, without ComfyUI: every way in which its models call attention."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """The ComfyUI pack's attention override and the scope around a model call, without ComfyUI."""
 
-from __future__ import annotations
-
 import functools
 import sys
 import threading

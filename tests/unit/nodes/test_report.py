@@ -1,7 +1,5 @@
 """The report's text, for runs made by hand."""
 
-from __future__ import annotations
-
 import gc
 import math
 import weakref

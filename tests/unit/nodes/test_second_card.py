@@ -1,7 +1,5 @@
 """Pascal Second Card without ComfyUI: what the engine shares and reports, and which card is taken."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The surroundings that the ComfyUI pack reads: a prompt's graph, earlier patches, a model's code. Without ComfyUI."""
 
-from __future__ import annotations
-
 import sys
 from types import ModuleType, SimpleNamespace
 from typing import Any

@@ -1,7 +1,5 @@
 """Pascal Tile Size without ComfyUI: the plan in words, the measurement, the file."""
 
-from __future__ import annotations
-
 import json
 import math
 import sys

@@ -1,7 +1,5 @@
 """Replacements of attention in the modules of VAEs and text encoders, without ComfyUI."""
 
-from __future__ import annotations
-
 import sys
 import types
 from typing import Any

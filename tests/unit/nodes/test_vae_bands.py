@@ -1,7 +1,5 @@
 """Decoding and encoding of a VAE in bands, as the node puts it between ComfyUI and a network, without ComfyUI."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The example workflows: what can be said of their files without ComfyUI."""
 
-from __future__ import annotations
-
 import itertools
 import re
 from typing import Any

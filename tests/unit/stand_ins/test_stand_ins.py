@@ -1,7 +1,5 @@
 """Beside attention in xformers' stand-in, wrong arguments, torch.compile; imports that find ours and forget it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

@@ -1,8 +1,6 @@
 """The model of a compute unit on events that are written here, where each limit can be worked out by hand, and on
 shipped kernels."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

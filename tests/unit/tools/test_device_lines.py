@@ -1,7 +1,5 @@
 """The list of lines that only run on a card."""
 
-from __future__ import annotations
-
 from collections import Counter
 from pathlib import Path
 

@@ -1,8 +1,6 @@
 """The frame of ``python -m tools.gpu``: which parts are run, what stops them, what is written. Its parts here are small
 processes; ``test_gpu_whole.py`` runs the real ones."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import io

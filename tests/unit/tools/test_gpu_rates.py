@@ -1,7 +1,5 @@
 """The rates of multiplications: what is launched, and that the machine code has what is to be measured."""
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """The sweep over geometries, with the strict stand-in for the driver in place of the card."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import replace

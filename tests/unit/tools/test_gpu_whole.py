@@ -1,8 +1,6 @@
 """``python -m tools.gpu`` as a whole on a CPU, with the strict stand-in for the driver in place of the card: every part
 is really run, at a tiny size."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

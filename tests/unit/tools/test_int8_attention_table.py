@@ -1,7 +1,5 @@
 """The errors of attention in 8 bits that the documentation promises."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """tools/peers.py: other projects' attention runs in the benchmark, and leaves torch's function alone."""
 
-from __future__ import annotations
-
 import pytest
 from attn_support import fresh
 

@@ -1,7 +1,5 @@
 """The model of a multiprocessor on machine code that is written here, where each limit can be worked out by hand."""
 
-from __future__ import annotations
-
 import struct
 
 import pytest

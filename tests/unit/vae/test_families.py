@@ -1,7 +1,5 @@
 """Every autoencoder of diffusers in bands, as docs/vae-families.md says."""
 
-from __future__ import annotations
-
 import math
 from functools import cache
 

@@ -1,7 +1,5 @@
 """Each operator on a banded tensor against torch's own, in bands of every size."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import reduce
 

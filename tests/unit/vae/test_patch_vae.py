@@ -1,7 +1,5 @@
 """patch_vae on real VAEs of diffusers at a tiny size: what it leaves, what it says, what it does when things fail."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 from typing import Any

@@ -4,8 +4,6 @@ A file of checks (``comfy_vae_checks``) runs inside the host; the test file in f
 the outcome of each.
 """
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import importlib

@@ -3,8 +3,6 @@
 ``COMFYUI_PATH`` and ``TINY_MODELS`` name the host and the tiny models; command-line arguments are ComfyUI's.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import gc

@@ -1,7 +1,5 @@
 """Tiny files in the formats that other packs load. Imported by the host's interpreter only."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import safetensors.torch

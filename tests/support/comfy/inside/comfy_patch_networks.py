@@ -1,7 +1,5 @@
 """Tiny networks of ``comfy/ldm`` whose attention calls pass the override by, inside the host."""
 
-from __future__ import annotations
-
 import dataclasses
 import importlib
 

@@ -5,8 +5,6 @@
 Writes OUT/<folder>/<name>.safetensors, and OUT/manifest.json: {name: {"file": ...}} or {name: {"skip": reason}}.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import os

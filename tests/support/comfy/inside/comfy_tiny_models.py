@@ -5,8 +5,6 @@ one gets it; an older host that has a width written into its code gets the publi
 Widths that look odd (768, 2048, 4096, 3584) are what the host recognises the family by.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import importlib
