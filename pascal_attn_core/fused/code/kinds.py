@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from typing import NamedTuple
 
-from ..geometry.amd import RANGES
+from ..geometry.amd import RANGES, WMMA_KINDS
 from ..geometry.tensor import MOST_PIECES
 from . import gguf_source, linear_source
 
@@ -36,7 +36,11 @@ _ON_LANES = ("base.cuh", "band.cuh", "sequence.cuh", "warp.cuh")
 
 
 def _tensor_kinds(
-    name: str, fragments: tuple[str, ...], least: tuple[int, int], below: tuple[int, int]
+    name: str,
+    fragments: tuple[str, ...],
+    least: tuple[int, int],
+    below: tuple[int, int],
+    on_lanes: tuple[str, ...] = _ON_LANES,
 ) -> dict[str, Kind]:
     """Whole calls, also with keys cut so that they fill the card, packed sequences, and few query rows, on the tensor
     cores of one generation."""
@@ -46,7 +50,7 @@ def _tensor_kinds(
         macros = {"PA_PACKED": int(packed), "PA_SPLIT": int(small), "PA_FORWARD_NAME": function}
         if even:
             macros |= {"PA_EVEN": 1, "MOST_PIECES": MOST_PIECES}
-        files = (*_ON_LANES, "tensor_lanes.cuh", "tensor_call.cuh", "tensor_tiles.cuh", *fragments, "mask_bits.cuh",
+        files = (*on_lanes, "tensor_lanes.cuh", "tensor_call.cuh", "tensor_tiles.cuh", *fragments, "mask_bits.cuh",
                  "tensor_masks.cuh", *(("tensor_even.cuh",) if even else ()), "tensor_forward.cu",
                  *(("combine.cuh",) if small else ()))  # fmt: skip
         combine = f"pa_{name}_combine"
@@ -124,3 +128,5 @@ TABLE[gguf_source.KIND] = Kind(gguf_source.FILES, {}, tuple(gguf_source.KERNELS.
 TABLE[gguf_source.LINEAR_KIND] = Kind(gguf_source.LINEAR_FILES, {}, (), least=linear_source.LEAST_CAPABILITY)
 ALL_KINDS = tuple(TABLE)
 TABLE[RANGES] = _forward("pa_forward_ranges", "pa_combine", PA_RANGES=1)
+_WMMA = _tensor_kinds("wmma", ("wmma.cuh",), (0, 0), (0, 0), (*_ON_LANES[:-1], "wave.cuh"))
+TABLE |= {kind: _WMMA[kind] for kind in WMMA_KINDS}

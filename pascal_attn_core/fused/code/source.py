@@ -82,7 +82,7 @@ class Variant(Compilation):
 
     @functools.cached_property
     def geometry(self) -> AnyGeometry:
-        if self.arch:
+        if self.arch and not self.on_tensor_cores:
             at = self.arch, self.kind, self.head_dim, self.dtype, self.mask
             return amd_geometry.amd_geometry(*at, padded=self.padded)
         if self.on_tensor_cores and self.is_gradient:
@@ -191,6 +191,9 @@ class Variant(Compilation):
         }
         if self.arch:
             found["PA_WAVE"] = amd_geometry.wave_size(self.arch)
+            if isinstance(geometry, TensorGeometry):
+                found |= {"PA_AMD": 1, "PA_WMMA": amd_geometry.wmma(self.arch), "PA_TX": 32, "PA_TY": geometry.warps}
+                found["PA_WAVES"] = geometry.blocks * geometry.warps // 4
         if isinstance(geometry, Geometry):
             return {**found, "PA_FLUSH": self.flush_tiles}
         return {**found, "PA_DYNAMIC": int(self.dynamic_bytes > 0)}

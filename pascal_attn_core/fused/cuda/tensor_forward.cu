@@ -36,11 +36,11 @@ INLINE float prob_of(float s, float scale_log2, float row_max) {
 
 // The sum, and the largest, of what the lanes of a row have.
 INLINE float row_total(float x) {
-    FOR(bit, 3) if (ROW_LANES >> bit & 1) x += __shfl_xor_sync(FULL_WARP, x, 1 << bit);
+    FOR(bit, 5) if (ROW_LANES >> bit & 1) x += __shfl_xor_sync(FULL_WARP, x, 1 << bit);
     return x;
 }
 INLINE float row_largest(float x) {
-    FOR(bit, 3) if (ROW_LANES >> bit & 1) x = fmaxf(x, __shfl_xor_sync(FULL_WARP, x, 1 << bit));
+    FOR(bit, 5) if (ROW_LANES >> bit & 1) x = fmaxf(x, __shfl_xor_sync(FULL_WARP, x, 1 << bit));
     return x;
 }
 

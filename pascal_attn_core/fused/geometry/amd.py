@@ -89,6 +89,12 @@ def has_dots(arch: str) -> bool:
     return base(arch) in _HAVE_DOTS
 
 
+def wmma(arch: str) -> int:
+    """The generation of its instructions for products of matrices, 11 or 12; 0: it has none."""
+    name = compile_target(arch)
+    return int(name[3:5]) if name.startswith(("gfx11", "gfx12")) else 0
+
+
 def wave_size(arch: str) -> int:
     """Lanes that execute together."""
     return 64 if target(arch).startswith("gfx9") else 32
@@ -143,6 +149,7 @@ TABLES = {
     "gfx1102": _tables("rdna"),
 }
 KINDS = ("forward", "split", "grad_query", "grad_key_value", "capped", "capped_split", "int8")
+WMMA_KINDS = ("wmma", "wmma_packed", "wmma_small")  # on the matrix units of gfx11 and gfx12: see tensor.txt
 RANGES = "ranges"  # a kind of AMD's alone: keys in ranges at the tiles of "forward", see tail_rows.py
 RANGES_HEAD_DIMS = (40, 64, 80, 96, 128)
 

@@ -49,7 +49,7 @@ _PARAMS = {
     "pa_gguf.*": "GgufExpand",
     "pa_.*even.*": "TensorEven",
     "pa_(tensor|volta)_(grad.*|delta)|pa_gradient_bits": "TensorBackward",
-    "pa_(tensor|volta).*|pa_mask_bits": "TensorForward",
+    "pa_(tensor|volta|wmma).*|pa_mask_bits": "TensorForward",
     "pa_(grad_all|round_query)": "AllGradients",
     "pa_(delta|grad.*)": "Backward",
     "pa_.*": "Forward",

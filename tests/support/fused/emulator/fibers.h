@@ -57,6 +57,7 @@ void ldmatrix(uint32_t* r, uint32_t address, int blocks, bool is_transposed);
 void count_passes_of_16(uint32_t address);
 void mma_m16n8k8(float* c, const uint32_t* a, uint32_t b);
 void mma_m8n8k4(float* c, uint32_t a0, uint32_t a1, uint32_t b0, uint32_t b1, bool a_by_rows, bool b_by_rows);
+void wmma(float* c, const uint32_t* a, const uint32_t* b, int generation, bool is_bfloat);
 
 // A kernel of this library; null if it has none of this name.
 void (*body_of(const char* kernel))(void*);

@@ -75,7 +75,7 @@ struct Wave {
 };
 struct Group { uint32_t waiting = 0, generation = 0; };  // threads that meet at a barrier
 struct Hand {           // of a lane in a meeting of its warp, see warp.cpp
-    uint32_t word[6];   // what it lays down
+    uint32_t word[16];  // what it lays down
     uint32_t row[4];    // ldmatrix: the 16 bytes at its address
     float sum[8];       // mma: its share of the product
 };

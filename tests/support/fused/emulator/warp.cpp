@@ -146,6 +146,46 @@ void mma_m8n8k4(float* c, uint32_t a0, uint32_t a1, uint32_t b0, uint32_t b1, bo
     });
     memcpy(c, all[current % 32].sum, 8 * sizeof *c);
 }
+
+void wmma(float* c, const uint32_t* a, const uint32_t* b, int generation, bool is_bfloat) {
+    const int words = generation == 11 ? 8 : 4;
+    const auto lay = [=](Hand& mine) {
+        memcpy(mine.word, a, words * sizeof *a);
+        memcpy(mine.word + 8, b, words * sizeof *b);
+        memcpy(mine.sum, c, sizeof mine.sum);
+    };
+    const Hand* all = meet_with(lay, [=](Hand* hand) {
+        float A[16][16], B[16][16];  // B[column][k]
+        double sums[16][16];
+        const auto number = [=](uint32_t word, int i) {
+            const uint16_t bits = (uint16_t)(word >> 16 * i);
+            const uint32_t as_float = (uint32_t)bits << 16;
+            _Float16 half;
+            float wide;
+            memcpy(&half, &bits, 2);
+            memcpy(&wide, &as_float, 4);
+            return is_bfloat ? wide : (float)half;
+        };
+        const auto row_of = [=](int lane, int i) { return generation == 11 ? 2 * i + lane / 16 : i + lane / 16 * 8; };
+        for (int lane = 0; lane < 32; ++lane) {
+            if (generation == 11 && lane >= 16)
+                for (int i = 0; i < 16; ++i)
+                    if (i % 8 < words && hand[lane].word[i] != hand[lane - 16].word[i]) abort();
+            for (int k = 0; k < 2 * words; ++k) {
+                const int at = k + (generation == 11 ? 0 : lane / 16 * 8);
+                A[lane % 16][at] = number(hand[lane].word[k / 2], k % 2);
+                B[lane % 16][at] = number(hand[lane].word[8 + k / 2], k % 2);
+            }
+            for (int i = 0; i < 8; ++i) sums[row_of(lane, i)][lane % 16] = hand[lane].sum[i];
+        }
+        for (int row = 0; row < 16; ++row)
+            for (int col = 0; col < 16; ++col)
+                for (int k = 0; k < 16; ++k) sums[row][col] += (double)A[row][k] * B[col][k];
+        for (int lane = 0; lane < 32; ++lane)
+            for (int i = 0; i < 8; ++i) hand[lane].sum[i] = (float)sums[row_of(lane, i)][lane % 16];
+    });
+    memcpy(c, all[current % 32].sum, 8 * sizeof *c);
+}
 }  // namespace emu
 
 // Since the library was loaded: 8 x 8 blocks that ldmatrix has read, and the passes of shared memory that they took.

@@ -38,6 +38,13 @@ static inline uint2 emu_load_8(uint32_t address) {
     return found;
 }
 
+static inline uint32_t emu_load_4(uint32_t address) {
+    if (address % 4 || address + 4 > (uint32_t)(__stop_shared_memory - __start_shared_memory)) abort();
+    uint32_t found;
+    memcpy(&found, __start_shared_memory + address, sizeof found);
+    return found;
+}
+
 // c += a b: 16 x 8 by 8 x 8.
 static inline void emu_mma_m16n8k8(float (&c)[4], const uint32_t (&a)[2], uint32_t b) { emu::mma_m16n8k8(c, a, b); }
 
@@ -46,6 +53,21 @@ static inline void emu_mma_m16n8k8(float (&c)[4], const uint32_t (&a)[2], uint32
 template <bool A_BY_ROWS, bool B_BY_ROWS>
 static inline void emu_mma_m8n8k4(float (&c)[8], uint32_t a0, uint32_t a1, uint32_t b0, uint32_t b1) {
     emu::mma_m8n8k4(c, a0, a1, b0, b1, A_BY_ROWS, B_BY_ROWS);
+}
+
+// c += a b of AMD's matrix instructions: 16 x 16 by 16 x 16, see wave.cuh. Both halves of a wave must have the same factors
+// on gfx11.
+template <int GENERATION, bool IS_BFLOAT, int N>
+static inline void emu_wmma(float (&c)[8], const uint32_t (&a)[N], const uint32_t (&b)[N]) {
+    static_assert(N == (GENERATION == 11 ? 8 : 4), "registers of a factor");
+    emu::wmma(c, a, b, GENERATION, IS_BFLOAT);
+}
+// v_perm_b32 for the numbers of bytes.
+static inline uint32_t emu_bytes(uint32_t high, uint32_t low, uint32_t which) {
+    const uint64_t both = low | (uint64_t)high << 32;
+    uint32_t r = 0;
+    for (int i = 0; i < 32; i += 8) r |= (uint32_t)(both >> 8 * (which >> i & 7) & 255) << i;
+    return r;
 }
 
 // Until this lane's counter is at least n, and those of the warp's other lanes. A loop that reads shared memory until it

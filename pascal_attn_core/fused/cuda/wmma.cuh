@@ -1,0 +1,124 @@
+// Rows, columns and products of a wave on AMD's matrix instructions: see wave.cuh. S is computed transposed, K times
+// Q^T, and so is the output: a lane has one query of each 16, of whose keys and sums the lane l ^ 16 has the other half;
+// maxima, sums and factors of a row need one exchange, and P is the right operand of the next product as it lies (gfx12),
+// or with what the other half of the wave has (gfx11). Rows of the left operand are taken in an order of their own
+// (place_of), such that a lane's keys and columns lie together in fours.
+#define ROWS PA_MT
+#define ROW_LANES 16    // bits of the lane's number that differ between the lanes of one row
+#define PER_8 4         // columns of a lane in a tile of 8
+#define COL_STEP(i) (i) // from the first of them
+#define OWN_BITS 0      // see KEY_OF_BIT
+
+#if NT8 % 2 || CHUNKS % 4
+#error "unsupported tile geometry"
+#endif
+
+struct Scores { float x[PA_MT][NT8 / 2][8]; };
+struct Probs { u32 x[PA_MT][NT8 / 2][FACTOR_WORDS]; };
+struct Sums { float x[PA_MT][CHUNKS / 4][2][8]; };  // of 32 columns: those of even numbers, and the others
+struct Left { int4 x[PA_MT]; };                     // one piece of Q's rows; on gfx12 every other one is empty
+
+INLINE float& score(Scores& s, int r, int n, int i) { return s.x[r][n / 2][n % 2 * 4 + i]; }
+INLINE float score(const Scores& s, int r, int n, int i) { return s.x[r][n / 2][n % 2 * 4 + i]; }
+INLINE float& sum_at(Sums& s, int r, int n, int i) { return s.x[r][n / 4][i % 2][n % 4 * 2 + i / 2]; }
+INLINE float sum_at(const Sums& s, int r, int n, int i) { return s.x[r][n / 4][i % 2][n % 4 * 2 + i / 2]; }
+
+INLINE int half_of(const Lane& t) { return t.lane / 16; }
+INLINE int row_in_warp(const Lane& t, int r) { return r * 16 + t.lane % 16; }
+INLINE int col_of(const Lane& t, int n, int i) { return n * 8 + half_of(t) * 4 + i; }
+INLINE int sum_column(const Lane& t, int n, int i) { return n * 8 + half_of(t) * 4 + i; }
+
+// Register i and half h of C that hold row m of the left operand.
+INLINE int register_of(int m) { return PA_WMMA == 11 ? m / 2 : m % 8; }
+INLINE int half_of_row(int m) { return PA_WMMA == 11 ? m % 2 : m / 8; }
+
+// Panels are handed on by their address; what a lane reads of them is computed where it is read.
+INLINE u32 left_address(const char* panel, int, const Lane&) { return shared_address(panel); }
+INLINE u32 right_address(const char* panel, const Lane&) { return shared_address(panel); }
+INLINE Lane this_lane() {
+    int tid = threadIdx.x;
+    OPAQUE(tid);
+    return lane_of(tid);
+}
+
+// Piece c of this lane's rows of Q. On gfx12 a lane has one of two neighbouring pieces.
+INLINE void load_left(Left& a, u32 panel, int n, int c) {
+    if (PA_WMMA == 12 && c % 2) return;
+    const Lane t = this_lane();
+    const int own = PA_WMMA == 12 ? half_of(t) : 0;
+    FOR(m, PA_MT) a.x[m] = load_shared(panel + piece_at(n, t.warp * PA_WR + m * 16 + t.lane % 16, c + own));
+}
+
+INLINE void factor_of(u32 (&f)[FACTOR_WORDS], const int4& low, const int4& high) {
+    f[0] = low.x; f[1] = low.y; f[2] = low.z; f[3] = low.w;
+#if PA_WMMA == 11
+    f[4] = high.x; f[5] = high.y; f[6] = high.z; f[7] = high.w;
+#endif
+}
+
+// S^T = K Q^T; the first `kept` pieces of Q are in registers, the others lie in shared memory.
+template <int kept>
+INLINE void product_rows(Scores& S, const Left (&Q)[kept > 0 ? kept : 1], u32 q_panel, u32 k_panel) {
+    const Lane t = this_lane();
+    const int i = register_of(t.lane % 16), own = PA_WMMA == 12 ? half_of(t) : 0;
+    const u32 key = i / 4 * 8 + half_of_row(t.lane % 16) * 4 + i % 4;
+    FOR(m, PA_MT) FOR(n, NT8 / 2) FOR(e, 8) S.x[m][n][e] = 0.f;
+    FOR(c, CHUNKS / 2) {
+        u32 q[PA_MT][FACTOR_WORDS];
+        Left low, high;
+        if (2 * c >= kept) {
+            load_left(low, q_panel, CHUNKS - kept, 2 * c - kept);
+            load_left(high, q_panel, CHUNKS - kept, 2 * c + 1 - kept);
+        }
+        FOR(m, PA_MT) {
+            if (2 * c < kept) factor_of(q[m], Q[2 * c < kept ? 2 * c : 0].x[m], Q[2 * c < kept ? 2 * c + 1 : 0].x[m]);
+            else factor_of(q[m], low.x[m], high.x[m]);
+        }
+        FOR(n, NT8 / 2) {
+            u32 k[FACTOR_WORDS];
+            const int4 first = load_shared(k_panel + piece_at(CHUNKS, n * 16 + key, 2 * c + own));
+            const int4 second = PA_WMMA == 11 ? load_shared(k_panel + piece_at(CHUNKS, n * 16 + key, 2 * c + 1)) : first;
+            factor_of(k, first, second);
+            FOR(m, PA_MT) multiply_add(S.x[m][n], k, q[m]);
+        }
+    }
+}
+
+// Probabilities of tile n to operands: on gfx11 in the order of the keys, in both halves of the wave.
+INLINE void to_operand(Probs& P, int n, const u32 (&pairs)[ROWS][PER_8 / 2], const Lane& t) {
+    FOR(r, ROWS) {
+#if PA_WMMA == 11
+        FOR(x, 2) {
+            const u32 other = float_to_bits(other_half(bits_to_float(pairs[r][x])));
+            P.x[r][n / 2][n % 2 * 4 + x] = half_of(t) ? other : pairs[r][x];
+            P.x[r][n / 2][n % 2 * 4 + 2 + x] = half_of(t) ? pairs[r][x] : other;
+        }
+#else
+        FOR(x, 2) P.x[r][n / 2][n % 2 * 2 + x] = pairs[r][x];
+#endif
+    }
+}
+
+// O^T += V^T P^T. A lane reads two neighbouring columns of V of each of its keys, which go to two products.
+INLINE void product_cols(Sums& O, const Probs& P, u32 v_panel) {
+    const Lane t = this_lane();
+    const int i = register_of(t.lane % 16);
+    const u32 pair = i / 2 * 4 + half_of_row(t.lane % 16) * 2 + i % 2;  // of 32 columns
+    FOR(n, NT8 / 2) FOR(c, CHUNKS / 4) {
+        u32 even[FACTOR_WORDS], odd[FACTOR_WORDS];
+        FOR(w, FACTOR_WORDS) {
+            u32 words[2];
+            FOR(j, 2) {
+                // gfx11: key 2 w + j; gfx12: as the probabilities lie, four of each eight
+                const u32 key = PA_WMMA == 11 ? 2 * w + j : w / 2 * 8 + half_of(t) * 4 + w % 2 * 2 + j;
+                words[j] = load_shared_word(v_panel + piece_at(CHUNKS, n * 16 + key, c * 4 + pair / 4) + pair % 4 * 4);
+            }
+            even[w] = bytes_of(words[1], words[0], 0x05040100u);
+            odd[w] = bytes_of(words[1], words[0], 0x07060302u);
+        }
+        FOR(m, PA_MT) {
+            multiply_add(O.x[m][c][0], even, P.x[m][n]);
+            multiply_add(O.x[m][c][1], odd, P.x[m][n]);
+        }
+    }
+}
