@@ -191,9 +191,8 @@ class Variant(Compilation):
         }
         if self.arch:
             found["PA_WAVE"] = amd_geometry.wave_size(self.arch)
-            if isinstance(geometry, TensorGeometry):
-                found |= {"PA_AMD": 1, "PA_WMMA": amd_geometry.wmma(self.arch), "PA_TX": 32, "PA_TY": geometry.warps}
-                found["PA_WAVES"] = geometry.blocks * geometry.warps // 4
+            if self.on_tensor_cores:
+                found["PA_WMMA"] = amd_geometry.wmma(self.arch)
         if isinstance(geometry, Geometry):
             return {**found, "PA_FLUSH": self.flush_tiles}
         return {**found, "PA_DYNAMIC": int(self.dynamic_bytes > 0)}

@@ -51,9 +51,14 @@ INLINE float tanh_of(float s, float tanh_scale) {
 // A panel has n 16-byte pieces of each of its rows. Eight neighbouring rows of one column of pieces must lie in eight
 // different bank groups: an odd n sees to that by itself; else pieces of a row change places, as far as n leaves rows in
 // the same group.
+#if PA_WMMA  // always an odd number of 16-byte pieces: addresses of pieces differ by numbers that instructions can hold
+#define PANEL_PITCH(n) (((n) | 1) * 16)
+INLINE u32 turned_by(int, u32) { return 0; }
+#else
 #define PANEL_PITCH(n) ((n) * 16)  // bytes of a row
 
 INLINE u32 turned_by(int n, u32 row) { return n % 8 == 0 ? row & 7 : n % 4 == 0 ? row >> 1 & 3 : n % 2 == 0 ? row >> 2 & 1 : 0; }
+#endif
 
 // Byte offset of a piece.
 INLINE u32 piece_at(int n, u32 row, u32 chunk) { return row * PANEL_PITCH(n) + (chunk ^ turned_by(n, row)) * 16; }

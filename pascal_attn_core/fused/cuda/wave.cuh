@@ -25,6 +25,10 @@ INLINE u32 load_shared_word(u32 at) { return emu_load_4(at); }
 INLINE void multiply_add(float (&c)[8], const u32 (&a)[FACTOR_WORDS], const u32 (&b)[FACTOR_WORDS]) {
     emu_wmma<PA_WMMA, PA_DTYPE == 2>(c, a, b);
 }
+INLINE void multiply_first(float (&c)[8], const u32 (&a)[FACTOR_WORDS], const u32 (&b)[FACTOR_WORDS]) {
+    FOR(i, 8) c[i] = 0.f;
+    multiply_add(c, a, b);
+}
 INLINE float other_half(float x) { return __shfl_xor_sync(FULL_WARP, x, 16); }
 INLINE u32 bytes_of(u32 high, u32 low, u32 which) { return emu_bytes(high, low, which); }
 INLINE float reciprocal(float x) { return 1.f / x; }
@@ -37,26 +41,29 @@ INLINE int4 load_shared(u32 at) {
 }
 INLINE u32 load_shared_word(u32 at) { return *(const SHARED u32*)at; }
 typedef float Eight __attribute__((ext_vector_type(8)));
+typedef u32 Words __attribute__((ext_vector_type(FACTOR_WORDS)));
+INLINE Words words_of(const u32 (&factor)[FACTOR_WORDS]) {
+    Words w;
+    FOR(i, FACTOR_WORDS) w[i] = factor[i];
+    return w;
+}
+// Not the compiler's functions: their vectors of halves it takes apart and puts together for each product.
 #if PA_DTYPE == 2
-typedef short Factor __attribute__((ext_vector_type(2 * FACTOR_WORDS)));
-#define WMMA(name) __builtin_amdgcn_wmma_f32_16x16x16_bf16_##name
+#define WMMA "v_wmma_f32_16x16x16_bf16 "
 #else
-typedef _Float16 Factor __attribute__((ext_vector_type(2 * FACTOR_WORDS)));
-#define WMMA(name) __builtin_amdgcn_wmma_f32_16x16x16_f16_##name
+#define WMMA "v_wmma_f32_16x16x16_f16 "
 #endif
 // c += a b
 INLINE void multiply_add(float (&c)[8], const u32 (&a)[FACTOR_WORDS], const u32 (&b)[FACTOR_WORDS]) {
-    typedef u32 Words __attribute__((ext_vector_type(FACTOR_WORDS)));
-    Words left, right;
     Eight sums;
-    FOR(i, FACTOR_WORDS) left[i] = a[i];
-    FOR(i, FACTOR_WORDS) right[i] = b[i];
     FOR(i, 8) sums[i] = c[i];
-#if PA_WMMA == 11
-    sums = WMMA(w32)(__builtin_bit_cast(Factor, left), __builtin_bit_cast(Factor, right), sums);
-#else
-    sums = WMMA(w32_gfx12)(__builtin_bit_cast(Factor, left), __builtin_bit_cast(Factor, right), sums);
-#endif
+    asm(WMMA "%0, %1, %2, %0" : "+v"(sums) : "v"(words_of(a)), "v"(words_of(b)));
+    FOR(i, 8) c[i] = sums[i];
+}
+// c = a b: needs no cleared c.
+INLINE void multiply_first(float (&c)[8], const u32 (&a)[FACTOR_WORDS], const u32 (&b)[FACTOR_WORDS]) {
+    Eight sums;
+    asm(WMMA "%0, %1, %2, 0" : "=&v"(sums) : "v"(words_of(a)), "v"(words_of(b)));
     FOR(i, 8) c[i] = sums[i];
 }
 // What lane l ^ 16 has.
@@ -83,6 +90,20 @@ INLINE u32 pack_shares(float low, float high) {
     return bytes_of(float_to_bits(high) + 0x8000u, float_to_bits(low) + 0x8000u, 0x07060302u);
 }
 #else
-INLINE u32 pack_halves(float low, float high) { return pair_of(low, high); }
-INLINE u32 pack_shares(float low, float high) { return pair_of(low, high); }
+INLINE u32 pack_halves(float low, float high) {
+#ifdef PA_CPU_EMU
+    return pair_of(low, high);
+#else
+    // Written as sums of products, each becomes one instruction, the second beside the first. Not by asm: on gfx11 the
+    // compiler must know who reads an exponential, which is not there yet for some instructions.
+    typedef _Float16 Pair __attribute__((ext_vector_type(2)));
+    float one = 1.f;
+    OPAQUE_UNIFORM(one);
+    Pair pair;
+    pair[0] = (_Float16)fmaf(low, one, 0.f);
+    pair[1] = (_Float16)fmaf(high, one, 0.f);
+    return __builtin_bit_cast(u32, pair);
+#endif
+}
+INLINE u32 pack_shares(float low, float high) { return pack_halves(low, high); }
 #endif

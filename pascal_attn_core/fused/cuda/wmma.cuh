@@ -23,30 +23,38 @@ INLINE float score(const Scores& s, int r, int n, int i) { return s.x[r][n / 2][
 INLINE float& sum_at(Sums& s, int r, int n, int i) { return s.x[r][n / 4][i % 2][n % 4 * 2 + i / 2]; }
 INLINE float sum_at(const Sums& s, int r, int n, int i) { return s.x[r][n / 4][i % 2][n % 4 * 2 + i / 2]; }
 
-INLINE int half_of(const Lane& t) { return t.lane / 16; }
-INLINE int row_in_warp(const Lane& t, int r) { return r * 16 + t.lane % 16; }
+INLINE int half_of(const Lane& t) { return t.lane >> 4; }
+INLINE int row_in_warp(const Lane& t, int r) { return r * 16 + (t.lane & 15); }
 INLINE int col_of(const Lane& t, int n, int i) { return n * 8 + half_of(t) * 4 + i; }
 INLINE int sum_column(const Lane& t, int n, int i) { return n * 8 + half_of(t) * 4 + i; }
 
-// Register i and half h of C that hold row m of the left operand.
-INLINE int register_of(int m) { return PA_WMMA == 11 ? m / 2 : m % 8; }
-INLINE int half_of_row(int m) { return PA_WMMA == 11 ? m % 2 : m / 8; }
+// A lane has row lane % 16 of the left operand. Of 16 keys: the one whose score goes to such a place of C that each half of
+// the wave gets every other four keys.
+INLINE u32 key_of(u32 lane) {
+    const u32 m = lane & 15;
+    return PA_WMMA == 11 ? (m & 8) | (m & 1) << 2 | m >> 1 & 3 : (m & 4) << 1 | m >> 1 & 4 | m & 3;
+}
+// Of 32 columns of V: the pair of neighbours, whose sums go to the same place of two C, alike.
+INLINE u32 pair_of_columns(u32 lane) {
+    const u32 m = lane & 15;
+    return PA_WMMA == 11 ? (m & 12) | (m & 1) << 1 | m >> 1 & 1 : (m & 6) << 1 | m >> 2 & 2 | m & 1;
+}
 
 // Panels are handed on by their address; what a lane reads of them is computed where it is read.
 INLINE u32 left_address(const char* panel, int, const Lane&) { return shared_address(panel); }
 INLINE u32 right_address(const char* panel, const Lane&) { return shared_address(panel); }
-INLINE Lane this_lane() {
-    int tid = threadIdx.x;
+INLINE u32 this_thread() {
+    u32 tid = threadIdx.x;
     OPAQUE(tid);
-    return lane_of(tid);
+    return tid;
 }
 
 // Piece c of this lane's rows of Q. On gfx12 a lane has one of two neighbouring pieces.
 INLINE void load_left(Left& a, u32 panel, int n, int c) {
     if (PA_WMMA == 12 && c % 2) return;
-    const Lane t = this_lane();
-    const int own = PA_WMMA == 12 ? half_of(t) : 0;
-    FOR(m, PA_MT) a.x[m] = load_shared(panel + piece_at(n, t.warp * PA_WR + m * 16 + t.lane % 16, c + own));
+    const u32 tid = this_thread(), own = PA_WMMA == 12 ? tid >> 4 & 1 : 0;
+    const u32 at = panel + piece_at(n, tid / 32 * PA_WR + (tid & 15), own);
+    FOR(m, PA_MT) a.x[m] = load_shared(at + piece_at(n, m * 16, c));
 }
 
 INLINE void factor_of(u32 (&f)[FACTOR_WORDS], const int4& low, const int4& high) {
@@ -59,10 +67,8 @@ INLINE void factor_of(u32 (&f)[FACTOR_WORDS], const int4& low, const int4& high)
 // S^T = K Q^T; the first `kept` pieces of Q are in registers, the others lie in shared memory.
 template <int kept>
 INLINE void product_rows(Scores& S, const Left (&Q)[kept > 0 ? kept : 1], u32 q_panel, u32 k_panel) {
-    const Lane t = this_lane();
-    const int i = register_of(t.lane % 16), own = PA_WMMA == 12 ? half_of(t) : 0;
-    const u32 key = i / 4 * 8 + half_of_row(t.lane % 16) * 4 + i % 4;
-    FOR(m, PA_MT) FOR(n, NT8 / 2) FOR(e, 8) S.x[m][n][e] = 0.f;
+    const u32 tid = this_thread();
+    k_panel += piece_at(CHUNKS, key_of(tid), PA_WMMA == 12 ? tid >> 4 & 1 : 0);
     FOR(c, CHUNKS / 2) {
         u32 q[PA_MT][FACTOR_WORDS];
         Left low, high;
@@ -76,10 +82,13 @@ INLINE void product_rows(Scores& S, const Left (&Q)[kept > 0 ? kept : 1], u32 q_
         }
         FOR(n, NT8 / 2) {
             u32 k[FACTOR_WORDS];
-            const int4 first = load_shared(k_panel + piece_at(CHUNKS, n * 16 + key, 2 * c + own));
-            const int4 second = PA_WMMA == 11 ? load_shared(k_panel + piece_at(CHUNKS, n * 16 + key, 2 * c + 1)) : first;
-            factor_of(k, first, second);
-            FOR(m, PA_MT) multiply_add(S.x[m][n], k, q[m]);
+            const u32 at = k_panel + piece_at(CHUNKS, n * 16, 2 * c);
+            const int4 first = load_shared(at);
+            factor_of(k, first, PA_WMMA == 11 ? load_shared(at + 16) : first);
+            FOR(m, PA_MT) {
+                if (c == 0) multiply_first(S.x[m][n], k, q[m]);
+                else multiply_add(S.x[m][n], k, q[m]);
+            }
         }
     }
 }
@@ -101,17 +110,16 @@ INLINE void to_operand(Probs& P, int n, const u32 (&pairs)[ROWS][PER_8 / 2], con
 
 // O^T += V^T P^T. A lane reads two neighbouring columns of V of each of its keys, which go to two products.
 INLINE void product_cols(Sums& O, const Probs& P, u32 v_panel) {
-    const Lane t = this_lane();
-    const int i = register_of(t.lane % 16);
-    const u32 pair = i / 2 * 4 + half_of_row(t.lane % 16) * 2 + i % 2;  // of 32 columns
+    const u32 tid = this_thread();
+    v_panel += pair_of_columns(tid) * 4 + (PA_WMMA == 12 ? piece_at(CHUNKS, (tid >> 4 & 1) * 4, 0) : 0);
     FOR(n, NT8 / 2) FOR(c, CHUNKS / 4) {
         u32 even[FACTOR_WORDS], odd[FACTOR_WORDS];
         FOR(w, FACTOR_WORDS) {
             u32 words[2];
             FOR(j, 2) {
                 // gfx11: key 2 w + j; gfx12: as the probabilities lie, four of each eight
-                const u32 key = PA_WMMA == 11 ? 2 * w + j : w / 2 * 8 + half_of(t) * 4 + w % 2 * 2 + j;
-                words[j] = load_shared_word(v_panel + piece_at(CHUNKS, n * 16 + key, c * 4 + pair / 4) + pair % 4 * 4);
+                const u32 key = PA_WMMA == 11 ? 2 * w + j : w / 2 * 8 + w % 2 * 2 + j;
+                words[j] = load_shared_word(v_panel + piece_at(CHUNKS, n * 16 + key, c * 4));
             }
             even[w] = bytes_of(words[1], words[0], 0x05040100u);
             odd[w] = bytes_of(words[1], words[0], 0x07060302u);

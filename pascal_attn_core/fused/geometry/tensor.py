@@ -50,8 +50,12 @@ class TensorGeometry(Tiles):
     def tile_bytes(self, head_dim: int) -> int:
         """SMEM_BYTES of ``tensor_tiles.cuh``."""
         chunks, kept = head_dim // 8, self._kept(head_dim)
-        moving = max(4 * self.cols * pitch(chunks), self.rows * pitch(min(kept, 8)))
-        return moving + (self.rows * pitch(chunks - kept) if kept < chunks else 0)
+        moving = max(4 * self.cols * self.pitch(chunks), self.rows * self.pitch(min(kept, 8)))
+        return moving + (self.rows * self.pitch(chunks - kept) if kept < chunks else 0)
+
+    def pitch(self, pieces: int) -> int:
+        """PANEL_PITCH of ``tensor_lanes.cuh``: bytes of a row of this many 16-byte pieces in shared memory."""
+        return pitch(pieces)
 
     def macros(self, head_dim: int) -> dict[str, object]:
         bounds: dict[str, object] = {"PA_BOUNDS": 1} if self.bounds else {}
@@ -61,14 +65,27 @@ class TensorGeometry(Tiles):
         return min(self.in_registers or head_dim // 8, head_dim // 8)
 
 
+class WmmaGeometry(TensorGeometry):
+    """On AMD's matrix units, whose waves are named warps here; ``blocks``: of a workgroup processor of four SIMDs."""
+
+    def pitch(self, pieces: int) -> int:
+        return pitch(pieces | 1)
+
+    def macros(self, head_dim: int) -> dict[str, object]:
+        own = {"PA_AMD": 1, "PA_TX": 32, "PA_TY": self.warps, "PA_WAVES": max(1, self.blocks * self.warps // 4)}
+        return {**super().macros(head_dim), **own}
+
+
 def pitch(pieces: int) -> int:
-    """PANEL_PITCH of ``tensor_lanes.cuh``: bytes of a row of this many 16-byte pieces in shared memory."""
+    """PANEL_PITCH of ``tensor_lanes.cuh`` on NVIDIA's cards."""
     return 16 * pieces
 
 
 TENSOR_TABLES = read_tables("tensor", TensorGeometry)
+WMMA_TABLES = read_tables("wmma", WmmaGeometry)
 TENSOR_HEAD_DIMS = tuple(TENSOR_TABLES["tensor"])
 VOLTA_HEAD_DIMS = tuple(TENSOR_TABLES["volta"])
+WMMA_HEAD_DIMS = tuple(WMMA_TABLES["wmma"])
 FLOAT_MASK_HEAD_DIM = 128  # up to which numbers can be added to the scores: beyond there is no register left for them
 EVEN_HEAD_DIM = 128  # up to which the blocks of a launch can be listed, without such masks
 
@@ -82,4 +99,5 @@ def tensor_geometry(kind: str, head_dim: int, mask: str, *, padded: bool) -> Ten
         "-".join(filter(None, words))
         for words in ((generation, suffix, both), (generation, suffix, last), (generation, suffix), (generation, last))
     )
-    return next((TENSOR_TABLES[name] for name in names if name in TENSOR_TABLES), TENSOR_TABLES[generation])[head_dim]
+    tables = WMMA_TABLES if generation == "wmma" else TENSOR_TABLES
+    return next((tables[name] for name in names if name in tables), tables[generation])[head_dim]
