@@ -63,10 +63,12 @@ LAUNCH = 10e-6  # seconds from the end of a launch to the first block of the nex
 PUBLISHED = {4096: 17.93, 8192: 72.75, 16384: 1325.69}
 _SLOW = re.compile(r"v_(exp|log|rcp|mul_lo_u32|mul_hi|mad_u64)")
 _HALF_RATE = re.compile(r"v_lshlrev_b64")
-_PRODUCT = re.compile(r"v_(fma|fmac|mac|dot2|dot2c|fma_mix)_")
+_PRODUCT = re.compile(r"v_(fma|fmac|mac|dot2|dot2c|fma_mix|wmma)_")
 _IN_PLACE = re.compile(r"v_(fmac|mac|dot2c)_")
 _TWO_RESULTS = re.compile(r"v_(add|sub|subrev)_co_|v_div_scale|v_mad_u64")
 _NO_RESULT = re.compile(r"(global|flat)_store|ds_write|s_cmp|v_cmpx")
+# Cycles of a SIMD for 16 x 16 x 16 products: AMD's number of operations of a compute unit, 512 in a cycle ("RDNA3").
+_MATRIX = 32
 _MAIN = 64  # products that a stretch of the code has at least to be a part of the tiles' products
 
 
@@ -136,6 +138,8 @@ def _stall(i: Instruction) -> int:
 
 def event(wave: Wave, i: Instruction, timing: Timing = GCN) -> Event:
     """Event of the instruction that a wave is about to execute."""
+    if i.name.startswith("v_wmma"):
+        return Event("vector", _MATRIX, products=_MATRIX)
     if i.name.startswith("v_"):
         cycles = timing.quarter if _SLOW.match(i.name) else timing.half if _HALF_RATE.match(i.name) else timing.full
         return Event("vector", cycles, products=sum(bool(_PRODUCT.match(part.name)) for part in i.both or (i,)))

@@ -88,7 +88,7 @@ INLINE void softmax_step(Probs& P, const Scores& S, Sums& O, float (&row_max)[RO
 INLINE void forbid_outside(Scores& S, const Forward& p, int col0, const Lane& lane) {
     const Lane t = anew(lane);
     int z = PLACE_OF;
-    OPAQUE(z);
+    OPAQUE_UNIFORM(z);
     const Place at = find_place(p, z);
     FOR(r, ROWS) {
         const int distance = at.query(row_of(t, r)) - col0;

@@ -19,13 +19,17 @@ INLINE u16 float_to_bfloat(float f) {
 #define FACTOR_WORDS (PA_WMMA == 11 ? 8 : 4)  // registers of A or B, two numbers in each
 
 #ifdef PA_CPU_EMU
+struct Factor {
+    u32 words[FACTOR_WORDS];
+    u32& operator[](int i) { return words[i]; }
+};
 INLINE u32 shared_address(const void* p) { return emu_shared_address(p); }
 INLINE int4 load_shared(u32 at) { return emu_load_16(at); }
 INLINE u32 load_shared_word(u32 at) { return emu_load_4(at); }
-INLINE void multiply_add(float (&c)[8], const u32 (&a)[FACTOR_WORDS], const u32 (&b)[FACTOR_WORDS]) {
-    emu_wmma<PA_WMMA, PA_DTYPE == 2>(c, a, b);
+INLINE void multiply_add(float (&c)[8], const Factor& a, const Factor& b) {
+    emu_wmma<PA_WMMA, PA_DTYPE == 2>(c, a.words, b.words);
 }
-INLINE void multiply_first(float (&c)[8], const u32 (&a)[FACTOR_WORDS], const u32 (&b)[FACTOR_WORDS]) {
+INLINE void multiply_first(float (&c)[8], const Factor& a, const Factor& b) {
     FOR(i, 8) c[i] = 0.f;
     multiply_add(c, a, b);
 }
@@ -33,6 +37,8 @@ INLINE float other_half(float x) { return __shfl_xor_sync(FULL_WARP, x, 16); }
 INLINE u32 bytes_of(u32 high, u32 low, u32 which) { return emu_bytes(high, low, which); }
 INLINE float reciprocal(float x) { return 1.f / x; }
 #else
+typedef u32 Factor __attribute__((ext_vector_type(FACTOR_WORDS)));
+typedef float Eight __attribute__((ext_vector_type(8)));
 #define SHARED __attribute__((address_space(3)))
 INLINE u32 shared_address(const void* p) { return (u32)(const SHARED char*)(const char*)p; }
 INLINE int4 load_shared(u32 at) {
@@ -40,30 +46,23 @@ INLINE int4 load_shared(u32 at) {
     return __builtin_bit_cast(int4, *(const SHARED Four*)at);
 }
 INLINE u32 load_shared_word(u32 at) { return *(const SHARED u32*)at; }
-typedef float Eight __attribute__((ext_vector_type(8)));
-typedef u32 Words __attribute__((ext_vector_type(FACTOR_WORDS)));
-INLINE Words words_of(const u32 (&factor)[FACTOR_WORDS]) {
-    Words w;
-    FOR(i, FACTOR_WORDS) w[i] = factor[i];
-    return w;
-}
-// Not the compiler's functions: their vectors of halves it takes apart and puts together for each product.
+// Not by the compiler's functions: their vectors of halves it takes apart and puts together for each product.
 #if PA_DTYPE == 2
 #define WMMA "v_wmma_f32_16x16x16_bf16 "
 #else
 #define WMMA "v_wmma_f32_16x16x16_f16 "
 #endif
 // c += a b
-INLINE void multiply_add(float (&c)[8], const u32 (&a)[FACTOR_WORDS], const u32 (&b)[FACTOR_WORDS]) {
+INLINE void multiply_add(float (&c)[8], const Factor& a, const Factor& b) {
     Eight sums;
     FOR(i, 8) sums[i] = c[i];
-    asm(WMMA "%0, %1, %2, %0" : "+v"(sums) : "v"(words_of(a)), "v"(words_of(b)));
+    asm(WMMA "%0, %1, %2, %0" : "+v"(sums) : "v"(a), "v"(b));
     FOR(i, 8) c[i] = sums[i];
 }
 // c = a b: needs no cleared c.
-INLINE void multiply_first(float (&c)[8], const u32 (&a)[FACTOR_WORDS], const u32 (&b)[FACTOR_WORDS]) {
+INLINE void multiply_first(float (&c)[8], const Factor& a, const Factor& b) {
     Eight sums;
-    asm(WMMA "%0, %1, %2, 0" : "=&v"(sums) : "v"(words_of(a)), "v"(words_of(b)));
+    asm(WMMA "%0, %1, %2, 0" : "=&v"(sums) : "v"(a), "v"(b));
     FOR(i, 8) c[i] = sums[i];
 }
 // What lane l ^ 16 has.
@@ -74,6 +73,8 @@ INLINE float other_half(float x) {
 // Four bytes of the eight of high and low; each byte of `which` is the number of one, from the lowest of low on.
 INLINE u32 bytes_of(u32 high, u32 low, u32 which) { return __builtin_amdgcn_perm(high, low, which); }
 INLINE float reciprocal(float x) { return __builtin_amdgcn_rcpf(x); }
+#undef __shfl_sync
+#define __shfl_sync(lanes, word, lane) (u32)__builtin_amdgcn_ds_bpermute((lane) << 2, (int)(word))
 #undef __shfl_xor_sync
 #define __shfl_xor_sync(lanes, x, mask) other_half(x)  // of the lanes of a row
 #define __ballot_sync(lanes, vote) __builtin_amdgcn_ballot_w32(vote)
@@ -81,6 +82,18 @@ INLINE float reciprocal(float x) { return __builtin_amdgcn_rcpf(x); }
 #define __ffs __builtin_ffs
 #endif
 
+// Two neighbouring pieces of 16 bytes as a factor, of which on gfx12 each half of the wave needs one.
+INLINE Factor load_factor(u32 at) {
+    Factor f;
+    FOR(i, FACTOR_WORDS / 4) {
+        const int4 piece = load_shared(at + i * 16);
+        f[4 * i] = piece.x;
+        f[4 * i + 1] = piece.y;
+        f[4 * i + 2] = piece.z;
+        f[4 * i + 3] = piece.w;
+    }
+    return f;
+}
 INLINE int4 load_piece(const T* p) { return *(const int4*)p; }
 
 #if PA_DTYPE == 2

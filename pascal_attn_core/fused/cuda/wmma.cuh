@@ -14,9 +14,9 @@
 #endif
 
 struct Scores { float x[PA_MT][NT8 / 2][8]; };
-struct Probs { u32 x[PA_MT][NT8 / 2][FACTOR_WORDS]; };
+struct Probs { Factor x[PA_MT][NT8 / 2]; };
 struct Sums { float x[PA_MT][CHUNKS / 4][2][8]; };  // of 32 columns: those of even numbers, and the others
-struct Left { int4 x[PA_MT]; };                     // one piece of Q's rows; on gfx12 every other one is empty
+struct Left { Factor x[PA_MT]; };                   // two pieces of Q's rows, the first of even number; else nothing
 
 INLINE float& score(Scores& s, int r, int n, int i) { return s.x[r][n / 2][n % 2 * 4 + i]; }
 INLINE float score(const Scores& s, int r, int n, int i) { return s.x[r][n / 2][n % 2 * 4 + i]; }
@@ -49,45 +49,31 @@ INLINE u32 this_thread() {
     return tid;
 }
 
-// Piece c of this lane's rows of Q. On gfx12 a lane has one of two neighbouring pieces.
-INLINE void load_left(Left& a, u32 panel, int n, int c) {
-    if (PA_WMMA == 12 && c % 2) return;
-    const u32 tid = this_thread(), own = PA_WMMA == 12 ? tid >> 4 & 1 : 0;
-    const u32 at = panel + piece_at(n, tid / 32 * PA_WR + (tid & 15), own);
-    FOR(m, PA_MT) a.x[m] = load_shared(at + piece_at(n, m * 16, c));
-}
+// The half of two neighbouring pieces that this lane has of a factor.
+INLINE u32 own_piece(u32 tid) { return PA_WMMA == 12 ? tid & 16 : 0; }
 
-INLINE void factor_of(u32 (&f)[FACTOR_WORDS], const int4& low, const int4& high) {
-    f[0] = low.x; f[1] = low.y; f[2] = low.z; f[3] = low.w;
-#if PA_WMMA == 11
-    f[4] = high.x; f[5] = high.y; f[6] = high.z; f[7] = high.w;
-#endif
+// Pieces c and c + 1 of this lane's rows of Q.
+INLINE void load_left(Left& a, u32 panel, int n, int c) {
+    if (c % 2) return;
+    const u32 tid = this_thread();
+    const u32 at = panel + piece_at(n, tid / 32 * PA_WR + (tid & 15), 0) + own_piece(tid);
+    FOR(m, PA_MT) a.x[m] = load_factor(at + piece_at(n, m * 16, c));
 }
 
 // S^T = K Q^T; the first `kept` pieces of Q are in registers, the others lie in shared memory.
 template <int kept>
 INLINE void product_rows(Scores& S, const Left (&Q)[kept > 0 ? kept : 1], u32 q_panel, u32 k_panel) {
     const u32 tid = this_thread();
-    k_panel += piece_at(CHUNKS, key_of(tid), PA_WMMA == 12 ? tid >> 4 & 1 : 0);
+    k_panel += piece_at(CHUNKS, key_of(tid), 0) + own_piece(tid);
     FOR(c, CHUNKS / 2) {
-        u32 q[PA_MT][FACTOR_WORDS];
-        Left low, high;
-        if (2 * c >= kept) {
-            load_left(low, q_panel, CHUNKS - kept, 2 * c - kept);
-            load_left(high, q_panel, CHUNKS - kept, 2 * c + 1 - kept);
-        }
-        FOR(m, PA_MT) {
-            if (2 * c < kept) factor_of(q[m], Q[2 * c < kept ? 2 * c : 0].x[m], Q[2 * c < kept ? 2 * c + 1 : 0].x[m]);
-            else factor_of(q[m], low.x[m], high.x[m]);
-        }
+        Left q;
+        if (2 * c < kept) q = Q[2 * c < kept ? 2 * c : 0];
+        else load_left(q, q_panel, CHUNKS - kept, 2 * c - kept);
         FOR(n, NT8 / 2) {
-            u32 k[FACTOR_WORDS];
-            const u32 at = k_panel + piece_at(CHUNKS, n * 16, 2 * c);
-            const int4 first = load_shared(at);
-            factor_of(k, first, PA_WMMA == 11 ? load_shared(at + 16) : first);
+            const Factor k = load_factor(k_panel + piece_at(CHUNKS, n * 16, 2 * c));
             FOR(m, PA_MT) {
-                if (c == 0) multiply_first(S.x[m][n], k, q[m]);
-                else multiply_add(S.x[m][n], k, q[m]);
+                if (c == 0) multiply_first(S.x[m][n], k, q.x[m]);
+                else multiply_add(S.x[m][n], k, q.x[m]);
             }
         }
     }
@@ -113,7 +99,7 @@ INLINE void product_cols(Sums& O, const Probs& P, u32 v_panel) {
     const u32 tid = this_thread();
     v_panel += pair_of_columns(tid) * 4 + (PA_WMMA == 12 ? piece_at(CHUNKS, (tid >> 4 & 1) * 4, 0) : 0);
     FOR(n, NT8 / 2) FOR(c, CHUNKS / 4) {
-        u32 even[FACTOR_WORDS], odd[FACTOR_WORDS];
+        Factor even, odd;
         FOR(w, FACTOR_WORDS) {
             u32 words[2];
             FOR(j, 2) {

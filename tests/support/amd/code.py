@@ -143,6 +143,7 @@ _FLAGS = re.compile(r"\b(glc|slc|dlc)\b")  # which caches a transfer passes by
 _KNOWN_OPTIONS = {
     "offset", "offset0", "offset1", "op_sel_hi", "neg_lo", "dst_sel", "dst_unused", "src0_sel", "src1_sel"
 }  # fmt: skip
+_SELECTING = ("v_fma_mix_f32", "v_permlanex16_b32")
 _NO_OPERANDS = (
     "s_nop", "s_endpgm", "s_barrier", "s_clause", "s_inst_prefetch", "s_waitcnt_depctr", "s_code_end", "s_delay_alu",
     "s_sendmsg",
@@ -193,7 +194,7 @@ def instruction(name: str, rest: str, target: int) -> Instruction:
     if "branch" in name or name in _NO_OPERANDS:
         return Instruction(name, (), {}, target, text)
     options = dict(_OPTION.findall(rest))
-    if not options.keys() <= _KNOWN_OPTIONS | {"op_sel"} or ("op_sel" in options and name != "v_fma_mix_f32"):
+    if not options.keys() <= _KNOWN_OPTIONS | {"op_sel"} or ("op_sel" in options and name not in _SELECTING):
         raise NotImplementedError(text)
     words = _FLAGS.sub("", _OPTION.sub("", rest)).split(",")
     return Instruction(
@@ -221,4 +222,6 @@ def _operand(text: str) -> Operand:
         return Operand("off")
     if text in _NAMED:
         return Operand("s", _NAMED[text])
+    if text == "src_shared_base":  # of addresses that flat instructions would take for shared memory
+        return Operand("c", 1 << 48)
     return Operand("c", _INLINE_FLOATS[text] if text in _INLINE_FLOATS else int(text, 0))

@@ -56,6 +56,7 @@ _plain("uu", "v_lshlrev_b32", lambda x, y: y << (x & _FIVE))
 _plain("uu", "v_lshrrev_b32", lambda x, y: y >> (x & _FIVE))
 _plain("ii", "v_ashrrev_i32", lambda x, y: y >> (x & 31))
 _plain("uu", "v_mul_u32_u24", lambda x, y: (x & U32(0xFFFFFF)) * (y & U32(0xFFFFFF)))
+_plain("uuu", "v_mad_u32_u24", lambda x, y, z: (x & U32(0xFFFFFF)) * (y & U32(0xFFFFFF)) + z)
 _plain("ii", "v_min_i32", np.minimum)
 _plain("ii", "v_max_i32", np.maximum)
 _plain("uu", "v_max_u32", np.maximum)
@@ -253,13 +254,13 @@ def _permuted(high: np.ndarray, low: np.ndarray, selector: np.ndarray) -> np.nda
     return np.take_along_axis(content, chosen.astype(I64), 1).reshape(-1).view(U32)
 
 
-def _shift16(shift: Callable[[np.ndarray, np.ndarray], np.ndarray]) -> Operation:
-    """A shift of the low half; the high one becomes zero on gfx9, and stays what it is on gfx10."""
+def _low_half(f: Callable[[np.ndarray, np.ndarray], np.ndarray]) -> Operation:
+    """An operation on the low halves; the high one becomes zero on gfx9, and stays what it is on gfx10."""
 
     def run(wave: Wave, i: Instruction) -> None:
-        destination, by, x = i.operands
+        destination, x, y = i.operands
         kept = wave.unsigned(destination) & U32(0xFFFF0000 if wave.size == 32 else 0)
-        found = shift(wave.unsigned(x) & U32(0xFFFF), wave.unsigned(by) & U32(15)) & U32(0xFFFF)
+        found = f(*(wave.unsigned(o) & U32(0xFFFF) for o in (x, y))) & U32(0xFFFF)
         wave.write(destination.number, found | kept)
 
     return run
@@ -268,7 +269,11 @@ def _shift16(shift: Callable[[np.ndarray, np.ndarray], np.ndarray]) -> Operation
 _plain("uuu", "v_dot4_i32_i8", _dot4)
 _plain("uu+u", "v_dot4c_i32_i8", _dot4)
 _plain("uuu", "v_perm_b32", _permuted)
-VECTOR |= {"v_lshlrev_b16": _shift16(np.left_shift), "v_lshrrev_b16": _shift16(np.right_shift)}
+VECTOR |= {
+    "v_lshlrev_b16": _low_half(lambda by, x: x << (by & U32(15))),
+    "v_lshrrev_b16": _low_half(lambda by, x: x >> (by & U32(15))),
+    "v_add_nc_u16": _low_half(np.add), "v_sub_nc_u16": _low_half(np.subtract), "v_mul_lo_u16": _low_half(np.multiply),
+}  # fmt: skip
 
 
 def _half(words: np.ndarray, place: int) -> np.ndarray:
@@ -396,6 +401,48 @@ def _at_once(wave: Wave, i: Instruction) -> None:
 
 
 VECTOR |= {"v_dot4_i32_iu8": _dot4_of_signs, "v_dual": _at_once}
+
+
+def _of_bfloats(words: np.ndarray) -> np.ndarray:
+    """The bfloat16 in each half of a row of words, the low one first."""
+    return np.stack([words << U32(16), words & U32(0xFFFF0000)], -1).view(F32).reshape(*words.shape[:-1], -1)
+
+
+def _matrices(read: Callable[[np.ndarray], np.ndarray]) -> Operation:
+    """16 x 16 by 16 x 16, and floats: lane l has row l % 16 of the first, column l % 16 of the second, and of the sums
+    rows l / 16, 2 + l / 16, ... of that column ("RDNA3", 7.9). Whether inactive lanes take part, nobody says."""
+
+    def run(wave: Wave, i: Instruction) -> None:
+        destination, *factors, added = i.operands
+        assert wave.lanes.all(), i.text
+        first, second = (wave.vectors[o.number : o.number + 8].T for o in factors)
+        assert (first[:16] == first[16:]).all() and (second[:16] == second[16:]).all(), i.text
+        products = read(np.ascontiguousarray(first[:16])).astype(F64) @ read(np.ascontiguousarray(second[:16])).T.astype(F64)
+        sums = np.zeros((8, 32), F32)
+        if added.kind == "v":
+            sums = wave.vectors[added.number : added.number + 8].view(F32)
+        rows = 2 * np.arange(8)[:, None] + np.arange(32) // 16
+        wave.vectors[destination.number : destination.number + 8] = (sums + products[rows, np.arange(32) % 16]).astype(F32).view(U32)
+
+    return run
+
+
+VECTOR |= {
+    "v_wmma_f32_16x16x16_f16": _matrices(lambda words: words.view(np.float16).astype(F32)),
+    "v_wmma_f32_16x16x16_bf16": _matrices(_of_bfloats),
+}
+
+
+def _permute_other_row(wave: Wave, i: Instruction) -> None:
+    """Each lane receives the word of a lane of the other 16, which the selectors name, active or not."""
+    _options_are(i, op_sel="[1,0]")
+    destination, source, low, high = i.operands
+    nibbles = wave.scalar(low) | wave.scalar(high) << 32
+    other = [n & ~15 ^ 16 | nibbles >> 4 * (n % 16) & 15 for n in range(wave.size)]
+    wave.write(destination.number, wave.raw(source)[other])
+
+
+VECTOR["v_permlanex16_b32"] = _permute_other_row
 
 # Products for many instructions at once: of the words of both factors and of floats, ``[instructions, lanes]``.
 Product = Callable[[np.ndarray, np.ndarray, np.ndarray], np.ndarray]
