@@ -159,7 +159,7 @@ class Variant(Compilation):
     @property
     def dynamic_bytes(self) -> int:
         """Shared memory of a block of the first function that is asked for at launch: beyond 48 KiB all tiles."""
-        if isinstance(self.geometry, Geometry):
+        if self.arch or isinstance(self.geometry, Geometry):
             return 0
         return self.tile_bytes if self.tile_bytes + self.own_bytes > STATIC_BYTES else 0
 

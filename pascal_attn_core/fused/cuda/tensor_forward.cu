@@ -44,6 +44,17 @@ INLINE float row_largest(float x) {
     return x;
 }
 
+// The largest of this lane's scores of row r.
+INLINE float largest_score(const Scores& S, int r) {
+    float mx = score(S, r, 0, 0);
+#if PA_WMMA
+    FOR(n, NT8) FOR(i, PER_8 / 2) mx = largest_of_three(mx, score(S, r, n, 2 * i), score(S, r, n, 2 * i + 1));
+#else
+    FOR(n, NT8) FOR(i, PER_8) mx = fmaxf(mx, score(S, r, n, i));
+#endif
+    return mx;
+}
+
 // One step of the online softmax: P = exp(S - max), rounded to halves; row_max and row_sum are brought up to date
 // (row_sum holds this lane's share), and the sums so far are scaled to the new maximum. Unlike in forward.cu every new
 // maximum counts: a key that has most of the weight is then 1 exactly, where halves would round it.
@@ -52,9 +63,7 @@ INLINE void softmax_step(Probs& P, const Scores& S, Sums& O, float (&row_max)[RO
     float tile_max[ROWS];
     bool rises = false;
     FOR(r, ROWS) {
-        float mx = score(S, r, 0, 0);
-        FOR(n, NT8) FOR(i, PER_8) mx = fmaxf(mx, score(S, r, n, i));
-        mx = row_largest(mx);
+        float mx = row_largest(largest_score(S, r));
 #if PA_MASK != 2
         mx *= scale_log2;
 #endif
@@ -175,8 +184,8 @@ extern "C" __global__ void __launch_bounds__(PA_NT, PA_MINB) PA_FORWARD_NAME(con
         int4 r[PIECES];
         fetch_tile(r, k, (u32)p.ks, at.keys - col0, p.dim, t);
         store_tile(sm, r, t);
-        fetch_tile(r, v, (u32)p.vs, at.keys - col0, p.dim_v, t);
-        store_tile(sm + TILE_BYTES, r, t);
+        fetch_values(r, v, (u32)p.vs, at.keys - col0, p.dim_v, t);
+        store_values(sm + TILE_BYTES, r, t);
 #if PA_COUNTERS
         if (t.tid < 2 * PA_WARPS) stored[t.tid / PA_WARPS][t.tid % PA_WARPS] = 1;
 #endif
@@ -219,7 +228,7 @@ extern "C" __global__ void __launch_bounds__(PA_NT, PA_MINB) PA_FORWARD_NAME(con
         store_tile(next_sm, r, t);
         SIGNAL(0, tiles + 1);
         v += more ? step * p.vs : 0;
-        fetch_tile(r, v, (u32)p.vs, next_cols, p.dim_v, t);
+        fetch_values(r, v, (u32)p.vs, next_cols, p.dim_v, t);
         finish_scores(S, p);
 #if PA_MASK
         if (is_cut) {
@@ -234,7 +243,7 @@ extern "C" __global__ void __launch_bounds__(PA_NT, PA_MINB) PA_FORWARD_NAME(con
         WAIT_FOR(1, tiles);  // the same for V; not later, where P V begins between exponentials
         softmax_step(P, S, O, row_max, row_sum, p.scale_log2, t);
         product_cols(O, P, k_from + TILE_BYTES);
-        store_tile(next_sm + TILE_BYTES, r, t);
+        store_values(next_sm + TILE_BYTES, r, t);
 #if PA_COUNTERS
         ++tiles;
         SIGNAL(1, tiles);

@@ -1,7 +1,16 @@
 // Tiles of Q, K and V on their way from global to shared memory, through registers.
 #define PITCH PANEL_PITCH(CHUNKS)  // bytes of a row of K and V
-#define TILE_BYTES (PA_BC * PITCH)
+#define KEY_BYTES (PA_BC * PITCH)
+#if PA_WMMA  // V lies transposed, its columns as rows, and a thread has pieces of two keys: see wmma.cuh
+#define PIECES ((PA_BC * CHUNKS + 2 * PA_NT - 1) / (2 * PA_NT) * 2)
+#define VALUE_BYTES (PA_D * PANEL_PITCH(NT8))
+#define TILE_BYTES (KEY_BYTES > VALUE_BYTES ? KEY_BYTES : VALUE_BYTES)
+#else
 #define PIECES ((PA_BC * CHUNKS + PA_NT - 1) / PA_NT)  // of K or V per thread
+#define TILE_BYTES KEY_BYTES
+#define fetch_values fetch_tile
+#define store_values store_tile
+#endif
 #define Q_LEFT (CHUNKS - PA_QREG)                      // pieces of a row of Q that stay in shared memory
 #define Q_ROUND (PA_QREG < 8 ? PA_QREG : 8)            // the others pass through it so many at a time
 #define Q_ROUNDS ((PA_QREG + 7) / 8)
@@ -11,6 +20,12 @@
 #define SMEM_MOVING (MOVING > Q_STAGED ? MOVING : Q_STAGED)
 #define SMEM_BYTES (SMEM_MOVING + Q_KEPT)
 
+#if PA_WMMA  // by a byte offset of 32 bits, which AMD's loads add to an address that all lanes have
+INLINE const T* element(const T* base, u32 number) { return (const T*)((const char*)base + number * (u32)sizeof(T)); }
+#else
+INLINE const T* element(const T* base, u32 number) { return base + number; }
+#endif
+
 // This thread's pieces of a tile of K or V of which `rows` rows exist: behind the last comes the last again, whose
 // scores are forbidden. Addresses are computed for every tile (OPAQUE): kept, they would take the registers of the sums.
 INLINE void fetch_tile(int4 (&r)[PIECES], const T* base, u32 stride, int rows, int dim, const Lane& t) {
@@ -18,7 +33,7 @@ INLINE void fetch_tile(int4 (&r)[PIECES], const T* base, u32 stride, int rows, i
     OPAQUE(tid);
     FOR(i, PIECES) {
         const u32 e = tid + i * PA_NT, row = e / CHUNKS, chunk = e % CHUNKS;
-        const T* const from = base + ((u32)min_int((int)row, rows - 1) * stride + chunk * 8);
+        const T* const from = element(base, (u32)min_int((int)row, rows - 1) * stride + chunk * 8);
         if ((i + 1) * PA_NT <= PA_BC * CHUNKS || row < PA_BC) r[i] = load_eight(from, dim - (int)chunk * 8);
     }
 }

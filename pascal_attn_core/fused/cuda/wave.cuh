@@ -25,7 +25,7 @@ struct Factor {
 };
 INLINE u32 shared_address(const void* p) { return emu_shared_address(p); }
 INLINE int4 load_shared(u32 at) { return emu_load_16(at); }
-INLINE u32 load_shared_word(u32 at) { return emu_load_4(at); }
+INLINE uint2 load_shared_half(u32 at) { return emu_load_8(at); }
 INLINE void multiply_add(float (&c)[8], const Factor& a, const Factor& b) {
     emu_wmma<PA_WMMA, PA_DTYPE == 2>(c, a.words, b.words);
 }
@@ -45,7 +45,10 @@ INLINE int4 load_shared(u32 at) {
     typedef int Four __attribute__((ext_vector_type(4)));
     return __builtin_bit_cast(int4, *(const SHARED Four*)at);
 }
-INLINE u32 load_shared_word(u32 at) { return *(const SHARED u32*)at; }
+INLINE uint2 load_shared_half(u32 at) {
+    typedef u32 Two __attribute__((ext_vector_type(2)));
+    return __builtin_bit_cast(uint2, *(const SHARED Two*)at);
+}
 // Not by the compiler's functions: their vectors of halves it takes apart and puts together for each product.
 #if PA_DTYPE == 2
 #define WMMA "v_wmma_f32_16x16x16_bf16 "

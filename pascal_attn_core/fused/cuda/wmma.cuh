@@ -9,35 +9,30 @@
 #define COL_STEP(i) (i) // from the first of them
 #define OWN_BITS 0      // see KEY_OF_BIT
 
-#if NT8 % 2 || CHUNKS % 4
+#if NT8 % 2 || CHUNKS % 2
 #error "unsupported tile geometry"
 #endif
 
 struct Scores { float x[PA_MT][NT8 / 2][8]; };
 struct Probs { Factor x[PA_MT][NT8 / 2]; };
-struct Sums { float x[PA_MT][CHUNKS / 4][2][8]; };  // of 32 columns: those of even numbers, and the others
+struct Sums { float x[PA_MT][CHUNKS / 2][8]; };
 struct Left { Factor x[PA_MT]; };                   // two pieces of Q's rows, the first of even number; else nothing
 
 INLINE float& score(Scores& s, int r, int n, int i) { return s.x[r][n / 2][n % 2 * 4 + i]; }
 INLINE float score(const Scores& s, int r, int n, int i) { return s.x[r][n / 2][n % 2 * 4 + i]; }
-INLINE float& sum_at(Sums& s, int r, int n, int i) { return s.x[r][n / 4][i % 2][n % 4 * 2 + i / 2]; }
-INLINE float sum_at(const Sums& s, int r, int n, int i) { return s.x[r][n / 4][i % 2][n % 4 * 2 + i / 2]; }
+INLINE float& sum_at(Sums& s, int r, int n, int i) { return s.x[r][n / 2][n % 2 * 4 + i]; }
+INLINE float sum_at(const Sums& s, int r, int n, int i) { return s.x[r][n / 2][n % 2 * 4 + i]; }
 
 INLINE int half_of(const Lane& t) { return t.lane >> 4; }
 INLINE int row_in_warp(const Lane& t, int r) { return r * 16 + (t.lane & 15); }
 INLINE int col_of(const Lane& t, int n, int i) { return n * 8 + half_of(t) * 4 + i; }
 INLINE int sum_column(const Lane& t, int n, int i) { return n * 8 + half_of(t) * 4 + i; }
 
-// A lane has row lane % 16 of the left operand. Of 16 keys: the one whose score goes to such a place of C that each half of
-// the wave gets every other four keys.
-INLINE u32 key_of(u32 lane) {
-    const u32 m = lane & 15;
+// A lane has row lane % 16 of the left operand. Of 16 keys, or columns of V: the one whose score, or sum, goes to such a
+// place of C that each half of the wave gets every other four.
+INLINE u32 left_row(u32 tid) {
+    const u32 m = tid & 15;
     return PA_WMMA == 11 ? (m & 8) | (m & 1) << 2 | m >> 1 & 3 : (m & 4) << 1 | m >> 1 & 4 | m & 3;
-}
-// Of 32 columns of V: the pair of neighbours, whose sums go to the same place of two C, alike.
-INLINE u32 pair_of_columns(u32 lane) {
-    const u32 m = lane & 15;
-    return PA_WMMA == 11 ? (m & 12) | (m & 1) << 1 | m >> 1 & 1 : (m & 6) << 1 | m >> 2 & 2 | m & 1;
 }
 
 // Panels are handed on by their address; what a lane reads of them is computed where it is read.
@@ -64,7 +59,7 @@ INLINE void load_left(Left& a, u32 panel, int n, int c) {
 template <int kept>
 INLINE void product_rows(Scores& S, const Left (&Q)[kept > 0 ? kept : 1], u32 q_panel, u32 k_panel) {
     const u32 tid = this_thread();
-    k_panel += piece_at(CHUNKS, key_of(tid), 0) + own_piece(tid);
+    k_panel += piece_at(CHUNKS, left_row(tid), 0) + own_piece(tid);
     FOR(c, CHUNKS / 2) {
         Left q;
         if (2 * c < kept) q = Q[2 * c < kept ? 2 * c : 0];
@@ -94,25 +89,48 @@ INLINE void to_operand(Probs& P, int n, const u32 (&pairs)[ROWS][PER_8 / 2], con
     }
 }
 
-// O^T += V^T P^T. A lane reads two neighbouring columns of V of each of its keys, which go to two products.
+// A thread has pieces of two neighbouring keys of V, of which it stores eight pairs.
+INLINE void fetch_values(int4 (&r)[PIECES], const T* base, u32 stride, int rows, int dim, const Lane&) {
+    const u32 tid = this_thread();
+    FOR(i, PIECES) {
+        const u32 e = tid + i / 2 * PA_NT, key = e % (PA_BC / 2) * 2 + i % 2, chunk = e / (PA_BC / 2);
+        const T* const from = element(base, (u32)min_int((int)key, rows - 1) * stride + chunk * 8);
+        if ((i / 2 + 1) * PA_NT <= PA_BC / 2 * CHUNKS || chunk < CHUNKS) r[i] = load_eight(from, dim - (int)chunk * 8);
+    }
+}
+
+INLINE void store_values(char* to, const int4 (&r)[PIECES], const Lane&) {
+    const u32 tid = this_thread();
+    FOR(i, PIECES / 2) {
+        const u32 e = tid + i * PA_NT, pair = e % (PA_BC / 2), chunk = e / (PA_BC / 2);
+        if ((i + 1) * PA_NT > PA_BC / 2 * CHUNKS && chunk >= CHUNKS) continue;
+        const int low[4] = {r[2 * i].x, r[2 * i].y, r[2 * i].z, r[2 * i].w};
+        const int high[4] = {r[2 * i + 1].x, r[2 * i + 1].y, r[2 * i + 1].z, r[2 * i + 1].w};
+        FOR(x, 4) {
+            u32* const at = (u32*)(to + piece_at(NT8, chunk * 8 + 2 * x, 0) + pair * 4);
+            at[0] = bytes_of(high[x], low[x], 0x05040100u);
+            at[PANEL_PITCH(NT8) / 4] = bytes_of(high[x], low[x], 0x07060302u);
+        }
+    }
+}
+
+// O^T += V^T P^T
 INLINE void product_cols(Sums& O, const Probs& P, u32 v_panel) {
     const u32 tid = this_thread();
-    v_panel += pair_of_columns(tid) * 4 + (PA_WMMA == 12 ? piece_at(CHUNKS, (tid >> 4 & 1) * 4, 0) : 0);
-    FOR(n, NT8 / 2) FOR(c, CHUNKS / 4) {
-        Factor even, odd;
-        FOR(w, FACTOR_WORDS) {
-            u32 words[2];
-            FOR(j, 2) {
-                // gfx11: key 2 w + j; gfx12: as the probabilities lie, four of each eight
-                const u32 key = PA_WMMA == 11 ? 2 * w + j : w / 2 * 8 + w % 2 * 2 + j;
-                words[j] = load_shared_word(v_panel + piece_at(CHUNKS, n * 16 + key, c * 4));
-            }
-            even[w] = bytes_of(words[1], words[0], 0x05040100u);
-            odd[w] = bytes_of(words[1], words[0], 0x07060302u);
-        }
-        FOR(m, PA_MT) {
-            multiply_add(O.x[m][c][0], even, P.x[m][n]);
-            multiply_add(O.x[m][c][1], odd, P.x[m][n]);
-        }
+    v_panel += piece_at(NT8, left_row(tid), 0) + (PA_WMMA == 12 ? (tid & 16) / 2 : 0);
+    FOR(n, NT8 / 2) FOR(c, CHUNKS / 2) {
+        const u32 at = v_panel + piece_at(NT8, c * 16, 2 * n);
+#if PA_WMMA == 11
+        const Factor v = load_factor(at);
+#else
+        // four keys of each eight, as the probabilities lie
+        Factor v;
+        const uint2 first = load_shared_half(at), second = load_shared_half(at + 16);
+        v[0] = first.x;
+        v[1] = first.y;
+        v[2] = second.x;
+        v[3] = second.y;
+#endif
+        FOR(m, PA_MT) multiply_add(O.x[m][c], v, P.x[m][n]);
     }
 }

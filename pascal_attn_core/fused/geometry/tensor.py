@@ -50,12 +50,16 @@ class TensorGeometry(Tiles):
     def tile_bytes(self, head_dim: int) -> int:
         """SMEM_BYTES of ``tensor_tiles.cuh``."""
         chunks, kept = head_dim // 8, self._kept(head_dim)
-        moving = max(4 * self.cols * self.pitch(chunks), self.rows * self.pitch(min(kept, 8)))
+        moving = max(4 * self._key_or_value_bytes(chunks), self.rows * self.pitch(min(kept, 8)))
         return moving + (self.rows * self.pitch(chunks - kept) if kept < chunks else 0)
 
     def pitch(self, pieces: int) -> int:
         """PANEL_PITCH of ``tensor_lanes.cuh``: bytes of a row of this many 16-byte pieces in shared memory."""
         return pitch(pieces)
+
+    def _key_or_value_bytes(self, chunks: int) -> int:
+        """TILE_BYTES of ``tensor_tiles.cuh``."""
+        return self.cols * self.pitch(chunks)
 
     def macros(self, head_dim: int) -> dict[str, object]:
         bounds: dict[str, object] = {"PA_BOUNDS": 1} if self.bounds else {}
@@ -70,6 +74,9 @@ class WmmaGeometry(TensorGeometry):
 
     def pitch(self, pieces: int) -> int:
         return pitch(pieces | 1)
+
+    def _key_or_value_bytes(self, chunks: int) -> int:
+        return max(super()._key_or_value_bytes(chunks), 8 * chunks * self.pitch(self.cols // 8))
 
     def macros(self, head_dim: int) -> dict[str, object]:
         own = {"PA_AMD": 1, "PA_TX": 32, "PA_TY": self.warps, "PA_WAVES": max(1, self.blocks * self.warps // 4)}

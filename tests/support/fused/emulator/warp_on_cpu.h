@@ -38,13 +38,6 @@ static inline uint2 emu_load_8(uint32_t address) {
     return found;
 }
 
-static inline uint32_t emu_load_4(uint32_t address) {
-    if (address % 4 || address + 4 > (uint32_t)(__stop_shared_memory - __start_shared_memory)) abort();
-    uint32_t found;
-    memcpy(&found, __start_shared_memory + address, sizeof found);
-    return found;
-}
-
 // c += a b: 16 x 8 by 8 x 8.
 static inline void emu_mma_m16n8k8(float (&c)[4], const uint32_t (&a)[2], uint32_t b) { emu::mma_m16n8k8(c, a, b); }
 
