@@ -1,14 +1,18 @@
-"""The route ``fused-tensor``: float16 on the tensor cores of Volta and Turing."""
+"""The route ``fused-tensor``: float16 on the tensor cores of Volta and Turing, and float16 and bfloat16 on the matrix units
+of AMD's gfx11 and gfx12."""
 
 from __future__ import annotations
 
+from typing import Any
+
 from ..call import AttentionCall, Gradients, Results, Wanted
 from ..config import AttentionConfig
+from ..fused.geometry.gradient import generation_of
 from ..fused.launch.fields import mask_bits_bytes, work_of
 from ..fused.launch.forward import parts_bytes
 from ..fused.launch.plan import Packed, Plan, tensor_plan
 from ..fused.launch.select import tensor_reasons
-from ..fused.trust.kernels import kernels_of
+from ..fused.trust.kernels import Kernels, kernels_of
 from ..machine.device import MIB
 from ..machine.runtime import runtime_of
 from ..tiled.gradients import sinks_gradient
@@ -19,8 +23,8 @@ from .torch_kernel import TorchForm, TorchRoute
 
 
 class TensorRoute(FusedRoute):
-    """Our CUDA kernel on tensor cores, its gradients up to head_dim 128, above by those on plain cores. On newer cards
-    by name only.
+    """Our kernel on tensor cores, its gradients up to head_dim 128, above, and on AMD's cards, by those on plain cores.
+    On newer cards of NVIDIA's by name only.
 
     Args:
         plain: our route on plain cores, against which this one is timed, as against torch's kernel.
@@ -94,8 +98,10 @@ def may_win(call: AttentionCall) -> bool:
     """Whether the kernel can be the fastest route on the call's device, by what the card says of itself."""
     if not takes_device(call.query.device) or call.query.element_size() != 2 or call.query.is_complex():
         return False
-    capability = runtime_of(call.query.device).info.capability
-    return capability is not None and (7, 0) <= capability < (8, 0)
+    info = runtime_of(call.query.device).info
+    if info.kind == "hip":
+        return generation_of(None, runtime_of(call.query.device).part(Kernels).variant_arch) is not None
+    return info.capability is not None and (7, 0) <= info.capability < (8, 0)
 
 
 def find_tensor_plan(
@@ -110,19 +116,17 @@ def find_tensor_plan(
     info = runtime_of(device).info
     if not takes_device(device):
         return [f"the fused kernel needs a CUDA or ROCm device, got {device.type}"]
-    if info.kind != "cuda":
-        return ["the kernel on tensor cores needs an NVIDIA GPU"]
     if not config.fused:
         return ["switched off by the configuration (fused)"]
-    reasons = tensor_reasons(call, info.capability)
+    kernels = kernels_of(call)
+    reasons = list(kernels.machine_reasons) or tensor_reasons(call, info.capability, kernels.variant_arch)
     if not reasons and mask_bits_bytes(call) > budget_bytes:
         found = mask_bits_bytes(call) // MIB
         reasons = [f"the bits of attn_mask take {found} MiB, more than the budget of {budget_bytes // MIB} MiB"]
     if reasons:
         return reasons
-    assert info.capability is not None
-    plan = tensor_plan(call, info.num_sms, info.capability, for_grad=call.needs_grad, packed=packed)
-    kernels = kernels_of(call)
+    asked: dict[str, Any] = {"for_grad": call.needs_grad, "packed": packed, "arch": kernels.variant_arch}
+    plan = tensor_plan(call, info.num_sms, info.capability, **asked)
     if plan.pieces is not None:
         memory = mask_bits_bytes(call) + parts_bytes(plan)
         # A launch with listed blocks is not cut into several.

@@ -12,7 +12,7 @@ from typing import Any
 
 from ..geometry import amd as amd_geometry
 from ..geometry.amd import AmdGeometry
-from ..geometry.gradient import GRADIENT_TABLES, GradientGeometry, gradient_geometry, gradient_head_dims
+from ..geometry.gradient import GRADIENT_TABLES, WMMA, GradientGeometry, gradient_geometry, gradient_head_dims
 from ..geometry.plain import GRAD_ALL_HEAD_DIMS, HEAD_DIMS, INT8_HEAD_DIMS, PLAIN_TABLES, Geometry, plain_geometry
 from ..geometry.tensor import (
     EVEN_HEAD_DIM,
@@ -20,6 +20,7 @@ from ..geometry.tensor import (
     TENSOR_HEAD_DIMS,
     TENSOR_TABLES,
     VOLTA_HEAD_DIMS,
+    WMMA_TABLES,
     TensorGeometry,
     tensor_geometry,
 )
@@ -129,6 +130,8 @@ class Variant(Compilation):
         if self.kind == "int8":
             has_dots = not self.arch or amd_geometry.has_dots(self.arch)
             return self.head_dim in INT8_HEAD_DIMS and self.mask != "float" and not self.padded and has_dots
+        if self.kind.startswith("wmma"):
+            return bool(amd_geometry.wmma(self.arch)) and self.kind in amd_geometry.WMMA_KINDS
         if self.is_even:
             return self.mask != "float" and self.head_dim <= EVEN_HEAD_DIM
         return not (self.on_tensor_cores and self.mask == "float" and self.head_dim > FLOAT_MASK_HEAD_DIM)
@@ -191,8 +194,8 @@ class Variant(Compilation):
         }
         if self.arch:
             found["PA_WAVE"] = amd_geometry.wave_size(self.arch)
-            if self.on_tensor_cores:
-                found["PA_WMMA"] = amd_geometry.wmma(self.arch)
+        if self.arch and self.on_tensor_cores:
+            found["PA_WMMA"] = amd_geometry.wmma(self.arch)
         if isinstance(geometry, Geometry):
             return {**found, "PA_FLUSH": self.flush_tiles}
         return {**found, "PA_DYNAMIC": int(self.dynamic_bytes > 0)}
@@ -207,6 +210,9 @@ def amd_variants(arch: str) -> Iterator[Variant]:
                 yield of_arch
     for head_dim in amd_geometry.RANGES_HEAD_DIMS:
         yield Variant(amd_geometry.RANGES, head_dim, "float16", arch=arch)
+    if amd_geometry.wmma(arch):
+        every = itertools.product(amd_geometry.WMMA_KINDS, WMMA.head_dims, WMMA.dtypes, MASKS, (False, True))
+        yield from (v for v in (Variant(*of, arch=arch) for of in every) if v.mask != "bool" or v.kind != "wmma_packed")
 
 
 def all_variants() -> Iterator[Variant]:
@@ -282,8 +288,8 @@ def digest(variant: Compilation) -> str:
 def kernels_digest(arch: str = "") -> str:
     """Hash of all kernels of attention and their geometries: another one, and what was measured no longer holds."""
     if arch:
-        texts = [_code(kind, arch) for kind in (*amd_geometry.KINDS, amd_geometry.RANGES)]
-        return hashlib.sha256(("".join(texts) + repr(amd_geometry.TABLES)).encode()).hexdigest()[:16]
+        texts = [_code(kind, arch) for kind in (*amd_geometry.KINDS, amd_geometry.RANGES, *amd_geometry.WMMA_KINDS)]
+        return hashlib.sha256(("".join(texts) + repr((amd_geometry.TABLES, WMMA_TABLES))).encode()).hexdigest()[:16]
     return hashlib.sha256(
         ("".join(map(_code, KINDS)) + repr((PLAIN_TABLES, TENSOR_TABLES, GRADIENT_TABLES))).encode()
     ).hexdigest()[:16]

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
+from .amd import wmma
 from .tables import Tiles, read_tables
-from .tensor import pitch
+from .tensor import TENSOR_HEAD_DIMS, VOLTA_HEAD_DIMS, WMMA_HEAD_DIMS, pitch
 
 
 @dataclass(frozen=True)
@@ -81,3 +83,33 @@ def gradient_geometry(kind: str, head_dim: int, mask: str, *, padded: bool) -> G
 def gradient_head_dims(kind: str) -> tuple[int, ...]:
     """The head_dims that there are kernels of this kind for."""
     return VOLTA_GRADIENT_HEAD_DIMS if kind.startswith("volta") else GRADIENT_HEAD_DIMS
+
+
+class Generation(NamedTuple):
+    """Cards whose matrix units one family of kernels is for.
+
+    Attributes:
+        name: the first word of its kinds.
+        head_dims: of its tables; gradient_head_dims: those whose gradients are computed there as well.
+        dtypes: of the tensors.
+    """
+
+    name: str
+    head_dims: tuple[int, ...]
+    gradient_head_dims: tuple[int, ...] = ()
+    dtypes: tuple[str, ...] = ("float16",)
+
+
+VOLTA = Generation("volta", VOLTA_HEAD_DIMS, VOLTA_GRADIENT_HEAD_DIMS)
+TURING = Generation("tensor", TENSOR_HEAD_DIMS, GRADIENT_HEAD_DIMS)
+WMMA = Generation("wmma", WMMA_HEAD_DIMS, dtypes=("float16", "bfloat16"))
+
+
+def generation_of(capability: tuple[int, int] | None, arch: str = "") -> Generation | None:
+    """The generation of a card by NVIDIA's compute capability or AMD's architecture; None: it has no matrix units that
+    there are kernels for."""
+    if arch:
+        return WMMA if wmma(arch) else None
+    if capability is None or capability < (7, 0):
+        return None
+    return VOLTA if capability < (7, 5) else TURING

@@ -13,9 +13,8 @@ from torch import Tensor
 
 from ...call import AttentionCall
 from ..code.source import HEAD_DIMS, AnyGeometry, Variant
-from ..geometry.gradient import gradient_head_dims
+from ..geometry.gradient import generation_of
 from ..geometry.plain import INT8_HEAD_DIMS
-from ..geometry.tensor import TENSOR_HEAD_DIMS, VOLTA_HEAD_DIMS
 from .fields import rows_are_readable
 from .stream_k import Pieces, busiest, distribute
 from .tail_rows import TailRows, tail_rows
@@ -252,25 +251,28 @@ _FOLLOWED = 1024
 def tensor_plan(
     call: AttentionCall,
     num_sms: int,
-    capability: tuple[int, int],
+    capability: tuple[int, int] | None,
     *,
     for_grad: bool = False,
     packed: Packed | None = None,
+    arch: str = "",
 ) -> Plan:
     """The plan of a call that the kernels on tensor cores can take.
 
     Args:
         num_sms: multiprocessors of the device; capability: its compute capability.
         for_grad: gradients will be wanted.
+        arch: of AMD's devices.
     """
-    generation, table = ("volta", VOLTA_HEAD_DIMS) if capability < (7, 5) else ("tensor", TENSOR_HEAD_DIMS)
-    dim: Any = table_dim(call.head_dim, call.head_dim_v, table)
-    padded = _is_padded(call, dim)
+    generation = generation_of(capability, arch)
+    assert generation is not None
+    dim: Any = table_dim(call.head_dim, call.head_dim_v, generation.head_dims)
+    padded, dtype = _is_padded(call, dim), str(call.query.dtype).removeprefix("torch.")
 
     def variant(suffix: str) -> Variant:
-        return Variant(generation + suffix, dim, "float16", _mask_kind(call), padded)
+        return Variant(generation.name + suffix, dim, dtype, _mask_kind(call), padded, arch)
 
-    gradients = gradient_variants(call, capability, packed=packed is not None) if for_grad else ()
+    gradients = gradient_variants(call, capability, packed=packed is not None, arch=arch) if for_grad else ()
     if packed is not None:
         return Plan(variant("_packed"), 0, gradients, packed)
     wide, small, even = variant(""), variant("_small"), variant("_even")
@@ -280,15 +282,18 @@ def tensor_plan(
     return Plan(small if splits else wide, splits, gradients)
 
 
-def gradient_variants(call: AttentionCall, capability: tuple[int, int], *, packed: bool = False) -> tuple[Variant, ...]:
+def gradient_variants(
+    call: AttentionCall, capability: tuple[int, int] | None, *, packed: bool = False, arch: str = ""
+) -> tuple[Variant, ...]:
     """The compilations for the gradients of query, and of key and value, of a call that the kernels on tensor cores
     take: on plain cores where a head_dim has none there."""
-    generation = "volta" if capability < (7, 5) else "tensor"
+    generation = generation_of(capability, arch)
+    assert generation is not None
     suffix = "_capped" * (call.softcap is not None) + "_packed" * packed
-    kinds = [f"{generation}_{name}{suffix}" for name in ("grad_query", "grad_key_value")]
-    dim = table_dim(call.head_dim, call.head_dim_v, gradient_head_dims(kinds[0]))
+    kinds = [f"{generation.name}_{name}{suffix}" for name in ("grad_query", "grad_key_value")]
+    dim = table_dim(call.head_dim, call.head_dim_v, generation.gradient_head_dims)
     if dim is None:
-        variants = variants_of(call)
+        variants = variants_of(call, arch)
         return variants.grad_query, variants.grad_key_value
     padded = _is_padded(call, dim)
     return tuple(Variant(kind, dim, "float16", _mask_kind(call), padded) for kind in kinds)
@@ -331,7 +336,7 @@ def tensor_splits(call: AttentionCall, wide: Variant, small: Variant, num_sms: i
 def _fastest(shape: _Shape, wide: Variant, small: Variant, even: Variant, num_sms: int) -> tuple[int, Pieces | None]:
     """The answer of :func:`tensor_splits`, and the blocks of the kernel that lists them where that one is faster."""
     splits, best = _splits(shape, wide.geometry, small.geometry, num_sms)
-    if not even.exists:
+    if even.arch or not even.exists:
         return splits, None
     own = even.geometry
     sizes = _key_tiles(shape, own)

@@ -8,9 +8,9 @@ from torch import Tensor
 from ...call import AttentionCall
 from ...mask_rules.lazy import LazyMask
 from ..code.source import HEAD_DIMS
-from ..geometry.gradient import GRADIENT_HEAD_DIMS, VOLTA_GRADIENT_HEAD_DIMS
+from ..geometry.gradient import generation_of
 from ..geometry.plain import INT8_HEAD_DIMS
-from ..geometry.tensor import FLOAT_MASK_HEAD_DIM, TENSOR_HEAD_DIMS, VOLTA_HEAD_DIMS
+from ..geometry.tensor import FLOAT_MASK_HEAD_DIM
 from .fields import UNBOUNDED, rows_are_readable
 
 GRADIENT_HEAD_DIM = 256
@@ -31,18 +31,21 @@ def call_reasons(call: AttentionCall, *, int8: bool = False) -> list[str]:
     return reasons or _layout_reasons(call)
 
 
-def tensor_reasons(call: AttentionCall, capability: tuple[int, int] | None) -> list[str]:
-    """Why the kernels on tensor cores cannot take a call on a device of this compute capability; empty = they can."""
-    if capability is None or capability < (7, 0):
-        found = "an unknown one" if capability is None else f"{capability[0]}.{capability[1]}"
-        return [f"tensor cores need compute capability 7.0, got {found}"]
-    largest = (VOLTA_HEAD_DIMS if capability < (7, 5) else TENSOR_HEAD_DIMS)[-1]
-    reasons = [*_common_reasons(call, largest), *_mask_reasons(call)]
-    if call.query.dtype != torch.float16:
-        reasons.append(f"the kernel on tensor cores takes float16, got {call.query.dtype}")
-    of_gradients = (VOLTA_GRADIENT_HEAD_DIMS if capability < (7, 5) else GRADIENT_HEAD_DIMS)[-1]
+def tensor_reasons(call: AttentionCall, capability: tuple[int, int] | None, arch: str = "") -> list[str]:
+    """Why the kernels on tensor cores, or on AMD's matrix units, cannot take a call on a device of this compute
+    capability, or of AMD's architecture ``arch``; empty = they can."""
+    generation = generation_of(capability, arch)
+    if generation is None:
+        found = arch or ("an unknown one" if capability is None else f"{capability[0]}.{capability[1]}")
+        wanted = "AMD's matrix units need gfx11 or gfx12" if arch else "tensor cores need compute capability 7.0"
+        return [f"{wanted}, got {found}"]
+    reasons = [*_common_reasons(call, generation.head_dims[-1]), *_mask_reasons(call)]
+    if str(call.query.dtype).removeprefix("torch.") not in generation.dtypes:
+        reasons.append(f"the kernel on tensor cores takes {' and '.join(generation.dtypes)}, got {call.query.dtype}")
+    of_gradients = max(generation.gradient_head_dims, default=0)
     if call.needs_grad and call.softcap is not None and max(call.head_dim, call.head_dim_v) > of_gradients:
-        reasons.append(f"with softcap its gradients end at head_dim {of_gradients}")
+        ends = f"end at head_dim {of_gradients}" if of_gradients else "have no kernel on AMD's cards"
+        reasons.append(f"with softcap its gradients {ends}")
     adds = call.attn_mask is not None and call.attn_mask.dtype != torch.bool
     if (adds or call.scale <= 0) and max(call.head_dim, call.head_dim_v) > FLOAT_MASK_HEAD_DIM:
         what = "a float mask" if adds else f"scale {call.scale:g}"
