@@ -74,7 +74,7 @@ class FusedRoute(Route):
             request.remarks.append(f"the fused kernel is left off: {untried}")
             return None
         if not isinstance(form, TorchForm):
-            return self._instead_of_plain(request, plan, form[0])
+            return self.instead_of_plain(request, plan, form[0])
         ratio = request.runtime.part(Timings).fused_over_torch(self, call, request.budget_bytes)
         stores = form.torch_stores
         if ratio is None and not form.is_one_call:
@@ -91,7 +91,7 @@ class FusedRoute(Route):
         call, plan = request.call, request.plan(self)
         return may_win(call, torch_has_a_kernel=False) and isinstance(plan, Plan) and not why_untried(call, plan)
 
-    def _instead_of_plain(self, request: Request, plan: Plan, why: str) -> Choice | None:
+    def instead_of_plain(self, request: Request, plan: Plan, why: str) -> Choice | None:
         """The choice for a call that torch has no fused kernel for. On AMD's cards, up to RX 6000 for every call, ours
         has to take less time than torch's math on a call of this kind; tiles take it otherwise."""
         if request.runtime.info.kind != "hip" or plan.band_rows:

@@ -1,5 +1,5 @@
-"""The route ``fused-tensor``: float16 on the tensor cores of Volta and Turing, and float16 and bfloat16 on the matrix units
-of AMD's gfx11 and gfx12."""
+"""The route ``fused-tensor``: float16 on the tensor cores of Volta and Turing, float16 and bfloat16 on the matrix
+units of AMD's gfx11 and gfx12."""
 
 from __future__ import annotations
 
@@ -62,6 +62,8 @@ class TensorRoute(FusedRoute):
         stores = form.torch_stores if isinstance(form, TorchForm) else True
         if times.are_longer(with_torch=torch_takes_it, with_plain=plain_takes_it):
             why = f"timed on this card at {times.words()}"
+            if not torch_takes_it and runtime_of(call.query.device).info.kind == "hip" and not plan.band_rows:
+                return self.instead_of_plain(request, plan, why)
             return Choice(self, why, plan, over_torch=times.over_torch, torch_stores=stores)
         request.remarks.append(f"ours on tensor cores was timed on this card at {times.words()}")
         return None

@@ -45,8 +45,8 @@ class Kind(NamedTuple):
         rows: query rows of all heads and batches together.
         mask_rows: 0 no mask, 1 one row for all queries, 2 a row for each.
         is_causal, gradients: whether the call is causal, and has gradients.
-        against: what ours is timed against: ``"torch"``, ``"plain"`` (torch storing all scores), or, of our kernel on
-            tensor cores, everything: ``"tensor"``.
+        against: what ours is timed against: ``"torch"``, ``"plain"`` (torch storing all scores; with the name of a
+            route, that one is timed), or, of our kernel on tensor cores, everything: ``"tensor"``.
     """
 
     variant: str
@@ -142,7 +142,7 @@ class Timings(Contest[Kind]):
     def fused_over_plain(self, ours: Route, call: AttentionCall) -> float | None:
         """As :meth:`fused_over_torch`, for calls that torch has no fused kernel for, and stores all scores of. The
         timed call has no more scores than fit _PLAIN_BYTES."""
-        kind = Kind.of(call, "plain")
+        kind = Kind.of(call, "plain" if ours.name == "fused" else f"plain, {ours.name}")
         kind = kind._replace(rows=min(kind.rows, max(kind.q_tokens * kind.groups, _PLAIN_BYTES // 4 // kind.kv_tokens)))
 
         def attempts(sample: AttentionCall) -> dict[str, Attempt]:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ..geometry import amd as amd_geometry
+from ..geometry.gradient import WMMA
 from ..geometry.plain import INT8_HEAD_DIMS
 from ..geometry.tensor import TENSOR_HEAD_DIMS, VOLTA_HEAD_DIMS
 from .amd_code import renamed
@@ -161,11 +162,15 @@ def amd_variants(arch: str) -> list[Variant | GgufLinearVariant]:
     models use it there."""
     others = [Variant(amd_geometry.RANGES, head_dim, "float16") for head_dim in amd_geometry.RANGES_HEAD_DIMS]
     others += [Variant("int8", head_dim, dtype) for head_dim in INT8_HEAD_DIMS for dtype in ("float32", "float16")]
+    if amd_geometry.wmma(arch):
+        masked = [(dim, "none") for dim in WMMA.head_dims] + [(dim, "bool") for dim in _LANGUAGE_MODELS]
+        others += [Variant("wmma", dim, dtype, mask, arch=arch) for dim, mask in masked for dtype in WMMA.dtypes]
+        others += [Variant("wmma_small", dim, dtype, arch=arch) for dim in _LANGUAGE_MODELS for dtype in WMMA.dtypes]
     found = [
         replace(variant, arch=arch)
         for head_dim in HEAD_DIMS
         for variant in (*variants(head_dim), *(other for other in others if other.head_dim == head_dim))
-        if variant.dtype != "bfloat16" or head_dim in _LANGUAGE_MODELS
+        if variant.dtype != "bfloat16" or head_dim in _LANGUAGE_MODELS or variant.on_tensor_cores
     ]
     return [*(variant for variant in found if variant.exists), *gguf_linear_variants(arch)]
 

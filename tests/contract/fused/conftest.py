@@ -1,14 +1,15 @@
-"""Cards with tensor cores; without g++, which builds the emulation, all of this folder is skipped but the machine
+"""Cards with tensor cores, and one of AMD's with matrix units; without g++, which builds the emulation, all of this folder is skipped but the machine
 code."""
 
 from pathlib import Path
 
 import pytest
 from attn_support.fused.emulation import GXX, T4, V100
+from attn_support.fused.hip import RX_7600
 
 from pascal_attn_core.machine.device import DeviceInfo
 
-CARDS = {"T4": T4, "V100": V100}
+CARDS = {"T4": T4, "V100": V100, "RX 7600": RX_7600}
 
 
 @pytest.fixture(params=CARDS)

@@ -195,7 +195,7 @@ def test_gradients_are_those_of_the_definition(card: DeviceInfo) -> None:
         out = sdpa(*inputs, **options, config=TENSOR)
         assert_gradients(lambda grad_out, _: gradients(out, inputs[:3], grad_out), inputs, options, torch.float16)
     backward = [launch for launch in kernels.queued if launch.variant.is_gradient]
-    assert {launch.variant.on_tensor_cores for launch in backward} == {True}
+    assert {launch.variant.on_tensor_cores for launch in backward} == {card.kind == "cuda"}
 
 
 def _assert_alike(found: Sequence[Tensor], expected: Sequence[Tensor]) -> None:

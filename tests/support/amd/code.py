@@ -151,7 +151,7 @@ _NO_OPERANDS = (
 # What gfx11 calls by other names than gfx9 and gfx10.
 _SIZES = {
     "b8": "byte", "u8": "ubyte", "b16": "short", "u16": "ushort",
-    **{f"b{32 * words}": "dword" + f"x{words}" * (words > 1) for words in (1, 2, 4, 8, 16)},
+    **{f"b{32 * words}": "dword" + f"x{words}" * (words > 1) for words in (1, 2, 3, 4, 8, 16)},
 }  # fmt: skip
 _RENAMED = (
     ("ds_load", "ds_read"), ("ds_store", "ds_write"), ("_2addr_stride64_", "2st64_"), ("_2addr_", "2_"),

@@ -131,6 +131,9 @@ _bits("andn2", lambda x, y: x & ~y)
 _bits("orn2", lambda x, y: x | ~y)
 
 
+_define("s_ctz_i32_b32", "u", lambda x: (x & -x).bit_length() - 1)  # -1: no bit is set
+
+
 def _compare(name: str, operands: str, f: Callable[[int, int], bool]) -> None:
     one, other = (_READ[kind] for kind in operands)
     SCALAR[name] = lambda wave, i: setattr(wave, "scc", int(f(one(wave, i.operands[0]), other(wave, i.operands[1]))))

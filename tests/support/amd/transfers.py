@@ -66,7 +66,7 @@ def _store(size: int, is_flat: bool) -> Operation:
 
 
 for _kind in ("flat", "global"):
-    for _name, _size in (("dword", 4), ("dwordx2", 8), ("dwordx4", 16), ("ubyte", 1), ("ushort", 2)):
+    for _name, _size in (("dword", 4), ("dwordx2", 8), ("dwordx3", 12), ("dwordx4", 16), ("ubyte", 1), ("ushort", 2)):
         TRANSFERS[f"{_kind}_load_{_name}"] = _load(_size, _kind == "flat")
         TRANSFERS[f"{_kind}_store_{_name.replace('u', '')}"] = _store(_size, _kind == "flat")
 

@@ -411,18 +411,16 @@ def _of_bfloats(words: np.ndarray) -> np.ndarray:
 def _matrices(read: Callable[[np.ndarray], np.ndarray]) -> Operation:
     """16 x 16 by 16 x 16, and floats: lane l has row l % 16 of the first, column l % 16 of the second, and of the sums
     rows l / 16, 2 + l / 16, ... of that column ("RDNA3", 7.9). Whether inactive lanes take part, nobody says."""
+    rows, columns = 2 * np.arange(8)[:, None] + np.arange(32) // 16, np.arange(32) % 16
 
     def run(wave: Wave, i: Instruction) -> None:
-        destination, *factors, added = i.operands
+        destination, *factors, added = (slice(o.number, o.number + 8) for o in i.operands)
+        words = [np.ascontiguousarray(wave.vectors[factor].T) for factor in factors]
         assert wave.lanes.all(), i.text
-        first, second = (wave.vectors[o.number : o.number + 8].T for o in factors)
-        assert (first[:16] == first[16:]).all() and (second[:16] == second[16:]).all(), i.text
-        products = read(np.ascontiguousarray(first[:16])).astype(F64) @ read(np.ascontiguousarray(second[:16])).T.astype(F64)
-        sums = np.zeros((8, 32), F32)
-        if added.kind == "v":
-            sums = wave.vectors[added.number : added.number + 8].view(F32)
-        rows = 2 * np.arange(8)[:, None] + np.arange(32) // 16
-        wave.vectors[destination.number : destination.number + 8] = (sums + products[rows, np.arange(32) % 16]).astype(F32).view(U32)
+        assert all((w[:16] == w[16:]).all() for w in words), f"{i.text}: the halves of the wave have other factors"
+        first, second = (read(w[:16]).astype(F64) for w in words)
+        sums = wave.vectors[added].view(F32) if i.operands[3].kind == "v" else F32(0)
+        wave.vectors[destination] = ((first @ second.T)[rows, columns] + sums).astype(F32).view(U32)
 
     return run
 

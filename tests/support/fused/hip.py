@@ -42,6 +42,8 @@ def _card(name: str, arch: str, units: int, gib: int) -> DeviceInfo:
 RADEON_VII = _card("VII", "gfx906", 60, 16)
 RX_5700 = _card("RX 5700 XT", "gfx1010", 20, 8)
 RX_6800 = _card("RX 6800", "gfx1030", 30, 16)
+RX_7600 = _card("RX 7600", "gfx1102", 16, 8)
+RX_9070 = _card("RX 9070", "gfx1201", 28, 16)
 # With HSA_OVERRIDE_GFX_VERSION=10.3.0.
 OVERRIDDEN = replace(RX_5700, arch="gfx1030", true_arch="gfx1010")
 _ARGUMENTS = {
@@ -194,7 +196,8 @@ def _has_dot_products(variant: Compilation) -> bool:
     if not isinstance(variant, Variant):
         return True
     geometry = variant.geometry
-    assert isinstance(geometry, amd_geometry.AmdGeometry)
+    if not isinstance(geometry, amd_geometry.AmdGeometry):  # of gfx11 and gfx12, which all have them
+        return True
     return geometry.pairs > 0 or variant.kind == "int8"
 
 
