@@ -1,5 +1,5 @@
-"""Cards with tensor cores, and one of AMD's with matrix units; without g++, which builds the emulation, all of this folder is skipped but the machine
-code."""
+"""Cards with tensor cores, and one of AMD's with matrix units; without g++, which builds the emulation, all of this
+folder is skipped but the machine code."""
 
 from pathlib import Path
 

@@ -10,7 +10,8 @@ import pytest
 import torch
 from attn_support.fused.cases import LOWER_RIGHT, sized
 from attn_support.fused.device import emulated_card
-from attn_support.fused.emulation import T4
+from attn_support.fused.emulation import CARD, T4, V100
+from attn_support.fused.hip import RX_6800, RX_7600, RX_9070
 from attn_support.fused.modes import deterministic as poisoned_memory
 from attn_support.fused.packed import each_alone, ends_of
 from attn_support.oracle import assert_close, assert_gradients, exact, gradients, plain
@@ -44,7 +45,7 @@ TAKEN = [taken for case in TABLE if (taken := _halves(case)) is not None]
 
 def _with_rounded_probs(inputs: list[Tensor | None], options: dict[str, Any]) -> Tensor:
     """The output of plain attention in float32 whose probabilities, of which the largest of a row is 1, are rounded to
-    float16 before they meet the values: what torch's fused kernels do with float16."""
+    the dtype of the values before they meet them: what torch's fused kernels do with float16 and bfloat16."""
     query, key, value, mask = inputs
     assert key is not None
     assert value is not None
@@ -54,7 +55,7 @@ def _with_rounded_probs(inputs: list[Tensor | None], options: dict[str, Any]) ->
     wide = value.float()
     if wide.dim() > 2:
         wide = wide.repeat_interleave(probs.shape[-3] // wide.shape[-3], -3)
-    return ((probs / largest).half().float() @ wide) * largest
+    return ((probs / largest).to(value.dtype).float() @ wide) * largest
 
 
 def _check(inputs: list[Tensor | None], options: dict[str, Any]) -> None:
@@ -62,8 +63,8 @@ def _check(inputs: list[Tensor | None], options: dict[str, Any]) -> None:
         out, lse = sdpa_with_lse(*inputs, **options, config=TENSOR)  # type: ignore[arg-type]
     oracle, oracle_lse = exact(inputs, options)
     similar_lse = plain(inputs, options, torch.float32)[1]
-    assert_close(out, oracle, _with_rounded_probs(inputs, options), "out", dtype=torch.float16)
-    assert_close(lse, oracle_lse, similar_lse, "lse", dtype=torch.float16)
+    assert_close(out, oracle, _with_rounded_probs(inputs, options), "out", dtype=out.dtype)
+    assert_close(lse, oracle_lse, similar_lse, "lse", dtype=out.dtype)
 
 
 _CALLS = [(case, is_full) for is_full, every in ((False, 10), (True, 15)) for case in some(TAKEN, every)]
@@ -113,6 +114,15 @@ def test_every_geometry_gives_the_answer_of_the_definition(
     kinds = {launch.variant.is_small for launch in kernels.queued}
     if is_wide or (case.query[-2] >= 200 and case.query[-1] == 64):
         assert kinds == {not is_wide}
+
+
+@pytest.mark.parametrize("info", [RX_7600, RX_9070], ids=lambda info: info.arch)
+@pytest.mark.parametrize("case", some([case for case in SIZES if case.query[-1] != 40], 4), ids=lambda case: case.name)
+def test_bfloat16_on_amds_matrix_units(case: Case, info: DeviceInfo) -> None:
+    """Of which gfx12 has other fragments than gfx11."""
+    with emulated_card(info=replace(info, num_sms=1)) as kernels:
+        _check(*replace(case, dtype=torch.bfloat16).build())
+    assert {(v.kind.partition("_")[0], v.dtype) for v in (x.variant for x in kernels.queued)} == {("wmma", "bfloat16")}
 
 
 @pytest.mark.parametrize("softcap", [None, 5.0])
@@ -222,7 +232,7 @@ def test_parts_of_the_keys_give_their_parts_of_the_gradients(card: DeviceInfo, m
             )
             for keys in (slice(0, 40), slice(40, 96))
         ]  # fmt: skip
-    assert {launch.variant.on_tensor_cores for launch in kernels.queued} == {True}
+    assert {launch.variant.on_tensor_cores for launch in kernels.queued} == {card.kind == "cuda"}
     found = parts[0][0].double() + parts[1][0].double(), *(torch.cat(pair, -2) for pair in list(zip(*parts))[1:])
     _assert_alike(found, expected)
 
@@ -231,6 +241,8 @@ def test_parts_of_the_keys_give_their_parts_of_the_gradients(card: DeviceInfo, m
 @pytest.mark.parametrize("mask", ["none", "float [L, S]"])
 def test_softcap_and_sinks_have_gradients(card: DeviceInfo, mask: str, softcap: float | None) -> None:
     """That of the sinks too, of which the second is larger than any score and the third takes no part."""
+    if softcap and card.kind == "hip":
+        pytest.skip("AMD's gradient kernels have no softcap: tiles compute those")
     (*tensors, bias), options = sized(torch.float16, 64, 70, 100, mask, is_causal=True, softcap=softcap).build()
     sinks, grad_out = torch.tensor([0.5, 40.0, -torch.inf, -1.0]), torch.randn(1, 4, 70, 64).half()
 
@@ -272,21 +284,24 @@ def test_flash_attns_functions_take_it_where_it_is_the_fastest(card: DeviceInfo)
 
 
 @pytest.mark.parametrize(
-    ("reason", "dtype", "head_dim", "options", "capability"),
+    ("reason", "dtype", "head_dim", "options", "info"),
     [
-        ("the kernel on tensor cores takes float16, got torch.bfloat16", torch.bfloat16, 64, {}, (7, 5)),
-        ("the kernel on tensor cores takes float16, got torch.float32", torch.float32, 64, {}, (7, 5)),
-        ("the fused kernel has no dropout", torch.float16, 64, {"dropout_p": 0.5}, (7, 5)),
-        ("head_dim 264 > 256", torch.float16, 264, {}, (7, 5)),
-        ("head_dim must be a multiple of 4, got 30 and 30", torch.float16, 30, {}, (7, 5)),
-        ("head_dim 192 > 128", torch.float16, 192, {}, (7, 0)),
-        ("tensor cores need compute capability 7.0, got 6.1", torch.float16, 192, {}, (6, 1)),
+        ("the kernel on tensor cores takes float16, got torch.bfloat16", torch.bfloat16, 64, {}, T4),
+        ("the kernel on tensor cores takes float16, got torch.float32", torch.float32, 64, {}, T4),
+        ("takes float16 and bfloat16, got torch.float32", torch.float32, 64, {}, RX_7600),
+        ("the fused kernel has no dropout", torch.float16, 64, {"dropout_p": 0.5}, T4),
+        ("head_dim 264 > 256", torch.float16, 264, {}, T4),
+        ("head_dim must be a multiple of 4, got 30 and 30", torch.float16, 30, {}, T4),
+        ("head_dim 192 > 128", torch.float16, 192, {}, V100),
+        ("head_dim 192 > 128", torch.float16, 192, {}, RX_9070),
+        ("tensor cores need compute capability 7.0, got 6.1", torch.float16, 192, {}, CARD),
+        ("AMD's matrix units need gfx11 or gfx12, got gfx1030", torch.float16, 64, {}, RX_6800),
     ],
 )
 def test_a_call_that_it_does_not_take_is_refused_with_the_reason(
-    reason: str, dtype: torch.dtype, head_dim: int, options: dict[str, Any], capability: tuple[int, int]
+    reason: str, dtype: torch.dtype, head_dim: int, options: dict[str, Any], info: DeviceInfo
 ) -> None:
-    query, info = torch.randn(1, 2, 40, head_dim).to(dtype), replace(T4, capability=capability)
+    query = torch.randn(1, 2, 40, head_dim).to(dtype)
     with emulated_card(info=info) as kernels, pytest.raises(UnsupportedAttention, match=re.escape(reason)):
         sdpa(query, query, query, **options, config=TENSOR)
     assert not kernels.queued
