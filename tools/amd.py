@@ -5,8 +5,8 @@
 some 6,900 compilations, an hour and a half of one core.
 
 Needs clang with the AMDGPU target and lld (Debian: clang-16 lld-16); ``hiprtc`` needs AMD's runtime library instead
-(libamdhip64-5). Code objects are cached in ``build/amd`` by the hash of their preprocessed source, so that a second run
-compiles only what has changed.
+(libamdhip64-5). What ships and was made from today's source is not compiled again. Code objects are cached in
+``build/amd`` by the hash of their preprocessed source, so that a second run compiles only what has changed.
 """
 
 from __future__ import annotations
@@ -115,6 +115,12 @@ def compiled(variant: Compilation) -> bytes:
         unfinished.write_bytes(image)
         unfinished.replace(path)
     return path.read_bytes()
+
+
+def machine_code(variant: Compilation) -> bytes:
+    """A variant's code object: the one that ships, if this clang made it from this source."""
+    is_ours = prebuilt.amd_manifest().get("clang") == version(compiler() or "")
+    return (is_ours and prebuilt.find_amd(variant)) or compiled(variant)
 
 
 _COUNTS = (".vgpr_count", ".sgpr_count", ".private_segment_fixed_size", ".group_segment_fixed_size")
@@ -252,17 +258,17 @@ def _table_cell(variant: AnyVariant) -> str:
 def write_prebuilt(workers: int) -> None:
     """Write the packs that ship with the package, and their manifest."""
     folder = prebuilt.FOLDER
-    for old in folder.glob("gfx*.xz"):
-        old.unlink()
     variants = [variant for arch in ARCHS for variant in prebuilt.amd_variants(arch)]
     packs: dict[str, dict[str, list[int]]] = {}
     contents: dict[str, bytearray] = {}
     with ProcessPoolExecutor(workers) as pool:
-        for variant, code in zip(variants, pool.map(compiled, variants, chunksize=4)):
+        for variant, code in zip(variants, pool.map(machine_code, variants, chunksize=4)):
             name = prebuilt.amd_pack_name(variant)
             content = contents.setdefault(name, bytearray())
             packs.setdefault(name, {})[variant.name] = [len(content), len(content) + len(code)]
             content += code
+    for old in folder.glob("gfx*.xz"):
+        old.unlink()
     for name, content in contents.items():
         (folder / name).write_bytes(lzma.compress(bytes(content), preset=9 | lzma.PRESET_EXTREME))
     path = compiler()
@@ -282,7 +288,7 @@ def with_scratch(archs: Iterable[str], workers: int | None) -> Iterator[tuple[Va
 
 
 def _facts_of(variant: Compilation) -> list[Facts]:
-    return facts(compiled(variant))
+    return facts(machine_code(variant))
 
 
 def by_hiprtc(archs: Iterable[str]) -> Iterator[tuple[Variant, list[Facts]]]:

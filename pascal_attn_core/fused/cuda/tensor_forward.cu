@@ -36,23 +36,12 @@ INLINE float prob_of(float s, float scale_log2, float row_max) {
 
 // The sum, and the largest, of what the lanes of a row have.
 INLINE float row_total(float x) {
-    FOR(bit, 5) if (ROW_LANES >> bit & 1) x += __shfl_xor_sync(FULL_WARP, x, 1 << bit);
+    FOR(bit, ROW_BITS) if (ROW_LANES >> bit & 1) x += __shfl_xor_sync(FULL_WARP, x, 1 << bit);
     return x;
 }
 INLINE float row_largest(float x) {
-    FOR(bit, 5) if (ROW_LANES >> bit & 1) x = fmaxf(x, __shfl_xor_sync(FULL_WARP, x, 1 << bit));
+    FOR(bit, ROW_BITS) if (ROW_LANES >> bit & 1) x = fmaxf(x, __shfl_xor_sync(FULL_WARP, x, 1 << bit));
     return x;
-}
-
-// The largest of this lane's scores of row r.
-INLINE float largest_score(const Scores& S, int r) {
-    float mx = score(S, r, 0, 0);
-#if PA_WMMA
-    FOR(n, NT8) FOR(i, PER_8 / 2) mx = largest_of_three(mx, score(S, r, n, 2 * i), score(S, r, n, 2 * i + 1));
-#else
-    FOR(n, NT8) FOR(i, PER_8) mx = fmaxf(mx, score(S, r, n, i));
-#endif
-    return mx;
 }
 
 // One step of the online softmax: P = exp(S - max), rounded to halves; row_max and row_sum are brought up to date
@@ -63,7 +52,13 @@ INLINE void softmax_step(Probs& P, const Scores& S, Sums& O, float (&row_max)[RO
     float tile_max[ROWS];
     bool rises = false;
     FOR(r, ROWS) {
-        float mx = row_largest(largest_score(S, r));
+        float mx = score(S, r, 0, 0);
+#if PA_WMMA
+        FOR(n, NT8) FOR(i, PER_8 / 2) mx = largest_of_three(mx, score(S, r, n, 2 * i), score(S, r, n, 2 * i + 1));
+#else
+        FOR(n, NT8) FOR(i, PER_8) mx = fmaxf(mx, score(S, r, n, i));
+#endif
+        mx = row_largest(mx);
 #if PA_MASK != 2
         mx *= scale_log2;
 #endif

@@ -21,9 +21,9 @@
 #define SMEM_BYTES (SMEM_MOVING + Q_KEPT)
 
 #if PA_WMMA  // by a byte offset of 32 bits, which AMD's loads add to an address that all lanes have
-INLINE const T* element(const T* base, u32 number) { return (const T*)((const char*)base + number * (u32)sizeof(T)); }
+#define ELEMENT(base, number) (const T*)((const char*)base + (number) * (u32)sizeof(T))
 #else
-INLINE const T* element(const T* base, u32 number) { return base + number; }
+#define ELEMENT(base, number) base + (number)
 #endif
 
 // This thread's pieces of a tile of K or V of which `rows` rows exist: behind the last comes the last again, whose
@@ -33,7 +33,7 @@ INLINE void fetch_tile(int4 (&r)[PIECES], const T* base, u32 stride, int rows, i
     OPAQUE(tid);
     FOR(i, PIECES) {
         const u32 e = tid + i * PA_NT, row = e / CHUNKS, chunk = e % CHUNKS;
-        const T* const from = element(base, (u32)min_int((int)row, rows - 1) * stride + chunk * 8);
+        const T* const from = ELEMENT(base, (u32)min_int((int)row, rows - 1) * stride + chunk * 8);
         if ((i + 1) * PA_NT <= PA_BC * CHUNKS || row < PA_BC) r[i] = load_eight(from, dim - (int)chunk * 8);
     }
 }

@@ -6,6 +6,7 @@
 // use that up; with PA_MT 2 each block that is read serves two.
 #define ROWS (2 * PA_MT)
 #define ROW_LANES 3     // bits of the lane's number that differ between the lanes of one row
+#define ROW_BITS 3      // up to the highest of them
 #define PER_8 2         // columns of a lane in a tile of 8
 #define COL_STEP(i) (i) // from the first of them
 

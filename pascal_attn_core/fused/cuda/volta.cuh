@@ -4,6 +4,7 @@
 // serves two tiles of rows. Before the next product the two sides exchange their probabilities: three shuffles for 8 keys.
 #define ROWS (2 * PA_MT)
 #define ROW_LANES 6     // bits of the lane's number that differ between the lanes of one row
+#define ROW_BITS 3      // up to the highest of them
 #define PER_8 2         // columns of a lane in a tile of 8
 #define COL_STEP(i) (i) // from the first of them
 #define OWN_BITS 0      // see KEY_OF_BIT: there are no registers for it

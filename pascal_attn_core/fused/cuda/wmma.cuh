@@ -5,6 +5,7 @@
 // (place_of), such that a lane's keys and columns lie together in fours.
 #define ROWS PA_MT
 #define ROW_LANES 16    // bits of the lane's number that differ between the lanes of one row
+#define ROW_BITS 5      // up to the highest of them
 #define PER_8 4         // columns of a lane in a tile of 8
 #define COL_STEP(i) (i) // from the first of them
 #define OWN_BITS 0      // see KEY_OF_BIT
@@ -94,7 +95,7 @@ INLINE void fetch_values(int4 (&r)[PIECES], const T* base, u32 stride, int rows,
     const u32 tid = this_thread();
     FOR(i, PIECES) {
         const u32 e = tid + i / 2 * PA_NT, key = e % (PA_BC / 2) * 2 + i % 2, chunk = e / (PA_BC / 2);
-        const T* const from = element(base, (u32)min_int((int)key, rows - 1) * stride + chunk * 8);
+        const T* const from = ELEMENT(base, (u32)min_int((int)key, rows - 1) * stride + chunk * 8);
         if ((i / 2 + 1) * PA_NT <= PA_BC / 2 * CHUNKS || chunk < CHUNKS) r[i] = load_eight(from, dim - (int)chunk * 8);
     }
 }
