@@ -93,23 +93,25 @@ class Trace:
     def _after(self, i: Instruction) -> tuple[tuple[int, int], ...]:
         """The results that it reads and that may be new; its own is written down."""
         place, found = len(self.events), set()
-        for source in (source for part in i.both or (i,) for source in _sources(part)):
-            for register in _registers(source):
+        for source in (source for part in i.both or (i,) for source in sources(part)):
+            for register in registers(source):
                 at, latency = self._written.get(register, (-REACH, 0))
                 if place - at < latency:
                     found.add((place - at, latency))
         for part in i.both or (i,):
             for destination in part.operands[: _results(part)]:
-                for register in _registers(destination):
+                for register in registers(destination):
                     self._written[register] = place, _latency(part.name)
         return tuple(found)
 
 
-def _registers(operand: Operand) -> list[tuple[str, int]]:
+def registers(operand: Operand) -> list[tuple[str, int]]:
+    """The registers of an operand, by kind and number."""
     return [(operand.kind, operand.number + i) for i in range(operand.count)]
 
 
-def _sources(i: Instruction) -> tuple[Operand, ...]:
+def sources(i: Instruction) -> tuple[Operand, ...]:
+    """The operands that it reads."""
     return i.operands if _IN_PLACE.match(i.name) else i.operands[_results(i) :]
 
 
@@ -132,7 +134,7 @@ def _stall(i: Instruction) -> int:
     instructions that are issued at once such that their factors share none ("RDNA3", 7.6)."""
     if not i.name.startswith("v_") or i.both:
         return 0
-    banks = Counter(number % 4 for number in {o.number for o in _sources(i) if o.kind == "v"})
+    banks = Counter(number % 4 for number in {o.number for o in sources(i) if o.kind == "v"})
     return max(banks.values(), default=1) - 1
 
 

@@ -8,6 +8,7 @@ of pairs (gfx906, gfx1012, gfx1030, gfx1102) and without.
 """
 
 import functools
+import re
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import replace
@@ -16,7 +17,7 @@ import amd as tool
 import pytest
 import torch
 from attn_support.amd import machine
-from attn_support.amd.code import OBJDUMP, Instruction, MachineKernel, kernels
+from attn_support.amd.code import OBJDUMP, Instruction, MachineKernel, instruction, kernels
 from attn_support.amd.wave import Wave
 from attn_support.fused import cases
 from attn_support.fused.cases import LOWER_RIGHT, Emulated, forward, poisoned, sized
@@ -24,6 +25,7 @@ from attn_support.fused.packed import definitions, ends_of
 from attn_support.oracle import assert_close, exact
 from attn_support.randomness import some, times
 from attn_support.table import Case
+from models.amd import registers, sources
 
 from pascal_attn_core.call import check_call, empty_output
 from pascal_attn_core.fused.code import prebuilt
@@ -37,7 +39,7 @@ from pascal_attn_core.fused.launch.forward import forward_launches
 from pascal_attn_core.fused.launch.gguf_linear import GgufLinearCall, gguf_linear_launches
 from pascal_attn_core.fused.launch.int8 import int8_launches
 from pascal_attn_core.fused.launch.packed import packed_launches
-from pascal_attn_core.fused.launch.plan import Packed, plan_call
+from pascal_attn_core.fused.launch.plan import Packed, Plan, plan_call
 from pascal_attn_core.fused.trust import verify_gguf
 from pascal_attn_core.reference.gguf_blocks import FORMATS
 
@@ -83,7 +85,14 @@ _RARE = {
     "gfx900": ("forward-128-float32-bool", "split-64-float16-none"),
     "gfx1010": ("forward-80-float32-bool", "split-128-float32-none"),
     "gfx1012": (),
-    "gfx1102": ("forward-128-float16-none", "forward-64-float32-bool", "split-64-float16-none"),
+    "gfx1102": (
+        "forward-128-float16-none",
+        "forward-64-float32-bool",
+        "split-64-float16-none",
+        "wmma-64-float16-none",
+        "wmma-128-bfloat16-bool",
+        "wmma_small-64-bfloat16-none",
+    ),
 }
 
 
@@ -122,8 +131,12 @@ def test_shipped_kernels_give_the_answer_of_the_definition(variant: Variant) -> 
         plan = cases.check_tail(case, variant.arch, 2, run=machine.execute, code_of=_shipped).plan
         assert plan.tail.variant == variant
         return
-    parts = variant.kind == "split"
+    parts = variant.is_small
     sizes = (6, 5 * cols + 3) if parts else (rows // 2 + 5, cols + 9)
+    if variant.on_tensor_cores:
+        how = {"plan": Plan(variant, 2 if parts else 0), "run": machine.execute, "code_of": _shipped}
+        cases.check_forward(_of(variant, *sizes), **how)
+        return
     plan = _check(_of(variant, *sizes), variant.arch, parts=parts).plan
     assert (plan.forward, plan.splits > 1) == (variant, parts)
 
@@ -206,6 +219,40 @@ def test_cards_execute_dot_products_of_pairs_only_where_they_have_them(arch: str
     assert dots.keys() == expected.get(arch, set())
     products = dots or {name: executed[name] for name in ("v_fma_f32", "v_fmac_f32", "v_mac_f32")}
     assert sum(products.values()) > 10_000
+
+
+def _unready(instructions: Iterable[Instruction]) -> list[str]:
+    """The instructions that read the result of an exponential, logarithm or reciprocal too soon for gfx11: behind up to
+    five instructions of vectors, and one of those, and no wait (LLVM, GCNHazardRecognizer, VALUTransUseHazard). Up to
+    the next branch."""
+    found, recent = [], []
+    for i in instructions:
+        if "branch" in i.name or i.name == "s_waitcnt_depctr":
+            recent = []
+        if not i.name.startswith("v_"):
+            continue
+        parts = i.both or (i,)
+        read = {register for part in parts for source in sources(part) for register in registers(source)}
+        found += [i.text for written, _, _ in recent if written in read]
+        is_slow = bool(re.match(r"v_(exp|log|rcp)", i.name))
+        recent = [
+            (r, between + 1, slow + is_slow) for r, between, slow in recent if between < 5 and slow + is_slow <= 1
+        ]
+        if is_slow:
+            recent += [(register, 0, 0) for register in registers(i.operands[0])]
+    return found
+
+
+def test_no_instruction_of_gfx11_reads_an_exponential_too_soon() -> None:
+    """The compiler waits before its own instructions, not before those that the source writes in assembly."""
+    for variant in _EVERY_ONE if EVERY else some([v for v in _EVERY_ONE if v.arch == "gfx1102"], 6):
+        if variant.arch == "gfx1102":
+            for kernel in kernels(_shipped(variant)).values():
+                assert _unready(kernel.instructions) == [], (variant.name, kernel.name)
+    lines = ("v_exp_f32 v1, v2", "v_mov_b32 v4, v5", "v_add_f32 v3, v1, v1")
+    read = [instruction(*line.split(" ", 1), 0) for line in lines]
+    assert _unready(read) == ["v_add_f32 v3, v1, v1"]
+    assert _unready([*read[:2], instruction("s_waitcnt_depctr", "0xfff", 0), read[2]]) == []
 
 
 FLOAT, BOOL = "-inf some rows empty", "bool some rows empty"
