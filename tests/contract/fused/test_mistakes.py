@@ -114,7 +114,9 @@ TURING = [
     Variant("tensor", 64, "float16", "float"),
 ]
 VOLTA = [Variant("volta", 64, "float16"), Variant("volta", 128, "float16", "bool")]
-VARIANTS = {"tensor": TURING, "volta": VOLTA}
+# Of both generations; with Q in one round and in two.
+WMMA = [Variant("wmma", 64, "float16", "bool", arch="gfx1102"), Variant("wmma", 128, "float16", arch="gfx1201")]
+VARIANTS = {"tensor": TURING, "volta": VOLTA, "wmma": WMMA}
 _WAITS = re.compile(r"__syncthreads\(\);|WAIT_FOR\([01], tiles\);|SIGNAL\([01], tiles[^;]*;")
 # And what each gives where it does not take place.
 _SHUFFLES = {
@@ -123,6 +125,7 @@ _SHUFFLES = {
     "fmaxf(x, __shfl_xor_sync(FULL_WARP, x, 1 << bit))": "x",
     "__shfl_xor_sync(FULL_WARP, lower ? pairs[2 * m][0] : pairs[2 * m + 1][0], 2)": "mine",
     "__shfl_xor_sync(FULL_WARP, P.x[m][n][x], 4)": "P.x[m][n][x]",
+    "float_to_bits(other_half(bits_to_float(pairs[r][x])))": "pairs[r][x]",
 }
 
 
@@ -154,11 +157,14 @@ def _mistakes(generation: str) -> Iterator[tuple[Text, str]]:
     waits = list(each_left_out(text, _WAITS.finditer(text)))
     assert len(waits) == 9
     for mutant, line in waits:
-        # Volta's kernels have no counters, and one round of Q.
-        if generation == "tensor" or not re.search(r"\([01], tiles|round > 0", line):
+        # Only Turing's kernels have counters, and Volta's one round of Q.
+        if generation == "tensor" or not re.search(
+            r"\([01], tiles|round > 0" if generation == "volta" else r"\([01], t", line
+        ):
             yield mutant, line
     places = [words for words in _SHUFFLES if words in text]
-    assert len(places) == text.count("__shfl") == (3 if generation == "tensor" else 5)
+    shuffles = [line for line in text.splitlines() if re.search("__shfl|other_half", line) and line[0] == " "]
+    assert len(places) == len(shuffles) == {"tensor": 3, "volta": 5, "wmma": 4}[generation]
     for words in some(places, 2):
         yield text.replace(words, _SHUFFLES[words]), words
 

@@ -168,15 +168,14 @@ void wmma(float* c, const uint32_t* a, const uint32_t* b, int generation, bool i
         };
         const auto row_of = [=](int lane, int i) { return generation == 11 ? 2 * i + lane / 16 : i + lane / 16 * 8; };
         for (int lane = 0; lane < 32; ++lane) {
-            if (generation == 11 && lane >= 16)
-                for (int i = 0; i < 16; ++i)
-                    if (i % 8 < words && hand[lane].word[i] != hand[lane - 16].word[i]) abort();
+            const uint32_t* const words_of_other = hand[lane ^ 16].word;
+            const bool are_alike = generation == 12 || !memcmp(hand[lane].word, words_of_other, sizeof hand->word);
             for (int k = 0; k < 2 * words; ++k) {
                 const int at = k + (generation == 11 ? 0 : lane / 16 * 8);
                 A[lane % 16][at] = number(hand[lane].word[k / 2], k % 2);
                 B[lane % 16][at] = number(hand[lane].word[8 + k / 2], k % 2);
             }
-            for (int i = 0; i < 8; ++i) sums[row_of(lane, i)][lane % 16] = hand[lane].sum[i];
+            for (int i = 0; i < 8; ++i) sums[row_of(lane, i)][lane % 16] = are_alike ? hand[lane].sum[i] : NAN;
         }
         for (int row = 0; row < 16; ++row)
             for (int col = 0; col < 16; ++col)

@@ -48,8 +48,8 @@ static inline void emu_mma_m8n8k4(float (&c)[8], uint32_t a0, uint32_t a1, uint3
     emu::mma_m8n8k4(c, a0, a1, b0, b1, A_BY_ROWS, B_BY_ROWS);
 }
 
-// c += a b of AMD's matrix instructions: 16 x 16 by 16 x 16, see wave.cuh. Both halves of a wave must have the same factors
-// on gfx11.
+// c += a b of AMD's matrix instructions: 16 x 16 by 16 x 16, see wave.cuh. Where the halves of a wave have other factors
+// on gfx11, sums are NaN.
 template <int GENERATION, bool IS_BFLOAT, int N>
 static inline void emu_wmma(float (&c)[8], const uint32_t (&a)[N], const uint32_t (&b)[N]) {
     static_assert(N == (GENERATION == 11 ? 8 : 4), "registers of a factor");
