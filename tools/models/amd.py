@@ -2,7 +2,8 @@
 
     python -m tools.models.amd                                 the calls that noflash-attention publishes times of
     python -m tools.models.amd --head-dim 128 --dtype float32
-    python -m tools.models.amd --arch gfx1030                  an RX 6800 instead of an MI50; gfx1102: an RX 7600
+    python -m tools.models.amd --card "RX 6800"                instead of an MI50
+    python -m tools.models.amd --card "RX 7900 XTX" --matrix   on its matrix units, beside torch's math attention
 
 The shipped code is executed for a block (``tests/support/amd``, which needs llvm-objdump 16), and what each of its
 waves issues is played back for as many blocks as a compute unit holds (``compute_unit.py`` says what it knows of them,
@@ -12,7 +13,8 @@ A call's launches are those of its plan, as users get them (``plan_call`` with t
 as many at a time as the card holds; those of the last one are spread over the compute units. A launch begins LAUNCH
 after the one before has ended. Where the keys of some rows are computed in ranges, their parts are written to memory
 and read from there once, at its published bandwidth. Not modelled: bandwidth of L2 and DRAM otherwise, the instruction
-cache, clocks below the boost clock. No card has confirmed it: take its times for lower bounds.
+cache, clocks below the boost clock. No card has confirmed it: take its times for lower bounds. RX 9000's own code cannot
+be made here: that of gfx11, which exchanges probabilities between lanes as gfx12 need not, is played at their rates.
 """
 
 from __future__ import annotations
@@ -35,17 +37,17 @@ from pascal_attn_core.fused.code import prebuilt
 from pascal_attn_core.fused.code.source import Variant
 from pascal_attn_core.fused.launch import Launch
 from pascal_attn_core.fused.launch.forward import forward_launches
-from pascal_attn_core.fused.launch.plan import Plan, plan_call, variants_of
+from pascal_attn_core.fused.launch.plan import Plan, plan_call, tensor_plan, variants_of
 from tools.amd import facts, waves
 
-from .compute_unit import GCN, RDNA2, REACH, SIMDS, ComputeUnit, Event, Timing
+from .compute_unit import GCN, RDNA2, RDNA3, RDNA4, REACH, SIMDS, ComputeUnit, Event, Timing
 
 
 class Card(NamedTuple):
-    """A card to model. units: its compute units, of RDNA its workgroup processors; flops: of a SIMD in a cycle, in
-    float32; bandwidth: of its memory in bytes per second, as AMD publishes it."""
+    """A card to model. arch: whose code is executed; units: its compute units, of RDNA its workgroup processors; flops:
+    of a SIMD in a cycle, in float32; bandwidth: of its memory in bytes per second, as AMD publishes it."""
 
-    name: str
+    arch: str
     units: int
     hertz: float
     timing: Timing
@@ -54,9 +56,11 @@ class Card(NamedTuple):
 
 
 CARDS = {
-    "gfx906": Card("MI50", 60, 1.725e9, GCN, 32, 1024e9),
-    "gfx1030": Card("RX 6800", 30, 2.105e9, RDNA2, 64, 512e9),
-    "gfx1102": Card("RX 7600", 16, 2.655e9, RDNA2, 128, 288e9),
+    "MI50": Card("gfx906", 60, 1.725e9, GCN, 32, 1024e9),
+    "RX 6800": Card("gfx1030", 30, 2.105e9, RDNA2, 64, 512e9),
+    "RX 7600": Card("gfx1102", 16, 2.655e9, RDNA3, 128, 288e9),
+    "RX 7900 XTX": Card("gfx1100", 48, 2.499e9, RDNA3, 128, 960e9),
+    "RX 9060 XT": Card("gfx1102", 16, 3.13e9, RDNA4, 128, 320e9),
 }
 LAUNCH = 10e-6  # seconds from the end of a launch to the first block of the next one: chosen, not measured
 # noflash-attention 1.0.1, README: milliseconds on an MI50, B1 H16 D64 float16.
@@ -67,8 +71,6 @@ _PRODUCT = re.compile(r"v_(fma|fmac|mac|dot2|dot2c|fma_mix|wmma)_")
 _IN_PLACE = re.compile(r"v_(fmac|mac|dot2c)_")
 _TWO_RESULTS = re.compile(r"v_(add|sub|subrev)_co_|v_div_scale|v_mad_u64")
 _NO_RESULT = re.compile(r"(global|flat)_store|ds_write|s_cmp|v_cmpx")
-# Cycles of a SIMD for 16 x 16 x 16 products: AMD's number of operations of a compute unit, 512 in a cycle ("RDNA3").
-_MATRIX = 32
 _MAIN = 64  # products that a stretch of the code has at least to be a part of the tiles' products
 
 
@@ -86,7 +88,7 @@ class Trace:
     def add(self, wave: Wave, i: Instruction) -> None:
         """The instruction that it is about to execute."""
         e = event(wave, i, self._timing)
-        if self._timing is RDNA2:
+        if self._timing.turn == RDNA2.turn:
             e = e._replace(after=self._after(i), stall=_stall(i))
         self.events.append(e)
 
@@ -141,7 +143,7 @@ def _stall(i: Instruction) -> int:
 def event(wave: Wave, i: Instruction, timing: Timing = GCN) -> Event:
     """Event of the instruction that a wave is about to execute."""
     if i.name.startswith("v_wmma"):
-        return Event("vector", _MATRIX, products=_MATRIX)
+        return Event("vector", timing.matrix, products=timing.matrix)
     if i.name.startswith("v_"):
         cycles = timing.quarter if _SLOW.match(i.name) else timing.half if _HALF_RATE.match(i.name) else timing.full
         return Event("vector", cycles, products=sum(bool(_PRODUCT.match(part.name)) for part in i.both or (i,)))
@@ -186,13 +188,15 @@ class Block(NamedTuple):
     cols: int
 
 
-def forward_variant(head_dim: int, dtype: torch.dtype, arch: str = "gfx906") -> Variant:
-    """Kernel of a call without a mask."""
+def forward_variant(head_dim: int, dtype: torch.dtype, arch: str = "gfx906", *, matrix: bool = False) -> Variant:
+    """Kernel of a call without a mask; ``matrix``: on matrix units."""
+    if matrix:
+        return Variant("wmma", head_dim, str(dtype).removeprefix("torch."), arch=arch)
     probe = torch.empty(1, 1, 1, head_dim, dtype=dtype)
     return variants_of(check_call(probe, probe, probe), arch).forward
 
 
-def block(variant: Variant, tiles: int) -> Block:
+def block(variant: Variant, tiles: int, timing: Timing) -> Block:
     """A block of a shipped kernel without a mask, with this many tiles of keys."""
     geometry, arch = variant.geometry, variant.arch
     code = prebuilt.find_amd(variant)
@@ -206,7 +210,7 @@ def block(variant: Variant, tiles: int) -> Block:
     call = check_call(query, key, value)
     launch = forward_launches(call, Plan(variant, int(variant.cuts_keys)), empty_output(call))[0]
     kernel = kernels(code)[launch.function]
-    traces = [Trace(CARDS[arch].timing) for _ in range(launch.threads // kernel.lanes)]
+    traces = [Trace(timing) for _ in range(launch.threads // kernel.lanes)]
     machine.run(launch, kernel, lambda wave, i: traces[wave.index].add(wave, i))
     found = next(found for found in facts(code) if found.name == launch.function)
     resident = waves(arch, found.vector, found.shared, launch.threads) * SIMDS // len(traces)
@@ -250,10 +254,10 @@ class Speed(NamedTuple):
 
 
 @functools.cache
-def speed(variant: Variant, tiles: tuple[int, int] = (8, 16), *, banks: bool = False) -> Speed:
-    """Speed from the difference of two numbers of tiles of keys. banks: see :class:`ComputeUnit`."""
-    card = CARDS[variant.arch]
-    few, many = (block(variant, n) for n in tiles)
+def speed(variant: Variant, name: str, tiles: tuple[int, int] = (8, 16), *, banks: bool = False) -> Speed:
+    """Speed on one of CARDS, from the difference of two numbers of tiles of keys. banks: see :class:`ComputeUnit`."""
+    card = CARDS[name]
+    few, many = (block(variant, n, card.timing) for n in tiles)
     shares = []
     for chosen in (list, main_blocks):
         counts = [Counter(e.products > 0 for e in chosen(b.waves[0])) for b in (few, many)]
@@ -301,59 +305,78 @@ class Time(NamedTuple):
     rows: int
 
 
-def time_of(heads: int, tokens: int, variant: Variant, *, banks: bool = False) -> Time:
+def time_of(heads: int, tokens: int, variant: Variant, name: str, *, banks: bool = False) -> Time:
     """Time of a call with one batch element, as many keys as queries and no mask, by the launches of its plan."""
-    card = CARDS[variant.arch]
+    card = CARDS[name]
     shape = (1, heads, tokens, variant.head_dim)
     query, key, value = (torch.empty(shape, dtype=getattr(torch, variant.dtype), device="meta") for _ in range(3))
     call = check_call(query, key, value)
-    plan = plan_call(call, card.units, arch=variant.arch)
+    if variant.on_tensor_cores:
+        plan = tensor_plan(call, card.units, None, arch=variant.arch)
+    else:
+        plan = plan_call(call, card.units, arch=variant.arch)
     launches = forward_launches(call, plan, empty_output(call))
-    seconds = LAUNCH * (len(launches) - 1) + sum(_seconds(launch, banks=banks) for launch in launches)
+    seconds = LAUNCH * (len(launches) - 1) + sum(_seconds(launch, name, banks=banks) for launch in launches)
     return Time(
         seconds, plan.tail.ranges if plan.tail else plan.splits, tokens - plan.tail.first if plan.tail else tokens
     )
 
 
-def _seconds(launch: Launch, *, banks: bool) -> float:
+def _seconds(launch: Launch, name: str, *, banks: bool) -> float:
     """Seconds of a launch from its first block to its last one."""
     variant, params = launch.variant, launch.params
     assert isinstance(variant, Variant)
-    card, ranges = CARDS[variant.arch], max(1, params.splits)
+    card, ranges = CARDS[name], max(1, params.splits)
     if launch.function != variant.functions[0]:  # joins parts: each was written, and is read
         rows = params.batches * params.heads * params.lq
         of_parts, of_output = 4 * ranges * (params.dim_v + 2), variant.head_dim * 2
         return rows * (2 * of_parts + of_output) / card.bandwidth
     tiles = math.ceil(math.ceil(params.lk / variant.geometry.cols) / ranges)
-    return speed(variant, banks=banks).cycles(math.prod(launch.grid), tiles) / card.hertz
+    return speed(variant, name, banks=banks).cycles(math.prod(launch.grid), tiles) / card.hertz
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--arch", default="gfx906", choices=sorted(CARDS))
+    parser.add_argument("--card", default="MI50", choices=CARDS)
+    parser.add_argument("--matrix", action="store_true", help="on matrix units (RDNA 3 and 4)")
     parser.add_argument("--head-dim", type=int, default=64)
-    parser.add_argument("--dtype", default="float16", choices=["float16", "float32"])
+    parser.add_argument("--dtype", default="float16", choices=["float16", "bfloat16", "float32"])
     parser.add_argument("--heads", type=int, default=16)
     parser.add_argument("--banks", action="store_true", help="operands in one bank of registers always wait (RDNA)")
     arguments = parser.parse_args()
-    card = CARDS[arguments.arch]
-    variant = forward_variant(arguments.head_dim, getattr(torch, arguments.dtype), arguments.arch)
-    found = speed(variant, banks=arguments.banks)
+    card = CARDS[arguments.card]
+    variant = forward_variant(arguments.head_dim, getattr(torch, arguments.dtype), card.arch, matrix=arguments.matrix)
+    found = speed(variant, arguments.card, banks=arguments.banks)
     full = found.paces[-1]
     flops = 4 * found.rows * found.cols * arguments.head_dim * len(found.paces) / full.tile * card.units * card.hertz
-    most = SIMDS * card.units * card.hertz * card.flops * (2 if arguments.dtype == "float16" else 1)
+    most = SIMDS * card.units * card.hertz * _flops(card, arguments.dtype, matrix=arguments.matrix)
     print(
-        f"{card.name}, {len(found.paces)} blocks of {found.rows} queries: {full.tile:.0f} cycles for {found.cols} "
+        f"{arguments.card}, {len(found.paces)} blocks of {found.rows} queries: {full.tile:.0f} cycles for {found.cols} "
         f"keys, {flops / 1e12:.1f} TFLOP/s, {flops / most:.0%} of its peak; {found.products:.0%} of the instructions "
         f"multiply and add, {found.products_of_main:.0%} of those in the main blocks; SIMDs compute "
         f"{full.computing:.0%} of the time, shared memory works {full.lds:.0%}"
     )
-    is_published = card.name == "MI50" and (arguments.head_dim, arguments.dtype, arguments.heads) == (64, "float16", 16)
+    is_published = arguments.card == "MI50" and (arguments.head_dim, arguments.dtype, arguments.heads) == (64, "float16", 16)
     for tokens, published in PUBLISHED.items():
-        own = time_of(arguments.heads, tokens, variant, banks=arguments.banks)
+        own = time_of(arguments.heads, tokens, variant, arguments.card, banks=arguments.banks)
         beside = f"; noflash-attention publishes {published} ms, {published / own.seconds / 1e3:.1f} times as much"
         how = f", the last {own.rows} rows of a head with their keys in {own.ranges} ranges" if own.ranges else ""
-        print(f"{tokens:6d} tokens: {1e3 * own.seconds:.2f} ms{how}{beside if is_published else ''}")
+        math_ms = 1e3 * _torchs_math(card, arguments.heads, tokens, arguments.head_dim, arguments.dtype)
+        least = f"; torch's math attention, at least {math_ms:.2f} ms" if card.timing.matrix else ""
+        print(f"{tokens:6d} tokens: {1e3 * own.seconds:.2f} ms{how}{beside if is_published else ''}{least}")
+
+
+def _flops(card: Card, dtype: str, *, matrix: bool) -> int:
+    """Of a SIMD in a cycle; ``matrix``: on its matrix units."""
+    return 2 * 16**3 // card.timing.matrix if matrix else card.flops * (2 if dtype == "float16" else 1)
+
+
+def _torchs_math(card: Card, heads: int, tokens: int, head_dim: int, dtype: str) -> float:
+    """Seconds that torch's math attention takes at least: its products at the peak of the matrix units, and the scores
+    written and read, and the probabilities."""
+    rate = SIMDS * card.units * card.hertz * _flops(card, dtype, matrix=dtype != "float32")
+    scores = heads * tokens**2
+    return 4 * scores * head_dim / rate + 4 * scores * getattr(torch, dtype).itemsize / card.bandwidth
 
 
 if __name__ == "__main__":

@@ -32,6 +32,8 @@ class Timing(NamedTuple):
         full, half, quarter: that vector arithmetic takes at its three rates.
         pipes: of shared memory, and of global memory.
         lds, memory, scalar: until the answer; branch, barrier: until the next instruction.
+        matrix: of a product of matrices, 16 x 16 x 16: AMD's operations of a compute unit in a cycle, 512 on RDNA 3 and
+            1,024 on RDNA 4 ("RDNA3" and "RDNA4").
         most: transfers of a kind that a wave counts.
     """
 
@@ -46,10 +48,12 @@ class Timing(NamedTuple):
     memory: int = 450
     scalar: int = 120
     barrier: int = 8
+    matrix: int = 0
 
 
 GCN = Timing(turn=4, full=4, half=8, quarter=16, pipes=1, branch=16, most={"lgkmcnt": 15, "vmcnt": 63, "vscnt": 63})
 RDNA2 = Timing(turn=1, full=1, half=2, quarter=4, pipes=2, branch=32, most={"lgkmcnt": 63, "vmcnt": 63, "vscnt": 63})
+RDNA3, RDNA4 = RDNA2._replace(matrix=32), RDNA2._replace(matrix=16)
 SIMDS = 4
 _QUEUE = 64  # cycles of work that the pipes of shared and of global memory accept beyond what they are doing
 REACH = 10  # a result is there after so many cycles at most

@@ -159,7 +159,8 @@ def test_the_last_round_has_the_blocks_that_are_left() -> None:
 def test_most_of_what_a_shipped_kernel_issues_are_products(arch: str, lanes: int, head_dim: int) -> None:
     """Two products of all columns for 128 x 64 scores, or 64 x 128, two columns in an instruction."""
     variant = model.forward_variant(head_dim, torch.float16, arch)
-    few, many = (model.block(variant, tiles) for tiles in (1, 2))
+    timing = next(card.timing for card in model.CARDS.values() if card.arch == arch)
+    few, many = (model.block(variant, tiles, timing) for tiles in (1, 2))
     assert (few.rows * few.cols, len(few.waves)) == (128 * 64, 4)
     needed = 128 * 64 * head_dim // (lanes * len(few.waves))
     counts = [sum(e.products for e in b.waves[0]) for b in (few, many)]
@@ -169,7 +170,7 @@ def test_most_of_what_a_shipped_kernel_issues_are_products(arch: str, lanes: int
     main = [main_blocks(b.waves[0]) for b in (few, many)]
     of_main = sum(e.products for e in main[1]) - sum(e.products for e in main[0])
     assert of_main / (len(main[1]) - len(main[0])) >= 0.8
-    full = model.pace(few.waves, many.waves, few.resident, (1, 2), model.CARDS[arch].timing)
+    full = model.pace(few.waves, many.waves, few.resident, (1, 2), timing)
     assert full.computing > 0.7
 
 
@@ -178,13 +179,13 @@ def test_a_call_takes_the_launches_of_its_plan(monkeypatch: pytest.MonkeyPatch) 
     """480 blocks of 64 tiles, then 32 times 11 with 6 of them, then the time in which memory takes and gives parts."""
     paces = {"forward": [Pace(100, 0, 1, 0), Pace(150, 0, 1, 0)], "ranges": [Pace(90, 5, 1, 0), Pace(140, 6, 1, 0)]}
     monkeypatch.setattr(
-        model, "speed", lambda variant, *, banks: Speed(paces[variant.kind], 0.7, 0.8, 128, variant.geometry.cols)
+        model, "speed", lambda variant, name, *, banks: Speed(paces[variant.kind], 0.7, 0.8, 128, variant.geometry.cols)
     )
-    card, variant = model.CARDS["gfx906"], model.forward_variant(64, torch.float16)
-    found = model.time_of(16, 4096, variant)
+    card, variant = model.CARDS["MI50"], model.forward_variant(64, torch.float16)
+    found = model.time_of(16, 4096, variant, "MI50")
     assert (found.ranges, found.rows) == (11, 256)
     cycles = 4 * 64 * 150 + 3 * (6 + 6 * 140)
     moved = 16 * 256 * (2 * 11 * 66 * 4 + 64 * 2)
     expected = cycles / card.hertz + moved / card.bandwidth + 2 * model.LAUNCH
     assert found.seconds == pytest.approx(expected)
-    assert model.time_of(15, 4096, variant) == (pytest.approx(4 * 64 * 150 / card.hertz), 0, 4096)
+    assert model.time_of(15, 4096, variant, "MI50") == (pytest.approx(4 * 64 * 150 / card.hertz), 0, 4096)
