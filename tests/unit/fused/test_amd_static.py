@@ -84,7 +84,8 @@ def test_every_variant_has_tiles_that_fit_and_pairs_where_there_are_dot_products
     for arch in (*ARCHS, "gfx1030-no-dot", "gfx906-no-dot"):
         for variant in amd_variants(arch):
             geometry = variant.geometry
-            assert not geometry.pairs or (variant.dtype == "float16" and amd_geometry.has_dots(arch))
+            has_pairs = not variant.on_tensor_cores and geometry.pairs
+            assert not has_pairs or (variant.dtype == "float16" and amd_geometry.has_dots(arch))
             assert geometry.threads % amd_geometry.wave_size(arch) == 0
             # Beside the tile: whether any thread's mask allows anything, and the maxima of flushed rows (head_dim 512).
             flushed = variant.head_dim > 256 and variant.flush_tiles > 0
@@ -112,7 +113,7 @@ def check_metadata(variant: Compilation, code: bytes, scratch: int = 0) -> None:
         assert kernel[".group_segment_fixed_size"] <= amd_geometry.LDS_BYTES
     if isinstance(variant, GgufLinearVariant):
         return
-    mains = ("pa_forward", "pa_grad", "pa_capped", "pa_int8_attention")
+    mains = ("pa_forward", "pa_grad", "pa_capped", "pa_int8_attention", "pa_wmma")
     main = kernels[next(name for name in variant.functions if name.startswith(mains))]
     tile = variant.tile_bytes
     assert tile <= main[".group_segment_fixed_size"] <= tile + 4 + 4 * variant.geometry.rows

@@ -16,7 +16,7 @@ import torch
 from attn_support.fused.code_objects import code_object
 from attn_support.fused.device import UncheckedKernels, always_faster, fresh_card, hip_card, route_of
 from attn_support.fused.emulation import GXX
-from attn_support.fused.hip import OVERRIDDEN, RADEON_VII, RX_5700, RX_6800, HipCompiler, HipStandIn, plain_launch
+from attn_support.fused.hip import OVERRIDDEN, RADEON_VII, RX_5700, RX_6800, RX_7600, HipCompiler, HipStandIn, plain_launch
 
 from pascal_attn_core import AttentionConfig, UnsupportedAttention, explain, sdpa
 from pascal_attn_core.fused.code import prebuilt
@@ -33,6 +33,7 @@ needs_compiler = pytest.mark.skipif(GXX is None, reason="needs g++ to build the 
 VARIANT = Variant("forward", 64, "float32", arch="gfx906")
 CODE = code_object(VARIANT)
 WINDOW = {"window": (9, 0)}
+FUSED = AttentionConfig(route="fused")
 
 
 def _inputs(dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
@@ -40,16 +41,20 @@ def _inputs(dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
 
 
 @needs_compiler
-def test_tensor_cores_are_nvidias_and_8_bit_attention_needs_dot_products() -> None:
+def test_matrix_units_are_for_16_bits_from_gfx11_on_and_8_bit_attention_needs_dot_products() -> None:
     half, int8 = _inputs(torch.float16), AttentionConfig(route="fused-int8")
     with hip_card(RX_5700):
         for config, words in (
             (int8, "the int8 mode needs dot products of 8-bit integers, which gfx1010 has not"),
-            (AttentionConfig(route="fused-tensor"), "the kernel on tensor cores needs an NVIDIA GPU"),
+            (AttentionConfig(route="fused-tensor"), "AMD's matrix units need gfx11 or gfx12, got gfx1010"),
         ):
             with pytest.raises(UnsupportedAttention, match=words):
                 sdpa(*half, config=config)
         assert route_of(*half, **WINDOW) == "fused"
+    with hip_card(RX_7600):
+        assert [route_of(*_inputs(dtype), **WINDOW) for dtype in (torch.float16, torch.bfloat16, torch.float32)] == [
+            "fused-tensor", "fused-tensor", "fused"
+        ]  # fmt: skip
     for info in (RADEON_VII, RX_6800):
         with hip_card(info) as kernels:
             assert explain(*half, config=int8).startswith("route fused-int8")
@@ -122,7 +127,7 @@ def test_the_code_is_for_what_the_card_is_and_named_as_it_is_taken_for(info: Dev
     """The stand-in refuses a code object of another name, and one with dot products on a card that has none."""
     with hip_card(info) as kernels:
         inputs = [torch.randn(1, 32, 256, 64).half()] * 3
-        assert route_of(*inputs, **WINDOW) == "fused"
+        assert route_of(*inputs, **WINDOW, config=FUSED) == "fused"
         assert explain(*inputs, **WINDOW).startswith("route fused")
         launch = kernels.queued[0]
         compiler = kernels.gpu.find_compiler()
@@ -199,7 +204,7 @@ def shipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @pytest.mark.parametrize(("info", "made_for"), CARDS, ids=_name)
 def test_which_shipped_code_a_card_takes(shipped: None, info: DeviceInfo, made_for: str) -> None:
     with fresh_card(HipStandIn(info), always_faster, kind=UncheckedKernels) as kernels:
-        assert route_of(*[torch.randn(1, 1, 60, 16).half()] * 3, window=(9, 0)) == "fused"
+        assert route_of(*[torch.randn(1, 1, 60, 16).half()] * 3, window=(9, 0), config=FUSED) == "fused"
         compiler = kernels.gpu.find_compiler()
         (code,) = kernels.driver.variants
         assert kernels.existing_code(kernels.queued[0].variant)[1] == "shipped"

@@ -234,7 +234,7 @@ def test_only_what_has_changed_since_a_commit_is_compiled(tmp_path: Path) -> Non
     assert (changed.has(float32), changed.has(float32, what_is_read=True)) == (False, True)
 
 
-@pytest.mark.parametrize(("packs", "most"), [("sm_*", 4_400_000), ("gfx*.xz", 2_850_000)])
+@pytest.mark.parametrize(("packs", "most"), [("sm_*", 4_400_000), ("gfx*.xz", 2_950_000)])
 def test_what_ships_stays_small(packs: str, most: int) -> None:
     assert sum(path.stat().st_size for path in prebuilt.FOLDER.glob(packs)) < most
 
