@@ -20,7 +20,7 @@ from attn_support.fused.device import (
     passing_time,
     route_of,
 )
-from attn_support.fused.hip import OVERRIDDEN, RADEON_VII, RX_5700, RX_6800, HipStandIn
+from attn_support.fused.hip import OVERRIDDEN, RADEON_VII, RX_5700, RX_6800, RX_7600, HipStandIn
 from attn_support.fused.packed import each_alone
 from attn_support.fused.trials import Starter
 from attn_support.oracle import cast
@@ -165,6 +165,21 @@ def test_it_is_taken_where_it_is_faster_than_torchs_math(
         assert explain(*_inputs(), config=AUTO).startswith(f"route {route}")
         (found,) = runtime_of(CPU).part(Timings).ratios("plain").values()
         assert (found, asked) == (ours / 2, [2])  # from the disk
+
+
+@pytest.mark.parametrize(
+    ("plain", "over_math", "route"), [(2.0, 0.5, "fused-tensor"), (0.5, 0.5, "fused"), (2.0, 1.5, "tiled")]
+)
+def test_matrix_units_are_taken_where_they_are_faster_than_our_other_kernel_and_torchs_math(
+    no_torch_kernel: None, plain: float, over_math: float, route: str
+) -> None:
+    answers = iter([[1.0, plain], [over_math, 1.0], [over_math, 1.0]])
+    query = torch.randn(1, 2, 150, 64).bfloat16()
+    with fresh_card(HipStandIn(RX_7600, execute), lambda *_: next(answers), kind=UncheckedKernels):
+        text = explain(query, query, query, config=AUTO)
+        assert text.startswith(f"route {route}"), text
+        assert f"timed on this card at {over_math:.2f} of the time of torch's math attention" in text
+        assert route_of(query, query, query, config=AUTO) == route
 
 
 def test_a_torch_that_cannot_compute_it_does_not_fail_our_call(

@@ -16,7 +16,16 @@ import torch
 from attn_support.fused.code_objects import code_object
 from attn_support.fused.device import UncheckedKernels, always_faster, fresh_card, hip_card, route_of
 from attn_support.fused.emulation import GXX
-from attn_support.fused.hip import OVERRIDDEN, RADEON_VII, RX_5700, RX_6800, RX_7600, HipCompiler, HipStandIn, plain_launch
+from attn_support.fused.hip import (
+    OVERRIDDEN,
+    RADEON_VII,
+    RX_5700,
+    RX_6800,
+    RX_7600,
+    HipCompiler,
+    HipStandIn,
+    plain_launch,
+)
 
 from pascal_attn_core import AttentionConfig, UnsupportedAttention, explain, sdpa
 from pascal_attn_core.fused.code import prebuilt
