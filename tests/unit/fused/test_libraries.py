@@ -32,6 +32,8 @@ NVIDIAS = {
         "win32", "nvidia/cu13/bin/x86_64", ["nvrtc64_130_0.dll", "nvrtc64_130_0.alt.dll", "nvrtc-builtins64_130.dll"],
     ),
 }  # fmt: skip
+# ROCm's own package looks for amdhip64*.dll and hiprtc0*.dll in the folder bin of _rocm_sdk_core and, if it has one, an
+# ending of a version (TheRock, rocm_sdk/_dist_info.py).
 _WINDOWS, _ROCM_7 = "_rocm_sdk_core/bin", ["libamdhip64.so.7", "libhiprtc.so.7", "libhiprtc-builtins.so.7"]
 AMDS = {
     "rocm-sdk-core 7.1, Windows": (
@@ -43,6 +45,11 @@ AMDS = {
         "win32",
         _WINDOWS,
         ["amdhip64_7.dll", "hiprtc0714.dll", "hiprtc-builtins0714.dll", "rocm_kpack.dll"],
+    ),
+    "rocm-sdk-core with a version in its name, Windows": (
+        "win32",
+        "_rocm_sdk_core_7_2_0/bin",
+        ["amdhip64_7.dll", "hiprtc0702.dll", "hiprtc-builtins0702.dll"],
     ),
     "torch, Linux": ("linux", "torch/lib", ["libamdhip64.so", "libhiprtc.so", *_ROCM_7[2:], "libamdhip64.txt"]),
     "rocm-sdk-core, Linux": ("linux", "_rocm_sdk_core/lib", _ROCM_7),
