@@ -9,10 +9,8 @@ from typing import Any
 
 from ..patching.patch import Patch
 from ..patching.stand_in import Around, Installer, StandIn, refuse_real_package
-from ..version import __version__
 
-# The flash-attn version whose API we provide; the local label names this package.
-VERSION = f"2.8.4+pascal.{__version__}"
+_VERSION = "2.8.4"  # of flash-attn, whose API we provide
 _ROOT = "flash_attn"
 _FA3 = "flash_attn_interface"
 _TURING = "flash_attn_turing"
@@ -181,7 +179,7 @@ def _stand_in(fa3: str | None, replace: bool, around: Around | None) -> StandIn:
 
     return StandIn(
         _ROOT,
-        VERSION,
+        _VERSION,
         {name: sources for name, sources in _MODULES.items() if name not in without},
         package=_PACKAGE,
         eager=_EAGER,

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..checks import in_float64, rows_to_check
+from ..reference.checks import in_float64, rows_to_check
 from . import stored
 from .product import int8_linear
 from .quantize import ROTATIONS, Int8Matrix, quantize_rows

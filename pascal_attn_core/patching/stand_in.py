@@ -14,6 +14,7 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
+from ..version import __version__
 from .patch import Patch
 
 Around = Callable[[str, Callable[..., Any]], Callable[..., Any]]
@@ -25,7 +26,8 @@ class StandIn(importlib.metadata.DistributionFinder, importlib.abc.Loader):
 
     Args:
         distribution: the name that ``importlib.metadata`` is asked for, and of the top module.
-        version: what it answers; the modules' ``__version__`` too.
+        provides: the version of the package whose API the modules have. With ours as a local label it is what
+            ``importlib.metadata`` answers, and the modules' ``__version__``.
         modules: name of a module -> where its names come from: ``"module: a b c=d"``, our d under the name c;
             a module that begins with "." lies in ``package``.
         package: what "." stands for.
@@ -40,7 +42,7 @@ class StandIn(importlib.metadata.DistributionFinder, importlib.abc.Loader):
     def __init__(
         self,
         distribution: str,
-        version: str,
+        provides: str,
         modules: Mapping[str, Sequence[str]],
         *,
         package: str,
@@ -50,7 +52,8 @@ class StandIn(importlib.metadata.DistributionFinder, importlib.abc.Loader):
         counted: tuple[str, ...] = (),
         enter: str | None = None,
     ):
-        self.distribution, self.version, self.package = distribution, version, package
+        self.distribution, self.package = distribution, package
+        self.version = f"{provides}+pascal.{__version__}"
         self._modules, self._eager, self._adapt, self._enter = modules, eager, adapt, enter
         self._around, self._counted = around, counted
         self._leave: Callable[[], None] | None = None

@@ -18,10 +18,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from ..checks import is_out_of_memory
+from ..call import PLAIN
 from ..machine.device import MIB
+from ..machine.out_of_memory import is_out_of_memory
 from ..observe.memory import available_bytes
-from ..patching.interception import PLAIN
 from .banded import Banded, finish
 from .lazy import NotInBands
 from .proof import differs

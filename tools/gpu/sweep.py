@@ -29,7 +29,6 @@ import torch
 from torch import Tensor
 
 from pascal_attn_core.call import AttentionCall, check_call, empty_output
-from pascal_attn_core.checks import is_out_of_memory
 from pascal_attn_core.cli.bench.clock import Clock, quiet_torch
 from pascal_attn_core.fused.code.source import (
     GRAD_ALL_HEAD_DIMS,
@@ -60,6 +59,7 @@ from pascal_attn_core.fused.launch.plan import (
 from pascal_attn_core.fused.launch.stream_k import distribute
 from pascal_attn_core.fused.trust import verify
 from pascal_attn_core.fused.trust.kernels import Kernels, KernelUnavailable
+from pascal_attn_core.machine.out_of_memory import is_out_of_memory
 from pascal_attn_core.machine.runtime import runtime_of
 from pascal_attn_core.machine.storage import read_object, write_object
 from pascal_attn_core.observe.memory import available_bytes

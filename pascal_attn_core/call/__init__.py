@@ -17,12 +17,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .mask_rules.flex import WINDOW, ScoreRule, block_rule, is_block_mask, known_of
-from .mask_rules.lazy import LazyMask
-from .patching.interception import PLAIN
+from .flex_rules import WINDOW, ScoreRule, block_rule, is_block_mask, known_of
+from .lazy_mask import LazyMask
 
 ALIGNMENTS = ("upper_left", "lower_right")
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+PLAIN = (Tensor, torch.nn.Parameter)  # types of tensors without behaviour of their own
 _LONGEST_WINDOW = 2**62  # so that sums with it fit into 64 bits
 
 
