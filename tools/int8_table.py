@@ -98,10 +98,9 @@ def table() -> str:
         layers = f"{report.count('int8')} of {len(report.lines)}"
         worst = report.worst
         assert worst is not None
-        cells = [f"{sorted(errors[column] for errors, _ in runs)[SEEDS // 2]:.1e}" for column in columns]
-        lines.append(
-            f"| {name} | {layers} | {report.median_error:.2%}, {worst.error:.2%} | " + " | ".join(cells) + " |"
-        )
+        medians = (sorted(errors[column] for errors, _ in runs)[SEEDS // 2] for column in columns)
+        cells = [name, layers, f"{report.median_error:.2%}, {worst.error:.2%}", *(f"{error:.1e}" for error in medians)]
+        lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
