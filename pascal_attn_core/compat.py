@@ -25,8 +25,7 @@ __all__ = ["TiledAttention", "device_l2_mb", "install_as_pascal_attn", "recommen
 
 _ROOT = "pascal_attn"
 _STAND_IN = StandIn(
-    _ROOT,
-    "0.1.0",
+    f"{_ROOT}==0.1.0",
     {
         _ROOT: (".compat: TiledAttention recommended_tile_size tiled_attention",),
         f"{_ROOT}.functional": (".compat: tiled_attention",),

@@ -25,9 +25,9 @@ class StandIn(importlib.metadata.DistributionFinder, importlib.abc.Loader):
     """Finds and loads modules by the names of another package, and the metadata of its distribution.
 
     Args:
-        distribution: the name that ``importlib.metadata`` is asked for, and of the top module.
-        provides: the version of the package whose API the modules have. With ours as a local label it is what
-            ``importlib.metadata`` answers, and the modules' ``__version__``.
+        provides: the distribution and the version whose API the modules have, ``"flash_attn==2.8.4"``: the name that
+            ``importlib.metadata`` is asked for. What it answers, and the modules' ``__version__``, has our own version
+            as a local label.
         modules: name of a module -> where its names come from: ``"module: a b c=d"``, our d under the name c;
             a module that begins with "." lies in ``package``.
         package: what "." stands for.
@@ -41,7 +41,6 @@ class StandIn(importlib.metadata.DistributionFinder, importlib.abc.Loader):
 
     def __init__(
         self,
-        distribution: str,
         provides: str,
         modules: Mapping[str, Sequence[str]],
         *,
@@ -52,8 +51,8 @@ class StandIn(importlib.metadata.DistributionFinder, importlib.abc.Loader):
         counted: tuple[str, ...] = (),
         enter: str | None = None,
     ):
-        self.distribution, self.package = distribution, package
-        self.version = f"{provides}+pascal.{__version__}"
+        self.distribution, _, version = provides.partition("==")
+        self.version, self.package = f"{version}+pascal.{__version__}", package
         self._modules, self._eager, self._adapt, self._enter = modules, eager, adapt, enter
         self._around, self._counted = around, counted
         self._leave: Callable[[], None] | None = None

@@ -102,9 +102,7 @@ class Site:
             shape, seconds = tuple(given.tensor.shape), time.perf_counter() - start
             self.calls.append(VaeCall(self.name, shape, state, why, seconds, figures))
 
-        if torch.is_grad_enabled() and any(t.requires_grad for t in (given.tensor, *self.vae.parameters())):
-            if all(call.why != _GRADIENTS for call in self.calls):
-                log.warning("%s.%s does not run in bands: %s", type(self.vae).__name__, self.name, _GRADIENTS)
+        if self._needs_gradients(given.tensor):
             note("as it is", _GRADIENTS)
             return given.to(self.own)
         why_bands = self._does_not_fit(given.tensor) if self.settings.when_needed else ""
@@ -140,6 +138,14 @@ class Site:
         if not self.settings.enabled or getattr(_running, "on", False) or not is_plain or given.is_meta:
             return False
         return not torch.compiler.is_compiling()
+
+    def _needs_gradients(self, given: Tensor) -> bool:
+        """Whether a call needs gradients, which bands do not have; the first one is logged."""
+        if not torch.is_grad_enabled() or not any(t.requires_grad for t in (given, *self.vae.parameters())):
+            return False
+        if all(call.why != _GRADIENTS for call in self.calls):
+            log.warning("%s.%s does not run in bands: %s", type(self.vae).__name__, self.name, _GRADIENTS)
+        return True
 
     def _does_not_fit(self, given: Tensor) -> str:
         estimate, free = self.settings.expected_bytes, available_bytes(given.device)
