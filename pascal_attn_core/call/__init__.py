@@ -509,7 +509,7 @@ def _unwrap_causal_bias(query: Tensor, key: Tensor, attn_mask: Any, options: Opt
 
 
 def _as_window(query: Tensor, key: Tensor, attn_mask: Any, options: Options) -> tuple[Any, Options]:
-    """A BlockMask, as a window if :func:`.flex.create_block_mask` has found it to be one."""
+    """A BlockMask, as a window if :func:`..flex.create_block_mask` has found it to be one."""
     found = known_of(attn_mask).get(WINDOW)
     fits = tuple(attn_mask.shape[-2:]) == (query.shape[-2], key.shape[-2])
     if found is None or not fits or options.is_causal or options.window is not None:
