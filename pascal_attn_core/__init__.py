@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Any
 from .attention import explain, sdpa, sdpa_backward, sdpa_with_lse
 from .attention_map import attention_map, saved_by_band
 from .call import AttentionOutput
+from .call.lazy_mask import LazyMask, mask_rule
 from .capture import capture
 from .compat import TiledAttention, recommended_tile_size, tiled_attention
 from .config import AttentionConfig, UnsupportedAttention
-from .mask_rules.lazy import LazyMask, mask_rule
 from .observe.memory import measure_memory
 from .observe.report import Report, record
 from .patching.patch import Patch

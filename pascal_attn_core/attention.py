@@ -9,10 +9,9 @@ import torch
 from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function
 
-from .call import AttentionOutput, Options, Results, Wanted, check_call, prepared
+from .call import PLAIN, AttentionOutput, Options, Results, Wanted, check_call, prepared
+from .call.lazy_mask import LazyMask
 from .config import AttentionConfig, default_config
-from .mask_rules.lazy import LazyMask
-from .patching.interception import PLAIN
 from .routes import choose, is_plainly_short, route_names, why_not
 from .routes.run import gradients, is_watched, run
 from .routes.shapes import run_shapes

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from .call import AttentionCall, Options, check_call, prepared, without_autocast
-from .mask_rules.lazy import LazyMask
+from .call.lazy_mask import LazyMask
 from .plots import checked_band, plot_rows
 from .routes.math import probabilities
 from .tiled.masks import Band

@@ -24,10 +24,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .call import AttentionCall, distinct
+from .call import PLAIN, AttentionCall, distinct
+from .call.lazy_mask import LazyMask
 from .machine.device import MIB
-from .mask_rules.lazy import LazyMask
-from .patching.interception import PLAIN, SDPA_NAME, bind_sdpa
+from .patching.interception import SDPA_NAME, bind_sdpa
 from .patching.patch import Patch, replaced
 from .routes.run import add_observer
 

@@ -20,14 +20,12 @@ from .machine.device import MIB, device_info
 from .patching.patch import Patch
 from .patching.stand_in import Installer, StandIn
 from .tiled.tiles import recommended_tile_size_for
-from .version import __version__
 
 __all__ = ["TiledAttention", "device_l2_mb", "install_as_pascal_attn", "recommended_tile_size", "tiled_attention"]
 
 _ROOT = "pascal_attn"
 _STAND_IN = StandIn(
-    _ROOT,
-    f"0.1.0+pascal.{__version__}",
+    f"{_ROOT}==0.1.0",
     {
         _ROOT: (".compat: TiledAttention recommended_tile_size tiled_attention",),
         f"{_ROOT}.functional": (".compat: tiled_attention",),

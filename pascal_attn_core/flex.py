@@ -25,9 +25,7 @@ import torch
 from torch import Tensor
 
 from .call import Options, check_call, prepared
-from .config import AttentionConfig, default_config
-from .machine.device import CPU_LIKE
-from .mask_rules.flex import (
+from .call.flex_rules import (
     FULL,
     PARTIAL,
     SKIPPED,
@@ -43,6 +41,8 @@ from .mask_rules.flex import (
     reads,
     window_of,
 )
+from .config import AttentionConfig, default_config
+from .machine.device import CPU_LIKE
 from .patching.patch import Patch
 from .routes.run import run
 

@@ -33,9 +33,9 @@ from torch import Tensor
 from torch.overrides import _get_current_function_mode, handle_torch_function
 
 from .attention import sdpa
-from .call import Options, check_call, is_causal_bias
+from .call import PLAIN, Options, check_call, is_causal_bias
 from .config import AttentionConfig, default_config, number_of, switched_on
-from .patching.interception import PLAIN, SDPA_NAME, TORCH_SDPA, SdpaMode, bind_sdpa
+from .patching.interception import SDPA_NAME, TORCH_SDPA, SdpaMode, bind_sdpa
 from .patching.patch import Patch
 from .routes import is_plainly_short
 from .routes.run import is_watched

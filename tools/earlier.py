@@ -96,21 +96,17 @@ class Earlier:
     def has(self, variant: Compilation, *, what_is_read: bool = False) -> bool:
         """Whether the variant's machine code, or what of it registers and shared memory depend on, is that of today."""
         try:
-            return code_hash(variant, self._sources, what_is_read=what_is_read) == code_hash(
-                variant, what_is_read=what_is_read
-            )
+            then, now = (code_hash(variant, each, what_is_read=what_is_read) for each in (self._sources, today))
         except (KeyError, subprocess.CalledProcessError):  # there was no such variant then
             return False
+        return then == now
 
     def cubin(self, variant: Compilation, arch: int) -> bytes | None:
         """The one that the commit ships, if it is still right."""
         pack = prebuilt.pack_name(arch, variant)
         place = self._manifest["packs"].get(pack, {}).get(variant.name)
-        if (
-            place is None
-            or self._manifest["digests"].get(variant.name) != self.digest(variant)
-            or not self.has(variant)
-        ):
+        is_its_own = self._manifest["digests"].get(variant.name) == self.digest(variant)
+        if place is None or not is_its_own or not self.has(variant):
             return None
         return lzma.decompress((self._packs / pack).read_bytes())[place[0] : place[1]]
 

@@ -19,7 +19,7 @@ import torch
 from torch.nn.attention import flex_attention as theirs
 
 from pascal_attn_core import AttentionConfig, create_block_mask, flex_attention, sdpa
-from pascal_attn_core.mask_rules.flex import known_of
+from pascal_attn_core.call.flex_rules import known_of
 from pascal_attn_core.observe.memory import measure
 
 MIB = 1 << 20

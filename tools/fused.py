@@ -146,13 +146,13 @@ def read_table(text: str | None = None) -> dict[str, dict[int, str]]:
     return rows
 
 
-def write_table(archs: Iterable[int], kinds: Iterable[str], padded: bool, earlier: Earlier | None) -> None:
+def write_table(archs: Iterable[int], kinds: Iterable[str], earlier: Earlier | None) -> None:
     """Update the table for some architectures and kinds of kernels; the other cells stay."""
     rows = read_table()
     known = read_table(earlier.table) if earlier else {}
     jobs = []
     for variant in every_variant():
-        if variant.kind not in kinds or (isinstance(variant, Variant) and variant.padded and not padded):
+        if variant.kind not in kinds:
             continue
         same = known.get(variant.name, {}) if earlier and earlier.has(variant, what_is_read=True) else {}
         for arch in archs_of(variant):
@@ -170,7 +170,7 @@ def write_table(archs: Iterable[int], kinds: Iterable[str], padded: bool, earlie
         if variant.name in rows
     ]
     made_from = {kind: found for kind, found in read_digests().items() if kind not in kinds}
-    if padded and set(archs) == set(ARCHS):
+    if set(archs) == set(ARCHS):
         made_from |= {kind: found for kind, found in digests().items() if kind in kinds}
     words = " ".join(f"{kind} {made_from[kind]}" for kind in ALL_KINDS if kind in made_from)
     TABLE.write_text(_HEAD.format(*NVRTC, words) + "\n".join(lines) + "\n")
@@ -221,7 +221,6 @@ def main() -> None:
     parser.add_argument("what", choices=["table", "prebuilt", "share"])
     parser.add_argument("--archs", type=int, nargs="*", default=list(ARCHS), help="which (share: always sm_61)")
     parser.add_argument("--kinds", nargs="*", default=ALL_KINDS, choices=ALL_KINDS, help="for table: which kernels")
-    parser.add_argument("--unpadded", action="store_true", help="for table: only head_dims of the tables")
     parser.add_argument("--since", metavar="COMMIT", help="compile only what has changed since this commit")
     arguments = parser.parse_args()
     with checked_out(arguments.since) if arguments.since else contextlib.nullcontext() as earlier:
@@ -232,7 +231,7 @@ def run(arguments: argparse.Namespace, earlier: Earlier | None) -> None:
     if earlier and read_digests(earlier.table) != digests(earlier.digest, earlier.variants()):
         sys.exit(f"{arguments.since}: its table was not made from its source")
     if arguments.what == "table":
-        write_table(arguments.archs, arguments.kinds, not arguments.unpadded, earlier)
+        write_table(arguments.archs, arguments.kinds, earlier)
     elif arguments.what == "prebuilt":
         write_prebuilt(arguments.archs, earlier)
     else:

@@ -36,8 +36,11 @@ class Inputs(NamedTuple):
 # ---- inputs ----------------------------------------------------------------------------------------------------------
 
 
-def normal(dim: int, keys: int = KEYS, heads: int = HEADS, rows: int = ROWS) -> Inputs:
-    return Inputs(*(torch.randn(heads, n, dim) for n in (rows, keys, keys)))
+def normal(
+    dim: int, keys: int = KEYS, heads: int = HEADS, rows: int = ROWS, query_size: float = 1.0, key_size: float = 1.0
+) -> Inputs:
+    query, key, value = (torch.randn(heads, n, dim) for n in (rows, keys, keys))
+    return Inputs(query * query_size, key * key_size, value)
 
 
 def video(dim: int, sharpness: float = 1.0) -> Inputs:
@@ -93,28 +96,14 @@ def sink(dim: int, inputs: Inputs | None = None, key_size: float = 1.1, query_si
     return Inputs(query + query_size * direction, key, value)
 
 
-def long_and_flat(dim: int) -> Inputs:
-    query, key, value, _ = normal(dim, 70_000, 1, 64)
-    return Inputs(query * 0.1, key, value)
-
-
 def long_sink(dim: int) -> Inputs:
-    query, key, value, _ = normal(dim, 70_000, 1, 64)
-    return sink(dim, Inputs(query * 0.3, key, value + 0.5 * torch.randn(1, 1, dim)), 2.2, 4.0)
+    query, key, value, _ = normal(dim, 70_000, 1, 64, 0.3)
+    return sink(dim, Inputs(query, key, value + 0.5 * torch.randn(1, 1, dim)), 2.2, 4.0)
 
 
 def uneven(dim: int) -> Inputs:
     query, key, value, _ = normal(dim)
     return Inputs(query, key, value * torch.randn(HEADS, KEYS, 1).exp())
-
-
-def peaked(dim: int) -> Inputs:
-    query, key, value, _ = normal(dim)
-    return Inputs(query * 3, key * 1.5, value)
-
-
-def causal(dim: int) -> Inputs:
-    return Inputs(*(torch.randn(HEADS, 700, dim) for _ in range(3)), True)
 
 
 INPUTS: dict[str, Callable[[int], Inputs]] = {
@@ -123,11 +112,11 @@ INPUTS: dict[str, Callable[[int], Inputs]] = {
     "video, sharp": lambda dim: video(dim, 2.0),
     "video, soft": lambda dim: video(dim, 0.4),
     "outlier channels": outliers,
-    "peaked": peaked,
+    "peaked": lambda dim: normal(dim, query_size=3.0, key_size=1.5),
     "sink": sink,
     "uneven values": uneven,
-    "causal": causal,
-    "flat, 70,000 keys": long_and_flat,
+    "causal": lambda dim: normal(dim, 700, rows=700)._replace(is_causal=True),
+    "flat, 70,000 keys": lambda dim: normal(dim, 70_000, 1, 64, 0.1),
     "sink, 70,000 keys": long_sink,
 }
 

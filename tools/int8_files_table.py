@@ -16,62 +16,14 @@ import torch
 from torch import Tensor, nn
 
 from pascal_attn_core.int8 import Int8Report, patch_linear_int8
-from tools.int8_table import Call, command, far, flux, normal, wan
+from tools.int8_table import command, far, models
 
 BEGIN, END = "<!-- errors by file: tools.int8_files_table -->", "<!-- end of errors by file -->"
 GGUF, FLOATS_8 = ("Q8_0", "Q4_0", "Q4_K"), ("float8_e4m3fn", "float8_e5m2")
 OUTLIERS, FACTOR = 8, 50.0  # channels of each layer's input, and how much larger they are
 
 
-def qwen_image() -> tuple[nn.Module, Call]:
-    """Two blocks, 256 features."""
-    from diffusers import QwenImageTransformer2DModel
-
-    model = QwenImageTransformer2DModel(
-        in_channels=16,
-        out_channels=4,
-        num_layers=2,
-        attention_head_dim=64,
-        num_attention_heads=4,
-        joint_attention_dim=96,
-        axes_dims_rope=(16, 24, 24),
-    )
-
-    def call(model: nn.Module, dtype: torch.dtype) -> Tensor:
-        return model(
-            hidden_states=normal(1, 144, 16, dtype=dtype),
-            encoder_hidden_states=normal(1, 24, 96, dtype=dtype),
-            encoder_hidden_states_mask=torch.ones(1, 24, dtype=torch.bool),
-            timestep=torch.tensor([0.4], dtype=dtype),
-            img_shapes=[(1, 12, 12)],
-        ).sample
-
-    return model, call
-
-
-def z_image() -> tuple[nn.Module, Call]:
-    """Two blocks and two refiners, 256 features."""
-    from diffusers import ZImageTransformer2DModel
-
-    model = ZImageTransformer2DModel(
-        dim=256,
-        n_layers=2,
-        n_refiner_layers=1,
-        n_heads=4,
-        n_kv_heads=4,
-        cap_feat_dim=96,
-        axes_dims=[16, 24, 24],
-        axes_lens=[64, 32, 32],
-    )
-
-    def call(model: nn.Module, dtype: torch.dtype) -> Tensor:
-        latent, text = normal(16, 1, 24, 24, dtype=dtype), normal(24, 96, dtype=dtype)
-        return model([latent], torch.tensor([0.4], dtype=dtype), [text]).sample[0]
-
-    return model, call
-
-
-MODELS = {"Flux": lambda: flux(64), "Wan": lambda: wan(64), "Qwen-Image": qwen_image, "Z-Image": z_image}
+MODELS = models("files")
 
 
 def q4_k(weights: Tensor) -> Tensor:

@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import argparse
 import copy
+import functools
 import logging
 import re
+import sys
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -19,101 +21,43 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
 from pascal_attn_core.int8 import Int8Report, patch_attention_int8, patch_linear_int8
+from tools.families import Draw, Family, sections
+from tools.families.table import TABLE
 
 BEGIN, END = "<!-- errors: tools/int8_table.py -->", "<!-- end of errors -->"
 Call = Callable[[nn.Module, torch.dtype], Tensor]
 SEEDS = 3
 
 
-def sdxl() -> tuple[nn.Module, Call]:
-    """A UNet with SDXL's kinds of blocks, 64 and 128 channels."""
-    from diffusers import UNet2DConditionModel
+class Numbers(Draw):
+    """Inputs that are the same for every dtype, up to its rounding."""
 
-    model = UNet2DConditionModel(
-        sample_size=16,
-        block_out_channels=(64, 128),
-        down_block_types=("DownBlock2D", "CrossAttnDownBlock2D"),
-        up_block_types=("CrossAttnUpBlock2D", "UpBlock2D"),
-        layers_per_block=2,
-        transformer_layers_per_block=(1, 2),
-        attention_head_dim=(2, 4),
-        cross_attention_dim=96,
-        norm_num_groups=16,
-        use_linear_projection=True,
-        addition_embed_type="text_time",
-        addition_time_embed_dim=8,
-        projection_class_embeddings_input_dim=64 + 6 * 8,
-    )
+    def normal(self, *size: int) -> Tensor:
+        return torch.randn(size, generator=torch.Generator().manual_seed(sum(size)), dtype=torch.float64)
 
+    @staticmethod
+    def exactly(value: float) -> Tensor:
+        """A number ``[1]``."""
+        return torch.tensor([value], dtype=torch.float64)
+
+
+def models(section: str) -> dict[str, Callable[[], tuple[nn.Module, Call]]]:
+    """For each model of a section of int8.txt what makes it, and a call of it in a dtype."""
+    families = sections(TABLE.with_name("int8.txt"))[section]
+    return {family.variant: functools.partial(_made, family) for family in families}
+
+
+def _made(family: Family) -> tuple[nn.Module, Call]:
     def call(model: nn.Module, dtype: torch.dtype) -> Tensor:
-        latent, text, pooled, ids = (
-            normal(*size, dtype=dtype) for size in ((2, 4, 16, 16), (2, 77, 96), (2, 64), (2, 6))
-        )
-        more = {"text_embeds": pooled, "time_ids": ids}
-        return model(latent, torch.tensor([400, 400]), text, added_cond_kwargs=more).sample
+        sample = model(**family.arguments(dtype, Numbers())).sample
+        return sample[0] if isinstance(sample, list) else sample
 
-    return model, call
+    return family.as_given(), call
 
 
-def flux(head_dim: int = 32) -> tuple[nn.Module, Call]:
-    """Two blocks of two streams, two of one, with four heads: 128 features."""
-    from diffusers import FluxTransformer2DModel
-
-    model = FluxTransformer2DModel(
-        in_channels=16,
-        num_layers=2,
-        num_single_layers=2,
-        attention_head_dim=head_dim,
-        num_attention_heads=4,
-        joint_attention_dim=96,
-        pooled_projection_dim=64,
-        axes_dims_rope=(head_dim // 4, 3 * head_dim // 8, 3 * head_dim // 8),
-    )
-
-    def call(model: nn.Module, dtype: torch.dtype) -> Tensor:
-        ids = torch.stack(torch.meshgrid(torch.zeros(1), torch.arange(12.0), torch.arange(12.0), indexing="ij"), -1)
-        return model(
-            hidden_states=normal(1, 144, 16, dtype=dtype),
-            encoder_hidden_states=normal(1, 24, 96, dtype=dtype),
-            pooled_projections=normal(1, 64, dtype=dtype),
-            timestep=torch.tensor([0.4], dtype=dtype),
-            img_ids=ids.view(-1, 3).to(dtype),
-            txt_ids=torch.zeros(24, 3, dtype=dtype),
-        ).sample
-
-    return model, call
-
-
-def wan(head_dim: int = 32) -> tuple[nn.Module, Call]:
-    """Three blocks with four heads: 128 features."""
-    from diffusers import WanTransformer3DModel
-
-    model = WanTransformer3DModel(
-        num_attention_heads=4,
-        attention_head_dim=head_dim,
-        in_channels=16,
-        out_channels=16,
-        text_dim=96,
-        freq_dim=64,
-        ffn_dim=512,
-        num_layers=3,
-        rope_max_seq_len=64,
-    )
-
-    def call(model: nn.Module, dtype: torch.dtype) -> Tensor:
-        latent, text = normal(1, 16, 3, 16, 16, dtype=dtype), normal(1, 24, 96, dtype=dtype)
-        return model(latent, torch.tensor([400]), text).sample
-
-    return model, call
-
-
-MODELS = {"SDXL UNet": sdxl, "Flux": flux, "Wan": wan}
-
-
-def normal(*size: int, dtype: torch.dtype) -> Tensor:
-    """Normal random numbers, the same for every dtype."""
-    return torch.randn(size, generator=torch.Generator().manual_seed(sum(size)), dtype=torch.float64).to(dtype)
+MODELS = models("float")
 
 
 def far(out: Tensor, exact: Tensor) -> float:
@@ -154,10 +98,9 @@ def table() -> str:
         layers = f"{report.count('int8')} of {len(report.lines)}"
         worst = report.worst
         assert worst is not None
-        cells = [f"{sorted(errors[column] for errors, _ in runs)[SEEDS // 2]:.1e}" for column in columns]
-        lines.append(
-            f"| {name} | {layers} | {report.median_error:.2%}, {worst.error:.2%} | " + " | ".join(cells) + " |"
-        )
+        medians = (sorted(errors[column] for errors, _ in runs)[SEEDS // 2] for column in columns)
+        cells = [name, layers, f"{report.median_error:.2%}, {worst.error:.2%}", *(f"{error:.1e}" for error in medians)]
+        lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 
 

@@ -76,14 +76,14 @@ def mutated(mutant: Mutant, root: Path = ROOT) -> str:
     return text.replace(mutant.right, mutant.wrong)
 
 
-def first_failure(mutant: Mutant, tests: list[str]) -> str:
-    """The first test that fails, "" if none does."""
+def first_failure(mutant: Mutant) -> str:
+    """The first of its tests that fails, "" if none does."""
     with tempfile.TemporaryDirectory() as folder:
         copy = Path(folder)
         for name in COPIED:
             (shutil.copytree if (ROOT / name).is_dir() else shutil.copy)(ROOT / name, copy / name)
         (copy / mutant.file).write_text(mutated(mutant), encoding="utf-8")
-        command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "--no-header", *tests]
+        command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "--no-header", *mutant.tests]
         environment = {**os.environ, "PYTHONPATH": folder, "OMP_NUM_THREADS": "1", "HYPOTHESIS_PROFILE": "nightly"}
         done = subprocess.run(command, cwd=copy, env=environment, capture_output=True, text=True)
     if done.returncode == 0:
@@ -100,7 +100,6 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", help="some of mutants.txt")
     parser.add_argument("--python", action="store_true", help="those of the Python code, not of the kernels")
-    parser.add_argument("--tests", nargs="+", help="files or tests, instead of each one's own")
     arguments = parser.parse_args()
     unknown = [name for name in arguments.names if name not in MUTANTS]
     if unknown:
@@ -109,7 +108,7 @@ def main() -> None:
     missed = []
     for name in arguments.names or all_of_them:
         begin = time.monotonic()
-        test = first_failure(MUTANTS[name], list(arguments.tests or MUTANTS[name].tests))
+        test = first_failure(MUTANTS[name])
         if not test and MUTANTS[name].is_noticed:
             missed.append(name)
         print(f"{name:32} {time.monotonic() - begin:5.0f} s  {test or 'not noticed'}", flush=True)

@@ -44,10 +44,8 @@ def _additive_mask(call: CapturedCall) -> Tensor | None:
     if allowed is None:
         return None
     if allowed.dtype == torch.bool:
-        mask = torch.zeros(allowed.shape, device=allowed.device).masked_fill_(~allowed, -1e9)
-    else:
-        mask = allowed
-    return mask.expand(*mask.shape[:-2], rows, keys)
+        allowed = torch.zeros(allowed.shape, device=allowed.device).masked_fill_(~allowed, -1e9)
+    return allowed.expand(*allowed.shape[:-2], rows, keys)
 
 
 def _noflash() -> list[Candidate]:

@@ -9,6 +9,8 @@ import argparse
 import statistics
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -29,40 +31,34 @@ def microseconds(function: Callable[[], object], calls: int = CALLS_A_ROUND) -> 
     return (time.thread_time_ns() - start) / calls / 1e3
 
 
-def differences(ours: Callable[[], object], torchs: Callable[[], object], rounds: int) -> tuple[float, float]:
-    """(difference of the smallest rounds, median of the differences between neighbouring rounds) in microseconds."""
-    pairs = [(microseconds(ours), microseconds(torchs)) for _ in range(rounds)]
-    smallest = min(a for a, _ in pairs) - min(b for _, b in pairs)
-    return smallest, statistics.median(a - b for a, b in pairs)
+def differences(
+    ours: Callable[[], object], torchs: Callable[[], object], rounds: int, within: Callable[[], Any] = nullcontext
+) -> str:
+    """Difference of the smallest rounds / median of the differences between neighbouring rounds.
 
-
-def rows(rounds: int) -> list[tuple[str, ...]]:
-    found = []
-    for tokens in (16, 64, 256):
-        query = torch.randn(1, 1, tokens, 16)
-        for kind in KINDS:
-            mask = torch.ones(tokens, tokens, dtype=torch.bool) if kind == "bool mask" else None
-            options = {"attn_mask": mask, "is_causal": kind == "causal"}
-            torchs = lambda: TORCH(query, query, query, **options)  # noqa: B023, E731
-            found.append((f"{tokens} tokens, {kind}", *_of_one(query, options, torchs, rounds)))
-    return found
-
-
-def _of_one(query: torch.Tensor, options: dict, torchs: Callable[[], object], rounds: int) -> list[str]:
-    cells = [differences(lambda: sdpa(query, query, query, **options), torchs, rounds)]
-    by_name = lambda: F.scaled_dot_product_attention(query, query, query, **options)  # noqa: E731
-    patch = patch_sdpa()
-    cells.append(differences(by_name, torchs, rounds))
-    patch.remove()
+    Args:
+        within: makes what our calls run in.
+    """
     pairs = []
     for _ in range(rounds):
-        with patch_sdpa():
-            ours = microseconds(by_name), microseconds(torchs)
-        pairs.append((*ours, microseconds(torchs)))
-    for column in (0, 1):  # called as F's function, and by a name that was imported
-        smallest = min(p[column] for p in pairs) - min(p[2] for p in pairs)
-        cells.append((smallest, statistics.median(p[column] - p[2] for p in pairs)))
-    return [f"{smallest:+6.1f} / {median:+6.1f}" for smallest, median in cells]
+        with within():
+            taken = microseconds(ours)
+        pairs.append((taken, microseconds(torchs)))
+    smallest = min(a for a, _ in pairs) - min(b for _, b in pairs)
+    return f"{smallest:+6.1f} / {statistics.median(a - b for a, b in pairs):+6.1f}"
+
+
+def cells(query: torch.Tensor, kind: str, rounds: int) -> list[str]:
+    """One line of the table."""
+    mask = torch.ones(query.shape[-2], query.shape[-2], dtype=torch.bool) if kind == "bool mask" else None
+    options = {"attn_mask": mask, "is_causal": kind == "causal"}
+    imported = lambda: TORCH(query, query, query, **options)  # noqa: E731
+    by_name = lambda: F.scaled_dot_product_attention(query, query, query, **options)  # noqa: E731
+    found = [differences(lambda: sdpa(query, query, query, **options), imported, rounds)]
+    switch = patch_sdpa()
+    found.append(differences(by_name, imported, rounds))
+    switch.remove()
+    return found + [differences(each, imported, rounds, patch_sdpa) for each in (by_name, imported)]
 
 
 def main() -> None:
@@ -73,8 +69,11 @@ def main() -> None:
     print("microseconds above torch's function: smallest rounds / median of neighbouring rounds")
     print(f"{'':24s}{'sdpa':>18s}{'the switch':>18s}{'with: F.sdpa':>18s}{'with: by name':>18s}")
     with torch.no_grad():
-        for name, *cells in rows(rounds):
-            print(f"{name:24s}" + "".join(f"{cell:>18s}" for cell in cells), flush=True)
+        for tokens in (16, 64, 256):
+            query = torch.randn(1, 1, tokens, 16)
+            for kind in KINDS:
+                line = "".join(f"{cell:>18s}" for cell in cells(query, kind, rounds))
+                print(f"{f'{tokens} tokens, {kind}':24s}{line}", flush=True)
 
 
 if __name__ == "__main__":

@@ -310,16 +310,8 @@ def main() -> None:
     parser.add_argument("--kind", default="forward", choices=KINDS)
     parser.add_argument("--head-dim", type=int, default=64, choices=HEAD_DIMS)
     parser.add_argument("--dtype", default="float32", choices=DTYPES)
-    parser.add_argument(
-        "--keys",
-        type=int,
-        nargs="+",
-        default=[512, 1024],
-        help="(or queries) two numbers; %(default)s: one flush apart",
-    )
-    parser.add_argument(
-        "--without-moves", action="store_true", help="that ptxas makes no instructions of; int8: always"
-    )
+    parser.add_argument("--keys", type=int, nargs="+", default=[512, 1024], help="or queries: two, one flush apart")
+    parser.add_argument("--without-moves", action="store_true", help="that ptxas leaves out; int8: always")
     parser.add_argument("--child", type=Path, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     variant = Variant(arguments.kind, arguments.head_dim, arguments.dtype)

@@ -96,9 +96,8 @@ def at_home(markdown: str, source: str) -> str:
             return link
         path, mark, anchor = link.partition("#")
         target = _in_site(posixpath.normpath(posixpath.join(posixpath.dirname(source), path)), there)
-        return (
-            None if target is None else posixpath.relpath(target, posixpath.dirname(home or "") or ".") + mark + anchor
-        )
+        relative = target and posixpath.relpath(target, posixpath.dirname(home or "") or ".")
+        return relative and relative + mark + anchor
 
     def link(found: re.Match[str]) -> str:
         target, text = moved(found[3]), _LINK.sub(link, found[2])

@@ -27,29 +27,22 @@ from pascal_attn_core import patch_vae
 from pascal_attn_core.observe.memory import PeakMemory
 from pascal_attn_core.vae.banded import Banded
 from pascal_attn_core.vae.run import Run
+from tools.families import sections
+from tools.families.table import TABLE
 
 MIB = 1 << 20
 
 
-def stable_diffusion(size: int) -> tuple[Any, Tensor]:
-    """AutoencoderKL of SD and SDXL, and the latent of a picture of ``size`` x ``size`` pixels."""
-    from diffusers import AutoencoderKL
-
-    vae = AutoencoderKL(
-        down_block_types=["DownEncoderBlock2D"] * 4,
-        up_block_types=["UpDecoderBlock2D"] * 4,
-        block_out_channels=[128, 256, 512, 512],
-        layers_per_block=2,
-        latent_channels=4,
-    )
-    return vae, torch.randn(1, 4, size // 8, size // 8)
+LATENTS: dict[str, Callable[..., tuple[int, ...]]] = {
+    "sd": lambda size=512: (1, 4, size // 8, size // 8),
+    "wan": lambda height=96, width=128, frames=9: (1, 16, 1 + (frames - 1) // 4, height // 8, width // 8),
+}
 
 
-def wan(height: int, width: int, frames: int) -> tuple[Any, Tensor]:
-    """AutoencoderKLWan of Wan 2.1, and the latent of a video."""
-    from diffusers import AutoencoderKLWan
-
-    return AutoencoderKLWan(), torch.randn(1, 16, 1 + (frames - 1) // 4, height // 8, width // 8)
+def made(name: str, *sizes: int) -> tuple[Any, Tensor]:
+    """The autoencoder of SD and SDXL, or of Wan 2.1, and the latent of a picture or video of this size in pixels."""
+    (family,) = (each for each in sections(TABLE.with_name("published.txt"))["autoencoders"] if each.variant == name)
+    return family.as_given().eval().requires_grad_(False), torch.randn(LATENTS[name](*sizes))
 
 
 @torch.no_grad()
@@ -98,7 +91,7 @@ def seconds(function: Callable[[], Any]) -> float:
 @torch.no_grad()
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("model", nargs="?", default="sd", choices=("sd", "wan"))
+    parser.add_argument("model", nargs="?", default="sd", choices=LATENTS)
     parser.add_argument("sizes", nargs="*", type=int)
     parser.add_argument("--budget", type=float, default=64.0)
     parser.add_argument("--rounds", type=int, default=1)
@@ -107,11 +100,7 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    make, sizes = (
-        (stable_diffusion, options.sizes or [512]) if options.model == "sd" else (wan, options.sizes or [96, 128, 9])
-    )
-    vae, z = make(*sizes)  # type: ignore[operator]
-    vae.eval().requires_grad_(False)
+    vae, z = made(options.model, *options.sizes)
     if options.plan:
         plan(vae, z, options.budget)
         return
@@ -120,7 +109,7 @@ def main() -> None:
         whole_times.append(seconds(lambda: vae.decode(z)))
         with patch_vae(vae, keep="host", budget_mib=options.budget, verify=False):
             times.append(seconds(lambda: vae.decode(z)))
-    print(f"{options.model} {sizes}, torch {torch.__version__}, one thread")
+    print(f"{options.model} {options.sizes or ''}, torch {torch.__version__}, one thread")
     print(f"whole: {found.whole_mib:.0f} MiB; in bands (budget {options.budget:g}): {found.bands_mib:.0f} MiB, "
           f"of which the result {found.bands.nbytes / MIB:.0f}; in host memory {found.figures.host_bytes / MIB:.0f}; "
           f"{found.figures.bands} bands")  # fmt: skip

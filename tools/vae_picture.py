@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor, nn
-from vae_cost import decoded, stable_diffusion
+from vae_cost import decoded, made
 
 PIXELS = 30_000  # to which the last convolution is fitted
 AMPLIFIED = 100_000
@@ -85,7 +85,7 @@ def main() -> None:
     parser.add_argument("--write", type=Path, default=Path(__file__).parents[1] / "docs" / "bands.png")
     options = parser.parse_args()
     torch.manual_seed(0)
-    vae: Any = stable_diffusion(options.size)[0].eval().requires_grad_(False)
+    vae, _ = made("sd", options.size)
     photo = photograph(options.size)
     latent = latent_of(photo)
     fit(vae, latent, photo)

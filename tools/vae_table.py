@@ -1,11 +1,4 @@
-"""Which autoencoders of diffusers decode and encode in bands exactly: the table of docs/vae-families.md.
-
-python tools/vae_table.py      takes seconds
-
-Each is the real class at a tiny size with random weights, in float32, cut into bands of three elements or fewer.
-**difference**: the largest to the whole call, over the largest value; **torch's own**: the same of the whole call
-between float32 and float64.
-"""
+"""Which autoencoders of diffusers decode and encode in bands exactly: writes docs/vae-families.md, which says how."""
 
 from __future__ import annotations
 

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...pascal_attn_core.checks import Gap, gap
 from ...pascal_attn_core.patching.interception import SDPA_NAME, SdpaArguments, torch_sdpa
+from ...pascal_attn_core.reference.checks import Gap, gap
 from ..comfy import host
 from ..comfy.layout import NAMES, bound, is_container
 

@@ -11,8 +11,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from ...pascal_attn_core.call import Options
-from ...pascal_attn_core.checks import gap
 from ...pascal_attn_core.patching.function_copy import Instead, copy_over, names_in
+from ...pascal_attn_core.reference.checks import gap
 from ..comfy.layout import four_dimensions
 from ..comfy.objects import Make, Replacements, replaced_by_others
 from ..comfy.sites import ARGUMENT, HOST_FUNCTIONS, calls_directly, calls_unannounced, helpers, modules_with_attention

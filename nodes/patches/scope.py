@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
-from ...pascal_attn_core.call import Options
-from ...pascal_attn_core.patching.interception import PLAIN, TORCH_SDPA, SdpaArguments, SdpaMode, bind_sdpa
+from ...pascal_attn_core.call import PLAIN, Options
+from ...pascal_attn_core.patching.interception import TORCH_SDPA, SdpaArguments, SdpaMode, bind_sdpa
 from ...pascal_attn_core.vae.banded import Banded
 from ..engine.compare import with_torch
 from ..engine.engine import Engine

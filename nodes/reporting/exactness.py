@@ -12,8 +12,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from ...pascal_attn_core.checks import Gap, exact_limit, gap
 from ...pascal_attn_core.reference import reference_sdpa
+from ...pascal_attn_core.reference.checks import Gap, exact_limit, gap
 from ..engine.compare import Difference
 from ..engine.runs import CallKind, Run, Sample
 from .words import shape_text

@@ -14,9 +14,9 @@ from torch import Tensor
 
 from ...pascal_attn_core import AttentionConfig, sdpa
 from ...pascal_attn_core.call import check_call
-from ...pascal_attn_core.checks import is_out_of_memory
 from ...pascal_attn_core.config import Unsupported
 from ...pascal_attn_core.machine.device import MIB, DeviceInfo
+from ...pascal_attn_core.machine.out_of_memory import is_out_of_memory
 from ...pascal_attn_core.machine.runtime import Runtime
 from ...pascal_attn_core.observe.progress import between_blocks
 from ...pascal_attn_core.routes.tile_timing import tiles_digest

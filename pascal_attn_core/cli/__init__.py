@@ -10,7 +10,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from ..version import __version__
+from .. import __version__
 
 # Each command is a module with add_options(parser) and run(options). It is imported only when it is needed, so that
 # `pascal-attn info` works, and starts fast, with torch alone.

@@ -10,8 +10,9 @@ from typing import Any
 
 import torch
 
+from .. import AttentionConfig
 from ..call import check_call
-from ..config import AttentionConfig, default_config
+from ..config import default_config
 from ..int8.backends import backend_on
 from ..int8.report import COMPUTED_BY
 from ..machine.device import DeviceInfo

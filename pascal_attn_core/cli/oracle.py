@@ -10,8 +10,8 @@ from torch import Tensor
 
 from ..call import check_call
 from ..capture import CapturedCall
-from ..checks import WITHOUT_FLOAT64
 from ..reference import reference_sdpa
+from ..reference.checks import WITHOUT_FLOAT64
 
 _BLOCK_BYTES = 64 << 20
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
+from .. import AttentionConfig
 from ..capture import CapturedCall, load_calls
-from ..config import AttentionConfig
 from ..observe.report import mask_kind
 from .bench import Contest, add_timing_options, hold
 from .bench.candidates import BASELINE, route_candidates

@@ -8,10 +8,8 @@ import runpy
 import sys
 from pathlib import Path
 
-from ..observe.report import Report, record
-from ..patching.patch import Patch
-from ..sdpa_patch import patch_sdpa
-from ..stand_ins import STAND_INS, patch_imports
+from .. import Patch, Report, patch_imports, patch_sdpa, record
+from ..stand_ins import STAND_INS
 from . import CommandError
 
 
@@ -58,7 +56,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _flex_attention() -> Patch | None:
-    from ..flex import patch_flex_attention
+    from .. import patch_flex_attention
 
     try:
         return patch_flex_attention()

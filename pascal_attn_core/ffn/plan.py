@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_leaves
 
-from ..checks import is_out_of_memory
+from ..machine.out_of_memory import is_out_of_memory
 from ..patching.hosts import is_hooked
 from .run import SCALARS, Inputs, NotTokenwise, inputs_of, sliced_is_view
 from .state import State

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..checks import gap, tolerance
+from ..reference.checks import gap, tolerance
 from .run import Inputs, NotTokenwise
 
 

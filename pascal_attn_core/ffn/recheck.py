@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..checks import gap
 from ..machine.own_thread import made_up_inputs
+from ..reference.checks import gap
 from .run import Inputs, slice_of
 from .trial import uncompiled
 

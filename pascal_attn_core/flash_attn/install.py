@@ -9,11 +9,9 @@ from typing import Any
 
 from ..patching.patch import Patch
 from ..patching.stand_in import Around, Installer, StandIn, refuse_real_package
-from ..version import __version__
 
-# The flash-attn version whose API we provide; the local label names this package.
-VERSION = f"2.8.4+pascal.{__version__}"
 _ROOT = "flash_attn"
+_PROVIDED = f"{_ROOT}==2.8.4"
 _FA3 = "flash_attn_interface"
 _TURING = "flash_attn_turing"
 _TURING_NAMES = ("fwd", "bwd", "varlen_fwd", "varlen_bwd")
@@ -180,8 +178,7 @@ def _stand_in(fa3: str | None, replace: bool, around: Around | None) -> StandIn:
                 members[member] = _with_lse(members[member])
 
     return StandIn(
-        _ROOT,
-        VERSION,
+        _PROVIDED,
         {name: sources for name, sources in _MODULES.items() if name not in without},
         package=_PACKAGE,
         eager=_EAGER,

@@ -13,9 +13,9 @@ from torch import Tensor
 
 from ..attention import sdpa, sdpa_with_lse
 from ..call import Options, accumulate_dtype
+from ..call.lazy_mask import LazyMask, mask_rule
 from ..config import AttentionConfig, default_config
 from ..machine.device import CPU_LIKE
-from ..mask_rules.lazy import LazyMask, mask_rule
 
 
 class FlashArgumentError(ValueError, RuntimeError):

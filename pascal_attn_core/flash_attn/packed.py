@@ -9,10 +9,9 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from ..call import AttentionCall, check_call, prepared
+from ..call import PLAIN, AttentionCall, check_call, prepared
 from ..config import AttentionConfig, RouteUnavailable, default_config
 from ..fused.launch.plan import Packed, Plan
-from ..patching.interception import PLAIN
 from ..routes import fused, tensor
 from ..routes.route import Request
 from ..routes.run import route_named, run_packed

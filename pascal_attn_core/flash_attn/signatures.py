@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import ast
-import functools
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import Tensor
 
-_EMPTY = inspect.Parameter.empty
+_KEPT = ("__module__", "__name__", "__qualname__", "__doc__")  # of a function that is given another signature
 
 
 def called_as(
     parameters: str, *, renamed: Mapping[str, str] | None = None, ignored: str = "", refused: str = ""
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """A decorator that gives a function the signature of another version of flash-attn.
+    """A decorator that gives a function the signature of another version of flash-attn: Python compiles a function of
+    that signature once, so that a call costs no more than any other.
 
     Args:
         parameters: all parameters in order, ``"q k v softmax_scale=None causal=False"``; those after ``*`` are given by
@@ -25,27 +25,25 @@ def called_as(
         ignored: parameters that change nothing here; the function does not get them.
         refused: parameters that are not supported: they raise a NotImplementedError unless they have their default.
     """
-    signature = inspect.Signature(list(_parameters(parameters)))
-    every = signature.parameters
-    positional = [p.name for p in every.values() if p.kind is p.POSITIONAL_OR_KEYWORD]
-    defaults = {p.name: p.default for p in every.values() if p.default is not _EMPTY}
-    required = every.keys() - defaults.keys()
-    refusing = refused.split()
-    passed = {name: (renamed or {}).get(name, name) for name in every if name not in {*ignored.split(), *refusing}}
+    parts = parameters.split()
+    defaults = dict(part.partition("=")[::2] for part in parts if part != "*")  # name -> the text of its default
+    refusing = {name: ast.literal_eval(defaults[name]) for name in refused.split()}
+    ours = {name: (renamed or {}).get(name, name) for name in defaults if name not in {*ignored.split(), *refusing}}
+    lines = [
+        f"def make({', '.join(['_function', *(f'_{name}' for name in refusing)])}):",
+        f"    def call({', '.join(parts)}):",
+        *(f"        if {name} is not _{name}: _refuse('{name}', {name}, _{name})" for name in refusing),
+        f"        return _function({', '.join(f'{inner}={name}' for name, inner in ours.items())})",
+        "    return call",
+    ]
+    code = compile("\n".join(lines), f"<called as {parameters}>", "exec")
 
     def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(function)
-        def call(*args: Any, **kwargs: Any) -> Any:
-            given = dict(zip(positional, args))
-            fits = len(args) <= len(positional) and not given.keys() & kwargs.keys() and kwargs.keys() <= every.keys()
-            if not fits or not required <= {*given, *kwargs}:
-                signature.bind(*args, **kwargs)  # raises the TypeError of an ordinary call
-            given = {**defaults, **given, **kwargs}
-            for name in refusing:
-                _refuse(name, given[name], defaults[name])
-            return function(**{ours: given[name] for name, ours in passed.items()})
-
-        call.__signature__ = signature  # type: ignore[attr-defined]
+        scope: dict[str, Any] = {}
+        exec(code, globals(), scope)  # noqa: S102  the text above
+        call = scope["make"](function, *refusing.values())
+        for name in _KEPT:
+            setattr(call, name, getattr(function, name))
         return call
 
     return decorate
@@ -62,16 +60,6 @@ def options_of(function: Callable[..., Any], first: int) -> Callable[[Callable[.
         return packed
 
     return decorate
-
-
-def _parameters(text: str) -> Iterator[inspect.Parameter]:
-    kind: Any = inspect.Parameter.POSITIONAL_OR_KEYWORD
-    for part in text.split():
-        if part == "*":
-            kind = inspect.Parameter.KEYWORD_ONLY
-            continue
-        name, _, default = part.partition("=")
-        yield inspect.Parameter(name, kind, default=ast.literal_eval(default) if default else _EMPTY)
 
 
 def _refuse(name: str, value: Any, default: Any) -> None:

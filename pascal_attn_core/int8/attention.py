@@ -14,11 +14,11 @@ import torch
 from torch import Tensor, nn
 
 from ..attention import sdpa
-from ..call import Options, check_call, prepared
-from ..checks import is_out_of_memory
+from ..call import PLAIN, Options, check_call, prepared
 from ..config import AttentionConfig, UnsupportedAttention
+from ..machine.out_of_memory import is_out_of_memory
 from ..patching.forward import ReplacedForward, put_in, take_out
-from ..patching.interception import PLAIN, TORCH_SDPA, SdpaMode, bind_sdpa
+from ..patching.interception import TORCH_SDPA, SdpaMode, bind_sdpa
 from ..patching.selectors import matches, selectors
 from ..routes import choose
 from ..routes.fused import Int8Trials, takes_device, why_untried

@@ -8,8 +8,8 @@ from typing import Any
 
 from torch import nn
 
-from ..checks import is_out_of_memory
 from ..gguf.hosts import host_of
+from ..machine.out_of_memory import is_out_of_memory
 from ..routes.timing_table import median_times
 from .exchange import Room, Source, ordinary_tensors
 from .find import Found, find_linear

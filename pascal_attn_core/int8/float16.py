@@ -22,11 +22,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..checks import in_float64, is_out_of_memory, rows_to_check
+from ..machine.out_of_memory import is_out_of_memory
 from ..patching.forward import ReplacedForward, put_in, take_out
 from ..patching.patch import OFF, ON, REFUSED, WAITING, Patch, PatchReport, State, require_sites
 from ..patching.selectors import require_matches
 from ..patching.targets import denoisers_of
+from ..reference.checks import in_float64, rows_to_check
 from ..routes.timing_table import median_times
 from .find import find_linear
 from .layer import is_captured, limit_of

@@ -10,11 +10,11 @@ import logging
 import torch
 from torch import Tensor, nn
 
-from ..checks import is_out_of_memory
 from ..gguf import hosts
 from ..gguf.hosts import Multiplier
 from ..gguf.int8 import product, way_for
 from ..gguf.matrix import GgufMatrix, linear
+from ..machine.out_of_memory import is_out_of_memory
 from ..machine.own_thread import in_backward
 from .backends import Backend
 from .exchange import Room, Source

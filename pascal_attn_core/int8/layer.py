@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from ..checks import is_out_of_memory
+from ..machine.out_of_memory import is_out_of_memory
 from ..machine.own_thread import in_backward, inputs_are_made_up
 from . import stored
 from .backends import FLOATS, Backend, backend_for

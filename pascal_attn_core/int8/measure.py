@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..checks import in_float64, rows_to_check
+from ..reference.checks import in_float64, rows_to_check
 from . import stored
 from .product import int8_linear
 from .quantize import ROTATIONS, Int8Matrix, quantize_rows
@@ -35,8 +35,8 @@ class Sample(NamedTuple):
 
     Attributes:
         rows: ``[M, K]``.
-        counts: ``[M, branches]``, as :func:`..checks.in_float64` has it: the number of rows of each of the input's
-            :func:`branches` that each stands for.
+        counts: ``[M, branches]``, as :func:`..reference.checks.in_float64` has it: the number of rows of each of the
+            input's :func:`branches` that each stands for.
     """
 
     rows: Tensor
@@ -59,8 +59,8 @@ def branches(batch: int) -> int:
 
 
 def chosen_rows(flat: Tensor, most: int, seed: int) -> tuple[Tensor, Tensor]:
-    """Indices of at most ``most`` rows ``[M, K]``, see :func:`..checks.rows_to_check`, and float64 how many rows each
-    stands for: those of largest norm for themselves, the drawn ones for all other rows."""
+    """Indices of at most ``most`` rows ``[M, K]``, see :func:`..reference.checks.rows_to_check`, and float64 how many
+    rows each stands for: those of largest norm for themselves, the drawn ones for all other rows."""
     chosen, count = rows_to_check(flat, most, seed), flat.shape[0]
     counts = in_float64(torch.ones(len(chosen), device=flat.device))
     if len(chosen) < count:

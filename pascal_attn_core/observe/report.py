@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from ..call import TiledStats
-from ..mask_rules.lazy import LazyMask
+from ..call.lazy_mask import LazyMask
 
 
 @dataclass(frozen=True)

@@ -20,9 +20,6 @@ SDPA_NAME = "scaled_dot_product_attention"
 #: torch's own function, even where another one has been put at ``torch.nn.functional.scaled_dot_product_attention``
 TORCH_SDPA: Any = torch._C._nn.scaled_dot_product_attention
 
-#: types of tensors without behaviour of their own
-PLAIN = (Tensor, torch.nn.Parameter)
-
 _POSITIONAL = 6  # torch takes the arguments after these by keyword only
 
 

@@ -14,6 +14,7 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
+from ..version import __version__
 from .patch import Patch
 
 Around = Callable[[str, Callable[..., Any]], Callable[..., Any]]
@@ -24,8 +25,9 @@ class StandIn(importlib.metadata.DistributionFinder, importlib.abc.Loader):
     """Finds and loads modules by the names of another package, and the metadata of its distribution.
 
     Args:
-        distribution: the name that ``importlib.metadata`` is asked for, and of the top module.
-        version: what it answers; the modules' ``__version__`` too.
+        provides: the distribution and the version whose API the modules have, ``"flash_attn==2.8.4"``: the name that
+            ``importlib.metadata`` is asked for. What it answers, and the modules' ``__version__``, has our own version
+            as a local label.
         modules: name of a module -> where its names come from: ``"module: a b c=d"``, our d under the name c;
             a module that begins with "." lies in ``package``.
         package: what "." stands for.
@@ -39,8 +41,7 @@ class StandIn(importlib.metadata.DistributionFinder, importlib.abc.Loader):
 
     def __init__(
         self,
-        distribution: str,
-        version: str,
+        provides: str,
         modules: Mapping[str, Sequence[str]],
         *,
         package: str,
@@ -50,7 +51,8 @@ class StandIn(importlib.metadata.DistributionFinder, importlib.abc.Loader):
         counted: tuple[str, ...] = (),
         enter: str | None = None,
     ):
-        self.distribution, self.version, self.package = distribution, version, package
+        self.distribution, _, version = provides.partition("==")
+        self.version, self.package = f"{version}+pascal.{__version__}", package
         self._modules, self._eager, self._adapt, self._enter = modules, eager, adapt, enter
         self._around, self._counted = around, counted
         self._leave: Callable[[], None] | None = None

@@ -8,8 +8,8 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from ..call import AttentionCall, may_read
+from ..call.flex_rules import BlockRule
 from ..machine.device import MIB
-from ..mask_rules.flex import BlockRule
 from ..tiled.rule_bytes import rule_bytes
 from ..tiled.tiles import even_ranges
 

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from ..call import AttentionCall, Gradients, Results, Wanted, empty_output
+from ..call.flex_rules import BlockRule
 from ..config import AttentionConfig, RouteUnavailable
 from ..fused.code.compilation import Compilation
 from ..fused.geometry.amd import has_dots
@@ -23,7 +24,6 @@ from ..fused.trust.kernels import Kernels, kernels_of
 from ..fused.trust.trial import Trials
 from ..machine.device import MIB, DeviceInfo
 from ..machine.runtime import runtime_of
-from ..mask_rules.flex import BlockRule
 from .bands import bands, rows_at_once, sample
 from .route import Choice, Request, Route
 from .tiled import TiledRoute

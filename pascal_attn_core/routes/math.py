@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from ..call import AttentionCall, Results
+from ..call.lazy_mask import LazyMask
 from ..config import AttentionConfig
 from ..machine.device import LARGEST_BUFFER, MIB
 from ..machine.runtime import runtime_of
-from ..mask_rules.lazy import LazyMask
 from ..reference import allowed_keys
 from .route import Choice, Request, Route
 

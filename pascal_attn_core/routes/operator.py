@@ -27,10 +27,10 @@ from ..call import (
     empty_output,
     without_autocast,
 )
+from ..call.flex_rules import is_block_mask
+from ..call.lazy_mask import LazyMask, MaskRule, rule_named
 from ..config import AttentionConfig, RouteUnavailable, default_config
 from ..machine.runtime import Runtime, runtime_of
-from ..mask_rules.flex import is_block_mask
-from ..mask_rules.lazy import LazyMask, MaskRule, rule_named
 from ..version import __version__
 from . import Choice, Request, Route, choose
 from .run import note, run, show
@@ -108,7 +108,7 @@ def sdpa_with_an_unregistered_mask_rule(
     with_lse: bool,
 ) -> tuple[Tensor, Tensor | None]:
     """(out, lse or None) of a call that torch.compile leaves between two graphs: a graph cannot hold a LazyMask whose
-    rule is not registered by :func:`~pascal_attn_core.mask_rules.lazy.mask_rule`."""
+    rule is not registered by :func:`~pascal_attn_core.call.lazy_mask.mask_rule`."""
     call = check_call(query, key, value, attn_mask, options)
     return run(call, default_config() if config is None else config, with_lse=with_lse)[:2]
 

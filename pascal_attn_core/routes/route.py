@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from ..call import AttentionCall, Gradients, Results, TiledStats, Wanted, without_autocast
+from ..call.lazy_mask import LazyMask
 from ..config import AttentionConfig
 from ..machine.device import LARGEST_BUFFER, MIB
 from ..machine.runtime import Runtime, runtime_of
-from ..mask_rules.lazy import LazyMask
 from .grad_transforms import Grads, in_any_graph
 
 

@@ -24,11 +24,11 @@ import torch
 from torch import Tensor
 
 from ..call import AttentionCall, Gradients, Results, TiledStats, Wanted, check_call, distinct, empty_output
-from ..checks import is_out_of_memory
+from ..call.lazy_mask import LazyMask
 from ..config import AttentionConfig, RouteUnavailable
 from ..machine.device import MIB, device_info
+from ..machine.out_of_memory import is_out_of_memory
 from ..machine.runtime import Runtime, runtime_of
-from ..mask_rules.lazy import LazyMask
 from .math import MathRoute
 from .route import Choice, Request, Route
 from .short import TorchAsIs

@@ -8,12 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..call import FLOATS, AttentionCall, Results
+from ..call import FLOATS, PLAIN, AttentionCall, Results
+from ..call.lazy_mask import LazyMask
 from ..config import AttentionConfig
 from ..machine.device import LONGEST_SUM_ON_MPS, MIB
 from ..machine.runtime import runtime_of
-from ..mask_rules.lazy import LazyMask
-from ..patching.interception import PLAIN
 from ..tiled.layout import rows_overlap, slides_by_one
 from .route import Choice, Request, Route
 from .torch_faults import broken_promise, fault_reasons

@@ -23,10 +23,10 @@ from torch import Tensor
 
 from .. import tiled
 from ..call import AttentionCall, check_call
+from ..call.lazy_mask import LazyMask
 from ..config import AttentionConfig
 from ..machine.device import MIB
 from ..machine.runtime import Runtime
-from ..mask_rules.lazy import LazyMask
 from ..tiled.plan import plan_call
 from ..tiled.tiles import Basis, TilePlan, cpu_bases
 from .route import Request, Route

@@ -16,11 +16,11 @@ import torch
 from torch import Tensor
 
 from ..call import AttentionCall, Gradients, Results, TiledStats, Wanted, distinct
-from ..checks import is_out_of_memory
+from ..call.flex_rules import BlockRule
 from ..config import AttentionConfig
 from ..machine.device import MIB
+from ..machine.out_of_memory import is_out_of_memory
 from ..machine.runtime import Runtime, runtime_of, runtimes
-from ..mask_rules.flex import BlockRule
 from ..tiled.dropout import draw_seed
 from ..tiled.forward import tiled_forward
 from ..tiled.gradients import tiled_backward

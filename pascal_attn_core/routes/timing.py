@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 
 from ..call import AttentionCall, check_call
-from ..checks import is_out_of_memory
 from ..config import AttentionConfig, RouteUnavailable
 from ..fused.code.source import kernels_digest
 from ..fused.launch.plan import variants_of
 from ..fused.trust.kernels import Kernels
+from ..machine.out_of_memory import is_out_of_memory
 from ..machine.own_thread import in_backward
 from ..patching.interception import torch_sdpa
 from .route import Request, Route

@@ -15,8 +15,8 @@ from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 
-from ..checks import with_room
 from ..config import cache_folder, switched_on
+from ..machine.out_of_memory import with_room
 from ..machine.own_thread import in_backward, in_own_thread
 from ..machine.runtime import Runtime
 from ..machine.storage import name_for, read_object, write_object

@@ -19,11 +19,11 @@ import torch
 from torch import Tensor
 
 from ..call import AttentionCall, distinct, may_read
-from ..checks import is_out_of_memory
+from ..call.lazy_mask import LazyMask
 from ..config import RouteUnavailable
+from ..machine.out_of_memory import is_out_of_memory
 from ..machine.own_thread import in_backward, in_own_thread
 from ..machine.runtime import Runtime, runtime_of
-from ..mask_rules.lazy import LazyMask
 from ..patching.interception import torch_sdpa
 from ..reference import reference_sdpa
 from ..tiled.layout import worth_looking

@@ -23,9 +23,9 @@ import torch
 from torch import Tensor
 
 from ..call import AttentionCall, Results, empty_output
+from ..call.lazy_mask import LazyMask
 from ..config import AttentionConfig
 from ..machine.device import CPU_LIKE
-from ..mask_rules.lazy import LazyMask
 from ..observe.progress import this_thread
 from ..tiled.layout import is_matrix, slides_by_one
 from .route import Choice, Request, Route

@@ -13,10 +13,10 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from ..attention import sdpa, sdpa_with_lse
-from ..checks import exact_limit, gap
 from ..config import AttentionConfig, UnsupportedAttention
 from ..flash_attn import flash_attn_varlen_func
 from ..reference import reference_sdpa
+from ..reference.checks import exact_limit, gap
 from ..routes import route_names
 
 DTYPES = ("float32", "float16", "bfloat16")

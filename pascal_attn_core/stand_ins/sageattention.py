@@ -22,12 +22,11 @@ from ..flash_attn.options import FlashOptions, check_layout
 from ..flash_attn.varlen import varlen_attend
 from ..patching.patch import Patch
 from ..patching.stand_in import Around, Installer, StandIn
-from ..version import __version__
 
 __all__ = ["install_as_sageattention", "patch_sageattention", "sageattn", "sageattn_varlen"]
 
-VERSION = f"2.2.0+pascal.{__version__}"
 _ROOT = "sageattention"
+_PROVIDED = f"{_ROOT}==2.2.0"
 _LAYOUTS = {"HND": "[B, heads, tokens, head_dim]", "NHD": "[B, tokens, heads, head_dim]"}
 _KERNELS = ("pv_fp16_cuda", "pv_fp16_triton", "pv_fp8_cuda", "pv_fp8_cuda_sm90")
 _NAMES = ".sageattention: sageattn sageattn_varlen " + " ".join(
@@ -161,4 +160,4 @@ def _stand_in(config: AttentionConfig | None, around: Around | None) -> StandIn:
     modules = {_ROOT: (_NAMES,), f"{_ROOT}.core": (_NAMES,)}
     package = __name__.rpartition(".")[0]
     given: dict[str, Any] = {"package": package, "eager": tuple(modules), "around": around, "counted": ("sageattn",)}
-    return StandIn(_ROOT, VERSION, modules, adapt=adapt, **given)
+    return StandIn(_PROVIDED, modules, adapt=adapt, **given)

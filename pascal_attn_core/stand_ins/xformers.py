@@ -22,15 +22,14 @@ from ..flash_attn.options import FlashOptions
 from ..flash_attn.varlen import cut_to_used, varlen_attend
 from ..patching.patch import Patch
 from ..patching.stand_in import Around, Installer, StandIn
-from ..version import __version__
 from .attn_bias import AttentionBias, Blocks
 
 __all__ = ["install_as_xformers", "memory_efficient_attention", "patch_xformers"]
 
-VERSION = f"0.0.35+pascal.{__version__}"
 # ComfyUI and its relatives ask for it and then stay with torch's attention: beside xformers they store expanded masks.
 HAS_CPP_LIBRARY = False
 _ROOT = "xformers"
+_PROVIDED = f"{_ROOT}==0.0.35"
 _ATTENTION = (
     ".xformers: memory_efficient_attention memory_efficient_attention_forward=memory_efficient_attention "
     "AttentionOpBase=AnyOp MemoryEfficientAttentionCkOp=ANY_OPS MemoryEfficientAttentionCutlassOp=ANY_OPS "
@@ -218,7 +217,7 @@ def patch_xformers(*, replace: bool = False, around: Around | None = None) -> Pa
     """
     package, counted = __name__.rpartition(".")[0], ("memory_efficient_attention",)
     given: dict[str, Any] = {"package": package, "eager": tuple(_MODULES), "around": around, "counted": counted}
-    return _installer.install(lambda: StandIn(_ROOT, VERSION, _MODULES, **given), replace=replace)
+    return _installer.install(lambda: StandIn(_PROVIDED, _MODULES, **given), replace=replace)
 
 
 install_as_xformers = patch_xformers

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from ..call import AttentionCall, Gradients, Results, Wanted, distinct, may_read
-from ..mask_rules.flex import ScoreTile
+from ..call.flex_rules import ScoreTile
 from .forward import units_of
 from .layout import Units, unit_spans, unit_views
 from .mask_writer import rows_by_token

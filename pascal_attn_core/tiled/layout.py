@@ -13,8 +13,8 @@ from typing import NamedTuple
 from torch import Tensor
 
 from ..call import AttentionCall, has_heads_inside_tokens
+from ..call.lazy_mask import LazyMask
 from ..machine.device import CPU_LIKE
-from ..mask_rules.lazy import LazyMask
 from .tiles import Ranges
 
 Shape = tuple[int, ...]

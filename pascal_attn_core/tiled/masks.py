@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from ..call import AttentionCall, distinct
+from ..call.flex_rules import FULL, SKIPPED, BlockRule, ScoreRule, ScoreTile
+from ..call.lazy_mask import LazyMask
 from ..machine.device import CPU_LIKE
-from ..mask_rules.flex import FULL, SKIPPED, BlockRule, ScoreRule, ScoreTile
-from ..mask_rules.lazy import LazyMask
 from .layout import Units
 from .plan import Walk
 from .tiles import Ranges, even_ranges

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from ..call import AttentionCall, distinct
+from ..call.flex_rules import BlockRule
 from ..config import AttentionConfig
 from ..machine.device import MIB, DeviceInfo
-from ..mask_rules.flex import BlockRule
 from .layout import UnitViews, copies, unit_spans, unit_views, worth_looking
 from .rule_bytes import NO_RULES, rule_bytes
 from .tiles import Basis, Ranges, TilePlan, Workload, even_ranges, plan_tiles

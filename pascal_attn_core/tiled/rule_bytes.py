@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ..call import AttentionCall
-from ..mask_rules.flex import BlockRule, ScoreRule
+from ..call.flex_rules import BlockRule, ScoreRule
 from ..observe.memory import Follower
 
 _SIDE = 32  # queries and keys of the small tile

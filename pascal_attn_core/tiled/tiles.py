@@ -18,8 +18,8 @@ import functools
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from ..call.flex_rules import ASKED
 from ..machine.device import LARGEST_BUFFER, MIB, DeviceInfo
-from ..mask_rules.flex import ASKED
 from .dropout import BYTES_PER_SCORE
 from .rule_bytes import NO_RULES, RuleBytes
 

@@ -129,8 +129,7 @@ def _attention_by(config: AttentionConfig | None) -> Callable[..., tuple[Tensor,
         sinks = kwargs.get("sinks")
         masked = Masked.of(module, query, key, value, attention_mask, is_causal).with_bias(position_bias)
         options: dict[str, Any] = masked.options() | {"scale": scaling, "softcap": softcap}
-        options["sinks"] = None if s_aux is None else s_aux.flatten()
-        options["enable_gqa"] = query.shape[1] != key.shape[1]
+        options |= {"sinks": None if s_aux is None else s_aux.flatten(), "enable_gqa": query.shape[1] != key.shape[1]}
         tensors = (query, masked.key, masked.value, masked.mask, dropout)
         lse: Any = None
         if sinks is None:

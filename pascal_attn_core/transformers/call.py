@@ -15,10 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..call import Options, check_call, prepared, without_autocast
-from ..mask_rules.flex import is_block_mask
-from ..mask_rules.lazy import LazyMask
-from ..patching.interception import PLAIN
+from ..call import PLAIN, Options, check_call, prepared, without_autocast
+from ..call.flex_rules import is_block_mask
+from ..call.lazy_mask import LazyMask
 from ..routes.math import probabilities
 from .mask import HostMask
 

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..patching.interception import PLAIN
+from ..call import PLAIN
 from ..tiled.masks import Band
 from .pattern import MaskFunction, Pattern, made_by, read_pattern
 

@@ -18,10 +18,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from ..checks import is_out_of_memory
+from ..call import PLAIN
 from ..machine.device import MIB
+from ..machine.out_of_memory import is_out_of_memory
 from ..observe.memory import available_bytes
-from ..patching.interception import PLAIN
 from .banded import Banded, finish
 from .lazy import NotInBands
 from .proof import differs
@@ -102,9 +102,7 @@ class Site:
             shape, seconds = tuple(given.tensor.shape), time.perf_counter() - start
             self.calls.append(VaeCall(self.name, shape, state, why, seconds, figures))
 
-        if torch.is_grad_enabled() and any(t.requires_grad for t in (given.tensor, *self.vae.parameters())):
-            if all(call.why != _GRADIENTS for call in self.calls):
-                log.warning("%s.%s does not run in bands: %s", type(self.vae).__name__, self.name, _GRADIENTS)
+        if self._needs_gradients(given.tensor):
             note("as it is", _GRADIENTS)
             return given.to(self.own)
         why_bands = self._does_not_fit(given.tensor) if self.settings.when_needed else ""
@@ -140,6 +138,14 @@ class Site:
         if not self.settings.enabled or getattr(_running, "on", False) or not is_plain or given.is_meta:
             return False
         return not torch.compiler.is_compiling()
+
+    def _needs_gradients(self, given: Tensor) -> bool:
+        """Whether a call needs gradients, which bands do not have; the first one is logged."""
+        if not torch.is_grad_enabled() or not any(t.requires_grad for t in (given, *self.vae.parameters())):
+            return False
+        if all(call.why != _GRADIENTS for call in self.calls):
+            log.warning("%s.%s does not run in bands: %s", type(self.vae).__name__, self.name, _GRADIENTS)
+        return True
 
     def _does_not_fit(self, given: Tensor) -> str:
         estimate, free = self.settings.expected_bytes, available_bytes(given.device)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from ..checks import is_out_of_memory
+from ..machine.out_of_memory import is_out_of_memory
 from ..machine.own_thread import made_up_inputs
 from .lazy import NotInBands
 

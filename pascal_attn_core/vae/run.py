@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..checks import is_out_of_memory
+from ..machine.out_of_memory import is_out_of_memory
 from .lazy import Known, Lazy, Pointwise, aten
 from .store import ActivationStore, Value
 from .trees import leaves

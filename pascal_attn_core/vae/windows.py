@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..checks import in_float64
+from ..reference.checks import in_float64
 from .lazy import Aligned, Lazy, Want, aten, captured
 
 

@@ -17,9 +17,9 @@ from torch import Tensor
 
 from pascal_attn_core import AttentionConfig, UnsupportedAttention, patch_flex_attention, sdpa
 from pascal_attn_core.call import check_call
+from pascal_attn_core.call.flex_rules import WINDOW, ScoreRule, Window, block_rule, known_of
 from pascal_attn_core.flex import create_block_mask, flex_attention
 from pascal_attn_core.fused.launch.select import tensor_reasons
-from pascal_attn_core.mask_rules.flex import WINDOW, ScoreRule, Window, block_rule, known_of
 from pascal_attn_core.observe.memory import measure
 
 flex = pytest.importorskip("torch.nn.attention.flex_attention")

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from pascal_attn_core import AttentionConfig, explain, mask_rule, record, sdpa, sdpa_with_lse
 from pascal_attn_core.call import check_call
+from pascal_attn_core.call.lazy_mask import LazyMask
 from pascal_attn_core.machine.runtime import Runtime, using
-from pascal_attn_core.mask_rules.lazy import LazyMask
 from pascal_attn_core.routes import choose
 
 SHARED_BY = ("auto", "torch", "tiled", "online", "small_tiles", "small_budget")

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from pascal_attn_core import AttentionConfig, LazyMask, UnsupportedAttention, mask_rule, record, sdpa
-from pascal_attn_core.checks import is_out_of_memory
+from pascal_attn_core.machine.out_of_memory import is_out_of_memory
 from pascal_attn_core.reference import reference_sdpa
 from pascal_attn_core.routes.run import is_watched
 from pascal_attn_core.routes.tiled import forget_halvings

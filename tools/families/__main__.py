@@ -33,11 +33,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     parser = argparse.ArgumentParser(
         prog="python -m tools.families",
-        description="Builds each model class of the installed diffusers at a tiny size with random weights, real "
-        "padding masks and rotary positions, and runs it as it is, with exact (float64) attention, with ours in tiles "
-        "of a few tokens, and with two wrong attentions that must be noticed. Errors are the largest difference to "
-        "exact attention relative to the largest value of the output; taken = calls that reach us by patch_pipeline, "
-        "model.set_attn_processor and pipe.set_attn_processor.",
+        description="Runs each model family of the installed diffusers at a tiny size as it is, with exact attention, "
+        "with ours, and with two wrong ones that must be noticed. docs/diffusers-families.md explains the columns.",
     )
     parser.add_argument("names", nargs="*", metavar="NAME", help="only families whose name contains one of these")
     parser.add_argument("--out", type=Path, metavar="STEM", help="write STEM.json and STEM.md, and keep older runs")

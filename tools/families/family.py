@@ -168,9 +168,13 @@ class Family:
             self.prepare(model)
         return reinitialise(model)
 
-    def arguments(self, dtype: torch.dtype = torch.float32) -> dict[str, Any]:
+    def as_given(self) -> nn.Module:
+        """The model of these sizes and no others, with the weights that diffusers gives it."""
+        return self.model_class()(**self.sizes)
+
+    def arguments(self, dtype: torch.dtype = torch.float32, draw: Draw | None = None) -> dict[str, Any]:
         """Fresh arguments for one call, floats in ``dtype``."""
-        return _cast(self.inputs(Draw()), dtype)
+        return _cast(self.inputs(draw or Draw()), dtype)
 
 
 def _small(parameters: Mapping[str, inspect.Parameter]) -> dict[str, int]:

@@ -12,13 +12,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from pascal_attn_core.call.flex_rules import block_rule, is_block_mask
 from pascal_attn_core.config import AttentionConfig
 from pascal_attn_core.diffusers import PascalAttnProcessor, patch_pipeline
 from pascal_attn_core.diffusers import redirect as redirecting
 from pascal_attn_core.diffusers.sites import counted as by_reason
 from pascal_attn_core.diffusers.sites import left_alone, sites_of
 from pascal_attn_core.ffn import patch_ffn
-from pascal_attn_core.mask_rules.flex import block_rule, is_block_mask
 from pascal_attn_core.patching.interception import TORCH_SDPA, SdpaMode, bind_sdpa, torch_sdpa
 from pascal_attn_core.reference import reference_sdpa
 

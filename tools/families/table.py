@@ -1,6 +1,7 @@
-"""The table ``families.txt``: every model family of diffusers at a tiny size, and the inputs of one call.
+"""The table ``families.txt``: every model family of diffusers at a tiny size, and the inputs of one call. The other
+tables of this folder, which tools beside it read, have its form.
 
-A paragraph of the table is one family::
+A paragraph of a table is one family::
 
     SD3Transformer2DModel (SD3.5) like SD3Transformer2DModel (SD3)      class, form, and what it starts from
       dual_attention_layers=(0,) qk_norm='rms_norm'                     arguments of the constructor beyond SIZES
@@ -79,11 +80,11 @@ def _inputs(expressions: dict[str, ast.expr], draw: Draw) -> dict[str, Any]:
 
 
 @cache
-def sections() -> dict[str, list[Family]]:
-    """The families of each section of the table, including those that the installed version of diffusers lacks."""
+def sections(table: Path = TABLE) -> dict[str, list[Family]]:
+    """The families of each section of a table, including those that the installed version of diffusers lacks."""
     found: dict[str, list[Family]] = {}
     by_name: dict[str, tuple[dict[str, Any], dict[str, ast.expr]]] = {}
-    for paragraph in re.split(r"\n(?=\S)", TABLE.read_text(encoding="utf-8").rstrip()):
+    for paragraph in re.split(r"\n(?=\S)", table.read_text(encoding="utf-8").rstrip()):
         head, *lines = paragraph.splitlines()
         if head.startswith("#"):
             continue

@@ -211,10 +211,9 @@ def main(argv: Sequence[str] | None = None, python: tuple[str, ...] = (sys.execu
     wanted = options.parts.split(",") if options.parts else names
     unknown = [name for name in wanted if name not in names]
     if unknown or not 0 < options.seconds < math.inf:
-        wrong = f"--parts must be of {', '.join(names)}, got {', '.join(unknown)}"
-        print(
-            f"gpu: {wrong if unknown else f'--seconds must be greater than 0, got {options.seconds}'}", file=sys.stderr
-        )
+        wrong = f"--seconds must be greater than 0, got {options.seconds}"
+        wrong = f"--parts must be of {', '.join(names)}, got {', '.join(unknown)}" if unknown else wrong
+        print(f"gpu: {wrong}", file=sys.stderr)
         return 2
     parts = [part for part in PARTS if part.name in wanted]
     try:

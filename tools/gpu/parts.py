@@ -42,14 +42,14 @@ class Sizes:
 
     name: str
     tests: tuple[str, ...]
-    selftest: tuple[str, ...]
     selftest_seconds: float
     forward: tuple[str, ...]
     backward: tuple[str, ...]
     linear: tuple[str, ...]
-    demo: tuple[str, ...]
-    sanitized: tuple[str, ...]
-    sweep: tuple[str, ...]
+    selftest: tuple[str, ...] = ()
+    demo: tuple[str, ...] = ()
+    sanitized: tuple[str, ...] = ()
+    sweep: tuple[str, ...] = ()
 
 
 _SHAPES = "sdxl,sd15,flux,gqa,causal,mask_padding,decode,cross77,sdxl_bf16,vae,mask_bool,mask_bias,wan"
@@ -57,14 +57,10 @@ FULL = Sizes(
     "full",
     # the part "selftest" is that test
     tests=("--deselect", "tests/gpu/test_selftest_on_gpu.py"),
-    selftest=(),
     selftest_seconds=60.0,
     forward=("--shapes", _SHAPES, "--rounds", "3", "--seconds", "1"),
     backward=("--backward", "--shapes", _SHAPES, "--rounds", "3", "--seconds", "1"),
     linear=("--linear", "--shapes", "all", "--rounds", "5", "--seconds", "1"),
-    demo=(),
-    sanitized=(),
-    sweep=(),
 )
 _OWN = ("--shape", "Hq=2,L=70,D=32", "--candidates", "fused,torch,tiled", "--rounds", "1")
 TINY = Sizes(

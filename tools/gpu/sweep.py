@@ -29,7 +29,6 @@ import torch
 from torch import Tensor
 
 from pascal_attn_core.call import AttentionCall, check_call, empty_output
-from pascal_attn_core.checks import is_out_of_memory
 from pascal_attn_core.cli.bench.clock import Clock, quiet_torch
 from pascal_attn_core.fused.code.source import (
     GRAD_ALL_HEAD_DIMS,
@@ -60,6 +59,7 @@ from pascal_attn_core.fused.launch.plan import (
 from pascal_attn_core.fused.launch.stream_k import distribute
 from pascal_attn_core.fused.trust import verify
 from pascal_attn_core.fused.trust.kernels import Kernels, KernelUnavailable
+from pascal_attn_core.machine.out_of_memory import is_out_of_memory
 from pascal_attn_core.machine.runtime import runtime_of
 from pascal_attn_core.machine.storage import read_object, write_object
 from pascal_attn_core.observe.memory import available_bytes
@@ -330,10 +330,8 @@ class Job:
         self.time()
         best = self.best()
         if best is not None:
-            more = _fitting(
-                self.variant, [tiles for tiles in details(best, self.variant.head_dim) if tiles not in self.lanes]
-            )
-            candidates = more[: self.settings.most]
+            more = [tiles for tiles in details(best, self.variant.head_dim) if tiles not in self.lanes]
+            candidates = _fitting(self.variant, more)[: self.settings.most]
             self.compilations.ask(candidates)
             self.compilations.ask(next_candidates)
             self.enter(candidates)
@@ -525,10 +523,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     patterns = options.jobs.split(",")
     jobs = [variant for variant in all_jobs() if any(fnmatch.fnmatch(variant.name, each) for each in patterns)]
-    device, settings = (
-        torch.device(options.device),
-        Settings(**{name: getattr(options, name) for name in asdict(defaults)}),
-    )
+    device = torch.device(options.device)
+    settings = Settings(**{name: getattr(options, name) for name in asdict(defaults)})
     kernels = runtime_of(device).part(Kernels)
     if not isinstance(kernels._gpu, CudaRuntime):
         print("the sweep is for NVIDIA's cards: the geometries of AMD's are in another table")

@@ -12,9 +12,8 @@ def table(jobs: Sequence[dict[str, Any]], most: int = 15) -> list[str]:
     ranked = sorted(jobs, key=lambda job: job["best_over_shipped"] or 0.0)
     lines = [f"{'job':30s}{'shipped ms':>11s}{'best':>6s}"]
     for job in ranked[:most]:
-        shipped = (
-            job["shipped_note"] or "-" if job["shipped_seconds"] is None else f"{1e3 * job['shipped_seconds']:.2f}"
-        )
+        seconds = job["shipped_seconds"]
+        shipped = job["shipped_note"] or "-" if seconds is None else f"{1e3 * seconds:.2f}"
         best = "-" if job["best_over_shipped"] is None else f"{job['best_over_shipped']:.2f}"
         which = "shipped" if job["best"] == job["shipped"] else job["best"]
         lines.append(f"{job['job']:30s}{shipped:>11s}{best:>6s}  {which}")

@@ -37,10 +37,8 @@ def _drawn(
     texts, sampling = ["positive", "negative"], ["sampler", "decode"]
     positive = parts.prompt(sheet, clip, words)
     if "guidance" in more:
-        positive, texts = (
-            sheet.add("guidance", "FluxGuidance", conditioning=positive, guidance=3.5),
-            [texts[0], "guidance", texts[1]],
-        )
+        positive = sheet.add("guidance", "FluxGuidance", conditioning=positive, guidance=3.5)
+        texts.insert(1, "guidance")
     if negative:
         unwanted = parts.negative_prompt(sheet, clip, negative)
     else:
@@ -89,9 +87,8 @@ def sdxl() -> Sheet:
     latent = parts.latent(sheet, 1024, 1024)
     words = "a lighthouse on a cliff at dusk, waves, warm light in its windows, photo"
     settings = {"steps": 25, "cfg": 6.5, "sampler_name": "dpmpp_2m", "scheduler": "karras"}
-    return _drawn(
-        sheet, (*loaded, latent), words, "sdxl", negative="blurry, text, watermark", page="models", **settings
-    )
+    unwanted = "blurry, text, watermark"
+    return _drawn(sheet, (*loaded, latent), words, "sdxl", negative=unwanted, page="models", **settings)
 
 
 def flux_fp8() -> Sheet:

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ...config import AttentionConfig
+from ... import AttentionConfig
 from ...machine.device import device_info
 from ...machine.storage import write_object
 from ...observe.memory import available_bytes

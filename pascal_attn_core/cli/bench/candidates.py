@@ -12,9 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from ...attention import sdpa
+from ... import AttentionConfig, sdpa
 from ...capture import CapturedCall
-from ...config import AttentionConfig
 from ...routes import route_names
 from .shapes import choose
 

@@ -14,11 +14,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ...checks import is_out_of_memory
-from ...config import UnsupportedAttention
+from ... import UnsupportedAttention, record
 from ...machine.device import MIB
+from ...machine.out_of_memory import is_out_of_memory
 from ...observe.memory import available_bytes, measure
-from ...observe.report import record
 from ...selftest.cases import in_one_line
 from ..charts import short_number
 from .clock import Clock

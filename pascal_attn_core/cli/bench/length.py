@@ -6,8 +6,8 @@ from pathlib import Path
 
 import torch
 
+from ... import AttentionConfig
 from ...call import check_call
-from ...config import AttentionConfig
 from ...machine.device import MIB, DeviceInfo
 from ...observe.memory import measure
 from ...routes.tiled import TiledRoute

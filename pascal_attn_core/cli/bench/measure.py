@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ...capture import CapturedCall
-from ...checks import gap
+from ...reference.checks import gap
 from ..oracle import reference, spread_rows
 from .candidates import BASELINE, Candidate, torch_kernel
 from .clock import Clock

@@ -17,8 +17,8 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ... import AttentionConfig, patch_ffn
-from ...checks import gap
 from ...machine.device import MIB
+from ...reference.checks import gap
 from .. import CommandError, charts, check_numbers
 from ..bench import Contest, hold
 from ..bench.clock import Clock

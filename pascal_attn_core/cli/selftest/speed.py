@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ...config import AttentionConfig
+from ... import AttentionConfig
 from ...machine.device import device_info
 from ...selftest.cases import in_one_line
 from ..bench.candidates import route_candidates

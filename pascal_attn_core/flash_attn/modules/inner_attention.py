@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from ... import flash_attn as functions
 from ...attention import sdpa
-from ...mask_rules.lazy import LazyMask
+from ...call.lazy_mask import LazyMask
 from ..options import FlashArgumentError, check_layout
 from ..signatures import called_as
 

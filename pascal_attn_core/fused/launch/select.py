@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from ...call import AttentionCall
-from ...mask_rules.lazy import LazyMask
+from ...call.lazy_mask import LazyMask
 from ..code.source import HEAD_DIMS
 from ..geometry.gradient import generation_of
 from ..geometry.plain import INT8_HEAD_DIMS

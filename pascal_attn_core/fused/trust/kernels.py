@@ -14,8 +14,8 @@ from typing import Any
 import torch
 
 from ...call import AttentionCall
-from ...checks import is_out_of_memory, with_room
 from ...config import RouteUnavailable, cache_folder
+from ...machine.out_of_memory import is_out_of_memory, with_room
 from ...machine.own_thread import in_backward, in_own_thread
 from ...machine.runtime import Runtime, runtime_of
 from ..code import cache, prebuilt

@@ -29,10 +29,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ...checks import is_out_of_memory
 from ...config import cache_folder, switched_on
 from ...machine.device import MIB, free_bytes
 from ...machine.facts import NO_WINDOW
+from ...machine.out_of_memory import is_out_of_memory
 from ...machine.runtime import Runtime
 from ...machine.storage import name_for, read_object, write_object
 from ..code import prebuilt

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from ...call import AttentionCall, check_call, empty_output
-from ...checks import gap
 from ...reference import allowed_keys, reference_sdpa
+from ...reference.checks import gap
 from ..code.compilation import Compilation
 from ..code.gguf_source import GgufLinearVariant, GgufVariant
 from ..code.linear_source import LinearVariant

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ...checks import gap
+from ...reference.checks import gap
 from ..code.linear_source import TILES, LinearVariant
 from ..launch import Launch
 from ..launch.linear import LinearCall, linear_launches

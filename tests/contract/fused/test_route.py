@@ -19,12 +19,12 @@ from torch import Tensor
 
 from pascal_attn_core import AttentionConfig, UnsupportedAttention, explain, record, sdpa, sdpa_with_lse
 from pascal_attn_core.call import check_call
+from pascal_attn_core.call.flex_rules import block_rule
 from pascal_attn_core.flash_attn import flash_attn_func
 from pascal_attn_core.fused.launch import Launch
 from pascal_attn_core.fused.launch.select import call_reasons
 from pascal_attn_core.machine.device import DeviceInfo
 from pascal_attn_core.machine.runtime import Runtime, using
-from pascal_attn_core.mask_rules.flex import block_rule
 from pascal_attn_core.observe.memory import measure
 from pascal_attn_core.reference import reference_sdpa
 from pascal_attn_core.routes import choose

@@ -33,7 +33,7 @@ def difference(out: Tensor, expected: Tensor) -> float:
 @pytest.fixture
 def unet() -> nn.Module:
     torch.manual_seed(0)
-    model, _ = int8_table.sdxl()
+    model, _ = int8_table.MODELS["SDXL UNet"]()
     return model.eval().requires_grad_(False)
 
 

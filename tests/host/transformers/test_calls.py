@@ -10,7 +10,7 @@ from attn_support.tiny_models import WINDOW, plain
 from torch import Tensor
 from transformers import masking_utils
 
-from pascal_attn_core.mask_rules.lazy import LazyMask
+from pascal_attn_core.call.lazy_mask import LazyMask
 from pascal_attn_core.transformers import make_hf_attention_fn
 from pascal_attn_core.transformers.mask import pascal_mask
 

@@ -13,7 +13,7 @@ from torch.nn.attention.bias import causal_lower_right, causal_upper_left
 
 import pascal_attn_core
 from pascal_attn_core.attention_map import Saved, attention_map, saved_by_band
-from pascal_attn_core.mask_rules.lazy import LazyMask
+from pascal_attn_core.call.lazy_mask import LazyMask
 from pascal_attn_core.reference import allowed_keys, reference_sdpa
 
 F64 = torch.float64

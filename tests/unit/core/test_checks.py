@@ -5,9 +5,10 @@ import math
 import pytest
 import torch
 
-from pascal_attn_core.checks import Gap, exact_limit, gap, is_out_of_memory, rows_to_check, tolerance
 from pascal_attn_core.fused.gpu.runtime import DriverError
+from pascal_attn_core.machine.out_of_memory import is_out_of_memory
 from pascal_attn_core.reference import allowed_keys, reference_sdpa
+from pascal_attn_core.reference.checks import Gap, exact_limit, gap, rows_to_check, tolerance
 
 DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 

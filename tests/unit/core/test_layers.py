@@ -13,8 +13,8 @@ SPLIT = ("fused", "nodes")  # folders whose own folders are rooms
 # From the ground up; a room (a folder, or a module of the core that is in none) may import what stands on a floor below
 # its own, and itself.
 FLOORS: list[set[str]] = [
-    {"version", "config", "checks", "patching", "reference", "mask_rules"},
-    {"machine", "call"},
+    {"version", "config", "reference"},
+    {"machine", "call", "patching"},
     {"device", "observe"},
     {"tiled", "ffn"},
     {"fused/geometry", "plots"},

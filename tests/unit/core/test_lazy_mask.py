@@ -11,8 +11,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from pascal_attn_core import AttentionConfig, LazyMask, mask_rule, sdpa, sdpa_with_lse
 from pascal_attn_core.call import check_call
+from pascal_attn_core.call.lazy_mask import rule_named
 from pascal_attn_core.flash_attn import flash_attn_func
-from pascal_attn_core.mask_rules.lazy import rule_named
 from pascal_attn_core.observe.memory import PeakMemory
 
 TOKENS = 600

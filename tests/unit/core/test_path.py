@@ -17,7 +17,7 @@ from tools.path import Step, calls, way_of
 def test_the_way_of_a_call_is_every_function_of_this_package() -> None:
     mask = LazyMask((1, 1, 4, 4), lambda b, h, q, k: q >= k, device="cpu")
     way = way_of(lambda: [mask.dim(), torch.zeros(2).sum(), mask.dim()])
-    assert way.steps == [Step("pascal_attn_core/mask_rules/lazy.py", way.steps[0].function)] * 2
+    assert way.steps == [Step("pascal_attn_core/call/lazy_mask.py", way.steps[0].function)] * 2
     assert way.steps[0].function.endswith("dim")
 
 

@@ -1,5 +1,6 @@
 """flash-attn's functions for one length against plain float64 attention: flags, layouts, gradients."""
 
+import inspect
 import math
 from collections.abc import Callable
 from typing import Any
@@ -21,6 +22,7 @@ from attn_support.flash_attn.oracle import (
 from torch import Tensor
 
 from pascal_attn_core import flash_attn as fa
+from pascal_attn_core.flash_attn.modules import version3
 
 
 @pytest.mark.parametrize("flags", FLAGS, ids=str)
@@ -133,3 +135,26 @@ def test_wrong_arguments_are_named(change: dict[str, Any], kind: type[Exception]
     arguments = {name: torch.ones(2, 3, 2, 4) for name in "qkv"} | change
     with pytest.raises(kind, match=words):
         fa.flash_attn_func(**arguments)
+
+
+@pytest.mark.parametrize(
+    ("given", "named", "words"),
+    [
+        ((1, 2), {}, "missing 1 required positional argument: 'v'"),
+        ((1, 2, 3), {"q": 1}, "multiple values for argument 'q'"),
+        ((1, 2, 3), {"scale": 1.0}, "unexpected keyword argument 'scale'"),
+        (tuple(range(18)), {}, "takes from 3 to 17 positional arguments but 18 were given"),
+    ],
+)
+def test_a_call_that_does_not_fit_a_version_raises_what_python_raises(given: tuple, named: dict, words: str) -> None:
+    with pytest.raises(TypeError, match=rf"^flash_attn_func\(\) .*{words}"):
+        version3.flash_attn_func(*given, **named)
+
+
+def test_a_version_has_its_own_signature_and_our_text() -> None:
+    parameters = inspect.signature(version3.flash_attn_func).parameters
+    assert list(parameters)[:6] == ["q", "k", "v", "softmax_scale", "causal", "qv"]
+    assert parameters["q"].default is inspect.Parameter.empty
+    assert parameters["window_size"].default == (-1, -1)
+    assert version3.flash_attn_func.__doc__.startswith(":func:`pascal_attn_core.flash_attn.flash_attn_func`")
+    assert version3.flash_attn_func.__module__ == version3.__name__

@@ -183,7 +183,7 @@ def test_an_installation_that_fails_leaves_nothing_behind(tmp_path: Path) -> Non
         import sys
         import flash_attn as real
         from pascal_attn_core.patching.stand_in import StandIn
-        broken = StandIn("flash_attn", "1", {"flash_attn": (".nowhere: a",)}, package="pascal_attn_core",
+        broken = StandIn("flash_attn==1", {"flash_attn": (".nowhere: a",)}, package="pascal_attn_core",
                          eager=("flash_attn",))
         finders = list(sys.meta_path)
         with raises(ModuleNotFoundError):

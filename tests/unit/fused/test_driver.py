@@ -17,7 +17,6 @@ from attn_support.fused.hip import HipStandIn
 from torch.utils.checkpoint import checkpoint
 
 from pascal_attn_core import AttentionConfig, UnsupportedAttention, config, explain, record, sdpa
-from pascal_attn_core.checks import is_out_of_memory
 from pascal_attn_core.fused.code.source import Variant
 from pascal_attn_core.fused.gpu.cuda import CudaRuntime
 from pascal_attn_core.fused.gpu.hip import HipRuntime
@@ -25,6 +24,7 @@ from pascal_attn_core.fused.gpu.nvrtc import Nvrtc
 from pascal_attn_core.fused.gpu.runtime import CompileError, DriverError
 from pascal_attn_core.fused.trust import kernels as fused_kernels
 from pascal_attn_core.fused.trust.kernels import Kernels
+from pascal_attn_core.machine.out_of_memory import is_out_of_memory
 from pascal_attn_core.machine.runtime import Runtime, runtime_of
 from pascal_attn_core.reference import reference_sdpa
 from pascal_attn_core.routes.timing import Timings

@@ -8,11 +8,11 @@ from attn_support.fused.cases import whole
 from attn_support.fused.emulation import CARD
 
 from pascal_attn_core.call import AttentionCall, check_call
+from pascal_attn_core.call.lazy_mask import LazyMask
 from pascal_attn_core.fused.launch.forward import forward_launches
 from pascal_attn_core.fused.launch.plan import plan_call, variants_of
 from pascal_attn_core.fused.launch.select import call_reasons
 from pascal_attn_core.machine.runtime import Runtime, using
-from pascal_attn_core.mask_rules.lazy import LazyMask
 from pascal_attn_core.routes import fused as route
 
 

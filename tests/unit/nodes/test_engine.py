@@ -12,9 +12,9 @@ from attn_support.comfy.stub import StubHost, core_module, make_engine, node_mod
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from pascal_attn_core.checks import gap
 from pascal_attn_core.observe.memory import PeakMemory
 from pascal_attn_core.reference import reference_sdpa
+from pascal_attn_core.reference.checks import gap
 
 engine_module, runs = node_module("engine.engine"), node_module("engine.runs")
 meter_module, call_module = node_module("engine.meter"), core_module("call")

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
-from .lazy import LazyMask
+from .lazy_mask import LazyMask
 
 Mod = Callable[..., Tensor]
 Range = tuple[int, int]  # first and one-past-last

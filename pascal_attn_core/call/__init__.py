@@ -17,12 +17,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .mask_rules.flex import WINDOW, ScoreRule, block_rule, is_block_mask, known_of
-from .mask_rules.lazy import LazyMask
-from .patching.interception import PLAIN
+from .flex_rules import WINDOW, ScoreRule, block_rule, is_block_mask, known_of
+from .lazy_mask import LazyMask
 
 ALIGNMENTS = ("upper_left", "lower_right")
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+PLAIN = (Tensor, torch.nn.Parameter)  # types of tensors without behaviour of their own
 _LONGEST_WINDOW = 2**62  # so that sums with it fit into 64 bits
 
 
@@ -509,7 +509,7 @@ def _unwrap_causal_bias(query: Tensor, key: Tensor, attn_mask: Any, options: Opt
 
 
 def _as_window(query: Tensor, key: Tensor, attn_mask: Any, options: Options) -> tuple[Any, Options]:
-    """A BlockMask, as a window if :func:`.flex.create_block_mask` has found it to be one."""
+    """A BlockMask, as a window if :func:`..flex.create_block_mask` has found it to be one."""
     found = known_of(attn_mask).get(WINDOW)
     fits = tuple(attn_mask.shape[-2:]) == (query.shape[-2], key.shape[-2])
     if found is None or not fits or options.is_causal or options.window is not None:

@@ -1,35 +1,21 @@
 """Is it right? How far an answer is from the right one, what rounding explains, and which rows to look at.
 
 Whatever tries a kernel, a module or a host on a small call, or watches one while it works, asks here. Code that runs
-in the middle of a user's call does so through :func:`.machine.own_thread.in_own_thread`.
+in the middle of a user's call does so through :func:`..machine.own_thread.in_own_thread`.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 # An exact answer may be twice as far off as plain attention, and some units in the last place where that is lucky.
 _FACTOR, _ULPS = 2.0, 16.0
-Result = TypeVar("Result")
 WITHOUT_FLOAT64 = ("mps", "xpu")
 _TF32_EPS = 2.0**-10
-_OUT_OF_MEMORY = 2  # CUDA_ERROR_OUT_OF_MEMORY, hipErrorOutOfMemory
-# Lower case. A handle of cuBLAS or cuDNN that cannot be made is what a full card shows first.
-_NO_MEMORY = (
-    "out of memory",
-    "not enough memory",
-    "allocate memory",
-    "alloc_failed",
-    "allocation_failed",
-    "memory_error",
-    "cublas_status_not_initialized",
-    "cudnn_status_not_initialized",
-)
 
 
 class Gap(NamedTuple):
@@ -118,26 +104,3 @@ def rows_to_check(rows: Tensor, count: int, seed: int = 0) -> Tensor:
     largest = norms.topk(-(-count // 4)).indices
     drawn = torch.randint(total, (count - len(largest),), generator=torch.Generator().manual_seed(seed))
     return torch.cat([largest, drawn.to(rows.device)]).unique()
-
-
-def with_room(work: Callable[[], Result]) -> Result:
-    """The result of ``work()``. Where memory was short it is called once more, after torch has given back to the driver
-    what it holds unused: other libraries ask there for theirs."""
-    try:
-        return work()
-    except (RuntimeError, MemoryError) as error:
-        if not is_out_of_memory(error):
-            raise
-    torch.cuda.empty_cache()
-    return work()
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an error says that memory was short: torch's own, Python's, the driver's, or that of a library for which
-    there was no workspace."""
-    if isinstance(error, (MemoryError, torch.cuda.OutOfMemoryError)):
-        return True
-    if not isinstance(error, RuntimeError):
-        return False
-    text = str(error).lower()
-    return getattr(error, "error_code", None) == _OUT_OF_MEMORY or any(words in text for words in _NO_MEMORY)
