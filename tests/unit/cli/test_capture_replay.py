@@ -46,43 +46,27 @@ def test_a_call_comes_back_as_it_was(path, dtype):
     assert call.attn_mask is None
 
 
-def test_layouts_come_back_with_their_strides(path):
-    transposed, packed = torch.randn(2, 16, 4, 8).transpose(1, 2), torch.randn(2, 16, 3, 4, 8)
-    value = packed[:, :, 1].transpose(1, 2)
+TOKENS_FIRST, PACKED = torch.randn(2, 16, 4, 8).transpose(1, 2), torch.randn(2, 16, 3, 4, 8)[:, :, 1].transpose(1, 2)
+ONE_HEAD, MASK = torch.randn(1, 1, 64, 16).expand(1, 4, 64, 16), torch.rand(1, 1, 1, 64).gt(0.5).expand(1, 4, 64, 64)
+LAYOUTS = {  # tensors, and the most bytes of their file beside its header
+    "tokens first": ([TOKENS_FIRST, TOKENS_FIRST, PACKED], 1 << 20),
+    "expanded": ([torch.randn(1, 4, 64, 16), ONE_HEAD, ONE_HEAD, MASK], 4 * (64 * 64 + 2 * 64 * 16)),
+    "overlapping itself": ([torch.randn(40).as_strided((1, 1, 8, 8), (1, 1, 3, 1))] * 3, 4096),
+    "a small cut out of a large tensor": ([torch.randn(1, 1, 64, 4096)[..., :8]] * 3, 3 * 2048),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_layouts_come_back_and_what_is_no_whole_tensor_by_value(path, layout):
+    tensors, most = LAYOUTS[layout]
     with capture(path):
-        F.scaled_dot_product_attention(transposed, transposed, value)
+        F.scaled_dot_product_attention(*tensors)
+    assert path.stat().st_size < most + 4096
     (call,) = load_calls(path)
-    assert call.query.stride() == transposed.stride()
-    assert call.value.stride() == value.stride()
-    assert torch.equal(call.value, value)
-
-
-def test_expanded_tensors_are_stored_once_and_expanded_again(path):
-    query, key, value = qkv(1, 4, 64, 16)
-    key, value = (t[:, :1].expand(1, 4, 64, 16) for t in (key, value))
-    mask = torch.rand(1, 1, 1, 64).gt(0.5).expand(1, 4, 64, 64)
-    with capture(path):
-        F.scaled_dot_product_attention(query, key, value, attn_mask=mask)
-    (call,) = load_calls(path)
-    for name, tensor in (("key", key), ("attn_mask", mask)):
-        loaded = getattr(call, name)
-        assert loaded.stride() == tensor.stride()
-        assert torch.equal(loaded, tensor)
-    assert path.stat().st_size < 4 * (64 * 64 + 2 * 64 * 16) + 4096
-    moved = call.to("cpu")
-    assert moved.key.stride() == key.stride()
-    assert torch.equal(moved.key, key)
-
-
-@pytest.mark.parametrize("kind", ["overlapping itself", "a small cut out of a large tensor"])
-def test_what_is_no_whole_tensor_comes_back_by_value(path, kind):
-    rows = torch.randn(40).as_strided((1, 1, 8, 8), (1, 1, 3, 1))
-    rows = rows if kind == "overlapping itself" else torch.randn(1, 1, 64, 4096)[..., :8]
-    with capture(path):
-        F.scaled_dot_product_attention(rows, rows, rows)
-    (call,) = load_calls(path)
-    assert torch.equal(call.query, rows)
-    assert call.query.untyped_storage().nbytes() < 8192
+    for same in (call, call.to("cpu")):
+        for loaded, tensor in zip((same.query, same.key, same.value, same.attn_mask), tensors):
+            assert torch.equal(loaded, tensor)
+            assert (loaded.stride() == tensor.stride()) == (layout in ("tokens first", "expanded"))
 
 
 def test_equal_calls_are_kept_once_and_counted(path):
@@ -260,20 +244,16 @@ def record_some(path):
         F.scaled_dot_product_attention(*(t.bfloat16() for t in (query, key, value)), attn_mask=torch.rand(40, 40) > 0.3)
 
 
-def test_replay_shows_every_route_and_torch(path, capsys):
+def test_replay_shows_every_route_and_torch_and_writes_times_memory_small_errors_and_reasons(path, tmp_path, capsys):
     record_some(path)
-    assert cli.main(["replay", str(path), "--rounds", "1", "--seconds", "1", "--device", "cpu"]) == 0
+    figures = tmp_path / "figures.json"
+    command = ["replay", str(path), "--rounds", "1", "--seconds", "1", "--device", "cpu", "--json", str(figures)]
+    assert cli.main(command) == 0
     out = capsys.readouterr().out.partition("time relative to")[0]
     for name in ("torch-fused", "torch-math", *(f"ours-{r}" for r in ["auto", "tiled", "torch", "fused ", "math"])):
         assert out.count(name) == 3
     assert "q[1, 4, 40, 16]" in out
     assert "bfloat16 mask bool [40, 40]" in out
-
-
-def test_the_figures_of_a_replay_have_times_memory_small_errors_and_reasons(path, tmp_path):
-    record_some(path)
-    figures = tmp_path / "figures.json"
-    assert cli.main(["replay", str(path), "--rounds", "1", "--device", "cpu", "--json", str(figures)]) == 0
     document = json.loads(figures.read_text())
     assert len(document["calls"]) == 3
     for call in document["calls"]:

@@ -17,9 +17,7 @@ PAGE = Path(__file__).parents[3] / "docs" / "several-cards.md"
 BUILD = TorchBuild("2.14.0+cu126", "cuda", "12.6", ("sm_61",))
 
 
-def test_the_page_has_the_table_that_the_command_prints(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_page_has_the_table_that_the_command_prints(capsys, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(second_card, "device_names", lambda: ["cpu"])
     assert main(["second-card"]) == 0
     printed = capsys.readouterr().out.strip()

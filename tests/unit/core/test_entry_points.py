@@ -85,13 +85,6 @@ def test_the_vae_of_a_pipeline_is_patched() -> None:
         assert [(state.name, state.state) for state in patch.report().states] == [("decode", "on")]
 
 
-@pytest.mark.parametrize("patch_it", ON_MODELS.values(), ids=ON_MODELS)
-def test_what_is_left_alone_has_a_name_and_a_reason(patch_it: Callable[..., Patch]) -> None:
-    model = nn.Sequential(Denoiser(), nn.ModuleDict({"ffn": torch.jit.script(FeedForward())})).eval()
-    with patch_it(model) as patch:
-        assert all(why for why in patch.left_alone.values())
-
-
 @pytest.mark.parametrize("patch_it", [*ON_MODELS.values(), patch_vae], ids=[*ON_MODELS, "vae"])
 def test_nothing_to_patch_is_an_error(patch_it: Callable[..., Patch]) -> None:
     with pytest.raises(ValueError, match="must have"):

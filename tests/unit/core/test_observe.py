@@ -294,7 +294,6 @@ def test_an_operator_with_a_second_kernel_in_python_runs_its_real_one():
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 @pytest.mark.parametrize("follow", [True, False])
 def test_cuda_asks_its_allocator(follow):
     with PeakMemory("cuda", follow=follow) as peak:

@@ -169,9 +169,7 @@ def test_a_plan_in_words() -> None:
     ),
     budget_mib=st.sampled_from([None, 64, 4096, 1 << 20, 1 << 40]),
 )
-def test_no_buffer_has_2_to_the_31_scores_or_more_than_4_gib_and_no_product_is_too_long(
-    card: str, work: Workload, budget_mib: int | None
-) -> None:
+def test_no_buffer_has_2_to_the_31_scores_or_more_than_4_gib_and_no_product_is_too_long(card, work, budget_mib) -> None:
     plan = plan_tiles(CARDS[card], work, None if budget_mib is None else budget_mib * MIB)
     if card == "M1":  # the forward pass adds up over keys, the backward pass over rows too
         assert max(plan.kv_block, plan.rows(work.groups)) < 1 << 15

@@ -267,9 +267,7 @@ def test_the_timing_decides_and_is_given_as_the_reason(ratio: float | None, rout
 
 
 @pytest.mark.parametrize(("ratio", "route"), [(0.8, "fused"), (1.2, "torch"), (None, "fused")])
-def test_what_torch_takes_only_rewritten_is_ours_unless_it_was_timed_as_slower(
-    monkeypatch: pytest.MonkeyPatch, ratio: float | None, route: str
-) -> None:
+def test_what_torch_takes_only_rewritten_is_ours_unless_it_was_timed_as_slower(monkeypatch, ratio, route: str) -> None:
     torch_route = route_named("torch")
     form = find_form(_call((1, 8, 600, 64)), BUDGET)
     assert isinstance(form, TorchForm)

@@ -44,17 +44,6 @@ def test_the_peak_stays_under_the_budget_from_the_first_call_on(make, shape, bud
     torch.testing.assert_close(second.out, whole.out)
 
 
-def test_a_wan_sized_call_fits_on_meta() -> None:
-    module, x = mlp(1536, 8960).to("meta"), torch.empty(1, 8192, 1536, device="meta")
-    with torch.no_grad():
-        whole = measure(module, x).peak_bytes
-        with patch_ffn(module, include="", verify=False):
-            module(x)  # the trial without data would count as data here
-            sliced = measure(module, x).peak_bytes
-    assert whole >= 560 * MIB
-    assert sliced <= 112 * MIB
-
-
 def assert_same(
     module: nn.Module, call: Callable[[], Tensor], state: str = "chunked", *, chunk_tokens: int = 32
 ) -> None:

@@ -17,9 +17,7 @@ from pascal_attn_core import flash_attn as fa
 @pytest.mark.parametrize(
     "sizes", [(2, 9, 9, 4, 2, 8), (2, 5, 12, 3, 1, 8), (1, 12, 5, 2, 2, 4), (2, 1, 40, 4, 4, 8), (2, 45, 70, 4, 2, 8)]
 )
-def test_every_flag_means_what_it_means_there_forward_and_backward(
-    flags: dict[str, Any], sizes: tuple, request: pytest.FixtureRequest
-) -> None:
+def test_every_flag_means_what_it_means_there_forward_and_backward(flags, sizes: tuple, request) -> None:
     if sizes[1] == 45:
         request.getfixturevalue("tiled")
     flags = oracle.with_slopes(flags, sizes[0], sizes[3])

@@ -81,9 +81,7 @@ def test_varlen_is_each_sequence_alone(flags: dict[str, Any], lengths: tuple[lis
     window=st.tuples(st.integers(-1, 4), st.integers(-1, 4)),
     groups=st.integers(1, 3),
 )
-def test_any_lengths_any_window(
-    lengths: list[tuple[int, int]], causal: bool, window: tuple[int, int], groups: int
-) -> None:
+def test_any_lengths_any_window(lengths, causal: bool, window: tuple[int, int], groups: int) -> None:
     q_lengths, k_lengths = [a for a, _ in lengths], [b for _, b in lengths]
     q, k, v = (t[0] for t in inputs(1, sum(q_lengths), sum(k_lengths), 2 * groups, 2, 4))
     with torch.no_grad():

@@ -51,26 +51,6 @@ def assert_same(model: nn.Module, before: dict[str, tuple[int, int, Tensor]]) ->
         assert not module._state_dict_hooks
 
 
-def test_attached_it_waits_measures_and_runs_in_8_bits_detached_it_is_as_before() -> None:
-    model, x = network(), inputs()
-    before, exact = state_of(model), model(x)
-    binding = Int8Binding()
-    assert binding.attach(model) == 2
-    assert [line.state for line in binding.report(model).lines] == ["waiting", "waiting"]
-    first = model(x)
-    assert len(codes_of(model)) == 2
-    error = error_of(first, exact)
-    assert 1e-4 < error < 0.05, error
-    report = binding.report(model)
-    assert [line.state for line in report.lines] == ["int8", "int8"]
-    assert all(line.error is not None and 0 < line.error < 0.03 for line in report.lines)
-    assert all(line.float_ms is not None and line.calls == 1 for line in report.lines)
-    for _ in range(2):
-        assert binding.detach(model) == []
-        assert_same(model, before)
-    assert torch.equal(model(x), exact)
-
-
 def test_attached_again_it_only_rounds() -> None:
     model, x = network(), inputs()
     binding = Int8Binding()

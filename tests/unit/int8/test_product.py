@@ -9,7 +9,7 @@ from torch import Tensor
 from pascal_attn_core.fused.code.linear_source import MOST_COLUMNS
 from pascal_attn_core.fused.linear import LinearCall
 from pascal_attn_core.int8 import ACTIVATIONS, Int8Matrix, int8_linear, operator, quantize_rows
-from pascal_attn_core.int8.backends import GATED, activated, backend_of, by_float
+from pascal_attn_core.int8.backends import GATED, activated, by_float
 from pascal_attn_core.observe.memory import PeakMemory
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -96,16 +96,6 @@ def test_gradients_are_those_of_the_rounded_weight(activation: str, dtype: torch
         assert (mine - other).float().norm() <= (exact if activation == "none" else 0.03) * other.float().norm()
 
 
-def test_it_is_one_node_of_a_graph() -> None:
-    weight, bias = quantize_rows(torch.randn(24, 64), 64), torch.randn(24)
-
-    def layer(x: Tensor) -> Tensor:
-        return int8_linear(x, weight, bias, activation="swiglu") * 2
-
-    x = torch.randn(3, 7, 64)
-    assert torch.equal(torch.compile(layer, backend="aot_eager", fullgraph=True)(x), layer(x))
-
-
 def test_the_operator_passes_torchs_own_checks() -> None:
     matrix = quantize_rows(torch.randn(8, 16), 16)
     for x, bias, activation in (
@@ -128,11 +118,6 @@ def test_a_way_may_be_asked_for_by_name() -> None:
 def test_no_rows_and_no_outputs() -> None:
     assert int8_linear(torch.empty(2, 0, 16), quantize_rows(torch.randn(8, 16))).shape == (2, 0, 8)
     assert int8_linear(torch.randn(3, 16), quantize_rows(torch.empty(0, 16))).shape == (3, 0)
-
-
-def test_a_cpu_takes_int_mm_and_says_why() -> None:
-    way = backend_of(LinearCall(torch.randn(4, 16), quantize_rows(torch.randn(8, 16)), None, "none", torch.empty(4, 8)))
-    assert way == ("int_mm", "the int8 linear kernel needs a CUDA device, got cpu")
 
 
 def test_rows_with_nan_are_nan_and_others_are_not() -> None:

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from pascal_attn_core.int8 import Int8Matrix, quantize, quantize_rows, rotate
+from pascal_attn_core.int8 import Int8Matrix, quantize_rows, rotate
 from pascal_attn_core.int8.quantize import LEAST_SCALE
 
 ROTATIONS = (0, 4, 16, 64, 256)
@@ -77,15 +77,6 @@ def test_a_row_with_a_number_that_is_none_has_it_as_its_scale(value: float, size
     other = quantize_rows(x[[0, 2]], size)
     assert torch.equal(found.codes[[0, 2]], other.codes)
     assert torch.equal(found.scales[[0, 2]], other.scales)
-
-
-def test_many_rows_are_rounded_some_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    x = torch.randn(100, 64)
-    whole = quantize_rows(x, 16)
-    monkeypatch.setattr(quantize, "_ROWS_AT_ONCE", {"cpu": 7 * 64})
-    parts = quantize_rows(x, 16)
-    assert torch.equal(whole.codes, parts.codes)
-    assert torch.equal(whole.scales, parts.scales)
 
 
 def test_no_rows_at_all() -> None:

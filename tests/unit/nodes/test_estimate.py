@@ -57,9 +57,6 @@ def follow(module: nn.Module, x: Tensor, *, announced: bool = True) -> Any:
     return tracer.run(lambda: shadow(x, override))
 
 
-# ---- following ----
-
-
 @pytest.mark.parametrize("announced", [True, False], ids=["override", "SDPA"])
 def test_calls_are_found_with_their_shapes(announced: bool) -> None:
     call = follow(Block(), torch.zeros(2, 96, 32), announced=announced)
@@ -107,9 +104,6 @@ def test_a_model_far_too_large_for_this_computer_is_followed() -> None:
     block.positions = torch.arange(8.0)
     call = follow(block, torch.zeros(1, 16, 16384).expand(1, 16, 16384))
     assert call.attention[0].query == (1, 128, 16, 128)
-
-
-# ---- figures ----
 
 
 def call_of(*attention: Any, ffn: tuple[Any, ...] = (), other: int = 0) -> Any:
@@ -175,9 +169,6 @@ def test_chunking_bounds_long_calls_only() -> None:
     assert found.total_without == found.total_with == 900 * MIB, "never below the other tensors"
 
 
-# ---- words ----
-
-
 def text_for(call: Any, **subject: Any) -> str:
     given = {"name": "Flux", "latent": [(1, 16, 128, 128)], "copies": 1, "how": "How.", "weight_bytes": 20 << 30,
              "available_bytes": 10 << 30, "total_bytes": 11 << 30} | subject  # fmt: skip
@@ -225,8 +216,6 @@ def test_the_verdict_and_the_largest_size_count_the_same_memory() -> None:
         "fits (2.06 GiB with its weights) with both; 4.00 GiB of 11.0 GiB are available."
     )
 
-
-# ---- the largest that fits ----
 
 largest = node_module("estimate.largest")
 

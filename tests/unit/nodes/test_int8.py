@@ -154,8 +154,6 @@ def test_the_record_says_what_one_run_did(layers: Any, stub_host: StubHost) -> N
     assert all(type(p) is nn.Parameter for p in patcher.model.parameters())
 
 
-# ---- attention -------------------------------------------------------------------------------------------------------
-
 ATTENTION, OVERRIDE = node_module("patches.int8_attention"), node_module("patches.override")
 
 
@@ -230,9 +228,7 @@ def test_both_kinds_of_layers_are_one_headline_with_seconds_and_errors() -> None
     ("attention", "device", "expected"),
     [("auto", "cpu", False), ("always", "cpu", True), ("auto", "cuda", True), ("off", "cuda", False)],
 )
-def test_on_a_cpu_attention_is_left_alone_unless_asked_for(
-    attention: str, device: str, expected: bool, stub_host: StubHost
-) -> None:
+def test_on_a_cpu_attention_is_left_alone_unless_asked_for(attention: str, device: str, expected, stub_host) -> None:
     patcher = Patcher.around(network())
     patcher.load_device = torch.device(device)
     settings = int8.Settings(0.05, "", "", "host", "off", attention=attention, attention_max_error=0.02)

@@ -225,9 +225,6 @@ def test_blocks_are_named_by_the_host_and_else_by_their_number() -> None:
     assert [kind.block for kind in engine.run.tallies] == ["input 4.0", "double 3", "call 1"]
 
 
-# ---- the scope ----
-
-
 def model(x: Tensor) -> Tensor:
     """Three calls: SDPA, something else, SDPA in another layout of arguments."""
     y = F.scaled_dot_product_attention(x, x, x)

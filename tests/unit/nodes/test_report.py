@@ -114,9 +114,6 @@ def test_of_several_checks_the_one_that_failed_is_shown():
     assert FIND.merged(entries)[0].run.exactness is bad
 
 
-# ---- text ----
-
-
 def test_neighbours_in_which_the_same_happened_share_a_line():
     lines = TEXT.report_text(findings(run([*blocks(19), *blocks(38, "single", count=8)]))).splitlines()
     assert "double 0 to double 18  19 blocks, each 4 torch; 760 ms" in lines
@@ -173,18 +170,12 @@ def test_shares_of_several_devices_stay_below_one():
     assert "on 2 devices (75%)" in TEXT.report_text(findings(made))
 
 
-# ---- the machine ----
-
-
 def test_the_bug_report_shares_the_facts_of_the_command_line():
     block = TEXT.report_text(findings(run(blocks(2)))).partition("copy from here")[2]
     for line in INFO.describe_facts(machine()):
         assert line in block
     assert "driver      560.94" in block
     assert "tiles" not in block
-
-
-# ---- exactness ----
 
 
 def sample(dtype: torch.dtype = torch.float32, factor: float = 1.0, mask: torch.Tensor | None = None):
@@ -244,9 +235,6 @@ def test_the_check_lets_the_tensors_of_a_finished_run_go_and_remembers_the_resul
     gc.collect()
     assert held() is None
     assert CHECK.check(made) is first
-
-
-# ---- the node ----
 
 
 @pytest.fixture

@@ -97,9 +97,7 @@ def test_what_went_wrong_is_a_note_of_the_run() -> None:
         ("cpu", "auto", 2, ("", "the model is on cpu, not on a card")),
     ],
 )
-def test_which_card_helps(
-    home: str, wanted: str, cards: int, expected: tuple[str, str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_which_card_helps(home: str, wanted: str, cards: int, expected: tuple[str, str], monkeypatch) -> None:
     monkeypatch.setattr(HOST, "visible_cards", lambda: [f"cuda:{i}" for i in range(cards)])
     assert NODE._other_card(home, wanted) == expected
 

@@ -5,7 +5,7 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
-from attn_support.comfy.stub import Patcher, node_module
+from attn_support.comfy.stub import node_module
 from torch import nn
 
 prompts, others, sites = node_module("comfy.prompt"), node_module("comfy.others"), node_module("comfy.sites")
@@ -143,15 +143,6 @@ class Plain(nn.Module):
 )
 def test_methods_that_call_attention_past_the_override_are_found(kind: type, methods: tuple) -> None:
     assert sites.by_name(kind) == methods
-
-
-def test_replacements_that_a_later_patch_no_longer_asks_for_are_taken_off() -> None:
-    patcher = Patcher(nn.ModuleDict({"a": Plain()}))
-    objects._replace(patcher, {"a.forward": lambda previous: lambda x: previous(x)})
-    assert objects.is_ours(patcher.object_patches["a.forward"])
-    assert objects.replaced_by_others(patcher.model, ["a.forward"]) == ["a.forward"], "it is not put in yet"
-    objects._replace(patcher, {})
-    assert patcher.object_patches == {}
 
 
 def test_blocks_that_compute_their_feed_forward_layers_themselves_are_named() -> None:

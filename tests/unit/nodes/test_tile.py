@@ -29,9 +29,6 @@ def shape(tokens: int = 4096, heads: int = 24, dtype: str = "float32", budget_mi
     return tile.Shape(dtype, tokens, heads, 64, budget_mib)
 
 
-# ---- from the card ----
-
-
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
 def test_the_number_is_what_the_tiled_route_would_choose(dtype: str) -> None:
     query = torch.zeros(1, 128, 2, 64, dtype=getattr(torch, dtype)).transpose(1, 2)
@@ -58,9 +55,6 @@ def test_a_card_that_is_nearly_full_gets_smaller_tiles() -> None:
     plan = tile.plan_for(full, shape())
     assert plan.extra_bytes <= 8 << 20
     assert plan.kv_block < tile.plan_for(CARD, shape()).kv_block
-
-
-# ---- the measurement ----
 
 
 def test_a_measurement_times_every_size_and_leaves_the_random_numbers_alone(host: StubHost) -> None:
@@ -94,9 +88,7 @@ def test_cancel_ends_a_measurement(host: StubHost) -> None:
         (lambda attempts, device: full(), "the card ran out of memory: tried to allocate 1 GiB"),
     ],
 )
-def test_what_cannot_be_measured_comes_from_the_card_with_the_reason(
-    host: StubHost, tmp_path: Path, clock: Any, words: str
-) -> None:
+def test_what_cannot_be_measured_comes_from_the_card_with_the_reason(host, tmp_path, clock: Any, words: str) -> None:
     with timed_by(clock):
         size, text = choose("measure")
         assert size == choose("from the card")[0]
@@ -111,9 +103,6 @@ def full() -> list[float]:
 def test_the_sentence_says_what_was_timed_instead(host: StubHost) -> None:
     with timed_by(lambda attempts, device: [10.0] * len(attempts)):
         assert "as measured with 4096 tokens, 1 head of 64 in float32 (" in choose("measure", tokens=4096, heads=24)[1]
-
-
-# ---- the node ----
 
 
 @pytest.fixture
