@@ -1,5 +1,6 @@
 """The command line as a whole: parsing, exit codes, lazy commands."""
 
+import importlib.util
 import json
 import pathlib
 import re
@@ -103,6 +104,8 @@ def test_every_command_explains_itself(command, capsys):
         ("bench --linear --backward", "--linear does not take --backward"),
         ("bench --linear --causal --dtype float16", "--linear does not take --dtype, --causal"),
         ("bench --linear --shape B=1,Hq=1,L=8,D=8", "--shape must name each of ['M', 'K', 'N'] as in"),
+        ("demo --steps 0", "--steps must be at least 1, got 0"),
+        ("demo --device nonsense", "nonsense"),
         ("second-card --pair P100,RTX", "--pair must be two of GTX 1060 6GB"),
         ("second-card --pair P100,P40 --lanes 3", "--lanes must be 1, 2, 4, 8 or 16, got 3"),
     ],
@@ -114,6 +117,20 @@ def test_options_that_make_no_sense_are_refused_before_anything_runs(command, wo
     assert err.startswith(f"pascal-attn {command.split()[0]}: ")
     assert err.count("\n") == 1
     assert out == ""
+
+
+@pytest.mark.parametrize(
+    ("command", "hidden", "words"),
+    [
+        ("bench --plot run.png", "matplotlib", "--plot needs matplotlib: pip install matplotlib\n"),
+        ("demo", "diffusers matplotlib", "diffusers, matplotlib must be installed for the demo: pip install diffusers"),
+    ],
+)
+def test_packages_that_are_missing_are_named_as_they_can_be_installed(command, hidden, words, monkeypatch, capsys):
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name in hidden.split() else find(name))
+    assert cli.main(command.split()) == 2
+    assert words in capsys.readouterr().err
 
 
 def test_an_unknown_command_is_an_error_also_where_the_package_is_run_as_a_module():

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from attn_support.ffn_zoo import mlp
 from attn_support.fresh import run
 from torch import Tensor, nn
 
@@ -15,19 +16,10 @@ from pascal_attn_core.patching.targets import autoencoder_of, denoisers_of
 STATES = {"on", "waiting", "refused", "off"}
 
 
-class FeedForward(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(64, 256), nn.Linear(256, 64)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down(torch.relu(self.up(x)))
-
-
 class Denoiser(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(nn.ModuleDict({"ffn": FeedForward()}) for _ in range(2))
+        self.blocks = nn.ModuleList(nn.ModuleDict({"ffn": mlp(64, 256)}) for _ in range(2))
 
     def forward(self, x: Tensor) -> Tensor:
         for block in self.blocks:

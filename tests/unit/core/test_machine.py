@@ -281,8 +281,6 @@ def rocm_wheel(version, archs):
         ((5, 2), CU126, "sm_50"),
         ((8, 9), CU126, "sm_86"),
         ((12, 0), CU126, ""),
-        ((3, 5), CU126, ""),
-        ((6, 1), CU130, ""),
         ((12, 1), CU130, "sm_120"),
         ((13, 0), CU130, "compute_120"),
         ((8, 6), ("sm_80", "compute_75"), "sm_80"),  # older machine code is preferred to PTX

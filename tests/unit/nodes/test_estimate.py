@@ -175,16 +175,6 @@ def text_for(call: Any, **subject: Any) -> str:
     return text.text_of(estimate.Figures(call, HOST), text.Subject(**given))
 
 
-def test_the_text_says_what_is_counted_and_what_not() -> None:
-    lines = text_for(call_of(attention_shape(dtype=torch.float32), other=MIB)).splitlines()
-    assert lines[1] == "Latent 1 x 16 x 128 x 128, one prompt at a time, on CPU."
-    assert "1 calls, 1 different; the largest 1 x 24 heads x 4096 queries x 4096 keys of 128 in float32" in lines[2]
-    assert "Its score matrix is 1.50 GiB" in lines[2]
-    assert "Feed-forward: no layer found" in "\n".join(lines)
-    assert lines[-1].startswith("Counted: ")
-    assert "Not counted: copies of weights" in lines[-1]
-
-
 def test_weights_of_text_encoder_and_vae_stand_beside_the_model() -> None:
     others = {"text encoder": (12 << 30, True), "VAE": (1 << 28, False)}
     streamed = "text encoder 12.0 GiB (2.00 GiB too much, that part is streamed), VAE 256 MiB (stays"

@@ -105,15 +105,6 @@ def test_what_a_user_must_not_miss() -> None:
     assert int8.warnings_of(report({"float_ms": 1.0, "int8_ms": 1.05})) == []
 
 
-def test_the_line_on_the_node_before_a_run() -> None:
-    status = int8.status
-    left, cannot = {"state": "left"}, {"state": "cannot be"}
-    text = status(report({"state": "waiting"}, {}, left, left, cannot), "Flux", "error at most 5.0%")
-    assert text == "2 linear layers of Flux for int8, error at most 5.0%; 2 left, 1 cannot be"
-    assert status(report(cannot), "Flux", "") == "0 linear layers of Flux for int8; 1 cannot be"
-    assert status(report(), "Flux", "include img_mpl") == "0 linear layers of Flux for int8, include img_mpl"
-
-
 @pytest.fixture
 def layers(monkeypatch: pytest.MonkeyPatch, stub_host: StubHost) -> tuple[Any, Patcher, Any]:
     """The layers of a node, its patcher and a call of the model; weights as they are in plain modules."""
@@ -241,15 +232,9 @@ def test_on_a_cpu_attention_is_left_alone_unless_asked_for(attention: str, devic
 def test_the_older_node_stays_as_it_was_and_says_so() -> None:
     older, newer = node_module("int8_linear").PascalInt8Linear, node_module("eight_bit").Pascal8Bit
     assert older.DEPRECATED
-    assert list(older.INPUT_TYPES()["required"]) == [
-        "model",
-        "max_error",
-        "include",
-        "exclude",
-        "weights",
-        "int8_files",
-    ]
-    assert set(older.INPUT_TYPES()["required"]) < set(newer.INPUT_TYPES()["required"])
+    inputs = ["model", "max_error", "include", "exclude", "weights", "int8_files"]
+    assert list(older.INPUT_TYPES()["required"]) == inputs
+    assert set(inputs) < set(newer.INPUT_TYPES()["required"])
     assert newer.DESCRIPTION.startswith("Not exact: the relative error is")
     assert not getattr(newer, "DEPRECATED", False)
 

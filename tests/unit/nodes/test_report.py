@@ -141,12 +141,6 @@ def test_reasons_routes_memory_and_troubles_are_all_told():
     assert [fact for fact in facts if fact not in text] == []
 
 
-def test_kinds_are_counted_over_all_blocks():
-    ((only, tally),) = ROWS.kinds_of(run(blocks(19)))
-    assert only.block == ""
-    assert (tally.count, tally.elapsed_ms, tally.extra_bytes) == (76, 760.0, 1 << 20)
-
-
 def test_a_run_without_attention_tells_its_notes():
     made = run(part="feed-forward", notes=["38 of 57 modules in chunks"])
     text = TEXT.report_text(findings(made))

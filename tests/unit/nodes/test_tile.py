@@ -39,17 +39,6 @@ def test_the_number_is_what_the_tiled_route_would_choose(dtype: str) -> None:
     assert tile.plan_for(CARD, shape(dtype=dtype)).kv_block in range(1024, 4096)
 
 
-def test_the_sentence_holds_the_numbers() -> None:
-    plan = tile.plan_for(CARD, shape())
-    text = tile.sentence(CARD, shape(), plan)
-    card = "NVIDIA GeForce GTX 1080 Ti with 2.75 MiB of L2 cache and 10.0 of 11.0 GiB free"
-    keys = f"takes {plan.kv_block} keys per tile"
-    for part in (card, "for 4096 tokens, 24 heads of 64 in float32", keys, "64 x 64."):
-        assert part in text
-    assert "\n" not in text
-    assert tile.Card(DeviceInfo("xpu", "Arc"), 0, 0).text() == "Arc with L2 cache of unknown size"
-
-
 def test_a_card_that_is_nearly_full_gets_smaller_tiles() -> None:
     full = tile.Card(GTX_1080_TI, 16 << 20, 11 << 30)
     plan = tile.plan_for(full, shape())
