@@ -9,10 +9,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.flop_counter import FlopCounterMode
 
-from pascal_attn_core import AttentionConfig, sdpa
+from pascal_attn_core import AttentionConfig, record, sdpa
 from pascal_attn_core.call import check_call
 from pascal_attn_core.machine.device import LARGEST_BUFFER, MIB, DeviceInfo
 from pascal_attn_core.routes import why_not
+from pascal_attn_core.tiled.mask_writer import MaskWriter
+from pascal_attn_core.tiled.masks import Part, Rule
 from pascal_attn_core.tiled.rule_bytes import RuleBytes
 from pascal_attn_core.tiled.tiles import (
     Workload,
@@ -202,29 +204,55 @@ def padding(low: float, shared: float = 0.0) -> torch.Tensor:
     return (torch.where((KEYS >= 28) & (KEYS < 128), 0.0, low) + shared)[None, None, None]
 
 
-# Of 16 tiles, 4 x 4, how many are computed; key padding is cut off at any key.
+# Of 16 tiles, 4 x 4, how many are computed in blocks of 64 and of 256 queries, and whether their scores are bounded.
 COMPUTED = {
-    "nothing": ({}, 16),
-    "causal": ({"is_causal": True}, 10),
-    "causal lower right": ({"is_causal": True, "alignment": "lower_right"}, 10),
-    "window of one key": ({"window": (0, 0)}, 4),
-    "window": ({"window": (64, 64)}, 10),
-    "bool mask": ({"attn_mask": HALF}, 12),
-    "float mask": ({"attn_mask": torch.zeros(256, 256).masked_fill(~HALF, -torch.inf)}, 12),
-    "bool padding": ({"attn_mask": padding(-torch.inf) == 0.0}, 6.25),
-    "padding": ({"attn_mask": padding(-torch.inf)}, 6.25),
-    "padding by the lowest number": ({"attn_mask": padding(-3.4e38)}, 6.25),
-    "padding by a low number": ({"attn_mask": padding(-1e4)}, 6.25),
-    "padding and what all keys share": ({"attn_mask": padding(-1e4, 5.0)}, 6.25),
-    "a bias": ({"attn_mask": padding(-100.0)}, 16),
-    "no key": ({"attn_mask": torch.zeros(1, 1, 1, 256, dtype=torch.bool)}, 0),
+    "nothing": ({}, 16, 16, True),
+    "causal": ({"is_causal": True}, 10, 12, True),
+    "causal lower right": ({"is_causal": True, "alignment": "lower_right"}, 10, 12, True),
+    "window of one key": ({"window": (0, 0)}, 4, 12, True),
+    "window": ({"window": (64, 64)}, 10, 14, True),
+    "bool mask": ({"attn_mask": HALF}, 12, 16, True),
+    "float mask": ({"attn_mask": torch.zeros(256, 256).masked_fill(~HALF, -torch.inf)}, 12, 16, False),
+    "bool padding": ({"attn_mask": padding(-torch.inf) == 0.0}, 6.25, 6.25, True),
+    "padding": ({"attn_mask": padding(-torch.inf)}, 6.25, 6.25, True),
+    "padding by the lowest number": ({"attn_mask": padding(-3.4e38)}, 6.25, 6.25, True),
+    "padding by a low number": ({"attn_mask": padding(-1e4)}, 6.25, 6.25, True),
+    "padding and what all keys share": ({"attn_mask": padding(-1e4, 5.0)}, 6.25, 6.25, True),
+    "padding and what swallows scores": ({"attn_mask": padding(-torch.inf, -2e4)}, 6.25, 6.25, False),
+    "padding and NaN": ({"attn_mask": padding(-torch.inf, torch.nan)}, 16, 16, False),
+    "a bias": ({"attn_mask": padding(-100.0)}, 16, 16, False),
+    "no key": ({"attn_mask": torch.zeros(1, 1, 1, 256, dtype=torch.bool)}, 0, 0, True),
 }
 
 
 @pytest.mark.parametrize("case", COMPUTED)
 def test_tiles_that_no_query_may_look_at_are_not_computed(case: str) -> None:
-    options, computed = COMPUTED[case]
+    options, *computed, is_bounded = COMPUTED[case]
     query, key, value = torch.randn(3, 1, 2, 256, 8).unbind()
-    with FlopCounterMode(display=False) as counter:
-        sdpa(query, key, value, **options, config=AttentionConfig(route="tiled", q_block=64, kv_block=64))
-    assert counter.get_total_flops() == computed * 2 * 64 * 64 * 2 * (8 + 8)
+    outs = []
+    for rows, tiles in zip((64, 256), computed):
+        config = AttentionConfig(route="tiled", q_block=rows, kv_block=64)
+        with FlopCounterMode(display=False) as counter, record() as report:
+            outs.append(sdpa(query, key, value, **options, config=config))
+        assert counter.get_total_flops() == tiles * 2 * 64 * 64 * 2 * (8 + 8)
+        (stats,) = report.calls.values()
+        assert (stats.bounded_blocks == stats.blocks) is is_bounded
+    torch.testing.assert_close(*outs, equal_nan=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("value", [0.0, -torch.inf])
+@pytest.mark.parametrize(
+    ("units", "tokens", "groups", "keys", "room"),
+    [(2, 5, 3, 7, 1000), (2, 5, 3, 7, 50), (2, 5, 3, 7, 21), (2, 5, 3, 7, 20), (1, 1, 1, 7, 3), (3, 4, 2, 9, 2)],
+)
+def test_masks_are_written_through_a_buffer_of_any_size(dtype, value, units, tokens, groups, keys, room) -> None:
+    scores = torch.randn(units, tokens * groups, keys, dtype=dtype)
+    scores[0, 0, :3] = torch.tensor([torch.nan, torch.inf, -0.0], dtype=dtype)
+    keep = torch.rand(units, groups, tokens, keys) < 0.5
+    expected = scores.view(units, tokens, groups, keys).masked_fill(~keep.transpose(1, 2), value)
+    writer = MaskWriter(groups, dtype, torch.device("cpu"), max_scores=room)
+    writer.forbid(scores, Rule(masks=[Part(0, keep)]), value)
+    actual = scores.view(expected.shape)
+    assert torch.equal(actual.isnan(), expected.isnan())
+    torch.testing.assert_close(actual.nan_to_num(), expected.nan_to_num(), rtol=0, atol=0)
