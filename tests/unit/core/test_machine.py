@@ -6,6 +6,7 @@ import shutil
 import sys
 import types
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -51,11 +52,8 @@ def test_the_free_memory_of_intels_cards_is_known_where_the_driver_tells(monkeyp
     monkeypatch.setattr(torch.xpu, "memory_allocated", lambda device: 2 << 30)
     monkeypatch.setattr(torch.xpu, "mem_get_info", lambda device: (6 << 30, 16 << 30), raising=False)
     assert (free_bytes("xpu"), available_bytes("xpu")) == (6 << 30, 7 << 30)
-
-    def silent(device: torch.device) -> None:
-        raise RuntimeError("The device doesn't support querying the available free memory.")
-
-    monkeypatch.setattr(torch.xpu, "mem_get_info", silent)
+    silent = RuntimeError("The device doesn't support querying the available free memory.")
+    monkeypatch.setattr(torch.xpu, "mem_get_info", Mock(side_effect=silent))
     assert free_bytes("xpu") is available_bytes("xpu") is None
 
 

@@ -5,6 +5,7 @@ import copy
 import logging
 import pickle
 from collections.abc import Callable
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -150,13 +151,8 @@ def test_what_8_bits_do_not_take_is_exact_and_named(model: nn.Module, x: Tensor)
         assert patch.report().count("int8") == 0
 
 
-class _Interrupted(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        raise KeyboardInterrupt
-
-
 def test_an_interrupt_in_a_layer_leaves_no_interception_behind(model: nn.Module, x: Tensor) -> None:
-    model[0].attn2.out = _Interrupted()
+    model[0].attn2.out.forward = Mock(side_effect=KeyboardInterrupt)
     with patch_attention_int8(model), pytest.raises(KeyboardInterrupt):
         model(x)
     assert torch._C._len_torch_function_stack() == 0

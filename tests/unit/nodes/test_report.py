@@ -4,6 +4,7 @@ import gc
 import math
 import weakref
 from dataclasses import replace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -298,12 +299,7 @@ def test_what_the_self_test_finds_wrong_is_an_alarm(selftest, monkeypatch):
 
 
 def test_the_users_cancel_ends_the_self_test(selftest, monkeypatch):
-    class Cancelled(Exception):
-        pass
-
-    def cancel():
-        raise Cancelled
-
-    monkeypatch.setattr(REPORT.host, "throw_if_interrupted", cancel)
+    Cancelled = type("Cancelled", (Exception,), {})
+    monkeypatch.setattr(REPORT.host, "throw_if_interrupted", Mock(side_effect=Cancelled))
     with pytest.raises(Cancelled):
         report_of(selftest=True)

@@ -8,9 +8,11 @@ from contextlib import contextmanager
 from dataclasses import astuple
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
+from attn_support.clock import Clock
 from attn_support.comfy.stub import StubHost, node_module
 
 from pascal_attn_core import AttentionConfig
@@ -22,6 +24,7 @@ from pascal_attn_core.tiled.plan import plan_call
 tile, node = node_module("tiles.choice"), node_module("tile_size")
 GTX_1080_TI = DeviceInfo("cuda", "NVIDIA GeForce GTX 1080 Ti", (6, 1), 28, 2816 << 10, 11 << 30, "sm_61")
 CARD = tile.Card(GTX_1080_TI, 10 << 30, 11 << 30)
+NO_MEMORY = torch.OutOfMemoryError("tried to allocate 1 GiB\nand more")
 CPU = tile.Card(DeviceInfo("cpu", "CPU"), 8 << 30, 16 << 30)
 
 
@@ -73,8 +76,8 @@ def test_cancel_ends_a_measurement(host: StubHost) -> None:
 @pytest.mark.parametrize(
     ("clock", "words"),
     [
-        (lambda attempts, device: [1.0, math.inf, 1.0], "the call takes too long to be timed in 4 seconds"),
-        (lambda attempts, device: full(), "the card ran out of memory: tried to allocate 1 GiB"),
+        (Clock(1.0, math.inf, 1.0), "the call takes too long to be timed in 4 seconds"),
+        (Mock(side_effect=NO_MEMORY), "the card ran out of memory: tried to allocate 1 GiB"),
     ],
 )
 def test_what_cannot_be_measured_comes_from_the_card_with_the_reason(host, tmp_path, clock: Any, words: str) -> None:
@@ -85,12 +88,8 @@ def test_what_cannot_be_measured_comes_from_the_card_with_the_reason(host, tmp_p
     assert list(tmp_path.iterdir()) == []
 
 
-def full() -> list[float]:
-    raise torch.OutOfMemoryError("tried to allocate 1 GiB\nand more")
-
-
 def test_the_sentence_says_what_was_timed_instead(host: StubHost) -> None:
-    with timed_by(lambda attempts, device: [10.0] * len(attempts)):
+    with timed_by(Clock(*[10.0] * 9)):
         assert "as measured with 4096 tokens, 1 head of 64 in float32 (" in choose("measure", tokens=4096, heads=24)[1]
 
 
@@ -105,17 +104,6 @@ def host(stub_host: StubHost, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -
 
 def choose(mode: str, **inputs: Any) -> tuple[int, str]:
     return node.PascalTileSize().choose(mode, **{"tokens": 512, "heads": 1, "unique_id": "1", **inputs})
-
-
-class Clock:
-    """Gives these milliseconds for the sizes in their order."""
-
-    def __init__(self, *times: float):
-        self.times, self.runs = list(times), 0
-
-    def __call__(self, attempts: list[Any], device: torch.device) -> list[float]:
-        self.runs += 1
-        return self.times
 
 
 @contextmanager
@@ -143,7 +131,7 @@ def test_the_winner_is_remembered_and_said_on_the_node(host: StubHost, tmp_path:
     with timed_by(Clock(1.0, 9.0, 9.0)) as clock:
         assert choose("measure")[0] == 256
         assert choose("measure", budget_mib=2)[0] == choose("measure again")[0] == 0
-        clock.times = [10.0, 9.8, 10.0]  # it must be clearly faster than the route's own choice
+        clock.times = (10.0, 9.8, 10.0)  # it must be clearly faster than the route's own choice
         size, text = choose("measure again")
         assert size == 0
         assert "fastest with its own choice" in text

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -118,20 +119,15 @@ def test_the_hosts_estimate_decides_before_anything_is_computed() -> None:
 
 
 def test_an_error_is_not_taken_for_missing_memory() -> None:
-    def fails(_: Tensor) -> None:
-        raise RuntimeError("an accident")
-
-    decode, engine = banded(Network(fails), NEEDED)
+    decode, engine = banded(Network(Mock(side_effect=RuntimeError("an accident"))), NEEDED)
     with pytest.raises(RuntimeError, match="an accident"):
         decode(SAMPLES)
     assert engine.run.gains == []
 
 
 def test_host_memory_that_is_missing_is_named_before_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    def missing(*args: Any, **kwargs: Any) -> Any:
-        raise MemoryError("decode in bands needs 7 MiB of host memory")
-
-    monkeypatch.setattr(bands.Site, "__call__", missing)
+    missing = MemoryError("decode in bands needs 7 MiB of host memory")
+    monkeypatch.setattr(bands.Site, "__call__", Mock(side_effect=missing))
     network = Network()
     stock = network.decode(SAMPLES)
     with pytest.raises(MemoryError, match="needs 7 MiB of host memory"):
