@@ -37,6 +37,7 @@ CANDIDATES = all_candidates(AttentionConfig())
 @pytest.fixture(autouse=True)
 def _tiny_shapes(monkeypatch):
     monkeypatch.setattr(shapes, "SHAPES", tuple(TINY.values()))
+    monkeypatch.setattr("pascal_attn_core.cli.oracle._BLOCK_BYTES", 8 * 40 * 4)  # the definition in blocks of rows
     before = torch.get_num_threads(), F.scaled_dot_product_attention
     yield
     assert (torch.get_num_threads(), F.scaled_dot_product_attention) == before

@@ -12,17 +12,21 @@ from attn_support.fresh import execute, run
 import pascal_attn_core
 from pascal_attn_core import __version__, cli
 
+COMMANDS = ("info", "bench", "replay", "demo")
 
-def test_no_command_prints_the_help(capsys):
-    assert cli.main([]) == 2
+
+@pytest.mark.parametrize(
+    ("arguments", "status", "words"),
+    [
+        ([], 2, COMMANDS),
+        (["--version"], 0, [f"pascal-attn {__version__}\n"]),
+        *(([command, "--help"], 0, [f"pascal-attn {command}"]) for command in COMMANDS),
+    ],
+)
+def test_the_help_and_the_version_are_printed(arguments, status, words, capsys):
+    assert cli.main(arguments) == status
     out = capsys.readouterr().out
-    for command in ("info", "bench", "replay", "demo"):
-        assert command in out
-
-
-def test_the_version_is_that_of_the_package(capsys):
-    assert cli.main(["--version"]) == 0
-    assert capsys.readouterr().out == f"pascal-attn {__version__}\n"
+    assert all(word in out for word in words)
 
 
 def test_the_folder_of_the_package_is_a_command_where_nothing_is_installed(tmp_path):
@@ -63,12 +67,6 @@ def test_no_text_tells_to_install_a_distribution_that_is_not_published():
     pattern = re.compile(r"pip install[^\n]*pascal[-_]attention")
     told = [path.name for path in folder.rglob("*.py") if pattern.search(path.read_text(encoding="utf-8"))]
     assert told == []
-
-
-@pytest.mark.parametrize("command", ["info", "bench", "replay", "demo"])
-def test_every_command_explains_itself(command, capsys):
-    assert cli.main([command, "--help"]) == 0
-    assert f"pascal-attn {command}" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from torch.nn.functional import scaled_dot_product_attention as taken_by_name
 from pascal_attn_core import AttentionConfig, Patch, sdpa, sdpa_with_lse
 from pascal_attn_core.ffn import FfnReport
 from pascal_attn_core.int8 import Int8Report
-from pascal_attn_core.patching.interception import TORCH_SDPA, SdpaArguments, SdpaMode, bind_sdpa
+from pascal_attn_core.patching.interception import TORCH_SDPA, SdpaMode
 from pascal_attn_core.patching.patch import ON, AnyReport, PatchGroup, PatchReport, State
 from pascal_attn_core.vae import VaeReport
 
@@ -132,9 +132,3 @@ def test_what_our_routes_call_of_torch_is_never_intercepted(route: str, tokens: 
         if route != "torch" and route != "math":
             sdpa_with_lse(q, k, v, config=config)
     assert not handler.called
-
-
-def test_functions_like_ours_take_more() -> None:
-    call = bind_sdpa((1, 2, 3, None, 0.0, False, 2.0, True), {"window": 1}, like_torch=False)
-    assert call == SdpaArguments(1, 2, 3, scale=2.0, enable_gqa=True)  # type: ignore[arg-type]
-    assert bind_sdpa((1, 2), {"window": 1}, like_torch=False) == "its argument value is missing"

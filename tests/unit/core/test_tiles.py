@@ -19,7 +19,6 @@ from pascal_attn_core.tiled.rule_bytes import RuleBytes
 from pascal_attn_core.tiled.tiles import (
     Workload,
     cpu_bases,
-    describe_plan,
     plan_tiles,
     recommended_tile_size_for,
 )
@@ -144,12 +143,6 @@ def test_half_of_a_cores_own_cache_is_one_of_the_shapes_on_a_cpu(l2_kib: int, ba
 )
 def test_the_tile_sizes_that_pascal_attn_states(l2_mib: float, tile: int) -> None:
     assert recommended_tile_size_for(int(l2_mib * 2**20)) == tile
-
-
-def test_a_plan_in_words() -> None:
-    words = describe_plan(CARDS["P40"], (1, 32, 8, 2048, 2048, 128))
-    assert "4 query heads" in words
-    assert words.endswith("MiB")
 
 
 @examples(300)

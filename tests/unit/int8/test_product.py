@@ -41,18 +41,6 @@ def test_equals_the_definition_bit_for_bit(dtype: torch.dtype, activation: str) 
     assert torch.equal(out, definition(x, weight, None, activation, other))
 
 
-def test_one_scale_for_the_whole_weight() -> None:
-    x, codes = torch.randn(5, 16), torch.randint(-128, 128, (9, 16), dtype=torch.int8)
-    weight = Int8Matrix(codes, torch.tensor([0.02]))
-    assert torch.equal(int8_linear(x, weight), definition(x, weight, None, "none", torch.float32))
-
-
-def test_the_largest_sums_fit_32_bits() -> None:
-    x, codes = torch.ones(2, MOST_COLUMNS), torch.full((8, MOST_COLUMNS), -128, dtype=torch.int8)
-    out = int8_linear(x, Int8Matrix(codes, torch.ones(1)))
-    assert torch.equal(out, torch.full((2, 8), -128.0 * 127 * MOST_COLUMNS) * quantize_rows(x).scales[:, None])
-
-
 @pytest.mark.parametrize("activation", ["none", "silu", "geglu"])
 @pytest.mark.parametrize("rotation", [0, 64])
 def test_expanding_the_weight_rounds_only_the_weight(rotation: int, activation: str) -> None:
@@ -115,17 +103,17 @@ def test_a_way_may_be_asked_for_by_name() -> None:
         int8_linear(x, weight, way="kernel")
 
 
-def test_no_rows_and_no_outputs() -> None:
+def test_one_scale_the_largest_sums_rows_with_nan_no_rows_and_no_outputs() -> None:
+    x, codes = torch.randn(5, 16), torch.randint(-128, 128, (9, 16), dtype=torch.int8)
+    weight = Int8Matrix(codes, torch.tensor([0.02]))
+    assert torch.equal(int8_linear(x, weight), definition(x, weight, None, "none", torch.float32))
+    wide, codes = torch.ones(2, MOST_COLUMNS), torch.full((8, MOST_COLUMNS), -128, dtype=torch.int8)
+    out = int8_linear(wide, Int8Matrix(codes, torch.ones(1)))
+    assert torch.equal(out, torch.full((2, 8), -128.0 * 127 * MOST_COLUMNS) * quantize_rows(wide).scales[:, None])
+    x[1, 0] = float("nan")
+    assert int8_linear(x, weight).isnan().all(dim=1).tolist() == [False, True, False, False, False]
     assert int8_linear(torch.empty(2, 0, 16), quantize_rows(torch.randn(8, 16))).shape == (2, 0, 8)
     assert int8_linear(torch.randn(3, 16), quantize_rows(torch.empty(0, 16))).shape == (3, 0)
-
-
-def test_rows_with_nan_are_nan_and_others_are_not() -> None:
-    x, weight = torch.randn(3, 16), quantize_rows(torch.randn(8, 16))
-    x[1, 0] = float("nan")
-    out = int8_linear(x, weight)
-    assert out[1].isnan().all()
-    assert out[[0, 2]].isfinite().all()
 
 
 _EMPTY = Int8Matrix(torch.empty(8, 0, dtype=torch.int8), torch.ones(8))
