@@ -121,6 +121,21 @@ def test_other_threads_are_not_intercepted() -> None:
     assert not handler.called
 
 
+@pytest.mark.parametrize("depth", [1, 2])
+def test_our_own_call_of_torch_is_not_intercepted_also_after_an_error(depth: int) -> None:
+    q, k, v = qkv()
+    expected = TORCH_SDPA(q, k, v)
+    outer, inner = calls(), calls()
+    with SdpaMode(outer), SdpaMode(inner) if depth == 2 else torch.no_grad():
+        assert torch.equal(torch_sdpa(q, k, v), expected)
+        with pytest.raises(RuntimeError):
+            torch_sdpa(q, k[..., :5], v)
+        assert not outer.called
+        assert not inner.called
+        F.scaled_dot_product_attention(q, k, v)
+    assert outer.call_count == 1
+
+
 @pytest.mark.parametrize("route", ["auto", "torch", "math", "tiled"])
 @pytest.mark.parametrize("tokens", [8, 300])
 def test_what_our_routes_call_of_torch_is_never_intercepted(route: str, tokens: int) -> None:

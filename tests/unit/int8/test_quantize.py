@@ -74,6 +74,13 @@ def test_a_row_with_a_number_that_is_none_has_it_as_its_scale(value: float, size
     assert torch.equal(found.scales[[0, 2]], other.scales)
 
 
+def test_many_rows_are_rounded_some_at_a_time() -> None:
+    x = torch.randn(10_000, 64)
+    whole, parts = quantize_rows(x, 16), [quantize_rows(part, 16) for part in x.split(999)]
+    assert torch.equal(whole.codes, torch.cat([part.codes for part in parts]))
+    assert torch.equal(whole.scales, torch.cat([part.scales for part in parts]))
+
+
 @pytest.mark.parametrize(
     ("shape", "size", "words"),
     [
