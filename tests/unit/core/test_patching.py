@@ -14,7 +14,7 @@ from torch.nn.functional import scaled_dot_product_attention as taken_by_name
 from pascal_attn_core import AttentionConfig, Patch, sdpa, sdpa_with_lse
 from pascal_attn_core.ffn import FfnReport
 from pascal_attn_core.int8 import Int8Report
-from pascal_attn_core.patching.interception import TORCH_SDPA, SdpaMode
+from pascal_attn_core.patching.interception import TORCH_SDPA, SdpaMode, torch_sdpa
 from pascal_attn_core.patching.patch import ON, AnyReport, PatchGroup, PatchReport, State
 from pascal_attn_core.vae import VaeReport
 
