@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from attn_support.comfy.stub import node_module
+from attn_support.ffn_zoo import mlp
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
@@ -19,19 +20,10 @@ MIB = 1 << 20
 HOST = estimate.Host(torch.device("cpu"), DeviceInfo("cpu", "CPU"), "", 64, 1024)
 
 
-class Ffn(nn.Module):
-    def __init__(self, width: int):
-        super().__init__()
-        self.w1, self.w2 = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.w2(F.gelu(self.w1(x)))
-
-
 class Block(nn.Module):
     def __init__(self, width: int = 32, heads: int = 4):
         super().__init__()
-        self.qkv, self.ffn, self.heads = nn.Linear(width, 3 * width), Ffn(width), heads
+        self.qkv, self.ffn, self.heads = nn.Linear(width, 3 * width), mlp(width, 4 * width), heads
         self.seen: list[Any] = []
         self.register_buffer("positions", torch.arange(8.0))
 
@@ -76,7 +68,7 @@ def test_memory_of_a_feed_forward_call_is_exact_and_of_other_tensors_counted_out
 
 def test_the_module_and_its_lists_stay_as_they_were() -> None:
     block = Block()
-    block.ffn.w1.register_forward_hook(lambda *args: pytest.fail("a hook ran"))
+    block.ffn[0].register_forward_hook(lambda *args: pytest.fail("a hook ran"))
     block.qkv.forward = block.ffn.forward = lambda x: pytest.fail("another pack's patch ran")  # type: ignore[method-assign]
     state, attributes = {k: v.data_ptr() for k, v in block.state_dict().items()}, set(vars(block))
     follow(block, torch.zeros(1, 64, 32))
