@@ -6,7 +6,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
-from unittest.mock import Mock
+from unittest.mock import Mock, call
 
 import pytest
 import torch
@@ -272,22 +272,11 @@ def test_a_call_too_short_to_matter_is_not_timed() -> None:
 
 
 def test_events_are_recorded_on_the_stream_of_the_device_that_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
-    streams: list[object] = []
-
-    class Event:
-        def __init__(self, *, enable_timing: bool):
-            assert enable_timing
-
-        def record(self, stream: object) -> None:
-            streams.append(stream)
-
-        def synchronize(self) -> None: ...
-
-        def elapsed_time(self, end: object) -> float:
-            return 8.0
-
-    monkeypatch.setattr(torch.cuda, "Event", Event)
+    event, attempt = Mock(), Mock()
+    event.elapsed_time.return_value = 8.0
+    monkeypatch.setattr(torch.cuda, "Event", made := Mock(return_value=event))
     monkeypatch.setattr(torch.cuda, "current_stream", str)
-    runs: list[int] = []
-    assert timing_table.milliseconds(lambda: runs.append(1), torch.device("cuda", 1), calls=4) == 2.0
-    assert (streams, len(runs)) == (["cuda:1", "cuda:1"], 4)
+    assert timing_table.milliseconds(attempt, torch.device("cuda", 1), calls=4) == 2.0
+    assert made.mock_calls == [call(enable_timing=True)] * 2
+    assert event.record.mock_calls == [call("cuda:1")] * 2
+    assert attempt.call_count == 4

@@ -5,6 +5,7 @@ import sys
 import threading
 from dataclasses import replace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -292,26 +293,13 @@ def test_the_peak_of_a_run_is_that_of_its_fullest_device(monkeypatch: pytest.Mon
     assert engine.end().peak_bytes == 9
 
 
-class Clock:
-    """A CUDA event by hand: over or not, at a time."""
-
-    def __init__(self, ms: float, over: bool = True):
-        self.ms, self.over = ms, over
-
-    def query(self) -> bool:
-        return self.over
-
-    def synchronize(self) -> None:
-        self.over = True
-
-    def elapsed_time(self, end: Any) -> float:
-        return end.ms - self.ms
-
-
 def test_events_that_are_not_over_wait_for_the_end() -> None:
     made, tally = runs.Run("Flux", "diffusion model", "", "cuda:0"), runs.CallTally()
+    begin, end = Mock(), Mock()
+    begin.elapsed_time.return_value, end.query.return_value = 2, False
+    end.synchronize.side_effect = lambda: end.query.configure_mock(return_value=True)
     for _ in range(1000):
-        made.time_later(tally, Clock(0), Clock(2, over=False))
+        made.time_later(tally, begin, end)
     made.finish()
     assert tally.elapsed_ms == 2000
 

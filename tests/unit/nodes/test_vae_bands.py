@@ -93,11 +93,7 @@ def test_always_in_bands_it_gives_the_same_and_counts_one_attention_call(bars: l
     assert len(bars) == 2  # a bar for each call
 
 
-def estimates_of_the_wrong_kind(shape: Any, dtype: Any) -> float:
-    return shape[7]
-
-
-@pytest.mark.parametrize("estimate", [lambda shape, dtype: 1000, estimates_of_the_wrong_kind])
+@pytest.mark.parametrize("estimate", [lambda shape, dtype: 1000, lambda shape, dtype: shape[7]])
 def test_when_needed_it_is_as_it_is_while_it_fits(bars: list[Bar], estimate: Any) -> None:
     network = Network()
     decode, engine = banded(network, NEEDED, estimate)
