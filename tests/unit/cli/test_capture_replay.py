@@ -9,9 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from pascal_attn_core import cli, sdpa
-from pascal_attn_core.capture import CapturedCall, capture, load_calls, observe
-from pascal_attn_core.cli.oracle import reference, spread_rows
-from pascal_attn_core.reference import reference_sdpa
+from pascal_attn_core.capture import capture, load_calls, observe
 from pascal_attn_core.sdpa_patch import patch_sdpa
 
 ORIGINAL = F.scaled_dot_product_attention
@@ -46,43 +44,27 @@ def test_a_call_comes_back_as_it_was(path, dtype):
     assert call.attn_mask is None
 
 
-def test_layouts_come_back_with_their_strides(path):
-    transposed, packed = torch.randn(2, 16, 4, 8).transpose(1, 2), torch.randn(2, 16, 3, 4, 8)
-    value = packed[:, :, 1].transpose(1, 2)
+TOKENS_FIRST, PACKED = torch.randn(2, 16, 4, 8).transpose(1, 2), torch.randn(2, 16, 3, 4, 8)[:, :, 1].transpose(1, 2)
+ONE_HEAD, MASK = torch.randn(1, 1, 64, 16).expand(1, 4, 64, 16), torch.rand(1, 1, 1, 64).gt(0.5).expand(1, 4, 64, 64)
+LAYOUTS = {  # tensors, and the most bytes of their file beside its header
+    "tokens first": ([TOKENS_FIRST, TOKENS_FIRST, PACKED], 1 << 20),
+    "expanded": ([torch.randn(1, 4, 64, 16), ONE_HEAD, ONE_HEAD, MASK], 4 * (64 * 64 + 2 * 64 * 16)),
+    "overlapping itself": ([torch.randn(40).as_strided((1, 1, 8, 8), (1, 1, 3, 1))] * 3, 4096),
+    "a small cut out of a large tensor": ([torch.randn(1, 1, 64, 4096)[..., :8]] * 3, 3 * 2048),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_layouts_come_back_and_what_is_no_whole_tensor_by_value(path, layout):
+    tensors, most = LAYOUTS[layout]
     with capture(path):
-        F.scaled_dot_product_attention(transposed, transposed, value)
+        F.scaled_dot_product_attention(*tensors)
+    assert path.stat().st_size < most + 4096
     (call,) = load_calls(path)
-    assert call.query.stride() == transposed.stride()
-    assert call.value.stride() == value.stride()
-    assert torch.equal(call.value, value)
-
-
-def test_expanded_tensors_are_stored_once_and_expanded_again(path):
-    query, key, value = qkv(1, 4, 64, 16)
-    key, value = (t[:, :1].expand(1, 4, 64, 16) for t in (key, value))
-    mask = torch.rand(1, 1, 1, 64).gt(0.5).expand(1, 4, 64, 64)
-    with capture(path):
-        F.scaled_dot_product_attention(query, key, value, attn_mask=mask)
-    (call,) = load_calls(path)
-    for name, tensor in (("key", key), ("attn_mask", mask)):
-        loaded = getattr(call, name)
-        assert loaded.stride() == tensor.stride()
-        assert torch.equal(loaded, tensor)
-    assert path.stat().st_size < 4 * (64 * 64 + 2 * 64 * 16) + 4096
-    moved = call.to("cpu")
-    assert moved.key.stride() == key.stride()
-    assert torch.equal(moved.key, key)
-
-
-@pytest.mark.parametrize("kind", ["overlapping itself", "a small cut out of a large tensor"])
-def test_what_is_no_whole_tensor_comes_back_by_value(path, kind):
-    rows = torch.randn(40).as_strided((1, 1, 8, 8), (1, 1, 3, 1))
-    rows = rows if kind == "overlapping itself" else torch.randn(1, 1, 64, 4096)[..., :8]
-    with capture(path):
-        F.scaled_dot_product_attention(rows, rows, rows)
-    (call,) = load_calls(path)
-    assert torch.equal(call.query, rows)
-    assert call.query.untyped_storage().nbytes() < 8192
+    for same in (call, call.to("cpu")):
+        for loaded, tensor in zip((same.query, same.key, same.value, same.attn_mask), tensors):
+            assert torch.equal(loaded, tensor)
+            assert (loaded.stride() == tensor.stride()) == (layout in ("tokens first", "expanded"))
 
 
 def test_equal_calls_are_kept_once_and_counted(path):
@@ -135,7 +117,7 @@ def test_direct_calls_of_ours_are_seen_once(path):
     query, key, value = qkv(1, 4, 24, 8)
     key, value = key[:, :2], value[:, :2]
     with capture(path):
-        sdpa(query, key, value, is_causal=True, enable_gqa=True)
+        sdpa(query, key, value, None, 0.0, True, None, True)  # is_causal and enable_gqa
         sdpa(query, key, value, enable_gqa=True, window=(3, 3))  # the file has no word for it
         with patch_sdpa():
             F.scaled_dot_product_attention(query, key, value, scale=0.5, enable_gqa=True)
@@ -258,24 +240,24 @@ def record_some(path):
         F.scaled_dot_product_attention(query, key, value, is_causal=True)
         F.scaled_dot_product_attention(query, key[:, :2], value[:, :2], enable_gqa=True, dropout_p=0.5)
         F.scaled_dot_product_attention(*(t.bfloat16() for t in (query, key, value)), attn_mask=torch.rand(40, 40) > 0.3)
+        F.scaled_dot_product_attention(query[0, 0], key[0, 0], value[0, 0], attn_mask=torch.randn(40), scale=0.7)
+        F.scaled_dot_product_attention(query.expand(2, 4, 40, 16), key, value, attn_mask=torch.randn(4, 1, 40))
+        sdpa(query, key, value, torch.randn(40, 40), is_causal=True)
 
 
-def test_replay_shows_every_route_and_torch(path, capsys):
-    record_some(path)
-    assert cli.main(["replay", str(path), "--rounds", "1", "--seconds", "1", "--device", "cpu"]) == 0
-    out = capsys.readouterr().out.partition("time relative to")[0]
-    for name in ("torch-fused", "torch-math", *(f"ours-{r}" for r in ["auto", "tiled", "torch", "fused ", "math"])):
-        assert out.count(name) == 3
-    assert "q[1, 4, 40, 16]" in out
-    assert "bfloat16 mask bool [40, 40]" in out
-
-
-def test_the_figures_of_a_replay_have_times_memory_small_errors_and_reasons(path, tmp_path):
+def test_replay_shows_and_writes_times_memory_small_errors_and_reasons(path, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("pascal_attn_core.cli.oracle._BLOCK_BYTES", 8 * 40 * 4)  # the definition in blocks of rows
     record_some(path)
     figures = tmp_path / "figures.json"
-    assert cli.main(["replay", str(path), "--rounds", "1", "--device", "cpu", "--json", str(figures)]) == 0
+    command = ["replay", str(path), "--rounds", "1", "--seconds", "1", "--device", "cpu", "--json", str(figures)]
+    assert cli.main(command) == 0
+    out = capsys.readouterr().out.partition("time relative to")[0]
+    for name in ("torch-fused", "torch-math", *(f"ours-{r}" for r in ["auto", "tiled", "torch", "fused ", "math"])):
+        assert out.count(name) == 6
+    assert "q[1, 4, 40, 16]" in out
+    assert "bfloat16 mask bool [40, 40]" in out
     document = json.loads(figures.read_text())
-    assert len(document["calls"]) == 3
+    assert len(document["calls"]) == 6
     for call in document["calls"]:
         found = {result["name"]: result for result in call["results"]}
         tiled, fused = found["ours-tiled"], found["ours-fused"]
@@ -285,39 +267,3 @@ def test_the_figures_of_a_replay_have_times_memory_small_errors_and_reasons(path
         assert tiled["error"] < (2e-2 if "bfloat16" in call["text"] else 1e-5)
         assert fused["seconds"] is None
         assert fused["note"]
-
-
-CASES = {
-    "plain": ({}, (2, 4, 33, 8), (2, 4, 21, 8), None),
-    "causal": ({"is_causal": True}, (1, 2, 33, 8), (1, 2, 33, 8), None),
-    "grouped": ({"enable_gqa": True}, (2, 6, 9, 8), (2, 2, 21, 8), None),
-    "broadcast": ({}, (2, 4, 9, 8), (1, 4, 21, 8), (4, 1, 21)),
-    "two dimensions": ({"scale": 0.7}, (9, 8), (21, 8), (21,)),
-    "causal with mask": ({"is_causal": True}, (1, 2, 21, 8), (1, 2, 21, 8), (2, 21, 21)),
-}
-
-
-@pytest.mark.parametrize("kind", [torch.bool, torch.float32])
-@pytest.mark.parametrize("name", CASES)
-def test_the_reference_in_blocks_is_the_reference(name, kind, monkeypatch):
-    options, q_shape, k_shape, mask_shape = CASES[name]
-    monkeypatch.setattr("pascal_attn_core.cli.oracle._BLOCK_BYTES", 8 * 21 * 4)
-    torch.manual_seed(0)
-    query, key, value = (torch.randn(s, dtype=torch.float64) for s in (q_shape, k_shape, k_shape))
-    mask = None if mask_shape is None else torch.randn(mask_shape, dtype=torch.float64)
-    mask = mask if mask is None or kind != torch.bool else mask > 0
-    call = CapturedCall(query, key, value, mask, **options)
-    leaves = [t.clone().requires_grad_() for t in (query, key, value)]
-    full, _ = reference_sdpa(*leaves, mask, **options)
-    rows = spread_rows(q_shape[-2], 5)
-    assert len(rows) == 5
-    torch.testing.assert_close(reference(call, rows), (full[..., rows, :].detach(),))
-    grad = torch.randn_like(full[..., rows, :])
-    expected = torch.autograd.grad(full[..., rows, :], leaves, grad)
-    torch.testing.assert_close(reference(call, rows, grad), expected)
-
-
-def test_every_row_is_compared_when_no_number_is_given():
-    assert spread_rows(7, None).tolist() == list(range(7))
-    assert spread_rows(7, 100).tolist() == list(range(7))
-    assert spread_rows(101, 3).tolist() == [0, 50, 100]

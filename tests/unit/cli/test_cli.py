@@ -1,5 +1,6 @@
 """The command line as a whole: parsing, exit codes, lazy commands."""
 
+import importlib.util
 import json
 import pathlib
 import re
@@ -11,17 +12,21 @@ from attn_support.fresh import execute, run
 import pascal_attn_core
 from pascal_attn_core import __version__, cli
 
+COMMANDS = ("info", "bench", "replay", "demo")
 
-def test_no_command_prints_the_help(capsys):
-    assert cli.main([]) == 2
+
+@pytest.mark.parametrize(
+    ("arguments", "status", "words"),
+    [
+        ([], 2, COMMANDS),
+        (["--version"], 0, [f"pascal-attn {__version__}\n"]),
+        *(([command, "--help"], 0, [f"pascal-attn {command}"]) for command in COMMANDS),
+    ],
+)
+def test_the_help_and_the_version_are_printed(arguments, status, words, capsys):
+    assert cli.main(arguments) == status
     out = capsys.readouterr().out
-    for command in ("info", "bench", "replay", "demo"):
-        assert command in out
-
-
-def test_the_version_is_that_of_the_package(capsys):
-    assert cli.main(["--version"]) == 0
-    assert capsys.readouterr().out == f"pascal-attn {__version__}\n"
+    assert all(word in out for word in words)
 
 
 def test_the_folder_of_the_package_is_a_command_where_nothing_is_installed(tmp_path):
@@ -64,12 +69,6 @@ def test_no_text_tells_to_install_a_distribution_that_is_not_published():
     assert told == []
 
 
-@pytest.mark.parametrize("command", ["info", "bench", "replay", "demo"])
-def test_every_command_explains_itself(command, capsys):
-    assert cli.main([command, "--help"]) == 0
-    assert f"pascal-attn {command}" in capsys.readouterr().out
-
-
 @pytest.mark.parametrize(
     ("command", "words"),
     [
@@ -103,6 +102,8 @@ def test_every_command_explains_itself(command, capsys):
         ("bench --linear --backward", "--linear does not take --backward"),
         ("bench --linear --causal --dtype float16", "--linear does not take --dtype, --causal"),
         ("bench --linear --shape B=1,Hq=1,L=8,D=8", "--shape must name each of ['M', 'K', 'N'] as in"),
+        ("demo --steps 0", "--steps must be at least 1, got 0"),
+        ("demo --device nonsense", "nonsense"),
         ("second-card --pair P100,RTX", "--pair must be two of GTX 1060 6GB"),
         ("second-card --pair P100,P40 --lanes 3", "--lanes must be 1, 2, 4, 8 or 16, got 3"),
     ],
@@ -114,6 +115,20 @@ def test_options_that_make_no_sense_are_refused_before_anything_runs(command, wo
     assert err.startswith(f"pascal-attn {command.split()[0]}: ")
     assert err.count("\n") == 1
     assert out == ""
+
+
+@pytest.mark.parametrize(
+    ("command", "hidden", "words"),
+    [
+        ("bench --plot run.png", "matplotlib", "--plot needs matplotlib: pip install matplotlib\n"),
+        ("demo", "diffusers matplotlib", "diffusers, matplotlib must be installed for the demo: pip install diffusers"),
+    ],
+)
+def test_packages_that_are_missing_are_named_as_they_can_be_installed(command, hidden, words, monkeypatch, capsys):
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name in hidden.split() else find(name))
+    assert cli.main(command.split()) == 2
+    assert words in capsys.readouterr().err
 
 
 def test_an_unknown_command_is_an_error_also_where_the_package_is_run_as_a_module():

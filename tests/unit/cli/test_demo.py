@@ -1,6 +1,5 @@
 """The demo runs offline at a small size, tells the truth in its table, and goes on where a run cannot take place."""
 
-import importlib.util
 import json
 import socket
 
@@ -70,24 +69,6 @@ def test_math_attention_that_does_not_fit_is_left_out_with_a_reason(tmp_path, mo
     assert rows[demo.MATH]["seconds"] is None
     assert rows[demo.OURS]["seconds"] > 0
     assert "skipped: needs about 0.0 GiB" in capsys.readouterr().out
-
-
-def test_missing_packages_are_named_with_the_way_to_install_them(monkeypatch, capsys):
-    find = importlib.util.find_spec
-    hidden = ("diffusers", "matplotlib")
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name in hidden else find(name))
-    assert main(["demo"]) == 2
-    message = capsys.readouterr().err
-    assert "diffusers, matplotlib must be installed for the demo: pip install diffusers matplotlib\n" in message
-
-
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [(["--steps", "0"], "--steps must be at least 1, got 0"), (["--device", "nonsense"], "nonsense")],
-)
-def test_wrong_options_are_refused_in_one_sentence(arguments, words, tmp_path, capsys):
-    assert main(["demo", "--out", str(tmp_path), *arguments]) == 2
-    assert words in capsys.readouterr().err
 
 
 def uniform_attention(args, kwargs):

@@ -63,85 +63,11 @@ def test_an_old_card_with_a_new_wheel_is_told_what_to_install(name):
         assert (words in text) == (CARDS[name].capability < (7, 5))
 
 
-def test_amd_cards_are_named_by_their_architecture():
-    text = block(MI50, TorchBuild("2.9.1+rocm6.3", "hip", "6.3.42131", ("gfx900", "gfx906")))
-    assert all(words in text for words in ("gfx906", "60 compute units", "ROCm 6.3"))
-    assert not any(words in text for words in ("compute capability", "HSA_OVERRIDE"))
-
-
-def test_amd_cards_are_shown_with_what_a_block_has_and_what_an_override_makes_of_them():
-    rx_5700 = DeviceInfo("hip", "AMD Radeon RX 5700 XT", num_sms=20, arch="gfx1030", true_arch="gfx1010", wave_size=32,
-                         shared_bytes=64 << 10)  # fmt: skip
-    build = TorchBuild("2.13.0+rocm7.2", "hip", "7.2.0", ("gfx1030",))
-    text = block(rx_5700, build, timed_plain={"forward-64-float16-none: 1024 x 1024 tokens, 8192 rows": 0.31})
-    assert "20 pairs of compute units, L2 unknown, LDS 64 KiB, waves of 32" in text
-    assert "HSA_OVERRIDE_GFX_VERSION makes it a gfx1030; it is a gfx1010" in text
-    assert "time of the fused kernel relative to torch's math attention" in text
-    unknown = block(dataclasses.replace(rx_5700, true_arch="unknown"), build)
-    assert "the system does not say what it is" in unknown
-
-
-def test_amd_cards_that_torch_cannot_use_are_seen_through_the_kernel_driver():
-    cpu = DeviceInfo("cpu", "CPU", num_sms=8)
-    text = block(cpu, TorchBuild("2.13.0+cpu", "cpu"), amd=("gfx906",))
-    assert "unused GPU  AMD gfx906" in text
-    assert "whl/rocm6.3" in text
-    closed = block(cpu, TorchBuild("2.9.1+rocm6.3", "hip", "6.3.42131", ("gfx906",)), amd=("gfx906",))
-    assert "may this user open /dev/kfd" in closed
-    assert "pip install" not in closed
-    build = TorchBuild("2.13.0+cpu", "cpu")
-    machine = Machine("0.1.0", "3.12", "Linux", build, (cpu,), (None,), amd=("gfx906", "gfx1036"))
-    (found,) = machine_facts.complaints(machine)  # graphics inside a processor are no reason to install anything
-    assert found.startswith("gfx906: torch 2.13.0+cpu is built without ROCm. Install: pip install")
-
-
-@pytest.mark.parametrize(
-    ("card", "spared"),
-    [
-        (MI50, "all scores are stored on cards that torch has no fused kernel for"),
-        (DeviceInfo("mps", "mps"), "beyond 2^31"),
-        (DeviceInfo("xpu", "Intel(R) Arc(TM) A770 Graphics", num_sms=32, total_bytes=16 << 30), "above 4 GiB"),
-    ],
-    ids=["AMD", "Apple", "Intel"],
-)
-def test_other_makers_cards_are_told_what_they_get(card, spared):
-    text = block(card, TorchBuild("2.13.0", "cpu"))
-    (gets,) = [line for line in text.splitlines() if line.startswith("gets ")]
-    assert ("else ours (Vega, MI50" if card.kind == "hip" else "tiles within the budget") in gets
-    assert spared in text
-    assert "CPU only" not in text or card.kind == "hip"
-    assert "gets " not in block(CARDS["P100"], CU126)
-
-
 def test_intel_cards_are_found_as_torch_names_them(monkeypatch):
     monkeypatch.setattr(torch.xpu, "is_available", lambda: True)
     monkeypatch.setattr(torch.xpu, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert machine_facts.device_names() == ["xpu:0", "xpu:1"]
-
-
-def test_the_budget_of_the_configuration_decides_the_tiles():
-    small = block(CARDS["P100"], CU126, config=AttentionConfig(budget_mib=8))
-    assert "budget of 8 MiB" in small
-    assert small != block(CARDS["P100"], CU126)
-
-
-SMI = "name, compute_cap, memory.total [MiB]\nNVIDIA GeForce GTX 1080 Ti, 6.1, 11264 MiB\nTesla M40, [N/A], 12288 MiB\n"
-
-
-def test_a_gpu_that_torch_cannot_use_is_seen_through_nvidia_smi():
-    cpu = DeviceInfo("cpu", "CPU", num_sms=8)
-    text = block(cpu, TorchBuild("2.13.0+cpu", "cpu"), smi=parse_smi(SMI))
-    assert "GTX 1080 Ti, compute capability 6.1, 11264 MiB" in text
-    assert "built without CUDA" in text
-    assert "whl/cu126" in text
-    driver = block(cpu, CU126, smi=parse_smi(SMI))
-    assert "driver" in driver
-    assert "pip install" not in driver
-    for build, words in ((TorchBuild("2.13.0+cpu", "cpu"), "without CUDA. Install: pip"), (CU126, "finds no GPU")):
-        machine = Machine("0.1.0", "3.12", "Linux", build, (cpu,), (None,), smi=parse_smi(SMI))
-        assert all(words in each for each in machine_facts.complaints(machine))
-        assert len(machine_facts.complaints(machine)) == 2
 
 
 def test_nvidia_smi_output_that_does_not_fit_is_left_out():
@@ -172,15 +98,67 @@ def test_the_drivers_version_needs_no_nvidia_smi_on_linux(monkeypatch, tmp_path,
     assert machine_facts.ask_driver.__wrapped__() == "535.183.01"
 
 
-def test_what_would_compute_linear_layers_in_8_bits_is_named_with_the_reason():
-    assert "linear layers" not in block(CARDS["P100"], CU126)
-    why = "the int8 linear kernel needs dp4a"
-    text = block(CARDS["P100"], CU126, int8=("int_mm", why))
-    assert f"linear layers, if asked for: by torch._int_mm; {why}" in text
-    assert block(CARDS["V100"], CU126, int8=("kernel", "")).endswith(
-        "by the int8 kernel\n            attention, if asked for: by the kernel"
-    )
-    why = "the int8 mode needs compute capability 6.1, got 6.0"
-    assert block(CARDS["P100"], CU126, int8=("int_mm", ""), int8_attention=[why]).endswith(f"if asked for: no: {why}")
+SMI = "name, compute_cap, memory.total [MiB]\nNVIDIA GeForce GTX 1080 Ti, 6.1, 11264 MiB\nTesla M40, [N/A], 12288 MiB\n"
+CPU, CPU_ONLY = DeviceInfo("cpu", "CPU", num_sms=8), TorchBuild("2.13.0+cpu", "cpu")
+ROCM = TorchBuild("2.9.1+rocm6.3", "hip", "6.3.42131", ("gfx900", "gfx906"))
+RX_6800_CODE = TorchBuild("2.13.0+rocm7.2", "hip", "7.2.0", ("gfx1030",))
+RX_5700 = DeviceInfo("hip", "AMD Radeon RX 5700 XT", num_sms=20, arch="gfx1030", true_arch="gfx1010", wave_size=32,
+                     shared_bytes=64 << 10)  # fmt: skip
+UNKNOWN, APPLE = dataclasses.replace(RX_5700, true_arch="unknown"), DeviceInfo("mps", "mps")
+P100, V100 = CARDS["P100"], CARDS["V100"]
+A770 = DeviceInfo("xpu", "Intel(R) Arc(TM) A770 Graphics", num_sms=32, total_bytes=16 << 30)
+TIMED = {"forward-64-float16-none: 1024 x 1024 tokens, 8192 rows": 0.31}
+# The block, what it says, and what it does not say.
+BLOCKS = {
+    "AMD": (block(MI50, ROCM), ["gfx906", "60 compute units", "ROCm 6.3"], ["compute capability", "HSA_OVERRIDE"]),
+    "AMD, its attention": (block(MI50, ROCM), ["else ours (Vega, MI50", "all scores are stored on cards that"], []),
+    "AMD, its parts": (block(RX_5700, RX_6800_CODE), ["20 pairs of compute units, L2 unknown, LDS 64 KiB, waves"], []),
+    "AMD, timed": (block(RX_5700, RX_6800_CODE, timed_plain=TIMED), ["kernel relative to torch's math attention"], []),
+    "AMD, overridden": (block(RX_5700, RX_6800_CODE), ["VERSION makes it a gfx1030; it is a gfx1010"], []),
+    "AMD, overridden and unknown": (block(UNKNOWN, RX_6800_CODE), ["the system does not say what it is"], []),
+    "AMD, torch without ROCm": (block(CPU, CPU_ONLY, amd=["gfx906"]), ["unused GPU  AMD gfx906", "whl/rocm6.3"], []),
+    "AMD, not allowed": (block(CPU, ROCM, amd=["gfx906"]), ["may this user open /dev/kfd"], ["pip install"]),
+    "Apple": (block(APPLE, CPU_ONLY), ["gets ", "tiles within the budget", "beyond 2^31"], ["CPU only"]),
+    "Intel": (block(A770, CPU_ONLY), ["gets ", "tiles within the budget", "above 4 GiB"], ["CPU only"]),
+    "NVIDIA, torch without CUDA": (
+        block(CPU, CPU_ONLY, parse_smi(SMI)), ["Ti, compute capability 6.1, 11264 MiB", "without CUDA", "whl/cu126"], []
+    ),
+    "NVIDIA, no driver": (block(CPU, CU126, parse_smi(SMI)), ["driver"], ["pip install"]),
+    "a budget": (block(P100, CU126, config=AttentionConfig(budget_mib=8)), ["budget of 8 MiB"], ["gets ", "linear"]),
+    "8 bits by torch": (block(P100, CU126, int8=("int_mm", "x")), ["if asked for: by torch._int_mm; x"], []),
+    "no attention in 8 bits": (
+        block(P100, CU126, int8=("int_mm", ""), int8_attention=["y"]), ["if asked for: no: y"], []
+    ),
+    "8 bits": (block(V100, CU126, int8=("kernel", "")), ["for: by the int8 kernel", "for: by the kernel"], []),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", BLOCKS)
+def test_the_block_says_what_a_card_is_what_it_gets_and_what_is_missing(case):
+    text, words, absent = BLOCKS[case]
+    assert [word for word in words if word not in text] == []
+    assert [word for word in absent if word in text] == []
+
+
+@pytest.mark.parametrize(
+    ("build", "unused", "complaint"),
+    [
+        (CPU_ONLY, {"smi": parse_smi(SMI)}, "without CUDA. Install: pip"),
+        (CU126, {"smi": parse_smi(SMI)}, "finds no GPU"),
+        # graphics inside a processor are no reason to install anything
+        (
+            CPU_ONLY,
+            {"amd": ("gfx906", "gfx1036")},
+            "gfx906: torch 2.13.0+cpu is built without ROCm. Install: pip install",
+        ),
+    ],
+)
+def test_each_card_that_torch_cannot_use_is_a_complaint(build, unused, complaint):
+    found = machine_facts.complaints(Machine("0.1.0", "3.12", "Linux", build, (CPU,), (None,), **unused))
+    assert len(found) == (2 if "smi" in unused else 1)
+    assert all(complaint in each for each in found)
+
+
+def test_what_would_compute_in_8_bits_here_is_gathered():
     assert gather().int8_attention == []
     assert gather().int8 == ("int_mm", "the int8 linear kernel needs a CUDA device, got cpu")

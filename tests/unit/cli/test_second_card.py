@@ -17,18 +17,13 @@ PAGE = Path(__file__).parents[3] / "docs" / "several-cards.md"
 BUILD = TorchBuild("2.14.0+cu126", "cuda", "12.6", ("sm_61",))
 
 
-def test_the_page_has_the_table_that_the_command_prints(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_page_has_the_table_that_the_command_prints(capsys, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(second_card, "device_names", lambda: ["cpu"])
     assert main(["second-card"]) == 0
     printed = capsys.readouterr().out.strip()
     assert printed == table()
     assert printed in PAGE.read_text(encoding="utf-8")
     assert "model" in printed.splitlines()[0]
-
-
-def test_any_pair_can_be_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["second-card", "--pair", "P100,GTX 1070", "--lanes", "4"]) == 0
     assert "GTX 1070 beside P100, PCIe 3.0 x4" in capsys.readouterr().out
 
@@ -49,10 +44,7 @@ def test_more_bandwidth_a_faster_card_and_longer_calls_gain_more() -> None:
 )
 def test_a_line_of_nvidia_smi_is_read(line: str, link: Link | None) -> None:
     assert parse_link(line) == link
-
-
-def test_of_a_link_of_an_unknown_generation_no_speed_is_said() -> None:
-    assert Link(9, 4, 4).text == "PCIe 9.0 x4"
+    assert Link(9, 4, 4).text == "PCIe 9.0 x4", "of an unknown generation no speed is said"
 
 
 def _machine(*links: Link | None, direct: tuple[tuple[int, int], ...] = ()) -> Machine:

@@ -55,12 +55,8 @@ def test_every_route_is_right_on_every_kind_of_call_or_says_why_it_does_not_take
     assert computed["tiled"] == {case.name for case in CASES} - {"varlen"}
     assert len(computed["torch"]) >= 9
     assert computed["fused"] == set()
+    assert all(check.error > 1e-9 for check in whole if check.route == "tiled" and not check.refused), "it is measured"
     assert {c.refused for c in whole if c.route == "fused"} == {"the fused kernel needs a CUDA or ROCm device, got cpu"}
-
-
-def test_errors_are_measured_and_not_nothing(whole) -> None:
-    tiled = [check.error for check in whole if check.route == "tiled"]
-    assert all(error is not None and error > 1e-9 for error in tiled)
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
@@ -96,11 +92,6 @@ def test_the_users_interrupt_ends_it(monkeypatch) -> None:
     monkeypatch.setattr(TiledRoute, "forward", Mock(side_effect=KeyboardInterrupt))
     with pytest.raises(KeyboardInterrupt):
         list(run_checks(CPU, plenty))
-
-
-def test_no_check_is_begun_after_the_time() -> None:
-    seconds = iter([5.0, 3.0, 1.0, -1.0])
-    assert len(list(run_checks(CPU, lambda: next(seconds)))) == 3
 
 
 class _Kernels(Kernels):

@@ -5,16 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from pascal_attn_core.layers import (
-    FlashAttentionV2,
-    GroupedQueryAttention,
-    MultiQueryAttention,
-    NaiveAttention,
-    SelfAttention,
-    create_causal_mask,
-    create_padding_mask,
-    get_attention,
-)
+from pascal_attn_core import layers
 from pascal_attn_core.reference import reference_sdpa
 
 EMBED, HEADS, TOKENS = 32, 4, 37
@@ -34,7 +25,7 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 
 
-def by_definition(layer: SelfAttention, x: torch.Tensor, forbidden: torch.Tensor | None = None) -> torch.Tensor:
+def by_definition(layer: layers.SelfAttention, x: torch.Tensor, forbidden: torch.Tensor | None = None) -> torch.Tensor:
     """The layer in float64, with its rule as a mask."""
     state = {name: value.double() for name, value in layer.state_dict().items()}
 
@@ -60,7 +51,7 @@ def by_definition(layer: SelfAttention, x: torch.Tensor, forbidden: torch.Tensor
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_layer_computes_what_its_name_says(kind: str) -> None:
-    layer, x = get_attention(kind, EMBED, HEADS, **KINDS[kind]), torch.randn(2, TOKENS, EMBED)
+    layer, x = layers.get_attention(kind, EMBED, HEADS, **KINDS[kind]), torch.randn(2, TOKENS, EMBED)
     out, weights = layer(x)
     torch.testing.assert_close(out.double(), by_definition(layer, x), atol=1e-5, rtol=1e-4)
     assert (weights is not None) == (kind == "naive")
@@ -68,8 +59,8 @@ def test_a_layer_computes_what_its_name_says(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", ["flash_v2", "gqa", "masked", "naive"])
 def test_true_in_a_mask_means_that_a_key_does_not_take_part(kind: str) -> None:
-    layer, x = get_attention(kind, EMBED, HEADS, causal=True), torch.randn(2, TOKENS, EMBED)
-    padding = create_padding_mask(torch.tensor([TOKENS, 11]), TOKENS)
+    layer, x = layers.get_attention(kind, EMBED, HEADS, causal=True), torch.randn(2, TOKENS, EMBED)
+    padding = layers.create_padding_mask(torch.tensor([TOKENS, 11]), TOKENS)
     assert padding.shape == (2, 1, 1, TOKENS)
     assert padding[1, 0, 0].tolist() == [False] * 11 + [True] * (TOKENS - 11)
     out, _ = layer(x, padding)
@@ -80,19 +71,19 @@ def test_true_in_a_mask_means_that_a_key_does_not_take_part(kind: str) -> None:
 
 
 def test_a_causal_mask_is_the_causal_rule() -> None:
-    plain, causal = FlashAttentionV2(EMBED, HEADS), FlashAttentionV2(EMBED, HEADS, causal=True)
+    plain, causal = layers.FlashAttentionV2(EMBED, HEADS), layers.FlashAttentionV2(EMBED, HEADS, causal=True)
     causal.load_state_dict(plain.state_dict())
     x = torch.randn(1, TOKENS, EMBED)
-    torch.testing.assert_close(plain(x, create_causal_mask(TOKENS))[0], causal(x)[0], atol=1e-6, rtol=1e-5)
+    torch.testing.assert_close(plain(x, layers.create_causal_mask(TOKENS))[0], causal(x)[0], atol=1e-6, rtol=1e-5)
 
 
 def test_the_naive_layer_returns_the_probabilities_and_its_gradients_flow() -> None:
-    layer, x = NaiveAttention(EMBED, HEADS, causal=True), torch.randn(1, TOKENS, EMBED, requires_grad=True)
+    layer, x = layers.NaiveAttention(EMBED, HEADS, causal=True), torch.randn(1, TOKENS, EMBED, requires_grad=True)
     out, weights = layer(x)
     assert weights.shape == (1, HEADS, TOKENS, TOKENS)
     torch.testing.assert_close(weights.sum(-1), torch.ones(1, HEADS, TOKENS))
     assert not weights.triu(1).any()
-    twin = FlashAttentionV2(EMBED, HEADS, causal=True)
+    twin = layers.FlashAttentionV2(EMBED, HEADS, causal=True)
     twin.load_state_dict(layer.state_dict())
     seed = torch.randn_like(out)
     (ours,) = torch.autograd.grad(twin(x)[0], x, seed)
@@ -100,7 +91,7 @@ def test_the_naive_layer_returns_the_probabilities_and_its_gradients_flow() -> N
 
 
 def test_dropout_is_of_the_output_and_while_training_only() -> None:
-    layer, x = FlashAttentionV2(EMBED, HEADS, dropout=0.5), torch.randn(1, 200, EMBED)
+    layer, x = layers.FlashAttentionV2(EMBED, HEADS, dropout=0.5), torch.randn(1, 200, EMBED)
     assert 0.4 < (layer(x)[0] == 0).double().mean() < 0.6
     layer.eval()
     assert torch.equal(layer(x)[0], layer(x)[0])
@@ -108,35 +99,35 @@ def test_dropout_is_of_the_output_and_while_training_only() -> None:
 
 @pytest.mark.parametrize(("seq_len", "total", "computed"), [(1024, 256, 136), (1000, 256, 136), (64, 1, 1), (65, 4, 3)])
 def test_causal_efficiency_counts_the_tiles_below_the_diagonal(seq_len: int, total: int, computed: int) -> None:
-    found = FlashAttentionV2(EMBED, HEADS, causal=True).get_causal_efficiency(seq_len)
+    found = layers.FlashAttentionV2(EMBED, HEADS, causal=True).get_causal_efficiency(seq_len)
     assert (found["total_blocks"], found["computed_blocks"]) == (total, computed)
     assert found["skipped_blocks"] == total - computed
     assert found["compute_savings_percent"] == pytest.approx(100 * (total - computed) / total)
-    assert FlashAttentionV2(EMBED, HEADS).get_causal_efficiency(seq_len)["skipped_blocks"] == 0
+    assert layers.FlashAttentionV2(EMBED, HEADS).get_causal_efficiency(seq_len)["skipped_blocks"] == 0
 
 
 def test_memory_usage_grows_with_the_length_and_not_with_its_square() -> None:
-    layer = GroupedQueryAttention(EMBED, HEADS, num_kv_heads=2)
+    layer = layers.GroupedQueryAttention(EMBED, HEADS, num_kv_heads=2)
     short, long = layer.get_memory_usage(1, 4096), layer.get_memory_usage(1, 16384)
     assert long["qkv_mb"] == 4 * short["qkv_mb"] == 4 * (1 + 2 * 0.5) * 4096 * EMBED * 4 / 1e6
     assert long["total_mb"] < 4.1 * short["total_mb"]
     naive = [found["comparison_with_naive"]["naive_mb"] for found in (short, long)]
     assert naive[1] > 15 * naive[0] > 15 * 4096**2 * HEADS * 4 / 1e6
     assert long["kv_savings_ratio"] == 2
-    assert MultiQueryAttention(EMBED, HEADS).get_memory_usage(1, 64)["kv_savings_ratio"] == HEADS
+    assert layers.MultiQueryAttention(EMBED, HEADS).get_memory_usage(1, 64)["kv_savings_ratio"] == HEADS
 
 
 @pytest.mark.parametrize(
     ("make", "match"),
     [
-        (lambda: get_attention("flash_v3", 32, 4), "attention_type must be one of .*got 'flash_v3'"),
-        (lambda: FlashAttentionV2(30, 4), r"embed_dim must be a multiple of num_heads \(4\), got 30"),
-        (lambda: FlashAttentionV2(32, 0), "num_heads must be at least 1, got 0"),
-        (lambda: GroupedQueryAttention(32, 4, 3), r"num_heads must be a multiple of num_kv_heads \(3\), got 4"),
-        (lambda: get_attention("sliding_window", 32, 4, window_size=0), "window_size must be at least 1, got 0"),
-        (lambda: FlashAttentionV2(32, 4, dropout=1.0), "dropout must be at least 0 and below 1, got 1.0"),
-        (lambda: FlashAttentionV2(32, 4)(torch.randn(5, 32)), r"x must be \[B, L, 32\], got \[5, 32\]"),
-        (lambda: FlashAttentionV2(32, 4)(torch.randn(1, 5, 32), torch.ones(5)), r"attn_mask must be \[L, L\]"),
+        (lambda: layers.get_attention("flash_v3", 32, 4), "attention_type must be one of .*got 'flash_v3'"),
+        (lambda: layers.FlashAttentionV2(30, 4), r"embed_dim must be a multiple of num_heads \(4\), got 30"),
+        (lambda: layers.FlashAttentionV2(32, 0), "num_heads must be at least 1, got 0"),
+        (lambda: layers.GroupedQueryAttention(32, 4, 3), r"num_heads must be a multiple of num_kv_heads \(3\), got 4"),
+        (lambda: layers.get_attention("sliding_window", 32, 4, window_size=0), "window_size must be at least 1, got 0"),
+        (lambda: layers.FlashAttentionV2(32, 4, dropout=1.0), "dropout must be at least 0 and below 1, got 1.0"),
+        (lambda: layers.FlashAttentionV2(32, 4)(torch.randn(5, 32)), r"x must be \[B, L, 32\], got \[5, 32\]"),
+        (lambda: layers.FlashAttentionV2(32, 4)(torch.randn(1, 5, 32), torch.ones(5)), r"attn_mask must be \[L, L\]"),
     ],
 )
 def test_what_does_not_fit_is_named(make: Any, match: str) -> None:

@@ -69,6 +69,9 @@ def test_softcap_sinks_and_lazy_masks_mean_what_they_mean_in_sdpa() -> None:
     lazy = LazyMask((1, 1, 5, 6), lambda b, h, q, k: -0.1 * (q - k).abs(), device="cpu", dtype=F64)
     found = attention_map(query, key, rows=[4, 0], enable_gqa=True, softcap=2.0, sinks=sinks, attn_mask=lazy)
     torch.testing.assert_close(found, logits.softmax(-1)[:, :, [4, 0], :-1], rtol=1e-6, atol=1e-6)
+    found = attention_map(query[0, 0], query[0, 0], rows=[2], sinks=sinks[:1])
+    one_head = query[:1, :1]
+    torch.testing.assert_close(found, attention_map(one_head, one_head, rows=[2], sinks=sinks[:1])[0, 0])
 
 
 def test_torchs_causal_bias_is_the_rule_it_stands_for() -> None:
@@ -92,12 +95,6 @@ def test_lazy_masks_broadcast(shape: tuple[int, int, int, int]) -> None:
     query, mask = torch.randn(1, 2, 5, 8), lazy(shape, lambda b, h, q, k: (q + k + h) % 2 == 0)
     found = attention_map(query, query, rows=[4, 1], attn_mask=mask)
     assert torch.equal(found, attention_map(query, query, rows=[4, 1], attn_mask=mask.dense()))
-
-
-def test_a_query_without_heads_may_have_a_sink() -> None:
-    query, sinks = torch.randn(5, 8), torch.randn(1)
-    found = attention_map(query, query, rows=[2], sinks=sinks)
-    torch.testing.assert_close(found, attention_map(query[None], query[None], rows=[2], sinks=sinks)[0])
 
 
 def test_a_row_that_may_look_at_no_key_is_zero() -> None:

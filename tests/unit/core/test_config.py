@@ -85,9 +85,7 @@ def test_an_empty_variable_is_as_good_as_none(text: str, warnings_of, monkeypatc
         ("FUSED", "2", "fused must be one of ['0', '1', 'false', 'no', 'off', 'on', 'true', 'yes'], got '2'"),
     ],
 )
-def test_nonsense_is_one_warning_with_what_was_expected_and_changes_nothing(
-    name: str, text: str, expected: str, warnings_of: Warnings
-) -> None:
+def test_nonsense_is_one_warning_with_what_was_expected_and_changes_nothing(name, text, expected, warnings_of) -> None:
     for _ in range(3):
         found = AttentionConfig.from_env({f"PASCAL_ATTN_{name}": text, "PASCAL_ATTN_SOFTMAX": "online"})
         assert found == AttentionConfig(softmax="online")

@@ -6,6 +6,7 @@ import shutil
 import sys
 import types
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -51,11 +52,8 @@ def test_the_free_memory_of_intels_cards_is_known_where_the_driver_tells(monkeyp
     monkeypatch.setattr(torch.xpu, "memory_allocated", lambda device: 2 << 30)
     monkeypatch.setattr(torch.xpu, "mem_get_info", lambda device: (6 << 30, 16 << 30), raising=False)
     assert (free_bytes("xpu"), available_bytes("xpu")) == (6 << 30, 7 << 30)
-
-    def silent(device: torch.device) -> None:
-        raise RuntimeError("The device doesn't support querying the available free memory.")
-
-    monkeypatch.setattr(torch.xpu, "mem_get_info", silent)
+    silent = RuntimeError("The device doesn't support querying the available free memory.")
+    monkeypatch.setattr(torch.xpu, "mem_get_info", Mock(side_effect=silent))
     assert free_bytes("xpu") is available_bytes("xpu") is None
 
 
@@ -73,9 +71,7 @@ def test_a_cuda_device_is_read_once_from_its_properties(monkeypatch: pytest.Monk
     [((6, 1), 28, 1582, 11.3), ((6, 0), 56, 1480.5, 10.6), ((5, 2), 24, 1114, 6.8), ((9, 0), 132, 1980, 66.9)],
     ids=["GTX 1080 Ti", "P100", "M40", "H200"],
 )
-def test_the_peak_is_that_of_the_data_sheet(
-    capability: tuple[int, int], num_sms: int, clock_mhz: float, tera: float
-) -> None:
+def test_the_peak_is_that_of_the_data_sheet(capability, num_sms: int, clock_mhz: float, tera: float) -> None:
     info = DeviceInfo("cuda", capability=capability, num_sms=num_sms, clock_hz=int(clock_mhz * 1e6))
     assert info.fp32_flops == pytest.approx(tera * 1e12, rel=0.01)
     assert dataclasses.replace(info, clock_hz=0).fp32_flops == 0
@@ -254,7 +250,7 @@ CU126 = ("sm_50", "sm_60", "sm_70", "sm_75", "sm_80", "sm_86", "sm_90")
 CU130 = ("sm_75", "sm_80", "sm_86", "sm_90", "sm_100", "sm_120", "compute_120")
 LEGACY = "pip install --force-reinstall torch torchvision torchaudio --index-url https://download.pytorch.org/whl/cu126"
 AMD = "torchaudio --index-url https://rocm.nightlies.amd.com/whl-multi-arch/"
-CURRENT = LEGACY.replace("cu126", "cu130")
+CURRENT, MI50_WHEEL = (LEGACY.replace("cu126", name) for name in ("cu130", "rocm6.3"))
 
 
 def cuda(archs, version="2.14.0+cu126"):
@@ -268,8 +264,12 @@ def card(major, minor):
 ROCM = ("gfx900", "gfx906", "gfx908", "gfx90a", "gfx942", "gfx1030", "gfx1100")
 
 
-def amd(arch):
-    return DeviceInfo("hip", "AMD Instinct MI50", num_sms=60, arch=arch)
+def amd(arch, true_arch=""):
+    return DeviceInfo("hip", "AMD Instinct MI50", num_sms=60, arch=arch, true_arch=true_arch)
+
+
+def rocm_wheel(version, archs):
+    return TorchBuild(f"2.13.0+rocm{version}", "hip", version, archs)
 
 
 @pytest.mark.parametrize(
@@ -279,8 +279,6 @@ def amd(arch):
         ((5, 2), CU126, "sm_50"),
         ((8, 9), CU126, "sm_86"),
         ((12, 0), CU126, ""),
-        ((3, 5), CU126, ""),
-        ((6, 1), CU130, ""),
         ((12, 1), CU130, "sm_120"),
         ((13, 0), CU130, "compute_120"),
         ((8, 6), ("sm_80", "compute_75"), "sm_80"),  # older machine code is preferred to PTX
@@ -295,50 +293,43 @@ def test_machine_code_runs_within_its_major_version_and_ptx_on_newer_cards(capab
     assert code_for(capability, archs) == code
 
 
-@pytest.mark.parametrize("capability", [(5, 2), (6, 0), (6, 1), (7, 0)])
-def test_a_wheel_without_code_for_an_old_card_names_the_one_that_has_it(capability):
-    verdict = judge(card(*capability), cuda(CU130, "2.14.0+cu130"))
-    assert not verdict.runs
-    assert f"NO code for sm_{capability[0]}{capability[1]}" in verdict.why
-    assert verdict.install.startswith(LEGACY)
-    assert "torch 2.14 is the last" in verdict.install
+CPU_ONLY, LAST = TorchBuild("2.13.0+cpu", "cpu"), f"{LEGACY}  # torch 2.14 is the last"
+RX_6800_CODE = rocm_wheel("7.2", ("gfx1030",))
 
 
 @pytest.mark.parametrize(
-    ("device", "build", "why"),
+    ("device", "build", "runs", "why", "install"),
     [
-        (card(6, 1), cuda(CU126), "this wheel has sm_60 code, which runs on sm_61"),
-        (card(8, 6), cuda(CU126), "sm_86"),
-        (card(13, 0), cuda(CU130, "2.15.0+cu130"), "compiles"),  # PTX, at first use
-        (amd("gfx90a"), TorchBuild("2.9.0", "hip", "6.4", ("gfx90a:sramecc+:xnack-",)), ""),
-        (DeviceInfo("cpu", "CPU"), TorchBuild("2.13.0+cpu", "cpu"), ""),
-        (DeviceInfo("mps", "mps"), TorchBuild("2.13.0", "cpu"), ""),
+        (card(6, 1), cuda(CU126), True, "this wheel has sm_60 code, which runs on sm_61", ""),
+        (card(8, 6), cuda(CU126), True, "sm_86", ""),
+        (card(13, 0), cuda(CU130, "2.15.0+cu130"), True, "compiles", ""),  # PTX, at first use
+        *(
+            (card(*c), cuda(CU130, "2.14.0+cu130"), False, "NO code for", LAST)
+            for c in ((5, 2), (6, 0), (6, 1), (7, 0))
+        ),
+        (card(3, 7), cuda(CU126), False, "NO code for sm_37", "no wheel of torch"),
+        (card(6, 1), CPU_ONLY, False, "is built without CUDA", LEGACY),
+        (amd("gfx90a"), rocm_wheel("6.4", ("gfx90a:sramecc+:xnack-",)), True, "", ""),
+        (amd("gfx906"), rocm_wheel("6.3", ROCM), True, "has code for gfx906", ""),
+        (amd("gfx906"), rocm_wheel("7.2", ROCM), True, "its rocBLAS does not", MI50_WHEEL),
+        (amd("gfx906"), rocm_wheel("7.2", ("gfx1100",)), False, "NO code for gfx906", MI50_WHEEL),
+        (amd("gfx1030", "gfx1010"), RX_6800_CODE, True, "may use instructions that it lacks", "pip install"),
+        (amd("gfx1030", "gfx1032"), RX_6800_CODE, True, "runs this gfx1032: the instructions are the same", ""),
+        (amd("gfx1030", "unknown"), RX_6800_CODE, True, "runs this card, whatever it is: torch's own kernels may", ""),
+        (DeviceInfo("cpu", "CPU"), CPU_ONLY, True, "", ""),
+        (DeviceInfo("mps", "mps"), TorchBuild("2.13.0", "cpu"), True, "", ""),
     ],
 )
-def test_a_matching_wheel_needs_nothing_else(device, build, why):
+def test_a_card_is_told_whether_this_torch_has_code_for_it_and_which_one_has(device, build, runs, why, install):
     verdict = judge(device, build)
-    assert verdict.runs
-    assert verdict.install == ""
+    assert verdict.runs is runs
     assert why in verdict.why
+    assert verdict.install.startswith(install) if install else verdict.install == ""
 
 
-def test_newer_cards_need_the_current_wheels_older_ones_the_source_and_torch_without_cuda_a_wheel():
+def test_newer_cards_need_the_current_wheels_and_older_ones_the_source():
     assert wheel_for((7, 5)) == wheel_for((12, 0)) == CURRENT
     assert "TORCH_CUDA_ARCH_LIST=3.7" in wheel_for((3, 7))
-    assert not judge(card(3, 7), cuda(CU126)).runs
-    verdict = judge(card(6, 1), TorchBuild("2.13.0+cpu", "cpu"))
-    assert not verdict.runs
-    assert verdict.install == LEGACY
-
-
-def test_mi50_runs_on_the_last_wheels_whose_libraries_have_code_for_it():
-    assert judge(amd("gfx906"), TorchBuild("2.9.1+rocm6.3", "hip", "6.3.42131", ROCM)).install == ""
-    later = judge(amd("gfx906"), TorchBuild("2.13.0+rocm7.2", "hip", "7.2.0", ROCM))
-    assert "rocBLAS" in later.why
-    assert later.install.endswith("/rocm6.3")
-    missing = judge(amd("gfx906"), TorchBuild("2.13.0", "hip", "7.2.0", ("gfx1100",)))
-    assert not missing.runs
-    assert missing.install.endswith("/rocm6.3")
 
 
 @pytest.mark.parametrize(
@@ -361,19 +352,3 @@ def test_each_card_of_amds_is_told_whose_wheels_have_code_for_it(arch, linux, wi
 def test_graphics_inside_a_processor_are_no_reason_to_install_anything():
     cards = ("gfx906", "gfx1030", "gfx1031", "gfx1010", "gfx1036", "gfx803")
     assert [has_rocm_wheel(arch) for arch in cards] == [True, True, True, True, False, False]
-
-
-@pytest.mark.parametrize(
-    ("true", "words"),
-    [
-        ("gfx1010", "runs this gfx1010: torch's own kernels may use instructions that it lacks"),
-        ("gfx1032", "runs this gfx1032: the instructions are the same"),
-        ("unknown", "runs this card, whatever it is: torch's own kernels may"),
-    ],
-)
-def test_an_overridden_card_is_told_what_it_is(true: str, words: str) -> None:
-    card = DeviceInfo("hip", "AMD Radeon", arch="gfx1030", true_arch=true)
-    verdict = judge(card, TorchBuild("2.13.0+rocm7.2", "hip", "7.2.0", ("gfx1030",)))
-    assert verdict.runs
-    assert words in verdict.why
-    assert ("torch[device-gfx1010]" in verdict.install) == (true == "gfx1010") == (verdict.install != "")

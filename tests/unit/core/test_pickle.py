@@ -16,7 +16,7 @@ from attn_support.sdpa_switch import TILED, TORCH, qkv, served, torch_stays_torc
 
 import pascal_attn_core
 from pascal_attn_core import AttentionConfig, AttentionOutput, capture, record, sdpa
-from pascal_attn_core.sdpa_patch import disable, enable, patch_sdpa
+from pascal_attn_core.sdpa_patch import disable, enable
 
 
 class Holder(torch.nn.Module):
@@ -37,23 +37,6 @@ def test_a_model_that_holds_sdpa_is_saved_as_a_reference_by_name(protocol: int) 
     assert served(lambda: pickle.loads(saved).attend(q, k, v))
     disable()
     assert pickle.loads(saved).attend is TORCH
-
-
-def test_another_process_loads_it_with_and_without_the_switch(tmp_path: Path) -> None:
-    file = tmp_path / "function.pkl"
-    with patch_sdpa():
-        file.write_bytes(pickle.dumps(F.scaled_dot_product_attention))
-    program = """
-        import pickle, sys, torch.nn.functional as F
-        data = open(sys.argv[1], 'rb').read()
-        function = pickle.loads(data)
-        assert function is F.scaled_dot_product_attention and 'built-in' in repr(function)
-        assert 'pascal_attn_core' not in sys.modules
-        from pascal_attn_core.sdpa_patch import enable
-        enable()
-        assert pickle.loads(data) is F.scaled_dot_product_attention is not function
-        """
-    run(program, str(file))
 
 
 def test_it_is_saved_while_calls_are_captured(tmp_path: Path) -> None:

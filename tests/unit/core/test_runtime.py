@@ -63,31 +63,6 @@ def test_what_was_written_is_read_again(tmp_path: Path) -> None:
     assert os.listdir(path.parent) == ["known.json"]
 
 
-@pytest.mark.parametrize(
-    ("content", "reason"),
-    [
-        (b"[1]", "holds a list, not an object"),
-        (b"{", "Expecting"),
-        (b"\xff{}", "codec can't decode"),
-        (b'{"a": ' + b"[" * 100_000, "nested too deeply"),
-    ],
-    ids=["a list", "half", "bytes", "nested"],
-)
-def test_other_content_is_named(tmp_path: Path, content: bytes, reason: str) -> None:
-    path = tmp_path / "known.json"
-    path.write_bytes(content)
-    with pytest.raises(ValueError, match=reason):
-        read_object(path)
-
-
-@pytest.mark.skipif(sys.platform == "win32", reason="needs named pipes")
-def test_a_folder_or_a_pipe_in_its_place_is_an_oserror(tmp_path: Path) -> None:
-    os.mkfifo(tmp_path / "pipe")
-    for path in (tmp_path, tmp_path / "pipe"):
-        with pytest.raises(OSError):
-            read_object(path)
-
-
 @pytest.mark.skipif(sys.platform == "win32", reason="needs modes of files")
 def test_the_cache_folder_is_made_for_this_user_alone_and_used_only_while_it_is(tmp_path, monkeypatch, caplog) -> None:
     for name in ("XDG_CACHE_HOME", "HOME"):

@@ -4,6 +4,7 @@ import contextlib
 import logging
 import sys
 import threading
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
@@ -427,27 +428,23 @@ def test_a_scripted_multihead_attention_compiles_under_the_switch() -> None:
     torch.testing.assert_close(torch.jit.script(model)(x, x, x)[0], model(x, x, x)[0])
 
 
-def test_transformers_models_give_the_same_under_the_switch() -> None:
+def _llama() -> Callable[[], Tensor]:
+    """A batch with padding on the left, and the tokens that it is continued with."""
     transformers = pytest.importorskip("transformers")
     sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
     config = transformers.LlamaConfig(**sizes, num_attention_heads=4, num_key_value_heads=2)
     model = transformers.LlamaForCausalLM._from_config(config, attn_implementation="sdpa").eval()
-    tokens = torch.randint(0, 64, (2, 10))
-    mask = torch.ones_like(tokens)
+    tokens, mask = torch.randint(0, 64, (2, 10)), torch.ones(2, 10, dtype=torch.long)
     mask[0, :4] = 0
-    with torch.no_grad():
-        expected = model(tokens, attention_mask=mask).logits
+
+    def run() -> Tensor:
         generated = model.generate(tokens, attention_mask=mask, max_new_tokens=5, do_sample=False)
-        enable(TILED)
-        with record() as seen:
-            actual = model(tokens, attention_mask=mask).logits
-        assert seen.routes() == {"tiled": 2}
-        torch.testing.assert_close(actual[mask.bool()], expected[mask.bool()])
-        again = model.generate(tokens, attention_mask=mask, max_new_tokens=5, do_sample=False)
-    assert torch.equal(again, generated)
+        return torch.cat([model(tokens, attention_mask=mask).logits[mask.bool()].flatten(), generated.flatten()])
+
+    return run
 
 
-def test_diffusers_models_give_the_same_under_the_switch() -> None:
+def _unet() -> Callable[[], Tensor]:
     diffusers = pytest.importorskip("diffusers")
     model = diffusers.UNet2DConditionModel(
         sample_size=8, block_out_channels=(8, 16), norm_num_groups=4, layers_per_block=1, cross_attention_dim=8,
@@ -455,18 +452,15 @@ def test_diffusers_models_give_the_same_under_the_switch() -> None:
         up_block_types=("UpBlock2D", "CrossAttnUpBlock2D"),
     ).eval()  # fmt: skip
     x, text = torch.randn(1, 4, 8, 8), torch.randn(1, 5, 8)
-    with torch.no_grad():
-        expected = model(x, 3, text).sample
-        with patch_sdpa(TILED), record() as seen:
-            actual = model(x, 3, text).sample
+    return lambda: model(x, 3, text).sample
+
+
+@pytest.mark.parametrize("make", [_llama, _unet])
+@torch.no_grad()
+def test_models_of_hosts_give_the_same_under_the_switch(make: Callable[[], Callable[[], Tensor]]) -> None:
+    run = make()
+    expected = run()
+    with patch_sdpa(TILED), record() as seen:
+        actual = run()
     assert seen.routes().keys() == {"tiled"}
     torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-5)
-
-
-def test_a_patched_pipeline_decides_over_the_switch() -> None:
-    redirect = pytest.importorskip("pascal_attn_core.diffusers.redirect")
-    q, k, v = qkv()
-    enable(AttentionConfig(route="math"))
-    with redirect.SdpaRedirect(TILED).mode, record() as seen:
-        F.scaled_dot_product_attention(q, k, v)
-    assert seen.routes() == {"tiled": 1}

@@ -1,4 +1,4 @@
-"""Tile shapes from facts made by hand: any card on a laptop. Bands and masks, tile by tile, against the full matrix."""
+"""Tile shapes from facts made by hand: any card on a laptop; tiles that a rule or a mask leaves out."""
 
 import itertools
 
@@ -7,23 +7,20 @@ import torch
 from attn_support.randomness import examples
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.utils.flop_counter import FlopCounterMode
 
-from pascal_attn_core import AttentionConfig, sdpa
+from pascal_attn_core import AttentionConfig, record, sdpa
 from pascal_attn_core.call import check_call
 from pascal_attn_core.machine.device import LARGEST_BUFFER, MIB, DeviceInfo
-from pascal_attn_core.reference import allowed_keys
 from pascal_attn_core.routes import why_not
 from pascal_attn_core.tiled.mask_writer import MaskWriter
-from pascal_attn_core.tiled.masks import Band, MaskTiles, Part, Rule, TileState, diagonal_schedule, padding_as_bool
+from pascal_attn_core.tiled.masks import Part, Rule
 from pascal_attn_core.tiled.rule_bytes import RuleBytes
 from pascal_attn_core.tiled.tiles import (
     Workload,
     cpu_bases,
-    describe_plan,
-    even_ranges,
     plan_tiles,
     recommended_tile_size_for,
-    step_bytes,
 )
 
 CARDS = {
@@ -113,14 +110,6 @@ def test_what_cannot_fit_says_how_much_it_needs(card: str) -> None:
         plan_tiles(CARDS[card], FLUX, 64)
 
 
-def test_the_bytes_of_a_step_hold_its_scores() -> None:
-    work = Workload(1, 2, 100, 100, 64, 64)
-    bare = step_bytes(work, 1, 10, 20)
-    assert 10 * 2 * 20 * 4 <= bare < 10 * 2 * 20 * 4 + 2500
-    for change in [{"acc_size": 8}, *({name: True} for name in FLAGS if name != "causal")]:
-        assert step_bytes(work._replace(**change), 1, 10, 20) > bare, change
-
-
 def test_a_window_keeps_the_rows_few() -> None:
     """A tile of R rows covers R + window keys, of which each row uses the window."""
     wide = plan_tiles(CARDS["CPU"], LLM)
@@ -148,29 +137,12 @@ def test_half_of_a_cores_own_cache_is_one_of_the_shapes_on_a_cpu(l2_kib: int, ba
 
 
 @pytest.mark.parametrize(
-    ("first", "last", "longest", "count"),
-    [(0, 129, 128, 2), (5, 1000, 100, 10), (3, 3, 8, 0), (9, 2, 8, 0), (0, 7, 1, 7), (0, 1000, 333, 4)],
-)
-def test_even_ranges_cover_everything_once_in_even_parts(first: int, last: int, longest: int, count: int) -> None:
-    ranges = even_ranges(first, last, longest)
-    assert [i for a, b in ranges for i in range(a, b)] == list(range(first, last))
-    assert len(ranges) == count
-    assert all(b - a <= longest for a, b in ranges)
-
-
-@pytest.mark.parametrize(
     ("l2_mib", "tile"),
     [(2.75, 64), (3, 64), (4, 64), (5.5, 128), (6, 128), (40, 256), (72, 256)],
     ids=["GTX 1080 Ti", "P40", "T4", "RTX 2080 Ti", "V100, RTX 3090", "A100", "RTX 4090"],
 )
 def test_the_tile_sizes_that_pascal_attn_states(l2_mib: float, tile: int) -> None:
     assert recommended_tile_size_for(int(l2_mib * 2**20)) == tile
-
-
-def test_a_plan_in_words() -> None:
-    words = describe_plan(CARDS["P40"], (1, 32, 8, 2048, 2048, 128))
-    assert "4 query heads" in words
-    assert words.endswith("MiB")
 
 
 @examples(300)
@@ -192,9 +164,7 @@ def test_a_plan_in_words() -> None:
     ),
     budget_mib=st.sampled_from([None, 64, 4096, 1 << 20, 1 << 40]),
 )
-def test_no_buffer_has_2_to_the_31_scores_or_more_than_4_gib_and_no_product_is_too_long(
-    card: str, work: Workload, budget_mib: int | None
-) -> None:
+def test_no_buffer_has_2_to_the_31_scores_or_more_than_4_gib_and_no_product_is_too_long(card, work, budget_mib) -> None:
     plan = plan_tiles(CARDS[card], work, None if budget_mib is None else budget_mib * MIB)
     if card == "M1":  # the forward pass adds up over keys, the backward pass over rows too
         assert max(plan.kv_block, plan.rows(work.groups)) < 1 << 15
@@ -217,102 +187,50 @@ def test_plain_attention_stores_no_larger_matrix_either() -> None:
     assert sdpa(query, query, query).shape == query.shape
 
 
-BANDS = [
-    {"is_causal": True},
-    {"is_causal": True, "alignment": "lower_right"},
-    {"window": (3, 2)},
-    {"window": (0, 0), "alignment": "lower_right"},
-    {"window": (-1, 4)},
-    {"window": (5, -1), "alignment": "lower_right"},
-    {"window": (6, 9), "is_causal": True},
-]
+KEYS = torch.arange(256)
+HALF = torch.ones(256, 256, dtype=torch.bool)
+HALF[:128, 128:] = False
 
 
-def _band(length: int, keys: int, options: dict) -> tuple[Band, torch.Tensor]:
-    query, key = torch.empty(length, 1), torch.empty(keys, 1)
-    return Band.of(check_call(query, key, key, **options)), allowed_keys(length, keys, **options)
+def padding(low: float, shared: float = 0.0) -> torch.Tensor:
+    """A float mask that leaves the keys from 28 to 127, the same number for all of them."""
+    return (torch.where((KEYS >= 28) & (KEYS < 128), 0.0, low) + shared)[None, None, None]
 
 
-@pytest.mark.parametrize("options", BANDS, ids=str)
-@pytest.mark.parametrize(("length", "keys"), [(12, 12), (7, 15), (15, 7)])
-def test_the_key_range_holds_every_allowed_key_and_little_else(options: dict, length: int, keys: int) -> None:
-    band, allowed = _band(length, keys, options)
-    for q0, q1 in itertools.combinations(range(length + 1), 2):
-        first, last = band.key_range(q0, q1, keys)
-        seen = allowed[q0:q1].any(0).nonzero().flatten().tolist()
-        if seen:
-            assert (first, last) == (seen[0], seen[-1] + 1)
-        else:
-            assert last <= first
+# Of 16 tiles, 4 x 4, how many are computed in blocks of 64 and of 256 queries, and whether their scores are bounded.
+COMPUTED = {
+    "nothing": ({}, 16, 16, True),
+    "causal": ({"is_causal": True}, 10, 12, True),
+    "causal lower right": ({"is_causal": True, "alignment": "lower_right"}, 10, 12, True),
+    "window of one key": ({"window": (0, 0)}, 4, 12, True),
+    "window": ({"window": (64, 64)}, 10, 14, True),
+    "bool mask": ({"attn_mask": HALF}, 12, 16, True),
+    "float mask": ({"attn_mask": torch.zeros(256, 256).masked_fill(~HALF, -torch.inf)}, 12, 16, False),
+    "bool padding": ({"attn_mask": padding(-torch.inf) == 0.0}, 6.25, 6.25, True),
+    "padding": ({"attn_mask": padding(-torch.inf)}, 6.25, 6.25, True),
+    "padding by the lowest number": ({"attn_mask": padding(-3.4e38)}, 6.25, 6.25, True),
+    "padding by a low number": ({"attn_mask": padding(-1e4)}, 6.25, 6.25, True),
+    "padding and what all keys share": ({"attn_mask": padding(-1e4, 5.0)}, 6.25, 6.25, True),
+    "padding and what swallows scores": ({"attn_mask": padding(-torch.inf, -2e4)}, 6.25, 6.25, False),
+    "padding and NaN": ({"attn_mask": padding(-torch.inf, torch.nan)}, 16, 16, False),
+    "a bias": ({"attn_mask": padding(-100.0)}, 16, 16, False),
+    "no key": ({"attn_mask": torch.zeros(1, 1, 1, 256, dtype=torch.bool)}, 0, 0, True),
+}
 
 
-@pytest.mark.parametrize("options", BANDS, ids=str)
-@pytest.mark.parametrize("sub_tokens", [0, 4])
-def test_the_schedule_visits_every_allowed_score_once(options: dict, sub_tokens: int) -> None:
-    length, keys = 40, 200
-    band, allowed = _band(length, keys, options)
-    for q0, q1 in ((0, 40), (0, 13), (13, 40)):
-        visits = torch.zeros(length, keys, dtype=torch.int64)
-        first, last = band.key_range(q0, q1, keys)
-        for t0, t1, ranges in diagonal_schedule(band, q0, q1, first, last, 64, sub_tokens, 16):
-            for j0, j1 in ranges:
-                visits[q0 + t0 : q0 + t1, j0:j1] += 1
-        assert visits.max() <= 1
-        assert (visits[q0:q1][allowed[q0:q1]] == 1).all()
-
-
-def _tiles(mask: torch.Tensor, full: tuple[int, int, int, int]) -> MaskTiles:
-    return MaskTiles(mask.expand(full), readable=True, look_at_tiles=True)
-
-
-@pytest.mark.parametrize("as_float", [False, True])
-def test_tiles_of_a_mask_are_empty_full_or_mixed(as_float: bool) -> None:
-    allowed = torch.zeros(8, 12, dtype=torch.bool)
-    allowed[:4, :6] = True
-    allowed[4:, 6:] = torch.rand(4, 6) < 0.5
-    allowed[4, 6:8] = torch.tensor([True, False])
-    mask = torch.zeros(8, 12).masked_fill(~allowed, -torch.inf) if as_float else allowed
-    tiles = _tiles(mask, (2, 3, 8, 12))
-    assert tiles.state(0, 1, 0, 4, 0, 6) is TileState.FULL
-    assert tiles.state(0, 1, 0, 4, 6, 12) is TileState.EMPTY
-    assert tiles.state(0, 2, 4, 8, 6, 12) is TileState.MIXED
-
-
-@pytest.mark.parametrize("as_float", [False, True])
-@pytest.mark.parametrize(
-    ("allowed", "expected"),
-    [
-        ([0, 0, 1, 1, 1, 0], (2, 5)),
-        ([1, 0, 0, 0, 0, 1], (0, 6)),
-        ([0, 0, 0, 0, 0, 0], (0, 0)),
-        ([1, 1, 1, 1, 1, 1], (0, 6)),
-        ([0, 0, 0, 0, 0, 1], (5, 6)),
-    ],
-)
-def test_padding_is_cut_off_at_both_ends(as_float: bool, allowed: list[int], expected: tuple[int, int]) -> None:
-    mask = torch.tensor(allowed, dtype=torch.bool)
-    mask = torch.zeros(6).masked_fill(~mask, -torch.inf) if as_float else mask
-    assert _tiles(mask, (2, 3, 8, 6)).key_range(0, 2) == expected
-
-
-@pytest.mark.parametrize(
-    ("row", "keep"),
-    [
-        ([0.0, 0.0, -torch.inf], [True, True, False]),
-        ([0.0, 0.0, -3.4e38], [True, True, False]),
-        ([5.0, 5.0, -1e4], [True, True, False]),
-        ([-torch.inf, -torch.inf, -torch.inf], [False, False, False]),
-        ([0.0, 1.0, -torch.inf], None),
-        ([0.0, -100.0, -torch.inf], None),
-        ([0.0, torch.nan, 0.0], None),
-        ([-2e4, -2e4, -torch.inf], None),
-    ],
-)
-def test_only_all_or_nothing_biases_are_padding(row: list[float], keep: list[bool] | None) -> None:
-    found = padding_as_bool(torch.tensor(row).expand(2, 3, 8, 3), torch.float32)
-    assert (found is None) == (keep is None)
-    if found is not None:
-        assert found[0][0, 0, 0].tolist() == keep
+@pytest.mark.parametrize("case", COMPUTED)
+def test_tiles_that_no_query_may_look_at_are_not_computed(case: str) -> None:
+    options, *computed, is_bounded = COMPUTED[case]
+    query, key, value = torch.randn(3, 1, 2, 256, 8).unbind()
+    outs = []
+    for rows, tiles in zip((64, 256), computed):
+        config = AttentionConfig(route="tiled", q_block=rows, kv_block=64)
+        with FlopCounterMode(display=False) as counter, record() as report:
+            outs.append(sdpa(query, key, value, **options, config=config))
+        assert counter.get_total_flops() == tiles * 2 * 64 * 64 * 2 * (8 + 8)
+        (stats,) = report.calls.values()
+        assert (stats.bounded_blocks == stats.blocks) is is_bounded
+    torch.testing.assert_close(*outs, equal_nan=True)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])

@@ -6,8 +6,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
-from unittest.mock import Mock
+from unittest.mock import Mock, call
 
 import pytest
 import torch
@@ -49,18 +48,6 @@ CALLS = {
     "grouped heads": lambda: check_call(*(torch.empty(1, n, 600, 64) for n in (8, 2, 2)), enable_gqa=True),
     "odd head_dim": lambda: _call((1, 8, 300, 60)),
 }
-
-
-class Failing(Clock):
-    """A clock whose timings raise an error."""
-
-    def __init__(self, error: BaseException):
-        super().__init__()
-        self.error = error
-
-    def __call__(self, *arguments: Any) -> list[float]:
-        self.runs += 1
-        raise self.error
 
 
 @pytest.fixture
@@ -177,7 +164,7 @@ def test_what_is_no_file_is_not_read(folder: Path, other: Callable[[Path], None]
 
 def test_a_kind_may_be_forgotten_while_it_waits_to_be_timed_again(folder, monkeypatch) -> None:
     monkeypatch.setattr(timing_table, "RETRY_SECONDS", 0.0)
-    timings = _timings(folder, Failing(torch.cuda.OutOfMemoryError("no memory")))
+    timings = _timings(folder, Mock(side_effect=torch.cuda.OutOfMemoryError("no memory")))
     assert _ask(timings) is None
     (kind,) = timings.known
     timings.forget(kind)
@@ -205,16 +192,16 @@ def test_a_folder_that_cannot_be_written_costs_only_the_memory_of_it(folder: Pat
     ids=repr,
 )
 def test_where_it_cannot_be_timed_nothing_is_claimed_or_kept(folder: Path, error: Exception, runs: int) -> None:
-    clock = Failing(error)
+    clock = Mock(side_effect=error)
     timings = _timings(folder, clock)
-    assert [_ask(timings), _ask(timings), clock.runs] == [None, None, runs]
+    assert [_ask(timings), _ask(timings), clock.call_count] == [None, None, runs]
     timings.save()
     assert json.loads(next(folder.iterdir()).read_text())["milliseconds"] == []
 
 
 def test_an_interrupt_is_not_swallowed(folder: Path) -> None:
     with pytest.raises(KeyboardInterrupt):
-        _ask(_timings(folder, Failing(KeyboardInterrupt())))
+        _ask(_timings(folder, Mock(side_effect=KeyboardInterrupt)))
 
 
 def test_both_compute_the_same_and_are_timed_once_though_threads_ask_together(folder: Path) -> None:
@@ -267,9 +254,7 @@ def test_the_timing_decides_and_is_given_as_the_reason(ratio: float | None, rout
 
 
 @pytest.mark.parametrize(("ratio", "route"), [(0.8, "fused"), (1.2, "torch"), (None, "fused")])
-def test_what_torch_takes_only_rewritten_is_ours_unless_it_was_timed_as_slower(
-    monkeypatch: pytest.MonkeyPatch, ratio: float | None, route: str
-) -> None:
+def test_what_torch_takes_only_rewritten_is_ours_unless_it_was_timed_as_slower(monkeypatch, ratio, route: str) -> None:
     torch_route = route_named("torch")
     form = find_form(_call((1, 8, 600, 64)), BUDGET)
     assert isinstance(form, TorchForm)
@@ -287,22 +272,11 @@ def test_a_call_too_short_to_matter_is_not_timed() -> None:
 
 
 def test_events_are_recorded_on_the_stream_of_the_device_that_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
-    streams: list[object] = []
-
-    class Event:
-        def __init__(self, *, enable_timing: bool):
-            assert enable_timing
-
-        def record(self, stream: object) -> None:
-            streams.append(stream)
-
-        def synchronize(self) -> None: ...
-
-        def elapsed_time(self, end: object) -> float:
-            return 8.0
-
-    monkeypatch.setattr(torch.cuda, "Event", Event)
+    event, attempt = Mock(), Mock()
+    event.elapsed_time.return_value = 8.0
+    monkeypatch.setattr(torch.cuda, "Event", made := Mock(return_value=event))
     monkeypatch.setattr(torch.cuda, "current_stream", str)
-    runs: list[int] = []
-    assert timing_table.milliseconds(lambda: runs.append(1), torch.device("cuda", 1), calls=4) == 2.0
-    assert (streams, len(runs)) == (["cuda:1", "cuda:1"], 4)
+    assert timing_table.milliseconds(attempt, torch.device("cuda", 1), calls=4) == 2.0
+    assert made.mock_calls == [call(enable_timing=True)] * 2
+    assert event.record.mock_calls == [call("cuda:1")] * 2
+    assert attempt.call_count == 4

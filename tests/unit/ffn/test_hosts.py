@@ -64,12 +64,6 @@ def test_slices_run_below_hooks_that_are_registered() -> None:
     assert model.__dict__["hosts_inner"] == Ffn.forward.__get__(model)
 
 
-def test_equal_ones_are_registered_once() -> None:
-    mine = hosts.WeightHooks(("hosts_inner",), slots)
-    hosts.register(mine, hosts.WeightHooks(("hosts_inner",), slots))
-    assert hosts._hooks.count(mine) == 1
-
-
 def test_other_things_are_refused() -> None:
     with pytest.raises(TypeError, match="expected WeightHooks or CastingLayers, got str"):
         hosts.register("_hook")  # type: ignore[arg-type]

@@ -44,17 +44,6 @@ def test_the_peak_stays_under_the_budget_from_the_first_call_on(make, shape, bud
     torch.testing.assert_close(second.out, whole.out)
 
 
-def test_a_wan_sized_call_fits_on_meta() -> None:
-    module, x = mlp(1536, 8960).to("meta"), torch.empty(1, 8192, 1536, device="meta")
-    with torch.no_grad():
-        whole = measure(module, x).peak_bytes
-        with patch_ffn(module, include="", verify=False):
-            module(x)  # the trial without data would count as data here
-            sliced = measure(module, x).peak_bytes
-    assert whole >= 560 * MIB
-    assert sliced <= 112 * MIB
-
-
 def assert_same(
     module: nn.Module, call: Callable[[], Tensor], state: str = "chunked", *, chunk_tokens: int = 32
 ) -> None:
@@ -430,18 +419,10 @@ class Stored(torch.Tensor):
         super().__init__()
 
 
-class StoredFeedForward(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = (Stored(torch.randn(*size), kind="Q8_0") for size in ((64, 16), (16, 64)))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.tanh(x @ torch.Tensor(self.up).T) @ torch.Tensor(self.down).T
-
-
 def test_weights_of_a_hosts_own_class_stay_what_they_are_in_the_trial() -> None:
-    model, x = nn.Sequential(StoredFeedForward()), torch.randn(1, 512, 16)
+    model, x = With(lambda m, x: x * Tensor(m.stored)), torch.randn(1, 512, 16)
+    model.stored = Stored(torch.randn(16), kind="Q8_0")
     expected = model(x)
-    with torch.no_grad(), patch_ffn(model, include="0", chunk_tokens=128) as patch:
+    with torch.no_grad(), patch_ffn(model, include="", chunk_tokens=128) as patch:
         assert torch.allclose(model(x), expected, atol=1e-5)
         assert [state.state for state in patch.report().states] == ["on"], patch.report().text()

@@ -7,18 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from attn_support.flash_attn.oracle import (
-    F64,
-    FLAGS,
-    Largest,
-    assert_same,
-    assert_same_gradients,
-    inputs,
-    leaves_of,
-    plain,
-    tiled,  # noqa: F401
-    with_slopes,
-)
+from attn_support.flash_attn import oracle
+from attn_support.flash_attn.oracle import F64, FLAGS, assert_same, assert_same_gradients, inputs, leaves_of, plain
 from torch import Tensor
 
 from pascal_attn_core import flash_attn as fa
@@ -29,12 +19,10 @@ from pascal_attn_core.flash_attn.modules import version3
 @pytest.mark.parametrize(
     "sizes", [(2, 9, 9, 4, 2, 8), (2, 5, 12, 3, 1, 8), (1, 12, 5, 2, 2, 4), (2, 1, 40, 4, 4, 8), (2, 45, 70, 4, 2, 8)]
 )
-def test_every_flag_means_what_it_means_there_forward_and_backward(
-    flags: dict[str, Any], sizes: tuple, request: pytest.FixtureRequest
-) -> None:
+def test_every_flag_means_what_it_means_there_forward_and_backward(flags, sizes: tuple, request) -> None:
     if sizes[1] == 45:
         request.getfixturevalue("tiled")
-    flags = with_slopes(flags, sizes[0], sizes[3])
+    flags = oracle.with_slopes(flags, sizes[0], sizes[3])
     tensors = inputs(*sizes)
     out, lse, probs = fa.flash_attn_func(*tensors, **flags, return_attn_probs=True)
     expected, expected_lse = plain(*(same := leaves_of(tensors)), **flags)
@@ -109,7 +97,7 @@ def test_dropout_drops_and_its_backward_drops_the_same() -> None:
 
 def test_alibi_never_makes_a_matrix_of_scores() -> None:
     q, k, v = (torch.randn(1, 3000, 1, 4) for _ in range(3))
-    with Largest() as largest:
+    with oracle.Largest() as largest:
         fa.flash_attn_func(q, k, v, causal=True, alibi_slopes=torch.tensor([0.01]))
     assert largest.elements < 3000 * 3000 / 4
 

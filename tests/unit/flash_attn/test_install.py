@@ -54,24 +54,6 @@ def test_every_way_to_import_it_finds_ours() -> None:
     """)
 
 
-def test_two_installations_are_one_and_the_last_removal_counts() -> None:
-    run("""
-        import sys
-        from pascal_attn_core.flash_attn import install_as_flash_attn
-        first = install_as_flash_attn()
-        module = sys.modules["flash_attn"]
-        second = install_as_flash_attn()
-        assert sys.modules["flash_attn"] is module
-        first.remove()
-        assert sys.modules["flash_attn"] is module
-        second.remove()
-        assert "flash_attn" not in sys.modules
-        with install_as_flash_attn():
-            import flash_attn
-        assert "flash_attn" not in sys.modules
-    """)
-
-
 @pytest.mark.parametrize(
     ("real", "words"),
     [

@@ -165,9 +165,7 @@ BAD: list[tuple[dict[str, Any], type[Exception], str]] = [
 
 
 @pytest.mark.parametrize(("change", "kind", "words"), BAD, ids=[words for _, _, words in BAD])
-def test_what_cannot_be_is_refused_before_the_cache_is_touched(
-    change: dict[str, Any], kind: type[Exception], words: str
-) -> None:
+def test_what_cannot_be_is_refused_before_the_cache_is_touched(change: dict[str, Any], kind, words: str) -> None:
     k_cache, v_cache = caches(3, 12)
     before = k_cache.clone(), v_cache.clone()
     k, v = caches(2, 2)

@@ -42,9 +42,7 @@ ACTIVATIONS: list[Any] = [
 
 @pytest.mark.parametrize("dtype", list(CLOSE))
 @pytest.mark.parametrize(("forward", "backward", "defined", "shapes"), ACTIVATIONS)
-def test_activations_and_their_gradients(
-    dtype: torch.dtype, forward: Any, backward: Any, defined: Any, shapes: list[tuple[int, ...]]
-) -> None:
+def test_activations_and_their_gradients(dtype: torch.dtype, forward: Any, backward: Any, defined: Any, shapes) -> None:
     size = 3 if len(shapes) == 1 else 1
     leaves = [(rand(*shape) * size).to(dtype).requires_grad_() for shape in shapes]
     references = leaves_of(leaves)

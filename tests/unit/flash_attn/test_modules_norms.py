@@ -41,9 +41,7 @@ def assert_same(results: Any, expected: list[Tensor], leaves: list[Any], referen
 @pytest.mark.parametrize("zero_centered", [False, True])
 @pytest.mark.parametrize("extra", [(), ("residual",), ("rowscale",)])
 @pytest.mark.parametrize("with_bias", [False, True])
-def test_the_triton_norm(
-    dtype: torch.dtype, rms: bool, zero_centered: bool, extra: tuple[str, ...], with_bias: bool
-) -> None:
+def test_the_triton_norm(dtype: torch.dtype, rms: bool, zero_centered: bool, extra, with_bias: bool) -> None:
     torch.manual_seed(1)
     shape, hidden = (2, 3, 10), 10
     x, weight = leaf(*shape, dtype=dtype), leaf(hidden, dtype=dtype)

@@ -7,17 +7,7 @@ import torch
 from attn_support.flash_attn.oracle import F64, assert_same_gradients, leaves_of, near, rand
 from torch import Tensor
 
-from pascal_attn_core.flash_attn.modules.rotary import (
-    ApplyRotaryEmb,
-    RotaryEmbedding,
-    apply_rotary,
-    apply_rotary_emb,
-    apply_rotary_emb_func,
-    apply_rotary_emb_kv_,
-    apply_rotary_emb_qkv_,
-    apply_rotary_emb_torch,
-    rotate_half,
-)
+from pascal_attn_core.flash_attn.modules import rotary as module
 
 CLOSE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 2e-3}
 
@@ -53,7 +43,7 @@ def test_a_batch(dtype: torch.dtype, interleaved: bool, inplace: bool, dim: int,
     places = torch.arange(tokens) + (offsets[:, None] if offset == "tensor" else torch.full((batch, 1), offset))
     (reference,) = leaves_of([x])
     expected = turned(reference, cos, sin, places, interleaved)
-    out = apply_rotary_emb(x, cos, sin, interleaved, inplace, offsets)
+    out = module.apply_rotary_emb(x, cos, sin, interleaved, inplace, offsets)
     assert out.shape == x.shape
     assert out.dtype == dtype
     assert (out.data_ptr() == x.data_ptr()) == inplace
@@ -74,7 +64,9 @@ def test_packed_sequences_and_what_lies_behind_them(interleaved: bool, offset: A
     places = torch.cat([torch.arange(n) + start for n, start in zip(lengths, starts)])
     (reference,) = leaves_of([x])
     expected = torch.cat([turned(reference[:total], cos, sin, places, interleaved), reference[total:]])
-    out = apply_rotary_emb(x, cos, sin, interleaved, seqlen_offsets=offsets, cu_seqlens=ends, max_seqlen=max(lengths))
+    out = module.apply_rotary_emb(
+        x, cos, sin, interleaved, seqlen_offsets=offsets, cu_seqlens=ends, max_seqlen=max(lengths)
+    )
     near(out, expected, CLOSE[F64])
     assert_same_gradients(out, [x], expected, [reference], CLOSE[F64])
 
@@ -82,18 +74,18 @@ def test_packed_sequences_and_what_lies_behind_them(interleaved: bool, offset: A
 def test_apply_rotary_turns_back_and_autograd_does_not_look_inside() -> None:
     cos, sin = tables(6, 4)
     x = torch.randn(1, 6, 2, 8, dtype=F64, requires_grad=True)
-    out = apply_rotary(x, cos, sin)
+    out = module.apply_rotary(x, cos, sin)
     assert not out.requires_grad
-    torch.testing.assert_close(apply_rotary(out, cos, sin, conjugate=True), x.detach())
+    torch.testing.assert_close(module.apply_rotary(out, cos, sin, conjugate=True), x.detach())
     y = x.detach().clone()
-    assert apply_rotary(y, cos, sin, inplace=True) is y
+    assert module.apply_rotary(y, cos, sin, inplace=True) is y
     torch.testing.assert_close(y, out)
 
 
 def test_tokens_behind_the_table_are_not_turned_where_the_offsets_are_a_tensor() -> None:
     cos, sin = tables(4, 4)
     x = torch.randn(1, 3, 1, 8, dtype=F64)
-    out = apply_rotary_emb(x, cos, sin, seqlen_offsets=torch.tensor([2]))
+    out = module.apply_rotary_emb(x, cos, sin, seqlen_offsets=torch.tensor([2]))
     torch.testing.assert_close(out[:, 2], x[:, 2])
     torch.testing.assert_close(out[:, :2], turned(x[:, :2], cos, sin, torch.tensor([[2, 3]]), False))
 
@@ -116,24 +108,24 @@ def test_parts_in_place(kind: str, own_tables: bool, interleaved: bool) -> None:
     if kind == "kv":
         k, v = reference.unbind(2)
         expected = torch.stack([turned(k, cos, sin, places, interleaved), v], 2)
-        out = apply_rotary_emb_kv_(leaf, cos, sin, interleaved, offsets)
+        out = module.apply_rotary_emb_kv_(leaf, cos, sin, interleaved, offsets)
     elif kind == "gqa":
         q, k, v = reference.split([4, 1, 1], 2)
         parts = turned(q, cos, sin, places, interleaved), turned(k, cos_k, sin_k, places, interleaved), v
         expected = torch.cat(parts, 2)
-        out = apply_rotary_emb_qkv_(leaf, cos, sin, cos_k, sin_k, interleaved, offsets, num_heads_q=4)
+        out = module.apply_rotary_emb_qkv_(leaf, cos, sin, cos_k, sin_k, interleaved, offsets, num_heads_q=4)
     else:
         q, k, v = reference.unbind(2)
         parts = turned(q, cos, sin, places, interleaved), turned(k, cos_k, sin_k, places, interleaved), v
         expected = torch.stack(parts, 2)
         extra = (cos_k, sin_k) if own_tables else (None, None)
-        out = apply_rotary_emb_qkv_(leaf, cos, sin, *extra, interleaved, offsets)
+        out = module.apply_rotary_emb_qkv_(leaf, cos, sin, *extra, interleaved, offsets)
     assert out.data_ptr() == leaf.data_ptr()
     torch.testing.assert_close(leaf.detach(), expected.detach())
     assert_same_gradients(out, [leaf], expected, [reference], 1e-7)
     with torch.no_grad():
         again = reference.detach().clone()
-        same = apply_rotary_emb_kv_ if kind == "kv" else apply_rotary_emb_qkv_
+        same = module.apply_rotary_emb_kv_ if kind == "kv" else module.apply_rotary_emb_qkv_
         heads = {"num_heads_q": 4} if kind == "gqa" else {}
         assert same(again, cos, sin, seqlen_offsets=offsets, **heads) is again
 
@@ -141,11 +133,13 @@ def test_parts_in_place(kind: str, own_tables: bool, interleaved: bool) -> None:
 def test_second_derivatives_and_a_view_of_something_that_wants_gradients() -> None:
     cos, sin = tables(4, 2)
     x = torch.randn(1, 4, 1, 5, dtype=F64, requires_grad=True)
-    assert torch.autograd.gradgradcheck(lambda t: apply_rotary_emb(t, cos, sin).pow(3), (x,))
+    assert torch.autograd.gradgradcheck(lambda t: module.apply_rotary_emb(t, cos, sin).pow(3), (x,))
     qkv = torch.randn(1, 4, 3, 1, 5, dtype=F64, requires_grad=True)
-    assert torch.autograd.gradcheck(lambda t: apply_rotary_emb_qkv_(t * 1.0, cos, sin), (qkv,))
-    assert torch.autograd.gradcheck(lambda t: apply_rotary_emb((t * 1.0)[:, :, 0], cos, sin, inplace=True), (qkv,))
-    assert torch.autograd.gradgradcheck(lambda t: apply_rotary_emb_kv_((t * 1.0)[:, :, 1:], cos, sin), (qkv,))
+    assert torch.autograd.gradcheck(lambda t: module.apply_rotary_emb_qkv_(t * 1.0, cos, sin), (qkv,))
+    assert torch.autograd.gradcheck(
+        lambda t: module.apply_rotary_emb((t * 1.0)[:, :, 0], cos, sin, inplace=True), (qkv,)
+    )
+    assert torch.autograd.gradgradcheck(lambda t: module.apply_rotary_emb_kv_((t * 1.0)[:, :, 1:], cos, sin), (qkv,))
 
 
 @pytest.mark.parametrize("cut", ["unbind", "split", "chunk"])
@@ -158,7 +152,7 @@ def test_parts_of_a_split_in_place(cut: str) -> None:
         q, k, v = base.unbind(2)
     else:
         q, k, v = (part.squeeze(2) for part in (base.split(1, 2) if cut == "split" else base.chunk(3, 2)))
-    q, k = (apply_rotary_emb(part, cos, sin, inplace=True) for part in (q, k))
+    q, k = (module.apply_rotary_emb(part, cos, sin, inplace=True) for part in (q, k))
     torch.testing.assert_close(base[:, :, 0], q)
     turns = [turned(part, cos, sin, places, False) for part in leaf.unbind(2)[:2]]
     (grad,) = torch.autograd.grad((q**2 * k + v).sum(), leaf)
@@ -169,7 +163,7 @@ def test_parts_of_a_split_in_place(cut: str) -> None:
 def test_autograd_hears_of_the_writing_where_it_matters() -> None:
     cos, sin = tables(4, 2)
     x = torch.randn(1, 4, 2, 5, dtype=F64, requires_grad=True).sigmoid()  # whose gradient needs what it returned
-    out = apply_rotary_emb(x, cos, sin, inplace=True)
+    out = module.apply_rotary_emb(x, cos, sin, inplace=True)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         out.sum().backward()
 
@@ -180,16 +174,16 @@ def test_the_plain_functions() -> None:
     for interleaved in (False, True):
         places = torch.arange(5).expand(2, 5)
         torch.testing.assert_close(
-            apply_rotary_emb_torch(x, cos, sin, interleaved), turned(x, cos, sin, places, interleaved)
+            module.apply_rotary_emb_torch(x, cos, sin, interleaved), turned(x, cos, sin, places, interleaved)
         )
         per_sequence = cos.expand(2, 5, 3), sin.expand(2, 5, 3)
         torch.testing.assert_close(
-            apply_rotary_emb_torch(x, *per_sequence, interleaved), turned(x, cos, sin, places, interleaved)
+            module.apply_rotary_emb_torch(x, *per_sequence, interleaved), turned(x, cos, sin, places, interleaved)
         )
-    assert rotate_half(torch.tensor([1, 2, 3, 4])).tolist() == [-3, -4, 1, 2]
-    assert rotate_half(torch.tensor([1, 2, 3, 4]), interleaved=True).tolist() == [-2, 1, -4, 3]
-    assert apply_rotary_emb_func is apply_rotary_emb
-    assert ApplyRotaryEmb.apply(x, cos, sin).shape == x.shape
+    assert module.rotate_half(torch.tensor([1, 2, 3, 4])).tolist() == [-3, -4, 1, 2]
+    assert module.rotate_half(torch.tensor([1, 2, 3, 4]), interleaved=True).tolist() == [-2, 1, -4, 3]
+    assert module.apply_rotary_emb_func is module.apply_rotary_emb
+    assert module.ApplyRotaryEmb.apply(x, cos, sin).shape == x.shape
 
 
 @pytest.mark.parametrize("interleaved", [False, True])
@@ -197,7 +191,7 @@ def test_the_plain_functions() -> None:
 def test_the_module(interleaved: bool, form: str) -> None:
     torch.manual_seed(0)
     dim, tokens, offset = 8, 6, 2
-    rotary = RotaryEmbedding(dim, base=500.0, interleaved=interleaved)
+    rotary = module.RotaryEmbedding(dim, base=500.0, interleaved=interleaved)
     assert not rotary.state_dict()
     length = tokens + offset
     angles = torch.arange(length, dtype=F64)[:, None] * 500.0 ** (-torch.arange(0, dim, 2, dtype=F64) / dim)
@@ -220,11 +214,11 @@ def test_the_module(interleaved: bool, form: str) -> None:
 
 def test_xpos_is_refused() -> None:
     with pytest.raises(NotImplementedError, match="scale_base is not supported"):
-        RotaryEmbedding(8, scale_base=4.0)  # type: ignore[arg-type]
+        module.RotaryEmbedding(8, scale_base=4.0)  # type: ignore[arg-type]
 
 
 def test_the_modules_tables_grow_and_follow_the_dtype() -> None:
-    rotary = RotaryEmbedding(4, pos_idx_in_fp32=True)
+    rotary = module.RotaryEmbedding(4, pos_idx_in_fp32=True)
     with pytest.raises(ValueError, match="max_seqlen must be given"):
         rotary(torch.randn(1, 2, 3, 1, 4), seqlen_offset=torch.tensor([1]))
     rotary(torch.randn(1, 2, 3, 1, 4))
@@ -234,25 +228,25 @@ def test_the_modules_tables_grow_and_follow_the_dtype() -> None:
     rotary.bfloat16()(torch.randn(1, 2, 3, 1, 4).bfloat16())
     assert rotary._cos_cached.dtype == torch.bfloat16
     # computed in float32, although the frequencies are bfloat16 now
-    exact = RotaryEmbedding(4)
+    exact = module.RotaryEmbedding(4)
     exact._update_cos_sin_cache(2000, torch.device("cpu"), torch.float32)
     rotary._update_cos_sin_cache(2000, torch.device("cpu"), torch.bfloat16)
     torch.testing.assert_close(rotary._cos_cached, exact._cos_cached.bfloat16())
 
 
 WRONG = [
-    (lambda x, c, s: apply_rotary_emb(x[0], c, s), r"x must be \[B, tokens, heads, head_dim\]"),
-    (lambda x, c, s: apply_rotary_emb(x, c[:2], s[:2]), "cos must have 4 positions, got 2"),
-    (lambda x, c, s: apply_rotary_emb(x, c, s, seqlen_offsets=3), "cos must have 7 positions, got 6"),
-    (lambda x, c, s: apply_rotary_emb(x, c, s, seqlen_offsets=-1), "must not be negative"),
-    (lambda x, c, s: apply_rotary_emb(x, c, s[:3]), "cos and sin must be"),
-    (lambda x, c, s: apply_rotary_emb(x[..., :3], c, s), r"\[positions, at most 1\]"),
-    (lambda x, c, s: apply_rotary_emb(x, c, s, seqlen_offsets=torch.tensor([1])), "seqlen_offsets must be"),
-    (lambda x, c, s: apply_rotary_emb(x[0], c, s, cu_seqlens=torch.tensor([0, 4])), "max_seqlen must be given"),
-    (lambda x, c, s: apply_rotary_emb(x, c.clone().requires_grad_(), s), "must not require a gradient"),
-    (lambda x, c, s: apply_rotary_emb_qkv_(x, c, s), "qkv must be"),
-    (lambda x, c, s: apply_rotary_emb_qkv_(x, c, s, num_heads_q=1), "num_heads_q = 1"),
-    (lambda x, c, s: apply_rotary_emb_kv_(x[:, :, None], c, s), "kv must be"),
+    (lambda x, c, s: module.apply_rotary_emb(x[0], c, s), r"x must be \[B, tokens, heads, head_dim\]"),
+    (lambda x, c, s: module.apply_rotary_emb(x, c[:2], s[:2]), "cos must have 4 positions, got 2"),
+    (lambda x, c, s: module.apply_rotary_emb(x, c, s, seqlen_offsets=3), "cos must have 7 positions, got 6"),
+    (lambda x, c, s: module.apply_rotary_emb(x, c, s, seqlen_offsets=-1), "must not be negative"),
+    (lambda x, c, s: module.apply_rotary_emb(x, c, s[:3]), "cos and sin must be"),
+    (lambda x, c, s: module.apply_rotary_emb(x[..., :3], c, s), r"\[positions, at most 1\]"),
+    (lambda x, c, s: module.apply_rotary_emb(x, c, s, seqlen_offsets=torch.tensor([1])), "seqlen_offsets must be"),
+    (lambda x, c, s: module.apply_rotary_emb(x[0], c, s, cu_seqlens=torch.tensor([0, 4])), "max_seqlen must be given"),
+    (lambda x, c, s: module.apply_rotary_emb(x, c.clone().requires_grad_(), s), "must not require a gradient"),
+    (lambda x, c, s: module.apply_rotary_emb_qkv_(x, c, s), "qkv must be"),
+    (lambda x, c, s: module.apply_rotary_emb_qkv_(x, c, s, num_heads_q=1), "num_heads_q = 1"),
+    (lambda x, c, s: module.apply_rotary_emb_kv_(x[:, :, None], c, s), "kv must be"),
 ]
 
 
@@ -271,7 +265,7 @@ def test_what_does_not_fit_is_refused_before_anything_is_written(call: Any, word
 def test_it_compiles_as_one_graph() -> None:
     cos, sin = tables(6, 4, torch.float32)
     x = torch.randn(1, 6, 2, 8, requires_grad=True)
-    compiled = torch.compile(lambda t: apply_rotary_emb(t, cos, sin), fullgraph=True, backend="aot_eager")
-    torch.testing.assert_close(compiled(x), apply_rotary_emb(x, cos, sin))
+    compiled = torch.compile(lambda t: module.apply_rotary_emb(t, cos, sin), fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(x), module.apply_rotary_emb(x, cos, sin))
     compiled(x).sum().backward()
     assert x.grad is not None

@@ -6,18 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from attn_support.flash_attn.oracle import (
-    F64,
-    FLAGS,
-    Largest,
-    assert_same,
-    assert_same_gradients,
-    inputs,
-    leaves_of,
-    plain,
-    tiled,  # noqa: F401
-    with_slopes,
-)
+from attn_support.flash_attn import oracle
+from attn_support.flash_attn.oracle import F64, FLAGS, assert_same, assert_same_gradients, inputs, leaves_of, plain
 from attn_support.randomness import examples
 from hypothesis import given
 from hypothesis import strategies as st
@@ -65,7 +55,7 @@ LENGTHS = [
 @pytest.mark.parametrize("spare", [0, 3])
 def test_varlen_is_each_sequence_alone(flags: dict[str, Any], lengths: tuple[list[int], ...], spare: int) -> None:
     q_lengths, k_lengths = lengths
-    flags = with_slopes(flags, len(q_lengths), 4)
+    flags = oracle.with_slopes(flags, len(q_lengths), 4)
     q, k, v = (
         t[0].detach().requires_grad_() for t in inputs(1, sum(q_lengths) + spare, sum(k_lengths) + spare, 4, 2, 8)
     )
@@ -91,9 +81,7 @@ def test_varlen_is_each_sequence_alone(flags: dict[str, Any], lengths: tuple[lis
     window=st.tuples(st.integers(-1, 4), st.integers(-1, 4)),
     groups=st.integers(1, 3),
 )
-def test_any_lengths_any_window(
-    lengths: list[tuple[int, int]], causal: bool, window: tuple[int, int], groups: int
-) -> None:
+def test_any_lengths_any_window(lengths, causal: bool, window: tuple[int, int], groups: int) -> None:
     q_lengths, k_lengths = [a for a, _ in lengths], [b for _, b in lengths]
     q, k, v = (t[0] for t in inputs(1, sum(q_lengths), sum(k_lengths), 2 * groups, 2, 4))
     with torch.no_grad():
@@ -110,7 +98,7 @@ def test_any_lengths_any_window(
 def test_nothing_is_padded_to_the_longest(requires_grad: bool) -> None:
     lengths = [512, *[2] * 64]
     q, k, v = (torch.randn(sum(lengths), 1, 8, requires_grad=requires_grad) for _ in range(3))
-    with Largest() as largest:
+    with oracle.Largest() as largest:
         out = fa.flash_attn_varlen_func(q, k, v, ends_of(lengths), ends_of(lengths))
         if requires_grad:
             out.sum().backward()

@@ -60,9 +60,7 @@ def sliced(name: str, rows: int, columns: int) -> GgufMatrix:
 
 @pytest.mark.parametrize(("name", "rows", "columns"), [("Q4_0", 7, 96), ("Q6_K", 9, 256), ("Q4_K", 16, 320)])
 @pytest.mark.parametrize("most", [1, 700, 1 << 22])
-def test_rows_in_slices_are_all_rows(
-    name: str, rows: int, columns: int, most: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_rows_in_slices_are_all_rows(name: str, rows: int, columns: int, most: int, monkeypatch) -> None:
     """In the last case, rows end within blocks."""
     monkeypatch.setattr(matrices, "slice_weights", lambda _: most)
     weight = sliced(name, rows, columns)

@@ -75,9 +75,7 @@ class Largest(TorchDispatchMode):
 
 @pytest.mark.parametrize("compute", [by_int_mm, by_float])
 @pytest.mark.parametrize("name", IN_8_BITS)
-def test_no_matrix_exists_but_its_bytes_and_no_codes_of_32_bits(
-    name: str, compute: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_matrix_exists_but_its_bytes_and_no_codes_of_32_bits(name: str, compute: Any, monkeypatch) -> None:
     monkeypatch.setattr(matrices, "slice_weights", lambda _: 16 * 512)
     with Largest() as seen:
         compute(GgufCall(torch.randn(4, 512), matrix(name, 256, 512, 0.01), None, torch.empty(4, 256)))

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from pascal_attn_core.int8 import Int8Matrix, quantize, quantize_rows, rotate
+from pascal_attn_core.int8 import Int8Matrix, quantize_rows, rotate
 from pascal_attn_core.int8.quantize import LEAST_SCALE
 
 ROTATIONS = (0, 4, 16, 64, 256)
@@ -29,17 +29,6 @@ def test_rotation_is_the_product_with_the_hadamard_matrix_of_each_group(size: in
     assert torch.allclose(rotate(rotate(x, size), size), x, rtol=0, atol=1e-12)
 
 
-def test_no_rotation_is_the_tensor_itself() -> None:
-    x = torch.randn(2, 12)
-    assert rotate(x, 0) is x
-
-
-@pytest.mark.parametrize(("size", "columns"), [*((size, 1024) for size in (-4, 1, 2, 3, 8, 32, 128, 512)), (64, 96)])
-def test_a_rotation_must_be_a_power_of_four_that_divides_the_columns(size: int, columns: int) -> None:
-    with pytest.raises(ValueError, match=rf"power of 4 that divides the {columns} columns, got {size}"):
-        quantize_rows(torch.randn(2, columns), size)
-
-
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("size", [0, 64])
 def test_codes_and_scales_are_those_of_the_definition(dtype: torch.dtype, size: int) -> None:
@@ -60,10 +49,16 @@ def test_a_rotation_spreads_an_outlier_channel() -> None:
     assert rotated < plain / 3
 
 
-def test_rows_of_zeros_stay_zero() -> None:
-    found = quantize_rows(torch.zeros(2, 8))
-    assert not found.codes.any()
-    assert torch.equal(found.scales, torch.full((2,), LEAST_SCALE))
+def test_no_rotation_rows_of_zeros_no_rows_and_one_scale_for_all() -> None:
+    x = torch.randn(2, 12)
+    assert rotate(x, 0) is x
+    zeros = quantize_rows(torch.zeros(2, 8))
+    assert not zeros.codes.any()
+    assert torch.equal(zeros.scales, torch.full((2,), LEAST_SCALE))
+    nothing = quantize_rows(torch.empty(0, 16))
+    assert nothing.codes.shape == nothing.float().shape == (0, 16)
+    codes = torch.randint(-127, 128, (5, 8), dtype=torch.int8)
+    assert torch.equal(Int8Matrix(codes, torch.tensor([0.5])).float(), codes * 0.5)
 
 
 @pytest.mark.parametrize("size", [0, 16])
@@ -79,27 +74,24 @@ def test_a_row_with_a_number_that_is_none_has_it_as_its_scale(value: float, size
     assert torch.equal(found.scales[[0, 2]], other.scales)
 
 
-def test_many_rows_are_rounded_some_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    x = torch.randn(100, 64)
-    whole = quantize_rows(x, 16)
-    monkeypatch.setattr(quantize, "_ROWS_AT_ONCE", {"cpu": 7 * 64})
-    parts = quantize_rows(x, 16)
-    assert torch.equal(whole.codes, parts.codes)
-    assert torch.equal(whole.scales, parts.scales)
+def test_many_rows_are_rounded_some_at_a_time() -> None:
+    x = torch.randn(10_000, 64)
+    whole, parts = quantize_rows(x, 16), [quantize_rows(part, 16) for part in x.split(999)]
+    assert torch.equal(whole.codes, torch.cat([part.codes for part in parts]))
+    assert torch.equal(whole.scales, torch.cat([part.scales for part in parts]))
 
 
-def test_no_rows_at_all() -> None:
-    found = quantize_rows(torch.empty(0, 16))
-    assert found.codes.shape == (0, 16)
-    assert found.float().shape == (0, 16)
-
-
-def test_one_scale_may_hold_for_all_rows() -> None:
-    codes = torch.randint(-127, 128, (5, 8), dtype=torch.int8)
-    assert torch.equal(Int8Matrix(codes, torch.tensor([0.5])).float(), codes * 0.5)
-
-
-@pytest.mark.parametrize("shape", [(3, 0), (4,), (2, 3, 4)])
-def test_only_matrices_are_rounded(shape: tuple[int, ...]) -> None:
-    with pytest.raises(ValueError, match=r"x must be \[rows, columns\] with a column at least, got"):
-        quantize_rows(torch.ones(shape))
+@pytest.mark.parametrize(
+    ("shape", "size", "words"),
+    [
+        *(
+            (shape, 0, r"x must be \[rows, columns\] with a column at least, got")
+            for shape in ((3, 0), (4,), (2, 3, 4))
+        ),
+        *(((2, 1024), size, "power of 4 that divides the 1024 columns") for size in (-4, 1, 2, 3, 8, 32, 128, 512)),
+        ((2, 96), 64, "power of 4 that divides the 96 columns, got 64"),
+    ],
+)
+def test_only_matrices_are_rounded_and_only_some_rotations_fit(shape: tuple[int, ...], size: int, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        quantize_rows(torch.ones(shape), size)

@@ -75,9 +75,6 @@ def x(tokens: int = TOKENS, dtype: torch.dtype = torch.float32) -> Tensor:
     return torch.randn(1, tokens, WIDTH, dtype=dtype)
 
 
-# ---- taking off and putting back ----
-
-
 @torch.no_grad()
 def test_what_was_proven_survives_taking_off_and_putting_back(monkeypatch: pytest.MonkeyPatch) -> None:
     import pascal_attn_core.ffn.plan as plans
@@ -177,9 +174,6 @@ def test_a_deep_copy_made_while_it_is_live_gets_its_own() -> None:
     assert len(other.ffn.forward.sites) == 1  # type: ignore[attr-defined]
 
 
-# ---- layers that bring their weights ----
-
-
 @pytest.mark.parametrize("inference", [False, True], ids=["no_grad", "inference_mode"])
 def test_layers_that_cast_and_patch_their_weights_are_chunked(inference: bool) -> None:
     model, given = Model(CastingLinear).half(), x()
@@ -237,9 +231,6 @@ def test_what_says_nothing_about_a_module_is_no_refusal(kind: type[Exception]) -
     model.ffn.trip = False
     model(x())
     assert chunking.report(model).count("chunked") == 2
-
-
-# ---- the node's own part ----
 
 
 @torch.no_grad()

@@ -67,9 +67,7 @@ def test_the_report_counts_its_calls_by_function_and_route() -> None:
     assert run_.line().startswith("flash_attn functions: 7 calls, 7 taken (")
 
 
-def test_an_installed_package_is_left_alone_unless_told(
-    tmp_path: Any, monkeypatch: pytest.MonkeyPatch, stub_host: StubHost
-) -> None:
+def test_an_installed_package_is_left_alone_unless_told(tmp_path, monkeypatch, stub_host: StubHost) -> None:
     (tmp_path / "flash_attn.py").write_text("real = True\n")
     monkeypatch.syspath_prepend(tmp_path)
     switch(True)

@@ -105,15 +105,6 @@ def test_what_a_user_must_not_miss() -> None:
     assert int8.warnings_of(report({"float_ms": 1.0, "int8_ms": 1.05})) == []
 
 
-def test_the_line_on_the_node_before_a_run() -> None:
-    status = int8.status
-    left, cannot = {"state": "left"}, {"state": "cannot be"}
-    text = status(report({"state": "waiting"}, {}, left, left, cannot), "Flux", "error at most 5.0%")
-    assert text == "2 linear layers of Flux for int8, error at most 5.0%; 2 left, 1 cannot be"
-    assert status(report(cannot), "Flux", "") == "0 linear layers of Flux for int8; 1 cannot be"
-    assert status(report(), "Flux", "include img_mpl") == "0 linear layers of Flux for int8, include img_mpl"
-
-
 @pytest.fixture
 def layers(monkeypatch: pytest.MonkeyPatch, stub_host: StubHost) -> tuple[Any, Patcher, Any]:
     """The layers of a node, its patcher and a call of the model; weights as they are in plain modules."""
@@ -153,8 +144,6 @@ def test_the_record_says_what_one_run_did(layers: Any, stub_host: StubHost) -> N
     injection.eject(patcher)
     assert all(type(p) is nn.Parameter for p in patcher.model.parameters())
 
-
-# ---- attention -------------------------------------------------------------------------------------------------------
 
 ATTENTION, OVERRIDE = node_module("patches.int8_attention"), node_module("patches.override")
 
@@ -230,9 +219,7 @@ def test_both_kinds_of_layers_are_one_headline_with_seconds_and_errors() -> None
     ("attention", "device", "expected"),
     [("auto", "cpu", False), ("always", "cpu", True), ("auto", "cuda", True), ("off", "cuda", False)],
 )
-def test_on_a_cpu_attention_is_left_alone_unless_asked_for(
-    attention: str, device: str, expected: bool, stub_host: StubHost
-) -> None:
+def test_on_a_cpu_attention_is_left_alone_unless_asked_for(attention: str, device: str, expected, stub_host) -> None:
     patcher = Patcher.around(network())
     patcher.load_device = torch.device(device)
     settings = int8.Settings(0.05, "", "", "host", "off", attention=attention, attention_max_error=0.02)
@@ -245,15 +232,9 @@ def test_on_a_cpu_attention_is_left_alone_unless_asked_for(
 def test_the_older_node_stays_as_it_was_and_says_so() -> None:
     older, newer = node_module("int8_linear").PascalInt8Linear, node_module("eight_bit").Pascal8Bit
     assert older.DEPRECATED
-    assert list(older.INPUT_TYPES()["required"]) == [
-        "model",
-        "max_error",
-        "include",
-        "exclude",
-        "weights",
-        "int8_files",
-    ]
-    assert set(older.INPUT_TYPES()["required"]) < set(newer.INPUT_TYPES()["required"])
+    inputs = ["model", "max_error", "include", "exclude", "weights", "int8_files"]
+    assert list(older.INPUT_TYPES()["required"]) == inputs
+    assert set(inputs) < set(newer.INPUT_TYPES()["required"])
     assert newer.DESCRIPTION.startswith("Not exact: the relative error is")
     assert not getattr(newer, "DEPRECATED", False)
 

@@ -5,6 +5,7 @@ import sys
 import threading
 import types
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -110,10 +111,7 @@ def read_by(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def test_an_error_in_reading_a_call_never_reaches_the_user(read_by: Any) -> None:
-    def broken(call: Any) -> Any:
-        raise RuntimeError("a layout that nobody has thought of")
-
-    read_by(broken)
+    read_by(Mock(side_effect=RuntimeError("a layout that nobody has thought of")))
     engine, given = make_engine(), tensors()
     out = ours(engine)(host_attention, *given, HEADS, transformer_options={})
     assert torch.equal(out, host_attention(*given, HEADS))
@@ -124,15 +122,10 @@ def test_an_error_in_reading_a_call_never_reaches_the_user(read_by: Any) -> None
 
 
 def test_cancel_while_a_call_is_read_is_not_kept(read_by: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    class Cancel(Exception):
-        pass
-
-    def cancelled(call: Any) -> Any:
-        raise Cancel
-
+    Cancel = type("Cancel", (Exception,), {})
     management = types.SimpleNamespace(InterruptProcessingException=Cancel)
     monkeypatch.setitem(sys.modules, "comfy.model_management", management)  # type: ignore[arg-type]
-    read_by(cancelled)
+    read_by(Mock(side_effect=Cancel))
     with pytest.raises(Cancel):
         ours(make_engine())(host_attention, *tensors(), HEADS)
 
@@ -164,11 +157,8 @@ def test_a_right_call_is_compared_once_per_kind_and_run() -> None:
 
 
 def test_a_host_that_cannot_be_asked_is_no_reason_to_leave_a_call() -> None:
-    def failing(*args: Any, **kwargs: Any) -> Any:
-        raise RuntimeError("no")
-
     engine = make_engine()
-    ours(engine)(failing, *tensors(), HEADS)
+    ours(engine)(Mock(side_effect=RuntimeError("no")), *tensors(), HEADS)
     assert engine.run.count("taken") == 1
     assert any("could not be compared with ComfyUI's own function" in note for note in engine.run.notes)
 
@@ -225,9 +215,6 @@ def test_blocks_are_named_by_the_host_and_else_by_their_number() -> None:
     assert [kind.block for kind in engine.run.tallies] == ["input 4.0", "double 3", "call 1"]
 
 
-# ---- the scope ----
-
-
 def model(x: Tensor) -> Tensor:
     """Three calls: SDPA, something else, SDPA in another layout of arguments."""
     y = F.scaled_dot_product_attention(x, x, x)
@@ -269,7 +256,7 @@ def test_an_error_below_unwinds_the_scope() -> None:
     wrapper = scope_module.make_wrapper(engine, scope, "call", catches=True)
     override = make_override(make_engine(min_keys=100), scope, None)
     with pytest.raises(KeyboardInterrupt):
-        wrapper(lambda: override(lambda *a, **k: (_ for _ in ()).throw(KeyboardInterrupt), *tensors(), HEADS))
+        wrapper(lambda: override(Mock(side_effect=KeyboardInterrupt), *tensors(), HEADS))
     assert not scope.is_inside
     model(torch.randn(1, 2, 9, 4))
     assert engine.run.count() == 0

@@ -4,6 +4,7 @@ import gc
 import math
 import weakref
 from dataclasses import replace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -114,9 +115,6 @@ def test_of_several_checks_the_one_that_failed_is_shown():
     assert FIND.merged(entries)[0].run.exactness is bad
 
 
-# ---- text ----
-
-
 def test_neighbours_in_which_the_same_happened_share_a_line():
     lines = TEXT.report_text(findings(run([*blocks(19), *blocks(38, "single", count=8)]))).splitlines()
     assert "double 0 to double 18  19 blocks, each 4 torch; 760 ms" in lines
@@ -144,12 +142,6 @@ def test_reasons_routes_memory_and_troubles_are_all_told():
     assert [fact for fact in facts if fact not in text] == []
 
 
-def test_kinds_are_counted_over_all_blocks():
-    ((only, tally),) = ROWS.kinds_of(run(blocks(19)))
-    assert only.block == ""
-    assert (tally.count, tally.elapsed_ms, tally.extra_bytes) == (76, 760.0, 1 << 20)
-
-
 def test_a_run_without_attention_tells_its_notes():
     made = run(part="feed-forward", notes=["38 of 57 modules in chunks"])
     text = TEXT.report_text(findings(made))
@@ -173,18 +165,12 @@ def test_shares_of_several_devices_stay_below_one():
     assert "on 2 devices (75%)" in TEXT.report_text(findings(made))
 
 
-# ---- the machine ----
-
-
 def test_the_bug_report_shares_the_facts_of_the_command_line():
     block = TEXT.report_text(findings(run(blocks(2)))).partition("copy from here")[2]
     for line in INFO.describe_facts(machine()):
         assert line in block
     assert "driver      560.94" in block
     assert "tiles" not in block
-
-
-# ---- exactness ----
 
 
 def sample(dtype: torch.dtype = torch.float32, factor: float = 1.0, mask: torch.Tensor | None = None):
@@ -244,9 +230,6 @@ def test_the_check_lets_the_tensors_of_a_finished_run_go_and_remembers_the_resul
     gc.collect()
     assert held() is None
     assert CHECK.check(made) is first
-
-
-# ---- the node ----
 
 
 @pytest.fixture
@@ -316,12 +299,7 @@ def test_what_the_self_test_finds_wrong_is_an_alarm(selftest, monkeypatch):
 
 
 def test_the_users_cancel_ends_the_self_test(selftest, monkeypatch):
-    class Cancelled(Exception):
-        pass
-
-    def cancel():
-        raise Cancelled
-
-    monkeypatch.setattr(REPORT.host, "throw_if_interrupted", cancel)
+    Cancelled = type("Cancelled", (Exception,), {})
+    monkeypatch.setattr(REPORT.host, "throw_if_interrupted", Mock(side_effect=Cancelled))
     with pytest.raises(Cancelled):
         report_of(selftest=True)

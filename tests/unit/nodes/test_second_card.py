@@ -1,6 +1,7 @@
 """Pascal Second Card without ComfyUI: what the engine shares and reports, and which card is taken."""
 
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -97,19 +98,14 @@ def test_what_went_wrong_is_a_note_of_the_run() -> None:
         ("cpu", "auto", 2, ("", "the model is on cpu, not on a card")),
     ],
 )
-def test_which_card_helps(
-    home: str, wanted: str, cards: int, expected: tuple[str, str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_which_card_helps(home: str, wanted: str, cards: int, expected: tuple[str, str], monkeypatch) -> None:
     monkeypatch.setattr(HOST, "visible_cards", lambda: [f"cuda:{i}" for i in range(cards)])
     assert NODE._other_card(home, wanted) == expected
 
 
 def test_one_card_passes_the_model_on(monkeypatch: pytest.MonkeyPatch, stub_host: StubHost) -> None:
-    class Model:
-        load_device = torch.device("cuda", 0)
-
     monkeypatch.setattr(HOST, "visible_cards", lambda: ["cuda:0"])
-    model = Model()
+    model = SimpleNamespace(load_device=torch.device("cuda", 0))
     assert NODE.PascalSecondCard.VALIDATE_INPUTS(device="cuda:7") is True, "a workflow of another machine"
     assert NODE.PascalSecondCard().patch(model, "auto", 2048, "3") == (model,)
     assert stub_host.said == [

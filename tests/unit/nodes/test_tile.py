@@ -8,9 +8,11 @@ from contextlib import contextmanager
 from dataclasses import astuple
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
+from attn_support.clock import Clock
 from attn_support.comfy.stub import StubHost, node_module
 
 from pascal_attn_core import AttentionConfig
@@ -22,14 +24,12 @@ from pascal_attn_core.tiled.plan import plan_call
 tile, node = node_module("tiles.choice"), node_module("tile_size")
 GTX_1080_TI = DeviceInfo("cuda", "NVIDIA GeForce GTX 1080 Ti", (6, 1), 28, 2816 << 10, 11 << 30, "sm_61")
 CARD = tile.Card(GTX_1080_TI, 10 << 30, 11 << 30)
+NO_MEMORY = torch.OutOfMemoryError("tried to allocate 1 GiB\nand more")
 CPU = tile.Card(DeviceInfo("cpu", "CPU"), 8 << 30, 16 << 30)
 
 
 def shape(tokens: int = 4096, heads: int = 24, dtype: str = "float32", budget_mib: int = 0) -> Any:
     return tile.Shape(dtype, tokens, heads, 64, budget_mib)
-
-
-# ---- from the card ----
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
@@ -42,25 +42,11 @@ def test_the_number_is_what_the_tiled_route_would_choose(dtype: str) -> None:
     assert tile.plan_for(CARD, shape(dtype=dtype)).kv_block in range(1024, 4096)
 
 
-def test_the_sentence_holds_the_numbers() -> None:
-    plan = tile.plan_for(CARD, shape())
-    text = tile.sentence(CARD, shape(), plan)
-    card = "NVIDIA GeForce GTX 1080 Ti with 2.75 MiB of L2 cache and 10.0 of 11.0 GiB free"
-    keys = f"takes {plan.kv_block} keys per tile"
-    for part in (card, "for 4096 tokens, 24 heads of 64 in float32", keys, "64 x 64."):
-        assert part in text
-    assert "\n" not in text
-    assert tile.Card(DeviceInfo("xpu", "Arc"), 0, 0).text() == "Arc with L2 cache of unknown size"
-
-
 def test_a_card_that_is_nearly_full_gets_smaller_tiles() -> None:
     full = tile.Card(GTX_1080_TI, 16 << 20, 11 << 30)
     plan = tile.plan_for(full, shape())
     assert plan.extra_bytes <= 8 << 20
     assert plan.kv_block < tile.plan_for(CARD, shape()).kv_block
-
-
-# ---- the measurement ----
 
 
 def test_a_measurement_times_every_size_and_leaves_the_random_numbers_alone(host: StubHost) -> None:
@@ -90,13 +76,11 @@ def test_cancel_ends_a_measurement(host: StubHost) -> None:
 @pytest.mark.parametrize(
     ("clock", "words"),
     [
-        (lambda attempts, device: [1.0, math.inf, 1.0], "the call takes too long to be timed in 4 seconds"),
-        (lambda attempts, device: full(), "the card ran out of memory: tried to allocate 1 GiB"),
+        (Clock(1.0, math.inf, 1.0), "the call takes too long to be timed in 4 seconds"),
+        (Mock(side_effect=NO_MEMORY), "the card ran out of memory: tried to allocate 1 GiB"),
     ],
 )
-def test_what_cannot_be_measured_comes_from_the_card_with_the_reason(
-    host: StubHost, tmp_path: Path, clock: Any, words: str
-) -> None:
+def test_what_cannot_be_measured_comes_from_the_card_with_the_reason(host, tmp_path, clock: Any, words: str) -> None:
     with timed_by(clock):
         size, text = choose("measure")
         assert size == choose("from the card")[0]
@@ -104,16 +88,9 @@ def test_what_cannot_be_measured_comes_from_the_card_with_the_reason(
     assert list(tmp_path.iterdir()) == []
 
 
-def full() -> list[float]:
-    raise torch.OutOfMemoryError("tried to allocate 1 GiB\nand more")
-
-
 def test_the_sentence_says_what_was_timed_instead(host: StubHost) -> None:
-    with timed_by(lambda attempts, device: [10.0] * len(attempts)):
+    with timed_by(Clock(*[10.0] * 9)):
         assert "as measured with 4096 tokens, 1 head of 64 in float32 (" in choose("measure", tokens=4096, heads=24)[1]
-
-
-# ---- the node ----
 
 
 @pytest.fixture
@@ -127,17 +104,6 @@ def host(stub_host: StubHost, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -
 
 def choose(mode: str, **inputs: Any) -> tuple[int, str]:
     return node.PascalTileSize().choose(mode, **{"tokens": 512, "heads": 1, "unique_id": "1", **inputs})
-
-
-class Clock:
-    """Gives these milliseconds for the sizes in their order."""
-
-    def __init__(self, *times: float):
-        self.times, self.runs = list(times), 0
-
-    def __call__(self, attempts: list[Any], device: torch.device) -> list[float]:
-        self.runs += 1
-        return self.times
 
 
 @contextmanager
@@ -165,7 +131,7 @@ def test_the_winner_is_remembered_and_said_on_the_node(host: StubHost, tmp_path:
     with timed_by(Clock(1.0, 9.0, 9.0)) as clock:
         assert choose("measure")[0] == 256
         assert choose("measure", budget_mib=2)[0] == choose("measure again")[0] == 0
-        clock.times = [10.0, 9.8, 10.0]  # it must be clearly faster than the route's own choice
+        clock.times = (10.0, 9.8, 10.0)  # it must be clearly faster than the route's own choice
         size, text = choose("measure again")
         assert size == 0
         assert "fastest with its own choice" in text

@@ -89,9 +89,6 @@ class Plain(nn.Module):
         return torch.relu(x)
 
 
-# ---- what takes the place of attention ----
-
-
 @pytest.mark.parametrize("positions", [(9,), (3, 4), (2, 3, 4)], ids=["sound", "picture", "video"])
 def test_a_vaes_attention_over_any_positions(positions: tuple[int, ...]) -> None:
     engine = make_engine(route="tiled")
@@ -158,9 +155,6 @@ def test_a_whole_call_is_one_run_and_is_watched(stub_host: StubHost) -> None:
     assert not engine.is_running
 
 
-# ---- where attention is ----
-
-
 def test_every_kind_of_site_is_found_once() -> None:
     blocks = {"held": Held(), "encoder": Encoder(), "name": ByName(), "helper": ByHelper(), "plain": Plain()}
     model = nn.ModuleDict(blocks)
@@ -171,9 +165,6 @@ def test_every_kind_of_site_is_found_once() -> None:
     assert sites.host_names(ByName) == {"optimized_attention"}
     assert sites.host_names(Given) == sites.host_names(Plain) == set()
     assert sites.calls_directly(nn.Sequential(nn.MultiheadAttention(8, 2)), []) == [], "torch's own modules are none"
-
-
-# ---- replacing ----
 
 
 @pytest.fixture
@@ -198,6 +189,9 @@ def test_replaced_twice_it_does_not_stack_and_keeps_what_was_below() -> None:
         objects.replace_functions(patcher, lambda model: {NAME: doubled})
     assert patcher.object_patches[NAME](3) == 8
     assert objects.is_ours(patcher.object_patches[NAME])
+    assert objects.replaced_by_others(patcher.model, [NAME]) == [NAME], "it is not put in yet"
+    objects.replace_functions(patcher, lambda model: {})
+    assert patcher.object_patches[NAME](3) == 4
 
 
 @pytest.mark.usefixtures("_patcher_extension")

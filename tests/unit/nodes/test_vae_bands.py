@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -92,11 +93,7 @@ def test_always_in_bands_it_gives_the_same_and_counts_one_attention_call(bars: l
     assert len(bars) == 2  # a bar for each call
 
 
-def estimates_of_the_wrong_kind(shape: Any, dtype: Any) -> float:
-    return shape[7]
-
-
-@pytest.mark.parametrize("estimate", [lambda shape, dtype: 1000, estimates_of_the_wrong_kind])
+@pytest.mark.parametrize("estimate", [lambda shape, dtype: 1000, lambda shape, dtype: shape[7]])
 def test_when_needed_it_is_as_it_is_while_it_fits(bars: list[Bar], estimate: Any) -> None:
     network = Network()
     decode, engine = banded(network, NEEDED, estimate)
@@ -118,20 +115,15 @@ def test_the_hosts_estimate_decides_before_anything_is_computed() -> None:
 
 
 def test_an_error_is_not_taken_for_missing_memory() -> None:
-    def fails(_: Tensor) -> None:
-        raise RuntimeError("an accident")
-
-    decode, engine = banded(Network(fails), NEEDED)
+    decode, engine = banded(Network(Mock(side_effect=RuntimeError("an accident"))), NEEDED)
     with pytest.raises(RuntimeError, match="an accident"):
         decode(SAMPLES)
     assert engine.run.gains == []
 
 
 def test_host_memory_that_is_missing_is_named_before_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    def missing(*args: Any, **kwargs: Any) -> Any:
-        raise MemoryError("decode in bands needs 7 MiB of host memory")
-
-    monkeypatch.setattr(bands.Site, "__call__", missing)
+    missing = MemoryError("decode in bands needs 7 MiB of host memory")
+    monkeypatch.setattr(bands.Site, "__call__", Mock(side_effect=missing))
     network = Network()
     stock = network.decode(SAMPLES)
     with pytest.raises(MemoryError, match="needs 7 MiB of host memory"):

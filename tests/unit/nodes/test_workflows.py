@@ -5,24 +5,12 @@ import re
 from typing import Any
 
 import pytest
+from attn_support.comfy import workflow_files as files
 from attn_support.comfy.pack import load_pack
-from attn_support.comfy.workflow_files import (
-    FOLDER,
-    FOREIGN,
-    NAMES,
-    PAGES,
-    SEED_MODES,
-    TINY,
-    is_drawn,
-    is_link,
-    opened,
-    ours,
-    prompt_of,
-)
 from PIL import Image
 
 NODES: dict[str, Any] = load_pack().NODE_CLASS_MAPPINGS
-every_workflow = pytest.mark.parametrize("name", NAMES)
+every_workflow = pytest.mark.parametrize("name", files.NAMES)
 
 
 def inputs_of(kind: str) -> dict[str, Any]:
@@ -42,14 +30,14 @@ def test_a_new_user_has_nothing_to_set_on_a_patch() -> None:
 
 def values(node: dict[str, Any]) -> list[Any]:
     """The values of a node's widgets, without the front end's own."""
-    return [value for value in node.get("widgets_values") or [] if value not in SEED_MODES]
+    return [value for value in node.get("widgets_values") or [] if value not in files.SEED_MODES]
 
 
 BYPASSED = 4  # the mode of a node that stands there for the user to switch on
 
 
 def running(workflow: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    nodes = (node for node in workflow["nodes"] if node["type"] not in PAGES and node["mode"] != BYPASSED)
+    nodes = (node for node in workflow["nodes"] if node["type"] not in files.PAGES and node["mode"] != BYPASSED)
     return {str(node["id"]): node for node in nodes}
 
 
@@ -62,19 +50,21 @@ def sources(workflow: dict[str, Any]) -> dict[int, list[Any]]:
 
 def test_each_workflow_has_a_picture_a_twin_and_a_tiny_model_and_nothing_else_is_there() -> None:
     """The template browser shows every file at the top."""
-    assert set(NAMES) == set(TINY)
+    assert set(files.NAMES) == set(files.TINY)
     subjects = "SD15 SDXL Z-Image Krea2 Qwen-Image-GGUF Wan-2.2-5B LTX-2 11-GB every-node fp8 int8 EasyCache"
-    assert [word for word in subjects.split() if not any(word in name for name in NAMES)] == []
-    at_top = {path.name for path in FOLDER.iterdir() if path.is_file()}
-    assert at_top == {f"{name}{end}" for name in NAMES for end in (".json", ".jpg")}
-    assert {path.stem for path in (FOLDER / "api").iterdir()} == set(NAMES)
-    assert all(Image.open(FOLDER / f"{name}.jpg").width >= 1000 for name in NAMES)
-    assert [name for name in NAMES if not is_drawn(name)] == [], "python tools/workflows pictures draws them"
+    assert [word for word in subjects.split() if not any(word in name for name in files.NAMES)] == []
+    at_top = {path.name for path in files.FOLDER.iterdir() if path.is_file()}
+    assert at_top == {f"{name}{end}" for name in files.NAMES for end in (".json", ".jpg")}
+    assert {path.stem for path in (files.FOLDER / "api").iterdir()} == set(files.NAMES)
+    assert all(Image.open(files.FOLDER / f"{name}.jpg").width >= 1000 for name in files.NAMES)
+    assert [name for name in files.NAMES if not files.is_drawn(name)] == [], (
+        "python tools/workflows pictures draws them"
+    )
 
 
 @every_workflow
 def test_both_twins_are_the_same_graph(name: str) -> None:
-    workflow, prompt = opened(name), prompt_of(name)
+    workflow, prompt = files.opened(name), files.prompt_of(name)
     nodes = running(workflow)
     kinds = {key: node["class_type"] for key, node in prompt.items()}
     assert {key: node["type"] for key, node in nodes.items()} == kinds
@@ -82,17 +72,17 @@ def test_both_twins_are_the_same_graph(name: str) -> None:
     for key, node in nodes.items():
         given = prompt[key]["inputs"]
         linked = {slot["name"]: links[slot["link"]] for slot in node.get("inputs", []) if slot.get("link") is not None}
-        assert linked == {name: value for name, value in given.items() if is_link(value)}
+        assert linked == {name: value for name, value in given.items() if files.is_link(value)}
         if node["type"] == "PreviewAny":  # its widgets show what came in
             continue
         if node["type"] in NODES:
             order = [name for name, spec in inputs_of(node["type"]).items() if is_widget(spec)]
             unlinked = {name: value for name, value in zip(order, values(node), strict=True) if name not in linked}
-            assert unlinked == {name: value for name, value in given.items() if not is_link(value)}
+            assert unlinked == {name: value for name, value in given.items() if not files.is_link(value)}
         elif node["type"] == "SaveVideo":  # its widgets depend on each other and on ComfyUI's version
             assert values(node)[0] == given["filename_prefix"]
         else:
-            assert values(node) == [value for value in given.values() if not is_link(value)]
+            assert values(node) == [value for value in given.values() if not files.is_link(value)]
 
 
 def is_widget(spec: tuple) -> bool:
@@ -101,17 +91,17 @@ def is_widget(spec: tuple) -> bool:
 
 @every_workflow
 def test_nodes_of_the_pack_get_inputs_that_they_have_and_values_and_links_that_they_allow(name: str) -> None:
-    prompt = prompt_of(name)
+    prompt = files.prompt_of(name)
     for node in prompt.values():
         kind = node["class_type"]
         if kind not in NODES:
             continue
         assert set(NODES[kind].INPUT_TYPES()["required"]) <= set(node["inputs"]) <= set(inputs_of(kind))
         for key, value in node["inputs"].items():
-            source = NODES.get(prompt[value[0]]["class_type"]) if is_link(value) else None
+            source = NODES.get(prompt[value[0]]["class_type"]) if files.is_link(value) else None
             if source is not None:
                 assert inputs_of(kind)[key][0] == source.RETURN_TYPES[value[1]], (kind, key)
-            assert is_link(value) or allows(inputs_of(kind)[key], value), (kind, key, value)
+            assert files.is_link(value) or allows(inputs_of(kind)[key], value), (kind, key, value)
 
 
 def allows(spec: tuple, value: Any) -> bool:
@@ -125,7 +115,7 @@ def allows(spec: tuple, value: Any) -> bool:
 
 @every_workflow
 def test_each_workflow_patches_the_model_exactly_and_ends_in_a_report(name: str) -> None:
-    used = set(ours(prompt_of(name)).values())
+    used = set(files.ours(files.prompt_of(name)).values())
     assert {"PascalAttentionPatch", "PascalAttentionReport"} <= used
     assert not {"Pascal8Bit", "PascalInt8Linear"} & used
 
@@ -134,18 +124,20 @@ def test_one_workflow_has_every_node_that_a_model_of_comfyui_can_use() -> None:
     """All but the switch for other packs, which changes the process and no model, what needs a second card, and the
     older form of a node."""
     others = {"PascalFlashAttnFunctions", "PascalSecondCard", "PascalInt8Linear"}
-    found = {node["type"]: node["mode"] for node in opened("Pascal-SD15-every-node")["nodes"] if node["type"] in NODES}
+    found = {
+        node["type"]: node["mode"] for node in files.opened("Pascal-SD15-every-node")["nodes"] if node["type"] in NODES
+    }
     assert set(found) == set(NODES) - others
     assert [kind for kind, mode in found.items() if mode == BYPASSED] == ["Pascal8Bit"], "it is not exact"
 
 
 def note_of(workflow: dict[str, Any]) -> str:
-    return next(node["widgets_values"][0] for node in workflow["nodes"] if node["type"] in PAGES)
+    return next(node["widgets_values"][0] for node in workflow["nodes"] if node["type"] in files.PAGES)
 
 
 @every_workflow
 def test_what_a_workflow_needs_is_named_in_its_short_note_and_known_to_the_front_end(name: str) -> None:
-    workflow = opened(name)
+    workflow = files.opened(name)
     note, nodes = note_of(workflow), workflow["nodes"]
     loaded = {value for node in nodes for value in values(node) if str(value).endswith((".safetensors", ".gguf"))}
     models = [model for node in nodes for model in node.get("properties", {}).get("models", [])]
@@ -156,7 +148,7 @@ def test_what_a_workflow_needs_is_named_in_its_short_note_and_known_to_the_front
         assert f"[{model['name']}]({model['url']})" in note
         assert f"`models/{model['directory']}`" in note
     for node in nodes:
-        pack, url = FOREIGN.get(node["type"], ("", ""))
+        pack, url = files.FOREIGN.get(node["type"], ("", ""))
         assert node["properties"].get("cnr_id", "") == pack
         assert url in note
     assert len(re.sub(r"\]\(\S+\)", "", note).split()) <= 110
@@ -169,7 +161,7 @@ LEAST_ZOOM = 8 / 14  # below it the front end draws no text: letters of 14 units
 
 @every_workflow
 def test_it_opens_at_a_zoom_at_which_text_is_drawn_and_nothing_overlaps(name: str) -> None:
-    workflow = opened(name)
+    workflow = files.opened(name)
     nodes = {node["id"]: node for node in workflow["nodes"]}
     boxes = [box(node) for node in nodes.values()]
     for a, b in itertools.combinations(boxes, 2):
@@ -193,6 +185,6 @@ def box(node: dict[str, Any]) -> tuple[float, float, float, float]:
 
 @every_workflow
 def test_files_hold_nothing_of_the_page_that_saved_them(name: str) -> None:
-    text = (FOLDER / f"{name}.json").read_text(encoding="utf-8")
+    text = (files.FOLDER / f"{name}.json").read_text(encoding="utf-8")
     for word in ("frontendVersion", "workspace_info", "/tmp/", "localhost", "127.0.0.1"):
         assert word not in text

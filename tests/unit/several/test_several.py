@@ -58,8 +58,7 @@ def _run(inputs: list[Tensor], config: AttentionConfig = SHARED) -> tuple[Tensor
 
 
 class Faulty(Helper):
-    """Raises at one of the points of a part: before it begins, behind the copies there, behind the computation, and
-    when all is done."""
+    """Raises at a point of a part: before it begins, behind the copies there, behind the computation, at the end."""
 
     POINTS = 4
 
@@ -99,8 +98,6 @@ ERRORS: dict[str, tuple[Exception, str]] = {
 @pytest.mark.parametrize("at", range(1, Faulty.POINTS + 1))
 @pytest.mark.parametrize("kind", ERRORS)
 def test_whatever_fails_there_is_computed_at_home(kind: str, at: int, inputs, caplog) -> None:
-    """The result has the same bits, with the reason in the report, one line in the log, inputs untouched; and the
-    device is left alone for a while."""
     expected, kept = sdpa(*inputs, config=ALONE), [t.clone() for t in inputs]
     error, words = ERRORS[kind]
     helper = Faulty(at, error)
@@ -378,16 +375,11 @@ class FakeStream:
 
 @dataclass
 class FakeCuda:
-    """This class stands in place of ``torch.cuda``.
+    """This class stands in place of ``torch.cuda``."""
 
-    Attributes:
-        places: device of each storage that :meth:`empty_like` made; all others are at home.
-        host: copies that the host knows to be over.
-    """
-
-    places: dict[int, torch.device] = field(default_factory=dict)
+    places: dict[int, torch.device] = field(default_factory=dict)  # of what empty_like made; all others are at home
     copies: list[Copied] = field(default_factory=list)
-    host: set[Copied] = field(default_factory=set)
+    host: set[Copied] = field(default_factory=set)  # those that the host knows to be over
     kept: list[Tensor] = field(default_factory=list)
 
     def __post_init__(self) -> None:

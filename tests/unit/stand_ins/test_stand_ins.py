@@ -10,13 +10,7 @@ import torch.nn.functional as F
 from attn_support.fresh import PLAIN, run
 from torch import nn
 
-from pascal_attn_core.stand_ins.attn_bias import (
-    BlockDiagonalGappyKeysMask,
-    BlockDiagonalMask,
-    BlockDiagonalPaddedKeysMask,
-    LocalAttentionFromBottomRightMask,
-    LowerTriangularMask,
-)
+from pascal_attn_core.stand_ins import attn_bias as masks
 from pascal_attn_core.stand_ins.sageattention import sageattn, sageattn_varlen
 from pascal_attn_core.stand_ins.xformers import (
     ANY_OPS,
@@ -40,31 +34,31 @@ ENDS = torch.tensor([0, 5, 12])
         (lambda: memory_efficient_attention(X, X, X, X), ValueError, r"attn_mask must broadcast to \(2, 3, 12, 12\)"),
         (lambda: memory_efficient_attention(X, X, X, p=2.0), ValueError, "dropout_p must be from 0 to 1, got 2.0"),
         (
-            lambda: memory_efficient_attention(X, X, X, BlockDiagonalMask.from_seqlens([12])),
+            lambda: memory_efficient_attention(X, X, X, masks.BlockDiagonalMask.from_seqlens([12])),
             ValueError,
             r"query must be \[1, 12, ...\] for this BlockDiagonalMask, got batch 2 and 12 tokens",
         ),
         (
-            lambda: memory_efficient_attention(X[:1], X[:1], X[:1], BlockDiagonalMask.from_seqlens([12], [9])),
+            lambda: memory_efficient_attention(X[:1], X[:1], X[:1], masks.BlockDiagonalMask.from_seqlens([12], [9])),
             ValueError,
             r"key must be \[1, 9, ...\] for this BlockDiagonalMask, got batch 1 and 12 tokens",
         ),
         (
-            lambda: memory_efficient_attention(X[:1], X[:1], X[:1], BlockDiagonalMask.from_seqlens([12], [9, 3])),
+            lambda: memory_efficient_attention(X[:1], X[:1], X[:1], masks.BlockDiagonalMask.from_seqlens([12], [9, 3])),
             ValueError,
             r"cu_seqlens_q and cu_seqlens_k must both be \[B \+ 1\], got \[2\] and \[3\]",
         ),
         *(
             (lambda mask=mask: memory_efficient_attention(X[:1], X[:1], X[:1], mask), ValueError, "kv_seqlen must be")
             for mask in (
-                BlockDiagonalPaddedKeysMask.from_seqlens([5, 7], 6, [6, 7]),
-                BlockDiagonalGappyKeysMask.from_seqlens([5, 7], [0, 6, 12], [7, 6]),
-                BlockDiagonalGappyKeysMask.from_seqlens([5, 7], [0, 6, 12], [6]),
+                masks.BlockDiagonalPaddedKeysMask.from_seqlens([5, 7], 6, [6, 7]),
+                masks.BlockDiagonalGappyKeysMask.from_seqlens([5, 7], [0, 6, 12], [7, 6]),
+                masks.BlockDiagonalGappyKeysMask.from_seqlens([5, 7], [0, 6, 12], [6]),
             )
         ),
-        (lambda: BlockDiagonalMask.from_seqlens([5]).split(X), ValueError, r"\[1, 5, ...\], got \[2, 12, 3, 8\]"),
-        (lambda: BlockDiagonalMask.from_seqlens([5]).make_local_attention(0), ValueError, "window_size must be"),
-        (lambda: LocalAttentionFromBottomRightMask(-1, 0), ValueError, "must be at least 0, got -1 and 0"),
+        (lambda: masks.BlockDiagonalMask.from_seqlens([5]).split(X), ValueError, r"\[1, 5, ...\], got \[2, 12, 3, 8\]"),
+        (lambda: masks.BlockDiagonalMask.from_seqlens([5]).make_local_attention(0), ValueError, "window_size must be"),
+        (lambda: masks.LocalAttentionFromBottomRightMask(-1, 0), ValueError, "must be at least 0, got -1 and 0"),
         (lambda: sageattn(X, X, X, "BNHD"), ValueError, r"tensor_layout must be one of \['HND', 'NHD'\], got 'BNHD'"),
         (lambda: sageattn(X, X, X[0]), ValueError, r"v must be \[B, heads, tokens, head_dim\], got shape \(12, 3, 8\)"),
         (lambda: sageattn(X, X[:, :5], X), ValueError, "heads"),
@@ -80,9 +74,9 @@ def test_wrong_arguments_are_named(call: Callable[[], Any], kind: type[Exception
 
 @pytest.mark.torch_2_5
 def test_under_compile_a_call_is_one_node_and_blocks_break_the_graph() -> None:
-    blocks = BlockDiagonalMask.from_seqlens([5, 7])
+    blocks = masks.BlockDiagonalMask.from_seqlens([5, 7])
     calls: list[tuple[bool, Callable[[Any], Any]]] = [
-        (True, lambda x: memory_efficient_attention(x, x, x, LowerTriangularMask(), op=ANY_OPS)),
+        (True, lambda x: memory_efficient_attention(x, x, x, masks.LowerTriangularMask(), op=ANY_OPS)),
         (True, lambda x: sageattn(x, x, x, "NHD", smooth_k=False)),
         (False, lambda x: memory_efficient_attention(x[:1], x[:1], x[:1], blocks)),
     ]
@@ -93,12 +87,12 @@ def test_under_compile_a_call_is_one_node_and_blocks_break_the_graph() -> None:
 
 def test_tensors_go_into_blocks_and_come_out_again() -> None:
     tensors = [torch.randn(2, 5, 3, 8), torch.randn(1, 4, 3, 8), torch.randn(3, 1, 3, 8)]
-    mask, x = BlockDiagonalMask.from_tensor_list(tensors)
+    mask, x = masks.BlockDiagonalMask.from_tensor_list(tensors)
     assert x.shape == (1, 17, 3, 8)
     out = mask.split(memory_efficient_attention(x, x, x, mask))
     for tensor, part in zip(tensors, out):
         torch.testing.assert_close(part, memory_efficient_attention(tensor, tensor, tensor))
-    assert [part.shape[1] for part in BlockDiagonalMask.from_seqlens([3, 0, 14]).split(x)] == [3, 0, 14]
+    assert [part.shape[1] for part in masks.BlockDiagonalMask.from_seqlens([3, 0, 14]).split(x)] == [3, 0, 14]
 
 
 @pytest.mark.parametrize("bias", [True, False])
@@ -134,9 +128,38 @@ def test_the_indexing_of_dinov2() -> None:
     torch.testing.assert_close(x, expected)
 
 
-# By diffusers, KJNodes, ComfyUI, WanVideoWrapper, SeedVR2, VibeVoice; A1111, sd-scripts, LyCORIS, musubi-tuner, DINOv2,
-# TRELLIS, Mistral's inference, TinyLlama.
+# flash_attn by Qwen-7B, verl, nomic-bert, jina-bert, ModernBERT, HyenaDNA, Caduceus, mamba_ssm, H-Net, StripedHyena,
+# InternVideo, InternVL, XTuner, VAR, Phi-1.5, LightGlue, NeMo, OpenFold, OpenRLHF, Wan 2.1, HRM, HunyuanVideo,
+# Lumina-T2X, Open-Sora, LLM-Foundry, TinyLlama, vLLM, axolotl, and flash-attn's own models; the others by diffusers,
+# KJNodes, ComfyUI, WanVideoWrapper, SeedVR2, VibeVoice, A1111, sd-scripts, LyCORIS, musubi-tuner, DINOv2, TRELLIS,
+# Mistral's inference, TinyLlama.
 IMPORTED = {
+    "flash_attn": "bert_padding flash_attn_func flash_attn_interface flash_attn_kvpacked_func flash_attn_qkvpacked_func"
+    " flash_attn_varlen_func flash_attn_varlen_kvpacked_func flash_attn_with_kvcache",
+    "flash_attn.bert_padding": "index_first_axis index_first_axis_residual pad_input rearrange unpad_input"
+    " unpad_input_for_concatenated_sequences",
+    "flash_attn.flash_attention": "FlashAttention",
+    "flash_attn.flash_attn_interface": "flash_attn_kvpacked_func flash_attn_unpadded_func"
+    " flash_attn_unpadded_kvpacked_func flash_attn_varlen_func flash_attn_varlen_kvpacked_func"
+    " flash_attn_varlen_qkvpacked_func",
+    "flash_attn.layers.patch_embed": "PatchEmbed",
+    "flash_attn.layers.rotary": "RotaryEmbedding apply_rotary_emb apply_rotary_emb_func",
+    "flash_attn.losses.cross_entropy": "CrossEntropyLoss",
+    "flash_attn.modules.block": "Block",
+    "flash_attn.modules.embedding": "GPT2Embeddings ParallelGPT2Embeddings",
+    "flash_attn.modules.mha": "CrossAttention FlashCrossAttention FlashSelfAttention LinearResidual MHA ParallelMHA"
+    " SelfAttention get_alibi_slopes",
+    "flash_attn.modules.mlp": "FusedMLP GatedMlp Mlp ParallelFusedMLP ParallelGatedMlp ParallelMLP",
+    "flash_attn.ops.activations": "SwiGLUFunction sqrelu_fwd",
+    "flash_attn.ops.fused_dense": "ColumnParallelLinear FusedDense FusedMLP fused_dense_func fused_mlp_func",
+    "flash_attn.ops.layer_norm": "dropout_add_layer_norm",
+    "flash_attn.ops.rms_norm": "DropoutAddRMSNorm rms_norm",
+    "flash_attn.ops.triton.cross_entropy": "cross_entropy_loss",
+    "flash_attn.ops.triton.layer_norm": "RMSNorm layer_norm_fn rms_norm_fn",
+    "flash_attn.ops.triton.rotary": "apply_rotary",
+    "flash_attn.utils.distributed": "all_gather all_gather_raw all_reduce sync_shared_params",
+    "flash_attn.utils.generation": "GenerationMixin InferenceParams",
+    "flash_attn_interface": "flash_attn_func",
     "sageattention": "sageattn sageattn_qk_int8_pv_fp16_cuda sageattn_qk_int8_pv_fp16_triton"
     " sageattn_qk_int8_pv_fp8_cuda sageattn_qk_int8_pv_fp8_cuda_sm90 sageattn_varlen",
     "sageattention.core": "sageattn sageattn_qk_int8_pv_fp16_cuda sageattn_qk_int8_pv_fp8_cuda",
@@ -150,15 +173,13 @@ IMPORTED = {
     " BlockDiagonalCausalWithOffsetPaddedKeysMask BlockDiagonalMask BlockDiagonalPaddedKeysMask"
     " LocalAttentionFromBottomRightMask LowerTriangularMask LowerTriangularMaskWithTensorBias",
 }
+VERSIONS = {"flash_attn": "2.8.4", "sageattention": "2.2.0", "xformers": "0.0.35"}
 
 
-@pytest.mark.parametrize("name", ["sageattention", "xformers"])
+@pytest.mark.parametrize("name", VERSIONS)
 def test_what_programs_import_is_there_until_the_patch_is_removed(name: str) -> None:
-    lines = "\n".join(
-        f"        from {module} import {names.replace(' ', ', ')}"
-        for module, names in IMPORTED.items()
-        if module.partition(".")[0] == name
-    )
+    own = {module: names for module, names in IMPORTED.items() if module.startswith(name)}
+    lines = "\n".join(f"        from {module} import {names.replace(' ', ', ')}" for module, names in own.items())
     out = run(f"""
         import importlib.metadata, importlib.util, sys
         from pytest import raises
@@ -172,15 +193,15 @@ def test_what_programs_import_is_there_until_the_patch_is_removed(name: str) -> 
         assert not getattr({name}, "_has_cpp_library", False)  # or ComfyUI stores masks for it
         print({name}.__version__.partition("+")[0])
         second.remove()
-        assert not [module for module in sys.modules if module.partition(".")[0] == "{name}"]
+        assert not [module for module in sys.modules if module.startswith("{name}")]
         assert sys.meta_path == finders and importlib.util.find_spec("{name}") is None
         with raises(importlib.metadata.PackageNotFoundError):
             importlib.metadata.version("{name}")
     """)
-    assert out == {"sageattention": "2.2.0", "xformers": "0.0.35"}[name]
+    assert out == VERSIONS[name]
 
 
-@pytest.mark.parametrize("name", ["flash_attn", "sageattention", "xformers"])
+@pytest.mark.parametrize("name", VERSIONS)
 def test_a_real_package_is_left_alone_unless_told(name: str, tmp_path: Path) -> None:
     (tmp_path / f"{name}.py").write_text("real = True\n")
     run(

@@ -208,22 +208,17 @@ def test_a_decoder_of_any_size(height: int, width: int, rows: int, keep: str) ->
 
 def test_an_unknown_operator_runs_whole_and_is_named() -> None:
     x = seeded(*IMAGE)
-
-    def function(x: Tensor) -> Tensor:
-        return (x * 2).flip(2) + 1
-
-    got, run = in_bands(function, x, rows=1)
-    torch.testing.assert_close(got, function(x))
+    got, run = in_bands(lambda x: (x * 2).flip(2) + 1, x, rows=1)
+    torch.testing.assert_close(got, (x * 2).flip(2) + 1)
     assert run.figures.whole == {"flip": 1}
 
 
 def test_random_numbers_are_those_of_the_whole() -> None:
-    x = seeded(*IMAGE)
-
     def function(x: Tensor) -> Tensor:
         torch.manual_seed(3)
         return x + torch.randn_like(x)
 
+    x = seeded(*IMAGE)
     got, _ = in_bands(function, x, rows=2)
     torch.testing.assert_close(got, function(x))
 
@@ -240,16 +235,21 @@ def test_writing_where_a_view_is_in_use_is_refused() -> None:
     torch.testing.assert_close(ordinary(y), seeded(*IMAGE) + 2)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_16_bits(dtype: torch.dtype) -> None:
-    """Sums of a group norm are gathered in float32: as near to float64 as torch's own kernel."""
+@pytest.mark.parametrize(
+    ("dtype", "spread", "mean"),
+    [(torch.float32, 1e-2, 100), (torch.bfloat16, 3, 20), (torch.float16, 3, 20)],
+)
+def test_sums_of_a_group_norm_are_as_near_to_float64_as_torchs_own(
+    dtype: torch.dtype, spread: float, mean: int
+) -> None:
+    """Gathered in float32, although the mean is many times as large as the differences."""
     norm = nn.GroupNorm(4, 8).to(dtype)
-    x = (seeded(1, 8, 40, 30) * 3 + 20).to(dtype)
+    x = (seeded(1, 8, 64, 64) * spread + mean).to(dtype)
     exact = F.group_norm(x.double(), 4)
     got, _ = in_bands(lambda x: norm(x) * 1, x, rows=3)
     with torch.no_grad():
-        own = norm(x)
-    assert (got.double() - exact).abs().max() <= 1.01 * (own.double() - exact).abs().max() + 1e-6
+        own = (norm(x).double() - exact).abs().max()
+    assert (got.double() - exact).abs().max() <= (2 if dtype == torch.float32 else 1.01) * own + 1e-6
 
 
 def test_the_same_bits_every_time() -> None:
@@ -258,14 +258,6 @@ def test_the_same_bits_every_time() -> None:
     first, _ = in_bands(function, x, rows=5)
     for _ in range(3):
         assert torch.equal(in_bands(function, x, rows=5)[0], first)
-
-
-def test_sums_do_not_lose_digits_to_a_large_mean() -> None:
-    x = seeded(1, 8, 64, 64) * 1e-2 + 100
-    exact = F.group_norm(x.double(), 4)
-    got, _ = in_bands(nn.GroupNorm(4, 8), x, rows=3)
-    own = (F.group_norm(x, 4).double() - exact).abs().max()
-    assert (got.double() - exact).abs().max() <= 2 * own
 
 
 class Delayed:
