@@ -143,8 +143,9 @@ def test_every_route_is_right_where_one_was_wrong(call: Call) -> None:
 @pytest.mark.gpu
 def test_random_calls_on_a_card_give_the_answers_of_the_definition(share: range) -> None:
     calls = (draw(number) for number in share)
-    routes = ({}, {"route": "fused"}, {"route": "tiled"}, {"math_limit_mib": 0})
-    _run((replace(call, config=routes[call.number % 4]) for call in calls if call.dtype != "float64"), "cuda")
+    routes = [*EVERY_ROUTE, {"route": "fused"}, {"route": "fused", "atomic_gradients": True}]
+    chosen = (replace(call, config=routes[call.number % len(routes)]) for call in calls if call.dtype != "float64")
+    _run(chosen, "cuda")
 
 
 @pytest.mark.skipif(GXX is None, reason="needs g++ to build the emulation")
