@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from attn_support.clock import Clock
 from attn_support.fused.device import CardKernels, UncheckedKernels, execute, fresh_card
 from attn_support.fused.driver import StandIn, fails_once
 from attn_support.fused.emulation import CARD, T4, V100, emulate
@@ -218,17 +219,6 @@ def test_a_child_checks_them_like_any_other() -> None:
 _wide = functools.partial(_call, dtype=torch.float32)
 
 
-def times(*milliseconds: float):
-    """A clock that runs everything and then says this."""
-
-    def clock(attempts, device):
-        for attempt in attempts:
-            attempt()
-        return list(milliseconds)
-
-    return clock
-
-
 def timed_by(clock, folder: Path | None = None):
     runtime = runtime_of(CPU)
     runtime._parts[LinearTimings] = LinearTimings(runtime, clock=clock, folder=lambda: folder, is_on=True)
@@ -248,12 +238,12 @@ def test_the_kernel_gives_what_int_mm_gives_bit_for_bit(monkeypatch: pytest.Monk
 
 def test_where_both_can_the_faster_one_is_taken_and_the_other_has_a_reason(tmp_path: Path) -> None:
     with fresh_card(StandIn(CARD, execute)) as kernels:
-        timed_by(times(1.0, 2.0), tmp_path)
+        timed_by(Clock(1.0, 2.0), tmp_path)
         call = _wide()
         assert backends_of(call) == ["kernel", "int_mm", "float"]
         assert backend_of(call) == ("kernel", "")
         more = _wide(cols=24)
-        timed_by(times(3.0, 2.0), tmp_path)
+        timed_by(Clock(3.0, 2.0), tmp_path)
         assert backend_of(more) == ("int_mm", "the int8 linear kernel took 1.50 times as long as torch._int_mm")
         queued = len(kernels.queued)
         int8_linear(more.x, more.weight)
@@ -267,7 +257,7 @@ def test_where_both_can_the_faster_one_is_taken_and_the_other_has_a_reason(tmp_p
 def test_a_kernel_that_fails_gives_way_and_is_not_tried_again() -> None:
     driver = StandIn(CARD, execute)
     with fresh_card(driver) as kernels:
-        timed_by(times(1.0, 2.0))
+        timed_by(Clock(1.0, 2.0))
         call = _wide()
         int8_linear(call.x, call.weight)
         driver.faults["cuLaunchKernel"] = fails_once(1)
