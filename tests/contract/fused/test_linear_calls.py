@@ -22,7 +22,6 @@ from torch import nn
 from pascal_attn_core.fused.code.linear_source import KIND, LinearVariant
 from pascal_attn_core.fused.code.source import Variant, source
 from pascal_attn_core.fused.linear import LinearCall, LinearTrials, run_linear, why_not
-from pascal_attn_core.fused.trust import trial
 from pascal_attn_core.fused.trust.kernels import Kernels, KernelUnavailable
 from pascal_attn_core.fused.trust.trial import Trials
 from pascal_attn_core.int8 import int8_linear, patch_linear_int8
@@ -202,15 +201,6 @@ def test_a_trial_that_fails_leaves_linear_layers_off_and_attention_as_it_is(
         assert trials.reason([attention]) == ""
         assert runtime_of(CPU) is runtime
     assert len(list(tmp_path.iterdir())) == 1
-
-
-def test_a_child_checks_them_like_any_other() -> None:
-    said = []
-    with fresh_card(StandIn(execute=execute)) as kernels:
-        trial._run_one(kernels, FLOAT16, lambda **line: said.append(line))
-    begun, found = said
-    assert begun == {"variant": "int8_linear-float16", "begun": True}
-    assert found["error"] <= found["limit"]
 
 
 # ---- ways ------------------------------------------------------------------------------------------------------------
