@@ -12,7 +12,6 @@ from attn_support.comfy.frontend import (
     open_template,
     prompt_of_page,
     red_nodes,
-    screen_points,
     select,
     show,
 )
@@ -51,14 +50,14 @@ def browser() -> Iterator[Browser]:
 @pytest.fixture
 def page(browser: Browser, server_with_files: ComfyServer) -> Browser:
     """The front end, freshly opened."""
-    open_page(browser, server_with_files, **{"LiteGraph.Node.TooltipDelay": 10, "Comfy.Workflow.Persist": False})
+    open_page(browser, server_with_files, **{"Comfy.Workflow.Persist": False})
     return browser
 
 
 @pytest.fixture(scope="module")
 def all_nodes(browser: Browser, server_with_files: ComfyServer) -> Browser:
     """The front end with the workflow that has every node of the model, and to the right of it the others."""
-    open_page(browser, server_with_files, **{"LiteGraph.Node.TooltipDelay": 10, "Comfy.Workflow.Persist": False})
+    open_page(browser, server_with_files, **{"Comfy.Workflow.Persist": False})
     show(browser, opened("Pascal-SD15-every-node"))
     browser.script(_ADD_MISSING, list(NODES))
     return browser
@@ -125,29 +124,6 @@ def test_a_template_opens_from_the_browser_with_its_picture_and_readable(
         assert not browser.script("return app.canvas.low_quality"), f"no text at zoom {zoom}"
     finally:
         browser.resize(1600, 1000)
-
-
-@every_node
-def test_title_inputs_widgets_and_outputs_show_their_tooltips(all_nodes: Browser, kind: str) -> None:
-    page, types = all_nodes, NODES[kind].INPUT_TYPES()
-    look_at(page, kind)
-    expected = {"title": NODES[kind].DESCRIPTION}
-    expected |= {f"output {i}": text for i, text in enumerate(NODES[kind].OUTPUT_TOOLTIPS)}
-    for name, spec in {**types["required"], **types.get("optional", {})}.items():
-        expected |= {f"input {name}": spec[1]["tooltip"], f"widget {name}": spec[1]["tooltip"]}
-    points = screen_points(page, kind)
-    assert len(points) >= 1 + len(NODES[kind].RETURN_TYPES) + len(types["required"])
-    for part, (x, y) in points.items():
-        if part in expected:
-            assert tooltip_at(page, x, y) == " ".join(expected[part].split()), part
-
-
-def tooltip_at(page: Browser, x: float, y: float) -> str:
-    page.hover(5, 500)
-    page.wait_for("return !(document.querySelector('.node-tooltip')?.innerText)")
-    page.hover(x, y)
-    text = page.wait_for("return document.querySelector('.node-tooltip')?.innerText")
-    return " ".join(text.split())
 
 
 @every_node
