@@ -5,16 +5,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from attn_support.comfy import frontend
 from attn_support.comfy.browser import Browser, why_no_browser
-from attn_support.comfy.frontend import (
-    look_at,
-    open_page,
-    open_template,
-    prompt_of_page,
-    red_nodes,
-    select,
-    show,
-)
 from attn_support.comfy.pack import load_pack
 from attn_support.comfy.server import ComfyServer, Host, base_directory
 from attn_support.comfy.workflow_files import FOREIGN, NAMES, opened, prompt_of, touch_models
@@ -50,15 +42,15 @@ def browser() -> Iterator[Browser]:
 @pytest.fixture
 def page(browser: Browser, server_with_files: ComfyServer) -> Browser:
     """The front end, freshly opened."""
-    open_page(browser, server_with_files, **{"Comfy.Workflow.Persist": False})
+    frontend.open_page(browser, server_with_files, **{"Comfy.Workflow.Persist": False})
     return browser
 
 
 @pytest.fixture(scope="module")
 def all_nodes(browser: Browser, server_with_files: ComfyServer) -> Browser:
     """The front end with the workflow that has every node of the model, and to the right of it the others."""
-    open_page(browser, server_with_files, **{"Comfy.Workflow.Persist": False})
-    show(browser, opened("Pascal-SD15-every-node"))
+    frontend.open_page(browser, server_with_files, **{"Comfy.Workflow.Persist": False})
+    frontend.show(browser, opened("Pascal-SD15-every-node"))
     browser.script(_ADD_MISSING, list(NODES))
     return browser
 
@@ -74,18 +66,18 @@ for (const type of arguments[0].filter(type => !app.graph.nodes.some(n => n.type
 
 @every_workflow
 def test_a_workflow_opens_without_red_nodes_and_sends_its_twin(page: Browser, comfy_host: Host, name: str) -> None:
-    show(page, opened(name))
-    unknown = set(red_nodes(page)) - set(FOREIGN)
+    frontend.show(page, opened(name))
+    unknown = set(frontend.red_nodes(page)) - set(FOREIGN)
     if unknown and comfy_host.version_tuple < (0, 8):
         pytest.skip(f"ComfyUI {comfy_host.version} has no {', '.join(sorted(unknown))}")
     missing = [node["type"] for node in opened(name)["nodes"] if node["type"] in FOREIGN]
-    assert red_nodes(page) == missing
+    assert frontend.red_nodes(page) == missing
     if missing:  # the front end says what to install; without that node it cannot send the prompt
         pack, _ = FOREIGN[missing[0]]
         assert missing[0] in page.wait_for(_SAID) or pack in page.wait_for(_SAID)
         return
     assert not page.script("return [...document.querySelectorAll(arguments[0])].map(e => e.innerText)", DIALOG)
-    sent, twin = known_inputs(prompt_of_page(page)), known_inputs(prompt_of(name))
+    sent, twin = known_inputs(frontend.prompt_of_page(page)), known_inputs(prompt_of(name))
     for key, (kind, inputs) in twin.items():
         # The twin is of a newer host, whose nodes have some inputs more.
         of_host = page.script(_INPUTS, kind)
@@ -117,9 +109,9 @@ def test_a_template_opens_from_the_browser_with_its_picture_and_readable(
     browser: Browser, server_with_files: ComfyServer, name: str, theme: str
 ) -> None:
     browser.resize(1600, 900)
-    open_page(browser, server_with_files, **{"Comfy.ColorPalette": theme, "Comfy.Workflow.Persist": False})
+    frontend.open_page(browser, server_with_files, **{"Comfy.ColorPalette": theme, "Comfy.Workflow.Persist": False})
     try:
-        zoom = open_template(browser, name)
+        zoom = frontend.open_template(browser, name)
         assert browser.script("return app.graph.nodes.length") == len(opened(name)["nodes"])
         assert not browser.script("return app.canvas.low_quality"), f"no text at zoom {zoom}"
     finally:
@@ -129,8 +121,8 @@ def test_a_template_opens_from_the_browser_with_its_picture_and_readable(
 @every_node
 def test_the_info_button_opens_the_help_page(all_nodes: Browser, kind: str) -> None:
     page = all_nodes
-    look_at(page, kind)
-    select(page, kind)
+    frontend.look_at(page, kind)
+    frontend.select(page, kind)
     page.click(page.find("[data-testid=info-button], .help-button"))
     heading = (DOCS / f"{kind}.md").read_text(encoding="utf-8").splitlines()[0].lstrip("# ")
     first = "return document.querySelector('.node-help-content .markdown-content')?.innerText"
