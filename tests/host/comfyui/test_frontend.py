@@ -1,23 +1,18 @@
 """The pack in ComfyUI's own front end, in headless Chromium."""
 
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 from attn_support.comfy import frontend
 from attn_support.comfy.browser import Browser, why_no_browser
-from attn_support.comfy.pack import load_pack
 from attn_support.comfy.server import ComfyServer, Host, base_directory
 from attn_support.comfy.workflow_files import FOREIGN, NAMES, opened, prompt_of, touch_models
 
-NODES: dict[str, Any] = load_pack().NODE_CLASS_MAPPINGS
-DOCS = Path(__file__).parents[3] / "nodes" / "web" / "docs"
 DIALOG = ".p-dialog, [role=dialog]"
 
 pytestmark = pytest.mark.skipif(bool(why_no_browser()), reason=f"no headless browser: {why_no_browser()}")
 every_workflow = pytest.mark.parametrize("name", NAMES)
-every_node = pytest.mark.parametrize("kind", sorted(NODES))
 
 
 @pytest.fixture(scope="module")
@@ -44,24 +39,6 @@ def page(browser: Browser, server_with_files: ComfyServer) -> Browser:
     """The front end, freshly opened."""
     frontend.open_page(browser, server_with_files, **{"Comfy.Workflow.Persist": False})
     return browser
-
-
-@pytest.fixture(scope="module")
-def all_nodes(browser: Browser, server_with_files: ComfyServer) -> Browser:
-    """The front end with the workflow that has every node of the model, and to the right of it the others."""
-    frontend.open_page(browser, server_with_files, **{"Comfy.Workflow.Persist": False})
-    frontend.show(browser, opened("Pascal-SD15-every-node"))
-    browser.script(_ADD_MISSING, list(NODES))
-    return browser
-
-
-_ADD_MISSING = """
-for (const type of arguments[0].filter(type => !app.graph.nodes.some(n => n.type === type))) {
-  const right = Math.max(...app.graph.nodes.map(n => n.pos[0] + n.size[0]));
-  const node = LiteGraph.createNode(type);
-  node.pos = [right + 200, 0];
-  app.graph.add(node);
-}"""
 
 
 @every_workflow
@@ -116,19 +93,3 @@ def test_a_template_opens_from_the_browser_with_its_picture_and_readable(
         assert not browser.script("return app.canvas.low_quality"), f"no text at zoom {zoom}"
     finally:
         browser.resize(1600, 1000)
-
-
-@every_node
-def test_the_info_button_opens_the_help_page(all_nodes: Browser, kind: str) -> None:
-    page = all_nodes
-    frontend.look_at(page, kind)
-    frontend.select(page, kind)
-    page.click(page.find("[data-testid=info-button], .help-button"))
-    heading = (DOCS / f"{kind}.md").read_text(encoding="utf-8").splitlines()[0].lstrip("# ")
-    first = "return document.querySelector('.node-help-content .markdown-content')?.innerText"
-    page.wait_for(f"{first}?.includes(arguments[0])", heading)
-    rows = page.script("return document.querySelectorAll('.node-help-content table tr, .node-help-content li').length")
-    assert rows > len(NODES[kind].INPUT_TYPES()["required"])
-    assert not page.script(
-        "return [...document.querySelectorAll('.node-help-content img')].filter(i => !i.naturalWidth).length"
-    )
