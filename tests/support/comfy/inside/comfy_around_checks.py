@@ -1,6 +1,5 @@
-"""This module has what ComfyUI puts around a diffusion model, inside the host: a ControlNet beside it, torch.compile
-over it, another copy of the pack, copies for other devices, a second card (a thread on the CPU). See
-``comfy_checks``."""
+"""This module has what ComfyUI puts around a diffusion model, inside the host: a ControlNet, torch.compile, another copy
+of the pack, copies for other devices, a second card (here a thread on the CPU). See ``comfy_checks``."""
 
 import importlib.util
 import sys
