@@ -6,9 +6,9 @@ import re
 import pytest
 import torch
 from attn_support.oracle import assert_close, exact, plain, plain_dtype
-from attn_support.table import BY_TORCH, ROUTES, SHAPES, TABLE, Case, on_mps, routes_for
+from attn_support.table import BY_TORCH, ROUTES, TABLE, Case, on_mps, routes_for
 
-from pascal_attn_core import UnsupportedAttention, record, sdpa, sdpa_with_lse
+from pascal_attn_core import UnsupportedAttention, sdpa, sdpa_with_lse
 from pascal_attn_core.call import AttentionCall, check_call
 from pascal_attn_core.routes import choose, why_not
 
@@ -42,25 +42,21 @@ def _why_not(route: str, call: AttentionCall) -> list[str]:
     return [] if route == "auto" else why_not(ROUTES[route].route, call, ROUTES[route])
 
 
-@pytest.mark.parametrize("case", TABLE, ids=lambda case: case.name)
-def test_every_route_gives_the_answer_of_the_definition(case: Case) -> None:
+@pytest.mark.parametrize(
+    ("device", "case"),
+    [("cpu", case) for case in TABLE] + [("mps", case) for case in on_mps(TABLE)],
+    ids=lambda given: given if isinstance(given, str) else given.name,
+)
+def test_every_route_gives_the_answer_of_the_definition(device: str, case: Case) -> None:
     inputs, options = case.build()
     oracle, _ = exact(inputs, options)
     dtypes = {by_torch: plain_dtype(case.dtype, as_torch=by_torch) for by_torch in (False, True)}
     similar = {dtype: plain(inputs, options, dtype)[0] for dtype in set(dtypes.values())}
-    for route in routes_for(case):
+    inputs, _ = case.build(device=device)
+    for route in routes_for(case) if device == "cpu" else TILED_ROUTES:
         out = sdpa(*inputs, **options, config=ROUTES[route])
         assert out.dtype == case.dtype
-        assert_close(out, oracle, similar[dtypes[route in BY_TORCH]], f"out by {route}", dtype=case.dtype)
-
-
-@pytest.mark.parametrize("case", on_mps(TABLE), ids=lambda case: case.name)
-def test_tiles_on_mps_give_the_answer_of_the_definition(case: Case) -> None:
-    inputs, options = case.build()
-    oracle, similar = exact(inputs, options)[0], plain(inputs, options, torch.float32)[0]
-    for route in TILED_ROUTES:
-        out = sdpa(*case.build(device="mps")[0], **options, config=ROUTES[route])
-        assert_close(out.cpu(), oracle, similar, f"out by {route}", dtype=case.dtype)
+        assert_close(out.cpu(), oracle, similar[dtypes[route in BY_TORCH]], f"out by {route}", dtype=case.dtype)
 
 
 @pytest.mark.parametrize("case", TABLE[::3], ids=lambda case: case.name)
@@ -104,16 +100,3 @@ def test_routes_take_as_much_of_the_table_as_they_can() -> None:
     assert taken["torch"]["taken"] > 200
     assert taken["auto"]["tiled"] > 150
     assert taken["auto"]["torch"] > 150
-
-
-@pytest.mark.parametrize("options", [{}, {"is_causal": True}, {"window": (9, 4)}], ids=str)
-@pytest.mark.parametrize("case", SHAPES, ids=lambda case: case.name)
-def test_short_calls_by_default(case: Case, options: dict) -> None:
-    """Whose scores fit into ``math_limit_mib``: torch's function as it is, or plain attention."""
-    inputs, own = case.build()
-    options = {**own, **options}
-    with record() as report:
-        out = sdpa(*inputs, **options)
-    assert set(report.routes()) <= {"torch", "math"}
-    assert report.total == 1
-    assert_close(out, exact(inputs, options)[0], plain(inputs, options, case.dtype)[0], "out", dtype=case.dtype)

@@ -7,7 +7,7 @@ it and compares output, lse and gradients with ``fuzz_oracle``. Profile ``nightl
 import threading
 from collections.abc import Callable, Iterable
 from dataclasses import replace
-from itertools import product
+from itertools import islice, product
 from typing import Any
 
 import pytest
@@ -17,7 +17,7 @@ from attn_support.fused.device import emulated_card
 from attn_support.fused.emulation import GXX
 from attn_support.fuzz import check
 from attn_support.fuzz.calls import DTYPES, RULES, Call, Mask, draw
-from attn_support.fuzz.check import TORCH, failure, simplest
+from attn_support.fuzz.check import TORCH, failure
 from attn_support.randomness import examples, some
 from hypothesis import given
 from hypothesis import strategies as st
@@ -44,17 +44,13 @@ def _numbers(config: pytest.Config) -> tuple[int, int]:
 
 
 def _run(calls: Iterable[Call], device: str = "cpu") -> None:
-    """Make them all; fail with the first wrong ones, a simpler one that goes wrong too, and how to repeat each."""
-    lines: list[str] = []
-    for call in calls:
-        what = failure(call, device)
-        if not what:
-            continue
-        other = simplest(call, device=device)
-        lines += [f"call {call.number}: {what}", f"  as wrong: {other}", f"            {failure(other, device)}"]
-        lines.append(f"  again: python -m pytest tests/contract/test_fuzz.py --fuzz-first {call.number} --fuzz-calls 1")
-        if len(lines) >= 4 * MOST_REPORTED:
-            break
+    """Make them all; fail with the first wrong ones and how to repeat each."""
+    wrong = ((call, what) for call in calls if (what := failure(call, device)))
+    lines = [
+        f"call {call.number}: {what}\n  {call}\n"
+        f"  again: python -m pytest tests/contract/test_fuzz.py --fuzz-first {call.number} --fuzz-calls 1"
+        for call, what in islice(wrong, MOST_REPORTED)
+    ]
     if lines:
         pytest.fail("\n".join(lines), pytrace=False)
 
@@ -143,8 +139,9 @@ def test_every_route_is_right_where_one_was_wrong(call: Call) -> None:
 @pytest.mark.gpu
 def test_random_calls_on_a_card_give_the_answers_of_the_definition(share: range) -> None:
     calls = (draw(number) for number in share)
-    routes = ({}, {"route": "fused"}, {"route": "tiled"}, {"math_limit_mib": 0})
-    _run((replace(call, config=routes[call.number % 4]) for call in calls if call.dtype != "float64"), "cuda")
+    routes = [*EVERY_ROUTE, {"route": "fused"}, {"route": "fused", "atomic_gradients": True}]
+    chosen = (replace(call, config=routes[call.number % len(routes)]) for call in calls if call.dtype != "float64")
+    _run(chosen, "cuda")
 
 
 @pytest.mark.skipif(GXX is None, reason="needs g++ to build the emulation")

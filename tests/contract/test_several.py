@@ -63,16 +63,6 @@ def test_the_bits_are_those_of_one_device() -> None:
     assert taken["small_budget"] > 0.3 * len(cases)
 
 
-@pytest.mark.parametrize("case", TABLE[::15], ids=lambda case: case.name)
-def test_so_are_those_of_lse(case: Case) -> None:
-    inputs, options = case.build()
-    for route in ("small_tiles", "small_budget"):
-        expected = sdpa_with_lse(*inputs, **options, config=ROUTES[route])
-        found = sdpa_with_lse(*inputs, **options, config=shared(ROUTES[route]))
-        assert torch.equal(found.out, expected.out)
-        assert torch.equal(found.lse, expected.lse)
-
-
 def _gradients(case: Case, config: AttentionConfig) -> tuple[list[Tensor], str]:
     inputs, options = case.build(requires_grad=True)
     leaves = [t for t in inputs[:3] if t is not None]

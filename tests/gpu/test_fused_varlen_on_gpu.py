@@ -10,9 +10,6 @@ from torch import Tensor
 
 from pascal_attn_core.config import default_config
 from pascal_attn_core.flash_attn import flash_attn_varlen_func
-from pascal_attn_core.fused.launch import Launch
-from pascal_attn_core.fused.trust.kernels import Kernels
-from pascal_attn_core.machine.runtime import Runtime, using
 from pascal_attn_core.observe import report
 
 pytestmark = pytest.mark.gpu
@@ -29,27 +26,6 @@ def _by_name(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     yield
     monkeypatch.undo()
     default_config.cache_clear()
-
-
-class _Watched(Kernels):
-    """Keeps every part of a launch that is queued."""
-
-    def __init__(self, runtime: Runtime):
-        super().__init__(runtime)
-        self.queued: list[Launch] = []
-
-    def queue(self, launch: Launch, handle: Any) -> None:
-        self.queued.append(launch)
-        super().queue(launch, handle)
-
-
-@pytest.fixture
-def queued() -> Iterator[list[Launch]]:
-    """Every launch from now on."""
-    with using(Runtime(torch.device("cuda", torch.cuda.current_device()), parts={Kernels: _Watched})) as runtime:
-        kernels = runtime.part(Kernels)
-        assert isinstance(kernels, _Watched)
-        yield kernels.queued
 
 
 def _inputs(head_dim: int, dtype: torch.dtype) -> list[Tensor]:
@@ -72,16 +48,15 @@ def _attend(inputs: list[Tensor], **options: Any) -> tuple[Tensor, Tensor]:
 @pytest.mark.parametrize("head_dim", [64, 60, 128])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_each_sequence_gets_the_answer_and_the_gradients_it_has_alone(
-    queued: list[Launch], dtype: torch.dtype, head_dim: int, options: dict[str, Any]
+    dtype: torch.dtype, head_dim: int, options: dict[str, Any]
 ) -> None:
     inputs = _inputs(head_dim, dtype)
     rule = {"is_causal": options.get("causal", False), "window": options.get("window_size"), "alignment": "lower_right"}
-    _attend(inputs, **options)  # the first use of a variant checks it
-    queued.clear()
     with report.record() as seen:
         out, lse = _attend(inputs, **options)
-    assert [launch.function for launch in queued] == ["pa_forward"]
-    assert seen.routes() == {"fused": 1}
+    ((kind, stats),) = seen.calls.items()
+    assert (kind.route, stats.count) == ("fused", 1)
+    assert kind.why == "6 sequences of different lengths in one launch"
     assert_each_alone(out, lse, inputs, (Q_LENGTHS, K_LENGTHS), **rule)
 
 

@@ -31,10 +31,8 @@ from pascal_attn_core.call import check_call
 from pascal_attn_core.fused.code.source import Variant, all_variants, source
 from pascal_attn_core.fused.launch import Launch
 from pascal_attn_core.fused.trust import verify
-from pascal_attn_core.machine.own_thread import in_backward, in_own_thread
 from pascal_attn_core.machine.runtime import runtime_of
 from pascal_attn_core.reference import reference_sdpa
-from pascal_attn_core.routes import timing_table
 from pascal_attn_core.routes.timing import Kind, Timings
 from pascal_attn_core.stand_ins.sageattention import sageattn
 
@@ -129,27 +127,6 @@ def test_a_compiled_call_with_gradients_is_timed(tmp_path: Path) -> None:
         (ratio,) = runtime_of(CPU).part(Timings).ratios("torch").values()
         assert ratio is not None
         assert f"{ratio:.2f}" in explain(*leaves, config=AUTO)
-
-
-def test_a_timing_that_found_no_memory_is_made_again_later(monkeypatch: pytest.MonkeyPatch) -> None:
-    leaves = [torch.randn(1, 1, 60, 16) for _ in range(3)]
-    runs = []
-
-    def short_at_first(attempts: list[Callable[[], Any]], device: torch.device) -> list[float]:
-        runs.append(1)
-        if len(runs) <= 2:  # and again after torch's unused memory was given back
-            raise torch.cuda.OutOfMemoryError("no room for the timing")
-        return [1.0, 2.0]
-
-    with fresh_card(StandIn(execute=execute), short_at_first):
-        for _ in range(2):
-            assert explain(*leaves, config=AUTO).startswith("route torch")
-        assert len(runs) == 2
-        now = timing_table.time.monotonic()
-        monkeypatch.setattr(timing_table.time, "monotonic", lambda: now + timing_table.RETRY_SECONDS)
-        for _ in range(2):
-            assert explain(*leaves, config=AUTO).startswith("route fused: timed on this card at 0.50")
-        assert len(runs) == 3
 
 
 class Operators(TorchDispatchMode):
@@ -249,25 +226,6 @@ def test_threads_that_use_a_kernel_together_check_it_once(kernels: CardKernels) 
         outs = list(pool.map(lambda _: sdpa(*leaves, config=FUSED), range(4)))
     torch.testing.assert_close(outs, [reference_sdpa(*leaves)[0]] * 4, atol=1e-5, rtol=0)
     assert len(kernels.queued) == 5
-
-
-def test_a_backward_pass_knows_itself() -> None:
-    seen = []
-
-    class Asks(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, x: Tensor) -> Tensor:
-            seen.append(in_backward())
-            return x.clone()
-
-        @staticmethod
-        def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
-            seen.append(in_backward())
-            seen.append(in_own_thread(in_backward, CPU))
-            return grad
-
-    Asks.apply(torch.ones(1, requires_grad=True)).backward()
-    assert seen == [False, True, False]
 
 
 @pytest.mark.parametrize("mask", ["none", "bool", "float"])

@@ -6,11 +6,13 @@ from typing import Any
 
 import pytest
 import torch
+from attn_support.clock import Clock
 from attn_support.fused.device import CardKernels, execute, fresh_card
 from attn_support.fused.driver import StandIn, fails_once
 from attn_support.fused.emulation import CARD, emulate
 from attn_support.fused.trials import Starter
 from attn_support.randomness import some
+from mutants import MUTANTS
 from torch import Tensor
 
 from pascal_attn_core.fused.code.gguf_source import KERNELS, KIND
@@ -74,53 +76,30 @@ def test_no_blocks_are_no_launch() -> None:
     assert expand_launches(ExpandCall(empty, "Q4_0", torch.float16, torch.int8, torch.empty(0, 32))) == []
 
 
-MUTANTS = {
-    "a weight beside": ("const i64 at = 4 * (", "const i64 at = 4 + 4 * ("),
-    "a scale that is not rounded": ("return rounded(half_to_float(", "return (half_to_float("),
-    "a product that is not rounded": ("return rounded(__fmul_rn(a, b));", "return __fmul_rn(a, b);"),
-    "a sum in one step": ("w[i] = rounded(__fadd_rn(w[i], m));", "w[i] = __fadd_rn(w[i], m);"),
-    "a difference that is not rounded": ("w[i] = rounded(__fsub_rn(", "w[i] = (__fsub_rn("),
-    "unsigned codes": ("(float)signed_at(p + 2 + j + i)", "(float)byte_at(p + 2 + j + i)"),
-    "the other nibbles": ("j / 16 * 4, 4);\n        if (bits)", "4 - j / 16 * 4, 4);\n        if (bits)"),
-    "the wrong high bits": ("field(p + bits + j / 8,", "field(p + bits + j / 16,"),
-    "another zero": ("of_32(p, j, w, 2, 6, 16, false)", "of_32(p, j, w, 2, 6, 15, false)"),
-    "no minimum": ("of_32(p, j, w, 0, 4, 0, true)", "of_32(p, j, w, 0, 4, 0, false)"),
-    "another number in the table": ("0x71594535u", "0x71594534u"),
-    "a table that is always rounded": ("is_wide ? y : rounded(y)", "rounded(y)"),
-    "a table that is never rounded": ("is_wide ? y : rounded(y)", "y"),
-    "scales for minima": ("(float)(scale >> 4)", "(float)(scale & 15)"),
-    "three bits for two": ("field(p + 104 + g % 4, g / 4 * 2, 2)", "field(p + 104 + g % 4, g / 4 * 2, 3)"),
-    "no third bit": ("4 * field(p + j % 32 + i, j / 32, 1) - 4", "-4"),
-    "six bits for four": ("scale = (low & 15) | ", "scale = (low & 63) | "),
-    "the first minima for all": ("(byte_at(p + 4 + g) >> 2 & 48)", "(byte_at(p + g) >> 2 & 48)"),
-    "no fifth bit": ("if (has_high_bits) q[i] |=", "if (false) q[i] |="),
-    "unsigned scales": ("(float)signed_at(p + 192 + j / 16)", "(float)byte_at(p + 192 + j / 16)"),
-    "the first half's low bits": ("field(p + 64 * half + k % 64 + i", "field(p + k % 64 + i"),
-    "scales of neighbours": ("field(p + 4 + g / 2, g % 2 * 4, 4)", "field(p + 4 + g / 2, 4 - g % 2 * 4, 4)"),
-    "float16 for bfloat16": ("p.out_kind == 1 ? float_to_half(w[i])", "p.out_kind >= 1 ? float_to_half(w[i])"),
-    "halves of a word exchanged": ("four.x = h[0] | h[1] << 16;", "four.x = h[1] | h[0] << 16;"),
-}  # fmt: skip
+EACH = [name for name, mutant in MUTANTS.items() if mutant.file.endswith("gguf_expand.cu")]
+
+
+def mutated(name: str) -> str:
+    """The kernels' source with one place of ``tools/mutants.txt`` made wrong."""
+    return source(KIND).replace(MUTANTS[name].right, MUTANTS[name].wrong)
 
 
 def is_found(text: str | None) -> bool:
     """Whether any variant with another text is refused at its first use."""
-    mutated = None if text is None else {KIND: text}
+    wrong = None if text is None else {KIND: text}
     errors = [
-        verify_gguf.largest_error(variant, CPU, lambda launches: emulate(launches, mutated=mutated))
+        verify_gguf.largest_error(variant, CPU, lambda launches: emulate(launches, mutated=wrong))
         for variant in gguf_variants()[1:3]
     ]
     return max(errors) > 0
 
 
-@pytest.mark.parametrize("mutant", [None, *some(MUTANTS, 4)])
+@pytest.mark.parametrize("mutant", [None, *some(EACH, 4)])
 def test_the_check_at_first_use_finds_what_is_wrong(mutant: str | None) -> None:
     if mutant is None:
         assert not is_found(None)
         return
-    right, wrong = MUTANTS[mutant]
-    text = source(KIND)
-    assert text.count(right) == 1
-    assert is_found(text.replace(right, wrong))
+    assert is_found(mutated(mutant))
 
 
 def layer(name: str = "Q4_K", rows: int = 48, columns: int = 512) -> tuple[Tensor, GgufMatrix]:
@@ -129,25 +108,16 @@ def layer(name: str = "Q4_K", rows: int = 48, columns: int = 512) -> tuple[Tenso
     return torch.randn(3, columns), GgufMatrix(data, name, (rows, columns), torch.float16, torch.int8, torch.float32)
 
 
-def times(*milliseconds: float) -> Any:
-    """A clock that runs everything and then says this."""
-
-    def clock(attempts: list[Any], device: torch.device) -> list[float]:
-        for attempt in attempts:
-            attempt()
-        return list(milliseconds)
-
-    return clock
-
-
-@pytest.mark.parametrize(("clock", "takes_kernel"), [(times(1.0, 2.0), True), (times(2.0, 1.0), False)])
-def test_a_layer_takes_the_faster_one(clock: Any, takes_kernel: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("takes_kernel", [True, False])
+def test_a_layer_takes_the_faster_one(takes_kernel: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(matrices, "slice_weights", lambda _: 5000)
     x, weight = layer()
     expected = linear(x, weight, None)
     with fresh_card(StandIn(CARD, execute)) as kernels:
         runtime = runtime_of(CPU)
-        runtime._parts[ExpandTimings] = ExpandTimings(runtime, clock=clock, folder=lambda: None, is_on=True)
+        runtime._parts[ExpandTimings] = ExpandTimings(
+            runtime, clock=Clock(1.0, 2.0 if takes_kernel else 0.5), folder=lambda: None, is_on=True
+        )
         assert torch.equal(linear(x, weight, None), expected)
         queued = len(kernels.queued)
         assert {launch.function for launch in kernels.queued} == set(KERNELS.values())  # they were checked
@@ -158,9 +128,8 @@ def test_a_layer_takes_the_faster_one(clock: Any, takes_kernel: bool, monkeypatc
 
 def test_a_kernel_that_fails_or_is_wrong_gives_way(caplog: pytest.LogCaptureFixture) -> None:
     x, weight = layer("Q8_0")
-    expected, text = linear(x, weight, None), source(KIND)
-    mutated = {KIND: text.replace(*MUTANTS["unsigned codes"])}
-    with fresh_card(StandIn(CARD, lambda launch: emulate([launch], mutated=mutated))) as kernels:
+    expected, wrong = linear(x, weight, None), {KIND: mutated("expand_unsigned_codes")}
+    with fresh_card(StandIn(CARD, lambda launch: emulate([launch], mutated=wrong))) as kernels:
         for _ in range(2):
             assert torch.equal(linear(x, weight, None), expected)
         assert "differs from the definition by inf" in why_not(CPU, "Q8_0", torch.float16, torch.float32)

@@ -27,7 +27,7 @@ from attn_support.oracle import cast
 from attn_support.randomness import some
 from attn_support.table import Case
 
-from pascal_attn_core import AttentionConfig, explain, record, sdpa, sdpa_with_lse
+from pascal_attn_core import AttentionConfig, explain, record, sdpa
 from pascal_attn_core.call import check_call
 from pascal_attn_core.flash_attn import flash_attn_varlen_func
 from pascal_attn_core.fused.code.source import Variant
@@ -89,13 +89,6 @@ def test_answers_and_gradients_are_those_of_the_definition(
     for ours, theirs in zip(grads, torch.autograd.grad(expected.square().sum(), wide[:3])):
         assert (ours.double() - theirs).abs().max() <= 4 * limit * theirs.abs().max()
     assert {launch.variant.arch for launch in card.queued} == {card.arch}
-
-
-def test_the_logarithm_of_the_sums_is_exact(card: CardKernels) -> None:
-    query, key, value = (torch.randn(1, 2, 150, 64).half() for _ in range(3))
-    _, lse = sdpa_with_lse(query, key, value, config=AttentionConfig(route="fused"))
-    expected = reference_sdpa(*(t.double() for t in (query, key, value)))[1]
-    torch.testing.assert_close(lse.double(), expected, atol=2e-6, rtol=1e-6)
 
 
 def test_sequences_of_different_lengths_are_one_launch(card: CardKernels, no_torch_kernel: None) -> None:

@@ -83,34 +83,6 @@ def test_every_bit_is_that_of_the_definition(product: str, rows: int, cols: int,
     _check(_call(torch.randn(rows, columns), _weight(cols, columns), torch.randn(cols)), product)
 
 
-@pytest.mark.parametrize("out", DTYPES, ids=str)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("product", TILES)
-def test_dtypes_of_x_and_of_the_output_are_independent(product: str, dtype: torch.dtype, out: torch.dtype) -> None:
-    rows, biases = TILES[product].rows + 2, {FLOAT32: FLOAT16, FLOAT16: BFLOAT16, BFLOAT16: FLOAT32}
-    x, bias = torch.randn(rows, 96).to(dtype), torch.randn(70).to(biases[dtype])
-    _check(_call(x, _weight(70, 96, one_scale=out == FLOAT16), bias, out=out), product)
-
-
-@pytest.mark.parametrize("activation", list(ACTIVATIONS)[1:])
-@pytest.mark.parametrize("product", TILES)
-def test_activations_are_rounded_once_and_multiply_the_values(product: str, activation: str) -> None:
-    tile = TILES[product]
-    for out, cols, has_bias in ((FLOAT32, tile.cols + 2, True), (FLOAT16, tile.cols // 2 + 4, False)):
-        weight = _weight(cols * (2 if ACTIVATIONS[activation][1] else 1), 64)
-        bias = torch.randn(weight.codes.shape[0]) if has_bias else None
-        _check(_call(torch.randn(tile.rows + 1, 64), weight, bias, activation, out), product)
-
-
-@pytest.mark.parametrize("rotation", ROTATIONS)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_rotated_rows_have_the_codes_and_scales_of_the_definition(rotation: int, dtype: torch.dtype) -> None:
-    for rows, groups in ((3, 1), (2, 5)):
-        columns = max(4, rotation) * groups
-        x = torch.randn(rows, columns).mul_(torch.rand(columns).mul_(8).exp_()).to(dtype)
-        _check(_call(x, _weight(7, columns, rotation)))
-
-
 def test_long_rows_are_read_twice_and_their_sums_still_fit() -> None:
     """Beyond 8192 columns a block keeps no row in registers; the largest sum has 31 bits."""
     for columns in (8192, 8196, 20000, MOST_COLUMNS):

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from attn_support.clock import Clock
 from attn_support.fused.device import CardKernels, UncheckedKernels, execute, fresh_card
 from attn_support.fused.driver import StandIn, fails_once
 from attn_support.fused.emulation import CARD, T4, V100, emulate
@@ -16,15 +17,13 @@ from attn_support.fused.hip import RADEON_VII
 from attn_support.fused.linear import before_activation
 from attn_support.fused.modes import MODES
 from attn_support.fused.trials import Starter
-from torch import nn
 
 from pascal_attn_core.fused.code.linear_source import KIND, LinearVariant
 from pascal_attn_core.fused.code.source import Variant, source
 from pascal_attn_core.fused.linear import LinearCall, LinearTrials, run_linear, why_not
-from pascal_attn_core.fused.trust import trial
 from pascal_attn_core.fused.trust.kernels import Kernels, KernelUnavailable
 from pascal_attn_core.fused.trust.trial import Trials
-from pascal_attn_core.int8 import int8_linear, patch_linear_int8
+from pascal_attn_core.int8 import int8_linear
 from pascal_attn_core.int8.backends import IntMm, LinearTimings, backend_of, backends_of
 from pascal_attn_core.int8.quantize import Int8Matrix, quantize_rows
 from pascal_attn_core.machine.device import DeviceInfo
@@ -203,30 +202,10 @@ def test_a_trial_that_fails_leaves_linear_layers_off_and_attention_as_it_is(
     assert len(list(tmp_path.iterdir())) == 1
 
 
-def test_a_child_checks_them_like_any_other() -> None:
-    said = []
-    with fresh_card(StandIn(execute=execute)) as kernels:
-        trial._run_one(kernels, FLOAT16, lambda **line: said.append(line))
-    begun, found = said
-    assert begun == {"variant": "int8_linear-float16", "begun": True}
-    assert found["error"] <= found["limit"]
-
-
 # ---- ways ------------------------------------------------------------------------------------------------------------
 
 
 _wide = functools.partial(_call, dtype=torch.float32)
-
-
-def times(*milliseconds: float):
-    """A clock that runs everything and then says this."""
-
-    def clock(attempts, device):
-        for attempt in attempts:
-            attempt()
-        return list(milliseconds)
-
-    return clock
 
 
 def timed_by(clock, folder: Path | None = None):
@@ -248,12 +227,12 @@ def test_the_kernel_gives_what_int_mm_gives_bit_for_bit(monkeypatch: pytest.Monk
 
 def test_where_both_can_the_faster_one_is_taken_and_the_other_has_a_reason(tmp_path: Path) -> None:
     with fresh_card(StandIn(CARD, execute)) as kernels:
-        timed_by(times(1.0, 2.0), tmp_path)
+        timed_by(Clock(1.0, 2.0), tmp_path)
         call = _wide()
         assert backends_of(call) == ["kernel", "int_mm", "float"]
         assert backend_of(call) == ("kernel", "")
         more = _wide(cols=24)
-        timed_by(times(3.0, 2.0), tmp_path)
+        timed_by(Clock(3.0, 2.0), tmp_path)
         assert backend_of(more) == ("int_mm", "the int8 linear kernel took 1.50 times as long as torch._int_mm")
         queued = len(kernels.queued)
         int8_linear(more.x, more.weight)
@@ -267,7 +246,7 @@ def test_where_both_can_the_faster_one_is_taken_and_the_other_has_a_reason(tmp_p
 def test_a_kernel_that_fails_gives_way_and_is_not_tried_again() -> None:
     driver = StandIn(CARD, execute)
     with fresh_card(driver) as kernels:
-        timed_by(times(1.0, 2.0))
+        timed_by(Clock(1.0, 2.0))
         call = _wide()
         int8_linear(call.x, call.weight)
         driver.faults["cuLaunchKernel"] = fails_once(1)
@@ -288,19 +267,3 @@ def test_int_mm_that_raises_is_a_reason(monkeypatch: pytest.MonkeyPatch) -> None
 
     monkeypatch.setattr(torch, "_int_mm", broken)
     assert IntMm(Runtime(CPU)).why_not == "torch._int_mm: _int_mm is only supported on cards of compute capability 7.5"
-
-
-def test_a_patched_model_runs_on_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(IntMm, "why_not", "torch._int_mm: not here")
-    model = nn.Sequential(nn.Linear(64, 96), nn.GELU(), nn.Linear(96, 64)).eval().requires_grad_(False)
-    x = torch.randn(40, 64)
-    expected = model(x)
-    with fresh_card(StandIn(CARD, execute)) as kernels:
-        with patch_linear_int8(model, include=nn.Linear) as patch:
-            out = model(x)
-            report = patch.report()
-        assert [line.way for line in report.lines] == ["kernel", "kernel"]
-        assert "computed by" not in report.text()
-        assert {"pa_linear_quantize"} < {launch.function for launch in kernels.queued}
-    assert 0 < (out - expected).norm() / expected.norm() < 0.02
-    assert torch.equal(model(x), expected)

@@ -15,10 +15,8 @@ from torch import Tensor
 
 from pascal_attn_core.call import check_call
 from pascal_attn_core.config import AttentionConfig
-from pascal_attn_core.flash_attn import flash_attn_varlen_func
 from pascal_attn_core.fused.launch import Launch
 from pascal_attn_core.fused.launch.plan import Packed
-from pascal_attn_core.observe import report
 from pascal_attn_core.routes.fused import find_plan
 from pascal_attn_core.routes.run import run_packed
 
@@ -112,34 +110,3 @@ def test_launches_in_parts_give_the_same_bits() -> None:
     assert any(launch.params.first_batch for launch in kernels.queued)
     for others in answers[1:]:
         assert all(torch.equal(a, b) for a, b in zip(answers[0], others))
-
-
-@pytest.mark.parametrize("requires_grad", [False, True])
-def test_flash_attn_varlen_func_takes_the_whole_batch_at_once(queued: list[Launch], requires_grad: bool) -> None:
-    inputs = _inputs(64, torch.float32, spare=2, requires_grad=requires_grad)
-    ends = [torch.tensor(ends_of(lengths)) for lengths in (Q_LENGTHS, K_LENGTHS)]
-    tokens = [t[0].transpose(0, 1) for t in inputs]
-    with report.record() as seen, poisoned_memory():
-        out, lse, _ = flash_attn_varlen_func(
-            *tokens, *ends, causal=True, window_size=(40, 0), deterministic=True, return_attn_probs=True
-        )
-    assert [launch.function for launch in queued] == ["pa_forward"]
-    ((key, stats),) = seen.calls.items()
-    assert (key.route, stats.count, key.query) == ("fused", 1, (1, 4, sum(Q_LENGTHS) + 2, 64))
-    assert key.why == "6 sequences of different lengths in one launch"
-    assert out.is_contiguous()
-    same, same_lse = _run(inputs, is_causal=True, window=(40, 0), alignment="lower_right")
-    assert torch.equal(out, same[0].transpose(0, 1))
-    assert torch.equal(lse, same_lse[0])
-    if requires_grad:
-        grad_out = torch.randn(out.shape)
-        grads = gradients(out, inputs, grad_out), gradients(same, inputs, grad_out.transpose(0, 1)[None])
-        assert all(map(torch.equal, *grads))
-
-
-def test_gradients_of_gradients_are_refused(queued: list[Launch]) -> None:
-    inputs = _inputs(64, torch.float32, spare=0, requires_grad=True)
-    out, _ = _run(inputs)
-    (grad, *_) = torch.autograd.grad(out.sum(), inputs, create_graph=True)
-    with pytest.raises(RuntimeError, match="gradients of gradients must be taken with route='math'"):
-        grad.sum().backward()

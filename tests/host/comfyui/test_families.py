@@ -12,7 +12,6 @@ OVERRIDE, WHOLE = "attention override", "whole model"
 ROUNDING = 2e-5
 
 every_family = pytest.mark.parametrize("family", FAMILIES, indirect=True)
-every_route = pytest.mark.parametrize("route", ["auto", "torch", "tiled"])
 
 
 @functools.cache
@@ -27,33 +26,29 @@ def test_a_wrong_attention_would_be_seen(server: ComfyServer, family: str) -> No
     assert largest_difference(wrong, stock(server, family)) > 100 * ROUNDING
 
 
-@every_route
-@pytest.mark.parametrize("coverage", [OVERRIDE, WHOLE])
+# With torch's SDPA, and with what ComfyUI chooses for a CPU.
+WAYS = [("server", coverage, route) for coverage in (OVERRIDE, WHOLE) for route in ("auto", "torch", "tiled")]
+WAYS += [("plain_server", *how) for how in ((OVERRIDE, "auto"), (OVERRIDE, "tiled"), (WHOLE, "auto"))]
+
+
+@pytest.mark.parametrize(("on", "coverage", "route"), WAYS)
 @every_family
-def test_the_patch_gives_the_same_latent(server: ComfyServer, family: str, coverage: str, route: str) -> None:
+def test_the_patch_gives_the_same_latent(
+    request: pytest.FixtureRequest, family: str, on: str, coverage: str, route: str
+) -> None:
+    server: ComfyServer = request.getfixturevalue(on)
     ours, host = sample(server, family, attention_patch(route=route, coverage=coverage)), stock(server, family)
     assert largest_difference(ours, host) < ROUNDING
-    assert ours.run.taken == ours.run.calls > 0
-    assert route == "auto" or set(ours.run.routes) == {route}
-    if coverage == WHOLE:
-        assert ours.run.taken == host.counts["sdpa"]
+    taken, announced = ours.run.taken, host.counts["wrapped"]
+    assert taken == ours.run.calls > 0
+    assert route == "auto" or on == "plain_server" or set(ours.run.routes) == {route}
+    if on == "plain_server":
+        assert taken >= announced if coverage == WHOLE else taken <= announced
+    elif coverage == WHOLE:
+        assert taken == host.counts["sdpa"]
         assert not ours.says("attention override")
     else:  # what the host still computes itself is what it did not announce
-        assert ours.counts["sdpa"] == ours.counts["wrapped"] - ours.run.taken
-
-
-@pytest.mark.parametrize(("coverage", "route"), [(OVERRIDE, "auto"), (OVERRIDE, "tiled"), (WHOLE, "auto")])
-@every_family
-def test_a_host_without_sdpa_gives_the_same_latent(
-    plain_server: ComfyServer, family: str, coverage: str, route: str
-) -> None:
-    ours, host = (
-        sample(plain_server, family, attention_patch(route=route, coverage=coverage)),
-        stock(plain_server, family),
-    )
-    assert largest_difference(ours, host) < ROUNDING
-    assert ours.run.taken == ours.run.calls > 0
-    assert (ours.run.taken >= host.counts["wrapped"]) if coverage == WHOLE else ours.run.taken <= host.counts["wrapped"]
+        assert ours.counts["sdpa"] == ours.counts["wrapped"] - taken
 
 
 def test_the_node_writes_on_itself_what_it_did(server: ComfyServer) -> None:

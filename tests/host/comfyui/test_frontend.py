@@ -1,32 +1,18 @@
 """The pack in ComfyUI's own front end, in headless Chromium."""
 
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
+from attn_support.comfy import frontend
 from attn_support.comfy.browser import Browser, why_no_browser
-from attn_support.comfy.frontend import (
-    look_at,
-    open_page,
-    open_template,
-    prompt_of_page,
-    red_nodes,
-    screen_points,
-    select,
-    show,
-)
-from attn_support.comfy.pack import load_pack
 from attn_support.comfy.server import ComfyServer, Host, base_directory
 from attn_support.comfy.workflow_files import FOREIGN, NAMES, opened, prompt_of, touch_models
 
-NODES: dict[str, Any] = load_pack().NODE_CLASS_MAPPINGS
-DOCS = Path(__file__).parents[3] / "nodes" / "web" / "docs"
 DIALOG = ".p-dialog, [role=dialog]"
 
 pytestmark = pytest.mark.skipif(bool(why_no_browser()), reason=f"no headless browser: {why_no_browser()}")
 every_workflow = pytest.mark.parametrize("name", NAMES)
-every_node = pytest.mark.parametrize("kind", sorted(NODES))
 
 
 @pytest.fixture(scope="module")
@@ -51,42 +37,24 @@ def browser() -> Iterator[Browser]:
 @pytest.fixture
 def page(browser: Browser, server_with_files: ComfyServer) -> Browser:
     """The front end, freshly opened."""
-    open_page(browser, server_with_files, **{"LiteGraph.Node.TooltipDelay": 10, "Comfy.Workflow.Persist": False})
+    frontend.open_page(browser, server_with_files, **{"Comfy.Workflow.Persist": False})
     return browser
-
-
-@pytest.fixture(scope="module")
-def all_nodes(browser: Browser, server_with_files: ComfyServer) -> Browser:
-    """The front end with the workflow that has every node of the model, and to the right of it the others."""
-    open_page(browser, server_with_files, **{"LiteGraph.Node.TooltipDelay": 10, "Comfy.Workflow.Persist": False})
-    show(browser, opened("Pascal-SD15-every-node"))
-    browser.script(_ADD_MISSING, list(NODES))
-    return browser
-
-
-_ADD_MISSING = """
-for (const type of arguments[0].filter(type => !app.graph.nodes.some(n => n.type === type))) {
-  const right = Math.max(...app.graph.nodes.map(n => n.pos[0] + n.size[0]));
-  const node = LiteGraph.createNode(type);
-  node.pos = [right + 200, 0];
-  app.graph.add(node);
-}"""
 
 
 @every_workflow
 def test_a_workflow_opens_without_red_nodes_and_sends_its_twin(page: Browser, comfy_host: Host, name: str) -> None:
-    show(page, opened(name))
-    unknown = set(red_nodes(page)) - set(FOREIGN)
+    frontend.show(page, opened(name))
+    unknown = set(frontend.red_nodes(page)) - set(FOREIGN)
     if unknown and comfy_host.version_tuple < (0, 8):
         pytest.skip(f"ComfyUI {comfy_host.version} has no {', '.join(sorted(unknown))}")
     missing = [node["type"] for node in opened(name)["nodes"] if node["type"] in FOREIGN]
-    assert red_nodes(page) == missing
+    assert frontend.red_nodes(page) == missing
     if missing:  # the front end says what to install; without that node it cannot send the prompt
         pack, _ = FOREIGN[missing[0]]
         assert missing[0] in page.wait_for(_SAID) or pack in page.wait_for(_SAID)
         return
     assert not page.script("return [...document.querySelectorAll(arguments[0])].map(e => e.innerText)", DIALOG)
-    sent, twin = known_inputs(prompt_of_page(page)), known_inputs(prompt_of(name))
+    sent, twin = known_inputs(frontend.prompt_of_page(page)), known_inputs(prompt_of(name))
     for key, (kind, inputs) in twin.items():
         # The twin is of a newer host, whose nodes have some inputs more.
         of_host = page.script(_INPUTS, kind)
@@ -118,49 +86,10 @@ def test_a_template_opens_from_the_browser_with_its_picture_and_readable(
     browser: Browser, server_with_files: ComfyServer, name: str, theme: str
 ) -> None:
     browser.resize(1600, 900)
-    open_page(browser, server_with_files, **{"Comfy.ColorPalette": theme, "Comfy.Workflow.Persist": False})
+    frontend.open_page(browser, server_with_files, **{"Comfy.ColorPalette": theme, "Comfy.Workflow.Persist": False})
     try:
-        zoom = open_template(browser, name)
+        zoom = frontend.open_template(browser, name)
         assert browser.script("return app.graph.nodes.length") == len(opened(name)["nodes"])
         assert not browser.script("return app.canvas.low_quality"), f"no text at zoom {zoom}"
     finally:
         browser.resize(1600, 1000)
-
-
-@every_node
-def test_title_inputs_widgets_and_outputs_show_their_tooltips(all_nodes: Browser, kind: str) -> None:
-    page, types = all_nodes, NODES[kind].INPUT_TYPES()
-    look_at(page, kind)
-    expected = {"title": NODES[kind].DESCRIPTION}
-    expected |= {f"output {i}": text for i, text in enumerate(NODES[kind].OUTPUT_TOOLTIPS)}
-    for name, spec in {**types["required"], **types.get("optional", {})}.items():
-        expected |= {f"input {name}": spec[1]["tooltip"], f"widget {name}": spec[1]["tooltip"]}
-    points = screen_points(page, kind)
-    assert len(points) >= 1 + len(NODES[kind].RETURN_TYPES) + len(types["required"])
-    for part, (x, y) in points.items():
-        if part in expected:
-            assert tooltip_at(page, x, y) == " ".join(expected[part].split()), part
-
-
-def tooltip_at(page: Browser, x: float, y: float) -> str:
-    page.hover(5, 500)
-    page.wait_for("return !(document.querySelector('.node-tooltip')?.innerText)")
-    page.hover(x, y)
-    text = page.wait_for("return document.querySelector('.node-tooltip')?.innerText")
-    return " ".join(text.split())
-
-
-@every_node
-def test_the_info_button_opens_the_help_page(all_nodes: Browser, kind: str) -> None:
-    page = all_nodes
-    look_at(page, kind)
-    select(page, kind)
-    page.click(page.find("[data-testid=info-button], .help-button"))
-    heading = (DOCS / f"{kind}.md").read_text(encoding="utf-8").splitlines()[0].lstrip("# ")
-    first = "return document.querySelector('.node-help-content .markdown-content')?.innerText"
-    page.wait_for(f"{first}?.includes(arguments[0])", heading)
-    rows = page.script("return document.querySelectorAll('.node-help-content table tr, .node-help-content li').length")
-    assert rows > len(NODES[kind].INPUT_TYPES()["required"])
-    assert not page.script(
-        "return [...document.querySelectorAll('.node-help-content img')].filter(i => !i.naturalWidth).length"
-    )

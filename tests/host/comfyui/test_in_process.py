@@ -27,7 +27,6 @@ FILES = {
     "eight_bit": (SUB_QUADRATIC,),
     "kitchen": (SDPA,),
     "gguf_node": (SDPA,),
-    "second": (SDPA,),
     "whole": (SUB_QUADRATIC, SDPA),
 }
 CASES = [

@@ -1,16 +1,19 @@
-"""The patch beside LoRAs, other packs' patches and itself; cancelled, failed, unloaded, changed and taken off."""
+"""The patch beside LoRAs, other packs' patches, the other nodes and itself; cancelled, failed, unloaded, changed."""
 
 import functools
 import time
 import uuid
+from itertools import count
 
 import pytest
 import torch
 from attn_support.comfy.graph import (
     CHUNKING,
     FAMILIES,
+    INT8,
     Captured,
     Graph,
+    Link,
     Patch,
     attention_patch,
     capture,
@@ -88,16 +91,6 @@ def test_two_clones_in_one_graph_keep_their_own_settings(server: ComfyServer) ->
     assert torch.equal(results[0].tensors[0], results[3].tensors[0])
 
 
-@both_coverages
-def test_bypassed_the_model_is_the_original_bit_for_bit(server: ComfyServer, patch: Patch) -> None:
-    before = stock(server)
-    sample(server, "sd15", patch)
-    after = sample(server, "sd15")  # as the front end posts it with the node bypassed
-    assert torch.equal(after.tensors[0], before.tensors[0])
-    assert after.counts == before.counts
-    assert not after.runs
-
-
 @pytest.mark.parametrize(
     ("action", "status", "message", "calls"),
     [
@@ -170,17 +163,6 @@ def test_unloaded_and_loaded_again_the_model_is_still_patched(server: ComfyServe
     assert largest_difference(first, stock(server)) < ROUNDING
 
 
-def test_the_users_random_numbers_stay_the_same(server: ComfyServer) -> None:
-    """The ancestral sampler draws noise between the steps."""
-
-    def ancestral(*patches: Patch) -> Captured:
-        graph, latent = sample_graph("sd15", patches, "ancestral", steps=3)
-        graph.prompt[latent[0]]["inputs"]["sampler_name"] = "euler_ancestral"
-        return capture(server, graph, latent)[0]
-
-    assert largest_difference(ancestral(TILED), ancestral()) < ROUNDING
-
-
 @pytest.mark.parametrize("patches", [[TILED], [WHOLE, CHUNKING]], ids=["attention", "attention and feed-forward"])
 def test_a_lora_is_trained_with_gradient_checkpointing(server: ComfyServer, patches: list[Patch]) -> None:
     """ComfyUI's default: what the first pass saves and what its recomputation saves must be the same."""
@@ -202,3 +184,87 @@ def test_a_lora_is_trained_with_gradient_checkpointing(server: ComfyServer, patc
     assert outcome.status == "success", outcome.message
     calls = stock(server).counts["sdpa"]  # of two evaluations; each is computed again in the backward pass
     assert [(run.taken, run.passed) for run in patch_runs(outcome.log)] == [(2 * calls, 0)]
+
+
+# ---- the other nodes -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", ["minimax_h3"], indirect=True)
+def test_chunked_the_latent_is_the_same(server: ComfyServer, family: str) -> None:
+    ours = sample(server, family, CHUNKING)
+    assert largest_difference(ours, sample(server, family)) < ROUNDING
+    line = next(line for line in ours.log if "feed-forward modules chunked" in line)
+    assert "0 of" not in line, line
+
+
+def test_patches_work_together_in_any_order(server: ComfyServer) -> None:
+    alone = sample(server, "sd15", INT8)
+    for patches in ((CHUNKING, TILED), (TILED, CHUNKING), (INT8, CHUNKING, TILED)):
+        ours, is_exact = sample(server, "sd15", *patches), INT8 not in patches
+        assert ours.run.taken == stock(server).counts["sdpa"]
+        assert ours.says("4 of 4 feed-forward modules chunked")
+        assert is_exact or ours.says("linear layers in int8")
+        assert largest_difference(ours, stock(server) if is_exact else alone) < (ROUNDING if is_exact else 0.1)
+
+
+def test_a_tile_size_goes_into_the_attention_patch(server: ComfyServer) -> None:
+    graph, shape = Graph(), {"tokens": 96, "heads": 2, "head_dim": 40, "dtype": "float32", "budget_mib": 0}
+    size = graph.add("PascalTileSize", mode="from the card", **shape)
+    kind, inputs = TILED
+    model = graph.add(kind, model=graph.load("sd15"), **{**inputs, "tile_size": size})
+    ours = capture(server, graph, graph.sample(model, FAMILIES["sd15"]))[0]
+    assert largest_difference(ours, stock(server)) < ROUNDING
+    assert ours.says("tiles of 96 keys")
+
+
+def test_the_estimate_reads_the_prompt_that_is_given(server: ComfyServer) -> None:
+    graph, family = Graph(), FAMILIES["sd15"]
+    class_type, inputs = family.latent
+    text = graph.add(
+        "PascalMemoryEstimate",
+        model=graph.load("sd15"),
+        latent=graph.add("ProbeFresh", value=graph.add(class_type, **inputs)),
+        guidance=True,
+        conditioning=graph.add("ProbeCond", tokens=77, dim=family.dim, pooled=family.pooled, mask=False, seed=1),
+    )
+    found = capture(server, graph, text)[0].text
+    assert "8 calls, 2 different; the largest 2 x 8 heads x 256 queries x 256 keys of 40 in float32" in found, found
+    assert "with the prompt given" in found
+
+
+SEEDS = count(1)
+
+
+def flash_graph(*, enabled: bool | None) -> tuple[Graph, Link, int]:
+    """A latent through our switch (None = without it) and the node of the other pack, which runs anew each time."""
+    graph, seed = Graph(), next(SEEDS)
+    latent = graph.add("EmptyLatentImage", width=64, height=64, batch_size=1)
+    if enabled is not None:
+        latent = graph.add("PascalFlashAttnFunctions", value=latent, enabled=enabled)
+    return graph, graph.add("ProbeFlash", latent=latent, seed=seed), seed
+
+
+def test_a_pack_works_while_it_is_on_and_the_report_counts_its_calls(server: ComfyServer) -> None:
+    with pytest.raises(WorkflowError, match="flash_attn"):
+        capture(server, *flash_graph(enabled=None)[:2])
+    graph, latent, seed = flash_graph(enabled=True)
+    node, _ = graph.add("PascalAttentionReport", exactness_check=False, value=latent)
+    found, text = capture(server, graph, latent, [node, 2])
+    query = torch.randn(1, 40, 2, 8, generator=torch.Generator().manual_seed(seed)).transpose(1, 2)
+    expected = torch.nn.functional.scaled_dot_product_attention(query, query, query, is_causal=True).transpose(1, 2)
+    torch.testing.assert_close(found.tensors[0], expected)
+    assert "flash_attn functions" in text.text
+    assert "flash_attn.flash_attn_func" in text.text
+    assert any("flash_attn, sageattention, xformers now find this pack's functions" in line for line in found.log)
+    with pytest.raises(WorkflowError, match="flash_attn"):
+        capture(server, *flash_graph(enabled=False)[:2])
+
+
+def test_steps_that_comfyui_skips_are_the_same_beside_us(server: ComfyServer) -> None:
+    cache = ("EasyCache", {"reuse_threshold": 3.0, "start_percent": 0.0, "end_percent": 1.0, "verbose": False})
+    whole, skipping = sample(server, "sd15", steps=6), sample(server, "sd15", cache, steps=6)
+    assert 0 < skipping.counts["sdpa"] < whole.counts["sdpa"]
+    for patches in ((cache, TILED), (TILED, cache)):
+        ours = sample(server, "sd15", *patches, steps=6)
+        assert ours.run.taken == skipping.counts["sdpa"]
+        assert largest_difference(ours, skipping) < ROUNDING

@@ -6,7 +6,7 @@ from attn_support import tiny_pipelines as tiny
 from attn_support.tiny_pipelines import BUILD, assert_same, stock_calls, stock_of
 
 from pascal_attn_core import AttentionConfig
-from pascal_attn_core.diffusers import PascalAttnProcessor, patch_attention
+from pascal_attn_core.diffusers import patch_attention
 from tools.families.proof import attention_state, replaced, uniform
 
 pytestmark = pytest.mark.parametrize("family", BUILD)
@@ -27,20 +27,6 @@ def test_a_pipeline_gives_the_output_of_stock_with_every_call_routed_and_nothing
     assert states(case.pipe) == before
     assert torch.equal(case.run(), stock)
     assert [call["config"] for call in routed] == [config] * calls.count != []
-
-
-def test_set_attn_processor_of_the_denoiser_reaches_all_its_attention(family, routed):
-    case = tiny.BUILD[family]()
-    tiny.require(case.denoiser, "attn_processors")
-    stock, calls = stock_calls(case.run)
-    _, decoder_calls = stock_calls(lambda: case.pipe.vae.decode(torch.zeros(case.latent_shape)))
-    before = states(case.pipe)
-    case.denoiser.set_attn_processor(PascalAttnProcessor())
-    assert all(isinstance(p, PascalAttnProcessor) for p in case.denoiser.attn_processors.values())
-    assert_same(case.run(), stock)
-    assert len(routed) == calls.count - decoder_calls.count
-    case.denoiser.set_attn_processor(None)
-    assert states(case.pipe) == before
 
 
 def test_wrong_attention_would_be_noticed_in_the_vae_too(family):

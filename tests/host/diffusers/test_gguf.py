@@ -4,7 +4,9 @@ accelerate do to them."""
 import copy
 import gc
 import pickle
+import re
 import weakref
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +28,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from pascal_attn_core import patch_gguf
 from pascal_attn_core.gguf import int8 as ways
 from pascal_attn_core.gguf import matrix as matrices
+from pascal_attn_core.gguf.hosts import HOSTS
 from pascal_attn_core.int8 import patch_linear_int8
-from pascal_attn_core.machine.runtime import runtime_of
 from pascal_attn_core.observe.memory import measure
 from pascal_attn_core.reference.gguf_blocks import FORMATS, expand
 
@@ -57,7 +59,7 @@ def layer(name: str, rows: int = 64, columns: int = 512, dtype: torch.dtype = to
     return found.requires_grad_(False)
 
 
-def flux(folder: Path, name: str = "Q4_0", dtype: torch.dtype = torch.float32) -> nn.Module:
+def flux(folder: Path, name: str = "Q4_0") -> nn.Module:
     """A tiny Flux from a GGUF file."""
     torch.manual_seed(0)
     model = diffusers.FluxTransformer2DModel(**SIZES)
@@ -69,23 +71,33 @@ def flux(folder: Path, name: str = "Q4_0", dtype: torch.dtype = torch.float32) -
             writer.add_tensor(key, gguf.quants.quantize(numbers, kind), raw_dtype=kind)
         else:
             writer.add_tensor(key, numbers)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    config = diffusers.GGUFQuantizationConfig(compute_dtype=dtype)
-    return diffusers.FluxTransformer2DModel.from_single_file(
-        str(folder / "model.gguf"), config=str(folder), quantization_config=config, torch_dtype=dtype
-    ).eval()
+    for step in (writer.write_header_to_file, writer.write_kv_data_to_file, writer.write_tensors_to_file, writer.close):
+        step()
+    options = {"config": str(folder), "quantization_config": diffusers.GGUFQuantizationConfig()}
+    return diffusers.FluxTransformer2DModel.from_single_file(str(folder / "model.gguf"), **options).eval()
 
 
-def call(model: nn.Module, dtype: torch.dtype = torch.float32) -> Tensor:
+def call(model: nn.Module) -> Tensor:
     generator = torch.Generator().manual_seed(3)
-    latent, text, pooled = (
-        torch.randn(size, generator=generator).to(dtype) for size in ((1, 16, 32), (1, 5, 32), (1, 32))
-    )
+    latent, text, pooled = (torch.randn(size, generator=generator) for size in ((1, 16, 32), (1, 5, 32), (1, 32)))
     ids = torch.zeros(16, 3), torch.zeros(5, 3)
-    return model(latent, text, pooled, torch.tensor([0.5], dtype=dtype), *ids[::-1]).sample
+    return model(latent, text, pooled, torch.tensor([0.5]), *ids[::-1]).sample
+
+
+def with_adapter(folder: Path) -> tuple[nn.Module, Callable[[], list[Tensor]]]:
+    """A model with a LoRA, and a function that gives its output and the gradients of the LoRA."""
+    peft = pytest.importorskip("peft", reason="peft is not installed")
+    model = flux(folder)
+    torch.manual_seed(1)
+    model.add_adapter(peft.LoraConfig(r=4, init_lora_weights=False, target_modules=["to_q", "proj_mlp", "to_out.0"]))
+    trained = [parameter for name, parameter in model.named_parameters() if "lora_" in name]
+    assert trained
+
+    def step() -> list[Tensor]:
+        out = call(model)
+        return [out, *torch.autograd.grad(out.square().sum(), trained)]
+
+    return model, step
 
 
 @pytest.fixture
@@ -155,20 +167,11 @@ def test_memory_never_holds_the_expanded_weight(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_adapters_are_trained_with_the_gradients_of_the_host(tmp_path: Path, slices: None) -> None:
-    peft = pytest.importorskip("peft", reason="peft is not installed")
-    model = flux(tmp_path)
-    torch.manual_seed(1)
-    model.add_adapter(peft.LoraConfig(r=4, init_lora_weights=False, target_modules=["to_q", "proj_mlp", "to_out.0"]))
-
-    def gradients() -> list[Tensor]:
-        trained = [parameter for name, parameter in model.named_parameters() if "lora_" in name]
-        return [*torch.autograd.grad(call(model).square().sum(), trained)]
-
-    expected = gradients()
-    assert expected
+    model, step = with_adapter(tmp_path)
+    expected = step()
     with patch_gguf(model):
-        for found, right in zip(gradients(), expected):
-            torch.testing.assert_close(found, right, rtol=1e-3, atol=1e-4)
+        for found, right in zip(step(), expected):
+            torch.testing.assert_close(found, right, rtol=1e-3, atol=1e-4 * right.abs().max().item())
 
 
 @pytest.mark.parametrize("is_before", [True, False])
@@ -284,7 +287,7 @@ def test_int8_on_a_whole_model_from_a_file(name: str, tmp_path: Path, slices: No
         report = patch.report()
         assert report.count("int8") == report.able > 10
         assert all(value is parts[key] for key, value in model.named_parameters())
-        assert "GGUF weights 0.1 MiB, as the file has them" in report.sentence()
+        assert re.search(r"GGUF weights [\d.]+ MiB, as the file has them", report.sentence())
         assert f"{name}, " in report.text()
     assert torch.equal(call(model), before)
 
@@ -311,25 +314,10 @@ def test_int8_is_checked_again_and_goes_back_to_float(caplog: pytest.LogCaptureF
     with patch_linear_int8(module, include=GGUFLinear, max_error=0.008) as patch:
         module(x)
         outliers = x * torch.where(torch.arange(512) % 64 == 0, 50.0, 1.0)
-        exact = matrices.linear(outliers, *_operands(module, x))
+        exact = matrices.linear(outliers, *HOSTS[0].operands(module, x))
         assert torch.equal(module(outliers), exact)
         assert "above 0.80%" in caplog.text
         assert [line.state for line in patch.report().lines] == ["float"]
-
-
-def _operands(module: nn.Module, x: Tensor) -> Any:
-    from pascal_attn_core.gguf.hosts import HOSTS
-
-    return HOSTS[0].operands(module, x)
-
-
-def test_int8_is_calibrated() -> None:
-    model, x = nn.Sequential(layer("Q8_0"), layer("Q4_0", 64, 64)), torch.randn(9, 512)
-    expected = model(x)
-    patch = patch_linear_int8(model, include=GGUFLinear, calibrate=lambda m: [m(x), m(x * 2)])
-    assert [line.state for line in patch.report().lines] == ["int8", "int8"]
-    assert 0 < relative(model(x), expected) < 0.02
-    patch.remove()
 
 
 def test_int8_holds_no_expanded_weight_and_no_module(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -346,29 +334,10 @@ def test_int8_holds_no_expanded_weight_and_no_module(monkeypatch: pytest.MonkeyP
 
 
 def test_int8_beside_an_adapter_that_is_trained(tmp_path: Path) -> None:
-    peft = pytest.importorskip("peft", reason="peft is not installed")
-    model = flux(tmp_path)
-    torch.manual_seed(1)
-    model.add_adapter(peft.LoraConfig(r=4, init_lora_weights=False, target_modules=["to_q", "proj_mlp"]))
-    trained = [parameter for name, parameter in model.named_parameters() if "lora_" in name]
-    expected = [call(model), *torch.autograd.grad(call(model).square().sum(), trained)]
+    model, step = with_adapter(tmp_path)
+    expected = step()
     with patch_linear_int8(model) as patch:
         assert {line.state for line in patch.report().lines if "base_layer" in line.name} == {"waiting"}
-        for found, right in zip([call(model), *torch.autograd.grad(call(model).square().sum(), trained)], expected):
+        for found, right in zip(step(), expected):
             assert 0 < relative(found, right) < 0.05
         assert {line.state for line in patch.report().lines if "base_layer" in line.name} == {"int8"}
-
-
-def test_int8_takes_the_faster_way(monkeypatch: pytest.MonkeyPatch) -> None:
-    module, x = layer("Q4_K"), torch.randn(300, 512)
-    runtime = runtime_of(torch.device("cpu"))
-    for milliseconds, way in (([2.0, 1.0], "float"), ([1.0, 2.0], "int_mm")):
-        timings = ways.GgufTimings(runtime, clock=lambda *_, m=milliseconds: m, folder=lambda: None, is_on=True)
-        monkeypatch.setitem(runtime._parts, ways.GgufTimings, timings)
-        with patch_linear_int8(module, include=GGUFLinear) as patch:
-            module(x)
-            (line,) = patch.report().lines
-            assert line.way == way
-            assert ("int_mm took 2.00 times as long as float" in line.why_way) == (way == "float")
-            assert (line.error < 1e-3) == (way == "float")
-        assert [kind.rows for kind in timings.known] == [256]

@@ -10,7 +10,7 @@ from attn_support import tiny_pipelines as tiny
 from attn_support.randomness import some
 from attn_support.tiny_pipelines import FAMILIES, SOME, assert_same, do
 
-from pascal_attn_core import AttentionConfig, patch_ffn
+from pascal_attn_core import AttentionConfig
 from pascal_attn_core.diffusers import patch_attention
 from pascal_attn_core.sdpa_patch import patch_sdpa
 from tools.families.proof import counted, outputs
@@ -103,21 +103,6 @@ def test_a_family_compiles_to_one_graph(name, put_on):
     assert calls  # seen while tracing
 
 
-@pytest.mark.parametrize("name", [name for name in SOME if name != "AutoencoderKL"])  # which has no feed-forward
-def test_feed_forward_slices_work_beside_ours(name):
-    family, stock = tiny.family(name), stock_of(name)
-    model = family.build()
-    ffn, attention = patch_ffn(model, chunk_tokens=4, min_tokens=5), patch_attention(model)
-    for _ in range(2):
-        with counted() as calls:
-            assert_same(outputs(family, model), stock)
-        assert calls
-    ffn.remove()
-    assert_same(outputs(family, model), stock)
-    attention.remove()
-    assert torch.equal(outputs(family, model), stock)
-
-
 def test_a_patch_inside_the_process_wide_one_decides(routed):
     family = FAMILIES["FluxTransformer2DModel"]
     model = family.build()
@@ -142,26 +127,34 @@ CACHES: dict[str, dict[str, Any]] = {
     "PyramidAttentionBroadcastConfig": ATTENTION_CACHE,
     "FirstBlockCacheConfig": {"threshold": 100.0},
     "TaylorSeerCacheConfig": {"cache_interval": 2, "disable_cache_before_step": 1},
+    "cache-dit": {"Fn_compute_blocks": 1, "residual_diff_threshold": 100.0, "max_warmup_steps": 1},
 }
+
+
+def enable_cache(case: tiny.Tiny, name: str) -> None:
+    if name == "cache-dit":
+        cache_dit = pytest.importorskip("cache_dit", reason="cache-dit is not installed")
+        cache_dit.enable_cache(case.pipe, cache_config=cache_dit.DBCacheConfig(**CACHES[name]))
+        return
+    if not hasattr(diffusers, name):
+        pytest.skip(f"this diffusers has no {name}")
+    now = {"current_timestep_callback": lambda: case.pipe.current_timestep} if "Pyramid" in name else {}
+    case.denoiser.enable_cache(getattr(diffusers, name)(**CACHES[name], **now))
 
 
 @pytest.mark.parametrize("is_ours_first", [False, True])
 @pytest.mark.parametrize("name", CACHES)
 def test_a_cache_that_skips_attention_gives_its_stock_output(name, is_ours_first, put_on, routed):
-    if not hasattr(diffusers, name):
-        pytest.skip(f"this diffusers has no {name}")
-    case = tiny.cogvideox() if "Pyramid" in name else tiny.flux()
-    case.arguments["num_inference_steps"] = 4
-    now = {"current_timestep_callback": lambda: case.pipe.current_timestep} if "Pyramid" in name else {}
-    cache = getattr(diffusers, name)(**CACHES[name], **now)
+    stock_case, case = ((tiny.cogvideox if "Pyramid" in name else tiny.flux)() for _ in range(2))
+    for each in (stock_case, case):
+        each.arguments["num_inference_steps"] = 6
+    enable_cache(stock_case, name)
+    stock = stock_case.run()
     take_off = put_on(case.denoiser)
     case.run()
     whole = len(routed)
     take_off()
-    case.denoiser.enable_cache(cache)
-    stock = case.run()
-    case.denoiser.disable_cache()
-    do(lambda: case.denoiser.enable_cache(cache), lambda: put_on(case.denoiser), backwards=is_ours_first)
+    do(lambda: enable_cache(case, name), lambda: put_on(case.denoiser), backwards=is_ours_first)
     routed.clear()
     assert_same(case.run(), stock)
     assert 0 < len(routed) < whole

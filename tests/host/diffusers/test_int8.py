@@ -1,6 +1,6 @@
 """int8 linear layers beside what diffusers, peft, accelerate and transformers do to a model."""
 
-from pathlib import Path
+import functools
 from typing import Any
 
 import pytest
@@ -12,8 +12,7 @@ from attn_support.randomness import some
 from attn_support.tiny_pipelines import SOME
 from torch import Tensor, nn
 
-from pascal_attn_core import patch_attention_int8, patch_ffn, patch_linear_int8
-from pascal_attn_core.diffusers import PascalAttnProcessor
+from pascal_attn_core import patch_attention_int8, patch_linear_int8
 from pascal_attn_core.int8 import Int8Weight
 from pascal_attn_core.int8.attention import find_attention
 from pascal_attn_core.int8.stored import FLOATS_8
@@ -30,13 +29,6 @@ def difference(out: Tensor, expected: Tensor) -> float:
     return ((out - expected).float().norm() / expected.float().norm()).item()
 
 
-@pytest.fixture
-def unet() -> nn.Module:
-    torch.manual_seed(0)
-    model, _ = int8_table.MODELS["SDXL UNet"]()
-    return model.eval().requires_grad_(False)
-
-
 def call(model: nn.Module) -> Tensor:
     latent, text, pooled, ids = (
         torch.randn(*size, generator=torch.Generator().manual_seed(3))
@@ -51,32 +43,48 @@ def run(model: nn.Module) -> Tensor:
         return call(model)
 
 
-@pytest.mark.parametrize("name", SOME)
-def test_every_layer_of_a_family_and_back(name: str, tiny: Any) -> None:
-    family = tiny.family(name)
-    model = family.build()
-    expected = outputs(family, model)
-    with patch_linear_int8(model, include="*", max_error=1.0) as patch:
-        out = outputs(family, model)
-        report = patch.report()
-    assert report.count("int8") >= 0.9 * len(report.lines) - 1
-    assert 0 < difference(out, expected) < 0.3  # the layers of these models are a few numbers wide
-    assert torch.equal(outputs(family, model), expected)
+@pytest.fixture
+def unet() -> nn.Module:
+    torch.manual_seed(0)
+    model, _ = int8_table.sdxl()
+    return model.eval().requires_grad_(False)
 
 
-@pytest.mark.parametrize("name", SOME)
-def test_every_attention_layer_of_a_family_and_back(name: str, tiny: Any) -> None:
-    family = tiny.family(name)
-    model = family.build()
-    expected = outputs(family, model)
-    with patch_attention_int8(model, max_error=1.0) as patch:
-        out = outputs(family, model)
-        report = patch.report()
+def add_lora(model: nn.Module) -> None:
+    peft = pytest.importorskip("peft", reason="peft is not installed")
+    torch.manual_seed(1)
+    model.add_adapter(peft.LoraConfig(**LORA))
+    model.eval()
+
+
+def assert_attention_is_exact_or_in_8_bits(report: Any) -> None:
     exact = {line.why for line in report.lines if line.state != "int8"}
     assert all(why.startswith(("the int8 mode has no float mask", "head_dim must be a multiple of 4")) for why in exact)
     assert report.count("int8") or exact
+
+
+def assert_nearly_all_are_in_8_bits(report: Any) -> None:
+    assert report.count("int8") >= 0.9 * len(report.lines) - 1
+
+
+# The layers of these models are a few numbers wide.
+PATCHES = {
+    "linear": (functools.partial(patch_linear_int8, include="*"), assert_nearly_all_are_in_8_bits, 0.3),
+    "attention": (patch_attention_int8, assert_attention_is_exact_or_in_8_bits, 0.05),
+}
+
+
+@pytest.mark.parametrize("kind", PATCHES)
+@pytest.mark.parametrize("name", SOME)
+def test_every_layer_of_a_family_and_back(name: str, kind: str, tiny: Any) -> None:
+    family, (patch_int8, check, most) = tiny.family(name), PATCHES[kind]
+    model = family.build()
+    expected = outputs(family, model)
+    with patch_int8(model, max_error=1.0) as patch:
+        out, report = outputs(family, model), patch.report()
+    check(report)
     assert (difference(out, expected) > 0) == bool(report.count("int8"))
-    assert difference(out, expected) < 0.05
+    assert difference(out, expected) < most
     assert torch.equal(outputs(family, model), expected)
 
 
@@ -84,12 +92,11 @@ def test_every_attention_layer_of_a_family_and_back(name: str, tiny: Any) -> Non
 @torch.no_grad()
 def test_lora_hooks_limits_and_both_patches_at_once(name: str, layers: int) -> None:
     """Hooks of accelerate are there first and removed meanwhile, or put over the patch; both leave it in place."""
-    peft = pytest.importorskip("peft", reason="peft is not installed")
     hooks = pytest.importorskip("accelerate.hooks", reason="accelerate is not installed")
     torch.manual_seed(1)
     model, call = int8_table.MODELS[name]()
-    model.add_adapter(peft.LoraConfig(**LORA))
-    model.eval().requires_grad_(False)
+    add_lora(model)
+    model.requires_grad_(False)
     expected = call(model, torch.float32)
     found = [module for _, module in find_attention(model)]
     for module in found[::2]:
@@ -143,30 +150,17 @@ def test_whole_models_from_a_file_err_less_than_in_bfloat16_and_layers_with_outl
         assert 0.004 < report.worst.error < 0.015
 
 
-def test_the_blocks_of_the_table_are_near_their_weights() -> None:
-    gguf = pytest.importorskip("gguf", reason="gguf is not installed")
-    weights = torch.randn(8, 256)
-    blocks = int8_files_table.q4_k(weights).numpy()
-    expanded = gguf.quants.dequantize(blocks, gguf.GGMLQuantizationType.Q4_K)
-    assert difference(torch.from_numpy(expanded), weights) < 0.1
-
-
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_lora_stays_in_float(unet: nn.Module, when: str) -> None:
-    peft = pytest.importorskip("peft", reason="peft is not installed")
     base = run(unet)
-    torch.manual_seed(1)
     if when == "before":
-        unet.add_adapter(peft.LoraConfig(**LORA))
-        unet.eval()
+        add_lora(unet)
     patch = patch_linear_int8(unet)
     run(unet)
     if when == "after":
-        unet.add_adapter(peft.LoraConfig(**LORA))
-        unet.eval()
+        add_lora(unet)
     out = run(unet)
-    names = {line.name for line in patch.report().of("int8")}
-    assert not any("lora_" in name for name in names)
+    assert not any("lora_" in line.name for line in patch.report().of("int8"))
     layer = unet.mid_block.attentions[0].transformer_blocks[0].attn1.to_q
     assert isinstance(layer.base_layer.weight, Int8Weight)
     assert type(layer.lora_A["default"].weight) is nn.Parameter
@@ -181,18 +175,14 @@ def test_lora_stays_in_float(unet: nn.Module, when: str) -> None:
 
 @pytest.mark.parametrize("is_safe", [False, True])
 def test_adapters_are_fused_into_rounded_weights_and_taken_out(unet: nn.Module, is_safe: bool) -> None:
-    peft = pytest.importorskip("peft", reason="peft is not installed")
-    torch.manual_seed(1)
     base = run(unet)
-    unet.add_adapter(peft.LoraConfig(**LORA))
-    unet.eval()
+    add_lora(unet)
     expected = run(unet)
     patch = patch_linear_int8(unet)
     run(unet)
-    unet.fuse_lora(safe_fusing=is_safe)
-    assert difference(run(unet), expected) < 0.02
-    unet.unfuse_lora()
-    assert difference(run(unet), expected) < 0.02
+    for change in (lambda: unet.fuse_lora(safe_fusing=is_safe), unet.unfuse_lora):
+        change()
+        assert difference(run(unet), expected) < 0.02
     patch.remove()
     assert difference(run(unet), expected) < 1e-5
     unet.disable_adapters()
@@ -200,11 +190,9 @@ def test_adapters_are_fused_into_rounded_weights_and_taken_out(unet: nn.Module, 
 
 
 def test_training_an_adapter_over_rounded_weights(unet: nn.Module) -> None:
-    peft = pytest.importorskip("peft", reason="peft is not installed")
     patch = patch_linear_int8(unet)
     run(unet)
-    torch.manual_seed(1)
-    unet.add_adapter(peft.LoraConfig(**LORA))
+    add_lora(unet)
     unet.train()
 
     def gradients() -> dict[str, Tensor]:
@@ -219,17 +207,6 @@ def test_training_an_adapter_over_rounded_weights(unet: nn.Module) -> None:
     assert all("lora_" in name for name in found)
     assert max(difference(found[name], expected[name]) for name in found) < 0.15
     assert sum(difference(found[name], expected[name]) for name in found) / len(found) < 0.05
-
-
-def test_with_our_attention_and_chunked_feed_forward(unet: nn.Module) -> None:
-    expected = run(unet)
-    unet.set_attn_processor(PascalAttnProcessor())
-    chunks, patch = patch_ffn(unet, num_chunks=2, min_tokens=32), patch_linear_int8(unet)
-    out = [run(unet) for _ in range(3)]
-    assert torch.equal(out[1], out[2])
-    assert difference(out[2], expected) < 0.02
-    assert chunks.report().count("chunked") > 0
-    assert patch.report().count("int8") > 0
 
 
 @pytest.mark.parametrize(("offload", "is_first"), [("leaf_level", False), ("block_level", True)])
@@ -269,61 +246,20 @@ def test_weights_that_are_cast_for_each_call_are_taken(unet: nn.Module, dtype: t
     assert 0 < difference(out, expected) < (0.2 if is_first else 0.02)
 
 
-def test_sequential_offload_brings_the_float_weights_back_and_the_report_says_so(unet: nn.Module) -> None:
+@pytest.mark.parametrize("is_first", [False, True])
+def test_sequential_offload_brings_the_float_weights_back_and_the_report_says_why(
+    unet: nn.Module, is_first: bool
+) -> None:
     accelerate = pytest.importorskip("accelerate", reason="accelerate is not installed")
     expected = run(unet)
-    patch = patch_linear_int8(unet)
-    run(unet)
+    patch = patch_linear_int8(unet) if is_first else None
+    if is_first:
+        run(unet)
     accelerate.cpu_offload(unet, execution_device=CPU, offload_buffers=True)
+    patch = patch or patch_linear_int8(unet)
     assert torch.equal(run(unet), expected)
-    report = patch.report()
-    assert report.count("int8") == 0
-    assert "its weight was replaced" in report.of("float")[0].why
+    state, why = ("float", "its weight was replaced") if is_first else ("waiting", "its weight is absent")
+    assert patch.report().count("int8") == 0
+    assert all(line.why.startswith(why) for line in patch.report().of(state)[:1]), patch.report().text()
     patch.remove()
     assert torch.equal(run(unet), expected)
-
-
-def test_offloaded_before_it_waits_and_says_why(unet: nn.Module) -> None:
-    accelerate = pytest.importorskip("accelerate", reason="accelerate is not installed")
-    expected = run(unet)
-    accelerate.cpu_offload(unet, execution_device=CPU, offload_buffers=True)
-    patch = patch_linear_int8(unet)
-    assert torch.equal(run(unet), expected)
-    assert {line.why for line in patch.report().of("waiting")} == {
-        "its weight is absent when it is called: a hook loads it"
-    }
-
-
-def test_saved_models_have_float_weights(unet: nn.Module, tmp_path: Path) -> None:
-    expected = run(unet)
-    patch_linear_int8(unet)
-    run(unet)
-    unet.save_pretrained(tmp_path)
-    assert torch.equal(run(type(unet).from_pretrained(tmp_path)), expected)
-
-
-def test_a_language_model_generates() -> None:
-    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
-    torch.manual_seed(0)
-    config = transformers.LlamaConfig(
-        vocab_size=100,
-        hidden_size=128,
-        intermediate_size=256,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        tie_word_embeddings=True,
-    )
-    model = transformers.LlamaForCausalLM(config).eval()
-    tokens = torch.randint(0, 100, (1, 12))
-    with torch.no_grad():
-        expected = model(tokens).logits
-        patch = patch_linear_int8(model, weights="free")
-        out = model(tokens).logits
-    report = patch.report()
-    assert [line.name for line in report.lines if line.state != "int8"] == ["lm_head"]
-    assert 0 < difference(out, expected) < 0.03
-    generated = model.generate(tokens, max_new_tokens=5, do_sample=False, pad_token_id=0)
-    assert generated.shape == (1, 17)
-    with torch.no_grad():  # with and without the cache, so with one row and with many
-        assert torch.equal(model(generated[:, :-1]).logits.argmax(-1)[:, 11:], generated[:, 12:])

@@ -226,13 +226,6 @@ def test_a_patch_may_come_and_go_while_another_thread_computes():
         assert_same(result.result(), stock)
 
 
-def test_the_report_counts_the_calls_of_a_pipeline():
-    case, (_, calls) = tiny.wan(), tiny.stock_of("wan")
-    with patch_attention(case.pipe), record() as report:
-        case.run()
-    assert report.total == calls.count
-
-
 @pytest.mark.parametrize("make", ["sd15", "wan"])
 def test_a_whole_pipeline_is_patched_in_one_call_and_left_as_it_was(make):
     case, (stock, _) = tiny.BUILD[make](), tiny.stock_of(make)

@@ -57,13 +57,6 @@ def test_diffusers_models(name: str) -> None:
         assert "single_transformer_blocks.0 (FluxSingleTransformerBlock)" in report.text()
 
 
-def test_convolutional_feed_forwards_are_named() -> None:
-    with torch.device("meta"):
-        model = diffusers.SanaTransformer2DModel(num_layers=1)
-    with pytest.raises(ValueError, match=r"got .*: .*convolution"):
-        patch_ffn(model)
-
-
 IDS_OF_TEXT = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 SMALL = {
     "vocab_size": 100, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -90,25 +83,26 @@ def test_models_of_transformers(name: str, sizes: dict[str, Any]) -> None:
     assert (report.count("chunked"), len(report.lines)) == (2, 2), report.text()
 
 
-def test_bert_pairs_are_named_with_the_models_own_remedy() -> None:
-    sizes = {name: size for name, size in SMALL.items() if name != "num_key_value_heads"}
-    with pytest.raises(ValueError, match=r"got encoder\.layer\.0: .*chunk_size_feed_forward"):
-        patch_ffn(transformers.BertModel(transformers.BertConfig(**sizes)))
+def _transformers(name: str, **changes: Any) -> nn.Module:
+    kind = getattr(transformers, name)
+    sizes = {key: size for key, size in SMALL.items() if name != "BertModel" or key != "num_key_value_heads"}
+    return kind(kind.config_class(**sizes, **changes))
 
 
-def test_mixtures_of_experts_are_named_and_left_alone() -> None:
-    config = transformers.MixtralConfig(**SMALL, num_local_experts=4)
-    with pytest.raises(ValueError, match=r"got .*: .*experts"):
-        patch_ffn(transformers.MixtralForCausalLM(config))
-
-
-def test_generation_gives_the_same_tokens() -> None:
-    torch.manual_seed(0)
-    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SMALL)).eval()
-    expected = model.generate(IDS[:1], max_new_tokens=8, do_sample=False)
-    with patch_ffn(model, chunk_tokens=8, min_tokens=8) as patch:
-        assert torch.equal(model.generate(IDS[:1], max_new_tokens=8, do_sample=False), expected)
-        assert patch.report().count("chunked") == 2
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: diffusers.SanaTransformer2DModel(num_layers=1), r"got .*: .*convolution"),
+        (lambda: _transformers("BertModel"), r"got encoder\.layer\.0: .*chunk_size_feed_forward"),
+        (lambda: _transformers("MixtralForCausalLM", num_local_experts=4), r"got .*: .*experts"),
+    ],
+    ids=["convolutions", "BERT's pairs", "experts"],
+)
+def test_what_cannot_be_sliced_is_named(make: Callable[[], nn.Module], words: str) -> None:
+    with torch.device("meta"):
+        model = make()
+    with pytest.raises(ValueError, match=words):
+        patch_ffn(model)
 
 
 def test_the_experts_of_a_mixture_are_sliced_each_by_itself() -> None:

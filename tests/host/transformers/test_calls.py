@@ -1,4 +1,4 @@
-"""One attention call: what arrives at sdpa, biases, sinks, weights, and what is refused."""
+"""One attention call: what arrives at sdpa, biases, weights, and what is refused."""
 
 from typing import Any
 
@@ -23,49 +23,18 @@ def qkv(seq_len_q: int = 9, seq_len_kv: int = 9, heads: int = 4, kv_heads: int =
     return [torch.randn(shape) for shape in shapes]
 
 
-def host_mask(kind: str, q_length: int = 9, kv_length: int = 9, q_offset: int = 0) -> Any:
-    """The mask our mask function returns for this kind."""
-    padding = torch.ones(2, kv_length, dtype=torch.bool)
-    padding[0, :2] = False
-    function = {
-        "window": masking_utils.sliding_window_causal_mask_function(4),
-        "custom": masking_utils.or_masks(masking_utils.causal_mask_function, lambda b, h, q, k: (q + k) % 5 == b),
-    }.get(kind, masking_utils.causal_mask_function)
-    padded = padding if kind in ("padding", "window", "custom") else None
-    return pascal_mask(2, q_length, kv_length, q_offset, 0, function, padded)
+def host_mask(q_length: int = 9, kv_length: int = 9, q_offset: int = 0, padding: Tensor | None = None) -> Any:
+    """The mask our mask function returns for a causal rule."""
+    return pascal_mask(2, q_length, kv_length, q_offset, 0, masking_utils.causal_mask_function, padding)
 
 
-KINDS = ["causal", "padding", "window", "custom"]
-
-
-@pytest.mark.parametrize("tile", ["auto", 3])
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(("seq_len_q", "seq_len_kv", "offset"), [(9, 9, 0), (4, 9, 5), (4, 16, 5), (1, 9, 8)])
-def test_every_mask_with_and_without_a_position_bias(
-    kind: str, seq_len_q: int, seq_len_kv: int, offset: int, tile: int | str
-) -> None:
-    tensors, bias = qkv(seq_len_q, seq_len_kv), torch.randn(1, 4, seq_len_q, seq_len_kv)
-    mask = host_mask(kind, seq_len_q, seq_len_kv, offset)
-    allowed = None if mask is None else mask.dense()
-    for each in (None, bias):
-        out, weights = make_hf_attention_fn(tile)(MODULE, *tensors, mask, position_bias=each)
-        assert weights is None
-        torch.testing.assert_close(out, plain(tensors, allowed, each))
-        assert out.is_contiguous()
-
-
-@pytest.mark.parametrize("kind", [*KINDS, "none", "bool", "float"])
+@pytest.mark.parametrize("kind", ["none", "bool", "float"])
 def test_gradients_reach_the_position_bias(kind: str) -> None:
     tensors, bias = qkv(), torch.randn(1, 4, 9, 9, requires_grad=True)
     mask, allowed, added = None, None, torch.zeros(9, 9)
-    if kind in KINDS:
-        mask = host_mask(kind)
-        allowed = mask.dense()
-    elif kind == "none":
-        MODULE.is_causal = False
-    elif kind == "bool":
+    if kind == "bool":
         mask = allowed = torch.rand(2, 1, 9, 9) < 0.7
-    else:
+    elif kind == "float":
         mask = added = torch.randn(2, 1, 9, 9)
     out, _ = attention(MODULE, *tensors, mask, position_bias=bias, is_causal=False if mask is None else None)
     upstream = torch.randn_like(out)
@@ -96,24 +65,14 @@ def test_none_means_causal_from_the_first_key_unless_the_module_says_otherwise()
 
 
 def test_a_mask_made_for_a_longer_cache_is_cut() -> None:
-    tensors, mask = qkv(), host_mask("causal", 9, 12)
+    tensors, mask = qkv(), host_mask(9, 12)
     torch.testing.assert_close(attention(MODULE, *tensors, mask)[0], plain(tensors, torch.ones(9, 9).tril().bool()))
     with pytest.raises(ValueError, match=r"made for \(L, S\)"):
-        attention(MODULE, *qkv(5, 9), host_mask("causal"))
-
-
-def test_sinks_per_head_and_per_query() -> None:
-    tensors, mask = qkv(), host_mask("window")
-    sinks = torch.randn(4)
-    out, _ = attention(MODULE, *tensors, mask, s_aux=sinks)
-    torch.testing.assert_close(out, plain(tensors, mask.dense(), sinks=sinks.view(1, 4, 1, 1)))
-    sinks = torch.randn(2, 4, 9, 1)
-    out, _ = attention(MODULE, *tensors, mask, sinks=sinks)
-    torch.testing.assert_close(out, plain(tensors, mask.dense(), sinks=sinks))
+        attention(MODULE, *qkv(5, 9), host_mask())
 
 
 def test_values_may_have_a_head_size_of_their_own_and_heads_a_mask() -> None:
-    tensors, mask = qkv(dim_v=5), host_mask("padding")
+    tensors, mask = qkv(dim_v=5), host_mask(padding=torch.tensor([[False] * 2 + [True] * 7, [True] * 9]))
     out, _ = attention(MODULE, *tensors, mask)
     torch.testing.assert_close(out, plain(tensors, mask.dense()))
     head_mask = torch.tensor([1.0, 0.0, 0.5, 2.0]).view(1, 4, 1, 1)
@@ -171,7 +130,7 @@ def test_a_static_cache_is_cut_to_what_is_in_it(registered: str, routed: list) -
 
 
 def test_tokens_after_a_past_are_aligned_to_the_lower_right(registered: str, routed: list) -> None:
-    tensors, mask = qkv(4, 9), host_mask("causal", 4, 9, 5)
+    tensors, mask = qkv(4, 9), host_mask(4, 9, 5)
     attention(MODULE, *tensors, mask)
     only(routed, mask=None, is_causal=True, alignment="lower_right")
 

@@ -131,30 +131,6 @@ def test_prefill_in_parts_gives_the_same_logits(model: Any, cache: str) -> None:
     assert difference(ours, stock) < SAME
 
 
-@families("llama", "qwen3")
-def test_a_quantised_cache_gives_the_same_tokens(model: Any) -> None:
-    """The host's quantised layer with a quantiser of two lines, as the real ones are packages of their own."""
-    if tiny.is_older("5.0"):
-        pytest.skip("the layer is another one in this Transformers")
-    from transformers.cache_utils import QuantizedLayer
-
-    class Rounded(QuantizedLayer):
-        def _quantize(self, tensor: Tensor, axis: int) -> tuple[Tensor, Tensor]:
-            step = tensor.abs().max() / 127
-            return (tensor / step).round().to(torch.int8), step
-
-        def _dequantize(self, quantised: tuple[Tensor, Tensor]) -> Tensor:
-            return quantised[0] * quantised[1]
-
-    def run() -> Tensor:
-        cache = transformers.DynamicCache()
-        cache.layers = [Rounded(residual_length=4) for _ in range(model.config.num_hidden_layers)]
-        return tiny.tokens(model, tiny.prompt(), past_key_values=cache)
-
-    stock, ours = tiny.stock_and_ours(model, run)
-    assert torch.equal(ours, stock)
-
-
 @families("llama", "mistral", "gemma3")
 def test_packed_sequences_do_not_see_each_other(model: Any) -> None:
     ids = tiny.prompt(batch=1, padding=0)["input_ids"]

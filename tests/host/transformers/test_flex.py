@@ -2,37 +2,17 @@
 
 import pytest
 import torch
-from transformers import Gemma2Config, LlamaConfig
-from transformers.models.gemma2.modeling_gemma2 import Gemma2ForCausalLM
-from transformers.models.llama.modeling_llama import LlamaForCausalLM
+from attn_support import tiny_models as tiny
 
 from pascal_attn_core import patch_flex_attention, record
 from pascal_attn_core.transformers import make_hf_attention_fn
 
 flex = pytest.importorskip("torch.nn.attention.flex_attention")
-SIZES = {
-    "vocab_size": 64,
-    "hidden_size": 64,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-}
-MODELS = {
-    "llama": (LlamaForCausalLM, LlamaConfig(**SIZES)),
-    "gemma2": (Gemma2ForCausalLM, Gemma2Config(**SIZES, sliding_window=32)),  # a score_mod, and windows
-}
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", ["llama", "gemma2"])  # gemma2 has a score_mod, and windows
 def test_logits_and_gradients_are_those_of_eager_attention(name: str) -> None:
-    cls, config = MODELS[name]
-    torch.manual_seed(0)
-    model = cls(config)
-    model.set_attn_implementation("eager")
-    given = {"input_ids": torch.randint(0, 64, (2, 160)), "attention_mask": torch.ones(2, 160, dtype=torch.int64)}
-    given["attention_mask"][1, 100:] = 0
+    model, given = tiny.build(name, max_position_embeddings=160), tiny.prompt(length=150, padding=50, left=False)
 
     def run() -> tuple[torch.Tensor, torch.Tensor]:
         model.zero_grad()
@@ -40,13 +20,12 @@ def test_logits_and_gradients_are_those_of_eager_attention(name: str) -> None:
         logits.square().mean().backward()
         return logits.detach(), model.model.layers[0].self_attn.q_proj.weight.grad
 
-    expected = run()
+    expected = tiny.with_attention(model, "eager", run)
     with patch_flex_attention(), record() as report:
-        model.set_attn_implementation("flex_attention")
-        actual = run()
+        actual = tiny.with_attention(model, "flex_attention", run)
     assert sum(stats.count for stats in report.calls.values()) == 2
     for ours, theirs in zip(actual, expected):
-        torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-4)
+        assert tiny.difference(ours, theirs) < 2e-5
 
 
 def test_our_attention_function_takes_a_block_mask() -> None:

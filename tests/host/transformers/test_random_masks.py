@@ -1,4 +1,4 @@
-"""Masks, caches' offsets, padding, sinks and softcap drawn at random: what the host's mask tensor would give."""
+"""Masks, offsets of caches, padding, biases, sinks and softcap drawn at random: what the host's mask tensor gives."""
 
 import random
 from typing import Any
@@ -62,14 +62,21 @@ def test_outputs_and_gradients_are_those_of_the_mask_tensor(kind: str, seed: int
 
     shapes = [(BATCH, 4, tokens, 8), (BATCH, 2, keys, 8), (BATCH, 2, keys, 8)]
     tensors = [torch.randn(shape, requires_grad=True) for shape in shapes]
-    sinks = torch.randn(4, requires_grad=True) if draw.random() < 0.3 else None
+    shared = torch.randn(4, requires_grad=True)  # by all queries
+    by_query = torch.randn(BATCH, 4, tokens, 1, requires_grad=True)
+    sinks, of_host = draw.choice(
+        [({}, None), ({}, None), ({"s_aux": shared}, shared.view(1, 4, 1, 1)), ({"sinks": by_query}, by_query)]
+    )
+    bias = torch.randn(1, 4, tokens, keys, requires_grad=True) if draw.random() < 0.3 else None
     softcap = draw.choice([None, None, 3.0])
-    attention, module = make_hf_attention_fn(draw.choice(["auto", 16, 64])), torch.nn.Module()
+    attention, module = make_hf_attention_fn(draw.choice(["auto", 3, 16, 64])), torch.nn.Module()
     module.is_causal = causal
-    ours, _ = attention(module, *tensors, mask, s_aux=sinks, softcap=softcap)
-    stock = plain(tensors, allowed, softcap=softcap, sinks=None if sinks is None else sinks.view(1, 4, 1, 1))
+    ours, weights = attention(module, *tensors, mask, **sinks, softcap=softcap, position_bias=bias)
+    stock = plain(tensors, allowed, bias, softcap=softcap, sinks=of_host)
+    assert weights is None
+    assert ours.is_contiguous()
     torch.testing.assert_close(ours, stock, atol=2e-5, rtol=1e-4)
-    leaves = tensors if sinks is None else [*tensors, sinks]
+    leaves = [*tensors, *sinks.values(), *([] if bias is None else [bias])]
     upstream = torch.randn_like(ours)
     for mine, theirs in zip(
         torch.autograd.grad(ours, leaves, upstream), torch.autograd.grad(stock, leaves, upstream), strict=True

@@ -151,14 +151,6 @@ class Browser:
         """Type ``text`` over what is in a field, as a user does: a value that WebDriver clears, a page may put back."""
         self._request("POST", f"/element/{element[ELEMENT]}/value", {"text": SELECT_ALL + BACKSPACE + text})
 
-    def hover(self, x: float, y: float) -> None:
-        """Move the mouse to a point of the viewport, by a step so that the page sees it move."""
-        moves = [{"type": "pointerMove", "duration": 30, "x": int(x) + d, "y": int(y)} for d in (-4, 0)]
-        self._act([{"type": "pointer", "id": "mouse", "actions": moves}])
-
-    def _act(self, actions: list[dict[str, Any]]) -> None:
-        self._request("POST", "/actions", {"actions": actions})
-
     def screenshot(self, path: Path) -> Path:
         """The viewport as a PNG."""
         path.write_bytes(base64.b64decode(self._request("GET", "/screenshot")))

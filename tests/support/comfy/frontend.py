@@ -56,40 +56,6 @@ def red_nodes(browser: Browser) -> list[str]:
     return browser.script(code)
 
 
-def screen_points(browser: Browser, node_type: str) -> dict[str, tuple[float, float]]:
-    """Where ``title``, ``input <name>``, ``output <number>`` and ``widget <name>`` of a node are in the viewport."""
-    code = """
-      const node = app.graph.nodes.find(n => n.type === arguments[0]), ds = app.canvas.ds, found = {};
-      const {left, top} = app.canvas.canvas.getBoundingClientRect();  // older front ends put menus beside it
-      const put = (name, x, y) =>
-        found[name] = [left + (x + ds.offset[0]) * ds.scale, top + (y + ds.offset[1]) * ds.scale];
-      put('title', node.pos[0] + node.size[0] / 2, node.pos[1] - LiteGraph.NODE_TITLE_HEIGHT / 2);
-      node.inputs.forEach((slot, i) => slot.widget || put('input ' + slot.name, ...node.getInputPos(i)));
-      node.outputs.forEach((slot, i) => put('output ' + i, ...node.getOutputPos(i)));
-      for (const w of node.widgets ?? [])
-        if (w.y && w.type !== 'button') put('widget ' + w.name, node.pos[0] + node.size[0] / 3, node.pos[1] + w.y + 10);
-      return found"""
-    return {name: (x, y) for name, (x, y) in browser.script(code, node_type).items()}
-
-
-def look_at(browser: Browser, node_type: str, width: int = 1600, height: int = 1000) -> None:
-    """Move the canvas so that one node fills the middle of the viewport."""
-    code = """
-      const [type, width, height] = arguments, ds = app.canvas.ds;
-      const node = app.graph.nodes.find(n => n.type === type);
-      ds.scale = Math.min(1.5, 0.6 * height / (node.size[1] + 30), 0.6 * width / node.size[0]);
-      ds.offset[0] = width / 2 / ds.scale - node.pos[0] - node.size[0] / 2;
-      ds.offset[1] = height / 2 / ds.scale - node.pos[1] - node.size[1] / 2;
-      app.canvas.setDirty(true, true)"""
-    browser.script(code, node_type, width, height)
-    time.sleep(0.3)
-
-
-def select(browser: Browser, node_type: str) -> None:
-    code = "app.canvas.selectNode(app.graph.nodes.find(n => n.type === arguments[0])); app.canvas.setDirty(true, true)"
-    browser.script(code, node_type)
-
-
 _BOUNDS = """
       const title = LiteGraph.NODE_TITLE_HEIGHT;
       const boxes = app.graph.nodes.map(n => [n.pos[0], n.pos[1] - title, n.size[0], n.size[1] + title]);

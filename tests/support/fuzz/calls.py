@@ -1,6 +1,6 @@
 """Random attention calls, each made whole from one number: shapes, layouts, masks, rules, options, configs.
 
-:func:`draw` gives a :class:`Call`, plain data that can be printed, simplified and pasted; :func:`build` its tensors and
+:func:`draw` gives a :class:`Call`, plain data that can be printed and pasted; :func:`build` its tensors and
 what they mean, worked out without the package under test: which keys are allowed, and what is added to their scores.
 """
 
@@ -598,25 +598,3 @@ def _build_sinks(call: Call, generator: torch.Generator) -> Tensor | None:
     if call.sinks == "strided":
         return values.to(call.torch_dtype).repeat_interleave(2)[::2]
     return values.to(torch.float64 if call.sinks == "float64" else call.torch_dtype)
-
-
-def simpler(call: Call) -> list[Call]:
-    """Calls that are each in one respect simpler, the largest steps first."""
-    sizes = ("rows", "keys", "width", "width_v")
-    names = [each.name for each in fields(Call) if each.name not in ("number", *sizes)]
-    changes: list[dict[str, Any]] = [{name: getattr(Call(call.number), name)} for name in names]
-    changes.append({"heads": (1, 1, 1), "enable_gqa": False})
-    changes += [{"wants": call.wants.replace(name, "")} for name in call.wants]
-    changes += [{"batch": (2,)}] if math.prod(call.batch) > 2 or len(call.batch) > 1 else []
-    if call.num_heads > 2:
-        changes += [{"heads": (2, 1, 1), "enable_gqa": True}, {"heads": (2, 2, 2), "enable_gqa": False}]
-    changes += [{"config": {name: value}} for name, value in call.config.items()] if len(call.config) > 1 else []
-    changes += [{"layouts": (*call.layouts[:i], "contiguous", *call.layouts[i + 1 :])} for i in range(3)]
-    if call.mask is not None:
-        base = Mask(call.mask.kind, dtype=call.mask.dtype)
-        changes += [{"mask": replace(call.mask, **{each.name: getattr(base, each.name)})} for each in fields(Mask)]
-    for name in sizes:
-        size = getattr(call, name)
-        changes += [{name: n} for n in sorted({1, 2, size // 2, size - 1}) if 0 < n < size]
-    simpler_calls = (possible(replace(call, **change)) for change in changes)
-    return [other for other in simpler_calls if other != call]

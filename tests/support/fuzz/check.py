@@ -13,7 +13,7 @@ from pascal_attn_core import LazyMask, UnsupportedAttention, explain, sdpa, sdpa
 from pascal_attn_core.sdpa_patch import patch_sdpa
 
 from . import oracle
-from .calls import BROKEN_RULES, LAYOUTS, Built, Call, build, simpler, sums_dtype
+from .calls import BROKEN_RULES, LAYOUTS, Built, Call, build, sums_dtype
 from .oracle import Bounded, Precision, smallest
 
 TORCH = torch._C._nn.scaled_dot_product_attention
@@ -83,26 +83,6 @@ def failure(call: Call, device: str = "cpu") -> str:
         where = " > ".join(f"{frame.filename.rpartition('/')[2]}:{frame.lineno}" for frame in frames)
         return f"{type(error).__name__}: {str(error)[:300]} ({where})"
     return ""
-
-
-def simplest(call: Call, tries: int = 150, device: str = "cpu") -> Call:
-    """A call as simple as can be found that goes wrong too."""
-    known, improved = {str(call)}, True
-    while improved and tries > 0:
-        improved = False
-        for other in simpler(call):
-            if str(other) in known:
-                continue
-            known.add(str(other))
-            tries -= 1
-            try:
-                build(other)
-            except (RuntimeError, ValueError, TypeError, IndexError, ZeroDivisionError, AssertionError):
-                continue  # no call at all
-            if tries > 0 and failure(other, device):
-                call, improved = other, True
-                break
-    return call
 
 
 def _leaves(call: Call, built: Built, device: str) -> tuple[list[Tensor], Any, Tensor | None, list[Tensor]]:

@@ -39,10 +39,6 @@ class Precision(NamedTuple):
     def unit(self) -> float:
         return torch.finfo(self.sums).eps
 
-    @property
-    def product_unit(self) -> float:
-        return torch.finfo(self.products).eps
-
     def of_sum(self, terms: int) -> float:
         """Relative to the sum of absolute values, whatever the order."""
         return self.unit * (4 + terms / 2)

@@ -87,9 +87,7 @@ class ProbeCount(Probe):
 
 class ProbeOtherPatch(Probe):
     """Another pack's attention override: ``chain`` calls the one before it, ``replace`` forgets it, ``wrong`` gives
-    every key the same weight (so that a comparison must notice), ``nan`` chains with one element of q not a number.
-    Counts its calls as ``other`` in the record ``tag``.
-    """
+    every key the same weight. Counts its calls as ``other`` in the record ``tag``."""
 
     INPUTS: ClassVar = {"model": ("MODEL",), "kind": (["chain", "replace", "wrong"],), "tag": TAG}
 

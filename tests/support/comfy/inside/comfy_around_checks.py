@@ -1,5 +1,5 @@
-"""This module has what ComfyUI puts around a diffusion model, inside the host: a ControlNet beside it, torch.compile
-over it, another copy of the pack. See ``comfy_checks``."""
+"""This module has what ComfyUI puts around a diffusion model, inside the host: a ControlNet, torch.compile, a second
+pack, copies for other devices, a second card (here a thread on the CPU). See ``comfy_checks``."""
 
 import importlib.util
 import sys
@@ -7,12 +7,16 @@ import sys
 import comfy.controlnet
 import torch
 import torch._dynamo
-from comfy_checks import check, run_of
-from comfy_inproc import PACK, conditioning, families, load_model, sample
+from comfy_checks import Skip, check, close, pack, replaced, run_of, runs
+from comfy_ffn_checks import patched as ffn_chunking
+from comfy_inproc import PACK, conditioning, families, load_model, load_pack, sample, wan
+from comfy_int8_checks import NEAR
+from comfy_int8_checks import patched as int8_linear
 from comfy_other_packs import tiny_controlnet
 from comfy_patch_checks import patched
 from comfy_tiny_models import random_weights
 
+NODES = load_pack()
 OVERRIDE, WHOLE = "attention override", "whole model"
 
 
@@ -70,3 +74,71 @@ def loading_the_pack_twice_under_two_names_is_harmless():
         both = node.patch(ours, "tiled", 0, 0, WHOLE, 0, True)[0]
         assert (sample(both, name) - stock).abs().max() <= 2e-5 * stock.abs().max()
         assert run_of(lambda: sample(ours, name), stock).count("taken")  # noqa: B023
+
+
+@check
+def copies_for_another_device_have_changes_of_their_own():
+    base, stock = wan()
+    if not hasattr(base, "deepclone_multigpu"):
+        raise Skip("this host has no copies for several devices")
+    for patch, part, most in ((ffn_chunking, "feed-forward", 2e-5), (int8_linear, "int8", NEAR)):
+        model = patch(base)
+        sample(model)
+        copy = model.deepclone_multigpu()
+        assert copy.model is not model.model
+        for each in (model, copy):
+            assert run_of(lambda: close(sample(each), stock, most)).part == part  # noqa: B023
+
+
+def with_patch(model):
+    return patched(model, route="auto")
+
+
+def with_second(model, least_tokens=64):
+    with replaced(pack("second_card"), "_other_card", lambda home, wanted: ("cpu", "")):
+        return NODES["PascalSecondCard"]().patch(model, "auto", least_tokens, "9")[0]
+
+
+def latents(model, name="sd15", cfg=3.0):
+    with runs() as found:
+        out = sample(model, name, steps=2, cfg=cfg)
+    (run,) = found
+    return out, run
+
+
+@check
+def a_second_card_before_the_patch_and_behind_it():
+    model = load_model("sd15")
+    expected, _ = latents(with_patch(model))
+    for place in (lambda m: with_second(with_patch(m)), lambda m: with_patch(with_second(m))):
+        out, run = latents(place(model))
+        assert torch.equal(out, expected)
+        assert run.routes().get("several"), run.line()
+        assert run.shares["cpu #2"] == run.shares["cpu"]
+        assert run.warnings == []
+
+
+@check
+def a_second_card_without_the_patch_patches_by_itself():
+    model = load_model("flux")
+    stock = sample(model, "flux", steps=2)
+    out, run = latents(with_second(model), "flux", cfg=1.0)
+    close(out, stock)
+    assert run.unique_id == "9"
+    assert run.count("taken") or run.count(), run.line()
+
+
+@check
+def beside_a_second_card_the_model_itself_stays_what_it_was():
+    model = load_model("sd15")
+    stock = sample(model, "sd15", steps=2)
+    alone = with_patch(model)
+    expected, _ = latents(alone)
+    with_second(model)
+    shared, run = latents(with_second(alone))
+    assert run.shares
+    assert torch.equal(shared, expected)
+    assert torch.equal(sample(model, "sd15", steps=2), stock)
+    again, run = latents(alone)
+    assert torch.equal(again, expected)
+    assert run.shares == {}

@@ -98,24 +98,6 @@ def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def cancel_at(call: int) -> Iterator[list[int]]:
-    """The user presses Cancel at the ``call``-th time that the pack looks; the list counts how often it looked."""
-    import comfy.model_management
-
-    host = pack("comfy.host")
-    look, looked = host.throw_if_interrupted, [0]
-
-    def counting() -> None:
-        looked[0] += 1
-        if looked[0] == call:
-            comfy.model_management.interrupt_current_processing()
-        look()
-
-    with replaced(host, "throw_if_interrupted", counting):
-        yield looked
-
-
-@contextlib.contextmanager
 def log_lines() -> Iterator[list[str]]:
     """Return what the pack logs in the block."""
     import logging

@@ -5,10 +5,9 @@ import contextlib
 
 import comfy.model_management as host
 import comfy.patcher_extension as extension
-import torch
-from comfy_checks import Skip, check, close, log_lines, pack, raises, replaced, run_of, runs, unload
+from comfy_checks import check, close, log_lines, pack, raises, replaced, run_of, runs, unload
 from comfy_inproc import families, in_host_memory, load_lora, load_pack, noise, sample, wan
-from comfy_patch_networks import applied, built, patcher_of
+from comfy_patch_networks import built, patcher_of
 
 NODE = load_pack()["PascalFFNChunking"]
 SMALL = 0.02  # MiB: everything is chunked as finely as it may be
@@ -227,20 +226,6 @@ def another_packs_injection_lives_beside_ours():
 
 
 @check
-def a_copy_for_another_device_has_slices_of_its_own():
-    base, stock = wan()
-    if not hasattr(base, "deepclone_multigpu"):
-        raise Skip("this host has no copies for several devices")
-    model = patched(base)
-    copy = model.deepclone_multigpu()
-    assert copy.model is not model.model
-    assert chunks(model, stock) == 3
-    assert chunks(copy, stock) == 3
-    assert ffn(model).forward.module is ffn(model)
-    assert ffn(copy).forward.module is ffn(copy)
-
-
-@check
 def cogvideos_blocks_that_hold_no_feed_forward_module_are_named():
     sizes = {"num_attention_heads": 2, "attention_head_dim": 32, "num_layers": 2, "text_embed_dim": 32}
     more = {"use_rotary_positional_embeddings": True}
@@ -249,20 +234,3 @@ def cogvideos_blocks_that_hold_no_feed_forward_module_are_named():
         text = NODE().patch(model, SMALL, 2, "1")[1]
     assert "2 blocks (CogVideoXBlock) compute their feed-forward layers inside their own forward" in text, text
     assert any("CogVideoXBlock" in line for line in lines), lines
-
-
-@check
-def stable_cascades_layers_that_mix_tokens_are_refused_with_the_reason():
-    """A norm over all tokens stands between the two linear layers of these modules."""
-    two = {"c_hidden": [64, 64], "nhead": [2, 2], "blocks": [[1, 1], [1, 1]]}
-    network = built("cascade.stage_c", "StageC", c_cond=64, c_clip_text=64, c_clip_text_pooled=64, c_clip_img=64, **two)
-    given = noise(1, 16, 8, 8), torch.tensor([0.5]), noise(1, 6, 64), noise(1, 1, 64), noise(1, 1, 64)
-    model = patcher_of(network)
-
-    def run(options):
-        return network(*given, transformer_options=options)
-
-    stock = applied(model, run)
-    with log_lines() as lines:
-        close(applied(patched(model), run), stock)
-    assert any("channelwise" in line and "runs whole: mixes tokens" in line for line in lines), lines

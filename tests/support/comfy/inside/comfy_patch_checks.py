@@ -7,7 +7,7 @@ import os
 import comfy.ldm.modules.attention as host_attention
 import comfy.model_management
 import torch
-from comfy_checks import Skip, check, log_lines, replaced, run_of, unload
+from comfy_checks import Skip, check, replaced, run_of, unload
 from comfy_inproc import LATENTS, load_model, load_pack, sample
 from comfy_patch_networks import NETWORKS, applied, patcher_of
 
@@ -149,19 +149,3 @@ def the_hosts_own_memory_estimate_is_that_of_efficient_attention():
     override = patched(model).model_options["transformer_options"][KEY]
     assert override.memory_efficient is True  # what versions after 0.33 read
     unload()
-
-
-@check
-def a_patch_on_weights_only_says_so():
-    prompt = {
-        "1": {"class_type": "UNETLoader", "inputs": {}},
-        "2": {"class_type": "PascalAttentionPatch", "inputs": {"model": ["1", 0]}},
-        "3": {"class_type": "ModelMergeSimple", "inputs": {"ratio": 0.5}},
-        "4": {"class_type": "KSampler", "inputs": {"model": ["3", 0]}},
-    }
-    for patch_gives, is_told in (("model2", True), ("model1", False)):
-        prompt["3"]["inputs"].update({"model1": ["1", 0], "model2": ["1", 0], patch_gives: ["2", 0]})
-        with log_lines() as lines:
-            patched(load_model("sd15"), unique_id="2", prompt=prompt)
-        told = [line for line in lines if "WITHOUT EFFECT: ModelMergeSimple takes only the weights of model2" in line]
-        assert bool(told) == is_told, lines

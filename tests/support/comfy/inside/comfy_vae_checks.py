@@ -4,12 +4,11 @@ import copy
 import functools
 import gc
 
-import comfy.model_management as host
 import comfy.model_patcher
 import torch
 import torch.nn.functional as F
 from comfy.ldm.modules.diffusionmodules.model import AttnBlock
-from comfy_checks import cancel_at, check, close, is_untouched, log_lines, pack, raises, replaced, run_of, runs, unload
+from comfy_checks import check, close, is_untouched, log_lines, pack, raises, replaced, run_of, unload
 from comfy_inproc import drawn, load_pack, load_vae, noise
 
 NODE = load_pack()["PascalVAEAttention"]
@@ -52,12 +51,6 @@ def vae_around(block, run=None):
     vae.first_stage_model = Network()
     vae.patcher = comfy.model_patcher.ModelPatcher(vae.first_stage_model, torch.device("cpu"), torch.device("cpu"))
     return vae
-
-
-def one_block():
-    """A VAE of the host around one of its attention blocks, 896 tokens, and a latent for it: quick."""
-    block = drawn(AttnBlock(32), 0.2)
-    return vae_around(block, lambda samples: block(samples.repeat(1, 8, 1, 1))), noise(1, 4, 32, 28)
 
 
 @check
@@ -136,32 +129,9 @@ def the_original_is_untouched_bit_for_bit_before_between_and_after():
 
 
 @check
-def two_copies_with_different_settings_do_not_mix():
-    vae, samples = one_block()
-    first, second = patched(vae, "tiled"), patched(vae, "torch")
-    for ours, route in ((first, "tiled"), (second, "torch"), (first, "tiled")):
-        assert run_of(lambda: ours.decode(samples)).routes() == {route: 1}  # noqa: B023
-
-
-@check
-def cancelled_between_two_blocks_it_stops_and_the_next_run_is_clean():
-    vae, samples = one_block()
-    stock = vae.decode(samples)
-    ours = patched(vae, "tiled", 1)
-    with cancel_at(10**6) as looked:
-        ours.decode(samples)
-    assert looked[0] > 2, "one block only: nothing to cancel between"
-    with runs() as found, cancel_at(2) as looked:
-        raises(host.InterruptProcessingException, lambda: ours.decode(samples))
-    assert looked[0] == 2
-    assert len(found) == 1
-    assert run_of(lambda: ours.decode(samples), stock).count("taken") == 1
-    assert torch.equal(vae.decode(samples), stock)
-
-
-@check
 def another_packs_patch_before_ours_gives_way_and_one_after_ours_is_named():
-    vae, samples = one_block()
+    block, samples = drawn(AttnBlock(32), 0.2), noise(1, 4, 32, 28)
+    vae = vae_around(block, lambda samples: block(samples.repeat(1, 8, 1, 1)))
     stock = vae.decode(samples)
     key, calls = "block.optimized_attention", []
 
@@ -228,17 +198,6 @@ def a_block_that_calls_the_hosts_attention_by_name_is_served():
     assert (run.count("taken"), run.routes()) == (1, {"tiled": 1})
     assert [kind.block for kind in run.tallies] == ["block.attn"]
     is_untouched(lambda: vae.decode(samples), stock)
-
-
-@check
-def a_vae_without_attention_is_returned_as_it_is_and_says_so():
-    import comfy.sd
-    import comfy.taesd.taesd
-
-    vae = comfy.sd.VAE(sd=comfy.taesd.taesd.TAESD(None, None).state_dict())
-    with log_lines() as lines:
-        assert patched(vae, decode="as it is") is vae
-    assert "has no attention" in lines[0]
 
 
 @check

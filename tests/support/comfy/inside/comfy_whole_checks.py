@@ -74,13 +74,21 @@ def feed_forward_layers_run_in_chunks_where_a_call_would_not_fit_in_every_family
 
 
 @check
-def a_status_line_before_the_run_names_every_part():
+def a_status_line_before_the_run_names_every_part_and_a_patch_on_weights_only():
     model, clip, vae = load_checkpoint()
+    merge = {"class_type": "ModelMergeSimple", "inputs": {"model1": ["2", 0], "model2": ["1", 0]}}
+    prompt = {
+        "1": {"class_type": "PascalAttentionPatch", "inputs": {"model": ["2", 0]}},
+        "2": {"class_type": "UNETLoader", "inputs": {}},
+        "3": merge,
+        "4": {"class_type": "KSampler", "inputs": {"model": ["3", 0]}},
+    }
     with log_lines() as lines:
-        whole(model, clip, vae)
+        whole(model, clip, vae, prompt=prompt)
     text = " ".join(lines)
     for word in ("blocks of SD15", "feed-forward", "SD1ClipModel", "AutoencoderKL", "decoding and encoding in bands"):
         assert word in text, text
+    assert "WITHOUT EFFECT: ModelMergeSimple takes only the weights of model2" in text, text
 
 
 @check
