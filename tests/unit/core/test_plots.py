@@ -38,7 +38,7 @@ def test_no_key_is_lost_where_there_are_more_keys_than_columns() -> None:
 
 
 def test_the_first_and_the_last_key_are_seen_on_pages_of_any_colour(tmp_path: Path) -> None:
-    """Both ends have the colour of probability 1, nothing lies over them, and around the panel the page shows through."""
+    """Both ends have the colour of probability 1, nothing lies over them, and around the panel the page is seen."""
     weights = torch.zeros(1, 1, 1024)
     weights[..., [0, -1]] = 1.0
     plot_rows(weights, tmp_path / "rows.png")
