@@ -188,7 +188,10 @@ def _printed(section: Section) -> Iterator[str]:
     """A section's rows as lines, the texts below each other."""
     indent = max(_LABEL, min(28, max((len(row.label) + 2 for row in section.rows), default=0)))
     for row in section.rows:
-        label = row.label if len(row.label) < indent else f"{row.label} "
+        label = row.label
+        if len(label) >= indent:
+            yield label
+            label = ""
         yield from textwrap.wrap(row.text, _WIDTH, initial_indent=f"{label:{indent}s}", subsequent_indent=" " * indent)
 
 
