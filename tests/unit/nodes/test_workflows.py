@@ -15,6 +15,7 @@ from attn_support.comfy.workflow_files import (
     TINY,
     is_drawn,
     is_link,
+    is_shown,
     opened,
     ours,
     prompt_of,
@@ -70,6 +71,11 @@ def test_each_workflow_has_a_picture_a_twin_and_a_tiny_model_and_nothing_else_is
     assert {path.stem for path in (FOLDER / "api").iterdir()} == set(NAMES)
     assert all(Image.open(FOLDER / f"{name}.jpg").width >= 1000 for name in NAMES)
     assert [name for name in NAMES if not is_drawn(name)] == [], "python tools/workflows pictures draws them"
+
+
+def test_the_pictures_of_the_documents_show_the_nodes_as_they_are() -> None:
+    """A node with another input changes the workflow that has every node, by the tests below."""
+    assert is_shown(), "python tools/workflows readme draws them"
 
 
 @every_workflow
