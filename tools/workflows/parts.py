@@ -87,7 +87,7 @@ def everything(sheet: Sheet, model: Out, clip: Out, vae: Out) -> tuple[Out, Out,
 
 
 def prompt(sheet: Sheet, clip: Out, text: str) -> Out:
-    height = 95 if len(text) < 150 else 130
+    height = 95 if len(text) < 150 else 160
     return sheet.add("positive", "CLIPTextEncode", title="Prompt", size=(NARROW, height), clip=clip, text=text)
 
 
