@@ -35,7 +35,8 @@ def on_any_page() -> Iterator[None]:
     from matplotlib import rc_context
 
     inked = ("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color")
-    with rc_context(dict.fromkeys(inked, _INK) | dict.fromkeys(("figure.facecolor", "axes.facecolor"), "none")):
+    colours: dict[Any, str] = dict.fromkeys(inked, _INK)
+    with rc_context(colours | dict.fromkeys(("figure.facecolor", "axes.facecolor"), "none")):
         yield
 
 
