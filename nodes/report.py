@@ -80,11 +80,12 @@ class PascalAttentionReport(inputs.PascalNode):
         tested = _selftest(unique_id) if selftest else None
         if tested is not None and not tested.is_right:
             findings.alarms.insert(0, tested.verdict)
-        text, image = report_text(findings), as_image(draw_report(findings))
-        if tested is not None:
-            text += f"\n\nself-test\n{describe(tested)}"
+        text = report_text(findings, describe(tested) if tested else "")
+        image = as_image(draw_report(findings))
         shown = save_preview(image)
-        if not shown:  # its first line says it in larger letters, and a status would take half of its room
+        if tested:
+            host.send_status(f"self-test: {tested.verdict}", unique_id)
+        elif not shown:  # its first line says it in larger letters, and a status would take half of its room
             host.send_status(f"WARNING: {findings.alarms[0]}" if findings.alarms else gained(findings), unique_id)
         return {"ui": {"text": [text], "images": shown}, "result": (value, image, text)}
 

@@ -10,7 +10,8 @@ Needs matplotlib. A picture is also returned, as a ``matplotlib.figure.Figure``.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -22,11 +23,24 @@ from .tiled.masks import Band
 
 __all__ = ["plot_rows", "plot_softmax", "plot_tiles", "softmax_states", "tile_states"]
 
-_COLOURS = ("#eef1f4", "#2a7f62", "#d9a441")
+_COLOURS = ("#aab3bd66", "#2a7f62", "#d9a441")
+_INK = "#737b85"  # of text and lines: it can be read on white and on the black of dark pages, which show through
 _MOST_COLUMNS = 600  # of a heat map: a pixel at least for each, at matplotlib's default size
 _WORDS = ("skipped", "computed", "partly masked")
 
 
+@contextmanager
+def on_any_page() -> Iterator[None]:
+    """Figures made within have no background, and words and lines that can be read on white and on black."""
+    from matplotlib import rc_context
+
+    inked = ("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color")
+    colours: dict[Any, str] = dict.fromkeys(inked, _INK)
+    with rc_context(colours | dict.fromkeys(("figure.facecolor", "axes.facecolor"), "none")):
+        yield
+
+
+@on_any_page()
 def plot_rows(weights: Tensor, path: str | Path | None = None, *, rows: Sequence[int] | None = None) -> Any:
     """A heat map of softmax rows, one panel for each head (at most 8) of the first batch element. Where there are more
     keys than columns, a column has the maximum of its keys, so that no key with a large weight is lost; colours follow
@@ -64,6 +78,7 @@ def plot_rows(weights: Tensor, path: str | Path | None = None, *, rows: Sequence
             norm=norm,
             extent=(-0.5, columns.shape[-1] * per_column - 0.5, len(labels) - 0.5, -0.5),
         )
+        axis.spines[:].set_visible(False)  # they would cover the first and the last keys
         axis.set_ylabel(f"head {head}\nquery")
         step = max(1, len(labels) // 12)
         axis.set_yticks(range(0, len(labels), step), [str(label) for label in labels[::step]])
@@ -127,6 +142,7 @@ def checked_band(
     return Band.of(check_call(query, key, key, attn_mask, **rule))
 
 
+@on_any_page()
 def plot_tiles(seq_len_q: int, seq_len_kv: int, *, path: str | Path | None = None, **rule: Any) -> Any:
     """A picture of :func:`tile_states`, whose other arguments ``rule`` are, with the share of tiles in words.
 
@@ -191,6 +207,7 @@ def softmax_states(scores: Tensor, *, kv_block: int = 128) -> Tensor:
     return torch.stack(states) if states else torch.empty(0, 2, dtype=torch.float64)
 
 
+@on_any_page()
 def plot_softmax(scores: Tensor, path: str | Path | None = None, *, kv_block: int = 128) -> Any:
     """A picture of :func:`softmax_states` (same arguments), beside the maximum and the sum of the whole row.
 

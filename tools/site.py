@@ -20,6 +20,7 @@ BESIDE = {
     "CHANGELOG.md": "changelog.md",
     "SECURITY.md": "security.md",
     "LICENSE": "LICENSE.txt",
+    "tools/iframe-worker.js": "iframe-worker.js",
     "notebooks/attention.ipynb": "notebooks/attention.ipynb",
     "notebooks/cards.ipynb": "notebooks/cards.ipynb",
 }

@@ -19,13 +19,16 @@ _LEAST_BYTES, _LEAST_SECONDS = 8 * MIB, 0.1  # less is not worth telling
 
 
 def say(run: Run) -> None:
-    """Log a run that is over, and write it on its node: for a node with several parts, what they have gained, and
-    the newest run of each."""
+    """Log a run that is over, and write it on its node: for a node with several parts, one sentence about what they
+    have gained, and how many of their calls they took in their newest runs."""
     here = run.unique_id, run.prompt_id
     finished = (other for other in remembered() if other.finished and (other.unique_id, other.prompt_id) == here)
-    ours = {other.part: other for other in finished}
-    lines = "; ".join(other.line() for other in ours.values())
-    status = f"{gain_line(list(ours.values()), host.attention_name())} {lines}" if len(ours) > 1 else ""
+    ours = list({other.part: other for other in finished}.values())
+    status = ""
+    if len(ours) > 1:
+        taken, calls = sum(other.count("taken") for other in ours), sum(other.count() for other in ours)
+        counted = f" {taken:,} of {calls:,} attention calls taken." if calls else ""
+        status = gain_line(ours, host.attention_name()) + counted
     host.say(run.line(), run.unique_id, status)
 
 

@@ -23,9 +23,9 @@ _MOST_GROUPS, _MOST_KINDS = 60, 40
 _MOST_NOTES = 4  # in the picture: layer by layer only the text says it
 
 
-def report_text(findings: Findings) -> str:
-    """The whole report. All but its head is a block for a bug report: facts of the machine, and of each run its
-    settings, what happened and a line per kind of call; nothing about files or prompts."""
+def report_text(findings: Findings, selftest: str = "") -> str:
+    """The whole report. All but its head is a block for a bug report: facts of the machine, of each run its settings,
+    what happened and a line per kind of call, and the block of the self-test; nothing about files or prompts."""
     lines = [gained(findings), *_warnings(findings), "", "PASCAL ATTENTION REPORT"]
     lines += [line for text in summary(findings) for line in textwrap.wrap(text, _WIDTH)]
     lines += ["", "--- for a bug report, copy from here ---", *describe_facts(findings.machine)]
@@ -37,6 +37,7 @@ def report_text(findings: Findings) -> str:
         kinds = kinds_of(shown.run)
         lines += ["", *(_kind_text(kind, tally) for kind, tally in kinds[:_MOST_KINDS])] if kinds else []
         lines += [f"... and {len(kinds) - _MOST_KINDS} more kinds of calls"] if len(kinds) > _MOST_KINDS else []
+    lines += ["", "=== self-test ===", selftest] if selftest else []
     return "\n".join([*lines, "--- to here ---"])
 
 
@@ -188,7 +189,10 @@ def _printed(section: Section) -> Iterator[str]:
     """A section's rows as lines, the texts below each other."""
     indent = max(_LABEL, min(28, max((len(row.label) + 2 for row in section.rows), default=0)))
     for row in section.rows:
-        label = row.label if len(row.label) < indent else f"{row.label} "
+        label = row.label
+        if len(label) >= indent:
+            yield label
+            label = ""
         yield from textwrap.wrap(row.text, _WIDTH, initial_indent=f"{label:{indent}s}", subsequent_indent=" " * indent)
 
 

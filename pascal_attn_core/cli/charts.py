@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ..plots import on_any_page
+
 COLOURS = ("#8c96a3", "#c0504d", "#2a7f62", "#7cc0a4")
-_INK = "#737b85"  # of text and lines: it can be read on white and on the black of dark pages, which show through
 
 
 @dataclass(frozen=True)
@@ -36,14 +37,11 @@ def bar_chart(
         title, footer: lines above and below all panels.
         colours: of the bars, in turn.
     """
-    from matplotlib import rc_context
     from matplotlib.figure import Figure
 
     height = 1.5 + 0.55 * sum(len(bars) for _, _, bars in panels[::2]) + 0.7 * len(panels) / 2
     columns = min(2, len(panels))
-    with rc_context(
-        dict.fromkeys(("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color"), _INK)
-    ):
+    with on_any_page():
         figure = Figure(figsize=(13, height), layout="constrained")
         axes = figure.subplots(-(-len(panels) // columns), columns, squeeze=False)
         for (panel_title, unit, bars), axis in zip(panels, axes.flat):
@@ -51,7 +49,7 @@ def bar_chart(
             axis.set_title(panel_title, fontsize=11, x=-0.2, ha="left")
         figure.suptitle(title, fontsize=15, fontweight="bold")
         figure.supxlabel(footer, fontsize=9)
-        figure.savefig(path, dpi=120, transparent=True)
+        figure.savefig(path, dpi=120)
 
 
 def _draw_bars(axis: Any, unit: str, bars: Sequence[Bar], colours: Sequence[str]) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import statistics
+import time
 from collections import Counter
 from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
@@ -127,12 +128,13 @@ def check(
             begun without any. What it raises ends the test.
         progress: called with a few words after each check.
     """
-    machine = look_around()
+    start, machine = time.monotonic(), look_around()
     found = Selftest(str(device), describe_facts(machine), complaints(machine), why_no_kernels(device))
     found.before = ask_clocks(device)
     if not found.why_no_kernels:
         found.kernels = found.collect("kernels", check_kernels(device, lambda: left("kernels")), left, progress)
     found.checks = found.collect("checks", run_checks(device, lambda: left("checks")), left, progress)
+    found.seconds = time.monotonic() - start
     return found
 
 

@@ -31,7 +31,7 @@ import readme  # noqa: E402
 from attn_support.comfy.browser import Browser  # noqa: E402
 from attn_support.comfy.frontend import open_page, picture, show  # noqa: E402
 from attn_support.comfy.server import ComfyServer, Host, base_directory  # noqa: E402
-from attn_support.comfy.workflow_files import digest, is_drawn  # noqa: E402
+from attn_support.comfy.workflow_files import digest, is_drawn, is_shown  # noqa: E402
 from graphs import SHEETS  # noqa: E402
 from PIL import Image  # noqa: E402
 from sheet import Sheet  # noqa: E402
@@ -61,6 +61,8 @@ def main() -> None:
             server.stop()
     if older := [sheet.name for sheet in SHEETS if not is_drawn(sheet.name)]:
         sys.exit(f"older than their workflows, or made by hand: the pictures of {', '.join(older)}")
+    if not is_shown():
+        sys.exit("older than their workflow, or made by hand: the pictures of docs/comfyui.md")
 
 
 def start(folder: Path) -> ComfyServer:

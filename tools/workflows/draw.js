@@ -6,7 +6,8 @@ const sheet = arguments[0];
 // front end draws no text.
 const COLUMN_GAP = 24, ROW_GAP = 24, GROUP_GAP = 15, PADDING = 12, TITLE = LiteGraph.NODE_TITLE_HEIGHT;
 const GROUP_TITLE = 45;
-const STATUS = 60;  // room for what a node of ours writes on itself after a run
+// Room for what a node of ours writes on itself after a run: two lines, or less, or more.
+const STATUS = 50, STATUS_OF = {PascalTileSize: 30, Pascal8Bit: 70}, OF_SEVERAL_PARTS = 100;
 const WIDGET_MORE = 14;  // what a widget is taller in the other design
 const BYPASSED = 4;  // the front end's number for it
 const PASCAL = {color: "#2a363b", bgcolor: "#3f5159"};  // as the front end's own "pale blue"
@@ -57,13 +58,18 @@ function shown(node) {
   return (node.widgets ?? []).filter(w => !(isOurs && (w.advanced || w.options?.advanced)));
 }
 
+function statusHeight(node) {
+  if (!node.type.startsWith("Pascal")) return 0;
+  const parts = node.inputs.filter(i => ["MODEL", "CLIP", "VAE"].includes(i.type) && i.link != null);
+  return node.type === "PascalAttentionPatch" && parts.length > 1 ? OF_SEVERAL_PARTS : STATUS_OF[node.type] ?? STATUS;
+}
+
 // Nodes of one width, top to bottom; returns where they end.
 function placeColumn(keys, width, x, y) {
   let bottom = y;
   for (const key of keys) {
     const node = nodes[key], wanted = sheet.nodes.find(entry => entry.key === key).size[1];
-    const says = sheet.nodes.find(entry => entry.key === key).type.startsWith("Pascal") ? STATUS : 0;
-    node.setSize([width, Math.ceil(Math.max(wanted, node.computeSize()[1] + says))]);
+    node.setSize([width, Math.ceil(Math.max(wanted, node.computeSize()[1] + statusHeight(node)))]);
     node.pos = [x, y + TITLE];
     bottom = y + TITLE + node.size[1];
     y = bottom + ROW_GAP + WIDGET_MORE * shown(node).length;

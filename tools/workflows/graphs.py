@@ -6,7 +6,7 @@ from typing import Any
 
 import notes
 import parts
-from sheet import NARROW, Out, Sheet
+from sheet import NARROW, PATCH, Out, Sheet, width_for
 
 _LOADERS = ("checkpoint", "model", "lora", "shift", "clip", "vae", "latent")
 _EIGHT_STEPS = {"steps": 8, "cfg": 1.0, "sampler_name": "euler", "scheduler": "simple"}
@@ -63,7 +63,7 @@ def sd15() -> Sheet:
     latent = parts.latent(sheet, 768, 768)
     tile = sheet.add("tile", "PascalTileSize", tokens=9216, heads=8, head_dim=40)
     model = sheet.add("int8", "Pascal8Bit", bypassed=True, model=model)  # not exact: users get it only if they ask
-    model = sheet.add("attention", "PascalAttentionPatch", model=model, tile_size=tile)
+    model = sheet.add("attention", "PascalAttentionPatch", size=(PATCH, 0), model=model, tile_size=tile)
     model = sheet.add("ffn", "PascalFFNChunking", model=model)
     clip = sheet.add("text_attention", "PascalTextEncoderAttention", clip=clip)
     vae = sheet.add("vae_attention", "PascalVAEAttention", vae=vae)
@@ -148,10 +148,10 @@ def qwen_gguf() -> Sheet:
     sheet = Sheet("Pascal-Qwen-Image-GGUF")
     file = parts.QWEN_GGUF
     # Where the pack ComfyUI-GGUF is missing, the front end draws a larger node in its place.
-    place = {"size": (NARROW, 120), "pack": parts.GGUF}
+    place = {"size": (width_for(file["name"]), 120), "pack": parts.GGUF}
     model = sheet.add("model", "UnetLoaderGGUF", models=(file,), **place, unet_name=file["name"])
     name = parts.LIGHTNING["name"]
-    lora = {"lora_name": name, "strength_model": 1.0}
+    lora = {"size": (width_for(name), 0), "lora_name": name, "strength_model": 1.0}
     model = sheet.add("lora", "LoraLoaderModelOnly", models=(parts.LIGHTNING,), model=model, **lora)
     clip = parts.text_encoder(sheet, parts.QWEN_25_VL, "qwen_image")
     vae = parts.vae(sheet, parts.QWEN_VAE)
@@ -185,7 +185,7 @@ def ltx() -> Sheet:
     sheet = Sheet("Pascal-LTX-2")
     model, _, vae = parts.checkpoint(sheet, parts.LTX)
     file, gemma = parts.LTX["name"], parts.GEMMA["name"]
-    encoder = {"text_encoder": gemma, "ckpt_name": file, "device": "default"}
+    encoder = {"size": (width_for(gemma), 0), "text_encoder": gemma, "ckpt_name": file, "device": "default"}
     clip = sheet.add("clip", "LTXAVTextEncoderLoader", models=(parts.GEMMA,), **encoder)
     audio_vae = sheet.add("audio_vae", "LTXVAudioVAELoader", ckpt_name=file)
     parts.note(sheet, "LTX-2, video with sound", notes.LTX)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import notes
-from sheet import NARROW, WIDE, Out, Sheet, model_file
+from sheet import NARROW, PATCH, WIDE, Out, Sheet, model_file, width_for
 
 BLUE, GREEN, VIOLET, BROWN, TEAL = "#3f5f9e", "#3f7a54", "#6f5494", "#8a6a3b", "#3b7a80"
 GGUF = "comfyui-gguf"  # of city96, in ComfyUI's registry
@@ -47,18 +47,20 @@ GEMMA = model_file("Comfy-Org/ltx-2", f"{_TEXTS}/gemma_3_12B_it_fp4_mixed.safete
 
 def checkpoint(sheet: Sheet, file: dict[str, str]) -> tuple[Out, Out, Out]:
     """MODEL, CLIP, VAE of one file."""
-    model = sheet.add("checkpoint", "CheckpointLoaderSimple", models=(file,), ckpt_name=file["name"])
+    name = file["name"]
+    model = sheet.add("checkpoint", "CheckpointLoaderSimple", size=(width_for(name), 0), models=(file,), ckpt_name=name)
     return model, Out("checkpoint", 1), Out("checkpoint", 2)
 
 
 def diffusion_model(sheet: Sheet, file: dict[str, str], weight_dtype: str = "default") -> Out:
-    return sheet.add("model", "UNETLoader", models=(file,), unet_name=file["name"], weight_dtype=weight_dtype)
+    name, size = file["name"], (width_for(file["name"]), 0)
+    return sheet.add("model", "UNETLoader", size=size, models=(file,), unet_name=name, weight_dtype=weight_dtype)
 
 
 def text_encoder(sheet: Sheet, file: dict[str, str], kind: str) -> Out:
     """A file of its own for the prompt."""
     inputs = {"clip_name": file["name"], "type": kind, "device": "default"}
-    return sheet.add("clip", "CLIPLoader", models=(file,), **inputs)
+    return sheet.add("clip", "CLIPLoader", size=(width_for(file["name"]), 0), models=(file,), **inputs)
 
 
 def vae(sheet: Sheet, file: dict[str, str]) -> Out:
@@ -80,12 +82,13 @@ def latent(sheet: Sheet, width: int, height: int, kind: str = "EmptyLatentImage"
 
 def everything(sheet: Sheet, model: Out, clip: Out, vae: Out) -> tuple[Out, Out, Out]:
     """MODEL, CLIP and VAE through the one node that most need."""
-    patched = sheet.add("attention", "PascalAttentionPatch", model=model, clip=clip, vae=vae)
+    patched = sheet.add("attention", "PascalAttentionPatch", size=(PATCH, 0), model=model, clip=clip, vae=vae)
     return patched, Out("attention", 1), Out("attention", 2)
 
 
 def prompt(sheet: Sheet, clip: Out, text: str) -> Out:
-    return sheet.add("positive", "CLIPTextEncode", title="Prompt", size=(NARROW, 95), clip=clip, text=text)
+    height = 95 if len(text) < 150 else 160
+    return sheet.add("positive", "CLIPTextEncode", title="Prompt", size=(NARROW, height), clip=clip, text=text)
 
 
 def negative_prompt(sheet: Sheet, clip: Out, text: str) -> Out:

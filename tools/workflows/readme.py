@@ -13,12 +13,13 @@ from pathlib import Path
 from attn_support.comfy.browser import Browser
 from attn_support.comfy.frontend import open_page, picture, show
 from attn_support.comfy.server import ComfyServer
-from attn_support.comfy.workflow_files import opened
+from attn_support.comfy.workflow_files import SHOWN, digest, opened
 from PIL import Image, ImageOps
+from PIL.PngImagePlugin import PngInfo
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 DOCS = REPOSITORY / "docs"
-NAME, CHECKPOINT = "Pascal-SD15-every-node", "v1-5-pruned-emaonly-fp16.safetensors"
+CHECKPOINT = "v1-5-pruned-emaonly-fp16.safetensors"
 STEPS, SIZE = 2, 512  # of the run, which a CPU has to do; everything else is as in the file
 
 
@@ -33,7 +34,7 @@ def put_tiny_checkpoint(models: Path) -> None:
 def photograph(browser: Browser, server: ComfyServer, folder: Path) -> None:
     """Run the workflow in the page; write docs/comfyui-graph.png and docs/report.png."""
     open_page(browser, server, **{"Comfy.ColorPalette": "dark"})
-    show(browser, _short(opened(NAME)))
+    show(browser, _short(opened(SHOWN)))
     browser.script("return app.queuePrompt(0, 1).then(() => true)")
     outputs = _wait(server)
     images = [image for shown in outputs.values() for image in shown.get("images", [])]
@@ -66,8 +67,10 @@ def _wait(server: ComfyServer, timeout_s: float = 600) -> dict:
 
 
 def _save(source: Path | io.BytesIO, target: Path, width: int = 1400) -> None:
-    """A small PNG: at most ``width`` pixels wide, 5 bits per colour."""
+    """A small PNG: at most ``width`` pixels wide, 5 bits per colour; it says from which workflow it was drawn."""
     image = Image.open(source).convert("RGB")
     if image.width > width:
         image = image.resize((width, round(image.height * width / image.width)), Image.Resampling.LANCZOS)
-    ImageOps.posterize(image, 5).save(target, optimize=True)
+    origin = PngInfo()
+    origin.add_text("comment", digest(SHOWN).decode())
+    ImageOps.posterize(image, 5).save(target, optimize=True, pnginfo=origin)

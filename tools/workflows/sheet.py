@@ -6,7 +6,12 @@ from dataclasses import dataclass, field
 from pathlib import PurePosixPath
 from typing import Any
 
-NARROW, WIDE = 290, 640  # columns
+NARROW, PATCH, WIDE = 270, 290, 640  # columns
+
+
+def width_for(file: str) -> int:
+    """Of a node whose widget names this file, so that the front end shows the name whole."""
+    return max(NARROW, 98 + round(6.4 * len(file)))
 
 
 @dataclass(frozen=True)

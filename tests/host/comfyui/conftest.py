@@ -137,7 +137,7 @@ def plain_server(start_server: StartServer) -> ComfyServer:
     return start_server(placed={"folder": "Pascal Attention v0.1 (my copy)"})
 
 
-def run_host(host: Host, arguments: list[str], timeout_s: float = 600, **environment: str) -> str:
+def run_host(host: Host, arguments: list[str], timeout_s: float = 1800, **environment: str) -> str:
     """Run the host's interpreter in the checkout; its output. Raises AssertionError with the output if it fails or does
     not end."""
     try:

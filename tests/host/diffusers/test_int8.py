@@ -46,7 +46,7 @@ def run(model: nn.Module) -> Tensor:
 @pytest.fixture
 def unet() -> nn.Module:
     torch.manual_seed(0)
-    model, _ = int8_table.sdxl()
+    model, _ = int8_table.MODELS["SDXL UNet"]()
     return model.eval().requires_grad_(False)
 
 

@@ -124,7 +124,7 @@ class Browser:
         """The value of a function body with ``arguments``; it may ``return`` a promise. Raises what it raises."""
         return self._request("POST", "/execute/sync", {"script": code, "args": list(arguments)})
 
-    def wait_for(self, code: str, *arguments: Any, timeout_s: float = 60) -> Any:
+    def wait_for(self, code: str, *arguments: Any, timeout_s: float = 180) -> Any:
         """The first truthy value of the function body; ``BrowserError`` if there is none in time."""
         deadline = time.monotonic() + timeout_s
         while not (value := self.script(code, *arguments)):
@@ -139,7 +139,7 @@ class Browser:
         """Return what can be read on the page, shortened."""
         return self.script("return document.body.innerText").replace("\n", " | ")[:1500]
 
-    def find(self, css: str, timeout_s: float = 30) -> dict[str, str]:
+    def find(self, css: str, timeout_s: float = 120) -> dict[str, str]:
         """The first visible element of a selector, as soon as there is one."""
         visible = "return [...document.querySelectorAll(arguments[0])].find(e => e.getClientRects().length)"
         return self.wait_for(visible, css, timeout_s=timeout_s)

@@ -12,6 +12,7 @@ from PIL import Image
 
 FOLDER = Path(__file__).parents[3] / "workflows"
 NAMES = sorted(path.stem for path in FOLDER.glob("*.json"))
+SHOWN = "Pascal-SD15-every-node"  # in the pictures of docs/comfyui.md
 PAGES = ("MarkdownNote", "Note")  # nodes that are only read
 SEED_MODES = ("fixed", "increment", "decrement", "randomize")  # the front end's own widget after a seed
 Prompt = dict[str, dict[str, Any]]
@@ -36,6 +37,12 @@ def is_drawn(name: str) -> bool:
     """Whether the picture in the template browser shows the workflow as it is now."""
     with Image.open(FOLDER / f"{name}.jpg") as picture:
         return picture.info.get("comment") == digest(name)
+
+
+def is_shown() -> bool:
+    """Whether both pictures of docs/comfyui.md are of a run of the workflow as it is now, with its nodes' inputs."""
+    files = (FOLDER.parent / "docs" / name for name in ("comfyui-graph.png", "report.png"))
+    return all(Image.open(file).info.get("comment") == digest(SHOWN).decode() for file in files)
 
 
 def touch_models(base: Path) -> None:

@@ -151,3 +151,11 @@ def test_every_page_is_in_the_navigation() -> None:
     pages += [page for page in BESIDE.values() if page.endswith(".md")]
     assert [page for page in pages if not re.search(rf"^ +- (Start: )?{re.escape(page)}$", listed, re.MULTILINE)] == []
     assert all((ROOT / source).exists() for source in sources())
+
+
+def test_no_page_of_the_site_fetches_a_script() -> None:
+    """The plugin that lets a reader search from the disk takes its script from unpkg.com unless one is named."""
+    listed = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
+    named = re.search(r"^  polyfills: \[(\S*iframe-worker\S*)\]", listed, re.MULTILINE)
+    assert named is not None
+    assert named[1] in sources().values()

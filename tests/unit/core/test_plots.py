@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from PIL import Image
 
 from pascal_attn_core import attention_map, saved_by_band
 from pascal_attn_core.plots import plot_rows, plot_softmax, plot_tiles, softmax_states, tile_states
@@ -34,6 +35,21 @@ def test_no_key_is_lost_where_there_are_more_keys_than_columns() -> None:
     assert drawn.shape[1] <= 600
     assert (drawn.amax(dim=1) == 1.0).all()
     assert figure.axes[0].get_xlabel() == "key (each column: the maximum of 28)"
+
+
+def test_the_first_and_the_last_key_are_seen_on_pages_of_any_colour(tmp_path: Path) -> None:
+    """Both ends have the colour of probability 1, nothing lies over them, and around the panel the page is seen."""
+    weights = torch.zeros(1, 1, 1024)
+    weights[..., [0, -1]] = 1.0
+    plot_rows(weights, tmp_path / "rows.png")
+    with Image.open(tmp_path / "rows.png") as picture:
+        assert picture.getpixel((2, 2))[3] == 0
+        middle = picture.height // 3
+        row = [picture.getpixel((x, middle)) for x in range(picture.width)]
+    panel = [x for x, colour in enumerate(row) if colour == (68, 1, 84, 255)]
+    yellow = [x for x, colour in enumerate(row[: panel[-1] + 3]) if colour == (253, 231, 36, 255)]
+    assert yellow[0] <= panel[0]
+    assert yellow[-1] >= panel[-1]
 
 
 def test_masks_leave_tiles_out_too() -> None:

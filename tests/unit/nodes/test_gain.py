@@ -6,7 +6,7 @@ from attn_support.comfy.pack import node_module
 from attn_support.comfy.runs import findings, kind, run
 from attn_support.comfy.stub import make_engine
 
-GAIN, TEXT = node_module("reporting.gain"), node_module("reporting.text")
+GAIN, RUNS, TEXT = (node_module(name) for name in ("reporting.gain", "engine.runs", "reporting.text"))
 SDPA = "attention_pytorch"
 STORED = {"route": "tiled", "torch_stores": True}
 WAN = {"query": (1, 24, 5070, 128), "key": (1, 24, 5070, 128), "dtype": "float32"}
@@ -83,3 +83,16 @@ def test_the_engine_counts_calls_with_what_their_choice_says(stub_host):
     assert engine.attend(plain, plain, plain) is not None
     (counted,) = engine.end().tallies
     assert (counted.route, counted.torch_stores, counted.over_torch) == ("torch", False, None)
+
+
+def test_a_node_with_several_parts_has_one_sentence_and_how_many_calls_it_took(stub_host, monkeypatch):
+    monkeypatch.setattr(RUNS, "_recent", [LARGE, VAE])
+    monkeypatch.setattr(GAIN.host, "attention_name", lambda: SDPA)
+    GAIN.say(VAE)
+    assert stub_host.said == [f"{GAIN.gain_line([LARGE, VAE], SDPA)} 2 of 2 attention calls taken."]
+
+
+def test_a_name_that_is_longer_than_its_column_has_a_line_of_its_own():
+    text = TEXT.report_text(findings(run([(kind("encoder.layers.0." + "x" * 80), {"count": 12})])))
+    lines = text.splitlines()
+    assert lines[lines.index("encoder.layers.0." + "x" * 80) + 1].strip() == "12 torch"

@@ -283,12 +283,17 @@ def selftest(host, monkeypatch):
     return cases
 
 
-def test_the_self_test_is_added_to_the_text_where_it_is_asked_for(selftest):
+def test_the_self_test_is_added_to_the_text_where_it_is_asked_for(selftest, monkeypatch):
+    said = []
+    monkeypatch.setattr(REPORT.host, "send_status", lambda text, unique_id: said.append(text))
     assert "self-test" not in report_of()[2]
     with torch.inference_mode():  # as ComfyUI runs its nodes
         text = report_of(selftest=True)[2]
-    assert text.splitlines()[-1].startswith("PASS")
+    *_, verdict, end = text.splitlines()
+    assert verdict.startswith("PASS")
+    assert end == "--- to here ---"
     assert "!!" not in text
+    assert said[-1] == f"self-test: {verdict}"
 
 
 def test_what_the_self_test_finds_wrong_is_an_alarm(selftest, monkeypatch):
