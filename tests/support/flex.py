@@ -8,7 +8,7 @@ from torch import Tensor
 
 
 def applied(mod: Callable, *scores: Tensor, lengths: tuple[int, ...]) -> Tensor:
-    """What a score_mod or mask_mod says of every element."""
+    """Return what a score_mod or mask_mod says of every element."""
     for dims in ((None, None, None, 0), (None, None, 0, None), (None, 0, None, None), (0, None, None, None)):
         mod = torch.vmap(mod, in_dims=(*(0 for _ in scores), *dims))
     return mod(*scores, *(torch.arange(n) for n in lengths))

@@ -13,8 +13,8 @@ A call's launches are those of its plan, as users get them (``plan_call`` with t
 as many at a time as the card holds; those of the last one are spread over the compute units. A launch begins LAUNCH
 after the one before has ended. Where the keys of some rows are computed in ranges, their parts are written to memory
 and read from there once, at its published bandwidth. Not modelled: bandwidth of L2 and DRAM otherwise, the instruction
-cache, clocks below the boost clock. No card has confirmed it: take its times for lower bounds. RX 9000's own code cannot
-be made here: that of gfx11, which exchanges probabilities between lanes as gfx12 need not, is played at their rates.
+cache, clocks below the boost clock. No card has confirmed it: take its times for lower bounds. RX 9000's own code is not
+made by clang 16: that of gfx11, which exchanges probabilities between lanes as gfx12 need not, is played at their rates.
 """
 
 from __future__ import annotations
@@ -356,7 +356,8 @@ def main() -> None:
         f"multiply and add, {found.products_of_main:.0%} of those in the main blocks; SIMDs compute "
         f"{full.computing:.0%} of the time, shared memory works {full.lds:.0%}"
     )
-    is_published = arguments.card == "MI50" and (arguments.head_dim, arguments.dtype, arguments.heads) == (64, "float16", 16)
+    call = arguments.card, arguments.head_dim, arguments.dtype, arguments.heads
+    is_published = call == ("MI50", 64, "float16", 16)
     for tokens, published in PUBLISHED.items():
         own = time_of(arguments.heads, tokens, variant, arguments.card, banks=arguments.banks)
         beside = f"; noflash-attention publishes {published} ms, {published / own.seconds / 1e3:.1f} times as much"
@@ -367,7 +368,7 @@ def main() -> None:
 
 
 def _flops(card: Card, dtype: str, *, matrix: bool) -> int:
-    """Of a SIMD in a cycle; ``matrix``: on its matrix units."""
+    """Return what a SIMD computes in a cycle; ``matrix``: on its matrix units."""
     return 2 * 16**3 // card.timing.matrix if matrix else card.flops * (2 if dtype == "float16" else 1)
 
 

@@ -10,7 +10,7 @@ NARROW, PATCH, WIDE = 270, 290, 640  # columns
 
 
 def width_for(file: str) -> int:
-    """Of a node whose widget names this file, so that the front end shows the name whole."""
+    """Return the width of a node whose widget names this file, so that the front end shows the name whole."""
     return max(NARROW, 98 + round(6.4 * len(file)))
 
 

@@ -119,7 +119,7 @@ def test_every_geometry_gives_the_answer_of_the_definition(
 @pytest.mark.parametrize("info", [RX_7600, RX_9070], ids=lambda info: info.arch)
 @pytest.mark.parametrize("case", some([case for case in SIZES if case.query[-1] != 40], 4), ids=lambda case: case.name)
 def test_bfloat16_on_amds_matrix_units(case: Case, info: DeviceInfo) -> None:
-    """Of which gfx12 has other fragments than gfx11."""
+    """gfx12 has other fragments than gfx11."""
     with emulated_card(info=replace(info, num_sms=1)) as kernels:
         _check(*replace(case, dtype=torch.bfloat16).build())
     assert {(v.kind.partition("_")[0], v.dtype) for v in (x.variant for x in kernels.queued)} == {("wmma", "bfloat16")}

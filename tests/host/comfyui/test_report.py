@@ -20,7 +20,7 @@ def with_report(family: str, *patches: Any, tag: str = "") -> tuple[Graph, str]:
 
 
 def sampled(server: ComfyServer, family: str, *patches: Any) -> tuple[Captured, str, bool]:
-    """What a report behind a sampler says, its text before the first run in one line, and whether it shows an alarm."""
+    """Return what a report behind a sampler says, its text before the first run, and whether it shows an alarm."""
     tag = uuid.uuid4().hex
     graph, node = with_report(family, *patches, tag=tag)
     text, chart = capture(server, graph, [node, 2], [node, 1], tag=tag)
