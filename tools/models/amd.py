@@ -13,8 +13,8 @@ A call's launches are those of its plan, as users get them (``plan_call`` with t
 as many at a time as the card holds; those of the last one are spread over the compute units. A launch begins LAUNCH
 after the one before has ended. Where the keys of some rows are computed in ranges, their parts are written to memory
 and read from there once, at its published bandwidth. Not modelled: bandwidth of L2 and DRAM otherwise, the instruction
-cache, clocks below the boost clock. No card has confirmed it: take its times for lower bounds. RX 9000's own code is not
-made by clang 16: that of gfx11, which exchanges probabilities between lanes as gfx12 need not, is played at their rates.
+cache, clocks below the boost clock. No card has confirmed it: take its times for lower bounds. clang 16 makes no code
+for RX 9000: that of gfx11, which exchanges probabilities between lanes as gfx12 need not, is played at its rates.
 """
 
 from __future__ import annotations

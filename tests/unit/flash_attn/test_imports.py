@@ -1,4 +1,4 @@
-"""What ``install_as_flash_attn()`` loads, keeps apart from the program, and returns by the names of FA3."""
+"""``install_as_flash_attn()``: what it loads, keeps apart from the program, and returns by the names of FA3."""
 
 from attn_support.fresh import run
 
