@@ -36,6 +36,14 @@ for dim, mask, options in ((64, None, {"is_causal": True}), (40, None, {}),
     call = check_call(numbers(2, 131, dim), *(numbers(1, 75, dim) for _ in range(2)), mask, enable_gqa=True, **options)
     out, lse = torch.empty(call.out_shape), torch.empty(call.out_shape[:-1])
     emulate(int8_launches(call, plan_call(call, 1, int8=True), out, lse), **how)
+from pascal_attn_core.fused.code.source import Variant
+from pascal_attn_core.fused.launch.plan import Plan
+for kind, arch, mask in (("wmma", "gfx1102", "none"), ("tensor", "", "none"), ("wmma", "gfx1200", "bool"),
+                         ("volta", "", "none"))[::EVERY]:
+    query, key = numbers(2, 131, 64).half(), numbers(1, 75, 64).half()
+    allowed = torch.rand(131, 75) > 0.5 if mask == "bool" else None
+    plan = Plan(Variant(kind, 64, "float16", mask, arch=arch))
+    forward([query, key, key, allowed], {"enable_gqa": True}, plan=plan, **how)
 print("clean")
 """
 _ONE_KEY_TOO_MANY = """
