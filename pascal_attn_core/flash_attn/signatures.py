@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import ast
+import functools
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from torch import Tensor
 
-_KEPT = ("__module__", "__name__", "__qualname__", "__doc__")  # of a function that is given another signature
+_EMPTY = inspect.Parameter.empty
 
 
 def called_as(
     parameters: str, *, renamed: Mapping[str, str] | None = None, ignored: str = "", refused: str = ""
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """A decorator that gives a function the signature of another version of flash-attn: Python compiles a function of
-    that signature once, so that a call costs no more than any other.
+    """A decorator that gives a function the signature of another version of flash-attn.
 
     Args:
         parameters: all parameters in order, ``"q k v softmax_scale=None causal=False"``; those after ``*`` are given by
@@ -25,25 +25,28 @@ def called_as(
         ignored: parameters that change nothing here; the function does not get them.
         refused: parameters that are not supported: they raise a NotImplementedError unless they have their default.
     """
-    parts = parameters.split()
-    defaults = dict(part.partition("=")[::2] for part in parts if part != "*")  # name -> the text of its default
-    refusing = {name: ast.literal_eval(defaults[name]) for name in refused.split()}
-    ours = {name: (renamed or {}).get(name, name) for name in defaults if name not in {*ignored.split(), *refusing}}
-    lines = [
-        f"def make({', '.join(['_function', *(f'_{name}' for name in refusing)])}):",
-        f"    def call({', '.join(parts)}):",
-        *(f"        if {name} is not _{name}: _refuse('{name}', {name}, _{name})" for name in refusing),
-        f"        return _function({', '.join(f'{inner}={name}' for name, inner in ours.items())})",
-        "    return call",
-    ]
-    code = compile("\n".join(lines), f"<called as {parameters}>", "exec")
+    signature = inspect.Signature(list(_parameters(parameters)))
+    every = signature.parameters
+    positional = [p.name for p in every.values() if p.kind is p.POSITIONAL_OR_KEYWORD]
+    defaults = {p.name: p.default for p in every.values() if p.default is not _EMPTY}
+    refusing = [(name, defaults[name]) for name in refused.split()]
+    dropped = {*ignored.split(), *refused.split()}
+    passed = [(name, (renamed or {}).get(name, name)) for name in every if name not in dropped]
+    count, most, names = len(every), len(positional), every.keys()
 
     def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
-        scope: dict[str, Any] = {}
-        exec(code, globals(), scope)  # noqa: S102  the text above
-        call = scope["make"](function, *refusing.values())
-        for name in _KEPT:
-            setattr(call, name, getattr(function, name))
+        @functools.wraps(function)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            given = {**defaults, **dict(zip(positional, args)), **kwargs}
+            is_twice = kwargs and args and not kwargs.keys().isdisjoint(positional[: len(args)])
+            if len(given) != count or len(args) > most or is_twice or not given.keys() <= names:
+                signature.bind(*args, **kwargs)  # raises the TypeError of an ordinary call
+            for name, default in refusing:
+                if given[name] is not default:
+                    _refuse(name, given[name], default)
+            return function(**{ours: given[name] for name, ours in passed})
+
+        call.__signature__ = signature  # type: ignore[attr-defined]
         return call
 
     return decorate
@@ -60,6 +63,16 @@ def options_of(function: Callable[..., Any], first: int) -> Callable[[Callable[.
         return packed
 
     return decorate
+
+
+def _parameters(text: str) -> Iterator[inspect.Parameter]:
+    kind: Any = inspect.Parameter.POSITIONAL_OR_KEYWORD
+    for part in text.split():
+        if part == "*":
+            kind = inspect.Parameter.KEYWORD_ONLY
+            continue
+        name, _, default = part.partition("=")
+        yield inspect.Parameter(name, kind, default=ast.literal_eval(default) if default else _EMPTY)
 
 
 def _refuse(name: str, value: Any, default: Any) -> None:
