@@ -154,7 +154,7 @@ def test_every_page_is_in_the_navigation() -> None:
 
 
 def test_no_page_of_the_site_fetches_a_script() -> None:
-    """The plugin that lets a reader search from the disk takes its script from unpkg.com unless one is named."""
+    """The plugin that lets a reader search from the disk fetches its script unless one is named."""
     listed = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
     named = re.search(r"^  polyfills: \[(\S*iframe-worker\S*)\]", listed, re.MULTILINE)
     assert named is not None
