@@ -1,7 +1,6 @@
 """Random calls: legal ones against float64, illegal ones refused by us, in our words.
 
-The legal ones are numbered, and its number is all of a call: ``attn_support.fuzz.calls`` draws it, ``check`` makes
-it and compares output, lse and gradients with ``fuzz_oracle``. Profile ``nightly`` makes 20,000 others.
+The number of a legal one is all of it: ``attn_support.fuzz.calls`` draws it, ``check`` makes it and compares.
 """
 
 import threading

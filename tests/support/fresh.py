@@ -1,8 +1,4 @@
-"""Processes of their own in which nothing but torch has been imported.
-
-Importing torch is most of what a new Python process costs, so one process does it, once, and every other is its fork.
-Where there is no fork each is started from nothing.
-"""
+"""Processes of their own, forked from one that has imported nothing but torch, or started where there is no fork."""
 
 import atexit
 import functools

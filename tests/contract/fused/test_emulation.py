@@ -1,8 +1,7 @@
-"""The fused kernels on a CPU: the very CUDA source, emulated thread by thread, against the definition.
+"""The fused kernels on a CPU: kernels that the calls of the table in ``test_route`` would not take.
 
-The whole table goes through the public functions, in ``test_route``; here are kernels that its calls would not take.
 Threads run in random order, shared memory and every output start as NaN, and a barrier that some threads never reach
-is an error. Head_dims and dtypes that differ in geometry share the table between them.
+is an error.
 """
 
 import itertools

@@ -1,5 +1,4 @@
-"""Attention in 8-bit integers: the kernels' words, scales and outputs have the bits of the definition, in the
-emulation; and what each part of the definition is for."""
+"""Attention in 8-bit integers: the kernels have the definition's bits, and what each part of the definition is for."""
 
 import ctypes
 import ctypes.util

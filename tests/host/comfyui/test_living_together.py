@@ -102,8 +102,7 @@ def test_two_clones_in_one_graph_keep_their_own_settings(server: ComfyServer) ->
 def test_cancelled_or_failed_in_the_middle_the_next_run_is_clean(
     server: ComfyServer, patch: Patch, action: str, status: str, message: str, calls: int
 ) -> None:
-    """The third of four model evaluations ends badly, once. The same graph, from the same cached model, then gives what
-    the unpatched model gives and counts from zero."""
+    """The third of four model evaluations ends badly, once; the same graph then gives what the unpatched one gives."""
     trip = ("ProbeTrip", {"action": action, "at_call": 3})
     graph, latent = sample_graph("sd15", [patch, trip], "accident", steps=4)
     with pytest.raises(WorkflowError) as failed:

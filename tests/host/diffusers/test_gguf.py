@@ -1,5 +1,4 @@
-"""``patch_gguf`` and ``patch_linear_int8`` on models that diffusers has loaded from GGUF files, beside what peft and
-accelerate do to them."""
+"""Models that diffusers has loaded from GGUF files, beside what peft and accelerate do to them."""
 
 import copy
 import gc

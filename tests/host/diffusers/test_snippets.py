@@ -1,5 +1,4 @@
-"""Documents are programs too: every Python block of README and docs/ runs, page by page and in order, and so does every
-row of docs/coming-from.md."""
+"""Every Python block of README and docs/ runs, page by page and in order, and every row of docs/coming-from.md."""
 
 import os
 import re

@@ -66,8 +66,7 @@ def test_lora_added_before_or_after_gives_the_same_and_unloads() -> None:
 
 
 def _hook_of(host: str, ff: nn.Module, seen: list[torch.Size]) -> tuple[Callable, Callable]:
-    """Two functions: one adds a hook of the host to the module, which notes the shapes it is called with, the other
-    removes it."""
+    """Two functions: one adds a hook that notes the shapes that the module is called with, the other removes it."""
     hooks = pytest.importorskip(host)
 
     class Counting(hooks.ModelHook):

@@ -1,7 +1,4 @@
-"""A headless Chromium, driven through chromedriver's HTTP interface (W3C WebDriver): no package is needed for it.
-
-``CHROMEDRIVER`` and ``CHROMIUM`` name the programs where they are not on the path.
-"""
+"""A headless Chromium over chromedriver's HTTP interface; ``CHROMEDRIVER`` and ``CHROMIUM`` may name the programs."""
 
 from __future__ import annotations
 

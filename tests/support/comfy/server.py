@@ -34,8 +34,7 @@ class Host:
         return tuple(int(part) for part in self.version.split("."))
 
     def environment(self, **more: str) -> dict[str, str]:
-        """The environment of a host process: one thread, nothing timed, no other variable of ours or of the test
-        process."""
+        """The environment of a host process: one thread, nothing timed, no variable of ours or of the test process."""
         kept = {name: value for name, value in os.environ.items() if not name.startswith(("PASCAL_ATTN_", "PYTHON"))}
         return {**kept, "OMP_NUM_THREADS": "1", "PASCAL_ATTN_NO_TIMING": "1", "COMFYUI_PATH": str(self.path), **more}
 

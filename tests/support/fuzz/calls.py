@@ -164,16 +164,6 @@ RULES: dict[str, Callable[..., Any]] = {
     "float rule in float64": lambda b, h, i, j: (i - j).double().cos(),
     "float rule in float16": lambda b, h, i, j: ((i + j + b) % 9).half() / 4,
 }
-# Each is refused, as soon as it is asked.
-BROKEN_RULES: dict[str, Callable[..., Any]] = {
-    "broken: integers": lambda b, h, i, j: (i - j).abs() % 2,
-    "broken: None": lambda b, h, i, j: None,
-    "broken: a number": lambda b, h, i, j: True,
-    "broken: too many keys": lambda b, h, i, j: torch.ones(1, 1, i.numel(), j.numel() + 2, dtype=torch.bool),
-    "broken: another device": lambda b, h, i, j: (i >= j).to("meta"),
-    "broken: float, declared bool": lambda b, h, i, j: -0.05 * (i - j).abs(),
-    "broken: bool, declared float": lambda b, h, i, j: i >= j,
-}
 
 
 class _Short:
@@ -318,17 +308,17 @@ def draw(number: int) -> Call:
 def possible(call: Call) -> Call:
     """The call without what its entry does not have, or what cannot be together."""
     if call.entry.startswith("switch"):
-        mask = None if call.is_causal or call.mask_kind in RULES or call.mask_kind in BROKEN_RULES else call.mask
+        mask = None if call.is_causal or call.mask_kind in RULES else call.mask
         call = replace(call, mask=mask, alignment="upper_left", window=None, softcap=None, sinks=None)
     if call.matrices:
         call = replace(call, batch=(), heads=(1, 1, 1))
     if not call.wants:
-        call = replace(call, through="out", grad_layout="contiguous")
-    if call.entry != "lse":
+        call = replace(call, grad_layout="contiguous")
+    if call.entry != "lse" or not call.wants:
         call = replace(call, through="out")
     if call.mask is None or call.matrices or any(name in OVERLAPPING for name in call.layouts[1:]):
         call = replace(call, poison="")
-    if (call.mask_kind in RULES or call.mask_kind in BROKEN_RULES) and (call.matrices or not call.batch):
+    if call.mask_kind in RULES and (call.matrices or not call.batch):
         call = replace(call, mask=None, poison="")
     kept = {"m": call.mask_kind in FLOAT_KINDS, "s": call.sinks is not None}
     return replace(call, wants="".join(name for name in call.wants if kept.get(name, True)))
@@ -390,13 +380,10 @@ def _draw_mask(r: random.Random, call: Call) -> Mask:
         dtype = call.dtype if r.random() < 0.6 else r.choice(list(DTYPES))
         dtype = "float32" if dtype == "float64" and call.dtype != "float64" and r.random() < 0.5 else dtype
         return Mask(r.choice(FLOAT_KINDS), keep, cut, dtype, layout)
-    if share < 0.97:
-        kind = r.choice(list(RULES))
-        dtype = "bool" if kind.startswith("bool") else "float32"
-        dtype = {"float rule in float64": "float64", "float rule in float16": "float16"}.get(kind, dtype)
-        return Mask(kind, keep, cut, dtype, declared=r.random() < 0.6)
-    kind = r.choice(list(BROKEN_RULES))
-    return Mask(kind, keep, cut, "float32" if kind.endswith("declared float") else "bool")
+    kind = r.choice(list(RULES))
+    dtype = "bool" if kind.startswith("bool") else "float32"
+    dtype = {"float rule in float64": "float64", "float rule in float16": "float16"}.get(kind, dtype)
+    return Mask(kind, keep, cut, dtype, declared=r.random() < 0.6)
 
 
 def _draw_config(r: random.Random, units: int, rows: int, keys: int) -> dict[str, Any]:
@@ -507,13 +494,10 @@ def _build_mask(call: Call, mask: Mask, full: tuple[int, ...], generator: torch.
     """(the argument, dense: bool or float tensor that broadcasts to ``full``, the memory it lies in)"""
     names = "b" * (len(full) - 3) + "hls"
     shape = [n if name in mask.keep else 1 for name, n in zip(names, full)]
-    if mask.kind in RULES or mask.kind in BROKEN_RULES:
-        four = shape[-4:]
-        rule = (RULES | BROKEN_RULES)[mask.kind]
+    if mask.kind in RULES:
+        four, rule = shape[-4:], RULES[mask.kind]
         declared = {"dtype": torch.bool if mask.dtype == "bool" else DTYPES[mask.dtype]} if mask.declared else {}
         lazy = LazyMask(four, rule, device="cpu", **declared)
-        if mask.kind in BROKEN_RULES:
-            return lazy, None, []
         indices = [torch.arange(n).view([-1 if d == dim else 1 for d in range(4)]) for dim, n in enumerate(four)]
         return lazy, rule(*indices).expand(four), []
     if mask.cut or call.matrices:

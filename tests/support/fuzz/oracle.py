@@ -1,9 +1,7 @@
 """Attention and its gradients written out in float64, each number with how far from it an answer may lie.
 
-Nothing here comes from the package under test. The bounds follow from the call: a product over D numbers is summed with
-an error of some units in the last place of sum |a||b|, a score's error becomes a relative error of its probability, and
-so on to the gradients (running error analysis). A score of ten thousand has few digits behind the point in float32, and
-the bound says how few; nothing is compared more loosely than that.
+The bounds follow from the call (running error analysis): a product over D numbers is summed with an error of some units
+in the last place of sum |a||b|, a score's error becomes a relative error of its probability, and so on.
 
 Shapes: ``*B`` leading dimensions, H query heads, L query tokens, S key tokens, D head_dim, V head_dim of value. Every
 argument is float64 and expanded to ``[*B, H, ...]``.

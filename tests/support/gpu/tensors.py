@@ -148,11 +148,7 @@ def _held(value: Any) -> Any:
 
 
 def _device(name: str, flat: list[Any], asked: Any) -> torch.device:
-    """Where an operator computes.
-
-    Raises:
-        RuntimeError: its tensors are on several devices.
-    """
+    """Return where an operator computes; a RuntimeError if its tensors are on several devices."""
     cards = {each.device for each in flat if isinstance(each, OnCard)}
     beside = [each for each in flat if isinstance(each, torch.Tensor) and not isinstance(each, OnCard) and each.dim()]
     if (len(cards) > 1 and "copy" not in name) or (cards and beside and name not in _COPIES):

@@ -1,8 +1,4 @@
-"""Many checks in one process of the host: it takes ten seconds to import, each of them less.
-
-A file of checks (``comfy_vae_checks``) runs inside the host; the test file in front of it lists the names and asks for
-the outcome of each.
-"""
+"""Files of checks run inside the host, which takes ten seconds to import; a test asks for the outcome of each."""
 
 import contextlib
 import gc

@@ -1,5 +1,4 @@
-"""Pascal Attention Patch inside the host, on calls that are read, announced or patched in an unusual way: see
-``comfy_checks``."""
+"""Pascal Attention Patch inside the host, on calls that are made in an unusual way: see ``comfy_checks``."""
 
 import asyncio
 import os
