@@ -68,12 +68,6 @@ def known(server: ComfyServer, pack: str, node: str = "") -> dict:
     return nodes[node or PACKS[pack]]
 
 
-@pytest.mark.parametrize("pack", PACKS)
-def test_both_load_in_one_server(crowded: ComfyServer, pack: str) -> None:
-    known(crowded, pack)
-    assert "PascalAttentionPatch" in crowded.request("/object_info")
-
-
 def defaults(described: dict, graph: Graph, family: str) -> dict:
     """The inputs that a node asks for besides the model, at their defaults."""
     given = {}

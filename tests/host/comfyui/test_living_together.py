@@ -216,21 +216,6 @@ def test_a_tile_size_goes_into_the_attention_patch(server: ComfyServer) -> None:
     assert ours.says("tiles of 96 keys")
 
 
-def test_the_estimate_reads_the_prompt_that_is_given(server: ComfyServer) -> None:
-    graph, family = Graph(), FAMILIES["sd15"]
-    class_type, inputs = family.latent
-    text = graph.add(
-        "PascalMemoryEstimate",
-        model=graph.load("sd15"),
-        latent=graph.add("ProbeFresh", value=graph.add(class_type, **inputs)),
-        guidance=True,
-        conditioning=graph.add("ProbeCond", tokens=77, dim=family.dim, pooled=family.pooled, mask=False, seed=1),
-    )
-    found = capture(server, graph, text)[0].text
-    assert "8 calls, 2 different; the largest 2 x 8 heads x 256 queries x 256 keys of 40 in float32" in found, found
-    assert "with the prompt given" in found
-
-
 SEEDS = count(1)
 
 

@@ -222,8 +222,7 @@ def test_a_freed_storage_whose_address_is_used_again_is_counted_again():
             torch.ones(1000)
         assert peak.peak_bytes == 4000
         kept = [torch.ones(1000) for _ in range(10)]
-    assert peak.peak_bytes == 40_000
-    assert peak.launches == 110
+    assert (peak.peak_bytes, peak.launches) == (40_000, 110)
     del kept
 
 
@@ -294,8 +293,7 @@ def test_an_operator_with_a_second_kernel_in_python_runs_its_real_one():
 def test_cuda_asks_its_allocator(follow):
     with PeakMemory("cuda", follow=follow) as peak:
         torch.ones(1 << 20, device="cuda")
-    assert peak.peak_bytes == 4 << 20
-    assert peak.launches == (1 if follow else 0)
+    assert (peak.peak_bytes, peak.launches) == (4 << 20, 1 if follow else 0)
 
 
 def test_available_memory_is_a_plausible_amount():
