@@ -47,12 +47,7 @@ def _chromium() -> str | None:
 
 
 class Browser:
-    """One page of ``width`` x ``height`` CSS pixels. Use it as a context manager.
-
-    Args:
-        width, height: of the viewport.
-        scale: device pixels per CSS pixel, of screenshots.
-    """
+    """One page of a size in CSS pixels, of which ``scale`` device pixels make one in screenshots; a context manager."""
 
     def __init__(self, width: int = 1600, height: int = 900, scale: float = 1.0) -> None:
         self.profile = tempfile.mkdtemp(prefix="pascal-attn-chromium-")

@@ -41,19 +41,12 @@ class Host:
 
 @dataclass(frozen=True)
 class Outcome:
-    """How one prompt ended.
-
-    Attributes:
-        status: ``"success"``, ``"error"`` or ``"interrupted"``.
-        message: the exception's text; "" on success.
-        log: the lines the server logged meanwhile.
-        outputs: what the output nodes put on themselves, by node id.
-    """
+    """This class says how one prompt ended: ``status`` is ``"success"``, ``"error"`` or ``"interrupted"``."""
 
     status: str
-    message: str
-    log: list[str]
-    outputs: dict[str, Any] = field(default_factory=dict)
+    message: str  # of the exception
+    log: list[str]  # the lines that the server logged meanwhile
+    outputs: dict[str, Any] = field(default_factory=dict)  # by node id
 
 
 class WorkflowError(AssertionError):

@@ -1,8 +1,5 @@
-"""Random attention calls, each made whole from one number: shapes, layouts, masks, rules, options, configs.
-
-:func:`draw` gives a :class:`Call`, plain data that can be printed and pasted; :func:`build` its tensors and
-what they mean, worked out without the package under test: which keys are allowed, and what is added to their scores.
-"""
+"""Random attention calls: :func:`draw` makes one whole from a number, as plain data that can be printed and pasted,
+and :func:`build` its tensors and their meaning, worked out without the package under test."""
 
 import math
 import random
@@ -405,13 +402,7 @@ def _draw_config(r: random.Random, units: int, rows: int, keys: int) -> dict[str
 
 
 class Built(NamedTuple):
-    """A call's arguments; ``memory`` is what each of them lies in; the rest is their meaning in float64.
-
-    Attributes:
-        allowed: bool ``[*B, H, L, S]``; bias: the same shape or None, rounded to the dtype of the sums, finite.
-        clean: query, key and value ``[*B, H, ...]`` without what is at places that nobody looks at.
-        poisoned: bool ``[*B, H]``, heads whose keys or values hold such numbers.
-    """
+    """A call's arguments; ``memory`` is what each of them lies in; the rest is their meaning in float64."""
 
     tensors: list[Tensor]
     mask: Tensor | LazyMask | None
@@ -419,10 +410,10 @@ class Built(NamedTuple):
     options: dict[str, Any]
     config: AttentionConfig
     memory: list[Tensor]
-    allowed: Tensor
-    bias: Tensor | None
-    clean: tuple[Tensor, Tensor, Tensor]
-    poisoned: Tensor
+    allowed: Tensor  # bool [*B, H, L, S]
+    bias: Tensor | None  # of the same shape, rounded to the dtype of the sums, finite
+    clean: tuple[Tensor, Tensor, Tensor]  # [*B, H, ...] without what is at places that nobody looks at
+    poisoned: Tensor  # bool [*B, H]: heads whose keys or values hold such numbers
 
 
 def sums_dtype(dtype: torch.dtype) -> torch.dtype:

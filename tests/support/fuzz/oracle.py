@@ -18,20 +18,12 @@ _STEEP = 600.0  # e^600 is finite in float64, and far beyond any probability
 
 
 class Precision(NamedTuple):
-    """This class says in which numbers the answer was worked out.
-
-    Attributes:
-        sums: dtype of scores and sums.
-        outputs: dtype of the results.
-        products: dtype that probabilities and their gradients may be rounded to before they are multiplied.
-        whole_lse: beside a float mask lse is one number up to this size, as torch's kernels keep it; larger ones have
-            the row's largest score apart.
-    """
+    """This class says in which numbers the answer was worked out."""
 
     sums: torch.dtype
     outputs: torch.dtype
-    products: torch.dtype
-    whole_lse: float = 0.0
+    products: torch.dtype  # of probabilities and their gradients, before they are multiplied
+    whole_lse: float = 0.0  # up to here lse is one number beside a float mask, as torch's kernels keep it
 
     @property
     def unit(self) -> float:

@@ -1,8 +1,7 @@
-"""Runs modules in forks of a process in which torch has been imported, on a card that is not here.
+"""Runs modules, whose arguments come by a socket, in forks of a process that has imported torch.
 
-Each connection to the socket brings ``{"arguments", "env", "cwd"}`` and the sender's stdout and stderr; it is answered
-with the exit status. By the second argument ``cpu`` the CPU is the card of the strict stand-in for the driver where
-the kernels run; by ``cuda`` torch believes in a card in all of them (:mod:`.cards`).
+By the second argument ``cpu`` the CPU is the card of the strict stand-in for the driver where the kernels run; by
+``cuda`` torch believes in a card in all of them (:mod:`.cards`).
 """
 
 import contextlib

@@ -78,11 +78,7 @@ _kind = "cuda"
 
 
 def serve(index_of: Callable[..., int], kind: str = "cuda") -> None:
-    """Let torch make such tensors wherever a kind of device is asked for, and the package take them as torch's own.
-
-    Args:
-        index_of: gives the number of the current device.
-    """
+    """Let torch make such tensors for a kind of device; ``index_of`` gives the number of the current one."""
     global _index_of, _kind
     _index_of, _kind = index_of, kind
     for module in list(sys.modules.values()):

@@ -236,11 +236,7 @@ def test_copies_follow_the_patch_and_linear_layers_may_be_in_8_bits_too(model: n
 
 @pytest.mark.parametrize(
     ("wrong", "factor", "whole", "worst"),
-    [
-        ((0, 1, 1234), 3.0, 0.0, 2.0),
-        ((..., slice(1, None, 3), 0), 1.1, 0.1 / 3**0.5, 0.1),
-        ((1,), 1.1, 0.1, 0.1),
-    ],
+    [((0, 1, 1234), 3.0, 0.0, 2.0), ((..., slice(1, None, 3), 0), 1.1, 0.1 / 3**0.5, 0.1), ((1,), 1.1, 0.1, 0.1)],
     ids=["one row", "every third", "smaller branch"],
 )
 @pytest.mark.parametrize("is_causal", [False, True])
