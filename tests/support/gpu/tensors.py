@@ -29,15 +29,8 @@ class OnCard(torch.Tensor):
     @staticmethod
     def __new__(cls, held: torch.Tensor, device: torch.device) -> OnCard:
         assert not isinstance(held, OnCard)
-        made = torch.Tensor._make_wrapper_subclass(
-            cls,
-            held.size(),
-            strides=held.stride(),
-            storage_offset=held.storage_offset(),
-            dtype=held.dtype,
-            layout=held.layout,
-            device=device,
-        )
+        like = {"strides": held.stride(), "storage_offset": held.storage_offset(), "dtype": held.dtype}
+        made = torch.Tensor._make_wrapper_subclass(cls, held.size(), **like, layout=held.layout, device=device)
         made.held = held
         return made
 

@@ -10,6 +10,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 import torch.nn.functional as F
+from attn_support.oracle import error_of
 from torch import Tensor, nn
 
 from pascal_attn_core import patch_attention_int8, patch_linear_int8, sdpa
@@ -54,10 +55,6 @@ def x() -> Tensor:
     return torch.randn(2, 150, WIDTH, generator=torch.Generator().manual_seed(1))
 
 
-def difference(out: Tensor, expected: Tensor) -> float:
-    return ((out - expected).norm() / expected.norm()).item()
-
-
 def test_layers_within_the_limit_run_in_8_bits_and_the_others_are_named(model: nn.Module, x: Tensor) -> None:
     expected = model(x)
     with patch_attention_int8(model) as patch:
@@ -75,7 +72,7 @@ def test_layers_within_the_limit_run_in_8_bits_and_the_others_are_named(model: n
     assert [state.name for state in report.states if state.state == "refused"] == ["1.attn2"]
     assert report.sentence().startswith("3 of 4 attention layers in int8, not exact: relative error per layer 0.")
     assert report.sentence().endswith("%; 1 stay in float")
-    assert 0 < difference(out, expected) < 0.02
+    assert 0 < error_of(out, expected) < 0.02
     assert torch.equal(model(x), expected)
 
 
@@ -225,7 +222,7 @@ def test_copies_follow_the_patch_and_linear_layers_may_be_in_8_bits_too(model: n
         out = model(x)
         assert attention.report().count("int8") == 3
         assert linear.report().count("int8") == 10
-    assert 0 < difference(out, expected) < 0.05
+    assert 0 < error_of(out, expected) < 0.05
     with patch_attention_int8(model) as patch:
         copied = copy.deepcopy(model)
         out = copied(x)
