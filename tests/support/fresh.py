@@ -110,8 +110,7 @@ def run(code: str, *arguments: str, **options: Any) -> str:
 
 
 def call(function: Callable[..., object], *arguments: str, **options: Any) -> Done:
-    """Call a function of a test module in a process of its own; what it raises fails the test. ``options`` of
-    :func:`execute`."""
+    """Call a function of a test module in a process of its own by :func:`execute`; what it raises fails the test."""
     file = str(sys.modules[function.__module__].__file__)
     done = execute(
         """

@@ -96,8 +96,7 @@ _FLUSHED = [(64, None), (40, None), (128, None), (512, None), (64, "float"), (80
     ("head_dim", "mask_kind", "arch"), [*((*how, "") for how in _FLUSHED), (64, None, "gfx906"), (64, None, "gfx1030")]
 )
 def test_flushed_sums_keep_up_with_the_maximum_of_their_row(head_dim: int, mask_kind: str | None, arch: str) -> None:
-    """The maximum of each row rises by another amount after each flush; the first flush of some rows comes before
-    their first key."""
+    """The maximum of each row rises after each flush, and some rows have their first key after the first one."""
     query, key, value = (torch.randn(1, 1, n, head_dim) for n in (70, 1300, 1300))
     query *= torch.linspace(0.2, 2.0, 70)[torch.randperm(70)][:, None]
     key *= (torch.arange(1300) // 512 + 1.0)[:, None]

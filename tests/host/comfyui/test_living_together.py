@@ -148,20 +148,6 @@ def test_cancel_does_not_wait_for_the_attention_call_to_end(server: ComfyServer)
     assert [run.calls for run in patch_runs(outcome.log)] == [1]
 
 
-def test_unloaded_and_loaded_again_the_model_is_still_patched(server: ComfyServer) -> None:
-    graph, latent = sample_graph("sd15", [TILED], "unload")
-    first = capture(server, graph, latent)[0]
-    server.unload_models()
-    second = capture(server, graph, latent)[0]
-    assert second.says("Requested to load")
-    server.unload_models(free_memory=True)
-    third = capture(server, graph, latent)[0]
-    for run in (first, second, third):
-        assert run.run.routes == {"tiled": stock(server).counts["sdpa"]}
-        assert torch.equal(run.tensors[0], first.tensors[0])
-    assert largest_difference(first, stock(server)) < ROUNDING
-
-
 @pytest.mark.parametrize("patches", [[TILED], [WHOLE, CHUNKING]], ids=["attention", "attention and feed-forward"])
 def test_a_lora_is_trained_with_gradient_checkpointing(server: ComfyServer, patches: list[Patch]) -> None:
     """ComfyUI's default: what the first pass saves and what its recomputation saves must be the same."""

@@ -116,8 +116,7 @@ def weight_gradients(family: Family, model: Any) -> list[torch.Tensor | None]:
 
 
 def gradient_distance(name: str, sharing: dict[str, Any]) -> float:
-    """The largest difference between a weight's gradient, summed over the processes, and that of one process, relative
-    to its largest value. With anything=, diffusers' templates have no gradients."""
+    """The largest difference of a weight's gradient, summed over the processes, relative to its largest value."""
     family = shared_out(name, even=True)
     model: Any = family.build()
     right = weight_gradients(family, model)

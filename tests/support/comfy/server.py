@@ -184,11 +184,6 @@ class ComfyServer:
     def interrupt(self) -> None:
         self.request("/interrupt", {})
 
-    def unload_models(self, *, free_memory: bool = False) -> None:
-        """Take every model off the device; with ``free_memory`` also forget what nodes returned."""
-        self.request("/free", {"unload_models": True, "free_memory": free_memory})
-        time.sleep(0.5)  # the worker wakes for it, and does not answer
-
     def ask_to_stop(self) -> None:
         """Return what Ctrl+C does; returns at once."""
         if self.process.poll() is None:

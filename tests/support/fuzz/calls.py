@@ -167,12 +167,9 @@ class _Short:
     """Printed without the fields that have their default, so that it can be pasted."""
 
     def __repr__(self) -> str:
-        given = {
-            each.name: getattr(self, each.name) for each in fields(self) if getattr(self, each.name) != each.default
-        }
-        return (
-            f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in given.items() if value != {})})"
-        )
+        values = {each.name: (getattr(self, each.name), each.default) for each in fields(self)}
+        given = [f"{name}={value!r}" for name, (value, default) in values.items() if value not in (default, {})]
+        return f"{type(self).__name__}({', '.join(given)})"
 
 
 @dataclass(frozen=True, repr=False)

@@ -25,8 +25,7 @@ class Wrong(AssertionError):
 
 
 def check(call: Call, device: str = "cpu") -> None:
-    """Make one call and raise :class:`Wrong` if anything about it is not what it should be. A route that was asked for
-    by name may refuse it."""
+    """Make one call, which a route asked for by name may refuse; :class:`Wrong` if anything about it is wrong."""
     built = build(call)
     tensors, mask, sinks, memory = _leaves(call, built, device)
     before = [_bytes(t).clone() for t in memory]

@@ -1,5 +1,4 @@
-"""patch_attention_int8: which layers, how they decide, what they measure, and that nothing is left behind. On a CPU 8
-bits are computed by the operators that define them."""
+"""patch_attention_int8: which layers, how they decide, what they measure, and that nothing is left behind."""
 
 import copy
 import logging

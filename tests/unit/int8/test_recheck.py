@@ -224,8 +224,7 @@ def test_checks_grow_rare_but_never_end() -> None:
 
 @pytest.mark.parametrize("branches", range(1, 9))
 def test_no_branch_of_a_step_is_left_out(branches: int) -> None:
-    """In any run and from any call on, each of up to 8 calls per step is checked again before the count is a few times
-    as large; each of 2 and 3 within as many checks as there are branches, after the third check two more."""
+    """Each of up to 8 calls per step is checked again, in any run and from any call on; of 2 or 3 at once."""
     watch = ErrorWatch()
     for _ in range(5):
         counts = checked(watch, 5000)
