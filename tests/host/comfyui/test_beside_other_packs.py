@@ -1,10 +1,6 @@
-"""Beside packs that many users have, where their folders are given: each keeps its effect, and so does ours.
-
-    PASCAL_ATTN_KJNODES=<folder of ComfyUI-KJNodes> PASCAL_ATTN_ANIMATEDIFF=... PASCAL_ATTN_IPADAPTER=...
-    PASCAL_ATTN_ADVANCED_CONTROLNET=...
-
-Without a pack's folder its tests are skipped, and with one whose own requirements are missing in the host too.
-"""
+"""Beside packs that many users have: each keeps its effect, and so does ours. Without a pack's folder, in
+``PASCAL_ATTN_KJNODES``, ``PASCAL_ATTN_ANIMATEDIFF``, ``PASCAL_ATTN_IPADAPTER`` or ``PASCAL_ATTN_ADVANCED_CONTROLNET``,
+or what it needs in the host, its tests are skipped."""
 
 import os
 from collections.abc import Callable

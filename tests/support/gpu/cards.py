@@ -1,9 +1,6 @@
-"""A torch that believes it has cards of NVIDIA's or AMD's: ``torch.cuda`` answers for them, tensors say that they are
-on ``cuda:1`` (:mod:`.tensors`), and behind the package's calls of a driver stands the strict stand-in, which executes
-launches in the emulation. To be used in a process of :func:`.guard.call`.
-
-What there is not: ``torch.compile`` on such tensors, CUDA graphs, pinned memory.
-"""
+"""A torch that believes it has cards of NVIDIA's or AMD's, for a process of :func:`.guard.call`: tensors say that they
+are on ``cuda:1``, and launches are executed in the emulation behind the strict stand-in for the driver. There are no
+``torch.compile``, CUDA graphs and pinned memory."""
 
 from __future__ import annotations
 

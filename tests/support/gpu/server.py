@@ -1,8 +1,5 @@
-"""Runs modules, whose arguments come by a socket, in forks of a process that has imported torch.
-
-By the second argument ``cpu`` the CPU is the card of the strict stand-in for the driver where the kernels run; by
-``cuda`` torch believes in a card in all of them (:mod:`.cards`).
-"""
+"""Runs modules, whose arguments come by a socket, in forks of a process that has imported torch: by ``cpu`` the CPU is
+the card of the strict stand-in where the kernels run, by ``cuda`` torch believes in a card in all (:mod:`.cards`)."""
 
 import contextlib
 import json
