@@ -255,6 +255,21 @@ def test_a_new_size_is_checked_in_the_next_calls_and_an_old_one_is_not() -> None
     assert sum(text.check_now(rows) for rows in range(1, 1000)) < 100, "nor is a text that grows by a word"
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("odd", ["one row", "a column of the picture", "odd rows"])
+def test_the_error_of_a_sample_is_that_of_all_rows(odd: str, dtype: torch.dtype) -> None:
+    """A few rows with an outlier channel of little weight: most of the error is theirs."""
+    torch.manual_seed(0)
+    x, weight = torch.randn(4096, 64), torch.randn(48, 64)
+    weight[:, 0] /= 300
+    picked = {"one row": [7], "a column of the picture": slice(63, None, 64), "odd rows": slice(1, None, 2)}[odd]
+    x[picked, 0] *= 300
+    x, matrix = x.to(dtype), quantize_rows(weight)
+    whole = relative_error((x, torch.ones(4096, 1, dtype=torch.float64)), weight, matrix)
+    found = relative_error(sample_of(x, SAMPLE_ROWS, seed=3), weight, matrix)
+    assert found == pytest.approx(whole, rel=0.15)
+
+
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_numbers_that_are_not_finite_are_an_error_without_bound(value: float) -> None:
     x, weight = torch.randn(64, 32), torch.randn(16, 32)
