@@ -100,8 +100,7 @@ StartServer = Callable[..., ComfyServer]
 def start_server(
     comfy_host: Host, tiny_models: tuple[Path, dict[str, Any]], tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[StartServer]:
-    """``start_server("--flag", ..., packs=(PROBE_PACK,), placed={"folder": ...}, VARIABLE="1")``: waits until it
-    answers; stopped at the end. ``placed``: how our pack is put there, as ``base_directory`` takes it."""
+    """``start_server(*arguments, packs=..., placed={"folder": ...}, VARIABLE="1")`` waits until it answers."""
 
     def start(
         *arguments: str, packs: tuple[Path, ...] = (PROBE_PACK,), placed: dict[str, Any] | None = None, **variables: str
@@ -156,8 +155,7 @@ def run_host(host: Host, arguments: list[str], timeout_s: float = 1800, **enviro
 def host_script(
     comfy_host: Host, tiny_models: tuple[Path, dict[str, Any]], tmp_path_factory: pytest.TempPathFactory
 ) -> Callable[..., str]:
-    """``host_script(code, "--use-pytorch-cross-attention")``: Python code in the host's interpreter after ``from
-    comfy_inproc import *``; the arguments are ComfyUI's. Returns what it printed."""
+    """``host_script(code, *arguments of ComfyUI)``: what code after ``from comfy_inproc import *`` printed there."""
 
     def run(code: str, *arguments: str) -> str:
         script = tmp_path_factory.mktemp("script") / "script.py"

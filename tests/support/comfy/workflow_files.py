@@ -130,9 +130,7 @@ SMALL = {"width": 128, "height": 128, "length": 9, "steps": 2, "min_keys": 0}
 
 
 def small_prompt(name: str, file_of: Callable[[str], str]) -> Prompt:
-    """The twin of a workflow with tiny models, sizes and steps; everything else is the user's.
-
-    ``file_of(tiny model)`` is its file name, or skips."""
+    """The twin of a workflow with tiny models, whose files ``file_of(name)`` gives, sizes and steps."""
     tiny, prompt = TINY[name], prompt_of(name)
     _replace_loaders(prompt, tiny, file_of)
     for node in prompt.values():

@@ -76,12 +76,10 @@ def _leaves(call: Call, built: Built, device: str) -> tuple[list[Tensor], Any, T
     places = iter(memory)
 
     def leaf(tensor: Any, name: str) -> Any:
-        if isinstance(tensor, LazyMask) and device == "cpu":
+        if tensor is None or (isinstance(tensor, LazyMask) and device == "cpu"):
             return tensor
         if isinstance(tensor, LazyMask):
             return LazyMask(tensor.shape, tensor.rule, device=memory[0].device, dtype=tensor._dtype)
-        if tensor is None:
-            return None
         place = next(places)
         if device != "cpu":
             view = place.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
