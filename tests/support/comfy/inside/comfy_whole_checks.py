@@ -52,8 +52,7 @@ def the_node_says_what_all_its_parts_did():
         ours[2].decode(LATENT)
     last = said[-1]
     assert last.startswith(("Gained: ", "Fits: ", "Nothing")), last
-    for subject in ("SD15", "SD1ClipModel", "AutoencoderKL"):
-        assert subject in last, last
+    assert last.endswith("attention calls taken."), last
     parts = {run.part for run in found if run.unique_id == "1"}
     assert parts >= {"diffusion model", "text encoder", "VAE"}
 
