@@ -90,8 +90,7 @@ def differences(rank: int, name: str, lengths: Sequence[int], groups: dict[str, 
 @pytest.mark.parametrize("tokens", some(["6 6", "1 5", "7 3 9", "6 0", "6 6 6 6", "1 1"], 2))
 @fresh.alone
 def test_every_call_gives_what_one_process_gives(tokens: str) -> None:
-    """Tokens of each process; of two and three by a ring and by Ulysses, of four by both together. A process with one
-    token, or with all of them, passes masks whose own rows or columns look like another kind."""
+    """Two and three processes by a ring and by Ulysses, four by both; one may have a single token, or all of them."""
     lengths = [int(count) for count in tokens.split()]
     world = len(lengths)
 

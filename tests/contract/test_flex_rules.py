@@ -1,5 +1,4 @@
-"""The rules of torch's own tests of FlexAttention (test/inductor/test_flex_attention.py) and of the models that use it:
-forward, gradients and those of what the rules read, in several layouts and dtypes, against float64."""
+"""The rules of torch's own tests of FlexAttention and of the models that use it, with gradients, against float64."""
 
 import itertools
 import math

@@ -1,7 +1,6 @@
 """Random calls: legal ones against float64, illegal ones refused by us, in our words.
 
-The legal ones are numbered, and its number is all of a call: ``attn_support.fuzz.calls`` draws it, ``check`` makes
-it and compares output, lse and gradients with ``fuzz_oracle``. Profile ``nightly`` makes 20,000 others.
+The number of a legal one is all of it: ``attn_support.fuzz.calls`` draws it, ``check`` makes it and compares.
 """
 
 import threading
@@ -18,13 +17,11 @@ from attn_support.fused.emulation import GXX
 from attn_support.fuzz import check
 from attn_support.fuzz.calls import DTYPES, RULES, Call, Mask, draw
 from attn_support.fuzz.check import TORCH, failure
-from attn_support.randomness import examples, some
-from hypothesis import given
-from hypothesis import strategies as st
+from attn_support.randomness import some
 from torch import Tensor
 from torch.nn.attention.bias import causal_lower_right
 
-from pascal_attn_core import AttentionConfig, UnsupportedAttention, explain, sdpa, sdpa_with_lse
+from pascal_attn_core import AttentionConfig, explain, sdpa, sdpa_with_lse
 
 MOST_REPORTED = 5
 
@@ -242,7 +239,6 @@ ILLEGAL: list[dict[str, Any]] = [
     {"attn_mask": causal_lower_right(2, 4)},
 ]  # fmt: skip
 ILLEGAL_ROUTES = [None, AttentionConfig(route="tiled"), AttentionConfig(route="math"), AttentionConfig(route="torch")]
-REFUSALS = (TypeError, ValueError, UnsupportedAttention)
 
 
 @pytest.mark.parametrize("broken", ILLEGAL, ids=lambda broken: ", ".join(f"{k} {_words(v)}" for k, v in broken.items()))
@@ -257,24 +253,3 @@ def test_an_illegal_call_is_refused_in_our_words(broken: dict[str, Any], config:
 
 def _words(value: Any) -> str:
     return f"{str(value.dtype)[6:]} {list(value.shape)}" if isinstance(value, torch.Tensor) else repr(value)
-
-
-@examples(600)
-@given(
-    broken=st.lists(st.sampled_from(ILLEGAL), min_size=1, max_size=3),
-    config=st.sampled_from(ILLEGAL_ROUTES),
-    is_causal=st.booleans(),
-    with_lse=st.booleans(),
-)
-def test_random_illegal_calls_raise_nothing_else(broken, config, is_causal, with_lse) -> None:
-    arguments = {"query": QUERY.clone(), "key": KEY.clone(), "value": VALUE.clone(), "is_causal": is_causal}
-    for change in broken:
-        arguments |= change
-    attend = sdpa_with_lse if with_lse else sdpa
-    try:
-        attend(**arguments, config=config)
-    except REFUSALS:
-        pass
-    else:  # two wrongs can make a right: a query and a key of another head_dim each
-        assert len(broken) > 1
-    assert torch.equal(QUERY, torch.ones_like(QUERY))

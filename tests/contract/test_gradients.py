@@ -1,18 +1,15 @@
 """Gradients against those of the definition in float64, and a graph of them that nobody uses."""
 
 from collections.abc import Callable
-from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from attn_support.oracle import assert_gradients_close, cast, gradients, plain_dtype
 from attn_support.table import GRADIENT_TABLE, ROUTES, Case, on_mps, routes_for
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import pascal_attn_core.sdpa_patch as switch
 from pascal_attn_core import AttentionConfig, LazyMask, sdpa
 from pascal_attn_core.reference import reference_sdpa
 
@@ -154,15 +151,3 @@ def test_many_gradients_at_once_are_refused(create_graph: bool) -> None:
     grad_outs = torch.randn(3, *out.shape, dtype=out.dtype)
     with pytest.raises(RuntimeError, match="many gradients at once must be taken with route='math', got a tiled call"):
         torch.autograd.grad(out, leaves, grad_outs, is_grads_batched=True, create_graph=create_graph)
-
-
-@pytest.mark.parametrize("under_the_switch", [False, True])
-def test_where_auto_takes_tiles(under_the_switch: bool) -> None:
-    """Causal, from 1024 tokens on, on a CPU."""
-    leaf = torch.randn(1, 1, 1100, 8, requires_grad=True)
-    with switch.patch_sdpa() if under_the_switch else nullcontext():
-        attend = F.scaled_dot_product_attention if under_the_switch else sdpa
-        out = attend(leaf, leaf, leaf, is_causal=True)
-    (expected,) = torch.autograd.grad(out.sum(), leaf, retain_graph=True)
-    (actual,) = torch.autograd.grad(out.sum(), leaf, create_graph=True)
-    assert torch.equal(actual, expected)

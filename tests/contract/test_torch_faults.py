@@ -1,5 +1,4 @@
-"""Calls that torch's own kernels compute wrongly: the list of its faults is held against the installed torch, so that
-one that is mended is used again. That ours are right whatever it does is tested in ``test_fuzz.py``."""
+"""The list of calls that torch's own kernels compute wrongly is held against the installed torch."""
 
 from collections.abc import Iterator
 from typing import Any

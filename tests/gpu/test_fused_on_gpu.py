@@ -132,8 +132,7 @@ def test_a_compiled_call_and_its_gradients_are_one_graph(first_use: Kernels) -> 
 def test_the_first_training_step_with_gradient_checkpointing(
     first_use: Kernels, config: AttentionConfig, use_reentrant: bool
 ) -> None:
-    """Recomputation runs in the thread that serves the device's backward passes: a check that waited for one there
-    would never end."""
+    """Recomputation runs in the thread of backward passes: a check that waited for one there would never end."""
 
     def attend(*tensors: torch.Tensor) -> torch.Tensor:
         return sdpa(*tensors, is_causal=True, config=config)

@@ -26,12 +26,7 @@ def scores_of(
 
 
 def definition(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    score_mod: Callable | None,
-    mask_mod: Callable | None,
-    scale: float | None = None,
+    q: Tensor, k: Tensor, v: Tensor, score_mod: Callable | None, mask_mod: Callable | None, scale: float | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(out, lse, which rows see a key)."""
     scores = scores_of(q, k, score_mod, mask_mod, scale)

@@ -1,8 +1,4 @@
-"""Processes of their own in which nothing but torch has been imported.
-
-Importing torch is most of what a new Python process costs, so one process does it, once, and every other is its fork.
-Where there is no fork each is started from nothing.
-"""
+"""Processes of their own, forked from one that has imported nothing but torch, or started where there is no fork."""
 
 import atexit
 import functools
@@ -41,15 +37,8 @@ def execute(
     cwd: Path | None = None,
     preload: Path | None = None,
 ) -> Done:
-    """Run a program; this package is found in it, and nothing of it is loaded.
-
-    Args:
-        code: its text, dedented here.
-        arguments: ``sys.argv`` behind the first.
-        env: its whole environment; None = that of this process.
-        paths: folders to import from before all others.
-        preload: a shared library that is loaded before all others.
-    """
+    """Run a program, dedented, in which nothing of this package is loaded; ``env`` is its whole environment (None =
+    ours), ``paths`` are folders to import from first, ``preload`` is a shared library that is loaded first."""
     env = dict(os.environ) if env is None else {**PLAIN, **env}
     job = _job(code, arguments, env, paths, cwd)
     with tempfile.TemporaryDirectory() as folder:
@@ -90,10 +79,7 @@ class Started:
         return self.returncode
 
     def wait(self, timeout: float | None = None) -> int:
-        """
-        Raises:
-            subprocess.TimeoutExpired: it still runs then.
-        """
+        """Return the exit code; ``subprocess.TimeoutExpired`` if it still runs then."""
         end = time.monotonic() + (TIMEOUT if timeout is None else timeout)
         while (code := self.poll()) is None:
             if time.monotonic() > end:
@@ -124,8 +110,7 @@ def run(code: str, *arguments: str, **options: Any) -> str:
 
 
 def call(function: Callable[..., object], *arguments: str, **options: Any) -> Done:
-    """Call a function of a test module in a process of its own; what it raises fails the test. ``options`` of
-    :func:`execute`."""
+    """Call a function of a test module in a process of its own by :func:`execute`; what it raises fails the test."""
     file = str(sys.modules[function.__module__].__file__)
     done = execute(
         """

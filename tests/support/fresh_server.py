@@ -1,5 +1,4 @@
-"""Imports torch, then forks once per line of its input and answers with the exit code, or, where nobody waits for it,
-with the process id: see ``fresh``."""
+"""Imports torch, then forks once per line of its input and answers with exit code or process id: see ``fresh``."""
 
 import atexit
 import json

@@ -57,8 +57,7 @@ def links(page: Path) -> list[str]:
 
 
 def anchors(page: Path) -> set[str]:
-    """The names under which the headings of a page can be linked to: lower case, without punctuation, dashes for
-    blanks, as the sites that show Markdown make them."""
+    """The names under which the headings of a page can be linked to, as the sites that show Markdown make them."""
     headings = re.findall(r"^#+ (.*)$", prose(page), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading.replace("`", "").lower()).strip().replace(" ", "-") for heading in headings}
 

@@ -37,6 +37,11 @@ def exact(inputs: Sequence[Tensor | None], options: dict[str, Any]) -> tuple[Ten
     return plain(inputs, options, torch.float64)
 
 
+def error_of(found: Tensor, right: Tensor) -> float:
+    """The relative error of a result as a whole."""
+    return ((found.double() - right.double()).norm() / right.double().norm()).item()
+
+
 def plain_dtype(dtype: torch.dtype, *, as_torch: bool = False) -> torch.dtype:
     """In what plain attention is computed for inputs of ``dtype``: float32, as we promise; ``as_torch``: ``dtype``
     itself, since torch's kernels round the probabilities of 16-bit inputs. In float64 plain attention is the oracle:

@@ -74,8 +74,7 @@ LAYOUTS = {
 
 
 def _shape(full: tuple[int, ...], keep: str) -> tuple[int, ...]:
-    """The full mask shape with the dimensions named in ``keep`` (of "bhls") kept and the others 1; a name in capitals
-    cuts all dimensions before it."""
+    """The full mask shape with the dimensions in ``keep`` kept and the others 1; a capital cuts those before it."""
     names = "b" * (len(full) - 3) + "hls"[-min(3, len(full)) :]
     shape = tuple(n if name in keep.lower() else 1 for name, n in zip(names, full))
     first = next((c.lower() for c in keep if c.isupper()), "none")

@@ -1,7 +1,6 @@
 """Tiny random models of the families that Transformers serves through AttentionInterface.
 
-The default initialisation gives nearly uniform attention, which hides every fault: weights are drawn anew so that
-attention decides the output, and windows and chunks are smaller than the prompt.
+Their weights are drawn so that attention decides the output; windows and chunks are smaller than the prompt.
 """
 
 import inspect

@@ -1,5 +1,4 @@
-"""Real diffusers pipelines of the models in ``tools/families``: tiny, no hub, no text encoders (prompts are given as
-embeddings), no mocks."""
+"""Real, tiny diffusers pipelines of the models in ``tools/families``; prompts are given as embeddings."""
 
 import dataclasses
 import functools

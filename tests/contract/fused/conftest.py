@@ -1,5 +1,4 @@
-"""Cards with tensor cores, and one of AMD's with matrix units; without g++, which builds the emulation, all of this
-folder is skipped but the machine code."""
+"""Cards with tensor cores and with matrix units; without g++ only the machine code of this folder is tested."""
 
 from pathlib import Path
 

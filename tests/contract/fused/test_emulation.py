@@ -1,8 +1,7 @@
-"""The fused kernels on a CPU: the very CUDA source, emulated thread by thread, against the definition.
+"""The fused kernels on a CPU: kernels that the calls of the table in ``test_route`` would not take.
 
-The whole table goes through the public functions, in ``test_route``; here are kernels that its calls would not take.
 Threads run in random order, shared memory and every output start as NaN, and a barrier that some threads never reach
-is an error. Head_dims and dtypes that differ in geometry share the table between them.
+is an error.
 """
 
 import itertools
@@ -77,8 +76,7 @@ def test_scores_have_a_cap_and_rows_a_sink(
 def test_long_float32_sums_are_as_exact_as_plain_attention(
     head_dim: int, keys: int, masked: bool, bound: float
 ) -> None:
-    """A single float32 sum over the keys errs by 2.4e-6 and 1.4e-6 here, and a fused kernel of torch in the first case
-    by 9.2e-7."""
+    """A single float32 sum over the keys errs by 2.4e-6 and 1.4e-6 here."""
     query, key, value = (torch.randn(1, 1, n, head_dim) for n in (64, keys, keys))
     mask = torch.ones(keys, dtype=torch.bool) if masked else None
     result = forward([query, key, value, mask], {})
@@ -97,8 +95,7 @@ _FLUSHED = [(64, None), (40, None), (128, None), (512, None), (64, "float"), (80
     ("head_dim", "mask_kind", "arch"), [*((*how, "") for how in _FLUSHED), (64, None, "gfx906"), (64, None, "gfx1030")]
 )
 def test_flushed_sums_keep_up_with_the_maximum_of_their_row(head_dim: int, mask_kind: str | None, arch: str) -> None:
-    """The maximum of each row rises by another amount after each flush; the first flush of some rows comes before
-    their first key."""
+    """The maximum of each row rises after each flush, and some rows have their first key after the first one."""
     query, key, value = (torch.randn(1, 1, n, head_dim) for n in (70, 1300, 1300))
     query *= torch.linspace(0.2, 2.0, 70)[torch.randperm(70)][:, None]
     key *= (torch.arange(1300) // 512 + 1.0)[:, None]

@@ -1,8 +1,4 @@
-"""The first call that needs a kernel checks it, and may time it: inside whatever the user is doing, without a trace.
-Right kernels pass the check, wrong ones do not.
-
-Nothing of the route is replaced but the driver: what ships is loaded, checked, timed and launched.
-"""
+"""The first call that needs a kernel checks it and may time it; nothing of the route is replaced but the driver."""
 
 import _thread
 import random

@@ -1,5 +1,4 @@
-"""Tiles that the table of cases, whose head_dims are small, does not reach: those of the shipped kernels of head_dim 64
-and 128, lengths that end beside a tile's edge, and offsets beyond 2^31 elements."""
+"""Kernels of head_dim 64 and 128, lengths beside a tile's edge, and offsets beyond 2^31 elements."""
 
 from collections.abc import Iterable
 from typing import Any

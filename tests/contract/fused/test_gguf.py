@@ -1,5 +1,4 @@
-"""Blocks of GGUF files expanded by the kernels: the very CUDA source, emulated thread by thread, has the definition's
-bits for every format, dtype of the arithmetic and dtype of the weights."""
+"""Blocks of GGUF files expanded by the kernels, emulated, have the definition's bits for every format and dtype."""
 
 from pathlib import Path
 from typing import Any

@@ -1,5 +1,4 @@
-"""The product with blocks of GGUF files and x in 8 bits: the very CUDA source, emulated thread by thread, has the
-definition's bits for every format, shape and dtype."""
+"""The product with blocks of GGUF files and x in 8 bits, emulated, has the definition's bits for every format."""
 
 import itertools
 import re

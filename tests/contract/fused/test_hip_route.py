@@ -1,5 +1,4 @@
-"""The route on AMD's cards as a user meets it: real plans and the real source in the emulation, behind the stand-in for
-the HIP runtime, in a new process on a new machine."""
+"""The route on AMD's cards as a user meets it: real plans and source, behind the stand-in for the HIP runtime."""
 
 import functools
 import json

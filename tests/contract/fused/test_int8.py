@@ -1,5 +1,4 @@
-"""Attention in 8-bit integers: the kernels' words, scales and outputs have the bits of the definition, in the
-emulation; and what each part of the definition is for."""
+"""Attention in 8-bit integers: the kernels have the definition's bits, and what each part of the definition is for."""
 
 import ctypes
 import ctypes.util
@@ -15,7 +14,7 @@ import torch
 from attn_support.fused.cases import LOWER_RIGHT, sized
 from attn_support.fused.device import emulated_card
 from attn_support.fused.emulation import CARD, RACES, LeftOut, build_text, each_left_out, emulate, params_of
-from attn_support.oracle import exact
+from attn_support.oracle import error_of, exact
 from attn_support.randomness import some
 from attn_support.table import Case
 from torch import Tensor
@@ -83,10 +82,6 @@ def of_case(case: Case) -> AttentionCall:
     return check_call(query, (key + common).to(key.dtype), (value * heads + 0.5).to(key.dtype), mask, **options)
 
 
-def relative(found: Tensor, right: Tensor) -> float:
-    return ((found.double() - right).norm() / right.norm()).item()
-
-
 # Tiles are 128 x 64 and 64 x 128: lengths end beside a tile's edge.
 CASES = [
     sized(FLOAT32, 64, 130, 200),
@@ -115,7 +110,7 @@ def test_the_output_and_lse_have_the_bits_of_the_definition(case: Case) -> None:
     for seed in (1, 2):
         assert same_bits(emulated(call, seed), right)
     oracle, lse = exact([call.query, call.key, call.value, call.attn_mask], case.options)
-    assert relative(right[0], oracle) <= TYPICAL or oracle.norm() == 0
+    assert error_of(right[0], oracle) <= TYPICAL or oracle.norm() == 0
     is_finite = lse.isfinite()
     assert torch.equal(is_finite, right[1].isfinite())
     assert not is_finite.any() or (right[1] - lse)[is_finite].abs().max() < 0.1
@@ -287,7 +282,7 @@ def test_an_edge_has_the_bits_of_the_definition_and_its_error_stays_small(name: 
     call = check_call(*inputs)
     found = emulated(call)
     assert same_bits(found, defined(call))
-    assert relative(found[0], exact([*inputs, None][:4], {})[0]) <= largest
+    assert error_of(found[0], exact([*inputs, None][:4], {})[0]) <= largest
 
 
 @pytest.mark.parametrize("number", [math.nan, math.inf, NAN_OF_CARDS])

@@ -1,5 +1,4 @@
-"""The linear layer in 8-bit integers: the very CUDA source, emulated thread by thread, against its definition on a CPU.
-Without an activation every bit of the output must be right."""
+"""The linear layer in 8-bit integers, emulated: without an activation every bit is that of its definition."""
 
 import functools
 import itertools

@@ -1,6 +1,4 @@
-"""A linear layer in 8-bit integers on a card that is not here: what ships is loaded, checked and launched by the real
-host code, through a strict stand-in for the driver. Which way a layer takes, this package's kernel, torch._int_mm or
-expanded weights, and what happens when one of them fails."""
+"""Which way a linear layer in 8-bit integers takes on a card that is not here, and what happens where one fails."""
 
 import functools
 import logging

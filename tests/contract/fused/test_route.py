@@ -1,5 +1,4 @@
-"""The route ``fused`` through the public functions, its kernels emulated on a CPU; on two devices: the bits of one, and
-what happens where a kernel cannot be had."""
+"""The route ``fused`` through the public functions, its kernels emulated on a CPU, also shared by two devices."""
 
 import re
 from collections.abc import Iterator

@@ -48,8 +48,7 @@ def _inputs(
     spare: int = 3,
     requires_grad: bool = False,
 ) -> list[Tensor]:
-    """Query, key and value ``[1, heads, total, head_dim]``, two query heads per key head, heads inside tokens;
-    ``spare`` tokens behind the last sequence, full of NaN."""
+    """Query, key and value ``[1, heads, total, head_dim]``, heads inside tokens; the last ``spare`` tokens are NaN."""
     made = []
     for heads, each in ((4, lengths[0]), (2, lengths[1]), (2, lengths[1])):
         tokens = torch.randn(1, sum(each) + spare, heads, head_dim)

@@ -2,13 +2,8 @@
 
     COMFYUI_PATH=/path/to/ComfyUI COMFYUI_PYTHON=/path/to/its/python pytest tests/host/comfyui
 
-``COMFYUI_PYTHON`` defaults to the interpreter of the tests. ``PASCAL_ATTN_TINY_MODELS=<folder>`` keeps the tiny models
-(2.5 to 3.7 GB per ComfyUI version) from one run to the next; without it they are built once per run.
-
-The test process imports nothing of ComfyUI. ``server`` runs with torch's SDPA, as on every NVIDIA card,
-``plain_server`` with the attention that ComfyUI chooses on a CPU (sub-quadratic), both for the whole session with our
-pack and ``probe_pack``; ``attn_support.comfy.graph`` builds and runs graphs. A failed test shows what its servers
-logged meanwhile.
+``PASCAL_ATTN_TINY_MODELS=<folder>`` keeps the tiny models (2.5 to 3.7 GB per ComfyUI version) from one run to the next.
+The test process imports nothing of ComfyUI; ``attn_support.comfy.graph`` builds and runs graphs.
 """
 
 import fcntl
@@ -105,8 +100,7 @@ StartServer = Callable[..., ComfyServer]
 def start_server(
     comfy_host: Host, tiny_models: tuple[Path, dict[str, Any]], tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[StartServer]:
-    """``start_server("--flag", ..., packs=(PROBE_PACK,), placed={"folder": ...}, VARIABLE="1")``: waits until it
-    answers; stopped at the end. ``placed``: how our pack is put there, as ``base_directory`` takes it."""
+    """``start_server(*arguments, packs=..., placed={"folder": ...}, VARIABLE="1")`` waits until it answers."""
 
     def start(
         *arguments: str, packs: tuple[Path, ...] = (PROBE_PACK,), placed: dict[str, Any] | None = None, **variables: str
@@ -138,8 +132,7 @@ def plain_server(start_server: StartServer) -> ComfyServer:
 
 
 def run_host(host: Host, arguments: list[str], timeout_s: float = 1800, **environment: str) -> str:
-    """Run the host's interpreter in the checkout; its output. Raises AssertionError with the output if it fails or does
-    not end."""
+    """Return what the host's interpreter printed in the checkout; an AssertionError with it if that failed or hung."""
     try:
         done = subprocess.run(
             [host.python, *arguments],
@@ -162,8 +155,7 @@ def run_host(host: Host, arguments: list[str], timeout_s: float = 1800, **enviro
 def host_script(
     comfy_host: Host, tiny_models: tuple[Path, dict[str, Any]], tmp_path_factory: pytest.TempPathFactory
 ) -> Callable[..., str]:
-    """``host_script(code, "--use-pytorch-cross-attention")``: Python code in the host's interpreter after ``from
-    comfy_inproc import *``; the arguments are ComfyUI's. Returns what it printed."""
+    """``host_script(code, *arguments of ComfyUI)``: what code after ``from comfy_inproc import *`` printed there."""
 
     def run(code: str, *arguments: str) -> str:
         script = tmp_path_factory.mktemp("script") / "script.py"

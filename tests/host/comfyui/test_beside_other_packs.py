@@ -1,10 +1,6 @@
-"""Beside packs that many users have, where their folders are given: each keeps its effect, and so does ours.
-
-    PASCAL_ATTN_KJNODES=<folder of ComfyUI-KJNodes> PASCAL_ATTN_ANIMATEDIFF=... PASCAL_ATTN_IPADAPTER=...
-    PASCAL_ATTN_ADVANCED_CONTROLNET=...
-
-Without a pack's folder its tests are skipped, and with one whose own requirements are missing in the host too.
-"""
+"""Beside packs that many users have: each keeps its effect, and so does ours. Without a pack's folder, in
+``PASCAL_ATTN_KJNODES``, ``PASCAL_ATTN_ANIMATEDIFF``, ``PASCAL_ATTN_IPADAPTER`` or ``PASCAL_ATTN_ADVANCED_CONTROLNET``,
+or what it needs in the host, its tests are skipped."""
 
 import os
 from collections.abc import Callable
@@ -66,12 +62,6 @@ def known(server: ComfyServer, pack: str, node: str = "") -> dict:
     if (node or PACKS[pack]) not in nodes:
         pytest.skip(f"this version of {pack} has no {node}")
     return nodes[node or PACKS[pack]]
-
-
-@pytest.mark.parametrize("pack", PACKS)
-def test_both_load_in_one_server(crowded: ComfyServer, pack: str) -> None:
-    known(crowded, pack)
-    assert "PascalAttentionPatch" in crowded.request("/object_info")
 
 
 def defaults(described: dict, graph: Graph, family: str) -> dict:

@@ -1,9 +1,4 @@
-"""Checks inside one process of a real ComfyUI: calls in unusual layouts, models that call attention past the override,
-what stands around a model, other packs' patches, VAEs, text encoders, feed-forward and int8 layers, the estimate.
-
-A process of the host takes ten seconds to start, so each runs a whole file of checks, with the attention that ComfyUI
-chooses for a CPU, with torch's SDPA, or with both, one after the other.
-"""
+"""Checks inside one process of a real ComfyUI, which takes ten seconds to start: each runs a whole file of them."""
 
 import functools
 from collections.abc import Callable

@@ -35,19 +35,17 @@ def test_the_counts_are_those_of_the_probe(server: ComfyServer, family: str) -> 
     found, top, is_alarmed = sampled(server, family, attention_patch(route="tiled"))
     calls = found.counts["wrapped"]
     assert calls > 0
-    assert f"{calls} calls, {calls} taken (tiled {calls}), 0 passed to ComfyUI" in top
-    assert "exact within rounding" in top
-    assert "in attention of" in top
+    counts = f"{calls} calls, {calls} taken (tiled {calls}), 0 passed to ComfyUI"
+    assert all(words in top for words in (counts, "exact within rounding", "in attention of")), top
     assert not is_alarmed
 
 
 def test_a_patch_that_another_node_replaced_is_an_alarm(server: ComfyServer) -> None:
     replaces = "ProbeOtherPatch", {"kind": "replace", "tag": "x"}
     found, top, is_alarmed = sampled(server, "sd15", attention_patch(), replaces)
-    assert "!! SD15, diffusion model: no attention call reached the patch" in top
-    assert "replaced it and passes nothing on" in top
-    assert "ProbeOtherPatch" in top
-    assert "0 calls" in top
+    alarm = "!! SD15, diffusion model: no attention call reached the patch"
+    said = alarm, "replaced it and passes nothing on", "ProbeOtherPatch", "0 calls"
+    assert all(words in top for words in said), top
     assert is_alarmed
     assert any("no attention call reached the patch" in line for line in found.log)
 
@@ -94,9 +92,6 @@ def test_a_sampler_from_the_cache_is_said_and_its_earlier_run_shown(server: Comf
 def test_the_bug_report_holds_versions_and_settings(server: ComfyServer) -> None:
     text = sampled(server, "sd15", attention_patch(budget_mib=3))[0].text
     block = text.partition("copy from here")[2]
-    assert f"ComfyUI     {server.host.version}" in block
-    assert "attention_pytorch" in block
-    assert f"torch       {torch.__version__}"[:12] in block
-    assert "budget 3 MiB" in block
-    assert " x torch, q[" in block
+    versions = f"ComfyUI     {server.host.version}", f"torch       {torch.__version__}"[:12]
+    assert all(words in block for words in (*versions, "attention_pytorch", "budget 3 MiB", " x torch, q[")), block
     assert str(server.base) not in text

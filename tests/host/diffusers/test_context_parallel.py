@@ -116,8 +116,7 @@ def weight_gradients(family: Family, model: Any) -> list[torch.Tensor | None]:
 
 
 def gradient_distance(name: str, sharing: dict[str, Any]) -> float:
-    """The largest difference between a weight's gradient, summed over the processes, and that of one process, relative
-    to its largest value. With anything=, diffusers' templates have no gradients."""
+    """The largest difference of a weight's gradient, summed over the processes, relative to its largest value."""
     family = shared_out(name, even=True)
     model: Any = family.build()
     right = weight_gradients(family, model)
@@ -137,10 +136,7 @@ def gradient_distance(name: str, sharing: dict[str, Any]) -> float:
 @pytest.mark.parametrize("every", ["1" if is_random() else "5"])
 @fresh.alone
 def test_the_answer_is_that_of_one_process(every: str) -> None:
-    """By day of every model that diffusers shares out in some of the ways, every night in all: Qwen-Image with padding
-    masks among them, and with anything= numbers of tokens that cannot be shared out evenly; the gradients of all
-    weights, summed over the processes. Ours set before and after, by the processor and by the patch. One process
-    imports diffusers for all."""
+    """By day of every model that diffusers shares out in some of the ways, every night in all; with gradients."""
     _every_model(2, TWO, distance, 2e-6, int(every))
     _every_model(4, FOUR, distance, 2e-6, int(every))
     _every_model(2, TWO, gradient_distance, 1e-5, int(every))

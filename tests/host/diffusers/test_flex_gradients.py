@@ -1,5 +1,4 @@
-"""Models of diffusers that are written for FlexAttention: outputs and gradients, of which torch has none on a CPU, and
-no score matrix. Stock is no measure for Kandinsky 5: uncompiled, torch asks mask_mod and ignores lists of blocks."""
+"""Models of diffusers that are written for FlexAttention: outputs, gradients, and no score matrix."""
 
 import dataclasses
 import math

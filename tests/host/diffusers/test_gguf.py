@@ -1,5 +1,4 @@
-"""``patch_gguf`` and ``patch_linear_int8`` on models that diffusers has loaded from GGUF files, beside what peft and
-accelerate do to them."""
+"""Models that diffusers has loaded from GGUF files, beside what peft and accelerate do to them."""
 
 import copy
 import gc
@@ -20,6 +19,7 @@ import accelerate
 import diffusers
 import gguf
 import torch
+from attn_support.oracle import error_of
 from diffusers.quantizers.gguf import utils
 from diffusers.quantizers.gguf.utils import GGUFLinear, GGUFParameter, dequantize_functions
 from torch import Tensor, nn
@@ -255,10 +255,6 @@ def test_a_weight_that_was_replaced_is_the_hosts() -> None:
 IN_8_BITS = [name for name in FORMATS if not ways.why_not(name, 512)]
 
 
-def relative(out: Tensor, exact: Tensor) -> float:
-    return ((out.double() - exact.double()).norm() / exact.double().norm()).item()
-
-
 @pytest.mark.parametrize("name", IN_8_BITS)
 def test_int8_takes_layers_of_each_format(name: str) -> None:
     module, x = layer(name), torch.randn(2, 65, 512)
@@ -270,7 +266,7 @@ def test_int8_takes_layers_of_each_format(name: str) -> None:
         (line,) = patch.report().lines
         assert (line.state, line.format, line.way, line.shape) == ("int8", name, "int_mm", (64, 512))
         assert line.float_bytes == line.int8_bytes == parameter.numel()
-        assert line.error == pytest.approx(relative(out - module.bias, exact), rel=0.3)
+        assert line.error == pytest.approx(error_of(out - module.bias, exact), rel=0.3)
         assert 0.002 < line.error < 0.015
         assert module.weight is parameter
         assert torch.equal(module(x), out)  # the call that is measured is computed in the same way
@@ -283,7 +279,7 @@ def test_int8_on_a_whole_model_from_a_file(name: str, tmp_path: Path, slices: No
     model = flux(tmp_path, name)
     parts, before = dict(model.named_parameters()), call(model)
     with patch_linear_int8(model) as patch:
-        assert 0 < relative(call(model), before) < 0.01
+        assert 0 < error_of(call(model), before) < 0.01
         report = patch.report()
         assert report.count("int8") == report.able > 10
         assert all(value is parts[key] for key, value in model.named_parameters())
@@ -339,5 +335,5 @@ def test_int8_beside_an_adapter_that_is_trained(tmp_path: Path) -> None:
     with patch_linear_int8(model) as patch:
         assert {line.state for line in patch.report().lines if "base_layer" in line.name} == {"waiting"}
         for found, right in zip(step(), expected):
-            assert 0 < relative(found, right) < 0.05
+            assert 0 < error_of(found, right) < 0.05
         assert {line.state for line in patch.report().lines if "base_layer" in line.name} == {"int8"}

@@ -8,6 +8,7 @@ import pytest
 pytest.importorskip("diffusers", reason="diffusers is not installed")
 
 import torch
+from attn_support.oracle import error_of
 from attn_support.randomness import some
 from attn_support.tiny_pipelines import SOME
 from torch import Tensor, nn
@@ -23,10 +24,6 @@ from tools.families.proof import outputs
 CPU = torch.device("cpu")
 pytestmark = pytest.mark.filterwarnings("ignore")
 LORA: dict[str, Any] = {"r": 4, "lora_alpha": 8, "init_lora_weights": False, "target_modules": ["to_q", "to_k", "to_v"]}
-
-
-def difference(out: Tensor, expected: Tensor) -> float:
-    return ((out - expected).float().norm() / expected.float().norm()).item()
 
 
 def call(model: nn.Module) -> Tensor:
@@ -83,8 +80,8 @@ def test_every_layer_of_a_family_and_back(name: str, kind: str, tiny: Any) -> No
     with patch_int8(model, max_error=1.0) as patch:
         out, report = outputs(family, model), patch.report()
     check(report)
-    assert (difference(out, expected) > 0) == bool(report.count("int8"))
-    assert difference(out, expected) < most
+    assert (error_of(out, expected) > 0) == bool(report.count("int8"))
+    assert error_of(out, expected) < most
     assert torch.equal(outputs(family, model), expected)
 
 
@@ -111,8 +108,8 @@ def test_lora_hooks_limits_and_both_patches_at_once(name: str, layers: int) -> N
         assert attention.report().count("int8") == len(attention.report().lines) == layers
         assert {line.calls for line in attention.report().lines} == {2}
         assert linear.report().count("int8") > 4 * layers
-    assert 0 < difference(out, expected) < 0.02
-    assert 0 < difference(first, expected) < 0.02
+    assert 0 < error_of(out, expected) < 0.02
+    assert 0 < error_of(first, expected) < 0.02
     for module in found[1::2]:
         hooks.remove_hook_from_module(module)
     assert torch.equal(call(model, torch.float32), expected)
@@ -165,12 +162,12 @@ def test_lora_stays_in_float(unet: nn.Module, when: str) -> None:
     assert isinstance(layer.base_layer.weight, Int8Weight)
     assert type(layer.lora_A["default"].weight) is nn.Parameter
     unet.disable_adapters()
-    assert difference(run(unet), base) < 0.02
+    assert error_of(run(unet), base) < 0.02
     unet.enable_adapters()
     patch.remove()
     expected = run(unet)
-    assert difference(expected, base) > 0.1
-    assert difference(out, expected) < 0.02
+    assert error_of(expected, base) > 0.1
+    assert error_of(out, expected) < 0.02
 
 
 @pytest.mark.parametrize("is_safe", [False, True])
@@ -182,11 +179,11 @@ def test_adapters_are_fused_into_rounded_weights_and_taken_out(unet: nn.Module, 
     run(unet)
     for change in (lambda: unet.fuse_lora(safe_fusing=is_safe), unet.unfuse_lora):
         change()
-        assert difference(run(unet), expected) < 0.02
+        assert error_of(run(unet), expected) < 0.02
     patch.remove()
-    assert difference(run(unet), expected) < 1e-5
+    assert error_of(run(unet), expected) < 1e-5
     unet.disable_adapters()
-    assert difference(run(unet), base) < 1e-5
+    assert error_of(run(unet), base) < 1e-5
 
 
 def test_training_an_adapter_over_rounded_weights(unet: nn.Module) -> None:
@@ -205,8 +202,8 @@ def test_training_an_adapter_over_rounded_weights(unet: nn.Module) -> None:
     expected = gradients()
     assert set(found) == set(expected)
     assert all("lora_" in name for name in found)
-    assert max(difference(found[name], expected[name]) for name in found) < 0.15
-    assert sum(difference(found[name], expected[name]) for name in found) / len(found) < 0.05
+    assert max(error_of(found[name], expected[name]) for name in found) < 0.15
+    assert sum(error_of(found[name], expected[name]) for name in found) / len(found) < 0.05
 
 
 @pytest.mark.parametrize(("offload", "is_first"), [("leaf_level", False), ("block_level", True)])
@@ -222,7 +219,7 @@ def test_group_offload_moves_the_integers(unet: nn.Module, offload: str, is_firs
     assert torch.equal(out, before) == is_first
     assert patch.report().count("int8") > 100
     assert torch.equal(run(unet), out)
-    assert 0 < difference(out, expected) < 0.02
+    assert 0 < error_of(out, expected) < 0.02
 
 
 @pytest.mark.parametrize("is_first", [False, True])
@@ -243,7 +240,7 @@ def test_weights_that_are_cast_for_each_call_are_taken(unet: nn.Module, dtype: t
     expected = run(unet)
     assert unet.mid_block.attentions[0].transformer_blocks[0].attn1.to_q.weight.dtype == dtype
     # Rounded to 8-bit floats now, weights that were rounded to integers before are other numbers.
-    assert 0 < difference(out, expected) < (0.2 if is_first else 0.02)
+    assert 0 < error_of(out, expected) < (0.2 if is_first else 0.02)
 
 
 @pytest.mark.parametrize("is_first", [False, True])

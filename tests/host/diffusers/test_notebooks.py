@@ -79,8 +79,7 @@ def outline(printed: str, words: int | None) -> list[str]:
 def test_the_notebook_for_cards_runs_on_a_cpu(tmp_path: Path) -> None:
     printed = execute("cards.ipynb", tmp_path)
     assert "PASS" in printed
-    assert printed.count("torch's own") == 2
-    assert printed.count("attention calls") == 2
+    assert (printed.count("torch's own"), printed.count("attention calls")) == (2, 2)
     assert (tmp_path / "video.gif").stat().st_size > 0
     assert outline(printed.rpartition("pictures")[0], 1) == outline(stored("cards.ipynb"), 1)
 

@@ -1,5 +1,4 @@
-"""Documents are programs too: every Python block of README and docs/ runs, page by page and in order, and so does every
-row of docs/coming-from.md."""
+"""Every Python block of README and docs/ runs, page by page and in order, and every row of docs/coming-from.md."""
 
 import os
 import re
@@ -34,8 +33,7 @@ EXPECTED = {
 
 @pytest.fixture(scope="module")
 def prepared(tiny: Any) -> dict[str, Any]:
-    """The names that the documents take for granted. The tiny pipeline has no text encoder: it gets embeddings instead
-    of the prompt."""
+    """The names that the documents take for granted; the tiny pipeline gets embeddings instead of the prompt."""
     pytest.importorskip("safetensors")
     pytest.importorskip("transformers", minversion="4.53")
     pytest.importorskip("pascal_attn_core.diffusers")  # gives pipelines their set_attn_processor

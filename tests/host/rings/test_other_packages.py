@@ -1,7 +1,4 @@
-"""yunchang (under xDiT and raylight) and ring-flash-attn run their rings on our ``flash_attn``, over two processes.
-
-In float16, as on the real package: with float32 their backward passes add a buffer to itself.
-"""
+"""yunchang (under xDiT and raylight) and ring-flash-attn run their rings on our ``flash_attn``, over two processes."""
 
 import importlib.util
 import os

@@ -1,8 +1,4 @@
-"""Every model class of Transformers that can be built tiny: the same answer under our name as under "eager".
-
-Some classes use AttentionInterface, some compute attention by themselves, some do both, and some work on the mask that
-they asked for: whatever they do, loading them under our name must not change what they compute.
-"""
+"""Every model class of Transformers that can be built tiny: the same answer under our name as under "eager"."""
 
 import logging
 from typing import Any

@@ -169,8 +169,7 @@ def test_a_single_query_gets_a_row_that_a_compiled_decode_can_take() -> None:
     """A tensor, not an object with numbers that change from step to step."""
     row = ours(masking_utils.causal_mask_function, 5, 1, 16, 0, allow_is_causal_skip=False)
     assert isinstance(row, Tensor)
-    assert row.shape == (2, 1, 1, 16)
-    assert row[0, 0, 0].tolist() == [True] * 6 + [False] * 10
+    assert (row.shape, row[0, 0, 0].tolist()) == ((2, 1, 1, 16), [True] * 6 + [False] * 10)
     assert ours(masking_utils.causal_mask_function, 5, 1, 6, 0) is None
     assert ours(masking_utils.causal_mask_function, torch.tensor(5), 1, 6, 0) is None
 

@@ -1,11 +1,9 @@
-"""A headless Chromium, driven through chromedriver's HTTP interface (W3C WebDriver): no package is needed for it.
-
-``CHROMEDRIVER`` and ``CHROMIUM`` name the programs where they are not on the path.
-"""
+"""A headless Chromium over chromedriver's HTTP interface; ``CHROMEDRIVER`` and ``CHROMIUM`` may name the programs."""
 
 from __future__ import annotations
 
 import base64
+import contextlib
 import json
 import os
 import shutil
@@ -31,38 +29,30 @@ class BrowserError(AssertionError):
     """This class holds what chromedriver or a script in the page complained of."""
 
 
+def _program(variable: str, *names: str) -> str | None:
+    """Return the program that a variable of the environment names, or else the first of these on the path."""
+    return os.environ.get(variable) or next(filter(None, map(shutil.which, names)), None)
+
+
+DRIVER = _program("CHROMEDRIVER", "chromedriver")
+CHROMIUM = _program("CHROMIUM", "chromium", "chromium-browser", "google-chrome")
+
+
 def why_no_browser() -> str:
     """ "" if a browser can be started, else what is missing."""
-    if not _driver():
-        return "no chromedriver on the path, and CHROMEDRIVER is not set"
-    if not _chromium():
-        return "no chromium or google-chrome on the path, and CHROMIUM is not set"
-    return ""
+    missing = [name for name, program in (("CHROMEDRIVER", DRIVER), ("CHROMIUM", CHROMIUM)) if not program]
+    return f"nothing on the path, and not set: {', '.join(missing)}" if missing else ""
 
 
-def _driver() -> str | None:
-    return os.environ.get("CHROMEDRIVER") or shutil.which("chromedriver")
-
-
-def _chromium() -> str | None:
-    found = (shutil.which(name) for name in ("chromium", "chromium-browser", "google-chrome"))
-    return os.environ.get("CHROMIUM") or next(filter(None, found), None)
-
-
-class Browser:
-    """One page of ``width`` x ``height`` CSS pixels. Use it as a context manager.
-
-    Args:
-        width, height: of the viewport.
-        scale: device pixels per CSS pixel, of screenshots.
-    """
+class Browser(contextlib.AbstractContextManager["Browser"]):
+    """One page of a size in CSS pixels, of which ``scale`` device pixels make one in screenshots; a context manager."""
 
     def __init__(self, width: int = 1600, height: int = 900, scale: float = 1.0) -> None:
         self.profile = tempfile.mkdtemp(prefix="pascal-attn-chromium-")
         port = free_port()
         self.root = f"http://127.0.0.1:{port}"
         self.process = subprocess.Popen(
-            [str(_driver()), f"--port={port}"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+            [str(DRIVER), f"--port={port}"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
         )
         try:
             self._wait_until_up()
@@ -71,9 +61,6 @@ class Browser:
         except BaseException:
             self.close()
             raise
-
-    def __enter__(self) -> Browser:
-        return self
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.close()
@@ -96,7 +83,7 @@ class Browser:
         raise BrowserError("chromedriver does not answer")
 
     def _new_session(self) -> str:
-        options = {"binary": _chromium(), "args": [*FLAGS, f"--user-data-dir={self.profile}"]}
+        options = {"binary": CHROMIUM, "args": [*FLAGS, f"--user-data-dir={self.profile}"]}
         wanted = {"browserName": "chrome", "goog:chromeOptions": options, "unhandledPromptBehavior": "accept"}
         return self._request("POST", "/session", {"capabilities": {"alwaysMatch": wanted}})["sessionId"]
 

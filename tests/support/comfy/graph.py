@@ -22,24 +22,16 @@ RUN_LINE = re.compile(
 
 @dataclass(frozen=True)
 class Family:
-    """This class holds what a tiny diffusion model needs around it.
-
-    Attributes:
-        tokens, dim, pooled, mask: the conditioning.
-        latent: class_type and inputs of the node that makes the empty latent.
-        cfg: guidance; 1 = no negative prompt.
-        model: the tiny model, where it is not the family's own name.
-        since: the first version of ComfyUI that runs it without us; () = any.
-    """
+    """This class holds the conditioning and the latent that a tiny diffusion model needs around it."""
 
     tokens: int
     dim: int
-    latent: Patch
+    latent: Patch  # the node that makes the empty latent
     pooled: int = 0
     mask: bool = False
-    cfg: float = 3.0
-    model: str = ""
-    since: tuple[int, ...] = ()
+    cfg: float = 3.0  # 1 = no negative prompt
+    model: str = ""  # where it is not the family's own name
+    since: tuple[int, ...] = ()  # the first version of ComfyUI that runs it without us
 
 
 def _image(class_type: str) -> Patch:
@@ -94,20 +86,10 @@ class Graph:
         """A sampler run that the host's cache never skips; a LATENT."""
         settings = {"tokens": family.tokens, "dim": family.dim, "pooled": family.pooled, "mask": family.mask}
         class_type, inputs = family.latent
-        empty = self.add("ProbeFresh", value=self.add(class_type, **inputs))
-        return self.add(
-            "KSampler",
-            model=model,
-            positive=self.add("ProbeCond", **settings, seed=1),
-            negative=self.add("ProbeCond", **settings, seed=2),
-            latent_image=empty,
-            seed=seed,
-            steps=steps,
-            cfg=family.cfg if cfg is None else cfg,
-            sampler_name="euler",
-            scheduler="simple",
-            denoise=1.0,
-        )
+        links = {"model": model, "latent_image": self.add("ProbeFresh", value=self.add(class_type, **inputs))}
+        links |= {name: self.add("ProbeCond", **settings, seed=n) for n, name in ((1, "positive"), (2, "negative"))}
+        sampling = {"cfg": family.cfg if cfg is None else cfg, "sampler_name": "euler", "scheduler": "simple"}
+        return self.add("KSampler", **links, **sampling, seed=seed, steps=steps, denoise=1.0)
 
 
 @dataclass(frozen=True)
@@ -123,19 +105,11 @@ class PatchRun:
 
 @dataclass(frozen=True)
 class Captured:
-    """This class holds what one run gave.
+    """This class holds what one run gave, and what the server logged meanwhile."""
 
-    Attributes:
-        tensors: the captured value (the latents of video and sound are two).
-        text: the captured STRING, else "".
-        counts: the probe pack's own counts, ``wrapped``, ``sdpa`` and ``other``.
-        log: what the server logged meanwhile.
-        runs: the pack's summary lines among them.
-    """
-
-    tensors: list[Tensor] = field(repr=False)
-    text: str
-    counts: Counter[str]
+    tensors: list[Tensor] = field(repr=False)  # the latents of video and sound are two
+    text: str  # a captured STRING
+    counts: Counter[str]  # of the probe pack: wrapped, sdpa and other
     log: list[str]
     runs: list[PatchRun]
 

@@ -34,27 +34,19 @@ class Host:
         return tuple(int(part) for part in self.version.split("."))
 
     def environment(self, **more: str) -> dict[str, str]:
-        """The environment of a host process: one thread, nothing timed, no other variable of ours or of the test
-        process."""
+        """The environment of a host process: one thread, nothing timed, no variable of ours or of the test process."""
         kept = {name: value for name, value in os.environ.items() if not name.startswith(("PASCAL_ATTN_", "PYTHON"))}
         return {**kept, "OMP_NUM_THREADS": "1", "PASCAL_ATTN_NO_TIMING": "1", "COMFYUI_PATH": str(self.path), **more}
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """How one prompt ended.
-
-    Attributes:
-        status: ``"success"``, ``"error"`` or ``"interrupted"``.
-        message: the exception's text; "" on success.
-        log: the lines the server logged meanwhile.
-        outputs: what the output nodes put on themselves, by node id.
-    """
+    """This class says how one prompt ended: ``status`` is ``"success"``, ``"error"`` or ``"interrupted"``."""
 
     status: str
-    message: str
-    log: list[str]
-    outputs: dict[str, Any] = field(default_factory=dict)
+    message: str  # of the exception
+    log: list[str]  # the lines that the server logged meanwhile
+    outputs: dict[str, Any] = field(default_factory=dict)  # by node id
 
 
 class WorkflowError(AssertionError):
@@ -191,11 +183,6 @@ class ComfyServer:
 
     def interrupt(self) -> None:
         self.request("/interrupt", {})
-
-    def unload_models(self, *, free_memory: bool = False) -> None:
-        """Take every model off the device; with ``free_memory`` also forget what nodes returned."""
-        self.request("/free", {"unload_models": True, "free_memory": free_memory})
-        time.sleep(0.5)  # the worker wakes for it, and does not answer
 
     def ask_to_stop(self) -> None:
         """Return what Ctrl+C does; returns at once."""

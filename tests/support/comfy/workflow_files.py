@@ -99,23 +99,16 @@ def _is_ours_or_hangs_on_it(prompt: Prompt, node: dict[str, Any]) -> bool:
 
 @dataclass(frozen=True)
 class Tiny:
-    """This class holds what stands for the published files of a workflow.
-
-    Attributes:
-        model, vae, clip: names of tiny models; a clip named sd15_checkpoint is the CLIP in that file.
-        tokens, dim, pooled: the conditioning, where the tiny text encoder is none that the model understands (dim > 0).
-        mask: whether the model wants to know which tokens are padding.
-        decodes: whether the tiny VAE fits the model's latent; otherwise it gets one of its own.
-    """
+    """This class names the tiny models that stand for the published files of a workflow."""
 
     model: str
     vae: str
-    clip: str
+    clip: str  # sd15_checkpoint: the CLIP in that file
     tokens: int = 16
-    dim: int = 0
+    dim: int = 0  # of conditioning in the place of a text encoder that does not fit the model
     pooled: int = 0
     mask: bool = False
-    decodes: bool = True
+    decodes: bool = True  # whether the tiny VAE fits the model's latent
 
 
 TINY = {
@@ -137,10 +130,7 @@ SMALL = {"width": 128, "height": 128, "length": 9, "steps": 2, "min_keys": 0}
 
 
 def small_prompt(name: str, file_of: Callable[[str], str]) -> Prompt:
-    """The twin of a workflow with tiny models, sizes and steps; everything else is the user's.
-
-    ``file_of(tiny model)`` is its file name, or skips. Needs the probe pack where the text encoder is replaced.
-    """
+    """The twin of a workflow with tiny models, whose files ``file_of(name)`` gives, sizes and steps."""
     tiny, prompt = TINY[name], prompt_of(name)
     _replace_loaders(prompt, tiny, file_of)
     for node in prompt.values():

@@ -1,8 +1,5 @@
-"""Random attention calls, each made whole from one number: shapes, layouts, masks, rules, options, configs.
-
-:func:`draw` gives a :class:`Call`, plain data that can be printed and pasted; :func:`build` its tensors and
-what they mean, worked out without the package under test: which keys are allowed, and what is added to their scores.
-"""
+"""Random attention calls: :func:`draw` makes one whole from a number, as plain data that can be printed and pasted,
+and :func:`build` its tensors and their meaning, worked out without the package under test."""
 
 import math
 import random
@@ -164,28 +161,15 @@ RULES: dict[str, Callable[..., Any]] = {
     "float rule in float64": lambda b, h, i, j: (i - j).double().cos(),
     "float rule in float16": lambda b, h, i, j: ((i + j + b) % 9).half() / 4,
 }
-# Each is refused, as soon as it is asked.
-BROKEN_RULES: dict[str, Callable[..., Any]] = {
-    "broken: integers": lambda b, h, i, j: (i - j).abs() % 2,
-    "broken: None": lambda b, h, i, j: None,
-    "broken: a number": lambda b, h, i, j: True,
-    "broken: too many keys": lambda b, h, i, j: torch.ones(1, 1, i.numel(), j.numel() + 2, dtype=torch.bool),
-    "broken: another device": lambda b, h, i, j: (i >= j).to("meta"),
-    "broken: float, declared bool": lambda b, h, i, j: -0.05 * (i - j).abs(),
-    "broken: bool, declared float": lambda b, h, i, j: i >= j,
-}
 
 
 class _Short:
     """Printed without the fields that have their default, so that it can be pasted."""
 
     def __repr__(self) -> str:
-        given = {
-            each.name: getattr(self, each.name) for each in fields(self) if getattr(self, each.name) != each.default
-        }
-        return (
-            f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in given.items() if value != {})})"
-        )
+        values = {each.name: (getattr(self, each.name), each.default) for each in fields(self)}
+        given = [f"{name}={value!r}" for name, (value, default) in values.items() if value not in (default, {})]
+        return f"{type(self).__name__}({', '.join(given)})"
 
 
 @dataclass(frozen=True, repr=False)
@@ -318,17 +302,17 @@ def draw(number: int) -> Call:
 def possible(call: Call) -> Call:
     """The call without what its entry does not have, or what cannot be together."""
     if call.entry.startswith("switch"):
-        mask = None if call.is_causal or call.mask_kind in RULES or call.mask_kind in BROKEN_RULES else call.mask
+        mask = None if call.is_causal or call.mask_kind in RULES else call.mask
         call = replace(call, mask=mask, alignment="upper_left", window=None, softcap=None, sinks=None)
     if call.matrices:
         call = replace(call, batch=(), heads=(1, 1, 1))
     if not call.wants:
-        call = replace(call, through="out", grad_layout="contiguous")
-    if call.entry != "lse":
+        call = replace(call, grad_layout="contiguous")
+    if call.entry != "lse" or not call.wants:
         call = replace(call, through="out")
     if call.mask is None or call.matrices or any(name in OVERLAPPING for name in call.layouts[1:]):
         call = replace(call, poison="")
-    if (call.mask_kind in RULES or call.mask_kind in BROKEN_RULES) and (call.matrices or not call.batch):
+    if call.mask_kind in RULES and (call.matrices or not call.batch):
         call = replace(call, mask=None, poison="")
     kept = {"m": call.mask_kind in FLOAT_KINDS, "s": call.sinks is not None}
     return replace(call, wants="".join(name for name in call.wants if kept.get(name, True)))
@@ -390,13 +374,10 @@ def _draw_mask(r: random.Random, call: Call) -> Mask:
         dtype = call.dtype if r.random() < 0.6 else r.choice(list(DTYPES))
         dtype = "float32" if dtype == "float64" and call.dtype != "float64" and r.random() < 0.5 else dtype
         return Mask(r.choice(FLOAT_KINDS), keep, cut, dtype, layout)
-    if share < 0.97:
-        kind = r.choice(list(RULES))
-        dtype = "bool" if kind.startswith("bool") else "float32"
-        dtype = {"float rule in float64": "float64", "float rule in float16": "float16"}.get(kind, dtype)
-        return Mask(kind, keep, cut, dtype, declared=r.random() < 0.6)
-    kind = r.choice(list(BROKEN_RULES))
-    return Mask(kind, keep, cut, "float32" if kind.endswith("declared float") else "bool")
+    kind = r.choice(list(RULES))
+    dtype = "bool" if kind.startswith("bool") else "float32"
+    dtype = {"float rule in float64": "float64", "float rule in float16": "float16"}.get(kind, dtype)
+    return Mask(kind, keep, cut, dtype, declared=r.random() < 0.6)
 
 
 def _draw_config(r: random.Random, units: int, rows: int, keys: int) -> dict[str, Any]:
@@ -418,13 +399,7 @@ def _draw_config(r: random.Random, units: int, rows: int, keys: int) -> dict[str
 
 
 class Built(NamedTuple):
-    """A call's arguments; ``memory`` is what each of them lies in; the rest is their meaning in float64.
-
-    Attributes:
-        allowed: bool ``[*B, H, L, S]``; bias: the same shape or None, rounded to the dtype of the sums, finite.
-        clean: query, key and value ``[*B, H, ...]`` without what is at places that nobody looks at.
-        poisoned: bool ``[*B, H]``, heads whose keys or values hold such numbers.
-    """
+    """A call's arguments; ``memory`` is what each of them lies in; the rest is their meaning in float64."""
 
     tensors: list[Tensor]
     mask: Tensor | LazyMask | None
@@ -432,10 +407,10 @@ class Built(NamedTuple):
     options: dict[str, Any]
     config: AttentionConfig
     memory: list[Tensor]
-    allowed: Tensor
-    bias: Tensor | None
-    clean: tuple[Tensor, Tensor, Tensor]
-    poisoned: Tensor
+    allowed: Tensor  # bool [*B, H, L, S]
+    bias: Tensor | None  # of the same shape, rounded to the dtype of the sums, finite
+    clean: tuple[Tensor, Tensor, Tensor]  # [*B, H, ...] without what is at places that nobody looks at
+    poisoned: Tensor  # bool [*B, H]: heads whose keys or values hold such numbers
 
 
 def sums_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -507,13 +482,10 @@ def _build_mask(call: Call, mask: Mask, full: tuple[int, ...], generator: torch.
     """(the argument, dense: bool or float tensor that broadcasts to ``full``, the memory it lies in)"""
     names = "b" * (len(full) - 3) + "hls"
     shape = [n if name in mask.keep else 1 for name, n in zip(names, full)]
-    if mask.kind in RULES or mask.kind in BROKEN_RULES:
-        four = shape[-4:]
-        rule = (RULES | BROKEN_RULES)[mask.kind]
+    if mask.kind in RULES:
+        four, rule = shape[-4:], RULES[mask.kind]
         declared = {"dtype": torch.bool if mask.dtype == "bool" else DTYPES[mask.dtype]} if mask.declared else {}
         lazy = LazyMask(four, rule, device="cpu", **declared)
-        if mask.kind in BROKEN_RULES:
-            return lazy, None, []
         indices = [torch.arange(n).view([-1 if d == dim else 1 for d in range(4)]) for dim, n in enumerate(four)]
         return lazy, rule(*indices).expand(four), []
     if mask.cut or call.matrices:

@@ -13,11 +13,10 @@ from pascal_attn_core import LazyMask, UnsupportedAttention, explain, sdpa, sdpa
 from pascal_attn_core.sdpa_patch import patch_sdpa
 
 from . import oracle
-from .calls import BROKEN_RULES, LAYOUTS, Built, Call, build, sums_dtype
+from .calls import LAYOUTS, Built, Call, build, sums_dtype
 from .oracle import Bounded, Precision, smallest
 
 TORCH = torch._C._nn.scaled_dot_product_attention
-REFUSED = "refused"
 _TORCH_KNOWS_GROUPS = "enable_gqa" in (F.scaled_dot_product_attention.__doc__ or "")  # since torch 2.5
 
 
@@ -25,13 +24,8 @@ class Wrong(AssertionError):
     """This class holds what is wrong with the answer to a call."""
 
 
-def check(call: Call, device: str = "cpu") -> str:
-    """Make one call and hold everything about it against what it should be; ``"refused"`` for a call that the route
-    asked for by name may refuse, and has refused.
-
-    Raises:
-        Wrong: or whatever the call itself raises.
-    """
+def check(call: Call, device: str = "cpu") -> None:
+    """Make one call, which a route asked for by name may refuse; :class:`Wrong` if anything about it is wrong."""
     built = build(call)
     tensors, mask, sinks, memory = _leaves(call, built, device)
     before = [_bytes(t).clone() for t in memory]
@@ -44,18 +38,10 @@ def check(call: Call, device: str = "cpu") -> str:
     except UnsupportedAttention:
         if not _may_refuse(call):
             raise
-        _explained(call, tensors, mask, options, built, may_refuse=True)
-        return REFUSED
-    except (TypeError, ValueError):
-        if call.mask_kind in BROKEN_RULES:
-            return "rule refused"
-        raise
-    if call.mask_kind in BROKEN_RULES:
-        if call.is_empty or call.dropout_p == 1:
-            return "rule not asked"
-        raise Wrong(f"a rule was not refused: {call.mask_kind}")
+        _explained(tensors, mask, options, built, may_refuse=True)
+        return
     if call.explained:
-        _explained(call, tensors, mask, options, built, may_refuse=False)
+        _explained(tensors, mask, options, built, may_refuse=False)
     if not call.dropout_p and not torch.equal(random_state, torch.get_rng_state()):
         raise Wrong("the state of torch's generator has changed")
     precision = precision_of(call)
@@ -69,7 +55,6 @@ def check(call: Call, device: str = "cpu") -> str:
     for whole, old, version in zip(memory, before, versions):
         if whole._version != version or not torch.equal(_bytes(whole), old):
             raise Wrong("an input was written to")
-    return ""
 
 
 def failure(call: Call, device: str = "cpu") -> str:
@@ -91,12 +76,10 @@ def _leaves(call: Call, built: Built, device: str) -> tuple[list[Tensor], Any, T
     places = iter(memory)
 
     def leaf(tensor: Any, name: str) -> Any:
-        if isinstance(tensor, LazyMask) and device == "cpu":
+        if tensor is None or (isinstance(tensor, LazyMask) and device == "cpu"):
             return tensor
         if isinstance(tensor, LazyMask):
             return LazyMask(tensor.shape, tensor.rule, device=memory[0].device, dtype=tensor._dtype)
-        if tensor is None:
-            return None
         place = next(places)
         if device != "cpu":
             view = place.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
@@ -124,7 +107,7 @@ def _entry(call: Call, built: Built) -> Iterator[Callable[..., tuple[Tensor, Ten
             raise Wrong("the switch left a mode behind")
 
 
-def _explained(call: Call, tensors: list, mask: Any, options: dict, built: Built, *, may_refuse: bool) -> None:
+def _explained(tensors: list, mask: Any, options: dict, built: Built, *, may_refuse: bool) -> None:
     try:
         text = explain(*tensors, mask, **options, config=built.config)
     except UnsupportedAttention:

@@ -1,9 +1,7 @@
 """Attention and its gradients written out in float64, each number with how far from it an answer may lie.
 
-Nothing here comes from the package under test. The bounds follow from the call: a product over D numbers is summed with
-an error of some units in the last place of sum |a||b|, a score's error becomes a relative error of its probability, and
-so on to the gradients (running error analysis). A score of ten thousand has few digits behind the point in float32, and
-the bound says how few; nothing is compared more loosely than that.
+The bounds follow from the call (running error analysis): a product over D numbers is summed with an error of some units
+in the last place of sum |a||b|, a score's error becomes a relative error of its probability, and so on.
 
 Shapes: ``*B`` leading dimensions, H query heads, L query tokens, S key tokens, D head_dim, V head_dim of value. Every
 argument is float64 and expanded to ``[*B, H, ...]``.
@@ -20,20 +18,12 @@ _STEEP = 600.0  # e^600 is finite in float64, and far beyond any probability
 
 
 class Precision(NamedTuple):
-    """This class says in which numbers the answer was worked out.
-
-    Attributes:
-        sums: dtype of scores and sums.
-        outputs: dtype of the results.
-        products: dtype that probabilities and their gradients may be rounded to before they are multiplied.
-        whole_lse: beside a float mask lse is one number up to this size, as torch's kernels keep it; larger ones have
-            the row's largest score apart.
-    """
+    """This class says in which numbers the answer was worked out."""
 
     sums: torch.dtype
     outputs: torch.dtype
-    products: torch.dtype
-    whole_lse: float = 0.0
+    products: torch.dtype  # of probabilities and their gradients, before they are multiplied
+    whole_lse: float = 0.0  # up to here lse is one number beside a float mask, as torch's kernels keep it
 
     @property
     def unit(self) -> float:

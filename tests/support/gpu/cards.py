@@ -1,9 +1,6 @@
-"""A torch that believes it has cards of NVIDIA's or AMD's: ``torch.cuda`` answers for them, tensors say that they are
-on ``cuda:1`` (:mod:`.tensors`), and behind the package's calls of a driver stands the strict stand-in, which executes
-launches in the emulation. To be used in a process of :func:`.guard.call`.
-
-What there is not: ``torch.compile`` on such tensors, CUDA graphs, pinned memory.
-"""
+"""A torch that believes it has cards of NVIDIA's or AMD's, for a process of :func:`.guard.call`: tensors say that they
+are on ``cuda:1``, and launches are executed in the emulation behind the strict stand-in for the driver. There are no
+``torch.compile``, CUDA graphs and pinned memory."""
 
 from __future__ import annotations
 
@@ -37,20 +34,15 @@ from . import guard, tensors
 
 
 class Card(NamedTuple):
-    """One kind of card.
-
-    Attributes:
-        capability: compute capability; arch: of AMD's, "" = NVIDIA's; true_arch: what the kernel driver of the system
-            knows it as, where HSA_OVERRIDE_GFX_VERSION says otherwise.
-    """
+    """This class describes one kind of card."""
 
     name: str
     capability: tuple[int, int]
     num_sms: int
-    arch: str = ""
+    arch: str = ""  # of AMD's
     total_bytes: int = 11 << 30
     free_bytes: int = 9 << 30
-    true_arch: str = ""
+    true_arch: str = ""  # where HSA_OVERRIDE_GFX_VERSION says otherwise
 
 
 CARDS = {
@@ -112,14 +104,9 @@ class Stream:
 
 
 class Event:
-    """A stand-in for ``torch.cuda.Event``. What CUDA takes without a word and answers with a figure that means nothing
-    is an error here: a time between events of different cards.
+    """A stand-in for ``torch.cuda.Event``, with which a time between events of different cards is an error."""
 
-    Attributes:
-        recorded: the streams of all events so far.
-    """
-
-    recorded: ClassVar[list[Stream]] = []
+    recorded: ClassVar[list[Stream]] = []  # the streams of all events so far
 
     def __init__(self, enable_timing: bool = False, **options: Any):
         self.is_timed, self.seconds, self.device = enable_timing, 0.0, None
@@ -180,13 +167,10 @@ def _properties(card: Card, index: int) -> SimpleNamespace:
 def believe(
     card: Card, count: int = 1, *, run: Callable[[Launch], object] = execute, compiler: Any = None
 ) -> AnyStandIn:
-    """Make torch, and the package, believe in so many cards of a kind; this cannot be undone.
+    """Make torch, and the package, believe in so many cards of a kind, which ``run`` launches; this cannot be undone.
 
-    Args:
-        run: executes the launches; compiler: in the place of NVRTC, None = for what ships no code.
     Returns:
-        Their driver, whose ``problems`` say what would have been wrong on a real card.
-    """
+        Their driver, whose ``problems`` say what would have been wrong on a real card."""
     if device_lines.NOTED in os.environ and sys.gettrace() is None:
         device_lines.watch(os.environ[device_lines.NOTED])
     ctypes.CDLL(str(guard.library())).fake_cards_are(count)

@@ -51,12 +51,7 @@ def alone(**variables: str) -> Callable[[Callable[..., None]], Callable[..., Non
 
 
 def call(function: Callable[..., object], *arguments: str, folder: Path, **variables: str) -> fresh.Done:
-    """Call a function of a test module in a process that may believe in cards (:func:`.cards.believe`); what it raises
-    fails the test.
-
-    Args:
-        folder: where the package stores what it finds out.
-        variables: of the environment.
-    """
+    """Call a function of a test module in a process that may believe in cards; what it raises fails the test.
+    ``folder`` is where the package stores what it finds out, ``variables`` are of the environment."""
     env = {**os.environ, "XDG_CACHE_HOME": str(folder), "PASCAL_ATTN_TRUST": "1", **variables}
     return fresh.call(function, *arguments, env=env, preload=library())

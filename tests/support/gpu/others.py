@@ -1,5 +1,4 @@
-"""A torch that believes it has a GPU of Apple's or of Intel's, without float64, as :mod:`.cards` makes it believe in
-those of NVIDIA's and AMD's. Apple's multiplies as :mod:`..mps` does."""
+"""A torch that believes it has a GPU of Apple's or of Intel's, without float64; see :mod:`.cards`."""
 
 import ctypes
 from types import SimpleNamespace

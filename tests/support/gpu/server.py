@@ -1,9 +1,5 @@
-"""Runs modules in forks of a process in which torch has been imported, on a card that is not here.
-
-Each connection to the socket brings ``{"arguments", "env", "cwd"}`` and the sender's stdout and stderr; it is answered
-with the exit status. By the second argument ``cpu`` the CPU is the card of the strict stand-in for the driver where
-the kernels run; by ``cuda`` torch believes in a card in all of them (:mod:`.cards`).
-"""
+"""Runs modules, whose arguments come by a socket, in forks of a process that has imported torch: by ``cpu`` the CPU is
+the card of the strict stand-in where the kernels run, by ``cuda`` torch believes in a card in all (:mod:`.cards`)."""
 
 import contextlib
 import json

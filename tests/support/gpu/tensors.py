@@ -29,15 +29,8 @@ class OnCard(torch.Tensor):
     @staticmethod
     def __new__(cls, held: torch.Tensor, device: torch.device) -> OnCard:
         assert not isinstance(held, OnCard)
-        made = torch.Tensor._make_wrapper_subclass(
-            cls,
-            held.size(),
-            strides=held.stride(),
-            storage_offset=held.storage_offset(),
-            dtype=held.dtype,
-            layout=held.layout,
-            device=device,
-        )
+        like = {"strides": held.stride(), "storage_offset": held.storage_offset(), "dtype": held.dtype}
+        made = torch.Tensor._make_wrapper_subclass(cls, held.size(), **like, layout=held.layout, device=device)
         made.held = held
         return made
 
@@ -78,11 +71,7 @@ _kind = "cuda"
 
 
 def serve(index_of: Callable[..., int], kind: str = "cuda") -> None:
-    """Let torch make such tensors wherever a kind of device is asked for, and the package take them as torch's own.
-
-    Args:
-        index_of: gives the number of the current device.
-    """
+    """Let torch make such tensors for a kind of device; ``index_of`` gives the number of the current one."""
     global _index_of, _kind
     _index_of, _kind = index_of, kind
     for module in list(sys.modules.values()):
@@ -148,11 +137,7 @@ def _held(value: Any) -> Any:
 
 
 def _device(name: str, flat: list[Any], asked: Any) -> torch.device:
-    """Where an operator computes.
-
-    Raises:
-        RuntimeError: its tensors are on several devices.
-    """
+    """Return where an operator computes; a RuntimeError if its tensors are on several devices."""
     cards = {each.device for each in flat if isinstance(each, OnCard)}
     beside = [each for each in flat if isinstance(each, torch.Tensor) and not isinstance(each, OnCard) and each.dim()]
     if (len(cards) > 1 and "copy" not in name) or (cards and beside and name not in _COPIES):

@@ -1,5 +1,4 @@
-"""The rules of Windows on Linux, for a process that believes in cards: what the package asks of the system there, and
-what Windows would refuse. Paths keep their slashes, and processes start as Linux starts them."""
+"""The rules of Windows on Linux, for a process that believes in cards; paths keep their slashes."""
 
 import contextlib
 import ctypes
@@ -22,11 +21,7 @@ modes: list[int] = []  # arguments of SetErrorMode
 
 
 def follow(folder: Path) -> None:
-    """Follow the rules from here on; this cannot be undone.
-
-    Args:
-        folder: the user's folder for what programs store.
-    """
+    """Follow the rules from here on, with the user's folder for what programs store; this cannot be undone."""
     platform.uname()  # which is asked of os.uname once
     import torch._dynamo  # noqa: F401  torch's own code for Linux, which looks for these names when it is imported
 

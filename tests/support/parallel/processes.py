@@ -15,13 +15,7 @@ SECONDS = 60
 
 
 def run_in(world: int, work: Callable[[int], Any], *, seconds: float = SECONDS, backend: str = "gloo") -> list[Any]:
-    """Return what ``work(rank)`` returned in each of ``world`` processes: the text of its error where it raised, None
-    where the process ended without a word.
-
-    Args:
-        seconds: the timeout of the group.
-        backend: by which they talk; with "nccl" each has a card of its own.
-    """
+    """Return what ``work(rank)`` returned in each process; where it raised the error's text, None if it just ended."""
     context = mp.get_context("fork")
     answers = context.SimpleQueue()
     with tempfile.TemporaryDirectory() as folder:

@@ -222,8 +222,7 @@ def test_a_freed_storage_whose_address_is_used_again_is_counted_again():
             torch.ones(1000)
         assert peak.peak_bytes == 4000
         kept = [torch.ones(1000) for _ in range(10)]
-    assert peak.peak_bytes == 40_000
-    assert peak.launches == 110
+    assert (peak.peak_bytes, peak.launches) == (40_000, 110)
     del kept
 
 
@@ -294,8 +293,7 @@ def test_an_operator_with_a_second_kernel_in_python_runs_its_real_one():
 def test_cuda_asks_its_allocator(follow):
     with PeakMemory("cuda", follow=follow) as peak:
         torch.ones(1 << 20, device="cuda")
-    assert peak.peak_bytes == 4 << 20
-    assert peak.launches == (1 if follow else 0)
+    assert (peak.peak_bytes, peak.launches) == (4 << 20, 1 if follow else 0)
 
 
 def test_available_memory_is_a_plausible_amount():
@@ -305,21 +303,21 @@ def test_available_memory_is_a_plausible_amount():
     assert available is None or 1 << 20 < available < 1 << 50
 
 
-def test_the_tightest_control_group_counts_and_its_page_cache_is_free(tmp_path):
-    (tmp_path / "outer" / "inner").mkdir(parents=True)
-    for path, limit in (("outer/inner", "max"), ("outer", "1000")):
-        (tmp_path / path / "memory.max").write_text(f"{limit}\n")
-        (tmp_path / path / "memory.current").write_text("600\n")
-        (tmp_path / path / "memory.stat").write_text("anon 1\ninactive_file 50\n")
-    (tmp_path / "cgroup").write_text("0::/outer/inner\n")
-    assert _room_in_control_groups(tmp_path, tmp_path / "cgroup") == [450]
+UNIFIED = {"memory.current": "600", "memory.stat": "anon 1\ninactive_file 50"}
+FIRST = {"memory.limit_in_bytes": "1000", "memory.usage_in_bytes": "400", "memory.stat": "cache 1"}
 
 
-def test_control_groups_of_the_first_version_are_read_too(tmp_path):
-    group = tmp_path / "memory" / "job"
-    group.mkdir(parents=True)
-    (group / "memory.limit_in_bytes").write_text("1000\n")
-    (group / "memory.usage_in_bytes").write_text("400\n")
-    (group / "memory.stat").write_text("cache 1\n")
-    (tmp_path / "cgroup").write_text("5:cpu,cpuacct:/job\n4:memory:/job\n")
-    assert _room_in_control_groups(tmp_path, tmp_path / "cgroup") == [600]
+@pytest.mark.parametrize(
+    ("own", "groups", "room"),
+    [
+        ("0::/a/b", {"a/b": UNIFIED | {"memory.max": "max"}, "a": UNIFIED | {"memory.max": "1000"}}, 450),
+        ("5:cpu,cpuacct:/job\n4:memory:/job", {"memory/job": FIRST}, 600),
+    ],
+)
+def test_the_tightest_control_group_counts_and_its_page_cache_is_free(own, groups, room, tmp_path):
+    for group, files in groups.items():
+        (tmp_path / group).mkdir(parents=True, exist_ok=True)
+        for name, text in files.items():
+            (tmp_path / group / name).write_text(f"{text}\n")
+    (tmp_path / "cgroup").write_text(f"{own}\n")
+    assert _room_in_control_groups(tmp_path, tmp_path / "cgroup") == [room]

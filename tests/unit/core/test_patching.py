@@ -8,7 +8,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from attn_support.sdpa_switch import qkv
 from torch.nn.functional import scaled_dot_product_attention as taken_by_name
 
 from pascal_attn_core import AttentionConfig, Patch, sdpa, sdpa_with_lse
@@ -86,10 +86,6 @@ def test_a_finished_group_is_one_patch_and_one_that_fails_half_way_undoes_itself
     assert undone == [3, 2, 1]
 
 
-def qkv(tokens: int = 12) -> list[Tensor]:
-    return [torch.randn(1, 2, tokens, 8) for _ in range(3)]
-
-
 def calls() -> Mock:
     """A handler that lets torch compute, and keeps what it was given."""
     return Mock(side_effect=lambda args, kwargs: TORCH_SDPA(*args, **kwargs))
@@ -139,7 +135,7 @@ def test_our_own_call_of_torch_is_not_intercepted_also_after_an_error(depth: int
 @pytest.mark.parametrize("route", ["auto", "torch", "math", "tiled"])
 @pytest.mark.parametrize("tokens", [8, 300])
 def test_what_our_routes_call_of_torch_is_never_intercepted(route: str, tokens: int) -> None:
-    q, k, v = qkv(tokens)
+    q, k, v = qkv(tokens=tokens)
     config = AttentionConfig(route=route, math_limit_mib=0.1 if route == "auto" else 64)
     with SdpaMode(handler := calls()):
         sdpa(q, k, v, config=config)

@@ -91,8 +91,7 @@ def test_the_states_of_a_softmax_are_those_of_the_keys_seen() -> None:
     scores = 5 * torch.randn(150)
     scores[:20] = scores[60:90] = -torch.inf
     states = softmax_states(scores, kv_block=20)
-    assert states.shape == (8, 2)
-    assert states[0].tolist() == [-torch.inf, 0.0]
+    assert (states.shape, states[0].tolist()) == ((8, 2), [-torch.inf, 0.0])
     for block, (highest, total) in enumerate(states[1:], start=1):
         seen = scores[: 20 * (block + 1)].double()
         assert highest == seen.max()

@@ -430,29 +430,20 @@ def test_a_scripted_multihead_attention_compiles_under_the_switch() -> None:
 
 def _llama() -> Callable[[], Tensor]:
     """A batch with padding on the left, and the tokens that it is continued with."""
-    transformers = pytest.importorskip("transformers")
-    sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
-    config = transformers.LlamaConfig(**sizes, num_attention_heads=4, num_key_value_heads=2)
-    model = transformers.LlamaForCausalLM._from_config(config, attn_implementation="sdpa").eval()
-    tokens, mask = torch.randint(0, 64, (2, 10)), torch.ones(2, 10, dtype=torch.long)
-    mask[0, :4] = 0
+    pytest.importorskip("transformers")
+    from attn_support import tiny_models as tiny
 
-    def run() -> Tensor:
-        generated = model.generate(tokens, attention_mask=mask, max_new_tokens=5, do_sample=False)
-        return torch.cat([model(tokens, attention_mask=mask).logits[mask.bool()].flatten(), generated.flatten()])
-
-    return run
+    model, inputs = tiny.build("llama"), tiny.prompt()
+    tiny.use(model, "sdpa")
+    return lambda: torch.cat([tiny.logits(model, inputs).flatten(), tiny.tokens(model, inputs).flatten()])
 
 
 def _unet() -> Callable[[], Tensor]:
-    diffusers = pytest.importorskip("diffusers")
-    model = diffusers.UNet2DConditionModel(
-        sample_size=8, block_out_channels=(8, 16), norm_num_groups=4, layers_per_block=1, cross_attention_dim=8,
-        attention_head_dim=4, down_block_types=("CrossAttnDownBlock2D", "DownBlock2D"),
-        up_block_types=("UpBlock2D", "CrossAttnUpBlock2D"),
-    ).eval()  # fmt: skip
-    x, text = torch.randn(1, 4, 8, 8), torch.randn(1, 5, 8)
-    return lambda: model(x, 3, text).sample
+    pytest.importorskip("diffusers")
+    from attn_support import tiny_pipelines as tiny
+
+    unet = tiny.tiny_unet()
+    return lambda: tiny.run_unet(unet)
 
 
 @pytest.mark.parametrize("make", [_llama, _unet])

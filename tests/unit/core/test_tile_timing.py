@@ -74,8 +74,7 @@ def test_the_table_decides_and_is_given_as_the_reason(ratio: float, route: str, 
         choice = choose(call, AUTO)
         said = explain(*tensors, is_causal=is_causal).splitlines()[0]
         assert timings.clock.runs == 0
-    assert choice.route == route
-    assert choice.over_torch == (ratio if route == "tiled" else None)
+    assert (choice.route, choice.over_torch) == (route, ratio if route == "tiled" else None)
     assert said.startswith(f"route {route}: ")
     what = "tiles were " if route == "torch" else ""  # of which the sentence does not speak otherwise
     assert f"{what}timed on this CPU at {ratio:.2f} of the time of torch's kernel (512 x 1024)" in said

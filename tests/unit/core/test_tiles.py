@@ -16,12 +16,7 @@ from pascal_attn_core.routes import why_not
 from pascal_attn_core.tiled.mask_writer import MaskWriter
 from pascal_attn_core.tiled.masks import Part, Rule
 from pascal_attn_core.tiled.rule_bytes import RuleBytes
-from pascal_attn_core.tiled.tiles import (
-    Workload,
-    cpu_bases,
-    plan_tiles,
-    recommended_tile_size_for,
-)
+from pascal_attn_core.tiled.tiles import Workload, cpu_bases, plan_tiles, recommended_tile_size_for
 
 CARDS = {
     "GTX 1080 Ti": DeviceInfo("cuda", "GTX 1080 Ti", (6, 1), num_sms=28, l2_bytes=2816 << 10, total_bytes=11 << 30),

@@ -1,5 +1,4 @@
-"""The rewrites that make a call acceptable to torch's kernel, run on a CPU: only torch's own answer to "is there a
-fused kernel for this?" is replaced by that of an older card."""
+"""The rewrites for torch's kernel, on a CPU that answers as an older card whether there is a fused kernel."""
 
 from collections.abc import Callable
 

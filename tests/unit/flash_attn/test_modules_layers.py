@@ -11,12 +11,7 @@ from torch import Tensor, nn
 from pascal_attn_core.flash_attn.modules import absent
 from pascal_attn_core.flash_attn.modules import activations as act
 from pascal_attn_core.flash_attn.modules.block import Block, StochasticDepth
-from pascal_attn_core.flash_attn.modules.dense import (
-    FusedDense,
-    FusedMLP,
-    fused_dense_func,
-    fused_mlp_func,
-)
+from pascal_attn_core.flash_attn.modules.dense import FusedDense, FusedMLP, fused_dense_func, fused_mlp_func
 from pascal_attn_core.flash_attn.modules.embedding import GPT2Embeddings, PatchEmbed
 from pascal_attn_core.flash_attn.modules.mha import MHA
 from pascal_attn_core.flash_attn.modules.mlp import GatedMlp, Mlp

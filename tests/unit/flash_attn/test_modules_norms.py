@@ -60,8 +60,7 @@ def test_the_triton_norm(dtype: torch.dtype, rms: bool, zero_centered: bool, ext
     else:
         results = norms.layer_norm_fn(x, weight, bias, residual, is_rms_norm=rms, **options)
     assert isinstance(results, tuple)
-    assert results[0].dtype == dtype
-    assert results[-1].dtype == (dtype if residual is None else residual.dtype)
+    assert (results[0].dtype, results[-1].dtype) == (dtype, dtype if residual is None else residual.dtype)
     assert_same(results, expected, leaves, references, dtype)
 
 

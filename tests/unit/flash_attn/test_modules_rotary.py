@@ -44,8 +44,7 @@ def test_a_batch(dtype: torch.dtype, interleaved: bool, inplace: bool, dim: int,
     (reference,) = leaves_of([x])
     expected = turned(reference, cos, sin, places, interleaved)
     out = module.apply_rotary_emb(x, cos, sin, interleaved, inplace, offsets)
-    assert out.shape == x.shape
-    assert out.dtype == dtype
+    assert (out.shape, out.dtype) == (x.shape, dtype)
     assert (out.data_ptr() == x.data_ptr()) == inplace
     near(out, expected, CLOSE[dtype])
     assert_same_gradients(out, [x], expected, [reference], CLOSE[dtype])

@@ -147,8 +147,7 @@ def test_several_sequences_in_a_row_of_a_batch() -> None:
     lengths = torch.tensor([[2, 3, 0, 0, 0, 0], [3, 2, 0, 0, 0, 0], [6, 0, 0, 0, 0, 0]])
     x = rand(3, 6, 4).requires_grad_()
     tokens, indices, ends, longest = padding.unpad_input_for_concatenated_sequences(x, lengths)
-    assert ends.tolist() == [0, 2, 5, 8, 10, 16]
-    assert ends.dtype == torch.int32
+    assert (ends.tolist(), ends.dtype) == ([0, 2, 5, 8, 10, 16], torch.int32)
     assert longest == 6
     assert indices.tolist() == [*range(5), *range(6, 11), *range(12, 18)]
     torch.testing.assert_close(padding.pad_input(tokens, indices, 3, 6)[2], x[2])

@@ -61,8 +61,7 @@ def by_turing(q: Tensor, k: Tensor, v: Tensor, dout: Tensor, rule: dict[str, Any
 
 
 @pytest.mark.parametrize(
-    ("by", "rule"),
-    [*((by_version_2, name) for name in RULES), (by_turing, "plain"), (by_turing, "causal")],
+    ("by", "rule"), [*((by_version_2, name) for name in RULES), (by_turing, "plain"), (by_turing, "causal")]
 )
 @pytest.mark.parametrize(("q_len", "k_len", "kv_heads"), [(17, 17, 4), (9, 23, 2), (23, 9, 1)])
 def test_forward_and_backward(by: Callable, rule: str, q_len: int, k_len: int, kv_heads: int) -> None:

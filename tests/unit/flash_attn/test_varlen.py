@@ -8,9 +8,6 @@ import pytest
 import torch
 from attn_support.flash_attn import oracle
 from attn_support.flash_attn.oracle import F64, FLAGS, assert_same, assert_same_gradients, inputs, leaves_of, plain
-from attn_support.randomness import examples
-from hypothesis import given
-from hypothesis import strategies as st
 from torch import Tensor
 
 from pascal_attn_core import flash_attn as fa
@@ -71,25 +68,6 @@ def test_varlen_is_each_sequence_alone(flags: dict[str, Any], lengths: tuple[lis
     with torch.no_grad():
         again, lse, _ = fa.flash_attn_varlen_func(q, k, v, *ends, **flags, return_attn_probs=True)
     assert_same(again, expected, F64)
-    assert_same(lse, expected_lse, F64, "lse")
-
-
-@examples(60)
-@given(
-    lengths=st.lists(st.tuples(st.integers(0, 6), st.integers(0, 6)), min_size=1, max_size=6),
-    causal=st.booleans(),
-    window=st.tuples(st.integers(-1, 4), st.integers(-1, 4)),
-    groups=st.integers(1, 3),
-)
-def test_any_lengths_any_window(lengths, causal: bool, window: tuple[int, int], groups: int) -> None:
-    q_lengths, k_lengths = [a for a, _ in lengths], [b for _, b in lengths]
-    q, k, v = (t[0] for t in inputs(1, sum(q_lengths), sum(k_lengths), 2 * groups, 2, 4))
-    with torch.no_grad():
-        out, lse, _ = fa.flash_attn_varlen_func(
-            q, k, v, ends_of(q_lengths), ends_of(k_lengths), causal=causal, window_size=window, return_attn_probs=True
-        )
-        expected, expected_lse = one_by_one(q, k, v, q_lengths, k_lengths, causal=causal, window_size=window)
-    assert_same(out, expected, F64)
     assert_same(lse, expected_lse, F64, "lse")
 
 
@@ -169,8 +147,7 @@ def test_unpadding_and_padding_are_inverse() -> None:
     mask = torch.tensor([[1, 1, 0, 0, 0], [0, 0, 0, 0, 0], [0, 1, 1, 1, 1]])
     tokens, indices, ends, longest, used = fa.unpad_input(hidden, mask)
     assert tokens.shape == (6, 2, 4)
-    assert ends.tolist() == [0, 2, 2, 6]
-    assert ends.dtype == torch.int32
+    assert (ends.tolist(), ends.dtype) == ([0, 2, 2, 6], torch.int32)
     assert (longest, used.tolist()) == (4, [2, 0, 4])
     back = fa.pad_input(tokens, indices, 3, 5)
     assert torch.equal(back, hidden * mask[:, :, None, None])

@@ -10,6 +10,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 import torch.nn.functional as F
+from attn_support.oracle import error_of
 from torch import Tensor, nn
 
 from pascal_attn_core.int8.binding import Int8Binding, take_off
@@ -30,10 +31,6 @@ def inputs(seed: int = 1, rows: int = 32) -> Tensor:
 
 def codes_of(model: nn.Module) -> list[Tensor]:
     return [module.weight.matrix.codes for module in model if isinstance(getattr(module, "weight", None), Int8Weight)]
-
-
-def error_of(out: Tensor, exact: Tensor) -> float:
-    return float((out - exact).norm() / exact.norm())
 
 
 def state_of(model: nn.Module) -> dict[str, tuple[int, int, Tensor]]:

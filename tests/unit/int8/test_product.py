@@ -33,8 +33,7 @@ def test_equals_the_definition_bit_for_bit(dtype: torch.dtype, activation: str) 
         weight = quantize_rows(torch.randn(outs, columns), rotation)
         for given in (None, bias, bias.to(dtype)):
             out = int8_linear(x, weight, given, activation=activation)
-            assert out.dtype == dtype
-            assert out.shape == (2, rows, outs // 2 if activation in GATED else outs)
+            assert (out.dtype, out.shape) == (dtype, (2, rows, outs // 2 if activation in GATED else outs))
             assert torch.equal(out, definition(x, weight, given, activation, dtype))
     other = torch.float32 if dtype == torch.float16 else torch.float16
     out = int8_linear(x, weight, activation=activation, out_dtype=other)

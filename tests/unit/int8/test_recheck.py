@@ -132,8 +132,7 @@ def test_each_run_is_measured_by_itself() -> None:
     binding.restart()
     model(x)
     (line,) = binding.report(model).lines
-    assert line.calls == 1
-    assert line.error == line.latest
+    assert (line.calls, line.error) == (1, line.latest)
     assert line.error < 0.1 * first.error
     model(massive(x))
     (line,) = binding.report(model).lines
@@ -225,8 +224,7 @@ def test_checks_grow_rare_but_never_end() -> None:
 
 @pytest.mark.parametrize("branches", range(1, 9))
 def test_no_branch_of_a_step_is_left_out(branches: int) -> None:
-    """In any run and from any call on, each of up to 8 calls per step is checked again before the count is a few times
-    as large; each of 2 and 3 within as many checks as there are branches, after the third check two more."""
+    """Each of up to 8 calls per step is checked again, in any run and from any call on; of 2 or 3 at once."""
     watch = ErrorWatch()
     for _ in range(5):
         counts = checked(watch, 5000)

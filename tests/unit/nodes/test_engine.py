@@ -186,8 +186,7 @@ def test_a_run_counts_sums_and_says_its_line() -> None:
     assert run.math_bytes == 2 * 64 * 64 * 4
     assert run.extra_bytes is not None
     assert 0 < run.elapsed_ms / 1e3 <= run.elapsed_s
-    assert run.sample.query.shape == (64, 8)
-    assert run.settings == "route tiled, budget 4 MiB, from 32 keys"
+    assert (run.sample.query.shape, run.settings) == ((64, 8), "route tiled, budget 4 MiB, from 32 keys")
 
 
 def test_the_newest_runs_are_remembered_and_a_warning_is_kept_once() -> None:

@@ -108,15 +108,18 @@ def test_blocks_of_another_structure_are_proven_on_their_own() -> None:
 
 
 @torch.no_grad()
-def test_the_binding_that_was_attached_last_applies() -> None:
-    model, forgotten, ours = Model(), binding(chunk_tokens=16), binding()
-    for each in (forgotten, ours):
+@pytest.mark.parametrize("first", [0, 1])
+def test_the_binding_that_was_attached_last_applies_until_it_is_detached(first: int) -> None:
+    model, bindings = Model(), [binding(chunk_tokens=16), binding()]
+    for each in bindings:
         each.attach(model)
     model(x())
-    assert forgotten.report(model).count("waiting") == 2
-    assert "3 slices" in ours.report(model).lines[0].why
-    for each in (ours, forgotten):
-        each.detach(model)
+    assert bindings[0].report(model).count("waiting") == 2
+    assert "3 slices" in bindings[1].report(model).lines[0].why
+    bindings.pop(first).detach(model)
+    model(x())
+    assert ("3 slices" if first == 0 else "6 slices") in bindings[0].report(model).lines[0].why
+    bindings[0].detach(model)
     assert "forward" not in vars(model.ffn)
 
 

@@ -90,6 +90,5 @@ def test_bars_are_as_long_as_their_shares():
 
 def test_the_image_for_comfyui_has_values_from_0_to_1():
     image = PICTURE.as_image(PICTURE.draw("black on white", "", []))
-    assert image.shape[0] == 1
-    assert image.shape[3] == 3
+    assert (image.shape[0], image.shape[3]) == (1, 3)
     assert (float(image.min()) < 0.2, float(image.max())) == (True, 1.0)

@@ -254,8 +254,7 @@ def test_the_node_hands_its_value_on_and_returns_picture_and_text(host):
     given = REPORT.PascalAttentionReport().report(True, value, "9", graph())
     same, image, text = given["result"]
     assert same is value
-    assert image.shape[0] == 1
-    assert image.dtype == torch.float32
+    assert (image.shape[0], image.dtype) == (1, torch.float32)
     assert 0 <= float(image.min()) < float(image.max()) <= 1
     assert "12 calls, 12 taken" in text
     assert "exact within rounding" in text

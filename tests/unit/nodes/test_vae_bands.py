@@ -16,31 +16,17 @@ pytestmark = pytest.mark.usefixtures("stub_host", "_narrow", "bars")
 ALWAYS, NEEDED = bands.ALWAYS, bands.NEEDED
 
 
-class Bar:
-    """ComfyUI's progress bar."""
-
-    def __init__(self, steps: int) -> None:
-        self.seen: list[float] = []
-        self.steps = steps
-
-    def update_absolute(self, value: int) -> None:
-        self.seen.append(value / self.steps)
-
-
 @pytest.fixture
 def _narrow(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(calls, "_CPU_BUDGET", 1 << 16)
 
 
 @pytest.fixture
-def bars(monkeypatch: pytest.MonkeyPatch) -> list[Bar]:
-    made: list[Bar] = []
-
-    def make(steps: int) -> Bar:
-        made.append(Bar(steps))
-        return made[-1]
-
-    monkeypatch.setattr(node_module("comfy.host"), "progress_bar", make)
+def bars(monkeypatch: pytest.MonkeyPatch) -> list[Mock]:
+    """ComfyUI's progress bars, with their numbers of steps."""
+    made: list[Mock] = []
+    host = node_module("comfy.host")
+    monkeypatch.setattr(host, "progress_bar", lambda steps: made.append(Mock(steps=steps)) or made[-1])
     return made
 
 
@@ -76,7 +62,7 @@ def banded(network: Network, mode: str, estimate: Any = None) -> tuple[Callable[
     return bands.InBands(engine, network, "decode", mode, estimate, network.decode), engine
 
 
-def test_always_in_bands_it_gives_the_same_and_counts_one_attention_call(bars: list[Bar]) -> None:
+def test_always_in_bands_it_gives_the_same_and_counts_one_attention_call(bars: list[Mock]) -> None:
     network = Network()
     stock = network.decode(SAMPLES)
     decode, engine = banded(network, ALWAYS)
@@ -87,14 +73,15 @@ def test_always_in_bands_it_gives_the_same_and_counts_one_attention_call(bars: l
     ((kind, tally),) = engine.run.tallies.items()
     assert (kind.block, kind.route, kind.query, tally.count) == ("mid", "tiled", (1, 1, 480, 8), 1)
     (bar,) = bars
-    assert bar.seen == sorted(bar.seen)
-    assert bar.seen[-1] == 1.0
+    seen = [update.args[0] for update in bar.update_absolute.call_args_list]
+    assert seen == sorted(seen)
+    assert seen[-1] == bar.steps
     decode(SAMPLES)
     assert len(bars) == 2  # a bar for each call
 
 
 @pytest.mark.parametrize("estimate", [lambda shape, dtype: 1000, lambda shape, dtype: shape[7]])
-def test_when_needed_it_is_as_it_is_while_it_fits(bars: list[Bar], estimate: Any) -> None:
+def test_when_needed_it_is_as_it_is_while_it_fits(bars: list[Mock], estimate: Any) -> None:
     network = Network()
     decode, engine = banded(network, NEEDED, estimate)
     assert decode(SAMPLES).equal(network.decode(SAMPLES))

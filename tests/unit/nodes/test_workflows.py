@@ -126,8 +126,7 @@ def test_each_workflow_patches_the_model_exactly_and_ends_in_a_report(name: str)
 
 
 def test_one_workflow_has_every_node_that_a_model_of_comfyui_can_use() -> None:
-    """All but the switch for other packs, which changes the process and no model, what needs a second card, and the
-    older form of a node."""
+    """Left out are a switch of the process, what needs a second card, and the older form of a node."""
     others = {"PascalFlashAttnFunctions", "PascalSecondCard", "PascalInt8Linear"}
     found = {
         node["type"]: node["mode"] for node in files.opened("Pascal-SD15-every-node")["nodes"] if node["type"] in NODES

@@ -32,11 +32,8 @@ def _is_comparison(frame):
 
 
 class CallCount:
-    """A profiler: attention calls that the host's own code makes, seen by neither override nor torch mode.
-
-    ``wrapped``: calls of the host's attention functions (outermost only). ``sdpa``: calls of torch's SDPA by the host.
-    What the patch asks of the host's functions to compare with its own answer is in neither.
-    """
+    """A profiler: calls of the host's attention functions (``wrapped``, outermost only), and of torch's SDPA by the
+    host (``sdpa``), without those that the patch makes to compare its own answer."""
 
     def __init__(self, counts):
         self.counts = counts
@@ -109,9 +106,7 @@ class ProbeOtherPatch(Probe):
 
 
 class ProbeTrip(Probe):
-    """At the ``at_call``-th evaluation of the model: raise, or press the interrupt button. It happens once in the life
-    of the node: the next run of the same graph is left alone.
-    """
+    """At the ``at_call``-th evaluation of the model: raise, or press the interrupt button, once in the node's life."""
 
     INPUTS: ClassVar = {
         "model": ("MODEL",),

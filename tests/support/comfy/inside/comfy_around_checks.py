@@ -1,5 +1,4 @@
-"""This module has what ComfyUI puts around a diffusion model, inside the host: a ControlNet, torch.compile, a second
-pack, copies for other devices, a second card (here a thread on the CPU). See ``comfy_checks``."""
+"""This module has what ComfyUI puts around a diffusion model, and a second card on the CPU: see ``comfy_checks``."""
 
 import importlib.util
 import sys

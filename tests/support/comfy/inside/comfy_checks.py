@@ -1,8 +1,4 @@
-"""Many checks in one process of the host: it takes ten seconds to import, each of them less.
-
-A file of checks (``comfy_vae_checks``) runs inside the host; the test file in front of it lists the names and asks for
-the outcome of each.
-"""
+"""Files of checks run inside the host, which takes ten seconds to import; a test asks for the outcome of each."""
 
 import contextlib
 import gc
@@ -13,6 +9,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest import TestCase, mock
 
 import torch
 
@@ -86,34 +83,14 @@ def runs() -> Iterator[list]:
     assert all(run.finished for run in found), "a run was not ended"
 
 
-@contextlib.contextmanager
-def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """An attribute with another value for the block."""
-    before = getattr(owner, name)
-    setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        setattr(owner, name, before)
+replaced = mock.patch.object  # ``with replaced(owner, name, value)``: another value for the block
 
 
 @contextlib.contextmanager
 def log_lines() -> Iterator[list[str]]:
-    """Return what the pack logs in the block."""
-    import logging
-
-    lines: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
-    logger = logging.getLogger("pascal_attn")
-    level = logger.level
-    logger.addHandler(handler)
-    logger.setLevel(logging.INFO)
-    try:
-        yield lines
-    finally:
-        logger.removeHandler(handler)
-        logger.setLevel(level)
+    """Return what the pack logs in the block, which must be something."""
+    with TestCase().assertLogs("pascal_attn", "INFO") as log:
+        yield log.output
 
 
 def raises(kind: type[BaseException], function: Callable[[], Any]) -> BaseException:

@@ -1,5 +1,4 @@
-"""Pascal 8-Bit inside the host, attention above all: see ``comfy_checks``. On a CPU 8-bit attention is computed by the
-operators that define it."""
+"""Pascal 8-Bit inside the host, attention above all, by the operators that define it: see ``comfy_checks``."""
 
 import torch
 from comfy_checks import check, pack, run_of, runs, unload

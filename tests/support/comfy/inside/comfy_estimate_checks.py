@@ -162,9 +162,11 @@ def the_largest_is_named_with_the_vae_and_drawn():
 
 
 @check
-def guidance_doubles_the_batch():
+def guidance_doubles_the_batch_and_a_prompt_is_read():
     model = load_model("sd15")
     latent = {"samples": torch.zeros(1, 4, 16, 16)}
-    both, one = NODE().estimate(model, latent)[0], NODE().estimate(model, latent, guidance=False)[0]
-    assert "2 x 8 heads" in both, both
+    both = NODE().estimate(model, latent, conditioning=conditioning("sd15"))[0]
+    one = NODE().estimate(model, latent, guidance=False)[0]
+    assert "8 calls, 2 different; the largest 2 x 8 heads x 256 queries x 256 keys of 40 in float32" in both, both
+    assert "with the prompt given" in both, both
     assert "1 x 8 heads" in one, one

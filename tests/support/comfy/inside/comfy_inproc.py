@@ -1,7 +1,4 @@
-"""For scripts that run inside the host's interpreter, without a server: ``from comfy_inproc import *``.
-
-``COMFYUI_PATH`` and ``TINY_MODELS`` name the host and the tiny models; command-line arguments are ComfyUI's.
-"""
+"""For scripts inside the host's interpreter; ``COMFYUI_PATH`` and ``TINY_MODELS`` name it and the tiny models."""
 
 import asyncio
 import contextlib

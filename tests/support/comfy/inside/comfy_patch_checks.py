@@ -1,5 +1,4 @@
-"""Pascal Attention Patch inside the host, on calls that are read, announced or patched in an unusual way: see
-``comfy_checks``."""
+"""Pascal Attention Patch inside the host, on calls that are made in an unusual way: see ``comfy_checks``."""
 
 import asyncio
 import os
@@ -80,13 +79,16 @@ def every_call_of_networks_that_pass_the_override_by():
 
 
 @check
-def by_name_and_announced_calls_are_counted_once():
+def by_name_and_announced_calls_are_counted_once_and_again_once_the_model_was_unloaded():
     """Where methods are copied, an announced call still goes to the override, and through others' overrides."""
     name = "flux" if IS_SDPA else "sd15"
     model = load_model(name)
+    ours = patched(model)
     before = run_of(lambda: sample(patched(model, coverage="attention override"), name))
-    whole = run_of(lambda: sample(patched(model), name))
-    assert before.count("taken") == whole.count("taken") > 0
+    whole = run_of(lambda: sample(ours, name))
+    unload()
+    again = run_of(lambda: sample(ours, name))
+    assert before.count("taken") == whole.count("taken") == again.count("taken") > 0
 
 
 def other_override(model, function):

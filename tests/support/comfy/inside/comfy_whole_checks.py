@@ -33,15 +33,11 @@ def the_three_are_what_the_single_nodes_give():
 
 
 @check
-def what_is_not_connected_stays_away_and_saved_workflows_find_their_model_first():
+def what_is_not_connected_stays_away():
     model = load_model("wan_t2v")
     patched, clip, vae = whole(model)
-    assert clip is None
-    assert vae is None
+    assert clip is vae is None
     assert patched is not model
-    required = NODES["PascalAttentionPatch"].INPUT_TYPES()["required"]
-    assert list(required) == ["model", "route", "budget_mib", "tile_size", "coverage", "min_keys", "nan_guard"]
-    assert NODES["PascalAttentionPatch"].RETURN_TYPES[0] == "MODEL"
 
 
 @check
