@@ -79,18 +79,6 @@ def test_tiles_that_fill_the_card_are_left_alone() -> None:
     assert distribute(tuple(range(1, 500)), 1, 64, 40) is None  # more pieces than a launch can have
 
 
-def test_a_piece_is_two_words() -> None:
-    found = distribute((32,) * 8, 32, 64, 40)
-    assert found is not None
-    words = list(found.words)
-    assert not any(words[2 * len(found.listed) :])
-    for piece, who, keys in zip(found.listed, words[::2], words[1::2]):
-        assert (who & 0xFFF, who >> 12 & 0xFFF) == (piece.tile - found.whole, piece.slot)
-        assert (who >> 24 & 0xF, who >> 28) == (piece.part, piece.parts)
-        assert (keys & 0xFFFF, keys >> 16) == (piece.first, piece.end)
-        assert max(who, keys) < 1 << 32
-
-
 # ---- plans -----------------------------------------------------------------------------------------------------------
 
 
