@@ -5,7 +5,6 @@ import logging
 import pickle
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace as Time
 from unittest.mock import Mock
 
 import pytest
@@ -36,13 +35,13 @@ CUBIN = cubin(VARIANT, 61)
 
 
 @pytest.fixture
-def time() -> Time:
+def time() -> Mock:
     """Seconds that pass when they are told to."""
-    return Time(now=0.0)
+    return Mock(now=0.0)
 
 
 @pytest.fixture
-def card(time: Time) -> Iterator[CardKernels]:
+def card(time: Mock) -> Iterator[CardKernels]:
     """A card on which no kernel has ever run."""
     with fresh_card(StandIn(execute=execute), clock=lambda: time.now) as kernels:
         yield kernels
@@ -141,7 +140,7 @@ def test_a_launch_that_fails_after_others_of_its_call_is_no_harm(card: CardKerne
 
 @pytest.mark.parametrize("function", ["cuModuleLoadData", "cuLaunchKernel", "cuDevicePrimaryCtxRetain"])
 def test_a_lack_of_memory_lasts_for_a_moment(
-    card: CardKernels, time: Time, caplog: pytest.LogCaptureFixture, function: str
+    card: CardKernels, time: Mock, caplog: pytest.LogCaptureFixture, function: str
 ) -> None:
     inputs = _inputs()
     card.driver.faults[function] = 2
@@ -163,7 +162,7 @@ def test_a_lack_of_memory_lasts_for_a_moment(
 
 
 @pytest.mark.parametrize("use_reentrant", [False, True])
-def test_recomputation_takes_the_route_of_its_forward_pass(card: CardKernels, time: Time, use_reentrant: bool) -> None:
+def test_recomputation_takes_the_route_of_its_forward_pass(card: CardKernels, time: Mock, use_reentrant: bool) -> None:
     leaves = _inputs(requires_grad=True)
     card.driver.faults["cuModuleLoadData"] = 2
     out = checkpoint(lambda *t: sdpa(*t, **WINDOW), *leaves, use_reentrant=use_reentrant)
@@ -183,7 +182,7 @@ def test_recomputation_takes_the_route_of_its_forward_pass(card: CardKernels, ti
     ],
     ids=str,
 )
-def test_a_check_that_finds_no_memory_is_made_later(card: CardKernels, time: Time, error: Exception) -> None:
+def test_a_check_that_finds_no_memory_is_made_later(card: CardKernels, time: Mock, error: Exception) -> None:
     inputs = _inputs()
     card.driver.execute = Mock(side_effect=error)
     assert _route(inputs) == "math"
@@ -281,6 +280,6 @@ def test_a_driver_that_is_not_here_has_no_version(runtime: CudaRuntime | HipRunt
 
 def test_an_error_of_the_compiler_has_its_words() -> None:
     compiler = Nvrtc.__new__(Nvrtc)
-    compiler._lib = Time(nvrtcGetNumSupportedArchs=lambda count: 3, nvrtcGetErrorString=lambda code: b"INVALID_INPUT")
-    with pytest.raises(CompileError, match="nvrtcGetNumSupportedArchs: INVALID_INPUT"):
+    compiler._lib = Mock(**{"nvrtcGetNumSupportedArchs.return_value": 3, "nvrtcGetErrorString.return_value": b"WRONG"})
+    with pytest.raises(CompileError, match="nvrtcGetNumSupportedArchs: WRONG"):
         compiler.archs()
