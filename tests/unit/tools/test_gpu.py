@@ -98,12 +98,16 @@ def test_another_source_is_another_result(tmp_path: Path) -> None:
     assert len({first, second, code()}) == 3
 
 
+def states(found: dict[str, Any]) -> list[str]:
+    return [content["state"] for content in found.values()]
+
+
 def test_what_went_wrong_is_told_again_but_what_did_not_end_is_run_again(tmp_path: Path) -> None:
     parts = [part("wrong", "raise SystemExit(1)"), part("broken", "raise SystemExit(9)")]
-    assert [content["state"] for content in run_parts(runs(tmp_path), parts).values()] == [WRONG, FAILED]
+    assert states(run_parts(runs(tmp_path), parts)) == [WRONG, FAILED]
     mended = [part("wrong"), part("broken")]
-    assert [content["state"] for content in run_parts(runs(tmp_path), mended).values()] == [WRONG, RIGHT]
-    assert run_parts(runs(tmp_path, again=True), mended)["wrong"]["state"] == RIGHT
+    assert states(run_parts(runs(tmp_path), mended)) == [WRONG, RIGHT]
+    assert states(run_parts(runs(tmp_path, again=True), mended)) == [RIGHT, RIGHT]
 
 
 def test_a_part_that_is_not_finished_gets_what_it_had(tmp_path: Path) -> None:
@@ -143,7 +147,7 @@ def test_a_part_that_hangs_is_stopped_with_its_children_and_the_next_one_runs(tm
     noted = tmp_path / "process"
     hangs = part("hangs", HANGS.replace("sys.argv[1]", repr(str(noted))))
     found = run_parts(runs(tmp_path / "out", seconds=3.0), [hangs, part("next")])
-    assert [content["state"] for content in found.values()] == [UNFINISHED, RIGHT]
+    assert states(found) == [UNFINISHED, RIGHT]
     assert 1.0 <= found["hangs"]["seconds"] < 2.5
     assert found["hangs"]["summary"] == "waiting"
     assert _is_gone(int(noted.read_text()))
@@ -154,10 +158,8 @@ def test_a_process_that_does_not_heed_the_signal_is_killed(monkeypatch: pytest.M
     monkeypatch.setattr(child, "GRACE", 0.3)
     code = "import signal as s, time; s.signal(s.SIGTERM, s.SIG_IGN); print('on', flush=True); time.sleep(600)"
     ended = child.run([sys.executable, "-S", "-c", code], 0.5)
-    assert ended.status is None
-    assert not ended.remains
+    assert (ended.status, bool(ended.remains), ended.last_line) == (None, False, "on")
     assert ended.words.startswith("stopped after")
-    assert ended.last_line == "on"
 
 
 @posix_only
@@ -179,9 +181,8 @@ def test_a_part_that_raises_is_written_down_and_the_next_one_runs(tmp_path: Path
         raise OSError("no such program")
 
     found = run_parts(runs(tmp_path), [Part("broken", 1.0, ("tools/gpu",), broken), part("next")])
-    assert found["broken"]["state"] == FAILED
+    assert states(found) == [FAILED, RIGHT]
     assert found["broken"]["summary"] == "OSError: no such program"
-    assert found["next"]["state"] == RIGHT
 
 
 def _interrupted(folder: str, number: str) -> None:
@@ -348,8 +349,7 @@ def test_each_failure_of_a_test_is_written_with_its_message(tmp_path: Path) -> N
     ]
     program = f"open(arguments[arguments.index('--record') + 1], 'w').write({chr(10).join(map(json.dumps, lines))!r})\n"
     outcome = BY_NAME["tests"].run(_job(tmp_path, program + "sys.exit(1)"))
-    assert outcome.state == FAILED
-    assert outcome.summary == "2 failed of 3; the same command goes on with the others"
+    assert (outcome.state, outcome.summary) == (FAILED, "2 failed of 3; the same command goes on with the others")
     assert [failure["message"] for failure in outcome.figures["failures"]] == ["assert 1 == 2", "teardown"]
     assert outcome.figures["counts"] == {"failed": 2}
 
@@ -361,9 +361,8 @@ json.dump({content!r}, open(arguments[arguments.index("--json") + 1], "w"))
 import time; time.sleep(600)
 """
     outcome = BY_NAME["bench-forward"].run(_job(tmp_path, program, end=time.monotonic() + 1.0))
-    assert outcome.state == UNFINISHED
+    assert (outcome.state, outcome.figures) == (UNFINISHED, content)
     assert outcome.summary.endswith("1 shape; in units of torch-fused: auto 0.80")
-    assert outcome.figures == content
 
 
 def test_the_demo_tells_the_time_of_each_attention(tmp_path: Path) -> None:
@@ -375,15 +374,13 @@ folder = arguments[arguments.index("--out") + 1]
 os.mkdir(folder)
 json.dump({content!r}, open(folder + "/results.json", "w"))
 """
-    outcome = BY_NAME["demo"].run(_job(tmp_path, program))
-    assert (outcome.state, outcome.summary, outcome.figures) == (RIGHT, "image: ours 1.5 s, math -", content)
+    assert BY_NAME["demo"].run(_job(tmp_path, program)) == Outcome(RIGHT, "image: ours 1.5 s, math -", content)
 
 
-def test_the_rates_are_right_or_not_for_this_card(tmp_path: Path) -> None:
-    for status, state in ((0, RIGHT), (2, "not run")):
-        (folder := tmp_path / str(status)).mkdir()
-        outcome = BY_NAME["rates"].run(_job(folder, f"print('said'); sys.exit({status})"))
-        assert (outcome.state, outcome.summary) == (state, "said")
+@pytest.mark.parametrize(("status", "state"), [(0, RIGHT), (2, "not run")])
+def test_the_rates_are_right_or_not_for_this_card(tmp_path: Path, status: int, state: str) -> None:
+    outcome = BY_NAME["rates"].run(_job(tmp_path, f"print('said'); sys.exit({status})"))
+    assert (outcome.state, outcome.summary) == (state, "said")
 
 
 def test_without_the_sanitizer_its_part_is_not_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -408,23 +405,24 @@ if found["trying"]:
     assert [job["job"] for job in outcome.figures["jobs"]] == ["job 0", "job 1", "job 2"]
 
 
-def test_a_shipped_geometry_that_does_not_run_is_bad_and_the_sweep_still_goes_on(tmp_path: Path) -> None:
-    job = {"job": "a", "shipped_note": "wrong", "shipped": "", "best": None, "shipped_seconds": None}
-    job |= {"best_over_shipped": None}
-    for left, status, state in ((["b"], 3, FAILED), ([], 0, WRONG)):
-        folder = tmp_path / state
-        folder.mkdir()
-        found = {"jobs": [job], "trying": "", "not_reached": left}
-        outcome = BY_NAME["sweep"].run(_job(folder, f"sys.exit({status})", before=found))
-        assert outcome.state == state
-        assert outcome.summary == f"1 of {1 + len(left)} kernels; the shipped geometry does not run: a"
+_BAD = dict.fromkeys(("best", "shipped_seconds", "best_over_shipped")) | {"shipped_note": "wrong", "shipped": ""}
 
 
-def test_a_sweep_that_fails_where_it_failed_before_is_not_begun_again(tmp_path: Path) -> None:
-    program = "raise SystemError('a fault')"
-    outcome = BY_NAME["sweep"].run(_job(tmp_path, program, before={"jobs": [], "trying": "first"}))
-    assert outcome.state == FAILED
-    assert outcome.summary == "exit status 1: SystemError: a fault"
+@pytest.mark.parametrize(
+    ("program", "before", "state", "summary"),
+    [
+        ("sys.exit(3)", {"not_reached": ["b"]}, FAILED, "1 of 2 kernels; the shipped geometry does not run: a"),
+        ("sys.exit(0)", {"not_reached": []}, WRONG, "1 of 1 kernels; the shipped geometry does not run: a"),
+        # Where it failed before it is not begun again.
+        ("raise SystemError('it')", {"jobs": [], "trying": "first"}, FAILED, "exit status 1: SystemError: it"),
+    ],
+)
+def test_a_sweep_that_cannot_go_on_says_why(
+    tmp_path: Path, program: str, before: dict[str, Any], state: str, summary: str
+) -> None:
+    found = {"jobs": [{"job": "a", **_BAD}], "trying": "", **before}
+    outcome = BY_NAME["sweep"].run(_job(tmp_path, program, before=found))
+    assert (outcome.state, outcome.summary) == (state, summary)
 
 
 def test_the_sanitizer_is_found_in_path_in_cuda_home_and_of_cuda_12_before_that_of_cuda_13(tmp_path: Path) -> None:
