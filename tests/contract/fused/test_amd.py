@@ -143,9 +143,7 @@ def test_gradients_are_those_of_the_definition(arch: str, dtype: torch.dtype, di
 
 
 @pytest.mark.parametrize(("arch", "dim", "factor"), [("gfx906", 64, 1.0), ("gfx1030", 128, 1.0), ("gfx906", 40, 1e-3)])
-def test_gradients_of_pairs_are_as_exact_as_those_of_plain_attention_in_float16(
-    arch: str, dim: int, factor: float
-) -> None:
+def test_gradients_of_pairs_are_as_exact_as_plain_attention_in_float16(arch: str, dim: int, factor: float) -> None:
     """Probabilities of some 1,000 keys and dS are rounded to float16. factor: of the gradient of the output; at the
     smallest what is plain loses most of its bits."""
     *tensors, _ = sized(FLOAT16, dim, 70, 1000, heads=(1, 1)).build()[0]

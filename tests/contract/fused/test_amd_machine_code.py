@@ -142,9 +142,7 @@ def test_shipped_kernels_give_the_answer_of_the_definition(variant: Variant) -> 
 
 
 @pytest.mark.parametrize("variant", [v for v in _SHIPPED if v.kind == "int8"], ids=lambda variant: variant.name)
-def test_shipped_8_bit_attention_has_the_bits_of_its_definition(
-    variant: Variant, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_shipped_8_bit_attention_is_its_definition(variant: Variant, monkeypatch: pytest.MonkeyPatch) -> None:
     """The definition takes the exp2 and log2 of this machine."""
     for name in ("exp2", "log2"):
         wide = getattr(torch, name)
@@ -280,9 +278,7 @@ def test_columns_that_do_not_exist_and_added_masks(arch: str, dtype: torch.dtype
         *((arch, FLOAT16, 128, FLOAT, parts) for arch in ARCHS for parts in (False, True) if EVERY),
     ],
 )
-def test_scores_with_a_cap_and_rows_with_a_sink(
-    arch: str, dtype: torch.dtype, dim: int, mask: str, parts: bool
-) -> None:
+def test_scores_with_caps_and_rows_with_sinks(arch: str, dtype: torch.dtype, dim: int, mask: str, parts: bool) -> None:
     sizes, sinks = (6, 330) if parts else (37, 75), torch.tensor([0.5, 40.0])
     case = _case(dtype, dim, *sizes, mask, **LOWER_RIGHT, softcap=3.0, sinks=sinks)
     result = _check(case, arch, _shipped_or_compiled, parts=parts)

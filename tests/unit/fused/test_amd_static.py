@@ -63,9 +63,7 @@ def _shipped(variant: Variant) -> bytes:
         ("gfx1201", "gfx1201", "gfx1201", "gfx1102", "gfx1201"),
     ],
 )
-def test_dot_products_are_for_cards_that_are_known_to_have_them(
-    reported: str, true: str | None, arch: str, base: str, target: str
-) -> None:
+def test_dot_products_where_they_are_known(reported: str, true: str | None, arch: str, base: str, target: str) -> None:
     """Code without them is that of a family that has none."""
     assert kernel_arch(reported, true) == arch
     assert (amd_geometry.base(arch), amd_geometry.target(arch)) == (base, target)
@@ -247,9 +245,7 @@ def test_what_calls_take_most_holds_two_waves_on_a_simd_of_gcn_and_four_on_rdna(
         ("gfx906", 64, 70000, 256, 0),
     ],
 )
-def test_waves_follow_from_registers_and_shared_memory(
-    arch: str, vector: int, shared: int, threads: int, expected: int
-) -> None:
+def test_waves_of_registers_and_shared_memory(arch: str, vector: int, shared: int, threads: int, expected: int) -> None:
     assert tool.waves(arch, vector, shared, threads) == expected
 
 

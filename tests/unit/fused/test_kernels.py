@@ -235,9 +235,7 @@ def test_switched_off_or_on_a_cpu_the_route_says_so() -> None:
 
 
 @needs_compiler
-def test_a_kernel_that_fails_at_its_first_call_leaves_the_call_to_the_next_route(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_a_kernel_that_fails_at_its_first_call_leaves_it_to_the_next_route(caplog: pytest.LogCaptureFixture) -> None:
     right, wrong = "sum > 0.f ? 1.f / sum : 0.f, p.dim_v", "sum > 0.f ? 1.1f / sum : 0.f, p.dim_v"
     text = source("forward")
     assert right in text

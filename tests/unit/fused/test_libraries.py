@@ -72,9 +72,7 @@ def _opened(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 @pytest.mark.parametrize("wheel", NVIDIAS)
-def test_nvrtc_is_found_in_its_wheels_and_opened_after_its_builtins(
-    wheel: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_nvrtc_is_opened_after_its_builtins(wheel: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = _installed(monkeypatch, tmp_path, *NVIDIAS[wheel])
     (library, *_, builtins) = NVIDIAS[wheel][2]
     opened = _opened(monkeypatch)
@@ -83,9 +81,7 @@ def test_nvrtc_is_found_in_its_wheels_and_opened_after_its_builtins(
 
 
 @pytest.mark.parametrize("wheel", AMDS)
-def test_hip_is_found_in_its_wheels_and_by_name_alone(
-    wheel: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_hip_is_found_in_wheels_and_by_name_alone(wheel: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = _installed(monkeypatch, tmp_path, *AMDS[wheel])
     runtime, compiler = AMDS[wheel][2][:2]
     monkeypatch.setattr(hip_libraries, "loaded_runtime", lambda: None)
@@ -96,9 +92,7 @@ def test_hip_is_found_in_its_wheels_and_by_name_alone(
     assert compiler in hip_libraries.compiler_candidates()
 
 
-def test_the_runtime_that_torch_has_loaded_and_the_compiler_beside_it_go_first(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_torchs_runtime_and_the_compiler_beside_it_go_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The driver's own copy has the same name; the folder in which the program was started is not looked into."""
     folder = _installed(monkeypatch, tmp_path, *AMDS["rocm-sdk-core 7.14, Windows"])
     (tmp_path / "hiprtc0714.dll").touch()
@@ -119,9 +113,7 @@ def test_the_runtime_that_torch_has_loaded_and_the_compiler_beside_it_go_first(
 
 
 @pytest.mark.parametrize("name", ["libamdhip64.so", "libamdhip64-2f6c1e77.so.6"])
-def test_on_linux_the_runtime_that_torch_has_loaded_goes_before_any_other(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_torchs_runtime_goes_first_on_linux(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.platform", "linux")
     maps, loaded = tmp_path / "maps", f"/home/some one/venv/lib/python3.12/site-packages/torch/lib/{name}"
     other = loaded.replace(name, "libtorch_hip.so")

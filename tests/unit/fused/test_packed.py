@@ -100,9 +100,7 @@ def test_sequences_of_different_lengths_are_one_launch(queued: list[Launch], how
     ],
     ids=str,
 )
-def test_what_the_kernel_cannot_take_or_is_not_best_at_goes_as_before(
-    queued: list[Launch], how: dict[str, Any]
-) -> None:
+def test_what_the_kernel_cannot_take_or_is_worse_at_goes_as_before(queued: list[Launch], how: dict[str, Any]) -> None:
     with report.record() as seen:
         _attend(**how)
     assert not queued
@@ -135,9 +133,7 @@ def test_a_card_with_tensor_cores_takes_it_only_by_name(
             assert len(kernels.queued) == queued
 
 
-def test_by_name_what_it_cannot_take_is_an_error_and_a_plain_batch_stays_one(
-    queued: list[Launch], environment: Callable[[str], None]
-) -> None:
+def test_by_name_what_it_cannot_take_is_an_error(queued: list[Launch], environment: Callable[[str], None]) -> None:
     environment("fused")
     with pytest.raises(UnsupportedAttention, match="the fused kernel has no dropout"):
         _attend(dropout_p=0.1)

@@ -271,9 +271,7 @@ def test_the_launch_that_is_simulated_computes_what_it_is_compared_with(kind: st
         assert (written.double() - expected).norm() < most * expected.norm()
 
 
-def test_a_folder_without_the_simulator_is_refused_with_what_it_must_hold(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_folder_without_the_simulator_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     for options in ([], ["--head-dim", "128", "--dtype", "float16"], ["--kind", "grad_query"]):
         monkeypatch.setattr(sys, "argv", ["simulate.py", str(tmp_path), *options])
         with pytest.raises(SystemExit, match="is no built checkout of GPGPU-Sim"):

@@ -62,9 +62,7 @@ def _route(query: torch.Tensor, **options: Any) -> str:
     ],
     ids=lambda value: getattr(value, "name", None),
 )
-def test_a_timing_on_the_card_decides_and_not_its_number(
-    card: DeviceInfo, times: tuple[float, float, float], expected: str, of_window: str
-) -> None:
+def test_the_timing_decides(card: DeviceInfo, times: tuple[float, float, float], expected: str, of_window: str) -> None:
     """Torch has no kernel for windows: there ours on plain cores is the other one."""
     with _fresh(card, _clock(*times), work_per_sm=1 << 40):
         query = _query()
@@ -134,9 +132,7 @@ def _back(query: torch.Tensor, **options: Any) -> None:
         (replace(T4, capability=(8, 6)), Times(2.0, 3.0), 64, None),
     ],
 )
-def test_gradients_from_given_results_go_where_gradients_are_fastest(
-    card: DeviceInfo, times: Times | None, head_dim: int, expected: str | None
-) -> None:
+def test_gradients_of_given_results(card: DeviceInfo, times: Times | None, head_dim: int, expected: str | None) -> None:
     with emulated_card(lambda launch: None, info=card, times=times) as kernels:
         _back(torch.randn(1, 2, 300, head_dim).half())
         kinds = [launch.variant.kind for launch in kernels.queued]

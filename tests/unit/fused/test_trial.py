@@ -244,9 +244,7 @@ def test_who_trusts_the_kernels_has_no_trial(trials, monkeypatch) -> None:
     assert trials(_no_child).reason([FORWARD]) == ""
 
 
-def test_no_child_while_memory_is_short_or_in_a_forked_worker_and_later_it_is_made_up_for(
-    trials, monkeypatch, caplog
-) -> None:
+def test_no_child_while_memory_is_short_or_in_a_forked_worker_but_later(trials, monkeypatch, caplog) -> None:
     here = trials(_no_child)
     monkeypatch.setattr(trial, "RETRY_SECONDS", 0.0)
     monkeypatch.setattr(trial, "free_bytes", lambda device: 100 << 20)

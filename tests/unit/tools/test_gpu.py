@@ -64,9 +64,7 @@ def stored(folder: Path, name: str, card: str = "nvidia-geforce-gtx-1080-ti") ->
     return json.loads((folder / card / f"{name}.json").read_text())
 
 
-def test_a_part_is_run_once_for_a_card_its_driver_torch_package_and_source(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_part_is_run_once_for_a_card_and_its_versions(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     def began(**of_facts: Any) -> str:
         run_parts(runs(tmp_path, **of_facts), [part("one")])
         content = stored(tmp_path, "one")
@@ -417,9 +415,7 @@ _BAD = dict.fromkeys(("best", "shipped_seconds", "best_over_shipped")) | {"shipp
         ("raise SystemError('it')", {"jobs": [], "trying": "first"}, FAILED, "exit status 1: SystemError: it"),
     ],
 )
-def test_a_sweep_that_cannot_go_on_says_why(
-    tmp_path: Path, program: str, before: dict[str, Any], state: str, summary: str
-) -> None:
+def test_a_sweep_that_is_stuck(tmp_path: Path, program: str, before: dict[str, Any], state: str, summary: str) -> None:
     found = {"jobs": [{"job": "a", **_BAD}], "trying": "", **before}
     outcome = BY_NAME["sweep"].run(_job(tmp_path, program, before=found))
     assert (outcome.state, outcome.summary) == (state, summary)
@@ -451,9 +447,7 @@ _NEEDED = {"rates": 20.0, "selftest": 90.0, "tests": 3500.0, "bench-forward": 10
            "bench-linear": 100.0, "demo": 60.0, "sanitizer": 0.0, "sweep": 1500.0}  # fmt: skip
 
 
-def test_it_takes_nine_minutes_however_slow_the_card_is_and_comes_to_an_end(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_it_takes_nine_minutes_however_slow_the_card_is(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """The clock is simulated: what a part needs passes at once, until it is done or stopped."""
     clock = SimpleNamespace(now=1000.0, monotonic=lambda: clock.now)
     for name in ("hash_of", "commit"):

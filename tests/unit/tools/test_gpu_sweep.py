@@ -126,9 +126,7 @@ def test_a_wrong_candidate_is_not_timed(a_card: Any, path: Path) -> None:
     assert "seconds" not in lane
 
 
-def test_one_that_cannot_be_launched_is_noted_and_one_that_loses_the_card_ends_the_process(
-    a_card: Any, path: Path
-) -> None:
+def test_one_that_cannot_be_launched_is_noted_and_a_lost_card_ends_the_process(a_card: Any, path: Path) -> None:
     with a_card(_idle) as kernels:
         kernels.driver.faults["cuLaunchKernel"] = fails_once(701)
         assert "too many resources" in _swept(path, OTHER)["jobs"][0]["shipped_note"]

@@ -151,9 +151,7 @@ def test_the_demo_is_one_of_the_parts(python: tuple[str, ...], tmp_path: Path) -
 
 @pytest.mark.skipif(bool(guard.why_not()), reason=guard.why_not())
 @pytest.mark.parametrize("part", some(["tests", "sweep", "bench-forward", "bench-backward", "bench-linear"], 5))
-def test_each_part_is_right_on_a_card_that_is_not_here(
-    part: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_each_part_is_right_on_a_card_not_here(part: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     variables = {"PASCAL_ATTN_TRUST": "1", "XDG_CACHE_HOME": str(tmp_path), "OMP_NUM_THREADS": "1"}
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
