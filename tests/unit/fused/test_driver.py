@@ -11,7 +11,7 @@ import pytest
 import torch
 from attn_support.fused.device import CardKernels, always_faster, execute, fresh_card
 from attn_support.fused.driver import StandIn, cubin, fails_once
-from attn_support.fused.emulation import CARD, GXX
+from attn_support.fused.emulation import CARD
 from attn_support.fused.hip import HipStandIn
 from torch.utils.checkpoint import checkpoint
 
@@ -28,7 +28,6 @@ from pascal_attn_core.machine.runtime import Runtime, runtime_of
 from pascal_attn_core.reference import reference_sdpa
 from pascal_attn_core.routes.timing import Timings
 
-pytestmark = pytest.mark.skipif(GXX is None, reason="needs g++ to build the stand-in for the driver")
 FUSED = AttentionConfig(route="fused")
 VARIANT = Variant("forward", 64, "float32")
 CUBIN = cubin(VARIANT, 61)
@@ -240,9 +239,6 @@ def test_nothing_is_checked_while_a_graph_is_captured(monkeypatch: pytest.Monkey
     assert driver.asked["cuModuleLoadData"] == 1
     assert not kernels._checked
     assert not driver.queued
-
-
-# ---- no home folder --------------------------------------------------------------------------------------------------
 
 
 def test_without_a_home_folder_nothing_fails(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:

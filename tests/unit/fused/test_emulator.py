@@ -9,10 +9,9 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from attn_support.fused.emulation import GXX, Deadlock, blocks_and_passes, build_text, run
+from attn_support.fused.emulation import Deadlock, blocks_and_passes, build_text, run
 from torch import Tensor
 
-pytestmark = pytest.mark.skipif(GXX is None, reason="needs g++ to build the emulation")
 WARP = 32
 Layout = Callable[[int, int], tuple[int, int]]  # of (lane, element) to (row, column)
 
@@ -33,9 +32,6 @@ def _run(body: str, *tensors: Tensor) -> ctypes.CDLL:
     )
     run(library, "tested", (1, 1, 1), WARP, Tensors(*(t.data_ptr() for t in tensors)))
     return library
-
-
-# ---- products --------------------------------------------------------------------------------------------------------
 
 
 # Of both factors and the sum of m16n8k8, and of those of m8n8k4, whose factors lie by rows or by columns.
@@ -101,14 +97,9 @@ def test_m8n8k4_is_the_product_of_its_fragments(of_a: str, of_b: str) -> None:
     assert torch.equal(lanes, _fragments(c + a @ b, 8, "C 8 8 4"))
 
 
-# ---- shared memory ---------------------------------------------------------------------------------------------------
-
-
 def _ldmatrix(blocks: int, transposed: bool, pitch: int) -> tuple[Tensor, Tensor, int]:
-    """The content of shared memory, ``[blocks, 8, 8]``; what the lanes got, ``[32, blocks, 2]``; passes that took.
-
-    ``pitch``: bytes from row to row.
-    """
+    """The content of shared memory, ``[blocks, 8, 8]``; what the lanes got, ``[32, blocks, 2]``; passes that took, with
+    rows ``pitch`` bytes apart."""
     halves = torch.arange(blocks * 64, dtype=torch.int16)
     out = torch.zeros(WARP, blocks, dtype=torch.int32)
     body = f"""

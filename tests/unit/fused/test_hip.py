@@ -15,7 +15,6 @@ import pytest
 import torch
 from attn_support.fused.code_objects import code_object
 from attn_support.fused.device import UncheckedKernels, always_faster, fresh_card, hip_card, route_of
-from attn_support.fused.emulation import GXX
 from attn_support.fused.hip import (
     OVERRIDDEN,
     RADEON_VII,
@@ -38,7 +37,6 @@ from pascal_attn_core.fused.trust.kernels import Kernels, KernelUnavailable, par
 from pascal_attn_core.machine.device import DeviceInfo
 from pascal_attn_core.machine.runtime import Runtime
 
-needs_compiler = pytest.mark.skipif(GXX is None, reason="needs g++ to build the stand-in for the runtime")
 VARIANT = Variant("forward", 64, "float32", arch="gfx906")
 CODE = code_object(VARIANT)
 WINDOW = {"window": (9, 0)}
@@ -49,7 +47,6 @@ def _inputs(dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
     return [torch.randn(1, 1, 60, 16, dtype=dtype) for _ in range(3)]
 
 
-@needs_compiler
 def test_matrix_units_are_for_16_bits_from_gfx11_on_and_8_bit_attention_needs_dot_products() -> None:
     half, int8 = _inputs(torch.float16), AttentionConfig(route="fused-int8")
     with hip_card(RX_5700):
@@ -67,10 +64,6 @@ def test_matrix_units_are_for_16_bits_from_gfx11_on_and_8_bit_attention_needs_do
             assert kernels.queued[-1].variant.name == f"int8-64-float16-none-{info.arch}"
 
 
-# ---- launches --------------------------------------------------------------------------------------------------------
-
-
-@needs_compiler
 def test_what_was_loaded_lives_as_long_as_the_runtime() -> None:
     driver, image = HipStandIn(), bytes(bytearray(CODE))
     driver.variants = {CODE: VARIANT}
@@ -85,7 +78,6 @@ def test_a_grid_has_fewer_than_two_to_the_32_threads() -> None:
     assert max(part.grid[0] * part.threads for part in found) < 1 << 32
 
 
-@needs_compiler
 def test_more_lds_than_a_block_can_have_is_refused() -> None:
     driver = HipStandIn()
     driver.allow_shared(0, ctypes.c_void_p(1), 65536)
@@ -93,7 +85,6 @@ def test_more_lds_than_a_block_can_have_is_refused() -> None:
         driver.allow_shared(0, ctypes.c_void_p(1), 65540)
 
 
-@needs_compiler
 def test_the_runtime_tells_its_version() -> None:
     assert HipStandIn().version == "6.3.42133"
     assert re.match(r"HIP 6\.3\.42133, \S+", HipRuntime(HipStandIn).driver_version())
@@ -101,8 +92,6 @@ def test_the_runtime_tells_its_version() -> None:
     silent.faults["hipRuntimeGetVersion"] = 1
     assert HipRuntime(lambda: silent).driver_version() == ""
 
-
-# ---- code objects ----------------------------------------------------------------------------------------------------
 
 # A card, and the architecture whose code it runs.
 CARDS = [
@@ -120,7 +109,6 @@ def _name(value: object) -> str | None:
     return f"{value.arch}-is-{value.known_arch}" if isinstance(value, DeviceInfo) else None
 
 
-@needs_compiler
 @pytest.mark.parametrize(
     ("info", "made_for"),
     [(RADEON_VII, "gfx906"), *CARDS, *((replace(RX_5700, arch=arch), arch) for arch in ("gfx1013", "gfx1201"))],
@@ -141,7 +129,6 @@ def test_the_code_is_for_what_the_card_is_and_named_as_it_is_taken_for(info: Dev
     assert (launch.variant.geometry.pairs > 0) == (made_for not in ("gfx1010", "gfx1013"))
 
 
-@needs_compiler
 def test_what_has_been_compiled_once_comes_from_the_disk(tmp_path: Path) -> None:
     compiler = HipCompiler()
 
@@ -203,7 +190,6 @@ def shipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     _forget()
 
 
-@needs_compiler
 @pytest.mark.parametrize(("info", "made_for"), CARDS, ids=_name)
 def test_which_shipped_code_a_card_takes(shipped: None, info: DeviceInfo, made_for: str) -> None:
     with fresh_card(HipStandIn(info), always_faster, kind=UncheckedKernels) as kernels:
@@ -236,7 +222,6 @@ def test_a_compiler_that_does_not_tell_its_version_has_torchs() -> None:
     assert hiprtc.version_of((9, 0), None) == (9, 0)
 
 
-@needs_compiler
 @needs_hiprtc
 @pytest.mark.parametrize("info", [RADEON_VII, OVERRIDDEN], ids=lambda info: f"{info.arch}-is-{info.known_arch}")
 def test_what_the_real_compiler_makes_of_a_kernel_is_loaded_and_takes_our_arguments(info: DeviceInfo) -> None:

@@ -157,7 +157,6 @@ def test_the_cache_of_windows_lies_in_the_users_folder_on_any_drive(monkeypatch:
     assert str(config.cache_folder()) == r"C:\Users\Some One\AppData\Local\pascal-attention"
 
 
-needs_compiler = pytest.mark.skipif(GXX is None, reason="needs g++ to build the stand-ins for NVRTC")
 # What is compiled is the word "cubin". It opens its builtins by name, and CUDA 13's has no RUNPATH to find them.
 _NVRTC = """
 #include <cstring>
@@ -203,7 +202,7 @@ def _built(folder: Path, version: int, *, has_builtins: bool) -> str:
     return str(folder / name)
 
 
-@needs_compiler
+@pytest.mark.skipif(GXX is None, reason="needs g++ to build the stand-ins for NVRTC")
 def test_builtins_beside_the_library_are_found_and_one_that_cannot_compile_is_passed_over(tmp_path: Path) -> None:
     cuda_13 = _built(tmp_path / "cu13", 13, has_builtins=True)
     broken = _built(tmp_path / "broken", 13, has_builtins=False)

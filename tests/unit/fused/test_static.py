@@ -16,7 +16,7 @@ import fused as tool
 import pytest
 import simulate
 from attn_support import fresh
-from attn_support.fused.emulation import GXX, emulate
+from attn_support.fused.emulation import emulate
 from attn_support.randomness import seeds, some, times
 
 from pascal_attn_core.fused.code import prebuilt
@@ -259,7 +259,6 @@ def test_ptx_for_the_simulator_has_only_words_that_it_knows() -> None:
     assert 0 < len(re.findall(moves, simulate.without_moves(edited))) < len(re.findall(moves, edited))
 
 
-@pytest.mark.skipif(GXX is None, reason="needs g++ to build the emulation")
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
 @pytest.mark.parametrize("kind", simulate.KINDS)
 def test_the_launch_that_is_simulated_computes_what_it_is_compared_with(kind: str, dtype: str) -> None:

@@ -22,7 +22,6 @@ from pascal_attn_core.machine.device import DeviceInfo
 from pascal_attn_core.machine.runtime import runtime_of
 from pascal_attn_core.routes.timing import Times, Timings
 
-pytestmark = pytest.mark.skipif(GXX is None, reason="needs g++ to build the stand-in for the driver")
 GTX_1650 = replace(T4, name="GTX 1650", num_sms=14)  # says 7.5 as well, and has no tensor cores
 
 
@@ -141,8 +140,7 @@ def test_gradients_of_given_results(card: DeviceInfo, times: Times | None, head_
 
 
 def test_gradients_from_given_results_are_timed_once() -> None:
-    """They are timed with their forward pass; kernels that are wrong here are found before their first answer
-    counts."""
+    """With their forward pass; kernels that are wrong here are found before their first answer counts."""
     seen: list[bool] = []
     with fresh_card(StandIn(T4), _clock(1.0, 2.0, 3.0, seen=seen)) as kernels:
         checked: list[str] = []
@@ -152,9 +150,6 @@ def test_gradients_from_given_results_are_timed_once() -> None:
         assert kernels.queued == []  # tiles instead
         assert seen == [True]
     assert "tensor_grad_query" in checked
-
-
-# ---- plans -----------------------------------------------------------------------------------------------------------
 
 
 def _plan(q: tuple[int, ...], k: tuple[int, ...], card: DeviceInfo = T4, **rules: Any) -> Any:
@@ -180,9 +175,6 @@ def test_a_plan_names_the_kernels_of_the_generation() -> None:
         assert variant.runs_on(capability)
 
 
-# ---- shared memory beyond 48 KiB -------------------------------------------------------------------------------------
-
-
 def test_large_tiles_are_asked_for_before_they_are_launched() -> None:
     """A card that has not as much leaves the call to others."""
     large = Variant("tensor", 128, "float16")
@@ -197,9 +189,6 @@ def test_large_tiles_are_asked_for_before_they_are_launched() -> None:
     with fresh_card(driver, _clock(1.0, 2.0, 3.0), kind=UncheckedKernels) as kernels:
         assert _route(query) == "torch"
         assert "cuFuncSetAttribute" in next(iter(kernels._failed.values()))
-
-
-# ---- what ships ------------------------------------------------------------------------------------------------------
 
 
 def test_what_ships_runs_on_its_card_without_a_compiler() -> None:
@@ -221,6 +210,7 @@ def test_every_variant_fits_the_shared_memory_of_its_cards() -> None:
             assert of_block * variant.geometry.blocks <= (64 if variant.kind.startswith("tensor") else 96) << 10
 
 
+@pytest.mark.skipif(GXX is None, reason="needs g++ to compute what the macros say")
 @pytest.mark.parametrize("kind", ["tensor", "tensor_grad_query"])
 def test_the_shared_memory_asked_for_is_what_the_source_declares(tmp_path: Path, kind: str) -> None:
     """SMEM_BYTES, as a compiler computes it from the macros of each variant."""

@@ -336,9 +336,6 @@ def test_a_program_that_is_not_python_is_not_started_again(trials, monkeypatch, 
     assert list(tmp_path.iterdir()) == []  # off in this process only
 
 
-# ---- the route -------------------------------------------------------------------------------------------------------
-
-
 class _Loaded(Kernels):
     machine_reasons = ()
 

@@ -440,8 +440,6 @@ def test_its_last_line_is_read() -> None:
     assert sanitizer.errors_in("Segmentation fault\n") is None
 
 
-# ---- nine minutes ----------------------------------------------------------------------------------------------------
-
 # Seconds that the parts need on a card beside an old processor. Tests and sweep go on where they were.
 _NEEDED = {"rates": 20.0, "selftest": 90.0, "tests": 3500.0, "bench-forward": 100.0, "bench-backward": 100.0,
            "bench-linear": 100.0, "demo": 60.0, "sanitizer": 0.0, "sweep": 1500.0}  # fmt: skip
