@@ -320,22 +320,23 @@ def _without_waiting(counter: str) -> Callable[..., int]:
     return _with_code(lambda i: i._replace(options={n: most for n, most in i.options.items() if n != counter}))
 
 
-def _without_the_last_key(launches: Iterable[Launch]) -> int:
-    (launch,) = launches
+def _with_launch(change: Callable[[Launch], Launch]) -> Callable[..., int]:
+    return lambda launches: machine.execute(map(change, launches), _shipped)
+
+
+def _without_the_last_key(launch: Launch) -> Launch:
     query, key, *rest = launch.keep
-    return machine.execute([launch._replace(keep=(query, key[:, :, :-1], *rest))], _shipped)
+    return launch._replace(keep=(query, key[:, :, :-1], *rest))
 
 
 def _with_fields_swapped(one: str, other: str) -> Callable[..., int]:
     """As if the host's structure had two of them in another order than the code."""
 
-    def run(launches: Iterable[Launch]) -> int:
-        (launch,) = launches
+    def swapped(launch: Launch) -> Launch:
         fields = {name: getattr(launch.params, name) for name, _ in launch.params._fields_}
-        params = type(launch.params)(**fields | {one: fields[other], other: fields[one]})
-        return machine.execute([launch._replace(params=params)], _shipped)
+        return launch._replace(params=type(launch.params)(**fields | {one: fields[other], other: fields[one]}))
 
-    return run
+    return _with_launch(swapped)
 
 
 NOTHING = Instruction("s_nop", (), {}, 0, "s_nop")
@@ -346,7 +347,7 @@ OUTCOMES: dict[str, tuple[Callable[..., int], str]] = {
     "parameters not waited for": (_without_waiting("lgkmcnt"), "OutsideOfMemory"),
     "no barriers": (_with_code(lambda i: NOTHING if i.name == "s_barrier" else i), "wrong"),
     "a word less of shared memory": (_with(lambda k: replace(k, lds_bytes=k.lds_bytes - 4)), "AssertionError"),
-    "a key less": (_without_the_last_key, "OutsideOfMemory"),
+    "a key less": (_with_launch(_without_the_last_key), "OutsideOfMemory"),
     **{
         f"{one} and {other}": (_with_fields_swapped(one, other), "")
         for one, other in (("q", "k"), ("v", "o"), ("qh", "qs"), ("lq", "lk"), ("low", "high"), ("scale", "scale_log2"))
