@@ -72,10 +72,8 @@ def test_dot_products_where_they_are_known(reported: str, true: str | None, arch
 
 def test_other_cards_have_no_kernels_and_code_without_dot_products_is_compiled_for_another_family() -> None:
     assert {kernel_arch(reported, None) for reported in ("gfx90a", "gfx1250", "gfx803")} == {None}
-    assert {name: amd_geometry.compile_target(name) for name in ("gfx1013", "gfx1100", "gfx1201")} == {
-        "gfx1013": "gfx1013", "gfx1100": "gfx1102", "gfx1201": "gfx1201"
-    }  # fmt: skip
-    assert amd_geometry.compile_target("gfx1030-no-dot") == "gfx1010"
+    targets = {"gfx1013": "gfx1013", "gfx1100": "gfx1102", "gfx1201": "gfx1201", "gfx1030-no-dot": "gfx1010"}
+    assert {name: amd_geometry.compile_target(name) for name in targets} == targets
 
 
 def test_every_variant_has_tiles_that_fit_and_pairs_where_there_are_dot_products() -> None:
@@ -161,8 +159,7 @@ def test_nor_do_gradients_in_float16_have_them_elsewhere(arch: str, tmp_path: Pa
 @needs_objdump
 @pytest.mark.parametrize("arch", ["gfx906-no-dot", "gfx1012-no-dot", "gfx1030-no-dot"])
 def test_what_a_card_of_another_name_gets_means_the_same_to_both(arch: str, tmp_path: Path) -> None:
-    """To what the card calls itself, and to what the code was made for: it may be either. Those that divide 64-bit
-    integers, and some of the others."""
+    """Of the code that divides 64-bit integers, and some of the other."""
     shipped = prebuilt.amd_variants(arch)
     others = [variant for variant in shipped if variant.kind != "split"]
     chosen = random.Random(seeds(1)[0]).sample(others, min(times(2), len(others)))

@@ -167,10 +167,9 @@ def test_the_product_with_gguf_weights_is_mostly_dp4a(variant: GgufLinearVariant
     assert found.gain >= (2.8 if is_large else 2.49)
 
 
-def test_the_backward_as_a_whole_needs_five_of_the_seven_products_it_makes() -> None:
-    assert backward_share(1.0, 1.0) == pytest.approx(5 / 7)
-    assert backward_share(0.5, 1.0) == pytest.approx(5 / (6 + 4))
-    assert backward_share(1.0, 0.5) == pytest.approx(5 / (3 + 8))
+@pytest.mark.parametrize(("query", "key_value", "whole"), [(1.0, 1.0, 5 / 7), (0.5, 1.0, 5 / 10), (1.0, 0.5, 5 / 11)])
+def test_the_backward_as_a_whole_needs_five_of_seven_products(query: float, key_value: float, whole: float) -> None:
+    assert backward_share(query, key_value) == pytest.approx(whole)
 
 
 @needs_nvrtc
