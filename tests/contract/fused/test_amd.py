@@ -1,8 +1,4 @@
-"""The fused kernels with the tiles of AMD's cards: the same source, emulated with waves of 64 and of 32 lanes, against
-the definition. ``test_emulation`` says what the emulation notices.
-
-A part of the table of cases on each card, other parts of it in profile nightly; all head_dims of each card there too.
-"""
+"""The fused kernels with the tiles of AMD's cards, emulated with waves of 64 and of 32 lanes."""
 
 from dataclasses import replace
 from typing import Any

@@ -1,11 +1,6 @@
-"""The machine code for AMD's cards, instruction by instruction on a CPU, against the definition: the code objects that
-ship, and what clang makes of kernels that are compiled at their first use. ``attn_support.amd.machine`` says what it
-notices.
-
-The parameters are those that the host passes, so that its structures are compared with what the code reads. A few calls
-of each kind, every shipped kernel in profile nightly. Waves of 64 lanes (gfx9) and of 32 (gfx10, gfx11), with products
-of pairs (gfx906, gfx1012, gfx1030, gfx1102) and without.
-"""
+"""The machine code for AMD's cards, instruction by instruction on a CPU, against the definition: what ships, and what
+clang makes of kernels that are compiled at their first use. The parameters are those that the host passes, so that its
+structures are compared with what the code reads. ``attn_support.amd.machine`` says what it notices."""
 
 import functools
 import re

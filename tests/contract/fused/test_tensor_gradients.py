@@ -1,5 +1,4 @@
-"""The gradient kernels on tensor cores, emulated on a CPU, against the definition in float64: the table's calls, the
-shipped tiles, and the kernels with a barrier left out."""
+"""The gradient kernels on tensor cores, emulated on a CPU, against the definition in float64."""
 
 import functools
 import re

@@ -1,5 +1,4 @@
-"""The kernels for AMD's cards as clang compiles them, without a GPU: no scratch, the registers of the table, metadata
-that fits what the host passes. Where clang or HIPRTC are missing, what they would be asked is left out."""
+"""The kernels for AMD's cards as clang compiles them: no scratch, the registers of the table, the metadata."""
 
 import ctypes
 import itertools

@@ -1,5 +1,4 @@
-"""A call is planned once, whichever pass uses the plan; and when one kernel computes all gradients: only where it is
-asked for by name, and never against torch's wish for gradients that are the same in every run."""
+"""A call is planned once for both passes, and one kernel computes all gradients where it is asked for by name."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace

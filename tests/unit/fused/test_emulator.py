@@ -1,8 +1,5 @@
-"""The emulation of a GPU on a CPU, as far as warps go: fragments, votes and bank conflicts.
-
-Where the elements of a fragment lie is written here as in the PTX ISA, per lane and element; the emulation has it the
-other way round, and neither reads the other.
-"""
+"""Fragments and bank conflicts of the emulation. Where elements lie is written here as in the PTX ISA, per lane and
+element; the emulation has it the other way round, and neither reads the other."""
 
 import ctypes
 from collections.abc import Callable

@@ -1,5 +1,4 @@
-"""AMD cards behind a strict stand-in for the HIP runtime: which calls are taken and what is launched; which of the code
-objects that ship a card takes, and what is compiled for it, by the real HIPRTC where it is installed."""
+"""AMD cards behind a strict stand-in for the HIP runtime: which calls and code they take."""
 
 import ctypes
 import json

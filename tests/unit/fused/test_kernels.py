@@ -1,5 +1,4 @@
-"""Where kernels come from and how they are launched. A real driver cannot exist here: a library with its functions,
-built with g++, stands in for it (``attn_support.fused.driver``)."""
+"""Where kernels come from and how they are launched, with a stand-in for the driver (``attn_support.fused.driver``)."""
 
 import logging
 import threading

@@ -1,5 +1,4 @@
-"""Which files of wheels and drivers are taken for the runtimes and compilers, by the names that they have on Linux and
-on Windows; and which NVRTC, with libraries that behave as NVIDIA's do, built with g++."""
+"""Which files of wheels and drivers are taken for runtimes and compilers, by their names on Linux and Windows."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""The whole package on cards that are not here: all of it runs as on a card, with torch's real device threads, its
-current devices and streams, and kernels in the emulation (``attn_support.gpu``)."""
+"""The whole package as on a card, its kernels in the emulation (``attn_support.gpu``)."""
 
 import contextlib
 import json

@@ -1,5 +1,4 @@
-"""The first run of the kernels in a process of its own: real child processes whose kernels are right, wrong, fault and
-hang."""
+"""The first run of the kernels, in real child processes whose kernels are right, wrong, fault and hang."""
 
 import json
 import logging

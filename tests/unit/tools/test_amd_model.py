@@ -1,5 +1,4 @@
-"""The model of a compute unit on events that are written here, where each limit can be worked out by hand, and on
-shipped kernels."""
+"""The model of a compute unit, on events with limits worked out by hand, and on shipped kernels."""
 
 import numpy as np
 import pytest

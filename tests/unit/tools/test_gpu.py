@@ -1,5 +1,4 @@
-"""The frame of ``python -m tools.gpu``: which parts are run, what stops them, what is written. Its parts here are small
-processes; ``test_gpu_whole.py`` runs the real ones."""
+"""The frame of ``python -m tools.gpu``, with small processes as its parts: what is run, stopped and written."""
 
 import contextlib
 import dataclasses

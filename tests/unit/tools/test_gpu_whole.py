@@ -1,5 +1,4 @@
-"""``python -m tools.gpu`` as a whole on a CPU, with the strict stand-in for the driver in place of the card: every part
-is really run, at a tiny size."""
+"""Every part of ``python -m tools.gpu`` on a CPU, with the stand-in for the driver in place of the card."""
 
 import contextlib
 import json
