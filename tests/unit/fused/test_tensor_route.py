@@ -13,7 +13,7 @@ from attn_support.fused.device import UncheckedKernels, emulated_card, fresh_car
 from attn_support.fused.driver import StandIn
 from attn_support.fused.emulation import CARD, GXX, T4, V100
 
-from pascal_attn_core import AttentionConfig, explain, sdpa, sdpa_backward
+from pascal_attn_core import AttentionConfig, explain, sdpa_backward
 from pascal_attn_core.call import check_call
 from pascal_attn_core.fused.code import prebuilt
 from pascal_attn_core.fused.code.source import Variant, all_variants, source
@@ -27,6 +27,11 @@ GTX_1650 = replace(T4, name="GTX 1650", num_sms=14)  # says 7.5 as well, and has
 
 def _fresh(card: DeviceInfo, clock: Any, **options: Any) -> Any:
     return fresh_card(StandIn(card), clock, kind=UncheckedKernels, **options)
+
+
+def _timed(card: DeviceInfo, times: Times | None, **options: Any) -> Any:
+    """A card on which nothing is executed, and kernels were timed."""
+    return emulated_card(lambda launch: None, info=card, times=times, **options)
 
 
 def _clock(
@@ -86,11 +91,10 @@ def test_what_was_timed_is_told_and_kept(tmp_path: Path) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_other_types_are_never_squeezed_through_float16(dtype: torch.dtype) -> None:
     """Nothing is taken for granted without a timing."""
-    with emulated_card(lambda launch: None, info=T4, times=None) as kernels:
+    with _timed(T4, None):
         assert (_route(_query()), _route(_query(), window=(64, 0))) == ("torch", "fused")
-    assert not any(launch.variant.on_tensor_cores for launch in kernels.queued)
-    with emulated_card(lambda launch: None, info=T4, times=Times(9.0, 9.0), ratio=0.5) as kernels:
-        sdpa(*[_query(dtype=dtype)] * 3)
+    with _timed(T4, Times(9.0, 9.0), ratio=0.5) as kernels:
+        _route(_query(dtype=dtype))
         _back(_query(dtype=dtype))
     assert kernels.queued[-1].variant.kind == "grad_key_value"
     assert not any(launch.variant.on_tensor_cores for launch in kernels.queued)
@@ -98,12 +102,10 @@ def test_other_types_are_never_squeezed_through_float16(dtype: torch.dtype) -> N
 
 @pytest.mark.parametrize("capability", [(6, 1), (8, 0), (8, 6), (9, 0)])
 def test_other_cards_take_it_by_name_only(capability: tuple[int, int]) -> None:
-    query, info = _query(), replace(T4, capability=capability)
-    with emulated_card(lambda launch: None, info=info, times=Times(9.0, 9.0)) as kernels:
-        assert _route(query, window=(64, 0)) != "fused-tensor"
+    with _timed(replace(T4, capability=capability), Times(9.0, 9.0)):
+        assert _route(_query(), window=(64, 0)) != "fused-tensor"
         if capability >= (8, 0):
-            sdpa(query, query, query, config=AttentionConfig(route="fused-tensor"))
-            assert kernels.queued[-1].variant.kind.startswith("tensor")
+            assert _route(_query(), config=AttentionConfig(route="fused-tensor")) == "fused-tensor"
 
 
 def test_gradients_are_timed_with_the_forward_pass() -> None:
@@ -132,7 +134,7 @@ def _back(query: torch.Tensor, **options: Any) -> None:
     ],
 )
 def test_gradients_of_given_results(card: DeviceInfo, times: Times | None, head_dim: int, expected: str | None) -> None:
-    with emulated_card(lambda launch: None, info=card, times=times) as kernels:
+    with _timed(card, times) as kernels:
         _back(torch.randn(1, 2, 300, head_dim).half())
         kinds = [launch.variant.kind for launch in kernels.queued]
     names = ["grad_query", "grad_query", "grad_key_value"]  # delta, and the two gradients
