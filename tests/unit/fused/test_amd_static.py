@@ -259,9 +259,7 @@ def test_clang_says_what_the_table_says_and_needs_no_scratch_for_variants_that_a
 
 @at_night
 @needs_clang
-def test_the_tool_names_the_variants_with_scratch(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_scratch_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     good = Variant("forward", 32, "float32", arch="gfx1030")
     bad = Variant("forward", 256, "float32", mask="float", padded=True, arch="gfx1030")
     bad.__dict__["geometry"] = replace(bad.geometry, waves=8)  # half of the registers

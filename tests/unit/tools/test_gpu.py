@@ -324,9 +324,7 @@ def test_tests_are_run_as_far_as_the_time_goes_and_then_go_on(monkeypatch: pytes
     ("others", "end"), [("os.abort()", "SIGABRT"), ("time.sleep(600)", "stopped after 10 s")], ids=["crashes", "hangs"]
 )
 @posix_only
-def test_a_test_that_takes_its_process_along_is_run_last_and_then_told(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, others: str, end: str
-) -> None:
+def test_a_test_that_ends_its_process(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, others: str, end: str) -> None:
     run, ran = _tests_of(monkeypatch, tmp_path, f"def test_bad():\n    ran('bad'); {others}")
     first = run(7)
     assert first.state == (FAILED if "abort" in others else UNFINISHED)

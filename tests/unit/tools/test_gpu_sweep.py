@@ -69,9 +69,7 @@ def _idle(launch: Launch) -> None:
     ],
     ids=str,
 )
-def test_another_geometry_is_compared_with_the_definition(
-    card: Any, compiler: AnyGeometry, variant: Variant, change: dict[str, int]
-) -> None:
+def test_another_geometry_is_right(card: Any, compiler: AnyGeometry, variant: Variant, change: dict[str, int]) -> None:
     tiles = Geometry(**{**vars(variant.geometry), **change})
     candidate = Candidate.of(variant, tiles)
     cubin = compiler.compile(source(candidate.kind), 61, candidate.macros()).cubin
