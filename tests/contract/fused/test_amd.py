@@ -107,8 +107,7 @@ def test_the_last_of_an_odd_number_of_rows_has_zeros_as_the_other_of_its_pair(ar
 
 @pytest.mark.parametrize("arch", ["gfx906", "gfx1030"])
 def test_pairs_of_float16_are_as_exact_as_plain_attention_in_float16(arch: str) -> None:
-    """The probabilities are rounded to float16 for their product; their sum, and with it lse, is that of the numbers
-    before."""
+    """The probabilities are rounded to float16 for their product, but not for their sum, nor for lse."""
     inputs, _ = sized(FLOAT16, 64, 128, 2048, heads=(1, 1)).build()
     result = forward(inputs, {}, arch=arch)
     oracle, lse = exact(inputs, {})

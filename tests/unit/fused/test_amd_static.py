@@ -39,9 +39,6 @@ def _shipped(variant: Variant) -> bytes:
     return code
 
 
-# ---- architectures ---------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("reported", "true", "arch", "base", "target"),
     [
@@ -86,9 +83,6 @@ def test_every_variant_has_tiles_that_fit_and_pairs_where_there_are_dot_products
             flushed = variant.head_dim > 256 and variant.flush_tiles > 0
             own = 4 * (variant.mask != "none") + 4 * geometry.rows * flushed
             assert variant.tile_bytes + own <= amd_geometry.LDS_BYTES, variant.name
-
-
-# ---- code objects ----------------------------------------------------------------------------------------------------
 
 
 def check_metadata(variant: Compilation, code: bytes, scratch: int = 0) -> None:
@@ -202,9 +196,6 @@ def test_a_code_object_in_a_bundle_is_found_and_other_bytes_are_refused() -> Non
     for name in ("gfx1030", "gfx999"):
         with pytest.raises(ValueError, match="cannot be renamed"):
             renamed(code, name)
-
-
-# ---- the table -------------------------------------------------------------------------------------------------------
 
 
 def test_the_table_was_made_from_this_source() -> None:

@@ -71,12 +71,13 @@ def test_the_gradients_take_the_plan_of_the_forward_pass(
     assert all(leaf.grad is not None and leaf.grad.shape == leaf.shape for leaf in leaves)
 
 
-@pytest.mark.parametrize("requires_grad", [False, True])
-def test_a_plan_holds_no_tensor_of_the_call(kernels: EmulatedKernels, requires_grad: bool) -> None:
-    plan = choose(check_call(*(t.detach().requires_grad_(requires_grad) for t in _leaves())), FUSED).plan
-    assert isinstance(plan, Plan)
-    assert not any(isinstance(part, Tensor) for part in plan)
-    assert (plan.packed, len(plan.gradients)) == (None, 2 if requires_grad else 0)
+@pytest.mark.parametrize(("config", "gradients"), [(FUSED, 2), (ATOMIC, 1), (FUSED, 0), (ATOMIC, 0)])
+def test_a_plan_holds_no_tensor_of_the_call(kernels: EmulatedKernels, config: AttentionConfig, gradients: int) -> None:
+    choice = choose(check_call(*(t.detach().requires_grad_(gradients > 0) for t in _leaves())), config)
+    assert isinstance(choice.plan, Plan)
+    assert not any(isinstance(part, Tensor) for part in choice.plan)
+    assert (choice.plan.packed, len(choice.plan.gradients)) == (None, gradients)
+    assert gradients or choice.why == "asked for by name"
 
 
 @pytest.mark.parametrize("route", ["auto", "fused"])
@@ -92,11 +93,6 @@ def test_one_kernel_computes_all_gradients_where_it_is_asked_for(kernels: Emulat
 def test_the_environment_asks_for_it() -> None:
     assert AttentionConfig.from_env({"PASCAL_ATTN_ATOMIC_GRADIENTS": "1"}) == AttentionConfig(atomic_gradients=True)
     assert AttentionConfig.from_token(ATOMIC.token) == ATOMIC
-
-
-def test_calls_without_gradients_are_as_they_were(kernels: EmulatedKernels) -> None:
-    choice = choose(check_call(*[t.detach() for t in _leaves()]), ATOMIC)
-    assert (choice.why, choice.plan.gradients) == ("asked for by name", ())
 
 
 @pytest.mark.parametrize("warn_only", [False, True])

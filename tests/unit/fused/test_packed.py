@@ -29,14 +29,10 @@ from pascal_attn_core.stand_ins.sageattention import sageattn_varlen
 LENGTHS = [40, 7, 64]
 
 
-def _nothing(launch: Launch) -> None:
-    """A launch is not executed."""
-
-
 @pytest.fixture
 def queued() -> Iterator[list[Launch]]:
     """The launches, which are not executed."""
-    with emulated_card(_nothing) as kernels:
+    with emulated_card(lambda launch: None) as kernels:
         yield kernels.queued
 
 
@@ -126,7 +122,7 @@ def test_keys_in_pages_go_as_before(queued: list[Launch]) -> None:
 def test_a_card_with_tensor_cores_takes_it_only_by_name(
     capability: tuple[int, int], dtype: torch.dtype, environment: Callable[[str], None]
 ) -> None:
-    with emulated_card(_nothing, replace(CARD, capability=capability)) as kernels:
+    with emulated_card(lambda launch: None, replace(CARD, capability=capability)) as kernels:
         for route, queued in (("auto", 0), ("fused", 1), ("tiled", 1)):
             environment(route)
             _attend(dtype=dtype)
@@ -154,7 +150,7 @@ class _Unavailable(EmulatedKernels):
 def test_without_a_kernel_the_sequences_go_as_before(requires_grad: bool) -> None:
     lengths = [40, 7, 5], [600, 9, 300]  # as one long call it would be cut into ranges of keys
     q, k, v = (torch.randn(sum(n), 2, 16, requires_grad=requires_grad) for n in (lengths[0], lengths[1], lengths[1]))
-    with emulated_card(_nothing, kind=_Unavailable) as kernels, report.record() as seen:
+    with emulated_card(lambda launch: None, kind=_Unavailable) as kernels, report.record() as seen:
         out = flash_attn_varlen_func(q, k, v, *(torch.tensor(ends_of(n)) for n in lengths))
     assert kernels.ensured == [["forward", "grad_query", "grad_key_value"] if requires_grad else ["forward"]]
     assert "fused" not in seen.routes()

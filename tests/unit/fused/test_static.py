@@ -1,8 +1,6 @@
 """The kernels as NVRTC compiles them, without a GPU: no spills, the registers of the table, the share of useful work.
 
-The whole table takes most of an hour on two cores (``python tools/fused.py table``); here a few variants per run are
-compiled, unless ``build/`` has what they compile to, more and others every day in profile nightly, and the rest is held
-against the table.
+The whole table takes most of an hour (``python tools/fused.py table``): a few of its variants are compiled in each run.
 """
 
 import random

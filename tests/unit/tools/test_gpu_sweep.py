@@ -16,7 +16,6 @@ from attn_support.gpu.compiler import AnyGeometry
 from attn_support.randomness import some
 
 from pascal_attn_core.fused.code.source import KINDS, Geometry, Variant, source
-from pascal_attn_core.fused.launch import Launch
 from pascal_attn_core.machine.storage import read_object, write_object
 from tools.gpu.geometries import Candidate, details, shapes, words
 from tools.gpu.sweep import Compilations, Settings, all_jobs, error_of, giving, sweep
@@ -54,10 +53,6 @@ def _swept(path: Path, *variants: Variant, settings: Settings = SMALL) -> dict[s
 def card(a_card: Callable[..., Any]) -> Iterator[Any]:
     with a_card(execute) as kernels:
         yield kernels
-
-
-def _idle(launch: Launch) -> None:
-    """A card on which kernels write nothing."""
 
 
 @pytest.mark.parametrize(
@@ -117,7 +112,7 @@ def test_a_job_that_has_ended_its_process_while_it_was_timed_is_left_out(card: A
 
 
 def test_a_wrong_candidate_is_not_timed(a_card: Any, path: Path) -> None:
-    with a_card(_idle):
+    with a_card(lambda launch: None):
         [job] = _swept(path, OTHER)["jobs"]
     [lane] = job["candidates"]
     assert lane["note"] == job["shipped_note"] == "wrong"
@@ -125,7 +120,7 @@ def test_a_wrong_candidate_is_not_timed(a_card: Any, path: Path) -> None:
 
 
 def test_one_that_cannot_be_launched_is_noted_and_a_lost_card_ends_the_process(a_card: Any, path: Path) -> None:
-    with a_card(_idle) as kernels:
+    with a_card(lambda launch: None) as kernels:
         kernels.driver.faults["cuLaunchKernel"] = fails_once(701)
         assert "too many resources" in _swept(path, OTHER)["jobs"][0]["shipped_note"]
         kernels.driver.faults["cuLaunchKernel"] = fails_once(700)
