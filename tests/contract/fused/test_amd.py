@@ -1,8 +1,4 @@
-"""The fused kernels with the tiles of AMD's cards: the same source, emulated with waves of 64 and of 32 lanes, against
-the definition. ``test_emulation`` says what the emulation notices.
-
-A part of the table of cases on each card, other parts of it in profile nightly; all head_dims of each card there too.
-"""
+"""The fused kernels with the tiles of AMD's cards, emulated with waves of 64 and of 32 lanes."""
 
 from dataclasses import replace
 from typing import Any
@@ -111,8 +107,7 @@ def test_the_last_of_an_odd_number_of_rows_has_zeros_as_the_other_of_its_pair(ar
 
 @pytest.mark.parametrize("arch", ["gfx906", "gfx1030"])
 def test_pairs_of_float16_are_as_exact_as_plain_attention_in_float16(arch: str) -> None:
-    """The probabilities are rounded to float16 for their product; their sum, and with it lse, is that of the numbers
-    before."""
+    """The probabilities are rounded to float16 for their product, but not for their sum, nor for lse."""
     inputs, _ = sized(FLOAT16, 64, 128, 2048, heads=(1, 1)).build()
     result = forward(inputs, {}, arch=arch)
     oracle, lse = exact(inputs, {})
@@ -143,9 +138,7 @@ def test_gradients_are_those_of_the_definition(arch: str, dtype: torch.dtype, di
 
 
 @pytest.mark.parametrize(("arch", "dim", "factor"), [("gfx906", 64, 1.0), ("gfx1030", 128, 1.0), ("gfx906", 40, 1e-3)])
-def test_gradients_of_pairs_are_as_exact_as_those_of_plain_attention_in_float16(
-    arch: str, dim: int, factor: float
-) -> None:
+def test_gradients_of_pairs_are_as_exact_as_plain_attention_in_float16(arch: str, dim: int, factor: float) -> None:
     """Probabilities of some 1,000 keys and dS are rounded to float16. factor: of the gradient of the output; at the
     smallest what is plain loses most of its bits."""
     *tensors, _ = sized(FLOAT16, dim, 70, 1000, heads=(1, 1)).build()[0]

@@ -1,5 +1,4 @@
-"""Every barrier of the kernels is needed, and on tensor cores every counter and shuffle: the emulation notices its
-loss. Other mistakes are in ``tools/mutants.txt``."""
+"""The emulation notices the loss of a barrier, counter or shuffle; other mistakes are in ``tools/mutants.txt``."""
 
 import functools
 import re

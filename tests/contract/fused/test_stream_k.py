@@ -153,8 +153,6 @@ def test_the_parts_are_right_however_their_blocks_run(kind: str) -> None:
             assert error < 3e-3 * expected.abs().max()
 
 
-# ---- order in memory -------------------------------------------------------------------------------------------------
-
 _ORDERS = re.compile(r"(?<=    )(?:fence_block|__threadfence|__syncwarp)\(\);")
 
 

@@ -103,10 +103,8 @@ SIZES = [
 
 @pytest.mark.parametrize("is_wide", [True, False], ids=["wide", "small"])
 @pytest.mark.parametrize("case", some(SIZES, 4), ids=lambda case: case.name)
-def test_every_geometry_gives_the_answer_of_the_definition(
-    case: Case, is_wide: bool, card: DeviceInfo, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Tiles are small on a card of many multiprocessors tiles are small."""
+def test_every_geometry_is_right(case: Case, is_wide: bool, card: DeviceInfo, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tiles are small on a card of many multiprocessors."""
     if is_wide:
         monkeypatch.setattr(plan, "_SMALL_SPEED", 1e-3)
     with emulated_card(info=replace(card, num_sms=1 if is_wide else 1000)) as kernels:

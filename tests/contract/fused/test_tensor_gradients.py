@@ -1,5 +1,4 @@
-"""The gradient kernels on tensor cores, emulated on a CPU, against the definition in float64: the table's calls, the
-shipped tiles, and the kernels with a barrier left out."""
+"""The gradient kernels on tensor cores, emulated on a CPU, against the definition in float64."""
 
 import functools
 import re
@@ -167,8 +166,7 @@ def test_the_error_is_that_of_rounding_probabilities_to_halves(dim: int, capabil
 
 
 def test_tiles_that_a_mask_forbids_are_skipped() -> None:
-    """The tiles of the first 32 columns are left in each of four blocks of queries, and for both heads of two blocks of
-    keys: each of the others has a barrier."""
+    """The first 32 columns are left in four blocks of queries, and for both heads of two of keys."""
     passed: list[int] = []
     for allowed in (256, 32):
         inputs, options = _case(64, 256, 256).build()

@@ -8,7 +8,6 @@ from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor
 
@@ -30,7 +29,7 @@ from pascal_attn_core.routes.timing import Times, Timings
 from pascal_attn_core.routes.timing_table import Clock
 
 from .driver import Compiler, StandIn
-from .emulation import CARD, GXX, emulate
+from .emulation import CARD, emulate
 from .hip import RADEON_VII, HipCompiler, HipStandIn
 
 AnyStandIn = StandIn | HipStandIn
@@ -134,7 +133,7 @@ def emulated_card(
         return made
 
     stand_in = HipStandIn if info.kind == "hip" else StandIn
-    with _card(stand_in(info, execute) if GXX else None, kind, {Timings: timings}, **options) as kernels:
+    with _card(stand_in(info, execute), kind, {Timings: timings}, **options) as kernels:
         yield kernels
 
 
@@ -189,13 +188,11 @@ def passing_time(attempts: list[Callable[[], Any]], device: torch.device) -> lis
 
 @contextmanager
 def _card(
-    driver: AnyStandIn | None,
+    driver: AnyStandIn,
     kind: type[CardKernels],
     timings: Mapping[type, Callable[[Runtime], Any]],
     **options: Any,
 ) -> Iterator[CardKernels]:
-    if driver is None:
-        pytest.skip("needs g++ to build the stand-in for the driver")
     parts = {
         Kernels: lambda runtime: kind(runtime, driver, **options),
         **timings,

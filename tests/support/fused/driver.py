@@ -1,9 +1,8 @@
 """A strict stand-in for the CUDA driver, behind the package's own ctypes calls.
 
-It refuses, as the driver does, and writes down, as no driver does, what may not be: a call before cuInit, a handle that
-it never gave, a context that is not current or is left behind, an image that is no cubin for this card, a grid, a
-block, registers or shared memory beyond the card's, a stream that nobody made, a block of parameters of another size
-than the machine code reads. Kernels are executed by whatever it is given, from the bytes that the driver would copy.
+It refuses, as the driver does, and writes down, as no driver does, a call before cuInit, a handle that it never gave, a
+context that is not current or is left behind, an image for another card, whatever is beyond the card's limits, and
+parameters of another size than the machine code reads. Kernels are executed from the bytes that it would copy.
 """
 
 import ctypes

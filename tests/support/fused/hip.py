@@ -1,10 +1,7 @@
 """A strict stand-in for the HIP runtime, behind the package's own ctypes calls.
 
-It refuses, as the runtime does, and writes down, as no runtime does, what may not be: a call before hipInit, a handle
-that it never gave, a kernel of another device than the current one, a current device that is left changed, an image
-that is no code object for what the card is taken for, a grid, a block, registers or LDS beyond the card's, a stream
-that nobody made, an argument buffer of another size than the code object reads, an instruction that the card lacks.
-Kernels are executed by whatever it is given, from the bytes that the runtime would copy.
+Beside what :mod:`.driver` refuses and writes down: a kernel of another device than the current one, a current device
+that is left changed, an image for what the card is not taken for, an instruction that the card lacks.
 """
 
 import ctypes

@@ -1,5 +1,4 @@
-"""The kernels for AMD's cards as clang compiles them, without a GPU: no scratch, the registers of the table, metadata
-that fits what the host passes. Where clang or HIPRTC are missing, what they would be asked is left out."""
+"""The kernels for AMD's cards as clang compiles them: no scratch, the registers of the table, the metadata."""
 
 import ctypes
 import itertools
@@ -40,9 +39,6 @@ def _shipped(variant: Variant) -> bytes:
     return code
 
 
-# ---- architectures ---------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("reported", "true", "arch", "base", "target"),
     [
@@ -63,9 +59,7 @@ def _shipped(variant: Variant) -> bytes:
         ("gfx1201", "gfx1201", "gfx1201", "gfx1102", "gfx1201"),
     ],
 )
-def test_dot_products_are_for_cards_that_are_known_to_have_them(
-    reported: str, true: str | None, arch: str, base: str, target: str
-) -> None:
+def test_dot_products_where_they_are_known(reported: str, true: str | None, arch: str, base: str, target: str) -> None:
     """Code without them is that of a family that has none."""
     assert kernel_arch(reported, true) == arch
     assert (amd_geometry.base(arch), amd_geometry.target(arch)) == (base, target)
@@ -74,10 +68,8 @@ def test_dot_products_are_for_cards_that_are_known_to_have_them(
 
 def test_other_cards_have_no_kernels_and_code_without_dot_products_is_compiled_for_another_family() -> None:
     assert {kernel_arch(reported, None) for reported in ("gfx90a", "gfx1250", "gfx803")} == {None}
-    assert {name: amd_geometry.compile_target(name) for name in ("gfx1013", "gfx1100", "gfx1201")} == {
-        "gfx1013": "gfx1013", "gfx1100": "gfx1102", "gfx1201": "gfx1201"
-    }  # fmt: skip
-    assert amd_geometry.compile_target("gfx1030-no-dot") == "gfx1010"
+    targets = {"gfx1013": "gfx1013", "gfx1100": "gfx1102", "gfx1201": "gfx1201", "gfx1030-no-dot": "gfx1010"}
+    assert {name: amd_geometry.compile_target(name) for name in targets} == targets
 
 
 def test_every_variant_has_tiles_that_fit_and_pairs_where_there_are_dot_products() -> None:
@@ -91,9 +83,6 @@ def test_every_variant_has_tiles_that_fit_and_pairs_where_there_are_dot_products
             flushed = variant.head_dim > 256 and variant.flush_tiles > 0
             own = 4 * (variant.mask != "none") + 4 * geometry.rows * flushed
             assert variant.tile_bytes + own <= amd_geometry.LDS_BYTES, variant.name
-
-
-# ---- code objects ----------------------------------------------------------------------------------------------------
 
 
 def check_metadata(variant: Compilation, code: bytes, scratch: int = 0) -> None:
@@ -163,8 +152,7 @@ def test_nor_do_gradients_in_float16_have_them_elsewhere(arch: str, tmp_path: Pa
 @needs_objdump
 @pytest.mark.parametrize("arch", ["gfx906-no-dot", "gfx1012-no-dot", "gfx1030-no-dot"])
 def test_what_a_card_of_another_name_gets_means_the_same_to_both(arch: str, tmp_path: Path) -> None:
-    """To what the card calls itself, and to what the code was made for: it may be either. Those that divide 64-bit
-    integers, and some of the others."""
+    """Of the code that divides 64-bit integers, and some of the other."""
     shipped = prebuilt.amd_variants(arch)
     others = [variant for variant in shipped if variant.kind != "split"]
     chosen = random.Random(seeds(1)[0]).sample(others, min(times(2), len(others)))
@@ -210,9 +198,6 @@ def test_a_code_object_in_a_bundle_is_found_and_other_bytes_are_refused() -> Non
             renamed(code, name)
 
 
-# ---- the table -------------------------------------------------------------------------------------------------------
-
-
 def test_the_table_was_made_from_this_source() -> None:
     assert tool.read_made_from() == tool.made_from(), "the kernels have changed: python tools/amd.py table"
 
@@ -247,9 +232,7 @@ def test_what_calls_take_most_holds_two_waves_on_a_simd_of_gcn_and_four_on_rdna(
         ("gfx906", 64, 70000, 256, 0),
     ],
 )
-def test_waves_follow_from_registers_and_shared_memory(
-    arch: str, vector: int, shared: int, threads: int, expected: int
-) -> None:
+def test_waves_of_registers_and_shared_memory(arch: str, vector: int, shared: int, threads: int, expected: int) -> None:
     assert tool.waves(arch, vector, shared, threads) == expected
 
 
@@ -267,9 +250,7 @@ def test_clang_says_what_the_table_says_and_needs_no_scratch_for_variants_that_a
 
 @at_night
 @needs_clang
-def test_the_tool_names_the_variants_with_scratch(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_scratch_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     good = Variant("forward", 32, "float32", arch="gfx1030")
     bad = Variant("forward", 256, "float32", mask="float", padded=True, arch="gfx1030")
     bad.__dict__["geometry"] = replace(bad.geometry, waves=8)  # half of the registers

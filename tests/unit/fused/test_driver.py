@@ -5,14 +5,13 @@ import logging
 import pickle
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace as Time
 from unittest.mock import Mock
 
 import pytest
 import torch
 from attn_support.fused.device import CardKernels, always_faster, execute, fresh_card
 from attn_support.fused.driver import StandIn, cubin, fails_once
-from attn_support.fused.emulation import CARD, GXX
+from attn_support.fused.emulation import CARD
 from attn_support.fused.hip import HipStandIn
 from torch.utils.checkpoint import checkpoint
 
@@ -29,20 +28,19 @@ from pascal_attn_core.machine.runtime import Runtime, runtime_of
 from pascal_attn_core.reference import reference_sdpa
 from pascal_attn_core.routes.timing import Timings
 
-pytestmark = pytest.mark.skipif(GXX is None, reason="needs g++ to build the stand-in for the driver")
 FUSED = AttentionConfig(route="fused")
 VARIANT = Variant("forward", 64, "float32")
 CUBIN = cubin(VARIANT, 61)
 
 
 @pytest.fixture
-def time() -> Time:
+def time() -> Mock:
     """Seconds that pass when they are told to."""
-    return Time(now=0.0)
+    return Mock(now=0.0)
 
 
 @pytest.fixture
-def card(time: Time) -> Iterator[CardKernels]:
+def card(time: Mock) -> Iterator[CardKernels]:
     """A card on which no kernel has ever run."""
     with fresh_card(StandIn(execute=execute), clock=lambda: time.now) as kernels:
         yield kernels
@@ -114,9 +112,7 @@ def test_a_gradient_kernel_that_cannot_be_launched_leaves_training_to_the_next_r
 
 @pytest.mark.parametrize("mask", [None, "float"])
 @pytest.mark.parametrize("compiled", [False, True])
-def test_a_backward_pass_that_cannot_be_launched_is_made_by_tiles(
-    card: CardKernels, compiled: bool, mask: str | None
-) -> None:
+def test_a_backward_pass_that_is_refused_is_made_by_tiles(card: CardKernels, compiled: bool, mask: str | None) -> None:
     leaves = _inputs(requires_grad=True)
     bias = None if mask is None else torch.randn(60, 60)
 
@@ -140,8 +136,8 @@ def test_a_launch_that_fails_after_others_of_its_call_is_no_harm(card: CardKerne
 
 
 @pytest.mark.parametrize("function", ["cuModuleLoadData", "cuLaunchKernel", "cuDevicePrimaryCtxRetain"])
-def test_a_lack_of_memory_lasts_for_a_moment(
-    card: CardKernels, time: Time, caplog: pytest.LogCaptureFixture, function: str
+def test_a_lack_of_memory_passes(
+    card: CardKernels, time: Mock, caplog: pytest.LogCaptureFixture, function: str
 ) -> None:
     inputs = _inputs()
     card.driver.faults[function] = 2
@@ -163,7 +159,7 @@ def test_a_lack_of_memory_lasts_for_a_moment(
 
 
 @pytest.mark.parametrize("use_reentrant", [False, True])
-def test_recomputation_takes_the_route_of_its_forward_pass(card: CardKernels, time: Time, use_reentrant: bool) -> None:
+def test_recomputation_takes_the_route_of_its_forward_pass(card: CardKernels, time: Mock, use_reentrant: bool) -> None:
     leaves = _inputs(requires_grad=True)
     card.driver.faults["cuModuleLoadData"] = 2
     out = checkpoint(lambda *t: sdpa(*t, **WINDOW), *leaves, use_reentrant=use_reentrant)
@@ -183,7 +179,7 @@ def test_recomputation_takes_the_route_of_its_forward_pass(card: CardKernels, ti
     ],
     ids=str,
 )
-def test_a_check_that_finds_no_memory_is_made_later(card: CardKernels, time: Time, error: Exception) -> None:
+def test_a_check_that_finds_no_memory_is_made_later(card: CardKernels, time: Mock, error: Exception) -> None:
     inputs = _inputs()
     card.driver.execute = Mock(side_effect=error)
     assert _route(inputs) == "math"
@@ -193,9 +189,7 @@ def test_a_check_that_finds_no_memory_is_made_later(card: CardKernels, time: Tim
     assert card._checked
 
 
-def test_memory_that_torch_keeps_in_reserve_is_freed_for_a_kernel(
-    card: CardKernels, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_memory_that_torch_keeps_is_freed_for_a_kernel(card: CardKernels, monkeypatch: pytest.MonkeyPatch) -> None:
     card.driver.faults["cuModuleLoadData"] = 2
     monkeypatch.setattr(torch.cuda, "empty_cache", card.driver.faults.clear)
     assert _route(_inputs()) == "fused"
@@ -212,9 +206,7 @@ def test_memory_that_torch_keeps_in_reserve_is_freed_for_a_kernel(
         (HipStandIn, "hipModuleLoadData", 700, True),
     ],
 )
-def test_a_lost_device_is_told_and_blamed_on_no_kernel(
-    maker: type[StandIn | HipStandIn], function: str, code: int, is_first: bool
-) -> None:
+def test_a_lost_device_is_an_error(maker: type[StandIn | HipStandIn], function: str, code: int, is_first: bool) -> None:
     inputs, driver = _inputs(), maker(execute=execute)
     with fresh_card(driver, always_faster) as kernels:
         if not is_first:
@@ -249,12 +241,7 @@ def test_nothing_is_checked_while_a_graph_is_captured(monkeypatch: pytest.Monkey
     assert not driver.queued
 
 
-# ---- no home folder --------------------------------------------------------------------------------------------------
-
-
-def test_without_a_home_folder_nothing_is_kept_and_nothing_fails(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_without_a_home_folder_nothing_fails(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.setattr(Path, "home", Mock(side_effect=RuntimeError("Could not determine home directory.")))
     for name in ("XDG_CACHE_HOME", "LOCALAPPDATA"):
         monkeypatch.delenv(name, raising=False)
@@ -281,6 +268,6 @@ def test_a_driver_that_is_not_here_has_no_version(runtime: CudaRuntime | HipRunt
 
 def test_an_error_of_the_compiler_has_its_words() -> None:
     compiler = Nvrtc.__new__(Nvrtc)
-    compiler._lib = Time(nvrtcGetNumSupportedArchs=lambda count: 3, nvrtcGetErrorString=lambda code: b"INVALID_INPUT")
-    with pytest.raises(CompileError, match="nvrtcGetNumSupportedArchs: INVALID_INPUT"):
+    compiler._lib = Mock(**{"nvrtcGetNumSupportedArchs.return_value": 3, "nvrtcGetErrorString.return_value": b"WRONG"})
+    with pytest.raises(CompileError, match="nvrtcGetNumSupportedArchs: WRONG"):
         compiler.archs()

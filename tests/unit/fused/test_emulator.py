@@ -1,18 +1,14 @@
-"""The emulation of a GPU on a CPU, as far as warps go: fragments, votes and bank conflicts.
-
-Where the elements of a fragment lie is written here as in the PTX ISA, per lane and element; the emulation has it the
-other way round, and neither reads the other.
-"""
+"""Fragments and bank conflicts of the emulation. Where elements lie is written here as in the PTX ISA, per lane and
+element; the emulation has it the other way round, and neither reads the other."""
 
 import ctypes
 from collections.abc import Callable
 
 import pytest
 import torch
-from attn_support.fused.emulation import GXX, Deadlock, blocks_and_passes, build_text, run
+from attn_support.fused.emulation import Deadlock, blocks_and_passes, build_text, run
 from torch import Tensor
 
-pytestmark = pytest.mark.skipif(GXX is None, reason="needs g++ to build the emulation")
 WARP = 32
 Layout = Callable[[int, int], tuple[int, int]]  # of (lane, element) to (row, column)
 
@@ -33,9 +29,6 @@ def _run(body: str, *tensors: Tensor) -> ctypes.CDLL:
     )
     run(library, "tested", (1, 1, 1), WARP, Tensors(*(t.data_ptr() for t in tensors)))
     return library
-
-
-# ---- products --------------------------------------------------------------------------------------------------------
 
 
 # Of both factors and the sum of m16n8k8, and of those of m8n8k4, whose factors lie by rows or by columns.
@@ -63,26 +56,14 @@ def _fragments(matrices: Tensor, elements: int, name: str) -> Tensor:
     return lanes if lanes.dtype == torch.float32 else lanes.view(torch.int32)
 
 
-def _matrices(count: int, rows: int, cols: int, k: int) -> list[tuple[Tensor, Tensor]]:
-    """Pairs of factors that between them show where every element of either goes; products are exact in float32."""
-    numbers = torch.arange(1.0, count * max(rows, cols) * k + 1)
-    a, b = (numbers[: count * n * k].view(count, *shape) for n, shape in ((rows, (rows, k)), (cols, (k, cols))))
-    random = [torch.randint(-9, 10, t.shape).float() for t in (a, b)]
-    units = []
-    for part in range(0, max(rows, cols), k):  # a unit matrix shows k columns of the other factor's rows at a time
-        unit_a, unit_b = torch.zeros(count, rows, k), torch.zeros(count, k, cols)
-        for i in range(k):
-            if part + i < rows:
-                unit_a[:, part + i, i] = 1
-            if part + i < cols:
-                unit_b[:, i, part + i] = 1
-        units += [(unit_a, b), (a, unit_b)]
-    return [*units, (random[0], random[1])]
+def _factors(count: int, rows: int, cols: int, k: int) -> tuple[Tensor, Tensor]:
+    """Whole numbers whose products are exact in float32, all rows and columns different."""
+    a, b = (torch.randint(-99, 100, shape).float() for shape in ((count, rows, k), (count, k, cols)))
+    return a, b
 
 
-@pytest.mark.parametrize("factors", _matrices(1, 16, 8, 8))
-def test_m16n8k8_is_the_product_of_its_fragments(factors: tuple[Tensor, Tensor]) -> None:
-    a, b = factors
+def test_m16n8k8_is_the_product_of_its_fragments() -> None:
+    a, b = _factors(1, 16, 8, 8)
     c = torch.randint(-99, 100, (1, 16, 8)).float()
     lanes = _fragments(c, 4, "A 16 8 8")  # C lies as A does
     body = """
@@ -96,82 +77,32 @@ def test_m16n8k8_is_the_product_of_its_fragments(factors: tuple[Tensor, Tensor])
     assert torch.equal(lanes, _fragments(c + a @ b, 4, "A 16 8 8"))
 
 
-@pytest.mark.parametrize("factors", _matrices(4, 8, 8, 4))
-@pytest.mark.parametrize("a_by_rows", [True, False])
-@pytest.mark.parametrize("b_by_rows", [True, False])
-def test_m8n8k4_is_the_product_of_its_fragments(
-    factors: tuple[Tensor, Tensor], a_by_rows: bool, b_by_rows: bool
-) -> None:
-    a, b = factors
+@pytest.mark.parametrize("of_a", ["rows", "columns"])
+@pytest.mark.parametrize("of_b", ["rows", "columns"])
+def test_m8n8k4_is_the_product_of_its_fragments(of_a: str, of_b: str) -> None:
+    a, b = _factors(4, 8, 8, 4)
     c = torch.randint(-99, 100, (4, 8, 8)).float()
     lanes = _fragments(c, 8, "C 8 8 4")
     body = f"""
     const int lane = threadIdx.x;
     float c[8];
     memcpy(c, p.c + lane * 8, sizeof c);
-    emu_mma_m8n8k4<{int(a_by_rows)}, {int(b_by_rows)}>(
+    emu_mma_m8n8k4<{int(of_a == "rows")}, {int(of_b == "rows")}>(
         c, p.a[lane * 2], p.a[lane * 2 + 1], p.b[lane * 2], p.b[lane * 2 + 1]);
     memcpy(p.c + lane * 8, c, sizeof c);"""
-    of_a, of_b = ("rows" if by_rows else "columns" for by_rows in (a_by_rows, b_by_rows))
     _run(body, _fragments(a.half(), 4, f"A {of_a}"), _fragments(b.half(), 4, f"B {of_b}"), lanes)
     assert torch.equal(lanes, _fragments(c + a @ b, 8, "C 8 8 4"))
 
 
-# ---- shared memory ---------------------------------------------------------------------------------------------------
-
-
-def _ldmatrix(blocks: int, transposed: bool, pitch: int) -> tuple[Tensor, Tensor, int]:
-    """The content of shared memory, ``[blocks, 8, 8]``; what the lanes got, ``[32, blocks, 2]``; passes that took.
-
-    ``pitch``: bytes from row to row.
-    """
-    halves = torch.arange(blocks * 64, dtype=torch.int16)
-    out = torch.zeros(WARP, blocks, dtype=torch.int32)
-    body = f"""
-    const int lane = threadIdx.x;
-    if (lane < 8 * {blocks}) memcpy((char*)shared + lane * p.b[0], p.a + lane * 4, 16);
-    __syncwarp();
-    uint32_t r[{blocks}];
-    emu_ldmatrix<{blocks}, {int(transposed)}>(r, emu_shared_address((char*)shared + lane % (8 * {blocks}) * p.b[0]));
-    memcpy(p.c + lane * {blocks}, r, sizeof r);"""
-    args = halves, torch.tensor([pitch], dtype=torch.int32), out
-    before = blocks_and_passes(_run(body, *args))
-    after = blocks_and_passes(_run(body, *args))
-    assert after[0] - before[0] == blocks
-    return halves.view(blocks, 8, 8), out.view(torch.int16).view(WARP, blocks, 2), after[1] - before[1]
-
-
-@pytest.mark.parametrize("blocks", [1, 2, 4])
-@pytest.mark.parametrize("transposed", [False, True])
-def test_ldmatrix_gives_each_lane_two_neighbours_of_a_row(blocks: int, transposed: bool) -> None:
-    memory, got, passes = _ldmatrix(blocks, transposed, 16)
-    for lane in range(WARP):
-        for block in range(blocks):
-            matrix = memory[block].T if transposed else memory[block]
-            assert torch.equal(got[lane, block], matrix[lane // 4, lane % 4 * 2 : lane % 4 * 2 + 2])
-    assert passes == blocks
-
-
 @pytest.mark.parametrize(("pitch", "passes"), [(16, 1), (32, 2), (48, 1), (64, 4), (80, 1), (128, 8), (144, 1), (0, 1)])
 def test_ldmatrix_counts_the_passes_that_bank_conflicts_cost(pitch: int, passes: int) -> None:
-    """Rows at the same address are read at once; those of another one in the same banks are not."""
-    assert _ldmatrix(1, False, pitch)[2] == passes
-
-
-def test_votes_and_shuffles_reach_the_lanes_they_name() -> None:
-    out = torch.zeros(4, WARP)
-    body = """
-    const int lane = threadIdx.x;
-    p.c[lane] = __ballot_sync(~0u, lane % 3 == 0) == 0x49249249u;
-    p.c[32 + lane] = __all_sync(~0u, lane < 31) * 2 + __any_sync(~0u, lane == 31);
-    p.c[64 + lane] = __shfl_sync(~0u, lane * 3, lane + 9, 8);
-    p.c[96 + lane] = __shfl_xor_sync(~0u, (unsigned)lane, 5);"""
-    _run(body, out, out, out)
-    lanes = torch.arange(WARP)
-    assert out[0].all()
-    assert (out[1] == 1).all()
-    assert torch.equal(out[2], ((lanes & -8 | (lanes + 9) % 8) * 3).float())
-    assert torch.equal(out[3], (lanes ^ 5).float())
+    """Rows, ``pitch`` bytes apart, at the same address are read at once; others in the same banks are not."""
+    body = f"""
+    uint32_t r[1];
+    emu_ldmatrix<1, 0>(r, emu_shared_address((char*)shared + threadIdx.x % 8 * {pitch}));"""
+    nothing = torch.zeros(1)
+    before, after = (blocks_and_passes(_run(body, *3 * [nothing])) for _ in range(2))
+    assert [now - then for then, now in zip(before, after)] == [1, passes]
 
 
 def test_a_lane_that_misses_a_product_is_a_deadlock() -> None:

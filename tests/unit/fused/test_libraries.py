@@ -1,12 +1,11 @@
-"""Which files of wheels and drivers are taken for the runtimes and compilers, by the names that they have on Linux and
-on Windows; and which NVRTC, with libraries that behave as NVIDIA's do, built with g++."""
+"""Which files of wheels and drivers are taken for runtimes and compilers, by their names on Linux and Windows."""
 
 from __future__ import annotations
 
 import ctypes
 import subprocess
-import types
 from pathlib import Path, PureWindowsPath
+from unittest.mock import Mock
 
 import pytest
 from attn_support import fresh
@@ -34,27 +33,18 @@ NVIDIAS = {
 }  # fmt: skip
 # ROCm's own package looks for amdhip64*.dll and hiprtc0*.dll in the folder bin of _rocm_sdk_core and, if it has one, an
 # ending of a version (TheRock, rocm_sdk/_dist_info.py).
-_WINDOWS, _ROCM_7 = "_rocm_sdk_core/bin", ["libamdhip64.so.7", "libhiprtc.so.7", "libhiprtc-builtins.so.7"]
+_ROCM_7 = ["libamdhip64.so.7", "libhiprtc.so.7", "libhiprtc-builtins.so.7"]
 AMDS = {
-    "rocm-sdk-core 7.1, Windows": (
-        "win32",
-        _WINDOWS,
-        ["amdhip64_7.dll", "hiprtc0701.dll", "hiprtc-builtins0701.dll", "amd_comgr.dll"],
-    ),
     "rocm-sdk-core 7.14, Windows": (
-        "win32",
-        _WINDOWS,
-        ["amdhip64_7.dll", "hiprtc0714.dll", "hiprtc-builtins0714.dll", "rocm_kpack.dll"],
+        "win32", "_rocm_sdk_core/bin", ["amdhip64_7.dll", "hiprtc0714.dll", "hiprtc-builtins0714.dll"],
     ),
     "rocm-sdk-core with a version in its name, Windows": (
-        "win32",
-        "_rocm_sdk_core_7_2_0/bin",
-        ["amdhip64_7.dll", "hiprtc0702.dll", "hiprtc-builtins0702.dll"],
+        "win32", "_rocm_sdk_core_7_2_0/bin", ["amdhip64_7.dll", "hiprtc0702.dll", "hiprtc-builtins0702.dll"],
     ),
     "torch, Linux": ("linux", "torch/lib", ["libamdhip64.so", "libhiprtc.so", *_ROCM_7[2:], "libamdhip64.txt"]),
     "rocm-sdk-core, Linux": ("linux", "_rocm_sdk_core/lib", _ROCM_7),
     "rocm-sdk-core of a family, Linux": ("linux", "_rocm_sdk_core_gfx103x/lib", _ROCM_7),
-}
+}  # fmt: skip
 
 
 def _installed(monkeypatch: pytest.MonkeyPatch, site: Path, system: str, folder: str, files: list[str]) -> Path:
@@ -64,10 +54,7 @@ def _installed(monkeypatch: pytest.MonkeyPatch, site: Path, system: str, folder:
         (site / folder / name).touch()
     monkeypatch.setattr("sys.platform", system)
     monkeypatch.syspath_prepend(str(site))
-    monkeypatch.setattr(
-        "importlib.util.find_spec",
-        lambda name: types.SimpleNamespace(submodule_search_locations=[str(site / name)]),
-    )
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: Mock(submodule_search_locations=[str(site / name)]))
     return site / folder
 
 
@@ -84,9 +71,7 @@ def _opened(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 @pytest.mark.parametrize("wheel", NVIDIAS)
-def test_nvrtc_is_found_in_its_wheels_and_opened_after_its_builtins(
-    wheel: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_nvrtc_is_opened_after_its_builtins(wheel: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = _installed(monkeypatch, tmp_path, *NVIDIAS[wheel])
     (library, *_, builtins) = NVIDIAS[wheel][2]
     opened = _opened(monkeypatch)
@@ -95,9 +80,7 @@ def test_nvrtc_is_found_in_its_wheels_and_opened_after_its_builtins(
 
 
 @pytest.mark.parametrize("wheel", AMDS)
-def test_hip_is_found_in_its_wheels_and_by_name_alone(
-    wheel: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_hip_is_found_in_wheels_and_by_name_alone(wheel: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = _installed(monkeypatch, tmp_path, *AMDS[wheel])
     runtime, compiler = AMDS[wheel][2][:2]
     monkeypatch.setattr(hip_libraries, "loaded_runtime", lambda: None)
@@ -108,26 +91,20 @@ def test_hip_is_found_in_its_wheels_and_by_name_alone(
     assert compiler in hip_libraries.compiler_candidates()
 
 
-def test_the_runtime_that_torch_has_loaded_and_the_compiler_beside_it_go_first(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_torchs_runtime_and_the_compiler_beside_it_go_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The driver's own copy has the same name; the folder in which the program was started is not looked into."""
     folder = _installed(monkeypatch, tmp_path, *AMDS["rocm-sdk-core 7.14, Windows"])
-    (tmp_path / "here").mkdir()
-    (tmp_path / "here" / "hiprtc0714.dll").touch()
-    monkeypatch.chdir(tmp_path / "here")
+    (tmp_path / "hiprtc0714.dll").touch()
+    monkeypatch.chdir(tmp_path)
     loaded = {"amdhip64_7.dll": 0x7FF0}
 
     def path_of(handle: ctypes.c_void_p, path: ctypes.Array[ctypes.c_wchar], size: int) -> int:
-        assert handle.value == 0x7FF0
-        assert size == len(path)
+        assert (handle.value, size) == (0x7FF0, len(path))
         path.value = str(folder / "amdhip64_7.dll")
         return len(path.value)
 
-    kernel32 = types.SimpleNamespace(
-        GetModuleHandleW=lambda name: loaded.get(name.value), GetModuleFileNameW=path_of
-    )  # fmt: skip
-    monkeypatch.setattr(ctypes, "windll", types.SimpleNamespace(kernel32=kernel32), raising=False)
+    kernel32 = Mock(GetModuleHandleW=lambda name: loaded.get(name.value), GetModuleFileNameW=path_of)
+    monkeypatch.setattr(ctypes, "windll", Mock(kernel32=kernel32), raising=False)
     assert hip_libraries.runtime_candidates() == [str(folder / "amdhip64_7.dll")]
     assert hip_libraries.compiler_candidates()[0] == str(folder / "hiprtc0714.dll")
     loaded.clear()
@@ -135,16 +112,11 @@ def test_the_runtime_that_torch_has_loaded_and_the_compiler_beside_it_go_first(
 
 
 @pytest.mark.parametrize("name", ["libamdhip64.so", "libamdhip64-2f6c1e77.so.6"])
-def test_on_linux_the_runtime_that_torch_has_loaded_goes_before_any_other(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_torchs_runtime_goes_first_on_linux(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.platform", "linux")
     maps, loaded = tmp_path / "maps", f"/home/some one/venv/lib/python3.12/site-packages/torch/lib/{name}"
     other = loaded.replace(name, "libtorch_hip.so")
-    maps.write_text(
-        f"7f00-7f01 r-xp 00000000 08:01 11 {other}\n7f02-7f03 r--p 00000000 08:01 12 {loaded}\n"
-        "7f04-7f05 rw-p 00000000 00:00 0\n7f06-7f07 rw-p 00000000 00:00 0 [heap]\n"
-    )
+    maps.write_text("".join(f"7f00-7f01 r-xp 00000000 08:01 11 {what}\n" for what in (other, loaded, "", "[heap]")))
     assert hip_libraries.loaded_runtime(maps) == loaded
     assert hip_libraries.loaded_runtime(tmp_path / "nothing") is None
     monkeypatch.setattr(hip_libraries, "loaded_runtime", lambda: loaded)
@@ -184,7 +156,6 @@ def test_the_cache_of_windows_lies_in_the_users_folder_on_any_drive(monkeypatch:
     assert str(config.cache_folder()) == r"C:\Users\Some One\AppData\Local\pascal-attention"
 
 
-needs_compiler = pytest.mark.skipif(GXX is None, reason="needs g++ to build the stand-ins for NVRTC")
 # What is compiled is the word "cubin". It opens its builtins by name, and CUDA 13's has no RUNPATH to find them.
 _NVRTC = """
 #include <cstring>
@@ -221,25 +192,20 @@ def _built(folder: Path, version: int, *, has_builtins: bool) -> str:
     """The path of such a library in a folder of its own."""
     folder.mkdir()
     name, builtins = f"libnvrtc.so.{version}", f"libnvrtc-builtins.so.{version}.0"
-    command = [GXX or "g++", "-x", "c++", "-", "-shared", "-fPIC", "-w"]
-    macros = [f"-DVERSION={version}", f'-DBUILTINS="{builtins}"']
-    made = {name: (_NVRTC, [*macros, "-ldl"]), builtins: ("", [f"-Wl,-soname,{builtins}"])}
+    made = {name: (_NVRTC, [f"-DVERSION={version}", f'-DBUILTINS="{builtins}"', "-ldl"])}
+    if has_builtins:
+        made[builtins] = "", [f"-Wl,-soname,{builtins}"]
     for file, (text, options) in made.items():
-        if file == name or has_builtins:
-            arguments = [*command, *options, "-o", str(folder / file)]
-            subprocess.run(arguments, input=text.encode(), check=True)
+        command = [GXX or "g++", "-x", "c++", "-", "-shared", "-fPIC", "-w", *options, "-o", folder / file]
+        subprocess.run(command, input=text.encode(), check=True)
     return str(folder / name)
 
 
-@needs_compiler
-def test_builtins_beside_the_library_are_found(tmp_path: Path) -> None:
+@pytest.mark.skipif(GXX is None, reason="needs g++ to build the stand-ins for NVRTC")
+def test_builtins_beside_the_library_are_found_and_one_that_cannot_compile_is_passed_over(tmp_path: Path) -> None:
     cuda_13 = _built(tmp_path / "cu13", 13, has_builtins=True)
-    assert fresh.run(_FIND, cuda_13) == "(13, b'cubin')"
-
-
-@needs_compiler
-def test_a_library_that_cannot_compile_is_passed_over_for_one_that_can(tmp_path: Path) -> None:
-    broken = _built(tmp_path / "cu13", 13, has_builtins=False)
+    broken = _built(tmp_path / "broken", 13, has_builtins=False)
     cuda_12 = _built(tmp_path / "cuda_nvrtc", 12, has_builtins=True)
+    assert fresh.run(_FIND, cuda_13) == "(13, b'cubin')"
     assert fresh.run(_FIND, broken, cuda_12) == "(12, b'cubin')"
     assert fresh.run(_FIND, broken) == "None"

@@ -11,8 +11,7 @@ from pascal_attn_core.fused.launch.plan import resident_blocks
 
 
 class Multiprocessor(NamedTuple):
-    """CUDA C++ programming guide, technical specifications per compute capability. ``shared_of_block``: what each block
-    takes beside its own."""
+    """Of the CUDA C++ programming guide; ``shared_of_block``: what each block takes beside its own."""
 
     shared_bytes: int
     threads: int = 2048

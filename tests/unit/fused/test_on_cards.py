@@ -1,5 +1,4 @@
-"""The whole package on cards that are not here: all of it runs as on a card, with torch's real device threads, its
-current devices and streams, and kernels in the emulation (``attn_support.gpu``)."""
+"""The whole package as on a card, its kernels in the emulation (``attn_support.gpu``)."""
 
 import contextlib
 import json
@@ -350,9 +349,6 @@ def test_a_fault_in_8_bits_ends_a_child_and_the_layer_stays_exact() -> None:
     assert verdict.name.startswith("trial-int8-"), "none about exact attention"
 
 
-# ---- trials that fail ------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("where", some(["check", "timing", "event"], 2))
 @guard.alone(PASCAL_ATTN_NO_TIMING="")
 def test_a_trial_that_fails_does_not_end_the_users_call(where: str) -> None:
@@ -381,9 +377,6 @@ def test_the_second_card_is_timed_on_its_own_stream_while_the_first_is_current()
         cards.Event.recorded.clear()
         seconds(lambda: x @ x)
         assert {stream.device for stream in cards.Event.recorded} == {device}
-
-
-# ---- commands --------------------------------------------------------------------------------------------------------
 
 
 # By day one card of each vendor, on one of the two systems, and each sixth kernel and case.

@@ -111,9 +111,7 @@ def test_one_query_fills_the_places_of_a_card_once() -> None:
         (77, 8, 8, 64, False),
     ],
 )
-def test_few_queries_take_small_tiles_however_large_the_batch(
-    queries: int, heads: int, kv_heads: int, head_dim: int, packs: bool
-) -> None:
+def test_few_queries_take_small_tiles(queries: int, heads: int, kv_heads: int, head_dim: int, packs: bool) -> None:
     call = _call((64, heads, queries, head_dim), (64, kv_heads, 4096, head_dim), enable_gqa=heads != kv_heads)
     assert _splits(call) == (1 if packs else 0)
 
@@ -130,9 +128,7 @@ def test_a_negative_scale_takes_the_variant_that_scales_first() -> None:
 
 @pytest.mark.parametrize("torch_has_a_kernel", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-def test_auto_thinks_of_it_where_torch_does_not_multiply_on_tensor_cores(
-    dtype: torch.dtype, torch_has_a_kernel: bool
-) -> None:
+def test_auto_thinks_of_it_where_torch_has_no_tensor_cores(dtype: torch.dtype, torch_has_a_kernel: bool) -> None:
     for capability in ((5, 2), (6, 0), (6, 1), (7, 0), (7, 5), (8, 0), (9, 0), None):
         on_tensor_cores = capability is not None and capability >= (7, 0) and dtype == torch.float16
         expected = capability is not None and capability < (8, 0) and not (on_tensor_cores and torch_has_a_kernel)

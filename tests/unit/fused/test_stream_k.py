@@ -61,8 +61,7 @@ def test_each_tile_meets_each_of_its_keys_once(case: tuple[tuple[int, ...], int,
 @pytest.mark.parametrize(("heads", "tokens", "most"), [(8, 2048, 0.12), (8, 8192, 0.02), (32, 2048, 0.04)])
 @pytest.mark.parametrize("causal", [False, True])
 def test_little_of_the_card_is_idle(heads: int, tokens: int, most: float, causal: bool) -> None:
-    """Calls of a T4, which a block for each tile leaves idle for a fifth of the time, or two fifths under a causal
-    rule."""
+    """A block for each tile leaves a T4 idle for a fifth of the time, or two fifths under a causal rule."""
     rows = tokens // 256
     sizes = tuple(4 * (i + 1) for i in range(rows)) if causal else (tokens // 64,) * rows
     found = distribute(sizes, heads, 64, 40)
@@ -77,21 +76,6 @@ def test_tiles_that_fill_the_card_are_left_alone() -> None:
     assert distribute((2,) * 64, 1, 64, 40) is None  # parts would take longer than what they save
     assert distribute((1 << 17,), 3, 64, 40) is None  # more keys than a piece can name
     assert distribute(tuple(range(1, 500)), 1, 64, 40) is None  # more pieces than a launch can have
-
-
-def test_a_piece_is_two_words() -> None:
-    found = distribute((32,) * 8, 32, 64, 40)
-    assert found is not None
-    words = list(found.words)
-    assert not any(words[2 * len(found.listed) :])
-    for piece, who, keys in zip(found.listed, words[::2], words[1::2]):
-        assert (who & 0xFFF, who >> 12 & 0xFFF) == (piece.tile - found.whole, piece.slot)
-        assert (who >> 24 & 0xF, who >> 28) == (piece.part, piece.parts)
-        assert (keys & 0xFFFF, keys >> 16) == (piece.first, piece.end)
-        assert max(who, keys) < 1 << 32
-
-
-# ---- plans -----------------------------------------------------------------------------------------------------------
 
 
 def _plan(heads: int, tokens: int, card: Any = T4, head_dim: int = 64, **rules: Any) -> Plan:

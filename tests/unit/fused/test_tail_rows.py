@@ -7,24 +7,18 @@ import amd as tool
 import pytest
 import torch
 
-from pascal_attn_core.call import AttentionCall, check_call, empty_output
+from pascal_attn_core.call import check_call
 from pascal_attn_core.fused.code.source import Variant
-from pascal_attn_core.fused.geometry.amd import ARCHS, RANGES_HEAD_DIMS, AmdGeometry, blocks_of_unit
+from pascal_attn_core.fused.geometry.amd import ARCHS, RANGES_HEAD_DIMS, blocks_of_unit, wave_size
 from pascal_attn_core.fused.launch import tail_rows as module
-from pascal_attn_core.fused.launch.forward import forward_launches
 from pascal_attn_core.fused.launch.plan import Plan, plan_call
 
 MI50, RX_6800 = {"num_sms": 60, "arch": "gfx906"}, {"num_sms": 30, "arch": "gfx1030"}
 
 
-def _call(*shape: int, keys: int | None = None, dtype: torch.dtype = torch.float16, **options: Any) -> AttentionCall:
+def _plan(*shape: int, card: dict[str, Any] = MI50, dtype: torch.dtype = torch.float16, **options: Any) -> Plan:
     query = torch.empty(shape, dtype=dtype, device="meta")
-    key = torch.empty((*shape[:-2], keys or shape[-2], shape[-1]), dtype=dtype, device="meta")
-    return check_call(query, key, key, **options)
-
-
-def _plan(*shape: int, card: dict[str, Any] = MI50, **options: Any) -> Plan:
-    return plan_call(_call(*shape, **options), **card)
+    return plan_call(check_call(query, query, query, **options), **card)
 
 
 def test_the_blocks_of_an_almost_empty_round_get_ranges_of_keys() -> None:
@@ -76,33 +70,6 @@ def test_memory_for_the_parts_is_bounded_and_ranges_have_keys(card: dict[str, An
     assert found >= 10
 
 
-def test_what_is_taken_is_the_same_for_any_number_of_heads_that_a_part_has() -> None:
-    """A part of the heads on another device is computed by the plan of the whole."""
-    plan = _plan(1, 16, 4096, 64)
-    some = plan.tail.calls(_call(1, 5, 4096, 64))  # type: ignore[union-attr]
-    assert [part.seq_len_q for part in some] == [3840, 256]
-
-
-def test_every_row_is_computed_once() -> None:
-    """By launches that read and write where their rows lie, at heads and tokens in any order of memory."""
-    query = torch.zeros(2, 4096, 8, 64, dtype=torch.float16).transpose(1, 2)
-    call = check_call(query, query, query)
-    plan = plan_call(call, **MI50)
-    assert plan.tail is not None
-    out, lse = empty_output(call), torch.zeros(2, 8, 4096)
-    whole, ranges, joining = forward_launches(call, plan, out, lse)
-    first, rows = plan.tail.first, plan.forward.geometry.rows
-    assert (whole.grid, whole.params.lq) == ((first // rows, 8, 2), first)
-    assert ranges.grid == ((4096 - first) // rows * plan.tail.ranges, 8, 2)
-    assert (joining.grid, joining.params.splits) == ((2 * 8 * (4096 - first) // 4, 1, 1), plan.tail.ranges)
-    for launch in (ranges, joining):
-        assert launch.params.lq == 4096 - first
-        assert launch.params.q == query.data_ptr() + 2 * first * query.stride(2)
-        assert launch.params.o == out.data_ptr() + 2 * first * out.stride(2)
-        assert launch.params.lse == lse.data_ptr() + 4 * first
-        assert (launch.params.k, launch.params.lk) == (query.data_ptr(), 4096)
-
-
 def test_there_are_no_other_variants() -> None:
     for wrong in (Variant("ranges", 64, "float32", arch="gfx906"), Variant("ranges", 48, "float16", arch="gfx906")):
         assert not wrong.exists
@@ -112,12 +79,8 @@ def test_there_are_no_other_variants() -> None:
 
 def test_blocks_of_a_unit_are_those_that_registers_and_shared_memory_leave_room_for() -> None:
     table = tool.read_table()
-    for arch in ARCHS:
-        for head_dim in RANGES_HEAD_DIMS:
-            for kind in ("forward", "ranges"):
-                variant = Variant(kind, head_dim, "float16", arch=arch)
-                geometry = variant.geometry
-                assert isinstance(geometry, AmdGeometry)
-                waves = tool.read_cell(table[tool.row_name(variant)][arch]).waves
-                of_block = geometry.threads // (64 if arch < "gfx91" else 32)
-                assert blocks_of_unit(arch, geometry) <= 4 * waves // of_block, variant.name
+    for arch, head_dim, kind in itertools.product(ARCHS, RANGES_HEAD_DIMS, ("forward", "ranges")):
+        variant = Variant(kind, head_dim, "float16", arch=arch)
+        waves_of_block = variant.geometry.threads // wave_size(arch)
+        waves = tool.read_cell(table[tool.row_name(variant)][arch]).waves
+        assert blocks_of_unit(arch, variant.geometry) <= 4 * waves // waves_of_block, variant.name

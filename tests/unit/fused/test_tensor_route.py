@@ -13,7 +13,7 @@ from attn_support.fused.device import UncheckedKernels, emulated_card, fresh_car
 from attn_support.fused.driver import StandIn
 from attn_support.fused.emulation import CARD, GXX, T4, V100
 
-from pascal_attn_core import AttentionConfig, explain, sdpa, sdpa_backward
+from pascal_attn_core import AttentionConfig, explain, sdpa_backward
 from pascal_attn_core.call import check_call
 from pascal_attn_core.fused.code import prebuilt
 from pascal_attn_core.fused.code.source import Variant, all_variants, source
@@ -22,12 +22,16 @@ from pascal_attn_core.machine.device import DeviceInfo
 from pascal_attn_core.machine.runtime import runtime_of
 from pascal_attn_core.routes.timing import Times, Timings
 
-pytestmark = pytest.mark.skipif(GXX is None, reason="needs g++ to build the stand-in for the driver")
 GTX_1650 = replace(T4, name="GTX 1650", num_sms=14)  # says 7.5 as well, and has no tensor cores
 
 
 def _fresh(card: DeviceInfo, clock: Any, **options: Any) -> Any:
     return fresh_card(StandIn(card), clock, kind=UncheckedKernels, **options)
+
+
+def _timed(card: DeviceInfo, times: Times | None, **options: Any) -> Any:
+    """A card on which nothing is executed, and kernels were timed."""
+    return emulated_card(lambda launch: None, info=card, times=times, **options)
 
 
 def _clock(
@@ -62,9 +66,7 @@ def _route(query: torch.Tensor, **options: Any) -> str:
     ],
     ids=lambda value: getattr(value, "name", None),
 )
-def test_a_timing_on_the_card_decides_and_not_its_number(
-    card: DeviceInfo, times: tuple[float, float, float], expected: str, of_window: str
-) -> None:
+def test_the_timing_decides(card: DeviceInfo, times: tuple[float, float, float], expected: str, of_window: str) -> None:
     """Torch has no kernel for windows: there ours on plain cores is the other one."""
     with _fresh(card, _clock(*times), work_per_sm=1 << 40):
         query = _query()
@@ -89,11 +91,10 @@ def test_what_was_timed_is_told_and_kept(tmp_path: Path) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_other_types_are_never_squeezed_through_float16(dtype: torch.dtype) -> None:
     """Nothing is taken for granted without a timing."""
-    with emulated_card(lambda launch: None, info=T4, times=None) as kernels:
+    with _timed(T4, None):
         assert (_route(_query()), _route(_query(), window=(64, 0))) == ("torch", "fused")
-    assert not any(launch.variant.on_tensor_cores for launch in kernels.queued)
-    with emulated_card(lambda launch: None, info=T4, times=Times(9.0, 9.0), ratio=0.5) as kernels:
-        sdpa(*[_query(dtype=dtype)] * 3)
+    with _timed(T4, Times(9.0, 9.0), ratio=0.5) as kernels:
+        _route(_query(dtype=dtype))
         _back(_query(dtype=dtype))
     assert kernels.queued[-1].variant.kind == "grad_key_value"
     assert not any(launch.variant.on_tensor_cores for launch in kernels.queued)
@@ -101,12 +102,10 @@ def test_other_types_are_never_squeezed_through_float16(dtype: torch.dtype) -> N
 
 @pytest.mark.parametrize("capability", [(6, 1), (8, 0), (8, 6), (9, 0)])
 def test_other_cards_take_it_by_name_only(capability: tuple[int, int]) -> None:
-    query, info = _query(), replace(T4, capability=capability)
-    with emulated_card(lambda launch: None, info=info, times=Times(9.0, 9.0)) as kernels:
-        assert _route(query, window=(64, 0)) != "fused-tensor"
+    with _timed(replace(T4, capability=capability), Times(9.0, 9.0)):
+        assert _route(_query(), window=(64, 0)) != "fused-tensor"
         if capability >= (8, 0):
-            sdpa(query, query, query, config=AttentionConfig(route="fused-tensor"))
-            assert kernels.queued[-1].variant.kind.startswith("tensor")
+            assert _route(_query(), config=AttentionConfig(route="fused-tensor")) == "fused-tensor"
 
 
 def test_gradients_are_timed_with_the_forward_pass() -> None:
@@ -134,10 +133,8 @@ def _back(query: torch.Tensor, **options: Any) -> None:
         (replace(T4, capability=(8, 6)), Times(2.0, 3.0), 64, None),
     ],
 )
-def test_gradients_from_given_results_go_where_gradients_are_fastest(
-    card: DeviceInfo, times: Times | None, head_dim: int, expected: str | None
-) -> None:
-    with emulated_card(lambda launch: None, info=card, times=times) as kernels:
+def test_gradients_of_given_results(card: DeviceInfo, times: Times | None, head_dim: int, expected: str | None) -> None:
+    with _timed(card, times) as kernels:
         _back(torch.randn(1, 2, 300, head_dim).half())
         kinds = [launch.variant.kind for launch in kernels.queued]
     names = ["grad_query", "grad_query", "grad_key_value"]  # delta, and the two gradients
@@ -145,8 +142,7 @@ def test_gradients_from_given_results_go_where_gradients_are_fastest(
 
 
 def test_gradients_from_given_results_are_timed_once() -> None:
-    """They are timed with their forward pass; kernels that are wrong here are found before their first answer
-    counts."""
+    """With their forward pass; kernels that are wrong here are found before their first answer counts."""
     seen: list[bool] = []
     with fresh_card(StandIn(T4), _clock(1.0, 2.0, 3.0, seen=seen)) as kernels:
         checked: list[str] = []
@@ -156,9 +152,6 @@ def test_gradients_from_given_results_are_timed_once() -> None:
         assert kernels.queued == []  # tiles instead
         assert seen == [True]
     assert "tensor_grad_query" in checked
-
-
-# ---- plans -----------------------------------------------------------------------------------------------------------
 
 
 def _plan(q: tuple[int, ...], k: tuple[int, ...], card: DeviceInfo = T4, **rules: Any) -> Any:
@@ -184,9 +177,6 @@ def test_a_plan_names_the_kernels_of_the_generation() -> None:
         assert variant.runs_on(capability)
 
 
-# ---- shared memory beyond 48 KiB -------------------------------------------------------------------------------------
-
-
 def test_large_tiles_are_asked_for_before_they_are_launched() -> None:
     """A card that has not as much leaves the call to others."""
     large = Variant("tensor", 128, "float16")
@@ -201,9 +191,6 @@ def test_large_tiles_are_asked_for_before_they_are_launched() -> None:
     with fresh_card(driver, _clock(1.0, 2.0, 3.0), kind=UncheckedKernels) as kernels:
         assert _route(query) == "torch"
         assert "cuFuncSetAttribute" in next(iter(kernels._failed.values()))
-
-
-# ---- what ships ------------------------------------------------------------------------------------------------------
 
 
 def test_what_ships_runs_on_its_card_without_a_compiler() -> None:
@@ -225,6 +212,7 @@ def test_every_variant_fits_the_shared_memory_of_its_cards() -> None:
             assert of_block * variant.geometry.blocks <= (64 if variant.kind.startswith("tensor") else 96) << 10
 
 
+@pytest.mark.skipif(GXX is None, reason="needs g++ to compute what the macros say")
 @pytest.mark.parametrize("kind", ["tensor", "tensor_grad_query"])
 def test_the_shared_memory_asked_for_is_what_the_source_declares(tmp_path: Path, kind: str) -> None:
     """SMEM_BYTES, as a compiler computes it from the macros of each variant."""

@@ -1,5 +1,4 @@
-"""The first run of the kernels in a process of its own: real child processes whose kernels are right, wrong, fault and
-hang."""
+"""The first run of the kernels, in real child processes whose kernels are right, wrong, fault and hang."""
 
 import json
 import logging
@@ -9,6 +8,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -79,22 +79,18 @@ def test_kernels_that_are_right_are_tried_once_on_a_machine(trials, tmp_path) ->
     first = trials(start)
     assert first.reason([FORWARD]) == ""
     assert first.reason([FORWARD, MASKED]) == ""  # it ships, so the same child has tried it
-    assert len(start.jobs) == 1
-    assert start.jobs[0].needed == [["forward", 64, "float32", "none", False, ""]]
+    (job,) = start.jobs
+    assert job.needed == [["forward", 64, "float32", "none", False, ""]]
     shipped = prebuilt.all_variants(CARD.capability)
     shipped = [v for v in shipped if isinstance(v, Variant) and v.kind != "int8"]  # which has trials of its own
-    assert len(start.jobs[0].others) == len(shipped) - 1
-    assert start.children[0].returncode == 0
-    again = trials(start)
+    assert len(job.others) == len(shipped) - 1
+    again, gradient = trials(start), Variant("grad_query", 64, "float32")
     assert again.reason([MASKED]) == ""
-    assert len(start.jobs) == 1
-    gradient = Variant("grad_query", 64, "float32")
     assert again.reason([FORWARD, gradient]) == ""
     assert [job.needed for job in start.jobs[1:]] == [[["grad_query", 64, "float32", "none", False, ""]]]
     (stored,) = tmp_path.iterdir()
     content = json.loads(stored.read_text())
-    assert content["card"] == "GTX 1080 Ti"
-    assert content["off"] == ""
+    assert (content["card"], content["off"]) == ("GTX 1080 Ti", "")
     assert {FORWARD.name, gradient.name} <= set(content["good"])
 
 
@@ -154,8 +150,7 @@ def test_a_child_that_lacked_memory_is_tried_again_later(trials, monkeypatch) ->
     words = "CUDA error: CUBLAS_STATUS_ALLOC_FAILED"
     start = Child(f"raise RuntimeError('{words}')")
     here = trials(start)
-    for _ in range(2):
-        assert here.reason([FORWARD]) == words
+    assert [here.reason([FORWARD]) for _ in range(2)] == [words, words]
     assert len(start.jobs) == 1
     monkeypatch.setattr(trial, "RETRY_SECONDS", 0.0)
     later = trials(start)
@@ -172,11 +167,7 @@ def test_a_child_that_lacked_memory_is_tried_again_later(trials, monkeypatch) ->
     ],
 )
 def test_modes_of_a_card_that_let_no_child_in_are_named_with_what_to_do(trials, words, advice) -> None:
-    def start(job, answers):
-        answers.write_text(json.dumps({"stopped": f"RuntimeError: {words}", "is_fault": False}))
-        return subprocess.Popen([sys.executable, "-c", ""])
-
-    reason = trials(start).reason([FORWARD])
+    reason = trials(Child(f"raise RuntimeError({words!r})")).reason([FORWARD])
     assert all(part in reason for part in (words, advice, "PASCAL_ATTN_TRUST=1"))
 
 
@@ -224,18 +215,13 @@ def _no_child(job: Job, answers: Path) -> subprocess.Popen[bytes]:
 def test_a_child_that_comes_to_no_result_decides_for_all_kinds_in_this_process(trials) -> None:
     start = Starter()
     start.code = "import no_such_module"
-    here = trials(start)
-    for variant in (FORWARD, MASKED):
-        reason = here.reason([variant])
-        assert reason.startswith("the process that checks the kernels came to no result: exit status 1: ModuleNotFound")
+    here, words = trials(start), "the process that checks the kernels came to no result: exit status 1: ModuleNotFound"
+    assert [here.reason([variant]).startswith(words) for variant in (FORWARD, MASKED)] == [True, True]
     assert len(start.jobs) == 1
 
 
 def test_where_there_is_no_room_for_its_answers_no_call_ends(trials, monkeypatch) -> None:
-    def full(**options):
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(trial.tempfile, "TemporaryDirectory", full)
+    monkeypatch.setattr(trial.tempfile, "TemporaryDirectory", Mock(side_effect=OSError(28, "No space left on device")))
     assert "No space left on device" in trials(_no_child).reason([FORWARD])
 
 
@@ -244,9 +230,7 @@ def test_who_trusts_the_kernels_has_no_trial(trials, monkeypatch) -> None:
     assert trials(_no_child).reason([FORWARD]) == ""
 
 
-def test_no_child_while_memory_is_short_or_in_a_forked_worker_and_later_it_is_made_up_for(
-    trials, monkeypatch, caplog
-) -> None:
+def test_no_child_while_memory_is_short_or_in_a_forked_worker_but_later(trials, monkeypatch, caplog) -> None:
     here = trials(_no_child)
     monkeypatch.setattr(trial, "RETRY_SECONDS", 0.0)
     monkeypatch.setattr(trial, "free_bytes", lambda device: 100 << 20)
@@ -336,9 +320,6 @@ def test_a_program_that_is_not_python_is_not_started_again(trials, monkeypatch, 
     assert reason.startswith("the process that checks the kernels cannot be started: ")
     assert "the path of a Python interpreter is not known" in reason
     assert list(tmp_path.iterdir()) == []  # off in this process only
-
-
-# ---- the route -------------------------------------------------------------------------------------------------------
 
 
 class _Loaded(Kernels):

@@ -1,5 +1,4 @@
-"""The model of a compute unit on events that are written here, where each limit can be worked out by hand, and on
-shipped kernels."""
+"""The model of a compute unit, on events with limits worked out by hand, and on shipped kernels."""
 
 import numpy as np
 import pytest
@@ -14,6 +13,9 @@ from tools.models.amd import ComputeUnit, Event, Pace, Speed, Trace, main_blocks
 from tools.models.compute_unit import GCN, RDNA2, Timing
 
 VECTOR, SLOW, LDS, BARRIER = Event("vector"), Event("vector", 16), Event("lds", 8), Event("barrier")
+needs_objdump = pytest.mark.skipif(
+    OBJDUMP is None, reason="needs llvm-objdump-16 to read machine code (Debian: llvm-16)"
+)
 WAIT = Event("wait", waits=(("lgkmcnt", 0),))
 
 
@@ -75,37 +77,39 @@ def _events(*texts: str) -> list[Event]:
     return trace.events
 
 
-def test_a_simd_of_rdna_issues_every_cycle() -> None:
-    assert _cycles(_events(*["v_mov_b32_e32 v1, v2"] * 10), timing=RDNA2) == 10
-    assert _cycles(_events(*["v_exp_f32_e32 v1, v2"] * 10), timing=RDNA2) == 9 * 4 + 1
+FMA, EXP = "v_fmac_f32_e32 v{}, v2, v3", "v_exp_f32_e32 v1, v2"
+CHAIN = [FMA.format(1)] * 10
 
 
-def test_a_result_is_read_after_five_cycles() -> None:
-    chain = ["v_fmac_f32_e32 v1, v2, v3"] * 10
-    assert _cycles(_events(*chain), timing=RDNA2) == 9 * 5 + 1
-    apart = [f"v_fmac_f32_e32 v{10 + n % 5}, v2, v3" for n in range(10)]
-    assert _cycles(_events(*apart), timing=RDNA2) == 10
-    of_exp = _events("v_exp_f32_e32 v1, v2", "v_add_f32_e32 v3, v1, v1")
-    assert _cycles(of_exp, timing=RDNA2) == 10 + 1
-    carry = _events("v_add_co_u32 v1, vcc_lo, v2, v3", "v_add_co_ci_u32_e32 v4, vcc_lo, v5, v6, vcc_lo")
-    assert _cycles(carry, timing=RDNA2) == 5 + 1
-    stored = _events("v_mov_b32_e32 v3, v2", "ds_write_b32 v9, v3")
-    assert _cycles(stored, timing=RDNA2) == 5 + 1
-    other = _events("v_mov_b32_e32 v4, v2", "ds_write_b32 v9, v3")
-    assert _cycles(other, timing=RDNA2) == 2
+def _dual(n: int) -> str:
+    return f"v_dual_fmac_f32 v{10 + 2 * n}, v2, v3 :: v_dual_fmac_f32 v{11 + 2 * n}, v4, v5"
 
 
-def test_two_products_that_are_issued_at_once_take_a_cycle() -> None:
-    dual = "v_dual_fmac_f32 v{}, v2, v3 :: v_dual_fmac_f32 v{}, v4, v5"
-    events = _events(*[dual.format(10 + 2 * (n % 5), 11 + 2 * (n % 5)) for n in range(10)])
-    assert _cycles(events, timing=RDNA2) == 10
-    assert sum(e.products for e in events) == 20
-    assert _cycles(_events(*[dual.format(10, 11)] * 10), timing=RDNA2) == 9 * 5 + 1
+@pytest.mark.parametrize(
+    ("texts", "cycles"),
+    [
+        (["v_mov_b32_e32 v1, v2"] * 10, 10),
+        ([EXP] * 10, 9 * 4 + 1),
+        (CHAIN, 9 * 5 + 1),  # a result is read after five cycles
+        ([FMA.format(10 + n % 5) for n in range(10)], 10),
+        ([EXP, "v_add_f32_e32 v3, v1, v1"], 10 + 1),
+        (["v_add_co_u32 v1, vcc_lo, v2, v3", "v_add_co_ci_u32_e32 v4, vcc_lo, v5, v6, vcc_lo"], 5 + 1),
+        (["v_mov_b32_e32 v3, v2", "ds_write_b32 v9, v3"], 5 + 1),
+        (["v_mov_b32_e32 v4, v2", "ds_write_b32 v9, v3"], 2),
+        ([_dual(n % 5) for n in range(10)], 10),
+        ([_dual(0)] * 10, 9 * 5 + 1),
+    ],
+)
+def test_a_simd_of_rdna_issues_every_cycle_what_need_not_wait(texts: list[str], cycles: int) -> None:
+    assert _cycles(_events(*texts), timing=RDNA2) == cycles
+
+
+def test_two_products_that_are_issued_at_once_count_twice() -> None:
+    assert sum(e.products for e in _events(_dual(0))) == 2
 
 
 def test_another_wave_computes_meanwhile() -> None:
-    chain = _events(*["v_fmac_f32_e32 v1, v2, v3"] * 10)
-    one_simd = [chain if n % 4 == 0 else [] for n in range(5 * 4)]
+    one_simd = [_events(*CHAIN) if n % 4 == 0 else [] for n in range(5 * 4)]
     assert _cycles(*one_simd, timing=RDNA2) == 9 * 5 + 4 + 1
 
 
@@ -137,22 +141,18 @@ def test_blocks_have_shared_memory_in_one_of_two_halves() -> None:
 def test_stretches_with_many_products_are_the_main_blocks() -> None:
     product = Event("vector", products=1)
     few, many = [product] * 10, [product] * 70
-    assert main_blocks([VECTOR, *few, BARRIER, VECTOR, *many, Event("branch"), *few]) == [
-        VECTOR,
-        *many,
-        Event("branch"),
-    ]
+    main = [VECTOR, *many, Event("branch")]
+    assert main_blocks([VECTOR, *few, BARRIER, *main, *few]) == main
 
 
 def test_the_last_round_has_the_blocks_that_are_left() -> None:
     paces = [Pace(100, 10, 1, 0), Pace(150, 20, 1, 0)]
     found = Speed(paces, 0.7, 0.8, 128, 64)
-    assert found.cycles(120, 10) == 20 + 10 * 150
-    assert found.cycles(121, 10) == 20 + 10 * 150 + 10 + 10 * 100
-    assert found.cycles(60, 10) == 10 + 10 * 100
+    full, rest = 20 + 10 * 150, 10 + 10 * 100
+    assert [found.cycles(blocks, 10) for blocks in (60, 120, 121)] == [rest, full, full + rest]
 
 
-@pytest.mark.skipif(OBJDUMP is None, reason="needs llvm-objdump-16 to read machine code (Debian: llvm-16)")
+@needs_objdump
 @pytest.mark.parametrize(
     ("arch", "lanes", "head_dim"), some([("gfx1030", 32, 64), ("gfx906", 64, 64), ("gfx1030", 32, 128)], 3)
 )
@@ -174,7 +174,7 @@ def test_most_of_what_a_shipped_kernel_issues_are_products(arch: str, lanes: int
     assert full.computing > 0.7
 
 
-@pytest.mark.skipif(OBJDUMP is None, reason="needs llvm-objdump-16 to read machine code (Debian: llvm-16)")
+@needs_objdump
 def test_a_call_takes_the_launches_of_its_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     """480 blocks of 64 tiles, then 32 times 11 with 6 of them, then the time in which memory takes and gives parts."""
     paces = {"forward": [Pace(100, 0, 1, 0), Pace(150, 0, 1, 0)], "ranges": [Pace(90, 5, 1, 0), Pace(140, 6, 1, 0)]}

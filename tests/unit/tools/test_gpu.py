@@ -1,5 +1,4 @@
-"""The frame of ``python -m tools.gpu``: which parts are run, what stops them, what is written. Its parts here are small
-processes; ``test_gpu_whole.py`` runs the real ones."""
+"""The frame of ``python -m tools.gpu``, with small processes as its parts: what is run, stopped and written."""
 
 import contextlib
 import dataclasses
@@ -64,9 +63,7 @@ def stored(folder: Path, name: str, card: str = "nvidia-geforce-gtx-1080-ti") ->
     return json.loads((folder / card / f"{name}.json").read_text())
 
 
-def test_a_part_is_run_once_for_a_card_its_driver_torch_package_and_source(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_part_is_run_once_for_a_card_and_its_versions(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     def began(**of_facts: Any) -> str:
         run_parts(runs(tmp_path, **of_facts), [part("one")])
         content = stored(tmp_path, "one")
@@ -98,12 +95,16 @@ def test_another_source_is_another_result(tmp_path: Path) -> None:
     assert len({first, second, code()}) == 3
 
 
+def states(found: dict[str, Any]) -> list[str]:
+    return [content["state"] for content in found.values()]
+
+
 def test_what_went_wrong_is_told_again_but_what_did_not_end_is_run_again(tmp_path: Path) -> None:
     parts = [part("wrong", "raise SystemExit(1)"), part("broken", "raise SystemExit(9)")]
-    assert [content["state"] for content in run_parts(runs(tmp_path), parts).values()] == [WRONG, FAILED]
+    assert states(run_parts(runs(tmp_path), parts)) == [WRONG, FAILED]
     mended = [part("wrong"), part("broken")]
-    assert [content["state"] for content in run_parts(runs(tmp_path), mended).values()] == [WRONG, RIGHT]
-    assert run_parts(runs(tmp_path, again=True), mended)["wrong"]["state"] == RIGHT
+    assert states(run_parts(runs(tmp_path), mended)) == [WRONG, RIGHT]
+    assert states(run_parts(runs(tmp_path, again=True), mended)) == [RIGHT, RIGHT]
 
 
 def test_a_part_that_is_not_finished_gets_what_it_had(tmp_path: Path) -> None:
@@ -143,7 +144,7 @@ def test_a_part_that_hangs_is_stopped_with_its_children_and_the_next_one_runs(tm
     noted = tmp_path / "process"
     hangs = part("hangs", HANGS.replace("sys.argv[1]", repr(str(noted))))
     found = run_parts(runs(tmp_path / "out", seconds=3.0), [hangs, part("next")])
-    assert [content["state"] for content in found.values()] == [UNFINISHED, RIGHT]
+    assert states(found) == [UNFINISHED, RIGHT]
     assert 1.0 <= found["hangs"]["seconds"] < 2.5
     assert found["hangs"]["summary"] == "waiting"
     assert _is_gone(int(noted.read_text()))
@@ -154,10 +155,8 @@ def test_a_process_that_does_not_heed_the_signal_is_killed(monkeypatch: pytest.M
     monkeypatch.setattr(child, "GRACE", 0.3)
     code = "import signal as s, time; s.signal(s.SIGTERM, s.SIG_IGN); print('on', flush=True); time.sleep(600)"
     ended = child.run([sys.executable, "-S", "-c", code], 0.5)
-    assert ended.status is None
-    assert not ended.remains
+    assert (ended.status, bool(ended.remains), ended.last_line) == (None, False, "on")
     assert ended.words.startswith("stopped after")
-    assert ended.last_line == "on"
 
 
 @posix_only
@@ -179,9 +178,8 @@ def test_a_part_that_raises_is_written_down_and_the_next_one_runs(tmp_path: Path
         raise OSError("no such program")
 
     found = run_parts(runs(tmp_path), [Part("broken", 1.0, ("tools/gpu",), broken), part("next")])
-    assert found["broken"]["state"] == FAILED
+    assert states(found) == [FAILED, RIGHT]
     assert found["broken"]["summary"] == "OSError: no such program"
-    assert found["next"]["state"] == RIGHT
 
 
 def _interrupted(folder: str, number: str) -> None:
@@ -326,9 +324,7 @@ def test_tests_are_run_as_far_as_the_time_goes_and_then_go_on(monkeypatch: pytes
     ("others", "end"), [("os.abort()", "SIGABRT"), ("time.sleep(600)", "stopped after 10 s")], ids=["crashes", "hangs"]
 )
 @posix_only
-def test_a_test_that_takes_its_process_along_is_run_last_and_then_told(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, others: str, end: str
-) -> None:
+def test_a_test_that_ends_its_process(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, others: str, end: str) -> None:
     run, ran = _tests_of(monkeypatch, tmp_path, f"def test_bad():\n    ran('bad'); {others}")
     first = run(7)
     assert first.state == (FAILED if "abort" in others else UNFINISHED)
@@ -348,8 +344,7 @@ def test_each_failure_of_a_test_is_written_with_its_message(tmp_path: Path) -> N
     ]
     program = f"open(arguments[arguments.index('--record') + 1], 'w').write({chr(10).join(map(json.dumps, lines))!r})\n"
     outcome = BY_NAME["tests"].run(_job(tmp_path, program + "sys.exit(1)"))
-    assert outcome.state == FAILED
-    assert outcome.summary == "2 failed of 3; the same command goes on with the others"
+    assert (outcome.state, outcome.summary) == (FAILED, "2 failed of 3; the same command goes on with the others")
     assert [failure["message"] for failure in outcome.figures["failures"]] == ["assert 1 == 2", "teardown"]
     assert outcome.figures["counts"] == {"failed": 2}
 
@@ -361,9 +356,8 @@ json.dump({content!r}, open(arguments[arguments.index("--json") + 1], "w"))
 import time; time.sleep(600)
 """
     outcome = BY_NAME["bench-forward"].run(_job(tmp_path, program, end=time.monotonic() + 1.0))
-    assert outcome.state == UNFINISHED
+    assert (outcome.state, outcome.figures) == (UNFINISHED, content)
     assert outcome.summary.endswith("1 shape; in units of torch-fused: auto 0.80")
-    assert outcome.figures == content
 
 
 def test_the_demo_tells_the_time_of_each_attention(tmp_path: Path) -> None:
@@ -375,15 +369,13 @@ folder = arguments[arguments.index("--out") + 1]
 os.mkdir(folder)
 json.dump({content!r}, open(folder + "/results.json", "w"))
 """
-    outcome = BY_NAME["demo"].run(_job(tmp_path, program))
-    assert (outcome.state, outcome.summary, outcome.figures) == (RIGHT, "image: ours 1.5 s, math -", content)
+    assert BY_NAME["demo"].run(_job(tmp_path, program)) == Outcome(RIGHT, "image: ours 1.5 s, math -", content)
 
 
-def test_the_rates_are_right_or_not_for_this_card(tmp_path: Path) -> None:
-    for status, state in ((0, RIGHT), (2, "not run")):
-        (folder := tmp_path / str(status)).mkdir()
-        outcome = BY_NAME["rates"].run(_job(folder, f"print('said'); sys.exit({status})"))
-        assert (outcome.state, outcome.summary) == (state, "said")
+@pytest.mark.parametrize(("status", "state"), [(0, RIGHT), (2, "not run")])
+def test_the_rates_are_right_or_not_for_this_card(tmp_path: Path, status: int, state: str) -> None:
+    outcome = BY_NAME["rates"].run(_job(tmp_path, f"print('said'); sys.exit({status})"))
+    assert (outcome.state, outcome.summary) == (state, "said")
 
 
 def test_without_the_sanitizer_its_part_is_not_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -408,23 +400,22 @@ if found["trying"]:
     assert [job["job"] for job in outcome.figures["jobs"]] == ["job 0", "job 1", "job 2"]
 
 
-def test_a_shipped_geometry_that_does_not_run_is_bad_and_the_sweep_still_goes_on(tmp_path: Path) -> None:
-    job = {"job": "a", "shipped_note": "wrong", "shipped": "", "best": None, "shipped_seconds": None}
-    job |= {"best_over_shipped": None}
-    for left, status, state in ((["b"], 3, FAILED), ([], 0, WRONG)):
-        folder = tmp_path / state
-        folder.mkdir()
-        found = {"jobs": [job], "trying": "", "not_reached": left}
-        outcome = BY_NAME["sweep"].run(_job(folder, f"sys.exit({status})", before=found))
-        assert outcome.state == state
-        assert outcome.summary == f"1 of {1 + len(left)} kernels; the shipped geometry does not run: a"
+_BAD = dict.fromkeys(("best", "shipped_seconds", "best_over_shipped")) | {"shipped_note": "wrong", "shipped": ""}
 
 
-def test_a_sweep_that_fails_where_it_failed_before_is_not_begun_again(tmp_path: Path) -> None:
-    program = "raise SystemError('a fault')"
-    outcome = BY_NAME["sweep"].run(_job(tmp_path, program, before={"jobs": [], "trying": "first"}))
-    assert outcome.state == FAILED
-    assert outcome.summary == "exit status 1: SystemError: a fault"
+@pytest.mark.parametrize(
+    ("program", "before", "state", "summary"),
+    [
+        ("sys.exit(3)", {"not_reached": ["b"]}, FAILED, "1 of 2 kernels; the shipped geometry does not run: a"),
+        ("sys.exit(0)", {"not_reached": []}, WRONG, "1 of 1 kernels; the shipped geometry does not run: a"),
+        # Where it failed before it is not begun again.
+        ("raise SystemError('it')", {"jobs": [], "trying": "first"}, FAILED, "exit status 1: SystemError: it"),
+    ],
+)
+def test_a_sweep_that_is_stuck(tmp_path: Path, program: str, before: dict[str, Any], state: str, summary: str) -> None:
+    found = {"jobs": [{"job": "a", **_BAD}], "trying": "", **before}
+    outcome = BY_NAME["sweep"].run(_job(tmp_path, program, before=found))
+    assert (outcome.state, outcome.summary) == (state, summary)
 
 
 def test_the_sanitizer_is_found_in_path_in_cuda_home_and_of_cuda_12_before_that_of_cuda_13(tmp_path: Path) -> None:
@@ -446,16 +437,12 @@ def test_its_last_line_is_read() -> None:
     assert sanitizer.errors_in("Segmentation fault\n") is None
 
 
-# ---- nine minutes ----------------------------------------------------------------------------------------------------
-
 # Seconds that the parts need on a card beside an old processor. Tests and sweep go on where they were.
 _NEEDED = {"rates": 20.0, "selftest": 90.0, "tests": 3500.0, "bench-forward": 100.0, "bench-backward": 100.0,
            "bench-linear": 100.0, "demo": 60.0, "sanitizer": 0.0, "sweep": 1500.0}  # fmt: skip
 
 
-def test_it_takes_nine_minutes_however_slow_the_card_is_and_comes_to_an_end(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_it_takes_nine_minutes_however_slow_the_card_is(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """The clock is simulated: what a part needs passes at once, until it is done or stopped."""
     clock = SimpleNamespace(now=1000.0, monotonic=lambda: clock.now)
     for name in ("hash_of", "commit"):

@@ -5,6 +5,7 @@ from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from attn_support.fused.device import CardKernels, emulated_card
@@ -19,18 +20,15 @@ from tools.gpu.rates import WHAT, Rate
 from tools.models.sass import loops, maxwell, sections, within
 
 
-class _Compiler:
-    version = (12, 6)
-
-    def compile(self, text: str, arch: int, macros: dict[str, Any]) -> nvrtc.Compiled:
-        assert text == rates.text()
-        rate = Rate("int8", macros["PA_D"], "float32", what=WHAT[macros["PA_RATE"]])
-        assert rate.macros() == macros
-        return nvrtc.Compiled(cubin(rate, arch), "")
+def _compiled(text: str, arch: int, macros: dict[str, Any]) -> nvrtc.Compiled:
+    rate = Rate("int8", macros["PA_D"], "float32", what=WHAT[macros["PA_RATE"]])
+    assert (text, macros) == (rates.text(), rate.macros())
+    return nvrtc.Compiled(cubin(rate, arch), "")
 
 
-def _measured(path: Path, card: Any = CARD, execute: Any = lambda launch: None) -> tuple[int, list[Launch]]:
-    with emulated_card(execute, card, CardKernels, find_compiler=lambda arch: _Compiler()) as kernels:
+def _measured(path: Path, card: Any = CARD) -> tuple[int, list[Launch]]:
+    compiler = Mock(version=(12, 6), compile=_compiled)
+    with emulated_card(lambda launch: None, card, CardKernels, find_compiler=lambda arch: compiler) as kernels:
         return rates.main(["--device", "cpu", "--json", str(path), "--chunks", "2"]), kernels.queued
 
 

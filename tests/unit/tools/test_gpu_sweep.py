@@ -11,12 +11,11 @@ import pytest
 import torch
 from attn_support.fused.device import CardKernels, emulated_card, execute
 from attn_support.fused.driver import fails_once
-from attn_support.fused.emulation import T4
+from attn_support.fused.emulation import CARD, T4
 from attn_support.gpu.compiler import AnyGeometry
 from attn_support.randomness import some
 
 from pascal_attn_core.fused.code.source import KINDS, Geometry, Variant, source
-from pascal_attn_core.fused.launch import Launch
 from pascal_attn_core.machine.storage import read_object, write_object
 from tools.gpu.geometries import Candidate, details, shapes, words
 from tools.gpu.sweep import Compilations, Settings, all_jobs, error_of, giving, sweep
@@ -40,13 +39,20 @@ def a_card(compiler: AnyGeometry) -> Callable[..., Any]:
 
 
 @pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "sweep.json"
+
+
+def _swept(path: Path, *variants: Variant, settings: Settings = SMALL) -> dict[str, Any]:
+    """What a sweep to its end has written."""
+    assert sweep(CPU, variants, settings, path, math.inf, 1)
+    return read_object(path)
+
+
+@pytest.fixture
 def card(a_card: Callable[..., Any]) -> Iterator[Any]:
     with a_card(execute) as kernels:
         yield kernels
-
-
-def _idle(launch: Launch) -> None:
-    """A card on which kernels write nothing."""
 
 
 @pytest.mark.parametrize(
@@ -58,9 +64,7 @@ def _idle(launch: Launch) -> None:
     ],
     ids=str,
 )
-def test_another_geometry_is_compared_with_the_definition(
-    card: Any, compiler: AnyGeometry, variant: Variant, change: dict[str, int]
-) -> None:
+def test_another_geometry_is_right(card: Any, compiler: AnyGeometry, variant: Variant, change: dict[str, int]) -> None:
     tiles = Geometry(**{**vars(variant.geometry), **change})
     candidate = Candidate.of(variant, tiles)
     cubin = compiler.compile(source(candidate.kind), 61, candidate.macros()).cubin
@@ -71,10 +75,8 @@ def test_another_geometry_is_compared_with_the_definition(
     assert [launch.threads for launch in own] == [tiles.threads]
 
 
-def test_all_that_was_measured_is_taken_over(card: Any, compiler: AnyGeometry, tmp_path: Path) -> None:
-    path = tmp_path / "sweep.json"
-    assert sweep(CPU, [FORWARD], SMALL, path, math.inf, 1)
-    first = read_object(path)
+def test_all_that_was_measured_is_taken_over(card: Any, path: Path) -> None:
+    first = _swept(path, FORWARD)
     [job] = first["jobs"]
     assert job["shipped"] == words(FORWARD.geometry)
     tried = {lane["name"]: lane for lane in job["candidates"]}
@@ -82,58 +84,45 @@ def test_all_that_was_measured_is_taken_over(card: Any, compiler: AnyGeometry, t
     assert all(lane["error"] < 1e-5 and lane["seconds"] > 0 and lane["registers"] for lane in tried.values())
     assert tried[job["shipped"]]["over_shipped"] == 1.0
     launched = len(card.queued)
-    assert sweep(CPU, [FORWARD], SMALL, path, math.inf, 1)
-    assert read_object(path) == first
+    assert _swept(path, FORWARD) == first
     assert len(card.queued) == launched
     assert len(table(first["jobs"])) == 2
 
 
-def test_no_job_is_begun_without_time(card: Any, tmp_path: Path) -> None:
-    path = tmp_path / "sweep.json"
+def test_no_job_is_begun_without_time(card: Any, path: Path) -> None:
     assert not sweep(CPU, [FORWARD, OTHER], SMALL, path, -1.0, 1)
     assert read_object(path)["not_reached"] == [FORWARD.name, OTHER.name]
     assert card.queued == []
 
 
-def test_a_candidate_that_has_ended_its_process_is_left_alone(a_card: Any, tmp_path: Path) -> None:
-    path, shipped = tmp_path / "sweep.json", Candidate.of(OTHER, OTHER.geometry)
+def test_a_candidate_that_has_ended_its_process_is_left_alone(card: Any, path: Path) -> None:
+    shipped = Candidate.of(OTHER, OTHER.geometry)
     write_object(path, {"jobs": [], "trying": shipped.name})
-    with a_card(_idle) as kernels:
-        assert sweep(CPU, [OTHER], SMALL, path, math.inf, 1)
-        assert kernels.queued == []
-    found = read_object(path)
+    found = _swept(path, OTHER)
+    assert card.queued == []
     assert list(found["lost"]) == [shipped.name]
     assert found["jobs"][0]["shipped_note"] == "its process ended while this was tried"
     assert found["jobs"][0]["best"] is None
 
 
-def test_a_job_that_has_ended_its_process_while_it_was_timed_is_left_out(card: Any, tmp_path: Path) -> None:
-    path = tmp_path / "sweep.json"
+def test_a_job_that_has_ended_its_process_while_it_was_timed_is_left_out(card: Any, path: Path) -> None:
     write_object(path, {"jobs": [], "trying": OTHER.name})
-    assert sweep(CPU, [OTHER], SMALL, path, math.inf, 1)
-    assert read_object(path)["jobs"] == []
-    assert list(read_object(path)["lost"]) == [OTHER.name]
-    assert card.queued == []
+    found = _swept(path, OTHER)
+    assert (found["jobs"], list(found["lost"]), card.queued) == ([], [OTHER.name], [])
 
 
-def test_a_wrong_candidate_is_not_timed(a_card: Any, tmp_path: Path) -> None:
-    path = tmp_path / "sweep.json"
-    with a_card(_idle):
-        assert sweep(CPU, [OTHER], SMALL, path, math.inf, 1)
-    [job] = read_object(path)["jobs"]
+def test_a_wrong_candidate_is_not_timed(a_card: Any, path: Path) -> None:
+    with a_card(lambda launch: None):
+        [job] = _swept(path, OTHER)["jobs"]
     [lane] = job["candidates"]
     assert lane["note"] == job["shipped_note"] == "wrong"
     assert "seconds" not in lane
 
 
-def test_one_that_cannot_be_launched_is_noted_and_one_that_loses_the_card_ends_the_process(
-    a_card: Any, tmp_path: Path
-) -> None:
-    path = tmp_path / "sweep.json"
-    with a_card(_idle) as kernels:
+def test_one_that_cannot_be_launched_is_noted_and_a_lost_card_ends_the_process(a_card: Any, path: Path) -> None:
+    with a_card(lambda launch: None) as kernels:
         kernels.driver.faults["cuLaunchKernel"] = fails_once(701)
-        assert sweep(CPU, [OTHER], SMALL, path, math.inf, 1)
-        assert "too many resources" in read_object(path)["jobs"][0]["shipped_note"]
+        assert "too many resources" in _swept(path, OTHER)["jobs"][0]["shipped_note"]
         kernels.driver.faults["cuLaunchKernel"] = fails_once(700)
         with pytest.raises(RuntimeError, match="illegal memory access"):
             sweep(CPU, [FORWARD], SMALL, path, math.inf, 1)
@@ -155,34 +144,20 @@ def test_geometries_begin_with_the_shipped_one_and_fill_whole_warps() -> None:
     assert {variant.kind for variant in all_jobs()} == set(KINDS)
 
 
-@pytest.mark.parametrize("kind", ["int8", "capped"])
-def test_kernels_that_few_calls_take_are_swept(card: Any, tmp_path: Path, kind: str) -> None:
-    path, variant = tmp_path / "sweep.json", Variant(kind, 64, "float16")
-    assert variant in all_jobs()
-    assert sweep(CPU, [variant], SMALL, path, math.inf, 1)
-    [job] = read_object(path)["jobs"]
-    assert job["shipped"] == words(variant.geometry)
-    assert job["shipped_note"] == ""
-    assert all(0 < lane["error"] < 0.1 and lane["seconds"] > 0 for lane in job["candidates"])
+_ON_TENSOR_CORES = ["small", "grad_query", "grad_key_value_capped_packed", "packed", "even"]
 
 
-@pytest.mark.parametrize(
-    "kind",
-    some(
-        ["tensor_small", "tensor_grad_query", "tensor_grad_key_value_capped_packed", "tensor_packed", "tensor_even"], 3
-    ),
-)
-def test_kernels_on_tensor_cores_are_swept_where_there_are_some(a_card: Any, tmp_path: Path, kind: str) -> None:
-    path, variant = tmp_path / "sweep.json", Variant(kind, 64, "float16")
-    settings = replace(SMALL, tokens=1200 if kind == "tensor_even" else 20, most=2)
-    with a_card(execute) as kernels:
-        assert sweep(CPU, [variant], settings, path, math.inf, 1)
-        assert read_object(path)["jobs"] == []
-        assert kernels.queued == []
-    with a_card(execute, info=T4):
-        assert sweep(CPU, [variant], settings, path, math.inf, 1)
-    [job] = read_object(path)["jobs"]
+@pytest.mark.parametrize("kind", ["int8", "capped", *some([f"tensor_{kind}" for kind in _ON_TENSOR_CORES], 3)])
+def test_every_kind_of_kernel_is_swept_on_the_cards_that_have_it(a_card: Any, path: Path, kind: str) -> None:
+    variant = Variant(kind, 64, "float16")
+    settings = SMALL
+    if variant.on_tensor_cores:
+        settings = replace(SMALL, tokens=1200 if kind == "tensor_even" else 20, most=2)
+        with a_card(execute) as kernels:
+            assert _swept(path, variant, settings=settings)["jobs"] == kernels.queued == []
+    with a_card(execute, info=T4 if variant.on_tensor_cores else CARD):
+        [job] = _swept(path, variant, settings=settings)["jobs"]
     lanes = job["candidates"]
-    assert job["shipped"] == words(variant.geometry)
-    assert len({lane["name"] for lane in lanes}) == len(lanes) > 2
-    assert all(0 < lane["error"] < 1e-2 and lane["seconds"] > 0 for lane in lanes)
+    assert (job["shipped"], job["shipped_note"]) == (words(variant.geometry), "")
+    assert len({lane["name"] for lane in lanes}) == len(lanes) > settings.most
+    assert all(0 < lane["error"] < (0.1 if kind == "int8" else 1e-2) and lane["seconds"] > 0 for lane in lanes)

@@ -34,9 +34,7 @@ def test_a_peer_is_imported_where_it_runs_and_leaves_torchs_function_alone() -> 
     )
 
 
-def test_missing_peers_are_said_to_be_missing(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_missing_peers_are_told(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     assert peers.installed() == []
     assert capsys.readouterr().out.count("is not installed: not compared") == 2
