@@ -152,7 +152,7 @@ def test_nor_do_gradients_in_float16_have_them_elsewhere(arch: str, tmp_path: Pa
 @needs_objdump
 @pytest.mark.parametrize("arch", ["gfx906-no-dot", "gfx1012-no-dot", "gfx1030-no-dot"])
 def test_what_a_card_of_another_name_gets_means_the_same_to_both(arch: str, tmp_path: Path) -> None:
-    """Of the code that divides 64-bit integers, and some of the other."""
+    """All code that divides 64-bit integers is read, and some of the other."""
     shipped = prebuilt.amd_variants(arch)
     others = [variant for variant in shipped if variant.kind != "split"]
     chosen = random.Random(seeds(1)[0]).sample(others, min(times(2), len(others)))

@@ -11,7 +11,7 @@ from pascal_attn_core.fused.launch.plan import resident_blocks
 
 
 class Multiprocessor(NamedTuple):
-    """Of the CUDA C++ programming guide; ``shared_of_block``: what each block takes beside its own."""
+    """The limits of the CUDA C++ programming guide; ``shared_of_block``: what each block takes beside its own."""
 
     shared_bytes: int
     threads: int = 2048

@@ -44,7 +44,7 @@ def path(tmp_path: Path) -> Path:
 
 
 def _swept(path: Path, *variants: Variant, settings: Settings = SMALL) -> dict[str, Any]:
-    """What a sweep to its end has written."""
+    """Return what a sweep to its end has written."""
     assert sweep(CPU, variants, settings, path, math.inf, 1)
     return read_object(path)
 

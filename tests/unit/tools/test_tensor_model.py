@@ -91,7 +91,7 @@ def test_a_barrier_holds_warps_together() -> None:
 
 
 def test_our_own_kernels_are_found() -> None:
-    """Their loops have the products of their tiles: 64 x 32 scores of one warp, three products, 32 deep."""
+    """The loops have the products of their tiles: 64 x 32 scores of one warp, three products, 32 deep."""
     try:
         name, cubin, warps, blocks = next(model.own_cubins(["tensor_grad_query"], T4))
     except SystemExit:

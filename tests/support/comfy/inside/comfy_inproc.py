@@ -1,4 +1,4 @@
-"""For scripts inside the host's interpreter; ``COMFYUI_PATH`` and ``TINY_MODELS`` name it and the tiny models."""
+"""What scripts inside the host's interpreter use. ``COMFYUI_PATH`` and ``TINY_MODELS`` name it and the tiny models."""
 
 import asyncio
 import contextlib
