@@ -142,7 +142,7 @@ def test_gradients_of_given_results(card: DeviceInfo, times: Times | None, head_
 
 
 def test_gradients_from_given_results_are_timed_once() -> None:
-    """They are timed with their forward pass; kernels that are wrong here are found before their first answer counts."""
+    """Both passes are timed together; kernels that are wrong here are found before their first answer counts."""
     seen: list[bool] = []
     with fresh_card(StandIn(T4), _clock(1.0, 2.0, 3.0, seen=seen)) as kernels:
         checked: list[str] = []

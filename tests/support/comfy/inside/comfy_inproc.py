@@ -1,4 +1,4 @@
-"""What scripts inside the host's interpreter use. ``COMFYUI_PATH`` and ``TINY_MODELS`` name it and the tiny models."""
+"""Scripts inside the host's interpreter use this. ``COMFYUI_PATH``, ``TINY_MODELS`` name it and the tiny models."""
 
 import asyncio
 import contextlib
