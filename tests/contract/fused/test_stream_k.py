@@ -10,7 +10,7 @@ import pytest
 import torch
 from attn_support.fused.cases import LOWER_RIGHT, sized
 from attn_support.fused.device import emulated_card
-from attn_support.fused.emulation import RACES, LeftOut, Race, each_left_out, emulate
+from attn_support.fused.emulation import RACES, T4, V100, LeftOut, Race, each_left_out, emulate
 from attn_support.fused.modes import deterministic as poisoned_memory
 from attn_support.oracle import exact
 from attn_support.randomness import some, times
@@ -27,6 +27,13 @@ from pascal_attn_core.fused.launch.plan import Plan, key_tiles
 from pascal_attn_core.fused.launch.stream_k import Piece, Pieces
 from pascal_attn_core.machine.device import DeviceInfo
 from pascal_attn_core.reference import reference_sdpa
+
+
+@pytest.fixture(params=[T4, V100], ids=lambda info: info.name)
+def card(request: pytest.FixtureRequest) -> DeviceInfo:
+    """Kernels for AMD's matrix units list no blocks."""
+    return request.param
+
 
 TENSOR = AttentionConfig(route="fused-tensor")
 KINDS = ("tensor_even", "volta_even")
