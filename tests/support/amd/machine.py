@@ -19,6 +19,7 @@ from pascal_attn_core.fused.launch import Launch
 from .code import Instruction, MachineKernel, kernels
 from .memory import Memory
 from .scalar import SCALAR, Operation
+from .together import rows_of_products
 from .transfers import TRANSFERS
 from .vector import VECTOR
 from .wave import POISON, U32, Wave
@@ -53,7 +54,9 @@ def run(launch: Launch, kernel: MachineKernel, watch: Watch | None = None) -> in
     arguments = memory.put(bytes(launch.params))
     packet = memory.put(_packet(launch))
     operations = [OPERATIONS[i.name] for i in kernel.instructions]
-    if watch is not None:
+    if watch is None:
+        operations = rows_of_products(kernel.instructions, operations)
+    else:
         operations = [_watched(operation, watch) for operation in operations]
     barriers = 0
     with np.errstate(all="ignore"):

@@ -441,3 +441,15 @@ def _permute_other_row(wave: Wave, i: Instruction) -> None:
 
 
 VECTOR["v_permlanex16_b32"] = _permute_other_row
+
+# Products for many instructions at once: of the words of both factors and of floats, ``[instructions, lanes]``.
+Product = Callable[[np.ndarray, np.ndarray, np.ndarray], np.ndarray]
+PRODUCTS: dict[str, Product] = {
+    "v_dot2_f32_f16": _dot2,
+    "v_dot2c_f32_f16": _dot2,
+    "v_dot4_i32_i8": _dot4,
+    "v_dot4c_i32_i8": _dot4,
+    "v_fma_f32": lambda x, y, z: _fma(x.view(F32), y.view(F32), z),
+    "v_fmac_f32": lambda x, y, z: _fma(x.view(F32), y.view(F32), z),
+    "v_mac_f32": lambda x, y, z: x.view(F32) * y.view(F32) + z,
+}

@@ -58,6 +58,7 @@ class Wave:
         self.place, self.done, self.scc = 0, False, 0
         self.vectors = np.full((256 + 3, size), POISON, U32)  # the last ones are for parts of words
         self.vectors[0] = self.numbers + size * index
+        self.floats = self.vectors.view(F32)
         self.scalars = scalars + [POISON] * (128 - len(scalars))
         self.scalars[NULL] = 0
         self.transfers: dict[str, deque[Pending]] = {"vmcnt": deque(), "lgkmcnt": deque(), "vscnt": deque()}
