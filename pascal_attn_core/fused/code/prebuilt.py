@@ -11,9 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from ..geometry import amd as amd_geometry
-from ..geometry.gradient import WMMA
+from ..geometry.gradient import TURING, VOLTA, WMMA
 from ..geometry.plain import INT8_HEAD_DIMS
-from ..geometry.tensor import TENSOR_HEAD_DIMS, VOLTA_HEAD_DIMS
 from .amd_code import renamed
 from .compilation import Compilation
 from .gguf_source import GgufLinearVariant
@@ -22,7 +21,7 @@ from .source import DTYPES, HEAD_DIMS, Variant, digest, gguf_linear_variants, li
 log = logging.getLogger("pascal_attn")
 FOLDER = Path(__file__).parents[1] / "prebuilt"
 ARCHS = (50, 60, 61, 70)  # those worth shipping
-_ON_TENSOR_CORES = {70: ("volta", VOLTA_HEAD_DIMS), 75: ("tensor", TENSOR_HEAD_DIMS)}
+_ON_TENSOR_CORES = {70: VOLTA, 75: TURING}
 _LINEAR = (61, 70)  # of linear layers in 8 bits
 _INT8 = (61,)  # of attention in 8 bits
 _GGUF = (61,)  # of GGUF weights times rows in 8 bits
@@ -57,9 +56,9 @@ def packs() -> list[tuple[int, list[Compilation]]]:
     found: list[tuple[int, list[Compilation]]] = []
     found += [(arch, [*variants(head_dim)]) for arch in ARCHS for head_dim in HEAD_DIMS]
     found += [
-        (arch, [*tensor_variants(generation, head_dim)])
-        for arch, (generation, head_dims) in _ON_TENSOR_CORES.items()
-        for head_dim in head_dims
+        (arch, [*tensor_variants(generation.name, head_dim)])
+        for arch, generation in _ON_TENSOR_CORES.items()
+        for head_dim in generation.head_dims
     ]
     found += [(arch, [Variant("int8", dim, dtype) for dim in INT8_HEAD_DIMS for dtype in DTYPES]) for arch in _INT8]
     found += [(arch, [*gguf_linear_variants()]) for arch in _GGUF]

@@ -2,7 +2,7 @@
 // Q^T, and so is the output: a lane has one query of each 16, of whose keys and sums the lane l ^ 16 has the other half;
 // maxima, sums and factors of a row need one exchange, and P is the right operand of the next product as it lies (gfx12),
 // or with what the other half of the wave has (gfx11). Rows of the left operand are taken in an order of their own
-// (place_of), such that a lane's keys and columns lie together in fours.
+// (left_row), such that a lane's keys and columns lie together in fours.
 #define ROWS PA_MT
 #define ROW_LANES 16    // bits of the lane's number that differ between the lanes of one row
 #define ROW_BITS 5      // up to the highest of them

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -105,6 +106,7 @@ TURING = Generation("tensor", TENSOR_HEAD_DIMS, GRADIENT_HEAD_DIMS)
 WMMA = Generation("wmma", WMMA_HEAD_DIMS, dtypes=("float16", "bfloat16"))
 
 
+@functools.cache
 def generation_of(capability: tuple[int, int] | None, arch: str = "") -> Generation | None:
     """The generation of a card by NVIDIA's compute capability or AMD's architecture; None: it has no matrix units that
     there are kernels for."""
