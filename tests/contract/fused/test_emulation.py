@@ -22,7 +22,7 @@ from pascal_attn_core.fused.launch.plan import table_dim
 WHOLE = [case for case in TABLE if takes(case) and not is_split(case)]
 
 
-@pytest.mark.parametrize("case", WHOLE[::3], ids=lambda case: case.name)
+@pytest.mark.parametrize("case", some(WHOLE, 5), ids=lambda case: case.name)
 def test_keys_in_parts_give_the_same_answer(case: Case) -> None:
     case = replace(case, key=(*case.key[:-2], 300, case.key[-1]), value=(*case.value[:-2], 300, case.value[-1]))
     check_forward(case, parts=True)

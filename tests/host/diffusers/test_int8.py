@@ -1,6 +1,7 @@
 """int8 linear layers beside what diffusers, peft, accelerate and transformers do to a model."""
 
 import functools
+import itertools
 from typing import Any
 
 import pytest
@@ -131,7 +132,7 @@ def test_whole_models_err_no_more_than_in_bfloat16(name: str) -> None:
     assert report.median_error < 0.01
 
 
-@pytest.mark.parametrize(("model", "file"), [("Flux", "Q4_K"), ("Z-Image", "float8_e4m3fn")])
+@pytest.mark.parametrize(("model", "file"), some([("Z-Image", "float8_e4m3fn"), ("Flux", "Q4_K")], 2))
 def test_whole_models_from_a_file_err_less_than_in_bfloat16_and_layers_with_outliers_by_1_5_percent_at_most(
     model: str, file: str
 ) -> None:
@@ -222,8 +223,7 @@ def test_group_offload_moves_the_integers(unet: nn.Module, offload: str, is_firs
     assert 0 < error_of(out, expected) < 0.02
 
 
-@pytest.mark.parametrize("is_first", [False, True])
-@pytest.mark.parametrize("dtype", FLOATS_8, ids=str)
+@pytest.mark.parametrize(("dtype", "is_first"), some(itertools.product(FLOATS_8, [False, True]), 3), ids=str)
 def test_weights_that_are_cast_for_each_call_are_taken(unet: nn.Module, dtype: torch.dtype, is_first: bool) -> None:
     patch = patch_linear_int8(unet) if is_first else None
     if is_first:

@@ -115,7 +115,9 @@ def built_once(name: str, arguments: Iterable[str | Path], what: str) -> Path:
         BUILD.mkdir(exist_ok=True)
         unfinished = built.with_name(f"{built.stem}-{os.getpid()}-{threading.get_native_id()}{built.suffix}")
         common = GXX, "-std=c++17", "-ffp-contract=off", "-fPIC", "-w", *_OF_PROCESSOR, f"-I{HERE}"
-        done = subprocess.run([*common, *map(str, arguments), "-o", unfinished], capture_output=True, text=True)
+        env = {name: value for name, value in os.environ.items() if name != "LD_PRELOAD"}  # it loads torch
+        command = [*common, *map(str, arguments), "-o", unfinished]
+        done = subprocess.run(command, capture_output=True, text=True, env=env)
         if done.returncode:
             raise RuntimeError(f"g++ refused {what}:\n{done.stderr[:4000]}")
         unfinished.replace(built)

@@ -160,7 +160,7 @@ def _closed_over(query, key, value, slopes):
 @pytest.mark.parametrize(("function", "fullgraph", "lengths"), some([
     (_with_registered_rule, True, (TOKENS, 410)), (_with_registered_rule, True, (TOKENS,)),
     (_with_a_closure, False, (TOKENS, 410)), (_with_alibi, True, (TOKENS, 410)), (_closed_over, False, (TOKENS,)),
-], 3))  # fmt: skip
+], 4))  # fmt: skip
 def test_a_compiled_rule_gives_the_numbers_and_gradients_of_the_eager_one(function, fullgraph, lengths) -> None:
     torch._dynamo.reset()
     compiled = torch.compile(function, backend="aot_eager", fullgraph=fullgraph, dynamic=len(lengths) > 1)
@@ -184,7 +184,7 @@ def test_an_unregistered_rule_under_fullgraph_is_an_error_and_no_matrix() -> Non
 
 @pytest.mark.parametrize(
     ("function", "requires_grad"),
-    some([(_with_registered_rule, True), (_with_alibi, False), (_with_a_closure, True)], 2),
+    some([(_with_registered_rule, True), (_with_alibi, False), (_with_a_closure, True)], 3),
 )
 def test_a_compiled_rule_takes_no_matrix(function, requires_grad: bool) -> None:
     tokens = 4096

@@ -3,6 +3,7 @@
 The whole table takes most of an hour (``python tools/fused.py table``): a few of its variants are compiled in each run.
 """
 
+import itertools
 import random
 import re
 import shutil
@@ -46,9 +47,9 @@ def _drawn(count: int) -> list[tuple[str, int]]:
 
 
 @needs_nvrtc
-@pytest.mark.parametrize("place", range(times(3)))
+@pytest.mark.parametrize("place", range(times(2)))
 def test_ptxas_says_what_the_table_says(place: int) -> None:
-    name, arch = _drawn(times(3))[place]
+    name, arch = _drawn(times(2))[place]
     variant = next(v for v in tool.every_variant() if v.name == name)
     found, shared = tool.usage(tool.compiled(variant, arch).log)
     expected, expected_shared = tool.read_cell(tool.read_table()[name][arch])
@@ -72,7 +73,7 @@ def test_the_table_was_made_from_this_source() -> None:
 
 
 @needs_nvrtc
-@pytest.mark.parametrize("arch", some(tool.ARCHS, 3))
+@pytest.mark.parametrize("arch", some(tool.ARCHS, 4))
 def test_every_architecture_compiles(arch: int) -> None:
     kind = KINDS[tool.ARCHS.index(arch) % 4]
     functions, _ = tool.usage(tool.compiled(Variant(kind, 32, "float32"), arch).log)
@@ -104,8 +105,8 @@ _GRADIENT_SHARES = [
 @pytest.mark.parametrize(
     ("kind", "head_dim", "dtype", "least"),
     [
-        *some((("forward", head_dim, dtype, SHARE) for head_dim in WIDE for dtype in ("float32", "float16")), 3),
-        *some(_GRADIENT_SHARES, 6),
+        *some((("forward", head_dim, dtype, SHARE) for head_dim in WIDE for dtype in ("float32", "float16")), 5),
+        *some(_GRADIENT_SHARES, 7),
     ],
 )
 def test_most_instructions_are_the_products_of_attention(kind: str, head_dim: int, dtype: str, least: float) -> None:
@@ -132,7 +133,7 @@ def test_most_instructions_of_8_bit_attention_are_dp4a(head_dim: int, most: floa
 
 
 @needs_nvrtc
-@pytest.mark.parametrize("head_dim", some([64, 40], 2))
+@pytest.mark.parametrize("head_dim", some([40, 64], 2))
 def test_each_number_of_a_tile_of_dq_is_added_to_memory_once(head_dim: int) -> None:
     """By instructions that wait for no answer, each with as many lanes side by side as there are columns."""
     variant = Variant("grad_all", head_dim, "float32")
@@ -144,13 +145,14 @@ def test_each_number_of_a_tile_of_dq_is_added_to_memory_once(head_dim: int) -> N
 @needs_nvrtc
 def test_most_instructions_of_a_linear_layer_in_8_bits_are_dp4a() -> None:
     assert LIBRARY is not None
-    for dtype in range(3):
-        for columns, product, whole in ((1024, 0.79, 0.72), (3072, 0.85, 0.82)):
-            found = linear_share(LIBRARY, columns, columns, dtype)
-            assert found.main_loop >= 0.88
-            assert found.product >= product
-            assert found.whole >= whole
-            assert found.rotated >= whole - 0.03
+    for dtype, (columns, product, whole) in some(
+        itertools.product(range(3), [(1024, 0.79, 0.72), (3072, 0.85, 0.82)]), 3
+    ):
+        found = linear_share(LIBRARY, columns, columns, dtype)
+        assert found.main_loop >= 0.88
+        assert found.product >= product
+        assert found.whole >= whole
+        assert found.rotated >= whole - 0.03
     with pytest.raises(ValueError, match=r"found 512 dp4a in the loop, want"):
         linear_share(LIBRARY, 1024, 1024, chunk_words=16)
 
