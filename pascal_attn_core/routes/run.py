@@ -20,7 +20,7 @@ from ..observe import report
 from .fused import FusedRoute, Int8Route
 from .math import MathRoute
 from .route import Choice, Request, Route
-from .several import SeveralRoute
+from .several import on_one_device, on_several
 from .short import ShortCalls, is_short
 from .tensor import TensorRoute
 from .tiled import FirstTiles, TiledRoute
@@ -48,8 +48,6 @@ def route_names() -> list[str]:
 
 
 known_routes[1:] = [*route_names(), *(route.name for route in ROUTES if route.is_opt_in)]
-# Asked before all of them, and before a route that is named, where a configuration names several devices.
-SEVERAL = SeveralRoute(lambda *call, **options: choose(*call, **options))
 
 
 def route_named(name: str) -> Route:
@@ -86,7 +84,8 @@ def choose(
     """
     request = Request(call, config, with_lse, in_graph, may_time)
     if config.devices:
-        return SEVERAL.claim(request)
+        flags = {"with_lse": with_lse, "in_graph": in_graph, "may_time": may_time}
+        return on_several(request, choose(call, on_one_device(config), **flags))
     if config.route != "auto":
         route = route_named(config.route)
         plan = route.plan(request)
