@@ -71,6 +71,9 @@ def call(
         check_call(query, key, value, attn_mask)  # raises
     if isinstance(options.scale, Tensor) and options.scale.requires_grad:
         check_call(query, key, value, scale=options.scale)  # raises: a graph would take its value
+    if is_rule and query.is_meta:
+        check_call(query, key, value, attn_mask, options)
+        is_rule, attn_mask = False, None  # shapes do not depend on it
     rule: tuple[str, Sequence[int], Sequence[Tensor]] = ("", (), ())
     is_traced, is_compiling = torch._C._get_tracing_state() is not None, torch.compiler.is_compiling()
     if is_rule:

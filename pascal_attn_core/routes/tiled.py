@@ -6,10 +6,9 @@ import contextlib
 import functools
 import logging
 import math
-import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -265,46 +264,22 @@ def _kind(call: AttentionCall, config: AttentionConfig, backward: bool, *asked: 
 # ---- memory ----------------------------------------------------------------------------------------------------------
 
 
-@dataclass(slots=True)
-class _Cap:
-    """The extra memory that calls of a shape may use after the device ran out of it with more; how many calls it holds
-    for; and when the last of them began, by the monotonic clock."""
-
-    most_bytes: int
-    left: int = field(default_factory=lambda: _PATIENCE)
-    used: float = field(default_factory=time.monotonic)
-
-
-class MemoryCaps:
-    """How much the calls of each shape may use on one device, since it ran out of memory with more."""
+class MemoryCaps(dict[tuple, tuple[int, int, float]]):
+    """For calls of each shape on one device, since it ran out of memory with more: the bytes that they may use, for how
+    many more of them that holds, and when the last one began, by the monotonic clock."""
 
     def __init__(self, runtime: Runtime):
-        self._caps: dict[tuple, _Cap] = {}
-        self._lock = threading.Lock()
-
-    def __bool__(self) -> bool:
-        return bool(self._caps)
-
-    def clear(self) -> None:
-        with self._lock:
-            self._caps.clear()
+        super().__init__()
 
     def most_bytes(self, key: tuple) -> int | None:
         """Bytes that the next call of this shape may use; None = the whole budget."""
-        with self._lock:
-            cap, now = self._caps.get(key), time.monotonic()
-            if cap is None:
-                return None
-            if not cap.left or now - cap.used > _PAUSE:
-                del self._caps[key]
-                return None
-            cap.left, cap.used = cap.left - 1, now
-            return cap.most_bytes
-
-    def lower(self, key: tuple, most_bytes: int) -> None:
-        """Memory ran out: calls of this shape take at most ``most_bytes`` from now on."""
-        with self._lock:
-            self._caps[key] = _Cap(most_bytes)
+        most, left, used = self.get(key, (None, 0, 0.0))
+        now = time.monotonic()
+        if most is None or not left or now - used > _PAUSE:
+            self.pop(key, None)
+            return None
+        self[key] = most, left - 1, now
+        return most
 
 
 def forget_halvings() -> None:
@@ -312,10 +287,6 @@ def forget_halvings() -> None:
     shape comes back after many calls, or after a minute without a call of that shape."""
     for runtime in runtimes():
         runtime.part(MemoryCaps).clear()
-
-
-def _shape_key(call: AttentionCall, backward: bool) -> tuple:
-    return call.query.dtype, call.query.shape, call.key.shape, call.value.shape, backward
 
 
 def _within_memory(
@@ -330,6 +301,7 @@ def _within_memory(
     """``run`` with a plan for this call; when the device runs out of memory, again with half of it."""
     runtime = runtime_of(call.query.device)
     walks, caps = runtime.part(Walks), runtime.part(MemoryCaps)
+    key = call.query.dtype, call.query.shape, call.key.shape, call.value.shape, backward
     walk = walks.of(call, config, backward=backward, basis=basis)
 
     def smaller(most_bytes: int | None) -> Walk | None:
@@ -340,7 +312,7 @@ def _within_memory(
         return None
 
     if caps:
-        walk = smaller(caps.most_bytes(_shape_key(call, backward))) or walk
+        walk = smaller(caps.most_bytes(key)) or walk
     while True:
         try:
             return run(walk)
@@ -351,7 +323,7 @@ def _within_memory(
             less = smaller(walk.tiles.extra_bytes * 17 // 32)
             if less is None:
                 raise
-            caps.lower(_shape_key(call, backward), less.tiles.extra_bytes)
+            caps[key] = less.tiles.extra_bytes, _PATIENCE, time.monotonic()
             stats.budget_halvings += 1
             before, after = (each.tiles.extra_bytes / MIB for each in (walk, less))
             what = f"query {list(call.query.shape)}, key {list(call.key.shape)}"

@@ -13,7 +13,7 @@ from torch import Tensor
 from ..call import AttentionCall, Results, TiledStats, empty_output, may_read
 from ..observe.progress import this_thread
 from .layout import Units, UnitViews
-from .masks import FREE, Rules, block_schedule, mask_tiles, padding_as_bool
+from .masks import FREE, MaskTiles, Rules, block_schedule, padding_as_bool
 from .plan import Walk
 from .products import BOUNDED_BITS, LN_2, LOG2_E, TileProducts
 from .softmax import BoundedSoftmax, OnlineSoftmax
@@ -127,7 +127,9 @@ class _Group(NamedTuple):
         if not walk.is_masked:
             return _Group(units, key_ranges=[(0, call.seq_len_kv)] * len(walk.spans) if may_bound else None)
         rules = Rules.of(call, units, look=look)
-        rules.prepare(walk.spans)
+        if isinstance(rules.mask, MaskTiles):
+            for span in walk.spans:
+                rules.mask.key_range(*span)  # looked at once, before the call's buffers are there
         if not may_bound or (walk.has_bias and (units.mask is None or call.sinks is not None)):
             return _Group(units, rules)
         bounded, bias = rules, None
@@ -136,7 +138,7 @@ class _Group(NamedTuple):
             padding = padding_as_bool(units.mask, rules.dtype) if look and rules.band.is_everything else None
             if padding is None:
                 return _Group(units, rules)
-            bounded, bias = Rules(rules.band, mask_tiles(padding[0], look=True), rules.dtype), padding[1]
+            bounded, bias = Rules(rules.band, MaskTiles(padding[0], look=True), rules.dtype), padding[1]
         keys = [bounded.key_range(*span, 0, call.seq_len_q, call.seq_len_kv) for span in walk.spans]
         return _Group(units, rules, bounded, keys, bias)
 
@@ -190,7 +192,7 @@ class _UnitRange:
     def _softmax(self, q0: int, q1: int, limit: float) -> OnlineSoftmax | BoundedSoftmax:
         """The state of one query block before the first tile."""
         tile, out = self.tile, self.out[:, :, q0:q1]
-        query = tile.block_query(self.query[:, :, q0:q1])
+        query = tile.rows(self.query[:, :, q0:q1], tile.query_buffer)
         is_bounded = tile.is_bounded(query, limit)
         code = tile.row_codes(self.first_unit, query, self.call.seq_len_q, q0)
         row_sum = query.new_empty((query.shape[0], query.shape[1], 1), dtype=tile.dtype)

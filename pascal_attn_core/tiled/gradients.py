@@ -194,14 +194,6 @@ class GradientProducts(TileProducts):
             if found is not None:
                 total.add_(found)
 
-    def rows(self, part: Tensor, buffer: Tensor) -> Tensor:
-        """``[u, G, tokens, X]`` as rows ``[u, tokens * G, X]`` in a buffer, or as a view where that is possible."""
-        if not self.copies_query:
-            return part[:, 0] if self.groups == 1 else part[:, :, 0]
-        tokens_first = part.transpose(1, 2)
-        copied = buffer[: part.numel()].view(tokens_first.shape).copy_(tokens_first)
-        return copied.view(part.shape[0], part.shape[1] * part.shape[2], part.shape[3])
-
 
 class _UnitRange:
     """Some units that share every step: all of their query blocks against all of their keys."""
@@ -256,7 +248,7 @@ class _UnitRange:
 
     def _block(self, q0: int, q1: int) -> _Block:
         grad_out, out, lse = (t[:, :, q0:q1] for t in (self.grad_out, self.out, self.lse))
-        query = self.tile.block_query(self.query[:, :, q0:q1])
+        query = self.tile.rows(self.query[:, :, q0:q1], self.tile.query_buffer)
         stat = (query.shape[0], query.shape[1], 1)
         grad_rows = self.tile.rows(grad_out, self.tile.grad_rows)
         products = self.tile.products[: out.numel()].view(grad_rows.shape)

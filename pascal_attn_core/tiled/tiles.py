@@ -288,29 +288,3 @@ def recommended_tile_size_for(l2_bytes: int) -> int:
     if 0 < l2_bytes <= 4 * MIB:
         return 64
     return 128 if 0 < l2_bytes <= 12 * MIB else 256
-
-
-def describe_plan(info: DeviceInfo, shape: tuple[int, int, int, int, int, int], budget_mib: float | None = None) -> str:
-    """The plan for a float32 call in words: ``"1 kv head x 1024 tokens x 512 keys, 2.3 MiB"``.
-
-    Args:
-        shape: batch, query heads, key/value heads, query tokens, key tokens, head_dim.
-    """
-    batch, num_heads, num_kv_heads, seq_len_q, seq_len_kv, head_dim = shape
-    groups = num_heads // num_kv_heads
-    work = Workload(
-        units=batch * num_kv_heads,
-        groups=groups,
-        seq_len_q=seq_len_q,
-        seq_len_kv=seq_len_kv,
-        head_dim=head_dim,
-        head_dim_v=head_dim,
-        acc_size=4,
-        copies_query=groups > 1,
-        copies_kv=False,
-        copies_out=groups > 1,
-    )
-    plan = plan_tiles(info, work, None if budget_mib is None else int(budget_mib * MIB))
-    heads = f"{plan.units} kv head{'' if plan.units == 1 else 's'}"
-    group = f" x {groups} query heads" if groups > 1 else ""
-    return f"{heads}{group} x {plan.q_block} tokens x {plan.kv_block} keys, {plan.extra_bytes / MIB:.1f} MiB"
