@@ -110,11 +110,7 @@ CPU_LIKE = ("cpu", "meta")
 
 @functools.lru_cache(maxsize=64)
 def device_info(device: torch.device | str) -> DeviceInfo:
-    """The facts of a device, asked once per process.
-
-    Args:
-        device: a ``torch.device`` or its name; ``"cuda"`` without an index is the current CUDA device.
-    """
+    """The facts of a device, asked once per process; ``"cuda"`` without an index is the current CUDA device."""
     device = torch.device(device)
     if device.type in CPU_LIKE:
         caches = cpu_caches()

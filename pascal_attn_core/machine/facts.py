@@ -92,11 +92,8 @@ class Machine:
 
 
 def look_around(*, asks_devices: bool = True) -> Machine:
-    """Gather the facts of this machine.
-
-    Args:
-        asks_devices: also query how much memory is free, which initialises CUDA on every card.
-    """
+    """Gather the facts of this machine; ``asks_devices``: how much memory is free, too, which initialises CUDA on every
+    card."""
     build, names = torch_build(), device_names()
     are_several = asks_devices and len(names) > 1 and names[0].startswith("cuda")
     return Machine(

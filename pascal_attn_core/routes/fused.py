@@ -34,11 +34,7 @@ _DP4A = (6, 1)
 
 
 class FusedRoute(Route):
-    """Our kernel, on cards of NVIDIA's and AMD's.
-
-    Args:
-        torch_route: whose kernel this one is timed against where both take a call.
-    """
+    """Our kernel, on cards of NVIDIA's and AMD's; timed against that of ``torch_route`` where both take a call."""
 
     name = "fused"
 

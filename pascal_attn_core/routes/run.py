@@ -51,15 +51,8 @@ known_routes[1:] = [*route_names(), *(route.name for route in ROUTES if route.is
 
 
 def route_named(name: str) -> Route:
-    """The route of that name.
-
-    Raises:
-        ValueError: there is none.
-    """
-    for route in ROUTES:
-        if route.name == name:
-            return route
-    raise ValueError(f"route must be one of {known_routes}, got {name!r}")
+    """The route of that name, which an :class:`~pascal_attn_core.AttentionConfig` has checked."""
+    return next(route for route in ROUTES if route.name == name)
 
 
 def why_not(route: str, call: AttentionCall, config: AttentionConfig, *, with_lse: bool = False) -> list[str]:
@@ -75,10 +68,8 @@ def choose(
     in_graph: bool = False,
     may_time: bool = True,
 ) -> Choice:
-    """The route for a call.
+    """The route for a call; ``in_graph`` and ``may_time`` as in :class:`.route.Request`.
 
-    Args:
-        in_graph, may_time: see :class:`.route.Request`.
     Raises:
         UnsupportedAttention: the config names a route that cannot take it, or none can.
     """
@@ -121,12 +112,7 @@ def run(
     may_time: bool = True,
 ) -> Results:
     """A checked call by the route that :func:`choose` finds, or has found: out, lse or None, and what else there is,
-    with gradients where the call needs them.
-
-    Args:
-        stats: what the route ``tiled`` counts is added to it.
-        may_time: see :class:`.route.Request`.
-    """
+    with gradients where the call needs them. What the route ``tiled`` counts is added to ``stats``."""
     if choice is None and not with_lse and config.route == "auto" and not is_watched() and is_short(call, config):
         with suppress(RouteUnavailable):
             return Results(run_as_it_is(call))

@@ -87,12 +87,8 @@ class TileKind(NamedTuple):
 
 
 class TileTiming(NamedTuple):
-    """The conclusion from the times of a kind.
-
-    Attributes:
-        ratio: the chosen tiles' time in units of that of torch's kernel; None where torch has no kernel.
-        basis: the chosen tiles: the first of :func:`.cpu_bases` unless others are clearly faster.
-    """
+    """The conclusion from the times of a kind: the chosen tiles, which are the first of :func:`.cpu_bases` unless
+    others are clearly faster, and their time in units of that of torch's kernel; None where torch has no kernel."""
 
     ratio: float | None
     basis: Basis
@@ -121,11 +117,8 @@ class TileTimings(Contest[TileKind]):
         self._spent: dict[TileKind, int] = {}
 
     def of(self, ours: Route, request: Request) -> TileTiming | None:
-        """The timing of calls of this kind, made now if the request allows that and it is worth it.
-
-        Args:
-            ours: the tiled route.
-        """
+        """The timing of calls of this kind by the route of tiles, made now if the request allows that and it is worth
+        it."""
         call = request.call
         mask = call.attn_mask
         if self._is_off or (mask is not None and (call.num_scores < _MASKED_SCORES or isinstance(mask, LazyMask))):

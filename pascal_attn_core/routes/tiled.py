@@ -41,11 +41,7 @@ _PAUSE = 60.0  # seconds without a call of a shape after which its next one belo
 
 class WholeTiles(NamedTuple):
     """The tiles of a whole call, for parts of it: with them a row has the same bits in a part as in the whole.
-
-    Attributes:
-        backward: None where no gradients are wanted.
-        may_bound: as in :class:`.tiled.plan.Walk`.
-    """
+    ``backward`` is None where no gradients are wanted."""
 
     forward: TilePlan
     backward: TilePlan | None
@@ -56,11 +52,8 @@ AnyTiles = Basis | WholeTiles | None
 
 
 class TiledRoute(Route):
-    """Tiles of plain PyTorch operators: takes every call that no route before it claims.
-
-    Args:
-        torch_route: its reasons say why the call came here.
-    """
+    """Tiles of plain PyTorch operators: takes every call that no route before it claims. The reasons of ``torch_route``
+    say why the call came here."""
 
     name = "tiled"
 

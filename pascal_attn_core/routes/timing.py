@@ -90,12 +90,8 @@ class Kind(NamedTuple):
 
 
 class Times(NamedTuple):
-    """Times for one kind of call, in units of the time of our kernel on tensor cores.
-
-    Attributes:
-        torch: of torch's kernel; None where it takes no such call.
-        plain: of our kernel on plain cores; None where it takes none.
-    """
+    """Times of torch's kernel and of ours on plain cores for one kind of call, in units of that of ours on tensor
+    cores; None where one takes no such call."""
 
     torch: float | None
     plain: float | None
@@ -126,13 +122,8 @@ class Timings(Contest[Kind]):
     kind_type = Kind
 
     def fused_over_torch(self, ours: Route, call: AttentionCall, budget_bytes: int) -> float | None:
-        """The time of our kernel, in units of the time of torch's, for calls of this kind on this device.
-
-        Args:
-            ours: the fused route.
-            call: one that the fused route takes, and torch's kernel as it is or rewritten.
-            budget_bytes: extra memory that torch's route may use.
-        """
+        """The time of our kernel, in units of the time of torch's, for calls of this kind on this device, which the
+        fused route takes, and torch's kernel as they are or rewritten within the budget."""
 
         def attempts(sample: AttentionCall) -> dict[str, Attempt]:
             return _if_all(fused=_by(ours, sample), torch=_by_torch(sample, budget_bytes))
@@ -151,11 +142,7 @@ class Timings(Contest[Kind]):
         return _ratio(self._times(kind, call, attempts))
 
     def over_tensor(self, ours: Route, plain: Route, call: AttentionCall, budget_bytes: int) -> Times | None:
-        """The times of others in units of the time of our kernel on tensor cores, from one timing of all.
-
-        Args:
-            ours: the route on tensor cores, which takes the call; plain: the one on plain cores.
-        """
+        """The times of others in units of that of ``ours``, the route on tensor cores, from one timing of all."""
 
         def attempts(sample: AttentionCall) -> dict[str, Attempt]:
             found = {"tensor": _by(ours, sample), "plain": _by(plain, sample), "torch": _by_torch(sample, budget_bytes)}

@@ -37,11 +37,8 @@ _WORSE = 2.0  # times the error of the same call without its fault, above which 
 
 
 class Kind(NamedTuple):
-    """The calls for which torch runs the same kernel, as far as its faults go.
-
-    Attributes:
-        mask: dtype of the mask; that of the query where there is none.
-    """
+    """The calls for which torch runs the same kernel, as far as its faults go: device, dtypes of query and mask (that
+    of the query where there is none)."""
 
     device: torch.device
     dtype: torch.dtype
@@ -74,11 +71,8 @@ class Fault:
 
 
 def fault_reasons(call: AttentionCall, *, read: bool = True) -> list[str]:
-    """Why torch's kernels would compute this call wrongly, one sentence per fault.
-
-    Args:
-        read: whether values of the call's tensors may be looked at.
-    """
+    """Why torch's kernels would compute this call wrongly, one sentence per fault. ``read``: the values of its tensors
+    may be looked at."""
     return [
         fault.reason.format(call=call)
         for fault in FAULTS

@@ -113,12 +113,8 @@ class GradientProducts(TileProducts):
     """The buffers of one backward pass, and what is done to one tile."""
 
     def __init__(self, call: AttentionCall, walk: Walk, seed: Tensor | None, captured: list[Tensor]):
-        """
-        Args:
-            captured: the sums of the gradients of what the call's score rule reads.
-        """
         super().__init__(call, walk, seed, for_backward=True)
-        self.captured = captured
+        self.captured = captured  # sums of the gradients of what the call's score rule reads
         tiles = walk.tiles
         rows = tiles.units * tiles.q_block * walk.groups
         self.grad_probs = torch.empty_like(self.score_buffer)

@@ -28,16 +28,10 @@ def rows_by_token(rows: Tensor, groups: int) -> Tensor:
 
 
 class MaskWriter:
-    """Writes zeros or -inf over the scores of one call that a :class:`Rule` forbids.
-
-    Scores come as ``[u, rows, keys]`` with rows ordered by token, then by head of the group.
-    """
+    """Writes zeros or -inf over the scores of one call that a :class:`Rule` forbids, at most ``max_scores`` at a time.
+    They come as ``[u, rows, keys]`` with rows ordered by token, then by head of the group."""
 
     def __init__(self, groups: int, dtype: torch.dtype, device: torch.device, *, max_scores: int):
-        """
-        Args:
-            max_scores: of one tile.
-        """
         self.groups, self.dtype, self.device = groups, dtype, device
         self.words = None
         if device.type in CPU_LIKE:

@@ -80,12 +80,10 @@ class TileState(Enum):
 
 
 class MaskTiles:
-    """One mask ``[U, G, L, S]`` (an expanded view), read tile by tile.
+    """One mask ``[U, G, L, S]`` (an expanded view), bool (True = takes part) or float (added), read tile by tile.
 
-    Args:
-        mask: bool (True = takes part) or float (added).
-        look: values may be looked at. A mask that is the same for all rows (key padding) then is, once; others tile by
-            tile on a CPU (a GPU would wait every time).
+    ``look``: values may be looked at. A mask that is the same for all rows (key padding) then is, once; others tile by
+    tile on a CPU (a GPU would wait every time).
     """
 
     def __init__(self, mask: Tensor, *, look: bool):
@@ -211,11 +209,7 @@ FREE = Rule()  # every query of the tile may look at every key
 
 
 class Place(NamedTuple):
-    """Which query heads of which batch element units are.
-
-    Attributes:
-        first_unit: number in the call of the unit that is number 0 here.
-    """
+    """Which query heads of which batch element units are; unit 0 here has the number ``first_unit`` in the call."""
 
     num_kv_heads: int
     groups: int
@@ -228,11 +222,8 @@ class Place(NamedTuple):
 
 
 class LazyTiles:
-    """A :class:`LazyMask` as seen by units: tiles ``[u, G, tokens, keys]`` of units of one batch element.
-
-    Args:
-        look: tiles are looked at, so that empty ones are skipped.
-    """
+    """A :class:`LazyMask` as seen by units: tiles ``[u, G, tokens, keys]`` of units of one batch element. ``look``:
+    tiles are looked at, so that empty ones are skipped."""
 
     def __init__(self, mask: LazyMask, place: Place, *, look: bool):
         self.mask, self.place, self.look = mask, place, look
