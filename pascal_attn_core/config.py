@@ -89,8 +89,9 @@ class AttentionConfig:
                 raise TypeError(f"{name} must be a bool, got {getattr(self, name)!r}")
         object.__setattr__(self, "devices", _device_names(self.devices))
         values = ((field.name, getattr(self, field.name), field.default) for field in dataclasses.fields(self))
-        changed = (f"{name}={_written(value)}" for name, value, default in values if value != default)
-        object.__setattr__(self, "token", ";".join(changed))
+        changed = ((name, value) for name, value, default in values if value != default)
+        parts = (f"{name}={','.join(value) if isinstance(value, tuple) else value}" for name, value in changed)
+        object.__setattr__(self, "token", ";".join(parts))
 
     def in_fixed_order(self) -> AttentionConfig:
         """The config whose gradients are the same bits in every run, as far as ours compute them."""
@@ -224,10 +225,6 @@ def _others_may_write(folder: Path) -> str:
     if found.st_uid != os.geteuid():
         return f"{folder} belongs to another user (uid {found.st_uid})"
     return f"other users may write to {folder}; chmod 700 it after a look at it" if found.st_mode & 0o022 else ""
-
-
-def _written(value: Any) -> str:
-    return ",".join(value) if isinstance(value, tuple) else str(value)
 
 
 _TOKENS = (int, 1, (1 << 31) - 1)

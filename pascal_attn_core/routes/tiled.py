@@ -23,6 +23,7 @@ from ..machine.runtime import Runtime, runtime_of, runtimes
 from ..tiled.dropout import draw_seed
 from ..tiled.forward import tiled_forward
 from ..tiled.gradients import tiled_backward
+from ..tiled.layout import is_padding
 from ..tiled.plan import Walk, plan_call
 from ..tiled.rule_bytes import rule_bytes
 from ..tiled.tiles import Basis, TilePlan
@@ -72,8 +73,8 @@ class TiledRoute(Route):
     ) -> WholeTiles | list[str]:
         mask: Any = call.attn_mask
         walks = runtime_of(call.query.device).part(Walks)
-        is_padding = isinstance(mask, Tensor) and (mask.dim() < 2 or mask.shape[-2] == 1 or mask.stride(-2) == 0)
-        if call.has_bias and is_padding and math.prod(distinct(mask).shape[:-2]) > 1:
+        is_bias = call.has_bias and isinstance(mask, Tensor)
+        if is_bias and is_padding(mask) and math.prod(distinct(mask).shape[:-2]) > 1:
             return ["whether its float mask is padding is decided for all heads together"]
         try:
             walk = walks.of(call, config, basis=plan)

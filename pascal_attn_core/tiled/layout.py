@@ -118,6 +118,11 @@ def is_matrix(tensor: Tensor) -> bool:
     return (columns == 1 or tensor.stride(-1) == 1) and (rows == 1 or tensor.stride(-2) >= columns)
 
 
+def is_padding(mask: Tensor) -> bool:
+    """Whether a mask is the same for all queries."""
+    return mask.dim() < 2 or mask.shape[-2] == 1 or mask.stride(-2) == 0
+
+
 def rows_overlap(tensor: Tensor) -> bool:
     """Whether elements of the last two dimensions share memory, as ``as_strided`` and ``expand`` make them."""
     row, column = tensor.stride()[-2:]

@@ -14,7 +14,7 @@ from ..call import AttentionCall, distinct
 from ..call.flex_rules import FULL, SKIPPED, BlockRule, ScoreRule, ScoreTile
 from ..call.lazy_mask import LazyMask
 from ..machine.device import CPU_LIKE
-from .layout import Units
+from .layout import Units, is_padding
 from .plan import Walk
 from .tiles import Ranges, even_ranges
 
@@ -89,12 +89,11 @@ class MaskTiles:
     def __init__(self, mask: Tensor, *, look: bool):
         self.mask = mask
         sizes, strides = mask.shape, mask.stride()
-        same_for_rows = sizes[2] == 1 or strides[2] == 0
         self.same_for_units = sizes[0] == 1 or strides[0] == 0
         # Looking at a tile costs one pass over it: only where that serves several heads.
         reuse = (sizes[0] if self.same_for_units else 1) * (sizes[1] if strides[1] == 0 else 1)
-        self._look_at_keys = look and same_for_rows
-        self._look_at_tiles = look and mask.device.type in CPU_LIKE and reuse > 1 and not same_for_rows
+        self._look_at_keys = look and is_padding(mask)
+        self._look_at_tiles = look and mask.device.type in CPU_LIKE and reuse > 1 and not is_padding(mask)
         self._states: dict[tuple[int, ...], TileState] = {}
         self._ranges: dict[tuple[int, int], tuple[int, int, bool]] = {}
 
@@ -168,7 +167,7 @@ def padding_as_bool(mask: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor] |
     Only for calls without a band, under which a row might see none of those keys. Leaving out a key whose weight is
     zero in ``dtype`` (see NEGLIGIBLE), and a bias that all remaining keys of a row share, changes no output.
     """
-    if mask.shape[2] > 1 and mask.stride(2) != 0:
+    if not is_padding(mask):
         return None
     rows = distinct(mask[:, :, :1]).to(dtype)
     top = rows.amax(dim=-1, keepdim=True)

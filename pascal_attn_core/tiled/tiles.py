@@ -93,14 +93,6 @@ class TilePlan:
     extra_bytes: int
     scans_mask: bool = True
 
-    def rows(self, groups: int) -> int:
-        return self.q_block * groups
-
-
-def scan_bytes(work: Workload) -> int:
-    """Extra memory in bytes of looking at a key-padding mask: copies of it as bool, and flags per key."""
-    return 4 * (work.mask_keys + work.seq_len_kv) if work.mask_keys else 0
-
 
 def step_bytes(work: Workload, units: int, q_block: int, kv_block: int) -> int:
     """Extra memory in bytes of steps of this shape, everything together."""
@@ -151,7 +143,7 @@ def plan_tiles(
     """
     budget = info.default_budget_bytes(backward=work.backward) if budget_bytes is None else budget_bytes
     budget = min(budget, LARGEST_BUFFER)
-    scan = scan_bytes(work)
+    scan = 4 * (work.mask_keys + work.seq_len_kv) if work.mask_keys else 0  # copies as bool, and flags per key
     scans_mask = scan <= budget // 4  # a mask in float32 takes four times as much for the moment of the look
     if scans_mask:
         budget -= scan
