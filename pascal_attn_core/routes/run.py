@@ -51,8 +51,11 @@ known_routes[1:] = [*route_names(), *(route.name for route in ROUTES if route.is
 
 
 def route_named(name: str) -> Route:
-    """The route of that name, which an :class:`~pascal_attn_core.AttentionConfig` has checked."""
-    return next(route for route in ROUTES if route.name == name)
+    """The first route of that name."""
+    for route in ROUTES:
+        if route.name == name:
+            return route
+    raise ValueError(f"route must be one of {known_routes}, got {name!r}")
 
 
 def why_not(route: str, call: AttentionCall, config: AttentionConfig, *, with_lse: bool = False) -> list[str]:

@@ -119,19 +119,15 @@ class TiledRoute(Route):
         for_grad: bool = False,
         stats: TiledStats | None = None,
     ) -> Results:
-        """
-        Raises:
-            ValueError: the tile or budget asked for does not suffice, with ``for_grad`` neither for the gradients.
-        """
+        """ValueError: the tile or budget asked for does not suffice, with ``for_grad`` neither for the gradients."""
         if for_grad and not (config.q_block is config.kv_block is config.budget_mib is None):
             runtime_of(call.query.device).part(Walks).of(call, config, backward=True)
         call, config = _with_mask_per_head(call, config, backward=False)
         seed = draw_seed(call.query.device) if call.dropout_p else None
         stats = TiledStats() if stats is None else stats
-        how: dict[str, Any] = {"softmax": config.softmax, "trim_masks": config.trim_masks, "seed": seed, "stats": stats}
 
         def run(walk: Walk) -> Results:
-            return tiled_forward(call, walk, with_lse=with_lse, for_grad=for_grad, **how)
+            return tiled_forward(call, walk, config, with_lse=with_lse, for_grad=for_grad, seed=seed, stats=stats)
 
         return _within_memory(call, config, run, stats, basis=plan)
 

@@ -14,7 +14,7 @@ what autograd makes of it on its way back through the rule, which runs once more
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -125,18 +125,10 @@ class GradientProducts(TileProducts):
         self.value_tile = self.buffer(tiles.units * tiles.kv_block * call.head_dim_v if self.copies_kv else 0)
 
     def add_tile(
-        self,
-        block: _Block,
-        key: Tensor,
-        value: Tensor,
-        rule: Rule,
-        j0: int,
-        key_sum: Tensor,
-        value_sum: Tensor,
-        mask_sum: Tensor | None,
+        self, block: _Block, key: Tensor, value: Tensor, rule: Rule, j0: int, sums: tuple[Tensor, Tensor, Tensor | None]
     ) -> None:
-        """Add one tile to all sums: ``mask_sum`` is a view of the mask's gradient ``[u, G, tokens, keys]``."""
-        key = self.converted(key)
+        """Add one tile to the sums of key, value and mask, that of the mask a view ``[u, G, tokens, keys]``."""
+        key, (key_sum, value_sum, mask_sum) = self.converted(key), sums
         if self.copies_kv:
             value = self.value_tile[: value.numel()].view(value.shape).copy_(value)
         probs = self._probs(block, key, rule)
@@ -199,18 +191,9 @@ class _UnitRange:
         self.span, self.first_unit = span, units.first + u0
         self.tile, self.call, self.walk = tile, call, walk
         self.query, self.key, self.value = units.query[u0:u1], units.key[u0:u1], units.value[u0:u1]
-        grad_query, mask_sum, grad_out, out, lse, log_sum, grad_lse, key_sum, value_sum = units.extra
-        assert grad_query is not None
-        assert grad_out is not None
-        assert out is not None
-        assert lse is not None
-        assert key_sum is not None
-        assert value_sum is not None
-        self.grad_query, self.grad_out, self.out, self.lse = (t[u0:u1] for t in (grad_query, grad_out, out, lse))
-        self.mask_sum, self.log_sum, self.grad_lse = (
-            None if t is None else t[u0:u1] for t in (mask_sum, log_sum, grad_lse)
-        )
-        self.results = (key_sum[u0:u1], value_sum[u0:u1])
+        extra: list[Any] = [None if t is None else t[u0:u1] for t in units.extra]
+        self.grad_query, self.mask_sum, self.grad_out, self.out, self.lse, self.log_sum, self.grad_lse = extra[:7]
+        self.results = extra[7:]
 
     def run(self, rules: Rules | None) -> None:
         """Add these units to all gradients."""
@@ -219,19 +202,15 @@ class _UnitRange:
         sums = [t if t.dtype == dtype else torch.zeros_like(t, dtype=dtype) for t in self.results]
         for q0, q1 in self.walk.q_ranges:
             block = self._block(q0, q1)
-            self._visit_tiles(block, q0, q1, rules, sums[0], sums[1])
+            self._visit_tiles(block, q0, q1, rules, sums)
             self.grad_query[:, :, q0:q1].copy_(self.tile.by_head(block.grad_query))
         for result, total in zip(self.results, sums):
             if total is not result:
                 result.copy_(total)
 
-    def _visit_tiles(
-        self, block: _Block, q0: int, q1: int, rules: Rules | None, key_sum: Tensor, value_sum: Tensor
-    ) -> None:
-        groups, schedule = self.walk.groups, [(0, q1 - q0, self.walk.key_ranges)]
-        if rules is not None:
-            schedule = block_schedule(rules, self.span, q0, q1, self.call, self.walk)
-        for t0, t1, ranges in schedule:
+    def _visit_tiles(self, block: _Block, q0: int, q1: int, rules: Rules | None, sums: list[Tensor]) -> None:
+        groups, (key_sum, value_sum) = self.walk.groups, sums
+        for t0, t1, ranges in block_schedule(rules, self.span, q0, q1, self.call, self.walk):
             part = block if t1 - t0 == q1 - q0 else block.part(t0 * groups, t1 * groups)
             for j0, j1 in ranges:
                 rule = FREE if rules is None else rules.rule(*self.span, q0 + t0, q0 + t1, j0, j1)
@@ -239,8 +218,7 @@ class _UnitRange:
                     continue
                 key, value = self.key[:, j0:j1], self.value[:, j0:j1]
                 mask_sum = None if self.mask_sum is None else self.mask_sum[:, :, q0 + t0 : q0 + t1, j0:j1]
-                sums = key_sum[:, j0:j1], value_sum[:, j0:j1]
-                self.tile.add_tile(part, key, value, rule, j0, *sums, mask_sum)
+                self.tile.add_tile(part, key, value, rule, j0, (key_sum[:, j0:j1], value_sum[:, j0:j1], mask_sum))
 
     def _block(self, q0: int, q1: int) -> _Block:
         grad_out, out, lse = (t[:, :, q0:q1] for t in (self.grad_out, self.out, self.lse))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -24,7 +24,7 @@ class Units(NamedTuple):
     """Tensors that belong together, one entry of the first dimension per unit.
 
     query ``[U, G, L, D]``, key ``[U, S, D]``, value ``[U, S, Dv]``, mask ``[U, G, L, S]`` (expanded view) or None;
-    ``extra`` holds further tensors, each ``[U, ...]``.
+    ``extra`` holds further tensors, each ``[U, ...]`` or None.
     ``first`` is the number of the first unit, counting batch-major over the whole call.
     """
 
@@ -32,7 +32,7 @@ class Units(NamedTuple):
     key: Tensor
     value: Tensor
     mask: Tensor | None
-    extra: Sequence[Tensor | None]
+    extra: Sequence[Any]
     first: int
 
 

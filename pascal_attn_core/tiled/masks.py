@@ -319,10 +319,12 @@ class Rules(NamedTuple):
 
 
 def block_schedule(
-    rules: Rules, span: tuple[int, int], q0: int, q1: int, call: AttentionCall, walk: Walk
+    rules: Rules | None, span: tuple[int, int], q0: int, q1: int, call: AttentionCall, walk: Walk
 ) -> list[tuple[int, int, Ranges]]:
     """The tiles of one query block, as (first token, last token, key ranges): first those of the whole block, then on a
     CPU those along its causal diagonal, cut into sub-blocks to waste little work on masked scores."""
+    if rules is None:
+        return [(0, q1 - q0, walk.key_ranges)]
     first, last = rules.key_range(*span, q0, q1, call.seq_len_kv)
     tokens, tiles, right = q1 - q0, walk.tiles, rules.band.right
     if isinstance(rules.mask, BlockTiles):
