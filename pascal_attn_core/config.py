@@ -124,13 +124,13 @@ class AttentionConfig:
                 continue
             field_name = name[len(ENV_PREFIX) :].lower()
             if field_name not in fields:
-                _log_once(_unknown(name, tuple(fields)))
+                log_once(logging.WARNING, "%s", _unknown(name, tuple(fields)))
                 continue
             try:
                 value = _parse(fields[field_name].default, field_name, text)
                 AttentionConfig(**{field_name: value})
             except (ValueError, TypeError) as error:
-                _log_once(f"{name} is ignored: {error}")
+                log_once(logging.WARNING, "%s is ignored: %s", name, str(error))
             else:
                 changes[field_name] = value
         return AttentionConfig(**changes)
@@ -141,7 +141,7 @@ def switched_on(name: str) -> bool:
     value."""
     text = os.environ.get(name, "").strip().lower()
     if text not in ("", *_WORDS):
-        _log_once(f"{name} is ignored: it must be one of {sorted(_WORDS)}, got {_shown(text)}")
+        log_once(logging.WARNING, f"%s is ignored: it must be one of {sorted(_WORDS)}, got %s", name, _shown(text))
     return _WORDS.get(text, False)
 
 
@@ -156,7 +156,7 @@ def number_of(name: str) -> int:
     if not text:
         return 0
     if not (text.isascii() and text.isdigit()):
-        _log_once(f"{name} is ignored: it must be a whole number, got {_shown(text)}")
+        log_once(logging.WARNING, "%s is ignored: it must be a whole number, got %s", name, _shown(text))
         return 0
     return int(text[:9])
 
@@ -205,12 +205,12 @@ def cache_folder() -> Path | None:
         else:
             root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     except RuntimeError as error:
-        _log_once(f"nothing is kept on disk: {error}", logging.INFO)
+        log_once(logging.INFO, "nothing is kept on disk: %s", str(error))
         return None
     folder = Path(root) / "pascal-attention"
     others = _others_may_write(folder)
     if others:
-        _log_once(f"nothing is kept on disk, nor read from there: {others}", logging.INFO)
+        log_once(logging.INFO, "nothing is kept on disk, nor read from there: %s", others)
     return None if others else folder
 
 
@@ -273,9 +273,10 @@ def _unknown(name: str, fields: tuple[str, ...]) -> str:
     return f"unknown environment variable {name}; " + (f"did you mean {names[0]}?" if near else f"there are {names}")
 
 
-@functools.lru_cache(maxsize=64)
-def _log_once(sentence: str, level: int = logging.WARNING) -> None:
-    log.log(level, "%s", sentence)
+@functools.lru_cache(maxsize=256)
+def log_once(level: int, text: str, *values: str) -> None:
+    """Log a sentence the first time that it is said."""
+    log.log(level, text, *values)
 
 
 _DEVICE_NAME = re.compile(r"[a-z]+(:\d+)?")

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ..call import AttentionCall, Gradients, Results, TiledStats, Wanted, distinct
 from ..call.flex_rules import BlockRule
-from ..config import AttentionConfig
+from ..config import AttentionConfig, log_once
 from ..machine.device import MIB
 from ..machine.out_of_memory import is_out_of_memory
 from ..machine.runtime import Runtime, runtime_of, runtimes
@@ -103,7 +103,10 @@ class TiledRoute(Route):
         if not isinstance(reasons, list):
             return Choice(self, "no earlier route takes the call", plan)
         if not request.with_lse:
-            _warn_once(request.call.query.device.type, reasons[0])
+            where = request.call.query.device.type
+            # Without a fused kernel to hope for there is nothing to warn of.
+            level = logging.INFO if where == "cpu" else logging.WARNING
+            log_once(level, "on %s some attention calls run in tiles of plain PyTorch: %s", where, reasons[0])
         return Choice(self, "; ".join([reasons[0], *request.remarks]), plan, torch_stores=True)
 
     def claims_gradients(self, request: Request) -> bool:
@@ -181,13 +184,6 @@ class FirstTiles(TiledRoute):
 
     def claims_gradients(self, request: Request) -> bool:
         return False  # routes between this one and the other may be faster
-
-
-@functools.lru_cache(maxsize=256)
-def _warn_once(device_type: str, reason: str) -> None:
-    # Without a fused kernel to hope for there is nothing to warn of.
-    level = logging.INFO if device_type == "cpu" else logging.WARNING
-    log.log(level, "on %s some attention calls run in tiles of plain PyTorch: %s", device_type, reason)
 
 
 # ---- plans -----------------------------------------------------------------------------------------------------------
