@@ -12,6 +12,7 @@ import platform
 import re
 import subprocess
 import threading
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -188,31 +189,23 @@ def ask_link(device: torch.device) -> Link | None:
     return parse_link(_output_of((*_SMI_LINK, "--id", smi_id(device))))
 
 
-class ClockWatch:
-    """While the block runs, the clocks are queried once a second; ``highest`` are those at the highest multiprocessor
-    clock, None where they cannot be queried."""
+@contextlib.contextmanager
+def watched_clocks(device: torch.device) -> Iterator[list[Clocks]]:
+    """While the block runs, the clocks are queried once a second; the list stays empty where they cannot be."""
+    found: list[Clocks] = []
+    over = threading.Event()
 
-    def __init__(self, device: torch.device):
-        self.device = device
-        self.highest: Clocks | None = None
-        self._over = threading.Event()
-        self._thread = threading.Thread(target=self._watch, name="clocks", daemon=True)
+    def watch() -> None:
+        while not over.wait(_WATCH_SECONDS) and (now := ask_clocks(device)) is not None:
+            found.append(now)
 
-    def __enter__(self) -> ClockWatch:
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._over.set()
-        self._thread.join()
-
-    def _watch(self) -> None:
-        while not self._over.wait(_WATCH_SECONDS):
-            found = ask_clocks(self.device)
-            if found is None:
-                return
-            if self.highest is None or (found.sm_mhz or 0) > (self.highest.sm_mhz or 0):
-                self.highest = found
+    thread = threading.Thread(target=watch, name="clocks", daemon=True)
+    thread.start()
+    try:
+        yield found
+    finally:
+        over.set()
+        thread.join()
 
 
 def _output_of(command: tuple[str, ...]) -> str:
