@@ -208,6 +208,11 @@ def watched_clocks(device: torch.device) -> Iterator[list[Clocks]]:
         thread.join()
 
 
+def highest_of(clocks: list[Clocks]) -> Clocks | None:
+    """The clocks at the moment of the highest multiprocessor clock."""
+    return max(clocks, key=lambda each: each.sm_mhz or 0, default=None)
+
+
 def _output_of(command: tuple[str, ...]) -> str:
     try:
         return subprocess.run(

@@ -22,7 +22,7 @@ from pascal_attn_core.fused.code.source import all_variants, gguf_variants, line
 from pascal_attn_core.fused.trust.kernels import Kernels, KernelUnavailable
 from pascal_attn_core.machine import facts as machine
 from pascal_attn_core.machine.device import DeviceInfo
-from pascal_attn_core.machine.facts import Clocks, parse_clocks, watched_clocks
+from pascal_attn_core.machine.facts import Clocks, highest_of, parse_clocks, watched_clocks
 from pascal_attn_core.machine.runtime import Runtime, using
 from pascal_attn_core.routes.tiled import TiledRoute
 from pascal_attn_core.selftest import Selftest, cases, describe
@@ -307,4 +307,5 @@ def test_clocks_are_watched_until_the_block_ends_and_no_thread_is_left(monkeypat
     with watched_clocks(torch.device("cuda")) as seen:
         assert asked.wait(10)
     assert seen == known
+    assert highest_of(seen) == known[1]
     assert "clocks" not in [thread.name for thread in threading.enumerate()]
