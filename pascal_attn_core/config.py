@@ -297,7 +297,7 @@ def _one_of(name: str, value: Any, choices: tuple[str, ...]) -> None:
         raise ValueError(f"{name} must be one of {list(choices)}, got {_shown(value)}")
 
 
-def _check_number(name: str, value: Any, kind: type, least: float, most: int) -> None:
+def _check_number(name: str, value: Any, kind: Any, least: float, most: int) -> None:
     if isinstance(value, bool) or not isinstance(value, (int, kind)):
         raise TypeError(f"{name} must be {_KINDS[kind]}, got {_shown(value)}")
     if not least <= value < float("inf"):

@@ -289,7 +289,7 @@ class _Ring(torch.autograd.Function):
                         found: Sequence[Tensor] = ()
                         seen = _seen(owner, mask, options, share)
                         if seen is not None:
-                            found = sdpa_backward(grad_out, query, *pair, out, lse, **seen)
+                            found = sdpa_backward(grad_out, query, pair[0], pair[1], out, lse, **seen)
                             grad_query += found[0]
                         held = held if passing is None else passing.arrived()
                         for total, part in zip(held, found[1:]):

@@ -351,7 +351,7 @@ def _counts(request: Request, route: Route, helpers: Sequence[Helper]) -> tuple[
     crossing = (sum(copied) + math.prod(call.out_shape)) * call.query.element_size() / MIB
     scores = call.num_scores / MIB / (2 if call.is_causal else 1)
     heads = call.num_kv_heads
-    counts, ratio = divided(heads, scores / heads, crossing / heads, known)  # type: ignore[arg-type]
+    counts, ratio = divided(heads, scores / heads, crossing / heads, known)
     if ratio > WORTH and speeds.is_on:
         return f"timed or estimated at {ratio:.2f} of the time of {home} alone"
     given = iter(counts[1:])
