@@ -89,7 +89,9 @@ def _by_torch_if_short(
     if torch.compiler.is_compiling() or not (config is None or isinstance(config, AttentionConfig)):
         return None
     config = default_config() if config is None else config
-    if is_watched() or not is_plainly_short(config, query, key, value, attn_mask, dropout_p, is_causal, scale):
+    if config.route != "auto" or is_watched():
+        return None
+    if not is_plainly_short(config, query, key, value, attn_mask, dropout_p, is_causal, scale):
         return None
     try:
         return torch_sdpa(query, key, value, attn_mask, 0.0, is_causal, scale=scale)

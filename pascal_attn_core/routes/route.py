@@ -116,7 +116,7 @@ class Route:
 
     def plan_part(self, request: Request, shared: Any) -> Any:
         """:meth:`plan` for a part of a call, which may be on another device; ``shared`` is from :meth:`for_parts`."""
-        return request.plan(self)
+        return request.plan(self) if shared is None else shared
 
     def forward(
         self,

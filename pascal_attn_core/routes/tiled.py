@@ -9,7 +9,7 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -26,7 +26,7 @@ from ..tiled.gradients import tiled_backward
 from ..tiled.layout import is_padding
 from ..tiled.plan import Walk, plan_call
 from ..tiled.rule_bytes import rule_bytes
-from ..tiled.tiles import Basis, TilePlan
+from ..tiled.tiles import Basis
 from .route import Choice, Request, Route
 from .tile_timing import CLEARLY, TileTiming, TileTimings
 
@@ -40,16 +40,9 @@ _PATIENCE = 1024  # calls of a shape before the whole budget is tried again
 _PAUSE = 60.0  # seconds without a call of a shape after which its next one belongs to another run
 
 
-class WholeTiles(NamedTuple):
-    """The tiles of a whole call, for parts of it: with them a row has the same bits in a part as in the whole.
-    ``backward`` is None where no gradients are wanted."""
-
-    forward: TilePlan
-    backward: TilePlan | None
-    may_bound: bool
-
-
-AnyTiles = Basis | WholeTiles | None
+# The walks of a whole call and of its gradients, for parts of it: with their tiles a row has the bits of the whole.
+Whole = tuple[Walk, Walk]
+AnyTiles = Basis | Whole | None
 
 
 class TiledRoute(Route):
@@ -68,9 +61,7 @@ class TiledRoute(Route):
         timing = self.timing(request)
         return None if timing is None else timing.basis
 
-    def for_parts(
-        self, call: AttentionCall, config: AttentionConfig, plan: Basis | None = None
-    ) -> WholeTiles | list[str]:
+    def for_parts(self, call: AttentionCall, config: AttentionConfig, plan: Basis | None = None) -> Whole | list[str]:
         mask: Any = call.attn_mask
         walks = runtime_of(call.query.device).part(Walks)
         is_bias = call.has_bias and isinstance(mask, Tensor)
@@ -78,15 +69,12 @@ class TiledRoute(Route):
             return ["whether its float mask is padding is decided for all heads together"]
         try:
             walk = walks.of(call, config, basis=plan)
-            back = walks.of(call, config, backward=True).tiles if call.needs_grad else None
+            back = walks.of(call, config, backward=True) if call.needs_grad else walk
         except ValueError as error:  # raised again where the call is computed
             return [str(error)]
-        if walk.tiles.units > 1 or (back is not None and back.units > 1):
+        if walk.tiles.units > 1 or back.tiles.units > 1:
             return ["several heads share a step of the tiles: the call is short"]
-        return WholeTiles(walk.tiles, back, walk.may_bound)
-
-    def plan_part(self, request: Request, shared: WholeTiles) -> WholeTiles:
-        return shared
+        return walk, back
 
     def timing(self, request: Request) -> TileTiming | None:
         """The timing of tiles for calls of this kind on the call's device; None for short calls."""
@@ -132,14 +120,15 @@ class TiledRoute(Route):
         def run(walk: Walk) -> Results:
             return tiled_forward(call, walk, config, with_lse=with_lse, for_grad=for_grad, seed=seed, stats=stats)
 
-        return _within_memory(call, config, run, stats, basis=plan)
+        basis = plan if plan is None or isinstance(plan, Basis) else plan[0]
+        return _within_memory(call, config, run, stats, basis=basis)
 
     def backward(
         self, call: AttentionCall, config: AttentionConfig, plan: AnyTiles, saved: Results, wanted: Wanted
     ) -> Gradients:
         call, config = _with_mask_per_head(call, config, backward=True)
         run = functools.partial(tiled_backward, call, saved=saved, wanted=wanted, trim_masks=config.trim_masks)
-        whole = plan if isinstance(plan, WholeTiles) else None
+        whole = None if plan is None or isinstance(plan, Basis) else plan[1]
         return _within_memory(call, config, run, TiledStats(), backward=True, basis=whole)
 
 
@@ -206,12 +195,12 @@ class Walks:
         *,
         most_bytes: int | None = None,
         backward: bool = False,
-        basis: AnyTiles = None,
+        basis: Basis | Walk | None = None,
     ) -> Walk:
         """
         Args:
             most_bytes: of extra memory, if that is less than the budget.
-            basis: of the tile shape, None = the usual one; for a part of a call, the tiles of the whole.
+            basis: of the tile shape, None = the usual one; for a part of a call, the walk of the whole.
         Raises:
             ValueError: the budget does not suffice.
         """
@@ -219,10 +208,8 @@ class Walks:
         kind = None if is_traced else _kind(call, config, backward, most_bytes, basis)
         walk = None if kind is None else self._walks.get(kind)
         if walk is None:
-            if isinstance(basis, WholeTiles):
-                tiles = basis.backward if backward else basis.forward
-                assert tiles is not None
-                walk = replace(Walk.of(call, tiles), may_bound=basis.may_bound)
+            if isinstance(basis, Walk):
+                walk = replace(Walk.of(call, basis.tiles), may_bound=basis.may_bound)
             else:
                 tiles = plan_call(call, self._info, config, most_bytes=most_bytes, backward=backward, basis=basis)
                 walk = Walk.of(call, tiles)
@@ -282,7 +269,7 @@ def _within_memory(
     stats: TiledStats,
     *,
     backward: bool = False,
-    basis: AnyTiles = None,
+    basis: Basis | Walk | None = None,
 ) -> T:
     """``run`` with a plan for this call; when the device runs out of memory, again with half of it."""
     runtime = runtime_of(call.query.device)
