@@ -144,21 +144,15 @@ def _is_shared(
         rows: tensors that are needed besides the inputs.
         compute: gives what goes into ``targets`` for a part, from it and its share of ``rows``, on whichever device.
     """
-    assert not isinstance(call.attn_mask, LazyMask)
-    sources = [*((tensor, -3) for tensor in (call.query, call.key, call.value, call.attn_mask)), *rows]
+    inputs: Any = [(tensor, -3) for tensor in (call.query, call.key, call.value, call.attn_mask)]
 
     def part(heads: range) -> tuple[Tensors, Tensors, Callable[[Tensors], Tensors]]:
-        """What some heads need, where their results go, and how these come about."""
-        sizes = {"num_heads": len(heads) * call.groups, "num_kv_heads": len(heads)}
-
-        def work(own: Tensors) -> Tensors:
-            names = ("query", "key", "value", "attn_mask")
-            return compute(replace(call, **dict(zip(names, own)), **sizes), *own[4:])  # type: ignore[arg-type]
+        """The tensors that some heads need, those that their results go to, and the work between them."""
 
         def of(given: Sequence[Cuttable]) -> Tensors:
             return [_of_heads(tensor, heads, call.num_kv_heads, dim) for tensor, dim in given]
 
-        return of(sources), of(targets), work
+        return of([*inputs, *rows]), of(targets), lambda own: compute(_part(call, heads, own), *own[4:])
 
     home, errands = plan.helpers[0].home, dict[Helper, Future[None]]()
     parts = {helper: heads for helper, heads in zip(plan.helpers, plan.heads[1:]) if heads}
@@ -441,6 +435,13 @@ class Speeds(Contest[SpeedKind]):
 
 
 # ---- tensors ---------------------------------------------------------------------------------------------------------
+
+
+def _part(call: AttentionCall, heads: range, inputs: Tensors) -> AttentionCall:
+    """Some key/value heads of a call as a call of its own, the first four of ``inputs`` its query, key, value, mask."""
+    query, key, value, mask = inputs[:4]
+    sizes = {"num_heads": len(heads) * call.groups, "num_kv_heads": len(heads)}
+    return replace(call, query=query, key=key, value=value, attn_mask=mask, **sizes)  # type: ignore[arg-type]
 
 
 def _of_heads(tensor: Tensor | None, heads: range, num_kv_heads: int, dim: int = -3) -> Tensor | None:

@@ -52,9 +52,8 @@ def tiled_forward(
     if may_bound and call.sinks is not None:
         may_bound = float(call.sinks.detach().abs().amax()) * LOG2_E <= BOUNDED_BITS
     look = readable and config.trim_masks and walk.tiles.scans_mask
-    groups = [
-        _Group.of(units, call, walk, look, may_bound) for units in units_of(call, walk.views, (out, lse, log_sum))
-    ]
+    parts = units_of(call, walk.views, (out, lse, log_sum))
+    groups = [_Group.of(units, call, walk, look, may_bound) for units in parts]
     tile = TileProducts(call, walk, seed)
     checkpoint, done = this_thread.checkpoint, 0
     total = len(groups) * len(walk.spans) * len(walk.q_ranges)

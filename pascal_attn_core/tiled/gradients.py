@@ -143,7 +143,9 @@ class GradientProducts(TileProducts):
         torch.baddbmm(value_sum, probs.transpose(1, 2), block.grad_out, out=value_sum)
         # From here on the gradient of the scores.
         if mask_sum is not None:
-            _add_to_mask(mask_sum, self.by_head(grad_probs))
+            own, grad = distinct(mask_sum), self.by_head(grad_probs)  # summed over what the mask broadcasts
+            repeated = [d for d in range(4) if own.shape[d] == 1 and grad.shape[d] > 1]
+            own.add_(grad.sum(dim=repeated, keepdim=True) if repeated else grad)
         if rule.score is not None:
             self._go_back_through(rule.score, block.query, key, grad_probs)
         if self.softcap is not None:  # the derivative of softcap * tanh(s / softcap) is 1 - tanh^2
@@ -260,13 +262,6 @@ def sinks_gradient(call: AttentionCall, saved: Results, wanted: Wanted) -> Tenso
         shift = torch.where(lse[rows[1]] == -math.inf, math.inf, lse[rows[1]])
         grads.append(-(torch.exp(sinks[head] - shift) * delta).sum())
     return torch.stack(grads).to(call.sinks.dtype) if grads else torch.zeros_like(call.sinks)
-
-
-def _add_to_mask(target: Tensor, grad_scores: Tensor) -> None:
-    """Add ``[u, G, tokens, keys]`` to a view of the mask's gradient, summed over what the mask broadcasts."""
-    own = distinct(target)
-    repeated = [d for d in range(4) if own.shape[d] == 1 and grad_scores.shape[d] > 1]
-    own.add_(grad_scores.sum(dim=repeated, keepdim=True) if repeated else grad_scores)
 
 
 def _sum_like(tensor: Tensor, lead: tuple[int, ...], acc_dtype: torch.dtype) -> tuple[Tensor, Tensor]:

@@ -76,7 +76,8 @@ def unit_views(
         if has_heads_inside_tokens(call):
             by_query.append((call.seq_len_q * call.num_heads, 1))
         strides += [(*each[:head], each[head] * call.groups) for each in by_query]  # of the first head of each group
-        walked = kv_lead[: _unmerged(kv_lead, strides)]
+        # Dimensions that must stay so that all behind them are one dimension in every tensor.
+        walked = kv_lead[: next(n for n in range(len(kv_lead)) if all(_mergeable(kv_lead[n:], s[n:]) for s in strides))]
     size = math.prod(kv_lead[len(walked) :])
     by_unit = (*walked, size)
     leads = ((*by_unit, call.groups), by_unit, by_unit, (*by_unit, call.groups))
@@ -93,11 +94,6 @@ def unit_spans(count: int, call: AttentionCall, step: int) -> Ranges:
         for start in range(0, count, max(1, period))
         for first in range(start, start + period, step)
     ]
-
-
-def _unmerged(sizes: Shape, strides: list[Shape]) -> int:
-    """How many dimensions must stay so that all behind them are one dimension in every tensor."""
-    return next(first for first in range(len(sizes)) if all(_mergeable(sizes[first:], s[first:]) for s in strides))
 
 
 def _mergeable(sizes: Shape, strides: Shape) -> bool:

@@ -61,16 +61,6 @@ class Band(NamedTuple):
         return upper, lower
 
 
-def band_keep(rows: int, keys: int, upper: int | None, lower: int | None, device: torch.device) -> Tensor:
-    """Bool ``[rows, keys]``, True inside the band."""
-    keep = torch.ones(rows, keys, dtype=torch.bool, device=device)
-    if upper is not None:
-        keep.tril_(upper)
-    if lower is not None:
-        keep.triu_(lower)
-    return keep
-
-
 class TileState(Enum):
     """The effect of a mask on one tile."""
 
