@@ -60,16 +60,15 @@ class _Sums:
 
     def __init__(self, call: AttentionCall, acc_dtype: torch.dtype, wants_mask: bool):
         self.call = call
-        heads = () if call.query.dim() == 2 else (call.num_heads,)
         # Every element of the query's gradient is written once; where queries broadcast, copies are summed at the end.
-        self.query = call.query.new_empty((*call.batch, *heads, call.seq_len_q, call.head_dim))
+        self.query = call.query.new_empty((*call.out_shape[:-1], call.head_dim))
         lead = (*call.batch, call.num_kv_heads)
         self.key, self.key_view = _sum_like(call.key, lead, acc_dtype)
         self.value, self.value_view = _sum_like(call.value, lead, acc_dtype)
         self.mask = self.mask_view = None
         if wants_mask and isinstance(call.attn_mask, Tensor):
             self.mask = torch.zeros(call.attn_mask.shape, dtype=acc_dtype, device=call.query.device)
-            self.mask_view = self.mask.expand((*call.batch, *heads, call.seq_len_q, call.seq_len_kv))
+            self.mask_view = self.mask.expand((*call.out_shape[:-1], call.seq_len_kv))
         captured = () if call.score_rule is None else call.score_rule.captured
         self.captured = [torch.zeros_like(t, dtype=torch.promote_types(t.dtype, acc_dtype)) for t in captured]
         # Units that share an element of a sum must not be added to it in one step.
