@@ -14,7 +14,6 @@ from .call.lazy_mask import LazyMask
 from .config import AttentionConfig, default_config
 from .routes import choose, is_plainly_short, route_names, why_not
 from .routes.run import gradients, is_watched, run
-from .routes.shapes import run_shapes
 from .routes.torch_faults import is_torchs_own, torch_sdpa
 
 
@@ -234,7 +233,7 @@ def _attend(
     with_lse: bool,
 ) -> Any:
     """A call of ``function``: out, or (out, lse). While something is compiled or traced, and for fake tensors and
-    others with a dispatch of their own, it is one operator."""
+    others with a dispatch of their own, it is one operator, and so it is on meta, where it has shapes only."""
     _check_config(config)
     is_plain = type(query) in PLAIN and type(key) in PLAIN and type(value) in PLAIN
     # While torch.jit.trace records, sizes are tensors, with which no route can work.
@@ -246,16 +245,17 @@ def _attend(
             return handle_torch_function(function, overriding, query, key, value, attn_mask, *first, **others)
     query, key, value, attn_mask, options = prepared(query, key, value, attn_mask, options)
     is_plain = is_plain and (attn_mask is None or type(attn_mask) in PLAIN)
-    if is_recorded or (
-        not is_plain and any(type(t) not in PLAIN and isinstance(t, Tensor) for t in (query, key, value, attn_mask))
+    if (
+        is_recorded
+        or (isinstance(query, Tensor) and query.is_meta)
+        or (
+            not is_plain and any(type(t) not in PLAIN and isinstance(t, Tensor) for t in (query, key, value, attn_mask))
+        )
     ):
         from .routes import operator  # not before: where two copies of this package are loaded, both would register it
 
         found = operator.call(query, key, value, attn_mask, options, config, with_lse=with_lse)
         return found if with_lse else found.out
     call = check_call(query, key, value, attn_mask, options)
-    if query.is_meta:
-        out, lse = run_shapes(call)
-    else:
-        out, lse, *_ = run(call, default_config() if config is None else config, with_lse=with_lse)  # type: ignore[assignment]
-    return AttentionOutput(out, lse) if with_lse else out
+    out, lse, *_ = run(call, default_config() if config is None else config, with_lse=with_lse)
+    return AttentionOutput(out, lse) if with_lse else out  # type: ignore[arg-type]

@@ -28,9 +28,6 @@ SWITCHES = (
     "PASCAL_ATTN_NO_TIMING",
     "PASCAL_ATTN_FFN_CHUNKS",
 )
-_MIN_BUDGET_MIB = 1 / 16
-_MAX_MIB = 1 << 40  # in bytes still a number of 64 bits
-_MAX_TOKENS = (1 << 31) - 1
 
 
 @dataclass(frozen=True)
@@ -84,28 +81,29 @@ class AttentionConfig:
     def __post_init__(self) -> None:
         _one_of("route", self.route, tuple(known_routes))
         _one_of("softmax", self.softmax, ("auto", "online"))
-        if self.budget_mib is not None:
-            _number("budget_mib", self.budget_mib, at_least=_MIN_BUDGET_MIB)
-        _number("math_limit_mib", self.math_limit_mib, at_least=0)
-        for name in ("q_block", "kv_block"):
-            value = getattr(self, name)
-            if value is not None:
-                _whole_number(name, value)
+        for name, (kind, least, most) in _NUMBERS.items():
+            if getattr(self, name) is not None or name in ("math_limit_mib", "share_from_tokens"):
+                _check_number(name, getattr(self, name), kind, least, most)
         for name in ("trim_masks", "fused", "atomic_gradients"):
             if not isinstance(getattr(self, name), bool):
                 raise TypeError(f"{name} must be a bool, got {getattr(self, name)!r}")
         object.__setattr__(self, "devices", _device_names(self.devices))
-        _whole_number("share_from_tokens", self.share_from_tokens)
-        object.__setattr__(self, "token", _token(self))
+        values = ((field.name, getattr(self, field.name), field.default) for field in dataclasses.fields(self))
+        changed = ((name, value) for name, value, default in values if value != default)
+        parts = (f"{name}={','.join(value) if isinstance(value, tuple) else value}" for name, value in changed)
+        object.__setattr__(self, "token", ";".join(parts))
 
     def in_fixed_order(self) -> AttentionConfig:
         """The config whose gradients are the same bits in every run, as far as ours compute them."""
         return dataclasses.replace(self, atomic_gradients=False) if self.atomic_gradients else self
 
     @staticmethod
+    @functools.lru_cache(maxsize=256)
     def from_token(token: str) -> AttentionConfig:
         """The config that has this :attr:`token`."""
-        return _from_token(token)
+        parts = (part.partition("=") for part in token.split(";") if part)
+        changes = {name: _parse(getattr(AttentionConfig, name), name, text) for name, _, text in parts}
+        return AttentionConfig(**changes)
 
     @staticmethod
     def from_env(environ: dict[str, str] | None = None) -> AttentionConfig:
@@ -126,13 +124,13 @@ class AttentionConfig:
                 continue
             field_name = name[len(ENV_PREFIX) :].lower()
             if field_name not in fields:
-                _warn_once(_unknown(name, tuple(fields)))
+                log_once(logging.WARNING, "%s", _unknown(name, tuple(fields)))
                 continue
             try:
                 value = _parse(fields[field_name].default, field_name, text)
                 AttentionConfig(**{field_name: value})
             except (ValueError, TypeError) as error:
-                _warn_once(f"{name} is ignored: {error}")
+                log_once(logging.WARNING, "%s is ignored: %s", name, str(error))
             else:
                 changes[field_name] = value
         return AttentionConfig(**changes)
@@ -143,7 +141,7 @@ def switched_on(name: str) -> bool:
     value."""
     text = os.environ.get(name, "").strip().lower()
     if text not in ("", *_WORDS):
-        _warn_once(f"{name} is ignored: it must be one of {sorted(_WORDS)}, got {_shown(text)}")
+        log_once(logging.WARNING, f"%s is ignored: it must be one of {sorted(_WORDS)}, got %s", name, _shown(text))
     return _WORDS.get(text, False)
 
 
@@ -158,7 +156,7 @@ def number_of(name: str) -> int:
     if not text:
         return 0
     if not (text.isascii() and text.isdigit()):
-        _warn_once(f"{name} is ignored: it must be a whole number, got {_shown(text)}")
+        log_once(logging.WARNING, "%s is ignored: it must be a whole number, got %s", name, _shown(text))
         return 0
     return int(text[:9])
 
@@ -207,12 +205,12 @@ def cache_folder() -> Path | None:
         else:
             root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     except RuntimeError as error:
-        _tell_once(f"nothing is kept on disk: {error}")
+        log_once(logging.INFO, "nothing is kept on disk: %s", str(error))
         return None
     folder = Path(root) / "pascal-attention"
     others = _others_may_write(folder)
     if others:
-        _tell_once(f"nothing is kept on disk, nor read from there: {others}")
+        log_once(logging.INFO, "nothing is kept on disk, nor read from there: %s", others)
     return None if others else folder
 
 
@@ -222,38 +220,22 @@ def _others_may_write(folder: Path) -> str:
         found = folder.stat()
     except OSError:  # there is none yet
         return ""
-    if sys.platform == "win32":  # each user's folder has its own access list
+    if sys.platform == "win32":  # there each user's folder has its own access list
         return ""
     if found.st_uid != os.geteuid():
         return f"{folder} belongs to another user (uid {found.st_uid})"
     return f"other users may write to {folder}; chmod 700 it after a look at it" if found.st_mode & 0o022 else ""
 
 
-def _token(config: AttentionConfig) -> str:
-    values = ((field.name, getattr(config, field.name), field.default) for field in dataclasses.fields(config))
-    return ";".join(f"{name}={_written(value)}" for name, value, default in values if value != default)
-
-
-def _written(value: Any) -> str:
-    return ",".join(value) if isinstance(value, tuple) else str(value)
-
-
-@functools.lru_cache(maxsize=256)
-def _from_token(token: str) -> AttentionConfig:
-    changes = {}
-    for part in filter(None, token.split(";")):
-        name, _, text = part.partition("=")
-        changes[name] = _parse(getattr(AttentionConfig, name), name, text)
-    return AttentionConfig(**changes)
-
-
-_NUMBERS = {
-    "budget_mib": float,
-    "math_limit_mib": float,
-    "q_block": int,
-    "kv_block": int,
-    "share_from_tokens": int,
+_TOKENS = (int, 1, (1 << 31) - 1)
+_MOST_MIB = 1 << 40  # in bytes still a number of 64 bits
+# The fields that are numbers: their kind, and the least and the largest value.
+_NUMBERS: dict[str, tuple[type, float, int]] = {
+    "budget_mib": (float, 1 / 16, _MOST_MIB),
+    "math_limit_mib": (float, 0, _MOST_MIB),
+    **dict.fromkeys(("q_block", "kv_block", "share_from_tokens"), _TOKENS),
 }
+_KINDS = {float: "a number", int: "a whole number"}
 _WORDS = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}
 
 
@@ -266,12 +248,11 @@ def _parse(default: Any, name: str, text: str) -> Any:
     if name in _NUMBERS:
         if text.lower() in ("none", "auto") and default is None:
             return None
-        number = _NUMBERS[name]
+        kind = _NUMBERS[name][0]
         try:
-            return number(text)
+            return kind(text)
         except ValueError:
-            kind = "a whole number" if number is int else "a number"
-            raise ValueError(f"{name} must be {kind}, got {_shown(text)}") from None
+            raise ValueError(f"{name} must be {_KINDS[kind]}, got {_shown(text)}") from None
     if isinstance(default, tuple):
         return tuple(part.strip().lower() for part in text.split(",") if part.strip())
     return text.lower()
@@ -292,14 +273,10 @@ def _unknown(name: str, fields: tuple[str, ...]) -> str:
     return f"unknown environment variable {name}; " + (f"did you mean {names[0]}?" if near else f"there are {names}")
 
 
-@functools.lru_cache(maxsize=64)
-def _warn_once(sentence: str) -> None:
-    log.warning("%s", sentence)
-
-
-@functools.lru_cache(maxsize=64)
-def _tell_once(sentence: str) -> None:
-    log.info("%s", sentence)
+@functools.lru_cache(maxsize=256)
+def log_once(level: int, text: str, *values: str) -> None:
+    """Log a sentence the first time that it is said."""
+    log.log(level, text, *values)
 
 
 _DEVICE_NAME = re.compile(r"[a-z]+(:\d+)?")
@@ -320,19 +297,10 @@ def _one_of(name: str, value: Any, choices: tuple[str, ...]) -> None:
         raise ValueError(f"{name} must be one of {list(choices)}, got {_shown(value)}")
 
 
-def _number(name: str, value: Any, *, at_least: float) -> None:
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise TypeError(f"{name} must be a number, got {_shown(value)}")
-    if not at_least <= value < float("inf"):
-        raise ValueError(f"{name} must be at least {at_least} and finite, got {_shown(value)}")
-    if value > _MAX_MIB:
-        raise ValueError(f"{name} must be at most {_MAX_MIB}, got {_shown(value)}")
-
-
-def _whole_number(name: str, value: Any) -> None:
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"{name} must be a whole number, got {_shown(value)}")
-    if value < 1:
-        raise ValueError(f"{name} must be at least 1, got {_shown(value)}")
-    if value > _MAX_TOKENS:
-        raise ValueError(f"{name} must be at most {_MAX_TOKENS}, got {_shown(value)}")
+def _check_number(name: str, value: Any, kind: Any, least: float, most: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, (int, kind)):
+        raise TypeError(f"{name} must be {_KINDS[kind]}, got {_shown(value)}")
+    if not least <= value < float("inf"):
+        raise ValueError(f"{name} must be at least {least}{' and finite' * (kind is float)}, got {_shown(value)}")
+    if value > most:
+        raise ValueError(f"{name} must be at most {most}, got {_shown(value)}")

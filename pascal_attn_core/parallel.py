@@ -259,11 +259,11 @@ class _Ring(torch.autograd.Function):
         sums: Tensor | None = None
         lse: Tensor | None = None
         with contextlib.closing(_travelling(key, value, share)) as parts:
-            for owner, part_key, part_value in parts:
+            for owner, pair in parts:
                 seen = _seen(owner, mask, options, share)
                 if seen is None:
                     continue
-                part, part_lse = sdpa_with_lse(query, part_key, part_value, **seen)
+                part, part_lse = sdpa_with_lse(query, *pair, **seen)
                 part = part.to(part_lse.dtype)
                 sums, lse = (part, part_lse) if sums is None or lse is None else _merged(sums, lse, part, part_lse)
         assert sums is not None  # every query block sees its own process's keys
@@ -281,26 +281,25 @@ class _Ring(torch.autograd.Function):
         def compute(grad_out: Tensor, _: Tensor | None) -> Grads:
             grad_query = torch.zeros_like(query, dtype=lse.dtype)
             # the gradients of each process's keys and values follow them around, and are added to on the way
-            held = key.new_zeros(_numel(key, value, key.shape[2]), dtype=lse.dtype)
+            held = [tensor.zero_() for tensor in _like(key, value, key.shape[2], lse.dtype)]
             passing: _Passing | None = None
             with contextlib.closing(_travelling(key, value, share)) as parts:
                 try:
-                    for owner, part_key, part_value in parts:
+                    for owner, pair in parts:
                         found: Sequence[Tensor] = ()
                         seen = _seen(owner, mask, options, share)
                         if seen is not None:
-                            found = sdpa_backward(grad_out, query, part_key, part_value, out, lse, **seen)
+                            found = sdpa_backward(grad_out, query, pair[0], pair[1], out, lse, **seen)
                             grad_query += found[0]
                         held = held if passing is None else passing.arrived()
-                        for total, part in zip(_unpacked(held, key, value, share.keys.parts[owner]), found[1:]):
+                        for total, part in zip(held, found[1:]):
                             total += part
                         before = share.keys.parts[owner - 1]  # tokens of which the previous process has the gradients
-                        arriving = held.new_empty(_numel(key, value, before))
+                        arriving = _like(key, value, before, lse.dtype)
                         passing = _Passing(held, arriving, share.around, "passing on gradients")
                 finally:
                     held = held if passing is None else passing.arrived()
-            grad_key, grad_value = _unpacked(held, key, value, key.shape[2])
-            return grad_query.to(query.dtype), grad_key.to(key.dtype), grad_value.to(value.dtype)
+            return tuple(grad.to(query.dtype) for grad in (grad_query, *held))
 
         grads = in_any_graph(compute, "context_parallel_sdpa", grad_out, None, (query, key, value))
         return *grads, None, None, None
@@ -328,34 +327,25 @@ def _seen(owner: int, mask: Tensor | None, options: dict[str, Any], share: _Shar
 
 
 def _travelling(key: Tensor, value: Tensor, share: _Share) -> Generator[Any]:
-    """(owner, its keys, its values) of every process of the ring, this one's first. The next ones are on their way
-    meanwhile."""
-    ranks, lengths = share.around, share.keys.parts
-    # the part in use, and the one on its way: each arrives where the one before the last was
-    places = [key.new_empty(_numel(key, value, max(lengths))) for _ in range(2)]
-    for part, tensor in zip(_unpacked(places[0], key, value, key.shape[2]), (key, value)):
-        part.copy_(tensor)
+    """(owner, [its keys, its values]) of every process of the ring, this one's first, while the next ones are on their
+    way; the list is the same for all."""
+    ranks, held = share.around, [key.contiguous(), value.contiguous()]
     for step in range(ranks.size):
-        owner, following = (ranks.rank - step) % ranks.size, (ranks.rank - step - 1) % ranks.size
-        held, arriving = (p[: _numel(key, value, lengths[whose])] for p, whose in zip(places, (owner, following)))
-        what = f"passing on keys and values, step {step + 1} of {ranks.size - 1},"
-        passing = None if step + 1 == ranks.size else _Passing(held, arriving, ranks, what)
+        owner, following, passing = (ranks.rank - step) % ranks.size, (ranks.rank - step - 1) % ranks.size, None
+        if step + 1 < ranks.size:
+            what = f"passing on keys and values, step {step + 1} of {ranks.size - 1},"
+            arriving = _like(key, value, share.keys.parts[following], key.dtype)
+            passing = _Passing(held, arriving, ranks, what)
         try:
-            yield owner, *_unpacked(held, key, value, lengths[owner])
+            yield owner, held
         finally:  # also where the computation failed: a transfer that is dropped would break the group
             if passing is not None:
-                passing.arrived()
-        places.reverse()
+                held[:] = passing.arrived()
 
 
-def _numel(key: Tensor, value: Tensor, tokens: int) -> int:
-    return key.shape[0] * key.shape[1] * tokens * (key.shape[3] + value.shape[3])
-
-
-def _unpacked(held: Tensor, key: Tensor, value: Tensor, tokens: int) -> list[Tensor]:
-    shapes = [(*t.shape[:2], tokens, t.shape[3]) for t in (key, value)]
-    parts = held[: _numel(key, value, tokens)].split([math.prod(shape) for shape in shapes])
-    return [part.view(shape) for part, shape in zip(parts, shapes)]
+def _like(key: Tensor, value: Tensor, tokens: int, dtype: torch.dtype) -> list[Tensor]:
+    """Memory for that many tokens of key and value."""
+    return [t.new_empty((*t.shape[:2], tokens, t.shape[3]), dtype=dtype) for t in (key, value)]
 
 
 # ---- collectives -----------------------------------------------------------------------------------------------------
@@ -370,24 +360,24 @@ def _named_errors(what: str, ranks: _Ranks) -> Iterator[None]:
 
 
 class _Passing:
-    """A tensor on its way to the next process of the ring while ``arriving`` is filled by the previous one."""
+    """Tensors on their way to the next process of the ring while ``arriving`` are filled by the previous one."""
 
-    def __init__(self, held: Tensor, arriving: Tensor, ranks: _Ranks, what: str):
+    def __init__(self, held: list[Tensor], arriving: list[Tensor], ranks: _Ranks, what: str):
         following, previous = (dist.get_global_rank(ranks.group, (ranks.rank + step) % ranks.size) for step in (1, -1))
-        sending = dist.P2POp(dist.isend, held, following, ranks.group)
-        operations = [sending, dist.P2POp(dist.irecv, arriving, previous, ranks.group)]
+        operations = [dist.P2POp(dist.isend, tensor, following, ranks.group) for tensor in held]
+        operations += [dist.P2POp(dist.irecv, tensor, previous, ranks.group) for tensor in arriving]
         self.arriving, self.ranks, self.what = arriving, ranks, what
-        self.held: Tensor | None = held  # kept until it has been sent
+        self.held = held  # kept until it has been sent
         with _named_errors("starting a transfer", ranks):
             self.work = dist.batch_isend_irecv(operations)
 
-    def arrived(self) -> Tensor:
-        """Wait for both; a second call does nothing."""
+    def arrived(self) -> list[Tensor]:
+        """Wait for all; a second call does nothing."""
         work, self.work = self.work, []
         with _named_errors(self.what, self.ranks):
             for each in work:
                 each.wait()
-        self.held = None
+        self.held = []
         return self.arriving
 
 

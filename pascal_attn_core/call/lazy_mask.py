@@ -14,12 +14,7 @@ _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 class MaskRule:
-    """A rule known by name: what :func:`mask_rule` makes of a function.
-
-    Attributes:
-        name: ``"module:qualified name"`` of the function.
-        function: the function itself.
-    """
+    """A rule known by its name ``"module:qualified name"``: what :func:`mask_rule` makes of a function."""
 
     def __init__(self, function: Callable[..., Tensor]):
         self.function, self.name = function, f"{function.__module__}:{function.__qualname__}"

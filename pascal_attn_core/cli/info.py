@@ -32,7 +32,8 @@ from ..machine.wheels import judge
 from ..routes import route_names, why_not
 from ..routes.tile_timing import TileTimings
 from ..routes.timing import Timings
-from ..tiled.tiles import describe_plan, recommended_tile_size_for
+from ..tiled.plan import describe_plan
+from ..tiled.tiles import recommended_tile_size_for
 from . import second_card
 
 _CALL, _GQA_KEY = (1, 8, 4096, 64), (1, 2, 4096, 64)
@@ -162,7 +163,7 @@ def _budget_mib(info: DeviceInfo, config: AttentionConfig) -> float:
 
 def _tile_plans(info: DeviceInfo, config: AttentionConfig) -> list[tuple[str, str]]:
     """(name, plan in words) of each typical shape."""
-    return [(name, describe_plan(info, shape, config.budget_mib)) for name, shape in TYPICAL.items()]
+    return [(name, describe_plan(info, shape, config)) for name, shape in TYPICAL.items()]
 
 
 def _route_lines(info: Info) -> list[str]:

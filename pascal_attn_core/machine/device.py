@@ -110,11 +110,7 @@ CPU_LIKE = ("cpu", "meta")
 
 @functools.lru_cache(maxsize=64)
 def device_info(device: torch.device | str) -> DeviceInfo:
-    """The facts of a device, asked once per process.
-
-    Args:
-        device: a ``torch.device`` or its name; ``"cuda"`` without an index is the current CUDA device.
-    """
+    """The facts of a device, asked once per process; ``"cuda"`` without an index is the current CUDA device."""
     device = torch.device(device)
     if device.type in CPU_LIKE:
         caches = cpu_caches()
@@ -159,7 +155,9 @@ def _cuda_info(index: int) -> DeviceInfo:
         arch=arch,
         clock_hz=1000 * getattr(props, "clock_rate", 0),  # newer torch only, as the next two
         true_arch=true_arch(_place(props), variables(OVERRIDE)) if is_hip else "",
-        wave_size=getattr(props, "warp_size", _wave_size(arch)),
+        wave_size=getattr(
+            props, "warp_size", 64 if arch.startswith("gfx9") else 32 if arch.startswith(("sm_", "gfx1")) else 0
+        ),
         shared_bytes=getattr(props, "shared_memory_per_block", _AMD_LDS_BYTES if arch.startswith("gfx") else 0),
     )
 
@@ -172,11 +170,6 @@ def pci_place(device: torch.device) -> Place:
 
 def _place(props: Any) -> Place:
     return tuple(getattr(props, name, None) for name in ("pci_domain_id", "pci_bus_id", "pci_device_id"))
-
-
-def _wave_size(arch: str) -> int:
-    """Threads of a wave of an architecture where torch does not say it: AMD's instruction set guides."""
-    return 32 if arch.startswith(("sm_", "gfx10", "gfx11", "gfx12")) else 64 if arch.startswith("gfx9") else 0
 
 
 def cpu_name() -> str:

@@ -12,6 +12,7 @@ import platform
 import re
 import subprocess
 import threading
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -49,7 +50,6 @@ _SPARED = {
     "mps": "without them: all scores are stored, and come out wrong beyond 2^31 of them",
     "xpu": "without them: all scores may be stored, and a buffer above 4 GiB cannot be allocated",
 }
-_MAY_OPEN = "may this user open /dev/kfd (groups render and video)?"
 _SMI = ("nvidia-smi", "--query-gpu=name,compute_cap,memory.total", "--format=csv")
 
 
@@ -93,11 +93,8 @@ class Machine:
 
 
 def look_around(*, asks_devices: bool = True) -> Machine:
-    """Gather the facts of this machine.
-
-    Args:
-        asks_devices: also query how much memory is free, which initialises CUDA on every card.
-    """
+    """Gather the facts of this machine; ``asks_devices``: how much memory is free, too, which initialises CUDA on every
+    card."""
     build, names = torch_build(), device_names()
     are_several = asks_devices and len(names) > 1 and names[0].startswith("cuda")
     return Machine(
@@ -192,31 +189,28 @@ def ask_link(device: torch.device) -> Link | None:
     return parse_link(_output_of((*_SMI_LINK, "--id", smi_id(device))))
 
 
-class ClockWatch:
-    """While the block runs, the clocks are queried once a second; ``highest`` are those at the highest multiprocessor
-    clock, None where they cannot be queried."""
+@contextlib.contextmanager
+def watched_clocks(device: torch.device) -> Iterator[list[Clocks]]:
+    """While the block runs, the clocks are queried once a second; the list stays empty where they cannot be."""
+    found: list[Clocks] = []
+    over = threading.Event()
 
-    def __init__(self, device: torch.device):
-        self.device = device
-        self.highest: Clocks | None = None
-        self._over = threading.Event()
-        self._thread = threading.Thread(target=self._watch, name="clocks", daemon=True)
+    def watch() -> None:
+        while not over.wait(_WATCH_SECONDS) and (now := ask_clocks(device)) is not None:
+            found.append(now)
 
-    def __enter__(self) -> ClockWatch:
-        self._thread.start()
-        return self
+    thread = threading.Thread(target=watch, name="clocks", daemon=True)
+    thread.start()
+    try:
+        yield found
+    finally:
+        over.set()
+        thread.join()
 
-    def __exit__(self, *_: object) -> None:
-        self._over.set()
-        self._thread.join()
 
-    def _watch(self) -> None:
-        while not self._over.wait(_WATCH_SECONDS):
-            found = ask_clocks(self.device)
-            if found is None:
-                return
-            if self.highest is None or (found.sm_mhz or 0) > (self.highest.sm_mhz or 0):
-                self.highest = found
+def highest_of(clocks: list[Clocks]) -> Clocks | None:
+    """The clocks at the moment of the highest multiprocessor clock."""
+    return max(clocks, key=lambda each: each.sm_mhz or 0, default=None)
 
 
 def _output_of(command: tuple[str, ...]) -> str:
@@ -251,18 +245,28 @@ def complaints(machine: Machine) -> list[str]:
     """For each card that this torch cannot use, or not well, a sentence with what to install; [] if there is none."""
     verdicts = [(info.name, judge(info, machine.build)) for info in machine.devices]
     found = [f"{name}: {verdict.why}. Install: {verdict.install}" for name, verdict in verdicts if verdict.install]
+    for name, _, why in _unused(machine):
+        # graphics inside a processor, which no wheel supports, are no reason to install anything
+        if name not in machine.amd or machine.build.kind == "hip" or has_rocm_wheel(name):
+            found.append(f"{name}: {why}")
+    return found
+
+
+def _unused(machine: Machine) -> list[tuple[str, str, str]]:
+    """(name, description, why torch cannot use it) of each card that the drivers list and torch does not see."""
+    build, found = machine.build, []
+    finds_none = f"torch {build.version} finds no GPU"
     for card in machine.smi:
-        if machine.build.kind == "cuda":
-            found.append(f"{card.name}: torch {machine.build.version} finds no GPU: is the driver new enough for it?")
-        else:
-            wheel = wheel_for(card.capability or (6, 1))
-            found.append(f"{card.name}: torch {machine.build.version} is built without CUDA. Install: {wheel}")
+        capability = "unknown" if card.capability is None else "{}.{}".format(*card.capability)
+        why = f"{finds_none}: is the driver new enough for it?"
+        if build.kind != "cuda":
+            why = f"torch {build.version} is built without CUDA. Install: {wheel_for(card.capability or (6, 1))}"
+        found.append((card.name, f"{card.name}, compute capability {capability}, {card.memory}", why))
     for arch in machine.amd:
-        if machine.build.kind == "hip":
-            found.append(f"{arch}: torch {machine.build.version} finds no GPU: {_MAY_OPEN}")
-        elif has_rocm_wheel(arch):  # graphics inside a processor have none
-            wheel = rocm_wheel_for(arch)
-            found.append(f"{arch}: torch {machine.build.version} is built without ROCm. Install: {wheel}")
+        why = f"{finds_none}: may this user open /dev/kfd (groups render and video)?"
+        if build.kind != "hip":
+            why = f"torch {build.version} is built without ROCm. Install: {rocm_wheel_for(arch)}"
+        found.append((arch, f"AMD {arch}", why))
     return found
 
 
@@ -276,33 +280,16 @@ def describe_facts(machine: Machine) -> list[str]:
 
 def head_lines(machine: Machine) -> list[str]:
     """The package, Python, the system, torch, cards that it cannot use, and the driver."""
-    first = f"Pascal Attention {machine.package}, Python {machine.python}, {machine.system}"
-    driver = [line("driver", machine.driver)] if machine.driver else []
-    return [first, *_torch_lines(machine), *driver]
-
-
-def _torch_lines(machine: Machine) -> list[str]:
-    build = machine.build
-    first = machine.devices[0].kind if machine.devices else ""
+    build, first = machine.build, machine.devices[0].kind if machine.devices else ""
     plain = {"mps": "Metal", "xpu": "XPU"}.get(first, "CPU only")
     toolkit = {"cuda": f"CUDA {build.toolkit}", "hip": f"ROCm {build.toolkit}"}.get(build.kind, plain)
-    lines = [line("torch", f"{build.version}, {toolkit}")]
+    lines = [f"Pascal Attention {machine.package}, Python {machine.python}, {machine.system}"]
+    lines.append(line("torch", f"{build.version}, {toolkit}"))
     if build.archs:
         lines.append(line("code for", " ".join(build.archs)))
-    for card in machine.smi:
-        capability = "unknown" if card.capability is None else "{}.{}".format(*card.capability)
-        lines.append(line("unused GPU", f"{card.name}, compute capability {capability}, {card.memory}"))
-        if build.kind == "cuda":
-            lines.append(line("", "torch is built with CUDA but finds no GPU: is the driver new enough for it?"))
-        else:
-            lines.append(line("", "this torch is built without CUDA and cannot use it. Install"))
-            lines.append(line("", "  " + wheel_for(card.capability or (6, 1))))
-    for arch in machine.amd:
-        why = f"this torch is built without ROCm and cannot use it: {rocm_wheel_for(arch)}"
-        if build.kind == "hip":
-            why = f"torch is built with ROCm but finds no GPU: {_MAY_OPEN}"
-        lines += [line("unused GPU", f"AMD {arch}"), line("", why)]
-    return lines
+    for _, description, why in _unused(machine):
+        lines += [line("unused GPU", description), line("", why)]
+    return [*lines, line("driver", machine.driver)] if machine.driver else lines
 
 
 def device_lines(machine: Machine, number: int) -> list[str]:

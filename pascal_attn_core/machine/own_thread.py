@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, wait
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import TypeVar
 
 import torch
@@ -13,17 +13,13 @@ import torch
 Result = TypeVar("Result")
 
 
-class _Local(threading.local):
-    is_made_up = False
-
-
-_local = _Local()
+_local = threading.local()
 
 
 @contextmanager
 def made_up_inputs() -> Iterator[None]:
     """The user's modules run below on inputs of ours: what learns from inputs must not learn from these."""
-    before, _local.is_made_up = _local.is_made_up, True
+    before, _local.is_made_up = inputs_are_made_up(), True
     try:
         yield
     finally:
@@ -32,7 +28,7 @@ def made_up_inputs() -> Iterator[None]:
 
 def inputs_are_made_up() -> bool:
     """Whether this thread is within :func:`made_up_inputs`."""
-    return _local.is_made_up
+    return getattr(_local, "is_made_up", False)
 
 
 def in_own_thread(work: Callable[[], Result], device: torch.device) -> Result:
@@ -51,7 +47,7 @@ def in_own_thread(work: Callable[[], Result], device: torch.device) -> Result:
 
     def run() -> None:
         try:
-            with _current(device, stream):
+            with nullcontext() if stream is None else torch.cuda.stream(stream):  # makes its device the current one too
                 result = work()
         except BaseException as error:
             outcome.set_exception(error)
@@ -70,15 +66,6 @@ def in_own_thread(work: Callable[[], Result], device: torch.device) -> Result:
         if runs:  # as it does where the wait for its start, or for its end, was interrupted
             wait([outcome])
             thread.join()
-
-
-@contextmanager
-def _current(device: torch.device, stream: torch.cuda.Stream | None) -> Iterator[None]:
-    if stream is None:
-        yield
-        return
-    with torch.cuda.device(device), torch.cuda.stream(stream):
-        yield
 
 
 def in_backward() -> bool:

@@ -21,11 +21,7 @@ Part = TypeVar("Part")
 
 
 class Runtime:
-    """
-    Attributes:
-        device: the device it belongs to.
-        info: the facts that shapes and routes are chosen by.
-    """
+    """The parts of one device; ``info`` holds the facts that shapes and routes are chosen by."""
 
     def __init__(
         self,

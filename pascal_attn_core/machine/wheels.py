@@ -56,13 +56,8 @@ class TorchBuild:
 
 @dataclass(frozen=True)
 class Verdict:
-    """Whether a torch build can run on a card.
-
-    Attributes:
-        runs: it can.
-        why: one sentence.
-        install: what to install instead, as a pip command or a sentence; "" if there is no need to.
-    """
+    """Whether a torch build runs on a card, and why, in one sentence; what to install instead, as a pip command or a
+    sentence, "" if there is no need to."""
 
     runs: bool
     why: str

@@ -183,22 +183,18 @@ def available_bytes(device: torch.device | str = "cpu") -> int | None:
     """
     device = torch.device(device)
     if device.type != "cpu":
-        free = free_bytes(device)
-        return None if free is None else free + _unused_bytes(device)
+        free, memory = free_bytes(device), getattr(torch, device.type, None)
+        if free is None or memory is None:
+            return None
+        if device.type == "mps":
+            return free + memory.driver_allocated_memory() - memory.current_allocated_memory()
+        return free + memory.memory_reserved(device) - memory.memory_allocated(device)
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()
     except OSError:
         return None
     amounts = {name: int(rest.split()[0]) << 10 for name, _, rest in (line.partition(":") for line in lines)}
     return min([amounts.get("MemAvailable", amounts["MemFree"]), *_room_in_control_groups()])
-
-
-def _unused_bytes(device: torch.device) -> int:
-    """Bytes that torch's allocator holds on a GPU without using them."""
-    if device.type == "mps":
-        return torch.mps.driver_allocated_memory() - torch.mps.current_allocated_memory()
-    memory = getattr(torch, device.type)
-    return memory.memory_reserved(device) - memory.memory_allocated(device)
 
 
 def _room_in_control_groups(root: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")) -> list[int]:
@@ -292,7 +288,9 @@ class Follower(TorchDispatchMode):
             known = self.storages.get(storage._cdata)
             if known is None:
                 if storage.device.type == self.device_type:
-                    self._follow(storage, is_new)
+                    died = weakref.ref(storage, functools.partial(self._freed, storage._cdata))
+                    self.storages[storage._cdata] = _Storage(died, storage.nbytes(), is_new)
+                    self._add(storage.nbytes() if is_new else 0)
             elif (nbytes := storage.nbytes()) != known.nbytes:
                 self._add(nbytes - known.nbytes)
                 known.nbytes = nbytes
@@ -315,13 +313,7 @@ class Follower(TorchDispatchMode):
         alive = (s.nbytes for address, s in list(self.storages.items()) if s.is_new and address not in addresses)
         return max(self.largest_dead, max(alive, default=0))
 
-    def _follow(self, storage: Any, is_new: bool) -> None:
-        address, nbytes = storage._cdata, storage.nbytes()
-        self.storages[address] = _Storage(weakref.ref(storage, lambda _: self._freed(address)), nbytes, is_new)
-        if is_new:
-            self._add(nbytes)
-
-    def _freed(self, address: int) -> None:
+    def _freed(self, address: int, _: Any) -> None:
         storage = self.storages.pop(address)
         self.live -= storage.nbytes
         if storage.is_new:

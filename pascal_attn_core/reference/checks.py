@@ -80,11 +80,8 @@ def _matmul_eps() -> float:
 
 
 def exact_limit(plain: Gap, dtype: torch.dtype) -> float:
-    """The largest absolute error of an exact answer.
-
-    Args:
-        plain: the distance of plain attention, computed in ``dtype`` throughout, from the same right answer.
-    """
+    """The largest absolute error of an exact answer; ``plain``: the distance of plain attention, computed in ``dtype``
+    throughout, from the same right answer."""
     ulps = _ULPS * torch.finfo(torch.float32).eps + torch.finfo(dtype).eps
     error = plain.error if math.isfinite(plain.error) else 0.0  # float16 that has overflowed
     return _FACTOR * error + ulps * plain.largest

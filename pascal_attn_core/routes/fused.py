@@ -34,11 +34,7 @@ _DP4A = (6, 1)
 
 
 class FusedRoute(Route):
-    """Our kernel, on cards of NVIDIA's and AMD's.
-
-    Args:
-        torch_route: whose kernel this one is timed against where both take a call.
-    """
+    """Our kernel, on cards of NVIDIA's and AMD's; timed against that of ``torch_route`` where both take a call."""
 
     name = "fused"
 
@@ -214,10 +210,9 @@ class FusedRoute(Route):
         of_query = plan.gradients[0]
         if not rows_are_readable(grad_out, 8 if of_query.on_tensor_cores and not of_query.padded else 4):
             grad_out = grad_out.contiguous()
-        heads = () if call.query.dim() == 2 else (call.num_heads,)
         kv_lead = call.batch if call.query.dim() == 2 else (*call.batch, call.num_kv_heads)
         grads = (
-            call.query.new_empty((*call.batch, *heads, call.seq_len_q, call.head_dim)),
+            call.query.new_empty((*call.out_shape[:-1], call.head_dim)),
             call.key.new_empty((*kv_lead, call.seq_len_kv, call.head_dim)),
             call.value.new_empty((*kv_lead, call.seq_len_kv, call.head_dim_v)),
         )

@@ -49,17 +49,13 @@ class MathRoute(Route):
         return Choice(self, f"the score matrix is below {request.config.math_limit_mib:g} MiB")
 
     def forward(self, call: AttentionCall, config: AttentionConfig, plan: Any, **options: Any) -> Results:
-        return Results(run_math(call))
-
-
-def run_math(call: AttentionCall) -> Tensor:
-    """``[*batch, Hq, L, Dv]``, differentiable any number of times; sums in float32 (float64 for float64). Heads of a
-    group are query rows: K and V are not expanded for them."""
-    probs, value = probabilities(call), call.value if call.value.dim() > 2 else call.value[None]
-    if call.dropout_p:
-        probs = torch.dropout(probs, call.dropout_p, train=True)
-    out = torch.matmul(probs.flatten(-3, -2), value.to(probs.dtype)).unflatten(-2, (call.groups, call.seq_len_q))
-    return out.flatten(-4, -3).reshape(call.out_shape).to(call.query.dtype)
+        """The output is differentiable any number of times; sums in float32 (float64 for float64). Heads of a group are
+        query rows: K and V are not expanded for them."""
+        probs, value = probabilities(call), call.value if call.value.dim() > 2 else call.value[None]
+        if call.dropout_p:
+            probs = torch.dropout(probs, call.dropout_p, train=True)
+        out = torch.matmul(probs.flatten(-3, -2), value.to(probs.dtype)).unflatten(-2, (call.groups, call.seq_len_q))
+        return Results(out.flatten(-4, -3).reshape(call.out_shape).to(call.query.dtype))
 
 
 def probabilities(call: AttentionCall) -> Tensor:

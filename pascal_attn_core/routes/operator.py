@@ -71,10 +71,12 @@ def call(
         check_call(query, key, value, attn_mask)  # raises
     if isinstance(options.scale, Tensor) and options.scale.requires_grad:
         check_call(query, key, value, scale=options.scale)  # raises: a graph would take its value
+    if is_rule and query.is_meta:
+        attn_mask = check_call(query, key, value, attn_mask, options).attn_mask  # a BlockMask as a LazyMask
     rule: tuple[str, Sequence[int], Sequence[Tensor]] = ("", (), ())
     is_traced, is_compiling = torch._C._get_tracing_state() is not None, torch.compiler.is_compiling()
     if is_rule:
-        is_never_asked = not is_compiling and isinstance(query, FakeTensor)  # it has no numbers
+        is_never_asked = not is_compiling and (query.is_meta or isinstance(query, FakeTensor))  # there are no numbers
         if not (isinstance(attn_mask, LazyMask) and (isinstance(attn_mask.rule, MaskRule) or is_never_asked)):
             if not is_compiling:
                 where = "under torch.jit.trace" if is_traced else f"for tensors of type {type(query).__name__}"
@@ -85,12 +87,11 @@ def call(
     inputs = [t for t in (query, key, value, attn_mask, options.sinks) if t is not None]
     # A trace of torch.jit may run with gradients and without, wherever it was made; a compiled graph is guarded.
     for_grad = is_traced or (torch.is_grad_enabled() and any(t.requires_grad for t in inputs))
-    if options.window is not None:
-        options = _with_window(options, [-1 if side is None else side for side in options.window])
     if is_traced:  # sizes are tensors, which no list of a traced operator may hold
         rule = (rule[0], [int(size) for size in rule[1]], rule[2])
-        if options.window is not None:
-            options = _with_window(options, [int(side) for side in options.window])
+    if options.window is not None:
+        sides = [-1 if side is None else side for side in options.window]
+        options = _with_window(options, [int(side) for side in sides] if is_traced else sides)
     token = _TAG + (_ENVIRONMENT if config is None else config.token)
     flags = with_lse, for_grad, for_grad and attn_mask is not None and attn_mask.requires_grad
     out, lse, *_ = _sdpa(query, key, value, attn_mask, *options, token, *rule, *flags)
@@ -130,8 +131,7 @@ def _config(token: str) -> AttentionConfig:
 def _rule_arguments(mask: LazyMask) -> tuple[str, Sequence[int], Sequence[Tensor]]:
     """A mask as the operator takes it: ``"float32 module:name"``, its shape, the tensors that the rule reads."""
     name = mask.rule.name if isinstance(mask.rule, MaskRule) else _UNREGISTERED
-    dtype = str(mask.dtype).removeprefix("torch.")
-    return f"{dtype} {name}", list(mask.shape), [t.detach() for t in mask.tensors]
+    return f"{str(mask.dtype).removeprefix('torch.')} {name}", list(mask.shape), [t.detach() for t in mask.tensors]
 
 
 def _unregistered(*indices: Tensor) -> Tensor:

@@ -111,16 +111,12 @@ class Route:
 
     def for_parts(self, call: AttentionCall, config: AttentionConfig, plan: Any) -> Any:
         """The facts that parts of a call (some of its key/value heads) must know so that each row comes out with the
-        bits that it has in the whole; or a list of reasons why it would not. Handed to :meth:`plan_part`.
-
-        Args:
-            plan: of the whole call.
-        """
+        bits that it has in the whole, whose plan is given; or a list of reasons why it would not."""
         return None
 
     def plan_part(self, request: Request, shared: Any) -> Any:
-        """:meth:`plan` for a part of a call, which may be on another device of the same process."""
-        return request.plan(self)
+        """:meth:`plan` for a part of a call, which may be on another device; ``shared`` is from :meth:`for_parts`."""
+        return request.plan(self) if shared is None else shared
 
     def forward(
         self,
@@ -132,24 +128,16 @@ class Route:
         for_grad: bool,
         stats: TiledStats | None,
     ) -> Results:
-        """
-        Args:
-            for_grad: return all that ``backward`` needs.
-            stats: what the route ``tiled`` counts is added to it.
-        Raises:
-            RouteUnavailable: nothing has been computed.
-        """
+        """The results, with ``for_grad`` all that ``backward`` needs; what the route ``tiled`` counts is added to
+        ``stats``. RouteUnavailable: nothing has been computed."""
         raise NotImplementedError
 
     def backward(
         self, call: AttentionCall, config: AttentionConfig, plan: Any, saved: Results, wanted: Wanted
     ) -> Gradients:
-        """Gradients in the shapes of the inputs. A differentiable route computes the call once more and lets autograd
-        go back through it: this serves graphs, whose operators autograd does not see into.
-
-        Args:
-            saved: what ``forward(for_grad=True)`` returned.
-        """
+        """Gradients in the shapes of the inputs, from what ``forward(for_grad=True)`` returned. A differentiable route
+        computes the call once more and lets autograd go back through it: this serves graphs, whose operators autograd
+        does not see into."""
         grad_out, grad_lse, *others = wanted
         inputs = (call.query, call.key, call.value, call.attn_mask, call.sinks)
         wants = (True, True, True, *others)

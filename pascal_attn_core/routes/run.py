@@ -20,7 +20,7 @@ from ..observe import report
 from .fused import FusedRoute, Int8Route
 from .math import MathRoute
 from .route import Choice, Request, Route
-from .several import SeveralRoute
+from .several import on_one_device, on_several
 from .short import ShortCalls, is_short
 from .tensor import TensorRoute
 from .tiled import FirstTiles, TiledRoute
@@ -48,16 +48,10 @@ def route_names() -> list[str]:
 
 
 known_routes[1:] = [*route_names(), *(route.name for route in ROUTES if route.is_opt_in)]
-# Asked before all of them, and before a route that is named, where a configuration names several devices.
-SEVERAL = SeveralRoute(lambda *call, **options: choose(*call, **options))
 
 
 def route_named(name: str) -> Route:
-    """The route of that name.
-
-    Raises:
-        ValueError: there is none.
-    """
+    """The first route of that name."""
     for route in ROUTES:
         if route.name == name:
             return route
@@ -77,16 +71,15 @@ def choose(
     in_graph: bool = False,
     may_time: bool = True,
 ) -> Choice:
-    """The route for a call.
+    """The route for a call; ``in_graph`` and ``may_time`` as in :class:`.route.Request`.
 
-    Args:
-        in_graph, may_time: see :class:`.route.Request`.
     Raises:
         UnsupportedAttention: the config names a route that cannot take it, or none can.
     """
     request = Request(call, config, with_lse, in_graph, may_time)
     if config.devices:
-        return SEVERAL.claim(request)
+        flags = {"with_lse": with_lse, "in_graph": in_graph, "may_time": may_time}
+        return on_several(request, choose(call, on_one_device(config), **flags))
     if config.route != "auto":
         route = route_named(config.route)
         plan = route.plan(request)
@@ -122,12 +115,7 @@ def run(
     may_time: bool = True,
 ) -> Results:
     """A checked call by the route that :func:`choose` finds, or has found: out, lse or None, and what else there is,
-    with gradients where the call needs them.
-
-    Args:
-        stats: what the route ``tiled`` counts is added to it.
-        may_time: see :class:`.route.Request`.
-    """
+    with gradients where the call needs them. What the route ``tiled`` counts is added to ``stats``."""
     if choice is None and not with_lse and config.route == "auto" and not is_watched() and is_short(call, config):
         with suppress(RouteUnavailable):
             return Results(run_as_it_is(call))

@@ -51,8 +51,7 @@ class Shared:
     """The division of a call. It holds no tensor.
 
     Attributes:
-        route: the route that computes the parts; shared: what it must know for that.
-        config: the config of the parts: that of the call, without other devices.
+        route: the route that computes the parts; shared: what it must know for that; config: that of the parts.
         helpers: the other devices.
         heads: key/value heads of each device, the first device's before the helpers'.
         why: one sentence.
@@ -66,37 +65,27 @@ class Shared:
     why: str
 
     def plan_part(self, own: AttentionCall, with_lse: bool) -> Any:
-        """The route's plan for a part, on whichever device; RouteUnavailable where it cannot take it there."""
+        """The route's plan for a part, on whichever device."""
         return _possible(self.route.plan_part(Request(own, self.config, with_lse), self.shared))
 
 
+on_one_device = functools.lru_cache(maxsize=64)(functools.partial(replace, devices=()))  # a config without the others
+
+
+def on_several(request: Request, alone: Choice) -> Choice:
+    """The call on all devices that its config names, or else as on the first alone, with the reason."""
+    found = _shared(request, alone)
+    if isinstance(found, str):
+        return replace(alone, why=f"{alone.why}{ON_ONE_DEVICE}{found}")
+    return Choice(SeveralRoute(), found.why, found, torch_stores=alone.torch_stores)
+
+
 class SeveralRoute(Route):
-    """
-    Args:
-        choose: which route takes a call on one device, as :func:`.run.choose`.
-    """
-
     name = "several"
-
-    def __init__(self, choose: Callable[..., Choice]):
-        self.choose = choose
-
-    def claim(self, request: Request) -> Choice:
-        """The call on several devices, or else on the first alone, with the reason."""
-        flags = {"with_lse": request.with_lse, "in_graph": request.in_graph, "may_time": request.may_time}
-        alone = self.choose(request.call, _alone(request.config), **flags)
-        found = _shared(request, alone)
-        if isinstance(found, str):
-            return replace(alone, why=f"{alone.why}{ON_ONE_DEVICE}{found}")
-        return Choice(self, found.why, found, torch_stores=alone.torch_stores)
 
     def forward(
         self, call: AttentionCall, config: AttentionConfig, plan: Shared, *, stats: TiledStats | None, **wanted: bool
     ) -> Results:
-        """
-        Raises:
-            RouteUnavailable: the route of the parts cannot take the whole call on the first device either.
-        """
         stats = TiledStats() if stats is None else stats
         has_rows = any(wanted.values()) and not plan.route.is_differentiable  # lse, or what gradients need
         out, lse, log_sum = empty_output(call), None, None
@@ -105,11 +94,9 @@ class SeveralRoute(Route):
             log_sum = torch.empty_like(lse) if wanted["for_grad"] and call.has_bias else None
         counted: list[TiledStats] = []
 
-        def compute(heads: range, tensors: Tensors) -> Results:
-            own, its_stats = _part(call, heads, tensors), TiledStats()
-            counted.append(its_stats)
-            how = plan.plan_part(own, has_rows)
-            return plan.route.forward(own, plan.config, how, **wanted, stats=its_stats)
+        def compute(own: AttentionCall) -> Results:
+            counted.append(its_stats := TiledStats())
+            return plan.route.forward(own, plan.config, plan.plan_part(own, has_rows), **wanted, stats=its_stats)
 
         if _is_shared(call, plan, [], [(out, -3), (lse, -2), (log_sum, -2)], compute, stats):
             for each in counted:
@@ -131,9 +118,8 @@ class SeveralRoute(Route):
             lse, log_sum, of_lse = (None if t is None else t.contiguous() for t in others)
             return route.backward(own, plan.config, how, Results(out, lse, log_sum), Wanted(grad, of_lse))
 
-        def compute(heads: range, tensors: Tensors) -> Gradients:
-            own = _part(call, heads, tensors)
-            return go_back(own, plan.plan_part(own, with_lse), *tensors[4:])
+        def compute(own: AttentionCall, *rows: Tensor | None) -> Gradients:
+            return go_back(own, plan.plan_part(own, with_lse), *rows)
 
         grads = [torch.empty_like(t) for t in (call.query, call.key, call.value)]
         if _is_shared(call, plan, rows, [(grad, -3) for grad in grads], compute, TiledStats()):
@@ -148,7 +134,7 @@ def _is_shared(
     plan: Shared,
     rows: Sequence[Cuttable],
     targets: Sequence[Cuttable],
-    compute: Callable[[range, Tensors], Tensors],
+    compute: Callable[..., Tensors],
     stats: TiledStats,
 ) -> bool:
     """Compute the parts of a call on all devices, with the results in ``targets``. False where that failed: the reason
@@ -156,26 +142,27 @@ def _is_shared(
 
     Args:
         rows: tensors that are needed besides the inputs.
-        compute: gives what goes into ``targets`` for some key/value heads, from what belongs to them in the inputs and
-            in ``rows``, on whichever device.
+        compute: gives what goes into ``targets`` for a part, from it and its share of ``rows``, on whichever device.
     """
-    sources = [*((tensor, -3) for tensor in _inputs(call)), *rows]
+    inputs: Any = [(tensor, -3) for tensor in (call.query, call.key, call.value, call.attn_mask)]
 
-    def of(heads: range, given: Sequence[Cuttable]) -> list[Tensor | None]:
-        return [_of_heads(tensor, heads, call.num_kv_heads, dim) for tensor, dim in given]
+    def part(heads: range) -> tuple[Tensors, Tensors, Callable[[Tensors], Tensors]]:
+        """The tensors that some heads need, those that their results go to, and the work between them."""
 
-    own, *others = plan.heads
-    work = {helper: heads for helper, heads in zip(plan.helpers, others) if heads}
-    errands: dict[Helper, Future[None]] = {}
-    home = plan.helpers[0].home
-    why = next(filter(None, (helper.why_not() for helper in work)), "")
+        def of(given: Sequence[Cuttable]) -> Tensors:
+            return [_of_heads(tensor, heads, call.num_kv_heads, dim) for tensor, dim in given]
+
+        return of([*inputs, *rows]), of(targets), lambda own: compute(_part(call, heads, own), *own[4:])
+
+    home, errands = plan.helpers[0].home, dict[Helper, Future[None]]()
+    parts = {helper: heads for helper, heads in zip(plan.helpers, plan.heads[1:]) if heads}
+    why = next(filter(None, (helper.why_not() for helper in parts)), "")
     if not why:
         try:
-            with ThreadPoolExecutor(len(work), "pascal_attn other device") as pool:  # its end waits for them
-                for helper, heads in work.items():
-                    given = of(heads, sources), of(heads, targets), functools.partial(compute, heads)
-                    errands[helper] = helper.start(pool, *given)
-                _fill(of(own, targets), compute(own, of(own, sources)))
+            with ThreadPoolExecutor(len(parts), "pascal_attn other device") as pool:  # its end waits for them
+                errands |= {helper: helper.start(pool, *part(heads)) for helper, heads in parts.items()}
+                own, results, work = part(plan.heads[0])
+                _fill(results, work(own))
         except (RuntimeError, MemoryError) as error:
             if not isinstance(error, RouteUnavailable) and not is_out_of_memory(error):
                 raise
@@ -183,7 +170,7 @@ def _is_shared(
         for helper, errand in errands.items():
             fault = errand.exception()
             why = helper.failed(fault) if isinstance(fault, Exception) else why
-    counts = [call.num_kv_heads, *[0] * len(others)] if why else [len(heads) for heads in plan.heads]
+    counts = [call.num_kv_heads, *[0] * len(plan.helpers)] if why else map(len, plan.heads)
     stats.devices = dict(zip(names_of([home, *(helper.device for helper in plan.helpers)]), counts))
     stats.remarks |= {why: 1} if why else {}
     return not why
@@ -250,22 +237,21 @@ class Helper:
             _fill(targets, compute([None if t is None else _copied(t, self.device) for t in sources]))
 
 
-class Helpers:
-    """The devices that share one device's calls; a part of its :class:`~pascal_attn_core.machine.runtime.Runtime`."""
+class Helpers(dict[tuple[torch.device, int], Helper]):
+    """The devices that share one device's calls, each with its place among the others, as one may be there several
+    times; a part of that device's :class:`~pascal_attn_core.machine.runtime.Runtime`."""
 
     def __init__(self, runtime: Runtime):
         self.home = runtime.device
-        self._known: dict[tuple[torch.device, int], Helper] = {}
 
-    def of(self, device: torch.device, number: int = 0) -> Helper:
-        """The helper of a device; ``number`` is its place among the others, as one may be there several times."""
-        return self._known.setdefault((device, number), Helper(self.home, device))
+    def __missing__(self, key: tuple[torch.device, int]) -> Helper:
+        return self.setdefault(key, Helper(self.home, key[0]))
 
 
 def seen_on(device: torch.device, devices: Sequence[torch.device]) -> None:
     """A call runs whose tensors are on ``device``: if that is one of the others, it is left alone for a while."""
     if device != devices[0] and device in devices and device.type == devices[0].type and not _missing(devices[:1]):
-        helper = runtime_of(devices[0]).part(Helpers).of(device, list(devices).index(device) - 1)
+        helper = runtime_of(devices[0]).part(Helpers)[device, list(devices).index(device) - 1]
         helper.leave_alone(f"{device} computes attention of its own, as in ComfyUI's work split over several cards")
 
 
@@ -284,9 +270,6 @@ def names_of(devices: Sequence[torch.device]) -> list[str]:
     return [str(device) if count == 1 else f"{device} #{count}" for device, count in zip(devices, counts)]
 
 
-_alone = functools.lru_cache(maxsize=64)(functools.partial(replace, devices=()))
-
-
 def _missing(devices: Sequence[torch.device]) -> list[torch.device]:
     """CUDA devices that this machine does not have."""
     return [device for device in devices if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count()]
@@ -294,7 +277,7 @@ def _missing(devices: Sequence[torch.device]) -> list[torch.device]:
 
 def _shared(request: Request, alone: Choice) -> Shared | str:
     """How a call is shared out, or why it is not."""
-    call, config = request.call, _alone(request.config)
+    call, config = request.call, on_one_device(request.config)
     devices = tuple(device_named(name) for name in request.config.devices)
     why = _why_alone(call, request, devices)
     if why:
@@ -309,7 +292,7 @@ def _shared(request: Request, alone: Choice) -> Shared | str:
             return "gradients of inputs that all parts share would have to be summed across devices"
         if alone.by.is_differentiable and call.query.is_cuda and call.query.device in devices[1:]:
             return "autograd runs one thread per device"
-    helpers = tuple(runtime_of(devices[0]).part(Helpers).of(other, i) for i, other in enumerate(devices[1:]))
+    helpers = tuple(runtime_of(devices[0]).part(Helpers)[other, i] for i, other in enumerate(devices[1:]))
     found = _counts(request, alone.by, helpers)
     if isinstance(found, str):
         return found
@@ -355,11 +338,14 @@ def _counts(request: Request, route: Route, helpers: Sequence[Helper]) -> tuple[
     if not able:
         return helpers[0].why_not()
     speeds = request.runtime.part(Speeds)
-    found = (speeds.of(call, route, helper, may_time=request.may_time) for helper in able)
-    known = tuple(speed for speed in found if speed is not None)
-    if len(known) < len(able):
+    known = tuple(speeds.of(call, route, helper, may_time=request.may_time) for helper in able)
+    if None in known:
         return "the devices were not timed, and cannot be now"
-    counts, ratio = divided(call.num_kv_heads, *_load(call), known)
+    copied = [distinct(t).numel() for t in (call.query, call.key, call.value, call.attn_mask) if isinstance(t, Tensor)]
+    crossing = (sum(copied) + math.prod(call.out_shape)) * call.query.element_size() / MIB
+    scores = call.num_scores / MIB / (2 if call.is_causal else 1)
+    heads = call.num_kv_heads
+    counts, ratio = divided(heads, scores / heads, crossing / heads, known)
     if ratio > WORTH and speeds.is_on:
         return f"timed or estimated at {ratio:.2f} of the time of {home} alone"
     given = iter(counts[1:])
@@ -384,14 +370,6 @@ def divided(heads: int, scores: float, mib: float, speeds: tuple[Speed, ...]) ->
     return tuple(counts), last / (heads * paces[0]) if paces[0] else 1.0
 
 
-def _load(call: AttentionCall) -> tuple[float, float]:
-    """(2^20 scores of a head, MiB that cross for it) in the forward pass; the backward pass has more of both."""
-    copied = [distinct(tensor).numel() for tensor in _inputs(call) if tensor is not None]
-    num_bytes = (sum(copied) + math.prod(call.out_shape)) * call.query.element_size()
-    seen = 0.5 if call.is_causal else 1.0
-    return seen * call.num_scores / call.num_kv_heads / MIB, num_bytes / call.num_kv_heads / MIB
-
-
 class Speed(NamedTuple):
     """Milliseconds of the first device and of another one for 2^20 scores, and of a MiB that crosses between them."""
 
@@ -411,7 +389,8 @@ class SpeedKind(NamedTuple):
 
 
 class Speeds(Contest[SpeedKind]):
-    """How fast the other devices of one device are; made by ``runtime.part(Speeds)``."""
+    """How fast the other devices of one device are; made by ``runtime.part(Speeds)``. Gradients count as the forward
+    pass: both have more products and more to copy."""
 
     kind_type, file_kind = SpeedKind, "shares"
 
@@ -452,17 +431,10 @@ class Speeds(Contest[SpeedKind]):
             raise RouteUnavailable(helper.failed(error)) from error  # asked again after a while
 
     def conditions(self) -> dict[str, str]:
-        threads = str(torch.get_num_threads()) if self.device.type == "cpu" else ""
-        return {"card": self.info.name, "device": str(self.device), "torch": torch.__version__, "threads": threads}
+        return {"card": self.info.name, "device": str(self.device), "torch": torch.__version__}
 
 
 # ---- tensors ---------------------------------------------------------------------------------------------------------
-
-
-def _inputs(call: AttentionCall) -> list[Tensor | None]:
-    """Query, key, value and attn_mask."""
-    assert not isinstance(call.attn_mask, LazyMask)
-    return [call.query, call.key, call.value, call.attn_mask]
 
 
 def _part(call: AttentionCall, heads: range, inputs: Tensors) -> AttentionCall:

@@ -24,11 +24,7 @@ from .torch_kernel import TorchForm, TorchRoute
 
 class TensorRoute(FusedRoute):
     """Our kernel on tensor cores, its gradients up to head_dim 128, above, and on AMD's cards, by those on plain cores.
-    On newer cards of NVIDIA's by name only.
-
-    Args:
-        plain: our route on plain cores, against which this one is timed, as against torch's kernel.
-    """
+    On newer cards of NVIDIA's by name only. It is timed against ``plain``, our route on plain cores, and torch's."""
 
     name = "fused-tensor"
 
@@ -109,11 +105,7 @@ def may_win(call: AttentionCall) -> bool:
 def find_tensor_plan(
     call: AttentionCall, config: AttentionConfig, budget_bytes: int, *, packed: Packed | None = None
 ) -> Plan | list[str]:
-    """As :func:`.fused.find_plan`, on tensor cores.
-
-    Args:
-        budget_bytes: that the bits of a mask and the parts of cut tiles may take.
-    """
+    """As :func:`.fused.find_plan`, on tensor cores. The bits of a mask and the parts of cut tiles keep the budget."""
     device = call.query.device
     info = runtime_of(device).info
     if not takes_device(device):

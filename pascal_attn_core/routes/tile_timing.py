@@ -27,6 +27,7 @@ from ..call.lazy_mask import LazyMask
 from ..config import AttentionConfig
 from ..machine.device import MIB
 from ..machine.runtime import Runtime
+from ..tiled.layout import is_padding
 from ..tiled.plan import plan_call
 from ..tiled.tiles import Basis, TilePlan, cpu_bases
 from .route import Request, Route
@@ -87,12 +88,8 @@ class TileKind(NamedTuple):
 
 
 class TileTiming(NamedTuple):
-    """The conclusion from the times of a kind.
-
-    Attributes:
-        ratio: the chosen tiles' time in units of that of torch's kernel; None where torch has no kernel.
-        basis: the chosen tiles: the first of :func:`.cpu_bases` unless others are clearly faster.
-    """
+    """The conclusion from the times of a kind: the chosen tiles, which are the first of :func:`.cpu_bases` unless
+    others are clearly faster, and their time in units of that of torch's kernel; None where torch has no kernel."""
 
     ratio: float | None
     basis: Basis
@@ -121,11 +118,8 @@ class TileTimings(Contest[TileKind]):
         self._spent: dict[TileKind, int] = {}
 
     def of(self, ours: Route, request: Request) -> TileTiming | None:
-        """The timing of calls of this kind, made now if the request allows that and it is worth it.
-
-        Args:
-            ours: the tiled route.
-        """
+        """The timing of calls of this kind by the route of tiles, made now if the request allows that and it is worth
+        it."""
         call = request.call
         mask = call.attn_mask
         if self._is_off or (mask is not None and (call.num_scores < _MASKED_SCORES or isinstance(mask, LazyMask))):
@@ -248,7 +242,7 @@ def kind_of_call(call: AttentionCall) -> TileKind | None:
         kv_tokens=power_of_two(tokens_kv),
         groups=call.groups,
         rows=min(_MOST_ROWS, power_of_two(call.batch_size * call.num_heads * call.seq_len_q)),
-        mask="" if mask is None else f"{_name(mask.dtype)} {'keys' if _is_padding(mask) else 'queries'}",
+        mask="" if mask is None else f"{_name(mask.dtype)} {'keys' if is_padding(mask) else 'queries'}",
         kept=4 if mask is None else _kept(mask),
         is_causal=call.is_causal,
         threads=torch.get_num_threads(),
@@ -263,13 +257,9 @@ def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _is_padding(mask: Tensor) -> bool:
-    return mask.dim() < 2 or mask.shape[-2] == 1 or mask.stride(-2) == 0
-
-
 def _kept(mask: Tensor) -> int:
     """See :class:`TileKind`."""
-    if not _is_padding(mask):
+    if not is_padding(mask):
         return 4
     row = mask if mask.dim() < 2 else mask[..., :1, :]
     if row.dtype != torch.bool:
@@ -288,7 +278,7 @@ def _sizes(call: AttentionCall) -> tuple[int, int, int, int]:
         queries, keys = tokens_q, min(tokens_kv, _KEYS_OF_FEW_QUERIES)
     elif isinstance(mask, Tensor):
         # More heads instead: what is done to a mask once serves all of them.
-        most = _MOST_PADDED_KEYS if _is_padding(mask) else _LEAST_KEYS
+        most = _MOST_PADDED_KEYS if is_padding(mask) else _LEAST_KEYS
         queries, keys = min(tokens_q, _LEAST_QUERIES), min(tokens_kv, most)
     else:
         queries, keys = min(tokens_q, _MOST_QUERIES), min(tokens_kv, _MOST_KEYS)
@@ -318,7 +308,7 @@ def slice_of(call: AttentionCall) -> AttentionCall:
     queries, keys, kv_heads, batch = _sizes(call)
     heads, mask = kv_heads * call.groups, call.attn_mask
     if isinstance(mask, Tensor):
-        if mask.dtype == torch.bool and not _is_padding(mask):
+        if mask.dtype == torch.bool and not is_padding(mask):
             odd = [torch.arange(count).bitwise_and_(1).bool() for count in (queries, keys)]
             mask = (odd[0][:, None] ^ odd[1])[None, None]
         else:

@@ -6,27 +6,27 @@ import contextlib
 import functools
 import logging
 import math
-import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple, TypeVar
+from dataclasses import replace
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from ..call import AttentionCall, Gradients, Results, TiledStats, Wanted, distinct
 from ..call.flex_rules import BlockRule
-from ..config import AttentionConfig
+from ..config import AttentionConfig, log_once
 from ..machine.device import MIB
 from ..machine.out_of_memory import is_out_of_memory
 from ..machine.runtime import Runtime, runtime_of, runtimes
 from ..tiled.dropout import draw_seed
 from ..tiled.forward import tiled_forward
 from ..tiled.gradients import tiled_backward
+from ..tiled.layout import is_padding
 from ..tiled.plan import Walk, plan_call
 from ..tiled.rule_bytes import rule_bytes
-from ..tiled.tiles import Basis, TilePlan
+from ..tiled.tiles import Basis
 from .route import Choice, Request, Route
 from .tile_timing import CLEARLY, TileTiming, TileTimings
 
@@ -40,28 +40,14 @@ _PATIENCE = 1024  # calls of a shape before the whole budget is tried again
 _PAUSE = 60.0  # seconds without a call of a shape after which its next one belongs to another run
 
 
-class WholeTiles(NamedTuple):
-    """The tiles of a whole call, for parts of it: with them a row has the same bits in a part as in the whole.
-
-    Attributes:
-        backward: None where no gradients are wanted.
-        may_bound: as in :class:`.tiled.plan.Walk`.
-    """
-
-    forward: TilePlan
-    backward: TilePlan | None
-    may_bound: bool
-
-
-AnyTiles = Basis | WholeTiles | None
+# The walks of a whole call and of its gradients, for parts of it: with their tiles a row has the bits of the whole.
+Whole = tuple[Walk, Walk]
+AnyTiles = Basis | Whole | None
 
 
 class TiledRoute(Route):
-    """Tiles of plain PyTorch operators: takes every call that no route before it claims.
-
-    Args:
-        torch_route: its reasons say why the call came here.
-    """
+    """Tiles of plain PyTorch operators: takes every call that no route before it claims. The reasons of ``torch_route``
+    say why the call came here."""
 
     name = "tiled"
 
@@ -75,25 +61,20 @@ class TiledRoute(Route):
         timing = self.timing(request)
         return None if timing is None else timing.basis
 
-    def for_parts(
-        self, call: AttentionCall, config: AttentionConfig, plan: Basis | None = None
-    ) -> WholeTiles | list[str]:
+    def for_parts(self, call: AttentionCall, config: AttentionConfig, plan: Basis | None = None) -> Whole | list[str]:
         mask: Any = call.attn_mask
         walks = runtime_of(call.query.device).part(Walks)
-        is_padding = isinstance(mask, Tensor) and (mask.dim() < 2 or mask.shape[-2] == 1 or mask.stride(-2) == 0)
-        if call.has_bias and is_padding and math.prod(distinct(mask).shape[:-2]) > 1:
+        is_bias = call.has_bias and isinstance(mask, Tensor)
+        if is_bias and is_padding(mask) and math.prod(distinct(mask).shape[:-2]) > 1:
             return ["whether its float mask is padding is decided for all heads together"]
         try:
             walk = walks.of(call, config, basis=plan)
-            back = walks.of(call, config, backward=True).tiles if call.needs_grad else None
+            back = walks.of(call, config, backward=True) if call.needs_grad else walk
         except ValueError as error:  # raised again where the call is computed
             return [str(error)]
-        if walk.tiles.units > 1 or (back is not None and back.units > 1):
+        if walk.tiles.units > 1 or back.tiles.units > 1:
             return ["several heads share a step of the tiles: the call is short"]
-        return WholeTiles(walk.tiles, back, walk.may_bound)
-
-    def plan_part(self, request: Request, shared: WholeTiles) -> WholeTiles:
-        return shared
+        return walk, back
 
     def timing(self, request: Request) -> TileTiming | None:
         """The timing of tiles for calls of this kind on the call's device; None for short calls."""
@@ -110,7 +91,10 @@ class TiledRoute(Route):
         if not isinstance(reasons, list):
             return Choice(self, "no earlier route takes the call", plan)
         if not request.with_lse:
-            _warn_once(request.call.query.device.type, reasons[0])
+            where = request.call.query.device.type
+            # Without a fused kernel to hope for there is nothing to warn of.
+            level = logging.INFO if where == "cpu" else logging.WARNING
+            log_once(level, "on %s some attention calls run in tiles of plain PyTorch: %s", where, reasons[0])
         return Choice(self, "; ".join([reasons[0], *request.remarks]), plan, torch_stores=True)
 
     def claims_gradients(self, request: Request) -> bool:
@@ -126,28 +110,25 @@ class TiledRoute(Route):
         for_grad: bool = False,
         stats: TiledStats | None = None,
     ) -> Results:
-        """
-        Raises:
-            ValueError: the tile or budget asked for does not suffice, with ``for_grad`` neither for the gradients.
-        """
+        """ValueError: the tile or budget asked for does not suffice, with ``for_grad`` neither for the gradients."""
         if for_grad and not (config.q_block is config.kv_block is config.budget_mib is None):
             runtime_of(call.query.device).part(Walks).of(call, config, backward=True)
         call, config = _with_mask_per_head(call, config, backward=False)
         seed = draw_seed(call.query.device) if call.dropout_p else None
         stats = TiledStats() if stats is None else stats
-        how: dict[str, Any] = {"softmax": config.softmax, "trim_masks": config.trim_masks, "seed": seed, "stats": stats}
 
         def run(walk: Walk) -> Results:
-            return tiled_forward(call, walk, with_lse=with_lse, for_grad=for_grad, **how)
+            return tiled_forward(call, walk, config, with_lse=with_lse, for_grad=for_grad, seed=seed, stats=stats)
 
-        return _within_memory(call, config, run, stats, basis=plan)
+        basis = plan if plan is None or isinstance(plan, Basis) else plan[0]
+        return _within_memory(call, config, run, stats, basis=basis)
 
     def backward(
         self, call: AttentionCall, config: AttentionConfig, plan: AnyTiles, saved: Results, wanted: Wanted
     ) -> Gradients:
         call, config = _with_mask_per_head(call, config, backward=True)
         run = functools.partial(tiled_backward, call, saved=saved, wanted=wanted, trim_masks=config.trim_masks)
-        whole = plan if isinstance(plan, WholeTiles) else None
+        whole = None if plan is None or isinstance(plan, Basis) else plan[1]
         return _within_memory(call, config, run, TiledStats(), backward=True, basis=whole)
 
 
@@ -194,13 +175,6 @@ class FirstTiles(TiledRoute):
         return False  # routes between this one and the other may be faster
 
 
-@functools.lru_cache(maxsize=256)
-def _warn_once(device_type: str, reason: str) -> None:
-    # Without a fused kernel to hope for there is nothing to warn of.
-    level = logging.INFO if device_type == "cpu" else logging.WARNING
-    log.log(level, "on %s some attention calls run in tiles of plain PyTorch: %s", device_type, reason)
-
-
 # ---- plans -----------------------------------------------------------------------------------------------------------
 
 _MOST_KINDS = 512
@@ -221,12 +195,12 @@ class Walks:
         *,
         most_bytes: int | None = None,
         backward: bool = False,
-        basis: AnyTiles = None,
+        basis: Basis | Walk | None = None,
     ) -> Walk:
         """
         Args:
             most_bytes: of extra memory, if that is less than the budget.
-            basis: of the tile shape, None = the usual one; for a part of a call, the tiles of the whole.
+            basis: of the tile shape, None = the usual one; for a part of a call, the walk of the whole.
         Raises:
             ValueError: the budget does not suffice.
         """
@@ -234,10 +208,8 @@ class Walks:
         kind = None if is_traced else _kind(call, config, backward, most_bytes, basis)
         walk = None if kind is None else self._walks.get(kind)
         if walk is None:
-            if isinstance(basis, WholeTiles):
-                tiles = basis.backward if backward else basis.forward
-                assert tiles is not None
-                walk = replace(Walk.of(call, tiles), may_bound=basis.may_bound)
+            if isinstance(basis, Walk):
+                walk = replace(Walk.of(call, basis.tiles), may_bound=basis.may_bound)
             else:
                 tiles = plan_call(call, self._info, config, most_bytes=most_bytes, backward=backward, basis=basis)
                 walk = Walk.of(call, tiles)
@@ -265,46 +237,22 @@ def _kind(call: AttentionCall, config: AttentionConfig, backward: bool, *asked: 
 # ---- memory ----------------------------------------------------------------------------------------------------------
 
 
-@dataclass(slots=True)
-class _Cap:
-    """The extra memory that calls of a shape may use after the device ran out of it with more; how many calls it holds
-    for; and when the last of them began, by the monotonic clock."""
-
-    most_bytes: int
-    left: int = field(default_factory=lambda: _PATIENCE)
-    used: float = field(default_factory=time.monotonic)
-
-
-class MemoryCaps:
-    """How much the calls of each shape may use on one device, since it ran out of memory with more."""
+class MemoryCaps(dict[tuple, tuple[int, int, float]]):
+    """For calls of each shape on one device, since it ran out of memory with more: the bytes that they may use, for how
+    many more of them that holds, and when the last one began, by the monotonic clock."""
 
     def __init__(self, runtime: Runtime):
-        self._caps: dict[tuple, _Cap] = {}
-        self._lock = threading.Lock()
-
-    def __bool__(self) -> bool:
-        return bool(self._caps)
-
-    def clear(self) -> None:
-        with self._lock:
-            self._caps.clear()
+        super().__init__()
 
     def most_bytes(self, key: tuple) -> int | None:
         """Bytes that the next call of this shape may use; None = the whole budget."""
-        with self._lock:
-            cap, now = self._caps.get(key), time.monotonic()
-            if cap is None:
-                return None
-            if not cap.left or now - cap.used > _PAUSE:
-                del self._caps[key]
-                return None
-            cap.left, cap.used = cap.left - 1, now
-            return cap.most_bytes
-
-    def lower(self, key: tuple, most_bytes: int) -> None:
-        """Memory ran out: calls of this shape take at most ``most_bytes`` from now on."""
-        with self._lock:
-            self._caps[key] = _Cap(most_bytes)
+        most, left, used = self.get(key, (None, 0, 0.0))
+        now = time.monotonic()
+        if most is None or not left or now - used > _PAUSE:
+            self.pop(key, None)
+            return None
+        self[key] = most, left - 1, now
+        return most
 
 
 def forget_halvings() -> None:
@@ -314,10 +262,6 @@ def forget_halvings() -> None:
         runtime.part(MemoryCaps).clear()
 
 
-def _shape_key(call: AttentionCall, backward: bool) -> tuple:
-    return call.query.dtype, call.query.shape, call.key.shape, call.value.shape, backward
-
-
 def _within_memory(
     call: AttentionCall,
     config: AttentionConfig,
@@ -325,11 +269,12 @@ def _within_memory(
     stats: TiledStats,
     *,
     backward: bool = False,
-    basis: AnyTiles = None,
+    basis: Basis | Walk | None = None,
 ) -> T:
     """``run`` with a plan for this call; when the device runs out of memory, again with half of it."""
     runtime = runtime_of(call.query.device)
     walks, caps = runtime.part(Walks), runtime.part(MemoryCaps)
+    key = call.query.dtype, call.query.shape, call.key.shape, call.value.shape, backward
     walk = walks.of(call, config, backward=backward, basis=basis)
 
     def smaller(most_bytes: int | None) -> Walk | None:
@@ -340,7 +285,7 @@ def _within_memory(
         return None
 
     if caps:
-        walk = smaller(caps.most_bytes(_shape_key(call, backward))) or walk
+        walk = smaller(caps.most_bytes(key)) or walk
     while True:
         try:
             return run(walk)
@@ -351,7 +296,7 @@ def _within_memory(
             less = smaller(walk.tiles.extra_bytes * 17 // 32)
             if less is None:
                 raise
-            caps.lower(_shape_key(call, backward), less.tiles.extra_bytes)
+            caps[key] = less.tiles.extra_bytes, _PATIENCE, time.monotonic()
             stats.budget_halvings += 1
             before, after = (each.tiles.extra_bytes / MIB for each in (walk, less))
             what = f"query {list(call.query.shape)}, key {list(call.key.shape)}"

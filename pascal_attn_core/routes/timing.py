@@ -32,6 +32,7 @@ _ROWS = 1 << 16  # query rows of all heads together, several times what the larg
 _ROWS_WITH_GRADIENTS = 1 << 14  # there each head has memory of its own
 _PLAIN_BYTES = 64 << 20  # of the float32 scores of a call that torch stores them for
 _CONFIG = AttentionConfig()
+Maker = Callable[[AttentionCall], Attempt | None]  # of an attempt at a sample, None where it cannot be made
 
 
 class Kind(NamedTuple):
@@ -90,12 +91,8 @@ class Kind(NamedTuple):
 
 
 class Times(NamedTuple):
-    """Times for one kind of call, in units of the time of our kernel on tensor cores.
-
-    Attributes:
-        torch: of torch's kernel; None where it takes no such call.
-        plain: of our kernel on plain cores; None where it takes none.
-    """
+    """Times of torch's kernel and of ours on plain cores for one kind of call, in units of that of ours on tensor
+    cores; None where one takes no such call."""
 
     torch: float | None
     plain: float | None
@@ -126,43 +123,24 @@ class Timings(Contest[Kind]):
     kind_type = Kind
 
     def fused_over_torch(self, ours: Route, call: AttentionCall, budget_bytes: int) -> float | None:
-        """The time of our kernel, in units of the time of torch's, for calls of this kind on this device.
-
-        Args:
-            ours: the fused route.
-            call: one that the fused route takes, and torch's kernel as it is or rewritten.
-            budget_bytes: extra memory that torch's route may use.
-        """
-
-        def attempts(sample: AttentionCall) -> dict[str, Attempt]:
-            return _if_all(fused=_by(ours, sample), torch=_by_torch(sample, budget_bytes))
-
-        return _ratio(self._times(Kind.of(call), call, attempts))
+        """The time of our kernel, in units of the time of torch's, for calls of this kind on this device, which the
+        fused route takes, and torch's kernel as they are or rewritten within the budget."""
+        makers = {"fused": lambda sample: _by(ours, sample), "torch": lambda sample: _by_torch(sample, budget_bytes)}
+        return _ratio(self._times(Kind.of(call), call, makers))
 
     def fused_over_plain(self, ours: Route, call: AttentionCall) -> float | None:
         """As :meth:`fused_over_torch`, for calls that torch has no fused kernel for, and stores all scores of. The
         timed call has no more scores than fit _PLAIN_BYTES."""
         kind = Kind.of(call, "plain" if ours.name == "fused" else f"plain, {ours.name}")
         kind = kind._replace(rows=min(kind.rows, max(kind.q_tokens * kind.groups, _PLAIN_BYTES // 4 // kind.kv_tokens)))
-
-        def attempts(sample: AttentionCall) -> dict[str, Attempt]:
-            return _if_all(fused=_by(ours, sample), torch=_torchs(_with_gradients(sample, lambda: _plainly(sample))))
-
-        return _ratio(self._times(kind, call, attempts))
+        return _ratio(self._times(kind, call, {"fused": lambda sample: _by(ours, sample), "torch": _plainly}))
 
     def over_tensor(self, ours: Route, plain: Route, call: AttentionCall, budget_bytes: int) -> Times | None:
-        """The times of others in units of the time of our kernel on tensor cores, from one timing of all.
-
-        Args:
-            ours: the route on tensor cores, which takes the call; plain: the one on plain cores.
-        """
-
-        def attempts(sample: AttentionCall) -> dict[str, Attempt]:
-            found = {"tensor": _by(ours, sample), "plain": _by(plain, sample), "torch": _by_torch(sample, budget_bytes)}
-            return {name: attempt for name, attempt in found.items() if attempt is not None and found["tensor"]}
-
-        found = self._times(Kind.of(call, "tensor"), call, attempts)
-        if found is None:
+        """The times of others in units of that of ``ours``, the route on tensor cores, from one timing of all."""
+        makers = {"tensor": lambda sample: _by(ours, sample), "plain": lambda sample: _by(plain, sample)}
+        makers["torch"] = lambda sample: _by_torch(sample, budget_bytes)
+        found = self._times(Kind.of(call, "tensor"), call, makers)
+        if found is None or "tensor" not in found:
             return None
         return Times(*(found[name] / found["tensor"] if name in found else None for name in Times._fields))
 
@@ -171,10 +149,8 @@ class Timings(Contest[Kind]):
         found = {str(kind): _ratio(times) for kind, times in self.known.items() if kind.against == against}
         return {words: ratio for words, ratio in found.items() if ratio is not None}
 
-    def _times(
-        self, kind: Kind, call: AttentionCall, attempts: Callable[[AttentionCall], dict[str, Attempt]]
-    ) -> dict[str, float] | None:
-        """Milliseconds of attempts at a sample of this kind; None as in :meth:`.timing_table.Contest.find`."""
+    def _times(self, kind: Kind, call: AttentionCall, makers: dict[str, Maker]) -> dict[str, float] | None:
+        """Milliseconds of the attempts that can be made at a sample of this kind; None as in :meth:`.Contest.find`."""
         if kind not in self.known and in_backward():  # it is kept until the pass is over, without its values
             mask = call.attn_mask
             query, key, value = (t.new_empty(0) for t in (call.query, call.key, call.value))
@@ -182,7 +158,9 @@ class Timings(Contest[Kind]):
 
         def measure() -> dict[str, float] | None:
             with torch.set_grad_enabled(kind.gradients):
-                return self.timed(kind, attempts(sample_call(call, kind)))
+                sample = sample_call(call, kind)
+                made = {name: make(sample) for name, make in makers.items()}
+                return self.timed(kind, {name: attempt for name, attempt in made.items() if attempt is not None})
 
         return self.find(kind, measure, may_wait=True)
 
@@ -193,32 +171,21 @@ class Timings(Contest[Kind]):
 
 
 def _ratio(times: dict[str, float] | None) -> float | None:
-    return times["fused"] / times["torch"] if times else None
+    return times["fused"] / times["torch"] if times and len(times) == 2 else None
 
 
-def _if_all(**attempts: Attempt | None) -> dict[str, Attempt]:
-    """The attempts, or none if one of them cannot be made."""
-    found = {name: attempt for name, attempt in attempts.items() if attempt is not None}
-    return found if len(found) == len(attempts) else {}
+def _plainly(sample: AttentionCall) -> Attempt:
+    """A sample by torch's function, with a key head for each query head, as every version of it takes them."""
 
-
-def _torchs(attempt: Callable[[], Any]) -> Callable[[], Any]:
-    """An attempt of torch's, without which there is no answer."""
-
-    def run() -> Any:
+    def attempt() -> Tensor:
+        key, value = (t.repeat_interleave(sample.groups, dim=-3) for t in (sample.key, sample.value))
+        is_causal = sample.is_causal and sample.attn_mask is None  # torch takes one of the two
         try:
-            return attempt()
-        except RuntimeError as error:
+            return torch_sdpa(sample.query, key, value, sample.attn_mask, 0.0, is_causal, scale=sample.scale)
+        except RuntimeError as error:  # without it there is no answer
             raise error if is_out_of_memory(error) else RouteUnavailable(f"torch's math fails: {error}") from error
 
-    return run
-
-
-def _plainly(sample: AttentionCall) -> Tensor:
-    """A sample by torch's function, with a key head for each query head, as every version of it takes them."""
-    key, value = (t.repeat_interleave(sample.groups, dim=-3) for t in (sample.key, sample.value))
-    is_causal = sample.is_causal and sample.attn_mask is None  # torch takes one of the two
-    return torch_sdpa(sample.query, key, value, sample.attn_mask, 0.0, is_causal, scale=sample.scale)
+    return _with_gradients(sample, attempt)
 
 
 def _by(route: Route, sample: AttentionCall) -> Attempt | None:

@@ -56,11 +56,9 @@ class Contest(Generic[Kind]):
     ):
         """
         Args:
-            runtime: of the device.
             clock: as :func:`median_times`.
             folder: gives the folder of the file, or None: nothing is stored.
-            is_on: False = nothing is timed, and nothing that was timed before counts; None = unless the environment
-                says PASCAL_ATTN_NO_TIMING.
+            is_on: whether anything is timed, and what was timed before counts; None = as PASCAL_ATTN_NO_TIMING says.
         """
         self.runtime, self.device, self.info = runtime, runtime.device, runtime.info
         self.clock, self.folder = median_times if clock is None else clock, folder
@@ -162,11 +160,7 @@ class Contest(Generic[Kind]):
         raise NotImplementedError
 
     def found_in(self, row: Mapping[str, Any]) -> Found:
-        """The times in a row of the file.
-
-        Raises:
-            KeyError, TypeError, ValueError: it holds none.
-        """
+        """The times in a row of the file; one of :meth:`_load`'s errors where it holds none."""
         return {name: positive(time) for name, time in dict(row["times"]).items()}
 
     def timed(self, kind: Kind, attempts: Mapping[str, Attempt]) -> Found | None:
@@ -237,15 +231,9 @@ def _wait_for(device: torch.device) -> None:
 
 
 def positive(number: Any) -> float:
-    """A time, or a ratio of times, as a file holds it.
-
-    Raises:
-        TypeError, ValueError, OverflowError: it is no finite number above zero.
-    """
-    if isinstance(number, bool) or not isinstance(number, (int, float)):
-        raise TypeError(f"a time must be a number, got {type(number).__name__}")
-    if not 0 < float(number) < math.inf:
-        raise ValueError(f"a time must be finite and above 0, got {number}")
+    """A time, or a ratio of times, as a file holds it; ValueError where it is no finite number above zero."""
+    if isinstance(number, bool) or not isinstance(number, (int, float)) or not 0 < float(number) < math.inf:
+        raise ValueError(f"a time must be a finite number above 0, got {number!r}")
     return float(number)
 
 

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from ..call import AttentionCall, distinct, may_read
 from ..call.lazy_mask import LazyMask
-from ..config import RouteUnavailable
+from ..config import RouteUnavailable, log_once
 from ..machine.out_of_memory import is_out_of_memory
 from ..machine.own_thread import in_backward, in_own_thread
 from ..machine.runtime import Runtime, runtime_of
@@ -37,11 +37,8 @@ _WORSE = 2.0  # times the error of the same call without its fault, above which 
 
 
 class Kind(NamedTuple):
-    """The calls for which torch runs the same kernel, as far as its faults go.
-
-    Attributes:
-        mask: dtype of the mask; that of the query where there is none.
-    """
+    """The calls for which torch runs the same kernel, as far as its faults go: device, dtypes of query and mask (that
+    of the query where there is none)."""
 
     device: torch.device
     dtype: torch.dtype
@@ -74,11 +71,8 @@ class Fault:
 
 
 def fault_reasons(call: AttentionCall, *, read: bool = True) -> list[str]:
-    """Why torch's kernels would compute this call wrongly, one sentence per fault.
-
-    Args:
-        read: whether values of the call's tensors may be looked at.
-    """
+    """Why torch's kernels would compute this call wrongly, one sentence per fault. ``read``: the values of its tensors
+    may be looked at."""
     return [
         fault.reason.format(call=call)
         for fault in FAULTS
@@ -96,32 +90,23 @@ class ShownFaults:
 
 
 def is_shown(fault: Fault, kind: Kind) -> bool:
-    """Whether the torch that is installed shows a fault. True while that cannot be tried."""
+    """Whether the torch that is installed shows a fault. True while that cannot be tried, or there is no memory for
+    it; a kernel that raises does not serve either. The probe runs without the caller's modes, transforms, autocast and
+    inference settings."""
     found, key = runtime_of(kind.device).part(ShownFaults).found, (fault.name, kind)
     shown = found.get(key)
     if shown is None:
         if kind.device.type == "cuda" and (torch.cuda.is_current_stream_capturing() or in_backward()):
             return True
-        shown = _try(fault, kind)
-        if shown is None:
-            return True
+        try:
+            shown = in_own_thread(functools.partial(fault.probe, kind), kind.device)
+        except Exception as error:
+            if is_out_of_memory(error):
+                return True
+            shown = True
         found[key] = shown
         log.info("torch %s on %s: %s: %s", torch.__version__, ", ".join(map(str, kind)), fault.name, shown)
     return shown
-
-
-def _try(fault: Fault, kind: Kind) -> bool | None:
-    """Run the probe without the caller's modes, transforms, autocast and inference settings; None = there was no memory
-    for it."""
-
-    def run() -> bool:
-        with torch.enable_grad():
-            return fault.probe(kind)
-
-    try:
-        return in_own_thread(run, kind.device)
-    except Exception as error:  # a kernel that raises does not serve either
-        return None if is_out_of_memory(error) else True
 
 
 class BrokenPromises:
@@ -149,7 +134,8 @@ def unkept(call: AttentionCall, error: RuntimeError) -> RouteUnavailable:
     """Remember what torch's function has raised for a call, with one warning per sentence."""
     reason = f"torch's kernel for it raised: {str(error).strip().partition(chr(10))[0]}"
     runtime_of(call.query.device).part(BrokenPromises).reasons[_promise(call)] = reason
-    _warn_once(call.query.device.type, reason)
+    where = call.query.device.type
+    log_once(logging.WARNING, "on %s some attention calls go on by other routes: %s", where, reason)
     return RouteUnavailable(reason)
 
 
@@ -157,11 +143,6 @@ def _promise(call: AttentionCall) -> tuple:
     mask_dtype = None if call.attn_mask is None else call.attn_mask.dtype
     sizes = call.head_dim, call.head_dim_v, call.groups > 1, call.seq_len_q == 1
     return call.query.dtype, mask_dtype, sizes, call.is_causal, call.dropout_p > 0, call.needs_grad
-
-
-@functools.lru_cache(maxsize=64)
-def _warn_once(device_type: str, reason: str) -> None:
-    log.warning("on %s some attention calls go on by other routes: %s", device_type, reason)
 
 
 # ---- the faults ----------------------------------------------------------------------------------------------------

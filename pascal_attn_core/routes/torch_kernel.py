@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..call import AttentionCall, Results, empty_output
+from ..call import AttentionCall, Results, distinct, empty_output
 from ..call.lazy_mask import LazyMask
 from ..config import AttentionConfig
 from ..machine.device import CPU_LIKE
@@ -204,7 +204,7 @@ def _query_step(call: AttentionCall, mask: Tensor | None, budget_bytes: int) -> 
     if not is_bool and not (mask.stride(-1) > 1 or (on_cuda and (call.seq_len_kv % 8 or mask.stride(-1) != 1))):
         return 0
     if is_bool and mask.device.type in CPU_LIKE:
-        mask = _held(mask)  # see _as_numbers
+        mask = distinct(mask)  # see _as_numbers
     element_size, tokens = call.query.element_size() if is_bool else mask.element_size(), call.seq_len_q
     lse_bytes = call.num_heads * 4  # of one query: the kernels return one whether it is wanted or not
     row_bytes = mask.numel() // mask.shape[-2] * element_size
@@ -341,15 +341,10 @@ def _run_heads(call: AttentionCall, form: TorchForm, out: Tensor, batch: int, he
         yield
 
 
-def _held(mask: Tensor) -> Tensor:
-    """A mask without what it repeats."""
-    return mask[tuple(slice(1) if step == 0 else slice(None) for step in mask.stride())]
-
-
 def _as_numbers(mask: Tensor, dtype: torch.dtype) -> Tensor:
     """A bool mask as torch's functions add it: 0 where it is true, else -inf, in memory for what it does not repeat.
     By arithmetic, 1 - 1/1 and 1 - 1/0: on a CPU torch selects element by element, which takes several times as long."""
-    held = _held(mask).to(dtype, memory_format=torch.contiguous_format)  # else torch copies it once more
+    held = distinct(mask).to(dtype, memory_format=torch.contiguous_format)  # else torch copies it once more
     return held.reciprocal_().neg_().add_(1).expand(mask.shape)
 
 

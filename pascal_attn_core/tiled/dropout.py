@@ -27,13 +27,8 @@ def _mix64(x: Tensor) -> Tensor:
     return x ^ (x >> 31)
 
 
-def row_codes(seed: Tensor, rows: Tensor) -> Tensor:
-    """int32 code of each global query row (int64 numbers over batch, head and token)."""
-    return _mix64(rows * _ROW_STEP + seed).to(torch.int32)
-
-
 def block_row_codes(seed: Tensor, first_unit: int, shape: torch.Size, groups: int, seq_len_q: int, q0: int) -> Tensor:
-    """Codes ``[u, rows]`` of a block of query rows, ordered by token, then by head of the group.
+    """int32 codes ``[u, rows]`` of a block of query rows, ordered by token, then by head of the group.
 
     Args:
         shape: ``[u, rows, ...]``; first_unit: number of its first unit in the call; q0: its first token.
@@ -43,7 +38,8 @@ def block_row_codes(seed: Tensor, first_unit: int, shape: torch.Size, groups: in
     units = torch.arange(first_unit, first_unit + shape[0], device=device)[:, None, None]
     tokens = torch.arange(q0, q0 + shape[1] // groups, device=device)[:, None]
     heads = torch.arange(groups, device=device)
-    return row_codes(seed, ((units * groups + heads) * seq_len_q + tokens).flatten(1))
+    rows = ((units * groups + heads) * seq_len_q + tokens).flatten(1)
+    return _mix64(rows * _ROW_STEP + seed).to(torch.int32)
 
 
 def key_codes(seed: Tensor, first: int, last: int) -> Tensor:

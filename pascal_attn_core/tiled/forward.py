@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 
 from ..call import AttentionCall, Results, TiledStats, empty_output, may_read
+from ..config import AttentionConfig
 from ..observe.progress import this_thread
 from .layout import Units, UnitViews
-from .masks import FREE, Rules, block_schedule, mask_tiles, padding_as_bool
+from .masks import FREE, MaskTiles, Rules, block_schedule, padding_as_bool
 from .plan import Walk
 from .products import BOUNDED_BITS, LN_2, LOG2_E, TileProducts
 from .softmax import BoundedSoftmax, OnlineSoftmax
@@ -24,23 +25,19 @@ from .tiles import Ranges
 def tiled_forward(
     call: AttentionCall,
     walk: Walk,
+    config: AttentionConfig,
     *,
-    with_lse: bool = False,
-    for_grad: bool = False,
-    softmax: str = "auto",
-    trim_masks: bool = True,
-    seed: Tensor | None = None,
-    stats: TiledStats | None = None,
+    with_lse: bool,
+    for_grad: bool,
+    seed: Tensor | None,
+    stats: TiledStats,
 ) -> Results:
     """Attention of a checked call in tiles of the given shape.
 
     Args:
         walk: of this kind of call; the ``extra_bytes`` of its tile shape are kept.
-        with_lse: also return the natural logarithm of the softmax's denominator.
         for_grad: return what the gradients need: lse, and log_sum where there is a float mask. Under a score rule
             log_sum comes with every lse.
-        softmax: "auto", or "online" for no bounded blocks.
-        trim_masks: skip keys and tiles that are fully masked.
         seed: int64 ``[1]`` from :func:`pascal_attn_core.tiled.dropout.draw_seed`, needed when ``call.dropout_p > 0``.
     """
     readable, out = may_read(call), empty_output(call)
@@ -51,15 +48,13 @@ def tiled_forward(
     results = Results(out, lse, log_sum, seed)
     if walk.is_empty or (call.head_dim_v == 0 and lse is None):  # without head_dim_v there still is an lse
         return _without_keys(call, results)
-    may_bound = readable and softmax == "auto" and walk.may_bound
+    may_bound = readable and config.softmax == "auto" and walk.may_bound
     if may_bound and call.sinks is not None:
         may_bound = float(call.sinks.detach().abs().amax()) * LOG2_E <= BOUNDED_BITS
-    look = readable and trim_masks and walk.tiles.scans_mask
-    groups = [
-        _Group.of(units, call, walk, look, may_bound) for units in units_of(call, walk.views, (out, lse, log_sum))
-    ]
+    look = readable and config.trim_masks and walk.tiles.scans_mask
+    parts = units_of(call, walk.views, (out, lse, log_sum))
+    groups = [_Group.of(units, call, walk, look, may_bound) for units in parts]
     tile = TileProducts(call, walk, seed)
-    stats = TiledStats() if stats is None else stats
     checkpoint, done = this_thread.checkpoint, 0
     total = len(groups) * len(walk.spans) * len(walk.q_ranges)
     for group in groups:
@@ -127,7 +122,9 @@ class _Group(NamedTuple):
         if not walk.is_masked:
             return _Group(units, key_ranges=[(0, call.seq_len_kv)] * len(walk.spans) if may_bound else None)
         rules = Rules.of(call, units, look=look)
-        rules.prepare(walk.spans)
+        if isinstance(rules.mask, MaskTiles):
+            for span in walk.spans:
+                rules.mask.key_range(*span)  # looked at once, before the call's buffers are there
         if not may_bound or (walk.has_bias and (units.mask is None or call.sinks is not None)):
             return _Group(units, rules)
         bounded, bias = rules, None
@@ -136,7 +133,7 @@ class _Group(NamedTuple):
             padding = padding_as_bool(units.mask, rules.dtype) if look and rules.band.is_everything else None
             if padding is None:
                 return _Group(units, rules)
-            bounded, bias = Rules(rules.band, mask_tiles(padding[0], look=True), rules.dtype), padding[1]
+            bounded, bias = Rules(rules.band, MaskTiles(padding[0], look=True), rules.dtype), padding[1]
         keys = [bounded.key_range(*span, 0, call.seq_len_q, call.seq_len_kv) for span in walk.spans]
         return _Group(units, rules, bounded, keys, bias)
 
@@ -150,7 +147,6 @@ class _UnitRange:
         self.tile, self.call, self.walk = tile, call, walk
         self.query, self.key, self.value = units.query[u0:u1], units.key[u0:u1], units.value[u0:u1]
         out, lse, log_sum = units.extra
-        assert out is not None
         self.out = out[u0:u1]
         self.lse, self.log_sum, self.bias = (None if t is None else t[u0:u1] for t in (lse, log_sum, group.bias))
         self.kv_tiles: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
@@ -190,7 +186,7 @@ class _UnitRange:
     def _softmax(self, q0: int, q1: int, limit: float) -> OnlineSoftmax | BoundedSoftmax:
         """The state of one query block before the first tile."""
         tile, out = self.tile, self.out[:, :, q0:q1]
-        query = tile.block_query(self.query[:, :, q0:q1])
+        query = tile.rows(self.query[:, :, q0:q1], tile.query_buffer)
         is_bounded = tile.is_bounded(query, limit)
         code = tile.row_codes(self.first_unit, query, self.call.seq_len_q, q0)
         row_sum = query.new_empty((query.shape[0], query.shape[1], 1), dtype=tile.dtype)

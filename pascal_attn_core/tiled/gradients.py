@@ -14,7 +14,7 @@ what autograd makes of it on its way back through the rule, which runs once more
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -60,16 +60,15 @@ class _Sums:
 
     def __init__(self, call: AttentionCall, acc_dtype: torch.dtype, wants_mask: bool):
         self.call = call
-        heads = () if call.query.dim() == 2 else (call.num_heads,)
         # Every element of the query's gradient is written once; where queries broadcast, copies are summed at the end.
-        self.query = call.query.new_empty((*call.batch, *heads, call.seq_len_q, call.head_dim))
+        self.query = call.query.new_empty((*call.out_shape[:-1], call.head_dim))
         lead = (*call.batch, call.num_kv_heads)
         self.key, self.key_view = _sum_like(call.key, lead, acc_dtype)
         self.value, self.value_view = _sum_like(call.value, lead, acc_dtype)
         self.mask = self.mask_view = None
         if wants_mask and isinstance(call.attn_mask, Tensor):
             self.mask = torch.zeros(call.attn_mask.shape, dtype=acc_dtype, device=call.query.device)
-            self.mask_view = self.mask.expand((*call.batch, *heads, call.seq_len_q, call.seq_len_kv))
+            self.mask_view = self.mask.expand((*call.out_shape[:-1], call.seq_len_kv))
         captured = () if call.score_rule is None else call.score_rule.captured
         self.captured = [torch.zeros_like(t, dtype=torch.promote_types(t.dtype, acc_dtype)) for t in captured]
         # Units that share an element of a sum must not be added to it in one step.
@@ -113,12 +112,8 @@ class GradientProducts(TileProducts):
     """The buffers of one backward pass, and what is done to one tile."""
 
     def __init__(self, call: AttentionCall, walk: Walk, seed: Tensor | None, captured: list[Tensor]):
-        """
-        Args:
-            captured: the sums of the gradients of what the call's score rule reads.
-        """
         super().__init__(call, walk, seed, for_backward=True)
-        self.captured = captured
+        self.captured = captured  # sums of the gradients of what the call's score rule reads
         tiles = walk.tiles
         rows = tiles.units * tiles.q_block * walk.groups
         self.grad_probs = torch.empty_like(self.score_buffer)
@@ -129,18 +124,10 @@ class GradientProducts(TileProducts):
         self.value_tile = self.buffer(tiles.units * tiles.kv_block * call.head_dim_v if self.copies_kv else 0)
 
     def add_tile(
-        self,
-        block: _Block,
-        key: Tensor,
-        value: Tensor,
-        rule: Rule,
-        j0: int,
-        key_sum: Tensor,
-        value_sum: Tensor,
-        mask_sum: Tensor | None,
+        self, block: _Block, key: Tensor, value: Tensor, rule: Rule, j0: int, sums: tuple[Tensor, Tensor, Tensor | None]
     ) -> None:
-        """Add one tile to all sums: ``mask_sum`` is a view of the mask's gradient ``[u, G, tokens, keys]``."""
-        key = self.converted(key)
+        """Add one tile to the sums of key, value and mask, that of the mask a view ``[u, G, tokens, keys]``."""
+        key, (key_sum, value_sum, mask_sum) = self.converted(key), sums
         if self.copies_kv:
             value = self.value_tile[: value.numel()].view(value.shape).copy_(value)
         probs = self._probs(block, key, rule)
@@ -155,7 +142,9 @@ class GradientProducts(TileProducts):
         torch.baddbmm(value_sum, probs.transpose(1, 2), block.grad_out, out=value_sum)
         # From here on the gradient of the scores.
         if mask_sum is not None:
-            _add_to_mask(mask_sum, self.by_head(grad_probs))
+            own, grad = distinct(mask_sum), self.by_head(grad_probs)  # summed over what the mask broadcasts
+            repeated = [d for d in range(4) if own.shape[d] == 1 and grad.shape[d] > 1]
+            own.add_(grad.sum(dim=repeated, keepdim=True) if repeated else grad)
         if rule.score is not None:
             self._go_back_through(rule.score, block.query, key, grad_probs)
         if self.softcap is not None:  # the derivative of softcap * tanh(s / softcap) is 1 - tanh^2
@@ -194,14 +183,6 @@ class GradientProducts(TileProducts):
             if found is not None:
                 total.add_(found)
 
-    def rows(self, part: Tensor, buffer: Tensor) -> Tensor:
-        """``[u, G, tokens, X]`` as rows ``[u, tokens * G, X]`` in a buffer, or as a view where that is possible."""
-        if not self.copies_query:
-            return part[:, 0] if self.groups == 1 else part[:, :, 0]
-        tokens_first = part.transpose(1, 2)
-        copied = buffer[: part.numel()].view(tokens_first.shape).copy_(tokens_first)
-        return copied.view(part.shape[0], part.shape[1] * part.shape[2], part.shape[3])
-
 
 class _UnitRange:
     """Some units that share every step: all of their query blocks against all of their keys."""
@@ -211,18 +192,9 @@ class _UnitRange:
         self.span, self.first_unit = span, units.first + u0
         self.tile, self.call, self.walk = tile, call, walk
         self.query, self.key, self.value = units.query[u0:u1], units.key[u0:u1], units.value[u0:u1]
-        grad_query, mask_sum, grad_out, out, lse, log_sum, grad_lse, key_sum, value_sum = units.extra
-        assert grad_query is not None
-        assert grad_out is not None
-        assert out is not None
-        assert lse is not None
-        assert key_sum is not None
-        assert value_sum is not None
-        self.grad_query, self.grad_out, self.out, self.lse = (t[u0:u1] for t in (grad_query, grad_out, out, lse))
-        self.mask_sum, self.log_sum, self.grad_lse = (
-            None if t is None else t[u0:u1] for t in (mask_sum, log_sum, grad_lse)
-        )
-        self.results = (key_sum[u0:u1], value_sum[u0:u1])
+        extra: list[Any] = [None if t is None else t[u0:u1] for t in units.extra]
+        self.grad_query, self.mask_sum, self.grad_out, self.out, self.lse, self.log_sum, self.grad_lse = extra[:7]
+        self.results = extra[7:]
 
     def run(self, rules: Rules | None) -> None:
         """Add these units to all gradients."""
@@ -231,19 +203,15 @@ class _UnitRange:
         sums = [t if t.dtype == dtype else torch.zeros_like(t, dtype=dtype) for t in self.results]
         for q0, q1 in self.walk.q_ranges:
             block = self._block(q0, q1)
-            self._visit_tiles(block, q0, q1, rules, sums[0], sums[1])
+            self._visit_tiles(block, q0, q1, rules, sums)
             self.grad_query[:, :, q0:q1].copy_(self.tile.by_head(block.grad_query))
         for result, total in zip(self.results, sums):
             if total is not result:
                 result.copy_(total)
 
-    def _visit_tiles(
-        self, block: _Block, q0: int, q1: int, rules: Rules | None, key_sum: Tensor, value_sum: Tensor
-    ) -> None:
-        groups, schedule = self.walk.groups, [(0, q1 - q0, self.walk.key_ranges)]
-        if rules is not None:
-            schedule = block_schedule(rules, self.span, q0, q1, self.call, self.walk)
-        for t0, t1, ranges in schedule:
+    def _visit_tiles(self, block: _Block, q0: int, q1: int, rules: Rules | None, sums: list[Tensor]) -> None:
+        groups, (key_sum, value_sum) = self.walk.groups, sums
+        for t0, t1, ranges in block_schedule(rules, self.span, q0, q1, self.call, self.walk):
             part = block if t1 - t0 == q1 - q0 else block.part(t0 * groups, t1 * groups)
             for j0, j1 in ranges:
                 rule = FREE if rules is None else rules.rule(*self.span, q0 + t0, q0 + t1, j0, j1)
@@ -251,12 +219,11 @@ class _UnitRange:
                     continue
                 key, value = self.key[:, j0:j1], self.value[:, j0:j1]
                 mask_sum = None if self.mask_sum is None else self.mask_sum[:, :, q0 + t0 : q0 + t1, j0:j1]
-                sums = key_sum[:, j0:j1], value_sum[:, j0:j1]
-                self.tile.add_tile(part, key, value, rule, j0, *sums, mask_sum)
+                self.tile.add_tile(part, key, value, rule, j0, (key_sum[:, j0:j1], value_sum[:, j0:j1], mask_sum))
 
     def _block(self, q0: int, q1: int) -> _Block:
         grad_out, out, lse = (t[:, :, q0:q1] for t in (self.grad_out, self.out, self.lse))
-        query = self.tile.block_query(self.query[:, :, q0:q1])
+        query = self.tile.rows(self.query[:, :, q0:q1], self.tile.query_buffer)
         stat = (query.shape[0], query.shape[1], 1)
         grad_rows = self.tile.rows(grad_out, self.tile.grad_rows)
         products = self.tile.products[: out.numel()].view(grad_rows.shape)
@@ -294,13 +261,6 @@ def sinks_gradient(call: AttentionCall, saved: Results, wanted: Wanted) -> Tenso
         shift = torch.where(lse[rows[1]] == -math.inf, math.inf, lse[rows[1]])
         grads.append(-(torch.exp(sinks[head] - shift) * delta).sum())
     return torch.stack(grads).to(call.sinks.dtype) if grads else torch.zeros_like(call.sinks)
-
-
-def _add_to_mask(target: Tensor, grad_scores: Tensor) -> None:
-    """Add ``[u, G, tokens, keys]`` to a view of the mask's gradient, summed over what the mask broadcasts."""
-    own = distinct(target)
-    repeated = [d for d in range(4) if own.shape[d] == 1 and grad_scores.shape[d] > 1]
-    own.add_(grad_scores.sum(dim=repeated, keepdim=True) if repeated else grad_scores)
 
 
 def _sum_like(tensor: Tensor, lead: tuple[int, ...], acc_dtype: torch.dtype) -> tuple[Tensor, Tensor]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -24,7 +24,7 @@ class Units(NamedTuple):
     """Tensors that belong together, one entry of the first dimension per unit.
 
     query ``[U, G, L, D]``, key ``[U, S, D]``, value ``[U, S, Dv]``, mask ``[U, G, L, S]`` (expanded view) or None;
-    ``extra`` holds further tensors, each ``[U, ...]``.
+    ``extra`` holds further tensors, each ``[U, ...]`` or None.
     ``first`` is the number of the first unit, counting batch-major over the whole call.
     """
 
@@ -32,7 +32,7 @@ class Units(NamedTuple):
     key: Tensor
     value: Tensor
     mask: Tensor | None
-    extra: Sequence[Tensor | None]
+    extra: Sequence[Any]
     first: int
 
 
@@ -76,7 +76,8 @@ def unit_views(
         if has_heads_inside_tokens(call):
             by_query.append((call.seq_len_q * call.num_heads, 1))
         strides += [(*each[:head], each[head] * call.groups) for each in by_query]  # of the first head of each group
-        walked = kv_lead[: _unmerged(kv_lead, strides)]
+        # Dimensions that must stay so that all behind them are one dimension in every tensor.
+        walked = kv_lead[: next(n for n in range(len(kv_lead)) if all(_mergeable(kv_lead[n:], s[n:]) for s in strides))]
     size = math.prod(kv_lead[len(walked) :])
     by_unit = (*walked, size)
     leads = ((*by_unit, call.groups), by_unit, by_unit, (*by_unit, call.groups))
@@ -95,11 +96,6 @@ def unit_spans(count: int, call: AttentionCall, step: int) -> Ranges:
     ]
 
 
-def _unmerged(sizes: Shape, strides: list[Shape]) -> int:
-    """How many dimensions must stay so that all behind them are one dimension in every tensor."""
-    return next(first for first in range(len(sizes)) if all(_mergeable(sizes[first:], s[first:]) for s in strides))
-
-
 def _mergeable(sizes: Shape, strides: Shape) -> bool:
     inner = None
     for dim in reversed(range(len(sizes))):
@@ -116,6 +112,11 @@ def is_matrix(tensor: Tensor) -> bool:
     contiguous. Anything else torch would copy behind our back."""
     rows, columns = tensor.shape[-2:]
     return (columns == 1 or tensor.stride(-1) == 1) and (rows == 1 or tensor.stride(-2) >= columns)
+
+
+def is_padding(mask: Tensor) -> bool:
+    """Whether a mask is the same for all queries."""
+    return mask.dim() < 2 or mask.shape[-2] == 1 or mask.stride(-2) == 0
 
 
 def rows_overlap(tensor: Tensor) -> bool:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ..call import distinct
 from ..machine.device import CPU_LIKE
-from .masks import Rule, band_keep
+from .masks import Rule
 from .tiles import MASK_WORDS
 
 _WORD = {torch.float32: torch.int32, torch.float64: torch.int64}
@@ -27,17 +27,20 @@ def rows_by_token(rows: Tensor, groups: int) -> Tensor:
     return rows.view(rows.shape[0], rows.shape[1] // groups, groups, rows.shape[2])
 
 
-class MaskWriter:
-    """Writes zeros or -inf over the scores of one call that a :class:`Rule` forbids.
+def _cut_to_band(tile: Tensor, rule: Rule) -> Tensor:
+    """A tile with zeros outside the rule's band, in place."""
+    if rule.upper is not None:
+        tile.tril_(rule.upper)
+    if rule.lower is not None:
+        tile.triu_(rule.lower)
+    return tile
 
-    Scores come as ``[u, rows, keys]`` with rows ordered by token, then by head of the group.
-    """
+
+class MaskWriter:
+    """Writes zeros or -inf over the scores of one call that a :class:`Rule` forbids, at most ``max_scores`` at a time.
+    They come as ``[u, rows, keys]`` with rows ordered by token, then by head of the group."""
 
     def __init__(self, groups: int, dtype: torch.dtype, device: torch.device, *, max_scores: int):
-        """
-        Args:
-            max_scores: of one tile.
-        """
         self.groups, self.dtype, self.device = groups, dtype, device
         self.words = None
         if device.type in CPU_LIKE:
@@ -70,10 +73,7 @@ class MaskWriter:
 
     def _forbid_band(self, scores: Tensor, rule: Rule, value: float) -> None:
         if self.groups == 1 and self.words is not None and value == 0.0:
-            if rule.upper is not None:
-                scores.tril_(rule.upper)
-            if rule.lower is not None:
-                scores.triu_(rule.lower)
+            _cut_to_band(scores, rule)
             return
         keep = self._band_keep(scores.shape[1] // self.groups, scores.shape[2], rule)
         self._write(scores, keep[None, :, None, :], value)
@@ -83,7 +83,8 @@ class MaskWriter:
         name = (tokens, keys, rule.upper, rule.lower)
         if self._keep is None or self._keep[0] != name:
             self._keep = None
-            self._keep = (name, band_keep(tokens, keys, rule.upper, rule.lower, self.device))
+            keep = torch.ones(tokens, keys, dtype=torch.bool, device=self.device)
+            self._keep = (name, _cut_to_band(keep, rule))
         return self._keep[1]
 
     def _write(self, scores: Tensor, keep: Tensor, value: float) -> None:

@@ -14,7 +14,7 @@ from ..call import AttentionCall, distinct
 from ..call.flex_rules import FULL, SKIPPED, BlockRule, ScoreRule, ScoreTile
 from ..call.lazy_mask import LazyMask
 from ..machine.device import CPU_LIKE
-from .layout import Units
+from .layout import Units, is_padding
 from .plan import Walk
 from .tiles import Ranges, even_ranges
 
@@ -61,16 +61,6 @@ class Band(NamedTuple):
         return upper, lower
 
 
-def band_keep(rows: int, keys: int, upper: int | None, lower: int | None, device: torch.device) -> Tensor:
-    """Bool ``[rows, keys]``, True inside the band."""
-    keep = torch.ones(rows, keys, dtype=torch.bool, device=device)
-    if upper is not None:
-        keep.tril_(upper)
-    if lower is not None:
-        keep.triu_(lower)
-    return keep
-
-
 class TileState(Enum):
     """The effect of a mask on one tile."""
 
@@ -80,33 +70,26 @@ class TileState(Enum):
 
 
 class MaskTiles:
-    """One mask ``[U, G, L, S]`` (an expanded view), read tile by tile.
+    """One mask ``[U, G, L, S]`` (an expanded view), bool (True = takes part) or float (added), read tile by tile.
 
-    Args:
-        mask: bool (True = takes part) or float (added).
-        readable: values may be looked at; a mask that is the same for all rows (key padding) then is, once.
-        look_at_tiles: other masks may be looked at too, tile by tile (not on a GPU, which would wait every time).
+    ``look``: values may be looked at. A mask that is the same for all rows (key padding) then is, once; others tile by
+    tile on a CPU (a GPU would wait every time).
     """
 
-    def __init__(self, mask: Tensor, *, readable: bool, look_at_tiles: bool):
-        self.mask, self.is_bool = mask, mask.dtype == torch.bool
+    def __init__(self, mask: Tensor, *, look: bool):
+        self.mask = mask
         sizes, strides = mask.shape, mask.stride()
-        self.same_for_rows = sizes[2] == 1 or strides[2] == 0
         self.same_for_units = sizes[0] == 1 or strides[0] == 0
         # Looking at a tile costs one pass over it: only where that serves several heads.
         reuse = (sizes[0] if self.same_for_units else 1) * (sizes[1] if strides[1] == 0 else 1)
-        self._look_at_keys = readable and self.same_for_rows
-        self._look_at_tiles = readable and look_at_tiles and reuse > 1 and not self.same_for_rows
+        self._look_at_keys = look and is_padding(mask)
+        self._look_at_tiles = look and mask.device.type in CPU_LIKE and reuse > 1 and not is_padding(mask)
         self._states: dict[tuple[int, ...], TileState] = {}
         self._ranges: dict[tuple[int, int], tuple[int, int, bool]] = {}
 
-    def tile(self, u0: int, u1: int, q0: int, q1: int, j0: int, j1: int) -> Tensor:
-        """``[u1 - u0, G, q1 - q0, j1 - j0]``, a view."""
-        return self.mask[u0:u1, :, q0:q1, j0:j1]
-
-    def parts(self, *place: int) -> list[Part]:
-        """The mask of one tile."""
-        return [Part(0, self.tile(*place))]
+    def parts(self, u0: int, u1: int, q0: int, q1: int, j0: int, j1: int) -> list[Part]:
+        """The mask of one tile, ``[u1 - u0, G, q1 - q0, j1 - j0]``, a view."""
+        return [Part(0, self.mask[u0:u1, :, q0:q1, j0:j1])]
 
     def key_range(self, u0: int, u1: int, q0: int = 0, q1: int = 0) -> tuple[int, int]:
         """First and one-past-last key that the mask leaves to any query of these units, whichever queries are at hand.
@@ -123,7 +106,7 @@ class MaskTiles:
         key = (*units, q0, q1, j0, j1)
         state = self._states.get(key)
         if state is None:
-            state = self._states[key] = _read(distinct(self.tile(*key)))
+            state = self._states[key] = _read(distinct(self.parts(*key)[0].values))
         return state
 
     def _keys(self, u0: int, u1: int) -> tuple[int, int, bool]:
@@ -174,7 +157,7 @@ def padding_as_bool(mask: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor] |
     Only for calls without a band, under which a row might see none of those keys. Leaving out a key whose weight is
     zero in ``dtype`` (see NEGLIGIBLE), and a bias that all remaining keys of a row share, changes no output.
     """
-    if mask.shape[2] > 1 and mask.stride(2) != 0:
+    if not is_padding(mask):
         return None
     rows = distinct(mask[:, :, :1]).to(dtype)
     top = rows.amax(dim=-1, keepdim=True)
@@ -215,11 +198,7 @@ FREE = Rule()  # every query of the tile may look at every key
 
 
 class Place(NamedTuple):
-    """Which query heads of which batch element units are.
-
-    Attributes:
-        first_unit: number in the call of the unit that is number 0 here.
-    """
+    """Which query heads of which batch element units are; unit 0 here has the number ``first_unit`` in the call."""
 
     num_kv_heads: int
     groups: int
@@ -232,11 +211,8 @@ class Place(NamedTuple):
 
 
 class LazyTiles:
-    """A :class:`LazyMask` as seen by units: tiles ``[u, G, tokens, keys]`` of units of one batch element.
-
-    Args:
-        look: tiles are looked at, so that empty ones are skipped.
-    """
+    """A :class:`LazyMask` as seen by units: tiles ``[u, G, tokens, keys]`` of units of one batch element. ``look``:
+    tiles are looked at, so that empty ones are skipped."""
 
     def __init__(self, mask: LazyMask, place: Place, *, look: bool):
         self.mask, self.place, self.look = mask, place, look
@@ -285,24 +261,17 @@ class BlockTiles(LazyTiles):
         return [Part(k0 - j0, self._evaluate(u0, u1, q0, q1, k0, k1)) for k0, k1 in runs]
 
 
-class Rules:
-    """The score rule, the band and one mask together, asked tile by tile."""
+class Rules(NamedTuple):
+    """The score rule, the band and one mask together, asked tile by tile.
 
-    def __init__(
-        self,
-        band: Band,
-        mask: MaskTiles | LazyTiles | None,
-        dtype: torch.dtype,
-        *,
-        place: Place | None = None,
-        score: ScoreRule | None = None,
-    ):
-        """
-        Args:
-            mask: bool or float; dtype: that of the sums.
-            place: where the units are, for a score rule.
-        """
-        self.band, self.dtype, self.mask, self.place, self.score = band, dtype, mask, place, score
+    mask: bool or float; dtype: that of the sums; place: where the units are, for a score rule.
+    """
+
+    band: Band
+    mask: MaskTiles | LazyTiles | None
+    dtype: torch.dtype
+    place: Place | None = None
+    score: ScoreRule | None = None
 
     @staticmethod
     def of(call: AttentionCall, units: Units, *, look: bool) -> Rules:
@@ -313,14 +282,8 @@ class Rules:
             kind = BlockTiles if isinstance(call.attn_mask, BlockRule) else LazyTiles
             mask = kind(call.attn_mask, place, look=look)
         elif units.mask is not None:
-            mask = mask_tiles(units.mask, look=look)
-        return Rules(Band.of(call), mask, call.sums_dtype, place=place, score=call.score_rule)
-
-    def prepare(self, spans: Ranges) -> None:
-        """Look at what is looked at once, before a call's buffers are there."""
-        if isinstance(self.mask, MaskTiles):
-            for span in spans:
-                self.mask.key_range(*span)
+            mask = MaskTiles(units.mask, look=look)
+        return Rules(Band.of(call), mask, call.sums_dtype, place, call.score_rule)
 
     def key_range(self, u0: int, u1: int, q0: int, q1: int, seq_len_kv: int) -> tuple[int, int]:
         """First and one-past-last key worth visiting for these units and queries."""
@@ -345,42 +308,26 @@ class Rules:
         return Rule(upper, lower, masks, score)
 
 
-def mask_tiles(mask: Tensor, *, look: bool) -> MaskTiles:
-    """A mask ``[U, G, L, S]`` of a call, whose values are read only if ``look`` says so, and tile by tile on a CPU."""
-    return MaskTiles(mask, readable=look, look_at_tiles=mask.device.type in CPU_LIKE)
-
-
-def diagonal_schedule(
-    band: Band, q0: int, q1: int, first: int, last: int, kv_block: int, sub_tokens: int, sub_keys: int
-) -> list[tuple[int, int, Ranges]]:
-    """The tiles of one query block, as (first token, last token, key ranges): first those of the whole block, then
-    those along its causal diagonal, cut into sub-blocks of ``sub_tokens`` to waste little work on masked scores.
-
-    ``sub_tokens = 0``: the whole block at once. ``sub_keys``: the most keys a sub-block's tile may have.
-    """
-    tokens, whole_end = q1 - q0, last
-    if band.right is not None and 0 < sub_tokens < tokens:
-        seen_by_all = min(last, q0 + band.offset + band.right + 1)
-        whole_end = first + max(0, seen_by_all - first) // 64 * 64
-    schedule = [(0, tokens, even_ranges(first, whole_end, kv_block))]
-    if whole_end < last and band.right is not None:
-        for t0 in range(0, tokens, sub_tokens):
-            t1 = min(t0 + sub_tokens, tokens)
-            end = min(last, q0 + t1 + band.offset + band.right)
-            schedule.append((t0, t1, even_ranges(whole_end, end, sub_keys)))
-    return schedule
-
-
 def block_schedule(
-    rules: Rules, span: tuple[int, int], q0: int, q1: int, call: AttentionCall, walk: Walk
+    rules: Rules | None, span: tuple[int, int], q0: int, q1: int, call: AttentionCall, walk: Walk
 ) -> list[tuple[int, int, Ranges]]:
-    """The tiles of one query block: see :func:`diagonal_schedule`."""
+    """The tiles of one query block, as (first token, last token, key ranges): first those of the whole block, then on a
+    CPU those along its causal diagonal, cut into sub-blocks to waste little work on masked scores."""
+    if rules is None:
+        return [(0, q1 - q0, walk.key_ranges)]
     first, last = rules.key_range(*span, q0, q1, call.seq_len_kv)
-    tiles = walk.tiles
+    tokens, tiles, right = q1 - q0, walk.tiles, rules.band.right
     if isinstance(rules.mask, BlockTiles):
         runs = rules.mask.runs(*span, q0, q1, (first, last))
-        return [(0, q1 - q0, [keys for run in runs for keys in even_ranges(*run, tiles.kv_block)])]
+        return [(0, tokens, [keys for run in runs for keys in even_ranges(*run, tiles.kv_block)])]
     # A GPU would spend more on launching the sub-blocks than it saves by them.
-    sub_tokens = _DIAGONAL_TOKENS if call.query.device.type in CPU_LIKE else 0
-    sub_keys = tiles.kv_block if walk.copies_kv else max(1, tiles.q_block * tiles.kv_block // _DIAGONAL_TOKENS)
-    return diagonal_schedule(rules.band, q0, q1, first, last, tiles.kv_block, sub_tokens, sub_keys)
+    if right is None or call.query.device.type not in CPU_LIKE or tokens <= _DIAGONAL_TOKENS:
+        return [(0, tokens, even_ranges(first, last, tiles.kv_block))]
+    diagonal = q0 + rules.band.offset + right  # the last key that the first query sees
+    whole_end = first + max(0, min(last, diagonal + 1) - first) // 64 * 64
+    schedule = [(0, tokens, even_ranges(first, whole_end, tiles.kv_block))]
+    most_keys = tiles.kv_block if walk.copies_kv else max(1, tiles.q_block * tiles.kv_block // _DIAGONAL_TOKENS)
+    for t0 in range(0, tokens, _DIAGONAL_TOKENS) if whole_end < last else ():
+        t1 = min(t0 + _DIAGONAL_TOKENS, tokens)
+        schedule.append((t0, t1, even_ranges(whole_end, min(last, diagonal + t1), most_keys)))
+    return schedule

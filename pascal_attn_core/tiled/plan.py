@@ -8,11 +8,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..call import AttentionCall, distinct
+from ..call import AttentionCall, check_call, distinct
 from ..call.flex_rules import BlockRule
 from ..config import AttentionConfig
 from ..machine.device import MIB, DeviceInfo
-from .layout import UnitViews, copies, unit_spans, unit_views, worth_looking
+from .layout import UnitViews, copies, is_padding, unit_spans, unit_views, worth_looking
 from .rule_bytes import NO_RULES, rule_bytes
 from .tiles import Basis, Ranges, TilePlan, Workload, even_ranges, plan_tiles
 
@@ -24,7 +24,6 @@ def workload(call: AttentionCall, *, backward: bool = False) -> Workload:
     acc_dtype = call.sums_dtype
     copies_query, copies_kv, copies_out = copies(call)
     mask = call.attn_mask if isinstance(call.attn_mask, Tensor) else None
-    same_for_rows = mask is not None and (mask.dim() < 2 or mask.shape[-2] == 1 or mask.stride(-2) == 0)
     has_band = call.left is not None or call.right is not None
     window = None
     if call.left is not None:
@@ -45,7 +44,7 @@ def workload(call: AttentionCall, *, backward: bool = False) -> Workload:
         writes_mask=has_band or call.attn_mask is not None,
         rules=NO_RULES if mask is call.attn_mask and call.score_rule is None else rule_bytes(call, backward=backward),
         has_band=has_band,
-        mask_keys=math.prod(distinct(mask).shape) if mask is not None and same_for_rows else 0,
+        mask_keys=math.prod(distinct(mask).shape) if mask is not None and is_padding(mask) else 0,
         dropout=call.dropout_p > 0,
         causal=call.right is not None,
         window=window,
@@ -74,6 +73,21 @@ def plan_call(
     if most_bytes is not None:
         budget = min(budget, most_bytes)
     return plan_tiles(info, work, budget, q_block=config.q_block, kv_block=config.kv_block, basis=basis)
+
+
+def describe_plan(info: DeviceInfo, shape: tuple[int, int, int, int, int, int], config: AttentionConfig) -> str:
+    """The plan for a float32 call in words: ``"1 kv head x 1024 tokens x 512 keys, 2.3 MiB"``.
+
+    Args:
+        shape: batch, query heads, key/value heads, query tokens, key tokens, head_dim.
+    """
+    batch, heads, kv_heads, tokens, keys, head_dim = shape
+    query, key = (torch.empty(batch, *size, head_dim, device="meta") for size in ((heads, tokens), (kv_heads, keys)))
+    call = check_call(query, key, key, enable_gqa=True)
+    plan = plan_call(call, info, config)
+    units = f"{plan.units} kv head{'' if plan.units == 1 else 's'}"
+    group = f" x {call.groups} query heads" if call.groups > 1 else ""
+    return f"{units}{group} x {plan.q_block} tokens x {plan.kv_block} keys, {plan.extra_bytes / MIB:.1f} MiB"
 
 
 @dataclass(frozen=True, eq=False, slots=True)

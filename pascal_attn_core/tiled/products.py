@@ -123,13 +123,14 @@ class TileProducts:
         """``[u, rows, X]`` as ``[u, G, tokens, X]``, the shape of an output's block."""
         return rows_by_token(rows, self.groups).transpose(1, 2)
 
-    def block_query(self, query: Tensor) -> Tensor:
-        """``[u, G, tokens, D]`` as rows ``[u, tokens * G, D]`` ordered by token, then by head."""
+    def rows(self, part: Tensor, buffer: Tensor) -> Tensor:
+        """``[u, G, tokens, X]`` as rows ``[u, tokens * G, X]`` ordered by token, then by head: a view, or a copy in the
+        buffer where blocks of the query are copied."""
         if not self.copies_query:
-            return query[:, 0] if self.groups == 1 else query[:, :, 0]
-        tokens_first = query.transpose(1, 2)
-        block = self.query_buffer[: query.numel()].view(tokens_first.shape).copy_(tokens_first)
-        return block.view(query.shape[0], query.shape[1] * query.shape[2], query.shape[3])
+            return part[:, 0] if self.groups == 1 else part[:, :, 0]
+        tokens_first = part.transpose(1, 2)
+        copied = buffer[: part.numel()].view(tokens_first.shape).copy_(tokens_first)
+        return copied.view(part.shape[0], part.shape[1] * part.shape[2], part.shape[3])
 
     def block_acc(self, out: Tensor) -> Tensor:
         """Where the sums of a block are made: in the output itself ``[u, G, tokens, Dv]`` where that is possible."""

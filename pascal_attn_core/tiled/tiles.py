@@ -93,14 +93,6 @@ class TilePlan:
     extra_bytes: int
     scans_mask: bool = True
 
-    def rows(self, groups: int) -> int:
-        return self.q_block * groups
-
-
-def scan_bytes(work: Workload) -> int:
-    """Extra memory in bytes of looking at a key-padding mask: copies of it as bool, and flags per key."""
-    return 4 * (work.mask_keys + work.seq_len_kv) if work.mask_keys else 0
-
 
 def step_bytes(work: Workload, units: int, q_block: int, kv_block: int) -> int:
     """Extra memory in bytes of steps of this shape, everything together."""
@@ -151,7 +143,7 @@ def plan_tiles(
     """
     budget = info.default_budget_bytes(backward=work.backward) if budget_bytes is None else budget_bytes
     budget = min(budget, LARGEST_BUFFER)
-    scan = scan_bytes(work)
+    scan = 4 * (work.mask_keys + work.seq_len_kv) if work.mask_keys else 0  # copies as bool, and flags per key
     scans_mask = scan <= budget // 4  # a mask in float32 takes four times as much for the moment of the look
     if scans_mask:
         budget -= scan
@@ -282,35 +274,7 @@ def _power_of_two_below(number: int) -> int:
 
 def recommended_tile_size_for(l2_bytes: int) -> int:
     """pascal-attn's square tile: 64 tokens up to 4 MiB of L2, 128 up to 12 MiB, else 256; 0 (unknown, a CPU) gives 256.
-
-    The tiles of the route ``tiled`` are not chosen by it, see :func:`plan_tiles`.
-    """
+    The tiles of the route ``tiled`` are not chosen by it."""
     if 0 < l2_bytes <= 4 * MIB:
         return 64
     return 128 if 0 < l2_bytes <= 12 * MIB else 256
-
-
-def describe_plan(info: DeviceInfo, shape: tuple[int, int, int, int, int, int], budget_mib: float | None = None) -> str:
-    """The plan for a float32 call in words: ``"1 kv head x 1024 tokens x 512 keys, 2.3 MiB"``.
-
-    Args:
-        shape: batch, query heads, key/value heads, query tokens, key tokens, head_dim.
-    """
-    batch, num_heads, num_kv_heads, seq_len_q, seq_len_kv, head_dim = shape
-    groups = num_heads // num_kv_heads
-    work = Workload(
-        units=batch * num_kv_heads,
-        groups=groups,
-        seq_len_q=seq_len_q,
-        seq_len_kv=seq_len_kv,
-        head_dim=head_dim,
-        head_dim_v=head_dim,
-        acc_size=4,
-        copies_query=groups > 1,
-        copies_kv=False,
-        copies_out=groups > 1,
-    )
-    plan = plan_tiles(info, work, None if budget_mib is None else int(budget_mib * MIB))
-    heads = f"{plan.units} kv head{'' if plan.units == 1 else 's'}"
-    group = f" x {groups} query heads" if groups > 1 else ""
-    return f"{heads}{group} x {plan.q_block} tokens x {plan.kv_block} keys, {plan.extra_bytes / MIB:.1f} MiB"

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from ...machine.facts import ClockWatch
+from ...machine.facts import highest_of, watched_clocks
 from ...selftest import Selftest, check, describe, document
 from .. import CommandError, check_numbers, check_output
 from ..bench.clock import device_named, quiet_torch
@@ -66,9 +66,9 @@ def selftest(device: torch.device, seconds: float = SECONDS, *, speed: bool = Tr
 
     found = check(device, left, _show)
     if speed:
-        with ClockWatch(device) as watch:
+        with watched_clocks(device) as clocks:
             found.speed = found.collect("speed", run_speed(device, lambda: left("speed")), left, _show)
-        found.during = watch.highest
+        found.during = highest_of(clocks)
     _show("")
     found.seconds = time.monotonic() - start
     return found

@@ -22,7 +22,7 @@ from pascal_attn_core.fused.code.source import all_variants, gguf_variants, line
 from pascal_attn_core.fused.trust.kernels import Kernels, KernelUnavailable
 from pascal_attn_core.machine import facts as machine
 from pascal_attn_core.machine.device import DeviceInfo
-from pascal_attn_core.machine.facts import Clocks, ClockWatch, parse_clocks
+from pascal_attn_core.machine.facts import Clocks, highest_of, parse_clocks, watched_clocks
 from pascal_attn_core.machine.runtime import Runtime, using
 from pascal_attn_core.routes.tiled import TiledRoute
 from pascal_attn_core.selftest import Selftest, cases, describe
@@ -291,8 +291,9 @@ def test_clocks_are_read_and_what_a_card_does_not_say_is_left_out(said: str, clo
     assert found is None or found.text == text
 
 
-def test_the_watch_keeps_the_highest_clock_and_leaves_no_thread(monkeypatch) -> None:
-    answers = iter([Clocks(1500, 1, 1, 1), Clocks(1900, 2, 2, 2), Clocks(1600, 3, 3, 3)])
+def test_clocks_are_watched_until_the_block_ends_and_no_thread_is_left(monkeypatch) -> None:
+    known = [Clocks(1500, 1, 1, 1), Clocks(1900, 2, 2, 2), Clocks(1600, 3, 3, 3)]
+    answers = iter(known)
     asked = threading.Event()
 
     def ask(device):
@@ -303,7 +304,8 @@ def test_the_watch_keeps_the_highest_clock_and_leaves_no_thread(monkeypatch) -> 
 
     monkeypatch.setattr(machine, "ask_clocks", ask)
     monkeypatch.setattr(machine, "_WATCH_SECONDS", 0.001)
-    with ClockWatch(torch.device("cuda")) as watch:
+    with watched_clocks(torch.device("cuda")) as seen:
         assert asked.wait(10)
-    assert watch.highest == Clocks(1900, 2, 2, 2)
+    assert seen == known
+    assert highest_of(seen) == known[1]
     assert "clocks" not in [thread.name for thread in threading.enumerate()]

@@ -57,7 +57,7 @@ Warnings = Callable[[], list[str]]
 @pytest.fixture
 def warnings_of(caplog: pytest.LogCaptureFixture) -> Warnings:
     """The warnings so far; none was given before the test."""
-    config_module._warn_once.cache_clear()
+    config_module.log_once.cache_clear()
     caplog.set_level(logging.WARNING, logger="pascal_attn")
     return lambda: [entry.getMessage() for entry in caplog.records]
 

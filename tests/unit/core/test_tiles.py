@@ -67,7 +67,7 @@ def test_more_budget_never_means_smaller_steps(card: str, name: str) -> None:
     sizes = []
     for budget_mib in (1, 2, 4, 8, 16, 32, 64, 128, 256):
         plan = plan_tiles(CARDS[card], work, budget_mib * MIB)
-        sizes.append(plan.units * plan.rows(work.groups) * plan.kv_block)
+        sizes.append(plan.units * plan.q_block * work.groups * plan.kv_block)
     assert all(after >= before * 0.7 for before, after in itertools.pairwise(sizes)), sizes
 
 
@@ -76,7 +76,7 @@ def test_more_budget_never_means_smaller_steps(card: str, name: str) -> None:
 def test_steps_on_a_gpu_are_millions_of_scores_of_rows_for_every_multiprocessor(card: str, work: Workload) -> None:
     """Each operator costs some microseconds to launch, however small its work."""
     plan = plan_tiles(CARDS[card], work)
-    rows = plan.units * plan.rows(work.groups)
+    rows = plan.units * plan.q_block * work.groups
     assert rows * plan.kv_block >= 2e6
     assert work is not WAN or rows >= 128 * CARDS[card].num_sms
 
@@ -162,8 +162,8 @@ def test_the_tile_sizes_that_pascal_attn_states(l2_mib: float, tile: int) -> Non
 def test_no_buffer_has_2_to_the_31_scores_or_more_than_4_gib_and_no_product_is_too_long(card, work, budget_mib) -> None:
     plan = plan_tiles(CARDS[card], work, None if budget_mib is None else budget_mib * MIB)
     if card == "M1":  # the forward pass adds up over keys, the backward pass over rows too
-        assert max(plan.kv_block, plan.rows(work.groups)) < 1 << 15
-    scores = plan.units * plan.rows(work.groups) * plan.kv_block
+        assert max(plan.kv_block, plan.q_block * work.groups) < 1 << 15
+    scores = plan.units * plan.q_block * work.groups * plan.kv_block
     assert scores * work.acc_size <= plan.extra_bytes <= LARGEST_BUFFER == 4 << 30
     assert scores < 1 << 31
 

@@ -245,7 +245,7 @@ def test_without_a_home_folder_nothing_fails(monkeypatch: pytest.MonkeyPatch, ca
     monkeypatch.setattr(Path, "home", Mock(side_effect=RuntimeError("Could not determine home directory.")))
     for name in ("XDG_CACHE_HOME", "LOCALAPPDATA"):
         monkeypatch.delenv(name, raising=False)
-    config._tell_once.cache_clear()
+    config.log_once.cache_clear()
     inputs = _inputs()
     card = fresh_card(StandIn(execute=execute), folder=config.cache_folder)
     with caplog.at_level(logging.INFO, logger="pascal_attn"), card as kernels:

@@ -82,7 +82,7 @@ def test_what_went_wrong_is_a_note_of_the_run() -> None:
     engine.share(("cpu", "cpu"), 128)
     engine.begin()
     _attend(engine)
-    runtime.runtime_of(torch.device("cpu")).part(several.Helpers).of(torch.device("cpu")).leave_alone("cpu is busy")
+    runtime.runtime_of(torch.device("cpu")).part(several.Helpers)[torch.device("cpu"), 0].leave_alone("cpu is busy")
     _attend(engine)
     assert "cpu is busy" in engine.end().notes
 

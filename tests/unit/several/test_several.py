@@ -47,7 +47,7 @@ def inputs() -> list[Tensor]:
 
 
 def _helper() -> Helper:
-    return runtime_of(CPU).part(Helpers).of(CPU)
+    return runtime_of(CPU).part(Helpers)[CPU, 0]
 
 
 def _run(inputs: list[Tensor], config: AttentionConfig = SHARED) -> tuple[Tensor, Any]:
@@ -85,7 +85,7 @@ class Faulty(Helper):
         self._point()
 
     def install(self) -> None:
-        runtime_of(CPU).part(Helpers)._known[CPU, 0] = self
+        runtime_of(CPU).part(Helpers)[CPU, 0] = self
 
 
 ERRORS: dict[str, tuple[Exception, str]] = {
@@ -188,7 +188,7 @@ def test_an_interrupt_waits_for_the_other_device(inputs: list[Tensor]) -> None:
             super().run(*args, **options)
             over.set()
 
-    runtime_of(CPU).part(Helpers)._known[CPU, 0] = Slow(CPU, CPU)
+    runtime_of(CPU).part(Helpers)[CPU, 0] = Slow(CPU, CPU)
     with pytest.raises(KeyboardInterrupt), between_blocks(Mock(side_effect=KeyboardInterrupt)):
         sdpa(*inputs, config=SHARED)
     assert over.is_set()
@@ -217,7 +217,7 @@ def test_a_call_seen_there_makes_it_busy(inputs: list[Tensor], monkeypatch: pyte
     first, other = torch.device("cuda", 0), torch.device("cuda", 1)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     with using(Runtime(first, info=runtime_of(CPU).info)) as runtime:
-        helper = runtime.part(Helpers).of(other)
+        helper = runtime.part(Helpers)[other, 0]
         several.seen_on(first, [first, other])
         several.seen_on(CPU, [first, other])
         assert helper.why_not() == ""
