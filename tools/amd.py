@@ -28,8 +28,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pascal_attn_core.fused.code import prebuilt
-from pascal_attn_core.fused.code.compilation import Compilation
-from pascal_attn_core.fused.code.gguf_source import GgufLinearVariant
+from pascal_attn_core.fused.code.compilation import Compilation, GgufLinearVariant
 from pascal_attn_core.fused.code.source import Variant, amd_variants, digest, gguf_linear_variants, source
 from pascal_attn_core.fused.geometry import amd as amd_geometry
 from pascal_attn_core.fused.geometry.amd import ARCHS, wave_size

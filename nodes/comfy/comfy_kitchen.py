@@ -20,7 +20,7 @@ from ...pascal_attn_core.int8.backends import backend_for
 from ...pascal_attn_core.int8.layer import has_numbers
 from ...pascal_attn_core.int8.measure import FEW_OUTPUTS, FEW_ROWS, relative_error, sample_of
 from ...pascal_attn_core.int8.product import int8_linear as product
-from ...pascal_attn_core.int8.quantize import Int8Matrix
+from ...pascal_attn_core.reference.int8_rows import Int8Matrix
 from ...pascal_attn_core.machine.out_of_memory import is_out_of_memory
 from .host import KEY
 

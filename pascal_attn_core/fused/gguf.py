@@ -4,8 +4,6 @@ not exact, opt-in, the definition is ``launch/gguf_definition``."""
 
 from __future__ import annotations
 
-import functools
-import hashlib
 from collections.abc import Sequence
 
 import torch
@@ -14,21 +12,14 @@ from ..machine.runtime import Runtime, runtime_of
 from .code.compilation import Compilation
 from .code.gguf_source import KERNELS, PRODUCT_FORMATS
 from .code.linear_source import LEAST_CAPABILITY
-from .code.source import digest, gguf_variants
+from .code.source import digest_of, gguf_variants
 from .geometry.amd import has_dots
 from .launch.gguf import DTYPES, ExpandCall, expand_launches, variant_of
 from .launch.gguf_linear import FEW, GgufLinearCall, gguf_linear_launches, variants_of
 from .trust.kernels import Kernels
 from .trust.trial import Trials
 
-__all__ = ["ExpandCall", "GgufLinearCall", "gguf_digest", "run_expand", "run_product", "why_no_product", "why_not"]
-
-
-@functools.cache
-def gguf_digest(arch: str = "") -> str:
-    """Hash of these kernels, of AMD's ``arch`` or NVIDIA's: another one, and what was found out of them no longer
-    holds."""
-    return hashlib.sha256("".join(map(digest, gguf_variants(arch))).encode()).hexdigest()[:16]
+__all__ = ["ExpandCall", "GgufLinearCall", "run_expand", "run_product", "why_no_product", "why_not"]
 
 
 class GgufTrials(Trials):
@@ -40,7 +31,7 @@ class GgufTrials(Trials):
         return []
 
     def kernels_digest(self) -> str:
-        return gguf_digest(self.runtime.part(Kernels).variant_arch)
+        return digest_of(gguf_variants(self.runtime.part(Kernels).variant_arch))
 
 
 def why_not(device: torch.device, name: str, arithmetic: torch.dtype, out: torch.dtype) -> str:

@@ -3,8 +3,6 @@ opt-in. What it computes is at the head of ``cuda/int8_linear.cu``."""
 
 from __future__ import annotations
 
-import functools
-import hashlib
 from collections.abc import Iterable
 
 import torch
@@ -12,20 +10,13 @@ import torch
 from ..machine.runtime import runtime_of
 from .code.compilation import Compilation
 from .code.linear_source import LEAST_CAPABILITY, MOST_COLUMNS, ROTATIONS
-from .code.source import digest, linear_variants
-from .launch.fields import UNBOUNDED
-from .launch.linear import ACTIVATIONS, LinearCall, QuantizedWeight, linear_launches, variants_of
+from .code.source import digest_of, linear_variants
+from .launch.linear import ACTIVATIONS, LinearCall, linear_launches, variants_of
 from .trust.kernels import Kernels
 from .trust.trial import Trials
 
-__all__ = ["ACTIVATIONS", "LinearCall", "QuantizedWeight", "linear_digest", "run_linear", "why_not"]
+__all__ = ["ACTIVATIONS", "LinearCall", "run_linear", "why_not"]
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-
-
-@functools.cache
-def linear_digest() -> str:
-    """Hash of the kernels for linear layers: another one, and what was found out of them no longer holds."""
-    return hashlib.sha256("".join(map(digest, linear_variants())).encode()).hexdigest()[:16]
 
 
 class LinearTrials(Trials):
@@ -37,7 +28,7 @@ class LinearTrials(Trials):
         return list(linear_variants())
 
     def kernels_digest(self) -> str:
-        return linear_digest()
+        return digest_of(linear_variants())
 
 
 def why_not(
@@ -92,43 +83,11 @@ def run_linear(call: LinearCall) -> None:
     Extra memory: x in 8 bits and four bytes for each of its rows, at most 64 MiB.
 
     Raises:
-        ValueError: shapes, dtypes or an activation that the kernels do not take, or that do not fit each other.
         KernelUnavailable: a kernel cannot be loaded or launched, or gives wrong answers here. What was queued before
             writes only the output.
         DriverError: the process can no longer use the device.
     """
-    _check(call)
     runtime = runtime_of(call.x.device)
     kernels = runtime.part(Kernels)
     kernels.ensure(dict.fromkeys(variants_of(call.x.dtype, call.out.dtype)))
     kernels.run(linear_launches(call, runtime.info.num_sms))
-
-
-def _check(call: LinearCall) -> None:
-    x, weight, bias, activation, out = call
-    if activation not in ACTIVATIONS:
-        raise ValueError(f"activation must be one of {', '.join(ACTIVATIONS)}, got {activation!r}")
-    cols = out.shape[-1] * (2 if ACTIVATIONS[activation][1] else 1)
-    reasons = _layer_reasons(weight.codes.shape[-1], weight.rotation, (x.dtype, out.dtype))
-    if bias is not None and bias.dtype not in DTYPES:
-        reasons.append(f"bias must be float32, float16 or bfloat16, got {bias.dtype}")
-    if weight.codes.dtype != torch.int8 or weight.scales.dtype != torch.float32:
-        reasons.append(f"codes must be int8 and scales float32, got {weight.codes.dtype} and {weight.scales.dtype}")
-    if len({t.device for t in (x, weight.codes, weight.scales, bias, out) if t is not None}) > 1:
-        reasons.append("all tensors must be on one device")
-    if reasons:
-        raise ValueError("; ".join(reasons))
-    if cols >= UNBOUNDED:
-        raise ValueError(f"codes must have fewer than {UNBOUNDED} rows, got {cols}")
-    if x.dim() != 2 or out.dim() != 2 or x.shape[0] != out.shape[0] or (x.shape[1] > 1 and x.stride(1) != 1):
-        raise ValueError(f"x must be [M, K] with whole rows and out [M, N], got {list(x.shape)} and {list(out.shape)}")
-    if tuple(weight.codes.shape) != (cols, x.shape[1]) or not weight.codes.is_contiguous():
-        raise ValueError(f"codes must be {[cols, x.shape[1]]} and contiguous, got {list(weight.codes.shape)}")
-    if tuple(weight.scales.shape) not in ((cols,), (1,)) or not weight.scales.is_contiguous():
-        raise ValueError(f"scales must be [{cols}] or [1] and contiguous, got {list(weight.scales.shape)}")
-    if bias is not None and (tuple(bias.shape) != (cols,) or not bias.is_contiguous()):
-        raise ValueError(f"bias must be [{cols}] and contiguous, got {list(bias.shape)}")
-    if not out.is_contiguous():
-        raise ValueError(f"out must be contiguous, got strides {out.stride()}")
-    if weight.rotation and x.shape[1] % weight.rotation:
-        raise ValueError(f"rotation must divide the {x.shape[1]} columns, got {weight.rotation}")

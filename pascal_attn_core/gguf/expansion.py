@@ -2,16 +2,27 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ..fused.gguf import ExpandCall, gguf_digest, run_expand, why_not
-from ..fused.trust.kernels import Kernels, KernelUnavailable
+from ..fused.code.compilation import Compilation
+from ..fused.code.source import gguf_variants
+from ..fused.gguf import ExpandCall, run_expand, why_not
+from ..fused.trust.kernels import KernelUnavailable
 from ..machine.runtime import runtime_of
 from ..reference.gguf_blocks import FORMATS, expand
-from ..routes.timing_table import Contest, power_of_two
+from ..routes.timing_table import power_of_two
+from ..routes.ways import Ways
+
+
+def _why_no_kernel(call: ExpandCall) -> str:
+    return why_not(call.blocks.device, call.format, call.arithmetic, call.out.dtype)
+
+
+def _by_operators(call: ExpandCall) -> Tensor:
+    return expand(call.blocks, call.format, call.arithmetic, table=call.table).to(call.out.dtype)
 
 
 class ExpandKind(NamedTuple):
@@ -23,26 +34,18 @@ class ExpandKind(NamedTuple):
     out: str
 
 
-class ExpandTimings(Contest[ExpandKind]):
+class ExpandTimings(Ways[ExpandKind]):
     """The times of our kernel and of torch's operators. Made by ``runtime.part(ExpandTimings)``."""
 
     file_kind, kind_type = "gguf", ExpandKind
+    table: ClassVar = {"kernel": (_why_no_kernel, run_expand), "operators": (lambda call: "", _by_operators)}
 
-    def is_kernel_faster(self, call: ExpandCall) -> bool:
-        """Whether the kernel is, or none was timed."""
+    def kind_of(self, call: ExpandCall) -> ExpandKind:
         arithmetic, out = (str(dtype).removeprefix("torch.") for dtype in (call.arithmetic, call.out.dtype))
-        kind = ExpandKind(power_of_two(len(call.blocks)), call.format, arithmetic, out)
-        found = self.find(kind, lambda: self._measure(kind, call))
-        return not found or found["kernel"] <= found["operators"]
+        return ExpandKind(power_of_two(len(call.blocks)), call.format, arithmetic, out)
 
-    def _measure(self, kind: ExpandKind, call: ExpandCall) -> dict[str, float] | None:
-        call = call._replace(out=torch.empty_like(call.out))
-        with torch.no_grad():
-            return self.timed(kind, {"kernel": lambda: run_expand(call), "operators": lambda: _by_operators(call)})
-
-    def conditions(self) -> dict[str, str]:
-        arch = self.runtime.part(Kernels).arch
-        return {"card": self.info.name, "arch": arch, "torch": torch.__version__, "kernels": gguf_digest()}
+    def kernels(self) -> tuple[Compilation, ...]:
+        return gguf_variants()
 
 
 def expanded(blocks: Tensor, name: str, arithmetic: torch.dtype, table: torch.dtype, dtype: torch.dtype) -> Tensor:
@@ -52,13 +55,10 @@ def expanded(blocks: Tensor, name: str, arithmetic: torch.dtype, table: torch.dt
         out = torch.empty(len(blocks), FORMATS[name].weights, dtype=dtype, device=blocks.device)
         call = ExpandCall(blocks, name, arithmetic, table, out)
         try:
-            if runtime_of(blocks.device).part(ExpandTimings).is_kernel_faster(call):
+            found = runtime_of(blocks.device).part(ExpandTimings).times(call, ["kernel", "operators"])
+            if not found or found["kernel"] <= found["operators"]:
                 run_expand(call)
                 return out
         except KernelUnavailable:  # from now on why_not knows
             pass
     return expand(blocks, name, arithmetic, table=table).to(dtype)
-
-
-def _by_operators(call: ExpandCall) -> Tensor:
-    return expand(call.blocks, call.format, call.arithmetic, table=call.table).to(call.out.dtype)

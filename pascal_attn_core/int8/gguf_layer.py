@@ -16,7 +16,6 @@ from ..gguf.int8 import product, way_for
 from ..gguf.matrix import GgufMatrix, linear
 from ..machine.out_of_memory import is_out_of_memory
 from ..machine.own_thread import in_backward
-from .backends import Backend
 from .exchange import Room, Source
 from .find import shape_of
 from .layer import FLOAT, INT8, WAITING, Int8Layer, Int8Options, has_numbers, is_captured
@@ -88,7 +87,7 @@ class GgufLayer(Int8Layer):
                     self._recheck(x, weight)
                 elif self.state == WAITING:
                     self.device = x.device
-                    self.backend = Backend(*way_for(x, weight))
+                    self.backend = way_for(x, weight)
                     self._note({0: gguf_error(sample_of(x, SAMPLE_ROWS, self.watch.calls), weight, self.backend.name)})
                     if not self.options.gathers:
                         self.decide()

@@ -19,8 +19,10 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from ..machine.out_of_memory import is_out_of_memory
 from ..machine.own_thread import in_backward, inputs_are_made_up
+from ..reference.int8_rows import Int8Matrix, quantize_rows
+from ..routes.ways import Way
 from . import stored
-from .backends import FLOATS, Backend, backend_for
+from .backends import FLOATS, backend_for
 from .exchange import Exchange, FloatWeight, Room, Source, ordinary_tensors
 from .measure import (
     FEW_OUTPUTS,
@@ -35,7 +37,6 @@ from .measure import (
     sample_of,
     times_of,
 )
-from .quantize import Int8Matrix, quantize_rows
 from .watch import ErrorWatch
 from .weight import InFloat, Int8Weight
 
@@ -89,7 +90,7 @@ class Int8Layer:
         state: "waiting" for inputs, "int8", or "float": it stays as it was.
         why: one sentence.
         missed: why it is in float although it was decided for 8 bits; "" = it is not.
-        rotation: see :mod:`.quantize`.
+        rotation: see :mod:`..reference.int8_rows`.
         times: of the call that it was decided with; None = not timed.
         backend: what computes it, and why nothing faster does.
         watch: its calls in 8 bits in this run, and the errors found in it.
@@ -107,7 +108,7 @@ class Int8Layer:
         self.shape = tuple(weight.shape)
         self.format, self.float_bytes, self.int8_bytes = stored.format_of(weight), stored.bytes_of(weight), 0
         self.state, self.why, self.missed = WAITING, "not called yet", ""
-        self.rotation, self.backend, self.watch = 0, Backend("", ""), ErrorWatch()
+        self.rotation, self.backend, self.watch = 0, Way("", ""), ErrorWatch()
         self.times: Times | None = None
         self.device: torch.device | None = None
         self.source, self.room = Source(), Room()

@@ -11,9 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..reference.checks import in_float64, rows_to_check
+from ..reference.int8_rows import ROTATIONS, Int8Matrix, quantize_rows
 from . import stored
 from .product import int8_linear
-from .quantize import ROTATIONS, Int8Matrix, quantize_rows
 
 SAMPLE_ROWS = 512
 FEW_ROWS, FEW_OUTPUTS = 128, 1024  # of a check that costs little

@@ -17,11 +17,11 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_map
 
+from ..reference.int8_rows import Int8Matrix, quantize_rows
 from . import stored
 from .backends import FLOATS
 from .lora import LowRank
 from .product import int8_linear
-from .quantize import Int8Matrix, quantize_rows
 
 
 class InFloat:

@@ -1,12 +1,8 @@
-"""The compilations of the linear layer in 8-bit integers, ``cuda/int8_linear.cu``, and the sizes of its tiles."""
+"""The text of the linear layer in 8-bit integers, ``cuda/int8_linear.cu``: its files, and the sizes of its tiles."""
 
 from __future__ import annotations
 
-import functools
-from dataclasses import dataclass
 from typing import NamedTuple
-
-from .compilation import Compilation
 
 KIND = "int8_linear"
 FILES = ("base.cuh", "elements.cuh", "codes.cuh", "int8_linear.cu")
@@ -38,38 +34,4 @@ TILES = {
     "pa_linear_few": LinearTile(4, 32, 256, True),
     "pa_linear_some": LinearTile(16, 16, 256, True),
 }
-
-
-@dataclass(frozen=True)
-class LinearVariant(Compilation):
-    """All functions for tensors of one dtype: x for the one that rounds its rows, the output for the products.
-
-    Attributes:
-        kind: ``"int8_linear"``; dtype: one of ``source.DTYPES``.
-        arch: "", since AMD's devices have none of these.
-    """
-
-    kind: str
-    dtype: str
-    arch: str = ""
-
-    @functools.cached_property
-    def name(self) -> str:
-        return f"{self.kind}-{self.dtype}"
-
-    @property
-    def functions(self) -> tuple[str, ...]:
-        return FUNCTIONS
-
-    @property
-    def pack(self) -> str:
-        return "int8-linear"
-
-    def runs_on(self, capability: tuple[int, int]) -> bool:
-        return capability >= LEAST_CAPABILITY
-
-    def macros(self) -> dict[str, object]:
-        return {"PA_DTYPE": ("float32", "float16", "bfloat16").index(self.dtype)}
-
-
 FUNCTIONS = (*TILES, QUANTIZE)

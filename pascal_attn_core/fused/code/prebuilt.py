@@ -14,8 +14,7 @@ from ..geometry import amd as amd_geometry
 from ..geometry.gradient import TURING, VOLTA, WMMA
 from ..geometry.plain import INT8_HEAD_DIMS
 from .amd_code import renamed
-from .compilation import Compilation
-from .gguf_source import GgufLinearVariant
+from .compilation import Compilation, GgufLinearVariant
 from .source import DTYPES, HEAD_DIMS, Variant, digest, gguf_linear_variants, linear_variants
 
 log = logging.getLogger("pascal_attn")

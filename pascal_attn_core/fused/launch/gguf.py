@@ -8,7 +8,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..code.gguf_source import KERNELS, KIND, THREADS, WEIGHTS_OF_THREAD, GgufVariant
+from ..code.compilation import DtypeVariant
+from ..code.gguf_source import KERNELS, KIND, THREADS, WEIGHTS_OF_THREAD
 from ..code.params import GgufExpand
 from . import Launch
 
@@ -36,9 +37,9 @@ class ExpandCall(NamedTuple):
 
 
 @functools.lru_cache(maxsize=8)
-def variant_of(arithmetic: torch.dtype) -> GgufVariant:
+def variant_of(arithmetic: torch.dtype) -> DtypeVariant:
     """The compilation for a dtype of the arithmetic."""
-    return GgufVariant(KIND, str(arithmetic).removeprefix("torch."))
+    return DtypeVariant(KIND, str(arithmetic).removeprefix("torch."))
 
 
 def expand_launches(call: ExpandCall) -> list[Launch]:
@@ -46,12 +47,7 @@ def expand_launches(call: ExpandCall) -> list[Launch]:
     count = call.out.numel()
     if not count:
         return []
-    params = GgufExpand(
-        blocks=call.blocks.data_ptr(),
-        out=call.out.data_ptr(),
-        count=count,
-        out_kind=_OUTS[call.out.dtype],
-        wide_table=int(call.table == torch.float32),
-    )
     grid = -(-count // (THREADS * WEIGHTS_OF_THREAD)), 1, 1
-    return [Launch(variant_of(call.arithmetic), KERNELS[call.format], grid, THREADS, params, (call.blocks, call.out))]
+    how = variant_of(call.arithmetic), KERNELS[call.format], grid, THREADS, GgufExpand
+    numbers = {"count": count, "out_kind": _OUTS[call.out.dtype], "wide_table": int(call.table == torch.float32)}
+    return [Launch.over(*how, {"blocks": call.blocks, "out": call.out}, **numbers)]

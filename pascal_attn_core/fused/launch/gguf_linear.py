@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from ...reference.gguf_blocks import FORMATS
-from ..code.gguf_source import FEW, LINEAR_KIND, GgufLinearVariant, GgufTile
+from ..code.compilation import GgufLinearVariant
+from ..code.gguf_source import FEW, LINEAR_KIND, GgufTile
 from ..code.params import GgufLinear, GgufRound
 from . import Launch
 
@@ -79,10 +80,14 @@ def _slice_launches(
     words = call.x.new_empty((lines, 16 * chunks), dtype=torch.int32)
     sums = 2 if call.format in _WITH_MINIMUM else 1
     scales = call.x.new_empty((sums, lines, 2 * chunks), dtype=torch.float32)
-    rounding = GgufRound(
-        x=call.x.data_ptr(),
-        words=words.data_ptr(),
-        scales=scales.data_ptr(),
+    has_few_rows = function in FEW
+    rounding = Launch.over(
+        variants[0],
+        "pa_gguf_round_few" if has_few_rows else "pa_gguf_round",
+        (-(-chunks // 16), count, 1) if has_few_rows else (2 * chunks, row_tiles, 1),
+        256,
+        GgufRound,
+        {"x": call.x, "words": words, "scales": scales},
         row_stride=call.x.stride(0) if count > 1 else 0,
         rows=count,
         columns=columns,
@@ -90,26 +95,11 @@ def _slice_launches(
         x_kind=KINDS[call.x.dtype],
     )
     weights, size, _ = FORMATS[call.format]
-    product = GgufLinear(
-        x=words.data_ptr(),
-        x_scales=scales.data_ptr(),
-        weight=call.blocks.data_ptr(),
-        bias=0 if call.bias is None else call.bias.data_ptr(),
-        out=call.out.data_ptr(),
-        row_bytes=columns // weights * size,
-        rows=count,
-        cols=cols,
-        blocks=columns // 32,
-        chunks=chunks,
-        out_kind=KINDS[call.out.dtype],
-        row_tiles=row_tiles,
-        col_tiles=col_tiles,
-    )
-    keep = (call.x, words, scales, call.blocks, call.out, *(() if call.bias is None else (call.bias,)))
-    if function in FEW:
-        first = Launch(variants[0], "pa_gguf_round_few", (-(-chunks // 16), count, 1), 256, rounding, keep)
-    else:
-        first = Launch(variants[0], "pa_gguf_round", (2 * chunks, row_tiles, 1), 256, rounding, keep)
-    variant = variants[0 if function in FEW else -1]
-    grid = (col_tiles * (1 if function in FEW else row_tiles), 1, 1)
-    return [first, Launch(variant, function, grid, tile.threads, product, keep, count * cols * columns)]
+    numbers = {
+        "row_bytes": columns // weights * size, "rows": count, "cols": cols, "blocks": columns // 32, "chunks": chunks,
+        "out_kind": KINDS[call.out.dtype], "row_tiles": row_tiles, "col_tiles": col_tiles,
+    }  # fmt: skip
+    tensors = {"x": words, "x_scales": scales, "weight": call.blocks, "bias": call.bias, "out": call.out}
+    grid = (col_tiles * (1 if has_few_rows else row_tiles), 1, 1)
+    how = variants[0 if has_few_rows else -1], function, grid, tile.threads, GgufLinear
+    return [rounding, Launch.over(*how, tensors, count * cols * columns, **numbers)]

@@ -17,9 +17,8 @@ from torch import Tensor
 from ...call import AttentionCall, check_call, empty_output
 from ...reference import allowed_keys, reference_sdpa
 from ...reference.checks import gap
-from ..code.compilation import Compilation
-from ..code.gguf_source import GgufLinearVariant, GgufVariant
-from ..code.linear_source import LinearVariant
+from ..code import linear_source
+from ..code.compilation import Compilation, DtypeVariant, GgufLinearVariant
 from ..code.source import Variant
 from ..launch import Launch, int8_definition
 from ..launch.backward import backward_launches
@@ -50,10 +49,9 @@ def largest_error(variant: Compilation, device: torch.device, run: Run, keys: in
     Args:
         keys: instead of those that fill two tiles in part, unless the variant's blocks are listed.
     """
-    if isinstance(variant, LinearVariant):
-        return verify_linear.largest_error(variant, device, run)
-    if isinstance(variant, GgufVariant):
-        return verify_gguf.largest_error(variant, device, run)
+    if isinstance(variant, DtypeVariant):
+        of_kind = verify_linear if variant.kind == linear_source.KIND else verify_gguf
+        return of_kind.largest_error(variant, device, run)
     if isinstance(variant, GgufLinearVariant):
         return verify_gguf.product_error(variant, device, run)
     assert isinstance(variant, Variant)

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from ...reference.gguf_blocks import FORMATS, Parts, expand
-from ..code.gguf_source import FEW, KERNELS, GgufLinearVariant, GgufVariant
+from ..code.compilation import DtypeVariant, GgufLinearVariant
+from ..code.gguf_source import FEW, KERNELS
 from ..launch import Launch, gguf_definition
 from ..launch.gguf import DTYPES, ExpandCall, expand_launches
 from ..launch.gguf_linear import GgufLinearCall, gguf_linear_launches
@@ -18,7 +19,7 @@ _HALVES = {"Q3_K": (108,), "Q6_K": (208,), **dict.fromkeys(("Q4_1", "Q5_1", "Q4_
 _LANES = 32  # of a warp, which share the blocks of a row where x has few rows
 
 
-def largest_error(variant: GgufVariant, device: torch.device, run: Callable[[list[Launch]], object]) -> float:
+def largest_error(variant: DtypeVariant, device: torch.device, run: Callable[[list[Launch]], object]) -> float:
     """0.0, or infinity where an output of any function has another bit, on blocks of random bits. ``run`` executes
     launches; the random state of torch is left alone."""
     arithmetic, generator = getattr(torch, variant.dtype), torch.Generator("cpu").manual_seed(1)

@@ -10,7 +10,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ...reference.checks import gap
-from ..code.linear_source import TILES, LinearVariant
+from ...reference.int8_rows import Int8Matrix, quantize_rows
+from ..code.compilation import DtypeVariant
+from ..code.linear_source import TILES
 from ..launch import Launch
 from ..launch.linear import LinearCall, linear_launches
 
@@ -18,14 +20,7 @@ from ..launch.linear import LinearCall, linear_launches
 _SHAPES = ((256, 512), (4, 276))
 
 
-class Weight:
-    """A :class:`..launch.linear.QuantizedWeight`."""
-
-    def __init__(self, codes: Tensor, scales: Tensor, rotation: int):
-        self.codes, self.scales, self.rotation = codes, scales, rotation
-
-
-def largest_error(variant: LinearVariant, device: torch.device, run: Callable[[list[Launch]], object]) -> float:
+def largest_error(variant: DtypeVariant, device: torch.device, run: Callable[[list[Launch]], object]) -> float:
     """Largest difference from the definition, relative to the largest number, of each function on calls that fill two
     tiles in part; infinite where an output without an activation has another bit. ``run`` executes launches; the random
     state of torch is left alone."""
@@ -42,7 +37,7 @@ def largest_error(variant: LinearVariant, device: torch.device, run: Callable[[l
 
 
 def sample_call(
-    variant: LinearVariant, product: str, device: torch.device, rotation: int, columns: int, activation: str
+    variant: DtypeVariant, product: str, device: torch.device, rotation: int, columns: int, activation: str
 ) -> LinearCall:
     """A call with small whole numbers, whose rotation is exact in any order of additions."""
     tile, generator = TILES[product], torch.Generator(device).manual_seed(1)
@@ -54,31 +49,20 @@ def sample_call(
 
     dtype = getattr(torch, variant.dtype)
     scales = (numbers(100, of_weight) + 200).float() / 1e5
-    weight = Weight(numbers(127, of_weight, columns).to(torch.int8), scales, rotation)
+    weight = Int8Matrix(numbers(127, of_weight, columns).to(torch.int8), scales, rotation)
     out = torch.full((rows, cols), float("nan"), dtype=dtype, device=device)
     return LinearCall(numbers(8, rows, columns).to(dtype), weight, numbers(3, of_weight).to(dtype), activation, out)
 
 
 def expected(call: LinearCall) -> Tensor:
     """The right ``call.out``, float32 ``[M, N]`` before it is rounded, worked out on a CPU."""
-    x, codes, scales = call.x.cpu().float(), call.weight.codes.cpu(), call.weight.scales.cpu()
-    group = call.weight.rotation
-    rotated = (x.unflatten(1, (-1, group)) @ _hadamard(group)).flatten(1)
-    x_scales = rotated.abs().amax(dim=1, keepdim=True) / 127
-    x_codes = (rotated / x_scales).round()
-    sums = (x_codes.double() @ codes.double().T).float()  # whole numbers far below 2**53
-    y = sums * (x_scales * scales)
+    x = quantize_rows(call.x.cpu(), call.weight.rotation)
+    codes, scales = call.weight.codes.cpu(), call.weight.scales.cpu()
+    sums = (x.codes.double() @ codes.double().T).float()  # whole numbers far below 2**53
+    y = sums * (x.scales[:, None] * scales)
     if call.bias is not None:
         y = y + call.bias.cpu().float()
     if call.activation == "none":
         return y
     value, gate = y.chunk(2, dim=1)
     return value * F.gelu(gate)
-
-
-def _hadamard(size: int) -> Tensor:
-    four = 0.5 - torch.eye(4, dtype=torch.float32, device="cpu").flip(0)
-    found = four
-    while found.shape[0] < size:
-        found = torch.kron(found, four)
-    return found

@@ -30,8 +30,7 @@ from models.amd import registers, sources
 from pascal_attn_core.call import check_call, empty_output
 from pascal_attn_core.fused.code import prebuilt
 from pascal_attn_core.fused.code.amd_code import arch_of
-from pascal_attn_core.fused.code.compilation import Compilation
-from pascal_attn_core.fused.code.gguf_source import GgufLinearVariant
+from pascal_attn_core.fused.code.compilation import Compilation, GgufLinearVariant
 from pascal_attn_core.fused.code.source import Variant
 from pascal_attn_core.fused.geometry.amd import ARCHS, target
 from pascal_attn_core.fused.launch import Launch, int8_definition

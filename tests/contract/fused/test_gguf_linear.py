@@ -204,8 +204,8 @@ def test_a_call_takes_the_fastest_way(rows: int, milliseconds: list[float] | Non
     with fresh_card(StandIn(CARD, execute)) as kernels:
         runtime = runtime_of(CPU)
         is_on, folder = milliseconds is not None, lambda: None
-        timings = ways.GgufTimings(runtime, clock=lambda *_: milliseconds, folder=folder, is_on=is_on)
-        runtime._parts[ways.GgufTimings] = timings
+        timings = ways.GgufWays(runtime, clock=lambda *_: milliseconds, folder=folder, is_on=is_on)
+        runtime._parts[ways.GgufWays] = timings
         ways.product(given.x, weight, given.bias)
         queued = len(kernels.queued)  # the kernels were checked
         out = ways.product(given.x, weight, given.bias)

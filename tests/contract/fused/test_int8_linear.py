@@ -21,8 +21,8 @@ from pascal_attn_core.fused.code.source import source
 from pascal_attn_core.fused.launch import linear as launches_linear
 from pascal_attn_core.fused.launch.linear import ACTIVATIONS, LinearCall, linear_launches, product_of
 from pascal_attn_core.fused.trust.kernels import parts
-from pascal_attn_core.int8 import quantize
-from pascal_attn_core.int8.quantize import Int8Matrix, quantize_rows
+from pascal_attn_core.reference import int8_rows
+from pascal_attn_core.reference.int8_rows import Int8Matrix, quantize_rows
 
 FLOAT32, FLOAT16, BFLOAT16 = torch.float32, torch.float16, torch.bfloat16
 DTYPES = (FLOAT32, FLOAT16, BFLOAT16)
@@ -221,7 +221,7 @@ def test_halves_are_rounded_as_by_a_division() -> None:
 def test_tiny_and_huge_rows(magnitude: float) -> None:
     x = torch.rand(3, 64).mul_(2).sub_(1) * magnitude
     _, scales = _check_codes(x)
-    assert scales.min() >= torch.tensor(quantize.LEAST_SCALE)
+    assert scales.min() >= torch.tensor(int8_rows.LEAST_SCALE)
 
 
 def test_sums_that_overflow_in_the_rotation_are_infinite_as_in_the_definition() -> None:

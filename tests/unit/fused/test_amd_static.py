@@ -20,8 +20,8 @@ from attn_support.randomness import at_night, seeds, some, times
 
 from pascal_attn_core.fused.code import prebuilt
 from pascal_attn_core.fused.code.amd_code import NotACodeObject, arch_of, renamed, unbundled
-from pascal_attn_core.fused.code.compilation import Compilation
-from pascal_attn_core.fused.code.gguf_source import LINEAR_KIND, GgufLinearVariant
+from pascal_attn_core.fused.code.compilation import Compilation, GgufLinearVariant
+from pascal_attn_core.fused.code.gguf_source import LINEAR_KIND
 from pascal_attn_core.fused.code.source import Variant, amd_variants, digest, source
 from pascal_attn_core.fused.geometry import amd as amd_geometry
 from pascal_attn_core.fused.geometry.amd import ARCHS, kernel_arch

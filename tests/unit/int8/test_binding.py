@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from pascal_attn_core.int8.binding import Int8Binding, take_off
 from pascal_attn_core.int8.exchange import Exchange, FloatWeight, Source
 from pascal_attn_core.int8.lora import LowRank, joined
-from pascal_attn_core.int8.quantize import quantize_rows
 from pascal_attn_core.int8.weight import InFloat, Int8Weight
+from pascal_attn_core.reference.int8_rows import quantize_rows
 
 
 def network(seed: int = 0) -> nn.Module:
