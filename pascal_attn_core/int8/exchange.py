@@ -62,20 +62,6 @@ class Source:
         return False
 
 
-class Room:
-    """Bytes on a device that float weights have left, for int8 weights whose float weights are elsewhere."""
-
-    def __init__(self, size: int = 0):
-        self.bytes = size
-
-    def take(self, size: int) -> bool:
-        """Take ``size`` bytes, if there are as many. Returns whether there were."""
-        if size > self.bytes:
-            return False
-        self.bytes -= size
-        return True
-
-
 @dataclass(eq=False)
 class Exchange:
     """The module's own weight, from :meth:`put` until :meth:`undo`. It is copied along with the module.

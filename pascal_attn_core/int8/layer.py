@@ -7,93 +7,49 @@ import contextlib
 import copy
 import functools
 import logging
-import threading
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
 
 from ..machine.out_of_memory import is_out_of_memory
-from ..machine.own_thread import in_backward, inputs_are_made_up
+from ..machine.own_thread import in_backward
 from ..reference.int8_rows import Int8Matrix, quantize_rows
 from ..routes.ways import Way
 from . import stored
-from .backends import FLOATS, backend_for
-from .exchange import Exchange, FloatWeight, Room, Source, ordinary_tensors
+from .backends import backend_for
+from .exchange import Exchange, FloatWeight, Source, ordinary_tensors
+from .judged import Int8Options, Judged, has_numbers, is_captured
 from .measure import (
     FEW_OUTPUTS,
     FEW_ROWS,
     SAMPLE_ROWS,
-    Clock,
     Sample,
-    Times,
     best_rotation,
     errors_by_rotation,
     relative_error,
     sample_of,
-    times_of,
 )
-from .watch import ErrorWatch
+from .product import int8_linear
+from .report import FLOAT, INT8, WAITING, Int8ReportLine
 from .weight import InFloat, Int8Weight
 
 log = logging.getLogger("pascal_attn")
 WEIGHTS = ("keep", "host", "free")
 _MOST_FAILURES = 3  # for lack of memory
-WAITING, INT8, FLOAT = "waiting", "int8", "float"
+_REPLACED = "its weight was replaced, for example by a host that loads the float weight for each call"
 
 
-@dataclass(eq=False)
-class Int8Options:
-    """The options of one patch, and what its layers share, also with those of deep copies.
-
-    Attributes:
-        times: of calls that have been timed, by shape, dtype and device: layers of one shape are timed once.
-        only_faster: whether layers that are not faster in 8 bits stay in float.
-        gathers: whether inputs are being collected (``calibrate``): layers decide when that is over.
-        has_warned: whether a weight in 8 bits was found to be trained.
-    """
-
-    max_error: float
-    weights: str
-    clock: Clock
-    only_faster: bool = False
-    enabled: bool = True
-    gathers: bool = False
-    has_warned: bool = False
-    times: dict[Any, Times] = field(default_factory=dict)
-    lock: Any = field(default_factory=threading.RLock)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Int8Options:
-        return self
-
-
-def limit_of(max_error: Any) -> float:
-    """
-    Raises:
-        TypeError, ValueError: it is no number from 0 on.
-    """
-    if isinstance(max_error, bool) or not isinstance(max_error, (int, float)):
-        raise TypeError(f"max_error must be a number, got {max_error!r}")
-    if not max_error >= 0:
-        raise ValueError(f"max_error must be at least 0, got {max_error}")
-    return float(max_error)
-
-
-class Int8Layer:
-    """The state of one layer.
+class Int8Layer(Judged):
+    """The state of one linear layer.
 
     Attributes:
-        state: "waiting" for inputs, "int8", or "float": it stays as it was.
-        why: one sentence.
         missed: why it is in float although it was decided for 8 bits; "" = it is not.
         rotation: see :mod:`..reference.int8_rows`.
-        times: of the call that it was decided with; None = not timed.
         backend: what computes it, and why nothing faster does.
-        watch: its calls in 8 bits in this run, and the errors found in it.
         shared_with: another module that has the same parameter, which therefore stays where it is.
         device: that it computes on; None = not known yet.
         format: of its weight where the host stores it, see :func:`.stored.format_of`.
@@ -101,17 +57,15 @@ class Int8Layer:
     """
 
     def __init__(self, name: str, module: nn.Module, options: Int8Options, shared_with: str = ""):
-        self.name, self.options, self.shared_with = name, options, shared_with
-        self._module = weakref.ref(module)
-        self.kind, weight = type(module).__name__, module.weight
+        super().__init__(name, type(module).__name__, options)
+        self._module, self.shared_with, weight = weakref.ref(module), shared_with, module.weight
         assert isinstance(weight, Tensor)
         self.shape = tuple(weight.shape)
         self.format, self.float_bytes, self.int8_bytes = stored.format_of(weight), stored.bytes_of(weight), 0
-        self.state, self.why, self.missed = WAITING, "not called yet", ""
-        self.rotation, self.backend, self.watch = 0, Way("", ""), ErrorWatch()
-        self.times: Times | None = None
+        self.why, self.missed = "not called yet", ""
+        self.rotation, self.backend = 0, Way("", "")
         self.device: torch.device | None = None
-        self.source, self.room = Source(), Room()
+        self.source = Source()
         self._exchange: Exchange | None = None  # while the module has a weight in 8 bits
         self._errors: dict[int, float] = {}  # the largest so far, by rotation
         self._seen: Callable[[], Tensor] | None = None  # makes an input like the last that was collected
@@ -134,12 +88,6 @@ class Int8Layer:
         return self._errors.get(self.rotation) if self.watch.largest is None else self.watch.largest
 
     @property
-    def note(self) -> str:
-        """A remark on a layer in 8 bits."""
-        shared = f"its float weight stays, since {self.shared_with} has it too" if self.shared_with else ""
-        return (self.source.note or shared) if self.state == INT8 else ""
-
-    @property
     def is_on(self) -> bool:
         """Whether the layer runs in 8 bits now."""
         return self.options.enabled and self.state == INT8 and self._exchange is not None
@@ -156,13 +104,31 @@ class Int8Layer:
         weight = None if module is None else module._parameters.get("weight")
         return weight is not None and self.device is not None and weight.device.type != self.device.type
 
+    def line(self, name: str | None = None) -> Int8ReportLine:
+        line, note = super().line(name), self.source.note
+        if not note and self.shared_with:
+            note = f"its float weight stays, since {self.shared_with} has it too"
+        if self.was_replaced or self.missed:
+            line = line._replace(state=FLOAT, why=_REPLACED if self.was_replaced else self.missed)
+        elif self.state == INT8:
+            line = line._replace(why=line.why or note)
+        return line._replace(
+            error=self.error,
+            rotation=self.rotation,
+            way=self.backend.name,
+            why_way=self.backend.why,
+            float_bytes=self.float_bytes,
+            int8_bytes=self.int8_bytes,
+            format=self.format,
+        )
+
     # ---- in and out ----
 
-    def attach(self, source: Source, room: Room) -> None:
+    def attach(self, source: Source) -> None:
         """Wait for the first inputs; a layer that was decided for 8 bits before is only rounded again."""
         module = self.module
         assert module is not None
-        self.source, self.room, self.missed = source, room, ""
+        self.source, self.missed = source, ""
         if self.state == WAITING:
             module.register_forward_pre_hook(Hook(self, "on_first_input"), with_kwargs=True)
         elif self.state == INT8:
@@ -183,7 +149,7 @@ class Int8Layer:
         """
         module, exchange, source = self.module, self._exchange, self.source
         was_replaced, weight = self.was_replaced, self.weight
-        self._exchange, self.source, self.room = None, Source(), Room()  # they hold tensors of the host
+        self._exchange, self.source = None, Source()  # they hold tensors of the host
         if module is None:
             return ""
         self._unhook(module)
@@ -203,10 +169,12 @@ class Int8Layer:
         is_elsewhere = self.device.type != parameter.device.type
         weights = "keep" if is_elsewhere or self.shared_with else self.options.weights
         if is_elsewhere:
-            if not self.room.take(self.int8_bytes):
+            if self.int8_bytes <= self.options.room[self.device]:
+                self.options.room[self.device] -= self.int8_bytes
+            else:
                 matrix = Int8Matrix(matrix.codes.cpu(), matrix.scales.cpu(), matrix.rotation)
         elif weights != "keep":
-            self.room.bytes += self.float_bytes - self.int8_bytes
+            self.options.room[self.device] += self.float_bytes - self.int8_bytes
         in_float = InFloat(found.original if weights != "free" else None, self.source.lora_on(self.device))
         weight = Int8Weight(matrix, parameter.dtype, in_float=in_float, follows=weights == "keep", layer=self)
         exchange = Exchange(weights)
@@ -292,17 +260,19 @@ class Int8Layer:
         options = self.options
         self.rotation = best_rotation(self._errors, options.max_error)
         error = self._errors[self.rotation]
-        if not error <= options.max_error:
+        if not self.admits(error):
             self._unhook(module)
-            self.state, self.why = FLOAT, f"its error {error:.2%} is above {options.max_error:.2%}"
             return
         matrix = quantize_rows(stored.values(found.matrix), self.rotation)
         self.int8_bytes = matrix.codes.numel() + 4 * matrix.scales.numel()
         self.backend = backend_for(x, matrix)
-        inputs = x.shape, x.dtype, x.device, self.shape, self.format, self.rotation
-        if inputs not in options.times:
-            options.times[inputs] = times_of(x, found.matrix, module._parameters.get("bias"), matrix, options.clock)
-        self.times = options.times[inputs]
+        bias = module._parameters.get("bias")
+        bias = None if bias is None else bias.to(x.device, x.dtype)
+        attempts = [
+            lambda: F.linear(x, stored.values(found.matrix).to(x.dtype), bias),
+            lambda: int8_linear(x, matrix, bias),
+        ]
+        self.time((x.shape, x.dtype, x.device, self.shape, self.format, self.rotation), attempts, x.device)
         self._unhook(module)
         if self._is_no_faster():
             return
@@ -354,9 +324,7 @@ class Int8Layer:
         if error <= limit:
             return weight
         if not self.why:
-            why = f"its error was {error:.2%} in call {self.watch.calls}, above {limit:.2%}"
-            log.warning("%s: %s", self.name, why)
-            self.why = why
+            self.warn_of(error)
         if weight.original is not None:
             self.state = FLOAT
             self._go_back(weight)
@@ -403,7 +371,7 @@ class Int8Layer:
         copied._module = self._module if module is None else weakref.ref(copy.deepcopy(module, memo))
         copied._errors, copied.watch = dict(self._errors), copy.deepcopy(self.watch, memo)
         copied._exchange = copy.deepcopy(self._exchange, memo)
-        copied.source, copied.room = Source(), Room()
+        copied.source = Source()
         return copied
 
 
@@ -422,19 +390,3 @@ class Hook:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Hook:
         return Hook(copy.deepcopy(self.layer, memo), self.name)
-
-
-def is_captured(x: Tensor) -> bool:
-    """Whether a CUDA graph is being captured, during which no number can be read."""
-    return x.is_cuda and torch.cuda.is_current_stream_capturing()
-
-
-def has_numbers(x: Tensor) -> bool:
-    """Whether a tensor is one of a user's call that really happens, with at least one element."""
-    if torch.compiler.is_compiling() or isinstance(x, FakeTensor) or type(x) not in (Tensor, nn.Parameter):
-        return False
-    if torch._C._get_tracing_state() is not None:  # what is measured would become a part of the trace
-        return False
-    if inputs_are_made_up() or torch._C._functorch.is_functorch_wrapped_tensor(x):
-        return False
-    return not x.is_meta and x.dtype in FLOATS and x.numel() > 0

@@ -12,7 +12,6 @@ from torch import Tensor
 
 from ..reference.checks import in_float64, rows_to_check
 from ..reference.int8_rows import ROTATIONS, Int8Matrix, quantize_rows
-from . import stored
 from .product import int8_linear
 
 SAMPLE_ROWS = 512
@@ -109,17 +108,3 @@ def best_rotation(errors: dict[int, float], max_error: float) -> int:
     size = min(errors, key=lambda size: errors[size])
     is_needed = errors[size] <= max_error < errors[0]
     return size if is_needed or errors[size] < _WORTH * errors[0] else 0
-
-
-def times_of(x: Tensor, weight: Tensor, bias: Tensor | None, matrix: Int8Matrix, clock: Clock) -> Times:
-    """The times of one call, taken in turn: with the weight as it is stored, and in 8 bits."""
-    with torch.no_grad():
-        bias = None if bias is None else bias.to(x.device, x.dtype)
-        of_float, of_int8 = clock(
-            [
-                lambda: F.linear(x, stored.values(weight).to(x.dtype), bias),
-                lambda: int8_linear(x, matrix, bias),
-            ],
-            x.device,
-        )
-    return Times(of_float, of_int8)
