@@ -292,9 +292,9 @@ def _facts_of(variant: Compilation) -> list[Facts]:
 
 def by_hiprtc(archs: Iterable[str]) -> Iterator[tuple[Variant, list[Facts]]]:
     """The variants that ship, as HIPRTC compiles them."""
-    from pascal_attn_core.fused.gpu import hiprtc
+    from pascal_attn_core.fused.gpu.hip import hip_compiler
 
-    library = hiprtc.find() or sys.exit("HIPRTC must be installed (Debian: libamdhip64-5)")
+    library = hip_compiler() or sys.exit("HIPRTC must be installed (Debian: libamdhip64-5)")
     for arch in archs:
         for variant in prebuilt.amd_variants(arch):
             target = amd_geometry.compile_target(arch)

@@ -6,9 +6,12 @@ from __future__ import annotations
 import ctypes
 import functools
 import platform
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
+
+import torch
 
 from ...machine.amd_system import OVERRIDE
 from ...machine.device import DeviceInfo
@@ -17,11 +20,13 @@ from ..code.compilation import Compilation
 from ..code.params import Params
 from ..code.source import source
 from ..geometry.amd import LDS_BYTES, compile_target, kernel_arch, options, target
-from . import hip_libraries, hiprtc
+from . import hip_libraries
+from .compiler import RuntimeCompiler, loaded
 from .runtime import CompileError, Driver, DriverError, GpuRuntime
 
 _BUFFER, _SIZE, _END = 1, 2, 3  # HIP_LAUNCH_PARAM_BUFFER_POINTER, _BUFFER_SIZE, _END
 _INVALID_VALUE = 1  # hipErrorInvalidValue
+_ANY_VERSION = (9, 0)  # that HIPRTC of ROCm 5 and 6 says it has
 
 
 class HipDriver(Driver):
@@ -100,10 +105,42 @@ def hip_driver() -> HipDriver:
     return HipDriver()
 
 
+class Hiprtc(RuntimeCompiler):
+    """HIPRTC, AMD's runtime compiler: it needs no GPU, no toolkit and no other compiler."""
+
+    prefix = "hiprtc"
+
+    def __init__(self, path: str):
+        super().__init__(path)
+        self.version = version_of(self.version, torch.version.hip)
+
+    def compile(self, text: str, arch: str, macros: dict[str, object], options: Sequence[str] = ()) -> bytes:
+        """The code object of one source text for an architecture, ``"gfx906"``. Raises CompileError."""
+        options = [f"--offload-arch={arch}", *options, *(f"-D{name}={value}" for name, value in macros.items())]
+        return self._compiled(text, arch, options, "Code")[0]
+
+
+def version_of(said: tuple[int, int], hip: str | None) -> tuple[int, int]:
+    """A library's version.
+
+    Args:
+        said: by itself.
+        hip: the version that torch was built with, ``"6.3.42133-1b9c17779"``, and whose compiler its wheels bring.
+    """
+    found = re.match(r"(\d+)\.(\d+)", hip or "")
+    return (int(found[1]), int(found[2])) if found and said == _ANY_VERSION else said
+
+
+@functools.cache
+def hip_compiler() -> Hiprtc | None:
+    """The HIPRTC of this machine, or None."""
+    return next(loaded(Hiprtc, hip_libraries.compiler_candidates()), None)
+
+
 class HipRuntime(GpuRuntime):
     """AMD's HIP runtime, and HIPRTC."""
 
-    open_driver, find_compiler = staticmethod(hip_driver), staticmethod(hiprtc.find)
+    open_driver, find_compiler = staticmethod(hip_driver), staticmethod(hip_compiler)
     driver_name, compiler_name = "HIP runtime", "HIPRTC"
     where_compiler_is = ", which torch's ROCm wheels bring"
 
@@ -126,7 +163,7 @@ class HipRuntime(GpuRuntime):
             return ""
         return f"HIP {version}, {platform.release()}"
 
-    def compiler(self, arch: str) -> hiprtc.Hiprtc | None:
+    def compiler(self, arch: str) -> Hiprtc | None:
         return self.find_compiler()
 
     def compile(self, variant: Compilation, arch: str) -> bytes:

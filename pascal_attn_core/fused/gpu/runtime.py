@@ -1,6 +1,5 @@
 """The software of a GPU's maker, as far as the kernels need it: a :class:`Driver`, which loads and launches machine
-code, and a compiler for what does not ship. CUDA's is in ``cuda.py`` and ``nvrtc.py``, HIP's in ``hip.py`` and
-``hiprtc.py``; :func:`.vendors.gpu_runtime_of` says which one serves a device."""
+code, and a compiler for what does not ship. CUDA's are in ``cuda.py`` and ``nvrtc.py``, HIP's in ``hip.py``."""
 
 from __future__ import annotations
 

@@ -21,8 +21,8 @@ from ...machine.runtime import Runtime, runtime_of
 from ..code import cache, prebuilt
 from ..code.compilation import Compilation
 from ..code.source import digest
+from ..gpu import gpu_runtime_of
 from ..gpu.runtime import REFUSED_IMAGE, CompileError, Driver, DriverError, GpuRuntime
-from ..gpu.vendors import gpu_runtime_of
 from ..launch import Launch
 from . import verify
 
@@ -44,7 +44,7 @@ class Kernels:
     """The kernels on one device; several threads may use them at once. Made by ``runtime.part(Kernels)``.
 
     Args:
-        gpu: its maker's driver and compiler; None = those of :func:`..gpu.vendors.gpu_runtime_of`.
+        gpu: its maker's driver and compiler; None = those of :func:`..gpu.gpu_runtime_of`.
         shipped: gives the prebuilt machine code of a variant for an architecture, or None.
         folder: gives the folder in which compiled kernels are stored, or None.
         work_per_sm: multiplications that one launch may have for each multiprocessor.

@@ -25,7 +25,7 @@ from pascal_attn_core.fused.code.gguf_source import LINEAR_KIND
 from pascal_attn_core.fused.code.source import Variant, amd_variants, digest, source
 from pascal_attn_core.fused.geometry import amd as amd_geometry
 from pascal_attn_core.fused.geometry.amd import ARCHS, kernel_arch
-from pascal_attn_core.fused.gpu import hiprtc
+from pascal_attn_core.fused.gpu.hip import hip_compiler
 
 needs_clang = pytest.mark.skipif(
     tool.compiler() is None, reason=f"needs clang {tool.CLANG} with the AMDGPU target (Debian: clang-16 lld-16)"
@@ -272,7 +272,7 @@ def test_a_geometry_that_the_kernels_cannot_have_is_refused() -> None:
         tool.compile_variant(ONE, wrong)
 
 
-HIPRTC = hiprtc.find()
+HIPRTC = hip_compiler()
 
 
 @pytest.mark.skipif(HIPRTC is None or OBJDUMP is None, reason="needs HIPRTC and llvm-objdump (libamdhip64-5, llvm-16)")
