@@ -56,7 +56,7 @@ def why_no_product(device: torch.device, name: str, rows: int, shape: int) -> st
         name: of the format; rows: of x; shape: rows of the outputs of a thread, 8 or 4.
     """
     runtime = runtime_of(device)
-    info, arch = runtime.info, _arch_of(runtime)
+    info, arch = runtime.info, runtime.part(Kernels).variant_arch
     capability = info.capability or (0, 0)
     if not (has_dots(arch) if arch else info.kind == "cuda" and capability >= LEAST_CAPABILITY):
         return f"the 8-bit kernel for GGUF weights needs a GPU with products of four bytes, got {info.name}"
@@ -66,11 +66,6 @@ def why_no_product(device: torch.device, name: str, rows: int, shape: int) -> st
     if shape != 8 and rows <= FEW["pa_gguf_some"].rows:
         return f"the 8-bit kernel for GGUF weights has one shape for {rows} rows"
     return _why_not(runtime, variants)
-
-
-def _arch_of(runtime: Runtime) -> str:
-    """The ``arch`` of the variants of AMD's devices; "" on others."""
-    return runtime.part(Kernels).variant_arch if runtime.info.kind == "hip" else ""
 
 
 def _why_not(runtime: Runtime, variants: Sequence[Compilation]) -> str:
@@ -98,6 +93,6 @@ def run_product(call: GgufLinearCall, shape: int) -> None:
     """Queue what :func:`why_no_product` has nothing against, as :func:`run_expand` does. Extra memory: x in 8 bits with
     its scales, at most 72 MiB."""
     runtime = runtime_of(call.x.device)
-    kernels, arch = runtime.part(Kernels), _arch_of(runtime)
-    kernels.ensure(variants_of(call.format, shape, arch))
-    kernels.run(gguf_linear_launches(call, shape, arch=arch))
+    kernels = runtime.part(Kernels)
+    kernels.ensure(variants_of(call.format, shape, kernels.variant_arch))
+    kernels.run(gguf_linear_launches(call, shape, arch=kernels.variant_arch))

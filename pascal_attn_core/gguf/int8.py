@@ -65,11 +65,7 @@ def _why_no_kernel(call: GgufCall, shape: int) -> str:
 
 
 def by_kernel(call: GgufCall, shape: int) -> None:
-    """Compute a call by the kernel of a shape.
-
-    Raises:
-        KernelUnavailable, DriverError: see :func:`..fused.gguf.run_product`.
-    """
+    """Compute a call by the kernel of a shape; see :func:`..fused.gguf.run_product` for what it raises."""
     x, weight, bias, out = call
     x = x if x.stride(-1) == 1 else x.contiguous()
     bias = None if bias is None else bias.float().contiguous()
@@ -135,12 +131,8 @@ class GgufWays(Ways[GgufKind]):
 
 
 def product(x: Tensor, weight: GgufMatrix, bias: Tensor | None, way: str = "auto") -> Tensor:
-    """The product ``[..., N]`` in x's dtype, without gradients.
-
-    Args:
-        x: ``[..., K]``, float32, float16 or bfloat16.
-        way: one of WAYS, or "auto", which also takes over from one that is not available any more.
-    """
+    """The product ``[..., N]`` of x ``[..., K]``, in its dtype, without gradients, by one of WAYS or by "auto", which
+    also takes over from a way that is not available any more."""
     out = x.new_empty(*x.shape[:-1], weight.shape[0])
     call = GgufCall(x.reshape(-1, x.shape[-1]), weight, bias, out.view(-1, weight.shape[0]))
     if not out.numel():

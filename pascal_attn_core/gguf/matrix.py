@@ -89,11 +89,8 @@ Product = Callable[[Tensor, GgufMatrix, Tensor | None], Tensor]
 
 
 def linear(x: Tensor, weight: GgufMatrix, bias: Tensor | None, forward: Product = product) -> Tensor:
-    """``F.linear(x, W, bias)``, differentiable by x and bias. For a gradient W is expanded again, not kept.
-
-    Args:
-        forward: computes it without gradients, which are those of the exact product in any case.
-    """
+    """``F.linear(x, W, bias)``, computed by ``forward``, differentiable by x and bias: the gradients are those of the
+    exact product, for which W is expanded again, not kept."""
     kind = x.device.type
     if torch.is_autocast_enabled(kind):
         x = x.to(torch.get_autocast_dtype(kind))  # once, not for each slice

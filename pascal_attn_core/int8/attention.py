@@ -92,11 +92,8 @@ class AttentionSite(Judged):
         return sdpa(**bound.keywords()) if out is None else out
 
     def attend(self, given: dict[str, Any]) -> Tensor | None:
-        """The output of one call in 8 bits; None = it is to be computed as without 8 bits.
-
-        Args:
-            given: the arguments of :func:`.sdpa` by name; tensors with numbers, the mask a plain one.
-        """
+        """The output of one call in 8 bits, with these arguments of :func:`.sdpa`, tensors with numbers, the mask a
+        plain one; None = it is to be computed as without 8 bits."""
         rounded, query = None if self.state == FLOAT else self._rounded(given), given["query"]
         if rounded is None:
             return None
@@ -196,8 +193,7 @@ def attention_error(given: dict[str, Any], rounded: Tensor, seed: int, most: int
     drawn. inf or NaN in either make both inf.
 
     Args:
-        given: the arguments of the call by name.
-        rounded: its output in 8 bits, ``[*batch, Hq, L, Dv]``.
+        rounded: the output in 8 bits, ``[*batch, Hq, L, Dv]``.
         seed: of the draw; another one for each check of a layer.
         most: rows.
     """

@@ -52,11 +52,8 @@ class Int8Binding:
         self._chosen: weakref.WeakKeyDictionary[nn.Module, dict[str, str]] = weakref.WeakKeyDictionary()
 
     def attach(self, model: nn.Module, source_of: Sources = lambda name, module: Source()) -> int:
-        """Let the linear layers of ``model`` run in 8 bits. Returns the number of those that can. A second call looks
-        at the sources again.
-
-        Args:
-            source_of: gives the source of the layer with this qualified name.
+        """Let the linear layers of ``model`` run in 8 bits, each from the source that ``source_of`` its qualified name
+        gives. Returns the number of those that can. A second call looks at the sources again.
 
         Where the host keeps some float weights in host memory, their int8 weights go to the device as far as other
         float weights have made room there, and are copied to it in each call otherwise.
@@ -91,11 +88,8 @@ class Int8Binding:
             layer.decide()
 
     def detach(self, model: nn.Module) -> list[str]:
-        """Undo :meth:`attach`: modules, parameters and where they are, as before. Returns what could not be.
-
-        Raises:
-            torch.OutOfMemoryError: there is no memory for a float weight where it was. The others are back.
-        """
+        """Undo :meth:`attach`: modules, parameters and where they are, as before. Returns what could not be. With a
+        torch.OutOfMemoryError there is no memory for a float weight where it was; the others are back."""
         failure, left = None, []
         with self.options.lock, ordinary_tensors():
             for layer in self._layers_of(model):

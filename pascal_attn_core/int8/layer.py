@@ -78,9 +78,13 @@ class Int8Layer(Judged):
     @property
     def weight(self) -> Int8Weight | None:
         """The weight in 8 bits, where the module has it: hosts may replace it."""
-        module = self.module
-        weight = None if module is None else module._parameters.get("weight")
+        weight = self._parameter
         return weight if isinstance(weight, Int8Weight) and weight.layer is self else None
+
+    @property
+    def _parameter(self) -> Tensor | None:
+        module = self.module
+        return None if module is None else module._parameters.get("weight")
 
     @property
     def error(self) -> float | None:
@@ -100,8 +104,7 @@ class Int8Layer(Judged):
     @property
     def is_offloaded(self) -> bool:
         """Whether its float weight is not on the device that it computes on, as far as that is known."""
-        module = self.module
-        weight = None if module is None else module._parameters.get("weight")
+        weight = self._parameter
         return weight is not None and self.device is not None and weight.device.type != self.device.type
 
     def line(self, name: str | None = None) -> Int8ReportLine:
@@ -142,11 +145,8 @@ class Int8Layer(Judged):
                 self.missed = "out of memory while rounding it"
 
     def detach(self) -> str:
-        """Put the module back as it was. Returns what could not be, "" = nothing.
-
-        Raises:
-            torch.OutOfMemoryError: the float weight has to stay in host memory, and the host cannot work with that.
-        """
+        """Put the module back as it was. Returns what could not be, "" = nothing; a torch.OutOfMemoryError where the
+        float weight has to stay in host memory, and the host cannot work with that."""
         module, exchange, source = self.module, self._exchange, self.source
         was_replaced, weight = self.was_replaced, self.weight
         self._exchange, self.source = None, Source()  # they hold tensors of the host
@@ -172,7 +172,7 @@ class Int8Layer(Judged):
             if self.int8_bytes <= self.options.room[self.device]:
                 self.options.room[self.device] -= self.int8_bytes
             else:
-                matrix = Int8Matrix(matrix.codes.cpu(), matrix.scales.cpu(), matrix.rotation)
+                matrix = matrix.to(torch.device("cpu"))
         elif weights != "keep":
             self.options.room[self.device] += self.float_bytes - self.int8_bytes
         in_float = InFloat(found.original if weights != "free" else None, self.source.lora_on(self.device))
@@ -343,8 +343,7 @@ class Int8Layer(Judged):
         with ordinary_tensors():
             matrix = quantize_rows(exact, rotation)
             self.backend, self.times, self.rotation = backend_for(x, matrix), None, rotation
-            codes, scales = matrix.codes.to(weight.device), matrix.scales.to(weight.device)
-            rotated = weight.with_matrix(Int8Matrix(codes, scales, rotation))
+            rotated = weight.with_matrix(matrix.to(weight.device))
             module._parameters["weight"] = nn.Parameter(rotated, requires_grad=False)
         self.watch.saw(errors[rotation])
         return rotated

@@ -81,12 +81,8 @@ def relative_error(sample: Sample, weight: Tensor, matrix: Int8Matrix) -> float:
 
 
 def error_of(sample: Sample, rounded: Tensor, weights: Iterable[tuple[slice, Tensor]]) -> float:
-    """The relative error of ``rounded`` ``[M, N]``, which is the product of a sample in 8 bits, as
-    :func:`relative_error` has it.
-
-    Args:
-        weights: slices of the N rows of the weight, and those rows in float32.
-    """
+    """The relative error of a sample's product in 8 bits, ``rounded`` ``[M, N]``, as :func:`relative_error` has it.
+    ``weights``: slices of the N rows of the weight, and those rows in float32."""
     rows, counts = sample
     wide, squares = rows.float(), torch.zeros(2, counts.shape[1], dtype=torch.float64, device=counts.device)
     for some, weight in weights:

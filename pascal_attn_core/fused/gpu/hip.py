@@ -30,14 +30,8 @@ _ANY_VERSION = (9, 0)  # that HIPRTC of ROCm 5 and 6 says it has
 
 
 class HipDriver(Driver):
-    """The HIP runtime's library.
-
-    Args:
-        paths: files and names that may be it; None = those of :func:`.hip_libraries.runtime_candidates`.
-    Raises:
-        OSError: there is none on this machine.
-        DriverError: it finds no card, or cannot be initialised.
-    """
+    """The HIP runtime's library, the first of ``paths`` that is it; an OSError where there is none on this machine, a
+    DriverError where it finds no card."""
 
     maker, prefix = "HIP", "hip"
 
@@ -121,12 +115,8 @@ class Hiprtc(RuntimeCompiler):
 
 
 def version_of(said: tuple[int, int], hip: str | None) -> tuple[int, int]:
-    """A library's version.
-
-    Args:
-        said: by itself.
-        hip: the version that torch was built with, ``"6.3.42133-1b9c17779"``, and whose compiler its wheels bring.
-    """
+    """The version of a library that has ``said`` one itself; ``hip``: that torch was built with, and whose compiler its
+    wheels bring, ``"6.3.42133-1b9c17779"``."""
     found = re.match(r"(\d+)\.(\d+)", hip or "")
     return (int(found[1]), int(found[2])) if found and said == _ANY_VERSION else said
 

@@ -11,7 +11,7 @@ import logging
 import os
 import re
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -59,11 +59,7 @@ class Nvrtc(RuntimeCompiler):
         return list(archs)
 
     def compile(self, text: str, arch: int, macros: dict[str, object]) -> Compiled:
-        """Machine code of one source text.
-
-        Raises:
-            CompileError: with the compiler's log.
-        """
+        """Machine code of one source text; a CompileError with the compiler's log where it refuses it."""
         options = [*OPTIONS, f"--gpu-architecture=sm_{arch}", *(f"-D{name}={value}" for name, value in macros.items())]
         return Compiled(*self._compiled(text, f"sm_{arch}", options, "CUBIN"))
 
@@ -96,11 +92,7 @@ def candidates() -> list[str]:
     return [*found, *names]
 
 
-def load(paths: Sequence[str]) -> list[Nvrtc]:
-    return list(loaded(Nvrtc, paths))
-
-
 @functools.cache
 def find(arch: int) -> Nvrtc | None:
     """An NVRTC on this machine that compiles for sm_<arch>, or None."""
-    return next((library for library in load(candidates()) if library.serves(arch)), None)
+    return next((library for library in loaded(Nvrtc, candidates()) if library.serves(arch)), None)

@@ -25,12 +25,7 @@ UNITS = {"Q6_K": 4.0, "Q3_K": 32.0}  # the kernel's codes are q times this
 
 
 class RoundedRows(NamedTuple):
-    """Rows of x in 8 bits.
-
-    Attributes:
-        codes: int8 ``[K / 32, M, 32]``.
-        scales: float32 ``[K / 32, M, 1]``.
-    """
+    """Rows of x in 8 bits: codes int8 ``[K / 32, M, 32]``, scales float32 ``[K / 32, M, 1]``."""
 
     codes: Tensor
     scales: Tensor

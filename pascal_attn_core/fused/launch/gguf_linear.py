@@ -40,8 +40,7 @@ class GgufLinearCall(NamedTuple):
 
 
 def variants_of(name: str, rows: int, arch: str = "") -> list[GgufLinearVariant]:
-    """The compilations that a call with a format takes, with tiles of as many rows of a thread: the one with the
-    rounding of x and with few rows of x first."""
+    """The compilations for a format and rows of a thread: that with the rounding of x and few rows of x first."""
     return [GgufLinearVariant(LINEAR_KIND, name, each, arch=arch) for each in dict.fromkeys((8, rows))]
 
 
@@ -51,8 +50,7 @@ def gguf_linear_launches(call: GgufLinearCall, rows: int = 8, function: str = ""
 
     Args:
         rows: of a thread's outputs, 8 or 4.
-        function: that multiplies; "" = by the number of rows.
-        arch: of AMD's devices, "" for NVIDIA's.
+        function: that multiplies; "" = by the number of rows of x.
     """
     count, columns = call.x.shape
     if not call.out.numel():

@@ -61,12 +61,7 @@ def variants_of(x: torch.dtype, out: torch.dtype) -> tuple[DtypeVariant, DtypeVa
 
 
 def product_of(rows: int, cols: int, num_sms: int) -> str:
-    """Which function multiplies.
-
-    Args:
-        rows: of x; cols: rows of the weight.
-        num_sms: multiprocessors of the device.
-    """
+    """The function that multiplies ``rows`` of x by a weight of ``cols`` rows."""
     if rows <= _SOME:
         return "pa_linear_few" if rows <= _FEW else "pa_linear_some"
 
@@ -82,7 +77,6 @@ def linear_launches(call: LinearCall, num_sms: int, product: str | None = None) 
     more rows go through in slices. A weight that begins at no multiple of four bytes is copied.
 
     Args:
-        num_sms: multiprocessors of the device.
         product: the function that multiplies; None = that of :func:`product_of`.
     """
     rows, columns = call.x.shape

@@ -119,12 +119,11 @@ def plan_call(
     packed: Packed | None = None,
     arch: str = "",
 ) -> Plan:
-    """The plan of a call that the kernels can take.
+    """The plan of a call that the kernels on plain cores can take.
 
     Args:
         num_sms: multiprocessors of the device.
         capability: its compute capability; None = a multiprocessor holds the blocks that kernels are compiled for.
-        for_grad: gradients will be wanted.
         arch: of AMD's devices, as :func:`..geometry.amd.kernel_arch` says it.
     """
     if int8:
@@ -245,13 +244,7 @@ def tensor_plan(
     packed: Packed | None = None,
     arch: str = "",
 ) -> Plan:
-    """The plan of a call that the kernels on tensor cores can take.
-
-    Args:
-        num_sms: multiprocessors of the device; capability: its compute capability.
-        for_grad: gradients will be wanted.
-        arch: of AMD's devices.
-    """
+    """The plan of a call that the kernels on tensor cores can take; see :func:`plan_call`."""
     generation = generation_of(capability, arch)
     assert generation is not None
     dim: Any = table_dim(call.head_dim, call.head_dim_v, generation.head_dims)

@@ -48,7 +48,6 @@ class Kernels:
         shipped: gives the prebuilt machine code of a variant for an architecture, or None.
         folder: gives the folder in which compiled kernels are stored, or None.
         work_per_sm: multiplications that one launch may have for each multiprocessor.
-        clock: gives the time in seconds.
     """
 
     def __init__(
@@ -97,6 +96,7 @@ class Kernels:
 
     @functools.cached_property
     def variant_arch(self) -> str:
+        """The ``arch`` of the variants of AMD's devices; "" on others."""
         return self.arch if self.info.kind == "hip" else ""
 
     @functools.cached_property
@@ -135,13 +135,11 @@ class Kernels:
             KernelUnavailable: after one warning; the same from then on, or for a while where memory is short.
             DriverError: the process can no longer use the device.
         """
-        found = self._loaded.get(variant)
-        if found is not None:
-            return found
+        if variant in self._loaded:
+            return self._loaded[variant]
         with self._lock:
             if variant not in self._loaded:
-                reason = self._reason(variant)
-                if reason:
+                if reason := self._reason(variant):
                     raise KernelUnavailable(reason)
                 try:
                     self._loaded[variant] = self._load(variant)
@@ -207,7 +205,7 @@ class Kernels:
             self._checked.add(variant)
 
     def largest_error(self, variant: Compilation) -> float:
-        """The largest error of a variant on this device: see :func:`.verify.largest_error`."""
+        """The error of :func:`.verify.largest_error` on this device."""
         return verify.largest_error(variant, self.device, self.run)
 
     def unavailable(self, variant: Compilation, error: Exception) -> KernelUnavailable:
@@ -263,13 +261,8 @@ class Kernels:
         return cache.file_name(digest(variant), self.arch, self.gpu.compiler_name, version)
 
     def machine_code(self, variant: Compilation, *, compiled: bool = False) -> bytes:
-        """Machine code for this device: prebuilt, from the disk cache, or compiled now and stored there.
-
-        Args:
-            compiled: do not take what exists.
-        Raises:
-            KernelUnavailable: none of the three.
-        """
+        """Machine code for this device: prebuilt, from the disk cache (neither where ``compiled`` is asked for), or
+        compiled now and stored there; KernelUnavailable where there is none."""
         code = None if compiled else self.existing_code(variant)[0]
         if code is not None:
             return code

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -17,21 +17,21 @@ from torch import Tensor
 from ...call import AttentionCall, check_call, empty_output
 from ...reference import allowed_keys, reference_sdpa
 from ...reference.checks import gap
-from ..code import linear_source
+from ..code import gguf_source
 from ..code.compilation import Compilation, DtypeVariant, GgufLinearVariant
 from ..code.source import Variant
-from ..launch import Launch, int8_definition
+from ..launch import int8_definition
 from ..launch.backward import backward_launches
 from ..launch.forward import forward_launches
 from ..launch.int8 import int8_launches
 from ..launch.packed import packed_launches
 from ..launch.plan import Packed, Plan, key_tiles, plan_call
 from ..launch.stream_k import Piece, Pieces
-from . import verify_gguf, verify_linear
+from . import verify_linear
+from .verify_linear import Run
 
 # From what the same words give with another exp2: a probability that rounds the other way moves by 1/255.
 _INT8_TOLERANCE = 0.01
-Run = Callable[[list[Launch]], object]
 # As many multiprocessors as make the keys of a call with few rows many parts.
 _MANY_SMS = 1000
 
@@ -50,10 +50,11 @@ def largest_error(variant: Compilation, device: torch.device, run: Run, keys: in
         keys: instead of those that fill two tiles in part, unless the variant's blocks are listed.
     """
     if isinstance(variant, DtypeVariant):
-        of_kind = verify_linear if variant.kind == linear_source.KIND else verify_gguf
-        return of_kind.largest_error(variant, device, run)
+        is_expansion = variant.kind == gguf_source.KIND
+        of_kind = verify_linear.expansion_error if is_expansion else verify_linear.largest_error
+        return of_kind(variant, device, run)
     if isinstance(variant, GgufLinearVariant):
-        return verify_gguf.product_error(variant, device, run)
+        return verify_linear.product_error(variant, device, run)
     assert isinstance(variant, Variant)
     call = sample_call(variant, device, None if variant.is_even else keys)
     if variant.is_gradient:

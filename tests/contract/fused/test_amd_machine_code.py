@@ -39,7 +39,7 @@ from pascal_attn_core.fused.launch.gguf_linear import GgufLinearCall, gguf_linea
 from pascal_attn_core.fused.launch.int8 import int8_launches
 from pascal_attn_core.fused.launch.packed import packed_launches
 from pascal_attn_core.fused.launch.plan import Packed, Plan, plan_call
-from pascal_attn_core.fused.trust import verify_gguf
+from pascal_attn_core.fused.trust import verify_linear
 from pascal_attn_core.reference.gguf_blocks import FORMATS
 
 pytestmark = pytest.mark.skipif(OBJDUMP is None, reason="needs llvm-objdump-16 to read machine code (Debian: llvm-16)")
@@ -173,11 +173,11 @@ def test_shipped_products_with_gguf_weights_have_the_bits_of_their_definition(va
     ):
         if function not in variant.functions:
             continue
-        blocks = verify_gguf.sane_blocks(variant.format, 9, columns, generator)
+        blocks = verify_linear.sane_blocks(variant.format, 9, columns, generator)
         out = torch.full((rows, 9), torch.nan, dtype=dtype)
         call = GgufLinearCall(torch.randn(rows, columns).to(dtype), blocks, variant.format, torch.randn(9), out)
         machine.execute(gguf_linear_launches(call, variant.rows, function, variant.arch), _shipped)
-        assert torch.equal(out, verify_gguf.expected(call, function).to(dtype))
+        assert torch.equal(out, verify_linear.expected_product(call, function).to(dtype))
 
 
 @pytest.mark.parametrize(("arch", "dtype"), [("gfx906", FLOAT16), ("gfx1030", FLOAT16)])

@@ -18,7 +18,7 @@ from pascal_attn_core.fused.code.gguf_source import KERNELS, KIND
 from pascal_attn_core.fused.code.source import from_row, gguf_variants, source
 from pascal_attn_core.fused.gguf import GgufTrials, why_not
 from pascal_attn_core.fused.launch.gguf import DTYPES, ExpandCall, expand_launches
-from pascal_attn_core.fused.trust import trial, verify_gguf
+from pascal_attn_core.fused.trust import trial, verify_linear
 from pascal_attn_core.fused.trust.kernels import Kernels
 from pascal_attn_core.gguf import matrix as matrices
 from pascal_attn_core.gguf.expansion import ExpandTimings
@@ -87,7 +87,7 @@ def is_found(text: str | None) -> bool:
     """Whether any variant with another text is refused at its first use."""
     wrong = None if text is None else {KIND: text}
     errors = [
-        verify_gguf.largest_error(variant, CPU, lambda launches: emulate(launches, mutated=wrong))
+        verify_linear.expansion_error(variant, CPU, lambda launches: emulate(launches, mutated=wrong))
         for variant in gguf_variants()[1:3]
     ]
     return max(errors) > 0

@@ -28,7 +28,7 @@ from tools.models.shares import backward_share, gguf_share, linear_share, packin
 
 SHARE = 0.82
 WIDE = (48, 64, 72, 80, 96, 112, 128)
-LIBRARY = next((lib for lib in nvrtc.load(nvrtc.candidates()) if lib.version == tool.NVRTC), None)
+LIBRARY = next((lib for lib in nvrtc.loaded(nvrtc.Nvrtc, nvrtc.candidates()) if lib.version == tool.NVRTC), None)
 needs_nvrtc = pytest.mark.skipif(LIBRARY is None, reason="needs NVRTC 12.6 (nvidia-cuda-nvrtc-cu12==12.6.85)")
 
 
