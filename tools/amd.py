@@ -119,7 +119,7 @@ def compiled(variant: Compilation) -> bytes:
 def machine_code(variant: Compilation) -> bytes:
     """A variant's code object: the one that ships, if this clang made it from this source."""
     is_ours = prebuilt.amd_manifest().get("clang") == version(compiler() or "")
-    return (is_ours and prebuilt.find_amd(variant)) or compiled(variant)
+    return (is_ours and prebuilt.find(variant)) or compiled(variant)
 
 
 _COUNTS = (".vgpr_count", ".sgpr_count", ".private_segment_fixed_size", ".group_segment_fixed_size")

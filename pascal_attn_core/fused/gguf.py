@@ -14,8 +14,16 @@ from .code.gguf_source import KERNELS, PRODUCT_FORMATS
 from .code.linear_source import LEAST_CAPABILITY
 from .code.source import digest_of, gguf_variants
 from .geometry.amd import has_dots
-from .launch.gguf import DTYPES, ExpandCall, expand_launches, variant_of
-from .launch.gguf_linear import FEW, GgufLinearCall, gguf_linear_launches, variants_of
+from .launch.gguf import (
+    DTYPES,
+    FEW,
+    ExpandCall,
+    GgufLinearCall,
+    expand_launches,
+    gguf_linear_launches,
+    variant_of,
+    variants_of,
+)
 from .trust.kernels import Kernels
 from .trust.trial import Trials
 

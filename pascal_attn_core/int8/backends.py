@@ -22,7 +22,7 @@ from ..fused.code.source import linear_variants
 from ..fused.launch.fields import UNBOUNDED
 from ..fused.linear import LinearCall, run_linear, why_not
 from ..machine.device import MIB
-from ..machine.runtime import Runtime, runtime_of
+from ..machine.runtime import runtime_of
 from ..reference.int8_rows import Int8Matrix, quantize_rows
 from ..routes.timing_table import power_of_two
 from ..routes.ways import Way, Ways
@@ -80,28 +80,11 @@ def backend_on(device: torch.device) -> Way:
     reasons = why_not(device, columns=64, untried=True)
     if not reasons:
         return Way("kernel", "")
-    reason = runtime_of(device).part(IntMm).why_not
+    reason = runtime_of(device).part(LinearWays).why_no_int_mm
     return Way("float", "; ".join([*reasons, reason])) if reason else Way("int_mm", "; ".join(reasons))
 
 
 # ---- what can --------------------------------------------------------------------------------------------------------
-
-
-class IntMm:
-    """Whether torch._int_mm works on a device. Made by ``runtime.part(IntMm)``."""
-
-    def __init__(self, runtime: Runtime):
-        self.device = runtime.device
-
-    @functools.cached_property
-    def why_not(self) -> str:
-        """ "" = it does."""
-        ones = torch.ones(32, 32, dtype=torch.int8, device=self.device)
-        try:
-            torch._int_mm(ones, ones)
-        except (RuntimeError, NotImplementedError) as error:
-            return f"torch._int_mm: {str(error).strip().splitlines()[0][:120]}"
-        return ""
 
 
 def _why_no_kernel(call: LinearCall) -> str:
@@ -116,7 +99,7 @@ def _why_no_int_mm(call: LinearCall) -> str:
     x, (rows, columns) = call.x, call.weight.codes.shape
     if x.device.type == "cuda" and (rows % 8 or columns % 8):
         return f"torch._int_mm needs sizes that are multiples of 8, got {[rows, columns]}"
-    return runtime_of(x.device).part(IntMm).why_not
+    return runtime_of(x.device).part(LinearWays).why_no_int_mm
 
 
 # ---- what they do ----------------------------------------------------------------------------------------------------
@@ -210,3 +193,13 @@ class LinearWays(Ways[LinearKind]):
 
     def kernels(self) -> tuple[Compilation, ...]:
         return linear_variants()
+
+    @functools.cached_property
+    def why_no_int_mm(self) -> str:
+        """Why torch._int_mm does not work on the device; "" = it does."""
+        ones = torch.ones(32, 32, dtype=torch.int8, device=self.device)
+        try:
+            torch._int_mm(ones, ones)
+        except (RuntimeError, NotImplementedError) as error:
+            return f"torch._int_mm: {str(error).strip().splitlines()[0][:120]}"
+        return ""

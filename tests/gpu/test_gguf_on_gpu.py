@@ -6,7 +6,7 @@ import torch
 from pascal_attn_core.fused.code.gguf_source import KERNELS, PRODUCT_FORMATS
 from pascal_attn_core.fused.code.source import gguf_variants
 from pascal_attn_core.fused.gguf import run_product, why_no_product, why_not
-from pascal_attn_core.fused.launch.gguf_linear import GgufLinearCall, gguf_linear_launches
+from pascal_attn_core.fused.launch.gguf import GgufLinearCall, gguf_linear_launches
 from pascal_attn_core.fused.trust.kernels import Kernels
 from pascal_attn_core.fused.trust.verify_linear import expected_product, sane_blocks
 from pascal_attn_core.gguf.int8 import product

@@ -199,7 +199,7 @@ def forward_variant(head_dim: int, dtype: torch.dtype, arch: str = "gfx906", *, 
 def block(variant: Variant, tiles: int, timing: Timing) -> Block:
     """A block of a shipped kernel without a mask, with this many tiles of keys."""
     geometry, arch = variant.geometry, variant.arch
-    code = prebuilt.find_amd(variant)
+    code = prebuilt.find(variant)
     if code is None:
         raise SystemExit(f"{variant.name} does not ship")
     generator = torch.Generator().manual_seed(0)

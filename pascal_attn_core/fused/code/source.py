@@ -265,9 +265,9 @@ def digest_of(variants: tuple[Compilation, ...]) -> str:
 @functools.cache
 def kernels_digest(arch: str = "") -> str:
     """Hash of all kernels of attention and their geometries: another one, and what was measured no longer holds."""
+    kinds, tables = KINDS, repr((PLAIN_TABLES, TENSOR_TABLES, GRADIENT_TABLES))
     if arch:
-        texts = [_code(kind, arch) for kind in (*amd_geometry.KINDS, amd_geometry.RANGES, *amd_geometry.WMMA_KINDS)]
-        return hashlib.sha256(("".join(texts) + repr((amd_geometry.TABLES, WMMA_TABLES))).encode()).hexdigest()[:16]
-    return hashlib.sha256(
-        ("".join(map(_code, KINDS)) + repr((PLAIN_TABLES, TENSOR_TABLES, GRADIENT_TABLES))).encode()
-    ).hexdigest()[:16]
+        kinds = *amd_geometry.KINDS, amd_geometry.RANGES, *amd_geometry.WMMA_KINDS
+        tables = repr((amd_geometry.TABLES, WMMA_TABLES))
+    text = "".join(_code(kind, arch) for kind in kinds) + tables
+    return hashlib.sha256(text.encode()).hexdigest()[:16]

@@ -74,14 +74,11 @@ class Nvrtc(RuntimeCompiler):
 
 def _folders() -> Iterator[Path]:
     """Where wheels put it: NVIDIA's own packages, and torch's (on Windows)."""
-    for package in ("nvidia", "torch"):
+    for package, patterns in (("nvidia", ("*/lib", "*/bin", "*/bin/x86_64")), ("torch", ("lib",))):
         spec = importlib.util.find_spec(package)
         for root in (spec.submodule_search_locations or ()) if spec else ():
-            if package == "nvidia":
-                for below in ("lib", "bin", "bin/x86_64"):
-                    yield from sorted(Path(root).glob(f"*/{below}"))
-            else:
-                yield Path(root) / "lib"
+            for pattern in patterns:
+                yield from sorted(Path(root).glob(pattern))
 
 
 def candidates() -> list[str]:

@@ -108,13 +108,7 @@ class Driver(ABC):
         can have so much."""
 
     def launch(
-        self,
-        index: int,
-        function: Any,
-        grid: tuple[int, int, int],
-        threads: int,
-        params: Params,
-        shared_bytes: int = 0,
+        self, index: int, function: Any, grid: tuple[int, int, int], threads: int, params: Params, shared_bytes: int = 0
     ) -> None:
         """Queue a function of :meth:`load` on torch's current stream of a device; with a DriverError nothing has been
         queued. The driver copies the parameters, one structure.

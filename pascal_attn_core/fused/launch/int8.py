@@ -114,12 +114,7 @@ def _pack_launches(
 
 
 def _attention_launch(
-    call: AttentionCall,
-    variant: Variant,
-    view: View,
-    words: _Words,
-    means: tuple[Tensor, ...],
-    of_mask: dict[str, int],
+    call: AttentionCall, variant: Variant, view: View, words: _Words, means: tuple[Tensor, ...], of_mask: dict[str, int]
 ) -> Launch:
     geometry, (batches, heads, rows, _) = variant.geometry, view.query.shape
     low, high = band_of(call)

@@ -16,8 +16,7 @@ from ..code.compilation import DtypeVariant, GgufLinearVariant
 from ..code.gguf_source import FEW, KERNELS
 from ..code.linear_source import TILES
 from ..launch import Launch, gguf_definition
-from ..launch.gguf import DTYPES, ExpandCall, expand_launches
-from ..launch.gguf_linear import GgufLinearCall, gguf_linear_launches
+from ..launch.gguf import DTYPES, ExpandCall, GgufLinearCall, expand_launches, gguf_linear_launches
 from ..launch.linear import LinearCall, linear_launches
 
 Run = Callable[[list[Launch]], object]

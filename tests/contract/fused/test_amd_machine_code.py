@@ -35,7 +35,7 @@ from pascal_attn_core.fused.code.source import Variant
 from pascal_attn_core.fused.geometry.amd import ARCHS, target
 from pascal_attn_core.fused.launch import Launch, int8_definition
 from pascal_attn_core.fused.launch.forward import forward_launches
-from pascal_attn_core.fused.launch.gguf_linear import GgufLinearCall, gguf_linear_launches
+from pascal_attn_core.fused.launch.gguf import GgufLinearCall, gguf_linear_launches
 from pascal_attn_core.fused.launch.int8 import int8_launches
 from pascal_attn_core.fused.launch.packed import packed_launches
 from pascal_attn_core.fused.launch.plan import Packed, Plan, plan_call
@@ -51,14 +51,14 @@ FLOAT32, FLOAT16, BFLOAT16 = torch.float32, torch.float16, torch.bfloat16
 
 
 def _shipped(variant: Compilation) -> bytes:
-    code = prebuilt.find_amd(variant)
+    code = prebuilt.find(variant)
     assert code is not None, f"{variant.name} does not ship"
     return code
 
 
 @functools.cache
 def _shipped_or_compiled(variant: Variant) -> bytes:
-    return prebuilt.find_amd(variant) or tool.compiled(variant)
+    return prebuilt.find(variant) or tool.compiled(variant)
 
 
 _case = functools.partial(sized, heads=(2, 1))

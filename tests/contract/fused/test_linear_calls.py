@@ -23,7 +23,7 @@ from pascal_attn_core.fused.linear import LinearCall, LinearTrials, run_linear, 
 from pascal_attn_core.fused.trust.kernels import Kernels, KernelUnavailable
 from pascal_attn_core.fused.trust.trial import Trials
 from pascal_attn_core.int8 import int8_linear
-from pascal_attn_core.int8.backends import IntMm, LinearWays, backend_of
+from pascal_attn_core.int8.backends import LinearWays, backend_of
 from pascal_attn_core.machine.device import DeviceInfo
 from pascal_attn_core.machine.runtime import Runtime, runtime_of, using
 from pascal_attn_core.reference.int8_rows import quantize_rows
@@ -178,7 +178,7 @@ def timed_by(clock, folder: Path | None = None):
 def test_the_kernel_gives_what_int_mm_gives_bit_for_bit(monkeypatch: pytest.MonkeyPatch) -> None:
     call = _wide()
     expected = int8_linear(call.x, call.weight, call.bias, way="int_mm")
-    monkeypatch.setattr(IntMm, "why_not", "torch._int_mm: not here")
+    monkeypatch.setattr(LinearWays, "why_no_int_mm", "torch._int_mm: not here")
     with fresh_card(StandIn(CARD, execute)) as kernels:
         assert backend_of(call) == ("kernel", "")
         out = int8_linear(call.x, call.weight, call.bias)
@@ -221,10 +221,13 @@ def test_a_kernel_that_fails_gives_way_and_is_not_tried_again() -> None:
 
 
 def test_int_mm_that_raises_is_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert IntMm(Runtime(CPU)).why_not == ""
+    assert LinearWays(Runtime(CPU)).why_no_int_mm == ""
 
     def broken(*_: object) -> torch.Tensor:
         raise RuntimeError("_int_mm is only supported on cards of compute capability 7.5\nand more")
 
     monkeypatch.setattr(torch, "_int_mm", broken)
-    assert IntMm(Runtime(CPU)).why_not == "torch._int_mm: _int_mm is only supported on cards of compute capability 7.5"
+    assert (
+        LinearWays(Runtime(CPU)).why_no_int_mm
+        == "torch._int_mm: _int_mm is only supported on cards of compute capability 7.5"
+    )

@@ -84,7 +84,7 @@ print("clean")
 _GGUF = """
 from attn_support.fused.emulation import emulate
 from pascal_attn_core.fused.code.gguf_source import FEW
-from pascal_attn_core.fused.launch.gguf_linear import GgufLinearCall, gguf_linear_launches
+from pascal_attn_core.fused.launch.gguf import GgufLinearCall, gguf_linear_launches
 from pascal_attn_core.fused.trust.verify_linear import sane_blocks
 for columns in (32, 96):
     for function, cols in (*((function, tile.cols + 1) for function, tile in FEW.items()), ("pa_gguf_linear", 65)):

@@ -34,7 +34,7 @@ ONE = Variant("forward", 64, "float16", arch="gfx906")
 
 
 def _shipped(variant: Variant) -> bytes:
-    code = prebuilt.find_amd(variant)
+    code = prebuilt.find(variant)
     assert code is not None, f"{variant.name} has changed: python tools/amd.py prebuilt"
     return code
 
@@ -177,8 +177,8 @@ def test_a_card_of_the_family_takes_the_code_under_its_own_name(base: str, names
         assert (arch_of(other), metadata(other)["amdhsa.target"]) == (name, f"amdgcn-amd-amdhsa--{name}")
         differ = [place for place, (a, b) in enumerate(zip(code, other)) if a != b]
         assert (differ[0], len(differ)) == (48, 1 + sum(a != b for a, b in zip(base, name)))  # header, and metadata
-    assert {prebuilt.find_amd(Variant("forward", 64, "float16", arch=arch)) for arch in ("gfx904", "gfx1201")} == {None}
-    assert prebuilt.find_amd(replace(ONE, mask="float", padded=True)) is None
+    assert {prebuilt.find(Variant("forward", 64, "float16", arch=arch)) for arch in ("gfx904", "gfx1201")} == {None}
+    assert prebuilt.find(replace(ONE, mask="float", padded=True)) is None
 
 
 def test_a_code_object_in_a_bundle_is_found_and_other_bytes_are_refused() -> None:
