@@ -18,8 +18,8 @@ from torch import Tensor
 
 from ..fused.code.compilation import Compilation
 from ..fused.code.source import gguf_variants
-from ..fused.gguf import GgufLinearCall, run_product, why_no_product
 from ..fused.launch import gguf_definition
+from ..fused.linear import GgufLinearCall, run_product, why_no_product
 from ..fused.trust.kernels import Kernels, KernelUnavailable
 from ..machine.device import MIB
 from ..machine.runtime import runtime_of
@@ -65,7 +65,7 @@ def _why_no_kernel(call: GgufCall, shape: int) -> str:
 
 
 def by_kernel(call: GgufCall, shape: int) -> None:
-    """Compute a call by the kernel of a shape; see :func:`..fused.gguf.run_product` for what it raises."""
+    """Compute a call by the kernel of a shape; see :func:`..fused.linear.run_product` for what it raises."""
     x, weight, bias, out = call
     x = x if x.stride(-1) == 1 else x.contiguous()
     bias = None if bias is None else bias.float().contiguous()

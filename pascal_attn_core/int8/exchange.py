@@ -10,8 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .lora import LowRank
-from .weight import Int8Weight
+from .weight import Int8Weight, LowRank
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,6 @@ import torch
 from ..call import AttentionCall, Gradients, Results, Wanted, empty_output
 from ..call.flex_rules import BlockRule
 from ..config import AttentionConfig, RouteUnavailable
-from ..fused.code.compilation import Compilation
 from ..fused.geometry.amd import has_dots
 from ..fused.launch import int8_definition
 from ..fused.launch.backward import backward_launches, sums_bytes
@@ -332,10 +331,7 @@ def in_fixed_order(call: AttentionCall, plan: Plan) -> Plan:
 class Int8Trials(Trials):
     """Trials of the kernels in 8 bits: their verdict leaves the exact ones as they are."""
 
-    file, words = "trial-int8", "8-bit attention"
-
-    def others(self) -> list[Compilation]:
-        return []
+    file, words, tries_others = "trial-int8", "8-bit attention", False
 
 
 def why_untried(call: AttentionCall, plan: Plan, trials: type[Trials] = Trials) -> str:

@@ -123,6 +123,7 @@ class Trials:
     """
 
     file, words = "trial", "the fused route"  # of the verdict's name, and of what it is about
+    tries_others = True  # whether the first child tries more than a call waits for
 
     def __init__(
         self,
@@ -194,7 +195,8 @@ class Trials:
     # ---- the child ---------------------------------------------------------------------------------------------------
 
     def _try(self, needed: list[Compilation]) -> str:
-        others = [] if self._good else [variant for variant in self.others() if variant not in needed]
+        has_others = self.tries_others and not self._good
+        others = [variant for variant in self.others() if variant not in needed] if has_others else []
         seconds = _EXTRA_SECONDS if needed else _EARLY_SECONDS
         rows = ([list(dataclasses.astuple(variant)) for variant in variants] for variants in (needed, others))
         job = Job(str(self.runtime.device), self.runtime.info.name, *rows, seconds)
@@ -230,7 +232,7 @@ class Trials:
                 child.wait()
 
     def others(self) -> Sequence[Compilation]:
-        """The variants that the first child tries beside those that a call waits for."""
+        """The variants that the first child may try beside those that a call waits for."""
         shipped = prebuilt.variants_for(self.runtime.part(Kernels).arch)
         return [variant for variant in shipped if isinstance(variant, Variant) and variant.kind != "int8"]
 

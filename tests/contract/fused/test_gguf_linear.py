@@ -15,9 +15,9 @@ from torch import Tensor
 
 from pascal_attn_core.fused.code.gguf_source import FEW, LINEAR_KIND, PRODUCT_FORMATS
 from pascal_attn_core.fused.code.source import gguf_linear_variants, source
-from pascal_attn_core.fused.gguf import why_no_product
 from pascal_attn_core.fused.launch import gguf as launches
 from pascal_attn_core.fused.launch.gguf import GgufLinearCall, gguf_linear_launches
+from pascal_attn_core.fused.linear import why_no_product
 from pascal_attn_core.fused.trust import verify_linear
 from pascal_attn_core.fused.trust.kernels import parts
 from pascal_attn_core.fused.trust.verify_linear import expected_product, sane_blocks

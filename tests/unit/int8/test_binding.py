@@ -15,8 +15,7 @@ from torch import Tensor, nn
 
 from pascal_attn_core.int8.binding import Int8Binding, take_off
 from pascal_attn_core.int8.exchange import Exchange, FloatWeight, Source
-from pascal_attn_core.int8.lora import LowRank, joined
-from pascal_attn_core.int8.weight import InFloat, Int8Weight
+from pascal_attn_core.int8.weight import InFloat, Int8Weight, LowRank, joined
 from pascal_attn_core.reference.int8_rows import quantize_rows
 
 
