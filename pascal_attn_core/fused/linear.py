@@ -14,8 +14,7 @@ import torch
 
 from ..machine.runtime import Runtime, runtime_of
 from .code.compilation import Compilation
-from .code.gguf_source import FEW, KERNELS, PRODUCT_FORMATS
-from .code.linear_source import LEAST_CAPABILITY, MOST_COLUMNS, ROTATIONS
+from .code.kinds import FEW, KERNELS, LEAST_CAPABILITY, MOST_COLUMNS, PRODUCT_FORMATS, ROTATIONS
 from .code.source import digest_of, gguf_variants, linear_variants
 from .geometry.amd import has_dots
 from .launch.gguf import DTYPES, ExpandCall, GgufLinearCall, expand_launches, gguf_linear_launches, variant_of

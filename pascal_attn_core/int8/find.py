@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from ..fused.code.linear_source import MOST_COLUMNS
+from ..fused.code.kinds import MOST_COLUMNS
 from ..gguf import hosts as gguf
 from ..gguf.int8 import why_not as why_not_gguf
 from ..patching.selectors import matches, selectors

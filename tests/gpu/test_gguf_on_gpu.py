@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from pascal_attn_core.fused.code.gguf_source import KERNELS, PRODUCT_FORMATS
+from pascal_attn_core.fused.code.kinds import KERNELS, PRODUCT_FORMATS
 from pascal_attn_core.fused.code.source import gguf_variants
 from pascal_attn_core.fused.launch.gguf import GgufLinearCall, gguf_linear_launches
 from pascal_attn_core.fused.linear import run_product, why_no_expansion, why_no_product

@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 from attn_support.fused.linear import before_activation
 
-from pascal_attn_core.fused.code.linear_source import ROTATIONS, TILES
+from pascal_attn_core.fused.code.kinds import ROTATIONS, TILES
 from pascal_attn_core.fused.code.source import linear_variants
 from pascal_attn_core.fused.launch.linear import linear_launches
 from pascal_attn_core.fused.linear import LinearCall, run_linear, why_not

@@ -6,8 +6,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from ..geometry import amd as amd_geometry
-from .gguf_source import FEW, PRODUCT_FORMATS, TOO_NEW, TWO_SCALES
-from .kinds import TABLE
+from .kinds import FEW, PRODUCT_FORMATS, TABLE, TOO_NEW, TWO_SCALES
 
 DTYPES = ("float32", "float16", "bfloat16")
 

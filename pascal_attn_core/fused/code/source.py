@@ -24,9 +24,8 @@ from ..geometry.tensor import (
     TensorGeometry,
     tensor_geometry,
 )
-from . import gguf_source, linear_source
 from .compilation import DTYPES, Compilation, DtypeVariant, GgufLinearVariant
-from .kinds import KINDS, TABLE
+from .kinds import GGUF_EXPAND, GGUF_LINEAR, INT8_LINEAR, KINDS, PRODUCT_FORMATS, TABLE
 
 FOLDER = Path(__file__).parents[1] / "cuda"
 
@@ -205,13 +204,13 @@ def all_variants() -> Iterator[Variant]:
 
 def linear_variants() -> tuple[DtypeVariant, ...]:
     """Every variant of the linear layer in 8-bit integers."""
-    return tuple(DtypeVariant(linear_source.KIND, dtype) for dtype in DTYPES)
+    return tuple(DtypeVariant(INT8_LINEAR, dtype) for dtype in DTYPES)
 
 
 def gguf_variants(arch: str = "") -> tuple[Compilation, ...]:
     """Every variant for GGUF weights: of their expansion, of which none ships, then of their product; ``arch``: on
     AMD's devices, which have only the latter."""
-    expansions = (DtypeVariant(gguf_source.KIND, dtype) for dtype in DTYPES if not arch)
+    expansions = (DtypeVariant(GGUF_EXPAND, dtype) for dtype in DTYPES if not arch)
     return (*expansions, *gguf_linear_variants(arch))
 
 
@@ -219,18 +218,14 @@ def gguf_linear_variants(arch: str = "") -> tuple[GgufLinearVariant, ...]:
     """Every variant of the product with GGUF weights and x in 8 bits; ``arch``: on AMD's devices."""
     if arch and not amd_geometry.has_dots(arch):
         return ()
-    return tuple(
-        GgufLinearVariant(gguf_source.LINEAR_KIND, name, rows, arch=arch)
-        for name in gguf_source.PRODUCT_FORMATS
-        for rows in (8, 4)
-    )
+    return tuple(GgufLinearVariant(GGUF_LINEAR, name, rows, arch=arch) for name in PRODUCT_FORMATS for rows in (8, 4))
 
 
 def from_row(row: Sequence[Any]) -> Compilation:
     """The compilation whose fields these are, in their order: see :func:`dataclasses.astuple`."""
-    kinds: dict[str, Any] = dict.fromkeys((linear_source.KIND, gguf_source.KIND), DtypeVariant)
-    kinds[gguf_source.LINEAR_KIND] = GgufLinearVariant
-    return kinds.get(row[0], Variant)(*row)
+    makers: dict[str, Any] = dict.fromkeys((INT8_LINEAR, GGUF_EXPAND), DtypeVariant)
+    makers[GGUF_LINEAR] = GgufLinearVariant
+    return makers.get(row[0], Variant)(*row)
 
 
 @functools.cache

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ...reference.gguf_blocks import FORMATS
 from ..code.compilation import DtypeVariant, GgufLinearVariant
-from ..code.gguf_source import FEW, KERNELS, KIND, LINEAR_KIND, THREADS, WEIGHTS_OF_THREAD, GgufTile
+from ..code.kinds import FEW, GGUF_EXPAND, GGUF_LINEAR, KERNELS, THREADS, WEIGHTS_OF_THREAD, LinearTile
 from ..code.params import GgufExpand, GgufLinear, GgufRound
 from . import Launch
 
@@ -45,7 +45,7 @@ class ExpandCall(NamedTuple):
 @functools.lru_cache(maxsize=8)
 def variant_of(arithmetic: torch.dtype) -> DtypeVariant:
     """The compilation for a dtype of the arithmetic."""
-    return DtypeVariant(KIND, str(arithmetic).removeprefix("torch."))
+    return DtypeVariant(GGUF_EXPAND, str(arithmetic).removeprefix("torch."))
 
 
 def expand_launches(call: ExpandCall) -> list[Launch]:
@@ -68,7 +68,7 @@ class GgufLinearCall(NamedTuple):
     Attributes:
         x: ``[M, K]``, float32, float16 or bfloat16, last stride 1, any row stride.
         blocks: uint8 of any shape, contiguous: N rows of whole blocks.
-        format: one of :data:`..code.gguf_source.PRODUCT_FORMATS`.
+        format: one of :data:`..code.kinds.PRODUCT_FORMATS`.
         bias: float32 ``[N]``, contiguous; or None.
         out: ``[M, N]``, of x's dtype, contiguous; it is written.
     """
@@ -82,7 +82,7 @@ class GgufLinearCall(NamedTuple):
 
 def variants_of(name: str, rows: int, arch: str = "") -> list[GgufLinearVariant]:
     """The compilations for a format and rows of a thread: that with the rounding of x and few rows of x first."""
-    return [GgufLinearVariant(LINEAR_KIND, name, each, arch=arch) for each in dict.fromkeys((8, rows))]
+    return [GgufLinearVariant(GGUF_LINEAR, name, each, arch=arch) for each in dict.fromkeys((8, rows))]
 
 
 def gguf_linear_launches(call: GgufLinearCall, rows: int = 8, function: str = "", arch: str = "") -> list[Launch]:
@@ -100,7 +100,7 @@ def gguf_linear_launches(call: GgufLinearCall, rows: int = 8, function: str = ""
     if call.blocks.data_ptr() % _ALIGNMENTS.get(call.format, 2):
         call = call._replace(blocks=call.blocks.clone())
     variants = variants_of(call.format, rows, arch)
-    tile = FEW.get(function, GgufTile(128, 64, variants[-1].threads))
+    tile = FEW.get(function, LinearTile(128, 64, variants[-1].threads))
     chunks = -(-columns // 64)
     most = tile.rows if function in FEW else max(1, _SLICE_BYTES // (64 * chunks * tile.rows)) * tile.rows
     launches = []
@@ -111,7 +111,7 @@ def gguf_linear_launches(call: GgufLinearCall, rows: int = 8, function: str = ""
 
 
 def _slice_launches(
-    call: GgufLinearCall, function: str, tile: GgufTile, variants: list[GgufLinearVariant], chunks: int
+    call: GgufLinearCall, function: str, tile: LinearTile, variants: list[GgufLinearVariant], chunks: int
 ) -> list[Launch]:
     (count, columns), cols = call.x.shape, call.out.shape[1]
     row_tiles, col_tiles = -(-count // tile.rows), -(-cols // tile.cols)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ...reference.int8_rows import Int8Matrix
 from ..code.compilation import DtypeVariant
-from ..code.linear_source import CHUNK_WORDS, KIND, QUANTIZE, TILES
+from ..code.kinds import CHUNK_WORDS, INT8_LINEAR, QUANTIZE, TILES
 from ..code.params import Linear, QuantizeRows
 from . import Launch
 
@@ -56,7 +56,7 @@ class LinearCall(NamedTuple):
 @functools.lru_cache(maxsize=64)
 def variants_of(x: torch.dtype, out: torch.dtype) -> tuple[DtypeVariant, DtypeVariant]:
     """The compilations that round rows of x, and that multiply."""
-    of_x, of_out = (DtypeVariant(KIND, str(dtype).removeprefix("torch.")) for dtype in (x, out))
+    of_x, of_out = (DtypeVariant(INT8_LINEAR, str(dtype).removeprefix("torch.")) for dtype in (x, out))
     return of_x, of_out
 
 

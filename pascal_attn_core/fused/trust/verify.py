@@ -16,7 +16,7 @@ from torch import Tensor
 from ...call import AttentionCall, check_call, empty_output
 from ...reference import allowed_keys, reference_sdpa
 from ...reference.checks import gap
-from ..code import gguf_source
+from ..code import kinds
 from ..code.compilation import Compilation, DtypeVariant, GgufLinearVariant
 from ..code.source import Variant
 from ..launch import int8_definition
@@ -49,7 +49,7 @@ def largest_error(variant: Compilation, device: torch.device, run: Run, keys: in
         keys: instead of those that fill two tiles in part, unless the variant's blocks are listed.
     """
     if isinstance(variant, DtypeVariant):
-        is_expansion = variant.kind == gguf_source.KIND
+        is_expansion = variant.kind == kinds.GGUF_EXPAND
         of_kind = verify_linear.expansion_error if is_expansion else verify_linear.largest_error
         return of_kind(variant, device, run)
     if isinstance(variant, GgufLinearVariant):

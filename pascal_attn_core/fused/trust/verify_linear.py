@@ -13,8 +13,7 @@ from ...reference.checks import gap
 from ...reference.gguf_blocks import FORMATS, Parts, expand
 from ...reference.int8_rows import Int8Matrix, quantize_rows
 from ..code.compilation import DtypeVariant, GgufLinearVariant
-from ..code.gguf_source import FEW, KERNELS
-from ..code.linear_source import TILES
+from ..code.kinds import FEW, KERNELS, TILES
 from ..launch import Launch, gguf_definition
 from ..launch.gguf import DTYPES, ExpandCall, GgufLinearCall, expand_launches, gguf_linear_launches
 from ..launch.linear import LinearCall, linear_launches

@@ -13,7 +13,7 @@ from attn_support.randomness import seeds, some
 from mutants import MUTANTS
 from torch import Tensor
 
-from pascal_attn_core.fused.code.gguf_source import FEW, LINEAR_KIND, PRODUCT_FORMATS
+from pascal_attn_core.fused.code.kinds import FEW, GGUF_LINEAR, PRODUCT_FORMATS
 from pascal_attn_core.fused.code.source import gguf_linear_variants, source
 from pascal_attn_core.fused.launch import gguf as launches
 from pascal_attn_core.fused.launch.gguf import GgufLinearCall, gguf_linear_launches
@@ -145,11 +145,11 @@ EACH = [name for name, mutant in MUTANTS.items() if mutant.file.endswith("gguf_l
 
 def mutated(name: str) -> str:
     """The kernels' source with one place of ``tools/mutants.txt`` made wrong."""
-    return source(LINEAR_KIND).replace(MUTANTS[name].right, MUTANTS[name].wrong)
+    return source(GGUF_LINEAR).replace(MUTANTS[name].right, MUTANTS[name].wrong)
 
 
 def error_of(name: str, text: str | None) -> float:
-    wrong = None if text is None else {LINEAR_KIND: text}
+    wrong = None if text is None else {GGUF_LINEAR: text}
     variant = next(variant for variant in gguf_linear_variants() if variant.format == name)
     return verify_linear.product_error(variant, CPU, lambda queued: emulate(queued, mutated=wrong))
 
@@ -166,13 +166,13 @@ def test_the_check_at_first_use_finds_what_is_wrong(mutant: str) -> None:
 
 
 def test_a_kernel_without_any_one_barrier_or_its_second_buffer_is_wrong() -> None:
-    text, barrier = source(LINEAR_KIND), re.compile(r"__syncthreads\(\);")
+    text, barrier = source(GGUF_LINEAR), re.compile(r"__syncthreads\(\);")
 
     def is_right(text: str | LeftOut | None) -> bool:
         sizes = {**dict.fromkeys(FEW, (2, 9, 2112)), "pa_gguf_linear": (20, 9, 320)}
         for (function, shape), seed in itertools.product(sizes.items(), (1, 2, 3)):
             given = call("Q4_0", *shape)
-            emulate(gguf_linear_launches(given, 8, function), seed, None if text is None else {LINEAR_KIND: text})
+            emulate(gguf_linear_launches(given, 8, function), seed, None if text is None else {GGUF_LINEAR: text})
             if not same(given.out, expected_product(given, function)):
                 return False
         return True
@@ -210,7 +210,7 @@ def test_a_call_takes_the_fastest_way(rows: int, milliseconds: list[float] | Non
         queued = len(kernels.queued)  # the kernels were checked
         out = ways.product(given.x, weight, given.bias)
         assert ways.way_for(given.x, weight).name == way
-        used = [launch for launch in kernels.queued[queued:] if launch.variant.kind == LINEAR_KIND]
+        used = [launch for launch in kernels.queued[queued:] if launch.variant.kind == GGUF_LINEAR]
         assert [launch.variant.rows for launch in used[1:]] == [4 if way == "kernel_4x8" else 8] * (way != "float")
         if used:
             assert torch.equal(out, expected_product(given, used[1].function))
@@ -219,7 +219,7 @@ def test_a_call_takes_the_fastest_way(rows: int, milliseconds: list[float] | Non
 def test_a_kernel_that_fails_or_is_wrong_gives_way() -> None:
     given = call("Q8_0", 20, 9, 64)
     weight = GgufMatrix(given.blocks, "Q8_0", (9, 64), FLOAT32, torch.int8, FLOAT32)
-    right, wrong = expected_product(given, "pa_gguf_linear"), {LINEAR_KIND: mutated("gguf_Q8_0_magic")}
+    right, wrong = expected_product(given, "pa_gguf_linear"), {GGUF_LINEAR: mutated("gguf_Q8_0_magic")}
     with fresh_card(StandIn(CARD, lambda launch: emulate([launch], mutated=wrong))):
         assert torch.equal(ways.product(given.x, weight, given.bias), right)  # by the definition
         assert "differs from the definition by inf" in why_no_product(CPU, "Q8_0", 20, 8)

@@ -16,7 +16,7 @@ from attn_support.fused.linear import before_activation
 from attn_support.randomness import seeds
 from torch import Tensor
 
-from pascal_attn_core.fused.code.linear_source import KIND, MOST_COLUMNS, QUANTIZE, ROTATIONS, TILES
+from pascal_attn_core.fused.code.kinds import INT8_LINEAR, MOST_COLUMNS, QUANTIZE, ROTATIONS, TILES
 from pascal_attn_core.fused.code.source import source
 from pascal_attn_core.fused.launch import linear as launches_linear
 from pascal_attn_core.fused.launch.linear import ACTIVATIONS, LinearCall, linear_launches, product_of
@@ -263,14 +263,14 @@ def _is_right(text: str | LeftOut | None) -> bool:
     def run(product: str, rows: int, cols: int, columns: int, seed: int) -> Answers:
         torch.manual_seed(seed)
         call = _call(torch.randn(rows, columns), _weight(cols, columns))
-        emulate(linear_launches(call, 28, product), seed, {KIND: text})
+        emulate(linear_launches(call, 28, product), seed, {INT8_LINEAR: text})
         return [call.out], [before_activation(call)]
 
     return worst_error([functools.partial(run, *sizes, seed) for sizes in _SENSITIVE for seed in (1, 2, 3)], 0) == 0
 
 
 def test_a_kernel_without_any_one_barrier_or_its_second_buffer_is_wrong() -> None:
-    text = source(KIND)
+    text = source(INT8_LINEAR)
     assert _is_right(None)
     mutants = list(each_left_out(text, _BARRIER.finditer(text)))
     assert len(mutants) == 3  # of the rounding, of large tiles, of few rows

@@ -17,7 +17,7 @@ from attn_support.fused.modes import MODES
 from attn_support.fused.trials import Starter
 
 from pascal_attn_core.fused.code.compilation import DtypeVariant
-from pascal_attn_core.fused.code.linear_source import KIND
+from pascal_attn_core.fused.code.kinds import INT8_LINEAR
 from pascal_attn_core.fused.code.source import Variant, source
 from pascal_attn_core.fused.linear import LinearCall, LinearTrials, run_linear, why_not
 from pascal_attn_core.fused.trust.kernels import Kernels, KernelUnavailable
@@ -29,7 +29,7 @@ from pascal_attn_core.machine.runtime import Runtime, runtime_of, using
 from pascal_attn_core.reference.int8_rows import quantize_rows
 
 CPU = torch.device("cpu")
-FLOAT16 = DtypeVariant(KIND, "float16")
+FLOAT16 = DtypeVariant(INT8_LINEAR, "float16")
 
 
 def _call(rows: int = 5, cols: int = 9, columns: int = 64, *, dtype: torch.dtype = torch.float16) -> LinearCall:
@@ -83,10 +83,10 @@ def test_no_rows_and_no_columns_are_no_launch() -> None:
 
 
 def test_the_first_answers_are_compared_with_the_definition(caplog: pytest.LogCaptureFixture) -> None:
-    text = source(KIND)
+    text = source(INT8_LINEAR)
     right = "__fmul_rn(x_scale, scale)"
     assert text.count(right) == 1
-    mutated = {KIND: text.replace(right, "__fmul_rn(x_scale, scale * 1.0000002f)")}  # the last bit
+    mutated = {INT8_LINEAR: text.replace(right, "__fmul_rn(x_scale, scale * 1.0000002f)")}  # the last bit
     with fresh_card(StandIn(execute=lambda launch: emulate([launch], mutated=mutated))) as kernels:
         with caplog.at_level(logging.WARNING, logger="pascal_attn"):
             for _ in range(2):

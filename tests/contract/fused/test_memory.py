@@ -67,7 +67,7 @@ backward(result, torch.randn_like(result.out), mutated=mutated, **how)
 _LINEAR = """
 from attn_support.fused.emulation import emulate
 from pascal_attn_core.fused.launch.linear import LinearCall, linear_launches
-from pascal_attn_core.fused.code.linear_source import TILES
+from pascal_attn_core.fused.code.kinds import TILES
 from pascal_attn_core.reference.int8_rows import Int8Matrix
 for product, tile in TILES.items():
     # Codes that are read four at a time and one by one, outputs that are written so.
@@ -83,7 +83,7 @@ print("clean")
 """
 _GGUF = """
 from attn_support.fused.emulation import emulate
-from pascal_attn_core.fused.code.gguf_source import FEW
+from pascal_attn_core.fused.code.kinds import FEW
 from pascal_attn_core.fused.launch.gguf import GgufLinearCall, gguf_linear_launches
 from pascal_attn_core.fused.trust.verify_linear import sane_blocks
 for columns in (32, 96):

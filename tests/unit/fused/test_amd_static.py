@@ -21,7 +21,7 @@ from attn_support.randomness import at_night, seeds, some, times
 from pascal_attn_core.fused.code import prebuilt
 from pascal_attn_core.fused.code.amd_code import NotACodeObject, arch_of, renamed, unbundled
 from pascal_attn_core.fused.code.compilation import Compilation, GgufLinearVariant
-from pascal_attn_core.fused.code.gguf_source import LINEAR_KIND
+from pascal_attn_core.fused.code.kinds import GGUF_LINEAR
 from pascal_attn_core.fused.code.source import Variant, amd_variants, digest, source
 from pascal_attn_core.fused.geometry import amd as amd_geometry
 from pascal_attn_core.fused.geometry.amd import ARCHS, kernel_arch
@@ -135,7 +135,7 @@ def test_no_card_meets_a_dot_product_that_it_does_not_have(arch: str, tmp_path: 
     for variant in (*chosen, Variant("forward", 64, "float16", arch=arch)):
         code = _shipped(variant)
         assert arch_of(code) == amd_geometry.target(arch)
-        expected = amd_geometry.has_dots(arch) and (variant.dtype == "float16" or variant.kind in ("int8", LINEAR_KIND))
+        expected = amd_geometry.has_dots(arch) and (variant.dtype == "float16" or variant.kind in ("int8", GGUF_LINEAR))
         assert ("v_dot" in _disassembled(code, tmp_path / "code")) == expected, variant.name
 
 

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from attn_support.fresh import execute
 from torch import Tensor
 
-from pascal_attn_core.fused.code.linear_source import MOST_COLUMNS
+from pascal_attn_core.fused.code.kinds import MOST_COLUMNS
 from pascal_attn_core.fused.linear import LinearCall
 from pascal_attn_core.int8 import ACTIVATIONS, Int8Matrix, int8_linear, operator, quantize_rows
 from pascal_attn_core.int8.backends import GATED, activated, by_float
