@@ -28,8 +28,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pascal_attn_core.fused.code import prebuilt
-from pascal_attn_core.fused.code.compilation import Compilation
-from pascal_attn_core.fused.code.gguf_source import GgufLinearVariant
+from pascal_attn_core.fused.code.compilation import Compilation, GgufLinearVariant
 from pascal_attn_core.fused.code.source import Variant, amd_variants, digest, gguf_linear_variants, source
 from pascal_attn_core.fused.geometry import amd as amd_geometry
 from pascal_attn_core.fused.geometry.amd import ARCHS, wave_size
@@ -120,7 +119,7 @@ def compiled(variant: Compilation) -> bytes:
 def machine_code(variant: Compilation) -> bytes:
     """A variant's code object: the one that ships, if this clang made it from this source."""
     is_ours = prebuilt.amd_manifest().get("clang") == version(compiler() or "")
-    return (is_ours and prebuilt.find_amd(variant)) or compiled(variant)
+    return (is_ours and prebuilt.find(variant)) or compiled(variant)
 
 
 _COUNTS = (".vgpr_count", ".sgpr_count", ".private_segment_fixed_size", ".group_segment_fixed_size")
@@ -293,9 +292,9 @@ def _facts_of(variant: Compilation) -> list[Facts]:
 
 def by_hiprtc(archs: Iterable[str]) -> Iterator[tuple[Variant, list[Facts]]]:
     """The variants that ship, as HIPRTC compiles them."""
-    from pascal_attn_core.fused.gpu import hiprtc
+    from pascal_attn_core.fused.gpu.hip import hip_compiler
 
-    library = hiprtc.find() or sys.exit("HIPRTC must be installed (Debian: libamdhip64-5)")
+    library = hip_compiler() or sys.exit("HIPRTC must be installed (Debian: libamdhip64-5)")
     for arch in archs:
         for variant in prebuilt.amd_variants(arch):
             target = amd_geometry.compile_target(arch)

@@ -79,7 +79,9 @@ def archs_of(variant: Compilation) -> list[int]:
 
 def nvrtc(arch: int) -> _nvrtc.Nvrtc:
     """The NVRTC library that makes the table and the prebuilt cubins."""
-    found = [lib for lib in _nvrtc.load(_nvrtc.candidates()) if lib.version == NVRTC and arch in lib.archs()]
+    found = [
+        lib for lib in _nvrtc.loaded(_nvrtc.Nvrtc, _nvrtc.candidates()) if lib.version == NVRTC and arch in lib.archs()
+    ]
     if not found:
         sys.exit(f"NVRTC {NVRTC[0]}.{NVRTC[1]} must be installed: pip install -e '.[test]'")
     return found[0]

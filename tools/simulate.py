@@ -53,7 +53,7 @@ from pascal_attn_core.fused.launch import Launch  # noqa: E402
 from pascal_attn_core.fused.launch.backward import backward_launches  # noqa: E402
 from pascal_attn_core.fused.launch.forward import forward_launches  # noqa: E402
 from pascal_attn_core.fused.launch.int8 import int8_launches  # noqa: E402
-from pascal_attn_core.fused.launch.plan import Plan, plan_call, variants_of  # noqa: E402
+from pascal_attn_core.fused.launch.plan import Plan, plan_call, variant_of  # noqa: E402
 from pascal_attn_core.fused.trust.verify import all_gradients  # noqa: E402
 from pascal_attn_core.reference import reference_sdpa  # noqa: E402
 from tools.models.shares import KERNELS  # noqa: E402
@@ -194,7 +194,7 @@ def forward_work(variant: Variant, keys: int) -> Work:
     query, key, value = _numbers(variant, tokens, keys, keys)
     call = check_call(query, key, value)
     is_int8 = variant.kind == "int8"
-    assert is_int8 or variants_of(call).forward == variant
+    assert is_int8 or variant_of(call, "forward") == variant
     out = torch.zeros_like(query)
     if is_int8:
         *packing, launch = int8_launches(call, plan_call(call, 1, int8=True), out)

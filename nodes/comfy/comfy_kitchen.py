@@ -17,11 +17,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ...pascal_attn_core.int8.backends import backend_for
-from ...pascal_attn_core.int8.layer import has_numbers
+from ...pascal_attn_core.int8.judged import has_numbers
 from ...pascal_attn_core.int8.measure import FEW_OUTPUTS, FEW_ROWS, relative_error, sample_of
 from ...pascal_attn_core.int8.product import int8_linear as product
-from ...pascal_attn_core.int8.quantize import Int8Matrix
 from ...pascal_attn_core.machine.out_of_memory import is_out_of_memory
+from ...pascal_attn_core.reference.int8_rows import Int8Matrix
 from .host import KEY
 
 NAME, FUNCTION, LAYOUT = "pascal", "int8_linear", "TensorWiseINT8Layout"

@@ -16,8 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ...pascal_attn_core.int8.exchange import FloatWeight, Source
-from ...pascal_attn_core.int8.lora import joined
 from ...pascal_attn_core.int8.stored import values
+from ...pascal_attn_core.int8.weight import joined
 
 PREFIX = "diffusion_model."
 Adapter = tuple[Tensor, Tensor, float]

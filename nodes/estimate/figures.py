@@ -10,7 +10,7 @@ import torch
 
 from ...pascal_attn_core import AttentionConfig
 from ...pascal_attn_core.call import AttentionCall, check_call
-from ...pascal_attn_core.fused.gpu.vendors import has_kernels
+from ...pascal_attn_core.fused.gpu import has_kernels
 from ...pascal_attn_core.machine.device import MIB, DeviceInfo
 from ...pascal_attn_core.routes import torch_kernel
 from ...pascal_attn_core.tiled.plan import plan_call

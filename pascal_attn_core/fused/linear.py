@@ -1,31 +1,32 @@
-"""Linear layers in 8-bit integers by dp4a, on NVIDIA's devices of compute capability 6.1 and from 7.0 on. Not exact:
-opt-in. What it computes is at the head of ``cuda/int8_linear.cu``."""
+"""Linear layers by our kernels.
+
+In 8-bit integers by dp4a, on NVIDIA's devices of compute capability 6.1 and from 7.0 on: not exact, opt-in; what it
+computes is at the head of ``cuda/int8_linear.cu``. Blocks of GGUF files expanded, on NVIDIA's devices: exact, the
+definition is :mod:`..reference.gguf_blocks`; and multiplied by rows in 8 bits, on those with dp4a and on AMD's with
+v_dot4_i32_i8: not exact, opt-in, the definition is ``launch/gguf_definition``.
+"""
 
 from __future__ import annotations
 
-import functools
-import hashlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 
-from ..machine.runtime import runtime_of
+from ..machine.runtime import Runtime, runtime_of
 from .code.compilation import Compilation
-from .code.linear_source import LEAST_CAPABILITY, MOST_COLUMNS, ROTATIONS
-from .code.source import digest, linear_variants
-from .launch.fields import UNBOUNDED
-from .launch.linear import ACTIVATIONS, LinearCall, QuantizedWeight, linear_launches, variants_of
+from .code.kinds import FEW, KERNELS, LEAST_CAPABILITY, MOST_COLUMNS, PRODUCT_FORMATS, ROTATIONS
+from .code.source import digest_of, gguf_variants, linear_variants
+from .geometry.amd import has_dots
+from .launch.gguf import DTYPES, ExpandCall, GgufLinearCall, expand_launches, gguf_linear_launches, variant_of
+from .launch.gguf import variants_of as product_variants
+from .launch.linear import ACTIVATIONS, LinearCall, linear_launches, variants_of
 from .trust.kernels import Kernels
 from .trust.trial import Trials
 
-__all__ = ["ACTIVATIONS", "LinearCall", "QuantizedWeight", "linear_digest", "run_linear", "why_not"]
-DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-
-
-@functools.cache
-def linear_digest() -> str:
-    """Hash of the kernels for linear layers: another one, and what was found out of them no longer holds."""
-    return hashlib.sha256("".join(map(digest, linear_variants())).encode()).hexdigest()[:16]
+__all__ = [
+    "ACTIVATIONS", "ExpandCall", "GgufLinearCall", "LinearCall", "run_expand", "run_linear", "run_product",
+    "why_no_expansion", "why_no_product", "why_not",
+]  # fmt: skip
 
 
 class LinearTrials(Trials):
@@ -37,7 +38,7 @@ class LinearTrials(Trials):
         return list(linear_variants())
 
     def kernels_digest(self) -> str:
-        return linear_digest()
+        return digest_of(linear_variants())
 
 
 def why_not(
@@ -48,15 +49,13 @@ def why_not(
     dtypes: Iterable[torch.dtype] = (torch.float16,),
     untried: bool = False,
 ) -> list[str]:
-    """Why the kernels cannot take linear layers on a device, one sentence each; empty = they can.
-
-    The first question on a machine starts a child process that tries them, some seconds, as for attention.
+    """Why the kernels cannot take linear layers on a device, one sentence each; empty = they can. The first question on
+    a machine starts a child process that tries them, some seconds; not if ``untried``.
 
     Args:
         columns: of x and of the weight: K.
         rotation: of the weight.
         dtypes: of x and of the output.
-        untried: do not ask for that trial.
     """
     runtime, kinds = runtime_of(device), tuple(dtypes)
     if runtime.info.kind != "cuda":
@@ -69,9 +68,14 @@ def why_not(
     if reasons:
         return reasons
     variants = list(dict.fromkeys(variant for dtype in kinds for variant in variants_of(dtype, dtype)))
+    return _why_unavailable(runtime, variants, None if untried else LinearTrials)
+
+
+def _why_unavailable(runtime: Runtime, variants: Sequence[Compilation], trials: type[Trials] | None) -> list[str]:
+    """Why these kernels cannot run, or should not, by a trial of theirs."""
     reasons = runtime.part(Kernels).reasons(variants)
-    if not reasons and not untried and (why := runtime.part(LinearTrials).reason(variants)):
-        reasons = [f"the int8 linear kernel is left off: {why}"]
+    if not reasons and trials is not None and (why := runtime.part(trials).reason(variants)):
+        reasons = [f"{trials.words} is left off: {why}"]
     return reasons
 
 
@@ -92,43 +96,65 @@ def run_linear(call: LinearCall) -> None:
     Extra memory: x in 8 bits and four bytes for each of its rows, at most 64 MiB.
 
     Raises:
-        ValueError: shapes, dtypes or an activation that the kernels do not take, or that do not fit each other.
         KernelUnavailable: a kernel cannot be loaded or launched, or gives wrong answers here. What was queued before
             writes only the output.
         DriverError: the process can no longer use the device.
     """
-    _check(call)
     runtime = runtime_of(call.x.device)
     kernels = runtime.part(Kernels)
     kernels.ensure(dict.fromkeys(variants_of(call.x.dtype, call.out.dtype)))
     kernels.run(linear_launches(call, runtime.info.num_sms))
 
 
-def _check(call: LinearCall) -> None:
-    x, weight, bias, activation, out = call
-    if activation not in ACTIVATIONS:
-        raise ValueError(f"activation must be one of {', '.join(ACTIVATIONS)}, got {activation!r}")
-    cols = out.shape[-1] * (2 if ACTIVATIONS[activation][1] else 1)
-    reasons = _layer_reasons(weight.codes.shape[-1], weight.rotation, (x.dtype, out.dtype))
-    if bias is not None and bias.dtype not in DTYPES:
-        reasons.append(f"bias must be float32, float16 or bfloat16, got {bias.dtype}")
-    if weight.codes.dtype != torch.int8 or weight.scales.dtype != torch.float32:
-        reasons.append(f"codes must be int8 and scales float32, got {weight.codes.dtype} and {weight.scales.dtype}")
-    if len({t.device for t in (x, weight.codes, weight.scales, bias, out) if t is not None}) > 1:
-        reasons.append("all tensors must be on one device")
-    if reasons:
-        raise ValueError("; ".join(reasons))
-    if cols >= UNBOUNDED:
-        raise ValueError(f"codes must have fewer than {UNBOUNDED} rows, got {cols}")
-    if x.dim() != 2 or out.dim() != 2 or x.shape[0] != out.shape[0] or (x.shape[1] > 1 and x.stride(1) != 1):
-        raise ValueError(f"x must be [M, K] with whole rows and out [M, N], got {list(x.shape)} and {list(out.shape)}")
-    if tuple(weight.codes.shape) != (cols, x.shape[1]) or not weight.codes.is_contiguous():
-        raise ValueError(f"codes must be {[cols, x.shape[1]]} and contiguous, got {list(weight.codes.shape)}")
-    if tuple(weight.scales.shape) not in ((cols,), (1,)) or not weight.scales.is_contiguous():
-        raise ValueError(f"scales must be [{cols}] or [1] and contiguous, got {list(weight.scales.shape)}")
-    if bias is not None and (tuple(bias.shape) != (cols,) or not bias.is_contiguous()):
-        raise ValueError(f"bias must be [{cols}] and contiguous, got {list(bias.shape)}")
-    if not out.is_contiguous():
-        raise ValueError(f"out must be contiguous, got strides {out.stride()}")
-    if weight.rotation and x.shape[1] % weight.rotation:
-        raise ValueError(f"rotation must divide the {x.shape[1]} columns, got {weight.rotation}")
+# ---- GGUF weights ----------------------------------------------------------------------------------------------------
+
+
+class GgufTrials(Trials):
+    """Trials of these kernels: their verdict leaves attention as it is."""
+
+    file, words, tries_others = "trial-gguf", "the kernel for GGUF weights", False
+
+    def kernels_digest(self) -> str:
+        return digest_of(gguf_variants(self.runtime.part(Kernels).variant_arch))
+
+
+def why_no_expansion(device: torch.device, name: str, arithmetic: torch.dtype, out: torch.dtype) -> str:
+    """Why the kernels cannot expand blocks of a format, by arithmetic of a dtype, to weights of the dtype ``out`` on a
+    device; "" = they can. The first question on a machine starts a child process that tries them, some seconds."""
+    runtime = runtime_of(device)
+    if runtime.info.kind != "cuda":
+        return f"the kernel for GGUF weights needs a CUDA device, got {runtime.info.kind}"
+    if name not in KERNELS or arithmetic not in DTYPES or out not in DTYPES:
+        return f"the kernel for GGUF weights does not expand {name} by {arithmetic} to {out}"
+    return "; ".join(_why_unavailable(runtime, [variant_of(arithmetic)], GgufTrials))
+
+
+def why_no_product(device: torch.device, name: str, rows: int, shape: int) -> str:
+    """Why the kernels cannot multiply blocks of a format by ``rows`` of x on a device; "" = they can. ``shape``: rows
+    of the outputs of a thread, 8 or 4. The first question on a machine is that of :func:`why_no_expansion`."""
+    runtime = runtime_of(device)
+    info, arch = runtime.info, runtime.part(Kernels).variant_arch
+    capability = info.capability or (0, 0)
+    if not (has_dots(arch) if arch else info.kind == "cuda" and capability >= LEAST_CAPABILITY):
+        return f"the 8-bit kernel for GGUF weights needs a GPU with products of four bytes, got {info.name}"
+    variants = product_variants(name, shape, arch)
+    if name not in PRODUCT_FORMATS or not (arch or all(each.runs_on(capability) for each in variants)):
+        return f"the 8-bit kernel for GGUF weights does not multiply {name} by {shape} rows on {info.name}"
+    if shape != 8 and rows <= FEW["pa_gguf_some"].rows:
+        return f"the 8-bit kernel for GGUF weights has one shape for {rows} rows"
+    return "; ".join(_why_unavailable(runtime, variants, GgufTrials))
+
+
+def run_expand(call: ExpandCall) -> None:
+    """Queue what :func:`why_no_expansion` has nothing against, as :func:`run_linear` does. No extra memory."""
+    kernels = runtime_of(call.blocks.device).part(Kernels)
+    kernels.ensure([variant_of(call.arithmetic)])
+    kernels.run(expand_launches(call))
+
+
+def run_product(call: GgufLinearCall, shape: int) -> None:
+    """Queue what :func:`why_no_product` has nothing against, as :func:`run_linear` does. Extra memory: x in 8 bits with
+    its scales, at most 72 MiB."""
+    kernels = runtime_of(call.x.device).part(Kernels)
+    kernels.ensure(product_variants(call.format, shape, kernels.variant_arch))
+    kernels.run(gguf_linear_launches(call, shape, arch=kernels.variant_arch))

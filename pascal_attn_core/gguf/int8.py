@@ -12,19 +12,20 @@ that is the one that models of a GTX 1080 Ti, an MI50 and an RX 6800 find faster
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
-import torch
 from torch import Tensor
 
-from ..fused.gguf import GgufLinearCall, gguf_digest, run_product, why_no_product
+from ..fused.code.compilation import Compilation
+from ..fused.code.source import gguf_variants
 from ..fused.launch import gguf_definition
+from ..fused.linear import GgufLinearCall, run_product, why_no_product
 from ..fused.trust.kernels import Kernels, KernelUnavailable
 from ..machine.device import MIB
 from ..machine.runtime import runtime_of
 from ..reference.gguf_blocks import FORMATS
-from ..routes.timing_table import Contest, power_of_two
+from ..routes.timing_table import Found, power_of_two
+from ..routes.ways import Way, Ways
 from . import matrix
 from .matrix import GgufMatrix
 
@@ -48,13 +49,6 @@ class GgufCall(NamedTuple):
     out: Tensor
 
 
-class Way(NamedTuple):
-    """The way that computes a call, one of WAYS, and why none before it does."""
-
-    name: str
-    why: str
-
-
 def why_not(name: str, columns: int) -> str:
     """Why weights of a format, with this many columns, are not multiplied in 8 bits; "" = they are."""
     if name == "BF16":
@@ -66,102 +60,12 @@ def why_not(name: str, columns: int) -> str:
     return ""
 
 
-def product(x: Tensor, weight: GgufMatrix, bias: Tensor | None, way: str = "auto") -> Tensor:
-    """The product ``[..., N]`` in x's dtype, without gradients.
-
-    Args:
-        x: ``[..., K]``, float32, float16 or bfloat16.
-        way: one of WAYS, or "auto".
-    """
-    out = x.new_empty(*x.shape[:-1], weight.shape[0])
-    call = GgufCall(x.reshape(-1, x.shape[-1]), weight, bias, out.view(-1, weight.shape[0]))
-    while out.numel():
-        try:
-            _RUN[way_of(call).name if way == "auto" else way](call)
-            break
-        except KernelUnavailable:  # from now on way_of knows
-            way = "auto"
-    return out
-
-
-def way_for(x: Tensor, weight: GgufMatrix) -> Way:
-    """The way that an input like ``x`` ``[..., K]`` takes."""
-    return way_of(_call_of(x, weight))
-
-
-def ways_for(x: Tensor, weight: GgufMatrix) -> list[str]:
-    """The ways that can compute a call with such an input."""
-    return [name for name, why in _WHY_NOT.items() if not why(_call_of(x, weight))]
-
-
-def _call_of(x: Tensor, weight: GgufMatrix) -> GgufCall:
-    flat = x.reshape(-1, x.shape[-1])
-    return GgufCall(flat, weight, None, flat.new_empty(flat.shape[0], weight.shape[0]))
-
-
-def way_of(call: GgufCall) -> Way:
-    """The way that a call takes."""
-    reasons = {name: why(call) for name, why in _WHY_NOT.items()}
-    able = [name for name, reason in reasons.items() if not reason]
-    times = runtime_of(call.x.device).part(GgufTimings).times(call, able) if len(able) > 1 else None
-    chosen = min(able, key=lambda name: times.get(name, float("inf"))) if times else able[0]
-    for name in able[: able.index(chosen)]:
-        assert times is not None
-        reasons[name] = f"{name} took {times[name] / times[chosen]:.2f} times as long as {chosen}"
-    return Way(chosen, "; ".join(dict.fromkeys(reasons[name] for name in WAYS[: WAYS.index(chosen)])))
-
-
-class GgufKind(NamedTuple):
-    """Calls that take about as long as each other: rows of x up to a power of two, and the rest exactly."""
-
-    rows: int
-    columns: int
-    outs: int
-    dtype: str
-    format: str
-
-
-class GgufTimings(Contest[GgufKind]):
-    """The times of each way, for each kind of call. Made by ``runtime.part(GgufTimings)``."""
-
-    file_kind, kind_type = "gguf-linear", GgufKind
-
-    def times(self, call: GgufCall, ways: list[str]) -> dict[str, float] | None:
-        """Milliseconds by way; None = not known."""
-        most = _MOST_TIMED_ROWS.get(self.device.type, call.x.shape[0])
-        call = call._replace(x=call.x[:most], out=call.out[:most])
-        dtype = str(call.x.dtype).removeprefix("torch.")
-        kind = GgufKind(power_of_two(call.x.shape[0]), *call.weight.shape[::-1], dtype, call.weight.format)
-        return self.find(kind, lambda: self._measure(kind, call, ways))
-
-    def _measure(self, kind: GgufKind, call: GgufCall, ways: list[str]) -> dict[str, float] | None:
-        call = call._replace(out=torch.empty_like(call.out))
-        with torch.no_grad():
-            return self.timed(kind, {name: functools.partial(_RUN[name], call) for name in ways})
-
-    def conditions(self) -> dict[str, str]:
-        arch = self.runtime.part(Kernels).arch if self.device.type == "cuda" else ""
-        return {
-            "card": self.info.name,
-            "arch": arch,
-            "torch": torch.__version__,
-            "kernels": gguf_digest(arch if arch.startswith("gfx") else ""),
-        }
-
-
-# ---- the ways --------------------------------------------------------------------------------------------------------
-
-
 def _why_no_kernel(call: GgufCall, shape: int) -> str:
     return why_no_product(call.x.device, call.weight.format, call.x.shape[0], shape)
 
 
 def by_kernel(call: GgufCall, shape: int) -> None:
-    """Compute a call by the kernel of a shape.
-
-    Raises:
-        KernelUnavailable, DriverError: see :func:`..fused.gguf.run_product`.
-    """
+    """Compute a call by the kernel of a shape; see :func:`..fused.linear.run_product` for what it raises."""
     x, weight, bias, out = call
     x = x if x.stride(-1) == 1 else x.contiguous()
     bias = None if bias is None else bias.float().contiguous()
@@ -193,15 +97,65 @@ def by_float(call: GgufCall) -> None:
     out.copy_(matrix.product(x, weight, None if bias is None else bias.to(x.dtype)))
 
 
-_WHY_NOT: dict[str, Callable[[GgufCall], str]] = {
-    "kernel_4x8": functools.partial(_why_no_kernel, shape=4),
-    "kernel": functools.partial(_why_no_kernel, shape=8),
-    "int_mm": _why_no_int_mm,
-    "float": lambda call: "",
-}
-_RUN: dict[str, Callable[[GgufCall], None]] = {
-    "kernel_4x8": functools.partial(by_kernel, shape=4),
-    "kernel": functools.partial(by_kernel, shape=8),
-    "int_mm": by_int_mm,
-    "float": by_float,
-}
+class GgufKind(NamedTuple):
+    """Calls that take about as long as each other: rows of x up to a power of two, and the rest exactly."""
+
+    rows: int
+    columns: int
+    outs: int
+    dtype: str
+    format: str
+
+
+class GgufWays(Ways[GgufKind]):
+    """The ways to compute a call. Made by ``runtime.part(GgufWays)``."""
+
+    file_kind, kind_type, rivals = "gguf-linear", GgufKind, WAYS
+    table: ClassVar = {
+        "kernel_4x8": (functools.partial(_why_no_kernel, shape=4), functools.partial(by_kernel, shape=4)),
+        "kernel": (functools.partial(_why_no_kernel, shape=8), functools.partial(by_kernel, shape=8)),
+        "int_mm": (_why_no_int_mm, by_int_mm),
+        "float": (lambda call: "", by_float),
+    }
+
+    def kind_of(self, call: GgufCall) -> GgufKind:
+        dtype = str(call.x.dtype).removeprefix("torch.")
+        return GgufKind(power_of_two(call.x.shape[0]), *call.weight.shape[::-1], dtype, call.weight.format)
+
+    def kernels(self) -> tuple[Compilation, ...]:
+        return gguf_variants(self.runtime.part(Kernels).variant_arch)
+
+    def times(self, call: GgufCall, names: list[str]) -> Found | None:
+        most = _MOST_TIMED_ROWS.get(self.device.type, call.x.shape[0])
+        return super().times(call._replace(x=call.x[:most], out=call.out[:most]), names)
+
+
+def product(x: Tensor, weight: GgufMatrix, bias: Tensor | None, way: str = "auto") -> Tensor:
+    """The product ``[..., N]`` of x ``[..., K]``, in its dtype, without gradients, by one of WAYS or by "auto", which
+    also takes over from a way that is not available any more."""
+    out = x.new_empty(*x.shape[:-1], weight.shape[0])
+    call = GgufCall(x.reshape(-1, x.shape[-1]), weight, bias, out.view(-1, weight.shape[0]))
+    if not out.numel():
+        return out
+    ways = runtime_of(x.device).part(GgufWays)
+    try:
+        (ways.compute if way == "auto" else ways.table[way][1])(call)
+    except KernelUnavailable:
+        ways.compute(call)
+    return out
+
+
+def way_for(x: Tensor, weight: GgufMatrix) -> Way:
+    """The way that an input like ``x`` ``[..., K]`` takes."""
+    return runtime_of(x.device).part(GgufWays).chosen(call_of(x, weight))
+
+
+def ways_for(x: Tensor, weight: GgufMatrix) -> list[str]:
+    """The ways that can compute a call with such an input."""
+    return runtime_of(x.device).part(GgufWays).able(call_of(x, weight))
+
+
+def call_of(x: Tensor, weight: GgufMatrix) -> GgufCall:
+    """A call with an input like ``x`` ``[..., K]``."""
+    flat = x.reshape(-1, x.shape[-1])
+    return GgufCall(flat, weight, None, flat.new_empty(flat.shape[0], weight.shape[0]))

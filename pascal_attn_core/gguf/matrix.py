@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..reference.gguf_blocks import FORMATS, Parts
-from .expansion import expanded
+from ..fused.code.compilation import Compilation
+from ..fused.code.source import gguf_variants
+from ..fused.linear import ExpandCall, run_expand, why_no_expansion
+from ..fused.trust.kernels import KernelUnavailable
+from ..machine.runtime import runtime_of
+from ..reference.gguf_blocks import FORMATS, Parts, expand
+from ..routes.timing_table import power_of_two
+from ..routes.ways import Ways
 
 # Weights that exist in float at a time; with what expanding them takes, up to 9 and 36 MiB. A GPU wants long slices, a
 # CPU such as fit into its caches.
@@ -89,11 +95,8 @@ Product = Callable[[Tensor, GgufMatrix, Tensor | None], Tensor]
 
 
 def linear(x: Tensor, weight: GgufMatrix, bias: Tensor | None, forward: Product = product) -> Tensor:
-    """``F.linear(x, W, bias)``, differentiable by x and bias. For a gradient W is expanded again, not kept.
-
-    Args:
-        forward: computes it without gradients, which are those of the exact product in any case.
-    """
+    """``F.linear(x, W, bias)``, computed by ``forward``, differentiable by x and bias: the gradients are those of the
+    exact product, for which W is expanded again, not kept."""
     kind = x.device.type
     if torch.is_autocast_enabled(kind):
         x = x.to(torch.get_autocast_dtype(kind))  # once, not for each slice
@@ -124,3 +127,53 @@ class _Linear(torch.autograd.Function):
         if ctx.needs_input_grad[2]:
             grad_bias = grad.flatten(0, -2).sum(dim=0).to(ctx.bias_dtype)
         return grad_x, None, grad_bias, None
+
+
+# ---- blocks expanded by our kernel or by torch's operators, whichever was faster on the device: with the same bits ---
+
+
+def _why_no_kernel(call: ExpandCall) -> str:
+    return why_no_expansion(call.blocks.device, call.format, call.arithmetic, call.out.dtype)
+
+
+def _by_operators(call: ExpandCall) -> Tensor:
+    return expand(call.blocks, call.format, call.arithmetic, table=call.table).to(call.out.dtype)
+
+
+class ExpandKind(NamedTuple):
+    """Expansions that take about as long as each other: the number of blocks up to a power of two, the rest exactly."""
+
+    blocks: int
+    format: str
+    arithmetic: str
+    out: str
+
+
+class ExpandTimings(Ways[ExpandKind]):
+    """The times of our kernel and of torch's operators. Made by ``runtime.part(ExpandTimings)``."""
+
+    file_kind, kind_type = "gguf", ExpandKind
+    table: ClassVar = {"kernel": (_why_no_kernel, run_expand), "operators": (lambda call: "", _by_operators)}
+
+    def kind_of(self, call: ExpandCall) -> ExpandKind:
+        arithmetic, out = (str(dtype).removeprefix("torch.") for dtype in (call.arithmetic, call.out.dtype))
+        return ExpandKind(power_of_two(len(call.blocks)), call.format, arithmetic, out)
+
+    def kernels(self) -> tuple[Compilation, ...]:
+        return gguf_variants()
+
+
+def expanded(blocks: Tensor, name: str, arithmetic: torch.dtype, table: torch.dtype, dtype: torch.dtype) -> Tensor:
+    """The weights in blocks, ``[n, weights]``, rounded to a dtype; see :func:`..reference.gguf_blocks.expand`."""
+    is_real = type(blocks) is Tensor and not torch.compiler.is_compiling()
+    if is_real and not why_no_expansion(blocks.device, name, arithmetic, dtype):
+        out = torch.empty(len(blocks), FORMATS[name].weights, dtype=dtype, device=blocks.device)
+        call = ExpandCall(blocks, name, arithmetic, table, out)
+        try:
+            found = runtime_of(blocks.device).part(ExpandTimings).times(call, ["kernel", "operators"])
+            if not found or found["kernel"] <= found["operators"]:
+                run_expand(call)
+                return out
+        except KernelUnavailable:  # from now on why_no_expansion knows
+            pass
+    return expand(blocks, name, arithmetic, table=table).to(dtype)

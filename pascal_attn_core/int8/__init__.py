@@ -20,12 +20,12 @@ from torch import nn
 from ..patching.patch import Patch, require_sites
 from ..patching.selectors import require_matches
 from ..patching.targets import denoisers_of
+from ..reference.int8_rows import Int8Matrix, quantize_rows, rotate
 from .attention import AttentionBinding
 from .backends import ACTIVATIONS
 from .binding import Int8Binding
 from .float16 import Float16Patch, patch_linear_float16
 from .product import int8_linear
-from .quantize import Int8Matrix, quantize_rows, rotate
 from .report import Int8Report, Int8ReportLine
 from .weight import Int8Weight
 

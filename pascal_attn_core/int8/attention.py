@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import logging
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -24,12 +23,10 @@ from ..routes import choose
 from ..routes.fused import Int8Trials, takes_device, why_untried
 from ..routes.run import run
 from ..routes.timing_table import median_times
-from .layer import FLOAT, INT8, WAITING, Int8Options, has_numbers, is_captured, limit_of
-from .measure import FEW_ROWS, SAMPLE_ROWS, Times, branches, chosen_rows
-from .report import Int8Report, Int8ReportLine
-from .watch import ErrorWatch
+from .judged import Int8Options, Judged, has_numbers, is_captured, limit_of
+from .measure import FEW_ROWS, SAMPLE_ROWS, branches, chosen_rows
+from .report import FLOAT, INT8, WAITING, Int8Report, Int8ReportLine
 
-log = logging.getLogger("pascal_attn")
 _IN_8_BITS = AttentionConfig(route="fused-int8")
 
 
@@ -72,23 +69,17 @@ def find_attention(model: nn.Module, include: Any = None, exclude: Any = None) -
             yield name, module
 
 
-class AttentionSite:
+class AttentionSite(Judged):
     """The state of one attention layer, and its calls: those that 8 bits do not take, and those of a layer in float,
     are computed exactly.
 
     Attributes:
-        state, why: as of :class:`.layer.Int8Layer`.
-        watch: its calls in this run, and the errors found.
         worst_row: the largest relative error of one row of one head.
-        times: of a call like the first one; None = not timed.
+        way: what computes it.
     """
 
-    def __init__(self, name: str, kind: str, options: Int8Options):
-        self.name, self.kind, self.options = name, kind, options
-        self.state, self.why, self.watch = WAITING, "", ErrorWatch()
-        self.worst_row: float | None = None
-        self.times: Times | None = None
-        self.way = ""
+    worst_row: float | None = None
+    way = ""
 
     def catch(self, args: tuple, kwargs: dict[str, Any]) -> Tensor:
         """One call of torch's function."""
@@ -101,11 +92,8 @@ class AttentionSite:
         return sdpa(**bound.keywords()) if out is None else out
 
     def attend(self, given: dict[str, Any]) -> Tensor | None:
-        """The output of one call in 8 bits; None = it is to be computed as without 8 bits.
-
-        Args:
-            given: the arguments of :func:`.sdpa` by name; tensors with numbers, the mask a plain one.
-        """
+        """The output of one call in 8 bits, with these arguments of :func:`.sdpa`, tensors with numbers, the mask a
+        plain one; None = it is to be computed as without 8 bits."""
         rounded, query = None if self.state == FLOAT else self._rounded(given), given["query"]
         if rounded is None:
             return None
@@ -129,7 +117,6 @@ class AttentionSite:
 
     def _check(self, given: dict[str, Any], rounded: Tensor) -> None:
         """Measure the error of a call, of which ``rounded`` is the output in 8 bits, and decide by it."""
-        limit = self.options.max_error
         try:
             with torch.no_grad():
                 error = self._measure(given, rounded)
@@ -141,9 +128,9 @@ class AttentionSite:
             return
         if self.state == WAITING:
             self.decide()
-        elif not error <= limit:
-            self.state, self.why = FLOAT, f"its error was {error:.2%} in call {self.watch.calls}, above {limit:.2%}"
-            log.warning("%s: %s", self.name, self.why)
+        elif not error <= self.options.max_error:
+            self.warn_of(error)
+            self.state = FLOAT
 
     def _measure(self, given: dict[str, Any], rounded: Tensor) -> float:
         """With few rows, and where the error seems too large, or nothing is known yet, with more; and the time."""
@@ -159,13 +146,11 @@ class AttentionSite:
 
     def decide(self) -> None:
         """8 bits or float, by the largest error that was measured, and by the time; without any, the layer waits on."""
-        error, limit, times = self.watch.largest, self.options.max_error, self.times
-        if error is None or self.state != WAITING:
+        error, times = self.watch.largest, self.times
+        if error is None or self.state != WAITING or not self.admits(error):
             return
         self.state, self.why = INT8, ""
-        if not error <= limit:
-            self.state, self.why = FLOAT, f"its error {error:.2%} is above {limit:.2%}"
-        elif times is not None and times.in_int8 >= times.in_float:
+        if times is not None and times.in_int8 >= times.in_float:
             self.state, self.why = FLOAT, f"8 bits take {times.in_int8:.2f} ms, the exact route {times.in_float:.2f} ms"
 
     def _time(self, given: dict[str, Any]) -> None:
@@ -174,31 +159,14 @@ class AttentionSite:
         self.way = "kernel" if query.is_cuda else "operators"
         if query.is_cuda:
             shapes = tuple((t.shape, t.dtype, t.device) for t in given.values() if isinstance(t, Tensor))
-            if shapes not in self.options.times:
-                attempts = [lambda: sdpa(**given), lambda: in_8_bits(given)]
-                self.options.times[shapes] = Times(*self.options.clock(attempts, query.device))
-            self.times = self.options.times[shapes]
+            self.time(shapes, [lambda: sdpa(**given), lambda: in_8_bits(given)], query.device)
 
-    def line(self) -> Int8ReportLine:
-        """The line of this layer in the report."""
-        state, why = self.state, self.why
-        if state == INT8 and not self.options.enabled:
-            state, why = FLOAT, "the patch was removed"
-        elif state == WAITING and why:  # no call so far can be in 8 bits
-            state = FLOAT
-        return Int8ReportLine(
-            name=self.name,
-            kind=self.kind,
-            shape=(),
-            state=state,
-            why=why,
-            error=self.watch.largest,
-            way=self.way if state == INT8 else "",
+    def line(self, name: str | None = None) -> Int8ReportLine:
+        line = super().line(name)
+        return line._replace(
+            state=FLOAT if line.state == WAITING and line.why else line.state,  # no call so far can be in 8 bits
+            way=self.way if line.state == INT8 else "",
             why_way="the 8-bit kernel needs an NVIDIA GPU" if self.way == "operators" else "",
-            float_ms=None if self.times is None else self.times.in_float,
-            int8_ms=None if self.times is None else self.times.in_int8,
-            calls=self.watch.calls,
-            latest=self.watch.latest,
             worst_row=self.worst_row,
         )
 
@@ -225,8 +193,7 @@ def attention_error(given: dict[str, Any], rounded: Tensor, seed: int, most: int
     drawn. inf or NaN in either make both inf.
 
     Args:
-        given: the arguments of the call by name.
-        rounded: its output in 8 bits, ``[*batch, Hq, L, Dv]``.
+        rounded: the output in 8 bits, ``[*batch, Hq, L, Dv]``.
         seed: of the draw; another one for each check of a layer.
         most: rows.
     """

@@ -11,18 +11,21 @@ The first that can run; where the first two both can, the one that was faster wh
 from __future__ import annotations
 
 import functools
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..fused.linear import LinearCall, QuantizedWeight, linear_digest, run_linear, why_not
-from ..fused.trust.kernels import Kernels, KernelUnavailable
+from ..fused.code.compilation import Compilation
+from ..fused.code.source import linear_variants
+from ..fused.launch.fields import UNBOUNDED
+from ..fused.linear import LinearCall, run_linear, why_not
 from ..machine.device import MIB
-from ..machine.runtime import Runtime, runtime_of
-from ..routes.timing_table import Contest, power_of_two
-from .quantize import Int8Matrix, quantize_rows
+from ..machine.runtime import runtime_of
+from ..reference.int8_rows import Int8Matrix, quantize_rows
+from ..routes.timing_table import power_of_two
+from ..routes.ways import Way, Ways
 
 # Gated ones take a weight of 2 N rows, the values first, then the gates: value * act(gate).
 GATED = {"geglu": "gelu", "geglu_tanh": "gelu_tanh", "swiglu": "silu"}
@@ -32,13 +35,6 @@ BACKENDS = ("kernel", "int_mm", "float")
 # Sizes of one slice of the work: what is in a CPU's caches is read once; a GPU wants long slices.
 _SLICE_BYTES = {"cpu": 16 * MIB}
 _MOST_SLICE_BYTES = 128 * MIB
-
-
-class Backend(NamedTuple):
-    """The backend of a call, one of BACKENDS, and why none before it computes it."""
-
-    name: str
-    why: str
 
 
 def activated(sums: Tensor, activation: str) -> Tensor:
@@ -60,114 +56,41 @@ def run(call: LinearCall, way: str = "auto") -> None:
         NotImplementedError: the backend that was asked for cannot compute it.
     """
     if way == "auto":
-        way = backend_of(call).name
-    elif reason := _WHY_NOT[way](call):
+        return runtime_of(call.x.device).part(LinearWays).compute(call)
+    why_not_this, compute = LinearWays.table[way]
+    if reason := why_not_this(call):
         raise NotImplementedError(f"way {way!r} cannot compute this call: {reason}")
-    else:
-        return _RUN[way](call)
-    try:
-        _RUN[way](call)
-    except KernelUnavailable:  # from now on backend_of knows
-        _RUN[backend_of(call).name](call)
+    compute(call)
 
 
-def backend_of(call: LinearCall) -> Backend:
+def backend_of(call: LinearCall) -> Way:
     """The backend that a call takes."""
-    reasons: list[str] = []
-    for name, why_not_this in _WHY_NOT.items():
-        reason = why_not_this(call)
-        if reason:
-            reasons.append(reason)
-        elif name == "kernel" and (ratio := _kernel_by_int_mm(call)) > 1:
-            reasons.append(f"the int8 linear kernel took {ratio:.2f} times as long as torch._int_mm")
-        else:
-            return Backend(name, "; ".join(reasons))
-    raise AssertionError("a weight can always be expanded")
+    return runtime_of(call.x.device).part(LinearWays).chosen(call)
 
 
-def backend_for(x: Tensor, weight: Int8Matrix) -> Backend:
+def backend_for(x: Tensor, weight: Int8Matrix) -> Way:
     """The backend that an input like ``x`` ``[..., K]`` takes."""
     flat = x.reshape(-1, x.shape[-1])
     return backend_of(LinearCall(flat, weight, None, "none", flat.new_empty(flat.shape[0], weight.codes.shape[0])))
 
 
-def backends_of(call: LinearCall) -> list[str]:
-    """The backends that can compute a call."""
-    return [name for name, why_not_this in _WHY_NOT.items() if not why_not_this(call)]
-
-
-def backend_on(device: torch.device) -> Backend:
+def backend_on(device: torch.device) -> Way:
     """The first backend that can run on a device, for layers of ordinary sizes in float16, as far as is known without a
     trial or a timing."""
     reasons = why_not(device, columns=64, untried=True)
     if not reasons:
-        return Backend("kernel", "")
-    reason = runtime_of(device).part(IntMm).why_not
-    return Backend("float", "; ".join([*reasons, reason])) if reason else Backend("int_mm", "; ".join(reasons))
+        return Way("kernel", "")
+    reason = runtime_of(device).part(LinearWays).why_no_int_mm
+    return Way("float", "; ".join([*reasons, reason])) if reason else Way("int_mm", "; ".join(reasons))
 
 
 # ---- what can --------------------------------------------------------------------------------------------------------
 
 
-class IntMm:
-    """Whether torch._int_mm works on a device. Made by ``runtime.part(IntMm)``."""
-
-    def __init__(self, runtime: Runtime):
-        self.device = runtime.device
-
-    @functools.cached_property
-    def why_not(self) -> str:
-        """ "" = it does."""
-        ones = torch.ones(32, 32, dtype=torch.int8, device=self.device)
-        try:
-            torch._int_mm(ones, ones)
-        except (RuntimeError, NotImplementedError) as error:
-            return f"torch._int_mm: {str(error).strip().splitlines()[0][:120]}"
-        return ""
-
-
-class LinearKind(NamedTuple):
-    """Calls that take about as long as each other: rows of x up to a power of two, and the rest exactly."""
-
-    rows: int
-    columns: int
-    outs: int
-    dtype: str
-    rotation: int
-
-
-class LinearTimings(Contest[LinearKind]):
-    """The times of our kernel and of torch._int_mm, for each kind of call. Made by ``runtime.part(LinearTimings)``."""
-
-    file_kind, kind_type = "int8-linear", LinearKind
-
-    def ratio(self, call: LinearCall) -> float | None:
-        """The time of our kernel in units of torch._int_mm's; None = not known."""
-        (rows, columns), outs = call.x.shape, call.weight.codes.shape[0]
-        dtype = str(call.x.dtype).removeprefix("torch.")
-        kind = LinearKind(power_of_two(rows), columns, outs, dtype, call.weight.rotation)
-        found = self.find(kind, lambda: self._measure(kind, call))
-        return found["kernel"] / found["int_mm"] if found else None
-
-    def _measure(self, kind: LinearKind, call: LinearCall) -> dict[str, float] | None:
-        call = call._replace(out=torch.empty_like(call.out))
-        with torch.no_grad():
-            return self.timed(kind, {name: functools.partial(_RUN[name], call) for name in ("kernel", "int_mm")})
-
-    def conditions(self) -> dict[str, str]:
-        arch = self.runtime.part(Kernels).arch
-        return {"card": self.info.name, "arch": arch, "torch": torch.__version__, "kernels": linear_digest()}
-
-
-def _kernel_by_int_mm(call: LinearCall) -> float:
-    """Time of our kernel in units of that of torch._int_mm, where both can compute the call; else 0."""
-    if _why_no_int_mm(call):
-        return 0.0
-    return runtime_of(call.x.device).part(LinearTimings).ratio(call) or 0.0
-
-
 def _why_no_kernel(call: LinearCall) -> str:
     x, weight = call.x, call.weight
+    if weight.codes.shape[0] >= UNBOUNDED:
+        return f"the int8 linear kernel needs fewer than {UNBOUNDED} rows, got {weight.codes.shape[0]}"
     dtypes = (x.dtype, call.out.dtype)
     return "; ".join(why_not(x.device, columns=weight.codes.shape[1], rotation=weight.rotation, dtypes=dtypes))
 
@@ -176,11 +99,7 @@ def _why_no_int_mm(call: LinearCall) -> str:
     x, (rows, columns) = call.x, call.weight.codes.shape
     if x.device.type == "cuda" and (rows % 8 or columns % 8):
         return f"torch._int_mm needs sizes that are multiples of 8, got {[rows, columns]}"
-    return runtime_of(x.device).part(IntMm).why_not
-
-
-def _why_no_float(call: LinearCall) -> str:
-    return ""
+    return runtime_of(x.device).part(LinearWays).why_no_int_mm
 
 
 # ---- what they do ----------------------------------------------------------------------------------------------------
@@ -234,18 +153,53 @@ def _slice_bytes(device: torch.device) -> int:
     return _SLICE_BYTES.get(device.type, _MOST_SLICE_BYTES)
 
 
-def row_slices(weight: QuantizedWeight, rows: int) -> list[slice]:
+def row_slices(weight: Int8Matrix, rows: int) -> list[slice]:
     """The first ``rows`` of a weight in slices."""
     # In float32, while it is rotated, and in x's dtype.
     step = max(1, _slice_bytes(weight.codes.device) // ((20 if weight.rotation else 8) * weight.codes.shape[1]))
     return [slice(start, min(start + step, rows)) for start in range(0, rows, step)]
 
 
-def expanded(weight: QuantizedWeight, rows: slice, dtype: torch.dtype) -> Tensor:
+def expanded(weight: Int8Matrix, rows: slice, dtype: torch.dtype) -> Tensor:
     """These rows of a weight, in float."""
     scales = weight.scales if weight.scales.numel() == 1 else weight.scales[rows]
     return Int8Matrix(weight.codes[rows], scales, weight.rotation).float().to(dtype)
 
 
-_WHY_NOT = {"kernel": _why_no_kernel, "int_mm": _why_no_int_mm, "float": _why_no_float}
-_RUN = {"kernel": by_kernel, "int_mm": by_int_mm, "float": by_float}
+class LinearKind(NamedTuple):
+    """Calls that take about as long as each other: rows of x up to a power of two, and the rest exactly."""
+
+    rows: int
+    columns: int
+    outs: int
+    dtype: str
+    rotation: int
+
+
+class LinearWays(Ways[LinearKind]):
+    """The backends of a device. Made by ``runtime.part(LinearWays)``."""
+
+    file_kind, kind_type, rivals = "int8-linear", LinearKind, ("kernel", "int_mm")
+    table: ClassVar = {
+        "kernel": (_why_no_kernel, by_kernel),
+        "int_mm": (_why_no_int_mm, by_int_mm),
+        "float": (lambda call: "", by_float),
+    }
+
+    def kind_of(self, call: LinearCall) -> LinearKind:
+        (rows, columns), outs = call.x.shape, call.weight.codes.shape[0]
+        dtype = str(call.x.dtype).removeprefix("torch.")
+        return LinearKind(power_of_two(rows), columns, outs, dtype, call.weight.rotation)
+
+    def kernels(self) -> tuple[Compilation, ...]:
+        return linear_variants()
+
+    @functools.cached_property
+    def why_no_int_mm(self) -> str:
+        """Why torch._int_mm does not work on the device; "" = it does."""
+        ones = torch.ones(32, 32, dtype=torch.int8, device=self.device)
+        try:
+            torch._int_mm(ones, ones)
+        except (RuntimeError, NotImplementedError) as error:
+            return f"torch._int_mm: {str(error).strip().splitlines()[0][:120]}"
+        return ""

@@ -11,11 +11,12 @@ from torch import nn
 from ..gguf.hosts import host_of
 from ..machine.out_of_memory import is_out_of_memory
 from ..routes.timing_table import median_times
-from .exchange import Room, Source, ordinary_tensors
+from .exchange import Source, ordinary_tensors
 from .find import Found, find_linear
 from .gguf_layer import GgufLayer, GgufMultiplier
-from .layer import WEIGHTS, Hook, Int8Layer, Int8Options, limit_of
-from .report import Int8Report, report_line
+from .judged import Int8Options, limit_of
+from .layer import WEIGHTS, Hook, Int8Layer
+from .report import Int8Report
 from .weight import Int8Weight
 
 Sources = Callable[[str, nn.Module], Source]
@@ -51,11 +52,8 @@ class Int8Binding:
         self._chosen: weakref.WeakKeyDictionary[nn.Module, dict[str, str]] = weakref.WeakKeyDictionary()
 
     def attach(self, model: nn.Module, source_of: Sources = lambda name, module: Source()) -> int:
-        """Let the linear layers of ``model`` run in 8 bits. Returns the number of those that can. A second call looks
-        at the sources again.
-
-        Args:
-            source_of: gives the source of the layer with this qualified name.
+        """Let the linear layers of ``model`` run in 8 bits, each from the source that ``source_of`` its qualified name
+        gives. Returns the number of those that can. A second call looks at the sources again.
 
         Where the host keeps some float weights in host memory, their int8 weights go to the device as far as other
         float weights have made room there, and are copied to it in each call otherwise.
@@ -71,11 +69,11 @@ class Int8Binding:
                     layer = self._layers[found.module] = self._known(found)
                     entering.append((layer, source))
             self._chosen[model] = chosen
-            room = Room()
+            self.options.room.clear()
             try:
                 # Those whose float weights make room for others come first.
                 for layer, source in sorted(entering, key=lambda each: each[0].is_offloaded):
-                    layer.attach(source, room)
+                    layer.attach(source)
             except BaseException:
                 self.detach(model)
                 raise
@@ -90,11 +88,8 @@ class Int8Binding:
             layer.decide()
 
     def detach(self, model: nn.Module) -> list[str]:
-        """Undo :meth:`attach`: modules, parameters and where they are, as before. Returns what could not be.
-
-        Raises:
-            torch.OutOfMemoryError: there is no memory for a float weight where it was. The others are back.
-        """
+        """Undo :meth:`attach`: modules, parameters and where they are, as before. Returns what could not be. With a
+        torch.OutOfMemoryError there is no memory for a float weight where it was; the others are back."""
         failure, left = None, []
         with self.options.lock, ordinary_tensors():
             for layer in self._layers_of(model):
@@ -120,7 +115,7 @@ class Int8Binding:
             found = list(find_linear(model, self._include, self._exclude))
         else:
             found = [Found(name, model.get_submodule(name), why_not) for name, why_not in chosen.items()]
-        lines = [report_line(each, None if each.why_not else self._known(each)) for each in found]
+        lines = [each.line() if each.why_not else self._known(each).line(each.name) for each in found]
         return Int8Report(lines, self.options.max_error, self.options.weights)
 
     def _layers_of(self, model: nn.Module) -> list[Int8Layer]:

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from ..fused.linear import LinearCall
+from ..reference.int8_rows import Int8Matrix
 from .backends import GATED, expanded, row_slices, run
-from .quantize import Int8Matrix
 
 
 def forward(

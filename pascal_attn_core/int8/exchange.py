@@ -10,8 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .lora import LowRank
-from .weight import Int8Weight
+from .weight import Int8Weight, LowRank
 
 
 @dataclass(frozen=True)
@@ -62,20 +61,6 @@ class Source:
         return False
 
 
-class Room:
-    """Bytes on a device that float weights have left, for int8 weights whose float weights are elsewhere."""
-
-    def __init__(self, size: int = 0):
-        self.bytes = size
-
-    def take(self, size: int) -> bool:
-        """Take ``size`` bytes, if there are as many. Returns whether there were."""
-        if size > self.bytes:
-            return False
-        self.bytes -= size
-        return True
-
-
 @dataclass(eq=False)
 class Exchange:
     """The module's own weight, from :meth:`put` until :meth:`undo`. It is copied along with the module.
@@ -122,24 +107,16 @@ class Exchange:
         return weight.float_matrix() if weight.original is None else weight.original.detach()
 
     def bring_back(self, weight: Int8Weight) -> None:
-        """Move the float weight to where the host has its weights now.
-
-        Raises:
-            torch.OutOfMemoryError: there is no memory for it; nothing has changed.
-        """
+        """Move the float weight to where the host has its weights now. With a torch.OutOfMemoryError nothing has
+        changed."""
         if self.parameter is not None:
             device = self._home if weight.device == self._at else weight.device
             assert device is not None
             self.parameter = _moved(self.parameter, device, weight.dtype, self.values(weight))
 
     def undo(self, module: nn.Module, weight: Int8Weight | None) -> None:
-        """Put back what the module had.
-
-        Args:
-            weight: the module's weight in 8 bits; None = someone has replaced it, then that stays.
-        Raises:
-            torch.OutOfMemoryError: its device has no memory for the float weight, which stays in host memory.
-        """
+        """Put back what the module had in place of ``weight``; None = someone has replaced it, then that stays. With a
+        torch.OutOfMemoryError the float weight stays in host memory."""
         if self._own_bias is not None and module._parameters.get("bias") is self._own_bias:
             module._parameters["bias"] = self._bias
         for name in self._own_attributes:

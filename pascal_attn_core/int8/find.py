@@ -11,11 +11,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from ..fused.code.linear_source import MOST_COLUMNS
+from ..fused.code.kinds import MOST_COLUMNS
 from ..gguf import hosts as gguf
 from ..gguf.int8 import why_not as why_not_gguf
 from ..patching.selectors import matches, selectors
 from . import stored
+from .report import Int8ReportLine
 
 # These set the timestep, the style and the scale of everything else: few numbers, which every layer depends on.
 _SENSITIVE = re.compile(
@@ -41,6 +42,13 @@ class Found(NamedTuple):
     module: nn.Module
     why_not: str = ""
     shared_with: str = ""
+
+    def line(self) -> Int8ReportLine:
+        """The line in the report of a layer that does not run in 8 bits."""
+        state, _, why = self.why_not.partition(": ")
+        weight = self.module._parameters.get("weight")
+        shape = () if weight is None else tuple(weight.shape)
+        return Int8ReportLine(self.name, type(self.module).__name__, shape, state, why)
 
 
 def find_linear(model: nn.Module, include: Any = None, exclude: Any = None) -> Iterator[Found]:

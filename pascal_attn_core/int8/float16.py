@@ -30,7 +30,7 @@ from ..patching.targets import denoisers_of
 from ..reference.checks import in_float64, rows_to_check
 from ..routes.timing_table import median_times
 from .find import find_linear
-from .layer import is_captured, limit_of
+from .judged import is_captured, limit_of
 
 SAMPLE_ROWS = 512
 _NORM = 64.0

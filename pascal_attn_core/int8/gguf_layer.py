@@ -5,7 +5,6 @@ within the limit, and multiplies the blocks as they lie."""
 from __future__ import annotations
 
 import functools
-import logging
 
 import torch
 from torch import Tensor, nn
@@ -16,13 +15,12 @@ from ..gguf.int8 import product, way_for
 from ..gguf.matrix import GgufMatrix, linear
 from ..machine.out_of_memory import is_out_of_memory
 from ..machine.own_thread import in_backward
-from .backends import Backend
-from .exchange import Room, Source
+from .exchange import Source
 from .find import shape_of
-from .layer import FLOAT, INT8, WAITING, Int8Layer, Int8Options, has_numbers, is_captured
-from .measure import FEW_OUTPUTS, FEW_ROWS, SAMPLE_ROWS, Sample, Times, error_of, sample_of
-
-log = logging.getLogger("pascal_attn")
+from .judged import Int8Options, has_numbers, is_captured
+from .layer import Int8Layer
+from .measure import FEW_OUTPUTS, FEW_ROWS, SAMPLE_ROWS, Sample, error_of, sample_of
+from .report import FLOAT, INT8, WAITING
 
 
 class GgufLayer(Int8Layer):
@@ -57,7 +55,7 @@ class GgufLayer(Int8Layer):
         found = vars(self.module).get(self.host.method) if self.module is not None else None
         return found if isinstance(found, GgufMultiplier) and found.layer is self else None
 
-    def attach(self, source: Source, room: Room) -> None:
+    def attach(self, source: Source) -> None:
         module = self.module
         assert module is not None
         self.source, self._is_attached = source, True
@@ -88,35 +86,28 @@ class GgufLayer(Int8Layer):
                     self._recheck(x, weight)
                 elif self.state == WAITING:
                     self.device = x.device
-                    self.backend = Backend(*way_for(x, weight))
+                    self.backend = way_for(x, weight)
                     self._note({0: gguf_error(sample_of(x, SAMPLE_ROWS, self.watch.calls), weight, self.backend.name)})
                     if not self.options.gathers:
                         self.decide()
-                        self._time(x, weight, bias)
+                        if self.state == INT8:
+                            self._time(x, weight, bias)
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
                 raise
             if self.state == WAITING:
                 self.why = "out of memory while measuring it"
 
-    def decide(self) -> None:
-        if self.state != WAITING or 0 not in self._errors:
-            return
-        error, limit = self._errors[0], self.options.max_error
-        self.state, self.why = INT8, ""
-        if not error <= limit:
-            self.state, self.why = FLOAT, f"its error {error:.2%} is above {limit:.2%}"
-        self.watch.saw(error)
-
     def _time(self, x: Tensor, weight: GgufMatrix, bias: Tensor | None) -> None:
-        times = self.options.times
-        key = x.shape, x.dtype, x.device, self.shape, self.format
-        if self.state == INT8 and key not in times:
-            attempts = [functools.partial(product, x, weight, bias, way) for way in ("float", self.backend.name)]
-            times[key] = Times(*self.options.clock([*attempts], x.device))
-        self.times = times.get(key)
-        if self.state == INT8:
-            self._is_no_faster()
+        ways = (functools.partial(product, x, weight, bias, way) for way in ("float", self.backend.name))
+        self.time((x.shape, x.dtype, x.device, self.shape, self.format), [*ways], x.device)
+        self._is_no_faster()
+
+    def decide(self) -> None:
+        if self.state == WAITING and 0 in self._errors:
+            if self.admits(self._errors[0]):
+                self.state, self.why = INT8, ""
+            self.watch.saw(self._errors[0])
 
     def _recheck(self, x: Tensor, weight: GgufMatrix) -> None:
         """Measure with few rows and outputs, and where the error seems too large, as thoroughly as at first."""
@@ -127,8 +118,8 @@ class GgufLayer(Int8Layer):
             error = gguf_error(sample_of(x, SAMPLE_ROWS, seed), weight, way)
         self.watch.saw(error)
         if not error <= limit:
-            self.state, self.why = FLOAT, f"its error was {error:.2%} in call {self.watch.calls}, above {limit:.2%}"
-            log.warning("%s: %s", self.name, self.why)
+            self.warn_of(error)
+            self.state = FLOAT
 
 
 class GgufMultiplier(Multiplier):

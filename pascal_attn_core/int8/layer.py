@@ -7,92 +7,49 @@ import contextlib
 import copy
 import functools
 import logging
-import threading
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
 
 from ..machine.out_of_memory import is_out_of_memory
-from ..machine.own_thread import in_backward, inputs_are_made_up
+from ..machine.own_thread import in_backward
+from ..reference.int8_rows import Int8Matrix, quantize_rows
+from ..routes.ways import Way
 from . import stored
-from .backends import FLOATS, Backend, backend_for
-from .exchange import Exchange, FloatWeight, Room, Source, ordinary_tensors
+from .backends import backend_for
+from .exchange import Exchange, FloatWeight, Source, ordinary_tensors
+from .judged import Int8Options, Judged, has_numbers, is_captured
 from .measure import (
     FEW_OUTPUTS,
     FEW_ROWS,
     SAMPLE_ROWS,
-    Clock,
     Sample,
-    Times,
     best_rotation,
     errors_by_rotation,
     relative_error,
     sample_of,
-    times_of,
 )
-from .quantize import Int8Matrix, quantize_rows
-from .watch import ErrorWatch
+from .product import int8_linear
+from .report import FLOAT, INT8, WAITING, Int8ReportLine
 from .weight import InFloat, Int8Weight
 
 log = logging.getLogger("pascal_attn")
 WEIGHTS = ("keep", "host", "free")
 _MOST_FAILURES = 3  # for lack of memory
-WAITING, INT8, FLOAT = "waiting", "int8", "float"
+_REPLACED = "its weight was replaced, for example by a host that loads the float weight for each call"
 
 
-@dataclass(eq=False)
-class Int8Options:
-    """The options of one patch, and what its layers share, also with those of deep copies.
-
-    Attributes:
-        times: of calls that have been timed, by shape, dtype and device: layers of one shape are timed once.
-        only_faster: whether layers that are not faster in 8 bits stay in float.
-        gathers: whether inputs are being collected (``calibrate``): layers decide when that is over.
-        has_warned: whether a weight in 8 bits was found to be trained.
-    """
-
-    max_error: float
-    weights: str
-    clock: Clock
-    only_faster: bool = False
-    enabled: bool = True
-    gathers: bool = False
-    has_warned: bool = False
-    times: dict[Any, Times] = field(default_factory=dict)
-    lock: Any = field(default_factory=threading.RLock)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Int8Options:
-        return self
-
-
-def limit_of(max_error: Any) -> float:
-    """
-    Raises:
-        TypeError, ValueError: it is no number from 0 on.
-    """
-    if isinstance(max_error, bool) or not isinstance(max_error, (int, float)):
-        raise TypeError(f"max_error must be a number, got {max_error!r}")
-    if not max_error >= 0:
-        raise ValueError(f"max_error must be at least 0, got {max_error}")
-    return float(max_error)
-
-
-class Int8Layer:
-    """The state of one layer.
+class Int8Layer(Judged):
+    """The state of one linear layer.
 
     Attributes:
-        state: "waiting" for inputs, "int8", or "float": it stays as it was.
-        why: one sentence.
         missed: why it is in float although it was decided for 8 bits; "" = it is not.
-        rotation: see :mod:`.quantize`.
-        times: of the call that it was decided with; None = not timed.
+        rotation: see :mod:`..reference.int8_rows`.
         backend: what computes it, and why nothing faster does.
-        watch: its calls in 8 bits in this run, and the errors found in it.
         shared_with: another module that has the same parameter, which therefore stays where it is.
         device: that it computes on; None = not known yet.
         format: of its weight where the host stores it, see :func:`.stored.format_of`.
@@ -100,17 +57,15 @@ class Int8Layer:
     """
 
     def __init__(self, name: str, module: nn.Module, options: Int8Options, shared_with: str = ""):
-        self.name, self.options, self.shared_with = name, options, shared_with
-        self._module = weakref.ref(module)
-        self.kind, weight = type(module).__name__, module.weight
+        super().__init__(name, type(module).__name__, options)
+        self._module, self.shared_with, weight = weakref.ref(module), shared_with, module.weight
         assert isinstance(weight, Tensor)
         self.shape = tuple(weight.shape)
         self.format, self.float_bytes, self.int8_bytes = stored.format_of(weight), stored.bytes_of(weight), 0
-        self.state, self.why, self.missed = WAITING, "not called yet", ""
-        self.rotation, self.backend, self.watch = 0, Backend("", ""), ErrorWatch()
-        self.times: Times | None = None
+        self.why, self.missed = "not called yet", ""
+        self.rotation, self.backend = 0, Way("", "")
         self.device: torch.device | None = None
-        self.source, self.room = Source(), Room()
+        self.source = Source()
         self._exchange: Exchange | None = None  # while the module has a weight in 8 bits
         self._errors: dict[int, float] = {}  # the largest so far, by rotation
         self._seen: Callable[[], Tensor] | None = None  # makes an input like the last that was collected
@@ -123,20 +78,18 @@ class Int8Layer:
     @property
     def weight(self) -> Int8Weight | None:
         """The weight in 8 bits, where the module has it: hosts may replace it."""
-        module = self.module
-        weight = None if module is None else module._parameters.get("weight")
+        weight = self._parameter
         return weight if isinstance(weight, Int8Weight) and weight.layer is self else None
+
+    @property
+    def _parameter(self) -> Tensor | None:
+        module = self.module
+        return None if module is None else module._parameters.get("weight")
 
     @property
     def error(self) -> float | None:
         """The largest error of this run; before its first call, the largest that was measured."""
         return self._errors.get(self.rotation) if self.watch.largest is None else self.watch.largest
-
-    @property
-    def note(self) -> str:
-        """A remark on a layer in 8 bits."""
-        shared = f"its float weight stays, since {self.shared_with} has it too" if self.shared_with else ""
-        return (self.source.note or shared) if self.state == INT8 else ""
 
     @property
     def is_on(self) -> bool:
@@ -151,17 +104,34 @@ class Int8Layer:
     @property
     def is_offloaded(self) -> bool:
         """Whether its float weight is not on the device that it computes on, as far as that is known."""
-        module = self.module
-        weight = None if module is None else module._parameters.get("weight")
+        weight = self._parameter
         return weight is not None and self.device is not None and weight.device.type != self.device.type
+
+    def line(self, name: str | None = None) -> Int8ReportLine:
+        line, note = super().line(name), self.source.note
+        if not note and self.shared_with:
+            note = f"its float weight stays, since {self.shared_with} has it too"
+        if self.was_replaced or self.missed:
+            line = line._replace(state=FLOAT, why=_REPLACED if self.was_replaced else self.missed)
+        elif self.state == INT8:
+            line = line._replace(why=line.why or note)
+        return line._replace(
+            error=self.error,
+            rotation=self.rotation,
+            way=self.backend.name,
+            why_way=self.backend.why,
+            float_bytes=self.float_bytes,
+            int8_bytes=self.int8_bytes,
+            format=self.format,
+        )
 
     # ---- in and out ----
 
-    def attach(self, source: Source, room: Room) -> None:
+    def attach(self, source: Source) -> None:
         """Wait for the first inputs; a layer that was decided for 8 bits before is only rounded again."""
         module = self.module
         assert module is not None
-        self.source, self.room, self.missed = source, room, ""
+        self.source, self.missed = source, ""
         if self.state == WAITING:
             module.register_forward_pre_hook(Hook(self, "on_first_input"), with_kwargs=True)
         elif self.state == INT8:
@@ -175,14 +145,11 @@ class Int8Layer:
                 self.missed = "out of memory while rounding it"
 
     def detach(self) -> str:
-        """Put the module back as it was. Returns what could not be, "" = nothing.
-
-        Raises:
-            torch.OutOfMemoryError: the float weight has to stay in host memory, and the host cannot work with that.
-        """
+        """Put the module back as it was. Returns what could not be, "" = nothing; a torch.OutOfMemoryError where the
+        float weight has to stay in host memory, and the host cannot work with that."""
         module, exchange, source = self.module, self._exchange, self.source
         was_replaced, weight = self.was_replaced, self.weight
-        self._exchange, self.source, self.room = None, Source(), Room()  # they hold tensors of the host
+        self._exchange, self.source = None, Source()  # they hold tensors of the host
         if module is None:
             return ""
         self._unhook(module)
@@ -202,10 +169,12 @@ class Int8Layer:
         is_elsewhere = self.device.type != parameter.device.type
         weights = "keep" if is_elsewhere or self.shared_with else self.options.weights
         if is_elsewhere:
-            if not self.room.take(self.int8_bytes):
-                matrix = Int8Matrix(matrix.codes.cpu(), matrix.scales.cpu(), matrix.rotation)
+            if self.int8_bytes <= self.options.room[self.device]:
+                self.options.room[self.device] -= self.int8_bytes
+            else:
+                matrix = matrix.to(torch.device("cpu"))
         elif weights != "keep":
-            self.room.bytes += self.float_bytes - self.int8_bytes
+            self.options.room[self.device] += self.float_bytes - self.int8_bytes
         in_float = InFloat(found.original if weights != "free" else None, self.source.lora_on(self.device))
         weight = Int8Weight(matrix, parameter.dtype, in_float=in_float, follows=weights == "keep", layer=self)
         exchange = Exchange(weights)
@@ -291,17 +260,19 @@ class Int8Layer:
         options = self.options
         self.rotation = best_rotation(self._errors, options.max_error)
         error = self._errors[self.rotation]
-        if not error <= options.max_error:
+        if not self.admits(error):
             self._unhook(module)
-            self.state, self.why = FLOAT, f"its error {error:.2%} is above {options.max_error:.2%}"
             return
         matrix = quantize_rows(stored.values(found.matrix), self.rotation)
         self.int8_bytes = matrix.codes.numel() + 4 * matrix.scales.numel()
         self.backend = backend_for(x, matrix)
-        inputs = x.shape, x.dtype, x.device, self.shape, self.format, self.rotation
-        if inputs not in options.times:
-            options.times[inputs] = times_of(x, found.matrix, module._parameters.get("bias"), matrix, options.clock)
-        self.times = options.times[inputs]
+        bias = module._parameters.get("bias")
+        bias = None if bias is None else bias.to(x.device, x.dtype)
+        attempts = [
+            lambda: F.linear(x, stored.values(found.matrix).to(x.dtype), bias),
+            lambda: int8_linear(x, matrix, bias),
+        ]
+        self.time((x.shape, x.dtype, x.device, self.shape, self.format, self.rotation), attempts, x.device)
         self._unhook(module)
         if self._is_no_faster():
             return
@@ -353,9 +324,7 @@ class Int8Layer:
         if error <= limit:
             return weight
         if not self.why:
-            why = f"its error was {error:.2%} in call {self.watch.calls}, above {limit:.2%}"
-            log.warning("%s: %s", self.name, why)
-            self.why = why
+            self.warn_of(error)
         if weight.original is not None:
             self.state = FLOAT
             self._go_back(weight)
@@ -374,8 +343,7 @@ class Int8Layer:
         with ordinary_tensors():
             matrix = quantize_rows(exact, rotation)
             self.backend, self.times, self.rotation = backend_for(x, matrix), None, rotation
-            codes, scales = matrix.codes.to(weight.device), matrix.scales.to(weight.device)
-            rotated = weight.with_matrix(Int8Matrix(codes, scales, rotation))
+            rotated = weight.with_matrix(matrix.to(weight.device))
             module._parameters["weight"] = nn.Parameter(rotated, requires_grad=False)
         self.watch.saw(errors[rotation])
         return rotated
@@ -402,7 +370,7 @@ class Int8Layer:
         copied._module = self._module if module is None else weakref.ref(copy.deepcopy(module, memo))
         copied._errors, copied.watch = dict(self._errors), copy.deepcopy(self.watch, memo)
         copied._exchange = copy.deepcopy(self._exchange, memo)
-        copied.source, copied.room = Source(), Room()
+        copied.source = Source()
         return copied
 
 
@@ -421,19 +389,3 @@ class Hook:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Hook:
         return Hook(copy.deepcopy(self.layer, memo), self.name)
-
-
-def is_captured(x: Tensor) -> bool:
-    """Whether a CUDA graph is being captured, during which no number can be read."""
-    return x.is_cuda and torch.cuda.is_current_stream_capturing()
-
-
-def has_numbers(x: Tensor) -> bool:
-    """Whether a tensor is one of a user's call that really happens, with at least one element."""
-    if torch.compiler.is_compiling() or isinstance(x, FakeTensor) or type(x) not in (Tensor, nn.Parameter):
-        return False
-    if torch._C._get_tracing_state() is not None:  # what is measured would become a part of the trace
-        return False
-    if inputs_are_made_up() or torch._C._functorch.is_functorch_wrapped_tensor(x):
-        return False
-    return not x.is_meta and x.dtype in FLOATS and x.numel() > 0

@@ -11,9 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..reference.checks import in_float64, rows_to_check
-from . import stored
+from ..reference.int8_rows import ROTATIONS, Int8Matrix, quantize_rows
 from .product import int8_linear
-from .quantize import ROTATIONS, Int8Matrix, quantize_rows
 
 SAMPLE_ROWS = 512
 FEW_ROWS, FEW_OUTPUTS = 128, 1024  # of a check that costs little
@@ -82,12 +81,8 @@ def relative_error(sample: Sample, weight: Tensor, matrix: Int8Matrix) -> float:
 
 
 def error_of(sample: Sample, rounded: Tensor, weights: Iterable[tuple[slice, Tensor]]) -> float:
-    """The relative error of ``rounded`` ``[M, N]``, which is the product of a sample in 8 bits, as
-    :func:`relative_error` has it.
-
-    Args:
-        weights: slices of the N rows of the weight, and those rows in float32.
-    """
+    """The relative error of a sample's product in 8 bits, ``rounded`` ``[M, N]``, as :func:`relative_error` has it.
+    ``weights``: slices of the N rows of the weight, and those rows in float32."""
     rows, counts = sample
     wide, squares = rows.float(), torch.zeros(2, counts.shape[1], dtype=torch.float64, device=counts.device)
     for some, weight in weights:
@@ -109,17 +104,3 @@ def best_rotation(errors: dict[int, float], max_error: float) -> int:
     size = min(errors, key=lambda size: errors[size])
     is_needed = errors[size] <= max_error < errors[0]
     return size if is_needed or errors[size] < _WORTH * errors[0] else 0
-
-
-def times_of(x: Tensor, weight: Tensor, bias: Tensor | None, matrix: Int8Matrix, clock: Clock) -> Times:
-    """The times of one call, taken in turn: with the weight as it is stored, and in 8 bits."""
-    with torch.no_grad():
-        bias = None if bias is None else bias.to(x.device, x.dtype)
-        of_float, of_int8 = clock(
-            [
-                lambda: F.linear(x, stored.values(weight).to(x.dtype), bias),
-                lambda: int8_linear(x, matrix, bias),
-            ],
-            x.device,
-        )
-    return Times(of_float, of_int8)

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..reference.int8_rows import Int8Matrix
 from .compute import forward, gradient_of_input, gradients, remember, result_shape
-from .quantize import Int8Matrix
 
 
 # torch 2.4 cannot read a schema from annotations that are text.

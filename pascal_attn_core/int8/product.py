@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from ..fused.code.linear_source import MOST_COLUMNS
+from ..fused.code.kinds import MOST_COLUMNS
+from ..reference.int8_rows import Int8Matrix, check_rotation
 from .backends import ACTIVATIONS, BACKENDS, FLOATS, GATED, activated
 from .compute import Linear, forward
-from .quantize import Int8Matrix, check_rotation
 
 
 def int8_linear(

@@ -9,8 +9,8 @@ from typing import NamedTuple
 from ..machine.device import MIB
 from ..patching import patch
 from ..patching.patch import OFF, ON, AnyReport, State, alike, states_of
-from .find import Found
-from .layer import FLOAT, INT8, WAITING, Int8Layer
+
+WAITING, INT8, FLOAT = "waiting", "int8", "float"
 
 
 class Int8ReportLine(NamedTuple):
@@ -147,41 +147,6 @@ def together(reports: list[Int8Report]) -> Int8Report:
         return reports[0]
     lines = [line for report in reports for line in report.lines]
     return replace(reports[0], lines=lines, what="linear and attention layers")
-
-
-def report_line(found: Found, layer: Int8Layer | None) -> Int8ReportLine:
-    """The state of one layer; ``layer`` is None where it is not patched."""
-    name, module, why_not, _ = found
-    kind = type(module).__name__
-    if layer is None:
-        state, _, why = why_not.partition(": ")
-        weight = module._parameters.get("weight")
-        return Int8ReportLine(name, kind, () if weight is None else tuple(weight.shape), state, why)
-    state, why, times = layer.state, layer.why or layer.note, layer.times
-    if layer.was_replaced:
-        state, why = FLOAT, "its weight was replaced, for example by a host that loads the float weight for each call"
-    elif layer.missed:
-        state, why = FLOAT, layer.missed
-    elif state == INT8 and not layer.options.enabled:
-        state, why = FLOAT, "the patch was removed"
-    return Int8ReportLine(
-        name=name,
-        kind=kind,
-        shape=layer.shape,
-        state=state,
-        why=why,
-        error=layer.error,
-        rotation=layer.rotation,
-        way=layer.backend.name,
-        why_way=layer.backend.why,
-        float_ms=None if times is None else times.in_float,
-        int8_ms=None if times is None else times.in_int8,
-        float_bytes=layer.float_bytes,
-        int8_bytes=layer.int8_bytes,
-        calls=layer.watch.calls,
-        latest=layer.watch.latest,
-        format=layer.format,
-    )
 
 
 def _facts(line: Int8ReportLine) -> str:

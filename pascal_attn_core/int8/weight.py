@@ -8,7 +8,7 @@ from where that is still there, else the one that its integers stand for. Writin
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -17,11 +17,45 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_map
 
+from ..reference.int8_rows import Int8Matrix, quantize_rows
 from . import stored
 from .backends import FLOATS
-from .lora import LowRank
 from .product import int8_linear
-from .quantize import Int8Matrix, quantize_rows
+
+
+class LowRank:
+    """``x -> x down^T up^T``, in x's dtype.
+
+    Attributes:
+        down: float ``[R, K]``.
+        up: float ``[N, R]``, with the adapter's factor in it.
+    """
+
+    def __init__(self, down: Tensor, up: Tensor):
+        if down.dim() != 2 or up.dim() != 2 or down.shape[0] != up.shape[1]:
+            raise ValueError(f"down and up must be [R, K] and [N, R], got {list(down.shape)} and {list(up.shape)}")
+        self.down, self.up = down, up
+
+    def __call__(self, x: Tensor) -> Tensor:
+        down, up = (part.to(x.device, x.dtype) for part in (self.down, self.up))
+        return F.linear(F.linear(x, down), up)
+
+    def matrix(self) -> Tensor:
+        """The matrix that it adds to the weight, float32 ``[N, K]``."""
+        return self.up.float() @ self.down.float()
+
+    def to(self, device: torch.device) -> LowRank:
+        """This adapter on a device."""
+        return LowRank(self.down.to(device), self.up.to(device))
+
+
+def joined(adapters: Sequence[tuple[Tensor, Tensor, float]]) -> LowRank | None:
+    """Adapters ``(down [R, K], up [N, R], factor)`` on one layer as one; None = there is none."""
+    if not adapters:
+        return None
+    downs = [down.float() for down, _, _ in adapters]
+    ups = [up.float() * factor for _, up, factor in adapters]
+    return LowRank(torch.cat(downs), torch.cat(ups, dim=1))
 
 
 class InFloat:
@@ -100,12 +134,10 @@ class Int8Weight(Tensor):
 
     @property
     def original(self) -> Tensor | None:
-        """The float matrix, or None where it was discarded."""
         return self.in_float.original
 
     @property
     def lora(self) -> LowRank | None:
-        """The adapters beside the matrix."""
         return self.in_float.lora
 
     @property
@@ -126,15 +158,12 @@ class Int8Weight(Tensor):
 
     def matrix_on(self, device: torch.device) -> Int8Matrix:
         """The integers on a device; copied there if they are elsewhere."""
-        if self.matrix.codes.device == device:
-            return self.matrix
-        codes, scales = (t.to(device, non_blocking=True) for t in self.matrix[:2])
-        return Int8Matrix(codes, scales, self.matrix.rotation)
+        return self.matrix if self.matrix.codes.device == device else self.matrix.to(device, non_blocking=True)
 
     def rows(self, some: Tensor | slice, device: torch.device) -> tuple[Tensor, Int8Matrix]:
         """The rows ``some`` of the float matrix without its adapters and of the one in 8 bits, on a device."""
         codes, scales, rotation = self.matrix
-        matrix = Int8Matrix(codes[some].to(device), scales[some].to(device), rotation)
+        matrix = Int8Matrix(codes[some], scales[some], rotation).to(device)
         return (matrix.float() if self.original is None else stored.values(self.original)[some].to(device)), matrix
 
     def like(self, matrix: Int8Matrix, dtype: torch.dtype | None = None, original: Tensor | None = None) -> Int8Weight:
@@ -150,9 +179,7 @@ class Int8Weight(Tensor):
 
     def write(self, values: Tensor) -> None:
         """Take other values, ``[N, K]`` of any float dtype."""
-        found = quantize_rows(values.detach().to(self.device), self.matrix.rotation)
-        self.matrix.codes.copy_(found.codes)
-        self.matrix.scales.copy_(found.scales)
+        self.matrix.copy_(quantize_rows(values.detach().to(self.device), self.matrix.rotation))
         self.in_float.lora = None  # the values hold what it adds
         self._write_original(values)
 
@@ -278,23 +305,23 @@ def _views_an_ordinary_one(func: Any, args: Any) -> bool:
 
 def _written(func: Any, args: Any) -> Int8Weight | None:
     """The weight that an operator writes into: its first argument."""
-    arguments = func._schema.arguments
-    info = arguments[0].alias_info if arguments else None
-    first = args[0] if args else None
-    return first if info is not None and info.is_write and isinstance(first, Int8Weight) else None
+    if not args or not isinstance(args[0], Int8Weight):
+        return None
+    info = func._schema.arguments[0].alias_info
+    return args[0] if info is not None and info.is_write else None
 
 
 # ---- operators that give another one ---------------------------------------------------------------------------------
 
 
-def _each(func: Any, weight: Int8Weight, *args: Any, **kwargs: Any) -> Int8Weight:
-    """The operator on each tensor inside."""
+def _each(func: Any, weight: Int8Weight, *args: Any, dtype: torch.dtype | None = None, **kwargs: Any) -> Int8Weight:
+    """The operator on each tensor inside; ``dtype`` is for the float one."""
     codes, scales, rotation = weight.matrix
     matrix = Int8Matrix(func(codes, *args, **kwargs), func(scales, *args, **kwargs), rotation)
     original = weight.original
     if original is not None and weight.follows:
-        original = func(original.detach(), *args, **kwargs)
-    return weight.like(matrix, original=original)
+        original = func(original.detach(), *args, **kwargs, **({} if dtype is None else {"dtype": dtype}))
+    return weight.like(matrix, dtype, original)
 
 
 def _alias(func: Any, weight: Int8Weight) -> Int8Weight:
@@ -308,11 +335,7 @@ def _moved(func: Any, weight: Int8Weight, **kwargs: Any) -> Any:
     if not dtype.is_floating_point:
         return func(weight.float_matrix(), dtype=dtype, **kwargs)
     kwargs = {name: value for name, value in kwargs.items() if name in ("device", "non_blocking", "pin_memory")}
-    codes, scales, rotation = weight.matrix
-    original = weight.original
-    if original is not None and weight.follows:
-        original = func(original.detach(), dtype=dtype, **kwargs)
-    return weight.like(Int8Matrix(func(codes, **kwargs), func(scales, **kwargs), rotation), dtype, original)
+    return _each(func, weight, dtype=dtype, **kwargs)
 
 
 def _empty_like(func: Any, weight: Int8Weight, **kwargs: Any) -> Any:
@@ -329,8 +352,7 @@ def _copy(func: Any, target: Int8Weight, source: Any, non_blocking: bool = False
     if not isinstance(source, Int8Weight) or source.matrix.rotation != target.matrix.rotation:
         target.write(source.float_matrix() if isinstance(source, Int8Weight) else source)
         return target
-    for mine, other in zip(target.matrix[:2], source.matrix[:2]):
-        mine.copy_(other, non_blocking=non_blocking)
+    target.matrix.copy_(source.matrix, non_blocking=non_blocking)
     target._write_original(source.own_matrix())
     target.in_float.lora = source.lora
     return target

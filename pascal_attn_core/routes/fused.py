@@ -10,7 +10,6 @@ import torch
 from ..call import AttentionCall, Gradients, Results, Wanted, empty_output
 from ..call.flex_rules import BlockRule
 from ..config import AttentionConfig, RouteUnavailable
-from ..fused.code.compilation import Compilation
 from ..fused.geometry.amd import has_dots
 from ..fused.launch import int8_definition
 from ..fused.launch.backward import backward_launches, sums_bytes
@@ -18,7 +17,7 @@ from ..fused.launch.fields import rows_are_readable
 from ..fused.launch.forward import forward_launches
 from ..fused.launch.int8 import int8_launches
 from ..fused.launch.packed import packed_launches
-from ..fused.launch.plan import Packed, Plan, int8_variant, plan_call, variants_of
+from ..fused.launch.plan import Packed, Plan, plain_gradients, plan_call, variant_of
 from ..fused.launch.select import call_reasons
 from ..fused.trust.kernels import Kernels, kernels_of
 from ..fused.trust.trial import Trials
@@ -237,7 +236,7 @@ class Int8Route(Route):
 
     def plan(self, request: Request) -> Plan | list[str]:
         if request.call.query.device.type == "cpu" and not takes_device(request.call.query.device):
-            return call_reasons(request.call, int8=True) or Plan(int8_variant(request.call))
+            return call_reasons(request.call, int8=True) or Plan(variant_of(request.call, "int8"))
         return find_plan(request.call, request.config, int8=True)
 
     def claim(self, request: Request) -> None:
@@ -300,7 +299,7 @@ def _with_atomic_gradients(
     call: AttentionCall, config: AttentionConfig, plan: Plan, kernels: Kernels, budget_bytes: int | None
 ) -> Plan:
     """The plan with one kernel for all gradients, or with the reason why it keeps those of fixed order."""
-    info, variant = runtime_of(call.query.device).info, variants_of(call, kernels.variant_arch).grad_all
+    info, variant = runtime_of(call.query.device).info, variant_of(call, "grad_all", kernels.variant_arch)
     most = Request(call, config).budget_bytes if budget_bytes is None else budget_bytes
     if torch.are_deterministic_algorithms_enabled():
         reason = "torch.use_deterministic_algorithms is on"
@@ -321,17 +320,13 @@ def _with_atomic_gradients(
 
 def in_fixed_order(call: AttentionCall, plan: Plan) -> Plan:
     """The plan with the kernels that sum each gradient in one order."""
-    variants = variants_of(call)
-    return plan._replace(gradients=(variants.grad_query, variants.grad_key_value), remark="")
+    return plan._replace(gradients=plain_gradients(call), remark="")
 
 
 class Int8Trials(Trials):
     """Trials of the kernels in 8 bits: their verdict leaves the exact ones as they are."""
 
-    file, words = "trial-int8", "8-bit attention"
-
-    def others(self) -> list[Compilation]:
-        return []
+    file, words, tries_others = "trial-int8", "8-bit attention", False
 
 
 def why_untried(call: AttentionCall, plan: Plan, trials: type[Trials] = Trials) -> str:

@@ -16,7 +16,7 @@ from torch import Tensor
 from ..call import AttentionCall, check_call
 from ..config import AttentionConfig, RouteUnavailable
 from ..fused.code.source import kernels_digest
-from ..fused.launch.plan import variants_of
+from ..fused.launch.plan import variant_of
 from ..fused.trust.kernels import Kernels
 from ..machine.out_of_memory import is_out_of_memory
 from ..machine.own_thread import in_backward
@@ -76,7 +76,7 @@ class Kind(NamedTuple):
         most_keys = min(_KEYS_OF_FEW_QUERIES, _TOKENS * _TOKENS // q_tokens)
         most_rows = _ROWS_WITH_GRADIENTS if call.needs_grad else _ROWS
         return Kind(
-            variant=variants_of(call).forward.name,
+            variant=variant_of(call, "forward").name,
             head_dim=call.head_dim,
             head_dim_v=call.head_dim_v,
             q_tokens=q_tokens,

@@ -3,12 +3,12 @@
 import pytest
 import torch
 
-from pascal_attn_core.fused.code.gguf_source import KERNELS, PRODUCT_FORMATS
+from pascal_attn_core.fused.code.kinds import KERNELS, PRODUCT_FORMATS
 from pascal_attn_core.fused.code.source import gguf_variants
-from pascal_attn_core.fused.gguf import run_product, why_no_product, why_not
-from pascal_attn_core.fused.launch.gguf_linear import GgufLinearCall, gguf_linear_launches
+from pascal_attn_core.fused.launch.gguf import GgufLinearCall, gguf_linear_launches
+from pascal_attn_core.fused.linear import run_product, why_no_expansion, why_no_product
 from pascal_attn_core.fused.trust.kernels import Kernels
-from pascal_attn_core.fused.trust.verify_gguf import expected, sane_blocks
+from pascal_attn_core.fused.trust.verify_linear import expected_product, sane_blocks
 from pascal_attn_core.gguf.int8 import product
 from pascal_attn_core.gguf.matrix import GgufMatrix, linear
 from pascal_attn_core.machine.runtime import runtime_of
@@ -17,7 +17,7 @@ from pascal_attn_core.routes.timing_table import median_times
 
 pytestmark = pytest.mark.gpu
 _DEVICE = torch.device("cuda", torch.cuda.current_device())
-if reason := why_not(_DEVICE, "Q8_0", torch.float16, torch.float32):
+if reason := why_no_expansion(_DEVICE, "Q8_0", torch.float16, torch.float32):
     pytest.skip(reason, allow_module_level=True)
 
 
@@ -64,7 +64,7 @@ def test_every_bit_of_a_product_is_that_of_the_definition(name: str, dtype: torc
                 continue
             call = there._replace(out=torch.full((rows, cols), float("nan"), dtype=dtype, device=_DEVICE))
             run_product(call, shape)
-            right = expected(here, gguf_linear_launches(call, shape)[-1].function)
+            right = expected_product(here, gguf_linear_launches(call, shape)[-1].function)
             assert torch.equal(call.out.cpu(), right.to(dtype))
 
 

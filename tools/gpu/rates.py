@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 
 from pascal_attn_core.cli.bench.clock import Clock
-from pascal_attn_core.fused.code.linear_source import LEAST_CAPABILITY
+from pascal_attn_core.fused.code.kinds import LEAST_CAPABILITY
 from pascal_attn_core.fused.code.params import Pack
 from pascal_attn_core.fused.code.source import INT8_HEAD_DIMS, Variant, source
 from pascal_attn_core.fused.gpu.cuda import CudaRuntime

@@ -54,7 +54,7 @@ from pascal_attn_core.fused.launch.plan import (
     num_splits,
     resident_blocks,
     tensor_splits,
-    variants_of,
+    variant_of,
 )
 from pascal_attn_core.fused.launch.stream_k import distribute
 from pascal_attn_core.fused.trust import verify
@@ -239,7 +239,6 @@ class Work:
 
     def launches(self, candidate: Candidate, num_sms: int, capability: tuple[int, int] | None = None) -> list[Launch]:
         """Launches of the candidate's kernels, and of delta, which the gradients' kernels read from."""
-        variants = variants_of(self.call)
         if not candidate.is_gradient:
             splits = 0
             if candidate.is_small and candidate.on_tensor_cores:
@@ -247,7 +246,7 @@ class Work:
                 splits = max(1, tensor_splits(self.call, wide, candidate, num_sms))
             elif candidate.is_small:
                 places = num_sms * resident_blocks(candidate, capability)
-                plain = variants.forward.geometry
+                plain = variant_of(self.call, "forward").geometry
                 splits = max(1, num_splits(self.call, plain, candidate.geometry, num_sms, places))
             pieces = None
             if candidate.is_even:
@@ -263,7 +262,7 @@ class Work:
         query, key, value = self.grads
         launches = backward_launches(
             self.call,
-            Plan(variants.forward, 0, chosen, self.packed),
+            Plan(variant_of(self.call, "forward"), 0, chosen, self.packed),
             self.grad_out,
             *self.results,
             self.log_sum,

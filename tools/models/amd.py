@@ -37,7 +37,7 @@ from pascal_attn_core.fused.code import prebuilt
 from pascal_attn_core.fused.code.source import Variant
 from pascal_attn_core.fused.launch import Launch
 from pascal_attn_core.fused.launch.forward import forward_launches
-from pascal_attn_core.fused.launch.plan import Plan, plan_call, tensor_plan, variants_of
+from pascal_attn_core.fused.launch.plan import Plan, plan_call, tensor_plan, variant_of
 from tools.amd import facts, waves
 
 from .compute_unit import GCN, RDNA2, RDNA3, RDNA4, REACH, SIMDS, ComputeUnit, Event, Timing
@@ -193,13 +193,13 @@ def forward_variant(head_dim: int, dtype: torch.dtype, arch: str = "gfx906", *, 
     if matrix:
         return Variant("wmma", head_dim, str(dtype).removeprefix("torch."), arch=arch)
     probe = torch.empty(1, 1, 1, head_dim, dtype=dtype)
-    return variants_of(check_call(probe, probe, probe), arch).forward
+    return variant_of(check_call(probe, probe, probe), "forward", arch)
 
 
 def block(variant: Variant, tiles: int, timing: Timing) -> Block:
     """A block of a shipped kernel without a mask, with this many tiles of keys."""
     geometry, arch = variant.geometry, variant.arch
-    code = prebuilt.find_amd(variant)
+    code = prebuilt.find(variant)
     if code is None:
         raise SystemExit(f"{variant.name} does not ship")
     generator = torch.Generator().manual_seed(0)

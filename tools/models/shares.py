@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import NamedTuple
 
-from pascal_attn_core.fused.code.linear_source import CHUNK_WORDS, KIND, QUANTIZE, TILES
+from pascal_attn_core.fused.code.kinds import CHUNK_WORDS, INT8_LINEAR, QUANTIZE, TILES
 from pascal_attn_core.fused.code.source import Variant, source
 from pascal_attn_core.fused.gpu.nvrtc import Nvrtc
 
@@ -239,7 +239,7 @@ def linear_share(
 
 @cache
 def _compiled(library: Nvrtc, dtype: int, rotation: int) -> dict[str, bytes]:
-    text = source(KIND)
+    text = source(INT8_LINEAR)
     for what, value in {**_DECIDED, "p.rotation": str(rotation)}.items():
         text = text.replace(what, value)
     return sections(library.compile(text, 61, {"PA_DTYPE": dtype}).cubin)

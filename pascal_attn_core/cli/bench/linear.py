@@ -16,7 +16,8 @@ from ...fused.linear import LinearCall
 from ...gguf import int8 as gguf
 from ...gguf.matrix import GgufMatrix
 from ...int8 import Int8Matrix, int8_linear, quantize_rows
-from ...int8.backends import backend_of, backends_of
+from ...int8.backends import LinearWays, backend_of
+from ...machine.runtime import runtime_of
 from .clock import Clock
 from .contest import Entrant, Result, Settings, Work, compete, silent
 from .shapes import choose, read_sizes
@@ -107,7 +108,7 @@ def _ways(x: Tensor, weight: Tensor, bias: Tensor) -> list[Entrant]:
     call = LinearCall(x, matrix, bias, "none", x.new_empty(x.shape[0], matrix.codes.shape[0]))
     chosen = backend_of(call).name
     ways.append(_way("int8", int8_linear, x, matrix, bias, ran=chosen))
-    for name in backends_of(call):
+    for name in runtime_of(x.device).part(LinearWays).able(call):
         if name != chosen:
             ways.append(_way(f"int8 by {name}", functools.partial(int8_linear, way=name), x, matrix, bias))
     rotation = next((group for group in (256, 64, 16) if x.shape[1] % group == 0), 0)

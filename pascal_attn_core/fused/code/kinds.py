@@ -1,4 +1,5 @@
-"""The kinds of kernels: which files of ``fused/cuda`` make the text of each, and which macros and functions it has."""
+"""The kinds of kernels: which files of ``fused/cuda`` make the text of each, and which macros and functions it has; and
+the sizes of the tiles of those for linear layers."""
 
 from __future__ import annotations
 
@@ -7,7 +8,58 @@ from typing import NamedTuple
 
 from ..geometry.amd import RANGES, WMMA_KINDS
 from ..geometry.tensor import MOST_PIECES
-from . import gguf_source, linear_source
+
+# ---- linear layers in 8-bit integers, cuda/int8_linear.cu ------------------------------------------------------------
+
+INT8_LINEAR = "int8_linear"
+_INT8_LINEAR_FILES = ("base.cuh", "elements.cuh", "codes.cuh", "int8_linear.cu")
+LEAST_CAPABILITY = (6, 1)  # dp4a
+CHUNK_WORDS = 8  # CHUNK of the text: rows of x in 8 bits are padded to a multiple of it
+QUANTIZE = "pa_linear_quantize"
+ROTATIONS = (0, 4, 16, 64, 256)
+MOST_COLUMNS = 1 << 17  # 2**17 products of two codes, each at most 128 * 127, fit 32 bits
+
+
+class LinearTile(NamedTuple):
+    """The part of one of the products that a block computes.
+
+    Attributes:
+        rows: of x; cols: rows of the weight.
+        threads: of a block.
+        has_few_rows: a block reads whole rows of the weight; else it is one of a grid of tiles.
+    """
+
+    rows: int
+    cols: int
+    threads: int
+    has_few_rows: bool = False
+
+
+TILES = {
+    "pa_linear": LinearTile(128, 128, 256),
+    "pa_linear_small": LinearTile(64, 64, 64),
+    "pa_linear_few": LinearTile(4, 32, 256, True),
+    "pa_linear_some": LinearTile(16, 16, 256, True),
+}
+
+# ---- GGUF weights: expanded, cuda/gguf_expand.cu, and multiplied by rows in 8 bits, cuda/gguf_linear.cu --------------
+
+GGUF_EXPAND = "gguf_expand"
+_GGUF_EXPAND_FILES = ("base.cuh", "elements.cuh", "gguf_expand.cu")
+_FORMATS = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "IQ4_XS")
+KERNELS = {name: f"pa_gguf_{name.lower()}" for name in _FORMATS}  # format -> function
+THREADS, WEIGHTS_OF_THREAD = 256, 4
+
+GGUF_LINEAR = "gguf_linear"
+_GGUF_LINEAR_FILES = ("base.cuh", "elements.cuh", "codes.cuh", "gguf_linear.cu")
+# In the order of the text's numbers.
+PRODUCT_FORMATS = ("Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "IQ4_XS", "Q3_K")
+# Formats with two scales for 32 weights, and from which capability on NVIDIA's compiler has too few registers for their
+# sums, by rows of the outputs of a thread.
+TWO_SCALES, TOO_NEW = ("Q6_K", "Q3_K"), {8: (9, 0), 4: (7, 0)}
+FEW = {"pa_gguf_few": LinearTile(4, 16, 256), "pa_gguf_some": LinearTile(16, 8, 256)}
+
+# ---- attention -------------------------------------------------------------------------------------------------------
 
 
 class Kind(NamedTuple):
@@ -44,27 +96,20 @@ def _tensor_kinds(
 ) -> dict[str, Kind]:
     """Whole calls, also with keys cut so that they fill the card, packed sequences, and few query rows, on the tensor
     cores of one generation."""
-
-    def kind(suffix: str, *, packed: bool = False, small: bool = False, even: bool = False) -> Kind:
-        function = f"pa_{name}{suffix}"
-        macros = {"PA_PACKED": int(packed), "PA_SPLIT": int(small), "PA_FORWARD_NAME": function}
-        if even:
-            macros |= {"PA_EVEN": 1, "MOST_PIECES": MOST_PIECES}
+    found = {}
+    for suffix in ("", "_packed", "_small", "_even"):
+        function, combine = f"pa_{name}{suffix}", f"pa_{name}_combine"
+        is_small, is_even = suffix == "_small", suffix == "_even"
+        macros = {"PA_PACKED": int(suffix == "_packed"), "PA_SPLIT": int(is_small), "PA_FORWARD_NAME": function}
+        macros |= {"PA_EVEN": 1, "MOST_PIECES": MOST_PIECES} if is_even else {}
+        macros |= {"PA_COMBINE_NAME": combine} if is_small else {}
         files = (*on_lanes, "tensor_lanes.cuh", "tensor_call.cuh", "tensor_tiles.cuh", *fragments, "mask_bits.cuh",
-                 "tensor_masks.cuh", *(("tensor_even.cuh",) if even else ()), "tensor_forward.cu",
-                 *(("combine.cuh",) if small else ()))  # fmt: skip
-        combine = f"pa_{name}_combine"
-        if small:
-            macros["PA_COMBINE_NAME"] = combine
-        functions = (function, combine) if small else (function,)
-        return Kind(files, macros, functions, True, least, below, "pa_even_bits" if even else "pa_mask_bits")
-
-    return {
-        name: kind(""),
-        f"{name}_packed": kind("_packed", packed=True),
-        f"{name}_small": kind("_small", small=True),
-        f"{name}_even": kind("_even", even=True),
-    }
+                 "tensor_masks.cuh", *(("tensor_even.cuh",) if is_even else ()), "tensor_forward.cu",
+                 *(("combine.cuh",) if is_small else ()))  # fmt: skip
+        functions = (function, combine) if is_small else (function,)
+        of_mask = "pa_even_bits" if is_even else "pa_mask_bits"
+        found[name + suffix] = Kind(files, macros, functions, True, least, below, of_mask)
+    return found
 
 
 def _gradient_kinds(
@@ -109,10 +154,10 @@ TABLE = {
         below=(8, 0),
     ),
     "int8": Kind(
-        (*linear_source.FILES[:3], "band.cuh", "lanes.cuh", "int8_pack.cuh", "mask_bits.cuh", "int8_attention.cu"),
+        (*_INT8_LINEAR_FILES[:3], "band.cuh", "lanes.cuh", "int8_pack.cuh", "mask_bits.cuh", "int8_attention.cu"),
         {},
         ("pa_int8_attention", "pa_pack_queries", "pa_pack_keys", "pa_pack_values"),
-        least=linear_source.LEAST_CAPABILITY,
+        least=LEAST_CAPABILITY,
         mask_function="pa_int8_mask_bits",
     ),
     "capped": _forward("pa_capped", PA_CAPPED=1),
@@ -123,9 +168,9 @@ TABLE = {
     **_gradient_kinds("volta", ("volta.cuh",), (7, 0), (7, 5)),
 }
 KINDS = tuple(TABLE)  # of attention
-TABLE[linear_source.KIND] = Kind(linear_source.FILES, {}, linear_source.FUNCTIONS, least=linear_source.LEAST_CAPABILITY)
-TABLE[gguf_source.KIND] = Kind(gguf_source.FILES, {}, tuple(gguf_source.KERNELS.values()))
-TABLE[gguf_source.LINEAR_KIND] = Kind(gguf_source.LINEAR_FILES, {}, (), least=linear_source.LEAST_CAPABILITY)
+TABLE[INT8_LINEAR] = Kind(_INT8_LINEAR_FILES, {}, (*TILES, QUANTIZE), least=LEAST_CAPABILITY)
+TABLE[GGUF_EXPAND] = Kind(_GGUF_EXPAND_FILES, {}, tuple(KERNELS.values()))
+TABLE[GGUF_LINEAR] = Kind(_GGUF_LINEAR_FILES, {}, (), least=LEAST_CAPABILITY)
 ALL_KINDS = tuple(TABLE)
 TABLE[RANGES] = _forward("pa_forward_ranges", "pa_combine", PA_RANGES=1)
 _WMMA = _tensor_kinds("wmma", ("wmma.cuh",), (0, 0), (0, 0), (*_ON_LANES[:-1], "wave.cuh"))

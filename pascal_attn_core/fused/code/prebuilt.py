@@ -14,8 +14,7 @@ from ..geometry import amd as amd_geometry
 from ..geometry.gradient import TURING, VOLTA, WMMA
 from ..geometry.plain import INT8_HEAD_DIMS
 from .amd_code import renamed
-from .compilation import Compilation
-from .gguf_source import GgufLinearVariant
+from .compilation import Compilation, GgufLinearVariant
 from .source import DTYPES, HEAD_DIMS, Variant, digest, gguf_linear_variants, linear_variants
 
 log = logging.getLogger("pascal_attn")
@@ -121,16 +120,21 @@ def best_arch(arch: str, variant: Compilation | None = None) -> int | None:
     return max(archs, default=None)
 
 
-def find(variant: Compilation, arch: str) -> bytes | None:
-    """The shipped machine code of a variant that runs on devices of this architecture, or None."""
-    if variant.arch:
-        return find_amd(variant)
-    best = best_arch(arch, variant)
-    return None if best is None else load(variant, best)
+def find(variant: Compilation, arch: str = "") -> bytes | None:
+    """The shipped machine code of a variant that runs on devices of an architecture, on AMD's that of the variant.
+    None: there is none, or it was made from another source."""
+    if not variant.arch:
+        best = best_arch(arch, variant)
+        return None if best is None else load(variant, best)
+    if variant.arch in amd_geometry.COMPILED:
+        return None
+    own = replace(variant, arch=amd_geometry.base(variant.arch))
+    code = _code_of(own, amd_manifest(), amd_pack_name(own))
+    return None if code is None else renamed(code, amd_geometry.target(variant.arch))
 
 
 def load(variant: Compilation, arch: int) -> bytes | None:
-    """The shipped cubin, or None: there is none, or it was made from another source."""
+    """The shipped cubin of this very architecture, or None."""
     return _code_of(variant, manifest(), pack_name(arch, variant))
 
 
@@ -177,13 +181,3 @@ def amd_variants(arch: str) -> list[Variant | GgufLinearVariant]:
 def amd_pack_name(variant: Compilation) -> str:
     """The file name of the pack that holds a variant's code, whichever card of the family it is for."""
     return f"{amd_geometry.base(variant.arch)}-{variant.pack}.xz"
-
-
-def find_amd(variant: Compilation) -> bytes | None:
-    """The shipped code object of a variant with an ``arch``, as that card loads it; None: there is none, or it was made
-    from another source."""
-    if variant.arch in amd_geometry.COMPILED:
-        return None
-    own = replace(variant, arch=amd_geometry.base(variant.arch))
-    code = _code_of(own, amd_manifest(), amd_pack_name(own))
-    return None if code is None else renamed(code, amd_geometry.target(variant.arch))

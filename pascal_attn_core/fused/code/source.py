@@ -24,11 +24,8 @@ from ..geometry.tensor import (
     TensorGeometry,
     tensor_geometry,
 )
-from . import gguf_source, linear_source
-from .compilation import Compilation
-from .gguf_source import GgufLinearVariant, GgufVariant
-from .kinds import KINDS, TABLE
-from .linear_source import LinearVariant
+from .compilation import DTYPES, Compilation, DtypeVariant, GgufLinearVariant
+from .kinds import GGUF_EXPAND, GGUF_LINEAR, INT8_LINEAR, KINDS, PRODUCT_FORMATS, TABLE
 
 FOLDER = Path(__file__).parents[1] / "cuda"
 
@@ -38,7 +35,6 @@ def is_tensor_gradient(kind: str) -> bool:
     return TABLE[kind].on_tensor_cores and "grad" in kind
 
 
-DTYPES = ("float32", "float16", "bfloat16")
 MASKS = ("none", "bool", "float")
 STATIC_BYTES = 48 << 10  # shared memory that a kernel may have without asking the driver
 
@@ -77,9 +73,7 @@ class Variant(Compilation):
 
     @property
     def pack(self) -> str:
-        if self.kind == "int8":
-            return self.kind
-        return f"{self.head_dim}{'-tensor' if self.on_tensor_cores else ''}"
+        return self.kind if self.kind == "int8" else f"{self.head_dim}{'-tensor' if self.on_tensor_cores else ''}"
 
     @functools.cached_property
     def geometry(self) -> AnyGeometry:
@@ -91,10 +85,6 @@ class Variant(Compilation):
         if self.on_tensor_cores:
             return tensor_geometry(self.kind, self.head_dim, self.mask, padded=self.padded)
         return plain_geometry(self.kind, self.head_dim, self.dtype, self.mask, padded=self.padded)
-
-    @property
-    def on_tensor_cores(self) -> bool:
-        return TABLE[self.kind].on_tensor_cores
 
     @property
     def is_gradient(self) -> bool:
@@ -112,16 +102,6 @@ class Variant(Compilation):
         return 128.0 if isinstance(g, AmdGeometry) and g.pairs == 2 else 1.0
 
     @property
-    def is_small(self) -> bool:
-        """Whether it is for few query rows: its tiles hold those of a group of heads, the keys may be cut."""
-        return self.kind.endswith(("split", "small"))
-
-    @property
-    def cuts_keys(self) -> bool:
-        """Whether its keys may be cut into ranges, with a block for each and a kernel that joins them."""
-        return self.is_small or self.kind == amd_geometry.RANGES
-
-    @property
     def exists(self) -> bool:
         if self.kind == amd_geometry.RANGES:
             return bool(self.arch) and amd_geometry.has_ranges(self.head_dim, self.dtype, self.mask, padded=self.padded)
@@ -135,14 +115,6 @@ class Variant(Compilation):
         if self.is_even:
             return self.mask != "float" and self.head_dim <= EVEN_HEAD_DIM
         return not (self.on_tensor_cores and self.mask == "float" and self.head_dim > FLOAT_MASK_HEAD_DIM)
-
-    @property
-    def is_even(self) -> bool:
-        return self.kind.endswith("_even")
-
-    def runs_on(self, capability: tuple[int, int]) -> bool:
-        kind = TABLE[self.kind]
-        return not self.arch and kind.least <= capability < kind.below
 
     @property
     def flush_tiles(self) -> int:
@@ -175,9 +147,8 @@ class Variant(Compilation):
 
     @property
     def functions(self) -> tuple[str, ...]:
-        kind = TABLE[self.kind]
-        of_mask = (kind.mask_function,) if kind.mask_function and self.mask != "none" else ()
-        return (*kind.functions, *of_mask)
+        of_mask = TABLE[self.kind].mask_function
+        return (*super().functions, *((of_mask,) if of_mask and self.mask != "none" else ()))
 
     def macros(self) -> dict[str, object]:
         padded, geometry = self.padded, self.geometry
@@ -186,7 +157,7 @@ class Variant(Compilation):
             padded = padded or (self.head_dim == 512 and self.mask != "none" and self.dtype == "float32")
         found: dict[str, object] = {
             "PA_D": self.head_dim,
-            "PA_DTYPE": DTYPES.index(self.dtype),
+            **super().macros(),
             "PA_MASK": MASKS.index(self.mask),
             "PA_PAD": int(padded),
             **geometry.macros(self.head_dim),
@@ -231,15 +202,15 @@ def all_variants() -> Iterator[Variant]:
                 yield variant
 
 
-def linear_variants() -> tuple[LinearVariant, ...]:
+def linear_variants() -> tuple[DtypeVariant, ...]:
     """Every variant of the linear layer in 8-bit integers."""
-    return tuple(LinearVariant(linear_source.KIND, dtype) for dtype in DTYPES)
+    return tuple(DtypeVariant(INT8_LINEAR, dtype) for dtype in DTYPES)
 
 
 def gguf_variants(arch: str = "") -> tuple[Compilation, ...]:
     """Every variant for GGUF weights: of their expansion, of which none ships, then of their product; ``arch``: on
     AMD's devices, which have only the latter."""
-    expansions = (GgufVariant(gguf_source.KIND, dtype) for dtype in DTYPES if not arch)
+    expansions = (DtypeVariant(GGUF_EXPAND, dtype) for dtype in DTYPES if not arch)
     return (*expansions, *gguf_linear_variants(arch))
 
 
@@ -247,18 +218,14 @@ def gguf_linear_variants(arch: str = "") -> tuple[GgufLinearVariant, ...]:
     """Every variant of the product with GGUF weights and x in 8 bits; ``arch``: on AMD's devices."""
     if arch and not amd_geometry.has_dots(arch):
         return ()
-    return tuple(
-        GgufLinearVariant(gguf_source.LINEAR_KIND, name, rows, arch=arch)
-        for name in gguf_source.PRODUCT_FORMATS
-        for rows in (8, 4)
-    )
+    return tuple(GgufLinearVariant(GGUF_LINEAR, name, rows, arch=arch) for name in PRODUCT_FORMATS for rows in (8, 4))
 
 
 def from_row(row: Sequence[Any]) -> Compilation:
     """The compilation whose fields these are, in their order: see :func:`dataclasses.astuple`."""
-    kinds: dict[str, Any] = {linear_source.KIND: LinearVariant, gguf_source.KIND: GgufVariant}
-    kinds[gguf_source.LINEAR_KIND] = GgufLinearVariant
-    return kinds.get(row[0], Variant)(*row)
+    makers: dict[str, Any] = dict.fromkeys((INT8_LINEAR, GGUF_EXPAND), DtypeVariant)
+    makers[GGUF_LINEAR] = GgufLinearVariant
+    return makers.get(row[0], Variant)(*row)
 
 
 @functools.cache
@@ -285,11 +252,17 @@ def digest(variant: Compilation) -> str:
 
 
 @functools.cache
+def digest_of(variants: tuple[Compilation, ...]) -> str:
+    """Hash of some kernels: another one, and what was found out of them no longer holds."""
+    return hashlib.sha256("".join(map(digest, variants)).encode()).hexdigest()[:16]
+
+
+@functools.cache
 def kernels_digest(arch: str = "") -> str:
     """Hash of all kernels of attention and their geometries: another one, and what was measured no longer holds."""
+    kinds, tables = KINDS, repr((PLAIN_TABLES, TENSOR_TABLES, GRADIENT_TABLES))
     if arch:
-        texts = [_code(kind, arch) for kind in (*amd_geometry.KINDS, amd_geometry.RANGES, *amd_geometry.WMMA_KINDS)]
-        return hashlib.sha256(("".join(texts) + repr((amd_geometry.TABLES, WMMA_TABLES))).encode()).hexdigest()[:16]
-    return hashlib.sha256(
-        ("".join(map(_code, KINDS)) + repr((PLAIN_TABLES, TENSOR_TABLES, GRADIENT_TABLES))).encode()
-    ).hexdigest()[:16]
+        kinds = *amd_geometry.KINDS, amd_geometry.RANGES, *amd_geometry.WMMA_KINDS
+        tables = repr((amd_geometry.TABLES, WMMA_TABLES))
+    text = "".join(_code(kind, arch) for kind in kinds) + tables
+    return hashlib.sha256(text.encode()).hexdigest()[:16]

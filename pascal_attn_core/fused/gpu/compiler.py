@@ -10,17 +10,8 @@ from .runtime import CompileError
 
 
 class RuntimeCompiler:
-    """A compiler's library.
-
-    Attributes:
-        prefix: of its functions' names: "nvrtc", "hiprtc".
-        version: as it says itself.
-
-    Raises:
-        OSError: the file is no library that can be loaded here.
-        AttributeError: it is not this compiler.
-        CompileError: it does not tell its version.
-    """
+    """A compiler's library, whose functions' names begin with ``prefix``. An OSError where the file is no library that
+    can be loaded here, an AttributeError or CompileError where it is not this compiler."""
 
     prefix: str
 
@@ -33,14 +24,8 @@ class RuntimeCompiler:
         self.version = (major.value, minor.value)
 
     def _compiled(self, text: str, arch: str, options: Sequence[str], code: str) -> tuple[bytes, str]:
-        """Machine code of one source text, and the compiler's log.
-
-        Args:
-            arch: for the message of an error.
-            code: what the compiler calls machine code: its function for it is ``<prefix>Get<code>``.
-        Raises:
-            CompileError: with the log.
-        """
+        """Machine code of one source text, and the compiler's log; a CompileError with that log and ``arch``. The
+        compiler's function for machine code is ``<prefix>Get<code>``."""
         program = ctypes.c_void_p()
         self._call("CreateProgram", ctypes.byref(program), text.encode(), b"pascal_attn.cu", 0, None, None)
         try:

@@ -22,11 +22,7 @@ _MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 
 
 class CudaDriver(Driver):
-    """The CUDA driver's library.
-
-    Raises:
-        OSError: there is none on this machine.
-    """
+    """The CUDA driver's library; an OSError where there is none on this machine."""
 
     maker, prefix = "CUDA", "cu"
 

@@ -6,9 +6,12 @@ from __future__ import annotations
 import ctypes
 import functools
 import platform
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
+
+import torch
 
 from ...machine.amd_system import OVERRIDE
 from ...machine.device import DeviceInfo
@@ -17,22 +20,18 @@ from ..code.compilation import Compilation
 from ..code.params import Params
 from ..code.source import source
 from ..geometry.amd import LDS_BYTES, compile_target, kernel_arch, options, target
-from . import hip_libraries, hiprtc
+from . import hip_libraries
+from .compiler import RuntimeCompiler, loaded
 from .runtime import CompileError, Driver, DriverError, GpuRuntime
 
 _BUFFER, _SIZE, _END = 1, 2, 3  # HIP_LAUNCH_PARAM_BUFFER_POINTER, _BUFFER_SIZE, _END
 _INVALID_VALUE = 1  # hipErrorInvalidValue
+_ANY_VERSION = (9, 0)  # that HIPRTC of ROCm 5 and 6 says it has
 
 
 class HipDriver(Driver):
-    """The HIP runtime's library.
-
-    Args:
-        paths: files and names that may be it; None = those of :func:`.hip_libraries.runtime_candidates`.
-    Raises:
-        OSError: there is none on this machine.
-        DriverError: it finds no card, or cannot be initialised.
-    """
+    """The HIP runtime's library, the first of ``paths`` that is it; an OSError where there is none on this machine, a
+    DriverError where it finds no card."""
 
     maker, prefix = "HIP", "hip"
 
@@ -100,10 +99,38 @@ def hip_driver() -> HipDriver:
     return HipDriver()
 
 
+class Hiprtc(RuntimeCompiler):
+    """HIPRTC, AMD's runtime compiler: it needs no GPU, no toolkit and no other compiler."""
+
+    prefix = "hiprtc"
+
+    def __init__(self, path: str):
+        super().__init__(path)
+        self.version = version_of(self.version, torch.version.hip)
+
+    def compile(self, text: str, arch: str, macros: dict[str, object], options: Sequence[str] = ()) -> bytes:
+        """The code object of one source text for an architecture, ``"gfx906"``. Raises CompileError."""
+        options = [f"--offload-arch={arch}", *options, *(f"-D{name}={value}" for name, value in macros.items())]
+        return self._compiled(text, arch, options, "Code")[0]
+
+
+def version_of(said: tuple[int, int], hip: str | None) -> tuple[int, int]:
+    """The version of a library that has ``said`` one itself; ``hip``: that torch was built with, and whose compiler its
+    wheels bring, ``"6.3.42133-1b9c17779"``."""
+    found = re.match(r"(\d+)\.(\d+)", hip or "")
+    return (int(found[1]), int(found[2])) if found and said == _ANY_VERSION else said
+
+
+@functools.cache
+def hip_compiler() -> Hiprtc | None:
+    """The HIPRTC of this machine, or None."""
+    return next(loaded(Hiprtc, hip_libraries.compiler_candidates()), None)
+
+
 class HipRuntime(GpuRuntime):
     """AMD's HIP runtime, and HIPRTC."""
 
-    open_driver, find_compiler = staticmethod(hip_driver), staticmethod(hiprtc.find)
+    open_driver, find_compiler = staticmethod(hip_driver), staticmethod(hip_compiler)
     driver_name, compiler_name = "HIP runtime", "HIPRTC"
     where_compiler_is = ", which torch's ROCm wheels bring"
 
@@ -126,7 +153,7 @@ class HipRuntime(GpuRuntime):
             return ""
         return f"HIP {version}, {platform.release()}"
 
-    def compiler(self, arch: str) -> hiprtc.Hiprtc | None:
+    def compiler(self, arch: str) -> Hiprtc | None:
         return self.find_compiler()
 
     def compile(self, variant: Compilation, arch: str) -> bytes:

@@ -25,18 +25,17 @@ _LONGEST_PATH = 32767  # of Windows, in characters
 
 def loaded_runtime(maps: Path = _MAPS) -> str | None:
     """The file of the HIP runtime that this process has loaded already, or None."""
-    return _loaded_dll() if sys.platform == "win32" else _mapped(f"lib{RUNTIME}", maps)
-
-
-def _mapped(begin: str, maps: Path) -> str | None:
+    if sys.platform == "win32":
+        return _loaded_dll()
     try:
         lines = maps.read_text(encoding="utf-8", errors="surrogateescape").splitlines()
     except OSError:
         return None
     # address, permissions, offset, device, inode, and the path, which may hold spaces
-    paths = (parts[5] for line in lines if len(parts := line.split(None, 5)) == 6)
+    paths = [parts[5] for line in lines if len(parts := line.split(None, 5)) == 6]
     # Tools that repair wheels put a hash into the names of libraries.
-    return next((path for path in paths if (name := os.path.basename(path)).startswith(begin) and ".so" in name), None)
+    names = ((os.path.basename(path), path) for path in paths)
+    return next((path for name, path in names if name.startswith(f"lib{RUNTIME}") and ".so" in name), None)
 
 
 def _loaded_dll() -> str | None:

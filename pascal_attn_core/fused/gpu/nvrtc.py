@@ -11,7 +11,7 @@ import logging
 import os
 import re
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -59,11 +59,7 @@ class Nvrtc(RuntimeCompiler):
         return list(archs)
 
     def compile(self, text: str, arch: int, macros: dict[str, object]) -> Compiled:
-        """Machine code of one source text.
-
-        Raises:
-            CompileError: with the compiler's log.
-        """
+        """Machine code of one source text; a CompileError with the compiler's log where it refuses it."""
         options = [*OPTIONS, f"--gpu-architecture=sm_{arch}", *(f"-D{name}={value}" for name, value in macros.items())]
         return Compiled(*self._compiled(text, f"sm_{arch}", options, "CUBIN"))
 
@@ -78,14 +74,11 @@ class Nvrtc(RuntimeCompiler):
 
 def _folders() -> Iterator[Path]:
     """Where wheels put it: NVIDIA's own packages, and torch's (on Windows)."""
-    for package in ("nvidia", "torch"):
+    for package, patterns in (("nvidia", ("*/lib", "*/bin", "*/bin/x86_64")), ("torch", ("lib",))):
         spec = importlib.util.find_spec(package)
         for root in (spec.submodule_search_locations or ()) if spec else ():
-            if package == "nvidia":
-                for below in ("lib", "bin", "bin/x86_64"):
-                    yield from sorted(Path(root).glob(f"*/{below}"))
-            else:
-                yield Path(root) / "lib"
+            for pattern in patterns:
+                yield from sorted(Path(root).glob(pattern))
 
 
 def candidates() -> list[str]:
@@ -96,11 +89,7 @@ def candidates() -> list[str]:
     return [*found, *names]
 
 
-def load(paths: Sequence[str]) -> list[Nvrtc]:
-    return list(loaded(Nvrtc, paths))
-
-
 @functools.cache
 def find(arch: int) -> Nvrtc | None:
     """An NVRTC on this machine that compiles for sm_<arch>, or None."""
-    return next((library for library in load(candidates()) if library.serves(arch)), None)
+    return next((library for library in loaded(Nvrtc, candidates()) if library.serves(arch)), None)

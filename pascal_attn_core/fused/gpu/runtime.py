@@ -1,6 +1,5 @@
 """The software of a GPU's maker, as far as the kernels need it: a :class:`Driver`, which loads and launches machine
-code, and a compiler for what does not ship. CUDA's is in ``cuda.py`` and ``nvrtc.py``, HIP's in ``hip.py`` and
-``hiprtc.py``; :func:`.vendors.gpu_runtime_of` says which one serves a device."""
+code, and a compiler for what does not ship. CUDA's are in ``cuda.py`` and ``nvrtc.py``, HIP's in ``hip.py``."""
 
 from __future__ import annotations
 
@@ -62,11 +61,7 @@ class Driver(ABC):
     _lib: Any
 
     def call(self, function: str, *arguments: object) -> None:
-        """Call a function of the library.
-
-        Raises:
-            DriverError: it did not succeed.
-        """
+        """Call a function of the library; a DriverError where it does not succeed."""
         code = getattr(self._lib, function)(*arguments)
         if code:
             message = f"{function}: {self._words_of(code) or f'error {code}'}"
@@ -83,11 +78,8 @@ class Driver(ABC):
         """A block in which the device is this thread's current one."""
 
     def load(self, index: int, image: bytes, functions: tuple[str, ...]) -> dict[str, Any]:
-        """Handles of the functions of an image on a device. May be called while a graph is being captured.
-
-        Raises:
-            DriverError: the driver does not take this image.
-        """
+        """Handles of the functions of an image on a device; a DriverError where the driver does not take the image. May
+        be called while a graph is being captured."""
         module, handles = ctypes.c_void_p(), {}
         with self.on(index), self._relaxed_capture():
             self.call(f"{self.prefix}ModuleLoadData", ctypes.byref(module), image)
@@ -112,29 +104,17 @@ class Driver(ABC):
 
     @abstractmethod
     def allow_shared(self, index: int, function: Any, count: int) -> None:
-        """Let a kernel ask for this many bytes of shared memory at launch.
-
-        Raises:
-            DriverError: a block on this device cannot have so much.
-        """
+        """Let a kernel ask for this many bytes of shared memory at launch; a DriverError where no block on this device
+        can have so much."""
 
     def launch(
-        self,
-        index: int,
-        function: Any,
-        grid: tuple[int, int, int],
-        threads: int,
-        params: Params,
-        shared_bytes: int = 0,
+        self, index: int, function: Any, grid: tuple[int, int, int], threads: int, params: Params, shared_bytes: int = 0
     ) -> None:
-        """Queue a kernel on torch's current stream of a device. The driver copies the parameters.
+        """Queue a function of :meth:`load` on torch's current stream of a device; with a DriverError nothing has been
+        queued. The driver copies the parameters, one structure.
 
         Args:
-            function: of :meth:`load`; grid: blocks; threads: of a block.
-            params: the kernel's only parameter, one structure.
             shared_bytes: of a block, beside what the kernel declares.
-        Raises:
-            DriverError: nothing has been queued.
         """
         stream = ctypes.c_void_p(self.stream(index))
         with self.on(index):
@@ -153,19 +133,15 @@ class GpuRuntime(ABC):
     """A maker's driver and compiler. Architectures have their compiler's names: ``"sm_61"``, ``"gfx906"``.
 
     Args:
-        open_driver: instead of the maker's: gives the process's driver. It raises OSError where there is none on this
-            machine, and DriverError where it cannot be initialised.
-        find_compiler: instead of the maker's: gives a compiler, or None.
-
-    Attributes:
-        driver_name, compiler_name: what their maker calls them; where_compiler_is: how the compiler is had.
+        open_driver, find_compiler: instead of the maker's: give the process's driver, and a compiler or None. The first
+            raises OSError where there is no driver on this machine, DriverError where it cannot be initialised.
     """
 
     open_driver: Callable[..., Any]
     find_compiler: Callable[..., Any]
     driver_name: str
     compiler_name: str
-    where_compiler_is: str
+    where_compiler_is: str  # for a sentence that says that it is missing
 
     def __init__(
         self, open_driver: Callable[[], Any] | None = None, find_compiler: Callable[..., Any] | None = None
@@ -201,11 +177,7 @@ class GpuRuntime(ABC):
 
     @abstractmethod
     def compile(self, variant: Compilation, arch: str) -> bytes:
-        """Machine code of a variant.
-
-        Raises:
-            CompileError: with the compiler's log; or there is no compiler.
-        """
+        """Machine code of a variant; a CompileError where there is no compiler, or with its log."""
 
     def no_compiler(self, arch: str) -> str:
         """A sentence for an architecture without a compiler: what is missing, and how it is had."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import NamedTuple
 
 from torch import Tensor
@@ -21,6 +22,22 @@ class Launch(NamedTuple):
     params: Params
     keep: tuple[Tensor, ...] = ()
     work: int = 0
+
+    @staticmethod
+    def over(
+        variant: Compilation,
+        function: str,
+        grid: tuple[int, int, int],
+        threads: int,
+        params: type[Params],
+        tensors: Mapping[str, Tensor | None],
+        work: int = 0,
+        **numbers: float,
+    ) -> Launch:
+        """The launch with these tensors' addresses (0 for None) and these numbers as its parameters."""
+        addresses = {name: 0 if tensor is None else tensor.data_ptr() for name, tensor in tensors.items()}
+        keep = tuple(tensor for tensor in tensors.values() if tensor is not None)
+        return Launch(variant, function, grid, threads, params(**addresses, **numbers), keep, work)
 
     @property
     def shared_bytes(self) -> int:

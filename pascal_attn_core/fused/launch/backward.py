@@ -26,7 +26,6 @@ def backward_launches(
     """The launches that write the gradients of query, key and value.
 
     Args:
-        plan: with the variants for gradients.
         grad_out, out: ``[*batch, Hq, L, Dv]``, rows as the kernels take them.
         lse, log_sum, grad_lse: ``[*batch, Hq, L]`` float32, contiguous.
         grads: of query ``[*batch, Hq, L, D]``, key ``[*batch, Hkv, S, D]`` and value ``[*batch, Hkv, S, Dv]``, in full

@@ -173,13 +173,8 @@ def mask_bits(call: AttentionCall, view: View, words: int) -> Tensor:
 def mask_tiles(
     bits: Tensor, units: int, row_tiles: int, key_tiles: int
 ) -> tuple[Tensor, dict[str, int], tuple[int, int, int]]:
-    """Memory for a flag of each of these tiles, the fields that name flags and bits, and the grid of the kernel that
-    writes both.
-
-    Args:
-        bits: see :func:`mask_bits`.
-        units: heads, or groups of heads, with tiles of their own.
-    """
+    """Memory for a flag of each of these tiles, of ``units`` heads or groups of heads, the fields that name flags and
+    the bits of :func:`mask_bits`, and the grid of the kernel that writes both."""
     flags = bits.new_empty((bits.shape[0], units, row_tiles, key_tiles), dtype=torch.uint8)
     bits_b, bits_h, bits_q, _ = steps(bits)
     flags_b, flags_h, flags_q, _ = steps(flags)

@@ -17,20 +17,15 @@ import torch
 from torch import Tensor
 
 from ...reference.gguf_blocks import Parts
+from ...reference.int8_rows import quantize_rows
 
-LEAST_SCALE = 1e-30  # of zeros
 MAGIC = 12582912.0
 WIDTH = 32  # columns with one scale of x
 UNITS = {"Q6_K": 4.0, "Q3_K": 32.0}  # the kernel's codes are q times this
 
 
 class RoundedRows(NamedTuple):
-    """Rows of x in 8 bits.
-
-    Attributes:
-        codes: int8 ``[K / 32, M, 32]``.
-        scales: float32 ``[K / 32, M, 1]``.
-    """
+    """Rows of x in 8 bits: codes int8 ``[K / 32, M, 32]``, scales float32 ``[K / 32, M, 1]``."""
 
     codes: Tensor
     scales: Tensor
@@ -39,11 +34,9 @@ class RoundedRows(NamedTuple):
 def round_rows(x: Tensor) -> RoundedRows:
     """Rows ``[M, K]`` of any float dtype in 8 bits. 32 columns with a NaN or an infinity have that as their scale, and
     codes of zero: products with them are NaN."""
-    blocks = x.unflatten(1, (-1, WIDTH)).transpose(0, 1).float()
-    scales = blocks.abs().amax(dim=-1, keepdim=True)
-    # On CUDA a division by a Python number is a product with its reciprocal, which is another number.
-    scales = scales.div_(scales.new_full((), 127.0)).clamp_(min=LEAST_SCALE)
-    return RoundedRows((blocks / scales).round_().nan_to_num_(0.0).to(torch.int8), scales)
+    blocks = x.unflatten(1, (-1, WIDTH)).transpose(0, 1)
+    codes, scales, _ = quantize_rows(blocks.reshape(-1, WIDTH))
+    return RoundedRows(codes.view(blocks.shape), scales.view(*blocks.shape[:2], 1))
 
 
 def product(x: RoundedRows, weight: Parts, name: str, lanes: int = 1) -> Tensor:

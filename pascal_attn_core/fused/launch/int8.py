@@ -40,7 +40,7 @@ def int8_launches(call: AttentionCall, plan: Plan, out: Tensor, lse: Tensor | No
             of_part = tuple(mean[batches, heads] for mean in means)
             launches += _pack_launches(call, plan.forward, part, words, of_part)
             of_mask = {} if mask is None else mask.fields(batches.start, of_query.start)
-            keep = (*view.tensors, *words, *means, *(() if mask is None else mask.tensors))
+            keep = (*view.tensors, *words, *means, *(() if mask is None else (mask.bits, mask.flags)))
             launches.append(_attention_launch(call, plan.forward, part, words, of_part, of_mask)._replace(keep=keep))
     return launches
 
@@ -92,57 +92,42 @@ def _pack_launches(
     call: AttentionCall, variant: Variant, view: View, words: _Words, means: tuple[Tensor, ...]
 ) -> list[Launch]:
     launches = []
-    mean_key, mean_value = (mean.data_ptr() for mean in means)
-    of_query = {"scale": call.scale, "scale_log2": call.scale * LOG2_E}
-    scores = {"mean": mean_key, "mean_scores": words.mean_scores.data_ptr()} if words.mean_scores.numel() else {}
+    mean_key, mean_value = means
+    scores = {"mean": mean_key, "mean_scores": words.mean_scores} if words.mean_scores.numel() else {}
+    of_values = {"words": words.v, "scales": words.v_scales, "logs": words.v_logs, "mean": mean_value}
     for function, tensor, own in (
-        ("pa_pack_queries", view.query, {"words": words.q, "scales": words.q_scales, **of_query, **scores}),
+        ("pa_pack_queries", view.query, {"words": words.q, "scales": words.q_scales, **scores}),
         ("pa_pack_keys", view.key, {"words": words.k, "scales": words.k_scales, "mean": mean_key}),
-        (
-            "pa_pack_values",
-            view.value,
-            {"words": words.v, "scales": words.v_scales, "logs": words.v_logs, "mean": mean_value},
-        ),
+        ("pa_pack_values", view.value, of_values),
     ):
         batches, heads, rows, dim = tensor.shape
         batch, head, token, _ = steps(tensor)
-        fields = {name: t.data_ptr() if isinstance(t, Tensor) else t for name, t in own.items()}
-        fields |= {"x": tensor.data_ptr(), "xb": batch, "xh": head, "xs": token}
-        group, tiles = (call.groups if tensor is view.query else 1), -(-rows // variant.geometry.cols)
-        params = Pack(**fields, rows=rows, heads=heads, group=group, tiles=tiles, dim=dim)
+        tiles = -(-rows // variant.geometry.cols)
+        numbers = {
+            "xb": batch, "xh": head, "xs": token, "rows": rows, "heads": heads, "group": 1, "tiles": tiles, "dim": dim,
+        }  # fmt: skip
+        if tensor is view.query:
+            numbers |= {"group": call.groups, "scale": call.scale, "scale_log2": call.scale * LOG2_E}
         grid = -(-tiles // 4), heads, batches
-        launches.append(Launch(variant, function, grid, 128, params, (*view.tensors, *words, *means)))
+        launches.append(Launch.over(variant, function, grid, 128, Pack, {"x": tensor, **own}, **numbers))
     return launches
 
 
 def _attention_launch(
-    call: AttentionCall,
-    variant: Variant,
-    view: View,
-    words: _Words,
-    means: tuple[Tensor, ...],
-    of_mask: dict[str, int],
+    call: AttentionCall, variant: Variant, view: View, words: _Words, means: tuple[Tensor, ...], of_mask: dict[str, int]
 ) -> Launch:
     geometry, (batches, heads, rows, _) = variant.geometry, view.query.shape
     low, high = band_of(call)
-    fields = {name: t.data_ptr() for name, t in words._asdict().items()} | {"mean": means[1].data_ptr(), **of_mask}
-    fields |= result_fields(view.rest[0], "o", "o")
+    results = result_fields(view.rest[0], "o", "o")
     for lse in view.rest[1:]:
-        fields |= result_fields(lse, "lse", "l")
-    params = Int8Attention(
-        **fields,
-        lq=rows,
-        lk=call.seq_len_kv,
-        heads=heads,
-        group=call.groups,
-        tiles=_key_tiles(variant, view),
-        dim_v=call.head_dim_v,
-        low=low,
-        high=high,
-    )
-    grid = (-(-rows // geometry.rows), heads, batches)
+        results |= result_fields(lse, "lse", "l")
+    numbers = {
+        "lq": rows, "lk": call.seq_len_kv, "heads": heads, "group": call.groups, "tiles": _key_tiles(variant, view),
+        "dim_v": call.head_dim_v, "low": low, "high": high,
+    }  # fmt: skip
+    how = variant, "pa_int8_attention", (-(-rows // geometry.rows), heads, batches), geometry.threads, Int8Attention
     work = batches * heads * rows * call.seq_len_kv * (call.head_dim + call.head_dim_v)
-    return Launch(variant, "pa_int8_attention", grid, geometry.threads, params, work=work)
+    return Launch.over(*how, {**words._asdict(), "mean": means[1]}, work, **numbers, **results, **of_mask)
 
 
 class _MaskTiles(NamedTuple):
@@ -168,10 +153,6 @@ class _MaskTiles(NamedTuple):
         launch = Launch(variant, variant.functions[-1], grid, 128, params, (*view.tensors, bits, flags))
         wide = (view.query.shape[0], call.num_heads, -1, -1)
         return _MaskTiles(launch, bits.expand(wide), flags.expand(wide), fields)
-
-    @property
-    def tensors(self) -> tuple[Tensor, Tensor]:
-        return self.bits, self.flags
 
     def fields(self, batch: int, head: int) -> dict[str, int]:
         """The addresses and strides that a launch needs for the heads from this one on."""

@@ -17,7 +17,7 @@ from ...call import AttentionCall
 from ..geometry.amd import AmdGeometry
 from ..geometry.plain import Geometry
 from .fields import LOG2_E, View, band_of, views
-from .plan import int8_variant
+from .plan import variant_of
 
 MAGIC, LOWEST, LEAST_SCALE, SLACK, LARGEST, HANDED_ON = 12582912.0, -1e30, 1e-30, 8.0, 255.0, 0.5
 exp2: Callable[[Tensor], Tensor] = torch.exp2
@@ -48,7 +48,7 @@ def compute(call: AttentionCall, out: Tensor, lse: Tensor | None = None, arch: s
     """Write out ``[*batch, Hq, L, Dv]`` and, where given, lse ``[*batch, Hq, L]``, of a call that the kernels take, in
     the tiles of NVIDIA's or of AMD's ``arch``.
     Memory: K and V in float32, and some copies of the scores of all rows with the keys of a tile."""
-    variant = int8_variant(call, arch)
+    variant = variant_of(call, "int8", arch)
     geometry = variant.geometry
     assert isinstance(geometry, Geometry | AmdGeometry)
     for view in views(call, out, *(() if lse is None else (lse,))):

@@ -4,12 +4,14 @@ launched or compiled here."""
 from __future__ import annotations
 
 import functools
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from ..code.linear_source import CHUNK_WORDS, KIND, QUANTIZE, TILES, LinearVariant
+from ...reference.int8_rows import Int8Matrix
+from ..code.compilation import DtypeVariant
+from ..code.kinds import CHUNK_WORDS, INT8_LINEAR, QUANTIZE, TILES
 from ..code.params import Linear, QuantizeRows
 from . import Launch
 
@@ -33,55 +35,33 @@ _FEW, _SOME = 4, 32
 _SMALL_SPEED = 0.8
 
 
-class QuantizedWeight(Protocol):
-    """A weight in 8 bits: ``weight[n, k] = codes[n, k] * scales[n]``, with rotated columns.
-
-    Attributes:
-        codes: int8 ``[rows, columns]``, contiguous.
-        scales: float32 ``[rows]``, or ``[1]`` where one holds for all rows; contiguous.
-        rotation: size of the groups of columns that were rotated before rounding; 0 = none.
-    """
-
-    @property
-    def codes(self) -> Tensor: ...
-    @property
-    def scales(self) -> Tensor: ...
-    @property
-    def rotation(self) -> int: ...
-
-
 class LinearCall(NamedTuple):
     """``out = activation(x W^T + bias)``, x and W in 8 bits. Tensors on one device.
 
     Attributes:
         x: ``[M, K]``, float32, float16 or bfloat16, last stride 1, any row stride.
-        weight: ``[N, K]``; for gated activations ``[2 N, K]``, values first, then gates.
+        weight: ``[N, K]``, contiguous; for gated activations ``[2 N, K]``, values first, then gates.
         bias: ``[N]`` or ``[2 N]``, float32, float16 or bfloat16, contiguous; or None.
         activation: a key of ACTIVATIONS.
         out: ``[M, N]``, float32, float16 or bfloat16, contiguous; it is written.
     """
 
     x: Tensor
-    weight: QuantizedWeight
+    weight: Int8Matrix
     bias: Tensor | None
     activation: str
     out: Tensor
 
 
 @functools.lru_cache(maxsize=64)
-def variants_of(x: torch.dtype, out: torch.dtype) -> tuple[LinearVariant, LinearVariant]:
+def variants_of(x: torch.dtype, out: torch.dtype) -> tuple[DtypeVariant, DtypeVariant]:
     """The compilations that round rows of x, and that multiply."""
-    of_x, of_out = (LinearVariant(KIND, str(dtype).removeprefix("torch.")) for dtype in (x, out))
+    of_x, of_out = (DtypeVariant(INT8_LINEAR, str(dtype).removeprefix("torch.")) for dtype in (x, out))
     return of_x, of_out
 
 
 def product_of(rows: int, cols: int, num_sms: int) -> str:
-    """Which function multiplies.
-
-    Args:
-        rows: of x; cols: rows of the weight.
-        num_sms: multiprocessors of the device.
-    """
+    """The function that multiplies ``rows`` of x by a weight of ``cols`` rows."""
     if rows <= _SOME:
         return "pa_linear_few" if rows <= _FEW else "pa_linear_some"
 
@@ -97,7 +77,6 @@ def linear_launches(call: LinearCall, num_sms: int, product: str | None = None) 
     more rows go through in slices. A weight that begins at no multiple of four bytes is copied.
 
     Args:
-        num_sms: multiprocessors of the device.
         product: the function that multiplies; None = that of :func:`product_of`.
     """
     rows, columns = call.x.shape
@@ -123,18 +102,12 @@ def _quantize(call: LinearCall, codes: Tensor, scales: Tensor) -> Launch:
     row_stride = x.stride(0) if rows > 1 else 0
     pieces = _KEPT if rows >= _MANY_ROWS else 1  # of a warp
     warps = max(1, min(_MOST_WARPS, -(-columns // (pieces * _PIECE))))
-    params = QuantizeRows(
-        x=x.data_ptr(),
-        words=codes.data_ptr(),
-        scales=scales.data_ptr(),
-        row_stride=row_stride,
-        columns=columns,
-        row_words=codes.shape[1],
-        rotation=call.weight.rotation,
-        warps=warps,
-        in_fours=int(_aligned(x, 4 * x.element_size()) and row_stride % 4 == 0),
-    )
-    return Launch(variant, QUANTIZE, (rows, 1, 1), 32 * warps, params, (x, codes, scales))
+    numbers = {
+        "row_stride": row_stride, "columns": columns, "row_words": codes.shape[1], "rotation": call.weight.rotation,
+        "warps": warps, "in_fours": int(_aligned(x, 4 * x.element_size()) and row_stride % 4 == 0),
+    }  # fmt: skip
+    tensors = {"x": x, "words": codes, "scales": scales}
+    return Launch.over(variant, QUANTIZE, (rows, 1, 1), 32 * warps, QuantizeRows, tensors, **numbers)
 
 
 def _multiply(call: LinearCall, codes: Tensor, scales: Tensor, product: str) -> Launch:
@@ -147,29 +120,20 @@ def _multiply(call: LinearCall, codes: Tensor, scales: Tensor, product: str) -> 
     col_tiles = -(-cols // (tile.cols // 2 if is_gated else tile.cols))
     wide_weight = columns % 16 == 0 and _aligned(weight_codes, 16)
     wide_out = cols % 4 == 0 and _aligned(call.out, 4 * call.out.element_size())
-    params = Linear(
-        x=codes.data_ptr(),
-        x_scales=scales.data_ptr(),
-        weight=weight_codes.data_ptr(),
-        scales=weight.scales.data_ptr(),
-        bias=0 if call.bias is None else call.bias.data_ptr(),
-        out=call.out.data_ptr(),
-        rows=rows,
-        cols=cols,
-        words=columns // 4,
-        x_words=codes.shape[1],
-        scale_step=int(weight.scales.numel() > 1),
-        bias_kind=0 if call.bias is None else _BIASES[call.bias.dtype],
-        activation=activation,
-        is_gated=int(is_gated),
-        in_fours=int(wide_weight) | int(wide_out) << 1,
-        row_tiles=row_tiles,
-        col_tiles=col_tiles,
-    )
+    tensors = {
+        "x": codes, "x_scales": scales, "weight": weight_codes, "scales": weight.scales, "bias": call.bias,
+        "out": call.out,
+    }  # fmt: skip
+    numbers = {
+        "rows": rows, "cols": cols, "words": columns // 4, "x_words": codes.shape[1],
+        "scale_step": int(weight.scales.numel() > 1),
+        "bias_kind": 0 if call.bias is None else _BIASES[call.bias.dtype],
+        "activation": activation, "is_gated": int(is_gated), "in_fours": int(wide_weight) | int(wide_out) << 1,
+        "row_tiles": row_tiles, "col_tiles": col_tiles,
+    }  # fmt: skip
     grid = (col_tiles, row_tiles, 1) if tile.has_few_rows else (row_tiles * col_tiles, 1, 1)
-    bias = () if call.bias is None else (call.bias,)
-    keep = (codes, scales, weight_codes, weight.scales, *bias, call.out)
-    return Launch(variant, product, grid, tile.threads, params, keep, rows * weight_codes.numel())
+    how = variant, product, grid, tile.threads, Linear
+    return Launch.over(*how, tensors, rows * weight_codes.numel(), **numbers)
 
 
 def _aligned(tensor: Tensor, count: int) -> bool:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 from ..code.source import Variant
 from . import Launch
 from .plan import Packed
@@ -11,10 +9,12 @@ from .plan import Packed
 _OF_EACH_QUERY = ("pa_delta", "pa_tensor_delta", "pa_round_query")
 
 
-def packed_launches(launches: Iterable[Launch], packed: Packed) -> list[Launch]:
-    """The launches of a call ``[1, H, total, D]`` as those of its sequences. Blocks behind the end of a sequence that
-    is shorter than the longest do nothing; what lies behind the last sequence is not written. Kernels that take each
-    query alone stay as they are."""
+def packed_launches(launches: list[Launch], packed: Packed | None) -> list[Launch]:
+    """The launches of a call ``[1, H, total, D]`` as those of its sequences, if it has any. Blocks behind the end of a
+    sequence that is shorter than the longest do nothing; what lies behind the last sequence is not written. Kernels
+    that take each query alone stay as they are."""
+    if packed is None:
+        return launches
     return [
         launch if launch.function in _OF_EACH_QUERY else _packed(launch, packed)
         for launch in launches

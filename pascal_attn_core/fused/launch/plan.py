@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -13,6 +14,7 @@ from torch import Tensor
 
 from ...call import AttentionCall
 from ..code.source import HEAD_DIMS, AnyGeometry, Variant
+from ..geometry.amd import RANGES
 from ..geometry.gradient import generation_of
 from ..geometry.plain import INT8_HEAD_DIMS
 from .fields import rows_are_readable
@@ -117,58 +119,50 @@ def plan_call(
     packed: Packed | None = None,
     arch: str = "",
 ) -> Plan:
-    """The plan of a call that the kernels can take.
+    """The plan of a call that the kernels on plain cores can take.
 
     Args:
         num_sms: multiprocessors of the device.
         capability: its compute capability; None = a multiprocessor holds the blocks that kernels are compiled for.
-        for_grad: gradients will be wanted.
         arch: of AMD's devices, as :func:`..geometry.amd.kernel_arch` says it.
     """
     if int8:
-        return Plan(int8_variant(call, arch))
-    variants = variants_of(call, arch)
-    gradients = (variants.grad_query, variants.grad_key_value) if for_grad else ()
-    whole, split = forward_variants(call, variants)
+        return Plan(variant_of(call, "int8", arch))
+    gradients = plain_gradients(call, arch) if for_grad else ()
+    whole, split = (variant_of(call, kind, arch) for kind in forward_kinds(call))
     if packed is None:
         places = num_sms * resident_blocks(split, capability)
         splits = num_splits(call, whole.geometry, split.geometry, num_sms, places)
         if splits:
             return Plan(split, splits, gradients)
         if arch:
-            return Plan(whole, 0, gradients, tail=tail_rows(call, whole, variants.ranges, num_sms))
+            return Plan(whole, 0, gradients, tail=tail_rows(call, whole, variant_of(call, RANGES, arch), num_sms))
     return Plan(whole, 0, gradients, packed)
 
 
-class Variants(NamedTuple):
-    """The compilations that a call may need, one of each kind."""
-
-    forward: Variant
-    split: Variant
-    grad_query: Variant
-    grad_key_value: Variant
-    grad_all: Variant
-    capped: Variant
-    capped_split: Variant
-    ranges: Variant
+def variant_of(call: AttentionCall, kind: str, arch: str = "") -> Variant:
+    """The compilation on plain cores, of a kind, that takes a call whose head_dims are in the table; ``arch``: on AMD's
+    devices."""
+    return _variant(kind, call.head_dim, call.head_dim_v, call.query.dtype, _mask_kind(call), arch)
 
 
-def variants_of(call: AttentionCall, arch: str = "") -> Variants:
-    """The compilations that a call may need; ``arch``: on AMD's devices. Its head_dims are in the table."""
-    return _variants(call.head_dim, call.head_dim_v, call.query.dtype, _mask_kind(call), arch)
+@functools.lru_cache(maxsize=4096)
+def _variant(kind: str, head_dim: int, head_dim_v: int, dtype: torch.dtype, mask: str, arch: str) -> Variant:
+    is_int8 = kind == "int8"
+    dim: Any = table_dim(head_dim, head_dim_v, INT8_HEAD_DIMS if is_int8 else HEAD_DIMS)
+    padded = not is_int8 and not head_dim == head_dim_v == dim
+    return Variant(kind, dim, str(dtype).removeprefix("torch."), mask, padded, arch)
 
 
-def int8_variant(call: AttentionCall, arch: str = "") -> Variant:
-    """The compilation of 8-bit attention that takes a call; ``arch``: on AMD's devices."""
-    dim: Any = table_dim(call.head_dim, call.head_dim_v, INT8_HEAD_DIMS)
-    return Variant("int8", dim, str(call.query.dtype).removeprefix("torch."), _mask_kind(call), arch=arch)
+def forward_kinds(call: AttentionCall) -> tuple[str, str]:
+    """The kinds for a call's output: with one block per tile of rows, and with the keys in ranges."""
+    is_capped = call.softcap is not None or call.sinks is not None
+    return ("capped", "capped_split") if is_capped else ("forward", "split")
 
 
-def forward_variants(call: AttentionCall, variants: Variants) -> tuple[Variant, Variant]:
-    """The two variants for the call's output: with one block per tile of rows, and with the keys in ranges."""
-    if call.softcap is None and call.sinks is None:
-        return variants.forward, variants.split
-    return variants.capped, variants.capped_split
+def plain_gradients(call: AttentionCall, arch: str = "") -> tuple[Variant, Variant]:
+    """The compilations for the gradients of query, and of key and value, that sum each in one order."""
+    return variant_of(call, "grad_query", arch), variant_of(call, "grad_key_value", arch)
 
 
 def _mask_kind(call: AttentionCall) -> str:
@@ -178,13 +172,6 @@ def _mask_kind(call: AttentionCall) -> str:
         # Scores with such a scale are scaled before their maximum is taken, as those with a float mask are.
         return "none" if call.scale > 0 else "float"
     return "bool" if mask.dtype == torch.bool else "float"
-
-
-@functools.lru_cache(maxsize=1024)
-def _variants(head_dim: int, head_dim_v: int, dtype: torch.dtype, mask: str, arch: str) -> Variants:
-    dim: Any = table_dim(head_dim, head_dim_v)
-    name, padded = str(dtype).removeprefix("torch."), not head_dim == head_dim_v == dim
-    return Variants(*(Variant(kind, dim, name, mask, padded, arch) for kind in Variants._fields))
 
 
 def table_dim(head_dim: int, head_dim_v: int, table: tuple[int, ...] = HEAD_DIMS) -> int | None:
@@ -257,13 +244,7 @@ def tensor_plan(
     packed: Packed | None = None,
     arch: str = "",
 ) -> Plan:
-    """The plan of a call that the kernels on tensor cores can take.
-
-    Args:
-        num_sms: multiprocessors of the device; capability: its compute capability.
-        for_grad: gradients will be wanted.
-        arch: of AMD's devices.
-    """
+    """The plan of a call that the kernels on tensor cores can take; see :func:`plan_call`."""
     generation = generation_of(capability, arch)
     assert generation is not None
     dim: Any = table_dim(call.head_dim, call.head_dim_v, generation.head_dims)
@@ -293,8 +274,7 @@ def gradient_variants(
     kinds = [f"{generation.name}_{name}{suffix}" for name in ("grad_query", "grad_key_value")]
     dim = table_dim(call.head_dim, call.head_dim_v, generation.gradient_head_dims)
     if dim is None:
-        variants = variants_of(call, arch)
-        return variants.grad_query, variants.grad_key_value
+        return plain_gradients(call, arch)
     padded = _is_padded(call, dim)
     return tuple(Variant(kind, dim, "float16", _mask_kind(call), padded) for kind in kinds)
 
@@ -379,38 +359,33 @@ def _tiles_of(shape: _Shape, geometry: AnyGeometry, group: int) -> _Tiles:
     if shape.band is None:
         count = -(-group * shape.tokens // geometry.rows)
         return _Tiles(count, count * shape.keys, shape.keys)
-    return _banded_tiles(shape.tokens, shape.keys, *shape.band, geometry.rows, group)
+    met = [max(0, end - begin) for begin, end in _spans(shape, geometry.rows, group)]
+    in_order = reversed(met) if shape.band[1] < shape.keys else met
+    return _Tiles(len(met), sum(met), max(met, default=0), tuple(in_order))
 
 
-@functools.lru_cache(maxsize=1024)
-def _banded_tiles(tokens: int, keys: int, low: int, high: int, rows: int, group: int) -> _Tiles:
-    """As ``find_place`` of ``tensor_call.cuh`` has it: query i sees keys i + low ... i + high."""
-    met = []
+def _spans(shape: _Shape, rows: int, group: int = 1) -> Iterator[tuple[int, int]]:
+    """The first key, and the end of those, that each tile of the rows of ``group`` heads meets, as ``find_place`` of
+    ``tensor_call.cuh`` has them."""
+    tokens, keys = shape.tokens, shape.keys
+    low, high = shape.band or (-tokens - keys, tokens + keys)
     for row0 in range(0, group * tokens, rows):
         first = row0 % tokens
         last = first + min(rows, group * tokens - row0) - 1
         if last >= tokens:
             first, last = 0, tokens - 1
-        met.append(max(0, min(keys, last + high + 1) - max(0, first + low)))
-    return _Tiles(len(met), sum(met), max(met, default=0), tuple(reversed(met) if high < keys else met))
+        yield max(0, first + low), min(keys, last + high + 1)
 
 
 def key_tiles(call: AttentionCall, geometry: AnyGeometry) -> tuple[int, ...]:
-    """Tiles of keys that each row tile of one head meets, as ``find_place`` of ``tensor_call.cuh`` has them: with a
-    mask from where its own tiles begin."""
+    """Tiles of keys that each row tile of one head meets, with a mask from where its own tiles begin."""
     return _key_tiles(_Shape.of(call), geometry)
 
 
 def _key_tiles(shape: _Shape, geometry: AnyGeometry) -> tuple[int, ...]:
-    rows, cols = geometry.rows, geometry.cols
-    low, high = shape.band or (-shape.tokens - shape.keys, shape.tokens + shape.keys)
-    sizes = []
-    for first in range(0, shape.tokens, rows):
-        last = min(first + rows, shape.tokens) - 1
-        begin = max(0, first + low)
-        begin -= begin % cols if shape.has_mask else 0
-        sizes.append(max(0, -(-(min(shape.keys, last + high + 1) - begin) // cols)))
-    return tuple(sizes)
+    cols = geometry.cols
+    spans = ((begin - (begin % cols if shape.has_mask else 0), end) for begin, end in _spans(shape, geometry.rows))
+    return tuple(max(0, -(-(end - begin) // cols)) for begin, end in spans)
 
 
 def _busiest(tiles: _Tiles, units: int, splits: int, geometry: AnyGeometry, num_sms: int) -> float:

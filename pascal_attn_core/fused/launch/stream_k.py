@@ -104,12 +104,8 @@ def part_floats(rows: int, head_dim: int) -> int:
 
 @functools.lru_cache(maxsize=1024)
 def distribute(sizes: tuple[int, ...], units: int, cols: int, places: int) -> Pieces | None:
-    """The blocks for ``units`` heads, each with row tiles that meet ``sizes`` tiles of ``cols`` keys; None where no cut
-    is worth it, or the blocks do not fit the parameters of a launch.
-
-    Args:
-        places: blocks that the card holds at a time.
-    """
+    """The blocks for ``units`` heads, each with row tiles that meet ``sizes`` tiles of ``cols`` keys, on a card that
+    holds ``places`` blocks at a time; None where no cut is worth it, or the parameters of a launch do not hold them."""
     number, longest = len(sizes) * units, max(sizes, default=0)
     whole = 0
     if number * longest == units * sum(sizes):  # equal ones: all but the last round and what is left over

@@ -46,12 +46,8 @@ class TailRows(NamedTuple):
 
 
 def tail_rows(call: AttentionCall, whole: Variant, ranges: Variant, units: int) -> TailRows | None:
-    """The rows of a call that should be computed with their keys in ranges, if any.
-
-    Args:
-        whole, ranges: the kernels of the call with all keys in a block, and with the keys in ranges.
-        units: compute units of the device, of RDNA workgroup processors.
-    """
+    """The rows of a call that should be computed with their keys in ranges, if any: by ``ranges``, the others by
+    ``whole``. ``units``: compute units of the device, of RDNA workgroup processors."""
     if whole.kind != "forward" or not ranges.exists or call.has_band:
         return None
     geometry = whole.geometry

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -21,8 +22,8 @@ from ...machine.runtime import Runtime, runtime_of
 from ..code import cache, prebuilt
 from ..code.compilation import Compilation
 from ..code.source import digest
+from ..gpu import gpu_runtime_of
 from ..gpu.runtime import REFUSED_IMAGE, CompileError, Driver, DriverError, GpuRuntime
-from ..gpu.vendors import gpu_runtime_of
 from ..launch import Launch
 from . import verify
 
@@ -44,11 +45,10 @@ class Kernels:
     """The kernels on one device; several threads may use them at once. Made by ``runtime.part(Kernels)``.
 
     Args:
-        gpu: its maker's driver and compiler; None = those of :func:`..gpu.vendors.gpu_runtime_of`.
+        gpu: its maker's driver and compiler; None = those of :func:`..gpu.gpu_runtime_of`.
         shipped: gives the prebuilt machine code of a variant for an architecture, or None.
         folder: gives the folder in which compiled kernels are stored, or None.
         work_per_sm: multiplications that one launch may have for each multiprocessor.
-        clock: gives the time in seconds.
     """
 
     def __init__(
@@ -66,9 +66,8 @@ class Kernels:
         self.shipped, self.folder, self.clock = shipped, folder, clock
         self.work_per_launch = work_per_sm * runtime.info.num_sms
         self._loaded: dict[Compilation, dict[str, Any]] = {}
-        self._failed: dict[Compilation, str] = {}
+        self._refused: dict[Compilation, tuple[str, float]] = {}  # why, and until when
         self._exists: dict[Compilation, bool] = {}
-        self._short_of_memory: dict[Compilation, tuple[float, str]] = {}
         self._checked: set[Compilation] = set()
         self._lock = threading.RLock()
 
@@ -97,6 +96,7 @@ class Kernels:
 
     @functools.cached_property
     def variant_arch(self) -> str:
+        """The ``arch`` of the variants of AMD's devices; "" on others."""
         return self.arch if self.info.kind == "hip" else ""
 
     @functools.cached_property
@@ -121,12 +121,11 @@ class Kernels:
 
     def _reason(self, variant: Compilation) -> str | None:
         """Why a variant cannot run now, if that is known."""
-        failed = self._failed.get(variant)
-        if failed is None and variant in self._short_of_memory:
-            since, reason = self._short_of_memory[variant]
-            # Recomputation in a backward pass has to take the route that its forward pass took.
-            return reason if self.clock() - since < MEMORY_PAUSE or in_backward() else None
-        return failed
+        if variant not in self._refused:
+            return None
+        reason, until = self._refused[variant]
+        # Recomputation in a backward pass has to take the route that its forward pass took.
+        return reason if self.clock() < until or in_backward() else None
 
     def functions(self, variant: Compilation) -> dict[str, Any]:
         """A variant's functions, loaded at the first call.
@@ -135,13 +134,11 @@ class Kernels:
             KernelUnavailable: after one warning; the same from then on, or for a while where memory is short.
             DriverError: the process can no longer use the device.
         """
-        found = self._loaded.get(variant)
-        if found is not None:
-            return found
+        if variant in self._loaded:
+            return self._loaded[variant]
         with self._lock:
             if variant not in self._loaded:
-                reason = self._reason(variant)
-                if reason:
+                if reason := self._reason(variant):
                     raise KernelUnavailable(reason)
                 try:
                     self._loaded[variant] = self._load(variant)
@@ -159,16 +156,16 @@ class Kernels:
             return self._load_image(variant, self.machine_code(variant, compiled=True))
 
     def _load_image(self, variant: Compilation, image: bytes) -> dict[str, Any]:
-        driver = self.driver
+        load = functools.partial(self.driver.load, self.index, image, variant.functions)
         try:
-            functions = driver.load(self.index, image, variant.functions)
+            functions = load()
         except DriverError as error:
             if not is_out_of_memory(error) or self._captures():
                 raise
             torch.cuda.empty_cache()  # which torch's allocator does as well before it reports a lack of memory
-            functions = driver.load(self.index, image, variant.functions)
+            functions = load()
         if variant.dynamic_bytes:
-            driver.allow_shared(self.index, functions[variant.functions[0]], variant.dynamic_bytes)
+            self.driver.allow_shared(self.index, functions[variant.functions[0]], variant.dynamic_bytes)
         return functions
 
     def _captures(self) -> bool:
@@ -202,12 +199,11 @@ class Kernels:
                 return
             error = self.largest_error(variant)
             if not error <= verify.tolerance(variant):
-                self.disable(variant, f"{variant.name} differs from the definition by {error:.2g}")
-                raise KernelUnavailable(self._failed[variant])
+                raise self.disable(variant, f"{variant.name} differs from the definition by {error:.2g}")
             self._checked.add(variant)
 
     def largest_error(self, variant: Compilation) -> float:
-        """The largest error of a variant on this device: see :func:`.verify.largest_error`."""
+        """The error of :func:`.verify.largest_error` on this device."""
         return verify.largest_error(variant, self.device, self.run)
 
     def unavailable(self, variant: Compilation, error: Exception) -> KernelUnavailable:
@@ -220,23 +216,22 @@ class Kernels:
         if isinstance(error, DriverError) and error.loses_device:
             raise error
         if isinstance(error, RouteUnavailable) or not is_out_of_memory(error):
-            self.disable(variant, f"no kernel {variant.name}: {error}")
-            return KernelUnavailable(self._failed[variant])
-        reason = f"no memory for the kernel {variant.name}: {error}"
-        with self._lock:
-            is_first = variant not in self._short_of_memory
-            self._short_of_memory[variant] = self.clock(), reason
-        if is_first:
-            log.warning("the fused route is not taken until there is more memory: %s", reason)
-        return KernelUnavailable(reason)
+            return self.disable(variant, f"no kernel {variant.name}: {error}")
+        return self.disable(variant, f"no memory for the kernel {variant.name}: {error}", MEMORY_PAUSE)
 
-    def disable(self, variant: Compilation, reason: str) -> None:
-        """Never run a variant on this device again."""
+    def disable(self, variant: Compilation, reason: str, seconds: float = math.inf) -> KernelUnavailable:
+        """Do not run a variant on this device for this time; returns the error to raise."""
         with self._lock:
-            self._loaded.pop(variant, None)
-            if variant not in self._failed:
-                self._failed[variant] = reason
+            before, until = self._refused.get(variant, ("", 0.0))
+            if until == math.inf:
+                return KernelUnavailable(before)
+            self._refused[variant] = reason, self.clock() + seconds
+            if seconds == math.inf:
+                self._loaded.pop(variant, None)
                 log.warning("a kernel of the fused route is disabled: %s", reason)
+            elif not before:
+                log.warning("the fused route is not taken until there is more memory: %s", reason)
+        return KernelUnavailable(reason)
 
     def existing_code(self, variant: Compilation) -> tuple[bytes | None, str]:
         """The machine code of a variant that need not be compiled, and where it comes from: ``"shipped"`` or ``"disk
@@ -263,13 +258,8 @@ class Kernels:
         return cache.file_name(digest(variant), self.arch, self.gpu.compiler_name, version)
 
     def machine_code(self, variant: Compilation, *, compiled: bool = False) -> bytes:
-        """Machine code for this device: prebuilt, from the disk cache, or compiled now and stored there.
-
-        Args:
-            compiled: do not take what exists.
-        Raises:
-            KernelUnavailable: none of the three.
-        """
+        """Machine code for this device: prebuilt, from the disk cache (neither where ``compiled`` is asked for), or
+        compiled now and stored there; KernelUnavailable where there is none."""
         code = None if compiled else self.existing_code(variant)[0]
         if code is not None:
             return code

@@ -23,7 +23,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -96,11 +96,8 @@ Start = Callable[[Job, Path], "subprocess.Popen[bytes]"]
 
 
 def start_child(job: Job, answers: Path) -> subprocess.Popen[bytes]:
-    """Start a child; what it finds it appends to the file ``answers``, its errors go into ``errors`` beside that.
-
-    Raises:
-        OSError: it cannot be started.
-    """
+    """Start a child; what it finds it appends to the file ``answers``, its errors go into ``errors`` beside that. An
+    OSError where it cannot be started."""
     # A frozen program, or one that embeds Python, would start itself once more.
     if getattr(sys, "frozen", False) or not Path(sys.executable or "").stem.lower().startswith(("python", "pypy")):
         raise OSError(f"the path of a Python interpreter is not known, got {sys.executable!r}")
@@ -126,6 +123,7 @@ class Trials:
     """
 
     file, words = "trial", "the fused route"  # of the verdict's name, and of what it is about
+    tries_others = True  # whether the first child tries more than a call waits for
 
     def __init__(
         self,
@@ -170,12 +168,8 @@ class Trials:
 
     def ask_early(self, make_room: Callable[[int], object]) -> str:
         """Try what ships before any call asks, where nothing is known of it on this machine: a host does so while its
-        models are not on the device yet. Returns why the kernels are left off, as far as that is known; "" = they are
-        not.
-
-        Args:
-            make_room: asks the host for so many bytes of free memory.
-        """
+        models are not on the device yet; ``make_room`` asks the host for this many bytes of free memory. Returns why
+        the kernels are left off, as far as that is known; "" = they are not."""
         with self._lock:
             if not self._is_loaded and not self.is_trusted:
                 self._load()
@@ -201,9 +195,11 @@ class Trials:
     # ---- the child ---------------------------------------------------------------------------------------------------
 
     def _try(self, needed: list[Compilation]) -> str:
-        others = [] if self._good else [variant for variant in self.others() if variant not in needed]
+        has_others = self.tries_others and not self._good
+        others = [variant for variant in self.others() if variant not in needed] if has_others else []
         seconds = _EXTRA_SECONDS if needed else _EARLY_SECONDS
-        job = Job(str(self.runtime.device), self.runtime.info.name, _rows(needed), _rows(others), seconds)
+        rows = ([list(dataclasses.astuple(variant)) for variant in variants] for variants in (needed, others))
+        job = Job(str(self.runtime.device), self.runtime.info.name, *rows, seconds)
         log.info("checking the fused kernel on %s in a process of its own, once", self.runtime.info.name)
         began = time.monotonic()
         try:
@@ -211,7 +207,10 @@ class Trials:
                 answers = Path(folder, "answers")
                 answers.touch()
                 status = self._status(self.start(job, answers), answers)
-                lines, errors = _lines_of(answers), _last_line(answers.with_name("errors"))
+                said = answers.with_name("errors")
+                said.touch()
+                errors = said.read_text(encoding="utf-8", errors="replace").rstrip().rpartition("\n")[2]
+                lines = _lines_of(answers)
         except OSError as error:
             return self._wait(f"the process that checks the kernels cannot be started: {error}")
         log.info("checked in %.1f s", time.monotonic() - began)
@@ -233,7 +232,7 @@ class Trials:
                 child.wait()
 
     def others(self) -> Sequence[Compilation]:
-        """The variants that the first child tries beside those that a call waits for."""
+        """The variants that the first child may try beside those that a call waits for."""
         shipped = prebuilt.variants_for(self.runtime.part(Kernels).arch)
         return [variant for variant in shipped if isinstance(variant, Variant) and variant.kind != "int8"]
 
@@ -242,11 +241,8 @@ class Trials:
         return kernels_digest(self.runtime.part(Kernels).variant_arch)
 
     def _judge(self, lines: list[dict[str, Any]], status: int | None, said: str, needed: list[Compilation]) -> str:
-        """Remember what a child has found; "" or why the needed variants should not run.
-
-        Args:
-            said: the last line of its errors.
-        """
+        """Remember what a child has found, and ``said`` last of its errors; "" or why the needed variants should not
+        run."""
         begun = [line["variant"] for line in lines if "begun" in line]
         errors = {line["variant"]: (line["error"], line["limit"]) for line in lines if "error" in line}
         refused = {line["variant"]: str(line["refused"]) for line in lines if "refused" in line}
@@ -265,7 +261,7 @@ class Trials:
             if not error <= limit:
                 return self._disable(f"{name} gives wrong numbers, {error:.2g} off")
         self._good |= set(errors)
-        self._refused.update((name, why) for name, why in refused.items() if not _is_short(why))
+        self._refused.update((name, why) for name, why in refused.items() if not is_out_of_memory(RuntimeError(why)))
         self._save()
         untried = [variant.name for variant in needed if variant.name not in self._good]
         for name in untried:
@@ -276,7 +272,7 @@ class Trials:
             return ""
         why = next(map(refused.get, untried or refused), None)
         why = why or f"the process that checks the kernels came to no result: {end}"
-        return self._wait(why, RETRY_SECONDS if _is_short(why) else math.inf)
+        return self._wait(why, RETRY_SECONDS if is_out_of_memory(RuntimeError(why)) else math.inf)
 
     def _wait(self, why: str, seconds: float = math.inf) -> str:
         """Start no further child in this process for so long."""
@@ -332,10 +328,6 @@ class Trials:
             log.info("what is known of the kernels could not be stored in %s: %s", path, error)
 
 
-def _rows(variants: Iterable[Compilation]) -> list[list[Any]]:
-    return [list(dataclasses.astuple(variant)) for variant in variants]
-
-
 def _lines_of(path: Path) -> list[dict[str, Any]]:
     """The lines that a child wrote; the last one may be cut."""
     lines = []
@@ -343,18 +335,6 @@ def _lines_of(path: Path) -> list[dict[str, Any]]:
         with contextlib.suppress(ValueError):
             lines.append(json.loads(line))
     return [line for line in lines if isinstance(line, dict)]
-
-
-def _last_line(path: Path) -> str:
-    """The last line of a file with words, "" if there is none."""
-    with contextlib.suppress(OSError):
-        return path.read_text(encoding="utf-8", errors="replace").rstrip().rpartition("\n")[2]
-    return ""
-
-
-def _is_short(why: str) -> bool:
-    """Whether a child says that it lacked memory."""
-    return is_out_of_memory(RuntimeError(why))
 
 
 def _words_of(status: int) -> str:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -17,22 +16,21 @@ from torch import Tensor
 from ...call import AttentionCall, check_call, empty_output
 from ...reference import allowed_keys, reference_sdpa
 from ...reference.checks import gap
-from ..code.compilation import Compilation
-from ..code.gguf_source import GgufLinearVariant, GgufVariant
-from ..code.linear_source import LinearVariant
+from ..code import kinds
+from ..code.compilation import Compilation, DtypeVariant, GgufLinearVariant
 from ..code.source import Variant
-from ..launch import Launch, int8_definition
+from ..launch import int8_definition
 from ..launch.backward import backward_launches
 from ..launch.forward import forward_launches
 from ..launch.int8 import int8_launches
 from ..launch.packed import packed_launches
 from ..launch.plan import Packed, Plan, key_tiles, plan_call
 from ..launch.stream_k import Piece, Pieces
-from . import verify_gguf, verify_linear
+from . import verify_linear
+from .verify_linear import Run
 
 # From what the same words give with another exp2: a probability that rounds the other way moves by 1/255.
 _INT8_TOLERANCE = 0.01
-Run = Callable[[list[Launch]], object]
 # As many multiprocessors as make the keys of a call with few rows many parts.
 _MANY_SMS = 1000
 
@@ -50,12 +48,12 @@ def largest_error(variant: Compilation, device: torch.device, run: Run, keys: in
     Args:
         keys: instead of those that fill two tiles in part, unless the variant's blocks are listed.
     """
-    if isinstance(variant, LinearVariant):
-        return verify_linear.largest_error(variant, device, run)
-    if isinstance(variant, GgufVariant):
-        return verify_gguf.largest_error(variant, device, run)
+    if isinstance(variant, DtypeVariant):
+        is_expansion = variant.kind == kinds.GGUF_EXPAND
+        of_kind = verify_linear.expansion_error if is_expansion else verify_linear.largest_error
+        return of_kind(variant, device, run)
     if isinstance(variant, GgufLinearVariant):
-        return verify_gguf.product_error(variant, device, run)
+        return verify_linear.product_error(variant, device, run)
     assert isinstance(variant, Variant)
     call = sample_call(variant, device, None if variant.is_even else keys)
     if variant.is_gradient:
@@ -63,10 +61,10 @@ def largest_error(variant: Compilation, device: torch.device, run: Run, keys: in
     out = empty_output(call).fill_(float("nan"))
     if variant.kind == "int8":
         return _int8_error(variant, call, out, run)
-    if variant.kind.endswith("packed"):
-        return _packed_error(variant, call, out, run)
-    run(forward_launches(call, Plan(variant, _splits(variant, call), pieces=_pieces(variant, call)), out))
-    return gap(out.cpu(), _reference(_on_cpu(call))[0]).relative
+    packed, parts = _sequences(variant, call)
+    plan = Plan(variant, _splits(variant, call), packed=packed, pieces=_pieces(variant, call))
+    run(packed_launches(forward_launches(call if packed is None else replace(call, offset=0), plan, out), packed))
+    return gap(out.cpu(), torch.cat([_reference(part)[0] for part in parts], dim=-2)).relative
 
 
 def _on_cpu(call: AttentionCall, wide: torch.dtype | None = torch.float64) -> AttentionCall:
@@ -112,25 +110,19 @@ def _pieces(variant: Variant, call: AttentionCall) -> Pieces | None:
     return Pieces(1, tuple(listed))
 
 
-def _packed_error(variant: Variant, call: AttentionCall, out: Tensor, run: Run) -> float:
-    packed = _two_sequences(call)
-    run(packed_launches(forward_launches(replace(call, offset=0), Plan(variant, packed=packed), out), packed))
-    parts = [_reference(part)[0] for part in _sequences(_on_cpu(call), packed)]
-    return gap(out.cpu(), torch.cat(parts, dim=-2)).relative
-
-
-def _two_sequences(call: AttentionCall) -> Packed:
+def _sequences(variant: Variant, call: AttentionCall) -> tuple[Packed | None, list[AttentionCall]]:
+    """The two sequences in the tokens of a call for kernels that keep sequences apart, and each as a call on a CPU; for
+    others None, and the call on a CPU."""
+    here = _on_cpu(call)
+    if not variant.kind.endswith("packed"):
+        return None, [here]
     q_ends, k_ends = ([0, length - 9, length] for length in (call.seq_len_q, call.seq_len_kv))
-    return Packed.of(q_ends, k_ends, call.query.device, lower_right=True)
-
-
-def _sequences(call: AttentionCall, packed: Packed) -> Iterator[AttentionCall]:
-    """Each sequence as a call of its own."""
-    ends = (cu.tolist() for cu in (packed.cu_q, packed.cu_k))
-    for (q0, q1), (k0, k1) in zip(*(itertools.pairwise(numbers) for numbers in ends)):
-        query, key, value = call.query[..., q0:q1, :], call.key[..., k0:k1, :], call.value[..., k0:k1, :]
-        rules: dict[str, Any] = {"scale": call.scale, "softcap": call.softcap, "sinks": call.sinks}
-        yield check_call(query, key, value, is_causal=True, enable_gqa=True, alignment="lower_right", **rules)
+    rules: dict[str, Any] = {"scale": call.scale, "softcap": call.softcap, "sinks": here.sinks}
+    parts = []
+    for (q0, q1), (k0, k1) in zip(itertools.pairwise(q_ends), itertools.pairwise(k_ends)):
+        query, key, value = here.query[..., q0:q1, :], here.key[..., k0:k1, :], here.value[..., k0:k1, :]
+        parts.append(check_call(query, key, value, is_causal=True, enable_gqa=True, alignment="lower_right", **rules))
+    return Packed.of(q_ends, k_ends, call.query.device, lower_right=True), parts
 
 
 def sample_call(variant: Variant, device: torch.device, keys: int | None = None) -> AttentionCall:
@@ -176,21 +168,21 @@ DELTAS = ("pa_delta", "pa_tensor_delta")
 
 
 def _gradient_error(variant: Variant, call: AttentionCall, run: Run) -> float:
-    here, packed = _on_cpu(call), None
-    if variant.kind.endswith("packed"):
-        packed = _two_sequences(call)
-        parts = [_gradients_of(part) for part in _sequences(here, packed)]
-        out, lse, *expected = (torch.cat(tensors, dim=2) for tensors in zip(*parts))
-        call = replace(call, offset=0)
-    else:
-        out, lse, *expected = _gradients_of(here)
+    packed, parts = _sequences(variant, call)
+    out, lse, *expected = (torch.cat(tensors, dim=2) for tensors in zip(*map(_gradients_of, parts)))
+    call = call if packed is None else replace(call, offset=0)
     out, lse = out.to(call.query), lse.to(call.query.device, torch.float32)
     log_sum = torch.zeros_like(lse) if call.has_bias else None
     grads = [torch.full_like(t, float("nan")) for t in (call.query, call.key, call.value)]
     plan, targets = Plan(variant, 0, all_gradients(variant), packed), (grads[0], grads[1], grads[2])
     launches = backward_launches(call, plan, torch.ones_like(out), out, lse, log_sum, None, targets)
-    launches = launches if packed is None else packed_launches(launches, packed)
-    run([launch for launch in launches if launch.variant == variant or launch.function in DELTAS])
+    run(
+        [
+            launch
+            for launch in packed_launches(launches, packed)
+            if launch.variant == variant or launch.function in DELTAS
+        ]
+    )
     pairs = list(zip(grads, expected))[variant.gradients]
     return max(gap(found.cpu(), right).relative for found, right in pairs)
 

@@ -31,17 +31,16 @@ from models.amd import registers, sources
 from pascal_attn_core.call import check_call, empty_output
 from pascal_attn_core.fused.code import prebuilt
 from pascal_attn_core.fused.code.amd_code import arch_of
-from pascal_attn_core.fused.code.compilation import Compilation
-from pascal_attn_core.fused.code.gguf_source import GgufLinearVariant
+from pascal_attn_core.fused.code.compilation import Compilation, GgufLinearVariant
 from pascal_attn_core.fused.code.source import Variant
 from pascal_attn_core.fused.geometry.amd import ARCHS, target
 from pascal_attn_core.fused.launch import Launch, int8_definition
 from pascal_attn_core.fused.launch.forward import forward_launches
-from pascal_attn_core.fused.launch.gguf_linear import GgufLinearCall, gguf_linear_launches
+from pascal_attn_core.fused.launch.gguf import GgufLinearCall, gguf_linear_launches
 from pascal_attn_core.fused.launch.int8 import int8_launches
 from pascal_attn_core.fused.launch.packed import packed_launches
 from pascal_attn_core.fused.launch.plan import Packed, Plan, plan_call
-from pascal_attn_core.fused.trust import verify_gguf
+from pascal_attn_core.fused.trust import verify_linear
 from pascal_attn_core.reference.gguf_blocks import FORMATS
 
 pytestmark = pytest.mark.skipif(OBJDUMP is None, reason="needs llvm-objdump-16 to read machine code (Debian: llvm-16)")
@@ -53,14 +52,14 @@ FLOAT32, FLOAT16, BFLOAT16 = torch.float32, torch.float16, torch.bfloat16
 
 
 def _shipped(variant: Compilation) -> bytes:
-    code = prebuilt.find_amd(variant)
+    code = prebuilt.find(variant)
     assert code is not None, f"{variant.name} does not ship"
     return code
 
 
 @functools.cache
 def _shipped_or_compiled(variant: Variant) -> bytes:
-    return prebuilt.find_amd(variant) or tool.compiled(variant)
+    return prebuilt.find(variant) or tool.compiled(variant)
 
 
 _case = functools.partial(sized, heads=(2, 1))
@@ -175,11 +174,11 @@ def test_shipped_products_with_gguf_weights_have_the_bits_of_their_definition(va
     ):
         if function not in variant.functions:
             continue
-        blocks = verify_gguf.sane_blocks(variant.format, 9, columns, generator)
+        blocks = verify_linear.sane_blocks(variant.format, 9, columns, generator)
         out = torch.full((rows, 9), torch.nan, dtype=dtype)
         call = GgufLinearCall(torch.randn(rows, columns).to(dtype), blocks, variant.format, torch.randn(9), out)
         machine.execute(gguf_linear_launches(call, variant.rows, function, variant.arch), _shipped)
-        assert torch.equal(out, verify_gguf.expected(call, function).to(dtype))
+        assert torch.equal(out, verify_linear.expected_product(call, function).to(dtype))
 
 
 @pytest.mark.parametrize(("arch", "dtype"), [("gfx906", FLOAT16), ("gfx1030", FLOAT16)])

@@ -14,15 +14,14 @@ from attn_support.randomness import some
 from mutants import MUTANTS
 from torch import Tensor
 
-from pascal_attn_core.fused.code.gguf_source import KERNELS, KIND
+from pascal_attn_core.fused.code.kinds import GGUF_EXPAND, KERNELS
 from pascal_attn_core.fused.code.source import from_row, gguf_variants, source
-from pascal_attn_core.fused.gguf import GgufTrials, why_not
 from pascal_attn_core.fused.launch.gguf import DTYPES, ExpandCall, expand_launches
-from pascal_attn_core.fused.trust import trial, verify_gguf
+from pascal_attn_core.fused.linear import GgufTrials, why_no_expansion
+from pascal_attn_core.fused.trust import trial, verify_linear
 from pascal_attn_core.fused.trust.kernels import Kernels
 from pascal_attn_core.gguf import matrix as matrices
-from pascal_attn_core.gguf.expansion import ExpandTimings
-from pascal_attn_core.gguf.matrix import GgufMatrix, linear
+from pascal_attn_core.gguf.matrix import ExpandTimings, GgufMatrix, linear
 from pascal_attn_core.machine.runtime import Runtime, runtime_of, using
 from pascal_attn_core.reference.gguf_blocks import FORMATS, expand
 
@@ -80,14 +79,14 @@ EACH = [name for name, mutant in MUTANTS.items() if mutant.file.endswith("gguf_e
 
 def mutated(name: str) -> str:
     """The kernels' source with one place of ``tools/mutants.txt`` made wrong."""
-    return source(KIND).replace(MUTANTS[name].right, MUTANTS[name].wrong)
+    return source(GGUF_EXPAND).replace(MUTANTS[name].right, MUTANTS[name].wrong)
 
 
 def is_found(text: str | None) -> bool:
     """Whether any variant with another text is refused at its first use."""
-    wrong = None if text is None else {KIND: text}
+    wrong = None if text is None else {GGUF_EXPAND: text}
     errors = [
-        verify_gguf.largest_error(variant, CPU, lambda launches: emulate(launches, mutated=wrong))
+        verify_linear.expansion_error(variant, CPU, lambda launches: emulate(launches, mutated=wrong))
         for variant in gguf_variants()[1:3]
     ]
     return max(errors) > 0
@@ -127,11 +126,11 @@ def test_a_layer_takes_the_faster_one(takes_kernel: bool, monkeypatch: pytest.Mo
 
 def test_a_kernel_that_fails_or_is_wrong_gives_way(caplog: pytest.LogCaptureFixture) -> None:
     x, weight = layer("Q8_0")
-    expected, wrong = linear(x, weight, None), {KIND: mutated("expand_unsigned_codes")}
+    expected, wrong = linear(x, weight, None), {GGUF_EXPAND: mutated("expand_unsigned_codes")}
     with fresh_card(StandIn(CARD, lambda launch: emulate([launch], mutated=wrong))) as kernels:
         for _ in range(2):
             assert torch.equal(linear(x, weight, None), expected)
-        assert "differs from the definition by inf" in why_not(CPU, "Q8_0", torch.float16, torch.float32)
+        assert "differs from the definition by inf" in why_no_expansion(CPU, "Q8_0", torch.float16, torch.float32)
         queued = len(kernels.queued)
         assert torch.equal(linear(x, weight, None), expected)
         assert len(kernels.queued) == queued
@@ -140,15 +139,15 @@ def test_a_kernel_that_fails_or_is_wrong_gives_way(caplog: pytest.LogCaptureFixt
         linear(x, weight, None)
         driver.faults["cuLaunchKernel"] = fails_once(1)
         assert torch.equal(linear(x, weight, None), expected)
-        assert "invalid argument" in why_not(CPU, "Q8_0", torch.float16, torch.float32)
+        assert "invalid argument" in why_no_expansion(CPU, "Q8_0", torch.float16, torch.float32)
 
 
 def test_what_no_kernel_expands_has_a_reason() -> None:
-    assert "needs a CUDA device, got cpu" in why_not(CPU, "Q8_0", torch.float16, torch.float32)
+    assert "needs a CUDA device, got cpu" in why_no_expansion(CPU, "Q8_0", torch.float16, torch.float32)
     with fresh_card(StandIn(CARD, execute)):
-        assert why_not(CPU, "Q8_0", torch.float16, torch.float32) == ""
-        assert "does not expand BF16" in why_not(CPU, "BF16", torch.float16, torch.float32)
-        assert "to torch.float64" in why_not(CPU, "Q8_0", torch.float16, torch.float64)
+        assert why_no_expansion(CPU, "Q8_0", torch.float16, torch.float32) == ""
+        assert "does not expand BF16" in why_no_expansion(CPU, "BF16", torch.float16, torch.float32)
+        assert "to torch.float64" in why_no_expansion(CPU, "Q8_0", torch.float16, torch.float64)
 
 
 def test_the_kernels_are_tried_in_a_process_of_their_own(tmp_path: Path) -> None:
@@ -158,8 +157,8 @@ def test_the_kernels_are_tried_in_a_process_of_their_own(tmp_path: Path) -> None
         GgufTrials: lambda runtime: GgufTrials(runtime, start=start, folder=lambda: tmp_path),
     }
     with using(Runtime("cpu", CARD, parts)):
-        assert why_not(CPU, "Q8_0", torch.float16, torch.float32) == ""
-    assert [job.needed for job in start.jobs] == [[[KIND, "float16", ""]]]
+        assert why_no_expansion(CPU, "Q8_0", torch.float16, torch.float32) == ""
+    assert [job.needed for job in start.jobs] == [[[GGUF_EXPAND, "float16", ""]]]
     said: list[dict[str, Any]] = []
     with fresh_card(StandIn(execute=execute)) as kernels:
         trial._run_one(kernels, from_row(start.jobs[0].needed[0]), lambda **line: said.append(line))

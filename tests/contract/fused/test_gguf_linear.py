@@ -13,14 +13,14 @@ from attn_support.randomness import seeds, some
 from mutants import MUTANTS
 from torch import Tensor
 
-from pascal_attn_core.fused.code.gguf_source import FEW, LINEAR_KIND, PRODUCT_FORMATS
+from pascal_attn_core.fused.code.kinds import FEW, GGUF_LINEAR, PRODUCT_FORMATS
 from pascal_attn_core.fused.code.source import gguf_linear_variants, source
-from pascal_attn_core.fused.gguf import why_no_product
-from pascal_attn_core.fused.launch import gguf_linear as launches
-from pascal_attn_core.fused.launch.gguf_linear import GgufLinearCall, gguf_linear_launches
-from pascal_attn_core.fused.trust import verify_gguf
+from pascal_attn_core.fused.launch import gguf as launches
+from pascal_attn_core.fused.launch.gguf import GgufLinearCall, gguf_linear_launches
+from pascal_attn_core.fused.linear import why_no_product
+from pascal_attn_core.fused.trust import verify_linear
 from pascal_attn_core.fused.trust.kernels import parts
-from pascal_attn_core.fused.trust.verify_gguf import expected, sane_blocks
+from pascal_attn_core.fused.trust.verify_linear import expected_product, sane_blocks
 from pascal_attn_core.gguf import int8 as ways
 from pascal_attn_core.gguf.matrix import GgufMatrix
 from pascal_attn_core.machine.runtime import runtime_of
@@ -48,7 +48,7 @@ def same(found: Tensor, right: Tensor) -> bool:
 def check(given: GgufLinearCall, rows: int = 8, function: str = "", seed: int = 1, **options: Any) -> None:
     queued = gguf_linear_launches(given, rows, function)
     emulate(queued, seed, **options)
-    assert same(given.out, expected(given, queued[-1].function).to(given.out.dtype))
+    assert same(given.out, expected_product(given, queued[-1].function).to(given.out.dtype))
 
 
 @pytest.mark.parametrize(("name", "rows"), some(SHAPES, 3))
@@ -100,10 +100,10 @@ def test_zeros_and_what_is_not_finite(function: str) -> None:
 def test_the_largest_sums_of_both_signs(name: str) -> None:
     given = call(name, 3, 4, 256)
     blocks, (weights, size, _) = given.blocks.view(-1, FORMATS[name].bytes), FORMATS[name]
-    whole = verify_gguf.sane_blocks(name, 1, weights, torch.Generator().manual_seed(1)).expand(len(blocks), size)
+    whole = verify_linear.sane_blocks(name, 1, weights, torch.Generator().manual_seed(1)).expand(len(blocks), size)
     for fill, sign in itertools.product((0, 255, 128, 127), (1, -1)):
         blocks[:] = fill
-        for at in verify_gguf._HALVES.get(name, (0,)):
+        for at in verify_linear._HALVES.get(name, (0,)):
             blocks[:, at : at + 2] = whole[:, at : at + 2]
         given.x[:] = 127.0 * sign
         check(given)
@@ -115,7 +115,7 @@ def test_blocks_may_begin_at_any_byte(name: str) -> None:
     given = call(name, 18, 5, 256)
     moved = torch.empty(given.blocks.numel() + 1, dtype=torch.uint8)[1:].view(given.blocks.shape)
     emulate(gguf_linear_launches(given._replace(blocks=moved.copy_(given.blocks))))
-    assert same(given.out, expected(given, "pa_gguf_linear"))
+    assert same(given.out, expected_product(given, "pa_gguf_linear"))
 
 
 def test_more_rows_than_fit_go_through_in_slices(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -131,7 +131,7 @@ def test_tiles_come_in_bands_and_long_launches_in_pieces() -> None:
     pieces = parts(product, product.work // 7)
     assert len(pieces) > 5
     emulate([rounding, *pieces])
-    assert same(given.out, expected(given, "pa_gguf_linear"))
+    assert same(given.out, expected_product(given, "pa_gguf_linear"))
 
 
 def test_no_rows_are_no_launch() -> None:
@@ -145,13 +145,13 @@ EACH = [name for name, mutant in MUTANTS.items() if mutant.file.endswith("gguf_l
 
 def mutated(name: str) -> str:
     """The kernels' source with one place of ``tools/mutants.txt`` made wrong."""
-    return source(LINEAR_KIND).replace(MUTANTS[name].right, MUTANTS[name].wrong)
+    return source(GGUF_LINEAR).replace(MUTANTS[name].right, MUTANTS[name].wrong)
 
 
 def error_of(name: str, text: str | None) -> float:
-    wrong = None if text is None else {LINEAR_KIND: text}
+    wrong = None if text is None else {GGUF_LINEAR: text}
     variant = next(variant for variant in gguf_linear_variants() if variant.format == name)
-    return verify_gguf.product_error(variant, CPU, lambda queued: emulate(queued, mutated=wrong))
+    return verify_linear.product_error(variant, CPU, lambda queued: emulate(queued, mutated=wrong))
 
 
 @pytest.mark.parametrize("name", PRODUCT_FORMATS)
@@ -166,14 +166,14 @@ def test_the_check_at_first_use_finds_what_is_wrong(mutant: str) -> None:
 
 
 def test_a_kernel_without_any_one_barrier_or_its_second_buffer_is_wrong() -> None:
-    text, barrier = source(LINEAR_KIND), re.compile(r"__syncthreads\(\);")
+    text, barrier = source(GGUF_LINEAR), re.compile(r"__syncthreads\(\);")
 
     def is_right(text: str | LeftOut | None) -> bool:
         sizes = {**dict.fromkeys(FEW, (2, 9, 2112)), "pa_gguf_linear": (20, 9, 320)}
         for (function, shape), seed in itertools.product(sizes.items(), (1, 2, 3)):
             given = call("Q4_0", *shape)
-            emulate(gguf_linear_launches(given, 8, function), seed, None if text is None else {LINEAR_KIND: text})
-            if not same(given.out, expected(given, function)):
+            emulate(gguf_linear_launches(given, 8, function), seed, None if text is None else {GGUF_LINEAR: text})
+            if not same(given.out, expected_product(given, function)):
                 return False
         return True
 
@@ -204,22 +204,22 @@ def test_a_call_takes_the_fastest_way(rows: int, milliseconds: list[float] | Non
     with fresh_card(StandIn(CARD, execute)) as kernels:
         runtime = runtime_of(CPU)
         is_on, folder = milliseconds is not None, lambda: None
-        timings = ways.GgufTimings(runtime, clock=lambda *_: milliseconds, folder=folder, is_on=is_on)
-        runtime._parts[ways.GgufTimings] = timings
+        timings = ways.GgufWays(runtime, clock=lambda *_: milliseconds, folder=folder, is_on=is_on)
+        runtime._parts[ways.GgufWays] = timings
         ways.product(given.x, weight, given.bias)
         queued = len(kernels.queued)  # the kernels were checked
         out = ways.product(given.x, weight, given.bias)
         assert ways.way_for(given.x, weight).name == way
-        used = [launch for launch in kernels.queued[queued:] if launch.variant.kind == LINEAR_KIND]
+        used = [launch for launch in kernels.queued[queued:] if launch.variant.kind == GGUF_LINEAR]
         assert [launch.variant.rows for launch in used[1:]] == [4 if way == "kernel_4x8" else 8] * (way != "float")
         if used:
-            assert torch.equal(out, expected(given, used[1].function))
+            assert torch.equal(out, expected_product(given, used[1].function))
 
 
 def test_a_kernel_that_fails_or_is_wrong_gives_way() -> None:
     given = call("Q8_0", 20, 9, 64)
     weight = GgufMatrix(given.blocks, "Q8_0", (9, 64), FLOAT32, torch.int8, FLOAT32)
-    right, wrong = expected(given, "pa_gguf_linear"), {LINEAR_KIND: mutated("gguf_Q8_0_magic")}
+    right, wrong = expected_product(given, "pa_gguf_linear"), {GGUF_LINEAR: mutated("gguf_Q8_0_magic")}
     with fresh_card(StandIn(CARD, lambda launch: emulate([launch], mutated=wrong))):
         assert torch.equal(ways.product(given.x, weight, given.bias), right)  # by the definition
         assert "differs from the definition by inf" in why_no_product(CPU, "Q8_0", 20, 8)

@@ -17,7 +17,7 @@ from pascal_attn_core.fused.launch import Launch
 from pascal_attn_core.fused.launch.backward import backward_launches
 from pascal_attn_core.fused.launch.forward import forward_launches
 from pascal_attn_core.fused.launch.packed import packed_launches
-from pascal_attn_core.fused.launch.plan import Packed, Plan, variants_of
+from pascal_attn_core.fused.launch.plan import Packed, Plan, variant_of
 from pascal_attn_core.fused.trust.kernels import parts
 
 FLOAT32, FLOAT16, BFLOAT16 = torch.float32, torch.float16, torch.bfloat16
@@ -90,7 +90,7 @@ def test_packed_sequences_get_the_gradients_they_have_alone(dtype: torch.dtype) 
     query, key, value, _ = sized(dtype, 64, sum(lengths[0]), sum(lengths[1])).build()[0]
     packed = Packed.of(*map(ends_of, lengths), torch.device("cpu"), lower_right=True)
     call = check_call(query, key, value, enable_gqa=True, is_causal=True, alignment="upper_left")
-    plan = Plan(variants_of(call).forward, 0, (variants_of(call).grad_all,), packed)
+    plan = Plan(variant_of(call, "forward"), 0, (variant_of(call, "grad_all"),), packed)
     out, lse = torch.full_like(query, torch.nan), torch.full(query.shape[:-1], torch.nan)
     emulate(packed_launches(forward_launches(call, plan, out, lse), packed))
     grad_out = torch.randn_like(out)

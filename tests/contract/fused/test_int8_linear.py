@@ -16,13 +16,13 @@ from attn_support.fused.linear import before_activation
 from attn_support.randomness import seeds
 from torch import Tensor
 
-from pascal_attn_core.fused.code.linear_source import KIND, MOST_COLUMNS, QUANTIZE, ROTATIONS, TILES
+from pascal_attn_core.fused.code.kinds import INT8_LINEAR, MOST_COLUMNS, QUANTIZE, ROTATIONS, TILES
 from pascal_attn_core.fused.code.source import source
 from pascal_attn_core.fused.launch import linear as launches_linear
 from pascal_attn_core.fused.launch.linear import ACTIVATIONS, LinearCall, linear_launches, product_of
 from pascal_attn_core.fused.trust.kernels import parts
-from pascal_attn_core.int8 import quantize
-from pascal_attn_core.int8.quantize import Int8Matrix, quantize_rows
+from pascal_attn_core.reference import int8_rows
+from pascal_attn_core.reference.int8_rows import Int8Matrix, quantize_rows
 
 FLOAT32, FLOAT16, BFLOAT16 = torch.float32, torch.float16, torch.bfloat16
 DTYPES = (FLOAT32, FLOAT16, BFLOAT16)
@@ -221,7 +221,7 @@ def test_halves_are_rounded_as_by_a_division() -> None:
 def test_tiny_and_huge_rows(magnitude: float) -> None:
     x = torch.rand(3, 64).mul_(2).sub_(1) * magnitude
     _, scales = _check_codes(x)
-    assert scales.min() >= torch.tensor(quantize.LEAST_SCALE)
+    assert scales.min() >= torch.tensor(int8_rows.LEAST_SCALE)
 
 
 def test_sums_that_overflow_in_the_rotation_are_infinite_as_in_the_definition() -> None:
@@ -263,14 +263,14 @@ def _is_right(text: str | LeftOut | None) -> bool:
     def run(product: str, rows: int, cols: int, columns: int, seed: int) -> Answers:
         torch.manual_seed(seed)
         call = _call(torch.randn(rows, columns), _weight(cols, columns))
-        emulate(linear_launches(call, 28, product), seed, {KIND: text})
+        emulate(linear_launches(call, 28, product), seed, {INT8_LINEAR: text})
         return [call.out], [before_activation(call)]
 
     return worst_error([functools.partial(run, *sizes, seed) for sizes in _SENSITIVE for seed in (1, 2, 3)], 0) == 0
 
 
 def test_a_kernel_without_any_one_barrier_or_its_second_buffer_is_wrong() -> None:
-    text = source(KIND)
+    text = source(INT8_LINEAR)
     assert _is_right(None)
     mutants = list(each_left_out(text, _BARRIER.finditer(text)))
     assert len(mutants) == 3  # of the rounding, of large tiles, of few rows

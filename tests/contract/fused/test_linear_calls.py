@@ -16,19 +16,20 @@ from attn_support.fused.linear import before_activation
 from attn_support.fused.modes import MODES
 from attn_support.fused.trials import Starter
 
-from pascal_attn_core.fused.code.linear_source import KIND, LinearVariant
+from pascal_attn_core.fused.code.compilation import DtypeVariant
+from pascal_attn_core.fused.code.kinds import INT8_LINEAR
 from pascal_attn_core.fused.code.source import Variant, source
 from pascal_attn_core.fused.linear import LinearCall, LinearTrials, run_linear, why_not
 from pascal_attn_core.fused.trust.kernels import Kernels, KernelUnavailable
 from pascal_attn_core.fused.trust.trial import Trials
 from pascal_attn_core.int8 import int8_linear
-from pascal_attn_core.int8.backends import IntMm, LinearTimings, backend_of, backends_of
-from pascal_attn_core.int8.quantize import Int8Matrix, quantize_rows
+from pascal_attn_core.int8.backends import LinearWays, backend_of
 from pascal_attn_core.machine.device import DeviceInfo
 from pascal_attn_core.machine.runtime import Runtime, runtime_of, using
+from pascal_attn_core.reference.int8_rows import quantize_rows
 
 CPU = torch.device("cpu")
-FLOAT16 = LinearVariant(KIND, "float16")
+FLOAT16 = DtypeVariant(INT8_LINEAR, "float16")
 
 
 def _call(rows: int = 5, cols: int = 9, columns: int = 64, *, dtype: torch.dtype = torch.float16) -> LinearCall:
@@ -82,10 +83,10 @@ def test_no_rows_and_no_columns_are_no_launch() -> None:
 
 
 def test_the_first_answers_are_compared_with_the_definition(caplog: pytest.LogCaptureFixture) -> None:
-    text = source(KIND)
+    text = source(INT8_LINEAR)
     right = "__fmul_rn(x_scale, scale)"
     assert text.count(right) == 1
-    mutated = {KIND: text.replace(right, "__fmul_rn(x_scale, scale * 1.0000002f)")}  # the last bit
+    mutated = {INT8_LINEAR: text.replace(right, "__fmul_rn(x_scale, scale * 1.0000002f)")}  # the last bit
     with fresh_card(StandIn(execute=lambda launch: emulate([launch], mutated=mutated))) as kernels:
         with caplog.at_level(logging.WARNING, logger="pascal_attn"):
             for _ in range(2):
@@ -122,44 +123,6 @@ def test_a_layer_that_the_kernels_cannot_take_is_refused_with_the_reason() -> No
         assert why_not(CPU, columns=64, dtypes=[torch.float64]) == [
             "the int8 linear kernel takes float32, float16 and bfloat16, got torch.float64"
         ]
-
-
-def _cut(weight: Int8Matrix, columns: int) -> Int8Matrix:
-    return weight._replace(codes=weight.codes[:, :columns].contiguous(), rotation=0)
-
-
-def _wrong_arguments() -> list[tuple[str, LinearCall]]:
-    call = _call()
-    weight = call.weight
-    return [
-        ("activation must be one of none, gelu", call._replace(activation="relu")),
-        ("codes must be .18, 64.", call._replace(activation="geglu")),
-        ("out .M, N.", call._replace(out=call.out[:3])),
-        ("codes must have fewer than 1073741824 rows", call._replace(out=torch.empty(1).expand(5, 1 << 30))),
-        ("all tensors must be on one device", call._replace(out=call.out.to("meta"))),
-        ("columns must be a multiple of 4", call._replace(x=call.x[:, :6], weight=_cut(weight, 6))),
-        ("columns must be a multiple of 4", call._replace(x=call.x[:, :0], weight=_cut(weight, 0))),
-        ("rotates groups of .4, 16, 64, 256., got 32", call._replace(weight=weight._replace(rotation=32))),
-        ("takes float32, float16 and bfloat16, got torch.float64", call._replace(x=call.x.double())),
-        ("bias must be float32, float16 or bfloat16", call._replace(bias=call.bias.double())),
-        ("codes must be int8", call._replace(weight=weight._replace(codes=weight.codes.int()))),
-        ("whole rows", call._replace(x=call.x.T.contiguous().T)),
-        ("codes must be .9, 60.", call._replace(x=call.x[:, :60])),
-        ("scales must be .9. or .1.", call._replace(weight=weight._replace(scales=weight.scales[:4]))),
-        ("bias must be .9.", call._replace(bias=torch.zeros(8))),
-        ("out must be contiguous", call._replace(out=torch.empty(9, 5).T)),
-        ("rotation must divide the 64 columns, got 256", call._replace(weight=weight._replace(rotation=256))),
-    ]
-
-
-@pytest.mark.parametrize(
-    ("words", "call"), _wrong_arguments(), ids=lambda value: value if isinstance(value, str) else ""
-)
-def test_arguments_that_do_not_fit_are_an_error(words: str, call: LinearCall) -> None:
-    with fresh_card(StandIn()) as kernels:
-        with pytest.raises(ValueError, match=words):
-            run_linear(call)
-        assert kernels.queued == []
 
 
 def _tried(start: Starter, folder: Path) -> Runtime:
@@ -208,14 +171,14 @@ _wide = functools.partial(_call, dtype=torch.float32)
 
 def timed_by(clock, folder: Path | None = None):
     runtime = runtime_of(CPU)
-    runtime._parts[LinearTimings] = LinearTimings(runtime, clock=clock, folder=lambda: folder, is_on=True)
-    return runtime._parts[LinearTimings]
+    runtime._parts[LinearWays] = LinearWays(runtime, clock=clock, folder=lambda: folder, is_on=True)
+    return runtime._parts[LinearWays]
 
 
 def test_the_kernel_gives_what_int_mm_gives_bit_for_bit(monkeypatch: pytest.MonkeyPatch) -> None:
     call = _wide()
     expected = int8_linear(call.x, call.weight, call.bias, way="int_mm")
-    monkeypatch.setattr(IntMm, "why_not", "torch._int_mm: not here")
+    monkeypatch.setattr(LinearWays, "why_no_int_mm", "torch._int_mm: not here")
     with fresh_card(StandIn(CARD, execute)) as kernels:
         assert backend_of(call) == ("kernel", "")
         out = int8_linear(call.x, call.weight, call.bias)
@@ -225,20 +188,20 @@ def test_the_kernel_gives_what_int_mm_gives_bit_for_bit(monkeypatch: pytest.Monk
 
 def test_where_both_can_the_faster_one_is_taken_and_the_other_has_a_reason(tmp_path: Path) -> None:
     with fresh_card(StandIn(CARD, execute)) as kernels:
-        timed_by(Clock(1.0, 2.0), tmp_path)
+        ways = timed_by(Clock(1.0, 2.0), tmp_path)
         call = _wide()
-        assert backends_of(call) == ["kernel", "int_mm", "float"]
+        assert ways.able(call) == ["kernel", "int_mm", "float"]
         assert backend_of(call) == ("kernel", "")
         more = _wide(cols=24)
         timed_by(Clock(3.0, 2.0), tmp_path)
-        assert backend_of(more) == ("int_mm", "the int8 linear kernel took 1.50 times as long as torch._int_mm")
+        assert backend_of(more) == ("int_mm", "kernel took 1.50 times as long as int_mm")
         queued = len(kernels.queued)
         int8_linear(more.x, more.weight)
         assert len(kernels.queued) == queued
         # What was found out is on disk: nothing is timed again.
         again = timed_by(lambda attempts, device: pytest.fail("timed again"), tmp_path)
-        assert again.ratio(call) == 0.5
-        assert again.ratio(more) == 1.5
+        assert again.chosen(call).name == "kernel"
+        assert again.chosen(more).name == "int_mm"
 
 
 def test_a_kernel_that_fails_gives_way_and_is_not_tried_again() -> None:
@@ -258,10 +221,13 @@ def test_a_kernel_that_fails_gives_way_and_is_not_tried_again() -> None:
 
 
 def test_int_mm_that_raises_is_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert IntMm(Runtime(CPU)).why_not == ""
+    assert LinearWays(Runtime(CPU)).why_no_int_mm == ""
 
     def broken(*_: object) -> torch.Tensor:
         raise RuntimeError("_int_mm is only supported on cards of compute capability 7.5\nand more")
 
     monkeypatch.setattr(torch, "_int_mm", broken)
-    assert IntMm(Runtime(CPU)).why_not == "torch._int_mm: _int_mm is only supported on cards of compute capability 7.5"
+    assert (
+        LinearWays(Runtime(CPU)).why_no_int_mm
+        == "torch._int_mm: _int_mm is only supported on cards of compute capability 7.5"
+    )

@@ -67,13 +67,13 @@ backward(result, torch.randn_like(result.out), mutated=mutated, **how)
 _LINEAR = """
 from attn_support.fused.emulation import emulate
 from pascal_attn_core.fused.launch.linear import LinearCall, linear_launches
-from pascal_attn_core.fused.code.linear_source import TILES
-from pascal_attn_core.fused.trust.verify_linear import Weight
+from pascal_attn_core.fused.code.kinds import TILES
+from pascal_attn_core.reference.int8_rows import Int8Matrix
 for product, tile in TILES.items():
     # Codes that are read four at a time and one by one, outputs that are written so.
     for columns, cols, activation in ((64, tile.cols + 4, "none"), (36, tile.cols - 1, "geglu"), (4, 3, "silu")):
         rows, of_weight = tile.rows + 1, cols * (2 if activation == "geglu" else 1)
-        weight = Weight(torch.ones(of_weight, columns, dtype=torch.int8), torch.ones(of_weight), 4)
+        weight = Int8Matrix(torch.ones(of_weight, columns, dtype=torch.int8), torch.ones(of_weight), 4)
         for dtype in (torch.float32, torch.bfloat16)[::EVERY]:
             x, bias = torch.randn(rows, columns + 1).to(dtype)[:, :columns], torch.ones(of_weight, dtype=dtype)
             call = LinearCall(x, weight, bias, activation, torch.empty(rows, cols, dtype=dtype))
@@ -83,9 +83,9 @@ print("clean")
 """
 _GGUF = """
 from attn_support.fused.emulation import emulate
-from pascal_attn_core.fused.code.gguf_source import FEW
-from pascal_attn_core.fused.launch.gguf_linear import GgufLinearCall, gguf_linear_launches
-from pascal_attn_core.fused.trust.verify_gguf import sane_blocks
+from pascal_attn_core.fused.code.kinds import FEW
+from pascal_attn_core.fused.launch.gguf import GgufLinearCall, gguf_linear_launches
+from pascal_attn_core.fused.trust.verify_linear import sane_blocks
 for columns in (32, 96):
     for function, cols in (*((function, tile.cols + 1) for function, tile in FEW.items()), ("pa_gguf_linear", 65)):
         blocks = sane_blocks("Q5_0", cols, columns, torch.Generator())

@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 
 from pascal_attn_core.call import AttentionCall, check_call, empty_output
+from pascal_attn_core.fused.geometry.amd import RANGES
 from pascal_attn_core.fused.launch.backward import backward_launches
 from pascal_attn_core.fused.launch.forward import forward_launches
-from pascal_attn_core.fused.launch.plan import Plan, forward_variants, plan_call, variants_of
+from pascal_attn_core.fused.launch.plan import Plan, forward_kinds, plain_gradients, plan_call, variant_of
 from pascal_attn_core.fused.launch.select import call_reasons
 from pascal_attn_core.fused.launch.tail_rows import TailRows
 
@@ -120,23 +121,22 @@ def check_gradients(result: Emulated, case: Case, *, with_lse: bool = False, **h
 
 def whole(call: AttentionCall, arch: str = "") -> Plan:
     """The plan of a call with one block per tile of rows, gradients and all."""
-    variants = variants_of(call, arch)
-    return Plan(forward_variants(call, variants)[0], 0, (variants.grad_query, variants.grad_key_value))
+    return Plan(variant_of(call, forward_kinds(call)[0], arch), 0, plain_gradients(call, arch))
 
 
 def check_tail(case: Case, arch: str, ranges: int, **how: Any) -> Emulated:
     """:func:`check_forward` on an AMD card that cuts the keys into so many ranges for all rows but those of the first
     tile."""
     inputs, options = case.build()
-    variants = variants_of(check_call(*inputs, **options), arch)
-    assert variants.ranges is not None
-    tail = TailRows(variants.ranges, variants.forward.geometry.rows, ranges)
-    return check_forward(case, plan=Plan(variants.forward, tail=tail), **how)
+    call = check_call(*inputs, **options)
+    forward = variant_of(call, "forward", arch)
+    tail = TailRows(variant_of(call, RANGES, arch), forward.geometry.rows, ranges)
+    return check_forward(case, plan=Plan(forward, tail=tail), **how)
 
 
 def at_once(result: Emulated) -> Emulated:
     """Return the same results with a plan of one kernel for all gradients."""
-    return replace(result, plan=result.plan._replace(gradients=(variants_of(result.call).grad_all,)))
+    return replace(result, plan=result.plan._replace(gradients=(variant_of(result.call, "grad_all"),)))
 
 
 Answers = tuple[Sequence[Tensor], Sequence[Tensor]]  # found, expected

@@ -6,8 +6,8 @@ import struct
 from typing import Any
 
 from pascal_attn_core.fused.code.amd_code import _MACH, NotACodeObject, arch_of, renamed
-from pascal_attn_core.fused.code.compilation import Compilation
-from pascal_attn_core.fused.code.gguf_source import FEW, GgufLinearVariant
+from pascal_attn_core.fused.code.compilation import Compilation, GgufLinearVariant
+from pascal_attn_core.fused.code.kinds import FEW
 from pascal_attn_core.fused.code.source import Variant
 from pascal_attn_core.fused.geometry import amd as amd_geometry
 

@@ -14,11 +14,10 @@ from torch import Tensor
 from pascal_attn_core import record, sdpa
 from pascal_attn_core.call import AttentionCall
 from pascal_attn_core.fused.code.compilation import Compilation
-from pascal_attn_core.fused.gguf import GgufTrials
 from pascal_attn_core.fused.gpu.cuda import CudaRuntime
 from pascal_attn_core.fused.gpu.hip import HipRuntime
 from pascal_attn_core.fused.launch import Launch
-from pascal_attn_core.fused.linear import LinearTrials
+from pascal_attn_core.fused.linear import GgufTrials, LinearTrials
 from pascal_attn_core.fused.trust import verify
 from pascal_attn_core.fused.trust.kernels import Kernels
 from pascal_attn_core.fused.trust.trial import Trials

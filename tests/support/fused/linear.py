@@ -3,7 +3,7 @@
 from torch import Tensor
 
 from pascal_attn_core.fused.launch.linear import LinearCall
-from pascal_attn_core.int8.quantize import quantize_rows
+from pascal_attn_core.reference.int8_rows import quantize_rows
 
 
 def before_activation(call: LinearCall) -> Tensor:

@@ -20,7 +20,7 @@ from attn_support.fused.device import AnyStandIn, execute, noting
 from attn_support.fused.driver import Compiler, StandIn
 from attn_support.fused.hip import HipCompiler, HipStandIn
 
-from pascal_attn_core.fused.gpu import vendors
+from pascal_attn_core.fused import gpu
 from pascal_attn_core.fused.gpu.cuda import CudaRuntime
 from pascal_attn_core.fused.gpu.hip import HipRuntime
 from pascal_attn_core.fused.gpu.runtime import Driver
@@ -230,10 +230,10 @@ def _drive(count: int, run: Callable[[Launch], object], compiler: Any) -> AnySta
     driver: AnyStandIn
     if info.kind == "hip":
         driver, hiprtc = HipStandIn(info, run, devices=count), HipCompiler()
-        vendors._RUNTIMES["hip"] = HipRuntime(lambda: driver, lambda: hiprtc)
+        gpu._RUNTIMES["hip"] = HipRuntime(lambda: driver, lambda: hiprtc)
     else:
         driver = StandIn(info, run, devices=count)
-        vendors._RUNTIMES["cuda"] = CudaRuntime(lambda: driver, lambda arch: compiler)
+        gpu._RUNTIMES["cuda"] = CudaRuntime(lambda: driver, lambda arch: compiler)
     driver.streams = _handles
     driver.stream = functools.partial(Driver.stream, driver)  # type: ignore[method-assign]
     Kernels.machine_code = noting(driver, Kernels.machine_code)  # type: ignore[method-assign]

@@ -11,8 +11,8 @@ from attn_support.table import GRADIENT_TABLE, ROUTES, TABLE, Case
 
 from pascal_attn_core import explain, sdpa, selftest
 from pascal_attn_core.int8.measure import SAMPLE_ROWS, relative_error, sample_of
-from pascal_attn_core.int8.quantize import quantize_rows
 from pascal_attn_core.reference import reference_sdpa
+from pascal_attn_core.reference.int8_rows import quantize_rows
 from pascal_attn_core.selftest import cases
 from pascal_attn_core.vae.windows import Moments
 

@@ -20,12 +20,12 @@ from attn_support.randomness import at_night, seeds, some, times
 
 from pascal_attn_core.fused.code import prebuilt
 from pascal_attn_core.fused.code.amd_code import NotACodeObject, arch_of, renamed, unbundled
-from pascal_attn_core.fused.code.compilation import Compilation
-from pascal_attn_core.fused.code.gguf_source import LINEAR_KIND, GgufLinearVariant
+from pascal_attn_core.fused.code.compilation import Compilation, GgufLinearVariant
+from pascal_attn_core.fused.code.kinds import GGUF_LINEAR
 from pascal_attn_core.fused.code.source import Variant, amd_variants, digest, source
 from pascal_attn_core.fused.geometry import amd as amd_geometry
 from pascal_attn_core.fused.geometry.amd import ARCHS, kernel_arch
-from pascal_attn_core.fused.gpu import hiprtc
+from pascal_attn_core.fused.gpu.hip import hip_compiler
 
 needs_clang = pytest.mark.skipif(
     tool.compiler() is None, reason=f"needs clang {tool.CLANG} with the AMDGPU target (Debian: clang-16 lld-16)"
@@ -34,7 +34,7 @@ ONE = Variant("forward", 64, "float16", arch="gfx906")
 
 
 def _shipped(variant: Variant) -> bytes:
-    code = prebuilt.find_amd(variant)
+    code = prebuilt.find(variant)
     assert code is not None, f"{variant.name} has changed: python tools/amd.py prebuilt"
     return code
 
@@ -135,7 +135,7 @@ def test_no_card_meets_a_dot_product_that_it_does_not_have(arch: str, tmp_path: 
     for variant in (*chosen, Variant("forward", 64, "float16", arch=arch)):
         code = _shipped(variant)
         assert arch_of(code) == amd_geometry.target(arch)
-        expected = amd_geometry.has_dots(arch) and (variant.dtype == "float16" or variant.kind in ("int8", LINEAR_KIND))
+        expected = amd_geometry.has_dots(arch) and (variant.dtype == "float16" or variant.kind in ("int8", GGUF_LINEAR))
         assert ("v_dot" in _disassembled(code, tmp_path / "code")) == expected, variant.name
 
 
@@ -177,8 +177,8 @@ def test_a_card_of_the_family_takes_the_code_under_its_own_name(base: str, names
         assert (arch_of(other), metadata(other)["amdhsa.target"]) == (name, f"amdgcn-amd-amdhsa--{name}")
         differ = [place for place, (a, b) in enumerate(zip(code, other)) if a != b]
         assert (differ[0], len(differ)) == (48, 1 + sum(a != b for a, b in zip(base, name)))  # header, and metadata
-    assert {prebuilt.find_amd(Variant("forward", 64, "float16", arch=arch)) for arch in ("gfx904", "gfx1201")} == {None}
-    assert prebuilt.find_amd(replace(ONE, mask="float", padded=True)) is None
+    assert {prebuilt.find(Variant("forward", 64, "float16", arch=arch)) for arch in ("gfx904", "gfx1201")} == {None}
+    assert prebuilt.find(replace(ONE, mask="float", padded=True)) is None
 
 
 def test_a_code_object_in_a_bundle_is_found_and_other_bytes_are_refused() -> None:
@@ -272,7 +272,7 @@ def test_a_geometry_that_the_kernels_cannot_have_is_refused() -> None:
         tool.compile_variant(ONE, wrong)
 
 
-HIPRTC = hiprtc.find()
+HIPRTC = hip_compiler()
 
 
 @pytest.mark.skipif(HIPRTC is None or OBJDUMP is None, reason="needs HIPRTC and llvm-objdump (libamdhip64-5, llvm-16)")

@@ -106,7 +106,7 @@ def test_a_gradient_kernel_that_cannot_be_launched_leaves_training_to_the_next_r
     leaves = _inputs(requires_grad=True)
     _fail_at(card, 2)
     _check_gradients(sdpa(*leaves, **WINDOW), leaves)
-    assert "cuLaunchKernel" in card._failed[Variant("grad_query", 32, "float32", padded=True)]
+    assert "cuLaunchKernel" in card._refused[Variant("grad_query", 32, "float32", padded=True)][0]
     assert _route(_inputs()) == "fused"
 
 
@@ -216,7 +216,7 @@ def test_a_lost_device_is_an_error(maker: type[StandIn | HipStandIn], function: 
             words = rf"{function}: .*\((CUDA|HIP) error {code}\); this process can no longer use"
             with pytest.raises(DriverError, match=words):
                 sdpa(*inputs, **WINDOW)
-        assert not kernels._failed
+        assert not kernels._refused
 
 
 def test_the_number_of_an_error_travels_with_it() -> None:

@@ -30,7 +30,8 @@ from pascal_attn_core import AttentionConfig, UnsupportedAttention, explain, sdp
 from pascal_attn_core.fused.code import prebuilt
 from pascal_attn_core.fused.code.amd_code import arch_of
 from pascal_attn_core.fused.code.source import Variant, digest
-from pascal_attn_core.fused.gpu import hip_libraries, hiprtc
+from pascal_attn_core.fused.gpu import hip, hip_libraries
+from pascal_attn_core.fused.gpu.compiler import loaded
 from pascal_attn_core.fused.gpu.hip import HipRuntime
 from pascal_attn_core.fused.gpu.runtime import CompileError, DriverError
 from pascal_attn_core.fused.trust.kernels import Kernels, KernelUnavailable, parts
@@ -204,14 +205,14 @@ def test_what_does_not_ship_for_an_architecture_is_compiled(shipped: None, monke
     assert prebuilt.find(replace(variant, arch="gfx1010"), "gfx1010") is None
 
 
-LIBRARY = hiprtc.find()
+LIBRARY = hip.hip_compiler()
 needs_hiprtc = pytest.mark.skipif(LIBRARY is None, reason="needs HIPRTC (Debian: libamdhip64-5)")
 
 
 def test_a_compiler_that_does_not_tell_its_version_has_torchs() -> None:
-    assert hiprtc.version_of((9, 0), "6.3.42133-1b9c17779") == (6, 3)
-    assert hiprtc.version_of((7, 1), "6.3.42133") == (7, 1)
-    assert hiprtc.version_of((9, 0), None) == (9, 0)
+    assert hip.version_of((9, 0), "6.3.42133-1b9c17779") == (6, 3)
+    assert hip.version_of((7, 1), "6.3.42133") == (7, 1)
+    assert hip.version_of((9, 0), None) == (9, 0)
 
 
 @needs_hiprtc
@@ -236,7 +237,7 @@ def test_the_real_compiler_says_what_is_wrong() -> None:
         CompileError, match=r"(?s)HIPRTC_ERROR_COMPILATION for gfx906\n.*undeclared identifier 'nothing'"
     ):
         LIBRARY.compile("__global__ void wrong() { nothing; }", "gfx906", {})
-    assert hiprtc.load_first(["no-such-library.so"]) is None
+    assert not list(loaded(hip.Hiprtc, ["no-such-library.so"]))
 
 
 @needs_hiprtc

@@ -75,7 +75,7 @@ def test_nvrtc_is_opened_after_its_builtins(wheel: str, tmp_path: Path, monkeypa
     folder = _installed(monkeypatch, tmp_path, *NVIDIAS[wheel])
     (library, *_, builtins) = NVIDIAS[wheel][2]
     opened = _opened(monkeypatch)
-    assert nvrtc.load(nvrtc.candidates()) == []
+    assert list(nvrtc.loaded(nvrtc.Nvrtc, nvrtc.candidates())) == []
     assert [Path(name).name for name in opened if Path(name).parent == folder] == [builtins, library]
 
 

@@ -168,7 +168,7 @@ def _others() -> Iterator[tuple[str, Callable[[], bool]]]:
     from pascal_attn_core.compat import device_l2_mb
     from pascal_attn_core.flex import flex_attention, patch_flex_attention
     from pascal_attn_core.fused.trust import trial
-    from pascal_attn_core.gguf.int8 import GgufTimings
+    from pascal_attn_core.gguf.int8 import GgufWays
     from pascal_attn_core.machine.runtime import runtime_of
     from pascal_attn_core.observe.memory import available_bytes
     from pascal_attn_core.transformers import paged
@@ -264,7 +264,7 @@ def _others() -> Iterator[tuple[str, Callable[[], bool]]]:
     yield "a capture of calls", captured
     yield "copies", beside_the_computation
     yield "facts", lambda: device_l2_mb() == device_l2_mb(1) == 4.0 and Clock(card, 1).kind == "CUDA events"
-    yield "GGUF", lambda: runtime_of(card).part(GgufTimings).conditions()["arch"] == "sm_75"
+    yield "GGUF", lambda: runtime_of(card).part(GgufWays).conditions()["arch"] == "sm_75"
     yield "memory", measured
     yield "flex_attention", flexible
     yield "a node", on_a_node

@@ -10,7 +10,7 @@ from attn_support.fused.emulation import CARD
 from pascal_attn_core.call import AttentionCall, check_call
 from pascal_attn_core.call.lazy_mask import LazyMask
 from pascal_attn_core.fused.launch.forward import forward_launches
-from pascal_attn_core.fused.launch.plan import plan_call, variants_of
+from pascal_attn_core.fused.launch.plan import plan_call, variant_of
 from pascal_attn_core.fused.launch.select import call_reasons
 from pascal_attn_core.machine.runtime import Runtime, using
 from pascal_attn_core.routes import fused as route
@@ -122,8 +122,8 @@ def test_keys_are_cut_where_too_few_tiles_are_there() -> None:
 
 
 def test_a_negative_scale_takes_the_variant_that_scales_first() -> None:
-    assert variants_of(_call(scale=-0.5)).forward.mask == "float"
-    assert variants_of(_call(scale=0.5)).forward.mask == "none"
+    assert variant_of(_call(scale=-0.5), "forward").mask == "float"
+    assert variant_of(_call(scale=0.5), "forward").mask == "none"
 
 
 @pytest.mark.parametrize("torch_has_a_kernel", [False, True])

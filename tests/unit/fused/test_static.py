@@ -20,8 +20,7 @@ from attn_support.randomness import seeds, some, times
 
 from pascal_attn_core.fused.code import prebuilt
 from pascal_attn_core.fused.code import source as _source
-from pascal_attn_core.fused.code.compilation import Compilation
-from pascal_attn_core.fused.code.gguf_source import GgufLinearVariant
+from pascal_attn_core.fused.code.compilation import Compilation, GgufLinearVariant
 from pascal_attn_core.fused.code.source import KINDS, Variant, digest, gguf_linear_variants, source
 from pascal_attn_core.fused.gpu import nvrtc
 from pascal_attn_core.fused.gpu.runtime import CompileError
@@ -30,7 +29,7 @@ from tools.models.shares import backward_share, gguf_share, linear_share, packin
 
 SHARE = 0.82
 WIDE = (48, 64, 72, 80, 96, 112, 128)
-LIBRARY = next((lib for lib in nvrtc.load(nvrtc.candidates()) if lib.version == tool.NVRTC), None)
+LIBRARY = next((lib for lib in nvrtc.loaded(nvrtc.Nvrtc, nvrtc.candidates()) if lib.version == tool.NVRTC), None)
 needs_nvrtc = pytest.mark.skipif(LIBRARY is None, reason="needs NVRTC 12.6 (nvidia-cuda-nvrtc-cu12==12.6.85)")
 
 

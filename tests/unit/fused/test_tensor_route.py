@@ -190,7 +190,7 @@ def test_large_tiles_are_asked_for_before_they_are_launched() -> None:
     query = torch.randn(1, 80, 600, 128).half()
     with fresh_card(driver, _clock(1.0, 2.0, 3.0), kind=UncheckedKernels) as kernels:
         assert _route(query) == "torch"
-        assert "cuFuncSetAttribute" in next(iter(kernels._failed.values()))
+        assert "cuFuncSetAttribute" in next(iter(kernels._refused.values()))[0]
 
 
 def test_what_ships_runs_on_its_card_without_a_compiler() -> None:

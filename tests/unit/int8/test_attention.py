@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from pascal_attn_core import patch_attention_int8, patch_linear_int8, sdpa
 from pascal_attn_core.int8 import attention
 from pascal_attn_core.int8.attention import attention_error
+from pascal_attn_core.int8.measure import Times
 
 WIDTH, HEADS = 128, 2
 
@@ -200,7 +201,7 @@ def test_each_call_is_computed_once_and_a_check_computes_some_rows(model, monkey
 
 def _times(in_float: float, in_int8: float) -> Callable:
     def timed(site: attention.AttentionSite, given: dict[str, Tensor]) -> None:
-        site.times = attention.Times(in_float, in_int8)
+        site.times = Times(in_float, in_int8)
 
     return timed
 

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from attn_support.fresh import execute
 from torch import Tensor
 
-from pascal_attn_core.fused.code.linear_source import MOST_COLUMNS
+from pascal_attn_core.fused.code.kinds import MOST_COLUMNS
 from pascal_attn_core.fused.linear import LinearCall
 from pascal_attn_core.int8 import ACTIVATIONS, Int8Matrix, int8_linear, operator, quantize_rows
 from pascal_attn_core.int8.backends import GATED, activated, by_float
@@ -163,8 +163,9 @@ import second.int8
 taken = []
 for module in (first, second.int8):
     backends = sys.modules[module.__name__ + ".backends"]
-    for name, run in dict(backends._RUN).items():
-        backends._RUN[name] = lambda call, run=run, owner=module.__name__: (taken.append(owner), run(call))[1]
+    table = backends.LinearWays.table
+    for name, (why, run) in table.copy().items():
+        table[name] = why, lambda call, run=run, owner=module.__name__: (taken.append(owner), run(call))[1]
 x, weight = torch.randn(3, 16, requires_grad=True), torch.randn(8, 16)
 for module in (first, second.int8, first):
     module.int8_linear(x, module.quantize_rows(weight)).sum().backward()

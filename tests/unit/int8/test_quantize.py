@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from pascal_attn_core.int8 import Int8Matrix, quantize_rows, rotate
-from pascal_attn_core.int8.quantize import LEAST_SCALE
+from pascal_attn_core.reference.int8_rows import LEAST_SCALE
 
 ROTATIONS = (0, 4, 16, 64, 256)
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from pascal_attn_core.int8 import Int8Weight, patch_linear_int8
 from pascal_attn_core.int8.binding import Int8Binding
 from pascal_attn_core.int8.measure import SAMPLE_ROWS, relative_error, sample_of
-from pascal_attn_core.int8.quantize import quantize_rows
 from pascal_attn_core.int8.watch import ErrorWatch
+from pascal_attn_core.reference.int8_rows import quantize_rows
 
 WIDTH = 64
 LIMIT = 0.05

@@ -54,7 +54,7 @@ def test_a_card_without_dp4a_is_left_out(tmp_path: Path, capsys: pytest.CaptureF
 @pytest.mark.parametrize("what", WHAT)
 def test_the_kernel_multiplies_as_often_as_it_says(what: str, tmp_path: Path) -> None:
     """All of its sums are written, and only the loop over chunks multiplies."""
-    library = next((lib for lib in nvrtc.load(nvrtc.candidates()) if 61 in lib.archs()), None)
+    library = next((lib for lib in nvrtc.loaded(nvrtc.Nvrtc, nvrtc.candidates()) if 61 in lib.archs()), None)
     if library is None:
         pytest.skip("needs NVRTC")
     for head_dim in some((64, 128), 2):

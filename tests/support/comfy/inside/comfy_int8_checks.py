@@ -49,7 +49,7 @@ def int8_weight(model):
 
 def rounded(weight, like):
     """The codes of a float weight, with the rotation of a weight in 8 bits."""
-    return pack("core.int8.quantize").quantize_rows(weight, like.matrix.rotation).codes
+    return pack("core.reference.int8_rows").quantize_rows(weight, like.matrix.rotation).codes
 
 
 def far(ours, exact):

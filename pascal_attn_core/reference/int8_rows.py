@@ -39,6 +39,16 @@ class Int8Matrix(NamedTuple):
         # The rotation is its own inverse.
         return rotate(self.codes.float() * self.scales[:, None], self.rotation)
 
+    def to(self, device: torch.device, *, non_blocking: bool = False) -> Int8Matrix:
+        """The same on a device."""
+        codes, scales = (t.to(device, non_blocking=non_blocking) for t in self[:2])
+        return Int8Matrix(codes, scales, self.rotation)
+
+    def copy_(self, other: Int8Matrix, *, non_blocking: bool = False) -> None:
+        """Take the numbers of another one with the same rotation."""
+        for mine, its in zip(self[:2], other[:2]):
+            mine.copy_(its, non_blocking=non_blocking)
+
 
 def check_rotation(rotation: int, columns: int) -> None:
     """Raise ValueError unless groups of ``rotation`` columns can be rotated: 0, or a power of 4 that divides them."""
