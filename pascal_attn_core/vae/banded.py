@@ -89,7 +89,7 @@ def _autocast(*tensors: Tensor | None) -> tuple[Tensor | None, ...]:
 
 def _circular_pad(input: Tensor, pad: list[int], mode: str = "circular", value: float | None = None) -> Any:
     tensor = _first(input)
-    node = operators.padded(tensor.run, nn.functional.pad, tensor.node, pad, mode)
+    node = operators.padded(tensor.run, tensor.node, pad, mode)
     return Banded(node, tensor.run, tensor.device)
 
 

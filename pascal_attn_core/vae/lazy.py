@@ -10,6 +10,7 @@ for the whole tensor and can always be read; others where :meth:`Lazy.granule` i
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -260,8 +261,8 @@ class Aligned(Lazy):
         return [node.whole() if own is None else Want(node, own, low, high) for node, own in zip(self.inputs, places)]
 
 
-class Pointwise(Aligned):
-    """An operator that computes each element from the elements at the same place, with broadcasting."""
+class Applied(Aligned):
+    """The result of an operator, with its arguments."""
 
     arguments = ("args", "kwargs")
 
@@ -269,7 +270,10 @@ class Pointwise(Aligned):
         super().__init__(like, nodes_in((args, kwargs)))
         self.func = func
         (self.args, self.kwargs), self.given = captured((args, kwargs))
-        self.in_place = _in_place(func)
+
+
+class Pointwise(Applied):
+    """An operator that computes each element from the elements at the same place, with broadcasting."""
 
     def dim_of(self, tensor: Any, dim: int) -> int | None:
         own = dim - (self.like.dim() - len(tensor.shape))
@@ -282,11 +286,14 @@ class Pointwise(Aligned):
             return leaf
 
         args, kwargs = substituted(mapped(cut, (self.args, self.kwargs)), self.inputs, pieces)
-        reuse = self.in_place is not None and self.args[0] is self.inputs[0] and self.owns_pieces(0)
-        reuse = reuse and (self.inputs[0].shape, self.inputs[0].like.dtype) == (self.shape, self.like.dtype)
-        return (self.in_place if reuse else self.func)(*args, **kwargs)
+        func = self.func
+        if self.args[0] is self.inputs[0] and self.owns_pieces(0):
+            reuses = (self.inputs[0].shape, self.inputs[0].like.dtype) == (self.shape, self.like.dtype)
+            func = (_in_place(func) if reuses else None) or func
+        return func(*args, **kwargs)
 
 
+@functools.cache
 def _in_place(func: Any) -> Any:
     """The variant of an operator that writes into its first argument, None where there is none."""
     packet = getattr(aten, func._schema.name.partition("::")[2] + "_", None)
@@ -294,22 +301,15 @@ def _in_place(func: Any) -> Any:
     return getattr(packet, name, None) if packet is not None and name in packet.overloads() else None
 
 
-class Rowwise(Aligned):
-    """An operator that treats ranges of some dimensions independently: a softmax, a linear layer, a sum.
-
-    Args:
-        dims: see :data:`Dims`.
-        others: nodes that are read whole, whatever is read of the result; the input is the first.
-    """
-
-    arguments = ("args", "kwargs")
+class Rowwise(Applied):
+    """An operator that treats ranges of some dimensions, see :data:`Dims`, independently: a softmax, a linear layer, a
+    sum. Nodes other than its first are read whole, whatever is read of the result."""
 
     def __init__(
         self, like: Tensor, func: Any, args: tuple, kwargs: dict[str, Any], dims: Dims, *, heavy: bool = False
     ):
-        super().__init__(like, nodes_in((args, kwargs)))
-        self.func, self.dims, self.is_heavy = func, dims, heavy
-        (self.args, self.kwargs), self.given = captured((args, kwargs))
+        super().__init__(like, func, args, kwargs)
+        self.dims, self.is_heavy = dims, heavy
 
     def dim_of(self, tensor: Any, dim: int) -> int | None:
         return self.dims[dim] if tensor is self.inputs[0] else None
@@ -323,20 +323,14 @@ class Rowwise(Aligned):
         return out[0] if isinstance(out, tuple) else out
 
 
-class Permuted(Aligned):
+class Permuted(Rowwise):
     """Dimensions in another order."""
 
     is_fresh = False
 
     def __init__(self, node: Lazy, dims: Sequence[int]):
-        super().__init__(node.like.permute(*dims), (node,))
-        self.dims = tuple(dim % node.like.dim() for dim in dims)
-
-    def dim_of(self, tensor: Any, dim: int) -> int | None:
-        return self.dims[dim]
-
-    def compute(self, pieces: list[Tensor], dim: int, low: int, high: int) -> Tensor:
-        return pieces[0].permute(*self.dims)
+        places = [dim % node.like.dim() for dim in dims]
+        super().__init__(node.like.permute(places), Tensor.permute, (node, places), {}, places)
 
 
 class Viewed(Lazy):
