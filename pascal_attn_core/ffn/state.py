@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from ..patching.function_copy import names_in
-from ..patching.hosts import casts_weights, hook_names, is_hooked, is_hosts
+from ..patching.hosts import HOOK_NAMES, casts_weights, is_hooked, is_hosts
 from .run import SCALARS, NotTokenwise
 
 _DEPTH = 6  # of containers and objects inside each other
@@ -149,7 +149,7 @@ class State:
         self._visit(f"the class of {name}", type(module))
         searched = set(attributes)
         if is_hooked(module):
-            compared = attributes.keys() - {*hook_names(), "_parameters", "_buffers"}
+            compared = attributes.keys() - HOOK_NAMES - {"_parameters", "_buffers"}
             self._hold(name, attributes, lambda: _some(attributes, compared))
             searched = compared - {"forward"}  # which is the host's
         else:
