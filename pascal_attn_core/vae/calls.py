@@ -90,7 +90,7 @@ class Site:
         return Site(vae, self.name, own, self.settings)
 
     def __reduce__(self) -> Any:  # pickled, a VAE is stored without the patch
-        return _same, (self.own,)
+        return (getattr, (self.vae, self.name)) if self.had is None else (functools.partial, (self.own,))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         given = _Given(args, kwargs)
@@ -204,10 +204,6 @@ class Site:
             yield
 
     def _in_bands(self, given: _Given) -> tuple[Any, Figures]:
-        """
-        Raises:
-            NotInBands: the VAE is as it was.
-        """
         budget, (keep, progress) = self._budget(given.tensor.device), (self.settings.keep, self.settings.progress)
         is_on_host = keep == "host" or (keep == "auto" and given.tensor.device.type == "cuda")
         expected = self._rehearsal(given, budget) if is_on_host or progress is not None else None
@@ -295,10 +291,6 @@ def bound(site: Site) -> Callable[[], list[str] | None]:
     return undo
 
 
-def _same(own: Callable[..., Any]) -> Callable[..., Any]:
-    return own
-
-
 @contextmanager
 def _in_bands_now(*, is_trial: bool = False) -> Iterator[None]:
     """Methods of the VAE that call each other are one call."""
@@ -316,12 +308,12 @@ def is_trial() -> bool:
 
 
 @contextmanager
-def _without_tiles(vae: nn.Module) -> Iterator[None]:
-    had: Any = getattr(vae, "use_tiling", None)
-    if had:
-        vae.use_tiling = False  # type: ignore[assignment]
+def _without_tiles(vae: Any) -> Iterator[None]:
+    if not getattr(vae, "use_tiling", False):
+        yield
+        return
+    vae.use_tiling = False
     try:
         yield
     finally:
-        if had:
-            vae.use_tiling = had
+        vae.use_tiling = True

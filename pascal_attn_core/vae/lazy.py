@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from ..config import Unsupported
-from .trees import mapped
+from .trees import leaves, mapped
 
 if TYPE_CHECKING:
     from .store import Value
@@ -146,11 +146,6 @@ class Lazy:
             return [(self.value, dim, low, high)]
         return [leaf for want in self.wants(dim, low, high) for leaf in want.node.leaves(*want[1:])]
 
-    def owns_pieces(self, place: int) -> bool:
-        """Whether the piece of an input may be overwritten: it is new memory with no other reader."""
-        node = self.inputs[place]
-        return node.value is None and node.readers == 1 and node.is_fresh and not node.may_alias
-
     def keep(self, value: Value) -> None:
         """Read the node from ``value`` from now on: it has been computed."""
         self.value = value
@@ -159,10 +154,7 @@ class Lazy:
             setattr(self, name, None)
 
     def check_given(self) -> None:
-        """
-        Raises:
-            NotInBands: a tensor that a reading of it needs has been written to since the model used it.
-        """
+        """Raise NotInBands if a tensor that a reading of it needs has been written to since the model used it."""
         if self.value is None:
             if any(tensor._version != version for tensor, version in self.given):
                 raise NotInBands("a weight or another tensor is changed in place while the VAE runs")
@@ -204,25 +196,6 @@ class Filled(Lazy):
 
     def compute(self, pieces: list[Tensor], dim: int, low: int, high: int) -> Tensor:
         return torch.full(self.shape_of(dim, low, high), self.number, dtype=self.like.dtype, device=self.device)
-
-
-def substituted(args: Any, nodes: Sequence[Lazy], pieces: Sequence[Any]) -> Any:
-    """The arguments with each node replaced by its piece."""
-    by_node = {id(node): piece for node, piece in zip(nodes, pieces)}
-    return mapped(lambda leaf: by_node.get(id(leaf), leaf) if isinstance(leaf, Lazy) else leaf, args)
-
-
-def nodes_in(args: Any) -> list[Lazy]:
-    """The nodes among arguments, each once, in their order."""
-    found: list[Lazy] = []
-
-    def note(leaf: Any) -> Any:
-        if isinstance(leaf, Lazy) and all(leaf is not node for node in found):
-            found.append(leaf)
-        return leaf
-
-    mapped(note, args)
-    return found
 
 
 def captured(args: Any) -> tuple[Any, Versions]:
@@ -267,9 +240,15 @@ class Applied(Aligned):
     arguments = ("args", "kwargs")
 
     def __init__(self, like: Tensor, func: Any, args: tuple, kwargs: dict[str, Any]):
-        super().__init__(like, nodes_in((args, kwargs)))
+        nodes = {id(leaf): leaf for leaf in leaves((args, kwargs)) if isinstance(leaf, Lazy)}
+        super().__init__(like, list(nodes.values()))
         self.func = func
         (self.args, self.kwargs), self.given = captured((args, kwargs))
+
+    def with_pieces(self, pieces: Sequence[Tensor], tree: Any) -> Any:
+        """The arguments with each node replaced by its piece."""
+        by_node = {id(node): piece for node, piece in zip(self.inputs, pieces)}
+        return mapped(lambda leaf: by_node.get(id(leaf), leaf) if isinstance(leaf, Lazy) else leaf, tree)
 
 
 class Pointwise(Applied):
@@ -285,11 +264,11 @@ class Pointwise(Applied):
                 return leaf.narrow(own, low, high - low)
             return leaf
 
-        args, kwargs = substituted(mapped(cut, (self.args, self.kwargs)), self.inputs, pieces)
-        func = self.func
-        if self.args[0] is self.inputs[0] and self.owns_pieces(0):
-            reuses = (self.inputs[0].shape, self.inputs[0].like.dtype) == (self.shape, self.like.dtype)
-            func = (_in_place(func) if reuses else None) or func
+        args, kwargs = self.with_pieces(pieces, mapped(cut, (self.args, self.kwargs)))
+        func, first = self.func, self.inputs[0]
+        is_alike = self.args[0] is first and (first.shape, first.like.dtype) == (self.shape, self.like.dtype)
+        if is_alike and first.value is None and first.readers == 1 and first.is_fresh and not first.may_alias:
+            func = _in_place(func) or func  # its piece is new memory that nothing else reads
         return func(*args, **kwargs)
 
 
@@ -318,7 +297,7 @@ class Rowwise(Applied):
         return 0 if self.dims[dim] is None else super().own_granule(dim)
 
     def compute(self, pieces: list[Tensor], dim: int, low: int, high: int) -> Tensor:
-        args, kwargs = substituted((self.args, self.kwargs), self.inputs, pieces)
+        args, kwargs = self.with_pieces(pieces, (self.args, self.kwargs))
         out = self.func(*args, **kwargs)
         return out[0] if isinstance(out, tuple) else out
 

@@ -410,7 +410,7 @@ def _along_one(run: Run, func: Any, node: Any, *args: Any, **kwargs: Any) -> Any
 
 
 @handles("linear")
-def linear(run: Run, func: Any, node: Any, weight: Any, bias: Any = None) -> Any:
+def _linear(run: Run, func: Any, node: Any, weight: Any, bias: Any = None) -> Any:
     """``aten::linear``: each row on its own."""
     if not isinstance(node, Lazy) or isinstance(weight, Lazy):
         return NotImplemented
@@ -439,11 +439,7 @@ def _product(run: Run, func: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def attention(run: Run, query: Any, key: Any, value: Any, attn_mask: Any, options: dict[str, Any]) -> Lazy:
-    """Attention with a query, key or value that is lazy: in ranges of the query's rows, or of the batch.
-
-    Args:
-        options: further arguments of :func:`pascal_attn_core.sdpa` by name.
-    """
+    """Attention with a query, key or value that is lazy: in ranges of the query's rows, or of the batch."""
     q, k, v = (each if isinstance(each, Lazy) else run.known(each) for each in (query, key, value))
     for node in (q, k, v):
         run.evaluate(node)

@@ -48,11 +48,10 @@ class Run:
     Args:
         device: where it computes.
         budget: bytes on the device for one band and the values that are kept there.
-        keep: where values lie, see :class:`.store.ActivationStore`.
+        keep, queues: see :class:`.store.ActivationStore`.
         least_bands: cut everything that can be cut into this many bands, for proofs.
         rows: most elements per band, for tests; None = as many as the budget allows.
         on_band: called after each band.
-        queues: see :class:`.store.ActivationStore`.
         is_rehearsal: shapes only: nothing is computed, the figures are what the run will take.
 
     Attributes:
@@ -98,10 +97,7 @@ class Run:
         held = node.leaf_bytes() if node.value is None else node.value.tensor.untyped_storage().nbytes()
         if 2 * held < 3 * node.nbytes or not node.nbytes:
             return node
-        if node.value is None:
-            self.evaluate(node)
-            return node
-        copy = Pointwise(node.like, aten.clone.default, (node,), {})
+        copy = node if node.value is None else Pointwise(node.like, aten.clone.default, (node,), {})
         self.evaluate(copy)
         return copy
 
@@ -112,12 +108,8 @@ class Run:
         return node
 
     def evaluate(self, node: Lazy, moments: Moments | None = None, *, on_device: bool = False) -> Value:
-        """Compute a node and keep it.
-
-        Args:
-            moments: take in each piece, in order; a node that is kept already is read for them.
-            on_device: on the device whatever its size, since it is a result.
-        """
+        """Compute a node and keep it, a result on the device whatever its size. Moments take in each piece, in order;
+        a node that is kept already is read for them."""
         if node.value is not None and moments is None:
             return node.value
         node.check_given()
@@ -226,11 +218,8 @@ class Run:
         return max(most, held + moments.scratch(elements, node.like.dtype))
 
     def _count(self, node: Lazy, dim: int, moments: Moments | None, kept: int) -> int:
-        """Elements per band: the fewest bands of equal size that fit the budget.
-
-        Args:
-            kept: bytes on the device that the bands are collected in; one band is its own place.
-        """
+        """Elements per band: the fewest bands of equal size that fit the budget, beside the ``kept`` bytes that they
+        are collected in; one band is its own place."""
         total, unit = node.size(dim), node.granule(dim)
         if not unit or total <= unit:
             count = total
@@ -256,8 +245,7 @@ class Run:
         """The whole of a node on the device, contiguous."""
         if node.value is None:
             self.evaluate(node, on_device=True)
-        value = node.value
-        assert value is not None
+        value: Any = node.value
         return self.patiently(lambda: self.store.bring(value).contiguous())
 
     def patiently(self, work: Callable[[], Any]) -> Any:

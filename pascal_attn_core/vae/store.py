@@ -138,7 +138,6 @@ class ActivationStore:
         return self.on_device(torch.empty(like.shape, dtype=like.dtype, device=self.device))
 
     def stays(self, nbytes: int) -> bool:
-        """Whether a value of this size is kept on the device."""
         return self.keep == "device" or (self.keep == "auto" and self.held + nbytes <= self.budget // 2)
 
     def on_device(self, tensor: Tensor) -> Value:
