@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -13,15 +14,13 @@ from .run import Inputs, NotTokenwise
 
 
 def probe(fn: Callable[..., Any], inputs: Inputs, count: int, dtypes: set[torch.dtype]) -> float:
-    """Run ``fn`` on ``count`` tokens of the input, half of them replaced by noise, and check that they do not affect
-    each other.
+    """Run ``fn`` on ``count`` tokens of the input, half of them replaced by noise; ``dtypes`` are those of all tensors
+    that hold tokens.
 
-    Args:
-        dtypes: of all tensors that hold tokens.
     Returns:
         The largest difference between equal results, relative to the largest value.
     Raises:
-        NotTokenwise: they do.
+        NotTokenwise: they affect each other.
     """
     samples = [_sample(tensor, count) for tensor in inputs.tokens.values()]
     whole = inputs.call(fn, [sample.clone() for sample in samples])
@@ -86,6 +85,5 @@ def _sample(tensor: Tensor, count: int) -> Tensor:
 
 
 def _poison(sample: Tensor, where: Tensor) -> Tensor:
-    if not sample.is_floating_point():
-        return sample.clone()
-    return sample.masked_fill(where[:, None].to(sample.device), float("nan"))
+    is_float = sample.is_floating_point()
+    return sample.masked_fill(where[:, None].to(sample.device), math.nan) if is_float else sample.clone()

@@ -190,8 +190,8 @@ class State:
             return enumerate(value)
         if isinstance(value, ContextVar):
             return self._hold(name, value, lambda: {0: value.get(None)}).items()
-        is_iterator = hasattr(kind, "__next__")
-        if is_iterator or isinstance(value, (random.Random, torch.Generator)) or _is_numpys_generator(kind):
+        is_generator = isinstance(value, (random.Random, torch.Generator)) or kind.__module__.startswith("numpy.random")
+        if is_generator or hasattr(kind, "__next__"):
             raise NotTokenwise(f"refers to {name}: the state of a {kind.__name__} cannot be put back")
         if _is_foreign(kind.__module__) and kind.__module__ not in _HOLD_STATE:
             return ()
@@ -236,10 +236,6 @@ _WRAPPED = ("func", "args", "keywords", "__func__", "__self__", "fget", "__wrapp
 
 def _is_foreign(module: str | None) -> bool:
     return module is not None and (module.partition(".")[0] in _FOREIGN or module.startswith(_OURS) or is_hosts(module))
-
-
-def _is_numpys_generator(kind: type) -> bool:
-    return kind.__module__.startswith("numpy.random")
 
 
 def _some(values: Mapping[Any, Any], keys: Iterable[Any]) -> Values:
