@@ -66,12 +66,7 @@ class CapturedCall:
         return replace(self, **moved)
 
 
-def capture(
-    path: str | os.PathLike[str],
-    *,
-    limit: int = 32,
-    max_mib: float = 1024.0,
-) -> Patch:
+def capture(path: str | os.PathLike[str], *, limit: int = 32, max_mib: float = 1024.0) -> Patch:
     """Write the attention calls that this process makes, in any thread, to one ``.safetensors`` file: the first of each
     kind (shapes, strides, dtypes, options), the others are counted.
 

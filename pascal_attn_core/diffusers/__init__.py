@@ -102,9 +102,7 @@ class PipelinePatch(Patch):
     """The Patch of :func:`patch_attention`: ``report()`` has the attention modules that are on, and those that are left
     alone with the reason, such as ``"SanaLinearAttnProcessor2_0: linear attention"``."""
 
-    def __init__(
-        self, name: str, undo: Callable[[], list[str] | None], sites: list[str], left: dict[str, str]
-    ):  # fmt: skip
+    def __init__(self, name: str, undo: Callable[[], list[str] | None], sites: list[str], left: dict[str, str]):
         super().__init__(name, undo, sites=len(sites))
         self._sites, self._left = sites, left
         if left:
@@ -246,12 +244,12 @@ class _MemberOfModels:
 def _attn_processors(self: nn.Module) -> dict[str, Any]:
     """The processors of all attention modules of a model by the names that ``set_attn_processor`` takes in a dict
     (added by pascal_attn_core.diffusers)."""
-    return {f"{name}.processor": module.processor for name, module in _with_processors(self)}
+    return {name: module.processor for name, module in _with_processors(self).items()}
 
 
-def _with_processors(model: nn.Module) -> list[tuple[str, Any]]:
-    modules = [(name, module) for name, module in model.named_modules() if name]
-    return [(n, m) for n, m in modules if hasattr(m, "get_processor") or processor_of(m) is not None]
+def _with_processors(model: nn.Module) -> dict[str, Any]:
+    modules = {f"{name}.processor": module for name, module in model.named_modules() if name}
+    return {n: m for n, m in modules.items() if hasattr(m, "get_processor") or processor_of(m) is not None}
 
 
 def _set_attn_processor(self: Any, processor: Any) -> None:
@@ -290,7 +288,7 @@ def _set_attn_processor(self: Any, processor: Any) -> None:
 
 
 def _set_dict(model: nn.Module, given: dict[str, Any]) -> None:
-    modules = {f"{name}.processor": module for name, module in _with_processors(model)}
+    modules = _with_processors(model)
     if len(given) != len(modules):
         raise ValueError(
             f"a dict must have one processor for each attention module of {type(model).__name__}: its number of "
@@ -387,7 +385,6 @@ def _keeps_ours(original: Callable) -> Callable:
         original(self, processor)
         set_lasting_redirect(self, redirect)
 
-    set_processor._pascal_original = original  # type: ignore[attr-defined]
     return set_processor
 
 
@@ -406,7 +403,6 @@ def _warns(original: Callable) -> Callable:
                 *(type(self).__name__, count, "s"[: count > 1], backend),
             )
 
-    set_attention_backend._pascal_original = original  # type: ignore[attr-defined]
     return set_attention_backend
 
 

@@ -31,11 +31,8 @@ def redirect_module(module: nn.Module, redirect: SdpaRedirect) -> None:
 
 
 def release_module(module: nn.Module, redirect: SdpaRedirect) -> list[str]:
-    """Remove ``redirect``, wherever it lies among the others.
-
-    Returns:
-        A sentence if other code has changed the module's class meanwhile: ours then stays below it and does nothing.
-    """
+    """Remove ``redirect``, wherever it lies among the others. Returns a sentence if other code has changed the module's
+    class meanwhile: ours then stays below it and does nothing."""
     if REDIRECTS not in module.__dict__:
         return []
     module.__dict__[REDIRECTS] = tuple(other for other in module.__dict__[REDIRECTS] if other is not redirect)
@@ -123,19 +120,15 @@ def _stand_in(module: nn.Module, redirect: SdpaRedirect) -> Any:
 
 
 def _new_stand_in(module: nn.Module, processor: Any, redirect: SdpaRedirect) -> Any:
-    cls: Any = type(processor)
     module_class: Any = type(module)
     original = getattr(module_class, "_pascal_original_class", None)
     if processor is None or original is None or "processor" not in vars(module_class) or forward_reaches_sdpa(original):
         return None
-    if isinstance(processor, RedirectedProcessor):
-        cls = type(processor._original)
-        if not cls.__module__.startswith("diffusers."):
-            return processor  # None, or a third party's: it runs as it is, under a mode of its own
-        processor = processor._original
-    if not cls.__module__.startswith("diffusers."):
-        return None
-    return redirect_processor(processor, redirect, runs_as=upgrade_of(cls))
+    is_ours = isinstance(processor, RedirectedProcessor)
+    own: Any = processor._original if is_ours else processor
+    if not type(own).__module__.startswith("diffusers."):
+        return processor if is_ours else None  # None or a third party's in ours runs under a mode of its own
+    return redirect_processor(own, redirect, runs_as=upgrade_of(type(own)))
 
 
 def _get_processor(module: Any) -> Any:

@@ -34,27 +34,16 @@ def attend_in_parallel(
     Args:
         query: ``[B, L, Hq, D]``, this process's tokens; key ``[B, S, Hkv, D]``; value ``[B, S, Hkv, Dv]``.
         operators: the forward and backward pass of diffusers' backend, which are not needed.
-    Returns:
-        ``[B, L, Hq, Dv]``.
-    Raises:
-        ValueError: dropout, or lse is asked for.
     """
     redirect, sharing = this_thread.redirect, _parallel_config.context_parallel_config
     assert redirect is not None
     query, key, value = (t.transpose(1, 2) for t in (query, key, value))
     if dropout_p or return_lse:
         raise ValueError(f"dropout_p must be 0 and return_lse False across processes, got {dropout_p} and {return_lse}")
-    out = context_parallel_sdpa(
-        query,
-        key,
-        value,
-        attn_mask,
-        is_causal,
-        scale,
-        enable_gqa,
-        ring=sharing._ring_mesh.get_group() if sharing.ring_degree > 1 else None,
-        ulysses=sharing._ulysses_mesh.get_group() if sharing.ulysses_degree > 1 else None,
-        uneven=getattr(sharing, "ring_anything", False) or getattr(sharing, "ulysses_anything", False),
-        config=redirect.config,
-    )
-    return out.transpose(1, 2)
+    groups: dict[str, Any] = {
+        "ring": sharing._ring_mesh.get_group() if sharing.ring_degree > 1 else None,
+        "ulysses": sharing._ulysses_mesh.get_group() if sharing.ulysses_degree > 1 else None,
+        "uneven": getattr(sharing, "ring_anything", False) or getattr(sharing, "ulysses_anything", False),
+    }
+    arguments = (query, key, value, attn_mask, is_causal, scale, enable_gqa)
+    return context_parallel_sdpa(*arguments, **groups, config=redirect.config).transpose(1, 2)

@@ -26,15 +26,10 @@ REDIRECTS = "_pascal_redirects"
 
 
 class ThisThread(threading.local):
-    """State of the module calls in progress in a thread.
+    """State of the module calls in progress in a thread."""
 
-    Attributes:
-        redirect: the redirect in force while a copied processor runs.
-        acting: the module whose processor another one stands in for, and that other one.
-    """
-
-    redirect: SdpaRedirect | None = None
-    acting: tuple[Any, Any] | None = None
+    redirect: SdpaRedirect | None = None  # in force while a copied processor runs
+    acting: tuple[Any, Any] | None = None  # a module, and what stands in for its processor
 
 
 this_thread = ThisThread()

@@ -28,13 +28,7 @@ _LEAST_ROWS = 64  # shorter slices cost too much time
 
 @dataclass(eq=False)
 class Settings:
-    """The options of one patch; shared by all its modules and by deep copies of them.
-
-    Attributes:
-        passing: exceptions that a trial re-raises instead of treating them as a refusal: a host's interrupt.
-        shared: what trials found, by structure and kind of call without its length: identical blocks need one. A
-            reason against slices is as good.
-    """
+    """The options of one patch; shared by all its modules and by deep copies of them."""
 
     budget_mib: float | None = None
     chunk_tokens: int | None = None
@@ -43,7 +37,8 @@ class Settings:
     verify: bool = True
     checkpoint: bool = True
     enabled: bool = True
-    passing: tuple[type[BaseException], ...] = ()
+    passing: tuple[type[BaseException], ...] = ()  # see tried()
+    # What trials found, or reasons against slices, by structure and kind of call: identical blocks need one.
     shared: dict[Any, Trial | str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -74,39 +69,24 @@ class Settings:
 
 
 class Plan(NamedTuple):
-    """How calls of one kind run.
+    """How calls of one kind run, with a sentence for the report."""
 
-    Attributes:
-        sizes: tokens of each slice; empty = whole.
-        why: one sentence for the report.
-        recompute: each slice is checkpointed.
-        refused: the module does not work token by token, or that could not be tried.
-        relative: see :class:`.trial.Trial`; None = not tried, not checked later.
-    """
-
-    sizes: tuple[int, ...]
+    sizes: tuple[int, ...]  # tokens of each slice; empty = whole
     why: str
-    recompute: bool = False
-    refused: bool = False
-    relative: float | None = None
+    recompute: bool = False  # each slice is checkpointed
+    refused: bool = False  # the module does not work token by token, or that could not be tried
+    relative: float | None = None  # see Trial; None = not tried, not checked later
 
 
 @dataclass(eq=False)
 class Site:
-    """A module under one patch.
-
-    Attributes:
-        plans: the plan of each kind of call seen so far.
-        used: plans executed since the report was reset.
-        refusals: why it does not run in slices, by the mode in which that was found.
-        sliced: the replacement forward that it is attached to; weak, since that holds its module.
-    """
+    """A module under one patch."""
 
     settings: Settings
-    plans: dict[Any, Plan] = field(default_factory=dict)
-    used: dict[Any, Plan] = field(default_factory=dict)
-    refusals: dict[Any, str] = field(default_factory=dict)
-    sliced: weakref.ref[Any] | None = None
+    plans: dict[Any, Plan] = field(default_factory=dict)  # by kind of call
+    used: dict[Any, Plan] = field(default_factory=dict)  # the same, of calls since the report was reset
+    refusals: dict[Any, str] = field(default_factory=dict)  # why not in slices, by the mode in which that was found
+    sliced: weakref.ref[Any] | None = None  # its replacement forward, which holds the module
 
 
 WHOLE = Plan((), "")

@@ -31,18 +31,12 @@ _TOKENS = 24
 
 
 class Trial(NamedTuple):
-    """The result of a trial.
+    """The result of a trial: the memory that a call takes besides its input, and how exact its results are."""
 
-    Attributes:
-        token_bytes, constant_bytes: a call takes these besides its input: per token, its output included, and once.
-        out_bytes: of the output, per token.
-        relative: how far results may be apart in a re-check, relative to the largest.
-    """
-
-    token_bytes: float
+    token_bytes: float  # per token, its output included
     constant_bytes: float
-    out_bytes: float
-    relative: float
+    out_bytes: float  # of the output, per token
+    relative: float  # how far results may be apart in a re-check, relative to the largest
 
     def extra_bytes(self, tokens: int) -> float:
         """Memory that a call takes besides input and output."""
@@ -228,11 +222,7 @@ def _undisturbed(module: nn.Module, fn: Callable[..., Any]) -> Iterator[Callable
 
 @contextlib.contextmanager
 def uncompiled(module: nn.Module) -> Iterator[None]:
-    """Children compiled by torch.compile run uncompiled: a few tokens must not trigger another compilation.
-
-    Raises:
-        NotTokenwise: this torch cannot switch that.
-    """
+    """Children compiled by torch.compile run uncompiled: a few tokens must not trigger another compilation."""
     dynamo = sys.modules.get("torch._dynamo.eval_frame")  # loaded if any child is compiled
     if dynamo is None or not any(isinstance(child, dynamo.OptimizedModule) for child in module.modules()):
         yield

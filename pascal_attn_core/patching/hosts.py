@@ -22,15 +22,10 @@ HOOK_NAMES = frozenset({"_hf_hook", "_old_forward", "_diffusers_hook"})
 @dataclass(frozen=True)
 class CastingLayers:
     """Layers that fetch, cast and patch their weights inside ``forward``. What they keep between calls is their own
-    business.
+    business."""
 
-    Attributes:
-        name: the attribute by which they are recognised.
-        modules: the Python modules whose code does that, also when it is called from elsewhere.
-    """
-
-    name: str
-    modules: tuple[str, ...] = ()
+    name: str  # the attribute by which they are recognised
+    modules: tuple[str, ...] = ()  # the Python modules whose code does that, also when it is called from elsewhere
 
 
 _casting: tuple[CastingLayers, ...] = ()
@@ -43,7 +38,6 @@ def register(layers: CastingLayers) -> None:
 
 
 def is_hooked(module: nn.Module) -> bool:
-    """Whether a host has put a hook on this very module."""
     return not HOOK_NAMES.isdisjoint(module.__dict__)
 
 

@@ -139,11 +139,7 @@ AnyPatch = TypeVar("AnyPatch", bound=Patch)
 
 
 def require_sites(patch: AnyPatch) -> AnyPatch:
-    """The patch, if it is in force anywhere.
-
-    Raises:
-        NothingToPatch: it is not; the error names what was left alone.
-    """
+    """The patch, if it is in force anywhere; else raises NothingToPatch, which names what was left alone."""
     if patch.sites:
         return patch
     patch.remove()
@@ -203,7 +199,6 @@ class PatchGroup:
         self._undos: list[Callable[[], list[str] | None]] = []
 
     def add(self, undo: Callable[[], list[str] | None]) -> None:
-        """Remember how to undo the step just made."""
         self._undos.append(undo)
 
     def __enter__(self) -> PatchGroup:

@@ -198,10 +198,7 @@ class _Metadata(importlib.metadata.Distribution):
 
 
 def refuse_real_package(name: str, hint: str = "") -> None:
-    """
-    Raises:
-        RuntimeError: a package of that name, not ours, can be imported.
-    """
+    """Raise RuntimeError if a package of that name, not ours, can be imported."""
     spec = importlib.util.find_spec(name)
     if spec is not None and not isinstance(spec.loader, StandIn):
         found = spec.origin or spec.name

@@ -146,11 +146,7 @@ def _is_traced(query: Tensor) -> bool:
 
 
 def weights(query: Tensor, all_keys: Tensor, masked: Masked, options: dict[str, Any]) -> Tensor:
-    """The attention weights ``[B, Hq, L, S]`` before dropout: for callers that ask for them.
-
-    Args:
-        options: arguments of :func:`sdpa` by name.
-    """
+    """The attention weights ``[B, Hq, L, S]`` before dropout: for callers that ask for them."""
     _say_weights_are_stored()
     call = check_call(*prepared(query, masked.key, masked.value, masked.mask, Options(**options)))
     with without_autocast(query):

@@ -39,11 +39,7 @@ _running = threading.local()
 
 @dataclass
 class Settings:
-    """The arguments of :func:`.patch_vae`.
-
-    Attributes:
-        enabled: False once the patch has been removed: deep copies of the VAE share it.
-    """
+    """The arguments of :func:`.patch_vae`."""
 
     budget_mib: float | None = None
     keep: str = "auto"
@@ -51,7 +47,7 @@ class Settings:
     verify: bool = True
     progress: Callable[[float], None] | None = None
     expected_bytes: Callable[..., int] | None = None
-    enabled: bool = True
+    enabled: bool = True  # until the patch is removed: deep copies of the VAE share it
 
     def __post_init__(self) -> None:
         budget = self.budget_mib
@@ -67,18 +63,12 @@ class Settings:
 
 
 class Site:
-    """One method of one VAE: an attribute of the VAE that replaces the method.
-
-    Attributes:
-        own: the method as it was.
-        had: what the VAE's attribute of that name was; None = it had none, the method is the class's.
-        calls: the last ones.
-    """
+    """One method of one VAE: an attribute of the VAE that replaces the method ``own``."""
 
     def __init__(self, vae: nn.Module, name: str, own: Callable[..., Any], settings: Settings):
         functools.update_wrapper(self, own)
         self.vae, self.name, self.own, self.settings = vae, name, own, settings
-        self.had = vars(vae).get(name)
+        self.had = vars(vae).get(name)  # None = the method is the class's
         self.calls: deque[VaeCall] = deque(maxlen=_REMEMBERED)
         self._proofs: dict[tuple[Any, ...], str] = {}
         self._lock = threading.Lock()

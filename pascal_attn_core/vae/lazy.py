@@ -110,7 +110,6 @@ class Lazy:
         return Want(self, 0, 0, self.size(0))
 
     def shape_of(self, dim: int, low: int, high: int) -> list[int]:
-        """The shape of a range."""
         return [high - low if each == dim else size for each, size in enumerate(self.shape)]
 
     def read(self, dim: int, low: int, high: int, memo: Memo) -> Tensor:

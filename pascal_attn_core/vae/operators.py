@@ -42,13 +42,9 @@ def likes(args: Any) -> Any:
     )
 
 
-def _with_steady_weights(run: Run, node: Lazy, args: Any, *, all_tensors: bool = False) -> Lazy:
-    """Compute a node at once where a hook may change its weights as soon as their layer has been called.
-
-    Args:
-        all_tensors: tensors that are no parameters are weights too, which a host made for this call.
-    """
-    kind = Tensor if all_tensors else nn.Parameter
+def _with_steady_weights(run: Run, node: Lazy, args: Any, kind: type[Tensor] = nn.Parameter) -> Lazy:
+    """Compute a node at once where a hook may change its weights as soon as their layer has been called: those of its
+    arguments that are parameters, or tensors of another kind."""
     if not run.is_steady(*(leaf for leaf in leaves(args) if isinstance(leaf, kind))):
         run.evaluate(node)
     return node
@@ -196,7 +192,6 @@ def replaced(run: Run, node: Lazy, source: Any) -> Lazy:
 
 
 def cast(node: Lazy, dtype: torch.dtype) -> Lazy:
-    """A node in another dtype."""
     if node.like.dtype == dtype:
         return node
     return Pointwise(node.like.to(dtype), aten._to_copy.default, (node,), {"dtype": dtype})
@@ -245,8 +240,7 @@ def _convolution(run: Run, func: Any, node: Any, weight: Any, bias: Any, *rest: 
         return NotImplemented
     run.settled(node)
     like = func(node.like, weight.to("meta"), None if bias is None else bias.to("meta"), *rest)
-    found = Convolution(like, node, weight, bias, *rest)
-    return _with_steady_weights(run, found, (weight, bias), all_tensors=True)
+    return _with_steady_weights(run, Convolution(like, node, weight, bias, *rest), (weight, bias), Tensor)
 
 
 @handles("constant_pad_nd")
@@ -416,7 +410,7 @@ def _linear(run: Run, func: Any, node: Any, weight: Any, bias: Any = None) -> An
         return NotImplemented
     rank = node.like.dim()
     found = rowwise(run, node, func, (node, weight, bias), {}, [*range(rank - 1), None], heavy=True)
-    return _with_steady_weights(run, found, (weight, bias), all_tensors=True)
+    return _with_steady_weights(run, found, (weight, bias), Tensor)
 
 
 @handles("mm", "bmm", "addmm")

@@ -22,25 +22,15 @@ from .windows import Moments
 
 @dataclass
 class Figures:
-    """The figures of a run.
+    """The figures of a run."""
 
-    Attributes:
-        layers: values that were computed in bands or in one piece.
-        bands: of all layers together.
-        most_bands: of one layer.
-        whole: operators that ran whole, how often each.
-        retries: out-of-memory errors after which fewer rows were taken.
-        host_bytes: most bytes in host memory at once.
-        expected_bytes: most bytes on the device at once, by calculation.
-    """
-
-    layers: int = 0
-    bands: int = 0
-    most_bands: int = 0
-    whole: Counter[str] = field(default_factory=Counter)
-    retries: int = 0
-    host_bytes: int = 0
-    expected_bytes: int = 0
+    layers: int = 0  # values that were computed in bands or in one piece
+    bands: int = 0  # of all layers together
+    most_bands: int = 0  # of one layer
+    whole: Counter[str] = field(default_factory=Counter)  # operators that ran whole, how often each
+    retries: int = 0  # out-of-memory errors after which fewer rows were taken
+    host_bytes: int = 0  # most in host memory at once
+    expected_bytes: int = 0  # most on the device at once, by calculation
 
 
 class Run:
