@@ -28,7 +28,7 @@ REDIRECTS = "_pascal_redirects"
 class ThisThread(threading.local):
     """State of the module calls in progress in a thread."""
 
-    redirect: SdpaRedirect | None = None  # in force while a copied processor runs
+    redirect: Any = None  # the SdpaRedirect in force while a copied processor runs
     acting: tuple[Any, Any] | None = None  # a module, and what stands in for its processor
 
 
@@ -83,7 +83,6 @@ class _Functional:
     @staticmethod
     def scaled_dot_product_attention(*args: Any, **kwargs: Any) -> Tensor:
         redirect = this_thread.redirect
-        assert redirect is not None
         if F.scaled_dot_product_attention is TORCH_SDPA:
             return redirect.attend(args, kwargs)
         with redirect.mode:  # another replacement of torch's function comes first, and may call torch's
