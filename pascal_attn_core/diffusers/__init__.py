@@ -32,8 +32,19 @@ from diffusers.models import attention, attention_processor
 from torch import nn
 
 from ..config import AttentionConfig
-from ..patching.interception import TORCH_SDPA
-from ..patching.patch import OFF, ON, REFUSED, NothingToPatch, Patch, PatchGroup, PatchReport, State, replaced
+from ..patching.interception import SDPA_NAME, TORCH_SDPA
+from ..patching.patch import (
+    OFF,
+    ON,
+    REFUSED,
+    NothingToPatch,
+    Patch,
+    PatchGroup,
+    PatchReport,
+    State,
+    replaced,
+    warn_once,
+)
 from . import arrivals, processors, sites
 from .modules import lasting_redirect, redirect_module, release_module, set_lasting_redirect
 from .processors import RedirectedProcessor, redirect_processor
@@ -427,16 +438,11 @@ def _warn_if_sdpa_is_replaced() -> None:
     current: Any = F.scaled_dot_product_attention
     defined_in = str(getattr(current, "__globals__", {}).get("__name__", ""))  # ours carry torch's __module__
     if current is not TORCH_SDPA and not defined_in.startswith(f"{_PACKAGE}."):
-        _warn_once(f"{current.__module__}.{getattr(current, '__qualname__', current)}")
-
-
-@functools.lru_cache(maxsize=16)
-def _warn_once(replacement: str) -> None:
-    log.warning(
-        "torch.nn.functional.scaled_dot_product_attention has been replaced by %s: attention calls go there, and reach "
-        "Pascal Attention only where the replacement calls torch's own function",
-        replacement,
-    )
+        replacement = f"{current.__module__}.{getattr(current, '__qualname__', current)}"
+        warn_once(
+            f"torch.nn.functional.{SDPA_NAME} has been replaced by {replacement}: attention calls go there, and reach "
+            "Pascal Attention only where the replacement calls torch's own function"
+        )
 
 
 _ADDED_TO_MODELS = {"set_attn_processor": _set_attn_processor, "attn_processors": property(_attn_processors)}

@@ -40,10 +40,8 @@ class SdpaRedirect:
     threads.
 
     Args:
-        config: passed on to ``sdpa``.
         scale: the scale of the scores for calls that give none; None = 1/sqrt(head_dim).
         lasting: set by a processor, not by a Patch; it decides over those of patches.
-
     Attributes:
         attend: ``attend(args, kwargs)`` computes one call of ``scaled_dot_product_attention``.
         mode: while it is entered in a thread, torch's function is ``attend`` there.

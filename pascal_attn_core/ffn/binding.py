@@ -20,10 +20,6 @@ class FfnBinding:
 
     It serves several copies of a model (one per device) and keeps none of them alive. Several bindings may be attached
     to a module, in any order; the newest applies.
-
-    Args:
-        include, exclude: as in :func:`.patch_ffn`.
-        options: of :class:`.plan.Settings`.
     """
 
     def __init__(self, *, include: Any = None, exclude: Any = None, **options: Any):

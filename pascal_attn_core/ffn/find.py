@@ -49,9 +49,8 @@ def find_ffn(model: nn.Module, include: Any = None, exclude: Any = None) -> Iter
     taken: list[str] = []
     named: list[str] = []
     mixtures: list[str] = []
-    seen: set[int] = set()
     for name, module in model.named_modules():
-        if id(module) in seen or any(name.startswith(f"{outer}.") or outer == "" for outer in taken):
+        if any(name.startswith(f"{outer}.") or outer == "" for outer in taken):
             continue
         if dropped and matches(dropped, name, module):
             taken.append(name)
@@ -73,7 +72,6 @@ def find_ffn(model: nn.Module, include: Any = None, exclude: Any = None) -> Iter
         elif (include is not None and is_chosen) or (
             (include is None or in_mixture) and looks_like_ffn(name, module, in_mixture=in_mixture)
         ):
-            seen.add(id(module))
             taken.append(name)
             yield Found(name, module)
 

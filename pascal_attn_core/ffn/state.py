@@ -87,14 +87,9 @@ class _Namespace(NamedTuple):
 
 
 class State:
-    """The values that the code of ``module`` refers to by name, as they are now.
-
-    Args:
-        forward: what is called instead of the module's own forward.
-    Raises:
-        NotTokenwise: the code refers to an iterator or a generator of random numbers, which cannot be put back, or to
-            something that cannot be read.
-    """
+    """The values that the code of ``module``, and of what is called in place of its forward, refers to by name, as they
+    are now. Raises NotTokenwise for an iterator or a generator of random numbers, which cannot be put back, and for
+    what cannot be read."""
 
     def __init__(self, module: nn.Module, forward: Callable[..., Any] | None = None):
         self._holders: list[_Holder] = []

@@ -135,12 +135,8 @@ class StandIn(importlib.metadata.DistributionFinder, importlib.abc.Loader):
 
 
 class Installer:
-    """Installs the stand-ins of one package. The one in force is shared by all who ask for one.
-
-    Args:
-        root: the package's top module.
-        option: the name of what its stand-ins may differ by.
-    """
+    """Installs the stand-ins of one package by the name of its top module, which may differ by an option. The one in
+    force is shared by all who ask for one."""
 
     def __init__(self, root: str, option: str = ""):
         self._root, self._option = root, option
@@ -150,12 +146,9 @@ class Installer:
     def install(self, make: Callable[[], StandIn], value: Any = None, *, replace: bool) -> Patch:
         """Install the stand-in that ``make`` returns, or share the one in force, which goes with the last Patch.
 
-        Args:
-            value: that of the option.
-            replace: hide the real package if it is installed.
         Raises:
-            ValueError: the stand-in in force has another value.
-            RuntimeError: the real package is installed.
+            ValueError: the stand-in in force has another value of the option.
+            RuntimeError: the real package is installed, and ``replace`` is False.
         """
         with _lock:
             if not self._users:

@@ -14,10 +14,6 @@ DENOISERS = ("unet", "transformer", "transformer_2", "prior", "decoder")
 AUTOENCODERS = ("vae", "movq", "vqvae", "vqgan")
 
 
-class Denoisers(nn.ModuleDict):
-    """The denoisers of a pipeline, so that they can be searched as one module."""
-
-
 def parts_of(target: Any) -> dict[str, nn.Module]:
     """The modules of a target by name: those of a pipeline's ``components``, or a module itself, by the name ""; raises
     TypeError for anything else."""
@@ -37,7 +33,7 @@ def denoisers_of(target: Any) -> nn.Module:
     parts = parts_of(target)
     if "" in parts:
         return parts[""]
-    return Denoisers({name: parts[name] for name in _present(target, parts, DENOISERS)})
+    return nn.ModuleDict({name: parts[name] for name in _present(target, parts, DENOISERS)})
 
 
 def autoencoder_of(target: Any) -> nn.Module:

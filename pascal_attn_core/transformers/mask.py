@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from ..call import PLAIN
+from ..patching.patch import warn_once
 from ..tiled.masks import Band
 from .pattern import MaskFunction, Pattern, made_by, read_pattern
 
@@ -126,13 +127,10 @@ class HostMask:
 
     def part(self, rows: tuple[int, int], keys: tuple[int, int]) -> HostMask:
         """Rows and keys of it, each from the first to before the last."""
-        return self._with(
-            seq_len_q=rows[1] - rows[0],
-            seq_len_kv=keys[1] - keys[0],
-            q_offset=self.q_offset + rows[0],
-            kv_offset=self.kv_offset + keys[0],
-            padding=None if self.padding is None else self.padding[:, keys[0] : keys[1]],
-        )
+        padding = None if self.padding is None else self.padding[:, keys[0] : keys[1]]
+        sizes = {"seq_len_q": rows[1] - rows[0], "seq_len_kv": keys[1] - keys[0]}
+        offsets = {"q_offset": self.q_offset + rows[0], "kv_offset": self.kv_offset + keys[0]}
+        return self._with(padding=padding, **sizes, **offsets)
 
     def _with(self, **changes: Any) -> HostMask:
         mask = copy.copy(self)
@@ -159,7 +157,7 @@ class HostMask:
 
     def _stored(self, what: str) -> Tensor:
         if not torch.compiler.is_compiling():
-            _say_stored(what)
+            warn_once(f"a model operates on its attention mask itself ({what}): a mask of L*S elements is stored")
         return self.dense()
 
     @classmethod
@@ -217,11 +215,6 @@ def additive(allowed: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 _ADDITIONS = ("add", "add_", "__add__", "__radd__", "__iadd__")
-
-
-@functools.lru_cache(maxsize=64)
-def _say_stored(what: str) -> None:
-    log.warning("a model operates on its attention mask itself (%s): a mask of L*S elements is stored", what)
 
 
 def _one_by_one(function: MaskFunction, *indices: Tensor) -> Tensor:
@@ -313,15 +306,9 @@ def lazy_mask(
         pattern, q_offset = Pattern(right=0) if mask_function is None else read_pattern(mask_function), int(q_offset)
     if use_vmap is None:
         use_vmap = any(made_by(function) not in _INDEXED for function in pattern.rest)
-    parts: dict[str, Any] = {"pattern": pattern, "padding": padding, "use_vmap": use_vmap}
-    # A tensor for an offset goes into the rule as it is: such a mask is stored, never kept.
-    parts |= {
-        "q_offset": q_offset,
-        "kv_offset": kv_offset,
-        "device": torch.device(device),
-        "home": torch.device(device),
-    }
-    mask = HostMask(batch_size, q_length, kv_length, **parts)
+    sizes, home = (batch_size, q_length, kv_length), torch.device(device)
+    at: Any = q_offset  # a tensor goes into the rule as it is: such a mask is stored, never kept
+    mask = HostMask(*sizes, at, kv_offset, pattern, padding, device=home, home=home, use_vmap=use_vmap)
     may_skip = allow_is_causal_skip or allow_is_bidirectional_skip
     if q_length == 1 and not may_skip:
         return additive(mask.dense(), dtype) if dtype.is_floating_point else mask.dense()

@@ -45,14 +45,7 @@ class Want(NamedTuple):
 
 
 class Lazy:
-    """
-    Attributes:
-        like: its shape and dtype, a tensor on ``meta``.
-        value: where it lies once it has been computed and kept.
-        readers: how many others were made from it.
-        steps: how many nodes a reading goes through, those that are read in several places several times.
-        given: ordinary tensors that it is computed from, and their versions.
-    """
+    """A tensor that is computed when it is read; ``like`` is a tensor on ``meta`` of its shape and dtype."""
 
     #: it costs more than to read it again: to be computed once
     is_heavy = False
@@ -62,13 +55,15 @@ class Lazy:
     may_alias = False
     #: attributes that are needed only until it has been computed
     arguments: tuple[str, ...] = ()
+    #: ordinary tensors that it is computed from, and their versions
     given: Versions = ()
 
     def __init__(self, like: Tensor, inputs: Sequence[Lazy] = ()):
         self.like = like
         self.inputs = tuple(inputs)
-        self.value: Value | None = None
-        self.readers = 0
+        self.value: Value | None = None  # where it lies once it has been computed and kept
+        self.readers = 0  # how many others were made from it
+        # how many nodes a reading goes through, those that are read in several places several times
         self.steps: int = 1 + sum(0 if node.value is not None else node.steps for node in self.inputs)
         for node in self.inputs:
             node.readers += 1

@@ -268,10 +268,11 @@ def _padded_along(run: Run, node: Lazy, dim: int, before: int, after: int, mode:
     def rows(start: int, stop: int) -> Lazy:
         return _narrowed(run, node, dim, start, stop)
 
+    left: Sequence[Lazy]
+    right: Sequence[Lazy]
     if mode == "constant":
-        left, right = (
-            [Filled(node.like.new_empty(node.shape_of(dim, 0, count)), number, run.device)] for count in (first, last)
-        )
+        likes = (node.like.new_empty(node.shape_of(dim, 0, count)) for count in (first, last))
+        left, right = ([Filled(like, number, run.device)] for like in likes)
     elif mode == "circular":
         left, right = [rows(size - first, size)], [rows(0, last)]
     elif mode == "replicate":

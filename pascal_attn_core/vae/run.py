@@ -34,19 +34,14 @@ class Figures:
 
 
 class Run:
-    """
+    """One decoding or encoding.
+
     Args:
-        device: where it computes.
         budget: bytes on the device for one band and the values that are kept there.
         keep, queues: see :class:`.store.ActivationStore`.
         least_bands: cut everything that can be cut into this many bands, for proofs.
         rows: most elements per band, for tests; None = as many as the budget allows.
-        on_band: called after each band.
         is_rehearsal: shapes only: nothing is computed, the figures are what the run will take.
-
-    Attributes:
-        tensors: those that the model has been given, and what it has made of them, by their ids, the oldest first.
-        unsteady: ids of weights that may change while the model runs.
     """
 
     def __init__(
@@ -69,8 +64,9 @@ class Run:
         self.store = ActivationStore(self.device, keep, budget, queues)
         self.figures = Figures()
         self._last_try: Lazy | None = None
+        # What the model has been given, and what it has made of that, by id, the oldest first.
         self.tensors: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
-        self.unsteady: set[int] = set()
+        self.unsteady: set[int] = set()  # ids of weights that may change while the model runs
 
     def is_steady(self, *tensors: Tensor | None) -> bool:
         """Whether tensors are weights that hold the same numbers after the layer's call: not copies that a host makes

@@ -187,6 +187,7 @@ class Moments:
         if self._per_channel is None:
             both = (t.to(dtype).to(piece.device) for t in (self.mean, self.squares / self.count))
             self._per_channel = [t.repeat_interleave(channels // self.groups, -1).flatten() for t in both]
-        affine = (None if t is None else t.to(dtype).repeat(self.batch) for t in (weight, bias))
+        mean, variance = self._per_channel
+        weight, bias = (None if t is None else t.to(dtype).repeat(self.batch) for t in (weight, bias))
         folded = piece.reshape(1, -1, *piece.shape[2:])  # each channel of each sample has a mean of its own
-        return torch.batch_norm(folded, *affine, *self._per_channel, False, 0.0, eps, True).view(piece.shape)
+        return torch.batch_norm(folded, weight, bias, mean, variance, False, 0.0, eps, True).view(piece.shape)
