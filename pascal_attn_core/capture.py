@@ -66,12 +66,7 @@ class CapturedCall:
         return replace(self, **moved)
 
 
-def capture(
-    path: str | os.PathLike[str],
-    *,
-    limit: int = 32,
-    max_mib: float = 1024.0,
-) -> Patch:
+def capture(path: str | os.PathLike[str], *, limit: int = 32, max_mib: float = 1024.0) -> Patch:
     """Write the attention calls that this process makes, in any thread, to one ``.safetensors`` file: the first of each
     kind (shapes, strides, dtypes, options), the others are counted.
 
@@ -103,17 +98,15 @@ def capture(
         raise ValueError(f"max_mib must be greater than 0, got {max_mib}")
     recorder = _Recorder(target, limit, int(max_mib * MIB))
     original = F.scaled_dot_product_attention
-    ours = _watched(original, lambda: (recorder,))
+    ours = observe(original)
     ours.__module__ = F.__name__  # where pickle finds it, and torch's function later
     give_back = replaced(F, SDPA_NAME, ours)
     end_observing = add_observer(recorder.see_checked)
-    with _lock:
-        _active.append(recorder)
+    _active.append(recorder)
 
     def undo() -> list[str]:
         end_observing()
-        with _lock:
-            _active.remove(recorder)
+        _active.remove(recorder)
         return give_back() + recorder.finish()
 
     return Patch(f"capture to {target.name}", undo)
@@ -122,14 +115,11 @@ def capture(
 def observe(fn: Callable[..., Any]) -> Callable[..., Any]:
     """``fn`` with every call shown to the captures that are active. It takes the arguments of
     ``scaled_dot_product_attention`` first; its own keyword arguments are passed on and not recorded."""
-    return _watched(fn, lambda: tuple(_active))
 
-
-def _watched(fn: Callable[..., Any], recorders: Callable[[], tuple[_Recorder, ...]]) -> Callable[..., Any]:
     @functools.wraps(fn)
     def attention(*args: Any, **kwargs: Any) -> Any:
         # torch.compile folds the first question to True and sees nothing but the call
-        if torch.compiler.is_compiling() or not (listening := [r for r in recorders() if r.is_listening]):
+        if torch.compiler.is_compiling() or not (listening := [r for r in tuple(_active) if r.is_listening]):
             return fn(*args, **kwargs)
         for recorder in listening:
             recorder.see(args, kwargs)
@@ -143,7 +133,6 @@ def _watched(fn: Callable[..., Any], recorders: Callable[[], tuple[_Recorder, ..
     return attention
 
 
-_lock = threading.Lock()
 _active: list[_Recorder] = []
 
 

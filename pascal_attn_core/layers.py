@@ -40,7 +40,8 @@ _MB = 1e6
 
 
 class SelfAttention(nn.Module):
-    """Self-attention with its projections: ``out_proj(attention(q, k, v))``.
+    """Self-attention with its projections: ``out_proj(attention(q, k, v))``. FlashTile's ``FlashAttentionV2``, and
+    ``MaskedAttention``, whose score matrix is never stored here.
 
     Args:
         embed_dim: features of the input and the output, a multiple of num_heads.
@@ -57,6 +58,8 @@ class SelfAttention(nn.Module):
         ValueError: inconsistent sizes.
     """
 
+    returns_weights = False
+
     def __init__(
         self,
         embed_dim: int,
@@ -70,9 +73,8 @@ class SelfAttention(nn.Module):
         **linear: Any,
     ):
         super().__init__()
-        linear = {name: value for name, value in linear.items() if name not in ("block_size", "chunk_size")}
         self.embed_dim, self.num_heads, self.causal, self.window_size = embed_dim, num_heads, causal, window_size
-        self.num_kv_heads = kv_heads = num_heads if num_kv_heads is None else num_kv_heads
+        self.num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
         self.dropout_p, self.config = dropout, config
         for name in ("embed_dim", "num_heads", "num_kv_heads", "window_size"):
             size = getattr(self, name)
@@ -80,18 +82,16 @@ class SelfAttention(nn.Module):
                 raise ValueError(f"{name} must be at least 1, got {size}")
         if embed_dim % num_heads:
             raise ValueError(f"embed_dim must be a multiple of num_heads ({num_heads}), got {embed_dim}")
-        if num_heads % kv_heads:
-            raise ValueError(f"num_heads must be a multiple of num_kv_heads ({kv_heads}), got {num_heads}")
+        if num_heads % self.num_kv_heads:
+            raise ValueError(f"num_heads must be a multiple of num_kv_heads ({num_kv_heads}), got {num_heads}")
         if not 0.0 <= dropout < 1.0:
             raise ValueError(f"dropout must be at least 0 and below 1, got {dropout}")
         self.head_dim = embed_dim // num_heads
-        if num_kv_heads is None:
-            self.qkv_proj = nn.Linear(embed_dim, 3 * embed_dim, **linear)
-        else:
-            self.q_proj = nn.Linear(embed_dim, embed_dim, **linear)
-            self.k_proj = nn.Linear(embed_dim, kv_heads * self.head_dim, **linear)
-            self.v_proj = nn.Linear(embed_dim, kv_heads * self.head_dim, **linear)
-        self.out_proj = nn.Linear(embed_dim, embed_dim, **linear)
+        kv_dim = self.num_kv_heads * self.head_dim
+        widths = {"q": embed_dim, "k": kv_dim, "v": kv_dim} if num_kv_heads is not None else {"qkv": 3 * embed_dim}
+        linear = {name: value for name, value in linear.items() if name not in ("block_size", "chunk_size")}
+        for name, width in (widths | {"out": embed_dim}).items():
+            self.add_module(f"{name}_proj", nn.Linear(embed_dim, width, **linear))
 
     def forward(self, x: Tensor, attn_mask: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
         """
@@ -102,25 +102,24 @@ class SelfAttention(nn.Module):
         Returns:
             (``[B, L, embed_dim]``, the probabilities ``[B, heads, L, L]`` where the kind returns them, else None).
         """
-        out, weights = self._attend(*self._project(x), _taking_part(attn_mask))
-        return self._dropped(self.out_proj(rearrange(out, "b h l d -> b l (h d)"))), weights
-
-    def _project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """``[B, L, embed_dim]`` -> query ``[B, heads, L, D]``, key and value ``[B, kv_heads, L, D]``."""
         if x.dim() != 3 or x.shape[2] != self.embed_dim:
             raise ValueError(f"x must be [B, L, {self.embed_dim}], got {list(x.shape)}")
+        own: Any = self
         is_packed = hasattr(self, "qkv_proj")
-        projected = self.qkv_proj(x).chunk(3, -1) if is_packed else (self.q_proj(x), self.k_proj(x), self.v_proj(x))
+        projected = own.qkv_proj(x).chunk(3, -1) if is_packed else (own.q_proj(x), own.k_proj(x), own.v_proj(x))
         q, k, v = (rearrange(t, "b l (h d) -> b h l d", d=self.head_dim) for t in projected)
-        return q, k, v
+        rule: dict[str, Any] = {"attn_mask": _taking_part(attn_mask), "enable_gqa": True, **self._band()}
+        weights = None
+        if self.returns_weights:
+            weights = attention_map(q, k, rows=range(x.shape[1]), **rule).to(v.dtype)
+            weights = F.dropout(weights, self.dropout_p, self.training)
+            out = weights @ v.repeat_interleave(self.num_heads // self.num_kv_heads, dim=1)
+        else:
+            out = sdpa(q, k, v, config=self.config, **rule)
+        out = own.out_proj(rearrange(out, "b h l d -> b l (h d)"))
+        return out if self.returns_weights else F.dropout(out, self.dropout_p, self.training), weights
 
-    def _attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        return sdpa(q, k, v, mask, **self._options(), enable_gqa=True, config=self.config), None
-
-    def _dropped(self, out: Tensor) -> Tensor:
-        return F.dropout(out, self.dropout_p, self.training)
-
-    def _options(self) -> dict[str, Any]:
+    def _band(self) -> dict[str, Any]:
         if self.window_size is None:
             return {"is_causal": self.causal}
         half = self.window_size // 2
@@ -128,17 +127,11 @@ class SelfAttention(nn.Module):
 
     def get_causal_efficiency(self, seq_len: int, block_size: int = 64) -> dict[str, Any]:
         """Tiles of ``block_size`` tokens that the causal rule or the window leaves out, by arithmetic."""
-        saved = saved_by_band(seq_len, seq_len, **self._options(), q_block=block_size, kv_block=block_size)
+        saved = saved_by_band(seq_len, seq_len, **self._band(), q_block=block_size, kv_block=block_size).tiles
         total = (-(-seq_len // block_size)) ** 2
-        skipped = round(saved.tiles * total)
-        return {
-            "total_blocks": total,
-            "computed_blocks": total - skipped,
-            "skipped_blocks": skipped,
-            "compute_savings_percent": 100 * saved.tiles,
-            "sequence_length": seq_len,
-            "block_size": block_size,
-        }
+        computed = total - round(saved * total)
+        blocks = {"total_blocks": total, "computed_blocks": computed, "skipped_blocks": total - computed}
+        return blocks | {"compute_savings_percent": 100 * saved, "sequence_length": seq_len, "block_size": block_size}
 
     def get_memory_usage(self, batch_size: int, seq_len: int) -> dict[str, Any]:
         """The memory of a forward pass on the layer's device in its dtype, calculated, in units of 10^6 bytes.
@@ -146,39 +139,21 @@ class SelfAttention(nn.Module):
         That are the projections, at most ``attention_mb`` for attention itself (the tiles' plan), and the output;
         ``naive_mb`` is the same with the probabilities stored, and K and V expanded.
         """
-        weight = self.out_proj.weight
+        weight: Tensor = self.get_parameter("out_proj.weight")
         sizes = [(batch_size, heads, seq_len, self.head_dim) for heads in (self.num_heads, self.num_kv_heads)]
         q, kv = (torch.empty(size, dtype=weight.dtype, device="meta") for size in sizes)
-        call = check_call(q, kv, kv, **self._options(), enable_gqa=True)
-        extra = plan_call(call, runtime_of(weight.device).info, self.config or default_config()).extra_bytes
-        projected = (q.nbytes + 2 * kv.nbytes) / _MB
-        ours = projected + (extra + q.nbytes) / _MB
-        naive = (4 * q.nbytes + call.num_scores * accumulate_dtype(weight.dtype).itemsize) / _MB
-        return {
-            "qkv_mb": projected,
-            "attention_mb": extra / _MB,
-            "output_mb": q.nbytes / _MB,
-            "total_mb": ours,
-            "total_gb": ours / 1e3,
-            "kv_savings_ratio": self.num_heads / self.num_kv_heads,
-            "complexity": "O(N)",
-            "comparison_with_naive": {
-                "naive_mb": naive,
-                "ours_mb": ours,
-                "reduction_ratio": naive / max(ours, 1 / _MB),
-            },
-        }
+        call = check_call(q, kv, kv, **self._band(), enable_gqa=True)
+        attention = plan_call(call, runtime_of(weight.device).info, self.config or default_config()).extra_bytes / _MB
+        projected, output = (q.nbytes + 2 * kv.nbytes) / _MB, q.nbytes / _MB
+        ours = projected + attention + output
+        naive = 4 * output + call.num_scores * accumulate_dtype(weight.dtype).itemsize / _MB
+        compared = {"naive_mb": naive, "ours_mb": ours, "reduction_ratio": naive / max(ours, 1 / _MB)}
+        parts = {"qkv_mb": projected, "attention_mb": attention, "output_mb": output, "total_mb": ours}
+        parts |= {"total_gb": ours / 1e3, "kv_savings_ratio": self.num_heads / self.num_kv_heads}
+        return parts | {"complexity": "O(N)", "comparison_with_naive": compared}
 
 
-class FlashAttentionV2(SelfAttention):
-    """FlashTile's ``FlashAttentionV2``."""
-
-
-class MaskedAttention(SelfAttention):
-    """FlashTile's ``MaskedAttention``; the score matrix is never stored."""
-
-
-FlashAttentionV1 = FlashAttentionV2  # the older algorithm, with the same results
+FlashAttentionV1 = FlashAttentionV2 = MaskedAttention = SelfAttention
 
 
 class NaiveAttention(SelfAttention):
@@ -187,13 +162,7 @@ class NaiveAttention(SelfAttention):
     ``dropout`` is a share of the probabilities, as in FlashTile.
     """
 
-    def _attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
-        weights = attention_map(q, k, rows=range(q.shape[-2]), attn_mask=mask, enable_gqa=True, **self._options())
-        weights = F.dropout(weights.to(v.dtype), self.dropout_p, self.training)
-        return weights @ v.repeat_interleave(self.num_heads // self.num_kv_heads, dim=1), weights
-
-    def _dropped(self, out: Tensor) -> Tensor:
-        return out
+    returns_weights = True
 
 
 class SlidingWindowAttention(SelfAttention):
@@ -204,23 +173,21 @@ class SlidingWindowAttention(SelfAttention):
 
 
 class GroupedQueryAttention(SelfAttention):
-    """FlashTile's ``GroupedQueryAttention``: query heads share key/value heads."""
+    """FlashTile's ``GroupedQueryAttention``, where query heads share key/value heads, and with one of those its
+    ``MultiQueryAttention``."""
 
     def __init__(self, embed_dim: int, num_heads: int, num_kv_heads: int = 1, **options: Any):
         super().__init__(embed_dim, num_heads, num_kv_heads=num_kv_heads, **options)
 
 
-class MultiQueryAttention(GroupedQueryAttention):
-    """:class:`GroupedQueryAttention` with one key/value head."""
+MultiQueryAttention = GroupedQueryAttention
 
 
 _KINDS: dict[str, type[SelfAttention]] = {
     "naive": NaiveAttention,
-    **dict.fromkeys(("flash_v1", "flash_v2", "triton", "triton_flash"), FlashAttentionV2),
+    **dict.fromkeys(("flash_v1", "flash_v2", "triton", "triton_flash", "masked"), SelfAttention),
     "sliding_window": SlidingWindowAttention,
-    **dict.fromkeys(("gqa", "grouped_query"), GroupedQueryAttention),
-    **dict.fromkeys(("mqa", "multi_query"), MultiQueryAttention),
-    "masked": MaskedAttention,
+    **dict.fromkeys(("gqa", "grouped_query", "mqa", "multi_query"), GroupedQueryAttention),
 }
 
 

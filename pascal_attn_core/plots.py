@@ -70,14 +70,9 @@ def plot_rows(weights: Tensor, path: str | Path | None = None, *, rows: Sequence
     axes = figure.subplots(len(panels), 1, squeeze=False, sharex=True)[:, 0]
     columns, per_column = _columns(panels)
     norm = PowerNorm(0.5, vmin=0.0, vmax=float(columns.max()) if columns.numel() else 1.0)
+    extent = (-0.5, columns.shape[-1] * per_column - 0.5, len(labels) - 0.5, -0.5)
     for head, (axis, panel) in enumerate(zip(axes, columns)):
-        image = axis.imshow(
-            panel.numpy(),
-            aspect="auto",
-            interpolation="nearest",
-            norm=norm,
-            extent=(-0.5, columns.shape[-1] * per_column - 0.5, len(labels) - 0.5, -0.5),
-        )
+        image = axis.imshow(panel.numpy(), aspect="auto", interpolation="nearest", norm=norm, extent=extent)
         axis.spines[:].set_visible(False)  # they would cover the first and the last keys
         axis.set_ylabel(f"head {head}\nquery")
         step = max(1, len(labels) // 12)
@@ -156,25 +151,15 @@ def plot_tiles(seq_len_q: int, seq_len_kv: int, *, path: str | Path | None = Non
     states = tile_states(seq_len_q, seq_len_kv, **rule)
     figure = Figure(figsize=(5.6, 5.2), layout="constrained")
     axis = figure.subplots()
-    axis.pcolormesh(
-        _edges(seq_len_kv, rule.get("kv_block", 128)),
-        _edges(seq_len_q, rule.get("q_block", 128)),
-        states.numpy(),
-        cmap=ListedColormap(_COLOURS),
-        vmin=0,
-        vmax=2,
-        edgecolors="white",
-        linewidth=0.5,
-    )
+    keys, queries = _edges(seq_len_kv, rule.get("kv_block", 128)), _edges(seq_len_q, rule.get("q_block", 128))
+    colours: dict[str, Any] = {"cmap": ListedColormap(_COLOURS), "vmin": 0, "vmax": 2}
+    axis.pcolormesh(keys, queries, states.numpy(), edgecolors="white", linewidth=0.5, **colours)
     axis.invert_yaxis()
     counts = [int((states == state).sum()) for state in range(3)]
-    swatches = [
-        Swatch(facecolor=colour, edgecolor="#98a2ad", label=f"{word}: {count}")
-        for colour, word, count in zip(_COLOURS, _WORDS, counts)
-    ]
-    axis.legend(
-        handles=swatches, loc="upper center", bbox_to_anchor=(0.5, -0.1), ncols=3, frameon=False, columnspacing=1.2
-    )
+    labels = [f"{word}: {count}" for word, count in zip(_WORDS, counts)]
+    swatches = [Swatch(facecolor=colour, edgecolor="#98a2ad", label=label) for colour, label in zip(_COLOURS, labels)]
+    below: dict[str, Any] = {"loc": "upper center", "bbox_to_anchor": (0.5, -0.1), "ncols": 3, "columnspacing": 1.2}
+    axis.legend(handles=swatches, frameon=False, **below)
     computed = 1 - counts[0] / max(1, states.numel())
     axis.set_title(f"{computed:.0%} of the tiles are computed")
     axis.set_xlabel("key")

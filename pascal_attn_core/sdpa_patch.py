@@ -24,7 +24,6 @@ import functools
 import logging
 import sys
 import threading
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -119,41 +118,31 @@ def patch_sdpa(
         raise TypeError(f"{name} must be a whole number or None, got {least!r}")
     if least < 0:
         raise ValueError(f"{name} must be at least 0, got {least}")
-    scope = _Scope(default_config() if config is None else config, least)
+    config = default_config() if config is None else config
     if switched_on("PASCAL_ATTN_DISABLE"):
         log.info("PASCAL_ATTN_DISABLE is set: %s stays torch's", SDPA_NAME)
         return Patch(SDPA_NAME, lambda: None, sites=0)
     with _lock:
-        replacement = _replacement()
-        replacement.add(scope)
-    return _SdpaPatch(scope, replacement)
-
-
-class _Scope:
-    """One request to compute by ``config`` what has ``min_keys`` keys, as long as it is active; the handler of its
-    block's mode."""
-
-    def __init__(self, config: AttentionConfig, min_keys: int):
-        self.config, self.min_keys, self.active = config, min_keys, True
-
-    def __call__(self, args: tuple, kwargs: dict[str, Any]) -> Any:
-        return _attend(TORCH_SDPA, self, args, kwargs) if self.active else TORCH_SDPA(*args, **kwargs)
+        return _SdpaPatch(config, least, _replacement())
 
 
 class _SdpaPatch(Patch):
-    """The Patch of :func:`patch_sdpa`; as a context manager it enters a mode too."""
+    """The Patch of :func:`patch_sdpa`: computes by ``config`` what has ``min_keys`` keys, as long as it is active. As a
+    context manager it enters a mode too, whose handler it is."""
 
-    def __init__(self, scope: _Scope, replacement: _Replacement):
-        super().__init__(SDPA_NAME, functools.partial(replacement.take_away, scope))
-        self._mode = SdpaMode(scope)
+    def __init__(self, config: AttentionConfig, min_keys: int, replacement: _Replacement):
+        super().__init__(SDPA_NAME, lambda: replacement.take_away(self))
+        self.config, self.min_keys, self._mode = config, min_keys, SdpaMode(self)
+        replacement.add(self)
+
+    def __call__(self, args: tuple, kwargs: dict[str, Any]) -> Any:
+        return _attend(TORCH_SDPA, self, args, kwargs) if self.active else TORCH_SDPA(*args, **kwargs)
 
     def __enter__(self) -> Patch:
         self._mode.__enter__()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: Any, error: Any, traceback: Any) -> None:
         self._mode.__exit__(kind, error, traceback)
         self.remove()
 
@@ -161,26 +150,28 @@ class _SdpaPatch(Patch):
 class _Replacement:
     """The function put at ``F.scaled_dot_product_attention`` in place of ``original``.
 
-    Its scopes are one tuple that is replaced as a whole, so that other threads may call meanwhile; the last one
+    Its patches are one tuple that is replaced as a whole, so that other threads may call meanwhile; the last one
     decides. Without any it only calls ``original``.
     """
 
     def __init__(self, original: Any):
         self.original = original
-        self.scopes: tuple[_Scope, ...] = ()
+        self.patches: tuple[_SdpaPatch, ...] = ()
         self.function = _function_of(self)
 
-    def add(self, scope: _Scope) -> None:
-        self.scopes = (*self.scopes, scope)
+    def add(self, patch: _SdpaPatch) -> None:
+        self.patches = (*self.patches, patch)
         if getattr(F, SDPA_NAME) is not self.function:
             setattr(F, SDPA_NAME, self.function)
-            _tell_torchscript(self.function)
+            from torch.jit import _builtins
 
-    def take_away(self, scope: _Scope) -> list[str]:
-        scope.active = False
+            if register := getattr(_builtins, "_register_builtin", None):  # torch.jit.script compiles torch's operator
+                register(self.function, f"aten::{SDPA_NAME}")
+
+    def take_away(self, patch: _SdpaPatch) -> list[str]:
         with _lock:
-            self.scopes = tuple(other for other in self.scopes if other is not scope)
-            if self.scopes:
+            self.patches = tuple(other for other in self.patches if other is not patch)
+            if self.patches:
                 return []
             if getattr(F, SDPA_NAME) is self.function:
                 setattr(F, SDPA_NAME, self.original)
@@ -202,7 +193,7 @@ def _replacement() -> _Replacement:
             "pascal_attn_core.parallel.context_parallel_sdpa divides calls among processes itself"
         )
     for made in _made:
-        if made.function is current or (made.original is current and not made.scopes):
+        if made.function is current or (made.original is current and not made.patches):
             return made
     _made.append(_Replacement(current))
     return _made[-1]
@@ -211,32 +202,32 @@ def _replacement() -> _Replacement:
 def _function_of(replacement: _Replacement) -> Any:
     @functools.wraps(replacement.original, assigned=("__name__", "__qualname__", "__doc__"), updated=())
     def scaled_dot_product_attention(*args: Any, **kwargs: Any) -> Any:
-        scopes, original = replacement.scopes, replacement.original
-        if not scopes:
+        patches, original = replacement.patches, replacement.original
+        if not patches:
             return original(*args, **kwargs)
-        scope = scopes[-1]
+        patch = patches[-1]
         if torch.compiler.is_compiling():
-            return _attend(original, scope, args, kwargs)
+            return _attend(original, patch, args, kwargs)
         if torch._C._len_torch_function_stack():
             closest = _get_current_function_mode()
             if isinstance(closest, SdpaMode):
-                if not isinstance(closest.handler, _Scope):
+                if not isinstance(closest.handler, _SdpaPatch):
                     return TORCH_SDPA(*args, **kwargs)  # its handler decides, say that of a patched pipeline
-                scope = closest.handler if closest.handler.active else scope
+                patch = closest.handler if closest.handler.active else patch
             else:
                 # Modes of others see the call under the name that they look for; then it comes back without them.
                 tensors = [t for t in (*args, *kwargs.values()) if isinstance(t, Tensor)]
                 return handle_torch_function(scaled_dot_product_attention, tensors, *args, **kwargs)
-        return _attend(original, scope, args, kwargs)
+        return _attend(original, patch, args, kwargs)
 
     scaled_dot_product_attention.__module__ = F.__name__  # where pickle finds it, and torch's function later
     return scaled_dot_product_attention
 
 
-def _attend(original: Any, scope: _Scope, args: tuple, kwargs: dict[str, Any]) -> Any:
+def _attend(original: Any, patch: _SdpaPatch, args: tuple, kwargs: dict[str, Any]) -> Any:
     """One call by ours, or by ``original`` if ours does not support it or it has too few keys."""
-    config = scope.config
-    if scope.min_keys and _has_fewer_keys(scope.min_keys, args, kwargs):
+    config = patch.config
+    if patch.min_keys and _has_fewer_keys(patch.min_keys, args, kwargs):
         return original(*args, **kwargs)
     if torch.compiler.is_compiling():
         return sdpa(*args, **kwargs, config=config) if _is_known(args, kwargs) else original(*args, **kwargs)
@@ -319,25 +310,13 @@ def _note_refusal(reason: str) -> None:
     log.info("%s: a call was passed to torch unchanged: %s", SDPA_NAME, reason)
 
 
-def _tell_torchscript(function: Any) -> None:
-    """Let torch.jit.script compile torch's operator where it meets ours."""
-    from torch.jit import _builtins
-
-    if register := getattr(_builtins, "_register_builtin", None):
-        register(function, f"aten::{SDPA_NAME}")
-
-
 def _report_holders() -> None:
     """Warn of modules that have imported torch's function by name: their calls are not redirected."""
-    holders = sorted(
-        name
-        for name, module in list(sys.modules.items())
-        if not name.startswith("torch.") and _PACKAGE_NAME not in name.split(".") and _holds_torch_sdpa(module)
+    others = (
+        name for name in list(sys.modules) if not name.startswith("torch.") and _PACKAGE_NAME not in name.split(".")
     )
+    values = {name: list(getattr(sys.modules.get(name), "__dict__", {}).values()) for name in others}
+    holders = sorted(name for name in values if any(value is TORCH_SDPA for value in values[name]))
     if holders:
         advice = "which keep torch's function; wrap their calls in `with patch_sdpa():`"
         log.warning("%s was imported by name earlier by %s, %s", SDPA_NAME, ", ".join(holders), advice)
-
-
-def _holds_torch_sdpa(module: Any) -> bool:
-    return any(value is TORCH_SDPA for value in list(getattr(module, "__dict__", {}).values()))

@@ -32,8 +32,19 @@ from diffusers.models import attention, attention_processor
 from torch import nn
 
 from ..config import AttentionConfig
-from ..patching.interception import TORCH_SDPA
-from ..patching.patch import OFF, ON, REFUSED, NothingToPatch, Patch, PatchGroup, PatchReport, State, replaced
+from ..patching.interception import SDPA_NAME, TORCH_SDPA
+from ..patching.patch import (
+    OFF,
+    ON,
+    REFUSED,
+    NothingToPatch,
+    Patch,
+    PatchGroup,
+    PatchReport,
+    State,
+    replaced,
+    warn_once,
+)
 from . import arrivals, processors, sites
 from .modules import lasting_redirect, redirect_module, release_module, set_lasting_redirect
 from .processors import RedirectedProcessor, redirect_processor
@@ -102,9 +113,7 @@ class PipelinePatch(Patch):
     """The Patch of :func:`patch_attention`: ``report()`` has the attention modules that are on, and those that are left
     alone with the reason, such as ``"SanaLinearAttnProcessor2_0: linear attention"``."""
 
-    def __init__(
-        self, name: str, undo: Callable[[], list[str] | None], sites: list[str], left: dict[str, str]
-    ):  # fmt: skip
+    def __init__(self, name: str, undo: Callable[[], list[str] | None], sites: list[str], left: dict[str, str]):
         super().__init__(name, undo, sites=len(sites))
         self._sites, self._left = sites, left
         if left:
@@ -246,12 +255,12 @@ class _MemberOfModels:
 def _attn_processors(self: nn.Module) -> dict[str, Any]:
     """The processors of all attention modules of a model by the names that ``set_attn_processor`` takes in a dict
     (added by pascal_attn_core.diffusers)."""
-    return {f"{name}.processor": module.processor for name, module in _with_processors(self)}
+    return {name: module.processor for name, module in _with_processors(self).items()}
 
 
-def _with_processors(model: nn.Module) -> list[tuple[str, Any]]:
-    modules = [(name, module) for name, module in model.named_modules() if name]
-    return [(n, m) for n, m in modules if hasattr(m, "get_processor") or processor_of(m) is not None]
+def _with_processors(model: nn.Module) -> dict[str, Any]:
+    modules = {f"{name}.processor": module for name, module in model.named_modules() if name}
+    return {n: m for n, m in modules.items() if hasattr(m, "get_processor") or processor_of(m) is not None}
 
 
 def _set_attn_processor(self: Any, processor: Any) -> None:
@@ -290,7 +299,7 @@ def _set_attn_processor(self: Any, processor: Any) -> None:
 
 
 def _set_dict(model: nn.Module, given: dict[str, Any]) -> None:
-    modules = {f"{name}.processor": module for name, module in _with_processors(model)}
+    modules = _with_processors(model)
     if len(given) != len(modules):
         raise ValueError(
             f"a dict must have one processor for each attention module of {type(model).__name__}: its number of "
@@ -387,7 +396,6 @@ def _keeps_ours(original: Callable) -> Callable:
         original(self, processor)
         set_lasting_redirect(self, redirect)
 
-    set_processor._pascal_original = original  # type: ignore[attr-defined]
     return set_processor
 
 
@@ -406,7 +414,6 @@ def _warns(original: Callable) -> Callable:
                 *(type(self).__name__, count, "s"[: count > 1], backend),
             )
 
-    set_attention_backend._pascal_original = original  # type: ignore[attr-defined]
     return set_attention_backend
 
 
@@ -431,16 +438,11 @@ def _warn_if_sdpa_is_replaced() -> None:
     current: Any = F.scaled_dot_product_attention
     defined_in = str(getattr(current, "__globals__", {}).get("__name__", ""))  # ours carry torch's __module__
     if current is not TORCH_SDPA and not defined_in.startswith(f"{_PACKAGE}."):
-        _warn_once(f"{current.__module__}.{getattr(current, '__qualname__', current)}")
-
-
-@functools.lru_cache(maxsize=16)
-def _warn_once(replacement: str) -> None:
-    log.warning(
-        "torch.nn.functional.scaled_dot_product_attention has been replaced by %s: attention calls go there, and reach "
-        "Pascal Attention only where the replacement calls torch's own function",
-        replacement,
-    )
+        replacement = f"{current.__module__}.{getattr(current, '__qualname__', current)}"
+        warn_once(
+            f"torch.nn.functional.{SDPA_NAME} has been replaced by {replacement}: attention calls go there, and reach "
+            "Pascal Attention only where the replacement calls torch's own function"
+        )
 
 
 _ADDED_TO_MODELS = {"set_attn_processor": _set_attn_processor, "attn_processors": property(_attn_processors)}

@@ -45,7 +45,6 @@ def watch(module: nn.Module) -> None:
 
 
 def unwatch(module: nn.Module) -> None:
-    """``module`` is no longer redirected."""
     with _lock:
         _watched.discard(module)
         if not _watched:

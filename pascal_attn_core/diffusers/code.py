@@ -39,11 +39,8 @@ def calls_sdpa_of_torch(function: Callable) -> bool:
 
 def with_other_attention(function: Callable, owner: type, functional: Any, dispatch: Callable) -> Callable | None:
     """A copy of ``function`` for which ``F`` means ``functional``, and which instead of ``dispatch_attention_fn(...)``
-    calls ``dispatch(dispatch_attention_fn, ...)``.
-
-    Returns:
-        None unless the code shows that it calls attention by these two names and in no other way.
-    """
+    calls ``dispatch(dispatch_attention_fn, ...)``; None unless the code shows that it calls attention by these two
+    names and in no other way."""
     if not isinstance(function, FunctionType) or hasattr(function, "__wrapped__"):
         return None
     names, variables = names_in(function.__code__), function.__globals__
@@ -71,6 +68,5 @@ def _helpers(function: FunctionType, names: set[str], owner: type) -> Iterator[F
 
 
 def names_of(function: Callable) -> set[str]:
-    """All names in the code of ``function``."""
     function = inspect.unwrap(function)
     return names_in(function.__code__) if isinstance(function, FunctionType) else set()

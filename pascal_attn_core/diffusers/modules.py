@@ -31,11 +31,8 @@ def redirect_module(module: nn.Module, redirect: SdpaRedirect) -> None:
 
 
 def release_module(module: nn.Module, redirect: SdpaRedirect) -> list[str]:
-    """Remove ``redirect``, wherever it lies among the others.
-
-    Returns:
-        A sentence if other code has changed the module's class meanwhile: ours then stays below it and does nothing.
-    """
+    """Remove ``redirect``, wherever it lies among the others. Returns a sentence if other code has changed the module's
+    class meanwhile: ours then stays below it and does nothing."""
     if REDIRECTS not in module.__dict__:
         return []
     module.__dict__[REDIRECTS] = tuple(other for other in module.__dict__[REDIRECTS] if other is not redirect)
@@ -74,6 +71,7 @@ def redirected_module_class(cls: Any) -> type[nn.Module]:
     original_call = cls.__call__
     # else the module itself calls SDPA, whatever its processor does
     attends_by_processor = not forward_reaches_sdpa(cls)
+    has_stand_ins = attends_by_processor and not hasattr(cls, "processor")
 
     # not forward: hooks of accelerate and diffusers replace an instance's forward, and so stay inside
     def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -83,7 +81,7 @@ def redirected_module_class(cls: Any) -> type[nn.Module]:
         redirect, compiling = redirects[-1], torch.compiler.is_compiling()
         if compiling and attends_by_processor and isinstance(processor_of(self), RedirectedProcessor):
             return original_call(self, *args, **kwargs)  # the processor redirects by itself
-        stand_in = None if compiling else _stand_in(self, redirect)
+        stand_in = _stand_in(self, redirect) if has_stand_ins and not compiling else None
         if stand_in is None:
             with redirect.mode:
                 return original_call(self, *args, **kwargs)
@@ -98,7 +96,7 @@ def redirected_module_class(cls: Any) -> type[nn.Module]:
         return _blank_module, (cls,), {name: value for name, value in state.items() if name != STAND_IN}
 
     members = {"__call__": __call__, "__reduce_ex__": __reduce_ex__, "_pascal_original_class": cls}
-    if not hasattr(cls, "processor"):
+    if has_stand_ins:
         members["processor"] = _PROCESSOR
     return type(cls.__name__, (cls,), {**members, **name_of(cls)})
 
@@ -115,27 +113,14 @@ def _stand_in(module: nn.Module, redirect: SdpaRedirect) -> Any:
     then the whole call must run under the mode."""
     processor = processor_of(module)
     kept = module.__dict__.get(STAND_IN)
-    if kept is not None and kept[0] is processor and kept[1] is redirect:
-        return kept[2]
-    stand_in = _new_stand_in(module, processor, redirect)
-    module.__dict__[STAND_IN] = (processor, redirect, stand_in)
-    return stand_in
-
-
-def _new_stand_in(module: nn.Module, processor: Any, redirect: SdpaRedirect) -> Any:
-    cls: Any = type(processor)
-    module_class: Any = type(module)
-    original = getattr(module_class, "_pascal_original_class", None)
-    if processor is None or original is None or "processor" not in vars(module_class) or forward_reaches_sdpa(original):
-        return None
-    if isinstance(processor, RedirectedProcessor):
-        cls = type(processor._original)
-        if not cls.__module__.startswith("diffusers."):
-            return processor  # None, or a third party's: it runs as it is, under a mode of its own
-        processor = processor._original
-    if not cls.__module__.startswith("diffusers."):
-        return None
-    return redirect_processor(processor, redirect, runs_as=upgrade_of(cls))
+    if kept is None or kept[0] is not processor or kept[1] is not redirect:
+        is_ours = isinstance(processor, RedirectedProcessor)
+        own: Any = processor._original if is_ours else processor
+        stand_in = processor if is_ours else None  # around a third party's, which runs under a mode of its own
+        if type(own).__module__.startswith("diffusers."):
+            stand_in = redirect_processor(own, redirect, runs_as=upgrade_of(own.__class__))
+        kept = module.__dict__[STAND_IN] = (processor, redirect, stand_in)
+    return kept[2]
 
 
 def _get_processor(module: Any) -> Any:

@@ -68,10 +68,9 @@ class WholeReport(AnyReport):
 
     @property
     def states(self) -> list[State]:
-        return [
-            *(State(f"{name}: {state.name}", *state[1:]) for name, part in self.parts.items() for state in part.states),
-            *(State(name, OFF, why) for name, why in self._missing.items()),
-        ]
+        parts = ((name, state) for name, part in self.parts.items() for state in part.states)
+        found = [State(f"{name}: {state.name}", *state[1:]) for name, state in parts]
+        return found + [State(name, OFF, why) for name, why in self._missing.items()]
 
     def text(self) -> str:
         """The text of each part under its name."""

@@ -26,15 +26,10 @@ REDIRECTS = "_pascal_redirects"
 
 
 class ThisThread(threading.local):
-    """State of the module calls in progress in a thread.
+    """State of the module calls in progress in a thread."""
 
-    Attributes:
-        redirect: the redirect in force while a copied processor runs.
-        acting: the module whose processor another one stands in for, and that other one.
-    """
-
-    redirect: SdpaRedirect | None = None
-    acting: tuple[Any, Any] | None = None
+    redirect: Any = None  # the SdpaRedirect in force while a copied processor runs
+    acting: tuple[Any, Any] | None = None  # a module, and what stands in for its processor
 
 
 this_thread = ThisThread()
@@ -45,10 +40,8 @@ class SdpaRedirect:
     threads.
 
     Args:
-        config: passed on to ``sdpa``.
         scale: the scale of the scores for calls that give none; None = 1/sqrt(head_dim).
         lasting: set by a processor, not by a Patch; it decides over those of patches.
-
     Attributes:
         attend: ``attend(args, kwargs)`` computes one call of ``scaled_dot_product_attention``.
         mode: while it is entered in a thread, torch's function is ``attend`` there.
@@ -88,7 +81,6 @@ class _Functional:
     @staticmethod
     def scaled_dot_product_attention(*args: Any, **kwargs: Any) -> Tensor:
         redirect = this_thread.redirect
-        assert redirect is not None
         if F.scaled_dot_product_attention is TORCH_SDPA:
             return redirect.attend(args, kwargs)
         with redirect.mode:  # another replacement of torch's function comes first, and may call torch's

@@ -16,11 +16,8 @@ from .processors import RedirectedProcessor
 
 
 def models_of(pipe_or_model: Any) -> dict[str, Any]:
-    """The models to search by name: the components of a pipeline that are diffusers models, or by "" a module itself.
-
-    Raises:
-        TypeError: neither a pipeline nor a module.
-    """
+    """The models to search by name: the components of a pipeline that are diffusers models, or by "" a module itself;
+    raises TypeError for anything else."""
     import diffusers
 
     parts = parts_of(pipe_or_model)

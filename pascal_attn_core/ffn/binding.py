@@ -20,10 +20,6 @@ class FfnBinding:
 
     It serves several copies of a model (one per device) and keeps none of them alive. Several bindings may be attached
     to a module, in any order; the newest applies.
-
-    Args:
-        include, exclude: as in :func:`.patch_ffn`.
-        options: of :class:`.plan.Settings`.
     """
 
     def __init__(self, *, include: Any = None, exclude: Any = None, **options: Any):
@@ -32,7 +28,6 @@ class FfnBinding:
         self._sites: weakref.WeakKeyDictionary[nn.Module, Site] = weakref.WeakKeyDictionary()
 
     def find(self, model: nn.Module) -> list[Found]:
-        """The modules of ``model`` that it is about."""
         return list(find_ffn(model, self._include, self._exclude))
 
     def attach(self, model: nn.Module) -> int:
@@ -58,7 +53,6 @@ class FfnBinding:
         return left
 
     def restart_report(self) -> None:
-        """Reset the report."""
         for site in list(self._sites.values()):
             site.used.clear()
 
@@ -67,7 +61,6 @@ class FfnBinding:
         return self.report_of(self.find(model))
 
     def report_of(self, modules: Iterable[Found]) -> FfnReport:
-        """The state of each of these modules."""
         return FfnReport([report_line(found, None if found.why_not else self._site(found.module)) for found in modules])
 
     def _site(self, module: nn.Module) -> Site:

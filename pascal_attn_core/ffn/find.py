@@ -40,21 +40,17 @@ class Found(NamedTuple):
 
 def find_ffn(model: nn.Module, include: Any = None, exclude: Any = None) -> Iterator[Found]:
     """The feed-forward modules of ``model``, outermost first, each once, and modules that look like one but cannot run
-    in slices.
+    in slices. A mixture that keeps its experts in a list stands for its experts: each is called with its own tokens.
 
     Args:
-        include: exactly these instead of what is recognised: a shell pattern for the qualified name (``"*.ff"``), a
-            class, a predicate ``(name, module) -> bool``, or several of them. A mixture that keeps its experts in a
-            list stands for its experts: each is called with its own tokens.
-        exclude: these are left out, given in the same way.
+        include, exclude: see :func:`.patch_ffn`.
     """
     chosen, dropped = selectors("include", include), selectors("exclude", exclude)
     taken: list[str] = []
     named: list[str] = []
     mixtures: list[str] = []
-    seen: set[int] = set()
     for name, module in model.named_modules():
-        if id(module) in seen or any(name.startswith(f"{outer}.") or outer == "" for outer in taken):
+        if any(name.startswith(f"{outer}.") or outer == "" for outer in taken):
             continue
         if dropped and matches(dropped, name, module):
             taken.append(name)
@@ -76,7 +72,6 @@ def find_ffn(model: nn.Module, include: Any = None, exclude: Any = None) -> Iter
         elif (include is not None and is_chosen) or (
             (include is None or in_mixture) and looks_like_ffn(name, module, in_mixture=in_mixture)
         ):
-            seen.add(id(module))
             taken.append(name)
             yield Found(name, module)
 
@@ -118,9 +113,11 @@ def _why_not(name: str, module: nn.Module) -> str:
     if {"fc1", "fc2", "self_attn"} <= set(children) and all(_sizes(children[name]) for name in ("fc1", "fc2")):
         return "cannot be: its feed-forward layers fc1 and fc2 are parts of the block's own forward"
     fused = {"proj_mlp", "proj_out"} <= set(children) or {"linear1", "linear2"} <= set(children)
-    parallel = any("qkv_mlp" in name for name in _grandchildren(module))
+    inner = (name for key, child in children.items() if "attn" in key for name, _ in child.named_children())
+    parallel = any("qkv_mlp" in name for name in (*children, *inner))
     own_ffn = any(_FFN_NAME.search(name) and len(_linear_sizes(child)) >= 2 for name, child in children.items())
-    if (fused and (_SINGLE_STREAM_CLASS.search(kind) or _attends(children))) or (parallel and not own_ffn):
+    attends = any("attn" in name or "attention" in name.lower() for name in children)
+    if (fused and (_SINGLE_STREAM_CLASS.search(kind) or attends)) or (parallel and not own_ffn):
         return (
             "cannot be: a fused single-stream block, whose wide tensor is joined with the attention output outside any "
             "feed-forward module"
@@ -134,17 +131,6 @@ def _holds_experts(module: nn.Module) -> bool:
     if not isinstance(experts, nn.ModuleList) or not len(experts):
         return False
     return all(looks_like_ffn(f"experts.{place}", expert, in_mixture=True) for place, expert in enumerate(experts))
-
-
-def _attends(children: dict[str, nn.Module]) -> bool:
-    return any("attn" in name or "attention" in name.lower() for name in children)
-
-
-def _grandchildren(module: nn.Module) -> Iterator[str]:
-    for name, child in module.named_children():
-        yield name
-        if "attn" in name:
-            yield from (inner for inner, _ in child.named_children())
 
 
 def _linear_sizes(module: nn.Module) -> list[tuple[int, int]]:

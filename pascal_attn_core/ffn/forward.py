@@ -47,7 +47,9 @@ class SlicedForward(ReplacedForward):
         run = run_checkpointed if plan.recompute else run_sliced
         inputs = inputs_of(args, kwargs)
         out = run(self.whole, inputs, plan.sizes)
-        if torch.compiler.is_compiling() or plan.relative is None or _is_recorded(x) or not self.recheck.is_due():
+        if torch.compiler.is_compiling() or plan.relative is None:
+            return out
+        if (x.is_cuda and torch.cuda.is_current_stream_capturing()) or not self.recheck.is_due():
             return out
         if self.recheck.passes(self.whole, self.module, inputs, plan.sizes, out, plan.relative):
             return out
@@ -94,16 +96,11 @@ class SlicedForward(ReplacedForward):
         copied = SlicedForward.__new__(SlicedForward)
         memo[id(self)] = copied
         SlicedForward.__init__(copied, copy.deepcopy(self.module, memo), copy.deepcopy(self.inner, memo))
-        copied.sites = [site.copy() for site in self.sites]
+        copied.sites = [Site(site.settings) for site in self.sites]
         return copied
 
 
 _FOUND_LATER = "passed the trial, but a later check found that its tokens affect each other"
-
-
-def _is_recorded(x: Tensor) -> bool:
-    """Whether a CUDA graph is being captured, during which no value can be read."""
-    return x.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
 # --- attaching ---

@@ -28,13 +28,7 @@ _LEAST_ROWS = 64  # shorter slices cost too much time
 
 @dataclass(eq=False)
 class Settings:
-    """The options of one patch; shared by all its modules and by deep copies of them.
-
-    Attributes:
-        passing: exceptions that a trial re-raises instead of treating them as a refusal: a host's interrupt.
-        shared: what trials found, by structure and kind of call without its length: identical blocks need one. A
-            reason against slices is as good.
-    """
+    """The options of one patch; shared by all its modules and by deep copies of them."""
 
     budget_mib: float | None = None
     chunk_tokens: int | None = None
@@ -43,7 +37,8 @@ class Settings:
     verify: bool = True
     checkpoint: bool = True
     enabled: bool = True
-    passing: tuple[type[BaseException], ...] = ()
+    passing: tuple[type[BaseException], ...] = ()  # see tried()
+    # What trials found, or reasons against slices, by structure and kind of call: identical blocks need one.
     shared: dict[Any, Trial | str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -72,47 +67,26 @@ class Settings:
     def budget_bytes(self) -> float:
         return (DEFAULT_BUDGET_MIB if self.budget_mib is None else self.budget_mib) * MIB
 
-    def __deepcopy__(self, memo: dict) -> Settings:
-        return self
-
 
 class Plan(NamedTuple):
-    """How calls of one kind run.
+    """How calls of one kind run, with a sentence for the report."""
 
-    Attributes:
-        sizes: tokens of each slice; empty = whole.
-        why: one sentence for the report.
-        recompute: each slice is checkpointed.
-        refused: the module does not work token by token, or that could not be tried.
-        relative: how far results may be apart in a re-check, relative to the largest; None = not tried, not checked.
-    """
-
-    sizes: tuple[int, ...]
+    sizes: tuple[int, ...]  # tokens of each slice; empty = whole
     why: str
-    recompute: bool = False
-    refused: bool = False
-    relative: float | None = None
+    recompute: bool = False  # each slice is checkpointed
+    refused: bool = False  # the module does not work token by token, or that could not be tried
+    relative: float | None = None  # see Trial; None = not tried, not checked later
 
 
 @dataclass(eq=False)
 class Site:
-    """A module under one patch.
-
-    Attributes:
-        plans: the plan of each kind of call seen so far.
-        used: plans executed since the report was reset.
-        refusals: why it does not run in slices, by the mode in which that was found.
-        sliced: the replacement forward that it is attached to; weak, since that holds its module.
-    """
+    """A module under one patch."""
 
     settings: Settings
-    plans: dict[Any, Plan] = field(default_factory=dict)
-    used: dict[Any, Plan] = field(default_factory=dict)
-    refusals: dict[Any, str] = field(default_factory=dict)
-    sliced: weakref.ref[Any] | None = None
-
-    def copy(self) -> Site:
-        return Site(self.settings)
+    plans: dict[Any, Plan] = field(default_factory=dict)  # by kind of call
+    used: dict[Any, Plan] = field(default_factory=dict)  # the same, of calls since the report was reset
+    refusals: dict[Any, str] = field(default_factory=dict)  # why not in slices, by the mode in which that was found
+    sliced: weakref.ref[Any] | None = None  # its replacement forward, which holds the module
 
 
 WHOLE = Plan((), "")
@@ -122,16 +96,13 @@ WHOLE = Plan((), "")
 def kind_of_call(module: nn.Module, x: Tensor, args: tuple, kwargs: dict) -> tuple:
     """Everything a plan may depend on, except the module's attributes; cheap, since every call computes it."""
     device = x.device
-    cast = _autocast_dtype(device.type) if torch._C._is_any_autocast_enabled() else None
+    casts = torch._C._is_any_autocast_enabled() and device.type != "meta" and torch.is_autocast_enabled(device.type)
+    cast = torch.get_autocast_dtype(device.type) if casts else None
     key = (x.shape, x.stride(), x.dtype, device, module.training, torch.is_grad_enabled(), x.requires_grad, cast)
     if len(args) + len(kwargs) == 1:
         return key
     rest = [*enumerate(args[1:]), *kwargs.items()] if args else list(kwargs.items())[1:]
     return *key, *((place, _kind_of_value(value)) for place, value in rest)
-
-
-def _autocast_dtype(kind: str) -> torch.dtype | None:
-    return torch.get_autocast_dtype(kind) if kind != "meta" and torch.is_autocast_enabled(kind) else None
 
 
 def _kind_of_value(value: Any) -> Any:
@@ -144,12 +115,8 @@ def _kind_of_value(value: Any) -> Any:
 def make_plan(
     fn: Callable[..., Any], module: nn.Module, site: Site, args: tuple, kwargs: dict, *, is_own: bool = True
 ) -> Plan:
-    """Decide for this kind of call.
-
-    Args:
-        fn: the module's forward without us.
-        is_own: it is what the module's class defines; what is found then holds for identical modules too.
-    """
+    """Decide for this kind of call of ``fn``, the module's forward without us. What is found holds for identical
+    modules too if ``fn`` is what the module's class defines (``is_own``)."""
     try:
         inputs = inputs_of(args, kwargs)
     except NotTokenwise as reason:
@@ -157,7 +124,8 @@ def make_plan(
     mode = mode_of(inputs, module)
     if mode in site.refusals:
         return Plan((), site.refusals[mode], refused=True)
-    wants_grad = torch.is_grad_enabled() and _any_requires_grad(module, inputs)
+    tensors = (leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor))
+    wants_grad = torch.is_grad_enabled() and any(t.requires_grad for t in (*tensors, *module.parameters()))
     if wants_grad and not site.settings.checkpoint:
         return Plan((), "gradients are needed and checkpoint=False")
     if _cannot_decide_now(inputs.x, site.settings):
@@ -247,13 +215,6 @@ def _fewest_slices(inputs: Inputs, trial: Trial, settings: Settings, wants_grad:
     if not sliced_is_view(inputs):
         per_token += sum(t.numel() // t.shape[-2] * t.element_size() for t in inputs.tokens.values())
     return math.ceil(tokens / max(least, int((budget - trial.constant_bytes) / per_token)))
-
-
-def _any_requires_grad(module: nn.Module, inputs: Inputs) -> bool:
-    leaves = tree_leaves((inputs.args, inputs.kwargs))
-    return any(leaf.requires_grad for leaf in leaves if isinstance(leaf, Tensor)) or any(
-        parameter.requires_grad for parameter in module.parameters()
-    )
 
 
 def _cannot_decide_now(x: Tensor, settings: Settings) -> bool:

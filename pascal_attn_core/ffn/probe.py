@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -13,16 +14,9 @@ from .run import Inputs, NotTokenwise
 
 
 def probe(fn: Callable[..., Any], inputs: Inputs, count: int, dtypes: set[torch.dtype]) -> float:
-    """Run ``fn`` on ``count`` tokens of the input, half of them replaced by noise, and check that they do not affect
-    each other.
-
-    Args:
-        dtypes: of all tensors that hold tokens.
-    Returns:
-        The largest difference between equal results, relative to the largest value.
-    Raises:
-        NotTokenwise: they do.
-    """
+    """Run ``fn`` on ``count`` tokens of the input, half of them replaced by noise, and raise NotTokenwise if they
+    affect each other. Returns how far equal results may be apart for the dtypes of all tensors that hold tokens,
+    relative to the largest value."""
     samples = [_sample(tensor, count) for tensor in inputs.tokens.values()]
     whole = inputs.call(fn, [sample.clone() for sample in samples])
     relative = tolerance(*dtypes)
@@ -42,11 +36,7 @@ def probe(fn: Callable[..., Any], inputs: Inputs, count: int, dtypes: set[torch.
 
 
 def probe_gradients(fn: Callable[..., Any], module: nn.Module, inputs: Inputs, count: int, relative: float) -> None:
-    """Check that the gradients of two halves add up to those of all ``count`` tokens.
-
-    Raises:
-        NotTokenwise: they do not.
-    """
+    """Raise NotTokenwise unless the gradients of two halves add up to those of all ``count`` tokens."""
     samples = [_sample(tensor, count) for tensor in inputs.tokens.values()]
     wanted = [tensor.requires_grad for tensor in inputs.tokens.values()]
     plain = [parameter for parameter in module.parameters() if type(parameter) is nn.Parameter]
@@ -86,6 +76,5 @@ def _sample(tensor: Tensor, count: int) -> Tensor:
 
 
 def _poison(sample: Tensor, where: Tensor) -> Tensor:
-    if not sample.is_floating_point():
-        return sample.clone()
-    return sample.masked_fill(where[:, None].to(sample.device), float("nan"))
+    is_float = sample.is_floating_point()
+    return sample.masked_fill(where[:, None].to(sample.device), math.nan) if is_float else sample.clone()

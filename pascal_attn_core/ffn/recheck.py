@@ -46,13 +46,8 @@ class Recheck:
         out: Tensor,
         relative: float,
     ) -> bool:
-        """Whether some tokens out of one of the slices, run by themselves, give the same results as within the slice.
-
-        Args:
-            sizes: tokens of each slice.
-            out: [..., T, D], the result of the slices.
-            relative: how far results may be apart, relative to the largest.
-        """
+        """Whether some tokens out of one of the slices of these sizes, run by themselves, give the same results as in
+        ``out`` ``[..., T, D]``, within an error relative to the largest."""
         which = int(len(sizes) * (self._done * _SPREAD % 1))
         count = min(MOST_TOKENS, sizes[which] // 2)
         start = sum(sizes[:which]) + int((sizes[which] - count + 1) * (self._done * _SPREAD**2 % 1))

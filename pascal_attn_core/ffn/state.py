@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from ..patching.function_copy import names_in
-from ..patching.hosts import casts_weights, hook_names, is_hooked, is_hosts
+from ..patching.hosts import HOOK_NAMES, casts_weights, is_hooked, is_hosts
 from .run import SCALARS, NotTokenwise
 
 _DEPTH = 6  # of containers and objects inside each other
@@ -87,14 +87,9 @@ class _Namespace(NamedTuple):
 
 
 class State:
-    """The values that the code of ``module`` refers to by name, as they are now.
-
-    Args:
-        forward: what is called instead of the module's own forward.
-    Raises:
-        NotTokenwise: the code refers to an iterator or a generator of random numbers, which cannot be put back, or to
-            something that cannot be read.
-    """
+    """The values that the code of ``module``, and of what is called in place of its forward, refers to by name, as they
+    are now. Raises NotTokenwise for an iterator or a generator of random numbers, which cannot be put back, and for
+    what cannot be read."""
 
     def __init__(self, module: nn.Module, forward: Callable[..., Any] | None = None):
         self._holders: list[_Holder] = []
@@ -149,7 +144,7 @@ class State:
         self._visit(f"the class of {name}", type(module))
         searched = set(attributes)
         if is_hooked(module):
-            compared = attributes.keys() - {*hook_names(), "_parameters", "_buffers"}
+            compared = attributes.keys() - HOOK_NAMES - {"_parameters", "_buffers"}
             self._hold(name, attributes, lambda: _some(attributes, compared))
             searched = compared - {"forward"}  # which is the host's
         else:
@@ -190,8 +185,8 @@ class State:
             return enumerate(value)
         if isinstance(value, ContextVar):
             return self._hold(name, value, lambda: {0: value.get(None)}).items()
-        is_iterator = hasattr(kind, "__next__")
-        if is_iterator or isinstance(value, (random.Random, torch.Generator)) or _is_numpys_generator(kind):
+        is_generator = isinstance(value, (random.Random, torch.Generator)) or kind.__module__.startswith("numpy.random")
+        if is_generator or hasattr(kind, "__next__"):
             raise NotTokenwise(f"refers to {name}: the state of a {kind.__name__} cannot be put back")
         if _is_foreign(kind.__module__) and kind.__module__ not in _HOLD_STATE:
             return ()
@@ -236,10 +231,6 @@ _WRAPPED = ("func", "args", "keywords", "__func__", "__self__", "fget", "__wrapp
 
 def _is_foreign(module: str | None) -> bool:
     return module is not None and (module.partition(".")[0] in _FOREIGN or module.startswith(_OURS) or is_hosts(module))
-
-
-def _is_numpys_generator(kind: type) -> bool:
-    return kind.__module__.startswith("numpy.random")
 
 
 def _some(values: Mapping[Any, Any], keys: Iterable[Any]) -> Values:

@@ -31,18 +31,12 @@ _TOKENS = 24
 
 
 class Trial(NamedTuple):
-    """The result of a trial.
+    """The result of a trial: the memory that a call takes besides its input, and how exact its results are."""
 
-    Attributes:
-        token_bytes, constant_bytes: a call takes these besides its input: per token, its output included, and once.
-        out_bytes: of the output, per token.
-        relative: how far results may be apart in a re-check, relative to the largest.
-    """
-
-    token_bytes: float
+    token_bytes: float  # per token, its output included
     constant_bytes: float
-    out_bytes: float
-    relative: float
+    out_bytes: float  # of the output, per token
+    relative: float  # how far results may be apart in a re-check, relative to the largest
 
     def extra_bytes(self, tokens: int) -> float:
         """Memory that a call takes besides input and output."""
@@ -77,7 +71,8 @@ def tried(
         if is_out_of_memory(error):
             raise
         traceback.clear_frames(error.__traceback__)  # they hold the trial's tensors
-        raise NotTokenwise(f"cannot be tried on a few of its tokens: {_one_line(error)}") from error
+        text = f"{type(error).__name__}: {' '.join(str(error).split())[:160]}"
+        raise NotTokenwise(f"cannot be tried on a few of its tokens: {text}") from error
 
 
 def _tried(
@@ -106,50 +101,37 @@ def _tried(
         # A surrounding checkpoint counts what is saved for the backward pass.
         with torch.autograd.graph.saved_tensors_hooks(Tensor.detach, lambda tensor: tensor):
             probe_gradients(fn, module, inputs, count, relative)
-    token_bytes = (all_of_them.peak_bytes - few_of_them.peak_bytes) / (tokens - few)
-    constant_bytes = few_of_them.peak_bytes - token_bytes * few
+    token_bytes = (all_of_them.peak - few_of_them.peak) / (tokens - few)
+    constant_bytes = few_of_them.peak - token_bytes * few
     return Trial(token_bytes, constant_bytes, all_of_them.out_bytes / tokens, relative)
 
 
-class _Run(NamedTuple):
-    """The operators of one run with the numbers they were given, the dtypes of their results, and the memory."""
-
-    operators: list[tuple]
-    dtypes: set[torch.dtype]
-    peak_bytes: int
-    out_bytes: int
-
-
 class _Followed(WithoutData):
-    """Notes the operators that run, and refuses those that write to a tensor from before."""
+    """Notes the operators that run with the numbers they are given and the dtypes of their results, and refuses those
+    that write to a tensor from before."""
 
     def __init__(self, *, with_data: bool = False):
         super().__init__()
         self.with_data = with_data
         self.operators: list[tuple] = []
         self.dtypes: set[torch.dtype] = set()
-        self._made: dict[int, weakref.ref] = {}  # storages, by address
+        self.out_bytes = 0
+        self._made: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()  # storages, by address
 
     def run_operator(self, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
         if func is torch.ops.aten._local_scalar_dense.default and not _is_hosts_business():
             raise NotTokenwise("reads values of a tensor, on which its path may depend")
-        if any(self._is_from_before(tensor) for tensor in _written(func, args, kwargs)) and not _is_hosts_business():
+        written = _storages(_written(func, args, kwargs))
+        if any(storage._cdata not in self._made for storage in written) and not _is_hosts_business():
             raise NotTokenwise("writes to its input, or to a tensor that it keeps between calls")
         out = func(*args, **kwargs) if self.with_data else super().run_operator(func, args, kwargs)
         self.operators.append((str(func), *(arg for arg in args if isinstance(arg, (bool, int, float)))))
         given = {storage._cdata for storage in _storages((args, kwargs))} if "lift" not in str(func) else ()
         for storage in _storages(out):
             if storage._cdata not in given:
-                self._note(storage)
+                self._made[storage._cdata] = storage
         self.dtypes |= {leaf.dtype for leaf in tree_leaves(out) if isinstance(leaf, Tensor)}
         return out
-
-    def _note(self, storage: Any) -> None:
-        address = storage._cdata
-        self._made[address] = weakref.ref(storage, lambda _: self._made.pop(address, None))
-
-    def _is_from_before(self, tensor: Tensor) -> bool:
-        return any(storage._cdata not in self._made for storage in _storages(tensor))
 
 
 def _written(func: Any, args: tuple, kwargs: dict[str, Any]) -> list[Tensor]:
@@ -182,7 +164,7 @@ def _is_hosts_business() -> bool:
     return False
 
 
-def _followed(fn: Callable[..., Any], inputs: Inputs, count: int, *, with_data: bool = False) -> _Run:
+def _followed(fn: Callable[..., Any], inputs: Inputs, count: int, *, with_data: bool = False) -> _Followed:
     """Run ``fn`` on the first ``count`` tokens, or without data on ``count`` tokens."""
     mode = _Followed(with_data=with_data)
     tensors = inputs.tokens.values()
@@ -198,7 +180,8 @@ def _followed(fn: Callable[..., Any], inputs: Inputs, count: int, *, with_data: 
         raise NotTokenwise(f"turns tokens {list(given[0].shape)} into {list(out.shape)}, not one output per token")
     if any(out.untyped_storage()._cdata == tensor.untyped_storage()._cdata for tensor in given):
         raise NotTokenwise("returns its input")
-    return _Run(mode.operators, mode.dtypes, mode.peak, out.numel() * out.element_size())
+    mode.out_bytes = out.numel() * out.element_size()
+    return mode
 
 
 @contextlib.contextmanager
@@ -239,11 +222,7 @@ def _undisturbed(module: nn.Module, fn: Callable[..., Any]) -> Iterator[Callable
 
 @contextlib.contextmanager
 def uncompiled(module: nn.Module) -> Iterator[None]:
-    """Children compiled by torch.compile run uncompiled: a few tokens must not trigger another compilation.
-
-    Raises:
-        NotTokenwise: this torch cannot switch that.
-    """
+    """Children compiled by torch.compile run uncompiled: a few tokens must not trigger another compilation."""
     dynamo = sys.modules.get("torch._dynamo.eval_frame")  # loaded if any child is compiled
     if dynamo is None or not any(isinstance(child, dynamo.OptimizedModule) for child in module.modules()):
         yield
@@ -262,7 +241,3 @@ def hooked_children(module: nn.Module) -> list[str]:
     return [
         name for name, child in module.named_modules() if name and any(getattr(child, kind, None) for kind in kinds)
     ]
-
-
-def _one_line(error: Exception) -> str:
-    return f"{type(error).__name__}: {' '.join(str(error).split())[:160]}"

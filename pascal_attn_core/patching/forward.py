@@ -10,7 +10,6 @@ from typing import Any, TypeVar
 
 from torch import nn
 
-from . import host_hooks  # noqa: F401  # registers the hooks of accelerate and diffusers
 from .hosts import forward_slots
 
 

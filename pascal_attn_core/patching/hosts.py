@@ -1,75 +1,44 @@
-"""The things that hosts add to modules: hooks that replace its ``forward`` and exchange weights around each call.
+"""The things that hosts add to modules: hooks that replace a module's ``forward`` and exchange its weights around each
+call (offloading, casting, caches), and layers that bring their weights themselves.
 
-Nothing here names a host: the package that knows one registers how its hooks are recognised, with :func:`register`.
+The attributes that the hooks of accelerate and diffusers leave are named here and nowhere else. Neither library is
+imported: a model that another program has hooked may be patched as well. A package that knows casting layers registers
+them with :func:`register`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
 
 Slot = tuple[dict[str, Any], str]
-
-
-@dataclass(frozen=True)
-class WeightHooks:
-    """Hooks that replace a module's ``forward``, and may exchange its weights before and after each call.
-
-    Attributes:
-        names: the instance attributes that they set beside ``forward``; a module that has one of them is hooked.
-        slots: yields, for any module, the dicts and keys where the forwards below its hooks are stored, innermost
-            first; nothing for a module without hooks.
-    """
-
-    names: tuple[str, ...]
-    slots: Callable[[nn.Module], Iterator[Slot]]
+#: the instance attributes that hooks set beside ``forward``
+HOOK_NAMES = frozenset({"_hf_hook", "_old_forward", "_diffusers_hook"})
 
 
 @dataclass(frozen=True)
 class CastingLayers:
     """Layers that fetch, cast and patch their weights inside ``forward``. What they keep between calls is their own
-    business.
+    business."""
 
-    Attributes:
-        name: the attribute by which they are recognised.
-        modules: the Python modules whose code does that, also when it is called from elsewhere.
-    """
-
-    name: str
-    modules: tuple[str, ...] = ()
+    name: str  # the attribute by which they are recognised
+    modules: tuple[str, ...] = ()  # the Python modules whose code does that, also when it is called from elsewhere
 
 
-_hooks: tuple[WeightHooks, ...] = ()
 _casting: tuple[CastingLayers, ...] = ()
 
 
-def register(*additions: WeightHooks | CastingLayers) -> None:
-    """Let every patch of a `forward` recognise what a host adds to modules; equal registrations count once.
-
-    Raises:
-        TypeError: one of ``additions`` is neither.
-    """
-    global _hooks, _casting
-    for addition in additions:
-        if isinstance(addition, WeightHooks):
-            _hooks = (*(other for other in _hooks if other != addition), addition)
-        elif isinstance(addition, CastingLayers):
-            _casting = (*(other for other in _casting if other != addition), addition)
-        else:
-            raise TypeError(f"expected WeightHooks or CastingLayers, got {type(addition).__name__}")
-
-
-def hook_names() -> set[str]:
-    """The attributes that hosts' hooks set on a module."""
-    return {name for hooks in _hooks for name in hooks.names}
+def register(layers: CastingLayers) -> None:
+    """Let every patch of a ``forward`` recognise a host's layers; equal registrations count once."""
+    global _casting
+    _casting = (*(other for other in _casting if other != layers), layers)
 
 
 def is_hooked(module: nn.Module) -> bool:
-    """Whether a host has put a hook on this very module."""
-    return any(name in module.__dict__ for hooks in _hooks for name in hooks.names)
+    return not HOOK_NAMES.isdisjoint(module.__dict__)
 
 
 def casts_weights(module: nn.Module) -> bool:
@@ -84,6 +53,8 @@ def is_hosts(module: str) -> bool:
 
 def forward_slots(module: nn.Module) -> Iterator[Slot]:
     """The dicts and keys where the module's forward may be stored: below all hooks first, then ``forward`` itself."""
-    for hooks in _hooks:
-        yield from hooks.slots(module)
+    if "_old_forward" in module.__dict__:  # below accelerate's hook
+        yield module.__dict__, "_old_forward"
+    for reference in getattr(module.__dict__.get("_diffusers_hook"), "_fn_refs", ()):  # the innermost hook first
+        yield vars(reference), "forward" if reference.original_forward is None else "original_forward"
     yield module.__dict__, "forward"

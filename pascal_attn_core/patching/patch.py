@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import collections
+import functools
 import logging
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
 
 log = logging.getLogger("pascal_attn")
 
 ON, WAITING, REFUSED, OFF = STATES = ("on", "waiting", "refused", "off")
+
+
+@functools.lru_cache(maxsize=256)
+def warn_once(sentence: str) -> None:
+    log.warning("%s", sentence)
 
 
 class State(NamedTuple):
@@ -138,11 +145,7 @@ AnyPatch = TypeVar("AnyPatch", bound=Patch)
 
 
 def require_sites(patch: AnyPatch) -> AnyPatch:
-    """The patch, if it is in force anywhere.
-
-    Raises:
-        NothingToPatch: it is not; the error names what was left alone.
-    """
+    """The patch, if it is in force anywhere; else raises NothingToPatch, which names what was left alone."""
     if patch.sites:
         return patch
     patch.remove()
@@ -150,20 +153,40 @@ def require_sites(patch: AnyPatch) -> AnyPatch:
     raise NothingToPatch(f"{patch.name}: the model must have something to patch, got {left or 'nothing'}")
 
 
+@dataclass(eq=False)
+class _Layer:
+    """A value at a name, what it replaced, and whether it is still wanted there."""
+
+    ours: Any
+    before: Any
+    is_wanted: bool = True
+
+
+_layers: dict[tuple[int, str], list[_Layer]] = {}
+
+
 def replaced(owner: Any, name: str, ours: Any) -> Callable[[], list[str]]:
-    """Give a class or a module an attribute; returns what gives it the one that it had, unless it has got another
-    since."""
-    before = vars(owner).get(name)
-    setattr(owner, name, ours)
+    """Give a class or a module an attribute, or a dict of theirs an entry; returns what gives it the one that it had,
+    unless it has got another since. Those that are taken back below a newer one of ours go together with that one."""
+    is_dict = isinstance(owner, dict)
+    put, drop = (dict.__setitem__, dict.__delitem__) if is_dict else (setattr, delattr)
+    layers = _layers.setdefault((id(owner), name), [])
+    layers.append(_Layer(ours, (owner if is_dict else vars(owner)).get(name)))
+    layer = layers[-1]
+    put(owner, name, ours)
 
     def undo() -> list[str]:
-        if vars(owner).get(name) is not ours:
-            return [f"{owner.__name__}.{name} has been replaced since: ours stays underneath it, without effect"]
-        if before is None:
-            delattr(owner, name)
-        else:
-            setattr(owner, name, before)
-        return []
+        layer.is_wanted, sentences = False, []
+        while layers and not layers[-1].is_wanted:
+            top = layers.pop()
+            if (owner if is_dict else vars(owner)).get(name) is not top.ours:
+                where = repr(name) if is_dict else f"{owner.__name__}.{name}"
+                sentences.append(f"{where} has been replaced since: ours stays underneath it, without effect")
+            elif top.before is None:
+                drop(owner, name)
+            else:
+                put(owner, name, top.before)
+        return sentences
 
     return undo
 
@@ -182,7 +205,6 @@ class PatchGroup:
         self._undos: list[Callable[[], list[str] | None]] = []
 
     def add(self, undo: Callable[[], list[str] | None]) -> None:
-        """Remember how to undo the step just made."""
         self._undos.append(undo)
 
     def __enter__(self) -> PatchGroup:

@@ -13,11 +13,7 @@ Selector = str | type | Callable[[str, nn.Module], Any]
 
 def selectors(what: str, given: Any) -> list[Selector]:
     """An argument as a list: a shell pattern for the qualified name (``"blocks.*.ffn"``), a class, a predicate
-    ``(name, module) -> bool``, several of them, or None.
-
-    Raises:
-        TypeError: it is none of these; ``what`` names it.
-    """
+    ``(name, module) -> bool``, several of them, or None; raises TypeError for anything else."""
     if given is None:
         return []
     several = [given] if isinstance(given, (str, type)) or callable(given) else given
@@ -31,11 +27,7 @@ def selectors(what: str, given: Any) -> list[Selector]:
 
 
 def require_matches(model: nn.Module, **given: Any) -> None:
-    """
-    Raises:
-        TypeError: an argument is no pattern, class or predicate.
-        ValueError: a pattern or a class chooses no module of the model.
-    """
+    """Raise ValueError if a pattern or a class among the arguments chooses no module of the model."""
     for what, value in given.items():
         for selector in selectors(what, value):
             # a predicate may rely on being asked about some modules only

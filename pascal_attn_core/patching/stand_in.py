@@ -31,7 +31,7 @@ class StandIn(importlib.metadata.DistributionFinder, importlib.abc.Loader):
         modules: name of a module -> where its names come from: ``"module: a b c=d"``, our d under the name c;
             a module that begins with "." lies in ``package``.
         package: what "." stands for.
-        eager: modules that are loaded by :meth:`install`, so that they exist without being imported; the others are
+        eager: modules that are loaded by :meth:`put_in`, so that they exist without being imported; the others are
             loaded when a program imports them.
         adapt: changes the members of a module, given its name and them, before they are set.
         around: ``around(name, function)`` gives what programs find for each function whose name in its module begins
@@ -53,48 +53,32 @@ class StandIn(importlib.metadata.DistributionFinder, importlib.abc.Loader):
     ):
         self.distribution, _, version = provides.partition("==")
         self.version, self.package = f"{version}+pascal.{__version__}", package
-        self._modules, self._eager, self._adapt, self._enter = modules, eager, adapt, enter
+        self.modules, self._eager, self._adapt, self._enter = modules, eager, adapt, enter
         self._around, self._counted = around, counted
         self._leave: Callable[[], None] | None = None
-        self._users = 0
         self._loaded: dict[str, ModuleType] = {}
         self._hidden: dict[str, ModuleType] = {}
 
-    @property
-    def is_installed(self) -> bool:
-        return self._users > 0
+    def put_in(self) -> None:
+        """Put the modules where ``import`` finds them; what was imported under their names before is hidden
+        meanwhile."""
+        try:
+            if self._enter is not None:
+                (enter,) = self._members(self._enter).values()
+                self._leave = enter()
+            roots = tuple(f"{name}." for name in self.modules if "." not in name)
+            for name, module in list(sys.modules.items()):
+                if name in self.modules or name.startswith(roots):
+                    self._hidden[name] = sys.modules.pop(name, module)
+            sys.meta_path.insert(0, self)
+            for name in self._eager:
+                importlib.import_module(name)
+        except BaseException:
+            self.take_away()
+            raise
 
-    def install(self) -> Patch:
-        """Put the modules where ``import`` finds them; what was imported under their names before is hidden meanwhile.
-        A second call shares them: they go with the last Patch."""
-        with _lock:
-            if not self._users:
-                try:
-                    self._put_in()
-                except BaseException:
-                    self._take_away()
-                    raise
-            self._users += 1
-        return Patch(self.distribution, self._release, sites=len(self._modules))
-
-    def _put_in(self) -> None:
-        if self._enter is not None:
-            (enter,) = self._members(self._enter).values()
-            self._leave = enter()
-        roots = tuple(f"{name}." for name in self._modules if "." not in name)
-        for name, module in list(sys.modules.items()):
-            if name in self._modules or name.startswith(roots):
-                self._hidden[name] = sys.modules.pop(name, module)
-        sys.meta_path.insert(0, self)
-        for name in self._eager:
-            importlib.import_module(name)
-
-    def _release(self) -> list[str]:
-        with _lock:
-            self._users -= 1
-            return self._take_away() if not self._users else []
-
-    def _take_away(self) -> list[str]:
+    def take_away(self) -> list[str]:
+        """Undo :meth:`put_in`; returns what could not be undone."""
         if self in sys.meta_path:
             sys.meta_path.remove(self)
         sentences = []
@@ -116,9 +100,9 @@ class StandIn(importlib.metadata.DistributionFinder, importlib.abc.Loader):
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        if name not in self._modules:
+        if name not in self.modules:
             return None
-        is_package = any(other.startswith(f"{name}.") for other in self._modules)
+        is_package = any(other.startswith(f"{name}.") for other in self.modules)
         return ModuleSpec(name, self, origin=__file__, is_package=is_package)
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
@@ -127,7 +111,7 @@ class StandIn(importlib.metadata.DistributionFinder, importlib.abc.Loader):
     def exec_module(self, module: ModuleType) -> None:
         name = module.__name__
         members: dict[str, Any] = {"__file__": __file__, "__version__": self.version}
-        for source in self._modules[name]:
+        for source in self.modules[name]:
             members.update(self._members(source))
         if self._adapt is not None:
             self._adapt(name, members)
@@ -151,36 +135,38 @@ class StandIn(importlib.metadata.DistributionFinder, importlib.abc.Loader):
 
 
 class Installer:
-    """Installs the stand-ins of one package. The one in force is shared by all who ask for one.
-
-    Args:
-        root: the package's top module.
-        option: the name of what its stand-ins may differ by.
-    """
+    """Installs the stand-ins of one package by the name of its top module, which may differ by an option. The one in
+    force is shared by all who ask for one."""
 
     def __init__(self, root: str, option: str = ""):
         self._root, self._option = root, option
-        self._latest: tuple[Any, StandIn] | None = None
+        self._users, self._value = 0, None
+        self._in_force: Any = None
 
     def install(self, make: Callable[[], StandIn], value: Any = None, *, replace: bool) -> Patch:
-        """Install the stand-in in force, or where there is none the one that ``make`` returns.
+        """Install the stand-in that ``make`` returns, or share the one in force, which goes with the last Patch.
 
-        Args:
-            value: that of the option.
-            replace: hide the real package if it is installed.
         Raises:
-            ValueError: the stand-in in force has another value.
-            RuntimeError: the real package is installed.
+            ValueError: the stand-in in force has another value of the option.
+            RuntimeError: the real package is installed, and ``replace`` is False.
         """
         with _lock:
-            if self._latest is None or not self._latest[1].is_installed:
+            if not self._users:
                 if not replace:
                     refuse_real_package(self._root)
-                self._latest = value, make()
-            in_force, stand_in = self._latest
-            if in_force != value:
-                raise ValueError(f"{self._option} must be {in_force!r} as in the installation in force, got {value!r}")
-            return stand_in.install()
+                self._value, self._in_force = value, make()
+                self._in_force.put_in()
+            elif self._value != value:
+                raise ValueError(
+                    f"{self._option} must be {self._value!r} as in the installation in force, got {value!r}"
+                )
+            self._users += 1
+            return Patch(self._in_force.distribution, self._release, sites=len(self._in_force.modules))
+
+    def _release(self) -> list[str]:
+        with _lock:
+            self._users -= 1
+            return [] if self._users else self._in_force.take_away()
 
 
 class _Metadata(importlib.metadata.Distribution):
@@ -198,10 +184,7 @@ class _Metadata(importlib.metadata.Distribution):
 
 
 def refuse_real_package(name: str, hint: str = "") -> None:
-    """
-    Raises:
-        RuntimeError: a package of that name, not ours, can be imported.
-    """
+    """Raise RuntimeError if a package of that name, not ours, can be imported."""
     spec = importlib.util.find_spec(name)
     if spec is not None and not isinstance(spec.loader, StandIn):
         found = spec.origin or spec.name

@@ -14,16 +14,9 @@ DENOISERS = ("unet", "transformer", "transformer_2", "prior", "decoder")
 AUTOENCODERS = ("vae", "movq", "vqvae", "vqgan")
 
 
-class Denoisers(nn.ModuleDict):
-    """The denoisers of a pipeline, so that they can be searched as one module."""
-
-
 def parts_of(target: Any) -> dict[str, nn.Module]:
-    """The modules of a target by name: those of a pipeline's ``components``, or a module itself, by the name "".
-
-    Raises:
-        TypeError: the target is neither a pipeline nor a module.
-    """
+    """The modules of a target by name: those of a pipeline's ``components``, or a module itself, by the name ""; raises
+    TypeError for anything else."""
     if isinstance(target, nn.Module):
         return {"": target}
     components = getattr(target, "components", None)
@@ -36,23 +29,15 @@ def parts_of(target: Any) -> dict[str, nn.Module]:
 
 def denoisers_of(target: Any) -> nn.Module:
     """A module itself, or a pipeline's denoisers as one module, in which the name of a component leads the names of its
-    modules: ``"transformer_2.blocks.0.ffn"``.
-
-    Raises:
-        TypeError, NothingToPatch: the target is neither a pipeline nor a module, or it has no denoiser.
-    """
+    modules: ``"transformer_2.blocks.0.ffn"``. Raises NothingToPatch for a pipeline without any."""
     parts = parts_of(target)
     if "" in parts:
         return parts[""]
-    return Denoisers({name: parts[name] for name in _present(target, parts, DENOISERS)})
+    return nn.ModuleDict({name: parts[name] for name in _present(target, parts, DENOISERS)})
 
 
 def autoencoder_of(target: Any) -> nn.Module:
-    """A module itself, or a pipeline's autoencoder.
-
-    Raises:
-        TypeError, NothingToPatch: the target is neither a pipeline nor a module, or it has no autoencoder.
-    """
+    """A module itself, or a pipeline's autoencoder; raises NothingToPatch for a pipeline without one."""
     parts = parts_of(target)
     return parts[""] if "" in parts else parts[_present(target, parts, AUTOENCODERS)[0]]
 

@@ -19,7 +19,7 @@ import functools
 import inspect
 import re
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -27,7 +27,7 @@ from torch import Tensor
 
 from ..attention import sdpa, sdpa_with_lse
 from ..config import AttentionConfig, default_config
-from ..patching.patch import Patch, PatchGroup
+from ..patching.patch import Patch, PatchGroup, replaced
 from .call import Masked, refuse_what_we_do_not_know, weights, with_query_sinks
 from .mask import HostMask, asks_interface, pascal_mask
 from .paged import adds_prefix, paged_attend, serve_batching
@@ -68,11 +68,12 @@ def patch_transformers(name: str = "pascal_chunked", *, config: AttentionConfig 
         return pascal_mask(*args, **kwargs)  # a new object for each registration, like the attention
 
     with PatchGroup(f"Transformers attention {name!r}") as group:
-        for interface, function in zip(_interfaces(), (attention, mask)):
-            group.add(_register(interface, name, function))
-            if adds_prefix():
-                group.add(_register(interface, f"paged|{name}", function))
-        group.add(serve_batching(name))
+        interfaces = _interfaces()
+        for interface, function in zip(interfaces, (attention, mask)):
+            for each in (name, f"paged|{name}") if adds_prefix() else (name,):
+                group.add(replaced(interface._global_mapping, each, function))
+        for undo in serve_batching(name, interfaces[0]._global_mapping):
+            group.add(undo)
     return group.patch()
 
 
@@ -179,43 +180,6 @@ def _interfaces() -> tuple[Any, Any]:
     except ImportError as error:
         raise ImportError(f"transformers must be installed, 4.53 or newer ({error})") from error
     return AttentionInterface, AttentionMaskInterface
-
-
-@dataclass(eq=False)
-class _Entry:
-    """One registration: the name's previous function, and whether this registration is still active."""
-
-    function: Any
-    before: Any
-    active: bool = True
-
-
-_entries: dict[tuple[Any, str], list[_Entry]] = {}
-
-
-def _register(interface: Any, name: str, function: Any) -> Callable[[], list[str]]:
-    """Register a function under a name; returns a function that undoes it."""
-    entry = _Entry(function, interface._global_mapping.get(name))
-    ours = _entries.setdefault((interface, name), [])
-    ours.append(entry)
-    interface.register(name, function)
-
-    def undo() -> list[str]:
-        entry.active = False
-        left = []
-        # Registrations that were removed while a later one covered them are undone together with it.
-        while ours and not ours[-1].active:
-            top = ours.pop()
-            current = interface._global_mapping.get(name)
-            if current is not top.function:
-                left.append(f"{name!r} in {interface.__name__} has been registered again by another package")
-            elif top.before is None:
-                del interface._global_mapping[name]
-            else:
-                interface.register(name, top.before)
-        return left
-
-    return undo
 
 
 @functools.lru_cache(maxsize=1024)

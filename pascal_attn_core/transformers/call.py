@@ -6,8 +6,6 @@ the mask object that our own mask function returned.
 
 from __future__ import annotations
 
-import functools
-import logging
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -18,10 +16,9 @@ from torch import Tensor
 from ..call import PLAIN, Options, check_call, prepared, without_autocast
 from ..call.flex_rules import is_block_mask
 from ..call.lazy_mask import LazyMask
+from ..patching.patch import warn_once
 from ..routes.math import probabilities
 from .mask import HostMask
-
-log = logging.getLogger("pascal_attn")
 
 
 @dataclass(frozen=True, eq=False)
@@ -146,19 +143,10 @@ def _is_traced(query: Tensor) -> bool:
 
 
 def weights(query: Tensor, all_keys: Tensor, masked: Masked, options: dict[str, Any]) -> Tensor:
-    """The attention weights ``[B, Hq, L, S]`` before dropout: for callers that ask for them.
-
-    Args:
-        options: arguments of :func:`sdpa` by name.
-    """
-    _say_weights_are_stored()
+    """The attention weights ``[B, Hq, L, S]`` before dropout: for callers that ask for them."""
+    warn_once("output_attentions=True stores weights of L*S elements for every layer and computes them twice")
     call = check_call(*prepared(query, masked.key, masked.value, masked.mask, Options(**options)))
     with without_autocast(query):
         probs = probabilities(call).flatten(1, 2).to(query.dtype)
     after = all_keys.shape[2] - masked.first_key - probs.shape[3]
     return torch.nn.functional.pad(probs, (masked.first_key, after))
-
-
-@functools.lru_cache(maxsize=1)
-def _say_weights_are_stored() -> None:
-    log.warning("output_attentions=True stores weights of L*S elements for every layer and computes them twice")

@@ -18,18 +18,21 @@ import re
 import sys
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..call import PLAIN
+from ..patching.patch import warn_once
 from ..tiled.masks import Band
 from .pattern import MaskFunction, Pattern, made_by, read_pattern
 
 log = logging.getLogger("pascal_attn")
 
 
+@dataclass(eq=False)
 class HostMask:
     """Bool ``[B, 1, L, S]``, True = takes part, of which only the parts are stored.
 
@@ -38,31 +41,21 @@ class HostMask:
     represents, which is correct but takes L*S elements and is logged once. Added to scores by a model's own attention
     code, it is the float mask that such code expects.
 
-    Args:
-        band: for absolute positions (its offset is 0): query position q sees keys q - left ... q + right.
-        q_offset, kv_offset: the absolute positions of the first query and the first key.
-        rest: functions of absolute positions, all of which must allow a key; use_vmap: they take scalar indices only.
-        padding: bool ``[B, S]``, or None.
     """
 
     ndim = 4
     dtype = torch.bool
 
-    def __init__(
-        self,
-        shape: tuple[int, int, int],
-        offsets: tuple[int, int],
-        pattern: Pattern,
-        padding: Tensor | None,
-        device: torch.device,
-        *,
-        use_vmap: bool = False,
-        home: torch.device | None = None,
-    ):
-        self.batch_size, self.seq_len_q, self.seq_len_kv = shape
-        self.q_offset, self.kv_offset = offsets
-        self.pattern, self.padding = pattern, padding
-        self.device, self.use_vmap, self.home = device, use_vmap, device if home is None else home
+    batch_size: int
+    seq_len_q: int
+    seq_len_kv: int
+    q_offset: int  # the absolute position of the first query
+    kv_offset: int
+    pattern: Pattern  # of absolute positions
+    padding: Tensor | None  # bool ``[B, S]``
+    device: torch.device
+    home: torch.device  # of the tensors that the pattern's functions read
+    use_vmap: bool  # they take scalar indices only
 
     # ---- what it says ----------------------------------------------------------------------------------------------
 
@@ -134,13 +127,10 @@ class HostMask:
 
     def part(self, rows: tuple[int, int], keys: tuple[int, int]) -> HostMask:
         """Rows and keys of it, each from the first to before the last."""
-        return self._with(
-            seq_len_q=rows[1] - rows[0],
-            seq_len_kv=keys[1] - keys[0],
-            q_offset=self.q_offset + rows[0],
-            kv_offset=self.kv_offset + keys[0],
-            padding=None if self.padding is None else self.padding[:, keys[0] : keys[1]],
-        )
+        padding = None if self.padding is None else self.padding[:, keys[0] : keys[1]]
+        sizes = {"seq_len_q": rows[1] - rows[0], "seq_len_kv": keys[1] - keys[0]}
+        offsets = {"q_offset": self.q_offset + rows[0], "kv_offset": self.kv_offset + keys[0]}
+        return self._with(padding=padding, **sizes, **offsets)
 
     def _with(self, **changes: Any) -> HostMask:
         mask = copy.copy(self)
@@ -167,7 +157,7 @@ class HostMask:
 
     def _stored(self, what: str) -> Tensor:
         if not torch.compiler.is_compiling():
-            _say_stored(what)
+            warn_once(f"a model operates on its attention mask itself ({what}): a mask of L*S elements is stored")
         return self.dense()
 
     @classmethod
@@ -217,7 +207,6 @@ def _as_stored(name: str) -> Callable[..., Any]:
 
 for _operator in ("invert", "and", "rand", "or", "ror", "xor", "mul", "rmul", "eq", "ne", "lt", "gt"):
     setattr(HostMask, f"__{_operator}__", _as_stored(f"__{_operator}__"))
-HostMask.__hash__ = object.__hash__  # type: ignore[method-assign]
 
 
 def additive(allowed: Tensor, dtype: torch.dtype) -> Tensor:
@@ -226,11 +215,6 @@ def additive(allowed: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 _ADDITIONS = ("add", "add_", "__add__", "__radd__", "__iadd__")
-
-
-@functools.lru_cache(maxsize=64)
-def _say_stored(what: str) -> None:
-    log.warning("a model operates on its attention mask itself (%s): a mask of L*S elements is stored", what)
 
 
 def _one_by_one(function: MaskFunction, *indices: Tensor) -> Tensor:
@@ -322,9 +306,9 @@ def lazy_mask(
         pattern, q_offset = Pattern(right=0) if mask_function is None else read_pattern(mask_function), int(q_offset)
     if use_vmap is None:
         use_vmap = any(made_by(function) not in _INDEXED for function in pattern.rest)
-    # A tensor for an offset goes into the rule as it is: such a mask is stored, never kept.
-    at: Any = q_offset, kv_offset
-    mask = HostMask((batch_size, q_length, kv_length), at, pattern, padding, torch.device(device), use_vmap=use_vmap)
+    sizes, home = (batch_size, q_length, kv_length), torch.device(device)
+    at: Any = q_offset  # a tensor goes into the rule as it is: such a mask is stored, never kept
+    mask = HostMask(*sizes, at, kv_offset, pattern, padding, device=home, home=home, use_vmap=use_vmap)
     may_skip = allow_is_causal_skip or allow_is_bidirectional_skip
     if q_length == 1 and not may_skip:
         return additive(mask.dense(), dtype) if dtype.is_floating_point else mask.dense()

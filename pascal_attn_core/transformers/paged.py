@@ -10,8 +10,7 @@ from __future__ import annotations
 import functools
 import importlib
 import inspect
-from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -135,32 +134,29 @@ def _on_cpu(ends: Tensor) -> Tensor:
 
 # ---- the manager ---------------------------------------------------------------------------------------------------
 
-_served: Counter[str] = Counter()
-_undos: list[Callable[[], list[str]]] = []
 
-
-def serve_batching(name: str) -> Callable[[], list[str]]:
-    """Make the manager of continuous batching keep models on the implementation ``name``; returns a function that
-    undoes it.
+def serve_batching(name: str, registered: Mapping[str, Any]) -> Iterator[Callable[[], list[str]]]:
+    """Make the manager of continuous batching keep models on the implementation ``name`` while it is registered; yields
+    what undoes it.
 
     Newer versions accept names of their own only, and plan memory for a mask that is not built for ``name``.
     """
-    if not _served:
-        manager, handler = ("continuous_api", "ContinuousBatchingManager"), ("cache", "PagedAttentionMemoryHandler")
-        _answer(_class_of(*manager), "switch_to_cb_friendly_attn", lambda own, model, *_, **__: model.config, None)
-        _answer(_class_of(*handler), "attention_mask_bytes", lambda own, *_, **__: own.config, 0)
-    _served[name] += 1
 
-    def undo() -> list[str]:
-        _served[name] -= 1
-        if not _served[name]:
-            del _served[name]
-        sentences: list[str] = []
-        while _undos and not _served:
-            sentences += _undos.pop()()
-        return sentences
+    def answer(owner: Any, method: str, config_of: Callable[..., Any], ours: Any) -> Iterator[Callable[[], list[str]]]:
+        original = getattr(owner, method, None)
+        if original is not None:  # not in every version
 
-    return undo
+            @functools.wraps(original)
+            def answering(*args: Any, **kwargs: Any) -> Any:
+                is_ours = name == config_of(*args, **kwargs)._attn_implementation and name in registered
+                return ours if is_ours else original(*args, **kwargs)
+
+            yield replaced(owner, method, answering)
+
+    manager = _class_of("continuous_api", "ContinuousBatchingManager")
+    yield from answer(manager, "switch_to_cb_friendly_attn", lambda own, model, *_, **__: model.config, None)
+    handler = _class_of("cache", "PagedAttentionMemoryHandler")
+    yield from answer(handler, "attention_mask_bytes", lambda own, *_, **__: own.config, 0)
 
 
 def adds_prefix() -> bool:
@@ -175,22 +171,3 @@ def _class_of(module: str, name: str) -> Any:
     except ImportError:
         return None
     return getattr(found, name, None)
-
-
-def _answer(owner: Any, name: str, config_of: Callable[..., Any], answer: Any) -> None:
-    """Let a method of the host return ``answer`` for models on a registered name; nothing is changed where a version
-    has no such method.
-
-    Args:
-        config_of: the method's arguments -> the model's config.
-    """
-    original = getattr(owner, name, None)
-    if original is None:
-        return
-
-    @functools.wraps(original)
-    def method(*args: Any, **kwargs: Any) -> Any:
-        is_ours = config_of(*args, **kwargs)._attn_implementation in _served
-        return answer if is_ours else original(*args, **kwargs)
-
-    _undos.append(replaced(owner, name, method))

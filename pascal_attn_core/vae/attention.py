@@ -20,8 +20,7 @@ class Attention(Lazy):
     """``[*batch, H, L, D]``, ``[*batch, Hkv, S, D]``, ``[*batch, Hkv, S, Dv]`` -> ``[*batch, H, L, Dv]``.
 
     Args:
-        mask: on the device, or None.
-        options: further arguments of :func:`sdpa` by name.
+        options: further arguments of :func:`sdpa`.
         limit: bytes of key and value that are read at once, and bytes for what is computed from them.
     """
 

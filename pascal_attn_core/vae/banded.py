@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ..attention import sdpa
+from ..patching.interception import bind_sdpa
 from . import operators
 from .lazy import Filled, Known, Lazy, NotInBands, aten
 from .run import Run
@@ -21,18 +22,12 @@ _Packet = torch._ops.OpOverloadPacket
 
 
 class Banded(Tensor):
-    """A tensor of a run. It has shape, dtype and device, but no memory.
-
-    Attributes:
-        node: what it is.
-        run: the run it belongs to.
-        family: the tensors that share memory with it in the eyes of the model.
-        origin: of which tensor it is which range, where it is a slice: (tensor, dim, start, stop).
-    """
+    """A tensor of a run. It has shape, dtype and device, but no memory."""
 
     node: Lazy
     run: Run
-    family: weakref.WeakSet[Banded]
+    family: weakref.WeakSet[Banded]  # the tensors that share memory with it in the eyes of the model
+    origin: tuple[Banded, int, int, int] | None  # (tensor, dim, start, stop) of which it is a slice
 
     @staticmethod
     def __new__(cls, node: Lazy, run: Run, device: torch.device, parent: Banded | None = None) -> Banded:
@@ -44,7 +39,7 @@ class Banded(Tensor):
         run.tensors[id(self)] = self
         self.family = weakref.WeakSet() if parent is None else parent.family
         self.family.add(self)
-        self.origin: tuple[Banded, int, int, int] | None = None
+        self.origin = None
 
     def __tensor_flatten__(self) -> tuple[list[str], None]:
         return [], None  # it holds no tensor; those who look for memory find none
@@ -56,7 +51,7 @@ class Banded(Tensor):
     def __torch_function__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
         kwargs = kwargs or {}
         if func in _ATTENTION:
-            return _attention(func, *args, **kwargs)
+            return _attention(*args, **kwargs)
         if func is nn.functional.linear:  # as one operator it keeps its rows apart from the batch
             return _linear(*args, **kwargs)
         if func is nn.functional.pad and "circular" in (*args, *kwargs.values()):
@@ -89,7 +84,7 @@ def _autocast(*tensors: Tensor | None) -> tuple[Tensor | None, ...]:
 
 def _circular_pad(input: Tensor, pad: list[int], mode: str = "circular", value: float | None = None) -> Any:
     tensor = _first(input)
-    node = operators.padded(tensor.run, nn.functional.pad, tensor.node, pad, mode)
+    node = operators.padded(tensor.run, tensor.node, pad, mode)
     return Banded(node, tensor.run, tensor.device)
 
 
@@ -101,22 +96,12 @@ def _nodes(args: Any) -> Any:
     return mapped(lambda leaf: leaf.node if isinstance(leaf, Banded) else leaf, args)
 
 
-def _attention(
-    func: Any,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Any = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-    **options: Any,
-) -> Banded:
-    first = _first((query, key, value, attn_mask))
-    options |= {"dropout_p": dropout_p, "is_causal": is_causal, "scale": scale, "enable_gqa": enable_gqa}
-    q, k, v, mask = _nodes(_autocast(query, key, value, attn_mask))
-    node = operators.attention(first.run, q, k, v, mask, options)
+def _attention(*args: Any, **kwargs: Any) -> Banded:
+    call: Any = bind_sdpa(args, kwargs, like_torch=False)
+    tensors, first = call[:4], _first(call[:4])
+    options = {name: value for name, value in (kwargs | call._asdict()).items() if name not in call._fields[:4]}
+    query, key, value, mask = _nodes(_autocast(*tensors))
+    node = operators.attention(first.run, query, key, value, mask, options)
     return Banded(node, first.run, first.device)
 
 

@@ -39,11 +39,7 @@ _running = threading.local()
 
 @dataclass
 class Settings:
-    """The arguments of :func:`.patch_vae`.
-
-    Attributes:
-        enabled: False once the patch has been removed: deep copies of the VAE share it.
-    """
+    """The arguments of :func:`.patch_vae`."""
 
     budget_mib: float | None = None
     keep: str = "auto"
@@ -51,7 +47,7 @@ class Settings:
     verify: bool = True
     progress: Callable[[float], None] | None = None
     expected_bytes: Callable[..., int] | None = None
-    enabled: bool = True
+    enabled: bool = True  # until the patch is removed: deep copies of the VAE share it
 
     def __post_init__(self) -> None:
         budget = self.budget_mib
@@ -67,18 +63,12 @@ class Settings:
 
 
 class Site:
-    """One method of one VAE: an attribute of the VAE that replaces the method.
-
-    Attributes:
-        own: the method as it was.
-        had: what the VAE's attribute of that name was; None = it had none, the method is the class's.
-        calls: the last ones.
-    """
+    """One method of one VAE: an attribute of the VAE that replaces the method ``own``."""
 
     def __init__(self, vae: nn.Module, name: str, own: Callable[..., Any], settings: Settings):
         functools.update_wrapper(self, own)
         self.vae, self.name, self.own, self.settings = vae, name, own, settings
-        self.had = vars(vae).get(name)
+        self.had = vars(vae).get(name)  # None = the method is the class's
         self.calls: deque[VaeCall] = deque(maxlen=_REMEMBERED)
         self._proofs: dict[tuple[Any, ...], str] = {}
         self._lock = threading.Lock()
@@ -90,7 +80,7 @@ class Site:
         return Site(vae, self.name, own, self.settings)
 
     def __reduce__(self) -> Any:  # pickled, a VAE is stored without the patch
-        return _same, (self.own,)
+        return (getattr, (self.vae, self.name)) if self.had is None else (functools.partial, (self.own,))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         given = _Given(args, kwargs)
@@ -204,10 +194,6 @@ class Site:
             yield
 
     def _in_bands(self, given: _Given) -> tuple[Any, Figures]:
-        """
-        Raises:
-            NotInBands: the VAE is as it was.
-        """
         budget, (keep, progress) = self._budget(given.tensor.device), (self.settings.keep, self.settings.progress)
         is_on_host = keep == "host" or (keep == "auto" and given.tensor.device.type == "cuda")
         expected = self._rehearsal(given, budget) if is_on_host or progress is not None else None
@@ -295,10 +281,6 @@ def bound(site: Site) -> Callable[[], list[str] | None]:
     return undo
 
 
-def _same(own: Callable[..., Any]) -> Callable[..., Any]:
-    return own
-
-
 @contextmanager
 def _in_bands_now(*, is_trial: bool = False) -> Iterator[None]:
     """Methods of the VAE that call each other are one call."""
@@ -316,12 +298,12 @@ def is_trial() -> bool:
 
 
 @contextmanager
-def _without_tiles(vae: nn.Module) -> Iterator[None]:
-    had: Any = getattr(vae, "use_tiling", None)
-    if had:
-        vae.use_tiling = False  # type: ignore[assignment]
+def _without_tiles(vae: Any) -> Iterator[None]:
+    if not getattr(vae, "use_tiling", False):
+        yield
+        return
+    vae.use_tiling = False
     try:
         yield
     finally:
-        if had:
-            vae.use_tiling = had
+        vae.use_tiling = True

@@ -10,6 +10,7 @@ for the whole tensor and can always be read; others where :meth:`Lazy.granule` i
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -18,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from ..config import Unsupported
-from .trees import mapped
+from .trees import leaves, mapped
 
 if TYPE_CHECKING:
     from .store import Value
@@ -44,14 +45,7 @@ class Want(NamedTuple):
 
 
 class Lazy:
-    """
-    Attributes:
-        like: its shape and dtype, a tensor on ``meta``.
-        value: where it lies once it has been computed and kept.
-        readers: how many others were made from it.
-        steps: how many nodes a reading goes through, those that are read in several places several times.
-        given: ordinary tensors that it is computed from, and their versions.
-    """
+    """A tensor that is computed when it is read; ``like`` is a tensor on ``meta`` of its shape and dtype."""
 
     #: it costs more than to read it again: to be computed once
     is_heavy = False
@@ -61,13 +55,15 @@ class Lazy:
     may_alias = False
     #: attributes that are needed only until it has been computed
     arguments: tuple[str, ...] = ()
+    #: ordinary tensors that it is computed from, and their versions
     given: Versions = ()
 
     def __init__(self, like: Tensor, inputs: Sequence[Lazy] = ()):
         self.like = like
         self.inputs = tuple(inputs)
-        self.value: Value | None = None
-        self.readers = 0
+        self.value: Value | None = None  # where it lies once it has been computed and kept
+        self.readers = 0  # how many others were made from it
+        # how many nodes a reading goes through, those that are read in several places several times
         self.steps: int = 1 + sum(0 if node.value is not None else node.steps for node in self.inputs)
         for node in self.inputs:
             node.readers += 1
@@ -109,7 +105,6 @@ class Lazy:
         return Want(self, 0, 0, self.size(0))
 
     def shape_of(self, dim: int, low: int, high: int) -> list[int]:
-        """The shape of a range."""
         return [high - low if each == dim else size for each, size in enumerate(self.shape)]
 
     def read(self, dim: int, low: int, high: int, memo: Memo) -> Tensor:
@@ -145,11 +140,6 @@ class Lazy:
             return [(self.value, dim, low, high)]
         return [leaf for want in self.wants(dim, low, high) for leaf in want.node.leaves(*want[1:])]
 
-    def owns_pieces(self, place: int) -> bool:
-        """Whether the piece of an input may be overwritten: it is new memory with no other reader."""
-        node = self.inputs[place]
-        return node.value is None and node.readers == 1 and node.is_fresh and not node.may_alias
-
     def keep(self, value: Value) -> None:
         """Read the node from ``value`` from now on: it has been computed."""
         self.value = value
@@ -158,10 +148,7 @@ class Lazy:
             setattr(self, name, None)
 
     def check_given(self) -> None:
-        """
-        Raises:
-            NotInBands: a tensor that a reading of it needs has been written to since the model used it.
-        """
+        """Raise NotInBands if a tensor that a reading of it needs has been written to since the model used it."""
         if self.value is None:
             if any(tensor._version != version for tensor, version in self.given):
                 raise NotInBands("a weight or another tensor is changed in place while the VAE runs")
@@ -205,25 +192,6 @@ class Filled(Lazy):
         return torch.full(self.shape_of(dim, low, high), self.number, dtype=self.like.dtype, device=self.device)
 
 
-def substituted(args: Any, nodes: Sequence[Lazy], pieces: Sequence[Any]) -> Any:
-    """The arguments with each node replaced by its piece."""
-    by_node = {id(node): piece for node, piece in zip(nodes, pieces)}
-    return mapped(lambda leaf: by_node.get(id(leaf), leaf) if isinstance(leaf, Lazy) else leaf, args)
-
-
-def nodes_in(args: Any) -> list[Lazy]:
-    """The nodes among arguments, each once, in their order."""
-    found: list[Lazy] = []
-
-    def note(leaf: Any) -> Any:
-        if isinstance(leaf, Lazy) and all(leaf is not node for node in found):
-            found.append(leaf)
-        return leaf
-
-    mapped(note, args)
-    return found
-
-
 def captured(args: Any) -> tuple[Any, Versions]:
     """(the arguments as they are now, for an operator that is computed later; the versions of the tensors among them
     that are not copied). Of weights and large tensors the memory is kept: a host may give a parameter another one as
@@ -260,16 +228,25 @@ class Aligned(Lazy):
         return [node.whole() if own is None else Want(node, own, low, high) for node, own in zip(self.inputs, places)]
 
 
-class Pointwise(Aligned):
-    """An operator that computes each element from the elements at the same place, with broadcasting."""
+class Applied(Aligned):
+    """The result of an operator, with its arguments."""
 
     arguments = ("args", "kwargs")
 
     def __init__(self, like: Tensor, func: Any, args: tuple, kwargs: dict[str, Any]):
-        super().__init__(like, nodes_in((args, kwargs)))
+        nodes = {id(leaf): leaf for leaf in leaves((args, kwargs)) if isinstance(leaf, Lazy)}
+        super().__init__(like, list(nodes.values()))
         self.func = func
         (self.args, self.kwargs), self.given = captured((args, kwargs))
-        self.in_place = _in_place(func)
+
+    def with_pieces(self, pieces: Sequence[Tensor], tree: Any) -> Any:
+        """The arguments with each node replaced by its piece."""
+        by_node = {id(node): piece for node, piece in zip(self.inputs, pieces)}
+        return mapped(lambda leaf: by_node.get(id(leaf), leaf) if isinstance(leaf, Lazy) else leaf, tree)
+
+
+class Pointwise(Applied):
+    """An operator that computes each element from the elements at the same place, with broadcasting."""
 
     def dim_of(self, tensor: Any, dim: int) -> int | None:
         own = dim - (self.like.dim() - len(tensor.shape))
@@ -281,12 +258,15 @@ class Pointwise(Aligned):
                 return leaf.narrow(own, low, high - low)
             return leaf
 
-        args, kwargs = substituted(mapped(cut, (self.args, self.kwargs)), self.inputs, pieces)
-        reuse = self.in_place is not None and self.args[0] is self.inputs[0] and self.owns_pieces(0)
-        reuse = reuse and (self.inputs[0].shape, self.inputs[0].like.dtype) == (self.shape, self.like.dtype)
-        return (self.in_place if reuse else self.func)(*args, **kwargs)
+        args, kwargs = self.with_pieces(pieces, mapped(cut, (self.args, self.kwargs)))
+        func, first = self.func, self.inputs[0]
+        is_alike = self.args[0] is first and (first.shape, first.like.dtype) == (self.shape, self.like.dtype)
+        if is_alike and first.value is None and first.readers == 1 and first.is_fresh and not first.may_alias:
+            func = _in_place(func) or func  # its piece is new memory that nothing else reads
+        return func(*args, **kwargs)
 
 
+@functools.cache
 def _in_place(func: Any) -> Any:
     """The variant of an operator that writes into its first argument, None where there is none."""
     packet = getattr(aten, func._schema.name.partition("::")[2] + "_", None)
@@ -294,22 +274,15 @@ def _in_place(func: Any) -> Any:
     return getattr(packet, name, None) if packet is not None and name in packet.overloads() else None
 
 
-class Rowwise(Aligned):
-    """An operator that treats ranges of some dimensions independently: a softmax, a linear layer, a sum.
-
-    Args:
-        dims: see :data:`Dims`.
-        others: nodes that are read whole, whatever is read of the result; the input is the first.
-    """
-
-    arguments = ("args", "kwargs")
+class Rowwise(Applied):
+    """An operator that treats ranges of some dimensions, see :data:`Dims`, independently: a softmax, a linear layer, a
+    sum. Nodes other than its first are read whole, whatever is read of the result."""
 
     def __init__(
         self, like: Tensor, func: Any, args: tuple, kwargs: dict[str, Any], dims: Dims, *, heavy: bool = False
     ):
-        super().__init__(like, nodes_in((args, kwargs)))
-        self.func, self.dims, self.is_heavy = func, dims, heavy
-        (self.args, self.kwargs), self.given = captured((args, kwargs))
+        super().__init__(like, func, args, kwargs)
+        self.dims, self.is_heavy = dims, heavy
 
     def dim_of(self, tensor: Any, dim: int) -> int | None:
         return self.dims[dim] if tensor is self.inputs[0] else None
@@ -318,25 +291,19 @@ class Rowwise(Aligned):
         return 0 if self.dims[dim] is None else super().own_granule(dim)
 
     def compute(self, pieces: list[Tensor], dim: int, low: int, high: int) -> Tensor:
-        args, kwargs = substituted((self.args, self.kwargs), self.inputs, pieces)
+        args, kwargs = self.with_pieces(pieces, (self.args, self.kwargs))
         out = self.func(*args, **kwargs)
         return out[0] if isinstance(out, tuple) else out
 
 
-class Permuted(Aligned):
+class Permuted(Rowwise):
     """Dimensions in another order."""
 
     is_fresh = False
 
     def __init__(self, node: Lazy, dims: Sequence[int]):
-        super().__init__(node.like.permute(*dims), (node,))
-        self.dims = tuple(dim % node.like.dim() for dim in dims)
-
-    def dim_of(self, tensor: Any, dim: int) -> int | None:
-        return self.dims[dim]
-
-    def compute(self, pieces: list[Tensor], dim: int, low: int, high: int) -> Tensor:
-        return pieces[0].permute(*self.dims)
+        places = [dim % node.like.dim() for dim in dims]
+        super().__init__(node.like.permute(places), Tensor.permute, (node, places), {}, places)
 
 
 class Viewed(Lazy):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -13,7 +14,7 @@ from .lazy import Dims, Expanded, Filled, Joined, Known, Lazy, Narrowed, Permute
 from .run import Run
 from .store import Value
 from .trees import leaves, mapped
-from .windows import Convolution, Moments, Normalised, Padded, Resized
+from .windows import Convolution, Moments, Resized
 
 Handler = Callable[..., Any]
 HANDLERS: dict[Any, Handler] = {}
@@ -41,9 +42,10 @@ def likes(args: Any) -> Any:
     )
 
 
-def _with_steady_weights(run: Run, node: Lazy, args: Any) -> Lazy:
-    """Compute a node at once where a hook may change its weights as soon as their layer has been called."""
-    if not run.is_steady(*(leaf for leaf in leaves(args) if isinstance(leaf, nn.Parameter))):
+def _with_steady_weights(run: Run, node: Lazy, args: Any, kind: type[Tensor] = nn.Parameter) -> Lazy:
+    """Compute a node at once where a hook may change its weights as soon as their layer has been called: those of its
+    arguments that are parameters, or tensors of another kind."""
+    if not run.is_steady(*(leaf for leaf in leaves(args) if isinstance(leaf, kind))):
         run.evaluate(node)
     return node
 
@@ -115,6 +117,8 @@ def _transposed(run: Run, func: Any, node: Lazy, first: int = 0, second: int = -
 
 
 def _narrowed(run: Run, node: Lazy, dim: int, start: int, stop: int, step: int = 1) -> Lazy:
+    if (start, stop, step) == (0, node.size(dim), 1):
+        return node
     dim %= node.like.dim()
     index = tuple([*[slice(None)] * dim, slice(start, stop, step)])
     return _view(run, node, lambda t: t[index], lambda: Narrowed(node, dim, start, stop, step))
@@ -125,8 +129,6 @@ def _slice(
     run: Run, func: Any, node: Lazy, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1
 ) -> Lazy:
     first, last, _ = slice(start, end).indices(node.size(dim))
-    if (first, last, step) == (0, node.size(dim), 1):
-        return node
     return _narrowed(run, node, dim, first, max(first, last), step)
 
 
@@ -190,7 +192,6 @@ def replaced(run: Run, node: Lazy, source: Any) -> Lazy:
 
 
 def cast(node: Lazy, dtype: torch.dtype) -> Lazy:
-    """A node in another dtype."""
     if node.like.dtype == dtype:
         return node
     return Pointwise(node.like.to(dtype), aten._to_copy.default, (node,), {"dtype": dtype})
@@ -239,30 +240,47 @@ def _convolution(run: Run, func: Any, node: Any, weight: Any, bias: Any, *rest: 
         return NotImplemented
     run.settled(node)
     like = func(node.like, weight.to("meta"), None if bias is None else bias.to("meta"), *rest)
-    found = Convolution(like, node, weight, bias, *rest)
-    if not run.is_steady(weight, bias):
-        run.evaluate(found)
-    return found
+    return _with_steady_weights(run, Convolution(like, node, weight, bias, *rest), (weight, bias), Tensor)
 
 
 @handles("constant_pad_nd")
 def _constant_pad(run: Run, func: Any, node: Lazy, pad: Sequence[int], value: float = 0.0) -> Lazy:
-    return padded(run, func, node, pad, "constant", value)
+    return padded(run, node, pad, "constant", value)
 
 
 @handles(*(f"{kind}_pad{dims}d" for kind in ("reflection", "replication") for dims in (1, 2, 3)))
 def _edge_pad(run: Run, func: Any, node: Lazy, pad: Sequence[int]) -> Lazy:
-    return padded(run, func, node, pad, "reflect" if "reflection" in func._schema.name else "replicate")
+    return padded(run, node, pad, "reflect" if "reflection" in func._schema.name else "replicate")
 
 
-def padded(run: Run, func: Any, node: Lazy, pad: Sequence[int], mode: str, value: float = 0.0) -> Lazy:
-    """A padding as torch counts it: pairs from the last dimension on."""
-    dims = node.like.dim()
-    pairs = [(0, 0)] * dims
-    for place in range(len(pad) // 2):
-        pairs[dims - 1 - place] = (pad[2 * place], pad[2 * place + 1])
-    like = func(node.like, pad, mode) if mode == "circular" else func(node.like, pad)
-    return Padded(like, run.settled(node), pairs, mode, value)
+def padded(run: Run, node: Lazy, pad: Sequence[int], mode: str, number: float = 0.0) -> Lazy:
+    """A padding by ``mode`` as torch counts it: (before, after) from the last dimension on, negative where it cuts."""
+    for place, (before, after) in enumerate(zip(pad[::2], pad[1::2])):
+        if before or after:
+            dim = node.like.dim() - 1 - place
+            node = _joined(run, _padded_along(run, run.settled(node), dim, before, after, mode, number), dim)
+    return node
+
+
+def _padded_along(run: Run, node: Lazy, dim: int, before: int, after: int, mode: str, number: float) -> list[Lazy]:
+    size, first, last = node.size(dim), max(before, 0), max(after, 0)
+
+    def rows(start: int, stop: int) -> Lazy:
+        return _narrowed(run, node, dim, start, stop)
+
+    left: Sequence[Lazy]
+    right: Sequence[Lazy]
+    if mode == "constant":
+        likes = (node.like.new_empty(node.shape_of(dim, 0, count)) for count in (first, last))
+        left, right = ([Filled(like, number, run.device)] for like in likes)
+    elif mode == "circular":
+        left, right = [rows(size - first, size)], [rows(0, last)]
+    elif mode == "replicate":
+        left, right = [rows(0, 1)] * first, [rows(size - 1, size)] * last
+    else:
+        left = [rows(place, place + 1) for place in range(first, 0, -1)]
+        right = [rows(place, place + 1) for place in range(size - 2, size - 2 - last, -1)]
+    return [*left, rows(first - before, size + after - last), *right]
 
 
 _HALO = {"nearest": 0, "linear": 1, "bilinear": 1, "trilinear": 1, "bicubic": 2}
@@ -329,7 +347,8 @@ def _group_norm(run: Run, func: Any, node: Any, weight: Any, bias: Any, *rest: A
     batch, _, _, groups, eps = rest
     moments = Moments(batch, groups)
     run.evaluate(node, moments)
-    found = Normalised(node, moments, weight, bias, eps)
+    dims = [None, None, *range(2, node.like.dim())]
+    found = Rowwise(node.like, functools.partial(moments.normalised, eps), (node, weight, bias), {}, dims)
     return _with_steady_weights(run, found, (weight, bias)), None, None
 
 
@@ -386,15 +405,13 @@ def _along_one(run: Run, func: Any, node: Any, *args: Any, **kwargs: Any) -> Any
 
 
 @handles("linear")
-def linear(run: Run, func: Any, node: Any, weight: Any, bias: Any = None) -> Any:
+def _linear(run: Run, func: Any, node: Any, weight: Any, bias: Any = None) -> Any:
     """``aten::linear``: each row on its own."""
     if not isinstance(node, Lazy) or isinstance(weight, Lazy):
         return NotImplemented
     rank = node.like.dim()
     found = rowwise(run, node, func, (node, weight, bias), {}, [*range(rank - 1), None], heavy=True)
-    if not run.is_steady(weight, bias):
-        run.evaluate(found)
-    return found
+    return _with_steady_weights(run, found, (weight, bias), Tensor)
 
 
 @handles("mm", "bmm", "addmm")
@@ -417,11 +434,7 @@ def _product(run: Run, func: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def attention(run: Run, query: Any, key: Any, value: Any, attn_mask: Any, options: dict[str, Any]) -> Lazy:
-    """Attention with a query, key or value that is lazy: in ranges of the query's rows, or of the batch.
-
-    Args:
-        options: further arguments of :func:`pascal_attn_core.sdpa` by name.
-    """
+    """Attention with a query, key or value that is lazy: in ranges of the query's rows, or of the batch."""
     q, k, v = (each if isinstance(each, Lazy) else run.known(each) for each in (query, key, value))
     for node in (q, k, v):
         run.evaluate(node)

@@ -16,16 +16,8 @@ from .lazy import NotInBands
 # Rounding inside some sixty layers, against that of the input alone.
 _ALLOWED = 16.0
 # Not an interrupt, whatever its class.
-_FAULTS = (
-    ArithmeticError,
-    AssertionError,
-    AttributeError,
-    LookupError,
-    MemoryError,
-    RuntimeError,
-    TypeError,
-    ValueError,
-)
+_FAULTS = (ArithmeticError, AssertionError, AttributeError, LookupError, MemoryError, RuntimeError, TypeError,
+           ValueError)  # fmt: skip
 
 
 def small(given: Tensor, *, is_picture: bool, batch: int = 1, first: int = 2) -> Tensor:

@@ -11,23 +11,14 @@ from .run import Figures
 
 @dataclass(frozen=True)
 class VaeCall:
-    """One call.
-
-    Attributes:
-        method: ``"decode"`` or ``"encode"``.
-        shape: of the input.
-        state: ``"in bands"``, ``"as it is"`` or ``"refused"``.
-        why: of the state.
-        seconds: it took.
-        figures: None unless it ran in bands.
-    """
+    """One call: its state is ``"in bands"``, ``"as it is"`` or ``"refused"``, and why."""
 
     method: str
-    shape: tuple[int, ...]
+    shape: tuple[int, ...]  # of the input
     state: str
     why: str
     seconds: float
-    figures: Figures | None = None
+    figures: Figures | None = None  # if it ran in bands
 
     def text(self) -> str:
         head = f"{self.method} of {list(self.shape)}: {self.state}{', ' if self.why else ''}{self.why}"
@@ -48,11 +39,7 @@ class VaeCall:
 
 @dataclass(frozen=True)
 class VaeReport(AnyReport):
-    """All calls so far.
-
-    Attributes:
-        methods: the names of the methods that are patched.
-    """
+    """All calls so far, of the methods that are patched."""
 
     calls: list[VaeCall]
     methods: tuple[str, ...] = ()

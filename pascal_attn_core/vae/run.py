@@ -22,42 +22,26 @@ from .windows import Moments
 
 @dataclass
 class Figures:
-    """The figures of a run.
+    """The figures of a run."""
 
-    Attributes:
-        layers: values that were computed in bands or in one piece.
-        bands: of all layers together.
-        most_bands: of one layer.
-        whole: operators that ran whole, how often each.
-        retries: out-of-memory errors after which fewer rows were taken.
-        host_bytes: most bytes in host memory at once.
-        expected_bytes: most bytes on the device at once, by calculation.
-    """
-
-    layers: int = 0
-    bands: int = 0
-    most_bands: int = 0
-    whole: Counter[str] = field(default_factory=Counter)
-    retries: int = 0
-    host_bytes: int = 0
-    expected_bytes: int = 0
+    layers: int = 0  # values that were computed in bands or in one piece
+    bands: int = 0  # of all layers together
+    most_bands: int = 0  # of one layer
+    whole: Counter[str] = field(default_factory=Counter)  # operators that ran whole, how often each
+    retries: int = 0  # out-of-memory errors after which fewer rows were taken
+    host_bytes: int = 0  # most in host memory at once
+    expected_bytes: int = 0  # most on the device at once, by calculation
 
 
 class Run:
-    """
+    """One decoding or encoding.
+
     Args:
-        device: where it computes.
         budget: bytes on the device for one band and the values that are kept there.
-        keep: where values lie, see :class:`.store.ActivationStore`.
+        keep, queues: see :class:`.store.ActivationStore`.
         least_bands: cut everything that can be cut into this many bands, for proofs.
         rows: most elements per band, for tests; None = as many as the budget allows.
-        on_band: called after each band.
-        queues: see :class:`.store.ActivationStore`.
         is_rehearsal: shapes only: nothing is computed, the figures are what the run will take.
-
-    Attributes:
-        tensors: those that the model has been given, and what it has made of them, by their ids, the oldest first.
-        unsteady: ids of weights that may change while the model runs.
     """
 
     def __init__(
@@ -80,8 +64,9 @@ class Run:
         self.store = ActivationStore(self.device, keep, budget, queues)
         self.figures = Figures()
         self._last_try: Lazy | None = None
+        # What the model has been given, and what it has made of that, by id, the oldest first.
         self.tensors: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
-        self.unsteady: set[int] = set()
+        self.unsteady: set[int] = set()  # ids of weights that may change while the model runs
 
     def is_steady(self, *tensors: Tensor | None) -> bool:
         """Whether tensors are weights that hold the same numbers after the layer's call: not copies that a host makes
@@ -98,10 +83,7 @@ class Run:
         held = node.leaf_bytes() if node.value is None else node.value.tensor.untyped_storage().nbytes()
         if 2 * held < 3 * node.nbytes or not node.nbytes:
             return node
-        if node.value is None:
-            self.evaluate(node)
-            return node
-        copy = Pointwise(node.like, aten.clone.default, (node,), {})
+        copy = node if node.value is None else Pointwise(node.like, aten.clone.default, (node,), {})
         self.evaluate(copy)
         return copy
 
@@ -112,12 +94,8 @@ class Run:
         return node
 
     def evaluate(self, node: Lazy, moments: Moments | None = None, *, on_device: bool = False) -> Value:
-        """Compute a node and keep it.
-
-        Args:
-            moments: take in each piece, in order; a node that is kept already is read for them.
-            on_device: on the device whatever its size, since it is a result.
-        """
+        """Compute a node and keep it, a result on the device whatever its size. Moments take in each piece, in order;
+        a node that is kept already is read for them."""
         if node.value is not None and moments is None:
             return node.value
         node.check_given()
@@ -226,11 +204,8 @@ class Run:
         return max(most, held + moments.scratch(elements, node.like.dtype))
 
     def _count(self, node: Lazy, dim: int, moments: Moments | None, kept: int) -> int:
-        """Elements per band: the fewest bands of equal size that fit the budget.
-
-        Args:
-            kept: bytes on the device that the bands are collected in; one band is its own place.
-        """
+        """Elements per band: the fewest bands of equal size that fit the budget, beside the ``kept`` bytes that they
+        are collected in; one band is its own place."""
         total, unit = node.size(dim), node.granule(dim)
         if not unit or total <= unit:
             count = total
@@ -256,8 +231,7 @@ class Run:
         """The whole of a node on the device, contiguous."""
         if node.value is None:
             self.evaluate(node, on_device=True)
-        value = node.value
-        assert value is not None
+        value: Any = node.value
         return self.patiently(lambda: self.store.bring(value).contiguous())
 
     def patiently(self, work: Callable[[], Any]) -> Any:

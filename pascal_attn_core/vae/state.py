@@ -52,7 +52,6 @@ def _refill(container: Any, content: Any) -> None:
 
 
 def is_compiled(root: nn.Module) -> bool:
-    """Whether torch.compile compiles one of the modules."""
     return any("_orig_mod" in module._modules or module._compiled_call_impl is not None for module in root.modules())
 
 

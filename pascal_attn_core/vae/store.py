@@ -17,18 +17,12 @@ _IN_FLIGHT = 2  # bands on their way to host memory at once
 
 
 class Value:
-    """A tensor that has been computed.
-
-    Attributes:
-        tensor: it, on the device or in host memory. In host memory the dimension that it was written along lies
-            outermost, so that each range of it is one block.
-        on_host: it is copied to the device to be read.
-        ahead: ranges that were brought there and not read yet.
-    """
+    """A tensor that has been computed, on the device or in host memory, from where it is copied to be read. There the
+    dimension that it was written along lies outermost, so that each range of it is one block."""
 
     def __init__(self, tensor: Tensor, store: ActivationStore, *, on_host: bool = False):
         self.tensor, self.owner, self.on_host = tensor, store, on_host
-        self.ahead: dict[tuple[int, int, int], Any] = {}
+        self.ahead: dict[tuple[int, int, int], Any] = {}  # ranges that were brought to the device and not read yet
 
     def _range(self, dim: int, low: int, high: int) -> Tensor:
         return self.tensor.narrow(dim, low, high - low) if self.tensor.dim() else self.tensor
@@ -111,23 +105,13 @@ class Queues:
 
 
 class ActivationStore:
-    """The activations of one run, on the device or in host memory.
-
-    Args:
-        device: where it computes.
-        keep: ``"device"``; ``"host"``; or ``"auto"``: on the device while values take at most half of the budget
-            together.
-        budget: bytes on the device.
-        queues: a :class:`Queues` or a stand-in; None = one on CUDA, none elsewhere.
-
-    Attributes:
-        held: bytes of values on the device now.
-        host_held, host_peak: bytes of values in host memory now, and at most so far.
-    """
+    """The activations of one run: ``keep`` is ``"device"``, ``"host"``, or ``"auto"``, which is the device while values
+    take at most half of the budget together. ``queues`` is a :class:`Queues` or a stand-in; None = one on CUDA, none
+    elsewhere."""
 
     def __init__(self, device: torch.device, keep: str, budget: int, queues: Any = None):
         self.device, self.keep, self.budget = device, keep, budget
-        self.held = self.host_held = self.host_peak = 0
+        self.held = self.host_held = self.host_peak = 0  # bytes on the device; in host memory now, and at most so far
         self.queues = Queues(device) if queues is None and device.type == "cuda" else queues
         self._values: weakref.WeakSet[Value] = weakref.WeakSet()
 
@@ -138,7 +122,6 @@ class ActivationStore:
         return self.on_device(torch.empty(like.shape, dtype=like.dtype, device=self.device))
 
     def stays(self, nbytes: int) -> bool:
-        """Whether a value of this size is kept on the device."""
         return self.keep == "device" or (self.keep == "auto" and self.held + nbytes <= self.budget // 2)
 
     def on_device(self, tensor: Tensor) -> Value:

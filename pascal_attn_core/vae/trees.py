@@ -6,7 +6,7 @@ decoder in bands looks through its arguments again and again.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 from torch.utils import _pytree
@@ -24,16 +24,7 @@ def mapped(function: Callable[[Any], Any], tree: Any) -> Any:
     return _pytree.tree_map(function, tree) if isinstance(tree, (tuple, list, dict)) else function(tree)
 
 
-def leaves(tree: Any) -> Iterator[Any]:
-    """The leaves from the first to the last."""
-    kind = type(tree)
-    if kind is tuple or kind is list:
-        for item in tree:
-            yield from leaves(item)
-    elif kind is dict:
-        for item in tree.values():
-            yield from leaves(item)
-    elif isinstance(tree, (tuple, list, dict)):
-        yield from _pytree.tree_leaves(tree)
-    else:
-        yield tree
+def leaves(tree: Any) -> list[Any]:
+    found: list[Any] = []
+    mapped(found.append, tree)
+    return found

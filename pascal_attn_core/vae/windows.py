@@ -1,4 +1,4 @@
-"""Lazy tensors whose elements depend on a neighbourhood: convolutions, paddings, upsampling, pooling, and norms."""
+"""Lazy tensors whose elements depend on a neighbourhood: convolutions, upsampling, pooling; and sums of group norms."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..call import accumulate_dtype
 from ..reference.checks import in_float64
 from .lazy import Aligned, Lazy, Want, aten, captured
 
@@ -105,80 +106,6 @@ class Convolution(Lazy):
         return 2 * given if any(self.padding) else 0  # rows of padding are joined to a copy, which the kernel may copy
 
 
-class Padded(Aligned):
-    """``aten::constant_pad_nd`` and the paddings by reflection and by replication.
-
-    Args:
-        pads: (before, after) of each dimension, negative where it is cut.
-        mode: ``"constant"``, ``"reflect"``, ``"replicate"`` or ``"circular"``.
-    """
-
-    may_alias = True
-
-    def __init__(self, like: Tensor, node: Lazy, pads: Sequence[tuple[int, int]], mode: str, number: float = 0.0):
-        super().__init__(like, (node,))
-        self.pads, self.mode, self.number = tuple(pads), mode, number
-
-    def own_granule(self, dim: int) -> int:
-        unit = super().own_granule(dim)
-        return unit if unit == 1 or self.pads[dim] == (0, 0) else 0
-
-    def _sources(self, dim: int, low: int, high: int) -> list[int]:
-        """Indices in the input of the elements of a range; -1 for the constant."""
-        before, size = self.pads[dim][0], self.inputs[0].size(dim)
-        found = []
-        for place in range(low - before, high - before):
-            inside = 0 <= place < size
-            if self.mode == "replicate":
-                place = min(max(place, 0), size - 1)
-            elif self.mode == "circular":
-                place %= size
-            elif self.mode == "reflect" and not inside:
-                place = -place if place < 0 else 2 * (size - 1) - place
-            elif not inside:
-                place = -1
-            found.append(place)
-        return found
-
-    def wants(self, dim: int, low: int, high: int) -> list[Want]:
-        if self.is_whole(dim, low, high) or self.pads[dim] == (0, 0):
-            return super().wants(dim, low, high)
-        inside = [place for place in self._sources(dim, low, high) if place >= 0] or [0]
-        return [Want(self.inputs[0], dim, min(inside), max(inside) + 1)]
-
-    def compute(self, pieces: list[Tensor], dim: int, low: int, high: int) -> Tensor:
-        want = self.wants(dim, low, high)[0]
-        piece = pieces.pop()
-        cut = not self.is_whole(dim, low, high)
-        for each in range(piece.dim()):
-            if self.pads[each] == (0, 0):
-                continue
-            start, stop = (low, high) if cut and each == dim else (0, self.size(each))
-            first = want.low if cut and each == dim else 0
-            piece = self._along(piece, each, self._sources(each, start, stop), first)
-        return piece
-
-    def _along(self, piece: Tensor, dim: int, sources: list[int], first: int) -> Tensor:
-        """Runs of neighbours are taken as they are, the rest one by one."""
-        parts: list[Tensor] = []
-        place = 0
-        while place < len(sources):
-            source, end = sources[place], place + 1
-            step = 0 if source < 0 else 1
-            while end < len(sources) and sources[end] == source + step * (end - place):
-                end += 1
-            if source < 0:
-                shape = [*piece.shape[:dim], end - place, *piece.shape[dim + 1 :]]
-                parts.append(torch.full(shape, self.number, dtype=piece.dtype, device=piece.device))
-            else:
-                parts.append(piece.narrow(dim, source - first, end - place))
-            place = end
-        return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
-
-    def scratch(self, given: int, made: int) -> int:
-        return made  # one dimension after the other
-
-
 class Resized(Aligned):
     """Upsampling and pooling by whole factors.
 
@@ -230,8 +157,8 @@ class Moments:
     def __init__(self, batch: int, groups: int):
         self.batch, self.groups, self.count = batch, groups, 0
         self.mean: Any = 0.0
-        self.device: torch.device | None = None
         self.squares: Any = 0.0
+        self._per_channel: list[Tensor] | None = None  # mean and variance, ``[N * C]``
 
     @staticmethod
     def scratch(elements: int, dtype: torch.dtype) -> int:
@@ -247,40 +174,20 @@ class Moments:
         _, mean, rstd = torch.native_group_norm(
             piece.contiguous(), None, None, self.batch, channels, inner, self.groups, 0.0
         )
-        mean, variance, self.device = in_float64(mean), in_float64(rstd) ** -2, piece.device
+        mean, variance = in_float64(mean), in_float64(rstd) ** -2
         count = inner * channels // self.groups
         total, delta = self.count + count, mean - self.mean
         squares = self.squares + variance * count + delta**2 * (self.count * count / total)
         # all of it or, where memory runs out on the way, nothing
         self.mean, self.squares, self.count = self.mean + delta * (count / total), squares, total
 
-    def per_channel(self, channels: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """(mean, variance) of the group that each channel is in, ``[N * C]``."""
-        repeat = channels // self.groups
-        mean, variance = (t.to(dtype).to(self.device) for t in (self.mean, self.squares / self.count))
-        return mean.repeat_interleave(repeat, -1).flatten(), variance.repeat_interleave(repeat, -1).flatten()
-
-
-class Normalised(Aligned):
-    """A group norm whose sums have been gathered. ``[N, C, ...]``."""
-
-    arguments = ("weight", "bias", "_numbers")
-
-    def __init__(self, node: Lazy, moments: Moments, weight: Tensor | None, bias: Tensor | None, eps: float):
-        super().__init__(node.like, (node,))
-        self.moments, self.eps = moments, eps
-        (self.weight, self.bias), self.given = captured((weight, bias))
-        self._numbers: tuple[Tensor | None, ...] | None = None
-
-    def own_granule(self, dim: int) -> int:
-        return 0 if dim < 2 else super().own_granule(dim)
-
-    def compute(self, pieces: list[Tensor], dim: int, low: int, high: int) -> Tensor:
-        piece = pieces.pop()
-        if self._numbers is None:
-            dtype = torch.float64 if piece.dtype == torch.float64 else torch.float32
-            affine = [None if t is None else t.to(dtype).repeat(self.moments.batch) for t in (self.weight, self.bias)]
-            self._numbers = (*affine, *self.moments.per_channel(piece.shape[1], dtype))
-        weight, bias, mean, variance = self._numbers
+    def normalised(self, eps: float, piece: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+        """A range ``[N, C, ...]`` after the group norm, once all sums have been gathered."""
+        channels, dtype = piece.shape[1], accumulate_dtype(piece.dtype)
+        if self._per_channel is None:
+            both = (t.to(dtype).to(piece.device) for t in (self.mean, self.squares / self.count))
+            self._per_channel = [t.repeat_interleave(channels // self.groups, -1).flatten() for t in both]
+        mean, variance = self._per_channel
+        weight, bias = (None if t is None else t.to(dtype).repeat(self.batch) for t in (weight, bias))
         folded = piece.reshape(1, -1, *piece.shape[2:])  # each channel of each sample has a mean of its own
-        return torch.batch_norm(folded, weight, bias, mean, variance, False, 0.0, self.eps, True).view(piece.shape)
+        return torch.batch_norm(folded, weight, bias, mean, variance, False, 0.0, eps, True).view(piece.shape)

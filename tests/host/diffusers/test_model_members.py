@@ -31,7 +31,7 @@ def test_uninstalled_every_change_to_diffusers_is_gone_and_ours_is_off(routed):
     try:
         pascal.uninstall()
         assert not hasattr(diffusers.DiffusionPipeline, "set_attn_processor")
-        assert not hasattr(host.Attention.set_processor, "_pascal_original")
+        assert not hasattr(host.Attention.set_processor, "__wrapped__")
         assert all(hasattr(cls, "attn_processors") == hasattr(cls, "set_attn_processor") for cls in models)
         assert not all(hasattr(cls, "attn_processors") for cls in models)
         assert [attention_state(each) for each in (unet, vae)] == before
@@ -42,7 +42,7 @@ def test_uninstalled_every_change_to_diffusers_is_gone_and_ours_is_off(routed):
     assert pascal.install() is patch
     assert patch.active
     assert hasattr(diffusers.AutoencoderKLCogVideoX, "set_attn_processor")
-    assert not hasattr(host.Attention.set_processor._pascal_original, "_pascal_original")
+    assert not hasattr(host.Attention.set_processor.__wrapped__, "__wrapped__")
 
 
 @pytest.mark.parametrize("name", BARE)

@@ -61,7 +61,7 @@ def test_somebody_else_s_later_registration_is_left_alone(caplog: pytest.LogCapt
     try:
         patch.remove()
         assert behind("pascal_chunked") == [theirs, None]
-        assert "another package" in caplog.text
+        assert "'pascal_chunked' has been replaced since" in caplog.text
     finally:
         del AttentionInterface._global_mapping["pascal_chunked"]
 

@@ -164,13 +164,13 @@ def test_an_installation_that_fails_leaves_nothing_behind(tmp_path: Path) -> Non
         from pytest import raises
         import sys
         import flash_attn as real
-        from pascal_attn_core.patching.stand_in import StandIn
+        from pascal_attn_core.patching.stand_in import Installer, StandIn
         broken = StandIn("flash_attn==1", {"flash_attn": (".nowhere: a",)}, package="pascal_attn_core",
                          eager=("flash_attn",))
         finders = list(sys.meta_path)
         with raises(ModuleNotFoundError):
-            broken.install()
-        assert sys.modules["flash_attn"] is real and sys.meta_path == finders and not broken.is_installed
+            Installer("flash_attn").install(lambda: broken, replace=True)
+        assert sys.modules["flash_attn"] is real and sys.meta_path == finders
         """,
         paths=(real_package(tmp_path),),
     )
