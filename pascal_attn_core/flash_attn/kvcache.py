@@ -9,10 +9,8 @@ import torch
 from torch import Tensor
 
 from .modules.rotary import apply_rotary
-from .options import FlashArgumentError, FlashOptions, attend, check_layout
-from .varlen import check_block_table, gather_pages, neighbours
-
-_LAYOUT = "[B, tokens, heads, head_dim]"
+from .options import TOKENS, FlashArgumentError, FlashOptions, attend, check_layout, check_whole_numbers
+from .varlen import gather_pages, neighbours
 
 
 @dataclass(frozen=True, eq=False)
@@ -91,7 +89,7 @@ def cache_of(
     Raises:
         TypeError, ValueError: arguments that do not fit together.
     """
-    check_layout(_LAYOUT, 4, k_cache=k_cache, v_cache=v_cache)
+    check_layout(TOKENS, k_cache=k_cache, v_cache=v_cache)
     if k_cache.shape[:3] != v_cache.shape[:3]:
         raise FlashArgumentError(
             f"k_cache and v_cache must have the same sizes, got {tuple(k_cache.shape)} and {tuple(v_cache.shape)}"
@@ -100,7 +98,7 @@ def cache_of(
         if block_table is not None and other is not None:
             raise FlashArgumentError(f"{name} must be None with block_table (as in flash-attn), got both")
     if block_table is not None:
-        check_block_table(block_table, batch)
+        check_whole_numbers((batch, "pages of a sequence"), block_table=block_table)
         block_table = block_table.to(k_cache.device)
     rows = None if cache_batch_idx is None else _whole_numbers("cache_batch_idx", cache_batch_idx, batch)
     starts = [0] * batch if cache_leftpad is None else _whole_numbers("cache_leftpad", cache_leftpad, batch)
@@ -127,20 +125,14 @@ def check_new_tokens(cache: KvCache, q: Tensor, k: Tensor | None, v: Tensor | No
     """The number of new tokens; raises TypeError or ValueError where k and v do not fit into the cache."""
     if k is None and v is None:
         return 0
-    check_layout(_LAYOUT, 4, k=k, v=v)
+    check_layout(TOKENS, k=k, v=v)
     assert k is not None
     assert v is not None
-    if k.shape[:3] != v.shape[:3] or k.shape[0] != q.shape[0]:
-        raise FlashArgumentError(
-            f"k and v must hold new tokens of {q.shape[0]} sequences, got {tuple(k.shape)}, {tuple(v.shape)}"
-        )
-    for name, new, old in (("k", k, cache.k), ("v", v, cache.v)):
-        if new.shape[2:] != old.shape[2:] or new.dtype != old.dtype:
-            raise FlashArgumentError(
-                f"{name} must be {old.dtype} [..., {old.shape[2]}, {old.shape[3]}] like its cache, got {new.dtype} "
-                f"{tuple(new.shape)}"
-            )
     tokens = k.shape[1]
+    for name, new, old in (("k", k, cache.k), ("v", v, cache.v)):
+        check_layout((q.shape[0], tokens, *old.shape[2:]), **{name: new})
+        if new.dtype != old.dtype:
+            raise FlashArgumentError(f"{name} must be {old.dtype} like its cache, got {new.dtype}")
     if max(cache.lengths, default=0) + tokens > cache.capacity:
         raise FlashArgumentError(
             f"the cache must have room for {tokens} new tokens after {cache.lengths}, got {cache.capacity} in all"
@@ -175,7 +167,7 @@ def rotated(x: Tensor, cos: Tensor, sin: Tensor | None, cache: KvCache, *, inter
     Raises:
         TypeError, ValueError: tables that do not fit.
     """
-    check_layout("[tokens, rotary_dim / 2]", 2, rotary_cos=cos, rotary_sin=sin)
+    check_layout(("tokens", "rotary_dim / 2"), rotary_cos=cos, rotary_sin=sin)
     assert sin is not None
     last = max(cache.lengths) + (x.shape[1] if in_turn else 1)
     if last > cos.shape[0]:
@@ -188,9 +180,5 @@ def rotated(x: Tensor, cos: Tensor, sin: Tensor | None, cache: KvCache, *, inter
 def _whole_numbers(name: str, given: int | Tensor, batch: int) -> list[int]:
     if isinstance(given, int) and not isinstance(given, bool):
         return [given] * batch
-    if not isinstance(given, Tensor) or given.is_floating_point() or given.dtype == torch.bool:
-        raise TypeError(f"{name} must be whole numbers [{batch}], got {given!r}")
-    if given.shape != (batch,):
-        raise FlashArgumentError(f"{name} must be [{batch}], got {list(given.shape)}")
-    numbers: list[int] = given.tolist()
-    return numbers
+    check_whole_numbers((batch,), **{name: given})
+    return list(given.tolist())

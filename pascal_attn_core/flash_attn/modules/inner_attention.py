@@ -8,9 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from ... import flash_attn as functions
-from ...attention import sdpa
 from ...call.lazy_mask import LazyMask
-from ..options import FlashArgumentError, check_layout
+from ..options import TOKENS, FlashArgumentError, attend, check_layout, flash_options, unpacked
 from ..signatures import called_as
 
 # What flash-attn adds to the scores of padding.
@@ -106,8 +105,7 @@ class SelfAttention(_Inner):
 
     def forward(self, qkv: Tensor, causal: bool | None = None, key_padding_mask: Tensor | None = None) -> Tensor:
         """qkv ``[B, L, 3, H, D]``; key_padding_mask bool ``[B, L]``, True = a token. Returns ``[B, L, H, D]``."""
-        check_layout("[B, tokens, 3, heads, head_dim]", 5, qkv=qkv)
-        q, k, v = qkv.unbind(2)
+        q, k, v = unpacked(qkv)
         mask = None
         if key_padding_mask is not None:
             keep = _padding_mask(key_padding_mask, k)
@@ -123,8 +121,8 @@ class CrossAttention(_Inner):
         self, q: Tensor, kv: Tensor, causal: bool | None = None, key_padding_mask: Tensor | None = None
     ) -> Tensor:
         """q ``[B, L, Hq, D]``, kv ``[B, S, 2, Hkv, D]``, key_padding_mask bool ``[B, S]``; ``[B, L, Hq, D]``."""
-        check_layout("[B, tokens, heads, head_dim]", 4, q=q)
-        check_layout("[B, tokens, 2, heads, head_dim]", 5, kv=kv)
+        check_layout(TOKENS, q=q)
+        check_layout(("B", "tokens", 2, "heads", "head_dim"), kv=kv)
         k, v = kv.unbind(2)
         causal = self.causal if causal is None else causal
         if key_padding_mask is None:
@@ -149,11 +147,8 @@ def slopes_of(inner: Any) -> Tensor | None:
 
 
 def _attention(inner: _Inner, q: Tensor, k: Tensor, v: Tensor, mask: Any, causal: bool) -> Tensor:
-    """``[B, L, Hq, D]`` of ``q [B, L, Hq, D]``, ``k`` and ``v [B, S, Hkv, D]``."""
-    query, key, value = (t.transpose(1, 2) for t in (q, k, v))
-    options: dict[str, Any] = {"dropout_p": inner.dropout_p, "is_causal": causal, "scale": inner.softmax_scale or None}
-    options |= {"enable_gqa": q.shape[2] != k.shape[2], "alignment": "lower_right"}
-    return sdpa(query, key, value, mask, **options).transpose(1, 2)
+    options = flash_options(inner.dropout_p, inner.softmax_scale or None, causal)
+    return attend(q, k, v, options, mask=mask)[0]
 
 
 def _padding_mask(mask: Tensor, k: Tensor) -> Tensor:

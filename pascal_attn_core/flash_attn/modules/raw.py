@@ -11,16 +11,16 @@ v ``[B, S, Hkv, Dv]``, lse float32 ``[B, Hq, L]``; packed q ``[total_q, Hq, D]``
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
-from ...call import AttentionCall, Gradients, Results, Wanted, check_call
-from ...config import AttentionConfig, default_config
-from ...routes.run import gradients, run
-from ..options import FlashArgumentError, FlashOptions, alibi_mask, check_layout
+from ...attention import sdpa_backward
+from ...call import without_autocast
+from ..options import PACKED, TOKENS, FlashArgumentError, FlashOptions, alibi_mask, attend, check_layout, flash_options
 from ..signatures import called_as
 from ..varlen import cut_to_used, read_ends, varlen_attend
 
@@ -32,19 +32,20 @@ _SAVED = "dout q k v out softmax_lse dq dk dv"
 
 
 @called_as(f"q k v {_OPTIONS} return_softmax=False", ignored="return_softmax")
+@torch.no_grad()
 def flash_attn_forward(q: Tensor, k: Tensor, v: Tensor, **given: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """``_flash_attn_forward``; for its arguments see :func:`pascal_attn_core.flash_attn.flash_attn_func`.
 
     Returns:
         (out ``[B, L, Hq, Dv]``, lse float32 ``[B, Hq, L]``, an empty tensor, rng_state).
     """
-    check_layout("[B, tokens, heads, head_dim]", 4, q=q, k=k, v=v)
-    with torch.no_grad():
-        out, lse = _attend(q, k, v, _options(q, q.shape[0], **given))
-    return out, lse, q.new_empty(0), _rng_state(q)
+    check_layout(TOKENS, q=q)
+    with without_autocast(q):
+        return _results(q, *attend(q, k, v, _options(**given), with_lse=True))
 
 
 @called_as(f"{_SAVED} {_OPTIONS} deterministic=False rng_state=None", ignored="rng_state")
+@torch.no_grad()
 def flash_attn_backward(
     q: Tensor, k: Tensor, v: Tensor, out: Tensor, dout: Tensor, softmax_lse: Tensor,
     dq: Tensor | None, dk: Tensor | None, dv: Tensor | None, **given: Any,
@@ -57,16 +58,14 @@ def flash_attn_backward(
     Returns:
         float32 ``[B, Hq, L rounded up to 128]``: the sum over dout * out, zero after the last query.
     """
-    check_layout("[B, tokens, heads, head_dim]", 4, q=q, k=k, v=v, out=out, dout=dout)
-    options = _options(q, q.shape[0], **given)
-    with torch.no_grad():
-        grads = _go_back(dout, q, k, v, Results(out, softmax_lse), options)
-        for name, target, grad in zip(("dq", "dk", "dv"), (dq, dk, dv), grads):
-            if target is not None:
-                _check_shape(name, target, grad.shape)
-                target.copy_(grad)
-        sums = (dout.float() * out.float()).sum(-1).transpose(1, 2)
-    return torch.nn.functional.pad(sums, (0, -sums.shape[2] % _ROWS))
+    check_layout(TOKENS, q=q, k=k, v=v)
+    _check_targets((dq, dk, dv), (q, k, v))
+    grads = _go_back(dout, q, k, v, out, softmax_lse, _options(**given))
+    for target, grad in zip((dq, dk, dv), grads):
+        if target is not None:
+            target.copy_(grad)
+    sums = _sums(dout, out).transpose(1, 2)
+    return pad(sums, (0, -sums.shape[2] % _ROWS))
 
 
 @called_as(
@@ -75,6 +74,7 @@ def flash_attn_backward(
     ignored="max_seqlen_q max_seqlen_k return_softmax zero_tensors num_splits",
     refused="leftpad_k",
 )
+@torch.no_grad()
 def flash_attn_varlen_forward(
     q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, block_table: Tensor | None,
     seqused_k: Tensor | None, **given: Any,
@@ -89,24 +89,22 @@ def flash_attn_varlen_forward(
     Raises:
         NotImplementedError: leftpad_k is given, or block_table together with seqused_k.
     """
-    check_layout("[total, heads, head_dim]", 3, q=q)
     if block_table is not None and seqused_k is not None:
         raise NotImplementedError("block_table is not supported by Pascal Attention with seqused_k")
     if seqused_k is not None:
         k, v, cu_seqlens_k = cut_to_used("seqused_k", cu_seqlens_k, seqused_k, k, v)
-    with torch.no_grad():
-        out, lse = varlen_attend(
-            q, k, v, cu_seqlens_q, cu_seqlens_k, lambda batch: _options(q, batch, **given), with_lse=True,
-            block_table=block_table,
-        )  # fmt: skip
-    assert lse is not None
-    return out, lse, q.new_empty(0), _rng_state(q)
+    check_layout(PACKED, q=q)
+    options = _options(**given)
+    with without_autocast(q):
+        found = varlen_attend(q, k, v, cu_seqlens_q, cu_seqlens_k, options, with_lse=True, block_table=block_table)
+    return _results(q, *found)
 
 
 @called_as(
     f"{_SAVED} {_LENGTHS} {_OPTIONS} deterministic=False rng_state=None zero_tensors=False",
     ignored="max_seqlen_q max_seqlen_k rng_state zero_tensors",
 )
+@torch.no_grad()
 def flash_attn_varlen_backward(
     q: Tensor, k: Tensor, v: Tensor, out: Tensor, dout: Tensor, softmax_lse: Tensor,
     dq: Tensor | None, dk: Tensor | None, dv: Tensor | None, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, **given: Any,
@@ -118,89 +116,59 @@ def flash_attn_varlen_backward(
         float32 ``[Hq, total_q + 128 * B]``: the sum over dout * out of each query, in the places of its sequence's
         first query plus 128 times the number of the sequence; else zero.
     """
-    check_layout("[total, heads, head_dim]", 3, q=q, k=k, v=v, out=out, dout=dout)
-    batch = len(cu_seqlens_q) - 1
-    options = _options(q, batch, **given)
+    check_layout(PACKED, q=q, k=k, v=v)
+    targets, batch, options = (dq, dk, dv), len(cu_seqlens_q) - 1, _options(**given)
+    options.check_slopes(batch, q.shape[1])
+    _check_targets(targets, (q, k, v))
+    for target in targets:
+        if target is not None:
+            target.zero_()
     softmax_d = q.new_zeros(q.shape[1], q.shape[0] + _ROWS * batch, dtype=torch.float32)
-    with torch.no_grad():
-        for name, target, like in zip(("dq", "dk", "dv"), (dq, dk, dv), (q, k, v)):
+    for b, of_q, of_k in _sequences(cu_seqlens_q, cu_seqlens_k, q, k):
+        one = dout[None, of_q], q[None, of_q], k[None, of_k], v[None, of_k], out[None, of_q], softmax_lse[None, :, of_q]
+        for target, grad, tokens in zip(targets, _go_back(*one, options.part(b, b + 1)), (of_q, of_k, of_k)):
             if target is not None:
-                _check_shape(name, target, like.shape)
-                target.zero_()
-        for b, of_q, of_k in _sequences(cu_seqlens_q, cu_seqlens_k, q, k):
-            saved = Results(out[None, of_q], softmax_lse[None, :, of_q])
-            one = dout[None, of_q], q[None, of_q], k[None, of_k], v[None, of_k]
-            for target, grad, tokens in zip(
-                (dq, dk, dv), _go_back(*one, saved, options.part(b, b + 1)), (of_q, of_k, of_k)
-            ):
-                if target is not None:
-                    target[tokens] = grad[0]
-            sums = (dout[of_q].float() * out[of_q].float()).sum(-1).T
-            softmax_d[:, of_q.start + _ROWS * b : of_q.stop + _ROWS * b] = sums
+                target[tokens] = grad[0]
+        softmax_d[:, of_q.start + _ROWS * b : of_q.stop + _ROWS * b] = _sums(dout[of_q], out[of_q]).T
     return softmax_d
 
 
 # ---- one call --------------------------------------------------------------------------------------------------------
 
 
-def _options(
-    q: Tensor,
-    batch: int,
-    *,
-    dropout_p: float,
-    window_size_left: int,
-    window_size_right: int,
-    softcap: float | None,
-    alibi_slopes: Tensor | None,
-    deterministic: bool = False,
-    **given: Any,
-) -> FlashOptions:
+def _options(*, dropout_p: float, window_size_left: int, window_size_right: int, **given: Any) -> FlashOptions:
     if dropout_p:
         raise NotImplementedError(f"dropout_p must be 0 in functions without autograd, got {dropout_p}")
-    return FlashOptions.of(
-        dropout_p=0.0,
-        **given,
-        window_size=(window_size_left, window_size_right),
-        softcap=softcap or 0.0,
-        alibi_slopes=None if alibi_slopes is None else alibi_slopes.detach(),
-        deterministic=deterministic,
-        batch=batch,
-        heads=q.shape[-2],
-    )
+    return flash_options(window_size=(window_size_left, window_size_right), **given)
 
 
-def _checked(q: Tensor, k: Tensor, v: Tensor, options: FlashOptions) -> AttentionCall:
-    query, key, value = (t.detach().transpose(1, 2) for t in (q, k, v))
-    given = options.given(enable_gqa=q.shape[2] != k.shape[2])
-    return check_call(query, key, value, alibi_mask(options.slopes, q, k), given)
-
-
-def _config(options: FlashOptions) -> AttentionConfig:
-    config = options.config or default_config()
-    return config.in_fixed_order() if options.deterministic else config
-
-
-def _attend(q: Tensor, k: Tensor, v: Tensor, options: FlashOptions) -> tuple[Tensor, Tensor]:
-    """(out ``[B, L, Hq, Dv]``, lse ``[B, Hq, L]``)."""
-    out, lse, *_ = run(_checked(q, k, v, options), _config(options), with_lse=True)
+def _results(q: Tensor, out: Tensor, lse: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     assert lse is not None
-    return out.transpose(1, 2).contiguous(), lse
+    return out, lse, q.new_empty(0), q.new_zeros(2, dtype=torch.int64)
 
 
 def _go_back(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, saved: Results, options: FlashOptions
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, options: FlashOptions
 ) -> tuple[Tensor, ...]:
     """Gradients of q, k and v in their layout, from out and lse in flash-attn's layout."""
-    call = _checked(q, k, v, options)
-    expected = [*q.shape[:3], v.shape[-1]]
-    lse = saved.lse
-    assert lse is not None
-    rows = list(call.out_shape[:-1])
-    for name, tensor, shape in (("out", saved.out, expected), ("dout", dout, expected), ("softmax_lse", lse, rows)):
-        _check_shape(name, tensor, shape)
-    saved = Results(saved.out.transpose(1, 2).to(q.dtype), lse.to(call.sums_dtype))
-    grads: Gradients = gradients(call, _config(options), saved, Wanted(dout.transpose(1, 2)))
-    return tuple(grad.transpose(1, 2) for grad in (grads.query, grads.key, grads.value))
+    check_layout((*q.shape[:3], v.shape[-1]), out=out, dout=dout)
+    check_layout((q.shape[0], q.shape[2], q.shape[1]), softmax_lse=lse)
+    rules, config = options.rules._asdict(), options.config_in_force
+    del rules["dropout_p"]
+    given = [t.transpose(1, 2) for t in (dout, q, k, v, out)]
+    with without_autocast(q):
+        grads = sdpa_backward(*given, lse, alibi_mask(options, q, k), **rules, config=config)
+    return tuple(grad.transpose(1, 2) for grad in grads)
+
+
+def _sums(dout: Tensor, out: Tensor) -> Tensor:
+    return (dout.float() * out.float()).sum(-1)
+
+
+def _check_targets(targets: tuple[Tensor | None, ...], likes: tuple[Tensor, ...]) -> None:
+    for name, target, like in zip(("dq", "dk", "dv"), targets, likes):
+        if target is not None:
+            check_layout(like.shape, **{name: target})
 
 
 def _sequences(cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, q: Tensor, k: Tensor) -> Iterator[tuple[int, slice, slice]]:
@@ -213,13 +181,3 @@ def _sequences(cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, q: Tensor, k: Tensor)
         )
     for b, (of_q, of_k) in enumerate(zip(itertools.pairwise(ends_q), itertools.pairwise(ends_k))):
         yield b, slice(*of_q), slice(*of_k)
-
-
-def _check_shape(name: str, tensor: Tensor, shape: Sequence[int]) -> None:
-    if list(tensor.shape) != list(shape):
-        raise FlashArgumentError(f"{name} must have shape {list(shape)}, got {list(tensor.shape)}")
-
-
-def _rng_state(q: Tensor) -> Tensor:
-    """flash-attn's state of dropout."""
-    return q.new_zeros(2, dtype=torch.int64)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ... import flash_attn as functions
-from ..options import FlashArgumentError, check_layout
+from ..options import check_layout, unpacked
 from ..signatures import called_as
 from ..varlen import cut_to_used, used_places
 from . import raw
@@ -52,13 +52,7 @@ def flash_attn_func(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Any:
 )
 def flash_attn_qkvpacked_func(qkv: Tensor, num_heads_q: int | None, **options: Any) -> Any:
     """:func:`flash_attn_func` with ``qkv [B, L, 3, H, D]``, or ``[B, L, num_heads_q + 2 * Hkv, D]``."""
-    if num_heads_q is None or not isinstance(qkv, Tensor) or qkv.dim() != 4:
-        result = functions.flash_attn_qkvpacked_func(qkv, **options)
-        return result[:2] if isinstance(result, tuple) else result
-    heads_kv, odd = divmod(qkv.shape[2] - num_heads_q, 2)
-    if odd or heads_kv < 1:
-        raise FlashArgumentError(f"qkv must be [B, tokens, {num_heads_q} + 2 * heads, head_dim], got {list(qkv.shape)}")
-    return flash_attn_func(*qkv.split([num_heads_q, heads_kv, heads_kv], 2), **options)
+    return flash_attn_func(*unpacked(qkv, num_heads_q), **options)
 
 
 @called_as(
@@ -125,9 +119,8 @@ def flash_attn_combine(
     Returns:
         (out ``[B, L, H, D]`` in out_dtype, or in the dtype of the parts; lse ``[B, L, H]``).
     """
-    check_layout("[parts, B, tokens, heads, head_dim]", 5, out_partial=out_partial)
-    if lse_partial.shape != out_partial.shape[:-1]:
-        raise FlashArgumentError(f"lse_partial must be {list(out_partial.shape[:-1])}, got {list(lse_partial.shape)}")
+    check_layout(("parts", "B", "tokens", "heads", "head_dim"), out_partial=out_partial)
+    check_layout(out_partial.shape[:-1], lse_partial=lse_partial)
     lse = lse_partial.logsumexp(0)
     # a query without a key in any part has weights of 0
     weights = (lse_partial - lse.masked_fill(lse == -torch.inf, 0.0)).exp()
