@@ -68,14 +68,13 @@ _MODULES: dict[str, tuple[str, ...]] = {
         ".modules.inner_attention: CrossAttention FlashCrossAttention FlashSelfAttention SelfAttention "
         "get_alibi_slopes",
         ".modules.rotary: RotaryEmbedding",
-        ".modules.dense: FusedDense",
+        ".modules.mlp: FusedDense",
         ".modules.absent: ColumnParallelLinear ParallelMHA RowParallelLinear",
         _INTERFACE,
         _EINOPS_NAMES,
     ),
     "flash_attn.modules.mlp": (
-        ".modules.mlp: GatedMlp Mlp",
-        ".modules.dense: FusedMLP",
+        ".modules.mlp: FusedMLP GatedMlp Mlp",
         ".modules.absent: ParallelFusedMLP ParallelGatedMlp ParallelMLP",
     ),
     "flash_attn.ops": (),
@@ -84,7 +83,7 @@ _MODULES: dict[str, tuple[str, ...]] = {
         "gelu_fwd relu_bwd sqrelu_bwd sqrelu_fwd swiglu swiglu_bwd swiglu_fwd",
     ),
     "flash_attn.ops.fused_dense": (
-        ".modules.dense: FusedDense FusedMLP fused_dense_func fused_mlp_func",
+        ".modules.mlp: FusedDense FusedMLP fused_dense_func fused_mlp_func",
         ".modules.absent: ColumnParallelLinear ParallelFusedMLP RowParallelLinear",
     ),
     "flash_attn.ops.layer_norm": (
