@@ -11,7 +11,7 @@ v ``[B, S, Hkv, Dv]``, lse float32 ``[B, Hq, L]``; packed q ``[total_q, Hq, D]``
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -25,150 +25,139 @@ from ..signatures import called_as
 from ..varlen import cut_to_used, read_ends, varlen_attend
 
 _ROWS = 128  # flash-attn rounds the rows of softmax_d up to it
-
 _OPTIONS = "dropout_p softmax_scale causal window_size_left=-1 window_size_right=-1 softcap=0.0 alibi_slopes=None"
 _LENGTHS = "cu_seqlens_q cu_seqlens_k max_seqlen_q max_seqlen_k"
 _SAVED = "dout q k v out softmax_lse dq dk dv"
 
 
-@called_as(f"q k v {_OPTIONS} return_softmax=False", ignored="return_softmax")
 @torch.no_grad()
-def flash_attn_forward(q: Tensor, k: Tensor, v: Tensor, **given: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """``_flash_attn_forward``; for its arguments see :func:`pascal_attn_core.flash_attn.flash_attn_func`.
-
-    Returns:
-        (out ``[B, L, Hq, Dv]``, lse float32 ``[B, Hq, L]``, an empty tensor, rng_state).
-    """
-    check_layout(TOKENS, q=q)
-    with without_autocast(q):
-        return _results(q, *attend(q, k, v, _options(**given), with_lse=True))
-
-
-@called_as(f"{_SAVED} {_OPTIONS} deterministic=False rng_state=None", ignored="rng_state")
-@torch.no_grad()
-def flash_attn_backward(
-    q: Tensor, k: Tensor, v: Tensor, out: Tensor, dout: Tensor, softmax_lse: Tensor,
-    dq: Tensor | None, dk: Tensor | None, dv: Tensor | None, **given: Any,
-) -> Tensor:  # fmt: skip
-    """``_flash_attn_backward``: writes the gradients into dq, dk and dv where they are tensors.
-
-    Args:
-        dout, out: ``[B, L, Hq, Dv]``; softmax_lse: ``[B, Hq, L]``.
-        deterministic: see :func:`pascal_attn_core.flash_attn.flash_attn_func`.
-    Returns:
-        float32 ``[B, Hq, L rounded up to 128]``: the sum over dout * out, zero after the last query.
-    """
-    check_layout(TOKENS, q=q, k=k, v=v)
-    _check_targets((dq, dk, dv), (q, k, v))
-    grads = _go_back(dout, q, k, v, out, softmax_lse, _options(**given))
-    for target, grad in zip((dq, dk, dv), grads):
-        if target is not None:
-            target.copy_(grad)
-    sums = _sums(dout, out).transpose(1, 2)
-    return pad(sums, (0, -sums.shape[2] % _ROWS))
-
-
-@called_as(
-    f"q k v {_LENGTHS} {_OPTIONS} return_softmax=False block_table=None leftpad_k=None seqused_k=None "
-    "zero_tensors=False num_splits=0",
-    ignored="max_seqlen_q max_seqlen_k return_softmax zero_tensors num_splits",
-    refused="leftpad_k",
-)
-@torch.no_grad()
-def flash_attn_varlen_forward(
-    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, block_table: Tensor | None,
-    seqused_k: Tensor | None, **given: Any,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """``_flash_attn_varlen_forward``: :func:`flash_attn_forward` within each of several concatenated sequences.
+def forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
+    seqused_k: Tensor | None = None,
+    block_table: Tensor | None = None,
+    **given: Any,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """``_flash_attn_forward`` of a batch, or ``_flash_attn_varlen_forward`` within each of concatenated sequences.
 
     Args:
         seqused_k: int32 ``[B]``: only this many first keys of each sequence count.
         others: see :func:`pascal_attn_core.flash_attn.flash_attn_varlen_func`.
     Returns:
-        (out ``[total_q, Hq, Dv]``, lse float32 ``[Hq, total_q]``, an empty tensor, rng_state).
+        (out, lse in float32, an empty tensor, rng_state).
     Raises:
-        NotImplementedError: leftpad_k is given, or block_table together with seqused_k.
+        NotImplementedError: an argument is not supported, or block_table is given together with seqused_k.
     """
-    if block_table is not None and seqused_k is not None:
-        raise NotImplementedError("block_table is not supported by Pascal Attention with seqused_k")
-    if seqused_k is not None:
-        k, v, cu_seqlens_k = cut_to_used("seqused_k", cu_seqlens_k, seqused_k, k, v)
-    check_layout(PACKED, q=q)
     options = _options(**given)
-    with without_autocast(q):
-        found = varlen_attend(q, k, v, cu_seqlens_q, cu_seqlens_k, options, with_lse=True, block_table=block_table)
-    return _results(q, *found)
+    if cu_seqlens_q is None or cu_seqlens_k is None:
+        for name, only_packed in {"seqused_k": seqused_k, "block_table": block_table}.items():
+            if only_packed is not None:
+                raise NotImplementedError(f"{name} is not supported without both cu_seqlens_q and cu_seqlens_k")
+        check_layout(TOKENS, q=q)
+        with without_autocast(q):
+            out, lse = attend(q, k, v, options, with_lse=True)
+    else:
+        if seqused_k is not None:
+            if block_table is not None:
+                raise NotImplementedError("block_table is not supported by Pascal Attention with seqused_k")
+            k, v, cu_seqlens_k = cut_to_used("seqused_k", cu_seqlens_k, seqused_k, k, v)
+        check_layout(PACKED, q=q)
+        ends = cu_seqlens_q, cu_seqlens_k
+        with without_autocast(q):
+            out, lse = varlen_attend(q, k, v, *ends, options, with_lse=True, block_table=block_table)
+    assert lse is not None
+    return out, lse, q.new_empty(0), q.new_zeros(2, dtype=torch.int64)
 
 
-@called_as(
-    f"{_SAVED} {_LENGTHS} {_OPTIONS} deterministic=False rng_state=None zero_tensors=False",
-    ignored="max_seqlen_q max_seqlen_k rng_state zero_tensors",
-)
 @torch.no_grad()
-def flash_attn_varlen_backward(
+def backward(
     q: Tensor, k: Tensor, v: Tensor, out: Tensor, dout: Tensor, softmax_lse: Tensor,
-    dq: Tensor | None, dk: Tensor | None, dv: Tensor | None, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, **given: Any,
+    dq: Tensor | None, dk: Tensor | None, dv: Tensor | None,
+    cu_seqlens_q: Tensor | None = None, cu_seqlens_k: Tensor | None = None, **given: Any,
 ) -> Tensor:  # fmt: skip
-    """``_flash_attn_varlen_backward``: writes the gradients into dq, dk and dv where they are tensors, zero after the
-    last sequence.
+    """``_flash_attn_backward`` and ``_flash_attn_varlen_backward``: writes the gradients into dq, dk and dv where they
+    are tensors, zero after the last sequence.
 
+    Args:
+        deterministic: see :func:`pascal_attn_core.flash_attn.flash_attn_func`.
     Returns:
-        float32 ``[Hq, total_q + 128 * B]``: the sum over dout * out of each query, in the places of its sequence's
-        first query plus 128 times the number of the sequence; else zero.
+        The sum over dout * out of each query in float32, else zero: ``[B, Hq, L rounded up to 128]``; for sequences
+        ``[Hq, total_q + 128 * B]``, each 128 times its number behind its place.
     """
-    check_layout(PACKED, q=q, k=k, v=v)
-    targets, batch, options = (dq, dk, dv), len(cu_seqlens_q) - 1, _options(**given)
+    options, targets = _options(**given), (dq, dk, dv)
+    check_layout(TOKENS if cu_seqlens_q is None else PACKED, q=q, k=k, v=v)
+    check_layout((*q.shape[:-1], v.shape[-1]), out=out, dout=dout)
+    for name, target, like in zip(("dq", "dk", "dv"), targets, (q, k, v)):
+        if target is not None:
+            check_layout(like.shape, **{name: target})
+    sums = (dout.float() * out.float()).sum(-1)
+    if cu_seqlens_q is None or cu_seqlens_k is None:
+        _write_gradients(targets, dout, q, k, v, out, softmax_lse, options)
+        return pad(sums.transpose(1, 2), (0, -q.shape[1] % _ROWS))
+    batch = len(cu_seqlens_q) - 1
     options.check_slopes(batch, q.shape[1])
-    _check_targets(targets, (q, k, v))
+    softmax_d = q.new_zeros(q.shape[1], q.shape[0] + _ROWS * batch, dtype=torch.float32)
     for target in targets:
         if target is not None:
             target.zero_()
-    softmax_d = q.new_zeros(q.shape[1], q.shape[0] + _ROWS * batch, dtype=torch.float32)
-    for b, of_q, of_k in _sequences(cu_seqlens_q, cu_seqlens_k, q, k):
-        one = dout[None, of_q], q[None, of_q], k[None, of_k], v[None, of_k], out[None, of_q], softmax_lse[None, :, of_q]
-        for target, grad, tokens in zip(targets, _go_back(*one, options.part(b, b + 1)), (of_q, of_k, of_k)):
-            if target is not None:
-                target[tokens] = grad[0]
-        softmax_d[:, of_q.start + _ROWS * b : of_q.stop + _ROWS * b] = _sums(dout[of_q], out[of_q]).T
+    for b, i, j in _sequences(cu_seqlens_q, cu_seqlens_k, q, k):
+        own = [None if target is None else target[None, places] for target, places in zip(targets, (i, j, j))]
+        saved = out[None, i], softmax_lse[None, :, i]
+        _write_gradients(own, dout[None, i], q[None, i], k[None, j], v[None, j], *saved, options.part(b, b + 1))
+        softmax_d[:, i.start + _ROWS * b : i.stop + _ROWS * b] = sums[i].T
     return softmax_d
+
+
+flash_attn_forward = called_as(f"q k v {_OPTIONS} return_softmax=False", ignored="return_softmax")(forward)
+flash_attn_backward = called_as(f"{_SAVED} {_OPTIONS} deterministic=False rng_state=None", ignored="rng_state")(
+    backward
+)
+flash_attn_varlen_forward = called_as(
+    f"q k v {_LENGTHS} {_OPTIONS} return_softmax=False block_table=None leftpad_k=None seqused_k=None "
+    "zero_tensors=False num_splits=0",
+    ignored="max_seqlen_q max_seqlen_k return_softmax zero_tensors num_splits",
+    refused="leftpad_k",
+)(forward)
+flash_attn_varlen_backward = called_as(
+    f"{_SAVED} {_LENGTHS} {_OPTIONS} deterministic=False rng_state=None zero_tensors=False",
+    ignored="max_seqlen_q max_seqlen_k rng_state zero_tensors",
+)(backward)
 
 
 # ---- one call --------------------------------------------------------------------------------------------------------
 
 
-def _options(*, dropout_p: float, window_size_left: int, window_size_right: int, **given: Any) -> FlashOptions:
+def _options(
+    *, dropout_p: float = 0.0, window_size_left: int = -1, window_size_right: int = -1, **given: Any
+) -> FlashOptions:
     if dropout_p:
         raise NotImplementedError(f"dropout_p must be 0 in functions without autograd, got {dropout_p}")
     return flash_options(window_size=(window_size_left, window_size_right), **given)
 
 
-def _results(q: Tensor, out: Tensor, lse: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    assert lse is not None
-    return out, lse, q.new_empty(0), q.new_zeros(2, dtype=torch.int64)
-
-
-def _go_back(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, options: FlashOptions
-) -> tuple[Tensor, ...]:
-    """Gradients of q, k and v in their layout, from out and lse in flash-attn's layout."""
-    check_layout((*q.shape[:3], v.shape[-1]), out=out, dout=dout)
+def _write_gradients(
+    targets: Sequence[Tensor | None],
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    options: FlashOptions,
+) -> None:
+    """Writes the gradients of q, k and v, from out and lse in flash-attn's layout."""
     check_layout((q.shape[0], q.shape[2], q.shape[1]), softmax_lse=lse)
-    rules, config = options.rules._asdict(), options.config_in_force
+    rules = options.rules._asdict()
     del rules["dropout_p"]
     given = [t.transpose(1, 2) for t in (dout, q, k, v, out)]
     with without_autocast(q):
-        grads = sdpa_backward(*given, lse, alibi_mask(options, q, k), **rules, config=config)
-    return tuple(grad.transpose(1, 2) for grad in grads)
-
-
-def _sums(dout: Tensor, out: Tensor) -> Tensor:
-    return (dout.float() * out.float()).sum(-1)
-
-
-def _check_targets(targets: tuple[Tensor | None, ...], likes: tuple[Tensor, ...]) -> None:
-    for name, target, like in zip(("dq", "dk", "dv"), targets, likes):
+        grads = sdpa_backward(*given, lse, alibi_mask(options, q, k), **rules, config=options.config_in_force)
+    for target, grad in zip(targets, grads):
         if target is not None:
-            check_layout(like.shape, **{name: target})
+            target.copy_(grad.transpose(1, 2))
 
 
 def _sequences(cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, q: Tensor, k: Tensor) -> Iterator[tuple[int, slice, slice]]:

@@ -150,8 +150,8 @@ def get_scheduler_metadata(cache_seqlens: Tensor, **_: Any) -> Tensor:
     f"{_SCALES} softmax_scale=None causal=False {_SIDES} attention_chunk=0 softcap=0.0 rotary_interleaved=True "
     "scheduler_metadata=None num_splits=1 pack_gqa=None sm_margin=0 * out=None window_size=None",
     renamed={"page_table": "block_table"},
-    ignored=f"{_IGNORED} seqlens_rotary rotary_interleaved scheduler_metadata",
-    refused=f"{_REFUSED} qv k_new v_new cu_seqlens_k_new seqused_q kv_batch_idx rotary_cos rotary_sin",
+    ignored=f"{_IGNORED} max_seqlen_q max_seqlen_k seqlens_rotary rotary_interleaved scheduler_metadata",
+    refused=f"{_REFUSED} qv k_new v_new cu_seqlens_k_new seqused_q kv_batch_idx leftpad_k rotary_cos rotary_sin",
 )
 def flash_attn_forward(q: Tensor, k: Tensor, v: Tensor, out_: Tensor | None, out: Tensor | None, **given: Any) -> Any:
     """``_flash_attn_forward`` for a batch, or for concatenated sequences with ``cu_seqlens_q`` and ``cu_seqlens_k``.
@@ -165,8 +165,7 @@ def flash_attn_forward(q: Tensor, k: Tensor, v: Tensor, out_: Tensor | None, out
     Raises:
         NotImplementedError: new keys, a cache, rotation or scales are given.
     """
-    function, options = _of_the_batch_or_packed(raw.flash_attn_forward, raw.flash_attn_varlen_forward, given)
-    found, lse, *_ = function(q, k, v, dropout_p=0.0, **options)
+    found, lse, *_ = raw.forward(q, k, v, **_with_sides(given))
     for target in (out_, out):
         if target is not None:
             found = target.copy_(found)
@@ -177,7 +176,7 @@ def flash_attn_forward(q: Tensor, k: Tensor, v: Tensor, out_: Tensor | None, out
     f"dout q k v out softmax_lse {_LENGTHS} sequed_q=None sequed_k=None {_LONGEST} dq=None dk=None dv=None "
     f"softmax_scale=None is_causal=False {_SIDES} softcap=0.0 deterministic=False sm_margin=0 * causal=None "
     "window_size=None",
-    ignored="sm_margin",
+    ignored="max_seqlen_q max_seqlen_k sm_margin",
     refused="sequed_q sequed_k",
 )
 def flash_attn_backward(is_causal: bool, causal: bool | None, **given: Any) -> Tensor:
@@ -185,26 +184,17 @@ def flash_attn_backward(is_causal: bool, causal: bool | None, **given: Any) -> T
 
     Args:
         causal, window_size: the names of is_causal and of the two sides of the window before 2026.
-        others: see :func:`.raw.flash_attn_backward`.
+        others: see :func:`.raw.backward`.
     Returns:
         softmax_d, see there.
     """
-    given["causal"] = is_causal if causal is None else causal
-    function, options = _of_the_batch_or_packed(raw.flash_attn_backward, raw.flash_attn_varlen_backward, given)
-    result: Tensor = function(dropout_p=0.0, **options)
-    return result
+    return raw.backward(causal=is_causal if causal is None else causal, **_with_sides(given))
 
 
-def _of_the_batch_or_packed(batch: Any, packed: Any, given: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """The function that computes a call, and its options."""
+def _with_sides(given: dict[str, Any]) -> dict[str, Any]:
     window = given.pop("window_size")
     if window is not None:
         given["window_size_left"], given["window_size_right"] = window
-    if given["cu_seqlens_q"] is not None and given["cu_seqlens_k"] is not None:
-        return packed, given
-    lengths = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
-    for name in ("cu_seqlens_q", "cu_seqlens_k", "seqused_k", "block_table", "leftpad_k"):
-        if given.get(name) is not None:
-            raise NotImplementedError(f"{name} is not supported without both cu_seqlens_q and cu_seqlens_k")
-    packed_only = {*lengths, "seqused_k", "block_table", "leftpad_k"}
-    return batch, {name: value for name, value in given.items() if name not in packed_only}
+    if (given["cu_seqlens_q"] is None) != (given["cu_seqlens_k"] is None):
+        raise NotImplementedError("cu_seqlens_q is not supported without cu_seqlens_k, nor the other way round")
+    return given
