@@ -21,6 +21,7 @@ flash-attn:
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -212,21 +213,19 @@ def flash_attn_with_kvcache(
     """
     check_layout(TOKENS, q=q)
     _refuse_gradients(q, k_cache, v_cache, k, v)
-    batch = q.shape[0]
     options = flash_options(0.0, softmax_scale, causal, window_size, softcap, alibi_slopes)
-    options.check_slopes(batch, q.shape[2])
+    options.check_slopes(q.shape[0], q.shape[2])
     if k is not None and cache_seqlens is None:
         raise FlashArgumentError("cache_seqlens must be given with k and v, got None; it says where they are written")
     if rotary_cos is not None and k is None:
         raise FlashArgumentError("rotary_cos and rotary_sin must come with k and v (as in flash-attn), got no k")
-    cache = cache_of(k_cache, v_cache, batch, cache_seqlens, cache_batch_idx, cache_leftpad, block_table)
+    cache = cache_of(k_cache, v_cache, q.shape[0], cache_seqlens, cache_batch_idx, cache_leftpad, block_table)
     new = check_new_tokens(cache, q, k, v)
-    if rotary_cos is not None:
-        assert k is not None
-        in_turn = options.rules.is_causal or options.rules.window is not None
-        q = rotated(q, rotary_cos, rotary_sin, cache, interleaved=rotary_interleaved, in_turn=in_turn)
-        k = rotated(k, rotary_cos, rotary_sin, cache, interleaved=rotary_interleaved, in_turn=True)
     if k is not None and v is not None:
+        if rotary_cos is not None:
+            rotate = partial(rotated, cos=rotary_cos, sin=rotary_sin, cache=cache, interleaved=rotary_interleaved)
+            q = rotate(q, in_turn=options.rules.is_causal or options.rules.window is not None)
+            k = rotate(k, in_turn=True)
         cache.write(k, v)
     out, lse = cached_attend(q, cache, new, options, with_lse=return_softmax_lse)
     return out if lse is None else (out, lse)

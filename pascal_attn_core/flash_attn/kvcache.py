@@ -12,6 +12,8 @@ from .modules.rotary import apply_rotary
 from .options import TOKENS, FlashArgumentError, FlashOptions, attend, check_layout, check_whole_numbers
 from .varlen import gather_pages, neighbours
 
+_CAPACITY = "(tokens of k_cache, or of a sequence's pages in block_table)"
+
 
 @dataclass(frozen=True, eq=False)
 class KvCache:
@@ -37,13 +39,6 @@ class KvCache:
         """Tokens that a sequence may have."""
         tokens = self.k.shape[1]
         return tokens if self.block_table is None else tokens * self.block_table.shape[1]
-
-    @property
-    def pages(self) -> str:
-        """Words for messages about :attr:`capacity` of a paged cache."""
-        if self.block_table is None:
-            return ""
-        return f" (block_table has {self.block_table.shape[1]} pages of {self.k.shape[1]} tokens for each sequence)"
 
     def groups(self) -> Iterator[tuple[int, int]]:
         """Neighbouring sequences that form one batch in the cache: (first, one past the last)."""
@@ -116,7 +111,7 @@ def _check_places(cache: KvCache, batch: int) -> None:
     if cache.rows is not None and not all(0 <= row < num_rows for row in cache.rows):
         raise FlashArgumentError(f"cache_batch_idx must be from 0 to {num_rows - 1}, got {cache.rows}")
     if any(not 0 <= length <= cache.capacity for length in cache.lengths):
-        raise FlashArgumentError(f"cache_seqlens must be from 0 to {cache.capacity}{cache.pages}, got {cache.lengths}")
+        raise FlashArgumentError(f"cache_seqlens must be from 0 to {cache.capacity} {_CAPACITY}, got {cache.lengths}")
     if any(not 0 <= start <= length for start, length in zip(cache.starts, cache.lengths)):
         raise FlashArgumentError(f"cache_leftpad must be from 0 to cache_seqlens ({cache.lengths}), got {cache.starts}")
 
@@ -135,8 +130,7 @@ def check_new_tokens(cache: KvCache, q: Tensor, k: Tensor | None, v: Tensor | No
             raise FlashArgumentError(f"{name} must be {old.dtype} like its cache, got {new.dtype}")
     if max(cache.lengths, default=0) + tokens > cache.capacity:
         raise FlashArgumentError(
-            f"the cache must have room for {tokens} new tokens after {cache.lengths}, got {cache.capacity} in all"
-            f"{cache.pages}"
+            f"the cache must have room for {tokens} new tokens after {cache.lengths}, got {cache.capacity} {_CAPACITY}"
         )
     return tokens
 
