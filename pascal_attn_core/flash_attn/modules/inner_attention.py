@@ -109,8 +109,7 @@ class SelfAttention(_Inner):
         mask = None
         if key_padding_mask is not None:
             keep = _padding_mask(key_padding_mask, k)
-            mask = torch.zeros(keep.shape, dtype=q.dtype, device=q.device).masked_fill_(~keep, _PADDING)
-            mask = mask[:, None, None, :]
+            mask = torch.where(keep, 0.0, _PADDING).to(q.dtype)[:, None, None, :]
         return _attention(self, q, k, v, mask, self.causal if causal is None else causal)
 
 
@@ -152,8 +151,7 @@ def _attention(inner: _Inner, q: Tensor, k: Tensor, v: Tensor, mask: Any, causal
 
 
 def _padding_mask(mask: Tensor, k: Tensor) -> Tensor:
-    if mask.shape != k.shape[:2] or mask.dtype != torch.bool:
-        raise FlashArgumentError(
-            f"key_padding_mask must be bool {list(k.shape[:2])} (True = a token), got {mask.dtype} {list(mask.shape)}"
-        )
+    check_layout(k.shape[:2], key_padding_mask=mask)
+    if mask.dtype != torch.bool:
+        raise TypeError(f"key_padding_mask must be bool (True = a token), got {mask.dtype}")
     return mask

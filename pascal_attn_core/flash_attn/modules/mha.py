@@ -93,10 +93,6 @@ class MHA(nn.Module):
         if self.cross_attn and self.rotary_emb_dim:
             raise FlashArgumentError("rotary_emb_dim must be 0 with cross_attn (as in flash-attn)")
 
-    @property
-    def _is_packed(self) -> bool:
-        return not self.cross_attn and self.num_heads_kv == self.num_heads
-
     def forward(
         self,
         x: Tensor,
@@ -125,7 +121,7 @@ class MHA(nn.Module):
         self._check(x_kv, key_padding_mask, cu_seqlens, max_seqlen, mixer_subset, inference_params)
         lengths = {"cu_seqlens": cu_seqlens, "max_seqlen": max_seqlen}
         kwargs = {**(lengths if self.use_flash_attn else {"key_padding_mask": key_padding_mask}), **kwargs}
-        if self._is_packed:
+        if not self.cross_attn and self.num_heads_kv == self.num_heads:
             tensors = (self.Wqkv(x).unflatten(-1, (3, -1, self.head_dim)),)
             context = self._attend(self.inner_attn, tensors, inference_params, kwargs)
         else:

@@ -17,21 +17,13 @@ from torch import Tensor
 from ..options import PACKED, TOKENS, FlashArgumentError, check_layout, check_whole_numbers, unpacked
 from ..signatures import called_as
 
+_PLACES = "seqlen_offsets=0 cu_seqlens=None max_seqlen=None"
 # Cosines and sines of each token, ``[..., tokens, 1, rotary_dim / 2]``.
 _Table = tuple[Tensor, Tensor]
 
 
-def apply_rotary(
-    x: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    seqlen_offsets: int | Tensor = 0,
-    cu_seqlens: Tensor | None = None,
-    max_seqlen: int | None = None,
-    interleaved: bool = False,
-    inplace: bool = False,
-    conjugate: bool = False,
-) -> Tensor:
+@called_as(f"x cos sin {_PLACES} interleaved=False inplace=False conjugate=False")
+def apply_rotary(x: Tensor, interleaved: bool, inplace: bool, conjugate: bool, **table: Any) -> Tensor:
     """Rotate the first ``rotary_dim`` numbers of each head; autograd does not look inside (as in flash-attn).
 
     Args:
@@ -46,24 +38,15 @@ def apply_rotary(
     Raises:
         TypeError, ValueError: arguments that do not fit together; x has not been touched.
     """
-    table = _table_of(x, cos, sin, seqlen_offsets, cu_seqlens, max_seqlen)
+    tables = [_table_of(x, **table)]
     with torch.no_grad():
-        return _rotated(x, [table], _How(_whole, interleaved, inplace, conjugate))
+        return _rotated(x, tables, _How(_whole, interleaved, inplace, conjugate))
 
 
-def apply_rotary_emb(
-    x: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    interleaved: bool = False,
-    inplace: bool = False,
-    seqlen_offsets: int | Tensor = 0,
-    cu_seqlens: Tensor | None = None,
-    max_seqlen: int | None = None,
-) -> Tensor:
+@called_as(f"x cos sin interleaved=False inplace=False {_PLACES}")
+def apply_rotary_emb(x: Tensor, interleaved: bool, inplace: bool, **table: Any) -> Tensor:
     """:func:`apply_rotary` with gradients: returns x rotated, of its shape and dtype."""
-    table = _table_of(x, cos, sin, seqlen_offsets, cu_seqlens, max_seqlen)
-    return _differentiable(x, [table], _How(_whole, interleaved, inplace))
+    return _differentiable(x, [_table_of(x, **table)], _How(_whole, interleaved, inplace))
 
 
 apply_rotary_emb_func = apply_rotary_emb
@@ -75,16 +58,11 @@ class ApplyRotaryEmb:
     apply = staticmethod(apply_rotary_emb)
 
 
+@called_as("qkv cos sin cos_k=None sin_k=None interleaved=False seqlen_offsets=0 num_heads_q=None")
 def apply_rotary_emb_qkv_(
-    qkv: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    cos_k: Tensor | None = None,
-    sin_k: Tensor | None = None,
-    interleaved: bool = False,
-    seqlen_offsets: int | Tensor = 0,
-    num_heads_q: int | None = None,
-) -> Tensor:
+    qkv: Tensor, cos: Tensor, sin: Tensor, cos_k: Tensor | None, sin_k: Tensor | None, interleaved: bool,
+    seqlen_offsets: int | Tensor, num_heads_q: int | None,
+) -> Tensor:  # fmt: skip
     """Rotate the queries and keys within ``qkv``, in place.
 
     Args:
@@ -229,18 +207,10 @@ class _How(NamedTuple):
 
 
 def _table_of(
-    x: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    offsets: int | Tensor,
-    cu_seqlens: Tensor | None = None,
-    max_seqlen: int | None = None,
+    x: Tensor, cos: Tensor, sin: Tensor, seqlen_offsets: int | Tensor, cu_seqlens: Any = None, max_seqlen: Any = None
 ) -> _Table:
-    """The cosines and sines of each token, 1 and 0 outside of the tables.
-
-    Raises:
-        TypeError, ValueError: arguments that do not fit together.
-    """
+    """The cosines and sines of each token, 1 and 0 outside of the tables; the arguments are checked."""
+    offsets = seqlen_offsets
     check_layout(TOKENS if cu_seqlens is None else PACKED, x=x)
     _check_tables(cos, sin, x.shape[-1])
     batch, tokens = x.shape[:2]

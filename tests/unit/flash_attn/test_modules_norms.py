@@ -191,6 +191,13 @@ def test_what_does_not_fit_is_refused(changed: dict[str, Any], words: str) -> No
         norms.layer_norm_fn(torch.zeros(3, 6).int(), torch.ones(6), None)
 
 
+@pytest.mark.torch_2_5
+def test_a_norm_compiles_as_one_graph() -> None:
+    norm, x = norms.RMSNorm(6), torch.randn(2, 6)
+    compiled = torch.compile(lambda t: norm(t, residual=t, prenorm=True), fullgraph=True, backend="eager")
+    torch.testing.assert_close(compiled(x), norm(x, residual=x, prenorm=True))
+
+
 def test_no_rows_and_much_in_one_row() -> None:
     assert norms.layer_norm_fn(torch.zeros(0, 6), torch.ones(6), None).shape == (0, 6)
     # The squares do not fit into float16, nor the row into flash-attn's kernel.
