@@ -79,11 +79,7 @@ def cache_of(
     cache_leftpad: Tensor | None,
     block_table: Tensor | None,
 ) -> KvCache:
-    """The cache of a batch, its tensors of lengths read once.
-
-    Raises:
-        TypeError, ValueError: arguments that do not fit together.
-    """
+    """The cache of a batch, its arguments checked and its tensors of lengths read once."""
     check_layout(TOKENS, k_cache=k_cache, v_cache=v_cache)
     if k_cache.shape[:3] != v_cache.shape[:3]:
         raise FlashArgumentError(
@@ -152,15 +148,8 @@ def cached_attend(
 
 
 def rotated(x: Tensor, cos: Tensor, sin: Tensor | None, cache: KvCache, *, interleaved: bool, in_turn: bool) -> Tensor:
-    """``[B, N, H, D]`` with its first rotary_dim numbers rotated by the positions after those in the cache.
-
-    Args:
-        cos, sin: ``[tokens, rotary_dim / 2]``.
-        interleaved: pairs are neighbours; otherwise numbers that are rotary_dim / 2 apart.
-        in_turn: tokens have consecutive positions; otherwise all have that of the first.
-    Raises:
-        TypeError, ValueError: tables that do not fit.
-    """
+    """``[B, N, H, D]`` rotated by the positions after those in the cache: one after the other if ``in_turn``, otherwise
+    all by the first."""
     check_layout(("tokens", "rotary_dim / 2"), rotary_cos=cos, rotary_sin=sin)
     assert sin is not None
     last = max(cache.lengths) + (x.shape[1] if in_turn else 1)

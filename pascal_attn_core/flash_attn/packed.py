@@ -23,15 +23,8 @@ _FEW_ROWS = 32
 def packed_attend(
     q: Tensor, k: Tensor, v: Tensor, q_ends: list[int], k_ends: list[int], options: FlashOptions, *, with_lse: bool
 ) -> tuple[Tensor, Tensor | None] | None:
-    """Attention within each sequence in one launch, or None where that cannot be or is not the fastest way.
-
-    Args:
-        q: ``[total_q, Hq, D]``; k ``[total_k, Hkv, D]``; v ``[total_k, Hkv, Dv]``.
-        q_ends, k_ends: B + 1 numbers that start at 0, never fall, and end within the tokens there are;
-            B is at least 1.
-    Returns:
-        (out ``[total_q, Hq, Dv]``, contiguous; lse ``[Hq, total_q]`` or None).
-    """
+    """:func:`.varlen.varlen_attend` in one launch, or None where that cannot be or is not the fastest way; the ends of
+    the sequences have been read and checked."""
     config, rules = options.config_in_force, options.rules
     if not _is_for_the_kernel(q, options, config):
         return None

@@ -18,10 +18,7 @@ _Result = tuple[Tensor, Tensor | None]
 
 
 class _Run(NamedTuple):
-    """Neighbouring sequences of the same lengths, computed as one batch.
-
-    first, last: number of the first one, and one past that of the last; q_len, k_len: tokens of each.
-    """
+    """Neighbouring sequences ``first ... last - 1`` of the same lengths, computed as one batch."""
 
     first: int
     last: int
@@ -136,13 +133,7 @@ def _without_keys(q: Tensor, tokens: int) -> Tensor:
 
 
 def gather_pages(cache: Tensor, pages: Tensor, tokens: int) -> Tensor:
-    """The first ``tokens`` tokens of one sequence.
-
-    Args:
-        cache: ``[num_pages, page_tokens, Hkv, D]``; pages: whole numbers ``[N]``.
-    Returns:
-        ``[tokens, Hkv, D]``, a copy.
-    """
+    """The first tokens of a sequence, ``[tokens, Hkv, D]``, copied from pages ``[num_pages, page_tokens, Hkv, D]``."""
     page_tokens = cache.shape[1]
     needed = -(-tokens // page_tokens) if page_tokens else 0
     if needed > pages.shape[0] or (tokens and not page_tokens):

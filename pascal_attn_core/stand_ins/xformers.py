@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..call import FLOATS, Options
-from ..flash_attn.options import FlashOptions, attend
+from ..flash_attn.options import FlashOptions, attend, check_layout
 from ..flash_attn.varlen import cut_to_used, varlen_attend
 from ..patching.patch import Patch
 from ..patching.stand_in import Around, Installer, StandIn
@@ -119,12 +119,8 @@ def _with_heads(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tens
 
 def _within_blocks(q: Tensor, k: Tensor, v: Tensor, mask: Blocks, options: FlashOptions) -> Tensor:
     """``[1, M, Hq, K]``, ``[1, Mkv, Hkv, K]`` -> ``[M, Hq, Kv]``, each block by itself."""
-    for name, tensor, info in (("query", q, mask.q_seqinfo), ("key", k, mask.k_seqinfo)):
-        if tensor.shape[:2] != (1, info.seqstart_py[-1]):
-            raise ValueError(
-                f"{name} must be [1, {info.seqstart_py[-1]}, ...] for this {type(mask).__name__}, "
-                f"got batch {tensor.shape[0]} and {tensor.shape[1]} tokens"
-            )
+    check_layout((1, mask.q_seqinfo.seqstart_py[-1], "heads", "head_dim"), query=q)
+    check_layout((1, mask.k_seqinfo.seqstart_py[-1], "heads", "head_dim"), key=k)
     q, k, v = q.squeeze(0), k.squeeze(0), v.squeeze(0)  # not [0], whose gradient is a copy
     q_ends, k_ends = torch.tensor(mask.q_seqinfo.seqstart_py), torch.tensor(mask.k_seqinfo.seqstart_py)
     if mask.k_seqinfo.seqlen_py is not None:

@@ -38,9 +38,9 @@ def apply_rotary(x: Tensor, interleaved: bool, inplace: bool, conjugate: bool, *
     Raises:
         TypeError, ValueError: arguments that do not fit together; x has not been touched.
     """
-    tables = [_table_of(x, **table)]
+    cos, sin = _table_of(x, **table)
     with torch.no_grad():
-        return _rotated(x, tables, _How(_whole, interleaved, inplace, conjugate))
+        return _rotated(x, [(cos, -sin if conjugate else sin)], _How(_whole, interleaved, inplace))
 
 
 @called_as(f"x cos sin interleaved=False inplace=False {_PLACES}")
@@ -202,8 +202,7 @@ class _How(NamedTuple):
 
     cut: Callable[[Tensor], Sequence[Tensor]]
     interleaved: bool
-    inplace: bool = False
-    conjugate: bool = False
+    inplace: bool
 
 
 def _table_of(
@@ -267,8 +266,6 @@ def _rotated(x: Tensor, tables: list[_Table], how: _How) -> Tensor:
     dtype = torch.promote_types(x.dtype, torch.float32)
     for part, table in zip(how.cut(base), tables):
         cos, sin = (values.to(dtype) for values in table)
-        if how.conjugate:
-            sin = -sin
         targets = _pairs(part[..., : 2 * cos.shape[-1]], how.interleaved)
         first, second = (target.to(dtype, copy=True) for target in targets)
         targets[0].copy_(first * cos - second * sin)
@@ -295,9 +292,8 @@ class _Rotation(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        tables = list(zip(ctx.saved_tensors[::2], ctx.saved_tensors[1::2]))
-        back = ctx.how._replace(inplace=False, conjugate=not ctx.how.conjugate)
-        return _Rotation.apply(grads[0], back, tables), None, None
+        back = [(cos, -sin) for cos, sin in zip(ctx.saved_tensors[::2], ctx.saved_tensors[1::2])]
+        return _Rotation.apply(grads[0], ctx.how._replace(inplace=False), back), None, None
 
 
 def _pairs(x: Tensor, interleaved: bool) -> tuple[Tensor, Tensor]:

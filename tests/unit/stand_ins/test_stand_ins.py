@@ -36,12 +36,12 @@ ENDS = torch.tensor([0, 5, 12])
         (
             lambda: memory_efficient_attention(X, X, X, masks.BlockDiagonalMask.from_seqlens([12])),
             ValueError,
-            r"query must be \[1, 12, ...\] for this BlockDiagonalMask, got batch 2 and 12 tokens",
+            r"query must be \[1, 12, heads, head_dim\], got \[2, 12, 3, 8\]",
         ),
         (
             lambda: memory_efficient_attention(X[:1], X[:1], X[:1], masks.BlockDiagonalMask.from_seqlens([12], [9])),
             ValueError,
-            r"key must be \[1, 9, ...\] for this BlockDiagonalMask, got batch 1 and 12 tokens",
+            r"key must be \[1, 9, heads, head_dim\], got \[1, 12, 3, 8\]",
         ),
         (
             lambda: memory_efficient_attention(X[:1], X[:1], X[:1], masks.BlockDiagonalMask.from_seqlens([12], [9, 3])),
