@@ -110,10 +110,7 @@ _MODULES: dict[str, tuple[str, ...]] = {
         ".modules.generation: GenerationMixin InferenceParams allocate_inference_cache decode "
         "modify_logits_for_top_k_filtering modify_logits_for_top_p_filtering sample",
     ),
-    _TURING: (
-        ".: flash_attn_varlen_func",
-        ".modules.turing: bwd flash_attn_func fwd varlen_bwd varlen_fwd",
-    ),
+    _TURING: (".: flash_attn_varlen_func", ".modules.turing: bwd flash_attn_func fwd varlen_bwd varlen_fwd"),
     _FA3: (
         ".modules.version3: flash_attn_combine flash_attn_func flash_attn_qkvpacked_func flash_attn_varlen_func "
         "flash_attn_with_kvcache get_scheduler_metadata _flash_attn_backward=flash_attn_backward "
@@ -124,12 +121,7 @@ _EAGER = ("flash_attn", _INTERFACE_MODULE, "flash_attn.bert_padding")
 _installer = Installer(_ROOT, "fa3")
 
 
-def patch_flash_attn(
-    *,
-    replace: bool = False,
-    fa3: str | None = "out_and_lse",
-    around: Around | None = None,
-) -> Patch:
+def patch_flash_attn(*, replace: bool = False, fa3: str | None = "out_and_lse", around: Around | None = None) -> Patch:
     """Make ``import flash_attn``, and what programs import from it, find our functions.
 
     docs/programs.md says what there is besides attention: rotary embeddings, norms, losses, layers, the functions

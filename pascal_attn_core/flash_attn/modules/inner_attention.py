@@ -37,6 +37,9 @@ class _Inner(nn.Module):
     def dropout_p(self) -> float:
         return self.drop.p if self.training else 0.0
 
+    def rules(self, causal: bool | None = None) -> dict[str, Any]:
+        return {"softmax_scale": self.softmax_scale or None, "causal": self.causal if causal is None else causal}
+
 
 class _FlashInner(_Inner):
     """The base of the two that take what flash-attn's functions do."""
@@ -49,14 +52,9 @@ class _FlashInner(_Inner):
         self.register_buffer("alibi_slopes", alibi_slopes, persistent=False)
         self.window_size, self.deterministic = window_size, deterministic
 
-    def _options(self, causal: bool | None) -> dict[str, Any]:
-        return {
-            "softmax_scale": self.softmax_scale,
-            "causal": self.causal if causal is None else causal,
-            "window_size": self.window_size,
-            "alibi_slopes": slopes_of(self),
-            "deterministic": self.deterministic,
-        }
+    def rules(self, causal: bool | None = None) -> dict[str, Any]:
+        slopes = None if self.alibi_slopes is None else self.alibi_slopes.float()
+        return {**super().rules(causal), "window_size": self.window_size, "alibi_slopes": slopes}
 
 
 class FlashSelfAttention(_FlashInner):
@@ -66,7 +64,7 @@ class FlashSelfAttention(_FlashInner):
         self, qkv: Tensor, causal: bool | None = None, cu_seqlens: Tensor | None = None, max_seqlen: int | None = None
     ) -> Any:
         """``[B, L, 3, H, D]`` -> ``[B, L, H, D]``, with ``cu_seqlens`` ``[total, 3, H, D]`` -> ``[total, H, D]``."""
-        options = self._options(causal)
+        options = {**self.rules(causal), "deterministic": self.deterministic}
         if cu_seqlens is None:
             return functions.flash_attn_qkvpacked_func(qkv, self.dropout_p, **options)
         return functions.flash_attn_varlen_qkvpacked_func(qkv, cu_seqlens, max_seqlen, self.dropout_p, **options)
@@ -90,7 +88,7 @@ class FlashCrossAttention(_FlashInner):
         max_seqlen_k: int | None = None,
     ) -> Any:
         """q ``[B, L, Hq, D]`` and kv ``[B, S, 2, Hkv, D]``, or ``[total, ...]`` of each with cu_seqlens of both."""
-        options = self._options(causal)
+        options = {**self.rules(causal), "deterministic": self.deterministic}
         if cu_seqlens is None:
             return functions.flash_attn_kvpacked_func(q, kv, self.dropout_p, **options)
         if cu_seqlens_k is None:
@@ -110,7 +108,7 @@ class SelfAttention(_Inner):
         if key_padding_mask is not None:
             keep = _padding_mask(key_padding_mask, k)
             mask = torch.where(keep, 0.0, _PADDING).to(q.dtype)[:, None, None, :]
-        return _attention(self, q, k, v, mask, self.causal if causal is None else causal)
+        return _attention(self, q, k, v, mask, causal)
 
 
 class CrossAttention(_Inner):
@@ -140,14 +138,8 @@ class CrossAttention(_Inner):
         return _attention(self, q, k, v, mask, False)
 
 
-def slopes_of(inner: Any) -> Tensor | None:
-    slopes = getattr(inner, "alibi_slopes", None)
-    return None if slopes is None else slopes.float()
-
-
-def _attention(inner: _Inner, q: Tensor, k: Tensor, v: Tensor, mask: Any, causal: bool) -> Tensor:
-    options = flash_options(inner.dropout_p, inner.softmax_scale or None, causal)
-    return attend(q, k, v, options, mask=mask)[0]
+def _attention(inner: _Inner, q: Tensor, k: Tensor, v: Tensor, mask: Any, causal: bool | None) -> Tensor:
+    return attend(q, k, v, flash_options(inner.dropout_p, **inner.rules(causal)), mask=mask)[0]
 
 
 def _padding_mask(mask: Tensor, k: Tensor) -> Tensor:

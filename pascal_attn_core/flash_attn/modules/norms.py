@@ -157,17 +157,10 @@ class RMSNorm(torch.nn.RMSNorm):
         self, x: Tensor, residual: Tensor | None = None, prenorm: bool = False, residual_in_fp32: bool = False
     ) -> Any:
         """``[..., hidden_size]``; see :func:`layer_norm_fn`."""
-        return rms_norm_fn(
-            x,
-            self.weight,
-            self.bias,
-            residual=residual,
-            eps=self.eps,
-            dropout_p=self.drop.p if self.drop is not None and self.training else 0.0,
-            prenorm=prenorm,
-            residual_in_fp32=residual_in_fp32,
-            zero_centered_weight=self.zero_centered_weight,
-        )
+        dropout_p = self.drop.p if self.drop is not None and self.training else 0.0
+        options = {"residual_in_fp32": residual_in_fp32, "zero_centered_weight": self.zero_centered_weight}
+        given = self.weight, self.bias, residual
+        return rms_norm_fn(x, *given, eps=self.eps, dropout_p=dropout_p, prenorm=prenorm, **options)
 
 
 class OlderRMSNorm(RMSNorm):

@@ -30,9 +30,7 @@ _REFUSED = "q_descale k_descale v_descale attention_chunk"
 
 
 @called_as(
-    f"q k v softmax_scale=None causal=False qv=None {_OPTIONS} {_LAST}",
-    ignored=_IGNORED,
-    refused=f"{_REFUSED} qv",
+    f"q k v softmax_scale=None causal=False qv=None {_OPTIONS} {_LAST}", ignored=_IGNORED, refused=f"{_REFUSED} qv"
 )
 def flash_attn_func(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Any:
     """:func:`pascal_attn_core.flash_attn.flash_attn_func`, which returns (out, lse) with ``return_attn_probs``.
