@@ -97,7 +97,8 @@ def flash_attn_func(
 def flash_attn_kvpacked_func(q: Tensor, kv: Tensor, *options: Any, **named: Any) -> Any:
     """:func:`flash_attn_func` with ``kv [B, S, 2, Hkv, D]``."""
     check_layout(("B", "tokens", 2, "heads", "head_dim"), kv=kv)
-    return flash_attn_func(q, *kv.unbind(2), *options, **named)
+    k, v = kv.unbind(2)
+    return flash_attn_func(q, k, v, *options, **named)
 
 
 @options_of(flash_attn_func, 3)
@@ -152,7 +153,8 @@ def flash_attn_varlen_kvpacked_func(
 ) -> Any:
     """:func:`flash_attn_varlen_func` with ``kv [total_k, 2, Hkv, D]``."""
     check_layout(("total", 2, "heads", "head_dim"), kv=kv)
-    return flash_attn_varlen_func(q, *kv.unbind(1), cu_seqlens_q, cu_seqlens_k, *options, **named)
+    k, v = kv.unbind(1)
+    return flash_attn_varlen_func(q, k, v, cu_seqlens_q, cu_seqlens_k, *options, **named)
 
 
 @options_of(flash_attn_varlen_func, 7)
@@ -161,7 +163,8 @@ def flash_attn_varlen_qkvpacked_func(
 ) -> Any:
     """:func:`flash_attn_varlen_func` with ``qkv [total, 3, H, D]``."""
     check_layout(("total", 3, "heads", "head_dim"), qkv=qkv)
-    return flash_attn_varlen_func(*qkv.unbind(1), cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, *options, **named)
+    q, k, v = qkv.unbind(1)
+    return flash_attn_varlen_func(q, k, v, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, *options, **named)
 
 
 def flash_attn_with_kvcache(

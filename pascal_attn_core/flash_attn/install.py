@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from importlib.util import find_spec
 from typing import Any
 
@@ -136,10 +135,10 @@ def patch_flash_attn(*, replace: bool = False, fa3: str | None = "out_and_lse", 
 
     Args:
         replace: replace the real packages if they are installed.
-        fa3: what the functions of ``flash_attn_interface`` return: "out_and_lse", always (out, lse), as
-            FlashAttention-3 did until it had ``return_attn_probs``: Wan's own programs rely on it, Transformers and
-            diffusers accept it; "out", and (out, lse) where ``return_attn_probs`` asks for it, as FlashAttention-3 does
-            today; None: there is no such module, and programs that look for it first go on to ``flash_attn``.
+        fa3: what the functions of ``flash_attn_interface`` return where ``return_attn_probs`` is not given:
+            "out_and_lse": (out, lse), as FlashAttention-3 always did until it had that argument: Wan's own programs
+            rely on it, Transformers and diffusers accept it; "out", as FlashAttention-3 does today; None: there is no
+            such module, and programs that look for it first go on to ``flash_attn``.
         around: ``around(name, function)`` gives what programs find for each attention function, called ``name`` in its
             module: for example to count the calls. If there are several installations, that of the first is used.
     Returns:
@@ -166,7 +165,7 @@ def _stand_in(fa3: str | None, replace: bool, around: Around | None) -> StandIn:
     def adapt(name: str, members: dict[str, Any]) -> None:
         if name == _FA3 and fa3 == "out_and_lse":
             for member in ("flash_attn_func", "flash_attn_qkvpacked_func", "flash_attn_varlen_func"):
-                members[member] = _with_lse(members[member])
+                members[member] = functools.partial(members[member], return_attn_probs=True)
 
     return StandIn(
         _PROVIDED,
@@ -178,14 +177,3 @@ def _stand_in(fa3: str | None, replace: bool, around: Around | None) -> StandIn:
         counted=_COUNTED,
         enter=".operators: define",
     )
-
-
-def _with_lse(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function, returning (out, lse) always."""
-
-    @functools.wraps(function)
-    def always(*args: Any, **kwargs: Any) -> Any:
-        kwargs["return_attn_probs"] = True
-        return function(*args, **kwargs)
-
-    return always

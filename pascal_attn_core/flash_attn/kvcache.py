@@ -164,4 +164,5 @@ def _whole_numbers(name: str, given: int | Tensor, batch: int) -> list[int]:
     if isinstance(given, int) and not isinstance(given, bool):
         return [given] * batch
     check_whole_numbers((batch,), **{name: given})
+    assert isinstance(given, Tensor)
     return list(given.tolist())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -84,15 +84,16 @@ def _attend_runs(
 ) -> Iterator[_Result]:
     """(out ``[tokens, Hq, Dv]``, lse ``[Hq, tokens]`` or None) of each run that has queries."""
     queries = _split(q, [run.size * run.q_len for run in runs])
-    if block_table is None:
-        sizes = [run.size * run.k_len for run in runs]
-        keys: Any = zip(_split(k, sizes), _split(v, sizes))
-    else:  # copies, for one sequence at a time
-        keys = ((gather_pages(t, block_table[run.first], run.k_len) for t in (k, v)) for run in runs)
-    for run, query, key_and_value in zip(runs, queries, keys):
+
+    def of_each(keys: Tensor) -> Iterable[Tensor]:
+        if block_table is None:
+            return _split(keys, [run.size * run.k_len for run in runs])
+        return (gather_pages(keys, block_table[run.first], run.k_len) for run in runs)  # one copy at a time
+
+    for run, *tensors in zip(runs, queries, of_each(k), of_each(v)):
         if run.q_len:
-            batch = (rearrange(t, "(b n) h d -> b n h d", b=run.size) for t in (query, *key_and_value))
-            out, lse = attend(*batch, options.part(run.first, run.last), with_lse=with_lse)
+            query, key, value = (rearrange(t, "(b n) h d -> b n h d", b=run.size) for t in tensors)
+            out, lse = attend(query, key, value, options.part(run.first, run.last), with_lse=with_lse)
             yield rearrange(out, "b n h d -> (b n) h d"), None if lse is None else rearrange(lse, "b h n -> h (b n)")
 
 

@@ -185,8 +185,8 @@ class MHA(nn.Module):
         cache = inference_params.key_value_memory_dict[self.layer_idx][rows]
         lengths = inference_params.lengths_per_sample
         lengths = inference_params.seqlen_offset if lengths is None else lengths[rows]
-        tensors = q, *cache.unbind(2), *kv.unbind(2)
-        return functions.flash_attn_with_kvcache(*tensors, cache_seqlens=lengths, **inner.rules())
+        (k_cache, v_cache), (k, v) = cache.unbind(2), kv.unbind(2)
+        return functions.flash_attn_with_kvcache(q, k_cache, v_cache, k, v, cache_seqlens=lengths, **inner.rules())
 
 
 def update_kv_cache(kv: Tensor, inference_params: Any, layer_idx: int) -> Tensor:

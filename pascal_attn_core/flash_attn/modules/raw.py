@@ -152,9 +152,10 @@ def _write_gradients(
     check_layout((q.shape[0], q.shape[2], q.shape[1]), softmax_lse=lse)
     rules = options.rules._asdict()
     del rules["dropout_p"]
-    given = [t.transpose(1, 2) for t in (dout, q, k, v, out)]
+    grad_out, query, key, value, output = (t.transpose(1, 2) for t in (dout, q, k, v, out))
+    rules |= {"attn_mask": alibi_mask(options, q, k), "config": options.config_in_force}
     with without_autocast(q):
-        grads = sdpa_backward(*given, lse, alibi_mask(options, q, k), **rules, config=options.config_in_force)
+        grads = sdpa_backward(grad_out, query, key, value, output, lse, **rules)
     for target, grad in zip(targets, grads):
         if target is not None:
             target.copy_(grad.transpose(1, 2))

@@ -71,5 +71,6 @@ def varlen_bwd(
     lse = torch.cat([row[:, : last - first] for row, first, last in zip(l, ends, ends[1:])], 1)
     lse = torch.nn.functional.pad(lse, (0, q.shape[0] - ends[-1]))
     grads = [torch.empty_like(t) for t in (q, k, v)]
-    raw.backward(q, k, v, out, dout, lse, *grads, cu_seqlens_q, cu_seqlens_k, causal=is_causal)
+    lengths = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k}
+    raw.backward(q, k, v, out, dout, lse, *grads, **lengths, causal=is_causal)
     return grads
