@@ -21,6 +21,7 @@ flash-attn:
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -29,7 +30,7 @@ from torch import Tensor
 from .install import install_as_flash_attn, patch_flash_attn
 from .kvcache import cache_of, cached_attend, check_new_tokens, rotated
 from .modules.padding import index_first_axis, index_put_first_axis, pad_input, unpad_input
-from .options import FlashArgumentError, FlashOptions, attend, check_layout
+from .options import TOKENS, FlashArgumentError, attend, check_layout, flash_options, unpacked
 from .signatures import options_of
 from .varlen import varlen_attend
 
@@ -88,24 +89,22 @@ def flash_attn_func(
     Raises:
         TypeError, ValueError: invalid or inconsistent arguments; nothing has been computed.
     """
-    check_layout("[B, tokens, heads, head_dim]", 4, q=q)
-    given = dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic
-    options = FlashOptions.of(*given, batch=q.shape[0], heads=q.shape[2])
+    options = flash_options(dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic)
     return _answer(*attend(q, k, v, options, with_lse=return_attn_probs))
 
 
 @options_of(flash_attn_func, 3)
 def flash_attn_kvpacked_func(q: Tensor, kv: Tensor, *options: Any, **named: Any) -> Any:
     """:func:`flash_attn_func` with ``kv [B, S, 2, Hkv, D]``."""
-    k, v = _unpacked("kv", kv, "[B, tokens, 2, heads, head_dim]", 2, 5)
+    check_layout(("B", "tokens", 2, "heads", "head_dim"), kv=kv)
+    k, v = kv.unbind(2)
     return flash_attn_func(q, k, v, *options, **named)
 
 
 @options_of(flash_attn_func, 3)
 def flash_attn_qkvpacked_func(qkv: Tensor, *options: Any, **named: Any) -> Any:
     """:func:`flash_attn_func` with ``qkv [B, L, 3, H, D]``."""
-    q, k, v = _unpacked("qkv", qkv, "[B, tokens, 3, heads, head_dim]", 3, 5)
-    return flash_attn_func(q, k, v, *options, **named)
+    return flash_attn_func(*unpacked(qkv), *options, **named)
 
 
 def flash_attn_varlen_func(
@@ -143,15 +142,9 @@ def flash_attn_varlen_func(
     Returns:
         ``[total_q, Hq, Dv]``; zero after the last sequence.
     """
-    given = dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic
-
-    def options(batch: int) -> FlashOptions:
-        return FlashOptions.of(*given, batch=batch, heads=q.shape[1])
-
-    out, lse = varlen_attend(
-        q, k, v, cu_seqlens_q, cu_seqlens_k, options, with_lse=return_attn_probs, block_table=block_table
-    )
-    return _answer(out, lse)
+    options = flash_options(dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic)
+    given: dict[str, Any] = {"with_lse": return_attn_probs, "block_table": block_table}
+    return _answer(*varlen_attend(q, k, v, cu_seqlens_q, cu_seqlens_k, options, **given))
 
 
 @options_of(flash_attn_varlen_func, 5)
@@ -159,7 +152,8 @@ def flash_attn_varlen_kvpacked_func(
     q: Tensor, kv: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, *options: Any, **named: Any
 ) -> Any:
     """:func:`flash_attn_varlen_func` with ``kv [total_k, 2, Hkv, D]``."""
-    k, v = _unpacked("kv", kv, "[total, 2, heads, head_dim]", 2, 4)
+    check_layout(("total", 2, "heads", "head_dim"), kv=kv)
+    k, v = kv.unbind(1)
     return flash_attn_varlen_func(q, k, v, cu_seqlens_q, cu_seqlens_k, *options, **named)
 
 
@@ -168,7 +162,8 @@ def flash_attn_varlen_qkvpacked_func(
     qkv: Tensor, cu_seqlens: Tensor, max_seqlen: int | None = None, *options: Any, **named: Any
 ) -> Any:
     """:func:`flash_attn_varlen_func` with ``qkv [total, 3, H, D]``."""
-    q, k, v = _unpacked("qkv", qkv, "[total, 3, heads, head_dim]", 3, 4)
+    check_layout(("total", 3, "heads", "head_dim"), qkv=qkv)
+    q, k, v = qkv.unbind(1)
     return flash_attn_varlen_func(q, k, v, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, *options, **named)
 
 
@@ -219,23 +214,21 @@ def flash_attn_with_kvcache(
         NotImplementedError: an input requires a gradient; there is no backward pass, as in flash-attn.
         TypeError, ValueError: invalid or inconsistent arguments; the cache has not been changed.
     """
-    check_layout("[B, tokens, heads, head_dim]", 4, q=q)
+    check_layout(TOKENS, q=q)
     _refuse_gradients(q, k_cache, v_cache, k, v)
-    batch = q.shape[0]
-    given = 0.0, softmax_scale, causal, window_size, softcap, alibi_slopes, False
-    options = FlashOptions.of(*given, batch=batch, heads=q.shape[2])
+    options = flash_options(0.0, softmax_scale, causal, window_size, softcap, alibi_slopes)
+    options.check_slopes(q.shape[0], q.shape[2])
     if k is not None and cache_seqlens is None:
         raise FlashArgumentError("cache_seqlens must be given with k and v, got None; it says where they are written")
     if rotary_cos is not None and k is None:
         raise FlashArgumentError("rotary_cos and rotary_sin must come with k and v (as in flash-attn), got no k")
-    cache = cache_of(k_cache, v_cache, batch, cache_seqlens, cache_batch_idx, cache_leftpad, block_table)
+    cache = cache_of(k_cache, v_cache, q.shape[0], cache_seqlens, cache_batch_idx, cache_leftpad, block_table)
     new = check_new_tokens(cache, q, k, v)
-    if rotary_cos is not None:
-        assert k is not None
-        in_turn = options.causal or options.window is not None
-        q = rotated(q, rotary_cos, rotary_sin, cache, interleaved=rotary_interleaved, in_turn=in_turn)
-        k = rotated(k, rotary_cos, rotary_sin, cache, interleaved=rotary_interleaved, in_turn=True)
     if k is not None and v is not None:
+        if rotary_cos is not None:
+            rotate = partial(rotated, cos=rotary_cos, sin=rotary_sin, cache=cache, interleaved=rotary_interleaved)
+            q = rotate(q, in_turn=options.rules.is_causal or options.rules.window is not None)
+            k = rotate(k, in_turn=True)
         cache.write(k, v)
     out, lse = cached_attend(q, cache, new, options, with_lse=return_softmax_lse)
     return out if lse is None else (out, lse)
@@ -243,13 +236,6 @@ def flash_attn_with_kvcache(
 
 def _answer(out: Tensor, lse: Tensor | None) -> Tensor | tuple[Tensor, Tensor, None]:
     return out if lse is None else (out, lse, None)
-
-
-def _unpacked(name: str, packed: Tensor, layout: str, count: int, dims: int) -> tuple[Tensor, ...]:
-    check_layout(layout, dims, **{name: packed})
-    if packed.shape[-3] != count:
-        raise FlashArgumentError(f"{name} must be {layout}, got shape {tuple(packed.shape)}")
-    return packed.unbind(-3)
 
 
 def _refuse_gradients(*tensors: Tensor | None) -> None:

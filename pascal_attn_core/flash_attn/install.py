@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from importlib.util import find_spec
 from typing import Any
 
@@ -68,14 +67,13 @@ _MODULES: dict[str, tuple[str, ...]] = {
         ".modules.inner_attention: CrossAttention FlashCrossAttention FlashSelfAttention SelfAttention "
         "get_alibi_slopes",
         ".modules.rotary: RotaryEmbedding",
-        ".modules.dense: FusedDense",
+        ".modules.mlp: FusedDense",
         ".modules.absent: ColumnParallelLinear ParallelMHA RowParallelLinear",
         _INTERFACE,
         _EINOPS_NAMES,
     ),
     "flash_attn.modules.mlp": (
-        ".modules.mlp: GatedMlp Mlp",
-        ".modules.dense: FusedMLP",
+        ".modules.mlp: FusedMLP GatedMlp Mlp",
         ".modules.absent: ParallelFusedMLP ParallelGatedMlp ParallelMLP",
     ),
     "flash_attn.ops": (),
@@ -84,7 +82,7 @@ _MODULES: dict[str, tuple[str, ...]] = {
         "gelu_fwd relu_bwd sqrelu_bwd sqrelu_fwd swiglu swiglu_bwd swiglu_fwd",
     ),
     "flash_attn.ops.fused_dense": (
-        ".modules.dense: FusedDense FusedMLP fused_dense_func fused_mlp_func",
+        ".modules.mlp: FusedDense FusedMLP fused_dense_func fused_mlp_func",
         ".modules.absent: ColumnParallelLinear ParallelFusedMLP RowParallelLinear",
     ),
     "flash_attn.ops.layer_norm": (
@@ -111,10 +109,7 @@ _MODULES: dict[str, tuple[str, ...]] = {
         ".modules.generation: GenerationMixin InferenceParams allocate_inference_cache decode "
         "modify_logits_for_top_k_filtering modify_logits_for_top_p_filtering sample",
     ),
-    _TURING: (
-        ".: flash_attn_varlen_func",
-        ".modules.turing: bwd flash_attn_func fwd varlen_bwd varlen_fwd",
-    ),
+    _TURING: (".: flash_attn_varlen_func", ".modules.turing: bwd flash_attn_func fwd varlen_bwd varlen_fwd"),
     _FA3: (
         ".modules.version3: flash_attn_combine flash_attn_func flash_attn_qkvpacked_func flash_attn_varlen_func "
         "flash_attn_with_kvcache get_scheduler_metadata _flash_attn_backward=flash_attn_backward "
@@ -125,12 +120,7 @@ _EAGER = ("flash_attn", _INTERFACE_MODULE, "flash_attn.bert_padding")
 _installer = Installer(_ROOT, "fa3")
 
 
-def patch_flash_attn(
-    *,
-    replace: bool = False,
-    fa3: str | None = "out_and_lse",
-    around: Around | None = None,
-) -> Patch:
+def patch_flash_attn(*, replace: bool = False, fa3: str | None = "out_and_lse", around: Around | None = None) -> Patch:
     """Make ``import flash_attn``, and what programs import from it, find our functions.
 
     docs/programs.md says what there is besides attention: rotary embeddings, norms, losses, layers, the functions
@@ -145,10 +135,10 @@ def patch_flash_attn(
 
     Args:
         replace: replace the real packages if they are installed.
-        fa3: what the functions of ``flash_attn_interface`` return: "out_and_lse", always (out, lse), as
-            FlashAttention-3 did until it had ``return_attn_probs``: Wan's own programs rely on it, Transformers and
-            diffusers accept it; "out", and (out, lse) where ``return_attn_probs`` asks for it, as FlashAttention-3 does
-            today; None: there is no such module, and programs that look for it first go on to ``flash_attn``.
+        fa3: what the functions of ``flash_attn_interface`` return where ``return_attn_probs`` is not given:
+            "out_and_lse": (out, lse), as FlashAttention-3 always did until it had that argument: Wan's own programs
+            rely on it, Transformers and diffusers accept it; "out", as FlashAttention-3 does today; None: there is no
+            such module, and programs that look for it first go on to ``flash_attn``.
         around: ``around(name, function)`` gives what programs find for each attention function, called ``name`` in its
             module: for example to count the calls. If there are several installations, that of the first is used.
     Returns:
@@ -175,7 +165,7 @@ def _stand_in(fa3: str | None, replace: bool, around: Around | None) -> StandIn:
     def adapt(name: str, members: dict[str, Any]) -> None:
         if name == _FA3 and fa3 == "out_and_lse":
             for member in ("flash_attn_func", "flash_attn_qkvpacked_func", "flash_attn_varlen_func"):
-                members[member] = _with_lse(members[member])
+                members[member] = functools.partial(members[member], return_attn_probs=True)
 
     return StandIn(
         _PROVIDED,
@@ -187,14 +177,3 @@ def _stand_in(fa3: str | None, replace: bool, around: Around | None) -> StandIn:
         counted=_COUNTED,
         enter=".operators: define",
     )
-
-
-def _with_lse(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function, returning (out, lse) always."""
-
-    @functools.wraps(function)
-    def always(*args: Any, **kwargs: Any) -> Any:
-        kwargs["return_attn_probs"] = True
-        return function(*args, **kwargs)
-
-    return always

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from .modules.rotary import apply_rotary
-from .options import FlashArgumentError, FlashOptions, attend, check_layout
-from .varlen import check_block_table, gather_pages, neighbours
+from .options import TOKENS, FlashArgumentError, FlashOptions, attend, check_layout, check_whole_numbers
+from .varlen import gather_pages, neighbours
 
-_LAYOUT = "[B, tokens, heads, head_dim]"
+_CAPACITY = "(tokens of k_cache, or of a sequence's pages in block_table)"
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,13 +39,6 @@ class KvCache:
         """Tokens that a sequence may have."""
         tokens = self.k.shape[1]
         return tokens if self.block_table is None else tokens * self.block_table.shape[1]
-
-    @property
-    def pages(self) -> str:
-        """Words for messages about :attr:`capacity` of a paged cache."""
-        if self.block_table is None:
-            return ""
-        return f" (block_table has {self.block_table.shape[1]} pages of {self.k.shape[1]} tokens for each sequence)"
 
     def groups(self) -> Iterator[tuple[int, int]]:
         """Neighbouring sequences that form one batch in the cache: (first, one past the last)."""
@@ -86,12 +79,8 @@ def cache_of(
     cache_leftpad: Tensor | None,
     block_table: Tensor | None,
 ) -> KvCache:
-    """The cache of a batch, its tensors of lengths read once.
-
-    Raises:
-        TypeError, ValueError: arguments that do not fit together.
-    """
-    check_layout(_LAYOUT, 4, k_cache=k_cache, v_cache=v_cache)
+    """The cache of a batch, its arguments checked and its tensors of lengths read once."""
+    check_layout(TOKENS, k_cache=k_cache, v_cache=v_cache)
     if k_cache.shape[:3] != v_cache.shape[:3]:
         raise FlashArgumentError(
             f"k_cache and v_cache must have the same sizes, got {tuple(k_cache.shape)} and {tuple(v_cache.shape)}"
@@ -100,7 +89,7 @@ def cache_of(
         if block_table is not None and other is not None:
             raise FlashArgumentError(f"{name} must be None with block_table (as in flash-attn), got both")
     if block_table is not None:
-        check_block_table(block_table, batch)
+        check_whole_numbers((batch, "pages of a sequence"), block_table=block_table)
         block_table = block_table.to(k_cache.device)
     rows = None if cache_batch_idx is None else _whole_numbers("cache_batch_idx", cache_batch_idx, batch)
     starts = [0] * batch if cache_leftpad is None else _whole_numbers("cache_leftpad", cache_leftpad, batch)
@@ -118,7 +107,7 @@ def _check_places(cache: KvCache, batch: int) -> None:
     if cache.rows is not None and not all(0 <= row < num_rows for row in cache.rows):
         raise FlashArgumentError(f"cache_batch_idx must be from 0 to {num_rows - 1}, got {cache.rows}")
     if any(not 0 <= length <= cache.capacity for length in cache.lengths):
-        raise FlashArgumentError(f"cache_seqlens must be from 0 to {cache.capacity}{cache.pages}, got {cache.lengths}")
+        raise FlashArgumentError(f"cache_seqlens must be from 0 to {cache.capacity} {_CAPACITY}, got {cache.lengths}")
     if any(not 0 <= start <= length for start, length in zip(cache.starts, cache.lengths)):
         raise FlashArgumentError(f"cache_leftpad must be from 0 to cache_seqlens ({cache.lengths}), got {cache.starts}")
 
@@ -127,24 +116,17 @@ def check_new_tokens(cache: KvCache, q: Tensor, k: Tensor | None, v: Tensor | No
     """The number of new tokens; raises TypeError or ValueError where k and v do not fit into the cache."""
     if k is None and v is None:
         return 0
-    check_layout(_LAYOUT, 4, k=k, v=v)
+    check_layout(TOKENS, k=k, v=v)
     assert k is not None
     assert v is not None
-    if k.shape[:3] != v.shape[:3] or k.shape[0] != q.shape[0]:
-        raise FlashArgumentError(
-            f"k and v must hold new tokens of {q.shape[0]} sequences, got {tuple(k.shape)}, {tuple(v.shape)}"
-        )
-    for name, new, old in (("k", k, cache.k), ("v", v, cache.v)):
-        if new.shape[2:] != old.shape[2:] or new.dtype != old.dtype:
-            raise FlashArgumentError(
-                f"{name} must be {old.dtype} [..., {old.shape[2]}, {old.shape[3]}] like its cache, got {new.dtype} "
-                f"{tuple(new.shape)}"
-            )
     tokens = k.shape[1]
+    for name, new, old in (("k", k, cache.k), ("v", v, cache.v)):
+        check_layout((q.shape[0], tokens, *old.shape[2:]), **{name: new})
+        if new.dtype != old.dtype:
+            raise FlashArgumentError(f"{name} must be {old.dtype} like its cache, got {new.dtype}")
     if max(cache.lengths, default=0) + tokens > cache.capacity:
         raise FlashArgumentError(
-            f"the cache must have room for {tokens} new tokens after {cache.lengths}, got {cache.capacity} in all"
-            f"{cache.pages}"
+            f"the cache must have room for {tokens} new tokens after {cache.lengths}, got {cache.capacity} {_CAPACITY}"
         )
     return tokens
 
@@ -166,16 +148,9 @@ def cached_attend(
 
 
 def rotated(x: Tensor, cos: Tensor, sin: Tensor | None, cache: KvCache, *, interleaved: bool, in_turn: bool) -> Tensor:
-    """``[B, N, H, D]`` with its first rotary_dim numbers rotated by the positions after those in the cache.
-
-    Args:
-        cos, sin: ``[tokens, rotary_dim / 2]``.
-        interleaved: pairs are neighbours; otherwise numbers that are rotary_dim / 2 apart.
-        in_turn: tokens have consecutive positions; otherwise all have that of the first.
-    Raises:
-        TypeError, ValueError: tables that do not fit.
-    """
-    check_layout("[tokens, rotary_dim / 2]", 2, rotary_cos=cos, rotary_sin=sin)
+    """``[B, N, H, D]`` rotated by the positions after those in the cache: one after the other if ``in_turn``, otherwise
+    all by the first."""
+    check_layout(("tokens", "rotary_dim / 2"), rotary_cos=cos, rotary_sin=sin)
     assert sin is not None
     last = max(cache.lengths) + (x.shape[1] if in_turn else 1)
     if last > cos.shape[0]:
@@ -188,9 +163,6 @@ def rotated(x: Tensor, cos: Tensor, sin: Tensor | None, cache: KvCache, *, inter
 def _whole_numbers(name: str, given: int | Tensor, batch: int) -> list[int]:
     if isinstance(given, int) and not isinstance(given, bool):
         return [given] * batch
-    if not isinstance(given, Tensor) or given.is_floating_point() or given.dtype == torch.bool:
-        raise TypeError(f"{name} must be whole numbers [{batch}], got {given!r}")
-    if given.shape != (batch,):
-        raise FlashArgumentError(f"{name} must be [{batch}], got {list(given.shape)}")
-    numbers: list[int] = given.tolist()
-    return numbers
+    check_whole_numbers((batch,), **{name: given})
+    assert isinstance(given, Tensor)
+    return list(given.tolist())

@@ -6,7 +6,8 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,6 +18,9 @@ from ..call.lazy_mask import LazyMask, mask_rule
 from ..config import AttentionConfig, default_config
 from ..machine.device import CPU_LIKE
 
+TOKENS = "B", "tokens", "heads", "head_dim"
+PACKED = "total", "heads", "head_dim"
+
 
 class FlashArgumentError(ValueError, RuntimeError):
     """An invalid argument of a flash-attn function.
@@ -25,104 +29,91 @@ class FlashArgumentError(ValueError, RuntimeError):
     """
 
 
-@dataclass(frozen=True, eq=False)
-class FlashOptions:
-    """The options of one call, in the terms of ``sdpa``.
+class FlashOptions(NamedTuple):
+    """The options of one call: those that ``sdpa`` takes too, and ALiBi's slopes ``[Hq]`` or ``[B, Hq]``."""
 
-    Attributes:
-        window: (left, right), -1 = no bound; None = no window.
-        softcap: None = off.
-        slopes: ALiBi's, ``[B or 1, Hq]``; None = off.
-        config: how to compute; None = the default.
-        alignment: of the causal rule, "lower_right", or "upper_left" as in flash-attn 1.
-    """
-
-    dropout_p: float = 0.0
-    scale: float | None = None
-    causal: bool = False
-    window: tuple[int, int] | None = None
-    softcap: float | None = None
+    rules: Options
     slopes: Tensor | None = None
     deterministic: bool = False
     config: AttentionConfig | None = None
-    alignment: str = "lower_right"
 
-    @staticmethod
-    def of(
-        dropout_p: float,
-        softmax_scale: float | None,
-        causal: bool,
-        window_size: Sequence[int],
-        softcap: float,
-        alibi_slopes: Tensor | None,
-        deterministic: bool,
-        *,
-        batch: int,
-        heads: int,
-    ) -> FlashOptions:
-        """flash-attn's options for ``batch`` sequences and ``heads`` query heads.
+    @property
+    def config_in_force(self) -> AttentionConfig:
+        config = self.config or default_config()
+        return config.in_fixed_order() if self.deterministic else config
 
-        Raises:
-            TypeError, ValueError: an invalid option.
-        """
-        if not 0.0 <= dropout_p < 1.0:
-            raise FlashArgumentError(f"dropout_p must be at least 0 and below 1, got {dropout_p}")
-        if softcap == math.inf:
-            raise FlashArgumentError(f"softcap must be finite (0 = off), got {softcap}")
-        cap = float(softcap) if softcap is not None and softcap > 0 else None
-        slopes = None if alibi_slopes is None else _slopes(alibi_slopes, batch, heads)
-        return FlashOptions(
-            float(dropout_p), softmax_scale, bool(causal), _window(window_size), cap, slopes, bool(deterministic)
-        )
-
-    def given(self, *, enable_gqa: bool) -> Options:
-        """The options as ``sdpa`` takes them; the rule of the slopes is its mask."""
-        return Options(
-            dropout_p=self.dropout_p,
-            is_causal=self.causal,
-            scale=self.scale,
-            enable_gqa=enable_gqa,
-            alignment=self.alignment,
-            window=self.window,
-            softcap=self.softcap,
-        )
+    def check_slopes(self, batch: int, heads: int) -> None:
+        if self.slopes is not None and self.slopes.shape not in ((heads,), (batch, heads)):
+            shape = list(self.slopes.shape)
+            raise FlashArgumentError(f"alibi_slopes must be [{heads}] or [{batch}, {heads}], got {shape}")
 
     def part(self, first: int, last: int) -> FlashOptions:
         """The options of the sequences ``first ... last - 1``."""
-        if self.slopes is None or self.slopes.shape[0] == 1:
+        if self.slopes is None or self.slopes.dim() == 1:
             return self
-        return replace(self, slopes=self.slopes[first:last])
+        return self._replace(slopes=self.slopes[first:last])
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, options: FlashOptions, *, with_lse: bool) -> tuple[Tensor, Tensor | None]:
+def flash_options(
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Sequence[int] = (-1, -1),
+    softcap: float | None = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+) -> FlashOptions:
+    """flash-attn's options.
+
+    Raises:
+        TypeError, ValueError: an invalid option.
+    """
+    if not 0.0 <= dropout_p < 1.0:
+        raise FlashArgumentError(f"dropout_p must be at least 0 and below 1, got {dropout_p}")
+    if softcap == math.inf:
+        raise FlashArgumentError(f"softcap must be finite (0 = off), got {softcap}")
+    if not (alibi_slopes is None or isinstance(alibi_slopes, Tensor)):
+        raise TypeError(f"alibi_slopes must be a tensor, got {type(alibi_slopes).__name__}")
+    if alibi_slopes is not None and alibi_slopes.requires_grad and torch.is_grad_enabled():
+        raise FlashArgumentError("alibi_slopes must not require a gradient, none is computed: pass them detached")
+    cap = float(softcap) if softcap is not None and softcap > 0 else None
+    rules = Options(float(dropout_p), bool(causal), softmax_scale, True, "lower_right", _window(window_size), cap)
+    return FlashOptions(rules, alibi_slopes, bool(deterministic))
+
+
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, options: FlashOptions, *, mask: Any = None, with_lse: bool = False
+) -> tuple[Tensor, Tensor | None]:
     """Attention in flash-attn's layout.
 
     Args:
         q: ``[B, L, Hq, D]``; k ``[B, S, Hkv, D]``; v ``[B, S, Hkv, Dv]``.
+        mask: as ``sdpa`` takes it; not beside slopes.
     Returns:
         (out ``[B, L, Hq, Dv]``, contiguous; lse ``[B, Hq, L]`` or None).
     """
-    check_layout("[B, tokens, heads, head_dim]", 4, q=q, k=k, v=v)
+    check_layout(TOKENS, q=q, k=k, v=v)
     if not q.shape[0] == k.shape[0] == v.shape[0]:
         raise FlashArgumentError(f"q, k and v must have one batch size, got {[t.shape[0] for t in (q, k, v)]}")
     query, key, value = (t.transpose(1, 2) for t in (q, k, v))
+    if options.slopes is not None:
+        mask = alibi_mask(options, q, k)
     attention = sdpa_with_lse if with_lse else sdpa
-    given = options.given(enable_gqa=q.shape[2] != k.shape[2])._asdict()
-    result = attention(query, key, value, alibi_mask(options.slopes, q, k), **given, config=_config(options, q, k, v))
+    result = attention(query, key, value, mask, **options.rules._asdict(), config=_config(options, q, k, v))
     out, lse = result if isinstance(result, tuple) else (result, None)
     return out.transpose(1, 2).contiguous(), lse
 
 
-def alibi_mask(slopes: Tensor | None, q: Tensor, k: Tensor) -> LazyMask | None:
-    """-slope * \\|i + S - L - j\\| as a rule, never a matrix. slopes ``[B or 1, Hq]``."""
-    if slopes is None:
+def alibi_mask(options: FlashOptions, q: Tensor, k: Tensor) -> LazyMask | None:
+    """-slope * \\|i + S - L - j\\| as a rule, never a matrix."""
+    if options.slopes is None:
         return None
     batch, tokens, heads = q.shape[:3]
-    offset = k.shape[1] - tokens
-    rows = slopes.detach().to(accumulate_dtype(q.dtype)).expand(batch, heads)
-    last = torch.full((), offset, dtype=torch.int64, device=q.device)
+    options.check_slopes(batch, heads)
+    rows = options.slopes.detach().to(accumulate_dtype(q.dtype)).expand(batch, heads)
+    offset = torch.full((), k.shape[1] - tokens, dtype=torch.int64, device=q.device)
     shape = (batch, heads, tokens, k.shape[1])
-    return LazyMask(shape, _alibi, device=q.device, dtype=rows.dtype, tensors=(rows, last))
+    return LazyMask(shape, _alibi, device=q.device, dtype=rows.dtype, tensors=(rows, offset))
 
 
 @mask_rule
@@ -131,20 +122,51 @@ def _alibi(batch: Tensor, head: Tensor, query: Tensor, key: Tensor, slopes: Tens
     return slopes[batch, head] * -(query + offset - key).abs()
 
 
-def check_layout(layout: str, dims: int, **tensors: Tensor | None) -> None:
-    """Raises TypeError or ValueError where one of the named tensors is no tensor of ``dims`` dimensions."""
+def check_layout(layout: Sequence[int | str], **tensors: Any) -> None:
+    """Raises TypeError or ValueError where one of the named tensors is no tensor of this layout, which has the size of
+    each dimension, or a word for one that may have any."""
     for name, tensor in tensors.items():
         if not isinstance(tensor, Tensor):
-            raise TypeError(f"{name} must be a tensor {layout}, got {type(tensor).__name__}")
-        if tensor.dim() != dims:
-            raise FlashArgumentError(f"{name} must be {layout}, got shape {tuple(tensor.shape)}")
+            raise TypeError(f"{name} must be a tensor {_words(layout)}, got {type(tensor).__name__}")
+        sizes = zip(layout, tensor.shape)
+        if len(layout) != tensor.dim() or any(size != found for size, found in sizes if not isinstance(size, str)):
+            raise FlashArgumentError(f"{name} must be {_words(layout)}, got {list(tensor.shape)}")
+
+
+def unpacked(qkv: Tensor, num_heads_q: int | None = None) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries, keys and values: views of ``[B, L, 3, H, D]``, or of ``[B, L, num_heads_q + 2 * num_heads_k, D]``."""
+    if num_heads_q is None or not isinstance(qkv, Tensor) or qkv.dim() == 5:
+        check_layout(("B", "tokens", 3, "heads", "head_dim"), qkv=qkv)
+        q, k, v = qkv.unbind(2)
+        return q, k, v
+    check_layout(("B", "tokens", "num_heads_q + 2 * num_heads_k", "head_dim"), qkv=qkv)
+    heads_k, odd = divmod(qkv.shape[2] - num_heads_q, 2)
+    if odd or heads_k < 1:
+        raise FlashArgumentError(
+            f"qkv must be [B, tokens, num_heads_q + 2 * num_heads_k, head_dim] with num_heads_q = {num_heads_q}, got "
+            f"{list(qkv.shape)}"
+        )
+    q, k, v = qkv.split([num_heads_q, heads_k, heads_k], 2)
+    return q, k, v
+
+
+def _words(layout: Sequence[int | str]) -> str:
+    return f"[{', '.join(map(str, layout))}]"
+
+
+def check_whole_numbers(layout: Sequence[int | str], **tensors: Any) -> None:
+    """:func:`check_layout` for tensors of whole numbers."""
+    check_layout(layout, **tensors)
+    for name, tensor in tensors.items():
+        if tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool:
+            raise TypeError(f"{name} must be whole numbers, got {tensor.dtype}")
 
 
 def _config(options: FlashOptions, *tensors: Tensor) -> AttentionConfig | None:
     needs_grad = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
     if options.deterministic and needs_grad and tensors[0].device.type not in CPU_LIKE:
         # torch's fused kernels sum gradients in the order in which blocks finish
-        config = (options.config or default_config()).in_fixed_order()
+        config = options.config_in_force
         return replace(config, route="tiled") if config.route == "auto" else config
     return options.config
 
@@ -156,13 +178,3 @@ def _window(window_size: Sequence[int]) -> tuple[int, int] | None:
         raise TypeError(f"window_size must be two whole numbers (left, right), got {window_size!r}") from None
     left, right = max(left, -1), max(right, -1)
     return None if left == right == -1 else (left, right)
-
-
-def _slopes(slopes: Tensor, batch: int, heads: int) -> Tensor:
-    if not isinstance(slopes, Tensor):
-        raise TypeError(f"alibi_slopes must be a tensor, got {type(slopes).__name__}")
-    if slopes.shape not in ((heads,), (batch, heads)):
-        raise FlashArgumentError(f"alibi_slopes must be [{heads}] or [{batch}, {heads}], got {list(slopes.shape)}")
-    if slopes.requires_grad and torch.is_grad_enabled():
-        raise FlashArgumentError("alibi_slopes must not require a gradient, none is computed: pass them detached")
-    return slopes.reshape(-1, heads)

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
-from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from ..call import PLAIN, AttentionCall, check_call, prepared
-from ..config import AttentionConfig, RouteUnavailable, default_config
+from ..config import AttentionConfig, RouteUnavailable
 from ..fused.launch.plan import Packed, Plan
 from ..routes import fused, tensor
 from ..routes.route import Request
@@ -24,21 +23,12 @@ _FEW_ROWS = 32
 def packed_attend(
     q: Tensor, k: Tensor, v: Tensor, q_ends: list[int], k_ends: list[int], options: FlashOptions, *, with_lse: bool
 ) -> tuple[Tensor, Tensor | None] | None:
-    """Attention within each sequence in one launch, or None where that cannot be or is not the fastest way.
-
-    Args:
-        q: ``[total_q, Hq, D]``; k ``[total_k, Hkv, D]``; v ``[total_k, Hkv, Dv]``.
-        q_ends, k_ends: B + 1 numbers that start at 0, never fall, and end within the tokens there are;
-            B is at least 1.
-    Returns:
-        (out ``[total_q, Hq, Dv]``, contiguous; lse ``[Hq, total_q]`` or None).
-    """
-    config = options.config or default_config()
-    if options.deterministic:
-        config = config.in_fixed_order()
+    """:func:`.varlen.varlen_attend` in one launch, or None where that cannot be or is not the fastest way; the ends of
+    the sequences have been read and checked."""
+    config, rules = options.config_in_force, options.rules
     if not _is_for_the_kernel(q, options, config):
         return None
-    if options.alignment == "upper_left" and q_ends != k_ends and (options.causal or options.window):
+    if rules.alignment == "upper_left" and q_ends != k_ends and (rules.is_causal or rules.window):
         return None  # the kernel's bands are lower-right
     call = _checked(q, k, v, options, "upper_left")
     may_be_plain = config.route != "fused-tensor" and (
@@ -104,7 +94,6 @@ def _sequences(
 
 def _checked(q: Tensor, k: Tensor, v: Tensor, options: FlashOptions, alignment: str) -> AttentionCall:
     """``[tokens, heads, head_dim]`` as a call ``[1, heads, tokens, head_dim]``."""
-    given = replace(options, alignment=alignment).given(enable_gqa=q.shape[1] != k.shape[1])
     query, key, value = (t.transpose(0, 1)[None] for t in (q, k, v))
-    query, key, value, _, given = prepared(query, key, value, None, given)
-    return check_call(query, key, value, None, given)
+    query, key, value, _, rules = prepared(query, key, value, None, options.rules._replace(alignment=alignment))
+    return check_call(query, key, value, None, rules)

@@ -38,7 +38,7 @@ def called_as(
         @functools.wraps(function)
         def call(*args: Any, **kwargs: Any) -> Any:
             given = {**defaults, **dict(zip(positional, args)), **kwargs}
-            is_twice = kwargs and args and not kwargs.keys().isdisjoint(positional[: len(args)])
+            is_twice = bool(kwargs) and any(name in kwargs for name in positional[: len(args)])
             if len(given) != count or len(args) > most or is_twice or not given.keys() <= names:
                 signature.bind(*args, **kwargs)  # raises the TypeError of an ordinary call
             for name, default in refusing:

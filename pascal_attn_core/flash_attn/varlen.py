@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -11,17 +11,14 @@ from einops import rearrange
 from torch import Tensor
 
 from ..call import accumulate_dtype
-from .options import FlashArgumentError, FlashOptions, attend, check_layout
+from .options import PACKED, FlashArgumentError, FlashOptions, attend, check_layout, check_whole_numbers
 from .packed import packed_attend
 
-_LAYOUT = "[total, heads, head_dim]"
+_Result = tuple[Tensor, Tensor | None]
 
 
 class _Run(NamedTuple):
-    """Neighbouring sequences of the same lengths, computed as one batch.
-
-    first, last: number of the first one, and one past that of the last; q_len, k_len: tokens of each.
-    """
+    """Neighbouring sequences ``first ... last - 1`` of the same lengths, computed as one batch."""
 
     first: int
     last: int
@@ -39,60 +36,68 @@ def varlen_attend(
     v: Tensor,
     cu_seqlens_q: Tensor,
     cu_seqlens_k: Tensor,
-    options: Callable[[int], FlashOptions],
+    options: FlashOptions,
     *,
     with_lse: bool,
     block_table: Tensor | None = None,
-) -> tuple[Tensor, Tensor | None]:
+) -> _Result:
     """Attention within each sequence.
 
     Args:
         q: ``[total_q, Hq, D]``; k ``[total_k, Hkv, D]``; v ``[total_k, Hkv, Dv]``; with ``block_table`` k and v are
             pages ``[num_pages, page_tokens, Hkv, D]``.
         cu_seqlens_q, cu_seqlens_k: whole numbers ``[B + 1]``, read once (one synchronisation on a GPU).
-        options: number of sequences -> the options.
         block_table: ``[B, pages of a sequence]``, which pages hold its keys.
     Returns:
         (out ``[total_q, Hq, Dv]``, zero after the last sequence; lse ``[Hq, total_q]`` or None).
     """
-    check_layout(_LAYOUT, 3, q=q)
-    layout, dims = (_LAYOUT, 3) if block_table is None else ("[pages, page_tokens, heads, head_dim]", 4)
-    check_layout(layout, dims, k=k, v=v)
+    is_paged = block_table is not None
+    check_layout(PACKED, q=q)
+    check_layout(("pages", "page_tokens", "heads", "head_dim") if is_paged else PACKED, k=k, v=v)
     q_ends, k_ends = _read_lengths(cu_seqlens_q, cu_seqlens_k)
     _check_ends("cu_seqlens_q", q_ends, q.shape[0])
-    _check_ends("cu_seqlens_k", k_ends, k.shape[0] if block_table is None else None)
+    _check_ends("cu_seqlens_k", k_ends, None if is_paged else k.shape[0])
     lengths = [(q1 - q0, k1 - k0) for q0, q1, k0, k1 in zip(q_ends, q_ends[1:], k_ends, k_ends[1:])]
-    one_by_one = block_table is not None
-    runs = [_Run(first, last, *lengths[first]) for first, last in neighbours(lengths, one_by_one=one_by_one)]
-    all_options = options(len(q_ends) - 1)
-    if block_table is None and sum(run.q_len > 0 for run in runs) > 1:
-        result = packed_attend(q, k, v, q_ends, k_ends, all_options, with_lse=with_lse)
+    options.check_slopes(len(lengths), q.shape[1])
+    if block_table is not None:
+        check_whole_numbers((len(lengths), "pages of a sequence"), block_table=block_table)
+    runs = [_Run(first, last, *lengths[first]) for first, last in neighbours(lengths, one_by_one=is_paged)]
+    if not is_paged and sum(run.q_len > 0 for run in runs) > 1:
+        result = packed_attend(q, k, v, q_ends, k_ends, options, with_lse=with_lse)
         if result is not None:
             return result
-    keys = _slices(k, v, runs) if block_table is None else _pages(k, v, block_table, len(q_ends) - 1)
-    queries = _split(q, [run.size * run.q_len for run in runs])
-    pieces = (
-        _attend_run(run, part, keys, all_options.part(run.first, run.last), with_lse)
-        for run, part in zip(runs, queries)
-        if run.q_len
-    )
+    pieces = _attend_runs(runs, q, k, v, block_table, options, with_lse=with_lse)
     if torch.is_grad_enabled() and any(t.requires_grad for t in (q, k, v)):
         return _concatenated(list(pieces), q, v.shape[-1], with_lse)
     return _written(pieces, q, v.shape[-1], with_lse)
 
 
-def _attend_run(
-    run: _Run, q: Tensor, keys: _Keys, options: FlashOptions, with_lse: bool
-) -> tuple[Tensor, Tensor | None]:
-    """(out ``[tokens, Hq, Dv]``, lse ``[Hq, tokens]`` or None) of one run."""
-    k, v = keys(run)
-    out, lse = attend(rearrange(q, "(b n) h d -> b n h d", b=run.size), k, v, options, with_lse=with_lse)
-    return rearrange(out, "b n h d -> (b n) h d"), None if lse is None else rearrange(lse, "b h n -> h (b n)")
+def _attend_runs(
+    runs: list[_Run],
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    block_table: Tensor | None,
+    options: FlashOptions,
+    *,
+    with_lse: bool,
+) -> Iterator[_Result]:
+    """(out ``[tokens, Hq, Dv]``, lse ``[Hq, tokens]`` or None) of each run that has queries."""
+    queries = _split(q, [run.size * run.q_len for run in runs])
+
+    def of_each(keys: Tensor) -> Iterable[Tensor]:
+        if block_table is None:
+            return _split(keys, [run.size * run.k_len for run in runs])
+        return (gather_pages(keys, block_table[run.first], run.k_len) for run in runs)  # one copy at a time
+
+    for run, *tensors in zip(runs, queries, of_each(k), of_each(v)):
+        if run.q_len:
+            query, key, value = (rearrange(t, "(b n) h d -> b n h d", b=run.size) for t in tensors)
+            out, lse = attend(query, key, value, options.part(run.first, run.last), with_lse=with_lse)
+            yield rearrange(out, "b n h d -> (b n) h d"), None if lse is None else rearrange(lse, "b h n -> h (b n)")
 
 
-def _concatenated(
-    pieces: list[tuple[Tensor, Tensor | None]], q: Tensor, head_dim_v: int, with_lse: bool
-) -> tuple[Tensor, Tensor | None]:
+def _concatenated(pieces: list[_Result], q: Tensor, head_dim_v: int, with_lse: bool) -> _Result:
     """The pieces concatenated, followed by zeros (lse: -inf) up to ``total_q``; gradients flow."""
     rest = q.shape[0] - sum(out.shape[0] for out, _ in pieces)
     if len(pieces) == 1 and not rest:
@@ -103,9 +108,7 @@ def _concatenated(
     return out, torch.cat([*(lse for _, lse in pieces if lse is not None), _without_keys(q, rest)], dim=1)
 
 
-def _written(
-    pieces: Iterator[tuple[Tensor, Tensor | None]], q: Tensor, head_dim_v: int, with_lse: bool
-) -> tuple[Tensor, Tensor | None]:
+def _written(pieces: Iterator[_Result], q: Tensor, head_dim_v: int, with_lse: bool) -> _Result:
     """The result of :func:`_concatenated` with never two copies of the output at once; for calls without gradients."""
     total, start = q.shape[0], 0
     out: Tensor | None = None
@@ -130,41 +133,8 @@ def _without_keys(q: Tensor, tokens: int) -> Tensor:
     return q.new_full((q.shape[1], tokens), -torch.inf, dtype=accumulate_dtype(q.dtype))
 
 
-# The keys and values of a run, ``[size, k_len, Hkv, D]``.
-_Keys = Callable[[_Run], Iterable[Tensor]]
-
-
-def _slices(k: Tensor, v: Tensor, runs: list[_Run]) -> _Keys:
-    """Views of concatenated keys and values."""
-    sizes = [run.size * run.k_len for run in runs]
-    parts = dict(zip(runs, zip(_split(k, sizes), _split(v, sizes))))
-    return lambda run: (rearrange(part, "(b n) h d -> b n h d", b=run.size) for part in parts[run])
-
-
-def _pages(k: Tensor, v: Tensor, block_table: Tensor, batch: int) -> _Keys:
-    """Copies of paged keys and values, for one sequence at a time."""
-    check_block_table(block_table, batch)
-    return lambda run: (gather_pages(t, block_table[run.first], run.k_len)[None] for t in (k, v))
-
-
-def check_block_table(block_table: Tensor, batch: int) -> None:
-    """Raises TypeError, ValueError."""
-    check_layout(f"[{batch}, pages of a sequence]", 2, block_table=block_table)
-    if block_table.shape[0] != batch or block_table.is_floating_point():
-        raise FlashArgumentError(
-            f"block_table must be whole numbers [{batch}, pages of a sequence], got {block_table.dtype} "
-            f"{list(block_table.shape)}"
-        )
-
-
 def gather_pages(cache: Tensor, pages: Tensor, tokens: int) -> Tensor:
-    """The first ``tokens`` tokens of one sequence.
-
-    Args:
-        cache: ``[num_pages, page_tokens, Hkv, D]``; pages: whole numbers ``[N]``.
-    Returns:
-        ``[tokens, Hkv, D]``, a copy.
-    """
+    """The first tokens of a sequence, ``[tokens, Hkv, D]``, copied from pages ``[num_pages, page_tokens, Hkv, D]``."""
     page_tokens = cache.shape[1]
     needed = -(-tokens // page_tokens) if page_tokens else 0
     if needed > pages.shape[0] or (tokens and not page_tokens):
@@ -187,20 +157,15 @@ def neighbours(lengths: Sequence[Any], *, one_by_one: bool) -> Iterator[tuple[in
 
 
 def _read_lengths(cu_seqlens_q: Tensor, cu_seqlens_k: Tensor) -> tuple[list[int], list[int]]:
-    check_layout("[B + 1]", 1, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
+    check_whole_numbers(("B + 1",), cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
     if cu_seqlens_q.shape != cu_seqlens_k.shape or not cu_seqlens_q.numel():
         raise FlashArgumentError(
             "cu_seqlens_q and cu_seqlens_k must both be [B + 1], got "
             f"{list(cu_seqlens_q.shape)} and {list(cu_seqlens_k.shape)}"
         )
-    for name, ends in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
-        if ends.is_floating_point() or ends.is_complex() or ends.dtype == torch.bool:
-            raise TypeError(f"{name} must be whole numbers (int32), got {ends.dtype}")
-    q_ends: list[int]
-    k_ends: list[int]
     if cu_seqlens_q is cu_seqlens_k:
-        q_ends = k_ends = cu_seqlens_q.tolist()
-        return q_ends, k_ends
+        ends: list[int] = cu_seqlens_q.tolist()
+        return ends, ends
     q_ends, k_ends = torch.stack([cu_seqlens_q.long(), cu_seqlens_k.to(cu_seqlens_q.device).long()]).tolist()
     return q_ends, k_ends
 
@@ -229,9 +194,7 @@ def cut_to_used(name: str, ends: Tensor, used: Tensor, k: Tensor, v: Tensor) -> 
 
 def used_places(name: str, ends: Tensor, used: Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
     """(the places of the first ``used [B]`` tokens of each sequence, where each sequence starts among them)."""
-    batch = ends.shape[0] - 1
-    if used.shape != (batch,) or used.is_floating_point():
-        raise FlashArgumentError(f"{name} must be whole numbers [{batch}], got {used.dtype} {list(used.shape)}")
+    check_whole_numbers((ends.shape[0] - 1,), **{name: used})
     starts, counts = ends.tolist(), used.tolist()
     sizes = [last - first for first, last in itertools.pairwise(starts)]
     if any(not 0 <= count <= size for count, size in zip(counts, sizes)):

@@ -30,9 +30,9 @@ class AttentionBias:
     window: tuple[int, int] | None = None
     bias: Tensor | None = None
 
-    def to(self, device: torch.device | str) -> Any:
+    def to(self, device: torch.device | str) -> AttentionBias:
         """The mask for tensors on ``device``."""
-        return self
+        return self if self.bias is None else LowerTriangularMaskWithTensorBias(self.bias.to(device))
 
 
 class LowerTriangularMask(AttentionBias):
@@ -51,10 +51,7 @@ class LowerTriangularMaskWithTensorBias(LowerTriangularMask):
     """:class:`LowerTriangularMask` with a tensor that broadcasts to ``[B, H, M, Mkv]``."""
 
     def __init__(self, bias: Tensor):
-        self.bias: Tensor = bias
-
-    def to(self, device: torch.device | str) -> LowerTriangularMaskWithTensorBias:
-        return LowerTriangularMaskWithTensorBias(self.bias.to(device))
+        self.bias = bias
 
 
 class LowerTriangularFromBottomRightMask(AttentionBias):

@@ -17,8 +17,9 @@ from typing import Any
 from torch import Tensor
 
 from ..attention import sdpa, sdpa_with_lse
+from ..call import Options
 from ..config import AttentionConfig, UnsupportedAttention
-from ..flash_attn.options import FlashOptions, check_layout
+from ..flash_attn.options import TOKENS, FlashOptions, check_layout
 from ..flash_attn.varlen import varlen_attend
 from ..patching.patch import Patch
 from ..patching.stand_in import Around, Installer, StandIn
@@ -27,7 +28,7 @@ __all__ = ["install_as_sageattention", "patch_sageattention", "sageattn", "sagea
 
 _ROOT = "sageattention"
 _PROVIDED = f"{_ROOT}==2.2.0"
-_LAYOUTS = {"HND": "[B, heads, tokens, head_dim]", "NHD": "[B, tokens, heads, head_dim]"}
+_LAYOUTS = {"HND": ("B", "heads", "tokens", "head_dim"), "NHD": TOKENS}
 _KERNELS = ("pv_fp16_cuda", "pv_fp16_triton", "pv_fp8_cuda", "pv_fp8_cuda_sm90")
 _NAMES = ".sageattention: sageattn sageattn_varlen " + " ".join(
     f"sageattn_qk_int8_{kernel}=sageattn" for kernel in _KERNELS
@@ -83,11 +84,11 @@ def sageattn(
     """
     if tensor_layout not in _LAYOUTS:
         raise ValueError(f"tensor_layout must be one of {list(_LAYOUTS)}, got {tensor_layout!r}")
-    check_layout(_LAYOUTS[tensor_layout], 4, q=q, k=k, v=v)
+    check_layout(_LAYOUTS[tensor_layout], q=q, k=k, v=v)
     tokens_first = tensor_layout == "NHD"
     query, key, value = (t.transpose(1, 2) if tokens_first else t for t in (q, k, v))
     given: dict[str, Any] = {"attn_mask": attn_mask, "dropout_p": dropout_p, "is_causal": is_causal, "config": config}
-    given |= {"scale": scale if sm_scale is None else sm_scale, "enable_gqa": query.shape[1] != key.shape[1]}
+    given |= {"scale": scale if sm_scale is None else sm_scale, "enable_gqa": True}
     result = (sdpa_with_lse if return_lse else sdpa)(query, key, value, **given)
     out, lse = result if isinstance(result, tuple) else (result, None)
     out = out.transpose(1, 2).contiguous() if tokens_first else out
@@ -118,8 +119,8 @@ def sageattn_varlen(
     Returns:
         ``[total_q, Hq, Dv]``.
     """
-    options = FlashOptions(scale=sm_scale, causal=is_causal, config=config, alignment="upper_left")
-    out, _ = varlen_attend(q, k, v, cu_seqlens_q, cu_seqlens_k, lambda batch: options, with_lse=False)
+    options = FlashOptions(Options(0.0, is_causal, sm_scale, enable_gqa=True), config=config)
+    out, _ = varlen_attend(q, k, v, cu_seqlens_q, cu_seqlens_k, options, with_lse=False)
     return out
 
 

@@ -16,9 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..attention import sdpa
-from ..call import FLOATS
-from ..flash_attn.options import FlashOptions
+from ..call import FLOATS, Options
+from ..flash_attn.options import FlashOptions, attend, check_layout
 from ..flash_attn.varlen import cut_to_used, varlen_attend
 from ..patching.patch import Patch
 from ..patching.stand_in import Around, Installer, StandIn
@@ -94,17 +93,16 @@ def memory_efficient_attention(
         raise TypeError(f"attn_bias must be a tensor, an AttentionBias or None, got {type(attn_bias).__name__}")
     q, k, v = _with_heads(query, key, value)
     rule = attn_bias if isinstance(attn_bias, AttentionBias) else AttentionBias()
+    options = FlashOptions(Options(p, rule.is_causal, scale, True, rule.alignment, rule.window))
     if isinstance(rule, Blocks):
-        out = _within_blocks(q, k, v, rule, p, scale)
+        out = _within_blocks(q, k, v, rule, options)
     else:
         mask = attn_bias if isinstance(attn_bias, Tensor) else rule.bias
         if mask is not None and mask.dim() == query.dim() == 3:
             mask = mask.unsqueeze(1)
         elif mask is not None and mask.dim() == 5:
             mask = mask.flatten(1, 2)
-        q, k, v = (t.transpose(1, 2) for t in (q, k, v))
-        rules: dict[str, Any] = {"is_causal": rule.is_causal, "alignment": rule.alignment, "window": rule.window}
-        out = sdpa(q, k, v, mask, p, scale=scale, enable_gqa=q.shape[1] != k.shape[1], **rules).transpose(1, 2)
+        out, _ = attend(q, k, v, options, mask=mask)
     return out.reshape(*query.shape[:-1], value.shape[-1]).contiguous()
 
 
@@ -119,20 +117,15 @@ def _with_heads(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tens
     return query.flatten(2, 3), key.flatten(2, 3), value.flatten(2, 3)
 
 
-def _within_blocks(q: Tensor, k: Tensor, v: Tensor, mask: Blocks, p: float, scale: float | None) -> Tensor:
+def _within_blocks(q: Tensor, k: Tensor, v: Tensor, mask: Blocks, options: FlashOptions) -> Tensor:
     """``[1, M, Hq, K]``, ``[1, Mkv, Hkv, K]`` -> ``[M, Hq, Kv]``, each block by itself."""
-    for name, tensor, info in (("query", q, mask.q_seqinfo), ("key", k, mask.k_seqinfo)):
-        if tensor.shape[:2] != (1, info.seqstart_py[-1]):
-            raise ValueError(
-                f"{name} must be [1, {info.seqstart_py[-1]}, ...] for this {type(mask).__name__}, "
-                f"got batch {tensor.shape[0]} and {tensor.shape[1]} tokens"
-            )
+    check_layout((1, mask.q_seqinfo.seqstart_py[-1], "heads", "head_dim"), query=q)
+    check_layout((1, mask.k_seqinfo.seqstart_py[-1], "heads", "head_dim"), key=k)
     q, k, v = q.squeeze(0), k.squeeze(0), v.squeeze(0)  # not [0], whose gradient is a copy
     q_ends, k_ends = torch.tensor(mask.q_seqinfo.seqstart_py), torch.tensor(mask.k_seqinfo.seqstart_py)
     if mask.k_seqinfo.seqlen_py is not None:
         k, v, k_ends = cut_to_used("kv_seqlen", k_ends, torch.tensor(mask.k_seqinfo.seqlen_py), k, v)
-    options = FlashOptions(p, scale, mask.is_causal, mask.window, alignment=mask.alignment)
-    return varlen_attend(q, k, v, q_ends, k_ends, lambda batch: options, with_lse=False)[0]
+    return varlen_attend(q, k, v, q_ends, k_ends, options, with_lse=False)[0]
 
 
 class AnyOp:

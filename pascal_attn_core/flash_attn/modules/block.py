@@ -5,7 +5,6 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from ..options import FlashArgumentError
@@ -14,21 +13,14 @@ from .mha import MHA
 from .mlp import Mlp
 
 
-class StochasticDepth(nn.Module):
+class StochasticDepth(nn.Dropout):
     """In training, with probability p a whole sample (dimension 0) becomes 0, and the others are divided by 1 - p."""
 
-    def __init__(self, p: float):
-        super().__init__()
-        if not 0.0 <= p <= 1.0:
-            raise FlashArgumentError(f"p must be from 0 to 1, got {p}")
-        self.p = p
-
-    def forward(self, x: Tensor) -> Tensor:
-        """A tensor of the shape of x."""
+    def forward(self, input: Tensor) -> Tensor:
+        """A tensor of the shape of input."""
         if not self.training or not self.p:
-            return x
-        kept = torch.rand(x.shape[0], *[1] * (x.dim() - 1), device=x.device) >= self.p
-        return x * kept.to(x.dtype) / max(1.0 - self.p, torch.finfo(x.dtype).tiny)
+            return input
+        return input * super().forward(input.new_ones(input.shape[0], *[1] * (input.dim() - 1)))
 
 
 class Block(nn.Module):

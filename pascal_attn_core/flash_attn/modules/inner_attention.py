@@ -8,9 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from ... import flash_attn as functions
-from ...attention import sdpa
 from ...call.lazy_mask import LazyMask
-from ..options import FlashArgumentError, check_layout
+from ..options import TOKENS, FlashArgumentError, attend, check_layout, flash_options, unpacked
 from ..signatures import called_as
 
 # What flash-attn adds to the scores of padding.
@@ -38,6 +37,9 @@ class _Inner(nn.Module):
     def dropout_p(self) -> float:
         return self.drop.p if self.training else 0.0
 
+    def rules(self, causal: bool | None = None) -> dict[str, Any]:
+        return {"softmax_scale": self.softmax_scale or None, "causal": self.causal if causal is None else causal}
+
 
 class _FlashInner(_Inner):
     """The base of the two that take what flash-attn's functions do."""
@@ -50,14 +52,9 @@ class _FlashInner(_Inner):
         self.register_buffer("alibi_slopes", alibi_slopes, persistent=False)
         self.window_size, self.deterministic = window_size, deterministic
 
-    def _options(self, causal: bool | None) -> dict[str, Any]:
-        return {
-            "softmax_scale": self.softmax_scale,
-            "causal": self.causal if causal is None else causal,
-            "window_size": self.window_size,
-            "alibi_slopes": slopes_of(self),
-            "deterministic": self.deterministic,
-        }
+    def rules(self, causal: bool | None = None) -> dict[str, Any]:
+        slopes = None if self.alibi_slopes is None else self.alibi_slopes.float()
+        return {**super().rules(causal), "window_size": self.window_size, "alibi_slopes": slopes}
 
 
 class FlashSelfAttention(_FlashInner):
@@ -67,7 +64,7 @@ class FlashSelfAttention(_FlashInner):
         self, qkv: Tensor, causal: bool | None = None, cu_seqlens: Tensor | None = None, max_seqlen: int | None = None
     ) -> Any:
         """``[B, L, 3, H, D]`` -> ``[B, L, H, D]``, with ``cu_seqlens`` ``[total, 3, H, D]`` -> ``[total, H, D]``."""
-        options = self._options(causal)
+        options = {**self.rules(causal), "deterministic": self.deterministic}
         if cu_seqlens is None:
             return functions.flash_attn_qkvpacked_func(qkv, self.dropout_p, **options)
         return functions.flash_attn_varlen_qkvpacked_func(qkv, cu_seqlens, max_seqlen, self.dropout_p, **options)
@@ -91,7 +88,7 @@ class FlashCrossAttention(_FlashInner):
         max_seqlen_k: int | None = None,
     ) -> Any:
         """q ``[B, L, Hq, D]`` and kv ``[B, S, 2, Hkv, D]``, or ``[total, ...]`` of each with cu_seqlens of both."""
-        options = self._options(causal)
+        options = {**self.rules(causal), "deterministic": self.deterministic}
         if cu_seqlens is None:
             return functions.flash_attn_kvpacked_func(q, kv, self.dropout_p, **options)
         if cu_seqlens_k is None:
@@ -106,14 +103,12 @@ class SelfAttention(_Inner):
 
     def forward(self, qkv: Tensor, causal: bool | None = None, key_padding_mask: Tensor | None = None) -> Tensor:
         """qkv ``[B, L, 3, H, D]``; key_padding_mask bool ``[B, L]``, True = a token. Returns ``[B, L, H, D]``."""
-        check_layout("[B, tokens, 3, heads, head_dim]", 5, qkv=qkv)
-        q, k, v = qkv.unbind(2)
+        q, k, v = unpacked(qkv)
         mask = None
         if key_padding_mask is not None:
             keep = _padding_mask(key_padding_mask, k)
-            mask = torch.zeros(keep.shape, dtype=q.dtype, device=q.device).masked_fill_(~keep, _PADDING)
-            mask = mask[:, None, None, :]
-        return _attention(self, q, k, v, mask, self.causal if causal is None else causal)
+            mask = torch.where(keep, 0.0, _PADDING).to(q.dtype)[:, None, None, :]
+        return _attention(self, q, k, v, mask, causal)
 
 
 class CrossAttention(_Inner):
@@ -123,8 +118,8 @@ class CrossAttention(_Inner):
         self, q: Tensor, kv: Tensor, causal: bool | None = None, key_padding_mask: Tensor | None = None
     ) -> Tensor:
         """q ``[B, L, Hq, D]``, kv ``[B, S, 2, Hkv, D]``, key_padding_mask bool ``[B, S]``; ``[B, L, Hq, D]``."""
-        check_layout("[B, tokens, heads, head_dim]", 4, q=q)
-        check_layout("[B, tokens, 2, heads, head_dim]", 5, kv=kv)
+        check_layout(TOKENS, q=q)
+        check_layout(("B", "tokens", 2, "heads", "head_dim"), kv=kv)
         k, v = kv.unbind(2)
         causal = self.causal if causal is None else causal
         if key_padding_mask is None:
@@ -143,22 +138,12 @@ class CrossAttention(_Inner):
         return _attention(self, q, k, v, mask, False)
 
 
-def slopes_of(inner: Any) -> Tensor | None:
-    slopes = getattr(inner, "alibi_slopes", None)
-    return None if slopes is None else slopes.float()
-
-
-def _attention(inner: _Inner, q: Tensor, k: Tensor, v: Tensor, mask: Any, causal: bool) -> Tensor:
-    """``[B, L, Hq, D]`` of ``q [B, L, Hq, D]``, ``k`` and ``v [B, S, Hkv, D]``."""
-    query, key, value = (t.transpose(1, 2) for t in (q, k, v))
-    options: dict[str, Any] = {"dropout_p": inner.dropout_p, "is_causal": causal, "scale": inner.softmax_scale or None}
-    options |= {"enable_gqa": q.shape[2] != k.shape[2], "alignment": "lower_right"}
-    return sdpa(query, key, value, mask, **options).transpose(1, 2)
+def _attention(inner: _Inner, q: Tensor, k: Tensor, v: Tensor, mask: Any, causal: bool | None) -> Tensor:
+    return attend(q, k, v, flash_options(inner.dropout_p, **inner.rules(causal)), mask=mask)[0]
 
 
 def _padding_mask(mask: Tensor, k: Tensor) -> Tensor:
-    if mask.shape != k.shape[:2] or mask.dtype != torch.bool:
-        raise FlashArgumentError(
-            f"key_padding_mask must be bool {list(k.shape[:2])} (True = a token), got {mask.dtype} {list(mask.shape)}"
-        )
+    check_layout(k.shape[:2], key_padding_mask=mask)
+    if mask.dtype != torch.bool:
+        raise TypeError(f"key_padding_mask must be bool (True = a token), got {mask.dtype}")
     return mask

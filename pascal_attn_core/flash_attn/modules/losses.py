@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from ..options import FlashArgumentError
+from ..options import FlashArgumentError, check_layout, check_whole_numbers
 from ..signatures import called_as
 
 # Elements of the logits that are computed at a time.
@@ -50,13 +50,10 @@ def cross_entropy_loss(
     """
     if not isinstance(logits, Tensor) or not logits.is_floating_point():
         raise TypeError(f"logits must be floating point numbers, got {getattr(logits, 'dtype', type(logits).__name__)}")
-    if logits.dim() != 2:
-        raise FlashArgumentError(f"logits must be [N, V], got shape {tuple(logits.shape)}")
-    if labels.is_floating_point() or labels.dtype == torch.bool:
-        raise TypeError(f"labels must be whole numbers, got {labels.dtype}")
-    for name, rows in (("labels", labels), ("precomputed_lse", precomputed_lse)):
-        if rows is not None and rows.shape != logits.shape[:1]:
-            raise FlashArgumentError(f"{name} must be [{logits.shape[0]}], got {list(rows.shape)}")
+    check_layout(("N", "V"), logits=logits)
+    check_whole_numbers(logits.shape[:1], labels=labels)
+    if precomputed_lse is not None:
+        check_layout(logits.shape[:1], precomputed_lse=precomputed_lse)
     if not logit_scale > 0.0:
         raise FlashArgumentError(f"logit_scale must be above 0, got {logit_scale}")
     rule = functools.partial(_of_rows, logit_scale=logit_scale, **options)

@@ -93,10 +93,6 @@ class MHA(nn.Module):
         if self.cross_attn and self.rotary_emb_dim:
             raise FlashArgumentError("rotary_emb_dim must be 0 with cross_attn (as in flash-attn)")
 
-    @property
-    def _is_packed(self) -> bool:
-        return not self.cross_attn and self.num_heads_kv == self.num_heads
-
     def forward(
         self,
         x: Tensor,
@@ -125,7 +121,7 @@ class MHA(nn.Module):
         self._check(x_kv, key_padding_mask, cu_seqlens, max_seqlen, mixer_subset, inference_params)
         lengths = {"cu_seqlens": cu_seqlens, "max_seqlen": max_seqlen}
         kwargs = {**(lengths if self.use_flash_attn else {"key_padding_mask": key_padding_mask}), **kwargs}
-        if self._is_packed:
+        if not self.cross_attn and self.num_heads_kv == self.num_heads:
             tensors = (self.Wqkv(x).unflatten(-1, (3, -1, self.head_dim)),)
             context = self._attend(self.inner_attn, tensors, inference_params, kwargs)
         else:
@@ -188,19 +184,9 @@ class MHA(nn.Module):
         rows = slice(first, first + q.shape[0])
         cache = inference_params.key_value_memory_dict[self.layer_idx][rows]
         lengths = inference_params.lengths_per_sample
+        lengths = inference_params.seqlen_offset if lengths is None else lengths[rows]
         (k_cache, v_cache), (k, v) = cache.unbind(2), kv.unbind(2)
-        return functions.flash_attn_with_kvcache(
-            q,
-            k_cache,
-            v_cache,
-            k,
-            v,
-            cache_seqlens=inference_params.seqlen_offset if lengths is None else lengths[rows],
-            softmax_scale=inner.softmax_scale,
-            causal=inner.causal,
-            window_size=getattr(inner, "window_size", (-1, -1)),
-            alibi_slopes=inners.slopes_of(inner),
-        )
+        return functions.flash_attn_with_kvcache(q, k_cache, v_cache, k, v, cache_seqlens=lengths, **inner.rules())
 
 
 def update_kv_cache(kv: Tensor, inference_params: Any, layer_idx: int) -> Tensor:

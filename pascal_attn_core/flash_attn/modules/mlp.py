@@ -1,14 +1,99 @@
-"""MLPs: ``flash_attn.modules.mlp``."""
+"""Linear layers and MLPs: ``flash_attn.modules.mlp`` and ``flash_attn.ops.fused_dense``. torch's own products, whose
+gradients autograd knows."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
+from ..options import FlashArgumentError
 from ..signatures import called_as
-from .activations import swiglu
+from .activations import sqrelu_fwd, swiglu
+
+_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "gelu_approx": partial(F.gelu, approximate="tanh"),
+    "relu": F.relu,
+    "sqrelu": sqrelu_fwd,
+}
+
+
+@called_as(
+    "x weight bias=None return_residual=False process_group=None sequence_parallel=True",
+    ignored="sequence_parallel",
+    refused="process_group",
+)
+def fused_dense_func(x: Tensor, weight: Tensor, bias: Tensor | None, return_residual: bool) -> Any:
+    """``x [..., N] @ weight [M, N].T + bias [M]``, with ``return_residual`` (that, x).
+
+    Raises:
+        NotImplementedError: process_group is given.
+    """
+    out = F.linear(x, weight, bias)
+    return (out, x) if return_residual else out
+
+
+@called_as(
+    "x weight1 weight2 bias1=None bias2=None activation='gelu_approx' save_pre_act=True return_residual=False "
+    "checkpoint_lvl=0 heuristic=0 process_group=None sequence_parallel=True",
+    ignored="heuristic sequence_parallel",
+    refused="process_group",
+)
+def fused_mlp_func(
+    x: Tensor, weight1: Tensor, weight2: Tensor, bias1: Tensor | None, bias2: Tensor | None, **options: Any
+) -> Any:
+    """Two linear layers with an activation between them.
+
+    Args:
+        x: ``[..., N]``; weight1 ``[hidden, N]``; weight2 ``[M, hidden]``.
+        activation: "gelu_approx", "relu" or "sqrelu".
+        save_pre_act, checkpoint_lvl: with False, or above 0, the backward pass computes all in between once more,
+            instead of keeping it.
+        return_residual: return (output, x).
+        heuristic: ignored, for compatibility.
+    """
+    first, second = partial(F.linear, weight=weight1, bias=bias1), partial(F.linear, weight=weight2, bias=bias2)
+    return _mlp(x, first, second, **options)
+
+
+def _mlp(
+    x: Tensor, first: Any, second: Any, activation: str, checkpoint_lvl: int, save_pre_act: bool, return_residual: bool
+) -> Any:
+    _check(activation, checkpoint_lvl)
+
+    def both(inner: Tensor) -> Tensor:
+        out: Tensor = second(_ACTIVATIONS[activation](first(inner)))
+        return out
+
+    if checkpoint_lvl or not save_pre_act:
+        out = checkpoint(both, x, use_reentrant=False, preserve_rng_state=False)
+    else:
+        out = both(x)
+    return (out, x) if return_residual else out
+
+
+def _check(activation: str, checkpoint_lvl: int) -> None:
+    if activation not in _ACTIVATIONS:
+        raise FlashArgumentError(f"activation must be one of {', '.join(_ACTIVATIONS)}, got {activation!r}")
+    if checkpoint_lvl not in (0, 1, 2):
+        raise FlashArgumentError(f"checkpoint_lvl must be 0, 1 or 2, got {checkpoint_lvl!r}")
+
+
+class FusedDense(nn.Linear):
+    """:func:`fused_dense_func` as a module."""
+
+    @called_as("self in_features out_features bias=True return_residual=False device=None dtype=None")
+    def __init__(self, return_residual: bool, **given: Any) -> None:
+        super().__init__(**given)
+        self.return_residual = return_residual
+
+    def forward(self, x: Tensor, process_group: Any = None) -> Any:
+        """``[..., out_features]``, with return_residual (that, x)."""
+        return fused_dense_func(x, self.weight, self.bias, self.return_residual, process_group)
 
 
 class Mlp(nn.Module):
@@ -34,6 +119,25 @@ class Mlp(nn.Module):
         """``[..., out_features]``, with return_residual (that, x)."""
         out = self.fc2(self.activation(self.fc1(x)))
         return (out, x) if self.return_residual else out
+
+
+class FusedMLP(Mlp):
+    """:func:`fused_mlp_func` as a module with ``fc1`` and ``fc2``."""
+
+    @called_as(
+        "self in_features hidden_features=None out_features=None bias1=True bias2=True activation='gelu_approx' "
+        "return_residual=False checkpoint_lvl=0 heuristic='auto' device=None dtype=None"
+    )
+    def __init__(self, activation: str, checkpoint_lvl: int, heuristic: int | str, **given: Any) -> None:
+        _check(activation, checkpoint_lvl)
+        super().__init__(activation=activation, **given)
+        self.checkpoint_lvl, self.heuristic = checkpoint_lvl, heuristic
+
+    @called_as("self x process_group=None", refused="process_group")
+    def forward(self, x: Tensor) -> Any:
+        """``[..., out_features]``, with return_residual (that, x)."""
+        how = self.activation, self.checkpoint_lvl, self.training, self.return_residual
+        return _mlp(x, self.fc1, self.fc2, *how)
 
 
 class GatedMlp(Mlp):

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..options import FlashArgumentError
+from ..options import FlashArgumentError, check_layout
 from ..signatures import called_as
 
 _BEFORE = (
@@ -26,12 +26,16 @@ _OLDER = (
     "x0 residual weight bias dropout_p epsilon rowscale=None layerscale=None prenorm=False residual_in_fp32=False "
     "return_dropout_mask=False"
 )
-_OLDER_NAMES = {"x0": "x", "epsilon": "eps"}
-_REFUSED = "x1 weight1 bias1"  # of parallel blocks
+_OLDER_NAMES = {"epsilon": "eps"}
+_REFUSED = "x1 weight1 bias1 out residual_out"
 
 
 @called_as(f"{_BEFORE} is_rms_norm=False {_AFTER}", refused=_REFUSED)
-def layer_norm_fn(**given: Any) -> Any:
+def layer_norm_fn(
+    x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, eps: float, dropout_p: float,
+    rowscale: Tensor | None, prenorm: bool, residual_in_fp32: bool, zero_centered_weight: bool, is_rms_norm: bool,
+    return_dropout_mask: bool, out_dtype: torch.dtype | None,
+) -> Any:  # fmt: skip
     """LayerNorm or RMSNorm of dropout(x * rowscale) + residual.
 
     Args:
@@ -43,21 +47,30 @@ def layer_norm_fn(**given: Any) -> Any:
             that of x.
         zero_centered_weight: the factors are weight + 1.
         out_dtype: of the output; None = that of x.
-        out, residual_out: tensors of the shape of x into which the results are written, and which are returned.
     Returns:
         out ``[..., N]``, or the tuple (out, sum with prenorm, and with ``return_dropout_mask`` the bool mask of what
         was kept, None where nothing is dropped, and None).
     Raises:
         TypeError, ValueError: arguments that do not fit together.
-        NotImplementedError: x1, weight1 or bias1 is given, as in parallel blocks.
+        NotImplementedError: x1, weight1 or bias1 is given, as in parallel blocks, or out or residual_out.
     """
-    return _norm_of_sum(**given)
+    _check(x, weight, bias, residual)
+    total, mask = _summed(x, residual, dropout_p, rowscale)
+    factor = weight.to(total.dtype) + (1.0 if zero_centered_weight else 0.0)
+    normed = _normalised(total, factor, bias, eps, rms=is_rms_norm)
+    results: list[Tensor | None] = [normed.to(x.dtype if out_dtype is None else out_dtype)]
+    if prenorm:
+        wide = torch.promote_types(x.dtype, torch.float32) if residual_in_fp32 else x.dtype
+        results.append(total.to(wide if residual is None else residual.dtype))
+    if return_dropout_mask:
+        results += [mask, None]
+    return results[0] if len(results) == 1 else tuple(results)
 
 
 @called_as(f"{_BEFORE} {_AFTER}", refused=_REFUSED)
 def rms_norm_fn(**given: Any) -> Any:
     """:func:`layer_norm_fn` with RMSNorm, and without its argument ``is_rms_norm``."""
-    return _norm_of_sum(**given, is_rms_norm=True)
+    return layer_norm_fn(**given, is_rms_norm=True)
 
 
 @called_as(_OLDER, renamed=_OLDER_NAMES)
@@ -73,13 +86,28 @@ def dropout_add_layer_norm(**given: Any) -> Any:
     Returns:
         out ``[..., N]`` in the dtype of x0, or the tuple (out, sum, mask) of what is asked for.
     """
-    return _with_bytes(_norm_of_sum(**given, is_rms_norm=False), given)
+    return _older(**given, is_rms_norm=False)
 
 
 @called_as(_OLDER, renamed=_OLDER_NAMES)
 def dropout_add_rms_norm(**given: Any) -> Any:
     """:func:`dropout_add_layer_norm` with RMSNorm."""
-    return _with_bytes(_norm_of_sum(**given, is_rms_norm=True), given)
+    return _older(**given, is_rms_norm=True)
+
+
+def _older(x0: Tensor, layerscale: Tensor | None, return_dropout_mask: bool, **given: Any) -> Any:
+    """:func:`layer_norm_fn` of x0 * layerscale, with one mask, of bytes."""
+    x, residual = x0, given["residual"]
+    if layerscale is not None:
+        check_layout(x0.shape[-1:], layerscale=layerscale)
+        wide = torch.promote_types(x0.dtype, torch.float32)
+        x = x0.to(wide) * layerscale.to(wide)
+    out, *total, mask, _ = layer_norm_fn(x, **given, out_dtype=x0.dtype, return_dropout_mask=True)
+    if residual is None and not given["residual_in_fp32"]:
+        total = [t.to(x0.dtype) for t in total]
+    masks = [torch.ones_like(x0, dtype=torch.uint8) if mask is None else mask.to(torch.uint8)]
+    results = (out, *total, *(masks if return_dropout_mask else ()))
+    return results if len(results) > 1 else out
 
 
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, epsilon: float) -> Tensor:
@@ -109,22 +137,17 @@ def layer_norm_linear_fn(linear_weight: Tensor, linear_bias: Tensor | None, pren
     return (out, total) if prenorm else out
 
 
-class RMSNorm(torch.nn.Module):
+class RMSNorm(torch.nn.RMSNorm):
     """``flash_attn.ops.triton.layer_norm.RMSNorm``: :func:`rms_norm_fn` with a weight ``[hidden_size]``."""
-
-    weight: torch.nn.Parameter
-    bias: None
 
     @called_as("self hidden_size eps=1e-5 dropout_p=0.0 zero_centered_weight=False device=None dtype=None")
     def __init__(
         self, hidden_size: int, eps: float, dropout_p: float, zero_centered_weight: bool, **kinds: Any
     ) -> None:
-        super().__init__()
-        self.eps, self.zero_centered_weight = eps, zero_centered_weight
+        self.zero_centered_weight = zero_centered_weight
+        super().__init__(hidden_size, eps, **kinds)
         self.drop = torch.nn.Dropout(dropout_p) if dropout_p > 0.0 else None
-        self.weight = torch.nn.Parameter(torch.empty(hidden_size, **kinds))
         self.register_parameter("bias", None)
-        self.reset_parameters()
 
     def reset_parameters(self) -> None:
         """Make the factors 1."""
@@ -134,17 +157,10 @@ class RMSNorm(torch.nn.Module):
         self, x: Tensor, residual: Tensor | None = None, prenorm: bool = False, residual_in_fp32: bool = False
     ) -> Any:
         """``[..., hidden_size]``; see :func:`layer_norm_fn`."""
-        return rms_norm_fn(
-            x,
-            self.weight,
-            self.bias,
-            residual=residual,
-            eps=self.eps,
-            dropout_p=self.drop.p if self.drop is not None and self.training else 0.0,
-            prenorm=prenorm,
-            residual_in_fp32=residual_in_fp32,
-            zero_centered_weight=self.zero_centered_weight,
-        )
+        dropout_p = self.drop.p if self.drop is not None and self.training else 0.0
+        options = {"residual_in_fp32": residual_in_fp32, "zero_centered_weight": self.zero_centered_weight}
+        given = self.weight, self.bias, residual
+        return rms_norm_fn(x, *given, eps=self.eps, dropout_p=dropout_p, prenorm=prenorm, **options)
 
 
 class OlderRMSNorm(RMSNorm):
@@ -154,28 +170,15 @@ class OlderRMSNorm(RMSNorm):
         super().__init__(hidden_size, eps, device=device, dtype=dtype)
 
 
-class DropoutAddLayerNorm(torch.nn.Module):
+class DropoutAddLayerNorm(torch.nn.LayerNorm):
     """:func:`dropout_add_layer_norm` with a weight and a bias ``[hidden_size]``; ``p`` counts in training only."""
 
     rms = False
-    weight: torch.nn.Parameter
-    bias: torch.nn.Parameter | None
 
     @called_as("self hidden_size prenorm=False p=0.0 eps=1e-5 residual_in_fp32=False device=None dtype=None")
-    def __init__(
-        self, hidden_size: int, prenorm: bool, p: float, eps: float, residual_in_fp32: bool, **kinds: Any
-    ) -> None:
-        super().__init__()
-        self.prenorm, self.p, self.eps, self.residual_in_fp32 = prenorm, p, eps, residual_in_fp32
-        self.weight = torch.nn.Parameter(torch.empty(hidden_size, **kinds))
-        self.register_parameter("bias", None if self.rms else torch.nn.Parameter(torch.empty(hidden_size, **kinds)))
-        self.reset_parameters()
-
-    def reset_parameters(self) -> None:
-        """Make the factors 1 and the bias 0."""
-        torch.nn.init.ones_(self.weight)
-        if self.bias is not None:
-            torch.nn.init.zeros_(self.bias)
+    def __init__(self, hidden_size: int, prenorm: bool, p: float, residual_in_fp32: bool, **given: Any) -> None:
+        super().__init__(hidden_size, bias=not self.rms, **given)
+        self.prenorm, self.p, self.residual_in_fp32 = prenorm, p, residual_in_fp32
 
     def forward(self, x0: Tensor, residual: Tensor | None = None) -> Any:
         """out ``[..., hidden_size]``, with ``prenorm`` (out, sum)."""
@@ -194,61 +197,21 @@ class DropoutAddRMSNorm(DropoutAddLayerNorm):
 # ---- how it is computed ----------------------------------------------------------------------------------------------
 
 
-def _norm_of_sum(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    residual: Tensor | None,
-    *,
-    eps: float,
-    is_rms_norm: bool,
-    zero_centered_weight: bool = False,
-    prenorm: bool,
-    residual_in_fp32: bool,
-    return_dropout_mask: bool,
-    out_dtype: torch.dtype | None = None,
-    out: Tensor | None = None,
-    residual_out: Tensor | None = None,
-    **scales: Any,
-) -> Any:
-    """The computation of all functions of this module; see :func:`layer_norm_fn` and :func:`dropout_add_layer_norm`."""
-    _check_shapes(x, residual=residual, out=out, residual_out=residual_out)
-    _check_weights(x.shape[-1], weight=weight, bias=bias, layerscale=scales.get("layerscale"))
-    total, mask = _summed(x, residual, **scales)
-    factor = weight.to(total.dtype) + (1.0 if zero_centered_weight else 0.0)
-    normed = _normalised(total, factor, bias, eps, rms=is_rms_norm)
-    results: list[Tensor | None] = [_into(out, normed.to(x.dtype if out_dtype is None else out_dtype))]
-    if prenorm or residual_out is not None:
-        wide = torch.promote_types(x.dtype, torch.float32) if residual_in_fp32 else x.dtype
-        rounded = _into(residual_out, total.to(wide if residual is None else residual.dtype))
-        results += [rounded] if prenorm else []
-    if return_dropout_mask:
-        results += [mask, None]
-    return results[0] if len(results) == 1 else tuple(results)
-
-
 def _summed(
-    x: Tensor,
-    residual: Tensor | None,
-    *,
-    dropout_p: float,
-    rowscale: Tensor | None = None,
-    layerscale: Tensor | None = None,
+    x: Tensor, residual: Tensor | None, dropout_p: float, rowscale: Tensor | None
 ) -> tuple[Tensor, Tensor | None]:
     """(the input of the norm in float32 or float64, the mask of what was kept of x)."""
-    if not 0.0 <= dropout_p < 1.0:
-        raise FlashArgumentError(f"dropout_p must be at least 0 and below 1, got {dropout_p}")
     total = x.to(torch.promote_types(x.dtype, torch.float32))
     mask = None
     if rowscale is not None:
         if rowscale.numel() != x.shape[:-1].numel():
             raise FlashArgumentError(f"rowscale must be {list(x.shape[:-1])}, got {list(rowscale.shape)}")
         total = total * rowscale.detach().reshape(*x.shape[:-1], 1).to(total.dtype)
+    if not 0.0 <= dropout_p < 1.0:
+        raise FlashArgumentError(f"dropout_p must be at least 0 and below 1, got {dropout_p}")
     if dropout_p:
         mask = torch.rand_like(total) >= dropout_p
         total = total.masked_fill(~mask, 0.0) / (1.0 - dropout_p)
-    if layerscale is not None:
-        total = total * layerscale.to(total.dtype)
     return total if residual is None else total + residual.to(total.dtype), mask
 
 
@@ -260,27 +223,9 @@ def _normalised(total: Tensor, weight: Tensor, bias: Tensor | None, eps: float, 
     return out if shift is None else out + shift
 
 
-def _with_bytes(results: Any, given: dict[str, Any]) -> Any:
-    """The results of an older function: one mask, of bytes."""
-    if not given["return_dropout_mask"]:
-        return results
-    *others, mask, _ = results
-    return *others, torch.ones_like(given["x"], dtype=torch.uint8) if mask is None else mask.to(torch.uint8)
-
-
-def _into(target: Tensor | None, value: Tensor) -> Tensor:
-    return value if target is None else target.copy_(value)
-
-
-def _check_shapes(x: Tensor, **others: Tensor | None) -> None:
+def _check(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None) -> None:
     if not isinstance(x, Tensor) or not x.is_floating_point():
         raise TypeError(f"x must be a tensor of floating point numbers, got {getattr(x, 'dtype', type(x).__name__)}")
-    for name, other in others.items():
-        if other is not None and other.shape != x.shape:
-            raise FlashArgumentError(f"{name} must be {list(x.shape)} like x, got {list(other.shape)}")
-
-
-def _check_weights(hidden: int, **weights: Tensor | None) -> None:
-    for name, weight in weights.items():
-        if weight is not None and weight.shape != (hidden,):
-            raise FlashArgumentError(f"{name} must be [{hidden}], got {list(weight.shape)}")
+    check_layout(x.shape[-1:], weight=weight, **({} if bias is None else {"bias": bias}))
+    if residual is not None:
+        check_layout(x.shape, residual=residual)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..options import FlashArgumentError
+from ..options import check_whole_numbers
 
 
 def index_first_axis(tensor: Tensor, indices: Tensor) -> Tensor:
@@ -54,11 +54,7 @@ def unpad_input_for_concatenated_sequences(
     Returns:
         (tokens ``[total, ...]``; indices int64 ``[total]``; cu_seqlens int32 ``[sequences + 1]``; the longest length).
     """
-    if attention_mask_in_length.dim() != 2 or attention_mask_in_length.is_floating_point():
-        raise FlashArgumentError(
-            "attention_mask_in_length must be whole numbers [B, S], got "
-            f"{attention_mask_in_length.dtype} {list(attention_mask_in_length.shape)}"
-        )
+    check_whole_numbers(("B", "S"), attention_mask_in_length=attention_mask_in_length)
     filled = attention_mask_in_length.sum(dim=-1, keepdim=True)
     places = torch.arange(attention_mask_in_length.shape[1], device=filled.device)
     indices = (places < filled).flatten().nonzero()[:, 0]

@@ -16,191 +16,149 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
-from ...call import AttentionCall, Gradients, Results, Wanted, check_call
-from ...config import AttentionConfig, default_config
-from ...routes.run import gradients, run
-from ..options import FlashArgumentError, FlashOptions, alibi_mask, check_layout
+from ...attention import sdpa_backward
+from ...call import without_autocast
+from ..options import PACKED, TOKENS, FlashArgumentError, FlashOptions, alibi_mask, attend, check_layout, flash_options
 from ..signatures import called_as
 from ..varlen import cut_to_used, read_ends, varlen_attend
 
 _ROWS = 128  # flash-attn rounds the rows of softmax_d up to it
-
 _OPTIONS = "dropout_p softmax_scale causal window_size_left=-1 window_size_right=-1 softcap=0.0 alibi_slopes=None"
 _LENGTHS = "cu_seqlens_q cu_seqlens_k max_seqlen_q max_seqlen_k"
 _SAVED = "dout q k v out softmax_lse dq dk dv"
 
 
-@called_as(f"q k v {_OPTIONS} return_softmax=False", ignored="return_softmax")
-def flash_attn_forward(q: Tensor, k: Tensor, v: Tensor, **given: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """``_flash_attn_forward``; for its arguments see :func:`pascal_attn_core.flash_attn.flash_attn_func`.
-
-    Returns:
-        (out ``[B, L, Hq, Dv]``, lse float32 ``[B, Hq, L]``, an empty tensor, rng_state).
-    """
-    check_layout("[B, tokens, heads, head_dim]", 4, q=q, k=k, v=v)
-    with torch.no_grad():
-        out, lse = _attend(q, k, v, _options(q, q.shape[0], **given))
-    return out, lse, q.new_empty(0), _rng_state(q)
-
-
-@called_as(f"{_SAVED} {_OPTIONS} deterministic=False rng_state=None", ignored="rng_state")
-def flash_attn_backward(
-    q: Tensor, k: Tensor, v: Tensor, out: Tensor, dout: Tensor, softmax_lse: Tensor,
-    dq: Tensor | None, dk: Tensor | None, dv: Tensor | None, **given: Any,
-) -> Tensor:  # fmt: skip
-    """``_flash_attn_backward``: writes the gradients into dq, dk and dv where they are tensors.
-
-    Args:
-        dout, out: ``[B, L, Hq, Dv]``; softmax_lse: ``[B, Hq, L]``.
-        deterministic: see :func:`pascal_attn_core.flash_attn.flash_attn_func`.
-    Returns:
-        float32 ``[B, Hq, L rounded up to 128]``: the sum over dout * out, zero after the last query.
-    """
-    check_layout("[B, tokens, heads, head_dim]", 4, q=q, k=k, v=v, out=out, dout=dout)
-    options = _options(q, q.shape[0], **given)
-    with torch.no_grad():
-        grads = _go_back(dout, q, k, v, Results(out, softmax_lse), options)
-        for name, target, grad in zip(("dq", "dk", "dv"), (dq, dk, dv), grads):
-            if target is not None:
-                _check_shape(name, target, grad.shape)
-                target.copy_(grad)
-        sums = (dout.float() * out.float()).sum(-1).transpose(1, 2)
-    return torch.nn.functional.pad(sums, (0, -sums.shape[2] % _ROWS))
-
-
-@called_as(
-    f"q k v {_LENGTHS} {_OPTIONS} return_softmax=False block_table=None leftpad_k=None seqused_k=None "
-    "zero_tensors=False num_splits=0",
-    ignored="max_seqlen_q max_seqlen_k return_softmax zero_tensors num_splits",
-    refused="leftpad_k",
-)
-def flash_attn_varlen_forward(
-    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, block_table: Tensor | None,
-    seqused_k: Tensor | None, **given: Any,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """``_flash_attn_varlen_forward``: :func:`flash_attn_forward` within each of several concatenated sequences.
+@torch.no_grad()
+def forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
+    seqused_k: Tensor | None = None,
+    block_table: Tensor | None = None,
+    **given: Any,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """``_flash_attn_forward`` of a batch, or ``_flash_attn_varlen_forward`` within each of concatenated sequences.
 
     Args:
         seqused_k: int32 ``[B]``: only this many first keys of each sequence count.
         others: see :func:`pascal_attn_core.flash_attn.flash_attn_varlen_func`.
     Returns:
-        (out ``[total_q, Hq, Dv]``, lse float32 ``[Hq, total_q]``, an empty tensor, rng_state).
+        (out, lse in float32, an empty tensor, rng_state).
     Raises:
-        NotImplementedError: leftpad_k is given, or block_table together with seqused_k.
+        NotImplementedError: an argument is not supported, or block_table is given together with seqused_k.
     """
-    check_layout("[total, heads, head_dim]", 3, q=q)
-    if block_table is not None and seqused_k is not None:
-        raise NotImplementedError("block_table is not supported by Pascal Attention with seqused_k")
-    if seqused_k is not None:
-        k, v, cu_seqlens_k = cut_to_used("seqused_k", cu_seqlens_k, seqused_k, k, v)
-    with torch.no_grad():
-        out, lse = varlen_attend(
-            q, k, v, cu_seqlens_q, cu_seqlens_k, lambda batch: _options(q, batch, **given), with_lse=True,
-            block_table=block_table,
-        )  # fmt: skip
+    options = _options(**given)
+    if cu_seqlens_q is None or cu_seqlens_k is None:
+        for name, only_packed in {"seqused_k": seqused_k, "block_table": block_table}.items():
+            if only_packed is not None:
+                raise NotImplementedError(f"{name} is not supported without both cu_seqlens_q and cu_seqlens_k")
+        check_layout(TOKENS, q=q)
+        with without_autocast(q):
+            out, lse = attend(q, k, v, options, with_lse=True)
+    else:
+        if seqused_k is not None:
+            if block_table is not None:
+                raise NotImplementedError("block_table is not supported by Pascal Attention with seqused_k")
+            k, v, cu_seqlens_k = cut_to_used("seqused_k", cu_seqlens_k, seqused_k, k, v)
+        check_layout(PACKED, q=q)
+        ends = cu_seqlens_q, cu_seqlens_k
+        with without_autocast(q):
+            out, lse = varlen_attend(q, k, v, *ends, options, with_lse=True, block_table=block_table)
     assert lse is not None
-    return out, lse, q.new_empty(0), _rng_state(q)
+    return out, lse, q.new_empty(0), q.new_zeros(2, dtype=torch.int64)
 
 
-@called_as(
+@torch.no_grad()
+def backward(
+    q: Tensor, k: Tensor, v: Tensor, out: Tensor, dout: Tensor, softmax_lse: Tensor,
+    dq: Tensor | None, dk: Tensor | None, dv: Tensor | None,
+    cu_seqlens_q: Tensor | None = None, cu_seqlens_k: Tensor | None = None, **given: Any,
+) -> Tensor:  # fmt: skip
+    """``_flash_attn_backward`` and ``_flash_attn_varlen_backward``: writes the gradients into dq, dk and dv where they
+    are tensors, zero after the last sequence.
+
+    Args:
+        deterministic: see :func:`pascal_attn_core.flash_attn.flash_attn_func`.
+    Returns:
+        The sum over dout * out of each query in float32, else zero: ``[B, Hq, L rounded up to 128]``; for sequences
+        ``[Hq, total_q + 128 * B]``, each 128 times its number behind its place.
+    """
+    options, targets = _options(**given), (dq, dk, dv)
+    check_layout(TOKENS if cu_seqlens_q is None else PACKED, q=q, k=k, v=v)
+    check_layout((*q.shape[:-1], v.shape[-1]), out=out, dout=dout)
+    for name, target, like in zip(("dq", "dk", "dv"), targets, (q, k, v)):
+        if target is not None:
+            check_layout(like.shape, **{name: target})
+    sums = (dout.float() * out.float()).sum(-1)
+    if cu_seqlens_q is None or cu_seqlens_k is None:
+        _write_gradients(targets, dout, q, k, v, out, softmax_lse, options)
+        return pad(sums.transpose(1, 2), (0, -q.shape[1] % _ROWS))
+    batch = len(cu_seqlens_q) - 1
+    options.check_slopes(batch, q.shape[1])
+    softmax_d = q.new_zeros(q.shape[1], q.shape[0] + _ROWS * batch, dtype=torch.float32)
+    for target in targets:
+        if target is not None:
+            target.zero_()
+    for b, i, j in _sequences(cu_seqlens_q, cu_seqlens_k, q, k):
+        own = [None if target is None else target[None, places] for target, places in zip(targets, (i, j, j))]
+        saved = out[None, i], softmax_lse[None, :, i]
+        _write_gradients(own, dout[None, i], q[None, i], k[None, j], v[None, j], *saved, options.part(b, b + 1))
+        softmax_d[:, i.start + _ROWS * b : i.stop + _ROWS * b] = sums[i].T
+    return softmax_d
+
+
+flash_attn_forward = called_as(f"q k v {_OPTIONS} return_softmax=False", ignored="return_softmax")(forward)
+flash_attn_backward = called_as(f"{_SAVED} {_OPTIONS} deterministic=False rng_state=None", ignored="rng_state")(
+    backward
+)
+flash_attn_varlen_forward = called_as(
+    f"q k v {_LENGTHS} {_OPTIONS} return_softmax=False block_table=None leftpad_k=None seqused_k=None "
+    "zero_tensors=False num_splits=0",
+    ignored="max_seqlen_q max_seqlen_k return_softmax zero_tensors num_splits",
+    refused="leftpad_k",
+)(forward)
+flash_attn_varlen_backward = called_as(
     f"{_SAVED} {_LENGTHS} {_OPTIONS} deterministic=False rng_state=None zero_tensors=False",
     ignored="max_seqlen_q max_seqlen_k rng_state zero_tensors",
-)
-def flash_attn_varlen_backward(
-    q: Tensor, k: Tensor, v: Tensor, out: Tensor, dout: Tensor, softmax_lse: Tensor,
-    dq: Tensor | None, dk: Tensor | None, dv: Tensor | None, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, **given: Any,
-) -> Tensor:  # fmt: skip
-    """``_flash_attn_varlen_backward``: writes the gradients into dq, dk and dv where they are tensors, zero after the
-    last sequence.
-
-    Returns:
-        float32 ``[Hq, total_q + 128 * B]``: the sum over dout * out of each query, in the places of its sequence's
-        first query plus 128 times the number of the sequence; else zero.
-    """
-    check_layout("[total, heads, head_dim]", 3, q=q, k=k, v=v, out=out, dout=dout)
-    batch = len(cu_seqlens_q) - 1
-    options = _options(q, batch, **given)
-    softmax_d = q.new_zeros(q.shape[1], q.shape[0] + _ROWS * batch, dtype=torch.float32)
-    with torch.no_grad():
-        for name, target, like in zip(("dq", "dk", "dv"), (dq, dk, dv), (q, k, v)):
-            if target is not None:
-                _check_shape(name, target, like.shape)
-                target.zero_()
-        for b, of_q, of_k in _sequences(cu_seqlens_q, cu_seqlens_k, q, k):
-            saved = Results(out[None, of_q], softmax_lse[None, :, of_q])
-            one = dout[None, of_q], q[None, of_q], k[None, of_k], v[None, of_k]
-            for target, grad, tokens in zip(
-                (dq, dk, dv), _go_back(*one, saved, options.part(b, b + 1)), (of_q, of_k, of_k)
-            ):
-                if target is not None:
-                    target[tokens] = grad[0]
-            sums = (dout[of_q].float() * out[of_q].float()).sum(-1).T
-            softmax_d[:, of_q.start + _ROWS * b : of_q.stop + _ROWS * b] = sums
-    return softmax_d
+)(backward)
 
 
 # ---- one call --------------------------------------------------------------------------------------------------------
 
 
 def _options(
-    q: Tensor,
-    batch: int,
-    *,
-    dropout_p: float,
-    window_size_left: int,
-    window_size_right: int,
-    softcap: float | None,
-    alibi_slopes: Tensor | None,
-    deterministic: bool = False,
-    **given: Any,
+    *, dropout_p: float = 0.0, window_size_left: int = -1, window_size_right: int = -1, **given: Any
 ) -> FlashOptions:
     if dropout_p:
         raise NotImplementedError(f"dropout_p must be 0 in functions without autograd, got {dropout_p}")
-    return FlashOptions.of(
-        dropout_p=0.0,
-        **given,
-        window_size=(window_size_left, window_size_right),
-        softcap=softcap or 0.0,
-        alibi_slopes=None if alibi_slopes is None else alibi_slopes.detach(),
-        deterministic=deterministic,
-        batch=batch,
-        heads=q.shape[-2],
-    )
+    return flash_options(window_size=(window_size_left, window_size_right), **given)
 
 
-def _checked(q: Tensor, k: Tensor, v: Tensor, options: FlashOptions) -> AttentionCall:
-    query, key, value = (t.detach().transpose(1, 2) for t in (q, k, v))
-    given = options.given(enable_gqa=q.shape[2] != k.shape[2])
-    return check_call(query, key, value, alibi_mask(options.slopes, q, k), given)
-
-
-def _config(options: FlashOptions) -> AttentionConfig:
-    config = options.config or default_config()
-    return config.in_fixed_order() if options.deterministic else config
-
-
-def _attend(q: Tensor, k: Tensor, v: Tensor, options: FlashOptions) -> tuple[Tensor, Tensor]:
-    """(out ``[B, L, Hq, Dv]``, lse ``[B, Hq, L]``)."""
-    out, lse, *_ = run(_checked(q, k, v, options), _config(options), with_lse=True)
-    assert lse is not None
-    return out.transpose(1, 2).contiguous(), lse
-
-
-def _go_back(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, saved: Results, options: FlashOptions
-) -> tuple[Tensor, ...]:
-    """Gradients of q, k and v in their layout, from out and lse in flash-attn's layout."""
-    call = _checked(q, k, v, options)
-    expected = [*q.shape[:3], v.shape[-1]]
-    lse = saved.lse
-    assert lse is not None
-    rows = list(call.out_shape[:-1])
-    for name, tensor, shape in (("out", saved.out, expected), ("dout", dout, expected), ("softmax_lse", lse, rows)):
-        _check_shape(name, tensor, shape)
-    saved = Results(saved.out.transpose(1, 2).to(q.dtype), lse.to(call.sums_dtype))
-    grads: Gradients = gradients(call, _config(options), saved, Wanted(dout.transpose(1, 2)))
-    return tuple(grad.transpose(1, 2) for grad in (grads.query, grads.key, grads.value))
+def _write_gradients(
+    targets: Sequence[Tensor | None],
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    options: FlashOptions,
+) -> None:
+    """Writes the gradients of q, k and v, from out and lse in flash-attn's layout."""
+    check_layout((q.shape[0], q.shape[2], q.shape[1]), softmax_lse=lse)
+    rules = options.rules._asdict()
+    del rules["dropout_p"]
+    grad_out, query, key, value, output = (t.transpose(1, 2) for t in (dout, q, k, v, out))
+    rules |= {"attn_mask": alibi_mask(options, q, k), "config": options.config_in_force}
+    with without_autocast(q):
+        grads = sdpa_backward(grad_out, query, key, value, output, lse, **rules)
+    for target, grad in zip(targets, grads):
+        if target is not None:
+            target.copy_(grad.transpose(1, 2))
 
 
 def _sequences(cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, q: Tensor, k: Tensor) -> Iterator[tuple[int, slice, slice]]:
@@ -213,13 +171,3 @@ def _sequences(cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, q: Tensor, k: Tensor)
         )
     for b, (of_q, of_k) in enumerate(zip(itertools.pairwise(ends_q), itertools.pairwise(ends_k))):
         yield b, slice(*of_q), slice(*of_k)
-
-
-def _check_shape(name: str, tensor: Tensor, shape: Sequence[int]) -> None:
-    if list(tensor.shape) != list(shape):
-        raise FlashArgumentError(f"{name} must have shape {list(shape)}, got {list(tensor.shape)}")
-
-
-def _rng_state(q: Tensor) -> Tensor:
-    """flash-attn's state of dropout."""
-    return q.new_zeros(2, dtype=torch.int64)

@@ -14,24 +14,16 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..options import FlashArgumentError, check_layout
+from ..options import PACKED, TOKENS, FlashArgumentError, check_layout, check_whole_numbers, unpacked
 from ..signatures import called_as
 
+_PLACES = "seqlen_offsets=0 cu_seqlens=None max_seqlen=None"
 # Cosines and sines of each token, ``[..., tokens, 1, rotary_dim / 2]``.
 _Table = tuple[Tensor, Tensor]
 
 
-def apply_rotary(
-    x: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    seqlen_offsets: int | Tensor = 0,
-    cu_seqlens: Tensor | None = None,
-    max_seqlen: int | None = None,
-    interleaved: bool = False,
-    inplace: bool = False,
-    conjugate: bool = False,
-) -> Tensor:
+@called_as(f"x cos sin {_PLACES} interleaved=False inplace=False conjugate=False")
+def apply_rotary(x: Tensor, interleaved: bool, inplace: bool, conjugate: bool, **table: Any) -> Tensor:
     """Rotate the first ``rotary_dim`` numbers of each head; autograd does not look inside (as in flash-attn).
 
     Args:
@@ -46,24 +38,15 @@ def apply_rotary(
     Raises:
         TypeError, ValueError: arguments that do not fit together; x has not been touched.
     """
-    table = _table_of(x, cos, sin, seqlen_offsets, cu_seqlens, max_seqlen)
+    cos, sin = _table_of(x, **table)
     with torch.no_grad():
-        return _rotated(x, [table], _How(_whole, interleaved, inplace, conjugate))
+        return _rotated(x, [(cos, -sin if conjugate else sin)], _How(_whole, interleaved, inplace))
 
 
-def apply_rotary_emb(
-    x: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    interleaved: bool = False,
-    inplace: bool = False,
-    seqlen_offsets: int | Tensor = 0,
-    cu_seqlens: Tensor | None = None,
-    max_seqlen: int | None = None,
-) -> Tensor:
+@called_as(f"x cos sin interleaved=False inplace=False {_PLACES}")
+def apply_rotary_emb(x: Tensor, interleaved: bool, inplace: bool, **table: Any) -> Tensor:
     """:func:`apply_rotary` with gradients: returns x rotated, of its shape and dtype."""
-    table = _table_of(x, cos, sin, seqlen_offsets, cu_seqlens, max_seqlen)
-    return _differentiable(x, [table], _How(_whole, interleaved, inplace))
+    return _differentiable(x, [_table_of(x, **table)], _How(_whole, interleaved, inplace))
 
 
 apply_rotary_emb_func = apply_rotary_emb
@@ -75,16 +58,11 @@ class ApplyRotaryEmb:
     apply = staticmethod(apply_rotary_emb)
 
 
+@called_as("qkv cos sin cos_k=None sin_k=None interleaved=False seqlen_offsets=0 num_heads_q=None")
 def apply_rotary_emb_qkv_(
-    qkv: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    cos_k: Tensor | None = None,
-    sin_k: Tensor | None = None,
-    interleaved: bool = False,
-    seqlen_offsets: int | Tensor = 0,
-    num_heads_q: int | None = None,
-) -> Tensor:
+    qkv: Tensor, cos: Tensor, sin: Tensor, cos_k: Tensor | None, sin_k: Tensor | None, interleaved: bool,
+    seqlen_offsets: int | Tensor, num_heads_q: int | None,
+) -> Tensor:  # fmt: skip
     """Rotate the queries and keys within ``qkv``, in place.
 
     Args:
@@ -94,8 +72,8 @@ def apply_rotary_emb_qkv_(
     Returns:
         qkv.
     """
-    cut = functools.partial(_queries_and_keys, num_heads_q=num_heads_q)
-    q, k = cut(qkv)
+    cut = functools.partial(unpacked, num_heads_q=num_heads_q)
+    q, k, _ = cut(qkv)
     cos_k, sin_k = cos if cos_k is None else cos_k, sin if sin_k is None else sin_k
     tables = [_table_of(q, cos, sin, seqlen_offsets), _table_of(k, cos_k, sin_k, seqlen_offsets)]
     return _differentiable(qkv, tables, _How(cut, interleaved, inplace=True))
@@ -105,11 +83,9 @@ def apply_rotary_emb_kv_(
     kv: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False, seqlen_offsets: int | Tensor = 0
 ) -> Tensor:
     """Rotate the keys within ``kv [B, L, 2, H, D]``, in place; returns kv. Arguments as :func:`apply_rotary`."""
-    check_layout("[B, tokens, 2, heads, head_dim]", 5, kv=kv)
-    if kv.shape[2] != 2:
-        raise FlashArgumentError(f"kv must be [B, tokens, 2, heads, head_dim], got shape {tuple(kv.shape)}")
+    check_layout(("B", "tokens", 2, "heads", "head_dim"), kv=kv)
     tables = [_table_of(kv[:, :, 0], cos, sin, seqlen_offsets)]
-    return _differentiable(kv, tables, _How(_keys, interleaved, inplace=True))
+    return _differentiable(kv, tables, _How(functools.partial(torch.unbind, dim=2), interleaved, inplace=True))
 
 
 def rotate_half(x: Tensor, interleaved: bool = False) -> Tensor:
@@ -226,45 +202,31 @@ class _How(NamedTuple):
 
     cut: Callable[[Tensor], Sequence[Tensor]]
     interleaved: bool
-    inplace: bool = False
-    conjugate: bool = False
+    inplace: bool
 
 
 def _table_of(
-    x: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    offsets: int | Tensor,
-    cu_seqlens: Tensor | None = None,
-    max_seqlen: int | None = None,
+    x: Tensor, cos: Tensor, sin: Tensor, seqlen_offsets: int | Tensor, cu_seqlens: Any = None, max_seqlen: Any = None
 ) -> _Table:
-    """The cosines and sines of each token, 1 and 0 outside of the tables.
-
-    Raises:
-        TypeError, ValueError: arguments that do not fit together.
-    """
-    if cu_seqlens is None:
-        check_layout("[B, tokens, heads, head_dim]", 4, x=x)
-        batch, tokens = x.shape[:2]
-    else:
-        check_layout("[total, heads, head_dim]", 3, x=x)
-        check_layout("[B + 1]", 1, cu_seqlens=cu_seqlens)
+    """The cosines and sines of each token, 1 and 0 outside of the tables; the arguments are checked."""
+    offsets = seqlen_offsets
+    check_layout(TOKENS if cu_seqlens is None else PACKED, x=x)
+    _check_tables(cos, sin, x.shape[-1])
+    batch, tokens = x.shape[:2]
+    if cu_seqlens is not None:
+        check_whole_numbers(("B + 1",), cu_seqlens=cu_seqlens)
         if max_seqlen is None:
             raise FlashArgumentError("max_seqlen must be given with cu_seqlens, got None")
         batch, tokens = cu_seqlens.shape[0] - 1, max_seqlen
-    _check_tables(cos, sin, x.shape[-1])
     if isinstance(offsets, Tensor):
-        if offsets.shape != (batch,) or offsets.dtype not in (torch.int32, torch.int64):
-            raise FlashArgumentError(
-                f"seqlen_offsets must be int32 or int64 [{batch}], got {offsets.dtype} {list(offsets.shape)}"
-            )
+        check_whole_numbers((batch,), seqlen_offsets=offsets)
     elif offsets < 0:
         raise FlashArgumentError(f"seqlen_offsets must not be negative, got {offsets}")
     last = tokens if isinstance(offsets, Tensor) else tokens + offsets
     if last > cos.shape[0]:
         raise FlashArgumentError(f"cos must have {last} positions, got {cos.shape[0]}")
     if cu_seqlens is not None:
-        rows = _places(cu_seqlens.long(), x.shape[0], offsets, cos.shape[0])
+        rows = _positions(cu_seqlens.long(), x.shape[0], offsets, cos.shape[0])
     elif isinstance(offsets, Tensor):
         rows = offsets[:, None].long() + torch.arange(tokens, device=offsets.device)
     else:
@@ -276,7 +238,7 @@ def _table_of(
 
 
 def _check_tables(cos: Tensor, sin: Tensor, head_dim: int) -> None:
-    check_layout("[positions, rotary_dim / 2]", 2, cos=cos, sin=sin)
+    check_layout(("positions", "rotary_dim / 2"), cos=cos, sin=sin)
     if cos.shape != sin.shape or 2 * cos.shape[1] > head_dim:
         raise FlashArgumentError(
             f"cos and sin must be [positions, at most {head_dim // 2}], got {list(cos.shape)} and {list(sin.shape)}"
@@ -285,16 +247,14 @@ def _check_tables(cos: Tensor, sin: Tensor, head_dim: int) -> None:
         raise FlashArgumentError("cos and sin must not require a gradient: none is computed; pass cos.detach()")
 
 
-def _places(ends: Tensor, total: int, offsets: int | Tensor, outside: int) -> Tensor:
-    """The position of each token ``[total]`` of sequences that end at ``ends [B + 1]``; ``outside`` after the last."""
-    batch = ends.shape[0] - 1
+def _positions(ends: Tensor, total: int, offsets: int | Tensor, outside: int) -> Tensor:
+    """The position of each token ``[total]`` of sequences that end at ``ends [B + 1]``; from ``outside`` on after the
+    last."""
     place = torch.arange(total, device=ends.device)
-    sequence = torch.searchsorted(ends, place, right=True) - 1
-    behind = sequence >= batch
-    sequence = sequence.clamp(max=max(batch - 1, 0))
-    place = place - ends[sequence]
-    place = place + (offsets[sequence].long() if isinstance(offsets, Tensor) else offsets)
-    return place.masked_fill(behind, outside)
+    sequence = torch.bucketize(place, ends[1:], right=True)
+    first = offsets.long() if isinstance(offsets, Tensor) else torch.full_like(ends[1:], offsets)
+    first = torch.nn.functional.pad(first, (0, 1), value=outside)
+    return place - ends[sequence] + first[sequence]
 
 
 def _rotated(x: Tensor, tables: list[_Table], how: _How) -> Tensor:
@@ -306,8 +266,6 @@ def _rotated(x: Tensor, tables: list[_Table], how: _How) -> Tensor:
     dtype = torch.promote_types(x.dtype, torch.float32)
     for part, table in zip(how.cut(base), tables):
         cos, sin = (values.to(dtype) for values in table)
-        if how.conjugate:
-            sin = -sin
         targets = _pairs(part[..., : 2 * cos.shape[-1]], how.interleaved)
         first, second = (target.to(dtype, copy=True) for target in targets)
         targets[0].copy_(first * cos - second * sin)
@@ -334,9 +292,8 @@ class _Rotation(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        tables = list(zip(ctx.saved_tensors[::2], ctx.saved_tensors[1::2]))
-        back = ctx.how._replace(inplace=False, conjugate=not ctx.how.conjugate)
-        return _Rotation.apply(grads[0], back, tables), None, None
+        back = [(cos, -sin) for cos, sin in zip(ctx.saved_tensors[::2], ctx.saved_tensors[1::2])]
+        return _Rotation.apply(grads[0], ctx.how._replace(inplace=False), back), None, None
 
 
 def _pairs(x: Tensor, interleaved: bool) -> tuple[Tensor, Tensor]:
@@ -353,24 +310,3 @@ def _joined(first: Tensor, second: Tensor, interleaved: bool) -> Tensor:
 
 def _whole(x: Tensor) -> tuple[Tensor]:
     return (x,)
-
-
-def _keys(kv: Tensor) -> tuple[Tensor]:
-    return (kv[:, :, 0],)
-
-
-def _queries_and_keys(qkv: Tensor, num_heads_q: int | None = None) -> tuple[Tensor, Tensor]:
-    """Views ``[B, L, Hq, D]`` and ``[B, L, Hk, D]``."""
-    if isinstance(qkv, Tensor) and qkv.dim() == 5 and qkv.shape[2] == 3:
-        return qkv[:, :, 0], qkv[:, :, 1]
-    if num_heads_q is None:
-        check_layout("[B, tokens, 3, heads, head_dim]", 5, qkv=qkv)
-        raise FlashArgumentError(f"qkv must be [B, tokens, 3, heads, head_dim], got shape {tuple(qkv.shape)}")
-    check_layout("[B, tokens, num_heads_q + 2 * num_heads_k, head_dim]", 4, qkv=qkv)
-    heads_k, odd = divmod(qkv.shape[2] - num_heads_q, 2)
-    if odd or heads_k < 0:
-        raise FlashArgumentError(
-            f"qkv must be [B, tokens, num_heads_q + 2 * num_heads_k, head_dim] with num_heads_q = {num_heads_q}, got "
-            f"shape {tuple(qkv.shape)}"
-        )
-    return qkv[:, :, :num_heads_q], qkv[:, :, num_heads_q : num_heads_q + heads_k]

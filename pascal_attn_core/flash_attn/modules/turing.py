@@ -34,14 +34,13 @@ def flash_attn_func(q: Tensor, k: Tensor, v: Tensor, *sizes: int) -> Tensor:
 
 def fwd(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> list[Tensor]:
     """[out ``[B, L, Hq, D]``, lse ``[B, Hq, L]`` in float32] of ``q [B, L, Hq, D]`` over ``k, v [B, S, Hkv, D]``."""
-    return list(raw.flash_attn_forward(q, k, v, 0.0, None, is_causal)[:2])
+    return list(raw.forward(q, k, v, causal=is_causal)[:2])
 
 
 def bwd(q: Tensor, k: Tensor, v: Tensor, out: Tensor, l: Tensor, dout: Tensor, is_causal: bool) -> list[Tensor]:  # noqa: E741
     """[dq, dk, dv] from the results of :func:`fwd` and ``dout``, the gradient of out."""
     grads = [torch.empty_like(t) for t in (q, k, v)]
-    named = dict(zip(("dq", "dk", "dv"), grads))
-    raw.flash_attn_backward(dout, q, k, v, out, l, **named, dropout_p=0.0, softmax_scale=None, causal=is_causal)
+    raw.backward(q, k, v, out, dout, l, *grads, causal=is_causal)
     return grads
 
 
@@ -58,22 +57,20 @@ def varlen_fwd(
     Returns:
         [out ``[total_q, Hq, D]``, lse ``[B, Hq, max_seqlen_q]``, zero after each sequence].
     """
-    lengths = cu_seqlens_q, cu_seqlens_k, None, None
-    out, lse, *_ = raw.flash_attn_varlen_forward(q, k, v, *lengths, 0.0, None, is_causal)
+    out, lse, *_ = raw.forward(q, k, v, cu_seqlens_q, cu_seqlens_k, causal=is_causal)
     return [out, padded_lse(lse, read_ends("cu_seqlens_q", cu_seqlens_q, q.shape[0]), max_seqlen_q, 0.0)]
 
 
-@called_as(f"q k v out l dout {_LENGTHS} is_causal", ignored="max_seqlen_k")
+@called_as(f"q k v out l dout {_LENGTHS} is_causal", ignored="max_seqlen_q max_seqlen_k")
 def varlen_bwd(
     q: Tensor, k: Tensor, v: Tensor, out: Tensor, l: Tensor, dout: Tensor,  # noqa: E741
-    cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int, is_causal: bool,
+    cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, is_causal: bool,
 ) -> list[Tensor]:  # fmt: skip
     """[dq, dk, dv] from the results of :func:`varlen_fwd`, zero after the last sequence."""
     ends = read_ends("cu_seqlens_q", cu_seqlens_q, q.shape[0])
     lse = torch.cat([row[:, : last - first] for row, first, last in zip(l, ends, ends[1:])], 1)
     lse = torch.nn.functional.pad(lse, (0, q.shape[0] - ends[-1]))
     grads = [torch.empty_like(t) for t in (q, k, v)]
-    lengths = dict(zip(_LENGTHS.split(), (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, None)))
-    named = {**lengths, **dict(zip(("dq", "dk", "dv"), grads)), "dropout_p": 0.0, "softmax_scale": None}
-    raw.flash_attn_varlen_backward(dout, q, k, v, out, lse, **named, causal=is_causal)
+    lengths = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k}
+    raw.backward(q, k, v, out, dout, lse, *grads, **lengths, causal=is_causal)
     return grads

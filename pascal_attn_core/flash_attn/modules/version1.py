@@ -5,14 +5,13 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ... import flash_attn as functions
-from ..options import FlashArgumentError, FlashOptions, check_layout
+from ..options import FlashArgumentError, check_layout, flash_options
 from ..signatures import called_as, options_of
 from ..varlen import padded_lse, varlen_attend
 from .padding import pad_input, unpad_input
@@ -33,12 +32,8 @@ def flash_attn_unpadded_func(
         ``[total_q, H, D]``, with ``return_attn_probs`` (that, lse ``[B, H, max_seqlen_q]``, -inf after the end of each
         sequence, None).
     """
-    check_layout("[total, heads, head_dim]", 3, q=q)
-
-    def options(batch: int) -> FlashOptions:
-        unused: dict[str, Any] = {"window_size": (-1, -1), "softcap": 0.0, "alibi_slopes": None}
-        return replace(FlashOptions.of(**given, **unused, batch=batch, heads=q.shape[1]), alignment="upper_left")
-
+    options = flash_options(**given)
+    options = options._replace(rules=options.rules._replace(alignment="upper_left"))
     out, lse = varlen_attend(q, k, v, cu_seqlens_q, cu_seqlens_k, options, with_lse=return_attn_probs)
     if lse is None:
         return out
@@ -48,7 +43,7 @@ def flash_attn_unpadded_func(
 @options_of(flash_attn_unpadded_func, 3)
 def flash_attn_unpadded_kvpacked_func(q: Tensor, kv: Tensor, *options: Any, **named: Any) -> Any:
     """:func:`flash_attn_unpadded_func` with ``kv [total_k, 2, H, D]``."""
-    check_layout("[total, 2, heads, head_dim]", 4, kv=kv)
+    check_layout(("total", 2, "heads", "head_dim"), kv=kv)
     return flash_attn_unpadded_func(q, *kv.unbind(1), *options, **named)
 
 
@@ -57,7 +52,7 @@ def flash_attn_unpadded_qkvpacked_func(
     qkv: Tensor, cu_seqlens: Tensor, max_seqlen: int, *options: Any, **named: Any
 ) -> Any:
     """:func:`flash_attn_unpadded_func` with ``qkv [total, 3, H, D]``."""
-    check_layout("[total, 3, heads, head_dim]", 4, qkv=qkv)
+    check_layout(("total", 3, "heads", "head_dim"), qkv=qkv)
     lengths = cu_seqlens, cu_seqlens, max_seqlen, max_seqlen
     return flash_attn_unpadded_func(*qkv.unbind(1), *lengths, *options, **named)
 
@@ -99,7 +94,7 @@ class FlashAttention(nn.Module):
         if cu_seqlens is not None:
             longest = qkv.shape[0] if max_s is None else max_s
             return flash_attn_unpadded_qkvpacked_func(qkv, cu_seqlens, longest, dropout_p, **options), None
-        check_layout("[B, tokens, 3, heads, head_dim]", 5, qkv=qkv)
+        check_layout(("B", "tokens", 3, "heads", "head_dim"), qkv=qkv)
         batch, tokens = qkv.shape[:2]
         if key_padding_mask is None:
             return functions.flash_attn_qkvpacked_func(qkv, dropout_p, **options), None

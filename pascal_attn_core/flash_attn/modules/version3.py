@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ... import flash_attn as functions
-from ..options import FlashArgumentError, check_layout
+from ..options import check_layout, unpacked
 from ..signatures import called_as
 from ..varlen import cut_to_used, used_places
 from . import raw
@@ -30,9 +30,7 @@ _REFUSED = "q_descale k_descale v_descale attention_chunk"
 
 
 @called_as(
-    f"q k v softmax_scale=None causal=False qv=None {_OPTIONS} {_LAST}",
-    ignored=_IGNORED,
-    refused=f"{_REFUSED} qv",
+    f"q k v softmax_scale=None causal=False qv=None {_OPTIONS} {_LAST}", ignored=_IGNORED, refused=f"{_REFUSED} qv"
 )
 def flash_attn_func(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Any:
     """:func:`pascal_attn_core.flash_attn.flash_attn_func`, which returns (out, lse) with ``return_attn_probs``.
@@ -52,13 +50,7 @@ def flash_attn_func(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Any:
 )
 def flash_attn_qkvpacked_func(qkv: Tensor, num_heads_q: int | None, **options: Any) -> Any:
     """:func:`flash_attn_func` with ``qkv [B, L, 3, H, D]``, or ``[B, L, num_heads_q + 2 * Hkv, D]``."""
-    if num_heads_q is None or not isinstance(qkv, Tensor) or qkv.dim() != 4:
-        result = functions.flash_attn_qkvpacked_func(qkv, **options)
-        return result[:2] if isinstance(result, tuple) else result
-    heads_kv, odd = divmod(qkv.shape[2] - num_heads_q, 2)
-    if odd or heads_kv < 1:
-        raise FlashArgumentError(f"qkv must be [B, tokens, {num_heads_q} + 2 * heads, head_dim], got {list(qkv.shape)}")
-    return flash_attn_func(*qkv.split([num_heads_q, heads_kv, heads_kv], 2), **options)
+    return flash_attn_func(*unpacked(qkv, num_heads_q), **options)
 
 
 @called_as(
@@ -125,9 +117,8 @@ def flash_attn_combine(
     Returns:
         (out ``[B, L, H, D]`` in out_dtype, or in the dtype of the parts; lse ``[B, L, H]``).
     """
-    check_layout("[parts, B, tokens, heads, head_dim]", 5, out_partial=out_partial)
-    if lse_partial.shape != out_partial.shape[:-1]:
-        raise FlashArgumentError(f"lse_partial must be {list(out_partial.shape[:-1])}, got {list(lse_partial.shape)}")
+    check_layout(("parts", "B", "tokens", "heads", "head_dim"), out_partial=out_partial)
+    check_layout(out_partial.shape[:-1], lse_partial=lse_partial)
     lse = lse_partial.logsumexp(0)
     # a query without a key in any part has weights of 0
     weights = (lse_partial - lse.masked_fill(lse == -torch.inf, 0.0)).exp()
@@ -157,8 +148,8 @@ def get_scheduler_metadata(cache_seqlens: Tensor, **_: Any) -> Tensor:
     f"{_SCALES} softmax_scale=None causal=False {_SIDES} attention_chunk=0 softcap=0.0 rotary_interleaved=True "
     "scheduler_metadata=None num_splits=1 pack_gqa=None sm_margin=0 * out=None window_size=None",
     renamed={"page_table": "block_table"},
-    ignored=f"{_IGNORED} seqlens_rotary rotary_interleaved scheduler_metadata",
-    refused=f"{_REFUSED} qv k_new v_new cu_seqlens_k_new seqused_q kv_batch_idx rotary_cos rotary_sin",
+    ignored=f"{_IGNORED} max_seqlen_q max_seqlen_k seqlens_rotary rotary_interleaved scheduler_metadata",
+    refused=f"{_REFUSED} qv k_new v_new cu_seqlens_k_new seqused_q kv_batch_idx leftpad_k rotary_cos rotary_sin",
 )
 def flash_attn_forward(q: Tensor, k: Tensor, v: Tensor, out_: Tensor | None, out: Tensor | None, **given: Any) -> Any:
     """``_flash_attn_forward`` for a batch, or for concatenated sequences with ``cu_seqlens_q`` and ``cu_seqlens_k``.
@@ -172,8 +163,7 @@ def flash_attn_forward(q: Tensor, k: Tensor, v: Tensor, out_: Tensor | None, out
     Raises:
         NotImplementedError: new keys, a cache, rotation or scales are given.
     """
-    function, options = _of_the_batch_or_packed(raw.flash_attn_forward, raw.flash_attn_varlen_forward, given)
-    found, lse, *_ = function(q, k, v, dropout_p=0.0, **options)
+    found, lse, *_ = raw.forward(q, k, v, **_with_sides(given))
     for target in (out_, out):
         if target is not None:
             found = target.copy_(found)
@@ -184,7 +174,7 @@ def flash_attn_forward(q: Tensor, k: Tensor, v: Tensor, out_: Tensor | None, out
     f"dout q k v out softmax_lse {_LENGTHS} sequed_q=None sequed_k=None {_LONGEST} dq=None dk=None dv=None "
     f"softmax_scale=None is_causal=False {_SIDES} softcap=0.0 deterministic=False sm_margin=0 * causal=None "
     "window_size=None",
-    ignored="sm_margin",
+    ignored="max_seqlen_q max_seqlen_k sm_margin",
     refused="sequed_q sequed_k",
 )
 def flash_attn_backward(is_causal: bool, causal: bool | None, **given: Any) -> Tensor:
@@ -192,26 +182,17 @@ def flash_attn_backward(is_causal: bool, causal: bool | None, **given: Any) -> T
 
     Args:
         causal, window_size: the names of is_causal and of the two sides of the window before 2026.
-        others: see :func:`.raw.flash_attn_backward`.
+        others: see :func:`.raw.backward`.
     Returns:
         softmax_d, see there.
     """
-    given["causal"] = is_causal if causal is None else causal
-    function, options = _of_the_batch_or_packed(raw.flash_attn_backward, raw.flash_attn_varlen_backward, given)
-    result: Tensor = function(dropout_p=0.0, **options)
-    return result
+    return raw.backward(causal=is_causal if causal is None else causal, **_with_sides(given))
 
 
-def _of_the_batch_or_packed(batch: Any, packed: Any, given: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """The function that computes a call, and its options."""
+def _with_sides(given: dict[str, Any]) -> dict[str, Any]:
     window = given.pop("window_size")
     if window is not None:
         given["window_size_left"], given["window_size_right"] = window
-    if given["cu_seqlens_q"] is not None and given["cu_seqlens_k"] is not None:
-        return packed, given
-    lengths = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
-    for name in ("cu_seqlens_q", "cu_seqlens_k", "seqused_k", "block_table", "leftpad_k"):
-        if given.get(name) is not None:
-            raise NotImplementedError(f"{name} is not supported without both cu_seqlens_q and cu_seqlens_k")
-    packed_only = {*lengths, "seqused_k", "block_table", "leftpad_k"}
-    return batch, {name: value for name, value in given.items() if name not in packed_only}
+    if (given["cu_seqlens_q"] is None) != (given["cu_seqlens_k"] is None):
+        raise NotImplementedError("cu_seqlens_q is not supported without cu_seqlens_k, nor the other way round")
+    return given

@@ -62,6 +62,7 @@ def test_what_fa3_returns_is_for_the_user_to_say() -> None:
                 deterministic=False)[0].unflatten(0, (1, 4))
             torch.testing.assert_close(wan, out)
             assert len(fa3.flash_attn_qkvpacked_func(torch.stack([q, q, q], 2))) == 2
+            assert isinstance(fa3.flash_attn_func(q, q, q, return_attn_probs=False), torch.Tensor)
         with install_as_flash_attn(fa3=None) as patch:
             assert patch.sites == 27
             with raises(ModuleNotFoundError):

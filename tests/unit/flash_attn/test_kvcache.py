@@ -153,7 +153,7 @@ BAD: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"cache_batch_idx": torch.tensor([0, 9])}, ValueError, "cache_batch_idx must be from 0 to 2"),
     ({"cache_leftpad": torch.tensor([9, 0])}, ValueError, "cache_leftpad must be from 0 to cache_seqlens"),
     ({"block_table": torch.zeros(2, 1).int(), "cache_leftpad": torch.zeros(2).int()}, ValueError, "must be None"),
-    ({"block_table": torch.zeros(2, 1)}, ValueError, "block_table must be whole numbers"),
+    ({"block_table": torch.zeros(2, 1)}, TypeError, "block_table must be whole numbers"),
     ({"v": None}, TypeError, "v must be a tensor"),
     ({"k": rand(2, 2, 1, DIM)}, ValueError, "k"),
     ({"k": None, "v": None, "rotary_cos": rand(12, 4)}, ValueError, "rotary_cos and rotary_sin must come with k"),

@@ -11,10 +11,16 @@ from torch import Tensor, nn
 from pascal_attn_core.flash_attn.modules import absent
 from pascal_attn_core.flash_attn.modules import activations as act
 from pascal_attn_core.flash_attn.modules.block import Block, StochasticDepth
-from pascal_attn_core.flash_attn.modules.dense import FusedDense, FusedMLP, fused_dense_func, fused_mlp_func
 from pascal_attn_core.flash_attn.modules.embedding import GPT2Embeddings, PatchEmbed
 from pascal_attn_core.flash_attn.modules.mha import MHA
-from pascal_attn_core.flash_attn.modules.mlp import GatedMlp, Mlp
+from pascal_attn_core.flash_attn.modules.mlp import (
+    FusedDense,
+    FusedMLP,
+    GatedMlp,
+    Mlp,
+    fused_dense_func,
+    fused_mlp_func,
+)
 from pascal_attn_core.flash_attn.modules.norms import RMSNorm
 
 CLOSE = {torch.float64: 1e-10, torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}

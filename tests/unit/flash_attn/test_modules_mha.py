@@ -59,8 +59,10 @@ def test_the_modules_with_padding(causal: bool, padded: bool) -> None:
     for b in range(2):
         expected, _ = plain(q[b : b + 1], *(t[b : b + 1, keep_k[b]] for t in kv.unbind(2)), causal=causal)
         torch.testing.assert_close(cross[b], expected[0])
-    with pytest.raises(ValueError, match=r"key_padding_mask must be bool \[2, 5\]"):
+    with pytest.raises(TypeError, match="key_padding_mask must be bool"):
         inner.SelfAttention()(qkv, key_padding_mask=keep.int())
+    with pytest.raises(ValueError, match=r"key_padding_mask must be \[2, 5\]"):
+        inner.SelfAttention()(qkv, key_padding_mask=keep_k)
 
 
 def test_padding_never_makes_a_matrix(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -83,18 +83,16 @@ def test_what_is_returned() -> None:
     near(out, normed(expected, weight.double(), None, 1e-6, True), CLOSE[torch.bfloat16])
 
 
-def test_results_are_written_where_they_are_wanted() -> None:
-    x, residual, weight = leaf(3, 6), leaf(3, 6), leaf(6)
-    out, total = torch.empty(3, 6, dtype=F64), torch.empty(3, 6, dtype=F64)
-    results = norms.layer_norm_fn(x, weight, None, residual, prenorm=True, out=out, residual_out=total)
-    assert results[0] is out
-    assert results[1] is total
-    torch.testing.assert_close(total, (x + residual).detach(), check_dtype=False)
-    (grad,) = torch.autograd.grad(out.pow(2).sum(), x)
-    (expected,) = torch.autograd.grad(norms.layer_norm_fn(x, weight, None, residual).pow(2).sum(), x)
-    torch.testing.assert_close(grad, expected)
-    norms.layer_norm_fn(x.detach(), weight.detach(), None, residual_out=(kept := torch.zeros(3, 6, dtype=F64)))
-    torch.testing.assert_close(kept, x.detach())
+def test_the_other_results_of_the_older_norm() -> None:
+    x, weight = torch.randn(3, 6).bfloat16(), torch.ones(6)
+    out, total = norms.dropout_add_layer_norm(x, None, weight, None, 0.0, 1e-5, None, torch.full((6,), 0.5), True)
+    assert out.dtype == total.dtype == x.dtype
+    assert torch.equal(total, x * 0.5)
+    out, mask = norms.dropout_add_rms_norm(x, None, weight, None, 0.0, 1e-5, return_dropout_mask=True)
+    assert mask.dtype == torch.uint8
+    assert mask.all()
+    with pytest.raises(ValueError, match=r"layerscale must be \[6\], got \[5\]"):
+        norms.dropout_add_rms_norm(x, None, weight, None, 0.0, 1e-5, layerscale=torch.ones(5))
 
 
 @pytest.mark.parametrize("rms", [False, True])
@@ -181,7 +179,6 @@ WRONG = [
     ({"weight": torch.ones(5)}, r"weight must be \[6\], got \[5\]"),
     ({"rowscale": torch.ones(2)}, r"rowscale must be \[3\]"),
     ({"dropout_p": 1.0}, "dropout_p must be at least 0"),
-    ({"out": torch.zeros(3, 5)}, "out must be"),
 ]
 
 
@@ -192,6 +189,13 @@ def test_what_does_not_fit_is_refused(changed: dict[str, Any], words: str) -> No
         norms.layer_norm_fn(**arguments)
     with pytest.raises(TypeError, match="floating point"):
         norms.layer_norm_fn(torch.zeros(3, 6).int(), torch.ones(6), None)
+
+
+@pytest.mark.torch_2_5
+def test_a_norm_compiles_as_one_graph() -> None:
+    norm, x = norms.RMSNorm(6), torch.randn(2, 6)
+    compiled = torch.compile(lambda t: norm(t, residual=t, prenorm=True), fullgraph=True, backend="eager")
+    torch.testing.assert_close(compiled(x), norm(x, residual=x, prenorm=True))
 
 
 def test_no_rows_and_much_in_one_row() -> None:

@@ -151,7 +151,7 @@ def test_several_sequences_in_a_row_of_a_batch() -> None:
     assert longest == 6
     assert indices.tolist() == [*range(5), *range(6, 11), *range(12, 18)]
     torch.testing.assert_close(padding.pad_input(tokens, indices, 3, 6)[2], x[2])
-    with pytest.raises(ValueError, match="whole numbers"):
+    with pytest.raises(TypeError, match="whole numbers"):
         padding.unpad_input_for_concatenated_sequences(x, lengths.double())
 
 
