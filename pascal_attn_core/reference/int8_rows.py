@@ -40,7 +40,7 @@ class Int8Matrix(NamedTuple):
         return rotate(self.codes.float() * self.scales[:, None], self.rotation)
 
     def to(self, device: torch.device, *, non_blocking: bool = False) -> Int8Matrix:
-        """The same on a device."""
+        """The matrix on a device."""
         codes, scales = (t.to(device, non_blocking=non_blocking) for t in self[:2])
         return Int8Matrix(codes, scales, self.rotation)
 
