@@ -1,4 +1,4 @@
-"""What hosts add to modules is named in one place of the core."""
+"""One place of the core names what hosts add to modules."""
 
 import ast
 import re
