@@ -87,9 +87,10 @@ def tried(
 @contextlib.contextmanager
 def _as_reasons(passing: tuple[type[BaseException], ...]) -> Iterator[None]:
     """Whatever foreign code raises during a trial becomes the reason against slices."""
+    as_they_are: tuple[type[BaseException], ...] = (NotTokenwise, *passing)
     try:
         yield
-    except (NotTokenwise, *passing):
+    except as_they_are:
         raise
     except Exception as error:
         if is_out_of_memory(error):
