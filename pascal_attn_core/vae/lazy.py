@@ -371,6 +371,26 @@ class Narrowed(Aligned):
         return pieces[0][tuple([slice(None)] * self.cut + [slice(start, stop, self.step)])]
 
 
+class Flipped(Aligned):
+    """The elements of one dimension in the opposite order."""
+
+    def __init__(self, node: Lazy, along: int):
+        super().__init__(node.like, (node,))
+        self.along = along
+
+    def own_granule(self, dim: int) -> int:
+        unit = super().own_granule(dim)
+        return unit if dim != self.along or unit == 1 else 0
+
+    def wants(self, dim: int, low: int, high: int) -> list[Want]:
+        if dim != self.along:
+            return super().wants(dim, low, high)
+        return [Want(self.inputs[0], dim, self.size(dim) - high, self.size(dim) - low)]
+
+    def compute(self, pieces: list[Tensor], dim: int, low: int, high: int) -> Tensor:
+        return pieces[0].flip(self.along)
+
+
 class Expanded(Aligned):
     """Dimensions of one element repeated."""
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from .attention import Attention
-from .lazy import Dims, Expanded, Filled, Joined, Known, Lazy, Narrowed, Permuted, Pointwise, Rowwise, Viewed, aten
+from .lazy import Expanded, Filled, Flipped, Joined, Known, Lazy, Narrowed, Permuted, Pointwise, Rowwise, Viewed, aten
 from .run import Run
 from .store import Value
 from .trees import leaves, mapped
@@ -68,7 +68,7 @@ def pointwise(run: Run, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
 
 
 def rowwise(
-    run: Run, node: Lazy, func: Any, args: tuple, kwargs: dict[str, Any], dims: Dims, *, heavy: bool = False
+    run: Run, node: Lazy, func: Any, args: tuple, kwargs: dict[str, Any], dims: Sequence[Any], *, heavy: bool = False
 ) -> Lazy:
     """An operator that treats ranges of some dimensions of its input on their own; see :class:`.lazy.Rowwise`."""
     run.settled(node)
@@ -265,19 +265,18 @@ def _padded_along(run: Run, node: Lazy, dim: int, before: int, after: int, mode:
     def rows(start: int, stop: int) -> Lazy:
         return _narrowed(run, node, dim, start, stop)
 
-    left: Sequence[Lazy]
-    right: Sequence[Lazy]
+    left: Lazy
+    right: Lazy
+    likes = [node.like.new_empty(node.shape_of(dim, 0, count)) for count in (first, last)]
     if mode == "constant":
-        likes = (node.like.new_empty(node.shape_of(dim, 0, count)) for count in (first, last))
-        left, right = ([Filled(like, number, run.device)] for like in likes)
+        left, right = (Filled(like, number, run.device) for like in likes)
     elif mode == "circular":
-        left, right = [rows(size - first, size)], [rows(0, last)]
+        left, right = rows(size - first, size), rows(0, last)
     elif mode == "replicate":
-        left, right = [rows(0, 1)] * first, [rows(size - 1, size)] * last
+        left, right = (Expanded(rows(at, at + 1), like.shape) for at, like in zip((0, size - 1), likes))
     else:
-        left = [rows(place, place + 1) for place in range(first, 0, -1)]
-        right = [rows(place, place + 1) for place in range(size - 2, size - 2 - last, -1)]
-    return [*left, rows(first - before, size + after - last), *right]
+        left, right = Flipped(rows(1, first + 1), dim), Flipped(rows(size - 1 - last, size - 1), dim)
+    return [left, rows(first - before, size + after - last), right]
 
 
 _HALO = {"nearest": 0, "linear": 1, "bilinear": 1, "trilinear": 1, "bicubic": 2}
