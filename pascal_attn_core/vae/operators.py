@@ -46,9 +46,10 @@ def _like(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
 
 
 def _with_steady_weights(run: Run, node: Lazy, args: Any, kind: type[Tensor] = nn.Parameter) -> Lazy:
-    """Compute a node at once where a hook may change its weights as soon as their layer has been called: those of its
-    arguments that are parameters, or tensors of another kind."""
-    if not run.is_steady(*(leaf for leaf in leaves(args) if isinstance(leaf, kind))):
+    """Compute a node at once where its weights, the tensors of this kind among its arguments, may be others as soon as
+    their layer has been called: a hook may write to them, or a host has made them for this call."""
+    weights = (leaf for leaf in leaves(args) if isinstance(leaf, kind))
+    if any(not isinstance(weight, nn.Parameter) or id(weight) in run.unsteady for weight in weights):
         run.evaluate(node)
     return node
 
