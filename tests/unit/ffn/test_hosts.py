@@ -1,4 +1,4 @@
-"""What hosts add to modules is named in one place of the core."""
+"""The attributes that hosts add to modules are named in one place of the core."""
 
 import ast
 import re
