@@ -7,7 +7,7 @@ from typing import Any
 
 from ...pascal_attn_core.ffn.binding import FfnBinding
 from ...pascal_attn_core.ffn.report import FfnReport
-from ...pascal_attn_core.patching.hosts import register
+from ...pascal_attn_core.patching.hosts import CastingLayers, register
 from ..comfy import host
 from ..engine.runs import Run
 from .injection import Injection, network_of
@@ -20,7 +20,7 @@ _CASTING_CODE = (
     "comfy.ops", "comfy.model_management", "comfy.memory_management", "comfy.pinned_memory", "comfy.quant_ops",
     "comfy_kitchen", "comfy_aimdo",
 )  # fmt: skip
-register("comfy_cast_weights", _CASTING_CODE)
+register(CastingLayers("comfy_cast_weights", _CASTING_CODE))
 
 
 class Chunking(Injection):

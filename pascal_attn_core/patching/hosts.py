@@ -9,6 +9,7 @@ them with :func:`register`.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
@@ -16,14 +17,24 @@ from torch import nn
 Slot = tuple[dict[str, Any], str]
 #: the instance attributes that hooks set beside ``forward``
 HOOK_NAMES = frozenset({"_hf_hook", "_old_forward", "_diffusers_hook"})
-_casting: dict[str, tuple[str, ...]] = {}
 
 
-def register(name: str, modules: tuple[str, ...] = ()) -> None:
-    """Let every patch of a ``forward`` recognise a host's casting layers, which fetch, cast and patch their weights
-    inside ``forward``: by the attribute of this name, and by the Python modules whose code does that, also when it is
-    called from elsewhere. What such layers keep between calls is their own business."""
-    _casting[name] = modules
+@dataclass(frozen=True)
+class CastingLayers:
+    """Layers that fetch, cast and patch their weights inside ``forward``. What they keep between calls is their own
+    business."""
+
+    name: str  # the attribute by which they are recognised
+    modules: tuple[str, ...] = ()  # the Python modules whose code does that, also when it is called from elsewhere
+
+
+_casting: tuple[CastingLayers, ...] = ()
+
+
+def register(layers: CastingLayers) -> None:
+    """Let every patch of a ``forward`` recognise a host's layers; equal registrations count once."""
+    global _casting
+    _casting = (*(other for other in _casting if other != layers), layers)
 
 
 def is_hooked(module: nn.Module) -> bool:
@@ -32,12 +43,12 @@ def is_hooked(module: nn.Module) -> bool:
 
 def casts_weights(module: nn.Module) -> bool:
     """Whether the layer brings its weights to the input's device and dtype in each call."""
-    return any(hasattr(module, name) for name in _casting)
+    return any(hasattr(module, layers.name) for layers in _casting)
 
 
 def is_hosts(module: str) -> bool:
     """Whether the code of a Python module of this name brings weights."""
-    return any(f"{module}.".startswith(f"{name}.") for modules in _casting.values() for name in modules)
+    return any(f"{module}.".startswith(f"{name}.") for layers in _casting for name in layers.modules)
 
 
 def forward_slots(module: nn.Module) -> Iterator[Slot]:

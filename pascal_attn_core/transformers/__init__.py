@@ -27,7 +27,6 @@ from torch import Tensor
 
 from ..attention import sdpa, sdpa_with_lse
 from ..config import AttentionConfig, default_config
-from ..flash_attn.options import FlashOptions
 from ..patching.patch import Patch, PatchGroup, replaced
 from .call import Masked, refuse_what_we_do_not_know, weights, with_query_sinks
 from .mask import HostMask, asks_interface, pascal_mask
@@ -126,24 +125,24 @@ def _attention_by(config: AttentionConfig | None) -> Callable[..., tuple[Tensor,
     ) -> tuple[Tensor, Tensor | None]:
         refuse_what_we_do_not_know(kwargs)
         if kwargs.get("cache") is not None or kwargs.get("read_index") is not None:  # continuous batching
-            options = FlashOptions(dropout, scaling, softcap=softcap, config=config)
-            return paged_attend(module, query, key, value, kwargs, options=options, s_aux=s_aux), None
+            more: Any = {"scaling": scaling, "dropout": dropout, "softcap": softcap, "s_aux": s_aux, "config": config}
+            return paged_attend(module, query, key, value, kwargs, **more), None
         sinks = kwargs.get("sinks")
         masked = Masked.of(module, query, key, value, attention_mask, is_causal).with_bias(position_bias)
-        given: dict[str, Any] = masked.options() | {"scale": scaling, "softcap": softcap}
-        given |= {"sinks": None if s_aux is None else s_aux.flatten(), "enable_gqa": query.shape[1] != key.shape[1]}
+        options: dict[str, Any] = masked.options() | {"scale": scaling, "softcap": softcap}
+        options |= {"sinks": None if s_aux is None else s_aux.flatten(), "enable_gqa": query.shape[1] != key.shape[1]}
         tensors = (query, masked.key, masked.value, masked.mask, dropout)
         lse: Any = None
         if sinks is None:
-            out = sdpa(*tensors, **given, config=config)
+            out = sdpa(*tensors, **options, config=config)
         else:
-            out, lse = sdpa_with_lse(*tensors, **given, config=config)
+            out, lse = sdpa_with_lse(*tensors, **options, config=config)
             out = with_query_sinks(out, lse, sinks)
         if kwargs.get("head_mask") is not None:  # scaling a head's probabilities scales its output
             out = out * kwargs["head_mask"]
         probs = None
         if kwargs.get("output_attentions"):
-            probs = weights(query, key, masked, given)
+            probs = weights(query, key, masked, options)
             probs = probs if sinks is None else with_query_sinks(probs, lse, sinks)
         return out.transpose(1, 2).contiguous(), probs
 

@@ -11,13 +11,13 @@ import functools
 import importlib
 import inspect
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from ..config import AttentionConfig
 from ..flash_attn.options import FlashOptions
 from ..flash_attn.varlen import varlen_attend
 from ..patching.patch import replaced
@@ -27,7 +27,17 @@ from .call import with_query_sinks
 # Like the cache itself: torch.compile would copy its views of one tensor at every write.
 @torch._disable_dynamo
 def paged_attend(
-    module: Any, query: Tensor, key: Tensor, value: Tensor, kwargs: dict[str, Any], *, options: FlashOptions, s_aux: Any
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    kwargs: dict[str, Any],
+    *,
+    scaling: float | None,
+    dropout: float,
+    softcap: float | None,
+    s_aux: Tensor | None,
+    config: AttentionConfig | None,
 ) -> Tensor:
     """Attention of the requests of one step, each causal over its own keys.
 
@@ -47,7 +57,7 @@ def paged_attend(
     if isinstance(ends_k, dict):  # versions before 5.23, and layers that share the keys of another one
         ends_k = ends_k["full_attention" if window is None else "sliding_attention"]
     sides = None if window is None else (window - 1, -1)
-    options = replace(options, causal=True, window=sides)
+    options = FlashOptions(dropout, scaling, causal=True, window=sides, softcap=softcap, config=config)
     ends, query = (_on_cpu(ends_q), _on_cpu(ends_k)), query[0].transpose(0, 1)
     out, lse = varlen_attend(query, keys, values, *ends, lambda batch: options, with_lse=s_aux is not None)
     if s_aux is not None and lse is not None:

@@ -1,4 +1,4 @@
-"""The attributes that hosts add to modules are named in one place of the core."""
+"""One place of the core names what hosts add to modules."""
 
 import ast
 import re

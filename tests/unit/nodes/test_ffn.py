@@ -13,10 +13,10 @@ from torch import Tensor, nn
 
 from pascal_attn_core.ffn.binding import FfnBinding
 from pascal_attn_core.ffn.plan import Settings, Site, make_plan
-from pascal_attn_core.patching.hosts import register
+from pascal_attn_core.patching.hosts import CastingLayers, register
 
 WIDTH, TOKENS = 16, 96
-register("fetches_weights")
+register(CastingLayers("fetches_weights"))
 
 
 class CastingLinear(nn.Linear):
