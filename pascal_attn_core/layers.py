@@ -153,7 +153,9 @@ class SelfAttention(nn.Module):
         return parts | {"complexity": "O(N)", "comparison_with_naive": compared}
 
 
-FlashAttentionV1 = FlashAttentionV2 = MaskedAttention = SelfAttention
+FlashAttentionV1 = SelfAttention
+FlashAttentionV2 = SelfAttention
+MaskedAttention = SelfAttention
 
 
 class NaiveAttention(SelfAttention):

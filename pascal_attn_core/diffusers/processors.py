@@ -40,17 +40,13 @@ class RedirectedProcessor(metaclass=_EqualToOriginal):
 
 
 def redirect_processor(
-    original: Any,
-    redirect: SdpaRedirect,
-    *,
-    base: type[RedirectedProcessor] = RedirectedProcessor,
-    runs_as: type | None = None,
+    original: Any, redirect: SdpaRedirect, *, base: Any = RedirectedProcessor, runs_as: type | None = None
 ) -> Any:
     """A processor that does what ``original`` does, with attention by ``redirect``. ``original`` is not changed.
 
     Args:
         original: a processor object, an ``nn.Module`` or not.
-        base: a class that the result is an instance of, besides being one of ``original``'s class.
+        base: the RedirectedProcessor that the result is an instance of, besides being one of ``original``'s class.
         runs_as: a class whose ``__call__`` is run instead, for processors that never call SDPA.
     Raises:
         TypeError: ``original`` is a function or has no ``__dict__`` that could be shared.

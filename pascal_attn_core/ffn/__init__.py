@@ -92,7 +92,7 @@ class FfnPatch(Patch):
     """The patch that :func:`patch_ffn` returns."""
 
     def __init__(self, kind: str, model: nn.Module, binding: FfnBinding):
-        self._found, self._binding = binding.find(model), binding
+        self._model, self._binding = model, binding
 
         def undo() -> list[str]:
             binding.settings.enabled = False  # deep copies share it
@@ -107,4 +107,4 @@ class FfnPatch(Patch):
 
     def report(self) -> FfnReport:
         """The state of each module so far."""
-        return self._binding.report_of(self._found)
+        return self._binding.report(self._model)

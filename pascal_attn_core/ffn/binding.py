@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
 from typing import Any
 
 from torch import nn
 
-from .find import Found, find_ffn
+from .find import find_ffn
 from .forward import detach, place
 from .plan import Settings, Site
 from .report import FfnReport, report_line
@@ -27,14 +26,12 @@ class FfnBinding:
         self._include, self._exclude = include, exclude
         self._sites: weakref.WeakKeyDictionary[nn.Module, Site] = weakref.WeakKeyDictionary()
 
-    def find(self, model: nn.Module) -> list[Found]:
-        return list(find_ffn(model, self._include, self._exclude))
-
     def attach(self, model: nn.Module) -> int:
         """Let the feed-forward modules of ``model`` run in slices; returns how many. A second call begins anew,
         apart from the report."""
         self.detach(model)
-        modules = [found.module for found in self.find(model) if not found.why_not]
+        found = list(find_ffn(model, self._include, self._exclude))
+        modules = [each.module for each in found if not each.why_not]
         for module in modules:
             # Nothing has compared the module's state in between, or the forward that it has now.
             site = self._sites[module] = Site(self.settings, used=self._site(module).used)
@@ -58,13 +55,8 @@ class FfnBinding:
 
     def report(self, model: nn.Module) -> FfnReport:
         """The state of each module of ``model`` since the report was reset; those that were not called are waiting."""
-        return self.report_of(self.find(model))
-
-    def report_of(self, modules: Iterable[Found]) -> FfnReport:
-        return FfnReport([report_line(found, None if found.why_not else self._site(found.module)) for found in modules])
+        found = find_ffn(model, self._include, self._exclude)
+        return FfnReport([report_line(each, None if each.why_not else self._site(each.module)) for each in found])
 
     def _site(self, module: nn.Module) -> Site:
-        site = self._sites.get(module)
-        if site is None:
-            site = self._sites[module] = Site(self.settings)
-        return site
+        return self._sites.setdefault(module, Site(self.settings))

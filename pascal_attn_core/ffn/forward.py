@@ -51,7 +51,7 @@ class SlicedForward(ReplacedForward):
             return out
         if (x.is_cuda and torch.cuda.is_current_stream_capturing()) or not self.recheck.is_due():
             return out
-        if self.recheck.passes(self.whole, self.module, inputs, plan.sizes, out, plan.relative):
+        if self.recheck.passes(self.whole, self.module, inputs, plan, out):
             return out
         del out
         refuse(site, inputs, self.module, _FOUND_LATER)

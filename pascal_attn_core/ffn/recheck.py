@@ -6,7 +6,7 @@ changes of what no name leads to.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from ..machine.own_thread import made_up_inputs
 from ..reference.checks import gap
+from .plan import Plan
 from .run import Inputs, slice_of
 from .trial import uncompiled
 
@@ -37,17 +38,10 @@ class Recheck:
         self._done += 1
         return True
 
-    def passes(
-        self,
-        fn: Callable[..., Any],
-        module: nn.Module,
-        inputs: Inputs,
-        sizes: Sequence[int],
-        out: Tensor,
-        relative: float,
-    ) -> bool:
-        """Whether some tokens out of one of the slices of these sizes, run by themselves, give the same results as in
-        ``out`` ``[..., T, D]``, within an error relative to the largest."""
+    def passes(self, fn: Callable[..., Any], module: nn.Module, inputs: Inputs, plan: Plan, out: Tensor) -> bool:
+        """Whether some tokens out of one of the slices, run by themselves, give the same results as in ``out``
+        ``[..., T, D]``."""
+        sizes = plan.sizes
         which = int(len(sizes) * (self._done * _SPREAD % 1))
         count = min(MOST_TOKENS, sizes[which] // 2)
         start = sum(sizes[:which]) + int((sizes[which] - count + 1) * (self._done * _SPREAD**2 % 1))
@@ -55,4 +49,4 @@ class Recheck:
             tokens = [slice_of(tensor.detach(), start, count).clone() for tensor in inputs.tokens.values()]
             again = inputs.call(fn, tokens)
         within = out.detach().narrow(-2, start, count)
-        return isinstance(again, Tensor) and gap(again, within).relative <= relative
+        return isinstance(again, Tensor) and gap(again, within).relative <= (plan.relative or 0.0)

@@ -64,9 +64,8 @@ def inputs_of(args: tuple, kwargs: dict[str, Any]) -> Inputs:
                 raise NotTokenwise(f"argument {place!r} is a {type(value).__name__}, not a plain tensor")
             if value is x or (value.dim() >= 2 and value.shape[-2] == x.shape[-2]):
                 if type(value) is not Tensor:
-                    raise NotTokenwise(
-                        f"argument {place!r} is a parameter with a token dimension, which cannot be sliced"
-                    )
+                    what = "a parameter with a token dimension"
+                    raise NotTokenwise(f"argument {place!r} is {what}, which cannot be sliced")
                 tokens[place] = value
         elif not all(isinstance(leaf, SCALARS) for leaf in tree_leaves(value)):
             raise NotTokenwise(f"argument {place!r} is a {type(value).__name__}, which may carry tokens")

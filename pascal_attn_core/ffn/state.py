@@ -98,7 +98,12 @@ class State:
         self._names = {"forward"}  # in all code that is followed
         self._namespaces: dict[int, _Namespace] = {}  # by the owner's id
         try:
-            self._find(module, forward)
+            for name, child in module.named_modules():
+                self._add_module(name, child)
+            self._visit("forward", forward)
+            for name in _GLOBAL_HOOKS:
+                self._visit(name, getattr(nn.modules.module, name))
+            self._look_up_names()
         except (AttributeError, TypeError, ValueError) as error:  # of a foreign class
             raise NotTokenwise(f"refers to something that cannot be read: {type(error).__name__}: {error}") from error
         del self._seen, self._names, self._namespaces
@@ -126,14 +131,6 @@ class State:
         return tuple((name, *kept, *map(_kind_of, kept.values())) for name, _, _, kept in self._holders)
 
     # --- finding ---
-
-    def _find(self, module: nn.Module, forward: Callable[..., Any] | None) -> None:
-        for name, child in module.named_modules():
-            self._add_module(name, child)
-        self._visit("forward", forward)
-        for name in _GLOBAL_HOOKS:
-            self._visit(name, getattr(nn.modules.module, name))
-        self._look_up_names()
 
     def _add_module(self, name: str, module: nn.Module) -> None:
         attributes = module.__dict__

@@ -60,50 +60,44 @@ def tried(
     Raises:
         NotTokenwise: what keeps the module from being run in slices.
     """
+    tokens = inputs.x.shape[-2]
+    count = min(_TOKENS, tokens)
+    few = count // 2
+    with _as_reasons(passing), _undisturbed(module, fn) as settled, uncompiled(module), made_up_inputs():
+        with torch.no_grad():
+            if verify:
+                _followed(fn, inputs, count, with_data=True)  # fills caches
+                settled()
+            some = _followed(fn, inputs, count, with_data=True) if verify else None
+            few_of_them, all_of_them = _followed(fn, inputs, few), _followed(fn, inputs, tokens)
+            relative = 0.0
+            if some is not None:
+                if not some.operators == few_of_them.operators == all_of_them.operators:
+                    raise NotTokenwise(f"runs different operators on {tokens} tokens than on a few")
+                relative = probe(fn, inputs, count, some.dtypes)
+        if verify and wants_grad:
+            # A surrounding checkpoint counts what is saved for the backward pass.
+            with torch.autograd.graph.saved_tensors_hooks(Tensor.detach, lambda tensor: tensor):
+                probe_gradients(fn, module, inputs, count, relative)
+    token_bytes = (all_of_them.peak - few_of_them.peak) / (tokens - few)
+    constant_bytes = few_of_them.peak - token_bytes * few
+    return Trial(token_bytes, constant_bytes, all_of_them.out_bytes / tokens, relative)
+
+
+@contextlib.contextmanager
+def _as_reasons(passing: tuple[type[BaseException], ...]) -> Iterator[None]:
+    """Whatever foreign code raises during a trial becomes the reason against slices."""
+    as_they_are: tuple[type[BaseException], ...] = (NotTokenwise, *passing)
     try:
-        with _undisturbed(module, fn) as settled, uncompiled(module), made_up_inputs():
-            return _tried(fn, module, inputs, verify, wants_grad, settled)
-    except NotTokenwise:
+        yield
+    except as_they_are:
         raise
-    except passing:
-        raise
-    except Exception as error:  # whatever foreign code raises during a trial becomes the reason
+    except Exception as error:
         if is_out_of_memory(error):
             raise
         traceback.clear_frames(error.__traceback__)  # they hold the trial's tensors
         text = f"{type(error).__name__}: {' '.join(str(error).split())[:160]}"
         raise NotTokenwise(f"cannot be tried on a few of its tokens: {text}") from error
-
-
-def _tried(
-    fn: Callable[..., Any],
-    module: nn.Module,
-    inputs: Inputs,
-    verify: bool,
-    wants_grad: bool,
-    settled: Callable[[], None],
-) -> Trial:
-    tokens = inputs.x.shape[-2]
-    count = min(_TOKENS, tokens)
-    few = count // 2
-    with torch.no_grad():
-        if verify:
-            _followed(fn, inputs, count, with_data=True)  # fills caches
-            settled()
-        some = _followed(fn, inputs, count, with_data=True) if verify else None
-        few_of_them, all_of_them = _followed(fn, inputs, few), _followed(fn, inputs, tokens)
-        relative = 0.0
-        if some is not None:
-            if not some.operators == few_of_them.operators == all_of_them.operators:
-                raise NotTokenwise(f"runs different operators on {tokens} tokens than on a few")
-            relative = probe(fn, inputs, count, some.dtypes)
-    if verify and wants_grad:
-        # A surrounding checkpoint counts what is saved for the backward pass.
-        with torch.autograd.graph.saved_tensors_hooks(Tensor.detach, lambda tensor: tensor):
-            probe_gradients(fn, module, inputs, count, relative)
-    token_bytes = (all_of_them.peak - few_of_them.peak) / (tokens - few)
-    constant_bytes = few_of_them.peak - token_bytes * few
-    return Trial(token_bytes, constant_bytes, all_of_them.out_bytes / tokens, relative)
 
 
 class _Followed(WithoutData):

@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map
 
 from ..call import PLAIN
 from ..patching.patch import warn_once
@@ -162,8 +163,6 @@ class HostMask:
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        from torch.utils._pytree import tree_leaves, tree_map
-
         name = getattr(func, "__name__", str(func))
         if name in _ADDITIONS and len(args) == 2 and not kwargs:
             return func(*cls._for_addition(*args))

@@ -213,13 +213,17 @@ def captured(args: Any) -> tuple[Any, Versions]:
 class Aligned(Lazy):
     """A tensor of which a range is computed from the same range of one dimension of each input."""
 
+    #: the dimension in which it is another range; -1 = none
+    along = -1
+
     def dim_of(self, tensor: Any, dim: int) -> int | None:
         """The dimension of an input that belongs to one of the result; None = it is read whole."""
         return dim
 
     def own_granule(self, dim: int) -> int:
         found = [node.granule(own) for node in self.inputs if (own := self.dim_of(node, dim)) is not None]
-        return 0 if 0 in found else math.lcm(*found)
+        unit = 0 if 0 in found else math.lcm(*found)
+        return unit if dim != self.along else int(unit == 1)
 
     def wants(self, dim: int, low: int, high: int) -> list[Want]:
         if self.is_whole(dim, low, high):
@@ -350,25 +354,37 @@ class Narrowed(Aligned):
 
     is_fresh = False
 
-    def __init__(self, node: Lazy, cut: int, start: int, stop: int, step: int = 1):
-        super().__init__(node.like[tuple([slice(None)] * cut + [slice(start, stop, step)])], (node,))
-        self.cut, self.start, self.step = cut, start, step
-
-    def own_granule(self, dim: int) -> int:
-        unit = super().own_granule(dim)
-        return unit if dim != self.cut or unit == 1 else 0
+    def __init__(self, node: Lazy, along: int, start: int, stop: int, step: int = 1):
+        super().__init__(node.like[tuple([slice(None)] * along + [slice(start, stop, step)])], (node,))
+        self.along, self.start, self.step = along, start, step
 
     def wants(self, dim: int, low: int, high: int) -> list[Want]:
-        if dim != self.cut or self.inputs[0].granule(dim) != 1:
+        if dim != self.along or self.inputs[0].granule(dim) != 1:
             return super().wants(dim, low, high)
         return [Want(self.inputs[0], dim, self.start + low * self.step, self.start + (high - 1) * self.step + 1)]
 
     def compute(self, pieces: list[Tensor], dim: int, low: int, high: int) -> Tensor:
-        start, count = self.start, self.size(self.cut)
-        if dim == self.cut and self.inputs[0].granule(dim) == 1:
+        start, count = self.start, self.size(self.along)
+        if dim == self.along and self.inputs[0].granule(dim) == 1:
             start, count = 0, high - low
         stop = start + (count - 1) * self.step + 1
-        return pieces[0][tuple([slice(None)] * self.cut + [slice(start, stop, self.step)])]
+        return pieces[0][tuple([slice(None)] * self.along + [slice(start, stop, self.step)])]
+
+
+class Flipped(Aligned):
+    """The elements of one dimension in the opposite order."""
+
+    def __init__(self, node: Lazy, along: int):
+        super().__init__(node.like, (node,))
+        self.along = along
+
+    def wants(self, dim: int, low: int, high: int) -> list[Want]:
+        if dim != self.along:
+            return super().wants(dim, low, high)
+        return [Want(self.inputs[0], dim, self.size(dim) - high, self.size(dim) - low)]
+
+    def compute(self, pieces: list[Tensor], dim: int, low: int, high: int) -> Tensor:
+        return pieces[0].flip(self.along)
 
 
 class Expanded(Aligned):
@@ -395,10 +411,6 @@ class Joined(Aligned):
     def __init__(self, like: Tensor, nodes: Sequence[Lazy], along: int):
         super().__init__(like, nodes)
         self.along = along
-
-    def own_granule(self, dim: int) -> int:
-        unit = super().own_granule(dim)
-        return unit if dim != self.along else int(unit == 1)
 
     def wants(self, dim: int, low: int, high: int) -> list[Want]:
         if dim != self.along or not all(node.granule(dim) == 1 for node in self.inputs):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from .attention import Attention
-from .lazy import Dims, Expanded, Filled, Joined, Known, Lazy, Narrowed, Permuted, Pointwise, Rowwise, Viewed, aten
+from .lazy import Expanded, Filled, Flipped, Joined, Known, Lazy, Narrowed, Permuted, Pointwise, Rowwise, Viewed, aten
 from .run import Run
 from .store import Value
 from .trees import leaves, mapped
@@ -34,26 +35,28 @@ def handles(*names: str) -> Callable[[Handler], Handler]:
     return note
 
 
-def likes(args: Any) -> Any:
-    """The arguments with nodes and tensors replaced by tensors on ``meta``."""
-    return mapped(
-        lambda leaf: leaf.like if isinstance(leaf, Lazy) else leaf.to("meta") if isinstance(leaf, Tensor) else leaf,
-        args,
-    )
+def _like(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+    """The result of an operator on ``meta``."""
+
+    def like(leaf: Any) -> Any:
+        return leaf.like if isinstance(leaf, Lazy) else leaf.to("meta") if isinstance(leaf, Tensor) else leaf
+
+    args, kwargs = mapped(like, (args, kwargs))
+    return func(*args, **kwargs)
 
 
 def _with_steady_weights(run: Run, node: Lazy, args: Any, kind: type[Tensor] = nn.Parameter) -> Lazy:
-    """Compute a node at once where a hook may change its weights as soon as their layer has been called: those of its
-    arguments that are parameters, or tensors of another kind."""
-    if not run.is_steady(*(leaf for leaf in leaves(args) if isinstance(leaf, kind))):
+    """Compute a node at once where its weights, the tensors of this kind among its arguments, may be others as soon as
+    their layer has been called: a hook may write to them, or a host has made them for this call."""
+    weights = (leaf for leaf in leaves(args) if isinstance(leaf, kind))
+    if any(not isinstance(weight, nn.Parameter) or id(weight) in run.unsteady for weight in weights):
         run.evaluate(node)
     return node
 
 
 def pointwise(run: Run, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
     """An operator that works element by element."""
-    like_args, like_kwargs = likes((args, kwargs))
-    like = func(*like_args, **like_kwargs)
+    like = _like(func, args, kwargs)
     if not isinstance(like, Tensor):
         return NotImplemented
     node = Pointwise(like, func, args, kwargs)
@@ -66,12 +69,11 @@ def pointwise(run: Run, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
 
 
 def rowwise(
-    run: Run, node: Lazy, func: Any, args: tuple, kwargs: dict[str, Any], dims: Dims, *, heavy: bool = False
+    run: Run, node: Lazy, func: Any, args: tuple, kwargs: dict[str, Any], dims: Sequence[Any], *, heavy: bool = False
 ) -> Lazy:
     """An operator that treats ranges of some dimensions of its input on their own; see :class:`.lazy.Rowwise`."""
     run.settled(node)
-    like_args, like_kwargs = likes((args, kwargs))
-    like = func(*like_args, **like_kwargs)
+    like = _like(func, args, kwargs)
     found = Rowwise(like[0] if isinstance(like, tuple) else like, func, args, kwargs, dims, heavy=heavy)
     return _with_steady_weights(run, found, args)
 
@@ -81,15 +83,12 @@ def rowwise(
 
 def _view(run: Run, node: Lazy, of_tensor: Callable[[Tensor], Tensor], of_node: Callable[[], Lazy]) -> Lazy:
     """A view: of the value where there is one, else of what is still to be computed."""
-    if node.is_pending:
-        run.evaluate(node)
-    if node.value is None:
-        return of_node()
-    try:
-        tensor = of_tensor(node.value.tensor)
-    except RuntimeError:  # these strides have no such view
-        return of_node()
-    return Known(of_node().like, Value(tensor, node.value.owner, on_host=node.value.on_host))
+    value = run.settled(node).value
+    if value is not None:
+        with contextlib.suppress(RuntimeError):  # these strides may have no such view
+            tensor = of_tensor(value.tensor)
+            return Known(of_node().like, Value(tensor, value.owner, on_host=value.on_host))
+    return of_node()
 
 
 @handles("view", "_unsafe_view", "reshape", "_reshape_alias")
@@ -238,8 +237,7 @@ def _filled(run: Run, func: Any, node: Lazy, *args: Any, **kwargs: Any) -> Lazy:
 def _convolution(run: Run, func: Any, node: Any, weight: Any, bias: Any, *rest: Any) -> Any:
     if not isinstance(node, Lazy) or isinstance(weight, Lazy) or isinstance(bias, Lazy):
         return NotImplemented
-    run.settled(node)
-    like = func(node.like, weight.to("meta"), None if bias is None else bias.to("meta"), *rest)
+    like = _like(func, (run.settled(node), weight, bias, *rest), {})
     return _with_steady_weights(run, Convolution(like, node, weight, bias, *rest), (weight, bias), Tensor)
 
 
@@ -268,19 +266,18 @@ def _padded_along(run: Run, node: Lazy, dim: int, before: int, after: int, mode:
     def rows(start: int, stop: int) -> Lazy:
         return _narrowed(run, node, dim, start, stop)
 
-    left: Sequence[Lazy]
-    right: Sequence[Lazy]
+    left: Lazy
+    right: Lazy
+    likes = [node.like.new_empty(node.shape_of(dim, 0, count)) for count in (first, last)]
     if mode == "constant":
-        likes = (node.like.new_empty(node.shape_of(dim, 0, count)) for count in (first, last))
-        left, right = ([Filled(like, number, run.device)] for like in likes)
+        left, right = (Filled(like, number, run.device) for like in likes)
     elif mode == "circular":
-        left, right = [rows(size - first, size)], [rows(0, last)]
+        left, right = rows(size - first, size), rows(0, last)
     elif mode == "replicate":
-        left, right = [rows(0, 1)] * first, [rows(size - 1, size)] * last
+        left, right = (Expanded(rows(at, at + 1), like.shape) for at, like in zip((0, size - 1), likes))
     else:
-        left = [rows(place, place + 1) for place in range(first, 0, -1)]
-        right = [rows(place, place + 1) for place in range(size - 2, size - 2 - last, -1)]
-    return [*left, rows(first - before, size + after - last), *right]
+        left, right = Flipped(rows(1, first + 1), dim), Flipped(rows(size - 1 - last, size - 1), dim)
+    return [left, rows(first - before, size + after - last), right]
 
 
 _HALO = {"nearest": 0, "linear": 1, "bilinear": 1, "trilinear": 1, "bicubic": 2}
@@ -358,8 +355,7 @@ def _layer_norm(run: Run, func: Any, node: Any, shape: Sequence[int], *rest: Any
         return NotImplemented
     kept = node.like.dim() - len(shape)
     dims = [dim if dim < kept else None for dim in range(node.like.dim())]
-    results = len(func._schema.returns)
-    return (rowwise(run, node, func, (node, shape, *rest), {}, dims), *[None] * (results - 1))
+    return rowwise(run, node, func, (node, shape, *rest), {}, dims), *[None] * (len(func._schema.returns) - 1)
 
 
 @handles("native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm", "_native_batch_norm_legit_no_training")
@@ -368,8 +364,7 @@ def _batch_norm(run: Run, func: Any, node: Any, *rest: Any) -> Any:
     if not isinstance(node, Lazy) or is_training:
         return NotImplemented
     dims = [None if dim == 1 else dim for dim in range(node.like.dim())]
-    results = len(func._schema.returns)
-    return (rowwise(run, node, func, (node, *rest), {}, dims), *[None] * (results - 1))
+    return rowwise(run, node, func, (node, *rest), {}, dims), *[None] * (len(func._schema.returns) - 1)
 
 
 @handles("mean", "sum", "amax", "amin", "var", "std", "linalg_vector_norm", "norm", "any", "all", "prod", "logsumexp")
@@ -429,8 +424,7 @@ def _product(run: Run, func: Any, *args: Any, **kwargs: Any) -> Any:
     else:
         return NotImplemented
     found = rowwise(run, heavy, func, (*bias, left, right), {}, dims, heavy=True)
-    run.evaluate(found)
-    return found
+    return run.settled(found)
 
 
 def attention(run: Run, query: Any, key: Any, value: Any, attn_mask: Any, options: dict[str, Any]) -> Lazy:
@@ -440,6 +434,4 @@ def attention(run: Run, query: Any, key: Any, value: Any, attn_mask: Any, option
         run.evaluate(node)
     if isinstance(attn_mask, Lazy):
         attn_mask = run.whole(attn_mask)
-    found = Attention(q, k, v, attn_mask, options, run.budget // 4)
-    run.evaluate(found)
-    return found
+    return run.settled(Attention(q, k, v, attn_mask, options, run.budget // 4))

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..machine.out_of_memory import is_out_of_memory
 from .lazy import Known, Lazy, Pointwise, aten
@@ -67,11 +67,6 @@ class Run:
         # What the model has been given, and what it has made of that, by id, the oldest first.
         self.tensors: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
         self.unsteady: set[int] = set()  # ids of weights that may change while the model runs
-
-    def is_steady(self, *tensors: Tensor | None) -> bool:
-        """Whether tensors are weights that hold the same numbers after the layer's call: not copies that a host makes
-        for one call, nor weights that a hook may write to."""
-        return all(t is None or (isinstance(t, nn.Parameter) and id(t) not in self.unsteady) for t in tensors)
 
     def known(self, tensor: Tensor) -> Known:
         """A tensor on the device as a node."""

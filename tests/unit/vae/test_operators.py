@@ -123,6 +123,8 @@ CASES: dict[str, tuple[tuple[int, ...], Function]] = {
     "repeat interleave": (VIDEO, lambda x: (x + 1).repeat_interleave(2, dim=2)),
     "expand": (IMAGE, lambda x: x.mean(2, keepdim=True).expand(x.shape) + x),
     "pad and crop": (IMAGE, lambda x: F.pad(x + 1, (1, 2, -1, 3), value=2.0)),
+    "edges reflected": (IMAGE, lambda x: F.pad(x * 2, (2, 1, 3, 2), mode="reflect")),
+    "edges repeated": (VIDEO, lambda x: F.pad(x, (1, 2, 3, 0, 2, 1), mode="replicate")),
     "channel scale": (IMAGE, lambda x: x * seeded(8, 1, 1) + seeded(7, 1)),
     "swish of a shared value": (IMAGE, lambda x: (lambda y: y * y.sigmoid())(_conv(nn.GroupNorm, 4, 8)(x))),
     "swish after swish": (IMAGE, lambda x: reduce(lambda y, _: y * y.sigmoid() + x, range(40), x)),
