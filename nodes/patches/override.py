@@ -42,21 +42,23 @@ def make_override(engine: Engine, scope: Scope, previous: Attention | None, *, r
             engine.run.came_before += 1
         return previous(passed_on, *args, **kwargs)
 
-    override: Any = attention_by_pascal_attn
-    # Itself in the mark: functools.wraps of another pack copies marks.
-    override.pascal_attn = (override, engine, previous)
-    # Read by ComfyUI's estimate of a step's memory: no score matrix is stored.
-    override.memory_efficient = not behind or bool(getattr(previous, "memory_efficient", False))
+    stores_scores = behind and not getattr(previous, "memory_efficient", False)
+    return marked(attention_by_pascal_attn, engine, previous, stores_scores=stores_scores, behind=behind)
+
+
+def marked(override: Any, owner: Any, previous: Attention | None, *, stores_scores: bool, behind: bool = False) -> Any:
+    """An override with its owner and the one before it, and the attributes that ComfyUI reads."""
+    override.pascal_attn = (override, owner, previous)  # itself, since functools.wraps of another pack copies marks
+    override.memory_efficient = not stores_scores  # for ComfyUI's estimate of a step's memory
     # Given tensors in containers, ComfyUI unpacks them for an override without this attribute; it is there only so
     # that an override further back which wants them still gets them.
     takes_containers = getattr(previous, "container_function", None)
     if takes_containers is not None:
-        ours = functools.partial(in_containers, override)
-        override.container_function = takes_containers if behind else ours
+        override.container_function = takes_containers if behind else functools.partial(_in_containers, override)
     return override
 
 
-def in_containers(override: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def _in_containers(override: Attention, *args: Any, **kwargs: Any) -> Any:
     return override(host.attention_function(), *args, **kwargs)
 
 
@@ -121,12 +123,17 @@ def pass_to(func: Callable[..., Any], previous: Callable[..., Any] | None, args:
     return func(*args, **kwargs) if previous is None else previous(func, *args, **kwargs)
 
 
+def owner_of(override: Any) -> Any:
+    """The engine or the 8-bit layers behind an override of ours, None for any other."""
+    itself, owner, _ = getattr(override, "pascal_attn", (None, None, None))
+    return owner if itself is override else None
+
+
 def engine_of(override: Any) -> Engine | None:
-    """The engine behind an override of ours, None for any other."""
-    owner, engine, _ = getattr(override, "pascal_attn", (None, None, None))
-    return engine if owner is override else None
+    owner = owner_of(override)
+    return owner if isinstance(owner, Engine) else None
 
 
-def previous_of(override: Any) -> Any:
-    """The override to which one of ours passes calls; any other is returned as it is."""
-    return override if engine_of(override) is None else override.pascal_attn[2]
+def previous_of(override: Any, kind: type = Engine) -> Any:
+    """The override to which one of ours with an owner of this kind passes calls; any other is returned as it is."""
+    return override.pascal_attn[2] if isinstance(owner_of(override), kind) else override

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import time
 from pathlib import Path
 
@@ -11,7 +10,7 @@ import torch
 
 from ...machine.facts import ClockWatch
 from ...selftest import Selftest, check, describe, document
-from .. import CommandError, check_numbers, check_output
+from .. import check_numbers, check_output, write_figures
 from ..bench.clock import device_named, quiet_torch
 from ..tables import progress_of
 from .speed import run_speed
@@ -44,11 +43,7 @@ def run(options: argparse.Namespace) -> int:
     with quiet_torch(options.threads):
         found = selftest(device, options.seconds, speed=not options.no_speed)
     print(describe(found))
-    if options.json is not None:
-        try:
-            options.json.write_text(json.dumps({"command": options.command_line, **document(found)}, indent=1) + "\n")
-        except OSError as error:
-            raise CommandError(f"cannot write: {error}") from error
+    write_figures(options.json, {"command": options.command_line, **document(found)})
     return 0 if found.is_right else 1
 
 

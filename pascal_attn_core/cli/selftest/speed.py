@@ -10,11 +10,10 @@ import torch
 
 from ... import AttentionConfig
 from ...machine.device import device_info
+from ...routes.timing_table import milliseconds
 from ...selftest.cases import in_one_line
-from ..bench.candidates import route_candidates
-from ..bench.clock import Clock
+from ..bench.candidates import needed_operations, race, route_candidates
 from ..bench.contest import Settings
-from ..bench.measure import needed_operations, race
 from ..bench.shapes import SHAPES, Shape
 
 MODELS = ("sd15", "sdxl", "flux", "wan", "gqa", "decode", "vae")
@@ -40,31 +39,31 @@ def run_speed(device: torch.device, left: Callable[[], float]) -> Iterator[dict[
         shape: its name; text: what was timed; share_of: peak operations per second of the card's plain float32 units,
         0 if unknown; results: as of ``pascal-attn bench``.
     """
-    clock, shapes = Clock(device, torch.get_num_threads()), model_shapes(device)
+    shapes = model_shapes(device)
     speed: dict[str, float] = {}
     for number, shape in enumerate(shapes):
         seconds = left() / (len(shapes) - number)
         if seconds <= 0:
             return
         if shape.dtype not in speed:
-            speed[shape.dtype] = product_speed(device, shape.dtype, clock)
+            speed[shape.dtype] = product_speed(device, shape.dtype)
         candidates = [c for c in route_candidates(AttentionConfig()) if c.name != "ours-math"]
         fitted = fit(shape, speed[shape.dtype], seconds / (len(candidates) * _CALLS_PER_CANDIDATE))
         settings = Settings(_ROUNDS, seconds / len(candidates), error_rows=64)
         peak = device_info(device).fp32_flops if fitted.dtype == "float32" else 0.0
         results, failed = [], ""
         try:
-            results = [asdict(result) for result in race(fitted.make(device), candidates, clock, settings)]
+            results = [asdict(result) for result in race(fitted.make(device), candidates, settings)]
         except Exception as failure:  # the test goes on: whatever it is belongs into the report
             failed = in_one_line(failure)
         yield {"shape": shape.name, "text": fitted.text, "peak": peak, "failed": failed, "results": results}
 
 
-def product_speed(device: torch.device, dtype: str, clock: Clock) -> float:
+def product_speed(device: torch.device, dtype: str) -> float:
     """Operations per second of a large matrix product, roughly."""
     size = 512 if device.type == "cpu" else 2048
     one = torch.ones(size, size, dtype=getattr(torch, dtype), device=device)
-    seconds = min(clock.seconds(lambda: one @ one) for _ in range(3))
+    seconds = min(milliseconds(lambda: one @ one, device) for _ in range(3)) / 1e3
     return 2 * size**3 / max(seconds, 1e-9)
 
 
