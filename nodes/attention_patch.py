@@ -5,11 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from torch import nn
-
 from .comfy import host, inputs, others
 from .comfy.others import AUTO, name_of, runs_first
 from .comfy.prompt import without_effect
+from .comfy.sites import count_blocks
 from .eight_bit import DEFAULTS
 from .engine.engine import Engine, PatchSettings, left_off
 from .ffn_chunking import LEAST_TOKENS, chunk
@@ -165,21 +164,3 @@ def _patched_model(
     if before is not None:
         line += f"; {name_of(before)} {'runs before this node' if behind else 'is replaced'}"
     return patched, line
-
-
-def count_blocks(model: nn.Module) -> int:
-    """Number of entries of the model's lists of blocks that hold attention."""
-    lists = [f"{name}." for name, module in model.named_modules() if isinstance(module, nn.ModuleList)]
-    blocks = set()
-    for name in (name for name, module in model.named_modules() if _is_attention(module)):
-        outer = min((entry for entry in lists if name.startswith(entry)), key=len, default=f"{name}.")
-        blocks.add((outer, name[len(outer) :].partition(".")[0]))
-    return len(blocks)
-
-
-_PROJECTIONS = ({"to_q", "to_k"}, {"q", "k"}, {"qkv"}, {"to_qkv"}, {"q_proj", "k_proj"}, {"wq", "wk"}, {"linear1"})
-
-
-def _is_attention(module: nn.Module) -> bool:
-    is_named_so = type(module).__name__.endswith(("Attention", "AttentionBlock"))
-    return is_named_so or any(names <= set(module._modules) for names in _PROJECTIONS)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from .comfy import host, inputs
 from .comfy.objects import Make, replace_functions
-from .comfy.sites import argument_leaves, calls_directly, has_softcap, host_names
+from .comfy.sites import is_innermost
 from .engine.engine import Engine, PatchSettings, left_off
 from .engine.meter import not_finite
 from .patches.replacements import Replacement, Sites, whole_call
@@ -61,31 +61,25 @@ def patched_clip(clip: Any, settings: PatchSettings, unique_id: str | None) -> t
         raise TypeError(f"clip must be a CLIP of ComfyUI, got {type(clip).__name__}; use a Load CLIP node of ComfyUI")
     engine = Engine(settings, type(model).__name__, "text encoder", unique_id)
     sites = _sites(engine, model)
-    if sites:
+    if sites.blocks:
         clip = clip.clone()
         replace_functions(clip.patcher, lambda model: _sites(engine, model).replacements)
     return clip, sites.status("text encoder")
 
 
 def _sites(engine: Engine, model: nn.Module) -> Sites:
-    leaves = {name: position for name, _, position in argument_leaves(model)}
-    outside = set(calls_directly(model, leaves))
-
-    def find(name: str, module: nn.Module, ours: Replacement) -> Iterator[tuple[str, Make]]:
-        if name in outside and host_names(type(module)):
-            yield "forward", ours.named
-        elif has_softcap(module):
-            yield "forward", ours.softcapped
-        elif name in leaves:
-            yield "forward", functools.partial(ours.given, leaves[name])
+    def find(_: str, module: nn.Module, ours: Replacement) -> Iterator[tuple[str, Make]]:
+        if is_innermost(module):
+            yield "forward", ours.located
 
     def watch(args: tuple, kwargs: dict[str, Any], result: Any) -> None:
+        if engine.run.count() == 0:
+            engine.run.note("this model computes attention itself, not by a function of ComfyUI's or PyTorch's")
         encoded = result if isinstance(result, (tuple, list)) else (result,)
         if engine.settings.nan_guard and not_finite(value for value in encoded if isinstance(value, Tensor)):
             engine.warn("the encoded text holds NaN or infinity: start ComfyUI with --fp32-text-enc")
 
     sites = Sites(engine, model, find)
-    catches = bool(sites.direct)  # only then: Python is asked about every torch function below
-    whole = functools.partial(whole_call, sites=sites, watch=watch, catches=catches)
+    whole = functools.partial(whole_call, sites=sites, watch=watch)
     sites.replacements.update({name: whole for name in _WHOLE if hasattr(model, name)})
     return sites

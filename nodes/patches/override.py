@@ -7,18 +7,14 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from ...pascal_attn_core.call import Options
 from ..comfy import host
-from ..comfy.layout import HostCall, NotOurs, empty_containers, has_containers, signature
-from ..engine.compare import Difference, with_host
+from ..comfy.by_name import OVERRIDE as OVERRIDE
+from ..comfy.by_name import Attention
+from ..comfy.layout import empty_containers, has_containers
 from ..engine.engine import Engine
 from ..engine.runs import Place, block_name
-from .scope import Scope
-
-Attention = Callable[..., Any]
-OVERRIDE = "optimized_attention_override"
+from .scope import Scope, in_host_layout
 
 
 def make_override(engine: Engine, scope: Scope, previous: Attention | None, *, runs_first: bool = False) -> Attention:
@@ -81,36 +77,6 @@ def _answer(
         return pass_to(func, previous, args, kwargs) if out is None else out
     finally:
         local.inside = before
-
-
-def in_host_layout(engine: Engine, place: Place, function: Attention, args: tuple, kwargs: dict[str, Any]) -> Any:
-    """A call of the host's attention function, its result in the host's layout; None where it is left to others.
-
-    function: what the host would call; a few rows of the first call of each kind are compared with its answer.
-    """
-    kind = None
-    try:
-        kind = signature(args, kwargs)
-        if engine.is_left(place, kind):
-            return None
-        call = HostCall.of(args, kwargs)
-    except NotOurs as reason:
-        engine.leave(place, str(reason), kind)
-        return None
-    except Exception as error:  # an unforeseen call is the host's, whatever is wrong with it
-        engine.leave_unread(place, error)
-        return None
-
-    def compare(ours: Tensor) -> Difference | None:
-        return with_host(function, args, kwargs, call.returned(ours))
-
-    options = Options(scale=call.scale, enable_gqa=call.enable_gqa)
-    out = engine.attend(call.query, call.key, call.value, call.mask, options, place, kind, compare)
-    if out is None:
-        return None
-    if has_containers(args, kwargs):
-        empty_containers(args, kwargs)
-    return call.returned(out)
 
 
 def pass_to(func: Callable[..., Any], previous: Callable[..., Any] | None, args: tuple, kwargs: dict[str, Any]) -> Any:

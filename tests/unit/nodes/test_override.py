@@ -102,10 +102,11 @@ def test_a_call_without_queries_or_keys_is_the_hosts(which: str) -> None:
 @pytest.fixture
 def read_by(monkeypatch: pytest.MonkeyPatch) -> Any:
     """``read_by(function)``: calls are read by another function, which is given the call as it is read rightly."""
-    of = override_module.HostCall.of
+    kind = node_module("comfy.layout").HostCall
+    of = kind.of
 
     def read(function: Any) -> None:
-        monkeypatch.setattr(override_module.HostCall, "of", lambda args, kwargs: function(of(args, kwargs)))
+        monkeypatch.setattr(kind, "of", lambda args, kwargs: function(of(args, kwargs)))
 
     return read
 
