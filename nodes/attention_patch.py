@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from .comfy import host, inputs, others
+from .comfy.by_name import OVERRIDE
 from .comfy.others import AUTO, name_of, runs_first
 from .comfy.prompt import without_effect
 from .comfy.sites import count_blocks
@@ -16,7 +17,7 @@ from .patches import float16, int8
 from .patches.attention import install
 from .patches.bands import NEEDED
 from .patches.ffn import Chunking
-from .patches.override import OVERRIDE, previous_of
+from .patches.override import previous_of
 from .text_encoder_attention import patched_clip
 from .vae_attention import patched_vae
 

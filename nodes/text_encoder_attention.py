@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
 from typing import Any
 
 from torch import Tensor, nn
 
 from .comfy import host, inputs
-from .comfy.objects import Make, replace_functions
+from .comfy.objects import replace_functions
 from .comfy.sites import is_innermost
 from .engine.engine import Engine, PatchSettings, left_off
 from .engine.meter import not_finite
-from .patches.replacements import Replacement, Sites, whole_call
+from .patches.replacements import Sites, located, whole_call
 
 _WHOLE = ("encode_token_weights", "generate")
 
@@ -68,10 +67,6 @@ def patched_clip(clip: Any, settings: PatchSettings, unique_id: str | None) -> t
 
 
 def _sites(engine: Engine, model: nn.Module) -> Sites:
-    def find(_: str, module: nn.Module, ours: Replacement) -> Iterator[tuple[str, Make]]:
-        if is_innermost(module):
-            yield "forward", ours.located
-
     def watch(args: tuple, kwargs: dict[str, Any], result: Any) -> None:
         if engine.run.count() == 0:
             engine.run.note("this model computes attention itself, not by a function of ComfyUI's or PyTorch's")
@@ -79,7 +74,7 @@ def _sites(engine: Engine, model: nn.Module) -> Sites:
         if engine.settings.nan_guard and not_finite(value for value in encoded if isinstance(value, Tensor)):
             engine.warn("the encoded text holds NaN or infinity: start ComfyUI with --fp32-text-enc")
 
-    sites = Sites(engine, model, find)
+    sites = Sites(engine, model, lambda module: [("forward", located)] if is_innermost(module) else [])
     whole = functools.partial(whole_call, sites=sites, watch=watch)
     sites.replacements.update({name: whole for name in _WHOLE if hasattr(model, name)})
     return sites

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor, nn
 
 from .comfy import host, inputs
-from .comfy.objects import Make, replace_functions
+from .comfy.objects import replace_functions
 from .comfy.sites import attributes, is_innermost
 from .engine.engine import Engine, PatchSettings, left_off
 from .engine.meter import not_finite
 from .patches.bands import AS_IT_IS, METHODS, MODES, NEEDED, Estimate, InBands
-from .patches.replacements import Replacement, Sites, in_run, whole_call
+from .patches.replacements import Replace, Sites, channels_first, in_run, located, whole_call
 from .reporting.words import dtype_text
 
 _WHOLE = ("decode", "encode", "decode_tiled", "encode_tiled")  # of VAEs, and of the networks in them
@@ -98,12 +98,9 @@ def _network_of(vae: Any) -> nn.Module:
 def _sites(engine: Engine, network: nn.Module, mode: str, estimates: dict[str, Estimate | None]) -> Sites:
     """The places of a VAE's network; ``estimates`` has ComfyUI's for each method that runs in bands."""
 
-    def find(_: str, module: nn.Module, ours: Replacement) -> Iterator[tuple[str, Make]]:
-        held = attributes(module)
-        for attribute in held:
-            yield attribute, ours.channels_first
-        if not held and is_innermost(module):
-            yield "forward", ours.located
+    def find(module: nn.Module) -> list[tuple[str, Replace]]:
+        held: list[tuple[str, Replace]] = [(name, channels_first) for name in attributes(module)]
+        return held or [("forward", located)] * is_innermost(module)
 
     def watch(what: str, args: tuple, kwargs: dict[str, Any], result: Any) -> None:
         if not sites.names and not engine.run.gains and engine.run.count() == 0:

@@ -6,14 +6,14 @@ import functools
 from typing import Any
 
 from ..comfy import host, memory_required
+from ..comfy.by_name import OVERRIDE
 from ..comfy.host import KEY
 from ..comfy.others import AUTO, REPLACE, name_of
 from ..engine.engine import Engine
 from ..engine.runs import PASSED
 from ..reporting import gain
 from .int8_attention import layers_in
-from .override import OVERRIDE, engine_of, make_override, previous_of
-from .scope import Scope, make_wrapper
+from .override import Scope, engine_of, make_override, make_wrapper, previous_of
 
 # What ComfyUI runs, from the outside in, and how attention calls there are named if they have no name of their own:
 # some models refine the prompt before the first step, ControlNets are called beside the model; and on multi-GPU hosts

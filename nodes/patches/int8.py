@@ -16,12 +16,12 @@ from ...pascal_attn_core.int8.find import find_linear
 from ...pascal_attn_core.int8.report import Int8Report, together
 from ...pascal_attn_core.patching.selectors import matches
 from ..comfy import comfy_kitchen, host
+from ..comfy.by_name import OVERRIDE
 from ..comfy.weights import LoadedWeight
 from ..engine.runs import Run
 from . import int8_attention
 from .injection import Injection, install, network_of
 from .int8_attention import AUTO, OFF, layers_for, layers_in
-from .override import OVERRIDE
 
 log = logging.getLogger("pascal_attn")
 _MUCH_SLOWER = 1.1

@@ -17,9 +17,10 @@ from ...pascal_attn_core.int8.layer import Int8Options, has_numbers, limit_of
 from ...pascal_attn_core.int8.report import Int8Report
 from ...pascal_attn_core.routes.timing_table import median_times
 from ..comfy import host
+from ..comfy.by_name import OVERRIDE
 from ..comfy.layout import HostCall, empty_containers
 from ..engine.runs import block_name
-from .override import OVERRIDE, marked, owner_of, pass_to, previous_of
+from .override import marked, owner_of, pass_to, previous_of
 
 AUTO, ALWAYS, OFF = CHOICES = ("auto", "always", "off")
 KEY = f"{host.KEY}_int8"

@@ -10,14 +10,15 @@ from typing import Any
 from torch import Tensor, nn
 
 from ..comfy.by_name import Attention
-from ..comfy.objects import Make, Replacements, replaced_by_others
+from ..comfy.objects import Replacements, replaced_by_others
 from ..engine.compare import Difference, whole
 from ..engine.engine import Engine
 from ..engine.runs import Place
 from ..reporting import gain
-from .scope import Scope
+from .override import Scope
 
-Find = Callable[[str, nn.Module, "Replacement"], Iterable[tuple[str, Make]]]
+Replace = Callable[[Engine, Scope, Place, Attention], Attention]
+Find = Callable[[nn.Module], Iterable[tuple[str, Replace]]]
 
 
 @contextmanager
@@ -56,7 +57,7 @@ class Sites:
     """The places where a VAE or a text encoder computes attention, and what replaces it there.
 
     Args:
-        find: ``find(name, module, ours)`` yields what to replace in a module: an attribute, and one of ours for it.
+        find: ``find(module)`` yields what to replace in a module: an attribute, and a function of this file for it.
 
     Attributes:
         names: what is replaced.
@@ -67,7 +68,8 @@ class Sites:
         self.engine, self.model, self.scope = engine, model, Scope()
         self.replacements: Replacements = {}
         for name, module in model.named_modules():
-            for attribute, make in find(name, module, Replacement(engine, self.scope, name)):
+            for attribute, replace in find(module):
+                make = functools.partial(replace, engine, self.scope, Place(name, engine.part))
                 self.replacements[f"{name}.{attribute}".lstrip(".")] = make
         self.names = list(self.replacements)
         self.blocks = sorted({name.rpartition(".")[0] for name in self.names})
@@ -80,46 +82,34 @@ class Sites:
         return f"{blocks} attention block{'' if blocks == 1 else 's'} of {engine.subject}, {engine.describe()}"
 
 
-class Replacement:
-    """Attention by the engine at one place in a model.
+def channels_first(engine: Engine, scope: Scope, place: Place, previous: Attention) -> Attention:
+    """In place of ``previous(q, k, v)`` of a VAE: one head over tensors ``[B, C, *positions]``."""
 
-    Each method is given the function that is there, and returns the one that takes its place for the clone.
+    def attention_by_pascal_attn(query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        def as_given(ours: Tensor) -> Tensor:
+            return ours.squeeze(1).transpose(1, 2).reshape(*value.shape[:2], *query.shape[2:])
 
-    Attributes:
-        place: the module's name, and the engine's part.
-    """
+        def compare(ours: Tensor) -> Difference | None:
+            return whole(previous, (query, key, value), as_given(ours))
 
-    def __init__(self, engine: Engine, scope: Scope, block: str):
-        self.engine, self.scope, self.place = engine, scope, Place(block, engine.part)
+        out = None
+        with scope.inside():
+            if args or kwargs or query.dim() < 3:
+                engine.leave(place, "its arguments are not known")
+            else:
+                q, k, v = (t.flatten(2).transpose(1, 2).unsqueeze(1) for t in (query, key, value))
+                out = engine.attend(q, k, v, place=place, compare=compare)
+            return previous(query, key, value, *args, **kwargs) if out is None else as_given(out)
 
-    def channels_first(self, previous: Attention) -> Attention:
-        """For ``attention(q, k, v)`` of VAEs: one head over tensors ``[B, C, *positions]``."""
+    return attention_by_pascal_attn
 
-        def attention_by_pascal_attn(query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-            with self.scope.inside():
-                out = None
-                if args or kwargs or query.dim() < 3:
-                    self.engine.leave(self.place, "its arguments are not known")
-                else:
-                    q, k, v = (t.flatten(2).transpose(1, 2).unsqueeze(1) for t in (query, key, value))
 
-                    def as_given(ours: Tensor) -> Tensor:
-                        return ours.squeeze(1).transpose(1, 2).reshape(*value.shape[:2], *query.shape[2:])
+def located(engine: Engine, scope: Scope, place: Place, previous: Attention) -> Attention:
+    """In place of a ``forward`` that calls the host's or torch's attention: the calls have the module's name."""
 
-                    def compare(ours: Tensor) -> Difference | None:
-                        return whole(previous, (query, key, value), as_given(ours))
+    @functools.wraps(previous)
+    def forward_in_place(*args: Any, **kwargs: Any) -> Any:
+        with scope.at(place.block):
+            return previous(*args, **kwargs)
 
-                    out = self.engine.attend(q, k, v, place=self.place, compare=compare)
-                return previous(query, key, value, *args, **kwargs) if out is None else as_given(out)
-
-        return attention_by_pascal_attn
-
-    def located(self, previous: Attention) -> Attention:
-        """For a ``forward`` that calls the host's or torch's attention: the calls have the module's name."""
-
-        @functools.wraps(previous)
-        def forward_in_place(*args: Any, **kwargs: Any) -> Any:
-            with self.scope.at(self.place.block):
-                return previous(*args, **kwargs)
-
-        return forward_in_place
+    return forward_in_place

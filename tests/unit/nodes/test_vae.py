@@ -14,7 +14,7 @@ from attn_support.comfy.stub import Patcher, StubHost, host_attention, make_engi
 from torch import Tensor, nn
 
 objects, attention, sites = map(node_module, ("comfy.objects", "patches.replacements", "comfy.sites"))
-Scope, OVERRIDE = node_module("patches.scope").Scope, node_module("comfy.by_name").OVERRIDE
+Scope, OVERRIDE = node_module("patches.override").Scope, node_module("comfy.by_name").OVERRIDE
 pytestmark = pytest.mark.usefixtures("stub_host")
 
 
@@ -42,7 +42,7 @@ class Plain(nn.Module):
 def test_a_vaes_attention_over_any_positions(positions: tuple[int, ...]) -> None:
     engine = make_engine(route="tiled")
     query, key, value = torch.randn(3, 2, 8, *positions).unbind()
-    ours = attention.Replacement(engine, Scope(), "mid").channels_first(vae_attention)
+    ours = attention.channels_first(engine, Scope(), attention.Place("mid", "VAE"), vae_attention)
     torch.testing.assert_close(ours(query, key, value), vae_attention(query, key, value))
     shape = (2, 1, torch.Size(positions).numel(), 8)
     assert [(kind.block, kind.query) for kind in engine.run.tallies] == [("mid", shape)]
@@ -51,7 +51,9 @@ def test_a_vaes_attention_over_any_positions(positions: tuple[int, ...]) -> None
 def test_a_vae_call_that_is_left_goes_to_the_function_that_was_there() -> None:
     engine = make_engine(min_keys=100)
     query = torch.randn(1, 8, 9)
-    ours = attention.Replacement(engine, Scope(), "mid").channels_first(lambda *args, **kwargs: (args, kwargs))
+    ours = attention.channels_first(
+        engine, Scope(), attention.Place("mid", "VAE"), lambda *args, **kwargs: (args, kwargs)
+    )
     assert ours(query, query, query) == ((query, query, query), {})
     assert ours(query, query, query, scale=2)[1] == {"scale": 2}
     assert engine.run.count("passed to ComfyUI") == 2
@@ -92,7 +94,7 @@ def test_calls_of_the_hosts_function_are_caught_within_a_whole_call_alone(
             return host_functions(x, x, x, 2)
 
     model = nn.ModuleDict({"layer": Layer()})
-    found = attention.Sites(engine, model, lambda name, module, ours: [("forward", ours.located)] * (name == "layer"))
+    found = attention.Sites(engine, model, lambda module: [("forward", attention.located)] * isinstance(module, Layer))
     layer = found.replacements["layer.forward"](model["layer"].forward)
 
     def whole(x: Tensor, **options: Any) -> Tensor:
@@ -111,7 +113,7 @@ def test_calls_of_the_hosts_function_are_caught_within_a_whole_call_alone(
 
 def test_a_whole_call_is_one_run_and_is_watched(stub_host: StubHost) -> None:
     engine, seen, x = make_engine(), [], torch.randn(1, 2, 6, 8)
-    sites = attention.Sites(engine, nn.Module(), lambda *_: ())
+    sites = attention.Sites(engine, nn.Module(), lambda module: ())
     ours = attention.whole_call(lambda x, y: helper(x), sites, lambda *what: seen.append(what))
     out = ours(x, y=1)
     assert seen == [((x,), {"y": 1}, out)]
