@@ -25,7 +25,6 @@ def install(patched: Any, engine: Engine, before: Any, *, whole_model: bool, beh
     """Put our override, wrappers and callbacks on a fresh clone; a patch of ours that it had is replaced."""
     from comfy.patcher_extension import CallbacksMP, WrappersMP
 
-    options = patched.model_options["transformer_options"] = patched.model_options["transformer_options"].copy()
     patched.remove_callbacks_with_key(CallbacksMP.ON_PRE_RUN, KEY)
     patched.remove_callbacks_with_key(CallbacksMP.ON_CLEANUP, KEY)
     scope = Scope()
@@ -36,7 +35,7 @@ def install(patched: Any, engine: Engine, before: Any, *, whole_model: bool, beh
             wrapper = make_wrapper(engine, scope, word, catches=whole_model)
             patched.add_wrapper_with_key(getattr(WrappersMP, around), KEY, wrapper)
     override: Any = make_override(engine, scope, before, runs_first=behind)
-    options[OVERRIDE] = override
+    host.own_options(patched)[OVERRIDE] = override
     if override.memory_efficient:
         patched.add_wrapper_with_key(WrappersMP.PREPARE_SAMPLING, KEY, memory_required.preparing)
         patched.add_wrapper_with_key(WrappersMP.CALC_COND_BATCH, KEY, memory_required.batching)

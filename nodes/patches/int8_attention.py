@@ -108,7 +108,7 @@ def install(patched: Any, layers: AttentionLayers | None) -> None:
     """Put our override on a fresh clone, in front of the one it had; one of ours that it had in front goes."""
     from comfy.patcher_extension import WrappersMP
 
-    options = patched.model_options["transformer_options"] = patched.model_options["transformer_options"].copy()
+    options = host.own_options(patched)
     patched.remove_wrappers_with_key(WrappersMP.APPLY_MODEL, KEY)
     before = previous_of(options.pop(OVERRIDE, None), AttentionLayers)
     if layers is not None:

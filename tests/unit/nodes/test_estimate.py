@@ -153,7 +153,7 @@ def test_this_pytorch_is_asked_with_a_few_tokens() -> None:
 def test_chunking_bounds_long_calls_only() -> None:
     shape = trace.FfnShape("ffn", "Ffn", (1, 4096, 64), torch.float32, 500 * MIB, 7)
     short = dataclasses.replace(shape, shape=(1, 1023, 64), extra_bytes=100 * MIB)
-    assert [estimate.chunked_bytes(layer, HOST) for layer in (shape, short)] == [64 * MIB, 100 * MIB]
+    assert estimate.Figures(call_of(ffn=(shape,)), HOST).of_ffn(chunked=True) == 64 * MIB
     found = estimate.Figures(call_of(ffn=(shape, short), other=MIB), HOST)
     assert (found.of_ffn(chunked=False), found.of_ffn(chunked=True)) == (500 * MIB, 100 * MIB)
     assert (found.total_without, found.total_with) == (500 * MIB + 7, 100 * MIB + 7)
