@@ -207,9 +207,8 @@ def _attend_by_name(engine: Engine, scope: Scope, function: Attention, args: tup
     if scope.is_inside:
         return function(*args, **kwargs)
     via = "by name" if engine.part == "diffusion model" else engine.part
-    place = Place(block_name(kwargs.get("transformer_options")) or scope.next_name(), via)
     with scope.inside():
-        out = in_host_layout(engine, place, function, args, kwargs)
+        out = in_host_layout(engine, Place(scope.next_name(), via), function, args, kwargs)
         return function(*args, **kwargs) if out is None else out
 
 

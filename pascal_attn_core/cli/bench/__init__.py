@@ -133,11 +133,8 @@ def _calls(options: argparse.Namespace, device: torch.device) -> Contest:
     """The shapes that were named."""
     found = all_candidates(AttentionConfig(budget_mib=options.budget_mib), device.type)
     candidates = choose_candidates(found, options.candidates)
-
-    def race_shape(shape: Shape, *how: Any) -> list[Result]:
-        return race(shape.make(device), candidates, *how)
-
-    return Contest("shape", _shapes(options, device), race_shape, BASELINE, "torch")
+    shapes = _shapes(options, device)
+    return Contest("shape", shapes, lambda shape, *how: race(shape.make(device), candidates, *how), BASELINE, "torch")
 
 
 def _layers(options: argparse.Namespace, device: torch.device) -> Contest:
@@ -150,11 +147,8 @@ def _layers(options: argparse.Namespace, device: torch.device) -> Contest:
     layers = linear.own_layers(options.shape)
     if options.shapes is not None or not layers:
         layers += linear.choose_layers(options.shapes or "quick")
-
-    def race_layer(layer: linear.Layer, *how: Any) -> list[Result]:
-        return linear.race_layer(layer, device, *how)
-
-    return Contest("layer", layers, race_layer, linear.BASELINE, linear.BASELINE)
+    unit = linear.BASELINE
+    return Contest("layer", layers, lambda layer, *how: linear.race_layer(layer, device, *how), unit, unit)
 
 
 def _plot(path: Path, budget_mib: float | None) -> int:

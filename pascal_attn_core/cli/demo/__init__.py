@@ -82,11 +82,8 @@ def _models(options: argparse.Namespace, device: torch.device) -> Contest:
             case = make(quick=options.quick, steps=options.steps)
             size = f"{case.tokens:,} tokens, {case.num_heads} heads of {case.head_dim}, {options.dtype}"
             cases[Named(name, case.title, size)] = case
-
-    def race_model(work: Named, *how: Any) -> list[Result]:
-        return race(cases[work], getattr(torch, options.dtype), device, *how)
-
-    return Contest("model", list(cases), race_model, STOCK, STOCK)
+    dtype = getattr(torch, options.dtype)
+    return Contest("model", list(cases), lambda work, *how: race(cases[work], dtype, device, *how), STOCK, STOCK)
 
 
 def race(case: Case, dtype: torch.dtype, device: torch.device, settings: Settings, *progress: Any) -> list[Result]:
