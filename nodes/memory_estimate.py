@@ -16,7 +16,7 @@ from .estimate.inputs import Conditioning, Latent, guessed_conditioning, prompts
 from .estimate.largest import Axis, axes_of, bisected, find_largest
 from .estimate.text import Subject, draw_largest, largest_text, need_text, text_of
 from .estimate.trace import ModelCall, trace_model
-from .patches.ffn import budget_from
+from .ffn_chunking import budget_from
 from .reporting.picture import as_image
 
 log = logging.getLogger("pascal_attn")

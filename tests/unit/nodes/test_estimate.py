@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from pascal_attn_core.machine.device import DeviceInfo
 from pascal_attn_core.observe.memory import measure
 
-estimate, trace, shadows = (node_module(name) for name in ("estimate.figures", "estimate.trace", "estimate.shadow"))
+estimate, trace = (node_module(name) for name in ("estimate.figures", "estimate.trace"))
 text = node_module("estimate.text")
 MIB = 1 << 20
 HOST = estimate.Host(torch.device("cpu"), DeviceInfo("cpu", "CPU"), "", 64, 1024)
@@ -43,7 +43,7 @@ class Block(nn.Module):
 
 def follow(module: nn.Module, x: Tensor, *, announced: bool = True) -> Any:
     tracer = trace.Tracer()
-    shadow = shadows.Shadow(tracer.shapes).of(module)
+    shadow = trace.Shadow(tracer.shapes).of(module)
     tracer.watch(shadow)
     override = (lambda func, *args, **kwargs: tracer.override(func, *args, **kwargs)) if announced else None
     return tracer.run(lambda: shadow(x, override))
