@@ -14,8 +14,6 @@ from .engine.engine import Engine, PatchSettings, left_off
 from .engine.meter import not_finite
 from .patches.replacements import Sites, located, whole_call
 
-_WHOLE = ("encode_token_weights", "generate")
-
 
 class PascalTextEncoderAttention(inputs.PascalNode):
     """CLIP -> CLIP: attention of the text encoder by the fastest exact route of this device."""
@@ -75,6 +73,8 @@ def _sites(engine: Engine, model: nn.Module) -> Sites:
             engine.warn("the encoded text holds NaN or infinity: start ComfyUI with --fp32-text-enc")
 
     sites = Sites(engine, model, lambda module: [("forward", located)] if is_innermost(module) else [])
-    whole = functools.partial(whole_call, sites=sites, watch=watch)
-    sites.replacements.update({name: whole for name in _WHOLE if hasattr(model, name)})
+    for name in filter(functools.partial(hasattr, model), ("encode_token_weights", "generate")):
+        # Generation makes many small calls, and encoders of ComfyUI call its functions, not torch's.
+        whole = functools.partial(whole_call, sites=sites, watch=watch, sdpa=name != "generate")
+        sites.replacements[name] = whole
     return sites

@@ -12,6 +12,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -50,10 +51,13 @@ def caught(catch: Catch) -> Iterator[None]:
 
 
 def _variables() -> list[Any]:
-    wrappers = vars(sys.modules.get("comfy.ldm.modules.attention", object)).values()
-    codes = {id(each): (each, each.__code__) for each in wrappers if hasattr(each, "__wrapped__")}
-    free = [(wrapper, code.co_freevars) for wrapper, code in codes.values()]
-    return [wrapper.__closure__[names.index("func")] for wrapper, names in free if "func" in names]
+    """The closures' variables that hold the host's functions, each once: a wrapper may have several names."""
+    found = {}
+    for wrapper in vars(sys.modules.get("comfy.ldm.modules.attention", object)).values():
+        if isinstance(wrapper, FunctionType) and hasattr(wrapper, "__wrapped__"):
+            free = dict(zip(wrapper.__code__.co_freevars, wrapper.__closure__ or ()))
+            found |= {id(wrapper): free["func"]} if "func" in free else {}
+    return list(found.values())
 
 
 def _in_front_of(function: Attention) -> Attention:

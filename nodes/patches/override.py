@@ -61,17 +61,19 @@ class Scope:
         return self.local.inside
 
     @contextmanager
-    def around(self, engine: Engine, word: str, *, catches: bool) -> Iterator[None]:
+    def around(self, engine: Engine, word: str, *, catches: bool, sdpa: bool = True) -> Iterator[None]:
         """Attention calls below that have no name of their own are ``"<word> 1"``, ``"<word> 2"`` ...
 
         Args:
             catches: calls that bypass the override, of the host's functions and of ``scaled_dot_product_attention``, go
-                to the engine; nested, once.
+                to the engine; nested, once. sdpa: those of the latter too, for which Python is asked about every torch
+                function below.
         """
         is_first = catches and not self.local.catching
         with ExitStack() as stack, self._with(word=word, ordinal=0, catching=catches or self.local.catching):
             if is_first:
                 stack.enter_context(caught(functools.partial(_attend_by_name, engine, self)))
+            if is_first and sdpa:
                 stack.enter_context(SdpaMode(functools.partial(_attend, engine, self)))
             yield
 
