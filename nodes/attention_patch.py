@@ -5,19 +5,21 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from torch import nn
-
+from ..pascal_attn_core.int8.float16 import Float16Binding
+from ..pascal_attn_core.patching.patch import ON
 from .comfy import host, inputs, others
+from .comfy.by_name import OVERRIDE
 from .comfy.others import AUTO, name_of, runs_first
 from .comfy.prompt import without_effect
+from .comfy.sites import count_blocks
 from .eight_bit import DEFAULTS
 from .engine.engine import Engine, PatchSettings, left_off
-from .ffn_chunking import LEAST_TOKENS, chunk
-from .patches import float16, int8
+from .engine.runs import Run
+from .ffn_chunking import LEAST_TOKENS, Chunking, chunk
+from .patches import injection, int8
 from .patches.attention import install
 from .patches.bands import NEEDED
-from .patches.ffn import Chunking
-from .patches.override import OVERRIDE, previous_of
+from .patches.override import previous_of
 from .text_encoder_attention import patched_clip
 from .vae_attention import patched_vae
 
@@ -134,7 +136,7 @@ class PascalAttentionPatch(inputs.PascalNode):
             report, line = chunk(patched, 0, LEAST_TOKENS, unique_id, is_quiet=True)
             lines += [line] if report.count("cannot be") < len(report.lines) else []
         if precision == FLOAT16:
-            lines.append(float16.install_on(patched, unique_id))
+            lines.append(_in_float16(patched, unique_id))
         if precision == EIGHT_BIT:
             patched = int8.patch(patched, replace(DEFAULTS, only_faster=True), unique_id)[0]
             lines.append(f"not exact: 8 bits, {DEFAULTS.text(attention=True)}")
@@ -167,19 +169,24 @@ def _patched_model(
     return patched, line
 
 
-def count_blocks(model: nn.Module) -> int:
-    """Number of entries of the model's lists of blocks that hold attention."""
-    lists = [f"{name}." for name, module in model.named_modules() if isinstance(module, nn.ModuleList)]
-    blocks = set()
-    for name in (name for name, module in model.named_modules() if _is_attention(module)):
-        outer = min((entry for entry in lists if name.startswith(entry)), key=len, default=f"{name}.")
-        blocks.add((outer, name[len(outer) :].partition(".")[0]))
-    return len(blocks)
+class Float16Layers(injection.Injection):
+    """Linear layers of a model that ComfyUI runs in float32, multiplied in float16 while the model is loaded."""
+
+    key, part = f"{host.KEY}_float16", "float16"
+    binding: Float16Binding
+
+    def describe(self, run: Run, patcher: Any) -> None:
+        report = self.binding.report(injection.network_of(patcher))
+        first, *more = report.text().splitlines()
+        run.is_exact = not any(state.state == ON for state in report.states)
+        tell = run.note if run.is_exact else run.gain
+        tell(f"linear layers in float16: {first}")
+        for sentence in more:
+            run.note(sentence.strip())
 
 
-_PROJECTIONS = ({"to_q", "to_k"}, {"q", "k"}, {"qkv"}, {"to_qkv"}, {"q_proj", "k_proj"}, {"wq", "wk"}, {"linear1"})
-
-
-def _is_attention(module: nn.Module) -> bool:
-    is_named_so = type(module).__name__.endswith(("Attention", "AttentionBlock"))
-    return is_named_so or any(names <= set(module._modules) for names in _PROJECTIONS)
+def _in_float16(patched: Any, unique_id: str | None) -> str:
+    """Let the linear layers of a fresh clone run in float16. Returns a sentence about them."""
+    layers = Float16Layers(Float16Binding(), host.name_of_model(patched.model), "float16 linear layers", unique_id)
+    injection.install(patched, layers)
+    return f"not exact: linear layers in float16, error at most {layers.binding.max_error:.1%}"

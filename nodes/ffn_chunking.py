@@ -2,17 +2,28 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 from torch import nn
 
 from ..pascal_attn_core.ffn.binding import FfnBinding
 from ..pascal_attn_core.ffn.report import FfnReport
+from ..pascal_attn_core.machine.device import MIB
+from ..pascal_attn_core.patching.hosts import CastingLayers, register
 from .comfy import host, inputs
-from .patches import ffn
-from .patches.injection import install, network_of
+from .engine.runs import Run
+from .patches.injection import Injection, install, network_of
 
 LEAST_TOKENS = 1024
+SHARE = 32  # of the card's memory, for one feed-forward call
+LEAST_MIB, MOST_MIB = 64, 1024
+log = logging.getLogger("pascal_attn")
+_CASTING_CODE = (
+    "comfy.ops", "comfy.model_management", "comfy.memory_management", "comfy.pinned_memory", "comfy.quant_ops",
+    "comfy_kitchen", "comfy_aimdo",
+)  # fmt: skip
+register(CastingLayers("comfy_cast_weights", _CASTING_CODE))
 
 
 class PascalFFNChunking(inputs.PascalNode):
@@ -38,8 +49,8 @@ class PascalFFNChunking(inputs.PascalNode):
     def INPUT_TYPES(cls) -> dict[str, Any]:
         budget = (
             "Largest extra memory of one feed-forward call in MiB, besides its input and output. The smallest number "
-            f"of chunks that stays within the budget is used; a call that fits runs unchunked. 0 = 1/{ffn.SHARE} of "
-            f"the card's memory, clamped to {ffn.LEAST_MIB}-{ffn.MOST_MIB} MiB."
+            f"of chunks that stays within the budget is used; a call that fits runs unchunked. 0 = 1/{SHARE} of "
+            f"the card's memory, clamped to {LEAST_MIB}-{MOST_MIB} MiB."
         )
         tokens = (
             "Calls with fewer tokens run unchunked. A 1024 x 1024 image has 4096 tokens in most models. Each chunk "
@@ -63,15 +74,49 @@ class PascalFFNChunking(inputs.PascalNode):
         return patched, "\n".join(filter(None, [report.text(), inside_blocks(network_of(patched))]))
 
 
+class Chunking(Injection):
+    """The feed-forward modules of one node, chunked while their model is loaded."""
+
+    key, part = f"{host.KEY}_ffn", "feed-forward"
+    binding: FfnBinding
+
+    def begin(self, patcher: Any) -> None:
+        self.binding.restart_report()
+
+    def describe(self, run: Run, patcher: Any) -> None:
+        report = self.binding.report(network_of(patcher))
+        tell = run.gain if report.count("chunked") else run.note
+        tell(_headline(report, self.binding.settings.min_tokens))
+        for sentence in report.text().splitlines()[1:]:
+            run.note(sentence.strip())
+        for line in report.lines:
+            if line.state == "refused" and run.warn(f"{line.kind} runs whole: {line.why}"):
+                log.warning("pascal_attn: %s: %s (%s) runs whole: %s", self.subject, line.name, line.kind, line.why)
+
+
+def _headline(report: FfnReport, min_tokens: int) -> str:
+    chunked, able = report.count("chunked"), len(report.lines) - report.count("cannot be")
+    text = f"{chunked} of {able} feed-forward modules chunked"
+    words = {"whole": "fit the budget whole", "refused": "refused", "cannot be": "cannot be: fused blocks"}
+    words["waiting"] = f"had no call of {min_tokens} tokens"
+    others = (f"{report.count(state)} {what}" for state, what in words.items() if report.count(state))
+    return ", ".join([text, *others])
+
+
+def budget_from(total_bytes: int) -> int:
+    """MiB for one feed-forward call on a card of this size."""
+    return max(LEAST_MIB, min(MOST_MIB, total_bytes // SHARE // MIB))
+
+
 def chunk(
     patched: Any, budget_mib: int, min_tokens: int, unique_id: str | None, *, is_quiet: bool = False
 ) -> tuple[FfnReport, str]:
     """Let the feed-forward layers of a fresh clone run in chunks. Returns what can be said of each before a run, and
     a sentence about all."""
-    budget = budget_mib or ffn.budget_from(host.free_and_total_bytes(patched.load_device)[1])
+    budget = budget_mib or budget_from(host.free_and_total_bytes(patched.load_device)[1])
     binding = FfnBinding(budget_mib=budget, min_tokens=min_tokens, passing=host.interrupts())
     settings = f"budget {budget} MiB, from {min_tokens} tokens"
-    chunking = ffn.Chunking(binding, host.name_of_model(patched.model), settings, unique_id)
+    chunking = Chunking(binding, host.name_of_model(patched.model), settings, unique_id)
     chunking.is_quiet = is_quiet
     install(patched, chunking)
     report = binding.report(network_of(patched))

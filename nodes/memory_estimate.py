@@ -13,10 +13,10 @@ from .comfy import host as _host
 from .comfy import inputs
 from .estimate.figures import Figures, Host
 from .estimate.inputs import Conditioning, Latent, guessed_conditioning, prompts
-from .estimate.largest import Axis, Fit, axes_of, bisected, find_largest
+from .estimate.largest import Axis, axes_of, bisected, find_largest
 from .estimate.text import Subject, draw_largest, largest_text, need_text, text_of
 from .estimate.trace import ModelCall, trace_model
-from .patches.ffn import budget_from
+from .ffn_chunking import budget_from
 from .reporting.picture import as_image
 
 log = logging.getLogger("pascal_attn")
@@ -107,23 +107,20 @@ class PascalMemoryEstimate(inputs.PascalNode):
             axes = axes_of_latent(model, wanted) if available else []
             fits = [(axis, find_largest(axis, trace, host, room)) for axis in axes]
         found = Figures(followed.call, host)
-        subject = Subject(
-            name, wanted.shapes, *followed[1:], model.model_size(), available, total, others_of(clip, vae)
-        )
+        others = {"text encoder": clip, "VAE": vae}
+        parts = {name: part.patcher for name, part in others.items() if part is not None}
+        weights = {name: (part.model_size(), part.load_device.type != "cpu") for name, part in parts.items()}
+        subject = Subject(name, wanted.shapes, *followed[1:], model.model_size(), available, total, weights)
         text = text_of(found, subject)
         fits = [(axis, ways) for axis, ways in fits if ways]
         if axes:
-            decode = None if vae is None else _decoded_in_one_piece(vae, axes[0], available)
+            decode = vae and bisected(
+                axes[0].sizes, lambda size: int(vae.memory_used_decode(size.shape, vae.vae_dtype)), available
+            )
             text += "\n" + largest_text(fits, room, is_streamed, decode)
         picture = draw_largest(fits, f"{name}: the largest that fits")
         _host.say(f"memory estimate: {name} {need_text(found)}", unique_id, f"{name}: {need_text(found)}")
         return text, max(0.0, (found.total_without - found.total_with) / MIB), as_image(picture)
-
-
-def others_of(clip: Any, vae: Any) -> dict[str, tuple[int, bool]]:
-    """Bytes of the text encoder's and the VAE's weights, and whether ComfyUI computes with them on the card."""
-    given = {name: part.patcher for name, part in (("text encoder", clip), ("VAE", vae)) if part is not None}
-    return {name: (each.model_size(), each.load_device.type != "cpu") for name, each in given.items()}
 
 
 def axes_of_latent(model: Any, latent: Latent) -> list[Axis]:
@@ -134,10 +131,6 @@ def axes_of_latent(model: Any, latent: Latent) -> list[Axis]:
     pixels = getattr(form, "spacial_downscale_ratio", 8)
     frames = getattr(form, "temporal_downscale_ratio", 4)
     return axes_of(tuple(int(size) for size in latent.shapes[0]), pixels, frames)
-
-
-def _decoded_in_one_piece(vae: Any, axis: Axis, available: int) -> Fit:
-    return bisected(axis.sizes, lambda size: int(vae.memory_used_decode(size.shape, vae.vae_dtype)), available)
 
 
 class Followed(NamedTuple):

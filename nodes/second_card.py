@@ -8,11 +8,12 @@ from ..pascal_attn_core.machine.device import device_info
 from ..pascal_attn_core.observe.report import shares_text
 from ..pascal_attn_core.routes.several import ON_ONE_DEVICE
 from .comfy import host, inputs
+from .comfy.by_name import OVERRIDE
 from .comfy.others import AUTO, runs_first
 from .engine import runs
 from .engine.engine import Engine, PatchSettings
 from .patches.attention import install
-from .patches.override import OVERRIDE, engine_of, previous_of
+from .patches.override import engine_of, previous_of
 
 _CALLBACK = f"{host.KEY}_second_card"
 

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
 from typing import Any
 
 from torch import Tensor, nn
 
 from .comfy import host, inputs
-from .comfy.objects import Make, replace_functions
-from .comfy.sites import argument_leaves, calls_directly, has_softcap, host_names
+from .comfy.objects import replace_functions
+from .comfy.sites import is_innermost
 from .engine.engine import Engine, PatchSettings, left_off
 from .engine.meter import not_finite
-from .patches.replacements import Replacement, Sites, whole_call
-
-_WHOLE = ("encode_token_weights", "generate")
+from .patches.replacements import Sites, located, whole_call
 
 
 class PascalTextEncoderAttention(inputs.PascalNode):
@@ -61,31 +58,23 @@ def patched_clip(clip: Any, settings: PatchSettings, unique_id: str | None) -> t
         raise TypeError(f"clip must be a CLIP of ComfyUI, got {type(clip).__name__}; use a Load CLIP node of ComfyUI")
     engine = Engine(settings, type(model).__name__, "text encoder", unique_id)
     sites = _sites(engine, model)
-    if sites:
+    if sites.blocks:
         clip = clip.clone()
         replace_functions(clip.patcher, lambda model: _sites(engine, model).replacements)
     return clip, sites.status("text encoder")
 
 
 def _sites(engine: Engine, model: nn.Module) -> Sites:
-    leaves = {name: position for name, _, position in argument_leaves(model)}
-    outside = set(calls_directly(model, leaves))
-
-    def find(name: str, module: nn.Module, ours: Replacement) -> Iterator[tuple[str, Make]]:
-        if name in outside and host_names(type(module)):
-            yield "forward", ours.named
-        elif has_softcap(module):
-            yield "forward", ours.softcapped
-        elif name in leaves:
-            yield "forward", functools.partial(ours.given, leaves[name])
-
     def watch(args: tuple, kwargs: dict[str, Any], result: Any) -> None:
+        if engine.run.count() == 0:
+            engine.run.note("this model computes attention itself, not by a function of ComfyUI's or PyTorch's")
         encoded = result if isinstance(result, (tuple, list)) else (result,)
         if engine.settings.nan_guard and not_finite(value for value in encoded if isinstance(value, Tensor)):
             engine.warn("the encoded text holds NaN or infinity: start ComfyUI with --fp32-text-enc")
 
-    sites = Sites(engine, model, find)
-    catches = bool(sites.direct)  # only then: Python is asked about every torch function below
-    whole = functools.partial(whole_call, sites=sites, watch=watch, catches=catches)
-    sites.replacements.update({name: whole for name in _WHOLE if hasattr(model, name)})
+    sites = Sites(engine, model, lambda module: [("forward", located)] if is_innermost(module) else [])
+    for name in filter(functools.partial(hasattr, model), ("encode_token_weights", "generate")):
+        # Generation makes many small calls, and encoders of ComfyUI call its functions, not torch's.
+        whole = functools.partial(whole_call, sites=sites, watch=watch, sdpa=name != "generate")
+        sites.replacements[name] = whole
     return sites

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor, nn
 
 from .comfy import host, inputs
-from .comfy.objects import Make, replace_functions
-from .comfy.sites import attributes, host_names
+from .comfy.objects import replace_functions
+from .comfy.sites import attributes, is_innermost
 from .engine.engine import Engine, PatchSettings, left_off
 from .engine.meter import not_finite
 from .patches.bands import AS_IT_IS, METHODS, MODES, NEEDED, Estimate, InBands
-from .patches.replacements import Replacement, Sites, in_run, whole_call
+from .patches.replacements import Replace, Sites, channels_first, in_run, located, whole_call
 from .reporting.words import dtype_text
 
 _WHOLE = ("decode", "encode", "decode_tiled", "encode_tiled")  # of VAEs, and of the networks in them
@@ -74,8 +74,8 @@ def patched_vae(vae: Any, settings: PatchSettings, decode: str, unique_id: str |
     methods = () if decode == AS_IT_IS else METHODS
     estimates: dict[str, Estimate | None] = {name: getattr(vae, f"memory_used_{name}", None) for name in methods}
     sites = _sites(engine, network, decode, estimates)
-    text = sites.status("VAE") if sites or not methods else f"{engine.subject} has no attention"
-    if not sites and not methods:
+    text = sites.status("VAE") if sites.blocks or not methods else f"{engine.subject} has no attention"
+    if not sites.blocks and not methods:
         return vae, text
     patched = copy.copy(vae)
     patched.patcher = vae.patcher.clone()
@@ -98,11 +98,9 @@ def _network_of(vae: Any) -> nn.Module:
 def _sites(engine: Engine, network: nn.Module, mode: str, estimates: dict[str, Estimate | None]) -> Sites:
     """The places of a VAE's network; ``estimates`` has ComfyUI's for each method that runs in bands."""
 
-    def find(name: str, module: nn.Module, ours: Replacement) -> Iterator[tuple[str, Make]]:
-        for attribute in attributes(module):
-            yield attribute, ours.channels_first
-        if host_names(type(module)):
-            yield "forward", ours.named
+    def find(module: nn.Module) -> list[tuple[str, Replace]]:
+        held: list[tuple[str, Replace]] = [(name, channels_first) for name in attributes(module)]
+        return held or [("forward", located)] * is_innermost(module)
 
     def watch(what: str, args: tuple, kwargs: dict[str, Any], result: Any) -> None:
         if not sites.names and not engine.run.gains and engine.run.count() == 0:
@@ -118,7 +116,7 @@ def _sites(engine: Engine, network: nn.Module, mode: str, estimates: dict[str, E
     def whole(name: str, previous: Callable[..., Any]) -> Callable[..., Any]:
         if name in estimates:
             previous = InBands(engine, network, name, mode, estimates[name], previous)
-        return whole_call(previous, sites, functools.partial(watch, name), catches=True)
+        return whole_call(previous, sites, functools.partial(watch, name))
 
     sites = Sites(engine, network, find)
     sites.replacements.update({name: functools.partial(whole, name) for name in _WHOLE if hasattr(network, name)})

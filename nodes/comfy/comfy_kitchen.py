@@ -20,6 +20,7 @@ from ...pascal_attn_core.int8.backends import backend_for
 from ...pascal_attn_core.int8.judged import has_numbers
 from ...pascal_attn_core.int8.measure import FEW_OUTPUTS, FEW_ROWS, relative_error, sample_of
 from ...pascal_attn_core.int8.product import int8_linear as product
+from ...pascal_attn_core.int8.report import COMPUTED_BY
 from ...pascal_attn_core.machine.out_of_memory import is_out_of_memory
 from ...pascal_attn_core.reference.int8_rows import Int8Matrix
 from .host import KEY
@@ -71,20 +72,36 @@ def why_not(device: torch.device, choice: str) -> str:
     return ""
 
 
-class Served:
-    """Our backend for one node's model.
+class FileLayers:
+    """The int8 layers of one node's model that its file brings.
 
     Attributes:
-        calls: number of calls of int8 layers in this run.
+        layers: their number.
+        why_not: why ComfyUI computes them itself; "" = it does not.
+        calls: number of calls that were computed here in this run.
         error: the largest relative error of its first calls against the file's weights in float32.
         backend: what computed the first of them, see :data:`.backends.BACKENDS`.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, network: nn.Module, device: torch.device, choice: str) -> None:
+        self.layers = int8_layers(network)
+        self.why_not = why_not(device, choice) if self.layers else "none"
         self.calls, self.error, self.backend = 0, 0.0, ""
 
     def restart(self) -> None:
         self.calls, self.error = 0, 0.0
+
+    def text(self) -> str:
+        """A sentence about these layers; "" where there are none."""
+        if not self.layers:
+            return ""
+        text = f"{self.layers} linear layers are in int8 in the model's file"
+        if self.why_not:
+            return f"{text}; ComfyUI computes them: {self.why_not}"
+        if not self.calls:
+            return f"{text}, computed here: no call yet"
+        error = f"errors of at most {self.error:.2%} against the file's weights in float"
+        return f"{text}, computed here: {self.calls} calls by {COMPUTED_BY[self.backend]}, {error}"
 
     def wrapper(self, executor: Any, *args: Any, **kwargs: Any) -> Any:
         """Run the diffusion model with its int8 layers computed here."""
@@ -110,7 +127,7 @@ _users = 0
 
 
 @contextmanager
-def serving(registry: Any, served: Served) -> Iterator[None]:
+def serving(registry: Any, served: FileLayers) -> Iterator[None]:
     """Within it, int8 layers that this thread runs are ours: registered with the first user, gone with the last."""
     global _users
     with _lock:
@@ -172,11 +189,11 @@ class _Backend:
         return product(x, matrix, bias, out_dtype=out_dtype)
 
 
-def install(patcher: Any, served: Served | None) -> None:
-    """Let the clone's diffusion model run with ``served``, or with none of ours, whatever it had before."""
+def install(patcher: Any, files: FileLayers) -> None:
+    """Let the clone's diffusion model run with its int8 layers computed here, or not, whatever it had before."""
     from comfy.patcher_extension import WrappersMP
 
     key = f"{KEY}_int8_files"
     patcher.remove_wrappers_with_key(WrappersMP.DIFFUSION_MODEL, key)
-    if served is not None:
-        patcher.add_wrapper_with_key(WrappersMP.DIFFUSION_MODEL, key, served.wrapper)
+    if not files.why_not:
+        patcher.add_wrapper_with_key(WrappersMP.DIFFUSION_MODEL, key, files.wrapper)

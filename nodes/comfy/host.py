@@ -14,11 +14,15 @@ log = logging.getLogger("pascal_attn")
 KEY = "pascal_attn"  # of our callbacks, wrappers and injections on a model
 
 
-def throw_if_interrupted() -> None:
-    """Raise ComfyUI's own exception if the user pressed Cancel."""
+def _management() -> Any:
     from comfy import model_management
 
-    model_management.throw_exception_if_processing_interrupted()
+    return model_management
+
+
+def throw_if_interrupted() -> None:
+    """Raise ComfyUI's own exception if the user pressed Cancel."""
+    _management().throw_exception_if_processing_interrupted()
 
 
 def interrupts() -> tuple[type[BaseException], ...]:
@@ -33,32 +37,24 @@ def is_interrupt(error: BaseException) -> bool:
 
 
 def compute_device() -> torch.device:
-    from comfy import model_management
-
-    return model_management.get_torch_device()
+    return _management().get_torch_device()
 
 
 def make_room(num_bytes: int) -> None:
     """Have ComfyUI move models off the device on which it computes until so much memory is free."""
-    from comfy import model_management
-
-    model_management.free_memory(num_bytes, compute_device())
+    _management().free_memory(num_bytes, compute_device())
 
 
 def free_and_total_bytes(device: torch.device) -> tuple[int, int]:
     """Memory of a device that a model may still take, and all of it, as ComfyUI counts them."""
-    from comfy import model_management
-
-    return int(model_management.get_free_memory(device)), int(model_management.get_total_memory(device))
+    return int(_management().get_free_memory(device)), int(_management().get_total_memory(device))
 
 
 def compute_dtype(device: torch.device) -> torch.dtype:
     """The number format in which ComfyUI computes a float16 model on this device."""
-    from comfy import model_management
-
-    if model_management.should_use_fp16(device):
+    if _management().should_use_fp16(device):
         return torch.float16
-    return torch.bfloat16 if model_management.should_use_bf16(device) else torch.float32
+    return torch.bfloat16 if _management().should_use_bf16(device) else torch.float32
 
 
 _DEVICES, _LEAST_TOKENS = f"{KEY}_devices", 1024
@@ -69,11 +65,17 @@ def visible_cards() -> list[str]:
     return [f"cuda:{index}" for index in range(torch.cuda.device_count())] if torch.cuda.is_available() else []
 
 
+def own_options(patcher: Any) -> dict[str, Any]:
+    """The ``transformer_options`` of a fresh clone, which from now on are its own."""
+    options: dict[str, Any] = patcher.model_options["transformer_options"].copy()
+    patcher.model_options["transformer_options"] = options
+    return options
+
+
 def share_over(patcher: Any, devices: tuple[str, ...], least_tokens: int) -> None:
     """Let a fresh clone's attention be shared out over devices. It is written into the clone's options, so that the
     nodes that set and read it may come in either order."""
-    options = patcher.model_options["transformer_options"] = patcher.model_options["transformer_options"].copy()
-    options[_DEVICES] = (devices, least_tokens)
+    own_options(patcher)[_DEVICES] = (devices, least_tokens)
 
 
 def shared_over(patcher: Any) -> tuple[tuple[str, ...], int]:

@@ -329,11 +329,11 @@ class Engine:
         place, kind, _ = known
         why = self._differing.get(kind, "") or self._why_left(call)
         if why:
-            decision = _Decision(_kind(place, PASSED, "", why, call))
+            decision = _Decision(_kind(place, call, PASSED, "", why))
         else:
             config = self._config_for(call, place.block)
             choice = choose(call, config)
-            decision = _Decision(_taken(place, choice, call), config, choice.route)
+            decision = _Decision(_taken(place, call, choice), config, choice.route)
             if not isinstance(choice.plan, TorchForm):
                 decision.choice = choice
             elif _is_as_it_came(choice.plan, call):
@@ -384,7 +384,7 @@ class Engine:
         if config.devices:
             seen_on(device, [device_named(name) for name in config.devices])
         if choice.route != decision.route:  # not the route of the first such call
-            tally = run.tally(_taken(Place(kind.block, kind.via), choice, call))
+            tally = run.tally(_taken(Place(kind.block, kind.via), call, choice))
         with run.lock:
             tally.count += 1
         stats = TiledStats() if choice.route in ("tiled", "several") else None
@@ -481,12 +481,12 @@ def _is_as_it_came(form: TorchForm, call: AttentionCall) -> bool:
     return form.is_one_call and form.query is call.query and form.key is call.key and form.value is call.value
 
 
-def _taken(place: Place, choice: Choice, call: AttentionCall) -> CallKind:
-    kind = _kind(place, "taken", choice.route, choice.why, call)
-    return replace(kind, over_torch=choice.over_torch, torch_stores=choice.torch_stores)
-
-
-def _kind(place: Place, outcome: str, route: str, why: str, call: AttentionCall) -> CallKind:
+def _kind(place: Place, call: AttentionCall, outcome: str, route: str, why: str, **more: Any) -> CallKind:
     mask = mask_kind(call.attn_mask, is_causal=call.is_causal, left=call.left, right=call.right)
     shapes, dtype = (tuple(call.query.shape), tuple(call.key.shape)), str(call.query.dtype).removeprefix("torch.")
-    return CallKind(place.block, outcome, route, why, *shapes, dtype, mask, via=place.via)
+    return CallKind(place.block, outcome, route, why, *shapes, dtype, mask, via=place.via, **more)
+
+
+def _taken(place: Place, call: AttentionCall, choice: Choice) -> CallKind:
+    more = {"over_torch": choice.over_torch, "torch_stores": choice.torch_stores}
+    return _kind(place, call, "taken", choice.route, choice.why, **more)

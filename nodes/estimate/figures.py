@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -53,37 +52,30 @@ class Figures:
 
     def of_attention(self, *, patched: bool) -> int:
         """The most extra memory of one attention call, with Pascal Attention Patch or without."""
-        return max((need.patched if patched else need.without for need in self.needs.values()), default=0)
+        return max((need.bytes(patched) for need in self.needs.values()), default=0)
 
     def of_ffn(self, *, chunked: bool) -> int:
         """The most extra memory of one feed-forward call, with Pascal FFN Chunking or without."""
-        calls = self.call.ffn
-        return max((chunked_bytes(each, self.host) if chunked else each.extra_bytes for each in calls), default=0)
+        return max((self._ffn_bytes(each, chunked) for each in self.call.ffn), default=0)
 
     def peak(self, *, patched: bool, chunked: bool) -> int:
         """The most bytes at any moment, the model's other tensors included."""
         moments = [self.call.other_bytes]
-        for shape in self.call.attention:
-            need = self.needs[shape]
-            moments.append(shape.live_bytes + (need.patched if patched else need.without))
-        for layer in self.call.ffn:
-            moments.append(layer.live_bytes + (chunked_bytes(layer, self.host) if chunked else layer.extra_bytes))
+        moments += [shape.live_bytes + self.needs[shape].bytes(patched) for shape in self.call.attention]
+        moments += [layer.live_bytes + self._ffn_bytes(layer, chunked) for layer in self.call.ffn]
         return max(moments)
 
-    @functools.cached_property
+    @property
     def total_without(self) -> int:
         return self.peak(patched=False, chunked=False)
 
-    @functools.cached_property
+    @property
     def total_with(self) -> int:
         return self.peak(patched=True, chunked=True)
 
-
-def chunked_bytes(shape: FfnShape, host: Host) -> int:
-    """Bytes that Pascal FFN Chunking would leave of a call's extra memory."""
-    if len(shape.shape) < 2 or shape.shape[-2] < host.ffn_tokens:
-        return shape.extra_bytes
-    return min(shape.extra_bytes, host.ffn_budget_mib * MIB)
+    def _ffn_bytes(self, layer: FfnShape, chunked: bool) -> int:
+        is_whole = not chunked or len(layer.shape) < 2 or layer.shape[-2] < self.host.ffn_tokens
+        return layer.extra_bytes if is_whole else min(layer.extra_bytes, self.host.ffn_budget_mib * MIB)
 
 
 class Need(NamedTuple):
@@ -92,6 +84,9 @@ class Need(NamedTuple):
     without: int
     patched: int
     why: str
+
+    def bytes(self, patched: bool) -> int:
+        return self.patched if patched else self.without
 
 
 def need_of(shape: AttentionShape, host: Host) -> Need:

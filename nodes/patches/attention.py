@@ -5,20 +5,15 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-from torch import nn
-
 from ..comfy import host, memory_required
+from ..comfy.by_name import OVERRIDE
 from ..comfy.host import KEY
-from ..comfy.objects import Replacements, replace_functions
 from ..comfy.others import AUTO, REPLACE, name_of
-from ..comfy.sites import by_name
 from ..engine.engine import Engine
 from ..engine.runs import PASSED
 from ..reporting import gain
 from .int8_attention import layers_in
-from .override import OVERRIDE, engine_of, make_override, previous_of
-from .replacements import Replacement
-from .scope import Scope, make_wrapper
+from .override import Scope, engine_of, make_override, make_wrapper, previous_of
 
 # What ComfyUI runs, from the outside in, and how attention calls there are named if they have no name of their own:
 # some models refine the prompt before the first step, ControlNets are called beside the model; and on multi-GPU hosts
@@ -30,7 +25,6 @@ def install(patched: Any, engine: Engine, before: Any, *, whole_model: bool, beh
     """Put our override, wrappers and callbacks on a fresh clone; a patch of ours that it had is replaced."""
     from comfy.patcher_extension import CallbacksMP, WrappersMP
 
-    options = patched.model_options["transformer_options"] = patched.model_options["transformer_options"].copy()
     patched.remove_callbacks_with_key(CallbacksMP.ON_PRE_RUN, KEY)
     patched.remove_callbacks_with_key(CallbacksMP.ON_CLEANUP, KEY)
     scope = Scope()
@@ -41,26 +35,13 @@ def install(patched: Any, engine: Engine, before: Any, *, whole_model: bool, beh
             wrapper = make_wrapper(engine, scope, word, catches=whole_model)
             patched.add_wrapper_with_key(getattr(WrappersMP, around), KEY, wrapper)
     override: Any = make_override(engine, scope, before, runs_first=behind)
-    options[OVERRIDE] = override
+    host.own_options(patched)[OVERRIDE] = override
     if override.memory_efficient:
         patched.add_wrapper_with_key(WrappersMP.PREPARE_SAMPLING, KEY, memory_required.preparing)
         patched.add_wrapper_with_key(WrappersMP.CALC_COND_BATCH, KEY, memory_required.batching)
-    names = whole_model and not host.uses_sdpa()  # where torch's SDPA is used, the wrapper sees these calls there
-    replace_functions(patched, lambda model: _named(engine, scope, model) if names else {})
     patched.add_callback_with_key(CallbacksMP.ON_PRE_RUN, KEY, lambda patcher: _before_run(engine, patcher))
     after = functools.partial(_after_run, engine, before=before, behind=behind)
     patched.add_callback_with_key(CallbacksMP.ON_CLEANUP, KEY, after)
-
-
-def _named(engine: Engine, scope: Scope, model: nn.Module) -> Replacements:
-    """Methods of the diffusion model's modules that call attention by its name, past the override."""
-    network: Any = model.diffusion_model
-    found: Replacements = {}
-    for name, module in network.named_modules(prefix="diffusion_model"):
-        for method in by_name(type(module)):  # type: ignore[arg-type]
-            block = name.removeprefix("diffusion_model").lstrip(".") or "model"
-            found[f"{name}.{method}"] = Replacement(engine, scope, block, "by name").named
-    return found
 
 
 def _before_run(engine: Engine, patcher: Any) -> None:

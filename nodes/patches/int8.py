@@ -13,15 +13,15 @@ from torch import nn
 
 from ...pascal_attn_core.int8.binding import Int8Binding, take_off
 from ...pascal_attn_core.int8.find import find_linear
-from ...pascal_attn_core.int8.report import COMPUTED_BY, Int8Report, together
+from ...pascal_attn_core.int8.report import Int8Report, together
 from ...pascal_attn_core.patching.selectors import matches
 from ..comfy import comfy_kitchen, host
+from ..comfy.by_name import OVERRIDE
 from ..comfy.weights import LoadedWeight
 from ..engine.runs import Run
 from . import int8_attention
 from .injection import Injection, install, network_of
 from .int8_attention import AUTO, OFF, layers_for, layers_in
-from .override import OVERRIDE
 
 log = logging.getLogger("pascal_attn")
 _MUCH_SLOWER = 1.1
@@ -62,34 +62,6 @@ def unmatched(model: nn.Module, texts: tuple[str, ...]) -> str:
         return ""
     examples = " and ".join(found.name for found in layers[len(layers) // 3 :: max(1, len(layers) // 3)][:2])
     return f"no linear layer matches {', '.join(none)}; layers of this model are, for example, {examples}"
-
-
-class Files:
-    """Int8 layers that the model's file brings.
-
-    Attributes:
-        layers: their number.
-        why_not: why ComfyUI computes them itself; "" = it does not.
-        served: what computes them, or None.
-    """
-
-    def __init__(self, patcher: Any, choice: str):
-        self.layers = comfy_kitchen.int8_layers(network_of(patcher))
-        self.why_not = comfy_kitchen.why_not(patcher.load_device, choice) if self.layers else "none"
-        self.served = None if self.why_not else comfy_kitchen.Served()
-
-    def text(self) -> str:
-        """A sentence about these layers; "" where there are none."""
-        if not self.layers:
-            return ""
-        text = f"{self.layers} linear layers are in int8 in the model's file"
-        if self.served is None:
-            return f"{text}; ComfyUI computes them: {self.why_not}"
-        served = self.served
-        if not served.calls:
-            return f"{text}, computed here: no call yet"
-        error = f"errors of at most {served.error:.2%} against the file's weights in float"
-        return f"{text}, computed here: {served.calls} calls by {COMPUTED_BY[served.backend]}, {error}"
 
 
 @dataclass(frozen=True)
@@ -134,7 +106,8 @@ class Int8Layers(Injection):
 
     def __init__(self, patcher: Any, wanted: Settings, unique_id: str | None):
         network = network_of(patcher)
-        self.wanted, self.files = wanted, Files(patcher, wanted.int8_files if wanted.linear else "off")
+        choice = wanted.int8_files if wanted.linear else "off"
+        self.wanted, self.files = wanted, comfy_kitchen.FileLayers(network, patcher.load_device, choice)
         is_too_slow = wanted.attention == AUTO and patcher.load_device.type == "cpu"
         is_off = wanted.attention == OFF or is_too_slow
         self.why_exact = int8_attention.ON_A_CPU if is_too_slow else ""
@@ -152,8 +125,7 @@ class Int8Layers(Injection):
         attention = _attention_of(patcher)
         if attention is not None:
             attention.restart()
-        if self.files.served is not None:
-            self.files.served.restart()
+        self.files.restart()
 
     def reports(self, patcher: Any) -> list[Int8Report]:
         """On linear layers and on attention layers, as far as the clone has them in 8 bits."""
@@ -187,7 +159,7 @@ def patch(model: Any, wanted: Settings, unique_id: str | None) -> tuple[Any, str
     patched = clone_for(model, wanted.options) if wanted.linear else model.clone()
     layers, network = Int8Layers(patched, wanted, unique_id), network_of(patched)
     install(patched, layers)
-    comfy_kitchen.install(patched, layers.files.served)
+    comfy_kitchen.install(patched, layers.files)
     int8_attention.install(patched, layers.attention)
     reports = layers.reports(patched)
     first, more = f"{layers.subject}: {layers.settings}", []

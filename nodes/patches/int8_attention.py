@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import threading
 import weakref
 from collections import Counter
@@ -18,9 +17,10 @@ from ...pascal_attn_core.int8.judged import Int8Options, has_numbers, limit_of
 from ...pascal_attn_core.int8.report import Int8Report
 from ...pascal_attn_core.routes.timing_table import median_times
 from ..comfy import host
+from ..comfy.by_name import OVERRIDE
 from ..comfy.layout import HostCall, empty_containers
 from ..engine.runs import block_name
-from .override import OVERRIDE, in_containers, pass_to, previous_of
+from .override import marked, owner_of, pass_to, previous_of
 
 AUTO, ALWAYS, OFF = CHOICES = ("auto", "always", "off")
 KEY = f"{host.KEY}_int8"
@@ -97,13 +97,10 @@ def layers_for(model: nn.Module, max_error: float) -> AttentionLayers:
 
 def layers_in(override: Any) -> AttentionLayers | None:
     """The layers of the first override of ours in a chain, which other nodes of ours may have continued."""
-    while override is not None:
-        owner, layers, _ = getattr(override, "pascal_int8", (None, None, None))
-        if owner is override:
-            return layers
-        override, after = previous_of(override), override
-        if override is after:
-            return None
+    while (owner := owner_of(override)) is not None:
+        if isinstance(owner, AttentionLayers):
+            return owner
+        override = previous_of(override)
     return None
 
 
@@ -111,11 +108,9 @@ def install(patched: Any, layers: AttentionLayers | None) -> None:
     """Put our override on a fresh clone, in front of the one it had; one of ours that it had in front goes."""
     from comfy.patcher_extension import WrappersMP
 
-    options = patched.model_options["transformer_options"] = patched.model_options["transformer_options"].copy()
+    options = host.own_options(patched)
     patched.remove_wrappers_with_key(WrappersMP.APPLY_MODEL, KEY)
-    before = options.pop(OVERRIDE, None)
-    owner, _, previous = getattr(before, "pascal_int8", (None, None, None))
-    before = previous if owner is before else before
+    before = previous_of(options.pop(OVERRIDE, None), AttentionLayers)
     if layers is not None:
         patched.add_wrapper_with_key(WrappersMP.APPLY_MODEL, KEY, layers.around_model)
         before = make_override(layers, before)
@@ -131,11 +126,8 @@ def make_override(layers: AttentionLayers, previous: Callable[..., Any] | None) 
         out = None if torch.compiler.is_compiling() else layers.attend(args, kwargs)
         return pass_to(func, previous, args, kwargs) if out is None else out
 
-    override: Any = attention_in_8_bits
-    override.pascal_int8 = (override, layers, previous)  # itself, since functools.wraps of another pack copies marks
+    stores_scores = not getattr(previous, "memory_efficient", False)
+    override = marked(attention_in_8_bits, layers, previous, stores_scores=stores_scores)
     # The words of the node by which other nodes' reports name it.
     override.__module__, override.__qualname__ = f"{__name__.rpartition('.patches.')[0]}.eight_bit", "Pascal8Bit.patch"
-    override.memory_efficient = bool(getattr(previous, "memory_efficient", False))
-    if getattr(previous, "container_function", None) is not None:
-        override.container_function = functools.partial(in_containers, override)
     return override

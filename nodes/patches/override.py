@@ -1,24 +1,89 @@
-"""The attention override of one model clone, in a chain with those of other packs before and after it."""
+"""The attention calls of one model clone: those that come to its override, in a chain with those of other packs, and
+those that bypass it; and the state of the model call that they are in."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ...pascal_attn_core.call import Options
+from ...pascal_attn_core.call import PLAIN, Options
+from ...pascal_attn_core.patching.interception import TORCH_SDPA, SdpaArguments, SdpaMode, bind_sdpa
+from ...pascal_attn_core.vae.banded import Banded
 from ..comfy import host
+from ..comfy.by_name import Attention, caught
 from ..comfy.layout import HostCall, NotOurs, empty_containers, has_containers, signature
-from ..engine.compare import Difference, with_host
+from ..engine.compare import Difference, with_host, with_torch
 from ..engine.engine import Engine
 from ..engine.runs import Place, block_name
-from .scope import Scope
 
-Attention = Callable[..., Any]
-OVERRIDE = "optimized_attention_override"
+
+class _Local(threading.local):
+    word = "call"
+    ordinal = 0
+    place = ""
+    inside = False
+    catching = False
+
+
+class Scope:
+    """State of the model call in progress, per thread."""
+
+    def __init__(self) -> None:
+        self.local = _Local()
+
+    @contextmanager
+    def _with(self, **values: Any) -> Iterator[None]:
+        local = self.local
+        before = {name: getattr(local, name) for name in values}
+        vars(local).update(values)
+        try:
+            yield
+        finally:
+            vars(local).update(before)
+
+    def inside(self) -> AbstractContextManager[None]:
+        """Attention calls below are part of the one being worked on."""
+        return self._with(inside=True)
+
+    def at(self, place: str) -> AbstractContextManager[None]:
+        """Attention calls below are those of the module of this name."""
+        return self._with(place=place)
+
+    @property
+    def is_inside(self) -> bool:
+        """Whether this thread is below an attention call that has been decided already."""
+        return self.local.inside
+
+    @contextmanager
+    def around(self, engine: Engine, word: str, *, catches: bool, sdpa: bool = True) -> Iterator[None]:
+        """Attention calls below that have no name of their own are ``"<word> 1"``, ``"<word> 2"`` ...
+
+        Args:
+            catches: calls that bypass the override, of the host's functions and of ``scaled_dot_product_attention``, go
+                to the engine; nested, once. sdpa: those of the latter too, for which Python is asked about every torch
+                function below.
+        """
+        is_first = catches and not self.local.catching
+        with ExitStack() as stack, self._with(word=word, ordinal=0, catching=catches or self.local.catching):
+            if is_first:
+                stack.enter_context(caught(functools.partial(_attend_by_name, engine, self)))
+            if is_first and sdpa:
+                stack.enter_context(SdpaMode(functools.partial(_attend, engine, self)))
+            yield
+
+    def next_name(self) -> str:
+        local = self.local
+        local.ordinal += 1
+        return local.place or f"{local.word} {local.ordinal}"
+
+
+# ---- the override ----------------------------------------------------------------------------------------------------
 
 
 def make_override(engine: Engine, scope: Scope, previous: Attention | None, *, runs_first: bool = False) -> Attention:
@@ -42,21 +107,23 @@ def make_override(engine: Engine, scope: Scope, previous: Attention | None, *, r
             engine.run.came_before += 1
         return previous(passed_on, *args, **kwargs)
 
-    override: Any = attention_by_pascal_attn
-    # Itself in the mark: functools.wraps of another pack copies marks.
-    override.pascal_attn = (override, engine, previous)
-    # Read by ComfyUI's estimate of a step's memory: no score matrix is stored.
-    override.memory_efficient = not behind or bool(getattr(previous, "memory_efficient", False))
+    stores_scores = behind and not getattr(previous, "memory_efficient", False)
+    return marked(attention_by_pascal_attn, engine, previous, stores_scores=stores_scores, behind=behind)
+
+
+def marked(override: Any, owner: Any, previous: Attention | None, *, stores_scores: bool, behind: bool = False) -> Any:
+    """An override with its owner and the one before it, and the attributes that ComfyUI reads."""
+    override.pascal_attn = (override, owner, previous)  # itself, since functools.wraps of another pack copies marks
+    override.memory_efficient = not stores_scores  # for ComfyUI's estimate of a step's memory
     # Given tensors in containers, ComfyUI unpacks them for an override without this attribute; it is there only so
     # that an override further back which wants them still gets them.
     takes_containers = getattr(previous, "container_function", None)
     if takes_containers is not None:
-        ours = functools.partial(in_containers, override)
-        override.container_function = takes_containers if behind else ours
+        override.container_function = takes_containers if behind else functools.partial(_in_containers, override)
     return override
 
 
-def in_containers(override: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def _in_containers(override: Attention, *args: Any, **kwargs: Any) -> Any:
     return override(host.attention_function(), *args, **kwargs)
 
 
@@ -79,6 +146,72 @@ def _answer(
         return pass_to(func, previous, args, kwargs) if out is None else out
     finally:
         local.inside = before
+
+
+def pass_to(func: Callable[..., Any], previous: Callable[..., Any] | None, args: tuple, kwargs: dict[str, Any]) -> Any:
+    """The call as it came, to the override before ours, else to the host's own function."""
+    if has_containers(args, kwargs):
+        takes_containers = getattr(previous, "container_function", None)
+        if takes_containers is not None:
+            return takes_containers(*args, **kwargs)
+        args, kwargs = empty_containers(args, kwargs)
+    return func(*args, **kwargs) if previous is None else previous(func, *args, **kwargs)
+
+
+def owner_of(override: Any) -> Any:
+    """The engine or the 8-bit layers behind an override of ours, None for any other."""
+    itself, owner, _ = getattr(override, "pascal_attn", (None, None, None))
+    return owner if itself is override else None
+
+
+def engine_of(override: Any) -> Engine | None:
+    owner = owner_of(override)
+    return owner if isinstance(owner, Engine) else None
+
+
+def previous_of(override: Any, kind: type = Engine) -> Any:
+    """The override to which one of ours with an owner of this kind passes calls; any other is returned as it is."""
+    return override.pascal_attn[2] if isinstance(owner_of(override), kind) else override
+
+
+# ---- calls that bypass it --------------------------------------------------------------------------------------------
+
+
+def make_wrapper(engine: Engine, scope: Scope, word: str, *, catches: bool) -> Callable[..., Any]:
+    """For ``add_wrapper_with_key``: numbers the attention calls below, and catches those that bypass the override."""
+
+    def wrapper(executor: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        with scope.around(engine, word, catches=catches):
+            return executor(*args, **kwargs)
+
+    return wrapper
+
+
+def _attend(engine: Engine, scope: Scope, args: tuple, kwargs: dict[str, Any]) -> Any:
+    """One call of ``scaled_dot_product_attention`` that has bypassed the override."""
+    tensors = (value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor))
+    if scope.is_inside or any(type(tensor) not in (*PLAIN, Banded) for tensor in tensors):
+        return TORCH_SDPA(*args, **kwargs)
+    place, call = Place(scope.next_name(), "SDPA"), bind_sdpa(args, kwargs)
+    why = call if isinstance(call, str) else "it has dropout" if call.dropout_p else ""
+    if why:
+        engine.leave(place, why)
+        return TORCH_SDPA(*args, **kwargs)
+    assert isinstance(call, SdpaArguments)
+    with scope.inside():
+        options = Options(0.0, bool(call.is_causal), call.scale, bool(call.enable_gqa))
+        out = engine.attend(*call[:4], options, place, compare=functools.partial(with_torch, call))
+    return TORCH_SDPA(*args, **kwargs) if out is None else out
+
+
+def _attend_by_name(engine: Engine, scope: Scope, function: Attention, args: tuple, kwargs: dict[str, Any]) -> Any:
+    """One call of a function of the host that has bypassed the override."""
+    if scope.is_inside:
+        return function(*args, **kwargs)
+    via = "by name" if engine.part == "diffusion model" else engine.part
+    with scope.inside():
+        out = in_host_layout(engine, Place(scope.next_name(), via), function, args, kwargs)
+        return function(*args, **kwargs) if out is None else out
 
 
 def in_host_layout(engine: Engine, place: Place, function: Attention, args: tuple, kwargs: dict[str, Any]) -> Any:
@@ -109,24 +242,3 @@ def in_host_layout(engine: Engine, place: Place, function: Attention, args: tupl
     if has_containers(args, kwargs):
         empty_containers(args, kwargs)
     return call.returned(out)
-
-
-def pass_to(func: Callable[..., Any], previous: Callable[..., Any] | None, args: tuple, kwargs: dict[str, Any]) -> Any:
-    """The call as it came, to the override before ours, else to the host's own function."""
-    if has_containers(args, kwargs):
-        takes_containers = getattr(previous, "container_function", None)
-        if takes_containers is not None:
-            return takes_containers(*args, **kwargs)
-        args, kwargs = empty_containers(args, kwargs)
-    return func(*args, **kwargs) if previous is None else previous(func, *args, **kwargs)
-
-
-def engine_of(override: Any) -> Engine | None:
-    """The engine behind an override of ours, None for any other."""
-    owner, engine, _ = getattr(override, "pascal_attn", (None, None, None))
-    return engine if owner is override else None
-
-
-def previous_of(override: Any) -> Any:
-    """The override to which one of ours passes calls; any other is returned as it is."""
-    return override if engine_of(override) is None else override.pascal_attn[2]

@@ -14,7 +14,7 @@ from ..engine.runs import PASSED, CallKind, CallTally, Run
 from .findings import Findings, Shown, clock_text
 from .gain import gain_line, is_gain
 from .picture import Row, Section, draw
-from .rows import BlockRow, block_rows, grouped, kinds_of
+from .rows import BlockRow, block_rows, kinds_of
 from .words import duration_text, plural, shape_text, share_text, size_text
 
 _WIDTH = 110
@@ -168,8 +168,8 @@ def _trouble_rows(run: Run) -> Iterator[Row]:
 def _block_section(shown: Shown) -> Section:
     """One row for each group of equal neighbours; its bar is its share of attention's time, or of the calls where
     nothing was timed."""
-    groups, timed = grouped(block_rows(shown.run)), shown.run.elapsed_ms > 0
-    amounts = [group.elapsed_ms if timed else float(group.calls) for group in groups]
+    groups, timed = block_rows(shown.run), shown.run.elapsed_ms > 0
+    amounts = [group.elapsed_ms if timed else float(group.blocks * group.calls.total()) for group in groups]
     most = max(amounts, default=0.0)
     rows = [Row(group.name, _group_text(group), amount / most) for group, amount in zip(groups, amounts) if most]
     left_out = len(rows) - _MOST_GROUPS
@@ -178,11 +178,9 @@ def _block_section(shown: Shown) -> Section:
 
 
 def _group_text(group: BlockRow) -> str:
-    parts = [f"{count:,} {route}" for route, count in group.routes.items()]
-    parts += [f"{count:,} passed to ComfyUI ({why})" for why, count in group.passed.items()]
     each = f"{group.blocks} blocks, each " if group.blocks > 1 else ""
-    time_spent = f"; {duration_text(group.elapsed_ms / 1e3)}" if group.elapsed_ms else ""
-    return each + ", ".join(parts) + time_spent
+    parts = ", ".join(f"{count:,} {what}" for what, count in group.calls.items())
+    return each + parts + (f"; {duration_text(group.elapsed_ms / 1e3)}" if group.elapsed_ms else "")
 
 
 def _printed(section: Section) -> Iterator[str]:

@@ -9,8 +9,10 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from .. import __version__
+from ..machine.storage import write_object
 
 # Each command is a module with add_options(parser) and run(options). It is imported only when it is needed, so that
 # `pascal-attn info` works, and starts fast, with torch alone.
@@ -58,6 +60,19 @@ def check_output(path: Path | None) -> None:
         raise CommandError(f"the folder of {path} does not exist")
     if path is not None and path.is_dir():
         raise CommandError(f"{path} must be a file, not a folder")
+
+
+def write_figures(path: Path | None, figures: dict[str, Any]) -> None:
+    """Write what ``--json`` asks for, None = nothing.
+
+    Raises:
+        CommandError: the file cannot be written.
+    """
+    try:
+        if path is not None:
+            write_object(path, figures)
+    except OSError as error:
+        raise CommandError(f"cannot write: {error}") from error
 
 
 def main(argv: Sequence[str] | None = None) -> int:

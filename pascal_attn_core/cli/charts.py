@@ -3,22 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from ..plots import on_any_page
 
 COLOURS = ("#8c96a3", "#c0504d", "#2a7f62", "#7cc0a4")
-
-
-@dataclass(frozen=True)
-class Bar:
-    """One bar: its label, its value (None = none, then only the note is written) and a note instead of the figure."""
-
-    label: str
-    value: float | None
-    note: str = ""
+Bar = tuple[str, float | None, str]  # its label, its value, and a note that is written where there is no value
 
 
 def bar_chart(
@@ -33,7 +24,7 @@ def bar_chart(
 
     Args:
         panels: title, unit and bars of each panel. A panel whose values span more than a factor of 100 has a
-            logarithmic scale, with a note.
+            logarithmic scale.
         title, footer: lines above and below all panels.
         colours: of the bars, in turn.
     """
@@ -53,20 +44,20 @@ def bar_chart(
 
 
 def _draw_bars(axis: Any, unit: str, bars: Sequence[Bar], colours: Sequence[str]) -> None:
-    values = [bar.value for bar in bars if bar.value]
-    left, right = 0.0, 1.28 * max(values, default=1.0)  # room for the figure after the longest bar
-    if values and max(values) > 100 * min(values):
+    labels, values, notes = zip(*bars)
+    known = [value for value in values if value] or [1.0]
+    left, right = 0.0, 1.28 * max(known)  # room for the figure after the longest bar
+    if max(known) > 100 * min(known):
         axis.set_xscale("log", base=16 if unit == "MiB" else 10)
         axis.xaxis.set_major_formatter(lambda value, _: amount(value, unit))
         axis.minorticks_off()
-        left, right = min(values) / 3, max(values) * 6
-    drawn = axis.barh(range(len(bars)), [bar.value or left for bar in bars], color=list(colours))
-    texts = [bar.note if bar.value is None else amount(bar.value, unit) for bar in bars]
+        left, right = min(known) / 3, max(known) * 6
+    drawn = axis.barh(range(len(bars)), [value or left for value in values], color=list(colours))
+    texts = [note if value is None else amount(value, unit) for value, note in zip(values, notes)]
     axis.bar_label(drawn, texts, padding=5)
-    axis.set_xlim(left, right)
-    axis.set_yticks(range(len(bars)), [bar.label for bar in bars])
+    axis.set(xlim=(left, right), xlabel="logarithmic" if left else unit)
+    axis.set_yticks(range(len(bars)), labels)
     axis.invert_yaxis()
-    axis.set_xlabel("logarithmic" if left else unit)
     axis.spines[["top", "right"]].set_visible(False)
 
 

@@ -89,6 +89,7 @@ def gather() -> Info:
     runs = judge(machine.devices[0], machine.build).runs
     runtime = runtime_of(torch.device(device_names()[0]))
     tiles = runtime.part(TileTimings).ratios()
+    query = torch.empty(_CALL, dtype=torch.float16, device=runtime.device if runs else "meta")
     return Info(
         machine,
         config,
@@ -97,7 +98,7 @@ def gather() -> Info:
         timed_plain=runtime.part(Timings).ratios("plain"),
         timed_tiles={kind: ratio for kind, ratio in tiles.items() if ratio is not None},
         int8=backend_on(runtime.device) if runs else None,
-        int8_attention=_ask_int8(runtime.device, config) if runs else [],
+        int8_attention=why_not("fused-int8", check_call(query, query, query), config) if runs else [],
     )
 
 
@@ -208,11 +209,6 @@ def ask_routes(device: str, config: AttentionConfig) -> dict[str, dict[str, list
         found[name] = _ask(query, query, config, enable_gqa=False)
         found[f"{name} GQA"] = _ask(query, key, config, enable_gqa=True)
     return found
-
-
-def _ask_int8(device: torch.device, config: AttentionConfig) -> list[str]:
-    query = torch.empty(_CALL, dtype=torch.float16, device=device)
-    return why_not("fused-int8", check_call(query, query, query), config)
 
 
 def _ask(query: torch.Tensor, key: torch.Tensor, config: AttentionConfig, *, enable_gqa: bool) -> dict[str, list[str]]:

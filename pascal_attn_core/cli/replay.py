@@ -13,9 +13,8 @@ from .. import AttentionConfig
 from ..capture import CapturedCall, load_calls
 from ..observe.report import mask_kind
 from .bench import Contest, add_timing_options, hold
-from .bench.candidates import BASELINE, route_candidates
+from .bench.candidates import BASELINE, race, route_candidates
 from .bench.contest import Named, Result, Settings
-from .bench.measure import race
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:

@@ -152,18 +152,15 @@ def document(found: Selftest) -> dict[str, Any]:
 
 def describe(found: Selftest) -> str:
     """The block to paste."""
-    lines = [*found.facts, *_clock_lines(found), *_kernel_lines(found), *_check_lines(found), *_speed_lines(found)]
+    during = f", {found.during.text} while timing" if found.during else ""
+    clocks = [line("clocks", f"{found.before.text} before{during}")] if found.before else []
+    lines = [*found.facts, *clocks, *_kernel_lines(found), *_check_lines(found), *_speed_lines(found)]
     problems = found.problems
     lines += [line("" if number else "wrong", problem) for number, problem in enumerate(problems[:_MOST_PROBLEMS])]
     if len(problems) > _MOST_PROBLEMS:
         lines.append(line("", f"and {len(problems) - _MOST_PROBLEMS} more (--json has all)"))
     lines += [line("install", complaint) for complaint in found.complaints]
     return "\n".join([*lines, line("took", f"{found.seconds:.0f} s"), found.verdict])
-
-
-def _clock_lines(found: Selftest) -> list[str]:
-    during = f", {found.during.text} while timing" if found.during else ""
-    return [line("clocks", f"{found.before.text} before{during}")] if found.before else []
 
 
 def _kernel_lines(found: Selftest) -> list[str]:

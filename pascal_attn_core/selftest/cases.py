@@ -102,10 +102,7 @@ class Check(NamedTuple):
         return f"route {self.route}, {self.dtype}, {self.case}: {result}"
 
 
-class _Tensors(NamedTuple):
-    query: Tensor
-    key: Tensor
-    value: Tensor
+_Tensors = tuple[Tensor, ...]  # query, key, value
 
 
 class _Sample(NamedTuple):
@@ -143,8 +140,10 @@ def run_checks(device: torch.device, left: Callable[[], float]) -> Iterator[Chec
 
 
 def _check(case: Case, route: str, dtype: str, sample: _Sample) -> Check:
+    # By name the math route takes everything; without a name no call is to go there for being short.
+    config = AttentionConfig(route=route, math_limit_mib=1e6 if route == "math" else 0)
     try:
-        found = _results(case, _config(route), sample)
+        found = _results(case, config, sample)
         errors = [gap(one, other).relative for one, other in zip(found, sample.expected)]
     except UnsupportedAttention as reason:
         return Check(case.name, route, dtype, refused="; ".join(reason.reasons))
@@ -154,14 +153,10 @@ def _check(case: Case, route: str, dtype: str, sample: _Sample) -> Check:
     return Check(case.name, route, dtype, error, limit)
 
 
-def _config(route: str) -> AttentionConfig:
-    # By name the math route takes everything; without a name no call is to go there for being short.
-    return AttentionConfig(route=route, math_limit_mib=1e6 if route == "math" else 0)
-
-
 def _results(case: Case, config: AttentionConfig, sample: _Sample) -> list[Tensor]:
     if case.way == "lse":
-        return list(sdpa_with_lse(*sample.tensors, sample.mask, config=config, **case.options))
+        query, key, value = sample.tensors
+        return list(sdpa_with_lse(query, key, value, sample.mask, config=config, **case.options))
     if case.way == "varlen":
         return [_varlen(sample.tensors)]
 
@@ -224,10 +219,10 @@ def _sample(case: Case, dtype: str, device: torch.device) -> _Sample:
     if case.way == "varlen":
         batch, (rows, keys) = 1, map(sum, zip(*_VARLEN))
     if case.is_strided:
-        tensors = _Tensors(*numbers(batch, rows, 3, case.num_heads, dim).permute(2, 0, 3, 1, 4))
+        tensors = numbers(batch, rows, 3, case.num_heads, dim).permute(2, 0, 3, 1, 4).unbind()
     else:
         heads = case.num_heads, case.num_kv_heads, case.num_kv_heads
-        tensors = _Tensors(*(numbers(batch, count, size, dim) for count, size in zip(heads, (rows, keys, keys))))
+        tensors = tuple(numbers(batch, count, size, dim) for count, size in zip(heads, (rows, keys, keys)))
     mask = None
     if case.mask:
         mask = numbers(1, case.num_heads, rows, keys)
@@ -238,7 +233,7 @@ def _sample(case: Case, dtype: str, device: torch.device) -> _Sample:
     expected, plain = (_expected(case, tensors, mask, grad_out, d) for d in (torch.float64, kind))
     gaps = [gap(one, other) for one, other in zip(plain, expected)]
     limits = [exact_limit(found, kind) / found.largest for found in gaps]
-    there = _Tensors(*(_moved(t, device) for t in tensors))
+    there = tuple(_moved(t, device) for t in tensors)
     return _Sample(there, None if mask is None else mask.to(device), grad_out.to(device), expected, limits)
 
 

@@ -14,7 +14,6 @@ from pathlib import Path
 
 import torch
 
-from pascal_attn_core.cli.bench.clock import Clock
 from pascal_attn_core.fused.code.kinds import LEAST_CAPABILITY
 from pascal_attn_core.fused.code.params import Pack
 from pascal_attn_core.fused.code.source import INT8_HEAD_DIMS, Variant, source
@@ -23,6 +22,7 @@ from pascal_attn_core.fused.launch import Launch
 from pascal_attn_core.fused.trust.kernels import Kernels
 from pascal_attn_core.machine.runtime import runtime_of
 from pascal_attn_core.machine.storage import write_object
+from pascal_attn_core.routes.timing_table import milliseconds
 
 from .sweep import giving
 
@@ -69,7 +69,7 @@ def measure(kernels: Kernels, head_dim: int, chunks: int) -> dict[str, float]:
         with giving(kernels, rate, gpu.find_compiler(arch).compile(text(), arch, rate.macros()).cubin):
             kernels.run(launches[-1:])
     for _ in range(_TURNS):
-        times.append([Clock(kernels.device, 1).seconds(lambda one=one: kernels.run([one])) for one in launches])
+        times.append([milliseconds(lambda one=one: kernels.run([one]), kernels.device) / 1e3 for one in launches])
     of_float, *others = (statistics.median(turns) for turns in zip(*times, strict=True))
     return {what: of_float / other for what, other in zip(WHAT[1:], others, strict=True)}
 

@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 from pascal_attn_core.call import AttentionCall, check_call, empty_output
-from pascal_attn_core.cli.bench.clock import Clock, quiet_torch
+from pascal_attn_core.cli.bench.clock import quiet_torch
 from pascal_attn_core.fused.code.source import (
     GRAD_ALL_HEAD_DIMS,
     HEAD_DIMS,
@@ -63,6 +63,7 @@ from pascal_attn_core.machine.out_of_memory import is_out_of_memory
 from pascal_attn_core.machine.runtime import runtime_of
 from pascal_attn_core.machine.storage import read_object, write_object
 from pascal_attn_core.observe.memory import available_bytes
+from pascal_attn_core.routes.timing_table import milliseconds
 
 from .geometries import Candidate, details, fits, shapes, words
 from .table import table
@@ -315,7 +316,7 @@ class Job:
     ):
         self.variant, self.kernels, self.compilations, self.settings = variant, kernels, compilations, settings
         self.begin, self.lost = begin, lost
-        self.clock = Clock(kernels.device, 1)
+        self.device = kernels.device
         tokens = settings.tokens * (4 if variant.is_small else 1)
         heads = num_heads(variant, kernels.device, tokens, settings.waves)
         self.call = timed_call(variant, kernels.device, tokens, heads)
@@ -387,7 +388,7 @@ class Job:
         for number in range(self.settings.rounds):
             shift = number % max(1, len(lanes))  # none always runs after the same one
             for lane in lanes[shift:] + lanes[:shift]:
-                rounds[lane.name].append(self.clock.seconds(self.attempts[lane.name], calls[lane.name]))
+                rounds[lane.name].append(self._seconds(lane.name, calls[lane.name]))
         for lane in lanes:
             times = rounds[lane.name]
             lane.times = lane.times + times
@@ -396,8 +397,11 @@ class Job:
                 lane.over_shipped = statistics.median(a / b for a, b in zip(times, rounds[own.name], strict=True))
         self.begin("")
 
+    def _seconds(self, name: str, calls: int = 1) -> float:
+        return milliseconds(self.attempts[name], self.device, calls) / 1e3
+
     def _calls(self, lane: Lane) -> int:
-        first = self.clock.seconds(self.attempts[lane.name])
+        first = self._seconds(lane.name)
         return max(1, min(50, math.ceil(_SECONDS_OF_ROUND / max(first, 1e-6))))
 
     def best(self) -> AnyGeometry | None:

@@ -14,14 +14,12 @@ import torch
 
 from ... import AttentionConfig
 from ...machine.device import device_info
-from ...machine.storage import write_object
 from ...observe.memory import available_bytes
-from .. import CommandError, check_numbers, check_output
+from .. import CommandError, check_numbers, check_output, write_figures
 from ..tables import print_table, progress_of
-from .candidates import BASELINE, all_candidates, choose_candidates
-from .clock import Clock, device_named, quiet_torch
+from .candidates import BASELINE, all_candidates, choose_candidates, race
+from .clock import clock_name, device_named, quiet_torch
 from .contest import COLUMNS, Result, Settings, geometric_means, result_row, versions
-from .measure import race
 from .shapes import Shape, choose_shapes, own_shapes
 
 GIB = 1 << 30
@@ -81,6 +79,17 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
+class Contest(NamedTuple):
+    """The works of a run: their kind (a word of the file), the works, who runs each, and what they are compared
+    with, as the file and as the column say it."""
+
+    kind: str
+    works: list[Any]
+    race: Callable[..., list[Result]]
+    baseline: str
+    unit: str
+
+
 def hold(
     options: argparse.Namespace, find: Callable[[argparse.Namespace, torch.device], Contest], settings: Settings
 ) -> dict[str, Any]:
@@ -95,41 +104,29 @@ def hold(
     """
     check_output(options.json)
     check_numbers(options, "rounds", "seconds", "threads")
-    clock = Clock(device_named(options.device), options.threads)
+    device = device_named(options.device)
     try:
-        contest = find(options, clock.device)
+        contest = find(options, device)
     except (ValueError, RuntimeError, OSError, ImportError) as error:
         raise CommandError(str(error).splitlines()[0]) from error
-    document = _document(options, clock, settings, contest.baseline)
-    reports: list[dict[str, Any]] = []
-    columns = tuple(f"vs {contest.unit}" if column == "vs torch" else column for column in COLUMNS)
+    columns = [f"vs {contest.unit}" if column == "vs torch" else column for column in COLUMNS]
     with quiet_torch(options.threads):
-        print(_heading(clock, settings, options.threads), end="\n\n")
+        document = _document(options, device, settings, contest.baseline)
+        reports: list[dict[str, Any]] = []
         for work in contest.works:
-            results = contest.race(work, clock, settings, progress_of(f"{work.name}: "))
-            is_float32 = getattr(work, "dtype", "") == "float32"
-            peak = device_info(clock.device).fp32_flops if is_float32 else 0.0
+            results = contest.race(work, settings, progress_of(f"{work.name}: "))
+            peak = device_info(device).fp32_flops if getattr(work, "dtype", "") == "float32" else 0.0
             print_table(f"{work.name}: {work.what}, {work.text}", columns, [result_row(each, peak) for each in results])
             figures = [dataclasses.asdict(result) for result in results]
             reports.append({contest.kind: dataclasses.asdict(work), "text": work.text, "results": figures})
-            document[f"{contest.kind}s"] = reports
-            document["geometric_means"] = geometric_means(reports)
-            _write(document, options.json)  # what has been measured remains if the run is cut short
-    _print_summary(document, len(reports))
+            document |= {f"{contest.kind}s": reports, "geometric_means": geometric_means(reports)}
+            write_figures(options.json, document)  # what has been measured remains if the run is cut short
+    means = sorted(document["geometric_means"].items(), key=lambda item: item[1]["ratio"])
+    rows = [[name, f"{mean['ratio']:.2f}", f"{mean['shapes']} of {len(reports)}", ""] for name, mean in means]
+    print_table(f"time relative to {contest.baseline}, geometric mean", ("", "ratio", "shapes", ""), rows)
     if options.json:
         print(f"figures: {options.json}")
     return document
-
-
-class Contest(NamedTuple):
-    """The works of a run: their kind (a word of the file), the works, who runs each, and what they are compared
-    with, as the file and as the column say it."""
-
-    kind: str
-    works: list[Any]
-    race: Callable[..., list[Result]]
-    baseline: str
-    unit: str
 
 
 def _calls(options: argparse.Namespace, device: torch.device) -> Contest:
@@ -137,11 +134,7 @@ def _calls(options: argparse.Namespace, device: torch.device) -> Contest:
     found = all_candidates(AttentionConfig(budget_mib=options.budget_mib), device.type)
     candidates = choose_candidates(found, options.candidates)
     shapes = _shapes(options, device)
-
-    def race_shape(shape: Shape, *how: Any) -> list[Result]:
-        return race(shape.make(device), candidates, *how)
-
-    return Contest("shape", shapes, race_shape, BASELINE, "torch")
+    return Contest("shape", shapes, lambda shape, *how: race(shape.make(device), candidates, *how), BASELINE, "torch")
 
 
 def _layers(options: argparse.Namespace, device: torch.device) -> Contest:
@@ -154,11 +147,12 @@ def _layers(options: argparse.Namespace, device: torch.device) -> Contest:
     layers = linear.own_layers(options.shape)
     if options.shapes is not None or not layers:
         layers += linear.choose_layers(options.shapes or "quick")
-    return Contest("layer", layers, linear.race_layer, linear.BASELINE, linear.BASELINE)
+    unit = linear.BASELINE
+    return Contest("layer", layers, lambda layer, *how: linear.race_layer(layer, device, *how), unit, unit)
 
 
 def _plot(path: Path, budget_mib: float | None) -> int:
-    from .length import COLUMNS, draw_memory_by_length, memory_by_length
+    from . import length
 
     check_output(path)
     if importlib.util.find_spec("matplotlib") is None:
@@ -166,13 +160,13 @@ def _plot(path: Path, budget_mib: float | None) -> int:
     if path.suffix not in (".png", ".svg", ".pdf"):
         raise CommandError(f"--plot must name a .png, .svg or .pdf file, got {path}")
     try:
-        figures = memory_by_length(budget_mib=budget_mib)
+        figures = length.memory_by_length(length.LENGTHS, budget_mib)
     except ValueError as error:
         raise CommandError(str(error)) from error
-    rows = [[f"{tokens:,.0f}", *(f"{mib:,.2f}" for mib in sizes)] for tokens, *sizes in zip(*figures.values())]
+    rows = [[f"{tokens:,}", *(f"{mib:,.2f}" for mib in sizes)] for tokens, sizes in figures.items()]
     title = "peak extra memory of self-attention [1, 8, tokens, 64] in float32, MiB"
-    print_table(title, ("tokens", *COLUMNS), rows)
-    draw_memory_by_length(figures, path)
+    print_table(title, ("tokens", *length.COLUMNS), rows)
+    length.draw_memory_by_length(figures, path)
     print(f"chart: {path}")
     return 0
 
@@ -198,42 +192,24 @@ def _shapes(options: argparse.Namespace, device: torch.device) -> list[Shape]:
     return own + listed
 
 
-def _heading(clock: Clock, settings: Settings, threads: int) -> str:
+def _document(options: argparse.Namespace, device: torch.device, settings: Settings, baseline: str) -> dict[str, Any]:
+    """The facts of a run, which are also printed as a heading."""
+    info, clock = device_info(device), clock_name(device)
+    by = f", {options.threads} thread{'s'[: options.threads > 1]}" if device.type == "cpu" else ""
     what = "forward and backward" if settings.backward else "forward"
-    by = f", {threads} thread{'s'[: threads > 1]}" if clock.device.type == "cpu" else ""
-    return f"{what} on {device_info(clock.device).name}{by}, torch {torch.__version__}, {clock.kind}, medians"
-
-
-def _print_summary(document: dict[str, Any], count: int) -> None:
-    rows = [
-        [name, f"{mean['ratio']:.2f}", f"{mean['shapes']:.0f} of {count}", ""]
-        for name, mean in sorted(document["geometric_means"].items(), key=lambda item: item[1]["ratio"])
-    ]
-    print_table(f"time relative to {document['baseline']}, geometric mean", ("", "ratio", "shapes", ""), rows)
-
-
-def _document(options: argparse.Namespace, clock: Clock, settings: Settings, baseline: str) -> dict[str, Any]:
-    info = device_info(clock.device)
+    print(f"{what} on {info.name}{by}, torch {torch.__version__}, {clock}, medians", end="\n\n")
     return {
         "command": options.command_line,
         "versions": versions("pascal-attn", "noflash-attention", "diffusers", "transformers"),
         "machine": {
-            "device": str(clock.device),
+            "device": str(device),
             "name": info.name,
             "facts": dataclasses.asdict(info),
             "fp32_flops": info.fp32_flops,
             "system": platform.platform(),
             "threads": options.threads,
-            "clock": clock.kind,
+            "clock": clock,
         },
         "settings": {**dataclasses.asdict(settings), "budget_mib": options.budget_mib},
         "baseline": baseline,
     }
-
-
-def _write(document: dict[str, Any], path: Path | None) -> None:
-    try:
-        if path:
-            write_object(path, document)
-    except OSError as error:
-        raise CommandError(f"cannot write: {error}") from error

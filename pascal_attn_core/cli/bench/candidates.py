@@ -1,7 +1,8 @@
-"""The candidates of ``pascal-attn bench``: torch and our routes."""
+"""The candidates of ``pascal-attn bench``, torch and our routes, and all of them on one attention call."""
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -14,7 +15,10 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ... import AttentionConfig, sdpa
 from ...capture import CapturedCall
+from ...reference.checks import gap
 from ...routes import route_names
+from ..oracle import reference, spread_rows
+from .contest import Entrant, Result, Settings, Step, compete, no_room
 from .shapes import choose
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -51,20 +55,20 @@ def all_candidates(config: AttentionConfig, device_type: str = "cpu") -> list[Ca
     function has no choice."""
     found = route_candidates(config)
     if device_type == "cuda":
-        found += [Candidate(f"torch-{name}", _torch_backend(backend)) for name, backend in _BACKENDS.items()]
-    return [*found, _ours("ours-tiled-online", replace(config, route="tiled", softmax="online")), *MORE]
+        found += [Candidate(f"torch-{name}", _torch_by(backend)) for name, backend in _BACKENDS.items()]
+    return [*found, _ours("tiled-online", replace(config, route="tiled", softmax="online")), *MORE]
 
 
 def route_candidates(config: AttentionConfig) -> list[Candidate]:
     """Torch's own function, its math kernel, our choice and each of our routes by name."""
-    found = [
-        Candidate(BASELINE, _torch_fused, extra_bytes=_torch_bytes),
-        Candidate("torch-math", _torch_backend(SDPBackend.MATH), extra_bytes=_score_bytes),
-        _ours("ours-auto", config),
+    by_name = {route: replace(config, route=route) for route in route_names() if route != "math"}
+    math_route = _ours("math", replace(config, route="math", math_limit_mib=1e9))  # it is chosen by name
+    return [
+        Candidate(BASELINE, _by(F.scaled_dot_product_attention), extra_bytes=_torch_bytes),
+        Candidate("torch-math", _torch_by(SDPBackend.MATH), extra_bytes=_score_bytes),
+        *(_ours(name, its_config) for name, its_config in {"auto": config, **by_name}.items()),
+        replace(math_route, extra_bytes=_score_bytes),
     ]
-    found += [_ours(f"ours-{route}", replace(config, route=route)) for route in route_names() if route != "math"]
-    math_route = _ours("ours-math", replace(config, route="math", math_limit_mib=1e9))  # it is chosen by name
-    return [*found, replace(math_route, extra_bytes=_score_bytes)]
 
 
 def choose_candidates(candidates: list[Candidate], patterns: str) -> list[Candidate]:
@@ -87,31 +91,22 @@ def torch_kernel(call: CapturedCall) -> str:
     return next((name for name, backend in _BACKENDS.items() if int(backend) == choice), "math")
 
 
-def _torch_fused(call: CapturedCall) -> Attend:
-    return _bound(F.scaled_dot_product_attention, call)
+def _by(attend: Callable[..., Tensor], **more: Any) -> Callable[[CapturedCall], Attend]:
+    """``prepare`` of a candidate that takes the mask and the options of a call as torch's function does."""
 
-
-def _torch_backend(backend: SDPBackend) -> Callable[[CapturedCall], Attend]:
     def prepare(call: CapturedCall) -> Attend:
-        attend = _bound(F.scaled_dot_product_attention, call)
-
-        def attend_by_it(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-            with sdpa_kernel(backend):
-                return attend(query, key, value)
-
-        return attend_by_it
+        options = {"attn_mask": call.attn_mask, **_options(call), **more}
+        return lambda query, key, value: attend(query, key, value, **options)
 
     return prepare
 
 
+def _torch_by(backend: SDPBackend) -> Callable[[CapturedCall], Attend]:
+    return _by(sdpa_kernel(backend)(F.scaled_dot_product_attention))
+
+
 def _ours(name: str, config: AttentionConfig) -> Candidate:
-    return Candidate(name, lambda call: _bound(sdpa, call, config=config))
-
-
-def _bound(attend: Callable[..., Tensor], call: CapturedCall, **more: Any) -> Attend:
-    """The function with the mask and the options of a call."""
-    mask, options = call.attn_mask, {**_options(call), **more}
-    return lambda query, key, value: attend(query, key, value, mask, **options)
+    return Candidate(f"ours-{name}", _by(sdpa, config=config))
 
 
 def _options(call: CapturedCall) -> dict[str, Any]:
@@ -125,3 +120,59 @@ def _score_bytes(call: CapturedCall) -> int:
 
 def _torch_bytes(call: CapturedCall) -> int:
     return _score_bytes(call) if torch_kernel(call) == "math" else 0
+
+
+# ---- on one call -----------------------------------------------------------------------------------------------------
+
+
+def race(call: CapturedCall, candidates: list[Candidate], settings: Settings, *progress: Any) -> list[Result]:
+    """One result per candidate, in their order; the first is the unit of the ratios."""
+    rows = spread_rows(call.query.shape[-2], settings.error_rows).to(call.query.device)
+    tensors: tuple[Tensor, ...] = (call.query, call.key, call.value)
+    if settings.backward:
+        tensors = tuple(t.detach().clone().requires_grad_() for t in tensors)
+    grads = _gradients(call, rows) if settings.backward else (None, None)
+    expected = reference(call, rows, None if grads[1] is None else grads[1][..., rows, :])
+
+    def prepared(candidate: Candidate) -> tuple[Step, Step]:
+        attend = candidate.prepare(call)
+
+        def run(grad: Tensor | None) -> tuple[Tensor, ...]:
+            if grad is not None:
+                return torch.autograd.grad(attend(*tensors), tensors, grad)
+            with torch.no_grad():
+                return (attend(*tensors),)
+
+        return functools.partial(run, grads[0]), functools.partial(run, grads[1])
+
+    def error_of(found: tuple[Tensor, ...]) -> float:
+        """The largest difference divided by the largest value of the reference, the worst of the outputs."""
+        outs = found if settings.backward else (found[0][..., rows, :],)
+        return max((gap(out, right).relative for out, right in zip(outs, expected)), default=0.0)
+
+    entrants = []
+    for candidate in candidates:
+        note = no_room(candidate.extra_bytes(call) * (1 + settings.backward), call.query.device)
+        ran = torch_kernel(call) if candidate.name == BASELINE else ""
+        entrants.append(Entrant(candidate.name, functools.partial(prepared, candidate), ran, note))
+    operations = needed_operations(call, backward=settings.backward)
+    return compete(entrants, error_of, operations, call.query.device, settings, *progress)
+
+
+def _gradients(call: CapturedCall, rows: Tensor) -> tuple[Tensor, Tensor]:
+    """Gradients of the output: one to time, and one to check, which is zero but in some rows: far less work for the
+    reference, but a card draws less power over zeros and may run faster."""
+    size = (*call.query.shape[:-1], call.value.shape[-1])
+    drawn = torch.randn(size, generator=torch.Generator().manual_seed(1)).to(call.query)
+    sparse = torch.zeros_like(drawn)
+    sparse[..., rows, :] = drawn[..., rows, :]
+    return drawn, sparse
+
+
+def needed_operations(call: CapturedCall, *, backward: bool = False) -> int:
+    """Operations of the products that the definition has, a multiply-add counted as two: 2 products forward, and 5 more
+    for the gradients, one of them Q K^T again. What ``is_causal`` forbids is not counted, what a mask forbids is."""
+    (rows, head_dim), keys, head_dim_v = call.query.shape[-2:], call.key.shape[-2], call.value.shape[-1]
+    visible = sum(min(row + 1, keys) for row in range(rows)) if call.is_causal else rows * keys
+    products = (4 * head_dim + 3 * head_dim_v) if backward else head_dim + head_dim_v
+    return 2 * math.prod(call.query.shape[:-2]) * visible * products

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 
-from ...routes.timing_table import milliseconds
 from .. import CommandError
 
 
@@ -27,23 +25,11 @@ def device_named(name: str | None) -> torch.device:
     return device
 
 
-class Clock:
-    """Seconds that a function takes on one device, by the clock that also chooses between routes."""
-
-    def __init__(self, device: torch.device, threads: int):
-        self.device = device
-        self._threads = threads
-
-    @property
-    def kind(self) -> str:
-        """The name of the clock, for the heading of a table."""
-        if self.device.type == "cuda":
-            return "CUDA events"
-        return "thread time" if self.device.type == "cpu" and self._threads == 1 else "wall time"
-
-    def seconds(self, fn: Callable[[], Any], calls: int = 1) -> float:
-        """Mean seconds of one call."""
-        return milliseconds(fn, self.device, calls) / 1e3
+def clock_name(device: torch.device) -> str:
+    """The clock of :func:`.milliseconds` on this device, for the heading of a table."""
+    if device.type == "cuda":
+        return "CUDA events"
+    return "thread time" if device.type == "cpu" and torch.get_num_threads() == 1 else "wall time"
 
 
 @contextmanager

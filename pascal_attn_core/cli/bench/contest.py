@@ -12,17 +12,17 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
 
 from ... import UnsupportedAttention, record
 from ...machine.device import MIB
 from ...machine.out_of_memory import is_out_of_memory
 from ...observe.memory import available_bytes, measure
+from ...routes.timing_table import milliseconds
 from ...selftest.cases import in_one_line
 from ..charts import short_number
-from .clock import Clock
 
 _SHARE_OF_MEMORY = 0.7  # of what is free, that an entrant may take
+Step = Callable[[], Any]
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,6 @@ class Result:
         extra_bytes: peak memory besides inputs and outputs; what a kernel takes and frees inside itself is not seen on
             a CPU.
         flops: floating point operations per second that the work needs.
-        launches: operators that compute something.
         error: difference to float64, relative to the reference.
         ran: the routes taken, or the kernel that torch picked.
     """
@@ -62,7 +61,6 @@ class Result:
     ratio: float | None = None
     extra_bytes: int | None = None
     flops: float | None = None
-    launches: int | None = None
     error: float | None = None
     ran: str = ""
     note: str = ""
@@ -77,43 +75,37 @@ class Named:
     text: str
 
 
-class Work(NamedTuple):
-    """The step that is timed, and the one that is measured and checked: the same, or the same on other numbers."""
-
-    timed: Callable[[], Any]
-    checked: Callable[[], Any]
-
-
 class Entrant(NamedTuple):
-    """One attempt: ``prepare`` makes its work outside of the time measured; a ``note`` says why it is left out."""
+    """One attempt.
+
+    Attributes:
+        prepare: makes, outside of the time measured, the step that is timed and the one that is measured and checked:
+            the same, or the same on other numbers.
+        note: why it is left out.
+    """
 
     name: str
-    prepare: Callable[[], Work]
+    prepare: Callable[[], tuple[Step, Step]]
     ran: str = ""
     note: str = ""
 
 
-@dataclass
-class _Lane:
+class _Lane(NamedTuple):
     """One entrant on its way through the rounds."""
 
     result: Result
-    run: Callable[[], Any]
-    rounds: int = 0
-    calls: int = 1
-
-
-def silent(text: str) -> None:
-    """Show no progress."""
+    step: Step
+    rounds: int
+    calls: int
 
 
 def compete(
     entrants: Sequence[Entrant],
     error_of: Callable[[Any], float],
     operations: int,
-    clock: Clock,
+    device: torch.device,
     settings: Settings,
-    progress: Callable[[str], None] = silent,
+    progress: Callable[[str], None] = lambda text: None,
 ) -> list[Result]:
     """The result of each entrant, in their order; the first is the unit of the ratios.
 
@@ -122,64 +114,51 @@ def compete(
         operations: that the work needs; 0 = not known.
         progress: called with the current step, for a status line, and with "" at the end.
     """
-    results, lanes = [], []
+    results: list[Result] = []
+    lanes: list[_Lane] = []
     for entrant in entrants:
         progress(entrant.name)
-        result = Result(entrant.name, ran=entrant.ran, note=entrant.note)
-        results.append(result)
-        if not result.note:
-            lanes += _enter(result, entrant, error_of, clock, settings)
-    _run_rounds(lanes, clock, progress)
-    progress("")
-    for result in results:
-        if result.times:
-            result.seconds = statistics.median(result.times)
-            result.flops = operations / result.seconds or None
-            result.ratio = _ratio(result.times, results[0].times)
-    return results
-
-
-def _enter(
-    result: Result, entrant: Entrant, error_of: Callable[[Any], float], clock: Clock, settings: Settings
-) -> list[_Lane]:
-    """The first two calls: a plain one, which decides how many follow, and one that is measured and checked."""
-    try:
-        work = entrant.prepare()
-        with record() as report:
-            lane = _lane(result, work.timed, clock, settings)
-        result.error = error_of(_measured(result, work.checked, clock.device))
-    except Exception as error:  # other packages' code: whatever it raises goes into its cell of the table
-        result.note, result.times = _why(error), []
-        return []
-    result.ran = result.ran or "+".join(report.routes())
-    return [lane]
-
-
-def _lane(result: Result, run: Callable[[], Any], clock: Clock, settings: Settings) -> _Lane:
-    first = clock.seconds(run)
-    if first < 1.0:  # the very first call may load or compile something
-        first = min(first, clock.seconds(run))
-    calls = max(1, min(50, math.ceil(0.02 / max(first, 1e-6))))
-    rounds = min(settings.rounds, int(settings.seconds / (first * calls)))
-    if not rounds:
-        result.times, result.note = [first], "first call only" if settings.rounds else ""
-    return _Lane(result, run, rounds, calls)
-
-
-def _run_rounds(lanes: list[_Lane], clock: Clock, progress: Callable[[str], None]) -> None:
+        results.append(Result(entrant.name, ran=entrant.ran, note=entrant.note))
+        lanes += [] if entrant.note else _enter(results[-1], entrant, error_of, device, settings)
     last = max((lane.rounds for lane in lanes), default=0)
     for number in range(last):
         progress(f"round {number + 1} of {last}")
         shift = number % len(lanes)  # no entrant always runs after the same one
         for lane in lanes[shift:] + lanes[:shift]:
             if number < lane.rounds:
-                lane.result.times.append(clock.seconds(lane.run, lane.calls))
+                lane.result.times.append(milliseconds(lane.step, device, lane.calls) / 1e3)
+    progress("")
+    for result in results:
+        if result.times:
+            result.seconds = statistics.median(result.times)
+            result.flops = operations / result.seconds or None
+            # Within each round, so that a clock that drifts cancels out.
+            ratios = [mine / theirs for mine, theirs in zip(result.times, results[0].times)]
+            result.ratio = statistics.median(ratios) if ratios else None
+    return results
 
 
-def _ratio(times: list[float], others: list[float]) -> float | None:
-    """Taken within each round, so that a clock that drifts cancels out."""
-    ratios = [mine / theirs for mine, theirs in zip(times, others)]
-    return statistics.median(ratios) if ratios else None
+def _enter(
+    result: Result, entrant: Entrant, error_of: Callable[[Any], float], device: torch.device, settings: Settings
+) -> list[_Lane]:
+    """The first calls: plain ones, which decide how many follow, and one that is measured and checked."""
+    try:
+        step, checked = entrant.prepare()
+        with record() as report:
+            first = milliseconds(step, device) / 1e3
+            if first < 1.0:  # the very first call may load or compile something
+                first = min(first, milliseconds(step, device) / 1e3)
+        found = measure(lambda _: checked(), torch.empty(0, device=device))  # a tensor gives measure() the device
+        result.error = error_of(found.out)
+    except Exception as error:  # other packages' code: whatever it raises goes into its cell of the table
+        result.note = _why(error)
+        return []
+    result.extra_bytes, result.ran = found.extra_bytes, result.ran or "+".join(report.routes())
+    calls = max(1, min(50, math.ceil(0.02 / max(first, 1e-6))))
+    rounds = min(settings.rounds, int(settings.seconds / (first * calls)))
+    if not rounds:
+        result.times, result.note = [first], "first call only" if settings.rounds else ""
+    return [_Lane(result, step, rounds, calls)]
 
 
 def no_room(needed: int, device: torch.device) -> str:
@@ -190,56 +169,31 @@ def no_room(needed: int, device: torch.device) -> str:
     return f"skipped: needs about {needed / 2**30:.1f} GiB, {available / 2**30:.1f} GiB are free"
 
 
-def _measured(result: Result, step: Callable[[], Any], device: torch.device) -> Any:
-    """Call once more and return the result; its memory and operators go into ``result``."""
-
-    def call(_: Tensor) -> Any:
-        return step()
-
-    try:
-        found = measure(call, torch.empty(0, device=device))  # a tensor gives measure() the device
-    except RuntimeError as error:
-        if is_out_of_memory(error):
-            raise
-        result.note = f"memory not measured: {_why(error)}"  # it runs, but not while its operators are watched
-        return step()
-    result.extra_bytes, result.launches = found.extra_bytes, found.launches
-    return found.out
-
-
 def _why(error: Exception) -> str:
     """The note of an entrant that failed."""
     if isinstance(error, UnsupportedAttention):
         return "; ".join(error.reasons)
-    if is_out_of_memory(error):
-        return "out of memory"
-    return in_one_line(error)[:90]
+    return "out of memory" if is_out_of_memory(error) else in_one_line(error)[:90]
 
 
 # ---- as text ---------------------------------------------------------------------------------------------------------
 
-COLUMNS = ("", "ms", "vs torch", "TFLOP/s", "extra MiB", "operators", "error", "")
+COLUMNS = ("", "ms", "vs torch", "TFLOP/s", "extra MiB", "error", "")
 
 
 def result_row(result: Result, peak_flops: float = 0.0) -> list[str]:
     """One line of a table under :data:`COLUMNS`. peak_flops: most operations per second of the device, 0 = unknown."""
+    flops = result.flops or 0.0
+    share = f" ({flops / peak_flops:.0%})" if peak_flops else ""
     return [
         result.name,
         "-" if result.seconds is None else short_number(result.seconds * 1e3),
         "-" if result.ratio is None else short_number(result.ratio),
-        _throughput(result.flops, peak_flops),
+        f"{flops / 1e12:.{1 if flops >= 1e13 else 3}f}{share}" if flops else "-",
         "-" if result.extra_bytes is None else f"{result.extra_bytes / MIB:.2f}",
-        "-" if result.launches is None else f"{result.launches:,}",
         "-" if result.error is None else f"{result.error:.1e}",
         ", ".join(filter(None, (result.ran, result.note))),
     ]
-
-
-def _throughput(flops: float | None, peak_flops: float) -> str:
-    if flops is None:
-        return "-"
-    share = f" ({flops / peak_flops:.0%})" if peak_flops else ""
-    return f"{flops / 1e12:.{1 if flops >= 1e13 else 3}f}{share}"
 
 
 def geometric_means(reports: list[dict[str, Any]]) -> dict[str, dict[str, float]]:
@@ -250,8 +204,7 @@ def geometric_means(reports: list[dict[str, Any]]) -> dict[str, dict[str, float]
             if result["ratio"]:
                 ratios.setdefault(result["name"], []).append(result["ratio"])
     return {
-        name: {"ratio": math.exp(math.fsum(map(math.log, values)) / len(values)), "shapes": len(values)}
-        for name, values in ratios.items()
+        name: {"ratio": statistics.geometric_mean(values), "shapes": len(values)} for name, values in ratios.items()
     }
 
 

@@ -18,8 +18,7 @@ from ...gguf.matrix import GgufMatrix
 from ...int8 import Int8Matrix, int8_linear, quantize_rows
 from ...int8.backends import LinearWays, backend_of
 from ...machine.runtime import runtime_of
-from .clock import Clock
-from .contest import Entrant, Result, Settings, Work, compete, silent
+from .contest import Entrant, Result, Settings, compete
 from .shapes import choose, read_sizes
 
 BASELINE = "float32"
@@ -77,14 +76,12 @@ def own_layers(texts: list[str]) -> list[Layer]:
     return layers
 
 
-def race_layer(
-    layer: Layer, clock: Clock, settings: Settings, progress: Callable[[str], None] = silent
-) -> list[Result]:
+def race_layer(layer: Layer, device: torch.device, settings: Settings, *progress: Any) -> list[Result]:
     """Every way to compute a layer of normal random numbers, with a bias."""
     generator = torch.Generator().manual_seed(0)
 
     def normal(*size: int) -> Tensor:
-        return torch.randn(size, generator=generator).to(clock.device)
+        return torch.randn(size, generator=generator).to(device)
 
     x, weight, bias = normal(layer.rows, layer.columns), normal(layer.outs, layer.columns), normal(layer.outs)
     weight /= math.sqrt(layer.columns)
@@ -96,40 +93,37 @@ def race_layer(
         return ((out[sample].double().cpu() - exact).norm() / exact.norm()).item()
 
     operations = 2 * layer.rows * layer.columns * layer.outs
-    return compete(_ways(x, weight, bias), error_of, operations, clock, settings, progress)
+    return compete(_ways(x, weight, bias), error_of, operations, device, settings, *progress)
 
 
 def _ways(x: Tensor, weight: Tensor, bias: Tensor) -> list[Entrant]:
     ways = []
+
+    def add(name: str, fn: Callable[..., Any], *given: Any, ran: str = "") -> None:
+        run = functools.partial(fn, *given)
+        ways.append(Entrant(name, lambda: (run, run), ran))
+
     for name in (BASELINE, "float16", "bfloat16"):
-        given = [t.to(getattr(torch, name)) for t in (x, weight, bias)]
-        ways.append(_way(name, F.linear, *given))
+        add(name, F.linear, *(t.to(getattr(torch, name)) for t in (x, weight, bias)))
     matrix = quantize_rows(weight)
     call = LinearCall(x, matrix, bias, "none", x.new_empty(x.shape[0], matrix.codes.shape[0]))
     chosen = backend_of(call).name
-    ways.append(_way("int8", int8_linear, x, matrix, bias, ran=chosen))
+    add("int8", int8_linear, x, matrix, bias, ran=chosen)
     for name in runtime_of(x.device).part(LinearWays).able(call):
         if name != chosen:
-            ways.append(_way(f"int8 by {name}", functools.partial(int8_linear, way=name), x, matrix, bias))
+            add(f"int8 by {name}", functools.partial(int8_linear, way=name), x, matrix, bias)
     rotation = next((group for group in (256, 64, 16) if x.shape[1] % group == 0), 0)
     if rotation:
-        rotated = quantize_rows(weight, rotation)
-        ways.append(_way(f"int8, rotated by {rotation}", int8_linear, x, rotated, bias, ran=chosen))
+        add(f"int8, rotated by {rotation}", int8_linear, x, quantize_rows(weight, rotation), bias, ran=chosen)
     if x.shape[1] % 32 == 0:
         blocks = q8_0(weight)
         chosen = gguf.way_for(x, blocks).name
-        ways.append(_way("GGUF Q8_0", gguf.product, x, blocks, bias, ran=chosen))
-        ways += [
-            _way(f"GGUF Q8_0 by {name}", functools.partial(gguf.product, way=name), x, blocks, bias)
-            for name in gguf.ways_for(x, blocks)
-            if name not in (chosen, "int_mm")  # the definition, which takes minutes
-        ]
-    return [*ways, _way("int8 eager", eager, x, matrix, bias)]
-
-
-def _way(name: str, fn: Callable[..., Any], *given: Any, ran: str = "") -> Entrant:
-    run = functools.partial(fn, *given)
-    return Entrant(name, lambda: Work(run, run), ran)
+        add("GGUF Q8_0", gguf.product, x, blocks, bias, ran=chosen)
+        for name in gguf.ways_for(x, blocks):
+            if name not in (chosen, "int_mm"):  # the definition, which takes minutes
+                add(f"GGUF Q8_0 by {name}", functools.partial(gguf.product, way=name), x, blocks, bias)
+    add("int8 eager", eager, x, matrix, bias)
+    return ways
 
 
 def q8_0(weight: Tensor) -> GgufMatrix:

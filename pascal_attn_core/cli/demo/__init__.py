@@ -7,7 +7,7 @@ import functools
 import importlib.util
 import os
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,8 +21,7 @@ from ...machine.device import MIB
 from ...reference.checks import gap
 from .. import CommandError, charts, check_numbers
 from ..bench import Contest, hold
-from ..bench.clock import Clock
-from ..bench.contest import Entrant, Named, Result, Settings, Work, compete, no_room
+from ..bench.contest import Entrant, Named, Result, Settings, Step, compete, no_room
 
 if TYPE_CHECKING:
     from .models import Case
@@ -83,35 +82,30 @@ def _models(options: argparse.Namespace, device: torch.device) -> Contest:
             case = make(quick=options.quick, steps=options.steps)
             size = f"{case.tokens:,} tokens, {case.num_heads} heads of {case.head_dim}, {options.dtype}"
             cases[Named(name, case.title, size)] = case
-
-    def race_model(work: Named, *how: Any) -> list[Result]:
-        return race(cases[work], getattr(torch, options.dtype), *how)
-
-    return Contest("model", list(cases), race_model, STOCK, STOCK)
+    dtype = getattr(torch, options.dtype)
+    return Contest("model", list(cases), lambda work, *how: race(cases[work], dtype, device, *how), STOCK, STOCK)
 
 
-def race(
-    case: Case, dtype: torch.dtype, clock: Clock, settings: Settings, progress: Callable[[str], None]
-) -> list[Result]:
+def race(case: Case, dtype: torch.dtype, device: torch.device, settings: Settings, *progress: Any) -> list[Result]:
     """One generation with each attention, without further rounds: each is done before the next is prepared."""
-    pipe = case.build().to(clock.device, dtype)
+    pipe = case.build().to(device, dtype)
     found: list[Tensor] = []
 
     def error_of(latents: Tensor) -> float:
         found.append(latents)
         return gap(latents, found[0]).error
 
-    def prepared(name: str) -> Work:
+    def prepared(name: str) -> tuple[Step, Step]:
         attention.close()
         attention.enter_context(_attention(pipe, name))
         generate(case, pipe, case.small, **case.warm_up)  # so that no run includes one-time costs
         whole = functools.partial(generate, case, pipe, case.latents_shape)
-        return Work(whole, whole)
+        return whole, whole
 
-    notes = {MATH: no_room(case.math_bytes, clock.device)}
+    notes = {MATH: no_room(case.math_bytes, device)}
     entrants = [Entrant(name, functools.partial(prepared, name), note=notes.get(name, "")) for name in RUNS]
     with ExitStack() as attention:
-        return compete(entrants, error_of, 0, clock, settings, progress)
+        return compete(entrants, error_of, 0, device, settings, *progress)
 
 
 @contextmanager
@@ -146,7 +140,7 @@ def _draw(document: dict[str, Any], path: Path) -> None:
     for report in document["models"]:
         for what, unit, key, scale in (("time", "s", "seconds", 1), ("peak memory", "MiB", "extra_bytes", MIB)):
             rows = report["results"]
-            bars = [charts.Bar(row["name"], row[key] and row[key] / scale, row["note"]) for row in rows]
+            bars = [(row["name"], row[key] and row[key] / scale, row["note"]) for row in rows]
             panels.append((f"{report['model']['what']}: {what}", unit, bars))
     title = "The same generation, by different attentions"
     machine = document["machine"]

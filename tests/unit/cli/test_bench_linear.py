@@ -8,7 +8,6 @@ import torch
 
 from pascal_attn_core.cli import main
 from pascal_attn_core.cli.bench import linear
-from pascal_attn_core.cli.bench.clock import Clock
 from pascal_attn_core.cli.bench.contest import Settings
 from pascal_attn_core.cli.bench.linear import LAYERS, Layer, choose_layers, own_layers, race_layer
 
@@ -21,7 +20,7 @@ def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_every_way_is_timed_and_its_error_measured() -> None:
-    figures = {f.name: f for f in race_layer(TINY, Clock(torch.device("cpu"), 1), Settings(rounds=2))}
+    figures = {f.name: f for f in race_layer(TINY, torch.device("cpu"), Settings(rounds=2))}
     assert set(figures) == {
         *("float32", "float16", "bfloat16", "int8", "int8 by float", "int8, rotated by 64", "int8 eager"),
         *("GGUF Q8_0", "GGUF Q8_0 by float"),

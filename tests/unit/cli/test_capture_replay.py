@@ -263,7 +263,6 @@ def test_replay_shows_and_writes_times_memory_small_errors_and_reasons(path, tmp
         tiled, fused = found["ours-tiled"], found["ours-fused"]
         assert tiled["seconds"] > 0
         assert tiled["extra_bytes"] >= 0
-        assert tiled["launches"] > 0
         assert tiled["error"] < (2e-2 if "bfloat16" in call["text"] else 1e-5)
         assert fused["seconds"] is None
         assert fused["note"]

@@ -108,6 +108,6 @@ def test_the_estimate_for_math_attention_is_what_it_takes():
 
 
 def test_a_chart_takes_missing_values_and_wide_ranges(tmp_path):
-    bars = [charts.Bar("small", 1.0), charts.Bar("large", 5000.0), charts.Bar("none", None, "not run: needs 9 GiB")]
+    bars = [("small", 1.0, ""), ("large", 5000.0, ""), ("none", None, "not run: needs 9 GiB")]
     charts.bar_chart(tmp_path / "chart.png", [("memory", "MiB", bars), ("time", "s", bars[2:])], title="t", footer="f")
     assert (tmp_path / "chart.png").read_bytes().startswith(b"\x89PNG")

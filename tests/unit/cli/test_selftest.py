@@ -17,7 +17,6 @@ from pascal_attn_core.call import Results
 from pascal_attn_core.cli import main
 from pascal_attn_core.cli import selftest as command
 from pascal_attn_core.cli.bench.shapes import Shape
-from pascal_attn_core.cli.selftest import speed
 from pascal_attn_core.fused.code.source import all_variants, gguf_variants, linear_variants
 from pascal_attn_core.fused.trust.kernels import Kernels, KernelUnavailable
 from pascal_attn_core.machine import facts as machine
@@ -156,25 +155,25 @@ def test_the_kernels_of_an_amd_card_are_tried_too() -> None:
 def test_shapes_shrink_to_the_time_heads_first() -> None:
     shape = Shape("gqa", "", 2, 32, 8, 2048, 2048, 64)
     one_head = 4 * 2048 * 2048 * 64
-    assert speed.fit(shape, 1e12, 1.0) == shape
-    fitted = speed.fit(shape, 1e9, 4 * one_head / 1e9)
+    assert command.fit(shape, 1e12, 1.0) == shape
+    fitted = command.fit(shape, 1e9, 4 * one_head / 1e9)
     assert (fitted.batch, fitted.num_heads, fitted.num_kv_heads, fitted.seq_len_q) == (1, 4, 1, 2048)
-    least = speed.fit(shape, 1.0, 1.0)
+    least = command.fit(shape, 1.0, 1.0)
     assert (least.num_heads, least.num_kv_heads, least.seq_len_q, least.seq_len_kv) == (4, 1, 512, 512)
 
 
 def test_routes_are_timed_interleaved_and_what_fails_is_named(monkeypatch) -> None:
     tiny = Shape("sd15", "", 1, 2, 2, 256, 256, 40)
-    race, odd = speed.race, Shape("odd", "", 1, 2, 2, 64, 64, 8)
-    monkeypatch.setattr(speed, "model_shapes", lambda device: [odd, tiny])
+    race, odd = command.race, Shape("odd", "", 1, 2, 2, 64, 64, 8)
+    monkeypatch.setattr(command, "model_shapes", lambda device: [odd, tiny])
 
     def failing(call, *args):
         if call.name == "odd":
             raise RuntimeError("CUDA error: unspecified launch failure\nmore")
         return race(call, *args)
 
-    monkeypatch.setattr(speed, "race", failing)
-    second, first = speed.run_speed(CPU, lambda: 3.0)
+    monkeypatch.setattr(command, "race", failing)
+    second, first = command.run_speed(CPU, lambda: 3.0)
     by_name = {result["name"]: result for result in first["results"]}
     assert first["text"] == "B1 H2 N256 D40 float32"
     assert by_name["torch-fused"]["ratio"] == 1

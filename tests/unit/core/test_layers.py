@@ -29,7 +29,7 @@ FLOORS: list[set[str]] = [
     {"auto", ""},
     {"nodes/comfy"},
     {"nodes/engine"},
-    {"nodes/reporting", "nodes/tiles"},
+    {"nodes/reporting"},
     {"nodes/estimate"},
     {"nodes/patches"},
     {"cli", "nodes"},

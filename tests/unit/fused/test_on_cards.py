@@ -164,7 +164,7 @@ def _others() -> Iterator[tuple[str, Callable[[], bool]]]:
     from attn_support.comfy.stub import make_engine, node_module
 
     from pascal_attn_core import capture, measure_memory
-    from pascal_attn_core.cli.bench.clock import Clock
+    from pascal_attn_core.cli.bench.clock import clock_name
     from pascal_attn_core.compat import device_l2_mb
     from pascal_attn_core.flex import flex_attention, patch_flex_attention
     from pascal_attn_core.fused.trust import trial
@@ -263,7 +263,7 @@ def _others() -> Iterator[tuple[str, Callable[[], bool]]]:
 
     yield "a capture of calls", captured
     yield "copies", beside_the_computation
-    yield "facts", lambda: device_l2_mb() == device_l2_mb(1) == 4.0 and Clock(card, 1).kind == "CUDA events"
+    yield "facts", lambda: device_l2_mb() == device_l2_mb(1) == 4.0 and clock_name(card) == "CUDA events"
     yield "GGUF", lambda: runtime_of(card).part(GgufWays).conditions()["arch"] == "sm_75"
     yield "memory", measured
     yield "flex_attention", flexible
@@ -367,15 +367,14 @@ def test_a_trial_that_fails_does_not_end_the_users_call(where: str) -> None:
 
 @guard.alone()
 def test_the_second_card_is_timed_on_its_own_stream_while_the_first_is_current() -> None:
-    from pascal_attn_core.cli.bench.clock import Clock
-    from pascal_attn_core.routes.timing_table import median_times
+    from pascal_attn_core.routes.timing_table import median_times, milliseconds
 
     cards.believe(cards.CARDS["Tesla T4"], 2)
     device = torch.device("cuda:1")
     x = torch.ones(4, 4, device=device)
-    for seconds in (Clock(device, 1).seconds, lambda work: median_times([work], device)):
+    for timed in (lambda work: milliseconds(work, device), lambda work: median_times([work], device)):
         cards.Event.recorded.clear()
-        seconds(lambda: x @ x)
+        timed(lambda: x @ x)
         assert {stream.device for stream in cards.Event.recorded} == {device}
 
 

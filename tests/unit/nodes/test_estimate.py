@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from pascal_attn_core.machine.device import DeviceInfo
 from pascal_attn_core.observe.memory import measure
 
-estimate, trace, shadows = (node_module(name) for name in ("estimate.figures", "estimate.trace", "estimate.shadow"))
+estimate, trace = (node_module(name) for name in ("estimate.figures", "estimate.trace"))
 text = node_module("estimate.text")
 MIB = 1 << 20
 HOST = estimate.Host(torch.device("cpu"), DeviceInfo("cpu", "CPU"), "", 64, 1024)
@@ -43,7 +43,7 @@ class Block(nn.Module):
 
 def follow(module: nn.Module, x: Tensor, *, announced: bool = True) -> Any:
     tracer = trace.Tracer()
-    shadow = shadows.Shadow(tracer.shapes).of(module)
+    shadow = trace.Shadow(tracer.shapes).of(module)
     tracer.watch(shadow)
     override = (lambda func, *args, **kwargs: tracer.override(func, *args, **kwargs)) if announced else None
     return tracer.run(lambda: shadow(x, override))
@@ -153,7 +153,7 @@ def test_this_pytorch_is_asked_with_a_few_tokens() -> None:
 def test_chunking_bounds_long_calls_only() -> None:
     shape = trace.FfnShape("ffn", "Ffn", (1, 4096, 64), torch.float32, 500 * MIB, 7)
     short = dataclasses.replace(shape, shape=(1, 1023, 64), extra_bytes=100 * MIB)
-    assert [estimate.chunked_bytes(layer, HOST) for layer in (shape, short)] == [64 * MIB, 100 * MIB]
+    assert estimate.Figures(call_of(ffn=(shape,)), HOST).of_ffn(chunked=True) == 64 * MIB
     found = estimate.Figures(call_of(ffn=(shape, short), other=MIB), HOST)
     assert (found.of_ffn(chunked=False), found.of_ffn(chunked=True)) == (500 * MIB, 100 * MIB)
     assert (found.total_without, found.total_with) == (500 * MIB + 7, 100 * MIB + 7)

@@ -238,7 +238,7 @@ def test_what_says_nothing_about_a_module_is_no_refusal(kind: type[Exception]) -
 
 @torch.no_grad()
 def test_a_patcher_that_is_collected_takes_its_slices_along(stub_host: StubHost) -> None:
-    ffn, network = node_module("patches.ffn"), Model()
+    ffn, network = node_module("ffn_chunking"), Model()
     chunking = ffn.Chunking(binding(), "Model", "", None)
     patcher = Patcher.around(network)
     chunking.inject(patcher)
@@ -250,7 +250,7 @@ def test_a_patcher_that_is_collected_takes_its_slices_along(stub_host: StubHost)
 
 @torch.no_grad()
 def test_the_record_says_what_one_run_did(stub_host: StubHost) -> None:
-    ffn, runs, network = node_module("patches.ffn"), node_module("engine.runs"), Model()
+    ffn, runs, network = node_module("ffn_chunking"), node_module("engine.runs"), Model()
     chunking, patcher = ffn.Chunking(binding(), "Model", "budget", "1"), Patcher.around(network)
     chunking.inject(patcher)
     none = "0 of 2 feed-forward modules chunked, 2 had no call of 2 tokens"
@@ -268,7 +268,7 @@ def test_the_record_says_what_one_run_did(stub_host: StubHost) -> None:
 
 
 def test_the_budget_from_the_card_is_a_share_of_it() -> None:
-    budget_from = node_module("patches.ffn").budget_from
+    budget_from = node_module("ffn_chunking").budget_from
     assert budget_from(11 << 30) == 352
     assert budget_from(1 << 30) == 64
     assert budget_from(140 << 30) == 1024

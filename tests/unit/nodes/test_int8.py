@@ -191,7 +191,7 @@ def test_attention_comes_through_the_override_and_what_8_bits_leave_goes_on(stub
 def test_the_layers_of_a_clone_are_found_behind_other_nodes_of_ours() -> None:
     layers = ATTENTION.AttentionLayers(0.02)
     ours = ATTENTION.make_override(layers, None)
-    behind = OVERRIDE.make_override(make_engine(), node_module("patches.scope").Scope(), ours, runs_first=True)
+    behind = OVERRIDE.make_override(make_engine(), OVERRIDE.Scope(), ours, runs_first=True)
     assert ATTENTION.layers_in(ours) is ATTENTION.layers_in(behind) is layers
     assert ATTENTION.layers_in(functools.wraps(ours)(lambda *args: args)) is None, "a copy of the mark is none"
     assert ATTENTION.layers_in(None) is None

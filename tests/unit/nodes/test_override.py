@@ -14,7 +14,7 @@ from attn_support.comfy import stub
 from attn_support.comfy.stub import Container, make_engine, node_module
 from torch import Tensor
 
-override_module, scope_module = node_module("patches.override"), node_module("patches.scope")
+override_module = node_module("patches.override")
 make_override = override_module.make_override
 pytestmark = pytest.mark.usefixtures("stub_host")
 HEADS = 2
@@ -45,7 +45,7 @@ def another(log: list[str], name: str, below: Any = None) -> Any:
 
 
 def ours(engine: Any, previous: Any = None) -> Any:
-    return make_override(engine, scope_module.Scope(), previous)
+    return make_override(engine, override_module.Scope(), previous)
 
 
 def test_a_taken_call_reaches_neither_the_previous_override_nor_the_host() -> None:
@@ -102,10 +102,11 @@ def test_a_call_without_queries_or_keys_is_the_hosts(which: str) -> None:
 @pytest.fixture
 def read_by(monkeypatch: pytest.MonkeyPatch) -> Any:
     """``read_by(function)``: calls are read by another function, which is given the call as it is read rightly."""
-    of = override_module.HostCall.of
+    kind = node_module("comfy.layout").HostCall
+    of = kind.of
 
     def read(function: Any) -> None:
-        monkeypatch.setattr(override_module.HostCall, "of", lambda args, kwargs: function(of(args, kwargs)))
+        monkeypatch.setattr(kind, "of", lambda args, kwargs: function(of(args, kwargs)))
 
     return read
 
@@ -207,7 +208,7 @@ def test_a_previous_override_that_wants_containers_gets_them_full(monkeypatch: p
 
 
 def test_blocks_are_named_by_the_host_and_else_by_their_number() -> None:
-    engine, scope = make_engine(), scope_module.Scope()
+    engine, scope = make_engine(), override_module.Scope()
     override = make_override(engine, scope, None)
     with scope.around(engine, "call", catches=False):
         for options in ({"block": ("input", 4), "block_index": 0}, {"block_type": "double", "block_index": 3}, None):
@@ -222,38 +223,38 @@ def model(x: Tensor) -> Tensor:
 
 
 def caught(engine: Any, scope: Any, *, catches: bool = True) -> Any:
-    wrapper = scope_module.make_wrapper(engine, scope, "call", catches=catches)
+    wrapper = override_module.make_wrapper(engine, scope, "call", catches=catches)
     return lambda x: wrapper(model, x)
 
 
 def test_the_whole_model_is_caught_and_the_result_is_the_same() -> None:
     engine, x = make_engine(route="tiled"), torch.randn(1, 2, 9, 4)
-    torch.testing.assert_close(caught(engine, scope_module.Scope())(x), model(x))
+    torch.testing.assert_close(caught(engine, override_module.Scope())(x), model(x))
     assert engine.run.routes() == {"tiled": 2}
     assert [(kind.block, kind.via) for kind in engine.run.tallies] == [("call 1", "SDPA"), ("call 2", "SDPA")]
-    assert torch.equal(caught(engine, scope_module.Scope(), catches=False)(x), model(x))
+    assert torch.equal(caught(engine, override_module.Scope(), catches=False)(x), model(x))
     assert engine.run.count() == 2, "neither without catching nor after it"
 
 
 def test_calls_below_the_override_are_not_counted_twice() -> None:
     for least in (0, 100):
-        engine, scope = make_engine(min_keys=least, route="torch"), scope_module.Scope()
+        engine, scope = make_engine(min_keys=least, route="torch"), override_module.Scope()
         override = make_override(engine, scope, None)
-        wrapper = scope_module.make_wrapper(engine, scope, "call", catches=True)
+        wrapper = override_module.make_wrapper(engine, scope, "call", catches=True)
         wrapper(lambda override=override: override(host_attention, *tensors(), HEADS))
         assert engine.run.count() == 1
 
 
 def test_nested_wrappers_catch_once() -> None:
-    engine, scope, x = make_engine(min_keys=100), scope_module.Scope(), torch.randn(1, 2, 9, 4)
-    wrapper = scope_module.make_wrapper(engine, scope, "outer", catches=True)
+    engine, scope, x = make_engine(min_keys=100), override_module.Scope(), torch.randn(1, 2, 9, 4)
+    wrapper = override_module.make_wrapper(engine, scope, "outer", catches=True)
     wrapper(lambda: caught(engine, scope)(x))
     assert engine.run.count() == engine.run.count("passed to ComfyUI") == 2
 
 
 def test_an_error_below_unwinds_the_scope() -> None:
-    engine, scope = make_engine(), scope_module.Scope()
-    wrapper = scope_module.make_wrapper(engine, scope, "call", catches=True)
+    engine, scope = make_engine(), override_module.Scope()
+    wrapper = override_module.make_wrapper(engine, scope, "call", catches=True)
     override = make_override(make_engine(min_keys=100), scope, None)
     with pytest.raises(KeyboardInterrupt):
         wrapper(lambda: override(Mock(side_effect=KeyboardInterrupt), *tensors(), HEADS))
@@ -263,7 +264,7 @@ def test_an_error_below_unwinds_the_scope() -> None:
 
 
 def test_a_direct_call_that_is_not_understood_is_passed_on() -> None:
-    engine, scope, x = make_engine(), scope_module.Scope(), torch.randn(1, 2, 9, 4)
+    engine, scope, x = make_engine(), override_module.Scope(), torch.randn(1, 2, 9, 4)
     with scope.around(engine, "call", catches=True):
         assert F.scaled_dot_product_attention(x, x, x, dropout_p=0.5).shape == x.shape
         with pytest.raises(TypeError):
@@ -272,7 +273,7 @@ def test_a_direct_call_that_is_not_understood_is_passed_on() -> None:
 
 
 def test_other_threads_are_not_caught() -> None:
-    engine, scope, x = make_engine(), scope_module.Scope(), torch.randn(1, 2, 9, 4)
+    engine, scope, x = make_engine(), override_module.Scope(), torch.randn(1, 2, 9, 4)
     with scope.around(engine, "call", catches=True):
         thread = threading.Thread(target=model, args=(x,))
         thread.start()

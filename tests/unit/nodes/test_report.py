@@ -121,12 +121,12 @@ def test_neighbours_in_which_the_same_happened_share_a_line():
     assert "single 0 to single 37  38 blocks, each 8 torch; 1.52 s" in lines
     tallies = blocks(5)
     tallies[2] = (kind("double 2", "passed to ComfyUI", why="fewer than 1024 keys"), {"count": 4})
-    rows = [ROWS.BlockRow(f"encoder.layers.{i}.self_attn", {"tiled": 1}) for i in range(12)]
+    layers = [(kind(f"encoder.layers.{i}.self_attn"), {"count": 1}) for i in range(12)]
     for given, names in (
-        (ROWS.block_rows(run(tallies)), ["double 0 to double 1", "double 2", "double 3 to double 4"]),
-        (rows, ["encoder.layers.0.self_attn to encoder.layers.11.self_attn"]),
+        (tallies, ["double 0 to double 1", "double 2", "double 3 to double 4"]),
+        (layers, ["encoder.layers.0.self_attn to encoder.layers.11.self_attn"]),
     ):
-        assert [group.name for group in ROWS.grouped(given)] == names
+        assert [group.name for group in ROWS.block_rows(run(given))] == names
 
 
 def test_reasons_routes_memory_and_troubles_are_all_told():

@@ -1,14 +1,14 @@
 """The surroundings that the ComfyUI pack reads: a prompt's graph, earlier patches, a model's code. Without ComfyUI."""
 
 import sys
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from attn_support.comfy.stub import node_module
 from torch import nn
 
-prompts, others, sites = node_module("comfy.prompt"), node_module("comfy.others"), node_module("comfy.sites")
+prompts, others = node_module("comfy.prompt"), node_module("comfy.others")
 objects, ffn = node_module("comfy.objects"), node_module("ffn_chunking")
 
 
@@ -94,37 +94,6 @@ def test_another_patch_is_named_by_its_node_and_pack(monkeypatch: pytest.MonkeyP
     monkeypatch.setitem(sys.modules, "nodes", registered)
     assert others.name_of(function) == "Patch Sage Attention KJ (ComfyUI-KJNodes)"
     assert others.name_of(named("anything", "comfy.model_patcher")) == "anything (ComfyUI)"
-
-
-def optimized_attention(*args: Any, **kwargs: Any) -> str:
-    return "host"
-
-
-def helper(x: Any) -> Any:
-    return optimized_attention(x)
-
-
-def announced_helper(x: Any, transformer_options: Any) -> Any:
-    return optimized_attention(x, transformer_options=transformer_options)
-
-
-elsewhere = ModuleType("elsewhere")
-elsewhere.optimized_attention = optimized_attention  # type: ignore[attr-defined]
-
-
-METHODS = {
-    "its own": ("forward", lambda self, x, options=None: optimized_attention(x, transformer_options=options), True),
-    "through a helper": ("compute", lambda self, x: helper(x), True),
-    "through a module": ("forward", lambda self, x: elsewhere.optimized_attention(x), True),
-    "announced": ("forward", lambda self, x: announced_helper(x, {}), False),
-    "none": ("forward", lambda self, x: x, False),
-}
-
-
-@pytest.mark.parametrize("case", METHODS)
-def test_methods_that_call_attention_past_the_override_are_found(case: str) -> None:
-    name, method, is_past_it = METHODS[case]
-    assert sites.by_name(type("Block", (nn.Module,), {name: method})) == ((name,) if is_past_it else ())
 
 
 def test_blocks_that_compute_their_feed_forward_layers_themselves_are_named() -> None:

@@ -21,7 +21,7 @@ from pascal_attn_core.machine.device import DeviceInfo
 from pascal_attn_core.routes.timing_table import median_times
 from pascal_attn_core.tiled.plan import plan_call
 
-tile, node = node_module("tiles.choice"), node_module("tile_size")
+tile = node_module("tile_size")
 GTX_1080_TI = DeviceInfo("cuda", "NVIDIA GeForce GTX 1080 Ti", (6, 1), 28, 2816 << 10, 11 << 30, "sm_61")
 CARD = tile.Card(GTX_1080_TI, 10 << 30, 11 << 30)
 NO_MEMORY = torch.OutOfMemoryError("tried to allocate 1 GiB\nand more")
@@ -52,7 +52,7 @@ def test_a_card_that_is_nearly_full_gets_smaller_tiles() -> None:
 def test_a_measurement_times_every_size_and_leaves_the_random_numbers_alone(host: StubHost) -> None:
     before = torch.get_rng_state()
     with timed_by(median_times):
-        sizes = node.runtime_of(torch.device("cpu")).part(tile.TileSizes).of(shape(512, 1), 512)
+        sizes = tile.runtime_of(torch.device("cpu")).part(tile.TileSizes).of(shape(512, 1), 512)
     assert list(sizes) == ["own choice", "256", "512"]
     assert all(ms > 0 for ms in sizes.values())
     assert torch.equal(torch.get_rng_state(), before)
@@ -103,13 +103,13 @@ def host(stub_host: StubHost, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -
 
 
 def choose(mode: str, **inputs: Any) -> tuple[int, str]:
-    return node.PascalTileSize().choose(mode, **{"tokens": 512, "heads": 1, "unique_id": "1", **inputs})
+    return tile.PascalTileSize().choose(mode, **{"tokens": 512, "heads": 1, "unique_id": "1", **inputs})
 
 
 @contextmanager
 def timed_by(clock: Any) -> Iterator[Any]:
     """A new process, in which sizes take these times."""
-    core = sys.modules[node.runtime_of.__module__]  # the copy of the core that the pack brings
+    core = sys.modules[tile.runtime_of.__module__]  # the copy of the core that the pack brings
     made = core.Runtime("cpu", parts={tile.TileSizes: lambda runtime: tile.TileSizes(runtime, clock=clock)})
     with core.using(made):
         yield clock

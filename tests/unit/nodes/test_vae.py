@@ -1,7 +1,10 @@
 """Replacements of attention in the modules of VAEs and text encoders, without ComfyUI."""
 
+import functools
 import sys
+import threading
 import types
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,15 +14,8 @@ from attn_support.comfy.stub import Patcher, StubHost, host_attention, make_engi
 from torch import Tensor, nn
 
 objects, attention, sites = map(node_module, ("comfy.objects", "patches.replacements", "comfy.sites"))
-Scope = node_module("patches.scope").Scope
+Scope, OVERRIDE = node_module("patches.override").Scope, node_module("comfy.by_name").OVERRIDE
 pytestmark = pytest.mark.usefixtures("stub_host")
-
-
-optimized_attention = host_attention
-
-
-def optimized_attention_for_device(device: Any, mask: bool = False, small_input: bool = False) -> Any:
-    return optimized_attention
 
 
 class Held(nn.Module):
@@ -33,55 +29,8 @@ class Held(nn.Module):
         return self.optimized_attention(x, x * 2, x + 1)
 
 
-class Given(nn.Module):
-    """A text encoder's block, which is given it."""
-
-    def forward(self, x: Tensor, mask: Any = None, optimized_attention: Any = None) -> Tensor:
-        return optimized_attention(x, x, x, 2, mask)
-
-
-class Giver(nn.Module):
-    """Hands it on."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = Given()
-
-    def forward(self, x: Tensor, mask: Any = None, optimized_attention: Any = None) -> Tensor:
-        return self.inner(x, mask, optimized_attention)
-
-
-class Encoder(nn.Module):
-    """Asks for the function and hands it down."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = Giver()
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.layer(x, None, optimized_attention_for_device(x.device))
-
-
-class ByName(nn.Module):
-    def forward(self, x: Tensor, *, times: int = 2) -> Tensor:
-        def heads() -> int:
-            return times
-
-        return super().extra_repr() or optimized_attention(x, x, x, heads())
-
-
-class ByDevice(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        return optimized_attention_for_device(x.device, small_input=True)(x, x, x, heads=2)
-
-
 def helper(x: Tensor) -> Tensor:
     return F.scaled_dot_product_attention(x, x, x)
-
-
-class ByHelper(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        return helper(x)
 
 
 class Plain(nn.Module):
@@ -93,7 +42,7 @@ class Plain(nn.Module):
 def test_a_vaes_attention_over_any_positions(positions: tuple[int, ...]) -> None:
     engine = make_engine(route="tiled")
     query, key, value = torch.randn(3, 2, 8, *positions).unbind()
-    ours = attention.Replacement(engine, Scope(), "mid").channels_first(vae_attention)
+    ours = attention.channels_first(engine, Scope(), attention.Place("mid", "VAE"), vae_attention)
     torch.testing.assert_close(ours(query, key, value), vae_attention(query, key, value))
     shape = (2, 1, torch.Size(positions).numel(), 8)
     assert [(kind.block, kind.query) for kind in engine.run.tallies] == [("mid", shape)]
@@ -102,69 +51,87 @@ def test_a_vaes_attention_over_any_positions(positions: tuple[int, ...]) -> None
 def test_a_vae_call_that_is_left_goes_to_the_function_that_was_there() -> None:
     engine = make_engine(min_keys=100)
     query = torch.randn(1, 8, 9)
-    ours = attention.Replacement(engine, Scope(), "mid").channels_first(lambda *args, **kwargs: (args, kwargs))
+    ours = attention.channels_first(
+        engine, Scope(), attention.Place("mid", "VAE"), lambda *args, **kwargs: (args, kwargs)
+    )
     assert ours(query, query, query) == ((query, query, query), {})
     assert ours(query, query, query, scale=2)[1] == {"scale": 2}
     assert engine.run.count("passed to ComfyUI") == 2
 
 
-def test_a_given_attention_is_replaced_wherever_it_stands() -> None:
-    engine, x, mask = make_engine(), torch.randn(1, 6, 8), torch.randn(6, 6)
-    ours = attention.Replacement(engine, Scope(), "layer").given(2, Given().forward)
-    expected = optimized_attention(x, x, x, 2, mask)
-    torch.testing.assert_close(ours(x, mask, optimized_attention), expected)
-    torch.testing.assert_close(ours(x, mask, optimized_attention=optimized_attention), expected)
-    assert [(kind.block, tally.count) for kind, tally in engine.run.tallies.items()] == [("layer", 2)]
-    seen: list[Any] = []
-    without = attention.Replacement(engine, Scope(), "layer").given(1, lambda *args, **more: seen.append((args, more)))
-    without("x")
-    without("x", optimized_attention=None)
-    assert seen == [(("x",), {}), (("x",), {"optimized_attention": None})], "it is called as it is"
+@pytest.fixture
+def host_functions(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Tensor]:
+    """A function of the host's, in a wrapper as the host's own, in a module of the name of the host's."""
+
+    def wrap_attn(func: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        @functools.wraps(func)
+        def wrapper(*args: Any, **kwargs: Any) -> Tensor:
+            options = kwargs.get("transformer_options") or {}
+            if OVERRIDE in options:
+                return options[OVERRIDE](func, *args, **kwargs)
+            return func(*args, **kwargs)
+
+        return wrapper
+
+    module = types.ModuleType("comfy.ldm.modules.attention")
+    wrapped = module.optimized_attention = module.attention_pytorch = wrap_attn(host_attention)  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    return wrapped
 
 
-@pytest.mark.parametrize("kind", [ByName, ByDevice])
-def test_attention_looked_up_by_its_name_is_replaced_in_a_copy(kind: type[nn.Module]) -> None:
-    engine, module, x = make_engine(), kind(), torch.randn(1, 6, 8)
-    assert sites.host_names(kind)
-    ours = attention.Replacement(engine, Scope(), "layer").named(module.forward)
-    torch.testing.assert_close(ours(x), module(x))
-    assert engine.run.count("taken") == 1  # the module's own forward is not ours
-
-
-def test_the_copy_hears_of_later_changes_to_the_file_it_was_made_in(monkeypatch: pytest.MonkeyPatch) -> None:
-    engine, module, x = make_engine(min_keys=100), ByName(), torch.randn(1, 6, 8)
-    ours = attention.Replacement(engine, Scope(), "layer").named(module.forward)
-    monkeypatch.setitem(globals(), "optimized_attention", lambda *args, **kwargs: "another")
-    assert ours(x) == "another"
-
-
-def test_a_forward_that_another_pack_replaced_is_left_alone() -> None:
+def test_calls_of_the_hosts_function_are_caught_within_a_whole_call_alone(
+    host_functions: Callable[..., Tensor],
+) -> None:
     engine, x = make_engine(), torch.randn(1, 6, 8)
-    ours = attention.Replacement(engine, Scope(), "layer").named(lambda x: "theirs")
-    assert ours(x) == "theirs"
-    assert engine.run.count() == 0
+    variable = host_functions.__closure__[0]  # type: ignore[index]
+    assert variable.cell_contents is host_attention
+
+    class Layer(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            other = threading.Thread(target=host_functions, args=(x, x, x, 2))  # of a model without the patch
+            other.start()
+            other.join()
+            return host_functions(x, x, x, 2)
+
+    model = nn.ModuleDict({"layer": Layer()})
+    found = attention.Sites(engine, model, lambda module: [("forward", attention.located)] * isinstance(module, Layer))
+    layer = found.replacements["layer.forward"](model["layer"].forward)
+
+    def whole(x: Tensor, **options: Any) -> Tensor:
+        return layer(x) + host_functions(x, x, x, 2, **options)
+
+    ours = attention.whole_call(whole, found, lambda *_: None)
+    torch.testing.assert_close(ours(x), 2 * host_attention(x, x, x, 2))
+    ours(x, transformer_options={OVERRIDE: lambda func, *args, **kwargs: func(*args, **kwargs)})
+    with pytest.raises(ZeroDivisionError):
+        ours(x, transformer_options={OVERRIDE: lambda func, *args, **kwargs: 1 / 0})
+    assert variable.cell_contents is host_attention, "it is as it was, after an error too"
+    first, second, _ = node_module("engine.runs").remembered()
+    assert [(kind.block, kind.via) for kind in first.tallies] == [("layer", "by name"), ("call 2", "by name")]
+    assert [(kind.block, kind.via) for kind in second.tallies] == [("layer", "by name"), ("call 2", "SDPA")]
 
 
 def test_a_whole_call_is_one_run_and_is_watched(stub_host: StubHost) -> None:
     engine, seen, x = make_engine(), [], torch.randn(1, 2, 6, 8)
-    sites = attention.Sites(engine, nn.Module(), lambda *_: ())
-    ours = attention.whole_call(lambda x, y: helper(x), sites, lambda *what: seen.append(what), catches=True)
+    sites = attention.Sites(engine, nn.Module(), lambda module: ())
+    ours = attention.whole_call(lambda x, y: helper(x), sites, lambda *what: seen.append(what))
     out = ours(x, y=1)
     assert seen == [((x,), {"y": 1}, out)]
     assert stub_host.said == ["Model: 1 calls, 1 taken (torch 1), 0 passed to ComfyUI"]
     assert not engine.is_running
 
 
-def test_every_kind_of_site_is_found_once() -> None:
-    blocks = {"held": Held(), "encoder": Encoder(), "name": ByName(), "helper": ByHelper(), "plain": Plain()}
-    model = nn.ModuleDict(blocks)
+class T5LayerSelfAttention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.MultiheadAttention(8, 2)
+
+
+def test_the_modules_that_compute_attention_are_found() -> None:
+    projections = nn.ModuleDict({"to_q": nn.Linear(8, 8), "to_k": nn.Linear(8, 8)})
+    model = nn.ModuleDict({"held": Held(), "layer": T5LayerSelfAttention(), "named": projections, "plain": Plain()})
     assert [name for name, module in model.named_modules() if sites.attributes(module)] == ["held"]
-    assert [(name, at) for name, _, at in sites.argument_leaves(model)] == [("encoder.layer.inner", 2)]
-    known = ["held", "encoder.layer.inner"]
-    assert sites.calls_directly(model, known) == ["name", "helper"]
-    assert sites.host_names(ByName) == {"optimized_attention"}
-    assert sites.host_names(Given) == sites.host_names(Plain) == set()
-    assert sites.calls_directly(nn.Sequential(nn.MultiheadAttention(8, 2)), []) == [], "torch's own modules are none"
+    assert [name for name, module in model.named_modules() if sites.is_innermost(module)] == ["layer.inner", "named"]
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from attn_support.comfy.stub import StubHost, core_module, make_engine, node_module, vae_attention
 from torch import Tensor, nn
 
-bands, attention, scopes = map(node_module, ("patches.bands", "patches.replacements", "patches.scope"))
+bands, attention, scopes = map(node_module, ("patches.bands", "patches.replacements", "patches.override"))
 calls = core_module("vae.calls")
 pytestmark = pytest.mark.usefixtures("stub_host", "_narrow", "bars")
 ALWAYS, NEEDED = bands.ALWAYS, bands.NEEDED
@@ -58,7 +58,7 @@ def banded(network: Network, mode: str, estimate: Any = None) -> tuple[Callable[
     """Return the network's ``decode`` as the node replaces it, and the engine."""
     engine = make_engine(route="tiled")
     engine.part = "VAE"
-    network.attend = attention.Replacement(engine, scopes.Scope(), "mid").channels_first(vae_attention)
+    network.attend = attention.channels_first(engine, scopes.Scope(), attention.Place("mid", "VAE"), vae_attention)
     return bands.InBands(engine, network, "decode", mode, estimate, network.decode), engine
 
 

@@ -182,36 +182,6 @@ def an_encoder_that_asks_for_the_hosts_attention_itself_is_served():
 
 
 @check
-def t5gemmas_softcap_attention_is_served():
-    try:
-        from comfy.text_encoders.sa3 import T5GemmaEncoder, T5GemmaEncoderConfig
-    except ImportError:
-        raise Skip("this host has no T5Gemma") from None
-    from comfy.text_encoders.llama import precompute_freqs_cis
-
-    config = T5GemmaEncoderConfig()
-    sizes = {"vocab_size": 50, "hidden_size": 64, "intermediate_size": 64, "head_dim": 16, "num_hidden_layers": 2}
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 4}
-    scores = {"query_pre_attn_scalar": 0.25, "attn_logit_softcapping": 2.0}  # the cap bends them
-    vars(config).update(**sizes, **heads, **scores)
-    network = drawn(T5GemmaEncoder(config, "cpu", torch.float32, comfy.ops.disable_weight_init), 0.3)
-    freqs = precompute_freqs_cis(config.head_dim, torch.arange(40)[None], config.rope_theta)
-
-    def run(mask):
-        x = noise(1, 40, 64)
-        for layer in network.layers:
-            x = layer(x, attention_mask=mask, freqs_cis=freqs)
-        return x
-
-    mask = torch.zeros(1, 1, 40, 40)
-    mask[..., 30:] = -torch.finfo(torch.float32).max
-    for given in (None, mask):
-        found = run_of_encoding(clip_around(network, run), given)
-        assert found.count() == 2, found.line()
-        assert all(difference.is_rounding for difference in found.compared.values())
-
-
-@check
 def an_encoder_without_attention_is_returned_as_it_is_and_says_so():
     clip = clip_around(torch.nn.Linear(4, 4), None)
     with log_lines() as lines:

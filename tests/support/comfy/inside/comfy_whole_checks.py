@@ -61,7 +61,7 @@ def the_node_says_what_all_its_parts_did():
 def feed_forward_layers_run_in_chunks_where_a_call_would_not_fit_in_every_family():
     for name, model in families("wan_t2v", "flux", "sd3"):
         stock = sample(model, name)
-        with replaced(pack("patches.ffn"), "budget_from", lambda total: 1):
+        with replaced(pack("ffn_chunking"), "budget_from", lambda total: 1):
             tight, off = whole(model)[0], whole(model, chunk_feed_forward=False)[0]
         assert "pascal_attn_ffn" in tight.injections
         assert "pascal_attn_ffn" not in off.injections
