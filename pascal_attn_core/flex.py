@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .call import Options, check_call, prepared
+from .call import AttentionCall, Options, check_call, prepared
 from .call.flex_rules import (
     FULL,
     PARTIAL,
@@ -90,18 +90,7 @@ def flex_attention(
     with_max = return_aux is not None and return_aux.max_scores
     if with_max and score_mod is None:
         score_mod = _same  # beside a score rule the sum of a row is known apart from its maximum
-    if block_mask is not None and not is_block_mask(block_mask):
-        raise TypeError(f"block_mask must be a BlockMask or None, got {type(block_mask).__name__}")
-    options = Options(scale=scale, enable_gqa=enable_gqa)
-    query, key, value, mask, options = prepared(query, key, value, block_mask, options)
-    if isinstance(query, Tensor):
-        key, value = (t.to(query.dtype) if isinstance(t, Tensor) else t for t in (key, value))
-    call = check_call(query, key, value, mask, options)
-    if call.query.dim() != 4:
-        raise ValueError(f"query must be [B, Hq, L, D], got {list(query.shape)}")
-    if call.query.shape[1] != call.key.shape[1] and not enable_gqa:
-        heads = f"{call.query.shape[1]} query and {call.key.shape[1]} key/value heads"
-        raise ValueError(f"enable_gqa must be True for {heads}")
+    call = _checked(query, key, value, block_mask, Options(scale=scale, enable_gqa=enable_gqa))
     if score_mod is not None and not call.is_empty:
         rule = ScoreRule(score_mod, call.query.new_empty(0, dtype=call.sums_dtype))
         call = replace(call, score_rule=rule, needs_grad=call.needs_grad or bool(rule.captured))
@@ -116,6 +105,21 @@ def flex_attention(
         most = lse.detach()
         most = most if log_sum is None else torch.where(most == -torch.inf, most, most - log_sum)
     return out, AuxOutput(lse=lse if return_aux.lse else None, max_scores=most)
+
+
+def _checked(query: Tensor, key: Tensor, value: Tensor, block_mask: Any, options: Options) -> AttentionCall:
+    if block_mask is not None and not is_block_mask(block_mask):
+        raise TypeError(f"block_mask must be a BlockMask or None, got {type(block_mask).__name__}")
+    query, key, value, mask, options = prepared(query, key, value, block_mask, options)
+    if isinstance(query, Tensor):
+        key, value = (t.to(query.dtype) if isinstance(t, Tensor) else t for t in (key, value))
+    call = check_call(query, key, value, mask, options)
+    if call.query.dim() != 4:
+        raise ValueError(f"query must be [B, Hq, L, D], got {list(query.shape)}")
+    if call.query.shape[1] != call.key.shape[1] and not options.enable_gqa:
+        heads = f"{call.query.shape[1]} query and {call.key.shape[1]} key/value heads"
+        raise ValueError(f"enable_gqa must be True for {heads}")
+    return call
 
 
 def _same(score: Tensor, batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .attention import sdpa, sdpa_backward, sdpa_with_lse
-from .call import Options, check_call, prepared
+from .call import AttentionCall, Options, check_call, prepared
 from .config import AttentionConfig, default_config
 from .routes import choose
 from .routes.grad_transforms import Grads, in_any_graph
@@ -73,9 +73,41 @@ def context_parallel_sdpa(
             has been sent.
         RuntimeError: another process is gone or did not answer within its group's timeout.
     """
+    call, mask = _checked(query, key, value, attn_mask, scale, enable_gqa)
+    query, key, value = call.query, call.key, call.value
+    around, within = _Ranks.of(ring, "ring"), _Ranks.of(ulysses, "ulysses")
+    heads = _Heads.of(query.shape[1], key.shape[1], within)
+    choose(call, config or default_config(), with_lse=around.size > 1, may_time=False)  # or raises
+    share = _Share.of(query, key, mask, around, within, uneven=uneven)
+    if is_causal and share.queries != share.keys:
+        raise ValueError(
+            f"is_causal needs as many keys as queries, got {share.keys.lengths} and {share.queries.lengths}"
+        )
+    if any(rows != _NO_MASK for rows in itertools.chain(*share.queries.in_mask)):
+        mask = _mask_of_all(mask, share)
+        if mask.shape[1] > 1:  # last: before, the processes of a Ulysses group hold all heads
+            mask = mask.split(heads.query, 1)[within.rank]
+    if within.size > 1:
+        if heads.kept is not None:
+            key, value = key[:, heads.kept], value[:, heads.kept]
+        query = _Exchange.apply(query, heads.query, share.queries.of_part(share), within, True)
+        key, value = (_Exchange.apply(t, heads.key, share.keys.of_part(share), within, True) for t in (key, value))
+    options: dict[str, Any] = {"is_causal": is_causal, "scale": scale}
+    options |= {"enable_gqa": query.shape[1] != key.shape[1], "config": config}
+    is_ring = around.size > 1
+    out = _Ring.apply(query, key, value, mask, options, share) if is_ring else sdpa(query, key, value, mask, **options)
+    if within.size > 1:
+        out = _Exchange.apply(out, heads.query, share.queries.of_part(share), within, False)
+    return out
+
+
+def _checked(
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Any, scale: float | None, enable_gqa: bool
+) -> tuple[AttentionCall, Tensor | None]:
+    """This process's call without its mask, and the mask with four dimensions."""
     if attn_mask is not None and not isinstance(attn_mask, Tensor):
         raise TypeError(f"attn_mask must be a tensor or None across processes, got {type(attn_mask).__name__}")
-    query, key, value, attn_mask, _ = prepared(query, key, value, attn_mask, Options())  # type: ignore[assignment]
+    query, key, value, attn_mask, _ = prepared(query, key, value, attn_mask, Options())
     call = check_call(query, key, value, scale=scale, enable_gqa=enable_gqa)
     if query.dim() != 4:
         raise ValueError(f"query must be [B, heads, tokens, head_dim], got {list(query.shape)}")
@@ -86,34 +118,7 @@ def context_parallel_sdpa(
         )
     if isinstance(attn_mask, Tensor) and attn_mask.requires_grad and torch.is_grad_enabled():
         raise ValueError("attn_mask must not require a gradient across processes; pass attn_mask.detach()")
-    around, within = _Ranks.of(ring, "ring"), _Ranks.of(ulysses, "ulysses")
-    heads = _Heads.of(query.shape[1], key.shape[1], within)
-    choose(call, config or default_config(), with_lse=around.size > 1, may_time=False)  # or raises
-    mask = None if attn_mask is None else attn_mask[(None,) * (4 - attn_mask.dim())]
-    share = _Share.of(query, key, mask, around, within, uneven=uneven)
-    if is_causal and share.queries != share.keys:
-        raise ValueError(
-            f"is_causal needs as many keys as queries, got {share.keys.lengths} and {share.queries.lengths}"
-        )
-    if any(rows != _NO_MASK for rows in itertools.chain(*share.queries.in_mask)):
-        mask = _mask_of_all(mask, share)
-        if mask.shape[1] == query.shape[1] > 1:  # last: before, the processes of a Ulysses group hold all heads
-            mask = mask.split(heads.query, 1)[within.rank]
-    if within.size > 1:
-        if heads.kept is not None:
-            key, value = key[:, heads.kept], value[:, heads.kept]
-        queries, keys = share.queries.of_part(share), share.keys.of_part(share)
-        query = _Exchange.apply(query, heads.query, queries, within, True)
-        key, value = (_Exchange.apply(t, heads.key, keys, within, True) for t in (key, value))
-    options: dict[str, Any] = {"is_causal": is_causal, "scale": scale}
-    options |= {"enable_gqa": query.shape[1] != key.shape[1], "config": config}
-    if around.size > 1:
-        out = _Ring.apply(query, key, value, mask, options, share)
-    else:
-        out = sdpa(query, key, value, mask, **options)
-    if within.size > 1:
-        out = _Exchange.apply(out, heads.query, queries, within, False)
-    return out
+    return call, None if attn_mask is None else attn_mask[(None,) * (4 - attn_mask.dim())]
 
 
 # ---- who holds what --------------------------------------------------------------------------------------------------

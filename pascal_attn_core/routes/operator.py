@@ -83,15 +83,13 @@ def call(
                 raise TypeError(f"{where} mask_rule must register the rule of a LazyMask, got {attn_mask.rule!r}")
             out, lse = sdpa_with_an_unregistered_mask_rule(query, key, value, attn_mask, options, config, with_lse)
             return AttentionOutput(out, query.new_empty(0) if lse is None else lse)
-        rule, attn_mask = _rule_arguments(attn_mask), None
+        rule, attn_mask = _rule_arguments(attn_mask, is_traced), None
     inputs = [t for t in (query, key, value, attn_mask, options.sinks) if t is not None]
     # A trace of torch.jit may run with gradients and without, wherever it was made; a compiled graph is guarded.
     for_grad = is_traced or (torch.is_grad_enabled() and any(t.requires_grad for t in inputs))
-    if is_traced:  # sizes are tensors, which no list of a traced operator may hold
-        rule = (rule[0], [int(size) for size in rule[1]], rule[2])
     if options.window is not None:
-        sides = [-1 if side is None else side for side in options.window]
-        options = _with_window(options, [int(side) for side in sides] if is_traced else sides)
+        sides = [-1 if side is None else int(side) if is_traced else side for side in options.window]
+        options = _with_window(options, sides)
     token = _TAG + (_ENVIRONMENT if config is None else config.token)
     flags = with_lse, for_grad, for_grad and attn_mask is not None and attn_mask.requires_grad
     out, lse, *_ = _sdpa(query, key, value, attn_mask, *options, token, *rule, *flags)
@@ -128,10 +126,12 @@ def _config(token: str) -> AttentionConfig:
     return default_config() if token == _ENVIRONMENT else AttentionConfig.from_token(token)
 
 
-def _rule_arguments(mask: LazyMask) -> tuple[str, Sequence[int], Sequence[Tensor]]:
+def _rule_arguments(mask: LazyMask, is_traced: bool) -> tuple[str, Sequence[int], Sequence[Tensor]]:
     """A mask as the operator takes it: ``"float32 module:name"``, its shape, the tensors that the rule reads."""
     name = mask.rule.name if isinstance(mask.rule, MaskRule) else _UNREGISTERED
-    return f"{str(mask.dtype).removeprefix('torch.')} {name}", list(mask.shape), [t.detach() for t in mask.tensors]
+    # While torch.jit traces, sizes are tensors, which no list of a traced operator may hold.
+    shape = [int(size) if is_traced else size for size in mask.shape]
+    return f"{str(mask.dtype).removeprefix('torch.')} {name}", shape, [t.detach() for t in mask.tensors]
 
 
 def _unregistered(*indices: Tensor) -> Tensor:

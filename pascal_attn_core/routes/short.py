@@ -120,11 +120,9 @@ def is_plainly_short(
             return False
         if not 0 < batch * heads * seq_len_q * k_shape[2] * 4 <= config.math_limit_mib * MIB:
             return False
-        if not (query.is_contiguous() and key.is_contiguous() and value.is_contiguous()):
-            for tensor in (query, key, value):
-                batch_stride, head_stride, row_stride, last_stride = tensor.stride()
-                if last_stride != 1 or row_stride < head_dim or head_stride < head_dim or batch_stride == 1:
-                    return False
+        is_dense = query.is_contiguous() and key.is_contiguous() and value.is_contiguous()
+        if not (is_dense or all(_has_dense_rows(tensor, head_dim) for tensor in (query, key, value))):
+            return False
         if is_causal is not False and (is_causal is not True or attn_mask is not None):
             return False
         if attn_mask is not None:
@@ -135,3 +133,8 @@ def is_plainly_short(
     except RuntimeError:  # nested and sparse tensors have no such shape or strides
         return False
     return True
+
+
+def _has_dense_rows(tensor: Tensor, head_dim: int) -> bool:
+    batch_stride, head_stride, row_stride, last_stride = tensor.stride()
+    return last_stride == 1 and row_stride >= head_dim and head_stride >= head_dim and batch_stride != 1
