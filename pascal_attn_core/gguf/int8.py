@@ -35,13 +35,8 @@ _MOST_TIMED_ROWS = {"cpu": 256}  # more take as many times as long
 
 
 class GgufCall(NamedTuple):
-    """``out = x W^T + bias``.
-
-    Attributes:
-        x: ``[M, K]``; out: ``[M, N]``, of x's dtype, contiguous; it is written.
-        weight: ``[N, K]``, rows of whole blocks.
-        bias: float ``[N]``, or None.
-    """
+    """``out = x W^T + bias``: x ``[M, K]``; W ``[N, K]``, rows of whole blocks; bias float ``[N]``, or None; out
+    ``[M, N]``, of x's dtype, contiguous, which is written."""
 
     x: Tensor
     weight: GgufMatrix

@@ -50,11 +50,8 @@ def activated(sums: Tensor, activation: str) -> Tensor:
 
 
 def run(call: LinearCall, way: str = "auto") -> None:
-    """Compute a call by the backend that was asked for, or by the one that :func:`backend_of` says.
-
-    Raises:
-        NotImplementedError: the backend that was asked for cannot compute it.
-    """
+    """Compute a call by the backend that was asked for, or by the one that :func:`backend_of` says; NotImplementedError
+    where the backend that was asked for cannot compute it."""
     if way == "auto":
         return runtime_of(call.x.device).part(LinearWays).compute(call)
     why_not_this, compute = LinearWays.table[way]

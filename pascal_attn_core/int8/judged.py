@@ -51,10 +51,7 @@ class Int8Options:
 
 
 def limit_of(max_error: Any) -> float:
-    """
-    Raises:
-        TypeError, ValueError: it is no number from 0 on.
-    """
+    """The limit of errors as a float; a TypeError or a ValueError where it is no number from 0 on."""
     if isinstance(max_error, bool) or not isinstance(max_error, (int, float)):
         raise TypeError(f"max_error must be a number, got {max_error!r}")
     if not max_error >= 0:

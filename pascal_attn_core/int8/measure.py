@@ -30,13 +30,9 @@ class Times(NamedTuple):
 
 
 class Sample(NamedTuple):
-    """Rows that stand for a whole input.
-
-    Attributes:
-        rows: ``[M, K]``.
-        counts: ``[M, branches]``, as :func:`..reference.checks.in_float64` has it: the number of rows of each of the
-            input's :func:`branches` that each stands for.
-    """
+    """Rows ``[M, K]`` that stand for a whole input, and counts ``[M, branches]``, as
+    :func:`..reference.checks.in_float64` has it: the number of rows of each of the input's :func:`branches` that each
+    row stands for."""
 
     rows: Tensor
     counts: Tensor
