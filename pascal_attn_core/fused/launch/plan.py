@@ -58,8 +58,8 @@ class Packed:
         the call. Not checked here, nor by the kernels."""
         cu_q, cu_k = torch.tensor([q_ends, k_ends], dtype=torch.int32, device=device)
         lengths = ((end - first for first, end in itertools.pairwise(ends)) for ends in (q_ends, k_ends))
-        longest = (max(each, default=0) for each in lengths)
-        return Packed(cu_q, cu_k, *longest, q_ends[-1], k_ends[-1], lower_right)
+        max_q, max_k = (max(each, default=0) for each in lengths)
+        return Packed(cu_q, cu_k, max_q, max_k, q_ends[-1], k_ends[-1], lower_right)
 
     @property
     def count(self) -> int:
