@@ -145,11 +145,6 @@ def way_for(x: Tensor, weight: GgufMatrix) -> Way:
     return runtime_of(x.device).part(GgufWays).chosen(call_of(x, weight))
 
 
-def ways_for(x: Tensor, weight: GgufMatrix) -> list[str]:
-    """The ways that can compute a call with such an input."""
-    return runtime_of(x.device).part(GgufWays).able(call_of(x, weight))
-
-
 def call_of(x: Tensor, weight: GgufMatrix) -> GgufCall:
     """A call with an input like ``x`` ``[..., K]``."""
     flat = x.reshape(-1, x.shape[-1])

@@ -15,8 +15,9 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from ..machine.own_thread import inputs_are_made_up
+from ..routes.timing_table import Clock
 from .backends import FLOATS
-from .measure import Clock, Times
+from .measure import Times
 from .report import FLOAT, INT8, WAITING, Int8ReportLine
 from .watch import ErrorWatch
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple
+from collections.abc import Iterable
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -19,7 +19,6 @@ FEW_ROWS, FEW_OUTPUTS = 128, 1024  # of a check that costs little
 _SLICE_NUMBERS = 1 << 22  # of a weight that are held in float32
 # A rotation costs time in every call: it should make the error this much smaller.
 _WORTH = 0.75
-Clock = Callable[[list[Callable[[], Any]], torch.device], list[float]]
 
 
 class Times(NamedTuple):

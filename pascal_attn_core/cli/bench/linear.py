@@ -121,7 +121,7 @@ def _ways(x: Tensor, weight: Tensor, bias: Tensor) -> list[Entrant]:
         ways.append(_way("GGUF Q8_0", gguf.product, x, blocks, bias, ran=chosen))
         ways += [
             _way(f"GGUF Q8_0 by {name}", functools.partial(gguf.product, way=name), x, blocks, bias)
-            for name in gguf.ways_for(x, blocks)
+            for name in runtime_of(x.device).part(gguf.GgufWays).able(gguf.call_of(x, blocks))
             if name not in (chosen, "int_mm")  # the definition, which takes minutes
         ]
     return [*ways, _way("int8 eager", eager, x, matrix, bias)]

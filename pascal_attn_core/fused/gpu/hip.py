@@ -93,9 +93,7 @@ def _open(paths: list[str]) -> ctypes.CDLL:
     raise OSError("torch has loaded no HIP runtime, and there is none on this machine")
 
 
-@functools.cache
-def hip_driver() -> HipDriver:
-    return HipDriver()
+hip_driver = functools.cache(HipDriver)
 
 
 class Hiprtc(RuntimeCompiler):
