@@ -24,8 +24,8 @@ from ..fused.trust.kernels import Kernels, KernelUnavailable
 from ..machine.device import MIB
 from ..machine.runtime import runtime_of
 from ..reference.gguf_blocks import FORMATS
-from ..routes.timing_table import Found, power_of_two
-from ..routes.ways import Way, Ways
+from ..routes.timing_table import Found
+from ..routes.ways import ProductKind, Way, Ways
 from . import matrix
 from .matrix import GgufMatrix
 
@@ -92,20 +92,10 @@ def by_float(call: GgufCall) -> None:
     out.copy_(matrix.product(x, weight, None if bias is None else bias.to(x.dtype)))
 
 
-class GgufKind(NamedTuple):
-    """Calls that take about as long as each other: rows of x up to a power of two, and the rest exactly."""
-
-    rows: int
-    columns: int
-    outs: int
-    dtype: str
-    format: str
-
-
-class GgufWays(Ways[GgufKind]):
+class GgufWays(Ways[ProductKind]):
     """The ways to compute a call. Made by ``runtime.part(GgufWays)``."""
 
-    file_kind, kind_type, rivals = "gguf-linear", GgufKind, WAYS
+    file_kind, kind_type, rivals = "gguf-linear", ProductKind, WAYS
     table: ClassVar = {
         "kernel_4x8": (functools.partial(_why_no_kernel, shape=4), functools.partial(by_kernel, shape=4)),
         "kernel": (functools.partial(_why_no_kernel, shape=8), functools.partial(by_kernel, shape=8)),
@@ -113,9 +103,8 @@ class GgufWays(Ways[GgufKind]):
         "float": (lambda call: "", by_float),
     }
 
-    def kind_of(self, call: GgufCall) -> GgufKind:
-        dtype = str(call.x.dtype).removeprefix("torch.")
-        return GgufKind(power_of_two(call.x.shape[0]), *call.weight.shape[::-1], dtype, call.weight.format)
+    def kind_of(self, call: GgufCall) -> ProductKind:
+        return ProductKind.of(call.x, call.weight.shape[0], call.weight.format)
 
     def kernels(self) -> tuple[Compilation, ...]:
         return gguf_variants(self.runtime.part(Kernels).variant_arch)

@@ -321,36 +321,24 @@ def tensor_splits(shape: Shape, wide: AnyGeometry, own: AnyGeometry, num_sms: in
     """Into how many ranges the keys are cut by the kernel for few query rows, whose tiles hold the queries of all heads
     of a group (0 = the wide kernel takes the call), and the cost of that, see :func:`_busiest`."""
     heads = shape.batch * shape.heads
-    best, chosen = _busiest(_tiles_of(shape, wide, 1), heads, 1, wide, num_sms), 0
-    units, tiles = heads // shape.groups, _tiles_of(shape, own, shape.groups)
+    best, chosen = _busiest(_keys_met(shape, wide, 1), heads, 1, wide, num_sms), 0
+    units, met = heads // shape.groups, _keys_met(shape, own, shape.groups)
     most = min(MAX_SPLITS, max(1, shape.keys // (2 * own.cols)))
     for splits in range(1, most + 1):
-        cost = _busiest(tiles, units, splits, own, num_sms) / _SMALL_SPEED + (_JOINING if splits > 1 else 0)
+        cost = _busiest(met, units, splits, own, num_sms) / _SMALL_SPEED + (_JOINING if splits > 1 else 0)
         if cost < 0.95 * best:
             best, chosen = cost, splits
-        if units * tiles.number * splits > own.blocks * num_sms:  # more parts only add to what is joined
+        if units * len(met) * splits > own.blocks * num_sms:  # more parts only add to what is joined
             break
     return chosen, best
 
 
-class _Tiles(NamedTuple):
-    """The tiles of rows of one head, or of a group of heads: how many, and the keys that all of them together, and the
-    one with most, multiply. ``in_order``: of each, as they are launched; None = all alike."""
-
-    number: int
-    keys: int
-    longest: int
-    in_order: tuple[int, ...] | None = None
-
-
-def _tiles_of(shape: Shape, geometry: AnyGeometry, group: int) -> _Tiles:
-    """The tiles of ``group`` heads: one tile holds rows of several heads where they have few."""
-    if shape.band is None:
-        count = -(-group * shape.tokens // geometry.rows)
-        return _Tiles(count, count * shape.keys, shape.keys)
+def _keys_met(shape: Shape, geometry: AnyGeometry, group: int) -> tuple[int, ...]:
+    """The keys that each tile of the rows of ``group`` heads multiplies, in the order of their launch: one tile holds
+    rows of several heads where they have few."""
     met = [max(0, end - begin) for begin, end in _spans(shape, geometry.rows, group)]
-    in_order = reversed(met) if shape.band[1] < shape.keys else met
-    return _Tiles(len(met), sum(met), max(met, default=0), tuple(in_order))
+    is_last_first = shape.band is not None and shape.band[1] < shape.keys
+    return tuple(reversed(met) if is_last_first else met)
 
 
 def _spans(shape: Shape, rows: int, group: int = 1) -> Iterator[tuple[int, int]]:
@@ -373,17 +361,16 @@ def key_tiles(shape: Shape, geometry: AnyGeometry) -> tuple[int, ...]:
     return tuple(max(0, -(-(end - begin) // cols)) for begin, end in spans)
 
 
-def _busiest(tiles: _Tiles, units: int, splits: int, geometry: AnyGeometry, num_sms: int) -> float:
-    """The work of the multiprocessor that has most of ``units`` times these tiles with their keys in ``splits`` ranges,
-    in multiply-adds of a query row with a key at the speed of a full one."""
-    number = units * tiles.number * splits
+def _busiest(met: tuple[int, ...], units: int, splits: int, geometry: AnyGeometry, num_sms: int) -> float:
+    """The work of the multiprocessor that has most of ``units`` times tiles that meet so many keys, in ``splits``
+    ranges, in multiply-adds of a query row with a key at the speed of a full one."""
+    number, longest = units * len(met) * splits, -(-max(met) // splits)
     each = -(-number // num_sms)
     keys: float
-    if tiles.in_order is None or tiles.keys == tiles.number * tiles.longest:  # those of one size come in whole rounds
-        keys = each * -(-tiles.longest // splits)
+    if min(met) == max(met):  # tiles of one size come in whole rounds
+        keys = each * longest
     elif geometry.blocks == 1 and number <= _FOLLOWED:  # one head after the other
-        costs = (-(-met // splits) for _ in range(units) for met in tiles.in_order for _ in range(splits))
-        keys = busiest(costs, num_sms)
+        keys = busiest((-(-some // splits) for _ in range(units) for some in met for _ in range(splits)), num_sms)
     else:  # many even out, and one that is left alone on its multiprocessor is faster
-        keys = max(-(-tiles.longest // splits), units * tiles.keys / num_sms)
+        keys = max(longest, units * sum(met) / num_sms)
     return geometry.rows * keys / (_ALONE if each < geometry.blocks else 1.0)
