@@ -262,7 +262,7 @@ def write_prebuilt(workers: int) -> None:
     contents: dict[str, bytearray] = {}
     with ProcessPoolExecutor(workers) as pool:
         for variant, code in zip(variants, pool.map(machine_code, variants, chunksize=4)):
-            name = prebuilt.amd_pack_name(variant)
+            name = prebuilt.pack_name(variant)
             content = contents.setdefault(name, bytearray())
             packs.setdefault(name, {})[variant.name] = [len(content), len(content) + len(code)]
             content += code

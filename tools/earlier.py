@@ -103,7 +103,7 @@ class Earlier:
 
     def cubin(self, variant: Compilation, arch: int) -> bytes | None:
         """The one that the commit ships, if it is still right."""
-        pack = prebuilt.pack_name(arch, variant)
+        pack = prebuilt.pack_name(variant, arch)
         place = self._manifest["packs"].get(pack, {}).get(variant.name)
         is_its_own = self._manifest["digests"].get(variant.name) == self.digest(variant)
         if place is None or not is_its_own or not self.has(variant):

@@ -198,7 +198,7 @@ def write_prebuilt(archs: Iterable[int], earlier: Earlier | None) -> None:
             cubin = (earlier and earlier.cubin(variant, arch)) or compiled(variant, arch).cubin
             places[variant.name] = [len(content), len(content) + len(cubin)]
             content += cubin
-        name = prebuilt.pack_name(arch, variants[0])
+        name = prebuilt.pack_name(variants[0], arch)
         (folder / name).write_bytes(lzma.compress(bytes(content), preset=9 | lzma.PRESET_EXTREME))
         packs[name] = places
     digests = {variant.name: digest(variant) for variant in prebuilt.all_variants()}

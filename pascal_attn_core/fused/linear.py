@@ -64,7 +64,11 @@ def why_not(
     if capability is None or capability < LEAST_CAPABILITY:
         found = "an unknown one" if capability is None else f"compute capability {capability[0]}.{capability[1]}"
         return [f"the int8 linear kernel needs dp4a, compute capability 6.1 or newer; {found} has none"]
-    reasons = _layer_reasons(columns, rotation, kinds)
+    reasons = [f"the int8 linear kernel takes float32, float16 and bfloat16, got {d}" for d in kinds if d not in DTYPES]
+    if rotation not in ROTATIONS:
+        reasons.append(f"the int8 linear kernel rotates groups of {ROTATIONS[1:]}, got {rotation}")
+    if columns % 4 or not 0 < columns <= MOST_COLUMNS:
+        reasons.append(f"columns must be a multiple of 4, at most {MOST_COLUMNS}, got {columns}")
     if reasons:
         return reasons
     variants = list(dict.fromkeys(variant for dtype in kinds for variant in variants_of(dtype, dtype)))
@@ -77,16 +81,6 @@ def _why_unavailable(runtime: Runtime, variants: Sequence[Compilation], trials: 
     if not reasons and trials is not None and (why := runtime.part(trials).reason(variants)):
         reasons = [f"{trials.words} is left off: {why}"]
     return reasons
-
-
-def _layer_reasons(columns: int, rotation: int, dtypes: Iterable[torch.dtype]) -> list[str]:
-    reasons = []
-    if columns % 4 or not 0 < columns <= MOST_COLUMNS:
-        reasons.append(f"columns must be a multiple of 4, at most {MOST_COLUMNS}, got {columns}")
-    if rotation not in ROTATIONS:
-        reasons.append(f"the int8 linear kernel rotates groups of {ROTATIONS[1:]}, got {rotation}")
-    kinds = [dtype for dtype in dtypes if dtype not in DTYPES]
-    return reasons + [f"the int8 linear kernel takes float32, float16 and bfloat16, got {dtype}" for dtype in kinds]
 
 
 def run_linear(call: LinearCall) -> None:

@@ -20,13 +20,8 @@ Operands = tuple[GgufMatrix, Tensor | None]
 
 
 class Host(NamedTuple):
-    """One host.
-
-    Attributes:
-        method: of its linear layers: gives the product by the expanded weight.
-        mark: attribute of a weight: its format.
-        operands: the weight and the bias of a module for an input.
-    """
+    """One host: the method of its linear layers that gives the product by the expanded weight, the attribute of a
+    weight that is its format, and a function for the weight and the bias of a module for an input."""
 
     method: str
     mark: str

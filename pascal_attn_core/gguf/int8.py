@@ -24,8 +24,8 @@ from ..fused.trust.kernels import Kernels, KernelUnavailable
 from ..machine.device import MIB
 from ..machine.runtime import runtime_of
 from ..reference.gguf_blocks import FORMATS
-from ..routes.timing_table import Found, power_of_two
-from ..routes.ways import Way, Ways
+from ..routes.timing_table import Found
+from ..routes.ways import ProductKind, Way, Ways
 from . import matrix
 from .matrix import GgufMatrix
 
@@ -35,13 +35,8 @@ _MOST_TIMED_ROWS = {"cpu": 256}  # more take as many times as long
 
 
 class GgufCall(NamedTuple):
-    """``out = x W^T + bias``.
-
-    Attributes:
-        x: ``[M, K]``; out: ``[M, N]``, of x's dtype, contiguous; it is written.
-        weight: ``[N, K]``, rows of whole blocks.
-        bias: float ``[N]``, or None.
-    """
+    """``out = x W^T + bias``: x ``[M, K]``; W ``[N, K]``, rows of whole blocks; bias float ``[N]``, or None; out
+    ``[M, N]``, of x's dtype, contiguous, which is written."""
 
     x: Tensor
     weight: GgufMatrix
@@ -97,20 +92,10 @@ def by_float(call: GgufCall) -> None:
     out.copy_(matrix.product(x, weight, None if bias is None else bias.to(x.dtype)))
 
 
-class GgufKind(NamedTuple):
-    """Calls that take about as long as each other: rows of x up to a power of two, and the rest exactly."""
-
-    rows: int
-    columns: int
-    outs: int
-    dtype: str
-    format: str
-
-
-class GgufWays(Ways[GgufKind]):
+class GgufWays(Ways[ProductKind]):
     """The ways to compute a call. Made by ``runtime.part(GgufWays)``."""
 
-    file_kind, kind_type, rivals = "gguf-linear", GgufKind, WAYS
+    file_kind, kind_type, rivals = "gguf-linear", ProductKind, WAYS
     table: ClassVar = {
         "kernel_4x8": (functools.partial(_why_no_kernel, shape=4), functools.partial(by_kernel, shape=4)),
         "kernel": (functools.partial(_why_no_kernel, shape=8), functools.partial(by_kernel, shape=8)),
@@ -118,9 +103,8 @@ class GgufWays(Ways[GgufKind]):
         "float": (lambda call: "", by_float),
     }
 
-    def kind_of(self, call: GgufCall) -> GgufKind:
-        dtype = str(call.x.dtype).removeprefix("torch.")
-        return GgufKind(power_of_two(call.x.shape[0]), *call.weight.shape[::-1], dtype, call.weight.format)
+    def kind_of(self, call: GgufCall) -> ProductKind:
+        return ProductKind.of(call.x, call.weight.shape[0], call.weight.format)
 
     def kernels(self) -> tuple[Compilation, ...]:
         return gguf_variants(self.runtime.part(Kernels).variant_arch)
@@ -148,11 +132,6 @@ def product(x: Tensor, weight: GgufMatrix, bias: Tensor | None, way: str = "auto
 def way_for(x: Tensor, weight: GgufMatrix) -> Way:
     """The way that an input like ``x`` ``[..., K]`` takes."""
     return runtime_of(x.device).part(GgufWays).chosen(call_of(x, weight))
-
-
-def ways_for(x: Tensor, weight: GgufMatrix) -> list[str]:
-    """The ways that can compute a call with such an input."""
-    return runtime_of(x.device).part(GgufWays).able(call_of(x, weight))
 
 
 def call_of(x: Tensor, weight: GgufMatrix) -> GgufCall:

@@ -172,12 +172,9 @@ class AttentionSite(Judged):
 
 
 def in_8_bits(given: dict[str, Any]) -> Tensor:
-    """The output of a call with these arguments of :func:`.sdpa`.
-
-    Raises:
-        UnsupportedAttention: 8 bits do not take it; or the kernels were not tried on this card, or found bad, in a
-            process of their own: a fault of theirs must not end this one.
-    """
+    """The output of a call with these arguments of :func:`.sdpa`; UnsupportedAttention where 8 bits do not take it, or
+    the kernels were not tried on this card, or found bad, in a process of their own: a fault of theirs must not end
+    this one."""
     asked = Options(**{name: given[name] for name in Options._fields if name in given})
     call = check_call(*prepared(given["query"], given["key"], given["value"], given.get("attn_mask"), asked))
     choice = choose(call, _IN_8_BITS)

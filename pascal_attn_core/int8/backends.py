@@ -11,7 +11,7 @@ The first that can run; where the first two both can, the one that was faster wh
 from __future__ import annotations
 
 import functools
-from typing import ClassVar, NamedTuple
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -24,8 +24,7 @@ from ..fused.linear import LinearCall, run_linear, why_not
 from ..machine.device import MIB
 from ..machine.runtime import runtime_of
 from ..reference.int8_rows import Int8Matrix, quantize_rows
-from ..routes.timing_table import power_of_two
-from ..routes.ways import Way, Ways
+from ..routes.ways import ProductKind, Way, Ways
 
 # Gated ones take a weight of 2 N rows, the values first, then the gates: value * act(gate).
 GATED = {"geglu": "gelu", "geglu_tanh": "gelu_tanh", "swiglu": "silu"}
@@ -50,11 +49,8 @@ def activated(sums: Tensor, activation: str) -> Tensor:
 
 
 def run(call: LinearCall, way: str = "auto") -> None:
-    """Compute a call by the backend that was asked for, or by the one that :func:`backend_of` says.
-
-    Raises:
-        NotImplementedError: the backend that was asked for cannot compute it.
-    """
+    """Compute a call by the backend that was asked for, or by the one that :func:`backend_of` says; NotImplementedError
+    where the backend that was asked for cannot compute it."""
     if way == "auto":
         return runtime_of(call.x.device).part(LinearWays).compute(call)
     why_not_this, compute = LinearWays.table[way]
@@ -166,30 +162,18 @@ def expanded(weight: Int8Matrix, rows: slice, dtype: torch.dtype) -> Tensor:
     return Int8Matrix(weight.codes[rows], scales, weight.rotation).float().to(dtype)
 
 
-class LinearKind(NamedTuple):
-    """Calls that take about as long as each other: rows of x up to a power of two, and the rest exactly."""
-
-    rows: int
-    columns: int
-    outs: int
-    dtype: str
-    rotation: int
-
-
-class LinearWays(Ways[LinearKind]):
+class LinearWays(Ways[ProductKind]):
     """The backends of a device. Made by ``runtime.part(LinearWays)``."""
 
-    file_kind, kind_type, rivals = "int8-linear", LinearKind, ("kernel", "int_mm")
+    file_kind, kind_type, rivals = "int8-linear", ProductKind, ("kernel", "int_mm")
     table: ClassVar = {
         "kernel": (_why_no_kernel, by_kernel),
         "int_mm": (_why_no_int_mm, by_int_mm),
         "float": (lambda call: "", by_float),
     }
 
-    def kind_of(self, call: LinearCall) -> LinearKind:
-        (rows, columns), outs = call.x.shape, call.weight.codes.shape[0]
-        dtype = str(call.x.dtype).removeprefix("torch.")
-        return LinearKind(power_of_two(rows), columns, outs, dtype, call.weight.rotation)
+    def kind_of(self, call: LinearCall) -> ProductKind:
+        return ProductKind.of(call.x, call.weight.codes.shape[0], f"rotation {call.weight.rotation}")
 
     def kernels(self) -> tuple[Compilation, ...]:
         return linear_variants()

@@ -26,10 +26,8 @@ class Int8Binding:
     """Linear layers in 8 bits. What was decided for a layer (8 bits or float, rotation, error, times) is kept while it
     is detached: attached again, its weight is only rounded again.
 
-    It serves several copies of a model (one per device) and keeps none of them alive.
-
-    Args:
-        max_error, include, exclude, weights, only_faster: as in :func:`.patch_linear_int8`.
+    It serves several copies of a model (one per device) and keeps none of them alive. Options are those of
+    :func:`.patch_linear_int8`.
     """
 
     what = "linear layers"

@@ -52,14 +52,7 @@ class Found(NamedTuple):
 
 
 def find_linear(model: nn.Module, include: Any = None, exclude: Any = None) -> Iterator[Found]:
-    """The linear layers of ``model``, each once.
-
-    Args:
-        include: exactly these instead of the default, which is those of the repeated blocks without embeddings, norms,
-            modulation and routers: a shell pattern for the qualified name (``"*.ff.*"``), a class, a predicate
-            ``(name, module) -> bool``, or several of them.
-        exclude: never these, given in the same way.
-    """
+    """The linear layers of ``model``, each once; ``include`` and ``exclude`` as in :func:`.patch_linear_int8`."""
     chosen, dropped = selectors("include", include), selectors("exclude", exclude)
     owners: dict[int, list[str]] = {}
     for name, module in model.named_modules():

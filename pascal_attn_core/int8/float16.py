@@ -80,13 +80,7 @@ class Float16Patch(Patch):
 
 class Float16Binding:
     """Linear layers in float16, put in and taken out as often as their host wants; what was found of a layer is kept.
-
-    Args:
-        include, exclude, max_error: as in :func:`patch_linear_float16`.
-
-    Attributes:
-        clock: times functions on a device, in milliseconds.
-    """
+    Options are those of :func:`patch_linear_float16`."""
 
     def __init__(self, *, include: Any = None, exclude: Any = None, max_error: float = 0.002):
         self.max_error, self.clock, self.enabled = limit_of(max_error), median_times, True
@@ -151,11 +145,7 @@ _NOT_YET = WAITING, "no call in float32 yet"
 
 
 class Float16Forward(ReplacedForward):
-    """The forward of one linear layer.
-
-    Attributes:
-        binding: decides whether its calls run in float16; None = none do.
-    """
+    """The forward of one linear layer; its binding decides whether calls run in float16, None = none do."""
 
     __slots__ = ("binding",)
 

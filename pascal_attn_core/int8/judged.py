@@ -15,8 +15,9 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from ..machine.own_thread import inputs_are_made_up
+from ..routes.timing_table import Clock
 from .backends import FLOATS
-from .measure import Clock, Times
+from .measure import Times
 from .report import FLOAT, INT8, WAITING, Int8ReportLine
 from .watch import ErrorWatch
 
@@ -51,10 +52,7 @@ class Int8Options:
 
 
 def limit_of(max_error: Any) -> float:
-    """
-    Raises:
-        TypeError, ValueError: it is no number from 0 on.
-    """
+    """The limit of errors as a float; a TypeError or a ValueError where it is no number from 0 on."""
     if isinstance(max_error, bool) or not isinstance(max_error, (int, float)):
         raise TypeError(f"max_error must be a number, got {max_error!r}")
     if not max_error >= 0:

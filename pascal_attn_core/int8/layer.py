@@ -266,8 +266,8 @@ class Int8Layer(Judged):
         matrix = quantize_rows(stored.values(found.matrix), self.rotation)
         self.int8_bytes = matrix.codes.numel() + 4 * matrix.scales.numel()
         self.backend = backend_for(x, matrix)
-        bias = module._parameters.get("bias")
-        bias = None if bias is None else bias.to(x.device, x.dtype)
+        parameter = module._parameters.get("bias")
+        bias = None if parameter is None else parameter.to(x.device, x.dtype)
         attempts = [
             lambda: F.linear(x, stored.values(found.matrix).to(x.dtype), bias),
             lambda: int8_linear(x, matrix, bias),

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple
+from collections.abc import Iterable
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -19,7 +19,6 @@ FEW_ROWS, FEW_OUTPUTS = 128, 1024  # of a check that costs little
 _SLICE_NUMBERS = 1 << 22  # of a weight that are held in float32
 # A rotation costs time in every call: it should make the error this much smaller.
 _WORTH = 0.75
-Clock = Callable[[list[Callable[[], Any]], torch.device], list[float]]
 
 
 class Times(NamedTuple):
@@ -30,13 +29,9 @@ class Times(NamedTuple):
 
 
 class Sample(NamedTuple):
-    """Rows that stand for a whole input.
-
-    Attributes:
-        rows: ``[M, K]``.
-        counts: ``[M, branches]``, as :func:`..reference.checks.in_float64` has it: the number of rows of each of the
-            input's :func:`branches` that each stands for.
-    """
+    """Rows ``[M, K]`` that stand for a whole input, and counts ``[M, branches]``, as
+    :func:`..reference.checks.in_float64` has it: the number of rows of each of the input's :func:`branches` that each
+    row stands for."""
 
     rows: Tensor
     counts: Tensor

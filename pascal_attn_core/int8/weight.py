@@ -24,12 +24,8 @@ from .product import int8_linear
 
 
 class LowRank:
-    """``x -> x down^T up^T``, in x's dtype.
-
-    Attributes:
-        down: float ``[R, K]``.
-        up: float ``[N, R]``, with the adapter's factor in it.
-    """
+    """Adapters beside a weight: ``x -> x down^T up^T``, in x's dtype, with down float ``[R, K]``, and up float
+    ``[N, R]``, which holds the adapter's factor."""
 
     def __init__(self, down: Tensor, up: Tensor):
         if down.dim() != 2 or up.dim() != 2 or down.shape[0] != up.shape[1]:
@@ -59,12 +55,9 @@ def joined(adapters: Sequence[tuple[Tensor, Tensor, float]]) -> LowRank | None:
 
 
 class InFloat:
-    """The float part of a weight in 8 bits; aliases of the weight share it as they share the integers.
-
-    Attributes:
-        original: the matrix that the integers were made from, or None where it was discarded. It may be in host memory.
-        lora: adapters, which add to the layer's result: ``F.linear(x, w) + lora(x)``. None = there are none.
-    """
+    """The float part of a weight in 8 bits, which aliases of the weight share as they share the integers: the matrix
+    that the integers were made from, maybe in host memory, None where it was discarded; and adapters, which add to the
+    layer's result: ``F.linear(x, w) + lora(x)``."""
 
     def __init__(self, original: Tensor | None, lora: LowRank | None):
         self.original, self.lora = original, lora

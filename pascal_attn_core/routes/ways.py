@@ -8,11 +8,12 @@ from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, NamedTuple
 
 import torch
+from torch import Tensor
 
 from ..fused.code.compilation import Compilation
 from ..fused.code.source import digest_of
 from ..fused.trust.kernels import Kernels, KernelUnavailable
-from .timing_table import Contest, Found, Kind
+from .timing_table import Contest, Found, Kind, power_of_two
 
 
 class Way(NamedTuple):
@@ -20,6 +21,23 @@ class Way(NamedTuple):
 
     name: str
     why: str
+
+
+class ProductKind(NamedTuple):
+    """Products of x with a weight that take about as long as each other: rows of x up to a power of two, the rest
+    exactly; ``weight``: how it is stored."""
+
+    rows: int
+    columns: int
+    outs: int
+    dtype: str
+    weight: str
+
+    @staticmethod
+    def of(x: Tensor, outs: int, weight: str) -> ProductKind:
+        """The kind of a product of x ``[M, K]`` with a weight of this many rows."""
+        rows, columns = x.shape
+        return ProductKind(power_of_two(rows), columns, outs, str(x.dtype).removeprefix("torch."), weight)
 
 
 class Ways(Contest[Kind]):

@@ -9,7 +9,8 @@ import torch
 
 from ..fused.code import prebuilt
 from ..fused.code.compilation import Compilation
-from ..fused.code.source import DTYPES, KINDS, Variant, gguf_variants, is_tensor_gradient, linear_variants
+from ..fused.code.kinds import TABLE
+from ..fused.code.source import DTYPES, KINDS, Variant, gguf_variants, linear_variants
 from ..fused.trust import verify
 from ..fused.trust.kernels import Kernels
 from ..machine.runtime import runtime_of
@@ -61,7 +62,7 @@ def checked_variants(arch: str = "sm_61") -> list[Compilation]:
     on_tensor_cores = [
         variant
         for kind in KINDS
-        if is_tensor_gradient(kind)
+        if TABLE[kind].on_tensor_cores and "grad" in kind
         for dim, mask, padded in _TENSOR_GRADIENTS
         if mask == "none" or not kind.endswith("packed")
         for variant in (Variant(kind, dim, "float16", mask, padded),)

@@ -50,6 +50,7 @@ from pascal_attn_core.fused.launch.packed import packed_launches
 from pascal_attn_core.fused.launch.plan import (
     Packed,
     Plan,
+    Shape,
     key_tiles,
     num_splits,
     resident_blocks,
@@ -244,7 +245,7 @@ class Work:
             splits = 0
             if candidate.is_small and candidate.on_tensor_cores:
                 wide = replace(candidate.plain, kind=candidate.kind.removesuffix("_small"))
-                splits = max(1, tensor_splits(self.call, wide, candidate, num_sms))
+                splits = max(1, tensor_splits(Shape.of(self.call), wide.geometry, candidate.geometry, num_sms)[0])
             elif candidate.is_small:
                 places = num_sms * resident_blocks(candidate, capability)
                 plain = variant_of(self.call, "forward").geometry
@@ -252,7 +253,7 @@ class Work:
             pieces = None
             if candidate.is_even:
                 own, units = candidate.geometry, self.call.batch_size * self.call.num_heads
-                pieces = distribute(key_tiles(self.call, own), units, own.cols, num_sms * own.blocks)
+                pieces = distribute(key_tiles(Shape.of(self.call), own), units, own.cols, num_sms * own.blocks)
                 if pieces is None:
                     raise KernelUnavailable("its keys are not worth cutting for this call")
             plan = Plan(candidate, splits, packed=self.packed, pieces=pieces)

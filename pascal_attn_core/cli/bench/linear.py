@@ -119,7 +119,7 @@ def _ways(x: Tensor, weight: Tensor, bias: Tensor) -> list[Entrant]:
         blocks = q8_0(weight)
         chosen = gguf.way_for(x, blocks).name
         add("GGUF Q8_0", gguf.product, x, blocks, bias, ran=chosen)
-        for name in gguf.ways_for(x, blocks):
+        for name in runtime_of(x.device).part(gguf.GgufWays).able(gguf.call_of(x, blocks)):
             if name not in (chosen, "int_mm"):  # the definition, which takes minutes
                 add(f"GGUF Q8_0 by {name}", functools.partial(gguf.product, way=name), x, blocks, bias)
     add("int8 eager", eager, x, matrix, bias)

@@ -22,11 +22,8 @@ class NotACodeObject(ValueError):
 
 
 def arch_of(code: bytes) -> str:
-    """The architecture that a code object is for, by its header.
-
-    Raises:
-        NotACodeObject: it is none, or that of an architecture that is not known here.
-    """
+    """The architecture that a code object is for, by its header; NotACodeObject where it is none, or that of an
+    architecture that is not known here."""
     if len(code) < 64 or code[:5] != b"\x7fELF\x02" or struct.unpack_from("<H", code, 18)[0] != _EM_AMDGPU:
         raise NotACodeObject("not a 64-bit ELF file for AMDGPU")
     mach = struct.unpack_from("<I", code, _FLAGS_AT)[0] & 0xFF
@@ -37,11 +34,8 @@ def arch_of(code: bytes) -> str:
 
 
 def unbundled(code: bytes) -> bytes:
-    """The code object in clang's bundle of one (a table of offset, size and name of each entry), or ``code`` itself.
-
-    Raises:
-        NotACodeObject: a bundle without one.
-    """
+    """The code object in clang's bundle of one (a table of offset, size and name of each entry), or ``code`` itself;
+    NotACodeObject for a bundle without one."""
     if not code.startswith(_BUNDLE):
         return code
     (count,) = struct.unpack_from("<Q", code, len(_BUNDLE))
@@ -55,17 +49,9 @@ def unbundled(code: bytes) -> bytes:
 
 
 def renamed(code: bytes, name: str) -> bytes:
-    """A code object under another name, for an architecture with the same instructions: the loader compares the card
-    with the header, and with the target in the metadata.
-
-    Args:
-        code: it, or a bundle of it.
-        name: "gfx1031"; one that takes as many letters as the code object's own.
-
-    Raises:
-        NotACodeObject: ``code`` is none.
-        ValueError: the names differ in length, or ``name`` is not known.
-    """
+    """A code object, or one in a bundle, under another name ("gfx1031") for an architecture with the same instructions:
+    the loader compares the card with the header, and with the target in the metadata. NotACodeObject where ``code`` is
+    none, ValueError where the names differ in length, or ``name`` is not known."""
     code = unbundled(code)
     own = arch_of(code)
     if own == name:

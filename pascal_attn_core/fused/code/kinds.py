@@ -21,13 +21,8 @@ MOST_COLUMNS = 1 << 17  # 2**17 products of two codes, each at most 128 * 127, f
 
 
 class LinearTile(NamedTuple):
-    """The part of one of the products that a block computes.
-
-    Attributes:
-        rows: of x; cols: rows of the weight.
-        threads: of a block.
-        has_few_rows: a block reads whole rows of the weight; else it is one of a grid of tiles.
-    """
+    """The part of a product that a block of ``threads`` computes: rows of x, and rows of the weight. ``has_few_rows``:
+    a block reads whole rows of the weight; else it is one of a grid of tiles."""
 
     rows: int
     cols: int

@@ -70,9 +70,10 @@ def all_variants(capability: tuple[int, int] | None = None) -> list[Compilation]
     return [variant for variant in found if capability is None or variant.runs_on(capability)]
 
 
-def pack_name(arch: int, variant: Compilation) -> str:
-    """The file name of the pack that holds a variant."""
-    return f"sm_{arch}-{variant.pack}.xz"
+def pack_name(variant: Compilation, arch: int = 0) -> str:
+    """The file name of the pack that holds a variant's code for an architecture of NVIDIA's; of AMD's that of the
+    variant, whichever card of the family it is for."""
+    return f"{amd_geometry.base(variant.arch) if variant.arch else f'sm_{arch}'}-{variant.pack}.xz"
 
 
 @functools.cache
@@ -116,7 +117,7 @@ def best_arch(arch: str, variant: Compilation | None = None) -> int | None:
     major, minor = divmod(int(arch.removeprefix("sm_")), 10)
     archs = [arch for arch in shipped_archs() if arch // 10 == major and arch % 10 <= minor]
     if variant is not None:
-        archs = [arch for arch in archs if variant.name in manifest()["packs"].get(pack_name(arch, variant), {})]
+        archs = [arch for arch in archs if variant.name in manifest()["packs"].get(pack_name(variant, arch), {})]
     return max(archs, default=None)
 
 
@@ -129,13 +130,13 @@ def find(variant: Compilation, arch: str = "") -> bytes | None:
     if variant.arch in amd_geometry.COMPILED:
         return None
     own = replace(variant, arch=amd_geometry.base(variant.arch))
-    code = _code_of(own, amd_manifest(), amd_pack_name(own))
+    code = _code_of(own, amd_manifest(), pack_name(own))
     return None if code is None else renamed(code, amd_geometry.target(variant.arch))
 
 
 def load(variant: Compilation, arch: int) -> bytes | None:
     """The shipped cubin of this very architecture, or None."""
-    return _code_of(variant, manifest(), pack_name(arch, variant))
+    return _code_of(variant, manifest(), pack_name(variant, arch))
 
 
 def _code_of(variant: Compilation, listed: dict[str, Any], pack: str) -> bytes | None:
@@ -176,8 +177,3 @@ def amd_variants(arch: str) -> list[Variant | GgufLinearVariant]:
         if variant.dtype != "bfloat16" or head_dim in _LANGUAGE_MODELS or variant.on_tensor_cores
     ]
     return [*(variant for variant in found if variant.exists), *gguf_linear_variants(arch)]
-
-
-def amd_pack_name(variant: Compilation) -> str:
-    """The file name of the pack that holds a variant's code, whichever card of the family it is for."""
-    return f"{amd_geometry.base(variant.arch)}-{variant.pack}.xz"

@@ -30,11 +30,6 @@ from .kinds import GGUF_EXPAND, GGUF_LINEAR, INT8_LINEAR, KINDS, PRODUCT_FORMATS
 FOLDER = Path(__file__).parents[1] / "cuda"
 
 
-def is_tensor_gradient(kind: str) -> bool:
-    """Whether kernels of this kind compute gradients on tensor cores."""
-    return TABLE[kind].on_tensor_cores and "grad" in kind
-
-
 MASKS = ("none", "bool", "float")
 STATIC_BYTES = 48 << 10  # shared memory that a kernel may have without asking the driver
 

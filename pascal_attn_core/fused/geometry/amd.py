@@ -166,11 +166,7 @@ def blocks_of_unit(arch: str, geometry: AmdGeometry) -> int:
 
 
 def amd_geometry(arch: str, kind: str, head_dim: int, dtype: str, mask: str, *, padded: bool) -> AmdGeometry:
-    """The tiles of the kernel of a kind on an architecture.
-
-    Raises:
-        KeyError: there is none of this kind or head_dim.
-    """
+    """The tiles of the kernel of a kind on an architecture; a KeyError where there is none of this kind or head_dim."""
     if kind == RANGES:
         if not has_ranges(head_dim, dtype, mask, padded=padded):
             raise KeyError(f"{kind}, {head_dim}, {dtype}, {mask}")

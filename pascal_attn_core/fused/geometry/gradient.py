@@ -87,13 +87,8 @@ def gradient_head_dims(kind: str) -> tuple[int, ...]:
 
 
 class Generation(NamedTuple):
-    """Cards whose matrix units one family of kernels is for.
-
-    Attributes:
-        name: the first word of its kinds.
-        head_dims: of its tables; gradient_head_dims: those whose gradients are computed there as well.
-        dtypes: of the tensors.
-    """
+    """Cards whose matrix units one family of kernels is for: the first word of its kinds, the head_dims of its tables,
+    those whose gradients are computed there as well, and the dtypes of the tensors."""
 
     name: str
     head_dims: tuple[int, ...]

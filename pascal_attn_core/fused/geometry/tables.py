@@ -15,11 +15,7 @@ Geometry = TypeVar("Geometry")
 
 
 class Tiles:
-    """The base of these dataclasses.
-
-    Attributes:
-        named: macros and the sizes that they stand for, ``"PA_BR=rows PA_BC=cols"``.
-    """
+    """The base of these dataclasses; ``named``: macros and their sizes, ``"PA_BR=rows PA_BC=cols"``."""
 
     named: ClassVar[str]
 

@@ -65,9 +65,7 @@ class CudaDriver(Driver):
         self.call("cuLaunchKernel", *how, pointers, None)
 
 
-@functools.cache
-def cuda_driver() -> CudaDriver:
-    return CudaDriver()
+cuda_driver = functools.cache(CudaDriver)
 
 
 class CudaRuntime(GpuRuntime):

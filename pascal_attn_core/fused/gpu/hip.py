@@ -21,8 +21,7 @@ from ..code.params import Params
 from ..code.source import source
 from ..geometry.amd import LDS_BYTES, compile_target, kernel_arch, options, target
 from . import hip_libraries
-from .compiler import RuntimeCompiler, loaded
-from .runtime import CompileError, Driver, DriverError, GpuRuntime
+from .runtime import CompileError, Driver, DriverError, GpuRuntime, RuntimeCompiler, loaded
 
 _BUFFER, _SIZE, _END = 1, 2, 3  # HIP_LAUNCH_PARAM_BUFFER_POINTER, _BUFFER_SIZE, _END
 _INVALID_VALUE = 1  # hipErrorInvalidValue
@@ -94,9 +93,7 @@ def _open(paths: list[str]) -> ctypes.CDLL:
     raise OSError("torch has loaded no HIP runtime, and there is none on this machine")
 
 
-@functools.cache
-def hip_driver() -> HipDriver:
-    return HipDriver()
+hip_driver = functools.cache(HipDriver)
 
 
 class Hiprtc(RuntimeCompiler):

@@ -15,8 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from .compiler import RuntimeCompiler, loaded
-from .runtime import CompileError
+from .runtime import CompileError, RuntimeCompiler, loaded
 
 log = logging.getLogger("pascal_attn")
 OPTIONS = ("--std=c++14", "-w", "--ptxas-options=-v")

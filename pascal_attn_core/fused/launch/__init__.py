@@ -31,8 +31,8 @@ class Launch(NamedTuple):
         threads: int,
         params: type[Params],
         tensors: Mapping[str, Tensor | None],
+        numbers: Mapping[str, float],
         work: int = 0,
-        **numbers: float,
     ) -> Launch:
         """The launch with these tensors' addresses (0 for None) and these numbers as its parameters."""
         addresses = {name: 0 if tensor is None else tensor.data_ptr() for name, tensor in tensors.items()}

@@ -63,30 +63,28 @@ def views(call: AttentionCall, *rest: Tensor) -> Iterator[View]:
         return
     if call.query.dim() == 2:
         rest = tuple(t[None] for t in rest)
-    parts: Any
-    for parts in _one_batch([query, key, value, mask, *rest], len(call.batch)):
-        query, key, value, mask, *others = parts
-        yield View(query, key, value, mask, tuple(others))
+    given = [query, key, value, *([] if mask is None else [mask]), *rest]
+    for query, key, value, *others in _one_batch(given, len(call.batch)):
+        yield View(query, key, value, None if mask is None else others.pop(0), tuple(others))
 
 
 def _expanded(tensor: Tensor, shape: tuple[int, ...]) -> Tensor:
     return tensor if tensor.shape == shape else tensor.expand(shape)
 
 
-def _one_batch(tensors: list[Tensor | None], num_lead: int) -> Iterator[list[Tensor | None]]:
+def _one_batch(tensors: list[Tensor], num_lead: int) -> Iterator[list[Tensor]]:
     """The tensors with exactly one dimension before the heads, walked where they cannot be viewed so."""
     if num_lead == 0:
-        yield [None if t is None else t[None] for t in tensors]
+        yield [t[None] for t in tensors]
     elif num_lead == 1:
         yield tensors
     else:
-        merged = [None if t is None else _merged(t, num_lead) for t in tensors]
-        if all((m is None) == (t is None) for m, t in zip(merged, tensors)):
+        merged = [found for t in tensors if (found := _merged(t, num_lead)) is not None]
+        if len(merged) == len(tensors):
             yield merged
             return
-        first = next(t for t in tensors if t is not None).shape[0]
-        for i in range(first):
-            yield from _one_batch([None if t is None else t[i] for t in tensors], num_lead - 1)
+        for i in range(tensors[0].shape[0]):
+            yield from _one_batch([t[i] for t in tensors], num_lead - 1)
 
 
 def _merged(tensor: Tensor, num_lead: int) -> Tensor | None:

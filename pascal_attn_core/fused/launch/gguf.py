@@ -25,14 +25,12 @@ _ALIGNMENTS = {"Q4_1": 4, "Q5_1": 4, "IQ4_XS": 4, "Q4_K": 16, "Q5_K": 16}
 
 class ExpandCall(NamedTuple):
     """``out = expand(blocks, format, arithmetic, table=table)`` of :mod:`...reference.gguf_blocks`, rounded to the
-    dtype of out.
+    dtype of out, one of DTYPES as that of the arithmetic.
 
     Attributes:
         blocks: uint8 ``[n, bytes]``, contiguous.
-        format: a key of KERNELS.
-        arithmetic: float32, float16 or bfloat16.
         table: int8 or float32.
-        out: float32, float16 or bfloat16 ``[n, weights]``, contiguous, beginning at a multiple of 16 bytes; written.
+        out: ``[n, weights]``, contiguous, beginning at a multiple of 16 bytes; written.
     """
 
     blocks: Tensor
@@ -56,7 +54,7 @@ def expand_launches(call: ExpandCall) -> list[Launch]:
     grid = -(-count // (THREADS * WEIGHTS_OF_THREAD)), 1, 1
     how = variant_of(call.arithmetic), KERNELS[call.format], grid, THREADS, GgufExpand
     numbers = {"count": count, "out_kind": KINDS[call.out.dtype], "wide_table": int(call.table == torch.float32)}
-    return [Launch.over(*how, {"blocks": call.blocks, "out": call.out}, **numbers)]
+    return [Launch.over(*how, {"blocks": call.blocks, "out": call.out}, numbers)]
 
 
 # ---- products --------------------------------------------------------------------------------------------------------
@@ -120,6 +118,7 @@ def _slice_launches(
     sums = 2 if call.format in _WITH_MINIMUM else 1
     scales = call.x.new_empty((sums, lines, 2 * chunks), dtype=torch.float32)
     has_few_rows = function in FEW
+    strides = {"row_stride": call.x.stride(0) if count > 1 else 0, "rows": count, "columns": columns, "chunks": chunks}
     rounding = Launch.over(
         variants[0],
         "pa_gguf_round_few" if has_few_rows else "pa_gguf_round",
@@ -127,11 +126,7 @@ def _slice_launches(
         256,
         GgufRound,
         {"x": call.x, "words": words, "scales": scales},
-        row_stride=call.x.stride(0) if count > 1 else 0,
-        rows=count,
-        columns=columns,
-        chunks=chunks,
-        x_kind=KINDS[call.x.dtype],
+        {**strides, "x_kind": KINDS[call.x.dtype]},
     )
     weights, size, _ = FORMATS[call.format]
     numbers = {
@@ -141,4 +136,4 @@ def _slice_launches(
     tensors = {"x": words, "x_scales": scales, "weight": call.blocks, "bias": call.bias, "out": call.out}
     grid = (col_tiles * (1 if has_few_rows else row_tiles), 1, 1)
     how = variants[0 if has_few_rows else -1], function, grid, tile.threads, GgufLinear
-    return [rounding, Launch.over(*how, tensors, count * cols * columns, **numbers)]
+    return [rounding, Launch.over(*how, tensors, numbers, count * cols * columns)]

@@ -40,11 +40,10 @@ def round_rows(x: Tensor) -> RoundedRows:
 
 
 def product(x: RoundedRows, weight: Parts, name: str, lanes: int = 1) -> Tensor:
-    """The product float32 ``[M, N]``; each step is rounded once.
+    """The product float32 ``[M, N]`` with a weight of the format ``name``; each step is rounded once.
 
     Args:
         weight: parts in float32 of N rows: scales ``[N, K / 32]`` or ``[N, K / 16]``, codes ``[N, K]``.
-        name: of the format.
         lanes: a power of two, among which pairs of blocks are dealt out, and whose sums are added two by two.
     """
     count, rows, _ = x.codes.shape

@@ -103,13 +103,13 @@ def _pack_launches(
         batches, heads, rows, dim = tensor.shape
         batch, head, token, _ = steps(tensor)
         tiles = -(-rows // variant.geometry.cols)
-        numbers = {
+        numbers: dict[str, float] = {
             "xb": batch, "xh": head, "xs": token, "rows": rows, "heads": heads, "group": 1, "tiles": tiles, "dim": dim,
         }  # fmt: skip
         if tensor is view.query:
             numbers |= {"group": call.groups, "scale": call.scale, "scale_log2": call.scale * LOG2_E}
         grid = -(-tiles // 4), heads, batches
-        launches.append(Launch.over(variant, function, grid, 128, Pack, {"x": tensor, **own}, **numbers))
+        launches.append(Launch.over(variant, function, grid, 128, Pack, {"x": tensor, **own}, numbers))
     return launches
 
 
@@ -127,7 +127,8 @@ def _attention_launch(
     }  # fmt: skip
     how = variant, "pa_int8_attention", (-(-rows // geometry.rows), heads, batches), geometry.threads, Int8Attention
     work = batches * heads * rows * call.seq_len_kv * (call.head_dim + call.head_dim_v)
-    return Launch.over(*how, {**words._asdict(), "mean": means[1]}, work, **numbers, **results, **of_mask)
+    tensors = {**words._asdict(), "mean": means[1]}
+    return Launch.over(*how, tensors, {**numbers, **results, **of_mask}, work)
 
 
 class _MaskTiles(NamedTuple):

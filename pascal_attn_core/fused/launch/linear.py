@@ -74,11 +74,8 @@ def product_of(rows: int, cols: int, num_sms: int) -> str:
 
 def linear_launches(call: LinearCall, num_sms: int, product: str | None = None) -> list[Launch]:
     """The launches that write ``call.out``. Extra memory: x in 8 bits and a scale for each of its rows, at most 64 MiB:
-    more rows go through in slices. A weight that begins at no multiple of four bytes is copied.
-
-    Args:
-        product: the function that multiplies; None = that of :func:`product_of`.
-    """
+    more rows go through in slices. A weight that begins at no multiple of four bytes is copied. ``product`` multiplies;
+    None = the function of :func:`product_of`."""
     rows, columns = call.x.shape
     if not call.out.numel():
         return []
@@ -107,7 +104,7 @@ def _quantize(call: LinearCall, codes: Tensor, scales: Tensor) -> Launch:
         "warps": warps, "in_fours": int(_aligned(x, 4 * x.element_size()) and row_stride % 4 == 0),
     }  # fmt: skip
     tensors = {"x": x, "words": codes, "scales": scales}
-    return Launch.over(variant, QUANTIZE, (rows, 1, 1), 32 * warps, QuantizeRows, tensors, **numbers)
+    return Launch.over(variant, QUANTIZE, (rows, 1, 1), 32 * warps, QuantizeRows, tensors, numbers)
 
 
 def _multiply(call: LinearCall, codes: Tensor, scales: Tensor, product: str) -> Launch:
@@ -133,7 +130,7 @@ def _multiply(call: LinearCall, codes: Tensor, scales: Tensor, product: str) -> 
     }  # fmt: skip
     grid = (col_tiles, row_tiles, 1) if tile.has_few_rows else (row_tiles * col_tiles, 1, 1)
     how = variant, product, grid, tile.threads, Linear
-    return Launch.over(*how, tensors, rows * weight_codes.numel(), **numbers)
+    return Launch.over(*how, tensors, numbers, rows * weight_codes.numel())
 
 
 def _aligned(tensor: Tensor, count: int) -> bool:

@@ -57,16 +57,14 @@ class Packed:
         """From ``q_ends`` and ``k_ends``: cumulative lengths ``[B + 1]``, non-decreasing from 0, at most the tokens of
         the call. Not checked here, nor by the kernels."""
         cu_q, cu_k = torch.tensor([q_ends, k_ends], dtype=torch.int32, device=device)
-        return Packed(cu_q, cu_k, _longest(q_ends), _longest(k_ends), q_ends[-1], k_ends[-1], lower_right)
+        lengths = ((end - first for first, end in itertools.pairwise(ends)) for ends in (q_ends, k_ends))
+        max_q, max_k = (max(each, default=0) for each in lengths)
+        return Packed(cu_q, cu_k, max_q, max_k, q_ends[-1], k_ends[-1], lower_right)
 
     @property
     def count(self) -> int:
         """Number of sequences."""
         return self.cu_q.shape[0] - 1
-
-
-def _longest(ends: list[int]) -> int:
-    return max((last - first for first, last in itertools.pairwise(ends)), default=0)
 
 
 class Plan(NamedTuple):
@@ -196,12 +194,8 @@ def num_splits(call: AttentionCall, plain: AnyGeometry, split: AnyGeometry, num_
     the plain kernel takes the call.
 
     A tile of that kernel is small and holds the queries of all heads of a group, one of the plain kernel those of one
-    head: the one that has less of its tiles empty wins, at the speed that a full tile has.
-
-    Args:
-        plain, split: of the two kernels.
-        places: blocks of the kernel for few query rows that the device holds at a time.
-    """
+    head: the one that has less of its tiles empty wins, at the speed that a full tile has. ``places``: blocks of the
+    kernel for few query rows that the device holds at a time."""
     tokens, groups = call.seq_len_q, call.groups
     is_small = _SPLIT_SPEED * _fullness(groups * tokens, split.rows) > _fullness(tokens, plain.rows)
     batch_size = call.batch_size
@@ -257,7 +251,7 @@ def tensor_plan(
     if packed is not None:
         return Plan(variant("_packed"), 0, gradients, packed)
     wide, small, even = variant(""), variant("_small"), variant("_even")
-    splits, pieces = _fastest(_Shape.of(call), wide, small, even, num_sms)
+    splits, pieces = _fastest(Shape.of(call), wide, small, even, num_sms)
     if pieces is not None:
         return Plan(even, 0, gradients, pieces=pieces)
     return Plan(small if splits else wide, splits, gradients)
@@ -284,7 +278,7 @@ def _is_padded(call: AttentionCall, dim: int) -> bool:
     return not (call.head_dim == call.head_dim_v == dim and whole_pieces)
 
 
-class _Shape(NamedTuple):
+class Shape(NamedTuple):
     """The sizes of a call that decide which kernel takes it: ``groups`` query heads for each key/value head, and the
     band, where query i sees keys i + low ... i + high; None = it has none."""
 
@@ -297,29 +291,23 @@ class _Shape(NamedTuple):
     has_mask: bool
 
     @staticmethod
-    def of(call: AttentionCall) -> _Shape:
+    def of(call: AttentionCall) -> Shape:
         tokens, keys, band = call.seq_len_q, call.seq_len_kv, None
         if call.has_band:
             low = -tokens - keys if call.left is None else call.offset - call.left
             band = low, tokens + keys if call.right is None else call.offset + call.right
         has_mask = call.attn_mask is not None
-        return _Shape(call.batch_size, call.num_heads, call.groups, tokens, keys, band, has_mask)
-
-
-def tensor_splits(call: AttentionCall, wide: Variant, small: Variant, num_sms: int) -> int:
-    """Into how many ranges the keys are cut by the kernel for few query rows, whose tiles hold the queries of all heads
-    of a group; 0 = the wide kernel takes the call. By the work of the multiprocessor that has most of it."""
-    return _splits(_Shape.of(call), wide.geometry, small.geometry, num_sms)[0]
+        return Shape(call.batch_size, call.num_heads, call.groups, tokens, keys, band, has_mask)
 
 
 @functools.lru_cache(maxsize=1024)
-def _fastest(shape: _Shape, wide: Variant, small: Variant, even: Variant, num_sms: int) -> tuple[int, Pieces | None]:
+def _fastest(shape: Shape, wide: Variant, small: Variant, even: Variant, num_sms: int) -> tuple[int, Pieces | None]:
     """The answer of :func:`tensor_splits`, and the blocks of the kernel that lists them where that one is faster."""
-    splits, best = _splits(shape, wide.geometry, small.geometry, num_sms)
+    splits, best = tensor_splits(shape, wide.geometry, small.geometry, num_sms)
     if even.arch or not even.exists:
         return splits, None
     own = even.geometry
-    sizes = _key_tiles(shape, own)
+    sizes = key_tiles(shape, own)
     pieces = distribute(sizes, shape.batch * shape.heads, own.cols, num_sms * own.blocks)
     if pieces is None:
         return splits, None
@@ -329,42 +317,31 @@ def _fastest(shape: _Shape, wide: Variant, small: Variant, even: Variant, num_sm
 
 
 @functools.lru_cache(maxsize=1024)
-def _splits(shape: _Shape, wide: AnyGeometry, own: AnyGeometry, num_sms: int) -> tuple[int, float]:
-    """(the answer of :func:`tensor_splits`, its cost: see :func:`_busiest`)."""
+def tensor_splits(shape: Shape, wide: AnyGeometry, own: AnyGeometry, num_sms: int) -> tuple[int, float]:
+    """Into how many ranges the keys are cut by the kernel for few query rows, whose tiles hold the queries of all heads
+    of a group (0 = the wide kernel takes the call), and the cost of that, see :func:`_busiest`."""
     heads = shape.batch * shape.heads
-    best, chosen = _busiest(_tiles_of(shape, wide, 1), heads, 1, wide, num_sms), 0
-    units, tiles = heads // shape.groups, _tiles_of(shape, own, shape.groups)
+    best, chosen = _busiest(_keys_met(shape, wide, 1), heads, 1, wide, num_sms), 0
+    units, met = heads // shape.groups, _keys_met(shape, own, shape.groups)
     most = min(MAX_SPLITS, max(1, shape.keys // (2 * own.cols)))
     for splits in range(1, most + 1):
-        cost = _busiest(tiles, units, splits, own, num_sms) / _SMALL_SPEED + (_JOINING if splits > 1 else 0)
+        cost = _busiest(met, units, splits, own, num_sms) / _SMALL_SPEED + (_JOINING if splits > 1 else 0)
         if cost < 0.95 * best:
             best, chosen = cost, splits
-        if units * tiles.number * splits > own.blocks * num_sms:  # more parts only add to what is joined
+        if units * len(met) * splits > own.blocks * num_sms:  # more parts only add to what is joined
             break
     return chosen, best
 
 
-class _Tiles(NamedTuple):
-    """The tiles of rows of one head, or of a group of heads: how many, and the keys that all of them together, and the
-    one with most, multiply. ``in_order``: of each, as they are launched; None = all alike."""
-
-    number: int
-    keys: int
-    longest: int
-    in_order: tuple[int, ...] | None = None
-
-
-def _tiles_of(shape: _Shape, geometry: AnyGeometry, group: int) -> _Tiles:
-    """The tiles of ``group`` heads: one tile holds rows of several heads where they have few."""
-    if shape.band is None:
-        count = -(-group * shape.tokens // geometry.rows)
-        return _Tiles(count, count * shape.keys, shape.keys)
+def _keys_met(shape: Shape, geometry: AnyGeometry, group: int) -> tuple[int, ...]:
+    """The keys that each tile of the rows of ``group`` heads multiplies, in the order of their launch: one tile holds
+    rows of several heads where they have few."""
     met = [max(0, end - begin) for begin, end in _spans(shape, geometry.rows, group)]
-    in_order = reversed(met) if shape.band[1] < shape.keys else met
-    return _Tiles(len(met), sum(met), max(met, default=0), tuple(in_order))
+    is_last_first = shape.band is not None and shape.band[1] < shape.keys
+    return tuple(reversed(met) if is_last_first else met)
 
 
-def _spans(shape: _Shape, rows: int, group: int = 1) -> Iterator[tuple[int, int]]:
+def _spans(shape: Shape, rows: int, group: int = 1) -> Iterator[tuple[int, int]]:
     """The first key, and the end of those, that each tile of the rows of ``group`` heads meets, as ``find_place`` of
     ``tensor_call.cuh`` has them."""
     tokens, keys = shape.tokens, shape.keys
@@ -377,28 +354,23 @@ def _spans(shape: _Shape, rows: int, group: int = 1) -> Iterator[tuple[int, int]
         yield max(0, first + low), min(keys, last + high + 1)
 
 
-def key_tiles(call: AttentionCall, geometry: AnyGeometry) -> tuple[int, ...]:
+def key_tiles(shape: Shape, geometry: AnyGeometry) -> tuple[int, ...]:
     """Tiles of keys that each row tile of one head meets, with a mask from where its own tiles begin."""
-    return _key_tiles(_Shape.of(call), geometry)
-
-
-def _key_tiles(shape: _Shape, geometry: AnyGeometry) -> tuple[int, ...]:
     cols = geometry.cols
     spans = ((begin - (begin % cols if shape.has_mask else 0), end) for begin, end in _spans(shape, geometry.rows))
     return tuple(max(0, -(-(end - begin) // cols)) for begin, end in spans)
 
 
-def _busiest(tiles: _Tiles, units: int, splits: int, geometry: AnyGeometry, num_sms: int) -> float:
-    """The work of the multiprocessor that has most of ``units`` times these tiles with their keys in ``splits`` ranges,
-    in multiply-adds of a query row with a key at the speed of a full one."""
-    number = units * tiles.number * splits
+def _busiest(met: tuple[int, ...], units: int, splits: int, geometry: AnyGeometry, num_sms: int) -> float:
+    """The work of the multiprocessor that has most of ``units`` times tiles that meet so many keys, in ``splits``
+    ranges, in multiply-adds of a query row with a key at the speed of a full one."""
+    number, longest = units * len(met) * splits, -(-max(met) // splits)
     each = -(-number // num_sms)
     keys: float
-    if tiles.in_order is None or tiles.keys == tiles.number * tiles.longest:  # those of one size come in whole rounds
-        keys = each * -(-tiles.longest // splits)
+    if min(met) == max(met):  # tiles of one size come in whole rounds
+        keys = each * longest
     elif geometry.blocks == 1 and number <= _FOLLOWED:  # one head after the other
-        costs = (-(-met // splits) for _ in range(units) for met in tiles.in_order for _ in range(splits))
-        keys = busiest(costs, num_sms)
+        keys = busiest((-(-some // splits) for _ in range(units) for some in met for _ in range(splits)), num_sms)
     else:  # many even out, and one that is left alone on its multiprocessor is faster
-        keys = max(-(-tiles.longest // splits), units * tiles.keys / num_sms)
+        keys = max(longest, units * sum(met) / num_sms)
     return geometry.rows * keys / (_ALONE if each < geometry.blocks else 1.0)

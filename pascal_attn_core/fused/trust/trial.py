@@ -78,12 +78,8 @@ _ADVICE = {
 
 
 class Job(NamedTuple):
-    """The task of a child.
-
-    Attributes:
-        device: torch's name of it; card: the name that the card must have there.
-        needed: variants that a call waits for; others: more of them, tried for so many ``seconds``.
-    """
+    """The task of a child: torch's name of the device, the name that the card must have there, the variants that a call
+    waits for, and others, tried for some seconds."""
 
     device: str
     card: str
@@ -117,7 +113,6 @@ class Trials:
     ``runtime.part(Trials)``.
 
     Args:
-        start: starts a child.
         folder: gives the folder of the verdicts, or None.
         seconds: that a child may take until it says that torch works there, and from then on for each kernel.
     """
@@ -158,8 +153,7 @@ class Trials:
         if self.runtime.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             return "the kernels are not tried while a graph is being captured"
         with self._lock:
-            if not self._is_loaded:
-                self._load()
+            self._load()
             if self._off:
                 return self._off
             missing = [variant for variant in variants if variant.name not in self._good]
@@ -171,9 +165,10 @@ class Trials:
         models are not on the device yet; ``make_room`` asks the host for this many bytes of free memory. Returns why
         the kernels are left off, as far as that is known; "" = they are not."""
         with self._lock:
-            if not self._is_loaded and not self.is_trusted:
-                self._load()
-            if self.is_trusted or self._good or self._off or not self.others():
+            if self.is_trusted:
+                return ""
+            self._load()
+            if self._good or self._off or not self.others():
                 return self._off
             return self._why_not_now(make_room) or self._try([])
 
@@ -198,8 +193,8 @@ class Trials:
         has_others = self.tries_others and not self._good
         others = [variant for variant in self.others() if variant not in needed] if has_others else []
         seconds = _EXTRA_SECONDS if needed else _EARLY_SECONDS
-        rows = ([list(dataclasses.astuple(variant)) for variant in variants] for variants in (needed, others))
-        job = Job(str(self.runtime.device), self.runtime.info.name, *rows, seconds)
+        rows = [[list(dataclasses.astuple(variant)) for variant in variants] for variants in (needed, others)]
+        job = Job(str(self.runtime.device), self.runtime.info.name, rows[0], rows[1], seconds)
         log.info("checking the fused kernel on %s in a process of its own, once", self.runtime.info.name)
         began = time.monotonic()
         try:
@@ -304,8 +299,8 @@ class Trials:
         return {**names, "kernels": self.kernels_digest()}
 
     def _load(self) -> None:
+        path = None if self._is_loaded else self._path()
         self._is_loaded = True
-        path = self._path()
         if path is None:
             return
         try:
@@ -369,14 +364,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def run_job(job: Job, tell: Callable[..., None]) -> None:
-    """Run the variants of a job, the needed ones first.
-
-    Args:
-        tell: takes ``ready`` when torch has run a kernel of its own, ``begun`` and ``variant`` before each of ours, and
-            then ``variant`` with ``error`` and ``limit``, or with ``refused``: why it cannot be loaded.
-    Raises:
-        RuntimeError: the device is another one here.
-    """
+    """Run the variants of a job, the needed ones first; a RuntimeError where the device is another one here. ``tell``
+    takes ``ready`` when torch has run a kernel of its own, ``begun`` and ``variant`` before each of ours, and then
+    ``variant`` with ``error`` and ``limit``, or with ``refused``: why it cannot be loaded."""
     device = torch.device(job.device)
     if device.type == "cuda" and torch.cuda.get_device_name(device) != job.card:
         raise RuntimeError(f"expected {job.card} as {device}, got {torch.cuda.get_device_name(device)}")
@@ -395,15 +385,11 @@ def run_job(job: Job, tell: Callable[..., None]) -> None:
 def _run_one(kernels: Kernels, variant: Compilation, tell: Callable[..., None]) -> None:
     try:
         kernels.functions(variant)
-    except KernelUnavailable as reason:
-        tell(variant=variant.name, refused=str(reason))
-        return
-    tell(variant=variant.name, begun=True)
-    try:
+        tell(variant=variant.name, begun=True)
         error = kernels.largest_error(variant)
-    except Exception as short:
-        if not isinstance(short, KernelUnavailable) and not is_out_of_memory(short):
+    except Exception as reason:
+        if not isinstance(reason, KernelUnavailable) and not is_out_of_memory(reason):
             raise
-        tell(variant=variant.name, refused=str(short))
+        tell(variant=variant.name, refused=str(reason))
         return
     tell(variant=variant.name, error=error if error < float("inf") else 1e30, limit=verify.tolerance(variant))

@@ -24,7 +24,7 @@ from ..launch.backward import backward_launches
 from ..launch.forward import forward_launches
 from ..launch.int8 import int8_launches
 from ..launch.packed import packed_launches
-from ..launch.plan import Packed, Plan, key_tiles, plan_call
+from ..launch.plan import Packed, Plan, Shape, key_tiles, plan_call
 from ..launch.stream_k import Piece, Pieces
 from . import verify_linear
 from .verify_linear import Run
@@ -43,11 +43,8 @@ def tolerance(variant: Compilation) -> float:
 
 def largest_error(variant: Compilation, device: torch.device, run: Run, keys: int | None = None) -> float:
     """Largest difference from the definition, relative to the largest number, on a call that fills two tiles of rows
-    and of keys in part. ``run`` executes launches; the random state of torch is left alone.
-
-    Args:
-        keys: instead of those that fill two tiles in part, unless the variant's blocks are listed.
-    """
+    and of keys in part, or has so many ``keys``, unless the variant's blocks are listed. ``run`` executes launches; the
+    random state of torch is left alone."""
     if isinstance(variant, DtypeVariant):
         is_expansion = variant.kind == kinds.GGUF_EXPAND
         of_kind = verify_linear.expansion_error if is_expansion else verify_linear.largest_error
@@ -104,7 +101,7 @@ def _pieces(variant: Variant, call: AttentionCall) -> Pieces | None:
     in three parts, whose blocks do not come in their order."""
     if not variant.is_even:
         return None
-    of_first, of_last = key_tiles(call, variant.geometry)
+    of_first, of_last = key_tiles(Shape.of(call), variant.geometry)
     listed = [Piece(2, 2, of_first, 0, 1, 2), Piece(1, 0, of_last), Piece(2, 0, 2, 0, 0, 2)]
     listed += [Piece(3, 3, of_last, 2, 2, 3), Piece(3, 0, 1, 2, 0, 3), Piece(3, 1, 3, 2, 1, 3)]
     return Pieces(1, tuple(listed))
@@ -203,12 +200,8 @@ def _gradients_of(call: AttentionCall) -> tuple[Tensor, ...]:
 
 
 def expected_gradients(call: AttentionCall, out: Tensor, lse: Tensor) -> list[Tensor]:
-    """The gradients of the sum of a :func:`sample_call`'s output by query, key and value in its dtype, written out:
-    autograd would wait for the thread that may be waiting for this check.
-
-    Args:
-        out, lse: the call's results.
-    """
+    """The gradients of the sum of a :func:`sample_call`'s output by query, key and value in its dtype, from its
+    results, written out: autograd would wait for the thread that may be waiting for this check."""
     query, key, value = call.query, call.key, call.value  # the two query heads have one key head, which broadcasts
     mask: Any = call.attn_mask
     scores = query @ key.mT * call.scale

@@ -23,7 +23,7 @@ from pascal_attn_core.fused.code import prebuilt
 from pascal_attn_core.fused.code.source import Variant, source
 from pascal_attn_core.fused.launch import plan, stream_k
 from pascal_attn_core.fused.launch.forward import forward_launches
-from pascal_attn_core.fused.launch.plan import Plan, key_tiles
+from pascal_attn_core.fused.launch.plan import Plan, Shape, key_tiles
 from pascal_attn_core.fused.launch.stream_k import Piece, Pieces
 from pascal_attn_core.machine.device import DeviceInfo
 from pascal_attn_core.reference import reference_sdpa
@@ -45,7 +45,7 @@ def free_parts(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     free = {"PART_KEYS": 0, "START_KEYS": 0, "_LEAST": 1, "_ZEROING": 0, "_LISTED_SPEED": 1.0, "_SMALL_SPEED": 1e-3}
     for name, value in free.items():
         monkeypatch.setattr(stream_k if hasattr(stream_k, name) else plan, name, value)
-    caches = stream_k.distribute, plan._fastest, plan._splits
+    caches = stream_k.distribute, plan._fastest, plan.tensor_splits
     for cached in caches:
         cached.cache_clear()
     yield
@@ -113,7 +113,7 @@ def _call(variant: Variant, heads: int = 1, rows: int = 70, key_tiles: int = 7) 
 
 def _cut_at(call: AttentionCall, variant: Variant, *cuts: int, tile: int = 0, slot: int = 0) -> list[Piece]:
     """A tile of rows in parts."""
-    bounds = [0, *cuts, key_tiles(call, variant.geometry)[0]]
+    bounds = [0, *cuts, key_tiles(Shape.of(call), variant.geometry)[0]]
     return [Piece(tile, bounds[i], bounds[i + 1], slot, i, len(bounds) - 1) for i in range(len(bounds) - 1)]
 
 

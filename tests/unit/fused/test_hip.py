@@ -31,9 +31,8 @@ from pascal_attn_core.fused.code import prebuilt
 from pascal_attn_core.fused.code.amd_code import arch_of
 from pascal_attn_core.fused.code.source import Variant, digest
 from pascal_attn_core.fused.gpu import hip, hip_libraries
-from pascal_attn_core.fused.gpu.compiler import loaded
 from pascal_attn_core.fused.gpu.hip import HipRuntime
-from pascal_attn_core.fused.gpu.runtime import CompileError, DriverError
+from pascal_attn_core.fused.gpu.runtime import CompileError, DriverError, loaded
 from pascal_attn_core.fused.trust.kernels import Kernels, KernelUnavailable, parts
 from pascal_attn_core.machine.device import DeviceInfo
 from pascal_attn_core.machine.runtime import Runtime
@@ -173,8 +172,8 @@ def shipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     packs = {}
     for variant in variants:
         code = b"another" + code_object(variant)
-        packs[prebuilt.amd_pack_name(variant)] = {variant.name: [7, len(code)]}
-        (tmp_path / prebuilt.amd_pack_name(variant)).write_bytes(lzma.compress(code))
+        packs[prebuilt.pack_name(variant)] = {variant.name: [7, len(code)]}
+        (tmp_path / prebuilt.pack_name(variant)).write_bytes(lzma.compress(code))
     digests = {variant.name: digest(variant) for variant in variants}
     (tmp_path / "amd.json").write_text(json.dumps({"clang": "16.0.6", "digests": digests, "packs": packs}))
     monkeypatch.setattr(prebuilt, "FOLDER", tmp_path)

@@ -14,7 +14,7 @@ from pascal_attn_core.fused.code.source import Variant, all_variants
 from pascal_attn_core.fused.geometry.tensor import MOST_PIECES
 from pascal_attn_core.fused.launch import Launch
 from pascal_attn_core.fused.launch.forward import parts_bytes
-from pascal_attn_core.fused.launch.plan import Plan, key_tiles, tensor_plan
+from pascal_attn_core.fused.launch.plan import Plan, Shape, key_tiles, tensor_plan
 from pascal_attn_core.fused.launch.stream_k import busiest, distribute, part_floats
 from pascal_attn_core.fused.trust.kernels import parts
 
@@ -110,12 +110,12 @@ def test_the_memory_of_parts_is_that_of_a_few_tiles() -> None:
 def test_key_tiles_are_those_of_the_band() -> None:
     variant = Variant("tensor_even", 64, "float16")
     query, key = (torch.empty(1, 1, n, 64, dtype=torch.float16, device="meta") for n in (600, 900))
-    assert key_tiles(check_call(query, key, key), variant.geometry) == (15, 15, 15)
-    assert key_tiles(check_call(query, key, key, is_causal=True), variant.geometry) == (4, 8, 10)
+    assert key_tiles(Shape.of(check_call(query, key, key)), variant.geometry) == (15, 15, 15)
+    assert key_tiles(Shape.of(check_call(query, key, key, is_causal=True)), variant.geometry) == (4, 8, 10)
     window = {"window": (100, 0), "alignment": "upper_left"}
-    assert key_tiles(check_call(query, key, key, **window), variant.geometry) == (4, 6, 3)
+    assert key_tiles(Shape.of(check_call(query, key, key, **window)), variant.geometry) == (4, 6, 3)
     mask = torch.empty(600, 900, dtype=torch.bool, device="meta")
-    assert key_tiles(check_call(query, key, key, mask, **window), variant.geometry) == (4, 6, 4)
+    assert key_tiles(Shape.of(check_call(query, key, key, mask, **window)), variant.geometry) == (4, 6, 4)
 
 
 def test_a_launch_with_listed_blocks_is_not_cut() -> None:
