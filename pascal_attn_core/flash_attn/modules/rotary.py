@@ -134,7 +134,6 @@ class RotaryEmbedding(torch.nn.Module):
             raise FlashArgumentError(f"dim must be even, got {dim}")
         self.dim, self.base, self.interleaved = dim, float(base), interleaved
         self.register_buffer("inv_freq", self._compute_inv_freq(device), persistent=False)
-        self._seq_len_cached = 0
         self._cos_cached: Tensor | None = None
         self._sin_cached: Tensor | None = None
 
@@ -144,16 +143,10 @@ class RotaryEmbedding(torch.nn.Module):
 
     def _update_cos_sin_cache(self, seqlen: int, device: Any = None, dtype: torch.dtype | None = None) -> None:
         """Tables ``[seqlen, dim / 2]`` for at least ``seqlen`` positions, on ``device`` and in ``dtype``."""
-        cached = self._cos_cached
-        if (
-            cached is not None
-            and seqlen <= self._seq_len_cached
-            and cached.device == device
-            and cached.dtype == dtype
-            and not (self.training and cached.is_inference())
-        ):
+        cached: Any = self._cos_cached
+        fits = cached is not None and seqlen <= cached.shape[0] and (cached.device, cached.dtype) == (device, dtype)
+        if fits and not (self.training and cached.is_inference()):
             return
-        self._seq_len_cached = seqlen
         # Frequencies and positions stay in float32 (float64 tables: float64): a bfloat16 model has bfloat16 buffers.
         exact = torch.float64 if dtype == torch.float64 else torch.float32
         frequencies = self.inv_freq if self.inv_freq.dtype == torch.float32 else self._compute_inv_freq(device)
