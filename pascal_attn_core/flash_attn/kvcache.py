@@ -96,11 +96,6 @@ def cache_of(
     cache = KvCache(k_cache, v_cache, [], starts, rows, block_table)
     given = cache.capacity if cache_seqlens is None else cache_seqlens
     cache.lengths.extend(_whole_numbers("cache_seqlens", given, batch))
-    _check_places(cache)
-    return cache
-
-
-def _check_places(cache: KvCache) -> None:
     num_rows = cache.k.shape[0]
     if cache.block_table is None and not all(0 <= row < num_rows for row in cache.rows):
         raise FlashArgumentError(
@@ -110,6 +105,7 @@ def _check_places(cache: KvCache) -> None:
         raise FlashArgumentError(f"cache_seqlens must be from 0 to {cache.capacity} {_CAPACITY}, got {cache.lengths}")
     if any(not 0 <= start <= length for start, length in zip(cache.starts, cache.lengths)):
         raise FlashArgumentError(f"cache_leftpad must be from 0 to cache_seqlens ({cache.lengths}), got {cache.starts}")
+    return cache
 
 
 def check_new_tokens(cache: KvCache, q: Tensor, k: Tensor | None, v: Tensor | None) -> int:

@@ -134,7 +134,7 @@ class CrossAttention(_Inner):
 
 
 def _padding(keep: Tensor | None, q: Tensor, k: Tensor) -> Tensor | None:
-    """What is added to the scores, ``[B, 1, 1, S]``."""
+    """The mask ``[B, 1, 1, S]`` that is added to the scores."""
     if keep is None:
         return None
     check_layout(k.shape[:2], key_padding_mask=keep)

@@ -204,7 +204,12 @@ def _table_of(
     """The cosines and sines of each token, 1 and 0 outside of the tables; the arguments are checked."""
     offsets = seqlen_offsets
     check_layout(TOKENS if cu_seqlens is None else PACKED, x=x)
-    _check_tables(cos, sin, x.shape[-1])
+    check_layout(("positions", "rotary_dim / 2"), cos=cos)
+    check_layout(cos.shape, sin=sin)
+    if 2 * cos.shape[1] > x.shape[-1]:
+        raise FlashArgumentError(f"cos must be [positions, at most {x.shape[-1] // 2}], got {list(cos.shape)}")
+    if torch.is_grad_enabled() and (cos.requires_grad or sin.requires_grad):
+        raise FlashArgumentError("cos and sin must not require a gradient: none is computed; pass cos.detach()")
     batch, tokens = x.shape[:2]
     if cu_seqlens is not None:
         check_whole_numbers(("B + 1",), cu_seqlens=cu_seqlens)
@@ -228,16 +233,6 @@ def _table_of(
     outside = ((rows < 0) | (rows >= cos.shape[0]))[..., None]
     rows = rows.clamp(0, max(cos.shape[0] - 1, 0))
     return cos[rows].masked_fill(outside, 1).unsqueeze(-2), sin[rows].masked_fill(outside, 0).unsqueeze(-2)
-
-
-def _check_tables(cos: Tensor, sin: Tensor, head_dim: int) -> None:
-    check_layout(("positions", "rotary_dim / 2"), cos=cos, sin=sin)
-    if cos.shape != sin.shape or 2 * cos.shape[1] > head_dim:
-        raise FlashArgumentError(
-            f"cos and sin must be [positions, at most {head_dim // 2}], got {list(cos.shape)} and {list(sin.shape)}"
-        )
-    if torch.is_grad_enabled() and (cos.requires_grad or sin.requires_grad):
-        raise FlashArgumentError("cos and sin must not require a gradient: none is computed; pass cos.detach()")
 
 
 def _positions(ends: Tensor, total: int, offsets: int | Tensor, outside: int) -> Tensor:
