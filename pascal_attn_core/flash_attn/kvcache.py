@@ -80,11 +80,8 @@ def cache_of(
     block_table: Tensor | None,
 ) -> KvCache:
     """The cache of a batch, its arguments checked and its tensors of lengths read once."""
-    check_layout(TOKENS, k_cache=k_cache, v_cache=v_cache)
-    if k_cache.shape[:3] != v_cache.shape[:3]:
-        raise FlashArgumentError(
-            f"k_cache and v_cache must have the same sizes, got {tuple(k_cache.shape)} and {tuple(v_cache.shape)}"
-        )
+    check_layout(TOKENS, k_cache=k_cache)
+    check_layout((*k_cache.shape[:3], "head_dim"), v_cache=v_cache)
     for name, other in (("cache_batch_idx", cache_batch_idx), ("cache_leftpad", cache_leftpad)):
         if block_table is not None and other is not None:
             raise FlashArgumentError(f"{name} must be None with block_table (as in flash-attn), got both")

@@ -97,12 +97,10 @@ def attend(
     Returns:
         (out ``[B, L, Hq, Dv]``, contiguous; lse ``[B, Hq, L]`` or None).
     """
-    check_layout(TOKENS, q=q, k=k, v=v)
-    if not q.shape[0] == k.shape[0] == v.shape[0]:
-        raise FlashArgumentError(f"q, k and v must have one batch size, got {[t.shape[0] for t in (q, k, v)]}")
+    check_layout(TOKENS, q=q)
+    check_layout((q.shape[0], *TOKENS[1:]), k=k, v=v)
     query, key, value = (t.transpose(1, 2) for t in (q, k, v))
-    if options.slopes is not None:
-        mask = alibi_mask(options, q, k)
+    mask = mask if options.slopes is None else alibi_mask(options, q, k)
     config, needs_grad = options.config, torch.is_grad_enabled() and any(t.requires_grad for t in (q, k, v))
     if options.deterministic and needs_grad and q.device.type not in CPU_LIKE:
         # torch's fused kernels sum gradients in the order in which blocks finish
