@@ -10,7 +10,7 @@ import torch
 from einops import rearrange
 from torch import Tensor
 
-from ..call import accumulate_dtype
+from ..call import accumulate_dtype, prepared
 from .options import PACKED, FlashArgumentError, FlashOptions, attend, check_layout, check_whole_numbers
 from .packed import packed_attend
 
@@ -64,7 +64,10 @@ def varlen_attend(
         result = packed_attend(q, k, v, q_ends, k_ends, options, with_lse=with_lse)
         if result is not None:
             return result
+    q, k, v, *_ = prepared(q, k, v, None, options.rules)
     pieces = _attend_runs(runs, q, k, v, block_table, options, with_lse=with_lse)
+    if len(runs) == 1 and runs[0].size * runs[0].q_len == q.shape[0] > 0:
+        return next(pieces)
     if torch.is_grad_enabled() and any(t.requires_grad for t in (q, k, v)):
         return _concatenated(list(pieces), q, v.shape[-1], with_lse)
     return _written(pieces, q, v.shape[-1], with_lse)
@@ -98,8 +101,6 @@ def _attend_runs(
 def _concatenated(pieces: list[_Result], q: Tensor, head_dim_v: int, with_lse: bool) -> _Result:
     """The pieces concatenated, followed by zeros (lse: -inf) up to ``total_q``; gradients flow."""
     rest = q.shape[0] - sum(out.shape[0] for out, _ in pieces)
-    if len(pieces) == 1 and not rest:
-        return pieces[0]
     out = torch.cat([*(out for out, _ in pieces), q.new_zeros(rest, q.shape[1], head_dim_v)])
     if not with_lse:
         return out, None
@@ -108,21 +109,14 @@ def _concatenated(pieces: list[_Result], q: Tensor, head_dim_v: int, with_lse: b
 
 def _written(pieces: Iterator[_Result], q: Tensor, head_dim_v: int, with_lse: bool) -> _Result:
     """The result of :func:`_concatenated` with never two copies of the output at once; for calls without gradients."""
-    total, start = q.shape[0], 0
-    out: Tensor | None = None
-    lse = _without_keys(q, total) if with_lse else None
+    out, start = q.new_zeros(q.shape[0], q.shape[1], head_dim_v), 0
+    lse = _without_keys(q, q.shape[0]) if with_lse else None
     for part, part_lse in pieces:
         end = start + part.shape[0]
-        if end - start == total:
-            return part, part_lse
-        out = part.new_empty(total, *part.shape[1:]) if out is None else out
         out[start:end] = part
         if lse is not None and part_lse is not None:
             lse[:, start:end] = part_lse
         start = end
-    if out is None:
-        return q.new_zeros(total, q.shape[1], head_dim_v), lse
-    out[start:] = 0
     return out, lse
 
 
