@@ -13,12 +13,9 @@ _ROOT = "flash_attn"
 _PROVIDED = f"{_ROOT}==2.8.4"
 _FA3 = "flash_attn_interface"
 _TURING = "flash_attn_turing"
-_TURING_NAMES = ("fwd", "bwd", "varlen_fwd", "varlen_bwd")
 _INTERFACE_MODULE = "flash_attn.flash_attn_interface"
 # What ``around`` is put around.
-_COUNTED = ("flash_attn_", "_flash_attn_", "_wrapped_flash_attn_", *_TURING_NAMES)
-_FA3_RESULTS = ("out", "out_and_lse", None)
-_PACKAGE = __name__.rpartition(".")[0]  # pascal_attn_core.flash_attn
+_COUNTED = ("flash_attn_", "_flash_attn_", "_wrapped_flash_attn_", "fwd", "bwd", "varlen_fwd", "varlen_bwd")
 
 # See StandIn: "." is this folder.
 _INTERFACE = (
@@ -26,13 +23,14 @@ _INTERFACE = (
     "flash_attn_varlen_kvpacked_func flash_attn_varlen_qkvpacked_func flash_attn_with_kvcache"
 )
 # Without autograd.
-_RAW_NAMES = ("flash_attn_forward", "flash_attn_backward", "flash_attn_varlen_forward", "flash_attn_varlen_backward")
-_RAW = ".modules.raw: " + " ".join(f"_{name}={name}" for name in _RAW_NAMES)
-_WRAPPED = ".operators: " + " ".join(f"_wrapped_{name}=wrapped_{name}" for name in _RAW_NAMES)
+RAW_NAMES = ("flash_attn_forward", "flash_attn_backward", "flash_attn_varlen_forward", "flash_attn_varlen_backward")
+_RAW = ".modules.raw: " + " ".join(f"_{name}={name}" for name in RAW_NAMES)
+_WRAPPED = ".operators: " + " ".join(f"_wrapped_{name}=wrapped_{name}" for name in RAW_NAMES)
 # Programs import these from flash-attn's modules, which have them from einops.
-_EINOPS = "einops"
-_EINOPS_NAMES = f"{_EINOPS}: rearrange repeat"
+_EINOPS = "einops: rearrange repeat"
+_FOLDERS = ("layers", "losses", "modules", "ops", "ops.triton", "utils")
 _MODULES: dict[str, tuple[str, ...]] = {
+    **{f"flash_attn.{name}": () for name in _FOLDERS},
     "flash_attn": (_INTERFACE,),
     _INTERFACE_MODULE: (
         _INTERFACE,
@@ -44,19 +42,16 @@ _MODULES: dict[str, tuple[str, ...]] = {
     "flash_attn.bert_padding": (
         ".modules.padding: index_first_axis index_first_axis_residual index_put_first_axis pad_input unpad_input "
         "unpad_input_for_concatenated_sequences",
-        _EINOPS_NAMES,
+        _EINOPS,
     ),
     "flash_attn.flash_attention": (".modules.version1: FlashAttention FlashMHA",),
-    "flash_attn.layers": (),
     "flash_attn.layers.patch_embed": (".modules.embedding: PatchEmbed",),
     "flash_attn.layers.rotary": (
         ".modules.rotary: ApplyRotaryEmb RotaryEmbedding apply_rotary apply_rotary_emb apply_rotary_emb_func "
         "apply_rotary_emb_kv_ apply_rotary_emb_qkv_ apply_rotary_emb_torch rotate_half",
-        _EINOPS_NAMES,
+        _EINOPS,
     ),
-    "flash_attn.losses": (),
     "flash_attn.losses.cross_entropy": (".modules.losses: CrossEntropyLoss cross_entropy_loss",),
-    "flash_attn.modules": (),
     "flash_attn.modules.block": (".modules.block: Block StochasticDepth", ".modules.absent: ParallelBlock"),
     "flash_attn.modules.embedding": (
         ".modules.embedding: GPT2Embeddings",
@@ -70,13 +65,12 @@ _MODULES: dict[str, tuple[str, ...]] = {
         ".modules.mlp: FusedDense",
         ".modules.absent: ColumnParallelLinear ParallelMHA RowParallelLinear",
         _INTERFACE,
-        _EINOPS_NAMES,
+        _EINOPS,
     ),
     "flash_attn.modules.mlp": (
         ".modules.mlp: FusedMLP GatedMlp Mlp",
         ".modules.absent: ParallelFusedMLP ParallelGatedMlp ParallelMLP",
     ),
-    "flash_attn.ops": (),
     "flash_attn.ops.activations": (
         ".modules.activations: SwiGLUFunction bias_gelu bias_gelu_back bias_gelu_impl fast_gelu_impl gelu_bwd "
         "gelu_fwd relu_bwd sqrelu_bwd sqrelu_fwd swiglu swiglu_bwd swiglu_fwd",
@@ -93,14 +87,12 @@ _MODULES: dict[str, tuple[str, ...]] = {
         ".modules.norms: DropoutAddRMSNorm RMSNorm=OlderRMSNorm dropout_add_rms_norm rms_norm",
         ".modules.absent: dropout_add_rms_norm_parallel_residual dropout_add_rms_norm_subset",
     ),
-    "flash_attn.ops.triton": (),
     "flash_attn.ops.triton.cross_entropy": (".modules.losses: cross_entropy_loss",),
     "flash_attn.ops.triton.layer_norm": (
         ".modules.norms: RMSNorm layer_norm_fn layer_norm_linear_fn rms_norm_fn",
         ".modules.absent: layer_norm_ref rms_norm_ref",
     ),
     "flash_attn.ops.triton.rotary": (".modules.rotary: apply_rotary",),
-    "flash_attn.utils": (),
     "flash_attn.utils.distributed": (
         ".modules.absent: all_gather all_gather_raw all_reduce all_reduce_raw allreduce_sequence_parallel_grad "
         "get_dim_for_local_rank reduce_scatter reduce_scatter_raw sync_shared_params",
@@ -147,7 +139,7 @@ def patch_flash_attn(*, replace: bool = False, fa3: str | None = "out_and_lse", 
         ValueError: fa3 is something else, or another one than that of an installation in force.
         RuntimeError: a real package is installed.
     """
-    if fa3 not in _FA3_RESULTS:
+    if fa3 not in ("out", "out_and_lse", None):
         raise ValueError(f"fa3 must be 'out', 'out_and_lse' or None, got {fa3!r}")
     return _installer.install(lambda: _stand_in(fa3, replace, around), fa3, replace=replace)
 
@@ -170,7 +162,7 @@ def _stand_in(fa3: str | None, replace: bool, around: Around | None) -> StandIn:
     return StandIn(
         _PROVIDED,
         {name: sources for name, sources in _MODULES.items() if name not in without},
-        package=_PACKAGE,
+        package=__name__.rpartition(".")[0],
         eager=_EAGER,
         adapt=adapt,
         around=around,

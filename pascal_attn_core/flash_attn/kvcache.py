@@ -23,7 +23,7 @@ class KvCache:
         k, v: ``[B_cache, tokens, Hkv, D]``, or with ``block_table`` pages ``[num_pages, page_tokens, Hkv, D]``.
         lengths: tokens of each sequence before the new ones, left padding included.
         starts: its first token, after the left padding.
-        rows: its row in ``k`` and ``v``; None = row b for sequence b.
+        rows: its row in ``k`` and ``v``, without block_table.
         block_table: whole numbers ``[B, pages of a sequence]``, on the device of k.
     """
 
@@ -31,7 +31,7 @@ class KvCache:
     v: Tensor
     lengths: list[int]
     starts: list[int]
-    rows: list[int] | None
+    rows: list[int]
     block_table: Tensor | None
 
     @property
@@ -42,8 +42,8 @@ class KvCache:
 
     def groups(self) -> Iterator[tuple[int, int]]:
         """Neighbouring sequences that form one batch in the cache: (first, one past the last)."""
-        apart = self.rows is not None or self.block_table is not None
-        return neighbours(list(zip(self.lengths, self.starts)), one_by_one=apart)
+        shifts = [row - number for number, row in enumerate(self.rows)]
+        return neighbours(list(zip(self.lengths, self.starts, shifts)), one_by_one=self.block_table is not None)
 
     def write(self, k: Tensor, v: Tensor) -> None:
         """Append the new tokens ``[B, N, Hkv, D]`` to those that are there."""
@@ -67,7 +67,7 @@ class KvCache:
         return self.k[rows, start:end], self.v[rows, start:end]
 
     def _rows(self, first: int, last: int) -> slice:
-        return slice(first, last) if self.rows is None else slice(self.rows[first], self.rows[first] + 1)
+        return slice(self.rows[first], self.rows[last - 1] + 1)
 
 
 def cache_of(
@@ -80,36 +80,29 @@ def cache_of(
     block_table: Tensor | None,
 ) -> KvCache:
     """The cache of a batch, its arguments checked and its tensors of lengths read once."""
-    check_layout(TOKENS, k_cache=k_cache, v_cache=v_cache)
-    if k_cache.shape[:3] != v_cache.shape[:3]:
-        raise FlashArgumentError(
-            f"k_cache and v_cache must have the same sizes, got {tuple(k_cache.shape)} and {tuple(v_cache.shape)}"
-        )
+    check_layout(TOKENS, k_cache=k_cache)
+    check_layout((*k_cache.shape[:3], "head_dim"), v_cache=v_cache)
     for name, other in (("cache_batch_idx", cache_batch_idx), ("cache_leftpad", cache_leftpad)):
         if block_table is not None and other is not None:
             raise FlashArgumentError(f"{name} must be None with block_table (as in flash-attn), got both")
     if block_table is not None:
         check_whole_numbers((batch, "pages of a sequence"), block_table=block_table)
         block_table = block_table.to(k_cache.device)
-    rows = None if cache_batch_idx is None else _whole_numbers("cache_batch_idx", cache_batch_idx, batch)
+    rows = [*range(batch)] if cache_batch_idx is None else _whole_numbers("cache_batch_idx", cache_batch_idx, batch)
     starts = [0] * batch if cache_leftpad is None else _whole_numbers("cache_leftpad", cache_leftpad, batch)
     cache = KvCache(k_cache, v_cache, [], starts, rows, block_table)
     given = cache.capacity if cache_seqlens is None else cache_seqlens
     cache.lengths.extend(_whole_numbers("cache_seqlens", given, batch))
-    _check_places(cache, batch)
-    return cache
-
-
-def _check_places(cache: KvCache, batch: int) -> None:
     num_rows = cache.k.shape[0]
-    if cache.rows is None and cache.block_table is None and num_rows < batch:
-        raise FlashArgumentError(f"k_cache must have a row for each of {batch} sequences, got {num_rows}")
-    if cache.rows is not None and not all(0 <= row < num_rows for row in cache.rows):
-        raise FlashArgumentError(f"cache_batch_idx must be from 0 to {num_rows - 1}, got {cache.rows}")
+    if cache.block_table is None and not all(0 <= row < num_rows for row in cache.rows):
+        raise FlashArgumentError(
+            f"cache_batch_idx must be from 0 to {num_rows - 1}, got {cache.rows} (the rows of k_cache)"
+        )
     if any(not 0 <= length <= cache.capacity for length in cache.lengths):
         raise FlashArgumentError(f"cache_seqlens must be from 0 to {cache.capacity} {_CAPACITY}, got {cache.lengths}")
     if any(not 0 <= start <= length for start, length in zip(cache.starts, cache.lengths)):
         raise FlashArgumentError(f"cache_leftpad must be from 0 to cache_seqlens ({cache.lengths}), got {cache.starts}")
+    return cache
 
 
 def check_new_tokens(cache: KvCache, q: Tensor, k: Tensor | None, v: Tensor | None) -> int:

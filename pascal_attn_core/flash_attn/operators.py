@@ -13,10 +13,10 @@ from torch import Tensor
 from torch.library import Library
 
 from ..call import accumulate_dtype
+from .install import RAW_NAMES
 from .modules import raw
 
 _NAMESPACE = "flash_attn"
-_NAMES = ("flash_attn_forward", "flash_attn_backward", "flash_attn_varlen_forward", "flash_attn_varlen_backward")
 # The types of parameters in a schema; all others are tensors, optional ones if they have the default None.
 _TYPES = {
     **dict.fromkeys(("dropout_p", "softcap"), "float"),
@@ -32,7 +32,7 @@ _TYPES = {
 def define() -> Callable[[], None]:
     """Define those operators that do not exist; returns a function that removes them."""
     library = Library(_NAMESPACE, "FRAGMENT")
-    for name in _NAMES:
+    for name in RAW_NAMES:
         operator = f"_{name}"
         if hasattr(getattr(torch.ops, _NAMESPACE), operator):
             continue  # the real package's, which has been imported in this process
@@ -53,7 +53,7 @@ def __getattr__(name: str) -> Callable[..., Any]:
     """``wrapped_flash_attn_forward`` ...: the operator, which torch.compile takes as one node, or the function where
     the operator is the real package's."""
     own = name.removeprefix("wrapped_")
-    if own == name or own not in _NAMES:
+    if own == name or own not in RAW_NAMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(torch.ops.flash_attn, f"_{own}") if own in _defined else getattr(raw, own)
 

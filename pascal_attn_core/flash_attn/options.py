@@ -76,8 +76,13 @@ def flash_options(
         raise TypeError(f"alibi_slopes must be a tensor, got {type(alibi_slopes).__name__}")
     if alibi_slopes is not None and alibi_slopes.requires_grad and torch.is_grad_enabled():
         raise FlashArgumentError("alibi_slopes must not require a gradient, none is computed: pass them detached")
+    try:
+        left, right = (max(operator.index(side), -1) for side in window_size)
+    except (TypeError, ValueError):
+        raise TypeError(f"window_size must be two whole numbers (left, right), got {window_size!r}") from None
+    window = None if left == right == -1 else (left, right)
     cap = float(softcap) if softcap is not None and softcap > 0 else None
-    rules = Options(float(dropout_p), bool(causal), softmax_scale, True, "lower_right", _window(window_size), cap)
+    rules = Options(float(dropout_p), bool(causal), softmax_scale, True, "lower_right", window, cap)
     return FlashOptions(rules, alibi_slopes, bool(deterministic))
 
 
@@ -92,14 +97,17 @@ def attend(
     Returns:
         (out ``[B, L, Hq, Dv]``, contiguous; lse ``[B, Hq, L]`` or None).
     """
-    check_layout(TOKENS, q=q, k=k, v=v)
-    if not q.shape[0] == k.shape[0] == v.shape[0]:
-        raise FlashArgumentError(f"q, k and v must have one batch size, got {[t.shape[0] for t in (q, k, v)]}")
+    check_layout(TOKENS, q=q)
+    check_layout((q.shape[0], *TOKENS[1:]), k=k, v=v)
     query, key, value = (t.transpose(1, 2) for t in (q, k, v))
-    if options.slopes is not None:
-        mask = alibi_mask(options, q, k)
+    mask = mask if options.slopes is None else alibi_mask(options, q, k)
+    config, needs_grad = options.config, torch.is_grad_enabled() and any(t.requires_grad for t in (q, k, v))
+    if options.deterministic and needs_grad and q.device.type not in CPU_LIKE:
+        # torch's fused kernels sum gradients in the order in which blocks finish
+        config = options.config_in_force
+        config = replace(config, route="tiled") if config.route == "auto" else config
     attention = sdpa_with_lse if with_lse else sdpa
-    result = attention(query, key, value, mask, **options.rules._asdict(), config=_config(options, q, k, v))
+    result = attention(query, key, value, mask, **options.rules._asdict(), config=config)
     out, lse = result if isinstance(result, tuple) else (result, None)
     return out.transpose(1, 2).contiguous(), lse
 
@@ -160,21 +168,3 @@ def check_whole_numbers(layout: Sequence[int | str], **tensors: Any) -> None:
     for name, tensor in tensors.items():
         if tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool:
             raise TypeError(f"{name} must be whole numbers, got {tensor.dtype}")
-
-
-def _config(options: FlashOptions, *tensors: Tensor) -> AttentionConfig | None:
-    needs_grad = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
-    if options.deterministic and needs_grad and tensors[0].device.type not in CPU_LIKE:
-        # torch's fused kernels sum gradients in the order in which blocks finish
-        config = options.config_in_force
-        return replace(config, route="tiled") if config.route == "auto" else config
-    return options.config
-
-
-def _window(window_size: Sequence[int]) -> tuple[int, int] | None:
-    try:
-        left, right = (operator.index(side) for side in window_size)
-    except (TypeError, ValueError):
-        raise TypeError(f"window_size must be two whole numbers (left, right), got {window_size!r}") from None
-    left, right = max(left, -1), max(right, -1)
-    return None if left == right == -1 else (left, right)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -26,7 +27,10 @@ def packed_attend(
     """:func:`.varlen.varlen_attend` in one launch, or None where that cannot be or is not the fastest way; the ends of
     the sequences have been read and checked."""
     config, rules = options.config_in_force, options.rules
-    if not _is_for_the_kernel(q, options, config):
+    # asked before the call is checked, which costs time on every other device too
+    if torch.compiler.is_compiling() or type(q) not in PLAIN or options.slopes is not None:
+        return None
+    if config.route not in ("auto", "fused", "fused-tensor") or not fused.takes_device(q.device):
         return None
     if rules.alignment == "upper_left" and q_ends != k_ends and (rules.is_causal or rules.window):
         return None  # the kernel's bands are lower-right
@@ -46,16 +50,9 @@ def packed_attend(
     if isinstance(plan, list) or (config.route == "auto" and fused.why_untried(call, plan)):
         return None
     why = f"{packed.count} sequences of different lengths in one launch"
+    sequences = partial(_sequences, q, k, v, q_ends, k_ends, options)
     try:
-        out, lse = run_packed(
-            call,
-            config,
-            plan,
-            with_lse=with_lse,
-            route=route,
-            why=why,
-            sequences=lambda: _sequences(q, k, v, q_ends, k_ends, options),
-        )
+        out, lse = run_packed(call, config, plan, with_lse=with_lse, route=route, why=why, sequences=sequences)
     except RouteUnavailable:
         return None
     # squeeze, not [0], whose gradient is a copy
@@ -74,13 +71,6 @@ def _on_tensor_cores(call: AttentionCall, config: AttentionConfig, packed: Packe
         return None
     times = route.times(Request(call, config))
     return plan if times is not None and times.are_longer() else None
-
-
-def _is_for_the_kernel(q: Tensor, options: FlashOptions, config: AttentionConfig) -> bool:
-    """Whether the kernel may take it; asked before the call is checked, which costs time on every other device too."""
-    if torch.compiler.is_compiling() or type(q) not in PLAIN or options.slopes is not None:
-        return False
-    return config.route in ("auto", "fused", "fused-tensor") and fused.takes_device(q.device)
 
 
 def _sequences(

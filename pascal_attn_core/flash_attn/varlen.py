@@ -10,7 +10,7 @@ import torch
 from einops import rearrange
 from torch import Tensor
 
-from ..call import accumulate_dtype
+from ..call import accumulate_dtype, prepared
 from .options import PACKED, FlashArgumentError, FlashOptions, attend, check_layout, check_whole_numbers
 from .packed import packed_attend
 
@@ -54,9 +54,7 @@ def varlen_attend(
     is_paged = block_table is not None
     check_layout(PACKED, q=q)
     check_layout(("pages", "page_tokens", "heads", "head_dim") if is_paged else PACKED, k=k, v=v)
-    q_ends, k_ends = _read_lengths(cu_seqlens_q, cu_seqlens_k)
-    _check_ends("cu_seqlens_q", q_ends, q.shape[0])
-    _check_ends("cu_seqlens_k", k_ends, None if is_paged else k.shape[0])
+    q_ends, k_ends = read_lengths(cu_seqlens_q, cu_seqlens_k, q.shape[0], None if is_paged else k.shape[0])
     lengths = [(q1 - q0, k1 - k0) for q0, q1, k0, k1 in zip(q_ends, q_ends[1:], k_ends, k_ends[1:])]
     options.check_slopes(len(lengths), q.shape[1])
     if block_table is not None:
@@ -66,7 +64,10 @@ def varlen_attend(
         result = packed_attend(q, k, v, q_ends, k_ends, options, with_lse=with_lse)
         if result is not None:
             return result
+    q, k, v, *_ = prepared(q, k, v, None, options.rules)
     pieces = _attend_runs(runs, q, k, v, block_table, options, with_lse=with_lse)
+    if len(runs) == 1 and runs[0].size * runs[0].q_len == q.shape[0] > 0:
+        return next(pieces)
     if torch.is_grad_enabled() and any(t.requires_grad for t in (q, k, v)):
         return _concatenated(list(pieces), q, v.shape[-1], with_lse)
     return _written(pieces, q, v.shape[-1], with_lse)
@@ -100,8 +101,6 @@ def _attend_runs(
 def _concatenated(pieces: list[_Result], q: Tensor, head_dim_v: int, with_lse: bool) -> _Result:
     """The pieces concatenated, followed by zeros (lse: -inf) up to ``total_q``; gradients flow."""
     rest = q.shape[0] - sum(out.shape[0] for out, _ in pieces)
-    if len(pieces) == 1 and not rest:
-        return pieces[0]
     out = torch.cat([*(out for out, _ in pieces), q.new_zeros(rest, q.shape[1], head_dim_v)])
     if not with_lse:
         return out, None
@@ -110,21 +109,14 @@ def _concatenated(pieces: list[_Result], q: Tensor, head_dim_v: int, with_lse: b
 
 def _written(pieces: Iterator[_Result], q: Tensor, head_dim_v: int, with_lse: bool) -> _Result:
     """The result of :func:`_concatenated` with never two copies of the output at once; for calls without gradients."""
-    total, start = q.shape[0], 0
-    out: Tensor | None = None
-    lse = _without_keys(q, total) if with_lse else None
+    out, start = q.new_zeros(q.shape[0], q.shape[1], head_dim_v), 0
+    lse = _without_keys(q, q.shape[0]) if with_lse else None
     for part, part_lse in pieces:
         end = start + part.shape[0]
-        if end - start == total:
-            return part, part_lse
-        out = part.new_empty(total, *part.shape[1:]) if out is None else out
         out[start:end] = part
         if lse is not None and part_lse is not None:
             lse[:, start:end] = part_lse
         start = end
-    if out is None:
-        return q.new_zeros(total, q.shape[1], head_dim_v), lse
-    out[start:] = 0
     return out, lse
 
 
@@ -156,25 +148,23 @@ def neighbours(lengths: Sequence[Any], *, one_by_one: bool) -> Iterator[tuple[in
         yield members[0], members[-1] + 1
 
 
-def _read_lengths(cu_seqlens_q: Tensor, cu_seqlens_k: Tensor) -> tuple[list[int], list[int]]:
-    check_whole_numbers(("B + 1",), cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
-    if cu_seqlens_q.shape != cu_seqlens_k.shape or not cu_seqlens_q.numel():
-        raise FlashArgumentError(
-            "cu_seqlens_q and cu_seqlens_k must both be [B + 1], got "
-            f"{list(cu_seqlens_q.shape)} and {list(cu_seqlens_k.shape)}"
-        )
+def read_lengths(
+    cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, total_q: int, total_k: int | None
+) -> tuple[list[int], list[int]]:
+    """Where each sequence of queries and of keys starts, and the last ends; checked against the tokens there are."""
+    check_whole_numbers(("B + 1",), cu_seqlens_q=cu_seqlens_q)
+    check_whole_numbers(cu_seqlens_q.shape, cu_seqlens_k=cu_seqlens_k)
     if cu_seqlens_q is cu_seqlens_k:
-        ends: list[int] = cu_seqlens_q.tolist()
-        return ends, ends
-    q_ends, k_ends = torch.stack([cu_seqlens_q.long(), cu_seqlens_k.to(cu_seqlens_q.device).long()]).tolist()
+        q_ends = k_ends = cu_seqlens_q.tolist()
+    else:
+        q_ends, k_ends = torch.stack([cu_seqlens_q.long(), cu_seqlens_k.to(cu_seqlens_q.device).long()]).tolist()
+    for name, ends, total in (("cu_seqlens_q", q_ends, total_q), ("cu_seqlens_k", k_ends, total_k)):
+        shown = ends if len(ends) <= 16 else [*ends[:8], "...", *ends[-8:]]
+        if ends[:1] != [0] or sorted(ends) != ends:
+            raise FlashArgumentError(f"{name} must start at 0 and never decrease, got {shown}")
+        if total is not None and ends[-1] > total:
+            raise FlashArgumentError(f"{name} must end within the {total} tokens, got {shown}")
     return q_ends, k_ends
-
-
-def read_ends(name: str, ends: Tensor, total: int) -> list[int]:
-    """The start of each sequence and the end of the last, read from ``ends [B + 1]``, checked against ``total``."""
-    read, _ = _read_lengths(ends, ends)
-    _check_ends(name, read, total)
-    return read
 
 
 def padded_lse(lse: Tensor, ends: list[int], longest: int, value: float) -> Tensor:
@@ -202,14 +192,3 @@ def used_places(name: str, ends: Tensor, used: Tensor, device: torch.device) -> 
     places = [torch.arange(first, first + count, device=device) for first, count in zip(starts, counts)]
     new_ends = torch.tensor([0, *counts], device=ends.device).cumsum(0, dtype=torch.int32)
     return torch.cat([torch.arange(0, device=device), *places]), new_ends
-
-
-def _check_ends(name: str, ends: list[int], total: int | None) -> None:
-    if ends[0] != 0 or sorted(ends) != ends:
-        raise FlashArgumentError(f"{name} must start at 0 and never decrease, got {_shown(ends)}")
-    if total is not None and ends[-1] > total:
-        raise FlashArgumentError(f"{name} must end within the {total} tokens, got {_shown(ends)}")
-
-
-def _shown(ends: list[int]) -> str:
-    return str(ends if len(ends) <= 16 else [*ends[:8], "...", *ends[-8:]])

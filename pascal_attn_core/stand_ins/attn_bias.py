@@ -9,12 +9,10 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
-
-_Mask = TypeVar("_Mask", bound="AttentionBias")
 
 
 class AttentionBias:
@@ -198,7 +196,7 @@ class BlockDiagonalCausalWithOffsetPaddedKeysMask(BlockDiagonalPaddedKeysMask):
     is_causal = True
 
 
-def _local(mask: _Mask, window_size: int) -> _Mask:
+def _local(mask: Any, window_size: int) -> Any:
     if window_size < 1:
         raise ValueError(f"window_size must be at least 1, got {window_size}")
     mask.window = window_size - 1, 0

@@ -146,10 +146,6 @@ class SwiGLU(nn.Module):
     """``w3(silu(w1(x)) * w2(x))``; the weights of w1 and w2 are those of one layer ``w12`` unless ``_pack_weights`` is
     False."""
 
-    w1: nn.Linear
-    w2: nn.Linear
-    w12: nn.Linear
-
     def __init__(
         self,
         in_features: int,
@@ -161,9 +157,10 @@ class SwiGLU(nn.Module):
     ):
         super().__init__()
         hidden_features = hidden_features or in_features
-        names = {"w12": 2 * hidden_features} if _pack_weights else {"w1": hidden_features, "w2": hidden_features}
-        for name, features in names.items():
-            self.add_module(name, nn.Linear(in_features, features, bias=bias))
+        if _pack_weights:
+            self.w12 = nn.Linear(in_features, 2 * hidden_features, bias=bias)
+        else:
+            self.w1, self.w2 = (nn.Linear(in_features, hidden_features, bias=bias) for _ in range(2))
         self.w3 = nn.Linear(hidden_features, out_features or in_features, bias=bias)
         self.packed = _pack_weights
 

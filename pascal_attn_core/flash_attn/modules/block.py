@@ -85,15 +85,13 @@ class Block(nn.Module):
         return hidden_states, residual
 
     def _postnorm(self, hidden_states: Tensor, mixer_kwargs: dict[str, Any]) -> Tensor:
-        out = self.mixer(hidden_states, **mixer_kwargs)
-        if self.return_residual:
-            out, hidden_states = out
-        hidden_states, _ = self._added(1, out, hidden_states)
-        if not isinstance(self.mlp, nn.Identity):
-            out = self.mlp(hidden_states)
+        for number, part, kwargs in ((1, self.mixer, mixer_kwargs), (2, self.mlp, {})):
+            if part is self.mlp and isinstance(part, nn.Identity):
+                break
+            out = part(hidden_states, **kwargs)
             if self.return_residual:
                 out, hidden_states = out
-            hidden_states, _ = self._added(2, out, hidden_states)
+            hidden_states, _ = self._added(number, out, hidden_states)
         return hidden_states
 
     def _added(self, number: int, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Any]:

@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from einops import rearrange
 from torch import Tensor, nn
 
-from ..options import FlashArgumentError
+from ..options import check_layout
 from ..signatures import called_as
 
 
@@ -19,18 +20,19 @@ class GPT2Embeddings(nn.Module):
 
     @called_as(
         "self embed_dim vocab_size max_position_embeddings padding_idx=None word_embed_proj_dim=None device=None "
-        "dtype=None",
-        renamed={"max_position_embeddings": "positions", "word_embed_proj_dim": "word_dim"},
+        "dtype=None"
     )
     def __init__(
-        self, embed_dim: int, vocab_size: int, positions: int, padding_idx: int | None, word_dim: Any, **kinds: Any
-    ) -> None:
+        self, embed_dim: int, vocab_size: int, max_position_embeddings: int, padding_idx: int | None,
+        word_embed_proj_dim: int | None, **kinds: Any,
+    ) -> None:  # fmt: skip
         super().__init__()
-        self.word_embeddings = nn.Embedding(vocab_size, word_dim or embed_dim, padding_idx=padding_idx, **kinds)
-        self.project_in = None if word_dim is None else nn.Linear(word_dim, embed_dim, bias=False, **kinds)
-        self.max_position_embeddings = positions
-        if positions > 0:
-            self.position_embeddings = nn.Embedding(positions, embed_dim, **kinds)
+        width = word_embed_proj_dim or embed_dim
+        self.word_embeddings = nn.Embedding(vocab_size, width, padding_idx=padding_idx, **kinds)
+        self.project_in = None if word_embed_proj_dim is None else nn.Linear(width, embed_dim, bias=False, **kinds)
+        self.max_position_embeddings = max_position_embeddings
+        if max_position_embeddings > 0:
+            self.position_embeddings = nn.Embedding(max_position_embeddings, embed_dim, **kinds)
 
     def forward(self, input_ids: Tensor, position_ids: Tensor | None = None) -> Tensor:
         """``[B, L]`` -> ``[B, L, embed_dim]``."""
@@ -65,12 +67,8 @@ class PatchEmbed(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """``[B, C, H, W]`` -> ``[B, patches, embed_dim]``, without flatten ``[B, rows, columns, embed_dim]``."""
-        if tuple(x.shape[2:]) != self.img_size:
-            raise FlashArgumentError(f"x must be [B, C, {self.img_size[0]}, {self.img_size[1]}], got {list(x.shape)}")
+        check_layout(("B", "C", *self.img_size), x=x)
         height, width = self.patch_size
-        x = x.unflatten(3, (-1, width)).unflatten(2, (-1, height))
-        x = self.proj(x.permute(0, 2, 4, 1, 3, 5).flatten(3))
-        if self.flatten:
-            x = x.flatten(1, 2)
-        out: Tensor = self.norm(x)
+        x = self.proj(rearrange(x, "b c (h p) (w q) -> b h w (c p q)", p=height, q=width))
+        out: Tensor = self.norm(x.flatten(1, 2) if self.flatten else x)
         return out

@@ -12,8 +12,7 @@ from torch import Tensor
 from ..options import FlashArgumentError
 from ..signatures import called_as
 
-GreedySearchDecoderOnlyOutput = namedtuple("GreedySearchDecoderOnlyOutput", ["sequences", "scores"])
-SampleDecoderOnlyOutput = namedtuple("SampleDecoderOnlyOutput", ["sequences", "scores"])
+DecoderOnlyOutput = namedtuple("DecoderOnlyOutput", ["sequences", "scores"])
 
 
 @dataclass
@@ -125,8 +124,7 @@ def decode(
         ended = eos_token_id is not None and bool((tokens == eos_token_id).all())
         if ended or params.seqlen_offset >= max_length - 1:
             break
-    kind = GreedySearchDecoderOnlyOutput if how["top_k"] == 1 else SampleDecoderOnlyOutput
-    return kind(sequences=torch.cat(sequences, dim=1), scores=tuple(scores))
+    return DecoderOnlyOutput(sequences=torch.cat(sequences, dim=1), scores=tuple(scores))
 
 
 class GenerationMixin:

@@ -40,6 +40,9 @@ class _Inner(nn.Module):
     def rules(self, causal: bool | None = None) -> dict[str, Any]:
         return {"softmax_scale": self.softmax_scale or None, "causal": self.causal if causal is None else causal}
 
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, causal: bool | None, mask: Any) -> Tensor:
+        return attend(q, k, v, flash_options(self.dropout_p, **self.rules(causal)), mask=mask)[0]
+
 
 class _FlashInner(_Inner):
     """The base of the two that take what flash-attn's functions do."""
@@ -104,11 +107,7 @@ class SelfAttention(_Inner):
     def forward(self, qkv: Tensor, causal: bool | None = None, key_padding_mask: Tensor | None = None) -> Tensor:
         """qkv ``[B, L, 3, H, D]``; key_padding_mask bool ``[B, L]``, True = a token. Returns ``[B, L, H, D]``."""
         q, k, v = unpacked(qkv)
-        mask = None
-        if key_padding_mask is not None:
-            keep = _padding_mask(key_padding_mask, k)
-            mask = torch.where(keep, 0.0, _PADDING).to(q.dtype)[:, None, None, :]
-        return _attention(self, q, k, v, mask, causal)
+        return self.attend(q, k, v, causal, _padding(key_padding_mask, q, k))
 
 
 class CrossAttention(_Inner):
@@ -121,29 +120,24 @@ class CrossAttention(_Inner):
         check_layout(TOKENS, q=q)
         check_layout(("B", "tokens", 2, "heads", "head_dim"), kv=kv)
         k, v = kv.unbind(2)
-        causal = self.causal if causal is None else causal
-        if key_padding_mask is None:
-            return _attention(self, q, k, v, None, causal)
-        keep = _padding_mask(key_padding_mask, k)
-        last = keep.sum(-1) - q.shape[1] if causal else None
+        padding, keep = _padding(key_padding_mask, q, k), key_padding_mask
+        if keep is None or not self.rules(causal)["causal"]:
+            return self.attend(q, k, v, causal, padding)
+        last = keep.sum(-1) - q.shape[1]
 
         def rule(batch_idx: Tensor, head_idx: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
-            seen = keep[batch_idx, kv_idx]
-            if last is not None:
-                seen = seen & (kv_idx <= q_idx + last[batch_idx])
+            seen = keep[batch_idx, kv_idx] & (kv_idx <= q_idx + last[batch_idx])
             return torch.where(seen, 0.0, _PADDING).to(q.dtype)
 
         shape = (q.shape[0], q.shape[2], q.shape[1], k.shape[1])
-        mask = LazyMask(shape, rule, device=q.device, dtype=q.dtype)
-        return _attention(self, q, k, v, mask, False)
+        return self.attend(q, k, v, False, LazyMask(shape, rule, device=q.device, dtype=q.dtype))
 
 
-def _attention(inner: _Inner, q: Tensor, k: Tensor, v: Tensor, mask: Any, causal: bool | None) -> Tensor:
-    return attend(q, k, v, flash_options(inner.dropout_p, **inner.rules(causal)), mask=mask)[0]
-
-
-def _padding_mask(mask: Tensor, k: Tensor) -> Tensor:
-    check_layout(k.shape[:2], key_padding_mask=mask)
-    if mask.dtype != torch.bool:
-        raise TypeError(f"key_padding_mask must be bool (True = a token), got {mask.dtype}")
-    return mask
+def _padding(keep: Tensor | None, q: Tensor, k: Tensor) -> Tensor | None:
+    """The mask ``[B, 1, 1, S]`` that is added to the scores."""
+    if keep is None:
+        return None
+    check_layout(k.shape[:2], key_padding_mask=keep)
+    if keep.dtype != torch.bool:
+        raise TypeError(f"key_padding_mask must be bool (True = a token), got {keep.dtype}")
+    return torch.where(keep, 0.0, _PADDING).to(q.dtype)[:, None, None]

@@ -94,11 +94,10 @@ class CrossEntropyLoss(torch.nn.Module):
         """input ``[N, V]``, target ``[N]``: a number, with "none" ``[N]``."""
         options = {name: getattr(self, name) for name in _FIELDS}
         loss, z_loss = cross_entropy_loss(input, target, precomputed_lse, **options)
-        if self.reduction == "none":
-            return (loss, z_loss) if self.return_z_loss else loss
-        count = (target != self.ignore_index).sum() if self.reduction == "mean" else 1
-        loss = loss.sum() / count
-        return (loss, z_loss.sum() / count) if self.return_z_loss else loss
+        if self.reduction != "none":
+            count = (target != self.ignore_index).sum() if self.reduction == "mean" else 1
+            loss, z_loss = loss.sum() / count, z_loss.sum() / count
+        return (loss, z_loss) if self.return_z_loss else loss
 
 
 def _of_rows(

@@ -163,7 +163,11 @@ class MHA(nn.Module):
     ) -> Any:
         """``qkv [..., 3, heads, head_dim]``, or q and kv -> ``[..., heads, head_dim]``."""
         if self.rotary_emb_dim > 0:
-            rotated = self.rotary_emb(*tensors, **_rotary_places(inference_params))
+            places, params = {}, inference_params
+            if params is not None:
+                offset = params.seqlen_offset if params.lengths_per_sample is None else params.lengths_per_sample
+                places = {"seqlen_offset": offset, "max_seqlen": params.max_seqlen}
+            rotated = self.rotary_emb(*tensors, **places)
             tensors = rotated if isinstance(rotated, tuple) else (rotated,)
         if inference_params is not None:
             q, kv = tensors if len(tensors) == 2 else (tensors[0][:, :, 0], tensors[0][:, :, 1:])
@@ -208,11 +212,3 @@ def update_kv_cache(kv: Tensor, inference_params: Any, layer_idx: int) -> Tensor
         )
     cache[first:last, start:end] = kv
     return cache[first:last, :end]
-
-
-def _rotary_places(inference_params: Any) -> dict[str, Any]:
-    if inference_params is None:
-        return {}
-    lengths = inference_params.lengths_per_sample
-    offset = inference_params.seqlen_offset if lengths is None else lengths
-    return {"seqlen_offset": offset, "max_seqlen": inference_params.max_seqlen}

@@ -57,7 +57,12 @@ def layer_norm_fn(
     _check(x, weight, bias, residual)
     total, mask = _summed(x, residual, dropout_p, rowscale)
     factor = weight.to(total.dtype) + (1.0 if zero_centered_weight else 0.0)
-    normed = _normalised(total, factor, bias, eps, rms=is_rms_norm)
+    shift = None if bias is None else bias.to(total.dtype)
+    if is_rms_norm:
+        normed = F.rms_norm(total, list(x.shape[-1:]), factor, eps)
+        normed = normed if shift is None else normed + shift
+    else:
+        normed = F.layer_norm(total, x.shape[-1:], factor, shift, eps)
     results: list[Tensor | None] = [normed.to(x.dtype if out_dtype is None else out_dtype)]
     if prenorm:
         wide = torch.promote_types(x.dtype, torch.float32) if residual_in_fp32 else x.dtype
@@ -213,14 +218,6 @@ def _summed(
         mask = torch.rand_like(total) >= dropout_p
         total = total.masked_fill(~mask, 0.0) / (1.0 - dropout_p)
     return total if residual is None else total + residual.to(total.dtype), mask
-
-
-def _normalised(total: Tensor, weight: Tensor, bias: Tensor | None, eps: float, *, rms: bool) -> Tensor:
-    shift = None if bias is None else bias.to(total.dtype)
-    if not rms:
-        return F.layer_norm(total, total.shape[-1:], weight, shift, eps)
-    out = F.rms_norm(total, list(total.shape[-1:]), weight, eps)
-    return out if shift is None else out + shift
 
 
 def _check(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None) -> None:

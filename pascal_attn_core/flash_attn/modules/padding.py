@@ -37,9 +37,7 @@ def unpad_input(
     """
     takes_place = attention_mask if unused_mask is None else attention_mask + unused_mask
     lengths = takes_place.sum(dim=-1, dtype=torch.int32)
-    indices = takes_place.flatten().nonzero()[:, 0]
-    tokens = index_first_axis(hidden_states.flatten(0, 1), indices)
-    return tokens, indices, _ends(lengths), _longest(lengths), attention_mask.sum(dim=-1, dtype=torch.int32)
+    return *_packed(hidden_states, takes_place, lengths), attention_mask.sum(dim=-1, dtype=torch.int32)
 
 
 def unpad_input_for_concatenated_sequences(
@@ -57,20 +55,17 @@ def unpad_input_for_concatenated_sequences(
     check_whole_numbers(("B", "S"), attention_mask_in_length=attention_mask_in_length)
     filled = attention_mask_in_length.sum(dim=-1, keepdim=True)
     places = torch.arange(attention_mask_in_length.shape[1], device=filled.device)
-    indices = (places < filled).flatten().nonzero()[:, 0]
     lengths = attention_mask_in_length[attention_mask_in_length != 0]
+    return _packed(hidden_states, places < filled, lengths)
+
+
+def _packed(hidden_states: Tensor, takes_place: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor, Tensor, int]:
+    indices = takes_place.flatten().nonzero()[:, 0]
+    ends = torch.nn.functional.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0))
     tokens = index_first_axis(hidden_states.flatten(0, 1), indices)
-    return tokens, indices, _ends(lengths), _longest(lengths)
+    return tokens, indices, ends, max(lengths.tolist(), default=0)
 
 
 def pad_input(hidden_states: Tensor, indices: Tensor, batch: int, seqlen: int) -> Tensor:
     """The inverse of :func:`unpad_input`: ``[total, ...]`` and its indices -> ``[batch, seqlen, ...]``, else zeros."""
     return index_put_first_axis(hidden_states, indices, batch * seqlen).unflatten(0, (batch, seqlen))
-
-
-def _ends(lengths: Tensor) -> Tensor:
-    return torch.nn.functional.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0))
-
-
-def _longest(lengths: Tensor) -> int:
-    return int(lengths.max()) if lengths.numel() else 0

@@ -10,8 +10,7 @@ v ``[B, S, Hkv, Dv]``, lse float32 ``[B, Hq, L]``; packed q ``[total_q, Hq, D]``
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -20,9 +19,9 @@ from torch.nn.functional import pad
 
 from ...attention import sdpa_backward
 from ...call import without_autocast
-from ..options import PACKED, TOKENS, FlashArgumentError, FlashOptions, alibi_mask, attend, check_layout, flash_options
+from ..options import PACKED, TOKENS, FlashOptions, alibi_mask, attend, check_layout, flash_options
 from ..signatures import called_as
-from ..varlen import cut_to_used, read_ends, varlen_attend
+from ..varlen import cut_to_used, read_lengths, varlen_attend
 
 _ROWS = 128  # flash-attn rounds the rows of softmax_d up to it
 _OPTIONS = "dropout_p softmax_scale causal window_size_left=-1 window_size_right=-1 softcap=0.0 alibi_slopes=None"
@@ -32,15 +31,9 @@ _SAVED = "dout q k v out softmax_lse dq dk dv"
 
 @torch.no_grad()
 def forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cu_seqlens_q: Tensor | None = None,
-    cu_seqlens_k: Tensor | None = None,
-    seqused_k: Tensor | None = None,
-    block_table: Tensor | None = None,
-    **given: Any,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor | None = None, cu_seqlens_k: Tensor | None = None,
+    seqused_k: Tensor | None = None, block_table: Tensor | None = None, **given: Any,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """``_flash_attn_forward`` of a batch, or ``_flash_attn_varlen_forward`` within each of concatenated sequences.
 
     Args:
@@ -97,13 +90,15 @@ def backward(
     if cu_seqlens_q is None or cu_seqlens_k is None:
         _write_gradients(targets, dout, q, k, v, out, softmax_lse, options)
         return pad(sums.transpose(1, 2), (0, -q.shape[1] % _ROWS))
-    batch = len(cu_seqlens_q) - 1
+    q_ends, k_ends = read_lengths(cu_seqlens_q, cu_seqlens_k, q.shape[0], k.shape[0])
+    batch = len(q_ends) - 1
     options.check_slopes(batch, q.shape[1])
     softmax_d = q.new_zeros(q.shape[1], q.shape[0] + _ROWS * batch, dtype=torch.float32)
     for target in targets:
         if target is not None:
             target.zero_()
-    for b, i, j in _sequences(cu_seqlens_q, cu_seqlens_k, q, k):
+    for b in range(batch):
+        i, j = slice(*q_ends[b : b + 2]), slice(*k_ends[b : b + 2])
         own = [None if target is None else target[None, places] for target, places in zip(targets, (i, j, j))]
         saved = out[None, i], softmax_lse[None, :, i]
         _write_gradients(own, dout[None, i], q[None, i], k[None, j], v[None, j], *saved, options.part(b, b + 1))
@@ -159,15 +154,3 @@ def _write_gradients(
     for target, grad in zip(targets, grads):
         if target is not None:
             target.copy_(grad.transpose(1, 2))
-
-
-def _sequences(cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, q: Tensor, k: Tensor) -> Iterator[tuple[int, slice, slice]]:
-    """Number, queries and keys of each sequence."""
-    ends_q = read_ends("cu_seqlens_q", cu_seqlens_q, q.shape[0])
-    ends_k = read_ends("cu_seqlens_k", cu_seqlens_k, k.shape[0])
-    if len(ends_q) != len(ends_k):
-        raise FlashArgumentError(
-            f"cu_seqlens_q and cu_seqlens_k must both be [B + 1], got [{len(ends_q)}] and [{len(ends_k)}]"
-        )
-    for b, (of_q, of_k) in enumerate(zip(itertools.pairwise(ends_q), itertools.pairwise(ends_k))):
-        yield b, slice(*of_q), slice(*of_k)

@@ -134,7 +134,6 @@ class RotaryEmbedding(torch.nn.Module):
             raise FlashArgumentError(f"dim must be even, got {dim}")
         self.dim, self.base, self.interleaved = dim, float(base), interleaved
         self.register_buffer("inv_freq", self._compute_inv_freq(device), persistent=False)
-        self._seq_len_cached = 0
         self._cos_cached: Tensor | None = None
         self._sin_cached: Tensor | None = None
 
@@ -144,16 +143,10 @@ class RotaryEmbedding(torch.nn.Module):
 
     def _update_cos_sin_cache(self, seqlen: int, device: Any = None, dtype: torch.dtype | None = None) -> None:
         """Tables ``[seqlen, dim / 2]`` for at least ``seqlen`` positions, on ``device`` and in ``dtype``."""
-        cached = self._cos_cached
-        if (
-            cached is not None
-            and seqlen <= self._seq_len_cached
-            and cached.device == device
-            and cached.dtype == dtype
-            and not (self.training and cached.is_inference())
-        ):
+        cached: Any = self._cos_cached
+        fits = cached is not None and seqlen <= cached.shape[0] and (cached.device, cached.dtype) == (device, dtype)
+        if fits and not (self.training and cached.is_inference()):
             return
-        self._seq_len_cached = seqlen
         # Frequencies and positions stay in float32 (float64 tables: float64): a bfloat16 model has bfloat16 buffers.
         exact = torch.float64 if dtype == torch.float64 else torch.float32
         frequencies = self.inv_freq if self.inv_freq.dtype == torch.float32 else self._compute_inv_freq(device)
@@ -211,7 +204,12 @@ def _table_of(
     """The cosines and sines of each token, 1 and 0 outside of the tables; the arguments are checked."""
     offsets = seqlen_offsets
     check_layout(TOKENS if cu_seqlens is None else PACKED, x=x)
-    _check_tables(cos, sin, x.shape[-1])
+    check_layout(("positions", "rotary_dim / 2"), cos=cos)
+    check_layout(cos.shape, sin=sin)
+    if 2 * cos.shape[1] > x.shape[-1]:
+        raise FlashArgumentError(f"cos must be [positions, at most {x.shape[-1] // 2}], got {list(cos.shape)}")
+    if torch.is_grad_enabled() and (cos.requires_grad or sin.requires_grad):
+        raise FlashArgumentError("cos and sin must not require a gradient: none is computed; pass cos.detach()")
     batch, tokens = x.shape[:2]
     if cu_seqlens is not None:
         check_whole_numbers(("B + 1",), cu_seqlens=cu_seqlens)
@@ -235,16 +233,6 @@ def _table_of(
     outside = ((rows < 0) | (rows >= cos.shape[0]))[..., None]
     rows = rows.clamp(0, max(cos.shape[0] - 1, 0))
     return cos[rows].masked_fill(outside, 1).unsqueeze(-2), sin[rows].masked_fill(outside, 0).unsqueeze(-2)
-
-
-def _check_tables(cos: Tensor, sin: Tensor, head_dim: int) -> None:
-    check_layout(("positions", "rotary_dim / 2"), cos=cos, sin=sin)
-    if cos.shape != sin.shape or 2 * cos.shape[1] > head_dim:
-        raise FlashArgumentError(
-            f"cos and sin must be [positions, at most {head_dim // 2}], got {list(cos.shape)} and {list(sin.shape)}"
-        )
-    if torch.is_grad_enabled() and (cos.requires_grad or sin.requires_grad):
-        raise FlashArgumentError("cos and sin must not require a gradient: none is computed; pass cos.detach()")
 
 
 def _positions(ends: Tensor, total: int, offsets: int | Tensor, outside: int) -> Tensor:

@@ -11,7 +11,7 @@ from torch import Tensor
 from ... import flash_attn as functions
 from ..options import FlashArgumentError
 from ..signatures import called_as
-from ..varlen import padded_lse, read_ends
+from ..varlen import padded_lse, read_lengths
 from . import raw
 
 _LENGTHS = "cu_seqlens_q cu_seqlens_k max_seqlen_q max_seqlen_k"
@@ -58,7 +58,7 @@ def varlen_fwd(
         [out ``[total_q, Hq, D]``, lse ``[B, Hq, max_seqlen_q]``, zero after each sequence].
     """
     out, lse, *_ = raw.forward(q, k, v, cu_seqlens_q, cu_seqlens_k, causal=is_causal)
-    return [out, padded_lse(lse, read_ends("cu_seqlens_q", cu_seqlens_q, q.shape[0]), max_seqlen_q, 0.0)]
+    return [out, padded_lse(lse, cu_seqlens_q.tolist(), max_seqlen_q, 0.0)]
 
 
 @called_as(f"q k v out l dout {_LENGTHS} is_causal", ignored="max_seqlen_q max_seqlen_k")
@@ -67,7 +67,7 @@ def varlen_bwd(
     cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, is_causal: bool,
 ) -> list[Tensor]:  # fmt: skip
     """[dq, dk, dv] from the results of :func:`varlen_fwd`, zero after the last sequence."""
-    ends = read_ends("cu_seqlens_q", cu_seqlens_q, q.shape[0])
+    ends, _ = read_lengths(cu_seqlens_q, cu_seqlens_k, q.shape[0], k.shape[0])
     lse = torch.cat([row[:, : last - first] for row, first, last in zip(l, ends, ends[1:])], 1)
     lse = torch.nn.functional.pad(lse, (0, q.shape[0] - ends[-1]))
     grads = [torch.empty_like(t) for t in (q, k, v)]

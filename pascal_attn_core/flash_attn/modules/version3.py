@@ -60,15 +60,9 @@ def flash_attn_qkvpacked_func(qkv: Tensor, num_heads_q: int | None, **options: A
     refused=f"{_REFUSED} qv",
 )
 def flash_attn_varlen_func(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
-    seqused_q: Tensor | None,
-    seqused_k: Tensor | None,
-    **options: Any,
-) -> Any:
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, seqused_q: Tensor | None,
+    seqused_k: Tensor | None, **options: Any,
+) -> Any:  # fmt: skip
     """:func:`flash_attn_func` within each of several concatenated sequences.
 
     Args:

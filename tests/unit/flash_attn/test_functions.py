@@ -112,7 +112,7 @@ BAD_CALLS: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"alibi_slopes": torch.ones(2, requires_grad=True)}, ValueError, "must not require a gradient"),
     ({"q": torch.ones(2, 3, 4)}, ValueError, "q must be"),
     ({"k": None}, TypeError, "k must be a tensor"),
-    ({"k": torch.ones(1, 3, 2, 4)}, ValueError, "one batch size"),
+    ({"k": torch.ones(1, 3, 2, 4)}, ValueError, r"k must be \[2, tokens, heads, head_dim\], got \[1, 3, 2, 4\]"),
     ({"q": torch.ones(2, 3, 5, 4)}, ValueError, "multiple"),
     ({"v": torch.ones(2, 3, 2, 4, dtype=F64)}, TypeError, "one dtype"),
 ]

@@ -156,6 +156,7 @@ BAD: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"block_table": torch.zeros(2, 1)}, TypeError, "block_table must be whole numbers"),
     ({"v": None}, TypeError, "v must be a tensor"),
     ({"k": rand(2, 2, 1, DIM)}, ValueError, "k"),
+    ({"v_cache": rand(3, 11, KV_HEADS, DIM)}, ValueError, r"v_cache must be \[3, 12, 2, head_dim\], got"),
     ({"k": None, "v": None, "rotary_cos": rand(12, 4)}, ValueError, "rotary_cos and rotary_sin must come with k"),
     ({"rotary_cos": rand(12, 4)}, TypeError, "rotary_sin must be a tensor"),
     ({"rotary_cos": rand(4, 4), "rotary_sin": rand(4, 4)}, ValueError, "rotary_cos must have"),
@@ -169,8 +170,8 @@ def test_what_cannot_be_is_refused_before_the_cache_is_touched(change: dict[str,
     k_cache, v_cache = caches(3, 12)
     before = k_cache.clone(), v_cache.clone()
     k, v = caches(2, 2)
-    arguments = {"q": rand(2, 2, HEADS, DIM), "k": k, "v": v, "cache_seqlens": 5} | change
+    given = {"q": rand(2, 2, HEADS, DIM), "k_cache": k_cache, "v_cache": v_cache, "k": k, "v": v, "cache_seqlens": 5}
     with pytest.raises(kind, match=words):
-        flash_attn_with_kvcache(k_cache=k_cache, v_cache=v_cache, **arguments)
+        flash_attn_with_kvcache(**(given | change))
     assert torch.equal(k_cache, before[0])
     assert torch.equal(v_cache, before[1])

@@ -238,7 +238,7 @@ WRONG = [
     (lambda x, c, s: module.apply_rotary_emb(x, c[:2], s[:2]), "cos must have 4 positions, got 2"),
     (lambda x, c, s: module.apply_rotary_emb(x, c, s, seqlen_offsets=3), "cos must have 7 positions, got 6"),
     (lambda x, c, s: module.apply_rotary_emb(x, c, s, seqlen_offsets=-1), "must not be negative"),
-    (lambda x, c, s: module.apply_rotary_emb(x, c, s[:3]), "cos and sin must be"),
+    (lambda x, c, s: module.apply_rotary_emb(x, c, s[:3]), "sin must be"),
     (lambda x, c, s: module.apply_rotary_emb(x[..., :3], c, s), r"\[positions, at most 1\]"),
     (lambda x, c, s: module.apply_rotary_emb(x, c, s, seqlen_offsets=torch.tensor([1])), "seqlen_offsets must be"),
     (lambda x, c, s: module.apply_rotary_emb(x[0], c, s, cu_seqlens=torch.tensor([0, 4])), "max_seqlen must be given"),
