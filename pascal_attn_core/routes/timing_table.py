@@ -69,8 +69,7 @@ class Contest(Generic[Kind]):
 
     @functools.cached_property
     def known(self) -> dict[Kind, Found | None]:
-        path = self._path() if self.is_on else None
-        return {} if path is None else dict(self._load(path))
+        return dict(self._load()) if self.is_on else {}
 
     def find(self, kind: Kind, measure: Callable[[], Found | None], *, may_wait: bool = False) -> Found | None:
         """The answer for a kind, from ``measure`` where none is known; it runs once, in a thread of its own.
@@ -117,42 +116,41 @@ class Contest(Generic[Kind]):
         """Drop the answer for a kind: the next question finds it out again."""
         with self._lock:
             if self.known.pop(kind, None) is not None:
-                self._write(self.known)
+                self._write()
 
     # ---- on disk -----------------------------------------------------------------------------------------------------
 
     def save(self) -> None:
         """Store what is known. What another process has stored meanwhile takes precedence, so that both decide the same
         way."""
-        path = self._path()
-        if path is not None:
-            self.known.update(self._load(path))
-            self._write(self.known)
+        self.known.update(self._load())
+        self._write()
 
-    def _write(self, known: Mapping[Kind, Found | None]) -> None:
+    def _write(self) -> None:
         path = self._path()
         if path is None:
             return
-        rows = [{"kind": kind._asdict(), "times": found} for kind, found in known.items() if found is not None]
+        rows = [{"kind": kind._asdict(), "times": found} for kind, found in self.known.items() if found is not None]
         try:
             write_object(path, {**self.conditions(), _SECTION: rows})
         except OSError as error:
             log.info("the timings could not be stored in %s: %s", path.parent, error)
 
-    def _load(self, path: Path) -> dict[Kind, Found]:
-        """The file's content; one that cannot be read counts as empty."""
+    def _load(self) -> dict[Kind, Found]:
+        """The file's content; one that cannot be read, or is nowhere, counts as empty."""
+        path = self._path()
         try:
-            rows = read_object(path)[_SECTION]
+            rows = [] if path is None else read_object(path)[_SECTION]
             return {self.kind_type(**row["kind"]): self.found_in(row) for row in rows}
         except (OSError, ValueError, KeyError, TypeError, OverflowError):
             return {}
 
     def _path(self) -> Path | None:
+        """The file of a device, under the conditions of now."""
         folder = self.folder()
         return None if folder is None else folder / self.file_name()
 
     def file_name(self) -> str:
-        """The file of a device, under the conditions of now."""
         return name_for(self.file_kind, self.conditions())
 
     def conditions(self) -> dict[str, str]:
