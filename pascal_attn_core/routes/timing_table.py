@@ -159,7 +159,10 @@ class Contest(Generic[Kind]):
 
     def found_in(self, row: Mapping[str, Any]) -> Found:
         """The times in a row of the file; one of :meth:`_load`'s errors where it holds none."""
-        return {name: positive(time) for name, time in dict(row["times"]).items()}
+        times = dict(row["times"])
+        if not all(type(time) in (int, float) and 0 < time < math.inf for time in times.values()):
+            raise ValueError(f"times must be finite numbers above 0, got {times}")
+        return {name: float(time) for name, time in times.items()}
 
     def timed(self, kind: Kind, attempts: Mapping[str, Attempt]) -> Found | None:
         """Time them in turn; those for which there was no time are left out. None if there are none."""
@@ -226,13 +229,6 @@ def milliseconds(attempt: Attempt, device: torch.device, calls: int = 1) -> floa
 def _wait_for(device: torch.device) -> None:
     if device.type in ("mps", "xpu"):
         getattr(torch, device.type).synchronize()
-
-
-def positive(number: Any) -> float:
-    """A time, or a ratio of times, as a file holds it; ValueError where it is no finite number above zero."""
-    if isinstance(number, bool) or not isinstance(number, (int, float)) or not 0 < float(number) < math.inf:
-        raise ValueError(f"a time must be a finite number above 0, got {number!r}")
-    return float(number)
 
 
 def power_of_two(count: int) -> int:
