@@ -89,19 +89,18 @@ class FusedRoute(Route):
     def instead_of_plain(self, request: Request, plan: Plan, why: str) -> Choice | None:
         """The choice for a call that torch has no fused kernel for. On AMD's cards, up to RX 6000 for every call, ours
         has to take less time than torch's math on a call of this kind; tiles take it otherwise."""
-        if request.runtime.info.kind != "hip" or plan.band_rows:
-            return Choice(self, why, plan, torch_stores=True)
-        ratio = request.runtime.part(Timings).fused_over_plain(self, request.call)
-        if ratio is None:
-            return Choice(self, why, plan, torch_stores=True)
-        timed = f"timed on this card at {ratio:.2f} of the time of torch's math attention"
-        if ratio < 1:
-            return Choice(self, f"{why}; {timed}", plan, torch_stores=True)
+        is_timed = request.runtime.info.kind == "hip" and not plan.band_rows
+        ratio = request.runtime.part(Timings).fused_over_plain(self, request.call) if is_timed else None
+        timed = "" if ratio is None else f"timed on this card at {ratio:.2f} of the time of torch's math attention"
+        if ratio is None or ratio < 1:
+            return Choice(self, "; ".join(filter(None, [why, timed])), plan, torch_stores=True)
         request.remarks.append(f"ours was {timed}")
         return None
 
     def for_parts(self, call: AttentionCall, config: AttentionConfig, plan: Plan) -> Plan | list[str]:
-        return ["the fused kernel cuts its keys to fill the device"] if plan.splits else plan
+        """Without listed blocks, whose cuts depend on how many heads there are: in float32 sums the bits of the parts
+        are then those of a call that is not cut."""
+        return ["the fused kernel cuts its keys to fill the device"] if plan.splits else plan.unlisted
 
     def plan_part(self, request: Request, shared: Plan) -> Plan | list[str]:
         plan = request.plan(self)

@@ -79,11 +79,6 @@ class TensorRoute(FusedRoute):
         timings = request.runtime.part(Timings)
         return timings.over_tensor(self, self.plain, request.call, request.budget_bytes)
 
-    def for_parts(self, call: AttentionCall, config: AttentionConfig, plan: Plan) -> Plan | list[str]:
-        """Without listed blocks, whose cuts depend on how many heads there are: in float32 sums the bits of the parts
-        are then those of a call that is not cut."""
-        return super().for_parts(call, config, plan.unlisted)
-
     def backward(
         self, call: AttentionCall, config: AttentionConfig, plan: Plan, saved: Results, wanted: Wanted
     ) -> Gradients:

@@ -69,8 +69,7 @@ class Contest(Generic[Kind]):
 
     @functools.cached_property
     def known(self) -> dict[Kind, Found | None]:
-        path = self._path() if self.is_on else None
-        return {} if path is None else dict(self._load(path))
+        return dict(self._load()) if self.is_on else {}
 
     def find(self, kind: Kind, measure: Callable[[], Found | None], *, may_wait: bool = False) -> Found | None:
         """The answer for a kind, from ``measure`` where none is known; it runs once, in a thread of its own.
@@ -117,42 +116,41 @@ class Contest(Generic[Kind]):
         """Drop the answer for a kind: the next question finds it out again."""
         with self._lock:
             if self.known.pop(kind, None) is not None:
-                self._write(self.known)
+                self._write()
 
     # ---- on disk -----------------------------------------------------------------------------------------------------
 
     def save(self) -> None:
         """Store what is known. What another process has stored meanwhile takes precedence, so that both decide the same
         way."""
-        path = self._path()
-        if path is not None:
-            self.known.update(self._load(path))
-            self._write(self.known)
+        self.known.update(self._load())
+        self._write()
 
-    def _write(self, known: Mapping[Kind, Found | None]) -> None:
+    def _write(self) -> None:
         path = self._path()
         if path is None:
             return
-        rows = [{"kind": kind._asdict(), "times": found} for kind, found in known.items() if found is not None]
+        rows = [{"kind": kind._asdict(), "times": found} for kind, found in self.known.items() if found is not None]
         try:
             write_object(path, {**self.conditions(), _SECTION: rows})
         except OSError as error:
             log.info("the timings could not be stored in %s: %s", path.parent, error)
 
-    def _load(self, path: Path) -> dict[Kind, Found]:
-        """The file's content; one that cannot be read counts as empty."""
+    def _load(self) -> dict[Kind, Found]:
+        """The file's content; one that cannot be read, or is nowhere, counts as empty."""
+        path = self._path()
         try:
-            rows = read_object(path)[_SECTION]
+            rows = [] if path is None else read_object(path)[_SECTION]
             return {self.kind_type(**row["kind"]): self.found_in(row) for row in rows}
         except (OSError, ValueError, KeyError, TypeError, OverflowError):
             return {}
 
     def _path(self) -> Path | None:
+        """The file of a device, under the conditions of now."""
         folder = self.folder()
         return None if folder is None else folder / self.file_name()
 
     def file_name(self) -> str:
-        """The file of a device, under the conditions of now."""
         return name_for(self.file_kind, self.conditions())
 
     def conditions(self) -> dict[str, str]:
@@ -161,7 +159,10 @@ class Contest(Generic[Kind]):
 
     def found_in(self, row: Mapping[str, Any]) -> Found:
         """The times in a row of the file; one of :meth:`_load`'s errors where it holds none."""
-        return {name: positive(time) for name, time in dict(row["times"]).items()}
+        times = dict(row["times"])
+        if not all(type(time) in (int, float) and 0 < time < math.inf for time in times.values()):
+            raise ValueError(f"times must be finite numbers above 0, got {times}")
+        return {name: float(time) for name, time in times.items()}
 
     def timed(self, kind: Kind, attempts: Mapping[str, Attempt]) -> Found | None:
         """Time them in turn; those for which there was no time are left out. None if there are none."""
@@ -228,13 +229,6 @@ def milliseconds(attempt: Attempt, device: torch.device, calls: int = 1) -> floa
 def _wait_for(device: torch.device) -> None:
     if device.type in ("mps", "xpu"):
         getattr(torch, device.type).synchronize()
-
-
-def positive(number: Any) -> float:
-    """A time, or a ratio of times, as a file holds it; ValueError where it is no finite number above zero."""
-    if isinstance(number, bool) or not isinstance(number, (int, float)) or not 0 < float(number) < math.inf:
-        raise ValueError(f"a time must be a finite number above 0, got {number!r}")
-    return float(number)
 
 
 def power_of_two(count: int) -> int:

@@ -83,10 +83,12 @@ def fault_reasons(call: AttentionCall, *, read: bool = True) -> list[str]:
 
 
 class ShownFaults:
-    """Which faults the torch that is installed has shown on one device: ``{(name, kind): whether}``."""
+    """Which faults the torch that is installed has shown on one device, ``{(name, kind): whether}``, and the errors
+    that its kernels have raised there for calls they were promised for, by kind of call."""
 
     def __init__(self, runtime: Runtime):
         self.found: dict[tuple[str, Kind], bool] = {}
+        self.broken_promises: dict[tuple, str] = {}
 
 
 def is_shown(fault: Fault, kind: Kind) -> bool:
@@ -109,16 +111,9 @@ def is_shown(fault: Fault, kind: Kind) -> bool:
     return shown
 
 
-class BrokenPromises:
-    """Errors that torch's kernels have raised on one device for calls they were promised for, by kind of call."""
-
-    def __init__(self, runtime: Runtime):
-        self.reasons: dict[tuple, str] = {}
-
-
 def broken_promise(call: AttentionCall) -> str:
     """Why torch's function does not take calls of this kind, although torch says that it does; empty = it does."""
-    reasons = runtime_of(call.query.device).part(BrokenPromises).reasons
+    reasons = runtime_of(call.query.device).part(ShownFaults).broken_promises
     return reasons.get(_promise(call), "") if reasons else ""
 
 
@@ -133,7 +128,7 @@ def is_torchs_own(error: RuntimeError) -> bool:
 def unkept(call: AttentionCall, error: RuntimeError) -> RouteUnavailable:
     """Remember what torch's function has raised for a call, with one warning per sentence."""
     reason = f"torch's kernel for it raised: {str(error).strip().partition(chr(10))[0]}"
-    runtime_of(call.query.device).part(BrokenPromises).reasons[_promise(call)] = reason
+    runtime_of(call.query.device).part(ShownFaults).broken_promises[_promise(call)] = reason
     where = call.query.device.type
     log_once(logging.WARNING, "on %s some attention calls go on by other routes: %s", where, reason)
     return RouteUnavailable(reason)
