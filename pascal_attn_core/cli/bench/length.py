@@ -27,10 +27,10 @@ def memory_by_length(lengths: Sequence[int], budget_mib: float | None = None) ->
     config, route = AttentionConfig(route="tiled", budget_mib=budget_mib), TiledRoute()
     figures = {}
     for tokens in lengths:
-        inputs = [torch.empty(1, HEADS, tokens, HEAD_DIM, device="meta") for _ in range(3)]
-        plain = measure(torch._scaled_dot_product_attention_math, *inputs)
-        tiled = measure(lambda *qkv: route.forward(check_call(*qkv), config).out, *inputs)
-        planned = plan_call(check_call(*inputs), GPU, config)
+        query, key, value = (torch.empty(1, HEADS, tokens, HEAD_DIM, device="meta") for _ in range(3))
+        plain = measure(torch._scaled_dot_product_attention_math, query, key, value)
+        tiled = measure(lambda q, k, v: route.forward(check_call(q, k, v), config).out, query, key, value)
+        planned = plan_call(check_call(query, key, value), GPU, config)
         figures[tokens] = [each.extra_bytes / MIB for each in (plain, planned, tiled)]
     return figures
 
