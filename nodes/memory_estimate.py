@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import math
 from typing import Any, NamedTuple
@@ -13,7 +14,7 @@ from .comfy import host as _host
 from .comfy import inputs
 from .estimate.figures import Figures, Host
 from .estimate.inputs import Conditioning, Latent, guessed_conditioning, prompts
-from .estimate.largest import Axis, axes_of, bisected, find_largest
+from .estimate.largest import Axis, Size, axes_of, bisected, find_largest
 from .estimate.text import Subject, draw_largest, largest_text, need_text, text_of
 from .estimate.trace import ModelCall, trace_model
 from .ffn_chunking import budget_from
@@ -96,31 +97,30 @@ class PascalMemoryEstimate(inputs.PascalNode):
             available = min(total, free + model.loaded_size())
             is_streamed = model.model_size() >= available
             room = available if is_streamed else available - model.model_size()
-
-            def trace(shape: tuple[int, ...]) -> ModelCall:
-                if shape == tuple(wanted.shapes[0]):
-                    return followed.call
-                samples = torch.zeros(shape)
-                found = follow(model, Latent(samples, [samples.shape]), conditioning, tokens, followed.copies)
-                return found.call if isinstance(found, Followed) else ModelCall()
-
             axes = axes_of_latent(model, wanted) if available else []
+            trace = functools.partial(_traced, followed, model, wanted, conditioning, tokens)
             fits = [(axis, find_largest(axis, trace, host, room)) for axis in axes]
         found = Figures(followed.call, host)
-        others = {"text encoder": clip, "VAE": vae}
-        parts = {name: part.patcher for name, part in others.items() if part is not None}
-        weights = {name: (part.model_size(), part.load_device.type != "cpu") for name, part in parts.items()}
-        subject = Subject(name, wanted.shapes, *followed[1:], model.model_size(), available, total, weights)
+        others = _weights_of({"text encoder": clip, "VAE": vae})
+        subject = Subject(name, wanted.shapes, *followed[1:], model.model_size(), available, total, others)
         text = text_of(found, subject)
         fits = [(axis, ways) for axis, ways in fits if ways]
         if axes:
-            decode = vae and bisected(
-                axes[0].sizes, lambda size: int(vae.memory_used_decode(size.shape, vae.vae_dtype)), available
-            )
+            decode = vae and bisected(axes[0].sizes, functools.partial(_bytes_of_decoding, vae), available)
             text += "\n" + largest_text(fits, room, is_streamed, decode)
         picture = draw_largest(fits, f"{name}: the largest that fits")
         _host.say(f"memory estimate: {name} {need_text(found)}", unique_id, f"{name}: {need_text(found)}")
         return text, max(0.0, (found.total_without - found.total_with) / MIB), as_image(picture)
+
+
+def _bytes_of_decoding(vae: Any, size: Size) -> int:
+    return int(vae.memory_used_decode(size.shape, vae.vae_dtype))
+
+
+def _weights_of(parts: dict[str, Any]) -> dict[str, tuple[int, bool]]:
+    """Bytes of the weights of the parts that are there, and whether ComfyUI computes with them on the card."""
+    patchers = {name: part.patcher for name, part in parts.items() if part is not None}
+    return {name: (each.model_size(), each.load_device.type != "cpu") for name, each in patchers.items()}
 
 
 def axes_of_latent(model: Any, latent: Latent) -> list[Axis]:
@@ -162,6 +162,17 @@ def follow(model: Any, latent: Latent, conditioning: Conditioning | None, tokens
             reason = "it does not offer its attention calls to patches"
     advice = "" if conditioning else " Connect the prompt's conditioning."
     return f"no estimate, since the model could not be traced ({reason}).{advice}"
+
+
+def _traced(
+    known: Followed, model: Any, latent: Latent, conditioning: Conditioning | None, tokens: int, shape: tuple[int, ...]
+) -> ModelCall:
+    """A call of the model on a latent of this shape, known already for the latent's own."""
+    if shape == tuple(latent.shapes[0]):
+        return known.call
+    samples = torch.zeros(shape)
+    found = follow(model, Latent(samples, [samples.shape]), conditioning, tokens, known.copies)
+    return found.call if isinstance(found, Followed) else ModelCall()
 
 
 def batch_copies(model: Any, latent: Latent, free_bytes: int) -> int:
