@@ -3,6 +3,7 @@
 import functools
 import sys
 import threading
+import time
 from dataclasses import replace
 from typing import Any
 from unittest.mock import Mock
@@ -171,7 +172,7 @@ def test_each_prompt_begins_with_the_full_budget(monkeypatch: pytest.MonkeyPatch
     for engine in (make_engine(), make_engine()):
         engine.begin()
         if not caps:
-            caps.lower(("a shape",), 1 << 20)
+            caps["a shape",] = 1 << 20, 5, time.monotonic()
         engine.end()
         assert caps  # it is the same prompt still
     prompt = "two"
