@@ -67,7 +67,7 @@ def _check(inputs: list[Tensor | None], options: dict[str, Any]) -> None:
     assert_close(lse, oracle_lse, similar_lse, "lse", dtype=out.dtype)
 
 
-_CALLS = [(case, is_full) for is_full, every in ((False, 10), (True, 15)) for case in some(TAKEN, every)]
+_CALLS = [(case, is_full) for is_full, every in ((False, 20), (True, 30)) for case in some(TAKEN, every)]
 
 
 @pytest.mark.parametrize(("case", "is_full"), _CALLS, ids=lambda value: getattr(value, "name", value))
@@ -102,7 +102,7 @@ SIZES = [
 
 
 @pytest.mark.parametrize("is_wide", [True, False], ids=["wide", "small"])
-@pytest.mark.parametrize("case", some(SIZES, 4), ids=lambda case: case.name)
+@pytest.mark.parametrize("case", some(SIZES, 6), ids=lambda case: case.name)
 def test_every_geometry_is_right(case: Case, is_wide: bool, card: DeviceInfo, monkeypatch: pytest.MonkeyPatch) -> None:
     """Tiles are small on a card of many multiprocessors."""
     if is_wide:
@@ -115,7 +115,7 @@ def test_every_geometry_is_right(case: Case, is_wide: bool, card: DeviceInfo, mo
 
 
 @pytest.mark.parametrize("info", [RX_7600, RX_9070], ids=lambda info: info.arch)
-@pytest.mark.parametrize("case", some([case for case in SIZES if case.query[-1] != 40], 4), ids=lambda case: case.name)
+@pytest.mark.parametrize("case", some([case for case in SIZES if case.query[-1] != 40], 6), ids=lambda case: case.name)
 def test_bfloat16_on_amds_matrix_units(case: Case, info: DeviceInfo) -> None:
     """gfx12 has other fragments than gfx11."""
     with emulated_card(info=replace(info, num_sms=1)) as kernels:
@@ -123,8 +123,9 @@ def test_bfloat16_on_amds_matrix_units(case: Case, info: DeviceInfo) -> None:
     assert {(v.kind.partition("_")[0], v.dtype) for v in (x.variant for x in kernels.queued)} == {("wmma", "bfloat16")}
 
 
-@pytest.mark.parametrize("softcap", [None, 5.0])
-@pytest.mark.parametrize("mask", ["none", "float [L, S]"])
+@pytest.mark.parametrize(
+    ("mask", "softcap"), some([("none", 5.0), ("none", None), ("float [L, S]", None), ("float [L, S]", 5.0)], 2)
+)
 def test_sinks_are_one_more_key_without_a_value(card: DeviceInfo, mask: str, softcap: float | None) -> None:
     # that of the third head is larger than any score, the first takes no part
     sinks = torch.tensor([-torch.inf, 0.5, 40.0, -3.0])
@@ -212,7 +213,7 @@ def _assert_alike(found: Sequence[Tensor], expected: Sequence[Tensor]) -> None:
         assert error < 4e-3, f"{name}: {error:.1e}"
 
 
-@pytest.mark.parametrize("mask", ["none", "float [L, S]", "bool blocks"])
+@pytest.mark.parametrize("mask", some(["none", "float [L, S]", "bool blocks"], 2))
 def test_parts_of_the_keys_give_their_parts_of_the_gradients(card: DeviceInfo, mask: str) -> None:
     """As ring attention does it, from the results of all keys."""
     *inputs, bias = sized(torch.float16, 64, 70, 96, mask).build()[0]
@@ -235,8 +236,9 @@ def test_parts_of_the_keys_give_their_parts_of_the_gradients(card: DeviceInfo, m
     _assert_alike(found, expected)
 
 
-@pytest.mark.parametrize("softcap", [None, 3.0])
-@pytest.mark.parametrize("mask", ["none", "float [L, S]"])
+@pytest.mark.parametrize(
+    ("mask", "softcap"), some([("none", 3.0), ("none", None), ("float [L, S]", None), ("float [L, S]", 3.0)], 2)
+)
 def test_softcap_and_sinks_have_gradients(card: DeviceInfo, mask: str, softcap: float | None) -> None:
     """That of the sinks too, of which the second is larger than any score and the third takes no part."""
     if softcap and card.kind == "hip":

@@ -144,7 +144,9 @@ def _failures(attempts: Iterator[tuple[str, Callable[[], bool]]]) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize(("name", "count"), some([("AMD Instinct MI50", "1"), *((name, "2") for name in NVIDIA)], 2))
+@pytest.mark.parametrize(
+    ("name", "count"), some([("Tesla T4", "2"), ("AMD Instinct MI50", "1"), ("NVIDIA GeForce GTX 1080 Ti", "2")], 3)
+)
 @guard.alone()
 def test_calls_on_cards_are_right_and_nothing_is_left_behind(name: str, count: str) -> None:
     driver = cards.believe(cards.CARDS[name], int(count))
