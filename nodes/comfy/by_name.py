@@ -52,7 +52,7 @@ def caught(catch: Catch) -> Iterator[None]:
 
 def _variables() -> list[Any]:
     """The closures' variables that hold the host's functions, each once: a wrapper may have several names."""
-    found = {}
+    found: dict[int, Any] = {}
     for wrapper in vars(sys.modules.get("comfy.ldm.modules.attention", object)).values():
         if isinstance(wrapper, FunctionType) and hasattr(wrapper, "__wrapped__"):
             free = dict(zip(wrapper.__code__.co_freevars, wrapper.__closure__ or ()))
