@@ -82,8 +82,9 @@ class AttentionConfig:
         _one_of("route", self.route, tuple(known_routes))
         _one_of("softmax", self.softmax, ("auto", "online"))
         for name, (kind, least, most) in _NUMBERS.items():
-            if getattr(self, name) is not None or name in ("math_limit_mib", "share_from_tokens"):
-                _check_number(name, getattr(self, name), kind, least, most)
+            value = getattr(self, name)
+            if value is not None or getattr(AttentionConfig, name) is not None:
+                _check_number(name, value, kind, least, most)
         for name in ("trim_masks", "fused", "atomic_gradients"):
             if not isinstance(getattr(self, name), bool):
                 raise TypeError(f"{name} must be a bool, got {getattr(self, name)!r}")

@@ -145,6 +145,8 @@ def _cuda_info(index: int) -> DeviceInfo:
     is_hip = torch.version.hip is not None
     # gcnArchName may end with features: gfx906:sramecc+:xnack-
     arch = getattr(props, "gcnArchName", "").split(":")[0] if is_hip else f"sm_{props.major}{props.minor}"
+    # Threads of a wave where torch does not say it: AMD's instruction set guides.
+    wave_size = 64 if arch.startswith("gfx9") else 32 if arch.startswith(("sm_", "gfx1")) else 0
     return DeviceInfo(
         kind="hip" if is_hip else "cuda",
         name=props.name,
@@ -155,9 +157,7 @@ def _cuda_info(index: int) -> DeviceInfo:
         arch=arch,
         clock_hz=1000 * getattr(props, "clock_rate", 0),  # newer torch only, as the next two
         true_arch=true_arch(_place(props), variables(OVERRIDE)) if is_hip else "",
-        wave_size=getattr(
-            props, "warp_size", 64 if arch.startswith("gfx9") else 32 if arch.startswith(("sm_", "gfx1")) else 0
-        ),
+        wave_size=getattr(props, "warp_size", wave_size),
         shared_bytes=getattr(props, "shared_memory_per_block", _AMD_LDS_BYTES if arch.startswith("gfx") else 0),
     )
 

@@ -173,13 +173,8 @@ def _gradient_error(variant: Variant, call: AttentionCall, run: Run) -> float:
     grads = [torch.full_like(t, float("nan")) for t in (call.query, call.key, call.value)]
     plan, targets = Plan(variant, 0, all_gradients(variant), packed), (grads[0], grads[1], grads[2])
     launches = backward_launches(call, plan, torch.ones_like(out), out, lse, log_sum, None, targets)
-    run(
-        [
-            launch
-            for launch in packed_launches(launches, packed)
-            if launch.variant == variant or launch.function in DELTAS
-        ]
-    )
+    launches = packed_launches(launches, packed)
+    run([launch for launch in launches if launch.variant == variant or launch.function in DELTAS])
     pairs = list(zip(grads, expected))[variant.gradients]
     return max(gap(found.cpu(), right).relative for found, right in pairs)
 

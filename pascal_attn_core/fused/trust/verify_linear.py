@@ -110,9 +110,8 @@ def product_error(variant: GgufLinearVariant, device: torch.device, run: Run) ->
         out = torch.full((len(x), cols), float("nan"), dtype=dtype, device=device)
         call = GgufLinearCall(x.to(device, dtype), blocks.to(device), name, bias.to(device), out)
         run(gguf_linear_launches(call, variant.rows, function, variant.arch))
-        if not _same(
-            out.cpu(), expected_product(call._replace(x=x.to(dtype), blocks=blocks, bias=bias), function).to(dtype)
-        ):
+        right = expected_product(call._replace(x=x.to(dtype), blocks=blocks, bias=bias), function).to(dtype)
+        if not _same(out.cpu(), right):
             return float("inf")
     return 0.0
 
