@@ -120,8 +120,9 @@ def is_plainly_short(
             return False
         if not 0 < batch * heads * seq_len_q * k_shape[2] * 4 <= config.math_limit_mib * MIB:
             return False
-        is_dense = query.is_contiguous() and key.is_contiguous() and value.is_contiguous()
-        if not (is_dense or all(_has_dense_rows(tensor, head_dim) for tensor in (query, key, value))):
+        if not (query.is_contiguous() and key.is_contiguous() and value.is_contiguous()) and not (
+            _has_dense_rows(query, head_dim) and _has_dense_rows(key, head_dim) and _has_dense_rows(value, head_dim)
+        ):
             return False
         if is_causal is not False and (is_causal is not True or attn_mask is not None):
             return False

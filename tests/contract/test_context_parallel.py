@@ -87,7 +87,7 @@ def differences(rank: int, name: str, lengths: Sequence[int], groups: dict[str, 
     return [float((a - b[:, :, own]).abs().max()) if a.numel() else 0.0 for a, b in zip(answers, expected)]
 
 
-@pytest.mark.parametrize("tokens", some(["7 3 9", "1 5", "6 6", "6 6 6 6", "6 0", "1 1"], 3))
+@pytest.mark.parametrize("tokens", some(["7 3 9", "1 5", "6 6", "6 6 6 6", "6 0", "1 1"], 6))
 @fresh.alone
 def test_every_call_gives_what_one_process_gives(tokens: str) -> None:
     """Two and three processes by a ring and by Ulysses, four by both; one may have a single token, or all of them."""

@@ -271,7 +271,7 @@ def test_the_fused_kernels_say_why_not() -> None:
     assert tensor_reasons(replace(call, score_rule=rule), (7, 5)) == ["the fused kernel has no score_mod"]
 
 
-@pytest.mark.parametrize(("mask", "score_mod"), some(itertools.product(["none", "window", "of heads"], SCORE_MODS), 3))
+@pytest.mark.parametrize(("mask", "score_mod"), some(itertools.product(["none", "window", "of heads"], SCORE_MODS), 5))
 def test_memory(mask: str, score_mod: str) -> None:
     """Forward and gradients within the budget; the score matrix alone has 18 MiB."""
     mod, tokens = SCORE_MODS[score_mod], 1100

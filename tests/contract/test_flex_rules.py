@@ -94,7 +94,7 @@ RULES = (
 )
 
 
-@pytest.mark.parametrize(("rule", "dtype"), some(itertools.product(RULES, TOLERANCES), 5), ids=str)
+@pytest.mark.parametrize(("rule", "dtype"), some(itertools.product(RULES, TOLERANCES), 8), ids=str)
 def test_rules(rule: tuple[str, str], dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     score, mask = rule

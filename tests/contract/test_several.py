@@ -40,7 +40,7 @@ def shared(config: AttentionConfig, *devices: str) -> AttentionConfig:
 
 def test_the_bits_are_those_of_one_device() -> None:
     taken: collections.Counter[str] = collections.Counter()
-    cases = some(TABLE, 17)
+    cases = some(TABLE, 29)
     for case in cases:
         inputs, options = case.build()
         call = check_call(*inputs, **options)
@@ -76,7 +76,7 @@ def _gradients(case: Case, config: AttentionConfig) -> tuple[list[Tensor], str]:
 
 @pytest.mark.parametrize("route", ["auto", "small_tiles", "small_budget"])
 def test_and_those_of_gradients(route: str) -> None:
-    taken, cases = 0, some(GRADIENT_TABLE, 4)
+    taken, cases = 0, some(GRADIENT_TABLE, 7)
     for case in cases:
         if route in routes_for(case, of=[route]):
             found, by = _gradients(case, shared(ROUTES[route], "cpu", "cpu"))

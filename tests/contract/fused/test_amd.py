@@ -71,7 +71,7 @@ _WIDTHS = [
     for d, dim in enumerate((*HEAD_DIMS, 36, 52, 100, 300))
     for a, arch in enumerate(ARCHS)
     for t, dtype in enumerate((FLOAT16, FLOAT32, BFLOAT16))
-    if times(1) > 1 or (a + t + d) % 12 == 0 or (arch == "gfx906" and dtype == FLOAT16 and dim in (40, 64, 128, 512))
+    if times(1) > 1 or (a + t + d) % 18 == 0 or (arch == "gfx906" and dtype == FLOAT16 and dim in (40, 64, 128, 512))
 ]
 
 

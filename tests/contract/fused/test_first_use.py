@@ -166,7 +166,7 @@ def test_whoever_looks_sees_the_call_and_nothing_of_its_first_time(kernels: Card
     assert kernels._checked
 
 
-@pytest.mark.parametrize("mode", some(MODES, 2))
+@pytest.mark.parametrize("mode", some(MODES, 3))
 @pytest.mark.parametrize("requires_grad", [False, True])
 def test_the_first_call_may_be_made_in_any_mode(kernels: CardKernels, mode: str, requires_grad: bool) -> None:
     if requires_grad and mode in ("inference", "no_grad"):

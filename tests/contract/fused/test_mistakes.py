@@ -164,7 +164,7 @@ def _mistakes(generation: str) -> Iterator[tuple[Text, str]]:
     places = [words for words in _SHUFFLES if words in text]
     shuffles = [line for line in text.splitlines() if re.search("__shfl|other_half", line) and line[0] == " "]
     assert len(places) == len(shuffles) == {"tensor": 3, "volta": 5, "wmma": 4}[generation]
-    for words in some(places, 2):
+    for words in some(places, 4):
         yield text.replace(words, _SHUFFLES[words]), words
 
 

@@ -84,6 +84,7 @@ def test_the_notebook_for_cards_runs_on_a_cpu(tmp_path: Path) -> None:
     assert outline(printed.rpartition("pictures")[0], 1) == outline(stored("cards.ipynb"), 1)
 
 
+@at_night
 @pytest.mark.slow
 def test_the_notebook_of_the_algorithm_shows_its_pictures(tmp_path: Path) -> None:
     printed = execute("attention.ipynb", tmp_path)

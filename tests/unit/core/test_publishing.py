@@ -212,7 +212,7 @@ def _installs(python: Path, shelf: Path, *what: str) -> dict[str, str]:
     return {each["name"]: each["version"] for each in installed}
 
 
-@pytest.mark.parametrize("torch_version", some(NEEDS, 3))
+@pytest.mark.parametrize("torch_version", some(NEEDS, 4))
 def test_the_torch_that_is_there_stays_beside_what_the_tests_need(torch_version: str, shelf, tmp_path) -> None:
     python = _python(torch_version, shelf, tmp_path)
     assert _installs(python, shelf, "pascal-attention[test]") == {"pascal-attention": "1"}

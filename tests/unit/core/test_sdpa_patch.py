@@ -142,7 +142,7 @@ def test_all_threads_are_served_while_patches_come_and_go() -> None:
 
     with ThreadPoolExecutor(4) as pool:
         running = [pool.submit(calls) for _ in range(4)]
-        for _ in range(50):
+        for _ in range(20):
             enable(TILED)
             disable()
         stop.set()

@@ -147,7 +147,7 @@ def test_geometries_begin_with_the_shipped_one_and_fill_whole_warps() -> None:
 _ON_TENSOR_CORES = ["small", "grad_query", "grad_key_value_capped_packed", "packed", "even"]
 
 
-@pytest.mark.parametrize("kind", ["int8", "capped", *some([f"tensor_{kind}" for kind in _ON_TENSOR_CORES], 3)])
+@pytest.mark.parametrize("kind", ["int8", "capped", *some([f"tensor_{kind}" for kind in _ON_TENSOR_CORES], 6)])
 def test_every_kind_of_kernel_is_swept_on_the_cards_that_have_it(a_card: Any, path: Path, kind: str) -> None:
     variant = Variant(kind, 64, "float16")
     settings = SMALL
