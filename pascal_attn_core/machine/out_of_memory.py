@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import TypeVar
 
@@ -27,11 +28,17 @@ def with_room(work: Callable[[], Result]) -> Result:
     what it holds unused: other libraries ask there for theirs."""
     try:
         return work()
-    except (RuntimeError, MemoryError) as error:
-        if not is_out_of_memory(error):
-            raise
+    except out_of_memory():
+        pass
     torch.cuda.empty_cache()
     return work()
+
+
+def out_of_memory() -> tuple[type[Exception], ...]:
+    """What an ``except`` clause catches if memory was short, ``except out_of_memory():``. The clause is read when there
+    is an exception, so this names its class, or nothing where it says something else."""
+    error = sys.exc_info()[1]
+    return (type(error),) if isinstance(error, Exception) and is_out_of_memory(error) else ()
 
 
 def is_out_of_memory(error: BaseException) -> bool:
