@@ -33,7 +33,7 @@ from torch.overrides import _get_current_function_mode, handle_torch_function
 
 from .attention import sdpa
 from .call import PLAIN, Options, check_call, is_causal_bias
-from .config import AttentionConfig, default_config, number_of, switched_on
+from .config import AttentionConfig, default_config, log_once, number_of, switched_on
 from .patching.interception import SDPA_NAME, TORCH_SDPA, SdpaMode, bind_sdpa
 from .patching.patch import Patch
 from .routes import is_plainly_short
@@ -273,7 +273,7 @@ def _is_refused(args: tuple, kwargs: dict[str, Any]) -> bool:
     try:
         check_call(*call[:4], Options(*call[4:]))
     except (TypeError, ValueError) as error:
-        _note_refusal(str(error))
+        log_once(logging.INFO, "%s: a call was passed to torch unchanged: %s", SDPA_NAME, str(error))
         return True
     return False
 
@@ -303,11 +303,6 @@ def _transforms_are_active() -> bool:
 # As torch.compiler.assume_constant_result does, which would import the compiler: older ones cannot trace that function.
 # A graph is guarded by the transforms around it.
 _transforms_are_active._dynamo_marked_constant = True  # type: ignore[attr-defined]
-
-
-@functools.lru_cache(maxsize=256)
-def _note_refusal(reason: str) -> None:
-    log.info("%s: a call was passed to torch unchanged: %s", SDPA_NAME, reason)
 
 
 def _report_holders() -> None:
