@@ -34,7 +34,6 @@ from ..routes.tile_timing import TileTimings
 from ..routes.timing import Timings
 from ..tiled.plan import describe_plan
 from ..tiled.tiles import recommended_tile_size_for
-from . import second_card
 
 _CALL, _GQA_KEY = (1, 8, 4096, 64), (1, 2, 4096, 64)
 
@@ -125,7 +124,8 @@ def describe(info: Info) -> str:
     lines = head_lines(info.machine)
     for number, device in enumerate(info.machine.devices):
         lines += ["", *device_lines(info.machine, number), *_tile_lines(device, info.config)]
-    lines += [*_together_lines(info), *_route_lines(info)]
+    together = together_lines(info.machine)
+    lines += [*([""] if together else []), *together, *_route_lines(info)]
     if info.int8 is not None:
         way, why = info.int8
         lines.append(line("int8", f"linear layers, if asked for: by {COMPUTED_BY[way]}" + (f"; {why}" if why else "")))
@@ -133,18 +133,6 @@ def describe(info: Info) -> str:
         kernel = "by the operators that define it, for checks" if on_cpu else "by the kernel"
         lines.append(line("", f"attention, if asked for: {f'no: {reasons}' if reasons else kernel}"))
     return "\n".join(lines)
-
-
-def _together_lines(info: Info) -> list[str]:
-    """The lines about cards that work together."""
-    machine = info.machine
-    lines = together_lines(machine)
-    if not lines:
-        return []
-    lines.append(line("", "speedup of attention on both cards over the first alone (calculated, not measured):"))
-    for name, gains in second_card.own_gains(machine):
-        lines.append(line("", f"  {name}: " + ", ".join(f"{model} {gain:.2f}" for model, gain in gains)))
-    return ["", *lines]
 
 
 def _tile_lines(info: DeviceInfo, config: AttentionConfig) -> list[str]:
