@@ -14,8 +14,8 @@ from typing import Any
 from .. import __version__
 from ..machine.storage import write_object
 
-# Each command is a module with add_options(parser) and run(options). It is imported only when it is needed, so that
-# `pascal-attn info` works, and starts fast, with torch alone.
+# Each command is a module with add_options(parser) and run(options), which returns the exit status. It is imported only
+# when it is needed, so that `pascal-attn info` works, and starts fast, with torch alone.
 COMMANDS = {
     "info": "one block of facts about this machine, to paste into a bug report",
     "selftest": "check and time every route and kernel on this machine; prints one block to paste",

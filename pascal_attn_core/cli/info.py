@@ -53,9 +53,8 @@ class Info:
 
     Attributes:
         routes: per kind of call and per route why it cannot take such a call here (an empty list = it can).
-        timed: kinds of calls for which the fused kernel and torch's were timed here: our time over torch's.
-        timed_tiles: the same for tiles and torch's kernel, on a CPU.
-        timed_plain: the same for the fused kernel and torch's math attention, on AMD's cards.
+        timed: for two ways to compute that were timed here, "tiles relative to torch's kernel": the ratio of their
+            times per kind of call.
         int8: what would compute linear layers in 8 bits, and why nothing faster; None = no device to ask about.
         int8_attention: why attention cannot run in 8 bits, not exact, where it is asked for.
     """
@@ -63,20 +62,16 @@ class Info:
     machine: Machine
     config: AttentionConfig = field(default_factory=AttentionConfig)
     routes: dict[str, dict[str, list[str]]] = field(default_factory=dict)
-    timed: dict[str, float] = field(default_factory=dict)
-    timed_tiles: dict[str, float] = field(default_factory=dict)
-    timed_plain: dict[str, float] = field(default_factory=dict)
+    timed: dict[str, dict[str, float]] = field(default_factory=dict)
     int8: tuple[str, str] | None = None
     int8_attention: list[str] = field(default_factory=list)
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options of ``info``."""
     parser.add_argument("--json", action="store_true", help="print JSON instead of text")
 
 
 def run(options: argparse.Namespace) -> int:
-    """Run the command."""
     info = gather()
     print(json.dumps(document(info), indent=1) if options.json else describe(info))
     return 0
@@ -93,9 +88,11 @@ def gather() -> Info:
         machine,
         config,
         routes=ask_routes(device_names()[0], config) if runs else {},
-        timed=runtime.part(Timings).ratios("torch"),
-        timed_plain=runtime.part(Timings).ratios("plain"),
-        timed_tiles={kind: ratio for kind, ratio in tiles.items() if ratio is not None},
+        timed={
+            "the fused kernel relative to torch's kernel": runtime.part(Timings).ratios("torch"),
+            "the fused kernel relative to torch's math attention": runtime.part(Timings).ratios("plain"),
+            "tiles relative to torch's kernel": {kind: ratio for kind, ratio in tiles.items() if ratio is not None},
+        },
         int8=backend_on(runtime.device) if runs else None,
         int8_attention=why_not("fused-int8", check_call(query, query, query), config) if runs else [],
     )
@@ -166,14 +163,10 @@ def _route_lines(info: Info) -> list[str]:
             if reasons.get(route):
                 refused.setdefault("; ".join(reasons[route]), []).append(kind)
         lines += [line("", f"  {text}") for text in _route_text(route, list(info.routes), refused)]
-    for what, other, timed in (
-        ("the fused kernel", "torch's kernel", info.timed),
-        ("the fused kernel", "torch's math attention", info.timed_plain),
-        ("tiles", "torch's kernel", info.timed_tiles),
-    ):
-        if timed:
-            lines.append(line("timed", f"time of {what} relative to {other}, for each kind of call timed so far:"))
-            lines += [line("", f"  {ratio:5.2f}  {kind}") for kind, ratio in sorted(timed.items())]
+    for what, ratios in info.timed.items():
+        if ratios:
+            lines.append(line("timed", f"time of {what}, for each kind of call timed so far:"))
+            lines += [line("", f"  {ratio:5.2f}  {kind}") for kind, ratio in sorted(ratios.items())]
     return lines
 
 

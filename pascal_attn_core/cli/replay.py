@@ -18,7 +18,6 @@ from .bench.contest import Named, Result, Settings
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options of ``replay``."""
     parser.description = (
         "Runs each call in files written by pascal_attn_core.capture through every route and through "
         "torch's own kernels. 'error' is the largest difference from float64 relative to the largest value."
@@ -28,7 +27,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Run the command."""
     hold(options, _calls, Settings(options.rounds, options.seconds, error_rows=None))
     return 0
 

@@ -14,7 +14,6 @@ from . import CommandError
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options of ``run``."""
     parser.description = (
         "Runs a Python script, or with -m a module, as python would, with every call of torch's "
         "scaled_dot_product_attention and flex_attention computed by Pascal Attention, and `import flash_attn`, "
@@ -36,7 +35,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Run the command."""
     script = Path(options.program)
     if not options.is_module and not script.exists():
         raise CommandError(f"there is no file {options.program}; to run a module, use -m {options.program}")

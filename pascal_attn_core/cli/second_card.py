@@ -55,7 +55,7 @@ PAIRS = (
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """There are none."""
+    """It has none."""
 
 
 def run(options: argparse.Namespace) -> int:

@@ -35,7 +35,6 @@ _CALLS_PER_CANDIDATE = _ROUNDS + 4  # rounds, warm-up, the measured call and its
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options of ``selftest``."""
     parser.description = (
         "Compares every route and every shipped kernel with float64 on this machine, times the routes on "
         "the shapes of real models, and prints one block to paste. Needs nothing but torch. The exit status is 0 if "
@@ -49,7 +48,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Run the command."""
     check_numbers(options, "seconds", "threads")
     check_output(options.json)
     device = device_named(options.device)

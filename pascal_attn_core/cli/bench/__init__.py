@@ -27,7 +27,6 @@ DTYPES = ("float32", "float16", "bfloat16", "float64")
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options of ``bench``."""
     parser.description = (
         "Times all candidates interleaved in one process. 'vs torch' is the time relative to torch's own "
         "function, unmodified; 'extra' the peak memory besides inputs and outputs; 'TFLOP/s' the operations that the "
@@ -71,7 +70,6 @@ def add_timing_options(parser: argparse.ArgumentParser, *, rounds: int) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Run the command."""
     if options.plot is not None:
         return _plot(options.plot, options.budget_mib)
     settings = Settings(options.rounds, options.seconds, backward=options.backward)

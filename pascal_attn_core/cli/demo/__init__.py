@@ -40,7 +40,6 @@ error: the largest difference of the final latents from those of stock."""
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options of ``demo``."""
     parser.description = (
         "Runs two real diffusers pipelines at real token counts, with few channels and random weights, so "
         "nothing is downloaded: with torch's math attention, with stock attention and with Pascal Attention. Shows "
@@ -56,7 +55,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Run the command."""
     missing = [name for name in EXTRAS if importlib.util.find_spec(name) is None]
     if missing:
         raise CommandError(f"{', '.join(missing)} must be installed for the demo: pip install {' '.join(missing)}")
@@ -76,18 +74,19 @@ def run(options: argparse.Namespace) -> int:
 def _models(options: argparse.Namespace, device: torch.device) -> Contest:
     from . import models
 
-    cases: dict[Named, Case] = {}
+    cases: dict[Named, tuple[Case, Case]] = {}
     for name, make in models.CASES.items():
         if options.only in (None, name):
             case = make(quick=options.quick, steps=options.steps)
             size = f"{case.tokens:,} tokens, {case.num_heads} heads of {case.head_dim}, {options.dtype}"
-            cases[Named(name, case.title, size)] = case
+            cases[Named(name, case.title, size)] = case, make(quick=True, steps=1)
     dtype = getattr(torch, options.dtype)
-    return Contest("model", list(cases), lambda work, *how: race(cases[work], dtype, device, *how), STOCK, STOCK)
+    return Contest("model", list(cases), lambda work, *how: race(*cases[work], dtype, device, *how), STOCK, STOCK)
 
 
-def race(case: Case, dtype: torch.dtype, device: torch.device, settings: Settings, *progress: Any) -> list[Result]:
-    """One generation with each attention, without further rounds: each is done before the next is prepared."""
+def race(case: Case, small: Case, dtype: torch.dtype, device: torch.device, *how: Any) -> list[Result]:
+    """One generation with each attention, without further rounds, after a ``small`` one by the same pipeline: each is
+    done before the next is prepared."""
     pipe = case.build().to(device, dtype)
     found: list[Tensor] = []
 
@@ -98,14 +97,14 @@ def race(case: Case, dtype: torch.dtype, device: torch.device, settings: Setting
     def prepared(name: str) -> tuple[Step, Step]:
         attention.close()
         attention.enter_context(_attention(pipe, name))
-        generate(case, pipe, case.small, **case.warm_up)  # so that no run includes one-time costs
-        whole = functools.partial(generate, case, pipe, case.latents_shape)
+        generate(small, pipe)  # so that no run includes one-time costs
+        whole = functools.partial(generate, case, pipe)
         return whole, whole
 
     notes = {MATH: no_room(case.math_bytes, device)}
     entrants = [Entrant(name, functools.partial(prepared, name), note=notes.get(name, "")) for name in RUNS]
     with ExitStack() as attention:
-        return compete(entrants, error_of, 0, device, settings, *progress)
+        return compete(entrants, error_of, 0, device, *how)
 
 
 @contextmanager
@@ -126,10 +125,10 @@ def _attention(pipe: Any, name: str) -> Iterator[None]:
         yield
 
 
-def generate(case: Case, pipe: Any, shape: tuple[int, ...], **changed: Any) -> Tensor:
-    """The latents of one generation from starting latents of this shape, the same in every run."""
+def generate(case: Case, pipe: Any) -> Tensor:
+    """The latents of one generation, whose starting latents are the same in every run."""
     generator = torch.Generator().manual_seed(0)
-    arguments = {**case.arguments, **changed, "latents": torch.randn(shape, generator=generator)}
+    arguments = {**case.arguments, "latents": torch.randn(case.latents_shape, generator=generator)}
     for name in ("prompt_embeds", "latents"):
         arguments[name] = arguments[name].to(pipe.device, pipe.dtype)
     return pipe(generator=generator, output_type="latent", **arguments)[0]
