@@ -153,13 +153,11 @@ def variables(prefix: str) -> dict[str, str]:
 
 def number_of(name: str) -> int:
     """A whole number in an environment variable of SWITCHES; 0 where it is unset, empty or, with a warning, invalid."""
-    text = os.environ.get(name, "").strip()
-    if not text:
-        return 0
-    if not (text.isascii() and text.isdigit()):
-        log_once(logging.WARNING, "%s is ignored: it must be a whole number, got %s", name, _shown(text))
-        return 0
-    return int(text[:9])
+    text = os.environ.get(name, "").strip() or "0"
+    if text.isascii() and text.isdigit():
+        return int(text[:9])
+    log_once(logging.WARNING, "%s is ignored: it must be a whole number, got %s", name, _shown(text))
+    return 0
 
 
 class Unsupported(Exception):

@@ -34,17 +34,10 @@ from ..routes.tile_timing import TileTimings
 from ..routes.timing import Timings
 from ..tiled.plan import describe_plan
 from ..tiled.tiles import recommended_tile_size_for
+from .bench.shapes import SHAPES
 
 _CALL, _GQA_KEY = (1, 8, 4096, 64), (1, 2, 4096, 64)
-
-# name: batch, num_heads, num_kv_heads, seq_len_q, seq_len_kv, head_dim
-TYPICAL = {
-    "SD1.5": (2, 8, 8, 4096, 4096, 40),
-    "SDXL": (2, 10, 10, 4096, 4096, 64),
-    "Flux": (1, 24, 24, 4608, 4608, 128),
-    "Wan": (1, 12, 12, 32760, 32760, 128),
-    "LLM 32/8": (1, 32, 8, 4096, 4096, 128),
-}
+TYPICAL = ("sd15", "sdxl", "flux", "wan", "gqa")  # of the shapes of the bench
 
 
 @dataclass(frozen=True)
@@ -136,11 +129,7 @@ def _tile_lines(info: DeviceInfo, config: AttentionConfig) -> list[str]:
     square = recommended_tile_size_for(info.l2_bytes)
     lines = [line("tile size", f"{square} (square, for code that asks for one number)")]
     lines.append(line("tiles", f"for a budget of {_budget_mib(info, config):g} MiB:"))
-    for name, plan in _tile_plans(info, config):
-        batch, heads, kv_heads, rows, _, head_dim = TYPICAL[name]
-        shape = f"B{batch} H{heads}{f'/{kv_heads}' if kv_heads != heads else ''} N{rows} D{head_dim}"
-        lines.append(line("", f"  {name:9s}{shape:22s}{plan}"))
-    return lines
+    return lines + [line("", f"  {name:6s}{plan}") for name, plan in _tile_plans(info, config)]
 
 
 def _budget_mib(info: DeviceInfo, config: AttentionConfig) -> float:
@@ -148,8 +137,12 @@ def _budget_mib(info: DeviceInfo, config: AttentionConfig) -> float:
 
 
 def _tile_plans(info: DeviceInfo, config: AttentionConfig) -> list[tuple[str, str]]:
-    """(name, plan in words) of each typical shape."""
-    return [(name, describe_plan(info, shape, config)) for name, shape in TYPICAL.items()]
+    """(name, shape and plan in words) of each typical shape."""
+    found = []
+    for shape in (shape for shape in SHAPES if shape.name in TYPICAL):
+        sizes = shape.batch, shape.num_heads, shape.num_kv_heads, shape.seq_len_q, shape.seq_len_kv, shape.head_dim
+        found.append((shape.name, f"{shape.text:32s}{describe_plan(info, sizes, config)}"))
+    return found
 
 
 def _route_lines(info: Info) -> list[str]:

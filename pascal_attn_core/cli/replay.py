@@ -44,7 +44,7 @@ def _calls(options: argparse.Namespace, device: torch.device) -> Contest:
         # With dropout results cannot be compared: each route draws its own numbers.
         return race(dataclasses.replace(calls[work].to(device), dropout_p=0.0), candidates, *how)
 
-    return Contest("call", list(calls), race_call, BASELINE, "torch")
+    return Contest("call", list(calls), race_call, BASELINE)
 
 
 def describe(call: CapturedCall) -> str:

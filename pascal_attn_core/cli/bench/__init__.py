@@ -79,13 +79,12 @@ def run(options: argparse.Namespace) -> int:
 
 class Contest(NamedTuple):
     """The works of a run: their kind (a word of the file), the works, who runs each, and what they are compared
-    with, as the file and as the column say it."""
+    with."""
 
     kind: str
     works: list[Any]
     race: Callable[..., list[Result]]
     baseline: str
-    unit: str
 
 
 def hold(
@@ -107,7 +106,7 @@ def hold(
         contest = find(options, device)
     except (ValueError, RuntimeError, OSError, ImportError) as error:
         raise CommandError(str(error).splitlines()[0]) from error
-    columns = [f"vs {contest.unit}" if column == "vs torch" else column for column in COLUMNS]
+    columns = ["vs " + contest.baseline.removesuffix("-fused") if name == "vs torch" else name for name in COLUMNS]
     with quiet_torch(options.threads):
         document = _document(options, device, settings, contest.baseline)
         reports: list[dict[str, Any]] = []
@@ -132,7 +131,7 @@ def _calls(options: argparse.Namespace, device: torch.device) -> Contest:
     found = all_candidates(AttentionConfig(budget_mib=options.budget_mib), device.type)
     candidates = choose_candidates(found, options.candidates)
     shapes = _shapes(options, device)
-    return Contest("shape", shapes, lambda shape, *how: race(shape.make(device), candidates, *how), BASELINE, "torch")
+    return Contest("shape", shapes, lambda shape, *how: race(shape.make(device), candidates, *how), BASELINE)
 
 
 def _layers(options: argparse.Namespace, device: torch.device) -> Contest:
@@ -145,8 +144,7 @@ def _layers(options: argparse.Namespace, device: torch.device) -> Contest:
     layers = linear.own_layers(options.shape)
     if options.shapes is not None or not layers:
         layers += linear.choose_layers(options.shapes or "quick")
-    unit = linear.BASELINE
-    return Contest("layer", layers, lambda layer, *how: linear.race_layer(layer, device, *how), unit, unit)
+    return Contest("layer", layers, lambda layer, *how: linear.race_layer(layer, device, *how), linear.BASELINE)
 
 
 def _plot(path: Path, budget_mib: float | None) -> int:

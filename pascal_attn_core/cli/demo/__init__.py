@@ -81,7 +81,7 @@ def _models(options: argparse.Namespace, device: torch.device) -> Contest:
             size = f"{case.tokens:,} tokens, {case.num_heads} heads of {case.head_dim}, {options.dtype}"
             cases[Named(name, case.title, size)] = case, make(quick=True, steps=1)
     dtype = getattr(torch, options.dtype)
-    return Contest("model", list(cases), lambda work, *how: race(*cases[work], dtype, device, *how), STOCK, STOCK)
+    return Contest("model", list(cases), lambda work, *how: race(*cases[work], dtype, device, *how), STOCK)
 
 
 def race(case: Case, small: Case, dtype: torch.dtype, device: torch.device, *how: Any) -> list[Result]:

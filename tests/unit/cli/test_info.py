@@ -39,7 +39,7 @@ def test_a_card_that_the_wheel_fits_shows_its_facts_tiles_and_routes(name):
     card = CARDS[name]
     text = block(card, CU126)
     facts = (name, "compute capability {}.{}".format(*card.capability), f"{card.num_sms} SMs", "10.0 GiB free")
-    models = ("SD1.5", "SDXL", "Flux", "Wan", "LLM")
+    models = ("sd15", "sdxl", "flux", "wan", "gqa")
     for words in (*facts, "2.14.0+cu126", *models, "tiled  takes all of them", "not bfloat16: bfloat16 goes to math"):
         assert words in text
     assert "pip install" not in text
