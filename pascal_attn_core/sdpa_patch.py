@@ -22,7 +22,6 @@ from __future__ import annotations
 
 import functools
 import logging
-import sys
 import threading
 from typing import Any
 
@@ -44,8 +43,6 @@ __all__ = ["disable", "enable", "is_enabled", "patch_sdpa"]
 
 log = logging.getLogger("pascal_attn")
 
-_PACKAGE_NAME = __name__.split(".")[-2]  # also of a second copy, say one in a ComfyUI pack
-
 _lock = threading.RLock()
 _enabled: Patch | None = None
 
@@ -65,8 +62,6 @@ def enable(
         earlier, _enabled = _enabled, patch_sdpa(config, min_tokens=min_tokens, min_keys=min_keys)
         if earlier is not None:
             earlier.remove()
-        elif _enabled.active and _enabled.sites:
-            _report_holders()
 
 
 def disable() -> None:
@@ -303,15 +298,3 @@ def _transforms_are_active() -> bool:
 # As torch.compiler.assume_constant_result does, which would import the compiler: older ones cannot trace that function.
 # A graph is guarded by the transforms around it.
 _transforms_are_active._dynamo_marked_constant = True  # type: ignore[attr-defined]
-
-
-def _report_holders() -> None:
-    """Warn of modules that have imported torch's function by name: their calls are not redirected."""
-    others = (
-        name for name in list(sys.modules) if not name.startswith("torch.") and _PACKAGE_NAME not in name.split(".")
-    )
-    values = {name: list(getattr(sys.modules.get(name), "__dict__", {}).values()) for name in others}
-    holders = sorted(name for name in values if any(value is TORCH_SDPA for value in values[name]))
-    if holders:
-        advice = "which keep torch's function; wrap their calls in `with patch_sdpa():`"
-        log.warning("%s was imported by name earlier by %s, %s", SDPA_NAME, ", ".join(holders), advice)

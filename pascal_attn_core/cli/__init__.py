@@ -31,14 +31,11 @@ class CommandError(Exception):
     """A user's mistake: printed without a traceback, exit code 2."""
 
 
-_MAX_THREADS = 1024
-
-
 def check_numbers(options: argparse.Namespace, *names: str) -> None:
     """Refuse invalid options before anything runs.
 
     Raises:
-        CommandError: a count below 1, a time that is not above 0 and finite, or more threads than any machine has.
+        CommandError: a count below 1, or a time that is not above 0 and finite.
     """
     for name in names:
         value, option = getattr(options, name), "--" + name.replace("_", "-")
@@ -46,8 +43,6 @@ def check_numbers(options: argparse.Namespace, *names: str) -> None:
             raise CommandError(f"{option} must be greater than 0 and finite, got {value}")
         if isinstance(value, int) and value < 1:
             raise CommandError(f"{option} must be at least 1, got {value}")
-        if name == "threads" and value > _MAX_THREADS:
-            raise CommandError(f"{option} must be at most {_MAX_THREADS}, got {value}")
 
 
 def check_output(path: Path | None) -> None:

@@ -16,17 +16,7 @@ from ..config import default_config
 from ..int8.backends import backend_on
 from ..int8.report import COMPUTED_BY
 from ..machine.device import DeviceInfo
-from ..machine.facts import (
-    MIB,
-    Machine,
-    complaints,
-    device_lines,
-    device_names,
-    head_lines,
-    line,
-    look_around,
-    together_lines,
-)
+from ..machine.facts import MIB, Machine, device_lines, device_names, head_lines, line, look_around, together_lines
 from ..machine.runtime import runtime_of
 from ..machine.wheels import judge
 from ..routes import route_names, why_not
@@ -92,21 +82,9 @@ def gather() -> Info:
 
 
 def document(info: Info) -> dict[str, Any]:
-    """The content of the block as plain values: the facts, and what follows from them.
-
-    Returns:
-        the fields of :class:`Machine` and of :class:`Info`, and ``tiles`` per device and typical shape, ``complaints``
-        (as of :func:`complaints`) and ``budget_mib`` per device: what one call may take besides inputs and outputs.
-    """
+    """The fields of :class:`Machine` and of :class:`Info` as plain values."""
     facts = dataclasses.asdict(info)
-    devices = info.machine.devices
-    return {
-        **facts.pop("machine"),
-        **facts,
-        "budget_mib": [_budget_mib(device, info.config) for device in devices],
-        "tiles": [dict(_tile_plans(device, info.config)) for device in devices],
-        "complaints": complaints(info.machine),
-    }
+    return {**facts.pop("machine"), **facts}
 
 
 def describe(info: Info) -> str:
@@ -127,22 +105,13 @@ def describe(info: Info) -> str:
 
 def _tile_lines(info: DeviceInfo, config: AttentionConfig) -> list[str]:
     square = recommended_tile_size_for(info.l2_bytes)
+    budget = config.budget_mib if config.budget_mib is not None else info.default_budget_bytes() / MIB
     lines = [line("tile size", f"{square} (square, for code that asks for one number)")]
-    lines.append(line("tiles", f"for a budget of {_budget_mib(info, config):g} MiB:"))
-    return lines + [line("", f"  {name:6s}{plan}") for name, plan in _tile_plans(info, config)]
-
-
-def _budget_mib(info: DeviceInfo, config: AttentionConfig) -> float:
-    return config.budget_mib if config.budget_mib is not None else info.default_budget_bytes() / MIB
-
-
-def _tile_plans(info: DeviceInfo, config: AttentionConfig) -> list[tuple[str, str]]:
-    """(name, shape and plan in words) of each typical shape."""
-    found = []
+    lines.append(line("tiles", f"for a budget of {budget:g} MiB:"))
     for shape in (shape for shape in SHAPES if shape.name in TYPICAL):
         sizes = shape.batch, shape.num_heads, shape.num_kv_heads, shape.seq_len_q, shape.seq_len_kv, shape.head_dim
-        found.append((shape.name, f"{shape.text:32s}{describe_plan(info, sizes, config)}"))
-    return found
+        lines.append(line("", f"  {shape.name:6s}{shape.text:32s}{describe_plan(info, sizes, config)}"))
+    return lines
 
 
 def _route_lines(info: Info) -> list[str]:

@@ -39,8 +39,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="B=1,Hq=32,L=2048,D=64",
-        help="a shape of your own, may be repeated; also Hkv (default: Hq), S (default: L) and Dv (default: D); with "
-        "--linear M=4096,K=640,N=2560: rows, columns, outputs",
+        help="a shape of your own, may be repeated; also Hkv (default: Hq) and S (default: L)",
     )
     parser.add_argument("--causal", action="store_true", help="the shapes given by --shape are causal")
     parser.add_argument("--candidates", default="all", help="names or patterns, comma-separated (default: all)")
@@ -138,12 +137,10 @@ def _layers(options: argparse.Namespace, device: torch.device) -> Contest:
     """The layers that were named."""
     from . import linear
 
-    unused = [f"--{name}" for name in ("dtype", "backward", "causal") if getattr(options, name)]
+    unused = [f"--{name}" for name in ("shape", "dtype", "backward", "causal") if getattr(options, name)]
     if unused:
         raise ValueError(f"--linear does not take {', '.join(unused)}")
-    layers = linear.own_layers(options.shape)
-    if options.shapes is not None or not layers:
-        layers += linear.choose_layers(options.shapes or "quick")
+    layers = linear.choose_layers(options.shapes or "quick")
     return Contest("layer", layers, lambda layer, *how: linear.race_layer(layer, device, *how), linear.BASELINE)
 
 

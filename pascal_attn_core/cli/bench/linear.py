@@ -17,7 +17,7 @@ from ...int8 import Int8Matrix, int8_linear, quantize_rows
 from ...int8.backends import LinearWays, backend_of
 from ...machine.runtime import runtime_of
 from .contest import Entrant, Result, Settings, compete
-from .shapes import choose, read_sizes
+from .shapes import choose
 
 BASELINE = "float32"
 
@@ -59,19 +59,6 @@ QUICK = ("sdxl-attn", "sdxl-ff-in", "sdxl-ff-out", "flux-qkv", "flux-modulation"
 def choose_layers(patterns: str) -> list[Layer]:
     """The layers that :func:`.shapes.choose` finds."""
     return choose("layer", LAYERS, patterns, QUICK)
-
-
-def own_layers(texts: list[str]) -> list[Layer]:
-    """``["M=4096,K=640,N=2560"]``: M rows, K columns, N outputs.
-
-    Raises:
-        ValueError: it is not of this form.
-    """
-    layers = []
-    for text in texts:
-        sizes = read_sizes(text, ("M", "K", "N"), needed=("M", "K", "N"))
-        layers.append(Layer(text, "a layer of your own", sizes["M"], sizes["K"], sizes["N"]))
-    return layers
 
 
 def race_layer(layer: Layer, device: torch.device, settings: Settings, *progress: Any) -> list[Result]:

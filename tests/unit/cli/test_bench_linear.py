@@ -9,7 +9,7 @@ import torch
 from pascal_attn_core.cli import main
 from pascal_attn_core.cli.bench import linear
 from pascal_attn_core.cli.bench.contest import Settings
-from pascal_attn_core.cli.bench.linear import LAYERS, Layer, choose_layers, own_layers, race_layer
+from pascal_attn_core.cli.bench.linear import LAYERS, Layer, choose_layers, race_layer
 
 TINY = Layer("tiny", "a small layer", rows=100, columns=64, outs=48)
 
@@ -49,11 +49,3 @@ def test_the_command_prints_a_table_and_writes_its_figures(tmp_path: Path, capsy
     assert [report["layer"]["name"] for report in found["layers"]] == ["tiny", "narrow"]
     assert found["command"].startswith("pascal-attn bench --linear")
     assert {"torch", "python"} <= set(found["versions"])
-
-
-def test_a_layer_of_your_own(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["bench", "--linear", "--shape", "M=5,K=12,N=7", "--rounds", "1"]) == 0
-    out = capsys.readouterr().out
-    assert "5 x 12 -> 7" in out
-    assert out.count("vs float32") == 1
-    assert own_layers(["N=3,M=1,K=2"]) == [Layer("N=3,M=1,K=2", "a layer of your own", rows=1, columns=2, outs=3)]

@@ -111,7 +111,7 @@ TIMED = {"forward-64-float16-none: 1024 x 1024 tokens, 8192 rows": 0.31}
 # The block, what it says, and what it does not say.
 BLOCKS = {
     "AMD": (block(MI50, ROCM), ["gfx906", "60 compute units", "ROCm 6.3"], ["compute capability", "HSA_OVERRIDE"]),
-    "AMD, its attention": (block(MI50, ROCM), ["else ours (Vega, MI50", "all scores are stored on cards that"], []),
+    "AMD, its attention": (block(MI50, ROCM), ["else our own (AMD only)", "all scores are stored on cards that"], []),
     "AMD, its parts": (block(RX_5700, RX_6800_CODE), ["20 pairs of compute units, L2 unknown, LDS 64 KiB, waves"], []),
     "AMD, timed": (block(RX_5700, RX_6800_CODE, timed={"a relative to b": TIMED}), ["time of a relative to b"], []),
     "AMD, overridden": (block(RX_5700, RX_6800_CODE), ["VERSION makes it a gfx1030; it is a gfx1010"], []),
