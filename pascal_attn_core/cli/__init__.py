@@ -32,11 +32,7 @@ class CommandError(Exception):
 
 
 def check_numbers(options: argparse.Namespace, *names: str) -> None:
-    """Refuse invalid options before anything runs.
-
-    Raises:
-        CommandError: a count below 1, or a time that is not above 0 and finite.
-    """
+    """Raise CommandError for a count below 1, and for a time that is not above 0 and finite."""
     for name in names:
         value, option = getattr(options, name), "--" + name.replace("_", "-")
         if isinstance(value, float) and not 0 < value < math.inf:
@@ -46,11 +42,7 @@ def check_numbers(options: argparse.Namespace, *names: str) -> None:
 
 
 def check_output(path: Path | None) -> None:
-    """Find what would make a long run fail at its end, before it starts.
-
-    Raises:
-        CommandError: no file can be written there.
-    """
+    """Raise CommandError where no file can be written, which a long run would find at its end; None = none is."""
     if path is not None and not path.absolute().parent.is_dir():
         raise CommandError(f"the folder of {path} does not exist")
     if path is not None and path.is_dir():
@@ -58,11 +50,7 @@ def check_output(path: Path | None) -> None:
 
 
 def write_figures(path: Path | None, figures: dict[str, Any]) -> None:
-    """Write what ``--json`` asks for, None = nothing.
-
-    Raises:
-        CommandError: the file cannot be written.
-    """
+    """Write what ``--json`` asks for, None = nothing, or raise CommandError."""
     try:
         if path is not None:
             write_object(path, figures)
@@ -71,11 +59,7 @@ def write_figures(path: Path | None, figures: dict[str, Any]) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command and return its exit code.
-
-    Args:
-        argv: the arguments after the program's name; None = those of the process.
-    """
+    """Run one command, by default the one that the process's arguments name, and return its exit code."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     parser = _parser(arguments[0] if arguments else "")
     try:

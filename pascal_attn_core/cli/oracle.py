@@ -24,15 +24,9 @@ def spread_rows(seq_len_q: int, count: int | None) -> Tensor:
 
 
 def reference(captured: CapturedCall, rows: Tensor, grad_rows: Tensor | None = None) -> tuple[Tensor, ...]:
-    """The output for some query rows, or the gradients of query, key and value where only these rows have one.
-
-    Args:
-        rows: ``[R]`` numbers of query rows, ascending.
-        grad_rows: gradient of these rows of the output; None = compute the output.
-    Returns:
-        ``([*batch, Hq, R, Dv],)`` or three gradients in the shapes of the inputs, in float64 on the device of the call
-        (the CPU where a device may have no float64).
-    """
+    """The output ``([*batch, Hq, R, Dv],)`` for ``[R]`` query rows, by ascending numbers, or the gradients of query,
+    key and value where only these rows of the output have one, ``grad_rows``: in float64 on the device of the call (the
+    CPU where a device may have no float64)."""
     device = torch.device("cpu") if captured.query.device.type in WITHOUT_FLOAT64 else captured.query.device
     query, key, value = (t.detach().to(device) for t in (captured.query, captured.key, captured.value))
     options = {name: getattr(captured, name) for name in ("is_causal", "scale", "enable_gqa")}

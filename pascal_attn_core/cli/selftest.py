@@ -59,12 +59,8 @@ def run(options: argparse.Namespace) -> int:
 
 
 def selftest(device: torch.device, seconds: float = SECONDS, *, speed: bool = True) -> Selftest:
-    """Check and time everything on ``device``; progress goes to stderr where that is a terminal.
-
-    Args:
-        seconds: that it may take. What does not fit is left out and named; no check is begun after them.
-        speed: time the routes too.
-    """
+    """Check everything on ``device``, and time the routes too if ``speed`` is set. What does not fit into ``seconds``
+    is left out and named; no check is begun after them. Progress goes to stderr where that is a terminal."""
     start = time.monotonic()
 
     def left(part: str) -> float:
@@ -92,14 +88,9 @@ def model_shapes(device: torch.device) -> list[Shape]:
 
 
 def run_speed(device: torch.device, left: Callable[[], float]) -> Iterator[dict[str, Any]]:
-    """Time all routes on each shape; one that would take too long here gets fewer heads, then fewer tokens.
-
-    Args:
-        left: the seconds that may still be used; none is begun without any.
-    Yields:
-        shape: its name; text: what was timed; share_of: peak operations per second of the card's plain float32 units,
-        0 if unknown; results: as of ``pascal-attn bench``.
-    """
+    """Time all routes on each shape, none without seconds that are ``left``; one that would take too long here gets
+    fewer heads, then fewer tokens. Yields the shape's name, what was timed, the peak operations per second of the
+    card's plain float32 units (0 if unknown), why it failed, and results as those of ``pascal-attn bench``."""
     shapes = model_shapes(device)
     speed: dict[str, float] = {}
     for number, shape in enumerate(shapes):

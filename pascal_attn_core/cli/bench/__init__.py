@@ -89,15 +89,9 @@ class Contest(NamedTuple):
 def hold(
     options: argparse.Namespace, find: Callable[[argparse.Namespace, torch.device], Contest], settings: Settings
 ) -> dict[str, Any]:
-    """Run a contest: print a table for each of its works, and write the figures where the options say so, which are
-    returned too.
-
-    Args:
-        options: those of :func:`add_timing_options`.
-        find: finds the works that the options name.
-    Raises:
-        CommandError: a mistake in the options; nothing has run.
-    """
+    """Run the contest that ``find`` finds by the options of :func:`add_timing_options`: print a table for each of its
+    works, write the figures where the options say so, and return them. A mistake in the options is a CommandError,
+    before anything has run."""
     check_output(options.json)
     check_numbers(options, "rounds", "seconds", "threads")
     device = device_named(options.device)
@@ -165,11 +159,7 @@ def _plot(path: Path, budget_mib: float | None) -> int:
 
 
 def _shapes(options: argparse.Namespace, device: torch.device) -> list[Shape]:
-    """The shapes that were named; the quick ones if none was.
-
-    Raises:
-        ValueError: a shape that does not exist or does not fit into memory.
-    """
+    """The shapes that were named, the quick ones if none was; ValueError where one does not exist or does not fit."""
     if options.causal and not options.shape:
         raise ValueError("--causal applies only to shapes given by --shape; of those listed, name the causal ones")
     own = own_shapes(options.shape, is_causal=options.causal, dtype=options.dtype or "float32")

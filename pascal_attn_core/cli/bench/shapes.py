@@ -108,12 +108,7 @@ QUICK = ("gqa", "cross77", "causal", "decode", "mask_bool", "mask_padding", "mas
 
 
 def choose_shapes(patterns: str, *, device_type: str = "cpu", dtype: str | None = None) -> list[Shape]:
-    """The shapes that :func:`choose` finds.
-
-    Args:
-        device_type: on ``"cpu"`` the video shape keeps two heads.
-        dtype: replaces every shape's own dtype.
-    """
+    """The shapes that :func:`choose` finds, of ``dtype`` if that is given; on a CPU the video shape keeps two heads."""
     shapes = choose("shape", SHAPES, patterns, QUICK)
     if device_type == "cpu":
         shapes = [replace(s, num_heads=2, num_kv_heads=2) if s.name == "wan" else s for s in shapes]
@@ -125,13 +120,8 @@ _SIZES = {"B": "batch", "Hq": "num_heads", "Hkv": "num_kv_heads", "L": "seq_len_
 
 
 def own_shapes(texts: Sequence[str], *, is_causal: bool = False, dtype: str = "float32") -> list[Shape]:
-    """Shapes as ``"B=1,Hq=32,Hkv=8,L=2048,D=64"``; named own, or own1, own2, ... where there are several.
-
-    Args:
-        texts: B, Hkv and S may be left out: 1, as many as Hq, as many as L.
-    Raises:
-        ValueError: a text that is no shape.
-    """
+    """Shapes by texts as ``"B=1,Hq=32,Hkv=8,L=2048,D=64"``, named own, or own1, own2, ... where there are several. B,
+    Hkv and S may be left out: 1, as many as Hq, as many as L. ValueError for a text that is no shape."""
     shapes = []
     for number, text in enumerate(texts, start=1):
         sizes = _read_sizes(text)
@@ -145,11 +135,8 @@ def own_shapes(texts: Sequence[str], *, is_causal: bool = False, dtype: str = "f
 
 
 def _read_sizes(text: str) -> dict[str, int]:
-    """``"L=2048,D=64"`` -> ``{"L": 2048, "D": 64}``.
-
-    Raises:
-        ValueError: an unknown or missing name, one that is given twice, or a number that is no size.
-    """
+    """``"L=2048,D=64"`` -> ``{"L": 2048, "D": 64}``; ValueError for an unknown, missing or repeated name, and for a
+    number that is no size."""
     sizes: dict[str, int] = {}
     for part in text.split(","):
         name, equals, number = (piece.strip() for piece in part.partition("="))
@@ -172,10 +159,7 @@ def choose(
     what: str, things: Iterable[Thing], patterns: str, quick: Sequence[str] = (), prefix: str = ""
 ) -> list[Thing]:
     """The things named by a comma-separated list of names or patterns (``"sd*,gqa"``, ``"quick"``, ``"all"``), each
-    once, in the order of the patterns. ``prefix`` may be left out of a name.
-
-    Raises:
-        ValueError: a pattern names nothing.
+    once, in the order of the patterns. ``prefix`` may be left out of a name. ValueError for a pattern without a match.
     """
     by_name = {thing.name: thing for thing in things}
     chosen: dict[str, Thing] = {}
