@@ -149,11 +149,7 @@ def ask_routes(device: str, config: AttentionConfig) -> dict[str, dict[str, list
     found = {}
     for name in ("float32", "float16", "bfloat16"):
         query, key = (torch.empty(size, dtype=getattr(torch, name), device=device) for size in (_CALL, _GQA_KEY))
-        found[name] = _ask(query, query, config, enable_gqa=False)
-        found[f"{name} GQA"] = _ask(query, key, config, enable_gqa=True)
+        for kind, keys in ((name, query), (f"{name} GQA", key)):
+            call = check_call(query, keys, keys, enable_gqa=True)
+            found[kind] = {route: why_not(route, call, config) for route in route_names()}
     return found
-
-
-def _ask(query: torch.Tensor, key: torch.Tensor, config: AttentionConfig, *, enable_gqa: bool) -> dict[str, list[str]]:
-    call = check_call(query, key, key, enable_gqa=enable_gqa)
-    return {route: why_not(route, call, config) for route in route_names()}

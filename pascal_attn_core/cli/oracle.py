@@ -18,9 +18,8 @@ _BLOCK_BYTES = 64 << 20
 
 def spread_rows(seq_len_q: int, count: int | None) -> Tensor:
     """``count`` row numbers spread evenly over the query, including the first and the last; None = every row."""
-    if count is None or count >= seq_len_q:
-        return torch.arange(seq_len_q)
-    return torch.linspace(0, seq_len_q - 1, count).round().long()
+    count = seq_len_q if count is None else min(count, seq_len_q)
+    return torch.linspace(0, seq_len_q - 1, count, dtype=torch.float64).round().long()
 
 
 def reference(captured: CapturedCall, rows: Tensor, grad_rows: Tensor | None = None) -> tuple[Tensor, ...]:

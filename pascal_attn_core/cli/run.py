@@ -21,10 +21,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "ends, prints to stderr how many calls took which route, and why. The exit status is the program's. Child "
         "processes of the program are not affected."
     )
-    parser.usage = (
-        "pascal-attn run [--no-report] [--no-flash-attn] [--no-sageattention] [--no-xformers] "
-        "(script.py | -m module) [argument ...]"
-    )
+    parser.usage = "pascal-attn run [option ...] (script.py | -m module) [argument ...]"
     parser.add_argument("--no-report", action="store_true", help="print nothing at the end")
     for name in STAND_INS:
         flag, text = f"--no-{name.replace('_', '-')}", f"leave `import {name}` alone"

@@ -55,7 +55,7 @@ PAIRS = (
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """It has none."""
+    """The command has no options."""
 
 
 def run(options: argparse.Namespace) -> int:

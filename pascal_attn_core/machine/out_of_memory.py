@@ -35,8 +35,8 @@ def with_room(work: Callable[[], Result]) -> Result:
 
 
 def out_of_memory() -> tuple[type[Exception], ...]:
-    """What an ``except`` clause catches if memory was short, ``except out_of_memory():``. The clause is read when there
-    is an exception, so this names its class, or nothing where it says something else."""
+    """The class of the exception that is being handled if it says that memory was short, else none: for a clause
+    ``except out_of_memory():``, which Python reads when there is an exception."""
     error = sys.exc_info()[1]
     return (type(error),) if isinstance(error, Exception) and is_out_of_memory(error) else ()
 
