@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace
@@ -90,15 +91,13 @@ def run_speed(device: torch.device, left: Callable[[], float]) -> Iterator[dict[
     fewer heads, then fewer tokens. Yields the shape's name, what was timed, the peak operations per second of the
     card's plain float32 units (0 if unknown), why it failed, and results as those of ``pascal-attn bench``."""
     shapes = model_shapes(device)
-    speed: dict[str, float] = {}
+    speed = functools.cache(functools.partial(product_speed, device))
     for number, shape in enumerate(shapes):
         seconds = left() / (len(shapes) - number)
         if seconds <= 0:
             return
-        if shape.dtype not in speed:
-            speed[shape.dtype] = product_speed(device, shape.dtype)
         candidates = [c for c in route_candidates(AttentionConfig()) if c.name != "ours-math"]
-        fitted = fit(shape, speed[shape.dtype], seconds / (len(candidates) * _CALLS_PER_CANDIDATE))
+        fitted = fit(shape, speed(shape.dtype), seconds / (len(candidates) * _CALLS_PER_CANDIDATE))
         settings = Settings(_ROUNDS, seconds / len(candidates), error_rows=64)
         peak = device_info(device).fp32_flops if fitted.dtype == "float32" else 0.0
         results, failed = [], ""

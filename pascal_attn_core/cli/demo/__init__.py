@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from .models import Case
 
 EXTRAS = ("diffusers", "transformers", "safetensors", "matplotlib")
-DTYPES = ("float32", "float16", "bfloat16")
 STOCK, MATH, OURS, SLICED = "stock", "torch math", "Pascal Attention", "... and FFN in slices"
 RUNS = (STOCK, MATH, OURS, SLICED)
 _FFN_BUDGET_MIB = 8.0
@@ -50,7 +49,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--only", choices=("image", "video"), help="one of the two models")
     parser.add_argument("--steps", type=int, default=2, help="denoising steps (default: 2)")
     parser.add_argument("--device", help="default: cuda if there is one, else cpu")
-    parser.add_argument("--dtype", choices=DTYPES, default="float32", help="dtype of the models (default: float32)")
     parser.set_defaults(rounds=1, seconds=1.0, threads=torch.get_num_threads(), budget_mib=None)
 
 
@@ -78,16 +76,15 @@ def _models(options: argparse.Namespace, device: torch.device) -> Contest:
     for name, make in models.CASES.items():
         if options.only in (None, name):
             case = make(quick=options.quick, steps=options.steps)
-            size = f"{case.tokens:,} tokens, {case.num_heads} heads of {case.head_dim}, {options.dtype}"
+            size = f"{case.tokens:,} tokens, {case.num_heads} heads of {case.head_dim}, float32"
             cases[Named(name, case.title, size)] = case, make(quick=True, steps=1)
-    dtype = getattr(torch, options.dtype)
-    return Contest("model", list(cases), lambda work, *how: race(*cases[work], dtype, device, *how), STOCK)
+    return Contest("model", list(cases), lambda work, *how: race(*cases[work], device, *how), STOCK)
 
 
-def race(case: Case, small: Case, dtype: torch.dtype, device: torch.device, *how: Any) -> list[Result]:
+def race(case: Case, small: Case, device: torch.device, *how: Any) -> list[Result]:
     """One generation with each attention, without further rounds, after a ``small`` one by the same pipeline: each is
     done before the next is prepared."""
-    pipe = case.build().to(device, dtype)
+    pipe = case.build().to(device)
     found: list[Tensor] = []
 
     def error_of(latents: Tensor) -> float:
