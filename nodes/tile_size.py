@@ -15,7 +15,7 @@ from ..pascal_attn_core import AttentionConfig, sdpa
 from ..pascal_attn_core.call import check_call
 from ..pascal_attn_core.config import Unsupported
 from ..pascal_attn_core.machine.device import MIB, DeviceInfo, device_info
-from ..pascal_attn_core.machine.out_of_memory import is_out_of_memory
+from ..pascal_attn_core.machine.out_of_memory import out_of_memory
 from ..pascal_attn_core.machine.runtime import Runtime, runtime_of
 from ..pascal_attn_core.observe.progress import between_blocks
 from ..pascal_attn_core.routes.tile_timing import tiles_digest
@@ -223,9 +223,7 @@ class TileSizes(Contest[Shape]):
             attempts = {OWN_CHOICE: functools.partial(_attend, shape, None, tensors)}
             attempts |= {str(size): functools.partial(_attend, shape, size, tensors) for size in sizes}
             found = self.timed(shape, attempts) or {}
-        except (RuntimeError, MemoryError) as error:
-            if not is_out_of_memory(error):
-                raise
+        except out_of_memory() as error:
             raise CannotMeasure(f"the card ran out of memory: {str(error).splitlines()[0]}") from error
         if len(found) < len(attempts):
             raise CannotMeasure(f"the call takes too long to be timed in {_SECONDS:g} seconds")

@@ -38,6 +38,7 @@ log = logging.getLogger("pascal_attn")
 FORMAT = "pascal-attention-capture"
 VERSION = "1"
 TENSORS = ("query", "key", "value", "attn_mask")
+OPTIONS = ("is_causal", "enable_gqa", "scale", "dropout_p", "device")
 # A tensor cut out of a larger one is laid out again as it was, unless that takes more than this times its own memory.
 _MOST_PADDING = 4
 
@@ -77,8 +78,8 @@ def capture(path: str | os.PathLike[str], *, limit: int = 32, max_mib: float = 1
     format cannot represent; :func:`observe` covers functions of your own.
 
     Args:
-        path: the file, replaced as a whole when the capture ends: on ``.remove()``, or once ``limit`` is reached.
-        limit: number of calls to keep.
+        path: the file, replaced as a whole when the capture ends.
+        limit: number of calls to keep; of the kinds kept, later ones are counted.
         max_mib: total size to keep in MiB; a call that no longer fits is skipped, and the log says so.
     Returns:
         a Patch; ``.remove()`` or the end of its ``with`` block ends the capture.
@@ -147,14 +148,13 @@ class _Recorder:
     tensors: dict[str, Tensor] = field(default_factory=dict)
     num_bytes: int = 0
     dropped: int = 0
-    is_done: bool = False
     lock: threading.RLock = field(default_factory=threading.RLock)
     local: threading.local = field(default_factory=threading.local)
 
     @property
     def is_listening(self) -> bool:
         """Whether a call of this thread is to be seen."""
-        return not self.is_done and not getattr(self.local, "is_inside", False)
+        return not getattr(self.local, "is_inside", False)
 
     @is_listening.setter
     def is_listening(self, value: bool) -> None:
@@ -166,14 +166,12 @@ class _Recorder:
         if call is None:
             return
         layouts = {name: _layout(getattr(call, name)) for name in TENSORS if getattr(call, name) is not None}
-        options: dict[str, Any] = {"is_causal": bool(call.is_causal), "enable_gqa": bool(call.enable_gqa)}
-        options["scale"] = None if call.scale is None else float(call.scale)
-        options |= {"dropout_p": float(call.dropout_p), "device": call.device}
+        options = {name: getattr(call, name) for name in OPTIONS}
         with self.lock:
-            key = json.dumps([layouts, options])
+            key = json.dumps([layouts, options], default=float)
             if key in self.calls:
                 self.calls[key]["count"] += 1
-            elif not self.is_done:
+            elif len(self.calls) < self.limit:
                 self._keep(key, call, layouts, options)
 
     def see_checked(self, checked: AttentionCall) -> None:
@@ -198,17 +196,10 @@ class _Recorder:
         self.tensors |= {f"{number}.{name}": t.to("cpu", copy=True).contiguous() for name, t in dense.items()}
         self.calls[key] = {"count": 1, **options, "layouts": layouts}
         self.num_bytes += size
-        if len(self.calls) >= self.limit:
-            self.is_done = True
-            try:
-                self._write()
-            except OSError as error:  # the model goes on; the end of the capture tries again and raises
-                log.warning("capture to %s: not written yet: %s", self.path.name, error)
 
     def finish(self) -> list[str]:
         """Write the file and say what there is to say about it."""
         with self.lock:
-            self.is_done = True
             if not self.calls and not self.dropped:
                 return ["no call of scaled_dot_product_attention was seen; nothing written"]
             if self.tensors:
@@ -217,20 +208,16 @@ class _Recorder:
             return [skipped] if self.dropped else []
 
     def _write(self) -> None:
-        from safetensors import SafetensorError
         from safetensors.torch import save_file
 
         header = {"format": FORMAT, "version": VERSION, "torch": torch.__version__, "dropped": str(self.dropped)}
-        header["calls"] = json.dumps(list(self.calls.values()))
+        header["calls"] = json.dumps(list(self.calls.values()), default=float)
         temporary = self.path.with_name(f".{self.path.name}.{os.getpid()}.tmp")
         try:
             save_file(self.tensors, temporary, metadata=header)
             os.replace(temporary, self.path)
-        except SafetensorError as error:  # what it makes of a full disk
-            raise OSError(f"cannot write {self.path}: {error}") from error
         finally:
             temporary.unlink(missing_ok=True)
-        self.tensors.clear()
         log.info("captured %d calls, %.1f MiB: %s", len(self.calls), self.num_bytes / MIB, self.path)
 
 
@@ -258,26 +245,17 @@ def load_calls(path: str | os.PathLike[str]) -> list[CapturedCall]:
     _need_safetensors()
     from safetensors import SafetensorError, safe_open
 
-    name = os.fspath(path)
     with open(path, "rb"):
         pass  # a missing file raises Python's own error
     try:
         with safe_open(path, framework="pt") as file:
-            return _load_all(file, name)
-    except SafetensorError as error:
-        raise ValueError(f"file must be a readable .safetensors file, got {name!r}: {error}") from error
-
-
-def _load_all(file: Any, name: str) -> list[CapturedCall]:
-    header = file.metadata() or {}
-    if header.get("format") != FORMAT:
-        raise ValueError(f"file must have been written by pascal_attn_core.capture, got {name!r}")
-    if header.get("version") != VERSION:
-        raise ValueError(f"version of the capture must be {VERSION}, got {header.get('version')} in {name!r}")
-    try:
-        return [_load_call(file, number, call) for number, call in enumerate(json.loads(header["calls"]))]
-    except (KeyError, TypeError, ValueError, AttributeError, RuntimeError) as error:
-        raise ValueError(f"the description of the calls in {name!r} is damaged: {error!r}") from error
+            header = file.metadata() or {}
+            if (header.get("format"), header.get("version")) != (FORMAT, VERSION):
+                raise ValueError(f"its format is {header.get('format')}, version {header.get('version')}")
+            return [_load_call(file, number, call) for number, call in enumerate(json.loads(header["calls"]))]
+    except (SafetensorError, KeyError, TypeError, ValueError, AttributeError, RuntimeError) as error:
+        expected = f"a whole file of pascal_attn_core.capture, version {VERSION}"
+        raise ValueError(f"{os.fspath(path)!r} must be {expected}: {error!r}") from error
 
 
 def _load_call(file: Any, number: int, described: dict[str, Any]) -> CapturedCall:
@@ -293,25 +271,10 @@ def _layout(tensor: Tensor) -> dict[str, Any]:
 
 def _lay_out(dense: Tensor, layout: dict[str, Any]) -> Tensor:
     """The inverse of :func:`.call.distinct`, in memory as it was."""
-    shape, stride = layout["shape"], layout["stride"]
-    fits = all(d in (1, size) and step >= 0 for d, size, step in zip(dense.shape, shape, stride, strict=True))
-    if str(dense.dtype) != layout["dtype"] or not fits:
-        raise ValueError(f"tensor must be {layout}, got {dense.dtype} {list(dense.shape)}")
-    extent = 1 + sum((size - 1) * step for size, step in zip(dense.shape, stride))
-    if dense.numel() and not _overlaps(dense.shape, stride) and extent <= _MOST_PADDING * dense.numel():
-        buffer = torch.zeros(extent, dtype=dense.dtype, device=dense.device)
-        dense = buffer.as_strided(dense.shape, stride).copy_(dense)
-    return dense.expand(shape)
-
-
-def _overlaps(shape: torch.Size, stride: list[int]) -> bool:
-    """Whether two elements may share one place in memory."""
-    reached = 1
-    for step, size in sorted((step, size) for size, step in zip(shape, stride) if size > 1):
-        if step < reached:
-            return True
-        reached = step * (size - 1) + reached
-    return False
+    extent = 1 + sum((size - 1) * step for size, step in zip(dense.shape, layout["stride"], strict=True))
+    if dense.numel() and extent <= _MOST_PADDING * dense.numel():
+        dense = dense.new_zeros(extent).as_strided(dense.shape, layout["stride"]).copy_(dense)
+    return dense.expand(layout["shape"])
 
 
 def _need_safetensors() -> None:

@@ -8,6 +8,7 @@ import functools
 import logging
 import os
 import re
+import reprlib
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -142,7 +143,9 @@ def switched_on(name: str) -> bool:
     value."""
     text = os.environ.get(name, "").strip().lower()
     if text not in ("", *_WORDS):
-        log_once(logging.WARNING, f"%s is ignored: it must be one of {sorted(_WORDS)}, got %s", name, _shown(text))
+        log_once(
+            logging.WARNING, f"%s is ignored: it must be one of {sorted(_WORDS)}, got %s", name, reprlib.repr(text)
+        )
     return _WORDS.get(text, False)
 
 
@@ -153,13 +156,11 @@ def variables(prefix: str) -> dict[str, str]:
 
 def number_of(name: str) -> int:
     """A whole number in an environment variable of SWITCHES; 0 where it is unset, empty or, with a warning, invalid."""
-    text = os.environ.get(name, "").strip()
-    if not text:
-        return 0
-    if not (text.isascii() and text.isdigit()):
-        log_once(logging.WARNING, "%s is ignored: it must be a whole number, got %s", name, _shown(text))
-        return 0
-    return int(text[:9])
+    text = os.environ.get(name, "").strip() or "0"
+    if text.isascii() and text.isdigit():
+        return int(text[:9])
+    log_once(logging.WARNING, "%s is ignored: it must be a whole number, got %s", name, reprlib.repr(text))
+    return 0
 
 
 class Unsupported(Exception):
@@ -244,7 +245,7 @@ def _parse(default: Any, name: str, text: str) -> Any:
     text = text.strip()
     if isinstance(default, bool):
         if text.lower() not in _WORDS:
-            raise ValueError(f"{name} must be one of {sorted(_WORDS)}, got {_shown(text)}")
+            raise ValueError(f"{name} must be one of {sorted(_WORDS)}, got {reprlib.repr(text)}")
         return _WORDS[text.lower()]
     if name in _NUMBERS:
         if text.lower() in ("none", "auto") and default is None:
@@ -253,18 +254,10 @@ def _parse(default: Any, name: str, text: str) -> Any:
         try:
             return kind(text)
         except ValueError:
-            raise ValueError(f"{name} must be {_KINDS[kind]}, got {_shown(text)}") from None
+            raise ValueError(f"{name} must be {_KINDS[kind]}, got {reprlib.repr(text)}") from None
     if isinstance(default, tuple):
         return tuple(part.strip().lower() for part in text.split(",") if part.strip())
     return text.lower()
-
-
-def _shown(value: Any) -> str:
-    """A value for a message, shortened if it is long. Python refuses to print numbers of thousands of digits."""
-    if isinstance(value, int) and value.bit_length() > 200:
-        return f"a number of {value.bit_length()} bits"
-    text = repr(value)
-    return text if len(text) <= 60 else f"{text[:57]}..."
 
 
 def _unknown(name: str, fields: tuple[str, ...]) -> str:
@@ -286,22 +279,22 @@ _DEVICE_NAME = re.compile(r"[a-z]+(:\d+)?")
 def _device_names(devices: Any) -> tuple[str, ...]:
     expected = "devices must be two or more names of devices, such as ('cuda:0', 'cuda:1'), or ()"
     if not isinstance(devices, (tuple, list)):
-        raise TypeError(f"{expected}, got {_shown(devices)}")
+        raise TypeError(f"{expected}, got {reprlib.repr(devices)}")
     names = tuple(str(device) for device in devices)
     if len(names) == 1 or not all(_DEVICE_NAME.fullmatch(name) for name in names):
-        raise ValueError(f"{expected}, got {_shown(devices)}")
+        raise ValueError(f"{expected}, got {reprlib.repr(devices)}")
     return names
 
 
 def _one_of(name: str, value: Any, choices: tuple[str, ...]) -> None:
     if value not in choices:
-        raise ValueError(f"{name} must be one of {list(choices)}, got {_shown(value)}")
+        raise ValueError(f"{name} must be one of {list(choices)}, got {reprlib.repr(value)}")
 
 
 def _check_number(name: str, value: Any, kind: Any, least: float, most: int) -> None:
     if isinstance(value, bool) or not isinstance(value, (int, kind)):
-        raise TypeError(f"{name} must be {_KINDS[kind]}, got {_shown(value)}")
+        raise TypeError(f"{name} must be {_KINDS[kind]}, got {reprlib.repr(value)}")
     if not least <= value < float("inf"):
-        raise ValueError(f"{name} must be at least {least}{' and finite' * (kind is float)}, got {_shown(value)}")
+        raise ValueError(f"{name} must be at least {least}{' and finite' * (kind is float)}, got {reprlib.repr(value)}")
     if value > most:
-        raise ValueError(f"{name} must be at most {most}, got {_shown(value)}")
+        raise ValueError(f"{name} must be at most {most}, got {reprlib.repr(value)}")

@@ -22,7 +22,6 @@ from __future__ import annotations
 
 import functools
 import logging
-import sys
 import threading
 from typing import Any
 
@@ -33,7 +32,7 @@ from torch.overrides import _get_current_function_mode, handle_torch_function
 
 from .attention import sdpa
 from .call import PLAIN, Options, check_call, is_causal_bias
-from .config import AttentionConfig, default_config, number_of, switched_on
+from .config import AttentionConfig, default_config, log_once, number_of, switched_on
 from .patching.interception import SDPA_NAME, TORCH_SDPA, SdpaMode, bind_sdpa
 from .patching.patch import Patch
 from .routes import is_plainly_short
@@ -43,8 +42,6 @@ from .routes.torch_faults import is_torchs_own
 __all__ = ["disable", "enable", "is_enabled", "patch_sdpa"]
 
 log = logging.getLogger("pascal_attn")
-
-_PACKAGE_NAME = __name__.split(".")[-2]  # also of a second copy, say one in a ComfyUI pack
 
 _lock = threading.RLock()
 _enabled: Patch | None = None
@@ -65,8 +62,6 @@ def enable(
         earlier, _enabled = _enabled, patch_sdpa(config, min_tokens=min_tokens, min_keys=min_keys)
         if earlier is not None:
             earlier.remove()
-        elif _enabled.active and _enabled.sites:
-            _report_holders()
 
 
 def disable() -> None:
@@ -273,7 +268,7 @@ def _is_refused(args: tuple, kwargs: dict[str, Any]) -> bool:
     try:
         check_call(*call[:4], Options(*call[4:]))
     except (TypeError, ValueError) as error:
-        _note_refusal(str(error))
+        log_once(logging.INFO, "%s: a call was passed to torch unchanged: %s", SDPA_NAME, str(error))
         return True
     return False
 
@@ -303,20 +298,3 @@ def _transforms_are_active() -> bool:
 # As torch.compiler.assume_constant_result does, which would import the compiler: older ones cannot trace that function.
 # A graph is guarded by the transforms around it.
 _transforms_are_active._dynamo_marked_constant = True  # type: ignore[attr-defined]
-
-
-@functools.lru_cache(maxsize=256)
-def _note_refusal(reason: str) -> None:
-    log.info("%s: a call was passed to torch unchanged: %s", SDPA_NAME, reason)
-
-
-def _report_holders() -> None:
-    """Warn of modules that have imported torch's function by name: their calls are not redirected."""
-    others = (
-        name for name in list(sys.modules) if not name.startswith("torch.") and _PACKAGE_NAME not in name.split(".")
-    )
-    values = {name: list(getattr(sys.modules.get(name), "__dict__", {}).values()) for name in others}
-    holders = sorted(name for name in values if any(value is TORCH_SDPA for value in values[name]))
-    if holders:
-        advice = "which keep torch's function; wrap their calls in `with patch_sdpa():`"
-        log.warning("%s was imported by name earlier by %s, %s", SDPA_NAME, ", ".join(holders), advice)

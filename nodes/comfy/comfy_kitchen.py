@@ -21,7 +21,7 @@ from ...pascal_attn_core.int8.judged import has_numbers
 from ...pascal_attn_core.int8.measure import FEW_OUTPUTS, FEW_ROWS, relative_error, sample_of
 from ...pascal_attn_core.int8.product import int8_linear as product
 from ...pascal_attn_core.int8.report import COMPUTED_BY
-from ...pascal_attn_core.machine.out_of_memory import is_out_of_memory
+from ...pascal_attn_core.machine.out_of_memory import out_of_memory
 from ...pascal_attn_core.reference.int8_rows import Int8Matrix
 from .host import KEY
 
@@ -116,9 +116,8 @@ class FileLayers:
             part = Int8Matrix(matrix.codes[:FEW_OUTPUTS], matrix.scales[:FEW_OUTPUTS], matrix.rotation)
             try:
                 self.error = max(self.error, relative_error(sample_of(x, FEW_ROWS, self.calls), part.float(), part))
-            except (RuntimeError, MemoryError) as error:
-                if not is_out_of_memory(error):
-                    raise
+            except out_of_memory():
+                pass
 
 
 _local = threading.local()  # served: of the model that this thread runs

@@ -14,8 +14,8 @@ from typing import Any
 from .. import __version__
 from ..machine.storage import write_object
 
-# Each command is a module with add_options(parser) and run(options). It is imported only when it is needed, so that
-# `pascal-attn info` works, and starts fast, with torch alone.
+# Each command is a module with add_options(parser) and run(options), which returns the exit status. It is imported only
+# when it is needed, so that `pascal-attn info` works, and starts fast, with torch alone.
 COMMANDS = {
     "info": "one block of facts about this machine, to paste into a bug report",
     "selftest": "check and time every route and kernel on this machine; prints one block to paste",
@@ -31,31 +31,18 @@ class CommandError(Exception):
     """A user's mistake: printed without a traceback, exit code 2."""
 
 
-_MAX_THREADS = 1024
-
-
 def check_numbers(options: argparse.Namespace, *names: str) -> None:
-    """Refuse invalid options before anything runs.
-
-    Raises:
-        CommandError: a count below 1, a time that is not above 0 and finite, or more threads than any machine has.
-    """
+    """Raise CommandError for a count below 1, and for a time that is not above 0 and finite."""
     for name in names:
         value, option = getattr(options, name), "--" + name.replace("_", "-")
         if isinstance(value, float) and not 0 < value < math.inf:
             raise CommandError(f"{option} must be greater than 0 and finite, got {value}")
         if isinstance(value, int) and value < 1:
             raise CommandError(f"{option} must be at least 1, got {value}")
-        if name == "threads" and value > _MAX_THREADS:
-            raise CommandError(f"{option} must be at most {_MAX_THREADS}, got {value}")
 
 
 def check_output(path: Path | None) -> None:
-    """Find what would make a long run fail at its end, before it starts.
-
-    Raises:
-        CommandError: no file can be written there.
-    """
+    """Raise CommandError where no file can be written, which a long run would find at its end; None = none is."""
     if path is not None and not path.absolute().parent.is_dir():
         raise CommandError(f"the folder of {path} does not exist")
     if path is not None and path.is_dir():
@@ -63,11 +50,7 @@ def check_output(path: Path | None) -> None:
 
 
 def write_figures(path: Path | None, figures: dict[str, Any]) -> None:
-    """Write what ``--json`` asks for, None = nothing.
-
-    Raises:
-        CommandError: the file cannot be written.
-    """
+    """Write what ``--json`` asks for, None = nothing, or raise CommandError."""
     try:
         if path is not None:
             write_object(path, figures)
@@ -76,11 +59,7 @@ def write_figures(path: Path | None, figures: dict[str, Any]) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command and return its exit code.
-
-    Args:
-        argv: the arguments after the program's name; None = those of the process.
-    """
+    """Run one command, by default the one that the process's arguments name, and return its exit code."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     parser = _parser(arguments[0] if arguments else "")
     try:

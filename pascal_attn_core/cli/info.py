@@ -16,17 +16,7 @@ from ..config import default_config
 from ..int8.backends import backend_on
 from ..int8.report import COMPUTED_BY
 from ..machine.device import DeviceInfo
-from ..machine.facts import (
-    MIB,
-    Machine,
-    complaints,
-    device_lines,
-    device_names,
-    head_lines,
-    line,
-    look_around,
-    together_lines,
-)
+from ..machine.facts import MIB, Machine, device_lines, device_names, head_lines, line, look_around, together_lines
 from ..machine.runtime import runtime_of
 from ..machine.wheels import judge
 from ..routes import route_names, why_not
@@ -34,18 +24,10 @@ from ..routes.tile_timing import TileTimings
 from ..routes.timing import Timings
 from ..tiled.plan import describe_plan
 from ..tiled.tiles import recommended_tile_size_for
-from . import second_card
+from .bench.shapes import SHAPES
 
 _CALL, _GQA_KEY = (1, 8, 4096, 64), (1, 2, 4096, 64)
-
-# name: batch, num_heads, num_kv_heads, seq_len_q, seq_len_kv, head_dim
-TYPICAL = {
-    "SD1.5": (2, 8, 8, 4096, 4096, 40),
-    "SDXL": (2, 10, 10, 4096, 4096, 64),
-    "Flux": (1, 24, 24, 4608, 4608, 128),
-    "Wan": (1, 12, 12, 32760, 32760, 128),
-    "LLM 32/8": (1, 32, 8, 4096, 4096, 128),
-}
+TYPICAL = ("sd15", "sdxl", "flux", "wan", "gqa")  # of the shapes of the bench
 
 
 @dataclass(frozen=True)
@@ -54,9 +36,8 @@ class Info:
 
     Attributes:
         routes: per kind of call and per route why it cannot take such a call here (an empty list = it can).
-        timed: kinds of calls for which the fused kernel and torch's were timed here: our time over torch's.
-        timed_tiles: the same for tiles and torch's kernel, on a CPU.
-        timed_plain: the same for the fused kernel and torch's math attention, on AMD's cards.
+        timed: for two ways to compute that were timed here, "tiles relative to torch's kernel": the ratio of their
+            times per kind of call.
         int8: what would compute linear layers in 8 bits, and why nothing faster; None = no device to ask about.
         int8_attention: why attention cannot run in 8 bits, not exact, where it is asked for.
     """
@@ -64,20 +45,16 @@ class Info:
     machine: Machine
     config: AttentionConfig = field(default_factory=AttentionConfig)
     routes: dict[str, dict[str, list[str]]] = field(default_factory=dict)
-    timed: dict[str, float] = field(default_factory=dict)
-    timed_tiles: dict[str, float] = field(default_factory=dict)
-    timed_plain: dict[str, float] = field(default_factory=dict)
+    timed: dict[str, dict[str, float]] = field(default_factory=dict)
     int8: tuple[str, str] | None = None
     int8_attention: list[str] = field(default_factory=list)
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options of ``info``."""
     parser.add_argument("--json", action="store_true", help="print JSON instead of text")
 
 
 def run(options: argparse.Namespace) -> int:
-    """Run the command."""
     info = gather()
     print(json.dumps(document(info), indent=1) if options.json else describe(info))
     return 0
@@ -94,30 +71,20 @@ def gather() -> Info:
         machine,
         config,
         routes=ask_routes(device_names()[0], config) if runs else {},
-        timed=runtime.part(Timings).ratios("torch"),
-        timed_plain=runtime.part(Timings).ratios("plain"),
-        timed_tiles={kind: ratio for kind, ratio in tiles.items() if ratio is not None},
+        timed={
+            "the fused kernel relative to torch's kernel": runtime.part(Timings).ratios("torch"),
+            "the fused kernel relative to torch's math attention": runtime.part(Timings).ratios("plain"),
+            "tiles relative to torch's kernel": {kind: ratio for kind, ratio in tiles.items() if ratio is not None},
+        },
         int8=backend_on(runtime.device) if runs else None,
         int8_attention=why_not("fused-int8", check_call(query, query, query), config) if runs else [],
     )
 
 
 def document(info: Info) -> dict[str, Any]:
-    """The content of the block as plain values: the facts, and what follows from them.
-
-    Returns:
-        the fields of :class:`Machine` and of :class:`Info`, and ``tiles`` per device and typical shape, ``complaints``
-        (as of :func:`complaints`) and ``budget_mib`` per device: what one call may take besides inputs and outputs.
-    """
+    """The fields of :class:`Machine` and of :class:`Info` as plain values."""
     facts = dataclasses.asdict(info)
-    devices = info.machine.devices
-    return {
-        **facts.pop("machine"),
-        **facts,
-        "budget_mib": [_budget_mib(device, info.config) for device in devices],
-        "tiles": [dict(_tile_plans(device, info.config)) for device in devices],
-        "complaints": complaints(info.machine),
-    }
+    return {**facts.pop("machine"), **facts}
 
 
 def describe(info: Info) -> str:
@@ -125,7 +92,8 @@ def describe(info: Info) -> str:
     lines = head_lines(info.machine)
     for number, device in enumerate(info.machine.devices):
         lines += ["", *device_lines(info.machine, number), *_tile_lines(device, info.config)]
-    lines += [*_together_lines(info), *_route_lines(info)]
+    together = together_lines(info.machine)
+    lines += [*([""] if together else []), *together, *_route_lines(info)]
     if info.int8 is not None:
         way, why = info.int8
         lines.append(line("int8", f"linear layers, if asked for: by {COMPUTED_BY[way]}" + (f"; {why}" if why else "")))
@@ -135,36 +103,15 @@ def describe(info: Info) -> str:
     return "\n".join(lines)
 
 
-def _together_lines(info: Info) -> list[str]:
-    """The lines about cards that work together."""
-    machine = info.machine
-    lines = together_lines(machine)
-    if not lines:
-        return []
-    lines.append(line("", "speedup of attention on both cards over the first alone (calculated, not measured):"))
-    for name, gains in second_card.own_gains(machine):
-        lines.append(line("", f"  {name}: " + ", ".join(f"{model} {gain:.2f}" for model, gain in gains)))
-    return ["", *lines]
-
-
 def _tile_lines(info: DeviceInfo, config: AttentionConfig) -> list[str]:
     square = recommended_tile_size_for(info.l2_bytes)
+    budget = config.budget_mib if config.budget_mib is not None else info.default_budget_bytes() / MIB
     lines = [line("tile size", f"{square} (square, for code that asks for one number)")]
-    lines.append(line("tiles", f"for a budget of {_budget_mib(info, config):g} MiB:"))
-    for name, plan in _tile_plans(info, config):
-        batch, heads, kv_heads, rows, _, head_dim = TYPICAL[name]
-        shape = f"B{batch} H{heads}{f'/{kv_heads}' if kv_heads != heads else ''} N{rows} D{head_dim}"
-        lines.append(line("", f"  {name:9s}{shape:22s}{plan}"))
+    lines.append(line("tiles", f"for a budget of {budget:g} MiB:"))
+    for shape in (shape for shape in SHAPES if shape.name in TYPICAL):
+        sizes = shape.batch, shape.num_heads, shape.num_kv_heads, shape.seq_len_q, shape.seq_len_kv, shape.head_dim
+        lines.append(line("", f"  {shape.name:6s}{shape.text:32s}{describe_plan(info, sizes, config)}"))
     return lines
-
-
-def _budget_mib(info: DeviceInfo, config: AttentionConfig) -> float:
-    return config.budget_mib if config.budget_mib is not None else info.default_budget_bytes() / MIB
-
-
-def _tile_plans(info: DeviceInfo, config: AttentionConfig) -> list[tuple[str, str]]:
-    """(name, plan in words) of each typical shape."""
-    return [(name, describe_plan(info, shape, config)) for name, shape in TYPICAL.items()]
 
 
 def _route_lines(info: Info) -> list[str]:
@@ -178,14 +125,10 @@ def _route_lines(info: Info) -> list[str]:
             if reasons.get(route):
                 refused.setdefault("; ".join(reasons[route]), []).append(kind)
         lines += [line("", f"  {text}") for text in _route_text(route, list(info.routes), refused)]
-    for what, other, timed in (
-        ("the fused kernel", "torch's kernel", info.timed),
-        ("the fused kernel", "torch's math attention", info.timed_plain),
-        ("tiles", "torch's kernel", info.timed_tiles),
-    ):
-        if timed:
-            lines.append(line("timed", f"time of {what} relative to {other}, for each kind of call timed so far:"))
-            lines += [line("", f"  {ratio:5.2f}  {kind}") for kind, ratio in sorted(timed.items())]
+    for what, ratios in info.timed.items():
+        if ratios:
+            lines.append(line("timed", f"time of {what}, for each kind of call timed so far:"))
+            lines += [line("", f"  {ratio:5.2f}  {kind}") for kind, ratio in sorted(ratios.items())]
     return lines
 
 
@@ -206,11 +149,7 @@ def ask_routes(device: str, config: AttentionConfig) -> dict[str, dict[str, list
     found = {}
     for name in ("float32", "float16", "bfloat16"):
         query, key = (torch.empty(size, dtype=getattr(torch, name), device=device) for size in (_CALL, _GQA_KEY))
-        found[name] = _ask(query, query, config, enable_gqa=False)
-        found[f"{name} GQA"] = _ask(query, key, config, enable_gqa=True)
+        for kind, keys in ((name, query), (f"{name} GQA", key)):
+            call = check_call(query, keys, keys, enable_gqa=True)
+            found[kind] = {route: why_not(route, call, config) for route in route_names()}
     return found
-
-
-def _ask(query: torch.Tensor, key: torch.Tensor, config: AttentionConfig, *, enable_gqa: bool) -> dict[str, list[str]]:
-    call = check_call(query, key, key, enable_gqa=enable_gqa)
-    return {route: why_not(route, call, config) for route in route_names()}

@@ -18,21 +18,14 @@ _BLOCK_BYTES = 64 << 20
 
 def spread_rows(seq_len_q: int, count: int | None) -> Tensor:
     """``count`` row numbers spread evenly over the query, including the first and the last; None = every row."""
-    if count is None or count >= seq_len_q:
-        return torch.arange(seq_len_q)
-    return torch.linspace(0, seq_len_q - 1, count).round().long()
+    count = seq_len_q if count is None else min(count, seq_len_q)
+    return torch.linspace(0, seq_len_q - 1, count, dtype=torch.float64).round().long()
 
 
 def reference(captured: CapturedCall, rows: Tensor, grad_rows: Tensor | None = None) -> tuple[Tensor, ...]:
-    """The output for some query rows, or the gradients of query, key and value where only these rows have one.
-
-    Args:
-        rows: ``[R]`` numbers of query rows, ascending.
-        grad_rows: gradient of these rows of the output; None = compute the output.
-    Returns:
-        ``([*batch, Hq, R, Dv],)`` or three gradients in the shapes of the inputs, in float64 on the device of the call
-        (the CPU where a device may have no float64).
-    """
+    """The output ``([*batch, Hq, R, Dv],)`` for ``[R]`` query rows, by ascending numbers, or the gradients of query,
+    key and value where only these rows of the output have one, ``grad_rows``: in float64 on the device of the call (the
+    CPU where a device may have no float64)."""
     device = torch.device("cpu") if captured.query.device.type in WITHOUT_FLOAT64 else captured.query.device
     query, key, value = (t.detach().to(device) for t in (captured.query, captured.key, captured.value))
     options = {name: getattr(captured, name) for name in ("is_causal", "scale", "enable_gqa")}

@@ -18,7 +18,6 @@ from .bench.contest import Named, Result, Settings
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options of ``replay``."""
     parser.description = (
         "Runs each call in files written by pascal_attn_core.capture through every route and through "
         "torch's own kernels. 'error' is the largest difference from float64 relative to the largest value."
@@ -28,7 +27,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Run the command."""
     hold(options, _calls, Settings(options.rounds, options.seconds, error_rows=None))
     return 0
 
@@ -46,7 +44,7 @@ def _calls(options: argparse.Namespace, device: torch.device) -> Contest:
         # With dropout results cannot be compared: each route draws its own numbers.
         return race(dataclasses.replace(calls[work].to(device), dropout_p=0.0), candidates, *how)
 
-    return Contest("call", list(calls), race_call, BASELINE, "torch")
+    return Contest("call", list(calls), race_call, BASELINE)
 
 
 def describe(call: CapturedCall) -> str:

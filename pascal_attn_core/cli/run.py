@@ -14,7 +14,6 @@ from . import CommandError
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options of ``run``."""
     parser.description = (
         "Runs a Python script, or with -m a module, as python would, with every call of torch's "
         "scaled_dot_product_attention and flex_attention computed by Pascal Attention, and `import flash_attn`, "
@@ -22,10 +21,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "ends, prints to stderr how many calls took which route, and why. The exit status is the program's. Child "
         "processes of the program are not affected."
     )
-    parser.usage = (
-        "pascal-attn run [--no-report] [--no-flash-attn] [--no-sageattention] [--no-xformers] "
-        "(script.py | -m module) [argument ...]"
-    )
+    parser.usage = "pascal-attn run [option ...] (script.py | -m module) [argument ...]"
     parser.add_argument("--no-report", action="store_true", help="print nothing at the end")
     for name in STAND_INS:
         flag, text = f"--no-{name.replace('_', '-')}", f"leave `import {name}` alone"
@@ -36,7 +32,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Run the command."""
     script = Path(options.program)
     if not options.is_module and not script.exists():
         raise CommandError(f"there is no file {options.program}; to run a module, use -m {options.program}")

@@ -4,13 +4,11 @@ and the rate of the link between them. Nothing is measured."""
 from __future__ import annotations
 
 import argparse
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from ..machine.device import MIB, DeviceInfo
-from ..machine.facts import Machine, device_names, look_around
 from ..machine.together import REACHED, Link
 from ..routes.several import WORTH, Speed, divided
-from . import CommandError
 
 PEAK_SHARE = 0.55  # of a card's float32 peak that attention reaches
 
@@ -41,94 +39,34 @@ MODELS = (
     Model("Wan 14B 480p, 81 frames", 40, 32760, 128),
     Model("Wan 14B 720p, 81 frames", 40, 75600, 128),
 )
-
-
-def _card(name: str, capability: tuple[int, int], num_sms: int, mhz: int) -> DeviceInfo:
-    return DeviceInfo("cuda", name, capability=capability, num_sms=num_sms, clock_hz=mhz * 1_000_000)
-
-
 # Multiprocessors and boost clock as their maker gives them.
-CARDS = {
-    card.name: card
-    for card in (
-        _card("GTX 1060 6GB", (6, 1), 10, 1708),
-        _card("GTX 1070", (6, 1), 15, 1683),
-        _card("GTX 1070 Ti", (6, 1), 19, 1683),
-        _card("GTX 1080", (6, 1), 20, 1733),
-        _card("GTX 1080 Ti", (6, 1), 28, 1582),
-        _card("P40", (6, 1), 30, 1531),
-        _card("P100", (6, 0), 56, 1303),
-        _card("V100", (7, 0), 80, 1380),
-        _card("T4", (7, 5), 40, 1590),
-        _card("RTX 2080", (7, 5), 46, 1710),
-        _card("RTX 2080 Ti", (7, 5), 68, 1545),
-    )
-}
+GTX_1060 = DeviceInfo("cuda", "GTX 1060 6GB", (6, 1), num_sms=10, clock_hz=1_708_000_000)
+GTX_1080_TI = DeviceInfo("cuda", "GTX 1080 Ti", (6, 1), num_sms=28, clock_hz=1_582_000_000)
+P40 = DeviceInfo("cuda", "P40", (6, 1), num_sms=30, clock_hz=1_531_000_000)
+P100 = DeviceInfo("cuda", "P100", (6, 0), num_sms=56, clock_hz=1_303_000_000)
 X8, X1 = Link(3, 8, 16), Link(3, 1, 16)
 PAIRS = (
-    ("GTX 1080 Ti", "GTX 1080 Ti", X8),
-    ("P40", "P40", X8),
-    ("P100", "P100", X8),
-    ("GTX 1080 Ti", "GTX 1060 6GB", X8),
-    ("GTX 1080 Ti", "GTX 1080 Ti", X1),
+    (GTX_1080_TI, GTX_1080_TI, X8),
+    (P40, P40, X8),
+    (P100, P100, X8),
+    (GTX_1080_TI, GTX_1060, X8),
+    (GTX_1080_TI, GTX_1080_TI, X1),
 )
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options of ``second-card``."""
-    parser.add_argument(
-        "--pair", metavar="FIRST,SECOND", help=f"two cards of {', '.join(CARDS)}; without it a choice of pairs"
-    )
-    parser.add_argument("--lanes", type=int, help="PCIe 3.0 lanes of the slower slot, for --pair (8)")
+    """The command has no options."""
 
 
 def run(options: argparse.Namespace) -> int:
-    """Run the command."""
-    pairs = list(PAIRS)
-    if options.pair:
-        known = {name.casefold(): name for name in CARDS}
-        names = [known.get(name.strip().casefold(), "") for name in options.pair.split(",")]
-        if not all(names) or len(names) != 2:
-            raise CommandError(f"--pair must be two of {', '.join(CARDS)}, got {options.pair!r}")
-        lanes = 8 if options.lanes is None else options.lanes
-        if lanes not in (1, 2, 4, 8, 16):
-            raise CommandError(f"--lanes must be 1, 2, 4, 8 or 16, got {lanes}")
-        pairs = [(names[0], names[1], Link(3, lanes, 16))]
-    elif options.lanes is not None:
-        raise CommandError("--lanes needs --pair FIRST,SECOND")
-    print(table(pairs))
-    if not options.pair and len(device_names()) > 1:
-        for name, gains in own_gains(look_around()):
-            print(f"\nthis machine, {name} (calculated): " + ", ".join(f"{model} {gain:.2f}" for model, gain in gains))
-    return 0
-
-
-def table(pairs: Any = PAIRS) -> str:
-    """In Markdown: how many times as fast attention is as on the first card alone."""
-    heads = [f"{second} beside {first}, PCIe {link.generation}.0 x{link.width}" for first, second, link in pairs]
-    lines = ["| attention of (model) | " + " | ".join(heads) + " |", "|---|" + "---|" * len(heads)]
+    """Print in Markdown how many times as fast attention is as on the first card alone."""
+    heads = [f"{away.name} beside {home.name}, PCIe {link.generation}.0 x{link.width}" for home, away, link in PAIRS]
+    print("| attention of (model) | " + " | ".join(heads) + " |", "|---|" + "---|" * len(heads), sep="\n")
     for model in MODELS:
-        gains = [model.gain(CARDS[first], CARDS[second], link.bytes_per_second) for first, second, link in pairs]
-        lines.append(f"| {model.name} | " + " | ".join(f"{gain:.2f}" for gain in gains) + " |")
-    lines += ["", assumptions()]
-    return "\n".join(lines)
-
-
-def assumptions() -> str:
-    """The assumptions behind the figures, as a sentence."""
-    return (
-        f"Calculated, not measured: float32 attention at {PEAK_SHARE:.0%} of the cards' float32 peak, copies at "
+        gains = [f"{model.gain(home, away, link.bytes_per_second):.2f}" for home, away, link in PAIRS]
+        print(f"| {' | '.join([model.name, *gains])} |")
+    print(
+        f"\nCalculated, not measured: float32 attention at {PEAK_SHARE:.0%} of the cards' float32 peak, copies at "
         f"{REACHED:.0%} of the link's rate ({X8.bytes_per_second / 1e9:.1f} GB/s for PCIe 3.0 x8)."
     )
-
-
-def own_gains(machine: Machine) -> list[tuple[str, list[tuple[str, float]]]]:
-    """For each other card of this machine beside the first, where both are known: (the pair, the gain per model)."""
-    found = []
-    for number, card in enumerate(machine.devices[1:], start=1):
-        home, links = machine.devices[0], (*machine.links[:1], *machine.links[number : number + 1])
-        rates = [link.bytes_per_second for link in links if link is not None and link.bytes_per_second]
-        if home.fp32_flops and card.fp32_flops:
-            gains = [(model.name, model.gain(home, card, min(rates, default=X8.bytes_per_second))) for model in MODELS]
-            found.append((f"{card.name} (cuda:{number}) beside {home.name} (cuda:0)", gains))
-    return found
+    return 0

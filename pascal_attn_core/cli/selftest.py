@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace
@@ -35,7 +36,6 @@ _CALLS_PER_CANDIDATE = _ROUNDS + 4  # rounds, warm-up, the measured call and its
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options of ``selftest``."""
     parser.description = (
         "Compares every route and every shipped kernel with float64 on this machine, times the routes on "
         "the shapes of real models, and prints one block to paste. Needs nothing but torch. The exit status is 0 if "
@@ -49,7 +49,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Run the command."""
     check_numbers(options, "seconds", "threads")
     check_output(options.json)
     device = device_named(options.device)
@@ -61,12 +60,8 @@ def run(options: argparse.Namespace) -> int:
 
 
 def selftest(device: torch.device, seconds: float = SECONDS, *, speed: bool = True) -> Selftest:
-    """Check and time everything on ``device``; progress goes to stderr where that is a terminal.
-
-    Args:
-        seconds: that it may take. What does not fit is left out and named; no check is begun after them.
-        speed: time the routes too.
-    """
+    """Check everything on ``device``, and time the routes too if ``speed`` is set. What does not fit into ``seconds``
+    is left out and named; no check is begun after them. Progress goes to stderr where that is a terminal."""
     start = time.monotonic()
 
     def left(part: str) -> float:
@@ -87,31 +82,22 @@ def selftest(device: torch.device, seconds: float = SECONDS, *, speed: bool = Tr
 
 def model_shapes(device: torch.device) -> list[Shape]:
     """One attention call of each model, in float32, on a GPU in float16 too."""
-    by_name = {shape.name: shape for shape in SHAPES}
-    by_name["wan"] = replace(by_name["wan"], seq_len_q=4096, seq_len_kv=4096, what="Wan video, 4,096 tokens")
-    shapes = [by_name[name] for name in MODELS]
+    shapes = [shape for shape in SHAPES if shape.name in MODELS]
     return shapes if device.type == "cpu" else shapes + [replace(shape, dtype="float16") for shape in shapes]
 
 
 def run_speed(device: torch.device, left: Callable[[], float]) -> Iterator[dict[str, Any]]:
-    """Time all routes on each shape; one that would take too long here gets fewer heads, then fewer tokens.
-
-    Args:
-        left: the seconds that may still be used; none is begun without any.
-    Yields:
-        shape: its name; text: what was timed; share_of: peak operations per second of the card's plain float32 units,
-        0 if unknown; results: as of ``pascal-attn bench``.
-    """
+    """Time all routes on each shape, none without seconds that are ``left``; one that would take too long here gets
+    fewer heads, then fewer tokens. Yields the shape's name, what was timed, the peak operations per second of the
+    card's plain float32 units (0 if unknown), why it failed, and results as those of ``pascal-attn bench``."""
     shapes = model_shapes(device)
-    speed: dict[str, float] = {}
+    speed = functools.cache(functools.partial(product_speed, device))
     for number, shape in enumerate(shapes):
         seconds = left() / (len(shapes) - number)
         if seconds <= 0:
             return
-        if shape.dtype not in speed:
-            speed[shape.dtype] = product_speed(device, shape.dtype)
         candidates = [c for c in route_candidates(AttentionConfig()) if c.name != "ours-math"]
-        fitted = fit(shape, speed[shape.dtype], seconds / (len(candidates) * _CALLS_PER_CANDIDATE))
+        fitted = fit(shape, speed(shape.dtype), seconds / (len(candidates) * _CALLS_PER_CANDIDATE))
         settings = Settings(_ROUNDS, seconds / len(candidates), error_rows=64)
         peak = device_info(device).fp32_flops if fitted.dtype == "float32" else 0.0
         results, failed = [], ""

@@ -31,20 +31,9 @@ import torch.nn.functional as F
 from diffusers.models import attention, attention_processor
 from torch import nn
 
-from ..config import AttentionConfig
+from ..config import AttentionConfig, log_once
 from ..patching.interception import SDPA_NAME, TORCH_SDPA
-from ..patching.patch import (
-    OFF,
-    ON,
-    REFUSED,
-    NothingToPatch,
-    Patch,
-    PatchGroup,
-    PatchReport,
-    State,
-    replaced,
-    warn_once,
-)
+from ..patching.patch import OFF, ON, REFUSED, NothingToPatch, Patch, PatchGroup, PatchReport, State, replaced
 from . import arrivals, processors, sites
 from .modules import lasting_redirect, redirect_module, release_module, set_lasting_redirect
 from .processors import RedirectedProcessor, redirect_processor
@@ -439,10 +428,11 @@ def _warn_if_sdpa_is_replaced() -> None:
     defined_in = str(getattr(current, "__globals__", {}).get("__name__", ""))  # ours carry torch's __module__
     if current is not TORCH_SDPA and not defined_in.startswith(f"{_PACKAGE}."):
         replacement = f"{current.__module__}.{getattr(current, '__qualname__', current)}"
-        warn_once(
-            f"torch.nn.functional.{SDPA_NAME} has been replaced by {replacement}: attention calls go there, and reach "
-            "Pascal Attention only where the replacement calls torch's own function"
+        text = (
+            f"torch.nn.functional.{SDPA_NAME} has been replaced by %s: attention calls go there, and reach Pascal "
+            "Attention only where the replacement calls torch's own function"
         )
+        log_once(logging.WARNING, text, replacement)
 
 
 _ADDED_TO_MODELS = {"set_attn_processor": _set_attn_processor, "attn_processors": property(_attn_processors)}

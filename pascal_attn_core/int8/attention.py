@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from ..attention import sdpa
 from ..call import PLAIN, Options, check_call, prepared
 from ..config import AttentionConfig, UnsupportedAttention
-from ..machine.out_of_memory import is_out_of_memory
+from ..machine.out_of_memory import out_of_memory
 from ..patching.forward import ReplacedForward, put_in, take_out
 from ..patching.interception import TORCH_SDPA, SdpaMode, bind_sdpa
 from ..patching.selectors import matches, selectors
@@ -109,9 +109,7 @@ class AttentionSite(Judged):
             self.why = error.reasons[0]
         except (TypeError, ValueError) as error:  # the exact computation says what is wrong with it, or can do it
             self.why = str(error)
-        except (RuntimeError, MemoryError) as error:
-            if not is_out_of_memory(error):
-                raise
+        except out_of_memory():
             self.why = "out of memory in 8 bits"
         return None
 
@@ -120,9 +118,7 @@ class AttentionSite(Judged):
         try:
             with torch.no_grad():
                 error = self._measure(given, rounded)
-        except (RuntimeError, MemoryError) as failure:
-            if not is_out_of_memory(failure):
-                raise
+        except out_of_memory():
             return  # it is measured in a later call
         if self.options.gathers:
             return

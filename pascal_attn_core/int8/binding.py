@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from ..gguf.hosts import host_of
-from ..machine.out_of_memory import is_out_of_memory
+from ..machine.out_of_memory import out_of_memory
 from ..routes.timing_table import median_times
 from .exchange import Source, ordinary_tensors
 from .find import Found, find_linear
@@ -93,9 +93,7 @@ class Int8Binding:
             for layer in self._layers_of(model):
                 try:
                     left.append(layer.detach())
-                except (RuntimeError, MemoryError) as error:
-                    if not is_out_of_memory(error):
-                        raise
+                except out_of_memory() as error:
                     failure = error
         if failure is not None:
             raise failure

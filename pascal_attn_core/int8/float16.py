@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..machine.out_of_memory import is_out_of_memory
+from ..machine.out_of_memory import out_of_memory
 from ..patching.forward import ReplacedForward, put_in, take_out
 from ..patching.patch import OFF, ON, REFUSED, WAITING, Patch, PatchReport, State, require_sites
 from ..patching.selectors import require_matches
@@ -120,9 +120,7 @@ class Float16Binding:
             if module not in self._found and not is_captured(x):
                 try:
                     self._found[module] = self._tried(whole, x)
-                except (RuntimeError, MemoryError) as error:
-                    if not is_out_of_memory(error):
-                        raise
+                except out_of_memory():
                     self._found[module] = REFUSED, "out of memory while it was tried"
             return self._found.get(module, _NOT_YET)[0] == ON
 

@@ -13,7 +13,7 @@ from ..gguf import hosts
 from ..gguf.hosts import Multiplier
 from ..gguf.int8 import product, way_for
 from ..gguf.matrix import GgufMatrix, linear
-from ..machine.out_of_memory import is_out_of_memory
+from ..machine.out_of_memory import out_of_memory
 from ..machine.own_thread import in_backward
 from .exchange import Source
 from .find import shape_of
@@ -92,9 +92,7 @@ class GgufLayer(Int8Layer):
                         self.decide()
                         if self.state == INT8:
                             self._time(x, weight, bias)
-        except (RuntimeError, MemoryError) as error:
-            if not is_out_of_memory(error):
-                raise
+        except out_of_memory():
             if self.state == WAITING:
                 self.why = "out of memory while measuring it"
 

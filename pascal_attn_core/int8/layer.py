@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..machine.out_of_memory import is_out_of_memory
+from ..machine.out_of_memory import is_out_of_memory, out_of_memory
 from ..machine.own_thread import in_backward
 from ..reference.int8_rows import Int8Matrix, quantize_rows
 from ..routes.ways import Way
@@ -139,9 +139,7 @@ class Int8Layer(Judged):
             try:
                 found = source.read(module, self.device)
                 self._put(module, found, quantize_rows(stored.values(found.matrix), self.rotation))
-            except (RuntimeError, MemoryError) as error:
-                if not is_out_of_memory(error):
-                    raise
+            except out_of_memory():
                 self.missed = "out of memory while rounding it"
 
     def detach(self) -> str:
@@ -212,9 +210,7 @@ class Int8Layer(Judged):
             try:
                 with ordinary_tensors():
                     self._measure(module, x.clone() if is_inference else x)
-            except (RuntimeError, MemoryError) as error:
-                if not is_out_of_memory(error):
-                    raise
+            except out_of_memory():
                 self._failures += 1
                 self.why = "out of memory while measuring it"
                 if self._failures == _MOST_FAILURES:
@@ -302,9 +298,7 @@ class Int8Layer(Judged):
         try:
             with torch.no_grad(), torch.autocast(x.device.type, enabled=False):
                 return self._checked(x, weight)
-        except (RuntimeError, MemoryError) as error:
-            if not is_out_of_memory(error):
-                raise
+        except out_of_memory():
             return weight  # it is measured, or goes back to float, in a later call
 
     def _checked(self, x: Tensor, weight: Int8Weight) -> Int8Weight:

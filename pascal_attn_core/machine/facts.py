@@ -37,14 +37,7 @@ _SMI_CLOCKS, _SMI_LINK = (
 )
 _WATCH_SECONDS = 1.0
 # What a call gets on devices that are not NVIDIA's, and what it is spared.
-_GETS = {
-    "hip": "torch's kernel where torch has a fused one for the call, else ours (Vega, MI50, RX 5000 and 6000) or tiles",
-    **dict.fromkeys(
-        ("mps", "xpu"),
-        "torch's kernel where torch has a fused one for the call, else tiles within the budget "
-        "(our kernels need CUDA or ROCm)",
-    ),
-}
+_GETS = "torch's kernel where torch has a fused one for the call, else our own (AMD only) or tiles within the budget"
 _SPARED = {
     "hip": "without them: all scores are stored on cards that torch has no fused kernel for",
     "mps": "without them: all scores are stored, and come out wrong beyond 2^31 of them",
@@ -317,7 +310,7 @@ def device_lines(machine: Machine, number: int) -> list[str]:
     if verdict.install:
         lines.append(line("install", verdict.install))
     if info.kind in _SPARED:
-        lines += [line("gets", _GETS[info.kind]), line("", _SPARED[info.kind])]
+        lines += [line("gets", _GETS), line("", _SPARED[info.kind])]
     return lines
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import TypeVar
 
@@ -27,11 +28,17 @@ def with_room(work: Callable[[], Result]) -> Result:
     what it holds unused: other libraries ask there for theirs."""
     try:
         return work()
-    except (RuntimeError, MemoryError) as error:
-        if not is_out_of_memory(error):
-            raise
+    except out_of_memory():
+        pass
     torch.cuda.empty_cache()
     return work()
+
+
+def out_of_memory() -> tuple[type[Exception], ...]:
+    """The class of the exception that is being handled if it says that memory was short, else none: for a clause
+    ``except out_of_memory():``, which Python reads when there is an exception."""
+    error = sys.exc_info()[1]
+    return (type(error),) if isinstance(error, Exception) and is_out_of_memory(error) else ()
 
 
 def is_out_of_memory(error: BaseException) -> bool:

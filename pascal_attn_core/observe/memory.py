@@ -1,5 +1,5 @@
-"""Exact peak memory of a piece of code, and how many operators it launched; the tests prove O(N) memory with it,
-without a GPU. As a block, :func:`measure_memory`, or for one call, ``measure(sdpa, query, key, value).extra_bytes``.
+"""Exact peak memory of a piece of code; the tests prove O(N) memory with it, without a GPU. As a block,
+:func:`measure_memory`, or for one call, ``measure(sdpa, query, key, value).extra_bytes``.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from ..machine.device import MIB, free_bytes
 _DispatchKey = torch._C.DispatchKey
 _BACKENDS = {"cpu": "CPU", "cuda": "CUDA", "meta": "Meta", "xpu": "XPU", "mps": "MPS"}
 _LEAVES = ("aten", "prim", "prims", "c10d", "_c10d_functional", "profiler")
-# Beginnings of names: not views by their schema, but they move no element, so nothing is launched on the device.
+# Beginnings of names: not views by their schema, but they move no element.
 _NO_KERNEL = ("_unsafe_view", "unsafe_split", "lift", "empty", "new_empty", "resize_", "set_", "device")
 
 
@@ -58,14 +58,12 @@ class Measurement(NamedTuple):
         extra_bytes: the peak minus the bytes of the output's own storages: what the call needed besides its result.
         peak_bytes: the most bytes alive at once above those alive at the start, including the output.
         largest_tensor_bytes: the largest single storage that the call created and that is not part of the output.
-        launches: operators that compute something; views and bare allocations are not counted.
     """
 
     out: Any
     extra_bytes: int
     peak_bytes: int
     largest_tensor_bytes: int
-    launches: int
 
 
 class PeakMemory:
@@ -78,18 +76,16 @@ class PeakMemory:
     What is seen: each operator of this thread and of the autograd engine working for it, below the composite ones:
     torch's math attention counts with every matrix it makes, and so does the inside of a custom operator. What is not
     seen on a CPU: scratch memory that a kernel allocates and frees internally (torch's fused CPU attention: a few MiB),
-    allocations by other libraries, sparse tensors; and on ``meta`` the inside of an
-    operator that has a kernel of its own for ``meta``. A tensor from before the block counts as freed if it dies inside
-    it, once an operator has touched it. Within the block a function compiled by ``torch.compile`` runs as the Python
-    that it was compiled from (with ``fullgraph=True`` it raises), and that is what is measured, as by every mode of
-    torch that sees operators.
+    allocations by other libraries, sparse tensors; and on ``meta`` the inside of an operator that has a kernel of its
+    own for ``meta``. A tensor from before the block counts as freed if it dies inside it, once an operator has touched
+    it. Within the block a function compiled by ``torch.compile`` runs as the Python that it was compiled from (with
+    ``fullgraph=True`` it raises), and that is what is measured, as by every mode of torch that sees operators.
 
     Args:
-        device: whose memory; tensors of other device types are not counted, operators are.
-        follow: False on CUDA only reads the allocator's peak: no cost per operator, but launches and the largest tensor
-            are not counted.
+        device: whose memory; tensors of other device types are not counted.
+        follow: False on CUDA only reads the allocator's peak: no cost per operator, but not the largest tensor either.
 
-    ``peak_bytes``, ``launches`` and ``largest_tensor_bytes``, as in :class:`Measurement`, grow while the block runs.
+    ``peak_bytes`` and ``largest_tensor_bytes``, as in :class:`Measurement`, grow while the block runs.
     """
 
     def __init__(self, device: torch.device | str = "cpu", *, follow: bool = True):
@@ -114,10 +110,6 @@ class PeakMemory:
     def peak_mib(self) -> float:
         """``peak_bytes`` in MiB."""
         return self.peak_bytes / MIB
-
-    @property
-    def launches(self) -> int:
-        return self._follower.launches
 
     @property
     def largest_tensor_bytes(self) -> int:
@@ -160,7 +152,7 @@ def measure_memory(device: torch.device | str | None = None) -> PeakMemory:
 
 
 def measure(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Measurement:
-    """Call ``fn(*args, **kwargs)`` and measure its memory and how many operators it launched.
+    """Call ``fn(*args, **kwargs)`` and measure its memory.
 
     The device is that of the first tensor among the arguments (CPU if there is none). Gradients count as output only
     when ``fn`` returns them (``torch.autograd.grad``), not when it leaves them in ``.grad``.
@@ -172,7 +164,7 @@ def measure(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Measurement:
         out = fn(*args, **kwargs)
     created, out_bytes = peak._follower.created_storages(out)
     largest = peak._follower.largest_without(created)
-    return Measurement(out, peak.peak_bytes - out_bytes, peak.peak_bytes, largest, peak.launches)
+    return Measurement(out, peak.peak_bytes - out_bytes, peak.peak_bytes, largest)
 
 
 def available_bytes(device: torch.device | str = "cpu") -> int | None:
@@ -244,7 +236,7 @@ class Follower(TorchDispatchMode):
         self.reset()
 
     def reset(self) -> None:
-        self.live = self.peak = self.launches = self.largest_dead = 0
+        self.live = self.peak = self.largest_dead = 0
         for storage in self.storages.values():
             storage.is_new = False
 
@@ -255,23 +247,14 @@ class Follower(TorchDispatchMode):
         inputs = [*_tensors(args), *_tensors(kwargs.values())]
         how = _how_to_run(func, inputs[0].device.type if inputs else self.device_type)
         self.look(inputs, is_new=how.input_is_new)
-        if how.inside is not None:
-            return self._run_inside(func, how, args, kwargs)
-        out = func(*args, **kwargs)
-        self.launches += how.launches
+        if how.inside is None:
+            out = func(*args, **kwargs)
+        else:
+            with self:
+                out = func._op_dk(how.inside, *args, **kwargs)
         self.look(_tensors((out,)), is_new=True)
         if how.mutates:
             self.look(inputs)  # it may have resized what it wrote to
-        return out
-
-    def _run_inside(self, func: OpOverload, how: _Run, args: tuple, kwargs: dict) -> Any:
-        before = self.launches
-        with self:
-            out = func._op_dk(how.inside, *args, **kwargs)
-        is_explicit = how.inside is not _DispatchKey.CompositeImplicitAutograd
-        if is_explicit and self.launches == before:  # aten::copy_ does its work without other operators
-            self.launches += how.launches
-        self.look(_tensors((out,)), is_new=True)
         return out
 
     def look(self, tensors: Iterable[Tensor], *, is_new: bool = False) -> None:
@@ -328,7 +311,6 @@ class _Run(NamedTuple):
     """How the follower treats an operator on one device type."""
 
     inside: Any  # the dispatch key of a kernel composed of other operators; None for a kernel of its own
-    launches: bool
     mutates: bool
     input_is_new: bool
 
@@ -336,14 +318,13 @@ class _Run(NamedTuple):
 @functools.cache
 def _how_to_run(func: Any, device_type: str) -> _Run:
     if not isinstance(func, OpOverload):  # a higher-order operator: its inside is unknown
-        return _Run(None, launches=True, mutates=True, input_is_new=False)
+        return _Run(None, mutates=True, input_is_new=False)
     name = func._schema.name.partition("::")[2]
-    launches = not func.is_view and not name.startswith(_NO_KERNEL)
-    inside = _inside_key(func, device_type, launches)
-    return _Run(inside, launches, func._schema.is_mutable, input_is_new=name in ("lift", "lift_fresh"))
+    inside = _inside_key(func, device_type, moves_nothing=func.is_view or name.startswith(_NO_KERNEL))
+    return _Run(inside, func._schema.is_mutable, input_is_new=name in ("lift", "lift_fresh"))
 
 
-def _inside_key(func: OpOverload, device_type: str, launches: bool) -> Any:
+def _inside_key(func: OpOverload, device_type: str, *, moves_nothing: bool) -> Any:
     """The dispatch key that shows what happens inside an operator. In inference mode composite ones arrive whole; some
     (``aten::_safe_softmax``) always do, and so do custom operators. Called as usual, their inside would not be seen."""
     if is_composite(func):
@@ -354,7 +335,7 @@ def _inside_key(func: OpOverload, device_type: str, launches: bool) -> Any:
         return None if func.namespace in _LEAVES else getattr(_DispatchKey, backend)
     # Such a kernel passes a number to its tensor variant as a wrapped tensor, which arrives here as a number.
     takes_number = any(isinstance(argument.type, torch.NumberType) for argument in func._schema.arguments)
-    if launches and not takes_number and _has_kernel(func, "CompositeExplicitAutograd"):
+    if not (moves_nothing or takes_number) and _has_kernel(func, "CompositeExplicitAutograd"):
         return _DispatchKey.CompositeExplicitAutograd
     return None
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import collections
-import functools
 import logging
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -13,11 +12,6 @@ from typing import Any, NamedTuple, TypeVar
 log = logging.getLogger("pascal_attn")
 
 ON, WAITING, REFUSED, OFF = STATES = ("on", "waiting", "refused", "off")
-
-
-@functools.lru_cache(maxsize=256)
-def warn_once(sentence: str) -> None:
-    log.warning("%s", sentence)
 
 
 class State(NamedTuple):

@@ -18,7 +18,7 @@ from ..call import AttentionCall, Gradients, Results, TiledStats, Wanted, distin
 from ..call.flex_rules import BlockRule
 from ..config import AttentionConfig, log_once
 from ..machine.device import MIB
-from ..machine.out_of_memory import is_out_of_memory
+from ..machine.out_of_memory import out_of_memory
 from ..machine.runtime import Runtime, runtime_of, runtimes
 from ..tiled.dropout import draw_seed
 from ..tiled.forward import tiled_forward
@@ -289,9 +289,7 @@ def _within_memory(
     while True:
         try:
             return run(walk)
-        except (RuntimeError, MemoryError) as error:
-            if not is_out_of_memory(error):
-                raise
+        except out_of_memory():
             # Half, and a little for what does not shrink with the tile.
             less = smaller(walk.tiles.extra_bytes * 17 // 32)
             if less is None:

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from ..machine.facts import Clocks, ask_clocks, complaints, describe_facts, line, look_around
+from ..machine.facts import Clocks, ask_clocks, describe_facts, line, look_around
 from .cases import AUTO, DTYPES, Check, run_checks
 from .kernels import KernelCheck, check_kernels, why_no_kernels
 
@@ -28,7 +28,7 @@ class Selftest:
     """The findings.
 
     Attributes:
-        facts: of the machine, one line each; complaints: what should be installed instead.
+        facts: of the machine, one line each.
         why_no_kernels: why no fused kernel runs here, empty where they do.
         speed: one entry per shape, as of :func:`.speed.run_speed`.
         before, during: the clocks, None where they cannot be asked for.
@@ -38,7 +38,6 @@ class Selftest:
 
     device: str
     facts: list[str]
-    complaints: list[str]
     why_no_kernels: list[str] = dataclasses.field(default_factory=list)
     kernels: list[KernelCheck] = dataclasses.field(default_factory=list)
     checks: list[Check] = dataclasses.field(default_factory=list)
@@ -128,8 +127,8 @@ def check(
             begun without any. What it raises ends the test.
         progress: called with a few words after each check.
     """
-    start, machine = time.monotonic(), look_around()
-    found = Selftest(str(device), describe_facts(machine), complaints(machine), why_no_kernels(device))
+    start = time.monotonic()
+    found = Selftest(str(device), describe_facts(look_around()), why_no_kernels(device))
     found.before = ask_clocks(device)
     if not found.why_no_kernels:
         found.kernels = found.collect("kernels", check_kernels(device, lambda: left("kernels")), left, progress)
@@ -159,7 +158,6 @@ def describe(found: Selftest) -> str:
     lines += [line("" if number else "wrong", problem) for number, problem in enumerate(problems[:_MOST_PROBLEMS])]
     if len(problems) > _MOST_PROBLEMS:
         lines.append(line("", f"and {len(problems) - _MOST_PROBLEMS} more (--json has all)"))
-    lines += [line("install", complaint) for complaint in found.complaints]
     return "\n".join([*lines, line("took", f"{found.seconds:.0f} s"), found.verdict])
 
 

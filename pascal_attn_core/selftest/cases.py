@@ -117,11 +117,7 @@ class _Sample(NamedTuple):
 
 
 def run_checks(device: torch.device, left: Callable[[], float]) -> Iterator[Check]:
-    """Each route on each case in each dtype.
-
-    Args:
-        left: the seconds that may still be used; asked before each check, none is begun without any.
-    """
+    """Each route on each case in each dtype, while seconds are ``left``."""
     why_not_compiled = functools.cache(_why_not_compiled)
     for case in CASES:
         for dtype in DTYPES:

@@ -82,11 +82,7 @@ def why_no_kernels(device: torch.device) -> list[str]:
 
 
 def check_kernels(device: torch.device, left: Callable[[], float]) -> Iterator[KernelCheck]:
-    """Load and run each; one that is wrong or cannot be loaded does not end it.
-
-    Args:
-        left: the seconds that may still be used; asked before each kernel, none is begun without any.
-    """
+    """Load and run each, while seconds are ``left``; one that is wrong or cannot be loaded does not end it."""
     kernels = runtime_of(device).part(Kernels)
     for variant in checked_variants(kernels.arch):
         if left() <= 0:

@@ -6,6 +6,7 @@ the mask object that our own mask function returned.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -16,7 +17,7 @@ from torch import Tensor
 from ..call import PLAIN, Options, check_call, prepared, without_autocast
 from ..call.flex_rules import is_block_mask
 from ..call.lazy_mask import LazyMask
-from ..patching.patch import warn_once
+from ..config import log_once
 from ..routes.math import probabilities
 from .mask import HostMask
 
@@ -144,7 +145,8 @@ def _is_traced(query: Tensor) -> bool:
 
 def weights(query: Tensor, all_keys: Tensor, masked: Masked, options: dict[str, Any]) -> Tensor:
     """The attention weights ``[B, Hq, L, S]`` before dropout: for callers that ask for them."""
-    warn_once("output_attentions=True stores weights of L*S elements for every layer and computes them twice")
+    text = "output_attentions=True stores weights of L*S elements for every layer and computes them twice"
+    log_once(logging.WARNING, text)
     call = check_call(*prepared(query, masked.key, masked.value, masked.mask, Options(**options)))
     with without_autocast(query):
         probs = probabilities(call).flatten(1, 2).to(query.dtype)

@@ -26,7 +26,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
 from ..call import PLAIN
-from ..patching.patch import warn_once
+from ..config import log_once
 from ..tiled.masks import Band
 from .pattern import MaskFunction, Pattern, made_by, read_pattern
 
@@ -158,7 +158,8 @@ class HostMask:
 
     def _stored(self, what: str) -> Tensor:
         if not torch.compiler.is_compiling():
-            warn_once(f"a model operates on its attention mask itself ({what}): a mask of L*S elements is stored")
+            text = "a model operates on its attention mask itself (%s): a mask of L*S elements is stored"
+            log_once(logging.WARNING, text, what)
         return self.dense()
 
     @classmethod

@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves
 
 from ..call import PLAIN
 from ..machine.device import MIB
-from ..machine.out_of_memory import is_out_of_memory
+from ..machine.out_of_memory import out_of_memory
 from ..observe.memory import available_bytes
 from .banded import Banded, finish
 from .lazy import NotInBands
@@ -100,9 +100,8 @@ class Site:
             put_back = snapshot(self.vae)
             try:
                 out = given.to(self.own)
-            except (RuntimeError, MemoryError) as error:
-                if not is_out_of_memory(error):
-                    raise
+            except out_of_memory():
+                pass
             else:
                 note("as it is", "it fits")
                 return out
@@ -178,9 +177,7 @@ class Site:
                 is_picture = self.name.startswith("encode")
                 try:
                     self._proofs[key] = differs(whole, banded, tensor, is_picture=is_picture, batch=batch)
-                except (RuntimeError, MemoryError) as error:
-                    if not is_out_of_memory(error):
-                        raise
+                except out_of_memory():
                     return "a trial on a small input ran out of memory; it is tried again in the next call"
             return self._proofs[key]
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..machine.out_of_memory import is_out_of_memory
+from ..machine.out_of_memory import out_of_memory
 from .lazy import Known, Lazy, Pointwise, aten
 from .store import ActivationStore, Value
 from .trees import leaves
@@ -132,9 +132,7 @@ class Run:
                     for value, *where in node.leaves(dim, high, min(total, high + count)):
                         value.read_ahead(*where)
                 target = self._band(node, dim, (low, high), target, moments, stays)
-            except (RuntimeError, MemoryError) as error:
-                if not is_out_of_memory(error):
-                    raise
+            except out_of_memory() as error:
                 count = self._fewer(node, dim, count, error)
                 continue
             low, bands = high, bands + 1
@@ -233,9 +231,7 @@ class Run:
         """Return ``work()``; where it runs out of memory, it is done once more after values have moved to the host."""
         try:
             return work()
-        except (RuntimeError, MemoryError) as error:
-            if not is_out_of_memory(error):
-                raise
+        except out_of_memory() as error:
             error.__traceback__ = None
         self.figures.retries += 1
         self._free()

@@ -70,7 +70,7 @@ TINY = Sizes(
     selftest_seconds=2.0,
     forward=_OWN,
     backward=("--backward", *_OWN, "--candidates", "torch,tiled"),
-    linear=("--linear", "--shape", "M=40,K=64,N=48", "--rounds", "1"),
+    linear=("--linear", "--shapes", "llm-decode", "--rounds", "1"),
     demo=("--quick", "--only", "image", "--steps", "1"),
     sanitized=("--most", "1"),
     sweep=("--jobs=forward-32-float32-none", "--tokens=70", "--waves=0", "--rounds=1", "--most=1", "--processes=1"),

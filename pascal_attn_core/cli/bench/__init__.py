@@ -27,7 +27,6 @@ DTYPES = ("float32", "float16", "bfloat16", "float64")
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options of ``bench``."""
     parser.description = (
         "Times all candidates interleaved in one process. 'vs torch' is the time relative to torch's own "
         "function, unmodified; 'extra' the peak memory besides inputs and outputs; 'TFLOP/s' the operations that the "
@@ -40,8 +39,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="B=1,Hq=32,L=2048,D=64",
-        help="a shape of your own, may be repeated; also Hkv (default: Hq), S (default: L) and Dv (default: D); with "
-        "--linear M=4096,K=640,N=2560: rows, columns, outputs",
+        help="a shape of your own, may be repeated; also Hkv (default: Hq) and S (default: L)",
     )
     parser.add_argument("--causal", action="store_true", help="the shapes given by --shape are causal")
     parser.add_argument("--candidates", default="all", help="names or patterns, comma-separated (default: all)")
@@ -71,7 +69,6 @@ def add_timing_options(parser: argparse.ArgumentParser, *, rounds: int) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Run the command."""
     if options.plot is not None:
         return _plot(options.plot, options.budget_mib)
     settings = Settings(options.rounds, options.seconds, backward=options.backward)
@@ -81,27 +78,20 @@ def run(options: argparse.Namespace) -> int:
 
 class Contest(NamedTuple):
     """The works of a run: their kind (a word of the file), the works, who runs each, and what they are compared
-    with, as the file and as the column say it."""
+    with."""
 
     kind: str
     works: list[Any]
     race: Callable[..., list[Result]]
     baseline: str
-    unit: str
 
 
 def hold(
     options: argparse.Namespace, find: Callable[[argparse.Namespace, torch.device], Contest], settings: Settings
 ) -> dict[str, Any]:
-    """Run a contest: print a table for each of its works, and write the figures where the options say so, which are
-    returned too.
-
-    Args:
-        options: those of :func:`add_timing_options`.
-        find: finds the works that the options name.
-    Raises:
-        CommandError: a mistake in the options; nothing has run.
-    """
+    """Run the contest that ``find`` finds by the options of :func:`add_timing_options`: print a table for each of its
+    works, write the figures where the options say so, and return them. A mistake in the options is a CommandError,
+    before anything has run."""
     check_output(options.json)
     check_numbers(options, "rounds", "seconds", "threads")
     device = device_named(options.device)
@@ -109,7 +99,7 @@ def hold(
         contest = find(options, device)
     except (ValueError, RuntimeError, OSError, ImportError) as error:
         raise CommandError(str(error).splitlines()[0]) from error
-    columns = [f"vs {contest.unit}" if column == "vs torch" else column for column in COLUMNS]
+    columns = ["vs " + contest.baseline.removesuffix("-fused") if name == "vs torch" else name for name in COLUMNS]
     with quiet_torch(options.threads):
         document = _document(options, device, settings, contest.baseline)
         reports: list[dict[str, Any]] = []
@@ -134,21 +124,18 @@ def _calls(options: argparse.Namespace, device: torch.device) -> Contest:
     found = all_candidates(AttentionConfig(budget_mib=options.budget_mib), device.type)
     candidates = choose_candidates(found, options.candidates)
     shapes = _shapes(options, device)
-    return Contest("shape", shapes, lambda shape, *how: race(shape.make(device), candidates, *how), BASELINE, "torch")
+    return Contest("shape", shapes, lambda shape, *how: race(shape.make(device), candidates, *how), BASELINE)
 
 
 def _layers(options: argparse.Namespace, device: torch.device) -> Contest:
     """The layers that were named."""
     from . import linear
 
-    unused = [f"--{name}" for name in ("dtype", "backward", "causal") if getattr(options, name)]
+    unused = [f"--{name}" for name in ("shape", "dtype", "backward", "causal") if getattr(options, name)]
     if unused:
         raise ValueError(f"--linear does not take {', '.join(unused)}")
-    layers = linear.own_layers(options.shape)
-    if options.shapes is not None or not layers:
-        layers += linear.choose_layers(options.shapes or "quick")
-    unit = linear.BASELINE
-    return Contest("layer", layers, lambda layer, *how: linear.race_layer(layer, device, *how), unit, unit)
+    layers = linear.choose_layers(options.shapes or "quick")
+    return Contest("layer", layers, lambda layer, *how: linear.race_layer(layer, device, *how), linear.BASELINE)
 
 
 def _plot(path: Path, budget_mib: float | None) -> int:
@@ -157,26 +144,20 @@ def _plot(path: Path, budget_mib: float | None) -> int:
     check_output(path)
     if importlib.util.find_spec("matplotlib") is None:
         raise CommandError("--plot needs matplotlib: pip install matplotlib")
-    if path.suffix not in (".png", ".svg", ".pdf"):
-        raise CommandError(f"--plot must name a .png, .svg or .pdf file, got {path}")
     try:
         figures = length.memory_by_length(length.LENGTHS, budget_mib)
+        length.draw_memory_by_length(figures, path)
     except ValueError as error:
         raise CommandError(str(error)) from error
     rows = [[f"{tokens:,}", *(f"{mib:,.2f}" for mib in sizes)] for tokens, sizes in figures.items()]
     title = "peak extra memory of self-attention [1, 8, tokens, 64] in float32, MiB"
     print_table(title, ("tokens", *length.COLUMNS), rows)
-    length.draw_memory_by_length(figures, path)
     print(f"chart: {path}")
     return 0
 
 
 def _shapes(options: argparse.Namespace, device: torch.device) -> list[Shape]:
-    """The shapes that were named; the quick ones if none was.
-
-    Raises:
-        ValueError: a shape that does not exist or does not fit into memory.
-    """
+    """The shapes that were named, the quick ones if none was; ValueError where one does not exist or does not fit."""
     if options.causal and not options.shape:
         raise ValueError("--causal applies only to shapes given by --shape; of those listed, name the causal ones")
     own = own_shapes(options.shape, is_causal=options.causal, dtype=options.dtype or "float32")

@@ -72,12 +72,7 @@ def route_candidates(config: AttentionConfig) -> list[Candidate]:
 
 
 def choose_candidates(candidates: list[Candidate], patterns: str) -> list[Candidate]:
-    """The candidates named by a comma-separated list of names or patterns; ``ours-`` may be left out. The baseline is
-    always in.
-
-    Raises:
-        ValueError: a pattern that matches no candidate.
-    """
+    """The candidates that :func:`choose` finds, whose ``ours-`` may be left out; the baseline is always among them."""
     wanted = choose("candidate", candidates, patterns, prefix="ours-")
     return [c for c in candidates if c.name == BASELINE or c in wanted]
 

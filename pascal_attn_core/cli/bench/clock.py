@@ -11,11 +11,7 @@ from .. import CommandError
 
 
 def device_named(name: str | None) -> torch.device:
-    """The device of ``--device``; None = cuda if there is one, else cpu.
-
-    Raises:
-        CommandError: torch cannot use it.
-    """
+    """The device of ``--device``, by default cuda if there is one, else cpu; CommandError if torch cannot use it."""
     try:
         device = torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
         torch.empty(0, device=device)

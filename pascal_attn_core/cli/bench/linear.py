@@ -13,13 +13,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ...fused.linear import LinearCall
-from ...gguf import int8 as gguf
-from ...gguf.matrix import GgufMatrix
 from ...int8 import Int8Matrix, int8_linear, quantize_rows
 from ...int8.backends import LinearWays, backend_of
 from ...machine.runtime import runtime_of
 from .contest import Entrant, Result, Settings, compete
-from .shapes import choose, read_sizes
+from .shapes import choose
 
 BASELINE = "float32"
 
@@ -63,19 +61,6 @@ def choose_layers(patterns: str) -> list[Layer]:
     return choose("layer", LAYERS, patterns, QUICK)
 
 
-def own_layers(texts: list[str]) -> list[Layer]:
-    """``["M=4096,K=640,N=2560"]``: M rows, K columns, N outputs.
-
-    Raises:
-        ValueError: it is not of this form.
-    """
-    layers = []
-    for text in texts:
-        sizes = read_sizes(text, ("M", "K", "N"), needed=("M", "K", "N"))
-        layers.append(Layer(text, "a layer of your own", sizes["M"], sizes["K"], sizes["N"]))
-    return layers
-
-
 def race_layer(layer: Layer, device: torch.device, settings: Settings, *progress: Any) -> list[Result]:
     """Every way to compute a layer of normal random numbers, with a bias."""
     generator = torch.Generator().manual_seed(0)
@@ -115,24 +100,8 @@ def _ways(x: Tensor, weight: Tensor, bias: Tensor) -> list[Entrant]:
     rotation = next((group for group in (256, 64, 16) if x.shape[1] % group == 0), 0)
     if rotation:
         add(f"int8, rotated by {rotation}", int8_linear, x, quantize_rows(weight, rotation), bias, ran=chosen)
-    if x.shape[1] % 32 == 0:
-        blocks = q8_0(weight)
-        chosen = gguf.way_for(x, blocks).name
-        add("GGUF Q8_0", gguf.product, x, blocks, bias, ran=chosen)
-        for name in runtime_of(x.device).part(gguf.GgufWays).able(gguf.call_of(x, blocks)):
-            if name not in (chosen, "int_mm"):  # the definition, which takes minutes
-                add(f"GGUF Q8_0 by {name}", functools.partial(gguf.product, way=name), x, blocks, bias)
     add("int8 eager", eager, x, matrix, bias)
     return ways
-
-
-def q8_0(weight: Tensor) -> GgufMatrix:
-    """A weight ``[N, K]`` in blocks of Q8_0: a float16 scale and 32 codes each."""
-    blocks = weight.unflatten(1, (-1, 32))
-    scales = (blocks.abs().amax(dim=-1, keepdim=True) / 127).half()
-    codes = (blocks / scales.float()).round().to(torch.int8)
-    data = torch.cat([scales.view(torch.uint8), codes.view(torch.uint8)], dim=-1)
-    return GgufMatrix(data, "Q8_0", (weight.shape[0], weight.shape[1]), torch.float32, torch.int8, torch.float32)
 
 
 def eager(x: Tensor, matrix: Int8Matrix, bias: Tensor) -> Tensor:

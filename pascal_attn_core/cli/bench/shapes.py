@@ -24,7 +24,6 @@ class Shape:
     Attributes:
         mask: ``"none"``; ``"bool"``: ``[1, 1, L, S]``, half of it allowed; ``"padding"``: bool ``[B, 1, 1, S]``, the
             last keys (40 % on average) left out; ``"bias"``: float ``[1, Hq, L, S]``.
-        head_dim_v: of the values; None = as that of the keys.
     """
 
     name: str
@@ -38,17 +37,12 @@ class Shape:
     mask: str = "none"
     is_causal: bool = False
     dtype: str = "float32"
-    head_dim_v: int | None = None
-
-    @property
-    def value_dim(self) -> int:
-        return self.head_dim if self.head_dim_v is None else self.head_dim_v
 
     @property
     def num_bytes(self) -> int:
         """Bytes of query, key, value and output."""
         rows = self.num_heads * self.seq_len_q + self.num_kv_heads * self.seq_len_kv
-        return self.batch * rows * (self.head_dim + self.value_dim) * getattr(torch, self.dtype).itemsize
+        return self.batch * rows * 2 * self.head_dim * getattr(torch, self.dtype).itemsize
 
     @property
     def text(self) -> str:
@@ -58,8 +52,7 @@ class Shape:
         tokens = f"N{self.seq_len_q}" if same else f"{self.seq_len_q}x{self.seq_len_kv}"
         rule = " causal" if self.is_causal else ""
         mask = "" if self.mask == "none" else f" mask {self.mask}"
-        dims = f"D{self.head_dim}" + (f"/{self.value_dim}" if self.value_dim != self.head_dim else "")
-        return f"B{self.batch} {heads} {tokens} {dims} {self.dtype}{rule}{mask}"
+        return f"B{self.batch} {heads} {tokens} D{self.head_dim} {self.dtype}{rule}{mask}"
 
     def make(self, device: torch.device | str = "cpu", *, seed: int = 0) -> CapturedCall:
         """The tensors of this shape: normal random numbers, the same for every run with this seed."""
@@ -74,7 +67,7 @@ class Shape:
         return CapturedCall(
             query=normal(self.batch, self.num_heads, self.seq_len_q, self.head_dim),
             key=normal(self.batch, self.num_kv_heads, self.seq_len_kv, self.head_dim),
-            value=normal(self.batch, self.num_kv_heads, self.seq_len_kv, self.value_dim),
+            value=normal(self.batch, self.num_kv_heads, self.seq_len_kv, self.head_dim),
             attn_mask=self._mask(generator, device, dtype),
             is_causal=self.is_causal,
             enable_gqa=self.num_heads != self.num_kv_heads,
@@ -115,12 +108,7 @@ QUICK = ("gqa", "cross77", "causal", "decode", "mask_bool", "mask_padding", "mas
 
 
 def choose_shapes(patterns: str, *, device_type: str = "cpu", dtype: str | None = None) -> list[Shape]:
-    """The shapes that :func:`choose` finds.
-
-    Args:
-        device_type: on ``"cpu"`` the video shape keeps two heads.
-        dtype: replaces every shape's own dtype.
-    """
+    """The shapes that :func:`choose` finds, of ``dtype`` if that is given; on a CPU the video shape keeps two heads."""
     shapes = choose("shape", SHAPES, patterns, QUICK)
     if device_type == "cpu":
         shapes = [replace(s, num_heads=2, num_kv_heads=2) if s.name == "wan" else s for s in shapes]
@@ -128,28 +116,40 @@ def choose_shapes(patterns: str, *, device_type: str = "cpu", dtype: str | None 
 
 
 # the names of --shape and their fields; those without a default are required
-_SIZES = {"B": "batch", "Hq": "num_heads", "Hkv": "num_kv_heads", "L": "seq_len_q", "S": "seq_len_kv"}
-_SIZES |= {"D": "head_dim", "Dv": "head_dim_v"}
+_SIZES = {"B": "batch", "Hq": "num_heads", "Hkv": "num_kv_heads", "L": "seq_len_q", "S": "seq_len_kv", "D": "head_dim"}
 
 
 def own_shapes(texts: Sequence[str], *, is_causal: bool = False, dtype: str = "float32") -> list[Shape]:
-    """Shapes as ``"B=1,Hq=32,Hkv=8,L=2048,D=64"``; named own, or own1, own2, ... where there are several.
-
-    Args:
-        texts: B, Hkv, S and Dv may be left out: 1, as many as Hq, as many as L, and D.
-    Raises:
-        ValueError: a text that is no shape.
-    """
+    """Shapes by texts as ``"B=1,Hq=32,Hkv=8,L=2048,D=64"``, named own, or own1, own2, ... where there are several. B,
+    Hkv and S may be left out: 1, as many as Hq, as many as L. ValueError for a text that is no shape."""
     shapes = []
     for number, text in enumerate(texts, start=1):
-        sizes = read_sizes(text, _SIZES, needed=("Hq", "L", "D"))
-        sizes = {"B": 1, "Hkv": sizes["Hq"], "S": sizes["L"], "Dv": sizes["D"]} | sizes
+        sizes = _read_sizes(text)
+        sizes = {"B": 1, "Hkv": sizes["Hq"], "S": sizes["L"]} | sizes
         if sizes["Hq"] % sizes["Hkv"]:
             raise ValueError(f"--shape must have Hq a multiple of Hkv, got {sizes['Hq']} and {sizes['Hkv']}")
         fields = {_SIZES[name]: size for name, size in sizes.items()}
         name = f"own{number}" if len(texts) > 1 else "own"
         shapes.append(Shape(name, "given by --shape", **fields, is_causal=is_causal, dtype=dtype))  # type: ignore[arg-type]
     return shapes
+
+
+def _read_sizes(text: str) -> dict[str, int]:
+    """``"L=2048,D=64"`` -> ``{"L": 2048, "D": 64}``; ValueError for an unknown, missing or repeated name, and for a
+    number that is no size."""
+    sizes: dict[str, int] = {}
+    for part in text.split(","):
+        name, equals, number = (piece.strip() for piece in part.partition("="))
+        if not equals or name not in _SIZES or name in sizes:
+            again = " once" if name in sizes else ""
+            raise ValueError(f"--shape must name each of {list(_SIZES)}{again} as in L=2048, got {part.strip()!r}")
+        if not number.isascii() or not number.isdigit() or len(number) > 10 or not 1 <= int(number) <= _MAX_SIZE:
+            raise ValueError(f"{name} in --shape must be a whole number from 1 to {_MAX_SIZE}, got {number!r}")
+        sizes[name] = int(number)
+    missing = [name for name in ("Hq", "L", "D") if name not in sizes]
+    if missing:
+        raise ValueError(f"--shape must give {', '.join(missing)}, got {text!r}")
+    return sizes
 
 
 # ---- what options name -----------------------------------------------------------------------------------------------
@@ -159,10 +159,7 @@ def choose(
     what: str, things: Iterable[Thing], patterns: str, quick: Sequence[str] = (), prefix: str = ""
 ) -> list[Thing]:
     """The things named by a comma-separated list of names or patterns (``"sd*,gqa"``, ``"quick"``, ``"all"``), each
-    once, in the order of the patterns. ``prefix`` may be left out of a name.
-
-    Raises:
-        ValueError: a pattern names nothing.
+    once, in the order of the patterns. ``prefix`` may be left out of a name. ValueError for a pattern without a match.
     """
     by_name = {thing.name: thing for thing in things}
     chosen: dict[str, Thing] = {}
@@ -175,24 +172,3 @@ def choose(
             raise ValueError(f"{what} must be one of [{known}] or a pattern, got {pattern!r}")
         chosen |= {name: by_name[name] for name in found}
     return list(chosen.values())
-
-
-def read_sizes(text: str, names: Iterable[str], needed: Iterable[str]) -> dict[str, int]:
-    """``"L=2048,D=64"`` -> ``{"L": 2048, "D": 64}``.
-
-    Raises:
-        ValueError: an unknown or missing name, one that is given twice, or a number that is no size.
-    """
-    sizes: dict[str, int] = {}
-    for part in text.split(","):
-        name, equals, number = (piece.strip() for piece in part.partition("="))
-        if not equals or name not in names or name in sizes:
-            again = " once" if name in sizes else ""
-            raise ValueError(f"--shape must name each of {list(names)}{again} as in L=2048, got {part.strip()!r}")
-        if not number.isascii() or not number.isdigit() or len(number) > 10 or not 1 <= int(number) <= _MAX_SIZE:
-            raise ValueError(f"{name} in --shape must be a whole number from 1 to {_MAX_SIZE}, got {number!r}")
-        sizes[name] = int(number)
-    missing = [name for name in needed if name not in sizes]
-    if missing:
-        raise ValueError(f"--shape must give {', '.join(missing)}, got {text!r}")
-    return sizes

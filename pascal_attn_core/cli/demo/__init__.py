@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from .models import Case
 
 EXTRAS = ("diffusers", "transformers", "safetensors", "matplotlib")
-DTYPES = ("float32", "float16", "bfloat16")
 STOCK, MATH, OURS, SLICED = "stock", "torch math", "Pascal Attention", "... and FFN in slices"
 RUNS = (STOCK, MATH, OURS, SLICED)
 _FFN_BUDGET_MIB = 8.0
@@ -40,7 +39,6 @@ error: the largest difference of the final latents from those of stock."""
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options of ``demo``."""
     parser.description = (
         "Runs two real diffusers pipelines at real token counts, with few channels and random weights, so "
         "nothing is downloaded: with torch's math attention, with stock attention and with Pascal Attention. Shows "
@@ -51,12 +49,10 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--only", choices=("image", "video"), help="one of the two models")
     parser.add_argument("--steps", type=int, default=2, help="denoising steps (default: 2)")
     parser.add_argument("--device", help="default: cuda if there is one, else cpu")
-    parser.add_argument("--dtype", choices=DTYPES, default="float32", help="dtype of the models (default: float32)")
     parser.set_defaults(rounds=1, seconds=1.0, threads=torch.get_num_threads(), budget_mib=None)
 
 
 def run(options: argparse.Namespace) -> int:
-    """Run the command."""
     missing = [name for name in EXTRAS if importlib.util.find_spec(name) is None]
     if missing:
         raise CommandError(f"{', '.join(missing)} must be installed for the demo: pip install {' '.join(missing)}")
@@ -76,19 +72,19 @@ def run(options: argparse.Namespace) -> int:
 def _models(options: argparse.Namespace, device: torch.device) -> Contest:
     from . import models
 
-    cases: dict[Named, Case] = {}
+    cases: dict[Named, tuple[Case, Case]] = {}
     for name, make in models.CASES.items():
         if options.only in (None, name):
             case = make(quick=options.quick, steps=options.steps)
-            size = f"{case.tokens:,} tokens, {case.num_heads} heads of {case.head_dim}, {options.dtype}"
-            cases[Named(name, case.title, size)] = case
-    dtype = getattr(torch, options.dtype)
-    return Contest("model", list(cases), lambda work, *how: race(cases[work], dtype, device, *how), STOCK, STOCK)
+            size = f"{case.tokens:,} tokens, {case.num_heads} heads of {case.head_dim}, float32"
+            cases[Named(name, case.title, size)] = case, make(quick=True, steps=1)
+    return Contest("model", list(cases), lambda work, *how: race(*cases[work], device, *how), STOCK)
 
 
-def race(case: Case, dtype: torch.dtype, device: torch.device, settings: Settings, *progress: Any) -> list[Result]:
-    """One generation with each attention, without further rounds: each is done before the next is prepared."""
-    pipe = case.build().to(device, dtype)
+def race(case: Case, small: Case, device: torch.device, *how: Any) -> list[Result]:
+    """One generation with each attention, without further rounds, after a ``small`` one by the same pipeline: each is
+    done before the next is prepared."""
+    pipe = case.build().to(device)
     found: list[Tensor] = []
 
     def error_of(latents: Tensor) -> float:
@@ -98,14 +94,14 @@ def race(case: Case, dtype: torch.dtype, device: torch.device, settings: Setting
     def prepared(name: str) -> tuple[Step, Step]:
         attention.close()
         attention.enter_context(_attention(pipe, name))
-        generate(case, pipe, case.small, **case.warm_up)  # so that no run includes one-time costs
-        whole = functools.partial(generate, case, pipe, case.latents_shape)
+        generate(small, pipe)  # so that no run includes one-time costs
+        whole = functools.partial(generate, case, pipe)
         return whole, whole
 
     notes = {MATH: no_room(case.math_bytes, device)}
     entrants = [Entrant(name, functools.partial(prepared, name), note=notes.get(name, "")) for name in RUNS]
     with ExitStack() as attention:
-        return compete(entrants, error_of, 0, device, settings, *progress)
+        return compete(entrants, error_of, 0, device, *how)
 
 
 @contextmanager
@@ -126,10 +122,10 @@ def _attention(pipe: Any, name: str) -> Iterator[None]:
         yield
 
 
-def generate(case: Case, pipe: Any, shape: tuple[int, ...], **changed: Any) -> Tensor:
-    """The latents of one generation from starting latents of this shape, the same in every run."""
+def generate(case: Case, pipe: Any) -> Tensor:
+    """The latents of one generation, whose starting latents are the same in every run."""
     generator = torch.Generator().manual_seed(0)
-    arguments = {**case.arguments, **changed, "latents": torch.randn(shape, generator=generator)}
+    arguments = {**case.arguments, "latents": torch.randn(case.latents_shape, generator=generator)}
     for name in ("prompt_embeds", "latents"):
         arguments[name] = arguments[name].to(pipe.device, pipe.dtype)
     return pipe(generator=generator, output_type="latent", **arguments)[0]

@@ -18,7 +18,6 @@ class Case:
         tokens, num_heads, head_dim: of the widest self-attention.
         build: makes the pipeline, on the CPU in float32.
         arguments: keywords of its call, ``latents`` and the device aside.
-        warm_up, small: keywords that make the call very small, with the same attention layers; shape of its latents.
     """
 
     title: str
@@ -28,8 +27,6 @@ class Case:
     build: Callable[[], Any]
     arguments: dict[str, Any]
     latents_shape: tuple[int, ...]
-    warm_up: dict[str, Any]
-    small: tuple[int, ...]
 
     @property
     def math_bytes(self) -> int:
@@ -48,8 +45,6 @@ def image_case(*, quick: bool = False, steps: int = 2) -> Case:
         build=_image_pipeline,
         arguments=_arguments(steps, height=side, width=side),
         latents_shape=(1, 4, side // 8, side // 8),
-        warm_up={"height": 128, "width": 128},
-        small=(1, 4, 16, 16),
     )
 
 
@@ -65,8 +60,6 @@ def video_case(*, quick: bool = False, steps: int = 2) -> Case:
         build=_video_pipeline,
         arguments=_arguments(steps, height=height, width=width, num_frames=frames),
         latents_shape=(1, 16, time, height // 8, width // 8),
-        warm_up={"height": 64, "width": 64, "num_frames": 5},
-        small=(1, 16, 2, 8, 8),
     )
 
 

@@ -13,10 +13,10 @@ from diffusers.models import attention_processor as host
 
 import pascal_attn_core.diffusers as pascal
 from pascal_attn_core import AttentionConfig
+from pascal_attn_core.config import log_once
 from pascal_attn_core.diffusers import PascalAttnProcessor, modules, patch_attention, patch_pipeline
 from pascal_attn_core.diffusers.redirect import SdpaRedirect
 from pascal_attn_core.observe.report import record
-from pascal_attn_core.patching.patch import warn_once
 from pascal_attn_core.sdpa_patch import patch_sdpa
 
 
@@ -191,7 +191,7 @@ def test_a_replaced_sdpa_is_reported_once(monkeypatch, caplog):
 
     monkeypatch.setattr(F, "scaled_dot_product_attention", sage_attention)
     unet = tiny.tiny_unet()
-    warn_once.cache_clear()
+    log_once.cache_clear()
     with caplog.at_level(logging.WARNING, "pascal_attn"):
         for _ in range(2):
             patch_attention(unet).remove()
@@ -201,7 +201,7 @@ def test_a_replaced_sdpa_is_reported_once(monkeypatch, caplog):
 
 
 def test_our_own_switch_is_not_reported_as_a_replacement(caplog):
-    warn_once.cache_clear()
+    log_once.cache_clear()
     with caplog.at_level(logging.WARNING, "pascal_attn"), patch_sdpa():
         patch_attention(tiny.tiny_unet()).remove()
     assert "has been replaced by" not in caplog.text

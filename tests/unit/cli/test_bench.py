@@ -198,25 +198,25 @@ def test_a_run_that_is_cut_short_leaves_the_figures_of_the_shapes_so_far(tmp_pat
 
 def test_sizes_that_are_left_out_follow_from_the_others():
     (own,) = own_shapes(["Hq=32, L=2048 ,D=64"])
-    assert own == Shape("own", "given by --shape", 1, 32, 32, 2048, 2048, 64, head_dim_v=64)
-    one, two = own_shapes(["Hq=4,L=1,D=8,Hkv=2,S=9,B=3,Dv=16", "Hq=1,L=2,D=3"], is_causal=True, dtype="float16")
-    assert one == Shape("own1", "given by --shape", 3, 4, 2, 1, 9, 8, is_causal=True, dtype="float16", head_dim_v=16)
+    assert own == Shape("own", "given by --shape", 1, 32, 32, 2048, 2048, 64)
+    one, two = own_shapes(["Hq=4,L=1,D=8,Hkv=2,S=9,B=3", "Hq=1,L=2,D=3"], is_causal=True, dtype="float16")
+    assert one == Shape("own1", "given by --shape", 3, 4, 2, 1, 9, 8, is_causal=True, dtype="float16")
     assert (two.name, two.num_kv_heads) == ("own2", 1)
     call = one.make()
-    assert [t.shape for t in (call.query, call.key, call.value)] == [(3, 4, 1, 8), (3, 2, 9, 8), (3, 2, 9, 16)]
-    assert one.num_bytes == 2 * sum(t.numel() for t in (call.query, call.key, call.value)) + 2 * 3 * 4 * 1 * 16
+    assert [t.shape for t in (call.query, call.key, call.value)] == [(3, 4, 1, 8), (3, 2, 9, 8), (3, 2, 9, 8)]
+    assert one.num_bytes == 2 * sum(t.numel() for t in (call.query, call.key, call.value)) + 2 * 3 * 4 * 1 * 8
 
 
 def test_a_shape_of_ones_own_is_timed_together_with_listed_ones(tmp_path, capsys):
     figures = tmp_path / "run.json"
     command = ["bench", "--device", "cpu", "--rounds", "1", "--seconds", "0.1", "--json", str(figures), "--dtype"]
-    command += ["float16", "--causal", "--shape", "B=1,Hq=4,Hkv=2,L=24,S=40,D=8,Dv=16", "--candidates", "auto,tiled"]
+    command += ["float16", "--causal", "--shape", "B=1,Hq=4,Hkv=2,L=24,S=40,D=8", "--candidates", "auto,tiled"]
     assert cli.main([*command, "--shapes", "bool"]) == 0
-    assert "own: given by --shape, B1 H4/2 24x40 D8/16 float16 causal" in capsys.readouterr().out
+    assert "own: given by --shape, B1 H4/2 24x40 D8 float16 causal" in capsys.readouterr().out
     report, listed = json.loads(figures.read_text())["shapes"]
     assert listed["shape"]["name"] == "bool"
     assert report["shape"] == dataclasses.asdict(
-        Shape("own", "given by --shape", 1, 4, 2, 24, 40, 8, is_causal=True, dtype="float16", head_dim_v=16)
+        Shape("own", "given by --shape", 1, 4, 2, 24, 40, 8, is_causal=True, dtype="float16")
     )
     results = {result["name"]: result for result in report["results"]}
     for name in (BASELINE, "ours-auto", "ours-tiled"):

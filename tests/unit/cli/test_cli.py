@@ -44,22 +44,19 @@ def test_the_folder_of_the_package_is_a_command_where_nothing_is_installed(tmp_p
     assert run(code, str(folder), str(folder.parent), "run", str(program)).splitlines()[0] == "None"
 
 
-def test_info_as_json_holds_what_the_text_says(capsys):
+def test_info_as_json_holds_the_facts_of_the_text(capsys):
     assert cli.main(["info"]) == 0
     text = capsys.readouterr().out
     assert cli.main(["info", "--json"]) == 0
     facts = json.loads(capsys.readouterr().out)
     assert text.startswith(f"Pascal Attention {facts['package']}, Python {facts['python']}, {facts['system']}")
     assert facts["build"]["version"] in text
-    assert len(facts["devices"]) == len(facts["free"]) == len(facts["tiles"]) == len(facts["budget_mib"]) >= 1
-    for name, plan in facts["tiles"][0].items():
-        assert re.search(rf"{re.escape(name)} .*{re.escape(plan)}", text)
+    assert len(facts["devices"]) == len(facts["free"]) >= 1
     assert set(facts["routes"]) == {f"{d}{g}" for d in ("float32", "float16", "bfloat16") for g in ("", " GQA")}
     assert set(facts["routes"]["float32"]) == {"fused-tensor", "fused", "torch", "tiled", "math"}
     assert not any(facts["routes"]["float32"]["tiled"])
     assert facts["routes"]["float32"]["math"][0] in text
     assert facts["config"]["route"] == "auto"
-    assert isinstance(facts["complaints"], list)
 
 
 def test_no_text_tells_to_install_a_distribution_that_is_not_published():
@@ -86,11 +83,10 @@ def test_no_text_tells_to_install_a_distribution_that_is_not_published():
         ("bench --shapes ''", "--shapes must name at least one shape, got ''"),
         ("bench --shapes wan --causal", "--causal applies only to shapes given by --shape"),
         ("bench --seconds nan", "--seconds must be greater than 0 and finite, got nan"),
-        ("bench --threads 1000000", "--threads must be at most 1024, got 1000000"),
         ("bench --plot run.png --budget-mib -1", "budget_mib must be at least"),
-        ("bench --plot run.txt", "--plot must name a .png, .svg or .pdf file"),
+        ("bench --plot run.txt", "Format 'txt' is not supported"),
         ("bench --shape L=5,D=4", "--shape must give Hq, got 'L=5,D=4'"),
-        ("bench --shape Hq=2,L=5,D=4,X=3", "--shape must name each of ['B', 'Hq', 'Hkv', 'L', 'S', 'D', 'Dv'] as in"),
+        ("bench --shape Hq=2,L=5,D=4,X=3", "--shape must name each of ['B', 'Hq', 'Hkv', 'L', 'S', 'D'] as in"),
         ("bench --shape Hq=2,L=5,D=4,L=6", "once as in L=2048, got 'L=6'"),
         ("bench --shape Hq=2,L=0,D=4", "L in --shape must be a whole number from 1 to 2147483647, got '0'"),
         ("bench --shape Hq=6,Hkv=4,L=5,D=4", "--shape must have Hq a multiple of Hkv, got 6 and 4"),
@@ -101,11 +97,9 @@ def test_no_text_tells_to_install_a_distribution_that_is_not_published():
         ("bench --linear --shapes sd3", "layer must be one of [all, quick, sdxl-attn"),
         ("bench --linear --backward", "--linear does not take --backward"),
         ("bench --linear --causal --dtype float16", "--linear does not take --dtype, --causal"),
-        ("bench --linear --shape B=1,Hq=1,L=8,D=8", "--shape must name each of ['M', 'K', 'N'] as in"),
+        ("bench --linear --shape B=1,Hq=1,L=8,D=8", "--linear does not take --shape"),
         ("demo --steps 0", "--steps must be at least 1, got 0"),
         ("demo --device nonsense", "nonsense"),
-        ("second-card --pair P100,RTX", "--pair must be two of GTX 1060 6GB"),
-        ("second-card --pair P100,P40 --lanes 3", "--lanes must be 1, 2, 4, 8 or 16, got 3"),
     ],
 )
 def test_options_that_make_no_sense_are_refused_before_anything_runs(command, words, capsys):

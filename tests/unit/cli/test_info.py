@@ -39,7 +39,7 @@ def test_a_card_that_the_wheel_fits_shows_its_facts_tiles_and_routes(name):
     card = CARDS[name]
     text = block(card, CU126)
     facts = (name, "compute capability {}.{}".format(*card.capability), f"{card.num_sms} SMs", "10.0 GiB free")
-    models = ("SD1.5", "SDXL", "Flux", "Wan", "LLM")
+    models = ("sd15", "sdxl", "flux", "wan", "gqa")
     for words in (*facts, "2.14.0+cu126", *models, "tiled  takes all of them", "not bfloat16: bfloat16 goes to math"):
         assert words in text
     assert "pip install" not in text
@@ -48,10 +48,10 @@ def test_a_card_that_the_wheel_fits_shows_its_facts_tiles_and_routes(name):
 def test_what_was_timed_on_the_card_is_shown():
     timed = {"forward-64-float32-none: 1024 x 128 tokens, 65536 rows": 0.784}
     assert "timed" not in block(CARDS["P100"], CU126)
-    lines = block(CARDS["P100"], CU126, timed=timed).splitlines()
+    lines = block(CARDS["P100"], CU126, timed={"x": timed, "y": {}}).splitlines()
     assert lines[-1].split(maxsplit=1) == ["0.78", *timed]
     tiles = {"float32 head_dim 64: 1 x 4096 tokens, 256 rows, groups of 4": 0.83}
-    lines = block(CARDS["P100"], CU126, timed_tiles=tiles).splitlines()
+    lines = block(CARDS["P100"], CU126, timed={"tiles relative to torch's kernel": tiles}).splitlines()
     assert "time of tiles relative to torch's kernel" in lines[-2]
     assert lines[-1].split(maxsplit=1) == ["0.83", *tiles]
 
@@ -111,9 +111,9 @@ TIMED = {"forward-64-float16-none: 1024 x 1024 tokens, 8192 rows": 0.31}
 # The block, what it says, and what it does not say.
 BLOCKS = {
     "AMD": (block(MI50, ROCM), ["gfx906", "60 compute units", "ROCm 6.3"], ["compute capability", "HSA_OVERRIDE"]),
-    "AMD, its attention": (block(MI50, ROCM), ["else ours (Vega, MI50", "all scores are stored on cards that"], []),
+    "AMD, its attention": (block(MI50, ROCM), ["else our own (AMD only)", "all scores are stored on cards that"], []),
     "AMD, its parts": (block(RX_5700, RX_6800_CODE), ["20 pairs of compute units, L2 unknown, LDS 64 KiB, waves"], []),
-    "AMD, timed": (block(RX_5700, RX_6800_CODE, timed_plain=TIMED), ["kernel relative to torch's math attention"], []),
+    "AMD, timed": (block(RX_5700, RX_6800_CODE, timed={"a relative to b": TIMED}), ["time of a relative to b"], []),
     "AMD, overridden": (block(RX_5700, RX_6800_CODE), ["VERSION makes it a gfx1030; it is a gfx1010"], []),
     "AMD, overridden and unknown": (block(UNKNOWN, RX_6800_CODE), ["the system does not say what it is"], []),
     "AMD, torch without ROCm": (block(CPU, CPU_ONLY, amd=["gfx906"]), ["unused GPU  AMD gfx906", "whl/rocm6.3"], []),

@@ -186,7 +186,7 @@ def test_routes_are_timed_interleaved_and_what_fails_is_named(monkeypatch) -> No
 
 
 def _found(**fields) -> Selftest:
-    return Selftest("cuda:0", ["Pascal Attention 0.2.0"], [], **fields)
+    return Selftest("cuda:0", ["Pascal Attention 0.2.0"], **fields)
 
 
 RIGHT = Check("plain", "tiled", "float32", 1e-6, 2e-5)

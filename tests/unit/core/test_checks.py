@@ -1,12 +1,13 @@
 """The common questions: what is right, is it right, which rows show it, and was memory short."""
 
+import contextlib
 import math
 
 import pytest
 import torch
 
 from pascal_attn_core.fused.gpu.runtime import DriverError
-from pascal_attn_core.machine.out_of_memory import is_out_of_memory
+from pascal_attn_core.machine.out_of_memory import is_out_of_memory, out_of_memory
 from pascal_attn_core.reference import allowed_keys, reference_sdpa
 from pascal_attn_core.reference.checks import Gap, exact_limit, gap, rows_to_check, tolerance
 
@@ -105,6 +106,11 @@ class _AcceleratorError(RuntimeError):
 )
 def test_a_lack_of_memory_is_told_from_other_errors(error: BaseException, is_short: bool) -> None:
     assert is_out_of_memory(error) is is_short
+    with contextlib.nullcontext() if is_short else pytest.raises(type(error)):
+        try:
+            raise error
+        except out_of_memory():
+            pass
 
 
 def test_lse_by_hand() -> None:

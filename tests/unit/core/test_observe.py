@@ -205,15 +205,9 @@ def test_meta_gives_the_same_numbers_as_the_cpu(query):
     assert on_meta[3:] == on_cpu[3:]
 
 
-def test_arguments_cost_nothing_views_and_bare_allocations_are_no_launches_sparse_tensors_no_error(query):
-    assert measure(lambda x: x.transpose(0, 1)[None], query)[1:] == (0, 0, 0, 0)
+def test_arguments_and_views_cost_nothing_and_sparse_tensors_are_no_error(query):
+    assert measure(lambda x: x.transpose(0, 1)[None], query)[1:] == (0, 0, 0)
     assert measure(lambda x: (x.to_sparse() * 2).to_dense(), torch.eye(3)).out[1, 1] == 2
-
-    def two_launches(x):
-        x = x.view(-1).unsqueeze(0).expand(3, -1)[1:].detach()
-        return torch.empty_like(x).copy_(x).mul_(2)
-
-    assert measure(two_launches, query).launches == 2
 
 
 def test_a_freed_storage_whose_address_is_used_again_is_counted_again():
@@ -222,7 +216,7 @@ def test_a_freed_storage_whose_address_is_used_again_is_counted_again():
             torch.ones(1000)
         assert peak.peak_bytes == 4000
         kept = [torch.ones(1000) for _ in range(10)]
-    assert (peak.peak_bytes, peak.launches) == (40_000, 110)
+    assert peak.peak_bytes == 40_000
     del kept
 
 
@@ -265,7 +259,6 @@ def test_blocks_nest_but_an_object_is_entered_once_at_a_time():
         with pytest.raises(RuntimeError, match="must not be entered twice"):
             outer.__enter__()
     assert (outer.peak_bytes, inner.peak_bytes) == (8000, 4000)
-    assert (outer.launches, inner.launches) == (2, 1)
     del second
     with outer:
         torch.ones(10)
@@ -285,7 +278,7 @@ def test_an_operator_with_a_second_kernel_in_python_runs_its_real_one():
     image = torch.randn(1, 3, 8, 8)
     with torch.no_grad():  # upsample_nearest2d: called by its composite key it would crash the process
         found = measure(lambda: F.interpolate(image, scale_factor=2.0, mode="nearest"))
-    assert (found.peak_bytes, found.launches) == (4 * image.nbytes, 1)
+    assert found.peak_bytes == 4 * image.nbytes
 
 
 @pytest.mark.gpu
@@ -293,7 +286,7 @@ def test_an_operator_with_a_second_kernel_in_python_runs_its_real_one():
 def test_cuda_asks_its_allocator(follow):
     with PeakMemory("cuda", follow=follow) as peak:
         torch.ones(1 << 20, device="cuda")
-    assert (peak.peak_bytes, peak.launches) == (4 << 20, 1 if follow else 0)
+    assert peak.peak_bytes == 4 << 20
 
 
 def test_available_memory_is_a_plausible_amount():

@@ -2,12 +2,10 @@
 
 import contextlib
 import logging
-import sys
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
 
@@ -119,15 +117,6 @@ def test_inside_a_block_the_innermost_decides_whichever_name_is_called_until_it_
     with patch_sdpa(TILED) as patch:
         patch.remove()
         assert not served(lambda: taken_by_name(*qkv()))
-
-
-def test_enable_says_who_took_the_function_by_name(caplog: pytest.LogCaptureFixture, monkeypatch: Any) -> None:
-    monkeypatch.setitem(sys.modules, "takes_by_name", SimpleNamespace(attend=TORCH))
-    with caplog.at_level(logging.WARNING, logger="pascal_attn"):
-        enable()
-    (warning,) = [r.getMessage() for r in caplog.records if r.levelname == "WARNING"]
-    assert all(words in warning for words in ("takes_by_name", "patch_sdpa"))
-    assert not any(words in warning for words in ("torch.nn", "pascal_attn_core"))
 
 
 def test_all_threads_are_served_while_patches_come_and_go() -> None:
