@@ -88,28 +88,6 @@ def apply_rotary_emb_kv_(
     return _differentiable(kv, tables, _How(functools.partial(torch.unbind, dim=2), interleaved, inplace=True))
 
 
-def rotate_half(x: Tensor, interleaved: bool = False) -> Tensor:
-    """(-second, first) of each pair of numbers of the last dimension, in the places of (first, second)."""
-    first, second = _pairs(x, interleaved)
-    return _joined(-second, first, interleaved)
-
-
-def apply_rotary_emb_torch(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> Tensor:
-    """:func:`apply_rotary_emb` in the dtype of x, differentiable in the tables too.
-
-    Args:
-        x: ``[B, L, H, D]``; cos, sin: ``[L, rotary_dim / 2]`` or ``[B, L, rotary_dim / 2]``.
-    """
-    rotary_dim = 2 * cos.shape[-1]
-    if rotary_dim > x.shape[-1]:
-        raise FlashArgumentError(f"cos must be [..., at most {x.shape[-1] // 2}], got shape {tuple(cos.shape)}")
-    turned, rest = x[..., :rotary_dim], x[..., rotary_dim:]
-    cos, sin = cos.unsqueeze(-2), sin.unsqueeze(-2)
-    first, second = _pairs(turned, interleaved)
-    turned = _joined(first * cos - second * sin, first * sin + second * cos, interleaved)
-    return torch.cat([turned, rest], dim=-1)
-
-
 class RotaryEmbedding(torch.nn.Module):
     """Rotary embedding with tables that grow as longer sequences come.
 
@@ -290,10 +268,6 @@ def _pairs(x: Tensor, interleaved: bool) -> tuple[Tensor, Tensor]:
         return x[..., ::2], x[..., 1::2]
     half = x.shape[-1] // 2
     return x[..., :half], x[..., half:]
-
-
-def _joined(first: Tensor, second: Tensor, interleaved: bool) -> Tensor:
-    return torch.stack((first, second), -1).flatten(-2) if interleaved else torch.cat((first, second), -1)
 
 
 def _whole(x: Tensor) -> tuple[Tensor]:

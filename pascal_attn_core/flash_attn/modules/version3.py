@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ... import flash_attn as functions
-from ..options import check_layout, unpacked
+from ..options import unpacked
 from ..signatures import called_as
 from ..varlen import cut_to_used, used_places
 from . import raw
@@ -98,39 +98,6 @@ def flash_attn_varlen_func(
 def flash_attn_with_kvcache(q: Tensor, **options: Any) -> Any:
     """:func:`pascal_attn_core.flash_attn.flash_attn_with_kvcache`; ``page_table`` is its ``block_table``."""
     return functions.flash_attn_with_kvcache(q, **options)
-
-
-def flash_attn_combine(
-    out_partial: Tensor, lse_partial: Tensor, out: Tensor | None = None, out_dtype: torch.dtype | None = None
-) -> tuple[Tensor, Tensor]:
-    """One attention from parts over disjoint keys.
-
-    Args:
-        out_partial: ``[parts, B, L, H, D]``; lse_partial: ``[parts, B, L, H]``, -inf = no key in this part.
-        out: ``[B, L, H, D]``, where the result is written.
-    Returns:
-        (out ``[B, L, H, D]`` in out_dtype, or in the dtype of the parts; lse ``[B, L, H]``).
-    """
-    check_layout(("parts", "B", "tokens", "heads", "head_dim"), out_partial=out_partial)
-    check_layout(out_partial.shape[:-1], lse_partial=lse_partial)
-    lse = lse_partial.logsumexp(0)
-    # a query without a key in any part has weights of 0
-    weights = (lse_partial - lse.masked_fill(lse == -torch.inf, 0.0)).exp()
-    # a part without a key may hold anything
-    parts = out_partial.masked_fill((weights == 0)[..., None], 0.0)
-    total = (parts * weights[..., None]).sum(0)
-    total = total.to(out_partial.dtype if out_dtype is None else out_dtype)
-    return (total if out is None else out.copy_(total)), lse
-
-
-@called_as(
-    "batch_size max_seqlen_q max_seqlen_k num_heads_q num_heads_kv headdim cache_seqlens qkv_dtype=None headdim_v=None "
-    "cu_seqlens_q=None cu_seqlens_k_new=None cache_leftpad=None page_size=None max_seqlen_k_new=0 causal=False "
-    "window_size=(-1,-1) attention_chunk=0 has_softcap=False num_splits=0 pack_gqa=None sm_margin=0"
-)
-def get_scheduler_metadata(cache_seqlens: Tensor, **_: Any) -> Tensor:
-    """An empty int32 tensor: :func:`flash_attn_with_kvcache` here plans each call itself."""
-    return torch.empty(0, dtype=torch.int32, device=cache_seqlens.device)
 
 
 # ---- without autograd ------------------------------------------------------------------------------------------------

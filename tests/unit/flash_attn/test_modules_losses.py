@@ -66,7 +66,6 @@ def test_edges() -> None:
     logits = torch.full((1, 3), -torch.inf)
     logits[0, 1] = 4.0
     assert cross_entropy_loss(logits, torch.tensor([1]))[0].item() == 0.0
-    assert cross_entropy_loss(torch.randn(2, 3), torch.tensor([7, -1]))[0].tolist() == [0.0, 0.0]
     nothing = torch.full((1, 3), torch.nan, requires_grad=True)
     cross_entropy_loss(nothing, torch.tensor([-100]))[0].sum().backward()
     assert not nothing.grad.any()
