@@ -22,6 +22,7 @@ _BEFORE = (
     "residual_in_fp32=False zero_centered_weight=False"
 )
 _AFTER = "return_dropout_mask=False out_dtype=None out=None residual_out=None"
+_REFUSED = "x1 weight1 bias1 zero_centered_weight return_dropout_mask out_dtype out residual_out"
 _OLDER = (
     "x0 residual weight bias dropout_p epsilon rowscale=None layerscale=None prenorm=False residual_in_fp32=False "
     "return_dropout_mask=False"
@@ -30,14 +31,12 @@ _OLDER_RULES: dict[str, Any] = {
     "renamed": {"x0": "x", "epsilon": "eps"},
     "refused": "layerscale return_dropout_mask",
 }
-_REFUSED = "x1 weight1 bias1 out residual_out return_dropout_mask"
 
 
 @called_as(f"{_BEFORE} is_rms_norm=False {_AFTER}", refused=_REFUSED)
 def layer_norm_fn(
     x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, eps: float, dropout_p: float,
-    rowscale: Tensor | None, prenorm: bool, residual_in_fp32: bool, zero_centered_weight: bool, is_rms_norm: bool,
-    out_dtype: torch.dtype | None,
+    rowscale: Tensor | None, prenorm: bool, residual_in_fp32: bool, is_rms_norm: bool,
 ) -> Any:  # fmt: skip
     """LayerNorm or RMSNorm of dropout(x * rowscale) + residual.
 
@@ -48,28 +47,25 @@ def layer_norm_fn(
         dropout_p: share of x that is dropped; pass 0 in evaluation.
         prenorm: return the sum too, in the dtype of residual; without one in float32 with ``residual_in_fp32``, else in
             that of x.
-        zero_centered_weight: the factors are weight + 1.
-        out_dtype: of the output; None = that of x.
     Returns:
-        out ``[..., N]``, with prenorm (out, sum).
+        out ``[..., N]`` in the dtype of x, with prenorm (out, sum).
     Raises:
         TypeError, ValueError: arguments that do not fit together.
-        NotImplementedError: an argument is not supported: x1, weight1, bias1, out, residual_out, return_dropout_mask.
+        NotImplementedError: an argument is not supported: x1, weight1, bias1, zero_centered_weight,
+            return_dropout_mask, out_dtype, out, residual_out.
     """
     _check(x, weight, bias, residual)
     total = _summed(x, residual, dropout_p, rowscale)
-    factor = weight.to(total.dtype) + (1.0 if zero_centered_weight else 0.0)
-    shift = None if bias is None else bias.to(total.dtype)
+    factor, shift = weight.to(total.dtype), None if bias is None else bias.to(total.dtype)
     if is_rms_norm:
         normed = F.rms_norm(total, list(x.shape[-1:]), factor, eps)
         normed = normed if shift is None else normed + shift
     else:
         normed = F.layer_norm(total, x.shape[-1:], factor, shift, eps)
-    out = normed.to(x.dtype if out_dtype is None else out_dtype)
     if not prenorm:
-        return out
+        return normed.to(x.dtype)
     wide = torch.promote_types(x.dtype, torch.float32) if residual_in_fp32 else x.dtype
-    return out, total.to(wide if residual is None else residual.dtype)
+    return normed.to(x.dtype), total.to(wide if residual is None else residual.dtype)
 
 
 @called_as(f"{_BEFORE} {_AFTER}", refused=_REFUSED)
@@ -103,27 +99,22 @@ def rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
 class RMSNorm(torch.nn.RMSNorm):
     """``flash_attn.ops.triton.layer_norm.RMSNorm``: :func:`rms_norm_fn` with a weight ``[hidden_size]``."""
 
-    @called_as("self hidden_size eps=1e-5 dropout_p=0.0 zero_centered_weight=False device=None dtype=None")
-    def __init__(
-        self, hidden_size: int, eps: float, dropout_p: float, zero_centered_weight: bool, **kinds: Any
-    ) -> None:
-        self.zero_centered_weight = zero_centered_weight
+    @called_as(
+        "self hidden_size eps=1e-5 dropout_p=0.0 zero_centered_weight=False device=None dtype=None",
+        refused="zero_centered_weight",
+    )
+    def __init__(self, hidden_size: int, eps: float, dropout_p: float, **kinds: Any) -> None:
         super().__init__(hidden_size, eps, **kinds)
         self.drop = torch.nn.Dropout(dropout_p) if dropout_p > 0.0 else None
         self.register_parameter("bias", None)
-
-    def reset_parameters(self) -> None:
-        """Make the factors 1."""
-        torch.nn.init.constant_(self.weight, 0.0 if self.zero_centered_weight else 1.0)
 
     def forward(
         self, x: Tensor, residual: Tensor | None = None, prenorm: bool = False, residual_in_fp32: bool = False
     ) -> Any:
         """``[..., hidden_size]``; see :func:`layer_norm_fn`."""
         dropout_p = self.drop.p if self.drop is not None and self.training else 0.0
-        options = {"residual_in_fp32": residual_in_fp32, "zero_centered_weight": self.zero_centered_weight}
-        given = self.weight, self.bias, residual
-        return rms_norm_fn(x, *given, eps=self.eps, dropout_p=dropout_p, prenorm=prenorm, **options)
+        options = {"eps": self.eps, "dropout_p": dropout_p, "prenorm": prenorm, "residual_in_fp32": residual_in_fp32}
+        return rms_norm_fn(x, self.weight, self.bias, residual, **options)
 
 
 class OlderRMSNorm(RMSNorm):

@@ -58,24 +58,23 @@ class ApplyRotaryEmb:
     apply = staticmethod(apply_rotary_emb)
 
 
-@called_as("qkv cos sin cos_k=None sin_k=None interleaved=False seqlen_offsets=0 num_heads_q=None")
+@called_as(
+    "qkv cos sin cos_k=None sin_k=None interleaved=False seqlen_offsets=0 num_heads_q=None", refused="cos_k sin_k"
+)
 def apply_rotary_emb_qkv_(
-    qkv: Tensor, cos: Tensor, sin: Tensor, cos_k: Tensor | None, sin_k: Tensor | None, interleaved: bool,
-    seqlen_offsets: int | Tensor, num_heads_q: int | None,
-) -> Tensor:  # fmt: skip
+    qkv: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, seqlen_offsets: int | Tensor, num_heads_q: int | None
+) -> Tensor:
     """Rotate the queries and keys within ``qkv``, in place.
 
     Args:
         qkv: ``[B, L, 3, H, D]``, or with ``num_heads_q`` ``[B, L, num_heads_q + 2 * num_heads_k, D]``.
-        cos_k, sin_k: tables of their own for the keys (xPos); None = those of the queries.
+        cos_k, sin_k: must be None: xPos is not provided.
         others: see :func:`apply_rotary`.
     Returns:
         qkv.
     """
     cut = functools.partial(unpacked, num_heads_q=num_heads_q)
-    q, k, _ = cut(qkv)
-    cos_k, sin_k = cos if cos_k is None else cos_k, sin if sin_k is None else sin_k
-    tables = [_table_of(q, cos, sin, seqlen_offsets), _table_of(k, cos_k, sin_k, seqlen_offsets)]
+    tables = [_table_of(cut(qkv)[0], cos, sin, seqlen_offsets)] * 2
     return _differentiable(qkv, tables, _How(cut, interleaved, inplace=True))
 
 

@@ -38,10 +38,9 @@ def assert_same(results: Any, expected: list[Tensor], leaves: list[Any], referen
 
 @pytest.mark.parametrize("dtype", [F64, torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("rms", [False, True])
-@pytest.mark.parametrize("zero_centered", [False, True])
 @pytest.mark.parametrize("extra", [(), ("residual",), ("rowscale",)])
 @pytest.mark.parametrize("with_bias", [False, True])
-def test_the_triton_norm(dtype: torch.dtype, rms: bool, zero_centered: bool, extra, with_bias: bool) -> None:
+def test_the_triton_norm(dtype: torch.dtype, rms: bool, extra: Any, with_bias: bool) -> None:
     torch.manual_seed(1)
     shape, hidden = (2, 3, 10), 10
     x, weight = leaf(*shape, dtype=dtype), leaf(hidden, dtype=dtype)
@@ -52,9 +51,8 @@ def test_the_triton_norm(dtype: torch.dtype, rms: bool, zero_centered: bool, ext
     ref_x, ref_w, ref_b, ref_r = references = doubles(*leaves)
     total = ref_x * (1.0 if rowscale is None else rowscale[..., None])
     total = total + (0 if ref_r is None else ref_r)
-    shift = 1.0 if zero_centered else 0.0
-    expected = [normed(total, ref_w + shift, ref_b, 1e-4, rms), total]
-    options = {"rowscale": rowscale, "prenorm": True, "zero_centered_weight": zero_centered, "eps": 1e-4}
+    expected = [normed(total, ref_w, ref_b, 1e-4, rms), total]
+    options = {"rowscale": rowscale, "prenorm": True, "eps": 1e-4}
     if rms:
         results = norms.rms_norm_fn(x, weight, bias, residual, **options)
     else:
@@ -67,8 +65,8 @@ def test_the_triton_norm(dtype: torch.dtype, rms: bool, zero_centered: bool, ext
 def test_what_is_returned() -> None:
     x, weight = torch.randn(4, 6).bfloat16(), torch.ones(6)
     assert isinstance(norms.layer_norm_fn(x, weight, None), Tensor)
-    out, total = norms.layer_norm_fn(x, weight, None, prenorm=True, residual_in_fp32=True, out_dtype=torch.float64)
-    assert out.dtype == F64
+    out, total = norms.layer_norm_fn(x, weight, None, prenorm=True, residual_in_fp32=True)
+    assert out.dtype == x.dtype
     assert total.dtype == torch.float32
     assert torch.equal(total, x.float())
     out, total = norms.rms_norm_fn(x, weight, None, dropout_p=0.5, prenorm=True)
@@ -106,7 +104,6 @@ def test_the_modules_and_their_names_in_a_checkpoint() -> None:
     x, residual = torch.randn(2, 3, 6), torch.randn(2, 3, 6)
     for module, keys in [
         (norms.RMSNorm(6), ["weight"]),
-        (norms.RMSNorm(6, zero_centered_weight=True), ["weight"]),
         (norms.OlderRMSNorm(6), ["weight"]),
         (norms.DropoutAddRMSNorm(6), ["weight"]),
         (norms.DropoutAddLayerNorm(6), ["weight", "bias"]),
