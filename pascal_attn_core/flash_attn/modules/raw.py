@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from ...attention import sdpa_backward
 from ...call import without_autocast
@@ -23,7 +22,6 @@ from ..options import PACKED, TOKENS, FlashOptions, alibi_mask, attend, check_la
 from ..signatures import called_as
 from ..varlen import cut_to_used, read_lengths, varlen_attend
 
-_ROWS = 128  # flash-attn rounds the rows of softmax_d up to it
 _OPTIONS = "dropout_p softmax_scale causal window_size_left=-1 window_size_right=-1 softcap=0.0 alibi_slopes=None"
 _LENGTHS = "cu_seqlens_q cu_seqlens_k max_seqlen_q max_seqlen_k"
 _SAVED = "dout q k v out softmax_lse dq dk dv"
@@ -68,42 +66,36 @@ def forward(
 @torch.no_grad()
 def backward(
     q: Tensor, k: Tensor, v: Tensor, out: Tensor, dout: Tensor, softmax_lse: Tensor,
-    dq: Tensor | None, dk: Tensor | None, dv: Tensor | None,
+    dq: Tensor, dk: Tensor, dv: Tensor,
     cu_seqlens_q: Tensor | None = None, cu_seqlens_k: Tensor | None = None, **given: Any,
 ) -> Tensor:  # fmt: skip
-    """``_flash_attn_backward`` and ``_flash_attn_varlen_backward``: writes the gradients into dq, dk and dv where they
-    are tensors, zero after the last sequence.
+    """``_flash_attn_backward`` and ``_flash_attn_varlen_backward``: writes the gradients into dq, dk and dv, zero after
+    the last sequence.
 
     Args:
         deterministic: see :func:`pascal_attn_core.flash_attn.flash_attn_func`.
     Returns:
-        The sum over dout * out of each query in float32, else zero: ``[B, Hq, L rounded up to 128]``; for sequences
-        ``[Hq, total_q + 128 * B]``, each 128 times its number behind its place.
+        An empty tensor, in the place of an intermediate result that callers leave alone.
     """
     options, targets = _options(**given), (dq, dk, dv)
     check_layout(TOKENS if cu_seqlens_q is None else PACKED, q=q, k=k, v=v)
     check_layout((*q.shape[:-1], v.shape[-1]), out=out, dout=dout)
     for name, target, like in zip(("dq", "dk", "dv"), targets, (q, k, v)):
-        if target is not None:
-            check_layout(like.shape, **{name: target})
-    sums = (dout.float() * out.float()).sum(-1)
+        check_layout(like.shape, **{name: target})
     if cu_seqlens_q is None or cu_seqlens_k is None:
         _write_gradients(targets, dout, q, k, v, out, softmax_lse, options)
-        return pad(sums.transpose(1, 2), (0, -q.shape[1] % _ROWS))
+        return q.new_empty(0)
     q_ends, k_ends = read_lengths(cu_seqlens_q, cu_seqlens_k, q.shape[0], k.shape[0])
     batch = len(q_ends) - 1
     options.check_slopes(batch, q.shape[1])
-    softmax_d = q.new_zeros(q.shape[1], q.shape[0] + _ROWS * batch, dtype=torch.float32)
     for target in targets:
-        if target is not None:
-            target.zero_()
+        target.zero_()
     for b in range(batch):
         i, j = slice(*q_ends[b : b + 2]), slice(*k_ends[b : b + 2])
-        own = [None if target is None else target[None, places] for target, places in zip(targets, (i, j, j))]
+        own = dq[None, i], dk[None, j], dv[None, j]
         saved = out[None, i], softmax_lse[None, :, i]
         _write_gradients(own, dout[None, i], q[None, i], k[None, j], v[None, j], *saved, options.part(b, b + 1))
-        softmax_d[:, i.start + _ROWS * b : i.stop + _ROWS * b] = sums[i].T
-    return softmax_d
+    return q.new_empty(0)
 
 
 flash_attn_forward = called_as(f"q k v {_OPTIONS} return_softmax=False", ignored="return_softmax")(forward)
@@ -134,15 +126,9 @@ def _options(
 
 
 def _write_gradients(
-    targets: Sequence[Tensor | None],
-    dout: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
+    targets: Sequence[Tensor], dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
     options: FlashOptions,
-) -> None:
+) -> None:  # fmt: skip
     """Writes the gradients of q, k and v, from out and lse in flash-attn's layout."""
     check_layout((q.shape[0], q.shape[2], q.shape[1]), softmax_lse=lse)
     rules = options.rules._asdict()
@@ -152,5 +138,4 @@ def _write_gradients(
     with without_autocast(q):
         grads = sdpa_backward(grad_out, query, key, value, output, lse, **rules)
     for target, grad in zip(targets, grads):
-        if target is not None:
-            target.copy_(grad.transpose(1, 2))
+        target.copy_(grad.transpose(1, 2))

@@ -139,13 +139,13 @@ def flash_attn_forward(q: Tensor, k: Tensor, v: Tensor, out_: Tensor | None, out
     refused="sequed_q sequed_k",
 )
 def flash_attn_backward(is_causal: bool, causal: bool | None, **given: Any) -> Tensor:
-    """``_flash_attn_backward``: writes the gradients into dq, dk and dv where they are tensors.
+    """``_flash_attn_backward``: writes the gradients into dq, dk and dv.
 
     Args:
         causal, window_size: the names of is_causal and of the two sides of the window before 2026.
         others: see :func:`.raw.backward`.
     Returns:
-        softmax_d, see there.
+        An empty tensor.
     """
     return raw.backward(causal=is_causal if causal is None else causal, **_with_sides(given))
 
