@@ -83,8 +83,9 @@ _MODULES: dict[str, tuple[str, ...]] = {
         ".modules.absent: ColumnParallelLinear ParallelFusedMLP RowParallelLinear",
     ),
     "flash_attn.ops.layer_norm": (
-        ".modules.norms: DropoutAddLayerNorm dropout_add_layer_norm layer_norm",
-        ".modules.absent: dropout_add_layer_norm_parallel_residual dropout_add_layer_norm_subset",
+        ".modules.norms: dropout_add_layer_norm",
+        ".modules.absent: DropoutAddLayerNorm dropout_add_layer_norm_parallel_residual dropout_add_layer_norm_subset "
+        "layer_norm",
     ),
     "flash_attn.ops.rms_norm": (
         ".modules.norms: DropoutAddRMSNorm RMSNorm=OlderRMSNorm dropout_add_rms_norm rms_norm",

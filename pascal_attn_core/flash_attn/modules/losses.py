@@ -25,12 +25,10 @@ _FIELDS = ("label_smoothing", "logit_scale", "lse_square_scale", "ignore_index",
 
 @called_as(
     f"logits labels precomputed_lse=None {_OPTIONS} ignore_index=-100 inplace_backward=False process_group=None",
-    ignored="inplace_backward",
+    ignored="precomputed_lse inplace_backward",
     refused="process_group",
 )
-def cross_entropy_loss(
-    logits: Tensor, labels: Tensor, precomputed_lse: Tensor | None, logit_scale: float, **options: Any
-) -> tuple[Tensor, Tensor]:
+def cross_entropy_loss(logits: Tensor, labels: Tensor, logit_scale: float, **options: Any) -> tuple[Tensor, Tensor]:
     """The loss of each row.
 
     Args:
@@ -52,8 +50,6 @@ def cross_entropy_loss(
         raise TypeError(f"logits must be floating point numbers, got {getattr(logits, 'dtype', type(logits).__name__)}")
     check_layout(("N", "V"), logits=logits)
     check_whole_numbers(logits.shape[:1], labels=labels)
-    if precomputed_lse is not None:
-        check_layout(logits.shape[:1], precomputed_lse=precomputed_lse)
     if not logit_scale > 0.0:
         raise FlashArgumentError(f"logit_scale must be above 0, got {logit_scale}")
     rule = functools.partial(_of_rows, logit_scale=logit_scale, **options)

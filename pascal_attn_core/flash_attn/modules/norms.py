@@ -86,11 +86,6 @@ def dropout_add_rms_norm(**given: Any) -> Any:
     return layer_norm_fn(**given, is_rms_norm=True)
 
 
-def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, epsilon: float) -> Tensor:
-    """LayerNorm over the last dimension, returned in the dtype of x."""
-    return layer_norm_fn(x, weight, bias, eps=epsilon)
-
-
 def rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
     """RMSNorm over the last dimension, returned in the dtype of x."""
     return rms_norm_fn(x, weight, None, eps=epsilon)
@@ -124,28 +119,22 @@ class OlderRMSNorm(RMSNorm):
         super().__init__(hidden_size, eps, device=device, dtype=dtype)
 
 
-class DropoutAddLayerNorm(torch.nn.LayerNorm):
-    """:func:`dropout_add_layer_norm` with a weight and a bias ``[hidden_size]``; ``p`` counts in training only."""
-
-    rms = False
+class DropoutAddRMSNorm(torch.nn.RMSNorm):
+    """:func:`dropout_add_rms_norm` with a weight ``[hidden_size]``; ``p`` counts in training only."""
 
     @called_as("self hidden_size prenorm=False p=0.0 eps=1e-5 residual_in_fp32=False device=None dtype=None")
-    def __init__(self, hidden_size: int, prenorm: bool, p: float, residual_in_fp32: bool, **given: Any) -> None:
-        super().__init__(hidden_size, bias=not self.rms, **given)
+    def __init__(
+        self, hidden_size: int, prenorm: bool, p: float, eps: float, residual_in_fp32: bool, **kinds: Any
+    ) -> None:
+        super().__init__(hidden_size, eps, **kinds)
         self.prenorm, self.p, self.residual_in_fp32 = prenorm, p, residual_in_fp32
+        self.register_parameter("bias", None)
 
     def forward(self, x0: Tensor, residual: Tensor | None = None) -> Any:
         """out ``[..., hidden_size]``, with ``prenorm`` (out, sum)."""
-        function = dropout_add_rms_norm if self.rms else dropout_add_layer_norm
         dropout_p = self.p if self.training else 0.0
         sums = {"prenorm": self.prenorm, "residual_in_fp32": self.residual_in_fp32}
-        return function(x0, residual, self.weight, self.bias, dropout_p, self.eps, **sums)
-
-
-class DropoutAddRMSNorm(DropoutAddLayerNorm):
-    """:class:`DropoutAddLayerNorm` with RMSNorm, without a bias."""
-
-    rms = True
+        return dropout_add_rms_norm(x0, residual, self.weight, None, dropout_p, self.eps, **sums)
 
 
 # ---- how it is computed ----------------------------------------------------------------------------------------------

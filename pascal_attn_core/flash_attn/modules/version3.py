@@ -2,20 +2,19 @@
 
 Arguments that only its kernels need (num_splits, pack_gqa, sm_margin, scheduler_metadata) change nothing. Those that
 would change the result and are not supported raise a NotImplementedError: scales of 8-bit inputs, qv, attention_chunk,
-rotary_seqlens, and concatenated sequences beside a cache.
+rotary_seqlens, seqused_q, and concatenated sequences beside a cache.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from ... import flash_attn as functions
 from ..options import unpacked
 from ..signatures import called_as
-from ..varlen import cut_to_used, used_places
+from ..varlen import cut_to_used
 from . import raw
 
 _SCALES = "q_descale=None k_descale=None v_descale=None"
@@ -57,33 +56,22 @@ def flash_attn_qkvpacked_func(qkv: Tensor, num_heads_q: int | None, **options: A
     f"q k v cu_seqlens_q cu_seqlens_k {_LONGEST} seqused_q=None seqused_k=None softmax_scale=None causal=False qv=None "
     f"{_OPTIONS} {_LAST}",
     ignored=_IGNORED,
-    refused=f"{_REFUSED} qv",
+    refused=f"{_REFUSED} qv seqused_q",
 )
 def flash_attn_varlen_func(
-    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, seqused_q: Tensor | None,
-    seqused_k: Tensor | None, **options: Any,
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, seqused_k: Tensor | None,
+    **options: Any,
 ) -> Any:  # fmt: skip
     """:func:`flash_attn_func` within each of several concatenated sequences.
 
     Args:
-        seqused_q, seqused_k: int32 ``[B]``: only this many first tokens of each sequence count; the output is 0 for the
-            other queries.
+        seqused_k: int32 ``[B]``: only this many first keys of each sequence count.
         others: see :func:`pascal_attn_core.flash_attn.flash_attn_varlen_func`.
     """
-    total = q.shape[0]
-    places = None
-    if seqused_q is not None:
-        places, cu_seqlens_q = used_places("seqused_q", cu_seqlens_q, seqused_q, q.device)
-        q = q.index_select(0, places)
     if seqused_k is not None:
         k, v, cu_seqlens_k = cut_to_used("seqused_k", cu_seqlens_k, seqused_k, k, v)
     result = functions.flash_attn_varlen_func(q, k, v, cu_seqlens_q, cu_seqlens_k, **options)
-    out, lse = result[:2] if isinstance(result, tuple) else (result, None)
-    if places is not None:
-        out = out.new_zeros(total, *out.shape[1:]).index_copy(0, places, out)
-        if lse is not None:
-            lse = lse.new_full((lse.shape[0], total), -torch.inf).index_copy(1, places, lse)
-    return out if lse is None else (out, lse)
+    return result[:2] if isinstance(result, tuple) else result
 
 
 @called_as(

@@ -81,21 +81,19 @@ def test_version_3(flags: dict[str, Any]) -> None:
     torch.testing.assert_close(version3.flash_attn_qkvpacked_func(qkv, **flags), plain(*qkv.unbind(2), **flags)[0])
 
 
-def test_version_3_counts_only_the_used_tokens() -> None:
-    ends, key_ends = torch.tensor([0, 4, 6]).int(), torch.tensor([0, 3, 8]).int()
-    used, key_used = torch.tensor([2, 0]).int(), torch.tensor([3, 4]).int()
+def test_version_3_counts_only_the_used_keys() -> None:
+    ends, key_ends, used = (torch.tensor(numbers).int() for numbers in ([0, 4, 6], [0, 3, 8], [3, 4]))
     q, k, v = (rand(n, 2, 8).requires_grad_() for n in (6, 8, 8))
-    out, lse = version3.flash_attn_varlen_func(q, k, v, ends, key_ends, 4, 5, used, key_used, return_attn_probs=True)
-    expected = plain(q[None, :2], k[None, :3], v[None, :3])[0][0]
-    torch.testing.assert_close(out[:2], expected)
-    assert not out[2:].any()
-    assert (lse[:, 2:] == -torch.inf).all()
+    options: dict[str, Any] = {"seqused_k": used, "causal": True, "return_attn_probs": True}
+    out, lse = version3.flash_attn_varlen_func(q, k, v, ends, key_ends, 4, 5, **options)
+    assert lse.shape == (2, 6)
+    torch.testing.assert_close(out[4:], plain(q[None, 4:], k[None, 3:7], v[None, 3:7], causal=True)[0][0])
     out.sum().backward()
-    assert not k.grad[3:].any()
-    only_keys = version3.flash_attn_varlen_func(q, k, v, ends, key_ends, 4, 5, seqused_k=key_used, causal=True)
-    torch.testing.assert_close(only_keys[4:], plain(q[None, 4:], k[None, 3:7], v[None, 3:7], causal=True)[0][0])
-    with pytest.raises(ValueError, match="seqused_q must be from 0 to the lengths"):
-        version3.flash_attn_varlen_func(q, k, v, ends, key_ends, 4, 5, torch.tensor([5, 1]))
+    assert not k.grad[7:].any()
+    with pytest.raises(ValueError, match="seqused_k must be from 0 to the lengths"):
+        version3.flash_attn_varlen_func(q, k, v, ends, key_ends, 4, 5, seqused_k=torch.tensor([4, 1]))
+    with pytest.raises(NotImplementedError, match="seqused_q is not supported"):
+        version3.flash_attn_varlen_func(q, k, v, ends, key_ends, 4, 5, used)
 
 
 @pytest.mark.parametrize("paged", [False, True])
