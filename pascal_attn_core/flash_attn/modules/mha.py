@@ -122,6 +122,7 @@ class MHA(nn.Module):
         self._check(x_kv, key_padding_mask, cu_seqlens, max_seqlen)
         lengths = {"cu_seqlens": cu_seqlens, "max_seqlen": max_seqlen}
         kwargs = {**(lengths if self.use_flash_attn else {"key_padding_mask": key_padding_mask}), **kwargs}
+        tensors: tuple[Tensor, ...]
         if not self.cross_attn and self.num_heads_kv == self.num_heads:
             inner, tensors = self.inner_attn, (self.Wqkv(x).unflatten(-1, (3, -1, self.head_dim)),)
         else:

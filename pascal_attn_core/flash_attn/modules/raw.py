@@ -20,7 +20,7 @@ from ...attention import sdpa_backward
 from ...call import without_autocast
 from ..options import PACKED, TOKENS, FlashOptions, alibi_mask, attend, check_layout, flash_options
 from ..signatures import called_as
-from ..varlen import cut_to_used, read_lengths, varlen_attend
+from ..varlen import read_lengths, varlen_attend
 
 _OPTIONS = "dropout_p softmax_scale causal window_size_left=-1 window_size_right=-1 softcap=0.0 alibi_slopes=None"
 _LENGTHS = "cu_seqlens_q cu_seqlens_k max_seqlen_q max_seqlen_k"
@@ -30,35 +30,23 @@ _SAVED = "dout q k v out softmax_lse dq dk dv"
 @torch.no_grad()
 def forward(
     q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor | None = None, cu_seqlens_k: Tensor | None = None,
-    seqused_k: Tensor | None = None, block_table: Tensor | None = None, **given: Any,
+    **given: Any,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """``_flash_attn_forward`` of a batch, or ``_flash_attn_varlen_forward`` within each of concatenated sequences.
 
     Args:
-        seqused_k: int32 ``[B]``: only this many first keys of each sequence count.
         others: see :func:`pascal_attn_core.flash_attn.flash_attn_varlen_func`.
     Returns:
         (out, lse in float32, an empty tensor, rng_state).
     Raises:
-        NotImplementedError: an argument is not supported, or block_table is given together with seqused_k.
+        NotImplementedError: an argument is not supported.
     """
     options = _options(**given)
-    if cu_seqlens_q is None or cu_seqlens_k is None:
-        for name, only_packed in {"seqused_k": seqused_k, "block_table": block_table}.items():
-            if only_packed is not None:
-                raise NotImplementedError(f"{name} is not supported without both cu_seqlens_q and cu_seqlens_k")
-        check_layout(TOKENS, q=q)
-        with without_autocast(q):
+    with without_autocast(q):
+        if cu_seqlens_q is None or cu_seqlens_k is None:
             out, lse = attend(q, k, v, options, with_lse=True)
-    else:
-        if seqused_k is not None:
-            if block_table is not None:
-                raise NotImplementedError("block_table is not supported by Pascal Attention with seqused_k")
-            k, v, cu_seqlens_k = cut_to_used("seqused_k", cu_seqlens_k, seqused_k, k, v)
-        check_layout(PACKED, q=q)
-        ends = cu_seqlens_q, cu_seqlens_k
-        with without_autocast(q):
-            out, lse = varlen_attend(q, k, v, *ends, options, with_lse=True, block_table=block_table)
+        else:
+            out, lse = varlen_attend(q, k, v, cu_seqlens_q, cu_seqlens_k, options, with_lse=True)
     assert lse is not None
     return out, lse, q.new_empty(0), q.new_zeros(2, dtype=torch.int64)
 
@@ -106,7 +94,7 @@ flash_attn_varlen_forward = called_as(
     f"q k v {_LENGTHS} {_OPTIONS} return_softmax=False block_table=None leftpad_k=None seqused_k=None "
     "zero_tensors=False num_splits=0",
     ignored="max_seqlen_q max_seqlen_k return_softmax zero_tensors num_splits",
-    refused="leftpad_k",
+    refused="block_table leftpad_k seqused_k",
 )(forward)
 flash_attn_varlen_backward = called_as(
     f"{_SAVED} {_LENGTHS} {_OPTIONS} deterministic=False rng_state=None zero_tensors=False",

@@ -2,7 +2,7 @@
 
 Arguments that only its kernels need (num_splits, pack_gqa, sm_margin, scheduler_metadata) change nothing. Those that
 would change the result and are not supported raise a NotImplementedError: scales of 8-bit inputs, qv, attention_chunk,
-rotary_seqlens, seqused_q, and concatenated sequences beside a cache.
+rotary_seqlens, lengths that are used, and concatenated sequences beside a cache.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from torch import Tensor
 from ... import flash_attn as functions
 from ..options import unpacked
 from ..signatures import called_as
-from ..varlen import cut_to_used
 from . import raw
 
 _SCALES = "q_descale=None k_descale=None v_descale=None"
@@ -56,21 +55,12 @@ def flash_attn_qkvpacked_func(qkv: Tensor, num_heads_q: int | None, **options: A
     f"q k v cu_seqlens_q cu_seqlens_k {_LONGEST} seqused_q=None seqused_k=None softmax_scale=None causal=False qv=None "
     f"{_OPTIONS} {_LAST}",
     ignored=_IGNORED,
-    refused=f"{_REFUSED} qv seqused_q",
+    refused=f"{_REFUSED} qv seqused_q seqused_k",
 )
-def flash_attn_varlen_func(
-    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, seqused_k: Tensor | None,
-    **options: Any,
-) -> Any:  # fmt: skip
-    """:func:`flash_attn_func` within each of several concatenated sequences.
-
-    Args:
-        seqused_k: int32 ``[B]``: only this many first keys of each sequence count.
-        others: see :func:`pascal_attn_core.flash_attn.flash_attn_varlen_func`.
-    """
-    if seqused_k is not None:
-        k, v, cu_seqlens_k = cut_to_used("seqused_k", cu_seqlens_k, seqused_k, k, v)
-    result = functions.flash_attn_varlen_func(q, k, v, cu_seqlens_q, cu_seqlens_k, **options)
+def flash_attn_varlen_func(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Any:
+    """:func:`flash_attn_func` within each of several concatenated sequences; see
+    :func:`pascal_attn_core.flash_attn.flash_attn_varlen_func`."""
+    result = functions.flash_attn_varlen_func(q, k, v, **options)
     return result[:2] if isinstance(result, tuple) else result
 
 
@@ -96,9 +86,9 @@ def flash_attn_with_kvcache(q: Tensor, **options: Any) -> Any:
     f"{_LONGEST} page_table=None kv_batch_idx=None leftpad_k=None rotary_cos=None rotary_sin=None seqlens_rotary=None "
     f"{_SCALES} softmax_scale=None causal=False {_SIDES} attention_chunk=0 softcap=0.0 rotary_interleaved=True "
     "scheduler_metadata=None num_splits=1 pack_gqa=None sm_margin=0 * out=None window_size=None",
-    renamed={"page_table": "block_table"},
     ignored=f"{_IGNORED} max_seqlen_q max_seqlen_k seqlens_rotary rotary_interleaved scheduler_metadata",
-    refused=f"{_REFUSED} qv k_new v_new cu_seqlens_k_new seqused_q kv_batch_idx leftpad_k rotary_cos rotary_sin",
+    refused=f"{_REFUSED} qv k_new v_new cu_seqlens_k_new seqused_q seqused_k page_table kv_batch_idx leftpad_k "
+    "rotary_cos rotary_sin",
 )
 def flash_attn_forward(q: Tensor, k: Tensor, v: Tensor, out_: Tensor | None, out: Tensor | None, **given: Any) -> Any:
     """``_flash_attn_forward`` for a batch, or for concatenated sequences with ``cu_seqlens_q`` and ``cu_seqlens_k``.
