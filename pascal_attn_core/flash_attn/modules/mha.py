@@ -122,24 +122,25 @@ class MHA(nn.Module):
         self._check(x_kv, key_padding_mask, cu_seqlens, max_seqlen)
         lengths = {"cu_seqlens": cu_seqlens, "max_seqlen": max_seqlen}
         kwargs = {**(lengths if self.use_flash_attn else {"key_padding_mask": key_padding_mask}), **kwargs}
-        tensors: tuple[Tensor, ...]
-        if not self.cross_attn and self.num_heads_kv == self.num_heads:
-            inner, tensors = self.inner_attn, (self.Wqkv(x).unflatten(-1, (3, -1, self.head_dim)),)
-        else:
-            if self.cross_attn:
-                q, kv = self.Wq(x), self.Wkv(x if x_kv is None else x_kv)
-            else:
-                q, kv = self.Wqkv(x).split([self.embed_dim, 2 * self.num_heads_kv * self.head_dim], -1)
-                if cu_seqlens is not None:
-                    kwargs = {"cu_seqlens_k": cu_seqlens, "max_seqlen_k": max_seqlen, **kwargs}
-            q, kv = q.unflatten(-1, (-1, self.head_dim)), kv.unflatten(-1, (2, -1, self.head_dim))
-            inner, tensors = self.inner_cross_attn, (q, kv)
-        if self.rotary_emb_dim > 0:
-            rotated = self.rotary_emb(*tensors)
-            tensors = rotated if isinstance(rotated, tuple) else (rotated,)
+        tensors = self._projected(x, x_kv)
+        inner = self.inner_attn if len(tensors) == 1 else self.inner_cross_attn
+        if len(tensors) == 2 and cu_seqlens is not None and not self.cross_attn:
+            kwargs = {"cu_seqlens_k": cu_seqlens, "max_seqlen_k": max_seqlen, **kwargs}
         attend = functools.partial(checkpoint, inner, use_reentrant=False) if self.checkpointing else inner
         out = self.out_proj(attend(*tensors, **kwargs).flatten(-2))
         return (out, x) if self.return_residual else out
+
+    def _projected(self, x: Tensor, x_kv: Tensor | None) -> tuple[Tensor, ...]:
+        """qkv ``[..., 3, heads, head_dim]``, or q ``[..., heads, head_dim]`` and kv ``[..., 2, heads, head_dim]``."""
+        if self.cross_attn:
+            q, kv = self.Wq(x), self.Wkv(x if x_kv is None else x_kv)
+        elif self.num_heads_kv == self.num_heads:
+            qkv = self.Wqkv(x).unflatten(-1, (3, -1, self.head_dim))
+            return (self.rotary_emb(qkv) if self.rotary_emb_dim > 0 else qkv,)
+        else:
+            q, kv = self.Wqkv(x).split([self.embed_dim, 2 * self.num_heads_kv * self.head_dim], -1)
+        q, kv = q.unflatten(-1, (-1, self.head_dim)), kv.unflatten(-1, (2, -1, self.head_dim))
+        return self.rotary_emb(q, kv) if self.rotary_emb_dim > 0 else (q, kv)
 
     def _check(self, x_kv: Any, key_padding_mask: Any, cu_seqlens: Any, max_seqlen: Any) -> None:
         if not self.cross_attn and x_kv is not None:
