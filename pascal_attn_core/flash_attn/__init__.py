@@ -31,7 +31,7 @@ from .install import install_as_flash_attn, patch_flash_attn
 from .kvcache import cache_of, cached_attend, check_new_tokens, rotated
 from .modules.padding import index_first_axis, index_put_first_axis, pad_input, unpad_input
 from .options import TOKENS, FlashArgumentError, attend, check_layout, flash_options, unpacked
-from .signatures import options_of
+from .signatures import options_of, refuse
 from .varlen import varlen_attend
 
 __all__ = [
@@ -215,9 +215,7 @@ def flash_attn_with_kvcache(
         TypeError, ValueError: invalid or inconsistent arguments; the cache has not been changed.
     """
     check_layout(TOKENS, q=q)
-    for name, given in {"cache_batch_idx": cache_batch_idx, "cache_leftpad": cache_leftpad}.items():
-        if given is not None:
-            raise NotImplementedError(f"{name} is not supported by Pascal Attention")
+    refuse(cache_batch_idx=cache_batch_idx, cache_leftpad=cache_leftpad)
     _refuse_gradients(q, k_cache, v_cache, k, v)
     options = flash_options(0.0, softmax_scale, causal, window_size, softcap, alibi_slopes)
     options.check_slopes(q.shape[0], q.shape[2])

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from ..options import FlashArgumentError
-from ..signatures import called_as
+from ..signatures import called_as, refuse
 from . import inner_attention as inners
 from .rotary import RotaryEmbedding
 
@@ -116,9 +116,7 @@ class MHA(nn.Module):
         Returns:
             of the shape of x, with return_residual (that, x).
         """
-        for name, refused in {"mixer_subset": mixer_subset, "inference_params": inference_params}.items():
-            if refused is not None:
-                raise NotImplementedError(f"{name} is not supported by Pascal Attention")
+        refuse(mixer_subset=mixer_subset, inference_params=inference_params)
         self._check(x_kv, key_padding_mask, cu_seqlens, max_seqlen)
         lengths = {"cu_seqlens": cu_seqlens, "max_seqlen": max_seqlen}
         kwargs = {**(lengths if self.use_flash_attn else {"key_padding_mask": key_padding_mask}), **kwargs}
