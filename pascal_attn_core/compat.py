@@ -157,7 +157,3 @@ class TiledAttention(nn.Module):
             forms = f"[B, N, {heads} * {dim}] or [B, N, {heads}, {dim}]"
             raise ValueError(f"input must be {forms}, got {tuple(tensor.shape)}")
         return tensor.transpose(1, 2)
-
-    def extra_repr(self) -> str:
-        names = ("n_heads", "n_kv_heads", "head_dim", "tile_size", "dropout")
-        return ", ".join(f"{name}={getattr(self, name)!r}" for name in names)

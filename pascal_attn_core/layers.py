@@ -76,16 +76,12 @@ class SelfAttention(nn.Module):
         self.embed_dim, self.num_heads, self.causal, self.window_size = embed_dim, num_heads, causal, window_size
         self.num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
         self.dropout_p, self.config = dropout, config
-        for name in ("embed_dim", "num_heads", "num_kv_heads", "window_size"):
-            size = getattr(self, name)
-            if size is not None and size < 1:
-                raise ValueError(f"{name} must be at least 1, got {size}")
-        if embed_dim % num_heads:
+        if window_size is not None and window_size < 1:
+            raise ValueError(f"window_size must be at least 1, got {window_size}")
+        if num_heads < 1 or embed_dim % num_heads:
             raise ValueError(f"embed_dim must be a multiple of num_heads ({num_heads}), got {embed_dim}")
-        if num_heads % self.num_kv_heads:
+        if self.num_kv_heads < 1 or num_heads % self.num_kv_heads:
             raise ValueError(f"num_heads must be a multiple of num_kv_heads ({num_kv_heads}), got {num_heads}")
-        if not 0.0 <= dropout < 1.0:
-            raise ValueError(f"dropout must be at least 0 and below 1, got {dropout}")
         self.head_dim = embed_dim // num_heads
         kv_dim = self.num_kv_heads * self.head_dim
         widths = {"q": embed_dim, "k": kv_dim, "v": kv_dim} if num_kv_heads is not None else {"qkv": 3 * embed_dim}

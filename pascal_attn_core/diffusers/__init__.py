@@ -23,7 +23,6 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Callable
-from inspect import getattr_static
 from typing import TYPE_CHECKING, Any
 
 import diffusers as _diffusers
@@ -233,12 +232,9 @@ class _MemberOfModels:
         self.name, self.ours = name, ours
 
     def __get__(self, model: Any, owner: Any) -> Any:
-        return self.of(owner).__get__(model, owner)
-
-    def of(self, owner: Any) -> Any:
-        """The descriptor that models of class ``owner`` use."""
         bases = owner.__mro__[owner.__mro__.index(_diffusers.ModelMixin) + 1 :]
-        return next((vars(base)[self.name] for base in bases if self.name in vars(base)), self.ours)
+        member = next((vars(base)[self.name] for base in bases if self.name in vars(base)), self.ours)
+        return member.__get__(model, owner)
 
 
 def _attn_processors(self: nn.Module) -> dict[str, Any]:
@@ -256,35 +252,33 @@ def _set_attn_processor(self: Any, processor: Any) -> None:
     """Set the attention processor of all attention of a pipeline or model (added by pascal_attn_core.diffusers).
 
     Args:
-        processor: a PascalAttnProcessor for all attention of all models, the VAE's included; None takes it off. Any
-            other is set on the models that are not autoencoders, within a PascalAttnProcessor that is on. For a single
-            model also a dict with the keys of its ``attn_processors``.
+        processor: a PascalAttnProcessor for all attention of all models, the VAE's included; None takes it off. For a
+            single model also any other, or a dict with the keys of its ``attn_processors``.
     Raises:
-        TypeError: a dict for a pipeline; its keys belong to one model, so set it there. Or no processor: a name, say.
+        TypeError: a dict or another processor for a pipeline. Or no processor: a name, say.
         ValueError: there is no attention that can be redirected, or a dict has other keys than ``attn_processors``.
     """
-    if isinstance(processor, dict):
-        if not isinstance(self, nn.Module):
-            raise TypeError("processor must be one processor for all attention, got a dict; set it on one model")
-        _set_dict(self, processor)
-        return
-    if processor is not None and not callable(processor):
-        raise TypeError(f"processor must be an attention processor, such as PascalAttnProcessor(), got {processor!r}")
-    models = models_of(self)
     if isinstance(processor, PascalAttnProcessor):
         _warn_if_sdpa_is_replaced()
-        places = _required_sites(self, models)
+        places = _required_sites(self, models_of(self))
         for module in places.values():
             _assign(module, processor)
         log.info("PascalAttnProcessor: set at %d places of %s", len(places), type(self).__name__)
-        return
-    model: Any
-    for model in models.values():
-        if processor is None:
+    elif processor is None:
+        for model in models_of(self).values():
             for module in model.modules():
                 _assign(module, None)
-        elif not hasattr(model, "decode"):
-            _set_other(model, processor)
+    elif not isinstance(self, nn.Module) or not (callable(processor) or isinstance(processor, dict)):
+        raise TypeError(
+            "processor must be a PascalAttnProcessor or None; any other attention processor, or a dict of them: set it "
+            f"on one model; got {processor!r}"
+        )
+    elif isinstance(processor, dict):
+        _set_dict(self, processor)
+    else:
+        for module in self.modules():
+            if hasattr(module, "set_processor"):
+                module.set_processor(processor)
 
 
 def _set_dict(model: nn.Module, given: dict[str, Any]) -> None:
@@ -300,18 +294,6 @@ def _set_dict(model: nn.Module, given: dict[str, Any]) -> None:
     for name, processor in given.items():
         module = modules[name]
         module.set_processor(processor) if hasattr(module, "set_processor") else _assign(module, processor)
-
-
-def _set_other(model: Any, processor: Any) -> None:
-    method = getattr_static(type(model), "set_attn_processor", None)
-    if isinstance(method, _MemberOfModels):
-        method = method.of(type(model))
-    if method is not None and method is not _set_attn_processor:
-        model.set_attn_processor(processor)
-        return
-    for module in model.modules():
-        if hasattr(module, "set_processor"):
-            module.set_processor(processor)
 
 
 def _assign(module: Any, processor: Any) -> None:

@@ -31,7 +31,7 @@ from .install import install_as_flash_attn, patch_flash_attn
 from .kvcache import cache_of, cached_attend, check_new_tokens, rotated
 from .modules.padding import index_first_axis, index_put_first_axis, pad_input, unpad_input
 from .options import TOKENS, FlashArgumentError, attend, check_layout, flash_options, unpacked
-from .signatures import options_of
+from .signatures import options_of, refuse
 from .varlen import varlen_attend
 
 __all__ = [
@@ -190,31 +190,32 @@ def flash_attn_with_kvcache(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Attention over a cache, to which new keys and values are first written in place.
 
-    Sequences of different lengths, with ``cache_batch_idx`` or with paged keys are computed one by one, each over a
-    view of its keys (paged: over a copy).
+    Sequences of different lengths or with paged keys are computed one by one, each over a view of its keys (paged: over
+    a copy).
 
     Args:
         q: ``[B, L, Hq, D]``.
-        k_cache, v_cache: ``[B_cache, tokens, Hkv, D]``, or with ``block_table`` pages ``[num_pages, page_tokens, Hkv,
+        k_cache, v_cache: ``[B, tokens, Hkv, D]``, or with ``block_table`` pages ``[num_pages, page_tokens, Hkv,
             D]`` of any size.
         k, v: ``[B, N, Hkv, D]``, new tokens, appended to those of each sequence.
         rotary_cos, rotary_sin: ``[tokens, rotary_dim / 2]``, only with k and v: k is rotated by the positions at which
             it is written; so is q if ``causal`` or ``window_size`` is given, otherwise all of q by the first position.
-        cache_seqlens: a number or int32 ``[B]``: tokens that are in the cache, left padding included, before the new
-            ones; needed with k and v, otherwise None = all. It is not changed.
-        cache_batch_idx: int32 ``[B]``: the row of the cache of each sequence.
-        cache_leftpad: int32 ``[B]``: first token of each sequence.
-        block_table: int32 ``[B, pages of a sequence]``; not with the last two.
+        cache_seqlens: a number or int32 ``[B]``: tokens that are in the cache before the new ones; needed with k and v,
+            otherwise None = all. It is not changed.
+        cache_batch_idx, cache_leftpad: must be None.
+        block_table: int32 ``[B, pages of a sequence]``.
         rotary_interleaved: rotate the pairs (0, 1), (2, 3) ...; otherwise (0, rotary_dim / 2) ...
         num_splits: ignored, for compatibility.
         others: see :func:`flash_attn_func`.
     Returns:
         ``[B, L, Hq, D]``, with ``return_softmax_lse`` (out, lse ``[B, Hq, L]``).
     Raises:
-        NotImplementedError: an input requires a gradient; there is no backward pass, as in flash-attn.
+        NotImplementedError: an input requires a gradient (there is no backward pass, as in flash-attn), or
+            cache_batch_idx or cache_leftpad is given.
         TypeError, ValueError: invalid or inconsistent arguments; the cache has not been changed.
     """
     check_layout(TOKENS, q=q)
+    refuse(cache_batch_idx=cache_batch_idx, cache_leftpad=cache_leftpad)
     _refuse_gradients(q, k_cache, v_cache, k, v)
     options = flash_options(0.0, softmax_scale, causal, window_size, softcap, alibi_slopes)
     options.check_slopes(q.shape[0], q.shape[2])
@@ -222,7 +223,7 @@ def flash_attn_with_kvcache(
         raise FlashArgumentError("cache_seqlens must be given with k and v, got None; it says where they are written")
     if rotary_cos is not None and k is None:
         raise FlashArgumentError("rotary_cos and rotary_sin must come with k and v (as in flash-attn), got no k")
-    cache = cache_of(k_cache, v_cache, q.shape[0], cache_seqlens, cache_batch_idx, cache_leftpad, block_table)
+    cache = cache_of(k_cache, v_cache, q.shape[0], cache_seqlens, block_table)
     new = check_new_tokens(cache, q, k, v)
     if k is not None and v is not None:
         if rotary_cos is not None:

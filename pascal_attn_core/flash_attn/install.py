@@ -37,7 +37,8 @@ _MODULES: dict[str, tuple[str, ...]] = {
         _RAW,
         _WRAPPED,
         ".modules.version1: flash_attn_unpadded_func flash_attn_unpadded_kvpacked_func "
-        "flash_attn_unpadded_qkvpacked_func flash_attn_unpadded_qkvpacked_split_func",
+        "flash_attn_unpadded_qkvpacked_func",
+        ".modules.absent: flash_attn_unpadded_qkvpacked_split_func",
     ),
     "flash_attn.bert_padding": (
         ".modules.padding: index_first_axis index_first_axis_residual index_put_first_axis pad_input unpad_input "
@@ -45,25 +46,26 @@ _MODULES: dict[str, tuple[str, ...]] = {
         _EINOPS,
     ),
     "flash_attn.flash_attention": (".modules.version1: FlashAttention FlashMHA",),
-    "flash_attn.layers.patch_embed": (".modules.embedding: PatchEmbed",),
+    "flash_attn.layers.patch_embed": (".modules.absent: PatchEmbed",),
     "flash_attn.layers.rotary": (
         ".modules.rotary: ApplyRotaryEmb RotaryEmbedding apply_rotary apply_rotary_emb apply_rotary_emb_func "
-        "apply_rotary_emb_kv_ apply_rotary_emb_qkv_ apply_rotary_emb_torch rotate_half",
+        "apply_rotary_emb_kv_ apply_rotary_emb_qkv_",
+        ".modules.absent: apply_rotary_emb_torch rotate_half",
         _EINOPS,
     ),
     "flash_attn.losses.cross_entropy": (".modules.losses: CrossEntropyLoss cross_entropy_loss",),
-    "flash_attn.modules.block": (".modules.block: Block StochasticDepth", ".modules.absent: ParallelBlock"),
+    "flash_attn.modules.block": (".modules.absent: Block ParallelBlock StochasticDepth",),
     "flash_attn.modules.embedding": (
-        ".modules.embedding: GPT2Embeddings",
-        ".modules.absent: BertEmbeddings ColumnParallelEmbedding ParallelGPT2Embeddings VocabParallelEmbedding",
+        ".modules.absent: BertEmbeddings ColumnParallelEmbedding GPT2Embeddings ParallelGPT2Embeddings "
+        "VocabParallelEmbedding",
     ),
     "flash_attn.modules.mha": (
-        ".modules.mha: LinearResidual MHA _update_kv_cache=update_kv_cache",
+        ".modules.mha: LinearResidual MHA",
         ".modules.inner_attention: CrossAttention FlashCrossAttention FlashSelfAttention SelfAttention "
         "get_alibi_slopes",
         ".modules.rotary: RotaryEmbedding",
         ".modules.mlp: FusedDense",
-        ".modules.absent: ColumnParallelLinear ParallelMHA RowParallelLinear",
+        ".modules.absent: ColumnParallelLinear ParallelMHA RowParallelLinear _update_kv_cache",
         _INTERFACE,
         _EINOPS,
     ),
@@ -72,16 +74,18 @@ _MODULES: dict[str, tuple[str, ...]] = {
         ".modules.absent: ParallelFusedMLP ParallelGatedMlp ParallelMLP",
     ),
     "flash_attn.ops.activations": (
-        ".modules.activations: SwiGLUFunction bias_gelu bias_gelu_back bias_gelu_impl fast_gelu_impl gelu_bwd "
-        "gelu_fwd relu_bwd sqrelu_bwd sqrelu_fwd swiglu swiglu_bwd swiglu_fwd",
+        ".modules.activations: SwiGLUFunction bias_gelu bias_gelu_impl fast_gelu_impl gelu_fwd sqrelu_fwd swiglu "
+        "swiglu_fwd",
+        ".modules.absent: bias_gelu_back gelu_bwd relu_bwd sqrelu_bwd swiglu_bwd",
     ),
     "flash_attn.ops.fused_dense": (
         ".modules.mlp: FusedDense FusedMLP fused_dense_func fused_mlp_func",
         ".modules.absent: ColumnParallelLinear ParallelFusedMLP RowParallelLinear",
     ),
     "flash_attn.ops.layer_norm": (
-        ".modules.norms: DropoutAddLayerNorm dropout_add_layer_norm layer_norm",
-        ".modules.absent: dropout_add_layer_norm_parallel_residual dropout_add_layer_norm_subset",
+        ".modules.norms: dropout_add_layer_norm",
+        ".modules.absent: DropoutAddLayerNorm dropout_add_layer_norm_parallel_residual dropout_add_layer_norm_subset "
+        "layer_norm",
     ),
     "flash_attn.ops.rms_norm": (
         ".modules.norms: DropoutAddRMSNorm RMSNorm=OlderRMSNorm dropout_add_rms_norm rms_norm",
@@ -89,8 +93,8 @@ _MODULES: dict[str, tuple[str, ...]] = {
     ),
     "flash_attn.ops.triton.cross_entropy": (".modules.losses: cross_entropy_loss",),
     "flash_attn.ops.triton.layer_norm": (
-        ".modules.norms: RMSNorm layer_norm_fn layer_norm_linear_fn rms_norm_fn",
-        ".modules.absent: layer_norm_ref rms_norm_ref",
+        ".modules.norms: RMSNorm layer_norm_fn rms_norm_fn",
+        ".modules.absent: layer_norm_linear_fn layer_norm_ref rms_norm_ref",
     ),
     "flash_attn.ops.triton.rotary": (".modules.rotary: apply_rotary",),
     "flash_attn.utils.distributed": (
@@ -98,14 +102,14 @@ _MODULES: dict[str, tuple[str, ...]] = {
         "get_dim_for_local_rank reduce_scatter reduce_scatter_raw sync_shared_params",
     ),
     "flash_attn.utils.generation": (
-        ".modules.generation: GenerationMixin InferenceParams allocate_inference_cache decode "
+        ".modules.absent: GenerationMixin InferenceParams allocate_inference_cache decode "
         "modify_logits_for_top_k_filtering modify_logits_for_top_p_filtering sample",
     ),
     _TURING: (".: flash_attn_varlen_func", ".modules.turing: bwd flash_attn_func fwd varlen_bwd varlen_fwd"),
     _FA3: (
-        ".modules.version3: flash_attn_combine flash_attn_func flash_attn_qkvpacked_func flash_attn_varlen_func "
-        "flash_attn_with_kvcache get_scheduler_metadata _flash_attn_backward=flash_attn_backward "
-        "_flash_attn_forward=flash_attn_forward",
+        ".modules.version3: flash_attn_func flash_attn_qkvpacked_func flash_attn_varlen_func flash_attn_with_kvcache "
+        "_flash_attn_backward=flash_attn_backward _flash_attn_forward=flash_attn_forward",
+        ".modules.absent: flash_attn_combine get_scheduler_metadata",
     ),
 }
 _EAGER = ("flash_attn", _INTERFACE_MODULE, "flash_attn.bert_padding")

@@ -20,18 +20,14 @@ class KvCache:
     """The places of the keys of each sequence of a batch.
 
     Attributes:
-        k, v: ``[B_cache, tokens, Hkv, D]``, or with ``block_table`` pages ``[num_pages, page_tokens, Hkv, D]``.
-        lengths: tokens of each sequence before the new ones, left padding included.
-        starts: its first token, after the left padding.
-        rows: its row in ``k`` and ``v``, without block_table.
+        k, v: ``[B, tokens, Hkv, D]``, or with ``block_table`` pages ``[num_pages, page_tokens, Hkv, D]``.
+        lengths: tokens of each sequence before the new ones.
         block_table: whole numbers ``[B, pages of a sequence]``, on the device of k.
     """
 
     k: Tensor
     v: Tensor
     lengths: list[int]
-    starts: list[int]
-    rows: list[int]
     block_table: Tensor | None
 
     @property
@@ -42,8 +38,7 @@ class KvCache:
 
     def groups(self) -> Iterator[tuple[int, int]]:
         """Neighbouring sequences that form one batch in the cache: (first, one past the last)."""
-        shifts = [row - number for number, row in enumerate(self.rows)]
-        return neighbours(list(zip(self.lengths, self.starts, shifts)), one_by_one=self.block_table is not None)
+        return neighbours(self.lengths, one_by_one=self.block_table is not None)
 
     def write(self, k: Tensor, v: Tensor) -> None:
         """Append the new tokens ``[B, N, Hkv, D]`` to those that are there."""
@@ -55,53 +50,34 @@ class KvCache:
                     page = self.block_table[first].long()[place // cache.shape[1]]
                     cache[page, place % cache.shape[1]] = new[first]
                 else:
-                    cache[self._rows(first, last), start : start + tokens] = new[first:last]
+                    cache[first:last, start : start + tokens] = new[first:last]
 
     def keys(self, first: int, last: int, new: int) -> tuple[Tensor, Tensor]:
         """Keys and values of some sequences, ``[b, S, Hkv, D]``: views; of a paged cache, copies."""
-        start, end = self.starts[first], self.lengths[first] + new
+        end = self.lengths[first] + new
         if self.block_table is not None:
             pages = self.block_table[first]
-            return gather_pages(self.k, pages, end)[None, start:], gather_pages(self.v, pages, end)[None, start:]
-        rows = self._rows(first, last)
-        return self.k[rows, start:end], self.v[rows, start:end]
-
-    def _rows(self, first: int, last: int) -> slice:
-        return slice(self.rows[first], self.rows[last - 1] + 1)
+            return gather_pages(self.k, pages, end)[None], gather_pages(self.v, pages, end)[None]
+        return self.k[first:last, :end], self.v[first:last, :end]
 
 
 def cache_of(
-    k_cache: Tensor,
-    v_cache: Tensor,
-    batch: int,
-    cache_seqlens: int | Tensor | None,
-    cache_batch_idx: Tensor | None,
-    cache_leftpad: Tensor | None,
-    block_table: Tensor | None,
+    k_cache: Tensor, v_cache: Tensor, batch: int, cache_seqlens: int | Tensor | None, block_table: Tensor | None
 ) -> KvCache:
-    """The cache of a batch, its arguments checked and its tensors of lengths read once."""
-    check_layout(TOKENS, k_cache=k_cache)
+    """The cache of a batch, its arguments checked and its tensor of lengths read once."""
+    check_layout(TOKENS if block_table is not None else (batch, *TOKENS[1:]), k_cache=k_cache)
     check_layout((*k_cache.shape[:3], "head_dim"), v_cache=v_cache)
-    for name, other in (("cache_batch_idx", cache_batch_idx), ("cache_leftpad", cache_leftpad)):
-        if block_table is not None and other is not None:
-            raise FlashArgumentError(f"{name} must be None with block_table (as in flash-attn), got both")
     if block_table is not None:
         check_whole_numbers((batch, "pages of a sequence"), block_table=block_table)
         block_table = block_table.to(k_cache.device)
-    rows = [*range(batch)] if cache_batch_idx is None else _whole_numbers("cache_batch_idx", cache_batch_idx, batch)
-    starts = [0] * batch if cache_leftpad is None else _whole_numbers("cache_leftpad", cache_leftpad, batch)
-    cache = KvCache(k_cache, v_cache, [], starts, rows, block_table)
-    given = cache.capacity if cache_seqlens is None else cache_seqlens
-    cache.lengths.extend(_whole_numbers("cache_seqlens", given, batch))
-    num_rows = cache.k.shape[0]
-    if cache.block_table is None and not all(0 <= row < num_rows for row in cache.rows):
-        raise FlashArgumentError(
-            f"cache_batch_idx must be from 0 to {num_rows - 1}, got {cache.rows} (the rows of k_cache)"
-        )
+    cache = KvCache(k_cache, v_cache, [], block_table)
+    if isinstance(cache_seqlens, Tensor):
+        check_whole_numbers((batch,), cache_seqlens=cache_seqlens)
+        cache.lengths.extend(cache_seqlens.tolist())
+    else:
+        cache.lengths.extend([cache.capacity if cache_seqlens is None else cache_seqlens] * batch)
     if any(not 0 <= length <= cache.capacity for length in cache.lengths):
         raise FlashArgumentError(f"cache_seqlens must be from 0 to {cache.capacity} {_CAPACITY}, got {cache.lengths}")
-    if any(not 0 <= start <= length for start, length in zip(cache.starts, cache.lengths)):
-        raise FlashArgumentError(f"cache_leftpad must be from 0 to cache_seqlens ({cache.lengths}), got {cache.starts}")
     return cache
 
 
@@ -151,11 +127,3 @@ def rotated(x: Tensor, cos: Tensor, sin: Tensor | None, cache: KvCache, *, inter
     offsets = torch.tensor(cache.lengths, device=x.device)
     tokens = x if in_turn else x.flatten(1, 2)[:, None]  # as heads of one token
     return apply_rotary(tokens, cos, sin, offsets, interleaved=interleaved).view_as(x)
-
-
-def _whole_numbers(name: str, given: int | Tensor, batch: int) -> list[int]:
-    if isinstance(given, int) and not isinstance(given, bool):
-        return [given] * batch
-    check_whole_numbers((batch,), **{name: given})
-    assert isinstance(given, Tensor)
-    return list(given.tolist())

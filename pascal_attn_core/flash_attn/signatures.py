@@ -75,6 +75,12 @@ def _parameters(text: str) -> Iterator[inspect.Parameter]:
         yield inspect.Parameter(name, kind, default=ast.literal_eval(default) if default else _EMPTY)
 
 
+def refuse(**given: Any) -> None:
+    """Raises a NotImplementedError if one of the arguments, none of which is supported, is not None."""
+    for name, value in given.items():
+        _refuse(name, value, None)
+
+
 def _refuse(name: str, value: Any, default: Any) -> None:
     if isinstance(value, Tensor):
         raise NotImplementedError(f"{name} is not supported by Pascal Attention; got a tensor {list(value.shape)}")

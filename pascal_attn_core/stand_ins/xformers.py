@@ -9,7 +9,6 @@ masks too. :func:`patch_xformers` makes ``import xformers`` find them.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -42,7 +41,8 @@ _MODULES: dict[str, tuple[str, ...]] = {
     "xformers.ops": (
         *_ATTENTION,
         ".attn_bias: AttentionMask=AttentionBias",
-        ".xformers: RMSNorm SwiGLU index_select_cat scaled_index_add",
+        ".xformers: RMSNorm SwiGLU",
+        "pascal_attn_core.flash_attn.modules.absent: index_select_cat scaled_index_add",
         "torch: unbind",
     ),
     "xformers.ops.fmha": (*_ATTENTION, "types: Inputs=SimpleNamespace", ".attn_bias: BlockDiagonalMask"),
@@ -176,23 +176,9 @@ class RMSNorm(nn.RMSNorm):
         super().__init__(dim, eps, include_weight)
 
 
-def index_select_cat(sources: Sequence[Tensor], indices: Sequence[Tensor]) -> Tensor:
-    """The chosen rows of each source ``[rows, D]``, one after the other in one dimension."""
-    return torch.cat([source[index.long()].flatten() for source, index in zip(sources, indices)])
-
-
-def scaled_index_add(
-    input: Tensor, index: Tensor, source: Tensor, scaling: Tensor | None = None, alpha: float = 1.0
-) -> Tensor:
-    """``input [B, M, D]`` with ``alpha * scaling * source`` added to its elements ``index``, in place: source ``[len of
-    index, M, D]``, scaling ``[D]``."""
-    source = source if scaling is None else (scaling * source).to(input.dtype)
-    return input.index_add_(0, index, source, alpha=alpha)
-
-
 def patch_xformers(*, replace: bool = False, around: Around | None = None) -> Patch:
     """Make ``import xformers`` find our functions: ``ops.memory_efficient_attention``, ``ops.fmha.attn_bias``, and in
-    plain PyTorch ``ops.{unbind,SwiGLU,RMSNorm,index_select_cat,scaled_index_add}``.
+    plain PyTorch ``ops.{unbind,SwiGLU,RMSNorm}``.
 
     Code that imported the name earlier, or found it missing, keeps what it found: call this first; diffusers asks when
     it is imported. Package metadata agrees (``importlib.metadata.version("xformers")`` is ``"0.0.35+pascal..."``).

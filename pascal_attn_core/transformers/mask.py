@@ -193,10 +193,6 @@ class HostMask:
 
     __radd__ = __add__
 
-    def __repr__(self) -> str:
-        rest = [getattr(function, "__qualname__", "?") for function in self.pattern.rest]
-        return f"HostMask({list(self.shape)}, {self.band}, padding={self.padding is not None}, rest={rest})"
-
 
 def _as_stored(name: str) -> Callable[..., Any]:
     def operate(self: HostMask, *others: Any) -> Any:
@@ -301,7 +297,7 @@ def lazy_mask(
     padding = _padding(attention_mask, batch_size, kv_length, kv_offset)
     traced = _is_traced(q_offset, padding)
     if traced:
-        pattern = _read_traced(mask_function, q_offset)
+        pattern = _read_traced(mask_function)
     else:
         pattern, q_offset = Pattern(right=0) if mask_function is None else read_pattern(mask_function), int(q_offset)
     if use_vmap is None:
@@ -330,7 +326,7 @@ def _simplified(mask: HostMask) -> HostMask:
     return mask
 
 
-def _read_traced(mask_function: MaskFunction | None, q_offset: int | Tensor) -> Pattern:
+def _read_traced(mask_function: MaskFunction | None) -> Pattern:
     """While a graph is traced functions cannot be inspected: the two plain ones are recognised by identity."""
     from transformers import masking_utils
 

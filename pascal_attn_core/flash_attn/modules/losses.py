@@ -10,6 +10,7 @@ import functools
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
@@ -24,18 +25,15 @@ _FIELDS = ("label_smoothing", "logit_scale", "lse_square_scale", "ignore_index",
 
 @called_as(
     f"logits labels precomputed_lse=None {_OPTIONS} ignore_index=-100 inplace_backward=False process_group=None",
-    ignored="inplace_backward",
+    ignored="precomputed_lse inplace_backward",
     refused="process_group",
 )
-def cross_entropy_loss(
-    logits: Tensor, labels: Tensor, precomputed_lse: Tensor | None, logit_scale: float, **options: Any
-) -> tuple[Tensor, Tensor]:
+def cross_entropy_loss(logits: Tensor, labels: Tensor, logit_scale: float, **options: Any) -> tuple[Tensor, Tensor]:
     """The loss of each row.
 
     Args:
         logits: ``[N, V]``.
-        labels: whole numbers ``[N]``. One outside of the vocabulary is not refused (as in flash-attn): check labels
-            before, torch's own cross entropy would raise.
+        labels: whole numbers ``[N]`` within the vocabulary, or ignore_index.
         precomputed_lse: ``[N]``, ignored, for compatibility: logsumexp of the rows is computed with the loss.
         label_smoothing: share of the target that is spread over the vocabulary.
         logit_scale: factor of the logits.
@@ -52,8 +50,6 @@ def cross_entropy_loss(
         raise TypeError(f"logits must be floating point numbers, got {getattr(logits, 'dtype', type(logits).__name__)}")
     check_layout(("N", "V"), logits=logits)
     check_whole_numbers(logits.shape[:1], labels=labels)
-    if precomputed_lse is not None:
-        check_layout(logits.shape[:1], precomputed_lse=precomputed_lse)
     if not logit_scale > 0.0:
         raise FlashArgumentError(f"logit_scale must be above 0, got {logit_scale}")
     rule = functools.partial(_of_rows, logit_scale=logit_scale, **options)
@@ -110,14 +106,11 @@ def _of_rows(
     ignore_index: int,
 ) -> tuple[Tensor, Tensor]:
     """:func:`cross_entropy_loss` of some rows."""
-    ignored, classes = labels == ignore_index, logits.shape[1]
+    ignored = labels == ignore_index
     scores = logits.to(torch.promote_types(logits.dtype, torch.float32)) * logit_scale
     scores = scores.masked_fill(ignored[:, None], 0.0)  # their gradient is 0 whatever they hold
-    lse = scores.logsumexp(-1)
-    at_label = scores.gather(1, labels.long().clamp(0, classes - 1)[:, None])[:, 0]
-    # a label outside of the vocabulary has only the part of the loss that smoothing spreads
-    losses = torch.where((labels >= 0) & (labels < classes), (1.0 - label_smoothing) * (lse - at_label), 0.0)
-    if label_smoothing:
-        losses = losses + label_smoothing * (lse - scores.mean(-1))
-    z_losses = lse_square_scale * lse.square()
-    return (losses + z_losses).masked_fill(ignored, 0.0), z_losses.detach().masked_fill(ignored, 0.0)
+    losses = F.cross_entropy(
+        scores, labels.long(), ignore_index=ignore_index, label_smoothing=label_smoothing, reduction="none"
+    )
+    z_losses = (lse_square_scale * scores.logsumexp(-1).square()).masked_fill(ignored, 0.0)
+    return losses + z_losses, z_losses.detach()

@@ -1,16 +1,16 @@
-"""Attention with its projections and its cache: ``flash_attn.modules.mha``."""
+"""Attention with its projections: ``flash_attn.modules.mha``."""
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from ... import flash_attn as functions
 from ..options import FlashArgumentError
-from ..signatures import called_as
+from ..signatures import called_as, refuse
 from . import inner_attention as inners
 from .rotary import RotaryEmbedding
 
@@ -31,7 +31,7 @@ class MHA(nn.Module):
     Args:
         num_heads_kv: key and value heads; None = num_heads.
         cross_attn: queries come from x, keys and values from x_kv.
-        layer_idx: the name of this layer's cache in generation.
+        layer_idx: an attribute only, for programs that read it.
         dwconv: must be False: the convolution after the projection is not supported.
         rotary_emb_dim: numbers of each head that are rotated, 0 = none; see
             :class:`~pascal_attn_core.flash_attn.modules.rotary.RotaryEmbedding` for the other three.
@@ -111,104 +111,42 @@ class MHA(nn.Module):
             x_kv: ``[B, S, embed_dim]``, for cross_attn; None = x.
             key_padding_mask: bool ``[B, S]``, True = a token; only without use_flash_attn.
             cu_seqlens, max_seqlen: ``[B + 1]`` and a number, only with use_flash_attn and without rotary embedding.
-            mixer_subset: with cross_attn the queries are x[:, mixer_subset].
-            inference_params: keys and values are cached, see
-                :class:`~pascal_attn_core.flash_attn.modules.generation.InferenceParams`.
+            mixer_subset, inference_params: must be None: there are neither subsets of queries nor caches.
             kwargs: for the inner attention.
         Returns:
             of the shape of x, with return_residual (that, x).
         """
-        self._check(x_kv, key_padding_mask, cu_seqlens, max_seqlen, mixer_subset, inference_params)
+        refuse(mixer_subset=mixer_subset, inference_params=inference_params)
+        self._check(x_kv, key_padding_mask, cu_seqlens, max_seqlen)
         lengths = {"cu_seqlens": cu_seqlens, "max_seqlen": max_seqlen}
         kwargs = {**(lengths if self.use_flash_attn else {"key_padding_mask": key_padding_mask}), **kwargs}
-        if not self.cross_attn and self.num_heads_kv == self.num_heads:
-            tensors = (self.Wqkv(x).unflatten(-1, (3, -1, self.head_dim)),)
-            context = self._attend(self.inner_attn, tensors, inference_params, kwargs)
-        else:
-            if self.cross_attn:
-                q = self.Wq(x if mixer_subset is None else x[:, mixer_subset])
-                kv = self.Wkv(x if x_kv is None else x_kv)
-            else:
-                q, kv = self.Wqkv(x).split([self.embed_dim, 2 * self.num_heads_kv * self.head_dim], -1)
-                if cu_seqlens is not None:
-                    kwargs = {"cu_seqlens_k": cu_seqlens, "max_seqlen_k": max_seqlen, **kwargs}
-            q, kv = q.unflatten(-1, (-1, self.head_dim)), kv.unflatten(-1, (2, -1, self.head_dim))
-            context = self._attend(self.inner_cross_attn, (q, kv), inference_params, kwargs)
-        out = self.out_proj(context.flatten(-2))
+        tensors = self._projected(x, x_kv)
+        inner = self.inner_attn if len(tensors) == 1 else self.inner_cross_attn
+        if len(tensors) == 2 and cu_seqlens is not None and not self.cross_attn:
+            kwargs = {"cu_seqlens_k": cu_seqlens, "max_seqlen_k": max_seqlen, **kwargs}
+        attend = functools.partial(checkpoint, inner, use_reentrant=False) if self.checkpointing else inner
+        out = self.out_proj(attend(*tensors, **kwargs).flatten(-2))
         return (out, x) if self.return_residual else out
 
-    def _check(
-        self, x_kv: Any, key_padding_mask: Any, cu_seqlens: Any, max_seqlen: Any, mixer_subset: Any, params: Any
-    ) -> None:
-        if not self.cross_attn and (x_kv is not None or mixer_subset is not None):
-            raise FlashArgumentError("x_kv and mixer_subset must be None without cross_attn")
+    def _projected(self, x: Tensor, x_kv: Tensor | None) -> tuple[Tensor, ...]:
+        """qkv ``[..., 3, heads, head_dim]``, or q ``[..., heads, head_dim]`` and kv ``[..., 2, heads, head_dim]``."""
+        if self.cross_attn:
+            q, kv = self.Wq(x), self.Wkv(x if x_kv is None else x_kv)
+        elif self.num_heads_kv == self.num_heads:
+            qkv = self.Wqkv(x).unflatten(-1, (3, -1, self.head_dim))
+            return (self.rotary_emb(qkv) if self.rotary_emb_dim > 0 else qkv,)
+        else:
+            q, kv = self.Wqkv(x).split([self.embed_dim, 2 * self.num_heads_kv * self.head_dim], -1)
+        q, kv = q.unflatten(-1, (-1, self.head_dim)), kv.unflatten(-1, (2, -1, self.head_dim))
+        return self.rotary_emb(q, kv) if self.rotary_emb_dim > 0 else (q, kv)
+
+    def _check(self, x_kv: Any, key_padding_mask: Any, cu_seqlens: Any, max_seqlen: Any) -> None:
+        if not self.cross_attn and x_kv is not None:
+            raise FlashArgumentError("x_kv must be None without cross_attn")
         if cu_seqlens is not None:
             if not self.use_flash_attn or self.rotary_emb_dim:
                 raise FlashArgumentError("cu_seqlens needs use_flash_attn and no rotary embedding")
             if max_seqlen is None:
                 raise FlashArgumentError("max_seqlen must be given with cu_seqlens, got None")
-        if key_padding_mask is not None and (self.use_flash_attn or cu_seqlens is not None):
+        if key_padding_mask is not None and self.use_flash_attn:
             raise FlashArgumentError("key_padding_mask must be None with use_flash_attn; unpad the input instead")
-        if params is not None and (key_padding_mask is not None or cu_seqlens is not None):
-            raise FlashArgumentError("inference_params must come without key_padding_mask and cu_seqlens")
-
-    def allocate_inference_cache(self, batch_size: int, max_seqlen: int, dtype: torch.dtype | None = None) -> Tensor:
-        """An empty cache ``[batch_size, max_seqlen, 2, num_heads_kv, head_dim]``."""
-        weight: Tensor = self.out_proj.weight
-        shape = batch_size, max_seqlen, 2, self.num_heads_kv_local, self.head_dim
-        return torch.empty(shape, dtype=weight.dtype if dtype is None else dtype, device=weight.device)
-
-    def _attend(
-        self, inner: nn.Module, tensors: tuple[Tensor, ...], inference_params: Any, kwargs: dict[str, Any]
-    ) -> Any:
-        """``qkv [..., 3, heads, head_dim]``, or q and kv -> ``[..., heads, head_dim]``."""
-        if self.rotary_emb_dim > 0:
-            places, params = {}, inference_params
-            if params is not None:
-                offset = params.seqlen_offset if params.lengths_per_sample is None else params.lengths_per_sample
-                places = {"seqlen_offset": offset, "max_seqlen": params.max_seqlen}
-            rotated = self.rotary_emb(*tensors, **places)
-            tensors = rotated if isinstance(rotated, tuple) else (rotated,)
-        if inference_params is not None:
-            q, kv = tensors if len(tensors) == 2 else (tensors[0][:, :, 0], tensors[0][:, :, 1:])
-            return self._attend_cached(q, kv, inference_params)
-        if self.checkpointing:
-            return checkpoint(inner, *tensors, use_reentrant=False, **kwargs)
-        return inner(*tensors, **kwargs)
-
-    def _attend_cached(self, q: Tensor, kv: Tensor, inference_params: Any) -> Any:
-        inner: Any = self.inner_cross_attn
-        if self.layer_idx is None:
-            raise FlashArgumentError("layer_idx must be given to the constructor for generation, got None")
-        if inference_params.seqlen_offset == 0:
-            return inner(q, update_kv_cache(kv, inference_params, self.layer_idx))
-        if self.layer_idx not in inference_params.key_value_memory_dict:
-            raise FlashArgumentError(f"layer {self.layer_idx} has no cache although seqlen_offset is above 0")
-        first = inference_params.batch_size_offset
-        rows = slice(first, first + q.shape[0])
-        cache = inference_params.key_value_memory_dict[self.layer_idx][rows]
-        lengths = inference_params.lengths_per_sample
-        lengths = inference_params.seqlen_offset if lengths is None else lengths[rows]
-        (k_cache, v_cache), (k, v) = cache.unbind(2), kv.unbind(2)
-        return functions.flash_attn_with_kvcache(q, k_cache, v_cache, k, v, cache_seqlens=lengths, **inner.rules())
-
-
-def update_kv_cache(kv: Tensor, inference_params: Any, layer_idx: int) -> Tensor:
-    """flash-attn's ``_update_kv_cache``: write ``kv [B, N, 2, H, D]`` at (batch_size_offset, seqlen_offset).
-
-    Returns:
-        ``[B, seqlen_offset + N, 2, H, D]``, a view of the cache, which is made where there is none.
-    """
-    caches = inference_params.key_value_memory_dict
-    if layer_idx not in caches:
-        shape = inference_params.max_batch_size, inference_params.max_seqlen, *kv.shape[2:]
-        caches[layer_idx] = torch.empty(shape, dtype=kv.dtype, device=kv.device)
-    cache: Tensor = caches[layer_idx]
-    first, start = inference_params.batch_size_offset, inference_params.seqlen_offset
-    last, end = first + kv.shape[0], start + kv.shape[1]
-    if last > cache.shape[0] or end > cache.shape[1]:
-        raise FlashArgumentError(
-            f"the cache must have room for {last} sequences of {end} tokens, got {cache.shape[0]} of {cache.shape[1]}"
-        )
-    cache[first:last, start:end] = kv
-    return cache[first:last, :end]

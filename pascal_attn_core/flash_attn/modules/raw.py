@@ -15,15 +15,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from ...attention import sdpa_backward
 from ...call import without_autocast
 from ..options import PACKED, TOKENS, FlashOptions, alibi_mask, attend, check_layout, flash_options
 from ..signatures import called_as
-from ..varlen import cut_to_used, read_lengths, varlen_attend
+from ..varlen import read_lengths, varlen_attend
 
-_ROWS = 128  # flash-attn rounds the rows of softmax_d up to it
 _OPTIONS = "dropout_p softmax_scale causal window_size_left=-1 window_size_right=-1 softcap=0.0 alibi_slopes=None"
 _LENGTHS = "cu_seqlens_q cu_seqlens_k max_seqlen_q max_seqlen_k"
 _SAVED = "dout q k v out softmax_lse dq dk dv"
@@ -32,35 +30,23 @@ _SAVED = "dout q k v out softmax_lse dq dk dv"
 @torch.no_grad()
 def forward(
     q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor | None = None, cu_seqlens_k: Tensor | None = None,
-    seqused_k: Tensor | None = None, block_table: Tensor | None = None, **given: Any,
+    **given: Any,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """``_flash_attn_forward`` of a batch, or ``_flash_attn_varlen_forward`` within each of concatenated sequences.
 
     Args:
-        seqused_k: int32 ``[B]``: only this many first keys of each sequence count.
         others: see :func:`pascal_attn_core.flash_attn.flash_attn_varlen_func`.
     Returns:
         (out, lse in float32, an empty tensor, rng_state).
     Raises:
-        NotImplementedError: an argument is not supported, or block_table is given together with seqused_k.
+        NotImplementedError: an argument is not supported.
     """
     options = _options(**given)
-    if cu_seqlens_q is None or cu_seqlens_k is None:
-        for name, only_packed in {"seqused_k": seqused_k, "block_table": block_table}.items():
-            if only_packed is not None:
-                raise NotImplementedError(f"{name} is not supported without both cu_seqlens_q and cu_seqlens_k")
-        check_layout(TOKENS, q=q)
-        with without_autocast(q):
+    with without_autocast(q):
+        if cu_seqlens_q is None or cu_seqlens_k is None:
             out, lse = attend(q, k, v, options, with_lse=True)
-    else:
-        if seqused_k is not None:
-            if block_table is not None:
-                raise NotImplementedError("block_table is not supported by Pascal Attention with seqused_k")
-            k, v, cu_seqlens_k = cut_to_used("seqused_k", cu_seqlens_k, seqused_k, k, v)
-        check_layout(PACKED, q=q)
-        ends = cu_seqlens_q, cu_seqlens_k
-        with without_autocast(q):
-            out, lse = varlen_attend(q, k, v, *ends, options, with_lse=True, block_table=block_table)
+        else:
+            out, lse = varlen_attend(q, k, v, cu_seqlens_q, cu_seqlens_k, options, with_lse=True)
     assert lse is not None
     return out, lse, q.new_empty(0), q.new_zeros(2, dtype=torch.int64)
 
@@ -68,42 +54,36 @@ def forward(
 @torch.no_grad()
 def backward(
     q: Tensor, k: Tensor, v: Tensor, out: Tensor, dout: Tensor, softmax_lse: Tensor,
-    dq: Tensor | None, dk: Tensor | None, dv: Tensor | None,
+    dq: Tensor, dk: Tensor, dv: Tensor,
     cu_seqlens_q: Tensor | None = None, cu_seqlens_k: Tensor | None = None, **given: Any,
 ) -> Tensor:  # fmt: skip
-    """``_flash_attn_backward`` and ``_flash_attn_varlen_backward``: writes the gradients into dq, dk and dv where they
-    are tensors, zero after the last sequence.
+    """``_flash_attn_backward`` and ``_flash_attn_varlen_backward``: writes the gradients into dq, dk and dv, zero after
+    the last sequence.
 
     Args:
         deterministic: see :func:`pascal_attn_core.flash_attn.flash_attn_func`.
     Returns:
-        The sum over dout * out of each query in float32, else zero: ``[B, Hq, L rounded up to 128]``; for sequences
-        ``[Hq, total_q + 128 * B]``, each 128 times its number behind its place.
+        An empty tensor, in the place of an intermediate result that callers leave alone.
     """
     options, targets = _options(**given), (dq, dk, dv)
     check_layout(TOKENS if cu_seqlens_q is None else PACKED, q=q, k=k, v=v)
     check_layout((*q.shape[:-1], v.shape[-1]), out=out, dout=dout)
     for name, target, like in zip(("dq", "dk", "dv"), targets, (q, k, v)):
-        if target is not None:
-            check_layout(like.shape, **{name: target})
-    sums = (dout.float() * out.float()).sum(-1)
+        check_layout(like.shape, **{name: target})
     if cu_seqlens_q is None or cu_seqlens_k is None:
         _write_gradients(targets, dout, q, k, v, out, softmax_lse, options)
-        return pad(sums.transpose(1, 2), (0, -q.shape[1] % _ROWS))
+        return q.new_empty(0)
     q_ends, k_ends = read_lengths(cu_seqlens_q, cu_seqlens_k, q.shape[0], k.shape[0])
     batch = len(q_ends) - 1
     options.check_slopes(batch, q.shape[1])
-    softmax_d = q.new_zeros(q.shape[1], q.shape[0] + _ROWS * batch, dtype=torch.float32)
     for target in targets:
-        if target is not None:
-            target.zero_()
+        target.zero_()
     for b in range(batch):
         i, j = slice(*q_ends[b : b + 2]), slice(*k_ends[b : b + 2])
-        own = [None if target is None else target[None, places] for target, places in zip(targets, (i, j, j))]
+        own = dq[None, i], dk[None, j], dv[None, j]
         saved = out[None, i], softmax_lse[None, :, i]
         _write_gradients(own, dout[None, i], q[None, i], k[None, j], v[None, j], *saved, options.part(b, b + 1))
-        softmax_d[:, i.start + _ROWS * b : i.stop + _ROWS * b] = sums[i].T
-    return softmax_d
+    return q.new_empty(0)
 
 
 flash_attn_forward = called_as(f"q k v {_OPTIONS} return_softmax=False", ignored="return_softmax")(forward)
@@ -114,7 +94,7 @@ flash_attn_varlen_forward = called_as(
     f"q k v {_LENGTHS} {_OPTIONS} return_softmax=False block_table=None leftpad_k=None seqused_k=None "
     "zero_tensors=False num_splits=0",
     ignored="max_seqlen_q max_seqlen_k return_softmax zero_tensors num_splits",
-    refused="leftpad_k",
+    refused="block_table leftpad_k seqused_k",
 )(forward)
 flash_attn_varlen_backward = called_as(
     f"{_SAVED} {_LENGTHS} {_OPTIONS} deterministic=False rng_state=None zero_tensors=False",
@@ -134,15 +114,9 @@ def _options(
 
 
 def _write_gradients(
-    targets: Sequence[Tensor | None],
-    dout: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
+    targets: Sequence[Tensor], dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
     options: FlashOptions,
-) -> None:
+) -> None:  # fmt: skip
     """Writes the gradients of q, k and v, from out and lse in flash-attn's layout."""
     check_layout((q.shape[0], q.shape[2], q.shape[1]), softmax_lse=lse)
     rules = options.rules._asdict()
@@ -152,5 +126,4 @@ def _write_gradients(
     with without_autocast(q):
         grads = sdpa_backward(grad_out, query, key, value, output, lse, **rules)
     for target, grad in zip(targets, grads):
-        if target is not None:
-            target.copy_(grad.transpose(1, 2))
+        target.copy_(grad.transpose(1, 2))

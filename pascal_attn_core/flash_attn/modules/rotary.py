@@ -58,24 +58,23 @@ class ApplyRotaryEmb:
     apply = staticmethod(apply_rotary_emb)
 
 
-@called_as("qkv cos sin cos_k=None sin_k=None interleaved=False seqlen_offsets=0 num_heads_q=None")
+@called_as(
+    "qkv cos sin cos_k=None sin_k=None interleaved=False seqlen_offsets=0 num_heads_q=None", refused="cos_k sin_k"
+)
 def apply_rotary_emb_qkv_(
-    qkv: Tensor, cos: Tensor, sin: Tensor, cos_k: Tensor | None, sin_k: Tensor | None, interleaved: bool,
-    seqlen_offsets: int | Tensor, num_heads_q: int | None,
-) -> Tensor:  # fmt: skip
+    qkv: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, seqlen_offsets: int | Tensor, num_heads_q: int | None
+) -> Tensor:
     """Rotate the queries and keys within ``qkv``, in place.
 
     Args:
         qkv: ``[B, L, 3, H, D]``, or with ``num_heads_q`` ``[B, L, num_heads_q + 2 * num_heads_k, D]``.
-        cos_k, sin_k: tables of their own for the keys (xPos); None = those of the queries.
+        cos_k, sin_k: must be None: xPos is not provided.
         others: see :func:`apply_rotary`.
     Returns:
         qkv.
     """
     cut = functools.partial(unpacked, num_heads_q=num_heads_q)
-    q, k, _ = cut(qkv)
-    cos_k, sin_k = cos if cos_k is None else cos_k, sin if sin_k is None else sin_k
-    tables = [_table_of(q, cos, sin, seqlen_offsets), _table_of(k, cos_k, sin_k, seqlen_offsets)]
+    tables = [_table_of(cut(qkv)[0], cos, sin, seqlen_offsets)] * 2
     return _differentiable(qkv, tables, _How(cut, interleaved, inplace=True))
 
 
@@ -86,28 +85,6 @@ def apply_rotary_emb_kv_(
     check_layout(("B", "tokens", 2, "heads", "head_dim"), kv=kv)
     tables = [_table_of(kv[:, :, 0], cos, sin, seqlen_offsets)]
     return _differentiable(kv, tables, _How(functools.partial(torch.unbind, dim=2), interleaved, inplace=True))
-
-
-def rotate_half(x: Tensor, interleaved: bool = False) -> Tensor:
-    """(-second, first) of each pair of numbers of the last dimension, in the places of (first, second)."""
-    first, second = _pairs(x, interleaved)
-    return _joined(-second, first, interleaved)
-
-
-def apply_rotary_emb_torch(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> Tensor:
-    """:func:`apply_rotary_emb` in the dtype of x, differentiable in the tables too.
-
-    Args:
-        x: ``[B, L, H, D]``; cos, sin: ``[L, rotary_dim / 2]`` or ``[B, L, rotary_dim / 2]``.
-    """
-    rotary_dim = 2 * cos.shape[-1]
-    if rotary_dim > x.shape[-1]:
-        raise FlashArgumentError(f"cos must be [..., at most {x.shape[-1] // 2}], got shape {tuple(cos.shape)}")
-    turned, rest = x[..., :rotary_dim], x[..., rotary_dim:]
-    cos, sin = cos.unsqueeze(-2), sin.unsqueeze(-2)
-    first, second = _pairs(turned, interleaved)
-    turned = _joined(first * cos - second * sin, first * sin + second * cos, interleaved)
-    return torch.cat([turned, rest], dim=-1)
 
 
 class RotaryEmbedding(torch.nn.Module):
@@ -290,10 +267,6 @@ def _pairs(x: Tensor, interleaved: bool) -> tuple[Tensor, Tensor]:
         return x[..., ::2], x[..., 1::2]
     half = x.shape[-1] // 2
     return x[..., :half], x[..., half:]
-
-
-def _joined(first: Tensor, second: Tensor, interleaved: bool) -> Tensor:
-    return torch.stack((first, second), -1).flatten(-2) if interleaved else torch.cat((first, second), -1)
 
 
 def _whole(x: Tensor) -> tuple[Tensor]:

@@ -57,14 +57,6 @@ def flash_attn_unpadded_qkvpacked_func(
     return flash_attn_unpadded_func(*qkv.unbind(1), *lengths, *options, **named)
 
 
-@options_of(flash_attn_unpadded_func, 7)
-def flash_attn_unpadded_qkvpacked_split_func(
-    qkv: Tensor, cu_seqlens: Tensor, max_seqlen0: int, max_seqlen1: int, batch_size0: int, *options: Any, **named: Any
-) -> Any:
-    """:func:`flash_attn_unpadded_qkvpacked_func`; the split was a matter of speed only."""
-    return flash_attn_unpadded_qkvpacked_func(qkv, cu_seqlens, max(max_seqlen0, max_seqlen1), *options, **named)
-
-
 class FlashAttention(nn.Module):
     """Self-attention of packed queries, keys and values, with padding."""
 

@@ -2,20 +2,18 @@
 
 Arguments that only its kernels need (num_splits, pack_gqa, sm_margin, scheduler_metadata) change nothing. Those that
 would change the result and are not supported raise a NotImplementedError: scales of 8-bit inputs, qv, attention_chunk,
-rotary_seqlens, and concatenated sequences beside a cache.
+rotary_seqlens, lengths that are used, and concatenated sequences beside a cache.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from ... import flash_attn as functions
-from ..options import check_layout, unpacked
+from ..options import unpacked
 from ..signatures import called_as
-from ..varlen import cut_to_used, used_places
 from . import raw
 
 _SCALES = "q_descale=None k_descale=None v_descale=None"
@@ -57,33 +55,13 @@ def flash_attn_qkvpacked_func(qkv: Tensor, num_heads_q: int | None, **options: A
     f"q k v cu_seqlens_q cu_seqlens_k {_LONGEST} seqused_q=None seqused_k=None softmax_scale=None causal=False qv=None "
     f"{_OPTIONS} {_LAST}",
     ignored=_IGNORED,
-    refused=f"{_REFUSED} qv",
+    refused=f"{_REFUSED} qv seqused_q seqused_k",
 )
-def flash_attn_varlen_func(
-    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, seqused_q: Tensor | None,
-    seqused_k: Tensor | None, **options: Any,
-) -> Any:  # fmt: skip
-    """:func:`flash_attn_func` within each of several concatenated sequences.
-
-    Args:
-        seqused_q, seqused_k: int32 ``[B]``: only this many first tokens of each sequence count; the output is 0 for the
-            other queries.
-        others: see :func:`pascal_attn_core.flash_attn.flash_attn_varlen_func`.
-    """
-    total = q.shape[0]
-    places = None
-    if seqused_q is not None:
-        places, cu_seqlens_q = used_places("seqused_q", cu_seqlens_q, seqused_q, q.device)
-        q = q.index_select(0, places)
-    if seqused_k is not None:
-        k, v, cu_seqlens_k = cut_to_used("seqused_k", cu_seqlens_k, seqused_k, k, v)
-    result = functions.flash_attn_varlen_func(q, k, v, cu_seqlens_q, cu_seqlens_k, **options)
-    out, lse = result[:2] if isinstance(result, tuple) else (result, None)
-    if places is not None:
-        out = out.new_zeros(total, *out.shape[1:]).index_copy(0, places, out)
-        if lse is not None:
-            lse = lse.new_full((lse.shape[0], total), -torch.inf).index_copy(1, places, lse)
-    return out if lse is None else (out, lse)
+def flash_attn_varlen_func(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Any:
+    """:func:`flash_attn_func` within each of several concatenated sequences; see
+    :func:`pascal_attn_core.flash_attn.flash_attn_varlen_func`."""
+    result = functions.flash_attn_varlen_func(q, k, v, **options)
+    return result[:2] if isinstance(result, tuple) else result
 
 
 @called_as(
@@ -100,39 +78,6 @@ def flash_attn_with_kvcache(q: Tensor, **options: Any) -> Any:
     return functions.flash_attn_with_kvcache(q, **options)
 
 
-def flash_attn_combine(
-    out_partial: Tensor, lse_partial: Tensor, out: Tensor | None = None, out_dtype: torch.dtype | None = None
-) -> tuple[Tensor, Tensor]:
-    """One attention from parts over disjoint keys.
-
-    Args:
-        out_partial: ``[parts, B, L, H, D]``; lse_partial: ``[parts, B, L, H]``, -inf = no key in this part.
-        out: ``[B, L, H, D]``, where the result is written.
-    Returns:
-        (out ``[B, L, H, D]`` in out_dtype, or in the dtype of the parts; lse ``[B, L, H]``).
-    """
-    check_layout(("parts", "B", "tokens", "heads", "head_dim"), out_partial=out_partial)
-    check_layout(out_partial.shape[:-1], lse_partial=lse_partial)
-    lse = lse_partial.logsumexp(0)
-    # a query without a key in any part has weights of 0
-    weights = (lse_partial - lse.masked_fill(lse == -torch.inf, 0.0)).exp()
-    # a part without a key may hold anything
-    parts = out_partial.masked_fill((weights == 0)[..., None], 0.0)
-    total = (parts * weights[..., None]).sum(0)
-    total = total.to(out_partial.dtype if out_dtype is None else out_dtype)
-    return (total if out is None else out.copy_(total)), lse
-
-
-@called_as(
-    "batch_size max_seqlen_q max_seqlen_k num_heads_q num_heads_kv headdim cache_seqlens qkv_dtype=None headdim_v=None "
-    "cu_seqlens_q=None cu_seqlens_k_new=None cache_leftpad=None page_size=None max_seqlen_k_new=0 causal=False "
-    "window_size=(-1,-1) attention_chunk=0 has_softcap=False num_splits=0 pack_gqa=None sm_margin=0"
-)
-def get_scheduler_metadata(cache_seqlens: Tensor, **_: Any) -> Tensor:
-    """An empty int32 tensor: :func:`flash_attn_with_kvcache` here plans each call itself."""
-    return torch.empty(0, dtype=torch.int32, device=cache_seqlens.device)
-
-
 # ---- without autograd ------------------------------------------------------------------------------------------------
 
 
@@ -141,9 +86,9 @@ def get_scheduler_metadata(cache_seqlens: Tensor, **_: Any) -> Tensor:
     f"{_LONGEST} page_table=None kv_batch_idx=None leftpad_k=None rotary_cos=None rotary_sin=None seqlens_rotary=None "
     f"{_SCALES} softmax_scale=None causal=False {_SIDES} attention_chunk=0 softcap=0.0 rotary_interleaved=True "
     "scheduler_metadata=None num_splits=1 pack_gqa=None sm_margin=0 * out=None window_size=None",
-    renamed={"page_table": "block_table"},
     ignored=f"{_IGNORED} max_seqlen_q max_seqlen_k seqlens_rotary rotary_interleaved scheduler_metadata",
-    refused=f"{_REFUSED} qv k_new v_new cu_seqlens_k_new seqused_q kv_batch_idx leftpad_k rotary_cos rotary_sin",
+    refused=f"{_REFUSED} qv k_new v_new cu_seqlens_k_new seqused_q seqused_k page_table kv_batch_idx leftpad_k "
+    "rotary_cos rotary_sin",
 )
 def flash_attn_forward(q: Tensor, k: Tensor, v: Tensor, out_: Tensor | None, out: Tensor | None, **given: Any) -> Any:
     """``_flash_attn_forward`` for a batch, or for concatenated sequences with ``cu_seqlens_q`` and ``cu_seqlens_k``.
@@ -172,13 +117,13 @@ def flash_attn_forward(q: Tensor, k: Tensor, v: Tensor, out_: Tensor | None, out
     refused="sequed_q sequed_k",
 )
 def flash_attn_backward(is_causal: bool, causal: bool | None, **given: Any) -> Tensor:
-    """``_flash_attn_backward``: writes the gradients into dq, dk and dv where they are tensors.
+    """``_flash_attn_backward``: writes the gradients into dq, dk and dv.
 
     Args:
         causal, window_size: the names of is_causal and of the two sides of the window before 2026.
         others: see :func:`.raw.backward`.
     Returns:
-        softmax_d, see there.
+        An empty tensor.
     """
     return raw.backward(causal=is_causal if causal is None else causal, **_with_sides(given))
 

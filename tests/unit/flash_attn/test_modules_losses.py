@@ -66,7 +66,6 @@ def test_edges() -> None:
     logits = torch.full((1, 3), -torch.inf)
     logits[0, 1] = 4.0
     assert cross_entropy_loss(logits, torch.tensor([1]))[0].item() == 0.0
-    assert cross_entropy_loss(torch.randn(2, 3), torch.tensor([7, -1]))[0].tolist() == [0.0, 0.0]
     nothing = torch.full((1, 3), torch.nan, requires_grad=True)
     cross_entropy_loss(nothing, torch.tensor([-100]))[0].sum().backward()
     assert not nothing.grad.any()
@@ -94,7 +93,6 @@ WRONG: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"logits": torch.zeros(2, 3).int()}, TypeError, "floating point"),
     ({"labels": torch.zeros(3).long()}, ValueError, r"labels must be \[2\], got \[3\]"),
     ({"labels": torch.zeros(2)}, TypeError, "whole numbers"),
-    ({"precomputed_lse": torch.zeros(3)}, ValueError, r"precomputed_lse must be \[2\]"),
     ({"logit_scale": 0.0}, ValueError, "logit_scale must be above 0"),
 ]
 

@@ -1,17 +1,13 @@
-"""flash-attn's attention modules against plain attention; generation with a cache against generation without."""
+"""flash-attn's attention modules against plain attention."""
 
-import math
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from attn_support.flash_attn.oracle import F64, Largest, assert_same_gradients, plain, rand
-from torch import Tensor, nn
 
-from pascal_attn_core.flash_attn.modules import generation
 from pascal_attn_core.flash_attn.modules import inner_attention as inner
-from pascal_attn_core.flash_attn.modules.mha import MHA, LinearResidual, update_kv_cache
+from pascal_attn_core.flash_attn.modules.mha import MHA, LinearResidual
 
 
 def test_alibi_slopes() -> None:
@@ -134,7 +130,6 @@ def test_sequences_of_different_lengths_and_cross_attention() -> None:
     kv = cross.Wkv(other).unflatten(-1, (2, 2, 8))
     expected = plain(cross.Wq(x).unflatten(-1, (4, 8)), *kv.unbind(2))[0]
     torch.testing.assert_close(cross(x, other), cross.out_proj(expected.flatten(-2)))
-    torch.testing.assert_close(cross(x, other, mixer_subset=slice(0, 1)), cross(x, other)[:, :1])
     out, residual = LinearResidual(3, 2)(x[..., :3].float())
     assert (out.shape, residual.shape) == ((2, 3, 2), (2, 3, 3))
 
@@ -148,9 +143,6 @@ WRONG: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({}, {"cu_seqlens": torch.tensor([0, 2])}, "cu_seqlens needs use_flash_attn"),
     ({"use_flash_attn": True}, {"cu_seqlens": torch.tensor([0, 2])}, "max_seqlen must be given"),
     ({"use_flash_attn": True}, {"key_padding_mask": torch.ones(1, 2).bool()}, "unpad the input instead"),
-    ({}, {"inference_params": generation.InferenceParams(4, 1)}, "layer_idx must be given"),
-    ({"layer_idx": 0}, {"inference_params": generation.InferenceParams(1, 1)}, "the cache must have room"),
-    ({"layer_idx": 0}, {"inference_params": generation.InferenceParams(4, 1, 2)}, "has no cache"),
 ]
 
 
@@ -158,108 +150,6 @@ WRONG: list[tuple[dict[str, Any], dict[str, Any], str]] = [
 def test_what_does_not_fit_is_refused(options: dict[str, Any], arguments: dict[str, Any], words: str) -> None:
     with pytest.raises(ValueError, match=words):
         MHA(**{"embed_dim": 32, "num_heads": 4, **options})(torch.zeros(1, 2, 32), **arguments)
-
-
-class Tiny(nn.Module, generation.GenerationMixin):
-    def __init__(self, **options: Any):
-        super().__init__()
-        self.embed = nn.Embedding(11, 32, dtype=F64)
-        self.layers = nn.ModuleList(MHA(32, 4, causal=True, layer_idx=i, dtype=F64, **options) for i in range(2))
-        self.head = nn.Linear(32, 11, dtype=F64)
-
-    def forward(
-        self, ids: Tensor, position_ids: Any = None, inference_params: Any = None, num_last_tokens: int = 0
-    ) -> Any:
-        x = self.embed(ids)
-        for layer in self.layers:
-            x = x + layer(x, inference_params=inference_params)
-        return SimpleNamespace(logits=self.head(x[:, -num_last_tokens:]))
-
-
-GENERATING: list[dict[str, Any]] = [
-    {},
-    {"use_flash_attn": True},
-    {"use_flash_attn": True, "rotary_emb_dim": 8, "num_heads_kv": 2},
-    {"rotary_emb_dim": 4, "rotary_emb_interleaved": True},
-    {"use_flash_attn": True, "use_alibi": True, "window_size": (3, 0)},
-]
-
-
-@pytest.mark.parametrize("options", GENERATING)
-def test_generation_with_a_cache(options: dict[str, Any]) -> None:
-    torch.manual_seed(0)
-    model, ids = Tiny(**options).eval(), torch.randint(0, 11, (2, 3))
-    result = model.generate(ids, 9, return_dict_in_generate=True, output_scores=True)
-    assert result.sequences.shape == (2, 9)
-    tokens = ids
-    with torch.no_grad():
-        for scores in result.scores:
-            logits = model(tokens).logits[:, -1]
-            torch.testing.assert_close(scores, logits)
-            tokens = torch.cat([tokens, logits.argmax(-1)[:, None]], 1)
-    assert torch.equal(tokens, result.sequences)
-    taught = generation.decode(ids, model, 9, teacher_outputs=tokens.flip(0)[:, :5])
-    assert torch.equal(taught.sequences[:, 3:5], tokens.flip(0)[:, 3:5])
-    end = int(tokens[0, 4])
-    assert generation.decode(ids[:1], model, 9, eos_token_id=end).sequences.shape[1] <= 9
-    assert model.generate(ids, 9, top_k=4, top_p=0.8, temperature=0.5, vocab_size=7).max() < 11
-    with pytest.raises(NotImplementedError, match="cg is not supported"):
-        generation.decode(ids, model, 9, cg=True)
-
-
-@pytest.mark.parametrize("use_flash_attn", [False, True])
-def test_sequences_that_differ_in_length_and_several_tokens_at_once(use_flash_attn: bool) -> None:
-    torch.manual_seed(0)
-    layer = MHA(32, 4, causal=True, layer_idx="a", rotary_emb_dim=8, use_flash_attn=use_flash_attn, dtype=F64)  # type: ignore[arg-type]
-    x = rand(2, 8, 32)
-    lengths = torch.tensor([3, 5]).int()
-    params = generation.InferenceParams(10, 4, batch_size_offset=1)
-    with torch.no_grad():
-        layer(x[:, :5], inference_params=params)
-        params.seqlen_offset, params.lengths_per_sample = 5, torch.tensor([9, 3, 5, 9]).int()
-        with pytest.raises(ValueError, match="seqlen_offsets"):
-            layer(x[:, :2], inference_params=params)
-    params = generation.InferenceParams(10, 2)
-    with torch.no_grad():
-        layer(x[:, :5], inference_params=params)
-        params.seqlen_offset, params.lengths_per_sample = 5, lengths
-        new = torch.stack([x[0, 3:6], x[1, 5:8]])
-        out = layer(new, inference_params=params)
-        expected = layer(x[:1, :6])[0, 3:], layer(x[1:])[0, 5:]
-    torch.testing.assert_close(out, torch.stack(expected))
-    params.reset(6, 1)
-    assert (params.max_seqlen, params.max_batch_size, params.seqlen_offset) == (6, 1, 0)
-    assert not params.lengths_per_sample.any()
-
-
-def test_the_cache_itself() -> None:
-    layer = MHA(32, 4, 2, layer_idx=0, dtype=torch.bfloat16)
-    assert layer.allocate_inference_cache(3, 7).shape == (3, 7, 2, 2, 8)
-    assert layer.allocate_inference_cache(3, 7).dtype == torch.bfloat16
-    caches = generation.allocate_inference_cache(3, 7, 2, 8, 2, "cpu", torch.float32)
-    assert list(caches) == [0, 1]
-    params = generation.InferenceParams(7, 3, 2, 1, caches)
-    kv = torch.randn(2, 3, 2, 2, 8)
-    seen = update_kv_cache(kv, params, 1)
-    assert seen.shape == (2, 5, 2, 2, 8)
-    assert torch.equal(caches[1][1:3, 2:5], kv)
-    assert generation.allocate_inference_cache(1, 2, 1, 4, ["x"], "cpu")["x"].dtype == torch.float16
-
-
-def test_sampling() -> None:
-    torch.manual_seed(0)
-    logits = torch.tensor([[0.0, 3.0, 2.0, 1.0]]).expand(4000, 4)
-    assert set(generation.sample(logits).tolist()) == {1}
-    assert set(generation.sample(logits, top_k=2).tolist()) == {1, 2}
-    counts = generation.sample(logits, top_k=0, temperature=2.0).bincount() / 4000
-    torch.testing.assert_close(counts, (logits[0] / 2).softmax(0), atol=0.03, rtol=0)
-    assert set(generation.sample(logits, top_k=0, top_p=0.7).tolist()) == {1, 2}
-    assert torch.equal(logits[0], torch.tensor([0.0, 3.0, 2.0, 1.0]))
-    kept = logits[:1].clone()
-    generation.modify_logits_for_top_k_filtering(kept, 2)
-    assert kept[0].tolist() == [-math.inf, 3.0, 2.0, -math.inf]
-    kept = logits[:1].clone()
-    generation.modify_logits_for_top_p_filtering(kept, 1.0)
-    assert torch.equal(kept, logits[:1])
-    with pytest.raises(ValueError, match="top_p must be from 0 to 1"):
-        generation.sample(logits, top_k=3, top_p=1.5)
+    for name in ("inference_params", "mixer_subset"):
+        with pytest.raises(NotImplementedError, match=f"{name} is not supported"):
+            MHA(32, 4)(torch.zeros(1, 2, 32), **{name: object()})

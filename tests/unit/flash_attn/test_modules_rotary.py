@@ -90,12 +90,10 @@ def test_tokens_behind_the_table_are_not_turned_where_the_offsets_are_a_tensor()
 
 
 @pytest.mark.parametrize("kind", ["packed", "gqa", "kv", "strided"])
-@pytest.mark.parametrize("own_tables", [False, True])
 @pytest.mark.parametrize("interleaved", [False, True])
-def test_parts_in_place(kind: str, own_tables: bool, interleaved: bool) -> None:
+def test_parts_in_place(kind: str, interleaved: bool) -> None:
     torch.manual_seed(0)
     cos, sin = tables(9, 4)
-    cos_k, sin_k = tables(9, 4) if own_tables and kind != "kv" else (cos, sin)
     shape = {"packed": (2, 5, 3, 2, 10), "strided": (2, 5, 3, 2, 10), "gqa": (2, 5, 6, 10), "kv": (2, 5, 2, 2, 10)}
     leaf = torch.randn(shape[kind], dtype=F64)
     if kind == "strided":
@@ -110,15 +108,14 @@ def test_parts_in_place(kind: str, own_tables: bool, interleaved: bool) -> None:
         out = module.apply_rotary_emb_kv_(leaf, cos, sin, interleaved, offsets)
     elif kind == "gqa":
         q, k, v = reference.split([4, 1, 1], 2)
-        parts = turned(q, cos, sin, places, interleaved), turned(k, cos_k, sin_k, places, interleaved), v
+        parts = turned(q, cos, sin, places, interleaved), turned(k, cos, sin, places, interleaved), v
         expected = torch.cat(parts, 2)
-        out = module.apply_rotary_emb_qkv_(leaf, cos, sin, cos_k, sin_k, interleaved, offsets, num_heads_q=4)
+        out = module.apply_rotary_emb_qkv_(leaf, cos, sin, None, None, interleaved, offsets, num_heads_q=4)
     else:
         q, k, v = reference.unbind(2)
-        parts = turned(q, cos, sin, places, interleaved), turned(k, cos_k, sin_k, places, interleaved), v
+        parts = turned(q, cos, sin, places, interleaved), turned(k, cos, sin, places, interleaved), v
         expected = torch.stack(parts, 2)
-        extra = (cos_k, sin_k) if own_tables else (None, None)
-        out = module.apply_rotary_emb_qkv_(leaf, cos, sin, *extra, interleaved, offsets)
+        out = module.apply_rotary_emb_qkv_(leaf, cos, sin, None, None, interleaved, offsets)
     assert out.data_ptr() == leaf.data_ptr()
     torch.testing.assert_close(leaf.detach(), expected.detach())
     assert_same_gradients(out, [leaf], expected, [reference], 1e-7)
@@ -167,22 +164,10 @@ def test_autograd_hears_of_the_writing_where_it_matters() -> None:
         out.sum().backward()
 
 
-def test_the_plain_functions() -> None:
-    cos, sin = tables(5, 3)
-    x = torch.randn(2, 5, 2, 8, dtype=F64)
-    for interleaved in (False, True):
-        places = torch.arange(5).expand(2, 5)
-        torch.testing.assert_close(
-            module.apply_rotary_emb_torch(x, cos, sin, interleaved), turned(x, cos, sin, places, interleaved)
-        )
-        per_sequence = cos.expand(2, 5, 3), sin.expand(2, 5, 3)
-        torch.testing.assert_close(
-            module.apply_rotary_emb_torch(x, *per_sequence, interleaved), turned(x, cos, sin, places, interleaved)
-        )
-    assert module.rotate_half(torch.tensor([1, 2, 3, 4])).tolist() == [-3, -4, 1, 2]
-    assert module.rotate_half(torch.tensor([1, 2, 3, 4]), interleaved=True).tolist() == [-2, 1, -4, 3]
+def test_the_other_names_of_the_function() -> None:
+    (cos, sin), x = tables(5, 3), torch.randn(2, 5, 2, 8, dtype=F64)
     assert module.apply_rotary_emb_func is module.apply_rotary_emb
-    assert module.ApplyRotaryEmb.apply(x, cos, sin).shape == x.shape
+    assert torch.equal(module.ApplyRotaryEmb.apply(x, cos, sin), module.apply_rotary_emb(x, cos, sin))
 
 
 @pytest.mark.parametrize("interleaved", [False, True])
@@ -212,6 +197,9 @@ def test_the_module(interleaved: bool, form: str) -> None:
 
 
 def test_xpos_is_refused() -> None:
+    cos, sin = tables(9, 4)
+    with pytest.raises(NotImplementedError, match="cos_k is not supported"):
+        module.apply_rotary_emb_qkv_(torch.zeros(1, 2, 3, 1, 8), cos, sin, cos, sin)
     with pytest.raises(NotImplementedError, match="scale_base is not supported"):
         module.RotaryEmbedding(8, scale_base=4.0)  # type: ignore[arg-type]
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from attn_support.flash_attn.oracle import F64, leaves_of, plain, rand
+from attn_support.flash_attn.oracle import leaves_of, plain, rand
 from attn_support.fresh import run
 from torch import Tensor
 
@@ -43,15 +43,12 @@ def gradients_to_write(*tensors: Tensor) -> list[Tensor]:
 
 
 def by_version_2(q: Tensor, k: Tensor, v: Tensor, dout: Tensor, rule: dict[str, Any]) -> tuple[Tensor, Tensor, list]:
-    options, grads, tokens = positional(rule), gradients_to_write(q, k, v), q.shape[1]
+    options, grads = positional(rule), gradients_to_write(q, k, v)
     out, lse, no_scores, rng_state = raw.flash_attn_forward(q, k, v, 0.0, *options, False)
     assert no_scores.numel() == 0
     assert rng_state.shape == (2,)
     assert out.is_contiguous()
-    sums = raw.flash_attn_backward(dout, q, k, v, out, lse, *grads, 0.0, *options, True, rng_state)
-    assert sums.shape == (2, 4, 128)
-    torch.testing.assert_close(sums[..., :tokens].to(F64), (dout * out).sum(-1).transpose(1, 2), rtol=1e-5, atol=1e-5)
-    assert not sums[..., tokens:].any()
+    raw.flash_attn_backward(dout, q, k, v, out, lse, *grads, 0.0, *options, True, rng_state)
     return out, lse, grads
 
 
@@ -104,11 +101,7 @@ def lengths() -> tuple[Tensor, Tensor, int, int]:
 def packed_by_version_2(q: Tensor, k: Tensor, v: Tensor, dout: Tensor, rule: dict[str, Any]) -> tuple:
     options, grads = positional(rule), gradients_to_write(q, k, v)
     out, lse, _, rng_state = raw.flash_attn_varlen_forward(q, k, v, *lengths(), 0.0, *options)
-    sums = raw.flash_attn_varlen_backward(dout, q, k, v, out, lse, *grads, *lengths(), 0.0, *options, True, rng_state)
-    assert sums.shape == (4, 13 + 3 * 128)
-    for b, (first, last) in enumerate(itertools.pairwise(ENDS_Q)):
-        right = (dout[first:last] * out[first:last]).sum(-1).T
-        torch.testing.assert_close(sums[:, first + 128 * b : last + 128 * b].to(F64), right, rtol=1e-5, atol=1e-5)
+    raw.flash_attn_varlen_backward(dout, q, k, v, out, lse, *grads, *lengths(), 0.0, *options, True, rng_state)
     return out, lse, grads
 
 
@@ -140,13 +133,6 @@ def test_concatenated_sequences(by: Callable, rule: str) -> None:
         assert not rest.any()
 
 
-def test_only_the_used_keys_count() -> None:
-    q, k, v = rand(12, 4, 8), rand(14, 2, 8), rand(14, 2, 8)
-    used = torch.tensor([3, 1, 5], dtype=torch.int32)
-    cut = raw.flash_attn_varlen_forward(q, k, v, *lengths(), 0.0, *positional({}), seqused_k=used)
-    torch.testing.assert_close(cut[0][None, :5], plain(q[None, :5], k[None, :3], v[None, :3])[0])
-
-
 def test_dropout_is_refused() -> None:
     q, k, v = (torch.randn(1, 4, 2, 8) for _ in range(3))
     with pytest.raises(NotImplementedError, match=r"dropout_p must be 0 .* got 0\.4"):
@@ -174,7 +160,7 @@ def test_wrong_shapes_are_named_and_nothing_is_written() -> None:
     with pytest.raises(FlashArgumentError, match=r"out must be \[1, 6, 2, 8\], got \[1, 5, 2, 8\]"):
         raw.flash_attn_backward(out, q, k, v, out[:, 1:], lse, *grads, *given)
     with pytest.raises(FlashArgumentError, match=r"dk must be \[1, 6, 2, 8\], got \[1, 5, 2, 8\]"):
-        raw.flash_attn_backward(out, q, k, v, out, lse, None, grads[1][:, 1:], None, *given)
+        raw.flash_attn_backward(out, q, k, v, out, lse, grads[0], grads[1][:, 1:], grads[2], *given)
     assert all((grad == 7.0).all() for grad in grads)
     cu = torch.tensor([0, 6], dtype=torch.int32)
     with pytest.raises(NotImplementedError, match="leftpad_k"):

@@ -16,9 +16,7 @@ from pascal_attn_core.stand_ins.xformers import (
     ANY_OPS,
     RMSNorm,
     SwiGLU,
-    index_select_cat,
     memory_efficient_attention,
-    scaled_index_add,
 )
 
 X = torch.randn(2, 12, 3, 8)
@@ -115,17 +113,6 @@ def test_swiglu_and_rms_norm_have_xformers_weights(bias: bool) -> None:
     assert norm.state_dict().keys() == {"weight"}
     torch.testing.assert_close(norm(X), X * (X.square().mean(-1, keepdim=True) + 1e-6).rsqrt())
     assert RMSNorm(8, include_weight=False, eps=0.5).weight is None
-
-
-def test_the_indexing_of_dinov2() -> None:
-    sources, indices = [torch.randn(4, 6), torch.randn(3, 2)], [torch.tensor([3, 0]), torch.tensor([1])]
-    expected = torch.cat([sources[0][3], sources[0][0], sources[1][1]])
-    torch.testing.assert_close(index_select_cat(sources, indices), expected)
-    x, source, scaling = torch.randn(4, 5, 6), torch.randn(2, 5, 6), torch.randn(6)
-    expected = x.clone()
-    expected[[3, 0]] += 2.0 * scaling * source
-    assert scaled_index_add(x, indices[0], source, scaling, alpha=2.0) is x
-    torch.testing.assert_close(x, expected)
 
 
 # flash_attn by Qwen-7B, verl, nomic-bert, jina-bert, ModernBERT, HyenaDNA, Caduceus, mamba_ssm, H-Net, StripedHyena,
