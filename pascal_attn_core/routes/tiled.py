@@ -40,9 +40,8 @@ _PATIENCE = 1024  # calls of a shape before the whole budget is tried again
 _PAUSE = 60.0  # seconds without a call of a shape after which its next one belongs to another run
 
 
-# The walks of a whole call and of its gradients, for parts of it: with their tiles a row has the bits of the whole.
-Whole = tuple[Walk, Walk]
-AnyTiles = Basis | Whole | None
+# A walk is that of a whole call, for parts of it: with its tiles a row has the bits of the whole.
+AnyTiles = Basis | Walk | None
 
 
 class TiledRoute(Route):
@@ -61,20 +60,18 @@ class TiledRoute(Route):
         timing = self.timing(request)
         return None if timing is None else timing.basis
 
-    def for_parts(self, call: AttentionCall, config: AttentionConfig, plan: Basis | None = None) -> Whole | list[str]:
+    def for_parts(self, call: AttentionCall, config: AttentionConfig, plan: Basis | None = None) -> Walk | list[str]:
         mask: Any = call.attn_mask
-        walks = runtime_of(call.query.device).part(Walks)
         is_bias = call.has_bias and isinstance(mask, Tensor)
         if is_bias and is_padding(mask) and math.prod(distinct(mask).shape[:-2]) > 1:
             return ["whether its float mask is padding is decided for all heads together"]
         try:
-            walk = walks.of(call, config, basis=plan)
-            back = walks.of(call, config, backward=True) if call.needs_grad else walk
+            walk = runtime_of(call.query.device).part(Walks).of(call, config, basis=plan)
         except ValueError as error:  # raised again where the call is computed
             return [str(error)]
-        if walk.tiles.units > 1 or back.tiles.units > 1:
+        if walk.tiles.units > 1:
             return ["several heads share a step of the tiles: the call is short"]
-        return walk, back
+        return walk
 
     def timing(self, request: Request) -> TileTiming | None:
         """The timing of tiles for calls of this kind on the call's device; None for short calls."""
@@ -120,16 +117,14 @@ class TiledRoute(Route):
         def run(walk: Walk) -> Results:
             return tiled_forward(call, walk, config, with_lse=with_lse, for_grad=for_grad, seed=seed, stats=stats)
 
-        basis = plan if plan is None or isinstance(plan, Basis) else plan[0]
-        return _within_memory(call, config, run, stats, basis=basis)
+        return _within_memory(call, config, run, stats, basis=plan)
 
     def backward(
         self, call: AttentionCall, config: AttentionConfig, plan: AnyTiles, saved: Results, wanted: Wanted
     ) -> Gradients:
         call, config = _with_mask_per_head(call, config, backward=True)
         run = functools.partial(tiled_backward, call, saved=saved, wanted=wanted, trim_masks=config.trim_masks)
-        whole = None if plan is None or isinstance(plan, Basis) else plan[1]
-        return _within_memory(call, config, run, TiledStats(), backward=True, basis=whole)
+        return _within_memory(call, config, run, TiledStats(), backward=True)
 
 
 def _with_mask_per_head(
@@ -195,7 +190,7 @@ class Walks:
         *,
         most_bytes: int | None = None,
         backward: bool = False,
-        basis: Basis | Walk | None = None,
+        basis: AnyTiles = None,
     ) -> Walk:
         """
         Args:
@@ -269,7 +264,7 @@ def _within_memory(
     stats: TiledStats,
     *,
     backward: bool = False,
-    basis: Basis | Walk | None = None,
+    basis: AnyTiles = None,
 ) -> T:
     """``run`` with a plan for this call; when the device runs out of memory, again with half of it."""
     runtime = runtime_of(call.query.device)
