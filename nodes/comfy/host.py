@@ -83,12 +83,6 @@ def shared_over(patcher: Any) -> tuple[tuple[str, ...], int]:
     return patcher.model_options.get("transformer_options", {}).get(_DEVICES, ((), _LEAST_TOKENS))
 
 
-def user_directory() -> str:
-    import folder_paths
-
-    return folder_paths.get_user_directory()
-
-
 def attention_function() -> Any:
     from comfy.ldm.modules import attention
 

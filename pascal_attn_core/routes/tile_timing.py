@@ -203,10 +203,6 @@ class TileTimings(Contest[TileKind]):
             times = self.timed(kind, attempts)
         return times if self.verdict(times) else None
 
-    def forget(self, kind: TileKind) -> None:
-        super().forget(kind)
-        self._seen.clear()
-
     # ---- on disk -----------------------------------------------------------------------------------------------------
 
     def conditions(self) -> dict[str, str]:

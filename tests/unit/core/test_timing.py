@@ -162,16 +162,6 @@ def test_what_is_no_file_is_not_read(folder: Path, other: Callable[[Path], None]
     assert _ask(_timings(folder, clock)) == 0.75
 
 
-def test_a_kind_may_be_forgotten_while_it_waits_to_be_timed_again(folder, monkeypatch) -> None:
-    monkeypatch.setattr(timing_table, "RETRY_SECONDS", 0.0)
-    timings = _timings(folder, Mock(side_effect=torch.cuda.OutOfMemoryError("no memory")))
-    assert _ask(timings) is None
-    (kind,) = timings.known
-    timings.forget(kind)
-    timings.clock = Clock(3.0, 4.0)
-    assert _ask(timings) == 0.75
-
-
 def test_a_folder_that_cannot_be_written_costs_only_the_memory_of_it(folder: Path) -> None:
     clock = Clock(3.0, 4.0)
     folder.write_text("a file where the folder should be")
