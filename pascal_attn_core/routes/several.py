@@ -12,7 +12,6 @@ import functools
 import itertools
 import logging
 import math
-import os
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -35,12 +34,10 @@ from .short import TorchAsIs
 from .timing_table import Contest
 
 log = logging.getLogger("pascal_attn")
-ON_ONE_DEVICE = "; on one device: "  # between why a route was taken and why the call was not shared
 PAUSE_SECONDS = 30.0  # a device that has failed, or has calls of its own, is left alone for this long
 WORTH = 0.95  # of the time on the first device: a call that would take longer stays there
 _TOKENS, _HEADS = 1024, {"cpu": 4, "cuda": 64}  # of the call that is timed
 _CONFIG = AttentionConfig()
-_process = os.getpid()  # one that was forked later has no CUDA
 
 Inputs = Sequence[Any]  # query, key, value and a mask or None
 Compute = Callable[[Inputs], Tensor]
@@ -76,7 +73,7 @@ def on_several(request: Request, alone: Choice) -> Choice:
     """The call on all devices that its config names, or else as on the first alone, with the reason."""
     found = _shared(request, alone)
     if isinstance(found, str):
-        return replace(alone, why=f"{alone.why}{ON_ONE_DEVICE}{found}")
+        return replace(alone, why=f"{alone.why}; on one device: {found}")
     return Choice(SeveralRoute(), found.why, found, torch_stores=alone.torch_stores)
 
 
@@ -276,7 +273,6 @@ def _why_alone(call: AttentionCall, request: Request, devices: tuple[torch.devic
         (request.with_lse, "its log-sum-exp is wanted"),
         (torch._C._are_functorch_transforms_active(), "transforms of torch.func are active"),
         (torch._C._get_tracing_state() is not None, "it is being traced"),
-        (os.getpid() != _process, "this process was forked"),
         (kinds not in ({"cpu"}, {"cuda"}), "devices of these kinds cannot share a call"),
         (device.type == "cuda" and torch.cuda.is_current_stream_capturing(), "a CUDA graph is being captured"),
         *((True, f"there is no device {missing}") for missing in _missing(devices)),

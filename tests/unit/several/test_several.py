@@ -229,11 +229,6 @@ def test_a_budget_that_does_not_suffice_is_an_error_as_on_one_device(inputs: lis
     assert str(alone.value) == str(shared.value)
 
 
-def test_a_forked_process_stays_on_one_device(inputs: list[Tensor], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(several, "_process", -1)
-    assert choose(check_call(*inputs), SHARED).why.endswith("on one device: this process was forked")
-
-
 @pytest.mark.parametrize("is_tokens_first", [True, False])
 def test_memory_at_home_is_the_plan_and_the_parts_exactly(is_tokens_first: bool) -> None:
     """The memory is the output, the part that home computes (which is copied into it), and the route's own plan."""
