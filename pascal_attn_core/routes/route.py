@@ -154,12 +154,6 @@ class Route:
         grads = [next(found) if isinstance(t, Tensor) and each else None for t, each in zip(leaves, wants)]
         return Gradients(*grads)  # type: ignore[arg-type]
 
-    def backward_from(
-        self, call: AttentionCall, config: AttentionConfig, plan: Any, saved: Results, wanted: Wanted
-    ) -> Gradients:
-        """:meth:`backward` from results that this route need not have computed."""
-        return self.backward(call, config, plan, saved, wanted)
-
     def with_gradients(
         self, call: AttentionCall, config: AttentionConfig, plan: Any, *, stats: TiledStats | None = None
     ) -> Results:

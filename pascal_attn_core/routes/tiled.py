@@ -36,8 +36,7 @@ _TRANSFORMS = "transforms of torch.func (grad, vmap, ...) are active: use torch.
 
 # A call of several queries with so few scores per batch element is not worth the question which tiles are fastest.
 _SHORT_SCORES = 1 << 18
-_PATIENCE = 1024  # calls of a shape before the whole budget is tried again
-_PAUSE = 60.0  # seconds without a call of a shape after which its next one belongs to another run
+_CAP_SECONDS = 60.0  # after which the whole budget of a shape that ran out of memory is tried again
 
 
 # A walk is that of a whole call, for parts of it: with its tiles a row has the bits of the whole.
@@ -232,27 +231,22 @@ def _kind(call: AttentionCall, config: AttentionConfig, backward: bool, *asked: 
 # ---- memory ----------------------------------------------------------------------------------------------------------
 
 
-class MemoryCaps(dict[tuple, tuple[int, int, float]]):
-    """For calls of each shape on one device, since it ran out of memory with more: the bytes that they may use, for how
-    many more of them that holds, and when the last one began, by the monotonic clock."""
+class MemoryCaps(dict[tuple, tuple[int, float]]):
+    """For calls of each shape that ran out of memory on one device: the bytes that they may use, and until when, by the
+    monotonic clock."""
 
     def __init__(self, runtime: Runtime):
         super().__init__()
 
     def most_bytes(self, key: tuple) -> int | None:
         """Bytes that the next call of this shape may use; None = the whole budget."""
-        most, left, used = self.get(key, (None, 0, 0.0))
-        now = time.monotonic()
-        if most is None or not left or now - used > _PAUSE:
-            self.pop(key, None)
-            return None
-        self[key] = most, left - 1, now
-        return most
+        most, until = self.get(key, (None, 0.0))
+        return most if time.monotonic() < until else None
 
 
 def forget_halvings() -> None:
-    """Plan every shape with the full budget again, because a new run begins. Without it the budget of a
-    shape comes back after many calls, or after a minute without a call of that shape."""
+    """Plan every shape with the full budget again, because a new run begins. Without it the budget of a shape comes
+    back after a minute."""
     for runtime in runtimes():
         runtime.part(MemoryCaps).clear()
 
@@ -291,7 +285,7 @@ def _within_memory(
             less = smaller(walk.tiles.extra_bytes * 17 // 32)
             if less is None:
                 raise
-            caps[key] = less.tiles.extra_bytes, _PATIENCE, time.monotonic()
+            caps[key] = less.tiles.extra_bytes, time.monotonic() + _CAP_SECONDS
             stats.budget_halvings += 1
             before, after = (each.tiles.extra_bytes / MIB for each in (walk, less))
             what = f"query {list(call.query.shape)}, key {list(call.key.shape)}"

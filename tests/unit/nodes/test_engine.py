@@ -172,7 +172,7 @@ def test_each_prompt_begins_with_the_full_budget(monkeypatch: pytest.MonkeyPatch
     for engine in (make_engine(), make_engine()):
         engine.begin()
         if not caps:
-            caps["a shape",] = 1 << 20, 5, time.monotonic()
+            caps["a shape",] = 1 << 20, time.monotonic() + 60
         engine.end()
         assert caps  # it is the same prompt still
     prompt = "two"
