@@ -75,5 +75,4 @@ class PascalInt8Linear(inputs.PascalNode):
         int8_files: str = "auto",
         unique_id: str | None = None,
     ) -> tuple[Any, str]:
-        """Returns a clone of ``model`` whose linear layers run in 8 bits, and what is known of each before a run."""
         return int8.patch(model, int8.Settings(max_error, include, exclude, weights, int8_files), unique_id)

@@ -167,7 +167,6 @@ def follow(model: Any, latent: Latent, conditioning: Conditioning | None, tokens
 def _traced(
     known: Followed, model: Any, latent: Latent, conditioning: Conditioning | None, tokens: int, shape: tuple[int, ...]
 ) -> ModelCall:
-    """A call of the model on a latent of this shape, known already for the latent's own."""
     if shape == tuple(latent.shapes[0]):
         return known.call
     samples = torch.zeros(shape)

@@ -104,7 +104,6 @@ class FileLayers:
         return f"{text}, computed here: {self.calls} calls by {COMPUTED_BY[self.backend]}, {error}"
 
     def wrapper(self, executor: Any, *args: Any, **kwargs: Any) -> Any:
-        """Run the diffusion model with its int8 layers computed here."""
         with serving(registry_of_host(), self):
             return executor(*args, **kwargs)
 

@@ -211,7 +211,6 @@ class Run:
     # ---- sums ----
 
     def count(self, outcome: str | None = None) -> int:
-        """Number of calls, of one outcome or of all."""
         return sum(t.count for kind, t in self.tallies.items() if outcome in (None, kind.outcome))
 
     def routes(self) -> dict[str, int]:

@@ -351,7 +351,6 @@ def _is_for_ours(info: DeviceInfo) -> bool:
 
 
 def takes_device(device: torch.device) -> bool:
-    """Whether the kernels run on this kind of device."""
     return runtime_of(device).info.kind in ("cuda", "hip")
 
 

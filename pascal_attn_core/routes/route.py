@@ -46,7 +46,6 @@ class Request:
 
     @property
     def budget_bytes(self) -> int:
-        """Extra memory that the call may use."""
         if self.config.budget_mib is None:
             return self.runtime.info.default_budget_bytes()
         return min(int(self.config.budget_mib * MIB), LARGEST_BUFFER)

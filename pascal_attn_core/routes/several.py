@@ -154,7 +154,6 @@ class Helper:
         return self._why if time.monotonic() < self._until else ""
 
     def leave_alone(self, why: str) -> None:
-        """Give the device nothing for PAUSE_SECONDS."""
         self._why, self._until = why, time.monotonic() + PAUSE_SECONDS
 
     def failed(self, error: Exception) -> str:
@@ -167,7 +166,6 @@ class Helper:
         return sentence
 
     def start(self, pool: ThreadPoolExecutor, inputs: Inputs, out: Tensor, compute: Compute) -> Future[None]:
-        """Begin :meth:`run` in a thread of the pool."""
         try:
             self.follow_caller()
             return pool.submit(self.run, inputs, out, compute, torch.is_inference_mode_enabled())

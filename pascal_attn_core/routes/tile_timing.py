@@ -96,7 +96,6 @@ class TileTiming(NamedTuple):
 
     @property
     def words(self) -> str:
-        """The ratio, for sentences."""
         return f"timed on this CPU at {self.ratio:.2f} of the time of torch's kernel ({_basis_name(self.basis)})"
 
 
@@ -254,7 +253,6 @@ def _name(dtype: torch.dtype) -> str:
 
 
 def _kept(mask: Tensor) -> int:
-    """See :class:`TileKind`."""
     if not is_padding(mask):
         return 4
     row = mask if mask.dim() < 2 else mask[..., :1, :]

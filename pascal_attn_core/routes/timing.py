@@ -189,7 +189,6 @@ def _plainly(sample: AttentionCall) -> Attempt:
 
 
 def _by(route: Route, sample: AttentionCall) -> Attempt | None:
-    """A sample by one of our routes, or None where it does not take it."""
     plan = route.plan(Request(sample, _CONFIG))
     if isinstance(plan, list):
         return None
