@@ -113,11 +113,6 @@ def attention_name() -> str:
     return str(getattr(attention_function(), "__name__", "unknown"))
 
 
-def uses_sdpa() -> bool:
-    """Whether that function is torch's ``scaled_dot_product_attention``, as on every NVIDIA card by default."""
-    return attention_name() == "attention_pytorch"
-
-
 def prompt_id() -> str:
     """The prompt being executed, "" outside of one or where the host does not say."""
     try:

@@ -295,11 +295,6 @@ def remembered() -> list[Run]:
         return list(_recent)
 
 
-def forget() -> None:
-    with _lock:
-        _recent.clear()
-
-
 def block_name(options: dict[str, Any] | None) -> str:
     """The block of the model that a call is in, as the host writes it into ``transformer_options``; "" where it is not.
 

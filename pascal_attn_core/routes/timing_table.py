@@ -222,6 +222,12 @@ def _wait_for(device: torch.device) -> None:
         getattr(torch, device.type).synchronize()
 
 
+def kind_text(kind: Any) -> str:
+    """``"variant forward-64-float32-none, head_dim 64, q_tokens 512, is_causal True"``: what is neither zero nor
+    empty."""
+    return ", ".join(f"{name} {value}" for name, value in kind._asdict().items() if value)
+
+
 def power_of_two(count: int) -> int:
     """The smallest one that is not below ``count``."""
     return 1 << max(0, count - 1).bit_length()

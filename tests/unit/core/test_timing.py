@@ -109,8 +109,10 @@ def test_the_next_process_on_the_same_machine_reads_the_answer(folder: Path) -> 
     later = _timings(folder, clock)
     assert _ask(later) == 0.75
     assert clock.runs == 0
-    (kind,) = later.known
-    assert str(kind) == "forward-64-float32-none: 512 x 512 tokens, 1024 rows"
+    words = (
+        "variant forward-64-float32-none, head_dim 64, head_dim_v 64, q_tokens 512, kv_tokens 512, groups 1, rows 1024"
+    )
+    assert list(later.ratios("torch")) == [f"{words}, against torch"]
     (file,) = folder.iterdir()
     assert json.loads(file.read_text())["card"] == CARD.name
     assert _ask(_timings(folder, clock, replace(CARD, name="another card"))) == 9.0

@@ -195,7 +195,7 @@ def test_the_newest_runs_are_remembered_and_a_warning_is_kept_once() -> None:
     for run in found:
         runs.remember(run)
     assert runs.remembered() == found[8:]
-    runs.forget()
+    runs._recent.clear()
     assert runs.remembered() == []
     assert (run.warn("one"), run.warn("one"), run.warnings) == (True, False, ["one"])
 
