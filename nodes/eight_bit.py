@@ -64,7 +64,6 @@ class Pascal8Bit(inputs.PascalNode):
         unique_id: str | None = None,
         **of_linear_layers: Any,
     ) -> tuple[Any, str]:
-        """Returns a clone of ``model`` whose layers run in 8 bits, and what is known of each before a run."""
         of_attention: dict[str, Any] = {"attention": attention, "attention_max_error": attention_max_error}
         return int8.patch(model, _settings(linear_layers, **of_linear_layers, **of_attention), unique_id)
 

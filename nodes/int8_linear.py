@@ -13,12 +13,9 @@ class PascalInt8Linear(inputs.PascalNode):
 
     DEPRECATED = True
     DESCRIPTION = (
-        "Not exact: the relative error per layer is typically about 1 %, and the report shows the errors measured on "
-        "your model. The older form of Pascal 8-Bit, which runs attention in 8 bits as well. Runs the linear layers of "
-        "the model's blocks in 8-bit integers, which GTX 10xx, P40 and later cards multiply up to four times as fast "
-        "as float32; the int8 weights are a quarter to a half of the float ones. Each layer is measured on its first "
-        "inputs and stays in float if its error is too large. LoRAs stay in float. When bypassed, the model is exactly "
-        "the original."
+        "The older form of Pascal 8-Bit, which runs attention in 8 bits as well. Not exact: the relative error per "
+        "linear layer is typically about 1 %, and the report shows the errors measured on your model. When bypassed, "
+        "the model is exactly the original."
     )
     SEARCH_ALIASES = inputs.aliases(
         "int8, quantize, quantization, dp4a, speed, faster, low vram, w8a8, pascal, gtx 1080"
@@ -75,5 +72,4 @@ class PascalInt8Linear(inputs.PascalNode):
         int8_files: str = "auto",
         unique_id: str | None = None,
     ) -> tuple[Any, str]:
-        """Returns a clone of ``model`` whose linear layers run in 8 bits, and what is known of each before a run."""
         return int8.patch(model, int8.Settings(max_error, include, exclude, weights, int8_files), unique_id)

@@ -14,10 +14,11 @@ from .comfy import host as _host
 from .comfy import inputs
 from .estimate.figures import Figures, Host
 from .estimate.inputs import Conditioning, Latent, guessed_conditioning, prompts
-from .estimate.largest import Axis, Size, axes_of, bisected, find_largest
+from .estimate.largest import Axis, axes_of, bisected, find_largest
 from .estimate.text import Subject, draw_largest, largest_text, need_text, text_of
 from .estimate.trace import ModelCall, trace_model
 from .ffn_chunking import budget_from
+from .reporting.gain import SDPA
 from .reporting.picture import as_image
 
 log = logging.getLogger("pascal_attn")
@@ -92,8 +93,8 @@ class PascalMemoryEstimate(inputs.PascalNode):
             if isinstance(followed, str):
                 _host.say(f"memory estimate: {name}: {followed}", unique_id, f"{name}: no estimate")
                 return f"{name}: {followed}", 0.0, as_image(draw_largest((), f"{name}: no estimate"))
-            attention = "" if _host.uses_sdpa() else _host.attention_name()
-            host = Host(device, device_info(device), attention, budget_from(total))
+            attention = _host.attention_name()
+            host = Host(device, device_info(device), "" if attention == SDPA else attention, budget_from(total))
             available = min(total, free + model.loaded_size())
             is_streamed = model.model_size() >= available
             room = available if is_streamed else available - model.model_size()
@@ -106,15 +107,13 @@ class PascalMemoryEstimate(inputs.PascalNode):
         text = text_of(found, subject)
         fits = [(axis, ways) for axis, ways in fits if ways]
         if axes:
-            decode = vae and bisected(axes[0].sizes, functools.partial(_bytes_of_decoding, vae), available)
+            decode = vae and bisected(
+                axes[0].sizes, lambda size: int(vae.memory_used_decode(size.shape, vae.vae_dtype)), available
+            )
             text += "\n" + largest_text(fits, room, is_streamed, decode)
         picture = draw_largest(fits, f"{name}: the largest that fits")
         _host.say(f"memory estimate: {name} {need_text(found)}", unique_id, f"{name}: {need_text(found)}")
         return text, max(0.0, (found.total_without - found.total_with) / MIB), as_image(picture)
-
-
-def _bytes_of_decoding(vae: Any, size: Size) -> int:
-    return int(vae.memory_used_decode(size.shape, vae.vae_dtype))
 
 
 def _weights_of(parts: dict[str, Any]) -> dict[str, tuple[int, bool]]:
@@ -167,7 +166,6 @@ def follow(model: Any, latent: Latent, conditioning: Conditioning | None, tokens
 def _traced(
     known: Followed, model: Any, latent: Latent, conditioning: Conditioning | None, tokens: int, shape: tuple[int, ...]
 ) -> ModelCall:
-    """A call of the model on a latent of this shape, known already for the latent's own."""
     if shape == tuple(latent.shapes[0]):
         return known.call
     samples = torch.zeros(shape)

@@ -5,17 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 from ..pascal_attn_core.machine.device import device_info
-from ..pascal_attn_core.observe.report import shares_text
-from ..pascal_attn_core.routes.several import ON_ONE_DEVICE
 from .comfy import host, inputs
 from .comfy.by_name import OVERRIDE
 from .comfy.others import AUTO, runs_first
-from .engine import runs
 from .engine.engine import Engine, PatchSettings
 from .patches.attention import install
 from .patches.override import engine_of, previous_of
-
-_CALLBACK = f"{host.KEY}_second_card"
 
 
 class PascalSecondCard(inputs.PascalNode):
@@ -81,7 +76,6 @@ class PascalSecondCard(inputs.PascalNode):
             engine = Engine(PatchSettings(), host.name_of_model(patched.model), "diffusion model", unique_id)
             before = previous_of(set_before)
             install(patched, engine, before, whole_model=True, behind=runs_first(before, AUTO))
-        _say_afterwards(patched, unique_id)
         name = device_info(other).name
         host.say(f"second card: {other} ({name}) helps {home} in calls of at least {least_tokens} tokens", unique_id)
         return (patched,)
@@ -100,27 +94,3 @@ def _other_card(home: str, wanted: str) -> tuple[str, str]:
     if wanted == home:
         return "", f"{wanted} holds the model itself; choose another card, or {AUTO}"
     return (wanted, "") if wanted in others else ("", f"there is no {wanted} here, only {' and '.join(others)}")
-
-
-def _say_afterwards(patched: Any, unique_id: str | None) -> None:
-    """After a run, write on the node what each card did."""
-    from comfy.patcher_extension import CallbacksMP
-
-    def say(patcher: Any) -> None:
-        engine = engine_of(patcher.model_options["transformer_options"].get(OVERRIDE))  # a patch behind this node's too
-        if engine is not None:
-            host.send_status(_status(engine), unique_id)
-
-    patched.remove_callbacks_with_key(CallbacksMP.ON_CLEANUP, _CALLBACK)
-    patched.add_callback_with_key(CallbacksMP.ON_CLEANUP, _CALLBACK, say)
-
-
-def _status(engine: Engine) -> str:
-    """``"cuda:0 58%, cuda:1 42% (...)"``, or why nothing was shared."""
-    run = next((run for run in reversed(runs.remembered()) if run.unique_id == engine.unique_id), None)
-    if run is None or not run.tallies:
-        return "second card: no attention call reached it"
-    if run.shares:
-        return f"second card: {shares_text(run.shares)}"
-    why = next(iter(run.counted(lambda kind: kind.why.rpartition(ON_ONE_DEVICE)[2])))
-    return f"second card: nothing shared: {why}"

@@ -33,7 +33,6 @@ from .call.flex_rules import (
     Mod,
     Range,
     ScoreRule,
-    Window,
     is_block_mask,
     known_of,
     mask_of,
@@ -170,7 +169,8 @@ def create_block_mask(
     if not options.get("separate_full_blocks", True):
         partial, full = _ordered(states != SKIPPED), (None, None)
     made = BlockMask.from_kv_blocks(*partial, full[0], full[1], block, mask_mod, (Q_LEN, KV_LEN))
-    known_of(made)[WINDOW] = rows.window() if len(batches) == len(heads) == 1 else None
+    is_same = len(batches) == len(heads) == 1
+    known_of(made)[WINDOW] = window_of(rows.first, rows.last, KV_LEN) if is_same else None
     return made
 
 
@@ -220,10 +220,6 @@ class _Rows:
                 self.last[slice(*own)] = torch.where(is_range, first + count - 1, 0)
                 if self.device.type in CPU_LIKE:  # a GPU would wait for the answer
                     self.may_be_window = bool(is_range.all())
-
-    def window(self) -> Window | None:
-        """The window that the mask is, if it is one."""
-        return window_of(self.first, self.last, self.sizes[1])
 
 
 def _ordered(blocks: Tensor) -> tuple[Tensor, Tensor]:

@@ -1,8 +1,8 @@
 """Int8 layers of ComfyUI's own files (``TensorWiseINT8Layout`` of comfy_kitchen) by this package's product.
 
 comfy_kitchen chooses among backends by what each call needs; its CUDA backend begins at compute capability 7.5, and
-below it every call copies the weight and holds the whole int32 result. Ours is registered while a model runs for which
-it was asked, and only that thread prefers it; the list of priorities is never touched.
+below it every call copies the weight and holds the whole int32 result. Ours is preferred while a model runs for which
+it was asked, and only in that thread; the list of priorities is never touched.
 """
 
 from __future__ import annotations
@@ -104,7 +104,6 @@ class FileLayers:
         return f"{text}, computed here: {self.calls} calls by {COMPUTED_BY[self.backend]}, {error}"
 
     def wrapper(self, executor: Any, *args: Any, **kwargs: Any) -> Any:
-        """Run the diffusion model with its int8 layers computed here."""
         with serving(registry_of_host(), self):
             return executor(*args, **kwargs)
 
@@ -121,39 +120,18 @@ class FileLayers:
 
 
 _local = threading.local()  # served: of the model that this thread runs
-_lock = threading.Lock()
-_users = 0
 
 
 @contextmanager
 def serving(registry: Any, served: FileLayers) -> Iterator[None]:
-    """Within it, int8 layers that this thread runs are ours: registered with the first user, gone with the last."""
-    global _users
-    with _lock:
-        if not _users:
-            registry.register(NAME, _Backend, {FUNCTION: registry.get_constraints("eager", FUNCTION)})
-            registry.enable(NAME)
-        _users += 1
+    """Within it, int8 layers that this thread runs are ours. Other calls never are: ours has no priority."""
+    registry.register(NAME, _Backend, {FUNCTION: registry.get_constraints("eager", FUNCTION)})
     before, _local.served = getattr(_local, "served", None), served
     try:
         with registry.use_backend(NAME):
             yield
     finally:
         _local.served = before
-        with _lock:
-            _users -= 1
-            if not _users:
-                _unregister(registry)
-
-
-def _unregister(registry: Any) -> None:
-    """Remove our backend from the registry's tables: it has no method for that. Without tables, it is disabled."""
-    entries: dict[str, Any] = {"_backends": NAME, "_capabilities": NAME, "_constraints": (NAME, FUNCTION)}
-    if not all(isinstance(getattr(registry, table, None), dict) for table in entries):
-        registry.disable(NAME)
-        return
-    for table, entry in entries.items():
-        getattr(registry, table).pop(entry, None)
 
 
 class _Backend:

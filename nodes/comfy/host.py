@@ -83,12 +83,6 @@ def shared_over(patcher: Any) -> tuple[tuple[str, ...], int]:
     return patcher.model_options.get("transformer_options", {}).get(_DEVICES, ((), _LEAST_TOKENS))
 
 
-def user_directory() -> str:
-    import folder_paths
-
-    return folder_paths.get_user_directory()
-
-
 def attention_function() -> Any:
     from comfy.ldm.modules import attention
 
@@ -117,11 +111,6 @@ def exact_attention(function: Any, *, plain: bool) -> tuple[Any, str]:
 def attention_name() -> str:
     """The name of the host's own attention function, such as ``"attention_pytorch"``."""
     return str(getattr(attention_function(), "__name__", "unknown"))
-
-
-def uses_sdpa() -> bool:
-    """Whether that function is torch's ``scaled_dot_product_attention``, as on every NVIDIA card by default."""
-    return attention_name() == "attention_pytorch"
 
 
 def prompt_id() -> str:

@@ -55,7 +55,6 @@ def _replace(patcher: Any, replacements: Replacements) -> None:
 
 
 def is_ours(function: Any) -> bool:
-    """Whether a function is a replacement made here."""
     return getattr(function, _MARK, (None, None))[0] is function is not None
 
 

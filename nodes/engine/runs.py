@@ -211,7 +211,6 @@ class Run:
     # ---- sums ----
 
     def count(self, outcome: str | None = None) -> int:
-        """Number of calls, of one outcome or of all."""
         return sum(t.count for kind, t in self.tallies.items() if outcome in (None, kind.outcome))
 
     def routes(self) -> dict[str, int]:
@@ -294,11 +293,6 @@ def remember(run: Run) -> None:
 def remembered() -> list[Run]:
     with _lock:
         return list(_recent)
-
-
-def forget() -> None:
-    with _lock:
-        _recent.clear()
 
 
 def block_name(options: dict[str, Any] | None) -> str:

@@ -129,16 +129,12 @@ def _attention(found: Figures) -> list[str]:
     call, largest = found.call, found.attention
     if largest is None:
         return ["Attention: no call found."]
-    counted, stored, (batch, heads, queries, width) = (
-        len(call.attention),
-        found.of_attention(patched=False),
-        largest.query,
-    )
+    stored, (batch, heads, queries, width) = found.of_attention(patched=False), largest.query
     sizes = f"{batch} x {heads} heads x {queries} queries x {largest.key[2]} keys of {width}"
     words = f"{sizes} in {dtype_text(largest.dtype)}{', masked' if largest.masked else ''}"
     without = f"at least {size_text(stored)}" if stored else "no score matrix"
     lines = [
-        f"Attention: {counted} calls, {len(found.needs)} different; the largest {words}. "
+        f"Attention: {len(call.attention)} calls, {len(found.needs)} different; the largest {words}. "
         f"Its score matrix is {size_text(largest.score_bytes)}.",
         f"  without the patch: {without} ({found.needs[largest].why})",
         f"  with Pascal Attention Patch: {size_text(found.of_attention(patched=True))} at most",

@@ -145,7 +145,6 @@ class Tracer(WithoutData):
         return watched
 
     def run(self, call: Callable[[], Any]) -> ModelCall:
-        """``call()`` under this tracer."""
         with torch.no_grad(), SdpaMode(self._sdpa), self:
             call()
         self.found.other_bytes = self.peak_outside

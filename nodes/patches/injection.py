@@ -87,7 +87,6 @@ class Injection:
 
 
 def network_of(patcher: Any) -> nn.Module:
-    """The diffusion model of a patcher, as it is loaded."""
     return patcher.model.diffusion_model
 
 

@@ -47,7 +47,6 @@ class AttentionLayers:
         self._names = _Names()
 
     def restart(self) -> None:
-        """A run begins: calls and checks are counted from here on."""
         for site in self._sites.values():
             site.watch.restart()
 

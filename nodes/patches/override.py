@@ -119,12 +119,10 @@ def marked(override: Any, owner: Any, previous: Attention | None, *, stores_scor
     # that an override further back which wants them still gets them.
     takes_containers = getattr(previous, "container_function", None)
     if takes_containers is not None:
-        override.container_function = takes_containers if behind else functools.partial(_in_containers, override)
+        override.container_function = (
+            takes_containers if behind else lambda *args, **kwargs: override(host.attention_function(), *args, **kwargs)
+        )
     return override
-
-
-def _in_containers(override: Attention, *args: Any, **kwargs: Any) -> Any:
-    return override(host.attention_function(), *args, **kwargs)
 
 
 def _answer(

@@ -105,13 +105,9 @@ def choose_runs(
             why = _why_absent(prompt, node, report_id, last)
         remarks.append(f"{title} (node {node}) {why}")
     if not patches and not shown:
-        text = (
+        remarks.append(
             "There is no Pascal node that patches anything in this prompt (bypassed and muted nodes count as absent)."
         )
-        if known:
-            when = f"{title_of(known[-1])} at {clock_text(known[-1].started)}"
-            text += f" The most recent earlier run, {when}: {known[-1].line()}."
-        remarks.append(text)
     if report_id is not None and report_id in prompt and "value" not in links(prompt, report_id):
         remarks.append(
             "Nothing is connected to this report: ComfyUI decided when it ran, possibly before the sampler. Connect "

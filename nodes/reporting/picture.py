@@ -123,7 +123,6 @@ class _Column:
             self.height += round(size * 1.4)
 
     def paint(self, canvas: ImageDraw.ImageDraw, x: int, y: int) -> None:
-        """Paint it with its upper left corner at (x, y)."""
         for (left, top, right, bottom), colour in self._boxes:
             canvas.rectangle((x + left, y + top, x + right - 1, y + bottom - 1), fill=colour)
         for left, top, text, size, colour in self._texts:

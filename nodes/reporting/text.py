@@ -27,7 +27,8 @@ def report_text(findings: Findings, selftest: str = "") -> str:
     """The whole report. All but its head is a block for a bug report: facts of the machine, of each run its settings,
     what happened and a line per kind of call, and the block of the self-test; nothing about files or prompts."""
     lines = [gained(findings), *_warnings(findings), "", "PASCAL ATTENTION REPORT"]
-    lines += [line for text in summary(findings) for line in textwrap.wrap(text, _WIDTH)]
+    told = [*map(_summary_of, findings.shown), *findings.remarks]
+    lines += [line for text in told for line in textwrap.wrap(text, _WIDTH)]
     lines += ["", "--- for a bug report, copy from here ---", *describe_facts(findings.machine)]
     lines += [f"{name:{_LABEL}s}{value}" for name, value in findings.host.items()]
     lines.append(f"{'written':{_LABEL}s}{time.strftime('%Y-%m-%d %H:%M:%S', time.localtime(findings.when))}")
@@ -62,11 +63,6 @@ def _facts(findings: Findings) -> str:
 def gained(findings: Findings) -> str:
     """One sentence: the user's gain, or the reason why there was nothing to gain."""
     return gain_line([shown.run for shown in findings.shown], findings.host.get("attention", ""))
-
-
-def summary(findings: Findings) -> list[str]:
-    """A sentence for each run, and one for each thing that is missing."""
-    return [*(_summary_of(shown) for shown in findings.shown), *findings.remarks]
 
 
 def _sections_of(shown: Shown, findings: Findings, most_notes: int | None = None) -> list[Section]:

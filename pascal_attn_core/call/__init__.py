@@ -214,7 +214,6 @@ class AttentionCall:
         attn_mask: Tensor | LazyMask | None,
         sinks: Tensor | None = None,
     ) -> AttentionCall:
-        """This call with other tensors of the same shapes."""
         other = object.__new__(AttentionCall)
         other.__dict__ |= self.__dict__  # much faster than dataclasses.replace, and what is cached comes along
         other.__dict__ |= {"query": query, "key": key, "value": value, "attn_mask": attn_mask, "sinks": sinks}
@@ -518,7 +517,6 @@ def _as_window(query: Tensor, key: Tensor, attn_mask: Any, options: Options) -> 
 
 
 def autocast_on(tensor: Tensor) -> bool:
-    """Whether autocast is on for the device of a tensor."""
     kind = tensor.device.type
     return kind != "meta" and torch.is_autocast_enabled(kind)
 

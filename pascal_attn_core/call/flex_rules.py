@@ -48,10 +48,6 @@ class ScoreRule:
         self.of_tile = torch.vmap(torch.vmap(by_group, (0, None, 0, None, None)), (None, 0, None, None, None))
         self.captured = _wanting_gradients(score_mod, like) if torch.is_grad_enabled() else []
 
-    def at(self, batch: int, heads: Range, queries: Range, keys: Range) -> ScoreTile:
-        """The rule for one tile: that of these query heads of one batch element."""
-        return ScoreTile(self, batch, heads, queries, keys)
-
 
 class ScoreTile(NamedTuple):
     """A :class:`ScoreRule` at the place of one tile."""

@@ -143,21 +143,12 @@ class FusedRoute(Route):
         if plan.band_rows:
             return self._backward_in_bands(call, config, plan, saved, wanted)
         try:
+            kernels_of(call).ensure(plan.gradients)  # no forward pass may have compared them with the definition
             return self._launch_backward(call, plan, saved, wanted)
         except RouteUnavailable:
             if plan.packed is not None:
                 raise
         return TiledRoute(self.torch_route).backward(call, config, None, saved, wanted)
-
-    def backward_from(
-        self, call: AttentionCall, config: AttentionConfig, plan: Plan, saved: Results, wanted: Wanted
-    ) -> Gradients:
-        """No forward pass has compared the kernels with the definition."""
-        try:
-            kernels_of(call).ensure(plan.gradients)
-        except RouteUnavailable:
-            return TiledRoute(self.torch_route).backward_from(call, config, None, saved, wanted)
-        return super().backward_from(call, config, plan, saved, wanted)
 
     def _forward_in_bands(self, call: AttentionCall, config: AttentionConfig, plan: Plan, *, with_lse: bool) -> Results:
         """A band whose kernel cannot run is computed in tiles."""
@@ -360,7 +351,6 @@ def _is_for_ours(info: DeviceInfo) -> bool:
 
 
 def takes_device(device: torch.device) -> bool:
-    """Whether the kernels run on this kind of device."""
     return runtime_of(device).info.kind in ("cuda", "hip")
 
 

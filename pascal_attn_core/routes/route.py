@@ -46,7 +46,6 @@ class Request:
 
     @property
     def budget_bytes(self) -> int:
-        """Extra memory that the call may use."""
         if self.config.budget_mib is None:
             return self.runtime.info.default_budget_bytes()
         return min(int(self.config.budget_mib * MIB), LARGEST_BUFFER)
@@ -153,12 +152,6 @@ class Route:
             found = iter(torch.autograd.grad(outputs, sources, seeds))
         grads = [next(found) if isinstance(t, Tensor) and each else None for t, each in zip(leaves, wants)]
         return Gradients(*grads)  # type: ignore[arg-type]
-
-    def backward_from(
-        self, call: AttentionCall, config: AttentionConfig, plan: Any, saved: Results, wanted: Wanted
-    ) -> Gradients:
-        """:meth:`backward` from results that this route need not have computed."""
-        return self.backward(call, config, plan, saved, wanted)
 
     def with_gradients(
         self, call: AttentionCall, config: AttentionConfig, plan: Any, *, stats: TiledStats | None = None

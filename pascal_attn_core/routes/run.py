@@ -196,7 +196,7 @@ def gradients(call: AttentionCall, config: AttentionConfig, saved: Results, want
     if reasons:
         raise UnsupportedAttention(config.route, reasons)
     with without_autocast(call.query):
-        return route.backward_from(request.call, config, plan, saved, wanted)
+        return route.backward(request.call, config, plan, saved, wanted)
 
 
 # ---- watching --------------------------------------------------------------------------------------------------------

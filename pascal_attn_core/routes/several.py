@@ -12,7 +12,6 @@ import functools
 import itertools
 import logging
 import math
-import os
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -23,7 +22,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..call import AttentionCall, Gradients, Results, TiledStats, Wanted, check_call, distinct, empty_output
+from ..call import AttentionCall, Results, TiledStats, check_call, distinct, empty_output
 from ..call.lazy_mask import LazyMask
 from ..config import AttentionConfig, RouteUnavailable
 from ..machine.device import MIB, device_info
@@ -35,15 +34,13 @@ from .short import TorchAsIs
 from .timing_table import Contest
 
 log = logging.getLogger("pascal_attn")
-ON_ONE_DEVICE = "; on one device: "  # between why a route was taken and why the call was not shared
 PAUSE_SECONDS = 30.0  # a device that has failed, or has calls of its own, is left alone for this long
 WORTH = 0.95  # of the time on the first device: a call that would take longer stays there
 _TOKENS, _HEADS = 1024, {"cpu": 4, "cuda": 64}  # of the call that is timed
 _CONFIG = AttentionConfig()
-_process = os.getpid()  # one that was forked later has no CUDA
 
-Tensors = Sequence[Tensor | None]
-Cuttable = tuple[Tensor | None, int]  # a tensor, and which dimension its heads are in, if it has them
+Inputs = Sequence[Any]  # query, key, value and a mask or None
+Compute = Callable[[Inputs], Tensor]
 
 
 @dataclass(frozen=True, eq=False)
@@ -64,9 +61,9 @@ class Shared:
     heads: tuple[range, ...]
     why: str
 
-    def plan_part(self, own: AttentionCall, with_lse: bool) -> Any:
+    def plan_part(self, own: AttentionCall) -> Any:
         """The route's plan for a part, on whichever device."""
-        return _possible(self.route.plan_part(Request(own, self.config, with_lse), self.shared))
+        return _possible(self.route.plan_part(Request(own, self.config), self.shared))
 
 
 on_one_device = functools.lru_cache(maxsize=64)(functools.partial(replace, devices=()))  # a config without the others
@@ -76,7 +73,7 @@ def on_several(request: Request, alone: Choice) -> Choice:
     """The call on all devices that its config names, or else as on the first alone, with the reason."""
     found = _shared(request, alone)
     if isinstance(found, str):
-        return replace(alone, why=f"{alone.why}{ON_ONE_DEVICE}{found}")
+        return replace(alone, why=f"{alone.why}; on one device: {found}")
     return Choice(SeveralRoute(), found.why, found, torch_stores=alone.torch_stores)
 
 
@@ -86,73 +83,34 @@ class SeveralRoute(Route):
     def forward(
         self, call: AttentionCall, config: AttentionConfig, plan: Shared, *, stats: TiledStats | None, **wanted: bool
     ) -> Results:
-        stats = TiledStats() if stats is None else stats
-        has_rows = any(wanted.values()) and not plan.route.is_differentiable  # lse, or what gradients need
-        out, lse, log_sum = empty_output(call), None, None
-        if has_rows:
-            lse = out.new_empty(out.shape[:-1], dtype=call.sums_dtype)
-            log_sum = torch.empty_like(lse) if wanted["for_grad"] and call.has_bias else None
+        stats, out = TiledStats() if stats is None else stats, empty_output(call)
         counted: list[TiledStats] = []
 
-        def compute(own: AttentionCall) -> Results:
+        def compute(own: AttentionCall) -> Tensor:
             counted.append(its_stats := TiledStats())
-            return plan.route.forward(own, plan.config, plan.plan_part(own, has_rows), **wanted, stats=its_stats)
+            return plan.route.forward(own, plan.config, plan.plan_part(own), **wanted, stats=its_stats).out
 
-        if _is_shared(call, plan, [], [(out, -3), (lse, -2), (log_sum, -2)], compute, stats):
+        if _is_shared(call, plan, out, compute, stats):
             for each in counted:
                 stats.add(each)
-            return Results(out, lse, log_sum)
-        del out, lse, log_sum  # memory may be short
-        how = _possible(plan.route.plan(Request(call, plan.config, has_rows)))
+            return Results(out)
+        del out  # memory may be short
+        how = _possible(plan.route.plan(Request(call, plan.config)))
         return plan.route.forward(call, plan.config, how, **wanted, stats=stats)
-
-    def backward(
-        self, call: AttentionCall, config: AttentionConfig, plan: Shared, saved: Results, wanted: Wanted
-    ) -> Gradients:
-        route, with_lse, (grad_out, grad_lse, *_) = plan.route, saved.lse is not None, wanted
-        grad_lse = None if grad_lse is None else grad_lse.expand(saved.out.shape[:-1])
-        rows: list[Cuttable] = [(grad_out.expand(saved.out.shape), -3), (saved.out, -3)]
-        rows += [(saved.lse, -2), (saved.log_sum, -2), (grad_lse, -2)]
-
-        def go_back(own: AttentionCall, how: Any, grad: Any, out: Any, *others: Tensor | None) -> Gradients:
-            lse, log_sum, of_lse = (None if t is None else t.contiguous() for t in others)
-            return route.backward(own, plan.config, how, Results(out, lse, log_sum), Wanted(grad, of_lse))
-
-        def compute(own: AttentionCall, *rows: Tensor | None) -> Gradients:
-            return go_back(own, plan.plan_part(own, with_lse), *rows)
-
-        grads = [torch.empty_like(t) for t in (call.query, call.key, call.value)]
-        if _is_shared(call, plan, rows, [(grad, -3) for grad in grads], compute, TiledStats()):
-            return Gradients(*grads)
-        del grads
-        how = route.plan(Request(call, plan.config, with_lse))  # where it has none, the route may have a way out itself
-        return go_back(call, plan.shared if isinstance(how, list) else how, *(t for t, _ in rows))
 
 
 def _is_shared(
-    call: AttentionCall,
-    plan: Shared,
-    rows: Sequence[Cuttable],
-    targets: Sequence[Cuttable],
-    compute: Callable[..., Tensors],
-    stats: TiledStats,
+    call: AttentionCall, plan: Shared, out: Tensor, compute: Callable[[AttentionCall], Tensor], stats: TiledStats
 ) -> bool:
-    """Compute the parts of a call on all devices, with the results in ``targets``. False where that failed: the reason
-    is in ``stats``, and the whole call is to be computed on the first device.
+    """Compute the parts of a call on all devices, with the results in ``out``. False where that failed: the reason is
+    in ``stats``, and the whole call is to be computed on the first device. ``compute``: the output of a part, on
+    whichever device."""
 
-    Args:
-        rows: tensors that are needed besides the inputs.
-        compute: gives what goes into ``targets`` for a part, from it and its share of ``rows``, on whichever device.
-    """
-    inputs: Any = [(tensor, -3) for tensor in (call.query, call.key, call.value, call.attn_mask)]
-
-    def part(heads: range) -> tuple[Tensors, Tensors, Callable[[Tensors], Tensors]]:
-        """The tensors that some heads need, those that their results go to, and the work between them."""
-
-        def of(given: Sequence[Cuttable]) -> Tensors:
-            return [_of_heads(tensor, heads, call.num_kv_heads, dim) for tensor, dim in given]
-
-        return of([*inputs, *rows]), of(targets), lambda own: compute(_part(call, heads, own), *own[4:])
+    def part(heads: range) -> tuple[Inputs, Tensor, Compute]:
+        """The tensors that some heads need, the place of their result, and the work between them."""
+        given = (call.query, call.key, call.value, call.attn_mask)
+        *inputs, place = (_of_heads(tensor, heads, call.num_kv_heads) for tensor in (*given, out))
+        return inputs, place, lambda own: compute(_part(call, heads, own))
 
     home, errands = plan.helpers[0].home, dict[Helper, Future[None]]()
     parts = {helper: heads for helper, heads in zip(plan.helpers, plan.heads[1:]) if heads}
@@ -161,8 +119,8 @@ def _is_shared(
         try:
             with ThreadPoolExecutor(len(parts), "pascal_attn other device") as pool:  # its end waits for them
                 errands |= {helper: helper.start(pool, *part(heads)) for helper, heads in parts.items()}
-                own, results, work = part(plan.heads[0])
-                _fill(results, work(own))
+                own, place, work = part(plan.heads[0])
+                place.copy_(work(own))
         except (RuntimeError, MemoryError) as error:
             if not isinstance(error, RouteUnavailable) and not is_out_of_memory(error):
                 raise
@@ -196,7 +154,6 @@ class Helper:
         return self._why if time.monotonic() < self._until else ""
 
     def leave_alone(self, why: str) -> None:
-        """Give the device nothing for PAUSE_SECONDS."""
         self._why, self._until = why, time.monotonic() + PAUSE_SECONDS
 
     def failed(self, error: Exception) -> str:
@@ -208,13 +165,10 @@ class Helper:
         self.leave_alone(f"{self.device} {how} a moment ago")
         return sentence
 
-    def start(
-        self, pool: ThreadPoolExecutor, sources: Tensors, targets: Tensors, compute: Callable[[Tensors], Tensors]
-    ) -> Future[None]:
-        """Begin :meth:`run` in a thread of the pool."""
+    def start(self, pool: ThreadPoolExecutor, inputs: Inputs, out: Tensor, compute: Compute) -> Future[None]:
         try:
             self.follow_caller()
-            return pool.submit(self.run, sources, targets, compute, torch.is_inference_mode_enabled())
+            return pool.submit(self.run, inputs, out, compute, torch.is_inference_mode_enabled())
         except RuntimeError as error:  # the device has no stream for it, or the system no thread
             failed: Future[None] = Future()
             failed.set_exception(error)
@@ -225,16 +179,15 @@ class Helper:
         for stream in self.streams:
             stream.wait_stream(torch.cuda.current_stream(self.home))
 
-    def run(
-        self, sources: Tensors, targets: Tensors, compute: Callable[[Tensors], Tensors], in_inference: bool = False
-    ) -> None:
-        """Copy ``sources`` to the device, compute, copy the results into ``targets``, and wait until all is done, also
-        where it fails: nothing reads or writes the caller's tensors any more."""
+    def run(self, inputs: Inputs, out: Tensor, compute: Compute, in_inference: bool = False) -> None:
+        """Copy ``inputs`` to the device, compute, copy the result into ``out``, and wait until all is done, also where
+        it fails: nothing reads or writes the caller's tensors any more."""
         with torch.inference_mode(in_inference), torch.no_grad(), ExitStack() as stack:
             for stream in self.streams:
                 stack.callback(stream.synchronize)  # raises what has gone wrong on the device meanwhile
                 stack.enter_context(torch.cuda.stream(stream))
-            _fill(targets, compute([None if t is None else _copied(t, self.device) for t in sources]))
+            result = compute([None if t is None else _copied(t, self.device) for t in inputs])
+            out.copy_(result, non_blocking=True)
 
 
 class Helpers(dict[tuple[torch.device, int], Helper]):
@@ -287,11 +240,6 @@ def _shared(request: Request, alone: Choice) -> Shared | str:
     shared = alone.by.for_parts(call, config, alone.plan)
     if isinstance(shared, list):
         return shared[0]
-    if call.needs_grad:
-        if any(_of_heads(t, range(1), call.num_kv_heads) is t for t in (call.query, call.key, call.value)):
-            return "gradients of inputs that all parts share would have to be summed across devices"
-        if alone.by.is_differentiable and call.query.is_cuda and call.query.device in devices[1:]:
-            return "autograd runs one thread per device"
     helpers = tuple(runtime_of(devices[0]).part(Helpers)[other, i] for i, other in enumerate(devices[1:]))
     found = _counts(request, alone.by, helpers)
     if isinstance(found, str):
@@ -319,11 +267,10 @@ def _why_alone(call: AttentionCall, request: Request, devices: tuple[torch.devic
         (isinstance(call.attn_mask, LazyMask), "its mask is a rule, not a tensor"),
         (call.sinks is not None, "it has attention sinks"),
         (call.score_rule is not None, "it has a score_mod"),
-        (call.needs_mask_grad, "it needs the gradient of its mask"),
-        (request.in_graph, "it is part of a compiled graph with gradients"),
+        (call.needs_grad, "it needs gradients"),
+        (request.with_lse, "its log-sum-exp is wanted"),
         (torch._C._are_functorch_transforms_active(), "transforms of torch.func are active"),
         (torch._C._get_tracing_state() is not None, "it is being traced"),
-        (os.getpid() != _process, "this process was forked"),
         (kinds not in ({"cpu"}, {"cuda"}), "devices of these kinds cannot share a call"),
         (device.type == "cuda" and torch.cuda.is_current_stream_capturing(), "a CUDA graph is being captured"),
         *((True, f"there is no device {missing}") for missing in _missing(devices)),
@@ -389,8 +336,7 @@ class SpeedKind(NamedTuple):
 
 
 class Speeds(Contest[SpeedKind]):
-    """How fast the other devices of one device are; made by ``runtime.part(Speeds)``. Gradients count as the forward
-    pass: both have more products and more to copy."""
+    """How fast the other devices of one device are; made by ``runtime.part(Speeds)``."""
 
     kind_type, file_kind = SpeedKind, "shares"
 
@@ -412,21 +358,21 @@ class Speeds(Contest[SpeedKind]):
     def _timed(self, kind: SpeedKind, call: AttentionCall, route: Route, helper: Helper) -> dict[str, float] | None:
         shape = (1, _HEADS[self.device.type], _TOKENS, call.head_dim)
 
-        def compute(tensors: Tensors) -> Tensors:
-            own = check_call(*tensors)  # type: ignore[arg-type]
+        def compute(tensors: Inputs) -> Tensor:
+            own = check_call(*tensors)
             plan = _possible(route.plan(Request(own, _CONFIG)))
-            return [route.forward(own, _CONFIG, plan, with_lse=False, for_grad=False, stats=None).out]
+            return route.forward(own, _CONFIG, plan, with_lse=False, for_grad=False, stats=None).out
 
-        def there_and_back(work: Callable[[Tensors], Tensors]) -> None:
+        def there_and_back(work: Compute) -> None:
             helper.follow_caller()
-            helper.run(inputs, [out], work)
+            helper.run(inputs, out, work)
 
         try:
             with torch.no_grad():
                 inputs = [torch.randn(shape, device=self.device).to(call.query.dtype) for _ in range(3)]
                 out = torch.empty_like(inputs[0])
                 attempts = {"home": lambda: compute(inputs), "away": lambda: there_and_back(compute)}
-                return self.timed(kind, {**attempts, "copies": lambda: there_and_back(lambda own: own)})
+                return self.timed(kind, {**attempts, "copies": lambda: there_and_back(lambda own: own[0])})
         except Exception as error:
             raise RouteUnavailable(helper.failed(error)) from error  # asked again after a while
 
@@ -437,32 +383,26 @@ class Speeds(Contest[SpeedKind]):
 # ---- tensors ---------------------------------------------------------------------------------------------------------
 
 
-def _part(call: AttentionCall, heads: range, inputs: Tensors) -> AttentionCall:
-    """Some key/value heads of a call as a call of its own, the first four of ``inputs`` its query, key, value, mask."""
-    query, key, value, mask = inputs[:4]
+def _part(call: AttentionCall, heads: range, inputs: Inputs) -> AttentionCall:
+    """Some key/value heads of a call as a call of its own."""
+    query, key, value, mask = inputs
     sizes = {"num_heads": len(heads) * call.groups, "num_kv_heads": len(heads)}
     return replace(call, query=query, key=key, value=value, attn_mask=mask, **sizes)  # type: ignore[arg-type]
 
 
-def _of_heads(tensor: Tensor | None, heads: range, num_kv_heads: int, dim: int = -3) -> Tensor | None:
-    """A view of what belongs to some key/value heads in a tensor that has key/value heads or query heads in dimension
-    ``dim``; the tensor itself where it has no such dimension, or one for all heads."""
-    if tensor is None or tensor.dim() < -dim or tensor.shape[dim] == 1:
+def _of_heads(tensor: Any, heads: range, num_kv_heads: int) -> Any:
+    """A view of what belongs to some key/value heads in a tensor ``[*batch, H, ...]`` with key/value heads or query
+    heads; the tensor itself where it has no such dimension, or one for all heads."""
+    if tensor is None or tensor.dim() < 3 or tensor.shape[-3] == 1:
         return tensor
-    groups = tensor.shape[dim] // num_kv_heads
-    return tensor.narrow(dim, heads.start * groups, len(heads) * groups)
+    groups = tensor.shape[-3] // num_kv_heads
+    return tensor.narrow(-3, heads.start * groups, len(heads) * groups)
 
 
 def _copied(tensor: Tensor, device: torch.device) -> Tensor:
     """A copy on a device with the same order of dimensions; what repeats along one (stride 0) does so there too."""
     once = distinct(tensor)
     return torch.empty_like(once, device=device).copy_(once, non_blocking=True).expand(tensor.shape)
-
-
-def _fill(targets: Tensors, results: Tensors) -> None:
-    for target, result in zip(targets, results):
-        if target is not None and result is not None:
-            target.copy_(result, non_blocking=True)
 
 
 def _possible(plan: Any) -> Any:

@@ -31,7 +31,7 @@ from ..tiled.layout import is_padding
 from ..tiled.plan import plan_call
 from ..tiled.tiles import Basis, TilePlan, cpu_bases
 from .route import Request, Route
-from .timing_table import Attempt, Clock, Contest, least_times, power_of_two
+from .timing_table import Attempt, Clock, Contest, kind_text, least_times, power_of_two
 from .torch_kernel import TorchForm, find_form, run_form
 
 SECONDS = 0.3  # that a timing may take
@@ -79,13 +79,6 @@ class TileKind(NamedTuple):
     is_causal: bool
     threads: int
 
-    def __str__(self) -> str:
-        dims = f"{self.head_dim}" + (f"/{self.head_dim_v}" if self.head_dim_v != self.head_dim else "")
-        words = f"{self.dtype} head_dim {dims}: {self.q_tokens} x {self.kv_tokens} tokens, {self.rows} rows"
-        words += f", groups of {self.groups}" * (self.groups > 1) + ", causal" * self.is_causal
-        words += f", mask {self.mask}" * bool(self.mask) + f" ({self.kept}/4 left)" * (self.kept < 4)
-        return words + f", {self.threads} threads" * (self.threads > 1)
-
 
 class TileTiming(NamedTuple):
     """The conclusion from the times of a kind: the chosen tiles, which are the first of :func:`.cpu_bases` unless
@@ -96,7 +89,6 @@ class TileTiming(NamedTuple):
 
     @property
     def words(self) -> str:
-        """The ratio, for sentences."""
         return f"timed on this CPU at {self.ratio:.2f} of the time of torch's kernel ({_basis_name(self.basis)})"
 
 
@@ -182,7 +174,7 @@ class TileTimings(Contest[TileKind]):
 
     def ratios(self) -> dict[str, float]:
         """The ratio of each kind that is known, by its words."""
-        found = {str(kind): self.verdict(times) for kind, times in self.known.items()}
+        found = {kind_text(kind): self.verdict(times) for kind, times in self.known.items()}
         return {words: timing.ratio for words, timing in found.items() if timing is not None and timing.ratio}
 
     def _timed(self, kind: TileKind, ours: Route, call: AttentionCall, budget_bytes: int) -> dict[str, float] | None:
@@ -202,10 +194,6 @@ class TileTimings(Contest[TileKind]):
                 )
             times = self.timed(kind, attempts)
         return times if self.verdict(times) else None
-
-    def forget(self, kind: TileKind) -> None:
-        super().forget(kind)
-        self._seen.clear()
 
     # ---- on disk -----------------------------------------------------------------------------------------------------
 
@@ -258,7 +246,6 @@ def _name(dtype: torch.dtype) -> str:
 
 
 def _kept(mask: Tensor) -> int:
-    """See :class:`TileKind`."""
     if not is_padding(mask):
         return 4
     row = mask if mask.dim() < 2 else mask[..., :1, :]

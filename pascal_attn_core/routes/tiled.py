@@ -36,13 +36,11 @@ _TRANSFORMS = "transforms of torch.func (grad, vmap, ...) are active: use torch.
 
 # A call of several queries with so few scores per batch element is not worth the question which tiles are fastest.
 _SHORT_SCORES = 1 << 18
-_PATIENCE = 1024  # calls of a shape before the whole budget is tried again
-_PAUSE = 60.0  # seconds without a call of a shape after which its next one belongs to another run
+_CAP_SECONDS = 60.0  # after which the whole budget of a shape that ran out of memory is tried again
 
 
-# The walks of a whole call and of its gradients, for parts of it: with their tiles a row has the bits of the whole.
-Whole = tuple[Walk, Walk]
-AnyTiles = Basis | Whole | None
+# A walk is that of a whole call, for parts of it: with its tiles a row has the bits of the whole.
+AnyTiles = Basis | Walk | None
 
 
 class TiledRoute(Route):
@@ -61,20 +59,18 @@ class TiledRoute(Route):
         timing = self.timing(request)
         return None if timing is None else timing.basis
 
-    def for_parts(self, call: AttentionCall, config: AttentionConfig, plan: Basis | None = None) -> Whole | list[str]:
+    def for_parts(self, call: AttentionCall, config: AttentionConfig, plan: Basis | None = None) -> Walk | list[str]:
         mask: Any = call.attn_mask
-        walks = runtime_of(call.query.device).part(Walks)
         is_bias = call.has_bias and isinstance(mask, Tensor)
         if is_bias and is_padding(mask) and math.prod(distinct(mask).shape[:-2]) > 1:
             return ["whether its float mask is padding is decided for all heads together"]
         try:
-            walk = walks.of(call, config, basis=plan)
-            back = walks.of(call, config, backward=True) if call.needs_grad else walk
+            walk = runtime_of(call.query.device).part(Walks).of(call, config, basis=plan)
         except ValueError as error:  # raised again where the call is computed
             return [str(error)]
-        if walk.tiles.units > 1 or back.tiles.units > 1:
+        if walk.tiles.units > 1:
             return ["several heads share a step of the tiles: the call is short"]
-        return walk, back
+        return walk
 
     def timing(self, request: Request) -> TileTiming | None:
         """The timing of tiles for calls of this kind on the call's device; None for short calls."""
@@ -120,16 +116,14 @@ class TiledRoute(Route):
         def run(walk: Walk) -> Results:
             return tiled_forward(call, walk, config, with_lse=with_lse, for_grad=for_grad, seed=seed, stats=stats)
 
-        basis = plan if plan is None or isinstance(plan, Basis) else plan[0]
-        return _within_memory(call, config, run, stats, basis=basis)
+        return _within_memory(call, config, run, stats, basis=plan)
 
     def backward(
         self, call: AttentionCall, config: AttentionConfig, plan: AnyTiles, saved: Results, wanted: Wanted
     ) -> Gradients:
         call, config = _with_mask_per_head(call, config, backward=True)
         run = functools.partial(tiled_backward, call, saved=saved, wanted=wanted, trim_masks=config.trim_masks)
-        whole = None if plan is None or isinstance(plan, Basis) else plan[1]
-        return _within_memory(call, config, run, TiledStats(), backward=True, basis=whole)
+        return _within_memory(call, config, run, TiledStats(), backward=True)
 
 
 def _with_mask_per_head(
@@ -195,7 +189,7 @@ class Walks:
         *,
         most_bytes: int | None = None,
         backward: bool = False,
-        basis: Basis | Walk | None = None,
+        basis: AnyTiles = None,
     ) -> Walk:
         """
         Args:
@@ -237,27 +231,22 @@ def _kind(call: AttentionCall, config: AttentionConfig, backward: bool, *asked: 
 # ---- memory ----------------------------------------------------------------------------------------------------------
 
 
-class MemoryCaps(dict[tuple, tuple[int, int, float]]):
-    """For calls of each shape on one device, since it ran out of memory with more: the bytes that they may use, for how
-    many more of them that holds, and when the last one began, by the monotonic clock."""
+class MemoryCaps(dict[tuple, tuple[int, float]]):
+    """For calls of each shape that ran out of memory on one device: the bytes that they may use, and until when, by the
+    monotonic clock."""
 
     def __init__(self, runtime: Runtime):
         super().__init__()
 
     def most_bytes(self, key: tuple) -> int | None:
         """Bytes that the next call of this shape may use; None = the whole budget."""
-        most, left, used = self.get(key, (None, 0, 0.0))
-        now = time.monotonic()
-        if most is None or not left or now - used > _PAUSE:
-            self.pop(key, None)
-            return None
-        self[key] = most, left - 1, now
-        return most
+        most, until = self.get(key, (None, 0.0))
+        return most if time.monotonic() < until else None
 
 
 def forget_halvings() -> None:
-    """Plan every shape with the full budget again, because a new run begins. Without it the budget of a
-    shape comes back after many calls, or after a minute without a call of that shape."""
+    """Plan every shape with the full budget again, because a new run begins. Without it the budget of a shape comes
+    back after a minute."""
     for runtime in runtimes():
         runtime.part(MemoryCaps).clear()
 
@@ -269,7 +258,7 @@ def _within_memory(
     stats: TiledStats,
     *,
     backward: bool = False,
-    basis: Basis | Walk | None = None,
+    basis: AnyTiles = None,
 ) -> T:
     """``run`` with a plan for this call; when the device runs out of memory, again with half of it."""
     runtime = runtime_of(call.query.device)
@@ -294,7 +283,7 @@ def _within_memory(
             less = smaller(walk.tiles.extra_bytes * 17 // 32)
             if less is None:
                 raise
-            caps[key] = less.tiles.extra_bytes, _PATIENCE, time.monotonic()
+            caps[key] = less.tiles.extra_bytes, time.monotonic() + _CAP_SECONDS
             stats.budget_halvings += 1
             before, after = (each.tiles.extra_bytes / MIB for each in (walk, less))
             what = f"query {list(call.query.shape)}, key {list(call.key.shape)}"

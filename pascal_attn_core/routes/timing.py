@@ -22,7 +22,7 @@ from ..machine.out_of_memory import is_out_of_memory
 from ..machine.own_thread import in_backward
 from ..patching.interception import torch_sdpa
 from .route import Request, Route
-from .timing_table import Attempt, Contest, power_of_two
+from .timing_table import Attempt, Contest, kind_text, power_of_two
 from .torch_kernel import TorchForm, find_form, run_form
 
 # The timed call is no larger than this: beyond, the time per score no longer depends on the length.
@@ -61,12 +61,6 @@ class Kind(NamedTuple):
     is_causal: bool
     gradients: bool
     against: str = "torch"
-
-    def __str__(self) -> str:
-        masks = ("", ", one mask row", ", a mask row per query")[self.mask_rows]
-        words = ", causal" * self.is_causal + ", gradients" * self.gradients
-        groups = f", groups of {self.groups}" if self.groups > 1 else ""
-        return f"{self.variant}: {self.q_tokens} x {self.kv_tokens} tokens, {self.rows} rows{groups}{masks}{words}"
 
     @staticmethod
     def of(call: AttentionCall, against: str = "torch") -> Kind:
@@ -146,7 +140,7 @@ class Timings(Contest[Kind]):
 
     def ratios(self, against: str) -> dict[str, float]:
         """The known answers of :meth:`fused_over_torch`, or ``"plain"``, by the kind in words."""
-        found = {str(kind): _ratio(times) for kind, times in self.known.items() if kind.against == against}
+        found = {kind_text(kind): _ratio(times) for kind, times in self.known.items() if kind.against == against}
         return {words: ratio for words, ratio in found.items() if ratio is not None}
 
     def _times(self, kind: Kind, call: AttentionCall, makers: dict[str, Maker]) -> dict[str, float] | None:
@@ -189,7 +183,6 @@ def _plainly(sample: AttentionCall) -> Attempt:
 
 
 def _by(route: Route, sample: AttentionCall) -> Attempt | None:
-    """A sample by one of our routes, or None where it does not take it."""
     plan = route.plan(Request(sample, _CONFIG))
     if isinstance(plan, list):
         return None

@@ -112,21 +112,12 @@ class Contest(Generic[Kind]):
             self._again[kind] = time.monotonic() + RETRY_SECONDS
             return None
 
-    def forget(self, kind: Kind) -> None:
-        """Drop the answer for a kind: the next question finds it out again."""
-        with self._lock:
-            if self.known.pop(kind, None) is not None:
-                self._write()
-
     # ---- on disk -----------------------------------------------------------------------------------------------------
 
     def save(self) -> None:
         """Store what is known. What another process has stored meanwhile takes precedence, so that both decide the same
         way."""
         self.known.update(self._load())
-        self._write()
-
-    def _write(self) -> None:
         path = self._path()
         if path is None:
             return
@@ -141,7 +132,7 @@ class Contest(Generic[Kind]):
         path = self._path()
         try:
             rows = [] if path is None else read_object(path)[_SECTION]
-            return {self.kind_type(**row["kind"]): self.found_in(row) for row in rows}
+            return {self.kind_type(**row["kind"]): _found_in(dict(row["times"])) for row in rows}
         except (OSError, ValueError, KeyError, TypeError, OverflowError):
             return {}
 
@@ -157,13 +148,6 @@ class Contest(Generic[Kind]):
         """All that the answers depend on besides the kind of call."""
         raise NotImplementedError
 
-    def found_in(self, row: Mapping[str, Any]) -> Found:
-        """The times in a row of the file; one of :meth:`_load`'s errors where it holds none."""
-        times = dict(row["times"])
-        if not all(type(time) in (int, float) and 0 < time < math.inf for time in times.values()):
-            raise ValueError(f"times must be finite numbers above 0, got {times}")
-        return {name: float(time) for name, time in times.items()}
-
     def timed(self, kind: Kind, attempts: Mapping[str, Attempt]) -> Found | None:
         """Time them in turn; those for which there was no time are left out. None if there are none."""
         if not attempts:
@@ -173,6 +157,13 @@ class Contest(Generic[Kind]):
         words = ", ".join(f"{name} {time:.2f} ms" for name, time in found.items())
         log.info("timed once on %s: %s for %s", self.device, words, kind)
         return found
+
+
+def _found_in(times: Mapping[str, Any]) -> Found:
+    """The times in a row of the file; one of :meth:`Contest._load`'s errors where they are none."""
+    if not all(type(time) in (int, float) and 0 < time < math.inf for time in times.values()):
+        raise ValueError(f"times must be finite numbers above 0, got {times}")
+    return {name: float(time) for name, time in times.items()}
 
 
 def median_times(attempts: list[Attempt], device: torch.device, *, seconds: float | None = None) -> list[float]:
@@ -229,6 +220,12 @@ def milliseconds(attempt: Attempt, device: torch.device, calls: int = 1) -> floa
 def _wait_for(device: torch.device) -> None:
     if device.type in ("mps", "xpu"):
         getattr(torch, device.type).synchronize()
+
+
+def kind_text(kind: Any) -> str:
+    """``"variant forward-64-float32-none, head_dim 64, q_tokens 512, is_causal True"``: what is neither zero nor
+    empty."""
+    return ", ".join(f"{name} {value}" for name, value in kind._asdict().items() if value)
 
 
 def power_of_two(count: int) -> int:

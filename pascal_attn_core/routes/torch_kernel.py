@@ -66,7 +66,6 @@ class TorchForm:
         return True if self.fold or self.upcast else None if self.q_step else False
 
     def words(self) -> str:
-        """The rewriting of the call, in words."""
         parts = {"rows": "GQA folded into rows", "heads": "GQA folded into the batch"}.get(self.fold, "")
         extra = ["bfloat16 in float32"] if self.upcast else []
         if self.q_step:

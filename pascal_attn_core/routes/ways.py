@@ -78,11 +78,9 @@ class Ways(Contest[Kind]):
         return self.find(kind, measure)
 
     def able(self, call: Any) -> list[str]:
-        """The ways that can compute a call."""
         return [name for name, (why_not, _) in self.table.items() if not why_not(call)]
 
     def chosen(self, call: Any) -> Way:
-        """The way that a call takes."""
         reasons = {name: why_not(call) for name, (why_not, _) in self.table.items()}
         able = [name for name, reason in reasons.items() if not reason]
         rivals, best = [name for name in able if name in self.rivals], able[0]

@@ -73,7 +73,6 @@ def tiled_forward(
 
 
 def _without_keys(call: AttentionCall, results: Results) -> Results:
-    """The results of a call without scores."""
     results.out.zero_()
     for rows in (results.lse, results.log_sum):
         if rows is not None:

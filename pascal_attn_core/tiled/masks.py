@@ -304,7 +304,7 @@ class Rules(NamedTuple):
             masks = self.mask.parts(u0, u1, q0, q1, j0, j1)
         score = None
         if self.score is not None and self.place is not None:
-            score = self.score.at(*self.place.of(u0, u1), (q0, q1), (j0, j1))
+            score = ScoreTile(self.score, *self.place.of(u0, u1), (q0, q1), (j0, j1))
         return Rule(upper, lower, masks, score)
 
 

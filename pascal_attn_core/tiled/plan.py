@@ -20,7 +20,6 @@ _MIN_BOUNDED_ROWS = 64  # with fewer rows the norms of K cost as much as its pro
 
 
 def workload(call: AttentionCall, *, backward: bool = False) -> Workload:
-    """The sizes of a call as far as tiles depend on them."""
     acc_dtype = call.sums_dtype
     copies_query, copies_kv, copies_out = copies(call)
     mask = call.attn_mask if isinstance(call.attn_mask, Tensor) else None

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ..call import AttentionCall
-from ..call.flex_rules import BlockRule, ScoreRule
+from ..call.flex_rules import BlockRule, ScoreRule, ScoreTile
 from ..observe.memory import Follower
 
 _SIDE = 32  # queries and keys of the small tile
@@ -80,7 +80,7 @@ def _of_scores(call: AttentionCall, rule: Any, sides: tuple[int, int], backward:
 
 def _peak(rule: ScoreRule, heads: int, sides: tuple[int, int], backward: bool) -> int:
     scores = rule.like.new_zeros(heads, sides[0], 1, sides[1])
-    tile = rule.at(0, (0, heads), (0, sides[0]), (0, sides[1]))
+    tile = ScoreTile(rule, 0, (0, heads), (0, sides[0]), (0, sides[1]))
     with torch.no_grad(), Follower(scores.device.type) as seen:
         found = tile.gradients(scores, torch.ones_like(scores).transpose(1, 2)) if backward else tile(scores)
     del found

@@ -7,10 +7,10 @@ from dataclasses import replace
 import pytest
 import torch
 from attn_support.randomness import some
-from attn_support.table import GRADIENT_TABLE, ROUTES, TABLE, Case, routes_for
+from attn_support.table import ROUTES, TABLE, routes_for
 from torch import Tensor
 
-from pascal_attn_core import AttentionConfig, explain, mask_rule, record, sdpa, sdpa_with_lse
+from pascal_attn_core import AttentionConfig, explain, mask_rule, record, sdpa
 from pascal_attn_core.call import check_call
 from pascal_attn_core.call.lazy_mask import LazyMask
 from pascal_attn_core.machine.runtime import Runtime, using
@@ -24,7 +24,6 @@ REASONS = (
     "it has one key/value head",
     "several heads share a step of the tiles: the call is short",
     "whether its float mask is padding is decided for all heads together",
-    "gradients of inputs that all parts share would have to be summed across devices",
 )
 
 
@@ -63,39 +62,6 @@ def test_the_bits_are_those_of_one_device() -> None:
     assert taken["small_budget"] > 0.3 * len(cases)
 
 
-def _gradients(case: Case, config: AttentionConfig) -> tuple[list[Tensor], str]:
-    inputs, options = case.build(requires_grad=True)
-    leaves = [t for t in inputs[:3] if t is not None]
-    inputs = [*leaves, None if inputs[3] is None else inputs[3].detach()]
-    with record() as report:
-        out = sdpa(*inputs, **options, config=config)
-    weight = torch.sin(torch.arange(out.numel(), dtype=torch.float64)).view(out.shape).to(out.dtype)
-    (route,) = report.routes()
-    return [out, *torch.autograd.grad(out, leaves, weight)], route
-
-
-@pytest.mark.parametrize("route", ["auto", "small_tiles", "small_budget"])
-def test_and_those_of_gradients(route: str) -> None:
-    taken, cases = 0, some(GRADIENT_TABLE, 7)
-    for case in cases:
-        if route in routes_for(case, of=[route]):
-            found, by = _gradients(case, shared(ROUTES[route], "cpu", "cpu"))
-            taken += by == "several"
-            if by == "several":
-                expected, _ = _gradients(case, ROUTES[route])
-                assert all(map(torch.equal, found, expected)), case.name
-    assert taken > (0.06 if route == "auto" else 0.15) * len(cases)
-
-
-def test_gradients_of_lse_flow_through() -> None:
-    query, key, value = (torch.randn(2, 4, 90, 16, requires_grad=True) for _ in range(3))
-    found = []
-    for config in (ROUTES["small_tiles"], shared(ROUTES["small_tiles"])):
-        out, lse = sdpa_with_lse(query, key, value, config=config)
-        found.append(torch.autograd.grad(out.sum() + (lse * lse).sum(), (query, key, value)))
-    assert all(map(torch.equal, *found))
-
-
 @mask_rule
 def _near(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
     return (query - key).abs() < 50
@@ -115,7 +81,8 @@ def test_explain_says_why_a_call_stays() -> None:
     assert _why(replace(config, share_from_tokens=101), *inputs) == "it has fewer than 101 queries or keys"
     assert _why(config, *inputs, dropout_p=0.1) == "it has dropout"
     assert _why(config, *inputs, lazy) == "its mask is a rule, not a tensor"
-    assert _why(config, *inputs, bias) == "it needs the gradient of its mask"
+    assert _why(config, *inputs, bias) == "it needs gradients"
+    assert choose(check_call(*inputs), config, with_lse=True).why.endswith("its log-sum-exp is wanted")
     assert _why(config, *inputs, sinks=torch.zeros(4)) == "it has attention sinks"
     assert _why(config, *(t[:, :1] for t in inputs)) == "it has one key/value head"
     elsewhere = replace(config, devices=("cuda:0", "cuda:1"))

@@ -23,7 +23,7 @@ def engine_module(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
     monkeypatch.setattr(host, "compute_device", lambda: torch.device("cuda", 0))
     monkeypatch.setattr(host, "prompt_id", lambda: "")
     yield sys.modules[f"{name}.nodes.engine.engine"]
-    runs.forget()
+    runs._recent.clear()
 
 
 def _engine(module: ModuleType, **options: object) -> object:

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from pascal_attn_core import AttentionConfig, record, sdpa, sdpa_with_lse
+from pascal_attn_core import AttentionConfig, record, sdpa
 from pascal_attn_core.machine.runtime import Runtime, runtime_of, using
 from pascal_attn_core.observe.memory import PeakMemory
 from pascal_attn_core.routes.several import Helper, Speeds
@@ -72,18 +72,6 @@ def test_many_calls_without_a_wait_between_them(other: str) -> None:
 
 
 @pytest.mark.parametrize("other", OTHERS)
-def test_gradients(other: str) -> None:
-    config = AttentionConfig(route="tiled", q_block=512, kv_block=512)
-    leaves = [t.requires_grad_() for t in _inputs("heads")]
-    found = []
-    for each in (config, replace(config, devices=("cuda:0", other), share_from_tokens=1)):
-        out, lse = sdpa_with_lse(*leaves, config=each)
-        found.append(torch.autograd.grad(out.square().sum() + lse.sum(), leaves))
-    for one, several in zip(*found):
-        torch.testing.assert_close(several, one, atol=1e-4, rtol=1e-3)
-
-
-@pytest.mark.parametrize("other", OTHERS)
 def test_the_caller_may_use_a_stream_of_its_own(other: str) -> None:
     shared = AttentionConfig(route="torch", devices=("cuda:0", other), share_from_tokens=1)
     inputs = _inputs("heads")
@@ -105,7 +93,7 @@ def test_copies_keep_every_layout(other: str) -> None:
     for source in (whole, whole[:, 2:4], whole.transpose(1, 2), whole[:, :1].expand(-1, 6, -1, -1), whole[..., ::2]):
         target = torch.zeros_like(source)
         helper.follow_caller()
-        helper.run([source], [target], lambda tensors: tensors)
+        helper.run([source], target, lambda tensors: tensors[0])
         assert torch.equal(target, source)
 
 

@@ -38,9 +38,9 @@ def stub_host(monkeypatch: pytest.MonkeyPatch) -> Iterator[StubHost]:
     monkeypatch.setattr(host, "prompt_id", lambda: "prompt")
     monkeypatch.setattr(host, "attention_name", lambda: "attention_pytorch")
     monkeypatch.setattr(host, "send_status", lambda text, unique_id: stub.said.append(text))
-    node_module("engine.runs").forget()
+    node_module("engine.runs")._recent.clear()
     yield stub
-    node_module("engine.runs").forget()
+    node_module("engine.runs")._recent.clear()
 
 
 class Container:

@@ -108,8 +108,10 @@ def test_the_next_process_on_the_same_machine_reads_the_answer(folder: Path) -> 
     later = _timings(folder, clock)
     assert _ask(later) == 0.75
     assert clock.runs == 0
-    (kind,) = later.known
-    assert str(kind) == "forward-64-float32-none: 512 x 512 tokens, 1024 rows"
+    words = (
+        "variant forward-64-float32-none, head_dim 64, head_dim_v 64, q_tokens 512, kv_tokens 512, groups 1, rows 1024"
+    )
+    assert list(later.ratios("torch")) == [f"{words}, against torch"]
     (file,) = folder.iterdir()
     assert json.loads(file.read_text())["card"] == CARD.name
     assert _ask(_timings(folder, clock, replace(CARD, name="another card"))) == 9.0
@@ -152,16 +154,6 @@ def test_a_folder_of_the_name_is_not_read(folder: Path) -> None:
     clock = Clock(3.0, 4.0)
     (folder / _timings(folder, clock).file_name()).mkdir(parents=True)
     assert _ask(_timings(folder, clock)) == 0.75
-
-
-def test_a_kind_may_be_forgotten_while_it_waits_to_be_timed_again(folder, monkeypatch) -> None:
-    monkeypatch.setattr(timing_table, "RETRY_SECONDS", 0.0)
-    timings = _timings(folder, Mock(side_effect=torch.cuda.OutOfMemoryError("no memory")))
-    assert _ask(timings) is None
-    (kind,) = timings.known
-    timings.forget(kind)
-    timings.clock = Clock(3.0, 4.0)
-    assert _ask(timings) == 0.75
 
 
 def test_a_folder_that_cannot_be_written_costs_only_the_memory_of_it(folder: Path) -> None:

@@ -172,7 +172,7 @@ def test_each_prompt_begins_with_the_full_budget(monkeypatch: pytest.MonkeyPatch
     for engine in (make_engine(), make_engine()):
         engine.begin()
         if not caps:
-            caps["a shape",] = 1 << 20, 5, time.monotonic()
+            caps["a shape",] = 1 << 20, time.monotonic() + 60
         engine.end()
         assert caps  # it is the same prompt still
     prompt = "two"
@@ -195,7 +195,7 @@ def test_the_newest_runs_are_remembered_and_a_warning_is_kept_once() -> None:
     for run in found:
         runs.remember(run)
     assert runs.remembered() == found[8:]
-    runs.forget()
+    runs._recent.clear()
     assert runs.remembered() == []
     assert (run.warn("one"), run.warn("one"), run.warnings) == (True, False, ["one"])
 

@@ -77,7 +77,7 @@ CHOICES = {
         [run(blocks(2), prompt_id="a")],
         {"9": graph()["9"]},
         [],
-        ["no Pascal node that patches anything in this prompt (bypassed and muted nodes count as absent). The most"],
+        ["no Pascal node that patches anything in this prompt (bypassed and muted nodes count as absent)."],
     ),
 }
 
@@ -238,9 +238,9 @@ def host(monkeypatch):
     monkeypatch.setattr(REPORT.host, "versions", lambda: {"ComfyUI": "0.33.0", "attention": "attention_pytorch"})
     monkeypatch.setattr(REPORT.host, "free_and_total_bytes", lambda device: (1 << 30, 2 << 30))
     monkeypatch.setattr(REPORT.host, "prompt_id", lambda: "p")
-    RUNS.forget()
+    RUNS._recent.clear()
     yield
-    RUNS.forget()
+    RUNS._recent.clear()
 
 
 def report_of(**inputs):

@@ -38,7 +38,6 @@ def test_calls_are_shared_and_the_report_says_what_each_did() -> None:
     assert run.routes() == {"several": 1, "torch": 1}
     assert run.shares == {"cpu": 2, "cpu #2": 2}
     assert "shared by cpu and cpu from 128 tokens" in run.settings
-    assert NODE._status(engine).startswith("second card: cpu 50%, cpu #2 50%")
     assert "on one device: it has fewer than 128 queries or keys" in "".join(run.reasons("taken"))
     engine.share((), 1024)  # a run without the node
     engine.begin()
@@ -48,16 +47,6 @@ def test_calls_are_shared_and_the_report_says_what_each_did() -> None:
     twice = ROWS.together([run, run])
     assert twice.shares["cpu"] == 4
     assert "cpu 50%" in TEXT.report_text(findings(run))
-
-
-def test_the_status_says_why_nothing_was_shared() -> None:
-    engine = make_engine(route="torch")
-    assert NODE._status(engine) == "second card: no attention call reached it"
-    engine.share(("cpu", "cpu"), 4096)
-    engine.begin()
-    _attend(engine)
-    engine.end()
-    assert NODE._status(engine) == "second card: nothing shared: it has fewer than 4096 queries or keys"
 
 
 def test_calls_on_the_other_card_keep_it_busy_for_as_long_as_they_come(monkeypatch: pytest.MonkeyPatch) -> None:

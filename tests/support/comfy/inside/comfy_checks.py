@@ -61,7 +61,7 @@ def clean_up() -> None:
 
     comfy.model_management.interrupt_current_processing(False)
     gc.collect()
-    pack("engine.runs").forget()
+    pack("engine.runs")._recent.clear()
 
 
 def pack(module: str) -> Any:
@@ -76,7 +76,7 @@ def pack(module: str) -> Any:
 @contextlib.contextmanager
 def runs() -> Iterator[list]:
     """The pack's runs of the block, in order; complete when it is left."""
-    pack("engine.runs").forget()
+    pack("engine.runs")._recent.clear()
     found: list = []
     yield found
     found.extend(pack("engine.runs").remembered())
