@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_leaves
 
-from ..machine.out_of_memory import is_out_of_memory
+from ..machine.out_of_memory import suppress_out_of_memory
 from ..patching.hosts import is_hooked
 from .run import SCALARS, Inputs, NotTokenwise, inputs_of, sliced_is_view
 from .state import State
@@ -28,7 +28,7 @@ _LEAST_ROWS = 64  # shorter slices cost too much time
 
 @dataclass(eq=False)
 class Settings:
-    """The options of one patch; shared by all its modules and by deep copies of them."""
+    """The options of one patch; shared by all its modules."""
 
     budget_mib: float | None = None
     chunk_tokens: int | None = None
@@ -36,7 +36,6 @@ class Settings:
     min_tokens: int = 256
     verify: bool = True
     checkpoint: bool = True
-    enabled: bool = True
     passing: tuple[type[BaseException], ...] = ()  # see tried()
     # What trials found, or reasons against slices, by structure and kind of call: identical blocks need one.
     shared: dict[Any, Trial | str] = field(default_factory=dict)
@@ -131,15 +130,13 @@ def make_plan(
     if _cannot_decide_now(inputs.x, site.settings):
         return WHOLE
     try:
-        trial = _trial(fn, module, site.settings, inputs, wants_grad, (is_own, *mode))
-        return _decide(site.settings, inputs, trial, wants_grad)
+        with suppress_out_of_memory():
+            trial = _trial(fn, module, site.settings, inputs, wants_grad, (is_own, *mode))
+            return _decide(site.settings, inputs, trial, wants_grad)
     except NotTokenwise as reason:
         site.refusals[mode] = str(reason)
         return Plan((), str(reason), refused=True)
-    except (RuntimeError, MemoryError) as error:
-        if not is_out_of_memory(error):
-            raise
-        return WHOLE
+    return WHOLE
 
 
 def _trial(

@@ -113,8 +113,8 @@ def patch_attention_int8(
         calibrate: called with the model immediately: each layer is measured in every call within it and judged by the
             largest error.
     Returns:
-        A Patch with ``report()``: for each layer its error, and that of its worst row. Deep copies made while it is
-        patched follow it.
+        A Patch with ``report()``: for each layer its error, and that of its worst row. Copies and pickles of a model
+        are without it.
     Raises:
         TypeError: an argument of a wrong type.
         ValueError: an invalid argument, a pattern that chooses nothing, or no attention layer.

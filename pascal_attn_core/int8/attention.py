@@ -3,7 +3,6 @@ calls are caught. Hosts with a better way to their calls than catching them brin
 
 from __future__ import annotations
 
-import copy
 import functools
 import weakref
 from collections.abc import Callable, Iterator
@@ -15,7 +14,7 @@ from torch import Tensor, nn
 from ..attention import sdpa
 from ..call import PLAIN, Options, check_call, prepared
 from ..config import AttentionConfig, UnsupportedAttention
-from ..machine.out_of_memory import is_out_of_memory
+from ..machine.out_of_memory import is_out_of_memory, suppress_out_of_memory
 from ..patching.forward import ReplacedForward, put_in, take_out
 from ..patching.interception import TORCH_SDPA, SdpaMode, bind_sdpa
 from ..patching.selectors import matches, selectors
@@ -46,11 +45,6 @@ class CaughtForward(ReplacedForward):
             return self.whole(*args, **kwargs)
         with SdpaMode(self.site.catch):
             return self.whole(*args, **kwargs)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> CaughtForward:
-        copied = memo[id(self)] = CaughtForward.__new__(CaughtForward)
-        CaughtForward.__init__(copied, self.site, copy.deepcopy(self.module, memo), copy.deepcopy(self.inner, memo))
-        return copied
 
 
 def find_attention(model: nn.Module, include: Any = None, exclude: Any = None) -> Iterator[tuple[str, nn.Module]]:
@@ -117,14 +111,10 @@ class AttentionSite(Judged):
 
     def _check(self, given: dict[str, Any], rounded: Tensor) -> None:
         """Measure the error of a call, of which ``rounded`` is the output in 8 bits, and decide by it."""
-        try:
-            with torch.no_grad():
-                error = self._measure(given, rounded)
-        except (RuntimeError, MemoryError) as failure:
-            if not is_out_of_memory(failure):
-                raise
-            return  # it is measured in a later call
-        if self.options.gathers:
+        error = None
+        with suppress_out_of_memory(), torch.no_grad():
+            error = self._measure(given, rounded)
+        if error is None or self.options.gathers:  # where memory was short, it is measured in a later call
             return
         if self.state == WAITING:
             self.decide()

@@ -11,7 +11,6 @@ and patch weights as usual; y(0) is the last row of the same product.
 
 from __future__ import annotations
 
-import copy
 import functools
 import math
 import threading
@@ -22,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..machine.out_of_memory import is_out_of_memory
+from ..machine.out_of_memory import suppress_out_of_memory
 from ..patching.forward import ReplacedForward, put_in, take_out
 from ..patching.patch import OFF, ON, REFUSED, WAITING, Patch, PatchReport, State, require_sites
 from ..patching.selectors import require_matches
@@ -66,11 +65,7 @@ class Float16Patch(Patch):
 
     def __init__(self, kind: str, model: nn.Module, binding: Float16Binding):
         self._model, self._binding = model, binding
-
-        def undo() -> list[str]:
-            binding.enabled = False  # deep copies share it
-            return binding.detach(model)
-
+        undo = functools.partial(binding.detach, model)
         super().__init__(f"float16 linear layers of {kind}", undo, sites=binding.attach(model))
 
     def report(self) -> PatchReport:
@@ -83,7 +78,7 @@ class Float16Binding:
     Options are those of :func:`patch_linear_float16`."""
 
     def __init__(self, *, include: Any = None, exclude: Any = None, max_error: float = 0.002):
-        self.max_error, self.clock, self.enabled = limit_of(max_error), median_times, True
+        self.max_error, self.clock = limit_of(max_error), median_times
         self._include, self._exclude, self._lock = include, exclude, threading.RLock()
         self._forwards: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Float16Forward]] = weakref.WeakKeyDictionary()
         self._found: weakref.WeakKeyDictionary[nn.Module, tuple[str, str]] = weakref.WeakKeyDictionary()
@@ -118,12 +113,9 @@ class Float16Binding:
         """Whether a call of a layer with ``x`` ``[..., K]`` runs in float16; its first one is where it is tried."""
         with self._lock:
             if module not in self._found and not is_captured(x):
-                try:
+                with suppress_out_of_memory():
                     self._found[module] = self._tried(whole, x)
-                except (RuntimeError, MemoryError) as error:
-                    if not is_out_of_memory(error):
-                        raise
-                    self._found[module] = REFUSED, "out of memory while it was tried"
+                self._found.setdefault(module, (REFUSED, "out of memory while it was tried"))
             return self._found.get(module, _NOT_YET)[0] == ON
 
     def _tried(self, whole: Callable[..., Tensor], x: Tensor) -> tuple[str, str]:
@@ -156,18 +148,13 @@ class Float16Forward(ReplacedForward):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         self.follow_class()
         binding, x = self.binding, args[0] if len(args) == 1 and not kwargs else None
-        if binding is None or not binding.enabled or type(x) is not Tensor or x.dtype != torch.float32 or not x.numel():
+        if binding is None or type(x) is not Tensor or x.dtype != torch.float32 or not x.numel():
             return self.whole(*args, **kwargs)
         if torch.is_grad_enabled() and (x.requires_grad or any(p.requires_grad for p in self.module.parameters())):
             return self.whole(x)
         if torch.compiler.is_compiling() or not binding.takes(self.module, self.whole, x):
             return self.whole(x)
         return in_float16(self.whole, x)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Float16Forward:
-        copied = memo[id(self)] = Float16Forward.__new__(Float16Forward)
-        Float16Forward.__init__(copied, self.binding, copy.deepcopy(self.module, memo), copy.deepcopy(self.inner, memo))
-        return copied
 
 
 def in_float16(layer: Callable[..., Tensor], x: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ from ..gguf import hosts
 from ..gguf.hosts import Multiplier
 from ..gguf.int8 import product, way_for
 from ..gguf.matrix import GgufMatrix, linear
-from ..machine.out_of_memory import is_out_of_memory
+from ..machine.out_of_memory import suppress_out_of_memory
 from ..machine.own_thread import in_backward
 from .exchange import Source
 from .find import shape_of
@@ -80,8 +80,8 @@ class GgufLayer(Int8Layer):
 
     def _check(self, x: Tensor, weight: GgufMatrix, bias: Tensor | None) -> None:
         """Measure the error of a call, and decide by it."""
-        try:
-            with self.options.lock, torch.no_grad(), torch.autocast(x.device.type, enabled=False):
+        with self.options.lock, torch.no_grad(), torch.autocast(x.device.type, enabled=False):
+            with suppress_out_of_memory():
                 if self.state == INT8:
                     self._recheck(x, weight)
                 elif self.state == WAITING:
@@ -92,9 +92,7 @@ class GgufLayer(Int8Layer):
                         self.decide()
                         if self.state == INT8:
                             self._time(x, weight, bias)
-        except (RuntimeError, MemoryError) as error:
-            if not is_out_of_memory(error):
-                raise
+                return
             if self.state == WAITING:
                 self.why = "out of memory while measuring it"
 

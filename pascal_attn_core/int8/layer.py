@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..machine.out_of_memory import is_out_of_memory
+from ..machine.out_of_memory import is_out_of_memory, suppress_out_of_memory
 from ..machine.own_thread import in_backward
 from ..reference.int8_rows import Int8Matrix, quantize_rows
 from ..routes.ways import Way
@@ -136,13 +136,11 @@ class Int8Layer(Judged):
             module.register_forward_pre_hook(Hook(self, "on_first_input"), with_kwargs=True)
         elif self.state == INT8:
             assert self.device is not None
-            try:
+            with suppress_out_of_memory():
                 found = source.read(module, self.device)
                 self._put(module, found, quantize_rows(stored.values(found.matrix), self.rotation))
-            except (RuntimeError, MemoryError) as error:
-                if not is_out_of_memory(error):
-                    raise
-                self.missed = "out of memory while rounding it"
+                return
+            self.missed = "out of memory while rounding it"
 
     def detach(self) -> str:
         """Put the module back as it was. Returns what could not be, "" = nothing; a torch.OutOfMemoryError where the
@@ -209,17 +207,14 @@ class Int8Layer(Judged):
             if self.state != WAITING:
                 return
             is_inference = torch.is_inference_mode_enabled()
-            try:
-                with ordinary_tensors():
-                    self._measure(module, x.clone() if is_inference else x)
-            except (RuntimeError, MemoryError) as error:
-                if not is_out_of_memory(error):
-                    raise
-                self._failures += 1
-                self.why = "out of memory while measuring it"
-                if self._failures == _MOST_FAILURES:
-                    self.state = FLOAT
-                    self._unhook(module)
+            with suppress_out_of_memory(), ordinary_tensors():
+                self._measure(module, x.clone() if is_inference else x)
+                return
+            self._failures += 1
+            self.why = "out of memory while measuring it"
+            if self._failures == _MOST_FAILURES:
+                self.state = FLOAT
+                self._unhook(module)
 
     def _not_now(self, module: nn.Module, x: Tensor) -> str:
         weight = module._parameters.get("weight")
@@ -299,13 +294,9 @@ class Int8Layer(Judged):
             log.warning("%s: its weight is in 8 bits and gets no gradient; remove the patch to train it", self.name)
         if not self.watch.check_now(x.numel() // x.shape[-1]) or is_captured(x):
             return weight
-        try:
-            with torch.no_grad(), torch.autocast(x.device.type, enabled=False):
-                return self._checked(x, weight)
-        except (RuntimeError, MemoryError) as error:
-            if not is_out_of_memory(error):
-                raise
-            return weight  # it is measured, or goes back to float, in a later call
+        with suppress_out_of_memory(), torch.no_grad(), torch.autocast(x.device.type, enabled=False):
+            return self._checked(x, weight)
+        return weight  # it is measured, or goes back to float, in a later call
 
     def _checked(self, x: Tensor, weight: Int8Weight) -> Int8Weight:
         """Measure with few rows and outputs, and where the error seems too large, as thoroughly as at first."""

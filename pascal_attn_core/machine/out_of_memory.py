@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import TypeVar
 
 import torch
@@ -25,13 +26,20 @@ _NO_MEMORY = (
 def with_room(work: Callable[[], Result]) -> Result:
     """The result of ``work()``. Where memory was short it is called once more, after torch has given back to the driver
     what it holds unused: other libraries ask there for theirs."""
-    try:
+    with suppress_out_of_memory():
         return work()
+    torch.cuda.empty_cache()
+    return work()
+
+
+@contextmanager
+def suppress_out_of_memory() -> Iterator[None]:
+    """An error that says that memory was short ends the block, no more."""
+    try:
+        yield
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise
-    torch.cuda.empty_cache()
-    return work()
 
 
 def is_out_of_memory(error: BaseException) -> bool:

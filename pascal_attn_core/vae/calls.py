@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import copy
 import functools
 import logging
 import threading
 import time
-import types
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -20,7 +18,7 @@ from torch.utils._pytree import tree_leaves
 
 from ..call import PLAIN
 from ..machine.device import MIB
-from ..machine.out_of_memory import is_out_of_memory
+from ..machine.out_of_memory import suppress_out_of_memory
 from ..observe.memory import available_bytes
 from .banded import Banded, finish
 from .lazy import NotInBands
@@ -47,7 +45,7 @@ class Settings:
     verify: bool = True
     progress: Callable[[float], None] | None = None
     expected_bytes: Callable[..., int] | None = None
-    enabled: bool = True  # until the patch is removed: deep copies of the VAE share it
+    enabled: bool = True  # until the patch is removed
 
     def __post_init__(self) -> None:
         budget = self.budget_mib
@@ -73,13 +71,7 @@ class Site:
         self._proofs: dict[tuple[Any, ...], str] = {}
         self._lock = threading.Lock()
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Site:
-        vae, own = copy.deepcopy(self.vae, memo), self.own
-        if isinstance(own, types.MethodType) and own.__self__ is self.vae:
-            own = types.MethodType(own.__func__, vae)
-        return Site(vae, self.name, own, self.settings)
-
-    def __reduce__(self) -> Any:  # pickled, a VAE is stored without the patch
+    def __reduce__(self) -> Any:  # copies and pickles of a VAE are without the patch
         return (getattr, (self.vae, self.name)) if self.had is None else (functools.partial, (self.own,))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -98,12 +90,8 @@ class Site:
         why_bands = self._does_not_fit(given.tensor) if self.settings.when_needed else ""
         if self.settings.when_needed and not why_bands:
             put_back = snapshot(self.vae)
-            try:
+            with suppress_out_of_memory():
                 out = given.to(self.own)
-            except (RuntimeError, MemoryError) as error:
-                if not is_out_of_memory(error):
-                    raise
-            else:
                 note("as it is", "it fits")
                 return out
             put_back()
@@ -176,13 +164,10 @@ class Site:
                 counts = {leaf for leaf in tree_leaves(given) if type(leaf) is int and leaf > 1}
                 batch = tensor.shape[0] if any(tensor.shape[0] % count == 0 for count in counts) else 1
                 is_picture = self.name.startswith("encode")
-                try:
+                with suppress_out_of_memory():
                     self._proofs[key] = differs(whole, banded, tensor, is_picture=is_picture, batch=batch)
-                except (RuntimeError, MemoryError) as error:
-                    if not is_out_of_memory(error):
-                        raise
-                    return "a trial on a small input ran out of memory; it is tried again in the next call"
-            return self._proofs[key]
+            again = "a trial on a small input ran out of memory; it is tried again in the next call"
+            return self._proofs.get(key, again)
 
     @contextmanager
     def _trial(self, given: _Given) -> Iterator[None]:

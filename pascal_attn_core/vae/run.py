@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..machine.out_of_memory import is_out_of_memory
+from ..machine.out_of_memory import is_out_of_memory, suppress_out_of_memory
 from .lazy import Known, Lazy, Pointwise, aten
 from .store import ActivationStore, Value
 from .trees import leaves
@@ -231,12 +231,8 @@ class Run:
 
     def patiently(self, work: Callable[[], Any]) -> Any:
         """Return ``work()``; where it runs out of memory, it is done once more after values have moved to the host."""
-        try:
+        with suppress_out_of_memory():
             return work()
-        except (RuntimeError, MemoryError) as error:
-            if not is_out_of_memory(error):
-                raise
-            error.__traceback__ = None
         self.figures.retries += 1
         self._free()
         self.store.make_room()
