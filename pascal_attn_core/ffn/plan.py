@@ -120,6 +120,8 @@ def make_plan(
         inputs = inputs_of(args, kwargs)
     except NotTokenwise as reason:
         return Plan((), str(reason), refused=True)
+    if inputs.x.shape[-2] < 2 * _LEAST_TOKENS:
+        return Plan((), "too few tokens for two slices")
     mode = mode_of(inputs, module)
     if mode in site.refusals:
         return Plan((), site.refusals[mode], refused=True)
@@ -143,8 +145,6 @@ def _trial(
     fn: Callable, module: nn.Module, settings: Settings, inputs: Inputs, wants_grad: bool, mode: tuple
 ) -> Trial | None:
     """The result of a trial of this module or of one like it; None = the number of slices is given, not verified."""
-    if inputs.x.shape[-2] < 2 * _LEAST_TOKENS:
-        return None
     if settings.verify and any(isinstance(child, torch.jit.ScriptModule) for child in module.modules()):
         raise NotTokenwise("holds TorchScript, whose state cannot be compared from call to call")
     if not settings.verify and settings.slices(inputs.x.shape[-2]) is not None:
@@ -181,8 +181,6 @@ def refuse(site: Site, inputs: Inputs, module: nn.Module, reason: str) -> None:
 def _decide(settings: Settings, inputs: Inputs, trial: Trial | None, wants_grad: bool) -> Plan:
     tokens = inputs.x.shape[-2]
     count = settings.slices(tokens)
-    if tokens < 2 * _LEAST_TOKENS:
-        return Plan((), "too few tokens for two slices")
     if trial is None:
         return _sliced(tokens, count or 1, wants_grad, "not verified, as asked")
     extra = trial.extra_bytes(tokens)

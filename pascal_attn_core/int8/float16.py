@@ -30,8 +30,8 @@ from ..reference.checks import in_float64, rows_to_check
 from ..routes.timing_table import median_times
 from .find import find_linear
 from .judged import is_captured, limit_of
+from .measure import SAMPLE_ROWS
 
-SAMPLE_ROWS = 512
 _NORM = 64.0
 
 

@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_leaves
 from ..call import PLAIN
 from ..machine.device import MIB
 from ..machine.out_of_memory import suppress_out_of_memory
+from ..machine.own_thread import made_up_inputs
 from ..observe.memory import available_bytes
 from .banded import Banded, finish
 from .lazy import NotInBands
@@ -174,7 +175,8 @@ class Site:
         """The block leaves the VAE and the random numbers as they were."""
         with ExitStack() as stack:
             stack.callback(snapshot(self.vae))
-            stack.enter_context(_in_bands_now(is_trial=True))
+            stack.enter_context(_in_bands_now())
+            stack.enter_context(made_up_inputs())
             stack.enter_context(same_random_numbers(given, given.tensor.device))
             yield
 
@@ -267,19 +269,13 @@ def bound(site: Site) -> Callable[[], list[str] | None]:
 
 
 @contextmanager
-def _in_bands_now(*, is_trial: bool = False) -> Iterator[None]:
+def _in_bands_now() -> Iterator[None]:
     """Methods of the VAE that call each other are one call."""
-    before = getattr(_running, "on", False), getattr(_running, "trial", False)
-    _running.on, _running.trial = True, is_trial or before[1]
+    before, _running.on = getattr(_running, "on", False), True
     try:
         yield
     finally:
-        _running.on, _running.trial = before
-
-
-def is_trial() -> bool:
-    """Whether this thread is in a proof or a run of shapes, and not in a call of the user's."""
-    return getattr(_running, "trial", False)
+        _running.on = before
 
 
 @contextmanager
