@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from ...pascal_attn_core.int8.exchange import FloatWeight, Source
 from ...pascal_attn_core.int8.stored import values
-from ...pascal_attn_core.int8.weight import joined
+from ...pascal_attn_core.int8.weight import Int8Weight, joined
 
 PREFIX = "diffusion_model."
 Adapter = tuple[Tensor, Tensor, float]
@@ -102,6 +102,8 @@ def _without_casting(module: nn.Module) -> dict[str, Any]:
 
 def forward_comfy_cast_weights(self: Any, input: Tensor, *_: Any, **__: Any) -> Tensor:
     """A method of one layer in place of its class's, of which it has the name, so that in a pickle it is that one."""
+    if not isinstance(self.weight, Int8Weight):  # in a copy of the model
+        return type(self).forward_comfy_cast_weights(self, input, *_, **__)
     return F.linear(input, self.weight, self.bias)
 
 

@@ -61,7 +61,7 @@ def patch_ffn(
         verbose: print which modules were found; ``report()`` lists the same, and later how each of them runs.
     Returns:
         A Patch with ``num_wrapped`` and ``report()``. Patches may be removed in any order; if there are several, the
-        newest applies. Deep copies made while it is patched follow the patch; a pickled model is stored without it.
+        newest applies. Copies and pickles of a model are without the patch.
     Raises:
         TypeError: an argument of a wrong type.
         ValueError: an invalid argument, a pattern that chooses nothing, or no module that can run in slices.
@@ -93,12 +93,7 @@ class FfnPatch(Patch):
 
     def __init__(self, kind: str, model: nn.Module, binding: FfnBinding):
         self._model, self._binding = model, binding
-
-        def undo() -> list[str]:
-            binding.settings.enabled = False  # deep copies share it
-            return binding.detach()
-
-        super().__init__(f"feed-forward of {kind}", undo, sites=binding.attach(model))
+        super().__init__(f"feed-forward of {kind}", binding.detach, sites=binding.attach(model))
 
     @property
     def num_wrapped(self) -> int:

@@ -105,13 +105,6 @@ def _why_not(name: str, module: nn.Module) -> str:
         return "cannot be: it mixes neighbouring tokens by a convolution"
     if "experts" in children and _MOE_CLASS.search(kind):
         return "cannot be: it routes tokens to experts"
-    if {"intermediate", "output"} <= set(children) and "attention" in children:
-        return (
-            "cannot be: its feed-forward network is the pair intermediate/output, two modules with the wide tensor "
-            "between them; set the model's config.chunk_size_feed_forward instead"
-        )
-    if {"fc1", "fc2", "self_attn"} <= set(children) and all(_sizes(children[name]) for name in ("fc1", "fc2")):
-        return "cannot be: its feed-forward layers fc1 and fc2 are parts of the block's own forward"
     fused = {"proj_mlp", "proj_out"} <= set(children) or {"linear1", "linear2"} <= set(children)
     inner = (name for key, child in children.items() if "attn" in key for name, _ in child.named_children())
     parallel = any("qkv_mlp" in name for name in (*children, *inner))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -36,7 +35,7 @@ class SlicedForward(ReplacedForward):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         self.follow_class()
         site = self.sites[-1] if self.sites else None
-        if site is None or not site.settings.enabled or torch._C._get_tracing_state() is not None:
+        if site is None or torch._C._get_tracing_state() is not None:
             return self.whole(*args, **kwargs)
         x = args[0] if args else next(iter(kwargs.values()), None)
         if type(x) is not Tensor or x.dim() < 2 or x.shape[-2] < site.settings.min_tokens:
@@ -92,13 +91,6 @@ class SlicedForward(ReplacedForward):
         for site in self.sites:
             site.plans.clear()
 
-    def __deepcopy__(self, memo: dict) -> SlicedForward:
-        copied = SlicedForward.__new__(SlicedForward)
-        memo[id(self)] = copied
-        SlicedForward.__init__(copied, copy.deepcopy(self.module, memo), copy.deepcopy(self.inner, memo))
-        copied.sites = [Site(site.settings) for site in self.sites]
-        return copied
-
 
 _FOUND_LATER = "passed the trial, but a later check found that its tokens affect each other"
 
@@ -107,12 +99,11 @@ _FOUND_LATER = "passed the trial, but a later check found that its tokens affect
 
 
 def place(module: nn.Module, site: Site) -> SlicedForward:
-    """Let ``site`` decide about the calls of ``module``; returns the replacement forward. Another site of the same
-    binding, which a deep copy of a module may have, goes."""
+    """Let ``site`` decide about the calls of ``module``; returns the replacement forward."""
     forwards = [place.get(key) for place, key in forward_slots(module)]
     sliced = next((forward for forward in forwards if isinstance(forward, SlicedForward)), None)
     sliced = sliced or put_in(module, SlicedForward)
-    sliced.sites = [*(other for other in sliced.sites if other.settings is not site.settings), site]
+    sliced.sites.append(site)
     return sliced
 
 

@@ -28,7 +28,7 @@ _LEAST_ROWS = 64  # shorter slices cost too much time
 
 @dataclass(eq=False)
 class Settings:
-    """The options of one patch; shared by all its modules and by deep copies of them."""
+    """The options of one patch; shared by all its modules."""
 
     budget_mib: float | None = None
     chunk_tokens: int | None = None
@@ -36,7 +36,6 @@ class Settings:
     min_tokens: int = 256
     verify: bool = True
     checkpoint: bool = True
-    enabled: bool = True
     passing: tuple[type[BaseException], ...] = ()  # see tried()
     # What trials found, or reasons against slices, by structure and kind of call: identical blocks need one.
     shared: dict[Any, Trial | str] = field(default_factory=dict)
@@ -121,6 +120,8 @@ def make_plan(
         inputs = inputs_of(args, kwargs)
     except NotTokenwise as reason:
         return Plan((), str(reason), refused=True)
+    if inputs.x.shape[-2] < 2 * _LEAST_TOKENS:
+        return Plan((), "too few tokens for two slices")
     mode = mode_of(inputs, module)
     if mode in site.refusals:
         return Plan((), site.refusals[mode], refused=True)
@@ -144,8 +145,6 @@ def _trial(
     fn: Callable, module: nn.Module, settings: Settings, inputs: Inputs, wants_grad: bool, mode: tuple
 ) -> Trial | None:
     """The result of a trial of this module or of one like it; None = the number of slices is given, not verified."""
-    if inputs.x.shape[-2] < 2 * _LEAST_TOKENS:
-        return None
     if settings.verify and any(isinstance(child, torch.jit.ScriptModule) for child in module.modules()):
         raise NotTokenwise("holds TorchScript, whose state cannot be compared from call to call")
     if not settings.verify and settings.slices(inputs.x.shape[-2]) is not None:
@@ -182,8 +181,6 @@ def refuse(site: Site, inputs: Inputs, module: nn.Module, reason: str) -> None:
 def _decide(settings: Settings, inputs: Inputs, trial: Trial | None, wants_grad: bool) -> Plan:
     tokens = inputs.x.shape[-2]
     count = settings.slices(tokens)
-    if tokens < 2 * _LEAST_TOKENS:
-        return Plan((), "too few tokens for two slices")
     if trial is None:
         return _sliced(tokens, count or 1, wants_grad, "not verified, as asked")
     extra = trial.extra_bytes(tokens)

@@ -66,6 +66,15 @@ class GgufMatrix(NamedTuple):
         data = self.data.view(self.shape[0], -1)[rows.to(self.data.device)]
         return self._replace(data=data, shape=(len(rows), self.shape[1]))
 
+    def gradient_of_input(self, grad: Tensor) -> Tensor:
+        """``grad W`` ``[..., K]`` for ``grad`` ``[..., N]``, W expanded again."""
+        parts = (grad[..., some] @ self.rows(some).to(grad.dtype) for some in self.slices())
+        out = next(parts)
+        for part in parts:
+            out = out.float()
+            out += part
+        return out
+
     def _blocks(self, some: slice) -> Tensor:
         weights, size, _ = FORMATS[self.format]
         first, end = (row * self.shape[1] // weights for row in (some.start, some.stop))
@@ -101,32 +110,35 @@ def linear(x: Tensor, weight: GgufMatrix, bias: Tensor | None, forward: Product 
     if torch.is_autocast_enabled(kind):
         x = x.to(torch.get_autocast_dtype(kind))  # once, not for each slice
     if torch.is_grad_enabled() and (x.requires_grad or (bias is not None and bias.requires_grad)):
-        return _Linear.apply(x, weight, bias, forward)
+        return LinearWithGradients.apply(x, bias, lambda x, bias: forward(x, weight, bias), weight.gradient_of_input)
     return forward(x, weight, bias)
 
 
-class _Linear(torch.autograd.Function):
+class LinearWithGradients(torch.autograd.Function):
+    """``compute(x, bias)``, a linear layer, with its gradients by x and bias; ``of_input(grad)`` is ``grad W``."""
+
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: GgufMatrix, bias: Tensor | None, forward: Product) -> Tensor:
-        ctx.weight, ctx.dtype, ctx.bias_dtype = weight, x.dtype, None if bias is None else bias.dtype
-        return forward(x, weight, bias)
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        bias: Tensor | None,
+        compute: Callable[[Tensor, Tensor | None], Tensor],
+        of_input: Callable[[Tensor], Tensor],
+    ) -> Tensor:
+        ctx.of_input, ctx.dtype, ctx.bias_dtype = of_input, x.dtype, None if bias is None else bias.dtype
+        return compute(x, bias)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None, Tensor | None, None]:
-        grad_x = grad_bias = None
-        if ctx.needs_input_grad[0]:
-            slices = ctx.weight.slices()
-            parts = (grad[..., some] @ ctx.weight.rows(some).to(grad.dtype) for some in slices)
-            grad_x = next(parts)
-            if len(slices) > 1:
-                grad_x = grad_x.float()
-                for part in parts:
-                    grad_x += part
-            grad_x = grad_x.to(ctx.dtype)
-        if ctx.needs_input_grad[2]:
-            grad_bias = grad.flatten(0, -2).sum(dim=0).to(ctx.bias_dtype)
-        return grad_x, None, grad_bias, None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        grad_x = ctx.of_input(grad).to(ctx.dtype) if ctx.needs_input_grad[0] else None
+        grad_bias = gradient_of_bias(grad, ctx.bias_dtype) if ctx.needs_input_grad[1] else None
+        return grad_x, grad_bias, None, None
+
+
+def gradient_of_bias(grad: Tensor, dtype: torch.dtype) -> Tensor:
+    """The gradient of a layer's bias ``[N]`` from that of its result ``[..., N]``."""
+    return grad.flatten(0, -2).sum(dim=0, dtype=torch.float32).to(dtype)
 
 
 # ---- blocks expanded by our kernel or by torch's operators, whichever was faster on the device: with the same bits ---

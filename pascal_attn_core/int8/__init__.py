@@ -77,8 +77,7 @@ def patch_linear_int8(
         only_faster: layers that are not faster in 8 bits than in float, timed in their first call, stay in float;
             otherwise they run in 8 bits for the memory that they save.
     Returns:
-        A Patch with ``report()``. Deep copies made while it is patched follow it; state dicts and pickles hold float
-        weights.
+        A Patch with ``report()``. Copies of a model, state dicts and pickles hold float weights.
     Raises:
         TypeError: an argument of a wrong type.
         ValueError: an invalid argument, a pattern that chooses nothing, or no layer that can run in 8 bits.
@@ -113,8 +112,8 @@ def patch_attention_int8(
         calibrate: called with the model immediately: each layer is measured in every call within it and judged by the
             largest error.
     Returns:
-        A Patch with ``report()``: for each layer its error, and that of its worst row. Deep copies made while it is
-        patched follow it.
+        A Patch with ``report()``: for each layer its error, and that of its worst row. Copies and pickles of a model
+        are without it.
     Raises:
         TypeError: an argument of a wrong type.
         ValueError: an invalid argument, a pattern that chooses nothing, or no attention layer.
@@ -133,7 +132,11 @@ def _patched(
     count = binding.attach(model)
     try:
         if calibrate is not None:
-            binding.calibrate(model, lambda _: calibrate(target))
+            binding.options.gathers = True
+            calibrate(target)
+            binding.options.gathers = False
+            for layer in binding.layers_of(model):
+                layer.decide()
     except BaseException:
         binding.detach(model)
         raise
@@ -147,7 +150,7 @@ class Int8Patch(Patch):
         self._model, self._binding = model, binding
 
         def undo() -> list[str]:
-            binding.options.enabled = False  # deep copies share it
+            binding.options.enabled = False
             left = binding.detach(model)
             return [left[-1] + (f"; so were {len(left) - 1} more" if len(left) > 1 else "")] if left else []
 

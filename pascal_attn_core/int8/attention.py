@@ -3,7 +3,6 @@ calls are caught. Hosts with a better way to their calls than catching them brin
 
 from __future__ import annotations
 
-import copy
 import functools
 import weakref
 from collections.abc import Callable, Iterator
@@ -46,11 +45,6 @@ class CaughtForward(ReplacedForward):
             return self.whole(*args, **kwargs)
         with SdpaMode(self.site.catch):
             return self.whole(*args, **kwargs)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> CaughtForward:
-        copied = memo[id(self)] = CaughtForward.__new__(CaughtForward)
-        CaughtForward.__init__(copied, self.site, copy.deepcopy(self.module, memo), copy.deepcopy(self.inner, memo))
-        return copied
 
 
 def find_attention(model: nn.Module, include: Any = None, exclude: Any = None) -> Iterator[tuple[str, nn.Module]]:
@@ -220,31 +214,25 @@ class AttentionBinding:
         self.options = Int8Options(limit_of(max_error), "", median_times)
         self._include, self._exclude = include, exclude
         self._sites: weakref.WeakKeyDictionary[nn.Module, AttentionSite] = weakref.WeakKeyDictionary()
-        self._undos: list[Callable[[], list[str]]] = []
+        self._caught: list[CaughtForward] = []
 
     def attach(self, model: nn.Module) -> int:
         """Let the attention layers of ``model`` run in 8 bits. Returns their number."""
         found = list(find_attention(model, self._include, self._exclude))
         for name, module in found:
             site = self._sites[module] = AttentionSite(name or "(the model)", type(module).__name__, self.options)
-            caught = put_in(module, functools.partial(CaughtForward, site))
-            self._undos.append(functools.partial(take_out, caught))
+            self._caught.append(put_in(module, functools.partial(CaughtForward, site)))
         return len(found)
-
-    def calibrate(self, model: nn.Module, run: Callable[[nn.Module], Any]) -> None:
-        """Measure every call while ``run`` is called with the model, and decide for each layer by its largest error."""
-        self.options.gathers = True
-        run(model)
-        self.options.gathers = False
-        for site in self._sites.values():
-            site.decide()
 
     def detach(self, model: nn.Module) -> list[str]:
         """Undo :meth:`attach`. Returns what could not be."""
-        undos, self._undos = self._undos, []
-        return [sentence for undo in undos for sentence in undo()]
+        caught, self._caught = self._caught, []
+        return [sentence for forward in caught for sentence in take_out(forward)]
+
+    def layers_of(self, model: nn.Module) -> list[AttentionSite]:
+        """The attention layers of ``model``."""
+        return [self._sites[module] for module in model.modules() if module in self._sites]
 
     def report(self, model: nn.Module) -> Int8Report:
         """The state of each layer."""
-        sites = [self._sites[module] for module in model.modules() if module in self._sites]
-        return Int8Report([site.line() for site in sites], self.options.max_error, "", self.what)
+        return Int8Report([site.line() for site in self.layers_of(model)], self.options.max_error, "", self.what)

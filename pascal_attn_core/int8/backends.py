@@ -1,4 +1,5 @@
-"""The backends that compute a linear layer in 8 bits on one device, and which of them a call takes.
+"""The linear layer in 8 bits as functions of tensors: the backends that compute it on one device, and which of them a
+call takes.
 
 - ``kernel``: this package's, by dp4a (NVIDIA of compute capability 6.1, and 7.0 or newer).
 - ``int_mm``: :func:`torch._int_mm` on slices of rows, so that its 32-bit integers never exist as a whole.
@@ -46,6 +47,22 @@ def activated(sums: Tensor, activation: str) -> Tensor:
     if activation == "silu":
         return F.silu(sums)
     return F.gelu(sums, approximate="tanh" if activation == "gelu_tanh" else "none")
+
+
+def forward(
+    x: Tensor, weight: Int8Matrix, bias: Tensor | None, activation: str, out_dtype: torch.dtype, way: str
+) -> Tensor:
+    """:func:`.product.int8_linear` without gradients."""
+    out = x.new_empty(result_shape(x, weight.codes, activation), dtype=out_dtype)
+    flat = x.reshape(-1, x.shape[-1])
+    if out.numel():
+        run(LinearCall(flat, weight, bias, activation, out.view(-1, out.shape[-1])), way)
+    return out
+
+
+def result_shape(x: Tensor, codes: Tensor, activation: str) -> tuple[int, ...]:
+    """The shape of the result for ``[..., K]`` and codes ``[N, K]``."""
+    return (*x.shape[:-1], codes.shape[0] // (2 if activation in GATED else 1))
 
 
 def run(call: LinearCall, way: str = "auto") -> None:
@@ -160,6 +177,16 @@ def expanded(weight: Int8Matrix, rows: slice, dtype: torch.dtype) -> Tensor:
     """These rows of a weight, in float."""
     scales = weight.scales if weight.scales.numel() == 1 else weight.scales[rows]
     return Int8Matrix(weight.codes[rows], scales, weight.rotation).float().to(dtype)
+
+
+def gradient_of_input(grad: Tensor, codes: Tensor, scales: Tensor, rotation: int, dtype: torch.dtype) -> Tensor:
+    """``grad W``, W expanded some rows at a time: ``[..., N]`` -> ``[..., K]``."""
+    weight, (rows, columns) = Int8Matrix(codes, scales, rotation), codes.shape
+    flat = grad.reshape(-1, rows)
+    out = torch.zeros(flat.shape[0], columns, dtype=torch.float32, device=grad.device)
+    for part in row_slices(weight, rows):
+        out += flat[:, part] @ expanded(weight, part, grad.dtype)
+    return out.to(dtype).view(*grad.shape[:-1], columns)
 
 
 class LinearWays(Ways[ProductKind]):

@@ -77,20 +77,12 @@ class Int8Binding:
                 raise
         return len(entering)
 
-    def calibrate(self, model: nn.Module, run: Callable[[nn.Module], Any]) -> None:
-        """Collect inputs while ``run`` is called with the model, and decide for each layer by its largest error."""
-        self.options.gathers = True
-        run(model)
-        self.options.gathers = False
-        for layer in self._layers_of(model):
-            layer.decide()
-
     def detach(self, model: nn.Module) -> list[str]:
         """Undo :meth:`attach`: modules, parameters and where they are, as before. Returns what could not be. With a
         torch.OutOfMemoryError there is no memory for a float weight where it was; the others are back."""
         failure, left = None, []
         with self.options.lock, ordinary_tensors():
-            for layer in self._layers_of(model):
+            for layer in self.layers_of(model):
                 try:
                     left.append(layer.detach())
                 except out_of_memory() as error:
@@ -114,14 +106,15 @@ class Int8Binding:
         lines = [each.line() if each.why_not else self._known(each).line(each.name) for each in found]
         return Int8Report(lines, self.options.max_error, self.options.weights)
 
-    def _layers_of(self, model: nn.Module) -> list[Int8Layer]:
+    def layers_of(self, model: nn.Module) -> list[Int8Layer]:
+        """The layers of ``model`` that were ever attached."""
         return [self._layers[module] for module in model.modules() if module in self._layers]
 
     def _known(self, found: Found) -> Int8Layer:
         layer, name = self._layers.get(found.module), found.name or "(the model)"
         if layer is None and host_of(found.module) is not None:
             return GgufLayer(name, found.module, self.options)
-        return layer or Int8Layer(name, found.module, self.options, found.shared_with)
+        return layer or Int8Layer(name, found.module, self.options)
 
 
 def take_off(model: nn.Module) -> None:

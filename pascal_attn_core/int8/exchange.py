@@ -63,7 +63,7 @@ class Source:
 
 @dataclass(eq=False)
 class Exchange:
-    """The module's own weight, from :meth:`put` until :meth:`undo`. It is copied along with the module.
+    """The module's own weight, from :meth:`put` until :meth:`undo`.
 
     Attributes:
         weights: "host" = the float weight moves to host memory; "keep" = it stays; "free" = it is discarded.

@@ -35,13 +35,11 @@ class Found(NamedTuple):
     Attributes:
         name: its qualified name; "" for the model itself.
         why_not: why it is not to run in 8 bits; "" = it is.
-        shared_with: the name of another module that has the same weight; "" = there is none.
     """
 
     name: str
     module: nn.Module
     why_not: str = ""
-    shared_with: str = ""
 
     def line(self) -> Int8ReportLine:
         """The line in the report of a layer that does not run in 8 bits."""
@@ -64,9 +62,9 @@ def find_linear(model: nn.Module, include: Any = None, exclude: Any = None) -> I
             continue
         if include is not None and not matches(chosen, name, module):
             continue
-        first, *others = owners.get(id(module._parameters.get("weight")), [name])
+        others = [owner for owner in owners.get(id(module._parameters.get("weight")), ()) if owner != name]
         reason = "" if include is not None else _left(name, module)
-        yield Found(name, module, reason or why_not(module, name, first), others[0] if others else "")
+        yield Found(name, module, reason or why_not(module, others))
 
 
 def is_linear(module: nn.Module) -> bool:
@@ -85,8 +83,8 @@ def shape_of(module: nn.Module) -> tuple[int, int]:
     return int(module.out_features), int(module.in_features)  # type: ignore[arg-type]
 
 
-def why_not(module: nn.Module, name: str, owner: str) -> str:
-    """Why the layer cannot run in 8 bits; "" = it can. ``owner`` is the first module that has its weight."""
+def why_not(module: nn.Module, others: list[str]) -> str:
+    """Why the layer cannot run in 8 bits; "" = it can. ``others``: further modules that have its weight."""
     weight = module._parameters.get("weight")
     host = gguf.host_of(module)
     if host is not None:
@@ -100,8 +98,8 @@ def why_not(module: nn.Module, name: str, owner: str) -> str:
         return f"cannot be: {reason}"
     if weight.shape[1] % 4 or weight.shape[1] > MOST_COLUMNS:
         return f"cannot be: its width must be a multiple of 4 up to {MOST_COLUMNS}, got {weight.shape[1]}"
-    if owner != name:
-        return f"cannot be: it shares its weight with {owner}"
+    if others:
+        return f"cannot be: it shares its weight with {others[0]}"
     if isinstance(module, torch.nn.modules.linear.NonDynamicallyQuantizableLinear):
         return "cannot be: torch's MultiheadAttention uses its weight without calling it"
     return ""

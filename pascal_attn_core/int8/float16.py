@@ -11,7 +11,6 @@ and patch weights as usual; y(0) is the last row of the same product.
 
 from __future__ import annotations
 
-import copy
 import functools
 import math
 import threading
@@ -31,8 +30,8 @@ from ..reference.checks import in_float64, rows_to_check
 from ..routes.timing_table import median_times
 from .find import find_linear
 from .judged import is_captured, limit_of
+from .measure import SAMPLE_ROWS
 
-SAMPLE_ROWS = 512
 _NORM = 64.0
 
 
@@ -66,11 +65,7 @@ class Float16Patch(Patch):
 
     def __init__(self, kind: str, model: nn.Module, binding: Float16Binding):
         self._model, self._binding = model, binding
-
-        def undo() -> list[str]:
-            binding.enabled = False  # deep copies share it
-            return binding.detach(model)
-
+        undo = functools.partial(binding.detach, model)
         super().__init__(f"float16 linear layers of {kind}", undo, sites=binding.attach(model))
 
     def report(self) -> PatchReport:
@@ -83,7 +78,7 @@ class Float16Binding:
     Options are those of :func:`patch_linear_float16`."""
 
     def __init__(self, *, include: Any = None, exclude: Any = None, max_error: float = 0.002):
-        self.max_error, self.clock, self.enabled = limit_of(max_error), median_times, True
+        self.max_error, self.clock = limit_of(max_error), median_times
         self._include, self._exclude, self._lock = include, exclude, threading.RLock()
         self._forwards: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Float16Forward]] = weakref.WeakKeyDictionary()
         self._found: weakref.WeakKeyDictionary[nn.Module, tuple[str, str]] = weakref.WeakKeyDictionary()
@@ -154,18 +149,13 @@ class Float16Forward(ReplacedForward):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         self.follow_class()
         binding, x = self.binding, args[0] if len(args) == 1 and not kwargs else None
-        if binding is None or not binding.enabled or type(x) is not Tensor or x.dtype != torch.float32 or not x.numel():
+        if binding is None or type(x) is not Tensor or x.dtype != torch.float32 or not x.numel():
             return self.whole(*args, **kwargs)
         if torch.is_grad_enabled() and (x.requires_grad or any(p.requires_grad for p in self.module.parameters())):
             return self.whole(x)
         if torch.compiler.is_compiling() or not binding.takes(self.module, self.whole, x):
             return self.whole(x)
         return in_float16(self.whole, x)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Float16Forward:
-        copied = memo[id(self)] = Float16Forward.__new__(Float16Forward)
-        Float16Forward.__init__(copied, self.binding, copy.deepcopy(self.module, memo), copy.deepcopy(self.inner, memo))
-        return copied
 
 
 def in_float16(layer: Callable[..., Tensor], x: Tensor) -> Tensor:

@@ -24,10 +24,7 @@ from .report import FLOAT, INT8, WAITING
 
 
 class GgufLayer(Int8Layer):
-    """The state of one layer; its attributes are those of :class:`.layer.Int8Layer`, without a rotation.
-
-    Copies of the module are without it.
-    """
+    """The state of one layer; its attributes are those of :class:`.layer.Int8Layer`, without a rotation."""
 
     def __init__(self, name: str, module: nn.Module, options: Int8Options):
         super().__init__(name, module, options)
@@ -39,15 +36,11 @@ class GgufLayer(Int8Layer):
 
     @property
     def is_on(self) -> bool:
-        return self.options.enabled and self.state == INT8 and self._is_attached
+        return self.state == INT8 and self._is_attached
 
     @property
     def was_replaced(self) -> bool:
         return self._is_attached and self._multiplier is None
-
-    @property
-    def is_offloaded(self) -> bool:
-        return False
 
     @property
     def _multiplier(self) -> GgufMultiplier | None:

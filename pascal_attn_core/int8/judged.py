@@ -26,7 +26,7 @@ log = logging.getLogger("pascal_attn")
 
 @dataclass(eq=False)
 class Int8Options:
-    """The options of one patch, and what its layers share, also with those of deep copies.
+    """The options of one patch, and what its layers share.
 
     Attributes:
         only_faster: whether layers that are not faster in 8 bits stay in float.
@@ -46,9 +46,6 @@ class Int8Options:
     times: dict[Hashable, Times] = field(default_factory=dict)
     room: Counter[torch.device] = field(default_factory=Counter)
     lock: Any = field(default_factory=threading.RLock)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Int8Options:
-        return self
 
 
 def limit_of(max_error: Any) -> float:

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import functools
 import logging
 import weakref
@@ -50,15 +49,14 @@ class Int8Layer(Judged):
         missed: why it is in float although it was decided for 8 bits; "" = it is not.
         rotation: see :mod:`..reference.int8_rows`.
         backend: what computes it, and why nothing faster does.
-        shared_with: another module that has the same parameter, which therefore stays where it is.
         device: that it computes on; None = not known yet.
         format: of its weight where the host stores it, see :func:`.stored.format_of`.
         float_bytes, int8_bytes: sizes of its weight, stored by the host and in 8 bits.
     """
 
-    def __init__(self, name: str, module: nn.Module, options: Int8Options, shared_with: str = ""):
+    def __init__(self, name: str, module: nn.Module, options: Int8Options):
         super().__init__(name, type(module).__name__, options)
-        self._module, self.shared_with, weight = weakref.ref(module), shared_with, module.weight
+        self._module, weight = weakref.ref(module), module.weight
         assert isinstance(weight, Tensor)
         self.shape = tuple(weight.shape)
         self.format, self.float_bytes, self.int8_bytes = stored.format_of(weight), stored.bytes_of(weight), 0
@@ -94,7 +92,7 @@ class Int8Layer(Judged):
     @property
     def is_on(self) -> bool:
         """Whether the layer runs in 8 bits now."""
-        return self.options.enabled and self.state == INT8 and self._exchange is not None
+        return self.state == INT8 and self._exchange is not None
 
     @property
     def was_replaced(self) -> bool:
@@ -108,13 +106,11 @@ class Int8Layer(Judged):
         return weight is not None and self.device is not None and weight.device.type != self.device.type
 
     def line(self, name: str | None = None) -> Int8ReportLine:
-        line, note = super().line(name), self.source.note
-        if not note and self.shared_with:
-            note = f"its float weight stays, since {self.shared_with} has it too"
+        line = super().line(name)
         if self.was_replaced or self.missed:
             line = line._replace(state=FLOAT, why=_REPLACED if self.was_replaced else self.missed)
         elif self.state == INT8:
-            line = line._replace(why=line.why or note)
+            line = line._replace(why=line.why or self.source.note)
         return line._replace(
             error=self.error,
             rotation=self.rotation,
@@ -165,7 +161,7 @@ class Int8Layer(Judged):
         assert parameter is not None
         self.device = matrix.codes.device
         is_elsewhere = self.device.type != parameter.device.type
-        weights = "keep" if is_elsewhere or self.shared_with else self.options.weights
+        weights = "keep" if is_elsewhere else self.options.weights
         if is_elsewhere:
             if self.int8_bytes <= self.options.room[self.device]:
                 self.options.room[self.device] -= self.int8_bytes
@@ -189,15 +185,19 @@ class Int8Layer(Judged):
     def on_state_dict(self, module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
         """A state dict holds the float weight, under its own name."""
         weight = state.get(f"{prefix}weight")
-        if isinstance(weight, Int8Weight) and self._exchange is not None:
-            state[f"{prefix}weight"] = self._exchange.values(weight)
+        if isinstance(weight, Int8Weight):
+            state[f"{prefix}weight"] = self.host_values(weight)
+
+    def host_values(self, weight: Int8Weight) -> Tensor:
+        """The float values that the module has without us."""
+        return weight.float_matrix() if self._exchange is None else self._exchange.values(weight)
 
     # ---- deciding ----
 
     def on_first_input(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """A call of the module begins."""
         x = args[0] if args else kwargs.get("input")
-        if not self.options.enabled or self.state != WAITING or not isinstance(x, Tensor) or not has_numbers(x):
+        if self.state != WAITING or not isinstance(x, Tensor) or not has_numbers(x):
             return
         reason = self._not_now(module, x)
         if reason:
@@ -353,24 +353,10 @@ class Int8Layer(Judged):
             exchange.undo(module, weight)
             self._exchange = None
 
-    # ---- copies ----
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Int8Layer:
-        """A copy of the module has a layer of its own, which the binding of the original does not know."""
-        if id(self) in memo:
-            return memo[id(self)]
-        memo[id(self)] = copied = copy.copy(self)
-        module = self.module
-        copied._module = self._module if module is None else weakref.ref(copy.deepcopy(module, memo))
-        copied._errors, copied.watch = dict(self._errors), copy.deepcopy(self.watch, memo)
-        copied._exchange = copy.deepcopy(self._exchange, memo)
-        copied.source = Source()
-        return copied
-
 
 class Hook:
-    """A hook of a layer's module that is copied with it; in a pickle it is one that does nothing, since a file must not
-    depend on this package."""
+    """A hook of a layer's module; in copies and pickles it is one that does nothing, since a file must not depend on
+    this package."""
 
     def __init__(self, layer: Int8Layer, name: str):
         self.layer, self.name = layer, name
@@ -380,6 +366,3 @@ class Hook:
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return getattr, (contextlib.nullcontext(), "__exit__")
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Hook:
-        return Hook(copy.deepcopy(self.layer, memo), self.name)

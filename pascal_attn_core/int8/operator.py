@@ -8,8 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..gguf.matrix import gradient_of_bias
 from ..reference.int8_rows import Int8Matrix
-from .compute import forward, gradient_of_input, gradients, remember, result_shape
+from .backends import forward, gradient_of_input, result_shape
 
 
 # torch 2.4 cannot read a schema from annotations that are text.
@@ -46,11 +47,13 @@ def _(grad: Tensor, codes: Tensor, scales: Tensor, rotation: int, dtype: torch.d
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     x, codes, scales, bias, rotation, activation, *_ = inputs
     assert activation == "none"
-    remember(ctx, x, codes, scales, bias, rotation)
+    ctx.save_for_backward(codes, scales)
+    ctx.rotation, ctx.dtype, ctx.bias_dtype = rotation, x.dtype, None if bias is None else bias.dtype
 
 
 def _gradients(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    grad_x, grad_bias = gradients(ctx, grad, _of_input)
+    grad_x = _of_input(grad, *ctx.saved_tensors, ctx.rotation, ctx.dtype) if ctx.needs_input_grad[0] else None
+    grad_bias = gradient_of_bias(grad, ctx.bias_dtype) if ctx.needs_input_grad[3] else None
     return grad_x, None, None, grad_bias, None, None, None, None
 
 

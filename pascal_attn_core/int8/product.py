@@ -11,9 +11,9 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from ..fused.code.kinds import MOST_COLUMNS
+from ..gguf.matrix import LinearWithGradients
 from ..reference.int8_rows import Int8Matrix, check_rotation
-from .backends import ACTIVATIONS, BACKENDS, FLOATS, GATED, activated
-from .compute import Linear, forward
+from .backends import ACTIVATIONS, BACKENDS, FLOATS, GATED, activated, forward, gradient_of_input
 
 
 def int8_linear(
@@ -53,7 +53,13 @@ def int8_linear(
 
         return linear(x, weight.codes, weight.scales, bias, weight.rotation, activation, out_dtype, way)
     if needs_grad:
-        return Linear.apply(x, weight.codes, weight.scales, bias, weight.rotation, out_dtype, way)
+        dtype = x.dtype  # x itself need not live until the backward pass
+        return LinearWithGradients.apply(
+            x,
+            bias,
+            lambda x, bias: forward(x, weight, bias, "none", out_dtype, way),
+            lambda grad: gradient_of_input(grad, *weight, dtype),
+        )
     return forward(x, weight, bias, activation, out_dtype, way)
 
 

@@ -7,7 +7,6 @@ from where that is still there, else the one that its integers stand for. Writin
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -217,15 +216,10 @@ class Int8Weight(Tensor):
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         return f"Int8Weight({list(self.shape)}, dtype={self.dtype}, device={self.device})"
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Int8Weight:
-        if id(self) in memo:
-            return memo[id(self)]
-        codes, scales, rotation = self.matrix
-        # The exchange of the layer may hold the same tensor: the copies must be the same too.
-        original = copy.deepcopy(self.original, memo)
-        memo[id(self)] = copied = self.like(Int8Matrix(codes.clone(), scales.clone(), rotation), original=original)
-        copied.layer = copy.deepcopy(self.layer, memo)
-        return copied
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        """A deep copy is a plain parameter, as in a state dict."""
+        values = self.float_matrix() if self.layer is None else self.layer.host_values(self)
+        return memo.setdefault(id(self), nn.Parameter(values.to(self.device, copy=True), requires_grad=False))
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickled, it is a plain parameter: a file must not depend on this package."""

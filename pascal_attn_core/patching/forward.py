@@ -40,7 +40,7 @@ class ReplacedForward:
         return inspect.signature(self.whole)
 
     def __reduce__(self) -> tuple:
-        """Pickled, only the module's own forward remains: a file must not depend on this package."""
+        """Copied or pickled, only the module's own forward remains: a file must not depend on this package."""
         return (getattr, (self.module, "forward")) if self.inner is None else (functools.partial, (self.inner,))
 
 

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import copy
 import functools
 import logging
 import threading
 import time
-import types
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -21,6 +19,7 @@ from torch.utils._pytree import tree_leaves
 from ..call import PLAIN
 from ..machine.device import MIB
 from ..machine.out_of_memory import out_of_memory
+from ..machine.own_thread import made_up_inputs
 from ..observe.memory import available_bytes
 from .banded import Banded, finish
 from .lazy import NotInBands
@@ -47,7 +46,7 @@ class Settings:
     verify: bool = True
     progress: Callable[[float], None] | None = None
     expected_bytes: Callable[..., int] | None = None
-    enabled: bool = True  # until the patch is removed: deep copies of the VAE share it
+    enabled: bool = True  # until the patch is removed
 
     def __post_init__(self) -> None:
         budget = self.budget_mib
@@ -73,13 +72,7 @@ class Site:
         self._proofs: dict[tuple[Any, ...], str] = {}
         self._lock = threading.Lock()
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Site:
-        vae, own = copy.deepcopy(self.vae, memo), self.own
-        if isinstance(own, types.MethodType) and own.__self__ is self.vae:
-            own = types.MethodType(own.__func__, vae)
-        return Site(vae, self.name, own, self.settings)
-
-    def __reduce__(self) -> Any:  # pickled, a VAE is stored without the patch
+    def __reduce__(self) -> Any:  # copies and pickles of a VAE are without the patch
         return (getattr, (self.vae, self.name)) if self.had is None else (functools.partial, (self.own,))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -186,7 +179,8 @@ class Site:
         """The block leaves the VAE and the random numbers as they were."""
         with ExitStack() as stack:
             stack.callback(snapshot(self.vae))
-            stack.enter_context(_in_bands_now(is_trial=True))
+            stack.enter_context(_in_bands_now())
+            stack.enter_context(made_up_inputs())
             stack.enter_context(same_random_numbers(given, given.tensor.device))
             yield
 
@@ -279,19 +273,13 @@ def bound(site: Site) -> Callable[[], list[str] | None]:
 
 
 @contextmanager
-def _in_bands_now(*, is_trial: bool = False) -> Iterator[None]:
+def _in_bands_now() -> Iterator[None]:
     """Methods of the VAE that call each other are one call."""
-    before = getattr(_running, "on", False), getattr(_running, "trial", False)
-    _running.on, _running.trial = True, is_trial or before[1]
+    before, _running.on = getattr(_running, "on", False), True
     try:
         yield
     finally:
-        _running.on, _running.trial = before
-
-
-def is_trial() -> bool:
-    """Whether this thread is in a proof or a run of shapes, and not in a call of the user's."""
-    return getattr(_running, "trial", False)
+        _running.on = before
 
 
 @contextmanager

@@ -19,12 +19,11 @@ from ..code.amd_code import renamed
 from ..code.compilation import Compilation
 from ..code.params import Params
 from ..code.source import source
-from ..geometry.amd import LDS_BYTES, compile_target, kernel_arch, options, target
+from ..geometry.amd import compile_target, kernel_arch, options, target
 from . import hip_libraries
 from .runtime import CompileError, Driver, DriverError, GpuRuntime, RuntimeCompiler, loaded
 
 _BUFFER, _SIZE, _END = 1, 2, 3  # HIP_LAUNCH_PARAM_BUFFER_POINTER, _BUFFER_SIZE, _END
-_INVALID_VALUE = 1  # hipErrorInvalidValue
 _ANY_VERSION = (9, 0)  # that HIPRTC of ROCm 5 and 6 says it has
 
 
@@ -69,11 +68,6 @@ class HipDriver(Driver):
     def load(self, index: int, image: bytes, functions: tuple[str, ...]) -> dict[str, Any]:
         self._images.append(image)
         return super().load(index, image, functions)
-
-    def allow_shared(self, index: int, function: ctypes.c_void_p, count: int) -> None:
-        """A block may have all of its 64 KiB without leave."""
-        if count > LDS_BYTES:
-            raise DriverError(f"{count} bytes of shared memory > {LDS_BYTES}", _INVALID_VALUE)
 
     def _launch(self, params: Params, *how: object) -> None:
         """The bytes of the structure are the whole argument buffer: the kernels have no hidden arguments."""

@@ -56,10 +56,10 @@ def product(x: RoundedRows, weight: Parts, name: str, lanes: int = 1) -> Tensor:
         pairs = zip(halves, codes[:, block].unbind(1))
         sums = [torch._int_mm(mine.contiguous(), its.t()).float() * UNITS.get(name, 1.0) for mine, its in pairs]
         value, a = _scaled(sums, scales[:, block].unbind(1)), x.scales[block]
-        y = _fma(value, a, y)
+        y = fma(value, a, y)
         if weight.minima is not None:
             total = x.codes[block].sum(dim=1, keepdim=True).float()
-            y = _fma(weight.minima[:, block], a * total, y)
+            y = fma(weight.minima[:, block], a * total, y)
         ys[place // 2 % lanes] = y
     while len(ys) > 1:
         ys = [one + other for one, other in zip(ys, ys[len(ys) // 2 :])]
@@ -69,8 +69,8 @@ def product(x: RoundedRows, weight: Parts, name: str, lanes: int = 1) -> Tensor:
 def _scaled(sums: list[Tensor], scales: tuple[Tensor, ...]) -> Tensor:
     if len(sums) == 1:
         return sums[0] * scales[0]
-    first = _fma(sums[0] + MAGIC, scales[0], (scales[0] + scales[1]) * -MAGIC)
-    return _fma(sums[1] + MAGIC, scales[1], first)
+    first = fma(sums[0] + MAGIC, scales[0], (scales[0] + scales[1]) * -MAGIC)
+    return fma(sums[1] + MAGIC, scales[1], first)
 
 
 def _place(block: int, name: str) -> int:
@@ -78,6 +78,6 @@ def _place(block: int, name: str) -> int:
     return block & ~3 | (block & 1) << 1 | block >> 1 & 1 if name == "Q6_K" else block
 
 
-def _fma(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
-    """``a b + c``, rounded once: the product of two float32 is exact in float64."""
-    return torch.addcmul(c.double(), a.double(), b.double()).float()
+def fma(a: Tensor, b: Tensor | float, c: Tensor) -> Tensor:
+    """``a b + c`` in float32, rounded once: the product of two float32 is exact in float64."""
+    return (a.double() * b + c).float()

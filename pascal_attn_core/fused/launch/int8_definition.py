@@ -17,6 +17,7 @@ from ...call import AttentionCall
 from ..geometry.amd import AmdGeometry
 from ..geometry.plain import Geometry
 from .fields import LOG2_E, View, band_of, views
+from .gguf_definition import fma
 from .plan import variant_of
 
 MAGIC, LOWEST, LEAST_SCALE, SLACK, LARGEST, HANDED_ON = 12582912.0, -1e30, 1e-30, 8.0, 255.0, 0.5
@@ -100,8 +101,8 @@ def _attend(call: AttentionCall, view: View, words: Words, geometry: Geometry | 
     for first in range(0, k.shape[-2], cols):
         tile = slice(first, first + cols)
         scores = words.q @ k[..., tile, :].mT + MAGIC  # exact, as the products below: whole numbers below 2**24
-        scores = _fma(scores, b[..., None, tile], -MAGIC * b[..., None, tile])
-        scores = _fma(scores, words.q_scales[..., None], logs[..., None, tile])
+        scores = fma(scores, b[..., None, tile], -MAGIC * b[..., None, tile])
+        scores = fma(scores, words.q_scales[..., None], logs[..., None, tile])
         scores = scores.masked_fill(~_allowed(call, view, first, cols), -math.inf)
         top = scores.nan_to_num(_float32(LOWEST), math.inf, -math.inf).amax(dim=-1).clamp_min(_float32(LOWEST))
         rises = top > top_run + SLACK
@@ -110,9 +111,9 @@ def _attend(call: AttentionCall, view: View, words: Words, geometry: Geometry | 
         parts, sums = parts * fade[..., None], sums * fade[..., None]
         weight = exp2(top - top_run)[..., None]
         probs = exp2(scores - top[..., None])
-        parts = _fma(_of_threads(probs, inverses[..., tile], tx), weight, parts)
+        parts = fma(_of_threads(probs, inverses[..., tile], tx), weight, parts)
         codes = torch.round(probs.double() * LARGEST).float().nan_to_num(0.0)
-        sums = _fma(codes @ v[..., tile, :], weight, sums)
+        sums = fma(codes @ v[..., tile, :], weight, sums)
     while parts.shape[-1] > 1:
         parts = parts[..., 0::2] + parts[..., 1::2]
     is_empty, total = parts == 0, parts[..., 0]
@@ -120,7 +121,7 @@ def _attend(call: AttentionCall, view: View, words: Words, geometry: Geometry | 
     out = (
         _rotated(sums * torch.where(is_empty, 0.0, torch.div(one, parts)))[..., : call.head_dim_v] + mean[..., None, :]
     )
-    lse = _fma(top_run + log2(total), _float32(math.log(2)), words.mean_scores)
+    lse = fma(top_run + log2(total), _float32(math.log(2)), words.mean_scores)
     return torch.where(is_empty, 0.0, out), torch.where(total == 0, -math.inf, lse)
 
 
@@ -143,7 +144,7 @@ def _of_threads(probs: Tensor, inverses: Tensor, tx: int) -> Tensor:
     found = torch.zeros(*probs.shape[:-1], tx, device=probs.device)
     for group in range(of_thread.shape[-3]):
         for i in range(4):
-            found = _fma(of_thread[..., group, :, i], inverse[..., group, :, i], found)
+            found = fma(of_thread[..., group, :, i], inverse[..., group, :, i], found)
     return found
 
 
@@ -154,7 +155,7 @@ def _mean_scores(query: Tensor, mean_key: Tensor) -> Tensor:
     wide, mean = (t.unflatten(-1, (-1, 8, 4)).transpose(-2, -1).flatten(-3, -2) for t in filled)
     sums = torch.zeros_like(wide[..., 0, :])
     for c in range(wide.shape[-2]):
-        sums = _fma(wide[..., c, :], mean[..., c, :], sums)
+        sums = fma(wide[..., c, :], mean[..., c, :], sums)
     while sums.shape[-1] > 1:
         sums = sums[..., : sums.shape[-1] // 2] + sums[..., sums.shape[-1] // 2 :]
     return sums[..., 0]
@@ -173,7 +174,7 @@ def _rotated(x: Tensor) -> Tensor:
 def _scales(x: Tensor) -> Tensor:
     """NaN of rows that are not finite."""
     largest = x.abs().amax(dim=-1)
-    return _fma(largest, _float32(1 / 127), largest - largest).clamp_min(_float32(LEAST_SCALE))
+    return fma(largest, _float32(1 / 127), largest - largest).clamp_min(_float32(LEAST_SCALE))
 
 
 def _codes(x: Tensor, scales: Tensor) -> Tensor:
@@ -188,15 +189,10 @@ def _diffused(x: Tensor, scales: Tensor, chain: int) -> Tensor:
     carry, codes = torch.zeros_like(chains[..., 0, :]), []
     for j in range(chain):
         most = of_chain[..., j, None] / 2
-        wanted = _fma(torch.fmin(torch.fmax(carry, -most), most), HANDED_ON, chains[..., j, :])
+        wanted = fma(torch.fmin(torch.fmax(carry, -most), most), HANDED_ON, chains[..., j, :])
         codes.append(torch.round(wanted.double() * inverses[..., j, None]).float().nan_to_num(0.0))
-        carry = _fma(-codes[-1], of_chain[..., j, None], wanted)
+        carry = fma(-codes[-1], of_chain[..., j, None], wanted)
     return torch.stack(codes, dim=-2).flatten(-3, -2)
-
-
-def _fma(a: Tensor, b: Tensor | float, c: Tensor) -> Tensor:
-    """a * b + c in float32 with one rounding: the product of floats is exact in double."""
-    return (a.double() * b + c).float()
 
 
 def _float32(number: float) -> float:

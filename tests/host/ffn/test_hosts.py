@@ -190,20 +190,18 @@ def test_state_dict_keys_stay_and_pickles_hold_the_plain_model() -> None:
     assert loaded.ff.forward.__self__ is loaded.ff
 
 
-def test_deep_copies_are_sliced_by_themselves_until_the_patch_goes() -> None:
+def test_deep_copies_are_without_the_patch() -> None:
     x, model = torch.randn(1, 64, 16), Block().eval()
     with torch.no_grad():
         expected = model(x)
         patch = _patch(model)
         copied = copy.deepcopy(model)
-        with torch.no_grad():
-            for parameter in copied.ff.parameters():
-                parameter.zero_()
+        for parameter in copied.ff.parameters():
+            parameter.zero_()
         assert torch.equal(model(x), expected)
         assert torch.equal(copied(x), x)
-        assert _count_slices(copied.ff, lambda: copied(x)) >= 4
-        patch.remove()
         assert _count_slices(copied.ff, lambda: copied(x)) == 1
+        patch.remove()
 
 
 def test_somebody_elses_later_swap_lives_on(caplog: pytest.LogCaptureFixture) -> None:

@@ -1,6 +1,5 @@
 """Int8Binding: attached and detached again and again, on plain modules."""
 
-import copy
 import gc
 import weakref
 from dataclasses import replace
@@ -91,22 +90,6 @@ def test_copies_of_a_model_have_layers_of_their_own_and_none_is_kept_alive() -> 
     gc.collect()
     assert watched() is None
     assert binding.report(models[0]).count("int8") == 2
-
-
-def test_a_deep_copy_made_meanwhile_can_be_taken_off_too() -> None:
-    model, x = network(), inputs()
-    exact = model(x)
-    binding = Int8Binding()
-    binding.attach(model)
-    ours = model(x)
-    copied = copy.deepcopy(model)
-    assert torch.equal(copied(x), ours)
-    take_off(copied)
-    assert torch.equal(copied(x), exact)
-    assert type(copied[0].weight) is nn.Parameter
-    assert torch.equal(model(x), ours)
-    binding.detach(model)
-    assert torch.equal(model(x), exact)
 
 
 def test_in_inference_mode_as_hosts_run() -> None:
@@ -336,7 +319,7 @@ def test_a_weight_can_be_viewed_and_copied_in_and_out_of_inference_mode(made: bo
         weight = nn.Parameter(Int8Weight(quantize_rows(values)), requires_grad=False)
     matrix = weight.matrix.float()
     with torch.inference_mode(used):
-        for same in (weight.detach(), weight.data, weight.clone(), copy.deepcopy(weight), nn.Parameter(weight)):
+        for same in (weight.detach(), weight.data, weight.clone(), nn.Parameter(weight)):
             assert isinstance(same, Int8Weight)
             assert torch.equal(same.matrix.codes, weight.matrix.codes)
         assert torch.equal(weight[:2], matrix[:2])
