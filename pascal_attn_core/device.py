@@ -1,5 +1,25 @@
 """Facts about a device: the public names of :mod:`.machine.device`."""
 
-from .machine.device import DeviceInfo, cpu_caches, cpu_name, device_info, free_bytes
+from .machine.device import (
+    Cache,
+    DeviceInfo,
+    core_l2_bytes,
+    cpu_caches,
+    cpu_name,
+    device_info,
+    free_bytes,
+    pci_place,
+    smi_id,
+)
 
-__all__ = ["DeviceInfo", "cpu_caches", "cpu_name", "device_info", "free_bytes"]
+__all__ = [
+    "Cache",
+    "DeviceInfo",
+    "core_l2_bytes",
+    "cpu_caches",
+    "cpu_name",
+    "device_info",
+    "free_bytes",
+    "pci_place",
+    "smi_id",
+]
