@@ -276,9 +276,9 @@ def _set_attn_processor(self: Any, processor: Any) -> None:
     elif isinstance(processor, dict):
         _set_dict(self, processor)
     else:
-        for module in self.modules():
-            if hasattr(module, "set_processor"):
-                module.set_processor(processor)
+        attention_modules: Any = (module for module in self.modules() if hasattr(module, "set_processor"))
+        for module in attention_modules:
+            module.set_processor(processor)
 
 
 def _set_dict(model: nn.Module, given: dict[str, Any]) -> None:

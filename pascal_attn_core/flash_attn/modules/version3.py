@@ -88,25 +88,20 @@ def flash_attn_with_kvcache(q: Tensor, **options: Any) -> Any:
     "scheduler_metadata=None num_splits=1 pack_gqa=None sm_margin=0 * out=None window_size=None",
     ignored=f"{_IGNORED} max_seqlen_q max_seqlen_k seqlens_rotary rotary_interleaved scheduler_metadata",
     refused=f"{_REFUSED} qv k_new v_new cu_seqlens_k_new seqused_q seqused_k page_table kv_batch_idx leftpad_k "
-    "rotary_cos rotary_sin",
+    "rotary_cos rotary_sin out_ out",
 )
-def flash_attn_forward(q: Tensor, k: Tensor, v: Tensor, out_: Tensor | None, out: Tensor | None, **given: Any) -> Any:
+def flash_attn_forward(q: Tensor, **given: Any) -> Any:
     """``_flash_attn_forward`` for a batch, or for concatenated sequences with ``cu_seqlens_q`` and ``cu_seqlens_k``.
 
     Args:
-        out_, out: where the output is written as well.
         window_size: (left, right), as versions before 2026 took it.
         seqlens_rotary, rotary_interleaved, scheduler_metadata, num_splits, pack_gqa, sm_margin: change nothing.
     Returns:
         (out, lse, an empty tensor, an empty tensor).
     Raises:
-        NotImplementedError: new keys, a cache, rotation or scales are given.
+        NotImplementedError: new keys, a cache, rotation, scales or a tensor for the output are given.
     """
-    found, lse, *_ = raw.forward(q, k, v, **_with_sides(given))
-    for target in (out_, out):
-        if target is not None:
-            found = target.copy_(found)
-    return found, lse, q.new_empty(0), q.new_empty(0)
+    return *raw.forward(q, **_with_sides(given))[:2], q.new_empty(0), q.new_empty(0)
 
 
 @called_as(
