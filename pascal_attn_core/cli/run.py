@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import runpy
 import sys
 from pathlib import Path
 
-from .. import Patch, Report, patch_imports, patch_sdpa, record
+from .. import patch_flex_attention, patch_imports, patch_sdpa, record
 from ..stand_ins import STAND_INS
 from . import CommandError
 
@@ -38,25 +39,19 @@ def run(options: argparse.Namespace) -> int:
     switch = patch_sdpa()
     if not switch.sites:
         print("pascal-attn run: PASCAL_ATTN_DISABLE is set: attention stays torch's", file=sys.stderr)
-    others = [patch for patch in (_flex_attention(), patch_imports(without=options.without)) if patch]
+    patches = [switch, patch_imports(without=options.without)]
+    with contextlib.suppress(ImportError):  # before torch 2.5
+        patches.append(patch_flex_attention())
     with record() as report:
         try:
             return _run(options)
         finally:
-            switch.remove()
-            for patch in others:
+            for patch in patches:
                 patch.remove()
             if not options.no_report and not isinstance(sys.exc_info()[1], CommandError):
-                _print_report(report)
-
-
-def _flex_attention() -> Patch | None:
-    from .. import patch_flex_attention
-
-    try:
-        return patch_flex_attention()
-    except ImportError:  # before torch 2.5
-        return None
+                sys.stdout.flush()
+                text = report.text() if report.routes() else "no attention call was seen in this process"
+                print(f"pascal-attn run: {text}", file=sys.stderr)
 
 
 def _run(options: argparse.Namespace) -> int:
@@ -86,9 +81,3 @@ def _run_module(name: str) -> None:
         if error.name in (None, name.partition(".")[0], name) and "No module named" in str(error):
             raise CommandError(str(error)) from error
         raise
-
-
-def _print_report(report: Report) -> None:
-    sys.stdout.flush()
-    text = report.text() if report.routes() else "no attention call was seen in this process"
-    print(f"pascal-attn run: {text}", file=sys.stderr)

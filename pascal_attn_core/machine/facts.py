@@ -30,11 +30,7 @@ MIB, GIB = 1 << 20, 1 << 30
 _LABEL = 12
 NO_WINDOW = getattr(subprocess, "CREATE_NO_WINDOW", 0)  # of a process that is started on Windows
 _PROC_DRIVER = Path("/proc/driver/nvidia/version")
-_SMI_DRIVER = ("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
-_SMI_CLOCKS, _SMI_LINK = (
-    ("nvidia-smi", f"--query-gpu={query}", "--format=csv,noheader,nounits")
-    for query in ("clocks.sm,clocks.mem,temperature.gpu,power.draw", QUERY)
-)
+_CLOCKS = "clocks.sm,clocks.mem,temperature.gpu,power.draw"
 _WATCH_SECONDS = 1.0
 # What a call gets on devices that are not NVIDIA's, and what it is spared.
 _GETS = "torch's kernel where torch has a fused one for the call, else our own (AMD only) or tiles within the budget"
@@ -43,7 +39,6 @@ _SPARED = {
     "mps": "without them: all scores are stored, and come out wrong beyond 2^31 of them",
     "xpu": "without them: all scores may be stored, and a buffer above 4 GiB cannot be allocated",
 }
-_SMI = ("nvidia-smi", "--query-gpu=name,compute_cap,memory.total", "--format=csv")
 
 
 @dataclass(frozen=True)
@@ -126,7 +121,7 @@ def torch_build() -> TorchBuild:
 
 def ask_nvidia_smi() -> tuple[SmiCard, ...]:
     """The cards that nvidia-smi lists; none where it is missing or fails."""
-    return parse_smi(_output_of(_SMI))
+    return parse_smi(_asked("name,compute_cap,memory.total"))
 
 
 @functools.cache
@@ -137,7 +132,7 @@ def ask_driver() -> str:
         found = re.search(r"\d+(\.\d+)+", _PROC_DRIVER.read_text(encoding="utf-8"))
         if found:
             return found[0]
-    return _output_of(_SMI_DRIVER).partition("\n")[0].strip()
+    return _asked("driver_version").partition("\n")[0].strip()
 
 
 class Clocks(NamedTuple):
@@ -163,7 +158,7 @@ def ask_clocks(device: torch.device) -> Clocks | None:
     if torch.version.hip is not None:
         found = readings(pci_place(device))
         return None if found is None else Clocks(*found)
-    return parse_clocks(_output_of((*_SMI_CLOCKS, "--id", smi_id(device))))
+    return parse_clocks(_asked(_CLOCKS, "--id", smi_id(device)))
 
 
 def parse_clocks(text: str) -> Clocks | None:
@@ -179,7 +174,7 @@ def ask_link(device: torch.device) -> Link | None:
     """The PCIe link of a card; None where nvidia-smi is missing or does not say."""
     if torch.version.hip is not None:
         return None
-    return parse_link(_output_of((*_SMI_LINK, "--id", smi_id(device))))
+    return parse_link(_asked(QUERY, "--id", smi_id(device)))
 
 
 @contextlib.contextmanager
@@ -206,7 +201,9 @@ def highest_of(clocks: list[Clocks]) -> Clocks | None:
     return max(clocks, key=lambda each: each.sm_mhz or 0, default=None)
 
 
-def _output_of(command: tuple[str, ...]) -> str:
+def _asked(query: str, *more: str) -> str:
+    """The lines that nvidia-smi prints for a query; "" where it is missing or fails."""
+    command = ("nvidia-smi", f"--query-gpu={query}", "--format=csv,noheader,nounits", *more)
     try:
         return subprocess.run(
             command, capture_output=True, text=True, timeout=10, check=True, creationflags=NO_WINDOW
@@ -218,9 +215,9 @@ def _output_of(command: tuple[str, ...]) -> str:
 def parse_smi(text: str) -> tuple[SmiCard, ...]:
     """The cards in nvidia-smi's CSV; lines of another form are skipped."""
     cards = []
-    for name, *capability, memory in (line.rsplit(",", 2) for line in text.splitlines()[1:] if line.count(",") > 1):
+    for name, *capability, memory in (line.rsplit(",", 2) for line in text.splitlines() if line.count(",") > 1):
         found = re.fullmatch(r"(\d+)\.(\d+)", capability[0].strip())
-        cards.append(SmiCard(name.strip(), (int(found[1]), int(found[2])) if found else None, memory.strip()))
+        cards.append(SmiCard(name.strip(), (int(found[1]), int(found[2])) if found else None, f"{memory.strip()} MiB"))
     return tuple(cards)
 
 

@@ -54,16 +54,12 @@ def in_own_thread(work: Callable[[], Result], device: torch.device) -> Result:
         else:
             outcome.set_result(result)
 
-    thread, runs = threading.Thread(target=run, name="pascal_attn"), True
+    thread = threading.Thread(target=run, name="pascal_attn")
     try:
-        try:
-            thread.start()
-        except RuntimeError:  # the system gives no more threads
-            runs = False
-            raise
+        thread.start()
         return outcome.result()
     finally:
-        if runs:  # as it does where the wait for its start, or for its end, was interrupted
+        if thread in threading.enumerate():  # even where the wait for its start was interrupted
             wait([outcome])
             thread.join()
 

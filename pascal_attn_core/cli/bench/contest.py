@@ -150,8 +150,11 @@ def _enter(
                 first = min(first, milliseconds(step, device) / 1e3)
         found = measure(lambda _: checked(), torch.empty(0, device=device))  # a tensor gives measure() the device
         result.error = error_of(found.out)
+    except UnsupportedAttention as error:
+        result.note = "; ".join(error.reasons)
+        return []
     except Exception as error:  # other packages' code: whatever it raises goes into its cell of the table
-        result.note = _why(error)
+        result.note = "out of memory" if is_out_of_memory(error) else in_one_line(error)[:90]
         return []
     result.extra_bytes, result.ran = found.extra_bytes, result.ran or "+".join(report.routes())
     calls = max(1, min(50, math.ceil(0.02 / max(first, 1e-6))))
@@ -167,13 +170,6 @@ def no_room(needed: int, device: torch.device) -> str:
     if available is None or needed <= _SHARE_OF_MEMORY * available:
         return ""
     return f"skipped: needs about {needed / 2**30:.1f} GiB, {available / 2**30:.1f} GiB are free"
-
-
-def _why(error: Exception) -> str:
-    """The note of an entrant that failed."""
-    if isinstance(error, UnsupportedAttention):
-        return "; ".join(error.reasons)
-    return "out of memory" if is_out_of_memory(error) else in_one_line(error)[:90]
 
 
 # ---- as text ---------------------------------------------------------------------------------------------------------

@@ -94,11 +94,11 @@ def test_a_missing_or_failing_nvidia_smi_is_tolerated(monkeypatch, failure):
 def test_the_drivers_version_needs_no_nvidia_smi_on_linux(monkeypatch, tmp_path, text):
     (tmp_path / "version").write_text(text)
     monkeypatch.setattr(machine_facts, "_PROC_DRIVER", tmp_path / "version")
-    monkeypatch.setattr(machine_facts, "_output_of", None)
+    monkeypatch.setattr(machine_facts, "_asked", None)
     assert machine_facts.ask_driver.__wrapped__() == "535.183.01"
 
 
-SMI = "name, compute_cap, memory.total [MiB]\nNVIDIA GeForce GTX 1080 Ti, 6.1, 11264 MiB\nTesla M40, [N/A], 12288 MiB\n"
+SMI = "NVIDIA GeForce GTX 1080 Ti, 6.1, 11264\nTesla M40, [N/A], 12288\n"
 CPU, CPU_ONLY = DeviceInfo("cpu", "CPU", num_sms=8), TorchBuild("2.13.0+cpu", "cpu")
 ROCM = TorchBuild("2.9.1+rocm6.3", "hip", "6.3.42131", ("gfx900", "gfx906"))
 RX_6800_CODE = TorchBuild("2.13.0+rocm7.2", "hip", "7.2.0", ("gfx1030",))

@@ -73,7 +73,7 @@ def test_the_facts_of_two_cards_are_gathered(monkeypatch: pytest.MonkeyPatch) ->
         "free_bytes": lambda name: None,
         "smi_id": lambda device: f"GPU-{device.index}",
         "direct_pairs": lambda count: ((0, 1),),
-        "_output_of": lambda command: said[command[-1]] if "--id" in command else "",
+        "_asked": lambda query, *more: said[more[-1]] if more else "",
     }
     for name, stand_in in stand_ins.items():
         monkeypatch.setattr(machine_facts, name, stand_in)
