@@ -103,7 +103,7 @@ class PascalMemoryEstimate(inputs.PascalNode):
             fits = [(axis, find_largest(axis, trace, host, room)) for axis in axes]
         found = Figures(followed.call, host)
         others = _weights_of({"text encoder": clip, "VAE": vae})
-        subject = Subject(name, wanted.shapes, *followed[1:], model.model_size(), available, total, others)
+        subject = Subject(name, wanted.shapes, followed.copies, model.model_size(), available, total, others)
         text = text_of(found, subject)
         fits = [(axis, ways) for axis, ways in fits if ways]
         if axes:
@@ -135,11 +135,10 @@ def axes_of_latent(model: Any, latent: Latent) -> list[Axis]:
 
 
 class Followed(NamedTuple):
-    """The model's calls, prompts per batch, and how they were found."""
+    """The model's calls, and prompts per batch."""
 
     call: ModelCall
     copies: int
-    how: str
 
 
 def follow(model: Any, latent: Latent, conditioning: Conditioning | None, tokens: int, copies: int) -> Followed | str:
@@ -157,9 +156,7 @@ def follow(model: Any, latent: Latent, conditioning: Conditioning | None, tokens
                 log.debug("pascal_attn: memory estimate", exc_info=True)
                 continue
             if call.attention:
-                whose = "the prompt given" if conditioning else f"a prompt of {tokens} tokens"
-                how = f"Found by tracing one call of the model, with {whose}, without computing it."
-                return Followed(call, number, how)
+                return Followed(call, number)
             reason = "it does not offer its attention calls to patches"
     advice = "" if conditioning else " Connect the prompt's conditioning."
     return f"no estimate, since the model could not be traced ({reason}).{advice}"

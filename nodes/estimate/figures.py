@@ -52,7 +52,7 @@ class Figures:
 
     def of_attention(self, *, patched: bool) -> int:
         """The most extra memory of one attention call, with Pascal Attention Patch or without."""
-        return max((need.bytes(patched) for need in self.needs.values()), default=0)
+        return max((need.patched if patched else need.without for need in self.needs.values()), default=0)
 
     def of_ffn(self, *, chunked: bool) -> int:
         """The most extra memory of one feed-forward call, with Pascal FFN Chunking or without."""
@@ -61,7 +61,8 @@ class Figures:
     def peak(self, *, patched: bool, chunked: bool) -> int:
         """The most bytes at any moment, the model's other tensors included."""
         moments = [self.call.other_bytes]
-        moments += [shape.live_bytes + self.needs[shape].bytes(patched) for shape in self.call.attention]
+        needs = {shape: need.patched if patched else need.without for shape, need in self.needs.items()}
+        moments += [shape.live_bytes + needs[shape] for shape in self.call.attention]
         moments += [layer.live_bytes + self._ffn_bytes(layer, chunked) for layer in self.call.ffn]
         return max(moments)
 
@@ -84,9 +85,6 @@ class Need(NamedTuple):
     without: int
     patched: int
     why: str
-
-    def bytes(self, patched: bool) -> int:
-        return self.patched if patched else self.without
 
 
 def need_of(shape: AttentionShape, host: Host) -> Need:

@@ -21,7 +21,6 @@ class Subject:
         name: of the model.
         latent: the shape of each stream of the latent.
         copies: prompts in one batch.
-        how: how the calls were found, as a sentence.
         weight_bytes: all weights of the model.
         available_bytes: what is free on the card, and what this model already takes there; 0 = not known.
         total_bytes: all memory of the card.
@@ -31,7 +30,6 @@ class Subject:
     name: str
     latent: Sequence[Sequence[int]]
     copies: int
-    how: str
     weight_bytes: int
     available_bytes: int
     total_bytes: int
@@ -51,7 +49,6 @@ def text_of(found: Figures, subject: Subject) -> str:
         f"Peak besides the weights: {size_text(found.total_without)} without the patches, "
         f"{size_text(found.total_with)} with both.",
         *_weights(subject),
-        subject.how,
         "Counted: the tensors of one model evaluation, and the temporary memory of attention and feed-forward layers. "
         "Not counted: copies of weights in transit, workspace of individual kernels, ControlNets, what the "
         "text encoder and the VAE compute, previews, other programs, and memory lost to fragmentation.",

@@ -89,15 +89,11 @@ class Settings:
         names = patterns(self.include), patterns(self.exclude)
         return float(self.max_error), *names, self.weights, self.only_faster
 
-    @property
-    def chosen(self) -> str:
-        return chosen_by(*self.options[1:3])
-
     def text(self, *, attention: bool) -> str:
         """``"error at most 5.0%, weights host, attention in 8 bits with an error of at most 2.0%"``."""
-        parts = [f"error at most {self.max_error:.1%}, weights {self.weights}", self.chosen] if self.linear else []
+        parts = [f"error at most {self.max_error:.1%}, weights {self.weights}"] if self.linear else []
         parts += [f"attention in 8 bits with an error of at most {self.attention_max_error:.1%}"] if attention else []
-        return ", ".join(filter(None, parts))
+        return ", ".join(parts)
 
 
 class Int8Layers(Injection):
@@ -145,7 +141,7 @@ class Int8Layers(Injection):
             for sentence in report.text().splitlines()[len(reports) == 1 and bool(run.gains) :]:
                 run.note(sentence.strip())
             is_in_int8 = bool(self.files.layers) and report is reports[0]
-            for sentence in warnings_of(report, is_file_in_int8=is_in_int8, chosen=self.wanted.chosen):
+            for sentence in warnings_of(report, is_file_in_int8=is_in_int8):
                 if run.warn(sentence):
                     log.warning("pascal_attn: %s: %s", self.subject, sentence)
 
@@ -184,19 +180,13 @@ def status(report: Int8Report, subject: str, settings: str) -> str:
     return "; ".join(filter(None, [text, ", ".join(others)]))
 
 
-def chosen_by(include: tuple[str, ...], exclude: tuple[str, ...]) -> str:
-    """``"include double_blocks, exclude img_mlp"``; "" where the user names no layers."""
-    words = {"include": include, "exclude": exclude}
-    return ", ".join(f"{word} {', '.join(texts)}" for word, texts in words.items() if texts)
-
-
-def warnings_of(report: Int8Report, *, is_file_in_int8: bool = False, chosen: str = "") -> list[str]:
-    """The sentences that a user must not miss; ``chosen`` is from :func:`chosen_by`."""
+def warnings_of(report: Int8Report, *, is_file_in_int8: bool = False) -> list[str]:
+    """The sentences that a user must not miss."""
     found = [f"{line.name} went back to float: {line.why}" for line in report.of("float") if " in call " in line.why]
     on = report.of("int8")
     if not on and not is_file_in_int8:
         reasons = sorted({line.why for line in report.lines if line.state in ("cannot be", "float", "waiting")})
-        none = "none was measured" if report.lines else f"none is left by {chosen}" if chosen else "none was found"
+        none = "none was measured" if report.lines else "none was found"
         found.append(f"no {report.what.removesuffix('s')} runs in int8: {'; '.join(reasons[:3]) or none}")
     timed = [(line.float_ms, line.int8_ms) for line in on if line.float_ms is not None and line.int8_ms is not None]
     before, after = (sum(times) for times in zip(*timed)) if timed else (0.0, 0.0)

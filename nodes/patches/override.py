@@ -27,7 +27,7 @@ class _Local(threading.local):
     word = "call"
     ordinal = 0
     place = ""
-    inside = False
+    inside = False  # below an attention call that has been decided already
     catching = False
 
 
@@ -54,11 +54,6 @@ class Scope:
     def at(self, place: str) -> AbstractContextManager[None]:
         """Attention calls below are those of the module of this name."""
         return self._with(place=place)
-
-    @property
-    def is_inside(self) -> bool:
-        """Whether this thread is below an attention call that has been decided already."""
-        return self.local.inside
 
     @contextmanager
     def around(self, engine: Engine, word: str, *, catches: bool, sdpa: bool = True) -> Iterator[None]:
@@ -188,7 +183,7 @@ def make_wrapper(engine: Engine, scope: Scope, word: str, *, catches: bool) -> C
 def _attend(engine: Engine, scope: Scope, args: tuple, kwargs: dict[str, Any]) -> Any:
     """One call of ``scaled_dot_product_attention`` that has bypassed the override."""
     tensors = (value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor))
-    if scope.is_inside or any(type(tensor) not in (*PLAIN, Banded) for tensor in tensors):
+    if scope.local.inside or any(type(tensor) not in (*PLAIN, Banded) for tensor in tensors):
         return TORCH_SDPA(*args, **kwargs)
     place, call = Place(scope.next_name(), "SDPA"), bind_sdpa(args, kwargs)
     why = call if isinstance(call, str) else "it has dropout" if call.dropout_p else ""
@@ -204,7 +199,7 @@ def _attend(engine: Engine, scope: Scope, args: tuple, kwargs: dict[str, Any]) -
 
 def _attend_by_name(engine: Engine, scope: Scope, function: Attention, args: tuple, kwargs: dict[str, Any]) -> Any:
     """One call of a function of the host that has bypassed the override."""
-    if scope.is_inside:
+    if scope.local.inside:
         return function(*args, **kwargs)
     via = "by name" if engine.part == "diffusion model" else engine.part
     with scope.inside():

@@ -153,12 +153,9 @@ def _trouble_rows(run: Run) -> Iterator[Row]:
     if halvings:
         text = f"halved {plural(halvings, 'time')}, because the device was out of memory"
         yield Row("budget", text, tone="caution")
-    repaired = {kind.block: tally.repaired for kind, tally in tallies if tally.repaired}
+    repaired = sum(tally.repaired for _, tally in tallies)
     if repaired:
-        blocks = ", ".join(f"{block} ({count}x)" for block, count in list(repaired.items())[:12])
-        more = f" and {len(repaired) - 12} more blocks" if len(repaired) > 12 else ""
-        outputs = plural(sum(repaired.values()), "output")
-        yield Row("repaired", f"{outputs} not finite, recomputed in float32: {blocks}{more}", tone="caution")
+        yield Row("repaired", f"{plural(repaired, 'output')} not finite, recomputed in float32", tone="caution")
 
 
 def _block_section(shown: Shown) -> Section:

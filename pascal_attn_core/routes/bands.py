@@ -5,21 +5,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import NamedTuple
 
 from ..call import AttentionCall, may_read
 from ..call.flex_rules import BlockRule
 from ..machine.device import MIB
 from ..tiled.rule_bytes import rule_bytes
 from ..tiled.tiles import even_ranges
-
-
-class Band(NamedTuple):
-    """Some query rows and the keys between the first and the last that they see. ``call``: those alone."""
-
-    call: AttentionCall
-    rows: slice
-    keys: slice
 
 
 def rows_at_once(call: AttentionCall, rule: BlockRule, budget_bytes: int) -> int | list[str]:
@@ -43,9 +34,10 @@ def sample(call: AttentionCall, rule: BlockRule, rows: int) -> AttentionCall:
     return replace(call, query=call.query[..., :rows, :], attn_mask=mask, seq_len_q=rows)
 
 
-def bands(call: AttentionCall, rule: BlockRule, rows: int) -> Iterator[Band]:
-    """The bands of a call, of at most so many rows; rows that see no key are in none. To ask ``mask_mod`` takes half as
-    much memory as a band's mask."""
+def bands(call: AttentionCall, rule: BlockRule, rows: int) -> Iterator[tuple[AttentionCall, slice, slice]]:
+    """The bands of a call: at most so many rows, as a call of their own, which rows these are, and the keys between the
+    first and the last that they see. Rows that see no key are in none. To ask ``mask_mod`` takes half as much memory as
+    a band's mask."""
     together = rule.num_masks * rows * call.seq_len_kv // 2 // max(1, rule_bytes(call, backward=False).asked)
     for q0, q1 in even_ranges(0, call.seq_len_q, rows, rule.block[0]):
         k0, k1 = rule.key_range((q0, q1))
@@ -61,4 +53,4 @@ def bands(call: AttentionCall, rule: BlockRule, rows: int) -> Iterator[Band]:
             seq_len_kv=k1 - k0,
             offset=call.offset + q0 - k0,
         )
-        yield Band(part, slice(q0, q1), slice(k0, k1))
+        yield part, slice(q0, q1), slice(k0, k1)

@@ -194,7 +194,7 @@ class FusedRoute(Route):
         assert saved.lse is not None
         grad_out, grad_lse = wanted.grad_out.expand(saved.out.shape), wanted.grad_lse
         if plan.adds_in_any_order and torch.are_deterministic_algorithms_enabled():  # since the forward pass
-            plan = in_fixed_order(call, plan)
+            plan = plan._replace(gradients=plain_gradients(call), remark="")
             kernels_of(call).ensure(plan.gradients)
         of_query = plan.gradients[0]
         if not rows_are_readable(grad_out, 8 if of_query.on_tensor_cores and not of_query.padded else 4):
@@ -306,11 +306,6 @@ def _with_atomic_gradients(
     if reason:
         return plan._replace(remark=f"its gradients in seven products: {reason}")
     return plan._replace(gradients=(variant,), remark="its gradients in five products, by atomic additions")
-
-
-def in_fixed_order(call: AttentionCall, plan: Plan) -> Plan:
-    """The plan with the kernels that sum each gradient in one order."""
-    return plan._replace(gradients=plain_gradients(call), remark="")
 
 
 class Int8Trials(Trials):

@@ -61,10 +61,6 @@ class Shared:
     heads: tuple[range, ...]
     why: str
 
-    def plan_part(self, own: AttentionCall) -> Any:
-        """The route's plan for a part, on whichever device."""
-        return _possible(self.route.plan_part(Request(own, self.config), self.shared))
-
 
 on_one_device = functools.lru_cache(maxsize=64)(functools.partial(replace, devices=()))  # a config without the others
 
@@ -88,7 +84,8 @@ class SeveralRoute(Route):
 
         def compute(own: AttentionCall) -> Tensor:
             counted.append(its_stats := TiledStats())
-            return plan.route.forward(own, plan.config, plan.plan_part(own), **wanted, stats=its_stats).out
+            how = _possible(plan.route.plan_part(Request(own, plan.config), plan.shared))
+            return plan.route.forward(own, plan.config, how, **wanted, stats=its_stats).out
 
         if _is_shared(call, plan, out, compute, stats):
             for each in counted:

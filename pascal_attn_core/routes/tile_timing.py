@@ -31,7 +31,7 @@ from ..tiled.layout import is_padding
 from ..tiled.plan import plan_call
 from ..tiled.tiles import Basis, TilePlan, cpu_bases
 from .route import Request, Route
-from .timing_table import Attempt, Clock, Contest, kind_text, least_times, power_of_two
+from .timing_table import Attempt, CallKind, Clock, Contest, kind_text, least_times, power_of_two
 from .torch_kernel import TorchForm, find_form, run_form
 
 SECONDS = 0.3  # that a timing may take
@@ -55,31 +55,6 @@ _MOST_SEEN = 1024
 _MASKED_SCORES = 1 << 22
 
 
-class TileKind(NamedTuple):
-    """Calls that are taken to be alike. Counts of tokens and rows are powers of two, at most those of the timed slice.
-
-    Attributes:
-        q_tokens, kv_tokens: of a sequence.
-        groups: query heads per key/value head.
-        rows: query rows of all heads and batches together.
-        mask: "" none, or "bool" or its float dtype, and "keys" for one row for all queries, "queries" for a row each.
-        kept: quarters of the keys that a mask for all queries leaves, rounded up; 4 for other calls.
-        threads: that torch uses.
-    """
-
-    dtype: str
-    head_dim: int
-    head_dim_v: int
-    q_tokens: int
-    kv_tokens: int
-    groups: int
-    rows: int
-    mask: str
-    kept: int
-    is_causal: bool
-    threads: int
-
-
 class TileTiming(NamedTuple):
     """The conclusion from the times of a kind: the chosen tiles, which are the first of :func:`.cpu_bases` unless
     others are clearly faster, and their time in units of that of torch's kernel; None where torch has no kernel."""
@@ -95,10 +70,10 @@ class TileTiming(NamedTuple):
 _OPEN = object()
 
 
-class TileTimings(Contest[TileKind]):
+class TileTimings(Contest[CallKind]):
     """Made by ``runtime.part(TileTimings)``."""
 
-    file_kind, kind_type = "tiles", TileKind
+    file_kind, kind_type = "tiles", CallKind
 
     def __init__(self, runtime: Runtime, *, clock: Clock | None = None, **options: Any):
         super().__init__(
@@ -107,7 +82,7 @@ class TileTimings(Contest[TileKind]):
         self._is_off = not self.is_on or self.info.kind != "cpu" or self.device.type != "cpu"
         self._seen: dict[tuple, Any] = {}  # what is final for calls of the same sizes
         self._last_mask: tuple[weakref.ref, tuple] | None = None
-        self._spent: dict[TileKind, int] = {}
+        self._spent: dict[CallKind, int] = {}
 
     def of(self, ours: Route, request: Request) -> TileTiming | None:
         """The timing of calls of this kind by the route of tiles, made now if the request allows that and it is worth
@@ -177,7 +152,7 @@ class TileTimings(Contest[TileKind]):
         found = {kind_text(kind): self.verdict(times) for kind, times in self.known.items()}
         return {words: timing.ratio for words, timing in found.items() if timing is not None and timing.ratio}
 
-    def _timed(self, kind: TileKind, ours: Route, call: AttentionCall, budget_bytes: int) -> dict[str, float] | None:
+    def _timed(self, kind: CallKind, ours: Route, call: AttentionCall, budget_bytes: int) -> dict[str, float] | None:
         with torch.no_grad():
             sample = slice_of(call)
             bases, form, whole = self._bases(sample), find_form(sample, budget_bytes), find_form(call, budget_bytes)
@@ -213,7 +188,7 @@ def tiles_digest() -> str:
     return code.hexdigest()[:16]
 
 
-def kind_of_call(call: AttentionCall) -> TileKind | None:
+def kind_of_call(call: AttentionCall) -> CallKind | None:
     """The kind of a call; None for those that are not timed. What a softcap, sinks, or the wish for lse change is the
     same for all tile shapes, and torch's kernel takes none of them."""
     mask = call.attn_mask
@@ -222,8 +197,8 @@ def kind_of_call(call: AttentionCall) -> TileKind | None:
     if call.left is not None or (call.right is not None and not call.plain_causal):
         return None
     tokens_q, tokens_kv, _, _ = _sizes(call)
-    return TileKind(
-        dtype=_name(call.query.dtype),
+    return CallKind(
+        kernel=_name(call.query.dtype),
         head_dim=call.head_dim,
         head_dim_v=call.head_dim_v,
         q_tokens=power_of_two(tokens_q),
@@ -231,7 +206,7 @@ def kind_of_call(call: AttentionCall) -> TileKind | None:
         groups=call.groups,
         rows=min(_MOST_ROWS, power_of_two(call.batch_size * call.num_heads * call.seq_len_q)),
         mask="" if mask is None else f"{_name(mask.dtype)} {'keys' if is_padding(mask) else 'queries'}",
-        kept=4 if mask is None else _kept(mask),
+        kept=0 if mask is None else _kept(mask),
         is_causal=call.is_causal,
         threads=torch.get_num_threads(),
     )

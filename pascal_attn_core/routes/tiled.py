@@ -64,10 +64,7 @@ class TiledRoute(Route):
         is_bias = call.has_bias and isinstance(mask, Tensor)
         if is_bias and is_padding(mask) and math.prod(distinct(mask).shape[:-2]) > 1:
             return ["whether its float mask is padding is decided for all heads together"]
-        try:
-            walk = runtime_of(call.query.device).part(Walks).of(call, config, basis=plan)
-        except ValueError as error:  # raised again where the call is computed
-            return [str(error)]
+        walk = runtime_of(call.query.device).part(Walks).of(call, config, basis=plan)
         if walk.tiles.units > 1:
             return ["several heads share a step of the tiles: the call is short"]
         return walk

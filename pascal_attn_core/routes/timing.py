@@ -22,7 +22,7 @@ from ..machine.out_of_memory import is_out_of_memory
 from ..machine.own_thread import in_backward
 from ..patching.interception import torch_sdpa
 from .route import Request, Route
-from .timing_table import Attempt, Contest, kind_text, power_of_two
+from .timing_table import Attempt, CallKind, Contest, kind_text, power_of_two
 from .torch_kernel import TorchForm, find_form, run_form
 
 # The timed call is no larger than this: beyond, the time per score no longer depends on the length.
@@ -35,53 +35,25 @@ _CONFIG = AttentionConfig()
 Maker = Callable[[AttentionCall], Attempt | None]  # of an attempt at a sample, None where it cannot be made
 
 
-class Kind(NamedTuple):
-    """Calls that are taken to be alike. Token and row counts are powers of two, at most those of the timed call.
-
-    Attributes:
-        variant: of the fused kernel: head_dim, dtype, kind of mask.
-        head_dim, head_dim_v: of the call.
-        q_tokens, kv_tokens: of a sequence.
-        groups: query heads per key/value head.
-        rows: query rows of all heads and batches together.
-        mask_rows: 0 no mask, 1 one row for all queries, 2 a row for each.
-        is_causal, gradients: whether the call is causal, and has gradients.
-        against: what ours is timed against: ``"torch"``, ``"plain"`` (torch storing all scores; with the name of a
-            route, that one is timed), or, of our kernel on tensor cores, everything: ``"tensor"``.
-    """
-
-    variant: str
-    head_dim: int
-    head_dim_v: int
-    q_tokens: int
-    kv_tokens: int
-    groups: int
-    rows: int
-    mask_rows: int
-    is_causal: bool
-    gradients: bool
-    against: str = "torch"
-
-    @staticmethod
-    def of(call: AttentionCall, against: str = "torch") -> Kind:
-        """The kind of a call that the fused kernel takes."""
-        mask = call.attn_mask
-        q_tokens = min(_TOKENS, power_of_two(call.seq_len_q))
-        most_keys = min(_KEYS_OF_FEW_QUERIES, _TOKENS * _TOKENS // q_tokens)
-        most_rows = _ROWS_WITH_GRADIENTS if call.needs_grad else _ROWS
-        return Kind(
-            variant=variant_of(call, "forward").name,
-            head_dim=call.head_dim,
-            head_dim_v=call.head_dim_v,
-            q_tokens=q_tokens,
-            kv_tokens=min(most_keys, power_of_two(call.seq_len_kv)),
-            groups=call.groups,
-            rows=min(most_rows, power_of_two(call.batch_size * call.num_heads * call.seq_len_q)),
-            mask_rows=0 if mask is None else 1 if mask.dim() < 2 or mask.shape[-2] == 1 else 2,
-            is_causal=call.is_causal,
-            gradients=call.needs_grad,
-            against=against,
-        )
+def kind_of(call: AttentionCall, against: str = "torch") -> CallKind:
+    """The kind of a call that the fused kernel takes."""
+    mask = call.attn_mask
+    q_tokens = min(_TOKENS, power_of_two(call.seq_len_q))
+    most_keys = min(_KEYS_OF_FEW_QUERIES, _TOKENS * _TOKENS // q_tokens)
+    most_rows = _ROWS_WITH_GRADIENTS if call.needs_grad else _ROWS
+    return CallKind(
+        kernel=variant_of(call, "forward").name,
+        head_dim=call.head_dim,
+        head_dim_v=call.head_dim_v,
+        q_tokens=q_tokens,
+        kv_tokens=min(most_keys, power_of_two(call.seq_len_kv)),
+        groups=call.groups,
+        rows=min(most_rows, power_of_two(call.batch_size * call.num_heads * call.seq_len_q)),
+        mask="" if mask is None else "keys" if mask.dim() < 2 or mask.shape[-2] == 1 else "queries",
+        is_causal=call.is_causal,
+        gradients=call.needs_grad,
+        against=against,
+    )
 
 
 class Times(NamedTuple):
@@ -106,7 +78,7 @@ class Times(NamedTuple):
         return " and ".join(f"{1 / time:.2f} of the time of {name}" for name, time in known.items() if time)
 
 
-class Timings(Contest[Kind]):
+class Timings(Contest[CallKind]):
     """Our kernels timed against each other and against torch's. Made by ``runtime.part(Timings)``.
 
     Everything is timed at the first call of a kind, which takes some milliseconds, and never again on this machine with
@@ -114,18 +86,18 @@ class Timings(Contest[Kind]):
     None: see :meth:`.timing_table.Contest.find`; torch may refuse the timed call.
     """
 
-    kind_type = Kind
+    kind_type = CallKind
 
     def fused_over_torch(self, ours: Route, call: AttentionCall, budget_bytes: int) -> float | None:
         """The time of our kernel, in units of the time of torch's, for calls of this kind on this device, which the
         fused route takes, and torch's kernel as they are or rewritten within the budget."""
         makers = {"fused": lambda sample: _by(ours, sample), "torch": lambda sample: _by_torch(sample, budget_bytes)}
-        return _ratio(self._times(Kind.of(call), call, makers))
+        return _ratio(self._times(kind_of(call), call, makers))
 
     def fused_over_plain(self, ours: Route, call: AttentionCall) -> float | None:
         """As :meth:`fused_over_torch`, for calls that torch has no fused kernel for, and stores all scores of. The
         timed call has no more scores than fit _PLAIN_BYTES."""
-        kind = Kind.of(call, "plain" if ours.name == "fused" else f"plain, {ours.name}")
+        kind = kind_of(call, "plain" if ours.name == "fused" else f"plain, {ours.name}")
         kind = kind._replace(rows=min(kind.rows, max(kind.q_tokens * kind.groups, _PLAIN_BYTES // 4 // kind.kv_tokens)))
         return _ratio(self._times(kind, call, {"fused": lambda sample: _by(ours, sample), "torch": _plainly}))
 
@@ -133,7 +105,7 @@ class Timings(Contest[Kind]):
         """The times of others in units of that of ``ours``, the route on tensor cores, from one timing of all."""
         makers = {"tensor": lambda sample: _by(ours, sample), "plain": lambda sample: _by(plain, sample)}
         makers["torch"] = lambda sample: _by_torch(sample, budget_bytes)
-        found = self._times(Kind.of(call, "tensor"), call, makers)
+        found = self._times(kind_of(call, "tensor"), call, makers)
         if found is None or "tensor" not in found:
             return None
         return Times(*(found[name] / found["tensor"] if name in found else None for name in Times._fields))
@@ -143,7 +115,7 @@ class Timings(Contest[Kind]):
         found = {kind_text(kind): _ratio(times) for kind, times in self.known.items() if kind.against == against}
         return {words: ratio for words, ratio in found.items() if ratio is not None}
 
-    def _times(self, kind: Kind, call: AttentionCall, makers: dict[str, Maker]) -> dict[str, float] | None:
+    def _times(self, kind: CallKind, call: AttentionCall, makers: dict[str, Maker]) -> dict[str, float] | None:
         """Milliseconds of the attempts that can be made at a sample of this kind; None as in :meth:`.Contest.find`."""
         if kind not in self.known and in_backward():  # it is kept until the pass is over, without its values
             mask = call.attn_mask
@@ -201,7 +173,7 @@ def _by_torch(sample: AttentionCall, budget_bytes: int) -> Attempt | None:
     return _with_gradients(sample, lambda: run_form(sample, form)) if isinstance(form, TorchForm) else None
 
 
-def sample_call(call: AttentionCall, kind: Kind) -> AttentionCall:
+def sample_call(call: AttentionCall, kind: CallKind) -> AttentionCall:
     """A call of this kind on the same device: random numbers, and as many heads as make the kind's rows. Without
     gradients all heads share the memory of one."""
     kv_heads, device = max(1, kind.rows // (kind.q_tokens * kind.groups)), call.query.device
@@ -214,7 +186,7 @@ def sample_call(call: AttentionCall, kind: Kind) -> AttentionCall:
 
     mask = None
     if call.attn_mask is not None:
-        rows = kind.q_tokens if kind.mask_rows == 2 else 1
+        rows = kind.q_tokens if kind.mask == "queries" else 1
         mask = torch.zeros((1, 1, rows, kind.kv_tokens), dtype=call.attn_mask.dtype, device=device)
         mask = ~mask if mask.dtype == torch.bool else mask
     query = numbers(kv_heads * kind.groups, kind.q_tokens, call.head_dim)

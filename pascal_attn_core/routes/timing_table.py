@@ -33,6 +33,37 @@ _SECTION = "milliseconds"  # of the file
 _process = os.getpid()  # a worker that was forked later has another number
 
 
+class CallKind(NamedTuple):
+    """Attention calls that are taken to be alike. Counts of tokens and rows are powers of two, at most those of the
+    timed call.
+
+    Attributes:
+        kernel: the variant of the fused kernel (head_dim, dtype, kind of mask); on a CPU the dtype.
+        q_tokens, kv_tokens: of a sequence.
+        groups: query heads per key/value head.
+        rows: query rows of all heads and batches together.
+        mask: "" none, "keys" one row for all queries, "queries" a row for each; on a CPU after its dtype.
+        against: what ours is timed against on a GPU: ``"torch"``, ``"plain"`` (torch storing all scores; with the name
+            of a route, that one is timed), or, of our kernel on tensor cores, everything: ``"tensor"``.
+        kept: on a CPU, the quarters of the keys that a mask for all queries leaves, rounded up; 4 for other masks.
+        threads: that torch uses on a CPU.
+    """
+
+    kernel: str
+    head_dim: int
+    head_dim_v: int
+    q_tokens: int
+    kv_tokens: int
+    groups: int
+    rows: int
+    mask: str
+    is_causal: bool
+    gradients: bool = False
+    against: str = ""
+    kept: int = 0
+    threads: int = 0
+
+
 class Contest(Generic[Kind]):
     """Milliseconds of several attempts at the same small work, by the attempt's name, for each kind of call; several
     threads may ask at once. Subclasses say what a kind is, and on what the times depend.
@@ -223,7 +254,7 @@ def _wait_for(device: torch.device) -> None:
 
 
 def kind_text(kind: Any) -> str:
-    """``"variant forward-64-float32-none, head_dim 64, q_tokens 512, is_causal True"``: what is neither zero nor
+    """``"kernel forward-64-float32-none, head_dim 64, q_tokens 512, is_causal True"``: what is neither zero nor
     empty."""
     return ", ".join(f"{name} {value}" for name, value in kind._asdict().items() if value)
 

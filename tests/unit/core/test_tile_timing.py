@@ -23,8 +23,9 @@ from pascal_attn_core.reference import reference_sdpa
 from pascal_attn_core.routes import choose, timing_table, why_not
 from pascal_attn_core.routes.route import Request
 from pascal_attn_core.routes.run import TORCH
-from pascal_attn_core.routes.tile_timing import CLEARLY, TileKind, TileTimings, kind_of_call, slice_of
+from pascal_attn_core.routes.tile_timing import CLEARLY, TileTimings, kind_of_call, slice_of
 from pascal_attn_core.routes.tiled import TiledRoute, Walks
+from pascal_attn_core.routes.timing_table import CallKind
 from pascal_attn_core.tiled.tiles import Basis, cpu_bases
 
 CPU = DeviceInfo("cpu", "a processor", num_sms=2, l2_bytes=32 << 20, core_l2_bytes=1 << 20)
@@ -257,7 +258,7 @@ def test_the_timed_slice_is_small_and_of_the_same_kind(shape: Any) -> None:
     assert not isinstance(TORCH.plan(Request(sample, AUTO)), list)
 
 
-def _kind(*args: Any, **options: Any) -> TileKind | None:
+def _kind(*args: Any, **options: Any) -> CallKind | None:
     return kind_of_call(check_call(*_tensors(*args), **options))
 
 

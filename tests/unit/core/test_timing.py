@@ -22,7 +22,7 @@ from pascal_attn_core.machine.device import DeviceInfo
 from pascal_attn_core.machine.runtime import Runtime, runtime_of
 from pascal_attn_core.observe.progress import between_blocks, this_thread
 from pascal_attn_core.routes import choose, route_named, timing, timing_table
-from pascal_attn_core.routes.timing import Kind, Timings
+from pascal_attn_core.routes.timing import Timings, kind_of
 from pascal_attn_core.routes.torch_kernel import TorchForm, find_form
 
 OURS = route_named("tiled")  # in place of the fused route, for whose kernel there is no card
@@ -67,9 +67,9 @@ def _ask(timings: Timings, call: AttentionCall | None = None) -> float | None:
 @pytest.mark.parametrize("name", CALLS)
 def test_the_timed_call_is_small_and_needs_the_same_kernels(name: str) -> None:
     call = CALLS[name]()
-    kind = Kind.of(call)
+    kind = kind_of(call)
     sample = timing.sample_call(call, kind)
-    assert Kind.of(sample) == kind
+    assert kind_of(sample) == kind
     assert variant_of(sample, "forward") == variant_of(call, "forward")
     assert plan_call(sample, CARD.num_sms).forward == plan_call(call, CARD.num_sms).forward
     assert sample.num_scores <= 1 << 26
@@ -80,11 +80,11 @@ def test_the_timed_call_is_small_and_needs_the_same_kernels(name: str) -> None:
 
 
 def test_lengths_beyond_the_timed_ones_are_one_kind() -> None:
-    assert Kind.of(_call()) == Kind.of(_call((1, 24, 9000, 64)))
-    kinds = {Kind.of(make()) for make in CALLS.values()}
+    assert kind_of(_call()) == kind_of(_call((1, 24, 9000, 64)))
+    kinds = {kind_of(make()) for make in CALLS.values()}
     assert len(kinds) == len(CALLS)
     leaf = torch.empty(1, 2, 300, 64, requires_grad=True)
-    assert Kind.of(check_call(leaf, leaf, leaf)) != Kind.of(check_call(*[leaf.detach()] * 3))
+    assert kind_of(check_call(leaf, leaf, leaf)) != kind_of(check_call(*[leaf.detach()] * 3))
 
 
 def test_gradients_are_timed_too_where_a_call_has_them(folder: Path) -> None:
@@ -109,7 +109,7 @@ def test_the_next_process_on_the_same_machine_reads_the_answer(folder: Path) -> 
     assert _ask(later) == 0.75
     assert clock.runs == 0
     words = (
-        "variant forward-64-float32-none, head_dim 64, head_dim_v 64, q_tokens 512, kv_tokens 512, groups 1, rows 1024"
+        "kernel forward-64-float32-none, head_dim 64, head_dim_v 64, q_tokens 512, kv_tokens 512, groups 1, rows 1024"
     )
     assert list(later.ratios("torch")) == [f"{words}, against torch"]
     (file,) = folder.iterdir()

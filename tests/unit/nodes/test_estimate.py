@@ -162,7 +162,7 @@ def test_chunking_bounds_long_calls_only() -> None:
 
 
 def text_for(call: Any, **subject: Any) -> str:
-    given = {"name": "Flux", "latent": [(1, 16, 128, 128)], "copies": 1, "how": "How.", "weight_bytes": 20 << 30,
+    given = {"name": "Flux", "latent": [(1, 16, 128, 128)], "copies": 1, "weight_bytes": 20 << 30,
              "available_bytes": 10 << 30, "total_bytes": 11 << 30} | subject  # fmt: skip
     return text.text_of(estimate.Figures(call, HOST), text.Subject(**given))
 

@@ -94,9 +94,6 @@ def test_what_a_user_must_not_miss() -> None:
     assert int8.warnings_of(report(measured, left)) == [f"{nothing}its error 7.00% is above 5.00%"]
     assert int8.warnings_of(report(measured), is_file_in_int8=True) == []
     assert int8.warnings_of(report()) == [f"{nothing}none was found"]
-    chosen = int8.chosen_by(("img_mpl", "*.ff.*"), ("txt_mlp",))
-    left = "none is left by include img_mpl, *.ff.*, exclude txt_mlp"
-    assert int8.warnings_of(report(), chosen=chosen) == [nothing + left]
     waiting = {"state": "waiting", "why": ""}  # as in training, where the weight of each call is another one
     assert int8.warnings_of(report(waiting)) == [f"{nothing}none was measured"]
     slow = {"float_ms": 1.0, "int8_ms": 1.2}

@@ -258,7 +258,7 @@ def test_an_error_below_unwinds_the_scope() -> None:
     override = make_override(make_engine(min_keys=100), scope, None)
     with pytest.raises(KeyboardInterrupt):
         wrapper(lambda: override(Mock(side_effect=KeyboardInterrupt), *tensors(), HEADS))
-    assert not scope.is_inside
+    assert not scope.local.inside
     model(torch.randn(1, 2, 9, 4))
     assert engine.run.count() == 0
 

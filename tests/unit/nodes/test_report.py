@@ -138,7 +138,7 @@ def test_reasons_routes_memory_and_troubles_are_all_told():
     text = TEXT.report_text(findings(run(tallies, notes=["compiled"], warnings=["beware"])))
     facts = ["4 x tiled: no kernel", "7 x fewer than 1024 keys", "5.00 s in attention of 10.0 s (50%)", "63.0 MiB"]
     facts += ["972 MiB: the least that math attention", "7.00 GiB: peak", "11.0 GiB: total memory", "halved 2 times"]
-    facts += ["double 1 (1x)", "note        compiled", "WARNING     beware"]
+    facts += ["1 output not finite", "note        compiled", "WARNING     beware"]
     assert [fact for fact in facts if fact not in text] == []
 
 

@@ -109,7 +109,7 @@ def nothing_is_loaded_moved_or_changed():
 def without_a_prompt_its_kind_is_guessed():
     for name, model in families(*(name for name in LATENTS if name != "krea2")):  # it needs a real prompt
         text, saved, _ = NODE().estimate(model, {"samples": torch.zeros(1, *LATENTS[name])})
-        assert "Found by tracing one call" in text, (name, text)
+        assert "Counted: the tensors of one model evaluation" in text, (name, text)
         assert saved >= 0.0
 
 
@@ -121,7 +121,7 @@ def latents_of_video_and_sound_are_packed():
     asyncio.run(nodes.init_builtin_extra_nodes())
     latent = nodes.NODE_CLASS_MAPPINGS["EmptyMiniMaxH3LatentAV"].execute(width=128, height=128, length=22)[0]
     text, *_ = NODE().estimate(model, latent)
-    assert "Found by tracing one call" in text, text
+    assert "Counted: the tensors of one model evaluation" in text, text
     assert "one prompt at a time" in text, text
 
 
