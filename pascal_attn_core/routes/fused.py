@@ -199,6 +199,9 @@ class FusedRoute(Route):
         of_query = plan.gradients[0]
         if not rows_are_readable(grad_out, 8 if of_query.on_tensor_cores and not of_query.padded else 4):
             grad_out = grad_out.contiguous()
+        out = saved.out
+        if len(call.batch) > 1:
+            grad_out, out = grad_out.contiguous(), out.contiguous()
         kv_lead = call.batch if call.query.dim() == 2 else (*call.batch, call.num_kv_heads)
         grads = (
             call.query.new_empty((*call.out_shape[:-1], call.head_dim)),
@@ -207,7 +210,7 @@ class FusedRoute(Route):
         )
         lse, packed = saved.lse.contiguous(), plan.packed
         grad_lse = None if grad_lse is None else grad_lse.float().expand(lse.shape).contiguous()
-        launches = backward_launches(call, plan, grad_out, saved.out, lse, saved.log_sum, grad_lse, grads)
+        launches = backward_launches(call, plan, grad_out, out, lse, saved.log_sum, grad_lse, grads)
         if packed is not None:
             launches = packed_launches(launches, packed)
             for grad, end in zip(grads, (packed.end_q, packed.end_k, packed.end_k)):

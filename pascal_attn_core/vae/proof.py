@@ -39,31 +39,27 @@ def small(given: Tensor, *, is_picture: bool, batch: int = 1, first: int = 2) ->
     return numbers.to(given.device, given.dtype)
 
 
+@torch.no_grad()
 def differs(
     whole: Callable[[Tensor], Any], banded: Callable[[Tensor], Any], given: Tensor, *, is_picture: bool, batch: int = 1
 ) -> str:
     """Why the two ways are not the same, "" = they agree to rounding. An error that says that memory was short, which
     tells nothing about the VAE, is raised."""
-
-    def alike(function: Callable[[Tensor], Any], tensor: Tensor) -> list[Tensor]:
-        with torch.no_grad():
-            return _tensors(function(tensor))
-
     why = ""
     for first in dict.fromkeys((2, given.dim() - 1)):  # of sound the rows may be frequencies, a fixed number
         sample = small(given, is_picture=is_picture, batch=batch, first=first)
         random = torch.Generator().manual_seed(1)
         signs = torch.randint(0, 2, sample.shape, generator=random).to(sample) * 2 - 1
         try:
-            wanted = alike(whole, sample.clone())
+            wanted = _tensors(whole(sample.clone()))
         except _FAULTS as error:
             if is_out_of_memory(error):
                 raise
             why = why or f"the VAE itself failed on a small input: {type(error).__name__}: {error}"
             continue
         try:
-            got = alike(banded, sample.clone())
-            moved = alike(whole, sample * (1 + torch.finfo(sample.dtype).eps / 2 * signs))
+            got = _tensors(banded(sample.clone()))
+            moved = _tensors(whole(sample * (1 + torch.finfo(sample.dtype).eps / 2 * signs)))
         except NotInBands as error:
             return str(error)
         except _FAULTS as error:  # this model does something that bands cannot follow: it runs as it is

@@ -9,7 +9,7 @@ from ...call import AttentionCall
 from ..code.params import AllGradients, Backward, TensorBackward
 from ..code.source import Variant
 from . import Launch
-from .fields import View, common_fields, mask_bits, mask_tiles, result_fields, softcap_fields, views, work_of
+from .fields import View, common_fields, mask_bits, mask_tiles, result_fields, softcap_fields, view_of, work_of
 from .plan import Plan
 
 
@@ -32,10 +32,8 @@ def backward_launches(
             even where inputs broadcast.
     """
     optional = [t for t in (log_sum, grad_lse) if t is not None]
-    launches = []
-    for view in views(call, grad_out, out, lse, *grads, *optional):
-        launches += _launches_of(call, view, plan, log_sum is not None, grad_lse is not None)
-    return launches
+    view = view_of(call, grad_out, out, lse, *grads, *optional)
+    return _launches_of(call, view, plan, log_sum is not None, grad_lse is not None)
 
 
 def _launches_of(call: AttentionCall, view: View, plan: Plan, has_log_sum: bool, has_grad_lse: bool) -> list[Launch]:
@@ -55,7 +53,7 @@ def _launches_of(call: AttentionCall, view: View, plan: Plan, has_log_sum: bool,
         **result_fields(grad_key, "dk", "dk"),
         **result_fields(grad_value, "dv", "dv"),
     }
-    work = work_of(call, view)
+    work = work_of(call)
     if plan.adds_in_any_order:
         return _launches_at_once(call, view, plan.gradients[0], fields, stats, work)
     query, key = plan.gradients

@@ -3,9 +3,7 @@ in common."""
 
 from __future__ import annotations
 
-import itertools
 import math
-from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -49,8 +47,9 @@ class View(NamedTuple):
         return self.query, self.key, self.value, *mask, *self.rest
 
 
-def views(call: AttentionCall, *rest: Tensor) -> Iterator[View]:
-    """The call as few :class:`View` as its strides allow; ``rest`` are ``[*batch, H, ...]`` tensors beside it."""
+def view_of(call: AttentionCall, *rest: Tensor) -> View:
+    """The call with one batch dimension; ``rest`` are ``[*batch, H, ...]`` tensors beside it. A RuntimeError where
+    their strides have no such view."""
     mask: Any = call.attn_mask
     keys = (*call.batch, call.num_kv_heads, call.seq_len_kv)
     query = _expanded(call.query, (*call.batch, call.num_heads, call.seq_len_q, call.head_dim))
@@ -58,43 +57,27 @@ def views(call: AttentionCall, *rest: Tensor) -> Iterator[View]:
     value = _expanded(call.value, (*keys, call.head_dim_v))
     if mask is not None:
         mask = _expanded(mask, (*call.batch, call.num_heads, call.seq_len_q, call.seq_len_kv))
-    if len(call.batch) == 1:
-        yield View(query, key, value, mask, rest)
-        return
+    lead = len(call.batch)
+    if lead == 1:
+        return View(query, key, value, mask, rest)
     if call.query.dim() == 2:
         rest = tuple(t[None] for t in rest)
     given = [query, key, value, *([] if mask is None else [mask]), *rest]
-    for query, key, value, *others in _one_batch(given, len(call.batch)):
-        yield View(query, key, value, None if mask is None else others.pop(0), tuple(others))
+    query, key, value, *others = (t.view(-1, *t.shape[lead:]) for t in given)
+    return View(query, key, value, None if mask is None else others.pop(0), tuple(others))
+
+
+def has_one_batch(call: AttentionCall) -> bool:
+    """Whether the strides of a call's tensors let its batch dimensions be one."""
+    try:
+        view_of(call)
+    except RuntimeError:
+        return False
+    return True
 
 
 def _expanded(tensor: Tensor, shape: tuple[int, ...]) -> Tensor:
     return tensor if tensor.shape == shape else tensor.expand(shape)
-
-
-def _one_batch(tensors: list[Tensor], num_lead: int) -> Iterator[list[Tensor]]:
-    """The tensors with exactly one dimension before the heads, walked where they cannot be viewed so."""
-    if num_lead == 0:
-        yield [t[None] for t in tensors]
-    elif num_lead == 1:
-        yield tensors
-    else:
-        merged = [found for t in tensors if (found := _merged(t, num_lead)) is not None]
-        if len(merged) == len(tensors):
-            yield merged
-            return
-        for i in range(tensors[0].shape[0]):
-            yield from _one_batch([t[i] for t in tensors], num_lead - 1)
-
-
-def _merged(tensor: Tensor, num_lead: int) -> Tensor | None:
-    """The leading dimensions as one without a copy, or None."""
-    strides, sizes = tensor.stride()[:num_lead], tensor.shape[:num_lead]
-    steps = [(size, stride) for size, stride in zip(sizes, strides) if size > 1]
-    if any(a[1] != b[0] * b[1] for a, b in itertools.pairwise(steps)):
-        return None
-    count, step = math.prod(sizes), steps[-1][1] if steps else 0
-    return tensor.as_strided((count, *tensor.shape[num_lead:]), (step, *tensor.stride()[num_lead:]))
 
 
 def band_of(call: AttentionCall) -> tuple[int, int]:
@@ -152,10 +135,9 @@ def softcap_fields(call: AttentionCall) -> dict[str, float]:
     return {"scale": scale, "scale_log2": scale * LOG2_E, "tanh_scale": 2 * LOG2_E * call.scale / call.softcap}
 
 
-def work_of(call: AttentionCall, view: View | None = None) -> int:
-    """Multiplications of the two products, as if no mask left anything out; ``view``: of this one alone."""
-    batches = call.batch_size if view is None else view.query.shape[0]
-    scores = batches * call.num_heads * call.seq_len_q * call.seq_len_kv
+def work_of(call: AttentionCall) -> int:
+    """Multiplications of the two products, as if no mask left anything out."""
+    scores = call.batch_size * call.num_heads * call.seq_len_q * call.seq_len_kv
     return scores * (call.head_dim + call.head_dim_v)
 
 

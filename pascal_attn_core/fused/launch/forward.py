@@ -11,9 +11,9 @@ from torch import Tensor
 from ...call import AttentionCall
 from ..code.params import CappedForward, Forward, Params, TensorEven, TensorForward
 from . import Launch
-from .fields import LOG2_E, View, common_fields, mask_bits, mask_tiles, result_fields, softcap_fields, views, work_of
+from .fields import LOG2_E, View, common_fields, mask_bits, mask_tiles, result_fields, softcap_fields, view_of, work_of
 from .plan import Plan
-from .stream_k import Pieces, part_floats
+from .stream_k import part_floats
 
 
 def forward_launches(
@@ -30,16 +30,12 @@ def forward_launches(
             )
         ]
     stats = [t for t in (lse, log_sum) if t is not None]
-    launches = []
-    for view in views(call, out, *stats):
-        fields = common_fields(call, view) | result_fields(view.rest[0], "o", "o")
-        for name, stat in zip(("lse", "log_sum"), view.rest[1:]):
-            fields |= result_fields(stat, name, "l")
-        if plan.forward.on_tensor_cores:
-            launches += _tensor_launches(call, view, plan, fields)
-        else:
-            launches += _plain_launches(call, view, plan, fields)
-    return launches
+    view = view_of(call, out, *stats)
+    fields = common_fields(call, view) | result_fields(view.rest[0], "o", "o")
+    for name, stat in zip(("lse", "log_sum"), view.rest[1:]):
+        fields |= result_fields(stat, name, "l")
+    launches_of = _tensor_launches if plan.forward.on_tensor_cores else _plain_launches
+    return launches_of(call, view, plan, fields)
 
 
 def _plain_launches(call: AttentionCall, view: View, plan: Plan, fields: dict) -> list[Launch]:
@@ -60,7 +56,7 @@ def _launch(call: AttentionCall, view: View, plan: Plan, params: Params, keep: t
     heads = call.groups if variant.is_small else 1  # whose rows a tile holds
     tiles = -(-heads * call.seq_len_q // geometry.rows) * max(1, plan.splits)
     grid = tiles, call.num_heads // heads, view.query.shape[0]
-    return Launch(variant, variant.functions[0], grid, geometry.threads, params, keep, work_of(call, view))
+    return Launch(variant, variant.functions[0], grid, geometry.threads, params, keep, work_of(call))
 
 
 def _cut_launches(
@@ -97,8 +93,8 @@ def part_fields(call: AttentionCall, view: View, splits: int) -> tuple[Tensor, d
 
 
 def _tensor_launches(call: AttentionCall, view: View, plan: Plan, fields: dict) -> list[Launch]:
-    variant, geometry, batches = plan.forward, plan.forward.geometry, view.query.shape[0]
-    forward, keep, work = variant.functions[0], list(view.tensors), work_of(call, view)
+    variant, geometry = plan.forward, plan.forward.geometry
+    forward, keep, work = variant.functions[0], list(view.tensors), work_of(call)
     fields |= {"splits": max(1, plan.splits), **softcap_fields(call)}
     launches = []
     if view.mask is not None:
@@ -115,7 +111,7 @@ def _tensor_launches(call: AttentionCall, view: View, plan: Plan, fields: dict) 
         keep.append(call.sinks.float().contiguous())
         fields["sinks"] = keep[-1].data_ptr()
     if variant.is_even:
-        fields, parts_and_counters, grid = _even_fields(call, plan, batches, fields)
+        fields, parts_and_counters, grid = _even_fields(call, plan, fields)
         return [
             *(launch._replace(params=TensorEven(**fields)) for launch in launches),
             Launch(variant, forward, grid, geometry.threads, TensorEven(**fields), (*keep, *parts_and_counters), work),
@@ -126,14 +122,12 @@ def _tensor_launches(call: AttentionCall, view: View, plan: Plan, fields: dict) 
 
 
 def _even_fields(
-    call: AttentionCall, plan: Plan, batches: int, fields: dict[str, Any]
+    call: AttentionCall, plan: Plan, fields: dict[str, Any]
 ) -> tuple[dict[str, Any], tuple[Tensor, ...], tuple[int, int, int]]:
-    """The fields of a launch whose blocks are listed, memory for its parts, and its grid: of as many batch elements as
-    a view of the call has."""
+    """The fields of a launch whose blocks are listed, memory for its parts, and its grid."""
     geometry, pieces = plan.forward.geometry, plan.pieces
+    assert pieces is not None
     row_tiles = -(-call.seq_len_q // geometry.rows)
-    if pieces is None or batches != call.batch_size:
-        pieces = Pieces(row_tiles * call.num_heads * batches)
     listed = {"row_tiles": row_tiles, "whole": pieces.whole, "pieces": pieces.words}
     if not pieces.slots:
         return fields | listed, (), (pieces.blocks, 1, 1)

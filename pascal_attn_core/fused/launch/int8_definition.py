@@ -16,7 +16,7 @@ from torch import Tensor
 from ...call import AttentionCall
 from ..geometry.amd import AmdGeometry
 from ..geometry.plain import Geometry
-from .fields import LOG2_E, View, band_of, views
+from .fields import LOG2_E, View, band_of, view_of
 from .gguf_definition import fma
 from .plan import variant_of
 
@@ -52,10 +52,10 @@ def compute(call: AttentionCall, out: Tensor, lse: Tensor | None = None, arch: s
     variant = variant_of(call, "int8", arch)
     geometry = variant.geometry
     assert isinstance(geometry, Geometry | AmdGeometry)
-    for view in views(call, out, *(() if lse is None else (lse,))):
-        words = pack(call, view, variant.head_dim, geometry.cols)
-        for target, found in zip(view.rest, _attend(call, view, words, geometry)):
-            target.copy_(found)
+    view = view_of(call, out, *(() if lse is None else (lse,)))
+    words = pack(call, view, variant.head_dim, geometry.cols)
+    for target, found in zip(view.rest, _attend(call, view, words, geometry)):
+        target.copy_(found)
 
 
 def pack(call: AttentionCall, view: View, table_dim: int, tile_keys: int) -> Words:

@@ -11,7 +11,7 @@ from ..code.source import HEAD_DIMS
 from ..geometry.gradient import generation_of
 from ..geometry.plain import INT8_HEAD_DIMS
 from ..geometry.tensor import FLOAT_MASK_HEAD_DIM
-from .fields import UNBOUNDED, rows_are_readable
+from .fields import UNBOUNDED, has_one_batch, rows_are_readable
 
 GRADIENT_HEAD_DIM = 256
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -116,4 +116,7 @@ def _int8_reasons(call: AttentionCall) -> list[str]:
 
 def _layout_reasons(call: AttentionCall) -> list[str]:
     unreadable = [name for name in ("query", "key", "value") if not rows_are_readable(getattr(call, name))]
-    return [f"{name}'s rows must be contiguous and begin at multiples of 4 elements" for name in unreadable]
+    reasons = [f"{name}'s rows must be contiguous and begin at multiples of 4 elements" for name in unreadable]
+    if not reasons and len(call.batch) > 1 and not has_one_batch(call):
+        reasons.append("its batch dimensions must be one by their strides")
+    return reasons

@@ -23,7 +23,7 @@ from pascal_attn_core import AttentionConfig, UnsupportedAttention, explain
 from pascal_attn_core.call import AttentionCall, check_call
 from pascal_attn_core.fused.code.source import Variant, source
 from pascal_attn_core.fused.launch import Launch, int8, int8_definition
-from pascal_attn_core.fused.launch.fields import views
+from pascal_attn_core.fused.launch.fields import view_of
 from pascal_attn_core.fused.launch.int8 import int8_launches
 from pascal_attn_core.fused.launch.plan import plan_call
 from pascal_attn_core.fused.launch.select import call_reasons
@@ -136,7 +136,7 @@ def test_the_words_and_scales_have_the_bits_of_the_definition(dim: int) -> None:
     launches = int8_launches(call, plan_call(call, 1, int8=True), torch.empty(call.out_shape))
     emulate(launches)
     variant = launches[0].variant
-    (view,) = views(call)
+    view = view_of(call)
     right = int8_definition.pack(call, view, variant.head_dim, variant.geometry.cols)
     queries, keys, values, _ = launches
     assert torch.equal(_written(queries, "words").view(torch.int8).view(right.q.shape).float(), right.q)

@@ -89,19 +89,6 @@ def test_cut_tiles_have_the_answer_of_the_definition(num_sms: int, case: Case, c
     torch.testing.assert_close(found.lse.double(), lse, atol=1e-4, rtol=1e-5)
 
 
-@pytest.mark.usefixtures("free_parts")
-def test_a_batch_that_is_no_one_dimension_is_not_cut(card: DeviceInfo) -> None:
-    """The views of such a batch have fewer heads than the plan was made for."""
-    query, key = (torch.randn(2, 3, 2, n, 64).half().transpose(0, 1) for n in (70, 640))
-    assert query.stride()[:2] == (2 * 70 * 64, 3 * 2 * 70 * 64)
-    with emulated_card(info=replace(card, num_sms=5)) as kernels:
-        out = sdpa(query, key, key, config=TENSOR)
-        whole = sdpa(query.contiguous(), key.contiguous(), key.contiguous(), config=TENSOR)
-    assert {launch.variant.is_even for launch in kernels.queued} == {True}
-    assert len(kernels.queued) > 2
-    torch.testing.assert_close(out, whole, atol=2e-3, rtol=2e-3)
-
-
 def _call(variant: Variant, heads: int = 1, rows: int = 70, key_tiles: int = 7) -> AttentionCall:
     generator = torch.Generator().manual_seed(variant.head_dim)
     keys = key_tiles * variant.geometry.cols - 5

@@ -76,11 +76,10 @@ def test_nothing_is_copied_for_strides_that_broadcast() -> None:
     assert launch.params.k == key.data_ptr()
 
 
-def test_leading_dimensions_that_no_stride_joins_are_walked() -> None:
+def test_leading_dimensions_that_no_stride_joins_are_refused() -> None:
     query = torch.zeros(3, 2, 4, 10, 64).transpose(0, 1)
-    call = check_call(query, query, query)
-    launches = forward_launches(call, whole(call), torch.empty(query.shape))
-    assert [launch.grid[2] for launch in launches] == [3, 3]
+    assert call_reasons(check_call(query, query, query)) == ["its batch dimensions must be one by their strides"]
+    assert call_reasons(check_call(query[:1], query[:1], query[:1])) == []
 
 
 def test_few_query_rows_are_spread_over_the_device() -> None:

@@ -100,7 +100,7 @@ def test_include_and_exclude(model: Model, x: Tensor, include: Any, exclude: Any
 
 
 def test_what_cannot_run_in_8_bits_is_named() -> None:
-    layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(5))
+    layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(6))
     layers[1].weight = layers[0].weight
     layers[2].double()
     layers[3] = nn.Linear(WIDTH + 2, WIDTH)
@@ -110,9 +110,10 @@ def test_what_cannot_run_in_8_bits_is_named() -> None:
     why = {line.name: line.why for line in patch.report().of("cannot be")}
     assert (why["1"], why["2"]) == ("it shares its weight with 0", "its weight is float64")
     assert why["3"].startswith("its width must be a multiple of 4 up to 131072, got 66")
-    assert "MultiheadAttention" in why["5.out_proj"]
+    assert "MultiheadAttention" in why["6.out_proj"]
     assert "4" not in states(patch) or why["4"] == "its weight is computed, or is not a parameter"
     assert why["0"] == "it shares its weight with 1"
+    assert states(patch)["5"] == "waiting"
 
 
 @pytest.mark.parametrize(
