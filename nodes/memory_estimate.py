@@ -14,7 +14,7 @@ from .comfy import host as _host
 from .comfy import inputs
 from .estimate.figures import Figures, Host
 from .estimate.inputs import Conditioning, Latent, guessed_conditioning, prompts
-from .estimate.largest import Axis, axes_of, bisected, find_largest
+from .estimate.largest import Axis, Size, axes_of, bisected, find_largest
 from .estimate.text import Subject, draw_largest, largest_text, need_text, text_of
 from .estimate.trace import ModelCall, trace_model
 from .ffn_chunking import budget_from
@@ -107,13 +107,15 @@ class PascalMemoryEstimate(inputs.PascalNode):
         text = text_of(found, subject)
         fits = [(axis, ways) for axis, ways in fits if ways]
         if axes:
-            decode = vae and bisected(
-                axes[0].sizes, lambda size: int(vae.memory_used_decode(size.shape, vae.vae_dtype)), available
-            )
+            decode = vae and bisected(axes[0].sizes, functools.partial(_bytes_of_decoding, vae), available)
             text += "\n" + largest_text(fits, room, is_streamed, decode)
         picture = draw_largest(fits, f"{name}: the largest that fits")
         _host.say(f"memory estimate: {name} {need_text(found)}", unique_id, f"{name}: {need_text(found)}")
         return text, max(0.0, (found.total_without - found.total_with) / MIB), as_image(picture)
+
+
+def _bytes_of_decoding(vae: Any, size: Size) -> int:
+    return int(vae.memory_used_decode(size.shape, vae.vae_dtype))
 
 
 def _weights_of(parts: dict[str, Any]) -> dict[str, tuple[int, bool]]:
