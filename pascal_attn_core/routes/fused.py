@@ -143,7 +143,6 @@ class FusedRoute(Route):
         if plan.band_rows:
             return self._backward_in_bands(call, config, plan, saved, wanted)
         try:
-            kernels_of(call).ensure(plan.gradients)  # no forward pass may have compared them with the definition
             return self._launch_backward(call, plan, saved, wanted)
         except RouteUnavailable:
             if plan.packed is not None:
@@ -195,7 +194,7 @@ class FusedRoute(Route):
         grad_out, grad_lse = wanted.grad_out.expand(saved.out.shape), wanted.grad_lse
         if plan.adds_in_any_order and torch.are_deterministic_algorithms_enabled():  # since the forward pass
             plan = plan._replace(gradients=plain_gradients(call), remark="")
-            kernels_of(call).ensure(plan.gradients)
+        kernels_of(call).ensure(plan.gradients)  # the forward pass may have been another route's
         of_query = plan.gradients[0]
         if not rows_are_readable(grad_out, 8 if of_query.on_tensor_cores and not of_query.padded else 4):
             grad_out = grad_out.contiguous()

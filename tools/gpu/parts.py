@@ -62,7 +62,7 @@ FULL = Sizes(
     backward=("--backward", "--shapes", _SHAPES, "--rounds", "3", "--seconds", "1"),
     linear=("--linear", "--shapes", "all", "--rounds", "5", "--seconds", "1"),
 )
-_OWN = ("--shape", "Hq=2,L=70,D=32", "--candidates", "fused,torch,tiled", "--rounds", "1")
+_OWN = ("--shape", "Hq=2,L=70,D=32", "--candidates", "fused,torch,tiled", "--rounds", "1", "--seconds", "0.1")
 TINY = Sizes(
     "tiny",
     tests=("-k", "every_architecture or autocast"),
@@ -70,7 +70,7 @@ TINY = Sizes(
     selftest_seconds=2.0,
     forward=_OWN,
     backward=("--backward", *_OWN, "--candidates", "torch,tiled"),
-    linear=("--linear", "--shapes", "llm-decode", "--rounds", "1"),
+    linear=("--linear", "--shapes", "llm-decode", "--rounds", "1", "--seconds", "0.1"),
     demo=("--quick", "--only", "image", "--steps", "1"),
     sanitized=("--most", "1"),
     sweep=("--jobs=forward-32-float32-none", "--tokens=70", "--waves=0", "--rounds=1", "--most=1", "--processes=1"),

@@ -144,14 +144,16 @@ def _plot(path: Path, budget_mib: float | None) -> int:
     check_output(path)
     if importlib.util.find_spec("matplotlib") is None:
         raise CommandError("--plot needs matplotlib: pip install matplotlib")
+    if path.suffix not in (".png", ".svg", ".pdf"):
+        raise CommandError(f"--plot must name a .png, .svg or .pdf file, got {path}")
     try:
         figures = length.memory_by_length(length.LENGTHS, budget_mib)
-        length.draw_memory_by_length(figures, path)
     except ValueError as error:
         raise CommandError(str(error)) from error
     rows = [[f"{tokens:,}", *(f"{mib:,.2f}" for mib in sizes)] for tokens, sizes in figures.items()]
     title = "peak extra memory of self-attention [1, 8, tokens, 64] in float32, MiB"
     print_table(title, ("tokens", *length.COLUMNS), rows)
+    length.draw_memory_by_length(figures, path)
     print(f"chart: {path}")
     return 0
 
