@@ -85,7 +85,7 @@ def _gradients(family: Family, model: nn.Module) -> dict[str, Tensor]:
     return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
 
-@pytest.mark.parametrize("name", some(CHANGES, 2))
+@pytest.mark.parametrize("name", some(CHANGES, 3))
 def test_outputs_and_gradients_without_a_score_matrix(name: str) -> None:
     (family,) = [each for each in families() if each.name == name]
     prepare, change = CHANGES[name]

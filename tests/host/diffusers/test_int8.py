@@ -86,7 +86,7 @@ def test_every_layer_of_a_family_and_back(name: str, kind: str, tiny: Any) -> No
     assert torch.equal(outputs(family, model), expected)
 
 
-@pytest.mark.parametrize(("name", "layers"), some([("Flux", 4), ("SDXL UNet", 24), ("Wan", 6)], 2))
+@pytest.mark.parametrize(("name", "layers"), some([("Flux", 4), ("SDXL UNet", 24), ("Wan", 6)], 3))
 @torch.no_grad()
 def test_lora_hooks_limits_and_both_patches_at_once(name: str, layers: int) -> None:
     """Hooks of accelerate are there first and removed meanwhile, or put over the patch; both leave it in place."""
@@ -120,7 +120,7 @@ def test_lora_hooks_limits_and_both_patches_at_once(name: str, layers: int) -> N
         assert attention.report().count("float") == layers
 
 
-@pytest.mark.parametrize("name", some(int8_table.MODELS, 2))
+@pytest.mark.parametrize("name", some(int8_table.MODELS, 4))
 def test_whole_models_err_no_more_than_in_bfloat16(name: str) -> None:
     with torch.no_grad():
         errors, report = int8_table.errors_of(name, seed=0)

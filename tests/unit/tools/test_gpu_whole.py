@@ -14,7 +14,7 @@ import pytest
 import torch
 from attn_support.fused.emulation import GXX
 from attn_support.gpu import guard
-from attn_support.randomness import is_random, some
+from attn_support.randomness import at_night, is_random
 
 from pascal_attn_core.cli.demo import RUNS
 from tools.gpu.__main__ import main
@@ -24,7 +24,8 @@ SUPPORT = ROOT / "tests" / "support" / "gpu"
 pytestmark = pytest.mark.skipif(
     not hasattr(os, "fork") or GXX is None, reason="needs fork, and g++ to build the stand-in for the driver"
 )
-PARTS = "tests,selftest,bench-forward,bench-backward,bench-linear,sanitizer,sweep"
+PARTS = "tests,selftest,bench-forward,bench-backward,sanitizer,sweep"
+PARTS += ",bench-linear" * is_random()  # costly
 # Runs the command that it is given, as the real one does, and writes the lines that the real one ends with.
 SANITIZER = """#!{python} -S
 import subprocess, sys
@@ -106,6 +107,7 @@ def test_the_selftest_and_the_benchmarks_have_their_figures(ran: dict[str, Any])
         assert ran[name]["figures"]["settings"]["backward"] == (name == "bench-backward")
 
 
+@at_night
 def test_the_benchmark_of_linear_layers_runs_our_kernel(ran: dict[str, Any]) -> None:
     [layer] = ran["bench-linear"]["figures"]["layers"]
     found = {result["name"]: result for result in layer["results"] if result["name"].startswith("int8")}
@@ -122,8 +124,8 @@ def test_the_sanitizer_runs_the_kernels_once_with_each_tool(ran: dict[str, Any])
     assert all(command.startswith("compute-sanitizer --tool") for command in ran["sanitizer"]["command"])
 
 
+@at_night
 @pytest.mark.slow
-@pytest.mark.skipif(not is_random(), reason="the demo itself is tested by day, as a part of this every night")
 def test_the_demo_is_one_of_the_parts(python: tuple[str, ...], tmp_path: Path) -> None:
     assert main(["--device", "cpu", "--tiny", "--parts", "demo", "--out", str(tmp_path)], python) == 0
     content = json.loads((tmp_path / "gtx-1080-ti" / "demo.json").read_text())
@@ -132,7 +134,8 @@ def test_the_demo_is_one_of_the_parts(python: tuple[str, ...], tmp_path: Path) -
 
 
 @pytest.mark.skipif(bool(guard.why_not()), reason=guard.why_not())
-@pytest.mark.parametrize("part", some(["tests", "sweep", "bench-forward", "bench-backward", "bench-linear"], 5))
+@at_night
+@pytest.mark.parametrize("part", ["tests", "sweep", "bench-forward", "bench-backward", "bench-linear"])
 def test_each_part_is_right_on_a_card_not_here(part: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     variables = {"PASCAL_ATTN_TRUST": "1", "XDG_CACHE_HOME": str(tmp_path), "OMP_NUM_THREADS": "1"}
     for name, value in variables.items():
