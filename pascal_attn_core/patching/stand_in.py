@@ -29,8 +29,8 @@ class StandIn(importlib.metadata.DistributionFinder, importlib.abc.Loader):
             ``importlib.metadata`` is asked for. What it answers, and the modules' ``__version__``, has our own version
             as a local label.
         modules: name of a module -> where its names come from: ``"module: a b c=d"``, our d under the name c;
-            a module that begins with "." lies in ``package``.
-        package: what "." stands for.
+            a module that begins with "." is relative to ``package``.
+        package: of relative modules.
         eager: modules that are loaded by :meth:`put_in`, so that they exist without being imported; the others are
             loaded when a program imports them.
         adapt: changes the members of a module, given its name and them, before they are set.
@@ -124,7 +124,7 @@ class StandIn(importlib.metadata.DistributionFinder, importlib.abc.Loader):
     def _members(self, source: str) -> dict[str, Any]:
         """The objects that ``"module: a b c=d"`` names, by the names that programs find."""
         where, _, names = source.partition(": ")
-        ours = importlib.import_module(f"{self.package}{where}".rstrip(".") if where.startswith(".") else where)
+        ours = importlib.import_module(where, self.package)
         pairs = (member.partition("=") for member in names.split())
         return {public: getattr(ours, own or public) for public, _, own in pairs}
 

@@ -42,7 +42,7 @@ _MODULES: dict[str, tuple[str, ...]] = {
         *_ATTENTION,
         ".attn_bias: AttentionMask=AttentionBias",
         ".xformers: RMSNorm SwiGLU",
-        "pascal_attn_core.flash_attn.modules.absent: index_select_cat scaled_index_add",
+        "..flash_attn.modules.absent: index_select_cat scaled_index_add",
         "torch: unbind",
     ),
     "xformers.ops.fmha": (*_ATTENTION, "types: Inputs=SimpleNamespace", ".attn_bias: BlockDiagonalMask"),

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from attn_support.fresh import PLAIN, run
+from attn_support.fresh import PLAIN, ROOT, run
 from torch import nn
 
 from pascal_attn_core.stand_ins import attn_bias as masks
@@ -262,3 +262,19 @@ def test_the_environment_puts_all_in_and_names_what_stays(disable: str, found: s
     )
     told = f"PASCAL_ATTN_FLASH is ignored: xformers must not be installed, got the one at {tmp_path / 'xformers.py'}"
     assert out.splitlines() == ([] if disable else [told]) + [f"True {found} {found}"]
+
+
+def test_inside_of_another_package_nothing_is_imported_by_our_own_name() -> None:
+    """As in a node pack, where this package is a part of the pack."""
+    run(
+        f"""
+        import importlib, sys, types
+        pack = sys.modules["pack"] = types.ModuleType("pack")
+        pack.__path__ = [{str(ROOT)!r}]
+        with importlib.import_module("pack.pascal_attn_core.stand_ins").patch_imports() as patch:
+            finder = [each for each in sys.meta_path if hasattr(each, "modules")]
+            for name in [name for each in finder for name in each.modules]:
+                importlib.import_module(name)
+        assert len(finder) == 3 and not any(name.startswith("pascal_attn_core") for name in sys.modules)
+        """
+    )
