@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -182,7 +182,7 @@ def measured(shape: Shape, planned: int, device: torch.device) -> dict[str, floa
         with between_blocks(lambda done, total: host.throw_if_interrupted()):
             return sdpa(tensors[0], tensors[1], tensors[2], config=shape.config(kv_block))
 
-    attempts = [functools.partial(attend, size) for size in (None, *sizes)]
+    attempts: list[Callable[[], Tensor]] = [functools.partial(attend, size) for size in (None, *sizes)]
     times = zip((OWN_CHOICE, *map(str, sizes)), median_times(attempts, device, seconds=_SECONDS))
     return {size: ms for size, ms in times if ms < math.inf}
 
