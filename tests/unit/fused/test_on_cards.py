@@ -351,7 +351,7 @@ def test_a_fault_in_8_bits_ends_a_child_and_the_layer_stays_exact() -> None:
     assert verdict.name.startswith("trial-int8-"), "none about exact attention"
 
 
-@pytest.mark.parametrize("where", some(["check", "timing", "event"], 2))
+@pytest.mark.parametrize("where", some(["check", "timing", "event"], 3))
 @guard.alone(PASCAL_ATTN_NO_TIMING="")
 def test_a_trial_that_fails_does_not_end_the_users_call(where: str) -> None:
     from pascal_attn_core.fused.trust import verify
