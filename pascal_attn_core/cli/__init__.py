@@ -31,14 +31,19 @@ class CommandError(Exception):
     """A user's mistake: printed without a traceback, exit code 2."""
 
 
+_MAX_THREADS = 1024  # far more of them end the process
+
+
 def check_numbers(options: argparse.Namespace, *names: str) -> None:
-    """Raise CommandError for a count below 1, and for a time that is not above 0 and finite."""
+    """Raise CommandError for a count below 1, a time that is not above 0 and finite, or too many threads."""
     for name in names:
         value, option = getattr(options, name), "--" + name.replace("_", "-")
         if isinstance(value, float) and not 0 < value < math.inf:
             raise CommandError(f"{option} must be greater than 0 and finite, got {value}")
         if isinstance(value, int) and value < 1:
             raise CommandError(f"{option} must be at least 1, got {value}")
+        if name == "threads" and value > _MAX_THREADS:
+            raise CommandError(f"{option} must be at most {_MAX_THREADS}, got {value}")
 
 
 def check_output(path: Path | None) -> None:

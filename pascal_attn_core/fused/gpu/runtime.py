@@ -105,7 +105,7 @@ class Driver(ABC):
     def allow_shared(self, index: int, function: Any, count: int) -> None:
         """Let a kernel ask for this many bytes of shared memory at launch; a DriverError where no block on this device
         can have so much."""
-        raise DriverError(f"{self.maker} takes no such wish, got {count} bytes")
+        raise DriverError(f"kernels for {self.maker} must need no dynamic shared memory, got {count} bytes")
 
     def launch(
         self, index: int, function: Any, grid: tuple[int, int, int], threads: int, params: Params, shared_bytes: int = 0

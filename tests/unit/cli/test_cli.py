@@ -84,6 +84,7 @@ def test_no_text_tells_to_install_a_distribution_that_is_not_published():
         ("bench --shapes wan --causal", "--causal applies only to shapes given by --shape"),
         ("bench --seconds nan", "--seconds must be greater than 0 and finite, got nan"),
         ("bench --plot run.png --budget-mib -1", "budget_mib must be at least"),
+        ("bench --threads 1000000", "--threads must be at most 1024, got 1000000"),
         ("bench --plot run.txt", "--plot must name a .png, .svg or .pdf file, got run.txt"),
         ("bench --shape L=5,D=4", "--shape must give Hq, got 'L=5,D=4'"),
         ("bench --shape Hq=2,L=5,D=4,X=3", "--shape must name each of ['B', 'Hq', 'Hkv', 'L', 'S', 'D'] as in"),
