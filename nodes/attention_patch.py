@@ -175,6 +175,9 @@ class Float16Layers(injection.Injection):
     key, part = f"{host.KEY}_float16", "float16"
     binding: Float16Binding
 
+    def begin(self, patcher: Any) -> None:
+        self.binding.restart()
+
     def describe(self, run: Run, patcher: Any) -> None:
         report = self.binding.report(injection.network_of(patcher))
         first, *more = report.text().splitlines()

@@ -22,8 +22,8 @@ from ..routes import choose
 from ..routes.fused import Int8Trials, takes_device, why_untried
 from ..routes.run import run
 from ..routes.timing_table import median_times
-from .judged import Int8Options, Judged, has_numbers, is_captured, limit_of
-from .measure import FEW_ROWS, SAMPLE_ROWS, branches, chosen_rows
+from .judged import Int8Options, Judged, has_numbers, limit_of
+from .measure import branches, chosen_rows
 from .report import FLOAT, INT8, WAITING, Int8Report, Int8ReportLine
 
 _IN_8_BITS = AttentionConfig(route="fused-int8")
@@ -91,9 +91,7 @@ class AttentionSite(Judged):
         rounded, query = None if self.state == FLOAT else self._rounded(given), given["query"]
         if rounded is None:
             return None
-        is_to_check = self.watch.check_now(query.shape[:-1].numel()) or self.state == WAITING
-        if is_to_check and not is_captured(query):
-            self._check(given, rounded)
+        self.look(query, functools.partial(self._measure, given, rounded), functools.partial(self._time, given))
         return rounded if self.state == INT8 and not self.options.gathers else None
 
     def _rounded(self, given: dict[str, Any]) -> Tensor | None:
@@ -107,40 +105,15 @@ class AttentionSite(Judged):
             self.why = "out of memory in 8 bits"
         return None
 
-    def _check(self, given: dict[str, Any], rounded: Tensor) -> None:
-        """Measure the error of a call, of which ``rounded`` is the output in 8 bits, and decide by it."""
-        try:
-            with torch.no_grad():
-                error = self._measure(given, rounded)
-        except out_of_memory():
-            return  # it is measured in a later call
-        if self.options.gathers:
-            return
-        if self.state == WAITING:
-            self.decide()
-        elif not error <= self.options.max_error:
-            self.warn_of(error)
-            self.state = FLOAT
-
-    def _measure(self, given: dict[str, Any], rounded: Tensor) -> float:
-        """With few rows, and where the error seems too large, or nothing is known yet, with more; and the time."""
-        error, worst = float("inf"), 0.0
-        for rows in (FEW_ROWS, SAMPLE_ROWS)[self.state == WAITING :]:
-            if not error <= self.options.max_error:
-                error, worst = attention_error(given, rounded, self.watch.calls, rows)
-        self.watch.saw(error)
+    def _measure(self, given: dict[str, Any], rounded: Tensor, rows: int) -> float:
+        error, worst = attention_error(given, rounded, self.watch.calls, rows)
         self.worst_row = worst if self.worst_row is None else max(worst, self.worst_row)
-        if self.state == WAITING and error <= self.options.max_error:
-            self._time(given)
         return error
 
     def decide(self) -> None:
-        """8 bits or float, by the largest error that was measured, and by the time; without any, the layer waits on."""
-        error, times = self.watch.largest, self.times
-        if error is None or self.state != WAITING or not self.admits(error):
-            return
-        self.state, self.why = INT8, ""
-        if times is not None and times.in_int8 >= times.in_float:
+        super().decide()
+        times = self.times
+        if self.state == INT8 and times is not None and times.in_int8 >= times.in_float:
             self.state, self.why = FLOAT, f"8 bits take {times.in_int8:.2f} ms, the exact route {times.in_float:.2f} ms"
 
     def _time(self, given: dict[str, Any]) -> None:

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import functools
 import math
-import threading
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -21,16 +20,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..machine.out_of_memory import out_of_memory
 from ..patching.forward import ReplacedForward, put_in, take_out
 from ..patching.patch import OFF, ON, REFUSED, WAITING, Patch, PatchReport, State, require_sites
 from ..patching.selectors import require_matches
 from ..patching.targets import denoisers_of
-from ..reference.checks import in_float64, rows_to_check
+from ..reference.checks import in_float64
 from ..routes.timing_table import median_times
-from .find import find_linear
-from .judged import is_captured, limit_of
-from .measure import SAMPLE_ROWS
+from .find import find_linear, shape_of
+from .judged import Int8Options, Judged, limit_of
+from .measure import sample_of
+from .report import FLOAT, INT8
 
 _NORM = 64.0
 
@@ -41,7 +40,8 @@ def patch_linear_float16(
     """Multiply the linear layers of a float32 ``model`` in float16, with a scale per row. Not exact.
 
     Each layer is tried in its first call with float32 input, and stays as it is if its error is above ``max_error``, or
-    if float16 is not faster on the device. Calls with other dtypes, and those that need gradients, run as before.
+    if float16 is not faster on the device. The error is measured again now and then (:mod:`.watch` says when). Calls
+    with other dtypes, and those that need gradients, run as before.
 
     Args:
         model, include, exclude: as in :func:`..patch_linear_int8`.
@@ -78,19 +78,24 @@ class Float16Binding:
     Options are those of :func:`patch_linear_float16`."""
 
     def __init__(self, *, include: Any = None, exclude: Any = None, max_error: float = 0.002):
-        self.max_error, self.clock = limit_of(max_error), median_times
-        self._include, self._exclude, self._lock = include, exclude, threading.RLock()
+        self.options = Int8Options(limit_of(max_error), "", median_times, only_faster=True)
+        self._include, self._exclude = include, exclude
         self._forwards: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Float16Forward]] = weakref.WeakKeyDictionary()
-        self._found: weakref.WeakKeyDictionary[nn.Module, tuple[str, str]] = weakref.WeakKeyDictionary()
-        self._times: dict[Any, list[float]] = {}  # of float32 and float16: layers of one shape are timed once
+        self._layers: weakref.WeakKeyDictionary[nn.Module, Float16Layer] = weakref.WeakKeyDictionary()
+
+    @property
+    def max_error(self) -> float:
+        return self.options.max_error
 
     def attach(self, model: nn.Module) -> int:
         """Let the linear layers of ``model`` be tried. Returns their number."""
         self.detach(model)
-        modules = [found.module for found in find_linear(model, self._include, self._exclude) if not found.why_not]
-        for module in modules:
-            self._forwards[module] = weakref.ref(put_in(module, functools.partial(Float16Forward, self)))
-        return len(modules)
+        chosen = [found for found in find_linear(model, self._include, self._exclude) if not found.why_not]
+        for found in chosen:
+            layer = self._layers.setdefault(found.module, Float16Layer(found.name, "", self.options))
+            layer.shape = shape_of(found.module)
+            self._forwards[found.module] = weakref.ref(put_in(found.module, functools.partial(Float16Forward, layer)))
+        return len(chosen)
 
     def detach(self, model: nn.Module) -> list[str]:
         """Undo :meth:`attach`; returns what could not be undone."""
@@ -99,61 +104,79 @@ class Float16Binding:
             reference = self._forwards.pop(module, None)
             forward = None if reference is None else reference()
             if forward is not None:
-                forward.binding = None
+                forward.layer = None
                 left += take_out(forward)
         return left
 
+    def restart(self) -> None:
+        """A run begins: calls and checks are counted from here on."""
+        for layer in list(self._layers.values()):
+            layer.watch.restart()
+
     def report(self, model: nn.Module) -> PatchReport:
         """The state of each linear layer of ``model``."""
-        layers = list(find_linear(model, self._include, self._exclude))
-        states = [(OFF, each.why_not) if each.why_not else self._found.get(each.module, _NOT_YET) for each in layers]
-        return PatchReport([State(each.name or "(the model)", *state) for each, state in zip(layers, states)])
+        states = []
+        for found in find_linear(model, self._include, self._exclude):
+            layer = self._layers.get(found.module)
+            state = (OFF, found.why_not) if found.why_not else (WAITING, _NOT_YET) if layer is None else layer.told()
+            states.append(State(found.name or "(the model)", *state))
+        return PatchReport(states)
 
-    def takes(self, module: nn.Module, whole: Callable[..., Tensor], x: Tensor) -> bool:
-        """Whether a call of a layer with ``x`` ``[..., K]`` runs in float16; its first one is where it is tried."""
-        with self._lock:
-            if module not in self._found and not is_captured(x):
-                try:
-                    self._found[module] = self._tried(whole, x)
-                except out_of_memory():
-                    self._found[module] = REFUSED, "out of memory while it was tried"
-            return self._found.get(module, _NOT_YET)[0] == ON
 
-    def _tried(self, whole: Callable[..., Tensor], x: Tensor) -> tuple[str, str]:
-        rows = x.reshape(-1, x.shape[-1])
-        rows = rows[rows_to_check(rows, SAMPLE_ROWS)]
+_NOT_YET = "no call in float32 yet"
+
+
+class Float16Layer(Judged):
+    """The state of one layer."""
+
+    def takes(self, whole: Callable[..., Tensor], x: Tensor) -> bool:
+        """Whether a call with ``x`` ``[..., K]`` runs in float16. Its first one is where the layer is tried."""
+        if self.state != FLOAT:
+            self.look(x, functools.partial(self._error, whole, x), functools.partial(self._time, whole, x))
+        return self.state == INT8
+
+    def _error(self, whole: Callable[..., Tensor], x: Tensor, most: int) -> float:
+        rows, counts = sample_of(x, most, self.watch.calls)
         exact = in_float64(whole(rows))
-        error = ((in_float64(in_float16(whole, rows)) - exact).norm() / exact.norm()).nan_to_num(math.inf).item()
-        if not error <= self.max_error:
-            return REFUSED, f"its error {error:.3%} is above {self.max_error:.3%}"
-        kind = x.shape, exact.shape[-1], x.device
-        if kind not in self._times:
-            self._times[kind] = self.clock([lambda: whole(x), lambda: in_float16(whole, x)], x.device)
-        before, after = self._times[kind]
+        wrong = in_float64(in_float16(whole, rows)) - exact
+        squares = torch.stack([part.square().sum(dim=1) for part in (wrong, exact)]) @ counts  # of each branch
+        return torch.where(squares[0] == 0, 0.0, squares[0] / squares[1]).amax().sqrt().nan_to_num(math.inf).item()
+
+    def _time(self, whole: Callable[..., Tensor], x: Tensor) -> None:
+        self.time((x.shape, self.shape, x.device), [lambda: whole(x), lambda: in_float16(whole, x)], x.device)
+
+    def told(self) -> tuple[str, str]:
+        """The state in the words that all patches share, and why."""
+        if self.times is None or " in call " in self.why:
+            return {FLOAT: REFUSED}.get(self.state, WAITING), self.why or _NOT_YET
+        before, after = self.times
+        error = 0.0 if self.watch.largest is None else self.watch.largest
         found = f"error {error:.3%}, {after:.2f} ms in float16, {before:.2f} in float32"
-        return (ON, found) if after < before else (OFF, f"float16 is not faster: {found}")
+        return (ON, found) if self.state == INT8 else (OFF, f"float16 is not faster: {found}")
 
-
-_NOT_YET = WAITING, "no call in float32 yet"
+    def decide(self) -> None:
+        super().decide()
+        if self.state == INT8 and self.times is not None and not self.times.in_int8 < self.times.in_float:
+            self.state = FLOAT
 
 
 class Float16Forward(ReplacedForward):
-    """The forward of one linear layer; its binding decides whether calls run in float16, None = none do."""
+    """The forward of one linear layer, which decides whether a call runs in float16; None = none does."""
 
-    __slots__ = ("binding",)
+    __slots__ = ("layer",)
 
-    def __init__(self, binding: Float16Binding | None, module: nn.Module, inner: Callable[..., Any] | None):
+    def __init__(self, layer: Float16Layer | None, module: nn.Module, inner: Callable[..., Any] | None):
         super().__init__(module, inner)
-        self.binding = binding
+        self.layer = layer
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         self.follow_class()
-        binding, x = self.binding, args[0] if len(args) == 1 and not kwargs else None
-        if binding is None or type(x) is not Tensor or x.dtype != torch.float32 or not x.numel():
+        layer, x = self.layer, args[0] if len(args) == 1 and not kwargs else None
+        if layer is None or type(x) is not Tensor or x.dtype != torch.float32 or not x.numel():
             return self.whole(*args, **kwargs)
         if torch.is_grad_enabled() and (x.requires_grad or any(p.requires_grad for p in self.module.parameters())):
             return self.whole(x)
-        if torch.compiler.is_compiling() or not binding.takes(self.module, self.whole, x):
+        if torch.compiler.is_compiling() or not layer.takes(self.whole, x):
             return self.whole(x)
         return in_float16(self.whole, x)
 

@@ -13,13 +13,12 @@ from ..gguf import hosts
 from ..gguf.hosts import Multiplier
 from ..gguf.int8 import product, way_for
 from ..gguf.matrix import GgufMatrix, linear
-from ..machine.out_of_memory import out_of_memory
 from ..machine.own_thread import in_backward
 from .exchange import Source
 from .find import shape_of
-from .judged import Int8Options, has_numbers, is_captured
+from .judged import Int8Options, Judged, has_numbers
 from .layer import Int8Layer
-from .measure import FEW_OUTPUTS, FEW_ROWS, SAMPLE_ROWS, Sample, error_of, sample_of
+from .measure import FEW_OUTPUTS, FEW_ROWS, Sample, error_of, sample_of
 from .report import FLOAT, INT8, WAITING
 
 
@@ -64,53 +63,34 @@ class GgufLayer(Int8Layer):
     def multiply(self, x: Tensor, weight: GgufMatrix, bias: Tensor | None) -> Tensor:
         """The product of an input with the weight: in 8 bits, or with the expanded weight."""
         if self.state != FLOAT and self._is_attached and has_numbers(x) and not in_backward():
-            is_to_check = self.watch.check_now(x.numel() // x.shape[-1]) or self.state == WAITING
-            if is_to_check and not is_captured(x):
-                self._check(x, weight, bias)
+            if self.state == WAITING:
+                self.device, self.backend = x.device, way_for(x, weight)
+            self.look(x, functools.partial(self._error, x, weight), functools.partial(self._time, x, weight, bias))
         is_in_8_bits = self.state == INT8 and self._is_attached and has_numbers(x)
         out, lora = linear(x, weight, bias, *[product] * is_in_8_bits), self.source.lora_on(x.device)
         return out if lora is None else out + lora(x)
 
-    def _check(self, x: Tensor, weight: GgufMatrix, bias: Tensor | None) -> None:
-        """Measure the error of a call, and decide by it."""
-        try:
-            with self.options.lock, torch.no_grad(), torch.autocast(x.device.type, enabled=False):
-                if self.state == INT8:
-                    self._recheck(x, weight)
-                elif self.state == WAITING:
-                    self.device = x.device
-                    self.backend = way_for(x, weight)
-                    self._note({0: gguf_error(sample_of(x, SAMPLE_ROWS, self.watch.calls), weight, self.backend.name)})
-                    if not self.options.gathers:
-                        self.decide()
-                        if self.state == INT8:
-                            self._time(x, weight, bias)
-        except out_of_memory():
-            if self.state == WAITING:
-                self.why = "out of memory while measuring it"
+    def _error(self, x: Tensor, weight: GgufMatrix, rows: int) -> float:
+        """The error of a call on these rows; on few of them, of few outputs too."""
+        seed, way = self.watch.calls, way_for(x, weight).name
+        with torch.autocast(x.device.type, enabled=False):
+            if rows == FEW_ROWS:
+                some = torch.randperm(weight.shape[0], generator=torch.Generator().manual_seed(seed))[:FEW_OUTPUTS]
+                weight = weight.at(some)
+            error = gguf_error(sample_of(x, rows, seed), weight, way)
+        if self.state == WAITING:
+            self._note({0: error})
+        return error
 
     def _time(self, x: Tensor, weight: GgufMatrix, bias: Tensor | None) -> None:
         ways = (functools.partial(product, x, weight, bias, way) for way in ("float", self.backend.name))
-        self.time((x.shape, x.dtype, x.device, self.shape, self.format), [*ways], x.device)
-        self._is_no_faster()
+        with torch.autocast(x.device.type, enabled=False):
+            self.time((x.shape, x.dtype, x.device, self.shape, self.format), [*ways], x.device)
 
     def decide(self) -> None:
-        if self.state == WAITING and 0 in self._errors:
-            if self.admits(self._errors[0]):
-                self.state, self.why = INT8, ""
-            self.watch.saw(self._errors[0])
-
-    def _recheck(self, x: Tensor, weight: GgufMatrix) -> None:
-        """Measure with few rows and outputs, and where the error seems too large, as thoroughly as at first."""
-        limit, seed, way = self.options.max_error, self.watch.calls, way_for(x, weight).name
-        some = torch.randperm(weight.shape[0], generator=torch.Generator().manual_seed(seed))[:FEW_OUTPUTS]
-        error = gguf_error(sample_of(x, FEW_ROWS, seed), weight.at(some), way)
-        if error > limit:
-            error = gguf_error(sample_of(x, SAMPLE_ROWS, seed), weight, way)
-        self.watch.saw(error)
-        if not error <= limit:
-            self.warn_of(error)
-            self.state = FLOAT
+        Judged.decide(self)
+        if self.state == INT8:
+            self._is_no_faster()
 
 
 class GgufMultiplier(Multiplier):

@@ -4,6 +4,7 @@ stays in float."""
 from __future__ import annotations
 
 import logging
+import math
 import threading
 from collections import Counter
 from collections.abc import Callable, Hashable
@@ -14,14 +15,16 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
+from ..machine.out_of_memory import out_of_memory
 from ..machine.own_thread import inputs_are_made_up
 from ..routes.timing_table import Clock
 from .backends import FLOATS
-from .measure import Times
+from .measure import FEW_ROWS, SAMPLE_ROWS, Times
 from .report import FLOAT, INT8, WAITING, Int8ReportLine
 from .watch import ErrorWatch
 
 log = logging.getLogger("pascal_attn")
+_MOST_FAILURES = 3  # for lack of memory
 
 
 @dataclass(eq=False)
@@ -74,6 +77,7 @@ class Judged:
         self.name, self.kind, self.options = name, kind, options
         self.state, self.why, self.watch = WAITING, "", ErrorWatch()
         self.times: Times | None = None
+        self._failures = 0
 
     def admits(self, error: float) -> bool:
         """Whether the error that was measured first is within the limit; else the layer stays in float."""
@@ -81,6 +85,52 @@ class Judged:
             return True
         self.state, self.why = FLOAT, f"its error {error:.2%} is above {self.options.max_error:.2%}"
         return False
+
+    def look(
+        self, x: Tensor, measure: Callable[[int], float], time: Callable[[], None], *, rows: int | None = None
+    ) -> None:
+        """Count a call with input ``x``. If it is to be checked, measure its error, and decide by it.
+
+        Args:
+            measure: the relative error on at most this many rows of the call. It is called with few rows first; with
+                more if that error seems too large, or if nothing is known yet.
+            time: times the call both ways, where the layer has still to be decided.
+            rows: of the call, those of ``x`` by default.
+        """
+        is_due = self.watch.check_now(x.numel() // x.shape[-1] if rows is None else rows)
+        is_new, error = self.state == WAITING, math.inf
+        if not (is_due or is_new) or is_captured(x):
+            return
+        try:
+            with self.options.lock, torch.no_grad():
+                for most in (FEW_ROWS, SAMPLE_ROWS)[is_new:]:
+                    error = error if error <= self.options.max_error else measure(most)
+                if is_new and error <= self.options.max_error:
+                    time()
+        except out_of_memory():
+            if is_new:
+                self.failed()
+            return  # it is measured in a later call
+        self.watch.saw(error)
+        if self.options.gathers:
+            return
+        if is_new:
+            self.decide()
+        elif not error <= self.options.max_error:
+            self.warn_of(error)
+            self.state = FLOAT
+
+    def decide(self) -> None:
+        """Decide by the largest error that was measured, and by the times; without an error, the layer waits on."""
+        error = self.watch.largest
+        if error is not None and self.state == WAITING and self.admits(error):
+            self.state, self.why = INT8, ""
+
+    def failed(self) -> None:
+        """The first measurement ran out of memory. After three such calls the layer stays exact."""
+        self._failures, self.why = self._failures + 1, "out of memory while measuring it"
+        if self._failures == _MOST_FAILURES:
+            self.state = FLOAT
 
     def warn_of(self, error: float) -> None:
         """Say that the error of a later call is above the limit."""

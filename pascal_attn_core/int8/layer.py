@@ -38,7 +38,6 @@ from .weight import InFloat, Int8Weight
 
 log = logging.getLogger("pascal_attn")
 WEIGHTS = ("keep", "host", "free")
-_MOST_FAILURES = 3  # for lack of memory
 _REPLACED = "its weight was replaced, for example by a host that loads the float weight for each call"
 
 
@@ -67,7 +66,6 @@ class Int8Layer(Judged):
         self._exchange: Exchange | None = None  # while the module has a weight in 8 bits
         self._errors: dict[int, float] = {}  # the largest so far, by rotation
         self._seen: Callable[[], Tensor] | None = None  # makes an input like the last that was collected
-        self._failures = 0
 
     @property
     def module(self) -> nn.Module | None:
@@ -211,10 +209,8 @@ class Int8Layer(Judged):
                 with ordinary_tensors():
                     self._measure(module, x.clone() if is_inference else x)
             except out_of_memory():
-                self._failures += 1
-                self.why = "out of memory while measuring it"
-                if self._failures == _MOST_FAILURES:
-                    self.state = FLOAT
+                self.failed()
+                if self.state == FLOAT:
                     self._unhook(module)
 
     def _not_now(self, module: nn.Module, x: Tensor) -> str:

@@ -79,11 +79,33 @@ def test_layers_above_the_limit_or_no_faster_stay_in_float32() -> None:
     right = layers(x)
     for max_error, times, state in ((1e-9, [2.0, 1.0], "refused"), (0.002, [1.0, 2.0], "off")):
         binding = Float16Binding(include="*", max_error=max_error)
-        binding.clock = lambda attempts, device, times=times: times
+        binding.options.clock = lambda attempts, device, times=times: times
         assert binding.attach(layers) == 2
         assert torch.equal(layers(x), right)
         assert [each.state for each in binding.report(layers).states] == [state] * 2
         assert binding.detach(layers) == []
+
+
+@pytest.mark.usefixtures("float16_is_fast")
+def test_a_layer_whose_later_inputs_have_an_outlier_goes_back_to_float32() -> None:
+    """Beside a channel of 1e6 that its weight does not look at, float16 leaves little of the others."""
+    layer = nn.Sequential(nn.Linear(128, 64)).requires_grad_(False)
+    layer[0].weight[:, 0] = 0.0
+    x = torch.randn(40, 128)
+    with patch_linear_float16(layer, include="*") as patch:
+        layer(x)
+        x[:, 0] = 1e6
+        assert relative(layer(x), nn.functional.linear(x, layer[0].weight, layer[0].bias)) < 1e-5
+        assert "in call 2, above 0.20%" in patch.report().text()
+
+
+@pytest.mark.usefixtures("float16_is_fast")
+def test_a_layer_of_zeros_is_exact_in_float16() -> None:
+    layer = nn.Sequential(nn.Linear(128, 64, bias=False)).requires_grad_(False)
+    layer[0].weight.zero_()
+    with patch_linear_float16(layer, include="*") as patch:
+        assert not layer(torch.randn(8, 128)).any()
+        assert [state.state for state in patch.report().states] == ["on"]
 
 
 def test_bad_arguments() -> None:
