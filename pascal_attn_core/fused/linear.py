@@ -15,30 +15,17 @@ import torch
 from ..machine.runtime import Runtime, runtime_of
 from .code.compilation import Compilation
 from .code.kinds import FEW, KERNELS, LEAST_CAPABILITY, MOST_COLUMNS, PRODUCT_FORMATS, ROTATIONS
-from .code.source import digest_of, gguf_variants, linear_variants
 from .geometry.amd import has_dots
 from .launch.gguf import DTYPES, ExpandCall, GgufLinearCall, expand_launches, gguf_linear_launches, variant_of
 from .launch.gguf import variants_of as product_variants
 from .launch.linear import ACTIVATIONS, LinearCall, linear_launches, variants_of
 from .trust.kernels import Kernels
-from .trust.trial import Trials
+from .trust.trial import Trials, family_of
 
 __all__ = [
     "ACTIVATIONS", "ExpandCall", "GgufLinearCall", "LinearCall", "run_expand", "run_linear", "run_product",
     "why_no_expansion", "why_no_product", "why_not",
 ]  # fmt: skip
-
-
-class LinearTrials(Trials):
-    """Trials of the kernels for linear layers: their verdict leaves attention as it is."""
-
-    file, words = "trial-linear", "the int8 linear kernel"
-
-    def others(self) -> list[Compilation]:
-        return list(linear_variants())
-
-    def kernels_digest(self) -> str:
-        return digest_of(linear_variants())
 
 
 def why_not(
@@ -72,14 +59,14 @@ def why_not(
     if reasons:
         return reasons
     variants = list(dict.fromkeys(variant for dtype in kinds for variant in variants_of(dtype, dtype)))
-    return _why_unavailable(runtime, variants, None if untried else LinearTrials)
+    return _why_unavailable(runtime, variants, untried=untried)
 
 
-def _why_unavailable(runtime: Runtime, variants: Sequence[Compilation], trials: type[Trials] | None) -> list[str]:
-    """Why these kernels cannot run, or should not, by a trial of theirs."""
+def _why_unavailable(runtime: Runtime, variants: Sequence[Compilation], *, untried: bool = False) -> list[str]:
+    """Why these kernels cannot run, or, unless ``untried``, why a trial says that they should not."""
     reasons = runtime.part(Kernels).reasons(variants)
-    if not reasons and trials is not None and (why := runtime.part(trials).reason(variants)):
-        reasons = [f"{trials.words} is left off: {why}"]
+    if not reasons and not untried and (why := runtime.part(Trials).reason(variants)):
+        reasons = [f"{family_of(variants[0].name)} is left off: {why}"]
     return reasons
 
 
@@ -103,15 +90,6 @@ def run_linear(call: LinearCall) -> None:
 # ---- GGUF weights ----------------------------------------------------------------------------------------------------
 
 
-class GgufTrials(Trials):
-    """Trials of these kernels: their verdict leaves attention as it is."""
-
-    file, words, tries_others = "trial-gguf", "the kernel for GGUF weights", False
-
-    def kernels_digest(self) -> str:
-        return digest_of(gguf_variants(self.runtime.part(Kernels).variant_arch))
-
-
 def why_no_expansion(device: torch.device, name: str, arithmetic: torch.dtype, out: torch.dtype) -> str:
     """Why the kernels cannot expand blocks of a format, by arithmetic of a dtype, to weights of the dtype ``out`` on a
     device; "" = they can. The first question on a machine starts a child process that tries them, some seconds."""
@@ -120,7 +98,7 @@ def why_no_expansion(device: torch.device, name: str, arithmetic: torch.dtype, o
         return f"the kernel for GGUF weights needs a CUDA device, got {runtime.info.kind}"
     if name not in KERNELS or arithmetic not in DTYPES or out not in DTYPES:
         return f"the kernel for GGUF weights does not expand {name} by {arithmetic} to {out}"
-    return "; ".join(_why_unavailable(runtime, [variant_of(arithmetic)], GgufTrials))
+    return "; ".join(_why_unavailable(runtime, [variant_of(arithmetic)]))
 
 
 def why_no_product(device: torch.device, name: str, rows: int, shape: int) -> str:
@@ -136,7 +114,7 @@ def why_no_product(device: torch.device, name: str, rows: int, shape: int) -> st
         return f"the 8-bit kernel for GGUF weights does not multiply {name} by {shape} rows on {info.name}"
     if shape != 8 and rows <= FEW["pa_gguf_some"].rows:
         return f"the 8-bit kernel for GGUF weights has one shape for {rows} rows"
-    return "; ".join(_why_unavailable(runtime, variants, GgufTrials))
+    return "; ".join(_why_unavailable(runtime, variants))
 
 
 def run_expand(call: ExpandCall) -> None:

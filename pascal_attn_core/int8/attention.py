@@ -19,7 +19,7 @@ from ..patching.forward import ReplacedForward, put_in, take_out
 from ..patching.interception import TORCH_SDPA, SdpaMode, bind_sdpa
 from ..patching.selectors import matches, selectors
 from ..routes import choose
-from ..routes.fused import Int8Trials, takes_device, why_untried
+from ..routes.fused import takes_device, why_untried
 from ..routes.run import run
 from ..routes.timing_table import median_times
 from .judged import Int8Options, Judged, has_numbers, limit_of
@@ -141,7 +141,7 @@ def in_8_bits(given: dict[str, Any]) -> Tensor:
     asked = Options(**{name: given[name] for name in Options._fields if name in given})
     call = check_call(*prepared(given["query"], given["key"], given["value"], given.get("attn_mask"), asked))
     choice = choose(call, _IN_8_BITS)
-    if takes_device(call.query.device) and (why := why_untried(call, choice.plan, Int8Trials)):
+    if takes_device(call.query.device) and (why := why_untried(call, choice.plan)):
         raise UnsupportedAttention(_IN_8_BITS.route, [f"the 8-bit kernel is left off: {why}"])
     return run(call, _IN_8_BITS, with_lse=False, choice=choice).out
 

@@ -310,15 +310,9 @@ def _with_atomic_gradients(
     return plan._replace(gradients=(variant,), remark="its gradients in five products, by atomic additions")
 
 
-class Int8Trials(Trials):
-    """Trials of the kernels in 8 bits: their verdict leaves the exact ones as they are."""
-
-    file, words, tries_others = "trial-int8", "8-bit attention", False
-
-
-def why_untried(call: AttentionCall, plan: Plan, trials: type[Trials] = Trials) -> str:
+def why_untried(call: AttentionCall, plan: Plan) -> str:
     """Why the kernels of a plan should not run unasked on the device of a call: see :meth:`.trial.Trials.reason`."""
-    return runtime_of(call.query.device).part(trials).reason(plan.variants)
+    return runtime_of(call.query.device).part(Trials).reason(plan.variants)
 
 
 def try_early(device: torch.device, make_room: Callable[[int], object]) -> str:

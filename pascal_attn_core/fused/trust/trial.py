@@ -3,8 +3,8 @@
 A fault inside a kernel leaves the CUDA context of its process unusable: a host that had its models loaded there loses
 them. So before ``auto`` takes the fused route for the first time with a card, a driver and these kernels, a child
 process runs them against the definition. Its verdict is stored on disk: faults and wrong numbers leave the route off.
-What says nothing about the kernels (no memory, no time, a child that cannot start or that somebody ends) leaves it off
-in this process only.
+A child that ends for another reason (no memory, no time, it cannot start, it is killed) leaves it off in this process
+only. A verdict concerns one family of kernels: bad ones for 8 bits leave exact attention on.
 """
 
 from __future__ import annotations
@@ -37,7 +37,8 @@ from ...machine.runtime import Runtime
 from ...machine.storage import name_for, read_object, write_object
 from ..code import prebuilt
 from ..code.compilation import Compilation
-from ..code.source import Variant, from_row, kernels_digest
+from ..code.kinds import GGUF_EXPAND, GGUF_LINEAR, INT8_LINEAR
+from ..code.source import digest_of, from_row, gguf_variants, kernels_digest, linear_variants
 from ..gpu.runtime import FAULTS
 from . import verify
 from .kernels import Kernels, KernelUnavailable
@@ -75,6 +76,19 @@ _ADVICE = {
     f"`nvidia-smi -c DEFAULT` lets several; {_SKIP}",
     "MPS": f"the card's MPS server takes no more processes, `echo quit | nvidia-cuda-mps-control` ends it; {_SKIP}",
 }
+
+
+EXACT = "the fused route"
+_FAMILIES = {
+    "int8": "8-bit attention",
+    INT8_LINEAR: "the int8 linear kernel",
+    **dict.fromkeys((GGUF_EXPAND, GGUF_LINEAR), "the kernel for GGUF weights"),
+}
+
+
+def family_of(name: str) -> str:
+    """The family of a kernel with this ``variant.name``, in words."""
+    return _FAMILIES.get(name.partition("-")[0], EXACT)
 
 
 class Job(NamedTuple):
@@ -117,9 +131,6 @@ class Trials:
         seconds: that a child may take until it says that torch works there, and from then on for each kernel.
     """
 
-    file, words = "trial", "the fused route"  # of the verdict's name, and of what it is about
-    tries_others = True  # whether the first child tries more than a call waits for
-
     def __init__(
         self,
         runtime: Runtime,
@@ -130,9 +141,9 @@ class Trials:
     ):
         self.runtime, self.start, self.folder, self.seconds = runtime, start, folder, seconds
         self._good: set[str] = set()
-        self._off = ""  # why the whole route is left off
+        self._off: dict[str, str] = {}  # families that are left off, and why
         self._refused: dict[str, str] = {}  # variants that cannot be loaded in this process, and why
-        self._why, self._until = "", 0.0  # why no child is started in this process, and until when
+        self._waits: dict[str, tuple[str, float]] = {}  # families that no child is started for, why, and until when
         self._is_loaded = False
         self._lock = threading.RLock()
 
@@ -141,42 +152,45 @@ class Trials:
         return switched_on("PASCAL_ATTN_TRUST")
 
     def reason(self, variants: Sequence[Compilation]) -> str:
-        """Why ``auto`` should not run these variants here now; "" = they are known to be good, or are trusted.
+        """Why ``auto`` should not run these variants, all of one family, here now; "" = they are known to be good, or
+        are trusted.
 
         The first question on a machine starts a child process and waits for it, some seconds, unless a graph is being
         captured, this process is a worker that was forked, or memory is short: then the answer holds for this moment.
         """
         if self.is_trusted:
             return ""
-        if self._is_loaded and not self._off and self._good.issuperset(variant.name for variant in variants):
+        family = family_of(variants[0].name)
+        if self._is_loaded and family not in self._off and self._good.issuperset(each.name for each in variants):
             return ""
         if self.runtime.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             return "the kernels are not tried while a graph is being captured"
         with self._lock:
             self._load()
-            if self._off:
-                return self._off
+            if family in self._off:
+                return self._off[family]
             missing = [variant for variant in variants if variant.name not in self._good]
             refused = next((self._refused[each.name] for each in missing if each.name in self._refused), "")
-            return (refused or self._why_not_now() or self._try(missing)) if missing else ""
+            return (refused or self._why_not_now(family) or self._try(family, missing)) if missing else ""
 
     def ask_early(self, make_room: Callable[[int], object]) -> str:
         """Try what ships before any call asks, where nothing is known of it on this machine: a host does so while its
         models are not on the device yet; ``make_room`` asks the host for this many bytes of free memory. Returns why
-        the kernels are left off, as far as that is known; "" = they are not."""
+        the kernels of exact attention are left off, as far as that is known; "" = they are not."""
         with self._lock:
             if self.is_trusted:
                 return ""
             self._load()
             if self._good or self._off or not self.others():
-                return self._off
-            return self._why_not_now(make_room) or self._try([])
+                return self._off.get(EXACT, "")
+            return self._why_not_now(EXACT, make_room) or self._try(EXACT, [])
 
-    def _why_not_now(self, make_room: Callable[[int], object] = bool) -> str:
+    def _why_not_now(self, family: str, make_room: Callable[[int], object] = bool) -> str:
         if torch.cuda._is_in_bad_fork():
             return "the kernels are not tried from a worker process that was forked"
-        if time.monotonic() < self._until:
-            return self._why
+        why, until = self._waits.get(family, ("", 0.0))
+        if time.monotonic() < until:
+            return why
         free = free_bytes(self.runtime.device)
         if free is not None and free < _MIN_FREE:
             make_room(_MIN_FREE)
@@ -184,14 +198,13 @@ class Trials:
             free = free_bytes(self.runtime.device) or 0
             if free < _MIN_FREE:
                 why = f"the kernels are not tried while less than {_MIN_FREE // MIB} MiB are free, got {free // MIB}"
-                return self._wait(why, RETRY_SECONDS)
+                return self._wait(family, why, RETRY_SECONDS)
         return ""
 
     # ---- the child ---------------------------------------------------------------------------------------------------
 
-    def _try(self, needed: list[Compilation]) -> str:
-        has_others = self.tries_others and not self._good
-        others = [variant for variant in self.others() if variant not in needed] if has_others else []
+    def _try(self, family: str, needed: list[Compilation]) -> str:
+        others = [] if self._good else [variant for variant in self.others() if variant not in needed]
         seconds = _EXTRA_SECONDS if needed else _EARLY_SECONDS
         rows = [[list(dataclasses.astuple(variant)) for variant in variants] for variants in (needed, others)]
         job = Job(str(self.runtime.device), self.runtime.info.name, rows[0], rows[1], seconds)
@@ -207,9 +220,9 @@ class Trials:
                 errors = said.read_text(encoding="utf-8", errors="replace").rstrip().rpartition("\n")[2]
                 lines = _lines_of(answers)
         except OSError as error:
-            return self._wait(f"the process that checks the kernels cannot be started: {error}")
+            return self._wait(family, f"the process that checks the kernels cannot be started: {error}")
         log.info("checked in %.1f s", time.monotonic() - began)
-        return self._judge(lines, status, errors, needed)
+        return self._judge(family, lines, status, errors, needed)
 
     def _status(self, child: subprocess.Popen[bytes], answers: Path) -> int | None:
         """Wait for the end of a child: its exit status, or None where it said nothing for too long and was ended."""
@@ -227,37 +240,38 @@ class Trials:
                 child.wait()
 
     def others(self) -> Sequence[Compilation]:
-        """The variants that the first child may try beside those that a call waits for."""
+        """What the first child may try beside the variants that a call waits for: all that ship, exact attention
+        first."""
         shipped = prebuilt.variants_for(self.runtime.part(Kernels).arch)
-        return [variant for variant in shipped if isinstance(variant, Variant) and variant.kind != "int8"]
+        return sorted(shipped, key=lambda variant: family_of(variant.name) != EXACT)
 
-    def kernels_digest(self) -> str:
-        """Hash of the kernels that a verdict is about."""
-        return kernels_digest(self.runtime.part(Kernels).variant_arch)
-
-    def _judge(self, lines: list[dict[str, Any]], status: int | None, said: str, needed: list[Compilation]) -> str:
-        """Remember what a child has found, and ``said`` last of its errors; "" or why the needed variants should not
-        run."""
-        begun = [line["variant"] for line in lines if "begun" in line]
-        errors = {line["variant"]: (line["error"], line["limit"]) for line in lines if "error" in line}
-        refused = {line["variant"]: str(line["refused"]) for line in lines if "refused" in line}
+    def _judge(
+        self, family: str, lines: list[dict[str, Any]], status: int | None, said: str, needed: list[Compilation]
+    ) -> str:
+        """Remember what a child has found, and ``said`` last of its errors; "" or why the needed variants of a family
+        should not run."""
+        last = {line["variant"]: line for line in lines if "variant" in line}  # the last word on each
         end = f"it said nothing for {self.seconds:g} s" if status is None else _words_of(status)
         is_fault = end in _CRASHES
         end += f": {said}" if said else ""
         for line in lines:
             if "stopped" in line:
                 end, is_fault = str(line["stopped"]), line["is_fault"]
-        for name in begun:
-            if name not in errors and name not in refused:
-                end = f"{name} ended its process: {end}" if status is not None else f"{name}: {end}"
+        for name, line in last.items():
+            if "begun" in line:
+                end = f"{name}: {end}" if status is None else f"{name} ended its process: {end}"
                 if is_fault:
-                    return self._disable(end)
-        for name, (error, limit) in errors.items():
-            if not error <= limit:
-                return self._disable(f"{name} gives wrong numbers, {error:.2g} off")
-        self._good |= set(errors)
-        self._refused.update((name, why) for name, why in refused.items() if not is_out_of_memory(RuntimeError(why)))
+                    self._disable(name, end)
+            elif "refused" in line:
+                if not is_out_of_memory(RuntimeError(line["refused"])):
+                    self._refused[name] = str(line["refused"])
+            elif line["error"] <= line["limit"]:
+                self._good.add(name)
+            else:
+                self._disable(name, f"{name} gives wrong numbers, {line['error']:.2g} off")
         self._save()
+        if family in self._off:
+            return self._off[family]
         untried = [variant.name for variant in needed if variant.name not in self._good]
         for name in untried:
             if name in self._refused:
@@ -265,38 +279,43 @@ class Trials:
                 return self._refused[name]
         if self._good and not untried:
             return ""
+        refused = {name: str(line["refused"]) for name, line in last.items() if "refused" in line}
         why = next(map(refused.get, untried or refused), None)
         why = why or f"the process that checks the kernels came to no result: {end}"
-        return self._wait(why, RETRY_SECONDS if is_out_of_memory(RuntimeError(why)) else math.inf)
+        return self._wait(family, why, RETRY_SECONDS if is_out_of_memory(RuntimeError(why)) else math.inf)
 
-    def _wait(self, why: str, seconds: float = math.inf) -> str:
-        """Start no further child in this process for so long."""
+    def _wait(self, family: str, why: str, seconds: float = math.inf) -> str:
+        """Start no child for a family in this process for this time."""
         why = "; ".join([why, *(advice for words, advice in _ADVICE.items() if words in why)])
-        if not self._why:
-            log.warning("%s is left off in this process: %s", self.words, why)
-        self._why, self._until = why, time.monotonic() + seconds
+        if family not in self._waits:
+            log.warning("%s is left off in this process: %s", family, why)
+        self._waits[family] = why, time.monotonic() + seconds
         return why
 
-    def _disable(self, what: str) -> str:
-        """Leave the route off with this card, driver and these kernels."""
-        self._off = f"its check in a process of its own failed on this machine: {what}"
-        self._save()
-        self._warn()
-        return self._off
+    def _disable(self, name: str, what: str) -> None:
+        """Leave the family of this kernel off with this card, driver and these kernels."""
+        family = family_of(name)
+        if family not in self._off:
+            self._off[family] = f"its check in a process of its own failed on this machine: {what}"
+            self._warn(family)
 
-    def _warn(self) -> None:
-        log.warning("%s is left off: %s; %s", self.words, self._off, _REPORT)
+    def _warn(self, family: str) -> None:
+        log.warning("%s is left off: %s; %s", family, self._off[family], _REPORT)
 
     # ---- on disk -----------------------------------------------------------------------------------------------------
 
     def _path(self) -> Path | None:
         folder = self.folder()
-        return None if folder is None else folder / name_for(self.file, self._conditions())
+        return None if folder is None else folder / name_for("trial", self._conditions())
 
     def _conditions(self) -> dict[str, str]:
-        kernels, version = self.runtime.part(Kernels), self.runtime.part(Kernels).gpu.driver_version()
-        names = {"card": self.runtime.info.name, "arch": kernels.arch, "driver": version}
-        return {**names, "kernels": self.kernels_digest()}
+        kernels = self.runtime.part(Kernels)
+        digests = (
+            kernels_digest(kernels.variant_arch),
+            digest_of((*linear_variants(), *gguf_variants(kernels.variant_arch))),
+        )
+        names = {"card": self.runtime.info.name, "arch": kernels.arch, "driver": kernels.gpu.driver_version()}
+        return {**names, "kernels": " ".join(digests)}
 
     def _load(self) -> None:
         path = None if self._is_loaded else self._path()
@@ -309,9 +328,9 @@ class Trials:
             return
         good, off = content.get("good"), content.get("off")
         self._good = {name for name in good if isinstance(name, str)} if isinstance(good, list) else set()
-        self._off = off if isinstance(off, str) else ""
-        if self._off:
-            self._warn()
+        self._off = {str(family): str(why) for family, why in off.items()} if isinstance(off, dict) else {}
+        for family in self._off:
+            self._warn(family)
 
     def _save(self) -> None:
         path = self._path()

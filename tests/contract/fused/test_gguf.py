@@ -17,7 +17,7 @@ from torch import Tensor
 from pascal_attn_core.fused.code.kinds import GGUF_EXPAND, KERNELS
 from pascal_attn_core.fused.code.source import from_row, gguf_variants, source
 from pascal_attn_core.fused.launch.gguf import DTYPES, ExpandCall, expand_launches
-from pascal_attn_core.fused.linear import GgufTrials, why_no_expansion
+from pascal_attn_core.fused.linear import why_no_expansion
 from pascal_attn_core.fused.trust import trial, verify_linear
 from pascal_attn_core.fused.trust.kernels import Kernels
 from pascal_attn_core.gguf import matrix as matrices
@@ -154,7 +154,7 @@ def test_the_kernels_are_tried_in_a_process_of_their_own(tmp_path: Path) -> None
     start = Starter()
     parts = {
         Kernels: lambda runtime: CardKernels(runtime, StandIn()),
-        GgufTrials: lambda runtime: GgufTrials(runtime, start=start, folder=lambda: tmp_path),
+        trial.Trials: lambda runtime: trial.Trials(runtime, start=start, folder=lambda: tmp_path),
     }
     with using(Runtime("cpu", CARD, parts)):
         assert why_no_expansion(CPU, "Q8_0", torch.float16, torch.float32) == ""

@@ -17,7 +17,6 @@ from pascal_attn_core.fused.code.compilation import Compilation
 from pascal_attn_core.fused.gpu.cuda import CudaRuntime
 from pascal_attn_core.fused.gpu.hip import HipRuntime
 from pascal_attn_core.fused.launch import Launch
-from pascal_attn_core.fused.linear import GgufTrials, LinearTrials
 from pascal_attn_core.fused.trust import verify
 from pascal_attn_core.fused.trust.kernels import Kernels
 from pascal_attn_core.fused.trust.trial import Trials
@@ -195,7 +194,7 @@ def _card(
     parts = {
         Kernels: lambda runtime: kind(runtime, driver, **options),
         **timings,
-        **{trials: _trusted(trials) for trials in (Trials, LinearTrials, GgufTrials)},
+        Trials: _trusted(Trials),
     }
     with using(Runtime("cpu", driver.card, parts)) as runtime:
         kernels = runtime.part(Kernels)
