@@ -20,7 +20,6 @@ from ..machine.facts import MIB, Machine, device_lines, device_names, head_lines
 from ..machine.runtime import runtime_of
 from ..machine.wheels import judge
 from ..routes import route_names, why_not
-from ..routes.tile_timing import TileTimings
 from ..routes.timing import Timings
 from ..tiled.plan import describe_plan
 from ..tiled.tiles import recommended_tile_size_for
@@ -65,7 +64,6 @@ def gather() -> Info:
     machine, config = look_around(), default_config()
     runs = judge(machine.devices[0], machine.build).runs
     runtime = runtime_of(torch.device(device_names()[0]))
-    tiles = runtime.part(TileTimings).ratios()
     query = torch.empty(_CALL, dtype=torch.float16, device=runtime.device if runs else "meta")
     return Info(
         machine,
@@ -74,7 +72,6 @@ def gather() -> Info:
         timed={
             "the fused kernel relative to torch's kernel": runtime.part(Timings).ratios("torch"),
             "the fused kernel relative to torch's math attention": runtime.part(Timings).ratios("plain"),
-            "tiles relative to torch's kernel": {kind: ratio for kind, ratio in tiles.items() if ratio is not None},
         },
         int8=backend_on(runtime.device) if runs else None,
         int8_attention=why_not("fused-int8", check_call(query, query, query), config) if runs else [],

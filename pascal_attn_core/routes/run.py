@@ -23,7 +23,7 @@ from .route import Choice, Request, Route
 from .several import on_one_device, on_several
 from .short import ShortCalls, is_short
 from .tensor import TensorRoute
-from .tiled import FirstTiles, TiledRoute
+from .tiled import TiledRoute
 from .torch_kernel import TorchRoute, run_as_it_is
 
 TORCH = TorchRoute()
@@ -31,7 +31,6 @@ _PLAIN = FusedRoute(TORCH)
 # In the order in which they are asked whether they want a call that names no route: the first that claims it has it.
 ROUTES: list[Route] = [
     ShortCalls(),
-    FirstTiles(TORCH),
     TensorRoute(TORCH, _PLAIN),
     _PLAIN,
     TORCH,

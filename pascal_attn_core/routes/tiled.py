@@ -26,9 +26,7 @@ from ..tiled.gradients import tiled_backward
 from ..tiled.layout import is_padding
 from ..tiled.plan import Walk, plan_call
 from ..tiled.rule_bytes import rule_bytes
-from ..tiled.tiles import Basis
 from .route import Choice, Request, Route
-from .tile_timing import CLEARLY, TileTiming, TileTimings
 
 log = logging.getLogger("pascal_attn")
 T = TypeVar("T")
@@ -37,10 +35,6 @@ _TRANSFORMS = "transforms of torch.func (grad, vmap, ...) are active: use torch.
 # A call of several queries with so few scores per batch element is not worth the question which tiles are fastest.
 _SHORT_SCORES = 1 << 18
 _CAP_SECONDS = 60.0  # after which the whole budget of a shape that ran out of memory is tried again
-
-
-# A walk is that of a whole call, for parts of it: with its tiles a row has the bits of the whole.
-AnyTiles = Basis | Walk | None
 
 
 class TiledRoute(Route):
@@ -52,29 +46,18 @@ class TiledRoute(Route):
     def __init__(self, torch_route: Route | None = None):
         self.torch_route = torch_route
 
-    def plan(self, request: Request) -> Basis | list[str] | None:
-        """The basis of the tile shape, None = the usual one."""
-        if torch._C._are_functorch_transforms_active():
-            return [_TRANSFORMS]
-        timing = self.timing(request)
-        return None if timing is None else timing.basis
+    def plan(self, request: Request) -> list[str] | None:
+        return [_TRANSFORMS] if torch._C._are_functorch_transforms_active() else None
 
-    def for_parts(self, call: AttentionCall, config: AttentionConfig, plan: Basis | None = None) -> Walk | list[str]:
+    def for_parts(self, call: AttentionCall, config: AttentionConfig, plan: None = None) -> Walk | list[str]:
         mask: Any = call.attn_mask
         is_bias = call.has_bias and isinstance(mask, Tensor)
         if is_bias and is_padding(mask) and math.prod(distinct(mask).shape[:-2]) > 1:
             return ["whether its float mask is padding is decided for all heads together"]
-        walk = runtime_of(call.query.device).part(Walks).of(call, config, basis=plan)
+        walk = runtime_of(call.query.device).part(Walks).of(call, config)
         if walk.tiles.units > 1:
             return ["several heads share a step of the tiles: the call is short"]
         return walk
-
-    def timing(self, request: Request) -> TileTiming | None:
-        """The timing of tiles for calls of this kind on the call's device; None for short calls."""
-        call = request.call
-        if call.num_heads * call.seq_len_q * call.seq_len_kv <= _SHORT_SCORES and call.seq_len_q > 1:
-            return None
-        return runtime_of(call.query.device).part(TileTimings).of(self, request)
 
     def claim(self, request: Request) -> Choice | None:
         plan = request.plan(self)
@@ -97,7 +80,7 @@ class TiledRoute(Route):
         self,
         call: AttentionCall,
         config: AttentionConfig,
-        plan: AnyTiles = None,
+        plan: Walk | None = None,
         *,
         with_lse: bool = False,
         for_grad: bool = False,
@@ -113,10 +96,10 @@ class TiledRoute(Route):
         def run(walk: Walk) -> Results:
             return tiled_forward(call, walk, config, with_lse=with_lse, for_grad=for_grad, seed=seed, stats=stats)
 
-        return _within_memory(call, config, run, stats, basis=plan)
+        return _within_memory(call, config, run, stats, whole=plan)
 
     def backward(
-        self, call: AttentionCall, config: AttentionConfig, plan: AnyTiles, saved: Results, wanted: Wanted
+        self, call: AttentionCall, config: AttentionConfig, plan: Walk | None, saved: Results, wanted: Wanted
     ) -> Gradients:
         call, config = _with_mask_per_head(call, config, backward=True)
         run = functools.partial(tiled_backward, call, saved=saved, wanted=wanted, trim_masks=config.trim_masks)
@@ -144,28 +127,6 @@ def _with_mask_per_head(
     return replace(call, attn_mask=row.expand(shape).contiguous()), replace(config, budget_mib=left / MIB)
 
 
-class FirstTiles(TiledRoute):
-    """Tiles before torch's kernel, for the kinds of calls for which a timing on this CPU says that tiles are
-    faster."""
-
-    def claim(self, request: Request) -> Choice | None:
-        call = request.call
-        if request.with_lse or call.softcap is not None or call.sinks is not None or call.score_rule is not None:
-            return None  # torch has no kernel for it at all
-        timing = self.timing(request)
-        if timing is None or timing.ratio is None:
-            return None
-        if timing.ratio > CLEARLY:
-            request.remarks.append(f"tiles were {timing.words}")
-            return None
-        if torch._C._are_functorch_transforms_active():
-            return None
-        return Choice(self, timing.words, timing.basis, over_torch=timing.ratio)
-
-    def claims_gradients(self, request: Request) -> bool:
-        return False  # routes between this one and the other may be faster
-
-
 # ---- plans -----------------------------------------------------------------------------------------------------------
 
 _MOST_KINDS = 512
@@ -186,24 +147,23 @@ class Walks:
         *,
         most_bytes: int | None = None,
         backward: bool = False,
-        basis: AnyTiles = None,
+        whole: Walk | None = None,
     ) -> Walk:
         """
         Args:
             most_bytes: of extra memory, if that is less than the budget.
-            basis: of the tile shape, None = the usual one; for a part of a call, the walk of the whole.
+            whole: for a part of a call, the walk of the whole: with its tiles a row has the bits of the whole.
         Raises:
             ValueError: the budget does not suffice.
         """
         is_traced = torch._C._get_tracing_state() is not None  # then sizes are tensors
-        kind = None if is_traced else _kind(call, config, backward, most_bytes, basis)
+        kind = None if is_traced else _kind(call, config, backward, most_bytes, whole)
         walk = None if kind is None else self._walks.get(kind)
         if walk is None:
-            if isinstance(basis, Walk):
-                walk = replace(Walk.of(call, basis.tiles), may_bound=basis.may_bound)
+            if whole is not None:
+                walk = replace(Walk.of(call, whole.tiles), may_bound=whole.may_bound)
             else:
-                tiles = plan_call(call, self._info, config, most_bytes=most_bytes, backward=backward, basis=basis)
-                walk = Walk.of(call, tiles)
+                walk = Walk.of(call, plan_call(call, self._info, config, most_bytes=most_bytes, backward=backward))
             if kind is not None and len(walk.q_ranges) + len(walk.key_ranges) + len(walk.spans) <= _MOST_RANGES:
                 if len(self._walks) >= _MOST_KINDS:
                     self._walks.clear()
@@ -255,13 +215,13 @@ def _within_memory(
     stats: TiledStats,
     *,
     backward: bool = False,
-    basis: AnyTiles = None,
+    whole: Walk | None = None,
 ) -> T:
     """``run`` with a plan for this call; when the device runs out of memory, again with half of it."""
     runtime = runtime_of(call.query.device)
     walks, caps = runtime.part(Walks), runtime.part(MemoryCaps)
     key = call.query.dtype, call.query.shape, call.key.shape, call.value.shape, backward
-    walk = walks.of(call, config, backward=backward, basis=basis)
+    walk = walks.of(call, config, backward=backward, whole=whole)
 
     def smaller(most_bytes: int | None) -> Walk | None:
         """A walk whose tiles take at most ``most_bytes``, or None if there is none below the present one."""

@@ -38,15 +38,13 @@ class CallKind(NamedTuple):
     timed call.
 
     Attributes:
-        kernel: the variant of the fused kernel (head_dim, dtype, kind of mask); on a CPU the dtype.
+        kernel: the variant of the fused kernel (head_dim, dtype, kind of mask).
         q_tokens, kv_tokens: of a sequence.
         groups: query heads per key/value head.
         rows: query rows of all heads and batches together.
-        mask: "" none, "keys" one row for all queries, "queries" a row for each; on a CPU after its dtype.
+        mask: "" none, "keys" one row for all queries, "queries" a row for each.
         against: what ours is timed against on a GPU: ``"torch"``, ``"plain"`` (torch storing all scores; with the name
             of a route, that one is timed), or, of our kernel on tensor cores, everything: ``"tensor"``.
-        kept: on a CPU, the quarters of the keys that a mask for all queries leaves, rounded up; 4 for other masks.
-        threads: that torch uses on a CPU.
     """
 
     kernel: str
@@ -60,8 +58,6 @@ class CallKind(NamedTuple):
     is_causal: bool
     gradients: bool = False
     against: str = ""
-    kept: int = 0
-    threads: int = 0
 
 
 class Contest(Generic[Kind]):
@@ -203,12 +199,6 @@ def median_times(attempts: list[Attempt], device: torch.device, *, seconds: floa
     times = _turns(attempts, device, 1 + ROUNDS, seconds)
     whole = min(map(len, times)) > 1
     return [statistics.median(each[1:] if whole else each[:1] or [float("inf")]) for each in times]
-
-
-def least_times(attempts: list[Attempt], device: torch.device, *, rounds: int, seconds: float) -> list[float]:
-    """Least milliseconds of each, timed in turn: on a CPU that others use too, a disturbance only adds to a time. inf
-    for an attempt that had no time within ``seconds``."""
-    return [min(each, default=float("inf")) for each in _turns(attempts, device, rounds, seconds)]
 
 
 def _turns(attempts: list[Attempt], device: torch.device, rounds: int, seconds: float | None) -> list[list[float]]:

@@ -14,7 +14,7 @@ from ..config import AttentionConfig
 from ..machine.device import MIB, DeviceInfo
 from .layout import UnitViews, copies, is_padding, unit_spans, unit_views, worth_looking
 from .rule_bytes import NO_RULES, rule_bytes
-from .tiles import Basis, Ranges, TilePlan, Workload, even_ranges, plan_tiles
+from .tiles import Ranges, TilePlan, Workload, even_ranges, plan_tiles
 
 _MIN_BOUNDED_ROWS = 64  # with fewer rows the norms of K cost as much as its product with them
 
@@ -60,10 +60,8 @@ def plan_call(
     *,
     most_bytes: int | None = None,
     backward: bool = False,
-    basis: Basis | None = None,
 ) -> TilePlan:
-    """The tile shape for a call under a configuration, and with at most ``most_bytes`` if that is less. ``basis``: see
-    :func:`.tiles.plan_tiles`."""
+    """The tile shape for a call under a configuration, and with at most ``most_bytes`` if that is less."""
     work = workload(call, backward=backward)
     if config.budget_mib is None:
         budget = info.default_budget_bytes(backward=backward)
@@ -71,7 +69,7 @@ def plan_call(
         budget = int(config.budget_mib * MIB)
     if most_bytes is not None:
         budget = min(budget, most_bytes)
-    return plan_tiles(info, work, budget, q_block=config.q_block, kv_block=config.kv_block, basis=basis)
+    return plan_tiles(info, work, budget, q_block=config.q_block, kv_block=config.kv_block)
 
 
 def describe_plan(info: DeviceInfo, shape: tuple[int, int, int, int, int, int], config: AttentionConfig) -> str:

@@ -6,7 +6,7 @@ decides its speed:
 * Shape, not size. Both matrix products run at full speed on about 1024 rows x 512 keys; rows about twice the keys is
   the best use of a given budget, since each step reads the keys' slice of K and V once for all its rows.
 * CPU: the scores of a step should stay in a cache, and one unit at a time does that until a step gets so small that
-  the cost of calling operators shows. In which cache differs from machine to machine: see :func:`cpu_bases`.
+  the cost of calling operators shows. In which cache differs from machine to machine: see :func:`_cpu_tile`.
 * GPU: an operator in eager PyTorch costs some microseconds to launch, so a step must be large (millions of scores),
   and the second product (rows x Dv) needs enough rows in flight to occupy every multiprocessor. The budget is spent on
   rows first, then on keys.
@@ -15,6 +15,7 @@ decides its speed:
 from __future__ import annotations
 
 import functools
+import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -73,13 +74,6 @@ class Workload(NamedTuple):
     rules: RuleBytes = NO_RULES
 
 
-class Basis(NamedTuple):
-    """Query rows and keys of a tile on a CPU, for calls that have as many of both."""
-
-    rows: int
-    keys: int
-
-
 @dataclass(frozen=True)
 class TilePlan:
     """Tile shape of one call: units x q_block tokens (x groups) x kv_block tokens, and the bytes that takes.
@@ -128,7 +122,6 @@ def plan_tiles(
     *,
     q_block: int | None = None,
     kv_block: int | None = None,
-    basis: Basis | None = None,
 ) -> TilePlan:
     """The tile shape for one call.
 
@@ -137,7 +130,6 @@ def plan_tiles(
         work: the call's sizes.
         budget_bytes: upper bound of the extra memory; None = the device's default. Above 4 GiB it counts as 4 GiB.
         q_block, kv_block: tokens per tile if the caller wants to decide them.
-        basis: what the shape is made from on a CPU, one of :func:`cpu_bases`; None = the first of them.
     Raises:
         ValueError: not even the smallest tile, or not the tile asked for, fits the budget.
     """
@@ -147,7 +139,7 @@ def plan_tiles(
     scans_mask = scan <= budget // 4  # a mask in float32 takes four times as much for the moment of the look
     if scans_mask:
         budget -= scan
-    shape = _gpu_shape(info, work, budget) if info.is_gpu else _cpu_shape(work, budget, basis or cpu_bases(info)[0])
+    shape = (_gpu_shape if info.is_gpu else _cpu_shape)(info, work, budget)
     units, rows, keys = shape
     if q_block is not None:
         units, rows = 1, min(q_block, work.seq_len_q)
@@ -184,31 +176,29 @@ def _fit(
     return units, q_block, kv_block
 
 
-_LARGE = Basis(1024, 512)
-_WIDE = Basis(512, 1024)
+_LARGE = (1024, 512)
 _LARGE_L2 = 1 << 20  # from here on half of it holds a tile that is large enough for both products
 _SHORT_KEYS = 1024  # up to here all keys fit one tile: no running maximum, no second pass over the sums
 _SMALL_STEP = 1 << 17  # scores; below it the operators' call cost shows, and units are batched
 
 
 @functools.lru_cache(maxsize=16)
-def cpu_bases(info: DeviceInfo) -> tuple[Basis, ...]:
-    """The tile shapes that may be the fastest on a CPU; first the one for calls that were not timed.
+def _cpu_tile(info: DeviceInfo) -> tuple[int, int]:
+    """Query rows and keys of a tile on a CPU, for calls that have as many of both.
 
     A large tile is best for the matrix products, and its scores pass through a cache that several cores share. Where
     half of a core's own second-level cache (the other half is for Q, K, V and the sums) holds the scores of a tile that
-    both products still run well on, that may be the better one; with 2 MiB and more it is taken to be.
+    both products still run well on, with 2 MiB and more, that one is taken.
     """
-    bits = min(info.core_l2_bytes // 2 // 4, _LARGE.rows * _LARGE.keys).bit_length() - 1
-    own = Basis(1 << bits - bits // 2, 1 << bits // 2) if info.core_l2_bytes >= _LARGE_L2 else _LARGE
-    if own == _LARGE:
-        return _LARGE, _WIDE
-    return (own, _LARGE, _WIDE) if info.core_l2_bytes >= 2 * _LARGE_L2 else (_LARGE, _WIDE, own)
+    if info.core_l2_bytes < 2 * _LARGE_L2:
+        return _LARGE
+    bits = min(info.core_l2_bytes // 2 // 4, math.prod(_LARGE)).bit_length() - 1
+    return 1 << bits - bits // 2, 1 << bits // 2
 
 
-def _cpu_shape(work: Workload, budget: int, basis: Basis) -> tuple[int, int, int]:
+def _cpu_shape(info: DeviceInfo, work: Workload, budget: int) -> tuple[int, int, int]:
     tokens_q, tokens_kv, groups = max(1, work.seq_len_q), max(1, work.seq_len_kv), work.groups
-    rows, keys = basis
+    rows, keys = _cpu_tile(info)
     if work.window is not None:
         # A tile of R rows covers R + window keys, of which window are useful to each row; best all of them at once.
         rows = min(rows, max(128, _power_of_two_below(work.window // 4)))

@@ -16,7 +16,7 @@ from pascal_attn_core.routes import why_not
 from pascal_attn_core.tiled.mask_writer import MaskWriter
 from pascal_attn_core.tiled.masks import Part, Rule
 from pascal_attn_core.tiled.rule_bytes import RuleBytes
-from pascal_attn_core.tiled.tiles import Workload, cpu_bases, plan_tiles, recommended_tile_size_for
+from pascal_attn_core.tiled.tiles import Workload, plan_tiles, recommended_tile_size_for
 
 CARDS = {
     "GTX 1080 Ti": DeviceInfo("cuda", "GTX 1080 Ti", (6, 1), num_sms=28, l2_bytes=2816 << 10, total_bytes=11 << 30),
@@ -113,22 +113,11 @@ def test_a_window_keeps_the_rows_few() -> None:
 
 
 @pytest.mark.parametrize(
-    ("l2_kib", "bases"),
-    [
-        (0, [(1024, 512), (512, 1024)]),
-        (512, [(1024, 512), (512, 1024)]),
-        (1024, [(1024, 512), (512, 1024), (512, 256)]),
-        (2048, [(512, 512), (1024, 512), (512, 1024)]),
-        (8192, [(1024, 512), (512, 1024)]),
-    ],
+    ("l2_kib", "tile"), [(0, (1024, 512)), (1024, (1024, 512)), (2048, (512, 512)), (8192, (1024, 512))]
 )
-def test_half_of_a_cores_own_cache_is_one_of_the_shapes_on_a_cpu(l2_kib: int, bases: list[tuple[int, int]]) -> None:
-    info = DeviceInfo("cpu", "CPU", core_l2_bytes=l2_kib << 10)
-    assert list(cpu_bases(info)) == bases
-    assert (plan_tiles(info, SDXL).q_block, plan_tiles(info, SDXL).kv_block) == bases[0]
-    for basis in cpu_bases(info):
-        plan = plan_tiles(info, SDXL, basis=basis)
-        assert (plan.q_block, plan.kv_block) == basis
+def test_half_of_a_cores_own_cache_holds_the_scores_of_a_tile_where_it_is_large(l2_kib: int, tile: tuple) -> None:
+    plan = plan_tiles(DeviceInfo("cpu", "CPU", core_l2_bytes=l2_kib << 10), SDXL)
+    assert (plan.q_block, plan.kv_block) == tile
 
 
 @pytest.mark.parametrize(
