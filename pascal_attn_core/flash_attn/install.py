@@ -36,16 +36,12 @@ _MODULES: dict[str, tuple[str, ...]] = {
         _INTERFACE,
         _RAW,
         _WRAPPED,
-        ".modules.version1: flash_attn_unpadded_func flash_attn_unpadded_kvpacked_func "
-        "flash_attn_unpadded_qkvpacked_func",
-        ".modules.absent: flash_attn_unpadded_qkvpacked_split_func",
     ),
     "flash_attn.bert_padding": (
-        ".modules.padding: index_first_axis index_first_axis_residual index_put_first_axis pad_input unpad_input "
-        "unpad_input_for_concatenated_sequences",
+        ".modules.padding: index_first_axis index_put_first_axis pad_input unpad_input",
+        ".modules.absent: index_first_axis_residual unpad_input_for_concatenated_sequences",
         _EINOPS,
     ),
-    "flash_attn.flash_attention": (".modules.version1: FlashAttention FlashMHA",),
     "flash_attn.layers.patch_embed": (".modules.absent: PatchEmbed",),
     "flash_attn.layers.rotary": (
         ".modules.rotary: ApplyRotaryEmb RotaryEmbedding apply_rotary apply_rotary_emb apply_rotary_emb_func "
@@ -53,30 +49,29 @@ _MODULES: dict[str, tuple[str, ...]] = {
         ".modules.absent: apply_rotary_emb_torch rotate_half",
         _EINOPS,
     ),
-    "flash_attn.losses.cross_entropy": (".modules.losses: CrossEntropyLoss cross_entropy_loss",),
+    "flash_attn.losses.cross_entropy": (".modules.absent: CrossEntropyLoss cross_entropy_loss",),
     "flash_attn.modules.block": (".modules.absent: Block ParallelBlock StochasticDepth",),
     "flash_attn.modules.embedding": (
         ".modules.absent: BertEmbeddings ColumnParallelEmbedding GPT2Embeddings ParallelGPT2Embeddings "
         "VocabParallelEmbedding",
     ),
     "flash_attn.modules.mha": (
-        ".modules.mha: LinearResidual MHA",
-        ".modules.inner_attention: CrossAttention FlashCrossAttention FlashSelfAttention SelfAttention "
-        "get_alibi_slopes",
+        ".modules.mha: MHA",
         ".modules.rotary: RotaryEmbedding",
         ".modules.mlp: FusedDense",
-        ".modules.absent: ColumnParallelLinear ParallelMHA RowParallelLinear _update_kv_cache",
+        ".modules.absent: ColumnParallelLinear CrossAttention FlashCrossAttention FlashSelfAttention LinearResidual "
+        "ParallelMHA RowParallelLinear SelfAttention _update_kv_cache get_alibi_slopes",
         _INTERFACE,
         _EINOPS,
     ),
     "flash_attn.modules.mlp": (
-        ".modules.mlp: FusedMLP GatedMlp Mlp",
-        ".modules.absent: ParallelFusedMLP ParallelGatedMlp ParallelMLP",
+        ".modules.mlp: FusedMLP",
+        ".modules.absent: GatedMlp Mlp ParallelFusedMLP ParallelGatedMlp ParallelMLP",
     ),
     "flash_attn.ops.activations": (
-        ".modules.activations: SwiGLUFunction bias_gelu bias_gelu_impl fast_gelu_impl gelu_fwd sqrelu_fwd swiglu "
-        "swiglu_fwd",
-        ".modules.absent: bias_gelu_back gelu_bwd relu_bwd sqrelu_bwd swiglu_bwd",
+        ".modules.mlp: swiglu",
+        ".modules.absent: SwiGLUFunction bias_gelu bias_gelu_back bias_gelu_impl fast_gelu_impl gelu_bwd gelu_fwd "
+        "relu_bwd sqrelu_bwd sqrelu_fwd swiglu_bwd swiglu_fwd",
     ),
     "flash_attn.ops.fused_dense": (
         ".modules.mlp: FusedDense FusedMLP fused_dense_func fused_mlp_func",
@@ -91,7 +86,7 @@ _MODULES: dict[str, tuple[str, ...]] = {
         ".modules.norms: DropoutAddRMSNorm RMSNorm=OlderRMSNorm dropout_add_rms_norm rms_norm",
         ".modules.absent: dropout_add_rms_norm_parallel_residual dropout_add_rms_norm_subset",
     ),
-    "flash_attn.ops.triton.cross_entropy": (".modules.losses: cross_entropy_loss",),
+    "flash_attn.ops.triton.cross_entropy": (".modules.absent: cross_entropy_loss",),
     "flash_attn.ops.triton.layer_norm": (
         ".modules.norms: RMSNorm layer_norm_fn rms_norm_fn",
         ".modules.absent: layer_norm_linear_fn layer_norm_ref rms_norm_ref",
@@ -119,9 +114,9 @@ _installer = Installer(_ROOT, "fa3")
 def patch_flash_attn(*, replace: bool = False, fa3: str | None = "out_and_lse", around: Around | None = None) -> Patch:
     """Make ``import flash_attn``, and what programs import from it, find our functions.
 
-    docs/programs.md says what there is besides attention: rotary embeddings, norms, losses, layers, the functions
-    without autograd and their operators, the names of flash-attn 1, the module ``flash_attn_interface`` of
-    FlashAttention-3, and ``flash_attn_turing`` (unless the real one is installed). Each is loaded when it is imported.
+    docs/programs.md says what there is besides attention: rotary embeddings, norms, layers, the functions without
+    autograd and their operators, the module ``flash_attn_interface`` of FlashAttention-3, and ``flash_attn_turing``
+    (unless the real one is installed). Each is loaded when it is imported.
 
     Code that imported the name earlier, or found it missing, keeps what it found: call this first. Package metadata
     agrees (``importlib.metadata.version("flash_attn")`` is ``"2.8.4+pascal..."``), since that is what Transformers

@@ -167,13 +167,13 @@ def read_lengths(
     return q_ends, k_ends
 
 
-def padded_lse(lse: Tensor, ends: list[int], longest: int, value: float) -> Tensor:
-    """``lse [H, total]`` as ``[B, H, longest]``, with ``value`` after the end of each sequence."""
+def padded_lse(lse: Tensor, ends: list[int], longest: int) -> Tensor:
+    """``lse [H, total]`` as ``[B, H, longest]``, zero after the end of each sequence."""
     sizes = [last - first for first, last in itertools.pairwise(ends)]
     if max(sizes, default=0) > longest:
         raise FlashArgumentError(f"max_seqlen_q must be at least {max(sizes)}, got {longest}")
     parts = lse[:, : ends[-1]].split(sizes, 1)
-    return torch.stack([torch.nn.functional.pad(part, (0, longest - part.shape[1]), value=value) for part in parts])
+    return torch.stack([torch.nn.functional.pad(part, (0, longest - part.shape[1])) for part in parts])
 
 
 def cut_to_used(name: str, ends: Tensor, used: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:

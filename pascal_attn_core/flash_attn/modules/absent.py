@@ -1,6 +1,6 @@
-"""Names of flash-attn that are not provided: what splits a model over processes, blocks and embeddings of its own
-models, generation of text. Programs import them beside names that they use, so the import succeeds; calling one, or a
-class that has one as its base, raises a NotImplementedError."""
+"""Names of flash-attn that are not provided: what trains language models or splits a model over processes, blocks and
+embeddings of flash-attn's own models, generation of text. Programs import them beside names that they use, so the
+import succeeds; calling one, or a class that has one as its base, raises a NotImplementedError."""
 
 from __future__ import annotations
 

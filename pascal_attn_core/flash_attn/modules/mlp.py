@@ -1,5 +1,4 @@
-"""Linear layers and MLPs: ``flash_attn.modules.mlp`` and ``flash_attn.ops.fused_dense``. torch's own products, whose
-gradients autograd knows."""
+"""Linear layers and MLPs: ``flash_attn.ops.fused_dense``, ``FusedMLP`` and ``swiglu``, in torch's own operators."""
 
 from __future__ import annotations
 
@@ -7,19 +6,31 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from ..options import FlashArgumentError
 from ..signatures import called_as
-from .activations import sqrelu_fwd, swiglu
 
 _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu_approx": partial(F.gelu, approximate="tanh"),
     "relu": F.relu,
-    "sqrelu": sqrelu_fwd,
+    "sqrelu": lambda x: F.relu(x).square(),
 }
+
+
+def swiglu(x: Tensor, y: Tensor) -> Tensor:
+    """silu(x) * y, computed in float32 (float64 for float64) and rounded once; x and y are kept for the backward pass,
+    not the float32 numbers in between."""
+
+    def exact(first: Tensor, second: Tensor) -> Tensor:
+        wide = torch.promote_types(first.dtype, torch.float32)
+        return (F.silu(first.to(wide)) * second.to(wide)).to(first.dtype)
+
+    result: Tensor = checkpoint(exact, x, y, use_reentrant=False, preserve_rng_state=False)
+    return result
 
 
 @called_as(
@@ -96,69 +107,28 @@ class FusedDense(nn.Linear):
         return fused_dense_func(x, self.weight, self.bias, self.return_residual, process_group)
 
 
-class Mlp(nn.Module):
-    """``fc2(activation(fc1(x)))``; hidden_features is 4 * in_features where it is not given, activation GELU."""
-
-    activation: Any
-    _width = 1  # outputs of fc1, times hidden_features
-
-    @called_as(
-        "self in_features hidden_features=None out_features=None activation=None bias1=True bias2=True "
-        "return_residual=False device=None dtype=None"
-    )
-    def __init__(
-        self, in_features: int, hidden_features: Any, out_features: Any, bias1: bool, bias2: bool, **given: Any
-    ) -> None:
-        super().__init__()
-        self.return_residual, self.activation = given.pop("return_residual"), given.pop("activation") or F.gelu
-        hidden = hidden_features or 4 * in_features
-        self.fc1 = nn.Linear(in_features, self._width * hidden, bias=bias1, **given)
-        self.fc2 = nn.Linear(hidden, out_features or in_features, bias=bias2, **given)
-
-    def forward(self, x: Tensor) -> Any:
-        """``[..., out_features]``, with return_residual (that, x)."""
-        out = self.fc2(self.activation(self.fc1(x)))
-        return (out, x) if self.return_residual else out
-
-
-class FusedMLP(Mlp):
-    """:func:`fused_mlp_func` as a module with ``fc1`` and ``fc2``."""
+class FusedMLP(nn.Module):
+    """:func:`fused_mlp_func` as a module with ``fc1`` and ``fc2``; hidden_features is 4 * in_features where it is not
+    given."""
 
     @called_as(
         "self in_features hidden_features=None out_features=None bias1=True bias2=True activation='gelu_approx' "
-        "return_residual=False checkpoint_lvl=0 heuristic='auto' device=None dtype=None"
+        "return_residual=False checkpoint_lvl=0 heuristic='auto' device=None dtype=None",
+        ignored="heuristic",
     )
-    def __init__(self, activation: str, checkpoint_lvl: int, heuristic: int | str, **given: Any) -> None:
+    def __init__(
+        self, in_features: int, hidden_features: Any, out_features: Any, bias1: bool, bias2: bool, activation: str,
+        return_residual: bool, checkpoint_lvl: int, **kinds: Any,
+    ) -> None:  # fmt: skip
+        super().__init__()
         _check(activation, checkpoint_lvl)
-        super().__init__(activation=activation, **given)
-        self.checkpoint_lvl, self.heuristic = checkpoint_lvl, heuristic
+        self.activation, self.return_residual, self.checkpoint_lvl = activation, return_residual, checkpoint_lvl
+        hidden = hidden_features or 4 * in_features
+        self.fc1 = nn.Linear(in_features, hidden, bias=bias1, **kinds)
+        self.fc2 = nn.Linear(hidden, out_features or in_features, bias=bias2, **kinds)
 
     @called_as("self x process_group=None", refused="process_group")
     def forward(self, x: Tensor) -> Any:
         """``[..., out_features]``, with return_residual (that, x)."""
         how = self.activation, self.checkpoint_lvl, self.training, self.return_residual
         return _mlp(x, self.fc1, self.fc2, *how)
-
-
-class GatedMlp(Mlp):
-    """``fc2(y * activation(gate))`` where fc1 gives y and the gate, in this order; activation is the sigmoid where it
-    is not given.
-
-    hidden_features is 8 / 3 * in_features where it is not given, and rounded up to a multiple of ``multiple_of``.
-    """
-
-    _width = 2
-
-    @called_as(
-        "self in_features hidden_features=None out_features=None activation=None bias1=True bias2=True multiple_of=128 "
-        "return_residual=False device=None dtype=None"
-    )
-    def __init__(self, in_features: int, hidden_features: Any, multiple_of: int, activation: Any, **given: Any) -> None:
-        hidden = -(-(hidden_features or int(8 * in_features / 3)) // multiple_of) * multiple_of
-        super().__init__(in_features, hidden, activation=activation or F.sigmoid, **given)
-
-    def forward(self, x: Tensor) -> Any:
-        """``[..., out_features]``, with return_residual (that, x)."""
-        y, gate = self.fc1(x).chunk(2, dim=-1)
-        out = self.fc2(swiglu(gate, y) if self.activation is F.silu else y * self.activation(gate))
-        return (out, x) if self.return_residual else out

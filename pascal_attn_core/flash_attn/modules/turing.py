@@ -58,7 +58,7 @@ def varlen_fwd(
         [out ``[total_q, Hq, D]``, lse ``[B, Hq, max_seqlen_q]``, zero after each sequence].
     """
     out, lse, *_ = raw.forward(q, k, v, cu_seqlens_q, cu_seqlens_k, causal=is_causal)
-    return [out, padded_lse(lse, cu_seqlens_q.tolist(), max_seqlen_q, 0.0)]
+    return [out, padded_lse(lse, cu_seqlens_q.tolist(), max_seqlen_q)]
 
 
 @called_as(f"q k v out l dout {_LENGTHS} is_causal", ignored="max_seqlen_q max_seqlen_k")

@@ -125,9 +125,7 @@ IMPORTED = {
     " flash_attn_varlen_func flash_attn_varlen_kvpacked_func flash_attn_with_kvcache",
     "flash_attn.bert_padding": "index_first_axis index_first_axis_residual pad_input rearrange unpad_input"
     " unpad_input_for_concatenated_sequences",
-    "flash_attn.flash_attention": "FlashAttention",
-    "flash_attn.flash_attn_interface": "flash_attn_kvpacked_func flash_attn_unpadded_func"
-    " flash_attn_unpadded_kvpacked_func flash_attn_varlen_func flash_attn_varlen_kvpacked_func"
+    "flash_attn.flash_attn_interface": "flash_attn_kvpacked_func flash_attn_varlen_func flash_attn_varlen_kvpacked_func"
     " flash_attn_varlen_qkvpacked_func",
     "flash_attn.layers.patch_embed": "PatchEmbed",
     "flash_attn.layers.rotary": "RotaryEmbedding apply_rotary_emb apply_rotary_emb_func",
@@ -137,7 +135,7 @@ IMPORTED = {
     "flash_attn.modules.mha": "CrossAttention FlashCrossAttention FlashSelfAttention LinearResidual MHA ParallelMHA"
     " SelfAttention get_alibi_slopes",
     "flash_attn.modules.mlp": "FusedMLP GatedMlp Mlp ParallelFusedMLP ParallelGatedMlp ParallelMLP",
-    "flash_attn.ops.activations": "SwiGLUFunction sqrelu_fwd",
+    "flash_attn.ops.activations": "SwiGLUFunction sqrelu_fwd swiglu",
     "flash_attn.ops.fused_dense": "ColumnParallelLinear FusedDense FusedMLP fused_dense_func fused_mlp_func",
     "flash_attn.ops.layer_norm": "dropout_add_layer_norm",
     "flash_attn.ops.rms_norm": "DropoutAddRMSNorm rms_norm",
