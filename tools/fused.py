@@ -71,7 +71,7 @@ def archs_of(variant: Compilation) -> list[int]:
     """The architectures that a variant is for. Newer cards take the kernels on tensor cores by name only, compiled when
     they do; scores with a cap, and sinks, are looked at on one architecture, since they leave the products as they
     are."""
-    if variant.kind.startswith("capped"):
+    if variant.traits.is_capped and not variant.on_tensor_cores:
         return [61] if variant.kind == "capped" and variant.dtype != "bfloat16" else []
     newest = 75 if variant.on_tensor_cores else ARCHS[-1]
     return [arch for arch in ARCHS if arch <= newest and variant.runs_on(divmod(arch, 10))]

@@ -11,6 +11,7 @@ from ..fused.code import prebuilt
 from ..fused.code.compilation import Compilation
 from ..fused.code.kinds import TABLE
 from ..fused.code.source import DTYPES, KINDS, Variant, gguf_variants, linear_variants
+from ..fused.geometry.traits import traits_of
 from ..fused.trust import verify
 from ..fused.trust.kernels import Kernels
 from ..machine.runtime import runtime_of
@@ -62,9 +63,9 @@ def checked_variants(arch: str = "sm_61") -> list[Compilation]:
     on_tensor_cores = [
         variant
         for kind in KINDS
-        if TABLE[kind].on_tensor_cores and "grad" in kind
+        if TABLE[kind].on_tensor_cores and traits_of(kind).is_gradient
         for dim, mask, padded in _TENSOR_GRADIENTS
-        if mask == "none" or not kind.endswith("packed")
+        if mask == "none" or not traits_of(kind).is_packed
         for variant in (Variant(kind, dim, "float16", mask, padded),)
     ]
     at_once = [Variant("grad_all", dim, dtype) for dim in _GRADIENT_DIMS for dtype in DTYPES]

@@ -56,7 +56,7 @@ def fits(candidate: Variant) -> bool:
         return _whole_words(candidate.geometry, candidate.head_dim)
     if not candidate.on_tensor_cores:
         return True
-    most = _SHARED_KIB["volta" if candidate.kind.startswith("volta") else "tensor"] << 10
+    most = _SHARED_KIB["volta" if candidate.traits.generation == "volta" else "tensor"] << 10
     return candidate.geometry.blocks * (candidate.tile_bytes + candidate.own_bytes) <= most
 
 

@@ -30,6 +30,7 @@ from torch import Tensor
 
 from pascal_attn_core.call import AttentionCall, check_call, empty_output
 from pascal_attn_core.cli.bench.clock import quiet_torch
+from pascal_attn_core.fused.code.kinds import sibling
 from pascal_attn_core.fused.code.source import (
     GRAD_ALL_HEAD_DIMS,
     HEAD_DIMS,
@@ -244,7 +245,7 @@ class Work:
         if not candidate.is_gradient:
             splits = 0
             if candidate.is_small and candidate.on_tensor_cores:
-                wide = replace(candidate.plain, kind=candidate.kind.removesuffix("_small"))
+                wide = replace(candidate.plain, kind=sibling(candidate.kind, is_small=False))
                 splits = max(1, tensor_splits(Shape.of(self.call), wide.geometry, candidate.geometry, num_sms)[0])
             elif candidate.is_small:
                 places = num_sms * resident_blocks(candidate, capability)

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from ..geometry import amd as amd_geometry
+from ..geometry.traits import Traits, traits_of
 from .kinds import FEW, PRODUCT_FORMATS, TABLE, TOO_NEW, TWO_SCALES
 
 DTYPES = ("float32", "float16", "bfloat16")
@@ -50,9 +51,13 @@ class Compilation:
         return TABLE[self.kind].on_tensor_cores
 
     @property
+    def traits(self) -> Traits:
+        return traits_of(self.kind)
+
+    @property
     def is_small(self) -> bool:
         """Whether it is for few query rows: its tiles hold those of a group of heads, the keys may be cut."""
-        return self.kind.endswith(("split", "small"))
+        return self.traits.is_small
 
     @property
     def cuts_keys(self) -> bool:
@@ -63,7 +68,7 @@ class Compilation:
     @property
     def is_even(self) -> bool:
         """Whether the blocks of a launch are listed in its parameters."""
-        return self.kind.endswith("_even")
+        return self.traits.is_even
 
     def runs_on(self, capability: tuple[int, int]) -> bool:
         """Whether it is for NVIDIA's devices of this compute capability."""

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from ..geometry.amd import RANGES, WMMA_KINDS
 from ..geometry.tensor import MOST_PIECES
+from ..geometry.traits import traits_of
 
 # ---- linear layers in 8-bit integers, cuda/int8_linear.cu ------------------------------------------------------------
 
@@ -170,3 +171,10 @@ ALL_KINDS = tuple(TABLE)
 TABLE[RANGES] = _forward("pa_forward_ranges", "pa_combine", PA_RANGES=1)
 _WMMA = _tensor_kinds("wmma", ("wmma.cuh",), (0, 0), (0, 0), (*_ON_LANES[:-1], "wave.cuh"))
 TABLE |= {kind: _WMMA[kind] for kind in WMMA_KINDS}
+
+
+def sibling(kind: str, **changes: bool) -> str:
+    """The kind of attention that has the traits of ``kind`` but for ``changes``: ``sibling("tensor_even",
+    is_even=False)`` is ``"tensor"``."""
+    wanted = traits_of(kind)._replace(**changes)
+    return next(other for other in (*KINDS, *WMMA_KINDS) if traits_of(other) == wanted)

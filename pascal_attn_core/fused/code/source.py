@@ -24,6 +24,7 @@ from ..geometry.tensor import (
     TensorGeometry,
     tensor_geometry,
 )
+from ..geometry.traits import traits_of
 from .compilation import DTYPES, Compilation, DtypeVariant, GgufLinearVariant
 from .kinds import GGUF_EXPAND, GGUF_LINEAR, INT8_LINEAR, KINDS, PRODUCT_FORMATS, TABLE
 
@@ -83,12 +84,12 @@ class Variant(Compilation):
 
     @property
     def is_gradient(self) -> bool:
-        return "grad" in self.kind
+        return self.traits.is_gradient
 
     @property
     def gradients(self) -> slice:
         """Which of the gradients of query, key and value it computes."""
-        return slice(1, 3) if "key_value" in self.kind else slice(0, 3 if self.kind == "grad_all" else 1)
+        return slice(1, 3) if self.traits.of_keys else slice(0, 3 if self.kind == "grad_all" else 1)
 
     @property
     def lift(self) -> float:
@@ -105,7 +106,7 @@ class Variant(Compilation):
         if self.kind == "int8":
             has_dots = not self.arch or amd_geometry.has_dots(self.arch)
             return self.head_dim in INT8_HEAD_DIMS and self.mask != "float" and not self.padded and has_dots
-        if self.kind.startswith("wmma"):
+        if self.traits.generation == "wmma":
             return bool(amd_geometry.wmma(self.arch)) and self.kind in amd_geometry.WMMA_KINDS
         if self.is_even:
             return self.mask != "float" and self.head_dim <= EVEN_HEAD_DIM
@@ -184,12 +185,13 @@ def amd_variants(arch: str) -> Iterator[Variant]:
 def all_variants() -> Iterator[Variant]:
     """Every variant that a call can ask for on NVIDIA's cards."""
     for kind in KINDS:
-        is_tensor, is_gradient = TABLE[kind].on_tensor_cores, "grad" in kind
-        of_tensor = VOLTA_HEAD_DIMS if kind.startswith("volta") else TENSOR_HEAD_DIMS
+        is_tensor, traits = TABLE[kind].on_tensor_cores, traits_of(kind)
+        is_gradient = traits.is_gradient
+        of_tensor = VOLTA_HEAD_DIMS if traits.generation == "volta" else TENSOR_HEAD_DIMS
         if is_gradient and is_tensor:
             of_tensor = gradient_head_dims(kind)
         dims = of_tensor if is_tensor else HEAD_DIMS
-        masks = tuple(m for m in MASKS if m != "bool") if kind.endswith("packed") else MASKS
+        masks = tuple(m for m in MASKS if m != "bool") if traits.is_packed else MASKS
         dtypes = ("float16",) if is_tensor else DTYPES
         for head_dim, padded, dtype, mask in itertools.product(dims, (False, True), dtypes, masks):
             variant = Variant(kind, head_dim, dtype, mask, padded)

@@ -9,6 +9,7 @@ from typing import NamedTuple
 from .amd import wmma
 from .tables import Tiles, read_tables
 from .tensor import TENSOR_HEAD_DIMS, VOLTA_HEAD_DIMS, WMMA_HEAD_DIMS, pitch
+from .traits import traits_of
 
 
 @dataclass(frozen=True)
@@ -48,7 +49,7 @@ class GradientGeometry(Tiles):
 
     def own_bytes(self, kind: str, mask: str) -> int:
         """Shared memory besides the tiles: numbers of the moving queries, words of the mask, the block's place."""
-        stats = 8 * self.cols * (3 if mask == "float" else 2) if "key_value" in kind else 0
+        stats = 8 * self.cols * (3 if mask == "float" else 2) if traits_of(kind).of_keys else 0
         words = 0 if mask == "none" else 2 * 4 * self.rows * self.cols // 32
         return stats + words + 64
 
@@ -62,9 +63,9 @@ VOLTA_GRADIENT_HEAD_DIMS = tuple(GRADIENT_TABLES["volta-query"])
 
 
 def gradient_geometry(kind: str, head_dim: int, mask: str, *, padded: bool) -> GradientGeometry:
-    """The tiles of the kernel of this kind, whose name has ``grad`` in it."""
-    of_keys, is_packed, is_capped = "key_value" in kind, kind.endswith("packed"), "capped" in kind
-    is_volta = kind.startswith("volta")
+    """The tiles of the kernel of this kind, one of gradients."""
+    generation, _, of_keys, is_capped, is_packed, *_ = traits_of(kind)
+    is_volta = generation == "volta"
     suffixes: tuple[str, ...] = ()
     if not of_keys:
         is_tight = padded or is_packed or is_capped or mask != "none"
@@ -83,7 +84,7 @@ def gradient_geometry(kind: str, head_dim: int, mask: str, *, padded: bool) -> G
 
 def gradient_head_dims(kind: str) -> tuple[int, ...]:
     """The head_dims that there are kernels of this kind for."""
-    return VOLTA_GRADIENT_HEAD_DIMS if kind.startswith("volta") else GRADIENT_HEAD_DIMS
+    return VOLTA_GRADIENT_HEAD_DIMS if traits_of(kind).generation == "volta" else GRADIENT_HEAD_DIMS
 
 
 class Generation(NamedTuple):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from .tables import Tiles, read_tables
+from .traits import traits_of
 
 
 @dataclass(frozen=True)
@@ -55,8 +56,8 @@ def plain_geometry(kind: str, head_dim: int, dtype: str, mask: str, *, padded: b
     table of smaller tiles holds."""
     wide, float32, is_masked = head_dim >= 112, dtype == "float32", padded or mask != "none"
     tight_mask = (mask == "float" and (float32 or wide)) or (mask == "bool" and float32 and wide)
-    if kind in ("int8", "split", "capped_split"):
-        return PLAIN_TABLES[kind.removeprefix("capped_")][head_dim]
+    if kind == "int8" or traits_of(kind).is_small:
+        return PLAIN_TABLES["int8" if kind == "int8" else "split"][head_dim]
     if kind == "grad_all":
         suffix = "-tight" if is_masked else "-bfloat16" if dtype == "bfloat16" else ""
         return PLAIN_TABLES[f"grad_all{suffix}"][head_dim]
@@ -67,4 +68,4 @@ def plain_geometry(kind: str, head_dim: int, dtype: str, mask: str, *, padded: b
         "grad_key_value": is_masked if float32 else padded and mask == "float",
     }[kind]
     suffix = "-tight" if tight else "-masked" if is_masked else ""
-    return PLAIN_TABLES[f"{kind.replace('capped', 'forward')}{suffix}"][head_dim]
+    return PLAIN_TABLES[("forward" if kind == "capped" else kind) + suffix][head_dim]

@@ -40,7 +40,7 @@ def forward_launches(
 
 def _plain_launches(call: AttentionCall, view: View, plan: Plan, fields: dict) -> list[Launch]:
     keep, params = view.tensors, Forward
-    if plan.forward.kind.startswith("capped"):
+    if plan.forward.traits.is_capped:
         params, fields = CappedForward, fields | softcap_fields(call)
         if call.sinks is not None:
             keep = (call.sinks.float().contiguous(), *keep)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from ...call import AttentionCall
+from ..code.kinds import sibling
 from ..code.source import HEAD_DIMS, AnyGeometry, Variant
 from ..geometry.amd import RANGES
 from ..geometry.gradient import generation_of
@@ -104,7 +105,7 @@ class Plan(NamedTuple):
         """This plan by the kernel that has a block for each tile of rows."""
         if self.pieces is None:
             return self
-        return self._replace(forward=replace(self.forward, kind=self.forward.kind.removesuffix("_even")), pieces=None)
+        return self._replace(forward=replace(self.forward, kind=sibling(self.forward.kind, is_even=False)), pieces=None)
 
 
 def plan_call(

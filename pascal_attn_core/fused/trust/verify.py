@@ -111,7 +111,7 @@ def _sequences(variant: Variant, call: AttentionCall) -> tuple[Packed | None, li
     """The two sequences in the tokens of a call for kernels that keep sequences apart, and each as a call on a CPU; for
     others None, and the call on a CPU."""
     here = _on_cpu(call)
-    if not variant.kind.endswith("packed"):
+    if not variant.traits.is_packed:
         return None, [here]
     q_ends, k_ends = ([0, length - 9, length] for length in (call.seq_len_q, call.seq_len_kv))
     rules: dict[str, Any] = {"scale": call.scale, "softcap": call.softcap, "sinks": here.sinks}
@@ -140,16 +140,16 @@ def sample_call(variant: Variant, device: torch.device, keys: int | None = None)
         return torch.randn(shape, generator=generator, device=device, dtype=torch.float32).to(dtype)
 
     mask = None
-    if variant.mask != "none" and not variant.kind.endswith("packed"):
+    if variant.mask != "none" and not variant.traits.is_packed:
         mask = numbers(rows, keys)
         mask = mask > 0 if variant.mask == "bool" else mask
     tensors = numbers(1, 2, rows, dim), numbers(1, 1, keys, dim), numbers(1, 1, keys, dim)
     # Without a mask, kernels that add one serve negative scales.
     scale = -0.1 if variant.mask == "float" and mask is None else None
     rules: dict[str, Any] = {}
-    if "capped" in variant.kind:
+    if variant.traits.is_capped:
         rules["softcap"] = 2.0
-    if variant.kind.startswith("capped"):
+    if variant.traits.is_capped and not variant.on_tensor_cores:
         rules["sinks"] = torch.tensor([0.5, 3.0], device=device)
     return check_call(*tensors, mask, is_causal=True, scale=scale, enable_gqa=True, alignment="lower_right", **rules)
 
@@ -183,9 +183,8 @@ def all_gradients(variant: Variant) -> tuple[Variant, ...]:
     """The variants that compute the gradients of query, key and value, of which this is one."""
     if variant.gradients == slice(0, 3):
         return (variant,)
-    of_query = variant.kind.replace("key_value", "query")
-    of_key = of_query.replace("query", "key_value")
-    return replace(variant, kind=of_query), replace(variant, kind=of_key)
+    of_query, of_key = (replace(variant, kind=kinds.sibling(variant.kind, of_keys=keys)) for keys in (False, True))
+    return of_query, of_key
 
 
 def _gradients_of(call: AttentionCall) -> tuple[Tensor, ...]:
