@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from ..pascal_attn_core.int8.float16 import Float16Binding
-from ..pascal_attn_core.patching.patch import ON
+from ..pascal_attn_core.patching.patch import ON, UNABLE
 from .comfy import host, inputs, others
 from .comfy.by_name import OVERRIDE
 from .comfy.others import AUTO, name_of, runs_first
@@ -134,7 +134,7 @@ class PascalAttentionPatch(inputs.PascalNode):
         lines = [line]
         if chunk_feed_forward and Chunking.key not in patched.injections:  # else of a node before this one
             report, line = chunk(patched, 0, LEAST_TOKENS, unique_id, is_quiet=True)
-            lines += [line] if report.count("cannot be") < len(report.lines) else []
+            lines += [line] if report.count(UNABLE) < len(report.lines) else []
         if precision == FLOAT16:
             lines.append(_in_float16(patched, unique_id))
         if precision == EIGHT_BIT:

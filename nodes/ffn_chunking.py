@@ -11,6 +11,7 @@ from ..pascal_attn_core.ffn.binding import FfnBinding
 from ..pascal_attn_core.ffn.report import FfnReport
 from ..pascal_attn_core.machine.device import MIB
 from ..pascal_attn_core.patching.hosts import CastingLayers, register
+from ..pascal_attn_core.patching.patch import OFF, ON, REFUSED, UNABLE, WAITING
 from .comfy import host, inputs
 from .engine.runs import Run
 from .patches.injection import Injection, install, network_of
@@ -85,20 +86,20 @@ class Chunking(Injection):
 
     def describe(self, run: Run, patcher: Any) -> None:
         report = self.binding.report(network_of(patcher))
-        tell = run.gain if report.count("chunked") else run.note
+        tell = run.gain if report.count(ON) else run.note
         tell(_headline(report, self.binding.settings.min_tokens))
         for sentence in report.text().splitlines()[1:]:
             run.note(sentence.strip())
         for line in report.lines:
-            if line.state == "refused" and run.warn(f"{line.kind} runs whole: {line.why}"):
+            if line.state == REFUSED and run.warn(f"{line.kind} runs whole: {line.why}"):
                 log.warning("pascal_attn: %s: %s (%s) runs whole: %s", self.subject, line.name, line.kind, line.why)
 
 
 def _headline(report: FfnReport, min_tokens: int) -> str:
-    chunked, able = report.count("chunked"), len(report.lines) - report.count("cannot be")
+    chunked, able = report.count(ON), len(report.lines) - report.count(UNABLE)
     text = f"{chunked} of {able} feed-forward modules chunked"
-    words = {"whole": "fit the budget whole", "refused": "refused", "cannot be": "cannot be: fused blocks"}
-    words["waiting"] = f"had no call of {min_tokens} tokens"
+    words = {OFF: "fit the budget whole", REFUSED: "refused", UNABLE: "cannot be: fused blocks"}
+    words[WAITING] = f"had no call of {min_tokens} tokens"
     others = (f"{report.count(state)} {what}" for state, what in words.items() if report.count(state))
     return ", ".join([text, *others])
 
@@ -141,9 +142,9 @@ def inside_blocks(model: nn.Module) -> str:
 
 def status(report: FfnReport, subject: str, settings: str) -> str:
     """``"38 feed-forward modules of Flux, budget 344 MiB, from 1024 tokens; 38 cannot be chunked (...)"``."""
-    able = len(report.lines) - report.count("cannot be")
+    able = len(report.lines) - report.count(UNABLE)
     text = f"{able} feed-forward modules of {subject}, {settings}"
-    kinds = {line.kind for line in report.lines if line.state == "cannot be"}
+    kinds = {line.kind for line in report.lines if line.state == UNABLE}
     if kinds:
         text += f"; {report.count('cannot be')} cannot be chunked ({', '.join(sorted(kinds))})"
     return text if able else f"0 feed-forward modules of {subject} can be chunked{text.partition(settings)[2]}"

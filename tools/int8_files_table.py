@@ -120,7 +120,7 @@ def table() -> str:
     for title in MODELS:
         for name in (*GGUF, *FLOATS_8):
             errors, *reports = errors_of(title, name)
-            on = [line for line in reports[0].of("int8") if line.format == name]
+            on = [line for line in reports[0].of("on") if line.format == name]
             layers = [f"{report.median_error:.2%}, {report.worst.error:.2%}" for report in reports if report.worst]
             cells = [*(f"{errors[column]:.2%}" for column in columns), *layers]
             lines.append(f"| {title} | {name} | {len(on)} of {len(reports[0].lines)} | {' | '.join(cells)} |")

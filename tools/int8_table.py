@@ -95,7 +95,7 @@ def table() -> str:
     for name in MODELS:
         runs = [errors_of(name, seed) for seed in range(SEEDS)]
         report = runs[0][1]
-        layers = f"{report.count('int8')} of {len(report.lines)}"
+        layers = f"{report.count('on')} of {len(report.lines)}"
         worst = report.worst
         assert worst is not None
         medians = (sorted(errors[column] for errors, _ in runs)[SEEDS // 2] for column in columns)

@@ -81,14 +81,14 @@ def rows(family: Family) -> Iterator[Row]:
             continue
         call = patch.report().calls[0]
         difference = float("nan")
-        if call.state == "in bands":
+        if call.state == "on":
             run = Run(given.device, 1 << 40, rows=3)
             found = called(vae, method, Banded(run.known(given), run, given.device), options)
             finish(run)
             difference = float((numbers(found) - wanted).abs().max()) / scale
         whole = ", ".join(sorted(call.figures.whole)) if call.figures else ""
         why = call.why or (f"{whole} whole" if whole else "")
-        yield Row(method, "exact" if call.state == "in bands" else "refused", why, difference, own)
+        yield Row(method, "exact" if call.state == "on" else "refused", why, difference, own)
 
 
 def page() -> str:

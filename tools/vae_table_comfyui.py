@@ -242,7 +242,7 @@ def compare(row: Row, network: Any, dtype: torch.dtype, *, casts: bool, budget_m
         call(network, given)  # the proof, so that it is not measured
         bands = measure(lambda: call(network, given))
         state = patch.report().calls[-1]
-    if state.figures is None or state.state != "in bands":
+    if state.figures is None or state.state != "on":
         row.outcome = f"refused: {state.why}"
         return
     scale = max(float(stock.out.float().abs().max()), 1e-30)

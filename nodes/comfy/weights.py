@@ -43,7 +43,7 @@ class LoadedWeight(Source):
         elif kept := getattr(module.weight, "patches", None):  # on a tensor of ComfyUI-GGUF
             self._split(kept[0][0], module)
             if not self._adapters:
-                self.why_not = f"left in float: its weight is {self.note.removeprefix('rounded ')}"
+                self.why_not = f"its weight is {self.note.removeprefix('rounded ')}"
         elif key in patcher.hook_backup:
             self.note = "rounded as patched by a hook"
         elif key in patcher.backup:
@@ -156,7 +156,7 @@ def _kind_of(value: Any) -> str:
 
 def _why_not(module: nn.Module, functions: list[Any]) -> str:
     if type(module).forward.__module__ not in ("torch.nn.modules.linear", "comfy.ops"):
-        return f"left in float: {type(module).__module__}.{type(module).__qualname__} has its own forward"
+        return f"{type(module).__module__}.{type(module).__qualname__} has its own forward"
     if any(type(function).__name__ != "LowVramPatch" for function in [*functions, *functions_of(module, "bias")]):
-        return "left in float: another node changes its weight in each call"
+        return "another node changes its weight in each call"
     return ""

@@ -124,8 +124,8 @@ class Tracer(WithoutData):
     # ---- feed-forward ----
 
     def watch(self, network: nn.Module) -> None:
-        for name, module, why_not in find_ffn(network):
-            if not why_not:
+        for name, module, state, _ in find_ffn(network):
+            if not state:
                 module.__dict__["forward"] = self._watched(name, module, types.MethodType(type(module).forward, module))
 
     def _watched(self, name: str, module: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:

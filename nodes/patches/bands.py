@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ...pascal_attn_core.patching.patch import REFUSED
 from ...pascal_attn_core.vae.banded import Banded
 from ...pascal_attn_core.vae.calls import Settings, Site
 from ...pascal_attn_core.vae.report import VaeCall
@@ -78,7 +79,7 @@ class InBands:
         finally:
             vars(now).clear()
             call = calls[-1] if calls and calls[-1] is not before else None
-            if call is not None and call.state == "refused":
+            if call is not None and call.state == REFUSED:
                 self.engine.warn(f"{call.method} cannot run in bands: {call.why}; it runs as it is")
             elif call is not None and call.figures is not None:
                 self.engine.run.gain(sentence(call, _reckoned(self.estimate, tuple(given.shape), given.dtype)))

@@ -14,6 +14,8 @@ from torch import nn
 from ...pascal_attn_core.int8.binding import Int8Binding, take_off
 from ...pascal_attn_core.int8.find import find_linear
 from ...pascal_attn_core.int8.report import Int8Report, together
+from ...pascal_attn_core.patching.patch import OFF as NOT_CHOSEN
+from ...pascal_attn_core.patching.patch import ON, REFUSED, UNABLE, WAITING
 from ...pascal_attn_core.patching.selectors import matches
 from ..comfy import comfy_kitchen, host
 from ..comfy.by_name import OVERRIDE
@@ -132,7 +134,7 @@ class Int8Layers(Injection):
     def describe(self, run: Run, patcher: Any) -> None:
         reports = self.reports(patcher)
         whole = together(reports) if reports else None
-        if whole is not None and whole.count("int8"):
+        if whole is not None and whole.count(ON):
             run.is_exact = False
             run.gain(whole.sentence())
         for sentence in filter(None, [self.files.text(), self.why_exact]):
@@ -176,16 +178,17 @@ def status(report: Int8Report, subject: str, settings: str) -> str:
     text = f"{report.able} linear layers of {subject} for int8"
     if report.able or not report.lines:
         text += f", {settings}"
-    others = [f"{report.count(state)} {state}" for state in ("left", "cannot be") if report.count(state)]
+    words = ((NOT_CHOSEN, "left"), (UNABLE, "cannot be"))
+    others = [f"{report.count(state)} {word}" for state, word in words if report.count(state)]
     return "; ".join(filter(None, [text, ", ".join(others)]))
 
 
 def warnings_of(report: Int8Report, *, is_file_in_int8: bool = False) -> list[str]:
     """The sentences that a user must not miss."""
-    found = [f"{line.name} went back to float: {line.why}" for line in report.of("float") if " in call " in line.why]
-    on = report.of("int8")
+    found = [f"{line.name} went back to float: {line.why}" for line in report.lines if line.went_back]
+    on = report.of(ON)
     if not on and not is_file_in_int8:
-        reasons = sorted({line.why for line in report.lines if line.state in ("cannot be", "float", "waiting")})
+        reasons = sorted({line.why for line in report.lines if line.state in (UNABLE, REFUSED, WAITING)})
         none = "none was measured" if report.lines else "none was found"
         found.append(f"no {report.what.removesuffix('s')} runs in int8: {'; '.join(reasons[:3]) or none}")
     timed = [(line.float_ms, line.int8_ms) for line in on if line.float_ms is not None and line.int8_ms is not None]

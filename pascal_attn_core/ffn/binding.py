@@ -31,7 +31,7 @@ class FfnBinding:
         apart from the report."""
         self.detach(model)
         found = list(find_ffn(model, self._include, self._exclude))
-        modules = [each.module for each in found if not each.why_not]
+        modules = [each.module for each in found if not each.state]
         for module in modules:
             # Nothing has compared the module's state in between, or the forward that it has now.
             site = self._sites[module] = Site(self.settings, used=self._site(module).used)
@@ -56,7 +56,7 @@ class FfnBinding:
     def report(self, model: nn.Module) -> FfnReport:
         """The state of each module of ``model`` since the report was reset; those that were not called are waiting."""
         found = find_ffn(model, self._include, self._exclude)
-        return FfnReport([report_line(each, None if each.why_not else self._site(each.module)) for each in found])
+        return FfnReport([report_line(each, None if each.state else self._site(each.module)) for each in found])
 
     def _site(self, module: nn.Module) -> Site:
         return self._sites.setdefault(module, Site(self.settings))

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
 
-from ..patching.selectors import matches, selectors
+from ..patching.patch import UNABLE
+from ..patching.selectors import Found, matches, selectors
 
 _FFN_NAME = re.compile(
     r"(?:^|\.)(?:\w+_)?(?:ff|ffn|mlp|feed_forward|feedforward|fc_block)(?:_(?:in|context|i|t|c|img|txt|\d+))?$"
@@ -28,14 +29,6 @@ _ATTENTION_CHILDREN = {"to_q", "to_k", "to_v", "q_proj", "k_proj", "v_proj", "qk
 _SINGLE_STREAM_CLASS = re.compile(r"Single(?:Stream)?(?:DiT|Transformer)?\w*Block|ParallelBlock")
 _MOE_CLASS = re.compile(r"M[oO][eE]|[Rr]outer|FeedForward|MLP|Mlp")
 _EXPANSION = 1.5
-
-
-class Found(NamedTuple):
-    """A module that was found: its qualified name ("" for the model itself), and why it cannot run in slices, if so."""
-
-    name: str
-    module: nn.Module
-    why_not: str = ""
 
 
 def find_ffn(model: nn.Module, include: Any = None, exclude: Any = None) -> Iterator[Found]:
@@ -63,12 +56,12 @@ def find_ffn(model: nn.Module, include: Any = None, exclude: Any = None) -> Iter
         if (is_chosen or in_mixture) and isinstance(module, torch.jit.ScriptModule):
             if include is not None or looks_like_ffn(name, module):
                 taken.append(name)
-                yield Found(name, module, "cannot be: it is TorchScript, whose state cannot be compared between calls")
+                yield Found(name, module, UNABLE, "it is TorchScript, whose state cannot be compared between calls")
             continue
         if include is None and (reason := _why_not(name, module)):
             if not any(name.startswith(f"{block}.") for block in named):
                 named.append(name)
-                yield Found(name, module, reason)
+                yield Found(name, module, UNABLE, reason)
         elif (include is not None and is_chosen) or (
             (include is None or in_mixture) and looks_like_ffn(name, module, in_mixture=in_mixture)
         ):
@@ -102,9 +95,9 @@ def _why_not(name: str, module: nn.Module) -> str:
     children = dict(module.named_children())
     kind = type(module).__name__
     if _FFN_NAME.search(name) and len(children) > 1 and any(map(_is_convolution, children.values())):
-        return "cannot be: it mixes neighbouring tokens by a convolution"
+        return "it mixes neighbouring tokens by a convolution"
     if "experts" in children and _MOE_CLASS.search(kind):
-        return "cannot be: it routes tokens to experts"
+        return "it routes tokens to experts"
     fused = {"proj_mlp", "proj_out"} <= set(children) or {"linear1", "linear2"} <= set(children)
     inner = (name for key, child in children.items() if "attn" in key for name, _ in child.named_children())
     parallel = any("qkv_mlp" in name for name in (*children, *inner))
@@ -112,7 +105,7 @@ def _why_not(name: str, module: nn.Module) -> str:
     attends = any("attn" in name or "attention" in name.lower() for name in children)
     if (fused and (_SINGLE_STREAM_CLASS.search(kind) or attends)) or (parallel and not own_ffn):
         return (
-            "cannot be: a fused single-stream block, whose wide tensor is joined with the attention output outside any "
+            "a fused single-stream block, whose wide tensor is joined with the attention output outside any "
             "feed-forward module"
         )
     return ""

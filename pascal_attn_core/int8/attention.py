@@ -17,6 +17,7 @@ from ..config import AttentionConfig, UnsupportedAttention
 from ..machine.out_of_memory import out_of_memory
 from ..patching.forward import ReplacedForward, put_in, take_out
 from ..patching.interception import TORCH_SDPA, SdpaMode, bind_sdpa
+from ..patching.patch import ON, REFUSED, WAITING
 from ..patching.selectors import matches, selectors
 from ..routes import choose
 from ..routes.fused import takes_device, why_untried
@@ -24,7 +25,7 @@ from ..routes.run import run
 from ..routes.timing_table import median_times
 from .judged import Int8Options, Judged, has_numbers, limit_of
 from .measure import branches, chosen_rows
-from .report import FLOAT, INT8, WAITING, Int8Report, Int8ReportLine
+from .report import Int8Report, Int8ReportLine
 
 _IN_8_BITS = AttentionConfig(route="fused-int8")
 
@@ -88,11 +89,11 @@ class AttentionSite(Judged):
     def attend(self, given: dict[str, Any]) -> Tensor | None:
         """The output of one call in 8 bits, with these arguments of :func:`.sdpa`, tensors with numbers, the mask a
         plain one; None = it is to be computed as without 8 bits."""
-        rounded, query = None if self.state == FLOAT else self._rounded(given), given["query"]
+        rounded, query = None if self.state == REFUSED else self._rounded(given), given["query"]
         if rounded is None:
             return None
         self.look(query, functools.partial(self._measure, given, rounded), functools.partial(self._time, given))
-        return rounded if self.state == INT8 and not self.options.gathers else None
+        return rounded if self.state == ON and not self.options.gathers else None
 
     def _rounded(self, given: dict[str, Any]) -> Tensor | None:
         try:
@@ -113,8 +114,9 @@ class AttentionSite(Judged):
     def decide(self) -> None:
         super().decide()
         times = self.times
-        if self.state == INT8 and times is not None and times.in_int8 >= times.in_float:
-            self.state, self.why = FLOAT, f"8 bits take {times.in_int8:.2f} ms, the exact route {times.in_float:.2f} ms"
+        if self.state == ON and times is not None and times.in_int8 >= times.in_float:
+            self.state = REFUSED
+            self.why = f"8 bits take {times.in_int8:.2f} ms, the exact route {times.in_float:.2f} ms"
 
     def _time(self, given: dict[str, Any]) -> None:
         """On a card: a CPU has 8-bit attention for checks only."""
@@ -127,8 +129,8 @@ class AttentionSite(Judged):
     def line(self, name: str | None = None) -> Int8ReportLine:
         line = super().line(name)
         return line._replace(
-            state=FLOAT if line.state == WAITING and line.why else line.state,  # no call so far can be in 8 bits
-            way=self.way if line.state == INT8 else "",
+            state=REFUSED if line.state == WAITING and line.why else line.state,  # no call so far can be in 8 bits
+            way=self.way if line.state == ON else "",
             why_way="the 8-bit kernel needs an NVIDIA GPU" if self.way == "operators" else "",
             worst_row=self.worst_row,
         )

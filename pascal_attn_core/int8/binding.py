@@ -10,9 +10,11 @@ from torch import nn
 
 from ..gguf.hosts import host_of
 from ..machine.out_of_memory import out_of_memory
+from ..patching.patch import OFF
+from ..patching.selectors import Found
 from ..routes.timing_table import median_times
 from .exchange import Source, ordinary_tensors
-from .find import Found, find_linear
+from .find import find_linear, line_of
 from .gguf_layer import GgufLayer, GgufMultiplier
 from .judged import Int8Options, limit_of
 from .layer import WEIGHTS, Hook, Int8Layer
@@ -47,7 +49,7 @@ class Int8Binding:
         self.options = Int8Options(limit, weights, median_times, only_faster)
         self._include, self._exclude = include, exclude
         self._layers: weakref.WeakKeyDictionary[nn.Module, Int8Layer] = weakref.WeakKeyDictionary()
-        self._chosen: weakref.WeakKeyDictionary[nn.Module, dict[str, str]] = weakref.WeakKeyDictionary()
+        self._chosen: weakref.WeakKeyDictionary[nn.Module, dict[str, tuple[str, str]]] = weakref.WeakKeyDictionary()
 
     def attach(self, model: nn.Module, source_of: Sources = lambda name, module: Source()) -> int:
         """Let the linear layers of ``model`` run in 8 bits, each from the source that ``source_of`` its qualified name
@@ -56,14 +58,16 @@ class Int8Binding:
         Where the host keeps some float weights in host memory, their int8 weights go to the device as far as other
         float weights have made room there, and are copied to it in each call otherwise.
         """
-        chosen: dict[str, str] = {}
+        chosen: dict[str, tuple[str, str]] = {}
         entering: list[tuple[Int8Layer, Source]] = []
         with self.options.lock, ordinary_tensors():
             self.detach(model)
             for found in find_linear(model, self._include, self._exclude):
                 source = source_of(found.name, found.module)
-                chosen[found.name] = found.why_not or source.why_not
-                if not chosen[found.name]:
+                if source.why_not and not found.state:
+                    found = found._replace(state=OFF, why=source.why_not)
+                chosen[found.name] = found.state, found.why
+                if not found.state:
                     layer = self._layers[found.module] = self._known(found)
                     entering.append((layer, source))
             self._chosen[model] = chosen
@@ -102,8 +106,8 @@ class Int8Binding:
         if chosen is None:
             found = list(find_linear(model, self._include, self._exclude))
         else:
-            found = [Found(name, model.get_submodule(name), why_not) for name, why_not in chosen.items()]
-        lines = [each.line() if each.why_not else self._known(each).line(each.name) for each in found]
+            found = [Found(name, model.get_submodule(name), *left) for name, left in chosen.items()]
+        lines = [line_of(each) if each.state else self._known(each).line(each.name) for each in found]
         return Int8Report(lines, self.options.max_error, self.options.weights)
 
     def layers_of(self, model: nn.Module) -> list[Int8Layer]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +14,8 @@ from torch.nn.parameter import is_lazy
 from ..fused.code.kinds import MOST_COLUMNS
 from ..gguf import hosts as gguf
 from ..gguf.int8 import why_not as why_not_gguf
-from ..patching.selectors import matches, selectors
+from ..patching.patch import OFF, UNABLE
+from ..patching.selectors import Found, matches, selectors
 from . import stored
 from .report import Int8ReportLine
 
@@ -29,24 +30,11 @@ _IN_BLOCK = re.compile(r"(?:^|\.)\d+(?:\.|$)")
 _LEAST_NUMBERS = 64 * 64
 
 
-class Found(NamedTuple):
-    """A linear layer that was found.
-
-    Attributes:
-        name: its qualified name; "" for the model itself.
-        why_not: why it is not to run in 8 bits; "" = it is.
-    """
-
-    name: str
-    module: nn.Module
-    why_not: str = ""
-
-    def line(self) -> Int8ReportLine:
-        """The line in the report of a layer that does not run in 8 bits."""
-        state, _, why = self.why_not.partition(": ")
-        weight = self.module._parameters.get("weight")
-        shape = () if weight is None else tuple(weight.shape)
-        return Int8ReportLine(self.name, type(self.module).__name__, shape, state, why)
+def line_of(found: Found) -> Int8ReportLine:
+    """The line in the report of a layer that does not run in 8 bits."""
+    weight = found.module._parameters.get("weight")
+    shape = () if weight is None else tuple(weight.shape)
+    return Int8ReportLine(found.name, type(found.module).__name__, shape, found.state, found.why)
 
 
 def find_linear(model: nn.Module, include: Any = None, exclude: Any = None) -> Iterator[Found]:
@@ -63,8 +51,9 @@ def find_linear(model: nn.Module, include: Any = None, exclude: Any = None) -> I
         if include is not None and not matches(chosen, name, module):
             continue
         others = [owner for owner in owners.get(id(module._parameters.get("weight")), ()) if owner != name]
-        reason = "" if include is not None else _left(name, module)
-        yield Found(name, module, reason or why_not(module, others))
+        left = "" if include is not None else _left(name, module)
+        reason = left or why_not(module, others)
+        yield Found(name, module, (OFF if left else UNABLE) if reason else "", reason)
 
 
 def is_linear(module: nn.Module) -> bool:
@@ -88,32 +77,31 @@ def why_not(module: nn.Module, others: list[str]) -> str:
     weight = module._parameters.get("weight")
     host = gguf.host_of(module)
     if host is not None:
-        reason = gguf.why_not(module, host) or why_not_gguf(gguf.format_of(module, host), shape_of(module)[1])
-        return reason and f"cannot be: {reason}"
+        return gguf.why_not(module, host) or why_not_gguf(gguf.format_of(module, host), shape_of(module)[1])
     if weight is None:
-        return "cannot be: its weight is computed, or is not a parameter"
+        return "its weight is computed, or is not a parameter"
     if tuple(weight.shape) != (module.out_features, module.in_features):
-        return f"cannot be: its weight is stored as {list(weight.shape)}"
+        return f"its weight is stored as {list(weight.shape)}"
     if reason := stored.why_not(module, weight):
-        return f"cannot be: {reason}"
+        return reason
     if weight.shape[1] % 4 or weight.shape[1] > MOST_COLUMNS:
-        return f"cannot be: its width must be a multiple of 4 up to {MOST_COLUMNS}, got {weight.shape[1]}"
+        return f"its width must be a multiple of 4 up to {MOST_COLUMNS}, got {weight.shape[1]}"
     if others:
-        return f"cannot be: it shares its weight with {others[0]}"
+        return f"it shares its weight with {others[0]}"
     if isinstance(module, torch.nn.modules.linear.NonDynamicallyQuantizableLinear):
-        return "cannot be: torch's MultiheadAttention uses its weight without calling it"
+        return "torch's MultiheadAttention uses its weight without calling it"
     return ""
 
 
 def _left(name: str, module: nn.Module) -> str:
     """Why the default leaves a layer that could run in 8 bits."""
     if not _IN_BLOCK.search(name):
-        return "left: outside the repeated blocks"
+        return "outside the repeated blocks"
     if _SENSITIVE.search(name):
-        return "left: every later layer depends on its few outputs"
+        return "every later layer depends on its few outputs"
     if math.prod(shape_of(module)) < _LEAST_NUMBERS:
-        return f"left: fewer than {_LEAST_NUMBERS} weights"
+        return f"fewer than {_LEAST_NUMBERS} weights"
     weight = module._parameters.get("weight")
     if weight is not None and stored.has_fewer_bits(weight):
-        return f"left: {stored.format_of(weight)} takes less memory than 8 bits"
+        return f"{stored.format_of(weight)} takes less memory than 8 bits"
     return ""

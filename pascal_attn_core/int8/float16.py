@@ -29,7 +29,6 @@ from ..routes.timing_table import median_times
 from .find import find_linear, shape_of
 from .judged import Int8Options, Judged, limit_of
 from .measure import sample_of
-from .report import FLOAT, INT8
 
 _NORM = 64.0
 
@@ -90,7 +89,7 @@ class Float16Binding:
     def attach(self, model: nn.Module) -> int:
         """Let the linear layers of ``model`` be tried. Returns their number."""
         self.detach(model)
-        chosen = [found for found in find_linear(model, self._include, self._exclude) if not found.why_not]
+        chosen = [found for found in find_linear(model, self._include, self._exclude) if not found.state]
         for found in chosen:
             layer = self._layers.setdefault(found.module, Float16Layer(found.name, "", self.options))
             layer.shape = shape_of(found.module)
@@ -118,7 +117,8 @@ class Float16Binding:
         states = []
         for found in find_linear(model, self._include, self._exclude):
             layer = self._layers.get(found.module)
-            state = (OFF, found.why_not) if found.why_not else (WAITING, _NOT_YET) if layer is None else layer.told()
+            left = found.state, found.why
+            state = left if found.state else (WAITING, _NOT_YET) if layer is None else layer.told()
             states.append(State(found.name or "(the model)", *state))
         return PatchReport(states)
 
@@ -131,9 +131,9 @@ class Float16Layer(Judged):
 
     def takes(self, whole: Callable[..., Tensor], x: Tensor) -> bool:
         """Whether a call with ``x`` ``[..., K]`` runs in float16. Its first one is where the layer is tried."""
-        if self.state != FLOAT:
+        if self.state != REFUSED:
             self.look(x, functools.partial(self._error, whole, x), functools.partial(self._time, whole, x))
-        return self.state == INT8
+        return self.state == ON
 
     def _error(self, whole: Callable[..., Tensor], x: Tensor, most: int) -> float:
         rows, counts = sample_of(x, most, self.watch.calls)
@@ -147,17 +147,17 @@ class Float16Layer(Judged):
 
     def told(self) -> tuple[str, str]:
         """The state in the words that all patches share, and why."""
-        if self.times is None or " in call " in self.why:
-            return {FLOAT: REFUSED}.get(self.state, WAITING), self.why or _NOT_YET
+        if self.times is None or self.went_back:
+            return self.state, self.why or _NOT_YET
         before, after = self.times
         error = 0.0 if self.watch.largest is None else self.watch.largest
         found = f"error {error:.3%}, {after:.2f} ms in float16, {before:.2f} in float32"
-        return (ON, found) if self.state == INT8 else (OFF, f"float16 is not faster: {found}")
+        return (ON, found) if self.state == ON else (OFF, f"float16 is not faster: {found}")
 
     def decide(self) -> None:
         super().decide()
-        if self.state == INT8 and self.times is not None and not self.times.in_int8 < self.times.in_float:
-            self.state = FLOAT
+        if self.state == ON and self.times is not None and not self.times.in_int8 < self.times.in_float:
+            self.state = REFUSED
 
 
 class Float16Forward(ReplacedForward):

@@ -14,12 +14,12 @@ from ..gguf.hosts import Multiplier
 from ..gguf.int8 import product, way_for
 from ..gguf.matrix import GgufMatrix, linear
 from ..machine.own_thread import in_backward
+from ..patching.patch import ON, REFUSED, WAITING
 from .exchange import Source
 from .find import shape_of
 from .judged import Int8Options, Judged, has_numbers
 from .layer import Int8Layer
 from .measure import FEW_OUTPUTS, FEW_ROWS, Sample, error_of, sample_of
-from .report import FLOAT, INT8, WAITING
 
 
 class GgufLayer(Int8Layer):
@@ -35,7 +35,7 @@ class GgufLayer(Int8Layer):
 
     @property
     def is_on(self) -> bool:
-        return self.state == INT8 and self._is_attached
+        return self.state == ON and self._is_attached
 
     @property
     def was_replaced(self) -> bool:
@@ -62,11 +62,11 @@ class GgufLayer(Int8Layer):
 
     def multiply(self, x: Tensor, weight: GgufMatrix, bias: Tensor | None) -> Tensor:
         """The product of an input with the weight: in 8 bits, or with the expanded weight."""
-        if self.state != FLOAT and self._is_attached and has_numbers(x) and not in_backward():
+        if self.state != REFUSED and self._is_attached and has_numbers(x) and not in_backward():
             if self.state == WAITING:
                 self.device, self.backend = x.device, way_for(x, weight)
             self.look(x, functools.partial(self._error, x, weight), functools.partial(self._time, x, weight, bias))
-        is_in_8_bits = self.state == INT8 and self._is_attached and has_numbers(x)
+        is_in_8_bits = self.state == ON and self._is_attached and has_numbers(x)
         out, lora = linear(x, weight, bias, *[product] * is_in_8_bits), self.source.lora_on(x.device)
         return out if lora is None else out + lora(x)
 
@@ -89,7 +89,7 @@ class GgufLayer(Int8Layer):
 
     def decide(self) -> None:
         Judged.decide(self)
-        if self.state == INT8:
+        if self.state == ON:
             self._is_no_faster()
 
 

@@ -17,10 +17,11 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from ..machine.out_of_memory import out_of_memory
 from ..machine.own_thread import inputs_are_made_up
+from ..patching.patch import ON, REFUSED, WAITING
 from ..routes.timing_table import Clock
 from .backends import FLOATS
 from .measure import FEW_ROWS, SAMPLE_ROWS, Times
-from .report import FLOAT, INT8, WAITING, Int8ReportLine
+from .report import Int8ReportLine
 from .watch import ErrorWatch
 
 log = logging.getLogger("pascal_attn")
@@ -64,8 +65,8 @@ class Judged:
     """The state of one layer.
 
     Attributes:
-        state: "waiting" for inputs, "int8", or "float": it stays as it was.
-        why: one sentence.
+        state: as in :class:`..patching.patch.State`: waiting for inputs; on = in 8 bits; refused = it stays as it was.
+        why: one sentence; went_back: it was on until the error of a later call.
         watch: its calls in 8 bits in this run, and the errors found in it.
         times: of the call that it was decided with; None = not timed.
         shape: of its weight, () for attention.
@@ -77,13 +78,13 @@ class Judged:
         self.name, self.kind, self.options = name, kind, options
         self.state, self.why, self.watch = WAITING, "", ErrorWatch()
         self.times: Times | None = None
-        self._failures = 0
+        self.went_back, self._failures = False, 0
 
     def admits(self, error: float) -> bool:
         """Whether the error that was measured first is within the limit; else the layer stays in float."""
         if error <= self.options.max_error:
             return True
-        self.state, self.why = FLOAT, f"its error {error:.2%} is above {self.options.max_error:.2%}"
+        self.state, self.why = REFUSED, f"its error {error:.2%} is above {self.options.max_error:.2%}"
         return False
 
     def look(
@@ -118,19 +119,19 @@ class Judged:
             self.decide()
         elif not error <= self.options.max_error:
             self.warn_of(error)
-            self.state = FLOAT
+            self.state, self.went_back = REFUSED, True
 
     def decide(self) -> None:
         """Decide by the largest error that was measured, and by the times; without an error, the layer waits on."""
         error = self.watch.largest
         if error is not None and self.state == WAITING and self.admits(error):
-            self.state, self.why = INT8, ""
+            self.state, self.why = ON, ""
 
     def failed(self) -> None:
         """The first measurement ran out of memory. After three such calls the layer stays exact."""
         self._failures, self.why = self._failures + 1, "out of memory while measuring it"
         if self._failures == _MOST_FAILURES:
-            self.state = FLOAT
+            self.state = REFUSED
 
     def warn_of(self, error: float) -> None:
         """Say that the error of a later call is above the limit."""
@@ -147,8 +148,8 @@ class Judged:
     def line(self, name: str | None = None) -> Int8ReportLine:
         """The line of this layer in the report; ``name`` instead of its own."""
         state, why = self.state, self.why
-        if state == INT8 and not self.options.enabled:
-            state, why = FLOAT, "the patch was removed"
+        if state == ON and not self.options.enabled:
+            state, why = REFUSED, "the patch was removed"
         return Int8ReportLine(
             name=self.name if name is None else name,
             kind=self.kind,
@@ -160,6 +161,7 @@ class Judged:
             int8_ms=None if self.times is None else self.times.in_int8,
             calls=self.watch.calls,
             latest=self.watch.latest,
+            went_back=self.went_back,
         )
 
 

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from ..machine.out_of_memory import is_out_of_memory, out_of_memory
 from ..machine.own_thread import in_backward
+from ..patching.patch import ON, REFUSED, WAITING
 from ..reference.int8_rows import Int8Matrix, quantize_rows
 from ..routes.ways import Way
 from . import stored
@@ -33,7 +34,7 @@ from .measure import (
     sample_of,
 )
 from .product import int8_linear
-from .report import FLOAT, INT8, WAITING, Int8ReportLine
+from .report import Int8ReportLine
 from .weight import InFloat, Int8Weight
 
 log = logging.getLogger("pascal_attn")
@@ -90,7 +91,7 @@ class Int8Layer(Judged):
     @property
     def is_on(self) -> bool:
         """Whether the layer runs in 8 bits now."""
-        return self.state == INT8 and self._exchange is not None
+        return self.state == ON and self._exchange is not None
 
     @property
     def was_replaced(self) -> bool:
@@ -106,8 +107,8 @@ class Int8Layer(Judged):
     def line(self, name: str | None = None) -> Int8ReportLine:
         line = super().line(name)
         if self.was_replaced or self.missed:
-            line = line._replace(state=FLOAT, why=_REPLACED if self.was_replaced else self.missed)
-        elif self.state == INT8:
+            line = line._replace(state=REFUSED, why=_REPLACED if self.was_replaced else self.missed)
+        elif self.state == ON:
             line = line._replace(why=line.why or self.source.note)
         return line._replace(
             error=self.error,
@@ -128,7 +129,7 @@ class Int8Layer(Judged):
         self.source, self.missed = source, ""
         if self.state == WAITING:
             module.register_forward_pre_hook(Hook(self, "on_first_input"), with_kwargs=True)
-        elif self.state == INT8:
+        elif self.state == ON:
             assert self.device is not None
             try:
                 found = source.read(module, self.device)
@@ -210,7 +211,7 @@ class Int8Layer(Judged):
                     self._measure(module, x.clone() if is_inference else x)
             except out_of_memory():
                 self.failed()
-                if self.state == FLOAT:
+                if self.state == REFUSED:
                     self._unhook(module)
 
     def _not_now(self, module: nn.Module, x: Tensor) -> str:
@@ -270,13 +271,13 @@ class Int8Layer(Judged):
             return
         self._put(module, found, matrix)
         self.watch.saw(error)
-        self.state, self.why = INT8, ""
+        self.state, self.why = ON, ""
 
     def _is_no_faster(self) -> bool:
         """Whether the layer stays in float because 8 bits save it no time."""
         if not self.options.only_faster or self.times is None or self.times.in_int8 < self.times.in_float:
             return False
-        self.state, self.why = FLOAT, "8 bits are not faster for it"
+        self.state, self.why = REFUSED, "8 bits are not faster for it"
         return True
 
     # ---- checking ----
@@ -316,7 +317,7 @@ class Int8Layer(Judged):
         if not self.why:
             self.warn_of(error)
         if weight.original is not None:
-            self.state = FLOAT
+            self.state, self.went_back = REFUSED, True
             self._go_back(weight)
         return weight
 

@@ -7,10 +7,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from ..machine.device import MIB
-from ..patching import patch
-from ..patching.patch import OFF, ON, AnyReport, State, alike, states_of
-
-WAITING, INT8, FLOAT = "waiting", "int8", "float"
+from ..patching.patch import OFF, ON, REFUSED, UNABLE, WAITING, AnyReport, alike
 
 
 class Int8ReportLine(NamedTuple):
@@ -18,8 +15,8 @@ class Int8ReportLine(NamedTuple):
 
     Attributes:
         name: qualified; kind: its class; shape: of its weight, () for attention.
-        state: "int8", "float" (left as it was: measured, or no call of it can be in 8 bits), "waiting", "left" (not
-            chosen) or "cannot be".
+        state: as in :class:`..patching.patch.State`: on = in 8 bits; refused = in float: measured, or no call of it can
+            be in 8 bits; off = not chosen.
         why: one sentence, or "".
         error: relative error of the layer's product with the weight that the host stores, or of attention's output, on
             real inputs, the largest of this run; None = not measured.
@@ -30,6 +27,7 @@ class Int8ReportLine(NamedTuple):
         float_bytes, int8_bytes: of its weight, as the host stores it and in 8 bits.
         calls: number of calls in 8 bits in this run.
         latest: the error that was measured last in this run; None = none was.
+        went_back: to float, because of the error of a later call.
         worst_row: of attention, the largest relative error of one row of one head.
         format: of its weight as the host stores it, ``"float8_e4m3fn"`` or ``"Q4_K"`` for example; "" for attention.
     """
@@ -51,6 +49,7 @@ class Int8ReportLine(NamedTuple):
     latest: float | None = None
     worst_row: float | None = None
     format: str = ""
+    went_back: bool = False
 
     @property
     def is_as_stored(self) -> bool:
@@ -74,38 +73,25 @@ class Int8Report(AnyReport):
     what: str = "linear layers"
 
     @property
-    def states(self) -> list[State]:
-        """The state of each layer in the words that all patches share."""
-        return states_of(self.lines, {INT8: ON, WAITING: patch.WAITING, "left": OFF})
-
-    def count(self, state: str) -> int:
-        """The number of layers in this state."""
-        return len(self.of(state))
-
-    @property
     def able(self) -> int:
         """The number of layers that were chosen and can run in 8 bits."""
-        return len(self.lines) - self.count("left") - self.count("cannot be")
-
-    def of(self, state: str) -> list[Int8ReportLine]:
-        """The layers in this state."""
-        return [line for line in self.lines if line.state == state]
+        return len(self.lines) - self.count(OFF) - self.count(UNABLE)
 
     @property
     def worst(self) -> Int8ReportLine | None:
         """The layer in 8 bits with the largest error; None = none has been measured."""
-        measured = [line for line in self.of(INT8) if line.error is not None]
+        measured = [line for line in self.of(ON) if line.error is not None]
         return max(measured, key=lambda line: line.error or 0.0, default=None)
 
     @property
     def median_error(self) -> float | None:
         """The median error of the layers in 8 bits; None = none has been measured."""
-        errors = [line.error for line in self.of(INT8) if line.error is not None]
+        errors = [line.error for line in self.of(ON) if line.error is not None]
         return statistics.median(errors) if errors else None
 
     def sentence(self) -> str:
         """A summary of all layers: their number, errors, times and memory."""
-        on = self.of(INT8)
+        on = self.of(ON)
         text = f"{len(on)} of {self.able} {self.what} in int8"
         worst, median = self.worst, self.median_error
         if worst is not None and median is not None:
@@ -124,8 +110,8 @@ class Int8Report(AnyReport):
         if len(rounded) < len(linear) and self.weights:
             size = sum(line.int8_bytes for line in linear if line.is_as_stored) / MIB
             text += f"; GGUF weights {size:.1f} MiB, as the file has them"
-        if self.count(FLOAT):
-            text += f"; {self.count(FLOAT)} stay in float"
+        if self.count(REFUSED):
+            text += f"; {self.count(REFUSED)} stay in float"
         if self.count(WAITING):
             text += f"; {self.count(WAITING)} not measured yet"
         return text
@@ -133,10 +119,10 @@ class Int8Report(AnyReport):
     def text(self) -> str:
         """The sentence, and one line per layer; equal neighbours (``blocks.0``, ``blocks.1`` ...) are one line."""
         rows = [self.sentence() if self.lines else f"no {self.what} found"]
-        own = (INT8, FLOAT)  # each of these layers has a line of its own
+        own = (ON, REFUSED)  # each of these layers has a line of its own
         texts = ((f"({line.kind}): {line.state}{_facts(line)}", line.state in own and line.name) for line in self.lines)
         rows += [f"  {names} {text}" for (text, _), names in alike(zip(texts, (line.name for line in self.lines)))]
-        ways = {(line.way, line.why_way) for line in self.of(INT8) if not line.way.startswith("kernel")}
+        ways = {(line.way, line.why_way) for line in self.of(ON) if not line.way.startswith("kernel")}
         rows += [f"  computed by {COMPUTED_BY[way]}: {why}" for way, why in sorted(ways) if way]
         return "\n".join(rows)
 
@@ -151,7 +137,7 @@ def together(reports: list[Int8Report]) -> Int8Report:
 
 def _facts(line: Int8ReportLine) -> str:
     parts = [line.why] if line.why else []
-    if line.state == INT8:
+    if line.state == ON:
         parts += [" -> ".join(map(str, reversed(line.shape)))] if line.shape else []
         if line.format:
             before = "" if line.is_as_stored else f"{line.float_bytes / MIB:.2f} -> "

@@ -5,13 +5,13 @@ from __future__ import annotations
 import collections
 import logging
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
 
 log = logging.getLogger("pascal_attn")
 
-ON, WAITING, REFUSED, OFF = STATES = ("on", "waiting", "refused", "off")
+ON, WAITING, REFUSED, OFF, UNABLE = STATES = ("on", "waiting", "refused", "off", "unable")
 
 
 class State(NamedTuple):
@@ -19,19 +19,14 @@ class State(NamedTuple):
 
     Attributes:
         name: qualified name of a module, or what else was changed.
-        state: "on"; "waiting" for a call; "refused": it cannot be, or did not pass a check; "off": it was not chosen,
-            is not worth it, or the patch has been removed.
+        state: "on"; "waiting" for a call; "refused": it did not pass a check; "off": it was not chosen, is not worth
+            it, or the patch has been removed; "unable": nothing can be done there, whatever it is called with.
         why: a reason, or "".
     """
 
     name: str
     state: str
     why: str = ""
-
-
-def states_of(lines: Iterable[Any], words: Mapping[str, str]) -> list[State]:
-    """The states of a report's lines (name, state, why). ``words``: a line's own word -> ours; others mean refused."""
-    return [State(line.name or "(the model)", words.get(line.state, REFUSED), line.why) for line in lines]
 
 
 def alike(lines: Iterable[tuple[Any, str]]) -> Iterator[tuple[Any, str]]:
@@ -44,11 +39,26 @@ def alike(lines: Iterable[tuple[Any, str]]) -> Iterator[tuple[Any, str]]:
 
 
 class AnyReport:
-    """A report of any kind of patch. Printed, it is its text."""
+    """A report of any kind of patch. Printed, it is its text.
+
+    Attributes:
+        lines: one for each place, with at least ``name``, ``state`` and ``why`` as in :class:`State`.
+    """
+
+    lines: Sequence[Any]
 
     @property
     def states(self) -> list[State]:
-        raise NotImplementedError
+        """The state of each place."""
+        return [State(line.name or "(the model)", line.state, line.why) for line in self.lines]
+
+    def of(self, state: str) -> list[Any]:
+        """The lines of the places in this state."""
+        return [line for line in self.lines if line.state == state]
+
+    def count(self, state: str) -> int:
+        """The number of places in this state."""
+        return len(self.of(state))
 
     def text(self) -> str:
         raise NotImplementedError
@@ -61,11 +71,7 @@ class PatchReport(AnyReport):
     """The states of all places that a patch was meant for."""
 
     def __init__(self, states: list[State]):
-        self._states = states
-
-    @property
-    def states(self) -> list[State]:
-        return self._states
+        self.lines = states
 
     def text(self) -> str:
         counts = collections.Counter(state.state for state in self.states)
@@ -105,7 +111,7 @@ class Patch:
     @property
     def left_alone(self) -> dict[str, str]:
         """The places that the patch was meant for and that run as before, with the reason."""
-        return {name: why for name, state, why in self.report().states if state == REFUSED}
+        return {name: why for name, state, why in self.report().states if state in (REFUSED, UNABLE)}
 
     def report(self) -> AnyReport:
         """The state of each place that the patch was meant for. Patches that know more return a report of their own."""

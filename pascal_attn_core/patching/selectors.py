@@ -4,11 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from fnmatch import fnmatchcase
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import nn
 
 Selector = str | type | Callable[[str, nn.Module], Any]
+
+
+class Found(NamedTuple):
+    """A module that was found: its qualified name, "" for the model itself; and where a patch leaves it alone, a state,
+    :data:`.patch.OFF` or :data:`.patch.UNABLE`, and why."""
+
+    name: str
+    module: nn.Module
+    state: str = ""
+    why: str = ""
 
 
 def selectors(what: str, given: Any) -> list[Selector]:

@@ -21,6 +21,7 @@ from ..machine.device import MIB
 from ..machine.out_of_memory import out_of_memory
 from ..machine.own_thread import made_up_inputs
 from ..observe.memory import available_bytes
+from ..patching.patch import OFF, ON, REFUSED
 from .banded import Banded, finish
 from .lazy import NotInBands
 from .proof import differs
@@ -86,7 +87,7 @@ class Site:
             self.calls.append(VaeCall(self.name, shape, state, why, seconds, figures))
 
         if self._needs_gradients(given.tensor):
-            note("as it is", _GRADIENTS)
+            note(OFF, _GRADIENTS)
             return given.to(self.own)
         why_bands = self._does_not_fit(given.tensor) if self.settings.when_needed else ""
         if self.settings.when_needed and not why_bands:
@@ -96,7 +97,7 @@ class Site:
             except out_of_memory():
                 pass
             else:
-                note("as it is", "it fits")
+                note(OFF, "it fits")
                 return out
             put_back()
             why_bands = "it ran out of memory without bands"
@@ -109,9 +110,9 @@ class Site:
             except NotInBands as error:
                 refused = str(error)
             else:
-                note("in bands", why_bands, figures)
+                note(ON, why_bands, figures)
                 return out
-        note("refused", refused)
+        note(REFUSED, refused)
         return given.to(self.own)
 
     def _is_ours(self, given: Any) -> bool:

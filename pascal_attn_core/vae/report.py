@@ -8,10 +8,12 @@ from ..machine.device import MIB
 from ..patching.patch import OFF, ON, REFUSED, WAITING, AnyReport, State
 from .run import Figures
 
+_WORDS = {ON: "in bands", OFF: "as it is", REFUSED: "refused"}
+
 
 @dataclass(frozen=True)
 class VaeCall:
-    """One call: its state is ``"in bands"``, ``"as it is"`` or ``"refused"``, and why."""
+    """One call: on = in bands, off = as it is, or refused, and why."""
 
     method: str
     shape: tuple[int, ...]  # of the input
@@ -21,7 +23,7 @@ class VaeCall:
     figures: Figures | None = None  # if it ran in bands
 
     def text(self) -> str:
-        head = f"{self.method} of {list(self.shape)}: {self.state}{', ' if self.why else ''}{self.why}"
+        head = f"{self.method} of {list(self.shape)}: {_WORDS[self.state]}{', ' if self.why else ''}{self.why}"
         if self.figures is None:
             return f"{head} ({self.seconds:.1f} s)"
         f = self.figures
@@ -48,8 +50,7 @@ class VaeReport(AnyReport):
     def states(self) -> list[State]:
         """The state of each method after its latest call, in the words that all patches share."""
         latest = {call.method: call for call in self.calls}
-        words = {"in bands": ON, "as it is": OFF}
-        called = [State(name, words.get(call.state, REFUSED), call.why) for name, call in latest.items()]
+        called = [State(name, call.state, call.why) for name, call in latest.items()]
         return called + [State(name, WAITING) for name in self.methods if name not in latest]
 
     def text(self) -> str:

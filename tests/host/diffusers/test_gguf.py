@@ -264,7 +264,7 @@ def test_int8_takes_layers_of_each_format(name: str) -> None:
     with patch_linear_int8(module, include=GGUFLinear) as patch:
         out = module(x)
         (line,) = patch.report().lines
-        assert (line.state, line.format, line.way, line.shape) == ("int8", name, "int_mm", (64, 512))
+        assert (line.state, line.format, line.way, line.shape) == ("on", name, "int_mm", (64, 512))
         assert line.float_bytes == line.int8_bytes == parameter.numel()
         assert line.error == pytest.approx(error_of(out - module.bias, exact), rel=0.3)
         assert 0.002 < line.error < 0.015
@@ -281,7 +281,7 @@ def test_int8_on_a_whole_model_from_a_file(name: str, tmp_path: Path, slices: No
     with patch_linear_int8(model) as patch:
         assert 0 < error_of(call(model), before) < 0.01
         report = patch.report()
-        assert report.count("int8") == report.able > 10
+        assert report.count("on") == report.able > 10
         assert all(value is parts[key] for key, value in model.named_parameters())
         assert re.search(r"GGUF weights [\d.]+ MiB, as the file has them", report.sentence())
         assert f"{name}, " in report.text()
@@ -297,9 +297,9 @@ def test_int8_leaves_what_it_cannot_take_and_what_errs_too_much() -> None:
         with pytest.raises(ValueError, match="its product has been replaced already"):
             patch_gguf(model["Q8_0"])
     whys = {line.name: (line.state, line.why) for line in patch.report().lines}
-    assert whys["Q8_0"][0] == "float"
+    assert whys["Q8_0"][0] == "refused"
     assert "is above 0.10%" in whys["Q8_0"][1]
-    assert whys["BF16"] == ("cannot be", "its format BF16 holds no whole numbers")
+    assert whys["BF16"] == ("unable", "its format BF16 holds no whole numbers")
     assert "Q2_K has a minimum for every 16 weights" in whys["Q2_K"][1]
     with patch_gguf(model), pytest.raises(ValueError, match="its product has been replaced already"):
         patch_linear_int8(model, include=GGUFLinear)
@@ -313,7 +313,7 @@ def test_int8_is_checked_again_and_goes_back_to_float(caplog: pytest.LogCaptureF
         exact = matrices.linear(outliers, *HOSTS[0].operands(module, x))
         assert torch.equal(module(outliers), exact)
         assert "above 0.80%" in caplog.text
-        assert [line.state for line in patch.report().lines] == ["float"]
+        assert [line.state for line in patch.report().lines] == ["refused"]
 
 
 def test_int8_holds_no_expanded_weight_and_no_module(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -336,4 +336,4 @@ def test_int8_beside_an_adapter_that_is_trained(tmp_path: Path) -> None:
         assert {line.state for line in patch.report().lines if "base_layer" in line.name} == {"waiting"}
         for found, right in zip(step(), expected):
             assert 0 < error_of(found, right) < 0.05
-        assert {line.state for line in patch.report().lines if "base_layer" in line.name} == {"int8"}
+        assert {line.state for line in patch.report().lines if "base_layer" in line.name} == {"on"}

@@ -56,13 +56,13 @@ def add_lora(model: nn.Module) -> None:
 
 
 def assert_attention_is_exact_or_in_8_bits(report: Any) -> None:
-    exact = {line.why for line in report.lines if line.state != "int8"}
+    exact = {line.why for line in report.lines if line.state != "on"}
     assert all(why.startswith(("the int8 mode has no float mask", "head_dim must be a multiple of 4")) for why in exact)
-    assert report.count("int8") or exact
+    assert report.count("on") or exact
 
 
 def assert_nearly_all_are_in_8_bits(report: Any) -> None:
-    assert report.count("int8") >= 0.9 * len(report.lines) - 1
+    assert report.count("on") >= 0.9 * len(report.lines) - 1
 
 
 # The layers of these models are a few numbers wide.
@@ -81,7 +81,7 @@ def test_every_layer_of_a_family_and_back(name: str, kind: str, tiny: Any) -> No
     with patch_int8(model, max_error=1.0) as patch:
         out, report = outputs(family, model), patch.report()
     check(report)
-    assert (error_of(out, expected) > 0) == bool(report.count("int8"))
+    assert (error_of(out, expected) > 0) == bool(report.count("on"))
     assert error_of(out, expected) < most
     assert torch.equal(outputs(family, model), expected)
 
@@ -106,9 +106,9 @@ def test_lora_hooks_limits_and_both_patches_at_once(name: str, layers: int) -> N
                 module, *[hooks.ModelHook()] * (number % 2)
             )
         out = call(model, torch.float32)
-        assert attention.report().count("int8") == len(attention.report().lines) == layers
+        assert attention.report().count("on") == len(attention.report().lines) == layers
         assert {line.calls for line in attention.report().lines} == {2}
-        assert linear.report().count("int8") > 4 * layers
+        assert linear.report().count("on") > 4 * layers
     assert 0 < error_of(out, expected) < 0.02
     assert 0 < error_of(first, expected) < 0.02
     for module in found[1::2]:
@@ -117,14 +117,14 @@ def test_lora_hooks_limits_and_both_patches_at_once(name: str, layers: int) -> N
     assert not any(isinstance(vars(module).get("forward"), ReplacedForward) for module in found)
     with patch_attention_int8(model, max_error=0) as attention:
         torch.testing.assert_close(call(model, torch.float32), expected, rtol=1e-4, atol=1e-4)
-        assert attention.report().count("float") == layers
+        assert attention.report().count("refused") == layers
 
 
 @pytest.mark.parametrize("name", some(int8_table.MODELS, 4))
 def test_whole_models_err_no_more_than_in_bfloat16(name: str) -> None:
     with torch.no_grad():
         errors, report = int8_table.errors_of(name, seed=0)
-    assert report.count("int8") > 0.6 * len(report.lines)
+    assert report.count("on") > 0.6 * len(report.lines)
     assert errors["float32"] < 1e-5 < errors["int8, rest in float32"] < errors["bfloat16"]
     assert errors["int8, rest in float16"] < errors["bfloat16"]
     assert errors["float32"] < 1e-5 < errors["int8 attention"] < errors["bfloat16"]
@@ -143,7 +143,7 @@ def test_whole_models_from_a_file_err_less_than_in_bfloat16_and_layers_with_outl
     assert 1e-4 < errors["8 bits"] < errors["bfloat16"]
     assert errors["the file itself"] < 0.1
     for report in reports:
-        assert len([line for line in report.of("int8") if line.format == file]) > 20
+        assert len([line for line in report.of("on") if line.format == file]) > 20
         assert report.worst is not None
         assert 0.004 < report.worst.error < 0.015
 
@@ -158,7 +158,7 @@ def test_lora_stays_in_float(unet: nn.Module, when: str) -> None:
     if when == "after":
         add_lora(unet)
     out = run(unet)
-    assert not any("lora_" in line.name for line in patch.report().of("int8"))
+    assert not any("lora_" in line.name for line in patch.report().of("on"))
     layer = unet.mid_block.attentions[0].transformer_blocks[0].attn1.to_q
     assert isinstance(layer.base_layer.weight, Int8Weight)
     assert type(layer.lora_A["default"].weight) is nn.Parameter
@@ -218,7 +218,7 @@ def test_group_offload_moves_the_integers(unet: nn.Module, offload: str, is_firs
     patch = patch_linear_int8(unet) if patch is None else patch
     out = run(unet)
     assert torch.equal(out, before) == is_first
-    assert patch.report().count("int8") > 100
+    assert patch.report().count("on") > 100
     assert torch.equal(run(unet), out)
     assert 0 < error_of(out, expected) < 0.02
 
@@ -231,8 +231,8 @@ def test_weights_that_are_cast_for_each_call_are_taken(unet: nn.Module, dtype: t
     unet.enable_layerwise_casting(storage_dtype=dtype, compute_dtype=torch.float32)
     patch = patch or patch_linear_int8(unet)
     out = run(unet)
-    assert patch.report().count("int8") > 100
-    formats = {line.format for line in patch.report().of("int8")}
+    assert patch.report().count("on") > 100
+    formats = {line.format for line in patch.report().of("on")}
     assert formats == {"float32" if is_first else str(dtype).removeprefix("torch.")}
     assert torch.equal(run(unet), out)
     patch.remove()
@@ -255,8 +255,8 @@ def test_sequential_offload_brings_the_float_weights_back_and_the_report_says_wh
     accelerate.cpu_offload(unet, execution_device=CPU, offload_buffers=True)
     patch = patch or patch_linear_int8(unet)
     assert torch.equal(run(unet), expected)
-    state, why = ("float", "its weight was replaced") if is_first else ("waiting", "its weight is absent")
-    assert patch.report().count("int8") == 0
+    state, why = ("refused", "its weight was replaced") if is_first else ("waiting", "its weight is absent")
+    assert patch.report().count("on") == 0
     assert all(line.why.startswith(why) for line in patch.report().of(state)[:1]), patch.report().text()
     patch.remove()
     assert torch.equal(run(unet), expected)

@@ -56,10 +56,10 @@ def test_lora_added_before_or_after_gives_the_same_and_unloads() -> None:
         expected = before(x)
         assert not torch.allclose(expected, model(x), atol=1e-3)
         torch.testing.assert_close(after(x), expected)
-        assert _states(patch) == ["chunked"]
+        assert _states(patch) == ["on"]
         with _patch(before) as other:
             torch.testing.assert_close(before(x), expected)
-            assert _states(other) == ["chunked"]
+            assert _states(other) == ["on"]
         unloaded = after.unload()
         torch.testing.assert_close(unloaded(x), model(x))
     assert "forward" not in unloaded.ff.__dict__
@@ -95,7 +95,7 @@ def test_hooks_of_a_host_come_and_go(host: str, patched_first: bool, removed_fir
             add()
         assert torch.equal(model(x), expected)
         assert seen == [x.shape]  # once for the call, not once for each slice
-        assert _states(patch) == ["chunked"], patch.report().text()
+        assert _states(patch) == ["on"], patch.report().text()
         if removed_first:
             patch.remove()
             assert _count_slices(model.ff, lambda: model(x)) == 1
@@ -120,7 +120,7 @@ with torch.no_grad():
     with patch_ffn(model, include="", chunk_tokens=16, min_tokens=8) as patch:
         for _ in range(2):
             torch.testing.assert_close(model(x), expected)
-        assert patch.report().lines[0].state == "chunked", patch.report().text()
+        assert patch.report().lines[0].state == "on", patch.report().text()
         assert all(parameter.is_meta for parameter in model.parameters())
 assert not {"diffusers", "pascal_attn_core.diffusers"} & set(sys.modules)
 """
@@ -141,7 +141,7 @@ def test_weights_that_diffusers_brings_for_each_layer(is_cast: bool) -> None:
         with _patch(model) as patch:
             for _ in range(2):
                 assert torch.equal(model(x), expected)
-            assert _states(patch) == ["chunked"], patch.report().text()
+            assert _states(patch) == ["on"], patch.report().text()
         assert torch.equal(model(x), expected)
     assert model.ff.net[2].weight.dtype == (torch.bfloat16 if is_cast else torch.float32)
 
@@ -150,7 +150,7 @@ def test_compiled_models_run_slices_that_were_proven_before() -> None:
     x, model = torch.randn(1, 64, 16), Block().eval()
     with torch.no_grad(), _patch(model) as patch:
         expected = model(x)
-        assert _states(patch) == ["chunked"]
+        assert _states(patch) == ["on"]
         graphs = []
 
         def backend(graph: torch.fx.GraphModule, _: object) -> Callable:

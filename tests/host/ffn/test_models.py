@@ -51,7 +51,7 @@ def test_diffusers_models(name: str) -> None:
     chunked, cannot = DIFFUSERS[name]
     family = next(family for family in families() if family.name == name)
     report = _same_output_sliced(family.build(), lambda model: outputs(family, model), tokens=4)
-    counts = report.count("chunked"), report.count("cannot be"), len(report.lines)
+    counts = report.count("on"), report.count("unable"), len(report.lines)
     assert counts == (chunked, cannot, chunked + cannot), report.text()
     if cannot:
         assert "single_transformer_blocks.0 (FluxSingleTransformerBlock)" in report.text()
@@ -80,7 +80,7 @@ def _logits(model: nn.Module) -> Tensor:
 def test_models_of_transformers(name: str, sizes: dict[str, Any]) -> None:
     kind = getattr(transformers, name)
     report = _same_output_sliced(kind(kind.config_class(**{"vocab_size": 100, **IDS_OF_TEXT, **sizes})), _logits)
-    assert (report.count("chunked"), len(report.lines)) == (2, 2), report.text()
+    assert (report.count("on"), len(report.lines)) == (2, 2), report.text()
 
 
 def _transformers(name: str, **changes: Any) -> nn.Module:
@@ -118,10 +118,10 @@ def test_the_experts_of_a_mixture_are_sliced_each_by_itself() -> None:
                 report = patch.report()
             names = ["0.shared_experts", *(f"0.experts.{place}" for place in range(4))]
             assert [line.name for line in report.lines] == names, report.text()
-            assert report.count("chunked") == 5, report.text()
+            assert report.count("on") == 5, report.text()
 
 
-def _chunked_once(model: nn.Module, call: Callable, state: str = "chunked") -> Any:
+def _chunked_once(model: nn.Module, call: Callable, state: str = "on") -> Any:
     """The result of the call while the only feed-forward module is sliced, or refused."""
     with patch_ffn(model, include="0", chunk_tokens=100) as patch:
         out = call()

@@ -44,9 +44,7 @@ def test_the_peak_stays_under_the_budget_from_the_first_call_on(make, shape, bud
     torch.testing.assert_close(second.out, whole.out)
 
 
-def assert_same(
-    module: nn.Module, call: Callable[[], Tensor], state: str = "chunked", *, chunk_tokens: int = 32
-) -> None:
+def assert_same(module: nn.Module, call: Callable[[], Tensor], state: str = "on", *, chunk_tokens: int = 32) -> None:
     """The call of a patched module gives what it gave before, to the bit if it is refused, and the report says so."""
     expected, close = call(), {"rtol": 0.0, "atol": 0.0} if state == "refused" else {}
     with patch_ffn(module, include="", chunk_tokens=chunk_tokens, min_tokens=2) as patch:
@@ -81,7 +79,7 @@ def test_gradients_are_equal_and_their_peak_falls(frozen: bool) -> None:
         sliced.zero_grad(set_to_none=True)
         with PeakMemory() as peak:
             sliced(two).square().sum().backward()
-        assert patch.report().lines[0].state == "chunked"
+        assert patch.report().lines[0].state == "on"
     torch.testing.assert_close(two.grad, one.grad, rtol=1e-4, atol=1e-5)
     for mine, theirs in zip(sliced.parameters(), plain.parameters()):
         if not frozen:
@@ -113,7 +111,7 @@ def test_within_a_checkpoint_of_the_user(make: Callable[[], nn.Module], use_reen
     with patch_ffn(sliced, include="", budget_mib=0.5) as patch:
         for _ in range(4):
             torch.testing.assert_close(gradients(sliced), wanted, rtol=1e-4, atol=1e-3)
-        assert patch.report().lines[0].state == "chunked", patch.report().text()
+        assert patch.report().lines[0].state == "on", patch.report().text()
 
 
 def test_without_checkpoints_calls_that_want_gradients_run_whole() -> None:
@@ -123,7 +121,7 @@ def test_without_checkpoints_calls_that_want_gradients_run_whole() -> None:
         assert "checkpoint=False" in patch.report().lines[0].why
         with torch.no_grad():
             module(x)
-        assert patch.report().lines[0].state == "chunked"
+        assert patch.report().lines[0].state == "on"
 
 
 def test_inference_mode_and_autocast() -> None:
@@ -131,7 +129,7 @@ def test_inference_mode_and_autocast() -> None:
     with patch_ffn(module, include="", chunk_tokens=64) as patch:
         with torch.inference_mode():
             out = module(x)
-        assert patch.report().lines[0].state == "chunked"
+        assert patch.report().lines[0].state == "on"
         with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
             cast = module(x)
         assert [plan.refused for plan in patch._binding._site(module).plans.values()] == [False, False]
@@ -238,7 +236,7 @@ def test_a_second_call_that_is_not_sliced_costs_next_to_nothing() -> None:
     module, x = mlp(256, 1024), torch.randn(1, 512, 256)
     with torch.no_grad(), patch_ffn(module, include="") as patch:
         module(x)
-        assert patch.report().lines[0].state == "whole"
+        assert patch.report().lines[0].state == "off"
         forward = module.__dict__["forward"]
         plain = min(_seconds(lambda: forward.whole(x)) for _ in range(10))
         forward.whole = lambda x: x  # what is left is our own work
@@ -290,7 +288,7 @@ def test_a_number_of_slices_can_be_asked_for(tokens: int, num_chunks: int, sizes
     module, x = Ffn().eval(), torch.randn(2, tokens, 16)
     with torch.no_grad(), patch_ffn(module, include="", num_chunks=num_chunks, min_seq=2) as patch:
         torch.testing.assert_close(module(x), module.forward(x))
-        assert patch.report().lines[0].state == "chunked"
+        assert patch.report().lines[0].state == "on"
         assert sizes in patch.report().lines[0].why
         module(torch.randn(2, 1, 16))  # fewer than min_seq
         assert len(patch.report().lines) == 1
@@ -375,8 +373,8 @@ def test_a_report_names_what_happened_in_one_line_each() -> None:
         model(torch.randn(1, 256, 16))
         text = patch.report().text()
     assert text.splitlines() == [
-        "2 feed-forward modules: 2 chunked",
-        "  blocks.0 and 1 more (Sequential): chunked: 4 slices of 64 tokens (0.1 MiB whole)",
+        "2 feed-forward modules: 2 on",
+        "  blocks.0 and 1 more (Sequential): on: 4 slices of 64 tokens (0.1 MiB whole)",
     ]
 
 

@@ -165,7 +165,7 @@ def test_a_switch_counts_in_the_very_next_call(turn: Callable, calls_before: int
     with torch.no_grad(), _patch(module) as patch:
         for _ in range(calls_before):
             before = module(x)
-        assert _state(patch) == "chunked", _why(patch)
+        assert _state(patch) == "on", _why(patch)
         turn(module, monkeypatch)
         out = module(x)
         assert _state(patch) == "refused"
@@ -271,7 +271,7 @@ def test_constants_that_a_module_caches_are_real_and_it_is_chunked(make, budget:
     with torch.no_grad():
         with _patch(module, **budget) as patch:
             out = module(x)
-            assert _state(patch) == "chunked", _why(patch)
+            assert _state(patch) == "on", _why(patch)
             cached = [signs(64), *CACHE.values(), *Cached.cache.values()]
             assert all(type(tensor) is Tensor for tensor in [out, *cached])
         torch.testing.assert_close(module(x), out)
@@ -282,7 +282,7 @@ def test_where_gradients_are_wanted_the_same_modules_are_chunked(case: Case) -> 
     module = case.make().eval()
     with _patch(module) as patch:
         module(torch.randn(2, TOKENS, WIDTH)).sum().backward()
-        assert _state(patch) == "chunked", _why(patch)
+        assert _state(patch) == "on", _why(patch)
 
 
 def test_what_cannot_be_named_is_found_within_sixteen_calls_and_the_result_mended() -> None:
@@ -292,7 +292,7 @@ def test_what_cannot_be_named_is_found_within_sixteen_calls_and_the_result_mende
     with torch.no_grad(), _patch(module) as patch:
         for _ in range(40):
             module(x)
-        assert _state(patch) == "chunked"
+        assert _state(patch) == "on"
         held[0] = 1
         calls = 0
         while calls < 17:
@@ -314,7 +314,7 @@ def test_a_check_leaves_random_numbers_and_gradients_alone(grad: bool) -> None:
     with torch.set_grad_enabled(grad), _patch(module) as patch:
         for _ in range(20):
             out = module(x)
-        assert _state(patch) == "chunked"
+        assert _state(patch) == "on"
     assert torch.equal(torch.get_rng_state(), draws)
     torch.testing.assert_close(out, plain if grad else plain.detach())
 
@@ -373,7 +373,7 @@ def test_compiled_children_are_chunked_and_compiled_modules_say_why_not() -> Non
     whole.compile(backend="eager")
     outer = nn.Sequential(torch.compile(Ffn().eval(), backend="eager"))
     with torch.no_grad():
-        for module, include, state in ((child, "", "chunked"), (whole, "", "waiting"), (outer, "0", "chunked")):
+        for module, include, state in ((child, "", "on"), (whole, "", "waiting"), (outer, "0", "on")):
             expected = module(x)
             with _patch(module, include=include) as patch:
                 for _ in range(4):
@@ -391,7 +391,7 @@ def test_dropout_around_a_module_that_is_trained_does_not_matter() -> None:
     with _patch(block, include="1") as patch:
         torch.manual_seed(5)
         (grad,) = torch.autograd.grad(block(x).square().sum(), x)
-        assert _state(patch) == "chunked"
+        assert _state(patch) == "on"
     torch.testing.assert_close(grad, expected)
 
 
@@ -404,7 +404,7 @@ class Clipped(Product):
 
 
 @pytest.mark.torch_2_5
-@pytest.mark.parametrize(("function", "state"), [(Product, "chunked"), (Clipped, "refused")])
+@pytest.mark.parametrize(("function", "state"), [(Product, "on"), (Clipped, "refused")])
 def test_a_weights_own_backward_pass_is_tried(function: type[Product], state: str) -> None:
     scale = {name: nn.Parameter(torch.randn(WIDTH)) for name in ("one", "two")}
     module, x = With(lambda m, x: x * function.apply(m.one, m.two), **scale), torch.randn(2, TOKENS, WIDTH)
@@ -438,4 +438,4 @@ def test_a_module_that_writes_to_a_stream_of_its_host_is_chunked(monkeypatch: py
     with _patch(module) as patch:
         for _ in range(3):
             torch.testing.assert_close(module(x), expected)
-        assert _state(patch) == "chunked", _why(patch)
+        assert _state(patch) == "on", _why(patch)

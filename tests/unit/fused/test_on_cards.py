@@ -344,7 +344,7 @@ def test_a_fault_in_8_bits_ends_a_child_and_the_layer_stays_exact() -> None:
     trial._CODE = _FAULT.replace("{", "{{").replace("}", "}}")
     site, query = AttentionSite("layer", "Attention", AttentionBinding().options), _numbers()
     assert site.attend({"query": query, "key": query, "value": query}) is None
-    assert site.line().state == "float"
+    assert site.line().state == "refused"
     assert site.why.startswith("the 8-bit kernel is left off: its check in a process of its own failed"), site.why
     assert "SIGSEGV" in site.why
     (verdict,) = Path(os.environ["XDG_CACHE_HOME"]).rglob("trial-*.json")

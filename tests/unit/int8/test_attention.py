@@ -62,10 +62,10 @@ def test_layers_within_the_limit_run_in_8_bits_and_the_others_are_named(model: n
         report = patch.report()
         assert patch.sites == 4
     assert [(line.name, line.state) for line in report.lines] == [
-        ("0.attn1", "int8"),
-        ("0.attn2", "int8"),
-        ("1.attn1", "int8"),
-        ("1.attn2", "float"),
+        ("0.attn1", "on"),
+        ("0.attn2", "on"),
+        ("1.attn1", "on"),
+        ("1.attn2", "refused"),
     ]
     assert all(0 < line.error < line.worst_row for line in report.lines)
     assert "is above 2.00%" in report.lines[-1].why
@@ -132,12 +132,12 @@ def test_what_8_bits_do_not_take_is_exact_and_named(model: nn.Module, x: Tensor)
     with patch_attention_int8(model, include="*.attn1") as patch:
         torch.testing.assert_close(model(x), expected)
         lines = patch.report().lines
-    assert {(line.state, line.why) for line in lines} == {("float", "the int8 mode has no float mask")}
+    assert {(line.state, line.why) for line in lines} == {("refused", "the int8 mode has no float mask")}
     leaf = x.clone().requires_grad_()
     with patch_attention_int8(model, include="*.attn2") as patch:
         model(leaf).sum().backward()
         assert leaf.grad is not None
-        assert patch.report().count("int8") == 0
+        assert patch.report().count("on") == 0
 
 
 def test_an_interrupt_in_a_layer_leaves_no_interception_behind(model: nn.Module, x: Tensor) -> None:
@@ -160,11 +160,11 @@ def test_a_layer_whose_inputs_change_goes_back_with_a_warning(model, x, caplog: 
     with patch_attention_int8(model, include="0.attn1", max_error=0.01) as patch, caplog.at_level(logging.WARNING):
         model(x)
         (line,) = patch.report().lines
-        assert line.state == "int8"
+        assert line.state == "on"
         model[0].attn1.sharpness = 12.0
         model(x)
         (line,) = patch.report().lines
-    assert line.state == "float"
+    assert line.state == "refused"
     assert line.why.startswith("its error was ")
     assert caplog.records[0].getMessage().startswith("0.attn1: its error was")
 
@@ -173,7 +173,7 @@ def test_a_late_step_with_the_outliers_is_seen(model: nn.Module, x: Tensor) -> N
     with patch_attention_int8(model, include="0.attn1", max_error=0.01) as patch:
         for step in range(1, 9):
             model(x * 4 if step == 8 else x)
-            assert patch.report().lines[0].state == ("float" if step == 8 else "int8")
+            assert patch.report().lines[0].state == ("refused" if step == 8 else "on")
 
 
 def test_each_call_is_computed_once_and_a_check_computes_some_rows(model, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -195,7 +195,7 @@ def test_each_call_is_computed_once_and_a_check_computes_some_rows(model, monkey
     with patch_attention_int8(model, include="0.attn1") as patch:
         for _ in range(3):
             layer(x)
-        assert patch.report().count("int8") == 1
+        assert patch.report().count("on") == 1
     assert [rows <= most for rows, most in zip(counted, (512, 128, 128), strict=True)] == [True] * 3
 
 
@@ -213,15 +213,15 @@ def test_a_layer_that_is_slower_in_8_bits_stays_exact(calibrates: bool, model, x
     with patch_attention_int8(model, calibrate=(lambda model: model(x)) if calibrates else None) as patch:
         torch.testing.assert_close(model(x), expected)
         assert {line.why for line in patch.report().lines[:3]} == {"8 bits take 1.50 ms, the exact route 1.00 ms"}
-        assert patch.report().count("float") == 4
+        assert patch.report().count("refused") == 4
 
 
 def test_copies_are_without_the_patch_and_linear_layers_may_be_in_8_bits_too(model: nn.Module, x: Tensor) -> None:
     expected = model(x)
     with patch_attention_int8(model) as attention, patch_linear_int8(model, include=nn.Linear, max_error=1) as linear:
         out = model(x)
-        assert attention.report().count("int8") == 3
-        assert linear.report().count("int8") == 10
+        assert attention.report().count("on") == 3
+        assert linear.report().count("on") == 10
     assert 0 < error_of(out, expected) < 0.05
     with patch_attention_int8(model) as patch:
         assert torch.equal(copy.deepcopy(model)(x), expected)

@@ -84,12 +84,12 @@ def test_copies_of_a_model_have_layers_of_their_own_and_none_is_kept_alive() -> 
         binding.attach(model)
         model(inputs())
     assert not torch.equal(*(codes_of(model)[0] for model in models))
-    assert all(binding.report(model).count("int8") == 2 for model in models)
+    assert all(binding.report(model).count("on") == 2 for model in models)
     watched = weakref.ref(models.pop()[0])
     del model
     gc.collect()
     assert watched() is None
-    assert binding.report(models[0]).count("int8") == 2
+    assert binding.report(models[0]).count("on") == 2
 
 
 def test_in_inference_mode_as_hosts_run() -> None:
@@ -212,12 +212,12 @@ def test_a_layer_that_there_is_no_memory_to_round_stays_in_float_for_that_load()
     bound.attach(model, lambda name, module: short if name == "2" else Source())
     model(x)
     report = bound.report(model)
-    assert [line.state for line in report.lines] == ["int8", "float"]
+    assert [line.state for line in report.lines] == ["on", "refused"]
     assert report.lines[1].why == "out of memory while rounding it"
     assert len(codes_of(model)) == 1
     bound.attach(model)
     assert torch.equal(model(x), first)
-    assert bound.report(model).count("int8") == 2
+    assert bound.report(model).count("on") == 2
     bound.detach(model)
     assert_same(model, before)
 
@@ -251,15 +251,16 @@ def test_attributes_and_bias_are_overridden_while_it_is_in() -> None:
 
 def test_a_source_may_leave_a_layer() -> None:
     class Left(Source):
-        why_not = "left: its host changes it in each call"
+        why_not = "its host changes it in each call"
 
     model = network()
     binding = Int8Binding()
     assert binding.attach(model, lambda name, module: Left() if name == "2" else Source()) == 1
     model(inputs())
     report = binding.report(model)
-    assert [line.state for line in report.lines] == ["int8", "left"]
+    assert [line.state for line in report.lines] == ["on", "off"]
     assert report.lines[1].why == "its host changes it in each call"
+    assert report.able == 1
 
 
 @pytest.mark.parametrize("weights", ["host", "keep"])
@@ -289,11 +290,11 @@ def test_before_a_run_the_report_says_what_it_is_about() -> None:
         binding.attach(model)
     model(inputs())
     binding.detach(model)
-    assert binding.report(model).lines[0].state == "int8"
+    assert binding.report(model).lines[0].state == "on"
 
 
 NAMES = {
-    "left": "input_blocks.1.0.emb_layers.1 time_embed.0 label_emb.0.0 "  # ComfyUI's UNets
+    "off": "input_blocks.1.0.emb_layers.1 time_embed.0 label_emb.0.0 "  # ComfyUI's UNets
     "time_projection.1 distilled_guidance_layer.layers.0.in_layer "  # Wan, Chroma
     "double_blocks.0.img_mod.lin joint_blocks.0.x_block.adaLN_modulation.1",  # Flux, SD3
     "waiting": "input_blocks.4.1.transformer_blocks.0.attn1.to_q middle_block.1.transformer_blocks.0.ff.net.0.proj "

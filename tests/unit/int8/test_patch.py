@@ -70,14 +70,14 @@ def states(patch: Int8Patch) -> dict[str, str]:
 
 
 def in_int8(patch: Int8Patch) -> list[str]:
-    return [name for name, state in states(patch).items() if state == "int8"]
+    return [name for name, state in states(patch).items() if state == "on"]
 
 
 def test_layers_of_the_blocks_are_chosen_and_the_others_named_with_a_reason(model: Model, x: Tensor) -> None:
     patch = patch_linear_int8(model)
     model(x)
     assert in_int8(patch) == CHOSEN
-    left = {line.name: line.why for line in patch.report().of("left")}
+    left = {line.name: line.why for line in patch.report().of("off")}
     assert left["proj_in"] == "outside the repeated blocks"
     assert left["blocks.0.norm_linear"] == "every later layer depends on its few outputs"
     assert left["blocks.1.tiny"] == "fewer than 4096 weights"
@@ -107,7 +107,7 @@ def test_what_cannot_run_in_8_bits_is_named() -> None:
     nn.utils.parametrizations.weight_norm(layers[4])
     attention = nn.MultiheadAttention(WIDTH, 2)
     patch = patch_linear_int8(nn.ModuleList([*layers, attention]), include=nn.Linear)
-    why = {line.name: line.why for line in patch.report().of("cannot be")}
+    why = {line.name: line.why for line in patch.report().of("unable")}
     assert (why["1"], why["2"]) == ("it shares its weight with 0", "its weight is float64")
     assert why["3"].startswith("its width must be a multiple of 4 up to 131072, got 66")
     assert "MultiheadAttention" in why["6.out_proj"]
@@ -155,9 +155,9 @@ def test_layers_above_the_limit_stay_as_they_are_and_are_named(model: Model, x: 
     patch = patch_linear_int8(model, max_error=0.0)
     assert torch.equal(model(x), expected)
     report = patch.report()
-    assert report.count("float") == len(CHOSEN)
-    assert all(line.why == f"its error {line.error:.2%} is above 0.00%" for line in report.of("float"))
-    assert all(line.error is not None and 0 < line.error < 0.02 for line in report.of("float"))
+    assert report.count("refused") == len(CHOSEN)
+    assert all(line.why == f"its error {line.error:.2%} is above 0.00%" for line in report.of("refused"))
+    assert all(line.error is not None and 0 < line.error < 0.02 for line in report.of("refused"))
     assert report.sentence().endswith("8 stay in float")
     assert all(type(module.weight) is nn.Parameter for module in model.modules() if isinstance(module, nn.Linear))
 
@@ -168,7 +168,7 @@ def test_layers_that_8_bits_do_not_make_faster_may_stay(model, x, monkeypatch, t
     expected = model(x)
     patch = patch_linear_int8(model, only_faster=True)
     assert torch.equal(model(x), expected) is not faster
-    assert set(states(patch).values()) - {"left"} == {"int8" if faster else "float"}
+    assert set(states(patch).values()) - {"off"} == {"on" if faster else "refused"}
 
 
 def test_an_outlier_channel_is_rotated_away() -> None:
@@ -206,10 +206,10 @@ def test_calibration_decides_by_the_largest_error_of_all_its_calls(model: Model)
             layer(each)
 
     patch = patch_linear_int8(model, include="blocks.*.attn.to_q", calibrate=calibrate)
-    assert states(patch) == {"blocks.0.attn.to_q": "float", "blocks.1.attn.to_q": "waiting"}
+    assert states(patch) == {"blocks.0.attn.to_q": "refused", "blocks.1.attn.to_q": "waiting"}
     patch.remove()
     patch = patch_linear_int8(model, include="blocks.*.attn.to_q", calibrate=lambda model: layer(plain))
-    assert states(patch) == {"blocks.0.attn.to_q": "int8", "blocks.1.attn.to_q": "waiting"}
+    assert states(patch) == {"blocks.0.attn.to_q": "on", "blocks.1.attn.to_q": "waiting"}
 
 
 @pytest.mark.parametrize("failures", [2, 100])
@@ -230,7 +230,7 @@ def test_without_memory_to_measure_a_layer_stays_in_float_and_is_tried_three_tim
     assert is_exact == [True, True, failures > 2, failures > 2]
     assert len(tries) == 3
     (line,) = patch.report().lines
-    assert (line.state, line.why) == (("int8", "") if failures == 2 else ("float", "out of memory while measuring it"))
+    assert (line.state, line.why) == (("on", "") if failures == 2 else ("refused", "out of memory while measuring it"))
 
 
 def test_an_error_during_calibration_leaves_the_model_as_it_was(model: Model, x: Tensor) -> None:
@@ -326,7 +326,7 @@ def test_a_trace_serves_any_number_of_rows(model: Model, x: Tensor, gradients: b
             traced = torch.jit.trace(model, x)
             for rows in (x, torch.cat((x, x[:1]), 0).repeat(1, 3, 1)):
                 assert torch.equal(traced(rows), model(rows))
-    assert set(states(patch).values()) >= {"int8"}
+    assert set(states(patch).values()) >= {"on"}
 
 
 def test_traced_or_compiled_before_it_was_measured_it_runs_in_float(model: Model, x: Tensor) -> None:
@@ -374,7 +374,7 @@ def test_with_feed_forward_chunking(model: Model, order: str) -> None:
     assert patches["chunks"].report().count("refused") == 2
     for _ in range(3):
         assert torch.equal(model(x), whole)
-    assert patches["chunks"].report().count("chunked") == 2
+    assert patches["chunks"].report().count("on") == 2
     assert in_int8(patches["int8"]) == CHOSEN
     patches["chunks"].remove()
     assert torch.equal(model(x), whole)
@@ -414,8 +414,8 @@ def test_given_up_weights_take_a_quarter_of_the_memory(model: Model, x: Tensor) 
     }
     assert all(p.original is None for p in model.parameters() if isinstance(p, Int8Weight))
     report = patch.report()
-    assert sum(held.values()) == sum(line.int8_bytes for line in report.of("int8"))
-    assert sum(held.values()) < 0.32 * sum(line.float_bytes for line in report.of("int8"))
+    assert sum(held.values()) == sum(line.int8_bytes for line in report.of("on"))
+    assert sum(held.values()) < 0.32 * sum(line.float_bytes for line in report.of("on"))
 
 
 @pytest.mark.parametrize("weights", WEIGHTS)
@@ -560,7 +560,7 @@ def test_a_weight_that_the_user_has_replaced_stays(model: Model, x: Tensor, capl
     model(x)
     theirs = nn.Parameter(torch.zeros(WIDTH, WIDTH))
     model.blocks[0].attn["to_q"].weight = theirs
-    assert states(patch)["blocks.0.attn.to_q"] == "float"
+    assert states(patch)["blocks.0.attn.to_q"] == "refused"
     with caplog.at_level(logging.WARNING, "pascal_attn"):
         patch.remove()
     assert model.blocks[0].attn["to_q"].weight is theirs
@@ -572,7 +572,7 @@ def test_two_patches_one_after_the_other(model: Model, x: Tensor) -> None:
     first = patch_linear_int8(model, include="*.ff.*")
     out = model(x)
     second = patch_linear_int8(model)
-    reasons = {line.name: line.why for line in second.report().of("cannot be")}
+    reasons = {line.name: line.why for line in second.report().of("unable")}
     assert reasons["blocks.0.ff.0"] == "its weight is float32 in a Int8Weight"
     assert error_of(model(x), out) > 0
     second.remove()
@@ -589,6 +589,6 @@ def test_the_report_says_what_it_costs(model: Model, x: Tensor) -> None:
     assert report.sentence().startswith("8 of 8 linear layers in int8, not exact: relative error per layer 0.")
     assert "the float ones in host memory" in report.sentence()
     text = report.text()
-    assert "blocks.0.ff.0 (Linear): int8: 64 -> 256, float32, 0.06 -> 0.02 MiB, error 0." in text
+    assert "blocks.0.ff.0 (Linear): on: 64 -> 256, float32, 0.06 -> 0.02 MiB, error 0." in text
     assert "computed by torch._int_mm" in text
     assert report.worst.error >= report.median_error

@@ -49,7 +49,7 @@ def test_outliers_in_one_branch_of_guidance_are_seen(branches: int, branch: int,
             x = torch.randn(80, 20)
             wrong += error_of(model, weight, massive(x) if each == branch and step >= since else x) > LIMIT
     (line,) = patch.report().lines
-    assert line.state == "float"
+    assert line.state == "refused"
     assert "above 5.00%" in line.why
     assert wrong <= (6 if branches < 4 else 20) + since, "steps until it was seen"
 
@@ -59,7 +59,7 @@ def test_outliers_in_the_smaller_branch_of_one_call_are_seen() -> None:
     x = torch.cat([torch.randn(1, 80, 20) * 1000, massive(torch.randn(1, 80, 20))])
     patch = patch_linear_int8(model, include="0", max_error=LIMIT)
     assert error_of(model, model[0].weight, x) < LIMIT
-    assert patch.report().lines[0].state == "float"
+    assert patch.report().lines[0].state == "refused"
 
 
 @pytest.mark.parametrize("rows", ["a column of a picture", "odd rows", "one token"])
@@ -74,7 +74,7 @@ def test_outliers_in_some_rows_are_seen(rows: str) -> None:
         x[:, 20, 33, 0] = 1e6
     patch = patch_linear_int8(model, include="0", max_error=LIMIT)
     assert error_of(model, weight, x.view(1, -1, WIDTH)) <= LIMIT
-    assert patch.report().lines[0].state == "float" or patch.report().lines[0].rotation
+    assert patch.report().lines[0].state == "refused" or patch.report().lines[0].rotation
 
 
 def test_a_layer_above_the_limit_is_rotated_if_that_helps(caplog: pytest.LogCaptureFixture) -> None:
@@ -86,7 +86,7 @@ def test_a_layer_above_the_limit_is_rotated_if_that_helps(caplog: pytest.LogCapt
     x[:, 0] *= 30
     assert error_of(model, weight, x) < LIMIT, "the call in which it is found, too"
     (line,) = patch.report().lines
-    assert (line.state, line.rotation, line.why) == ("int8", 256, "")
+    assert (line.state, line.rotation, line.why) == ("on", 256, "")
     assert line.error == line.latest < LIMIT
     assert not caplog.records
     assert torch.equal(model.state_dict()["0.weight"], weight)
@@ -112,9 +112,9 @@ def test_otherwise_it_goes_back_to_float_at_once_with_one_warning(weights: str, 
     assert line.why.endswith("in call 2, above 2.00%")
     assert len(caplog.records) == 1
     if weights == "free":
-        assert line.state == "int8", "there is nothing to go back to"
+        assert line.state == "on", "there is nothing to go back to"
     else:
-        assert line.state == "float"
+        assert line.state == "refused"
         assert torch.equal(out, expected)
         assert model[0].weight is parameter
         assert not model[0]._state_dict_hooks
@@ -160,7 +160,7 @@ def test_without_memory_to_measure_it_again_the_call_goes_on(monkeypatch: pytest
     short = Mock(side_effect=torch.OutOfMemoryError("there is none"))
     monkeypatch.setattr("pascal_attn_core.int8.layer.relative_error", short)
     assert torch.equal(model(x), out)
-    assert patch.report().lines[0].state == "int8"
+    assert patch.report().lines[0].state == "on"
 
 
 def test_a_weight_that_becomes_trainable_is_warned_of_once(caplog: pytest.LogCaptureFixture) -> None:
@@ -184,9 +184,9 @@ def test_layers_that_share_a_weight_are_left_alone() -> None:
     for layer in model:
         layer(torch.randn(9, WIDTH))
     assert [(line.state, line.why) for line in patch.report().lines] == [
-        ("cannot be", "it shares its weight with 1"),
-        ("cannot be", "it shares its weight with 0"),
-        ("int8", ""),
+        ("unable", "it shares its weight with 1"),
+        ("unable", "it shares its weight with 0"),
+        ("on", ""),
     ]
     assert model[0].weight is model[1].weight is shared
 

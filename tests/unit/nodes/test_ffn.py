@@ -87,7 +87,7 @@ def test_what_was_proven_survives_taking_off_and_putting_back(monkeypatch: pytes
     for _ in range(3):
         assert chunking.attach(model) == 2
         torch.testing.assert_close(model(given), expected)
-        assert chunking.report(model).count("chunked") == 2
+        assert chunking.report(model).count("on") == 2
         assert chunking.detach(model) == []
         assert "forward" not in vars(model.ffn)
     assert len(proofs) == 1, "the second block is built like the first"
@@ -104,7 +104,7 @@ def test_blocks_of_another_structure_are_proven_on_their_own() -> None:
     expected, chunking = model(given), binding()
     chunking.attach(model)
     torch.testing.assert_close(model(given), expected)
-    assert [line.state for line in chunking.report(model).lines] == ["chunked", "refused"]
+    assert [line.state for line in chunking.report(model).lines] == ["on", "refused"]
 
 
 @torch.no_grad()
@@ -157,12 +157,12 @@ def test_a_proof_does_not_hold_for_another_forward_below_or_inside() -> None:
     expected = model(given)
     chunking.attach(model)
     torch.testing.assert_close(model(given), expected, rtol=0, atol=0)
-    assert [line.state for line in chunking.report(model).lines] == ["refused", "chunked"]
+    assert [line.state for line in chunking.report(model).lines] == ["refused", "on"]
     chunking.detach(model)
     del model.ffn.forward
     chunking.attach(model)
     model(given)
-    assert chunking.report(model).count("chunked") == 2
+    assert chunking.report(model).count("on") == 2
 
 
 @torch.no_grad()
@@ -192,7 +192,7 @@ def test_layers_that_cast_and_patch_their_weights_are_chunked(inference: bool) -
         chunking.attach(model)
         torch.testing.assert_close(model(given), expected)
         report = chunking.report(model)
-    assert report.count("chunked") == 2, report.text()
+    assert report.count("on") == 2, report.text()
     assert "forward" not in vars(model.ffn.w1)
 
 
@@ -233,7 +233,7 @@ def test_what_says_nothing_about_a_module_is_no_refusal(kind: type[Exception]) -
     assert chunking.report(model).count("refused") == 0
     model.ffn.trip = False
     model(x())
-    assert chunking.report(model).count("chunked") == 2
+    assert chunking.report(model).count("on") == 2
 
 
 @torch.no_grad()

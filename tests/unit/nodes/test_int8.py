@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from pascal_attn_core.int8.report import Int8ReportLine
 
-LINE = {"name": "blocks.0.ff", "kind": "Linear", "shape": (64, 64), "state": "int8", "why": "", "error": 0.01}
+LINE = {"name": "blocks.0.ff", "kind": "Linear", "shape": (64, 64), "state": "on", "why": "", "error": 0.01}
 
 int8 = node_module("patches.int8")
 
@@ -86,11 +86,12 @@ def test_the_same_options_on_the_same_model_go_on_with_what_was_measured() -> No
 def test_what_a_user_must_not_miss() -> None:
     fast = {"float_ms": 2.0, "int8_ms": 1.0}
     assert int8.warnings_of(report(fast)) == []
-    back = {"name": "blocks.1.ff", "state": "float", "why": "its error was 9.00% in call 4, above 5.00%"}
-    measured = {"state": "float", "why": "its error 7.00% is above 5.00%"}
+    back = {"name": "blocks.1.ff", "state": "refused", "went_back": True}
+    back["why"] = "its error was 9.00% in call 4, above 5.00%"
+    measured = {"state": "refused", "why": "its error 7.00% is above 5.00%"}
     sentence = "blocks.1.ff went back to float: its error was 9.00% in call 4, above 5.00%"
     assert int8.warnings_of(report(fast, back, measured)) == [sentence]
-    nothing, left = "no linear layer runs in int8: ", {"state": "left", "why": "outside the repeated blocks"}
+    nothing, left = "no linear layer runs in int8: ", {"state": "off", "why": "outside the repeated blocks"}
     assert int8.warnings_of(report(measured, left)) == [f"{nothing}its error 7.00% is above 5.00%"]
     assert int8.warnings_of(report(measured), is_file_in_int8=True) == []
     assert int8.warnings_of(report()) == [f"{nothing}none was found"]
@@ -135,7 +136,7 @@ def test_the_record_says_what_one_run_did(layers: Any, stub_host: StubHost) -> N
         assert sum("64 -> 64, float32, 0.02 -> 0.00 MiB, error" in note for note in run.notes) == 22
         assert stub_host.said[-1] == f"ModuleDict: {run.gains[0]}"
         report_now = injection.binding.report(patcher.model.diffusion_model)
-        assert {line.calls for line in report_now.of("int8")} == {calls}
+        assert {line.calls for line in report_now.of("on")} == {calls}
     injection.after_run(patcher)
     assert len(runs.remembered()) == 2
     injection.eject(patcher)
@@ -174,7 +175,7 @@ def test_attention_comes_through_the_override_and_what_8_bits_leave_goes_on(stub
         assert torch.equal(third, host_attention(*plain, 2, mask))
     assert [each is mask for each in before] == [False, True] * 2, "both went on to the override before ours"
     lines = {line.name: line for line in layers.report().lines}
-    states = {"double 3": "int8", "double 3 (2)": "float", "double 4": "float"}
+    states = {"double 3": "on", "double 3 (2)": "refused", "double 4": "refused"}
     assert {name: line.state for name, line in lines.items()} == states
     assert lines["double 4"].why == "the int8 mode has no float mask"
     assert lines["double 3"].calls == 2

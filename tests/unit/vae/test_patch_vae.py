@@ -48,7 +48,7 @@ def test_decode_and_encode_in_bands() -> None:
     assert_close(again.latent_dist.sample(torch.Generator().manual_seed(2)),
                  moments.sample(torch.Generator().manual_seed(2)))  # fmt: skip
     decoded, encoded = patch.report().calls
-    assert [(call.method, call.state) for call in (decoded, encoded)] == [(m, "in bands") for m in ("decode", "encode")]
+    assert [(call.method, call.state) for call in (decoded, encoded)] == [(m, "on") for m in ("decode", "encode")]
     assert decoded.figures.most_bands > 2
     assert "in bands" in patch.report().text()
 
@@ -60,7 +60,7 @@ def test_a_batch_and_slices() -> None:
         assert_close(vae.decode(latent(3, 4, 9, 8)).sample, wanted)
         vae.enable_slicing()
         assert_close(vae.decode(latent(3, 4, 9, 8)).sample, wanted)
-    assert [call.state for call in patch.report().calls] == ["in bands"] * 2
+    assert [call.state for call in patch.report().calls] == ["on"] * 2
 
 
 def test_tiled_decoding_gives_way_and_comes_back() -> None:
@@ -129,7 +129,7 @@ def test_autocast_is_followed_whether_it_is_on_for_the_first_call_or_later() -> 
             got = vae.decode(latent()).sample
     with torch.autocast("cpu", dtype=torch.bfloat16):
         wanted = vae.decode(latent()).sample
-    assert [call.state for call in patch.report().calls] == ["in bands"] * 2
+    assert [call.state for call in patch.report().calls] == ["on"] * 2
     assert got.dtype == wanted.dtype == torch.bfloat16
     assert (got - wanted).abs().max() < 0.03 * wanted.abs().max()
 
@@ -193,7 +193,7 @@ def test_weights_that_are_there_only_while_their_layer_runs(host: Any, is_first:
         if not is_first:
             host(vae)
         assert_close(vae.decode(latent()).sample, wanted)
-    assert [call.state for call in patch.report().calls] == ["in bands"] * 2
+    assert [call.state for call in patch.report().calls] == ["on"] * 2
 
 
 def test_a_weight_written_to_before_its_layer_is_computed_means_the_whole_call() -> None:
@@ -243,7 +243,7 @@ def test_trials_leave_the_vaes_own_state_alone(options: dict[str, Any]) -> None:
     with torch.no_grad(), patch_vae(vae, budget_mib=0.01, **options) as patch:
         for _ in range(3):
             assert_close(vae.decode(x), other.decode(x))
-    assert [call.state for call in patch.report().calls] == ["in bands"] * 3
+    assert [call.state for call in patch.report().calls] == ["on"] * 3
     assert (vae.count, len(vae.cache)) == (3, 3)
     assert torch.equal(vae.seen, other.seen)
     for tensor in (vae.last, *vae.cache, kept[-1]):
@@ -288,7 +288,7 @@ def test_gradients_run_as_it_is(caplog: pytest.LogCaptureFixture) -> None:
         with torch.no_grad():
             vae.decode(latent())
     assert vae.decoder.conv_in.weight.grad is not None
-    assert [call.state for call in patch.report().calls] == ["as it is", "as it is", "in bands"]
+    assert [call.state for call in patch.report().calls] == ["off", "off", "on"]
     assert caplog.text.count("call it under torch.no_grad()") == 1
 
 
@@ -308,7 +308,7 @@ def test_what_is_not_finite_stays_so(number: float) -> None:
     with patch_vae(vae, budget_mib=0.1) as patch:
         got = vae.decode(z).sample
     assert torch.equal(got.isnan(), wanted.isnan())
-    assert patch.report().calls[0].state == "in bands"
+    assert patch.report().calls[0].state == "on"
 
 
 def _looks(vae: Any) -> None:
@@ -420,7 +420,7 @@ def test_a_trial_that_finds_no_memory_is_made_again() -> None:
     vae.decoder.forward = forward
     with patch_vae(vae, budget_mib=0.1) as patch:
         assert_close(vae.decode(latent()).sample, vae.decode(latent()).sample)
-    assert [call.state for call in patch.report().calls] == ["refused", "in bands"]
+    assert [call.state for call in patch.report().calls] == ["refused", "on"]
 
 
 def test_only_when_needed() -> None:
@@ -431,7 +431,7 @@ def test_only_when_needed() -> None:
         with OutOfMemory(30):
             assert_close(vae.decode(z).sample, wanted)
     first, second = patch.report().calls
-    assert (first.state, second.state, second.why) == ("as it is", "in bands", "it ran out of memory without bands")
+    assert (first.state, second.state, second.why) == ("off", "on", "it ran out of memory without bands")
     with patch_vae(vae, when="needed", expected_bytes=lambda method, shape, dtype: 1 << 60) as patch:
         assert_close(vae.decode(latent()).sample, wanted)
     assert "without bands it needs" in patch.report().calls[0].why
@@ -479,7 +479,7 @@ def test_a_pipeline_decodes_in_bands() -> None:
         accelerate.cpu_offload(vae, execution_device=torch.device("cpu"))
         assert_close(vae.decode(latent()).sample, wanted)
         assert all(p.device.type == "meta" for p in vae.decoder.parameters())
-    assert [call.state for call in patch.report().calls] == ["in bands"]
+    assert [call.state for call in patch.report().calls] == ["on"]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -489,7 +489,7 @@ def test_a_seam_is_found_before_anything_is_decoded(dtype: torch.dtype, monkeypa
     wanted = vae.decode(z).sample
     with patch_vae(vae, budget_mib=0.3) as patch:
         vae.decode(z)
-    assert [call.state for call in patch.report().calls] == ["in bands"]
+    assert [call.state for call in patch.report().calls] == ["on"]
     own = Convolution.compute
 
     def without_a_row(self: Convolution, pieces: list[Tensor], dim: int, low: int, high: int) -> Tensor:

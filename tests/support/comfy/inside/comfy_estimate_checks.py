@@ -29,8 +29,8 @@ def real_calls(model, name, cfg):
     find = pack("core.ffn.find").find_ffn
     hooks = [
         module.register_forward_hook(lambda module, args, out, name=name: ffn.append((name, tuple(args[0].shape))))
-        for name, module, why_not in find(model.model.diffusion_model)
-        if not why_not
+        for name, module, state, _ in find(model.model.diffusion_model)
+        if not state
     ]
     try:
         sample(model, name, cfg=cfg)

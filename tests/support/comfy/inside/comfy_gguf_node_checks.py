@@ -105,7 +105,7 @@ def with_the_limit_0_it_is_exact_and_expanded_in_slices():
     with replaced(matrix, "slice_weights", lambda device: asked.append(1) or 4096):
         assert 0 <= far(sample(model), stock) < 1e-5
     assert len(asked) >= 20
-    assert {each.state for each in report(model).lines} == {"float", "left"}
+    assert {each.state for each in report(model).lines} == {"refused", "off"}
 
 
 @check
@@ -115,7 +115,7 @@ def a_lora_stays_beside_the_blocks_in_float():
     assert far(expected, stock) > 0.1
     for model in (patched(load_lora(base)), load_lora(patched(base))):
         near(sample(model), expected)
-        assert line_of(model).state == "int8"
+        assert line_of(model).state == "on"
         assert line_of(model).why == "LoRA of rank 4 beside it in float"
     near(sample(patched(base)), stock)
     assert torch.equal(sample(load_lora(base)), expected)
@@ -133,8 +133,8 @@ def a_file_of_several_formats():
     stock = sample(base)
     model = patched(base)
     near(sample(model), stock)
-    states = {each.format: each.state for each in report(model).lines if each.state != "left"}
-    assert states["Q8_0"] == "int8", states
+    states = {each.format: each.state for each in report(model).lines if each.state != "off"}
+    assert states["Q8_0"] == "on", states
     assert line_of(model).why == "its weight is float16 in a GGMLTensor", line_of(model)
 
 
@@ -256,6 +256,6 @@ def a_text_encoder_from_a_file():
         assert torch.equal(encoded(), expected)
     with pack("core.int8").patch_linear_int8(clip.cond_stage_model) as patch:
         near(encoded(), expected, 0.15)
-        assert patch.report().count("int8") > 0
+        assert patch.report().count("on") > 0
     assert torch.equal(encoded(), expected)
     assert raises(ValueError, lambda: pack("core.gguf").patch_gguf(torch.nn.Linear(4, 4)))
