@@ -7,7 +7,6 @@ the mask object that our own mask function returned.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -84,24 +83,20 @@ def _from_host_mask(query: Tensor, key: Tensor, value: Tensor, mask: HostMask) -
     if right is not None and offset + right >= seq_len_kv - 1:
         right = None
     said = offset in (0, seq_len_kv - seq_len_q) or (left is None and right is None)
-    rest = _lazy(mask, mask.rest if said else mask.rule, query)
     if not said:
-        return Masked(key, value, rest, first_key=first)
+        return Masked(key, value, _lazy(mask, query), first_key=first)
     is_causal = right == 0
     alignment = "upper_left" if offset == 0 or (left is None and right is None) else "lower_right"
     sides = (-1 if left is None else left, -1 if right is None or is_causal else right)
     window = None if sides == (-1, -1) else sides
-    return Masked(key, value, rest, is_causal, alignment, window, first)
+    return Masked(key, value, _lazy(mask.without_band, query), is_causal, alignment, window, first)
 
 
-def _lazy(mask: HostMask, rule: Callable[..., Tensor], query: Tensor) -> Any:
-    """The rest of the mask, as sdpa takes it: nothing, padding ``[B, 1, 1, S]``, or a lazy mask (a tensor
-    while a graph is traced)."""
-    if rule == mask.rest and not mask.pattern.rest:
+def _lazy(mask: HostMask, query: Tensor) -> Any:
+    """The mask as sdpa takes it: nothing, padding ``[B, 1, 1, S]``, or itself (a tensor while a graph is traced)."""
+    if mask.band.is_everything and not mask.pattern.rest:
         return None if mask.padding is None else mask.padding[:, None, None, :]
-    if _is_traced(query):
-        return mask.dense(rule)
-    return LazyMask(shape=tuple(mask.shape), rule=rule, device=query.device, dtype=torch.bool)
+    return mask.dense() if _is_traced(query) else mask
 
 
 def _add_bias(bias: Tensor, mask: Any) -> Any:

@@ -26,6 +26,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
 from ..call import PLAIN
+from ..call.lazy_mask import LazyMask
 from ..config import log_once
 from ..tiled.masks import Band
 from .pattern import MaskFunction, Pattern, made_by, read_pattern
@@ -34,7 +35,7 @@ log = logging.getLogger("pascal_attn")
 
 
 @dataclass(eq=False)
-class HostMask:
+class HostMask(LazyMask):
     """Bool ``[B, 1, L, S]``, True = takes part, of which only the parts are stored.
 
     It behaves as Transformers needs: it has a tensor's shape, is contiguous, moves between devices, can be cut along
@@ -44,8 +45,8 @@ class HostMask:
 
     """
 
-    ndim = 4
     dtype = torch.bool
+    tensors = ()
 
     batch_size: int
     seq_len_q: int
@@ -73,8 +74,7 @@ class HostMask:
         all_keys = first_of_last <= 0 and last_of_first >= self.seq_len_kv
         return all_keys and self.padding is None and not self.pattern.rest
 
-    def rest(self, batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        """The mask without its band, for indices ``[b,1,1,1], [1,h,1,1], [1,1,q,1], [1,1,1,k]``."""
+    def rule(self, batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         device = query.device
         allowed = query.new_ones((), dtype=torch.bool)
         if self.padding is not None:
@@ -84,11 +84,6 @@ class HostMask:
             for function in self.pattern.rest:
                 evaluate = functools.partial(_one_by_one, function) if self.use_vmap else function
                 allowed = allowed & evaluate(*indices).to(device)
-        return allowed
-
-    def rule(self, batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        """The whole mask, for the same indices."""
-        allowed = self.rest(batch, head, query, key)
         left, right, offset = self.band
         if left is not None:
             allowed = allowed & (key >= query + (offset - left))
@@ -96,11 +91,16 @@ class HostMask:
             allowed = allowed & (key <= query + (offset + right))
         return allowed
 
-    def dense(self, rule: Callable[..., Tensor] | None = None) -> Tensor:
-        """The tensor it represents, or that of its rule :meth:`rest`."""
+    def dense(self) -> Tensor:
+        """The tensor it represents."""
         views = ((-1, 1, 1, 1), (1, -1, 1, 1), (1, 1, -1, 1), (1, 1, 1, -1))
         indices = [torch.arange(n, device=self.device).view(view) for n, view in zip(self.shape, views)]
-        return (rule or self.rule)(*indices).expand(self.shape)
+        return self.rule(*indices).expand(self.shape)
+
+    @property
+    def without_band(self) -> HostMask:
+        """The mask with neither causal rule nor window."""
+        return self._with(pattern=self.pattern._replace(left=None, right=None))
 
     # ---- what Transformers asks of it ------------------------------------------------------------------------------
 
@@ -110,9 +110,6 @@ class HostMask:
 
     def size(self, dim: int | None = None) -> Any:
         return self.shape if dim is None else self.shape[dim]
-
-    def dim(self) -> int:
-        return 4
 
     def contiguous(self) -> HostMask:
         return self
