@@ -12,8 +12,7 @@ from torch import Tensor, nn
 
 from ...pascal_attn_core.patching.patch import REFUSED
 from ...pascal_attn_core.vae.banded import Banded
-from ...pascal_attn_core.vae.calls import Settings, Site
-from ...pascal_attn_core.vae.report import VaeCall
+from ...pascal_attn_core.vae.calls import Settings, Site, VaeCall
 from ..comfy import host
 from ..engine.engine import Engine
 from ..reporting.words import size_text

@@ -1,8 +1,9 @@
-"""Charts of the command line, drawn by matplotlib without a window."""
+"""What commands show: tables and a status line on a terminal, and charts drawn by matplotlib without a window."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import sys
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -69,3 +70,25 @@ def amount(value: float, unit: str) -> str:
 def short_number(value: float) -> str:
     """1,234 / 12.3 / 1.23: about three significant digits."""
     return f"{value:,.0f}" if value >= 100 else f"{value:.1f}" if value >= 10 else f"{value:.2f}"
+
+
+def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    """Print one table as aligned text. The first and the last column are text, those between are figures."""
+    widths = [max(len(cell) for cell in column) for column in zip(columns, *rows)]
+    lines = [title]
+    for row in (columns, *rows):
+        cells = [row[0].ljust(widths[0])]
+        cells += [cell.rjust(width) for cell, width in zip(row[1:-1], widths[1:-1])]
+        lines.append("  ".join([*cells, row[-1]]).rstrip())
+    lines.insert(2, "-" * (sum(widths[:-1]) + 2 * (len(widths) - 1) + min(widths[-1], 20)))
+    print("\n".join(lines) + "\n")
+
+
+def progress_of(name: str) -> Callable[[str], None]:
+    """A status line that begins with ``name``, on a terminal."""
+
+    def show(text: str) -> None:
+        if sys.stderr.isatty():
+            print(f"\r\033[K{name}{text}" if text else "\r\033[K", end="", file=sys.stderr, flush=True)
+
+    return show

@@ -7,7 +7,7 @@ import argparse
 from typing import NamedTuple
 
 from ..machine.device import MIB, DeviceInfo
-from ..machine.together import REACHED, Link
+from ..machine.facts import REACHED, Link
 from ..routes.several import WORTH, Speed, divided
 
 PEAK_SHARE = 0.55  # of a card's float32 peak that attention reaches

@@ -20,10 +20,9 @@ from ..selftest import Selftest, check, describe, document
 from ..selftest.cases import in_one_line
 from . import check_numbers, check_output, write_figures
 from .bench.candidates import needed_operations, race, route_candidates
-from .bench.clock import device_named, quiet_torch
-from .bench.contest import Settings
+from .bench.contest import Settings, device_named, quiet_torch
 from .bench.shapes import SHAPES, Shape
-from .tables import progress_of
+from .charts import progress_of
 
 SECONDS = 60.0
 _show = progress_of("")

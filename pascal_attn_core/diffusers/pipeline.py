@@ -10,7 +10,7 @@ from torch import nn
 from ..ffn import patch_ffn
 from ..int8 import patch_attention_int8, patch_linear_int8
 from ..patching.patch import OFF, AnyReport, NothingToPatch, Patch, PatchGroup, State
-from ..patching.targets import DENOISERS
+from ..patching.selectors import DENOISERS
 from ..vae import patch_vae
 from .sites import models_of
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..patching.targets import parts_of
+from ..patching.selectors import parts_of
 from .code import names_of, reaches_sdpa
 from .processors import RedirectedProcessor
 

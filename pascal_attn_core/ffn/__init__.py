@@ -17,8 +17,7 @@ from torch import nn
 
 from ..config import number_of
 from ..patching.patch import Patch, require_sites
-from ..patching.selectors import require_matches
-from ..patching.targets import denoisers_of
+from ..patching.selectors import denoisers_of, require_matches
 from .binding import FfnBinding
 from .report import FfnReport, FfnReportLine
 

@@ -16,8 +16,7 @@ from typing import Any
 from torch import nn
 
 from ..patching.patch import OFF, ON, REFUSED, Patch, PatchReport, State, require_sites
-from ..patching.selectors import matches, require_matches, selectors
-from ..patching.targets import denoisers_of
+from ..patching.selectors import denoisers_of, matches, require_matches, selectors
 from .hosts import Host, Multiplier, format_of, host_of, why_not
 from .matrix import linear
 

@@ -18,8 +18,7 @@ from typing import Any
 from torch import nn
 
 from ..patching.patch import Patch, require_sites
-from ..patching.selectors import require_matches
-from ..patching.targets import denoisers_of
+from ..patching.selectors import denoisers_of, require_matches
 from ..reference.int8_rows import Int8Matrix, quantize_rows, rotate
 from .attention import AttentionBinding
 from .backends import ACTIVATIONS

@@ -22,8 +22,7 @@ from torch import Tensor, nn
 
 from ..patching.forward import ReplacedForward, put_in, take_out
 from ..patching.patch import OFF, ON, REFUSED, WAITING, Patch, PatchReport, State, require_sites
-from ..patching.selectors import require_matches
-from ..patching.targets import denoisers_of
+from ..patching.selectors import denoisers_of, require_matches
 from ..reference.checks import in_float64
 from ..routes.timing_table import median_times
 from .find import find_linear, shape_of

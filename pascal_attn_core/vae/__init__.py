@@ -18,10 +18,9 @@ from collections.abc import Callable
 from typing import Any
 
 from ..patching.patch import NothingToPatch, Patch, PatchGroup
-from ..patching.targets import autoencoder_of
-from .calls import METHODS, Settings, Site, bound
+from ..patching.selectors import autoencoder_of
+from .calls import METHODS, Settings, Site, VaeReport, bound
 from .lazy import NotInBands
-from .report import VaeReport
 from .store import KEEP
 
 __all__ = ["NotInBands", "VaePatch", "VaeReport", "patch_vae"]

@@ -12,9 +12,8 @@ from torch import Tensor, nn
 from ..attention import sdpa
 from ..patching.interception import bind_sdpa
 from . import operators
-from .lazy import Filled, Known, Lazy, NotInBands, aten
+from .lazy import Filled, Known, Lazy, NotInBands, aten, leaves, mapped
 from .run import Run
-from .trees import leaves, mapped
 
 _SMALLER = 16  # a result of an operator that ran whole is an ordinary tensor if it is this many times smaller
 _SAME = {aten.detach, aten.alias, aten.lift_fresh, aten.contiguous}

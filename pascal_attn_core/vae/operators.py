@@ -11,10 +11,24 @@ import torch
 from torch import Tensor, nn
 
 from .attention import Attention
-from .lazy import Expanded, Filled, Flipped, Joined, Known, Lazy, Narrowed, Permuted, Pointwise, Rowwise, Viewed, aten
+from .lazy import (
+    Expanded,
+    Filled,
+    Flipped,
+    Joined,
+    Known,
+    Lazy,
+    Narrowed,
+    Permuted,
+    Pointwise,
+    Rowwise,
+    Viewed,
+    aten,
+    leaves,
+    mapped,
+)
 from .run import Run
 from .store import Value
-from .trees import leaves, mapped
 from .windows import Convolution, Moments, Resized
 
 Handler = Callable[..., Any]

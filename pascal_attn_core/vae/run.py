@@ -14,9 +14,8 @@ import torch
 from torch import Tensor
 
 from ..machine.out_of_memory import out_of_memory
-from .lazy import Known, Lazy, Pointwise, aten
+from .lazy import Known, Lazy, Pointwise, aten, leaves
 from .store import ActivationStore, Value
-from .trees import leaves
 from .windows import Moments
 
 

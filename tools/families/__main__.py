@@ -13,9 +13,8 @@ from typing import Any
 
 import diffusers
 
-from pascal_attn_core.cli.bench.clock import quiet_torch
-from pascal_attn_core.cli.bench.contest import versions
-from pascal_attn_core.cli.tables import print_table
+from pascal_attn_core.cli.bench.contest import quiet_torch, versions
+from pascal_attn_core.cli.charts import print_table
 
 from . import NotInThisVersion, families
 from .proof import prove

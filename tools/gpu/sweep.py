@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 from pascal_attn_core.call import AttentionCall, check_call, empty_output
-from pascal_attn_core.cli.bench.clock import quiet_torch
+from pascal_attn_core.cli.bench.contest import quiet_torch
 from pascal_attn_core.fused.code.kinds import sibling
 from pascal_attn_core.fused.code.source import (
     GRAD_ALL_HEAD_DIMS,

@@ -16,10 +16,19 @@ from ... import AttentionConfig
 from ...machine.device import device_info
 from ...observe.memory import available_bytes
 from .. import CommandError, check_numbers, check_output, write_figures
-from ..tables import print_table, progress_of
+from ..charts import print_table, progress_of
 from .candidates import BASELINE, all_candidates, choose_candidates, race
-from .clock import clock_name, device_named, quiet_torch
-from .contest import COLUMNS, Result, Settings, geometric_means, result_row, versions
+from .contest import (
+    COLUMNS,
+    Result,
+    Settings,
+    clock_name,
+    device_named,
+    geometric_means,
+    quiet_torch,
+    result_row,
+    versions,
+)
 from .shapes import Shape, choose_shapes, own_shapes
 
 GIB = 1 << 30

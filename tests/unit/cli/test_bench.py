@@ -19,8 +19,7 @@ from pascal_attn_core.cli.bench.candidates import (
     needed_operations,
     race,
 )
-from pascal_attn_core.cli.bench.clock import clock_name, quiet_torch
-from pascal_attn_core.cli.bench.contest import Settings, geometric_means
+from pascal_attn_core.cli.bench.contest import Settings, clock_name, geometric_means, quiet_torch
 from pascal_attn_core.cli.bench.length import memory_by_length
 from pascal_attn_core.cli.bench.shapes import SHAPES, Shape, choose_shapes, own_shapes
 from pascal_attn_core.config import AttentionConfig, UnsupportedAttention

@@ -9,8 +9,7 @@ from pascal_attn_core.cli import main
 from pascal_attn_core.cli.info import Info, describe, document
 from pascal_attn_core.cli.second_card import GTX_1060, GTX_1080_TI, MODELS, P40
 from pascal_attn_core.machine import facts as machine_facts
-from pascal_attn_core.machine.facts import Machine, describe_facts
-from pascal_attn_core.machine.together import Link, parse_link
+from pascal_attn_core.machine.facts import Link, Machine, describe_facts, parse_link
 from pascal_attn_core.machine.wheels import TorchBuild
 
 PAGE = Path(__file__).parents[3] / "docs" / "several-cards.md"

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import pascal_attn_core
 from pascal_attn_core import Patch, patch_ffn, patch_linear_int8, patch_sdpa, patch_vae
-from pascal_attn_core.patching.targets import autoencoder_of, denoisers_of
+from pascal_attn_core.patching.selectors import autoencoder_of, denoisers_of
 
 STATES = {"on", "waiting", "refused", "off", "unable"}
 

@@ -166,7 +166,7 @@ def _others() -> Iterator[tuple[str, Callable[[], bool]]]:
     from attn_support.comfy.stub import make_engine, node_module
 
     from pascal_attn_core import capture, measure_memory
-    from pascal_attn_core.cli.bench.clock import clock_name
+    from pascal_attn_core.cli.bench.contest import clock_name
     from pascal_attn_core.compat import device_l2_mb
     from pascal_attn_core.flex import flex_attention, patch_flex_attention
     from pascal_attn_core.fused.trust import trial
