@@ -12,10 +12,10 @@ from torch import Tensor
 
 from ..pascal_attn_core import AttentionConfig, sdpa
 from ..pascal_attn_core.call import check_call
+from ..pascal_attn_core.contest.timing_table import median_times
 from ..pascal_attn_core.machine.device import MIB, DeviceInfo, device_info
 from ..pascal_attn_core.machine.out_of_memory import out_of_memory
 from ..pascal_attn_core.observe.progress import between_blocks
-from ..pascal_attn_core.routes.timing_table import median_times
 from ..pascal_attn_core.tiled.plan import plan_call
 from ..pascal_attn_core.tiled.tiles import TilePlan
 from .comfy import host, inputs

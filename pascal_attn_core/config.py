@@ -19,7 +19,7 @@ log = logging.getLogger("pascal_attn")
 known_routes = ["auto"]  # what a config may name; routes.run adds the names of its list
 ENV_PREFIX = "PASCAL_ATTN_"
 # Read by other modules, not fields of a config: auto and the ComfyUI pack, sdpa_patch (three), fused.trust.trial,
-# routes.timing_table, ffn.
+# contest.timing_table, ffn.
 SWITCHES = (
     "PASCAL_ATTN_FLASH",
     "PASCAL_ATTN_ENABLE",

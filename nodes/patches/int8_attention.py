@@ -12,10 +12,10 @@ import torch
 from torch import nn
 
 from ...pascal_attn_core.call import PLAIN
+from ...pascal_attn_core.contest.timing_table import median_times
 from ...pascal_attn_core.int8.attention import AttentionSite
 from ...pascal_attn_core.int8.judged import Int8Options, has_numbers, limit_of
 from ...pascal_attn_core.int8.report import Int8Report
-from ...pascal_attn_core.routes.timing_table import median_times
 from ..comfy import host
 from ..comfy.by_name import OVERRIDE
 from ..comfy.layout import HostCall, empty_containers

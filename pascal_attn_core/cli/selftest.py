@@ -13,9 +13,9 @@ from typing import Any
 import torch
 
 from .. import AttentionConfig
+from ..contest.timing_table import milliseconds
 from ..machine.device import device_info
 from ..machine.facts import highest_of, watched_clocks
-from ..routes.timing_table import milliseconds
 from ..selftest import Selftest, check, describe, document
 from ..selftest.cases import in_one_line
 from . import check_numbers, check_output, write_figures

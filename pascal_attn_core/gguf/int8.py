@@ -16,6 +16,8 @@ from typing import ClassVar, NamedTuple
 
 from torch import Tensor
 
+from ..contest.timing_table import Found
+from ..contest.ways import ProductKind, Way, Ways
 from ..fused.code.compilation import Compilation
 from ..fused.code.source import gguf_variants
 from ..fused.launch import gguf_definition
@@ -24,8 +26,6 @@ from ..fused.trust.kernels import Kernels, KernelUnavailable
 from ..machine.device import MIB
 from ..machine.runtime import runtime_of
 from ..reference.gguf_blocks import FORMATS
-from ..routes.timing_table import Found
-from ..routes.ways import ProductKind, Way, Ways
 from . import matrix
 from .matrix import GgufMatrix
 

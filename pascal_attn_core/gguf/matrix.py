@@ -10,14 +10,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..contest.timing_table import power_of_two
+from ..contest.ways import Ways
 from ..fused.code.compilation import Compilation
 from ..fused.code.source import gguf_variants
 from ..fused.linear import ExpandCall, run_expand, why_no_expansion
 from ..fused.trust.kernels import KernelUnavailable
 from ..machine.runtime import runtime_of
 from ..reference.gguf_blocks import FORMATS, Parts, expand
-from ..routes.timing_table import power_of_two
-from ..routes.ways import Ways
 
 # Weights that exist in float at a time; with what expanding them takes, up to 9 and 36 MiB. A GPU wants long slices, a
 # CPU such as fit into its caches.

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from ..attention import sdpa
 from ..call import PLAIN, Options, check_call, prepared
 from ..config import AttentionConfig, UnsupportedAttention
+from ..contest.timing_table import median_times
 from ..machine.out_of_memory import out_of_memory
 from ..patching.forward import ReplacedForward, put_in, take_out
 from ..patching.interception import TORCH_SDPA, SdpaMode, bind_sdpa
@@ -22,7 +23,6 @@ from ..patching.selectors import matches, selectors
 from ..routes import choose
 from ..routes.fused import takes_device, why_untried
 from ..routes.run import run
-from ..routes.timing_table import median_times
 from .judged import Int8Options, Judged, has_numbers, limit_of
 from .measure import branches, chosen_rows
 from .report import Int8Report, Int8ReportLine

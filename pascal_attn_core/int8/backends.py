@@ -18,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..contest.ways import ProductKind, Way, Ways
 from ..fused.code.compilation import Compilation
 from ..fused.code.source import linear_variants
 from ..fused.launch.fields import UNBOUNDED
@@ -25,7 +26,6 @@ from ..fused.linear import LinearCall, run_linear, why_not
 from ..machine.device import MIB
 from ..machine.runtime import runtime_of
 from ..reference.int8_rows import Int8Matrix, quantize_rows
-from ..routes.ways import ProductKind, Way, Ways
 
 # Gated ones take a weight of 2 N rows, the values first, then the gates: value * act(gate).
 GATED = {"geglu": "gelu", "geglu_tanh": "gelu_tanh", "swiglu": "silu"}

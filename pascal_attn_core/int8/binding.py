@@ -8,11 +8,11 @@ from typing import Any
 
 from torch import nn
 
+from ..contest.timing_table import median_times
 from ..gguf.hosts import host_of
 from ..machine.out_of_memory import out_of_memory
 from ..patching.patch import OFF
 from ..patching.selectors import Found
-from ..routes.timing_table import median_times
 from .exchange import Source, ordinary_tensors
 from .find import find_linear, line_of
 from .gguf_layer import GgufLayer, GgufMultiplier

@@ -20,11 +20,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..contest.timing_table import median_times
 from ..patching.forward import ReplacedForward, put_in, take_out
 from ..patching.patch import OFF, ON, REFUSED, WAITING, Patch, PatchReport, State, require_sites
 from ..patching.selectors import denoisers_of, require_matches
 from ..reference.checks import in_float64
-from ..routes.timing_table import median_times
 from .find import find_linear, shape_of
 from .judged import Int8Options, Judged, limit_of
 from .measure import sample_of

@@ -15,10 +15,10 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
+from ..contest.timing_table import Clock
 from ..machine.out_of_memory import out_of_memory
 from ..machine.own_thread import inputs_are_made_up
 from ..patching.patch import ON, REFUSED, WAITING
-from ..routes.timing_table import Clock
 from .backends import FLOATS
 from .measure import FEW_ROWS, SAMPLE_ROWS, Times
 from .report import Int8ReportLine

@@ -14,11 +14,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ..contest.ways import Way
 from ..machine.out_of_memory import is_out_of_memory, out_of_memory
 from ..machine.own_thread import in_backward
 from ..patching.patch import ON, REFUSED, WAITING
 from ..reference.int8_rows import Int8Matrix, quantize_rows
-from ..routes.ways import Way
 from . import stored
 from .backends import backend_for
 from .exchange import Exchange, FloatWeight, Source, ordinary_tensors

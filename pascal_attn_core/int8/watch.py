@@ -18,7 +18,7 @@ grows word by word is not measured in each call.
 
 from __future__ import annotations
 
-from ..routes.timing_table import power_of_two
+from ..contest.timing_table import power_of_two
 
 _MOST_GAP = 59
 

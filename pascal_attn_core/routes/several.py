@@ -25,13 +25,13 @@ from torch import Tensor
 from ..call import AttentionCall, Results, TiledStats, check_call, distinct, empty_output
 from ..call.lazy_mask import LazyMask
 from ..config import AttentionConfig, RouteUnavailable
+from ..contest.timing_table import Contest
 from ..machine.device import MIB, device_info
 from ..machine.out_of_memory import is_out_of_memory
 from ..machine.runtime import Runtime, runtime_of
 from .math import MathRoute
 from .route import Choice, Request, Route
 from .short import TorchAsIs
-from .timing_table import Contest
 
 log = logging.getLogger("pascal_attn")
 PAUSE_SECONDS = 30.0  # a device that has failed, or has calls of its own, is left alone for this long

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ..call import AttentionCall, check_call
 from ..config import AttentionConfig, RouteUnavailable
+from ..contest.timing_table import Attempt, CallKind, Contest, kind_text, power_of_two
 from ..fused.code.source import kernels_digest
 from ..fused.launch.plan import variant_of
 from ..fused.trust.kernels import Kernels
@@ -22,7 +23,6 @@ from ..machine.out_of_memory import is_out_of_memory
 from ..machine.own_thread import in_backward
 from ..patching.interception import torch_sdpa
 from .route import Request, Route
-from .timing_table import Attempt, CallKind, Contest, kind_text, power_of_two
 from .torch_kernel import TorchForm, find_form, run_form
 
 # The timed call is no larger than this: beyond, the time per score no longer depends on the length.
@@ -83,7 +83,7 @@ class Timings(Contest[CallKind]):
 
     Everything is timed at the first call of a kind, which takes some milliseconds, and never again on this machine with
     the same card, torch and kernels; in a backward pass not before the next call outside of it. All answers may be
-    None: see :meth:`.timing_table.Contest.find`; torch may refuse the timed call.
+    None: see :meth:`..contest.timing_table.Contest.find`; torch may refuse the timed call.
     """
 
     kind_type = CallKind

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from pascal_attn_core.contest.timing_table import median_times
 from pascal_attn_core.fused.code.kinds import KERNELS, PRODUCT_FORMATS
 from pascal_attn_core.fused.code.source import gguf_variants
 from pascal_attn_core.fused.launch.gguf import GgufLinearCall, gguf_linear_launches
@@ -13,7 +14,6 @@ from pascal_attn_core.gguf.int8 import product
 from pascal_attn_core.gguf.matrix import GgufMatrix, linear
 from pascal_attn_core.machine.runtime import runtime_of
 from pascal_attn_core.reference.gguf_blocks import FORMATS, expand
-from pascal_attn_core.routes.timing_table import median_times
 
 pytestmark = pytest.mark.gpu
 _DEVICE = torch.device("cuda", torch.cuda.current_device())

@@ -5,6 +5,7 @@ import torch
 import torch.nn.functional as F
 from attn_support.fused.linear import before_activation
 
+from pascal_attn_core.contest.timing_table import median_times
 from pascal_attn_core.fused.code.kinds import ROTATIONS, TILES
 from pascal_attn_core.fused.code.source import linear_variants
 from pascal_attn_core.fused.launch.linear import linear_launches
@@ -13,7 +14,6 @@ from pascal_attn_core.fused.trust import verify
 from pascal_attn_core.fused.trust.kernels import Kernels
 from pascal_attn_core.machine.runtime import runtime_of
 from pascal_attn_core.reference.int8_rows import Int8Matrix, quantize_rows
-from pascal_attn_core.routes.timing_table import median_times
 
 pytestmark = pytest.mark.gpu
 _DEVICE = torch.device("cuda", torch.cuda.current_device())

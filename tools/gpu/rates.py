@@ -14,6 +14,7 @@ from pathlib import Path
 
 import torch
 
+from pascal_attn_core.contest.timing_table import milliseconds
 from pascal_attn_core.fused.code.kinds import LEAST_CAPABILITY
 from pascal_attn_core.fused.code.params import Pack
 from pascal_attn_core.fused.code.source import INT8_HEAD_DIMS, Variant, source
@@ -22,7 +23,6 @@ from pascal_attn_core.fused.launch import Launch
 from pascal_attn_core.fused.trust.kernels import Kernels
 from pascal_attn_core.machine.runtime import runtime_of
 from pascal_attn_core.machine.storage import write_object
-from pascal_attn_core.routes.timing_table import milliseconds
 
 from .sweep import giving
 

@@ -30,6 +30,7 @@ from torch import Tensor
 
 from pascal_attn_core.call import AttentionCall, check_call, empty_output
 from pascal_attn_core.cli.bench.contest import quiet_torch
+from pascal_attn_core.contest.timing_table import milliseconds
 from pascal_attn_core.fused.code.kinds import sibling
 from pascal_attn_core.fused.code.source import (
     GRAD_ALL_HEAD_DIMS,
@@ -65,7 +66,6 @@ from pascal_attn_core.machine.out_of_memory import is_out_of_memory
 from pascal_attn_core.machine.runtime import runtime_of
 from pascal_attn_core.machine.storage import read_object, write_object
 from pascal_attn_core.observe.memory import available_bytes
-from pascal_attn_core.routes.timing_table import milliseconds
 
 from .geometries import Candidate, details, fits, shapes, words
 from .table import table

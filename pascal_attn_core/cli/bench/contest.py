@@ -15,10 +15,10 @@ from typing import Any, NamedTuple
 import torch
 
 from ... import UnsupportedAttention, record
+from ...contest.timing_table import milliseconds
 from ...machine.device import MIB
 from ...machine.out_of_memory import is_out_of_memory
 from ...observe.memory import available_bytes, measure
-from ...routes.timing_table import milliseconds
 from ...selftest.cases import in_one_line
 from .. import CommandError
 from ..charts import short_number

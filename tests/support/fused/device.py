@@ -13,6 +13,7 @@ from torch import Tensor
 
 from pascal_attn_core import record, sdpa
 from pascal_attn_core.call import AttentionCall
+from pascal_attn_core.contest.timing_table import Clock
 from pascal_attn_core.fused.code.compilation import Compilation
 from pascal_attn_core.fused.gpu.cuda import CudaRuntime
 from pascal_attn_core.fused.gpu.hip import HipRuntime
@@ -24,7 +25,6 @@ from pascal_attn_core.machine.device import DeviceInfo
 from pascal_attn_core.machine.runtime import Runtime, using
 from pascal_attn_core.routes.route import Route
 from pascal_attn_core.routes.timing import Times, Timings
-from pascal_attn_core.routes.timing_table import Clock
 
 from .driver import Compiler, StandIn
 from .emulation import CARD, emulate

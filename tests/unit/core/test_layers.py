@@ -22,6 +22,7 @@ FLOORS: list[set[str]] = [
     {"fused/gpu", "fused/launch"},
     {"fused/trust"},
     {"fused"},
+    {"contest"},
     {"routes"},
     {"attention", "flex", "gguf"},
     {"capture", "sdpa_patch", "compat", "attention_map", "flash_attn", "parallel", "vae", "int8"},

@@ -16,12 +16,13 @@ from torch import Tensor
 
 from pascal_attn_core import AttentionConfig
 from pascal_attn_core.call import AttentionCall, check_call
+from pascal_attn_core.contest import timing_table
 from pascal_attn_core.fused.launch.plan import plan_call, variant_of
 from pascal_attn_core.fused.trust.kernels import KernelUnavailable
 from pascal_attn_core.machine.device import DeviceInfo
 from pascal_attn_core.machine.runtime import Runtime, runtime_of
 from pascal_attn_core.observe.progress import between_blocks, this_thread
-from pascal_attn_core.routes import choose, route_named, timing, timing_table
+from pascal_attn_core.routes import choose, route_named, timing
 from pascal_attn_core.routes.timing import Timings, kind_of
 from pascal_attn_core.routes.torch_kernel import TorchForm, find_form
 

@@ -369,7 +369,7 @@ def test_a_trial_that_fails_does_not_end_the_users_call(where: str) -> None:
 
 @guard.alone()
 def test_the_second_card_is_timed_on_its_own_stream_while_the_first_is_current() -> None:
-    from pascal_attn_core.routes.timing_table import median_times, milliseconds
+    from pascal_attn_core.contest.timing_table import median_times, milliseconds
 
     cards.believe(cards.CARDS["Tesla T4"], 2)
     device = torch.device("cuda:1")

@@ -1,0 +1,1 @@
+"""Several ways to compute the same, timed against each other on a device."""
