@@ -68,8 +68,8 @@ class Pascal8Bit(inputs.PascalNode):
         return int8.patch(model, _settings(linear_layers, **of_linear_layers, **of_attention), unique_id)
 
 
-def _settings(linear_layers: bool, **others: Any) -> int8.Settings:
-    return int8.Settings(**others, linear=linear_layers)
+def _settings(linear_layers: bool, **others: Any) -> int8.Int8Settings:
+    return int8.Int8Settings(**others, linear=linear_layers)
 
 
 _INPUTS = Pascal8Bit.INPUT_TYPES()["required"].items()

@@ -72,4 +72,4 @@ class PascalInt8Linear(inputs.PascalNode):
         int8_files: str = "auto",
         unique_id: str | None = None,
     ) -> tuple[Any, str]:
-        return int8.patch(model, int8.Settings(max_error, include, exclude, weights, int8_files), unique_id)
+        return int8.patch(model, int8.Int8Settings(max_error, include, exclude, weights, int8_files), unique_id)

@@ -26,7 +26,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from pascal_attn_core import patch_vae
 from pascal_attn_core.observe.memory import PeakMemory
 from pascal_attn_core.vae.banded import Banded
-from pascal_attn_core.vae.run import Run
+from pascal_attn_core.vae.run import BandedRun
 from tools.families import sections
 from tools.families.table import TABLE
 
@@ -48,7 +48,7 @@ def made(name: str, *sizes: int) -> tuple[Any, Tensor]:
 @torch.no_grad()
 def plan(vae: Any, z: Tensor, budget: float) -> None:
     """Print what a call would take."""
-    run = Run(z.device, int(budget * MIB), keep="host", is_rehearsal=True)
+    run = BandedRun(z.device, int(budget * MIB), keep="host", is_rehearsal=True)
     out = vae.decode(Banded(run.known(z), run, z.device)).sample
     run.evaluate(out.node, on_device=True)
     result = out.numel() * out.element_size()

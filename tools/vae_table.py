@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from pascal_attn_core import patch_vae
 from pascal_attn_core.vae.banded import Banded, finish
-from pascal_attn_core.vae.run import Run
+from pascal_attn_core.vae.run import BandedRun
 from tools.families import WITHOUT_ATTENTION, Family, NotInThisVersion, sections
 
 PAGE = Path(__file__).parents[1] / "docs" / "vae-families.md"
@@ -82,7 +82,7 @@ def rows(family: Family) -> Iterator[Row]:
         call = patch.report().calls[0]
         difference = float("nan")
         if call.state == "on":
-            run = Run(given.device, 1 << 40, rows=3)
+            run = BandedRun(given.device, 1 << 40, rows=3)
             found = called(vae, method, Banded(run.known(given), run, given.device), options)
             finish(run)
             difference = float((numbers(found) - wanted).abs().max()) / scale

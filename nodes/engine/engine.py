@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ...pascal_attn_core import AttentionConfig, UnsupportedAttention, sdpa
 from ...pascal_attn_core.call import AttentionCall, Options, TiledStats, autocast_on, check_call, prepared
-from ...pascal_attn_core.machine.device import device_info
+from ...pascal_attn_core.machine.device import MIB, device_info
 from ...pascal_attn_core.machine.own_thread import inputs_are_made_up
 from ...pascal_attn_core.observe.progress import between_blocks
 from ...pascal_attn_core.observe.report import mask_kind, record
@@ -36,7 +36,6 @@ from .meter import Meter, is_finite, peak_of_run, sample_of, start_of_run
 from .runs import PASSED, CallKind, CallTally, Place, Run
 
 log = logging.getLogger("pascal_attn")
-MIB = 1 << 20
 Compare = Callable[[Tensor], "Difference | None"]
 _DECISIONS = 4096  # kinds of calls, per place in the model, that are remembered at once
 _PROGRESS_SECONDS = 1.0

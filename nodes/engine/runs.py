@@ -17,7 +17,6 @@ from ...pascal_attn_core.call import TiledStats
 if TYPE_CHECKING:
     from .compare import Difference
 
-MIB = 1 << 20
 PASSED = "passed to ComfyUI"  # outcome of a call that the host computes itself
 _PENDING = 512  # after this many pairs of CUDA events those that are over are read
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from ...pascal_attn_core.patching.patch import REFUSED
 from ...pascal_attn_core.vae.banded import Banded
-from ...pascal_attn_core.vae.calls import Settings, Site, VaeCall
+from ...pascal_attn_core.vae.calls import BandSettings, PatchedMethod, VaeCall
 from ..comfy import host
 from ..engine.engine import Engine
 from ..reporting.words import size_text
@@ -50,12 +50,12 @@ class InBands:
         functools.update_wrapper(self, previous)
         self.engine, self.estimate, self.previous = engine, estimate, previous
         self.now = _Now()
-        settings = Settings(
+        settings = BandSettings(
             when_needed=mode == NEEDED,
             progress=self._show,
             expected_bytes=lambda _, shape, dtype: _reckoned(estimate, shape, dtype),
         )
-        self.site = Site(network, method, self._own, settings)
+        self.site = PatchedMethod(network, method, self._own, settings)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not args or type(args[0]) is not Tensor:

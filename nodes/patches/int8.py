@@ -67,7 +67,7 @@ def unmatched(model: nn.Module, texts: tuple[str, ...]) -> str:
 
 
 @dataclass(frozen=True)
-class Settings:
+class Int8Settings:
     """The inputs of a node.
 
     Attributes:
@@ -102,7 +102,7 @@ class Int8Layers(Injection):
     key, part = int8_attention.KEY, "int8"
     binding: Int8Binding
 
-    def __init__(self, patcher: Any, wanted: Settings, unique_id: str | None):
+    def __init__(self, patcher: Any, wanted: Int8Settings, unique_id: str | None):
         network = network_of(patcher)
         choice = wanted.int8_files if wanted.linear else "off"
         self.wanted, self.files = wanted, comfy_kitchen.FileLayers(network, patcher.load_device, choice)
@@ -152,7 +152,7 @@ def _attention_of(patcher: Any) -> int8_attention.AttentionLayers | None:
     return layers_in(patcher.model_options.get("transformer_options", {}).get(OVERRIDE))
 
 
-def patch(model: Any, wanted: Settings, unique_id: str | None) -> tuple[Any, str]:
+def patch(model: Any, wanted: Int8Settings, unique_id: str | None) -> tuple[Any, str]:
     """A clone of ``model`` whose layers run in 8 bits, and what is known of each before a run."""
     patched = clone_for(model, wanted.options) if wanted.linear else model.clone()
     layers, network = Int8Layers(patched, wanted, unique_id), network_of(patched)

@@ -10,8 +10,9 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
+from ...pascal_attn_core.machine.device import MIB
 from ..comfy import host
-from ..engine.runs import MIB, CallKind, CallTally, Run, remembered
+from ..engine.runs import CallKind, CallTally, Run, remembered
 from .words import duration_text, plural, share_text, size_text
 
 SDPA = "attention_pytorch"  # ComfyUI's name of its function that calls torch's

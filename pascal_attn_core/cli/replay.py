@@ -12,9 +12,9 @@ import torch
 from .. import AttentionConfig
 from ..capture import CapturedCall, load_calls
 from ..observe.report import mask_kind
-from .bench import Contest, add_timing_options, hold
+from .bench import Programme, add_timing_options, hold
 from .bench.candidates import BASELINE, race, route_candidates
-from .bench.contest import Named, Result, Settings
+from .bench.contest import BenchSettings, Named, Result
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -27,11 +27,11 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    hold(options, _calls, Settings(options.rounds, options.seconds, error_rows=None))
+    hold(options, _calls, BenchSettings(options.rounds, options.seconds, error_rows=None))
     return 0
 
 
-def _calls(options: argparse.Namespace, device: torch.device) -> Contest:
+def _calls(options: argparse.Namespace, device: torch.device) -> Programme:
     """The calls of the files; every file is read before the first call runs, so that a bad one fails at once."""
     candidates = route_candidates(AttentionConfig(budget_mib=options.budget_mib))
     calls: dict[Named, CapturedCall] = {}
@@ -44,7 +44,7 @@ def _calls(options: argparse.Namespace, device: torch.device) -> Contest:
         # With dropout results cannot be compared: each route draws its own numbers.
         return race(dataclasses.replace(calls[work].to(device), dropout_p=0.0), candidates, *how)
 
-    return Contest("call", list(calls), race_call, BASELINE)
+    return Programme("call", list(calls), race_call, BASELINE)
 
 
 def describe(call: CapturedCall) -> str:

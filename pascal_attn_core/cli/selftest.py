@@ -20,7 +20,7 @@ from ..selftest import Selftest, check, describe, document
 from ..selftest.cases import in_one_line
 from . import check_numbers, check_output, write_figures
 from .bench.candidates import needed_operations, race, route_candidates
-from .bench.contest import Settings, device_named, quiet_torch
+from .bench.contest import BenchSettings, device_named, quiet_torch
 from .bench.shapes import SHAPES, Shape
 from .charts import progress_of
 
@@ -97,7 +97,7 @@ def run_speed(device: torch.device, left: Callable[[], float]) -> Iterator[dict[
             return
         candidates = [c for c in route_candidates(AttentionConfig()) if c.name != "ours-math"]
         fitted = fit(shape, speed(shape.dtype), seconds / (len(candidates) * _CALLS_PER_CANDIDATE))
-        settings = Settings(_ROUNDS, seconds / len(candidates), error_rows=64)
+        settings = BenchSettings(_ROUNDS, seconds / len(candidates), error_rows=64)
         peak = device_info(device).fp32_flops if fitted.dtype == "float32" else 0.0
         results, failed = [], ""
         try:

@@ -9,7 +9,7 @@ from torch import nn
 
 from .find import find_ffn
 from .forward import detach, place
-from .plan import Settings, Site
+from .plan import FfnSettings, FfnSite
 from .report import FfnReport, report_line
 
 
@@ -22,9 +22,9 @@ class FfnBinding:
     """
 
     def __init__(self, *, include: Any = None, exclude: Any = None, **options: Any):
-        self.settings = Settings(**options)
+        self.settings = FfnSettings(**options)
         self._include, self._exclude = include, exclude
-        self._sites: weakref.WeakKeyDictionary[nn.Module, Site] = weakref.WeakKeyDictionary()
+        self._sites: weakref.WeakKeyDictionary[nn.Module, FfnSite] = weakref.WeakKeyDictionary()
 
     def attach(self, model: nn.Module) -> int:
         """Let the feed-forward modules of ``model`` run in slices; returns how many. A second call begins anew,
@@ -34,7 +34,7 @@ class FfnBinding:
         modules = [each.module for each in found if not each.state]
         for module in modules:
             # Nothing has compared the module's state in between, or the forward that it has now.
-            site = self._sites[module] = Site(self.settings, used=self._site(module).used)
+            site = self._sites[module] = FfnSite(self.settings, used=self._site(module).used)
             site.sliced = weakref.ref(place(module, site))
         return len(modules)
 
@@ -58,5 +58,5 @@ class FfnBinding:
         found = find_ffn(model, self._include, self._exclude)
         return FfnReport([report_line(each, None if each.state else self._site(each.module)) for each in found])
 
-    def _site(self, module: nn.Module) -> Site:
-        return self._sites.setdefault(module, Site(self.settings))
+    def _site(self, module: nn.Module) -> FfnSite:
+        return self._sites.setdefault(module, FfnSite(self.settings))

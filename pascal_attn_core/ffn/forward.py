@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from ..patching.forward import ReplacedForward, put_in, take_out
 from ..patching.hosts import forward_slots
-from .plan import WHOLE, Plan, Site, kind_of_call, make_plan, refuse
+from .plan import WHOLE, FfnSite, Slicing, kind_of_call, make_plan, refuse
 from .recheck import Recheck
 from .run import inputs_of, run_checkpointed, run_sliced
 from .state import State
@@ -28,7 +28,7 @@ class SlicedForward(ReplacedForward):
 
     def __init__(self, module: nn.Module, inner: Callable[..., Any] | None):
         super().__init__(module, inner)
-        self.sites: list[Site] = []
+        self.sites: list[FfnSite] = []
         self.recheck = Recheck()
         self.state: State | None = None  # what the module's code referred to when it was tried
 
@@ -58,7 +58,7 @@ class SlicedForward(ReplacedForward):
         site.used.clear()
         return self(*args, **kwargs)
 
-    def _plan(self, site: Site, x: Tensor, args: tuple, kwargs: dict) -> Plan:
+    def _plan(self, site: FfnSite, x: Tensor, args: tuple, kwargs: dict) -> Slicing:
         key = kind_of_call(self.module, x, args, kwargs)
         plan = site.plans.get(key)
         if torch.compiler.is_compiling():
@@ -69,7 +69,9 @@ class SlicedForward(ReplacedForward):
         if plan is None:
             hooked = hooked_children(self.module) if site.settings.verify else []
             if hooked:  # until it is taken off
-                plan = site.used[key] = Plan((), f"a hook on {hooked[0]} would see slices of its tokens", refused=True)
+                plan = site.used[key] = Slicing(
+                    (), f"a hook on {hooked[0]} would see slices of its tokens", refused=True
+                )
                 return plan
             with _trial_lock:
                 plan = make_plan(self.whole, self.module, site, args, kwargs, is_own=self.inner is None)
@@ -98,7 +100,7 @@ _FOUND_LATER = "passed the trial, but a later check found that its tokens affect
 # --- attaching ---
 
 
-def place(module: nn.Module, site: Site) -> SlicedForward:
+def place(module: nn.Module, site: FfnSite) -> SlicedForward:
     """Let ``site`` decide about the calls of ``module``; returns the replacement forward."""
     forwards = [place.get(key) for place, key in forward_slots(module)]
     sliced = next((forward for forward in forwards if isinstance(forward, SlicedForward)), None)
@@ -107,7 +109,7 @@ def place(module: nn.Module, site: Site) -> SlicedForward:
     return sliced
 
 
-def detach(sliced: SlicedForward, site: Site) -> list[str]:
+def detach(sliced: SlicedForward, site: FfnSite) -> list[str]:
     """Remove ``site``, and with the last one the replacement forward, unless another forward was put over it."""
     sliced.sites = [other for other in sliced.sites if other is not site]
     return [] if sliced.sites else take_out(sliced)

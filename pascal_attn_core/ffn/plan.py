@@ -13,13 +13,13 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_leaves
 
+from ..machine.device import MIB
 from ..machine.out_of_memory import out_of_memory
 from ..patching.hosts import is_hooked
 from .run import SCALARS, Inputs, NotTokenwise, inputs_of, sliced_is_view
 from .state import State
 from .trial import Trial, tried
 
-MIB = 1 << 20
 DEFAULT_BUDGET_MIB = 64.0
 _MAX_SHARED = 1024
 _LEAST_TOKENS = 2  # of a slice
@@ -27,7 +27,7 @@ _LEAST_ROWS = 64  # shorter slices cost too much time
 
 
 @dataclass(eq=False)
-class Settings:
+class FfnSettings:
     """The options of one patch; shared by all its modules."""
 
     budget_mib: float | None = None
@@ -67,7 +67,7 @@ class Settings:
         return (DEFAULT_BUDGET_MIB if self.budget_mib is None else self.budget_mib) * MIB
 
 
-class Plan(NamedTuple):
+class Slicing(NamedTuple):
     """How calls of one kind run, with a sentence for the report."""
 
     sizes: tuple[int, ...]  # tokens of each slice; empty = whole
@@ -78,17 +78,17 @@ class Plan(NamedTuple):
 
 
 @dataclass(eq=False)
-class Site:
+class FfnSite:
     """A module under one patch."""
 
-    settings: Settings
-    plans: dict[Any, Plan] = field(default_factory=dict)  # by kind of call
-    used: dict[Any, Plan] = field(default_factory=dict)  # the same, of calls since the report was reset
+    settings: FfnSettings
+    plans: dict[Any, Slicing] = field(default_factory=dict)  # by kind of call
+    used: dict[Any, Slicing] = field(default_factory=dict)  # the same, of calls since the report was reset
     refusals: dict[Any, str] = field(default_factory=dict)  # why not in slices, by the mode in which that was found
     sliced: weakref.ref[Any] | None = None  # its replacement forward, which holds the module
 
 
-WHOLE = Plan((), "")
+WHOLE = Slicing((), "")
 """Run whole and decide again next time."""
 
 
@@ -112,23 +112,23 @@ def _kind_of_value(value: Any) -> Any:
 
 
 def make_plan(
-    fn: Callable[..., Any], module: nn.Module, site: Site, args: tuple, kwargs: dict, *, is_own: bool = True
-) -> Plan:
+    fn: Callable[..., Any], module: nn.Module, site: FfnSite, args: tuple, kwargs: dict, *, is_own: bool = True
+) -> Slicing:
     """Decide for this kind of call of ``fn``, the module's forward without us. What is found holds for identical
     modules too if ``fn`` is what the module's class defines (``is_own``)."""
     try:
         inputs = inputs_of(args, kwargs)
     except NotTokenwise as reason:
-        return Plan((), str(reason), refused=True)
+        return Slicing((), str(reason), refused=True)
     if inputs.x.shape[-2] < 2 * _LEAST_TOKENS:
-        return Plan((), "too few tokens for two slices")
+        return Slicing((), "too few tokens for two slices")
     mode = mode_of(inputs, module)
     if mode in site.refusals:
-        return Plan((), site.refusals[mode], refused=True)
+        return Slicing((), site.refusals[mode], refused=True)
     tensors = (leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor))
     wants_grad = torch.is_grad_enabled() and any(t.requires_grad for t in (*tensors, *module.parameters()))
     if wants_grad and not site.settings.checkpoint:
-        return Plan((), "gradients are needed and checkpoint=False")
+        return Slicing((), "gradients are needed and checkpoint=False")
     if _cannot_decide_now(inputs.x, site.settings):
         return WHOLE
     try:
@@ -136,13 +136,13 @@ def make_plan(
         return _decide(site.settings, inputs, trial, wants_grad)
     except NotTokenwise as reason:
         site.refusals[mode] = str(reason)
-        return Plan((), str(reason), refused=True)
+        return Slicing((), str(reason), refused=True)
     except out_of_memory():
         return WHOLE
 
 
 def _trial(
-    fn: Callable, module: nn.Module, settings: Settings, inputs: Inputs, wants_grad: bool, mode: tuple
+    fn: Callable, module: nn.Module, settings: FfnSettings, inputs: Inputs, wants_grad: bool, mode: tuple
 ) -> Trial | None:
     """The result of a trial of this module or of one like it; None = the number of slices is given, not verified."""
     if settings.verify and any(isinstance(child, torch.jit.ScriptModule) for child in module.modules()):
@@ -172,13 +172,13 @@ def mode_of(inputs: Inputs, module: nn.Module) -> tuple:
     return x.dtype, x.dim(), x.device.type, module.training, torch.is_grad_enabled(), len(inputs.tokens)
 
 
-def refuse(site: Site, inputs: Inputs, module: nn.Module, reason: str) -> None:
+def refuse(site: FfnSite, inputs: Inputs, module: nn.Module, reason: str) -> None:
     """A later check found what the trial could not see: discard every earlier decision."""
     site.refusals[mode_of(inputs, module)] = reason
     site.settings.shared.clear()
 
 
-def _decide(settings: Settings, inputs: Inputs, trial: Trial | None, wants_grad: bool) -> Plan:
+def _decide(settings: FfnSettings, inputs: Inputs, trial: Trial | None, wants_grad: bool) -> Slicing:
     tokens = inputs.x.shape[-2]
     count = settings.slices(tokens)
     if trial is None:
@@ -186,23 +186,23 @@ def _decide(settings: Settings, inputs: Inputs, trial: Trial | None, wants_grad:
     extra = trial.extra_bytes(tokens)
     if count is None:
         if extra <= settings.budget_bytes:
-            return Plan((), f"fits the budget: {extra / MIB:.1f} MiB besides input and output")
+            return Slicing((), f"fits the budget: {extra / MIB:.1f} MiB besides input and output")
         count = _fewest_slices(inputs, trial, settings, wants_grad)
     plan = _sliced(tokens, count, wants_grad, f"{extra / MIB:.1f} MiB whole")
     return plan._replace(relative=trial.relative) if settings.verify and plan.sizes else plan
 
 
-def _sliced(tokens: int, count: int, recompute: bool, note: str) -> Plan:
+def _sliced(tokens: int, count: int, recompute: bool, note: str) -> Slicing:
     """``count`` slices whose lengths differ by one at most; a slice has two tokens at least."""
     count = min(count, tokens // _LEAST_TOKENS)
     if count < 2:
-        return Plan((), "one slice is enough")
+        return Slicing((), "one slice is enough")
     short, longer = divmod(tokens, count)
     sizes = (short + 1,) * longer + (short,) * (count - longer)
-    return Plan(sizes, f"{count} slices of {sizes[0]} tokens ({note})", recompute=recompute)
+    return Slicing(sizes, f"{count} slices of {sizes[0]} tokens ({note})", recompute=recompute)
 
 
-def _fewest_slices(inputs: Inputs, trial: Trial, settings: Settings, wants_grad: bool) -> int:
+def _fewest_slices(inputs: Inputs, trial: Trial, settings: FfnSettings, wants_grad: bool) -> int:
     tokens = inputs.x.shape[-2]
     budget = settings.budget_bytes / (2 if wants_grad else 1)  # the backward pass keeps gradients beside them
     least = min(tokens // 2, max(2, math.ceil(_LEAST_ROWS * tokens * inputs.x.shape[-1] / inputs.x.numel())))
@@ -212,7 +212,7 @@ def _fewest_slices(inputs: Inputs, trial: Trial, settings: Settings, wants_grad:
     return math.ceil(tokens / max(least, int((budget - trial.constant_bytes) / per_token)))
 
 
-def _cannot_decide_now(x: Tensor, settings: Settings) -> bool:
+def _cannot_decide_now(x: Tensor, settings: FfnSettings) -> bool:
     """Nothing can be tried without values, or while a CUDA graph is being captured."""
     if x.is_cuda and torch.cuda.is_current_stream_capturing():
         return True

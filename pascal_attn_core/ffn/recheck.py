@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from ..machine.own_thread import made_up_inputs
 from ..reference.checks import gap
-from .plan import Plan
+from .plan import Slicing
 from .run import Inputs, slice_of
 from .trial import uncompiled
 
@@ -38,7 +38,7 @@ class Recheck:
         self._done += 1
         return True
 
-    def passes(self, fn: Callable[..., Any], module: nn.Module, inputs: Inputs, plan: Plan, out: Tensor) -> bool:
+    def passes(self, fn: Callable[..., Any], module: nn.Module, inputs: Inputs, plan: Slicing, out: Tensor) -> bool:
         """Whether some tokens out of one of the slices, run by themselves, give the same results as in ``out``
         ``[..., T, D]``."""
         sizes = plan.sizes

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from ..patching.patch import OFF, ON, REFUSED, WAITING, AnyReport, alike
 from ..patching.selectors import Found
-from .plan import WHOLE, Site
+from .plan import WHOLE, FfnSite
 
 
 class FfnReportLine(NamedTuple):
@@ -36,7 +36,7 @@ class FfnReport(AnyReport):
         return "\n".join(rows)
 
 
-def report_line(found: Found, site: Site | None) -> FfnReportLine:
+def report_line(found: Found, site: FfnSite | None) -> FfnReportLine:
     """The state of one module. ``site`` holds its plans; None for a module that cannot be run in slices."""
     name, module, state, why = found
     kind = type(module).__name__

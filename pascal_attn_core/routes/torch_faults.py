@@ -36,7 +36,7 @@ _WRONG = 0.05  # relative error above which a probe has found the fault; NaN cou
 _WORSE = 2.0  # times the error of the same call without its fault, above which a probe has found a smaller one
 
 
-class Kind(NamedTuple):
+class FaultyKind(NamedTuple):
     """The calls for which torch runs the same kernel, as far as its faults go: device, dtypes of query and mask (that
     of the query where there is none)."""
 
@@ -45,9 +45,9 @@ class Kind(NamedTuple):
     mask: torch.dtype
 
     @staticmethod
-    def of(call: AttentionCall) -> Kind:
+    def of(call: AttentionCall) -> FaultyKind:
         dtype = call.query.dtype
-        return Kind(call.query.device, dtype, dtype if call.attn_mask is None else call.attn_mask.dtype)
+        return FaultyKind(call.query.device, dtype, dtype if call.attn_mask is None else call.attn_mask.dtype)
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ class Fault:
     name: str
     reason: str
     concerns: Callable[[AttentionCall], bool]
-    probe: Callable[[Kind], bool]
+    probe: Callable[[FaultyKind], bool]
     is_in: Callable[[AttentionCall], bool] | None = None
 
 
@@ -77,7 +77,7 @@ def fault_reasons(call: AttentionCall, *, read: bool = True) -> list[str]:
         fault.reason.format(call=call)
         for fault in FAULTS
         if fault.concerns(call)
-        and is_shown(fault, Kind.of(call))
+        and is_shown(fault, FaultyKind.of(call))
         and (fault.is_in is None or not (read and may_read(call) and worth_looking(call)) or fault.is_in(call))
     ]
 
@@ -87,11 +87,11 @@ class ShownFaults:
     that its kernels have raised there for calls they were promised for, by kind of call."""
 
     def __init__(self, runtime: Runtime):
-        self.found: dict[tuple[str, Kind], bool] = {}
+        self.found: dict[tuple[str, FaultyKind], bool] = {}
         self.broken_promises: dict[tuple, str] = {}
 
 
-def is_shown(fault: Fault, kind: Kind) -> bool:
+def is_shown(fault: Fault, kind: FaultyKind) -> bool:
     """Whether the torch that is installed shows a fault. True while that cannot be tried, or there is no memory for
     it; a kernel that raises does not serve either. The probe runs without the caller's modes, transforms, autocast and
     inference settings."""
@@ -155,7 +155,7 @@ def _has_rows_without_keys(call: AttentionCall) -> bool:
     return not bool(allowed.any(dim=-1).all())
 
 
-def _is_not_zero_without_keys(kind: Kind) -> bool:
+def _is_not_zero_without_keys(kind: FaultyKind) -> bool:
     leaves = [t.requires_grad_() for t in _inputs(kind)]
     mask = torch.ones(_TOKENS, _TOKENS, dtype=torch.bool, device=kind.device)
     mask[1] = False
@@ -171,7 +171,7 @@ def _repeats_over_keys(call: AttentionCall) -> bool:
     return mask is not None and call.seq_len_kv > 1 and (mask.shape[-1] == 1 or mask.stride(-1) == 0)
 
 
-def _misreads_repetitions(kind: Kind) -> bool:
+def _misreads_repetitions(kind: FaultyKind) -> bool:
     dtype = kind.dtype if kind.mask == torch.bool else kind.mask  # torch adds a bool mask as numbers too
     of_rows = _wave((_TOKENS, 1), kind.device, dtype)
     return any(_is_wrong(_inputs(kind), mask) for mask in (of_rows, of_rows.expand(-1, _TOKENS)))
@@ -181,7 +181,7 @@ def _is_float16_on_a_cpu(call: AttentionCall) -> bool:
     return call.query.dtype == torch.float16 and not call.is_empty and runtime_of(call.query.device).info.kind == "cpu"
 
 
-def _rounds_scores(kind: Kind) -> bool:
+def _rounds_scores(kind: FaultyKind) -> bool:
     query, key, value = _inputs(kind)
     return _is_wrong((query * 100, key * 100, value), None)
 
@@ -192,7 +192,7 @@ def _has_swallowing_rows(call: AttentionCall) -> bool:
     return bool(((top > _SWALLOWS) & (top != torch.inf)).any())
 
 
-def _loses_the_denominator(kind: Kind) -> bool:
+def _loses_the_denominator(kind: FaultyKind) -> bool:
     """The largest number of float16 costs the logarithm a few digits only, so the gradients are also compared with
     those under a mask of zeros."""
     inputs, mask = _inputs(kind), torch.zeros(_TOKENS, _TOKENS, dtype=kind.mask, device=kind.device)
@@ -202,7 +202,7 @@ def _loses_the_denominator(kind: Kind) -> bool:
     return not all(error <= _WRONG and error <= _WORSE * max(before, 1e-6) for error, before in zip(found, usual))
 
 
-def _scales_too_late(kind: Kind) -> bool:
+def _scales_too_late(kind: FaultyKind) -> bool:
     query, key, value = _inputs(kind)
     keep = torch.ones(_TOKENS, _TOKENS, dtype=torch.bool, device=kind.device).tril_()
     return any(
@@ -212,7 +212,7 @@ def _scales_too_late(kind: Kind) -> bool:
     )
 
 
-def _misreads_float32(kind: Kind) -> bool:
+def _misreads_float32(kind: FaultyKind) -> bool:
     twice = _wave((2 * _TOKENS, _TOKENS), kind.device, kind.mask)  # as float64 torch reads on behind the mask
     return _is_wrong(_inputs(kind), twice[:_TOKENS])
 
@@ -254,7 +254,7 @@ FAULTS = (
         "float32 masks of float64 queries",
         "torch's fused kernels misread masks of another float type: "
         "attn_mask is {call.attn_mask.dtype} and query {call.query.dtype}",
-        lambda call: call.query.dtype == torch.float64 and Kind.of(call).mask == torch.float32,
+        lambda call: call.query.dtype == torch.float64 and FaultyKind.of(call).mask == torch.float32,
         _misreads_float32,
     ),
 )
@@ -268,7 +268,7 @@ def _wave(shape: tuple[int, ...], device: torch.device, dtype: torch.dtype, step
     return torch.sin(torch.arange(count, dtype=torch.float64) * step).view(shape).to(dtype).to(device)
 
 
-def _inputs(kind: Kind) -> tuple[Tensor, Tensor, Tensor]:
+def _inputs(kind: FaultyKind) -> tuple[Tensor, Tensor, Tensor]:
     shape = (1, 1, _TOKENS, _HEAD_DIM)
     query, key, value = (_wave(shape, kind.device, kind.dtype, step) for step in (0.7, 1.3, 1.9))
     return query, key, value

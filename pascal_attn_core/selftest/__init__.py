@@ -14,12 +14,12 @@ from typing import Any, TypeVar
 
 import torch
 
+from ..machine.device import MIB
 from ..machine.facts import Clocks, ask_clocks, describe_facts, line, look_around
 from .cases import AUTO, DTYPES, Check, run_checks
 from .kernels import KernelCheck, check_kernels, why_no_kernels
 
 T = TypeVar("T")
-MIB = 1 << 20
 _MOST_PROBLEMS = 12
 
 

@@ -19,7 +19,7 @@ from typing import Any
 
 from ..patching.patch import NothingToPatch, Patch, PatchGroup
 from ..patching.selectors import autoencoder_of
-from .calls import METHODS, Settings, Site, VaeReport, bound
+from .calls import METHODS, BandSettings, PatchedMethod, VaeReport, bound
 from .lazy import NotInBands
 from .store import KEEP
 
@@ -71,11 +71,11 @@ def patch_vae(
     found = [name for name in methods if callable(getattr(vae, name, None))]
     if not found:
         raise NothingToPatch(f"vae must have one of the methods {', '.join(methods)}, got {type(vae).__name__}")
-    settings = Settings(budget_mib, keep, when == "needed", verify, progress, expected_bytes)
+    settings = BandSettings(budget_mib, keep, when == "needed", verify, progress, expected_bytes)
     sites = {}
     with PatchGroup(f"bands of {type(vae).__name__}") as group:
         for name in found:
-            sites[name] = site = Site(vae, name, getattr(vae, name), settings)
+            sites[name] = site = PatchedMethod(vae, name, getattr(vae, name), settings)
             group.add(bound(site))
     return VaePatch(group, sites)
 
@@ -83,7 +83,7 @@ def patch_vae(
 class VaePatch(Patch):
     """The patch that :func:`patch_vae` returns."""
 
-    def __init__(self, group: PatchGroup, sites: dict[str, Site]):
+    def __init__(self, group: PatchGroup, sites: dict[str, PatchedMethod]):
         self._sites = sites
         super().__init__(group.name, group._undo_all, sites=len(sites))
 

@@ -13,7 +13,7 @@ from ..attention import sdpa
 from ..patching.interception import bind_sdpa
 from . import operators
 from .lazy import Filled, Known, Lazy, NotInBands, aten, leaves, mapped
-from .run import Run
+from .run import BandedRun
 
 _SMALLER = 16  # a result of an operator that ran whole is an ordinary tensor if it is this many times smaller
 _SAME = {aten.detach, aten.alias, aten.lift_fresh, aten.contiguous}
@@ -24,16 +24,16 @@ class Banded(Tensor):
     """A tensor of a run. It has shape, dtype and device, but no memory."""
 
     node: Lazy
-    run: Run
+    run: BandedRun
     family: weakref.WeakSet[Banded]  # the tensors that share memory with it in the eyes of the model
     origin: tuple[Banded, int, int, int] | None  # (tensor, dim, start, stop) of which it is a slice
 
     @staticmethod
-    def __new__(cls, node: Lazy, run: Run, device: torch.device, parent: Banded | None = None) -> Banded:
+    def __new__(cls, node: Lazy, run: BandedRun, device: torch.device, parent: Banded | None = None) -> Banded:
         like = node.like
         return Tensor._make_wrapper_subclass(cls, like.shape, dtype=like.dtype, device=device, requires_grad=False)
 
-    def __init__(self, node: Lazy, run: Run, device: torch.device, parent: Banded | None = None):
+    def __init__(self, node: Lazy, run: BandedRun, device: torch.device, parent: Banded | None = None):
         self.node, self.run = node, run
         run.tensors[id(self)] = self
         self.family = weakref.WeakSet() if parent is None else parent.family
@@ -224,7 +224,7 @@ def ordinary(tensor: Banded) -> Tensor:
     return tensor.run.whole(tensor.node)
 
 
-def finish(run: Run) -> None:
+def finish(run: BandedRun) -> None:
     """The tensors of a run that are still in use become ordinary ones, wherever they are held: in its result, in
     attributes of the model, in a hook's list. In a rehearsal they are on ``meta``."""
     _let_go_of_origins(run)
@@ -238,7 +238,7 @@ def finish(run: Run) -> None:
         del made
 
 
-def _let_go_of_origins(run: Run) -> None:
+def _let_go_of_origins(run: BandedRun) -> None:
     """Slices hold the tensors they were cut from, which may not be in use any more."""
     for tensor in list(run.tensors.values()):
         tensor.origin = None

@@ -25,7 +25,7 @@ from ..patching.patch import OFF, ON, REFUSED, WAITING, AnyReport, State
 from .banded import Banded, finish
 from .lazy import NotInBands
 from .proof import differs
-from .run import Figures, Run, same_random_numbers
+from .run import BandedRun, Figures, same_random_numbers
 from .state import hooked_weights, is_compiled, snapshot
 
 _WORDS = {ON: "in bands", OFF: "as it is", REFUSED: "refused"}
@@ -86,7 +86,7 @@ _running = threading.local()
 
 
 @dataclass
-class Settings:
+class BandSettings:
     """The arguments of :func:`.patch_vae`."""
 
     budget_mib: float | None = None
@@ -110,10 +110,10 @@ class Settings:
                 raise TypeError(f"{name} must be a function or None, got {getattr(self, name)!r}")
 
 
-class Site:
+class PatchedMethod:
     """One method of one VAE: an attribute of the VAE that replaces the method ``own``."""
 
-    def __init__(self, vae: nn.Module, name: str, own: Callable[..., Any], settings: Settings):
+    def __init__(self, vae: nn.Module, name: str, own: Callable[..., Any], settings: BandSettings):
         functools.update_wrapper(self, own)
         self.vae, self.name, self.own, self.settings = vae, name, own, settings
         self.had = vars(vae).get(name)  # None = the method is the class's
@@ -209,7 +209,7 @@ class Site:
                         return given.replaced(sample).to(self.own)
 
                 def banded(sample: Tensor) -> Any:
-                    run = Run(sample.device, 1 << 62, least_bands=3)
+                    run = BandedRun(sample.device, 1 << 62, least_bands=3)
                     with self._trial(given):
                         return self._call(run, given.replaced(sample))
 
@@ -252,7 +252,7 @@ class Site:
             if progress is not None:
                 progress(0.0 if expected is None else min(1.0, done / max(expected.bands, 1)))
 
-        run = Run(given.tensor.device, budget, keep=keep, on_band=on_band)
+        run = BandedRun(given.tensor.device, budget, keep=keep, on_band=on_band)
         with ExitStack() as stack:
             stack.callback(snapshot(self.vae))
             with _in_bands_now():
@@ -262,7 +262,7 @@ class Site:
 
     def _rehearsal(self, given: _Given, budget: int) -> Figures | None:
         """The figures of the coming call, from shapes alone; None where they cannot be told."""
-        run = Run(given.tensor.device, budget, keep=self.settings.keep, is_rehearsal=True)
+        run = BandedRun(given.tensor.device, budget, keep=self.settings.keep, is_rehearsal=True)
         try:
             with self._trial(given):
                 self._call(run, given)
@@ -270,7 +270,7 @@ class Site:
             return None
         return run.figures
 
-    def _call(self, run: Run, given: _Given) -> Any:
+    def _call(self, run: BandedRun, given: _Given) -> Any:
         run.unsteady = hooked_weights(self.vae)
         with torch.no_grad(), _without_tiles(self.vae):
             out = given.replaced(Banded(run.known(given.tensor), run, given.tensor.device)).to(self.own)
@@ -298,7 +298,7 @@ class _Given(NamedTuple):
         return function(*self.args, **self.kwargs)
 
 
-def bound(site: Site) -> Callable[[], list[str] | None]:
+def bound(site: PatchedMethod) -> Callable[[], list[str] | None]:
     """Replace a method by its site; returns what undoes that."""
     vae, name = site.vae, site.name
     object.__setattr__(vae, name, site)
@@ -311,9 +311,9 @@ def bound(site: Site) -> Callable[[], list[str] | None]:
         elif found is site:
             object.__setattr__(vae, name, site.had)
         else:
-            while isinstance(found, Site) and found.had is not site:
+            while isinstance(found, PatchedMethod) and found.had is not site:
                 found = found.had
-            if not isinstance(found, Site):
+            if not isinstance(found, PatchedMethod):
                 return [f"{name} has been replaced since; the replacement stays"]
             found.own, found.had = site.own, site.had  # a later patch, which goes on without this one
         return None

@@ -27,7 +27,7 @@ from .lazy import (
     leaves,
     mapped,
 )
-from .run import Run
+from .run import BandedRun
 from .store import Value
 from .windows import Convolution, Moments, Resized
 
@@ -59,7 +59,7 @@ def _like(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
     return func(*args, **kwargs)
 
 
-def _with_steady_weights(run: Run, node: Lazy, args: Any, kind: type[Tensor] = nn.Parameter) -> Lazy:
+def _with_steady_weights(run: BandedRun, node: Lazy, args: Any, kind: type[Tensor] = nn.Parameter) -> Lazy:
     """Compute a node at once where its weights, the tensors of this kind among its arguments, may be others as soon as
     their layer has been called: a hook may write to them, or a host has made them for this call."""
     weights = (leaf for leaf in leaves(args) if isinstance(leaf, kind))
@@ -68,7 +68,7 @@ def _with_steady_weights(run: Run, node: Lazy, args: Any, kind: type[Tensor] = n
     return node
 
 
-def pointwise(run: Run, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+def pointwise(run: BandedRun, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
     """An operator that works element by element."""
     like = _like(func, args, kwargs)
     if not isinstance(like, Tensor):
@@ -83,7 +83,14 @@ def pointwise(run: Run, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
 
 
 def rowwise(
-    run: Run, node: Lazy, func: Any, args: tuple, kwargs: dict[str, Any], dims: Sequence[Any], *, heavy: bool = False
+    run: BandedRun,
+    node: Lazy,
+    func: Any,
+    args: tuple,
+    kwargs: dict[str, Any],
+    dims: Sequence[Any],
+    *,
+    heavy: bool = False,
 ) -> Lazy:
     """An operator that treats ranges of some dimensions of its input on their own; see :class:`.lazy.Rowwise`."""
     run.settled(node)
@@ -95,7 +102,7 @@ def rowwise(
 # ---- the same numbers under other shapes -----------------------------------------------------------------------------
 
 
-def _view(run: Run, node: Lazy, of_tensor: Callable[[Tensor], Tensor], of_node: Callable[[], Lazy]) -> Lazy:
+def _view(run: BandedRun, node: Lazy, of_tensor: Callable[[Tensor], Tensor], of_node: Callable[[], Lazy]) -> Lazy:
     """A view: of the value where there is one, else of what is still to be computed."""
     value = run.settled(node).value
     if value is not None:
@@ -106,30 +113,30 @@ def _view(run: Run, node: Lazy, of_tensor: Callable[[Tensor], Tensor], of_node: 
 
 
 @handles("view", "_unsafe_view", "reshape", "_reshape_alias")
-def _viewed(run: Run, func: Any, node: Lazy, shape: Sequence[int], *_: Any) -> Lazy:
+def _viewed(run: BandedRun, func: Any, node: Lazy, shape: Sequence[int], *_: Any) -> Lazy:
     sizes = list(node.like.contiguous().view(list(shape)).shape)
     return _view(run, node, lambda t: t.view(sizes), lambda: Viewed(node, sizes))
 
 
 @handles("squeeze", "unsqueeze")
-def _squeezed(run: Run, func: Any, node: Lazy, *args: Any) -> Lazy:
+def _squeezed(run: BandedRun, func: Any, node: Lazy, *args: Any) -> Lazy:
     sizes = list(func(node.like, *args).shape)
     return _view(run, node, lambda t: func(t, *args), lambda: Viewed(node, sizes))
 
 
 @handles("permute")
-def _permuted(run: Run, func: Any, node: Lazy, dims: Sequence[int]) -> Lazy:
+def _permuted(run: BandedRun, func: Any, node: Lazy, dims: Sequence[int]) -> Lazy:
     return _view(run, node, lambda t: t.permute(*dims), lambda: Permuted(node, dims))
 
 
 @handles("transpose", "t")
-def _transposed(run: Run, func: Any, node: Lazy, first: int = 0, second: int = -1) -> Lazy:
+def _transposed(run: BandedRun, func: Any, node: Lazy, first: int = 0, second: int = -1) -> Lazy:
     order = list(range(node.like.dim()))
     order[first], order[second] = order[second], order[first]
     return _permuted(run, func, node, order)
 
 
-def _narrowed(run: Run, node: Lazy, dim: int, start: int, stop: int, step: int = 1) -> Lazy:
+def _narrowed(run: BandedRun, node: Lazy, dim: int, start: int, stop: int, step: int = 1) -> Lazy:
     if (start, stop, step) == (0, node.size(dim), 1):
         return node
     dim %= node.like.dim()
@@ -139,20 +146,20 @@ def _narrowed(run: Run, node: Lazy, dim: int, start: int, stop: int, step: int =
 
 @handles("slice")
 def _slice(
-    run: Run, func: Any, node: Lazy, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1
+    run: BandedRun, func: Any, node: Lazy, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1
 ) -> Lazy:
     first, last, _ = slice(start, end).indices(node.size(dim))
     return _narrowed(run, node, dim, first, max(first, last), step)
 
 
 @handles("select")
-def _select(run: Run, func: Any, node: Lazy, dim: int, index: int) -> Lazy:
+def _select(run: BandedRun, func: Any, node: Lazy, dim: int, index: int) -> Lazy:
     index %= node.size(dim)
     return _squeezed(run, aten.squeeze.dim, _narrowed(run, node, dim, index, index + 1), dim)
 
 
 @handles("split", "split_with_sizes")
-def _split(run: Run, func: Any, node: Lazy, sizes: int | Sequence[int], dim: int = 0) -> list[Lazy]:
+def _split(run: BandedRun, func: Any, node: Lazy, sizes: int | Sequence[int], dim: int = 0) -> list[Lazy]:
     total = node.size(dim)
     if isinstance(sizes, int):
         sizes = [min(sizes, total - start) for start in range(0, total, sizes)]
@@ -161,17 +168,17 @@ def _split(run: Run, func: Any, node: Lazy, sizes: int | Sequence[int], dim: int
 
 
 @handles("unbind")
-def _unbind(run: Run, func: Any, node: Lazy, dim: int = 0) -> list[Lazy]:
+def _unbind(run: BandedRun, func: Any, node: Lazy, dim: int = 0) -> list[Lazy]:
     return [_select(run, func, node, dim, index) for index in range(node.size(dim))]
 
 
 @handles("expand")
-def _expand(run: Run, func: Any, node: Lazy, shape: Sequence[int], *, implicit: bool = False) -> Lazy:
+def _expand(run: BandedRun, func: Any, node: Lazy, shape: Sequence[int], *, implicit: bool = False) -> Lazy:
     return Expanded(run.settled(node), list(shape))
 
 
 @handles("repeat")
-def _repeat(run: Run, func: Any, node: Lazy, repeats: Sequence[int]) -> Lazy:
+def _repeat(run: BandedRun, func: Any, node: Lazy, repeats: Sequence[int]) -> Lazy:
     missing = len(repeats) - node.like.dim()
     if missing:
         node = _viewed(run, func, node, [*[1] * missing, *node.shape])
@@ -183,20 +190,20 @@ def _repeat(run: Run, func: Any, node: Lazy, repeats: Sequence[int]) -> Lazy:
     return node
 
 
-def _joined(run: Run, parts: Sequence[Any], dim: int) -> Lazy:
+def _joined(run: BandedRun, parts: Sequence[Any], dim: int) -> Lazy:
     nodes = [run.settled(part if isinstance(part, Lazy) else run.known(part)) for part in parts]
     nodes = [node for node in nodes if node.like.numel()] or nodes[:1]
     like = torch.cat([node.like for node in nodes], dim)
     return Joined(like, [cast(node, like.dtype) for node in nodes], dim % like.dim())
 
 
-def written(run: Run, node: Lazy, part: Lazy, dim: int, start: int, stop: int) -> Lazy:
+def written(run: BandedRun, node: Lazy, part: Lazy, dim: int, start: int, stop: int) -> Lazy:
     """A node of which a range is replaced by another node."""
     parts = [_narrowed(run, node, dim, 0, start), part, _narrowed(run, node, dim, stop, node.size(dim))]
     return _joined(run, [each for each in parts if each.size(dim)], dim)
 
 
-def replaced(run: Run, node: Lazy, source: Any) -> Lazy:
+def replaced(run: BandedRun, node: Lazy, source: Any) -> Lazy:
     """The content of a tensor with the shape and dtype of ``node`` after ``copy_``."""
     found = source if isinstance(source, Lazy) else run.known(source)
     if found.shape != node.shape:
@@ -211,19 +218,19 @@ def cast(node: Lazy, dtype: torch.dtype) -> Lazy:
 
 
 @handles("cat")
-def _cat(run: Run, func: Any, parts: Sequence[Any], dim: int = 0) -> Lazy:
+def _cat(run: BandedRun, func: Any, parts: Sequence[Any], dim: int = 0) -> Lazy:
     return _joined(run, parts, dim)
 
 
 @handles("stack")
-def _stack(run: Run, func: Any, parts: Sequence[Any], dim: int = 0) -> Lazy:
+def _stack(run: BandedRun, func: Any, parts: Sequence[Any], dim: int = 0) -> Lazy:
     nodes = [part if isinstance(part, Lazy) else run.known(part) for part in parts]
     dim %= nodes[0].like.dim() + 1
     return _joined(run, [_squeezed(run, aten.unsqueeze.default, node, dim) for node in nodes], dim)
 
 
 @handles("pixel_shuffle", "pixel_unshuffle")
-def _pixel_shuffle(run: Run, func: Any, node: Lazy, factor: int) -> Lazy:
+def _pixel_shuffle(run: BandedRun, func: Any, node: Lazy, factor: int) -> Lazy:
     *outer, channels, height, width = node.shape
     if "unshuffle" in func._schema.name:
         split, order = [channels, height // factor, factor, width // factor, factor], (0, 2, 4, 1, 3)
@@ -238,7 +245,7 @@ def _pixel_shuffle(run: Run, func: Any, node: Lazy, factor: int) -> Lazy:
 
 
 @handles("zeros_like", "empty_like", "ones_like", "full_like", "new_zeros", "new_empty", "new_ones", "new_full")
-def _filled(run: Run, func: Any, node: Lazy, *args: Any, **kwargs: Any) -> Lazy:
+def _filled(run: BandedRun, func: Any, node: Lazy, *args: Any, **kwargs: Any) -> Lazy:
     kwargs = {name: value for name, value in kwargs.items() if name == "dtype"}
     name = func._schema.name
     return Filled(func(node.like, *args, **kwargs), args[-1] if "full" in name else float("ones" in name), run.device)
@@ -248,7 +255,7 @@ def _filled(run: Run, func: Any, node: Lazy, *args: Any, **kwargs: Any) -> Lazy:
 
 
 @handles("convolution")
-def _convolution(run: Run, func: Any, node: Any, weight: Any, bias: Any, *rest: Any) -> Any:
+def _convolution(run: BandedRun, func: Any, node: Any, weight: Any, bias: Any, *rest: Any) -> Any:
     if not isinstance(node, Lazy) or isinstance(weight, Lazy) or isinstance(bias, Lazy):
         return NotImplemented
     like = _like(func, (run.settled(node), weight, bias, *rest), {})
@@ -256,16 +263,16 @@ def _convolution(run: Run, func: Any, node: Any, weight: Any, bias: Any, *rest: 
 
 
 @handles("constant_pad_nd")
-def _constant_pad(run: Run, func: Any, node: Lazy, pad: Sequence[int], value: float = 0.0) -> Lazy:
+def _constant_pad(run: BandedRun, func: Any, node: Lazy, pad: Sequence[int], value: float = 0.0) -> Lazy:
     return padded(run, node, pad, "constant", value)
 
 
 @handles(*(f"{kind}_pad{dims}d" for kind in ("reflection", "replication") for dims in (1, 2, 3)))
-def _edge_pad(run: Run, func: Any, node: Lazy, pad: Sequence[int]) -> Lazy:
+def _edge_pad(run: BandedRun, func: Any, node: Lazy, pad: Sequence[int]) -> Lazy:
     return padded(run, node, pad, "reflect" if "reflection" in func._schema.name else "replicate")
 
 
-def padded(run: Run, node: Lazy, pad: Sequence[int], mode: str, number: float = 0.0) -> Lazy:
+def padded(run: BandedRun, node: Lazy, pad: Sequence[int], mode: str, number: float = 0.0) -> Lazy:
     """A padding by ``mode`` as torch counts it: (before, after) from the last dimension on, negative where it cuts."""
     for place, (before, after) in enumerate(zip(pad[::2], pad[1::2])):
         if before or after:
@@ -274,7 +281,9 @@ def padded(run: Run, node: Lazy, pad: Sequence[int], mode: str, number: float = 
     return node
 
 
-def _padded_along(run: Run, node: Lazy, dim: int, before: int, after: int, mode: str, number: float) -> list[Lazy]:
+def _padded_along(
+    run: BandedRun, node: Lazy, dim: int, before: int, after: int, mode: str, number: float
+) -> list[Lazy]:
     size, first, last = node.size(dim), max(before, 0), max(after, 0)
 
     def rows(start: int, stop: int) -> Lazy:
@@ -302,7 +311,7 @@ _HALO = {"nearest": 0, "linear": 1, "bilinear": 1, "trilinear": 1, "bicubic": 2}
     "_upsample_nearest_exact2d", "_upsample_nearest_exact3d", "upsample_linear1d", "upsample_bilinear2d",
     "upsample_trilinear3d", "upsample_bicubic2d",
 )  # fmt: skip
-def _upsample(run: Run, func: Any, node: Lazy, size: Sequence[int] | None, *rest: Any) -> Any:
+def _upsample(run: BandedRun, func: Any, node: Lazy, size: Sequence[int] | None, *rest: Any) -> Any:
     name = func._schema.name.partition("::")[2]
     is_nearest = "nearest" in name
     if func._overloadname == "vec":  # in inference mode it comes as it was called
@@ -330,7 +339,7 @@ def _upsample(run: Run, func: Any, node: Lazy, size: Sequence[int] | None, *rest
 
 
 @handles("avg_pool2d", "avg_pool3d", "max_pool2d_with_indices", "avg_pool1d", "max_pool2d")
-def _pool(run: Run, func: Any, node: Lazy, kernel: Sequence[int], *rest: Any) -> Any:
+def _pool(run: BandedRun, func: Any, node: Lazy, kernel: Sequence[int], *rest: Any) -> Any:
     spatial = node.like.dim() - 2
     kernel = list(kernel) * (spatial if len(kernel) == 1 else 1)
     stride = list(rest[0]) if rest and rest[0] else kernel
@@ -352,7 +361,7 @@ def _pool(run: Run, func: Any, node: Lazy, kernel: Sequence[int], *rest: Any) ->
 
 
 @handles("native_group_norm")
-def _group_norm(run: Run, func: Any, node: Any, weight: Any, bias: Any, *rest: Any) -> Any:
+def _group_norm(run: BandedRun, func: Any, node: Any, weight: Any, bias: Any, *rest: Any) -> Any:
     if not isinstance(node, Lazy) or node.like.dim() < 3:
         return NotImplemented
     batch, _, _, groups, eps = rest
@@ -364,7 +373,7 @@ def _group_norm(run: Run, func: Any, node: Any, weight: Any, bias: Any, *rest: A
 
 
 @handles("native_layer_norm", "_fused_rms_norm")
-def _layer_norm(run: Run, func: Any, node: Any, shape: Sequence[int], *rest: Any) -> Any:
+def _layer_norm(run: BandedRun, func: Any, node: Any, shape: Sequence[int], *rest: Any) -> Any:
     if not isinstance(node, Lazy):
         return NotImplemented
     kept = node.like.dim() - len(shape)
@@ -373,7 +382,7 @@ def _layer_norm(run: Run, func: Any, node: Any, shape: Sequence[int], *rest: Any
 
 
 @handles("native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm", "_native_batch_norm_legit_no_training")
-def _batch_norm(run: Run, func: Any, node: Any, *rest: Any) -> Any:
+def _batch_norm(run: BandedRun, func: Any, node: Any, *rest: Any) -> Any:
     is_training = "no_training" not in func._schema.name and rest[4]
     if not isinstance(node, Lazy) or is_training:
         return NotImplemented
@@ -382,7 +391,7 @@ def _batch_norm(run: Run, func: Any, node: Any, *rest: Any) -> Any:
 
 
 @handles("mean", "sum", "amax", "amin", "var", "std", "linalg_vector_norm", "norm", "any", "all", "prod", "logsumexp")
-def _reduction(run: Run, func: Any, node: Any, *args: Any, **kwargs: Any) -> Any:
+def _reduction(run: BandedRun, func: Any, node: Any, *args: Any, **kwargs: Any) -> Any:
     names = [argument.name for argument in func._schema.arguments]
     if "dim" not in names or not isinstance(node, Lazy):
         return NotImplemented
@@ -400,7 +409,7 @@ def _reduction(run: Run, func: Any, node: Any, *args: Any, **kwargs: Any) -> Any
 
 
 @handles("_softmax", "_log_softmax", "cumsum", "index_select", "glu")
-def _along_one(run: Run, func: Any, node: Any, *args: Any, **kwargs: Any) -> Any:
+def _along_one(run: BandedRun, func: Any, node: Any, *args: Any, **kwargs: Any) -> Any:
     if not isinstance(node, Lazy):
         return NotImplemented
     names = [argument.name for argument in func._schema.arguments]
@@ -414,7 +423,7 @@ def _along_one(run: Run, func: Any, node: Any, *args: Any, **kwargs: Any) -> Any
 
 
 @handles("linear")
-def _linear(run: Run, func: Any, node: Any, weight: Any, bias: Any = None) -> Any:
+def _linear(run: BandedRun, func: Any, node: Any, weight: Any, bias: Any = None) -> Any:
     """``aten::linear``: each row on its own."""
     if not isinstance(node, Lazy) or isinstance(weight, Lazy):
         return NotImplemented
@@ -424,7 +433,7 @@ def _linear(run: Run, func: Any, node: Any, weight: Any, bias: Any = None) -> An
 
 
 @handles("mm", "bmm", "addmm")
-def _product(run: Run, func: Any, *args: Any, **kwargs: Any) -> Any:
+def _product(run: BandedRun, func: Any, *args: Any, **kwargs: Any) -> Any:
     """A matrix product in ranges of the rows of its left side, or of the columns of its right side."""
     *bias, left, right = args
     if kwargs or any(isinstance(each, Lazy) or each.dim() > 1 for each in bias):
@@ -441,7 +450,7 @@ def _product(run: Run, func: Any, *args: Any, **kwargs: Any) -> Any:
     return run.settled(found)
 
 
-def attention(run: Run, query: Any, key: Any, value: Any, attn_mask: Any, options: dict[str, Any]) -> Lazy:
+def attention(run: BandedRun, query: Any, key: Any, value: Any, attn_mask: Any, options: dict[str, Any]) -> Lazy:
     """Attention with a query, key or value that is lazy: in ranges of the query's rows, or of the batch."""
     q, k, v = (each if isinstance(each, Lazy) else run.known(each) for each in (query, key, value))
     for node in (q, k, v):

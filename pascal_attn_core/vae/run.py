@@ -32,7 +32,7 @@ class Figures:
     expected_bytes: int = 0  # most on the device at once, by calculation
 
 
-class Run:
+class BandedRun:
     """One decoding or encoding.
 
     Args:

@@ -20,13 +20,13 @@ from pascal_attn_core.patching import interception
 from pascal_attn_core.reference import reference_sdpa
 from pascal_attn_core.routes import torch_faults, why_not
 from pascal_attn_core.routes.short import is_plainly_short, is_short
-from pascal_attn_core.routes.torch_faults import FAULTS, Kind, ShownFaults, is_shown, torch_sdpa
+from pascal_attn_core.routes.torch_faults import FAULTS, FaultyKind, ShownFaults, is_shown, torch_sdpa
 from pascal_attn_core.routes.torch_kernel import find_form
 from pascal_attn_core.tiled.layout import rows_overlap
 
 TORCH, TILED = AttentionConfig(route="torch"), AttentionConfig(route="tiled")
 CPU = torch.device("cpu")
-FLOAT32 = Kind(CPU, torch.float32, torch.float32)
+FLOAT32 = FaultyKind(CPU, torch.float32, torch.float32)
 
 
 def _masked(length: int, dtype: torch.dtype = torch.float32) -> tuple[list[Tensor], Tensor]:
@@ -88,7 +88,7 @@ def test_the_list_is_that_of_the_installed_torch(fault: torch_faults.Fault) -> N
     assert fault.is_in is None or fault.is_in(call)
     attend = lambda *a, is_causal=False, **o: torch_sdpa(*a, 0.0, is_causal, **o)  # noqa: E731
     is_wrong = _largest_error(attend, leaves, mask, **options) > (1e-2 if leaves[0].dtype == torch.float16 else 1e-3)
-    assert is_shown(fault, Kind.of(call)) == is_wrong
+    assert is_shown(fault, FaultyKind.of(call)) == is_wrong
 
 
 @pytest.fixture
@@ -103,7 +103,7 @@ def test_a_mended_torch_is_used_again(fault: torch_faults.Fault, runtime: Runtim
     leaves, mask, options = _examples()[fault.name]
     call = check_call(*leaves, mask, **options)
     for shown in (True, False):
-        runtime.part(ShownFaults).found[fault.name, Kind.of(call)] = shown
+        runtime.part(ShownFaults).found[fault.name, FaultyKind.of(call)] = shown
         form = find_form(call, 1 << 22)
         assert form == [fault.reason.format(call=call)] if shown else not isinstance(form, list)
 
@@ -157,7 +157,7 @@ def test_of_the_calls_that_a_fault_concerns_those_without_such_values_keep_torch
 
 
 def test_a_probe_without_memory_is_not_an_answer(runtime: Runtime) -> None:
-    def fails(kind: Kind) -> bool:
+    def fails(kind: FaultyKind) -> bool:
         raise error
 
     found = runtime.part(ShownFaults).found

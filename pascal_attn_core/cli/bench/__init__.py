@@ -20,8 +20,8 @@ from ..charts import print_table, progress_of
 from .candidates import BASELINE, all_candidates, choose_candidates, race
 from .contest import (
     COLUMNS,
+    BenchSettings,
     Result,
-    Settings,
     clock_name,
     device_named,
     geometric_means,
@@ -80,12 +80,12 @@ def add_timing_options(parser: argparse.ArgumentParser, *, rounds: int) -> None:
 def run(options: argparse.Namespace) -> int:
     if options.plot is not None:
         return _plot(options.plot, options.budget_mib)
-    settings = Settings(options.rounds, options.seconds, backward=options.backward)
+    settings = BenchSettings(options.rounds, options.seconds, backward=options.backward)
     hold(options, _layers if options.linear else _calls, settings)
     return 0
 
 
-class Contest(NamedTuple):
+class Programme(NamedTuple):
     """The works of a run: their kind (a word of the file), the works, who runs each, and what they are compared
     with."""
 
@@ -96,7 +96,7 @@ class Contest(NamedTuple):
 
 
 def hold(
-    options: argparse.Namespace, find: Callable[[argparse.Namespace, torch.device], Contest], settings: Settings
+    options: argparse.Namespace, find: Callable[[argparse.Namespace, torch.device], Programme], settings: BenchSettings
 ) -> dict[str, Any]:
     """Run the contest that ``find`` finds by the options of :func:`add_timing_options`: print a table for each of its
     works, write the figures where the options say so, and return them. A mistake in the options is a CommandError,
@@ -128,15 +128,15 @@ def hold(
     return document
 
 
-def _calls(options: argparse.Namespace, device: torch.device) -> Contest:
+def _calls(options: argparse.Namespace, device: torch.device) -> Programme:
     """The shapes that were named."""
     found = all_candidates(AttentionConfig(budget_mib=options.budget_mib), device.type)
     candidates = choose_candidates(found, options.candidates)
     shapes = _shapes(options, device)
-    return Contest("shape", shapes, lambda shape, *how: race(shape.make(device), candidates, *how), BASELINE)
+    return Programme("shape", shapes, lambda shape, *how: race(shape.make(device), candidates, *how), BASELINE)
 
 
-def _layers(options: argparse.Namespace, device: torch.device) -> Contest:
+def _layers(options: argparse.Namespace, device: torch.device) -> Programme:
     """The layers that were named."""
     from . import linear
 
@@ -144,7 +144,7 @@ def _layers(options: argparse.Namespace, device: torch.device) -> Contest:
     if unused:
         raise ValueError(f"--linear does not take {', '.join(unused)}")
     layers = linear.choose_layers(options.shapes or "quick")
-    return Contest("layer", layers, lambda layer, *how: linear.race_layer(layer, device, *how), linear.BASELINE)
+    return Programme("layer", layers, lambda layer, *how: linear.race_layer(layer, device, *how), linear.BASELINE)
 
 
 def _plot(path: Path, budget_mib: float | None) -> int:
@@ -184,7 +184,9 @@ def _shapes(options: argparse.Namespace, device: torch.device) -> list[Shape]:
     return own + listed
 
 
-def _document(options: argparse.Namespace, device: torch.device, settings: Settings, baseline: str) -> dict[str, Any]:
+def _document(
+    options: argparse.Namespace, device: torch.device, settings: BenchSettings, baseline: str
+) -> dict[str, Any]:
     """The facts of a run, which are also printed as a heading."""
     info, clock = device_info(device), clock_name(device)
     by = f", {options.threads} thread{'s'[: options.threads > 1]}" if device.type == "cpu" else ""

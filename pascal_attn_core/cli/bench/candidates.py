@@ -18,7 +18,7 @@ from ...capture import CapturedCall
 from ...reference.checks import gap
 from ...routes import route_names
 from ..oracle import reference, spread_rows
-from .contest import Entrant, Result, Settings, Step, compete, no_room
+from .contest import BenchSettings, Entrant, Result, Step, compete, no_room
 from .shapes import choose
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -120,7 +120,7 @@ def _torch_bytes(call: CapturedCall) -> int:
 # ---- on one call -----------------------------------------------------------------------------------------------------
 
 
-def race(call: CapturedCall, candidates: list[Candidate], settings: Settings, *progress: Any) -> list[Result]:
+def race(call: CapturedCall, candidates: list[Candidate], settings: BenchSettings, *progress: Any) -> list[Result]:
     """One result per candidate, in their order; the first is the unit of the ratios."""
     rows = spread_rows(call.query.shape[-2], settings.error_rows).to(call.query.device)
     tensors: tuple[Tensor, ...] = (call.query, call.key, call.value)

@@ -61,7 +61,7 @@ Step = Callable[[], Any]
 
 
 @dataclass(frozen=True)
-class Settings:
+class BenchSettings:
     """How long to measure, and what.
 
     Attributes:
@@ -139,7 +139,7 @@ def compete(
     error_of: Callable[[Any], float],
     operations: int,
     device: torch.device,
-    settings: Settings,
+    settings: BenchSettings,
     progress: Callable[[str], None] = lambda text: None,
 ) -> list[Result]:
     """The result of each entrant, in their order; the first is the unit of the ratios.
@@ -174,7 +174,7 @@ def compete(
 
 
 def _enter(
-    result: Result, entrant: Entrant, error_of: Callable[[Any], float], device: torch.device, settings: Settings
+    result: Result, entrant: Entrant, error_of: Callable[[Any], float], device: torch.device, settings: BenchSettings
 ) -> list[_Lane]:
     """The first calls: plain ones, which decide how many follow, and one that is measured and checked."""
     try:

@@ -16,7 +16,7 @@ from ...fused.linear import LinearCall
 from ...int8 import Int8Matrix, int8_linear, quantize_rows
 from ...int8.backends import LinearWays, backend_of
 from ...machine.runtime import runtime_of
-from .contest import Entrant, Result, Settings, compete
+from .contest import BenchSettings, Entrant, Result, compete
 from .shapes import choose
 
 BASELINE = "float32"
@@ -61,7 +61,7 @@ def choose_layers(patterns: str) -> list[Layer]:
     return choose("layer", LAYERS, patterns, QUICK)
 
 
-def race_layer(layer: Layer, device: torch.device, settings: Settings, *progress: Any) -> list[Result]:
+def race_layer(layer: Layer, device: torch.device, settings: BenchSettings, *progress: Any) -> list[Result]:
     """Every way to compute a layer of normal random numbers, with a bias."""
     generator = torch.Generator().manual_seed(0)
 

@@ -20,8 +20,8 @@ from ... import AttentionConfig, patch_ffn
 from ...machine.device import MIB
 from ...reference.checks import gap
 from .. import CommandError, charts, check_numbers
-from ..bench import Contest, hold
-from ..bench.contest import Entrant, Named, Result, Settings, Step, compete, no_room
+from ..bench import Programme, hold
+from ..bench.contest import BenchSettings, Entrant, Named, Result, Step, compete, no_room
 
 if TYPE_CHECKING:
     from .models import Case
@@ -61,7 +61,7 @@ def run(options: argparse.Namespace) -> int:
     options.out.mkdir(parents=True, exist_ok=True)
     options.json = options.out / "results.json"
     with _quiet():
-        document = hold(options, _models, Settings(rounds=0))
+        document = hold(options, _models, BenchSettings(rounds=0))
     print(NOTES)
     chart = options.out / "chart.png"
     _draw(document, chart)
@@ -69,7 +69,7 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
-def _models(options: argparse.Namespace, device: torch.device) -> Contest:
+def _models(options: argparse.Namespace, device: torch.device) -> Programme:
     from . import models
 
     cases: dict[Named, tuple[Case, Case]] = {}
@@ -78,7 +78,7 @@ def _models(options: argparse.Namespace, device: torch.device) -> Contest:
             case = make(quick=options.quick, steps=options.steps)
             size = f"{case.tokens:,} tokens, {case.num_heads} heads of {case.head_dim}, float32"
             cases[Named(name, case.title, size)] = case, make(quick=True, steps=1)
-    return Contest("model", list(cases), lambda work, *how: race(*cases[work], device, *how), STOCK)
+    return Programme("model", list(cases), lambda work, *how: race(*cases[work], device, *how), STOCK)
 
 
 def race(case: Case, small: Case, device: torch.device, *how: Any) -> list[Result]:

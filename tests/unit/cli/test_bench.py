@@ -19,7 +19,7 @@ from pascal_attn_core.cli.bench.candidates import (
     needed_operations,
     race,
 )
-from pascal_attn_core.cli.bench.contest import Settings, clock_name, geometric_means, quiet_torch
+from pascal_attn_core.cli.bench.contest import BenchSettings, clock_name, geometric_means, quiet_torch
 from pascal_attn_core.cli.bench.length import memory_by_length
 from pascal_attn_core.cli.bench.shapes import SHAPES, Shape, choose_shapes, own_shapes
 from pascal_attn_core.config import AttentionConfig, UnsupportedAttention
@@ -34,7 +34,7 @@ TINY = {
     "bias": Shape("bias", "bias", 1, 2, 2, 48, 40, 16, mask="bias"),
     "bf16": Shape("bf16", "bfloat16", 1, 2, 2, 48, 40, 16, dtype="bfloat16"),
 }
-QUICK = Settings(rounds=2, seconds=0.5, error_rows=7)
+QUICK = BenchSettings(rounds=2, seconds=0.5, error_rows=7)
 CANDIDATES = all_candidates(AttentionConfig())
 
 

@@ -8,7 +8,7 @@ import torch
 
 from pascal_attn_core.cli import main
 from pascal_attn_core.cli.bench import linear
-from pascal_attn_core.cli.bench.contest import Settings
+from pascal_attn_core.cli.bench.contest import BenchSettings
 from pascal_attn_core.cli.bench.linear import LAYERS, Layer, choose_layers, race_layer
 
 TINY = Layer("tiny", "a small layer", rows=100, columns=64, outs=48)
@@ -20,7 +20,7 @@ def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_every_way_is_timed_and_its_error_measured() -> None:
-    figures = {f.name: f for f in race_layer(TINY, torch.device("cpu"), Settings(rounds=2))}
+    figures = {f.name: f for f in race_layer(TINY, torch.device("cpu"), BenchSettings(rounds=2))}
     eight_bit = ("int8", "int8 by float", "int8, rotated by 64", "int8 eager")
     assert set(figures) == {"float32", "float16", "bfloat16", *eight_bit}
     assert all(f.seconds and f.ratio and f.flops for f in figures.values())

@@ -12,7 +12,7 @@ from attn_support.comfy.stub import Patcher, StubHost, node_module
 from torch import Tensor, nn
 
 from pascal_attn_core.ffn.binding import FfnBinding
-from pascal_attn_core.ffn.plan import Settings, Site, make_plan
+from pascal_attn_core.ffn.plan import FfnSettings, FfnSite, make_plan
 from pascal_attn_core.patching.hosts import CastingLayers, register
 
 WIDTH, TOKENS = 16, 96
@@ -198,7 +198,7 @@ def test_layers_that_cast_and_patch_their_weights_are_chunked(inference: bool) -
 
 @torch.no_grad()
 def test_memory_of_weights_that_are_brought_does_not_count() -> None:
-    plain, casting = (make_plan(m.forward, m, Site(Settings(budget_mib=0.01, min_tokens=2)), (x(512),), {})
+    plain, casting = (make_plan(m.forward, m, FfnSite(FfnSettings(budget_mib=0.01, min_tokens=2)), (x(512),), {})
                       for m in (Feed(), Feed(CastingLinear)))  # fmt: skip
     assert plain.sizes == casting.sizes != ()
 
@@ -210,7 +210,7 @@ def test_a_layer_that_mixes_tokens_is_refused_although_it_casts() -> None:
             return super().forward(x - x.mean(dim=-2, keepdim=True))
 
     module = Feed(MixingLinear)
-    plan = make_plan(module.forward, module, Site(Settings(chunk_tokens=16)), (x(),), {})
+    plan = make_plan(module.forward, module, FfnSite(FfnSettings(chunk_tokens=16)), (x(),), {})
     assert plan.refused
 
 

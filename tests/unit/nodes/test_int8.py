@@ -110,7 +110,7 @@ def layers(monkeypatch: pytest.MonkeyPatch, stub_host: StubHost) -> tuple[Any, P
     monkeypatch.setattr(int8, "LoadedWeight", lambda patcher, name, module: source())
     model = network()
     patcher = Patcher.around(model)
-    found = int8.Int8Layers(patcher, int8.Settings(0.05, "", "", "host", "auto"), "1")
+    found = int8.Int8Layers(patcher, int8.Int8Settings(0.05, "", "", "host", "auto"), "1")
 
     def call() -> None:
         x = torch.randn(32, 64, generator=torch.Generator().manual_seed(1))
@@ -220,7 +220,7 @@ def test_both_kinds_of_layers_are_one_headline_with_seconds_and_errors() -> None
 def test_on_a_cpu_attention_is_left_alone_unless_asked_for(attention: str, device: str, expected, stub_host) -> None:
     patcher = Patcher.around(network())
     patcher.load_device = torch.device(device)
-    settings = int8.Settings(0.05, "", "", "host", "off", attention=attention, attention_max_error=0.02)
+    settings = int8.Int8Settings(0.05, "", "", "host", "off", attention=attention, attention_max_error=0.02)
     layers = int8.Int8Layers(patcher, settings, "1")
     assert (layers.attention is not None) == expected
     assert bool(layers.why_exact) == (attention == "auto" and not expected)

@@ -110,7 +110,7 @@ def test_an_error_is_not_taken_for_missing_memory() -> None:
 
 def test_host_memory_that_is_missing_is_named_before_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
     missing = MemoryError("decode in bands needs 7 MiB of host memory")
-    monkeypatch.setattr(bands.Site, "__call__", Mock(side_effect=missing))
+    monkeypatch.setattr(bands.PatchedMethod, "__call__", Mock(side_effect=missing))
     network = Network()
     stock = network.decode(SAMPLES)
     with pytest.raises(MemoryError, match="needs 7 MiB of host memory"):

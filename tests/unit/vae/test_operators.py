@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from pascal_attn_core.vae.banded import Banded, ordinary
 from pascal_attn_core.vae.lazy import NotInBands
-from pascal_attn_core.vae.run import Run
+from pascal_attn_core.vae.run import BandedRun
 
 Function = Callable[[Tensor], Tensor]
 IMAGE, VIDEO, SOUND, TOKENS = (2, 8, 7, 6), (1, 8, 4, 7, 6), (1, 8, 29), (2, 12, 8)
@@ -24,8 +24,8 @@ def seeded(*shape: int) -> Tensor:
 
 def in_bands(
     function: Function, x: Tensor, *, rows: int | None, keep: str = "device", budget: int = 1 << 40
-) -> tuple[Tensor, Run]:
-    run = Run(x.device, budget, keep=keep, rows=rows)
+) -> tuple[Tensor, BandedRun]:
+    run = BandedRun(x.device, budget, keep=keep, rows=rows)
     with torch.no_grad():
         out = function(Banded(run.known(x), run, x.device))
         assert isinstance(out, Banded)
@@ -226,7 +226,7 @@ def test_random_numbers_are_those_of_the_whole() -> None:
 
 
 def test_writing_where_a_view_is_in_use_is_refused() -> None:
-    run = Run(torch.device("cpu"), 1 << 30)
+    run = BandedRun(torch.device("cpu"), 1 << 30)
     x = Banded(run.known(seeded(*IMAGE)), run, torch.device("cpu"))
     y = x + 1
     row = y[:, :, 0]
@@ -294,7 +294,7 @@ class Delayed:
 def test_copies_beside_the_computation_are_waited_for(name: str) -> None:
     shape, function = CASES[name]
     x, queues = seeded(*shape), Delayed()
-    run = Run(x.device, 1 << 40, keep="host", rows=2, queues=queues)
+    run = BandedRun(x.device, 1 << 40, keep="host", rows=2, queues=queues)
     with torch.no_grad():
         got = ordinary(function(F.silu(_conv(nn.Conv2d, 8, 8, 3)(Banded(run.known(x), run, x.device)))))
         wanted = function(F.silu(_conv(nn.Conv2d, 8, 8, 3)(x)))
