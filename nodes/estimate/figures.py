@@ -1,4 +1,4 @@
-"""From the calls of one model evaluation to memory: with and without the patches."""
+"""From the calls of one model evaluation to memory: with and without Pascal Attention Patch at its defaults."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ _PROBE_TOKENS = 64
 
 @dataclass(frozen=True)
 class Host:
-    """How ComfyUI would compute without the patches.
+    """How ComfyUI would compute without the patch.
 
     Attributes:
         device, info: where.
         attention: the name of its attention function; "" for torch's SDPA.
-        ffn_budget_mib, ffn_tokens: what Pascal FFN Chunking takes by default on this card.
+        ffn_budget_mib, ffn_tokens: with which the patch chunks feed-forward layers on this card.
     """
 
     device: torch.device
@@ -33,6 +33,14 @@ class Host:
     attention: str
     ffn_budget_mib: int
     ffn_tokens: int = 1024
+
+
+class Need(NamedTuple):
+    """Extra memory of a call in bytes: at least ``without`` the patch, at most ``patched``, and why."""
+
+    without: int
+    patched: int
+    why: str = ""
 
 
 class Figures:
@@ -51,40 +59,23 @@ class Figures:
         self.ffn = max(call.ffn, key=lambda shape: shape.extra_bytes, default=None)
 
     def of_attention(self, *, patched: bool) -> int:
-        """The most extra memory of one attention call, with Pascal Attention Patch or without."""
-        return max((need.patched if patched else need.without for need in self.needs.values()), default=0)
+        """The most extra memory of one attention call."""
+        return max((need[patched] for need in self.needs.values()), default=0)
 
-    def of_ffn(self, *, chunked: bool) -> int:
-        """The most extra memory of one feed-forward call, with Pascal FFN Chunking or without."""
-        return max((self._ffn_bytes(each, chunked) for each in self.call.ffn), default=0)
+    def of_ffn(self, *, patched: bool) -> int:
+        """The most extra memory of one feed-forward call."""
+        return max((self._ffn_need(each)[patched] for each in self.call.ffn), default=0)
 
-    def peak(self, *, patched: bool, chunked: bool) -> int:
+    def peak(self, *, patched: bool) -> int:
         """The most bytes at any moment, the model's other tensors included."""
-        moments = [self.call.other_bytes]
-        needs = {shape: need.patched if patched else need.without for shape, need in self.needs.items()}
-        moments += [shape.live_bytes + needs[shape] for shape in self.call.attention]
-        moments += [layer.live_bytes + self._ffn_bytes(layer, chunked) for layer in self.call.ffn]
-        return max(moments)
+        attention = (shape.live_bytes + self.needs[shape][patched] for shape in self.call.attention)
+        ffn = (layer.live_bytes + self._ffn_need(layer)[patched] for layer in self.call.ffn)
+        return max([self.call.other_bytes, *attention, *ffn])
 
-    @property
-    def total_without(self) -> int:
-        return self.peak(patched=False, chunked=False)
-
-    @property
-    def total_with(self) -> int:
-        return self.peak(patched=True, chunked=True)
-
-    def _ffn_bytes(self, layer: FfnShape, chunked: bool) -> int:
-        is_whole = not chunked or len(layer.shape) < 2 or layer.shape[-2] < self.host.ffn_tokens
-        return layer.extra_bytes if is_whole else min(layer.extra_bytes, self.host.ffn_budget_mib * MIB)
-
-
-class Need(NamedTuple):
-    """Extra memory of an attention call in bytes: at least ``without`` the patch, at most ``patched``, and why."""
-
-    without: int
-    patched: int
-    why: str
+    def _ffn_need(self, layer: FfnShape) -> Need:
+        is_whole = len(layer.shape) < 2 or layer.shape[-2] < self.host.ffn_tokens
+        chunked = layer.extra_bytes if is_whole else min(layer.extra_bytes, self.host.ffn_budget_mib * MIB)
+        return Need(layer.extra_bytes, chunked)
 
 
 def need_of(shape: AttentionShape, host: Host) -> Need:

@@ -14,13 +14,7 @@ from typing import Any, NamedTuple
 from .figures import Figures, Host
 from .trace import ModelCall
 
-#: what is combined: its name, with Pascal Attention Patch, with Pascal FFN Chunking
-WAYS = (
-    ("as ComfyUI is", False, False),
-    ("with Pascal Attention Patch", True, False),
-    ("with Pascal FFN Chunking", False, True),
-    ("with both", True, True),
-)
+WAYS = ("as ComfyUI is", "with Pascal Attention Patch")
 _CELLS = 8  # step of a latent's height and width: what every model can cut into patches and halve
 _LARGEST_SIDE = 2048  # cells
 _MOST_FRAMES, _MOST_BATCH = 1024, 256
@@ -96,14 +90,10 @@ def find_largest(axis: Axis, trace: Callable[[tuple[int, ...]], ModelCall], host
     at = line_through(axis.now.amount, trace(axis.now.shape), other.amount, trace(other.shape))
     if at is None:
         return []
-
-    def fit(patched: bool, chunked: bool) -> Fit:
-        def needed(size: Size) -> int:
-            return Figures(at(size.amount), host).peak(patched=patched, chunked=chunked)
-
-        return bisected(axis.sizes, needed, room)
-
-    return [fit(patched, chunked) for _, patched, chunked in WAYS]
+    return [
+        bisected(axis.sizes, lambda size, patched=patched: Figures(at(size.amount), host).peak(patched=patched), room)
+        for patched in (False, True)
+    ]
 
 
 def bisected(sizes: Sequence[Size], bytes_of: Callable[[Size], int], room: int) -> Fit:

@@ -90,9 +90,3 @@ def test_a_node_with_several_parts_has_one_sentence_and_how_many_calls_it_took(s
     monkeypatch.setattr(GAIN.host, "attention_name", lambda: SDPA)
     GAIN.say(VAE)
     assert stub_host.said == [f"{GAIN.gain_line([LARGE, VAE], SDPA)} 2 of 2 attention calls taken."]
-
-
-def test_a_name_that_is_longer_than_its_column_has_a_line_of_its_own():
-    text = TEXT.report_text(findings(run([(kind("encoder.layers.0." + "x" * 80), {"count": 12})])))
-    lines = text.splitlines()
-    assert lines[lines.index("encoder.layers.0." + "x" * 80) + 1].strip() == "12 torch"
