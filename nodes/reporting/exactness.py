@@ -16,7 +16,7 @@ from ...pascal_attn_core.reference import reference_sdpa
 from ...pascal_attn_core.reference.checks import Gap, exact_limit, gap
 from ..engine.compare import Difference
 from ..engine.runs import CallKind, Run, Sample
-from .words import shape_text
+from .words import plural, shape_text
 
 
 @dataclass(frozen=True)
@@ -53,34 +53,28 @@ class Exactness:
         return right and all(found.is_rounding for found in self.host)
 
     @property
-    def verdict(self) -> str:
-        if not self.is_exact:
-            return "NOT EXACT"
-        return "exact within rounding" if self.is_known else "exactness could not be checked"
-
-    @property
     def tone(self) -> str:
-        return "good" if self.is_exact and self.is_known else "bad" if self.is_known else "caution"
+        return "bad" if not self.is_exact else "good" if self.is_known else "caution"
 
     def text(self) -> str:
-        if not self.is_known:
-            found = f"{self.verdict}: query, key or value held NaN or infinity before attention"
-            return f"{found} ({self.kind.block or 'unnamed'}){self._host_text()}"
-        rounding = "" if self.ours.error <= self.limit else f" (rounding explains at most {self.limit:.2g})"
-        plain = f"plain {self.kind.dtype} attention: {self.plain.error:.2g}"
-        where = f"{self.kind.block or 'unnamed'}, route {self.kind.route}, {shape_text(self.kind)}"
-        error = f"largest error {self.ours.error:.2g} ({plain}; values up to {self.plain.largest:.2g})"
-        rows = f"against float64 in {self.rows} rows of the largest call"
-        return f"{self.verdict}{rounding}, {error}, {rows}: {where}{self._host_text()}"
-
-    def _host_text(self) -> str:
+        """The verdict, the error beside that of plain attention, where, and how far the host's own answers are."""
+        where = self.kind.block or "unnamed"
+        if self.is_known:
+            verdict = "exact within rounding" if self.is_exact else "NOT EXACT"
+            rounding = "" if self.ours.error <= self.limit else f" (rounding explains at most {self.limit:.2g})"
+            plain = f"plain {self.kind.dtype} attention: {self.plain.error:.2g}"
+            error = f"largest error {self.ours.error:.2g} ({plain}; values up to {self.plain.largest:.2g})"
+            rows = f"against float64 in {self.rows} rows of the largest call"
+            found = f"{rounding}, {error}, {rows}: {where}, route {self.kind.route}, {shape_text(self.kind)}"
+        else:
+            verdict = "exactness could not be checked" if self.is_exact else "NOT EXACT"
+            found = f": query, key or value held NaN or infinity before attention ({where})"
         if not self.host:
-            return ""
+            return verdict + found
         worst = max(self.host, key=lambda found: found.gap.relative)
-        other = sum(not found.is_rounding for found in self.host)
-        kinds = f"{len(self.host)} kind{'' if len(self.host) == 1 else 's'} of calls"
-        agree = f"{other} of {kinds} DIFFER" if other else f"{kinds} compared"
-        return f"; {agree}, at most {worst.text()} on the same arguments"
+        other, kinds = sum(not found.is_rounding for found in self.host), plural(len(self.host), "kind")
+        agree = f"{other} of {kinds} of calls DIFFER" if other else f"{kinds} of calls compared"
+        return f"{verdict}{found}; {agree}, at most {worst.text()} on the same arguments"
 
 
 def check(run: Run) -> Exactness | None:

@@ -10,7 +10,7 @@ from PIL import Image
 
 from ...pascal_attn_core.machine.facts import describe_facts, line
 from ...pascal_attn_core.observe.report import shares_text
-from ..engine.runs import CallKind, CallTally, Run
+from ..engine.runs import PASSED, CallKind, CallTally, Run
 from .findings import Findings, Shown, clock_text, kinds_of
 from .gain import gain_line, gained
 from .picture import Row, Section, draw
@@ -155,7 +155,7 @@ def _kind_rows(run: Run) -> list[Row]:
 
 def _kind_text(kind: CallKind, tally: CallTally, blocks: str) -> str:
     facts = [
-        f"{tally.count:,} x {kind.route}".rstrip(),
+        f"{tally.count:,} x {kind.route or PASSED}",
         shape_text(kind),
         f"by {kind.via}",
         duration_text(tally.elapsed_ms / 1e3) if tally.elapsed_ms else "",

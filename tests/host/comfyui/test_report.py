@@ -24,7 +24,7 @@ def sampled(server: ComfyServer, family: str, *patches: Any) -> tuple[Captured, 
     tag = uuid.uuid4().hex
     graph, node = with_report(family, *patches, tag=tag)
     text, chart = capture(server, graph, [node, 2], [node, 1], tag=tag)
-    picture, red = chart.tensors[0], torch.tensor([0xFD, 0xEC, 0xEA]) / 255
+    picture, red = chart.tensors[0], torch.tensor([0xB3, 0x26, 0x1E]) / 255
     assert (picture.shape[0], picture.shape[3]) == (1, 3)
     is_alarmed = bool(((picture - red).abs() < 1e-3).all(-1).any())
     return text, " ".join(text.text.split()), is_alarmed
