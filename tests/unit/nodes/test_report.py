@@ -132,7 +132,8 @@ def test_reasons_routes_memory_and_troubles_are_all_told():
         (kind("double 1", "passed to ComfyUI", why="fewer than 1024 keys"), {"count": 7}),
     ]
     text = " ".join(TEXT.report_text(findings(run(tallies, notes=["compiled"], warnings=["beware"]))).split())
-    facts = ["taken 4 x tiled, q[", "in double 0 to double 1: no kernel", "passed 7 x passed to ComfyUI, q[", "in double 1: fewer than"]
+    facts = ["taken 4 x tiled, q[", "in double 0 to double 1: no kernel", "passed 7 x passed to ComfyUI, q["]
+    facts += ["in double 1: fewer than"]
     facts += ["5.00 s in attention of 10.0 s (50%)", "+63.0 MiB", "11 calls, 4 taken (tiled 4), 7 passed to ComfyUI"]
     facts += ["972 MiB: the least that math attention", "7.00 GiB: peak", "11.0 GiB: total memory", "halved 2 times"]
     facts += ["1 output not finite", "note compiled", "WARNING beware"]
