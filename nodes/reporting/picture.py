@@ -75,8 +75,10 @@ def draw(headline: str, subtitle: str, sections: Sequence[Section], *, tone: str
 
 
 class _Page:
-    """A picture painted from the top down. What is put on it lies between ``x`` and ``right``, from ``y`` on; each method
-    returns where it ends."""
+    """A picture painted from the top down. What is put on it lies between ``x`` and ``right``, from ``y`` on.
+
+    Each method returns where it ends.
+    """
 
     def __init__(self, width: int):
         self.picture = Image.new("RGB", (width, _MOST_HEIGHT), BACKGROUND)
