@@ -113,15 +113,6 @@ def test_a_patch_inside_the_process_wide_one_decides(routed):
     assert [call["config"] for call in routed] == [inner] * 2
 
 
-def test_a_model_inside_another_keeps_its_own_config(routed):
-    unet = tiny.tiny_unet()
-    whole, part = AttentionConfig(budget_mib=1), AttentionConfig(budget_mib=2)
-    with patch_attention(unet, whole), patch_attention(unet.mid_block, part) as inner:
-        tiny.run_unet(unet)
-        assert sum(call["config"] is part for call in routed) == inner.sites
-        assert sum(call["config"] is whole for call in routed) == len(routed) - inner.sites > 0
-
-
 ATTENTION_CACHE = {"spatial_attention_block_skip_range": 2, "spatial_attention_timestep_skip_range": (-1, 1001)}
 CACHES: dict[str, dict[str, Any]] = {
     "PyramidAttentionBroadcastConfig": ATTENTION_CACHE,

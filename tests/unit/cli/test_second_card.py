@@ -9,7 +9,7 @@ from pascal_attn_core.cli import main
 from pascal_attn_core.cli.info import Info, describe, document
 from pascal_attn_core.cli.second_card import GTX_1060, GTX_1080_TI, MODELS, P40
 from pascal_attn_core.machine import facts as machine_facts
-from pascal_attn_core.machine.facts import Link, Machine, describe_facts, parse_link
+from pascal_attn_core.machine.facts import Link, Machine, describe_facts
 from pascal_attn_core.machine.wheels import TorchBuild
 
 PAGE = Path(__file__).parents[3] / "docs" / "several-cards.md"
@@ -33,15 +33,6 @@ def test_more_bandwidth_a_faster_card_and_longer_calls_gain_more() -> None:
     assert flux.gain(home, fast, 1e6) == 1.0
 
 
-@pytest.mark.parametrize(
-    ("line", "link"),
-    [("3, 8, 16\n", Link(3, 8, 16)), ("[N/A], 8, 16", None), ("", None), ("3, 8", None), ("1, 1, 1", Link(1, 1, 1))],
-)
-def test_a_line_of_nvidia_smi_is_read(line: str, link: Link | None) -> None:
-    assert parse_link(line) == link
-    assert Link(9, 4, 4).text == "PCIe 9.0 x4", "of an unknown generation no speed is said"
-
-
 def _machine(*links: Link | None, direct: tuple[tuple[int, int], ...] = ()) -> Machine:
     cards = tuple(replace(GTX_1080_TI, arch="sm_61", total_bytes=11 << 30) for _ in links)
     return Machine("0.2.0", "3.12", "Linux", BUILD, cards, (None,) * len(cards), links=links, direct=direct)
@@ -57,11 +48,6 @@ def test_info_shows_links() -> None:
     assert "cuda:1 and cuda:2: copies cross through the computer's memory" in text
     assert "cuda:0 and cuda:1: copies cross directly" in "\n".join(describe_facts(machine))
     assert document(Info(machine))["links"][1] == Link(3, 4, 16)
-
-
-def test_one_card_has_nothing_to_share_with() -> None:
-    machine = replace(_machine(None), links=())
-    assert "together" not in describe(Info(machine))
 
 
 def test_the_facts_of_two_cards_are_gathered(monkeypatch: pytest.MonkeyPatch) -> None:

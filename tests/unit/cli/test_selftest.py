@@ -26,7 +26,7 @@ from pascal_attn_core.machine.runtime import Runtime, using
 from pascal_attn_core.routes.tiled import TiledRoute
 from pascal_attn_core.selftest import Selftest, cases, describe
 from pascal_attn_core.selftest.cases import ALL_ROUTES, CASES, DTYPES, Check, run_checks
-from pascal_attn_core.selftest.kernels import KernelCheck, check_kernels, checked_variants, why_no_kernels
+from pascal_attn_core.selftest.kernels import check_kernels, checked_variants, why_no_kernels
 
 CPU = torch.device("cpu")
 SOME_DTYPES = tuple(some(DTYPES, 2))
@@ -152,16 +152,6 @@ def test_the_kernels_of_an_amd_card_are_tried_too() -> None:
     assert "grad_key_value-128-bfloat16-none-gfx906" in {check.name for check in found}
 
 
-def test_shapes_shrink_to_the_time_heads_first() -> None:
-    shape = Shape("gqa", "", 2, 32, 8, 2048, 2048, 64)
-    one_head = 4 * 2048 * 2048 * 64
-    assert command.fit(shape, 1e12, 1.0) == shape
-    fitted = command.fit(shape, 1e9, 4 * one_head / 1e9)
-    assert (fitted.batch, fitted.num_heads, fitted.num_kv_heads, fitted.seq_len_q) == (1, 4, 1, 2048)
-    least = command.fit(shape, 1.0, 1.0)
-    assert (least.num_heads, least.num_kv_heads, least.seq_len_q, least.seq_len_kv) == (4, 1, 512, 512)
-
-
 def test_routes_are_timed_interleaved_and_what_fails_is_named(monkeypatch) -> None:
     tiny = Shape("sd15", "", 1, 2, 2, 256, 256, 40)
     race, odd = command.race, Shape("odd", "", 1, 2, 2, 64, 64, 8)
@@ -208,29 +198,6 @@ def test_the_last_line_says_whether_all_was_right_and_what_to_use(wrong, advice)
     last = describe(found).splitlines()[-1]
     assert last.startswith("FAIL 1/2" if wrong else "PASS 1/1")
     assert advice in last
-
-
-def test_refused_calls_are_neither_right_nor_wrong() -> None:
-    refused = Check("plain", "fused", "float32", refused="no GPU")
-    assert _found(why_no_kernels=["x"], checks=[RIGHT, refused]).verdict.startswith("PASS 1/1, 1 refused")
-    assert _found(why_no_kernels=["x"], checks=[refused]).verdict.startswith("FAIL 0/0, 1 refused")
-    assert _found(why_no_kernels=["x"], cut=["some checks"]).verdict.startswith("UNFINISHED 0/0")
-
-
-def test_a_kernel_that_is_wrong_is_named_and_the_route_is_to_be_switched_off() -> None:
-    wrong = KernelCheck("forward-64-float32-none", "shipped", float("nan"), 1e-4)
-    text = describe(_found(kernels=[wrong], checks=[RIGHT]))
-    assert "kernels     0 of 1 right" in text
-    assert "kernel forward-64-float32-none (shipped): differs from the definition by nan" in text
-    assert "FAIL 1/2" in text
-    assert "fused=False" in text
-
-
-def test_the_block_fits_a_screen_however_much_is_wrong() -> None:
-    wrong = [Check(f"case {n}", "fused", "float32", failed="RuntimeError: no") for n in range(300)]
-    text = describe(_found(kernels=[], why_no_kernels=["x"], checks=wrong))
-    assert len(text.splitlines()) < 40
-    assert "and 288 more (--json has all)" in text
 
 
 def test_speed_is_shown_with_its_share_of_the_peak() -> None:

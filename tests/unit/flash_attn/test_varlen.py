@@ -12,7 +12,6 @@ from torch import Tensor
 
 from pascal_attn_core import flash_attn as fa
 from pascal_attn_core.flash_attn.modules.raw import flash_attn_varlen_forward
-from pascal_attn_core.observe import report
 
 
 def ends_of(lengths: list[int]) -> Tensor:
@@ -83,14 +82,6 @@ def test_nothing_is_padded_to_the_longest(requires_grad: bool) -> None:
     assert largest.elements <= q.numel()
 
 
-def test_neighbours_of_equal_lengths_are_one_call() -> None:
-    q, k, v = (torch.randn(26, 2, 4) for _ in range(3))
-    ends = ends_of([5, 5, 5, 3, 4, 4])
-    with report.record() as seen:
-        fa.flash_attn_varlen_func(q, k, v, ends, ends)
-    assert seen.total == 3
-
-
 def test_the_gradient_of_varlen_is_not_made_once_for_each_sequence() -> None:
     q, k, v = (torch.randn(64, 2, 4, requires_grad=True) for _ in range(3))
     ends = ends_of([1, 3] * 16)
@@ -151,13 +142,6 @@ def test_unpadding_and_padding_are_inverse() -> None:
     assert torch.equal(back, hidden * mask[:, :, None, None])
     (grad,) = torch.autograd.grad(back.sum(), hidden)
     assert torch.equal(grad, mask[:, :, None, None].expand_as(grad).to(F64))
-
-
-def test_unused_tokens_have_a_place_and_take_no_part() -> None:
-    mask, unused = torch.tensor([[1, 1, 0, 0]]), torch.tensor([[0, 0, 1, 0]])
-    tokens, indices, ends, longest, used = fa.unpad_input(torch.arange(4.0)[None, :, None], mask, unused)
-    assert tokens[:, 0].tolist() == [0.0, 1.0, 2.0]
-    assert (indices.tolist(), ends.tolist(), longest, used.tolist()) == ([0, 1, 2], [0, 3], 3, [2])
 
 
 def test_rows_are_taken_and_put_with_gradients() -> None:

@@ -13,7 +13,7 @@ from attn_support.fused.packed import each_alone, ends_of
 from torch import Tensor
 
 from pascal_attn_core import UnsupportedAttention
-from pascal_attn_core.call import AttentionCall, check_call
+from pascal_attn_core.call import check_call
 from pascal_attn_core.config import default_config
 from pascal_attn_core.flash_attn import flash_attn_varlen_func
 from pascal_attn_core.fused.code.source import Variant
@@ -23,7 +23,6 @@ from pascal_attn_core.fused.launch.packed import packed_launches
 from pascal_attn_core.fused.launch.plan import Packed
 from pascal_attn_core.fused.trust.kernels import KernelUnavailable, parts
 from pascal_attn_core.observe import report
-from pascal_attn_core.routes.run import add_observer
 from pascal_attn_core.stand_ins.sageattention import sageattn_varlen
 
 LENGTHS = [40, 7, 64]
@@ -158,18 +157,6 @@ def test_without_a_kernel_the_sequences_go_as_before(requires_grad: bool) -> Non
     torch.testing.assert_close(out, expected[0].transpose(0, 1), atol=1e-5, rtol=1e-5)
 
 
-def test_observers_see_each_sequence_alone(queued: list[Launch]) -> None:
-    seen: list[AttentionCall] = []
-    remove = add_observer(seen.append)
-    try:
-        (q, *_), _ = _attend([40, 0, 7], [30, 3, 64], causal=True)
-    finally:
-        remove()
-    assert len(queued) == 1
-    assert [(call.seq_len_q, call.seq_len_kv, call.offset) for call in seen] == [(40, 30, -10), (7, 64, 57)]
-    assert torch.equal(seen[1].query, q[40:].transpose(0, 1)[None])
-
-
 def _planned(lengths: list[int], k_lengths: list[int]) -> list[Launch]:
     query, key = (torch.zeros(1, 2, max(1, sum(n)), 64) for n in (lengths, k_lengths))
     call = check_call(query, key, key)
@@ -192,7 +179,3 @@ def test_no_part_is_longer_than_allowed_where_one_sequence_has_all_the_work() ->
         held = sum(max(0, min(rows, lengths[b] - t * rows)) * lengths[b] for t in tiles for b in batches)
         assert 2 * 128 * held <= limit
     assert sorted(covered) == [(tile, batch) for tile in range(launch.grid[0]) for batch in range(6)]
-
-
-def test_nothing_is_launched_where_there_is_no_tile() -> None:
-    assert _planned([0], [7]) == _planned([], []) == []

@@ -70,13 +70,6 @@ def test_memory_for_the_parts_is_bounded_and_ranges_have_keys(card: dict[str, An
     assert found >= 10
 
 
-def test_there_are_no_other_variants() -> None:
-    for wrong in (Variant("ranges", 64, "float32", arch="gfx906"), Variant("ranges", 48, "float16", arch="gfx906")):
-        assert not wrong.exists
-        with pytest.raises(KeyError):
-            wrong.geometry  # noqa: B018
-
-
 def test_blocks_of_a_unit_are_those_that_registers_and_shared_memory_leave_room_for() -> None:
     table = tool.read_table()
     for arch, head_dim, kind in itertools.product(ARCHS, RANGES_HEAD_DIMS, ("forward", "ranges")):

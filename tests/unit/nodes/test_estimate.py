@@ -78,18 +78,6 @@ def test_the_module_and_its_lists_stay_as_they_were() -> None:
     assert not any(isinstance(p, FakeTensor) for p in block.parameters())
 
 
-def test_no_tensor_without_data_gets_into_a_cache_outside() -> None:
-    cache: dict[int, Tensor] = {}
-
-    class Caching(Block):
-        def forward(self, x: Tensor, override: Any = None) -> Tensor:
-            grid = cache.setdefault(x.shape[1], torch.linspace(0, 1, x.shape[1]))
-            return super().forward(x, override) * grid[:, None]
-
-    follow(Caching(), torch.zeros(1, 64, 32))
-    assert type(cache[64]) is Tensor
-
-
 def test_a_model_far_too_large_for_this_computer_is_followed() -> None:
     with torch.device("meta"):
         block = Block(16384, 128)
@@ -143,11 +131,6 @@ def test_amd_cards_that_have_a_kernel_are_told_and_another_method_of_the_host_is
     found = estimate.Figures(call_of(attention_shape()), dataclasses.replace(card, attention="attention_split"))
     assert found.of_attention(patched=False) == 0
     assert "attention_split" in why(found)
-
-
-def test_this_pytorch_is_asked_with_a_few_tokens() -> None:
-    assert estimate.fused_takes(attention_shape(1 << 20, torch.float32), torch.device("cpu")) is True
-    assert estimate.fused_takes(attention_shape(1 << 20, torch.float32), torch.device("meta")) in (True, False)
 
 
 def test_chunking_bounds_long_calls_only() -> None:

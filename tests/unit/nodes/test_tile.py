@@ -34,12 +34,6 @@ def test_the_number_is_what_the_tiled_route_would_choose(dtype: str) -> None:
     assert tile.plan_for(GTX_1080_TI, shape(dtype=dtype), 8 << 30).kv_block in range(1024, 4096)
 
 
-def test_a_card_that_is_nearly_full_gets_smaller_tiles() -> None:
-    plan = tile.plan_for(GTX_1080_TI, shape(), 16 << 20)
-    assert plan.extra_bytes <= 8 << 20
-    assert plan.kv_block < tile.plan_for(GTX_1080_TI, shape(), 8 << 30).kv_block
-
-
 def test_a_measurement_times_every_size_and_leaves_the_random_numbers_alone(host: StubHost) -> None:
     before = torch.get_rng_state()
     sizes = tile.measured(shape(512, 1), 512, torch.device("cpu"))
