@@ -6,7 +6,6 @@ import math
 import sys
 import types
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -16,10 +15,8 @@ from attn_support.randomness import some
 from torch import Tensor
 
 from pascal_attn_core import AttentionConfig, UnsupportedAttention, patch_flex_attention, sdpa
-from pascal_attn_core.call import check_call
-from pascal_attn_core.call.flex_rules import WINDOW, ScoreRule, Window, block_rule, known_of
+from pascal_attn_core.call.flex_rules import WINDOW, Window, block_rule, known_of
 from pascal_attn_core.flex import create_block_mask, flex_attention
-from pascal_attn_core.fused.launch.select import tensor_reasons
 from pascal_attn_core.observe.memory import measure
 
 flex = pytest.importorskip("torch.nn.attention.flex_attention")
@@ -154,27 +151,6 @@ def test_any_lists_of_blocks(seed: int) -> None:
     assert torch.equal(lse == -math.inf, ~applied(meant, lengths=(2, HEADS, TOKENS, TOKENS)).any(-1))
 
 
-def test_what_changes_in_a_block_mask_counts() -> None:
-    """Programs give a BlockMask another mask_mod (a cache that grows), write into what it reads, or other lists."""
-    given, blocks = inputs(), block_mask(MASKS["causal"])
-
-    def check(mask_mod: Callable) -> None:
-        out = flex_attention(*given, None, blocks, config=SMALL_TILES)
-        torch.testing.assert_close(out, definition(*given, None, mask_mod)[0], rtol=1e-5, atol=1e-5)
-
-    check(lambda b, h, i, j: i >= j)
-    blocks.mask_mod = lambda b, h, i, j: i > j
-    check(lambda b, h, i, j: (i > j) | (i // 64 > j // 64))
-    shift = torch.tensor(0)
-    blocks.mask_mod = lambda b, h, i, j: i > j + shift
-    check(lambda b, h, i, j: (i > j) | (i // 64 > j // 64))
-    shift += 7
-    check(lambda b, h, i, j: (i > j + 7) | ((i // 64 > j // 64) & (i < 256)))  # the last row of blocks is cut off
-    shift -= 7
-    blocks.full_kv_num_blocks.zero_()
-    check(lambda b, h, i, j: (i > j) & ((i // 64 == j // 64) | (i >= 256)))
-
-
 class Learned(torch.nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -216,13 +192,6 @@ def test_gradients_of_what_a_score_mod_reads(how: str) -> None:
 def test_other_routes_say_why_not(route: str) -> None:
     with pytest.raises(UnsupportedAttention, match="score_mod"):
         flex_attention(*inputs(), SCORE_MODS["alibi"], config=AttentionConfig(route=route))
-
-
-def test_the_fused_kernels_say_why_not() -> None:
-    call = check_call(*(t.half() for t in inputs()))
-    assert tensor_reasons(call, (7, 5)) == []
-    rule = ScoreRule(relative, call.query.new_empty(0))
-    assert tensor_reasons(replace(call, score_rule=rule), (7, 5)) == ["the fused kernel has no score_mod"]
 
 
 @pytest.mark.parametrize(("mask", "score_mod"), some(itertools.product(["none", "window", "of heads"], SCORE_MODS), 5))

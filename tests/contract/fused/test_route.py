@@ -161,16 +161,6 @@ def test_the_bits_are_those_of_one_device(card: DeviceInfo, options: dict, dtype
     assert stats.remarks == {}
 
 
-def test_so_are_those_of_last_rows_with_their_keys_in_ranges() -> None:
-    query, key = torch.randn(1, 2, 300, 40).half(), torch.randn(1, 2, 2600, 40).half()
-    with emulated_card(info=replace(RADEON_VII, num_sms=2)):
-        call = check_call(query, key, key)
-        assert choose(call, FUSED).plan.tail is not None
-        assert choose(call, SHARED).route == "several"
-        expected, found = (sdpa(query, key, key, config=c) for c in (FUSED, SHARED))
-    assert torch.equal(found, expected)
-
-
 def test_a_call_whose_keys_are_cut_stays_on_one_device() -> None:
     query, key = torch.randn(1, 4, 16, 64), torch.randn(1, 4, 2000, 64)
     with emulated_card():

@@ -157,15 +157,3 @@ def test_flex_attention_chosen_for_a_processor_stays_its_choice():
         found = {p._attention_backend for p in transformer.attn_processors.values()}
         assert found == {dispatch.AttentionBackendName[expected]}
         transformer.set_attn_processor(None)
-
-
-def test_a_function_as_processor_is_served_by_the_patch_and_refused_by_the_processor(routed):
-    module, x = host.Attention(16, heads=2, dim_head=8).eval(), torch.randn(1, 5, 16)
-    module.processor = plain_function
-    stock = module(x)
-    with patch_attention(module):
-        assert_same(module(x), stock)
-        assert module.processor is plain_function
-    assert len(routed) == 1
-    with pytest.raises(TypeError, match="use patch_attention"):
-        module.set_processor(PascalAttnProcessor())

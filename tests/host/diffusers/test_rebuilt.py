@@ -79,16 +79,6 @@ def attention():
     return tiny.reinitialise(host.Attention(query_dim=32, heads=2, dim_head=16))
 
 
-def test_attention_that_is_added_is_served_as_all_around_it_is(routed):
-    config = AttentionConfig(budget_mib=3)
-    model = torch.nn.Module()
-    model.first = attention()
-    model.first.set_processor(PascalAttnProcessor(config))
-    model.second = torch.nn.Sequential(attention(), torch.nn.Linear(32, 32))
-    model.second(model.first(torch.randn(1, 5, 32)))
-    assert [call["config"] for call in routed] == [config] * 2
-
-
 def test_an_ip_adapter_with_attention_of_its_own_is_served_when_loaded_afterwards(put_on, routed):
     from diffusers.models.embeddings import IPAdapterPlusImageProjection, MultiIPAdapterImageProjection
 

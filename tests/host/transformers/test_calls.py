@@ -98,22 +98,6 @@ def test_a_prefill_arrives_as_causal_with_a_window_and_one_row_of_padding(
     assert shapes == {(2, 1, 1, 19) if padding else None}
 
 
-def test_a_static_cache_is_cut_to_what_is_in_it(registered: str, routed: list) -> None:
-    model, inputs = tiny.build("llama"), tiny.prompt(padding=0)
-    options = {"cache_implementation": "static", "max_new_tokens": 3}
-    tiny.with_attention(model, registered, lambda: tiny.tokens(model, inputs, **options))
-    prefill = [call for call in routed if call["query"][2] > 1]
-    only(prefill, mask=None, is_causal=True, key=torch.Size((2, 2, 19, 8)))
-
-
-def test_chunks_arrive_as_a_band_and_a_rule(registered: str, routed: list) -> None:
-    model = tiny.build("llama4")
-    tiny.with_attention(model, registered, lambda: tiny.logits(model, tiny.prompt(padding=0)))
-    assert routed[0]["window"] == (tiny.WINDOW - 1, -1)
-    assert isinstance(routed[0]["mask"], LazyMask)
-    assert routed[1]["mask"] is None
-
-
 @pytest.mark.filterwarnings("ignore:.gradient_checkpointing_:FutureWarning")
 @pytest.mark.parametrize("family", ["llama", "mistral", "gemma2", "gpt_oss"])
 @pytest.mark.parametrize("checkpointing", [False, True])

@@ -131,15 +131,6 @@ def test_a_window_that_means_something_else_is_called_as_it_is() -> None:
     assert read_pattern(function) == Pattern(None, None, (function,))
 
 
-def test_it_behaves_as_the_host_needs() -> None:
-    mask = ours(masking_utils.causal_mask_function, 0, 9, 9, 0)
-    assert mask.shape == (2, 1, 9, 9)
-    assert (mask.ndim, mask.dim(), mask.size(-1), mask.dtype) == (4, 4, 9, torch.bool)
-    assert mask.contiguous() is mask
-    assert isinstance(mask.to("cpu"), HostMask)
-    assert ours(masking_utils.causal_mask_function, 0, 9, 9, 0, attention_mask=mask) is mask
-
-
 def test_whatever_else_a_model_does_to_it_gives_the_tensor(caplog: pytest.LogCaptureFixture) -> None:
     mask = ours(chunked(), 0, 9, 9, 0)
     dense = mask.dense()
@@ -153,12 +144,3 @@ def test_whatever_else_a_model_does_to_it_gives_the_tensor(caplog: pytest.LogCap
     assert torch.equal(torch.where(mask, 0.0, -1.0), torch.where(dense, 0.0, -1.0))
     assert torch.equal(torch.cat([mask, dense], dim=-1), torch.cat([dense, dense], dim=-1))
     assert "L*S" in caplog.text
-
-
-def test_a_single_query_gets_a_row_that_a_compiled_decode_can_take() -> None:
-    """A tensor, not an object with numbers that change from step to step."""
-    row = ours(masking_utils.causal_mask_function, 5, 1, 16, 0, allow_is_causal_skip=False)
-    assert isinstance(row, Tensor)
-    assert (row.shape, row[0, 0, 0].tolist()) == ((2, 1, 1, 16), [True] * 6 + [False] * 10)
-    assert ours(masking_utils.causal_mask_function, 5, 1, 6, 0) is None
-    assert ours(masking_utils.causal_mask_function, torch.tensor(5), 1, 6, 0) is None

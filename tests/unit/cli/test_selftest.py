@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import threading
 import time
 from unittest.mock import Mock
 
@@ -19,9 +18,8 @@ from pascal_attn_core.cli import selftest as command
 from pascal_attn_core.cli.bench.shapes import Shape
 from pascal_attn_core.fused.code.source import all_variants, gguf_variants, linear_variants
 from pascal_attn_core.fused.trust.kernels import Kernels, KernelUnavailable
-from pascal_attn_core.machine import facts as machine
 from pascal_attn_core.machine.device import DeviceInfo
-from pascal_attn_core.machine.facts import Clocks, highest_of, parse_clocks, watched_clocks
+from pascal_attn_core.machine.facts import Clocks, parse_clocks
 from pascal_attn_core.machine.runtime import Runtime, using
 from pascal_attn_core.routes.tiled import TiledRoute
 from pascal_attn_core.selftest import Selftest, cases, describe
@@ -255,23 +253,3 @@ def test_clocks_are_read_and_what_a_card_does_not_say_is_left_out(said: str, clo
     found = parse_clocks(said)
     assert found == clocks
     assert found is None or found.text == text
-
-
-def test_clocks_are_watched_until_the_block_ends_and_no_thread_is_left(monkeypatch) -> None:
-    known = [Clocks(1500, 1, 1, 1), Clocks(1900, 2, 2, 2), Clocks(1600, 3, 3, 3)]
-    answers = iter(known)
-    asked = threading.Event()
-
-    def ask(device):
-        found = next(answers, None)
-        if found is None:
-            asked.set()
-        return found
-
-    monkeypatch.setattr(machine, "ask_clocks", ask)
-    monkeypatch.setattr(machine, "_WATCH_SECONDS", 0.001)
-    with watched_clocks(torch.device("cuda")) as seen:
-        assert asked.wait(10)
-    assert seen == known
-    assert highest_of(seen) == known[1]
-    assert "clocks" not in [thread.name for thread in threading.enumerate()]

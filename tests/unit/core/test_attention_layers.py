@@ -83,15 +83,6 @@ def test_the_naive_layer_returns_the_probabilities_and_its_gradients_flow() -> N
     torch.testing.assert_close(torch.autograd.grad(out, x, seed)[0], ours, atol=1e-5, rtol=1e-4)
 
 
-@pytest.mark.parametrize(("seq_len", "total", "computed"), [(1024, 256, 136), (1000, 256, 136), (64, 1, 1), (65, 4, 3)])
-def test_causal_efficiency_counts_the_tiles_below_the_diagonal(seq_len: int, total: int, computed: int) -> None:
-    found = layers.FlashAttentionV2(EMBED, HEADS, causal=True).get_causal_efficiency(seq_len)
-    assert (found["total_blocks"], found["computed_blocks"]) == (total, computed)
-    assert found["skipped_blocks"] == total - computed
-    assert found["compute_savings_percent"] == pytest.approx(100 * (total - computed) / total)
-    assert layers.FlashAttentionV2(EMBED, HEADS).get_causal_efficiency(seq_len)["skipped_blocks"] == 0
-
-
 @pytest.mark.parametrize(
     ("make", "match"),
     [

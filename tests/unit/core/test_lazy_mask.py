@@ -179,17 +179,3 @@ def test_a_compiled_rule_takes_no_matrix(function, requires_grad: bool) -> None:
         if requires_grad:
             out.sum().backward()
     assert memory.largest_tensor_bytes < tokens * tokens / 2  # a bool mask of one head has tokens * tokens bytes
-
-
-def test_other_tensors_need_a_registered_rule() -> None:
-    class Subclass(torch.Tensor):
-        pass
-
-    query = torch.randn(1, 2, 600, 8).as_subclass(Subclass)
-    with pytest.raises(TypeError, match="mask_rule must register the rule of a LazyMask"):
-        sdpa(query, query, query, _mask(_bias))
-    registered = _mask(sloped, dtype=torch.float32, tensors=(SLOPES,))
-    out = sdpa(query, query, query, registered)
-    plain = query.as_subclass(torch.Tensor)
-    assert type(out) is Subclass
-    assert torch.equal(out.as_subclass(torch.Tensor), sdpa(plain, plain, plain, registered))

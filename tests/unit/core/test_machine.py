@@ -142,14 +142,6 @@ def test_a_card_is_what_it_says_and_with_an_override_what_the_system_says(topolo
         assert true_arch(NOWHERE, variables("HSA_OVERRIDE_GFX_VERSION"), folder) == arch
 
 
-def test_a_system_that_does_not_say_leaves_it_unknown(tmp_path: Path) -> None:
-    assert true_arch(NOWHERE, OVERRIDE, tmp_path / "nothing") == UNKNOWN
-    assert true_arch((0, 3, 0), OVERRIDE, tmp_path) == UNKNOWN
-    (tmp_path / "0").mkdir()
-    (tmp_path / "0" / "properties").write_text("gfx_target_version many\n\nname\n")
-    assert true_arch(NOWHERE, OVERRIDE, tmp_path) == UNKNOWN
-
-
 def test_of_several_cards_it_is_the_one_in_this_place(topology) -> None:
     folder = topology((100100, 3), (100306, 17))  # a card, and graphics inside the processor
     assert true_arch((0, 3, 0), OVERRIDE, folder) == "gfx1010"
@@ -215,16 +207,6 @@ def test_a_card_is_known_by_its_architecture_also_what_an_older_torch_does_not_s
     assert (rdna.wave_size, rdna.shared_bytes, rdna.is_rdna) == (32, 64 << 10, True)
     unnamed = rocm()
     assert (unnamed.arch, unnamed.true_arch, unnamed.wave_size) == ("", "", 0)
-
-
-def test_a_card_under_an_override_is_asked_for_where_it_is(rocm, topology, monkeypatch: pytest.MonkeyPatch) -> None:
-    ask = functools.partial(true_arch, folder=topology((100100, 3), (100306, 17)))
-    monkeypatch.setattr(device_module, "true_arch", ask)
-    facts = {"gcnArchName": "gfx1030", "pci_domain_id": 0, "pci_bus_id": 3, "pci_device_id": 0}
-    assert rocm(**facts).known_arch == "gfx1030"
-    monkeypatch.setattr(device_module, "variables", lambda prefix: {prefix: "10.3.0"})
-    assert (rocm(**facts).arch, rocm(**facts).known_arch) == ("gfx1030", "gfx1010")
-    assert rocm(gcnArchName="gfx1030").known_arch is None
 
 
 CU126 = ("sm_50", "sm_60", "sm_70", "sm_75", "sm_80", "sm_86", "sm_90")

@@ -51,16 +51,6 @@ def test_the_pictures_are_written_and_say_what_they_show(tmp_path: Path) -> None
     assert words == ["skipped: 1", "computed: 1", "partly masked: 2"]
 
 
-def test_a_map_is_a_tensor_and_what_is_made_of_it_is_a_plain_one() -> None:
-    query = torch.randn(1, 2, 5, 4, requires_grad=True)
-    weights = attention_map(query, query, rows=[0, 1])
-    assert isinstance(weights, torch.Tensor)
-    assert weights.rows == [0, 1]
-    assert type(weights * 2) is torch.Tensor
-    (weights**2).sum().backward()
-    assert query.grad is not None
-
-
 def test_the_states_of_a_softmax_are_those_of_the_keys_seen() -> None:
     scores = 5 * torch.randn(150)
     scores[:20] = scores[60:90] = -torch.inf

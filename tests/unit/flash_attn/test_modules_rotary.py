@@ -70,17 +70,6 @@ def test_packed_sequences_and_what_lies_behind_them(interleaved: bool, offset: A
     assert_same_gradients(out, [x], expected, [reference], CLOSE[F64])
 
 
-def test_apply_rotary_turns_back_and_autograd_does_not_look_inside() -> None:
-    cos, sin = tables(6, 4)
-    x = torch.randn(1, 6, 2, 8, dtype=F64, requires_grad=True)
-    out = module.apply_rotary(x, cos, sin)
-    assert not out.requires_grad
-    torch.testing.assert_close(module.apply_rotary(out, cos, sin, conjugate=True), x.detach())
-    y = x.detach().clone()
-    assert module.apply_rotary(y, cos, sin, inplace=True) is y
-    torch.testing.assert_close(y, out)
-
-
 @pytest.mark.parametrize("kind", ["packed", "gqa", "kv", "strided"])
 @pytest.mark.parametrize("interleaved", [False, True])
 def test_parts_in_place(kind: str, interleaved: bool) -> None:
@@ -116,18 +105,6 @@ def test_parts_in_place(kind: str, interleaved: bool) -> None:
         same = module.apply_rotary_emb_kv_ if kind == "kv" else module.apply_rotary_emb_qkv_
         heads = {"num_heads_q": 4} if kind == "gqa" else {}
         assert same(again, cos, sin, seqlen_offsets=offsets, **heads) is again
-
-
-def test_second_derivatives_and_a_view_of_something_that_wants_gradients() -> None:
-    cos, sin = tables(4, 2)
-    x = torch.randn(1, 4, 1, 5, dtype=F64, requires_grad=True)
-    assert torch.autograd.gradgradcheck(lambda t: module.apply_rotary_emb(t, cos, sin).pow(3), (x,))
-    qkv = torch.randn(1, 4, 3, 1, 5, dtype=F64, requires_grad=True)
-    assert torch.autograd.gradcheck(lambda t: module.apply_rotary_emb_qkv_(t * 1.0, cos, sin), (qkv,))
-    assert torch.autograd.gradcheck(
-        lambda t: module.apply_rotary_emb((t * 1.0)[:, :, 0], cos, sin, inplace=True), (qkv,)
-    )
-    assert torch.autograd.gradgradcheck(lambda t: module.apply_rotary_emb_kv_((t * 1.0)[:, :, 1:], cos, sin), (qkv,))
 
 
 @pytest.mark.parametrize("interleaved", [False, True])

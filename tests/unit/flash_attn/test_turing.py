@@ -24,23 +24,6 @@ def test_its_module_is_there_with_its_six_functions() -> None:
     """)
 
 
-def test_a_real_one_is_left_alone(tmp_path) -> None:
-    (tmp_path / "flash_attn_turing.py").write_text("real = True\n")
-    run(
-        """
-        from pascal_attn_core.flash_attn import install_as_flash_attn
-        with install_as_flash_attn():
-            import flash_attn, flash_attn_turing
-            assert flash_attn_turing.real
-        del __import__("sys").modules["flash_attn_turing"]
-        with install_as_flash_attn(replace=True):
-            import flash_attn_turing
-            assert not hasattr(flash_attn_turing, "real")
-        """,
-        paths=(tmp_path,),
-    )
-
-
 @pytest.mark.parametrize(
     "options",
     [

@@ -18,10 +18,9 @@ from pascal_attn_core.fused.code import prebuilt
 from pascal_attn_core.fused.code.amd_code import NotACodeObject, arch_of, renamed, unbundled
 from pascal_attn_core.fused.code.compilation import Compilation, GgufLinearVariant
 from pascal_attn_core.fused.code.kinds import GGUF_LINEAR
-from pascal_attn_core.fused.code.source import Variant, amd_variants, digest, source
+from pascal_attn_core.fused.code.source import Variant, amd_variants, digest
 from pascal_attn_core.fused.geometry import amd as amd_geometry
 from pascal_attn_core.fused.geometry.amd import ARCHS, kernel_arch
-from pascal_attn_core.fused.gpu.hip import hip_compiler
 
 needs_clang = pytest.mark.skipif(
     tool.compiler() is None, reason=f"needs clang {tool.CLANG} with the AMDGPU target (Debian: clang-16 lld-16)"
@@ -220,24 +219,3 @@ def test_clang_says_what_the_table_says_and_needs_no_scratch_for_variants_that_a
         check_metadata(each, tool.compiled(each))
     found = tool.cell(variant, tool.facts(tool.compiled(variant)))
     assert found == tool.read_table()[tool.row_name(variant)][variant.arch]
-
-
-@needs_clang
-def test_a_geometry_that_the_kernels_cannot_have_is_refused() -> None:
-    wrong = source("forward", "gfx906").replace("#if PA_TX > 16", "#if PA_TX > 4")
-    with pytest.raises(RuntimeError, match="the shuffles of a row reach 32 lanes"):
-        tool.compile_variant(ONE, wrong)
-
-
-HIPRTC = hip_compiler()
-
-
-@pytest.mark.skipif(HIPRTC is None or OBJDUMP is None, reason="needs HIPRTC and llvm-objdump (libamdhip64-5, llvm-16)")
-@pytest.mark.parametrize("arch", some(["gfx906-no-dot", "gfx1030-no-dot"], 2))
-def test_so_does_what_hiprtc_makes_of_a_division_of_64_bits(arch: str, tmp_path: Path) -> None:
-    """Among the instructions of :func:`test_what_a_card_of_another_name_gets_means_the_same_to_both`."""
-    assert HIPRTC is not None
-    variant = Variant("split", 64, "float32", arch=arch)
-    target, options = amd_geometry.compile_target(arch), amd_geometry.options(arch)
-    code = HIPRTC.compile(source(variant.kind, arch), target, variant.macros(), options)
-    assert _means_the_same(renamed(code, amd_geometry.target(arch)), arch, tmp_path / "code")

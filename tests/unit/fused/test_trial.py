@@ -117,11 +117,6 @@ def test_a_child_that_dies_or_finds_wrong_numbers_leaves_the_route_off_for_good(
     assert len(start.jobs) == 1
 
 
-def test_a_kernel_that_nobody_asked_for_and_that_faults_leaves_the_route_off_too(trials) -> None:
-    start = Starter(f"if name == {MASKED.name!r}: os.kill(os.getpid(), signal.SIGSEGV)")
-    assert f"{MASKED.name} ended its process: SIGSEGV" in trials(start).reason([FORWARD])
-
-
 # What says nothing about the kernels: a child's body -> the reason.
 PASSING = {
     "killed": ("os.kill(os.getpid(), signal.SIGKILL)", "ended its process: SIGKILL"),
@@ -167,13 +162,6 @@ def test_a_child_that_lacked_memory_is_tried_again_later(trials, monkeypatch) ->
 def test_modes_of_a_card_that_let_no_child_in_are_named_with_what_to_do(trials, words, advice) -> None:
     reason = trials(Child(f"raise RuntimeError({words!r})")).reason([FORWARD])
     assert all(part in reason for part in (words, advice, "PASCAL_ATTN_TRUST=1"))
-
-
-@pytest.mark.parametrize(("status", "is_fault"), [(0xC0000005, True), (0xC0000409, True), (0xC000013A, False)])
-def test_windows_says_by_a_number_what_ended_a_process(trials, status: int, is_fault: bool) -> None:
-    here = trials(_no_child)
-    here._judge(trial.EXACT, [{"variant": FORWARD.name, "begun": True}], status, "", [FORWARD])
-    assert bool(here._off) is is_fault
 
 
 def test_an_interrupt_of_the_user_ends_the_child_and_comes_through(trials, monkeypatch) -> None:
@@ -242,19 +230,6 @@ def test_a_host_has_what_ships_tried_before_any_call_and_makes_room_for_it(trial
         assert each.reason([FORWARD, MASKED]) == ""
     assert [(job.needed, bool(job.others)) for job in start.jobs] == [([], True)]
     assert asked == [512 << 20]
-
-
-@pytest.mark.parametrize(
-    ("body", "words"),
-    [("os.kill(os.getpid(), signal.SIGSEGV)", "ended its process: SIGSEGV"), ("sys.exit(3)", "exit status 3")],
-)
-def test_what_is_found_early_holds_for_the_first_call(trials, body, words) -> None:
-    start = Starter(body)
-    here = trials(start)
-    why = here.ask_early(bool)
-    assert words in why
-    assert here.ask_early(bool) == here.reason([MASKED]) == why
-    assert len(start.jobs) == 1
 
 
 @pytest.mark.parametrize("text", ["", "not json", '["a list"]', '{"good": 3, "off": 4}'])

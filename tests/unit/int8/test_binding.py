@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from pascal_attn_core.int8.binding import Int8Binding, take_off
 from pascal_attn_core.int8.exchange import Exchange, FloatWeight, Source
-from pascal_attn_core.int8.weight import InFloat, Int8Weight, LowRank, joined
+from pascal_attn_core.int8.weight import Int8Weight, LowRank, joined
 from pascal_attn_core.reference.int8_rows import quantize_rows
 
 
@@ -126,16 +126,6 @@ def test_an_adapter_stays_in_float_beside_the_base_weight() -> None:
     assert torch.equal(model.state_dict()["0.weight"], before["0.weight"][2])
     binding.detach(model)
     assert_same(model, before)
-
-
-def test_what_is_written_into_a_weight_holds_what_its_adapter_adds() -> None:
-    base, adapter = torch.randn(8, 16), LowRank(torch.randn(2, 16), torch.randn(8, 2))
-    weight = Int8Weight(quantize_rows(base), in_float=InFloat(base, adapter))
-    whole = weight.float_matrix()
-    weight.data.add_(1.0)
-    assert error_of(weight.float_matrix(), whole + 1) < 1e-6
-    weight.data = whole
-    assert error_of(weight.float_matrix(), whole) < 1e-6
 
 
 class Patient(Source):
@@ -251,19 +241,3 @@ def test_layers_of_the_repeated_blocks_are_taken_and_those_that_set_the_timestep
         model = nn.ModuleDict({part: model})
     (line,) = Int8Binding().report(model).lines
     assert (line.name, line.state) == (name, state)
-
-
-@pytest.mark.parametrize("made", [False, True])
-@pytest.mark.parametrize("used", [False, True])
-def test_a_weight_can_be_viewed_and_copied_in_and_out_of_inference_mode(made: bool, used: bool) -> None:
-    with torch.inference_mode(made):
-        values = torch.randn(64, 64, generator=torch.Generator().manual_seed(0))
-        weight = nn.Parameter(Int8Weight(quantize_rows(values)), requires_grad=False)
-    matrix = weight.matrix.float()
-    with torch.inference_mode(used):
-        for same in (weight.detach(), weight.data, weight.clone(), nn.Parameter(weight)):
-            assert isinstance(same, Int8Weight)
-            assert torch.equal(same.matrix.codes, weight.matrix.codes)
-        assert torch.equal(weight[:2], matrix[:2])
-        assert torch.equal(weight.t(), matrix.t())
-        assert torch.equal(weight + 0, matrix)

@@ -12,7 +12,6 @@ import torch
 import torch.nn.functional as F
 from attn_support.oracle import error_of
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from pascal_attn_core.int8 import Int8Patch, Int8Weight, int8_linear, patch_linear_int8, quantize_rows
 from pascal_attn_core.int8 import layer as layers
@@ -310,22 +309,6 @@ def test_a_trace_serves_any_number_of_rows(model: Model, x: Tensor, gradients: b
     assert set(states(patch).values()) >= {"on"}
 
 
-def test_traced_or_compiled_before_it_was_measured_it_runs_in_float(model: Model, x: Tensor) -> None:
-    expected = model(x)
-    patch = patch_linear_int8(model)
-    with FakeTensorMode(allow_non_fake_inputs=True):
-        assert model(torch.empty(2, 5, WIDTH)).shape == (2, 5, WIDTH)
-    assert error_of(torch.jit.trace(model, x, check_trace=False)(x), expected) < 1e-6
-    compiled = torch.compile(model, backend="aot_eager")
-    assert error_of(compiled(x), expected) < 1e-6
-    assert patch.report().count("waiting") == len(CHOSEN)
-    eager = model(x)
-    assert error_of(eager, expected) > 1e-4
-    assert torch.equal(compiled(x), eager)
-    patch.remove()
-    assert error_of(compiled(x), expected) < 1e-6
-
-
 @pytest.mark.parametrize("weights", WEIGHTS)
 def test_removed_the_model_is_what_it_was(model: Model, x: Tensor, weights: str) -> None:
     expected, before = model(x), dict(model.named_parameters())
@@ -344,22 +327,6 @@ def test_removed_the_model_is_what_it_was(model: Model, x: Tensor, weights: str)
     else:
         assert all(before[name] is after[name] for name in before)
         assert torch.equal(model(x), expected)
-
-
-def test_given_up_weights_take_a_quarter_of_the_memory(model: Model, x: Tensor) -> None:
-    patch = patch_linear_int8(model, weights="free", include="*")
-    model(x)
-    held = {
-        tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes()
-        for module in model.modules()
-        for parameter in module._parameters.values()
-        if isinstance(parameter, Int8Weight)
-        for tensor in (parameter.codes, parameter.scales)
-    }
-    assert all(p.original is None for p in model.parameters() if isinstance(p, Int8Weight))
-    report = patch.report()
-    assert sum(held.values()) == sum(line.int8_bytes for line in report.of("on"))
-    assert sum(held.values()) < 0.32 * sum(line.float_bytes for line in report.of("on"))
 
 
 @pytest.mark.parametrize("weights", WEIGHTS)

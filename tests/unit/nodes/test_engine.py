@@ -6,7 +6,6 @@ import threading
 import time
 from dataclasses import replace
 from typing import Any
-from unittest.mock import Mock
 
 import pytest
 import torch
@@ -61,14 +60,6 @@ def test_a_route_that_cannot_take_a_call_gives_way_and_is_named_once() -> None:
     assert "route fused cannot take every call (double 3: " in warning
     assert warning.endswith("these use auto")
     assert engine.run.count("taken") == 3
-
-
-def test_a_tile_that_does_not_fit_the_budget_is_chosen_from_the_card_instead() -> None:
-    given = tuple(torch.randn(1, 1, 4096, 512) for _ in range(3))
-    engine = make_engine(route="tiled", kv_block=4096, q_block=4096, budget_mib=1)
-    out = engine.attend(*given, place=runs.Place("mid"))
-    assert any("the automatic value is used instead" in warning and "mid" in warning for warning in engine.run.warnings)
-    close(out[:, :, :8], (given[0][:, :, :8], *given[1:]))
 
 
 def spoil_first_output(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -229,17 +220,6 @@ def test_the_sample_is_of_the_largest_call_that_can_be_sampled() -> None:
     attend(engine, 128, options=call_module.Options(is_causal=True))
     attend(engine, 48)
     assert engine.end().sample.kind.query == (1, 2, 64, 8)
-
-
-def test_events_that_are_not_over_wait_for_the_end() -> None:
-    made, tally = runs.Run("Flux", "diffusion model", "", "cuda:0"), runs.CallTally()
-    begin, end = Mock(), Mock()
-    begin.elapsed_time.return_value, end.query.return_value = 2, False
-    end.synchronize.side_effect = lambda: end.query.configure_mock(return_value=True)
-    for _ in range(1000):
-        made.time_later(tally, begin, end)
-    made.finish()
-    assert tally.elapsed_ms == 2000
 
 
 def test_gradient_checkpointing_finds_the_same_saved_tensors_in_both_passes() -> None:

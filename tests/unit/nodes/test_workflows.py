@@ -18,15 +18,6 @@ def inputs_of(kind: str) -> dict[str, Any]:
     return {**types.get("required", {}), **types.get("optional", {})}
 
 
-def test_a_new_user_has_nothing_to_set_on_a_patch() -> None:
-    """The front end folds away what carries ``advanced``."""
-    patches = [kind for kind in NODES if kind.endswith(("Patch", "Attention", "Chunking"))]
-    assert len(patches) == 4
-    for kind in patches:
-        shown = [name for name, (_, options) in inputs_of(kind).items() if not options.get("advanced")]
-        assert shown in (["model", "precision", "clip", "vae"], ["model"], ["vae"], ["clip"]), kind
-
-
 def values(node: dict[str, Any]) -> list[Any]:
     """The values of a node's widgets, without the front end's own."""
     return [value for value in node.get("widgets_values") or [] if value not in files.SEED_MODES]

@@ -122,14 +122,6 @@ def test_whatever_fails_there_is_computed_at_home(kind: str, at: int, inputs, ca
     assert stats.devices == {"cpu": 4, "cpu #2": 4}
 
 
-def test_a_device_that_has_failed_leaves_the_others_working(inputs: list[Tensor]) -> None:
-    _helper().leave_alone("cpu failed a moment ago")
-    out, stats = _run(inputs, replace(SHARED, devices=("cpu", "cpu", "cpu")))
-    assert stats.devices == {"cpu": 4, "cpu #2": 0, "cpu #3": 4}
-    assert stats.remarks == {}
-    assert torch.equal(out, sdpa(*inputs, config=ALONE))
-
-
 def test_no_memory_at_home_for_the_parts_is_no_error(inputs: list[Tensor], monkeypatch: pytest.MonkeyPatch) -> None:
     """The call is computed as a whole, which needs less."""
     expected = sdpa(*inputs, config=ALONE)
@@ -264,16 +256,6 @@ def test_the_division_is_the_best_there_is(heads: int, speed: Speed) -> None:
     best = min(max((heads - there) * 2.0, there * away) for there in range(heads))
     assert sum(counts) == heads
     assert ratio == pytest.approx(best / (heads * 2.0))
-
-
-def test_what_cannot_be_timed_now_stays_at_home(inputs: list[Tensor], timed: Callable[[Any], Any]) -> None:
-    clock = Clock(1.0, 1.1, 0.1)
-    with timed(clock):
-        choice = choose(check_call(*inputs), SHARED, may_time=False)
-        assert choice.why.endswith("on one device: the devices were not timed, and cannot be now")
-        _run(inputs)
-        assert choose(check_call(*inputs), SHARED, may_time=False).route == "several"
-    assert clock.runs == 1
 
 
 def test_a_device_that_fails_while_it_is_timed_is_left_alone(inputs: list[Tensor], timed: Callable[[Any], Any]) -> None:

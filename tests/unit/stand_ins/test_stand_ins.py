@@ -13,7 +13,6 @@ from torch import nn
 from pascal_attn_core.stand_ins import attn_bias as masks
 from pascal_attn_core.stand_ins.sageattention import sageattn, sageattn_varlen
 from pascal_attn_core.stand_ins.xformers import (
-    ANY_OPS,
     RMSNorm,
     SwiGLU,
     memory_efficient_attention,
@@ -68,19 +67,6 @@ ENDS = torch.tensor([0, 5, 12])
 def test_wrong_arguments_are_named(call: Callable[[], Any], kind: type[Exception], words: str) -> None:
     with pytest.raises(kind, match=words):
         call()
-
-
-@pytest.mark.torch_2_5
-def test_under_compile_a_call_is_one_node_and_blocks_break_the_graph() -> None:
-    blocks = masks.BlockDiagonalMask.from_seqlens([5, 7])
-    calls: list[tuple[bool, Callable[[Any], Any]]] = [
-        (True, lambda x: memory_efficient_attention(x, x, x, masks.LowerTriangularMask(), op=ANY_OPS)),
-        (True, lambda x: sageattn(x, x, x, "NHD", smooth_k=False)),
-        (False, lambda x: memory_efficient_attention(x[:1], x[:1], x[:1], blocks)),
-    ]
-    for fullgraph, call in calls:
-        torch._dynamo.reset()
-        torch.testing.assert_close(torch.compile(call, backend="eager", fullgraph=fullgraph)(X), call(X))
 
 
 @pytest.mark.parametrize("bias", [True, False])

@@ -212,14 +212,6 @@ def test_trials_leave_the_vaes_own_state_alone(options: dict[str, Any]) -> None:
     copy.deepcopy(vae)
 
 
-def test_a_call_that_is_given_up_leaves_the_vaes_own_state_alone() -> None:
-    x, vae, other = torch.randn(1, 3, 20, 20), Remembering().eval(), Remembering().eval()
-    with torch.no_grad(), patch_vae(vae, when="needed"):
-        with OutOfMemory(3):  # the buffer has been written to, and an attribute set
-            assert_close(vae.decode(x), other.decode(x))
-        assert (vae.count, len(vae.cache)) == (1, 1)
-
-
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [

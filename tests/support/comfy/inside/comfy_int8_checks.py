@@ -176,19 +176,6 @@ def float8_weights_are_rounded_to_integers_of_the_same_bytes():
 
 
 @check
-def the_hosts_count_of_loaded_memory_is_the_same():
-    base, _ = wan()
-    sizes = base.model_size(), base.loaded_size()
-    assert sizes[1] > 0
-    model = patched(base)
-    sample(model)
-    assert (model.model_size(), model.loaded_size()) == sizes
-    assert model.clone().model_size() == sizes[0]
-    unload()
-    assert base.loaded_size() == 0
-
-
-@check
 def a_weight_that_cannot_return_to_its_device_is_cast_by_the_host():
     base, stock = wan()
     model = patched(base)
