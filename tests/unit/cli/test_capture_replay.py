@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from pascal_attn_core import cli, sdpa
-from pascal_attn_core.capture import capture, load_calls
+from pascal_attn_core.capture import capture, load_calls, observe
 from pascal_attn_core.sdpa_patch import patch_sdpa
 
 ORIGINAL = F.scaled_dot_product_attention
