@@ -136,7 +136,7 @@ def _weights(subject: Subject) -> Iterator[str]:
 
 
 def largest_text(found: Largest, subject: Subject, decode: Fit | None) -> str:
-    """What fits, a line for each axis. ``decode``: the largest picture that the VAE decodes in one piece; None = no
+    """Say what fits, a line for each axis. ``decode``: the largest picture that the VAE decodes in one piece; None = no
     VAE was given."""
     streamed = subject.is_streamed
     beside = "with the weights streamed from system memory" if streamed else "beside all weights of the model"

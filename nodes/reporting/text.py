@@ -77,7 +77,7 @@ def _printed(section: Section) -> Iterator[str]:
 
 
 def _sections(findings: Findings) -> Iterator[Section]:
-    """Of each run what happened, then its calls by kind."""
+    """For each run a section that says what happened, and one of its calls by kind."""
     for shown in findings.shown:
         run = shown.run
         node = "" if run.unique_id is None else f", node {run.unique_id}"
@@ -88,7 +88,7 @@ def _sections(findings: Findings) -> Iterator[Section]:
 
 
 def _rows(shown: Shown, memory: dict[str, int]) -> Iterator[Row]:
-    """What happened in a run, a fact in each row; empty texts for what did not."""
+    """Yield a row for each fact about a run; rows without a text are left out."""
     run = shown.run
     yield Row("", shown.remark, tone="caution")
     yield Row("settings", run.settings)
