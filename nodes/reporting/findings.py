@@ -19,7 +19,6 @@ PATCHES = {
     "PascalTextEncoderAttention": ("Pascal Text Encoder Attention", "text encoder"),
     "PascalFFNChunking": ("Pascal FFN Chunking", "feed-forward"),
     "Pascal8Bit": ("Pascal 8-Bit", "int8"),
-    "PascalInt8Linear": ("Pascal Int8 Linear", "int8"),
 }
 
 

@@ -1,4 +1,4 @@
-"""The node Pascal Int8 Linear and what stands behind it, without ComfyUI; with it: tests/host/comfyui."""
+"""The node Pascal 8-Bit and what stands behind it, without ComfyUI; with it: tests/host/comfyui."""
 
 import gc
 import importlib
@@ -207,13 +207,3 @@ def test_on_a_cpu_attention_is_left_alone_unless_asked_for(attention: str, devic
     assert (layers.attention is not None) == expected
     assert bool(layers.why_exact) == (attention == "auto" and not expected)
     assert ("attention in 8 bits with an error of at most 2.0%" in layers.settings) == expected
-
-
-def test_the_older_node_stays_as_it_was_and_says_so() -> None:
-    older, newer = node_module("int8_linear").PascalInt8Linear, node_module("eight_bit").Pascal8Bit
-    assert older.DEPRECATED
-    inputs = ["model", "max_error", "include", "exclude", "weights", "int8_files"]
-    assert list(older.INPUT_TYPES()["required"]) == inputs
-    assert set(inputs) < set(newer.INPUT_TYPES()["required"])
-    assert newer.DESCRIPTION.startswith("Not exact: the relative error is")
-    assert not getattr(newer, "DEPRECATED", False)

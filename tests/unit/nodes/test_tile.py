@@ -86,7 +86,6 @@ def choose(mode: str, **inputs: Any) -> tuple[int, str]:
     return tile.PascalTileSize().choose(mode, **{"tokens": 512, "heads": 1, "unique_id": "1", **inputs})
 
 
-@pytest.mark.parametrize("mode", ["measure", "measure again"])
 @pytest.mark.parametrize(
     ("times", "size", "words"),
     [
@@ -95,9 +94,9 @@ def choose(mode: str, **inputs: Any) -> tuple[int, str]:
         ((10.0, math.inf, 9.0), 512, "512 keys per tile are fastest"),
     ],
 )
-def test_the_winner_is_said_on_the_node(host, clock: Mock, mode: str, times: Any, size: int, words: str) -> None:
+def test_the_winner_is_said_on_the_node(host, clock: Mock, times: Any, size: int, words: str) -> None:
     clock.side_effect = Clock(*times)
-    found, text = choose(mode)
+    found, text = choose("measure")
     assert found == size
     listed = ", ".join(
         f"{name}: {time:g} ms" for name, time in zip(("own choice", "256", "512"), times) if time < math.inf

@@ -112,12 +112,12 @@ def allows(spec: tuple, value: Any) -> bool:
 def test_each_workflow_patches_the_model_exactly_and_ends_in_a_report(name: str) -> None:
     used = set(files.ours(files.prompt_of(name)).values())
     assert {"PascalAttentionPatch", "PascalAttentionReport"} <= used
-    assert not {"Pascal8Bit", "PascalInt8Linear"} & used
+    assert "Pascal8Bit" not in used
 
 
 def test_one_workflow_has_every_node_that_a_model_of_comfyui_can_use() -> None:
-    """Left out are a switch of the process, what needs a second card, and the older form of a node."""
-    others = {"PascalFlashAttnFunctions", "PascalSecondCard", "PascalInt8Linear"}
+    """Left out are a switch of the process, and what needs a second card."""
+    others = {"PascalFlashAttnFunctions", "PascalSecondCard"}
     found = {
         node["type"]: node["mode"] for node in files.opened("Pascal-SD15-every-node")["nodes"] if node["type"] in NODES
     }

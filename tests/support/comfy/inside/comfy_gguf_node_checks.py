@@ -1,4 +1,4 @@
-"""GGUF files of ComfyUI-GGUF under Pascal Int8 Linear, inside the host: see ``comfy_checks``."""
+"""GGUF files of ComfyUI-GGUF under Pascal 8-Bit, inside the host: see ``comfy_checks``."""
 
 import asyncio
 import functools

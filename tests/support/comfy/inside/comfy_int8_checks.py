@@ -1,4 +1,4 @@
-"""Pascal Int8 Linear inside the host: see ``comfy_checks``."""
+"""Pascal 8-Bit inside the host: see ``comfy_checks``."""
 
 import comfy.sd
 import torch
@@ -6,13 +6,14 @@ from comfy_checks import Skip, check, pack, raises, replaced, run_of, runs, unlo
 from comfy_estimate_checks import followed
 from comfy_inproc import families, load_lora, load_model, load_pack, sample, tiny_file, wan
 
-NODE = load_pack()["PascalInt8Linear"]
+NODE = load_pack()["Pascal8Bit"]
 KEY = "diffusion_model.blocks.0.ffn.0.weight"
 NEAR = 0.05  # of the result's size: what a hundred layers that err by 1 % each make of it at most
 
 
 def node(model, max_error=0.05, include="", exclude="", weights="host", int8_files="auto"):
-    return NODE().patch(model, max_error, include, exclude, weights, int8_files, "1")
+    given = {"max_error": max_error, "include": include, "exclude": exclude, "weights": weights}
+    return NODE().patch(model, "off", 0.02, True, "1", **given, int8_files=int8_files)
 
 
 def patched(*args, **options):

@@ -1,4 +1,4 @@
-"""ComfyUI's own quantised files under Pascal Int8 Linear, inside the host: see ``comfy_checks``."""
+"""ComfyUI's own quantised files under Pascal 8-Bit, inside the host: see ``comfy_checks``."""
 
 import contextlib
 import json
