@@ -8,6 +8,36 @@ from .comfy import comfy_kitchen, inputs
 from .patches import int8
 from .patches.int8_attention import AUTO, CHOICES
 
+# What the inputs do, as their tooltips say it.
+_ATTENTION = (
+    "Attention in 8 bits. auto: on devices that have the 8-bit kernel, in the layers in which it is faster. "
+    "always: on a CPU too, where it is slow and for checks. off: attention is not touched."
+)
+_ATTENTION_LIMIT = (
+    "Largest relative error allowed in an attention layer's output, measured on its own inputs. A layer above "
+    "it stays exact. Typical errors are 0.001 to 0.013."
+)
+_LIMIT = (
+    "Largest relative error allowed in a linear layer's output, measured on its own inputs. A layer above it "
+    "stays in float. Typical errors are 0.01 to 0.02."
+)
+_INCLUDE = (
+    "Only these layers, separated by commas: names of blocks or layers (double_blocks.3, img_mlp), or shell "
+    "patterns for whole names (*.ff.*). Empty = the layers of the repeated blocks, without embeddings, norms "
+    "and modulation."
+)
+_EXCLUDE = "Layers that stay in float, given in the same way. Empty = none."
+_WEIGHTS = (
+    "Where the float weights are kept while the model is loaded. host: they move to system memory, which frees "
+    "memory on the card. keep: they stay on the card; loading is faster."
+)
+_FILES = (
+    "For files whose layers are already in int8. auto: this package computes them on NVIDIA cards below "
+    "compute capability 7.5, where ComfyUI has no kernel for them. always: this package computes them on every "
+    "device. off: ComfyUI computes them."
+)
+_LINEAR = "Linear layers in 8 bits: the inputs below are about them."
+
 
 class Pascal8Bit(inputs.PascalNode):
     """MODEL -> MODEL: attention and linear layers of the diffusion model in 8-bit integers, not exact."""
@@ -34,47 +64,19 @@ class Pascal8Bit(inputs.PascalNode):
 
     @classmethod
     def INPUT_TYPES(cls) -> dict[str, Any]:
-        attention = (
-            "Attention in 8 bits. auto: on devices that have the 8-bit kernel, in the layers in which it is faster. "
-            "always: on a CPU too, where it is slow and for checks. off: attention is not touched."
-        )
-        attention_limit = (
-            "Largest relative error allowed in an attention layer's output, measured on its own inputs. A layer above "
-            "it stays exact. Typical errors are 0.001 to 0.013."
-        )
-        limit = (
-            "Largest relative error allowed in a linear layer's output, measured on its own inputs. A layer above it "
-            "stays in float. Typical errors are 0.01 to 0.02."
-        )
-        include = (
-            "Only these layers, separated by commas: names of blocks or layers (double_blocks.3, img_mlp), or shell "
-            "patterns for whole names (*.ff.*). Empty = the layers of the repeated blocks, without embeddings, norms "
-            "and modulation."
-        )
-        exclude = "Layers that stay in float, given in the same way. Empty = none."
-        weights = (
-            "Where the float weights are kept while the model is loaded. host: they move to system memory, which frees "
-            "memory on the card. keep: they stay on the card; loading is faster."
-        )
-        files = (
-            "For files whose layers are already in int8. auto: this package computes them on NVIDIA cards below "
-            "compute capability 7.5, where ComfyUI has no kernel for them. always: this package computes them on every "
-            "device. off: ComfyUI computes them."
-        )
         more = inputs.ADVANCED
         error = {"min": 0.0, "max": 1.0, "step": 0.001}
-        linear = "Linear layers in 8 bits: the inputs below are about them."
         return {
             "required": {
                 "model": ("MODEL", {"tooltip": "The model to patch. A clone is patched; the original is not changed."}),
-                "attention": (list(CHOICES), {"default": AUTO, "tooltip": attention}),
-                "attention_max_error": ("FLOAT", {"default": 0.02, "tooltip": attention_limit, **error}),
-                "linear_layers": ("BOOLEAN", {"default": True, "tooltip": linear}),
-                "max_error": ("FLOAT", {"default": 0.05, "tooltip": limit, **error}),
-                "include": ("STRING", {"default": "", "tooltip": include, **more}),
-                "exclude": ("STRING", {"default": "", "tooltip": exclude, **more}),
-                "weights": (["host", "keep"], {"default": "host", "tooltip": weights, **more}),
-                "int8_files": (list(comfy_kitchen.CHOICES), {"default": "auto", "tooltip": files, **more}),
+                "attention": (list(CHOICES), {"default": AUTO, "tooltip": _ATTENTION}),
+                "attention_max_error": ("FLOAT", {"default": 0.02, "tooltip": _ATTENTION_LIMIT, **error}),
+                "linear_layers": ("BOOLEAN", {"default": True, "tooltip": _LINEAR}),
+                "max_error": ("FLOAT", {"default": 0.05, "tooltip": _LIMIT, **error}),
+                "include": ("STRING", {"default": "", "tooltip": _INCLUDE, **more}),
+                "exclude": ("STRING", {"default": "", "tooltip": _EXCLUDE, **more}),
+                "weights": (["host", "keep"], {"default": "host", "tooltip": _WEIGHTS, **more}),
+                "int8_files": (list(comfy_kitchen.CHOICES), {"default": "auto", "tooltip": _FILES, **more}),
             },
             "hidden": {"unique_id": "UNIQUE_ID"},
         }

@@ -96,10 +96,10 @@ def gather(prompt: dict[str, Any], unique_id: str | None, *, exactness_check: bo
     for entry in shown if exactness_check else ():
         check(entry.run)
     shown = merged(shown)
-    alarms = complaints(machine) + [text for entry in shown for text in entry.alarms]
+    alarms = complaints(machine) + [text for entry in shown for text in entry.said(entry.alarms)]
     for alarm in alarms:
         log.warning("pascal_attn: report: %s", alarm)
-    alarms += [f"{entry.name}: {text}" for entry in shown for text in entry.run.warnings]
+    alarms += [text for entry in shown for text in entry.said(entry.run.warnings)]
     devices = {entry.run.device for entry in shown}
     memory = {device: host.free_and_total_bytes(torch.device(device))[1] for device in devices}
     return Findings(machine, shown, alarms, remarks, host.versions(), memory)

@@ -6,11 +6,11 @@ import re
 import time
 from dataclasses import dataclass, field, replace
 from itertools import groupby
+from typing import NamedTuple
 
 from ...pascal_attn_core.machine.facts import Machine
 from ..comfy.prompt import Prompt, kind_of, links, without_effect
 from ..engine.runs import CallKind, CallTally, Run
-from .words import title_of
 
 #: nodes whose runs are reported: their titles, and the part of their runs (two workflows may number nodes alike)
 PATCHES = {
@@ -31,8 +31,7 @@ _BEFORE, _NONE_BEFORE = "Its most recent earlier run is shown.", "It has no earl
 _MOST_GROUPS = 6  # of blocks, in a row
 
 
-@dataclass(frozen=True, eq=False)
-class Shown:
+class Shown(NamedTuple):
     """One run in a report, or several of one node together: a remark ("" = of this prompt, and complete), and how many
     runs there were."""
 
@@ -42,12 +41,11 @@ class Shown:
 
     @property
     def title(self) -> str:
-        """``"Flux, diffusion model"``, ``"SD1ClipModel, text encoder, 2 runs"``."""
-        return title_of(self.run) + (f", {self.times} runs" if self.times > 1 else "")
-
-    @property
-    def name(self) -> str:
-        return self.title + (f" ({self.remark})" if self.remark else "")
+        """``"Flux, diffusion model"``, ``"SD1ClipModel, text encoder, 2 runs"``; what the subject says already is not
+        repeated."""
+        subject, part = self.run.subject, self.run.part
+        words = [subject] if part.lower() in subject.lower() else [subject, part]
+        return ", ".join([*words, f"{self.times} runs"] if self.times > 1 else words)
 
     @property
     def alarms(self) -> list[str]:
@@ -56,8 +54,13 @@ class Shown:
         if run.finished and not (run.tallies or run.gains or run.notes or run.warnings):
             found.append("no attention call reached the patch")
         if run.exactness is not None and not run.exactness.is_exact:
-            found.append(run.exactness.text())
-        return [f"{self.name}: {text}" for text in found]
+            found.append(run.exactness.text)
+        return found
+
+    def said(self, sentences: list[str]) -> list[str]:
+        """The sentences, with the name of what they are about."""
+        name = self.title + (f" ({self.remark})" if self.remark else "")
+        return [f"{name}: {sentence}" for sentence in sentences]
 
 
 def merged(shown: list[Shown]) -> list[Shown]:
@@ -82,7 +85,7 @@ def _together(runs: list[Run]) -> Run:
     whole.elapsed_s, whole.is_exact = sum(run.elapsed_s for run in runs), all(run.is_exact for run in runs)
     whole.peak_bytes = max((run.peak_bytes for run in runs if run.peak_bytes is not None), default=None)
     checks = [run.exactness for run in runs if run.exactness is not None]
-    whole.exactness = max(checks, key=lambda check: (not check.is_exact, check.kind.math_bytes), default=None)
+    whole.exactness = max(checks, key=lambda check: not check.is_exact, default=None)
     for run in runs:
         whole.devices |= run.devices
         for name in ("warnings", "notes", "gains"):
@@ -95,14 +98,13 @@ def _together(runs: list[Run]) -> Run:
 def kinds_of(run: Run) -> list[tuple[CallKind, CallTally, str]]:
     """The run's calls by kind with the block left out (``kind.block`` is ""), and the blocks that make them; most time
     first, then most calls."""
-    sums: dict[CallKind, CallTally] = {}
-    blocks: dict[CallKind, list[str]] = {}
+    found: dict[CallKind, tuple[CallTally, list[str]]] = {}
     for kind, tally in list(run.tallies.items()):
-        anywhere = replace(kind, block="")
-        sums.setdefault(anywhere, CallTally()).merge(tally)
-        blocks.setdefault(anywhere, []).append(kind.block)
-    order = sorted(sums, key=lambda kind: (-sums[kind].elapsed_ms, -sums[kind].count))
-    return [(kind, sums[kind], blocks_text(blocks[kind])) for kind in order]
+        whole, blocks = found.setdefault(replace(kind, block=""), (CallTally(), []))
+        whole.merge(tally)
+        blocks.append(kind.block)
+    rows = [(kind, whole, blocks_text(blocks)) for kind, (whole, blocks) in found.items()]
+    return sorted(rows, key=lambda row: (-row[1].elapsed_ms, -row[1].count))
 
 
 def blocks_text(names: list[str]) -> str:

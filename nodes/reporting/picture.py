@@ -127,24 +127,15 @@ def _font(size: int) -> Any:
         return ImageFont.load_default()
 
 
-def _spelt(text: str) -> str:
-    """The text in letters that the font has, on one line."""
-    return " ".join(text.translate(_SPELT).encode("ascii", "replace").decode().split())
-
-
-def _width(text: str, size: int) -> float:
-    return float(_font(size).getlength(text))
-
-
 def _wrapped(text: str, width: int, size: int) -> list[str]:
-    """The text in lines no wider than ``width``; a word that is wider is cut."""
+    """The text in letters that the font has, in lines no wider than ``width``; a word that is wider is cut."""
     lines: list[str] = []
-    for word in _spelt(text).split():
+    for word in text.translate(_SPELT).encode("ascii", "replace").decode().split():
         longer = f"{lines[-1]} {word}" if lines else word
-        if lines and _width(longer, size) <= width:
+        if lines and _font(size).getlength(longer) <= width:
             lines[-1] = longer
             continue
-        while len(word) > 3 and _width(word, size) > width:
+        while len(word) > 3 and _font(size).getlength(word) > width:
             word = f"{word[:-4]}..."
         lines.append(word)
     return lines

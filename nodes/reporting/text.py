@@ -41,21 +41,13 @@ def draw_report(findings: Findings) -> Image.Image:
     head = [Section(title, [Row("", text) for text in texts], tone) for title, texts, tone in heads if texts]
     runs = [shown.run for shown in findings.shown]
     is_good = gained(runs, findings.attention) and all(run.is_exact for run in runs)
-    return draw(headline(findings), _facts(findings), [*head, *_sections(findings)], tone="good" if is_good else "")
+    subtitle = ", ".join([describe_facts(findings.machine)[0], *map(" ".join, findings.host.items())])
+    return draw(headline(findings), subtitle, [*head, *_sections(findings)], tone="good" if is_good else "")
 
 
 def headline(findings: Findings) -> str:
     """One sentence: the user's gain, or the reason why there was nothing to gain."""
     return gain_line([shown.run for shown in findings.shown], findings.attention)
-
-
-def _facts(findings: Findings) -> str:
-    """``"Pascal Attention Report, 2026-11-23 18:30, GTX 1080 Ti (sm_61), torch 2.13.0, ..."``."""
-    machine = findings.machine
-    when = time.strftime("%Y-%m-%d %H:%M", time.localtime(findings.when))
-    facts = [f"Pascal Attention {machine.package} Report", when]
-    facts += [info.name + (f" ({info.arch})" if info.arch else "") for info in machine.devices]
-    return ", ".join([*facts, f"torch {machine.build.version}", *(" ".join(item) for item in findings.host.items())])
 
 
 def _warnings(findings: Findings) -> list[str]:
@@ -108,7 +100,8 @@ def _rows(shown: Shown, memory: dict[str, int]) -> Iterator[Row]:
     if repaired := run.total("repaired"):
         yield Row("repaired", f"{plural(repaired, 'output')} not finite, recomputed in float32", tone="caution")
     if run.exactness is not None:
-        yield Row("exactness", run.exactness.text(), tone=run.exactness.tone)
+        is_exact, is_known, text = run.exactness
+        yield Row("exactness", text, tone="bad" if not is_exact else "good" if is_known else "caution")
     for text in run.warnings:
         yield Row("WARNING", text, tone="bad")
     for text in run.notes:
