@@ -105,8 +105,8 @@ class PascalMemoryEstimate(inputs.PascalNode):
             decode = vae and bisected(axes[0].sizes, functools.partial(_bytes_of_decoding, vae), available)
             text += "\n" + largest_text(fits, subject, decode)
         _host.say(f"memory estimate: {name} {need_text(found)}", unique_id, f"{name}: {need_text(found)}")
-        saved = max(0.0, (found.peak(patched=False) - found.peak(patched=True)) / MIB)
-        return text, saved, as_image(draw_largest(fits, f"{name}: the largest that fits"))
+        picture = draw_largest(fits, f"{name}: the largest that fits")
+        return text, max(0.0, found.saved_bytes / MIB), as_image(picture)
 
 
 def _bytes_of_decoding(vae: Any, size: Size) -> int:

@@ -49,33 +49,29 @@ class Figures:
     Attributes:
         call, host: what the evaluation does, and where.
         needs: of each kind of attention call.
-        attention, ffn: the largest calls; None where there are none.
+        attention_bytes, ffn_bytes, peaks: without the patch, and with it: the most extra memory of one attention call,
+            of one feed-forward call; the most at any moment, the model's other tensors included.
     """
 
     def __init__(self, call: ModelCall, host: Host):
         self.call, self.host = call, host
         self.needs = {shape: need_of(shape, host) for shape in set(call.attention)}
-        self.attention = max(call.attention, key=lambda shape: shape.score_bytes, default=None)
-        self.ffn = max(call.ffn, key=lambda shape: shape.extra_bytes, default=None)
+        attention = [(shape.live_bytes, self.needs[shape]) for shape in call.attention]
+        ffn = [(layer.live_bytes, _ffn_need(layer, host)) for layer in call.ffn]
+        self.attention_bytes, self.ffn_bytes = ([max((need[i] for _, need in of), default=0) for i in (0, 1)]
+                                                for of in (attention, ffn))  # fmt: skip
+        self.peaks = [max([call.other_bytes, *(live + need[i] for live, need in attention + ffn)]) for i in (0, 1)]
 
-    def of_attention(self, *, patched: bool) -> int:
-        """The most extra memory of one attention call."""
-        return max((need[patched] for need in self.needs.values()), default=0)
+    @property
+    def saved_bytes(self) -> int:
+        """How much lower the peak is with the patch."""
+        return self.peaks[0] - self.peaks[1]
 
-    def of_ffn(self, *, patched: bool) -> int:
-        """The most extra memory of one feed-forward call."""
-        return max((self._ffn_need(each)[patched] for each in self.call.ffn), default=0)
 
-    def peak(self, *, patched: bool) -> int:
-        """The most bytes at any moment, the model's other tensors included."""
-        attention = (shape.live_bytes + self.needs[shape][patched] for shape in self.call.attention)
-        ffn = (layer.live_bytes + self._ffn_need(layer)[patched] for layer in self.call.ffn)
-        return max([self.call.other_bytes, *attention, *ffn])
-
-    def _ffn_need(self, layer: FfnShape) -> Need:
-        is_whole = len(layer.shape) < 2 or layer.shape[-2] < self.host.ffn_tokens
-        chunked = layer.extra_bytes if is_whole else min(layer.extra_bytes, self.host.ffn_budget_mib * MIB)
-        return Need(layer.extra_bytes, chunked)
+def _ffn_need(layer: FfnShape, host: Host) -> Need:
+    is_whole = len(layer.shape) < 2 or layer.shape[-2] < host.ffn_tokens
+    chunked = layer.extra_bytes if is_whole else min(layer.extra_bytes, host.ffn_budget_mib * MIB)
+    return Need(layer.extra_bytes, chunked)
 
 
 def need_of(shape: AttentionShape, host: Host) -> Need:

@@ -65,13 +65,11 @@ def axes_of(shape: Sequence[int], pixels: int, frames: int) -> list[Axis]:
     def batch(b: int) -> Size:
         return Size(b, (b, *shape[1:]), f"batch of {b}")
 
-    pictures = []
-    for short in range(_CELLS, _LARGEST_SIDE + 1, _CELLS):
-        factor = short / min(height, width)
-        h, w = (max(_CELLS, round(side * factor / _CELLS) * _CELLS) for side in (height, width))
-        if max(h, w) <= _LARGEST_SIDE:
-            pictures.append(picture(h, w))
-    axes = [Axis("resolution", picture(height, width), pictures)]
+    scaled = [short / min(height, width) for short in range(_CELLS, _LARGEST_SIDE + 1, _CELLS)]
+    pairs = [[max(_CELLS, round(side * by / _CELLS) * _CELLS) for side in (height, width)] for by in scaled]
+    axes = [
+        Axis("resolution", picture(height, width), [picture(*pair) for pair in pairs if max(pair) <= _LARGEST_SIDE])
+    ]
     if len(shape) == 5:
         axes.append(Axis("frames", video(front[2]), [video(t) for t in range(1, _MOST_FRAMES + 1)]))
     return [*axes, Axis("batch", batch(shape[0]), [batch(b) for b in range(1, _MOST_BATCH + 1)])]
@@ -90,10 +88,7 @@ def find_largest(axis: Axis, trace: Callable[[tuple[int, ...]], ModelCall], host
     at = line_through(axis.now.amount, trace(axis.now.shape), other.amount, trace(other.shape))
     if at is None:
         return []
-    return [
-        bisected(axis.sizes, lambda size, patched=patched: Figures(at(size.amount), host).peak(patched=patched), room)
-        for patched in (False, True)
-    ]
+    return [bisected(axis.sizes, lambda size, i=i: Figures(at(size.amount), host).peaks[i], room) for i in (0, 1)]
 
 
 def bisected(sizes: Sequence[Size], bytes_of: Callable[[Size], int], room: int) -> Fit:

@@ -57,7 +57,7 @@ def text_of(found: Figures, subject: Subject) -> str:
     """The verdict, then a line per fact."""
     latents = " and ".join(" x ".join(map(str, shape)) for shape in subject.latent)
     batch = "prompt and negative prompt in one batch" if subject.copies == 2 else "one prompt at a time"
-    without, patched = (size_text(found.peak(patched=patched)) for patched in (False, True))
+    without, patched = map(size_text, found.peaks)
     lines = [
         f"{subject.name}: {_verdict(found, subject)}",
         f"Latent {latents}, {batch}, on {found.host.info.name or found.host.device}.",
@@ -72,19 +72,18 @@ def text_of(found: Figures, subject: Subject) -> str:
 
 
 def need_text(found: Figures) -> str:
-    without, patched = found.peak(patched=False), found.peak(patched=True)
-    saved = f", {size_text(patched)} with the patch" if patched < without else ""
-    return f"needs {size_text(without)} besides its weights{saved}"
+    without, patched = map(size_text, found.peaks)
+    return f"needs {without} besides its weights" + (f", {patched} with the patch" if found.saved_bytes > 0 else "")
 
 
 def _verdict(found: Figures, subject: Subject) -> str:
     if not subject.available_bytes:
         return f"{need_text(found)}; how much memory there is is not known."
-    without, patched = (found.peak(patched=patched) for patched in (False, True))
+    without, patched = (_fit(need, subject) for need in found.peaks)
     memory = f"{size_text(subject.available_bytes)} of {size_text(subject.total_bytes)} are available"
-    if patched >= without:
-        return f"{_fit(without, subject)}; {memory}. The patch saves nothing here."
-    return f"{_fit(without, subject)} without the patch, {_fit(patched, subject)} with it; {memory}."
+    if found.saved_bytes <= 0:
+        return f"{without}; {memory}. The patch saves nothing here."
+    return f"{without} without the patch, {patched} with it; {memory}."
 
 
 def _fit(need: int, subject: Subject) -> str:
@@ -97,31 +96,32 @@ def _fit(need: int, subject: Subject) -> str:
 
 
 def _attention(found: Figures) -> Iterator[str]:
-    call, largest = found.call, found.attention
+    call, largest = found.call, max(found.call.attention, key=lambda shape: shape.score_bytes, default=None)
     if largest is None:
         yield "Attention: no call found."
         return
-    stored, (batch, heads, queries, width) = found.of_attention(patched=False), largest.query
+    (stored, patched), (batch, heads, queries, width) = found.attention_bytes, largest.query
     sizes = f"{batch} x {heads} heads x {queries} queries x {largest.key[2]} keys of {width}"
     words = f"{sizes} in {dtype_text(largest.dtype)}{', masked' if largest.masked else ''}"
-    without = f"at least {size_text(stored)}" if stored else "no score matrix"
     count = f"{len(call.attention)} calls, {len(found.needs)} different"
     yield f"Attention: {count}; the largest {words}. Its score matrix is {size_text(largest.score_bytes)}."
+    without = f"at least {size_text(stored)}" if stored else "no score matrix"
     yield f"  without the patch: {without} ({found.needs[largest].why})"
-    yield f"  with the patch: {size_text(found.of_attention(patched=True))} at most"
+    yield f"  with the patch: {size_text(patched)} at most"
     if call.unread:
         yield f"  {len(call.unread)} more calls could not be read ({call.unread[0]})"
 
 
 def _ffn(found: Figures) -> Iterator[str]:
-    layer, budget = found.ffn, found.host.ffn_budget_mib
+    layer = max(found.call.ffn, key=lambda shape: shape.extra_bytes, default=None)
     if layer is None:
         yield "Feed-forward: no layer found that could be chunked."
         return
     words = f"{layer.name} ({layer.kind}) on {' x '.join(map(str, layer.shape))} in {dtype_text(layer.dtype)}"
+    without, patched = map(size_text, found.ffn_bytes)
     yield f"Feed-forward: {len(found.call.ffn)} calls; the largest {words}."
-    yield f"  without the patch: {size_text(found.of_ffn(patched=False))}"
-    yield f"  with the patch (in chunks, budget {budget} MiB): {size_text(found.of_ffn(patched=True))}"
+    yield f"  without the patch: {without}"
+    yield f"  with the patch (in chunks, budget {found.host.ffn_budget_mib} MiB): {patched}"
 
 
 def _weights(subject: Subject) -> Iterator[str]:

@@ -133,8 +133,8 @@ def test_reasons_routes_memory_and_troubles_are_all_told():
     text = " ".join(TEXT.report_text(findings(run(tallies, notes=["compiled"], warnings=["beware"]))).split())
     facts = ["taken 4 x tiled, q[", "in double 0 to double 1: no kernel", "passed 7 x passed to ComfyUI, q["]
     facts += ["in double 1: fewer than"]
-    facts += ["5.00 s in attention of 10.0 s (50%)", "+63.0 MiB", "11 calls, 4 taken (tiled 4), 7 passed to ComfyUI"]
-    facts += ["972 MiB: the least that math attention", "7.00 GiB: peak", "11.0 GiB: total memory", "halved 2 times"]
+    facts += ["5 s in attention of 10 s (50%)", "+63 MiB", "11 calls, 4 taken (tiled 4), 7 passed to ComfyUI"]
+    facts += ["972 MiB: the least that math attention", "7 GiB: peak", "11 GiB: total memory", "halved 2 times"]
     facts += ["1 output not finite", "note compiled", "WARNING beware"]
     assert [fact for fact in facts if fact not in text] == []
 
@@ -174,8 +174,7 @@ def test_the_right_answer_is_exact_and_a_wrong_one_is_not(dtype):
     assert CHECK.exactness_of(sample(dtype)).is_exact
     found = CHECK.exactness_of(sample(dtype, 1.1))
     assert not found.is_exact
-    assert found.ours.error > 4 * found.plain.error
-    assert "NOT EXACT" in found.text()
+    assert found.text.startswith("NOT EXACT (rounding explains at most")
 
 
 def test_masks_take_part_in_the_check():
@@ -197,7 +196,8 @@ def test_rows_of_a_query_that_was_nan_are_left_out():
     broken = sample()
     broken.query[7] = math.nan
     found = CHECK.exactness_of(broken)
-    assert (found.is_exact, found.rows) == (True, 63)
+    assert found.is_exact
+    assert "in 63 rows" in found.text
     for wrong in (broken.out[8] + 1, math.nan):
         broken.out[8] = wrong
         assert not CHECK.exactness_of(broken).is_exact
