@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from attn_support.comfy.stub import Patcher, StubHost, node_module
+from attn_support.comfy.stub import Patcher, StubHost, core_module, node_module
 from torch import Tensor, nn
 
 from pascal_attn_core.ffn.binding import FfnBinding
@@ -219,6 +219,18 @@ def test_the_record_says_what_one_run_did(stub_host: StubHost) -> None:
         assert stub_host.said[-1] == f"Model: {headline}"
     chunking.after_run(patcher)
     assert len(runs.remembered()) == 2
+
+
+def test_before_a_run_the_status_counts_what_can_be_chunked_and_what_cannot() -> None:
+    reports, status = core_module("ffn.report"), node_module("ffn_chunking").status
+    able = reports.FfnReportLine("blocks.0.ff", "Feed", "waiting", "")
+    fused = reports.FfnReportLine("single.0", "Fused", "unable", "one matrix with attention")
+    assert status(reports.FfnReport([able, able, fused]), "Flux", "from 2 tokens") == (
+        "2 feed-forward modules of Flux, from 2 tokens; 1 cannot be chunked (Fused)"
+    )
+    assert status(reports.FfnReport([fused]), "Flux", "from 2 tokens") == (
+        "0 feed-forward modules of Flux can be chunked; 1 cannot be chunked (Fused)"
+    )
 
 
 def test_the_budget_from_the_card_is_a_share_of_it() -> None:
