@@ -182,6 +182,14 @@ def test_an_outlier_channel_is_rotated_away() -> None:
     assert line.error < 0.75 * error_of(int8_linear(x, quantize_rows(weight)), F.linear(x, weight))
 
 
+def test_a_rotation_must_be_worth_its_time() -> None:
+    assert best_rotation({0: 0.010, 256: 0.009}, 0.05) == 0
+    assert best_rotation({0: 0.010, 256: 0.004}, 0.05) == 256
+    assert best_rotation({0: 0.052, 256: 0.048}, 0.05) == 256
+    assert best_rotation({0: 0.9, 256: 0.8}, 0.05) == 0
+    assert best_rotation({0: 0.01}, 0.05) == 0
+
+
 def test_calibration_decides_by_the_largest_error_of_all_its_calls(model: Model) -> None:
     plain = torch.randn(1, 50, WIDTH)
     spiky = plain.clone()
