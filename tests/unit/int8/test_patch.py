@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from pascal_attn_core.int8 import Int8Patch, Int8Weight, int8_linear, patch_linear_int8, quantize_rows
 from pascal_attn_core.int8 import layer as layers
 from pascal_attn_core.int8.layer import WEIGHTS
+from pascal_attn_core.int8.measure import best_rotation
 
 WIDTH = 64
 
