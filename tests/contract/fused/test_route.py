@@ -43,7 +43,7 @@ def _leaves(*shapes: tuple[int, ...], dtype: torch.dtype = torch.float32) -> lis
     return [torch.randn(shape).to(dtype).requires_grad_() for shape in shapes]
 
 
-@pytest.mark.parametrize("case", some(TAKEN, 8), ids=lambda case: case.name)
+@pytest.mark.parametrize("case", some(TAKEN, 11), ids=lambda case: case.name)
 def test_every_call_gets_the_answer_of_the_definition(case: Case) -> None:
     inputs, options = case.build()
     with emulated_card(info=ONE_SM) as kernels, poisoned_memory():
@@ -66,7 +66,7 @@ def test_the_table_takes_both_kernels() -> None:
     assert min(sum(map(is_split, TAKEN)), sum(not is_split(case) for case in TAKEN)) > 100
 
 
-@pytest.mark.parametrize("case", some((case for case in GRADIENT_TABLE if takes(case)), 15), ids=lambda case: case.name)
+@pytest.mark.parametrize("case", some((case for case in GRADIENT_TABLE if takes(case)), 20), ids=lambda case: case.name)
 def test_gradients_come_in_the_shapes_of_the_inputs(case: Case) -> None:
     inputs, options = case.build(requires_grad=True)
     if len(inputs) > 3 and inputs[3] is not None:

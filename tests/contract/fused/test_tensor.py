@@ -67,7 +67,7 @@ def _check(inputs: list[Tensor | None], options: dict[str, Any]) -> None:
     assert_close(lse, oracle_lse, similar_lse, "lse", dtype=out.dtype)
 
 
-_CALLS = [(case, is_full) for is_full, every in ((False, 30), (True, 45)) for case in some(TAKEN, every)]
+_CALLS = [(case, is_full) for is_full, every in ((False, 40), (True, 60)) for case in some(TAKEN, every)]
 
 
 @pytest.mark.parametrize(("case", "is_full"), _CALLS, ids=lambda value: getattr(value, "name", value))

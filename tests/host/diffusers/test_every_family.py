@@ -12,7 +12,7 @@ FAMILIES = {family.name: family for family in families()}
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("name", some(FAMILIES, 12))
+@pytest.mark.parametrize("name", some(FAMILIES, 16))
 def test_every_call_of_the_family_is_taken_and_right(name):
     try:
         proof = proving.prove(FAMILIES[name])
