@@ -36,10 +36,9 @@ class Host:
 
 
 class Need(NamedTuple):
-    """Extra memory of a call in bytes: at least ``without`` the patch, at most ``patched``, and why."""
+    """Extra memory of a call in bytes: at least, without the patch, and at most, with it; and why."""
 
-    without: int
-    patched: int
+    sizes: tuple[int, int]
     why: str = ""
 
 
@@ -56,11 +55,14 @@ class Figures:
     def __init__(self, call: ModelCall, host: Host):
         self.call, self.host = call, host
         self.needs = {shape: need_of(shape, host) for shape in set(call.attention)}
-        attention = [(shape.live_bytes, self.needs[shape]) for shape in call.attention]
-        ffn = [(layer.live_bytes, _ffn_need(layer, host)) for layer in call.ffn]
-        self.attention_bytes, self.ffn_bytes = ([max((need[i] for _, need in of), default=0) for i in (0, 1)]
-                                                for of in (attention, ffn))  # fmt: skip
-        self.peaks = [max([call.other_bytes, *(live + need[i] for live, need in attention + ffn)]) for i in (0, 1)]
+        attention = [(shape.live_bytes, self.needs[shape].sizes) for shape in call.attention]
+        ffn = [(layer.live_bytes, _ffn_need(layer, host).sizes) for layer in call.ffn]
+        self.attention_bytes, self.ffn_bytes, self.peaks = ([0, 0], [0, 0], [call.other_bytes] * 2)
+        for calls, most in ((attention, self.attention_bytes), (ffn, self.ffn_bytes)):
+            for live, sizes in calls:
+                for way, size in enumerate(sizes):
+                    most[way] = max(most[way], size)
+                    self.peaks[way] = max(self.peaks[way], live + size)
 
     @property
     def saved_bytes(self) -> int:
@@ -71,7 +73,7 @@ class Figures:
 def _ffn_need(layer: FfnShape, host: Host) -> Need:
     is_whole = len(layer.shape) < 2 or layer.shape[-2] < host.ffn_tokens
     chunked = layer.extra_bytes if is_whole else min(layer.extra_bytes, host.ffn_budget_mib * MIB)
-    return Need(layer.extra_bytes, chunked)
+    return Need((layer.extra_bytes, chunked))
 
 
 def need_of(shape: AttentionShape, host: Host) -> Need:
@@ -81,14 +83,14 @@ def need_of(shape: AttentionShape, host: Host) -> Need:
     except (TypeError, ValueError):
         patched = shape.score_bytes  # left to ComfyUI
     if host.attention:
-        return Need(0, patched, f"ComfyUI's {host.attention} splits it according to the free memory")
+        return Need((0, patched), f"ComfyUI's {host.attention} splits it according to the free memory")
     if not fused_takes(shape, host.device):
         why = "PyTorch has no fused kernel for it here and stores the score matrix"
         if host.info.kind == "hip" and has_kernels(host.info):
             why += "; the patch has a kernel that does not store it, and tiles"
-        return Need(shape.score_bytes, min(patched, shape.score_bytes), why)
+        return Need((shape.score_bytes, min(patched, shape.score_bytes)), why)
     why = "PyTorch has a fused kernel for it here, which stores no score matrix"
-    return Need(0, 0, f"{why}; the patch uses it too") if host.info.is_gpu else Need(0, patched, why)
+    return Need((0, 0), f"{why}; the patch uses it too") if host.info.is_gpu else Need((0, patched), why)
 
 
 def fused_takes(shape: AttentionShape, device: torch.device) -> bool:

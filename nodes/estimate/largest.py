@@ -6,6 +6,7 @@ the two, so that the call at any other size is known without tracing it.
 
 from __future__ import annotations
 
+import functools
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -88,7 +89,11 @@ def find_largest(axis: Axis, trace: Callable[[tuple[int, ...]], ModelCall], host
     at = line_through(axis.now.amount, trace(axis.now.shape), other.amount, trace(other.shape))
     if at is None:
         return []
-    return [bisected(axis.sizes, lambda size, i=i: Figures(at(size.amount), host).peaks[i], room) for i in (0, 1)]
+    return [bisected(axis.sizes, functools.partial(_peak, at, host, way), room) for way in range(len(WAYS))]
+
+
+def _peak(at: Callable[[int], ModelCall], host: Host, way: int, size: Size) -> int:
+    return Figures(at(size.amount), host).peaks[way]
 
 
 def bisected(sizes: Sequence[Size], bytes_of: Callable[[Size], int], room: int) -> Fit:
