@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 import math
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -95,11 +95,11 @@ class PascalMemoryEstimate(inputs.PascalNode):
             attention, others = _host.attention_name(), _weights_of({"text encoder": clip, "VAE": vae})
             host = Host(device, device_info(device), "" if attention == SDPA else attention, budget_from(total))
             available = min(total, free + model.loaded_size())
-            subject = Subject(name, wanted.shapes, followed.copies, model.model_size(), available, total, others)
+            subject = Subject(name, wanted.shapes, model.model_size(), available, total, others)
             trace = functools.partial(_traced, followed, model, wanted, conditioning, tokens)
             axes = axes_of_latent(model, wanted) if available else []
             fits = [(axis, find_largest(axis, trace, host, subject.room)) for axis in axes]
-        found = Figures(followed.call, host)
+        found = Figures(followed, host)
         text, fits = text_of(found, subject), [(axis, ways) for axis, ways in fits if ways]
         if axes:
             decode = vae and bisected(axes[0].sizes, functools.partial(_bytes_of_decoding, vae), available)
@@ -129,14 +129,7 @@ def axes_of_latent(model: Any, latent: Latent) -> list[Axis]:
     return axes_of(tuple(int(size) for size in latent.shapes[0]), pixels, frames)
 
 
-class Followed(NamedTuple):
-    """The model's calls, and prompts per batch."""
-
-    call: ModelCall
-    copies: int
-
-
-def follow(model: Any, latent: Latent, conditioning: Conditioning | None, tokens: int, copies: int) -> Followed | str:
+def follow(model: Any, latent: Latent, conditioning: Conditioning | None, tokens: int, copies: int) -> ModelCall | str:
     """Trace one call of the model with ``copies`` prompts in a batch, or one if it takes no more; returns a
     reason where that fails."""
     reason = "nothing is known about the prompts that it takes"
@@ -151,20 +144,20 @@ def follow(model: Any, latent: Latent, conditioning: Conditioning | None, tokens
                 log.debug("pascal_attn: memory estimate", exc_info=True)
                 continue
             if call.attention:
-                return Followed(call, number)
+                return call
             reason = "it does not offer its attention calls to patches"
     advice = "" if conditioning else " Connect the prompt's conditioning."
     return f"no estimate, since the model could not be traced ({reason}).{advice}"
 
 
 def _traced(
-    known: Followed, model: Any, latent: Latent, conditioning: Conditioning | None, tokens: int, shape: tuple[int, ...]
+    known: ModelCall, model: Any, latent: Latent, conditioning: Conditioning | None, tokens: int, shape: tuple[int, ...]
 ) -> ModelCall:
     if shape == tuple(latent.shapes[0]):
-        return known.call
+        return known
     samples = torch.zeros(shape)
     found = follow(model, Latent(samples, [samples.shape]), conditioning, tokens, known.copies)
-    return found.call if isinstance(found, Followed) else ModelCall()
+    return ModelCall() if isinstance(found, str) else found
 
 
 def batch_copies(model: Any, latent: Latent, free_bytes: int) -> int:

@@ -27,7 +27,6 @@ class Subject:
     Attributes:
         name: of the model.
         latent: the shape of each stream of the latent.
-        copies: prompts in one batch.
         weight_bytes: all weights of the model.
         available_bytes: what is free on the card, and what this model already takes there; 0 = not known.
         total_bytes: all memory of the card.
@@ -36,7 +35,6 @@ class Subject:
 
     name: str
     latent: Sequence[Sequence[int]]
-    copies: int
     weight_bytes: int
     available_bytes: int
     total_bytes: int
@@ -56,7 +54,7 @@ class Subject:
 def text_of(found: Figures, subject: Subject) -> str:
     """The verdict, then a line per fact."""
     latents = " and ".join(" x ".join(map(str, shape)) for shape in subject.latent)
-    batch = "prompt and negative prompt in one batch" if subject.copies == 2 else "one prompt at a time"
+    batch = "prompt and negative prompt in one batch" if found.call.copies == 2 else "one prompt at a time"
     without, patched = map(size_text, found.peaks)
     lines = [
         f"{subject.name}: {_verdict(found, subject)}",

@@ -145,7 +145,7 @@ def test_chunking_bounds_long_calls_only() -> None:
 
 
 def text_for(call: Any, **subject: Any) -> str:
-    given = {"name": "Flux", "latent": [(1, 16, 128, 128)], "copies": 1, "weight_bytes": 20 << 30,
+    given = {"name": "Flux", "latent": [(1, 16, 128, 128)], "weight_bytes": 20 << 30,
              "available_bytes": 10 << 30, "total_bytes": 11 << 30} | subject  # fmt: skip
     return text.text_of(estimate.Figures(call, HOST), text.Subject(**given))
 
@@ -216,7 +216,7 @@ def test_where_nothing_fits_and_where_everything_does() -> None:
     assert [fit.size for fit in largest.find_largest(axis, traced, HOST, 10)] == [None] * 2
     found = largest.find_largest(axis, traced, HOST, 1 << 40)
     assert set(found) == {largest.Fit(axis.sizes[-1], False)}
-    subject = text.Subject("Flux", [], 1, 1, 1 << 40, 1 << 40)
+    subject = text.Subject("Flux", [], 1, 1 << 40, 1 << 40)
     words = text.largest_text([(axis, found)], subject, largest.bisected(axis.sizes, lambda size: 2, 1))
     assert "batch (now batch of 1): as ComfyUI is batch of 256 or more; with Pascal Attention Patch" in words
     assert words.splitlines()[-1].endswith("ComfyUI's own estimate of its VAE: nothing")
