@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .attention import sdpa, sdpa_backward, sdpa_with_lse
-from .call import AttentionCall, Options, check_call, prepared
+from .call import Arguments, AttentionCall, check_call, prepared
 from .config import AttentionConfig, default_config
 from .routes import choose
 from .routes.route import Grads, in_any_graph
@@ -107,7 +107,7 @@ def _checked(
     """This process's call without its mask, and the mask with four dimensions."""
     if attn_mask is not None and not isinstance(attn_mask, Tensor):
         raise TypeError(f"attn_mask must be a tensor or None across processes, got {type(attn_mask).__name__}")
-    query, key, value, attn_mask, _ = prepared(query, key, value, attn_mask, Options())
+    query, key, value, attn_mask, *_ = prepared(Arguments(query, key, value, attn_mask))
     call = check_call(query, key, value, scale=scale, enable_gqa=enable_gqa)
     if query.dim() != 4:
         raise ValueError(f"query must be [B, heads, tokens, head_dim], got {list(query.shape)}")

@@ -31,7 +31,7 @@ from torch import Tensor
 from torch.overrides import _get_current_function_mode, handle_torch_function
 
 from .attention import sdpa
-from .call import PLAIN, Options, check_call, is_causal_bias
+from .call import PLAIN, check_call, is_causal_bias
 from .config import AttentionConfig, default_config, log_once, number_of, switched_on
 from .patching.interception import SDPA_NAME, TORCH_SDPA, SdpaMode, bind_sdpa
 from .patching.patch import Patch
@@ -266,7 +266,7 @@ def _is_refused(args: tuple, kwargs: dict[str, Any]) -> bool:
     call = bind_sdpa(args, kwargs)
     assert not isinstance(call, str)
     try:
-        check_call(*call[:4], Options(*call[4:]))
+        check_call(*call)
     except (TypeError, ValueError) as error:
         log_once(logging.INFO, "%s: a call was passed to torch unchanged: %s", SDPA_NAME, str(error))
         return True

@@ -17,7 +17,6 @@ from typing import Any
 from torch import Tensor
 
 from ..attention import sdpa, sdpa_with_lse
-from ..call import Options
 from ..config import AttentionConfig, UnsupportedAttention
 from ..flash_attn.options import TOKENS, FlashOptions, check_layout
 from ..flash_attn.varlen import varlen_attend
@@ -119,7 +118,7 @@ def sageattn_varlen(
     Returns:
         ``[total_q, Hq, Dv]``.
     """
-    options = FlashOptions(Options(0.0, is_causal, sm_scale, enable_gqa=True), config=config)
+    options = FlashOptions(0.0, is_causal, sm_scale, "upper_left", config=config)
     out, _ = varlen_attend(q, k, v, cu_seqlens_q, cu_seqlens_k, options, with_lse=False)
     return out
 

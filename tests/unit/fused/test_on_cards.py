@@ -337,13 +337,14 @@ os.kill(os.getpid(), signal.SIGSEGV)
 
 @guard.alone(PASCAL_ATTN_TRUST="")
 def test_a_fault_in_8_bits_ends_a_child_and_the_layer_stays_exact() -> None:
+    from pascal_attn_core.call import Arguments
     from pascal_attn_core.fused.trust import trial
     from pascal_attn_core.int8.attention import AttentionBinding, AttentionSite
 
     cards.believe(cards.CARDS[NVIDIA[0]])
     trial._CODE = _FAULT.replace("{", "{{").replace("}", "}}")
     site, query = AttentionSite("layer", "Attention", AttentionBinding().options), _numbers()
-    assert site.attend({"query": query, "key": query, "value": query}) is None
+    assert site.attend(Arguments(query, query, query)) is None
     assert site.line().state == "refused"
     assert site.why.startswith("the 8-bit kernel is left off: its check in a process of its own failed"), site.why
     assert "SIGSEGV" in site.why
