@@ -11,7 +11,7 @@ from torch.overrides import handle_torch_function, has_torch_function
 
 from .call import PLAIN, Arguments, AttentionOutput, Results, Wanted, check_call, prepared
 from .call.lazy_mask import LazyMask
-from .config import AttentionConfig, default_config
+from .config import AttentionConfig, config_of, default_config
 from .routes import choose, is_plainly_short, route_names, why_not
 from .routes.run import gradients, is_watched, run
 from .routes.torch_faults import is_torchs_own, torch_sdpa
@@ -167,15 +167,14 @@ def sdpa_backward(
     given = Arguments(
         query, key, value, attn_mask, 0.0, is_causal, scale, enable_gqa, alignment, window, softcap, sinks
     )
-    call = check_call(*prepared(given))
-    _check_config(config)
+    call, config = check_call(*prepared(given)), config_of(config)
     query, dtype, shape = call.query, call.query.dtype, call.out_shape
     saved = Results(_result("out", out, query, dtype, shape), _result("lse", lse, query, call.sums_dtype, shape[:-1]))
     grad_out = _result("grad_out", grad_out, query, dtype, shape)
     if grad_lse is not None:
         grad_lse = _result("grad_lse", grad_lse, query, call.sums_dtype, shape[:-1])
     with torch.no_grad():
-        grads = gradients(call, default_config() if config is None else config, saved, Wanted(grad_out, grad_lse))
+        grads = gradients(call, config, saved, Wanted(grad_out, grad_lse))
     return grads.query, grads.key, grads.value
 
 
@@ -207,8 +206,7 @@ def explain(
 ) -> str:
     """Which route :func:`sdpa` would take for this call and why, and why not each of the others. If the choice depends
     on timing two kernels (:mod:`.routes.timing`), they are timed."""
-    _check_config(config)
-    config = default_config() if config is None else config
+    config = config_of(config)
     given = Arguments(
         query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, alignment, window, softcap, sinks
     )
@@ -222,15 +220,11 @@ def explain(
     return "\n".join(lines)
 
 
-def _check_config(config: AttentionConfig | None) -> None:
-    if config is not None and not isinstance(config, AttentionConfig):
-        raise TypeError(f"config must be an AttentionConfig or None, got {config!r}")
-
-
 def _attend(function: Callable[..., Any], given: Arguments, config: AttentionConfig | None, *, with_lse: bool) -> Any:
     """A call of ``function``: out, or (out, lse). Compiled, traced and fake calls, those of other tensor classes with a
     dispatch of their own, and calls on meta, where there are shapes only, become one operator."""
-    _check_config(config)
+    if not (config is None or isinstance(config, AttentionConfig)):
+        config_of(config)  # raises
     is_compiling = torch.compiler.is_compiling()
     is_plain = type(given.query) in PLAIN and type(given.key) in PLAIN and type(given.value) in PLAIN
     if not is_plain and not is_compiling:

@@ -40,7 +40,7 @@ from .call.flex_rules import (
     reads,
     window_of,
 )
-from .config import AttentionConfig, default_config
+from .config import AttentionConfig, config_of
 from .machine.device import CPU_LIKE
 from .patching.patch import Patch
 from .routes.run import run
@@ -94,7 +94,7 @@ def flex_attention(
         rule = ScoreRule(score_mod, call.query.new_empty(0, dtype=call.sums_dtype))
         call = replace(call, score_rule=rule, needs_grad=call.needs_grad or bool(rule.captured))
     with_lse = return_lse or with_max or (return_aux is not None and return_aux.lse)
-    out, lse, log_sum, _ = run(call, default_config() if config is None else config, with_lse=with_lse)
+    out, lse, log_sum, _ = run(call, config_of(config), with_lse=with_lse)
     if return_aux is None:
         return (out, lse) if return_lse else out
     from torch.nn.attention.flex_attention import AuxOutput
@@ -249,9 +249,11 @@ def patch_flex_attention(config: AttentionConfig | None = None) -> Patch:
         config: how to compute; None = the environment's.
     Raises:
         ImportError: this torch (before 2.5) has no FlexAttention.
+        TypeError: config is no AttentionConfig.
     """
     from torch.nn.attention import flex_attention as module
 
+    config_of(config)  # or raises
     own = [config]
     with _lock:
         if not _in_force:

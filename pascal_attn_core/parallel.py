@@ -24,7 +24,7 @@ from torch import Tensor
 
 from .attention import sdpa, sdpa_backward, sdpa_with_lse
 from .call import Arguments, AttentionCall, check_call, prepared
-from .config import AttentionConfig, default_config
+from .config import AttentionConfig, config_of
 from .routes import choose
 from .routes.route import Grads, in_any_graph
 
@@ -77,7 +77,7 @@ def context_parallel_sdpa(
     query, key, value = call.query, call.key, call.value
     around, within = _Ranks.of(ring, "ring"), _Ranks.of(ulysses, "ulysses")
     heads = _Heads.of(query.shape[1], key.shape[1], within)
-    choose(call, config or default_config(), with_lse=around.size > 1, may_time=False)  # or raises
+    choose(call, config_of(config), with_lse=around.size > 1, may_time=False)  # or raises
     share = _Share.of(query, key, mask, around, within, uneven=uneven)
     if is_causal and share.queries != share.keys:
         raise ValueError(

@@ -15,7 +15,7 @@ from torch import Tensor
 from ..attention import sdpa, sdpa_with_lse
 from ..call import accumulate_dtype
 from ..call.lazy_mask import LazyMask, mask_rule
-from ..config import AttentionConfig, default_config
+from ..config import AttentionConfig, config_of
 from ..machine.device import CPU_LIKE
 
 TOKENS = "B", "tokens", "heads", "head_dim"
@@ -48,7 +48,7 @@ class FlashOptions(NamedTuple):
 
     @property
     def config_in_force(self) -> AttentionConfig:
-        config = self.config or default_config()
+        config = config_of(self.config)
         return config.in_fixed_order() if self.deterministic else config
 
     def check_slopes(self, batch: int, heads: int) -> None:

@@ -29,7 +29,7 @@ from ..call import (
 )
 from ..call.flex_rules import is_block_mask
 from ..call.lazy_mask import LazyMask, MaskRule, rule_named
-from ..config import AttentionConfig, RouteUnavailable, default_config
+from ..config import AttentionConfig, RouteUnavailable, config_of, default_config
 from ..machine.runtime import Runtime, runtime_of
 from ..version import __version__
 from . import Choice, Request, Route, choose
@@ -94,7 +94,7 @@ def sdpa_with_an_unregistered_mask_rule(
 ) -> tuple[Tensor, Tensor | None]:
     """(out, lse or None) of a call that torch.compile leaves between two graphs: a graph cannot hold a LazyMask whose
     rule is not registered by :func:`~pascal_attn_core.call.lazy_mask.mask_rule`."""
-    return run(check_call(*given), default_config() if config is None else config, with_lse=with_lse)[:2]
+    return run(check_call(*given), config_of(config), with_lse=with_lse)[:2]
 
 
 # ---- arguments as a schema can carry them ----------------------------------------------------------------------------

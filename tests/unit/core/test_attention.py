@@ -8,10 +8,21 @@ from typing import Any
 import pytest
 import torch
 
-from pascal_attn_core import AttentionConfig, UnsupportedAttention, explain, record, routes
+from pascal_attn_core import (
+    AttentionConfig,
+    UnsupportedAttention,
+    explain,
+    flex_attention,
+    patch_flex_attention,
+    patch_transformers,
+    record,
+    routes,
+)
 from pascal_attn_core.attention import sdpa, sdpa_backward, sdpa_with_lse
 from pascal_attn_core.call import AttentionCall, Gradients, Results, Wanted, check_call
 from pascal_attn_core.config import RouteUnavailable, known_routes
+from pascal_attn_core.diffusers import PascalAttnProcessor
+from pascal_attn_core.parallel import context_parallel_sdpa
 from pascal_attn_core.reference import reference_sdpa
 from pascal_attn_core.routes import choose, route_names, run, why_not
 from pascal_attn_core.routes.run import add_observer
@@ -235,6 +246,18 @@ def test_a_config_of_another_type_is_refused(config, length: int) -> None:
         given = backward if attend is sdpa_backward else backward[1:4]
         with pytest.raises(TypeError, match="config must be an AttentionConfig or None, got"):
             attend(*given, config=config)
+
+
+@pytest.mark.parametrize("door", [
+    lambda config: flex_attention(*_qkv(), config=config),
+    lambda config: context_parallel_sdpa(*_qkv(), config=config),
+    lambda config: patch_flex_attention(config),
+    lambda config: patch_transformers(config=config),
+    lambda config: PascalAttnProcessor(config),
+])  # fmt: skip
+def test_every_other_door_refuses_it_too(door) -> None:
+    with pytest.raises(TypeError, match="config must be an AttentionConfig or None, got 'tiled'"):
+        door("tiled")
 
 
 @pytest.mark.parametrize("route", ["auto", "tiled", "math"])
