@@ -299,7 +299,7 @@ def _one_of(name: str, value: Any, choices: tuple[str, ...]) -> None:
 
 
 def check_number(
-    name: str, value: Any, kind: type, least: float, most: float = float("inf"), *, above: bool = False
+    name: str, value: Any, kind: Any, least: float, most: float = float("inf"), *, above: bool = False
 ) -> None:
     """Raise a TypeError or a ValueError where a value is no finite number of this kind from ``least`` to ``most``;
     ``above``: ``least`` itself is none either."""

@@ -480,7 +480,7 @@ def prepared(given: Arguments) -> Arguments:
             given = _as_window(given)
     if isinstance(query, Tensor) and autocast_on(query):
         dtype = torch.get_autocast_dtype(query.device.type)
-        given = Arguments(*(_cast(each, dtype) for each in given[:4]), *given[4:])
+        given = given.changed(**{name: _cast(each, dtype) for name, each in zip(Arguments._fields, given[:4])})
     return given
 
 

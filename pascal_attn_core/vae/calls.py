@@ -1,4 +1,4 @@
-"""The methods of a patched VAE."""
+"""The methods of a patched VAE, and the report on their calls."""
 
 from __future__ import annotations
 
