@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 
 class Traits(NamedTuple):
-    """What a kind is for.
+    """The traits of a kind.
 
     Attributes:
         generation: of matrix units, ``"volta"``, ``"tensor"`` or ``"wmma"``; "" = plain cores.
