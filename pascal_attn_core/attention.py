@@ -167,7 +167,7 @@ def sdpa_backward(
     given = Arguments(
         query, key, value, attn_mask, 0.0, is_causal, scale, enable_gqa, alignment, window, softcap, sinks
     )
-    call, config = check_call(*prepared(given)), config_of(config)
+    call, config = check_call(prepared(given)), config_of(config)
     query, dtype, shape = call.query, call.query.dtype, call.out_shape
     saved = Results(_result("out", out, query, dtype, shape), _result("lse", lse, query, call.sums_dtype, shape[:-1]))
     grad_out = _result("grad_out", grad_out, query, dtype, shape)
@@ -210,7 +210,7 @@ def explain(
     given = Arguments(
         query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, alignment, window, softcap, sinks
     )
-    call = check_call(*prepared(given))
+    call = check_call(prepared(given))
     chosen = choose(call, config)
     lines = [f"route {chosen.route}: {chosen.why}"]
     for route in route_names():
@@ -243,6 +243,6 @@ def _attend(function: Callable[..., Any], given: Arguments, config: AttentionCon
 
         found = operator.call(given, config, with_lse=with_lse)
         return found if with_lse else found.out
-    call = check_call(*given)
+    call = check_call(given)
     out, lse, *_ = run(call, default_config() if config is None else config, with_lse=with_lse)
     return AttentionOutput(out, lse) if with_lse else out  # type: ignore[arg-type]

@@ -47,7 +47,7 @@ def attention_map(
         TypeError, ValueError: invalid or inconsistent arguments, or a row that does not exist.
     """
     given = Arguments(query, key, key, attn_mask, 0.0, is_causal, scale, enable_gqa, alignment, window, softcap, sinks)
-    call = check_call(*prepared(given))
+    call = check_call(prepared(given))
     chosen = _row_numbers(rows, call)
     mask, band = _mask_rows(call, chosen), _band_rows(call, chosen)
     if mask is not None and band is not None:

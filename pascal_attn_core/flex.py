@@ -113,7 +113,7 @@ def _checked(query: Tensor, key: Tensor, value: Tensor, block_mask: Any, **optio
     if isinstance(query, Tensor):
         dtype = given.query.dtype
         key, value = (t.to(dtype) if isinstance(t, Tensor) else t for t in (given.key, given.value))
-    call = check_call(*given._replace(key=key, value=value))
+    call = check_call(given._replace(key=key, value=value))
     if call.query.dim() != 4:
         raise ValueError(f"query must be [B, Hq, L, D], got {list(query.shape)}")
     if call.query.shape[1] != call.key.shape[1] and not call.enable_gqa:

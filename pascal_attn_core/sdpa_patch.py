@@ -261,7 +261,7 @@ def _is_refused(args: tuple, kwargs: dict[str, Any]) -> bool:
     call = bind_sdpa(args, kwargs)
     assert not isinstance(call, str)
     try:
-        check_call(*call)
+        check_call(call)
     except (TypeError, ValueError) as error:
         log_once(logging.INFO, "%s: a call was passed to torch unchanged: %s", SDPA_NAME, str(error))
         return True

@@ -237,7 +237,7 @@ class Engine:
                 call = template.with_tensors(*given[:4], template.sinks)
             else:
                 ready = prepared(given)
-                call = check_call(*ready)
+                call = check_call(ready)
                 if decision is None or ready.query is not given.query:  # under autocast
                     decision = self._decide(call, known)
                     plain = ready is given and not torch.is_grad_enabled()

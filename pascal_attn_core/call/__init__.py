@@ -237,16 +237,18 @@ class AttentionCall:
 
 
 def check_call(*given: Any, **by_name: Any) -> AttentionCall:
-    """Check the arguments of a call, which are those of :class:`Arguments`, and work out its sizes. Negated views (of
-    the imaginary part of a conjugate, say) become tensors of their own: kernels read the memory as it lies, and torch's
-    ``copy_`` from float16 to float32 forgets the sign.
+    """Check the arguments of a call, and work out its sizes. Negated views (of the imaginary part of a conjugate, say)
+    become tensors of their own: kernels read the memory as it lies, and torch's ``copy_`` from float16 to float32
+    forgets the sign.
 
+    Args:
+        given, by_name: an :class:`Arguments`, or what one is made of.
     Raises:
         TypeError: an argument of the wrong kind, or tensors of different or unsupported dtypes.
         ValueError: shapes, devices or numbers that do not fit; the message holds what came.
     """
-    arguments = Arguments(*given, **by_name)
-    query, key, value, attn_mask, *_ = arguments
+    arguments = given[0] if given and isinstance(given[0], Arguments) else Arguments(*given, **by_name)
+    query, key, value, attn_mask = arguments[:4]
     _check_tensors(query, key, value)
     sizes = _sizes(query.shape, key.shape, value.shape, arguments.enable_gqa)
     rules = _checked_options(arguments, sizes)
@@ -469,11 +471,11 @@ def _names(dtypes: tuple[torch.dtype, ...]) -> str:
 
 def prepared(given: Arguments) -> Arguments:
     """The arguments as :func:`check_call` takes them."""
-    query, key, _, attn_mask = given[:4]
+    query, attn_mask = given.query, given.attn_mask
     if isinstance(attn_mask, Tensor) and type(attn_mask) in PLAIN:
         if not attn_mask.dim():
             given = given.changed(attn_mask=attn_mask[None])
-    elif attn_mask is not None and all(isinstance(t, Tensor) and t.dim() > 1 for t in (query, key)):
+    elif attn_mask is not None and all(isinstance(t, Tensor) and t.dim() > 1 for t in (query, given.key)):
         if isinstance(attn_mask, Tensor):
             given = _unwrap_causal_bias(given)
         elif is_block_mask(attn_mask):

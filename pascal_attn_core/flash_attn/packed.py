@@ -85,4 +85,4 @@ def _sequences(
 def _checked(q: Tensor, k: Tensor, v: Tensor, options: FlashOptions, alignment: str) -> AttentionCall:
     """``[tokens, heads, head_dim]`` as a call ``[1, heads, tokens, head_dim]``."""
     query, key, value = (t.transpose(0, 1)[None] for t in (q, k, v))
-    return check_call(*prepared(Arguments(query, key, value, **options.rules() | {"alignment": alignment})))
+    return check_call(prepared(Arguments(query, key, value, **options.rules() | {"alignment": alignment})))

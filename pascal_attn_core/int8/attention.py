@@ -139,7 +139,7 @@ class AttentionSite(Judged):
 def in_8_bits(given: Arguments) -> Tensor:
     """The output of a call. UnsupportedAttention where 8 bits do not take it, or the kernels were not tried on this
     card, or found bad, in a process of their own: a fault of theirs must not end this one."""
-    call = check_call(*prepared(given))
+    call = check_call(prepared(given))
     choice = choose(call, _IN_8_BITS)
     if takes_device(call.query.device) and (why := why_untried(call, choice.plan)):
         raise UnsupportedAttention(_IN_8_BITS.route, [f"the 8-bit kernel is left off: {why}"])

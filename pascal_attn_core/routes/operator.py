@@ -64,7 +64,7 @@ def call(given: Arguments, config: AttentionConfig | None, *, with_lse: bool) ->
     if isinstance(scale, Tensor) and scale.requires_grad:
         check_call(query, key, value, scale=scale)  # raises: a graph would take its value
     if is_rule and query.is_meta:
-        attn_mask = check_call(*given).attn_mask  # a BlockMask as a LazyMask
+        attn_mask = check_call(given).attn_mask  # a BlockMask as a LazyMask
     rule: tuple[str, Sequence[int], Sequence[Tensor]] = ("", (), ())
     is_traced, is_compiling = torch._C._get_tracing_state() is not None, torch.compiler.is_compiling()
     if is_rule:
@@ -94,7 +94,7 @@ def sdpa_with_an_unregistered_mask_rule(
 ) -> tuple[Tensor, Tensor | None]:
     """(out, lse or None) of a call that torch.compile leaves between two graphs: a graph cannot hold a LazyMask whose
     rule is not registered by :func:`~pascal_attn_core.call.lazy_mask.mask_rule`."""
-    return run(check_call(*given), config_of(config), with_lse=with_lse)[:2]
+    return run(check_call(given), config_of(config), with_lse=with_lse)[:2]
 
 
 # ---- arguments as a schema can carry them ----------------------------------------------------------------------------
@@ -130,7 +130,7 @@ def _checked(
         given = given._replace(attn_mask=mask)
     if given.window is not None:
         given = given._replace(window=(given.window[0], given.window[1]))
-    return check_call(*given), token
+    return check_call(given), token
 
 
 # ---- routes ----------------------------------------------------------------------------------------------------------
