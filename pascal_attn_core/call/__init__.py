@@ -247,7 +247,7 @@ def check_call(*given: Any, **by_name: Any) -> AttentionCall:
         TypeError: an argument of the wrong kind, or tensors of different or unsupported dtypes.
         ValueError: shapes, devices or numbers that do not fit; the message holds what came.
     """
-    arguments = given[0] if given and isinstance(given[0], Arguments) else Arguments(*given, **by_name)
+    arguments = given[0] if len(given) == 1 else Arguments(*given, **by_name)
     query, key, value, attn_mask = arguments[:4]
     _check_tensors(query, key, value)
     sizes = _sizes(query.shape, key.shape, value.shape, arguments.enable_gqa)
