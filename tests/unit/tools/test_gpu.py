@@ -19,7 +19,7 @@ import pytest
 from attn_support import fresh
 
 from tools.gpu import __main__ as command
-from tools.gpu import child, parts, results, sanitizer
+from tools.gpu import parts, results
 from tools.gpu.__main__ import Run, conclude, environment, main, run_parts
 from tools.gpu.parts import FAILED, FULL, PARTS, RIGHT, UNFINISHED, WRONG, Job, Outcome, Part
 
@@ -78,23 +78,6 @@ def test_a_part_is_run_once_for_a_card_and_its_versions(tmp_path: Path, capsys: 
         assert began(**change) == first
 
 
-def test_another_source_is_another_result(tmp_path: Path) -> None:
-    source, compiled = tmp_path / "code" / "a.py", tmp_path / "code" / "__pycache__" / "a.pyc"
-    compiled.parent.mkdir(parents=True)
-
-    def code() -> str:
-        return results.conditions(facts(), ["code"], "full", tmp_path)["code"]
-
-    source.write_text("1")
-    first = code()
-    compiled.write_text("x")
-    assert code() == first
-    source.write_text("2")
-    second = code()
-    source.rename(tmp_path / "code" / "b.py")
-    assert len({first, second, code()}) == 3
-
-
 def states(found: dict[str, Any]) -> list[str]:
     return [content["state"] for content in found.values()]
 
@@ -105,14 +88,6 @@ def test_what_went_wrong_is_told_again_but_what_did_not_end_is_run_again(tmp_pat
     mended = [part("wrong"), part("broken")]
     assert states(run_parts(runs(tmp_path), mended)) == [WRONG, RIGHT]
     assert states(run_parts(runs(tmp_path, again=True), mended)) == [RIGHT, RIGHT]
-
-
-def test_a_part_that_is_not_finished_gets_what_it_had(tmp_path: Path) -> None:
-    parts = [part("long", "raise SystemExit(3)")]
-    run_parts(runs(tmp_path), parts)
-    assert run_parts(runs(tmp_path), parts)["long"]["figures"] == {"before": {"before": {}}}
-    changed = runs(tmp_path, driver="570.1")
-    assert run_parts(changed, parts)["long"]["figures"] == {"before": {}}
 
 
 def test_only_the_card_that_was_asked_for_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -148,29 +123,6 @@ def test_a_part_that_hangs_is_stopped_with_its_children_and_the_next_one_runs(tm
     assert 1.0 <= found["hangs"]["seconds"] < 2.5
     assert found["hangs"]["summary"] == "waiting"
     assert _is_gone(int(noted.read_text()))
-
-
-@posix_only
-def test_a_process_that_does_not_heed_the_signal_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(child, "GRACE", 0.3)
-    code = "import signal as s, time; s.signal(s.SIGTERM, s.SIG_IGN); print('on', flush=True); time.sleep(600)"
-    ended = child.run([sys.executable, "-S", "-c", code], 0.5)
-    assert (ended.status, bool(ended.remains), ended.last_line) == (None, False, "on")
-    assert ended.words.startswith("stopped after")
-
-
-@posix_only
-def test_what_a_process_leaves_behind_is_ended(tmp_path: Path) -> None:
-    code = HANGS.rpartition("time.sleep")[0]
-    ended = child.run([sys.executable, "-S", "-c", code, str(tmp_path / "process")], 20.0)
-    assert ended.status == 0
-    assert _is_gone(int((tmp_path / "process").read_text()))
-
-
-def test_time_that_a_part_does_not_need_is_the_next_ones(tmp_path: Path) -> None:
-    found = run_parts(runs(tmp_path, seconds=100.0), [part("first", weight=3.0), part("second")])
-    assert 73 < found["first"]["limit"] <= 75
-    assert 95 < found["second"]["limit"] <= 100
 
 
 def test_a_part_that_raises_is_written_down_and_the_next_one_runs(tmp_path: Path) -> None:
@@ -318,123 +270,6 @@ def test_tests_are_run_as_far_as_the_time_goes_and_then_go_on(monkeypatch: pytes
     second = run(60, first.figures)
     assert (second.state, second.summary) == (RIGHT, "3 passed")
     assert ran() == ["slow 0", "slow 1"]
-
-
-@pytest.mark.parametrize(
-    ("others", "end"), [("os.abort()", "SIGABRT"), ("time.sleep(600)", "stopped after 10 s")], ids=["crashes", "hangs"]
-)
-@posix_only
-def test_a_test_that_ends_its_process(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, others: str, end: str) -> None:
-    run, ran = _tests_of(monkeypatch, tmp_path, f"def test_bad():\n    ran('bad'); {others}")
-    first = run(7)
-    assert first.state == (FAILED if "abort" in others else UNFINISHED)
-    assert ran() == ["bad"]
-    second = run(10, first.figures)
-    assert second.state == WRONG
-    assert ran() == ["slow 0", "slow 1", "bad"]
-    assert [failure["message"] for failure in second.figures["failures"]] == [end]
-
-
-def test_each_failure_of_a_test_is_written_with_its_message(tmp_path: Path) -> None:
-    lines = [
-        {"collected": 3},
-        {"test": "x::a", "outcome": "passed", "seconds": 0.1},
-        {"test": "x::b", "outcome": "failed", "seconds": 0.2, "message": "assert 1 == 2"},
-        {"test": "x::a", "outcome": "failed", "seconds": 0.0, "message": "teardown"},
-    ]
-    program = f"open(arguments[arguments.index('--record') + 1], 'w').write({chr(10).join(map(json.dumps, lines))!r})\n"
-    outcome = BY_NAME["tests"].run(_job(tmp_path, program + "sys.exit(1)"))
-    assert (outcome.state, outcome.summary) == (FAILED, "2 failed of 3; the same command goes on with the others")
-    assert [failure["message"] for failure in outcome.figures["failures"]] == ["assert 1 == 2", "teardown"]
-    assert outcome.figures["counts"] == {"failed": 2}
-
-
-def test_a_benchmark_that_is_stopped_keeps_its_shapes(tmp_path: Path) -> None:
-    content = {"shapes": [{}], "baseline": "torch-fused", "geometric_means": {"ours-auto": {"ratio": 0.8}}}
-    program = f"""
-json.dump({content!r}, open(arguments[arguments.index("--json") + 1], "w"))
-import time; time.sleep(600)
-"""
-    outcome = BY_NAME["bench-forward"].run(_job(tmp_path, program, end=time.monotonic() + 1.0))
-    assert (outcome.state, outcome.figures) == (UNFINISHED, content)
-    assert outcome.summary.endswith("1 shape; in units of torch-fused: auto 0.80")
-
-
-def test_the_demo_tells_the_time_of_each_attention(tmp_path: Path) -> None:
-    results = [{"name": "ours", "seconds": 1.5}, {"name": "math", "seconds": None}]
-    content = {"models": [{"model": {"name": "image"}, "results": results}]}
-    program = f"""
-import os
-folder = arguments[arguments.index("--out") + 1]
-os.mkdir(folder)
-json.dump({content!r}, open(folder + "/results.json", "w"))
-"""
-    assert BY_NAME["demo"].run(_job(tmp_path, program)) == Outcome(RIGHT, "image: ours 1.5 s, math -", content)
-
-
-@pytest.mark.parametrize(("status", "state"), [(0, RIGHT), (2, "not run")])
-def test_the_rates_are_right_or_not_for_this_card(tmp_path: Path, status: int, state: str) -> None:
-    outcome = BY_NAME["rates"].run(_job(tmp_path, f"print('said'); sys.exit({status})"))
-    assert (outcome.state, outcome.summary) == (state, "said")
-
-
-def test_without_the_sanitizer_its_part_is_not_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(sanitizer, "find", lambda env: sanitizer.Found(None, ["PATH"]))
-    outcome = BY_NAME["sanitizer"].run(_job(tmp_path, ""))
-    assert (outcome.state, outcome.summary) == ("not run", "compute-sanitizer not found (looked in PATH)")
-
-
-def test_a_sweep_goes_on_behind_a_candidate_that_ends_its_process(tmp_path: Path) -> None:
-    program = """
-path = arguments[arguments.index("--json") + 1]
-found = json.load(open(path))
-found["jobs"].append({"job": f"job {len(found['jobs'])}", "shipped_note": "", "shipped": "", "best": "",
-                      "shipped_seconds": 1.0, "best_over_shipped": 1.0})
-found["trying"] = {1: "first", 2: "second"}.get(len(found["jobs"]), "")
-json.dump(found, open(path, "w"))
-if found["trying"]:
-    raise SystemError("a fault")
-"""
-    outcome = BY_NAME["sweep"].run(_job(tmp_path, program, before={"jobs": [], "trying": ""}))
-    assert outcome.state == RIGHT
-    assert [job["job"] for job in outcome.figures["jobs"]] == ["job 0", "job 1", "job 2"]
-
-
-_BAD = dict.fromkeys(("best", "shipped_seconds", "best_over_shipped")) | {"shipped_note": "wrong", "shipped": ""}
-
-
-@pytest.mark.parametrize(
-    ("program", "before", "state", "summary"),
-    [
-        ("sys.exit(3)", {"not_reached": ["b"]}, FAILED, "1 of 2 kernels; the shipped geometry does not run: a"),
-        ("sys.exit(0)", {"not_reached": []}, WRONG, "1 of 1 kernels; the shipped geometry does not run: a"),
-        # Where it failed before it is not begun again.
-        ("raise SystemError('it')", {"jobs": [], "trying": "first"}, FAILED, "exit status 1: SystemError: it"),
-    ],
-)
-def test_a_sweep_that_is_stuck(tmp_path: Path, program: str, before: dict[str, Any], state: str, summary: str) -> None:
-    found = {"jobs": [{"job": "a", **_BAD}], "trying": "", **before}
-    outcome = BY_NAME["sweep"].run(_job(tmp_path, program, before=found))
-    assert (outcome.state, outcome.summary) == (state, summary)
-
-
-def test_the_sanitizer_is_found_in_path_in_cuda_home_and_of_cuda_12_before_that_of_cuda_13(tmp_path: Path) -> None:
-    for name in ("cuda-12.4", "cuda-12.8", "cuda-13.0"):
-        program = tmp_path / name / "bin" / "compute-sanitizer"
-        program.parent.mkdir(parents=True)
-        program.touch(0o755)
-    assert sanitizer.find({"PATH": str(program.parent)}).path == str(program)
-    assert sanitizer.find({"PATH": "", "CUDA_HOME": str(tmp_path / "cuda-13.0")}).path == str(program)
-    assert sanitizer.find({"PATH": ""}, tmp_path).path == str(tmp_path / "cuda-12.8" / "bin" / "compute-sanitizer")
-    nothing = sanitizer.find({"PATH": "", "CUDA_HOME": str(tmp_path / "other")})
-    assert str(tmp_path / "other" / "bin") in nothing.looked_in
-
-
-def test_its_last_line_is_read() -> None:
-    assert sanitizer.errors_in("========= ERROR SUMMARY: 0 errors\n") == 0
-    assert sanitizer.errors_in("x\n========= ERROR SUMMARY: 1 error\n") == 1
-    assert sanitizer.errors_in("========= RACECHECK SUMMARY: 3 hazards displayed (2 errors, 1 warning)\n") == 3
-    assert sanitizer.errors_in("Segmentation fault\n") is None
 
 
 # Seconds that the parts need on a card beside an old processor. Tests and sweep go on where they were.

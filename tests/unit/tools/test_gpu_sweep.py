@@ -15,17 +15,16 @@ from attn_support.fused.emulation import CARD, T4
 from attn_support.gpu.compiler import AnyGeometry
 from attn_support.randomness import some
 
-from pascal_attn_core.fused.code.source import KINDS, Geometry, Variant, source
+from pascal_attn_core.fused.code.source import KINDS, Variant
 from pascal_attn_core.machine.storage import read_object, write_object
 from tools.gpu.geometries import Candidate, details, shapes, words
-from tools.gpu.sweep import Compilations, Settings, all_jobs, error_of, giving, sweep
+from tools.gpu.sweep import Settings, all_jobs, sweep
 from tools.gpu.table import table
 
 CPU = torch.device("cpu")
 SMALL = Settings(tokens=40, waves=0, rounds=2, most=1)
 FORWARD = Variant("forward", 32, "float32")
 OTHER = Variant("split", 32, "float32")
-_BESIDE = ("pa_delta", "pa_combine", "pa_round_query")
 
 
 @pytest.fixture
@@ -55,26 +54,6 @@ def card(a_card: Callable[..., Any]) -> Iterator[Any]:
         yield kernels
 
 
-@pytest.mark.parametrize(
-    ("variant", "change"),
-    [
-        (Variant("split", 32, "float16"), {"rows": 32, "tx": 8, "ty": 8}),
-        (Variant("grad_query", 32, "float32", "float"), {"cols": 32, "tx": 8}),
-        (Variant("grad_all", 64, "float16"), {"depth": 16, "staged": 32}),
-    ],
-    ids=str,
-)
-def test_another_geometry_is_right(card: Any, compiler: AnyGeometry, variant: Variant, change: dict[str, int]) -> None:
-    tiles = Geometry(**{**vars(variant.geometry), **change})
-    candidate = Candidate.of(variant, tiles)
-    cubin = compiler.compile(source(candidate.kind), 61, candidate.macros()).cubin
-    with giving(card, candidate, cubin):
-        error = error_of(candidate, card)
-    assert 0 < error < (1e-5 if variant.dtype == "float32" else 1e-2)
-    own = [launch for launch in card.queued if launch.variant.geometry == tiles and launch.function not in _BESIDE]
-    assert [launch.threads for launch in own] == [tiles.threads]
-
-
 def test_all_that_was_measured_is_taken_over(card: Any, path: Path) -> None:
     first = _swept(path, FORWARD)
     [job] = first["jobs"]
@@ -89,12 +68,6 @@ def test_all_that_was_measured_is_taken_over(card: Any, path: Path) -> None:
     assert len(table(first["jobs"])) == 2
 
 
-def test_no_job_is_begun_without_time(card: Any, path: Path) -> None:
-    assert not sweep(CPU, [FORWARD, OTHER], SMALL, path, -1.0, 1)
-    assert read_object(path)["not_reached"] == [FORWARD.name, OTHER.name]
-    assert card.queued == []
-
-
 def test_a_candidate_that_has_ended_its_process_is_left_alone(card: Any, path: Path) -> None:
     shipped = Candidate.of(OTHER, OTHER.geometry)
     write_object(path, {"jobs": [], "trying": shipped.name})
@@ -103,12 +76,6 @@ def test_a_candidate_that_has_ended_its_process_is_left_alone(card: Any, path: P
     assert list(found["lost"]) == [shipped.name]
     assert found["jobs"][0]["shipped_note"] == "its process ended while this was tried"
     assert found["jobs"][0]["best"] is None
-
-
-def test_a_job_that_has_ended_its_process_while_it_was_timed_is_left_out(card: Any, path: Path) -> None:
-    write_object(path, {"jobs": [], "trying": OTHER.name})
-    found = _swept(path, OTHER)
-    assert (found["jobs"], list(found["lost"]), card.queued) == ([], [OTHER.name], [])
 
 
 def test_a_wrong_candidate_is_not_timed(a_card: Any, path: Path) -> None:
@@ -127,11 +94,6 @@ def test_one_that_cannot_be_launched_is_noted_and_a_lost_card_ends_the_process(a
         with pytest.raises(RuntimeError, match="illegal memory access"):
             sweep(CPU, [FORWARD], SMALL, path, math.inf, 1)
     assert read_object(path)["trying"] == Candidate.of(FORWARD, FORWARD.geometry).name
-
-
-def test_what_the_source_refuses_is_counted(card: Any, compiler: AnyGeometry) -> None:
-    refused = Candidate.of(FORWARD, Geometry(128, 64, 32, 8))
-    assert "unsupported tile geometry" in str(Compilations(card, 61, 1).get(refused))
 
 
 def test_geometries_begin_with_the_shipped_one_and_fill_whole_warps() -> None:

@@ -14,9 +14,8 @@ import pytest
 import torch
 from attn_support.fused.emulation import GXX
 from attn_support.gpu import guard
-from attn_support.randomness import at_night, is_random
+from attn_support.randomness import at_night
 
-from pascal_attn_core.cli.demo import RUNS
 from tools.gpu.__main__ import main
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -25,7 +24,6 @@ pytestmark = pytest.mark.skipif(
     not hasattr(os, "fork") or GXX is None, reason="needs fork, and g++ to build the stand-in for the driver"
 )
 PARTS = "tests,selftest,bench-forward,bench-backward,sanitizer,sweep"
-PARTS += ",bench-linear" * is_random()  # costly
 # Runs the command that it is given, as the real one does, and writes the lines that the real one ends with.
 SANITIZER = """#!{python} -S
 import subprocess, sys
@@ -107,30 +105,12 @@ def test_the_selftest_and_the_benchmarks_have_their_figures(ran: dict[str, Any])
         assert ran[name]["figures"]["settings"]["backward"] == (name == "bench-backward")
 
 
-@at_night
-def test_the_benchmark_of_linear_layers_runs_our_kernel(ran: dict[str, Any]) -> None:
-    [layer] = ran["bench-linear"]["figures"]["layers"]
-    found = {result["name"]: result for result in layer["results"] if result["name"].startswith("int8")}
-    assert "kernel" in {result["ran"] for result in found.values()} or "int8 by kernel" in found
-    assert all(result["error"] < 0.02 for result in found.values())
-    assert "int8 in units of float32: llm-decode" in ran["bench-linear"]["summary"]
-
-
 def test_the_sanitizer_runs_the_kernels_once_with_each_tool(ran: dict[str, Any]) -> None:
     figures = ran["sanitizer"]["figures"]
     errors = {tool: (found["state"], found["errors"]) for tool, found in figures.items()}
     assert errors == {"memcheck": ("right", 0), "racecheck": ("wrong", 1), "synccheck": ("right", 0)}
     assert all("forward-64-float32-none" in found["output"][0] for found in figures.values())
     assert all(command.startswith("compute-sanitizer --tool") for command in ran["sanitizer"]["command"])
-
-
-@at_night
-@pytest.mark.slow
-def test_the_demo_is_one_of_the_parts(python: tuple[str, ...], tmp_path: Path) -> None:
-    assert main(["--device", "cpu", "--tiny", "--parts", "demo", "--out", str(tmp_path)], python) == 0
-    content = json.loads((tmp_path / "gtx-1080-ti" / "demo.json").read_text())
-    assert content["state"] == "right"
-    assert [row["name"] for row in content["figures"]["models"][0]["results"]] == list(RUNS)
 
 
 @pytest.mark.skipif(bool(guard.why_not()), reason=guard.why_not())
