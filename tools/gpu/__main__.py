@@ -7,11 +7,13 @@ import contextlib
 import json
 import math
 import os
+import shutil
 import signal
 import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,6 +23,8 @@ from .parts import BAD, FAILED, FULL, LASTING, NOT_RUN, PARTS, TINY, UNFINISHED,
 
 SECONDS = 540.0
 _FACTS_SECONDS = 120.0
+_BEAT = 1.0  # seconds, after which each file has what was found
+_MIB_OF_PROCESS = 1200  # memory of a card that a process may need
 
 
 class Run(NamedTuple):
@@ -31,6 +35,7 @@ class Run(NamedTuple):
         folder: of the card.
         end: the moment, of ``time.monotonic``, at which everything is over.
         again: run parts that have a result too.
+        processes: that may use the card at once.
     """
 
     facts: dict[str, Any]
@@ -41,11 +46,64 @@ class Run(NamedTuple):
     python: tuple[str, ...]
     env: dict[str, str]
     again: bool = False
+    processes: int = 1
+
+
+class Running:
+    """A part that runs: its file grows with it."""
+
+    def __init__(self, run: Run, part: Part, job: Job, conditions: dict[str, str]):
+        self.run, self.part, self.job, self.conditions = run, part, job, conditions
+        self.began, self.moment = time.monotonic(), datetime.now(timezone.utc)
+        self.limit = job.end - self.began
+        self.outcome: Outcome | None = None
+        self.content: dict[str, Any] = {}
+
+    def take(self, outcome: Outcome) -> None:
+        """Write an outcome, and say what is wrong, where it is another one than before."""
+        if outcome == self.outcome:
+            return
+        known = () if self.outcome is None else self.outcome.bad
+        for line in outcome.bad:
+            if line not in known:
+                say(self.part.name, f"WRONG {line}", time.monotonic() - self.began)
+        self.outcome = outcome
+        self.content = {
+            "part": self.part.name,
+            "state": outcome.state,
+            "summary": outcome.summary,
+            "command": self.job.commands,
+            "began": self.moment.isoformat(timespec="seconds"),
+            "seconds": round(time.monotonic() - self.began, 1),
+            "limit": round(self.limit, 1),
+            **self.run.facts,
+            "conditions": self.conditions,
+            "figures": outcome.figures,
+        }
+        path = self.run.folder / f"{self.part.name}.json"
+        results.write(path, self.content, _private(str(self.job.scratch)))
+
+    def grow(self) -> None:
+        """Take what is known so far, if anything is."""
+        outcome = self.job.so_far()
+        if outcome.figures:
+            self.take(outcome)
+
+    def finish(self, future: Future[Outcome]) -> None:
+        """Take the last word."""
+        try:
+            outcome = future.result()
+        except Exception as error:  # the next parts go on; whatever it is belongs into the file
+            outcome = Outcome(FAILED, f"{type(error).__name__}: {error}"[:200], {})
+        self.take(outcome)
+        say(self.part.name, f"{outcome.state}: {outcome.summary}", self.content["seconds"])
+        for line in outcome.table:
+            print("  " + line)
 
 
 def run_parts(run: Run, parts: Sequence[Part]) -> dict[str, dict[str, Any]]:
-    """Run the parts that have no result yet, one after the other, and write each result at once; what each file holds
-    now, by part.
+    """Run the parts that have no result yet, those about right and wrong side by side, then each of the others alone,
+    and write each result as it grows; what each file holds now, by part.
 
     A part's time is its share of all that is left: what one does not need is the next ones'. One that had too little
     gets twice of that.
@@ -56,61 +114,53 @@ def run_parts(run: Run, parts: Sequence[Part]) -> dict[str, dict[str, Any]]:
         if content.get("conditions") != held[name]:
             known[name] = {}
     todo = [part for part in parts if run.again or known[part.name].get("state") not in LASTING]
-    found = {}
     for part in parts:
         if part not in todo:
-            found[part.name] = known[part.name]
-            say(part.name, f"{found[part.name]['state']} (before): {found[part.name]['summary']}")
-            continue
-        weight = sum(each.weight for each in todo[todo.index(part) :])
+            say(part.name, f"{known[part.name]['state']} (before): {known[part.name]['summary']}")
+    beside = [part for part in todo if part.share]
+    groups = [beside, *([part] for part in todo if not part.share)]
+    for number, group in enumerate(groups):
+        weights = [max((part.weight for part in each), default=0.0) for each in groups[number:]]
         left = max(0.0, run.end - time.monotonic())
-        seconds = max(left * part.weight / weight, min(left, 2 * known[part.name].get("limit", 0.0)))
-        before = {} if run.again else known[part.name].get("figures", {})
-        found[part.name] = run_part(run, part, seconds, held[part.name], before)
-    return found
+        running = []
+        for part in group:
+            seconds = max(left * weights[0] / sum(weights), min(left, 2 * known[part.name].get("limit", 0.0)))
+            job = _job(run, part, group, seconds, {} if run.again else known[part.name].get("figures", {}))
+            running.append(Running(run, part, job, held[part.name]))
+        run_together(running)
+        known |= {each.part.name: each.content for each in running}
+    return known
 
 
-def run_part(
-    run: Run, part: Part, seconds: float, conditions: dict[str, str], before: dict[str, Any]
-) -> dict[str, Any]:
-    """Run one part and write its result; what the file holds."""
-    if sys.stderr.isatty():
-        print(f"\r\033[K{part.name}: at most {seconds:.0f} s", end="", file=sys.stderr, flush=True)
-    began, moment = time.monotonic(), datetime.now(timezone.utc)
-    with tempfile.TemporaryDirectory(prefix="pascal-attn-gpu-") as scratch:
-        job = Job(run.python, run.device, run.sizes, began + seconds, Path(scratch), before, run.env)
+def _job(run: Run, part: Part, group: Sequence[Part], seconds: float, before: dict[str, Any]) -> Job:
+    """``group``: the parts that run at the same time."""
+    end, env, processes = time.monotonic() + seconds, run.env, run.processes
+    scratch = Path(tempfile.mkdtemp(prefix="pascal-attn-gpu-"))
+    if part.share:
+        processes = max(1, round(processes * part.share / sum(each.share for each in group)))
+        env = {**env, "OMP_NUM_THREADS": "1"}  # as many processes as processors
+    return Job(run.python, run.device, run.sizes, end, scratch, before, env, processes)
 
-        def write(outcome: Outcome) -> dict[str, Any]:
-            content = {
-                "part": part.name,
-                "state": outcome.state,
-                "summary": outcome.summary,
-                "command": job.commands,
-                "began": moment.isoformat(timespec="seconds"),
-                "seconds": round(time.monotonic() - began, 1),
-                "limit": round(seconds, 1),
-                **run.facts,
-                "commit": results.commit(),
-                "conditions": conditions,
-                "figures": outcome.figures,
-            }
-            results.write(run.folder / f"{part.name}.json", content, _private(scratch))
-            return content
 
+def run_together(running: Sequence[Running]) -> None:
+    """Run parts at the same time to their end; an interrupt ends all their processes."""
+    with ThreadPoolExecutor(len(running) or 1) as pool:
+        left = {pool.submit(each.part.run, each.job): each for each in running}
         try:
-            outcome = part.run(job)
-        except KeyboardInterrupt:
-            figures = results.read(job.progress) if job.progress else {}
-            if figures:
-                write(Outcome(UNFINISHED, "interrupted", figures))
-            raise
-        except Exception as error:  # the next parts go on; whatever it is belongs into the file
-            outcome = Outcome(FAILED, f"{type(error).__name__}: {error}"[:200], {})
-        content = write(outcome)
-    say(part.name, f"{outcome.state}: {outcome.summary}", content["seconds"])
-    for line in outcome.table:
-        print("  " + line)
-    return content
+            while left:
+                most = max(each.job.left for each in left.values())
+                show(f"{', '.join(each.part.name for each in left.values())}: at most {most:.0f} s")
+                for future in wait(left, _BEAT, FIRST_COMPLETED).done:
+                    left.pop(future).finish(future)
+                for each in left.values():
+                    each.grow()
+        finally:
+            for each in left.values():
+                each.job.stop.set()
+            for future, each in left.items():
+                each.finish(future)
+            for each in running:
+                shutil.rmtree(each.job.scratch, ignore_errors=True)
 
 
 def _private(scratch: str) -> dict[str, str]:
@@ -122,10 +172,15 @@ def _private(scratch: str) -> dict[str, str]:
     return words
 
 
+def show(text: str) -> None:
+    """A line for a terminal, in place of the one before."""
+    if sys.stderr.isatty():
+        print(f"\r\033[K{text}", end="", file=sys.stderr, flush=True)
+
+
 def say(name: str, text: str, seconds: float | None = None) -> None:
     """One line for one part."""
-    if sys.stderr.isatty():
-        print("\r\033[K", end="", file=sys.stderr, flush=True)
+    show("")
     took = "" if seconds is None else f"{seconds:.0f} s"
     print(f"{name:15s}{took:>6s}  {text}", flush=True)
 
@@ -152,15 +207,32 @@ def ask_facts(python: Sequence[str], device: str, env: dict[str, str]) -> dict[s
     command = [*python, "-m", "tools.gpu.machine", "--device", device]
     ended = child.run(command, _FACTS_SECONDS, cwd=results.ROOT, env=env)
     if ended.status == 0:
-        return json.loads(ended.last_line)
+        return {**json.loads(ended.last_line), "commit": results.commit()}
     print(f"gpu: torch cannot use the device {device}: {ended.last_line or ended.words}", file=sys.stderr)
     return None
+
+
+def words_of_kernels(facts: dict[str, Any]) -> str:
+    """How many kernels there are for the card, and how many must still be compiled."""
+    total, left = facts["kernels"]["all"], facts["kernels"]["to_compile"]
+    advice = ""
+    if left and facts["card"]["kind"] == "cuda":
+        arch = "".join(map(str, facts["card"]["capability"]))
+        advice = f"; python -m tools.gpu precompile --arch {arch} does that before, on any machine"
+    return f"{total} kernels, {left} of them to be compiled{advice}"
+
+
+def num_processes(memory_mib: int) -> int:
+    """As many as there are processors, and as the card has memory for."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, min(cores, memory_mib // _MIB_OF_PROCESS)) if memory_mib else cores
 
 
 def environment(device: str) -> tuple[str, dict[str, str]]:
     """The device's name in the parts' processes, and their environment: what is run finds this very tree, and of
     several cards only the one that was asked for, since the tests take the first."""
     env = dict(os.environ)
+    env["PYTHONUNBUFFERED"] = "1"  # what a process prints is known when it is ended
     env["PYTHONPATH"] = os.pathsep.join(filter(None, (str(results.ROOT), env.get("PYTHONPATH"))))
     kind, _, index = device.partition(":")
     if kind != "cuda" or not index.isdigit():
@@ -187,7 +259,7 @@ def _parser(names: list[str]) -> argparse.ArgumentParser:
         prog="python -m tools.gpu",
         description="Runs everything that is worth running on a card and writes docs/gpu/<card>/<part>.json. A part "
         "that has a result for this card, driver, torch and source is not run again; one that was stopped or not "
-        "finished is.",
+        "finished is. On any machine, 'python -m tools.gpu precompile' compiles the kernels before.",
     )
     parser.add_argument("--seconds", type=float, default=SECONDS, help=f"for all parts (default: {SECONDS:g})")
     parser.add_argument("--parts", help=f"comma-separated, of {','.join(names)} (default: all)")
@@ -206,6 +278,11 @@ def main(argv: Sequence[str] | None = None, python: tuple[str, ...] = (sys.execu
         python: the command that runs Python for each part.
     """
     start = time.monotonic()
+    argv = list(sys.argv[1:] if argv is None else argv)
+    if argv[:1] == ["precompile"]:
+        from .precompile import main as precompile  # which needs torch
+
+        return precompile(argv[1:])
     names = [part.name for part in PARTS]
     options = _parser(names).parse_args(argv)
     wanted = options.parts.split(",") if options.parts else names
@@ -224,8 +301,10 @@ def main(argv: Sequence[str] | None = None, python: tuple[str, ...] = (sys.execu
                 return 2
             card, versions = facts["card"]["name"], facts["versions"]
             print(f"{card}, driver {versions['driver'] or 'none'}, torch {versions['torch']}", flush=True)
+            print(words_of_kernels(facts), flush=True)
             folder, sizes = results.folder_for(card, options.out.absolute()), TINY if options.tiny else FULL
-            run = Run(facts, folder, device, sizes, start + options.seconds, python, env, options.again)
+            end, places = start + options.seconds, num_processes(facts["card"]["memory_mib"])
+            run = Run(facts, folder, device, sizes, end, python, env, options.again, places)
             return conclude(run_parts(run, parts), folder)
     except OSError as error:
         print(f"gpu: {error}", file=sys.stderr)

@@ -15,9 +15,11 @@ from pascal_attn_core.fused.trust.kernels import Kernels
 from pascal_attn_core.machine.facts import ask_driver, torch_build
 from pascal_attn_core.machine.runtime import runtime_of
 
+from .variants import must_compile, variants_of
+
 
 def facts(device: torch.device) -> dict[str, Any]:
-    """``card`` and ``versions``, plain values.
+    """``card``, ``versions``, and how many ``kernels`` there are for it, plain values.
 
     Raises:
         RuntimeError, AssertionError: torch cannot use the device.
@@ -26,6 +28,7 @@ def facts(device: torch.device) -> dict[str, Any]:
     info, build = runtime_of(device).info, torch_build()
     kernels = runtime_of(device).part(Kernels)
     found = None if kernels.machine_reasons else kernels.gpu.compiler_version(kernels.arch)
+    variants = [] if kernels.machine_reasons else variants_of(kernels)
     card = {
         "name": info.name,
         "kind": info.kind,
@@ -41,7 +44,8 @@ def facts(device: torch.device) -> dict[str, Any]:
         "system": platform.platform(),
         "kernels": kernels_digest(kernels.variant_arch),
     }
-    return {"card": card, "versions": {**versions(), **others}}
+    counts = {"all": len(variants), "to_compile": sum(must_compile(kernels, variant) for variant in variants)}
+    return {"card": card, "versions": {**versions(), **others}, "kernels": counts}
 
 
 def main() -> None:

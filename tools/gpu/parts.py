@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-import contextlib
+import itertools
 import json
 import shlex
+import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from . import child, sanitizer
+from . import child, sanitizer, told
 from .results import ROOT, read
 from .table import table
 
@@ -23,17 +25,18 @@ LASTING = (RIGHT, WRONG)
 BAD = (WRONG, FAILED)
 # What a part needs for its own beginning and end.
 _MARGIN = 12.0
-_SLOWEST = 10
-_INTERRUPTED, _NO_TESTS = 2, 5  # exit statuses of pytest
+_NO_DEVICE, _NO_TESTS = 2, 5  # exit statuses of our programs, of pytest
 
 
 class Outcome(NamedTuple):
-    """summary: in one line; figures: for the file; table: lines for the terminal."""
+    """summary: in one line; figures: for the file; table: lines for the terminal; bad: what is wrong, a line for
+    each."""
 
     state: str
     summary: str
     figures: dict[str, Any]
     table: Sequence[str] = ()
+    bad: Sequence[str] = ()
 
 
 @dataclass(frozen=True)
@@ -48,15 +51,19 @@ class Sizes:
     linear: tuple[str, ...]
     selftest: tuple[str, ...] = ()
     demo: tuple[str, ...] = ()
+    variants: tuple[str, ...] = ()
     sanitized: tuple[str, ...] = ()
     sweep: tuple[str, ...] = ()
 
 
 _SHAPES = "sdxl,sd15,flux,gqa,causal,mask_padding,decode,cross77,sdxl_bf16,vae,mask_bool,mask_bias,wan"
+# Those on a card, random calls among them.
+TESTS = ("tests/gpu", "tests/contract/test_fuzz.py", "tests/host/diffusers/test_on_gpu.py")
+TESTS += ("tests/unit/core/test_observe.py",)
 FULL = Sizes(
     "full",
     # the part "selftest" is that test
-    tests=("--deselect", "tests/gpu/test_selftest_on_gpu.py"),
+    tests=(*TESTS, "--deselect", "tests/gpu/test_selftest_on_gpu.py", "--fuzz-calls", "2000"),
     selftest_seconds=60.0,
     forward=("--shapes", _SHAPES, "--rounds", "3", "--seconds", "1"),
     backward=("--backward", "--shapes", _SHAPES, "--rounds", "3", "--seconds", "1"),
@@ -65,14 +72,15 @@ FULL = Sizes(
 _OWN = ("--shape", "Hq=2,L=70,D=32", "--candidates", "fused,torch,tiled", "--rounds", "1", "--seconds", "0.1")
 TINY = Sizes(
     "tiny",
-    tests=("-k", "every_architecture or autocast"),
+    tests=("tests/gpu", "-n", "0", "-k", "every_architecture or autocast"),
     selftest=("--no-speed", "--threads", "1"),
     selftest_seconds=2.0,
     forward=_OWN,
     backward=("--backward", *_OWN, "--candidates", "torch,tiled"),
     linear=("--linear", "--shapes", "llm-decode", "--rounds", "1", "--seconds", "0.1"),
     demo=("--quick", "--only", "image", "--steps", "1"),
-    sanitized=("--most", "1"),
+    variants=("--names", "forward-32-float32-none,split-32-float16-none"),
+    sanitized=("--names", "forward-64-float32-none"),
     sweep=("--jobs=forward-32-float32-none", "--tokens=70", "--waves=0", "--rounds=1", "--most=1", "--processes=1"),
 )
 
@@ -87,8 +95,10 @@ class Job:
         scratch: an empty folder.
         before: the figures of an earlier run that did not come to its end.
         env: the environment of its processes.
+        processes: how many it may run at once.
+        stop: ends them when it is set.
         commands: what has been run, for the reader.
-        progress: the file in which the figures grow, where an interrupt shall leave those so far.
+        judge: how a process ended -> the outcome, by what has been written so far. None: what it printed is all.
     """
 
     python: tuple[str, ...]
@@ -98,8 +108,11 @@ class Job:
     scratch: Path
     before: dict[str, Any]
     env: dict[str, str]
+    processes: int = 1
+    stop: threading.Event = field(default_factory=threading.Event)
     commands: list[str] = field(default_factory=list)
-    progress: Path | None = None
+    judge: Callable[[child.Ended], Outcome] | None = None
+    _numbers: Iterator[int] = field(default_factory=itertools.count)
 
     @property
     def left(self) -> float:
@@ -115,86 +128,113 @@ class Job:
     ) -> child.Ended:
         """Run Python with these arguments, at most to the end of the part, or this many seconds."""
         before = [Path(prefix[0]).name, *prefix[1:]] if prefix else []
-        self.commands.append(shlex.join([*before, "python", *arguments]))
+        text = shlex.join([*before, "python", *arguments])
+        if text not in self.commands:
+            self.commands.append(text)
         limit = self.left if seconds is None else min(seconds, self.left)
-        command = [*prefix, *self.python, *arguments]
-        return child.run(command, limit, cwd=ROOT, env={**self.env, **(env or {})})
+        command, output = [*prefix, *self.python, *arguments], self.scratch / f"output-{next(self._numbers)}"
+        whole = {**self.env, **(env or {})}
+        return child.run(command, limit, cwd=ROOT, env=whole, output=output, stop=self.stop)
+
+    def judged(self, judge: Callable[[child.Ended], Outcome], *arguments: str, **options: Any) -> Outcome:
+        """The outcome of :meth:`run`, which grows meanwhile."""
+        self.judge = judge
+        return judge(self.run(*arguments, **options))
+
+    def so_far(self) -> Outcome:
+        """The outcome if nothing more came."""
+        if self.judge is not None:
+            return self.judge(child.CUT)
+        lines = [line for path in sorted(self.scratch.glob("output-*")) for line in child.tail(path).splitlines()]
+        return Outcome(UNFINISHED, child.CUT.words, {"output": lines} if lines else {})
+
+    def told(self, name: str = "told") -> Path:
+        """A folder for what processes tell; what passed before is told there."""
+        folder = self.scratch / name
+        folder.mkdir()
+        told.tell_before(folder, self.before)
+        return folder
 
 
 @dataclass(frozen=True)
 class Part:
     """weight: its share of the time, in units of those of the parts behind it; made_from: files and folders that its
-    result depends on."""
+    result depends on; share: of the processors, in units of those of the parts beside it. 0: it is timed, alone."""
 
     name: str
     weight: float
     made_from: tuple[str, ...]
     run: Callable[[Job], Outcome]
+    share: int = 0
+
+
+def _variants(job: Job) -> Outcome:
+    """Every kernel against its definition; those that were right before are left out."""
+    watch = told.Watch(job.told())
+    job.judge = lambda ended: _judge_told(ended, watch.look())
+    with ThreadPoolExecutor(job.processes) as pool:
+        shares = [pool.submit(_share, job, watch.folder, number + 1) for number in range(job.processes)]
+        ended = [share.result() for share in shares]
+    worst = next((each for each in ended if each.status), ended[0])
+    if worst.status == _NO_DEVICE:
+        return Outcome(NOT_RUN, worst.last_line, {})
+    return _judge_told(next((each for each in ended if each.status is None), worst), watch.look())
+
+
+def _share(job: Job, folder: Path, number: int) -> child.Ended:
+    """A share of the kernels: one process after the other, each begun where a kernel has ended the one before it."""
+    writer = f"share-{number}"
+    while True:
+        known = len(told.read(folder, writer).ended)
+        given = ("--told", str(folder), "--share", f"{number}/{job.processes}", *job.sizes.variants)
+        ended = job.run("-m", "tools.gpu.variants", "--device", job.device, *given)
+        if ended.status in (0, _NO_DEVICE, None):
+            return ended
+        for name in told.read(folder, writer).begun:
+            line = {"test": name, "outcome": "failed", "seconds": round(ended.seconds, 3)}
+            told.tell(folder, writer, **line, message=f"it has ended its process: {ended.words}")
+        if len(told.read(folder, writer).ended) == known:
+            return ended
 
 
 def _tests(job: Job) -> Outcome:
-    """Tests that have passed before are left out. One that ends its process, or for which there was not enough time, is
-    run after all the others next time."""
-    path, known = job.scratch / "tests.jsonl", job.scratch / "before.json"
-    passed, lost = dict(job.before.get("seconds", {})), list(job.before.get("lost", []))
-    known.write_text(json.dumps({"passed": list(passed), "lost": lost}))
-    seconds = max(0.0, job.left - _MARGIN)
-    given = ("-p", "no:cacheprovider", "-p", "tools.gpu.recorder", "--record", str(path), "--before", str(known))
-    given += ("--seconds", f"{seconds:.0f}", *job.sizes.tests)
+    """Tests that have passed before are left out."""
+    watch = told.Watch(job.told())
+    given = ("-p", "no:cacheprovider", "-p", "tools.gpu.recorder", "--told", str(watch.folder))
+    given += ("--until", f"{time.time() + job.left - _MARGIN:.0f}", "-n", str(job.processes), "--dist", "load")
     # A child process for the first use of each kind of call would take longer than the tests.
-    ended = job.run("-m", "pytest", "-m", "gpu", "tests/gpu", *given, env={"PASCAL_ATTN_TRUST": "1"})
-    lines = _lines_of(path)
-    tests = [line for line in lines if "test" in line]
-    begun = next((line["begun"] for line in reversed(lines) if "begun" in line), None)
-    if begun is not None and all(line["test"] != begun for line in tests):  # it has taken its process along
-        if ended.status is not None or begun in lost:
-            tests.append({"test": begun, "outcome": "failed", "seconds": ended.seconds, "message": ended.words})
-        lost.append(begun)
-    # A test may be told of twice: its call, and what failed when it was put away.
-    outcomes = dict.fromkeys(passed, "passed")
-    for line in tests:
-        outcomes[line["test"]] = max(
-            line["outcome"], outcomes.get(line["test"], ""), key=("", "passed", "skipped", "failed").index
-        )
-    passed |= {line["test"]: line["seconds"] for line in tests if outcomes[line["test"]] == "passed"}
-    counts = Counter(outcomes.values())
-    collected = next((line["collected"] for line in lines if "collected" in line), 0)
-    figures: dict[str, Any] = {
-        "collected": collected,
-        "counts": dict(counts),
-        "failures": [line for line in tests if line["outcome"] == "failed"],
-        "skipped": dict(Counter(line["message"] for line in tests if line["outcome"] == "skipped")),
-        "slowest": sorted(tests, key=lambda line: -line["seconds"])[:_SLOWEST],
-        "seconds": passed,
-        "lost": list(dict.fromkeys(lost)),
-    }
-    return _judge_tests(ended, figures, collected - sum("::" in name for name in outcomes))  # some are whole modules
+    options: dict[str, Any] = {"env": {"PASCAL_ATTN_TRUST": "1"}}
+    return job.judged(
+        lambda ended: _judge_told(ended, watch.look()),
+        *("-m", "pytest", "-m", "gpu", *given, *job.sizes.tests),
+        **options,
+    )
 
 
-def _judge_tests(ended: child.Ended, figures: dict[str, Any], left: int) -> Outcome:
-    """``left``: tests without an outcome."""
+def _judge_told(ended: child.Ended, known: told.Told) -> Outcome:
+    figures, left = known.figures(), known.left
     counts = Counter(figures["counts"])
     said = ", ".join(f"{counts[name]} {name}" for name in ("passed", "failed", "skipped") if counts[name])
     if left:
         said = f"{said or 'none had ended'} of {figures['collected']}; the same command goes on with the others"
-    if counts["failed"]:
-        return Outcome(FAILED if left else WRONG, said, figures)  # failed: the others are still to be run
-    if left and ended.status in (None, _INTERRUPTED):
-        return Outcome(UNFINISHED, said, figures)
-    if ended.status not in (0, _NO_TESTS):
+    elif "errors" in figures:
+        said += f"; errors up to {max(figures['errors'].values()):.2f} of what is allowed"
+    bad = [f"{line['test']}: {_gist(line['message'])}" for line in figures["failures"]]
+    if bad:
+        return Outcome(FAILED if left else WRONG, said, figures, bad=bad)  # failed: the others are still to be run
+    if ended.status not in (0, _NO_TESTS, None):
         return _failed(ended, figures)
+    if left or (ended.status is None and not counts):
+        return Outcome(UNFINISHED, said or ended.words, figures)
     if not counts["passed"]:
         return Outcome(NOT_RUN, next(iter(figures["skipped"]), "no test was found"), figures)
     return Outcome(RIGHT, said, figures)
 
 
-def _lines_of(path: Path) -> list[dict[str, Any]]:
-    """Lines that the tests wrote; the last one may be cut."""
-    found = []
-    for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else ():
-        with contextlib.suppress(ValueError):
-            found.append(json.loads(line))
-    return found
+def _gist(message: str) -> str:
+    """The line of a message that says what is wrong."""
+    lines = message.strip().splitlines() or [""]
+    return next((line.removeprefix("E").strip() for line in lines if line.startswith("E  ")), lines[-1])[:200]
 
 
 def _selftest(job: Job) -> Outcome:
@@ -212,9 +252,12 @@ def _selftest(job: Job) -> Outcome:
 def _bench(job: Job, arguments: tuple[str, ...], words: Callable[[dict[str, Any]], str]) -> Outcome:
     """``words``: what was done by the figures, "" = nothing."""
     path = job.scratch / "bench.json"
-    ended = job.run("-m", "tools.peers", "--device", job.device, "--json", str(path), *arguments)
-    figures = read(path)
-    return _benched(ended, figures, words(figures))
+
+    def judge(ended: child.Ended) -> Outcome:
+        figures = read(path)
+        return _benched(ended, figures, words(figures))
+
+    return job.judged(judge, "-m", "tools.peers", "--device", job.device, "--json", str(path), *arguments)
 
 
 def _benched(ended: child.Ended, figures: dict[str, Any], said: str) -> Outcome:
@@ -261,46 +304,65 @@ def _demo_line(report: dict[str, Any]) -> str:
 
 
 def _sanitizer(job: Job) -> Outcome:
-    found = sanitizer.find(job.env)
-    if found.path is None:
-        why = f"{sanitizer.NAME} not found (looked in {', '.join(found.looked_in)})"
+    sought = sanitizer.find(job.env)
+    if sought.path is None:
+        why = f"{sanitizer.NAME} not found (looked in {', '.join(sought.looked_in)})"
         return Outcome(NOT_RUN, why, {})
-    figures: dict[str, Any] = {}
-    states, said = [], []
-    for number, tool in enumerate(sanitizer.TOOLS):
+    found: dict[str, dict[str, Any]] = {}
+    program, rounds = sought.path, -(-len(sanitizer.RUNS) // job.processes)
+
+    def run(number: int, name: str) -> None:
+        tool, kernels = sanitizer.RUNS[name]
+        folder = job.told(name)
+        given = ("--device", job.device, "--told", str(folder), "--names", kernels, *job.sizes.sanitized)
         ended = job.run(
-            *("-m", "tools.gpu.sanitized", "--device", job.device, *job.sizes.sanitized),
-            prefix=sanitizer.command(found.path, tool),
+            *("-m", "tools.gpu.variants", *given),
+            prefix=sanitizer.command(program, tool),
             # One allocation for each tensor, so that what lies behind it belongs to no tensor.
             env={"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"},
-            seconds=job.left / (len(sanitizer.TOOLS) - number),
+            seconds=job.left / (rounds - number // job.processes),
         )
-        errors = sanitizer.errors_in(ended.output)
-        state, words = _sanitized(ended, errors)
-        states.append(state)
-        said.append(f"{tool}: {words}")
-        figures[tool] = {"state": state, "errors": errors, "ended": ended.words, "seconds": ended.seconds}
-        figures[tool]["output"] = ended.output.splitlines()
+        found[name] = _sanitized(name, ended, told.read(folder))
+
+    job.judge = lambda ended: _judge_tools(dict(found))
+    with ThreadPoolExecutor(job.processes) as pool:
+        for future in [pool.submit(run, *each) for each in enumerate(sanitizer.RUNS)]:
+            future.result()
+    return _judge_tools(found)
+
+
+def _judge_tools(found: dict[str, dict[str, Any]]) -> Outcome:
+    states = [each["state"] for each in found.values()]
     worst = next((state for state in (FAILED, WRONG, UNFINISHED) if state in states), RIGHT)
-    if worst == WRONG and UNFINISHED in states:
-        worst = FAILED  # run again
-    return Outcome(worst, ", ".join(said), figures)
+    is_whole = len(found) == len(sanitizer.RUNS)
+    if not is_whole or (worst == WRONG and UNFINISHED in states):
+        worst = FAILED if worst in BAD else UNFINISHED  # run again
+    words = [f"{name}: {each['words']}" for name, each in found.items()]
+    bad = [text for text, state in zip(words, states) if state in BAD]
+    return Outcome(worst, ", ".join(words), found, bad=bad)
 
 
-def _sanitized(ended: child.Ended, errors: int | None) -> tuple[str, str]:
+def _sanitized(name: str, ended: child.Ended, known: told.Told) -> dict[str, Any]:
+    errors, wrong = sanitizer.errors_in(ended.output), [line["test"] for line in known.with_outcome("failed")]
+    is_false = name == sanitizer.FALSE_ALARMS
+    state, words = RIGHT, "no errors"
     if ended.status is None:
-        return UNFINISHED, ended.words
-    if errors:
-        return WRONG, f"{errors} error{'s'[: errors != 1]}"
-    if ended.status != 0:
-        return FAILED, f"{ended.words}: {ended.last_line}"
-    return (FAILED, "it gave no summary") if errors is None else (RIGHT, "no errors")
+        state, words = UNFINISHED, ended.words
+    elif wrong:
+        state, words = WRONG, ", ".join(wrong)
+    elif errors:
+        state, words = RIGHT if is_false else WRONG, f"{errors} error{'s'[: errors != 1]}"
+        words += " that are known to be none" if is_false else ""
+    elif ended.status != 0 or errors is None:
+        state, words = FAILED, f"{ended.words}: {ended.last_line}" if ended.status else "it gave no summary"
+    line = {"state": state, "errors": errors, "words": words, "ended": ended.words, "seconds": ended.seconds}
+    return {**line, "output": ended.output.splitlines()}
 
 
 def _rates(job: Job) -> Outcome:
     path = job.scratch / "rates.json"
     ended = job.run("-m", "tools.gpu.rates", "--device", job.device, "--json", str(path))
-    if ended.status == 2:
+    if ended.status == _NO_DEVICE:
         return Outcome(NOT_RUN, ended.last_line, {})
     return _benched(ended, read(path), ended.last_line)
 
@@ -308,7 +370,7 @@ def _rates(job: Job) -> Outcome:
 def _sweep(job: Job) -> Outcome:
     """A candidate may end its process; the next process goes on behind it."""
     path = job.scratch / "sweep.json"
-    job.progress = path
+    job.judge = lambda ended: _swept(ended, read(path))
     if job.before:
         path.write_text(json.dumps({name: value for name, value in job.before.items() if name != "output"}))
     while True:  # until a process ends in order, or twice at the same place
@@ -316,22 +378,25 @@ def _sweep(job: Job) -> Outcome:
         seconds = max(0.0, job.left - _MARGIN)
         given = ("--device", job.device, "--json", str(path), "--seconds", f"{seconds:.0f}", *job.sizes.sweep)
         ended = job.run("-m", "tools.gpu.sweep", *given)
-        figures = read(path)
-        died_again = figures.get("trying", "") in ("", trying)
+        died_again = read(path).get("trying", "") in ("", trying)
         if ended.status in (0, 2, 3, None) or died_again or job.left < _MARGIN:
-            break
+            return _swept(ended, read(path), died_again)
+
+
+def _swept(ended: child.Ended, figures: dict[str, Any], died_again: bool = False) -> Outcome:
     jobs = figures.get("jobs", [])
     left, total = len(figures.get("not_reached", [])), len(jobs) + len(figures.get("not_reached", []))
-    wrong = [each["job"] for each in jobs if each["shipped_note"]]
+    wrong = [f"{each['job']} ({each['shipped_note']})" for each in jobs if each["shipped_note"]]
     lost = figures.get("lost", {})
     said = f"{len(jobs)} of {total} kernels" + (f", {len(lost)} ended their process" if lost else "")
     shown = table(jobs) if jobs else []
     if wrong:
         said += f"; the shipped geometry does not run: {', '.join(wrong)}"
-        return Outcome(FAILED if left else WRONG, said, figures, shown)  # failed: the others are still to be run
+        # failed: the others are still to be run
+        return Outcome(FAILED if left else WRONG, said, figures, shown, wrong)
     if ended.status == 0:
         return Outcome(RIGHT, said, figures, shown)
-    if ended.status == 2:
+    if ended.status == _NO_DEVICE:
         return Outcome(NOT_RUN, ended.last_line, figures)
     if (ended.status in (3, None) or not died_again) and left:
         return Outcome(UNFINISHED, f"{said}; the same command goes on with the others", figures, shown)
@@ -347,14 +412,17 @@ def _failed(ended: child.Ended, figures: dict[str, Any]) -> Outcome:
 
 _CORE = ("pascal_attn_core",)
 _TOOL = ("pascal_attn_core", "tools/gpu")
+_OF_TESTS = ("nodes", "tools/families", "tests/support", "tests/conftest.py", *TESTS)
+# First what is right or wrong, side by side, then what is timed. Weights are seconds of nine minutes.
 PARTS = (
-    Part("rates", 20, _TOOL, _rates),
-    Part("selftest", 80, _CORE, _selftest),
-    Part("tests", 130, ("pascal_attn_core", "nodes", "tests/gpu", "tests/support", "tests/conftest.py"), _tests),
-    Part("bench-forward", 75, _CORE, lambda job: _bench(job, job.sizes.forward, _ratios)),
+    Part("variants", 200, _TOOL, _variants, share=3),
+    Part("tests", 200, (*_CORE, *_OF_TESTS), _tests, share=11),
+    Part("sanitizer", 200, _TOOL, _sanitizer, share=2),
+    Part("rates", 15, _TOOL, _rates),
+    Part("selftest", 65, _CORE, _selftest),
+    Part("bench-forward", 70, _CORE, lambda job: _bench(job, job.sizes.forward, _ratios)),
     Part("bench-backward", 60, _CORE, lambda job: _bench(job, job.sizes.backward, _ratios)),
-    Part("bench-linear", 40, _CORE, lambda job: _bench(job, job.sizes.linear, _linear_ratios)),
-    Part("demo", 40, _CORE, _demo),
-    Part("sanitizer", 75, _TOOL, _sanitizer),
-    Part("sweep", 80, _TOOL, _sweep),
+    Part("bench-linear", 35, _CORE, lambda job: _bench(job, job.sizes.linear, _linear_ratios)),
+    Part("demo", 30, _CORE, _demo),
+    Part("sweep", 65, _TOOL, _sweep),
 )

@@ -1,0 +1,108 @@
+"""What processes have done of a list of tests or kernels: each tells it at once, as lines of JSON in a file of its own,
+so that a run that is cut has told what it found."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import time
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+FRAME = "frame"  # tells what passed in an earlier run, and what it has ended
+_OUTCOMES = ("passed", "skipped", "failed")
+_SLOWEST = 10
+
+
+@dataclass
+class Told:
+    """collected: how many there are in all; ended: name -> its line; begun: name -> the line of one that has not
+    ended."""
+
+    collected: int = 0
+    ended: dict[str, dict[str, Any]] = field(default_factory=dict)
+    begun: dict[str, dict[str, Any]] = field(default_factory=dict)
+
+    def with_outcome(self, outcome: str) -> list[dict[str, Any]]:
+        return [line for line in self.ended.values() if line["outcome"] == outcome]
+
+    @property
+    def left(self) -> int:
+        """How many have no outcome."""
+        return self.collected - sum(not line.get("is_module") for line in self.ended.values())
+
+    def figures(self) -> dict[str, Any]:
+        """All of it as plain values."""
+        passed = self.with_outcome("passed")
+        found = {
+            "collected": self.collected,
+            "counts": dict(Counter(line["outcome"] for line in self.ended.values())),
+            "failures": self.with_outcome("failed"),
+            "skipped": dict(Counter(line["message"] for line in self.with_outcome("skipped"))),
+            "slowest": sorted(passed, key=lambda line: -line["seconds"])[:_SLOWEST],
+            "seconds": {line["test"]: line["seconds"] for line in passed},
+        }
+        errors = {line["test"]: line["error"] for line in self.ended.values() if "error" in line}
+        return {**found, "errors": errors} if errors else found
+
+
+def tell(folder: Path, writer: str, **line: Any) -> None:
+    """Append a line: ``collected`` (a number), or ``begun`` (a name), ``process`` and ``limit`` in seconds, or ``test``
+    (a name), ``outcome``, ``seconds``, ``message`` where it did not pass, ``is_module``, and for a kernel ``error`` in
+    units of what is allowed."""
+    with (folder / f"{writer}.jsonl").open("a", encoding="utf-8") as file:
+        file.write(json.dumps(line) + "\n")
+
+
+def tell_before(folder: Path, figures: dict[str, Any]) -> None:
+    """What passed in an earlier run, by its figures, need not be run again."""
+    errors = figures.get("errors", {})
+    for name, seconds in figures.get("seconds", {}).items():
+        error = {"error": errors[name]} if name in errors else {}
+        tell(folder, FRAME, test=name, outcome="passed", seconds=seconds, **error)
+
+
+def read(folder: Path, writer: str = "*") -> Told:
+    """All that was told, or by some writers. Of several outcomes the worst counts, and of these the frame's."""
+    found = Told()
+    for path in sorted(folder.glob(f"{writer}.jsonl"), key=lambda path: (path.stem != FRAME, path.stem)):
+        for text in path.read_text(encoding="utf-8").splitlines():
+            with contextlib.suppress(ValueError):  # the last line may be cut
+                _take(found, json.loads(text))
+    for name in found.ended:
+        found.begun.pop(name, None)
+    return found
+
+
+def _take(found: Told, line: dict[str, Any]) -> None:
+    found.collected = max(found.collected, line.get("collected", 0))
+    if "begun" in line:
+        found.begun[line["begun"]] = line
+    if "test" in line:
+        before = found.ended.get(line["test"], line)
+        found.ended[line["test"]] = max(before, line, key=lambda each: _OUTCOMES.index(each["outcome"]))
+
+
+class Watch:
+    """Ends the processes in which a test or a kernel hangs, and tells so."""
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+        self._since: dict[str, float] = {}  # a line that begins one -> when it was seen first
+
+    def look(self) -> Told:
+        """What has been told so far."""
+        found, now = read(self.folder), time.monotonic()
+        since = {str(line): self._since.get(str(line), now) for line in found.begun.values()}
+        for name, line in found.begun.items():
+            if now - since[str(line)] > line["limit"]:
+                message = f"it hangs: ended after {line['limit']} s"
+                tell(self.folder, FRAME, test=name, outcome="failed", seconds=line["limit"], message=message)
+                with contextlib.suppress(OSError):
+                    os.kill(line["process"], getattr(signal, "SIGKILL", signal.SIGTERM))
+        self._since = since
+        return found
