@@ -48,25 +48,40 @@ class Run(NamedTuple):
     again: bool = False
     processes: int = 1
 
+    def path(self, part: Part) -> Path:
+        return self.folder / f"{part.name}.json"
+
+    def conditions(self, part: Part) -> dict[str, str]:
+        return results.conditions(self.facts, part.made_from, *self.sizes["name"])
+
+    def known(self, part: Part) -> dict[str, Any]:
+        """What is in a part's file, if it holds under the present conditions."""
+        content = results.read(self.path(part))
+        return content if content.get("conditions") == self.conditions(part) else {}
+
 
 class Running:
-    """A part that runs: its file grows with it."""
+    """A part that runs: its file grows with it. ``beside``: all parts that run at the same time; ``known``: what its
+    file held."""
 
-    def __init__(self, run: Run, part: Part, job: Job, conditions: dict[str, str]):
-        self.run, self.part, self.job, self.conditions = run, part, job, conditions
+    def __init__(self, run: Run, part: Part, beside: Sequence[Part], seconds: float, known: dict[str, Any]):
+        self.run, self.part, self.limit, self.conditions = run, part, seconds, run.conditions(part)
         self.began, self.moment = time.monotonic(), datetime.now(timezone.utc)
-        self.limit = job.end - self.began
-        self.outcome: Outcome | None = None
-        self.content: dict[str, Any] = {}
+        self.outcome, self.content = Outcome(UNFINISHED, "", {}), known
+        before = {} if run.again else known.get("figures", {})
+        env, processes = run.env, run.processes
+        if part.share:
+            processes = max(1, round(processes * part.share / sum(each.share for each in beside)))
+            env = {**env, "OMP_NUM_THREADS": "1"}  # as many processes as processors
+        scratch = Path(tempfile.mkdtemp(prefix="pascal-attn-gpu-"))
+        self.job = Job(run.python, run.device, run.sizes, self.began + seconds, scratch, before, env, processes)
 
     def take(self, outcome: Outcome) -> None:
-        """Write an outcome, and say what is wrong, where it is another one than before."""
-        if outcome == self.outcome:
-            return
-        known = () if self.outcome is None else self.outcome.bad
+        """Write an outcome, and say what is wrong that was not before."""
+        seconds = time.monotonic() - self.began
         for line in outcome.bad:
-            if line not in known:
-                say(self.part.name, f"WRONG {line}", time.monotonic() - self.began)
+            if line not in self.outcome.bad:
+                say(self.part.name, f"WRONG {line}", seconds)
         self.outcome = outcome
         self.content = {
             "part": self.part.name,
@@ -74,19 +89,18 @@ class Running:
             "summary": outcome.summary,
             "command": self.job.commands,
             "began": self.moment.isoformat(timespec="seconds"),
-            "seconds": round(time.monotonic() - self.began, 1),
+            "seconds": round(seconds, 1),
             "limit": round(self.limit, 1),
             **self.run.facts,
             "conditions": self.conditions,
             "figures": outcome.figures,
         }
-        path = self.run.folder / f"{self.part.name}.json"
-        results.write(path, self.content, _private(str(self.job.scratch)))
+        results.write(self.run.path(self.part), self.content, _private(str(self.job.scratch)))
 
     def grow(self) -> None:
-        """Take what is known so far, if anything is."""
+        """Take what is known so far, if it is more than before."""
         outcome = self.job.so_far()
-        if outcome.figures:
+        if outcome.figures and outcome != self.outcome:
             self.take(outcome)
 
     def finish(self, future: Future[Outcome]) -> None:
@@ -99,6 +113,7 @@ class Running:
         say(self.part.name, f"{outcome.state}: {outcome.summary}", self.content["seconds"])
         for line in outcome.table:
             print("  " + line)
+        shutil.rmtree(self.job.scratch, ignore_errors=True)
 
 
 def run_parts(run: Run, parts: Sequence[Part]) -> dict[str, dict[str, Any]]:
@@ -108,38 +123,21 @@ def run_parts(run: Run, parts: Sequence[Part]) -> dict[str, dict[str, Any]]:
     A part's time is its share of all that is left: what one does not need is the next ones'. One that had too little
     gets twice of that.
     """
-    held = {part.name: results.conditions(run.facts, part.made_from, run.sizes.name) for part in parts}
-    known = {part.name: results.read(run.folder / f"{part.name}.json") for part in parts}
-    for name, content in known.items():
-        if content.get("conditions") != held[name]:
-            known[name] = {}
+    known = {part.name: run.known(part) for part in parts}
     todo = [part for part in parts if run.again or known[part.name].get("state") not in LASTING]
     for part in parts:
         if part not in todo:
             say(part.name, f"{known[part.name]['state']} (before): {known[part.name]['summary']}")
-    beside = [part for part in todo if part.share]
-    groups = [beside, *([part] for part in todo if not part.share)]
+    groups = [[part for part in todo if part.share], *([part] for part in todo if not part.share)]
+    weights = [max((part.weight for part in group), default=0.0) for group in groups]
     for number, group in enumerate(groups):
-        weights = [max((part.weight for part in each), default=0.0) for each in groups[number:]]
         left = max(0.0, run.end - time.monotonic())
-        running = []
-        for part in group:
-            seconds = max(left * weights[0] / sum(weights), min(left, 2 * known[part.name].get("limit", 0.0)))
-            job = _job(run, part, group, seconds, {} if run.again else known[part.name].get("figures", {}))
-            running.append(Running(run, part, job, held[part.name]))
+        share = left * weights[number] / (sum(weights[number:]) or 1.0)
+        limits = [max(share, min(left, 2 * known[part.name].get("limit", 0.0))) for part in group]
+        running = [Running(run, part, group, limit, known[part.name]) for part, limit in zip(group, limits)]
         run_together(running)
         known |= {each.part.name: each.content for each in running}
     return known
-
-
-def _job(run: Run, part: Part, group: Sequence[Part], seconds: float, before: dict[str, Any]) -> Job:
-    """``group``: the parts that run at the same time."""
-    end, env, processes = time.monotonic() + seconds, run.env, run.processes
-    scratch = Path(tempfile.mkdtemp(prefix="pascal-attn-gpu-"))
-    if part.share:
-        processes = max(1, round(processes * part.share / sum(each.share for each in group)))
-        env = {**env, "OMP_NUM_THREADS": "1"}  # as many processes as processors
-    return Job(run.python, run.device, run.sizes, end, scratch, before, env, processes)
 
 
 def run_together(running: Sequence[Running]) -> None:
@@ -159,8 +157,6 @@ def run_together(running: Sequence[Running]) -> None:
                 each.job.stop.set()
             for future, each in left.items():
                 each.finish(future)
-            for each in running:
-                shutil.rmtree(each.job.scratch, ignore_errors=True)
 
 
 def _private(scratch: str) -> dict[str, str]:
@@ -205,7 +201,8 @@ def conclude(found: dict[str, dict[str, Any]], folder: Path) -> int:
 def ask_facts(python: Sequence[str], device: str, env: dict[str, str]) -> dict[str, Any] | None:
     """The facts of :mod:`.machine`; None, and a sentence to stderr, where torch cannot use the device."""
     command = [*python, "-m", "tools.gpu.machine", "--device", device]
-    ended = child.run(command, _FACTS_SECONDS, cwd=results.ROOT, env=env)
+    with tempfile.TemporaryDirectory() as folder:
+        ended = child.run(command, _FACTS_SECONDS, cwd=results.ROOT, env=env, output=Path(folder) / "output")
     if ended.status == 0:
         return {**json.loads(ended.last_line), "commit": results.commit()}
     print(f"gpu: torch cannot use the device {device}: {ended.last_line or ended.words}", file=sys.stderr)

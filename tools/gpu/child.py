@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -60,16 +59,16 @@ def run(
     command: Sequence[str],
     seconds: float,
     *,
+    output: Path,
     cwd: Path | None = None,
     env: Mapping[str, str] | None = None,
-    output: Path | None = None,
     stop: threading.Event | None = None,
 ) -> Ended:
     """Run a command and wait for it, at most this many seconds; whatever ends the wait, an interrupt included, ends the
     process and all that it has started.
 
     Args:
-        output: the file for what it writes; None = one that is gone afterwards.
+        output: the file for what it writes.
         stop: ends the wait when it is set.
     Raises:
         OSError: it cannot be started.
@@ -79,16 +78,14 @@ def run(
         options["creationflags"] = subprocess.CREATE_NEW_PROCESS_GROUP
     else:
         options["start_new_session"] = True
-    with tempfile.TemporaryDirectory() as folder:
-        path = output or Path(folder) / "output"
-        began = time.monotonic()
-        with path.open("wb") as file:
-            child = subprocess.Popen(list(command), stdout=file, stderr=subprocess.STDOUT, **options)
-        try:
-            status = _wait(child, began + seconds, stop or threading.Event())
-        finally:
-            remains = not _end(child)
-        return Ended(status, tail(path), time.monotonic() - began, remains)
+    began = time.monotonic()
+    with output.open("wb") as file:
+        child = subprocess.Popen(list(command), stdout=file, stderr=subprocess.STDOUT, **options)
+    try:
+        status = _wait(child, began + seconds, stop or threading.Event())
+    finally:
+        remains = not _end(child)
+    return Ended(status, tail(output), time.monotonic() - began, remains)
 
 
 def _wait(child: subprocess.Popen[bytes], end: float, stop: threading.Event) -> int | None:

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
+import os
 import shlex
+import tempfile
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,7 +19,6 @@ from typing import Any, NamedTuple
 
 from . import child, sanitizer, told
 from .results import ROOT, read
-from .table import table
 
 # What an outcome can be. The first two hold until something changes; after the others the part is run again.
 # Unfinished: it ran out of time, and nothing was wrong so far.
@@ -25,6 +27,7 @@ LASTING = (RIGHT, WRONG)
 BAD = (WRONG, FAILED)
 # What a part needs for its own beginning and end.
 _MARGIN = 12.0
+_SECONDS_OF_SELFTEST = 60.0
 _NO_DEVICE, _NO_TESTS = 2, 5  # exit statuses of our programs, of pytest
 
 
@@ -39,50 +42,33 @@ class Outcome(NamedTuple):
     bad: Sequence[str] = ()
 
 
-@dataclass(frozen=True)
-class Sizes:
-    """How large everything is run: arguments of the commands. ``name`` is one of the conditions of a result."""
-
-    name: str
-    tests: tuple[str, ...]
-    selftest_seconds: float
-    forward: tuple[str, ...]
-    backward: tuple[str, ...]
-    linear: tuple[str, ...]
-    selftest: tuple[str, ...] = ()
-    demo: tuple[str, ...] = ()
-    variants: tuple[str, ...] = ()
-    sanitized: tuple[str, ...] = ()
-    sweep: tuple[str, ...] = ()
-
-
-_SHAPES = "sdxl,sd15,flux,gqa,causal,mask_padding,decode,cross77,sdxl_bf16,vae,mask_bool,mask_bias,wan"
-# Those on a card, random calls among them.
+# Arguments of the commands, by part; ``name`` is one of the conditions of a result.
+Sizes = Mapping[str, tuple[str, ...]]
+# Tests on a card, random calls among them; the part "selftest" is one of them.
 TESTS = ("tests/gpu", "tests/contract/test_fuzz.py", "tests/host/diffusers/test_on_gpu.py")
 TESTS += ("tests/unit/core/test_observe.py",)
-FULL = Sizes(
-    "full",
-    # the part "selftest" is that test
-    tests=(*TESTS, "--deselect", "tests/gpu/test_selftest_on_gpu.py", "--fuzz-calls", "2000"),
-    selftest_seconds=60.0,
-    forward=("--shapes", _SHAPES, "--rounds", "3", "--seconds", "1"),
-    backward=("--backward", "--shapes", _SHAPES, "--rounds", "3", "--seconds", "1"),
-    linear=("--linear", "--shapes", "all", "--rounds", "5", "--seconds", "1"),
-)
+_SHAPES = "sdxl,sd15,flux,gqa,causal,mask_padding,decode,cross77,sdxl_bf16,vae,mask_bool,mask_bias,wan"
+_FULL = ("--shapes", _SHAPES, "--rounds", "3", "--seconds", "1")
+FULL: Sizes = {
+    "name": ("full",),
+    "tests": (*TESTS, "--deselect", "tests/gpu/test_selftest_on_gpu.py", "--fuzz-calls", "2000"),
+    "bench-forward": _FULL,
+    "bench-backward": ("--backward", *_FULL),
+    "bench-linear": ("--linear", "--shapes", "all", "--rounds", "5", "--seconds", "1"),
+}
 _OWN = ("--shape", "Hq=2,L=70,D=32", "--candidates", "fused,torch,tiled", "--rounds", "1", "--seconds", "0.1")
-TINY = Sizes(
-    "tiny",
-    tests=("tests/gpu", "-n", "0", "-k", "every_architecture or autocast"),
-    selftest=("--no-speed", "--threads", "1"),
-    selftest_seconds=2.0,
-    forward=_OWN,
-    backward=("--backward", *_OWN, "--candidates", "torch,tiled"),
-    linear=("--linear", "--shapes", "llm-decode", "--rounds", "1", "--seconds", "0.1"),
-    demo=("--quick", "--only", "image", "--steps", "1"),
-    variants=("--names", "forward-32-float32-none,split-32-float16-none"),
-    sanitized=("--names", "forward-64-float32-none"),
-    sweep=("--jobs=forward-32-float32-none", "--tokens=70", "--waves=0", "--rounds=1", "--most=1", "--processes=1"),
-)
+TINY: Sizes = {
+    "name": ("tiny",),
+    "tests": ("tests/gpu", "-n", "0", "-k", "every_architecture or autocast"),
+    "selftest": ("--no-speed", "--threads", "1", "--seconds", "2"),
+    "bench-forward": _OWN,
+    "bench-backward": ("--backward", *_OWN, "--candidates", "torch,tiled"),
+    "bench-linear": ("--linear", "--shapes", "llm-decode", "--rounds", "1", "--seconds", "0.1"),
+    "demo": ("--quick", "--only", "image", "--steps", "1"),
+    "variants": ("--names", "forward-32-float32-none,split-32-float16-none"),
+    "sanitizer": ("--names", "forward-64-float32-none"),
+    "sweep": ("--jobs=forward-32-float32-none", "--tokens=70", "--waves=0", "--rounds=1", "--most=1", "--processes=1"),
+}
 
 
 @dataclass
@@ -112,29 +98,21 @@ class Job:
     stop: threading.Event = field(default_factory=threading.Event)
     commands: list[str] = field(default_factory=list)
     judge: Callable[[child.Ended], Outcome] | None = None
-    _numbers: Iterator[int] = field(default_factory=itertools.count)
 
     @property
     def left(self) -> float:
         """Seconds."""
         return self.end - time.monotonic()
 
-    def run(
-        self,
-        *arguments: str,
-        prefix: Sequence[str] = (),
-        env: dict[str, str] | None = None,
-        seconds: float | None = None,
-    ) -> child.Ended:
+    def run(self, *arguments: str, prefix: Sequence[str] = (), seconds: float = math.inf, **env: str) -> child.Ended:
         """Run Python with these arguments, at most to the end of the part, or this many seconds."""
-        before = [Path(prefix[0]).name, *prefix[1:]] if prefix else []
-        text = shlex.join([*before, "python", *arguments])
+        text = shlex.join([*(Path(word).name for word in prefix[:1]), *prefix[1:], "python", *arguments])
         if text not in self.commands:
             self.commands.append(text)
-        limit = self.left if seconds is None else min(seconds, self.left)
-        command, output = [*prefix, *self.python, *arguments], self.scratch / f"output-{next(self._numbers)}"
-        whole = {**self.env, **(env or {})}
-        return child.run(command, limit, cwd=ROOT, env=whole, output=output, stop=self.stop)
+        handle, output = tempfile.mkstemp(dir=self.scratch, prefix="output-")
+        os.close(handle)
+        options = {"cwd": ROOT, "env": {**self.env, **env}, "output": Path(output), "stop": self.stop}
+        return child.run([*prefix, *self.python, *arguments], min(seconds, self.left), **options)
 
     def judged(self, judge: Callable[[child.Ended], Outcome], *arguments: str, **options: Any) -> Outcome:
         """The outcome of :meth:`run`, which grows meanwhile."""
@@ -145,15 +123,14 @@ class Job:
         """The outcome if nothing more came."""
         if self.judge is not None:
             return self.judge(child.CUT)
-        lines = [line for path in sorted(self.scratch.glob("output-*")) for line in child.tail(path).splitlines()]
+        lines = [line for path in self.scratch.glob("output-*") for line in child.tail(path).splitlines()]
         return Outcome(UNFINISHED, child.CUT.words, {"output": lines} if lines else {})
 
-    def told(self, name: str = "told") -> Path:
+    def watch(self, name: str = "told") -> told.Watch:
         """A folder for what processes tell; what passed before is told there."""
-        folder = self.scratch / name
-        folder.mkdir()
-        told.tell_before(folder, self.before)
-        return folder
+        (self.scratch / name).mkdir()
+        told.tell_before(self.scratch / name, self.before)
+        return told.Watch(self.scratch / name)
 
 
 @dataclass(frozen=True)
@@ -170,23 +147,20 @@ class Part:
 
 def _variants(job: Job) -> Outcome:
     """Every kernel against its definition; those that were right before are left out."""
-    watch = told.Watch(job.told())
+    watch = job.watch()
     job.judge = lambda ended: _judge_told(ended, watch.look())
     with ThreadPoolExecutor(job.processes) as pool:
-        shares = [pool.submit(_share, job, watch.folder, number + 1) for number in range(job.processes)]
-        ended = [share.result() for share in shares]
-    worst = next((each for each in ended if each.status), ended[0])
-    if worst.status == _NO_DEVICE:
-        return Outcome(NOT_RUN, worst.last_line, {})
-    return _judge_told(next((each for each in ended if each.status is None), worst), watch.look())
+        ends = list(pool.map(lambda number: _share(job, watch.folder, number + 1), range(job.processes)))
+    ended = next((each for each in ends if each.status is None), max(ends, key=lambda each: each.status != 0))
+    return Outcome(NOT_RUN, ended.last_line, {}) if ended.status == _NO_DEVICE else job.judge(ended)
 
 
 def _share(job: Job, folder: Path, number: int) -> child.Ended:
     """A share of the kernels: one process after the other, each begun where a kernel has ended the one before it."""
     writer = f"share-{number}"
+    given = ("--told", str(folder), "--share", f"{number}/{job.processes}", *job.sizes.get("variants", ()))
     while True:
         known = len(told.read(folder, writer).ended)
-        given = ("--told", str(folder), "--share", f"{number}/{job.processes}", *job.sizes.variants)
         ended = job.run("-m", "tools.gpu.variants", "--device", job.device, *given)
         if ended.status in (0, _NO_DEVICE, None):
             return ended
@@ -199,16 +173,12 @@ def _share(job: Job, folder: Path, number: int) -> child.Ended:
 
 def _tests(job: Job) -> Outcome:
     """Tests that have passed before are left out."""
-    watch = told.Watch(job.told())
+    watch = job.watch()
     given = ("-p", "no:cacheprovider", "-p", "tools.gpu.recorder", "--told", str(watch.folder))
     given += ("--until", f"{time.time() + job.left - _MARGIN:.0f}", "-n", str(job.processes), "--dist", "load")
     # A child process for the first use of each kind of call would take longer than the tests.
-    options: dict[str, Any] = {"env": {"PASCAL_ATTN_TRUST": "1"}}
-    return job.judged(
-        lambda ended: _judge_told(ended, watch.look()),
-        *("-m", "pytest", "-m", "gpu", *given, *job.sizes.tests),
-        **options,
-    )
+    command = ("-m", "pytest", "-m", "gpu", *given, *job.sizes["tests"])
+    return job.judged(lambda ended: _judge_told(ended, watch.look()), *command, PASCAL_ATTN_TRUST="1")
 
 
 def _judge_told(ended: child.Ended, known: told.Told) -> Outcome:
@@ -239,8 +209,8 @@ def _gist(message: str) -> str:
 
 def _selftest(job: Job) -> Outcome:
     path = job.scratch / "selftest.json"
-    seconds = max(1.0, min(job.sizes.selftest_seconds, job.left - 2 * _MARGIN))
-    given = ("--device", job.device, "--seconds", f"{seconds:g}", "--json", str(path), *job.sizes.selftest)
+    seconds = max(1.0, min(_SECONDS_OF_SELFTEST, job.left - 2 * _MARGIN))
+    given = ("--device", job.device, "--seconds", f"{seconds:g}", "--json", str(path), *job.sizes.get("selftest", ()))
     ended = job.run("-m", "pascal_attn_core", "selftest", *given)
     figures = read(path)
     if not figures:
@@ -249,15 +219,11 @@ def _selftest(job: Job) -> Outcome:
     return Outcome(RIGHT if ended.status == 0 else UNFINISHED if is_unfinished else WRONG, figures["verdict"], figures)
 
 
-def _bench(job: Job, arguments: tuple[str, ...], words: Callable[[dict[str, Any]], str]) -> Outcome:
+def _bench(job: Job, part: str, words: Callable[[dict[str, Any]], str]) -> Outcome:
     """``words``: what was done by the figures, "" = nothing."""
     path = job.scratch / "bench.json"
-
-    def judge(ended: child.Ended) -> Outcome:
-        figures = read(path)
-        return _benched(ended, figures, words(figures))
-
-    return job.judged(judge, "-m", "tools.peers", "--device", job.device, "--json", str(path), *arguments)
+    given = ("-m", "tools.peers", "--device", job.device, "--json", str(path), *job.sizes[part])
+    return job.judged(lambda ended: _benched(ended, read(path), words(read(path))), *given)
 
 
 def _benched(ended: child.Ended, figures: dict[str, Any], said: str) -> Outcome:
@@ -290,7 +256,9 @@ def _linear_ratios(figures: dict[str, Any]) -> str:
 
 def _demo(job: Job) -> Outcome:
     out = job.scratch / "demo"
-    ended = job.run("-m", "pascal_attn_core", "demo", "--device", job.device, "--out", str(out), *job.sizes.demo)
+    ended = job.run(
+        "-m", "pascal_attn_core", "demo", "--device", job.device, "--out", str(out), *job.sizes.get("demo", ())
+    )
     figures = read(out / "results.json")
     if ended.status != 0 or not figures:
         return _failed(ended, figures)
@@ -312,47 +280,47 @@ def _sanitizer(job: Job) -> Outcome:
     program, rounds = sought.path, -(-len(sanitizer.RUNS) // job.processes)
 
     def run(number: int, name: str) -> None:
-        tool, kernels = sanitizer.RUNS[name]
-        folder = job.told(name)
-        given = ("--device", job.device, "--told", str(folder), "--names", kernels, *job.sizes.sanitized)
+        (tool, kernels), watch = sanitizer.RUNS[name], job.watch(name)
+        given = ("--told", str(watch.folder), "--names", kernels, *job.sizes.get("sanitizer", ()))
         ended = job.run(
-            *("-m", "tools.gpu.variants", *given),
+            *("-m", "tools.gpu.variants", "--device", job.device, *given),
             prefix=sanitizer.command(program, tool),
-            # One allocation for each tensor, so that what lies behind it belongs to no tensor.
-            env={"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"},
             seconds=job.left / (rounds - number // job.processes),
+            # One allocation for each tensor, so that what lies behind it belongs to no tensor.
+            PYTORCH_NO_CUDA_MEMORY_CACHING="1",
         )
-        found[name] = _sanitized(name, ended, told.read(folder))
+        wrong = [line["test"] for line in watch.look().with_outcome("failed")]
+        found[name] = _sanitized(ended, wrong, is_known=name == sanitizer.FALSE_ALARMS)
 
-    job.judge = lambda ended: _judge_tools(dict(found))
+    job.judge = lambda ended: _judge_sanitizer(dict(found))
     with ThreadPoolExecutor(job.processes) as pool:
-        for future in [pool.submit(run, *each) for each in enumerate(sanitizer.RUNS)]:
-            future.result()
-    return _judge_tools(found)
+        list(pool.map(run, itertools.count(), sanitizer.RUNS))
+    return _judge_sanitizer(found)
 
 
-def _judge_tools(found: dict[str, dict[str, Any]]) -> Outcome:
-    states = [each["state"] for each in found.values()]
+def _judge_sanitizer(found: dict[str, dict[str, Any]]) -> Outcome:
+    states = {each["state"] for each in found.values()}
+    if len(found) < len(sanitizer.RUNS):
+        states.add(UNFINISHED)
+    words = {name: f"{name}: {each['words']}" for name, each in found.items()}
+    bad = [words[name] for name, each in found.items() if each["state"] in BAD]
     worst = next((state for state in (FAILED, WRONG, UNFINISHED) if state in states), RIGHT)
-    is_whole = len(found) == len(sanitizer.RUNS)
-    if not is_whole or (worst == WRONG and UNFINISHED in states):
-        worst = FAILED if worst in BAD else UNFINISHED  # run again
-    words = [f"{name}: {each['words']}" for name, each in found.items()]
-    bad = [text for text, state in zip(words, states) if state in BAD]
-    return Outcome(worst, ", ".join(words), found, bad=bad)
+    if worst == WRONG and UNFINISHED in states:
+        worst = FAILED  # run again
+    return Outcome(worst, ", ".join(words.values()), found, bad=bad)
 
 
-def _sanitized(name: str, ended: child.Ended, known: told.Told) -> dict[str, Any]:
-    errors, wrong = sanitizer.errors_in(ended.output), [line["test"] for line in known.with_outcome("failed")]
-    is_false = name == sanitizer.FALSE_ALARMS
+def _sanitized(ended: child.Ended, wrong: list[str], is_known: bool) -> dict[str, Any]:
+    """``wrong``: kernels; ``is_known``: errors are known to be none."""
+    errors = sanitizer.errors_in(ended.output)
     state, words = RIGHT, "no errors"
     if ended.status is None:
         state, words = UNFINISHED, ended.words
     elif wrong:
-        state, words = WRONG, ", ".join(wrong)
+        state, words = WRONG, f"wrong: {', '.join(wrong)}"
     elif errors:
-        state, words = RIGHT if is_false else WRONG, f"{errors} error{'s'[: errors != 1]}"
-        words += " that are known to be none" if is_false else ""
+        state = RIGHT if is_known else WRONG
+        words = f"{errors} error{'s'[: errors != 1]}{', known false alarms' * is_known}"
     elif ended.status != 0 or errors is None:
         state, words = FAILED, f"{ended.words}: {ended.last_line}" if ended.status else "it gave no summary"
     line = {"state": state, "errors": errors, "words": words, "ended": ended.words, "seconds": ended.seconds}
@@ -376,7 +344,15 @@ def _sweep(job: Job) -> Outcome:
     while True:  # until a process ends in order, or twice at the same place
         trying = read(path).get("trying", "")
         seconds = max(0.0, job.left - _MARGIN)
-        given = ("--device", job.device, "--json", str(path), "--seconds", f"{seconds:.0f}", *job.sizes.sweep)
+        given = (
+            "--device",
+            job.device,
+            "--json",
+            str(path),
+            "--seconds",
+            f"{seconds:.0f}",
+            *job.sizes.get("sweep", ()),
+        )
         ended = job.run("-m", "tools.gpu.sweep", *given)
         died_again = read(path).get("trying", "") in ("", trying)
         if ended.status in (0, 2, 3, None) or died_again or job.left < _MARGIN:
@@ -403,6 +379,22 @@ def _swept(ended: child.Ended, figures: dict[str, Any], died_again: bool = False
     return _failed(ended, figures)
 
 
+def table(jobs: Sequence[dict[str, Any]], most: int = 15) -> list[str]:
+    """For the jobs in which the shipped geometry loses most: its time, and that of the best candidate in units of
+    it."""
+    ranked = sorted(jobs, key=lambda job: job["best_over_shipped"] or 0.0)
+    lines = [f"{'job':30s}{'shipped ms':>11s}{'best':>6s}"]
+    for job in ranked[:most]:
+        seconds = job["shipped_seconds"]
+        shipped = job["shipped_note"] or "-" if seconds is None else f"{1e3 * seconds:.2f}"
+        best = "-" if job["best_over_shipped"] is None else f"{job['best_over_shipped']:.2f}"
+        which = "shipped" if job["best"] == job["shipped"] else job["best"]
+        lines.append(f"{job['job']:30s}{shipped:>11s}{best:>6s}  {which}")
+    if len(ranked) > most:
+        lines.append(f"and {len(ranked) - most} more, which the file has")
+    return lines
+
+
 def _failed(ended: child.Ended, figures: dict[str, Any]) -> Outcome:
     if ended.status is None and not ended.remains:
         return Outcome(UNFINISHED, ended.words, figures)
@@ -420,9 +412,9 @@ PARTS = (
     Part("sanitizer", 200, _TOOL, _sanitizer, share=2),
     Part("rates", 15, _TOOL, _rates),
     Part("selftest", 65, _CORE, _selftest),
-    Part("bench-forward", 70, _CORE, lambda job: _bench(job, job.sizes.forward, _ratios)),
-    Part("bench-backward", 60, _CORE, lambda job: _bench(job, job.sizes.backward, _ratios)),
-    Part("bench-linear", 35, _CORE, lambda job: _bench(job, job.sizes.linear, _linear_ratios)),
+    Part("bench-forward", 70, _CORE, lambda job: _bench(job, "bench-forward", _ratios)),
+    Part("bench-backward", 60, _CORE, lambda job: _bench(job, "bench-backward", _ratios)),
+    Part("bench-linear", 35, _CORE, lambda job: _bench(job, "bench-linear", _linear_ratios)),
     Part("demo", 30, _CORE, _demo),
     Part("sweep", 65, _TOOL, _sweep),
 )

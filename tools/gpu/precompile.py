@@ -1,5 +1,5 @@
 """``python -m tools.gpu precompile --arch 90``: compiles every kernel for a card that is not there, into the cache
-folder of this user or of ``XDG_CACHE_HOME``, where a machine with that card and an NVRTC of the same version finds it."""
+folder of this user or of ``XDG_CACHE_HOME``, where a machine with that card and such an NVRTC finds it."""
 
 from __future__ import annotations
 

@@ -68,7 +68,7 @@ from pascal_attn_core.machine.storage import read_object, write_object
 from pascal_attn_core.observe.memory import available_bytes
 
 from .geometries import Candidate, details, fits, shapes, words
-from .table import table
+from .parts import table
 
 _COMMON = (64, 128, 40, 80)
 _DTYPES = ("float32", "float16")

@@ -100,7 +100,7 @@ class Watch:
         since = {str(line): self._since.get(str(line), now) for line in found.begun.values()}
         for name, line in found.begun.items():
             if now - since[str(line)] > line["limit"]:
-                message = f"it hangs: ended after {line['limit']} s"
+                message = f"it hangs: ended after {line['limit']:g} s"
                 tell(self.folder, FRAME, test=name, outcome="failed", seconds=line["limit"], message=message)
                 with contextlib.suppress(OSError):
                     os.kill(line["process"], getattr(signal, "SIGKILL", signal.SIGTERM))

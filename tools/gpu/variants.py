@@ -46,8 +46,9 @@ def must_compile(kernels: Kernels, variant: Compilation) -> bool:
     return kernels.existing_code(variant)[0] is None
 
 
-def check(kernels: Kernels, variant: Compilation, folder: Path, writer: str) -> None:
-    """Run one variant and tell how it ended; what is raised behind that has taken the card away, or may have."""
+def check(kernels: Kernels, variant: Compilation, folder: Path, writer: str, limit: float) -> None:
+    """Run one variant and tell how it ended, after so many seconds that it hangs; what is raised behind that has taken
+    the card away, or may have."""
     began, name = time.monotonic(), variant.name
 
     def end(outcome: str, **line: object) -> None:
@@ -57,7 +58,7 @@ def check(kernels: Kernels, variant: Compilation, folder: Path, writer: str) -> 
     try:
         told.tell(folder, writer, begun=name, process=os.getpid(), limit=_LIMIT_OF_CODE)
         kernels.functions(variant)
-        told.tell(folder, writer, begun=name, process=os.getpid(), limit=_LIMIT)
+        told.tell(folder, writer, begun=name, process=os.getpid(), limit=limit)
         error = kernels.largest_error(variant) / verify.tolerance(variant)
     except Exception as reason:
         end("failed", message=f"{type(reason).__name__}: {reason}")
@@ -78,6 +79,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--told", type=Path, required=True, metavar="FOLDER", help="see tools/gpu/told.py")
     parser.add_argument("--names", default="*", help="patterns, comma-separated")
     parser.add_argument("--share", default="1/1", help="2/5: the second of five processes")
+    parser.add_argument("--limit", type=float, default=_LIMIT, help="seconds after which a kernel hangs")
     options = parser.parse_args(arguments)
     kernels = runtime_of(torch.device(options.device)).part(Kernels)
     if kernels.machine_reasons:
@@ -91,7 +93,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     with torch.no_grad():
         for variant in sorted(mine, key=lambda variant: must_compile(kernels, variant)):
             print(variant.name, flush=True)
-            check(kernels, variant, options.told, writer)
+            check(kernels, variant, options.told, writer, options.limit)
     return 0
 
 

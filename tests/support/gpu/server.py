@@ -2,6 +2,7 @@
 the card of the strict stand-in where the kernels run, by ``cuda`` torch believes in a card in all (:mod:`.cards`)."""
 
 import contextlib
+import functools
 import json
 import os
 import runpy
@@ -9,6 +10,7 @@ import signal
 import socket
 import sys
 import threading
+import time
 import traceback
 import types
 from pathlib import Path
@@ -51,13 +53,30 @@ def card(module: str) -> contextlib.AbstractContextManager[Any]:
     from attn_support.fused.device import CardKernels, emulated_card
     from attn_support.gpu.compiler import AnyGeometry
 
-    compiler = AnyGeometry()
+    compiler, run = AnyGeometry(), functools.partial(execute, json.loads(os.environ.get("FAULTS", "{}")))
     if DEVICE == "cuda":
         from attn_support.gpu import cards
 
-        cards.believe(cards.CARDS["NVIDIA GeForce GTX 1080 Ti"], compiler=compiler)
+        cards.believe(cards.CARDS["NVIDIA GeForce GTX 1080 Ti"], run=run, compiler=compiler)
         return contextlib.nullcontext()
-    return emulated_card(kind=CardKernels, find_compiler=lambda arch: compiler)
+    return emulated_card(run, kind=CardKernels, find_compiler=lambda arch: compiler)
+
+
+def execute(faults: dict[str, str], launch: Any) -> None:
+    """A launch in the emulation, but of kernels that are wrong, hang, or lose the context."""
+    from attn_support.fused import device
+
+    from pascal_attn_core.fused.gpu.runtime import DriverError
+
+    fault = faults.get(launch.variant.name)
+    if fault == "hangs":
+        time.sleep(600)
+    if fault == "loses the context":
+        raise DriverError("an illegal memory access was encountered", 700)
+    if fault == "ends its process":
+        os.abort()
+    if fault != "is wrong":
+        device.execute(launch)
 
 
 def serve(connection: socket.socket) -> None:

@@ -18,8 +18,8 @@ from attn_support.randomness import some
 from pascal_attn_core.fused.code.source import KINDS, Geometry, Variant, source
 from pascal_attn_core.machine.storage import read_object, write_object
 from tools.gpu.geometries import Candidate, details, shapes, words
+from tools.gpu.parts import table
 from tools.gpu.sweep import Compilations, Settings, all_jobs, error_of, giving, sweep
-from tools.gpu.table import table
 
 CPU = torch.device("cpu")
 SMALL = Settings(tokens=40, waves=0, rounds=2, most=1)
