@@ -18,7 +18,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from attn_support import fresh
+import torch
+from attn_support import fresh, precision
 
 from tools.gpu import __main__ as command
 from tools.gpu import child, parts, results, sanitizer
@@ -319,6 +320,18 @@ def test_without_the_device_nothing_is_run(tmp_path: Path, capsys: pytest.Captur
     assert main(["--out", str(tmp_path)], (sys.executable, "-S", "-c", code)) == 2
     assert "torch cannot use the device cuda: RuntimeError: no NVIDIA driver" in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
+
+
+def test_tests_on_a_card_multiply_float32_in_full_and_leave_the_switches_as_they_were() -> None:
+    places = torch.backends.cudnn, torch.backends.cuda.matmul
+    before = [place.allow_tf32 for place in places]
+    torch.backends.cudnn.allow_tf32, torch.backends.cuda.matmul.allow_tf32 = True, False
+    try:
+        with precision.without_tf32():
+            assert [place.allow_tf32 for place in places] == [False, False]
+        assert [place.allow_tf32 for place in places] == [True, False]
+    finally:
+        torch.backends.cudnn.allow_tf32, torch.backends.cuda.matmul.allow_tf32 = before
 
 
 def _job(tmp_path: Path, program: str, **changed: Any) -> Job:
