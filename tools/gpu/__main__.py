@@ -31,7 +31,7 @@ class Run(NamedTuple):
     """Facts and limits that all parts have in common.
 
     Attributes:
-        facts: of :mod:`.machine`.
+        facts: of :mod:`.card`.
         folder: of the card.
         end: the moment, of ``time.monotonic``, at which everything is over.
         again: run parts that have a result too.
@@ -199,8 +199,8 @@ def conclude(found: dict[str, dict[str, Any]], folder: Path) -> int:
 
 
 def ask_facts(python: Sequence[str], device: str, env: dict[str, str]) -> dict[str, Any] | None:
-    """The facts of :mod:`.machine`; None, and a sentence to stderr, where torch cannot use the device."""
-    command = [*python, "-m", "tools.gpu.machine", "--device", device]
+    """The facts of :mod:`.card`; None, and a sentence to stderr, where torch cannot use the device."""
+    command = [*python, "-m", "tools.gpu.card", "--device", device]
     with tempfile.TemporaryDirectory() as folder:
         ended = child.run(command, _FACTS_SECONDS, cwd=results.ROOT, env=env, output=Path(folder) / "output")
     if ended.status == 0:

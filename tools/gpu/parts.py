@@ -127,10 +127,8 @@ class Job:
         return Outcome(UNFINISHED, child.CUT.words, {"output": lines} if lines else {})
 
     def watch(self, name: str = "told") -> told.Watch:
-        """A folder for what processes tell; what passed before is told there."""
-        (self.scratch / name).mkdir()
-        told.tell_before(self.scratch / name, self.before)
-        return told.Watch(self.scratch / name)
+        """A new folder for what processes tell."""
+        return told.Watch(self.scratch / name, self.before)
 
 
 @dataclass(frozen=True)
@@ -161,12 +159,12 @@ def _share(job: Job, folder: Path, number: int) -> child.Ended:
     given = ("--told", str(folder), "--share", f"{number}/{job.processes}", *job.sizes.get("variants", ()))
     while True:
         known = len(told.read(folder, writer).ended)
-        ended = job.run("-m", "tools.gpu.variants", "--device", job.device, *given)
+        ended = job.run("-m", "tools.gpu.card", "--device", job.device, *given)
         if ended.status in (0, _NO_DEVICE, None):
             return ended
         for name in told.read(folder, writer).begun:
-            line = {"test": name, "outcome": "failed", "seconds": round(ended.seconds, 3)}
-            told.tell(folder, writer, **line, message=f"it has ended its process: {ended.words}")
+            message = f"it has ended its process: {ended.words}"
+            told.Teller(folder, writer).tell(test=name, outcome="failed", seconds=ended.seconds, message=message)
         if len(told.read(folder, writer).ended) == known:
             return ended
 
@@ -187,7 +185,7 @@ def _judge_told(ended: child.Ended, known: told.Told) -> Outcome:
     said = ", ".join(f"{counts[name]} {name}" for name in ("passed", "failed", "skipped") if counts[name])
     if left:
         said = f"{said or 'none had ended'} of {figures['collected']}; the same command goes on with the others"
-    elif "errors" in figures:
+    elif figures["errors"]:
         said += f"; errors up to {max(figures['errors'].values()):.2f} of what is allowed"
     bad = [f"{line['test']}: {_gist(line['message'])}" for line in figures["failures"]]
     if bad:
@@ -283,7 +281,7 @@ def _sanitizer(job: Job) -> Outcome:
         (tool, kernels), watch = sanitizer.RUNS[name], job.watch(name)
         given = ("--told", str(watch.folder), "--names", kernels, *job.sizes.get("sanitizer", ()))
         ended = job.run(
-            *("-m", "tools.gpu.variants", "--device", job.device, *given),
+            *("-m", "tools.gpu.card", "--device", job.device, *given),
             prefix=sanitizer.command(program, tool),
             seconds=job.left / (rounds - number // job.processes),
             # One allocation for each tensor, so that what lies behind it belongs to no tensor.

@@ -19,7 +19,7 @@ from pascal_attn_core.fused.trust.kernels import Kernels, KernelUnavailable
 from pascal_attn_core.machine.device import DeviceInfo
 from pascal_attn_core.machine.runtime import Runtime
 
-from .variants import must_compile, variants_of
+from .card import must_compile, variants_of
 
 
 def kernels_for(arch: int, library: str | None) -> Kernels:

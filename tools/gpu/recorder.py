@@ -24,46 +24,22 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    folder = config.getoption("--told")
-    if folder is not None:
-        is_alone = not _WORKER and not getattr(config.option, "numprocesses", None)
-        if _WORKER or is_alone:
-            config.pluginmanager.register(Runner(folder, config.getoption("--until")))
-        if not _WORKER:
-            config.pluginmanager.register(Recorder(folder))
+    if config.getoption("--told") is not None:
+        config.pluginmanager.register(Recorder(config.getoption("--told"), config.getoption("--until")))
 
 
 class Recorder:
-    """Tells outcomes, in the process that has those of all others; of a module that was skipped or could not be
-    imported too."""
-
-    def __init__(self, folder: Path):
-        self.folder = folder
-
-    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
-        if report.outcome != "passed":
-            self._tell(report, 0.0, is_module=True)
-
-    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        if report.when == "call" or report.outcome != "passed":
-            self._tell(report, report.duration)
-
-    def _tell(self, report: pytest.CollectReport | pytest.TestReport, seconds: float, **line: bool) -> None:
-        message = {} if report.outcome == "passed" else {"message": _message(report)}
-        known = {"test": report.nodeid, "outcome": report.outcome, "seconds": round(seconds, 3)}
-        told.tell(self.folder, "outcomes", **known, **message, **line)
-
-
-class Runner:
-    """Tells which test is begun, in the process that runs it."""
+    """Tells what is begun in the processes that run tests, and outcomes in the one that has those of all; of a module
+    that was skipped or could not be imported too."""
 
     def __init__(self, folder: Path, until: float):
-        self.folder, self.until, self.name = folder, until, f"worker-{_WORKER}"
+        self.folder, self.until = folder, until
+        self.teller = told.Teller(folder, f"tests-{_WORKER}")
         self.has_failed = False
 
     @pytest.hookimpl(trylast=True)  # behind the choice by -m
     def pytest_collection_modifyitems(self, config: pytest.Config, items: list[pytest.Item]) -> None:
-        told.tell(self.folder, self.name, collected=len(items))
+        self.teller.tell(collected=len(items))
         passed = {line["test"] for line in told.read(self.folder, told.FRAME).with_outcome("passed")}
         config.hook.pytest_deselected(items=[item for item in items if item.nodeid in passed])
         items[:] = sorted((item for item in items if item.nodeid not in passed), key=_is_slow)
@@ -72,17 +48,28 @@ class Runner:
     def pytest_runtest_protocol(self, item: pytest.Item) -> bool | None:
         if time.time() > self.until:
             return True  # left for another run
-        limit = _LIMIT_OF_SLOW if _is_slow(item) else _LIMIT
-        told.tell(self.folder, self.name, begun=item.nodeid, process=os.getpid(), limit=limit)
+        self.teller.begin(item.nodeid, _LIMIT_OF_SLOW if _is_slow(item) else _LIMIT)
         return None
+
+    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
+        if report.outcome != "passed":
+            self._tell(report, 0.0, is_module=True)
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         self.has_failed |= report.outcome == "failed"
+        if report.when == "call" or report.outcome != "passed":
+            self._tell(report, report.duration)
 
     def pytest_runtest_logfinish(self) -> None:
         if self.has_failed and _WORKER and _is_card_lost():
             os._exit(1)
         self.has_failed = False
+
+    def _tell(self, report: pytest.CollectReport | pytest.TestReport, seconds: float, **line: bool) -> None:
+        message = {} if report.outcome == "passed" else {"message": _message(report)}
+        if not _WORKER:
+            line |= {"test": report.nodeid, "outcome": report.outcome, "seconds": round(seconds, 3), **message}
+            self.teller.tell(**line)
 
 
 def _is_slow(item: pytest.Item) -> bool:

@@ -11,17 +11,33 @@ import time
 from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 FRAME = "frame"  # tells what passed in an earlier run, and what it has ended
 _OUTCOMES = ("passed", "skipped", "failed")
 _SLOWEST = 10
 
 
+class Teller(NamedTuple):
+    """One file, ``<writer>.jsonl``."""
+
+    folder: Path
+    writer: str
+
+    def tell(self, **line: Any) -> None:
+        """Append ``collected`` (a number), or ``begun`` (a name), or ``test`` (a name), ``outcome``, ``seconds``,
+        ``message`` where it did not pass, ``is_module``, and for a kernel ``error`` in units of what is allowed."""
+        with (self.folder / f"{self.writer}.jsonl").open("a", encoding="utf-8") as file:
+            file.write(json.dumps(line) + "\n")
+
+    def begin(self, name: str, limit: float) -> None:
+        """``limit``: seconds after which it hangs."""
+        self.tell(begun=name, process=os.getpid(), limit=limit)
+
+
 @dataclass
 class Told:
-    """collected: how many there are in all; ended: name -> its line; begun: name -> the line of one that has not
-    ended."""
+    """collected: how many there are; ended, begun: name -> its line. What has ended is no longer begun."""
 
     collected: int = 0
     ended: dict[str, dict[str, Any]] = field(default_factory=dict)
@@ -38,32 +54,15 @@ class Told:
     def figures(self) -> dict[str, Any]:
         """All of it as plain values."""
         passed = self.with_outcome("passed")
-        found = {
+        return {
             "collected": self.collected,
             "counts": dict(Counter(line["outcome"] for line in self.ended.values())),
             "failures": self.with_outcome("failed"),
             "skipped": dict(Counter(line["message"] for line in self.with_outcome("skipped"))),
             "slowest": sorted(passed, key=lambda line: -line["seconds"])[:_SLOWEST],
             "seconds": {line["test"]: line["seconds"] for line in passed},
+            "errors": {line["test"]: line["error"] for line in self.ended.values() if "error" in line},
         }
-        errors = {line["test"]: line["error"] for line in self.ended.values() if "error" in line}
-        return {**found, "errors": errors} if errors else found
-
-
-def tell(folder: Path, writer: str, **line: Any) -> None:
-    """Append a line: ``collected`` (a number), or ``begun`` (a name), ``process`` and ``limit`` in seconds, or ``test``
-    (a name), ``outcome``, ``seconds``, ``message`` where it did not pass, ``is_module``, and for a kernel ``error`` in
-    units of what is allowed."""
-    with (folder / f"{writer}.jsonl").open("a", encoding="utf-8") as file:
-        file.write(json.dumps(line) + "\n")
-
-
-def tell_before(folder: Path, figures: dict[str, Any]) -> None:
-    """What passed in an earlier run, by its figures, need not be run again."""
-    errors = figures.get("errors", {})
-    for name, seconds in figures.get("seconds", {}).items():
-        error = {"error": errors[name]} if name in errors else {}
-        tell(folder, FRAME, test=name, outcome="passed", seconds=seconds, **error)
 
 
 def read(folder: Path, writer: str = "*") -> Told:
@@ -72,27 +71,28 @@ def read(folder: Path, writer: str = "*") -> Told:
     for path in sorted(folder.glob(f"{writer}.jsonl"), key=lambda path: (path.stem != FRAME, path.stem)):
         for text in path.read_text(encoding="utf-8").splitlines():
             with contextlib.suppress(ValueError):  # the last line may be cut
-                _take(found, json.loads(text))
-    for name in found.ended:
-        found.begun.pop(name, None)
+                line = json.loads(text)
+                found.collected = max(found.collected, line.get("collected", 0))
+                if "begun" in line:
+                    found.begun[line["begun"]] = line
+                if "test" in line:
+                    known = found.ended.get(line["test"], line)
+                    found.ended[line["test"]] = max(known, line, key=lambda each: _OUTCOMES.index(each["outcome"]))
+    found.begun = {name: line for name, line in found.begun.items() if name not in found.ended}
     return found
 
 
-def _take(found: Told, line: dict[str, Any]) -> None:
-    found.collected = max(found.collected, line.get("collected", 0))
-    if "begun" in line:
-        found.begun[line["begun"]] = line
-    if "test" in line:
-        before = found.ended.get(line["test"], line)
-        found.ended[line["test"]] = max(before, line, key=lambda each: _OUTCOMES.index(each["outcome"]))
-
-
 class Watch:
-    """Ends the processes in which a test or a kernel hangs, and tells so."""
+    """The frame's view of a folder: ends the processes in which a test or a kernel hangs. ``before``: figures of an
+    earlier run; what passed there need not be run again."""
 
-    def __init__(self, folder: Path):
-        self.folder = folder
+    def __init__(self, folder: Path, before: dict[str, Any]):
+        self.folder, self.teller = folder, Teller(folder, FRAME)
         self._since: dict[str, float] = {}  # a line that begins one -> when it was seen first
+        folder.mkdir()
+        for name, seconds in before.get("seconds", {}).items():
+            error = {"error": before["errors"][name]} if name in before.get("errors", {}) else {}
+            self.teller.tell(test=name, outcome="passed", seconds=seconds, **error)
 
     def look(self) -> Told:
         """What has been told so far."""
@@ -101,7 +101,7 @@ class Watch:
         for name, line in found.begun.items():
             if now - since[str(line)] > line["limit"]:
                 message = f"it hangs: ended after {line['limit']:g} s"
-                tell(self.folder, FRAME, test=name, outcome="failed", seconds=line["limit"], message=message)
+                self.teller.tell(test=name, outcome="failed", seconds=line["limit"], message=message)
                 with contextlib.suppress(OSError):
                     os.kill(line["process"], getattr(signal, "SIGKILL", signal.SIGTERM))
         self._since = since

@@ -23,7 +23,7 @@ import pascal_attn_core.cli.selftest  # noqa: F401
 
 SUPPORT = Path(__file__).resolve().parents[1]
 DEVICE = sys.argv[2]
-ON_THE_CARD = ("tools.peers", "tools.gpu.machine", "tools.gpu.variants", "tools.gpu.sweep")
+ON_THE_CARD = ("tools.peers", "tools.gpu.card", "tools.gpu.sweep")
 
 
 def child(job: dict[str, Any]) -> int:
