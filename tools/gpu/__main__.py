@@ -300,8 +300,8 @@ def main(argv: Sequence[str] | None = None, python: tuple[str, ...] = (sys.execu
             print(f"{card}, driver {versions['driver'] or 'none'}, torch {versions['torch']}", flush=True)
             print(words_of_kernels(facts), flush=True)
             folder, sizes = results.folder_for(card, options.out.absolute()), TINY if options.tiny else FULL
-            end, places = start + options.seconds, num_processes(facts["card"]["memory_mib"])
-            run = Run(facts, folder, device, sizes, end, python, env, options.again, places)
+            limits = {"end": start + options.seconds, "processes": num_processes(facts["card"]["memory_mib"])}
+            run = Run(facts, folder, device, sizes, python=python, env=env, again=options.again, **limits)
             return conclude(run_parts(run, parts), folder)
     except OSError as error:
         print(f"gpu: {error}", file=sys.stderr)

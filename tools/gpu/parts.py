@@ -47,11 +47,13 @@ Sizes = Mapping[str, tuple[str, ...]]
 # Tests on a card, random calls among them; the part "selftest" is one of them.
 TESTS = ("tests/gpu", "tests/contract/test_fuzz.py", "tests/host/diffusers/test_on_gpu.py")
 TESTS += ("tests/unit/core/test_observe.py",)
+_SELFTEST = "tests/gpu/test_selftest_on_gpu.py"
 _SHAPES = "sdxl,sd15,flux,gqa,causal,mask_padding,decode,cross77,sdxl_bf16,vae,mask_bool,mask_bias,wan"
 _FULL = ("--shapes", _SHAPES, "--rounds", "3", "--seconds", "1")
 FULL: Sizes = {
     "name": ("full",),
-    "tests": (*TESTS, "--deselect", "tests/gpu/test_selftest_on_gpu.py", "--fuzz-calls", "2000"),
+    "tests": (*TESTS, "-m", "gpu and not timed", "--deselect", _SELFTEST, "--fuzz-calls", "2000"),
+    "timed-tests": ("tests/gpu", "-m", "gpu and timed", "-n", "1"),
     "bench-forward": _FULL,
     "bench-backward": ("--backward", *_FULL),
     "bench-linear": ("--linear", "--shapes", "all", "--rounds", "5", "--seconds", "1"),
@@ -59,7 +61,8 @@ FULL: Sizes = {
 _OWN = ("--shape", "Hq=2,L=70,D=32", "--candidates", "fused,torch,tiled", "--rounds", "1", "--seconds", "0.1")
 TINY: Sizes = {
     "name": ("tiny",),
-    "tests": ("tests/gpu", "-n", "0", "-k", "every_architecture or autocast"),
+    "tests": ("tests/gpu", "-m", "gpu", "-n", "0", "-k", "every_architecture or autocast"),
+    "timed-tests": ("tests/gpu", "-m", "gpu and timed", "-n", "0", "-k", "every_architecture"),
     "selftest": ("--no-speed", "--threads", "1", "--seconds", "2"),
     "bench-forward": _OWN,
     "bench-backward": ("--backward", *_OWN, "--candidates", "torch,tiled"),
@@ -169,13 +172,13 @@ def _share(job: Job, folder: Path, number: int) -> child.Ended:
             return ended
 
 
-def _tests(job: Job) -> Outcome:
+def _tests(job: Job, part: str) -> Outcome:
     """Tests that have passed before are left out."""
     watch = job.watch()
     given = ("-p", "no:cacheprovider", "-p", "tools.gpu.recorder", "--told", str(watch.folder))
     given += ("--until", f"{time.time() + job.left - _MARGIN:.0f}", "-n", str(job.processes), "--dist", "load")
     # A child process for the first use of each kind of call would take longer than the tests.
-    command = ("-m", "pytest", "-m", "gpu", *given, *job.sizes["tests"])
+    command = ("-m", "pytest", *given, *job.sizes[part])
     return job.judged(lambda ended: _judge_told(ended, watch.look()), *command, PASCAL_ATTN_TRUST="1")
 
 
@@ -406,13 +409,14 @@ _OF_TESTS = ("nodes", "tools/families", "tests/support", "tests/conftest.py", *T
 # First what is right or wrong, side by side, then what is timed. Weights are seconds of nine minutes.
 PARTS = (
     Part("variants", 200, _TOOL, _variants, share=3),
-    Part("tests", 200, (*_CORE, *_OF_TESTS), _tests, share=11),
+    Part("tests", 200, (*_CORE, *_OF_TESTS), lambda job: _tests(job, "tests"), share=11),
     Part("sanitizer", 200, _TOOL, _sanitizer, share=2),
     Part("rates", 15, _TOOL, _rates),
-    Part("selftest", 65, _CORE, _selftest),
+    Part("selftest", 60, _CORE, _selftest),
+    Part("timed-tests", 15, (*_CORE, *_OF_TESTS), lambda job: _tests(job, "timed-tests")),
     Part("bench-forward", 70, _CORE, lambda job: _bench(job, "bench-forward", _ratios)),
     Part("bench-backward", 60, _CORE, lambda job: _bench(job, "bench-backward", _ratios)),
     Part("bench-linear", 35, _CORE, lambda job: _bench(job, "bench-linear", _linear_ratios)),
     Part("demo", 30, _CORE, _demo),
-    Part("sweep", 65, _TOOL, _sweep),
+    Part("sweep", 55, _TOOL, _sweep),
 )
