@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 import math
 import os
 import shlex
@@ -146,29 +145,29 @@ class Part:
     share: int = 0
 
 
-def _variants(job: Job) -> Outcome:
-    """Every kernel against its definition; those that were right before are left out."""
+def _by_kernel(job: Job, part: str, module: str, processes: int) -> Outcome:
+    """Kernels one by one, in processes that any of them may end; what is known of before is left out."""
     watch = job.watch()
     job.judge = lambda ended: _judge_told(ended, watch.look())
-    with ThreadPoolExecutor(job.processes) as pool:
-        ends = list(pool.map(lambda number: _share(job, watch.folder, number + 1), range(job.processes)))
+    with ThreadPoolExecutor(processes) as pool:
+        shares = [f"{number + 1}/{processes}" for number in range(processes)]
+        ends = list(pool.map(lambda share: _share(job, watch.folder, share, module, part), shares))
     ended = next((each for each in ends if each.status is None), max(ends, key=lambda each: each.status != 0))
     return Outcome(NOT_RUN, ended.last_line, {}) if ended.status == _NO_DEVICE else job.judge(ended)
 
 
-def _share(job: Job, folder: Path, number: int) -> child.Ended:
+def _share(job: Job, folder: Path, share: str, module: str, part: str) -> child.Ended:
     """A share of the kernels: one process after the other, each begun where a kernel has ended the one before it."""
-    writer = f"share-{number}"
-    given = ("--told", str(folder), "--share", f"{number}/{job.processes}", *job.sizes.get("variants", ()))
+    teller = told.Teller(folder, f"share-{share.partition('/')[0]}")
+    given = ("--told", str(folder), "--share", share, *job.sizes.get(part, ()))
     while True:
-        known = len(told.read(folder, writer).ended)
-        ended = job.run("-m", "tools.gpu.card", "--device", job.device, *given)
+        known = len(told.read(folder, teller.writer).ended)
+        ended = job.run("-m", module, "--device", job.device, *given)
         if ended.status in (0, _NO_DEVICE, None):
             return ended
-        for name in told.read(folder, writer).begun:
-            message = f"it has ended its process: {ended.words}"
-            told.Teller(folder, writer).tell(test=name, outcome="failed", seconds=ended.seconds, message=message)
-        if len(told.read(folder, writer).ended) == known:
+        for line in told.read(folder, teller.writer).begun.values():
+            teller.lose(line, ended.seconds, f"it has ended its process: {ended.words}")
+        if len(told.read(folder, teller.writer).ended) == known:
             return ended
 
 
@@ -188,18 +187,21 @@ def _judge_told(ended: child.Ended, known: told.Told) -> Outcome:
     said = ", ".join(f"{counts[name]} {name}" for name in ("passed", "failed", "skipped") if counts[name])
     if left:
         said = f"{said or 'none had ended'} of {figures['collected']}; the same command goes on with the others"
-    elif figures["errors"]:
-        said += f"; errors up to {max(figures['errors'].values()):.2f} of what is allowed"
+    elif errors := [line["error"] for line in known.ended.values() if "error" in line]:
+        said += f"; errors up to {max(errors):.2f} of what is allowed"
+    results = [line["result"] for line in known.ended.values() if "result" in line]
+    shown = table(results) if results and ended is not child.CUT else ()
     bad = [f"{line['test']}: {_gist(line['message'])}" for line in figures["failures"]]
     if bad:
-        return Outcome(FAILED if left else WRONG, said, figures, bad=bad)  # failed: the others are still to be run
+        # failed: the others are still to be run
+        return Outcome(FAILED if left else WRONG, said, figures, shown, bad)
     if ended.status not in (0, _NO_TESTS, None):
         return _failed(ended, figures)
     if left or (ended.status is None and not counts):
-        return Outcome(UNFINISHED, said or ended.words, figures)
+        return Outcome(UNFINISHED, said or ended.words, figures, shown)
     if not counts["passed"]:
-        return Outcome(NOT_RUN, next(iter(figures["skipped"]), "no test was found"), figures)
-    return Outcome(RIGHT, said, figures)
+        return Outcome(NOT_RUN, next(iter(figures["skipped"]), "nothing was found"), figures)
+    return Outcome(RIGHT, said, figures, shown)
 
 
 def _gist(message: str) -> str:
@@ -336,50 +338,6 @@ def _rates(job: Job) -> Outcome:
     return _benched(ended, read(path), ended.last_line)
 
 
-def _sweep(job: Job) -> Outcome:
-    """A candidate may end its process; the next process goes on behind it."""
-    path = job.scratch / "sweep.json"
-    job.judge = lambda ended: _swept(ended, read(path))
-    if job.before:
-        path.write_text(json.dumps({name: value for name, value in job.before.items() if name != "output"}))
-    while True:  # until a process ends in order, or twice at the same place
-        trying = read(path).get("trying", "")
-        seconds = max(0.0, job.left - _MARGIN)
-        given = (
-            "--device",
-            job.device,
-            "--json",
-            str(path),
-            "--seconds",
-            f"{seconds:.0f}",
-            *job.sizes.get("sweep", ()),
-        )
-        ended = job.run("-m", "tools.gpu.sweep", *given)
-        died_again = read(path).get("trying", "") in ("", trying)
-        if ended.status in (0, 2, 3, None) or died_again or job.left < _MARGIN:
-            return _swept(ended, read(path), died_again)
-
-
-def _swept(ended: child.Ended, figures: dict[str, Any], died_again: bool = False) -> Outcome:
-    jobs = figures.get("jobs", [])
-    left, total = len(figures.get("not_reached", [])), len(jobs) + len(figures.get("not_reached", []))
-    wrong = [f"{each['job']} ({each['shipped_note']})" for each in jobs if each["shipped_note"]]
-    lost = figures.get("lost", {})
-    said = f"{len(jobs)} of {total} kernels" + (f", {len(lost)} ended their process" if lost else "")
-    shown = table(jobs) if jobs else []
-    if wrong:
-        said += f"; the shipped geometry does not run: {', '.join(wrong)}"
-        # failed: the others are still to be run
-        return Outcome(FAILED if left else WRONG, said, figures, shown, wrong)
-    if ended.status == 0:
-        return Outcome(RIGHT, said, figures, shown)
-    if ended.status == _NO_DEVICE:
-        return Outcome(NOT_RUN, ended.last_line, figures)
-    if (ended.status in (3, None) or not died_again) and left:
-        return Outcome(UNFINISHED, f"{said}; the same command goes on with the others", figures, shown)
-    return _failed(ended, figures)
-
-
 def table(jobs: Sequence[dict[str, Any]], most: int = 15) -> list[str]:
     """For the jobs in which the shipped geometry loses most: its time, and that of the best candidate in units of
     it."""
@@ -408,7 +366,7 @@ _TOOL = ("pascal_attn_core", "tools/gpu")
 _OF_TESTS = ("nodes", "tools/families", "tests/support", "tests/conftest.py", *TESTS)
 # First what is right or wrong, side by side, then what is timed. Weights are seconds of nine minutes.
 PARTS = (
-    Part("variants", 200, _TOOL, _variants, share=3),
+    Part("variants", 200, _TOOL, lambda job: _by_kernel(job, "variants", "tools.gpu.card", job.processes), share=3),
     Part("tests", 200, (*_CORE, *_OF_TESTS), lambda job: _tests(job, "tests"), share=11),
     Part("sanitizer", 200, _TOOL, _sanitizer, share=2),
     Part("rates", 15, _TOOL, _rates),
@@ -418,5 +376,5 @@ PARTS = (
     Part("bench-backward", 60, _CORE, lambda job: _bench(job, "bench-backward", _ratios)),
     Part("bench-linear", 35, _CORE, lambda job: _bench(job, "bench-linear", _linear_ratios)),
     Part("demo", 30, _CORE, _demo),
-    Part("sweep", 55, _TOOL, _sweep),
+    Part("sweep", 55, _TOOL, lambda job: _by_kernel(job, "sweep", "tools.gpu.sweep", 1)),
 )

@@ -53,7 +53,7 @@ class Recorder:
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
         if report.outcome != "passed":
-            self._tell(report, 0.0, is_module=True)
+            self._tell(report, 0.0, is_extra=True)
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         self.has_failed |= report.outcome == "failed"

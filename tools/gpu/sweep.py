@@ -1,8 +1,9 @@
 """``python -m tools.gpu.sweep``: other geometries than the table's, compiled on the spot, compared with float64, then
 timed in turns with the shipped one.
 
-What has been measured is written after every job (a kernel kind, head_dim, dtype and kind of mask), and taken over by
-the next run: a run that is cut short goes on where it was. A candidate that ended its process is not tried again.
+What has been measured is told after every job (a kernel kind, head_dim, dtype and kind of mask), and known to the next
+process (:mod:`.told`): a run that is cut short goes on where it was. A candidate that ended its process is not tried
+again.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import concurrent.futures
 import contextlib
 import fnmatch
 import functools
+import itertools
 import math
 import multiprocessing
 import os
@@ -64,11 +66,10 @@ from pascal_attn_core.fused.trust import verify
 from pascal_attn_core.fused.trust.kernels import Kernels, KernelUnavailable
 from pascal_attn_core.machine.out_of_memory import is_out_of_memory
 from pascal_attn_core.machine.runtime import runtime_of
-from pascal_attn_core.machine.storage import read_object, write_object
 from pascal_attn_core.observe.memory import available_bytes
 
+from . import told
 from .geometries import Candidate, details, fits, shapes, words
-from .parts import table
 
 _COMMON = (64, 128, 40, 80)
 _DTYPES = ("float32", "float16")
@@ -81,6 +82,8 @@ _CHECKED_KEYS = 512
 _SOFTCAP = 30.0
 # Blocks that are listed for each place on the card: there is something to distribute.
 _EVEN_WAVES = 1.4
+# Seconds after which a candidate hangs on its first call, and a job while it is timed.
+_LIMIT, _LIMIT_OF_JOB = 60, 300
 _DECODE = (32, 8)  # query heads, key and value heads of the call with one query
 
 
@@ -302,9 +305,8 @@ class Job:
     """The sweep over one variant.
 
     Args:
-        begin: called with a candidate's name before it runs for the first time, with the variant's before all are
-            timed, and with "" behind that.
-        lost: what has ended its process before -> a sentence.
+        teller: is told of a candidate before it runs for the first time, and of the variant before all are timed.
+        known: what was told before, also of candidates that have ended their process.
     """
 
     def __init__(
@@ -313,11 +315,11 @@ class Job:
         kernels: Kernels,
         compilations: Compilations,
         settings: Settings,
-        begin: Callable[[str], None],
-        lost: dict[str, str],
+        teller: told.Teller,
+        known: told.Told,
     ):
         self.variant, self.kernels, self.compilations, self.settings = variant, kernels, compilations, settings
-        self.begin, self.lost = begin, lost
+        self.teller, self.known = teller, known
         self.device = kernels.device
         tokens = settings.tokens * (4 if variant.is_small else 1)
         heads = num_heads(variant, kernels.device, tokens, settings.waves)
@@ -347,8 +349,8 @@ class Job:
         for candidate in candidates:
             lane = Lane(words(candidate.tiles), asdict(candidate.tiles))
             self.lanes[candidate.tiles] = lane
-            if candidate.name in self.lost:
-                lane.note = self.lost[candidate.name]
+            if candidate.name in self.known.ended:
+                lane.note = self.known.ended[candidate.name]["message"]
                 continue
             compiled = self.compilations.get(candidate)
             if isinstance(compiled, str):
@@ -356,9 +358,8 @@ class Job:
                 continue
             functions, lane.shared_bytes = nvrtc.usage(compiled.log)
             lane.registers, lane.spilled = max(functions, default=(None, None))
-            self.begin(candidate.name)
+            self.teller.begin(candidate.name, _LIMIT, is_extra=True)
             lane.note = self.load(candidate, compiled.cubin, lane)
-            self.begin("")
 
     def load(self, candidate: Candidate, cubin: bytes, lane: Lane) -> str:
         """Make a candidate ready to be timed; "" or why it is not."""
@@ -380,7 +381,7 @@ class Job:
 
     def time(self) -> None:
         """Rounds in which each of those that have not been timed is called, and the shipped one."""
-        self.begin(self.variant.name)
+        self.teller.begin(self.variant.name, _LIMIT_OF_JOB)
         own = self.lanes[self.variant.geometry]
         ready = [lane for lane in self.lanes.values() if lane.name in self.attempts]
         new = [lane for lane in ready if lane is not own and not lane.times]
@@ -397,7 +398,6 @@ class Job:
             lane.seconds = statistics.median(lane.times)
             if own.name in rounds:
                 lane.over_shipped = statistics.median(a / b for a, b in zip(times, rounds[own.name], strict=True))
-        self.begin("")
 
     def _seconds(self, name: str, calls: int = 1) -> float:
         return milliseconds(self.attempts[name], self.device, calls) / 1e3
@@ -419,6 +419,7 @@ class Job:
         return {
             "job": self.variant.name,
             "call": _text(self.call),
+            "settings": asdict(self.settings),
             "shipped": own.name,
             "shipped_seconds": own.seconds,
             "shipped_note": own.note,
@@ -462,7 +463,7 @@ def _short(value: Any) -> Any:
 
 def _line(error: BaseException) -> str:
     text = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {text[0] if text else ''}"[:160]
+    return f"{type(error).__name__}: {text[0] if text else ''}"[:240]
 
 
 def _text(call: AttentionCall) -> str:
@@ -473,53 +474,33 @@ def _text(call: AttentionCall) -> str:
 # ---- all of them -----------------------------------------------------------------------------------------------------
 
 
-def sweep(
-    device: torch.device, jobs: list[Variant], settings: Settings, path: Path, seconds: float, processes: int
-) -> bool:
-    """Go through the jobs that ``path`` has no results of, and write them there; whether all have been measured.
-
-    Args:
-        seconds: no job is begun that would take longer than what is left of them, by what the last ones took.
-    """
-    start = time.monotonic()
-    found = {"jobs": [], "lost": {}, "trying": "", "not_reached": [], **read_object(path)}
-    if found["trying"]:
-        found["lost"][found["trying"]] = "its process ended while this was tried"
-    found["settings"] = asdict(settings)
-
-    def begin(name: str) -> None:
-        found["trying"] = name
-        write_object(path, found)
-
-    kernels = runtime_of(device).part(Kernels)
+def sweep(device: torch.device, jobs: list[Variant], settings: Settings, folder: Path, processes: int) -> None:
+    """Go through the jobs that nothing is told of in ``folder``, and tell the result of each."""
+    kernels, known = runtime_of(device).part(Kernels), told.read(folder)
+    teller = told.Teller(folder, "share-1")
     capability = kernels.info.capability or (0, 0)
+    jobs = [variant for variant in jobs if variant.runs_on(capability)]
+    teller.tell(collected=len(jobs))
+    todo = [variant for variant in jobs if variant.name not in known.ended]
     compilations = Compilations(kernels, 10 * capability[0] + capability[1], processes)
-    longest = 0.0
-    known = {*(job["job"] for job in found["jobs"]), *found["lost"]}
-    todo = [variant for variant in jobs if variant.name not in known and variant.runs_on(capability)]
     try:
-        for number, variant in enumerate(todo):
-            found["not_reached"] = [each.name for each in todo[number:]]
-            begin("")
+        for variant, coming in itertools.zip_longest(todo, todo[1:]):
             began = time.monotonic()
-            if began - start + longest > seconds:
-                return False
-            coming = first_candidates(todo[number + 1], settings) if number + 1 < len(todo) else []
-            found["jobs"].append(Job(variant, kernels, compilations, settings, begin, found["lost"]).run(coming))
-            longest = max(0.8 * longest, time.monotonic() - began)
-        found["not_reached"] = []
-        begin("")
-        return True
+            ahead = [] if coming is None else first_candidates(coming, settings)
+            found = Job(variant, kernels, compilations, settings, teller, known).run(ahead)
+            note = found["shipped_note"]
+            outcome = {"outcome": "failed", "message": note} if note else {"outcome": "passed"}
+            teller.tell(test=variant.name, **outcome, seconds=round(time.monotonic() - began, 3), result=found)
     finally:
         compilations.close()
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """0: all jobs have been measured, 3: some are left."""
+    """2: it is not for this machine."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cuda")
-    parser.add_argument("--json", type=Path, required=True, metavar="FILE", help="results, also of earlier runs")
-    parser.add_argument("--seconds", type=float, default=math.inf, help="begin no job beyond them")
+    parser.add_argument("--told", type=Path, required=True, metavar="FOLDER", help="see tools/gpu/told.py")
+    parser.add_argument("--share", help="1/1: one process times at a time")
     parser.add_argument("--jobs", default="*", help="patterns, comma-separated: forward-64-*,split-*")
     defaults = Settings()
     for name, value in asdict(defaults).items():
@@ -539,9 +520,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     with quiet_torch(1), warnings.catch_warnings(), torch.no_grad():
         warnings.simplefilter("ignore")
-        is_complete = sweep(device, jobs, settings, options.json, options.seconds, options.processes)
-    print("\n".join(table(read_object(options.json)["jobs"])))
-    return 0 if is_complete else 3
+        sweep(device, jobs, settings, options.told, options.processes)
+    return 0
 
 
 if __name__ == "__main__":

@@ -25,14 +25,21 @@ class Teller(NamedTuple):
     writer: str
 
     def tell(self, **line: Any) -> None:
-        """Append ``collected`` (a number), or ``begun`` (a name), or ``test`` (a name), ``outcome``, ``seconds``,
-        ``message`` where it did not pass, ``is_module``, and for a kernel ``error`` in units of what is allowed."""
+        """Append ``collected`` (a number), or ``test`` (a name), ``outcome``, ``seconds``, ``message`` where it did not
+        pass, ``is_extra`` where it is none of those that were collected, and whatever else is known of it."""
         with (self.folder / f"{self.writer}.jsonl").open("a", encoding="utf-8") as file:
             file.write(json.dumps(line) + "\n")
 
-    def begin(self, name: str, limit: float) -> None:
+    def begin(self, name: str, limit: float, *, is_extra: bool = False) -> None:
         """``limit``: seconds after which it hangs."""
-        self.tell(begun=name, process=os.getpid(), limit=limit)
+        self.tell(begun=name, process=os.getpid(), limit=limit, is_extra=is_extra)
+
+    def lose(self, begun: dict[str, Any], seconds: float, message: str) -> None:
+        """Tell of one that has begun that its process has ended: it has failed, or, of an extra one, will not be run
+        again."""
+        outcome = "skipped" if begun["is_extra"] else "failed"
+        known = {"test": begun["begun"], "outcome": outcome, "is_extra": begun["is_extra"]}
+        self.tell(**known, seconds=round(seconds, 3), message=message)
 
 
 @dataclass
@@ -49,7 +56,7 @@ class Told:
     @property
     def left(self) -> int:
         """How many have no outcome."""
-        return self.collected - sum(not line.get("is_module") for line in self.ended.values())
+        return self.collected - sum(not line.get("is_extra") for line in self.ended.values())
 
     def figures(self) -> dict[str, Any]:
         """All of it as plain values."""
@@ -60,8 +67,7 @@ class Told:
             "failures": self.with_outcome("failed"),
             "skipped": dict(Counter(line["message"] for line in self.with_outcome("skipped"))),
             "slowest": sorted(passed, key=lambda line: -line["seconds"])[:_SLOWEST],
-            "seconds": {line["test"]: line["seconds"] for line in passed},
-            "errors": {line["test"]: line["error"] for line in self.ended.values() if "error" in line},
+            "known": [line for line in self.ended.values() if line["outcome"] != "failed"],
         }
 
 
@@ -69,39 +75,39 @@ def read(folder: Path, writer: str = "*") -> Told:
     """All that was told, or by some writers. Of several outcomes the worst counts, and of these the frame's."""
     found = Told()
     for path in sorted(folder.glob(f"{writer}.jsonl"), key=lambda path: (path.stem != FRAME, path.stem)):
+        last = {}
         for text in path.read_text(encoding="utf-8").splitlines():
             with contextlib.suppress(ValueError):  # the last line may be cut
                 line = json.loads(text)
                 found.collected = max(found.collected, line.get("collected", 0))
                 if "begun" in line:
-                    found.begun[line["begun"]] = line
+                    last = {line["begun"]: line}  # a process does one thing at a time
                 if "test" in line:
                     known = found.ended.get(line["test"], line)
                     found.ended[line["test"]] = max(known, line, key=lambda each: _OUTCOMES.index(each["outcome"]))
+        found.begun |= last
     found.begun = {name: line for name, line in found.begun.items() if name not in found.ended}
     return found
 
 
 class Watch:
     """The frame's view of a folder: ends the processes in which a test or a kernel hangs. ``before``: figures of an
-    earlier run; what passed there need not be run again."""
+    earlier run; what did not fail there is known."""
 
     def __init__(self, folder: Path, before: dict[str, Any]):
         self.folder, self.teller = folder, Teller(folder, FRAME)
         self._since: dict[str, float] = {}  # a line that begins one -> when it was seen first
         folder.mkdir()
-        for name, seconds in before.get("seconds", {}).items():
-            error = {"error": before["errors"][name]} if name in before.get("errors", {}) else {}
-            self.teller.tell(test=name, outcome="passed", seconds=seconds, **error)
+        for line in before.get("known", ()):
+            self.teller.tell(**line)
 
     def look(self) -> Told:
         """What has been told so far."""
         found, now = read(self.folder), time.monotonic()
         since = {str(line): self._since.get(str(line), now) for line in found.begun.values()}
-        for name, line in found.begun.items():
+        for line in found.begun.values():
             if now - since[str(line)] > line["limit"]:
-                message = f"it hangs: ended after {line['limit']:g} s"
-                self.teller.tell(test=name, outcome="failed", seconds=line["limit"], message=message)
+                self.teller.lose(line, line["limit"], f"it hangs: ended after {line['limit']:g} s")
                 with contextlib.suppress(OSError):
                     os.kill(line["process"], getattr(signal, "SIGKILL", signal.SIGTERM))
         self._since = since

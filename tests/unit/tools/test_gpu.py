@@ -478,10 +478,10 @@ with (folder / "share-1.jsonl").open("a") as file:
     if known == ["a"]:
         print(json.dumps({"test": "b", "outcome": "passed", "seconds": 1.0, "error": 0.5}), file=file)
 """
-    before = {"seconds": {"a": 2.0}, "errors": {"a": 0.25}}
+    before = {"known": [{"test": "a", "outcome": "passed", "seconds": 2.0, "error": 0.25}]}
     outcome = BY_NAME["variants"].run(_job(tmp_path, program, before=before))
     assert (outcome.state, outcome.summary) == (UNFINISHED, "2 passed of 3; the same command goes on with the others")
-    assert outcome.figures["errors"] == {"a": 0.25, "b": 0.5}
+    assert [line["error"] for line in outcome.figures["known"]] == [0.25, 0.5]
 
 
 def test_a_process_for_kernels_that_does_not_get_far_is_not_begun_again_and_again(tmp_path: Path) -> None:
@@ -526,36 +526,23 @@ def test_without_the_sanitizer_its_part_is_not_run(monkeypatch: pytest.MonkeyPat
 
 def test_a_sweep_goes_on_behind_a_candidate_that_ends_its_process(tmp_path: Path) -> None:
     program = """
-path = arguments[arguments.index("--json") + 1]
-found = json.load(open(path))
-found["jobs"].append({"job": f"job {len(found['jobs'])}", "shipped_note": "", "shipped": "", "best": "",
-                      "shipped_seconds": 1.0, "best_over_shipped": 1.0})
-found["trying"] = {1: "first", 2: "second"}.get(len(found["jobs"]), "")
-json.dump(found, open(path, "w"))
-if found["trying"]:
+from tools.gpu import told
+folder = told.Path(arguments[arguments.index("--told") + 1])
+teller, known = told.Teller(folder, "share-1"), told.read(folder)
+teller.tell(collected=2)
+result = {"job": "b", "shipped_note": "", "shipped": "", "best": "", "shipped_seconds": 1.0, "best_over_shipped": 1.0}
+if "candidate" not in known.ended:
+    teller.begin("candidate", 9.0, is_extra=True)
     raise SystemError("a fault")
+teller.tell(test="b", outcome="passed", seconds=1.0, result=result)
 """
-    outcome = BY_NAME["sweep"].run(_job(tmp_path, program, before={"jobs": [], "trying": ""}))
-    assert outcome.state == RIGHT
-    assert [job["job"] for job in outcome.figures["jobs"]] == ["job 0", "job 1", "job 2"]
-
-
-_BAD_JOB = dict.fromkeys(("best", "shipped_seconds", "best_over_shipped")) | {"shipped_note": "wrong", "shipped": ""}
-
-
-@pytest.mark.parametrize(
-    ("program", "before", "state", "summary"),
-    [
-        ("sys.exit(3)", {"not_reached": ["b"]}, FAILED, "1 of 2 kernels; the shipped geometry does not run: a (wrong)"),
-        ("sys.exit(0)", {"not_reached": []}, WRONG, "1 of 1 kernels; the shipped geometry does not run: a (wrong)"),
-        # Where it failed before it is not begun again.
-        ("raise SystemError('it')", {"jobs": [], "trying": "first"}, FAILED, "exit status 1: SystemError: it"),
-    ],
-)
-def test_a_sweep_that_is_stuck(tmp_path: Path, program: str, before: dict[str, Any], state: str, summary: str) -> None:
-    found = {"jobs": [{"job": "a", **_BAD_JOB}], "trying": "", **before}
-    outcome = BY_NAME["sweep"].run(_job(tmp_path, program, before=found))
-    assert (outcome.state, outcome.summary) == (state, summary)
+    before = {"known": [{"test": "a", "outcome": "passed", "seconds": 1.0}]}
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    outcome = BY_NAME["sweep"].run(_job(tmp_path, program, before=before, env=env))
+    assert (outcome.state, outcome.summary) == (RIGHT, "2 passed, 1 skipped")
+    assert outcome.figures["skipped"] == {"it has ended its process: exit status 1": 1}
+    assert len(outcome.table) == 2
+    assert [line["test"] for line in outcome.figures["known"]] == ["a", "candidate", "b"]
 
 
 def test_the_sanitizer_is_found_in_path_in_cuda_home_and_of_cuda_12_before_that_of_cuda_13(tmp_path: Path) -> None:
@@ -579,7 +566,8 @@ def test_its_last_line_is_read() -> None:
 
 # Seconds that the parts need on a card beside an old processor. Tests and sweep go on where they were.
 _NEEDED = {"variants": 2500.0, "rates": 20.0, "selftest": 90.0, "tests": 3500.0, "bench-forward": 100.0,
-           "bench-backward": 100.0, "bench-linear": 100.0, "timed-tests": 10.0, "demo": 60.0, "sanitizer": 0.0, "sweep": 1500.0}  # fmt: skip
+           "bench-backward": 100.0, "bench-linear": 100.0, "timed-tests": 10.0, "demo": 60.0, "sanitizer": 0.0,
+           "sweep": 1500.0}  # fmt: skip
 
 
 def test_it_takes_nine_minutes_however_slow_the_card_is(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
