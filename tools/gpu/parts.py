@@ -259,9 +259,8 @@ def _linear_ratios(figures: dict[str, Any]) -> str:
 
 def _demo(job: Job) -> Outcome:
     out = job.scratch / "demo"
-    ended = job.run(
-        "-m", "pascal_attn_core", "demo", "--device", job.device, "--out", str(out), *job.sizes.get("demo", ())
-    )
+    given = ("--device", job.device, "--out", str(out), *job.sizes.get("demo", ()))
+    ended = job.run("-m", "pascal_attn_core", "demo", *given)
     figures = read(out / "results.json")
     if ended.status != 0 or not figures:
         return _failed(ended, figures)

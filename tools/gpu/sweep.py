@@ -9,7 +9,6 @@ again.
 from __future__ import annotations
 
 import argparse
-import concurrent.futures
 import contextlib
 import fnmatch
 import functools
@@ -23,6 +22,7 @@ import time
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Executor, Future, ProcessPoolExecutor, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -47,20 +47,11 @@ from pascal_attn_core.fused.gpu import nvrtc
 from pascal_attn_core.fused.gpu.cuda import CudaRuntime
 from pascal_attn_core.fused.gpu.runtime import CompileError
 from pascal_attn_core.fused.launch import Launch
+from pascal_attn_core.fused.launch import plan as plans
 from pascal_attn_core.fused.launch.backward import backward_launches
 from pascal_attn_core.fused.launch.forward import forward_launches
 from pascal_attn_core.fused.launch.int8 import int8_launches
 from pascal_attn_core.fused.launch.packed import packed_launches
-from pascal_attn_core.fused.launch.plan import (
-    Packed,
-    Plan,
-    Shape,
-    key_tiles,
-    num_splits,
-    resident_blocks,
-    tensor_splits,
-    variant_of,
-)
 from pascal_attn_core.fused.launch.stream_k import distribute
 from pascal_attn_core.fused.trust import verify
 from pascal_attn_core.fused.trust.kernels import Kernels, KernelUnavailable
@@ -129,36 +120,28 @@ def _compiled(library: Any, text: str, arch: int, macros: dict[str, object]) -> 
 
 
 class Compilations:
-    """Compiles ahead, in processes of its own: NVRTC compiles one text at a time."""
+    """Compiles ahead, in processes of its own: NVRTC compiles one text at a time. One process is this one."""
 
     def __init__(self, kernels: Kernels, arch: int, processes: int):
-        self.kernels, self.arch = kernels, arch
-        self.pool = None
+        self.arch, self.compile = arch, compile_one
+        self.asked: dict[Candidate, Future[nvrtc.Compiled | str]] = {}
+        self.pool: Executor = ThreadPoolExecutor(1)
         if processes > 1:
-            context = multiprocessing.get_context("spawn")
-            self.pool = concurrent.futures.ProcessPoolExecutor(processes, mp_context=context)
-        self.asked: dict[Candidate, concurrent.futures.Future[nvrtc.Compiled | str]] = {}
+            self.pool = ProcessPoolExecutor(processes, multiprocessing.get_context("spawn"))
+        elif isinstance(kernels.gpu, CudaRuntime):
+            self.compile = functools.partial(_compiled, kernels.gpu.find_compiler(arch))
 
     def ask(self, candidates: Iterable[Candidate]) -> None:
         """Begin to compile these, after all that has been asked for before."""
         for candidate in candidates:
-            if self.pool is not None and candidate not in self.asked:
+            if candidate not in self.asked:
                 task = source(candidate.kind), self.arch, candidate.macros()
-                self.asked[candidate] = self.pool.submit(compile_one, *task)
+                self.asked[candidate] = self.pool.submit(self.compile, *task)
 
     def get(self, candidate: Candidate) -> nvrtc.Compiled | str:
         """The machine code, or why there is none."""
-        if self.pool is not None:
-            self.ask([candidate])
-            return self.asked[candidate].result()
-        gpu = self.kernels.gpu
-        assert isinstance(gpu, CudaRuntime)
-        library = gpu.find_compiler(self.arch)
-        return _compiled(library, source(candidate.kind), self.arch, candidate.macros())
-
-    def close(self) -> None:
-        if self.pool is not None:
-            self.pool.shutdown(wait=False, cancel_futures=True)
+        self.ask([candidate])
+        return self.asked[candidate].result()
 
 
 # ---- calls -----------------------------------------------------------------------------------------------------------
@@ -238,10 +221,10 @@ class Work:
         self.results = torch.zeros_like(self.out), self.out.new_zeros(shape[:-1], dtype=torch.float32)
         self.log_sum = torch.zeros_like(self.results[1]) if variant.mask == "float" else None
         self.grad_out = torch.ones_like(self.out)
-        self.packed: Packed | None = None
+        self.packed: plans.Packed | None = None
         if "packed" in variant.kind:
             q_ends, k_ends = ([0, tokens // 2, tokens] for tokens in (call.seq_len_q, call.seq_len_kv))
-            self.packed = Packed.of(q_ends, k_ends, call.query.device, lower_right=True)
+            self.packed = plans.Packed.of(q_ends, k_ends, call.query.device, lower_right=True)
 
     def launches(self, candidate: Candidate, num_sms: int, capability: tuple[int, int] | None = None) -> list[Launch]:
         """Launches of the candidate's kernels, and of delta, which the gradients' kernels read from."""
@@ -249,18 +232,20 @@ class Work:
             splits = 0
             if candidate.is_small and candidate.on_tensor_cores:
                 wide = replace(candidate.plain, kind=sibling(candidate.kind, is_small=False))
-                splits = max(1, tensor_splits(Shape.of(self.call), wide.geometry, candidate.geometry, num_sms)[0])
+                shape = plans.Shape.of(self.call)
+                splits = max(1, plans.tensor_splits(shape, wide.geometry, candidate.geometry, num_sms)[0])
             elif candidate.is_small:
-                places = num_sms * resident_blocks(candidate, capability)
-                plain = variant_of(self.call, "forward").geometry
-                splits = max(1, num_splits(self.call, plain, candidate.geometry, num_sms, places))
+                places = num_sms * plans.resident_blocks(candidate, capability)
+                plain = plans.variant_of(self.call, "forward").geometry
+                splits = max(1, plans.num_splits(self.call, plain, candidate.geometry, num_sms, places))
             pieces = None
             if candidate.is_even:
                 own, units = candidate.geometry, self.call.batch_size * self.call.num_heads
-                pieces = distribute(key_tiles(Shape.of(self.call), own), units, own.cols, num_sms * own.blocks)
+                tiles = plans.key_tiles(plans.Shape.of(self.call), own)
+                pieces = distribute(tiles, units, own.cols, num_sms * own.blocks)
                 if pieces is None:
                     raise KernelUnavailable("its keys are not worth cutting for this call")
-            plan = Plan(candidate, splits, packed=self.packed, pieces=pieces)
+            plan = plans.Plan(candidate, splits, packed=self.packed, pieces=pieces)
             make = int8_launches if candidate.kind == "int8" else forward_launches
             return self._packed(make(self.call, plan, self.out))
         own = candidate.plain
@@ -268,7 +253,7 @@ class Work:
         query, key, value = self.grads
         launches = backward_launches(
             self.call,
-            Plan(variant_of(self.call, "forward"), 0, chosen, self.packed),
+            plans.Plan(plans.variant_of(self.call, "forward"), 0, chosen, self.packed),
             self.grad_out,
             *self.results,
             self.log_sum,
@@ -492,7 +477,7 @@ def sweep(device: torch.device, jobs: list[Variant], settings: Settings, folder:
             outcome = {"outcome": "failed", "message": note} if note else {"outcome": "passed"}
             teller.tell(test=variant.name, **outcome, seconds=round(time.monotonic() - began, 3), result=found)
     finally:
-        compilations.close()
+        compilations.pool.shutdown(wait=False, cancel_futures=True)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
