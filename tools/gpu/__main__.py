@@ -55,7 +55,7 @@ class Run(NamedTuple):
         return results.conditions(self.facts, part.made_from, *self.sizes["name"])
 
     def known(self, part: Part) -> dict[str, Any]:
-        """What is in a part's file, if it holds under the present conditions."""
+        """The content of a part's file, if it holds under the present conditions."""
         content = results.read(self.path(part))
         return content if content.get("conditions") == self.conditions(part) else {}
 

@@ -1,5 +1,5 @@
-"""What processes have done of a list of tests or kernels: each tells it at once, as lines of JSON in a file of its own,
-so that a run that is cut has told what it found."""
+"""Processes that go through tests or kernels tell of each at once, as lines of JSON in a file of their own: a run that
+is cut has told what it found."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ class Watch:
             self.teller.tell(**line)
 
     def look(self) -> Told:
-        """What has been told so far."""
+        """All that has been told so far."""
         found, now = read(self.folder), time.monotonic()
         since = {str(line): self._since.get(str(line), now) for line in found.begun.values()}
         for line in found.begun.values():

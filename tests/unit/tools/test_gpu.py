@@ -209,6 +209,7 @@ def _interrupted(folder: str, number: str) -> None:
     hangs = part("second", HANGS.replace("sys.argv[1]", repr(str(noted))))
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs are started without it
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tempfile, "tempdir", folder)
         patch.setattr(command, "ask_facts", lambda *arguments: facts())
         grows = dataclasses.replace(hangs, run=_grows(hangs.run))
         patch.setattr(command, "PARTS", [part("first"), grows, part("third")])
