@@ -104,7 +104,7 @@ class Tracer(WithoutData):
             self.found.unread.append(str(reason))
             return func(*args, **kwargs)
         empty_containers(args, kwargs)
-        return call.returned(self.attend(call.query, call.key, call.value, call.mask))
+        return call.returned(self.attend(*call.given[:4]))
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
         """Note a call ``[B, H, L, D]``; returns an empty result of its shape."""

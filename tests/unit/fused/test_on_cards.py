@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from pascal_attn_core import AttentionConfig, explain, sdpa
+from pascal_attn_core.call import Arguments
 from pascal_attn_core.sdpa_patch import patch_sdpa
 
 pytestmark = pytest.mark.skipif(bool(guard.why_not()), reason=guard.why_not())
@@ -206,7 +207,7 @@ def _others() -> Iterator[tuple[str, Callable[[], bool]]]:
         host.throw_if_interrupted = lambda: None
         engine.begin()
         meter.start_of_run(card)
-        out = engine.attend(query, query, query, place=node_module("engine.runs").Place("block 0"))
+        out = engine.attend(Arguments(query, query, query), place=node_module("engine.runs").Place("block 0"))
         run = engine.end()
         is_right = _is_close(out, query, query, query) and meter.peak_of_run(card) == 1 << 20 and run is not None
         return is_right and node_module("comfy.host").visible_cards() == ["cuda:0", "cuda:1"]
@@ -343,7 +344,7 @@ def test_a_fault_in_8_bits_ends_a_child_and_the_layer_stays_exact() -> None:
     cards.believe(cards.CARDS[NVIDIA[0]])
     trial._CODE = _FAULT.replace("{", "{{").replace("}", "}}")
     site, query = AttentionSite("layer", "Attention", AttentionBinding().options), _numbers()
-    assert site.attend({"query": query, "key": query, "value": query}) is None
+    assert site.attend(Arguments(query, query, query)) is None
     assert site.line().state == "refused"
     assert site.why.startswith("the 8-bit kernel is left off: its check in a process of its own failed"), site.why
     assert "SIGSEGV" in site.why

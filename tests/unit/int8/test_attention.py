@@ -12,6 +12,7 @@ from attn_support.oracle import error_of
 from torch import Tensor, nn
 
 from pascal_attn_core import patch_attention_int8, patch_linear_int8, sdpa
+from pascal_attn_core.call import Arguments
 from pascal_attn_core.int8 import attention
 from pascal_attn_core.int8.attention import attention_error
 from pascal_attn_core.int8.measure import Times
@@ -219,7 +220,7 @@ def test_the_sample_sees_rows_of_large_norm_every_period_and_each_branch(
     query[0, 1, 1234] *= 2.5
     query[:, 0] *= 100
     value[1] /= 100
-    given = {"query": query, "key": key, "value": value, "is_causal": is_causal}
+    given = Arguments(query, key, value, is_causal=is_causal)
     exact = F.scaled_dot_product_attention(query, key, value, is_causal=is_causal)
     factors = torch.ones(2, 8, 3000, 1)
     factors[wrong] = factor

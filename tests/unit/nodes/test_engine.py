@@ -17,7 +17,7 @@ from pascal_attn_core.reference import reference_sdpa
 from pascal_attn_core.reference.checks import gap
 
 engine_module, runs = node_module("engine.engine"), node_module("engine.runs")
-meter_module, call_module = node_module("engine.meter"), core_module("call")
+meter_module, Arguments = node_module("engine.meter"), core_module("call").Arguments
 compare_module, in_run = node_module("engine.compare"), node_module("patches.replacements").in_run
 pytestmark = pytest.mark.usefixtures("stub_host")
 
@@ -35,18 +35,18 @@ def test_a_call_with_too_few_keys_or_queries_is_left_to_the_host() -> None:
     given = qkv()
     for limits, least in (({"min_keys": 65}, "fewer than 65 keys"), ({"min_queries": 65}, "fewer than 65 queries")):
         engine = make_engine(**limits)
-        assert engine.attend(*given) is None
+        assert engine.attend(Arguments(*given)) is None
         assert engine.run.reasons("passed to ComfyUI") == {least: 1}
-    close(make_engine(min_keys=64, min_queries=64).attend(*given), given)
+    close(make_engine(min_keys=64, min_queries=64).attend(Arguments(*given)), given)
     many_heads = [torch.randn(64, 64, 32, 8) for _ in range(3)]  # 16 MiB of scores
-    assert make_engine(min_keys=1024, budget_mib=17).attend(*many_heads) is None
-    assert make_engine(min_keys=1024, budget_mib=15).attend(*many_heads) is not None
+    assert make_engine(min_keys=1024, budget_mib=17).attend(Arguments(*many_heads)) is None
+    assert make_engine(min_keys=1024, budget_mib=15).attend(Arguments(*many_heads)) is not None
 
 
 def test_shapes_that_do_not_fit_are_passed_with_the_reason() -> None:
     query, key, value = qkv()
     engine = make_engine()
-    assert engine.attend(query, key[..., :4], value, place=runs.Place("double 3")) is None
+    assert engine.attend(Arguments(query, key[..., :4], value), place=runs.Place("double 3")) is None
     (kind,) = engine.run.tallies
     assert (kind.block, kind.outcome) == ("double 3", "passed to ComfyUI")
     assert "4" in kind.why
@@ -55,7 +55,7 @@ def test_shapes_that_do_not_fit_are_passed_with_the_reason() -> None:
 def test_a_route_that_cannot_take_a_call_gives_way_and_is_named_once() -> None:
     engine, given = make_engine(route="fused"), qkv()
     for _ in range(3):
-        close(engine.attend(*given, place=runs.Place("double 3")), given)
+        close(engine.attend(Arguments(*given), place=runs.Place("double 3")), given)
     (warning,) = engine.run.warnings
     assert "route fused cannot take every call (double 3: " in warning
     assert warning.endswith("these use auto")
@@ -80,7 +80,7 @@ def spoil_first_output(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_an_output_that_overflows_is_computed_again_and_the_block_named(monkeypatch, dtype: torch.dtype) -> None:
     spoil_first_output(monkeypatch)
     engine, given = make_engine(), qkv(dtype=dtype)
-    close(engine.attend(*given, place=runs.Place("double 3")), given)
+    close(engine.attend(Arguments(*given), place=runs.Place("double 3")), given)
     assert sum(tally.repaired for tally in engine.run.tallies.values()) == 1
     (warning,) = engine.run.warnings
     assert warning.startswith("double 3: ")
@@ -96,7 +96,7 @@ def test_inputs_that_hold_nan_are_named_once_with_the_option_that_helps(part: st
     engine.part = part
     key[0, 0, 0, 0] = float("nan")
     for block in ("double 3", "double 4"):
-        assert engine.attend(query, key, value, place=runs.Place(block)).isnan().any()
+        assert engine.attend(Arguments(query, key, value), place=runs.Place(block)).isnan().any()
     (warning,) = engine.run.warnings
     assert warning.startswith("double 3: key already held NaN")
     assert OPTIONS[part] in warning
@@ -113,14 +113,14 @@ def test_an_interrupt_between_blocks_ends_the_call_and_the_next_is_clean(stub_ho
     given = qkv()
     stub_host.interrupt, stub_host.at_look = kind("cancel"), 3
     with pytest.raises(kind, match="cancel"), in_run(engine):
-        engine.attend(*given)
+        engine.attend(Arguments(*given))
     assert stub_host.looks == 3
     (run,) = runs.remembered()
     assert run.finished
     assert run.notes == [f"ended early by {kind.__name__}: the figures cover the time until then"]
     stub_host.interrupt = None
     engine.begin()
-    close(engine.attend(*given), given)
+    close(engine.attend(Arguments(*given)), given)
     assert engine.end().count("taken") == 1
     assert stub_host.looks > 5
 
@@ -158,7 +158,7 @@ def test_threads_share_an_engine_without_losing_a_call() -> None:
         try:
             engine.begin()
             for tensors in given:
-                close(engine.attend(*tensors), tensors)
+                close(engine.attend(Arguments(*tensors)), tensors)
             engine.end()
         except BaseException as error:
             failures.append(error)
@@ -176,7 +176,7 @@ def test_threads_share_an_engine_without_losing_a_call() -> None:
 
 
 def attend(engine: Any, tokens: int = 64, **options: Any) -> None:
-    engine.attend(*qkv(tokens), place=runs.Place("double 0"), **options)
+    engine.attend(Arguments(*qkv(tokens), **options), place=runs.Place("double 0"))
 
 
 def one_run(engine: Any, *lengths: int) -> Any:
@@ -217,7 +217,7 @@ def test_the_sample_is_of_the_largest_call_that_can_be_sampled() -> None:
     engine.begin()
     attend(engine, 32)
     attend(engine, 64)
-    attend(engine, 128, options=call_module.Options(is_causal=True))
+    attend(engine, 128, is_causal=True)
     attend(engine, 48)
     assert engine.end().sample.kind.query == (1, 2, 64, 8)
 
@@ -235,7 +235,7 @@ def test_gradient_checkpointing_finds_the_same_saved_tensors_in_both_passes() ->
             wanted = torch.nn.functional.scaled_dot_product_attention(query, key, value)
             return compare_module.Difference("torch", gap(out.square(), wanted.square()), out.dtype)
 
-        out = engine.attend(query, key, value, compare=compare)
+        out = engine.attend(Arguments(query, key, value), compare=compare)
         assert out is not None
         return out * weight.sum()
 
@@ -265,7 +265,7 @@ def test_why_the_kernels_are_left_off_stands_on_the_node_in_the_log_once_and_in_
         assert engine_module.left_off(replace(engine.settings.config, route="tiled")) == ""
         engine.begin()
         query = torch.zeros(1, 2, 2048, 64)
-        engine.attend(query, query, query, place=runs.Place("block 0"))
+        engine.attend(Arguments(query, query, query), place=runs.Place("block 0"))
         run = engine.end()
     why = "the fused kernel is left off: the kernels are not tried while less than 512 MiB are free, got 100"
     assert status == f"; {why}"

@@ -4,8 +4,9 @@ import pytest
 import torch
 from attn_support.comfy.pack import node_module
 from attn_support.comfy.runs import findings, kind, run
-from attn_support.comfy.stub import make_engine
+from attn_support.comfy.stub import core_module, make_engine
 
+Arguments = core_module("call").Arguments
 GAIN, RUNS, TEXT = (node_module(name) for name in ("reporting.gain", "engine.runs", "reporting.text"))
 SDPA = "attention_pytorch"
 STORED = {"route": "tiled", "torch_stores": True}
@@ -80,7 +81,7 @@ def test_it_is_the_first_line_of_the_text_also_above_warnings():
 def test_the_engine_counts_calls_with_what_their_choice_says(stub_host):
     engine, plain = make_engine(), torch.randn(1, 2, 64, 16)
     engine.begin()
-    assert engine.attend(plain, plain, plain) is not None
+    assert engine.attend(Arguments(plain, plain, plain)) is not None
     (counted,) = engine.end().tallies
     assert (counted.route, counted.torch_stores, counted.over_torch) == ("torch", False, None)
 

@@ -20,8 +20,8 @@ def real_calls(model, name, cfg):
 
     def override(func, *args, **kwargs):
         call = layout.HostCall.of(args, kwargs)
-        shapes = (tuple(tensor.shape) for tensor in (call.query, call.key, call.value))
-        attention.append(trace.AttentionShape(*shapes, call.query.dtype, call.mask is not None))
+        shapes = (tuple(tensor.shape) for tensor in call.given[:3])
+        attention.append(trace.AttentionShape(*shapes, call.given.query.dtype, call.given.attn_mask is not None))
         return func(*args, **kwargs)
 
     model = model.clone()
