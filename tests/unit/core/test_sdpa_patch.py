@@ -161,6 +161,25 @@ def test_causal_bias_objects_mean_what_they_mean() -> None:
             torch.testing.assert_close(function(q, k, v, causal_lower_right(3, 7)), expected)
 
 
+@pytest.mark.parametrize("transform", ["vmap", "grad", "trace"])
+def test_causal_bias_objects_in_what_is_handed_back_to_torch(transform: str) -> None:
+    q, k, v = (torch.randn(1, 2, n, 8) for n in (3, 7, 7))
+
+    def attend(q: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=causal_lower_right(3, 7))
+
+    transformed = {
+        "vmap": lambda: torch.vmap(attend)(q[None])[0],
+        "grad": lambda: torch.func.grad(lambda q: attend(q).square().sum())(q),
+        "trace": lambda: torch.jit.trace(attend, (q,), check_trace=False)(q),
+    }[transform]
+    expected = transformed()
+    with patch_sdpa():
+        torch.testing.assert_close(transformed(), expected)
+        with pytest.raises(ValueError, match="CausalBias should not be used with causal=True"):
+            F.scaled_dot_product_attention(q, k, v, causal_lower_right(3, 7), is_causal=True)
+
+
 def test_the_environment_can_forbid_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PASCAL_ATTN_DISABLE", "1")
     enable()
