@@ -185,7 +185,7 @@ class RMSNorm(nn.RMSNorm):
         super().__init__(dim, eps, include_weight)
 
 
-def patch_xformers(*, replace: bool = False, around: Around | None = None) -> Patch:
+def patch_xformers(*, replace: bool | None = None, around: Around | None = None) -> Patch:
     """Make ``import xformers`` find our functions: ``ops.memory_efficient_attention``, ``ops.fmha.attn_bias``, and in
     plain PyTorch ``ops.{unbind,SwiGLU,RMSNorm}``.
 
@@ -193,12 +193,13 @@ def patch_xformers(*, replace: bool = False, around: Around | None = None) -> Pa
     it is imported. Package metadata agrees (``importlib.metadata.version("xformers")`` is ``"0.0.35+pascal..."``).
 
     Args:
-        replace: replace the real package if it is installed.
+        replace: whether ours take the place of a real package that is installed; None = of one that cannot run on this
+            machine's devices, which the log names.
         around: see :func:`pascal_attn_core.patch_flash_attn`.
     Returns:
         A Patch; ``.remove()`` restores what was there before.
     Raises:
-        RuntimeError: the real package is installed.
+        RuntimeError: a real package is installed and stays.
     """
     package, counted = __name__.rpartition(".")[0], ("memory_efficient_attention",)
     given: dict[str, Any] = {"package": package, "eager": tuple(_MODULES), "around": around, "counted": counted}
