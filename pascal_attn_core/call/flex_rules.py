@@ -203,7 +203,7 @@ class _Version:
 
 
 _Facts = dict[Any, Any]
-# Not attributes of the BlockMasks, which are copied, pickled and saved. Facts that follow from the lists of blocks alone
+# Not attributes of the BlockMasks, which are copied, pickled and saved. Facts that follow from the lists of blocks
 # ("lists") and those that follow from mask_mod too ("mask"), each with the condition under which they hold.
 _facts: weakref.WeakKeyDictionary[Any, dict[str, tuple[Any, _Facts]]] = weakref.WeakKeyDictionary()
 

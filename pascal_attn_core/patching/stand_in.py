@@ -12,8 +12,8 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib.machinery import ModuleSpec
-from types import ModuleType
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import torch
