@@ -18,9 +18,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.description = (
         "Runs a Python script, or with -m a module, as python would, with every call of torch's "
         "scaled_dot_product_attention and flex_attention computed by Pascal Attention, and `import flash_attn`, "
-        "`sageattention` and `xformers` giving our functions unless the real package is installed and can run. When the "
-        "program ends, prints to stderr how many calls took which route, and why. The exit status is the program's. Child "
-        "processes of the program are not affected."
+        "`sageattention` and `xformers` giving our functions unless a real package is there that can run. When the "
+        "program ends, prints to stderr how many calls took which route, and why. The exit status is the program's. "
+        "Child processes of the program are not affected."
     )
     parser.usage = "pascal-attn run [option ...] (script.py | -m module) [argument ...]"
     parser.add_argument("--no-report", action="store_true", help="print nothing at the end")

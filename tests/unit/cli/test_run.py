@@ -55,7 +55,7 @@ def test_without_its_extras_nothing_is_printed_and_a_package_is_left_alone(tmp_p
 
 # What people report: the packages are installed, and raise on older cards.
 RAISES = {
-    "flash_attn": "def flash_attn_func(*args): raise RuntimeError('FlashAttention only supports Ampere GPUs or newer.')",
+    "flash_attn": "def flash_attn_func(*a): raise RuntimeError('FlashAttention only supports Ampere GPUs or newer.')",
     "sageattention": "def sageattn(*args): raise ValueError('Unsupported CUDA architecture: sm75')",
     "xformers/ops": "def memory_efficient_attention(*args): raise NotImplementedError('No operator found for it')",
 }
