@@ -236,7 +236,7 @@ def report_of(**inputs):
     return REPORT.PascalAttentionReport().report(True, None, "9", graph(), **inputs)["result"]
 
 
-def test_a_report_is_made_again_once_something_has_run() -> None:
+def test_a_report_is_made_again_once_something_has_run(host) -> None:
     node = REPORT.PascalAttentionReport
     RUNS.remember(run())
     first = node.IS_CHANGED(unique_id="changes")
