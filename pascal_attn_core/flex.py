@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .call import AttentionCall, Options, check_call, prepared
+from .call import Arguments, AttentionCall, check_call, prepared
 from .call.flex_rules import (
     FULL,
     PARTIAL,
@@ -40,7 +40,7 @@ from .call.flex_rules import (
     reads,
     window_of,
 )
-from .config import AttentionConfig, default_config
+from .config import AttentionConfig, config_of
 from .machine.device import CPU_LIKE
 from .patching.patch import Patch
 from .routes.run import run
@@ -89,12 +89,12 @@ def flex_attention(
     with_max = return_aux is not None and return_aux.max_scores
     if with_max and score_mod is None:
         score_mod = _same  # beside a score rule the sum of a row is known apart from its maximum
-    call = _checked(query, key, value, block_mask, Options(scale=scale, enable_gqa=enable_gqa))
+    call = _checked(query, key, value, block_mask, scale=scale, enable_gqa=enable_gqa)
     if score_mod is not None and not call.is_empty:
         rule = ScoreRule(score_mod, call.query.new_empty(0, dtype=call.sums_dtype))
         call = replace(call, score_rule=rule, needs_grad=call.needs_grad or bool(rule.captured))
     with_lse = return_lse or with_max or (return_aux is not None and return_aux.lse)
-    out, lse, log_sum, _ = run(call, default_config() if config is None else config, with_lse=with_lse)
+    out, lse, log_sum, _ = run(call, config_of(config), with_lse=with_lse)
     if return_aux is None:
         return (out, lse) if return_lse else out
     from torch.nn.attention.flex_attention import AuxOutput
@@ -106,16 +106,17 @@ def flex_attention(
     return out, AuxOutput(lse=lse if return_aux.lse else None, max_scores=most)
 
 
-def _checked(query: Tensor, key: Tensor, value: Tensor, block_mask: Any, options: Options) -> AttentionCall:
+def _checked(query: Tensor, key: Tensor, value: Tensor, block_mask: Any, **options: Any) -> AttentionCall:
     if block_mask is not None and not is_block_mask(block_mask):
         raise TypeError(f"block_mask must be a BlockMask or None, got {type(block_mask).__name__}")
-    query, key, value, mask, options = prepared(query, key, value, block_mask, options)
+    given = prepared(Arguments(query, key, value, block_mask, **options))
     if isinstance(query, Tensor):
-        key, value = (t.to(query.dtype) if isinstance(t, Tensor) else t for t in (key, value))
-    call = check_call(query, key, value, mask, options)
+        dtype = given.query.dtype
+        key, value = (t.to(dtype) if isinstance(t, Tensor) else t for t in (given.key, given.value))
+    call = check_call(given._replace(key=key, value=value))
     if call.query.dim() != 4:
         raise ValueError(f"query must be [B, Hq, L, D], got {list(query.shape)}")
-    if call.query.shape[1] != call.key.shape[1] and not options.enable_gqa:
+    if call.query.shape[1] != call.key.shape[1] and not call.enable_gqa:
         heads = f"{call.query.shape[1]} query and {call.key.shape[1]} key/value heads"
         raise ValueError(f"enable_gqa must be True for {heads}")
     return call
@@ -248,9 +249,11 @@ def patch_flex_attention(config: AttentionConfig | None = None) -> Patch:
         config: how to compute; None = the environment's.
     Raises:
         ImportError: this torch (before 2.5) has no FlexAttention.
+        TypeError: config is no AttentionConfig.
     """
     from torch.nn.attention import flex_attention as module
 
+    config_of(config)  # or raises
     own = [config]
     with _lock:
         if not _in_force:

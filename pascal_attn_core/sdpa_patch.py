@@ -31,8 +31,8 @@ from torch import Tensor
 from torch.overrides import _get_current_function_mode, handle_torch_function
 
 from .attention import sdpa
-from .call import PLAIN, Options, check_call, is_causal_bias
-from .config import AttentionConfig, default_config, log_once, number_of, switched_on
+from .call import PLAIN, check_call, is_causal_bias
+from .config import AttentionConfig, check_number, config_of, log_once, number_of, switched_on
 from .patching.interception import SDPA_NAME, TORCH_SDPA, SdpaMode, bind_sdpa
 from .patching.patch import Patch
 from .routes import is_plainly_short
@@ -105,15 +105,10 @@ def patch_sdpa(
         TypeError, ValueError: an invalid argument.
         RuntimeError: torch's ``context_parallel`` is in force, see the module.
     """
-    if config is not None and not isinstance(config, AttentionConfig):
-        raise TypeError(f"config must be an AttentionConfig or None, got {config!r}")
+    config = config_of(config)
     name, least = ("min_tokens", min_tokens) if min_keys is None else ("min_keys", min_keys)
     least = number_of("PASCAL_ATTN_MIN_KEYS") if least is None else least
-    if isinstance(least, bool) or not isinstance(least, int):
-        raise TypeError(f"{name} must be a whole number or None, got {least!r}")
-    if least < 0:
-        raise ValueError(f"{name} must be at least 0, got {least}")
-    config = default_config() if config is None else config
+    check_number(name, least, int, 0)
     if switched_on("PASCAL_ATTN_DISABLE"):
         log.info("PASCAL_ATTN_DISABLE is set: %s stays torch's", SDPA_NAME)
         return Patch(SDPA_NAME, lambda: None, sites=0)
@@ -266,7 +261,7 @@ def _is_refused(args: tuple, kwargs: dict[str, Any]) -> bool:
     call = bind_sdpa(args, kwargs)
     assert not isinstance(call, str)
     try:
-        check_call(*call[:4], Options(*call[4:]))
+        check_call(call)
     except (TypeError, ValueError) as error:
         log_once(logging.INFO, "%s: a call was passed to torch unchanged: %s", SDPA_NAME, str(error))
         return True

@@ -17,8 +17,7 @@ from typing import Any
 from torch import Tensor
 
 from ..attention import sdpa, sdpa_with_lse
-from ..call import Options
-from ..config import AttentionConfig, UnsupportedAttention
+from ..config import AttentionConfig, UnsupportedAttention, config_of
 from ..flash_attn.options import TOKENS, FlashOptions, check_layout
 from ..flash_attn.varlen import varlen_attend
 from ..patching.patch import Patch
@@ -119,7 +118,7 @@ def sageattn_varlen(
     Returns:
         ``[total_q, Hq, Dv]``.
     """
-    options = FlashOptions(Options(0.0, is_causal, sm_scale, enable_gqa=True), config=config)
+    options = FlashOptions(0.0, is_causal, sm_scale, "upper_left", config=config)
     out, _ = varlen_attend(q, k, v, cu_seqlens_q, cu_seqlens_k, options, with_lse=False)
     return out
 
@@ -145,8 +144,7 @@ def patch_sageattention(
         ValueError: config is another one than that of an installation in force.
         RuntimeError: the real package is installed.
     """
-    if config is not None and not isinstance(config, AttentionConfig):
-        raise TypeError(f"config must be an AttentionConfig or None, got {config!r}")
+    config_of(config)  # or raises
     return _installer.install(lambda: _stand_in(config, around), config, replace=replace)
 
 

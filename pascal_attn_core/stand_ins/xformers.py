@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..call import FLOATS, Options
+from ..call import FLOATS
 from ..flash_attn.options import FlashOptions, attend, check_layout
 from ..flash_attn.varlen import cut_to_used, varlen_attend
 from ..patching.patch import Patch
@@ -93,7 +93,7 @@ def memory_efficient_attention(
         raise TypeError(f"attn_bias must be a tensor, an AttentionBias or None, got {type(attn_bias).__name__}")
     q, k, v = _with_heads(query, key, value)
     rule = attn_bias if isinstance(attn_bias, AttentionBias) else AttentionBias()
-    options = FlashOptions(Options(p, rule.is_causal, scale, True, rule.alignment, rule.window))
+    options = FlashOptions(p, rule.is_causal, scale, rule.alignment, rule.window)
     if isinstance(rule, Blocks):
         out = _within_blocks(q, k, v, rule, options)
     else:

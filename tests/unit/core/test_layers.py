@@ -14,8 +14,8 @@ SPLIT = ("fused", "nodes")  # folders whose own folders are rooms
 # its own, and itself.
 FLOORS: list[set[str]] = [
     {"version", "config", "reference"},
-    {"machine", "call", "patching"},
-    {"device", "observe"},
+    {"machine", "call"},
+    {"device", "observe", "patching"},
     {"tiled", "ffn"},
     {"fused/geometry", "plots"},
     {"fused/code"},

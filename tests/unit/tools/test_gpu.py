@@ -82,23 +82,6 @@ def test_a_part_is_run_once_for_a_card_and_its_versions(tmp_path: Path, capsys: 
         assert began(**change) == first
 
 
-def test_another_source_is_another_result(tmp_path: Path) -> None:
-    source, compiled = tmp_path / "code" / "a.py", tmp_path / "code" / "__pycache__" / "a.pyc"
-    compiled.parent.mkdir(parents=True)
-
-    def code() -> str:
-        return results.conditions(facts(), ["code"], "full", tmp_path)["code"]
-
-    source.write_text("1")
-    first = code()
-    compiled.write_text("x")
-    assert code() == first
-    source.write_text("2")
-    second = code()
-    source.rename(tmp_path / "code" / "b.py")
-    assert len({first, second, code()}) == 3
-
-
 def states(found: dict[str, Any]) -> list[str]:
     return [content["state"] for content in found.values()]
 
@@ -109,14 +92,6 @@ def test_what_went_wrong_is_told_again_but_what_did_not_end_is_run_again(tmp_pat
     mended = [part("wrong"), part("broken")]
     assert states(run_parts(runs(tmp_path), mended)) == [WRONG, RIGHT]
     assert states(run_parts(runs(tmp_path, again=True), mended)) == [RIGHT, RIGHT]
-
-
-def test_a_part_that_is_not_finished_gets_what_it_had(tmp_path: Path) -> None:
-    parts = [part("long", "raise SystemExit(3)")]
-    run_parts(runs(tmp_path), parts)
-    assert run_parts(runs(tmp_path), parts)["long"]["figures"] == {"before": {"before": {}}}
-    changed = runs(tmp_path, driver="570.1")
-    assert run_parts(changed, parts)["long"]["figures"] == {"before": {}}
 
 
 def test_only_the_card_that_was_asked_for_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:

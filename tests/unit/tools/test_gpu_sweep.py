@@ -18,13 +18,12 @@ from pascal_attn_core.fused.code.source import KINDS, Geometry, Variant, source
 from tools.gpu import told
 from tools.gpu.geometries import Candidate, details, shapes, words
 from tools.gpu.parts import table
-from tools.gpu.sweep import Compilations, Settings, all_jobs, error_of, giving, sweep
+from tools.gpu.sweep import Settings, all_jobs, error_of, giving, sweep
 
 CPU = torch.device("cpu")
 SMALL = Settings(tokens=40, waves=0, rounds=2, most=1)
 FORWARD = Variant("forward", 32, "float32")
 OTHER = Variant("split", 32, "float32")
-_BESIDE = ("pa_delta", "pa_combine", "pa_round_query")
 
 
 @pytest.fixture
@@ -123,11 +122,6 @@ def test_one_that_cannot_be_launched_is_noted_and_a_lost_card_ends_the_process(a
         with pytest.raises(RuntimeError, match="illegal memory access"):
             sweep(CPU, [FORWARD], SMALL, tmp_path, 1)
     assert list(told.read(tmp_path).begun) == [Candidate.of(FORWARD, FORWARD.geometry).name]
-
-
-def test_what_the_source_refuses_is_counted(card: Any, compiler: AnyGeometry) -> None:
-    refused = Candidate.of(FORWARD, Geometry(128, 64, 32, 8))
-    assert "unsupported tile geometry" in str(Compilations(card, 61, 1).get(refused))
 
 
 def test_geometries_begin_with_the_shipped_one_and_fill_whole_warps() -> None:

@@ -109,15 +109,6 @@ def test_the_selftest_and_the_benchmarks_have_their_figures(ran: dict[str, Any])
         assert ran[name]["figures"]["settings"]["backward"] == (name == "bench-backward")
 
 
-@at_night
-def test_the_benchmark_of_linear_layers_runs_our_kernel(ran: dict[str, Any]) -> None:
-    [layer] = ran["bench-linear"]["figures"]["layers"]
-    found = {result["name"]: result for result in layer["results"] if result["name"].startswith("int8")}
-    assert "kernel" in {result["ran"] for result in found.values()} or "int8 by kernel" in found
-    assert all(result["error"] < 0.02 for result in found.values())
-    assert "int8 in units of float32: llm-decode" in ran["bench-linear"]["summary"]
-
-
 def test_the_sanitizer_runs_the_kernels_once_with_each_tool(ran: dict[str, Any]) -> None:
     figures = ran["sanitizer"]["figures"]
     errors = {tool: (found["state"], found["errors"]) for tool, found in figures.items()}
