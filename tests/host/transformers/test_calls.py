@@ -80,9 +80,14 @@ def test_values_may_have_a_head_size_of_their_own_and_heads_a_mask() -> None:
     torch.testing.assert_close(out, plain(tensors, mask.dense()) * head_mask.transpose(1, 2))
 
 
-@pytest.mark.parametrize("name", ["indices", "block_indices"])
-def test_what_would_be_silently_wrong_is_refused(name: str) -> None:
-    with pytest.raises(NotImplementedError, match="selects keys"):
+@pytest.mark.parametrize(("name", "words"), [
+    ("indices", "selects keys"),
+    ("block_indices", "selects keys"),
+    ("cache", "continuous batching"),
+    ("read_index", "continuous batching"),
+])  # fmt: skip
+def test_what_would_be_silently_wrong_is_refused(name: str, words: str) -> None:
+    with pytest.raises(NotImplementedError, match=words):
         attention(MODULE, *qkv(), None, **{name: torch.zeros(2, 9, 3)})
 
 
