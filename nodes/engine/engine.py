@@ -33,7 +33,7 @@ from ..comfy.layout import signature
 from . import runs
 from .compare import Difference
 from .meter import Meter, is_finite, peak_of_run, sample_of, start_of_run
-from .runs import PASSED, CallKind, CallTally, Place, Run
+from .runs import PASSED, TAKEN, CallKind, CallTally, Place, Run
 
 log = logging.getLogger("pascal_attn")
 Compare = Callable[[Tensor], "Difference | None"]
@@ -272,7 +272,7 @@ class Engine:
         routes = "+".join(sorted(report.routes()))
         query, shapes = given.query, (tuple(given.query.shape), tuple(given.key.shape))
         dtype = str(query.dtype).removeprefix("torch.")
-        kind = CallKind(place.block, "taken", routes, "in bands of its queries", *shapes, dtype, via=place.via)
+        kind = CallKind(place.block, TAKEN, routes, "in bands of its queries", *shapes, dtype, via=place.via)
         tally = self.run.tally(kind)
         with self.run.lock:
             tally.count += 1
@@ -480,4 +480,4 @@ def _kind(place: Place, call: AttentionCall, outcome: str, route: str, why: str,
 
 def _taken(place: Place, call: AttentionCall, choice: Choice) -> CallKind:
     more = {"over_torch": choice.over_torch, "torch_stores": choice.torch_stores}
-    return _kind(place, call, "taken", choice.route, choice.why, **more)
+    return _kind(place, call, TAKEN, choice.route, choice.why, **more)

@@ -65,12 +65,14 @@ class ModelCall:
         attention, ffn: its calls in order.
         other_bytes: most bytes of the model's own tensors at once, outside of these calls.
         unread: attention calls whose shapes could not be read, and why.
+        copies: prompts in one batch.
     """
 
     attention: list[AttentionShape] = field(default_factory=list)
     ffn: list[FfnShape] = field(default_factory=list)
     other_bytes: int = 0
     unread: list[str] = field(default_factory=list)
+    copies: int = 1
 
 
 class Tracer(WithoutData):
@@ -222,6 +224,7 @@ def trace_model(patcher: Any, latent: Latent, prompt: dict[str, Any], copies: in
         Exception: whatever the model raises where it cannot be followed.
     """
     tracer = Tracer()
+    tracer.found.copies = copies
     model: Any = Shadow(tracer.shapes).of(patcher.model)
     model.current_patcher = None
     tracer.watch(model.diffusion_model)

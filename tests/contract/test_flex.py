@@ -1,13 +1,11 @@
 """FlexAttention in tiles: against the definition in float64, against torch's own function, and its memory."""
 
 import functools
-import inspect
 import itertools
 import math
 import sys
 import types
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -17,14 +15,11 @@ from attn_support.randomness import some
 from torch import Tensor
 
 from pascal_attn_core import AttentionConfig, UnsupportedAttention, patch_flex_attention, sdpa
-from pascal_attn_core.call import check_call
-from pascal_attn_core.call.flex_rules import WINDOW, ScoreRule, Window, block_rule, known_of
+from pascal_attn_core.call.flex_rules import WINDOW, Window, block_rule, known_of
 from pascal_attn_core.flex import create_block_mask, flex_attention
-from pascal_attn_core.fused.launch.select import tensor_reasons
 from pascal_attn_core.observe.memory import measure
 
 flex = pytest.importorskip("torch.nn.attention.flex_attention")
-and_masks = flex.and_masks
 pytestmark = pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 
 TOKENS, HEADS = 300, 4
@@ -89,27 +84,6 @@ def test_the_blocks_are_those_of_torch(mask: str, sizes: tuple[int, int]) -> Non
         assert torch.equal(*(block_rule(m, (2, HEADS, *sizes)).states for m in (ours, theirs)))
         for counts in ("kv_num_blocks", "full_kv_num_blocks"):
             assert torch.equal(getattr(ours, counts), getattr(theirs, counts))
-
-
-def test_full_blocks_among_the_partial_ones() -> None:
-    sizes = (None, None, TOKENS, TOKENS)
-    if "separate_full_blocks" not in inspect.signature(flex.create_block_mask).parameters:
-        pytest.skip("this torch lists full blocks apart")
-    ours, theirs = (
-        make(MASKS["causal"], *sizes, device="cpu", BLOCK_SIZE=64, separate_full_blocks=False)
-        for make in (create_block_mask, flex.create_block_mask)
-    )
-    assert ours.full_kv_num_blocks is None
-    assert torch.equal(ours.kv_num_blocks, theirs.kv_num_blocks)
-    assert torch.equal(ours.kv_indices, theirs.kv_indices)
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.float8_e4m3fn], ids=str)
-def test_keys_and_values_of_another_dtype(dtype: torch.dtype) -> None:
-    query, key, value = inputs()
-    given = query, key.to(dtype), value.to(dtype)
-    expected = flex_attention(query, *(t.float() for t in given[1:]), SCORE_MODS["alibi"])
-    assert torch.equal(flex_attention(*given, SCORE_MODS["alibi"]), expected)
 
 
 @pytest.mark.parametrize("score_mod", ["none", "alibi", "forbids"])
@@ -177,50 +151,6 @@ def test_any_lists_of_blocks(seed: int) -> None:
     assert torch.equal(lse == -math.inf, ~applied(meant, lengths=(2, HEADS, TOKENS, TOKENS)).any(-1))
 
 
-def test_what_changes_in_a_block_mask_counts() -> None:
-    """Programs give a BlockMask another mask_mod (a cache that grows), write into what it reads, or other lists."""
-    given, blocks = inputs(), block_mask(MASKS["causal"])
-
-    def check(mask_mod: Callable) -> None:
-        out = flex_attention(*given, None, blocks, config=SMALL_TILES)
-        torch.testing.assert_close(out, definition(*given, None, mask_mod)[0], rtol=1e-5, atol=1e-5)
-
-    check(lambda b, h, i, j: i >= j)
-    blocks.mask_mod = lambda b, h, i, j: i > j
-    check(lambda b, h, i, j: (i > j) | (i // 64 > j // 64))
-    shift = torch.tensor(0)
-    blocks.mask_mod = lambda b, h, i, j: i > j + shift
-    check(lambda b, h, i, j: (i > j) | (i // 64 > j // 64))
-    shift += 7
-    check(lambda b, h, i, j: (i > j + 7) | ((i // 64 > j // 64) & (i < 256)))  # the last row of blocks is cut off
-    shift -= 7
-    blocks.full_kv_num_blocks.zero_()
-    check(lambda b, h, i, j: (i > j) & ((i // 64 == j // 64) | (i >= 256)))
-
-
-def test_a_block_is_asked_for_once() -> None:
-    asked: list[int] = []
-
-    def rule(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
-        asked.append(1)
-        return (i // 90 == j // 90) | (j < 3)
-
-    blocks = flex.create_block_mask(rule, None, None, TOKENS, TOKENS, device="cpu", BLOCK_SIZE=64)
-    first = flex_attention(*inputs(), None, blocks, config=SMALL_TILES)
-    asked.clear()
-    assert torch.equal(flex_attention(*inputs(), None, blocks, config=SMALL_TILES), first)
-    assert not asked
-
-
-@pytest.mark.parametrize(("length", "keys"), [(0, 20), (20, 0)])
-def test_no_query_or_no_key(length: int, keys: int) -> None:
-    query, key = torch.randn(1, 2, length, 16, requires_grad=True), torch.randn(1, 2, keys, 16)
-    out, lse = flex_attention(query, key, key, SCORE_MODS["alibi"], return_lse=True)
-    assert torch.equal(out, torch.zeros(1, 2, length, 16))
-    assert torch.equal(lse, torch.full((1, 2, length), -math.inf))
-    out.sum().backward()
-
-
 class Learned(torch.nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -264,13 +194,6 @@ def test_other_routes_say_why_not(route: str) -> None:
         flex_attention(*inputs(), SCORE_MODS["alibi"], config=AttentionConfig(route=route))
 
 
-def test_the_fused_kernels_say_why_not() -> None:
-    call = check_call(*(t.half() for t in inputs()))
-    assert tensor_reasons(call, (7, 5)) == []
-    rule = ScoreRule(relative, call.query.new_empty(0))
-    assert tensor_reasons(replace(call, score_rule=rule), (7, 5)) == ["the fused kernel has no score_mod"]
-
-
 @pytest.mark.parametrize(("mask", "score_mod"), some(itertools.product(["none", "window", "of heads"], SCORE_MODS), 5))
 def test_memory(mask: str, score_mod: str) -> None:
     """Forward and gradients within the budget; the score matrix alone has 18 MiB."""
@@ -284,11 +207,6 @@ def test_memory(mask: str, score_mod: str) -> None:
     out = flex_attention(*given, mod, blocks, config=config)
     backward = measure(lambda grad: torch.autograd.grad(out, given, grad), torch.randn_like(out))
     assert max(forward.extra_bytes, backward.extra_bytes) <= 2 << 20
-
-
-def test_memory_of_a_block_mask() -> None:
-    made = measure(lambda: create_block_mask(MASKS["window"], None, None, 4096, 4096, device="cpu"))
-    assert made.peak_bytes < 6 << 20
 
 
 def test_tiles_that_are_skipped_are_not_computed() -> None:
@@ -328,15 +246,6 @@ def test_a_mask_that_is_a_window_is_known_as_one(name: str) -> None:
         torch.testing.assert_close(out.double(), exact, rtol=1e-5, atol=1e-5)
 
 
-def test_a_block_mask_beside_the_options_of_sdpa() -> None:
-    given, blocks = inputs(), block_mask(MASKS["documents"])
-    expected = flex_attention(*given, SCORE_MODS["softcap"], blocks)
-    torch.testing.assert_close(sdpa(*given, blocks, softcap=20.0), expected, rtol=1e-5, atol=1e-5)
-    causal = and_masks(MASKS["documents"], MASKS["causal"])
-    expected = flex_attention(*given, None, block_mask(causal))
-    torch.testing.assert_close(sdpa(*given, blocks, is_causal=True), expected, rtol=1e-5, atol=1e-5)
-
-
 def test_in_the_place_of_torchs_functions() -> None:
     before, ours = (flex.flex_attention, flex.create_block_mask), create_block_mask
     user = types.ModuleType("a_module_that_imported_it_by_name")
@@ -361,22 +270,6 @@ def test_in_the_place_of_torchs_functions() -> None:
     assert user.attend is before[0]
     assert user.compiled._torchdynamo_orig_callable is before[0]
     assert user.ours is create_block_mask is ours
-
-
-def test_patches_removed_in_any_order() -> None:
-    before, given = (flex.flex_attention, flex.create_block_mask), inputs(requires_grad=True)
-    first, second = patch_flex_attention(), patch_flex_attention(AttentionConfig(budget_mib=2.0))
-    attend, make = held = flex.flex_attention, flex.create_block_mask
-    first.remove()
-    assert (flex.flex_attention, flex.create_block_mask) == held
-    attend(*given).sum().backward()  # on a CPU torch's has no gradients
-    second.remove()
-    assert (flex.flex_attention, flex.create_block_mask) == before
-    with pytest.raises(NotImplementedError):
-        attend(*given)
-    assert not known_of(make(MASKS["causal"], None, None, 300, 300, device="cpu"))  # torch's made it
-    with patch_flex_attention():
-        attend(*given).sum().backward()
 
 
 BROKEN = flex.BlockMask.from_kv_blocks(

@@ -10,7 +10,6 @@ from attn_support import oracle
 from torch import Tensor
 
 from pascal_attn_core.observe.report import record
-from pascal_attn_core.reference import reference_sdpa
 from pascal_attn_core.stand_ins import attn_bias as masks
 from pascal_attn_core.stand_ins.sageattention import sageattn, sageattn_varlen
 from pascal_attn_core.stand_ins.xformers import memory_efficient_attention
@@ -85,12 +84,6 @@ BLOCKS: dict[str, tuple[tuple[Any, ...], list[tuple[int, int]], tuple[int | None
         (Q_LENGTHS, GAPS, [8, 2, 21]), [(2, 8), (11, 2), (20, 21)], (None, 0, True)
     ),
 }  # fmt: skip
-MADE = {
-    "make_causal": ((), (None, 0, False)),
-    "make_causal_from_bottomright": ((), (None, 0, True)),
-    "make_local_attention": ((4,), (3, 0, False)),
-    "make_local_attention_from_bottomright": ((4,), (3, 0, True)),
-}
 
 
 def within_blocks(keys: int, ranges: list[tuple[int, int]], rule: tuple[Any, ...]) -> Tensor:
@@ -113,15 +106,6 @@ def test_masks_of_blocks(name: str, dtype: torch.dtype) -> None:
     arguments, ranges, rule = BLOCKS[name]
     mask = getattr(masks, name).from_seqlens(*arguments)
     assert_blocks(mask, within_blocks(mask.k_seqinfo.seqstart_py[-1], ranges, rule), dtype)
-
-
-@pytest.mark.parametrize("k_lengths", [Q_LENGTHS, K_LENGTHS], ids=["self", "cross"])
-@pytest.mark.parametrize("method", MADE)
-def test_masks_made_of_masks_of_blocks(method: str, k_lengths: list[int]) -> None:
-    arguments, rule = MADE[method]
-    mask = getattr(masks.BlockDiagonalMask.from_seqlens(Q_LENGTHS, k_lengths), method)(*arguments)
-    starts = [sum(k_lengths[:block]) for block in range(3)]
-    assert_blocks(mask, within_blocks(sum(k_lengths), list(zip(starts, k_lengths)), rule), torch.float32)
 
 
 def test_blocks_never_make_a_mask_and_dropout_works_in_them() -> None:
@@ -171,14 +155,6 @@ def test_forms_and_tensor_masks(form: str, bias: str) -> None:
 
     four = [heads_first(t.detach().reshape(*t.shape[:2], -1, 8)).requires_grad_() for t in given]
     assert_exact(attend, four, scores, scale=0.3, enable_gqa=True)
-
-
-def test_a_tensor_mask_gets_its_gradient() -> None:
-    query, bias = torch.randn(1, 20, 2, 8), torch.randn(1, 2, 20, 20, requires_grad=True)
-    out = memory_efficient_attention(query, query, query, bias)
-    right = heads_first(reference_sdpa(*[heads_first(query).double()] * 3, bias.double())[0])
-    grads = [torch.autograd.grad(each.square().sum(), bias)[0] for each in (out, right)]
-    torch.testing.assert_close(*grads, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -40,11 +40,6 @@ def test_info_shows_links() -> None:
     assert document(Info(machine))["links"][1] == Link(3, 4, 16)
 
 
-def test_one_card_has_nothing_to_share_with() -> None:
-    machine = replace(_machine(None), links=())
-    assert "together" not in describe(Info(machine))
-
-
 def test_the_facts_of_two_cards_are_gathered(monkeypatch: pytest.MonkeyPatch) -> None:
     said = {"GPU-0": "3, 16, 16\n", "GPU-1": "3, 1, 16\n"}
     stand_ins = {

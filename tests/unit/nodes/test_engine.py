@@ -6,7 +6,6 @@ import threading
 import time
 from dataclasses import replace
 from typing import Any
-from unittest.mock import Mock
 
 import pytest
 import torch
@@ -14,7 +13,6 @@ from attn_support.comfy.stub import core_module, make_engine, node_module
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from pascal_attn_core.observe.memory import PeakMemory
 from pascal_attn_core.reference import reference_sdpa
 from pascal_attn_core.reference.checks import gap
 
@@ -54,13 +52,6 @@ def test_shapes_that_do_not_fit_are_passed_with_the_reason() -> None:
     assert "4" in kind.why
 
 
-@pytest.mark.parametrize("route", ["torch", "tiled"])
-def test_the_route_asked_for_is_taken(route: str) -> None:
-    engine, given = make_engine(route=route), qkv()
-    close(engine.attend(Arguments(*given)), given)
-    assert engine.run.routes() == {route: 1}
-
-
 def test_a_route_that_cannot_take_a_call_gives_way_and_is_named_once() -> None:
     engine, given = make_engine(route="fused"), qkv()
     for _ in range(3):
@@ -69,23 +60,6 @@ def test_a_route_that_cannot_take_a_call_gives_way_and_is_named_once() -> None:
     assert "route fused cannot take every call (double 3: " in warning
     assert warning.endswith("these use auto")
     assert engine.run.count("taken") == 3
-
-
-def test_a_tile_that_does_not_fit_the_budget_is_chosen_from_the_card_instead() -> None:
-    given = tuple(torch.randn(1, 1, 4096, 512) for _ in range(3))
-    engine = make_engine(route="tiled", kv_block=4096, q_block=4096, budget_mib=1)
-    out = engine.attend(Arguments(*given), place=runs.Place("mid"))
-    assert any("the automatic value is used instead" in warning and "mid" in warning for warning in engine.run.warnings)
-    close(out[:, :, :8], (given[0][:, :, :8], *given[1:]))
-
-
-def test_memory_stays_within_the_budget_whatever_the_number_of_tokens() -> None:
-    for tokens in (2048, 2047):
-        engine = make_engine(route="tiled", budget_mib=2)
-        given = tuple(torch.randn(1, 1, tokens, 64) for _ in range(3))
-        with PeakMemory("cpu") as peak:
-            out = engine.attend(Arguments(*given))
-        assert peak.peak_bytes - out.numel() * 4 < (2 << 20) + 2 * given[0].numel() * 4 < tokens * tokens * 4
 
 
 def spoil_first_output(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -111,19 +85,6 @@ def test_an_output_that_overflows_is_computed_again_and_the_block_named(monkeypa
     (warning,) = engine.run.warnings
     assert warning.startswith("double 3: ")
     assert "recomputed in float32" in warning
-
-
-def test_without_the_guard_the_output_is_what_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    spoil_first_output(monkeypatch)
-    engine = make_engine(nan_guard=False)
-    assert not torch.isfinite(engine.attend(Arguments(*qkv()))).all()
-    assert engine.run.warnings == []
-
-
-def test_float16_scores_far_beyond_its_range_are_exact_work() -> None:
-    (query, key, value), engine = qkv(dtype=torch.float16), make_engine()
-    assert torch.isfinite(engine.attend(Arguments(query * 300, key * 300, value))).all()
-    assert engine.run.warnings == []
 
 
 OPTIONS = {"diffusion model": "--force-fp32", "VAE": "--fp32-vae", "text encoder": "--fp32-text-enc"}
@@ -190,16 +151,6 @@ def test_a_run_counts_sums_and_says_its_line() -> None:
     assert (run.sample.query.shape, run.settings) == ((64, 8), "route tiled, budget 4 MiB, from 32 keys")
 
 
-def test_the_newest_runs_are_remembered_and_a_warning_is_kept_once() -> None:
-    found = [runs.Run("Model", "VAE", "", "cpu", prompt_id=str(number // 2)) for number in range(40)]
-    for run in found:
-        runs.remember(run)
-    assert runs.remembered() == found[8:]
-    runs._recent.clear()
-    assert runs.remembered() == []
-    assert (run.warn("one"), run.warn("one"), run.warnings) == (True, False, ["one"])
-
-
 def test_threads_share_an_engine_without_losing_a_call() -> None:
     engine, given, failures = make_engine(), [qkv(length) for length in range(20, 60)], []
 
@@ -261,14 +212,6 @@ def test_calls_outside_of_a_sampling_are_a_run_that_the_next_one_ends() -> None:
     assert len(runs.remembered()) == 2
 
 
-def test_a_run_inside_the_handling_of_an_older_error_has_not_failed() -> None:
-    engine = make_engine()
-    try:
-        raise MemoryError
-    except MemoryError:
-        assert one_run(engine).notes == []
-
-
 def test_the_sample_is_of_the_largest_call_that_can_be_sampled() -> None:
     engine = make_engine()
     engine.begin()
@@ -277,40 +220,6 @@ def test_the_sample_is_of_the_largest_call_that_can_be_sampled() -> None:
     attend(engine, 128, is_causal=True)
     attend(engine, 48)
     assert engine.end().sample.kind.query == (1, 2, 64, 8)
-
-
-def test_a_new_run_of_the_same_model_drops_the_old_sample() -> None:
-    engine = make_engine()
-    for _ in range(2):
-        one_run(engine)
-    assert [entry.sample is None for entry in runs.remembered()] == [True, False]
-
-
-def test_the_peak_of_a_run_is_that_of_its_fullest_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = make_engine()
-    monkeypatch.setattr(engine_module, "peak_of_run", lambda device: {"cpu": 5, "cuda:1": 9}[str(device)])
-    engine.begin().saw_device(torch.device("cuda:1"))
-    assert engine.end().peak_bytes == 9
-
-
-def test_events_that_are_not_over_wait_for_the_end() -> None:
-    made, tally = runs.Run("Flux", "diffusion model", "", "cuda:0"), runs.CallTally()
-    begin, end = Mock(), Mock()
-    begin.elapsed_time.return_value, end.query.return_value = 2, False
-    end.synchronize.side_effect = lambda: end.query.configure_mock(return_value=True)
-    for _ in range(1000):
-        made.time_later(tally, begin, end)
-    made.finish()
-    assert tally.elapsed_ms == 2000
-
-
-def test_devices_whose_clock_cannot_be_read_are_not_timed() -> None:
-    made = runs.Run("Flux", "diffusion model", "", "cuda:0")
-    tally = made.tally(runs.CallKind("double 0", "taken", "torch", ""))
-    with meter_module.Meter(made, tally, torch.device("mps"), measures=True):
-        pass
-    assert tally.elapsed_ms == 0
-    assert tally.extra_bytes is None
 
 
 def test_gradient_checkpointing_finds_the_same_saved_tensors_in_both_passes() -> None:

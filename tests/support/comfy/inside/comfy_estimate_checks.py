@@ -45,7 +45,7 @@ def followed(model, name, copies=1, shape=None):
     latent = pack("estimate.inputs").Latent.of(model, {"samples": samples})
     found = pack("memory_estimate").follow(model, latent, conditioning(name), 16, copies)
     assert not isinstance(found, str), found
-    return found.call
+    return found
 
 
 @check
