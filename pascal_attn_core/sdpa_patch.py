@@ -218,7 +218,7 @@ def _attend(original: Any, patch: _SdpaPatch, args: tuple, kwargs: dict[str, Any
     """One call by ours, or by ``original`` if ours does not support it or it has too few keys."""
     config = patch.config
     if patch.min_keys and _has_fewer_keys(patch.min_keys, args, kwargs):
-        return original(*args, **kwargs)
+        return _passed_on(original, args, kwargs)
     if torch.compiler.is_compiling():
         return sdpa(*args, **kwargs, config=config) if _is_known(args, kwargs) else original(*args, **kwargs)
     try:
@@ -233,13 +233,22 @@ def _attend(original: Any, patch: _SdpaPatch, args: tuple, kwargs: dict[str, Any
         if not is_torchs_own(error):
             raise
     if not _is_known(args, kwargs):
-        return original(*args, **kwargs)
+        return _passed_on(original, args, kwargs)
     try:
         with torch._C.DisableTorchFunction():  # modes have seen the call, not the operators that it is made of
             return sdpa(*args, **kwargs, config=config)
     except (TypeError, ValueError):  # raised before anything is computed
         if not _is_refused(args, kwargs):
             raise
+    return _passed_on(original, args, kwargs)
+
+
+def _passed_on(original: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+    """What ``original`` answers. torch's CausalBias acts only in calls of the function that stands at torch's name,
+    where ours stands: it is asked directly, or torch's function would take its numbers for a mask."""
+    mask = args[3] if len(args) > 3 else kwargs.get("attn_mask")
+    if original is TORCH_SDPA and is_causal_bias(mask):
+        return type(mask)._dispatch(*args, **kwargs)
     return original(*args, **kwargs)
 
 

@@ -124,7 +124,7 @@ def sageattn_varlen(
 
 
 def patch_sageattention(
-    config: AttentionConfig | None = None, *, replace: bool = False, around: Around | None = None
+    config: AttentionConfig | None = None, *, replace: bool | None = None, around: Around | None = None
 ) -> Patch:
     """Make ``import sageattention`` find our functions, all exact: ``sageattn``, which the names ``sageattn_qk_int8_*``
     mean too, and ``sageattn_varlen``.
@@ -135,14 +135,15 @@ def patch_sageattention(
     Args:
         config: how they compute; None = the default. With ``AttentionConfig(route="fused-int8")`` in 8 bits, which is
             not exact: typical errors are 0.1 to 1.3 %; calls that 8 bits do not take are computed exactly.
-        replace: replace the real package if it is installed.
+        replace: whether ours take the place of a real package that is installed; None = of one that cannot run on this
+            machine's devices, which the log names.
         around: see :func:`pascal_attn_core.patch_flash_attn`.
     Returns:
         A Patch; ``.remove()`` restores what was there before.
     Raises:
         TypeError: config is no AttentionConfig.
         ValueError: config is another one than that of an installation in force.
-        RuntimeError: the real package is installed.
+        RuntimeError: a real package is installed and stays.
     """
     config_of(config)  # or raises
     return _installer.install(lambda: _stand_in(config, around), config, replace=replace)

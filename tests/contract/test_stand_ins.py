@@ -122,6 +122,8 @@ FORMS: dict[str, tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]] = {  
     "[B, M, K]": ((2, 20, 8), (2, 33, 8), (2, 20, 33)),
     "[B, M, H, K]": ((2, 20, 6, 8), (2, 33, 6, 8), (2, 6, 20, 33)),
     "[B, M, G, H, K]": ((2, 20, 2, 3, 8), (2, 33, 2, 3, 8), (2, 2, 3, 20, 33)),
+    "[B, M, G, H, K], bias of G": ((2, 20, 2, 3, 8), (2, 33, 2, 3, 8), (2, 2, 1, 20, 33)),
+    "[B, M, G, H, K], bias of H": ((2, 20, 2, 3, 8), (2, 33, 2, 1, 8), (2, 1, 3, 20, 33)),
     "[B, M, G, H, K], expanded": ((2, 20, 2, 3, 8), (2, 33, 2, 1, 8), (2, 2, 3, 20, 33)),
 }
 
@@ -137,7 +139,8 @@ def test_forms_and_tensor_masks(form: str, bias: str) -> None:
         "causal": masks.LowerTriangularMask(),
         "causal and tensor": masks.LowerTriangularMask().add_bias(added),
     }[bias]
-    scores = (added if "tensor" in bias else torch.zeros(mask_shape)).reshape(2, -1, 20, 33)
+    of_all = added.expand(2, *q_shape[2:-1], 20, 33) if len(q_shape) == 5 else added
+    scores = (of_all if "tensor" in bias else torch.zeros(of_all.shape)).reshape(2, -1, 20, 33)
     scores = scores.masked_fill(~band(20, 33, None, 0, False), -torch.inf) if "causal" in bias else scores
     given = [torch.randn(shape, requires_grad=True) for shape in (q_shape, k_shape, k_shape)]
 

@@ -76,7 +76,7 @@ def test_the_real_package_is_left_alone_unless_told(real: str, words: str, is_im
         if is_imported:
             importlib.import_module(name)
         with raises(RuntimeError, match=words):
-            install_as_flash_attn()
+            install_as_flash_attn(replace=False)
         real = importlib.import_module(name)
         if name == "flash_attn_interface":
             with install_as_flash_attn(fa3=None):

@@ -14,11 +14,11 @@ from attn_support.fused.emulation import CARD, T4
 from attn_support.gpu.compiler import AnyGeometry
 from attn_support.randomness import some
 
-from pascal_attn_core.fused.code.source import KINDS, Geometry, Variant, source
+from pascal_attn_core.fused.code.source import KINDS, Variant
 from tools.gpu import told
 from tools.gpu.geometries import Candidate, details, shapes, words
 from tools.gpu.parts import table
-from tools.gpu.sweep import Settings, all_jobs, error_of, giving, sweep
+from tools.gpu.sweep import Settings, all_jobs, sweep
 
 CPU = torch.device("cpu")
 SMALL = Settings(tokens=40, waves=0, rounds=2, most=1)
@@ -46,26 +46,6 @@ def _swept(folder: Path, *variants: Variant, settings: Settings = SMALL) -> list
 def card(a_card: Callable[..., Any]) -> Iterator[Any]:
     with a_card(execute) as kernels:
         yield kernels
-
-
-@pytest.mark.parametrize(
-    ("variant", "change"),
-    [
-        (Variant("split", 32, "float16"), {"rows": 32, "tx": 8, "ty": 8}),
-        (Variant("grad_query", 32, "float32", "float"), {"cols": 32, "tx": 8}),
-        (Variant("grad_all", 64, "float16"), {"depth": 16, "staged": 32}),
-    ],
-    ids=str,
-)
-def test_another_geometry_is_right(card: Any, compiler: AnyGeometry, variant: Variant, change: dict[str, int]) -> None:
-    tiles = Geometry(**{**vars(variant.geometry), **change})
-    candidate = Candidate.of(variant, tiles)
-    cubin = compiler.compile(source(candidate.kind), 61, candidate.macros()).cubin
-    with giving(card, candidate, cubin):
-        error = error_of(candidate, card)
-    assert 0 < error < (1e-5 if variant.dtype == "float32" else 1e-2)
-    own = [launch for launch in card.queued if launch.variant.geometry == tiles and launch.function not in _BESIDE]
-    assert [launch.threads for launch in own] == [tiles.threads]
 
 
 def test_what_was_measured_is_not_measured_again(card: Any, tmp_path: Path) -> None:
