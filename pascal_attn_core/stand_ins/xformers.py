@@ -31,8 +31,9 @@ _ROOT = "xformers"
 _PROVIDED = f"{_ROOT}==0.0.35"
 _ATTENTION = (
     ".xformers: memory_efficient_attention memory_efficient_attention_forward=memory_efficient_attention "
-    "AttentionOp=AnyOp AttentionOpBase=AnyOp MemoryEfficientAttentionCkOp=ANY_OPS MemoryEfficientAttentionCutlassOp=ANY_OPS "
-    "MemoryEfficientAttentionCutlassFwdFlashBwOp=ANY_OPS MemoryEfficientAttentionFlashAttentionOp=ANY_OPS",
+    "AttentionOp=AnyOp AttentionOpBase=AnyOp MemoryEfficientAttentionCkOp=ANY_OPS "
+    "MemoryEfficientAttentionCutlassOp=ANY_OPS MemoryEfficientAttentionCutlassFwdFlashBwOp=ANY_OPS "
+    "MemoryEfficientAttentionFlashAttentionOp=ANY_OPS",
     ".attn_bias: AttentionBias LowerTriangularMask",
     "..flash_attn.modules.absent: memory_efficient_attention_backward memory_efficient_attention_forward_requires_grad",
 )
