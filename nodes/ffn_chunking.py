@@ -115,7 +115,7 @@ def chunk(
     """Let the feed-forward layers of a fresh clone run in chunks. Returns what can be said of each before a run, and
     a sentence about all."""
     budget = budget_mib or budget_from(host.free_and_total_bytes(patched.load_device)[1])
-    binding = FfnBinding(budget_mib=budget, min_tokens=min_tokens, passing=host.interrupts())
+    binding = FfnBinding(budget_mib=budget, min_tokens=min_tokens)
     settings = f"budget {budget} MiB, from {min_tokens} tokens"
     chunking = Chunking(binding, host.name_of_model(patched.model), settings, unique_id)
     chunking.is_quiet = is_quiet

@@ -50,7 +50,7 @@ class Inputs(NamedTuple):
 def inputs_of(args: tuple, kwargs: dict[str, Any]) -> Inputs:
     """Which arguments carry tokens: the first, and each further tensor with as many entries in dimension -2.
 
-    Others are the same for every slice. If one of them carries tokens elsewhere, the trial finds that out.
+    Others are the same for every slice.
 
     Raises:
         NotTokenwise: an argument that may hide tensors.
@@ -77,24 +77,23 @@ def sliced_is_view(inputs: Inputs) -> bool:
     return all(tensor.is_contiguous() and tensor.shape[:-2].numel() == 1 for tensor in inputs.tokens.values())
 
 
-def slice_of(tensor: Tensor, start: int, size: int) -> Tensor:
-    """[..., T, C] -> [..., size, C], see :func:`_as_whole`."""
-    return _as_whole(tensor.narrow(-2, start, size))
-
-
 def _as_whole(part: Tensor) -> Tensor:
-    """A slice with the strides of a whole tensor of its shape. That of a batch is copied: each layer that reads it
-    would do so otherwise. That of a single element is a view, whose first stride would be that of all tokens: then a
-    layer without bias, whose weight needs no gradient, takes another matrix product than on the whole."""
-    part = part.contiguous()
+    """A slice laid out as a whole tensor of its shape. That of a batch is copied: each layer that reads it would do so
+    otherwise. That of a single element is a view, whose first stride would be that of all tokens: then a layer without
+    bias, whose weight needs no gradient, takes another matrix product than on the whole."""
+    part = part if part.is_contiguous() else part.clone()
     return part.view(part.shape)
 
 
-def run_sliced(fn: Callable[..., Any], inputs: Inputs, sizes: Sequence[int]) -> Tensor:
+OfSlice = Callable[[list[Tensor], int], Any]
+"""The result for these parts of the tensors that carry tokens, the first of them at the second argument."""
+
+
+def run_sliced(fn: OfSlice, inputs: Inputs, sizes: Sequence[int]) -> Tensor:
     """``fn`` over slices of these lengths; [..., T, C] -> [..., T, D]."""
     x, out, start = inputs.x, None, 0
     for size in sizes:
-        part = inputs.call(fn, [slice_of(tensor, start, size) for tensor in inputs.tokens.values()])
+        part = fn([_as_whole(tensor.narrow(-2, start, size)) for tensor in inputs.tokens.values()], start)
         _check(part, (*x.shape[:-2], size))
         if out is None:
             out = part.new_empty((*x.shape[:-1], part.shape[-1]))
@@ -105,20 +104,21 @@ def run_sliced(fn: Callable[..., Any], inputs: Inputs, sizes: Sequence[int]) -> 
     return out
 
 
-def run_checkpointed(fn: Callable[..., Any], inputs: Inputs, sizes: Sequence[int]) -> Tensor:
+def run_checkpointed(fn: OfSlice, inputs: Inputs, sizes: Sequence[int]) -> Tensor:
     """Run ``fn`` over slices with gradients: each slice saves only its input and is recomputed in the backward pass."""
 
-    def of_slice(*parts: Tensor) -> Any:
-        return inputs.call(fn, [_as_whole(part) for part in parts])
+    def of_slice(start: int, *parts: Tensor) -> Any:
+        return fn([_as_whole(part) for part in parts], start)
 
     slices = zip(*(tensor.split(list(sizes), dim=-2) for tensor in inputs.tokens.values()))
-    outs = []
+    outs, start = [], 0
     for size, parts in zip(sizes, slices):
-        out = checkpoint(of_slice, *parts, use_reentrant=False, preserve_rng_state=False)
+        out = checkpoint(of_slice, start, *parts, use_reentrant=False, preserve_rng_state=False)
         _check(out, (*inputs.x.shape[:-2], size))
         if out.requires_grad:
             out.register_hook(Tensor.contiguous)  # backward passes may take views of it
         outs.append(out)
+        start += size
     return torch.cat(outs, dim=-2)
 
 

@@ -1,0 +1,419 @@
+"""One call of a module whose operators are noted before they run: its code runs once, on tensors that have the shapes of
+the whole call but no data yet; then the operators run, slice by slice.
+
+So the code sees the lengths, numbers and state that it would see anyway, and changes its state once. Where an operator
+cannot be put off (it is not in the table of :mod:`.rules`, or writes to a tensor from outside, or the code asks for a
+value), all operators noted so far run on all tokens there and then, and the rest of the call as if we were not there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch._ops import OpOverload
+from torch.overrides import TorchFunctionMode, enable_reentrant_dispatch
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_map
+
+from ..observe.memory import is_composite
+from .rules import Along, Call, Later, along_results, rule_of, tensors_in
+from .run import NotTokenwise
+
+_KEY = "_pascal_attn_ffn"  # of a stand-in's __dict__
+_PLAIN = frozenset(
+    "bfloat16 contiguous cpu dim double dropout element_size float half is_complex is_contiguous is_floating_point "
+    "is_tensor ndimension nelement numel result_type size storage_offset stride to type __hash__ __len__ "
+    ".device .dtype .is_cpu .is_cuda .is_meta .is_mps .is_nested .is_quantized .is_sparse .is_xpu .itemsize .layout "
+    ".nbytes .ndim .requires_grad .shape".split()
+)
+"""Functions and attributes (with a dot) that a stand-in answers as its value would, without an operator."""
+_OPERATORS = frozenset((".T", ".mT", ".H", ".mH", ".real", ".imag", ".data"))
+
+
+
+
+@dataclass(slots=True, eq=False)
+class Place:
+    """What a stand-in is to its graph: its number, its shape and strides without data, where the tokens are in it (None
+    = it has none), and its value, once the operators have run on all tokens."""
+
+    graph: Graph
+    number: int
+    like: Tensor
+    along: Along | None
+    value: Tensor | None = None
+
+
+class StandIn(Tensor):
+    """A tensor whose operators have been noted. While the module's code runs its class is torch.Tensor, which code may
+    ask for; only the modes of its graph see it then. It gets this class if it outlives the call."""
+
+    @staticmethod
+    def of(graph: Graph, like: Tensor, device: Any, along: Along | None) -> Tensor:
+        layout = like.shape, like.stride(), like.storage_offset()
+        made = Tensor._make_wrapper_subclass(StandIn, *layout, dtype=like.dtype, device=device)  # type: ignore[attr-defined]
+        torch._C._set_throw_on_mutable_data_ptr(made)
+        made.__dict__[_KEY] = Place(graph, len(graph.likes), like, along)
+        made.__class__ = Tensor
+        graph.likes.append(like)
+        graph.made.append(weakref.ref(made))
+        return made
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        return _on_values(func, args, kwargs or {})
+
+
+class _Enter(torch.autograd.Function):
+    """A stand-in for an input; its gradient is the input's."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, graph: Graph) -> Tensor:
+        return graph.input_of(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return grad, None
+
+
+class _Refused(BaseException):
+    """An operator cannot be put off: the function of torch that runs it is called on values instead. Not an error that
+    the module's code may catch."""
+
+
+class Step(NamedTuple):
+    """An operator, or a layer whose host brings its weights; the numbers of the stand-ins that it takes and makes."""
+
+    run: Callable[..., Any]
+    args: Any
+    kwargs: Any
+    takes: list[int]
+    makes: list[int | None]
+    is_layer: bool = False
+
+
+class _Functions(TorchFunctionMode):
+    """Sees what code asks of a stand-in without an operator."""
+
+    def __init__(self, graph: Graph):
+        super().__init__()
+        self.graph = graph
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        graph, kwargs, name = self.graph, kwargs or {}, getattr(func, "__name__", "")
+        is_set = name in ("__set__", "__delete__")
+        if is_set or name == "__get__":
+            name = f".{getattr(func.__self__, '__name__', '')}"
+        if (name in _PLAIN and not is_set) or not any(map(place_of, tensors_in((*args, *kwargs.values())))):
+            return func(*args, **kwargs)
+        why = f"asks for {name.strip('._')} of a tensor of its tokens"
+        if not (graph.why or is_set) and (not name.startswith(".") or name in _OPERATORS):
+            before, graph.may_refuse = graph.met, True
+            try:
+                out = func(*args, **kwargs)
+                if graph.met > before:
+                    return out
+            except _Refused as reason:
+                why = str(reason)
+            except (RuntimeError, TypeError, NotImplementedError):
+                pass  # said again below, if it is right
+            finally:
+                graph.may_refuse = False
+        graph.catch_up(why)
+        return _on_values(func, args, kwargs)
+
+
+class Graph(TorchDispatchMode):
+    """Notes the operators of a block on :attr:`inputs`, stand-ins for ``tensors`` [..., T, *].
+
+    ``why`` says why the rest of the block ran as ever; "" = it was noted to its end.
+    """
+
+    supports_higher_order_operators = True
+
+    def __init__(self, tensors: Sequence[Tensor]):
+        super().__init__()
+        self.real, self.tokens, self.given, self.why = list(tensors), tensors[0].shape[-2], len(tensors), ""
+        self.steps: list[Step] = []
+        self.likes: list[Tensor] = []  # by number, as `made`
+        self.made: list[weakref.ref[Tensor]] = []
+        self.met = 0  # operators on stand-ins
+        self.may_refuse = False  # within a function of torch that has written to no stand-in
+        self._mode = torch.is_inference_mode_enabled(), torch.is_grad_enabled()
+        self._unseen = contextlib.ExitStack()  # what autograd saves of stand-ins, by hooks of the caller
+        self._held: set[int] = set()  # storages from outside that a noted operator will read
+        grad = self._mode[1]
+        self.inputs = [_Enter.apply(x, self) if grad and x.requires_grad else self.input_of(x) for x in tensors]
+        self._inputs = set(map(_storage, self.likes))
+
+    def input_of(self, x: Tensor) -> Tensor:
+        made = StandIn.of(self, _like(x), x.device, Along(x.dim() - 2))
+        made.__dict__.update(x.__dict__)
+        return made
+
+    @contextlib.contextmanager
+    def noting(self) -> Iterator[None]:
+        with self._unseen, self, _Functions(self):
+            if self._mode[1]:
+                self._unseen.enter_context(torch.autograd.graph.saved_tensors_hooks(_same, _same))
+            yield
+
+    # --- noting ---
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        if any("__tensor_flatten__" in vars(kind) for kind in types):
+            return NotImplemented  # a wrapper around tensors unwraps itself, and its operators are seen then
+        kwargs, is_operator = kwargs or {}, isinstance(func, OpOverload)
+        places = [place for leaf in tensors_in((*args, *kwargs.values())) if (place := place_of(leaf))]
+        self.met += bool(places)
+        if all(place.value is not None for place in places):
+            if self._held and is_operator and func._schema.is_mutable:
+                if not self._held.isdisjoint(map(_storage, _written(func, args, kwargs))):
+                    self._refuse("writes to a tensor that an operator before it reads")
+            return self._run_now(func, args, kwargs)
+        try:
+            if not is_operator or any(place.graph is not self for place in places):
+                raise NotTokenwise(f"runs {func}")
+            if rule_of(func._schema.name.removeprefix("aten::")) is None and is_composite(func):
+                with self:
+                    return func._op_dk(torch._C.DispatchKey.CompositeImplicitAutograd, *args, **kwargs)
+            return self._note(func, args, kwargs, places)
+        except NotTokenwise as reason:
+            why = str(reason)
+        except (NotImplementedError, RuntimeError, TypeError) as error:
+            why = f"runs {func}, whose result's shape is not known: {' '.join(str(error).split())[:100]}"
+        self._refuse(why)
+        return self._run_now(func, args, kwargs)
+
+    def _refuse(self, why: str) -> None:
+        if self.may_refuse:
+            raise _Refused(why)
+        with enable_reentrant_dispatch():
+            self.catch_up(why)
+
+    @staticmethod
+    def _run_now(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+        with torch._C.DisableTorchFunctionSubclass():  # which would turn results into the classes of a host's weights
+            return _on_values(func, args, kwargs)
+
+    def _note(self, func: OpOverload, args: tuple, kwargs: dict[str, Any], places: list[Place]) -> Any:
+        if self._mode != (torch.is_inference_mode_enabled(), torch.is_grad_enabled()):
+            raise NotTokenwise("has a backward pass of its own, or parts without gradients")
+        written = _written(func, args, kwargs) if func._schema.is_mutable else []
+        owners = [place_of(leaf) for leaf in written]
+        if any(owner is None or _storage(owner.like) in self._inputs for owner in owners):
+            raise NotTokenwise("writes to its input, or to a tensor that it keeps between calls")
+        kept_args, kept_kwargs = tree_map(self._held_now, args), tree_map(self._held_now, kwargs)
+        call = Call(func._schema, kept_args, kept_kwargs, self.tokens, lambda leaf: getattr(place_of(leaf), "along", None))
+        results = _results(func, args, kwargs)
+        call.shape = next(tensors_in((results,))).shape
+        is_known = call.name == "cat" or len(places) == len(call.along)
+        along = along_results(call) if is_known and None not in [place.along for place in places] else None
+        if along is None or (written and [owner.along for owner in owners if owner] != [along]):
+            raise NotTokenwise(f"runs {func}, which is not known to treat every token by itself")
+        device = kwargs.get("device") or next(leaf.device for leaf in tensors_in(args) if place_of(leaf))
+        self.may_refuse &= not written
+        outs = written[0] if written else tree_map(lambda like: self._new(like, device, along), results)
+        several = outs if isinstance(outs, (list, tuple)) else [outs]
+        makes = [getattr(place_of(out), "number", None) for out in several]
+        by_place = tree_map(self._later, list(call.given.values())[: len(args)])
+        by_name = {name: self._later(call[name]) for name in kwargs}
+        self.steps.append(Step(func, by_place, by_name, [place.number for place in places], makes))
+        return outs
+
+    def _new(self, like: Any, device: Any, along: Along) -> Any:
+        if not isinstance(like, Tensor):
+            return like
+        has_tokens = like.dim() > along.dim and like.shape[along.dim] == along.before * self.tokens * along.after
+        return StandIn.of(self, like, device, along if has_tokens else None)
+
+    def _held_now(self, value: Any) -> Any:
+        """A tensor from outside with the memory that it has now, which its host may exchange before the operator runs."""
+        if not isinstance(value, Tensor) or place_of(value):
+            return value
+        self._held.add(_storage(value))
+        if value.is_cuda:  # or free it
+            value.record_stream(torch.cuda.current_stream(value.device))
+        return value if value.requires_grad and self._mode[1] else value.detach()
+
+    def _later(self, value: Any) -> Any:
+        if (place := place_of(value)) is not None:
+            number = place.number
+            return Later(lambda values, _start, _count: values[number])
+        return _cast_later(value) if isinstance(value, Tensor) and value.grad_fn is not None else value
+
+    def note_layer(self, forward: Callable[[Tensor], Any], x: Tensor, channels: int, dtype: torch.dtype) -> Tensor:
+        """Note a call of a layer that gives ``channels`` for each token."""
+        place = place_of(x)
+        assert place is not None
+        with _disable_current_modes():
+            like = torch.empty((*x.shape[:-1], channels), dtype=dtype, device="meta")
+        made = StandIn.of(self, like, x.device, place.along)
+        self.steps.append(Step(forward, [self._later(x)], {}, [place.number], [len(self.likes) - 1], is_layer=True))
+        return made
+
+    # --- running ---
+
+    def catch_up(self, why: str, also: int | None = None) -> Tensor | None:
+        """Run what has been noted on all tokens, for all stand-ins in use; nothing is noted from now on. Returns the
+        value of number ``also``."""
+        self.why = self.why or why
+        self._unseen.close()
+        waiting = [place for leaf in self.alive() if (place := place_of(leaf)) and place.value is None]
+        steps, self.steps = self.steps, []
+        self._held.clear()
+        wanted = {place.number for place in waiting} | {also} - {None}
+        with torch.inference_mode(self._mode[0]), torch.set_grad_enabled(self._mode[1]):
+            values = self._run(steps, self.real, 0, self.tokens, wanted)
+        for place in waiting:
+            place.value = values[place.number]
+        return values.get(also)
+
+    def alive(self) -> list[Tensor]:
+        return [leaf for ref in self.made if (leaf := ref()) is not None]
+
+    def settle(self, why: str, out: Any, also: int | None = None) -> Any:
+        """After the block: :meth:`catch_up`, make plain tensors of all that the module keeps, and return the value of
+        number ``also``, or ``out`` with values."""
+        value = self.catch_up(why, also)
+        out, alive, self.inputs = value if also is not None else _values(out), self.alive(), []
+        self.made.clear()  # a tensor with a weak reference cannot be exchanged
+        for leaf in alive:
+            value = _values(leaf)
+            try:
+                torch.utils.swap_tensors(leaf, value.view_as(value))
+            except RuntimeError:  # autograd has it too
+                leaf.__class__ = StandIn
+        return out
+
+    def let_go(self) -> None:
+        """After an error: what the module keeps is computed when it is used."""
+        self.inputs = []
+        for leaf in self.alive():
+            leaf.__class__ = StandIn
+
+    def value(self, number: int, parts: Sequence[Tensor], start: int) -> Tensor:
+        """The value of a stand-in for these parts of the inputs, whose first token is at ``start``."""
+        return self._run(self.steps, parts, start, parts[0].shape[-2], {number})[number]
+
+    def _run(self, steps: list[Step], inputs: Sequence[Tensor], start: int, count: int, wanted: Any) -> dict[Any, Any]:
+        values: dict[Any, Any] = dict(enumerate(inputs))
+        ends = _ends(steps)
+        uncast = torch._C._DisableAutocast if torch._C._is_any_autocast_enabled() else contextlib.nullcontext
+        for number, step in enumerate(steps):
+            args, kwargs = _filled(step.args, values, start, count), _filled(step.kwargs, values, start, count)
+            if step.is_layer:
+                results = step.run(*args)
+                self._check(results, step, args[0].shape)
+            else:
+                with uncast(), torch._C.DisableTorchFunctionSubclass():
+                    results = step.run(*args, **kwargs)
+            several = results if isinstance(results, (list, tuple)) else [results]
+            values.update((place, result) for place, result in zip(step.makes, several) if place is not None)
+            del args, kwargs, results, several
+            for place in (*step.takes, *step.makes):
+                if ends.get(place) == number and place not in wanted:
+                    values.pop(place, None)
+        return values
+
+    def _check(self, out: Tensor, step: Step, shape: Sequence[int]) -> None:
+        like = self.likes[step.makes[0]]  # type: ignore[index]
+        if (out.dtype, *out.shape) != (like.dtype, *shape[:-1], like.shape[-1]):
+            raise RuntimeError(f"a layer gave {out.dtype} {list(out.shape)}, not {like.dtype} [..., {like.shape[-1]}]")
+
+    def peak_bytes(self, out: int) -> float:
+        """The most memory that the steps take at once on all tokens besides the inputs, the output included."""
+        ends = {**_ends(self.steps), out: len(self.steps)}
+        spans: dict[int, tuple[int, int, int]] = {}  # first step, last step, bytes of a storage
+        for number, step in enumerate(self.steps):
+            for place in step.makes:
+                if place is not None and (key := _storage(self.likes[place])) not in self._inputs:
+                    first, end, _ = spans.get(key, (number, 0, 0))
+                    spans[key] = first, max(end, ends[place]), self.likes[place].untyped_storage().nbytes()
+        at = range(len(self.steps))
+        return max(sum(size for first, end, size in spans.values() if first <= number <= end) for number in at)
+
+
+def _filled(value: Any, *of_part: Any) -> Any:
+    if isinstance(value, Later):
+        return value.get(*of_part)
+    if isinstance(value, dict):
+        return {name: _filled(item, *of_part) for name, item in value.items()}
+    return [_filled(item, *of_part) for item in value] if isinstance(value, list) else value
+
+
+def _ends(steps: list[Step]) -> dict[int | None, int]:
+    """The number of the last step that uses each stand-in."""
+    return {place: number for number, step in enumerate(steps) for place in (*step.takes, *step.makes)}
+
+
+def place_of(value: Any) -> Place | None:
+    return value.__dict__.get(_KEY) if isinstance(value, Tensor) else None
+
+
+def _same(tensor: Tensor) -> Tensor:
+    return tensor
+
+
+def _cast_later(value: Tensor) -> Any:
+    """A parameter in another dtype (of autocast) is cast for each slice: so the gradients of slices are added up in its
+    own precision."""
+    node = value.grad_fn
+    source = node.next_functions[0][0] if node is not None and node.name() == "ToCopyBackward0" else None
+    weight, dtype = getattr(source, "variable", None), value.dtype
+    if isinstance(weight, nn.Parameter) and (weight.shape, weight.device) == (value.shape, value.device):
+        return Later(lambda _values, _start, _count: weight.to(dtype))
+    return value
+
+
+def _storage(tensor: Tensor) -> int:
+    try:
+        return tensor.untyped_storage()._cdata
+    except (NotImplementedError, RuntimeError):  # sparse tensors have none
+        return id(tensor)
+
+
+def _like(value: Any) -> Any:
+    """An argument without data."""
+    if not isinstance(value, Tensor):
+        return value
+    if (place := place_of(value)) is not None:
+        return place.like
+    return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
+
+
+def _results(func: OpOverload, args: tuple, kwargs: dict[str, Any]) -> Any:
+    """What an operator returns, without data."""
+    likes = tree_map(_like, kwargs)
+    if any(argument.name == "device" for argument in func._schema.arguments):
+        likes.update(device="meta", pin_memory=None)
+    with _disable_current_modes(), torch._C.DisableTorchFunctionSubclass():
+        return func(*tree_map(_like, args), **likes)
+
+
+def _values(tree: Any) -> Any:
+    return tree_map(lambda leaf: place.value if (place := place_of(leaf)) else leaf, tree)
+
+
+def _on_values(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+    """Run an operator or a function on the values of stand-ins."""
+    found: dict[int, Tensor] = {}
+    for leaf in tensors_in((*args, *kwargs.values())):
+        if place := place_of(leaf):
+            if place.value is None:
+                place.graph.catch_up("is used outside the call")
+            found[id(place.value)] = leaf
+    out = func(*_values(args), **_values(kwargs)) if found else func(*args, **kwargs)
+    return found.get(id(out), out)  # one that was written to stays the tensor that the code has
+
+
+def _written(func: OpOverload, args: tuple, kwargs: dict[str, Any]) -> list[Tensor]:
+    """The tensors that an operator writes to."""
+    named = {**dict(zip((argument.name for argument in func._schema.arguments), args)), **kwargs}
+    return list(tensors_in(named.get(argument.name) for argument in func._schema.arguments if argument.is_write))
