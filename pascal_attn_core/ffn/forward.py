@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import sys
 import threading
 import traceback
@@ -19,9 +20,9 @@ from ..patching.forward import ReplacedForward, put_in, take_out
 from ..patching.hosts import forward_slots
 from .graph import Graph, place_of
 from .layers import brought_layers, noted, waiting_layer
-from .plan import FfnSite, Slicing, decide, is_beyond, kind_of_call
+from .plan import FfnSettings, FfnSite, Slicing, decide, is_beyond, kind_of_call
 from .rules import Along
-from .run import Inputs, NotTokenwise, inputs_of, run_checkpointed, run_sliced
+from .run import NotTokenwise, as_whole, call, run_slices, tokens_of
 
 _MAX_PLANS = 256
 _LEAST_TOKENS = 4
@@ -46,71 +47,66 @@ class SlicedForward(ReplacedForward):
         if type(x) is not Tensor or x.dim() < 2 or x.shape[-2] < site.settings.min_tokens or is_beyond(x):
             return self.whole(*args, **kwargs)
         key = kind_of_call(self.module, x, args, kwargs)
-        plan, is_known = site.plans.get(key), True
-        if plan is not None:
-            out = self.whole(*args, **kwargs)
-        elif getattr(_local, "is_noting", False):  # within another module that is patched too
+        plan = site.plans.get(key)
+        if plan is not None or getattr(_local, "is_noting", False):  # within another module that is patched too
+            site.used.update({} if plan is None else {key: plan})
             return self.whole(*args, **kwargs)
-        elif waiting := waiting_layer(self.module):
-            plan, out, is_known = _refused(f"{waiting} is being measured"), self.whole(*args, **kwargs), False
+        waiting = waiting_layer(self.module)
+        if waiting:
+            plan, out = _refused(f"{waiting} is being measured"), self.whole(*args, **kwargs)
         else:
-            plan, out = self._decided(site, args, kwargs)
+            plan, out = self._decided(site.settings, args, kwargs)
         if len(site.used) >= _MAX_PLANS:
             site.plans.clear()
             site.used.clear()
         site.used[key] = plan
-        if is_known and not plan.sizes:
+        if not plan.sizes and not waiting:
             site.plans[key] = plan
         return out
 
-    def _decided(self, site: FfnSite, args: tuple, kwargs: dict[str, Any]) -> tuple[Slicing, Any]:
+    def _decided(self, settings: FfnSettings, args: tuple, kwargs: dict[str, Any]) -> tuple[Slicing, Any]:
         """How a call runs, and its result."""
-        settings, whole = site.settings, self.whole
-        leaves = (leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor))
-        wants_grad = torch.is_grad_enabled() and any(t.requires_grad for t in (*leaves, *self.module.parameters()))
-        try:
-            inputs = inputs_of(args, kwargs)
-            layers = [] if wants_grad else list(brought_layers(self.module))
-        except NotTokenwise as reason:
-            return _refused(str(reason)), whole(*args, **kwargs)
-        tokens = inputs.x.shape[-2]
-        if tokens < _LEAST_TOKENS or not inputs.x.numel():
-            return Slicing((), "too few tokens for two slices"), whole(*args, **kwargs)
+        tokens, whole = tokens_of(args, kwargs), functools.partial(self.whole, *args, **kwargs)
+        tensors, leaves = list(tokens.values()), tree_leaves((args, kwargs))
+        given = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        wants_grad = torch.is_grad_enabled() and any(t.requires_grad for t in (*given, *self.module.parameters()))
+        if tensors[0].shape[-2] < _LEAST_TOKENS or not tensors[0].numel():
+            return Slicing((), "too few tokens for two slices"), whole()
         if wants_grad and not settings.checkpoint:
-            return Slicing((), "gradients are needed and checkpoint=False"), whole(*args, **kwargs)
-        run = run_checkpointed if wants_grad else run_sliced
-        if not settings.verify and settings.slices(tokens) is not None:
-            plan = decide(settings, inputs, None, wants_grad)
-            return plan, run(lambda parts, _: inputs.call(whole, parts), inputs, plan.sizes or (tokens,))
-        graph = Graph(list(inputs.tokens.values()))
+            return Slicing((), "gradients are needed and checkpoint=False"), whole()
+        if not settings.verify and settings.slices(tensors[0].shape[-2]) is not None:
+            plan = decide(settings, tensors, None, wants_grad)
+            of_slice = lambda _, *parts: call(self.whole, args, kwargs, dict(zip(tokens, map(as_whole, parts))))  # noqa: E731
+            return plan, run_slices(of_slice, tensors, plan.sizes, wants_grad) if plan.sizes else whole()
         try:
-            out = self._noted(graph, inputs, layers)
+            layers = [] if wants_grad else list(brought_layers(self.module))
+            graph = Graph(tensors)
+            out = self._noted(graph, layers, lambda: call(self.whole, args, kwargs, dict(zip(tokens, graph.inputs))))
+        except NotTokenwise as reason:
+            return _refused(str(reason)), whole()
         except (RuntimeError, TypeError, NotImplementedError) as error:
             if graph.why or is_out_of_memory(error):
                 raise
             traceback.clear_frames(error.__traceback__)  # they hold stand-ins
-            why = f"cannot be put off: {type(error).__name__}: {' '.join(str(error).split())[:160]}"
-            return _refused(why), whole(*args, **kwargs)
-        if why := graph.why or _why_not(out, inputs.x, graph.given):
+            return _refused(f"cannot be put off: {type(error).__name__}: {' '.join(str(error).split())[:160]}"), whole()
+        if why := graph.why or _why_not(out, tensors[0], graph.given):
             return _refused(why), graph.settle(why, out)
-        place = place_of(out)
-        assert place is not None
-        plan = decide(settings, inputs, (graph.peak_bytes(place.number), place.like.nbytes), wants_grad)
+        number, like = place_of(out).number, place_of(out).like  # type: ignore[union-attr]
+        plan = decide(settings, tensors, (graph.peak_bytes(number), like.nbytes), wants_grad)
         if not plan.sizes:
             return plan, graph.settle(plan.why, out)
-        number, out, place = place.number, None, None
-        graph.inputs = []
-        if not graph.alive():
-            return plan, run(lambda parts, start: graph.value(number, parts, start), inputs, plan.sizes)
-        why = "keeps a tensor of its tokens between calls"
-        return _refused(why), graph.settle(why, None, number)
+        out, graph.inputs = None, []
+        if graph.alive():
+            why = "keeps a tensor of its tokens between calls"
+            return _refused(why), graph.settle(why, None, number)
+        return plan, run_slices(lambda start, *parts: graph.value(number, parts, start), tensors, plan.sizes, wants_grad)
 
-    def _noted(self, graph: Graph, inputs: Inputs, layers: list[nn.Module]) -> Any:
+    def _noted(self, graph: Graph, layers: list[nn.Module], code: Callable[[], Any]) -> Any:
         """The result of the module's code on the stand-ins of the graph."""
         _local.is_noting = True
         try:
             with made_up_inputs(), noted(graph, layers), _uncompiled(self.module), graph.noting():
-                return inputs.call(self.whole, graph.inputs)
+                return code()
         except BaseException:
             graph.let_go()
             raise

@@ -23,13 +23,12 @@ from torch.utils._pytree import tree_map
 
 from ..observe.memory import is_composite
 from .rules import Along, Call, Later, along_results, rule_of, tensors_in
-from .run import NotTokenwise
+from .run import NotTokenwise, as_whole
 
 _KEY = "_pascal_attn_ffn"  # of a stand-in's __dict__
 _PLAIN = frozenset(
-    "bfloat16 contiguous cpu dim double dropout element_size float half is_complex is_contiguous is_floating_point "
-    "is_tensor ndimension nelement numel result_type size storage_offset stride to type __hash__ __len__ "
-    ".device .dtype .is_cpu .is_cuda .is_meta .is_mps .is_nested .is_quantized .is_sparse .is_xpu .itemsize .layout "
+    "dim element_size is_complex is_contiguous is_floating_point is_tensor ndimension nelement numel result_type size "
+    "storage_offset stride type __hash__ __len__ .device .dtype .is_cpu .is_cuda .is_meta .is_mps .is_nested .is_quantized .is_sparse .is_xpu .itemsize .layout "
     ".nbytes .ndim .requires_grad .shape".split()
 )
 """Functions and attributes (with a dot) that a stand-in answers as its value would, without an operator."""
@@ -55,14 +54,14 @@ class StandIn(Tensor):
     ask for; only the modes of its graph see it then. It gets this class if it outlives the call."""
 
     @staticmethod
-    def of(graph: Graph, like: Tensor, device: Any, along: Along | None) -> Tensor:
+    def of(place: Place, device: Any) -> Tensor:
+        like = place.like
         layout = like.shape, like.stride(), like.storage_offset()
         made = Tensor._make_wrapper_subclass(StandIn, *layout, dtype=like.dtype, device=device)  # type: ignore[attr-defined]
         torch._C._set_throw_on_mutable_data_ptr(made)
-        made.__dict__[_KEY] = Place(graph, len(graph.likes), like, along)
+        made.__dict__[_KEY] = place
         made.__class__ = Tensor
-        graph.likes.append(like)
-        graph.made.append(weakref.ref(made))
+        place.graph.made.append(weakref.ref(made))
         return made
 
     @classmethod
@@ -117,7 +116,7 @@ class _Functions(TorchFunctionMode):
             before, graph.may_refuse = graph.met, True
             try:
                 out = func(*args, **kwargs)
-                if graph.met > before:
+                if graph.met > before or (out is args[0] and not name.endswith("_")):  # such as contiguous
                     return out
             except _Refused as reason:
                 why = str(reason)
@@ -153,7 +152,7 @@ class Graph(TorchDispatchMode):
         self._inputs = set(map(_storage, self.likes))
 
     def input_of(self, x: Tensor) -> Tensor:
-        made = StandIn.of(self, _like(x), x.device, Along(x.dim() - 2))
+        made = self._new(_like(x), x.device, Along(x.dim() - 2))
         made.__dict__.update(x.__dict__)
         return made
 
@@ -161,7 +160,7 @@ class Graph(TorchDispatchMode):
     def noting(self) -> Iterator[None]:
         with self._unseen, self, _Functions(self):
             if self._mode[1]:
-                self._unseen.enter_context(torch.autograd.graph.saved_tensors_hooks(_same, _same))
+                self._unseen.enter_context(torch.autograd.graph.saved_tensors_hooks(_saved, _same))
             yield
 
     # --- noting ---
@@ -231,7 +230,8 @@ class Graph(TorchDispatchMode):
         if not isinstance(like, Tensor):
             return like
         has_tokens = like.dim() > along.dim and like.shape[along.dim] == along.before * self.tokens * along.after
-        return StandIn.of(self, like, device, along if has_tokens else None)
+        self.likes.append(like)
+        return StandIn.of(Place(self, len(self.likes) - 1, like, along if has_tokens else None), device)
 
     def _held_now(self, value: Any) -> Any:
         """A tensor from outside with the memory that it has now, which its host may exchange before the operator runs."""
@@ -254,7 +254,7 @@ class Graph(TorchDispatchMode):
         assert place is not None
         with _disable_current_modes():
             like = torch.empty((*x.shape[:-1], channels), dtype=dtype, device="meta")
-        made = StandIn.of(self, like, x.device, place.along)
+        made = self._new(like, x.device, place.along)
         self.steps.append(Step(forward, [self._later(x)], {}, [place.number], [len(self.likes) - 1], is_layer=True))
         return made
 
@@ -300,7 +300,7 @@ class Graph(TorchDispatchMode):
 
     def value(self, number: int, parts: Sequence[Tensor], start: int) -> Tensor:
         """The value of a stand-in for these parts of the inputs, whose first token is at ``start``."""
-        return self._run(self.steps, parts, start, parts[0].shape[-2], {number})[number]
+        return self._run(self.steps, [as_whole(part) for part in parts], start, parts[0].shape[-2], {number})[number]
 
     def _run(self, steps: list[Step], inputs: Sequence[Tensor], start: int, count: int, wanted: Any) -> dict[Any, Any]:
         values: dict[Any, Any] = dict(enumerate(inputs))
@@ -355,6 +355,11 @@ def _ends(steps: list[Step]) -> dict[int | None, int]:
 
 def place_of(value: Any) -> Place | None:
     return value.__dict__.get(_KEY) if isinstance(value, Tensor) else None
+
+
+def _saved(tensor: Tensor) -> Tensor:
+    """Another tensor of the same, since an operator that saves its result must not keep it alive."""
+    return tensor.detach() if (place := place_of(tensor)) is None else StandIn.of(place, tensor.device)
 
 
 def _same(tensor: Tensor) -> Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import weakref
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -13,9 +14,9 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_leaves
 
 from ..machine.device import MIB
-from .run import SCALARS, Inputs, sliced_is_view
 
 DEFAULT_BUDGET_MIB = 64.0
+SCALARS = (bool, int, float, str, type(None), torch.dtype, torch.device)
 _LEAST_TOKENS = 2  # of a slice
 _LEAST_ROWS = 64  # shorter slices cost too much time
 
@@ -63,7 +64,6 @@ class Slicing(NamedTuple):
 
     sizes: tuple[int, ...]  # tokens of each slice; empty = whole
     why: str
-    recompute: bool = False  # each slice is checkpointed
     refused: bool = False  # the module does not work token by token, or that is not known
 
 
@@ -100,40 +100,45 @@ def _kind_of_value(value: Any) -> Any:
     return type(value), tuple((type(leaf), leaf if isinstance(leaf, SCALARS) else None) for leaf in leaves)
 
 
-def decide(settings: FfnSettings, inputs: Inputs, needed: tuple[float, int] | None, wants_grad: bool) -> Slicing:
-    """How a call runs. ``needed``: the bytes that it takes at once besides its input, and those of its output; None =
-    the number of slices is given, and nothing is known of the module."""
-    tokens = inputs.x.shape[-2]
+def decide(
+    settings: FfnSettings, tensors: Sequence[Tensor], needed: tuple[float, int] | None, wants_grad: bool
+) -> Slicing:
+    """How a call runs.
+
+    Args:
+        tensors: [..., T, *], those that carry tokens.
+        needed: the bytes that it takes at once besides its input, and those of its output; None = the number of slices
+            is given, and nothing is known of the module.
+    """
+    tokens = tensors[0].shape[-2]
     count = settings.slices(tokens)
     if needed is None:
-        return _sliced(tokens, count or 1, wants_grad, "not verified, as asked")
-    peak, of_output = needed
-    extra = peak - of_output
+        return _sliced(tokens, count or 1, "not verified, as asked")
+    extra = needed[0] - needed[1]
     if count is None:
         if extra <= settings.budget_bytes:
             return Slicing((), f"fits the budget: {extra / MIB:.1f} MiB besides input and output")
-        count = _fewest_slices(inputs, peak, settings, wants_grad)
-    return _sliced(tokens, count, wants_grad, f"{extra / MIB:.1f} MiB whole")
+        budget = settings.budget_bytes / (2 if wants_grad else 1)  # the backward pass keeps gradients beside them
+        count = _fewest_slices(tensors, needed[0] / tokens, budget)
+    return _sliced(tokens, count, f"{extra / MIB:.1f} MiB whole")
 
 
-def _sliced(tokens: int, count: int, recompute: bool, note: str) -> Slicing:
+def _sliced(tokens: int, count: int, note: str) -> Slicing:
     """``count`` slices whose lengths differ by one at most; a slice has two tokens at least."""
     count = min(count, tokens // _LEAST_TOKENS)
     if count < 2:
         return Slicing((), "one slice is enough")
     short, longer = divmod(tokens, count)
     sizes = (short + 1,) * longer + (short,) * (count - longer)
-    return Slicing(sizes, f"{count} slices of {sizes[0]} tokens ({note})", recompute=recompute)
+    return Slicing(sizes, f"{count} slices of {sizes[0]} tokens ({note})")
 
 
-def _fewest_slices(inputs: Inputs, peak_bytes: float, settings: FfnSettings, wants_grad: bool) -> int:
-    tokens = inputs.x.shape[-2]
-    budget = settings.budget_bytes / (2 if wants_grad else 1)  # the backward pass keeps gradients beside them
-    least = min(tokens // 2, max(2, math.ceil(_LEAST_ROWS * tokens * inputs.x.shape[-1] / inputs.x.numel())))
-    per_token = peak_bytes / tokens
-    if not sliced_is_view(inputs):
-        per_token += sum(t.numel() // t.shape[-2] * t.element_size() for t in inputs.tokens.values())
-    return math.ceil(tokens / max(least, int(budget / per_token)))
+def _fewest_slices(tensors: Sequence[Tensor], bytes_per_token: float, budget: float) -> int:
+    x, tokens = tensors[0], tensors[0].shape[-2]
+    least = min(tokens // 2, max(2, math.ceil(_LEAST_ROWS * tokens * x.shape[-1] / x.numel())))
+    if not all(tensor.is_contiguous() and tensor.shape[:-2].numel() == 1 for tensor in tensors):  # slices are copied
+        bytes_per_token += sum(tensor.nbytes for tensor in tensors) / tokens
+    return math.ceil(tokens / max(least, int(budget / bytes_per_token)))
 
 
 def is_beyond(x: Tensor) -> bool:

@@ -23,7 +23,7 @@ from attn_support.ffn_zoo import GOOD, WIDTH, Case, Ffn, Product, With
 from torch import Tensor, nn
 
 from pascal_attn_core.ffn import FfnPatch, patch_ffn
-from pascal_attn_core.ffn.recheck import Recheck
+
 
 TOKENS = 64
 
