@@ -212,7 +212,7 @@ class Graph(TorchDispatchMode):
         call = Call(func._schema, kept_args, kept_kwargs, self.tokens, lambda leaf: getattr(place_of(leaf), "along", None))
         results = _results(func, args, kwargs)
         call.shape = next(tensors_in((results,))).shape
-        is_known = call.name == "cat" or len(places) == len(call.along)
+        is_known = call.name in ("cat", "stack") or len(places) == len(call.along)
         along = along_results(call) if is_known and None not in [place.along for place in places] else None
         if along is None or (written and [owner.along for owner in owners if owner] != [along]):
             raise NotTokenwise(f"runs {func}, which is not known to treat every token by itself")

@@ -109,13 +109,14 @@ def _product(call: Call) -> Along | None:
 
 
 def _cat(call: Call) -> Along | None:
-    tensors, rank, dim = call["tensors"], len(call.shape), call["dim"] % len(call.shape)
+    tensors, rank, dim = call["tensors"], call["tensors"][0].dim(), call["dim"] % len(call.shape)
     alongs = [call.along_of(tensor) for tensor in tensors]
     a = next(filter(None, alongs))
-    if a.dim == dim or set(alongs) - {a, None} or any(tensor.dim() != rank for tensor in tensors):
+    is_new = len(call.shape) > rank  # stack
+    if (a.dim == dim and not is_new) or set(alongs) - {a, None} or any(tensor.dim() != rank for tensor in tensors):
         return None
     call.given["tensors"] = [t if own else call.put_beside(t, a.dim - rank, a) for t, own in zip(tensors, alongs)]
-    return None if any(tensor is None for tensor in call["tensors"]) else a
+    return None if any(tensor is None for tensor in call["tensors"]) else a.at(a.dim + (is_new and dim <= a.dim))
 
 
 def _convolution(call: Call, a: Along, x: Tensor) -> Along | None:
@@ -174,7 +175,7 @@ _SEVERAL: tuple[Callable[..., Any], ...] = (_of_entries, _product, _cat)  # tens
 _FIRST = ("self", "input", "x", "indices")  # the name of the only one, in the schemas of all others
 _TABLE: dict[Callable[..., Along | None], str] = {
     _of_entries: "abs acos acosh add addcdiv addcmul alias asin asinh atan atan2 atanh bitwise_and bitwise_not "
-    "bitwise_or bitwise_xor ceil celu clamp clamp_max clamp_min clone copy copysign cos cosh detach div elu empty_like "
+    "bitwise_or bitwise_xor ceil celu clamp clamp_max clamp_min clone _conj copy copysign cos cosh detach div elu empty_like "
     "eq erf erfc erfinv exp exp2 expm1 fill floor floor_divide fmax fmin fmod frac full_like ge gelu gt hardshrink "
     "hardsigmoid hardswish hardtanh hypot isfinite isinf isnan le leaky_relu lerp lift_fresh log log10 log1p log2 "
     "log_sigmoid_forward logaddexp logical_and logical_not logical_or logical_xor logit lt masked_fill maximum minimum "
@@ -182,9 +183,9 @@ _TABLE: dict[Callable[..., Along | None], str] = {
     "sigmoid sign silu sin sinc sinh softplus softshrink sqrt square sub tan tanh threshold _to_copy trunc where xlogy "
     "zero zeros_like",
     _product: "mm addmm bmm baddbmm _int_mm _scaled_mm _weight_int8pack_mm _weight_int4pack_mm",
-    _cat: "cat",
+    _cat: "cat stack",
     _convolution: "convolution",
-    _along_others: "all amax amin any argmax argmin cumsum flip glu index_select _log_softmax logsumexp max mean min "
+    _along_others: "all amax amin any argmax argmin cumsum _fft_c2c _fft_c2r _fft_r2c flip glu index_select _log_softmax logsumexp max mean min "
     "linalg_vector_norm prod roll select _softmax sort split split_with_sizes std sum topk unbind var var_mean",
     _slice: "slice",
     _squeeze: "squeeze",
