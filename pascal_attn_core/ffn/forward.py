@@ -18,11 +18,12 @@ from ..machine.out_of_memory import is_out_of_memory
 from ..machine.own_thread import made_up_inputs
 from ..patching.forward import ReplacedForward, put_in, take_out
 from ..patching.hosts import forward_slots
-from .graph import Graph, place_of
+from .graph import Graph
 from .layers import brought_layers, noted, waiting_layer
 from .plan import FfnSettings, FfnSite, Slicing, decide, is_beyond, kind_of_call
 from .rules import Along
 from .run import NotTokenwise, as_whole, call, run_slices, tokens_of
+from .stand_in import StandIn, place_of
 
 _MAX_PLANS = 256
 _LEAST_TOKENS = 4
@@ -108,7 +109,8 @@ class SlicedForward(ReplacedForward):
             with made_up_inputs(), noted(graph, layers), _uncompiled(self.module), graph.noting():
                 return code()
         except BaseException:
-            graph.let_go()
+            for leaf in graph.alive():  # what the module keeps is computed when it is used
+                leaf.__class__ = StandIn
             raise
         finally:
             _local.is_noting = False

@@ -9,9 +9,7 @@ value), all operators noted so far run on all tokens there and then, and the res
 from __future__ import annotations
 
 import contextlib
-import weakref
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -24,77 +22,20 @@ from torch.utils._pytree import tree_map
 from ..observe.memory import is_composite
 from .rules import Along, Call, Later, along_results, rule_of, tensors_in
 from .run import NotTokenwise, as_whole
+from .stand_in import Place, StandIn, like_of, on_values, place_of, results_of, storage_of, values_of
 
-_KEY = "_pascal_attn_ffn"  # of a stand-in's __dict__
 _PLAIN = frozenset(
     "dim element_size is_complex is_contiguous is_floating_point is_tensor ndimension nelement numel result_type size "
-    "storage_offset stride type __hash__ __len__ .device .dtype .is_cpu .is_cuda .is_meta .is_mps .is_nested .is_quantized .is_sparse .is_xpu .itemsize .layout "
-    ".nbytes .ndim .requires_grad .shape".split()
+    "storage_offset stride type __hash__ __len__ .device .dtype .is_cpu .is_cuda .is_meta .is_mps .is_nested "
+    ".is_quantized .is_sparse .is_xpu .itemsize .layout .nbytes .ndim .requires_grad .shape".split()
 )
 """Functions and attributes (with a dot) that a stand-in answers as its value would, without an operator."""
 _OPERATORS = frozenset((".T", ".mT", ".H", ".mH", ".real", ".imag", ".data"))
 
 
-
-
-@dataclass(slots=True, eq=False)
-class Place:
-    """What a stand-in is to its graph: its number, its shape and strides without data, where the tokens are in it (None
-    = it has none), and its value, once the operators have run on all tokens."""
-
-    graph: Graph
-    number: int
-    like: Tensor
-    along: Along | None
-    value: Tensor | None = None
-
-
-class StandIn(Tensor):
-    """A tensor whose operators have been noted. While the module's code runs its class is torch.Tensor, which code may
-    ask for; only the modes of its graph see it then. It gets this class if it outlives the call."""
-
-    @staticmethod
-    def of(place: Place, device: Any) -> Tensor:
-        like = place.like
-        layout = like.shape, like.stride(), like.storage_offset()
-        made = Tensor._make_wrapper_subclass(StandIn, *layout, dtype=like.dtype, device=device)  # type: ignore[attr-defined]
-        torch._C._set_throw_on_mutable_data_ptr(made)
-        made.__dict__[_KEY] = place
-        made.__class__ = Tensor
-        place.graph.made.append(weakref.ref(made))
-        return made
-
-    @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        return _on_values(func, args, kwargs or {})
-
-
-class _Enter(torch.autograd.Function):
-    """A stand-in for an input; its gradient is the input's."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, graph: Graph) -> Tensor:
-        return graph.input_of(x)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        return grad, None
-
-
 class _Refused(BaseException):
     """An operator cannot be put off: the function of torch that runs it is called on values instead. Not an error that
     the module's code may catch."""
-
-
-class Step(NamedTuple):
-    """An operator, or a layer whose host brings its weights; the numbers of the stand-ins that it takes and makes."""
-
-    run: Callable[..., Any]
-    args: Any
-    kwargs: Any
-    takes: list[int]
-    makes: list[int | None]
-    is_layer: bool = False
 
 
 class _Functions(TorchFunctionMode):
@@ -125,7 +66,30 @@ class _Functions(TorchFunctionMode):
             finally:
                 graph.may_refuse = False
         graph.catch_up(why)
-        return _on_values(func, args, kwargs)
+        return on_values(func, args, kwargs)
+
+
+class _Enter(torch.autograd.Function):
+    """A stand-in for an input; its gradient is the input's."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, graph: Graph) -> Tensor:
+        return graph.input_of(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return grad, None
+
+
+class Step(NamedTuple):
+    """An operator, or a layer whose host brings its weights; the numbers of the stand-ins that it takes and makes."""
+
+    run: Callable[..., Any]
+    args: Any
+    kwargs: Any
+    takes: list[int]
+    makes: list[int | None]
+    is_layer: bool = False
 
 
 class Graph(TorchDispatchMode):
@@ -140,8 +104,8 @@ class Graph(TorchDispatchMode):
         super().__init__()
         self.real, self.tokens, self.given, self.why = list(tensors), tensors[0].shape[-2], len(tensors), ""
         self.steps: list[Step] = []
-        self.likes: list[Tensor] = []  # by number, as `made`
-        self.made: list[weakref.ref[Tensor]] = []
+        self.likes: list[Tensor] = []  # of all stand-ins, by number
+        self.made: set[int] = set()  # addresses of those that are alive
         self.met = 0  # operators on stand-ins
         self.may_refuse = False  # within a function of torch that has written to no stand-in
         self._mode = torch.is_inference_mode_enabled(), torch.is_grad_enabled()
@@ -149,18 +113,19 @@ class Graph(TorchDispatchMode):
         self._held: set[int] = set()  # storages from outside that a noted operator will read
         grad = self._mode[1]
         self.inputs = [_Enter.apply(x, self) if grad and x.requires_grad else self.input_of(x) for x in tensors]
-        self._inputs = set(map(_storage, self.likes))
+        self._inputs = set(map(storage_of, self.likes))
 
     def input_of(self, x: Tensor) -> Tensor:
-        made = self._new(_like(x), x.device, Along(x.dim() - 2))
+        made = self._new(like_of(x), x.device, Along(x.dim() - 2))
         made.__dict__.update(x.__dict__)
         return made
 
     @contextlib.contextmanager
     def noting(self) -> Iterator[None]:
         with self._unseen, self, _Functions(self):
-            if self._mode[1]:
-                self._unseen.enter_context(torch.autograd.graph.saved_tensors_hooks(_saved, _same))
+            if self._mode[1]:  # a result that an operator saves must not keep itself alive
+                hooks = torch.autograd.graph.saved_tensors_hooks(StandIn.again, lambda saved: saved)
+                self._unseen.enter_context(hooks)
             yield
 
     # --- noting ---
@@ -171,63 +136,53 @@ class Graph(TorchDispatchMode):
         kwargs, is_operator = kwargs or {}, isinstance(func, OpOverload)
         places = [place for leaf in tensors_in((*args, *kwargs.values())) if (place := place_of(leaf))]
         self.met += bool(places)
-        if all(place.value is not None for place in places):
-            if self._held and is_operator and func._schema.is_mutable:
-                if not self._held.isdisjoint(map(_storage, _written(func, args, kwargs))):
-                    self._refuse("writes to a tensor that an operator before it reads")
-            return self._run_now(func, args, kwargs)
-        try:
-            if not is_operator or any(place.graph is not self for place in places):
-                raise NotTokenwise(f"runs {func}")
-            if rule_of(func._schema.name.removeprefix("aten::")) is None and is_composite(func):
-                with self:
-                    return func._op_dk(torch._C.DispatchKey.CompositeImplicitAutograd, *args, **kwargs)
-            return self._note(func, args, kwargs, places)
-        except NotTokenwise as reason:
-            why = str(reason)
-        except (NotImplementedError, RuntimeError, TypeError) as error:
-            why = f"runs {func}, whose result's shape is not known: {' '.join(str(error).split())[:100]}"
-        self._refuse(why)
-        return self._run_now(func, args, kwargs)
-
-    def _refuse(self, why: str) -> None:
-        if self.may_refuse:
+        why = ""
+        if any(place.value is None for place in places):
+            try:
+                if not is_operator or any(place.graph is not self for place in places):
+                    raise NotTokenwise(f"runs {func}")
+                if rule_of(func._schema.name.removeprefix("aten::")) is None and is_composite(func):
+                    with self:
+                        return func._op_dk(torch._C.DispatchKey.CompositeImplicitAutograd, *args, **kwargs)
+                return self._note(func, args, kwargs, places)
+            except (NotTokenwise, NotImplementedError, RuntimeError, TypeError) as error:
+                why = f"{'' if isinstance(error, NotTokenwise) else f'runs {func}: '}{' '.join(str(error).split())[:160]}"
+        elif self._held and is_operator and func._schema.is_mutable:
+            if not self._held.isdisjoint(map(storage_of, _written(func, args, kwargs))):
+                why = "writes to a tensor that an operator before it reads"
+        if why and self.may_refuse:
             raise _Refused(why)
-        with enable_reentrant_dispatch():
-            self.catch_up(why)
-
-    @staticmethod
-    def _run_now(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+        if why:
+            with enable_reentrant_dispatch():
+                self.catch_up(why)
         with torch._C.DisableTorchFunctionSubclass():  # which would turn results into the classes of a host's weights
-            return _on_values(func, args, kwargs)
+            return on_values(func, args, kwargs)
 
     def _note(self, func: OpOverload, args: tuple, kwargs: dict[str, Any], places: list[Place]) -> Any:
         if self._mode != (torch.is_inference_mode_enabled(), torch.is_grad_enabled()):
             raise NotTokenwise("has a backward pass of its own, or parts without gradients")
         written = _written(func, args, kwargs) if func._schema.is_mutable else []
         owners = [place_of(leaf) for leaf in written]
-        if any(owner is None or _storage(owner.like) in self._inputs for owner in owners):
+        if any(owner is None or storage_of(owner.like) in self._inputs for owner in owners):
             raise NotTokenwise("writes to its input, or to a tensor that it keeps between calls")
-        kept_args, kept_kwargs = tree_map(self._held_now, args), tree_map(self._held_now, kwargs)
-        call = Call(func._schema, kept_args, kept_kwargs, self.tokens, lambda leaf: getattr(place_of(leaf), "along", None))
-        results = _results(func, args, kwargs)
+        kept, named = tree_map(self._held_now, args), tree_map(self._held_now, kwargs)
+        call = Call(func._schema, kept, named, self.tokens, lambda leaf: getattr(place_of(leaf), "along", None))
+        results = results_of(func, args, kwargs)
         call.shape = next(tensors_in((results,))).shape
-        is_known = call.name in ("cat", "stack") or len(places) == len(call.along)
-        along = along_results(call) if is_known and None not in [place.along for place in places] else None
+        along = along_results(call, len(places)) if None not in [place.along for place in places] else None
         if along is None or (written and [owner.along for owner in owners if owner] != [along]):
             raise NotTokenwise(f"runs {func}, which is not known to treat every token by itself")
         device = kwargs.get("device") or next(leaf.device for leaf in tensors_in(args) if place_of(leaf))
-        self.may_refuse &= not written
         outs = written[0] if written else tree_map(lambda like: self._new(like, device, along), results)
-        several = outs if isinstance(outs, (list, tuple)) else [outs]
-        makes = [getattr(place_of(out), "number", None) for out in several]
-        by_place = tree_map(self._later, list(call.given.values())[: len(args)])
+        self.may_refuse &= not written
+        makes = [getattr(place_of(out), "number", None) for out in (outs if isinstance(outs, (list, tuple)) else [outs])]
+        later = tree_map(self._later, list(call.given.values())[: len(args)])
         by_name = {name: self._later(call[name]) for name in kwargs}
-        self.steps.append(Step(func, by_place, by_name, [place.number for place in places], makes))
+        self.steps.append(Step(func, later, by_name, [place.number for place in places], makes))
         return outs
 
-    def _new(self, like: Any, device: Any, along: Along) -> Any:
-        if not isinstance(like, Tensor):
+    def _new(self, like: Any, device: Any, along: Along | None) -> Any:
+        if not isinstance(like, Tensor) or along is None:
             return like
         has_tokens = like.dim() > along.dim and like.shape[along.dim] == along.before * self.tokens * along.after
         self.likes.append(like)
@@ -237,23 +192,24 @@ class Graph(TorchDispatchMode):
         """A tensor from outside with the memory that it has now, which its host may exchange before the operator runs."""
         if not isinstance(value, Tensor) or place_of(value):
             return value
-        self._held.add(_storage(value))
+        self._held.add(storage_of(value))
         if value.is_cuda:  # or free it
             value.record_stream(torch.cuda.current_stream(value.device))
         return value if value.requires_grad and self._mode[1] else value.detach()
 
-    def _later(self, value: Any) -> Any:
-        if (place := place_of(value)) is not None:
-            number = place.number
-            return Later(lambda values, _start, _count: values[number])
-        return _cast_later(value) if isinstance(value, Tensor) and value.grad_fn is not None else value
+    @staticmethod
+    def _later(value: Any) -> Any:
+        if (place := place_of(value)) is None:
+            return _cast_later(value) if isinstance(value, Tensor) and value.grad_fn is not None else value
+        number = place.number
+        return Later(lambda values, _start, _count: values[number])
 
     def note_layer(self, forward: Callable[[Tensor], Any], x: Tensor, channels: int, dtype: torch.dtype) -> Tensor:
         """Note a call of a layer that gives ``channels`` for each token."""
-        place = place_of(x)
-        assert place is not None
         with _disable_current_modes():
             like = torch.empty((*x.shape[:-1], channels), dtype=dtype, device="meta")
+        place = place_of(x)
+        assert place is not None
         made = self._new(like, x.device, place.along)
         self.steps.append(Step(forward, [self._later(x)], {}, [place.number], [len(self.likes) - 1], is_layer=True))
         return made
@@ -276,41 +232,30 @@ class Graph(TorchDispatchMode):
         return values.get(also)
 
     def alive(self) -> list[Tensor]:
-        return [leaf for ref in self.made if (leaf := ref()) is not None]
+        return [leaf for address in list(self.made) if (leaf := StandIn.at(address)) is not None]
 
     def settle(self, why: str, out: Any, also: int | None = None) -> Any:
         """After the block: :meth:`catch_up`, make plain tensors of all that the module keeps, and return the value of
         number ``also``, or ``out`` with values."""
         value = self.catch_up(why, also)
-        out, alive, self.inputs = value if also is not None else _values(out), self.alive(), []
-        self.made.clear()  # a tensor with a weak reference cannot be exchanged
+        out, alive, self.inputs = value if also is not None else values_of(out), self.alive(), []
         for leaf in alive:
-            value = _values(leaf)
-            try:
-                torch.utils.swap_tensors(leaf, value.view_as(value))
-            except RuntimeError:  # autograd has it too
-                leaf.__class__ = StandIn
+            StandIn.exchange(leaf)
         return out
-
-    def let_go(self) -> None:
-        """After an error: what the module keeps is computed when it is used."""
-        self.inputs = []
-        for leaf in self.alive():
-            leaf.__class__ = StandIn
 
     def value(self, number: int, parts: Sequence[Tensor], start: int) -> Tensor:
         """The value of a stand-in for these parts of the inputs, whose first token is at ``start``."""
         return self._run(self.steps, [as_whole(part) for part in parts], start, parts[0].shape[-2], {number})[number]
 
     def _run(self, steps: list[Step], inputs: Sequence[Tensor], start: int, count: int, wanted: Any) -> dict[Any, Any]:
-        values: dict[Any, Any] = dict(enumerate(inputs))
-        ends = _ends(steps)
+        values, ends = dict(enumerate(inputs)), _ends(steps)
         uncast = torch._C._DisableAutocast if torch._C._is_any_autocast_enabled() else contextlib.nullcontext
         for number, step in enumerate(steps):
             args, kwargs = _filled(step.args, values, start, count), _filled(step.kwargs, values, start, count)
             if step.is_layer:
-                results = step.run(*args)
-                self._check(results, step, args[0].shape)
+                results, like = step.run(*args), self.likes[step.makes[0]]  # type: ignore[index]
+                if (results.dtype, *results.shape) != (like.dtype, *args[0].shape[:-1], like.shape[-1]):
+                    raise RuntimeError(f"a layer must give {like.dtype} [..., {like.shape[-1]}], got {results.dtype}")
             else:
                 with uncast(), torch._C.DisableTorchFunctionSubclass():
                     results = step.run(*args, **kwargs)
@@ -319,13 +264,8 @@ class Graph(TorchDispatchMode):
             del args, kwargs, results, several
             for place in (*step.takes, *step.makes):
                 if ends.get(place) == number and place not in wanted:
-                    values.pop(place, None)
+                    values.pop(place, None)  # type: ignore[arg-type]
         return values
-
-    def _check(self, out: Tensor, step: Step, shape: Sequence[int]) -> None:
-        like = self.likes[step.makes[0]]  # type: ignore[index]
-        if (out.dtype, *out.shape) != (like.dtype, *shape[:-1], like.shape[-1]):
-            raise RuntimeError(f"a layer gave {out.dtype} {list(out.shape)}, not {like.dtype} [..., {like.shape[-1]}]")
 
     def peak_bytes(self, out: int) -> float:
         """The most memory that the steps take at once on all tokens besides the inputs, the output included."""
@@ -333,7 +273,7 @@ class Graph(TorchDispatchMode):
         spans: dict[int, tuple[int, int, int]] = {}  # first step, last step, bytes of a storage
         for number, step in enumerate(self.steps):
             for place in step.makes:
-                if place is not None and (key := _storage(self.likes[place])) not in self._inputs:
+                if place is not None and (key := storage_of(self.likes[place])) not in self._inputs:
                     first, end, _ = spans.get(key, (number, 0, 0))
                     spans[key] = first, max(end, ends[place]), self.likes[place].untyped_storage().nbytes()
         at = range(len(self.steps))
@@ -353,19 +293,6 @@ def _ends(steps: list[Step]) -> dict[int | None, int]:
     return {place: number for number, step in enumerate(steps) for place in (*step.takes, *step.makes)}
 
 
-def place_of(value: Any) -> Place | None:
-    return value.__dict__.get(_KEY) if isinstance(value, Tensor) else None
-
-
-def _saved(tensor: Tensor) -> Tensor:
-    """Another tensor of the same, since an operator that saves its result must not keep it alive."""
-    return tensor.detach() if (place := place_of(tensor)) is None else StandIn.of(place, tensor.device)
-
-
-def _same(tensor: Tensor) -> Tensor:
-    return tensor
-
-
 def _cast_later(value: Tensor) -> Any:
     """A parameter in another dtype (of autocast) is cast for each slice: so the gradients of slices are added up in its
     own precision."""
@@ -375,47 +302,6 @@ def _cast_later(value: Tensor) -> Any:
     if isinstance(weight, nn.Parameter) and (weight.shape, weight.device) == (value.shape, value.device):
         return Later(lambda _values, _start, _count: weight.to(dtype))
     return value
-
-
-def _storage(tensor: Tensor) -> int:
-    try:
-        return tensor.untyped_storage()._cdata
-    except (NotImplementedError, RuntimeError):  # sparse tensors have none
-        return id(tensor)
-
-
-def _like(value: Any) -> Any:
-    """An argument without data."""
-    if not isinstance(value, Tensor):
-        return value
-    if (place := place_of(value)) is not None:
-        return place.like
-    return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
-
-
-def _results(func: OpOverload, args: tuple, kwargs: dict[str, Any]) -> Any:
-    """What an operator returns, without data."""
-    likes = tree_map(_like, kwargs)
-    if any(argument.name == "device" for argument in func._schema.arguments):
-        likes.update(device="meta", pin_memory=None)
-    with _disable_current_modes(), torch._C.DisableTorchFunctionSubclass():
-        return func(*tree_map(_like, args), **likes)
-
-
-def _values(tree: Any) -> Any:
-    return tree_map(lambda leaf: place.value if (place := place_of(leaf)) else leaf, tree)
-
-
-def _on_values(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
-    """Run an operator or a function on the values of stand-ins."""
-    found: dict[int, Tensor] = {}
-    for leaf in tensors_in((*args, *kwargs.values())):
-        if place := place_of(leaf):
-            if place.value is None:
-                place.graph.catch_up("is used outside the call")
-            found[id(place.value)] = leaf
-    out = func(*_values(args), **_values(kwargs)) if found else func(*args, **kwargs)
-    return found.get(id(out), out)  # one that was written to stays the tensor that the code has
 
 
 def _written(func: OpOverload, args: tuple, kwargs: dict[str, Any]) -> list[Tensor]:

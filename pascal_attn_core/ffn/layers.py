@@ -12,8 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from ..patching.hosts import casts_weights, is_hosts
-from .graph import Graph, place_of
+from .graph import Graph
 from .run import NotTokenwise
+from .stand_in import place_of
 
 _OURS = __name__.rpartition(".ffn.")[0]
 _QUANTISED = ("optimum.quanto.", "diffusers.quantizers.gguf.")  # linear layers whose weights are expanded in each call

@@ -66,9 +66,10 @@ class Call:
         return Later(lambda _, start, count: tensor.narrow(dim, start, count)) if is_of_tokens else None
 
 
-def along_results(call: Call) -> Along | None:
-    """Where an operator that may be put off leaves the tokens."""
-    if (rule := rule_of(call.name)) is None:
+def along_results(call: Call, arguments: int) -> Along | None:
+    """Where an operator that may be put off leaves the tokens, which are in this many of its arguments."""
+    rule = rule_of(call.name)
+    if rule is None or (rule is not _cat and arguments != len(call.along)):  # some are in lists
         return None
     if rule in _SEVERAL:
         return rule(call)
@@ -198,6 +199,7 @@ _TABLE: dict[Callable[..., Along | None], str] = {
     ),
     lambda call, a, x: None if a.dim == 1 or call["training"] else a: "native_batch_norm cudnn_batch_norm",
     lambda call, a, x: None if any(call["pad"][2 * (x.dim() - 1 - a.dim) :][:2]) else a: "constant_pad_nd",
+    lambda call, a, x: a if a.dim < min(x.dim(), len(call.shape)) else None: "view_as_complex view_as_real",
     lambda call, a, x: None if call["scale_grad_by_freq"] else a: "embedding",
     lambda call, a, x: a.at(a.dim + (call["dim"] % len(call.shape) <= a.dim)): "unsqueeze",
     lambda call, a, x: a.at([dim % x.dim() for dim in call["dims"]].index(a.dim)): "permute",
