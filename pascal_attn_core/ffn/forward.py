@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
-import sys
 import threading
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -20,9 +18,8 @@ from ..patching.forward import ReplacedForward, put_in, take_out
 from ..patching.hosts import forward_slots
 from .graph import Graph
 from .layers import brought_layers, noted, waiting_layer
-from .plan import FfnSettings, FfnSite, Slicing, decide, is_beyond, kind_of_call
-from .rules import Along
-from .run import NotTokenwise, as_whole, call, run_slices, tokens_of
+from .plan import FfnSettings, FfnSite, Slicing, call, decide, is_beyond, kind_of_call, run_slices, tokens_of
+from .rules import Along, NotTokenwise
 from .stand_in import StandIn, place_of
 
 _MAX_PLANS = 256
@@ -47,7 +44,7 @@ class SlicedForward(ReplacedForward):
         x = args[0] if args else next(iter(kwargs.values()), None)
         if type(x) is not Tensor or x.dim() < 2 or x.shape[-2] < site.settings.min_tokens or is_beyond(x):
             return self.whole(*args, **kwargs)
-        key = kind_of_call(self.module, x, args, kwargs)
+        key = kind_of_call(self.module, x, len(args) + len(kwargs))
         plan = site.plans.get(key)
         if plan is not None or getattr(_local, "is_noting", False):  # within another module that is patched too
             site.used.update({} if plan is None else {key: plan})
@@ -75,10 +72,6 @@ class SlicedForward(ReplacedForward):
             return Slicing((), "too few tokens for two slices"), whole()
         if wants_grad and not settings.checkpoint:
             return Slicing((), "gradients are needed and checkpoint=False"), whole()
-        if not settings.verify and settings.slices(tensors[0].shape[-2]) is not None:
-            plan = decide(settings, tensors, None, wants_grad)
-            of_slice = lambda _, *parts: call(self.whole, args, kwargs, dict(zip(tokens, map(as_whole, parts))))  # noqa: E731
-            return plan, run_slices(of_slice, tensors, plan.sizes, wants_grad) if plan.sizes else whole()
         try:
             layers = [] if wants_grad else list(brought_layers(self.module))
             graph = Graph(tensors)
@@ -93,20 +86,22 @@ class SlicedForward(ReplacedForward):
         if why := graph.why or _why_not(out, tensors[0], graph.given):
             return _refused(why), graph.settle(why, out)
         number, like = place_of(out).number, place_of(out).like  # type: ignore[union-attr]
-        plan = decide(settings, tensors, (graph.peak_bytes(number), like.nbytes), wants_grad)
+        plan = decide(settings, tensors, graph.peak_bytes(number), like.nbytes, wants_grad)
         if not plan.sizes:
             return plan, graph.settle(plan.why, out)
         out, graph.inputs = None, []
         if graph.alive():
             why = "keeps a tensor of its tokens between calls"
             return _refused(why), graph.settle(why, None, number)
-        return plan, run_slices(lambda start, *parts: graph.value(number, parts, start), tensors, plan.sizes, wants_grad)
+        return plan, run_slices(
+            lambda start, *parts: graph.value(number, parts, start), tensors, plan.sizes, wants_grad
+        )
 
     def _noted(self, graph: Graph, layers: list[nn.Module], code: Callable[[], Any]) -> Any:
         """The result of the module's code on the stand-ins of the graph."""
         _local.is_noting = True
         try:
-            with made_up_inputs(), noted(graph, layers), _uncompiled(self.module), graph.noting():
+            with made_up_inputs(), noted(graph, layers), graph.noting():
                 return code()
         except BaseException:
             for leaf in graph.alive():  # what the module keeps is computed when it is used
@@ -130,19 +125,6 @@ def _why_not(out: Any, x: Tensor, given: int) -> str:
     if place.along != Along(x.dim() - 2) or out.shape[:-1] != x.shape[:-1]:
         return f"turns tokens {list(x.shape)} into {list(out.shape)}, not one output per token"
     return ""
-
-
-@contextlib.contextmanager
-def _uncompiled(module: nn.Module) -> Iterator[None]:
-    """Children compiled by torch.compile run uncompiled: stand-ins are no reason for another compilation."""
-    dynamo = sys.modules.get("torch._dynamo.eval_frame")  # loaded if any child is compiled
-    if dynamo is None or not any(isinstance(child, dynamo.OptimizedModule) for child in module.modules()):
-        yield
-        return
-    if not hasattr(torch.compiler, "set_stance"):
-        raise NotImplementedError("it holds a module compiled by torch.compile, which only torch 2.6 can run uncompiled")
-    with torch.compiler.set_stance("force_eager"):
-        yield
 
 
 # --- attaching ---

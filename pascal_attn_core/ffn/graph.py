@@ -20,8 +20,8 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_map
 
 from ..observe.memory import is_composite
-from .rules import Along, Call, Later, along_results, rule_of, tensors_in
-from .run import NotTokenwise, as_whole
+from .plan import as_whole
+from .rules import Along, Call, Later, NotTokenwise, along_results, rule_of, tensors_in
 from .stand_in import Place, StandIn, like_of, on_values, place_of, results_of, storage_of, values_of
 
 _PLAIN = frozenset(
@@ -146,7 +146,9 @@ class Graph(TorchDispatchMode):
                         return func._op_dk(torch._C.DispatchKey.CompositeImplicitAutograd, *args, **kwargs)
                 return self._note(func, args, kwargs, places)
             except (NotTokenwise, NotImplementedError, RuntimeError, TypeError) as error:
-                why = f"{'' if isinstance(error, NotTokenwise) else f'runs {func}: '}{' '.join(str(error).split())[:160]}"
+                why = (
+                    f"{'' if isinstance(error, NotTokenwise) else f'runs {func}: '}{' '.join(str(error).split())[:160]}"
+                )
         elif self._held and is_operator and func._schema.is_mutable:
             if not self._held.isdisjoint(map(storage_of, _written(func, args, kwargs))):
                 why = "writes to a tensor that an operator before it reads"
@@ -175,7 +177,9 @@ class Graph(TorchDispatchMode):
         device = kwargs.get("device") or next(leaf.device for leaf in tensors_in(args) if place_of(leaf))
         outs = written[0] if written else tree_map(lambda like: self._new(like, device, along), results)
         self.may_refuse &= not written
-        makes = [getattr(place_of(out), "number", None) for out in (outs if isinstance(outs, (list, tuple)) else [outs])]
+        makes = [
+            getattr(place_of(out), "number", None) for out in (outs if isinstance(outs, (list, tuple)) else [outs])
+        ]
         later = tree_map(self._later, list(call.given.values())[: len(args)])
         by_name = {name: self._later(call[name]) for name in kwargs}
         self.steps.append(Step(func, later, by_name, [place.number for place in places], makes))

@@ -9,14 +9,14 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from ..patching.hosts import casts_weights, is_hosts
 from .graph import Graph
-from .run import NotTokenwise
+from .rules import NotTokenwise
 from .stand_in import place_of
 
-_OURS = __name__.rpartition(".ffn.")[0]
+_OURS = tuple(f"{__name__.rpartition('.ffn.')[0]}.{folder}." for folder in ("int8", "gguf"))
 _QUANTISED = ("optimum.quanto.", "diffusers.quantizers.gguf.")  # linear layers whose weights are expanded in each call
 _lock = threading.RLock()
 
@@ -30,21 +30,21 @@ def brought_layers(module: nn.Module) -> Iterator[nn.Module]:
     for name, child in module.named_modules():
         if isinstance(child, torch.jit.ScriptModule):
             raise NotTokenwise("holds TorchScript, which may need a tensor's values")
-        is_ours = any(map(_is_ours, (*child.__dict__.values(), *child._parameters.values())))
         home = type(child).forward.__module__
+        is_ours = any(map(_is_ours, (*child.__dict__.values(), *child._parameters.values())))
         if isinstance(child, nn.Linear) and (is_ours or home.startswith(_QUANTISED)):
             yield child
         elif casts_weights(child):
-            if not is_hosts(home) or "forward" in child.__dict__ or not isinstance(child, (nn.Linear, *_NORMS)):
-                raise NotTokenwise(f"holds {name}, a {type(child).__name__} that brings its weights and is no linear layer")
+            is_known = isinstance(child, (nn.Linear, nn.LayerNorm, nn.RMSNorm))
+            if not is_known or not is_hosts(home) or "forward" in child.__dict__:
+                raise NotTokenwise(
+                    f"holds {name}, a {type(child).__name__} that brings its weights in a way of its own"
+                )
             yield child
 
 
-_NORMS = (nn.LayerNorm, nn.RMSNorm)
-
-
 def _is_ours(thing: Any) -> bool:
-    return f"{type(thing).__module__}.".startswith((f"{_OURS}.int8.", f"{_OURS}.gguf."))
+    return f"{type(thing).__module__}.".startswith(_OURS)
 
 
 def waiting_layer(module: nn.Module) -> str:
@@ -56,35 +56,29 @@ def waiting_layer(module: nn.Module) -> str:
 @contextlib.contextmanager
 def noted(graph: Graph, layers: list[nn.Module]) -> Iterator[None]:
     """Within the block these layers are operators of ``graph``."""
-    if not layers:
+    with contextlib.ExitStack() as undo:
+        if layers:
+            undo.enter_context(_lock)
+        for layer in layers:
+            place, own = layer.__dict__, {key: layer.__dict__[key] for key in ("forward",) if key in layer.__dict__}
+            undo.callback(lambda place=place, own=own: place.pop("forward") and place.update(own))
+            place["forward"] = _noting(graph, layer, layer.forward)
         yield
-        return
-    with _lock:
-        before = [(layer, layer.forward, layer.__dict__.get("forward")) for layer in layers]
-        try:
-            for layer, forward, _ in before:
-                layer.__dict__["forward"] = _noting(graph, layer, forward)
-            yield
-        finally:
-            for layer, _, own in before:
-                if own is None:
-                    del layer.__dict__["forward"]
-                else:
-                    layer.__dict__["forward"] = own
 
 
 def _noting(graph: Graph, layer: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
+    is_linear = isinstance(layer, nn.Linear)
+    own: Any = 1 if is_linear else len(layer.normalized_shape)  # type: ignore[arg-type]
+
     def note(*args: Any, **kwargs: Any) -> Any:
-        place = place_of(args[0]) if args else None
-        if place is None or place.value is not None:
+        x, place = (args[0], place_of(args[0])) if args else (None, None)
+        if x is None or place is None or place.value is not None:
             return forward(*args, **kwargs)
-        x: Tensor = args[0]
-        own = 1 if isinstance(layer, nn.Linear) else len(layer.normalized_shape)  # type: ignore[arg-type]
         if len(args) > 1 or kwargs or place.along is None or place.along.dim >= x.dim() - own:
             graph.catch_up(f"calls {type(layer).__name__}, which brings its weights, not on one tensor of tokens")
             return forward(*args, **kwargs)
-        casts = torch.is_autocast_enabled(x.device.type) and isinstance(layer, nn.Linear)
-        channels: Any = layer.out_features if isinstance(layer, nn.Linear) else x.shape[-1]
+        casts = is_linear and torch.is_autocast_enabled(x.device.type)
+        channels: Any = layer.out_features if is_linear else x.shape[-1]
         return graph.note_layer(forward, x, channels, torch.get_autocast_dtype(x.device.type) if casts else x.dtype)
 
     return note

@@ -1,22 +1,21 @@
-"""Decides how a feed-forward call runs: whole, or in the fewest slices that keep the budget."""
+"""How a feed-forward call runs: whole, or in the fewest slices that keep the budget."""
 
 from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import checkpoint
 
 from ..machine.device import MIB
 
 DEFAULT_BUDGET_MIB = 64.0
-SCALARS = (bool, int, float, str, type(None), torch.dtype, torch.device)
 _LEAST_TOKENS = 2  # of a slice
 _LEAST_ROWS = 64  # shorter slices cost too much time
 
@@ -29,26 +28,22 @@ class FfnSettings:
     chunk_tokens: int | None = None
     num_chunks: int | None = None
     min_tokens: int = 256
-    verify: bool = True
     checkpoint: bool = True
 
     def __post_init__(self) -> None:
-        for name, least in (("chunk_tokens", 2), ("num_chunks", 1), ("min_tokens", 2)):
-            value = getattr(self, name)
+        whole = {"chunk_tokens": 2, "num_chunks": 1, "min_tokens": 2}
+        for name in (*whole, "budget_mib"):
+            value, kinds = getattr(self, name), (int,) if name in whole else (int, float)
             if value is None and name != "min_tokens":
                 continue
-            if isinstance(value, bool) or not isinstance(value, int):
-                raise TypeError(f"{name} must be a whole number, got {value!r}")
-            if value < least:
-                raise ValueError(f"{name} must be at least {least}, got {value}")
-        if self.budget_mib is not None:
-            if isinstance(self.budget_mib, bool) or not isinstance(self.budget_mib, (int, float)):
-                raise TypeError(f"budget_mib must be a number, got {self.budget_mib!r}")
-            if not 0 < self.budget_mib < float("inf"):
-                raise ValueError(f"budget_mib must be above 0 and finite, got {self.budget_mib}")
-        for name in ("verify", "checkpoint"):
-            if not isinstance(getattr(self, name), bool):
-                raise TypeError(f"{name} must be a bool, got {getattr(self, name)!r}")
+            if isinstance(value, bool) or not isinstance(value, kinds):
+                raise TypeError(f"{name} must be a {'whole ' if name in whole else ''}number, got {value!r}")
+            if value < whole.get(name, value):
+                raise ValueError(f"{name} must be at least {whole[name]}, got {value}")
+            if not 0 < value < float("inf"):
+                raise ValueError(f"{name} must be above 0 and finite, got {value}")
+        if not isinstance(self.checkpoint, bool):
+            raise TypeError(f"checkpoint must be a bool, got {self.checkpoint!r}")
 
     def slices(self, tokens: int) -> int | None:
         """How many slices were asked for; None = as many as the budget needs."""
@@ -81,45 +76,22 @@ WHOLE = Slicing((), "")
 """Run whole and decide again next time."""
 
 
-def kind_of_call(module: nn.Module, x: Tensor, args: tuple, kwargs: dict) -> tuple:
-    """Everything a plan may depend on, except the module's attributes; cheap, since every call computes it."""
-    device = x.device
-    casts = torch._C._is_any_autocast_enabled() and device.type != "meta" and torch.is_autocast_enabled(device.type)
-    cast = torch.get_autocast_dtype(device.type) if casts else None
-    key = (x.shape, x.stride(), x.dtype, device, module.training, torch.is_grad_enabled(), x.requires_grad, cast)
-    if len(args) + len(kwargs) == 1:
-        return key
-    rest = [*enumerate(args[1:]), *kwargs.items()] if args else list(kwargs.items())[1:]
-    return *key, *((place, _kind_of_value(value)) for place, value in rest)
+def kind_of_call(module: nn.Module, x: Tensor, arguments: int) -> tuple:
+    """What a plan to run whole holds for; cheap, since every call computes it."""
+    casts = x.device.type != "meta" and torch.is_autocast_enabled(x.device.type)
+    return x.shape, x.dtype, x.device, casts, arguments, module.training, torch.is_grad_enabled(), x.requires_grad
 
 
-def _kind_of_value(value: Any) -> Any:
-    if isinstance(value, Tensor):
-        return type(value), value.shape, value.stride(), value.dtype, value.device, value.requires_grad
-    leaves = tree_leaves(value)
-    return type(value), tuple((type(leaf), leaf if isinstance(leaf, SCALARS) else None) for leaf in leaves)
-
-
-def decide(
-    settings: FfnSettings, tensors: Sequence[Tensor], needed: tuple[float, int] | None, wants_grad: bool
-) -> Slicing:
-    """How a call runs.
-
-    Args:
-        tensors: [..., T, *], those that carry tokens.
-        needed: the bytes that it takes at once besides its input, and those of its output; None = the number of slices
-            is given, and nothing is known of the module.
-    """
+def decide(settings: FfnSettings, tensors: Sequence[Tensor], peak: float, of_output: int, wants_grad: bool) -> Slicing:
+    """How a call on ``tensors`` [..., T, *] runs that takes ``peak`` bytes at once besides them, its output included."""
     tokens = tensors[0].shape[-2]
     count = settings.slices(tokens)
-    if needed is None:
-        return _sliced(tokens, count or 1, "not verified, as asked")
-    extra = needed[0] - needed[1]
+    extra = peak - of_output
     if count is None:
         if extra <= settings.budget_bytes:
             return Slicing((), f"fits the budget: {extra / MIB:.1f} MiB besides input and output")
         budget = settings.budget_bytes / (2 if wants_grad else 1)  # the backward pass keeps gradients beside them
-        count = _fewest_slices(tensors, needed[0] / tokens, budget)
+        count = _fewest_slices(tensors, peak / tokens, budget)
     return _sliced(tokens, count, f"{extra / MIB:.1f} MiB whole")
 
 
@@ -144,3 +116,58 @@ def _fewest_slices(tensors: Sequence[Tensor], bytes_per_token: float, budget: fl
 def is_beyond(x: Tensor) -> bool:
     """Tensors whose operators cannot be put off."""
     return x.is_meta or x.is_nested or isinstance(x, FakeTensor) or torch._C._functorch.is_functorch_wrapped_tensor(x)
+
+
+def tokens_of(args: tuple, kwargs: dict[str, Any]) -> dict[int | str, Tensor]:
+    """The arguments that carry tokens, by index or name: the first, and each further tensor with as many entries in
+    dimension -2. Others are the same for every slice, or have an entry for each token where an operator meets them."""
+    places: list[tuple[int | str, Any]] = [*enumerate(args), *kwargs.items()]
+    x = places[0][1]
+    return {place: v for place, v in places if type(v) is Tensor and v.dim() >= 2 and v.shape[-2] == x.shape[-2]}
+
+
+def call(fn: Callable[..., Any], args: tuple, kwargs: dict[str, Any], tokens: dict[int | str, Tensor]) -> Any:
+    """``fn(*args, **kwargs)`` with ``tokens`` at their places."""
+    return fn(
+        *(tokens.get(place, arg) for place, arg in enumerate(args)), **{k: tokens.get(k, kwargs[k]) for k in kwargs}
+    )
+
+
+def run_slices(
+    of_slice: Callable[..., Any], tensors: Sequence[Tensor], sizes: Sequence[int], recompute: bool
+) -> Tensor:
+    """The results of ``of_slice(first token, *parts of tensors)`` for slices of these lengths; [..., T, C] -> [..., T, D].
+
+    Args:
+        recompute: with gradients: a slice saves only its input, and is computed again in the backward pass.
+    """
+    outs, start = [], 0
+    for parts in zip(*(tensor.split(list(sizes), dim=-2) for tensor in tensors)):
+        shape = parts[0].shape[:-1]
+        if recompute:
+            out = checkpoint(of_slice, start, *parts, use_reentrant=False, preserve_rng_state=False)
+        else:
+            out = of_slice(start, *parts)
+        if not isinstance(out, Tensor) or out.shape[:-1] != shape:
+            got = list(out.shape) if isinstance(out, Tensor) else type(out).__name__
+            raise RuntimeError(
+                f"a slice of tokens {list(shape)} must give one tensor with one output per token, got {got}"
+            )
+        if out.requires_grad:
+            out.register_hook(Tensor.contiguous)  # backward passes may take views of it
+        if recompute:
+            outs.append(out)
+        else:
+            outs = outs or [out.new_empty((*tensors[0].shape[:-1], out.shape[-1]))]
+            outs[0].narrow(-2, start, shape[-1]).copy_(out)
+        del out  # before the next one is made
+        start += shape[-1]
+    return torch.cat(outs, dim=-2) if recompute else outs[0]
+
+
+def as_whole(part: Tensor) -> Tensor:
+    """A slice laid out as a whole tensor of its shape. That of a batch is copied: each layer that reads it would do so
+    otherwise. That of a single element is a view, whose first stride would be that of all tokens: then a layer without
+    bias, whose weight needs no gradient, takes another matrix product than on the whole."""
+    part = part if part.is_contiguous() else part.clone()
+    return part.view(part.shape)

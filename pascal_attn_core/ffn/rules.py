@@ -12,6 +12,12 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from ..config import Unsupported
+
+
+class NotTokenwise(Unsupported):
+    """The module cannot be run over slices of its tokens; the message says why."""
+
 
 class Along(NamedTuple):
     """Where the tokens are in a tensor: dimension ``dim`` has ``before * tokens * after`` entries, in this order."""

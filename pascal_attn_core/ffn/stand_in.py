@@ -132,7 +132,9 @@ def results_of(func: OpOverload, args: tuple, kwargs: dict[str, Any]) -> Any:
             named.update(device="meta", pin_memory=None)
         results = func(*likes, **named)
     if isinstance(results, Tensor) and len(_layouts) < _MOST_LAYOUTS:
-        if storage_of(results) not in {storage_of(leaf) for leaf in tree_leaves((likes, named)) if isinstance(leaf, Tensor)}:
+        if storage_of(results) not in {
+            storage_of(leaf) for leaf in tree_leaves((likes, named)) if isinstance(leaf, Tensor)
+        }:
             _layouts[key] = results.shape, results.stride(), results.dtype
     return results
 
