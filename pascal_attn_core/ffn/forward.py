@@ -85,17 +85,16 @@ class SlicedForward(ReplacedForward):
             return _refused(f"cannot be put off: {type(error).__name__}: {' '.join(str(error).split())[:160]}"), whole()
         if why := graph.why or _why_not(out, tensors[0], graph.given):
             return _refused(why), graph.settle(why, out)
-        number, like = place_of(out).number, place_of(out).like  # type: ignore[union-attr]
-        plan = decide(settings, tensors, graph.peak_bytes(number), like.nbytes, wants_grad)
+        number = place_of(out).number  # type: ignore[union-attr]
+        plan = decide(settings, tensors, graph.peak_bytes(number), graph.likes[number].nbytes, wants_grad)
         if not plan.sizes:
             return plan, graph.settle(plan.why, out)
-        out, graph.inputs = None, []
-        if graph.alive():
+        out = None  # and with it those that it is a view of or that autograd has saved for it
+        if graph.in_use():
             why = "keeps a tensor of its tokens between calls"
             return _refused(why), graph.settle(why, None, number)
-        return plan, run_slices(
-            lambda start, *parts: graph.value(number, parts, start), tensors, plan.sizes, wants_grad
-        )
+        of_slice = functools.partial(graph.value, number)
+        return plan, run_slices(of_slice, tensors, plan.sizes, wants_grad)
 
     def _noted(self, graph: Graph, layers: list[nn.Module], code: Callable[[], Any]) -> Any:
         """The result of the module's code on the stand-ins of the graph."""
@@ -104,7 +103,7 @@ class SlicedForward(ReplacedForward):
             with made_up_inputs(), noted(graph, layers), graph.noting():
                 return code()
         except BaseException:
-            for leaf in graph.alive():  # what the module keeps is computed when it is used
+            for leaf in graph.in_use():  # what the module keeps is computed when it is used
                 leaf.__class__ = StandIn
             raise
         finally:

@@ -22,7 +22,18 @@ from torch.utils._pytree import tree_map
 from ..observe.memory import is_composite
 from .plan import as_whole
 from .rules import Along, Call, Later, NotTokenwise, along_results, rule_of, tensors_in
-from .stand_in import Place, StandIn, like_of, on_values, place_of, results_of, storage_of, values_of
+from .stand_in import (
+    Place,
+    StandIn,
+    exchange,
+    like_of,
+    on_values,
+    place_of,
+    places_of,
+    results_of,
+    storage_of,
+    values_of,
+)
 
 _PLAIN = frozenset(
     "dim element_size is_complex is_contiguous is_floating_point is_tensor ndimension nelement numel result_type size "
@@ -105,7 +116,6 @@ class Graph(TorchDispatchMode):
         self.real, self.tokens, self.given, self.why = list(tensors), tensors[0].shape[-2], len(tensors), ""
         self.steps: list[Step] = []
         self.likes: list[Tensor] = []  # of all stand-ins, by number
-        self.made: set[int] = set()  # addresses of those that are alive
         self.met = 0  # operators on stand-ins
         self.may_refuse = False  # within a function of torch that has written to no stand-in
         self._mode = torch.is_inference_mode_enabled(), torch.is_grad_enabled()
@@ -123,8 +133,8 @@ class Graph(TorchDispatchMode):
     @contextlib.contextmanager
     def noting(self) -> Iterator[None]:
         with self._unseen, self, _Functions(self):
-            if self._mode[1]:  # a result that an operator saves must not keep itself alive
-                hooks = torch.autograd.graph.saved_tensors_hooks(StandIn.again, lambda saved: saved)
+            if self._mode[1]:
+                hooks = torch.autograd.graph.saved_tensors_hooks(StandIn.saved, lambda saved: saved)
                 self._unseen.enter_context(hooks)
             yield
 
@@ -190,7 +200,9 @@ class Graph(TorchDispatchMode):
             return like
         has_tokens = like.dim() > along.dim and like.shape[along.dim] == along.before * self.tokens * along.after
         self.likes.append(like)
-        return StandIn.of(Place(self, len(self.likes) - 1, like, along if has_tokens else None), device)
+        made = StandIn.of(Place(self, len(self.likes) - 1, like, along if has_tokens else None), device)
+        made.__class__ = Tensor
+        return made
 
     def _held_now(self, value: Any) -> Any:
         """A tensor from outside with the memory that it has now, which its host may exchange before the operator runs."""
@@ -225,29 +237,30 @@ class Graph(TorchDispatchMode):
         value of number ``also``."""
         self.why = self.why or why
         self._unseen.close()
-        waiting = [place for leaf in self.alive() if (place := place_of(leaf)) and place.value is None]
+        waiting = [place for place, _ in places_of(self) if place.value is None]
         steps, self.steps = self.steps, []
         self._held.clear()
-        wanted = {place.number for place in waiting} | {also} - {None}
         with torch.inference_mode(self._mode[0]), torch.set_grad_enabled(self._mode[1]):
-            values = self._run(steps, self.real, 0, self.tokens, wanted)
+            values = self._run(steps, self.real, 0, self.tokens, {also, *(place.number for place in waiting)})
         for place in waiting:
             place.value = values[place.number]
         return values.get(also)
 
-    def alive(self) -> list[Tensor]:
-        return [leaf for address in list(self.made) if (leaf := StandIn.at(address)) is not None]
+    def in_use(self) -> list[Tensor]:
+        """The stand-ins that are known outside this graph and autograd."""
+        self.inputs = []
+        return [leaf for _, leaf in places_of(self) if type(leaf) is Tensor]
 
     def settle(self, why: str, out: Any, also: int | None = None) -> Any:
-        """After the block: :meth:`catch_up`, make plain tensors of all that the module keeps, and return the value of
-        number ``also``, or ``out`` with values."""
+        """After the block: :meth:`catch_up`, make plain tensors of all that the module keeps, and return ``out`` with
+        values, or the value of number ``also``."""
         value = self.catch_up(why, also)
-        out, alive, self.inputs = value if also is not None else values_of(out), self.alive(), []
-        for leaf in alive:
-            StandIn.exchange(leaf)
+        out = values_of(out) if also is None else value
+        for leaf in self.in_use():
+            exchange(leaf)
         return out
 
-    def value(self, number: int, parts: Sequence[Tensor], start: int) -> Tensor:
+    def value(self, number: int, start: int, *parts: Tensor) -> Tensor:
         """The value of a stand-in for these parts of the inputs, whose first token is at ``start``."""
         return self._run(self.steps, [as_whole(part) for part in parts], start, parts[0].shape[-2], {number})[number]
 

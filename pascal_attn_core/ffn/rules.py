@@ -161,14 +161,14 @@ def _expand(call: Call, a: Along, x: Tensor) -> Along:
 
 def _view(call: Call, a: Along, x: Tensor) -> Along | None:
     """The entries keep their order, so that the tokens stay where they are in it: between those before and after."""
-    old, new = x.shape, call.shape
+    old, new = ([size or 1 for size in shape] for shape in (x.shape, call.shape))  # without entries, no order matters
     before, after = math.prod(old[: a.dim]) * a.before, math.prod(old[a.dim + 1 :]) * a.after
-    for dim in range(len(new)) if "size" in call.given and x.numel() else ():  # not a view in another dtype
+    for dim in range(len(new)) if "size" in call.given else ():  # not a view in another dtype
         outer, inner = math.prod(new[:dim]), math.prod(new[dim + 1 :])
         times, rest = divmod(before * after, outer * inner)
         if before % outer == after % inner == rest == 0 and new[dim] == times * call.tokens:
             count_of = Later(lambda _values, _start, count: times * count)
-            call.given["size"] = [*new[:dim], count_of, *new[dim + 1 :]]
+            call.given["size"] = [*call.shape[:dim], count_of, *call.shape[dim + 1 :]]
             return Along(dim, before // outer, after // inner)
     return None
 

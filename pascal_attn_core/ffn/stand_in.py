@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch._ops import OpOverload
 from torch.utils._python_dispatch import _disable_current_modes
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_map
 
 from .rules import Along, tensors_in
 
@@ -44,48 +44,43 @@ class StandIn(Tensor):
         layout = like.shape, like.stride(), like.storage_offset()
         made = Tensor._make_wrapper_subclass(StandIn, *layout, dtype=like.dtype, device=device)  # type: ignore[attr-defined]
         torch._C._set_throw_on_mutable_data_ptr(made)
-        made.__class__ = Tensor
-        _note(made, place)
-        return made
+        return _noted(made, place)
 
     @staticmethod
-    def again(tensor: Tensor) -> Tensor:
-        """Another tensor of the same values."""
+    def saved(tensor: Tensor) -> Tensor:
+        """What autograd saves of a tensor for the backward pass: another one, since a result must not keep itself alive."""
         return tensor.detach() if (place := place_of(tensor)) is None else StandIn.of(place, tensor.device)
-
-    @staticmethod
-    def at(address: int) -> Tensor | None:
-        return found[1]() if (found := _places.get(address)) else None
-
-    @staticmethod
-    def exchange(leaf: Tensor) -> None:
-        """Make a plain tensor of a stand-in that has a value, where that is possible."""
-        place, value = place_of(leaf), values_of(leaf)
-        del _places[id(leaf)]  # a tensor with a weak reference cannot be exchanged
-        try:
-            torch.utils.swap_tensors(leaf, value.view_as(value))
-        except RuntimeError:  # autograd has it too
-            _note(leaf, place)
-            leaf.__class__ = StandIn
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         return on_values(func, args, kwargs or {})
 
 
-def _note(made: Tensor, place: Any) -> None:
-    address, of_graph = id(made), place.graph.made
-
-    def died(_: Any) -> None:
-        _places.pop(address, None)
-        of_graph.discard(address)
-
-    _places[address] = place, weakref.ref(made, died)
-    of_graph.add(address)
+def _noted(made: Tensor, place: Place) -> Tensor:
+    address = id(made)
+    _places[address] = place, weakref.ref(made, lambda _: _places.pop(address, None))
+    return made
 
 
 def place_of(value: Any) -> Place | None:
     return found[0] if (found := _places.get(id(value))) else None
+
+
+def places_of(graph: Graph) -> list[tuple[Place, Tensor]]:
+    """The stand-ins of a graph that are in use, those that autograd has saved included."""
+    return [
+        (place, leaf) for place, ref in list(_places.values()) if place.graph is graph and (leaf := ref()) is not None
+    ]
+
+
+def exchange(leaf: Tensor) -> None:
+    """Make a plain tensor of a stand-in that has a value, where that is possible."""
+    place = _places.pop(id(leaf))[0]  # a tensor with a weak reference cannot be exchanged
+    assert place.value is not None
+    try:
+        torch.utils.swap_tensors(leaf, place.value.view_as(place.value))
+    except RuntimeError:  # autograd has it too
+        _noted(leaf, place).__class__ = StandIn
 
 
 def values_of(tree: Any) -> Any:
@@ -131,11 +126,9 @@ def results_of(func: OpOverload, args: tuple, kwargs: dict[str, Any]) -> Any:
         if any(argument.name == "device" for argument in func._schema.arguments):
             named.update(device="meta", pin_memory=None)
         results = func(*likes, **named)
-    if isinstance(results, Tensor) and len(_layouts) < _MOST_LAYOUTS:
-        if storage_of(results) not in {
-            storage_of(leaf) for leaf in tree_leaves((likes, named)) if isinstance(leaf, Tensor)
-        }:
-            _layouts[key] = results.shape, results.stride(), results.dtype
+    given = map(storage_of, tensors_in((*likes, *named.values())))
+    if isinstance(results, Tensor) and storage_of(results) not in given and len(_layouts) < _MOST_LAYOUTS:
+        _layouts[key] = results.shape, results.stride(), results.dtype
     return results
 
 
