@@ -73,9 +73,12 @@ class SlicedForward(ReplacedForward):
         if wants_grad and not settings.checkpoint:
             return Slicing((), "gradients are needed and checkpoint=False"), whole()
         try:
-            layers = [] if wants_grad else list(brought_layers(self.module))
-            graph = Graph(tensors)
-            out = self._noted(graph, layers, lambda: call(self.whole, args, kwargs, dict(zip(tokens, graph.inputs))))
+            layers, graph = list(brought_layers(self.module)), Graph(tensors)
+            out = self._noted(
+                graph,
+                [] if wants_grad else layers,
+                lambda: call(self.whole, args, kwargs, dict(zip(tokens, graph.inputs))),
+            )
         except NotTokenwise as reason:
             return _refused(str(reason)), whole()
         except (RuntimeError, TypeError, NotImplementedError) as error:

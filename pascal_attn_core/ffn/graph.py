@@ -9,6 +9,7 @@ value), all operators noted so far run on all tokens there and then, and the res
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -93,14 +94,11 @@ class _Enter(torch.autograd.Function):
 
 
 class Step(NamedTuple):
-    """An operator, or a layer whose host brings its weights; the numbers of the stand-ins that it takes and makes."""
+    """An operator, or a layer whose host brings its weights."""
 
-    run: Callable[..., Any]
-    args: Any
-    kwargs: Any
+    run: Callable[..., Any]  # takes the values by number, the first token and how many there are
     takes: list[int]
     makes: list[int | None]
-    is_layer: bool = False
 
 
 class Graph(TorchDispatchMode):
@@ -154,11 +152,12 @@ class Graph(TorchDispatchMode):
                 if rule_of(func._schema.name.removeprefix("aten::")) is None and is_composite(func):
                     with self:
                         return func._op_dk(torch._C.DispatchKey.CompositeImplicitAutograd, *args, **kwargs)
-                return self._note(func, args, kwargs, places)
-            except (NotTokenwise, NotImplementedError, RuntimeError, TypeError) as error:
-                why = (
-                    f"{'' if isinstance(error, NotTokenwise) else f'runs {func}: '}{' '.join(str(error).split())[:160]}"
-                )
+                with torch._C.DisableTorchFunctionSubclass():
+                    return self._note(func, args, kwargs, places)
+            except NotTokenwise as reason:
+                why = str(reason)
+            except (NotImplementedError, RuntimeError, TypeError) as error:
+                why = f"runs {func}: {' '.join(str(error).split())[:160]}"
         elif self._held and is_operator and func._schema.is_mutable:
             if not self._held.isdisjoint(map(storage_of, _written(func, args, kwargs))):
                 why = "writes to a tensor that an operator before it reads"
@@ -177,8 +176,7 @@ class Graph(TorchDispatchMode):
         owners = [place_of(leaf) for leaf in written]
         if any(owner is None or storage_of(owner.like) in self._inputs for owner in owners):
             raise NotTokenwise("writes to its input, or to a tensor that it keeps between calls")
-        kept, named = tree_map(self._held_now, args), tree_map(self._held_now, kwargs)
-        call = Call(func._schema, kept, named, self.tokens, lambda leaf: getattr(place_of(leaf), "along", None))
+        call = Call(func._schema, *tree_map(self._held_now, (args, kwargs)), self.tokens, _along_of)
         results = results_of(func, args, kwargs)
         call.shape = next(tensors_in((results,))).shape
         along = along_results(call, len(places)) if None not in [place.along for place in places] else None
@@ -187,13 +185,14 @@ class Graph(TorchDispatchMode):
         device = kwargs.get("device") or next(leaf.device for leaf in tensors_in(args) if place_of(leaf))
         outs = written[0] if written else tree_map(lambda like: self._new(like, device, along), results)
         self.may_refuse &= not written
-        makes = [
-            getattr(place_of(out), "number", None) for out in (outs if isinstance(outs, (list, tuple)) else [outs])
-        ]
-        later = tree_map(self._later, list(call.given.values())[: len(args)])
-        by_name = {name: self._later(call[name]) for name in kwargs}
-        self.steps.append(Step(func, later, by_name, [place.number for place in places], makes))
+        given = list(call.given.values())[: len(args)], {name: call[name] for name in kwargs}
+        self._add(functools.partial(_run_operator, func, *tree_map(_later, given)), places, outs)
         return outs
+
+    def _add(self, run: Callable[..., Any], places: list[Place], outs: Any) -> None:
+        several = outs if isinstance(outs, (list, tuple)) else [outs]
+        makes = [getattr(place_of(out), "number", None) for out in several]
+        self.steps.append(Step(run, [place.number for place in places], makes))
 
     def _new(self, like: Any, device: Any, along: Along | None) -> Any:
         if not isinstance(like, Tensor) or along is None:
@@ -213,21 +212,21 @@ class Graph(TorchDispatchMode):
             value.record_stream(torch.cuda.current_stream(value.device))
         return value if value.requires_grad and self._mode[1] else value.detach()
 
-    @staticmethod
-    def _later(value: Any) -> Any:
-        if (place := place_of(value)) is None:
-            return _cast_later(value) if isinstance(value, Tensor) and value.grad_fn is not None else value
-        number = place.number
-        return Later(lambda values, _start, _count: values[number])
-
     def note_layer(self, forward: Callable[[Tensor], Any], x: Tensor, channels: int, dtype: torch.dtype) -> Tensor:
         """Note a call of a layer that gives ``channels`` for each token."""
-        with _disable_current_modes():
-            like = torch.empty((*x.shape[:-1], channels), dtype=dtype, device="meta")
         place = place_of(x)
         assert place is not None
+        with _disable_current_modes():
+            like = torch.empty((*x.shape[:-1], channels), dtype=dtype, device="meta")
         made = self._new(like, x.device, place.along)
-        self.steps.append(Step(forward, [self._later(x)], {}, [place.number], [len(self.likes) - 1], is_layer=True))
+
+        def run(values: dict[int, Any], _start: int, _count: int) -> Tensor:
+            out = forward(values[place.number])
+            if (out.dtype, out.shape[-1]) != (dtype, channels):
+                raise RuntimeError(f"a layer must give {dtype} [..., {channels}], got {out.dtype} {list(out.shape)}")
+            return out
+
+        self._add(run, [place], made)
         return made
 
     # --- running ---
@@ -264,24 +263,16 @@ class Graph(TorchDispatchMode):
         """The value of a stand-in for these parts of the inputs, whose first token is at ``start``."""
         return self._run(self.steps, [as_whole(part) for part in parts], start, parts[0].shape[-2], {number})[number]
 
-    def _run(self, steps: list[Step], inputs: Sequence[Tensor], start: int, count: int, wanted: Any) -> dict[Any, Any]:
-        values, ends = dict(enumerate(inputs)), _ends(steps)
-        uncast = torch._C._DisableAutocast if torch._C._is_any_autocast_enabled() else contextlib.nullcontext
+    def _run(self, steps: list[Step], inputs: Sequence[Tensor], start: int, count: int, wanted: set) -> dict[Any, Any]:
+        values: dict[Any, Any] = dict(enumerate(inputs))
+        ends = _ends(steps)
         for number, step in enumerate(steps):
-            args, kwargs = _filled(step.args, values, start, count), _filled(step.kwargs, values, start, count)
-            if step.is_layer:
-                results, like = step.run(*args), self.likes[step.makes[0]]  # type: ignore[index]
-                if (results.dtype, *results.shape) != (like.dtype, *args[0].shape[:-1], like.shape[-1]):
-                    raise RuntimeError(f"a layer must give {like.dtype} [..., {like.shape[-1]}], got {results.dtype}")
-            else:
-                with uncast(), torch._C.DisableTorchFunctionSubclass():
-                    results = step.run(*args, **kwargs)
-            several = results if isinstance(results, (list, tuple)) else [results]
-            values.update((place, result) for place, result in zip(step.makes, several) if place is not None)
-            del args, kwargs, results, several
-            for place in (*step.takes, *step.makes):
-                if ends.get(place) == number and place not in wanted:
-                    values.pop(place, None)  # type: ignore[arg-type]
+            results = step.run(values, start, count)
+            values.update(zip(step.makes, results if isinstance(results, (list, tuple)) else [results]))
+            del results
+            for place in {*step.takes, *step.makes} - wanted:
+                if ends[place] == number:
+                    values.pop(place, None)
         return values
 
     def peak_bytes(self, out: int) -> float:
@@ -297,12 +288,27 @@ class Graph(TorchDispatchMode):
         return max(sum(size for first, end, size in spans.values() if first <= number <= end) for number in at)
 
 
-def _filled(value: Any, *of_part: Any) -> Any:
+def _run_operator(func: OpOverload, args: Any, kwargs: Any, *part: Any) -> Any:
+    uncast = torch._C._DisableAutocast if torch._C._is_any_autocast_enabled() else contextlib.nullcontext
+    with uncast(), torch._C.DisableTorchFunctionSubclass():
+        return func(*_filled(args, part), **{name: _filled(value, part) for name, value in kwargs.items()})
+
+
+def _filled(value: Any, part: tuple) -> Any:
     if isinstance(value, Later):
-        return value.get(*of_part)
-    if isinstance(value, dict):
-        return {name: _filled(item, *of_part) for name, item in value.items()}
-    return [_filled(item, *of_part) for item in value] if isinstance(value, list) else value
+        return value.get(*part)
+    return [_filled(item, part) for item in value] if isinstance(value, list) else value
+
+
+def _along_of(value: Any) -> Along | None:
+    return place.along if (place := place_of(value)) else None
+
+
+def _later(value: Any) -> Any:
+    if (place := place_of(value)) is None:
+        return _cast_later(value) if isinstance(value, Tensor) and value.grad_fn is not None else value
+    number = place.number
+    return Later(lambda values, _start, _count: values[number])
 
 
 def _ends(steps: list[Step]) -> dict[int | None, int]:

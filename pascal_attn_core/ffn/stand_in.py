@@ -118,7 +118,7 @@ def like_of(value: Any) -> Any:
 def results_of(func: OpOverload, args: tuple, kwargs: dict[str, Any]) -> Any:
     """What an operator returns, without data. What is asked of torch for the first time takes it up to a millisecond."""
     key = func, torch.get_default_dtype(), *map(_key, args), *((name, _key(value)) for name, value in kwargs.items())
-    with _disable_current_modes(), torch._C.DisableTorchFunctionSubclass():
+    with _disable_current_modes():
         if key in _layouts:
             shape, stride, dtype = _layouts[key]
             return torch.empty_strided(shape, stride, dtype=dtype, device="meta")
