@@ -317,14 +317,16 @@ def _ends(steps: list[Step]) -> dict[int | None, int]:
 
 
 def _cast_later(value: Tensor) -> Any:
-    """A parameter in another dtype (of autocast) is cast for each slice: so the gradients of slices are added up in its
-    own precision."""
-    node = value.grad_fn
-    source = node.next_functions[0][0] if node is not None and node.name() == "ToCopyBackward0" else None
-    weight, dtype = getattr(source, "variable", None), value.dtype
-    if isinstance(weight, nn.Parameter) and (weight.shape, weight.device) == (value.shape, value.device):
-        return Later(lambda _values, _start, _count: weight.to(dtype))
-    return value
+    """A parameter in another dtype (of autocast), or its transpose, is cast for each slice: so the gradients of slices
+    are added up in its own precision."""
+    names, node = [], value.grad_fn
+    while node is not None and node.name() in ("TBackward0", "ToCopyBackward0"):
+        names.append(node.name())
+        node = node.next_functions[0][0]
+    weight, dtype, turns = getattr(node, "variable", None), value.dtype, names[:1] == ["TBackward0"]
+    if names[turns:] != ["ToCopyBackward0"] or not isinstance(weight, nn.Parameter) or weight.device != value.device:
+        return value
+    return Later(lambda _values, _start, _count: weight.to(dtype).t() if turns else weight.to(dtype))
 
 
 def _written(func: OpOverload, args: tuple, kwargs: dict[str, Any]) -> list[Tensor]:

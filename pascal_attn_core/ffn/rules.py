@@ -148,11 +148,6 @@ def _slice(call: Call, a: Along, x: Tensor) -> Along | None:
     return a
 
 
-def _squeeze(call: Call, a: Along, x: Tensor) -> Along | None:
-    dims = call.dims() or {a.dim}
-    return None if a.dim in dims else a.at(a.dim - sum(dim < a.dim and x.shape[dim] == 1 for dim in dims))
-
-
 def _expand(call: Call, a: Along, x: Tensor) -> Along:
     a = a.at(a.dim + len(call["size"]) - x.dim())
     call.given["size"] = [-1 if dim == a.dim else size for dim, size in enumerate(call["size"])]
@@ -195,7 +190,9 @@ _TABLE: dict[Callable[..., Along | None], str] = {
     _along_others: "all amax amin any argmax argmin cumsum _fft_c2c _fft_c2r _fft_r2c flip glu index_select _log_softmax logsumexp max mean min "
     "linalg_vector_norm prod roll select _softmax sort split split_with_sizes std sum topk unbind var var_mean",
     _slice: "slice",
-    _squeeze: "squeeze",
+    lambda call, a, x: a.at(a.dim - sum(dim < a.dim and x.shape[dim] == 1 for dim in call.dims() or range(a.dim))): (
+        "squeeze"  # a slice has two tokens at least
+    ),
     _expand: "expand",
     _view: "view _unsafe_view view_copy",
     _transpose: "transpose t",

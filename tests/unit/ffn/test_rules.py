@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator
 from typing import Any
@@ -93,15 +94,15 @@ def _name(func: Any) -> str:
 
 
 def _places(args: tuple) -> Iterator[dict[int, int]]:
-    """Where tokens may be: a dimension of six entries of one tensor, or the same dimension of all that have it."""
+    """Where tokens may be: a dimension of six entries of one tensor, or of each of two."""
     tensors = list(tensors_in(args))
     for number, tensor in enumerate(tensors):
         for dim in (dim for dim, size in enumerate(tensor.shape) if size == TOKENS):
             yield {number: dim}
-    for back in range(1, 4):
-        both = {n: t.dim() - back for n, t in enumerate(tensors) if t.dim() >= back and t.shape[-back] == TOKENS}
-        if len(both) > 1:
-            yield both
+    for one, two in itertools.combinations(range(len(tensors)), 2):
+        for dims in itertools.product(range(tensors[one].dim()), range(tensors[two].dim())):
+            if tensors[one].shape[dims[0]] == tensors[two].shape[dims[1]] == TOKENS:
+                yield {one: dims[0], two: dims[1]}
 
 
 def _judged(func: Any, args: tuple, dims: dict[int, int]) -> tuple[Along | None, tuple]:
