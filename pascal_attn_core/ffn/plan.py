@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils.checkpoint import checkpoint
 
+from ..config import check_bools, check_number
 from ..machine.device import MIB
 
 DEFAULT_BUDGET_MIB = 64.0
@@ -31,19 +32,12 @@ class FfnSettings:
     checkpoint: bool = True
 
     def __post_init__(self) -> None:
-        whole = {"chunk_tokens": 2, "num_chunks": 1, "min_tokens": 2}
-        for name in (*whole, "budget_mib"):
-            value, kinds = getattr(self, name), (int,) if name in whole else (int, float)
-            if value is None and name != "min_tokens":
-                continue
-            if isinstance(value, bool) or not isinstance(value, kinds):
-                raise TypeError(f"{name} must be a {'whole ' if name in whole else ''}number, got {value!r}")
-            if value < whole.get(name, value):
-                raise ValueError(f"{name} must be at least {whole[name]}, got {value}")
-            if not 0 < value < float("inf"):
-                raise ValueError(f"{name} must be above 0 and finite, got {value}")
-        if not isinstance(self.checkpoint, bool):
-            raise TypeError(f"checkpoint must be a bool, got {self.checkpoint!r}")
+        for name, least in (("chunk_tokens", 2), ("num_chunks", 1), ("min_tokens", 2)):
+            if getattr(self, name) is not None or name == "min_tokens":
+                check_number(name, getattr(self, name), int, least)
+        if self.budget_mib is not None:
+            check_number("budget_mib", self.budget_mib, float, 0, above=True)
+        check_bools(self, "checkpoint")
 
     def slices(self, tokens: int) -> int | None:
         """How many slices were asked for; None = as many as the budget needs."""
