@@ -47,19 +47,17 @@ _lock = threading.RLock()
 _enabled: Patch | None = None
 
 
-def enable(
-    config: AttentionConfig | None = None, *, min_tokens: int | None = None, min_keys: int | None = None
-) -> None:
+def enable(config: AttentionConfig | None = None, *, min_keys: int | None = None) -> None:
     """Send the attention calls of all threads of this process to :func:`pascal_attn_core.sdpa` until :func:`disable`.
 
     A second call changes the config. With ``PASCAL_ATTN_DISABLE=1`` in the environment it does nothing.
 
     Args:
-        config, min_tokens, min_keys: see :func:`patch_sdpa`.
+        config, min_keys: see :func:`patch_sdpa`.
     """
     global _enabled
     with _lock:
-        earlier, _enabled = _enabled, patch_sdpa(config, min_tokens=min_tokens, min_keys=min_keys)
+        earlier, _enabled = _enabled, patch_sdpa(config, min_keys=min_keys)
         if earlier is not None:
             earlier.remove()
 
@@ -86,9 +84,7 @@ def enable_if_asked() -> bool:
     return is_enabled()
 
 
-def patch_sdpa(
-    config: AttentionConfig | None = None, *, min_tokens: int | None = None, min_keys: int | None = None
-) -> Patch:
+def patch_sdpa(config: AttentionConfig | None = None, *, min_keys: int | None = None) -> Patch:
     """Send the attention calls of this process to :func:`pascal_attn_core.sdpa` until ``.remove()``.
 
     As a context manager it also redirects, in the thread that enters the block, code that imported torch's function by
@@ -98,17 +94,15 @@ def patch_sdpa(
 
     Args:
         config: how to compute; None = the environment's.
-        min_tokens: calls with fewer keys (S) go to torch unchanged; None = ``PASCAL_ATTN_MIN_KEYS`` in the environment,
+        min_keys: calls with fewer keys (S) go to torch unchanged; None = ``PASCAL_ATTN_MIN_KEYS`` in the environment,
             or 0 if that is not set.
-        min_keys: another name for ``min_tokens``.
     Raises:
         TypeError, ValueError: an invalid argument.
         RuntimeError: torch's ``context_parallel`` is in force, see the module.
     """
     config = config_of(config)
-    name, least = ("min_tokens", min_tokens) if min_keys is None else ("min_keys", min_keys)
-    least = number_of("PASCAL_ATTN_MIN_KEYS") if least is None else least
-    check_number(name, least, int, 0)
+    least = number_of("PASCAL_ATTN_MIN_KEYS") if min_keys is None else min_keys
+    check_number("min_keys", least, int, 0)
     if switched_on("PASCAL_ATTN_DISABLE"):
         log.info("PASCAL_ATTN_DISABLE is set: %s stays torch's", SDPA_NAME)
         return Patch(SDPA_NAME, lambda: None, sites=0)

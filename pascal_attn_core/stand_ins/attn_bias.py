@@ -58,9 +58,14 @@ class LowerTriangularFromBottomRightMask(AttentionBias):
 
     is_causal, alignment = True, "lower_right"
 
-    def make_local_attention(self, window_size: int) -> LowerTriangularFromBottomRightMask:
+    def make_local_attention(self, window_size: int) -> LowerTriangularFromBottomRightLocalAttentionMask:
         """The mask in which a query sees only its nearest ``window_size`` keys."""
-        return _local(LowerTriangularFromBottomRightMask(), window_size)
+        return _local(LowerTriangularFromBottomRightLocalAttentionMask(), window_size)
+
+
+class LowerTriangularFromBottomRightLocalAttentionMask(LowerTriangularFromBottomRightMask):
+    """What :meth:`LowerTriangularFromBottomRightMask.make_local_attention` returns; programs ask for its class, as for
+    that of the blocks."""
 
 
 class LocalAttentionFromBottomRightMask(AttentionBias):
@@ -131,13 +136,17 @@ class BlockDiagonalMask(AttentionBias):
         """Causal within each block; its last query sees its last key."""
         return BlockDiagonalCausalFromBottomRightMask(self.q_seqinfo, self.k_seqinfo, self._batch_sizes)
 
-    def make_local_attention(self, window_size: int) -> BlockDiagonalCausalMask:
+    def make_local_attention(self, window_size: int) -> BlockDiagonalCausalLocalAttentionMask:
         """:meth:`make_causal`; a query sees only its nearest ``window_size`` keys."""
-        return _local(self.make_causal(), window_size)
+        mask = BlockDiagonalCausalLocalAttentionMask(self.q_seqinfo, self.k_seqinfo, self._batch_sizes)
+        return _local(mask, window_size)
 
-    def make_local_attention_from_bottomright(self, window_size: int) -> BlockDiagonalCausalFromBottomRightMask:
+    def make_local_attention_from_bottomright(
+        self, window_size: int
+    ) -> BlockDiagonalCausalLocalAttentionFromBottomRightMask:
         """:meth:`make_causal_from_bottomright`; a query sees only its nearest ``window_size`` keys."""
-        return _local(self.make_causal_from_bottomright(), window_size)
+        mask = BlockDiagonalCausalLocalAttentionFromBottomRightMask(self.q_seqinfo, self.k_seqinfo, self._batch_sizes)
+        return _local(mask, window_size)
 
 
 class BlockDiagonalCausalMask(BlockDiagonalMask):
@@ -146,10 +155,18 @@ class BlockDiagonalCausalMask(BlockDiagonalMask):
     is_causal = True
 
 
+class BlockDiagonalCausalLocalAttentionMask(BlockDiagonalCausalMask):
+    """What :meth:`BlockDiagonalMask.make_local_attention` returns."""
+
+
 class BlockDiagonalCausalFromBottomRightMask(BlockDiagonalMask):
     """Causal within each block; its last query sees its last key."""
 
     is_causal, alignment = True, "lower_right"
+
+
+class BlockDiagonalCausalLocalAttentionFromBottomRightMask(BlockDiagonalCausalFromBottomRightMask):
+    """What :meth:`BlockDiagonalMask.make_local_attention_from_bottomright` returns."""
 
 
 def _local(mask: Any, window_size: int) -> Any:

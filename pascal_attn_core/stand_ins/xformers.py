@@ -31,30 +31,45 @@ _ROOT = "xformers"
 _PROVIDED = f"{_ROOT}==0.0.35"
 _ATTENTION = (
     ".xformers: memory_efficient_attention memory_efficient_attention_forward=memory_efficient_attention "
-    "AttentionOpBase=AnyOp MemoryEfficientAttentionCkOp=ANY_OPS MemoryEfficientAttentionCutlassOp=ANY_OPS "
-    "MemoryEfficientAttentionCutlassFwdFlashBwOp=ANY_OPS MemoryEfficientAttentionFlashAttentionOp=ANY_OPS",
+    "AttentionOp=AnyOp AttentionOpBase=AnyOp MemoryEfficientAttentionCkOp=ANY_OPS "
+    "MemoryEfficientAttentionCutlassOp=ANY_OPS MemoryEfficientAttentionCutlassFwdFlashBwOp=ANY_OPS "
+    "MemoryEfficientAttentionFlashAttentionOp=ANY_OPS",
     ".attn_bias: AttentionBias LowerTriangularMask",
+    "..flash_attn.modules.absent: memory_efficient_attention_backward memory_efficient_attention_forward_requires_grad",
 )
 _OPS = (".xformers: FwOp=AnyOp BwOp=AnyOp",)
+_SWIGLU = ".xformers: SwiGLU swiglu"
 _MODULES: dict[str, tuple[str, ...]] = {
     _ROOT: (".xformers: _has_cpp_library=HAS_CPP_LIBRARY",),
     "xformers.version": (),
     "xformers.ops": (
         *_ATTENTION,
         ".attn_bias: AttentionMask=AttentionBias",
-        ".xformers: RMSNorm SwiGLU",
-        "..flash_attn.modules.absent: index_select_cat scaled_index_add",
+        ".xformers: RMSNorm",
+        _SWIGLU,
+        "..flash_attn.modules.absent: index_select_cat masked_matmul scaled_index_add",
         "torch: unbind",
     ),
+    "xformers.ops.rmsnorm": (".xformers: RMSNorm",),
+    "xformers.ops.swiglu_op": (_SWIGLU,),
+    "xformers.ops.unbind": ("torch: unbind",),
     "xformers.ops.fmha": (*_ATTENTION, "types: Inputs=SimpleNamespace", ".attn_bias: BlockDiagonalMask"),
     "xformers.ops.fmha.attn_bias": (
-        ".attn_bias: AttentionBias BlockDiagonalCausalFromBottomRightMask BlockDiagonalCausalMask "
-        "BlockDiagonalMask LocalAttentionFromBottomRightMask LowerTriangularFromBottomRightMask LowerTriangularMask "
+        ".attn_bias: AttentionBias BlockDiagonalCausalFromBottomRightMask "
+        "BlockDiagonalCausalLocalAttentionFromBottomRightMask BlockDiagonalCausalLocalAttentionMask "
+        "BlockDiagonalCausalMask BlockDiagonalMask LocalAttentionFromBottomRightMask "
+        "LowerTriangularFromBottomRightLocalAttentionMask LowerTriangularFromBottomRightMask LowerTriangularMask "
         "LowerTriangularMaskWithTensorBias",
         "..flash_attn.modules.absent: BlockDiagonalCausalWithOffsetGappyKeysMask "
         "BlockDiagonalCausalWithOffsetPaddedKeysMask BlockDiagonalGappyKeysMask BlockDiagonalPaddedKeysMask",
     ),
+    "xformers.ops.fmha.common": (
+        ".xformers: AttentionBwOpBase=AnyOp AttentionFwOpBase=AnyOp AttentionOp=AnyOp",
+        ".attn_bias: AttentionBias",
+        "types: Inputs=SimpleNamespace",
+    ),
     "xformers.ops.fmha.cutlass": _OPS,
+    "xformers.ops.fmha.dispatch": ("..flash_attn.modules.absent: _dispatch_bw _dispatch_fw",),
     "xformers.ops.fmha.flash": _OPS,
 }
 _installer = Installer(_ROOT)
@@ -182,6 +197,21 @@ class RMSNorm(nn.RMSNorm):
 
     def __init__(self, dim: int, include_weight: bool = True, eps: float = 1e-6):
         super().__init__(dim, eps, include_weight)
+
+
+def swiglu(
+    x: Tensor,
+    w1: Tensor,
+    b1: Tensor | None,
+    w2: Tensor,
+    b2: Tensor | None,
+    w3: Tensor,
+    b3: Tensor | None,
+    *,
+    op: Any = None,
+) -> Tensor:
+    """``(silu(x w1 + b1) * (x w2 + b2)) w3 + b3``: x ``[..., features]``, weights ``[out, in]``; ``op`` is ignored."""
+    return F.linear(F.silu(F.linear(x, w1, b1)) * F.linear(x, w2, b2), w3, b3)
 
 
 def patch_xformers(*, replace: bool | None = None, around: Around | None = None) -> Patch:
