@@ -18,10 +18,10 @@ from torch import Tensor, nn
 from ..attention import sdpa
 from ..call import FLOATS
 from ..flash_attn.options import FlashOptions, attend, check_layout
-from ..flash_attn.varlen import cut_to_used, varlen_attend
+from ..flash_attn.varlen import varlen_attend
 from ..patching.patch import Patch
 from ..patching.stand_in import Around, Installer, StandIn
-from .attn_bias import AttentionBias, Blocks
+from .attn_bias import AttentionBias, BlockDiagonalMask
 
 __all__ = ["install_as_xformers", "memory_efficient_attention", "patch_xformers"]
 
@@ -57,10 +57,11 @@ _MODULES: dict[str, tuple[str, ...]] = {
     "xformers.ops.fmha.attn_bias": (
         ".attn_bias: AttentionBias BlockDiagonalCausalFromBottomRightMask "
         "BlockDiagonalCausalLocalAttentionFromBottomRightMask BlockDiagonalCausalLocalAttentionMask "
-        "BlockDiagonalCausalMask LowerTriangularFromBottomRightLocalAttentionMask "
-        "BlockDiagonalCausalWithOffsetGappyKeysMask BlockDiagonalCausalWithOffsetPaddedKeysMask "
-        "BlockDiagonalGappyKeysMask BlockDiagonalMask BlockDiagonalPaddedKeysMask LocalAttentionFromBottomRightMask "
-        "LowerTriangularFromBottomRightMask LowerTriangularMask LowerTriangularMaskWithTensorBias",
+        "BlockDiagonalCausalMask BlockDiagonalMask LocalAttentionFromBottomRightMask "
+        "LowerTriangularFromBottomRightLocalAttentionMask LowerTriangularFromBottomRightMask LowerTriangularMask "
+        "LowerTriangularMaskWithTensorBias",
+        "..flash_attn.modules.absent: BlockDiagonalCausalWithOffsetGappyKeysMask "
+        "BlockDiagonalCausalWithOffsetPaddedKeysMask BlockDiagonalGappyKeysMask BlockDiagonalPaddedKeysMask",
     ),
     "xformers.ops.fmha.common": (
         ".xformers: AttentionBwOpBase=AnyOp AttentionFwOpBase=AnyOp AttentionOp=AnyOp",
@@ -112,7 +113,7 @@ def memory_efficient_attention(
     mask = attn_bias if isinstance(attn_bias, Tensor) else rule.bias
     if mask is not None and mask.dim() == query.dim() == 5:
         out = _by_group(query, key, value, mask, options)
-    elif isinstance(rule, Blocks):
+    elif isinstance(rule, BlockDiagonalMask):
         out = _within_blocks(*_with_heads(query, key, value), rule, options)
     else:
         mask = mask.unsqueeze(1) if mask is not None and mask.dim() == query.dim() == 3 else mask
@@ -141,14 +142,12 @@ def _by_group(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, options: 
     return out.permute(0, 3, 1, 2, 4)
 
 
-def _within_blocks(q: Tensor, k: Tensor, v: Tensor, mask: Blocks, options: FlashOptions) -> Tensor:
+def _within_blocks(q: Tensor, k: Tensor, v: Tensor, mask: BlockDiagonalMask, options: FlashOptions) -> Tensor:
     """``[1, M, Hq, K]``, ``[1, Mkv, Hkv, K]`` -> ``[M, Hq, Kv]``, each block by itself."""
     check_layout((1, mask.q_seqinfo.seqstart_py[-1], "heads", "head_dim"), query=q)
     check_layout((1, mask.k_seqinfo.seqstart_py[-1], "heads", "head_dim"), key=k)
     q, k, v = q.squeeze(0), k.squeeze(0), v.squeeze(0)  # not [0], whose gradient is a copy
     q_ends, k_ends = torch.tensor(mask.q_seqinfo.seqstart_py), torch.tensor(mask.k_seqinfo.seqstart_py)
-    if mask.k_seqinfo.seqlen_py is not None:
-        k, v, k_ends = cut_to_used("kv_seqlen", k_ends, torch.tensor(mask.k_seqinfo.seqlen_py), k, v)
     return varlen_attend(q, k, v, q_ends, k_ends, options, with_lse=False)[0]
 
 

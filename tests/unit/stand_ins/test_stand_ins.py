@@ -47,14 +47,6 @@ ENDS = torch.tensor([0, 5, 12])
             ValueError,
             r"cu_seqlens_k must be \[2\], got \[3\]",
         ),
-        *(
-            (lambda mask=mask: memory_efficient_attention(X[:1], X[:1], X[:1], mask), ValueError, "kv_seqlen must be")
-            for mask in (
-                masks.BlockDiagonalPaddedKeysMask.from_seqlens([5, 7], 6, [6, 7]),
-                masks.BlockDiagonalGappyKeysMask.from_seqlens([5, 7], [0, 6, 12], [7, 6]),
-                masks.BlockDiagonalGappyKeysMask.from_seqlens([5, 7], [0, 6, 12], [6]),
-            )
-        ),
         (lambda: masks.BlockDiagonalMask.from_seqlens([5]).split(X), ValueError, r"\[1, 5, ...\], got \[2, 12, 3, 8\]"),
         (lambda: masks.BlockDiagonalMask.from_seqlens([5]).make_local_attention(0), ValueError, "window_size must be"),
         (lambda: masks.LocalAttentionFromBottomRightMask(-1, 0), ValueError, "must be at least 0, got -1 and 0"),
