@@ -5,14 +5,14 @@ It replaces the attribute ``torch.nn.functional.scaled_dot_product_attention``. 
 earlier keeps torch's; inside ``with patch_sdpa():`` its calls are redirected too, in the thread that entered the block.
 Short calls (``math_limit_mib``), which ``sdpa`` would pass to torch unchanged, go to torch directly. So does everything
 that ``sdpa`` does not support, with torch's results and errors: nested, sparse and quantised tensors, tensor
-subclasses, ``torch.func`` transforms, tracing and export (a graph that leaves this process holds torch's operator), and
-arguments that torch refuses. ``torch.jit.script`` compiles torch's function.
+subclasses, ``torch.func`` transforms that want no more than torch's kernels have (gradients, and ``vmap``), tracing and
+export (a graph that leaves this process holds torch's operator), and arguments that torch refuses. ``torch.jit.script``
+compiles torch's function.
 
 In eval mode ``nn.TransformerEncoder`` and ``nn.MultiheadAttention`` have a native fast path that never calls the
-function. ``torch.backends.mha.set_fastpath_enabled(False)`` turns it off. The tiled and fused routes have no double
-backward: remove the patch for a gradient penalty. A model with activation checkpointing needs the patch in its backward
-pass too; functions that it has imported by name are not redirected there, because torch function modes are not active
-while torch runs the backward pass.
+function. ``torch.backends.mha.set_fastpath_enabled(False)`` turns it off. A model with activation checkpointing needs
+the patch in its backward pass too; functions that it has imported by name are not redirected there, because torch
+function modes are not active while torch runs the backward pass.
 
 If the switch was set before torch's own ``context_parallel`` is entered, calls inside it stay torch's; inside it the
 switch cannot be set. To divide tokens among processes with this package, see :mod:`pascal_attn_core.parallel`.
@@ -31,7 +31,7 @@ from torch import Tensor
 from torch.overrides import _get_current_function_mode, handle_torch_function
 
 from .attention import sdpa
-from .call import PLAIN, Options, check_call, is_causal_bias
+from .call import PLAIN, Options, beyond_gradients, check_call, is_causal_bias
 from .config import AttentionConfig, default_config, log_once, number_of, switched_on
 from .patching.interception import SDPA_NAME, TORCH_SDPA, SdpaMode, bind_sdpa
 from .patching.patch import Patch
@@ -284,7 +284,7 @@ def _is_known(args: tuple, kwargs: dict[str, Any]) -> bool:
         return False
     if mask is not None and (call.is_causal or (type(mask) not in PLAIN and not is_causal_bias(mask))):
         return False
-    if _transforms_are_active():
+    if _transforms_are_active() and (torch.compiler.is_compiling() or not beyond_gradients()):
         return False
     if torch.compiler.is_compiling():
         return not (hasattr(torch.compiler, "is_exporting") and torch.compiler.is_exporting())

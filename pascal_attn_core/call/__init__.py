@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from .flex_rules import WINDOW, ScoreRule, block_rule, is_block_mask, known_of
 from .lazy_mask import LazyMask
@@ -133,6 +134,7 @@ class AttentionCall:
         offset: 0 for the upper-left alignment, S - L for the lower-right one.
         score_rule: what FlexAttention's ``score_mod`` makes of the scores, before the mask; None = off.
         needs_grad, needs_mask_grad: gradients will be wanted, that of attn_mask among them.
+        needs_more: derivatives besides them may be, see :func:`beyond_gradients`.
     """
 
     query: Tensor
@@ -158,6 +160,7 @@ class AttentionCall:
     sinks: Tensor | None = None
     needs_mask_grad: bool = False
     score_rule: ScoreRule | None = None
+    needs_more: bool = False
 
     @cached_property
     def sums_dtype(self) -> torch.dtype:
@@ -323,14 +326,35 @@ def _wanted_gradients(
     query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | LazyMask | None, sinks: Tensor | None
 ) -> dict[str, Any]:
     """Whether gradients will be wanted, as fields of :class:`AttentionCall`."""
+    needs_more = beyond_gradients() and _may_be_differentiated(query, key, value, attn_mask, sinks)
     if not torch.is_grad_enabled():
-        return {"needs_grad": False, "needs_mask_grad": False}
+        return {"needs_grad": False, "needs_mask_grad": False, "needs_more": needs_more}
     of_mask = attn_mask is not None and attn_mask.requires_grad
     of_inputs = query.requires_grad or key.requires_grad or value.requires_grad
     return {
+        "needs_more": needs_more,
         "needs_grad": of_mask or of_inputs or (sinks is not None and sinks.requires_grad),
         "needs_mask_grad": of_mask,
     }
+
+
+def _may_be_differentiated(*tensors: Tensor | LazyMask | None) -> bool:
+    """Whether any of them has a tangent; under transforms of ``torch.func`` that is assumed."""
+    if torch._C._are_functorch_transforms_active():
+        return True
+    given = [t for t in tensors if isinstance(t, Tensor)]
+    return any(forward_ad.unpack_dual(t).tangent is not None for t in given)
+
+
+def beyond_gradients() -> bool:
+    """Whether derivatives that torch's kernels have no formula for may be asked of a call made now: in forward mode, or
+    under ``torch.func`` those of gradients."""
+    if forward_ad._current_level >= 0:
+        return True
+    if not torch._C._are_functorch_transforms_active():
+        return False
+    kinds = [str(level.key()) for level in torch._C._functorch.get_interpreter_stack() or ()]
+    return sum(kind.endswith("Grad") for kind in kinds) > 1
 
 
 def _number(name: str, value: Any) -> float:

@@ -17,6 +17,7 @@ from ..call import AttentionCall, Gradients, Results, TiledStats, Wanted, withou
 from ..config import AttentionConfig, RouteUnavailable, UnsupportedAttention, known_routes
 from ..fused.launch.plan import Plan
 from ..observe import report
+from .derivatives import tiles
 from .fused import FusedRoute, Int8Route
 from .math import MathRoute
 from .route import Choice, Request, Route
@@ -104,6 +105,9 @@ def _reasons(request: Request, name: str) -> list[str]:
     return plan if isinstance(plan, list) else []
 
 
+tiles.append(route_named("tiled"))
+
+
 def run(
     call: AttentionCall,
     config: AttentionConfig,
@@ -137,9 +141,13 @@ def _by(
 ) -> Results:
     route = choice.by
     with without_autocast(call.query):
-        if call.needs_grad and not route.is_differentiable:
+        if not route.is_differentiable and (call.needs_grad or call.needs_more or _is_transformed()):
             return route.with_gradients(call, config, choice.plan, stats=stats)
         return route.forward(call, config, choice.plan, with_lse=with_lse, for_grad=False, stats=stats)
+
+
+def _is_transformed() -> bool:
+    return torch._C._are_functorch_transforms_active()
 
 
 def run_packed(

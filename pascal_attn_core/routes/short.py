@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..call import FLOATS, PLAIN, AttentionCall, Results
+from ..call import FLOATS, PLAIN, AttentionCall, Results, beyond_gradients
 from ..call.lazy_mask import LazyMask
 from ..config import AttentionConfig
 from ..machine.device import LONGEST_SUM_ON_MPS, MIB
@@ -61,6 +61,8 @@ def is_short(call: AttentionCall, config: AttentionConfig, *, in_graph: bool = F
     do with it as it likes. Decided in a few comparisons, since such a call takes microseconds."""
     if call.num_scores * 4 > config.math_limit_mib * MIB or config.route != "auto" or call.query.dim() != 4:
         return False
+    if call.needs_more:
+        return False
     if call.left is not None or (call.right is not None and not call.plain_causal) or call.scale <= 0:
         return False
     if call.seq_len_kv > LONGEST_SUM_ON_MPS and call.seq_len_kv > runtime_of(call.query.device).info.longest_sum:
@@ -106,6 +108,8 @@ def is_plainly_short(
     It is all that a short call pays for having come here, so it reads each attribute once.
     """
     if config.route != "auto" or not (type(query) in PLAIN and type(key) in PLAIN and type(value) in PLAIN):
+        return False
+    if beyond_gradients():
         return False
     if torch._C._get_tracing_state() is not None:  # torch.jit.trace would warn of every size that is looked at
         return False

@@ -140,6 +140,8 @@ def _refusals(call: AttentionCall, with_lse: bool) -> list[str]:
         reasons.append("torch's function has no attention sinks")
     if call.score_rule is not None:
         reasons.append("torch's function has no score_mod")
+    if call.needs_more:
+        reasons.append("torch's kernels have no forward mode and no gradients of gradients")
     mask = call.attn_mask
     if isinstance(mask, LazyMask):
         return [*reasons, "attn_mask is a rule, not a tensor"]

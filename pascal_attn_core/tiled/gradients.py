@@ -40,7 +40,7 @@ def tiled_backward(
         saved: what ``tiled_forward(for_grad=True)`` returned.
     """
     out, lse, log_sum, seed = saved
-    sums = _Sums(call, walk.dtype, wanted.mask)
+    sums = Sums(call, walk.dtype, wanted.mask)
     if not walk.is_empty:
         tile = GradientProducts(call, walk, seed, sums.captured)
         grad_out = wanted.grad_out.expand(out.shape)
@@ -55,7 +55,7 @@ def tiled_backward(
     return sums.result(sinks_gradient(call, saved, wanted) if wanted.sinks else None)
 
 
-class _Sums:
+class Sums:
     """The gradients while they are being made."""
 
     def __init__(self, call: AttentionCall, acc_dtype: torch.dtype, wants_mask: bool):
@@ -232,16 +232,22 @@ class _UnitRange:
         delta = products.sum(dim=-1, keepdim=True)
         if self.grad_lse is not None:
             delta.sub_(self.grad_lse[:, :, q0:q1].transpose(1, 2).reshape(stat))
-        shift = lse.transpose(1, 2).reshape(stat) * (1.0 if self.log_sum is not None else LOG2_E)
-        log_sum_bits = None
-        if self.log_sum is not None:
-            log_sum = self.log_sum[:, :, q0:q1].transpose(1, 2).reshape(stat)
-            shift, log_sum_bits = shift.sub_(log_sum), log_sum * LOG2_E
-            log_sum_bits.masked_fill_(log_sum_bits == -math.inf, math.inf)
-        shift.masked_fill_(~(shift > -math.inf), math.inf)  # a row without keys: every probability is zero
+        log_sum = None if self.log_sum is None else self.log_sum[:, :, q0:q1]
+        shift, log_sum_bits = shift_of(lse, log_sum, stat)
         grad_query = self.tile.query_sum[: query.numel()].view(query.shape).zero_()
         code = self.tile.row_codes(self.first_unit, query, self.call.seq_len_q, q0)
         return _Block(query, grad_rows, shift, log_sum_bits, delta, grad_query, code)
+
+
+def shift_of(lse: Tensor, log_sum: Tensor | None, stat: tuple[int, ...]) -> tuple[Tensor, Tensor | None]:
+    """What the scores of a block are shifted by to give probabilities, and the bits of log_sum, which are taken off
+    apart from it; from ``[u, G, tokens]`` in the shape of the block's rows, ``[u, rows, 1]``."""
+    shift, bits = lse.transpose(1, 2).reshape(stat) * (1.0 if log_sum is not None else LOG2_E), None
+    if log_sum is not None:
+        log_sum = log_sum.transpose(1, 2).reshape(stat)
+        shift, bits = shift.sub_(log_sum), log_sum * LOG2_E
+        bits.masked_fill_(bits == -math.inf, math.inf)
+    return shift.masked_fill_(~(shift > -math.inf), math.inf), bits  # a row without keys: every probability is zero
 
 
 def sinks_gradient(call: AttentionCall, saved: Results, wanted: Wanted) -> Tensor:
