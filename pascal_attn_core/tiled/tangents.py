@@ -19,18 +19,15 @@ by its second. Both passes are symmetric in what they are for: the gradient of <
 
 from __future__ import annotations
 
-import math
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ..call import AttentionCall, Gradients, Results, Wanted, distinct, empty_output, may_read
-from .forward import units_of
-from .gradients import GradientProducts, Sums, shift_of
-from .layout import Units, is_matrix, unit_spans, unit_views
-from .mask_writer import rows_by_token
-from .masks import FREE, Rule, Rules, block_schedule
+from ..call import AttentionCall, Gradients, Results, Wanted, empty_output
+from .gradients import GradientProducts, Rows, Sums, gradients_of, sink_shares, sinks_gradient, visit
+from .layout import is_matrix
+from .masks import Rule
 from .plan import Walk
 
 
@@ -59,10 +56,11 @@ def tiled_tangent(
     assert saved.lse is not None
     rates = Rates(empty_output(call).zero_(), torch.zeros_like(saved.lse))
     if along.sinks is not None:
-        rates.lse.copy_(_sink_shares(call, saved.lse) * _by_head(along.sinks, rates.lse))
+        heads = (-1, 1) if call.query.dim() > 2 else (-1,)
+        shares = sink_shares(call.sinks.view(heads), saved.lse)  # type: ignore[union-attr]
+        rates.lse.copy_(shares.mul_(along.sinks.view(heads)))
     if not walk.is_empty:
-        tile = TangentProducts(call, walk, saved.seed, None)
-        _visit(call, walk, tile, along, trim_masks, out=saved.out, lse=saved.lse, log_sum=saved.log_sum, rates=rates)
+        _visit(RateProducts(call, walk, saved.seed, []), call, walk, saved, along, rates, {}, {}, trim_masks)
     return rates
 
 
@@ -86,124 +84,68 @@ def tiled_second(
     """
     sums = Sums(call, walk.dtype, wanted.mask)
     if not walk.is_empty:
-        tile = TangentProducts(call, walk, saved.seed, sums)
-        grad_out = wanted.grad_out.expand(saved.out.shape)
-        given = {"out": saved.out, "lse": saved.lse, "log_sum": saved.log_sum, "grad_lse": wanted.grad_lse}
-        _visit(call, walk, tile, along, trim_masks, **given, grad_out=grad_out, rates=rates, sums=sums)
-    return sums.result(_sinks_second(call, saved, along, rates, wanted) if wanted.sinks else None)
+        tile, per_query = SecondProducts(call, walk, saved.seed, []), {**gradients_of(wanted, saved), **sums.per_query}
+        _visit(tile, call, walk, saved, along, rates, per_query, sums.per_key, trim_masks)
+    return sums.result(sinks_gradient(call, saved, wanted, rates, along.sinks) if wanted.sinks else None)
 
 
 def _visit(
+    tile: RateProducts,
     call: AttentionCall,
     walk: Walk,
-    tile: TangentProducts,
+    saved: Results,
     along: Tangents,
-    trim_masks: bool,
-    *,
     rates: Rates,
-    sums: Sums | None = None,
-    **given: Tensor | None,
+    per_query: dict[str, Any],
+    per_key: dict[str, Any],
+    trim_masks: bool,
 ) -> None:
-    key_lead, mask = (*call.batch, call.num_kv_heads), along.mask
-    per_query: dict[str, Any] = {
-        "query_dot": _products_take(along.query, (*call.out_shape[:-1], call.head_dim)),
-        **given,
-    }
-    per_query |= {"out_dot": rates.out, "lse_dot": rates.lse}
-    per_query["mask_dot"] = None if mask is None else mask.expand((*call.out_shape[:-1], call.seq_len_kv))
-    per_key: dict[str, Any] = {
-        "key_dot": _products_take(along.key, (*key_lead, call.seq_len_kv, call.head_dim)),
-        "value_dot": _products_take(along.value, (*key_lead, call.seq_len_kv, call.head_dim_v)),
-    }
-    if sums is not None:
-        per_query |= {"query_sum": sums.query, "mask_sum": sums.mask_view}
-        per_key |= {"key_sum": sums.key_view, "value_sum": sums.value_view}
-    per_key = {name: t for name, t in per_key.items() if t is not None}
-    views = unit_views(call, list(per_query.values()), list(per_key.values()))
-    look = may_read(call) and trim_masks and walk.tiles.scans_mask
-    spans = unit_spans(views.size, call, 1 if sums is not None and sums.units_share else walk.tiles.units)
-    for units in units_of(call, views, list(per_query.values()), list(per_key.values())):
-        rules = Rules.of(call, units, look=look) if walk.is_masked else None
-        for span in spans:
-            _UnitRange(units, span, (*per_query, *per_key), tile, call, walk).run(rules)
+    rows, keys = call.out_shape[:-1], (*call.batch, call.num_kv_heads, call.seq_len_kv)
+    per_query = {"out_dot": rates.out, "lse_dot": rates.lse, **per_query}
+    per_query["query_dot"] = _for_products(along.query, (*rows, call.head_dim))
+    per_query["mask_dot"] = None if along.mask is None else along.mask.expand((*rows, call.seq_len_kv))
+    if along.key is not None:
+        per_key = {"key_dot": _for_products(along.key, (*keys, call.head_dim)), **per_key}
+    if along.value is not None:
+        per_key = {"value_dot": _for_products(along.value, (*keys, call.head_dim_v)), **per_key}
+    visit(tile, call, walk, saved, per_query, per_key, trim_masks)
 
 
-def _products_take(tangent: Tensor | None, shape: tuple[int, ...]) -> Tensor | None:
+def _for_products(tangent: Tensor | None, shape: tuple[int, ...]) -> Tensor | None:
     """A tangent as the products read it: rows contiguous, leading dimensions expanded."""
     if tangent is None:
         return None
     return (tangent if is_matrix(tangent) else tangent.contiguous()).expand(shape)
 
 
-class _Rows(NamedTuple):
-    """Rows of one query block, views ``[u, rows, ...]``. ``acc``: O' while it is summed; what follows is for the second
-    derivatives only."""
+class RateProducts(GradientProducts):
+    """lse' and O' in the buffers of the gradients."""
 
-    query: Tensor
-    query_dot: Tensor | None
-    shift: Tensor
-    log_sum_bits: Tensor | None
-    code: Tensor | None
-    lse_dot: Tensor
-    acc: Any = None
-    grad_out: Any = None
-    delta: Any = None
-    delta_dot: Any = None
-    query_sum: Any = None
+    def __init__(self, *given: Any):
+        super().__init__(*given)
+        self.query_dot_buffer, self.key_dot_buffer = self.query_sum, self.kv_buffer
+        self.slope: Tensor | None = None
 
-    def part(self, first: int, last: int) -> _Rows:
-        return _Rows(*(None if t is None else t[:, first:last] for t in self))  # type: ignore[arg-type]
+    def block(self, query: Tensor, code: Tensor | None, at: dict[str, Any]) -> Rows:
+        rows, out = self._with_dots(Rows(query, *self._shift(at), code), at), at["out_dot"]
+        shape = (*query.shape[:2], out.shape[-1])
+        acc = self.grad_rows[: out.numel()].view(shape) if self.copies_out else self.block_acc(out)
+        return rows._replace(acc=acc.zero_())
 
+    def _with_dots(self, rows: Rows, at: dict[str, Any]) -> Rows:
+        dot = None if at["query_dot"] is None else self.rows(at["query_dot"], self.query_dot_buffer)
+        return rows._replace(query_dot=dot, lse_dot=self.by_row(at["lse_dot"]).clone())
 
-class TangentProducts(GradientProducts):
-    """The buffers of one pass, those of the gradients and, for second derivatives (``sums``), as many again."""
+    def finish(self, rows: Rows, at: dict[str, Any]) -> None:
+        rows.acc.sub_(self.row_products(rows.lse_dot, at["out"]))
+        if self.copies_out:
+            at["out_dot"].copy_(self.by_head(rows.acc))
+        at["lse_dot"].copy_(self.by_head(rows.lse_dot)[..., 0])
 
-    def __init__(self, call: AttentionCall, walk: Walk, seed: Tensor | None, sums: Sums | None):
-        super().__init__(call, walk, seed, [])
-        self.is_second = sums is not None
-        self.query_dot_buffer, self.key_dot_buffer, self.value_dot_buffer = (
-            self.query_sum, self.kv_buffer, self.value_tile
-        )  # fmt: skip
-        if self.is_second:
-            buffers = (self.score_buffer, self.score_buffer, self.tanh_buffer, self.query_buffer)
-            self.dots, self.grad_dots, self.slope, self.query_dot_buffer = map(torch.empty_like, buffers)
-            self.key_dot_buffer, self.value_dot_buffer = map(torch.empty_like, (self.kv_buffer, self.value_tile))
-
-    def taken(self, part: Tensor, buffer: Tensor) -> Tensor:
-        return buffer[: part.numel()].view(part.shape).copy_(part) if self.copies_kv else part
-
-    def _kept(self, scores: Tensor, coins: Tensor | None) -> Tensor:
-        """The scores times Z, in place."""
-        return scores if coins is None else scores.mul_(coins).mul_(1.0 / self.kept_share)
-
-    def _score_dots(self, rows: _Rows, at: dict[str, Any], key: Tensor, probs: Tensor, dots: Tensor) -> Tensor | None:
-        """S', from here on in ``dots``; None where it is zero. With a softcap the buffer of tanh then holds for second
-        derivatives what dS is multiplied by in dS', and ``slope`` the first derivative."""
-        pairs, found = [(rows.query_dot, key), (rows.query, at.get("key_dot"))], None
-        for left, right in pairs:
-            if left is not None and right is not None:
-                right = right if right is key else self.taken(right, self.key_dot_buffer)
-                sum_ = self.zero if found is None else dots
-                beta = 0 if found is None else 1
-                found = torch.baddbmm(sum_, left, right.transpose(1, 2), beta=beta, alpha=self.scale, out=dots)
-        if self.softcap is not None:
-            tanh = self.tanh_buffer[: probs.numel()].view(probs.shape)
-            slope = self.slope[: probs.numel()].view(probs.shape).copy_(tanh) if self.is_second else tanh
-            slope.square_().neg_().add_(1.0)
-            if found is not None:
-                found.mul_(slope)
-            if self.is_second:
-                tanh.zero_() if found is None else tanh.mul_(found).mul_(-2.0 / self.softcap)
-        if at["mask_dot"] is not None:
-            found = dots.zero_() if found is None else found
-            self.by_head(found).add_(at["mask_dot"])
-        return found
-
-    def add_rates(self, rows: _Rows, at: dict[str, Any], rule: Rule, j0: int) -> None:
-        """Add one tile to lse' and O'."""
+    def add(self, rows: Rows, at: dict[str, Any], rule: Rule, j0: int) -> None:
         key = self.converted(at["key"])
-        probs = self._probs(rows, key, rule)  # type: ignore[arg-type]
-        dots = self._score_dots(rows, at, key, probs, self.grad_probs[: probs.numel()].view(probs.shape))
+        probs = self._probs(rows, key, rule)
+        dots = self._score_dots(rows, at, key, self.grad_probs[: probs.numel()].view(probs.shape))
         coins = None if rows.code is None else self.coins(probs.shape, rows.code, j0)
         if dots is not None:
             rows.lse_dot.add_(dots.mul_(probs).sum(dim=-1, keepdim=True))
@@ -213,17 +155,53 @@ class TangentProducts(GradientProducts):
             value_dot = self.taken(at["value_dot"], self.value_tile)
             torch.baddbmm(rows.acc, self._kept(probs, coins), value_dot, out=rows.acc)
 
-    def add_second(self, rows: _Rows, at: dict[str, Any], rule: Rule, j0: int) -> None:
-        """Add one tile to dQ', dK', dV' and dmask'."""
+    def _score_dots(self, rows: Rows, at: dict[str, Any], key: Tensor, dots: Tensor) -> Tensor | None:
+        """S', from here on in ``dots``; None where it is zero. With a softcap its derivative is in ``slope`` then, if
+        there is one, and the buffer of tanh holds what dS is multiplied by in dS'."""
+        found = None
+        if rows.query_dot is not None:
+            found = torch.baddbmm(self.zero, rows.query_dot, key.transpose(1, 2), beta=0, alpha=self.scale, out=dots)
+        if "key_dot" in at:
+            right, beta = self.taken(at["key_dot"], self.key_dot_buffer).transpose(1, 2), int(found is not None)
+            found = torch.baddbmm(dots if beta else self.zero, rows.query, right, beta=beta, alpha=self.scale, out=dots)
+        if self.softcap is not None:
+            tanh = self.tanh_buffer[: dots.numel()].view(dots.shape)
+            slope = tanh if self.slope is None else self.slope[: dots.numel()].view(dots.shape).copy_(tanh)
+            slope.square_().neg_().add_(1.0)
+            found = None if found is None else found.mul_(slope)
+            if self.slope is not None:
+                tanh.zero_() if found is None else tanh.mul_(found).mul_(-2.0 / self.softcap)
+        if at["mask_dot"] is not None:
+            found = dots.zero_() if found is None else found
+            self.by_head(found).add_(at["mask_dot"])
+        return found
+
+
+class SecondProducts(RateProducts):
+    """dQ', dK', dV' and dmask', in as many buffers again."""
+
+    def __init__(self, *given: Any):
+        super().__init__(*given)
+        buffers = (self.score_buffer, self.score_buffer, self.tanh_buffer, self.query_buffer)
+        self.dots, self.grad_dots, self.slope, self.query_dot_buffer = map(torch.empty_like, buffers)
+        self.key_dot_buffer, self.value_dot_buffer = map(torch.empty_like, (self.kv_buffer, self.value_tile))
+
+    def block(self, query: Tensor, code: Tensor | None, at: dict[str, Any]) -> Rows:
+        rows = self._with_dots(GradientProducts.block(self, query, code, at), at)
+        return rows._replace(delta_dot=self.row_products(rows.grad_out, at["out_dot"]).sum(dim=-1, keepdim=True))
+
+    def finish(self, rows: Rows, at: dict[str, Any]) -> None:
+        GradientProducts.finish(self, rows, at)
+
+    def add(self, rows: Rows, at: dict[str, Any], rule: Rule, j0: int) -> None:
         key, value = self.converted(at["key"]), self.taken(at["value"], self.value_tile)
-        probs = self._probs(rows, key, rule)  # type: ignore[arg-type]
-        dots, grad_probs, grad_dots = (
-            b[: probs.numel()].view(probs.shape) for b in (self.dots, self.grad_probs, self.grad_dots)
-        )
-        if self._score_dots(rows, at, key, probs, dots) is None:
+        probs = self._probs(rows, key, rule)
+        shape, size = probs.shape, probs.numel()
+        dots, grad_probs, grad_dots = (b[:size].view(shape) for b in (self.dots, self.grad_probs, self.grad_dots))
+        if self._score_dots(rows, at, key, dots) is None:
             dots.zero_()
         dots.sub_(rows.lse_dot)
-        coins = None if rows.code is None else self.coins(probs.shape, rows.code, j0)
+        coins = None if rows.code is None else self.coins(shape, rows.code, j0)
         self._kept(torch.mul(probs, dots, out=grad_dots), coins)
         torch.baddbmm(at["value_sum"], grad_dots.transpose(1, 2), rows.grad_out, out=at["value_sum"])
         self._kept(torch.bmm(rows.grad_out, value.transpose(1, 2), out=grad_probs), coins).sub_(rows.delta)
@@ -234,123 +212,13 @@ class TangentProducts(GradientProducts):
         grad_dots.mul_(probs)
         grad_probs.mul_(probs)
         # From here on dS' and dS.
-        if at["mask_sum"] is not None:
-            own, grad = distinct(at["mask_sum"]), self.by_head(grad_dots)
-            repeated = [d for d in range(4) if own.shape[d] == 1 and grad.shape[d] > 1]
-            own.add_(grad.sum(dim=repeated, keepdim=True) if repeated else grad)
+        self._add_to_mask(at["mask_sum"], grad_dots)
         if self.softcap is not None:
-            bend, slope = (b[: probs.numel()].view(probs.shape) for b in (self.tanh_buffer, self.slope))
+            bend, slope = (b[:size].view(shape) for b in (self.tanh_buffer, self.slope))  # type: ignore[index]
             grad_dots.mul_(slope).addcmul_(grad_probs, bend)
             grad_probs.mul_(slope)
         key_dot = at.get("key_dot")
         if key_dot is not None and self.copies_kv:
             key_dot = self.key_dot_buffer[: key_dot.numel()].view(key_dot.shape)  # since _score_dots
-        query_sum, key_sum = rows.query_sum, at["key_sum"]
-        for grad, right, left in ((grad_dots, key, rows.query), (grad_probs, key_dot, rows.query_dot)):
-            if right is not None:
-                torch.baddbmm(query_sum, grad, right, alpha=self.scale, out=query_sum)
-            if left is not None:
-                torch.baddbmm(key_sum, grad.transpose(1, 2), left, alpha=self.scale, out=key_sum)
-
-
-class _UnitRange:
-    """Some units that share every step: all of their query blocks against all of their keys."""
-
-    def __init__(
-        self, units: Units, span: tuple[int, int], names: Any, tile: TangentProducts, call: AttentionCall, walk: Walk
-    ):
-        u0, u1 = span
-        self.span, self.first_unit = span, units.first + u0
-        self.tile, self.call, self.walk = tile, call, walk
-        self.query = units.query[u0:u1]
-        self.given: dict[str, Any] = {n: None if t is None else t[u0:u1] for n, t in zip(names, units.extra)}
-        self.per_key: dict[str, Any] = {"key": units.key[u0:u1], "value": units.value[u0:u1]}
-        self.per_key |= {name: self.given[name] for name in _PER_KEY if name in self.given}
-
-    def run(self, rules: Rules | None) -> None:
-        # 16-bit gradients are summed in float32, for the units at hand.
-        dtype, per_key = self.tile.dtype, self.per_key
-        narrow = {n: t for n, t in per_key.items() if n in ("key_sum", "value_sum") and t.dtype != dtype}
-        per_key |= {n: torch.zeros_like(t, dtype=dtype) for n, t in narrow.items()}
-        add = self.tile.add_second if self.tile.is_second else self.tile.add_rates
-        groups, masks = self.walk.groups, {name: self.given.get(name) for name in ("mask_dot", "mask_sum")}
-        for q0, q1 in self.walk.q_ranges:
-            rows = self._rows(q0, q1)
-            for t0, t1, ranges in block_schedule(rules, self.span, q0, q1, self.call, self.walk):
-                part = rows if t1 - t0 == q1 - q0 else rows.part(t0 * groups, t1 * groups)
-                for j0, j1 in ranges:
-                    rule = FREE if rules is None else rules.rule(*self.span, q0 + t0, q0 + t1, j0, j1)
-                    if rule is None:
-                        continue
-                    at: dict[str, Any] = {name: t[:, j0:j1] for name, t in per_key.items()}
-                    for name, mask in masks.items():
-                        at[name] = None if mask is None else mask[:, :, q0 + t0 : q0 + t1, j0:j1]
-                    add(part, at, rule, j0)
-            self._finish(rows, q0, q1)
-        for name, total in narrow.items():
-            total.copy_(per_key[name])
-
-    def _rows(self, q0: int, q1: int) -> _Rows:
-        tile = self.tile
-        given: dict[str, Any] = {
-            n: None if t is None else t[:, :, q0:q1] for n, t in self.given.items() if n not in _PER_KEY
-        }
-        query = tile.rows(self.query[:, :, q0:q1], tile.query_buffer)
-        dot = given["query_dot"]
-        query_dot = None if dot is None else tile.rows(dot, tile.query_dot_buffer)
-        stat = (*query.shape[:2], 1)
-        shift, log_sum_bits = shift_of(given["lse"], given["log_sum"], stat)
-        code = tile.row_codes(self.first_unit, query, self.call.seq_len_q, q0)
-        lse_dot = given["lse_dot"].transpose(1, 2).reshape(stat).clone()
-        rows = _Rows(query, query_dot, shift, log_sum_bits, code, lse_dot)
-        if not tile.is_second:
-            acc, out = tile.grad_rows, given["out_dot"]
-            acc = acc[: out.numel()].view(*query.shape[:2], -1) if tile.copies_out else tile.block_acc(out)
-            return rows._replace(acc=acc.zero_())
-        grad_out = tile.rows(given["grad_out"], tile.grad_rows)
-        delta, delta_dot = (self._products(grad_out, given[n]).sum(dim=-1, keepdim=True) for n in ("out", "out_dot"))
-        if given["grad_lse"] is not None:
-            delta.sub_(given["grad_lse"].transpose(1, 2).reshape(stat))
-        query_sum = tile.query_sum[: query.numel()].view(query.shape).zero_()
-        return rows._replace(grad_out=grad_out, delta=delta, delta_dot=delta_dot, query_sum=query_sum)
-
-    def _products(self, rows: Tensor, block: Tensor) -> Tensor:
-        """rows * block, ``[u, rows, Dv]``, of a block ``[u, G, tokens, Dv]``."""
-        products, groups = self.tile.products[: block.numel()].view(*rows.shape[:2], -1), self.walk.groups
-        rows_by_token(products, groups).copy_(block.transpose(1, 2))
-        return products.mul_(rows)
-
-    def _finish(self, rows: _Rows, q0: int, q1: int) -> None:
-        tile = self.tile
-        if tile.is_second:
-            self.given["query_sum"][:, :, q0:q1].copy_(tile.by_head(rows.query_sum))
-            return
-        rows.acc.sub_(self._products(rows.lse_dot, self.given["out"][:, :, q0:q1]))
-        if tile.copies_out:
-            self.given["out_dot"][:, :, q0:q1].copy_(tile.by_head(rows.acc))
-        self.given["lse_dot"][:, :, q0:q1].copy_(tile.by_head(rows.lse_dot)[..., 0])
-
-
-_PER_KEY = ("key_dot", "value_dot", "key_sum", "value_sum")
-
-
-def _by_head(sinks: Tensor, rows: Tensor) -> Tensor:
-    return sinks.to(rows.dtype)[:, None] if rows.dim() > 1 else sinks.to(rows.dtype)
-
-
-def _sink_shares(call: AttentionCall, lse: Tensor) -> Tensor:
-    """The probability of each row's sink, ``[*batch, Hq, L]``."""
-    assert call.sinks is not None
-    return (_by_head(call.sinks.detach(), lse) - lse.masked_fill(lse == -math.inf, math.inf)).exp_()
-
-
-def _sinks_second(call: AttentionCall, saved: Results, along: Tangents, rates: Rates, wanted: Wanted) -> Tensor:
-    """``[Hq]``: the derivative of :func:`.gradients.sinks_gradient`."""
-    assert call.sinks is not None
-    assert saved.lse is not None
-    grad_out, dtype = wanted.grad_out.expand(saved.out.shape), saved.lse.dtype
-    delta, delta_dot = ((grad_out.to(dtype) * t).sum(dim=-1) for t in (saved.out, rates.out))
-    delta = delta if wanted.grad_lse is None else delta - wanted.grad_lse
-    dot = -rates.lse if along.sinks is None else _by_head(along.sinks, rates.lse) - rates.lse
-    found = _sink_shares(call, saved.lse) * (dot * delta + delta_dot)
-    return -found.reshape(-1, call.num_heads, call.seq_len_q).sum(dim=(0, 2)).to(call.sinks.dtype)
+        self._add_products(grad_dots, key, rows.query, rows.query_sum, at["key_sum"])
+        self._add_products(grad_probs, key_dot, rows.query_dot, rows.query_sum, at["key_sum"])
