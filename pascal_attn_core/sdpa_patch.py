@@ -31,7 +31,7 @@ from torch import Tensor
 from torch.overrides import _get_current_function_mode, handle_torch_function
 
 from .attention import sdpa
-from .call import PLAIN, Options, beyond_gradients, check_call, is_causal_bias
+from .call import PLAIN, Options, check_call, derivative_order, is_causal_bias
 from .config import AttentionConfig, default_config, log_once, number_of, switched_on
 from .patching.interception import SDPA_NAME, TORCH_SDPA, SdpaMode, bind_sdpa
 from .patching.patch import Patch
@@ -284,7 +284,7 @@ def _is_known(args: tuple, kwargs: dict[str, Any]) -> bool:
         return False
     if mask is not None and (call.is_causal or (type(mask) not in PLAIN and not is_causal_bias(mask))):
         return False
-    if _transforms_are_active() and (torch.compiler.is_compiling() or not beyond_gradients()):
+    if _transforms_are_active() and (torch.compiler.is_compiling() or derivative_order(*call[:4]) < 2):
         return False
     if torch.compiler.is_compiling():
         return not (hasattr(torch.compiler, "is_exporting") and torch.compiler.is_exporting())

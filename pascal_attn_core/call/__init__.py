@@ -134,7 +134,7 @@ class AttentionCall:
         offset: 0 for the upper-left alignment, S - L for the lower-right one.
         score_rule: what FlexAttention's ``score_mod`` makes of the scores, before the mask; None = off.
         needs_grad, needs_mask_grad: gradients will be wanted, that of attn_mask among them.
-        needs_more: derivatives besides them may be, see :func:`beyond_gradients`.
+        order: of the derivatives that may be wanted, see :func:`derivative_order`.
     """
 
     query: Tensor
@@ -160,7 +160,7 @@ class AttentionCall:
     sinks: Tensor | None = None
     needs_mask_grad: bool = False
     score_rule: ScoreRule | None = None
-    needs_more: bool = False
+    order: int = 1
 
     @cached_property
     def sums_dtype(self) -> torch.dtype:
@@ -326,35 +326,38 @@ def _wanted_gradients(
     query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | LazyMask | None, sinks: Tensor | None
 ) -> dict[str, Any]:
     """Whether gradients will be wanted, as fields of :class:`AttentionCall`."""
-    needs_more = beyond_gradients() and _may_be_differentiated(query, key, value, attn_mask, sinks)
+    order = 1
+    if forward_ad._current_level >= 0 or torch._C._are_functorch_transforms_active():
+        order = derivative_order(query, key, value, attn_mask, sinks)
     if not torch.is_grad_enabled():
-        return {"needs_grad": False, "needs_mask_grad": False, "needs_more": needs_more}
+        return {"needs_grad": False, "needs_mask_grad": False, "order": order}
     of_mask = attn_mask is not None and attn_mask.requires_grad
     of_inputs = query.requires_grad or key.requires_grad or value.requires_grad
     return {
-        "needs_more": needs_more,
+        "order": order,
         "needs_grad": of_mask or of_inputs or (sinks is not None and sinks.requires_grad),
         "needs_mask_grad": of_mask,
     }
 
 
-def _may_be_differentiated(*tensors: Tensor | LazyMask | None) -> bool:
-    """Whether any of them has a tangent; under transforms of ``torch.func`` that is assumed."""
-    if torch._C._are_functorch_transforms_active():
-        return True
-    given = [t for t in tensors if isinstance(t, Tensor)]
-    return any(forward_ad.unpack_dual(t).tangent is not None for t in given)
-
-
-def beyond_gradients() -> bool:
-    """Whether derivatives that torch's kernels have no formula for may be asked of a call made now: in forward mode, or
-    under ``torch.func`` those of gradients."""
-    if forward_ad._current_level >= 0:
-        return True
+def derivative_order(*tensors: Tensor | LazyMask | None) -> int:
+    """The highest derivatives of a call with these tensors that may be asked for while it runs: 1 = gradients, 2 = those
+    in forward mode, or gradients of gradients under ``torch.func``, 3 = more of either."""
     if not torch._C._are_functorch_transforms_active():
-        return False
-    kinds = [str(level.key()) for level in torch._C._functorch.get_interpreter_stack() or ()]
-    return sum(kind.endswith("Grad") for kind in kinds) > 1
+        return 2 if forward_ad._current_level >= 0 and any(map(_has_tangent, tensors)) else 1
+    functorch, levels = torch._C._functorch, set()
+    for tensor in tensors:
+        while isinstance(tensor, Tensor) and functorch.is_functorch_wrapped_tensor(tensor):
+            levels.add(functorch.maybe_get_level(tensor))
+            tensor = functorch.get_unwrapped(tensor)
+    kinds = {each.level(): str(each.key()).rpartition(".")[2] for each in functorch.get_interpreter_stack() or ()}
+    found = [kinds[level] for level in levels if level in kinds]
+    tangents = found.count("Jvp") + (forward_ad._current_level >= 0 and "Jvp" not in kinds.values())
+    return 3 if tangents > 1 or tangents + found.count("Grad") > 2 else 2 if tangents or found.count("Grad") > 1 else 1
+
+
+def _has_tangent(tensor: Tensor | LazyMask | None) -> bool:
+    return isinstance(tensor, Tensor) and forward_ad.unpack_dual(tensor).tangent is not None
 
 
 def _number(name: str, value: Any) -> float:

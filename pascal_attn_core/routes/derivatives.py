@@ -7,13 +7,17 @@ Four functions, each of which differentiates into the others::
     GradientFunction gradients of <grad_out, out> + <grad_lse, lse>
     TangentFunction  (out', lse') along a direction
     SecondFunction   gradients of <grad_out, out'> + <grad_lse, lse'>, the same as the derivative of those gradients
-                     along the direction; it is differentiated no further
+                     along the direction; its own are computed by the route math, see :func:`.math.thirds`
 
-They take part in the transforms of ``torch.func``: under vmap they are one call with one more leading dimension.
+They take part in the transforms of ``torch.func``: under vmap they are one call with one more leading dimension. Where
+torch's own kernel has computed a call, :func:`differentiable` makes its gradients a GradientFunction when they are to
+be differentiated.
 """
 
 from __future__ import annotations
 
+import functools
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
@@ -21,36 +25,44 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._functorch.utils import unwrap_dead_wrappers
 from torch.autograd import forward_ad
 
-from ..call import AttentionCall, Results, TiledStats, Wanted, without_autocast
+from ..call import AttentionCall, Options, Results, TiledStats, Wanted, check_call, without_autocast
 from ..call.lazy_mask import LazyMask
 from ..config import AttentionConfig
 from ..tiled.tangents import Rates, Tangents
 
-_FIVE, _RESULTS = "tttts", "trrn"  # query, key, value, mask, sinks; out, lse, log_sum, seed
-
 
 @dataclass(eq=False)
 class Given:
-    """What a call is made of besides tensors, and its route. ``rule``: its mask, if that is no tensor."""
+    """What a call is made of besides tensors, and its route. ``rule``: its mask, if that is no tensor; ``shape``: of
+    its output; ``found``: the gradients, where torch's kernel has computed them."""
 
     call: AttentionCall
     config: AttentionConfig
     route: Any
     plan: Any
+    shape: tuple[int, ...]
     stats: TiledStats | None = None
     rule: LazyMask | None = None
+    found: Any = None
 
     def of(self, query: Tensor, key: Tensor, value: Tensor, mask: Any, sinks: Tensor | None) -> AttentionCall:
         return self.call.with_tensors(query, key, value, self.rule or mask, sinks)
 
     def batched(self, size: int) -> Given:
         """The calls of ``size`` samples as one call, which goes in tiles whatever the single ones do."""
-        return replace(self, call=replace(self.call, batch=(size, *self.call.batch)), route=tiles[0], plan=None)
+        batch, call = (size, *self.call.batch), self.call
+        shape = (*batch, call.num_heads, call.seq_len_q, call.head_dim_v)
+        return replace(self, call=replace(call, batch=batch), route=in_tiles(), plan=None, shape=shape)
 
 
-tiles: list[Any] = []  # the route of that name, which is built on this module
+def in_tiles() -> Any:
+    """The route ``tiled``, which is built on this module."""
+    from .run import route_named
+
+    return route_named("tiled")
 
 
 def _is_many(tensor: Any) -> bool:
@@ -61,29 +73,42 @@ def _resolved(tensors: Sequence[Any]) -> list[Any]:
     return [t.resolve_neg() if isinstance(t, Tensor) else t for t in tensors]  # see check_call
 
 
-def _refuse(given: Given) -> None:
-    """Raise for a call of which the tiles do not see all."""
-    if given.call.score_rule is not None or getattr(given.plan, "packed", None) is not None:
-        what = "several sequences in one" if given.call.score_rule is None else "a score_mod"
-        raise RuntimeError(f"tangents, and gradients of gradients, are not there for a call with {what}")
-
-
-def _saved(call: AttentionCall, results: Sequence[Any]) -> Results:
-    saved = Results(*results)
-    if call.has_bias and saved.log_sum is None and saved.lse is not None:
-        saved = saved._replace(log_sum=torch.zeros_like(saved.lse))  # as in run.gradients
-    return saved
-
-
 def _sum(first: Sequence[Any], second: Sequence[Any]) -> list[Any]:
     return [a if b is None else b if a is None else a + b for a, b in zip(first, second)]
 
 
+def _tiles_of(given: Given, inputs: Sequence[Any], results: Sequence[Any]) -> tuple[AttentionCall, Results]:
+    """The call and its results as the passes over tiles take them.
+
+    Raises:
+        RuntimeError: the tiles do not see all of the call.
+    """
+    packed = getattr(given.plan, "packed", None) is not None
+    if packed or given.call.score_rule is not None:
+        what, remedy = ("several sequences in one", "pass config=AttentionConfig(route='tiled')") if packed else _RULE
+        raise RuntimeError(f"tangents and gradients of gradients cannot be taken of a call with {what}; {remedy}")
+    call, saved = given.of(*inputs), Results(*results)
+    if call.has_bias and saved.log_sum is None and saved.lse is not None:
+        saved = saved._replace(log_sum=torch.zeros_like(saved.lse))  # as in run.gradients
+    return call, saved
+
+
+_RULE = "a score_mod", "pass a float attn_mask or a LazyMask instead of it"
+
+
 class _Derivable(torch.autograd.Function):
     """A function of tensors, one letter each in ``takes`` and ``gives``: t ``[..., tokens, X]``, r ``[..., tokens]``,
-    s sinks, n nothing to differentiate. What follows in ``apply`` is no tensor."""
+    s sinks, n nothing to differentiate. The first five are those of the call. What follows in ``apply`` is no tensor,
+    first of all a :class:`Given`."""
 
-    takes = gives = ""
+    takes, gives = "tttts" + "trrn", "tttts"  # query, key, value, mask, sinks; out, lse, log_sum, seed
+
+    @classmethod
+    def apply(cls, *inputs: Any) -> Any:
+        if torch._C._are_functorch_transforms_active():
+            return super().apply(*inputs)
+        # Function.apply would first bind the arguments to those of forward, which takes 12 microseconds.
+        return super(torch.autograd.Function, cls).apply(*unwrap_dead_wrappers(inputs))
 
     @classmethod
     def forward(cls, *inputs: Any) -> Any:
@@ -101,11 +126,14 @@ class _Derivable(torch.autograd.Function):
 
     @classmethod
     def setup_context(cls, ctx: Any, inputs: tuple, output: Any) -> None:
-        kept = inputs[: len(cls.takes)]
-        ctx.save_for_backward(*kept)
+        cls.keep(ctx, inputs[: len(cls.takes)], inputs[len(cls.takes) :])
+
+    @staticmethod
+    def keep(ctx: Any, tensors: Sequence[Any], given: Any) -> None:
+        ctx.save_for_backward(*tensors)
         if forward_ad._current_level >= 0:
-            ctx.save_for_forward(*kept)
-        ctx.given = inputs[len(cls.takes) :]
+            ctx.save_for_forward(*tensors)
+        ctx.given = given
         ctx.set_materialize_grads(False)
 
     @classmethod
@@ -119,18 +147,15 @@ class _Derivable(torch.autograd.Function):
             ]
             found = [None if each[0] is None else torch.stack(each) for each in zip(*singles)]
             return tuple(found), tuple(None if t is None else 0 for t in found)
-        shapes: Any = []
+        shapes: list[Any] = [None] * count
         for n, (kind, tensor, dim) in enumerate(zip(cls.takes, tensors, dims)):
-            if tensor is None or kind == "n":
-                shapes.append(None)
-                continue
-            tensor = tensor.expand(size, *tensor.shape) if dim is None else tensor.movedim(dim, 0)
-            shapes.append(tensor.shape)
-            rank = 1 + len(given.call.batch) + (3 if kind == "t" else 2)
-            tensors[n] = tensor.reshape(size, *[1] * (rank - tensor.dim()), *tensor.shape[1:])
+            if tensor is not None and kind != "n":
+                tensor = tensor.expand(size, *tensor.shape) if dim is None else tensor.movedim(dim, 0)
+                shapes[n], rank = tensor.shape, 1 + len(given.call.batch) + (3 if kind == "t" else 2)
+                tensors[n] = tensor.reshape(size, *[1] * (rank - tensor.dim()), *tensor.shape[1:])
         found = cls.apply(*tensors, given.batched(size), *inputs[count + 1 :])
-        shapes = cls.shapes(shapes, given, size)
-        found = [t if t is None or shape is None else t.reshape(shape) for t, shape in zip(found, shapes)]
+        shapes = shapes[:5] if cls.gives == "tttts" else [(size, *given.shape)] + [(size, *given.shape[:-1])] * 2 + [()]
+        found = [t if t is None or kind == "n" else t.reshape(s) for kind, t, s in zip(cls.gives, found, shapes)]
         return tuple(found), tuple(None if t is None or kind == "n" else 0 for kind, t in zip(cls.gives, found))
 
     @classmethod
@@ -145,58 +170,45 @@ class _Derivable(torch.autograd.Function):
         found, dims = cls.vmap(SimpleNamespace(batch_size=size), dims, *inputs)
         return tuple(t if d is None else torch._add_batch_dim(t, 0, level) for t, d in zip(found, dims))
 
-    @classmethod
-    def shapes(cls, taken: list[Any], given: Given, size: int) -> Sequence[Any]:
-        """Of the results for ``size`` samples: out and lse, by default."""
-        heads = () if given.call.num_heads == 1 and len(taken[0]) == 3 else (given.call.num_heads,)
-        rows = (size, *given.call.batch, *heads, given.call.seq_len_q)
-        return (*rows, given.call.head_dim_v), rows, rows, None
-
 
 class RouteFunction(_Derivable):
     """``apply(query, key, value, mask, sinks, given, *captured) -> (out, lse, log_sum, seed)`` by a route that computes
     its own gradients; the inputs, what the call's score rule reads, and the route's results are kept for them."""
 
-    takes, gives = _FIVE, _RESULTS
+    takes, gives = "tttts", "trrn"
 
     @staticmethod
     def compute(*inputs: Any) -> Any:
         given = inputs[5]
-        call = given.of(*inputs[:5])
+        call, options = given.of(*inputs[:5]), {"with_lse": True, "for_grad": True, "stats": given.stats}
         with without_autocast(call.query):
-            return tuple(
-                given.route.forward(call, given.config, given.plan, with_lse=True, for_grad=True, stats=given.stats)
-            )
+            return tuple(given.route.forward(call, given.config, given.plan, **options))
 
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple, output: Any) -> None:
-        kept = [*inputs[:5], *output, *inputs[6:]]
-        ctx.save_for_backward(*kept)
-        if forward_ad._current_level >= 0:
-            ctx.save_for_forward(*kept)
-        ctx.given = inputs[5]
-        ctx.set_materialize_grads(False)
+    @classmethod
+    def setup_context(cls, ctx: Any, inputs: tuple, output: Any) -> None:
+        cls.keep(ctx, (*inputs[:5], *output, *inputs[6:]), inputs[5])
         ctx.mark_non_differentiable(*(t for t in output[2:] if t is not None))
 
     @staticmethod
     def backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None, *_: None) -> Any:
         kept, given, wants = ctx.saved_tensors, ctx.given, ctx.needs_input_grad[3:5]
         grad_out = torch.zeros_like(kept[5]) if grad_out is None else grad_out
-        inputs = (grad_out, grad_lse, *kept[:9], given, wants)
         if given.call.score_rule is not None:
-            with_rule = (*kept[:5], *kept[9:])
-            compute = lambda g, h: _gradients(g, h, *inputs[2:], captured=True)  # noqa: E731
-            grads = in_any_graph(compute, given.route.name, grad_out, grad_lse, with_rule)
+            compute = lambda g, h: _gradients(*kept[:9], g, h, given, wants, captured=True)  # noqa: E731
+            grads = in_any_graph(compute, _RULE, grad_out, grad_lse, (*kept[:5], *kept[9:]))
             return *grads[:5], None, *grads[5:]
-        is_plain = not torch.is_grad_enabled() and forward_ad._current_level < 0
-        if is_plain and not (torch._C._are_functorch_transforms_active() or _is_many(grad_out) or _is_many(grad_lse)):
-            return *_gradients(*inputs), None
-        return _needed(ctx, (*GradientFunction.apply(*inputs), None))
+        inputs = (*kept[:9], grad_out, grad_lse, given, wants)
+        if torch.is_grad_enabled() or forward_ad._current_level >= 0 or _is_transformed(grad_out, grad_lse):
+            return _needed(ctx, (*GradientFunction.apply(*inputs), None))
+        return *_gradients(*inputs), None
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> Any:
-        kept = ctx.saved_tensors
-        return *TangentFunction.apply(*_direction(tangents[:5]), *kept[:9], ctx.given), None, None
+        return *TangentFunction.apply(*ctx.saved_tensors[:9], *_direction(tangents[:5]), ctx.given), None, None
+
+
+def _is_transformed(*tensors: Tensor | None) -> bool:
+    return torch._C._are_functorch_transforms_active() or any(map(_is_many, tensors))
 
 
 def _needed(ctx: Any, grads: Sequence[Any]) -> tuple:
@@ -207,147 +219,188 @@ def _direction(tangents: Sequence[Any]) -> list[Tensor | None]:
     return [None if t is None or t._is_zerotensor() else t for t in tangents]
 
 
-def _gradients(grad_out: Tensor, grad_lse: Tensor | None, *rest: Any, captured: bool = False) -> tuple:
-    *inputs, given, wants = rest
-    call = given.of(*inputs[:5])
-    grad_out, grad_lse = _resolved((grad_out, grad_lse))
+def _gradients(*inputs: Any, captured: bool = False) -> tuple:
+    *tensors, given, wants = inputs
+    wanted = Wanted(*_resolved(tensors[9:]), *wants)
+    call = given.of(*tensors[:5])
     with torch.no_grad(), without_autocast(call.query):
-        saved = Results(*inputs[5:9])
-        found = given.route.backward(call, given.config, given.plan, saved, Wanted(grad_out, grad_lse, *wants))
+        found = given.route.backward(call, given.config, given.plan, Results(*tensors[5:9]), wanted)
     return (*found[:5], *found.captured) if captured else found[:5]
 
 
 class GradientFunction(_Derivable):
-    """``apply(grad_out, grad_lse, *inputs, *results, given, wants) -> gradients of the inputs``; ``wants``: whether
-    those of mask and sinks."""
+    """``apply(*inputs, *results, grad_out, grad_lse, given, wants) -> gradients of the inputs``; ``wants``: whether
+    those of mask and sinks. Without results they are computed when a derivative asks for them."""
 
-    takes, gives = "tr" + _FIVE + _RESULTS, _FIVE
+    takes = _Derivable.takes + "tr"
 
     @staticmethod
     def compute(*inputs: Any) -> Any:
-        return _gradients(*inputs)
+        found = inputs[-2].found
+        return _gradients(*inputs) if found is None else found
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        kept, (given, _) = ctx.saved_tensors, ctx.given
-        along, call = _direction(grads), kept[2:11]
-        rates = TangentFunction.apply(*along, *call, given)
-        grad_lse = rates[1] if ctx.needs_input_grad[1] else None
-        second = SecondFunction.apply(*along, *kept, *rates, given, ctx.needs_input_grad[5:7])
-        return _needed(ctx, (rates[0], grad_lse, *second, *[None] * 6))
+        (given, wants), call = ctx.given, _with_results(ctx)
+        along, outer = _direction(grads), ctx.saved_tensors[9:]
+        rates = TangentFunction.apply(*call, *along, given)
+        second = SecondFunction.apply(*call, *along, *outer, *rates, given, ctx.needs_input_grad[3:5])
+        return _needed(ctx, (*second, *[None] * 4, *rates, None, None))
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> Any:
-        kept, (given, wants) = ctx.saved_tensors, ctx.given
-        (of_out, of_lse), along, found = _direction(tangents[:2]), _direction(tangents[2:7]), [None] * 5
+        (given, wants), call = ctx.given, _with_results(ctx)
+        given = replace(given, found=None)
+        (of_out, of_lse), along, found = _direction(tangents[9:11]), _direction(tangents[:5]), [None] * 5
         if of_out is not None or of_lse is not None:
-            of_out = torch.zeros_like(kept[7]) if of_out is None else of_out
-            found = GradientFunction.apply(of_out, of_lse, *kept[2:], given, wants)
+            of_out = torch.zeros_like(call[5]) if of_out is None else of_out
+            found = GradientFunction.apply(*call, of_out, of_lse, given, wants)
         if any(t is not None for t in along):
-            rates = TangentFunction.apply(*along, *kept[2:], given)
-            found = _sum(found, SecondFunction.apply(*along, *kept, *rates, given, wants))
+            rates = TangentFunction.apply(*call, *along, given)
+            outer = ctx.saved_tensors[9:]
+            found = _sum(found, SecondFunction.apply(*call, *along, *outer, *rates, given, wants))
         return tuple(found)
 
-    @classmethod
-    def shapes(cls, taken: list[Any], given: Given, size: int) -> Sequence[Any]:
-        return *taken[2:6], None
+
+def _with_results(ctx: Any) -> tuple[Any, ...]:
+    """The inputs and the results of a call: those that are kept, or by tiles."""
+    inputs, results = ctx.saved_tensors[:5], ctx.saved_tensors[5:9]
+    if results[0] is None:
+        with torch.no_grad():
+            results = RouteFunction.apply(*inputs, ctx.given[0])
+    return *inputs, *results
 
 
 class TangentFunction(_Derivable):
-    """``apply(*direction, *inputs, *results, given) -> (out', lse')``."""
+    """``apply(*inputs, *results, *direction, given) -> (out', lse')``."""
 
-    takes, gives = _FIVE + _FIVE + _RESULTS, "tr"
+    takes, gives = _Derivable.takes + "tttts", "tr"
 
     @staticmethod
     def compute(*inputs: Any) -> Any:
-        given, along = inputs[-1], Tangents(*_resolved(inputs[:5]))
-        _refuse(given)
-        call = given.of(*inputs[5:10])
+        given, (call, saved) = inputs[-1], _tiles_of(inputs[-1], inputs[:5], inputs[5:9])
         with without_autocast(call.query):
-            return tuple(tiles[0].tangent(call, given.config, _saved(call, inputs[10:14]), along))
+            return tuple(in_tiles().tangent(call, given.config, saved, Tangents(*_resolved(inputs[9:14]))))
 
     @staticmethod
     def backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> Any:
         kept, (given,), needs = ctx.saved_tensors, ctx.given, ctx.needs_input_grad
-        grad_out = torch.zeros_like(kept[10]) if grad_out is None else grad_out
+        call, along = kept[:9], kept[9:]
+        grad_out = torch.zeros_like(call[5]) if grad_out is None else grad_out
         first = second = [None] * 5
+        if any(needs[9:14]):
+            first = GradientFunction.apply(*call, grad_out, grad_lse, given, needs[12:14])
         if any(needs[:5]):
-            first = GradientFunction.apply(grad_out, grad_lse, *kept[5:], given, needs[3:5])
-        if any(needs[5:10]):
             rates = TangentFunction.apply(*kept, given)
-            second = SecondFunction.apply(*kept[:5], grad_out, grad_lse, *kept[5:], *rates, given, needs[8:10])
-        return _needed(ctx, (*first, *second, *[None] * 5))
+            second = SecondFunction.apply(*call, *along, grad_out, grad_lse, *rates, given, needs[3:5])
+        return _needed(ctx, (*second, *[None] * 4, *first, None))
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> Any:
-        if any(t is not None for t in _direction(tangents[5:10])):
-            raise RuntimeError(_NO_MORE.format("tangents of tangents"))
-        return TangentFunction.apply(*_direction(tangents[:5]), *ctx.saved_tensors[5:], *ctx.given)
-
-    @classmethod
-    def shapes(cls, taken: list[Any], given: Given, size: int) -> Sequence[Any]:
-        return super().shapes(taken[10:], given, size)
+        if any(t is not None for t in _direction(tangents[:5])):  # choose takes math where it can know
+            raise RuntimeError("tangents of tangents must be taken with torch.func.jvp, got dual numbers")
+        return TangentFunction.apply(*ctx.saved_tensors[:9], *_direction(tangents[9:14]), *ctx.given)
 
 
 class SecondFunction(_Derivable):
-    """``apply(*direction, grad_out, grad_lse, *inputs, *results, out', lse', given, wants) -> five tensors`` in the
+    """``apply(*inputs, *results, *direction, grad_out, grad_lse, out', lse', given, wants) -> five tensors`` in the
     shapes of the inputs."""
 
-    takes, gives = _FIVE + "tr" + _FIVE + _RESULTS + "tr", _FIVE
+    takes = _Derivable.takes + "tttts" + "tr" + "tr"
 
     @staticmethod
     def compute(*inputs: Any) -> Any:
         *tensors, given, wants = inputs
-        _refuse(given)
-        tensors = _resolved(tensors)
-        call, wanted = given.of(*tensors[7:12]), Wanted(*tensors[5:7], *wants)
+        call, saved = _tiles_of(given, tensors[:5], tensors[5:9])
+        along, rates = Tangents(*_resolved(tensors[9:14])), Rates(*tensors[16:])
+        wanted = Wanted(*_resolved(tensors[14:16]), *wants)
         with without_autocast(call.query):
-            saved, rates = _saved(call, tensors[12:16]), Rates(*tensors[16:])
-            return tiles[0].second(call, given.config, saved, Tangents(*tensors[:5]), rates, wanted)[:5]
+            return in_tiles().second(call, given.config, saved, along, rates, wanted)[:5]
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        raise RuntimeError(_NO_MORE.format("third derivatives"))
+        from .math import thirds
 
-    jvp = backward
-
-    @classmethod
-    def shapes(cls, taken: list[Any], given: Given, size: int) -> Sequence[Any]:
-        return *taken[7:11], None
+        kept, (given, _) = ctx.saved_tensors, ctx.given
+        found = thirds(given.of(*kept[:5]), kept[9:14], kept[14:16], grads)
+        return _needed(ctx, (*found[:5], *[None] * 4, *found[5:], *[None] * 4))
 
 
-_NO_MORE = (
-    "{} must be taken with route='math', got a call in tiles; "
-    "pass config=AttentionConfig(route='math', math_limit_mib=...)"
-)
 
+# ---- gradients that something else has computed ----------------------------------------------------------------------
 
 Grads = tuple[Tensor | None, ...]
 Compute = Callable[[Tensor, Tensor | None], Grads]
 
 
+def differentiable(out: Tensor, config: AttentionConfig) -> Tensor:
+    """The output of torch's kernel, of which gradients of gradients can be taken. What can be known only when the
+    gradients are computed costs a call no more than a hook: that of :meth:`torch.Tensor.register_hook`, without its
+    handle."""
+    if out.requires_grad and out.grad_fn is not None:
+        out._backward_hooks = OrderedDict(((-1, functools.partial(_before_gradients, config)),))
+        out.grad_fn._register_hook_dict(out)
+    return out
+
+
+def _before_gradients(config: AttentionConfig, grad: Tensor) -> None:
+    if not torch.is_grad_enabled() or _is_transformed(grad):
+        return
+    node = torch._C._current_autograd_node()
+    while node is not None and not hasattr(node, "_saved_query"):  # a view or a slice of its output
+        node = node.next_functions[0][0] if node.next_functions else None
+
+    def after(found: Grads, grads: Grads) -> Grads:
+        handle.remove()
+        return _taken_again(torch._C._current_autograd_node(), config, found, grads[0])
+
+    if node is not None:
+        handle = node.register_hook(after)
+
+
+def _taken_again(node: Any, config: AttentionConfig, found: Grads, grad_out: Tensor | None) -> Grads:
+    """The gradients that the node of torch's kernel has found, as those of a call in tiles if they are differentiated:
+    torch's own have no derivatives."""
+    if grad_out is None:
+        return found
+    query, key, value = node._saved_query, node._saved_key, node._saved_value
+    mask = node._saved_attn_mask if hasattr(node, "_saved_attn_mask") else getattr(node, "_saved_attn_bias", None)
+    grouped, plain = query.shape[1] != key.shape[1], [None if t is None else t.detach() for t in found]
+    if node._saved_dropout_p:
+        what = "dropout by torch's kernel", "pass config=AttentionConfig(route='tiled')"
+        return in_any_graph(lambda *_: tuple(plain), what, grad_out, None, (query, key, value))
+    options = Options(0.0, node._saved_is_causal, node._saved_scale, grouped)
+    call = check_call(query, key, value, mask, options)
+    grads = (*plain, *[None] * (5 - len(plain)))
+    given = Given(call.without_tensors(), config, in_tiles(), None, call.out_shape, found=grads)
+    inputs = (query, key, value, mask, None, *[None] * 4, grad_out, None, given, (grads[3] is not None, False))
+    grads, given.found = GradientFunction.apply(*inputs), None
+    return grads[: len(found)]
+
+
+
 def in_any_graph(
-    compute: Compute, route: str, grad_out: Tensor, grad_lse: Tensor | None, inputs: Sequence[Tensor | None]
+    compute: Compute, what: tuple[str, str], grad_out: Tensor, grad_lse: Tensor | None, inputs: Sequence[Tensor | None]
 ) -> Grads:
-    """The gradients that ``compute(grad_out, grad_lse)`` returns, in a form that serves any backward pass.
+    """The gradients that ``compute(grad_out, grad_lse)`` returns, for calls whose gradients have no derivatives.
+
+    ``create_graph=True`` asks for gradients that can be differentiated, but many programs ask and never differentiate:
+    they get the gradients, attached to a node that raises when their gradient is asked for.
 
     Args:
         compute: a gradient or None for each of ``inputs``; it is called without a graph.
-        route: its name, for the error of differentiating the gradients.
+        what: what has no derivatives, and what to do, for the error.
         inputs: the tensors besides grad_out and grad_lse on which the gradients depend.
     Raises:
         RuntimeError: the backward pass is for many gradients at once (``is_grads_batched``, ``torch.func.vmap``).
     """
     functorch, given = torch._C._functorch, [t for t in (grad_out, grad_lse) if t is not None]
     if any(functorch.is_legacy_batchedtensor(t) or functorch.is_batchedtensor(t) for t in given):
-        raise RuntimeError(f"many gradients at once must be taken with route='math', got a {route} call")
+        raise RuntimeError("many gradients at once cannot be taken of a call with {}; {}".format(*what))
     with torch.no_grad():
         grads = compute(grad_out, grad_lse)
     if not torch.is_grad_enabled():
         return grads
-    error = (
-        f"gradients of gradients must be taken with route='math', got a {route} call; "
-        "pass config=AttentionConfig(route='math', math_limit_mib=...)"
-    )
+    error = "gradients of gradients cannot be taken of a call with {}; {}".format(*what)
     sources: list[Any] = [*grads, *given, *inputs]
     return torch._C._functions.DelayedError(error, len(sources))(*sources)[: len(grads)]

@@ -158,6 +158,6 @@ class Route:
     ) -> Results:
         """Results as part of autograd's graph, in which ``backward`` computes the gradients of out and lse."""
         rule, mask = (call.attn_mask, None) if isinstance(call.attn_mask, LazyMask) else (None, call.attn_mask)
-        given = Given(call.without_tensors(), config, self, plan, stats, rule)
+        given = Given(call.without_tensors(), config, self, plan, call.out_shape, stats, rule)
         captured = () if call.score_rule is None else call.score_rule.captured
         return Results(*RouteFunction.apply(call.query, call.key, call.value, mask, call.sinks, given, *captured))
