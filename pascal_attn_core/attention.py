@@ -13,6 +13,7 @@ from .call import PLAIN, AttentionOutput, Options, Results, Wanted, check_call, 
 from .call.lazy_mask import LazyMask
 from .config import AttentionConfig, default_config
 from .routes import choose, is_plainly_short, route_names, why_not
+from .routes.derivatives import differentiable
 from .routes.run import gradients, is_watched, run
 from .routes.torch_faults import is_torchs_own, torch_sdpa
 
@@ -94,7 +95,7 @@ def _by_torch_if_short(
     if not is_plainly_short(config, query, key, value, attn_mask, dropout_p, is_causal, scale):
         return None
     try:
-        return torch_sdpa(query, key, value, attn_mask, 0.0, is_causal, scale=scale)
+        return differentiable(torch_sdpa(query, key, value, attn_mask, 0.0, is_causal, scale=scale), config)
     except RuntimeError as error:
         check_call(query, key, value, attn_mask, is_causal=is_causal, scale=scale)  # knows the reason better
         if not is_torchs_own(error):

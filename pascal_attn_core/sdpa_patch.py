@@ -36,6 +36,7 @@ from .config import AttentionConfig, default_config, log_once, number_of, switch
 from .patching.interception import SDPA_NAME, TORCH_SDPA, SdpaMode, bind_sdpa
 from .patching.patch import Patch
 from .routes import is_plainly_short
+from .routes.derivatives import differentiable
 from .routes.run import is_watched
 from .routes.torch_faults import is_torchs_own
 
@@ -229,11 +230,11 @@ def _attend(original: Any, patch: _SdpaPatch, args: tuple, kwargs: dict[str, Any
     try:
         if not torch._C._len_torch_function_stack():
             if _is_plainly_short(config, args, kwargs):
-                return TORCH_SDPA(*args, **kwargs)
+                return differentiable(TORCH_SDPA(*args, **kwargs), config)
         else:
             with torch._C.DisableTorchFunction():  # under a mode each look at a tensor would be a call of the mode
                 if _is_plainly_short(config, args, kwargs):
-                    return TORCH_SDPA(*args, **kwargs)
+                    return differentiable(TORCH_SDPA(*args, **kwargs), config)
     except RuntimeError as error:  # another route may take what torch's kernel does not; else the error comes again
         if not is_torchs_own(error):
             raise

@@ -17,7 +17,6 @@ be differentiated.
 from __future__ import annotations
 
 import functools
-from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
@@ -112,7 +111,7 @@ class _Derivable(torch.autograd.Function):
 
     @classmethod
     def forward(cls, *inputs: Any) -> Any:
-        if any(map(_is_many, inputs)):
+        if cls is not RouteFunction and any(map(_is_many, inputs)):
             return cls.many(*inputs)
         if torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is None:
             return cls.compute(*inputs)
@@ -179,15 +178,16 @@ class RouteFunction(_Derivable):
 
     @staticmethod
     def compute(*inputs: Any) -> Any:
-        given = inputs[5]
-        call, options = given.of(*inputs[:5]), {"with_lse": True, "for_grad": True, "stats": given.stats}
-        with without_autocast(call.query):
-            return tuple(given.route.forward(call, given.config, given.plan, **options))
+        given, call = inputs[5], inputs[5].of(*inputs[:5])
+        return tuple(
+            given.route.forward(call, given.config, given.plan, with_lse=True, for_grad=True, stats=given.stats)
+        )
 
     @classmethod
     def setup_context(cls, ctx: Any, inputs: tuple, output: Any) -> None:
         cls.keep(ctx, (*inputs[:5], *output, *inputs[6:]), inputs[5])
-        ctx.mark_non_differentiable(*(t for t in output[2:] if t is not None))
+        if output[2] is not None or output[3] is not None:
+            ctx.mark_non_differentiable(*(t for t in output[2:] if t is not None))
 
     @staticmethod
     def backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None, *_: None) -> Any:
@@ -266,7 +266,7 @@ def _with_results(ctx: Any) -> tuple[Any, ...]:
     """The inputs and the results of a call: those that are kept, or by tiles."""
     inputs, results = ctx.saved_tensors[:5], ctx.saved_tensors[5:9]
     if results[0] is None:
-        with torch.no_grad():
+        with torch.no_grad(), without_autocast(inputs[0]):
             results = RouteFunction.apply(*inputs, ctx.given[0])
     return *inputs, *results
 
@@ -333,13 +333,24 @@ Grads = tuple[Tensor | None, ...]
 Compute = Callable[[Tensor, Tensor | None], Grads]
 
 
+_hooks: dict[int, tuple[AttentionConfig, dict[int, Any]]] = {}
+_MOST_HOOKS = 64
+
+
 def differentiable(out: Tensor, config: AttentionConfig) -> Tensor:
     """The output of torch's kernel, of which gradients of gradients can be taken. What can be known only when the
-    gradients are computed costs a call no more than a hook: that of :meth:`torch.Tensor.register_hook`, without its
-    handle."""
-    if out.requires_grad and out.grad_fn is not None:
-        out._backward_hooks = OrderedDict(((-1, functools.partial(_before_gradients, config)),))
-        out.grad_fn._register_hook_dict(out)
+    gradients are computed costs a call no more than a hook, as by :meth:`torch.Tensor.register_hook` without its
+    handle: one dictionary serves all calls of a config."""
+    node = out.grad_fn
+    if node is not None:
+        found = _hooks.get(id(config))
+        if found is None:
+            if len(_hooks) >= _MOST_HOOKS:
+                _hooks.clear()
+            found = _hooks[id(config)] = config, {0: functools.partial(_before_gradients, config)}
+        out._backward_hooks = found[1]
+        node._register_hook_dict(out)
+        out._backward_hooks = None  # for those of others
     return out
 
 

@@ -94,13 +94,18 @@ def thirds(
     is_wanted = torch.is_grad_enabled()
     with torch.enable_grad(), without_autocast(call.query):
         given = (call.query, call.key, call.value, call.attn_mask, call.sinks, *along, *outer)
-        # Each its own, even if the caller passed one tensor twice.
-        own = [t.view_as(t) if is_wanted and t.requires_grad else t.detach().requires_grad_()
-               if isinstance(t, Tensor) and t.is_floating_point() else t for t in given]  # fmt: skip
+        own = [_of_its_own(t, is_wanted) for t in given]
         results = MathRoute().forward(call.with_tensors(*own[:5]), None, None, with_lse=outer[1] is not None)
         found = _pulled(results[:2], own[:5], own[10:])
         found = _pulled(found, own[:5], own[5:10])
         return _pulled(found, own, grads, is_wanted)
+
+
+def _of_its_own(tensor: Any, in_graph: bool) -> Any:
+    """A float tensor as one that nothing else depends on: the caller may have passed it twice."""
+    if not isinstance(tensor, Tensor) or not tensor.is_floating_point():
+        return tensor
+    return tensor.view_as(tensor) if in_graph and tensor.requires_grad else tensor.detach().requires_grad_()
 
 
 def _pulled(outputs: Any, inputs: Any, seeds: Any, is_wanted: bool = True) -> list[Tensor | None]:
@@ -109,7 +114,8 @@ def _pulled(outputs: Any, inputs: Any, seeds: Any, is_wanted: bool = True) -> li
     leaves = [t for t in inputs if isinstance(t, Tensor) and t.requires_grad]
     if not pairs:
         return [None] * len(inputs)
-    found = iter(torch.autograd.grad(*zip(*pairs), leaves, create_graph=is_wanted, allow_unused=True))
+    results, grads = zip(*pairs)
+    found = iter(torch.autograd.grad(results, leaves, grads, create_graph=is_wanted, allow_unused=True))
     return [next(found) if isinstance(t, Tensor) and t.requires_grad else None for t in inputs]
 
 

@@ -70,7 +70,10 @@ def visit(
     """
     per_query = {"out": saved.out, "lse": saved.lse, "log_sum": saved.log_sum, **per_query}
     extra = list(per_query.values()), list(per_key.values())
-    views, look = unit_views(call, *extra), may_read(call) and trim_masks and walk.tiles.scans_mask
+    # What is contiguous can be viewed in any way that the inputs can.
+    is_plain = all(t is None or t.is_contiguous() for each in extra for t in each)
+    views = walk.views if is_plain else unit_views(call, *extra)
+    look = may_read(call) and trim_masks and walk.tiles.scans_mask
     # Units that share an element of a sum must not be added to it in one step.
     shared = any(
         stride == 0 and size > 1
