@@ -31,7 +31,7 @@ from torch import Tensor
 from torch.overrides import _get_current_function_mode, handle_torch_function
 
 from .attention import sdpa
-from .call import PLAIN, Options, check_call, derivative_order, is_causal_bias
+from .call import PLAIN, Options, check_call, is_causal_bias, order_of_transforms
 from .config import AttentionConfig, default_config, log_once, number_of, switched_on
 from .patching.interception import SDPA_NAME, TORCH_SDPA, SdpaMode, bind_sdpa
 from .patching.patch import Patch
@@ -285,17 +285,8 @@ def _is_known(args: tuple, kwargs: dict[str, Any]) -> bool:
         return False
     if mask is not None and (call.is_causal or (type(mask) not in PLAIN and not is_causal_bias(mask))):
         return False
-    if _transforms_are_active() and (torch.compiler.is_compiling() or derivative_order(*call[:4]) < 2):
+    if order_of_transforms() == 1:
         return False
     if torch.compiler.is_compiling():
         return not (hasattr(torch.compiler, "is_exporting") and torch.compiler.is_exporting())
     return not torch.jit.is_tracing()
-
-
-def _transforms_are_active() -> bool:
-    return torch._C._are_functorch_transforms_active()
-
-
-# As torch.compiler.assume_constant_result does, which would import the compiler: older ones cannot trace that function.
-# A graph is guarded by the transforms around it.
-_transforms_are_active._dynamo_marked_constant = True  # type: ignore[attr-defined]
