@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function
 
-from .call import PLAIN, AttentionOutput, Options, Results, Wanted, check_call, prepared
+from .call import PLAIN, AttentionOutput, Options, Results, Wanted, check_call, order_of_transforms, prepared
 from .call.lazy_mask import LazyMask
 from .config import AttentionConfig, default_config
 from .routes import choose, is_plainly_short, route_names, why_not
@@ -222,6 +222,12 @@ def _check_config(config: AttentionConfig | None) -> None:
         raise TypeError(f"config must be an AttentionConfig or None, got {config!r}")
 
 
+def _is_proxied() -> bool:
+    """Whether ``make_fx`` records a call whose derivatives it does not."""
+    kind = torch._C._TorchDispatchModeKey.PROXY
+    return torch._C._get_dispatch_mode(kind) is not None and not order_of_transforms()
+
+
 def _attend(
     function: Callable[..., Any],
     query: Tensor,
@@ -238,7 +244,7 @@ def _attend(
     _check_config(config)
     is_plain = type(query) in PLAIN and type(key) in PLAIN and type(value) in PLAIN
     # While torch.jit.trace records, sizes are tensors, with which no route can work.
-    is_recorded = torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None
+    is_recorded = torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None or _is_proxied()
     if not is_plain and not torch.compiler.is_compiling():
         overriding = (query, key, value, attn_mask, options.sinks)
         if has_torch_function(overriding):
