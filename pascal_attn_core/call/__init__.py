@@ -326,7 +326,9 @@ def _wanted_gradients(
     query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | LazyMask | None, sinks: Tensor | None
 ) -> dict[str, Any]:
     """Whether gradients will be wanted, as fields of :class:`AttentionCall`."""
-    order = _derivative_order(query, key, value, attn_mask, sinks) if order_of_transforms() > 1 else 1
+    order = max(1, order_of_transforms())
+    if order > 1 and not torch._C._are_functorch_transforms_active():
+        order = 2 if any(map(_has_tangent, (query, key, value, attn_mask, sinks))) else 1
     if not torch.is_grad_enabled():
         return {"needs_grad": False, "needs_mask_grad": False, "order": order}
     of_mask = attn_mask is not None and attn_mask.requires_grad
@@ -339,37 +341,20 @@ def _wanted_gradients(
 
 
 def order_of_transforms() -> int:
-    """The highest derivatives that may be asked of a call made here while it runs: 0 = none, 1 = vmap or gradients of
-    ``torch.func``, 2 = tangents, or gradients of gradients."""
+    """The highest derivatives that may be asked of a call made here while it runs: 0 = none, 1 = gradients or vmap of
+    ``torch.func``, 2 = tangents, or gradients of gradients, 3 = more of either."""
     if not torch._C._are_functorch_transforms_active():
         return 2 if forward_ad._current_level >= 0 else 0
-    return 2 if forward_ad._current_level >= 0 or list(_kinds_of_levels().values()).count("Grad") > 1 else 1
+    kinds = [str(each.key()).rpartition(".")[2] for each in torch._C._functorch.get_interpreter_stack() or ()]
+    tangents = max(kinds.count("Jvp"), int(forward_ad._current_level >= 0))
+    if tangents:
+        return 3 if tangents + kinds.count("Grad") > 2 or tangents > 1 else 2
+    return max(1, min(3, kinds.count("Grad")))
 
 
 # As torch.compiler.assume_constant_result does, which would import the compiler: older ones cannot trace that function.
 # A graph is guarded by the transforms around it.
 order_of_transforms._dynamo_marked_constant = True  # type: ignore[attr-defined]
-
-
-def _kinds_of_levels() -> dict[int, str]:
-    """The transforms of ``torch.func`` that are active: "Jvp", "Grad", "Vmap", by their level."""
-    stack = torch._C._functorch.get_interpreter_stack() or ()
-    return {each.level(): str(each.key()).rpartition(".")[2] for each in stack}
-
-
-def _derivative_order(*tensors: Tensor | LazyMask | None) -> int:
-    """:func:`order_of_transforms` for a call with these tensors, 3 = more: tangents of tangents, third derivatives."""
-    if not torch._C._are_functorch_transforms_active():
-        return 2 if any(map(_has_tangent, tensors)) else 1
-    functorch, levels = torch._C._functorch, set()
-    for tensor in tensors:
-        while isinstance(tensor, Tensor) and functorch.is_functorch_wrapped_tensor(tensor):
-            levels.add(functorch.maybe_get_level(tensor))
-            tensor = functorch.get_unwrapped(tensor)
-    kinds = _kinds_of_levels()
-    found = [kinds[level] for level in levels if level in kinds]
-    tangents = found.count("Jvp") + (forward_ad._current_level >= 0 and "Jvp" not in kinds.values())
-    return 3 if tangents > 1 or tangents + found.count("Grad") > 2 else 2 if tangents or found.count("Grad") > 1 else 1
 
 
 def _has_tangent(tensor: Tensor | LazyMask | None) -> bool:

@@ -295,12 +295,6 @@ class TangentFunction(_Derivable):
             second = SecondFunction.apply(*call, *along, grad_out, grad_lse, *rates, given, needs[3:5])
         return _needed(ctx, (*second, *[None] * 4, *first, None))
 
-    @staticmethod
-    def jvp(ctx: Any, *tangents: Any) -> Any:
-        if any(t is not None for t in _direction(tangents[:5])):  # choose takes math where it can know
-            raise RuntimeError("tangents of tangents must be taken with torch.func.jvp, got dual numbers")
-        return TangentFunction.apply(*ctx.saved_tensors[:9], *_direction(tangents[9:14]), *ctx.given)
-
 
 class SecondFunction(_Derivable):
     """``apply(*inputs, *results, *direction, grad_out, grad_lse, out', lse', given, wants) -> five tensors`` in the
@@ -312,10 +306,10 @@ class SecondFunction(_Derivable):
     def compute(*inputs: Any) -> Any:
         *tensors, given, wants = inputs
         call, saved = _tiles_of(given, tensors[:5], tensors[5:9])
-        along, rates = Tangents(*_resolved(tensors[9:14])), Rates(*tensors[16:])
-        wanted = Wanted(*_resolved(tensors[14:16]), *wants)
+        along, wanted = Tangents(*_resolved(tensors[9:14])), Wanted(*_resolved(tensors[14:16]), *wants)
+        given = {"saved": saved, "along": along, "rates": Rates(*tensors[16:]), "wanted": wanted}
         with without_autocast(call.query):
-            return in_tiles().second(call, given.config, saved, along, rates, wanted)[:5]
+            return in_tiles().second(call, inputs[-2].config, **given)[:5]
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
@@ -333,22 +327,13 @@ Grads = tuple[Tensor | None, ...]
 Compute = Callable[[Tensor, Tensor | None], Grads]
 
 
-_hooks: dict[int, tuple[AttentionConfig, dict[int, Any]]] = {}
-_MOST_HOOKS = 64
-
-
 def differentiable(out: Tensor, config: AttentionConfig) -> Tensor:
     """The output of torch's kernel, of which gradients of gradients can be taken. What can be known only when the
     gradients are computed costs a call no more than a hook, as by :meth:`torch.Tensor.register_hook` without its
-    handle: one dictionary serves all calls of a config."""
+    handle."""
     node = out.grad_fn
     if node is not None:
-        found = _hooks.get(id(config))
-        if found is None:
-            if len(_hooks) >= _MOST_HOOKS:
-                _hooks.clear()
-            found = _hooks[id(config)] = config, {0: functools.partial(_before_gradients, config)}
-        out._backward_hooks = found[1]
+        out._backward_hooks = {0: functools.partial(_before_gradients, config)}
         node._register_hook_dict(out)
         out._backward_hooks = None  # for those of others
     return out

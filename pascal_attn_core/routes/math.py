@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.func import jvp, vjp
 
 from ..call import AttentionCall, Results, without_autocast
 from ..call.lazy_mask import LazyMask
@@ -76,47 +77,36 @@ def _stored(call: AttentionCall) -> str:
     return sentence
 
 
-def thirds(
-    call: AttentionCall, along: Sequence[Tensor | None], outer: Sequence[Tensor | None], grads: Sequence[Tensor | None]
-) -> list[Tensor | None]:
-    """Gradients of the second derivatives of a call, in whose place its score matrix is stored.
+def thirds(call: AttentionCall, along: Sequence[Any], outer: Sequence[Any], grads: Sequence[Any]) -> list[Any]:
+    """Gradients of the second derivatives of a call, through its score matrix.
 
     Args:
         along: the direction of these, in the shapes of query, key, value, mask and sinks; None where it is zero.
-        outer: the gradients of out and lse; lse or both of them may have none.
-        grads: of the derivatives along the direction of the gradients of the five inputs.
+        outer: the gradients of out and of lse, or None.
+        grads: those of the derivatives along the direction of the gradients of the five inputs, or None.
     Returns:
         The gradients of the five inputs, of ``along`` and of ``outer``.
     """
     if call.dropout_p:
         raise RuntimeError("third derivatives must be taken without dropout, got one whose coins only the tiles know")
     _stored(call)
-    is_wanted = torch.is_grad_enabled()
-    with torch.enable_grad(), without_autocast(call.query):
-        given = (call.query, call.key, call.value, call.attn_mask, call.sinks, *along, *outer)
-        own = [_of_its_own(t, is_wanted) for t in given]
-        results = MathRoute().forward(call.with_tensors(*own[:5]), None, None, with_lse=outer[1] is not None)
-        found = _pulled(results[:2], own[:5], own[10:])
-        found = _pulled(found, own[:5], own[5:10])
-        return _pulled(found, own, grads, is_wanted)
+    inputs = (call.query, call.key, call.value, call.attn_mask, call.sinks)
+    given = {n: t for n, t in enumerate(inputs) if isinstance(t, Tensor) and t.is_floating_point()}
 
+    def attend(tensors: dict[int, Tensor]) -> tuple[Tensor, ...]:
+        part = call.with_tensors(*(tensors.get(n, t) for n, t in enumerate(inputs)))  # type: ignore[arg-type]
+        return tuple(MathRoute().forward(part, None, None, with_lse=True)[:2])  # type: ignore[arg-type]
 
-def _of_its_own(tensor: Any, in_graph: bool) -> Any:
-    """A float tensor as one that nothing else depends on: the caller may have passed it twice."""
-    if not isinstance(tensor, Tensor) or not tensor.is_floating_point():
-        return tensor
-    return tensor.view_as(tensor) if in_graph and tensor.requires_grad else tensor.detach().requires_grad_()
+    def second(tensors: Any, along: Any, outer: Any) -> Any:
+        return jvp(lambda at: vjp(attend, at)[1](outer)[0], (tensors,), (along,))[1]
 
+    def filled(found: Sequence[Any]) -> dict[int, Tensor]:
+        return {n: torch.zeros_like(t) if found[n] is None else found[n] for n, t in given.items()}
 
-def _pulled(outputs: Any, inputs: Any, seeds: Any, is_wanted: bool = True) -> list[Tensor | None]:
-    """Gradients of inputs, where they are tensors that can have one."""
-    pairs = [(t, seed) for t, seed in zip(outputs, seeds) if t is not None and t.requires_grad and seed is not None]
-    leaves = [t for t in inputs if isinstance(t, Tensor) and t.requires_grad]
-    if not pairs:
-        return [None] * len(inputs)
-    results, grads = zip(*pairs)
-    found = iter(torch.autograd.grad(results, leaves, grads, create_graph=is_wanted, allow_unused=True))
-    return [next(found) if isinstance(t, Tensor) and t.requires_grad else None for t in inputs]
+    lse = outer[0].new_zeros(outer[0].shape[:-1], dtype=call.sums_dtype) if outer[1] is None else outer[1]
+    with without_autocast(call.query):
+        of_inputs, of_along, of_outer = vjp(second, given, filled(along), (outer[0], lse))[1](filled(grads))
+    return [*(of_inputs.get(n) for n in range(5)), *(of_along.get(n) for n in range(5)), *of_outer]
 
 
 def probabilities(call: AttentionCall) -> Tensor:

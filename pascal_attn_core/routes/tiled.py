@@ -109,27 +109,16 @@ class TiledRoute(Route):
         return _within_memory(call, config, run, TiledStats(), backward=True)
 
     def tangent(self, call: AttentionCall, config: AttentionConfig, saved: Results, along: Tangents) -> Rates:
-        """The derivatives of out and lse along a direction; ``saved`` may come from another route."""
+        """:func:`..tiled.tangents.tiled_tangent`."""
         run = functools.partial(tiled_tangent, call, saved=saved, along=along, trim_masks=config.trim_masks)
         return _within_memory(call, config, run, TiledStats(), backward=True)
 
-    def second(
-        self,
-        call: AttentionCall,
-        config: AttentionConfig,
-        saved: Results,
-        along: Tangents,
-        rates: Rates,
-        wanted: Wanted,
-    ) -> Gradients:
-        """The derivatives of the gradients along a direction."""
-
-        def run(walk: Walk) -> Gradients:
-            return tiled_second(call, walk, saved, along, rates, wanted, trim_masks=config.trim_masks)
-
+    def second(self, call: AttentionCall, config: AttentionConfig, **given: Any) -> Gradients:
+        """:func:`..tiled.tangents.tiled_second`."""
         budget = config.budget_mib
         if budget is None:
             budget = runtime_of(call.query.device).info.default_budget_bytes(backward=True) / MIB
+        run = functools.partial(tiled_second, call, **given, trim_masks=config.trim_masks)
         return _within_memory(call, replace(config, budget_mib=budget / 2), run, TiledStats(), backward=True)
 
 

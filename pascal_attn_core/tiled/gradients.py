@@ -42,50 +42,14 @@ def tiled_backward(
     """
     sums = Sums(call, walk.dtype, wanted.mask)
     if not walk.is_empty:
-        tile = GradientProducts(call, walk, saved.seed, sums.captured)
-        visit(tile, call, walk, saved, {**gradients_of(wanted, saved), **sums.per_query}, sums.per_key, trim_masks)
+        per_query = {**gradients_of(saved, wanted), **sums.per_query}
+        GradientProducts(call, walk, saved.seed, sums.captured).visit(saved, per_query, sums.per_key, trim_masks)
     return sums.result(sinks_gradient(call, saved, wanted) if wanted.sinks else None)
 
 
-def gradients_of(wanted: Wanted, saved: Results) -> dict[str, Tensor | None]:
-    """What a pass reads of the gradients of out and lse, as :func:`visit` takes it."""
+def gradients_of(saved: Results, wanted: Wanted) -> dict[str, Any]:
+    """What a pass reads of the gradients of out and lse, by name."""
     return {"grad_out": wanted.grad_out.expand(saved.out.shape), "grad_lse": wanted.grad_lse}
-
-
-def visit(
-    tile: GradientProducts,
-    call: AttentionCall,
-    walk: Walk,
-    saved: Results,
-    per_query: dict[str, Any],
-    per_key: dict[str, Any],
-    trim_masks: bool,
-) -> None:
-    """Walk over all tiles of a call with the results of its forward pass.
-
-    Args:
-        tile: what is done to each of them.
-        per_query: further tensors that it reads or writes, ``[*batch, Hq, L, ...]`` or None, by name.
-        per_key: the same, ``[*batch, Hkv, S, ...]``. Those whose names end in ``_sum`` are added to.
-    """
-    per_query = {"out": saved.out, "lse": saved.lse, "log_sum": saved.log_sum, **per_query}
-    extra = list(per_query.values()), list(per_key.values())
-    # What is contiguous can be viewed in any way that the inputs can.
-    is_plain = all(t is None or t.is_contiguous() for each in extra for t in each)
-    views = walk.views if is_plain else unit_views(call, *extra)
-    look = may_read(call) and trim_masks and walk.tiles.scans_mask
-    # Units that share an element of a sum must not be added to it in one step.
-    shared = any(
-        stride == 0 and size > 1
-        for name, view in per_key.items()
-        if name.endswith("_sum")
-        for stride, size in zip(view.stride()[:-2], view.shape[:-2])
-    )
-    spans = unit_spans(views.size, call, 1 if shared else walk.tiles.units)
-    for units in units_of(call, views, *extra):
-        rules = Rules.of(call, units, look=look) if walk.is_masked else None
-        for span in spans:
-            _UnitRange(units, span, per_query, per_key, tile, call, walk).run(rules)
 
 
 class Sums:
@@ -151,6 +115,7 @@ class GradientProducts(TileProducts):
 
     def __init__(self, call: AttentionCall, walk: Walk, seed: Tensor | None, captured: list[Tensor]):
         super().__init__(call, walk, seed, for_backward=True)
+        self.call, self.walk = call, walk
         self.captured = captured  # sums of the gradients of what the call's score rule reads
         tiles = walk.tiles
         rows = tiles.units * tiles.q_block * walk.groups
@@ -160,6 +125,30 @@ class GradientProducts(TileProducts):
         self.grad_rows = self.buffer(rows * call.head_dim_v if self.copies_query else 0)
         self.products = self.buffer(rows * call.head_dim_v)
         self.value_tile = self.buffer(tiles.units * tiles.kv_block * call.head_dim_v if self.copies_kv else 0)
+
+    def visit(self, saved: Results, per_query: dict[str, Any], per_key: dict[str, Any], trim_masks: bool) -> None:
+        """Walk over all tiles with the results of the forward pass.
+
+        Args:
+            per_query, per_key: further tensors by name, ``[*batch, Hq, L, ...]`` or None, and ``[*batch, Hkv, S, X]``.
+                Those of ``per_key`` whose names end in ``_sum`` are added to.
+        """
+        call, walk = self.call, self.walk
+        per_query = {"out": saved.out, "lse": saved.lse, "log_sum": saved.log_sum, **per_query}
+        extra = list(per_query.values()), list(per_key.values())
+        # What is contiguous can be viewed in any way that the inputs can.
+        is_plain = all(t is None or t.is_contiguous() for each in extra for t in each)
+        views = walk.views if is_plain else unit_views(call, *extra)
+        look = may_read(call) and trim_masks and walk.tiles.scans_mask
+        sums = [t for name, t in per_key.items() if name.endswith("_sum")]
+        # Units that share an element of a sum must not be added to it in one step.
+        shared = any(
+            stride == 0 and size > 1 for t in sums for stride, size in zip(t.stride()[:-2], t.shape[:-2])
+        )
+        for units in units_of(call, views, *extra):
+            rules = Rules.of(call, units, look=look) if walk.is_masked else None
+            for span in unit_spans(views.size, call, 1 if shared else walk.tiles.units):
+                _UnitRange(self, units, span, (*per_query, *per_key), len(per_query)).run(rules)
 
     def block(self, query: Tensor, code: Tensor | None, at: dict[str, Any]) -> Rows:
         """The rows of a query block; ``at``: the tensors of the pass there, ``[u, G, tokens, ...]``."""
@@ -193,10 +182,8 @@ class GradientProducts(TileProducts):
             grad_probs.mul_(tanh.square_().neg_().add_(1.0))
         self._add_products(grad_probs, key, rows.query, rows.query_sum, at["key_sum"])
 
-    def _add_products(
-        self, grad: Tensor, key: Tensor | None, query: Tensor | None, query_sum: Tensor, key_sum: Tensor
-    ) -> None:
-        """Add the products of a gradient of the scores with keys and queries to their sums."""
+    def _add_products(self, grad: Tensor, key: Any, query: Any, query_sum: Tensor, key_sum: Tensor) -> None:
+        """Add the products of a gradient of the scores with keys and queries, where given, to their sums."""
         if key is not None:
             torch.baddbmm(query_sum, grad, key, alpha=self.scale, out=query_sum)
         if query is not None:
@@ -271,41 +258,33 @@ class _UnitRange:
     """Some units that share every step: all of their query blocks against all of their keys."""
 
     def __init__(
-        self,
-        units: Units,
-        span: tuple[int, int],
-        per_query: Iterable[str],
-        per_key: Iterable[str],
-        tile: GradientProducts,
-        call: AttentionCall,
-        walk: Walk,
+        self, tile: GradientProducts, units: Units, span: tuple[int, int], names: tuple[str, ...], num_per_query: int
     ):
-        u0, u1 = span
-        self.span, self.first_unit = span, units.first + u0
-        self.tile, self.call, self.walk = tile, call, walk
-        self.query, extra = units.query[u0:u1], iter([None if t is None else t[u0:u1] for t in units.extra])
-        self.per_query: dict[str, Any] = {name: next(extra) for name in per_query}
+        u0, u1 = self.span = span
+        self.tile, self.first_unit, self.query = tile, units.first + u0, units.query[u0:u1]
+        given: list[tuple[str, Any]] = [(n, None if t is None else t[u0:u1]) for n, t in zip(names, units.extra)]
+        self.per_query = dict(given[:num_per_query])
         self.masks = {name: self.per_query.pop(name, None) for name in ("mask_sum", "mask_dot")}
-        self.per_key: dict[str, Any] = {"key": units.key[u0:u1], "value": units.value[u0:u1]}
-        self.per_key |= {name: next(extra) for name in per_key}
+        self.per_key = {"key": units.key[u0:u1], "value": units.value[u0:u1], **dict(given[num_per_query:])}
 
     def run(self, rules: Rules | None) -> None:
         """Add these units to all sums."""
         # 16-bit gradients are summed in float32, for the units at hand.
-        dtype, keys, groups = self.tile.dtype, self.per_key, self.walk.groups
+        tile, call, walk = self.tile, self.tile.call, self.tile.walk
+        dtype, keys, groups = tile.dtype, self.per_key, walk.groups
         narrow = {n: t for n, t in keys.items() if n.endswith("_sum") and t.dtype != dtype}
         keys |= {n: torch.zeros_like(t, dtype=dtype) for n, t in narrow.items()}
-        for q0, q1 in self.walk.q_ranges:
+        for q0, q1 in walk.q_ranges:
             at = {n: None if t is None else t[:, :, q0:q1] for n, t in self.per_query.items()}
-            query = self.tile.rows(self.query[:, :, q0:q1], self.tile.query_buffer)
-            rows = self.tile.block(query, self.tile.row_codes(self.first_unit, query, self.call.seq_len_q, q0), at)
-            for t0, t1, ranges in block_schedule(rules, self.span, q0, q1, self.call, self.walk):
+            query = tile.rows(self.query[:, :, q0:q1], tile.query_buffer)
+            rows = tile.block(query, tile.row_codes(self.first_unit, query, call.seq_len_q, q0), at)
+            for t0, t1, ranges in block_schedule(rules, self.span, q0, q1, call, walk):
                 part = rows if t1 - t0 == q1 - q0 else rows.part(t0 * groups, t1 * groups)
                 for j0, j1 in ranges:
                     rule = FREE if rules is None else rules.rule(*self.span, q0 + t0, q0 + t1, j0, j1)
                     if rule is not None:
-                        self.tile.add(part, self._tile(q0 + t0, q0 + t1, j0, j1), rule, j0)
-            self.tile.finish(rows, at)
+                        tile.add(part, self._tile(q0 + t0, q0 + t1, j0, j1), rule, j0)
+            tile.finish(rows, at)
         for name, total in narrow.items():
             total.copy_(keys[name])
 
@@ -317,21 +296,15 @@ class _UnitRange:
 
 
 def sinks_gradient(
-    call: AttentionCall,
-    saved: Results,
-    wanted: Wanted,
-    rates: tuple[Tensor, Tensor] | None = None,
-    along: Tensor | None = None,
+    call: AttentionCall, saved: Results, wanted: Wanted, rates: Any = None, along: Tensor | None = None
 ) -> Tensor:
     """``[Hq]``: a sink's probability exp(sink - lse) takes from every row what :math:`delta` says, summed over rows.
     With ``rates`` (O', lse') the derivative of that along a direction, whose part for the sinks is ``along``."""
-    assert call.sinks is not None
-    assert saved.lse is not None
+    assert call.sinks is not None and saved.lse is not None  # noqa: PT018
     given = (wanted.grad_out.expand(saved.out.shape), saved.out, saved.lse, wanted.grad_lse, *(rates or (None, None)))
     if call.query.dim() == 2:  # no dimension of heads
         given = tuple(None if t is None else t[None] for t in given)
-    dtype, grads = saved.lse.dtype, []
-    dim = len(call.batch)
+    dtype, dim, grads = saved.lse.dtype, len(call.batch), []
     for head in range(call.num_heads):
         grad_out, out, lse, grad_lse, out_dot, lse_dot = (None if t is None else t.select(dim, head) for t in given)
         delta = (grad_out.to(dtype) * out).sum(dim=-1)

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from ..call import AttentionCall, Gradients, Results, Wanted, empty_output
-from .gradients import GradientProducts, Rows, Sums, gradients_of, sink_shares, sinks_gradient, visit
+from .gradients import GradientProducts, Rows, Sums, gradients_of, sink_shares, sinks_gradient
 from .layout import is_matrix
 from .masks import Rule
 from .plan import Walk
@@ -60,7 +60,8 @@ def tiled_tangent(
         shares = sink_shares(call.sinks.view(heads), saved.lse)  # type: ignore[union-attr]
         rates.lse.copy_(shares.mul_(along.sinks.view(heads)))
     if not walk.is_empty:
-        _visit(RateProducts(call, walk, saved.seed, []), call, walk, saved, along, rates, {}, {}, trim_masks)
+        per_query, per_key = _directions(call, along, rates)
+        RateProducts(call, walk, saved.seed, []).visit(saved, per_query, per_key, trim_masks)
     return rates
 
 
@@ -68,11 +69,11 @@ def tiled_tangent(
 def tiled_second(
     call: AttentionCall,
     walk: Walk,
+    *,
     saved: Results,
     along: Tangents,
     rates: Rates,
     wanted: Wanted,
-    *,
     trim_masks: bool = True,
 ) -> Gradients:
     """Derivatives of the gradients ``wanted``, with the gradients of out and lse fixed; equally the gradients of
@@ -84,31 +85,21 @@ def tiled_second(
     """
     sums = Sums(call, walk.dtype, wanted.mask)
     if not walk.is_empty:
-        tile, per_query = SecondProducts(call, walk, saved.seed, []), {**gradients_of(wanted, saved), **sums.per_query}
-        _visit(tile, call, walk, saved, along, rates, per_query, sums.per_key, trim_masks)
+        per_query, per_key = _directions(call, along, rates)
+        per_query |= {**gradients_of(saved, wanted), **sums.per_query}
+        SecondProducts(call, walk, saved.seed, []).visit(saved, per_query, {**per_key, **sums.per_key}, trim_masks)
     return sums.result(sinks_gradient(call, saved, wanted, rates, along.sinks) if wanted.sinks else None)
 
 
-def _visit(
-    tile: RateProducts,
-    call: AttentionCall,
-    walk: Walk,
-    saved: Results,
-    along: Tangents,
-    rates: Rates,
-    per_query: dict[str, Any],
-    per_key: dict[str, Any],
-    trim_masks: bool,
-) -> None:
+def _directions(call: AttentionCall, along: Tangents, rates: Rates) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The tensors of both passes, per query and per key."""
     rows, keys = call.out_shape[:-1], (*call.batch, call.num_kv_heads, call.seq_len_kv)
-    per_query = {"out_dot": rates.out, "lse_dot": rates.lse, **per_query}
+    per_query: dict[str, Any] = {"out_dot": rates.out, "lse_dot": rates.lse}
     per_query["query_dot"] = _for_products(along.query, (*rows, call.head_dim))
     per_query["mask_dot"] = None if along.mask is None else along.mask.expand((*rows, call.seq_len_kv))
-    if along.key is not None:
-        per_key = {"key_dot": _for_products(along.key, (*keys, call.head_dim)), **per_key}
-    if along.value is not None:
-        per_key = {"value_dot": _for_products(along.value, (*keys, call.head_dim_v)), **per_key}
-    visit(tile, call, walk, saved, per_query, per_key, trim_masks)
+    per_key = {"key_dot": _for_products(along.key, (*keys, call.head_dim))}
+    per_key["value_dot"] = _for_products(along.value, (*keys, call.head_dim_v))
+    return per_query, {name: t for name, t in per_key.items() if t is not None}
 
 
 def _for_products(tangent: Tensor | None, shape: tuple[int, ...]) -> Tensor | None:
@@ -207,8 +198,11 @@ class SecondProducts(RateProducts):
         self._kept(torch.bmm(rows.grad_out, value.transpose(1, 2), out=grad_probs), coins).sub_(rows.delta)
         torch.mul(dots, grad_probs, out=grad_dots).sub_(rows.delta_dot)
         if "value_dot" in at:
-            value_dot = self.taken(at["value_dot"], self.value_dot_buffer)
-            grad_dots.add_(self._kept(torch.bmm(rows.grad_out, value_dot.transpose(1, 2), out=dots), coins))
+            value_dot = self.taken(at["value_dot"], self.value_dot_buffer).transpose(1, 2)
+            if coins is None:
+                torch.baddbmm(grad_dots, rows.grad_out, value_dot, out=grad_dots)
+            else:
+                grad_dots.add_(self._kept(torch.bmm(rows.grad_out, value_dot, out=dots), coins))
         grad_dots.mul_(probs)
         grad_probs.mul_(probs)
         # From here on dS' and dS.
