@@ -134,7 +134,7 @@ class AttentionCall:
         offset: 0 for the upper-left alignment, S - L for the lower-right one.
         score_rule: what FlexAttention's ``score_mod`` makes of the scores, before the mask; None = off.
         needs_grad, needs_mask_grad: gradients will be wanted, that of attn_mask among them.
-        order: of the derivatives that may be wanted while it runs: 1 = gradients, 2 = tangents, or gradients of gradients, 3 = more.
+        order: of the derivatives that may be wanted while it runs, 1 = gradients; see :func:`order_of_transforms`.
     """
 
     query: Tensor

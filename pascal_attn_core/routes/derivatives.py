@@ -1,17 +1,12 @@
-"""A route's results in autograd's graph, with every derivative that is asked for: gradients, tangents (forward mode),
-and of both of them gradients and tangents once more; all of them in tiles besides the route's own gradients.
+"""A route's results in autograd's graph, with every derivative that is asked for.
 
-Four functions, each of which differentiates into the others::
+Four functions, each of which differentiates into the others, in tiles besides the route's own gradients::
 
     RouteFunction    (out, lse) of the inputs            gradients: GradientFunction, tangents: TangentFunction
     GradientFunction gradients of <grad_out, out> + <grad_lse, lse>
     TangentFunction  (out', lse') along a direction
     SecondFunction   gradients of <grad_out, out'> + <grad_lse, lse'>, the same as the derivative of those gradients
-                     along the direction; its own are computed by the route math, see :func:`.math.thirds`
-
-They take part in the transforms of ``torch.func``: under vmap they are one call with one more leading dimension. Where
-torch's own kernel has computed a call, :func:`differentiable` makes its gradients a GradientFunction when they are to
-be differentiated.
+                     along the direction; its own are computed by :func:`.math.thirds`
 """
 
 from __future__ import annotations
@@ -19,7 +14,6 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -27,7 +21,16 @@ from torch import Tensor
 from torch._functorch.utils import unwrap_dead_wrappers
 from torch.autograd import forward_ad
 
-from ..call import AttentionCall, Options, Results, TiledStats, Wanted, check_call, without_autocast
+from ..call import (
+    AttentionCall,
+    Options,
+    Results,
+    TiledStats,
+    Wanted,
+    check_call,
+    order_of_transforms,
+    without_autocast,
+)
 from ..call.lazy_mask import LazyMask
 from ..config import AttentionConfig
 from ..tiled.tangents import Rates, Tangents
@@ -64,16 +67,8 @@ def in_tiles() -> Any:
     return route_named("tiled")
 
 
-def _is_many(tensor: Any) -> bool:
-    return isinstance(tensor, Tensor) and torch._C._functorch.is_legacy_batchedtensor(tensor)
-
-
 def _resolved(tensors: Sequence[Any]) -> list[Any]:
     return [t.resolve_neg() if isinstance(t, Tensor) else t for t in tensors]  # see check_call
-
-
-def _sum(first: Sequence[Any], second: Sequence[Any]) -> list[Any]:
-    return [a if b is None else b if a is None else a + b for a, b in zip(first, second)]
 
 
 def _tiles_of(given: Given, inputs: Sequence[Any], results: Sequence[Any]) -> tuple[AttentionCall, Results]:
@@ -111,11 +106,9 @@ class _Derivable(torch.autograd.Function):
 
     @classmethod
     def forward(cls, *inputs: Any) -> Any:
-        if cls is not RouteFunction and any(map(_is_many, inputs)):
-            return cls.many(*inputs)
         if torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is None:
             return cls.compute(*inputs)
-        from .recorded import derivative  # make_fx, say that of torch.func.linearize, records it as one operator
+        from .operator import derivative  # make_fx, say that of torch.func.linearize, records it as one node
 
         return derivative(cls.compute, inputs)
 
@@ -139,11 +132,10 @@ class _Derivable(torch.autograd.Function):
     def vmap(cls, info: Any, in_dims: tuple, *inputs: Any) -> Any:
         size, count = info.batch_size, len(cls.takes)
         tensors, dims, given = list(inputs[:count]), in_dims[:count], inputs[count]
-        if any(kind == "s" and t is not None for kind, t in zip(cls.takes, tensors)):  # a call has one set of sinks
-            singles = [
-                cls.apply(*(t if d is None else t.select(d, n) for t, d in zip(tensors, dims)), *inputs[count:])
-                for n in range(size)
-            ]
+        # A call has one set of sinks, and one seed from which each of its units draws other coins.
+        if given.call.dropout_p or any(kind == "s" and t is not None for kind, t in zip(cls.takes, tensors)):
+            parts = [tuple(t if d is None else t.select(d, n) for t, d in zip(tensors, dims)) for n in range(size)]
+            singles = [cls.apply(*part, *inputs[count:]) for part in parts]
             found = [None if each[0] is None else torch.stack(each) for each in zip(*singles)]
             return tuple(found), tuple(None if t is None else 0 for t in found)
         shapes: list[Any] = [None] * count
@@ -156,18 +148,6 @@ class _Derivable(torch.autograd.Function):
         shapes = shapes[:5] if cls.gives == "tttts" else [(size, *given.shape)] + [(size, *given.shape[:-1])] * 2 + [()]
         found = [t if t is None or kind == "n" else t.reshape(s) for kind, t, s in zip(cls.gives, found, shapes)]
         return tuple(found), tuple(None if t is None or kind == "n" else 0 for kind, t in zip(cls.gives, found))
-
-    @classmethod
-    def many(cls, *inputs: Any) -> Any:
-        """:meth:`vmap` under the older vmap of ``is_grads_batched`` and ``torch.autograd.functional``, which shows the
-        function its own tensors."""
-        level = torch._C._vmapmode_increment_nesting() - 1
-        torch._C._vmapmode_decrement_nesting()
-        dims = tuple(0 if _is_many(t) else None for t in inputs)
-        inputs = tuple(t if d is None else torch._remove_batch_dim(t, level, 1, 0) for t, d in zip(inputs, dims))
-        size = next(len(t) for t, d in zip(inputs, dims) if d == 0)
-        found, dims = cls.vmap(SimpleNamespace(batch_size=size), dims, *inputs)
-        return tuple(t if d is None else torch._add_batch_dim(t, 0, level) for t, d in zip(found, dims))
 
 
 class RouteFunction(_Derivable):
@@ -198,17 +178,15 @@ class RouteFunction(_Derivable):
             grads = in_any_graph(compute, _RULE, grad_out, grad_lse, (*kept[:5], *kept[9:]))
             return *grads[:5], None, *grads[5:]
         inputs = (*kept[:9], grad_out, grad_lse, given, wants)
-        if torch.is_grad_enabled() or forward_ad._current_level >= 0 or _is_transformed(grad_out, grad_lse):
+        if any(t is not None and torch._C._functorch.is_legacy_batchedtensor(t) for t in (grad_out, grad_lse)):
+            raise RuntimeError("many gradients at once must be taken by torch.func.vmap, got is_grads_batched=True")
+        if torch.is_grad_enabled() or order_of_transforms():
             return _needed(ctx, (*GradientFunction.apply(*inputs), None))
         return *_gradients(*inputs), None
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> Any:
         return *TangentFunction.apply(*ctx.saved_tensors[:9], *_direction(tangents[:5]), ctx.given), None, None
-
-
-def _is_transformed(*tensors: Tensor | None) -> bool:
-    return torch._C._are_functorch_transforms_active() or any(map(_is_many, tensors))
 
 
 def _needed(ctx: Any, grads: Sequence[Any]) -> tuple:
@@ -241,7 +219,7 @@ class GradientFunction(_Derivable):
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        (given, wants), call = ctx.given, _with_results(ctx)
+        (given, _), call = ctx.given, _with_results(ctx)
         along, outer = _direction(grads), ctx.saved_tensors[9:]
         rates = TangentFunction.apply(*call, *along, given)
         second = SecondFunction.apply(*call, *along, *outer, *rates, given, ctx.needs_input_grad[3:5])
@@ -250,15 +228,13 @@ class GradientFunction(_Derivable):
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> Any:
         (given, wants), call = ctx.given, _with_results(ctx)
-        given = replace(given, found=None)
-        (of_out, of_lse), along, found = _direction(tangents[9:11]), _direction(tangents[:5]), [None] * 5
+        (of_out, of_lse), along = _direction(tangents[9:11]), _direction(tangents[:5])
+        rates = TangentFunction.apply(*call, *along, given)
+        found = SecondFunction.apply(*call, *along, *ctx.saved_tensors[9:], *rates, given, wants)
         if of_out is not None or of_lse is not None:
             of_out = torch.zeros_like(call[5]) if of_out is None else of_out
-            found = GradientFunction.apply(*call, of_out, of_lse, given, wants)
-        if any(t is not None for t in along):
-            rates = TangentFunction.apply(*call, *along, given)
-            outer = ctx.saved_tensors[9:]
-            found = _sum(found, SecondFunction.apply(*call, *along, *outer, *rates, given, wants))
+            first = GradientFunction.apply(*call, of_out, of_lse, given, wants)
+            found = (a if a is None else a + b for a, b in zip(found, first))
         return tuple(found)
 
 
@@ -320,7 +296,6 @@ class SecondFunction(_Derivable):
         return _needed(ctx, (*found[:5], *[None] * 4, *found[5:], *[None] * 4))
 
 
-
 # ---- gradients that something else has computed ----------------------------------------------------------------------
 
 Grads = tuple[Tensor | None, ...]
@@ -340,7 +315,7 @@ def differentiable(out: Tensor, config: AttentionConfig) -> Tensor:
 
 
 def _before_gradients(config: AttentionConfig, grad: Tensor) -> None:
-    if not torch.is_grad_enabled() or _is_transformed(grad):
+    if not torch.is_grad_enabled() or torch._C._are_functorch_transforms_active():
         return
     node = torch._C._current_autograd_node()
     while node is not None and not hasattr(node, "_saved_query"):  # a view or a slice of its output
@@ -372,7 +347,6 @@ def _taken_again(node: Any, config: AttentionConfig, found: Grads, grad_out: Ten
     inputs = (query, key, value, mask, None, *[None] * 4, grad_out, None, given, (grads[3] is not None, False))
     grads, given.found = GradientFunction.apply(*inputs), None
     return grads[: len(found)]
-
 
 
 def in_any_graph(

@@ -64,7 +64,7 @@ class MathRoute(Route):
             probs = torch.dropout(probs, call.dropout_p, train=True)
         out = torch.matmul(probs.flatten(-3, -2), value.to(probs.dtype)).unflatten(-2, (call.groups, call.seq_len_q))
         out = out.flatten(-4, -3).reshape(call.out_shape).to(call.query.dtype)
-        return Results(out, None if lse is None else lse.flatten(-4, -3).reshape(call.out_shape[:-1]))
+        return Results(out, None if lse is None else lse.reshape(call.out_shape[:-1]))
 
 
 BEYOND_SECONDS = "third derivatives, and tangents of tangents, are taken by the route math"

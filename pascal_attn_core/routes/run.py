@@ -138,7 +138,9 @@ def _by(
 ) -> Results:
     route = choice.by
     with without_autocast(call.query):
-        if not route.is_differentiable and (call.needs_grad or call.order > 1 or torch._C._are_functorch_transforms_active()):
+        if not route.is_differentiable and (
+            call.needs_grad or call.order > 1 or torch._C._are_functorch_transforms_active()
+        ):
             return route.with_gradients(call, config, choice.plan, stats=stats)
         return route.forward(call, config, choice.plan, with_lse=with_lse, for_grad=False, stats=stats)
 

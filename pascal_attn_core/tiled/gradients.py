@@ -14,7 +14,6 @@ what autograd makes of it on its way back through the rule, which runs once more
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -142,9 +141,7 @@ class GradientProducts(TileProducts):
         look = may_read(call) and trim_masks and walk.tiles.scans_mask
         sums = [t for name, t in per_key.items() if name.endswith("_sum")]
         # Units that share an element of a sum must not be added to it in one step.
-        shared = any(
-            stride == 0 and size > 1 for t in sums for stride, size in zip(t.stride()[:-2], t.shape[:-2])
-        )
+        shared = any(stride == 0 and size > 1 for t in sums for stride, size in zip(t.stride()[:-2], t.shape[:-2]))
         for units in units_of(call, views, *extra):
             rules = Rules.of(call, units, look=look) if walk.is_masked else None
             for span in unit_spans(views.size, call, 1 if shared else walk.tiles.units):
