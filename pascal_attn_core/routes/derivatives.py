@@ -23,7 +23,6 @@ from torch.autograd import forward_ad
 
 from ..call import (
     AttentionCall,
-    Options,
     Results,
     TiledStats,
     Wanted,
@@ -340,8 +339,7 @@ def _taken_again(node: Any, config: AttentionConfig, found: Grads, grad_out: Ten
     if node._saved_dropout_p:
         what = "dropout by torch's kernel", "pass config=AttentionConfig(route='tiled')"
         return in_any_graph(lambda *_: tuple(plain), what, grad_out, None, (query, key, value))
-    options = Options(0.0, node._saved_is_causal, node._saved_scale, grouped)
-    call = check_call(query, key, value, mask, options)
+    call = check_call(query, key, value, mask, 0.0, node._saved_is_causal, node._saved_scale, grouped)
     grads = (*plain, *[None] * (5 - len(plain)))
     given = Given(call.without_tensors(), config, in_tiles(), None, call.out_shape, found=grads)
     inputs = (query, key, value, mask, None, *[None] * 4, grad_out, None, given, (grads[3] is not None, False))
