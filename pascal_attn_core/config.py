@@ -181,7 +181,7 @@ class UnsupportedAttention(Unsupported, NotImplementedError):
     def __init__(self, route: str, reasons: list[str]):
         super().__init__(*reasons)
         self.route = route
-        hint = "; use route='auto'" * (route != "auto")
+        hint = "" if route == "auto" else "; use route='auto'"
         self.args = (f"route {route!r} cannot take this call: {'; '.join(reasons)}{hint}",)
 
     def __reduce__(self) -> tuple[Any, ...]:
