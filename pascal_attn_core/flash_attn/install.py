@@ -13,6 +13,7 @@ _ROOT = "flash_attn"
 _PROVIDED = f"{_ROOT}==2.8.4"
 _FA3 = "flash_attn_interface"
 _TURING = "flash_attn_turing"
+_ROTARY = "rotary_emb"  # flash-attn's extension for rotary embeddings, which programs of its first versions import
 _INTERFACE_MODULE = "flash_attn.flash_attn_interface"
 # What ``around`` is put around.
 _COUNTED = ("flash_attn_", "_flash_attn_", "_wrapped_flash_attn_", "fwd", "bwd", "varlen_fwd", "varlen_bwd")
@@ -101,6 +102,7 @@ _MODULES: dict[str, tuple[str, ...]] = {
         "modify_logits_for_top_k_filtering modify_logits_for_top_p_filtering sample",
     ),
     _TURING: (".: flash_attn_varlen_func", ".modules.turing: bwd flash_attn_func fwd varlen_bwd varlen_fwd"),
+    _ROTARY: (".modules.rotary: apply_rotary=rotary_emb",),
     _FA3: (
         ".modules.version3: flash_attn_func flash_attn_qkvpacked_func flash_attn_varlen_func flash_attn_with_kvcache "
         "_flash_attn_backward=flash_attn_backward _flash_attn_forward=flash_attn_forward",
@@ -111,7 +113,9 @@ _EAGER = ("flash_attn", _INTERFACE_MODULE, "flash_attn.bert_padding")
 _installer = Installer(_ROOT, "fa3")
 
 
-def patch_flash_attn(*, replace: bool = False, fa3: str | None = "out_and_lse", around: Around | None = None) -> Patch:
+def patch_flash_attn(
+    *, replace: bool | None = None, fa3: str | None = "out_and_lse", around: Around | None = None
+) -> Patch:
     """Make ``import flash_attn``, and what programs import from it, find our functions.
 
     docs/programs.md says what there is besides attention: rotary embeddings, norms, layers, the functions without
@@ -125,7 +129,8 @@ def patch_flash_attn(*, replace: bool = False, fa3: str | None = "out_and_lse", 
     Diffusers offers its backend ``flash`` on any device then.
 
     Args:
-        replace: replace the real packages if they are installed.
+        replace: whether ours take the place of a real package that is installed; None = of one that cannot run on this
+            machine's devices, which the log names.
         fa3: what the functions of ``flash_attn_interface`` return where ``return_attn_probs`` is not given:
             "out_and_lse": (out, lse), as FlashAttention-3 always did until it had that argument: Wan's own programs
             rely on it, Transformers and diffusers accept it; "out", as FlashAttention-3 does today; None: there is no
@@ -136,7 +141,7 @@ def patch_flash_attn(*, replace: bool = False, fa3: str | None = "out_and_lse", 
         A Patch; ``.remove()`` removes our modules and restores what was there before.
     Raises:
         ValueError: fa3 is something else, or another one than that of an installation in force.
-        RuntimeError: a real package is installed.
+        RuntimeError: a real package is installed and stays.
     """
     if fa3 not in ("out", "out_and_lse", None):
         raise ValueError(f"fa3 must be 'out', 'out_and_lse' or None, got {fa3!r}")
@@ -146,10 +151,10 @@ def patch_flash_attn(*, replace: bool = False, fa3: str | None = "out_and_lse", 
 install_as_flash_attn = patch_flash_attn
 
 
-def _stand_in(fa3: str | None, replace: bool, around: Around | None) -> StandIn:
-    if fa3 and not replace:
-        refuse_real_package(_FA3, ", or fa3=None to leave it alone")
-    without = set() if replace or find_spec(_TURING) is None else {_TURING}
+def _stand_in(fa3: str | None, replace: bool | None, around: Around | None) -> StandIn:
+    if fa3:
+        refuse_real_package(_FA3, replace, ", or fa3=None to leave it alone")
+    without = set() if replace else {name for name in (_TURING, _ROTARY) if find_spec(name) is not None}
     if not fa3:
         without.add(_FA3)
 

@@ -14,6 +14,7 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from ..attention import sdpa, sdpa_with_lse
@@ -29,7 +30,7 @@ _ROOT = "sageattention"
 _PROVIDED = f"{_ROOT}==2.2.0"
 _LAYOUTS = {"HND": ("B", "heads", "tokens", "head_dim"), "NHD": TOKENS}
 _KERNELS = ("pv_fp16_cuda", "pv_fp16_triton", "pv_fp8_cuda", "pv_fp8_cuda_sm90")
-_NAMES = ".sageattention: sageattn sageattn_varlen " + " ".join(
+_NAMES = ".sageattention: get_cuda_arch_versions sageattn sageattn_varlen " + " ".join(
     f"sageattn_qk_int8_{kernel}=sageattn" for kernel in _KERNELS
 )
 _installer = Installer(_ROOT, "config")
@@ -123,8 +124,13 @@ def sageattn_varlen(
     return out
 
 
+def get_cuda_arch_versions() -> list[str]:
+    """``["sm75"]``: the architecture of each CUDA device."""
+    return ["sm{}{}".format(*torch.cuda.get_device_capability(index)) for index in range(torch.cuda.device_count())]
+
+
 def patch_sageattention(
-    config: AttentionConfig | None = None, *, replace: bool = False, around: Around | None = None
+    config: AttentionConfig | None = None, *, replace: bool | None = None, around: Around | None = None
 ) -> Patch:
     """Make ``import sageattention`` find our functions, all exact: ``sageattn``, which the names ``sageattn_qk_int8_*``
     mean too, and ``sageattn_varlen``.
@@ -135,14 +141,15 @@ def patch_sageattention(
     Args:
         config: how they compute; None = the default. With ``AttentionConfig(route="fused-int8")`` in 8 bits, which is
             not exact: typical errors are 0.1 to 1.3 %; calls that 8 bits do not take are computed exactly.
-        replace: replace the real package if it is installed.
+        replace: whether ours take the place of a real package that is installed; None = of one that cannot run on this
+            machine's devices, which the log names.
         around: see :func:`pascal_attn_core.patch_flash_attn`.
     Returns:
         A Patch; ``.remove()`` restores what was there before.
     Raises:
         TypeError: config is no AttentionConfig.
         ValueError: config is another one than that of an installation in force.
-        RuntimeError: the real package is installed.
+        RuntimeError: a real package is installed and stays.
     """
     config_of(config)  # or raises
     return _installer.install(lambda: _stand_in(config, around), config, replace=replace)

@@ -15,12 +15,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ..attention import sdpa
 from ..call import FLOATS
 from ..flash_attn.options import FlashOptions, attend, check_layout
-from ..flash_attn.varlen import cut_to_used, varlen_attend
+from ..flash_attn.varlen import varlen_attend
 from ..patching.patch import Patch
 from ..patching.stand_in import Around, Installer, StandIn
-from .attn_bias import AttentionBias, Blocks
+from .attn_bias import AttentionBias, BlockDiagonalMask
 
 __all__ = ["install_as_xformers", "memory_efficient_attention", "patch_xformers"]
 
@@ -30,29 +31,45 @@ _ROOT = "xformers"
 _PROVIDED = f"{_ROOT}==0.0.35"
 _ATTENTION = (
     ".xformers: memory_efficient_attention memory_efficient_attention_forward=memory_efficient_attention "
-    "AttentionOpBase=AnyOp MemoryEfficientAttentionCkOp=ANY_OPS MemoryEfficientAttentionCutlassOp=ANY_OPS "
-    "MemoryEfficientAttentionCutlassFwdFlashBwOp=ANY_OPS MemoryEfficientAttentionFlashAttentionOp=ANY_OPS",
+    "AttentionOp=AnyOp AttentionOpBase=AnyOp MemoryEfficientAttentionCkOp=ANY_OPS "
+    "MemoryEfficientAttentionCutlassOp=ANY_OPS MemoryEfficientAttentionCutlassFwdFlashBwOp=ANY_OPS "
+    "MemoryEfficientAttentionFlashAttentionOp=ANY_OPS",
     ".attn_bias: AttentionBias LowerTriangularMask",
+    "..flash_attn.modules.absent: memory_efficient_attention_backward memory_efficient_attention_forward_requires_grad",
 )
 _OPS = (".xformers: FwOp=AnyOp BwOp=AnyOp",)
+_SWIGLU = ".xformers: SwiGLU swiglu"
 _MODULES: dict[str, tuple[str, ...]] = {
     _ROOT: (".xformers: _has_cpp_library=HAS_CPP_LIBRARY",),
     "xformers.version": (),
     "xformers.ops": (
         *_ATTENTION,
         ".attn_bias: AttentionMask=AttentionBias",
-        ".xformers: RMSNorm SwiGLU",
-        "..flash_attn.modules.absent: index_select_cat scaled_index_add",
+        ".xformers: RMSNorm",
+        _SWIGLU,
+        "..flash_attn.modules.absent: index_select_cat masked_matmul scaled_index_add",
         "torch: unbind",
     ),
+    "xformers.ops.rmsnorm": (".xformers: RMSNorm",),
+    "xformers.ops.swiglu_op": (_SWIGLU,),
+    "xformers.ops.unbind": ("torch: unbind",),
     "xformers.ops.fmha": (*_ATTENTION, "types: Inputs=SimpleNamespace", ".attn_bias: BlockDiagonalMask"),
     "xformers.ops.fmha.attn_bias": (
-        ".attn_bias: AttentionBias BlockDiagonalCausalFromBottomRightMask BlockDiagonalCausalMask "
-        "BlockDiagonalCausalWithOffsetGappyKeysMask BlockDiagonalCausalWithOffsetPaddedKeysMask "
-        "BlockDiagonalGappyKeysMask BlockDiagonalMask BlockDiagonalPaddedKeysMask LocalAttentionFromBottomRightMask "
-        "LowerTriangularFromBottomRightMask LowerTriangularMask LowerTriangularMaskWithTensorBias",
+        ".attn_bias: AttentionBias BlockDiagonalCausalFromBottomRightMask "
+        "BlockDiagonalCausalLocalAttentionFromBottomRightMask BlockDiagonalCausalLocalAttentionMask "
+        "BlockDiagonalCausalMask BlockDiagonalMask LocalAttentionFromBottomRightMask "
+        "LowerTriangularFromBottomRightLocalAttentionMask LowerTriangularFromBottomRightMask LowerTriangularMask "
+        "LowerTriangularMaskWithTensorBias",
+        "..flash_attn.modules.absent: BlockDiagonalCausalWithOffsetGappyKeysMask "
+        "BlockDiagonalCausalWithOffsetPaddedKeysMask BlockDiagonalGappyKeysMask BlockDiagonalPaddedKeysMask",
+    ),
+    "xformers.ops.fmha.common": (
+        ".xformers: AttentionBwOpBase=AnyOp AttentionFwOpBase=AnyOp AttentionOp=AnyOp",
+        ".attn_bias: AttentionBias",
+        "types: Inputs=SimpleNamespace",
     ),
     "xformers.ops.fmha.cutlass": _OPS,
+    "xformers.ops.fmha.dispatch": ("..flash_attn.modules.absent: _dispatch_bw _dispatch_fw",),
     "xformers.ops.fmha.flash": _OPS,
 }
 _installer = Installer(_ROOT)
@@ -91,18 +108,16 @@ def memory_efficient_attention(
         )
     if not (attn_bias is None or isinstance(attn_bias, (Tensor, AttentionBias))):
         raise TypeError(f"attn_bias must be a tensor, an AttentionBias or None, got {type(attn_bias).__name__}")
-    q, k, v = _with_heads(query, key, value)
     rule = attn_bias if isinstance(attn_bias, AttentionBias) else AttentionBias()
     options = FlashOptions(p, rule.is_causal, scale, rule.alignment, rule.window)
-    if isinstance(rule, Blocks):
-        out = _within_blocks(q, k, v, rule, options)
+    mask = attn_bias if isinstance(attn_bias, Tensor) else rule.bias
+    if mask is not None and mask.dim() == query.dim() == 5:
+        out = _by_group(query, key, value, mask, options)
+    elif isinstance(rule, BlockDiagonalMask):
+        out = _within_blocks(*_with_heads(query, key, value), rule, options)
     else:
-        mask = attn_bias if isinstance(attn_bias, Tensor) else rule.bias
-        if mask is not None and mask.dim() == query.dim() == 3:
-            mask = mask.unsqueeze(1)
-        elif mask is not None and mask.dim() == 5:
-            mask = mask.flatten(1, 2)
-        out, _ = attend(q, k, v, options, mask=mask)
+        mask = mask.unsqueeze(1) if mask is not None and mask.dim() == query.dim() == 3 else mask
+        out, _ = attend(*_with_heads(query, key, value), options, mask=mask)
     return out.reshape(*query.shape[:-1], value.shape[-1]).contiguous()
 
 
@@ -117,14 +132,22 @@ def _with_heads(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tens
     return query.flatten(2, 3), key.flatten(2, 3), value.flatten(2, 3)
 
 
-def _within_blocks(q: Tensor, k: Tensor, v: Tensor, mask: Blocks, options: FlashOptions) -> Tensor:
+def _by_group(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, options: FlashOptions) -> Tensor:
+    """``[B, M, G, H, K]`` -> ``[B, M, G, H, Kv]`` under a mask that broadcasts to ``[B, G, H, M, Mkv]``: G is a leading
+    dimension, so that a mask that is expanded over G or H is not copied."""
+    q, k, v = (t.permute(0, 2, 3, 1, 4) for t in (query, key, value))
+    if key.stride(3) == value.stride(3) == 0:
+        k, v = k[:, :, :1], v[:, :, :1]
+    out = sdpa(q, k, v, mask, **options.rules(), config=options.config)
+    return out.permute(0, 3, 1, 2, 4)
+
+
+def _within_blocks(q: Tensor, k: Tensor, v: Tensor, mask: BlockDiagonalMask, options: FlashOptions) -> Tensor:
     """``[1, M, Hq, K]``, ``[1, Mkv, Hkv, K]`` -> ``[M, Hq, Kv]``, each block by itself."""
     check_layout((1, mask.q_seqinfo.seqstart_py[-1], "heads", "head_dim"), query=q)
     check_layout((1, mask.k_seqinfo.seqstart_py[-1], "heads", "head_dim"), key=k)
     q, k, v = q.squeeze(0), k.squeeze(0), v.squeeze(0)  # not [0], whose gradient is a copy
     q_ends, k_ends = torch.tensor(mask.q_seqinfo.seqstart_py), torch.tensor(mask.k_seqinfo.seqstart_py)
-    if mask.k_seqinfo.seqlen_py is not None:
-        k, v, k_ends = cut_to_used("kv_seqlen", k_ends, torch.tensor(mask.k_seqinfo.seqlen_py), k, v)
     return varlen_attend(q, k, v, q_ends, k_ends, options, with_lse=False)[0]
 
 
@@ -176,7 +199,22 @@ class RMSNorm(nn.RMSNorm):
         super().__init__(dim, eps, include_weight)
 
 
-def patch_xformers(*, replace: bool = False, around: Around | None = None) -> Patch:
+def swiglu(
+    x: Tensor,
+    w1: Tensor,
+    b1: Tensor | None,
+    w2: Tensor,
+    b2: Tensor | None,
+    w3: Tensor,
+    b3: Tensor | None,
+    *,
+    op: Any = None,
+) -> Tensor:
+    """``(silu(x w1 + b1) * (x w2 + b2)) w3 + b3``: x ``[..., features]``, weights ``[out, in]``; ``op`` is ignored."""
+    return F.linear(F.silu(F.linear(x, w1, b1)) * F.linear(x, w2, b2), w3, b3)
+
+
+def patch_xformers(*, replace: bool | None = None, around: Around | None = None) -> Patch:
     """Make ``import xformers`` find our functions: ``ops.memory_efficient_attention``, ``ops.fmha.attn_bias``, and in
     plain PyTorch ``ops.{unbind,SwiGLU,RMSNorm}``.
 
@@ -184,12 +222,13 @@ def patch_xformers(*, replace: bool = False, around: Around | None = None) -> Pa
     it is imported. Package metadata agrees (``importlib.metadata.version("xformers")`` is ``"0.0.35+pascal..."``).
 
     Args:
-        replace: replace the real package if it is installed.
+        replace: whether ours take the place of a real package that is installed; None = of one that cannot run on this
+            machine's devices, which the log names.
         around: see :func:`pascal_attn_core.patch_flash_attn`.
     Returns:
         A Patch; ``.remove()`` restores what was there before.
     Raises:
-        RuntimeError: the real package is installed.
+        RuntimeError: a real package is installed and stays.
     """
     package, counted = __name__.rpartition(".")[0], ("memory_efficient_attention",)
     given: dict[str, Any] = {"package": package, "eager": tuple(_MODULES), "around": around, "counted": counted}

@@ -16,6 +16,7 @@ from attn_support.fresh import run
 from attn_support.sdpa_switch import TILED, TORCH, qkv, served, torch_stays_torch  # noqa: F401
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.attention.bias import causal_lower_right
 from torch.nn.functional import scaled_dot_product_attention as taken_by_name
 from torch.overrides import TorchFunctionMode
 
@@ -125,6 +126,33 @@ def test_gradients_dropout_autocast_and_gqa_come_to_us() -> None:
         with torch.autocast("cpu", dtype=torch.bfloat16):
             assert F.scaled_dot_product_attention(*qkv()).dtype == torch.bfloat16
     torch.testing.assert_close(actual, torch.autograd.grad(TORCH(*leaves, **options).square().sum(), leaves))
+
+
+def test_causal_bias_objects_mean_what_they_mean() -> None:
+    q, k, v = (torch.randn(1, 2, n, 8) for n in (3, 7, 7))
+    expected = TORCH(q, k, v, attn_mask=torch.ones(3, 7, dtype=torch.bool).tril(4))
+    for function in (taken_by_name, lambda *args: F.scaled_dot_product_attention(*args)):
+        with patch_sdpa(TILED):
+            torch.testing.assert_close(function(q, k, v, causal_lower_right(3, 7)), expected)
+
+
+@pytest.mark.parametrize("transform", ["vmap", "grad", "trace"])
+def test_causal_bias_objects_in_what_is_handed_back_to_torch(transform: str) -> None:
+    q, k, v = (torch.randn(1, 2, n, 8) for n in (3, 7, 7))
+
+    def attend(q: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=causal_lower_right(3, 7))
+
+    transformed = {
+        "vmap": lambda: torch.vmap(attend)(q[None])[0],
+        "grad": lambda: torch.func.grad(lambda q: attend(q).square().sum())(q),
+        "trace": lambda: torch.jit.trace(attend, (q,), check_trace=False)(q),
+    }[transform]
+    expected = transformed()
+    with patch_sdpa():
+        torch.testing.assert_close(transformed(), expected)
+        with pytest.raises(ValueError, match="CausalBias should not be used with causal=True"):
+            F.scaled_dot_product_attention(q, k, v, causal_lower_right(3, 7), is_causal=True)
 
 
 def test_the_environment_can_forbid_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,12 +10,14 @@ import torch.nn.functional as F
 from attn_support.fresh import PLAIN, ROOT, run
 from torch import nn
 
+from pascal_attn_core.flash_attn.modules.rotary import rotary_emb
 from pascal_attn_core.stand_ins import attn_bias as masks
 from pascal_attn_core.stand_ins.sageattention import sageattn, sageattn_varlen
 from pascal_attn_core.stand_ins.xformers import (
     RMSNorm,
     SwiGLU,
     memory_efficient_attention,
+    swiglu,
 )
 
 X = torch.randn(2, 12, 3, 8)
@@ -44,14 +46,6 @@ ENDS = torch.tensor([0, 5, 12])
             lambda: memory_efficient_attention(X[:1], X[:1], X[:1], masks.BlockDiagonalMask.from_seqlens([12], [9, 3])),
             ValueError,
             r"cu_seqlens_k must be \[2\], got \[3\]",
-        ),
-        *(
-            (lambda mask=mask: memory_efficient_attention(X[:1], X[:1], X[:1], mask), ValueError, "kv_seqlen must be")
-            for mask in (
-                masks.BlockDiagonalPaddedKeysMask.from_seqlens([5, 7], 6, [6, 7]),
-                masks.BlockDiagonalGappyKeysMask.from_seqlens([5, 7], [0, 6, 12], [7, 6]),
-                masks.BlockDiagonalGappyKeysMask.from_seqlens([5, 7], [0, 6, 12], [6]),
-            )
         ),
         (lambda: masks.BlockDiagonalMask.from_seqlens([5]).split(X), ValueError, r"\[1, 5, ...\], got \[2, 12, 3, 8\]"),
         (lambda: masks.BlockDiagonalMask.from_seqlens([5]).make_local_attention(0), ValueError, "window_size must be"),
@@ -162,6 +156,98 @@ def test_what_programs_import_is_there_until_the_patch_is_removed(name: str) -> 
     assert out == VERSIONS[name]
 
 
+def real_package(name: str, folder: Path) -> Path:
+    """A package that is installed, with compiled kernels."""
+    (folder / name).mkdir()
+    (folder / name / "_C.so").touch()
+    (folder / name / "__init__.py").write_text("real = True\n")
+    return folder / name / "__init__.py"
+
+
+# Before a program: torch believes in one card, of the compute capability in the environment.
+ON_A_CARD = """
+        import os, torch
+        torch.cuda.is_available, torch.cuda.device_count = lambda: True, lambda: 1
+        torch.cuda.get_device_capability = lambda index: tuple(map(int, os.environ["CAPABILITY"].split(".")))
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "capability", "runs"),
+    [
+        ("flash_attn", "8.0", True), ("flash_attn", "7.5", False), ("sageattention", "8.6", True),
+        ("sageattention", "7.5", False), ("xformers", "7.5", True), ("xformers", "7.0", False),
+    ],
+)  # fmt: skip
+def test_a_real_package_makes_room_where_it_cannot_run(name: str, capability: str, runs: bool, tmp_path: Path) -> None:
+    place = real_package(name, tmp_path)
+    out = run(
+        ON_A_CARD
+        + """
+        import importlib, logging, sys
+        logging.basicConfig(stream=sys.stdout, format="%(message)s")
+        import pascal_attn_core
+        with pascal_attn_core.patch_imports() as patch:
+            assert hasattr(importlib.import_module(sys.argv[1]), "real") == bool(patch.left_alone)
+        print(*patch.left_alone)
+        assert importlib.import_module(sys.argv[1]).real
+        with pascal_attn_core.patch_imports(replace=False) as patch:
+            print(*patch.left_alone)
+        """,
+        name,
+        paths=(tmp_path,),
+        env={**PLAIN, "CAPABILITY": capability},
+    )
+    least = "7.5" if name == "xformers" else "8.0"
+    reason = f"it needs compute capability {least}, and the newest card has {capability}"
+    told = f"{name} at {place} cannot run here, {reason}: Pascal Attention takes its place"
+    assert out.splitlines() == ([name, name] if runs else [told, "", name])
+
+
+def test_sageattention_1_runs_on_turing(tmp_path: Path) -> None:
+    real_package("sageattention", tmp_path)
+    (tmp_path / "sageattention-1.0.6.dist-info").mkdir()
+    (tmp_path / "sageattention-1.0.6.dist-info" / "METADATA").write_text("Name: sageattention\nVersion: 1.0.6\n")
+    out = run(
+        ON_A_CARD
+        + """
+        import pascal_attn_core
+        print(*pascal_attn_core.patch_imports().left_alone)
+        """,
+        paths=(tmp_path,),
+        env={**PLAIN, "CAPABILITY": "7.5"},
+    )
+    assert out == "sageattention"
+
+
+@pytest.mark.parametrize("name", VERSIONS)
+def test_a_real_package_is_left_alone_unless_told(name: str, tmp_path: Path) -> None:
+    (tmp_path / f"{name}.py").write_text("real = True\n")
+    run(
+        """
+        import importlib, sys
+        from pytest import raises
+        import pascal_attn_core
+        name, others = sys.argv[1], {"flash_attn", "sageattention", "xformers"} - {sys.argv[1]}
+        put_in = getattr(pascal_attn_core, f"patch_{name}")
+        with raises(RuntimeError, match=f"{name} must not be .*replace=True"):
+            put_in(replace=False)
+        with pascal_attn_core.patch_imports(replace=False) as patch:
+            assert importlib.import_module(name).real
+            assert [s.name for s in patch.report().states if s.state == "on"] == sorted(others)
+            assert list(patch.left_alone) == [name] and f"{name} must not be installed" in patch.left_alone[name]
+            for other in others:
+                assert not hasattr(importlib.import_module(other), "real")
+        assert not others & set(sys.modules)
+        with put_in(replace=True):
+            assert not hasattr(importlib.import_module(name), "real")
+        assert importlib.import_module(name).real
+        """,
+        name,
+        paths=(tmp_path,),
+    )
+
+
 def test_sageattn_computes_as_the_installation_says() -> None:
     run("""
         from pytest import raises
@@ -195,18 +281,20 @@ def test_sageattn_computes_as_the_installation_says() -> None:
 
 @pytest.mark.parametrize(("disable", "found"), [("", "True"), ("1", "False")])
 def test_the_environment_puts_all_in_and_names_what_stays(disable: str, found: str, tmp_path: Path) -> None:
-    (tmp_path / "xformers.py").write_text("real = True\n")
+    place = real_package("xformers", tmp_path)
     out = run(
-        """
+        ON_A_CARD
+        + """
         import importlib.util, logging, sys
         logging.basicConfig(stream=sys.stdout, format="%(message)s")
         import pascal_attn_core.auto, xformers
         print(xformers.real, *(importlib.util.find_spec(name) is not None for name in ("flash_attn", "sageattention")))
         """,
-        env={**PLAIN, "PASCAL_ATTN_FLASH": "1", "PASCAL_ATTN_DISABLE": disable},
+        env={**PLAIN, "PASCAL_ATTN_FLASH": "1", "PASCAL_ATTN_DISABLE": disable, "CAPABILITY": "8.0"},
         paths=(tmp_path,),
     )
-    told = f"PASCAL_ATTN_FLASH is ignored: xformers must not be installed, got the one at {tmp_path / 'xformers.py'}"
+    told = f"PASCAL_ATTN_FLASH is ignored: xformers must not be installed, got the one at {place}"
+    told += "; PASCAL_ATTN_FLASH=replace takes its place"
     assert out.splitlines() == ([] if disable else [told]) + [f"True {found} {found}"]
 
 
@@ -224,3 +312,29 @@ def test_inside_of_another_package_nothing_is_imported_by_our_own_name() -> None
         assert len(finder) == 3 and not any(name.startswith("pascal_attn_core") for name in sys.modules)
         """
     )
+
+
+def test_names_that_programs_ask_for_by_class() -> None:
+    blocks = masks.BlockDiagonalMask.from_seqlens([5, 7])
+    assert isinstance(blocks.make_local_attention(3), masks.BlockDiagonalCausalLocalAttentionMask)
+    of_last = blocks.make_local_attention_from_bottomright(3)
+    assert isinstance(of_last, masks.BlockDiagonalCausalLocalAttentionFromBottomRightMask)
+    local = masks.LowerTriangularFromBottomRightMask().make_local_attention(3)
+    assert isinstance(local, masks.LowerTriangularFromBottomRightLocalAttentionMask)
+    assert [mask.window for mask in (blocks.make_local_attention(3), of_last, local)] == [(2, 0)] * 3
+
+
+def test_swiglu_is_that_of_the_module() -> None:
+    module = SwiGLU(8, 16)
+    (w1, w2), (b1, b2) = module.w12.weight.chunk(2), module.w12.bias.chunk(2)
+    out = swiglu(X, w1, b1, w2, b2, module.w3.weight, module.w3.bias)
+    torch.testing.assert_close(out, module(X))
+
+
+def test_the_rotation_of_flash_attns_extension_goes_back() -> None:
+    x1, x2, angle = (torch.randn(2, 5, 3, 4) for _ in range(3))
+    given, turned = (x1.clone(), x2.clone()), (torch.empty_like(x1), torch.empty_like(x2))
+    rotary_emb(*given, angle.cos(), angle.sin(), *turned, False)
+    torch.testing.assert_close(turned[0], x1 * angle.cos() - x2 * angle.sin())
+    rotary_emb(*turned, angle.cos(), angle.sin(), *turned, True)
+    torch.testing.assert_close(turned, given)
