@@ -1,7 +1,7 @@
-"""The share of the tensor cores' peak that the machine code of each of our kernels can sustain, by ``tools.models.tensor``.
+"""The share of the tensor cores' peak that the machine code of our kernels can sustain, by ``tools.models.tensor``.
 
-    python -m tools.models.tensor_table                                # print the table: some minutes
-    python -m tools.models.tensor_table --write docs/fused-kernel.md   # put it between the marks in the document
+python -m tools.models.tensor_table                                # print the table: some minutes
+python -m tools.models.tensor_table --write docs/fused-kernel.md   # put it between the marks in the document
 """
 
 from __future__ import annotations
