@@ -24,9 +24,9 @@ def run(launches: Iterable[Launch], *, behind: bool, mutated: Mapping[str, str |
         for begin, place in places:
             ctypes.memmove(place.begin, begin, place.size)
         for name in _pointers(type(params)):
-            if address := getattr(params, name):
-                own = (place.begin - begin for begin, place in places if begin <= address < begin + place.size)
-                setattr(params, name, address + next(own))  # a tensor that is not kept: StopIteration
+            address = getattr(params, name) or 0
+            own = (place.begin - begin for begin, place in places if begin <= address < begin + place.size)
+            setattr(params, name, address + next(own, -address))  # 0 for what the launch does not keep
         emulate([launch._replace(params=params)], mutated=mutated)
         for begin, place in places:
             ctypes.memmove(begin, place.begin, place.size)
