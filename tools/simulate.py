@@ -29,7 +29,6 @@ import shutil
 import subprocess
 import sys
 import tempfile
-import types
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -40,11 +39,9 @@ from torch import Tensor
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
-_support = types.ModuleType("attn_support")
-_support.__path__ = [str(ROOT / "tests" / "support")]
-sys.modules.setdefault("attn_support", _support)
 
 import fused as tool  # noqa: E402
+import support  # noqa: E402, F401  attn_support is importable from here on
 from attn_support.fused.emulation import emulate  # noqa: E402
 
 from pascal_attn_core.call import check_call  # noqa: E402

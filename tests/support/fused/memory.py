@@ -1,10 +1,16 @@
-"""The memory that a kernel may touch: tensors and buffers at their own addresses, and nothing between them."""
+"""The memory that a kernel may touch: the elements of tensors and buffers at their own addresses, and nothing between
+them; or at others, as far apart as no machine has memory."""
+
+from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
+from typing import NamedTuple
 
 import numpy as np
 from torch import Tensor
+
+from pascal_attn_core.fused.launch import Launch
 
 Words = np.ndarray  # uint32
 _CELLS = {1: np.uint8, 2: np.uint16}
@@ -14,64 +20,113 @@ class OutsideOfMemory(AssertionError):
     """An address that belongs to none of the tensors."""
 
 
+class Placed(NamedTuple):
+    """A tensor as a kernel sees it: at another address, with other strides, in elements."""
+
+    tensor: Tensor
+    address: int
+    strides: tuple[int, ...]
+
+
 class Memory:
     """
     Args:
-        tensors: what may be read and written, from the first element of each to its last one.
+        tensors: whose elements may be read and written.
     """
 
-    def __init__(self, tensors: Iterable[Tensor]):
-        self._regions: dict[int, tuple[int, np.ndarray]] = {}
-        for tensor in tensors:
-            if tensor.numel():
-                last = sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride()))
-                self._add(tensor.data_ptr(), (last + 1) * tensor.element_size())
+    def __init__(self, tensors: Iterable[Tensor | Placed]):
+        placed = (t if isinstance(t, Placed) else Placed(t, t.data_ptr(), t.stride()) for t in tensors)
+        self._regions = [region for each in placed if each.tensor.numel() for region in _regions(each)]
         self._kept: list[object] = []
+        self._index()
 
-    def _add(self, address: int, size: int) -> None:
-        """As whole words, so that some of them can be taken at once."""
-        end, _ = self._regions.get(address, (0, None))
-        if address + size > end:
-            first = address // 4 * 4
-            words = ctypes.c_uint32 * -(-(address + size - first) // 4)
-            self._regions[address] = address + size, np.ctypeslib.as_array(words.from_address(first))
+    def _index(self) -> None:
+        """Regions in their order, those that overlap as one: where they start and end, and how far from there what is
+        in them really lies; all of it as words from the first one on."""
+        merged: list[list[int]] = []
+        for start, end, distance in sorted(self._regions):
+            if merged and start < merged[-1][1]:
+                assert merged[-1][2] == distance
+                merged[-1][1] = max(merged[-1][1], end)
+            else:
+                merged.append([start, end, distance])
+        self._starts, self._ends, self._distances = np.array(merged, np.int64).reshape(-1, 3).T
+        first, end = (min(self._starts + self._distances) // 4 * 4, max(self._ends + self._distances)) if merged else (0, 0)
+        self._first = int(first)
+        words = ctypes.c_uint32 * -(-(int(end) - self._first) // 4)
+        self._words = np.ctypeslib.as_array(words.from_address(self._first)) if merged else np.zeros(0, np.uint32)
 
     def put(self, content: bytes) -> int:
         """The address of a copy."""
         buffer = ctypes.create_string_buffer(content, len(content))
         self._kept.append(buffer)
-        self._add(ctypes.addressof(buffer), len(content))
-        return ctypes.addressof(buffer)
+        address = ctypes.addressof(buffer)
+        self._regions.append((address, address + len(content), 0))
+        self._index()
+        return address
 
     def read(self, addresses: np.ndarray, size: int) -> Words:
         """``[lanes, size / 4]`` from ``addresses``, uint64 ``[lanes]``; of 1 or 2 bytes a word each."""
-        found = np.empty((len(addresses), max(1, size // 4)), np.uint32)
-        for lanes, cells, at in self._places(addresses, size):
-            found[lanes] = cells[at]
-        return found
+        cells, at = self._places(addresses, size)
+        return cells[at].astype(np.uint32, copy=False)
 
     def write(self, addresses: np.ndarray, words: Words, size: int) -> None:
         """``words``: as :meth:`read` gives them; of 1 or 2 bytes the lowest ones."""
-        for lanes, cells, at in self._places(addresses, size):
-            cells[at] = words[lanes].astype(cells.dtype)
+        cells, at = self._places(addresses, size)
+        cells[at] = words.astype(cells.dtype)
 
-    def _places(
-        self, addresses: np.ndarray, size: int
-    ) -> Iterator[tuple[np.ndarray | slice, np.ndarray, np.ndarray]]:
-        """(lanes, a region, which of its words, or bytes or pairs of them, each means), until every lane has one."""
+    def _places(self, addresses: np.ndarray, size: int) -> tuple[np.ndarray, np.ndarray]:
+        """All words (or bytes, or pairs of them), and ``[lanes, size / 4]`` which of them these are."""
+        addresses = addresses.astype(np.int64)
+        region = np.searchsorted(self._starts, addresses, "right") - 1
         unit = min(size, 4)
-        if np.bitwise_or.reduce(addresses) & np.uint64(unit - 1):
-            raise OutsideOfMemory(f"{size} bytes at an address that is no multiple of {unit}")
-        following = np.arange(max(1, size // 4))
-        left: np.ndarray = np.arange(len(addresses))
-        for start, (end, words) in self._regions.items():
-            own = addresses[left]
-            inside = (own >= np.uint64(start)) & (own <= np.uint64(end - size))
-            if inside.any():
-                at = (own[inside] - np.uint64(start // 4 * 4)).astype(np.int64) // unit
-                lanes = slice(None) if inside.all() and len(left) == len(addresses) else left[inside]
-                yield lanes, words.view(_CELLS.get(size, np.uint32)), at[:, None] + following
-                left = left[~inside]
-            if not len(left):
-                return
-        raise OutsideOfMemory(f"{size} bytes at {', '.join(hex(a) for a in addresses[left[:4]])}")
+        is_inside = (region >= 0) & (addresses + size <= self._ends[region]) & (addresses % unit == 0)
+        if not is_inside.all():
+            some = ", ".join(hex(a) for a in addresses[~is_inside][:4])
+            raise OutsideOfMemory(f"{size} bytes at {some}: in no tensor, or not aligned")
+        at = (addresses + self._distances[region] - self._first) // unit
+        return self._words.view(_CELLS.get(size, np.uint32)), at[:, None] + np.arange(max(1, size // 4))
+
+
+def _regions(placed: Placed) -> Iterable[tuple[int, int, int]]:
+    """(start, end, how far from there it really lies) of runs of elements that follow one another."""
+    tensor, address, strides = placed
+    axes = [axis for axis, size in enumerate(tensor.shape) if size > 1]
+    count = 1
+    while axes and strides[axes[-1]] == tensor.stride(axes[-1]) == count:
+        count *= tensor.shape[axes.pop()]
+    size = tensor.element_size()
+    starts, own = np.array([address]), np.array([tensor.data_ptr()])
+    for axis in axes:
+        places = np.arange(tensor.shape[axis]) * size
+        starts = np.add.outer(starts, places * strides[axis]).ravel()
+        own = np.add.outer(own, places * tensor.stride(axis)).ravel()
+    return zip(starts.tolist(), (starts + count * size).tolist(), (own - starts).tolist())
+
+
+# A parameter that is an address, and those that are its strides. Strides are far beyond 2^31 bytes; those of tokens,
+# which kernels multiply in 32 bits within a tile, are as large as they take.
+_STRIDED = {name: [f"{name}{axis}" for axis in "bhs"] for name in ("q", "k", "v", "o", "g", "dq", "dk", "dv", "x")}
+_STRIDED["mask"] = ["mb", "mh", "mq"]
+_FAR = (9 << 40) + 8192, (37 << 32) + 4096, (1 << 26) - 64
+
+
+def far(launch: Launch) -> Launch:
+    """The launch with its tensors far apart, and so are the tokens, heads and batch elements of each."""
+    params, keep = type(launch.params).from_buffer_copy(launch.params), list(launch.keep)
+    for n, (name, fields) in enumerate(_STRIDED.items(), 1):
+        address = getattr(params, name, None)
+        if address is None:
+            continue
+        fields = fields if hasattr(params, fields[0]) else ["row_stride"]
+        if not hasattr(params, fields[0]):
+            continue
+        which = next(i for i, t in enumerate(launch.keep) if t.data_ptr() == address and t.numel())
+        tensor, strides = launch.keep[which], list(launch.keep[which].stride())
+        for axis, (field, stride) in enumerate(zip(fields, _FAR[-len(fields) :])):
+            if tensor.shape[axis] > 1 and strides[axis]:
+                strides[axis] = stride
+                setattr(params, field, stride)
+        keep[which] = Placed(tensor, (n << 48) + 0xFFFFF000, tuple(strides))
+        setattr(params, name, keep[which].address)
+    return launch._replace(params=params, keep=tuple(keep))

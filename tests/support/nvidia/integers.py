@@ -127,7 +127,7 @@ def _lea(m: Warps, i: Instruction) -> None:
 @operation("XMAD", options="PSL CBCC CLO CHI CSFU MRG S16 U16")
 def _xmad(m: Warps, i: Instruction) -> None:
     """A product of halves and a sum."""
-    d, a, b, c = i.operands
+    d, a, b, _ = i.operands
     signs = [option == "S16" for option in i.options if option in ("S16", "U16")] or [False, False]
     x, y = (_half(m, o, is_signed) for o, is_signed in zip((a, b), signs))
     product, whole = x * y, m.raw(b)
@@ -169,7 +169,7 @@ def _wide_product(m: Warps, i: Instruction) -> None:
     """The summand has 64 bits in all of them."""
     d, *rest = i.operands
     outs, (a, b, c) = _predicates(rest)
-    assert not (a.negative or b.negative or c.negative)
+    assert not any(o.negative for o in (a, b, c))
     if "U32" in i.options:
         product = m.raw(a).astype(U64) * m.raw(b).astype(U64)
     else:

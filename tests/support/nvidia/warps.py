@@ -12,7 +12,7 @@ import numpy as np
 from pascal_attn_core.fused.launch import Launch
 
 from ..fused.memory import Memory
-from .code import ZERO, MachineKernel, Operand
+from .code import MachineKernel, Operand
 
 I8, U8, U16, I32, U32, I64, U64 = np.int8, np.uint8, np.uint16, np.int32, np.uint32, np.int64, np.uint64
 F16, F32, F64 = np.float16, np.float32, np.float64
