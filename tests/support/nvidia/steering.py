@@ -5,7 +5,7 @@ chance."""
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
@@ -19,6 +19,7 @@ from .warps import I32, I64, U32, Array, Cohort, Stack, Warps, bits_of, lanes_of
 
 _SLOTS, _WARPSYNC = 32, 16  # behind those of B0 ... B15
 _MOST = 2_000_000  # instructions; the longest launch of a sample call has a tenth of it
+Watch = Callable[[Instruction], None]
 _ERRORS = (AssertionError, IndexError, KeyError, ValueError, TypeError, StopIteration)
 
 
@@ -27,6 +28,7 @@ class Flow(Warps):
 
     Args:
         scatters: at each barrier some warps of a block run ahead of the others.
+        watch: is given each instruction before it is executed.
 
     Attributes:
         ready: which can go on; parked: which wait at the block's barrier.
@@ -44,9 +46,10 @@ class Flow(Warps):
         memory: Memory,
         rng: random.Random,
         scatters: bool,
+        watch: Watch | None,
     ):
         super().__init__(kernel, launch, blocks, memory)
-        self.rng, self.scatters = rng, scatters
+        self.rng, self.scatters, self.watch = rng, scatters, watch
         self.operations = [operation_of(i) for i in kernel.instructions]
         self.meetings = set(kernel.labels.values())
         self.partners = np.zeros((_SLOTS, self.count, 32), U32)
@@ -84,6 +87,8 @@ class Flow(Warps):
             is_first = False
             self.steps += 1
             assert self.steps < _MOST, f"{self.kernel.name}: it does not end"
+            if self.watch is not None:
+                self.watch(self.kernel.instructions[cohort.place])
             i, (run, _, steers) = self.kernel.instructions[cohort.place], self.operations[cohort.place]
             try:
                 is_executed = self._is_executed(i)
