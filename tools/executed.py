@@ -9,7 +9,6 @@ import sys
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
-import support  # noqa: F401  attn_support is importable from here on
 import torch
 from attn_support.amd.code import OBJDUMP
 from attn_support.fused.executed import Result, result

@@ -41,7 +41,6 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 import fused as tool  # noqa: E402
-import support  # noqa: E402, F401  attn_support is importable from here on
 from attn_support.fused.emulation import emulate  # noqa: E402
 
 from pascal_attn_core.call import check_call  # noqa: E402
