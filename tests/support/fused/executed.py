@@ -11,47 +11,65 @@ import torch
 
 from pascal_attn_core.call import AttentionCall
 from pascal_attn_core.fused.code.compilation import Compilation
-from pascal_attn_core.fused.code.source import Variant
 from pascal_attn_core.fused.launch import Launch
 from pascal_attn_core.fused.trust import verify
+from pascal_attn_core.reference.checks import gap
 
 from ..amd import machine as amd
 from ..nvidia import machine as nvidia
-from .memory import far
+from .memory import far, with_lse
 from .modes import deterministic
 
+CPU = torch.device("cpu")
 CodeOf = Callable[[Compilation], bytes]
 
 
-def largest_error(variant: Compilation, code_of: CodeOf, *, is_far: bool = False, **how: Any) -> float:
-    """As ``verify.largest_error`` finds it; new memory holds NaN.
-
-    Args:
-        is_far: on two batch elements, in tensors whose strides are far beyond 2^31 bytes.
-        how: of the interpreter.
+def largest_error(variant: Compilation, code_of: CodeOf, **how: Any) -> float:
+    """As ``verify.largest_error`` finds it; new memory holds NaN. how: of the interpreter.
 
     Raises:
         AssertionError: an instruction met an error.
     """
     execute = amd.execute if variant.arch else nvidia.execute
+    with deterministic(), torch.no_grad():
+        return verify.largest_error(variant, CPU, lambda launches: execute(launches, code_of, **how))
+
+
+def largest_error_far(variant: Compilation, code_of: CodeOf, **how: Any) -> float:
+    """The same with strides far beyond 2^31 bytes, of two batch elements where a kernel has no list of blocks or of
+    sequences; and of lse where a kernel gives it."""
+    execute = amd.execute if variant.arch else nvidia.execute
+    calls: list[AttentionCall] = []
+    lse = torch.empty(0)
+
+    def sample_call(*given: Any, original: Callable[..., AttentionCall] = verify.sample_call) -> AttentionCall:
+        call = original(*given)
+        calls.append(call if variant.is_even or variant.traits.is_packed else _two_batch_elements(call))
+        return calls[-1]
 
     def run(launches: list[Launch]) -> None:
-        execute(map(far, launches) if is_far else launches, code_of, **how)
+        nonlocal lse
+        if calls and not (variant.is_gradient or variant.kind == "int8"):  # of which lse is looked at anyway
+            lse = torch.full(calls[0].out_shape[:-1], torch.nan)
+            launches = [with_lse(launch, lse) for launch in launches]
+        execute(map(far, launches), code_of, **how)
 
-    sample_call = _two_batch_elements if is_far else verify.sample_call
     with deterministic(), torch.no_grad(), mock.patch.object(verify, "sample_call", sample_call):
-        return verify.largest_error(variant, torch.device("cpu"), run)
+        error = verify.largest_error(variant, CPU, run)
+        if not lse.numel():
+            return error
+        parts = verify._sequences(variant, calls[0])[1]
+        right = torch.cat([verify._reference(part)[1] for part in parts], dim=-1)
+        assert not lse.isnan().any(), "no lse"
+        return max(error, gap(lse, right).relative)
 
 
-def _two_batch_elements(variant: Variant, *given: Any, sample_call: Callable = verify.sample_call) -> AttentionCall:
-    """The sample call and another one, where a kernel has no list of its blocks or sequences."""
-    call = sample_call(variant, *given)
-    if variant.is_even or variant.traits.is_packed:
-        return call
-    both = {name: torch.cat([t, t.flip(-1)]) for name in ("query", "key", "value") for t in (getattr(call, name),)}
-    if call.attn_mask is not None:
-        both["attn_mask"] = torch.stack([call.attn_mask.roll(n, -1) for n in range(4)]).unflatten(0, (2, 2))
-    return replace(call, batch=(2,), **both)
+def _two_batch_elements(call: AttentionCall) -> AttentionCall:
+    query, key, value = (torch.cat([t, t.flip(-1)]) for t in (call.query, call.key, call.value))
+    mask = call.attn_mask
+    if mask is not None:  # another one for each head
+        mask = torch.stack([mask.roll(n, -1) for n in range(4)]).unflatten(0, (2, 2))
+    return replace(call, query=query, key=key, value=value, attn_mask=mask, batch=(2,))
 
 
 class Result(NamedTuple):
@@ -70,7 +88,7 @@ def result(variant: Compilation, code_of: CodeOf, **how: Any) -> Result:
     """What comes of a variant's sample call, and of the one with strides that are far beyond 2^31 bytes."""
     begin, problem = time.perf_counter(), ""
     try:
-        errors = [largest_error(variant, code_of, is_far=is_far, **how) for is_far in (False, True)]
+        errors = [of(variant, code_of, **how) for of in (largest_error, largest_error_far)]
         error = max(errors) / verify.tolerance(variant)
     except (AssertionError, NotImplementedError) as failure:
         error, problem = float("inf"), str(failure)

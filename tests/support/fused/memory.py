@@ -13,7 +13,7 @@ from torch import Tensor
 from pascal_attn_core.fused.launch import Launch
 
 Words = np.ndarray  # uint32
-_CELLS = {1: np.uint8, 2: np.uint16}
+_UNITS = {1: np.uint8, 2: np.uint16}
 
 
 class OutsideOfMemory(AssertionError):
@@ -51,7 +51,9 @@ class Memory:
             else:
                 merged.append([start, end, distance])
         self._starts, self._ends, self._distances = np.array(merged, np.int64).reshape(-1, 3).T
-        first, end = (min(self._starts + self._distances) // 4 * 4, max(self._ends + self._distances)) if merged else (0, 0)
+        first, end = (
+            (min(self._starts + self._distances) // 4 * 4, max(self._ends + self._distances)) if merged else (0, 0)
+        )
         self._first = int(first)
         words = ctypes.c_uint32 * -(-(int(end) - self._first) // 4)
         self._words = np.ctypeslib.as_array(words.from_address(self._first)) if merged else np.zeros(0, np.uint32)
@@ -68,24 +70,26 @@ class Memory:
     def read(self, addresses: np.ndarray, size: int) -> Words:
         """``[lanes, size / 4]`` from ``addresses``, uint64 ``[lanes]``; of 1 or 2 bytes a word each."""
         cells, at = self._places(addresses, size)
-        return cells[at].astype(np.uint32, copy=False)
+        return cells[at].view(_UNITS.get(size, np.uint32)).astype(np.uint32, copy=False)
 
     def write(self, addresses: np.ndarray, words: Words, size: int) -> None:
         """``words``: as :meth:`read` gives them; of 1 or 2 bytes the lowest ones."""
         cells, at = self._places(addresses, size)
-        cells[at] = words.astype(cells.dtype)
+        cells[at] = np.ascontiguousarray(words.astype(_UNITS.get(size, np.uint32))).view(cells.dtype)
 
     def _places(self, addresses: np.ndarray, size: int) -> tuple[np.ndarray, np.ndarray]:
-        """All words (or bytes, or pairs of them), and ``[lanes, size / 4]`` which of them these are."""
+        """All memory in units of 1, 2 or 4 bytes, and ``[lanes, units]`` which of them these are."""
         addresses = addresses.astype(np.int64)
         region = np.searchsorted(self._starts, addresses, "right") - 1
-        unit = min(size, 4)
-        is_inside = (region >= 0) & (addresses + size <= self._ends[region]) & (addresses % unit == 0)
+        is_inside = (region >= 0) & (addresses + size <= self._ends[region])
         if not is_inside.all():
             some = ", ".join(hex(a) for a in addresses[~is_inside][:4])
-            raise OutsideOfMemory(f"{size} bytes at {some}: in no tensor, or not aligned")
-        at = (addresses + self._distances[region] - self._first) // unit
-        return self._words.view(_CELLS.get(size, np.uint32)), at[:, None] + np.arange(max(1, size // 4))
+            raise OutsideOfMemory(f"{size} bytes at {some}")
+        at = addresses + self._distances[region] - self._first
+        unit = min(size, 4)
+        if np.bitwise_or.reduce(at) & unit - 1:  # AMD's cards allow it
+            unit = 1
+        return self._words.view(_UNITS.get(unit, np.uint32)), at[:, None] // unit + np.arange(size // unit)
 
 
 def _regions(placed: Placed) -> Iterable[tuple[int, int, int]]:
@@ -130,3 +134,12 @@ def far(launch: Launch) -> Launch:
         keep[which] = Placed(tensor, (n << 48) + 0xFFFFF000, tuple(strides))
         setattr(params, name, keep[which].address)
     return launch._replace(params=params, keep=tuple(keep))
+
+
+def with_lse(launch: Launch, lse: Tensor) -> Launch:
+    """The launch with memory for lse, float32 ``[B, H, L]``, where it has parameters for it."""
+    if not hasattr(launch.params, "lse"):
+        return launch
+    params = type(launch.params).from_buffer_copy(launch.params)
+    params.lse, params.lb, params.lh = lse.data_ptr(), *lse.stride()[:2]
+    return launch._replace(params=params, keep=(*launch.keep, lse))

@@ -43,7 +43,7 @@ def run(launch: Launch, kernel: MachineKernel, *, scatter: int | None = None, wa
     """One launch; returns how many instructions were executed, those of all warps at a place as one.
 
     Args:
-        scatter: a seed: at each barrier some warps of a block run ahead of the others.
+        scatter: a seed: from the start and from each barrier on some warps of a block run ahead of the others.
         watch: is given each instruction before it is executed.
     """
     memory, rng, steps = Memory(launch.keep), random.Random(scatter or 0), 0

@@ -27,7 +27,7 @@ class Flow(Warps):
     """Warps that execute a kernel.
 
     Args:
-        scatters: at each barrier some warps of a block run ahead of the others.
+        scatters: from the start and from each barrier on some warps of a block run ahead of the others.
         watch: is given each instruction before it is executed.
 
     Attributes:
@@ -64,7 +64,7 @@ class Flow(Warps):
         self.steps = 0
 
     def run(self) -> None:
-        self.send(self.cohort, 0, lanes_of(self.live))
+        self.start(self.cohort, lanes_of(self.live))
         with np.errstate(all="ignore"):
             while self.ready:
                 self._advance(self._pick())
@@ -193,6 +193,15 @@ class Flow(Warps):
 
     # ---- barriers and ends -------------------------------------------------------------------------------------------
 
+    def start(self, cohort: Cohort, lanes: Array) -> None:
+        """These lanes go on where they are, at once or some warps before the others."""
+        if not self.scatters:
+            self.send(cohort, cohort.place, lanes)
+            return
+        first = np.array([self.rng.random() < 0.5 for _ in cohort.index])[:, None]
+        for some in (first, ~first):  # not joined with any others
+            self.ready += part_of(cohort, cohort.place, lanes & some, cohort.stack)
+
     def meet(self) -> None:
         """The active lanes wait at the block's barrier."""
         cohort, lanes = self.cohort, self.active()
@@ -212,12 +221,7 @@ class Flow(Warps):
         for cohort in parked:
             free = is_open[self.block_of[cohort.index]][:, None] & cohort.lanes()
             self.parked += part_of(cohort, cohort.place, cohort.lanes() & ~free, cohort.stack)
-            if not self.scatters:
-                self.send(cohort, cohort.place, free)
-                continue
-            first = np.array([self.rng.random() < 0.5 for _ in cohort.index])[:, None]
-            for some in (first, ~first):  # not joined with any others
-                self.ready += part_of(cohort, cohort.place, free & some, cohort.stack)
+            self.start(cohort, free)
 
     def end(self) -> Cohort | None:
         cohort, lanes = self.cohort, self.active()
