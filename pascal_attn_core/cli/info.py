@@ -15,8 +15,8 @@ from ..call import check_call
 from ..config import default_config
 from ..int8.backends import backend_on
 from ..int8.report import COMPUTED_BY
-from ..machine.device import DeviceInfo
-from ..machine.facts import MIB, Machine, device_lines, device_names, head_lines, line, look_around, together_lines
+from ..machine.device import MIB, DeviceInfo
+from ..machine.facts import Machine, device_lines, device_names, head_lines, line, look_around, together_lines
 from ..machine.runtime import runtime_of
 from ..machine.wheels import judge
 from ..routes import route_names, why_not
@@ -35,8 +35,8 @@ class Info:
 
     Attributes:
         routes: per kind of call and per route why it cannot take such a call here (an empty list = it can).
-        timed: for two ways to compute that were timed here, "tiles relative to torch's kernel": the ratio of their
-            times per kind of call.
+        timed: for two ways to compute that were timed here, "the fused kernel relative to torch's kernel": the ratio of
+            their times per kind of call.
         int8: what would compute linear layers in 8 bits, and why nothing faster; None = no device to ask about.
         int8_attention: why attention cannot run in 8 bits, not exact, where it is asked for.
     """

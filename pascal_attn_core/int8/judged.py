@@ -1,5 +1,5 @@
-"""Judged: what all layers in 8 bits have in common: each waits for inputs, is measured with them, and runs in 8 bits or
-stays in float."""
+"""Judged: the judge of a layer that is not exact, in 8 bits or in float16. The layer waits for inputs and is measured
+with them. It is on as long as its error stays within the limit."""
 
 from __future__ import annotations
 
@@ -53,11 +53,11 @@ class Int8Options:
 
 
 def limit_of(max_error: Any) -> float:
-    """The limit of errors as a float; a TypeError or a ValueError where it is no number from 0 on."""
+    """The limit of errors as a float; a TypeError or a ValueError where it is no number from 0 to 1."""
     if isinstance(max_error, bool) or not isinstance(max_error, (int, float)):
         raise TypeError(f"max_error must be a number, got {max_error!r}")
-    if not max_error >= 0:
-        raise ValueError(f"max_error must be at least 0, got {max_error}")
+    if not 0 <= max_error <= 1:
+        raise ValueError(f"max_error must be a share from 0 to 1 (0.05 for 5 %), got {max_error}")
     return float(max_error)
 
 
@@ -87,18 +87,15 @@ class Judged:
         self.state, self.why = REFUSED, f"its error {error:.2%} is above {self.options.max_error:.2%}"
         return False
 
-    def look(
-        self, x: Tensor, measure: Callable[[int], float], time: Callable[[], None], *, rows: int | None = None
-    ) -> None:
+    def look(self, x: Tensor, measure: Callable[[int], float], time: Callable[[], None]) -> None:
         """Count a call with input ``x``. If it is to be checked, measure its error, and decide by it.
 
         Args:
             measure: the relative error on at most this many rows of the call. It is called with few rows first; with
                 more if that error seems too large, or if nothing is known yet.
             time: times the call both ways, where the layer has still to be decided.
-            rows: of the call, those of ``x`` by default.
         """
-        is_due = self.watch.check_now(x.numel() // x.shape[-1] if rows is None else rows)
+        is_due = self.watch.check_now(x.shape[:-1].numel())
         is_new, error = self.state == WAITING, math.inf
         if not (is_due or is_new) or is_captured(x):
             return

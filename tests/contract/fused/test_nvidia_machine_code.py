@@ -73,6 +73,7 @@ _MUTATED = [
     (61, "forward-32-float16-none"), (70, "volta_small-64-float16-none"), (61, "int8-64-float32-none"),
     (50, "forward-40-float32-bool"), (75, "tensor_packed-128-float16-none"), (61, "split-64-float16-none"),
     (70, "forward-32-float32-none"), (61, "gguf_linear-Q4_K-8"), (75, "tensor_grad_query-64-float16-none"),
+    (61, "int8_linear-float16"), (60, "forward-64-bfloat16-none"),
 ]  # fmt: skip
 _NO_RESULT = {"NOP", "DEPBAR", "MEMBAR", "ERRBAR", "YIELD", "CCTL", "BMOV", "RRO", "EXIT"}
 MUTANTS = 30
@@ -137,8 +138,11 @@ CHANGES: dict[str, tuple[Callable[[Instruction], bool], Callable[[Instruction, r
 }
 
 
+_ORDER = ("lost", "another source", "inverted", "lost", "another source", "no barrier")
+
+
 def _how(number: int) -> str:
-    return list(CHANGES)[number % len(CHANGES)]
+    return _ORDER[number % len(_ORDER)]
 
 
 def _mutant(number: int) -> tuple[Compilation, CodeOf, Callable[[MachineKernel], MachineKernel], str]:
@@ -160,13 +164,20 @@ def _mutant(number: int) -> tuple[Compilation, CodeOf, Callable[[MachineKernel],
     return variant, code_of, change, f"sm_{arch} {name}, {function} {address:#x} {_how(number)}: {instruction.text}"
 
 
+def _is_right(variant: Compilation, code_of: CodeOf, change: Callable, how: str) -> bool:
+    if how != "no barrier":
+        return result(variant, code_of, change=change).is_right
+    try:
+        errors = [largest_error(variant, code_of, change=change, scatter=seed) for seed in range(3)]
+    except AssertionError:
+        return False
+    return max(errors) <= verify.tolerance(variant)
+
+
 @pytest.mark.parametrize("number", some(range(MUTANTS), 10))
 def test_a_change_of_one_instruction_is_seen(number: int) -> None:
     variant, code_of, change, words = _mutant(number)
-    is_right = result(variant, code_of, change=change).is_right
-    for seed in range(3 if _how(number) == "no barrier" else 0):
-        is_right = is_right and result(variant, code_of, change=change, scatter=seed).is_right
-    assert is_right == (words in UNSEEN), words
+    assert _is_right(variant, code_of, change, _how(number)) == (words in UNSEEN), words
 
 
 def test_few_changes_are_not_seen() -> None:

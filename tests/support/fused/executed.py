@@ -11,6 +11,7 @@ import torch
 
 from pascal_attn_core.call import AttentionCall
 from pascal_attn_core.fused.code.compilation import Compilation
+from pascal_attn_core.fused.code.source import Variant
 from pascal_attn_core.fused.launch import Launch
 from pascal_attn_core.fused.trust import verify
 from pascal_attn_core.reference.checks import gap
@@ -36,15 +37,15 @@ def largest_error(variant: Compilation, code_of: CodeOf, **how: Any) -> float:
 
 
 def largest_error_far(variant: Compilation, code_of: CodeOf, **how: Any) -> float:
-    """The same with strides far beyond 2^31 bytes, of two batch elements where a kernel has no list of blocks or of
-    sequences; and of lse where a kernel gives it."""
+    """The same of a larger call where a kernel has no list of blocks or sequences, with strides far beyond 2^31 bytes,
+    and with five ranges of keys where they are cut; and of lse where a kernel gives it."""
     execute = amd.execute if variant.arch else nvidia.execute
     calls: list[AttentionCall] = []
     lse = torch.empty(0)
 
     def sample_call(*given: Any, original: Callable[..., AttentionCall] = verify.sample_call) -> AttentionCall:
         call = original(*given)
-        calls.append(call if variant.is_even or variant.traits.is_packed else _two_batch_elements(call))
+        calls.append(call if variant.is_even or variant.traits.is_packed else _larger(variant, call))
         return calls[-1]
 
     def run(launches: list[Launch]) -> None:
@@ -54,7 +55,10 @@ def largest_error_far(variant: Compilation, code_of: CodeOf, **how: Any) -> floa
             launches = [with_lse(launch, lse) for launch in launches]
         execute(map(far, launches), code_of, **how)
 
-    with deterministic(), torch.no_grad(), mock.patch.object(verify, "sample_call", sample_call):
+    def splits(*given: Any, original: Callable[..., int] = verify._splits) -> int:
+        return original(*given) and max(5, original(*given))
+
+    with deterministic(), torch.no_grad(), mock.patch.multiple(verify, sample_call=sample_call, _splits=splits):
         error = verify.largest_error(variant, CPU, run)
         if not lse.numel():
             return error
@@ -64,12 +68,15 @@ def largest_error_far(variant: Compilation, code_of: CodeOf, **how: Any) -> floa
         return max(error, gap(lse, right).relative)
 
 
-def _two_batch_elements(call: AttentionCall) -> AttentionCall:
-    query, key, value = (torch.cat([t, t.flip(-1)]) for t in (call.query, call.key, call.value))
+def _larger(variant: Variant, call: AttentionCall) -> AttentionCall:
+    """Two batch elements, and many heads where a tile holds the rows of several."""
+    heads = 64 if variant.is_small else 2
+    query = torch.cat([call.query.roll(n, -1) for n in range(heads // 2)], 1)
+    query, key, value = (torch.cat([t, t.flip(-1)]) for t in (query, call.key, call.value))
     mask = call.attn_mask
-    if mask is not None:  # another one for each head
-        mask = torch.stack([mask.roll(n, -1) for n in range(4)]).unflatten(0, (2, 2))
-    return replace(call, query=query, key=key, value=value, attn_mask=mask, batch=(2,))
+    if mask is not None:
+        mask = torch.stack([mask.roll(n, -1) for n in range(2 * heads)]).unflatten(0, (2, heads))
+    return replace(call, query=query, key=key, value=value, attn_mask=mask, batch=(2,), num_heads=heads)
 
 
 class Result(NamedTuple):

@@ -27,6 +27,18 @@ def switch(enabled: bool, **options: Any) -> None:
     assert NODE.PascalFlashAttnFunctions().switch(value, enabled, unique_id="7", **options) == (value,)
 
 
+def test_the_node_runs_again_only_where_another_run_has_changed_what_is_installed() -> None:
+    asks = NODE.PascalFlashAttnFunctions.IS_CHANGED
+    first = asks(enabled=True)
+    switch(True)
+    assert asks(enabled=True) == first
+    off = asks(enabled=False)
+    assert off != first
+    switch(False)
+    assert asks(enabled=False) == off
+    assert asks(enabled=True) not in (first, off)
+
+
 def test_packs_find_the_functions_while_it_is_on(stub_host: StubHost) -> None:
     switch(True)
     switch(True)
@@ -70,6 +82,9 @@ def test_the_report_counts_its_calls_by_function_and_route() -> None:
 def test_an_installed_package_is_left_alone_unless_told(tmp_path, monkeypatch, stub_host: StubHost) -> None:
     (tmp_path / "flash_attn.py").write_text("real = True\n")
     monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (8, 0))
     switch(True)
     assert importlib.import_module("flash_attn").real
     assert stub_host.said[-1].startswith(
