@@ -12,9 +12,9 @@ from torch.overrides import handle_torch_function, has_torch_function
 from .call import PLAIN, AttentionOutput, Options, Results, Wanted, check_call, prepared
 from .call.lazy_mask import LazyMask
 from .config import AttentionConfig, default_config
-from .routes import choose, is_plainly_short, route_names, why_not
-from .routes.run import gradients, is_watched, run
-from .routes.torch_faults import is_torchs_own, torch_sdpa
+from .routes import choose, route_names, why_not
+from .routes.prepared import Kind, again
+from .routes.run import gradients, run
 
 
 def sdpa(
@@ -66,40 +66,15 @@ def sdpa(
         TypeError, ValueError: invalid or inconsistent arguments; nothing has been computed.
         UnsupportedAttention: the route that the config names cannot take the call; ``.reasons`` says why.
     """
-    if window is None and softcap is None and sinks is None and alignment == "upper_left":
-        out = _by_torch_if_short(query, key, value, attn_mask, dropout_p, is_causal, scale, config)
+    kind = None
+    is_torchs = window is None and softcap is None and sinks is None and alignment == "upper_left"
+    if is_torchs and not torch.compiler.is_compiling():
+        given = (query, key, value, attn_mask, dropout_p, is_causal)
+        out, kind = again(default_config() if config is None else config, *given, scale=scale, enable_gqa=enable_gqa)
         if out is not None:
             return out
     options = Options(dropout_p, is_causal, scale, enable_gqa, alignment, window, softcap, sinks)
-    return _attend(sdpa, query, key, value, attn_mask, options, config, with_lse=False)
-
-
-def _by_torch_if_short(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | LazyMask | None,
-    dropout_p: float,
-    is_causal: bool,
-    scale: float | None,
-    config: AttentionConfig | None,
-) -> Tensor | None:
-    """The output of a call, before any check of it, that torch's function obviously takes as it is; None for others,
-    and where its kernel raises."""
-    if torch.compiler.is_compiling() or not (config is None or isinstance(config, AttentionConfig)):
-        return None
-    config = default_config() if config is None else config
-    if config.route != "auto" or is_watched():
-        return None
-    if not is_plainly_short(config, query, key, value, attn_mask, dropout_p, is_causal, scale):
-        return None
-    try:
-        return torch_sdpa(query, key, value, attn_mask, 0.0, is_causal, scale=scale)
-    except RuntimeError as error:
-        check_call(query, key, value, attn_mask, is_causal=is_causal, scale=scale)  # knows the reason better
-        if not is_torchs_own(error):
-            raise
-        return None
+    return _attend(sdpa, query, key, value, attn_mask, options, config, with_lse=False, kind=kind)
 
 
 def sdpa_with_lse(
@@ -231,6 +206,7 @@ def _attend(
     config: AttentionConfig | None,
     *,
     with_lse: bool,
+    kind: Kind | None = None,
 ) -> Any:
     """A call of ``function``: out, or (out, lse). While something is compiled or traced, and for fake tensors and
     others with a dispatch of their own, it is one operator, and so it is on meta, where it has shapes only."""
@@ -243,6 +219,7 @@ def _attend(
         if has_torch_function(overriding):
             first, others = options[:4], {**dict(zip(Options._fields[4:], options[4:])), "config": config}
             return handle_torch_function(function, overriding, query, key, value, attn_mask, *first, **others)
+    given = (query, key, value, attn_mask)
     query, key, value, attn_mask, options = prepared(query, key, value, attn_mask, options)
     is_plain = is_plain and (attn_mask is None or type(attn_mask) in PLAIN)
     if (
@@ -257,5 +234,7 @@ def _attend(
         found = operator.call(query, key, value, attn_mask, options, config, with_lse=with_lse)
         return found if with_lse else found.out
     call = check_call(query, key, value, attn_mask, options)
-    out, lse, *_ = run(call, default_config() if config is None else config, with_lse=with_lse)
+    if any(own is not its for own, its in zip(given, (call.query, call.key, call.value, call.attn_mask))):
+        kind = None  # the choice is one for other tensors than those of the kind
+    out, lse, *_ = run(call, default_config() if config is None else config, with_lse=with_lse, kind=kind)
     return AttentionOutput(out, lse) if with_lse else out  # type: ignore[arg-type]

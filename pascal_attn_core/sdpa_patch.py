@@ -23,6 +23,7 @@ from __future__ import annotations
 import functools
 import logging
 import threading
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -35,9 +36,7 @@ from .call import PLAIN, Options, check_call, is_causal_bias
 from .config import AttentionConfig, default_config, log_once, number_of, switched_on
 from .patching.interception import SDPA_NAME, TORCH_SDPA, SdpaMode, bind_sdpa
 from .patching.patch import Patch
-from .routes import is_plainly_short
-from .routes.run import is_watched
-from .routes.torch_faults import is_torchs_own
+from .routes.prepared import again
 
 __all__ = ["disable", "enable", "is_enabled", "patch_sdpa"]
 
@@ -226,17 +225,14 @@ def _attend(original: Any, patch: _SdpaPatch, args: tuple, kwargs: dict[str, Any
         return original(*args, **kwargs)
     if torch.compiler.is_compiling():
         return sdpa(*args, **kwargs, config=config) if _is_known(args, kwargs) else original(*args, **kwargs)
-    try:
+    with suppress(TypeError, ValueError):  # arguments that torch's function does not have, or refuses: it will say so
         if not torch._C._len_torch_function_stack():
-            if _is_plainly_short(config, args, kwargs):
-                return TORCH_SDPA(*args, **kwargs)
+            out, _ = again(config, *args, **kwargs)
         else:
             with torch._C.DisableTorchFunction():  # under a mode each look at a tensor would be a call of the mode
-                if _is_plainly_short(config, args, kwargs):
-                    return TORCH_SDPA(*args, **kwargs)
-    except RuntimeError as error:  # another route may take what torch's kernel does not; else the error comes again
-        if not is_torchs_own(error):
-            raise
+                out, _ = again(config, *args, **kwargs)
+        if out is not None:
+            return out
     if not _is_known(args, kwargs):
         return original(*args, **kwargs)
     try:
@@ -251,14 +247,6 @@ def _attend(original: Any, patch: _SdpaPatch, args: tuple, kwargs: dict[str, Any
 def _has_fewer_keys(least: int, args: tuple, kwargs: dict[str, Any]) -> bool:
     key = args[1] if len(args) > 1 else kwargs.get("key")
     return isinstance(key, Tensor) and not key.is_nested and key.dim() > 1 and key.shape[-2] < least
-
-
-def _is_plainly_short(config: AttentionConfig, args: tuple, kwargs: dict[str, Any]) -> bool:
-    """Whether :func:`sdpa` would give the call to torch's function at first sight."""
-    try:
-        return is_plainly_short(config, *args, **kwargs) and not is_watched()
-    except TypeError:  # arguments that torch's function does not have, or too few
-        return False
 
 
 def _is_refused(args: tuple, kwargs: dict[str, Any]) -> bool:

@@ -13,11 +13,12 @@ from ..config import AttentionConfig, RouteUnavailable
 from ..fused.geometry.amd import has_dots
 from ..fused.launch import int8_definition
 from ..fused.launch.backward import backward_launches, sums_bytes
-from ..fused.launch.fields import rows_are_readable
+from ..fused.launch.fields import rows_are_readable, steps
 from ..fused.launch.forward import forward_launches
 from ..fused.launch.int8 import int8_launches
 from ..fused.launch.packed import packed_launches
-from ..fused.launch.plan import Packed, Plan, plain_gradients, plan_call, variant_of
+from ..fused.launch.plan import FEW_QUERIES, Packed, Plan, plain_gradients, plan_call, variant_of
+from ..fused.launch.repeat import Repeat
 from ..fused.launch.select import call_reasons
 from ..fused.trust.kernels import Kernels, kernels_of
 from ..fused.trust.trial import Trials
@@ -30,6 +31,9 @@ from .timing import Timings
 from .torch_kernel import TorchForm, TorchRoute
 
 _DP4A = (6, 1)
+# The fields of the kernels' parameters that hold the addresses of a call's tensors.
+_FORWARD = ("q", "k", "v", "mask", "o", "lse", "log_sum")
+_BACKWARD = (*_FORWARD, "g", "grad_lse", "dq", "dk", "dv")
 
 
 class FusedRoute(Route):
@@ -117,20 +121,27 @@ class FusedRoute(Route):
         if plan.band_rows:
             return self._forward_in_bands(call, config, plan, with_lse=with_lse or for_grad)
         kernels, packed = kernels_of(call), plan.packed
-        kernels.ensure((plan.forward, *plan.gradients))
-        plan = _with_last_rows_that_run(plan, kernels)
         out = empty_output(call)
         lse = log_sum = None
         if with_lse or for_grad:
             lse = out.new_empty(out.shape[:-1], dtype=torch.float32)
             log_sum = torch.empty_like(lse) if for_grad and call.has_bias else None
+        names = dict(zip(_FORWARD, (call.query, call.key, call.value, call.attn_mask, out, lse, log_sum)))
+        wanted = lse is None, log_sum is None
+        if plan.repeats and wanted in plan.repeats:
+            kernels.run_again(plan.repeats[wanted], (*names.values(),), key_fields(call, plan))
+            return Results(out, lse, log_sum)
+        kernels.ensure((plan.forward, *plan.gradients))
+        plan = _with_last_rows_that_run(plan, kernels)
         launches = forward_launches(call, plan, out, lse, log_sum)
         if packed is not None:
             launches = packed_launches(launches, packed)
             out[..., packed.end_q :, :] = 0
             if lse is not None:
                 lse[..., packed.end_q :] = -torch.inf
-        kernels.run(launches)
+        loaded = kernels.run(launches)
+        if plan.repeats is not None and call.sinks is None:
+            plan.repeats[wanted] = Repeat.of(loaded, names)
         return Results(out, lse, log_sum)
 
     def backward(
@@ -194,8 +205,7 @@ class FusedRoute(Route):
         grad_out, grad_lse = wanted.grad_out.expand(saved.out.shape), wanted.grad_lse
         if plan.adds_in_any_order and torch.are_deterministic_algorithms_enabled():  # since the forward pass
             plan = plan._replace(gradients=plain_gradients(call), remark="")
-        kernels_of(call).ensure(plan.gradients)  # the forward pass may have been another route's
-        of_query = plan.gradients[0]
+        kernels, of_query = kernels_of(call), plan.gradients[0]
         if not rows_are_readable(grad_out, 8 if of_query.on_tensor_cores and not of_query.padded else 4):
             grad_out = grad_out.contiguous()
         out = saved.out
@@ -209,12 +219,20 @@ class FusedRoute(Route):
         )
         lse, packed = saved.lse.contiguous(), plan.packed
         grad_lse = None if grad_lse is None else grad_lse.float().expand(lse.shape).contiguous()
-        launches = backward_launches(call, plan, grad_out, out, lse, saved.log_sum, grad_lse, grads)
-        if packed is not None:
-            launches = packed_launches(launches, packed)
-            for grad, end in zip(grads, (packed.end_q, packed.end_k, packed.end_k)):
-                grad[..., end:, :] = 0
-        kernels_of(call).run(launches)
+        given = (call.query, call.key, call.value, call.attn_mask, out, lse, saved.log_sum, grad_out, grad_lse, *grads)
+        names, asked = dict(zip(_BACKWARD, given)), (grad_out.stride(), out.stride(), grad_lse is None)
+        if plan.repeats and asked in plan.repeats:
+            kernels.run_again(plan.repeats[asked], given, key_fields(call, plan))
+        else:
+            kernels.ensure(plan.gradients)  # the forward pass may have been another route's
+            launches = backward_launches(call, plan, grad_out, out, lse, saved.log_sum, grad_lse, grads)
+            if packed is not None:
+                launches = packed_launches(launches, packed)
+                for grad, end in zip(grads, (packed.end_q, packed.end_k, packed.end_k)):
+                    grad[..., end:, :] = 0
+            loaded = kernels.run(launches)
+            if plan.repeats is not None and not plan.adds_in_any_order:
+                plan.repeats[asked] = Repeat.of(loaded, names)
         inputs = (call.query, call.key, call.value)
         return Gradients(*(g if g.shape == t.shape else g.sum_to_size(t.shape) for g, t in zip(grads, inputs)))
 
@@ -334,6 +352,16 @@ def _with_last_rows_that_run(plan: Plan, kernels: Kernels) -> Plan:
     except RouteUnavailable:
         return plan._replace(tail=None)
     return plan
+
+
+def key_fields(call: AttentionCall, plan: Plan) -> dict[str, int]:
+    """The parameters that differ among calls of one kind with few queries: how many keys there are."""
+    if call.seq_len_q > FEW_QUERIES or call.attn_mask is not None or len(call.batch) != 1:
+        return {}
+    lead = *call.batch, call.num_kv_heads
+    views = (t.expand(*lead, *t.shape[-2:]) for t in (call.key, call.value))
+    strides = [step for view in views for step in steps(view)[:3]]
+    return {"lk": call.seq_len_kv, **dict(zip(("kb", "kh", "ks", "vb", "vh", "vs"), strides))}
 
 
 def _is_for_ours(info: DeviceInfo) -> bool:

@@ -5,9 +5,7 @@ Nothing is chosen silently: the sentences that decide here are the ones in error
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterable
-from contextlib import suppress
 from dataclasses import replace
 
 import torch
@@ -19,12 +17,13 @@ from ..fused.launch.plan import Plan
 from ..observe import report
 from .fused import FusedRoute, Int8Route
 from .math import MathRoute
+from .prepared import Kind, keep
 from .route import Choice, Request, Route
 from .several import on_one_device, on_several
-from .short import ShortCalls, is_short
+from .short import ShortCalls
 from .tensor import TensorRoute
 from .tiled import TiledRoute
-from .torch_kernel import TorchRoute, run_as_it_is
+from .torch_kernel import TorchRoute
 
 TORCH = TorchRoute()
 _PLAIN = FusedRoute(TORCH)
@@ -112,15 +111,14 @@ def run(
     choice: Choice | None = None,
     stats: TiledStats | None = None,
     may_time: bool = True,
+    kind: Kind | None = None,
 ) -> Results:
     """A checked call by the route that :func:`choose` finds, or has found: out, lse or None, and what else there is,
-    with gradients where the call needs them. What the route ``tiled`` counts is added to ``stats``."""
-    if choice is None and not with_lse and config.route == "auto" and not is_watched() and is_short(call, config):
-        with suppress(RouteUnavailable):
-            return Results(run_as_it_is(call))
+    with gradients where the call needs them. What the route ``tiled`` counts is added to ``stats``. The choice is kept
+    for calls of this ``kind``."""
     if stats is None and report.active:
         stats = TiledStats()
-    show(call)
+    report.show(call)
     while True:
         taken = choose(call, config, with_lse=with_lse, may_time=may_time) if choice is None else choice
         try:
@@ -129,6 +127,8 @@ def run(
             choice = None
         else:
             note(call, taken, stats)
+            if kind is not None:
+                keep(kind, call, config, taken)
             return result
 
 
@@ -164,9 +164,9 @@ def run_packed(
     Raises:
         RouteUnavailable: nothing has been computed.
     """
-    if _observers:
+    if report.observers:
         for part in sequences():
-            show(part)
+            report.show(part)
     choice = _with_remark(Choice(route_named(route), why, plan))
     results = _by(choice, call, config, with_lse=with_lse, stats=None)
     note(call, choice, None)
@@ -196,37 +196,6 @@ def gradients(call: AttentionCall, config: AttentionConfig, saved: Results, want
         raise UnsupportedAttention(config.route, reasons)
     with without_autocast(call.query):
         return route.backward(request.call, config, plan, saved, wanted)
-
-
-# ---- watching --------------------------------------------------------------------------------------------------------
-
-_observers: tuple[Callable[[AttentionCall], None], ...] = ()
-_observers_lock = threading.Lock()
-
-
-def add_observer(observer: Callable[[AttentionCall], None]) -> Callable[[], None]:
-    """Show every checked call of this process to ``observer`` before it runs; returns what ends that."""
-    global _observers
-    with _observers_lock:
-        _observers = (*_observers, observer)
-
-    def remove() -> None:
-        global _observers
-        with _observers_lock:
-            _observers = tuple(other for other in _observers if other is not observer)
-
-    return remove
-
-
-def is_watched() -> bool:
-    """Whether calls are observed or recorded. It never changes what runs."""
-    return bool(_observers or report.active)
-
-
-def show(call: AttentionCall) -> None:
-    """Show a call to the observers, once, before it runs."""
-    for observer in _observers:
-        observer(call)
 
 
 def note(call: AttentionCall, choice: Choice, stats: TiledStats | None) -> None:

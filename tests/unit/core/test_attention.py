@@ -11,9 +11,9 @@ from pascal_attn_core import AttentionConfig, UnsupportedAttention, explain, rec
 from pascal_attn_core.attention import sdpa, sdpa_backward, sdpa_with_lse
 from pascal_attn_core.call import AttentionCall, Gradients, Results, Wanted, check_call
 from pascal_attn_core.config import RouteUnavailable, known_routes
+from pascal_attn_core.observe.report import add_observer
 from pascal_attn_core.reference import reference_sdpa
 from pascal_attn_core.routes import choose, route_names, why_not
-from pascal_attn_core.routes.run import add_observer
 
 AUTO = AttentionConfig()
 
@@ -65,7 +65,7 @@ def test_one_line_per_reason_and_never_per_call(monkeypatch: pytest.MonkeyPatch,
     monkeypatch.setattr(routes.TORCH, "plan", lambda request: ["a reason of this test"])
     with caplog.at_level(logging.DEBUG, logger="pascal_attn"):
         for _ in range(3):
-            sdpa(*_qkv(), config=AttentionConfig(math_limit_mib=0))
+            sdpa(*_qkv(), dropout_p=0.1, config=AttentionConfig(math_limit_mib=0))
     lines = [record.getMessage() for record in caplog.records if "a reason of this test" in record.getMessage()]
     assert len(lines) == 1
 

@@ -23,7 +23,7 @@ from pascal_attn_core.fused.launch.packed import packed_launches
 from pascal_attn_core.fused.launch.plan import Packed
 from pascal_attn_core.fused.trust.kernels import KernelUnavailable, parts
 from pascal_attn_core.observe import report
-from pascal_attn_core.routes.run import add_observer
+from pascal_attn_core.observe.report import add_observer
 from pascal_attn_core.stand_ins.sageattention import sageattn_varlen
 
 LENGTHS = [40, 7, 64]
