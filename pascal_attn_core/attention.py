@@ -69,8 +69,8 @@ def sdpa(
     kind = None
     is_torchs = window is None and softcap is None and sinks is None and alignment == "upper_left"
     if is_torchs and not torch.compiler.is_compiling():
-        given = (query, key, value, attn_mask, dropout_p, is_causal)
-        out, kind = again(default_config() if config is None else config, *given, scale=scale, enable_gqa=enable_gqa)
+        its = default_config() if config is None else config
+        out, kind = again(its, query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
         if out is not None:
             return out
     options = Options(dropout_p, is_causal, scale, enable_gqa, alignment, window, softcap, sinks)

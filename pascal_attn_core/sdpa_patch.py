@@ -23,7 +23,6 @@ from __future__ import annotations
 import functools
 import logging
 import threading
-from contextlib import suppress
 from typing import Any
 
 import torch
@@ -34,7 +33,7 @@ from torch.overrides import _get_current_function_mode, handle_torch_function
 from .attention import sdpa
 from .call import PLAIN, Options, check_call, is_causal_bias
 from .config import AttentionConfig, default_config, log_once, number_of, switched_on
-from .patching.interception import SDPA_NAME, TORCH_SDPA, SdpaMode, bind_sdpa
+from .patching.interception import POSITIONAL, SDPA_NAME, TORCH_SDPA, SdpaMode, bind_sdpa
 from .patching.patch import Patch
 from .routes.prepared import again
 
@@ -225,14 +224,16 @@ def _attend(original: Any, patch: _SdpaPatch, args: tuple, kwargs: dict[str, Any
         return original(*args, **kwargs)
     if torch.compiler.is_compiling():
         return sdpa(*args, **kwargs, config=config) if _is_known(args, kwargs) else original(*args, **kwargs)
-    with suppress(TypeError, ValueError):  # arguments that torch's function does not have, or refuses: it will say so
+    try:
         if not torch._C._len_torch_function_stack():
             out, _ = again(config, *args, **kwargs)
         else:
             with torch._C.DisableTorchFunction():  # under a mode each look at a tensor would be a call of the mode
                 out, _ = again(config, *args, **kwargs)
-        if out is not None:
+        if out is not None and len(args) <= POSITIONAL:
             return out
+    except (TypeError, ValueError):  # arguments that torch's function does not have, or refuses: it will say so
+        pass
     if not _is_known(args, kwargs):
         return original(*args, **kwargs)
     try:

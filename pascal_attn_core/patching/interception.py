@@ -20,7 +20,7 @@ SDPA_NAME = "scaled_dot_product_attention"
 #: torch's own function, even where another one has been put at ``torch.nn.functional.scaled_dot_product_attention``
 TORCH_SDPA: Any = torch._C._nn.scaled_dot_product_attention
 
-_POSITIONAL = 6  # torch takes the arguments after these by keyword only
+POSITIONAL = 6  # torch takes the arguments after these by keyword only
 
 
 class SdpaArguments(NamedTuple):
@@ -50,7 +50,7 @@ def bind_sdpa(args: tuple, kwargs: dict[str, Any], *, like_torch: bool = True) -
             keywords that torch does not know are left out.
     """
     names = SdpaArguments._fields
-    most = _POSITIONAL if like_torch else len(names)
+    most = POSITIONAL if like_torch else len(names)
     if len(args) > most:
         return f"it has {len(args)} positional arguments, {SDPA_NAME} takes {most}"
     given = dict(zip(names, args))

@@ -195,7 +195,12 @@ def _is_torchs_shape(call: AttentionCall) -> bool:
     """Whether torch's function takes the tensors of a call without a mask by the kernel that it has promised."""
     lead = (*call.batch, call.num_heads), (*call.batch, call.num_kv_heads), (*call.batch, call.num_kv_heads)
     tensors = call.query, call.key, call.value
-    return call.attn_mask is None and all(t.dim() == 4 and t.shape[:2] == its for t, its in zip(tensors, lead))
+    is_grouped = call.groups > 1 and not call.enable_gqa
+    return (
+        call.attn_mask is None
+        and not is_grouped
+        and all(t.dim() == 4 and t.shape[:2] == its for t, its in zip(tensors, lead))
+    )
 
 
 def again(
@@ -206,7 +211,6 @@ def again(
     attn_mask: Any = None,
     dropout_p: float = 0.0,
     is_causal: bool = False,
-    *,
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> tuple[Tensor | None, Kind | None]:
@@ -227,8 +231,9 @@ def again(
     try:
         if ready is not None and ready.choice is not None:
             return _by_choice(ready, query, key, value, attn_mask), kind
-        grouped = {"enable_gqa": True} if query.shape[1] > key.shape[1] else {}  # torch 2.4 does not know it
-        return torch_sdpa(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, **grouped), None
+        if enable_gqa and query.shape[1] > key.shape[1]:  # torch 2.4 does not know it
+            return torch_sdpa(query, key, value, None, dropout_p, is_causal, scale=scale, enable_gqa=True), None
+        return torch_sdpa(query, key, value, attn_mask, dropout_p, is_causal, scale=scale), None
     except RouteUnavailable:  # its plan names the reason from now on
         return None, kind
     except RuntimeError as error:
