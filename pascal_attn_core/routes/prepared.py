@@ -129,7 +129,8 @@ def kind_of(
         if not (type(scale) in _NUMBERS and type(dropout_p) in _NUMBERS) or _any_autocast() or _transforms():
             return None
         keys: Any = k_shape[-2]
-        if q_shape[-2] <= FEW_QUERIES and keys >= 4 * KEYS_STEP and attn_mask is None:
+        wants = _grad() and (query.requires_grad, key.requires_grad, value.requires_grad)
+        if q_shape[-2] <= FEW_QUERIES and keys >= 4 * KEYS_STEP and attn_mask is None and not (wants and any(wants)):
             if v_shape[-2] != keys:
                 return None
             keys = keys // KEYS_STEP, is_small, k_shape.numel() >= MANY_KEYS
@@ -138,7 +139,7 @@ def kind_of(
             q_shape, k_shape, v_shape, keys, dtype, query.device,
             q_dense or query.stride(), k_dense or key.stride(), v_dense or value.stride(),
             attn_mask if attn_mask is None else _kind_of_mask(attn_mask),
-            _grad() and (query.requires_grad, key.requires_grad, value.requires_grad),
+            wants,
             dropout_p, is_causal, scale, enable_gqa, config.token, runtime.epoch,
             _flash(), _efficient(), _math(), _cudnn(), _other(), _deterministic(), _has_cudnn(), *_priority(),
         )  # fmt: skip

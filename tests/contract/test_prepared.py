@@ -2,8 +2,7 @@
 
 import contextlib
 import random
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -30,11 +29,13 @@ CONFIGS = [
     {"math_limit_mib": 1}, {"fused": False}, {"budget_mib": 1 / 16}, {"q_block": 8}, {"atomic_gradients": True},
 ]  # fmt: skip
 OTHERS: dict[str, list[Any]] = {
-    "sizes": [(2, 4, 4, 24, 40, 16), (1, 4, 4, 24, 41, 16), (1, 4, 4, 24, 40, 24), (1, 4, 2, 24, 40, 16),
-              (1, 4, 1, 24, 40, 16), (1, 4, 4, 1, 1030, 16), (1, 4, 4, 1, 1100, 16), (1, 4, 4, 1, 1300, 16),
-              (1, 4, 2, 8, 1100, 16)],
-    "gqa": [True],
-    **dict.fromkeys("qkv", ["inside", "sliced", "gaps", "expanded"]),
+    "sizes": [(2, 4, 4, 24, 40, 16), (1, 4, 4, 25, 40, 16), (1, 4, 4, 24, 41, 16), (1, 4, 4, 24, 40, 24),
+              (1, 4, 2, 24, 40, 16), (1, 4, 1, 24, 40, 16), (1, 4, 4, 1, 1030, 16), (1, 4, 4, 1, 1100, 16),
+              (1, 4, 4, 1, 1300, 16), (1, 4, 2, 8, 1100, 16)],
+    "gqa": [False, True],
+    "q": ["inside", "sliced", "gaps", "expanded"],
+    "k": ["inside", "sliced", "gaps", "expanded", "one head"],
+    "v": ["inside", "sliced", "gaps", "expanded", "wide"],
     "dtype": [torch.float16, torch.bfloat16, torch.float64],
     "mask": ["bool", "padding", "float", "rows", "columns"],
     "is_causal": [True],
@@ -59,6 +60,10 @@ def _laid_out(how: str, batch: int, heads: int, tokens: int, head_dim: int, dtyp
         return torch.randn(batch, heads, tokens, 2 * head_dim).to(dtype)[..., :head_dim]
     if how == "gaps":
         return torch.randn(batch, heads, head_dim, tokens).to(dtype).mT
+    if how == "one head":
+        return torch.randn(batch, 1, tokens, head_dim).to(dtype)
+    if how == "wide":
+        return torch.randn(batch, heads, tokens, 2 * head_dim).to(dtype)
     if how == "expanded":
         return torch.randn(batch, 1, tokens, head_dim).to(dtype).expand(-1, heads, -1, -1)
     return torch.randn(batch, heads, tokens, head_dim).to(dtype)
@@ -184,15 +189,19 @@ def _are_same(one: Any, other: Any) -> bool:
     return bool(one == other)
 
 
-def _differences(watch: Watch, seed: int, count: int) -> list[str]:
-    """Pairs of calls whose kinds differ in one property, made by what is known and afresh: those that differ."""
+def _differences(watch: Watch, seed: int, count: int, names: Sequence[str] = tuple(OTHERS)) -> list[str]:
+    """Pairs of calls whose kinds differ in one property, one of these, made by what is known and afresh: those that
+    differ."""
     rng, wrong = random.Random(seed), []
-    bases = [BASE, BASE | {"wants": "qkv"}, BASE | {"dtype": torch.float16}, BASE | {"sizes": OTHERS["sizes"][5]}]
-    bases += [base | {"config": AttentionConfig(math_limit_mib=0, route=route)} for base, route in zip(
-        bases * 2, ("fused", "fused", "fused-tensor", "fused", "tiled", "torch", "math", "fused-tensor"))]  # fmt: skip
+    bases = [BASE, BASE | {"wants": "qkv"}, BASE | {"dtype": torch.float16}, BASE | {"sizes": OTHERS["sizes"][6]}]
+    routes = ("fused", "fused", "fused-tensor", "fused", "tiled", "torch", "math", "fused-tensor")
+    configs = [AttentionConfig(math_limit_mib=0, route=route) for route in routes]
+    bases += [base | {"config": config} for base, config in zip(bases * 2, configs)]
+    bases.append(BASE | {"sizes": OTHERS["sizes"][4], "gqa": True, "is_causal": True})
+    bases.append(BASE | {"wants": "qkv", "config": AttentionConfig(math_limit_mib=0, atomic_gradients=True)})
     for number in range(count):
         if number % 2 == 0:
-            spec, name = rng.choice(bases), rng.choice([*OTHERS])
+            spec, name = rng.choice(bases), rng.choice(names)
         else:
             spec = spec | {name: rng.choice(OTHERS[name])}
         torch.manual_seed(rng.randrange(1 << 30))
@@ -227,18 +236,59 @@ def _device(card: str) -> Iterator[list[Launch]]:
 @pytest.mark.torch_2_5
 @pytest.mark.parametrize("card", ["CPU", "GTX 1080 Ti", "T4"])
 @pytest.mark.parametrize("seed", seeds(2))
-def test_every_call_is_what_a_fresh_decision_makes_of_it(
-    monkeypatch: pytest.MonkeyPatch, card: str, seed: int
-) -> None:
+def test_every_call_is_what_a_fresh_decision_makes_of_it(monkeypatch: pytest.MonkeyPatch, card: str, seed: int) -> None:
     with _device(card) as queued:
         watch = Watch(monkeypatch, queued)
         assert _differences(watch, seed, times(300)) == []
         assert prepared.known.found > times(300) // 4  # type: ignore[attr-defined]
 
 
-# Parts of a kind by their place, which only a card's answers depend on, or that say the same as another one.
-_NOT_SEEN_HERE = {"efficient", "cudnn", "other", "has_cudnn", "priority"}
-_PARTS = (
-    "q_shape k_shape v_shape keys dtype device q_strides k_strides v_strides mask gradients dropout_p is_causal scale "
-    "enable_gqa config epoch flash efficient math cudnn other deterministic has_cudnn priority"
-).split()
+# The parts of a kind, in their order, and which property of a call shows on which device that it is read. Without one:
+# an answer that only a card gives, or what no call of one test changes.
+_PARTS: list[tuple[str, str, tuple[str, ...]]] = [
+    ("shape of query", "CPU", ("sizes",)),
+    ("shape of key", "CPU", ("k",)),
+    ("shape of value", "CPU", ("v",)),
+    ("keys", "GTX 1080 Ti", ("sizes",)),
+    ("dtype", "GTX 1080 Ti", ("dtype",)),
+    ("device", "", ()),
+    ("strides of query", "GTX 1080 Ti", ("q",)),
+    ("strides of key", "GTX 1080 Ti", ("k",)),
+    ("strides of value", "GTX 1080 Ti", ("v",)),
+    ("mask", "CPU", ("mask",)),
+    ("gradients", "GTX 1080 Ti", ("wants", "mode")),
+    ("dropout_p", "CPU", ("dropout_p",)),
+    ("is_causal", "GTX 1080 Ti", ("is_causal",)),
+    ("scale", "GTX 1080 Ti", ("scale",)),
+    ("enable_gqa", "CPU", ("gqa",)),
+    ("config", "CPU", ("config",)),
+    ("epoch", "", ()),
+    ("flash", "CPU", ("flags",)),
+    *((name, "", ()) for name in ("efficient", "math", "cudnn", "other")),
+    *((name, "", ()) for name in ("deterministic", "has cudnn", "first", "second", "third", "fourth", "fifth")),
+]
+
+
+@pytest.mark.torch_2_5
+@pytest.mark.parametrize(("part", "card", "names"), [row for row in _PARTS if row[1]])
+def test_a_part_of_the_kind_that_is_left_out_is_noticed(
+    monkeypatch: pytest.MonkeyPatch, part: str, card: str, names: tuple[str, ...]
+) -> None:
+    place, kind_of = [name for name, *_ in _PARTS].index(part), prepared.kind_of
+
+    def without(*given: Any) -> Any:
+        kind = kind_of(*given)
+        if not kind:
+            return kind
+        left = (0,) if isinstance(kind[place], tuple) and part == "keys" else 0
+        return (*kind[:place], left, *kind[place + 1 :])
+
+    monkeypatch.setattr(prepared, "kind_of", without)
+    with _device(card) as queued:
+        assert _differences(Watch(monkeypatch, queued), 0, 400, names)
+
+
+def test_tensors_that_no_kernel_reads_as_they_lie_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prepared, "_are_alike", lambda *tensors: True)
+    with _device("GTX 1080 Ti") as queued:
+        assert _differences(Watch(monkeypatch, queued), 0, 200, ("moved",))
