@@ -22,13 +22,13 @@ from ..fused.launch.repeat import Repeat
 from ..fused.launch.select import call_reasons
 from ..fused.trust.kernels import Kernels, kernels_of
 from ..fused.trust.trial import Trials
-from ..machine.device import MIB, DeviceInfo
+from ..machine.device import MIB
 from ..machine.runtime import runtime_of
 from .bands import bands, rows_at_once, sample
 from .route import Choice, Request, Route
 from .tiled import TiledRoute
 from .timing import Timings
-from .torch_kernel import TorchForm, TorchRoute
+from .torch_kernel import TorchForm, TorchRoute, is_torchs_alone
 
 _DP4A = (6, 1)
 # The fields of the kernels' parameters that hold the addresses of a call's tensors.
@@ -63,7 +63,8 @@ class FusedRoute(Route):
         if not takes_device(call.query.device):
             return None
         form = request.plan(self.torch_route)
-        if not may_win(call, torch_has_a_kernel=isinstance(form, TorchForm)):
+        as_it_came = isinstance(form, TorchForm) and form.is_as_it_came
+        if not may_win(call, as_it_came=as_it_came) or (as_it_came and is_torchs_alone(call)):
             return None
         plan = request.plan(self)
         if isinstance(plan, list):
@@ -79,6 +80,8 @@ class FusedRoute(Route):
         if ratio is None and not form.is_one_call:
             why = f"torch has no fused kernel that takes it as it is ({form.words()})"
             return Choice(self, why, plan, torch_stores=stores)
+        if ratio is None and _wins_untimed(call):
+            return Choice(self, "untimed, by its times on an H200", plan, torch_stores=stores)
         if ratio is not None and ratio < 1:
             why = f"timed on this card at {ratio:.2f} of the time of torch's kernel"
             return Choice(self, why, plan, over_torch=ratio, torch_stores=stores)
@@ -88,7 +91,7 @@ class FusedRoute(Route):
 
     def claims_gradients(self, request: Request) -> bool:
         call, plan = request.call, request.plan(self)
-        return may_win(call, torch_has_a_kernel=False) and isinstance(plan, Plan) and not why_untried(call, plan)
+        return may_win(call, as_it_came=False) and isinstance(plan, Plan) and not why_untried(call, plan)
 
     def instead_of_plain(self, request: Request, plan: Plan, why: str) -> Choice | None:
         """The choice for a call that torch has no fused kernel for. On AMD's cards, up to RX 6000 for every call, ours
@@ -337,7 +340,7 @@ def try_early(device: torch.device, make_room: Callable[[int], object]) -> str:
     """Check the kernels on a device before the first call, where ``auto`` may take them: see
     :meth:`.trial.Trials.ask_early`."""
     runtime = runtime_of(device)
-    if not takes_device(device) or runtime.part(Kernels).machine_reasons or not _is_for_ours(runtime.info):
+    if not takes_device(device) or runtime.part(Kernels).machine_reasons:
         return ""
     return runtime.part(Trials).ask_early(make_room)
 
@@ -364,23 +367,25 @@ def key_fields(call: AttentionCall, plan: Plan) -> dict[str, int]:
     return {"lk": call.seq_len_kv, **dict(zip(("kb", "kh", "ks", "vb", "vh", "vs"), strides))}
 
 
-def _is_for_ours(info: DeviceInfo) -> bool:
-    """Whether ``auto`` takes our kernels on cards of this kind at all."""
-    return info.kind == "hip" or (info.capability is not None and info.capability < (8, 0))
-
-
 def takes_device(device: torch.device) -> bool:
     return runtime_of(device).info.kind in ("cuda", "hip")
 
 
-def may_win(call: AttentionCall, *, torch_has_a_kernel: bool) -> bool:
-    """Whether the kernel can be the fastest route on the call's device: on NVIDIA's up to Turing, but not where torch
-    multiplies on tensor cores, as it does float16 on Volta and Turing, and everything on newer cards. On AMD's wherever
-    there is a kernel: where torch has one too, both are timed."""
+def may_win(call: AttentionCall, *, as_it_came: bool) -> bool:
+    """Whether the kernel can be the fastest route on the call's device, where torch has a kernel that takes the call
+    ``as_it_came`` or not: on NVIDIA's cards with tensor cores torch's multiplies 16 bits there. All others are
+    timed."""
     info = runtime_of(call.query.device).info
     if info.kind == "hip":
         return True
-    capability = info.capability
-    if capability is None or not _is_for_ours(info):
+    if info.capability is None:
         return False
-    return capability < (7, 0) or call.query.dtype != torch.float16 or not torch_has_a_kernel
+    return info.capability < (7, 0) or call.query.dtype == torch.float32 or not as_it_came
+
+
+def _wins_untimed(call: AttentionCall) -> bool:
+    """Whether the kernel is faster than torch's as a rule, where nothing may be timed: on cards of compute capability
+    8.0 and newer with a mask or a short head_dim, by 0.60 to 0.88 of its time on an H200."""
+    capability = runtime_of(call.query.device).info.capability
+    is_new = capability is not None and capability >= (8, 0)
+    return is_new and not call.needs_grad and (call.attn_mask is not None or call.head_dim < 64)

@@ -22,19 +22,21 @@ from .route import Choice, Request, Route
 from .several import on_one_device, on_several
 from .short import ShortCalls
 from .tensor import TensorRoute
-from .tiled import TiledRoute
+from .tiled import Rewritten, TiledRoute
 from .torch_kernel import TorchRoute
 
 TORCH = TorchRoute()
 _PLAIN = FusedRoute(TORCH)
+_TILED = TiledRoute(TORCH)
 # In the order in which they are asked whether they want a call that names no route: the first that claims it has it.
 ROUTES: list[Route] = [
     ShortCalls(),
     TensorRoute(TORCH, _PLAIN),
     _PLAIN,
+    Rewritten(TORCH, _TILED),
     TORCH,
     MathRoute(),
-    TiledRoute(TORCH),
+    _TILED,
     Int8Route(),
 ]
 

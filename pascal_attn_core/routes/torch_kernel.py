@@ -27,10 +27,11 @@ from ..call import AttentionCall, Results, distinct, empty_output
 from ..call.lazy_mask import LazyMask
 from ..config import AttentionConfig
 from ..machine.device import CPU_LIKE
+from ..machine.runtime import runtime_of
 from ..observe.progress import this_thread
 from ..tiled.layout import is_matrix, slides_by_one
 from .route import Choice, Request, Route
-from .torch_faults import broken_promise, fault_reasons, is_torchs_own, torch_sdpa, unkept
+from .torch_faults import TorchAlone, broken_promise, fault_reasons, is_torchs_own, torch_sdpa, unkept
 
 _QUERIES = 64  # that torch's CPU kernel takes at a time in calls below 768 of them
 _MATH = 0  # torch.nn.attention.SDPBackend.MATH: no fused kernel takes the call
@@ -249,6 +250,13 @@ def sdp_choice(
         return torch._fused_sdp_choice(*given, scale=scale)
     except (TypeError, NotImplementedError, RuntimeError):
         return _MATH
+
+
+def is_torchs_alone(call: AttentionCall) -> bool:
+    """Whether torch takes a call as it came by a kernel that no other route of the device beats."""
+    answers = runtime_of(call.query.device).part(TorchAlone).answers
+    four = _as_four_dimensions(call) if answers and not isinstance(call.attn_mask, LazyMask) else ""
+    return isinstance(four, Four) and sdp_choice(*four, call.dropout_p, call.is_causal, call.scale) in answers
 
 
 def _folded(call: AttentionCall, four: Four, form: TorchForm, q_step: int, budget_bytes: int) -> TorchForm | None:
