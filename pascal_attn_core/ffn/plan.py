@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_leaves
 
 from ..machine.device import MIB
 from ..machine.out_of_memory import out_of_memory
+from ..machine.room import room_of
 from ..patching.hosts import is_hooked
 from .run import SCALARS, Inputs, NotTokenwise, inputs_of, sliced_is_view
 from .state import State
@@ -62,9 +63,9 @@ class FfnSettings:
         """How many slices were asked for; None = as many as the budget needs."""
         return self.num_chunks if self.chunk_tokens is None else math.ceil(tokens / self.chunk_tokens)
 
-    @property
-    def budget_bytes(self) -> float:
-        return (DEFAULT_BUDGET_MIB if self.budget_mib is None else self.budget_mib) * MIB
+    def bytes_on(self, device: torch.device) -> float:
+        """What a call on this device may take: the budget, or where none is given, what memory is free."""
+        return max(DEFAULT_BUDGET_MIB * MIB, room_of(device)) if self.budget_mib is None else self.budget_mib * MIB
 
 
 class Slicing(NamedTuple):
@@ -185,7 +186,7 @@ def _decide(settings: FfnSettings, inputs: Inputs, trial: Trial | None, wants_gr
         return _sliced(tokens, count or 1, wants_grad, "not verified, as asked")
     extra = trial.extra_bytes(tokens)
     if count is None:
-        if extra <= settings.budget_bytes:
+        if extra <= settings.bytes_on(inputs.x.device):
             return Slicing((), f"fits the budget: {extra / MIB:.1f} MiB besides input and output")
         count = _fewest_slices(inputs, trial, settings, wants_grad)
     plan = _sliced(tokens, count, wants_grad, f"{extra / MIB:.1f} MiB whole")
@@ -204,7 +205,9 @@ def _sliced(tokens: int, count: int, recompute: bool, note: str) -> Slicing:
 
 def _fewest_slices(inputs: Inputs, trial: Trial, settings: FfnSettings, wants_grad: bool) -> int:
     tokens = inputs.x.shape[-2]
-    budget = settings.budget_bytes / (2 if wants_grad else 1)  # the backward pass keeps gradients beside them
+    budget = settings.bytes_on(inputs.x.device) / (
+        2 if wants_grad else 1
+    )  # the backward pass keeps gradients beside them
     least = min(tokens // 2, max(2, math.ceil(_LEAST_ROWS * tokens * inputs.x.shape[-1] / inputs.x.numel())))
     per_token = trial.token_bytes
     if not sliced_is_view(inputs):

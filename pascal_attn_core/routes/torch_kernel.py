@@ -25,9 +25,11 @@ from torch import Tensor
 
 from ..call import AttentionCall, Results, distinct, empty_output
 from ..call.lazy_mask import LazyMask
-from ..config import AttentionConfig
+from ..config import AttentionConfig, RouteUnavailable
 from ..machine.device import CPU_LIKE
-from ..machine.runtime import runtime_of
+from ..machine.out_of_memory import out_of_memory
+from ..machine.room import Room
+from ..machine.runtime import begin_epoch, runtime_of
 from ..observe.progress import this_thread
 from ..tiled.layout import is_matrix, slides_by_one
 from .route import Choice, Request, Route
@@ -94,7 +96,8 @@ class TorchRoute(Route):
     is_differentiable = True
 
     def plan(self, request: Request) -> TorchForm | list[str]:
-        return find_form(request.call, request.budget_bytes, with_lse=request.with_lse, in_graph=request.in_graph)
+        options = {"with_lse": request.with_lse, "in_graph": request.in_graph, "copy_bytes": request.copy_bytes}
+        return find_form(request.call, request.budget_bytes, **options)
 
     def claim(self, request: Request) -> Choice | None:
         form = request.plan(self)
@@ -105,14 +108,31 @@ class TorchRoute(Route):
         return Choice(self, why, form, torch_stores=form.torch_stores)
 
     def forward(self, call: AttentionCall, config: AttentionConfig, plan: TorchForm | None, **options: Any) -> Results:
-        """``plan`` None: the tensors of the call as they are."""
-        return Results(run_form(call, plan or TorchForm()))
+        """``plan`` None: the tensors of the call as they are. Where its copies find no memory, smaller ones are tried
+        by the next plan."""
+        form = plan or TorchForm()
+        try:
+            return Results(run_form(call, form))
+        except out_of_memory() as error:
+            if form.is_as_it_came or config.budget_mib is not None:
+                raise
+            if not runtime_of(call.query.device).part(Room).ran_out():
+                raise
+            begin_epoch()
+            raise RouteUnavailable(f"no memory for its copies: {error}") from None
 
 
 def find_form(
-    call: AttentionCall, budget_bytes: int, *, with_lse: bool = False, in_graph: bool = False
+    call: AttentionCall,
+    budget_bytes: int,
+    *,
+    with_lse: bool = False,
+    in_graph: bool = False,
+    copy_bytes: int | None = None,
 ) -> TorchForm | list[str]:
-    """How torch's fused attention can take the call, or the reasons why it cannot."""
+    """How torch's fused attention can take the call, or the reasons why it cannot. ``copy_bytes``: memory for what is
+    no larger than the inputs; None = the budget."""
+    copy_bytes = budget_bytes if copy_bytes is None else copy_bytes
     reasons = _refusals(call, with_lse)
     if in_graph and call.dropout_p:
         reasons.append("a compiled graph recomputes it for its gradients, with a different dropout mask")
@@ -124,7 +144,7 @@ def find_form(
         return [four]
     copied = _without_matrix_strides(four)
     needed = sum(t.numel() * t.element_size() for t in copied.values())
-    if needed > budget_bytes:
+    if needed > copy_bytes:
         return [f"its rows are not contiguous or overlap and a copy ({needed >> 20} MiB) exceeds the budget"]
     form = TorchForm(tuple(copied))
     # Torch is asked about memory that lies as the copies will.
@@ -135,11 +155,11 @@ def find_form(
     if fused_takes(call, *four):
         return replace(form, q_step=q_step)
     if call.groups > 1:
-        folded = _folded(call, four, form, q_step, budget_bytes)
+        folded = _folded(call, four, form, q_step, copy_bytes)
         if folded is not None:
             return folded
     if call.query.dtype == torch.bfloat16 and not call.needs_grad and not q_step:
-        return _upcast(call, four, form, budget_bytes)
+        return _upcast(call, four, form, copy_bytes)
     kind = "GQA or " if call.groups > 1 else ""
     return [f"torch has no fused kernel for {kind}this call on this device"]
 
