@@ -6,7 +6,6 @@ from .attention_patch import PascalAttentionPatch
 from .eight_bit import Pascal8Bit
 from .ffn_chunking import PascalFFNChunking
 from .flash_attn_functions import PascalFlashAttnFunctions, install_if_asked
-from .int8_linear import PascalInt8Linear
 from .memory_estimate import PascalMemoryEstimate
 from .report import PascalAttentionReport
 from .second_card import PascalSecondCard
@@ -21,7 +20,6 @@ NODE_CLASS_MAPPINGS = {
     "PascalTileSize": PascalTileSize,
     "PascalFFNChunking": PascalFFNChunking,
     "Pascal8Bit": Pascal8Bit,
-    "PascalInt8Linear": PascalInt8Linear,
     "PascalVAEAttention": PascalVAEAttention,
     "PascalTextEncoderAttention": PascalTextEncoderAttention,
     "PascalSecondCard": PascalSecondCard,
@@ -34,7 +32,6 @@ NODE_DISPLAY_NAME_MAPPINGS = {
     "PascalTileSize": "Pascal Tile Size",
     "PascalFFNChunking": "Pascal FFN Chunking",
     "Pascal8Bit": "Pascal 8-Bit",
-    "PascalInt8Linear": "Pascal Int8 Linear",
     "PascalVAEAttention": "Pascal VAE Attention",
     "PascalTextEncoderAttention": "Pascal Text Encoder Attention",
     "PascalSecondCard": "Pascal Second Card",

@@ -134,7 +134,8 @@ class PascalAttentionPatch(inputs.PascalNode):
         lines = [line]
         if chunk_feed_forward and Chunking.key not in patched.injections:  # else of a node before this one
             report, line = chunk(patched, 0, LEAST_TOKENS, unique_id, is_quiet=True)
-            lines += [line] if report.count(UNABLE) < len(report.lines) else []
+            if report.count(UNABLE) < len(report.lines):
+                lines.append(line)
         if precision == FLOAT16:
             lines.append(_in_float16(patched, unique_id))
         if precision == EIGHT_BIT:
@@ -147,8 +148,8 @@ class PascalAttentionPatch(inputs.PascalNode):
         if vae is not None:
             vae, line = patched_vae(vae, whole, NEEDED, unique_id)
             lines.append(line)
-        unused = without_effect(prompt or {}, str(unique_id))
-        lines += [f"WITHOUT EFFECT: {unused}"] if unused else []
+        if unused := without_effect(prompt or {}, str(unique_id)):
+            lines.append(f"WITHOUT EFFECT: {unused}")
         host.say("; ".join(lines) + left_off(settings.config), unique_id)
         return patched, clip, vae
 

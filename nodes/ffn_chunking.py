@@ -146,5 +146,5 @@ def status(report: FfnReport, subject: str, settings: str) -> str:
     text = f"{able} feed-forward modules of {subject}, {settings}"
     kinds = {line.kind for line in report.lines if line.state == UNABLE}
     if kinds:
-        text += f"; {report.count('cannot be')} cannot be chunked ({', '.join(sorted(kinds))})"
+        text += f"; {report.count(UNABLE)} cannot be chunked ({', '.join(sorted(kinds))})"
     return text if able else f"0 feed-forward modules of {subject} can be chunked{text.partition(settings)[2]}"

@@ -29,8 +29,8 @@ class PascalFlashAttnFunctions(inputs.PascalNode):
         "For node packs that fail with 'No module named flash_attn' (or 'sageattention', 'xformers') or "
         "'FlashAttention only supports Ampere GPUs or newer': while this is on, importing one of the three gives them "
         "exact functions of this pack that work on any card, and in float32 too. Put it before the nodes of that pack. "
-        "Packs that import them while ComfyUI starts need PASCAL_ATTN_FLASH=1 in the environment instead. By default, "
-        "an installed package is left alone."
+        "Packs that import them while ComfyUI starts need PASCAL_ATTN_FLASH=1 in the environment instead. An installed "
+        "package that can run on your card is left alone."
     )
     SEARCH_ALIASES = (
         *("flash attention", "flash_attn", "sageattention", "xformers", "ampere", "no module named", "import error"),
@@ -47,7 +47,9 @@ class PascalFlashAttnFunctions(inputs.PascalNode):
             "On: installed for the whole ComfyUI process, until a run with this off or until ComfyUI exits. Packs keep "
             "whatever they have already imported."
         )
-        replace = "Replace an installed package of the three, such as one that does not support your card."
+        replace = (
+            "Replace installed packages of the three even if they can run on your card. Off: only those that cannot."
+        )
         return {
             "required": {
                 "value": (ANY, {"tooltip": "Anything the other pack's nodes depend on: a model, a latent."}),
@@ -78,7 +80,7 @@ def install_if_asked() -> None:
 def _install(replace: bool) -> str:
     with _lock:
         if not _installed:
-            _installed.append(patch_imports(replace=replace, around=_counted))
+            _installed.append(patch_imports(replace=replace or None, around=_counted))
         states = _installed[0].report().states
         names = ", ".join(state.name for state in states if state.state == ON)
         left = "; ".join(state.why for state in states if state.state == REFUSED)
@@ -115,7 +117,7 @@ def _note(name: str, calls: dict[CallKey, Any], seconds: float) -> None:
     with _lock:
         run = _run()
     for key, stats in calls.items():
-        kind = runs.CallKind(name, "taken", key.route, key.why, key.query, key.key, key.dtype, key.mask, via=SUBJECT)
+        kind = runs.CallKind(name, runs.TAKEN, key.route, key.why, key.query, key.key, key.dtype, key.mask, via=SUBJECT)
         with run.lock:
             tally = run.tally(kind)
             tally.count += stats.count

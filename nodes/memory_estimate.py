@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 import math
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -30,18 +30,17 @@ class PascalMemoryEstimate(inputs.PascalNode):
 
     DESCRIPTION = (
         "Estimates before the run how much memory attention and the feed-forward layers will need at this resolution "
-        "and frame count, with and without the patches, compared with the memory of the card, and the largest "
-        "resolution, frame count and batch that fit with each patch. Calls of the model are traced without computing "
-        "them: nothing is loaded, moved or changed, and it takes a few seconds."
+        "and frame count, with and without Pascal Attention Patch, compared with the memory of the card, and the "
+        "largest resolution, frame count and batch that fit. Calls of the model are traced without computing them: "
+        "nothing is loaded, moved or changed, and it takes a few seconds."
     )
     SEARCH_ALIASES = ("vram", "will it fit", "out of memory", "predict memory", "resolution", "pascal", "gtx 1080")
     RETURN_TYPES = ("STRING", "FLOAT", "IMAGE")
     RETURN_NAMES = ("estimate", "saved_mib", "largest")
     OUTPUT_TOOLTIPS = (
         "The estimate as text: what is needed, what is counted and what is not.",
-        "How many MiB less the run needs at its peak with Pascal Attention Patch and Pascal FFN Chunking; 0 = they "
-        "save nothing here.",
-        "The largest resolution, frame count and batch that fit, with and without each patch, as an image.",
+        "How many MiB less the run needs at its peak with Pascal Attention Patch; 0 = it saves nothing here.",
+        "The largest resolution, frame count and batch that fit, with and without the patch, as an image.",
     )
     FUNCTION = "estimate"
 
@@ -82,7 +81,7 @@ class PascalMemoryEstimate(inputs.PascalNode):
         clip: Any = None,
         unique_id: str | None = None,
     ) -> tuple[str, float, torch.Tensor]:
-        """The estimate, the MiB that the patches save, and the picture ``[1, height, width, 3]`` of what fits."""
+        """The estimate, the MiB that the patch saves, and the picture ``[1, height, width, 3]`` of what fits."""
         wanted, device = Latent.of(model, latent), model.load_device
         free, total = _host.free_and_total_bytes(device)
         copies = batch_copies(model, wanted, free) if guidance else 1
@@ -93,25 +92,21 @@ class PascalMemoryEstimate(inputs.PascalNode):
             if isinstance(followed, str):
                 _host.say(f"memory estimate: {name}: {followed}", unique_id, f"{name}: no estimate")
                 return f"{name}: {followed}", 0.0, as_image(draw_largest((), f"{name}: no estimate"))
-            attention = _host.attention_name()
+            attention, others = _host.attention_name(), _weights_of({"text encoder": clip, "VAE": vae})
             host = Host(device, device_info(device), "" if attention == SDPA else attention, budget_from(total))
             available = min(total, free + model.loaded_size())
-            is_streamed = model.model_size() >= available
-            room = available if is_streamed else available - model.model_size()
-            axes = axes_of_latent(model, wanted) if available else []
+            subject = Subject(name, wanted.shapes, model.model_size(), available, total, others)
             trace = functools.partial(_traced, followed, model, wanted, conditioning, tokens)
-            fits = [(axis, find_largest(axis, trace, host, room)) for axis in axes]
-        found = Figures(followed.call, host)
-        others = _weights_of({"text encoder": clip, "VAE": vae})
-        subject = Subject(name, wanted.shapes, followed.copies, model.model_size(), available, total, others)
-        text = text_of(found, subject)
-        fits = [(axis, ways) for axis, ways in fits if ways]
+            axes = axes_of_latent(model, wanted) if available else []
+            fits = [(axis, find_largest(axis, trace, host, subject.room)) for axis in axes]
+        found = Figures(followed, host)
+        text, fits = text_of(found, subject), [(axis, ways) for axis, ways in fits if ways]
         if axes:
             decode = vae and bisected(axes[0].sizes, functools.partial(_bytes_of_decoding, vae), available)
-            text += "\n" + largest_text(fits, room, is_streamed, decode)
-        picture = draw_largest(fits, f"{name}: the largest that fits")
+            text += "\n" + largest_text(fits, subject, decode)
         _host.say(f"memory estimate: {name} {need_text(found)}", unique_id, f"{name}: {need_text(found)}")
-        return text, max(0.0, (found.total_without - found.total_with) / MIB), as_image(picture)
+        picture = draw_largest(fits, f"{name}: the largest that fits")
+        return text, max(0.0, found.saved_bytes / MIB), as_image(picture)
 
 
 def _bytes_of_decoding(vae: Any, size: Size) -> int:
@@ -134,14 +129,7 @@ def axes_of_latent(model: Any, latent: Latent) -> list[Axis]:
     return axes_of(tuple(int(size) for size in latent.shapes[0]), pixels, frames)
 
 
-class Followed(NamedTuple):
-    """The model's calls, and prompts per batch."""
-
-    call: ModelCall
-    copies: int
-
-
-def follow(model: Any, latent: Latent, conditioning: Conditioning | None, tokens: int, copies: int) -> Followed | str:
+def follow(model: Any, latent: Latent, conditioning: Conditioning | None, tokens: int, copies: int) -> ModelCall | str:
     """Trace one call of the model with ``copies`` prompts in a batch, or one if it takes no more; returns a
     reason where that fails."""
     reason = "nothing is known about the prompts that it takes"
@@ -156,20 +144,20 @@ def follow(model: Any, latent: Latent, conditioning: Conditioning | None, tokens
                 log.debug("pascal_attn: memory estimate", exc_info=True)
                 continue
             if call.attention:
-                return Followed(call, number)
+                return call
             reason = "it does not offer its attention calls to patches"
     advice = "" if conditioning else " Connect the prompt's conditioning."
     return f"no estimate, since the model could not be traced ({reason}).{advice}"
 
 
 def _traced(
-    known: Followed, model: Any, latent: Latent, conditioning: Conditioning | None, tokens: int, shape: tuple[int, ...]
+    known: ModelCall, model: Any, latent: Latent, conditioning: Conditioning | None, tokens: int, shape: tuple[int, ...]
 ) -> ModelCall:
     if shape == tuple(latent.shapes[0]):
-        return known.call
+        return known
     samples = torch.zeros(shape)
     found = follow(model, Latent(samples, [samples.shape]), conditioning, tokens, known.copies)
-    return found.call if isinstance(found, Followed) else ModelCall()
+    return ModelCall() if isinstance(found, str) else found
 
 
 def batch_copies(model: Any, latent: Latent, free_bytes: int) -> int:

@@ -15,9 +15,9 @@ from .comfy import host, inputs
 from .comfy.inputs import ANY
 from .engine import runs
 from .reporting.exactness import check
-from .reporting.findings import Findings, Shown, choose_runs, merged
+from .reporting.findings import Findings, choose_runs, merged
 from .reporting.picture import as_image, save_preview
-from .reporting.text import draw_report, gained, report_text
+from .reporting.text import draw_report, headline, report_text
 
 log = logging.getLogger("pascal_attn")
 _SELFTEST_SECONDS = 30.0
@@ -86,28 +86,23 @@ class PascalAttentionReport(inputs.PascalNode):
         if tested:
             host.send_status(f"self-test: {tested.verdict}", unique_id)
         elif not shown:  # its first line says it in larger letters, and a status would take half of its room
-            host.send_status(f"WARNING: {findings.alarms[0]}" if findings.alarms else gained(findings), unique_id)
+            host.send_status(f"WARNING: {findings.alarms[0]}" if findings.alarms else headline(findings), unique_id)
         return {"ui": {"text": [text], "images": shown}, "result": (value, image, text)}
 
 
 def gather(prompt: dict[str, Any], unique_id: str | None, *, exactness_check: bool) -> Findings:
     machine = look_around(asks_devices=False)
-    own = complaints(machine)
     shown, remarks = choose_runs(runs.remembered(), prompt, host.prompt_id(), unique_id)
     for entry in shown if exactness_check else ():
         check(entry.run)
     shown = merged(shown)
-    own += [alarm for entry in shown for alarm in _alarms_of(entry)]
-    for alarm in own:
+    alarms = complaints(machine) + [text for entry in shown for text in entry.said(entry.alarms)]
+    for alarm in alarms:
         log.warning("pascal_attn: report: %s", alarm)
-    return Findings(
-        machine,
-        shown,
-        own + [f"{_name(entry)}: {text}" for entry in shown for text in entry.run.warnings],
-        remarks,
-        host.versions(),
-        {entry.run.device: host.free_and_total_bytes(torch.device(entry.run.device))[1] for entry in shown},
-    )
+    alarms += [text for entry in shown for text in entry.said(entry.run.warnings)]
+    devices = {entry.run.device for entry in shown}
+    memory = {device: host.free_and_total_bytes(torch.device(device))[1] for device in devices}
+    return Findings(machine, shown, alarms, remarks, host.versions(), memory)
 
 
 def _selftest(unique_id: str | None) -> Selftest:
@@ -120,17 +115,3 @@ def _selftest(unique_id: str | None) -> Selftest:
 
     with torch.inference_mode(False), torch.no_grad():
         return run_selftest(host.compute_device(), left, lambda text: host.send_status(f"self-test: {text}", unique_id))
-
-
-def _alarms_of(shown: Shown) -> list[str]:
-    """Sentences that a user must not miss and that are in no log yet; a run's own warnings are there already."""
-    run, found = shown.run, []
-    if run.finished and not (run.tallies or run.gains or run.notes or run.warnings):
-        found.append("no attention call reached the patch")
-    if run.exactness is not None and not run.exactness.is_exact:
-        found.append(run.exactness.text())
-    return [f"{_name(shown)}: {text}" for text in found]
-
-
-def _name(shown: Shown) -> str:
-    return shown.title + (f" ({shown.remark})" if shown.remark else "")

@@ -21,7 +21,7 @@ from ..pascal_attn_core.tiled.tiles import TilePlan
 from .comfy import host, inputs
 from .reporting.words import dtype_text, plural
 
-FROM_CARD, MEASURE, AGAIN = "from the card", "measure", "measure again"
+FROM_CARD, MEASURE = "from the card", "measure"
 _AS_COMFYUI = "as ComfyUI computes"
 GIB = 1 << 30
 OWN_CHOICE = "own choice"  # of the tiled route, for each call
@@ -54,13 +54,13 @@ class PascalTileSize(inputs.PascalNode):
     def INPUT_TYPES(cls) -> dict[str, Any]:
         mode = (
             f"{FROM_CARD}: computed from the card's properties, without measuring. {MEASURE}: times a few sizes on the "
-            f"card, for at most four seconds. {AGAIN}: the same, of older workflows."
+            "card, for at most four seconds."
         )
         dtype = f"Data type of attention. {_AS_COMFYUI}: what ComfyUI picks on this card for a float16 model."
         tokens = "Tokens of the largest attention call: 4096 for 1024 x 1024 in most models, 32760 for 5 s of 480p Wan."
         budget = "Largest extra memory of one call in MiB, as on Pascal Attention Patch. 0 = chosen from the card."
         return {
-            "required": {"mode": ([FROM_CARD, MEASURE, AGAIN], {"default": FROM_CARD, "tooltip": mode})},
+            "required": {"mode": ([FROM_CARD, MEASURE], {"default": FROM_CARD, "tooltip": mode})},
             "optional": {
                 "tokens": ("INT", {"default": 4096, "min": 1, "max": 1048576, "tooltip": tokens}),
                 "heads": ("INT", {"default": 24, "min": 1, "max": 1024, "tooltip": "Attention heads of the model."}),

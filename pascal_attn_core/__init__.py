@@ -5,6 +5,9 @@
 
 Importing it changes nothing and does not initialise CUDA. The functions ``patch_*`` change a pipeline, a model or the
 process until ``remove()`` of the Patch that they return; each is loaded when it is first used.
+
+To read the code, open ``attention.py`` (the public functions), ``config.py`` (what can be set) and ``call/`` (what a
+call is, once it is checked) first; then ``routes/run.py``, whose first lines say how a route is chosen.
 """
 
 from __future__ import annotations

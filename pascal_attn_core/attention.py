@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function
 
-from .call import PLAIN, AttentionOutput, Options, Results, Wanted, check_call, prepared
+from .call import PLAIN, Arguments, AttentionOutput, Results, Wanted, check_call, prepared
 from .call.lazy_mask import LazyMask
-from .config import AttentionConfig, default_config
+from .config import AttentionConfig, config_of, default_config
 from .routes import choose, route_names, why_not
 from .routes.prepared import Kind, again
 from .routes.run import gradients, run
@@ -73,8 +73,10 @@ def sdpa(
         out, kind = again(its, query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
         if out is not None:
             return out
-    options = Options(dropout_p, is_causal, scale, enable_gqa, alignment, window, softcap, sinks)
-    return _attend(sdpa, query, key, value, attn_mask, options, config, with_lse=False, kind=kind)
+    given = Arguments(
+        query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, alignment, window, softcap, sinks
+    )
+    return _attend(sdpa, given, config, with_lse=False, kind=kind)
 
 
 def sdpa_with_lse(
@@ -95,8 +97,10 @@ def sdpa_with_lse(
 ) -> AttentionOutput:
     """:func:`sdpa` and the natural logarithm of the softmax's denominator, ``[*batch, Hq, L]`` in float32 (float64 for
     float64 inputs), which is differentiable too. Two results over disjoint keys can be merged by their lse."""
-    options = Options(dropout_p, is_causal, scale, enable_gqa, alignment, window, softcap, sinks)
-    return _attend(sdpa_with_lse, query, key, value, attn_mask, options, config, with_lse=True)
+    given = Arguments(
+        query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, alignment, window, softcap, sinks
+    )
+    return _attend(sdpa_with_lse, given, config, with_lse=True)
 
 
 def sdpa_backward(
@@ -135,17 +139,17 @@ def sdpa_backward(
         TypeError, ValueError: invalid or inconsistent arguments.
         UnsupportedAttention: the route that the config names cannot compute gradients from given results.
     """
-    options = Options(0.0, is_causal, scale, enable_gqa, alignment, window, softcap, sinks)
-    query, key, value, attn_mask, options = prepared(query, key, value, attn_mask, options)
-    call = check_call(query, key, value, attn_mask, options)
-    _check_config(config)
-    dtype, shape = query.dtype, call.out_shape
+    given = Arguments(
+        query, key, value, attn_mask, 0.0, is_causal, scale, enable_gqa, alignment, window, softcap, sinks
+    )
+    call, config = check_call(prepared(given)), config_of(config)
+    query, dtype, shape = call.query, call.query.dtype, call.out_shape
     saved = Results(_result("out", out, query, dtype, shape), _result("lse", lse, query, call.sums_dtype, shape[:-1]))
     grad_out = _result("grad_out", grad_out, query, dtype, shape)
     if grad_lse is not None:
         grad_lse = _result("grad_lse", grad_lse, query, call.sums_dtype, shape[:-1])
     with torch.no_grad():
-        grads = gradients(call, default_config() if config is None else config, saved, Wanted(grad_out, grad_lse))
+        grads = gradients(call, config, saved, Wanted(grad_out, grad_lse))
     return grads.query, grads.key, grads.value
 
 
@@ -177,11 +181,11 @@ def explain(
 ) -> str:
     """Which route :func:`sdpa` would take for this call and why, and why not each of the others. If the choice depends
     on timing two kernels (:mod:`.routes.timing`), they are timed."""
-    _check_config(config)
-    config = default_config() if config is None else config
-    options = Options(dropout_p, is_causal, scale, enable_gqa, alignment, window, softcap, sinks)
-    query, key, value, attn_mask, options = prepared(query, key, value, attn_mask, options)
-    call = check_call(query, key, value, attn_mask, options)
+    config = config_of(config)
+    given = Arguments(
+        query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, alignment, window, softcap, sinks
+    )
+    call = check_call(prepared(given))
     chosen = choose(call, config)
     lines = [f"route {chosen.route}: {chosen.why}"]
     for route in route_names():
@@ -191,50 +195,38 @@ def explain(
     return "\n".join(lines)
 
 
-def _check_config(config: AttentionConfig | None) -> None:
-    if config is not None and not isinstance(config, AttentionConfig):
-        raise TypeError(f"config must be an AttentionConfig or None, got {config!r}")
-
-
 def _attend(
     function: Callable[..., Any],
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | LazyMask | None,
-    options: Options,
+    given: Arguments,
     config: AttentionConfig | None,
     *,
     with_lse: bool,
     kind: Kind | None = None,
 ) -> Any:
-    """A call of ``function``: out, or (out, lse). While something is compiled or traced, and for fake tensors and
-    others with a dispatch of their own, it is one operator, and so it is on meta, where it has shapes only."""
-    _check_config(config)
-    is_plain = type(query) in PLAIN and type(key) in PLAIN and type(value) in PLAIN
-    # While torch.jit.trace records, sizes are tensors, with which no route can work.
-    is_recorded = torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None
-    if not is_plain and not torch.compiler.is_compiling():
-        overriding = (query, key, value, attn_mask, options.sinks)
+    """A call of ``function``, whose choice may be kept for its ``kind``. Compiled, traced and fake calls, those of other
+    tensor classes with a dispatch of their own, and calls on meta, where there are shapes only, become one operator."""
+    if not (config is None or isinstance(config, AttentionConfig)):
+        config_of(config)  # raises
+    is_compiling = torch.compiler.is_compiling()
+    is_plain = type(given.query) in PLAIN and type(given.key) in PLAIN and type(given.value) in PLAIN
+    if not is_plain and not is_compiling:
+        overriding = (*given[:4], given.sinks)
         if has_torch_function(overriding):
-            first, others = options[:4], {**dict(zip(Options._fields[4:], options[4:])), "config": config}
-            return handle_torch_function(function, overriding, query, key, value, attn_mask, *first, **others)
-    given = (query, key, value, attn_mask)
-    query, key, value, attn_mask, options = prepared(query, key, value, attn_mask, options)
-    is_plain = is_plain and (attn_mask is None or type(attn_mask) in PLAIN)
-    if (
-        is_recorded
-        or (isinstance(query, Tensor) and query.is_meta)
-        or (
-            not is_plain and any(type(t) not in PLAIN and isinstance(t, Tensor) for t in (query, key, value, attn_mask))
-        )
-    ):
+            by_name = {**dict(zip(Arguments._fields[8:], given[8:])), "config": config}
+            return handle_torch_function(function, overriding, *given[:8], **by_name)
+    as_given, given = given, prepared(given)
+    if is_plain and (given.attn_mask is None or type(given.attn_mask) in PLAIN):
+        has_dispatch = given.query.is_meta
+    else:
+        has_dispatch = any(isinstance(t, Tensor) and (t.is_meta or type(t) not in PLAIN) for t in given[:4])
+    # While torch.jit.trace records, sizes are tensors, with which no route can work.
+    if is_compiling or has_dispatch or torch._C._get_tracing_state() is not None:
         from .routes import operator  # not before: where two copies of this package are loaded, both would register it
 
-        found = operator.call(query, key, value, attn_mask, options, config, with_lse=with_lse)
+        found = operator.call(given, config, with_lse=with_lse)
         return found if with_lse else found.out
-    call = check_call(query, key, value, attn_mask, options)
-    if any(own is not its for own, its in zip(given, (call.query, call.key, call.value, call.attn_mask))):
+    call = check_call(given)
+    if any(own is not its for own, its in zip(as_given, (call.query, call.key, call.value, call.attn_mask))):
         kind = None  # the choice is one for other tensors than those of the kind
     out, lse, *_ = run(call, default_config() if config is None else config, with_lse=with_lse, kind=kind)
     return AttentionOutput(out, lse) if with_lse else out  # type: ignore[arg-type]

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .call import AttentionCall, Options, check_call, prepared, without_autocast
+from .call import Arguments, AttentionCall, check_call, prepared, without_autocast
 from .call.lazy_mask import LazyMask
 from .plots import checked_band, plot_rows
 from .routes.math import probabilities
@@ -46,16 +46,17 @@ def attention_map(
     Raises:
         TypeError, ValueError: invalid or inconsistent arguments, or a row that does not exist.
     """
-    options = Options(0.0, is_causal, scale, enable_gqa, alignment, window, softcap, sinks)
-    query, key, _, attn_mask, options = prepared(query, key, key, attn_mask, options)
-    call = check_call(query, key, key, attn_mask, options)
+    given = Arguments(query, key, key, attn_mask, 0.0, is_causal, scale, enable_gqa, alignment, window, softcap, sinks)
+    call = check_call(prepared(given))
     chosen = _row_numbers(rows, call)
     mask, band = _mask_rows(call, chosen), _band_rows(call, chosen)
     if mask is not None and band is not None:
         mask = mask.masked_fill(~band, False if mask.dtype == torch.bool else -torch.inf)
     mask = band if mask is None else mask
-    given = Options(scale=scale, enable_gqa=enable_gqa, softcap=softcap, sinks=sinks)
-    part = check_call(query.index_select(-2, chosen), key, key, mask, given)
+    part = check_call(
+        call.query.index_select(-2, chosen), call.key, call.key, mask,
+        scale=scale, enable_gqa=enable_gqa, softcap=softcap, sinks=sinks,
+    )  # fmt: skip
     with without_autocast(query):
         weights = probabilities(part).flatten(-4, -3).reshape(*part.out_shape[:-1], call.seq_len_kv)
     if torch.compiler.is_compiling():

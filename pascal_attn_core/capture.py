@@ -231,7 +231,7 @@ def _bind(args: tuple, kwargs: dict[str, Any]) -> CapturedCall | None:
         return None
     if call.query.is_cuda and torch.cuda.is_current_stream_capturing():
         return None
-    return CapturedCall(**call._asdict(), device=str(call.query.device))
+    return CapturedCall(*call[:8], device=str(call.query.device))
 
 
 def load_calls(path: str | os.PathLike[str]) -> list[CapturedCall]:

@@ -85,10 +85,8 @@ class AttentionConfig:
         for name, (kind, least, most) in _NUMBERS.items():
             value = getattr(self, name)
             if value is not None or getattr(AttentionConfig, name) is not None:
-                _check_number(name, value, kind, least, most)
-        for name in ("trim_masks", "fused", "atomic_gradients"):
-            if not isinstance(getattr(self, name), bool):
-                raise TypeError(f"{name} must be a bool, got {getattr(self, name)!r}")
+                check_number(name, value, kind, least, most)
+        check_bools(self, "trim_masks", "fused", "atomic_gradients")
         object.__setattr__(self, "devices", _device_names(self.devices))
         values = ((field.name, getattr(self, field.name), field.default) for field in dataclasses.fields(self))
         changed = ((name, value) for name, value, default in values if value != default)
@@ -195,6 +193,15 @@ def default_config() -> AttentionConfig:
     return AttentionConfig.from_env()
 
 
+def config_of(config: AttentionConfig | None) -> AttentionConfig:
+    """The config of a call: the one that it passes, or the default. A TypeError where it is none."""
+    if config is None:
+        return default_config()
+    if not isinstance(config, AttentionConfig):
+        raise TypeError(f"config must be an AttentionConfig or None, got {config!r}")
+    return config
+
+
 def cache_folder() -> Path | None:
     """Where compiled kernels, verdicts on them and timings are stored: the platform's cache folder of the user. None if
     there is none, as for a user without a home folder, or if another user could have written there; this is logged
@@ -291,10 +298,22 @@ def _one_of(name: str, value: Any, choices: tuple[str, ...]) -> None:
         raise ValueError(f"{name} must be one of {list(choices)}, got {reprlib.repr(value)}")
 
 
-def _check_number(name: str, value: Any, kind: Any, least: float, most: int) -> None:
+def check_number(
+    name: str, value: Any, kind: Any, least: float, most: float = float("inf"), *, above: bool = False
+) -> None:
+    """Raise a TypeError or a ValueError where a value is no finite number of this kind from ``least`` to ``most``;
+    ``above``: ``least`` itself is none either."""
     if isinstance(value, bool) or not isinstance(value, (int, kind)):
         raise TypeError(f"{name} must be {_KINDS[kind]}, got {reprlib.repr(value)}")
-    if not least <= value < float("inf"):
-        raise ValueError(f"{name} must be at least {least}{' and finite' * (kind is float)}, got {reprlib.repr(value)}")
+    if not least <= value < float("inf") or (above and value == least):
+        bound = f"{'above' if above else 'at least'} {least}{' and finite' * (kind is float)}"
+        raise ValueError(f"{name} must be {bound}, got {reprlib.repr(value)}")
     if value > most:
         raise ValueError(f"{name} must be at most {most}, got {reprlib.repr(value)}")
+
+
+def check_bools(given: Any, *names: str) -> None:
+    """Raise a TypeError where one of these attributes is no bool."""
+    for name in names:
+        if not isinstance(getattr(given, name), bool):
+            raise TypeError(f"{name} must be a bool, got {getattr(given, name)!r}")

@@ -24,7 +24,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .call import AttentionCall, Options, check_call, prepared
+from .attention import sdpa_with_lse
+from .call import Arguments, AttentionCall, Results, check_call, prepared
 from .call.flex_rules import (
     FULL,
     PARTIAL,
@@ -33,6 +34,7 @@ from .call.flex_rules import (
     Mod,
     Range,
     ScoreRule,
+    has_values,
     is_block_mask,
     known_of,
     mask_of,
@@ -40,12 +42,13 @@ from .call.flex_rules import (
     reads,
     window_of,
 )
-from .config import AttentionConfig, default_config
+from .config import AttentionConfig, config_of
 from .machine.device import CPU_LIKE
 from .patching.patch import Patch
 from .routes.run import run
+from .tiled.rule_bytes import bytes_asked
 
-_STRIP = 1 << 18  # elements for which create_block_mask asks mask_mod at once
+_STRIP_BYTES = 4 << 20  # of what mask_mod allocates when create_block_mask asks it
 _COMPILED = "_torchdynamo_orig_callable"  # attribute of what torch.compile makes of a function: that function
 
 
@@ -89,12 +92,18 @@ def flex_attention(
     with_max = return_aux is not None and return_aux.max_scores
     if with_max and score_mod is None:
         score_mod = _same  # beside a score rule the sum of a row is known apart from its maximum
-    call = _checked(query, key, value, block_mask, Options(scale=scale, enable_gqa=enable_gqa))
-    if score_mod is not None and not call.is_empty:
+    call = _checked(query, key, value, block_mask, scale=scale, enable_gqa=enable_gqa)
+    without_data = not has_values(call.query)
+    if score_mod is not None and not call.is_empty and not without_data:
         rule = ScoreRule(score_mod, call.query.new_empty(0, dtype=call.sums_dtype))
         call = replace(call, score_rule=rule, needs_grad=call.needs_grad or bool(rule.captured))
     with_lse = return_lse or with_max or (return_aux is not None and return_aux.lse)
-    out, lse, log_sum, _ = run(call, default_config() if config is None else config, with_lse=with_lse)
+    if without_data:  # there are shapes only, to which no function of elements matters
+        found = sdpa_with_lse(call.query, call.key, call.value, scale=call.scale, enable_gqa=True, config=config)
+        results = Results(*found)
+    else:
+        results = run(call, config_of(config), with_lse=with_lse)
+    out, lse, log_sum, _ = results
     if return_aux is None:
         return (out, lse) if return_lse else out
     from torch.nn.attention.flex_attention import AuxOutput
@@ -106,16 +115,19 @@ def flex_attention(
     return out, AuxOutput(lse=lse if return_aux.lse else None, max_scores=most)
 
 
-def _checked(query: Tensor, key: Tensor, value: Tensor, block_mask: Any, options: Options) -> AttentionCall:
+def _checked(query: Tensor, key: Tensor, value: Tensor, block_mask: Any, **options: Any) -> AttentionCall:
     if block_mask is not None and not is_block_mask(block_mask):
         raise TypeError(f"block_mask must be a BlockMask or None, got {type(block_mask).__name__}")
-    query, key, value, mask, options = prepared(query, key, value, block_mask, options)
+    if isinstance(query, Tensor) and not has_values(query):
+        block_mask = None
+    given = prepared(Arguments(query, key, value, block_mask, **options))
     if isinstance(query, Tensor):
-        key, value = (t.to(query.dtype) if isinstance(t, Tensor) else t for t in (key, value))
-    call = check_call(query, key, value, mask, options)
+        dtype = given.query.dtype
+        key, value = (t.to(dtype) if isinstance(t, Tensor) else t for t in (given.key, given.value))
+    call = check_call(given._replace(key=key, value=value))
     if call.query.dim() != 4:
         raise ValueError(f"query must be [B, Hq, L, D], got {list(query.shape)}")
-    if call.query.shape[1] != call.key.shape[1] and not options.enable_gqa:
+    if call.query.shape[1] != call.key.shape[1] and not call.enable_gqa:
         heads = f"{call.query.shape[1]} query and {call.key.shape[1]} key/value heads"
         raise ValueError(f"enable_gqa must be True for {heads}")
     return call
@@ -138,38 +150,44 @@ def create_block_mask(
     device: Any = None,
     BLOCK_SIZE: int | tuple[int, int] = 128,
     _compile: bool = False,
-    **options: Any,
+    separate_full_blocks: bool = True,
+    compute_dq_write_order: bool = False,
+    dq_kv_order: bool = True,
 ) -> Any:
     """:func:`torch.nn.attention.flex_attention.create_block_mask`, in memory O(number of blocks): ``mask_mod`` is asked
     for some rows and keys at a time. torch's own takes 16 bytes and more for each element of ``Q_LEN * KV_LEN``.
 
     A mask that is a causal rule or a sliding window, which is seen from all of its elements, is known as such to
-    :func:`flex_attention` and :func:`.sdpa`, so that every route can take the call.
+    :func:`flex_attention` and :func:`.sdpa`, so that every route can take the call, if ``mask_mod`` reads no tensors
+    and no objects. On ``meta`` and with fake tensors every block is listed as partial.
 
     Args:
         B, H: None = the mask is the same for all.
         device: None = the accelerator, or the CPU where there is none, as for torch.
-        options: further ones of torch's function: ``separate_full_blocks=False`` lists full blocks among the partial
-            ones; the others concern its kernels only.
+        separate_full_blocks: False lists full blocks among the partial ones.
+        _compile, dq_kv_order: of no effect.
+        compute_dq_write_order: True is refused: only torch's compiled kernels for flash attention read that order.
     """
     from torch.nn.attention.flex_attention import BlockMask
 
     if not callable(mask_mod):
         raise TypeError(f"mask_mod must be a function, got {type(mask_mod).__name__}")
+    if compute_dq_write_order:
+        raise ValueError("compute_dq_write_order must be False, got True: make such a mask by torch's function")
     device = torch.device(device or torch.accelerator.current_accelerator() or "cpu")
     block = (BLOCK_SIZE, BLOCK_SIZE) if isinstance(BLOCK_SIZE, int) else (BLOCK_SIZE[0], BLOCK_SIZE[1])
-    rows = _Rows(mask_mod, (Q_LEN, KV_LEN), block, device)
-    # What is the same for all heads is found once.
-    batches = range(B or 1) if B and reads(mask_mod, "batch", device) else range(1)
-    heads = range(H or 1) if H and reads(mask_mod, "head", device) else range(1)
-    states = torch.stack([torch.stack([rows.states(batch, head) for head in heads]) for batch in batches])
-    states = states.expand(B or 1, H or 1, -1, -1)
-    full: tuple[Tensor | None, Tensor | None]
-    partial, full = _ordered(states == PARTIAL), _ordered(states == FULL)
-    if not options.get("separate_full_blocks", True):
-        partial, full = _ordered(states != SKIPPED), (None, None)
-    made = BlockMask.from_kv_blocks(*partial, full[0], full[1], block, mask_mod, (Q_LEN, KV_LEN))
-    is_same = len(batches) == len(heads) == 1
+    # What is the same for all heads is found once. The lists are no inference tensors: their versions are asked for.
+    sizes = 1 if B is None else B, 1 if H is None else H
+    with torch.inference_mode(False), torch.no_grad():
+        rows = _Rows(mask_mod, (Q_LEN, KV_LEN), block, device)
+        batches, heads = (range(n if differs else min(n, 1)) for n, differs in zip(sizes, reads(mask_mod, device)))
+        states = rows.of_all(batches, heads).expand(*sizes, -1, -1)
+        full: tuple[Tensor | None, Tensor | None]
+        partial, full = _ordered(states == PARTIAL), _ordered(states == FULL)
+        if not separate_full_blocks:
+            partial, full = _ordered(states != SKIPPED), (None, None)
+        made = BlockMask.from_kv_blocks(*partial, full[0], full[1], block, mask_mod, (Q_LEN, KV_LEN))
+    is_same = len(batches) == len(heads) == 1 and has_values(states)
     known_of(made)[WINDOW] = window_of(rows.first, rows.last, KV_LEN) if is_same else None
     return made
 
@@ -187,12 +205,23 @@ class _Rows:
         self.may_be_window = True
         self.first = torch.ones(sizes[0], dtype=torch.int64, device=device)
         self.last = torch.zeros_like(self.first)
+        self.num_blocks = [-(-n // size) for n, size in zip(sizes, block)]
+        self.together = _STRIP_BYTES // 16
+        if has_values(self.first):
+            self.together = max(1, min(self.together, _STRIP_BYTES // bytes_asked(self.asked, device)))
+
+    def of_all(self, batches: range, heads: range) -> Tensor:
+        """int8 ``[batches, heads, rows, columns]``; without data every block is taken to be partial."""
+        shape = len(batches), len(heads), *self.num_blocks
+        if 0 in shape or not has_values(self.first):
+            return torch.full(shape, PARTIAL, dtype=torch.int8, device=self.device)
+        return torch.stack([torch.stack([self.states(batch, head) for head in heads]) for batch in batches])
 
     def states(self, batch: int, head: int) -> Tensor:
         """int8 ``[rows, columns]`` of blocks. As for torch, elements beyond the end are not seen."""
         length, (height, width) = self.sizes[0], self.block
-        rows, columns = (-(-n // size) for n, size in zip(self.sizes, self.block))
-        states = torch.zeros(rows, columns, dtype=torch.int8, device=self.device)
+        columns = self.num_blocks[1]
+        states = torch.zeros(self.num_blocks, dtype=torch.int8, device=self.device)
         for row, of_row in enumerate(states):
             queries = (row * height, min((row + 1) * height, length))
             seen, missed = torch.zeros(2, columns * width, dtype=torch.bool, device=self.device)
@@ -207,7 +236,7 @@ class _Rows:
     def _look(self, batch: int, head: int, queries: Range, seen: Tensor, missed: Tensor) -> None:
         """Whether any of these queries sees a key, and whether any does not: added to bool ``[keys]``."""
         num_keys = self.sizes[1]
-        for (t0, t1), (j0, j1) in pieces(queries[1] - queries[0], num_keys, _STRIP):
+        for (t0, t1), (j0, j1) in pieces(queries[1] - queries[0], num_keys, self.together):
             own = (queries[0] + t0, queries[0] + t1)
             part = self.asked(batch, head, *(torch.arange(*span, device=self.device) for span in (own, (j0, j1))))
             seen[j0:j1] |= part.any(dim=0)
@@ -248,9 +277,11 @@ def patch_flex_attention(config: AttentionConfig | None = None) -> Patch:
         config: how to compute; None = the environment's.
     Raises:
         ImportError: this torch (before 2.5) has no FlexAttention.
+        TypeError: config is no AttentionConfig.
     """
     from torch.nn.attention import flex_attention as module
 
+    config_of(config)  # or raises
     own = [config]
     with _lock:
         if not _in_force:
@@ -279,7 +310,8 @@ def _put_in_place(attend: Callable[..., Any], make: Callable[..., Any]) -> list[
 
     @functools.wraps(make)
     def our_block_mask(*args: Any, **kwargs: Any) -> Any:
-        return (create_block_mask if _in_force else make)(*args, **kwargs)
+        is_torchs = not _in_force or (compiles_well and kwargs.get("compute_dq_write_order"))
+        return (make if is_torchs else create_block_mask)(*args, **kwargs)
 
     pairs = (attend, our_attention), (make, our_block_mask)
     return [site for old, new in pairs for site in _exchange(old, new, compiled=not compiles_well)]

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from .attention import sdpa
 from .attention_map import attention_map, saved_by_band
 from .call import accumulate_dtype, check_call
-from .config import AttentionConfig, default_config
+from .config import AttentionConfig, check_number, config_of
 from .machine.runtime import runtime_of
 from .tiled.plan import plan_call
 
@@ -76,8 +76,8 @@ class SelfAttention(nn.Module):
         self.embed_dim, self.num_heads, self.causal, self.window_size = embed_dim, num_heads, causal, window_size
         self.num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
         self.dropout_p, self.config = dropout, config
-        if window_size is not None and window_size < 1:
-            raise ValueError(f"window_size must be at least 1, got {window_size}")
+        if window_size is not None:
+            check_number("window_size", window_size, int, 1)
         if num_heads < 1 or embed_dim % num_heads:
             raise ValueError(f"embed_dim must be a multiple of num_heads ({num_heads}), got {embed_dim}")
         if self.num_kv_heads < 1 or num_heads % self.num_kv_heads:
@@ -139,7 +139,7 @@ class SelfAttention(nn.Module):
         sizes = [(batch_size, heads, seq_len, self.head_dim) for heads in (self.num_heads, self.num_kv_heads)]
         q, kv = (torch.empty(size, dtype=weight.dtype, device="meta") for size in sizes)
         call = check_call(q, kv, kv, **self._band(), enable_gqa=True)
-        attention = plan_call(call, runtime_of(weight.device).info, self.config or default_config()).extra_bytes / _MB
+        attention = plan_call(call, runtime_of(weight.device).info, config_of(self.config)).extra_bytes / _MB
         projected, output = (q.nbytes + 2 * kv.nbytes) / _MB, q.nbytes / _MB
         ours = projected + attention + output
         naive = 4 * output + call.num_scores * accumulate_dtype(weight.dtype).itemsize / _MB

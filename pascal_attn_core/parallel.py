@@ -23,8 +23,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .attention import sdpa, sdpa_backward, sdpa_with_lse
-from .call import AttentionCall, Options, check_call, prepared
-from .config import AttentionConfig, default_config
+from .call import Arguments, AttentionCall, check_call, prepared
+from .config import AttentionConfig, config_of
 from .routes import choose
 from .routes.route import Grads, in_any_graph
 
@@ -77,7 +77,7 @@ def context_parallel_sdpa(
     query, key, value = call.query, call.key, call.value
     around, within = _Ranks.of(ring, "ring"), _Ranks.of(ulysses, "ulysses")
     heads = _Heads.of(query.shape[1], key.shape[1], within)
-    choose(call, config or default_config(), with_lse=around.size > 1, may_time=False)  # or raises
+    choose(call, config_of(config), with_lse=around.size > 1, may_time=False)  # or raises
     share = _Share.of(query, key, mask, around, within, uneven=uneven)
     if is_causal and share.queries != share.keys:
         raise ValueError(
@@ -107,7 +107,7 @@ def _checked(
     """This process's call without its mask, and the mask with four dimensions."""
     if attn_mask is not None and not isinstance(attn_mask, Tensor):
         raise TypeError(f"attn_mask must be a tensor or None across processes, got {type(attn_mask).__name__}")
-    query, key, value, attn_mask, _ = prepared(query, key, value, attn_mask, Options())
+    query, key, value, attn_mask, *_ = prepared(Arguments(query, key, value, attn_mask))
     call = check_call(query, key, value, scale=scale, enable_gqa=enable_gqa)
     if query.dim() != 4:
         raise ValueError(f"query must be [B, heads, tokens, head_dim], got {list(query.shape)}")

@@ -31,8 +31,8 @@ from torch import Tensor
 from torch.overrides import _get_current_function_mode, handle_torch_function
 
 from .attention import sdpa
-from .call import PLAIN, Options, check_call, is_causal_bias
-from .config import AttentionConfig, default_config, log_once, number_of, switched_on
+from .call import PLAIN, check_call, is_causal_bias
+from .config import AttentionConfig, check_number, config_of, log_once, number_of, switched_on
 from .patching.interception import POSITIONAL, SDPA_NAME, TORCH_SDPA, SdpaMode, bind_sdpa
 from .patching.patch import Patch
 from .routes.prepared import again
@@ -103,15 +103,10 @@ def patch_sdpa(
         TypeError, ValueError: an invalid argument.
         RuntimeError: torch's ``context_parallel`` is in force, see the module.
     """
-    if config is not None and not isinstance(config, AttentionConfig):
-        raise TypeError(f"config must be an AttentionConfig or None, got {config!r}")
+    config = config_of(config)
     name, least = ("min_tokens", min_tokens) if min_keys is None else ("min_keys", min_keys)
     least = number_of("PASCAL_ATTN_MIN_KEYS") if least is None else least
-    if isinstance(least, bool) or not isinstance(least, int):
-        raise TypeError(f"{name} must be a whole number or None, got {least!r}")
-    if least < 0:
-        raise ValueError(f"{name} must be at least 0, got {least}")
-    config = default_config() if config is None else config
+    check_number(name, least, int, 0)
     if switched_on("PASCAL_ATTN_DISABLE"):
         log.info("PASCAL_ATTN_DISABLE is set: %s stays torch's", SDPA_NAME)
         return Patch(SDPA_NAME, lambda: None, sites=0)
@@ -221,7 +216,7 @@ def _attend(original: Any, patch: _SdpaPatch, args: tuple, kwargs: dict[str, Any
     """One call by ours, or by ``original`` if ours does not support it or it has too few keys."""
     config = patch.config
     if patch.min_keys and _has_fewer_keys(patch.min_keys, args, kwargs):
-        return original(*args, **kwargs)
+        return _passed_on(original, args, kwargs)
     if torch.compiler.is_compiling():
         return sdpa(*args, **kwargs, config=config) if _is_known(args, kwargs) else original(*args, **kwargs)
     try:
@@ -235,13 +230,22 @@ def _attend(original: Any, patch: _SdpaPatch, args: tuple, kwargs: dict[str, Any
     except (TypeError, ValueError):  # arguments that torch's function does not have, or refuses: it will say so
         pass
     if not _is_known(args, kwargs):
-        return original(*args, **kwargs)
+        return _passed_on(original, args, kwargs)
     try:
         with torch._C.DisableTorchFunction():  # modes have seen the call, not the operators that it is made of
             return sdpa(*args, **kwargs, config=config)
     except (TypeError, ValueError):  # raised before anything is computed
         if not _is_refused(args, kwargs):
             raise
+    return _passed_on(original, args, kwargs)
+
+
+def _passed_on(original: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+    """What ``original`` answers. torch's CausalBias acts only in calls of the function that stands at torch's name,
+    where ours stands: it is asked directly, or torch's function would take its numbers for a mask."""
+    mask = args[3] if len(args) > 3 else kwargs.get("attn_mask")
+    if original is TORCH_SDPA and is_causal_bias(mask):
+        return type(mask)._dispatch(*args, **kwargs)
     return original(*args, **kwargs)
 
 
@@ -255,7 +259,7 @@ def _is_refused(args: tuple, kwargs: dict[str, Any]) -> bool:
     call = bind_sdpa(args, kwargs)
     assert not isinstance(call, str)
     try:
-        check_call(*call[:4], Options(*call[4:]))
+        check_call(call)
     except (TypeError, ValueError) as error:
         log_once(logging.INFO, "%s: a call was passed to torch unchanged: %s", SDPA_NAME, str(error))
         return True

@@ -1,5 +1,6 @@
 """Shared by all tests: GPU tests are skipped without a GPU, and ``attn_support`` is importable from every test."""
 
+import contextlib
 import gc
 import os
 import random
@@ -37,7 +38,7 @@ class _RootIsNoPackage:
 
 FUZZ_CALLS = 1_000
 
-from attn_support import randomness  # noqa: E402  from here on there is such a package
+from attn_support import precision, randomness  # noqa: E402  from here on there is such a package
 
 randomness.register()
 
@@ -103,6 +104,13 @@ def _same_random_numbers() -> Iterator[None]:
     (torch.manual_seed if torch.cuda.is_initialized() else torch.default_generator.manual_seed)(0)
     yield
     torch.set_rng_state(state)
+
+
+@pytest.fixture(autouse=True)
+def _float32_in_full_on_a_card(request: pytest.FixtureRequest) -> Iterator[None]:
+    """TF32 is a choice of the user, not of this library."""
+    with precision.without_tf32() if request.node.get_closest_marker("gpu") else contextlib.nullcontext():
+        yield
 
 
 @pytest.fixture(autouse=True)

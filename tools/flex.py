@@ -9,8 +9,6 @@ One CPU thread; times are the median of calls in turn.
 from __future__ import annotations
 
 import argparse
-import statistics
-import time
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -20,6 +18,7 @@ from torch.nn.attention import flex_attention as theirs
 
 from pascal_attn_core import AttentionConfig, create_block_mask, flex_attention, sdpa
 from pascal_attn_core.call.flex_rules import known_of
+from pascal_attn_core.contest.timing_table import median_times
 from pascal_attn_core.observe.memory import measure
 
 MIB = 1 << 20
@@ -42,23 +41,11 @@ def documents(batch: Any, head: Any, query: Any, key: Any) -> Any:
     return query // 512 == key // 512
 
 
-def seconds(attempts: dict[str, Callable[[], Any]], rounds: int) -> dict[str, float]:
-    """The median of each."""
-    times: dict[str, list[float]] = {name: [] for name in attempts}
-    for _ in range(rounds):
-        for name, attempt in attempts.items():
-            begin = time.process_time()
-            attempt()
-            times[name].append(time.process_time() - begin)
-    return {name: statistics.median(each) for name, each in times.items()}
-
-
 def main() -> None:
     """Print the tables."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--tokens", type=int, default=8192)
     parser.add_argument("--heads", type=int, default=4)
-    parser.add_argument("--rounds", type=int, default=3)
     options = parser.parse_args()
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
@@ -76,7 +63,8 @@ def main() -> None:
         "window, alibi": lambda: flex_attention(query, key, value, alibi, masks["window"], config=config),
     }
     with torch.no_grad():
-        taken = seconds(calls, options.rounds)
+        times = median_times(list(calls.values()), torch.device("cpu"))
+        taken = {name: milliseconds / 1e3 for name, milliseconds in zip(calls, times)}
         for name, call in calls.items():
             extra = measure(call).extra_bytes / MIB
             print(f"{name:24}{taken[name]:8.2f} s{taken[name] / taken['dense']:8.1%} of dense{extra:8.2f} MiB")
@@ -85,8 +73,8 @@ def main() -> None:
             print(f"torch's create_block_mask: {made.peak_bytes / MIB:.0f} MiB")
     for name, mask in masks.items():
         share = 1 - mask.sparsity() / 100
-        times = taken[name] / taken["dense"] / share
-        print(f"{name}: {share:.1%} of the blocks, {times:.2f} times that share of the dense call's time")
+        ratio = taken[name] / taken["dense"] / share
+        print(f"{name}: {share:.1%} of the blocks, {ratio:.2f} times that share of the dense call's time")
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Costs and savings of decoding in bands: real channel counts, random weights, one thread.
 
-python tools/vae_cost.py [sd SIZE | wan HEIGHT WIDTH FRAMES] [--budget MIB] [--rounds N] [--exact] [--plan]
+python tools/vae_cost.py [sd SIZE | wan HEIGHT WIDTH FRAMES] [--budget MIB] [--exact] [--plan]
 
 Prints the most memory on the device at once, counted tensor by tensor (what lies between the layers in host memory is
 not on the device; the weights are in neither figure), the CPU time of whole and banded calls in turns (medians), and
@@ -12,9 +12,7 @@ calculated before each layer.
 from __future__ import annotations
 
 import argparse
-import statistics
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -24,6 +22,7 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from pascal_attn_core import patch_vae
+from pascal_attn_core.contest.timing_table import median_times
 from pascal_attn_core.observe.memory import PeakMemory
 from pascal_attn_core.vae.banded import Banded
 from pascal_attn_core.vae.run import BandedRun
@@ -82,19 +81,12 @@ def decoded(vae: Any, z: Tensor, budget: float) -> Decoded:
     return Decoded(whole, bands, whole_peak.peak_mib, peak.peak_mib, patch.report().calls[-1].figures)
 
 
-def seconds(function: Callable[[], Any]) -> float:
-    start = time.process_time()
-    function()
-    return time.process_time() - start
-
-
 @torch.no_grad()
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", nargs="?", default="sd", choices=LATENTS)
     parser.add_argument("sizes", nargs="*", type=int)
     parser.add_argument("--budget", type=float, default=64.0)
-    parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--exact", action="store_true")
     parser.add_argument("--plan", action="store_true")
     options = parser.parse_args()
@@ -104,19 +96,19 @@ def main() -> None:
     if options.plan:
         plan(vae, z, options.budget)
         return
-    found, times, whole_times = decoded(vae, z, options.budget), [], []
-    for _ in range(options.rounds):
-        whole_times.append(seconds(lambda: vae.decode(z)))
+    found = decoded(vae, z, options.budget)
+
+    def in_bands() -> None:
         with patch_vae(vae, keep="host", budget_mib=options.budget, verify=False):
-            times.append(seconds(lambda: vae.decode(z)))
+            vae.decode(z)
+
+    whole_ms, bands_ms = median_times([lambda: vae.decode(z), in_bands], z.device)
     print(f"{options.model} {options.sizes or ''}, torch {torch.__version__}, one thread")
     print(f"whole: {found.whole_mib:.0f} MiB; in bands (budget {options.budget:g}): {found.bands_mib:.0f} MiB, "
           f"of which the result {found.bands.nbytes / MIB:.0f}; in host memory {found.figures.host_bytes / MIB:.0f}; "
           f"{found.figures.bands} bands")  # fmt: skip
-    if options.rounds:
-        ratio = statistics.median(one / other for one, other in zip(times, whole_times))
-        print(f"CPU time: whole {statistics.median(whole_times):.1f} s, in bands {statistics.median(times):.1f} s: "
-              f"{ratio:.2f} of it")  # fmt: skip
+    times = f"whole {whole_ms / 1e3:.1f} s, in bands {bands_ms / 1e3:.1f} s: {bands_ms / whole_ms:.2f} of it"
+    print(f"CPU time: {times}")
     difference = float((found.bands - found.whole).abs().max())
     print(f"largest difference {difference:.1e} of {float(found.whole.abs().max()):.2f}")
     if options.exact:

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...pascal_attn_core.call import Arguments
 from ...pascal_attn_core.config import Unsupported
 
 # Keyword arguments that do not change the result, or whose meaning is kept here whatever their value is: attn_precision
@@ -31,22 +32,14 @@ class NotOurs(Unsupported, ValueError):
 
 @dataclass(eq=False)
 class HostCall:
-    """One attention call of the host, its tensors as views ``[B, H, L, D]``.
+    """One attention call of the host.
 
     Attributes:
-        query: ``[B, Hq, L, D]``; key ``[B, Hkv, S, D]``; value ``[B, Hkv, S, Dv]``.
-        mask: None or four dimensions that broadcast to ``[B, Hq, L, S]``, bool (True = takes part) or float (added).
-        scale: factor of the scores, None = 1 / sqrt(D).
-        enable_gqa: there are fewer key/value heads than query heads.
+        given: the arguments as ``sdpa`` takes them, the tensors as views ``[B, H, L, D]``, the mask in four dimensions.
         keep_heads: the host wants ``[B, H, L, D]`` back, not ``[B, L, H*D]``.
     """
 
-    query: Tensor
-    key: Tensor
-    value: Tensor
-    mask: Tensor | None
-    scale: float | None
-    enable_gqa: bool
+    given: Arguments
     keep_heads: bool
 
     @staticmethod
@@ -69,8 +62,9 @@ class HostCall:
         if query.shape[2] == 0 or key.shape[2] == 0:
             raise NotOurs("it has no queries" if query.shape[2] == 0 else "it has no keys")
         mask = None if given["mask"] is None else four_dimensions(given["mask"])
-        grouped, keep_heads = grouped and key.shape[1] != query.shape[1], bool(given["skip_output_reshape"])
-        return HostCall(query, key, value, mask, given.get("scale"), grouped, keep_heads)
+        grouped = grouped and key.shape[1] != query.shape[1]
+        arguments = Arguments(query, key, value, mask, scale=given.get("scale"), enable_gqa=grouped)
+        return HostCall(arguments, bool(given["skip_output_reshape"]))
 
     def returned(self, out: Tensor) -> Tensor:
         """``[B, H, L, Dv]`` as the host wants it: as it is, or ``[B, L, H*Dv]``."""

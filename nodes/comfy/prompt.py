@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 Prompt = Mapping[str, Mapping[str, Any]]
@@ -34,17 +34,6 @@ def without_effect(prompt: Prompt, node: str) -> str:
     nodes = f"node{'s' * (len(replacing) > 1)} {' and '.join(sorted(replacing))} of the same kind after it"
     place = f"{nodes} take{'s' * (len(replacing) == 1)} its place"
     return "; ".join([weights] * bool(merges) + [place] * bool(replacing))
-
-
-def reached(prompt: Prompt, node: str, passes: Callable[[str], bool] = lambda kind: True) -> set[str]:
-    """The node, and those that its inputs come from, through nodes whose class ``passes``."""
-    waiting, found = [node], {node}
-    while waiting:
-        name = waiting.pop()
-        sources = set(links(prompt, name).values()) - found if passes(kind_of(prompt, name)) else set()
-        found |= sources
-        waiting += sources
-    return found
 
 
 def kind_of(prompt: Prompt, node: str) -> str:

@@ -15,7 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...pascal_attn_core.patching.interception import SDPA_NAME, SdpaArguments, torch_sdpa
+from ...pascal_attn_core.call import Arguments
+from ...pascal_attn_core.patching.interception import SDPA_NAME, torch_sdpa
 from ...pascal_attn_core.reference.checks import Gap, gap
 from ..comfy import host
 from ..comfy.layout import NAMES, bound, is_container
@@ -87,17 +88,17 @@ def with_host(function: Callable[..., Any], args: tuple, kwargs: dict[str, Any],
     return Difference(name, gap(part, right), query.dtype)
 
 
-def with_torch(call: SdpaArguments, ours: Tensor) -> Difference | None:
+def with_torch(given: Arguments, ours: Tensor) -> Difference | None:
     """A call of torch's function, ``ours`` ``[*batch, H, L, Dv]``. None = not to be compared."""
-    query, key, value, mask = call.query, call.key, call.value, call.attn_mask
+    query, key, value, mask = given.query, given.key, given.value, given.attn_mask
     tokens, size = query.shape[-2], 4 * (key.numel() + value.numel())
-    if size > _MOST_BYTES or (call.is_causal and tokens > _WHOLE_TOKENS):
+    if size > _MOST_BYTES or (given.is_causal and tokens > _WHOLE_TOKENS):
         return None
-    if not call.is_causal:
+    if not given.is_causal:
         rows = _rows(tokens, query.device)
         mask = None if mask is None else _mask_rows(mask, rows)
-        call, ours = call._replace(query=query.index_select(-2, rows), attn_mask=mask), ours.index_select(-2, rows)
-    right = torch_sdpa(**{name: _in_float32(part) for name, part in call.keywords().items()})
+        given, ours = given._replace(query=query.index_select(-2, rows), attn_mask=mask), ours.index_select(-2, rows)
+    right = torch_sdpa(**{name: _in_float32(part) for name, part in given.keywords().items()})
     return Difference(SDPA_NAME, gap(ours, right), query.dtype)
 
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ...pascal_attn_core import AttentionConfig, UnsupportedAttention, sdpa
-from ...pascal_attn_core.call import AttentionCall, Options, TiledStats, autocast_on, check_call, prepared
+from ...pascal_attn_core.call import Arguments, AttentionCall, TiledStats, autocast_on, check_call, prepared
 from ...pascal_attn_core.machine.device import MIB, device_info
 from ...pascal_attn_core.machine.own_thread import inputs_are_made_up
 from ...pascal_attn_core.observe.progress import between_blocks
@@ -33,14 +33,14 @@ from ..comfy.layout import signature
 from . import runs
 from .compare import Difference
 from .meter import Meter, is_finite, peak_of_run, sample_of, start_of_run
-from .runs import PASSED, CallKind, CallTally, Place, Run
+from .runs import PASSED, TAKEN, CallKind, CallTally, Place, Run
 
 log = logging.getLogger("pascal_attn")
 Compare = Callable[[Tensor], "Difference | None"]
 _DECISIONS = 4096  # kinds of calls, per place in the model, that are remembered at once
 _PROGRESS_SECONDS = 1.0
 _MORE_PRECISION = {"VAE": "--fp32-vae", "text encoder": "--fp32-text-enc"}  # options of ComfyUI, by part
-_PLAIN, _NOWHERE = Options(), Place()
+_NOWHERE = Place()
 _REPAIR = AttentionConfig(route="tiled", softmax="online")  # its scores and sums are float32 whatever comes in
 
 
@@ -194,11 +194,7 @@ class Engine:
 
     def attend(
         self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        mask: Tensor | None = None,
-        options: Options = _PLAIN,
+        given: Arguments,
         place: Place = _NOWHERE,
         kind: Hashable = None,
         compare: Compare | None = None,
@@ -206,32 +202,29 @@ class Engine:
         """``[B, Hq, L, D] x [B, Hkv, S, D] x [B, Hkv, S, Dv] -> [B, Hq, L, Dv]``; None = the host shall do it, and the
         run knows why.
 
-        mask: broadcasts to ``[B, Hq, L, S]``, bool (True = takes part) or float (added).
         kind: equal for calls with equal arguments but for the numbers in their tensors: read from the tensors if None.
         compare: how far an answer is from the host's own; asked once per kind in each run. A kind of call that is
             further away than rounding explains is left to the host from then on.
         """
         if torch.compiler.is_compiling():
             self.is_compiled = True
-            return sdpa(query, key, value, mask, *options[:4], softcap=options.softcap, config=self.settings.config)
-        if self.part == "VAE" and (inputs_are_made_up() or type(query) is Banded):
-            return self._attend_in_bands(query, key, value, mask, options, place)
+            return sdpa(*given[:8], config=self.settings.config)
+        if self.part == "VAE" and (inputs_are_made_up() or type(given.query) is Banded):
+            return self._attend_in_bands(given, place)
         # A TorchFunctionMode around the model would look at every operator of every tile.
         with torch._C.DisableTorchFunction():
             if kind is None:
-                kind = signature((query, key, value, mask, *options), {})
-            taken = self._take((query, key, value, mask), options, place, kind)
+                kind = signature(given, {})
+            taken = self._take(given, place, kind)
             if taken is None:
                 return None
             call, decision, choice = taken
-            out = self._run_watched(call, decision, choice)
-            if compare is None or decision.run is None or kind in decision.run.compared or runs.stale(query.device):
+            out, run = self._run_watched(call, decision, choice), decision.run
+            if compare is None or run is None or kind in run.compared or runs.stale(call.query.device):
                 return out
             return out if self._agrees(decision, kind, compare, out) else None
 
-    def _take(
-        self, given: tuple[Tensor, Tensor, Tensor, Tensor | None], options: Options, place: Place, kind: Hashable
-    ) -> tuple[AttentionCall, _Decision, Choice] | None:
+    def _take(self, given: Arguments, place: Place, kind: Hashable) -> tuple[AttentionCall, _Decision, Choice] | None:
         """The checked call, what is done with its kind, and its route; None = the host's, which is counted."""
         known = (place, kind, torch.is_grad_enabled())
         decision = self._decisions.get(known)
@@ -240,14 +233,14 @@ class Engine:
             return None
         try:
             template = None if decision is None else decision.template
-            if template is not None and not autocast_on(given[0]):
-                call = template.with_tensors(*given, template.sinks)
+            if template is not None and not autocast_on(given.query):
+                call = template.with_tensors(*given[:4], template.sinks)
             else:
-                query, key, value, mask, options = prepared(*given, options)
-                call = check_call(query, key, value, mask, options)
-                if decision is None or query is not given[0]:  # under autocast
+                ready = prepared(given)
+                call = check_call(ready)
+                if decision is None or ready.query is not given.query:  # under autocast
                     decision = self._decide(call, known)
-                    plain = query is given[0] and mask is given[3] and not torch.is_grad_enabled()
+                    plain = ready is given and not torch.is_grad_enabled()
                     decision.template = call.without_tensors() if plain else None
             assert decision is not None
             if decision.config is not None:
@@ -260,16 +253,14 @@ class Engine:
             self._count(decision)
         return None
 
-    def _attend_in_bands(
-        self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, options: Options, place: Place
-    ) -> Tensor | None:
+    def _attend_in_bands(self, given: Arguments, place: Place) -> Tensor | None:
         """A call of a VAE that runs in bands, or tries whether it can, which is not counted."""
         config, out, start = self.settings.config, None, time.perf_counter()
         with record() as report, between_blocks(self._checkpoint(place.block)):
             for route in dict.fromkeys((config.route, "auto")):
                 try:
                     config = replace(config, route=route)
-                    out = sdpa(query, key, value, mask, *options[:4], softcap=options.softcap, config=config)
+                    out = sdpa(*given[:8], config=config)
                     break
                 except (TypeError, ValueError, UnsupportedAttention) as error:
                     why = str(error)
@@ -279,8 +270,9 @@ class Engine:
             self.leave(place, why)
             return None
         routes = "+".join(sorted(report.routes()))
-        shapes, dtype = (tuple(query.shape), tuple(key.shape)), str(query.dtype).removeprefix("torch.")
-        kind = CallKind(place.block, "taken", routes, "in bands of its queries", *shapes, dtype, via=place.via)
+        query, shapes = given.query, (tuple(given.query.shape), tuple(given.key.shape))
+        dtype = str(query.dtype).removeprefix("torch.")
+        kind = CallKind(place.block, TAKEN, routes, "in bands of its queries", *shapes, dtype, via=place.via)
         tally = self.run.tally(kind)
         with self.run.lock:
             tally.count += 1
@@ -475,4 +467,4 @@ def _kind(place: Place, call: AttentionCall, outcome: str, route: str, why: str,
 
 def _taken(place: Place, call: AttentionCall, choice: Choice) -> CallKind:
     more = {"over_torch": choice.over_torch, "torch_stores": choice.torch_stores}
-    return _kind(place, call, "taken", choice.route, choice.why, **more)
+    return _kind(place, call, TAKEN, choice.route, choice.why, **more)

@@ -17,7 +17,7 @@ from ...pascal_attn_core.call import TiledStats
 if TYPE_CHECKING:
     from .compare import Difference
 
-PASSED = "passed to ComfyUI"  # outcome of a call that the host computes itself
+TAKEN, PASSED = "taken", "passed to ComfyUI"  # outcomes of a call; the host computes what is passed to it itself
 _PENDING = 512  # after this many pairs of CUDA events those that are over are read
 
 
@@ -34,7 +34,7 @@ class CallKind:
 
     Attributes:
         block: where in the model: ``"double 3"``, ``"input 4.0"``, ``"call 17"``.
-        outcome: ``"taken"`` or ``PASSED``.
+        outcome: ``TAKEN`` or ``PASSED``.
         route: ``"torch"``, ``"tiled"``, ``"fused"``, ``"math"``; "" where it was passed to ComfyUI.
         why: one sentence: why this route, or why it was passed to ComfyUI.
         query, key: shapes ``[B, H, L, D]`` and ``[B, Hkv, S, D]``; () where they could not be read.
@@ -54,6 +54,10 @@ class CallKind:
     via: str = "override"
     over_torch: float | None = None
     torch_stores: bool | None = None
+
+    @property
+    def is_taken(self) -> bool:
+        return self.outcome == TAKEN
 
     @property
     def math_bytes(self) -> int:
@@ -176,7 +180,8 @@ class Run:
     def _keep(self, sentences: list[str], sentence: str) -> bool:
         with self.lock:
             is_new = sentence not in sentences
-            sentences += [sentence] if is_new else []
+            if is_new:
+                sentences.append(sentence)
             return is_new
 
     def saw_device(self, device: torch.device) -> bool:
@@ -212,16 +217,20 @@ class Run:
     def count(self, outcome: str | None = None) -> int:
         return sum(t.count for kind, t in self.tallies.items() if outcome in (None, kind.outcome))
 
+    def total(self, name: str) -> int:
+        """The sum of one of the counts in the tallies."""
+        return sum(getattr(tally, name) for tally in list(self.tallies.values()))
+
     def routes(self) -> dict[str, int]:
         """Calls per route taken, most frequent first."""
-        return self.counted(lambda kind: kind.route, "taken")
+        return self.counted(lambda kind: kind.route, TAKEN)
 
-    def reasons(self, outcome: str) -> dict[str, int]:
-        """Calls per sentence, most frequent first."""
+    def reasons(self, outcome: str | None = None) -> dict[str, int]:
+        """Calls per sentence, of one outcome or of all, most frequent first."""
         return self.counted(lambda kind: kind.why, outcome)
 
-    def counted(self, word: Callable[[CallKind], str], outcome: str | None = None) -> dict[str, int]:
-        """Calls by what ``word`` says of their kind, of one outcome or of all, most frequent first."""
+    def counted(self, word: Callable[[CallKind], str], outcome: str | None) -> dict[str, int]:
+        """Calls by what ``word`` says of their kind, most frequent first."""
         counts: Counter[str] = Counter()
         for kind, tally in list(self.tallies.items()):
             if outcome in (None, kind.outcome):
@@ -257,15 +266,19 @@ class Run:
         """Size of the largest call's score matrix, which torch's math attention would have stored at least."""
         return max((kind.math_bytes for kind in self.tallies), default=0)
 
+    @property
+    def counts(self) -> str:
+        """``"228 calls, 228 taken (torch 200, tiled 28), 0 passed to ComfyUI"``."""
+        routes = ", ".join(f"{route} {count}" for route, count in self.routes().items())
+        taken = f"{self.count(TAKEN)} taken{f' ({routes})' if routes else ''}"
+        return f"{self.count()} calls, {taken}, {self.count(PASSED)} passed to ComfyUI"
+
     def line(self) -> str:
-        """``"Flux: 228 calls, 228 taken (torch 200, tiled 28), 0 passed to ComfyUI"``, after what else was gained;
-        without either the first note."""
-        parts = [] if self.tallies or self.gains else self.notes[:1]
-        if self.tallies or not (self.gains or parts):
-            routes = ", ".join(f"{route} {count}" for route, count in self.routes().items())
-            taken = f"{self.count('taken')} taken{f' ({routes})' if routes else ''}"
-            parts = [f"{self.count()} calls, {taken}, {self.count(PASSED)} passed to ComfyUI"]
-        return f"{self.subject}: {'; '.join([*self.gains[:1], *parts])}"
+        """``"Flux: 228 calls, ..."``, after what else was gained; without either the first note."""
+        parts = self.gains[:1]
+        if self.tallies or not (parts or self.notes):
+            parts = [*parts, self.counts]
+        return f"{self.subject}: {'; '.join(parts or self.notes[:1])}"
 
 
 def _read_clock(tally: CallTally, start: Any, end: Any) -> bool:

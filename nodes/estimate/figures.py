@@ -1,4 +1,4 @@
-"""From the calls of one model evaluation to memory: with and without the patches."""
+"""From the calls of one model evaluation to memory: with and without Pascal Attention Patch at its defaults."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ _PROBE_TOKENS = 64
 
 @dataclass(frozen=True)
 class Host:
-    """How ComfyUI would compute without the patches.
+    """How ComfyUI would compute without the patch.
 
     Attributes:
         device, info: where.
         attention: the name of its attention function; "" for torch's SDPA.
-        ffn_budget_mib, ffn_tokens: what Pascal FFN Chunking takes by default on this card.
+        ffn_budget_mib, ffn_tokens: with which the patch chunks feed-forward layers on this card.
     """
 
     device: torch.device
@@ -35,56 +35,45 @@ class Host:
     ffn_tokens: int = 1024
 
 
+class Need(NamedTuple):
+    """Extra memory of a call in bytes: at least, without the patch, and at most, with it; and why."""
+
+    sizes: tuple[int, int]
+    why: str = ""
+
+
 class Figures:
     """Memory of one evaluation of a model besides its weights, in bytes.
 
     Attributes:
         call, host: what the evaluation does, and where.
         needs: of each kind of attention call.
-        attention, ffn: the largest calls; None where there are none.
+        attention_bytes, ffn_bytes, peaks: without the patch, and with it: the most extra memory of one attention call,
+            of one feed-forward call; the most at any moment, the model's other tensors included.
     """
 
     def __init__(self, call: ModelCall, host: Host):
         self.call, self.host = call, host
         self.needs = {shape: need_of(shape, host) for shape in set(call.attention)}
-        self.attention = max(call.attention, key=lambda shape: shape.score_bytes, default=None)
-        self.ffn = max(call.ffn, key=lambda shape: shape.extra_bytes, default=None)
-
-    def of_attention(self, *, patched: bool) -> int:
-        """The most extra memory of one attention call, with Pascal Attention Patch or without."""
-        return max((need.patched if patched else need.without for need in self.needs.values()), default=0)
-
-    def of_ffn(self, *, chunked: bool) -> int:
-        """The most extra memory of one feed-forward call, with Pascal FFN Chunking or without."""
-        return max((self._ffn_bytes(each, chunked) for each in self.call.ffn), default=0)
-
-    def peak(self, *, patched: bool, chunked: bool) -> int:
-        """The most bytes at any moment, the model's other tensors included."""
-        moments = [self.call.other_bytes]
-        needs = {shape: need.patched if patched else need.without for shape, need in self.needs.items()}
-        moments += [shape.live_bytes + needs[shape] for shape in self.call.attention]
-        moments += [layer.live_bytes + self._ffn_bytes(layer, chunked) for layer in self.call.ffn]
-        return max(moments)
+        attention = [(shape.live_bytes, self.needs[shape].sizes) for shape in call.attention]
+        ffn = [(layer.live_bytes, _ffn_need(layer, host).sizes) for layer in call.ffn]
+        self.attention_bytes, self.ffn_bytes, self.peaks = ([0, 0], [0, 0], [call.other_bytes] * 2)
+        for calls, most in ((attention, self.attention_bytes), (ffn, self.ffn_bytes)):
+            for live, sizes in calls:
+                for way, size in enumerate(sizes):
+                    most[way] = max(most[way], size)
+                    self.peaks[way] = max(self.peaks[way], live + size)
 
     @property
-    def total_without(self) -> int:
-        return self.peak(patched=False, chunked=False)
-
-    @property
-    def total_with(self) -> int:
-        return self.peak(patched=True, chunked=True)
-
-    def _ffn_bytes(self, layer: FfnShape, chunked: bool) -> int:
-        is_whole = not chunked or len(layer.shape) < 2 or layer.shape[-2] < self.host.ffn_tokens
-        return layer.extra_bytes if is_whole else min(layer.extra_bytes, self.host.ffn_budget_mib * MIB)
+    def saved_bytes(self) -> int:
+        """How much lower the peak is with the patch."""
+        return self.peaks[0] - self.peaks[1]
 
 
-class Need(NamedTuple):
-    """Extra memory of an attention call in bytes: at least ``without`` the patch, at most ``patched``, and why."""
-
-    without: int
-    patched: int
-    why: str
+def _ffn_need(layer: FfnShape, host: Host) -> Need:
+    is_whole = len(layer.shape) < 2 or layer.shape[-2] < host.ffn_tokens
+    chunked = layer.extra_bytes if is_whole else min(layer.extra_bytes, host.ffn_budget_mib * MIB)
+    return Need((layer.extra_bytes, chunked))
 
 
 def need_of(shape: AttentionShape, host: Host) -> Need:
@@ -94,14 +83,14 @@ def need_of(shape: AttentionShape, host: Host) -> Need:
     except (TypeError, ValueError):
         patched = shape.score_bytes  # left to ComfyUI
     if host.attention:
-        return Need(0, patched, f"ComfyUI's {host.attention} splits it according to the free memory")
+        return Need((0, patched), f"ComfyUI's {host.attention} splits it according to the free memory")
     if not fused_takes(shape, host.device):
         why = "PyTorch has no fused kernel for it here and stores the score matrix"
         if host.info.kind == "hip" and has_kernels(host.info):
             why += "; the patch has a kernel that does not store it, and tiles"
-        return Need(shape.score_bytes, min(patched, shape.score_bytes), why)
+        return Need((shape.score_bytes, min(patched, shape.score_bytes)), why)
     why = "PyTorch has a fused kernel for it here, which stores no score matrix"
-    return Need(0, 0, f"{why}; the patch uses it too") if host.info.is_gpu else Need(0, patched, why)
+    return Need((0, 0), f"{why}; the patch uses it too") if host.info.is_gpu else Need((0, patched), why)
 
 
 def fused_takes(shape: AttentionShape, device: torch.device) -> bool:

@@ -50,7 +50,8 @@ def guessed_conditioning(patcher: Any, tokens: int) -> Iterator[Conditioning]:
     config = getattr(getattr(patcher.model, "model_config", None), "unet_config", {})
     widths = [config[name] for name in _TEXT_WIDTHS if isinstance(config.get(name), int)]
     embedder = config.get("context_embedder_config", {}).get("params", {}).get("in_features")
-    widths += [embedder] if embedder else []
+    if embedder:
+        widths.append(embedder)
     widths += [w[0] for w in (config.get("context_dim"),) if isinstance(w, list) and w]
     if not widths:
         words, modules = ("txt", "text", "context", "caption", "cap_"), patcher.model.diffusion_model.named_modules()

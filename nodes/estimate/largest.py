@@ -6,6 +6,7 @@ the two, so that the call at any other size is known without tracing it.
 
 from __future__ import annotations
 
+import functools
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -14,13 +15,7 @@ from typing import Any, NamedTuple
 from .figures import Figures, Host
 from .trace import ModelCall
 
-#: what is combined: its name, with Pascal Attention Patch, with Pascal FFN Chunking
-WAYS = (
-    ("as ComfyUI is", False, False),
-    ("with Pascal Attention Patch", True, False),
-    ("with Pascal FFN Chunking", False, True),
-    ("with both", True, True),
-)
+WAYS = ("as ComfyUI is", "with Pascal Attention Patch")
 _CELLS = 8  # step of a latent's height and width: what every model can cut into patches and halve
 _LARGEST_SIDE = 2048  # cells
 _MOST_FRAMES, _MOST_BATCH = 1024, 256
@@ -71,13 +66,11 @@ def axes_of(shape: Sequence[int], pixels: int, frames: int) -> list[Axis]:
     def batch(b: int) -> Size:
         return Size(b, (b, *shape[1:]), f"batch of {b}")
 
-    pictures = []
-    for short in range(_CELLS, _LARGEST_SIDE + 1, _CELLS):
-        factor = short / min(height, width)
-        h, w = (max(_CELLS, round(side * factor / _CELLS) * _CELLS) for side in (height, width))
-        if max(h, w) <= _LARGEST_SIDE:
-            pictures.append(picture(h, w))
-    axes = [Axis("resolution", picture(height, width), pictures)]
+    scaled = [short / min(height, width) for short in range(_CELLS, _LARGEST_SIDE + 1, _CELLS)]
+    pairs = [[max(_CELLS, round(side * by / _CELLS) * _CELLS) for side in (height, width)] for by in scaled]
+    axes = [
+        Axis("resolution", picture(height, width), [picture(*pair) for pair in pairs if max(pair) <= _LARGEST_SIDE])
+    ]
     if len(shape) == 5:
         axes.append(Axis("frames", video(front[2]), [video(t) for t in range(1, _MOST_FRAMES + 1)]))
     return [*axes, Axis("batch", batch(shape[0]), [batch(b) for b in range(1, _MOST_BATCH + 1)])]
@@ -96,14 +89,11 @@ def find_largest(axis: Axis, trace: Callable[[tuple[int, ...]], ModelCall], host
     at = line_through(axis.now.amount, trace(axis.now.shape), other.amount, trace(other.shape))
     if at is None:
         return []
+    return [bisected(axis.sizes, functools.partial(_peak, at, host, way), room) for way in range(len(WAYS))]
 
-    def fit(patched: bool, chunked: bool) -> Fit:
-        def needed(size: Size) -> int:
-            return Figures(at(size.amount), host).peak(patched=patched, chunked=chunked)
 
-        return bisected(axis.sizes, needed, room)
-
-    return [fit(patched, chunked) for _, patched, chunked in WAYS]
+def _peak(at: Callable[[int], ModelCall], host: Host, way: int, size: Size) -> int:
+    return Figures(at(size.amount), host).peaks[way]
 
 
 def bisected(sizes: Sequence[Size], bytes_of: Callable[[Size], int], room: int) -> Fit:

@@ -65,12 +65,14 @@ class ModelCall:
         attention, ffn: its calls in order.
         other_bytes: most bytes of the model's own tensors at once, outside of these calls.
         unread: attention calls whose shapes could not be read, and why.
+        copies: prompts in one batch.
     """
 
     attention: list[AttentionShape] = field(default_factory=list)
     ffn: list[FfnShape] = field(default_factory=list)
     other_bytes: int = 0
     unread: list[str] = field(default_factory=list)
+    copies: int = 1
 
 
 class Tracer(WithoutData):
@@ -102,7 +104,7 @@ class Tracer(WithoutData):
             self.found.unread.append(str(reason))
             return func(*args, **kwargs)
         empty_containers(args, kwargs)
-        return call.returned(self.attend(call.query, call.key, call.value, call.mask))
+        return call.returned(self.attend(*call.given[:4]))
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
         """Note a call ``[B, H, L, D]``; returns an empty result of its shape."""
@@ -222,6 +224,7 @@ def trace_model(patcher: Any, latent: Latent, prompt: dict[str, Any], copies: in
         Exception: whatever the model raises where it cannot be followed.
     """
     tracer = Tracer()
+    tracer.found.copies = copies
     model: Any = Shadow(tracer.shapes).of(patcher.model)
     model.current_patcher = None
     tracer.watch(model.diffusion_model)

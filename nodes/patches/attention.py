@@ -10,7 +10,7 @@ from ..comfy.by_name import OVERRIDE
 from ..comfy.host import KEY
 from ..comfy.others import AUTO, REPLACE, name_of
 from ..engine.engine import Engine
-from ..engine.runs import PASSED
+from ..engine.runs import PASSED, TAKEN
 from ..reporting import gain
 from .int8_attention import layers_in
 from .override import Scope, engine_of, make_override, make_wrapper, previous_of
@@ -68,7 +68,7 @@ def _after_run(engine: Engine, patcher: Any, before: Any, behind: bool) -> None:
 
 
 def _beside(name: str, behind: bool, run: Any) -> str:
-    taken, passed = run.count("taken"), run.count(PASSED)
+    taken, passed = run.count(TAKEN), run.count(PASSED)
     what = f"only computes attention and is replaced: this patch took {taken:,} calls, the other {passed:,}"
     if behind:
         what = f"may change the result and runs first: it received {run.came_before:,} calls; {run.count():,} calls"

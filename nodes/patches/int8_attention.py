@@ -67,12 +67,11 @@ class AttentionLayers:
         except Exception as error:  # an unforeseen call is the host's, whatever is wrong with it
             site.why = f"reading a call failed with {type(error).__name__}: {error}"
             return None
-        given = {"query": call.query, "key": call.key, "value": call.value, "attn_mask": call.mask}
-        tensors = [t for t in given.values() if t is not None]
+        tensors = [t for t in call.given[:4] if t is not None]
         if any(type(t) not in PLAIN for t in tensors) or not all(map(has_numbers, tensors[:3])):
             return None
         host.throw_if_interrupted()
-        out = site.attend({**given, "scale": call.scale, "enable_gqa": call.enable_gqa})
+        out = site.attend(call.given)
         if out is None:
             return None
         empty_containers(args, kwargs)

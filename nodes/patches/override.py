@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...pascal_attn_core.call import PLAIN, Options
-from ...pascal_attn_core.patching.interception import TORCH_SDPA, SdpaArguments, SdpaMode, bind_sdpa
+from ...pascal_attn_core.call import PLAIN
+from ...pascal_attn_core.patching.interception import TORCH_SDPA, SdpaMode, bind_sdpa
 from ...pascal_attn_core.vae.banded import Banded
 from ..comfy import host
 from ..comfy.by_name import Attention, caught
@@ -185,15 +185,13 @@ def _attend(engine: Engine, scope: Scope, args: tuple, kwargs: dict[str, Any]) -
     tensors = (value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor))
     if scope.local.inside or any(type(tensor) not in (*PLAIN, Banded) for tensor in tensors):
         return TORCH_SDPA(*args, **kwargs)
-    place, call = Place(scope.next_name(), "SDPA"), bind_sdpa(args, kwargs)
-    why = call if isinstance(call, str) else "it has dropout" if call.dropout_p else ""
-    if why:
-        engine.leave(place, why)
+    place, given = Place(scope.next_name(), "SDPA"), bind_sdpa(args, kwargs)
+    if isinstance(given, str) or given.dropout_p:
+        engine.leave(place, given if isinstance(given, str) else "it has dropout")
         return TORCH_SDPA(*args, **kwargs)
-    assert isinstance(call, SdpaArguments)
     with scope.inside():
-        options = Options(0.0, bool(call.is_causal), call.scale, bool(call.enable_gqa))
-        out = engine.attend(*call[:4], options, place, compare=functools.partial(with_torch, call))
+        given = given._replace(is_causal=bool(given.is_causal), enable_gqa=bool(given.enable_gqa))
+        out = engine.attend(given, place, compare=functools.partial(with_torch, given))
     return TORCH_SDPA(*args, **kwargs) if out is None else out
 
 
@@ -228,8 +226,7 @@ def in_host_layout(engine: Engine, place: Place, function: Attention, args: tupl
     def compare(ours: Tensor) -> Difference | None:
         return with_host(function, args, kwargs, call.returned(ours))
 
-    options = Options(scale=call.scale, enable_gqa=call.enable_gqa)
-    out = engine.attend(call.query, call.key, call.value, call.mask, options, place, kind, compare)
+    out = engine.attend(call.given, place, kind, compare)
     if out is None:
         return None
     if has_containers(args, kwargs):

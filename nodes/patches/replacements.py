@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from ...pascal_attn_core.call import Arguments
 from ..comfy.by_name import Attention
 from ..comfy.objects import Replacements, replaced_by_others
 from ..engine.compare import Difference, whole
@@ -101,7 +102,7 @@ def channels_first(engine: Engine, scope: Scope, place: Place, previous: Attenti
                 engine.leave(place, "its arguments are not known")
             else:
                 q, k, v = (t.flatten(2).transpose(1, 2).unsqueeze(1) for t in (query, key, value))
-                out = engine.attend(q, k, v, place=place, compare=compare)
+                out = engine.attend(Arguments(q, k, v), place, compare=compare)
             return previous(query, key, value, *args, **kwargs) if out is None else as_given(out)
 
     return attention_by_pascal_attn

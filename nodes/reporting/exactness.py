@@ -7,97 +7,69 @@ would share.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from ...pascal_attn_core.reference import reference_sdpa
-from ...pascal_attn_core.reference.checks import Gap, exact_limit, gap
+from ...pascal_attn_core.reference.checks import exact_limit, gap
 from ..engine.compare import Difference
-from ..engine.runs import CallKind, Run, Sample
-from .words import shape_text
+from ..engine.runs import Run, Sample
+from .words import plural, shape_text
 
 
-@dataclass(frozen=True)
-class Exactness:
-    """How far the rows of one call were from float64.
+class Exactness(NamedTuple):
+    """How far a run's answers were from the right ones.
 
     Attributes:
-        kind: the call, the largest of the run.
-        rows: how many rows of one head were compared: those whose right answer is finite.
-        ours, plain: distance from the right answer, of our rows and of plain attention computed in the call's dtype.
-        host: how far the first call of each kind was from the host's own answer.
+        is_exact: whether all errors are those of rounding. NaN is not, where the right answer is a number.
+        is_known: whether there was a right answer: there is none where query, key or value held NaN.
+        text: the verdict, the error beside that of plain attention, and where.
     """
 
-    kind: CallKind
-    rows: int
-    ours: Gap
-    plain: Gap
-    host: tuple[Difference, ...] = ()
-
-    @property
-    def limit(self) -> float:
-        """The largest error that rounding explains."""
-        return exact_limit(self.plain, getattr(torch, self.kind.dtype))
-
-    @property
-    def is_known(self) -> bool:
-        """Whether there was a right answer to compare with: there is none where query, key or value held NaN."""
-        return self.rows > 0
-
-    @property
-    def is_exact(self) -> bool:
-        """Whether all errors are those of rounding. NaN is not, where the right answer is a number."""
-        right = not self.is_known or self.ours.error <= self.limit
-        return right and all(found.is_rounding for found in self.host)
-
-    @property
-    def verdict(self) -> str:
-        if not self.is_exact:
-            return "NOT EXACT"
-        return "exact within rounding" if self.is_known else "exactness could not be checked"
-
-    @property
-    def tone(self) -> str:
-        return "good" if self.is_exact and self.is_known else "bad" if self.is_known else "caution"
-
-    def text(self) -> str:
-        if not self.is_known:
-            found = f"{self.verdict}: query, key or value held NaN or infinity before attention"
-            return f"{found} ({self.kind.block or 'unnamed'}){self._host_text()}"
-        rounding = "" if self.ours.error <= self.limit else f" (rounding explains at most {self.limit:.2g})"
-        plain = f"plain {self.kind.dtype} attention: {self.plain.error:.2g}"
-        where = f"{self.kind.block or 'unnamed'}, route {self.kind.route}, {shape_text(self.kind)}"
-        error = f"largest error {self.ours.error:.2g} ({plain}; values up to {self.plain.largest:.2g})"
-        rows = f"against float64 in {self.rows} rows of the largest call"
-        return f"{self.verdict}{rounding}, {error}, {rows}: {where}{self._host_text()}"
-
-    def _host_text(self) -> str:
-        if not self.host:
-            return ""
-        worst = max(self.host, key=lambda found: found.gap.relative)
-        other = sum(not found.is_rounding for found in self.host)
-        kinds = f"{len(self.host)} kind{'' if len(self.host) == 1 else 's'} of calls"
-        agree = f"{other} of {kinds} DIFFER" if other else f"{kinds} compared"
-        return f"; {agree}, at most {worst.text()} on the same arguments"
+    is_exact: bool
+    is_known: bool
+    text: str
 
 
 def check(run: Run) -> Exactness | None:
     """Compare the run's sample, once; its tensors are dropped. None while the run goes on, and without a sample."""
     if run.sample is not None and run.finished:
-        host = tuple(found for found in run.compared.values() if found is not None)
-        run.exactness = replace(exactness_of(run.sample), host=host)
+        run.exactness = exactness_of(run.sample, [found for found in run.compared.values() if found is not None])
         run.sample = None
     return run.exactness
 
 
-def exactness_of(sample: Sample) -> Exactness:
-    """The errors of a sample, over the rows whose right answer is finite."""
-    right, plain = _plain(sample, torch.float64), _plain(sample, sample.query.dtype)
+def exactness_of(sample: Sample, host: Sequence[Difference] = ()) -> Exactness:
+    """The errors of a sample, over the rows whose right answer is finite; ``host``: how far the first call of each kind
+    was from the host's own answer."""
+    kind, dtype = sample.kind, sample.query.dtype
+    right, plain = _plain(sample, torch.float64), _plain(sample, dtype)
     known = torch.isfinite(right).all(dim=-1)
-    ours, others = (gap(rows[known], right[known]) for rows in (sample.out, plain))
-    return Exactness(sample.kind, int(known.sum()), ours, others)
+    ours, theirs = (gap(rows[known], right[known]) for rows in (sample.out, plain))
+    limit, rows, where = exact_limit(theirs, dtype), int(known.sum()), kind.block or "unnamed"
+    is_close = not rows or ours.error <= limit
+    is_exact = is_close and all(found.is_rounding for found in host)
+    if rows:
+        rounding = "" if is_close else f" (rounding explains at most {limit:.2g})"
+        beside = f"plain {kind.dtype} attention: {theirs.error:.2g}; values up to {theirs.largest:.2g}"
+        found = f"{rounding}, largest error {ours.error:.2g} ({beside}), against float64 in {rows} rows of the largest "
+        found += f"call: {where}, route {kind.route}, {shape_text(kind)}"
+    else:
+        found = f": query, key or value held NaN or infinity before attention ({where})"
+    verdict = "exact within rounding" if rows else "exactness could not be checked"
+    return Exactness(is_exact, rows > 0, f"{verdict if is_exact else 'NOT EXACT'}{found}{_host_text(host)}")
+
+
+def _host_text(host: Sequence[Difference]) -> str:
+    if not host:
+        return ""
+    worst = max(host, key=lambda found: found.gap.relative)
+    other, kinds = sum(not found.is_rounding for found in host), f"{plural(len(host), 'kind')} of calls"
+    agree = f"{other} of {kinds} DIFFER" if other else f"{kinds} compared"
+    return f"; {agree}, at most {worst.text()} on the same arguments"
 
 
 def _plain(sample: Sample, dtype: torch.dtype) -> Tensor:

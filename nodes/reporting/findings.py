@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import re
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from itertools import groupby
+from typing import NamedTuple
 
 from ...pascal_attn_core.machine.facts import Machine
-from ..comfy.prompt import Prompt, kind_of, links, reached, without_effect
-from ..engine.runs import Run
-from .rows import together
-from .words import title_of
+from ..comfy.prompt import Prompt, kind_of, links, without_effect
+from ..engine.runs import CallKind, CallTally, Run
 
 #: nodes whose runs are reported: their titles, and the part of their runs (two workflows may number nodes alike)
 PATCHES = {
@@ -18,12 +19,19 @@ PATCHES = {
     "PascalTextEncoderAttention": ("Pascal Text Encoder Attention", "text encoder"),
     "PascalFFNChunking": ("Pascal FFN Chunking", "feed-forward"),
     "Pascal8Bit": ("Pascal 8-Bit", "int8"),
-    "PascalInt8Linear": ("Pascal Int8 Linear", "int8"),
 }
 
 
-@dataclass(frozen=True, eq=False)
-class Shown:
+_UNFINISHED = "not finished: the figures cover the run so far"
+_NOT_RUN = (
+    "has not run in this prompt: ComfyUI used the results in its cache, or this report does not stand behind what "
+    "samples or decodes. Connect the sampler's LATENT or the decoder's IMAGE to it."
+)
+_BEFORE, _NONE_BEFORE = "Its most recent earlier run is shown.", "It has no earlier run on record."
+_MOST_GROUPS = 6  # of blocks, in a row
+
+
+class Shown(NamedTuple):
     """One run in a report, or several of one node together: a remark ("" = of this prompt, and complete), and how many
     runs there were."""
 
@@ -33,8 +41,26 @@ class Shown:
 
     @property
     def title(self) -> str:
-        """``"Flux, diffusion model"``, ``"SD1ClipModel, text encoder, 2 runs"``."""
-        return title_of(self.run) + (f", {self.times} runs" if self.times > 1 else "")
+        """``"Flux, diffusion model"``, ``"SD1ClipModel, text encoder, 2 runs"``; what the subject says already is not
+        repeated."""
+        subject, part = self.run.subject, self.run.part
+        words = [subject] if part.lower() in subject.lower() else [subject, part]
+        return ", ".join([*words, f"{self.times} runs"] if self.times > 1 else words)
+
+    @property
+    def alarms(self) -> list[str]:
+        """Sentences that a user must not miss and that are in no log yet; a run's own warnings are there already."""
+        run, found = self.run, []
+        if run.finished and not (run.tallies or run.gains or run.notes or run.warnings):
+            found.append("no attention call reached the patch")
+        if run.exactness is not None and not run.exactness.is_exact:
+            found.append(run.exactness.text)
+        return found
+
+    def said(self, sentences: list[str]) -> list[str]:
+        """The sentences, with the name of what they are about."""
+        name = self.title + (f" ({self.remark})" if self.remark else "")
+        return [f"{name}: {sentence}" for sentence in sentences]
 
 
 def merged(shown: list[Shown]) -> list[Shown]:
@@ -46,11 +72,47 @@ def merged(shown: list[Shown]) -> list[Shown]:
         groups.setdefault(key, []).append(entry)
     found = []
     for group in groups.values():
-        whole = group[0].run if len(group) == 1 else together([entry.run for entry in group])
-        checks = [entry.run.exactness for entry in group if entry.run.exactness is not None]
-        whole.exactness = max(checks, key=lambda check: (not check.is_exact, check.kind.math_bytes), default=None)
-        found.append(Shown(whole, group[0].remark, len(group)))
+        runs = [entry.run for entry in group]
+        found.append(group[0] if len(runs) == 1 else Shown(_together(runs), group[0].remark, len(runs)))
     return found
+
+
+def _together(runs: list[Run]) -> Run:
+    """Several runs of one node as one: everything added up, one after the other, with the worst of their checks."""
+    first = runs[0]
+    whole = Run(first.subject, first.part, first.settings, first.device, first.unique_id, first.prompt_id)
+    whole.started, whole.finished = first.started, all(run.finished for run in runs)
+    whole.elapsed_s, whole.is_exact = sum(run.elapsed_s for run in runs), all(run.is_exact for run in runs)
+    whole.peak_bytes = max((run.peak_bytes for run in runs if run.peak_bytes is not None), default=None)
+    checks = [run.exactness for run in runs if run.exactness is not None]
+    whole.exactness = max(checks, key=lambda check: not check.is_exact, default=None)
+    for run in runs:
+        whole.devices |= run.devices
+        for name in ("warnings", "notes", "gains"):
+            setattr(whole, name, list(dict.fromkeys(getattr(whole, name) + getattr(run, name))))
+        for kind, tally in list(run.tallies.items()):
+            whole.tally(kind).merge(tally)
+    return whole
+
+
+def kinds_of(run: Run) -> list[tuple[CallKind, CallTally, str]]:
+    """The run's calls by kind with the block left out (``kind.block`` is ""), and the blocks that make them; most time
+    first, then most calls."""
+    found: dict[CallKind, tuple[CallTally, list[str]]] = {}
+    for kind, tally in list(run.tallies.items()):
+        whole, blocks = found.setdefault(replace(kind, block=""), (CallTally(), []))
+        whole.merge(tally)
+        blocks.append(kind.block)
+    rows = [(kind, whole, blocks_text(blocks)) for kind, (whole, blocks) in found.items()]
+    return sorted(rows, key=lambda row: (-row[1].elapsed_ms, -row[1].count))
+
+
+def blocks_text(names: list[str]) -> str:
+    """``"double 0 to double 18, single 3"``: neighbours whose names differ in numbers only as one."""
+    groups = [list(group) for _, group in groupby(names, key=lambda name: re.sub(r"\d+", "", name))]
+    texts = [" to ".join(dict.fromkeys([group[0], group[-1]])) for group in groups]
+    more = len(texts) - _MOST_GROUPS
+    return ", ".join(texts[:_MOST_GROUPS]) + (f" and {more} more" if more > 0 else "")
 
 
 @dataclass(eq=False)
@@ -75,6 +137,11 @@ class Findings:
     memory: dict[str, int] = field(default_factory=dict)
     when: float = field(default_factory=time.time)
 
+    @property
+    def attention(self) -> str:
+        """ComfyUI's name of the function that computes its attention."""
+        return self.host.get("attention", "")
+
 
 def choose_runs(
     known: list[Run], prompt: Prompt, prompt_id: str, report_id: str | None
@@ -88,22 +155,22 @@ def choose_runs(
         report_id: the report's own node.
     """
     shown = [Shown(run, "" if run.finished else _UNFINISHED) for run in known if run.prompt_id == prompt_id]
-    remarks = []
-    patches = {node: kind_of(prompt, node) for node in prompt if kind_of(prompt, node) in PATCHES}
     seen = {entry.run.unique_id for entry in shown}
-    earlier = []
+    patches = {node: kind for node in prompt if (kind := kind_of(prompt, node)) in PATCHES}
+    earlier, remarks = [], []
     for node, kind in patches.items():
         if node in seen:
             continue
         title, part = PATCHES[kind]
-        why = _without_effect(prompt, node, report_id)
-        if not why:
-            own = (run for run in reversed(known) if (run.unique_id, run.part) == (node, part))
-            last = next((run for run in own if run.prompt_id != prompt_id), None)
-            if last is not None:
-                earlier.append(Shown(last, f"of an earlier prompt, at {clock_text(last.started)}"))
-            why = _why_absent(prompt, node, report_id, last)
-        remarks.append(f"{title} (node {node}) {why}")
+        why, last = without_effect(prompt, node), None
+        if not any(node in links(prompt, other).values() for other in prompt):
+            why = "its output is not connected"
+        elif not why:
+            last = next((run for run in reversed(known) if (run.unique_id, run.part) == (node, part)), None)
+        if last is not None:
+            earlier.append(Shown(last, f"of an earlier prompt, at {clock_text(last.started)}"))
+        before = _NONE_BEFORE if last is None else _BEFORE
+        remarks.append(f"{title} (node {node}) " + (f"has no effect: {why}." if why else f"{_NOT_RUN} {before}"))
     if not patches and not shown:
         remarks.append(
             "There is no Pascal node that patches anything in this prompt (bypassed and muted nodes count as absent)."
@@ -116,36 +183,6 @@ def choose_runs(
     return sorted(earlier, key=lambda entry: entry.run.started) + shown, remarks
 
 
-_UNFINISHED = "not finished: the figures cover the run so far"
-
-
 def clock_text(seconds: float) -> str:
     """``"20:41:03"``, local time."""
     return time.strftime("%H:%M:%S", time.localtime(seconds))
-
-
-def _without_effect(prompt: Prompt, node: str, report_id: str | None) -> str:
-    """Why nothing can have run with what ``node`` patches before this report, whatever is in ComfyUI's cache."""
-    why = without_effect(prompt, node)
-    if why:
-        return f"has no effect: {why}."
-    value = links(prompt, str(report_id)).get("value")
-    if value is not None and node in reached(prompt, value, lambda kind: kind in PATCHES):
-        return (
-            "has not run yet: nothing between it and this report computes anything. Connect the sampler's LATENT or "
-            "the decoder's IMAGE to the report."
-        )
-    return ""
-
-
-def _why_absent(prompt: Prompt, node: str, report_id: str | None, last: Run | None) -> str:
-    known = "" if last is None else " Its most recent earlier run is shown."
-    if not any(node in links(prompt, other).values() for other in prompt):
-        return f"did nothing: its output is not connected.{known}"
-    if report_id is not None and node in reached(prompt, report_id):
-        known = known or " It has no earlier run on record."
-        return f"had nothing to do in this prompt: ComfyUI used the results in its cache.{known}"
-    return (
-        "has not run yet: this report is not connected after what the node patches, or ComfyUI used the results in "
-        f"its cache.{known}"
-    )

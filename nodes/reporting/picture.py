@@ -13,13 +13,13 @@ import torch
 from PIL import Image, ImageDraw, ImageFont
 from torch import Tensor
 
-BACKGROUND, INK, MUTED, RULE = "#ffffff", "#1d2530", "#606b78", "#d5dbe1"
-TONES = {"": "#2f6fba", "good": "#1f7a4d", "caution": "#8a5a00", "bad": "#b3261e"}
-GROUNDS = {"caution": "#fff6e0", "bad": "#fdecea"}
+BACKGROUND, RULE = "#ffffff", "#d5dbe1"
+TONES = {"": "#1d2530", "muted": "#606b78", "good": "#1f7a4d", "caution": "#8a5a00", "bad": "#b3261e"}
+BARS = {**TONES, "": "#2f6fba"}
 WIDTH, GAP, MARGIN = 1600, 48, 44
 BODY, TITLE, HEADLINE = 20, 28, 54
 _LABEL, _BAR, _SPACE = 130, 10, 28  # the width kept for labels, the heights of a bar with the space below, of a gap
-_MOST_ROWS = 20
+_MOST_ROWS, _MOST_HEIGHT = 20, 6000
 # Pillow's own font knows little more than ASCII.
 _SPELT = str.maketrans({"×": "x", "→": "->", "≥": ">=", "≤": "<=", "–": "-", "—": "-", "−": "-", "µ": "u", "…": "..."})
 
@@ -56,78 +56,63 @@ def draw(headline: str, subtitle: str, sections: Sequence[Section], *, tone: str
     The headline is as large as it must be to be read on a node, which shows the picture at a third of its size or less;
     the rest is read when it is opened.
     """
-    in_columns = [section for section in sections if not section.tone]
-    count = max(1, min(3, len(in_columns)))
+    count = max(1, min(3, sum(not section.tone for section in sections)))
     whole = WIDTH * 3 // 2 if count == 3 else WIDTH
-    head = _Column(whole - 2 * MARGIN)
-    head.write(headline, HEADLINE * whole // WIDTH, TONES[tone] if tone else INK)
-    head.write(subtitle, BODY, MUTED)
-    columns = [_Column((head.width - (count - 1) * GAP) // count) for _ in range(count)]
+    page = _Page(whole)
+    y = page.write(headline, MARGIN, MARGIN, whole - MARGIN, HEADLINE * whole // WIDTH, tone)
+    y = page.write(subtitle, MARGIN, y, whole - MARGIN, BODY, "muted")
     for section in sections:
-        (head if section.tone else min(columns, key=lambda column: column.height)).add(section)
-    top = MARGIN + head.height + _SPACE
-    picture = Image.new("RGB", (whole, top + max(column.height for column in columns) + MARGIN), BACKGROUND)
-    canvas = ImageDraw.Draw(picture)
-    head.paint(canvas, MARGIN, MARGIN)
-    for index, column in enumerate(columns):
-        column.paint(canvas, MARGIN + index * (column.width + GAP), top)
-    return picture
+        if section.tone:
+            y = page.add(section, MARGIN, y + _SPACE, whole - MARGIN)
+    width = (whole - 2 * MARGIN - (count - 1) * GAP) // count
+    ends = [y] * count
+    for section in sections:
+        if not section.tone:
+            column = ends.index(min(ends))
+            x = MARGIN + column * (width + GAP)
+            ends[column] = page.add(section, x, ends[column] + _SPACE, x + width)
+    return page.picture.crop((0, 0, whole, min(_MOST_HEIGHT, max(ends) + MARGIN)))
 
 
-class _Column:
-    """Sections below each other, laid out before they are painted.
+class _Page:
+    """A picture painted from the top down. What is put on it lies between ``x`` and ``right``, from ``y`` on.
 
-    Attributes:
-        width, height: in pixels; the height so far.
+    Each method returns where it ends.
     """
 
     def __init__(self, width: int):
-        self.width, self.height = width, 0
-        self._boxes: list[tuple[tuple[int, int, int, int], str]] = []  # left, top, right, bottom; colour
-        self._texts: list[tuple[int, int, str, int, str]] = []  # x, y, text, size, colour
+        self.picture = Image.new("RGB", (width, _MOST_HEIGHT), BACKGROUND)
+        self._canvas = ImageDraw.Draw(self.picture)
 
-    def add(self, section: Section) -> None:
-        """A title and rows; in one with a tone they stand on a ground."""
-        self.height += _SPACE if self.height else 0
-        top, left = self.height, 16 if section.tone else 0
-        self.write(section.title, TITLE, TONES[section.tone] if section.tone else INK, left)
-        self.height += 12
+    def add(self, section: Section, x: int, y: int, right: int) -> int:
+        self._canvas.rectangle((x, y, right - 1, y + 1), fill=TONES[section.tone] if section.tone else RULE)
+        y = self.write(section.title, x, y + 8, right, TITLE, section.tone) + 12
         for row in section.rows[:_MOST_ROWS]:
-            self._add_row(row, left)
+            y = self._add_row(row, x, y, right)
         if len(section.rows) > _MOST_ROWS:
-            self.write(f"and {len(section.rows) - _MOST_ROWS:,} more, see the text", BODY, MUTED, left)
-        if section.tone:
-            self._boxes.insert(0, ((0, top, self.width, self.height), GROUNDS[section.tone]))
-        else:
-            self._boxes.append(((0, top - 8, self.width, top - 6), RULE))
+            y = self.write(f"and {len(section.rows) - _MOST_ROWS:,} more, see the text", x, y, right, BODY, "muted")
+        return y
 
-    def _add_row(self, row: Row, left: int) -> None:
-        """A row's label beside its text, or above it where the label is long; then its bar."""
-        start, x = self.height, left + (_LABEL if row.label or row.share is not None else 0)
-        self.write(row.label, BODY, MUTED, left)
-        if _width(_spelt(row.label), BODY) <= _LABEL - 10:
-            self.height = start
-        self.write(row.text, BODY, TONES[row.tone] if row.tone else INK, x, left)
-        if row.share is not None:
-            y, right = self.height, self.width - left
-            self._boxes.append(((x, y, right, y + 4), RULE))
-            if row.share > 0:
-                length = max(2, round((right - x) * min(1.0, row.share)))
-                self._boxes.append(((x, y, x + length, y + 4), TONES[row.tone]))
-            self.height += _BAR
+    def _add_row(self, row: Row, x: int, y: int, right: int) -> int:
+        """A row's label, its text beside it, and its bar below."""
+        self.write(row.label, x, y, right, BODY, "muted")
+        x += _LABEL if row.label or row.share is not None else 0
+        y = self.write(row.text, x, y, right, BODY, row.tone)
+        if row.share is None:
+            return y
+        length = min(1.0, row.share) * (right - x)
+        for end, colour in ((right, RULE), (x + max(2, round(length)) if length else x, BARS[row.tone])):
+            if end > x:
+                self._canvas.rectangle((x, y, end - 1, y + 3), fill=colour)
+        return y + _BAR
 
-    def write(self, text: str, size: int, colour: str, left: int = 0, right: int | None = None) -> None:
-        """The text in as many lines as it takes, between margins of ``left`` and ``right`` (as ``left``) pixels."""
-        for line in _wrapped(text, self.width - left - (left if right is None else right), size):
-            self._texts.append((left, self.height, line, size, colour))
-            self.height += round(size * 1.4)
-
-    def paint(self, canvas: ImageDraw.ImageDraw, x: int, y: int) -> None:
-        for (left, top, right, bottom), colour in self._boxes:
-            canvas.rectangle((x + left, y + top, x + right - 1, y + bottom - 1), fill=colour)
-        for left, top, text, size, colour in self._texts:
+    def write(self, text: str, x: int, y: int, right: int, size: int, tone: str = "") -> int:
+        """The text in as many lines as it takes."""
+        for line in _wrapped(text, right - x, size):
             for shift in (0, 1) if size >= TITLE else (0,):  # the font has one weight
-                canvas.text((x + left + shift, y + top), text, fill=colour, font=_font(size))
+                self._canvas.text((x + shift, y), line, fill=TONES[tone], font=_font(size))
+            y += round(size * 1.4)
+        return y
 
 
 # ---- text, measured before it is drawn ----
@@ -142,24 +127,15 @@ def _font(size: int) -> Any:
         return ImageFont.load_default()
 
 
-def _spelt(text: str) -> str:
-    """The text in letters that the font has, on one line."""
-    return " ".join(text.translate(_SPELT).encode("ascii", "replace").decode().split())
-
-
-def _width(text: str, size: int) -> float:
-    return float(_font(size).getlength(text))
-
-
 def _wrapped(text: str, width: int, size: int) -> list[str]:
-    """The text in lines no wider than ``width``; a word that is wider is cut."""
+    """The text in letters that the font has, in lines no wider than ``width``; a word that is wider is cut."""
     lines: list[str] = []
-    for word in _spelt(text).split():
+    for word in text.translate(_SPELT).encode("ascii", "replace").decode().split():
         longer = f"{lines[-1]} {word}" if lines else word
-        if lines and _width(longer, size) <= width:
+        if lines and _font(size).getlength(longer) <= width:
             lines[-1] = longer
             continue
-        while len(word) > 3 and _width(word, size) > width:
+        while len(word) > 3 and _font(size).getlength(word) > width:
             word = f"{word[:-4]}..."
         lines.append(word)
     return lines

@@ -1,4 +1,4 @@
-"""The report as text and as a picture: what was gained, a summary, facts of the machine, sections for each run."""
+"""The report as one list of sections, which is printed as text and drawn as a picture, below what was gained."""
 
 from __future__ import annotations
 
@@ -8,37 +8,31 @@ from collections.abc import Iterator
 
 from PIL import Image
 
-from ...pascal_attn_core.machine.facts import describe_facts
+from ...pascal_attn_core.machine.facts import describe_facts, line
 from ...pascal_attn_core.observe.report import shares_text
 from ..engine.runs import PASSED, CallKind, CallTally, Run
-from .findings import Findings, Shown, clock_text
-from .gain import gain_line, is_gain
+from .findings import Findings, Shown, clock_text, kinds_of
+from .gain import gain_line, gained
 from .picture import Row, Section, draw
-from .rows import BlockRow, block_rows, kinds_of
 from .words import duration_text, plural, shape_text, share_text, size_text
 
 _WIDTH = 110
 _LABEL = 12
-_MOST_GROUPS, _MOST_KINDS = 60, 40
-_MOST_NOTES = 4  # in the picture: layer by layer only the text says it
+_MOST_KINDS = 40
 
 
 def report_text(findings: Findings, selftest: str = "") -> str:
-    """The whole report. All but its head is a block for a bug report: facts of the machine, of each run its settings,
-    what happened and a line per kind of call, and the block of the self-test; nothing about files or prompts."""
-    lines = [gained(findings), *_warnings(findings), "", "PASCAL ATTENTION REPORT"]
-    told = [*map(_summary_of, findings.shown), *findings.remarks]
-    lines += [line for text in told for line in textwrap.wrap(text, _WIDTH)]
+    """The whole report. All but its head is a block for a bug report: facts of the machine, the sections of each run,
+    and the block of the self-test; nothing about files or prompts."""
+    lines = [headline(findings), *_warnings(findings), "", "PASCAL ATTENTION REPORT"]
+    lines += [line for remark in findings.remarks for line in textwrap.wrap(remark, _WIDTH)]
     lines += ["", "--- for a bug report, copy from here ---", *describe_facts(findings.machine)]
-    lines += [f"{name:{_LABEL}s}{value}" for name, value in findings.host.items()]
-    lines.append(f"{'written':{_LABEL}s}{time.strftime('%Y-%m-%d %H:%M:%S', time.localtime(findings.when))}")
-    for shown in findings.shown:
-        for section in _sections_of(shown, findings):
-            lines += ["", f"=== {section.title} ===", *_printed(section)]
-        kinds = kinds_of(shown.run)
-        lines += ["", *(_kind_text(kind, tally) for kind, tally in kinds[:_MOST_KINDS])] if kinds else []
-        lines += [f"... and {len(kinds) - _MOST_KINDS} more kinds of calls"] if len(kinds) > _MOST_KINDS else []
-    lines += ["", "=== self-test ===", selftest] if selftest else []
+    lines += [line(name, value) for name, value in findings.host.items()]
+    lines.append(line("written", time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(findings.when))))
+    for section in _sections(findings):
+        lines += ["", f"=== {section.title} ===", *_printed(section)]
+    if selftest:
+        lines += ["", "=== self-test ===", selftest]
     return "\n".join([*lines, "--- to here ---"])
 
 
@@ -46,29 +40,14 @@ def draw_report(findings: Findings) -> Image.Image:
     heads = [("WARNING", findings.alarms, "bad"), ("Note", findings.remarks, "caution")]
     head = [Section(title, [Row("", text) for text in texts], tone) for title, texts, tone in heads if texts]
     runs = [shown.run for shown in findings.shown]
-    tone = "good" if is_gain(runs, findings.host.get("attention", "")) and all(run.is_exact for run in runs) else ""
-    sections = [section for shown in findings.shown for section in _sections_of(shown, findings, _MOST_NOTES)]
-    return draw(gained(findings), _facts(findings), [*head, *sections], tone=tone)
+    is_good = gained(runs, findings.attention) and all(run.is_exact for run in runs)
+    subtitle = ", ".join([describe_facts(findings.machine)[0], *map(" ".join, findings.host.items())])
+    return draw(headline(findings), subtitle, [*head, *_sections(findings)], tone="good" if is_good else "")
 
 
-def _facts(findings: Findings) -> str:
-    """``"Pascal Attention Report, 2026-11-23 18:30, GTX 1080 Ti (sm_61), torch 2.13.0, ..."``."""
-    machine = findings.machine
-    when = time.strftime("%Y-%m-%d %H:%M", time.localtime(findings.when))
-    facts = [f"Pascal Attention {machine.package} Report", when]
-    facts += [info.name + (f" ({info.arch})" if info.arch else "") for info in machine.devices]
-    return ", ".join([*facts, f"torch {machine.build.version}", *(" ".join(item) for item in findings.host.items())])
-
-
-def gained(findings: Findings) -> str:
+def headline(findings: Findings) -> str:
     """One sentence: the user's gain, or the reason why there was nothing to gain."""
-    return gain_line([shown.run for shown in findings.shown], findings.host.get("attention", ""))
-
-
-def _sections_of(shown: Shown, findings: Findings, most_notes: int | None = None) -> list[Section]:
-    """The sections about a run: what happened, and in which blocks of the model."""
-    blocks = [_block_section(shown)] if shown.run.tallies else []
-    return [_section(shown, findings.memory, most_notes), *blocks]
+    return gain_line([shown.run for shown in findings.shown], findings.attention)
 
 
 def _warnings(findings: Findings) -> list[str]:
@@ -79,19 +58,60 @@ def _warnings(findings: Findings) -> list[str]:
     return ["", rule, *(line for lines in wrapped for line in lines), rule]
 
 
-def _summary_of(shown: Shown) -> str:
+def _printed(section: Section) -> Iterator[str]:
+    """A section's rows as lines, the texts below each other."""
+    indent = " " * _LABEL
+    for row in section.rows:
+        yield from textwrap.wrap(row.text, _WIDTH, initial_indent=f"{row.label:{_LABEL}s}", subsequent_indent=indent)
+
+
+# ---- the facts of each run -------------------------------------------------------------------------------------------
+
+
+def _sections(findings: Findings) -> Iterator[Section]:
+    """For each run a section that says what happened, and one of its calls by kind."""
+    for shown in findings.shown:
+        run = shown.run
+        node = "" if run.unique_id is None else f", node {run.unique_id}"
+        rows = [row for row in _rows(shown, findings.memory) if row.text]
+        yield Section(f"{shown.title}{node}, {clock_text(run.started)}", rows)
+        if run.tallies:
+            yield Section(f"{shown.title}: {'time' if run.elapsed_ms else 'calls'} by kind of call", _kind_rows(run))
+
+
+def _rows(shown: Shown, memory: dict[str, int]) -> Iterator[Row]:
+    """Yield a row for each fact about a run; rows without a text are left out."""
     run = shown.run
-    parts = [run.line(), *([time_text(run)] if run.elapsed_ms else [])]
-    if run.extra_bytes is not None:
-        parts.append(f"largest extra memory {size_text(run.extra_bytes)}, math {size_text(run.math_bytes)}")
-    parts += [] if run.exactness is None else [run.exactness.verdict]
-    return "; ".join(parts) + (f" ({shown.remark})" if shown.remark else "")
+    yield Row("", shown.remark, tone="caution")
+    yield Row("settings", run.settings)
+    yield Row("device", ", ".join(sorted(run.devices) or [run.device]))
+    for text in run.gains:
+        yield Row("gained", text, tone="good" if run.is_exact else "caution")
+    if run.tallies:
+        yield Row("calls", run.counts)
+        yield Row("shared", shares_text(run.shares))
+    if run.tallies or run.elapsed_s:
+        yield Row("time", _time_text(run), run.share if run.elapsed_ms else None)
+    if run.tallies or run.gains:
+        yield from _memory_rows(run, memory)
+    if halvings := run.total("budget_halvings"):
+        text = f"halved {plural(halvings, 'time')}, because the device was out of memory"
+        yield Row("budget", text, tone="caution")
+    if repaired := run.total("repaired"):
+        yield Row("repaired", f"{plural(repaired, 'output')} not finite, recomputed in float32", tone="caution")
+    if run.exactness is not None:
+        is_exact, is_known, text = run.exactness
+        yield Row("exactness", text, tone="bad" if not is_exact else "good" if is_known else "caution")
+    for text in run.warnings:
+        yield Row("WARNING", text, tone="bad")
+    for text in run.notes:
+        yield Row("note", text)
 
 
-def time_text(run: Run) -> str:
+def _time_text(run: Run) -> str:
     """``"4.52 s in attention of 12.3 s (37%)"``."""
     if not run.elapsed_ms:
-        return f"{duration_text(run.elapsed_s)}; attention was not timed"
+        return duration_text(run.elapsed_s) + ("; attention was not timed" if run.tallies else "")
     text = f"{duration_text(run.elapsed_ms / 1e3)} in attention"
     if run.share is None:
         return text
@@ -99,97 +119,36 @@ def time_text(run: Run) -> str:
     return f"{text} of {duration_text(run.elapsed_s)}{several} ({share_text(run.share)})"
 
 
-def _section(shown: Shown, memory: dict[str, int], most_notes: int | None) -> Section:
-    run, devices = shown.run, ", ".join(sorted(shown.run.devices) or [shown.run.device])
-    rows = [Row("", shown.remark, tone="caution"), Row("settings", run.settings), Row("device", devices)]
-    rows += [Row("gained", text, tone="good" if run.is_exact else "caution") for text in run.gains]
-    if run.tallies:
-        rows += _call_rows(run)
-        rows.append(Row("shared", shares_text(run.shares)))
-        rows.append(Row("time", time_text(run), run.share if run.elapsed_ms else None))
-    elif run.elapsed_s:
-        rows.append(Row("time", duration_text(run.elapsed_s)))
-    if run.tallies or run.gains:
-        rows += _memory_rows(run, memory)
-    rows += _trouble_rows(run)
-    if run.exactness is not None:
-        rows.append(Row("exactness", run.exactness.text(), tone=run.exactness.tone))
-    rows += [Row("WARNING", text, tone="bad") for text in run.warnings]
-    rows += [Row("note", text) for text in run.notes[:most_notes]]
-    node = "" if run.unique_id is None else f", node {run.unique_id}"
-    return Section(f"{shown.title}{node}, {clock_text(run.started)}", [row for row in rows if row.text])
-
-
-def _call_rows(run: Run) -> Iterator[Row]:
-    calls = run.count()
-    yield Row("calls", f"{calls:,}: {run.count('taken'):,} taken, {run.count(PASSED):,} passed to ComfyUI")
-    for why, count in run.counted(lambda kind: f"{kind.route}: {kind.why}", "taken").items():
-        yield Row("taken", f"{count:,} x {why}", count / calls)
-    for why, count in run.reasons(PASSED).items():
-        yield Row("passed", f"{count:,} x {why}", count / calls, "caution")
-
-
 def _memory_rows(run: Run, memory: dict[str, int]) -> Iterator[Row]:
     card = memory.get(run.device, 0)
     peak = "peak of ComfyUI since its start" if run.device.startswith("cpu") else "peak of torch's memory in the run"
-    found = [
-        (run.extra_bytes, "the most that one call took besides inputs and output"),
-        (run.math_bytes or None, "the least that math attention would store for the largest call"),
-        (run.peak_bytes or None, peak),
-        (card or None, f"total memory of {run.device}"),
-    ]
-    most = max((num_bytes or 0 for num_bytes, _ in found), default=0)
-    label = "memory"
-    for num_bytes, what in found:
-        if num_bytes is not None:
-            tone = "bad" if 0 < card < num_bytes else ""
-            yield Row(label, f"{size_text(num_bytes)}: {what}", num_bytes / most if most else None, tone)
-            label = ""
+    found = {
+        "the most that one call took besides inputs and output": run.extra_bytes,
+        "the least that math attention would store for the largest call": run.math_bytes or None,
+        peak: run.peak_bytes or None,
+        f"total memory of {run.device}": card or None,
+    }
+    known = {what: num_bytes for what, num_bytes in found.items() if num_bytes is not None}
+    for what, num_bytes in known.items():
+        share = num_bytes / max(1, *known.values())
+        yield Row("memory", f"{size_text(num_bytes)}: {what}", share, "bad" if 0 < card < num_bytes else "")
 
 
-def _trouble_rows(run: Run) -> Iterator[Row]:
-    tallies = list(run.tallies.items())
-    halvings = sum(tally.budget_halvings for _, tally in tallies)
-    if halvings:
-        text = f"halved {plural(halvings, 'time')}, because the device was out of memory"
-        yield Row("budget", text, tone="caution")
-    repaired = sum(tally.repaired for _, tally in tallies)
-    if repaired:
-        yield Row("repaired", f"{plural(repaired, 'output')} not finite, recomputed in float32", tone="caution")
+def _kind_rows(run: Run) -> list[Row]:
+    """A row for each kind of call; its bar is its share of attention's time, or of the calls where none was timed."""
+    rows = []
+    for kind, tally, blocks in kinds_of(run):
+        share = tally.elapsed_ms / run.elapsed_ms if run.elapsed_ms else tally.count / run.count()
+        label, tone = (kind.outcome, "") if kind.is_taken else ("passed", "caution")
+        rows.append(Row(label, _kind_text(kind, tally, blocks), share, tone))
+    if len(rows) > _MOST_KINDS:
+        rows[_MOST_KINDS:] = [Row("...", f"and {len(rows) - _MOST_KINDS} more kinds of calls")]
+    return rows
 
 
-def _block_section(shown: Shown) -> Section:
-    """One row for each group of equal neighbours; its bar is its share of attention's time, or of the calls where
-    nothing was timed."""
-    groups, timed = block_rows(shown.run), shown.run.elapsed_ms > 0
-    amounts = [group.elapsed_ms if timed else float(group.blocks * group.calls.total()) for group in groups]
-    most = max(amounts, default=0.0)
-    rows = [Row(group.name, _group_text(group), amount / most) for group, amount in zip(groups, amounts) if most]
-    left_out = len(rows) - _MOST_GROUPS
-    rows[_MOST_GROUPS:] = [Row("...", f"and {left_out} more rows")] if left_out > 0 else []
-    return Section(f"{shown.title}: {'time' if timed else 'calls'} by block", rows)
-
-
-def _group_text(group: BlockRow) -> str:
-    each = f"{group.blocks} blocks, each " if group.blocks > 1 else ""
-    parts = ", ".join(f"{count:,} {what}" for what, count in group.calls.items())
-    return each + parts + (f"; {duration_text(group.elapsed_ms / 1e3)}" if group.elapsed_ms else "")
-
-
-def _printed(section: Section) -> Iterator[str]:
-    """A section's rows as lines, the texts below each other."""
-    indent = max(_LABEL, min(28, max((len(row.label) + 2 for row in section.rows), default=0)))
-    for row in section.rows:
-        label = row.label
-        if len(label) >= indent:
-            yield label
-            label = ""
-        yield from textwrap.wrap(row.text, _WIDTH, initial_indent=f"{label:{indent}s}", subsequent_indent=" " * indent)
-
-
-def _kind_text(kind: CallKind, tally: CallTally) -> str:
+def _kind_text(kind: CallKind, tally: CallTally, blocks: str) -> str:
     facts = [
-        f"{tally.count:6d} x {kind.route or 'passed to ComfyUI'}",
+        f"{tally.count:,} x {kind.route or PASSED}",
         shape_text(kind),
         f"by {kind.via}",
         duration_text(tally.elapsed_ms / 1e3) if tally.elapsed_ms else "",
@@ -197,5 +156,6 @@ def _kind_text(kind: CallKind, tally: CallTally) -> str:
         f"{tally.bounded_blocks / tally.blocks:.0%} bounded" if tally.blocks else "",
         f"budget halved {tally.budget_halvings}x" if tally.budget_halvings else "",
         f"{tally.repaired} repaired" if tally.repaired else "",
+        f"in {blocks}" if blocks else "",
     ]
     return f"{', '.join(filter(None, facts))}: {kind.why}"

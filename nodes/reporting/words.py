@@ -4,34 +4,21 @@ from __future__ import annotations
 
 import torch
 
-from ..engine.runs import CallKind, Run
-
-_UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
+from ...pascal_attn_core.machine.device import MIB
+from ..engine.runs import CallKind
 
 
 def size_text(num_bytes: float) -> str:
-    """``"63.0 MiB"``, ``"11 GiB"``: three digits at most, but four before the next unit."""
-    power = 0
-    while abs(num_bytes) >= 1024 and power < len(_UNITS) - 1:
-        num_bytes /= 1024
-        power += 1
-    return f"{num_bytes:.{_digits(num_bytes) if power else 0}f} {_UNITS[power]}"
+    """``"63 MiB"``, ``"1.25 GiB"``: three digits at most."""
+    mib = num_bytes / MIB
+    return f"{mib:.3g} MiB" if mib < 999 else f"{mib / 1024:.3g} GiB"
 
 
 def duration_text(seconds: float) -> str:
-    """``"3.21 ms"``, ``"12.3 s"``, ``"4 min 05 s"``, ``"1 h 03 min"``."""
-    if seconds >= 3570:
-        minutes = round(seconds / 60)
-        return f"{minutes // 60} h {minutes % 60:02d} min"
-    if seconds >= 99.5:
-        whole = round(seconds)
-        return f"{whole // 60} min {whole % 60:02d} s"
-    value, unit = (seconds, "s") if seconds >= 1 else (seconds * 1e3, "ms")
-    return f"{value:.{_digits(value)}f} {unit}"
-
-
-def _digits(value: float) -> int:
-    return 2 if abs(value) < 9.995 else 1 if abs(value) < 99.95 else 0
+    """``"3.21 ms"``, ``"12.3 s"``, ``"4.1 min"``."""
+    if seconds < 1:
+        return f"{seconds * 1e3:.3g} ms"
+    return f"{seconds:.3g} s" if seconds < 100 else f"{seconds / 60:.3g} min"
 
 
 def plural(count: int, noun: str) -> str:
@@ -51,11 +38,4 @@ def share_text(share: float) -> str:
 
 def shape_text(kind: CallKind) -> str:
     """``"q[1, 24, 4608, 128] k[1, 24, 4608, 128] bfloat16, mask none"``; "" where it is not known."""
-    if not kind.query:
-        return ""
-    return f"q{list(kind.query)} k{list(kind.key)} {kind.dtype}, mask {kind.mask}"
-
-
-def title_of(run: Run) -> str:
-    """``"Flux, diffusion model"``; what the name says already is not repeated."""
-    return run.subject if run.part.lower() in run.subject.lower() else f"{run.subject}, {run.part}"
+    return f"q{list(kind.query)} k{list(kind.key)} {kind.dtype}, mask {kind.mask}" if kind.query else ""

@@ -26,9 +26,14 @@ PLAIN = (Tensor, torch.nn.Parameter)  # types of tensors without behaviour of th
 _LONGEST_WINDOW = 2**62  # so that sums with it fit into 64 bits
 
 
-class Options(NamedTuple):
-    """The arguments of a call besides query, key, value and attn_mask, as :func:`pascal_attn_core.sdpa` takes them."""
+class Arguments(NamedTuple):
+    """The arguments of one call, as :func:`pascal_attn_core.sdpa` takes them. The first eight are those of torch's
+    function, in its order."""
 
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    attn_mask: Any = None
     dropout_p: float = 0.0
     is_causal: bool = False
     scale: float | None = None
@@ -37,6 +42,16 @@ class Options(NamedTuple):
     window: tuple[int, int] | None = None
     softcap: float | None = None
     sinks: Tensor | None = None
+
+    def keywords(self) -> dict[str, Any]:
+        """The arguments by name, without those that have their default: torch 2.4 does not know ``enable_gqa``."""
+        defaults = self._field_defaults
+        given = zip(self._fields, self)
+        return {name: value for name, value in given if name not in defaults or value is not defaults[name]}
+
+    def changed(self, **changes: Any) -> Arguments:
+        """These arguments, some of them replaced. The compiler of torch 2.4 cannot trace ``_replace``."""
+        return Arguments(*[changes.get(name, value) for name, value in zip(Arguments._fields, self)])
 
 
 class AttentionOutput(NamedTuple):
@@ -221,32 +236,26 @@ class AttentionCall:
         return other
 
 
-def check_call(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | LazyMask | None = None,
-    options: Options | None = None,
-    **by_name: Any,
-) -> AttentionCall:
-    """Check the arguments of a call and work out its sizes. Negated views (of the imaginary part of a conjugate, say)
+def check_call(*given: Any, **by_name: Any) -> AttentionCall:
+    """Check the arguments of a call, and work out its sizes. Negated views (of the imaginary part of a conjugate, say)
     become tensors of their own: kernels read the memory as it lies, and torch's ``copy_`` from float16 to float32
     forgets the sign.
 
     Args:
-        options, by_name: the other arguments, as :class:`Options` or by their names there.
+        given, by_name: an :class:`Arguments`, or what one is made of.
     Raises:
         TypeError: an argument of the wrong kind, or tensors of different or unsupported dtypes.
         ValueError: shapes, devices or numbers that do not fit; the message holds what came.
     """
-    options = options or Options(**by_name)
+    arguments = given[0] if len(given) == 1 else Arguments(*given, **by_name)
+    query, key, value, attn_mask = arguments[:4]
     _check_tensors(query, key, value)
-    sizes = _sizes(query.shape, key.shape, value.shape, options.enable_gqa)
-    rules = _checked_options(options, sizes, query)
+    sizes = _sizes(query.shape, key.shape, value.shape, arguments.enable_gqa)
+    rules = _checked_options(arguments, sizes)
     if attn_mask is not None:
         heads = () if query.dim() == 2 else (sizes["num_heads"],)
         attn_mask = _checked_mask(attn_mask, query, (*sizes["batch"], *heads, query.shape[-2], sizes["seq_len_kv"]))
-    wants = _wanted_gradients(query, key, value, attn_mask, options.sinks)
+    wants = _wanted_gradients(query, key, value, attn_mask, arguments.sinks)
     if query.is_neg() or key.is_neg() or value.is_neg() or (isinstance(attn_mask, Tensor) and attn_mask.is_neg()):
         query, key, value = query.resolve_neg(), key.resolve_neg(), value.resolve_neg()
         if isinstance(attn_mask, Tensor) and attn_mask.is_neg():
@@ -282,16 +291,16 @@ def _sizes(q_shape: torch.Size, k_shape: torch.Size, v_shape: torch.Size, enable
     }
 
 
-def _checked_options(options: Options, sizes: dict[str, Any], query: Tensor) -> dict[str, Any]:
-    """The options of a call, as fields of :class:`AttentionCall`."""
-    dropout_p, is_causal, scale, _, alignment, window, softcap, sinks = options
+def _checked_options(given: Arguments, sizes: dict[str, Any]) -> dict[str, Any]:
+    """The arguments besides the tensors and the mask, as fields of :class:`AttentionCall`."""
+    query, _, _, _, dropout_p, is_causal, scale, _, alignment, window, softcap, sinks = given
     if scale is None:
         head_dim = sizes["head_dim"]
         scale = head_dim**-0.5 if head_dim else 1.0
     else:
         scale = _number("scale", scale)
         if not math.isfinite(scale):
-            raise ValueError(f"scale must be finite, got {options.scale}")
+            raise ValueError(f"scale must be finite, got {given.scale}")
     if dropout_p:
         dropout_p = _number("dropout_p", dropout_p)
         if not 0.0 <= dropout_p <= 1.0:
@@ -460,25 +469,24 @@ def _names(dtypes: tuple[torch.dtype, ...]) -> str:
 # ---- what torch does to the arguments of its attention first: its causal bias objects, and autocast -----------------
 
 
-def prepared(
-    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | LazyMask | None, options: Options
-) -> tuple[Tensor, Tensor, Tensor, Tensor | LazyMask | None, Options]:
-    """(query, key, value, attn_mask, options) as :func:`check_call` takes them."""
+def prepared(given: Arguments) -> Arguments:
+    """The arguments as :func:`check_call` takes them."""
+    query, attn_mask = given.query, given.attn_mask
     if isinstance(attn_mask, Tensor) and type(attn_mask) in PLAIN:
-        attn_mask = attn_mask if attn_mask.dim() else attn_mask[None]
-    elif attn_mask is not None and all(isinstance(t, Tensor) and t.dim() > 1 for t in (query, key)):
+        if not attn_mask.dim():
+            given = given.changed(attn_mask=attn_mask[None])
+    elif attn_mask is not None and all(isinstance(t, Tensor) and t.dim() > 1 for t in (query, given.key)):
         if isinstance(attn_mask, Tensor):
-            attn_mask, options = _unwrap_causal_bias(query, key, attn_mask, options)
+            given = _unwrap_causal_bias(given)
         elif is_block_mask(attn_mask):
-            attn_mask, options = _as_window(query, key, attn_mask, options)
+            given = _as_window(given)
     if isinstance(query, Tensor) and autocast_on(query):
         dtype = torch.get_autocast_dtype(query.device.type)
-        query, key, value = _cast(query, dtype), _cast(key, dtype), _cast(value, dtype)
-        attn_mask = _cast(attn_mask, dtype) if isinstance(attn_mask, Tensor) else attn_mask
-    return query, key, value, attn_mask, options
+        given = given.changed(**{name: _cast(each, dtype) for name, each in zip(Arguments._fields, given[:4])})
+    return given
 
 
-def _cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+def _cast(tensor: Any, dtype: torch.dtype) -> Any:
     """Autocast of one argument: float tensors except float64. What is no tensor is left for the check to refuse."""
     if not isinstance(tensor, Tensor) or not tensor.is_floating_point() or tensor.dtype == torch.float64:
         return tensor
@@ -492,28 +500,29 @@ def is_causal_bias(mask: object) -> bool:
     return module is not None and isinstance(mask, module.CausalBias)
 
 
-def _unwrap_causal_bias(query: Tensor, key: Tensor, attn_mask: Any, options: Options) -> tuple[Tensor | None, Options]:
+def _unwrap_causal_bias(given: Arguments) -> Arguments:
     """torch.nn.attention.bias.causal_upper_left / causal_lower_right: causal rules wrapped as tensor subclasses."""
-    if not is_causal_bias(attn_mask):
-        return attn_mask, options
+    mask = given.attn_mask
+    if not is_causal_bias(mask):
+        return given
     from torch.nn.attention.bias import CausalVariant
 
-    if options.is_causal:
+    if given.is_causal:
         raise ValueError("is_causal must be False with a CausalBias as attn_mask, got True")
-    sizes, needed = (attn_mask.seq_len_q, attn_mask.seq_len_kv), (query.shape[-2], key.shape[-2])
+    sizes, needed = (mask.seq_len_q, mask.seq_len_kv), (given.query.shape[-2], given.key.shape[-2])
     if sizes != needed:
         raise ValueError(f"a CausalBias must be made for (L, S) = {needed}, got {sizes}")
-    alignment = "lower_right" if attn_mask.variant == CausalVariant.LOWER_RIGHT else "upper_left"
-    return None, options._replace(is_causal=True, alignment=alignment)
+    alignment = "lower_right" if mask.variant == CausalVariant.LOWER_RIGHT else "upper_left"
+    return given.changed(attn_mask=None, is_causal=True, alignment=alignment)
 
 
-def _as_window(query: Tensor, key: Tensor, attn_mask: Any, options: Options) -> tuple[Any, Options]:
+def _as_window(given: Arguments) -> Arguments:
     """A BlockMask, as a window if :func:`..flex.create_block_mask` has found it to be one."""
-    found = known_of(attn_mask).get(WINDOW)
-    fits = tuple(attn_mask.shape[-2:]) == (query.shape[-2], key.shape[-2])
-    if found is None or not fits or options.is_causal or options.window is not None:
-        return attn_mask, options
-    return None, options._replace(window=found.window, alignment=found.alignment)
+    found = known_of(given.attn_mask).get(WINDOW)
+    fits = tuple(given.attn_mask.shape[-2:]) == (given.query.shape[-2], given.key.shape[-2])
+    if found is None or not fits or given.is_causal or given.window is not None:
+        return given
+    return given.changed(attn_mask=None, window=found.window, alignment=found.alignment)
 
 
 def autocast_on(tensor: Tensor) -> bool:

@@ -7,14 +7,19 @@ tensors that broadcast they may mean something else (``table[batch][head]``).
 
 from __future__ import annotations
 
+import dis
 import math
 import sys
-from collections.abc import Callable, Iterator
-from itertools import groupby
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from itertools import chain, groupby
+from types import BuiltinFunctionType, CodeType, FunctionType, ModuleType
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
@@ -25,15 +30,14 @@ Range = tuple[int, int]  # first and one-past-last
 SKIPPED, PARTIAL, FULL = 0, 1, 2  # what a BlockMask says of a block
 ASKED = 1 << 14  # elements for which a mask_mod is asked at once
 WINDOW = "window"  # in known_of(a BlockMask): the Window that it is
-_KNOWN = "_pascal_attn_known"  # attribute of a BlockMask
-KEPT = 32  # blocks of different contents that are kept with a BlockMask
+KEPT = 32  # blocks of different contents that are known
 
 
 class ScoreRule:
     """A ``score_mod(score, batch, head, query, key)``.
 
     Attributes:
-        captured: the tensors that it reads, wherever it finds them, and that want a gradient.
+        tensors: the tensors that it reads, wherever it finds them; ``captured``: those that want a gradient.
         like: a tensor of the scores' dtype, on their device.
     """
 
@@ -46,7 +50,18 @@ class ScoreRule:
         by_group = torch.vmap(by_query, (1, None, 0, None, None))
         # The batch too: of a plain tensor in its place table[batch] reads the value, for which a GPU waits.
         self.of_tile = torch.vmap(torch.vmap(by_group, (0, None, 0, None, None)), (None, 0, None, None, None))
-        self.captured = _wanting_gradients(score_mod, like) if torch.is_grad_enabled() else []
+        place = torch.zeros((), dtype=torch.int64, device=like.device)
+        self.tensors, value = tensors_read(score_mod, like.new_zeros(()), place, place, place, place)
+        if not isinstance(value, Tensor):
+            raise TypeError(f"score_mod must return a tensor, got {type(value).__name__}")
+        self.captured = [t for t in self.tensors if t.requires_grad] if torch.is_grad_enabled() else []
+        if value.requires_grad and not self.captured:
+            raise TypeError("score_mod must read tensors that require gradients by torch's functions, got one unseen")
+        self._versions = [_Version(t) for t in self.tensors if not t.is_inference()]
+
+    def check_unwritten(self) -> None:
+        if any(seen != _Version(seen.tensor) for seen in self._versions):
+            raise RuntimeError("a tensor that score_mod reads was modified in place after the forward pass")
 
 
 class ScoreTile(NamedTuple):
@@ -65,15 +80,55 @@ class ScoreTile(NamedTuple):
         batch, heads, queries, keys = (torch.arange(*span, device=device) for span in spans)
         return self.rule.of_tile(scores, batch, heads.view(scores.shape[0], scores.shape[2]), queries, keys)[0]
 
-    def gradients(self, scores: Tensor, grad: Tensor) -> tuple[Tensor | None, ...]:
-        """The gradients of the scores ``[u, tokens, G, keys]`` and of each captured tensor, None where there is none,
-        from that of what the rule makes of them, ``[u, G, tokens, keys]``."""
+    def add_gradients(self, scores: Tensor, grad: Tensor, sums: Sequence[Tensor]) -> Tensor | None:
+        """The gradient of the scores ``[u, tokens, G, keys]``, or None, from that of what the rule makes of them,
+        ``[u, G, tokens, keys]``. Those of the captured tensors are added to ``sums``. What is only indexed gets the
+        gradients of the elements that the tile has read: a table's dense gradient would be made in every tile.
+
+        Raises:
+            RuntimeError: the rule reads a tensor that has been written since the forward pass.
+        """
+        self.rule.check_unwritten()
         with torch.enable_grad():
             leaf = scores.detach().requires_grad_()
-            values = self(leaf)
-        if not values.requires_grad:
-            return (None,) * (1 + len(self.rule.captured))
-        return torch.autograd.grad(values, (leaf, *self.rule.captured), grad.to(values.dtype), allow_unused=True)
+            values = self(leaf.clone())  # which the rule may change in place
+        if values.grad_fn is None:
+            return None
+        edges = [get_gradient_edge(t) for t in self.rule.captured]
+        readers = _readers(values.grad_fn, [(edge.node, edge.output_nr) for edge in edges])
+        wanted = [
+            [GradientEdge(node, 0) for node in nodes] if all(node.name() == _INDEX for node in nodes) else [edge]
+            for edge, nodes in zip(edges, readers)
+        ]
+        sources = (leaf, *chain.from_iterable(wanted))
+        of_scores, *rest = torch.autograd.grad(values, sources, grad.to(values.dtype), allow_unused=True)
+        found = iter(rest)
+        for total, own in zip(sums, wanted):
+            for edge, part in zip(own, found):
+                if part is not None and edge.node.name() == _INDEX:
+                    indices = edge.node._saved_indices
+                    torch.ops.aten.index_put_(total, indices, part.to(total.dtype), accumulate=True)
+                elif part is not None:
+                    total.add_(part)
+        return of_scores
+
+
+_INDEX = "IndexBackward0"  # autograd's name of table[indices]
+
+
+def _readers(last: Any, edges: list[tuple[Any, int]]) -> list[list[Any]]:
+    """The nodes of autograd's graph that read what each of these edges stands for; ``last`` is the graph's end."""
+    readers: list[list[Any]] = [[] for _ in edges]
+    seen, ahead = {last}, [last]
+    while ahead:
+        node = ahead.pop()
+        for edge in node.next_functions:
+            if edge in edges:
+                readers[edges.index(edge)].append(node)
+            elif edge[0] is not None and edge[0] not in seen:
+                seen.add(edge[0])
+                ahead.append(edge[0])
+    return readers
 
 
 class _Reads(TorchFunctionMode):
@@ -92,16 +147,40 @@ class _Reads(TorchFunctionMode):
         return result
 
 
-def _wanting_gradients(score_mod: Mod, like: Tensor) -> list[Tensor]:
-    """The tensors that the rule reads and that want a gradient: it is asked for one element, and watched. What it does
-    is the same for all of them, or vmap would refuse it."""
-    place = torch.zeros((), dtype=torch.int64, device=like.device)
+def tensors_read(function: Mod, *args: Tensor) -> tuple[list[Tensor], Any]:
+    """The tensors that a function of single elements reads besides its arguments, and its result. What it does is the
+    same for all elements, or vmap would refuse it."""
     with _Reads() as reads:
-        score_mod(like.new_zeros(()), place, place, place, place)
-    return [t for t in reads.found.values() if t.requires_grad]
+        result = function(*args)
+    return [t for t in reads.found.values() if all(t is not given for given in args)], result
+
+
+def referred(function: FunctionType) -> list[Any]:
+    """The values that a function refers to: what its names stand for outside of it, and its defaults.
+
+    Raises:
+        ValueError: one of the names has no value yet.
+    """
+    names = _names(function.__code__)
+    values = [cell.cell_contents for cell in function.__closure__ or ()]
+    values += [function.__globals__[name] for name in names if name in function.__globals__]
+    return [*values, *(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
+
+
+def _names(code: CodeType) -> Iterator[str]:
+    """The names that code, and the functions in it, look up."""
+    yield from code.co_names
+    for inner in code.co_consts:
+        if isinstance(inner, CodeType):
+            yield from _names(inner)
 
 
 # ---- block masks -----------------------------------------------------------------------------------------------------
+
+
+def has_values(tensor: Tensor) -> bool:
+    """Whether the numbers of a tensor can be read: it is neither on ``meta`` nor fake."""
+    return not (tensor.is_meta or isinstance(tensor, FakeTensor))
 
 
 def is_block_mask(mask: object) -> bool:
@@ -111,38 +190,90 @@ def is_block_mask(mask: object) -> bool:
     return module is not None and isinstance(mask, module.BlockMask)
 
 
-class _Known(NamedTuple):
-    """Facts found about a BlockMask. ``of``: its functions and sizes; ``tensors``: its lists of blocks and what its
-    mask_mod reads, with their versions."""
+class _Version:
+    """A tensor that has not been written since: equal to a later one of the same tensor while that holds."""
 
-    of: tuple
-    tensors: list[tuple[Tensor, int]]
-    facts: dict[Any, Any]
+    def __init__(self, tensor: Tensor | None):
+        self.tensor, self.version = tensor, 0 if tensor is None else tensor._version
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Version) and self.tensor is other.tensor and self.version == other.version
+
+    __hash__ = None  # type: ignore[assignment]
 
 
-def known_of(block_mask: Any) -> dict[Any, Any]:
-    """The facts found about a BlockMask, kept with it until somebody gives it another ``mask_mod`` or other lists of
-    blocks, or writes into these or into a tensor that ``mask_mod`` reads."""
+_Facts = dict[Any, Any]
+# Not attributes of the BlockMasks, which are copied, pickled and saved. Facts that follow from the lists of blocks
+# ("lists") and those that follow from mask_mod too ("mask"), each with the condition under which they hold.
+_facts: weakref.WeakKeyDictionary[Any, dict[str, tuple[Any, _Facts]]] = weakref.WeakKeyDictionary()
+
+
+def _kept(block_mask: Any, name: str, condition: Any) -> _Facts:
+    """The facts of that name about a BlockMask, empty where another condition held. None: nothing can be kept."""
+    if condition is None:
+        return {}
+    own = _facts.setdefault(block_mask, {})
+    if name not in own or own[name][0] != condition:
+        own[name] = condition, {}
+    return own[name][1]
+
+
+def _lists_of(block_mask: Any) -> list[_Version] | None:
     lists = (block_mask.kv_num_blocks, block_mask.kv_indices, block_mask.full_kv_num_blocks, block_mask.full_kv_indices)
-    of = (block_mask.mask_mod, tuple(block_mask.shape), *map(id, lists))
-    known = getattr(block_mask, _KNOWN, None)
-    if known is None or known.of != of or any(_version(t) != version for t, version in known.tensors):
-        with _Reads() as reads:
-            if 0 not in block_mask.shape:
-                first = torch.zeros(1, dtype=torch.int64, device=lists[0].device)
-                mask_of(block_mask.mask_mod)(0, 0, first, first)
-        tensors = [t for t in (*lists, *reads.found.values()) if t is not None]
-        known = _Known(of, [(t, _version(t)) for t in tensors], {})
-        setattr(block_mask, _KNOWN, known)
-    return known.facts
+    return None if any(t is not None and t.is_inference() for t in lists) else [_Version(t) for t in lists]
 
 
-def _version(tensor: Tensor) -> int:
-    return 0 if tensor.is_inference() else tensor._version
+@torch._disable_dynamo
+def known_of(block_mask: Any) -> _Facts:
+    """The facts found about a BlockMask, as long as they hold. Of a ``mask_mod`` that reads tensors or objects none are
+    kept, since these may change unseen; nor of lists that were made in inference mode, whose versions nobody counts."""
+    lists, state = _lists_of(block_mask), state_of(block_mask.mask_mod)
+    is_known = lists is not None and state is not None
+    return _kept(block_mask, "mask", (lists, state, tuple(block_mask.shape)) if is_known else None)
 
 
+_PLAIN_VALUES = (type(None), bool, int, float, str, torch.dtype, torch.device)
+_IMPORT = dis.opmap["IMPORT_NAME"]
+
+
+def state_of(function: object) -> list[Any] | None:
+    """What the results of a function follow from: code, and the numbers and functions that it refers to, to be compared
+    by ``==``. None if it may read anything else."""
+    found: list[Any] = []
+    return found if _add_state(function, found) else None
+
+
+def _add_state(value: Any, found: list[Any]) -> bool:
+    """Whether a value that a function refers to is plain. It is added to what was found."""
+    if isinstance(value, ModuleType):
+        return value.__name__.partition(".")[0] in ("torch", "math")
+    if type(value) is tuple:
+        found.append(len(value))
+        return all(_add_state(each, found) for each in value)
+    if type(value) is not FunctionType:
+        found.append((type(value), value) if type(value) in _PLAIN_VALUES else None)
+        return found[-1] is not None or (
+            isinstance(value, BuiltinFunctionType) and isinstance(value.__self__, (type, ModuleType, type(None)))
+        )
+    if any(value is each for each in found):
+        return True
+    found += [value, value.__code__]
+    if vars(value) or _imports(value.__code__):
+        return False
+    try:
+        return all(_add_state(each, found) for each in referred(value))
+    except ValueError:
+        return False
+
+
+def _imports(code: CodeType) -> bool:
+    """Whether code, or a function in it, imports."""
+    return _IMPORT in code.co_code[::2] or any(_imports(each) for each in code.co_consts if isinstance(each, CodeType))
+
+
+@torch._disable_dynamo
 def block_rule(block_mask: Any, shape: tuple[int, ...]) -> BlockRule:
-    """The mask of a call of shape (B, Hq, L, S). It is kept with the BlockMask, whose lists of blocks are read once.
+    """The mask of a call of shape (B, Hq, L, S). Its lists of blocks are read once.
 
     Raises:
         ValueError: the BlockMask was made for other sizes.
@@ -175,7 +306,10 @@ class BlockRule(LazyMask):
         sizes, counts = tuple(block_mask.shape[-2:]), [-(-n // block) for n, block in zip(shape[2:], self.block)]
         if sizes != shape[2:] and not is_whole:
             raise ValueError(f"block_mask must be made for (L, S) = {tuple(shape[2:])}, got one for {sizes}")
-        self.states = _states(block_mask, counts)
+        lists = _kept(block_mask, "lists", _lists_of(block_mask))
+        self.states = lists.get(shape[2:])
+        if self.states is None:
+            self.states = lists[shape[2:]] = _states(block_mask, counts)
         for name, size, own in zip(("batch size", "number of heads"), shape, self.states.shape):
             if own not in (1, size):
                 raise ValueError(f"the {name} of block_mask must be 1 or {size}, got {own}")
@@ -189,10 +323,11 @@ class BlockRule(LazyMask):
         self.kept_bytes = 0
         if size <= ASKED and device.type == "cpu":  # a GPU would wait for the comparison
             self.kept_bytes = min(KEPT, int((self.states == PARTIAL).sum())) * size
+        asked = reads(self.rule, device) if max(shape[:2]) > 1 else (False, False)
         of_first = self.states[:1], self.states[:, :1]
         self.by_batch, self.by_head = (
-            bool((self.states != first).any()) or (size > 1 and reads(self.rule, index, device))
-            for first, size, index in zip(of_first, shape, ("batch", "head"))
+            bool((self.states != first).any()) or (size > 1 and differs)
+            for first, size, differs in zip(of_first, shape, asked)
         )
 
     @property
@@ -326,13 +461,13 @@ class BlockRule(LazyMask):
         return keep
 
 
-def reads(mask_mod: Mod, index: str, device: torch.device) -> bool:
-    """Whether what a ``mask_mod`` says depends on "batch" or on "head": vmap expands what does not."""
+def reads(mask_mod: Mod, device: torch.device) -> tuple[bool, bool]:
+    """Whether what a ``mask_mod`` says depends on the batch element, on the head: vmap expands what does not."""
     place = torch.zeros((), dtype=torch.int64, device=device)
-    at = ("batch", "head").index(index)
-    given, dims = [place] * 4, [None] * 4
-    given[at], dims[at] = place.new_zeros(2), 0  # type: ignore[call-overload]
-    return torch.vmap(mask_mod, tuple(dims))(*given).stride(0) != 0
+    two = place.new_zeros(2)
+    of_both = torch.vmap(torch.vmap(mask_mod, (None, 0, None, None)), (0, None, None, None))
+    by_batch, by_head = of_both(two, two, place, place).stride()
+    return by_batch != 0, by_head != 0
 
 
 def mask_of(mask_mod: Mod) -> Callable[[int, int, Tensor, Tensor], Tensor]:
@@ -365,7 +500,7 @@ def pieces(rows: int, columns: int, most: int) -> Iterator[tuple[Range, Range]]:
 
 def _states(block_mask: Any, sizes: list[int]) -> Tensor:
     """int8 ``[B, H, rows, columns]`` on the CPU; without data every block is taken to be partial."""
-    if block_mask.kv_num_blocks.is_meta:
+    if not has_values(block_mask.kv_num_blocks):
         return torch.full((*block_mask.kv_num_blocks.shape[:2], *sizes), PARTIAL, dtype=torch.int8)
     partial = _listed(block_mask.kv_num_blocks, block_mask.kv_indices, sizes)
     states = partial.to(torch.int8) * PARTIAL

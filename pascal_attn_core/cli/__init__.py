@@ -1,4 +1,4 @@
-"""The command line: ``pascal-attn info | selftest | bench | run | replay | second-card | demo``."""
+"""The command line: ``pascal-attn info | selftest | bench | run | replay | demo``."""
 
 from __future__ import annotations
 
@@ -22,7 +22,6 @@ COMMANDS = {
     "bench": "time every route and torch's own kernels on typical shapes",
     "run": "run a program with its attention computed by this package, and report when it ends",
     "replay": "run captured attention calls through every route",
-    "second-card": "what a second card would gain, per model and pair of cards: calculated, not measured",
     "demo": "a small pipeline before and after, with the memory it took",
 }
 

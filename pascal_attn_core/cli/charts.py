@@ -1,4 +1,4 @@
-"""What commands show: tables and a status line on a terminal, and charts drawn by matplotlib without a window."""
+"""The output of commands: tables and a status line on a terminal, and charts drawn by matplotlib without a window."""
 
 from __future__ import annotations
 

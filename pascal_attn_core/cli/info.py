@@ -35,8 +35,8 @@ class Info:
 
     Attributes:
         routes: per kind of call and per route why it cannot take such a call here (an empty list = it can).
-        timed: for two ways to compute that were timed here, "tiles relative to torch's kernel": the ratio of their
-            times per kind of call.
+        timed: for two ways to compute that were timed here, "the fused kernel relative to torch's kernel": the ratio of
+            their times per kind of call.
         int8: what would compute linear layers in 8 bits, and why nothing faster; None = no device to ask about.
         int8_attention: why attention cannot run in 8 bits, not exact, where it is asked for.
     """

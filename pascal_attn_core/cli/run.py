@@ -18,12 +18,14 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.description = (
         "Runs a Python script, or with -m a module, as python would, with every call of torch's "
         "scaled_dot_product_attention and flex_attention computed by Pascal Attention, and `import flash_attn`, "
-        "`sageattention` and `xformers` giving our functions where the real package is not installed. When the program "
-        "ends, prints to stderr how many calls took which route, and why. The exit status is the program's. Child "
-        "processes of the program are not affected."
+        "`sageattention` and `xformers` giving our functions unless a real package is there that can run. When the "
+        "program ends, prints to stderr how many calls took which route, and why. The exit status is the program's. "
+        "Child processes of the program are not affected."
     )
     parser.usage = "pascal-attn run [option ...] (script.py | -m module) [argument ...]"
     parser.add_argument("--no-report", action="store_true", help="print nothing at the end")
+    text = "take the place of packages that are installed, too"
+    parser.add_argument("--replace", action="store_const", const=True, help=text)
     for name in STAND_INS:
         flag, text = f"--no-{name.replace('_', '-')}", f"leave `import {name}` alone"
         parser.add_argument(flag, dest="without", action="append_const", const=name, default=[], help=text)
@@ -39,7 +41,9 @@ def run(options: argparse.Namespace) -> int:
     switch = patch_sdpa()
     if not switch.sites:
         print("pascal-attn run: PASCAL_ATTN_DISABLE is set: attention stays torch's", file=sys.stderr)
-    patches = [switch, patch_imports(without=options.without)]
+    imports = patch_imports(without=options.without, replace=options.replace)
+    patches = [switch, imports]
+    left_alone = imports.left_alone
     with contextlib.suppress(ImportError):  # before torch 2.5
         patches.append(patch_flex_attention())
     with record() as report:
@@ -52,6 +56,8 @@ def run(options: argparse.Namespace) -> int:
                 sys.stdout.flush()
                 text = report.text() if report.routes() else "no attention call was seen in this process"
                 print(f"pascal-attn run: {text}", file=sys.stderr)
+                for name, why in left_alone.items():
+                    print(f"pascal-attn run: left alone: {name}: {why}; --replace takes its place", file=sys.stderr)
 
 
 def _run(options: argparse.Namespace) -> int:

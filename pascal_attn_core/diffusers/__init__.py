@@ -30,7 +30,7 @@ import torch.nn.functional as F
 from diffusers.models import attention, attention_processor
 from torch import nn
 
-from ..config import AttentionConfig, log_once
+from ..config import AttentionConfig, config_of, log_once
 from ..patching.interception import SDPA_NAME, TORCH_SDPA
 from ..patching.patch import OFF, ON, REFUSED, NothingToPatch, Patch, PatchGroup, PatchReport, State, replaced
 from . import arrivals, processors, sites
@@ -73,8 +73,7 @@ class PascalAttnProcessor(RedirectedProcessor):
     __slots__ = ()
 
     def __init__(self, config: AttentionConfig | None = None):
-        if config is not None and not isinstance(config, AttentionConfig):
-            raise TypeError(f"config must be an AttentionConfig or None, got {config!r}")
+        config_of(config)  # or raises
         self._original = None
         self._redirect = SdpaRedirect(config, lasting=True)
 

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_leaves
 
+from ..config import check_bools, check_number
 from ..machine.device import MIB
 from ..machine.out_of_memory import out_of_memory
 from ..machine.room import room_of
@@ -43,21 +44,11 @@ class FfnSettings:
 
     def __post_init__(self) -> None:
         for name, least in (("chunk_tokens", 2), ("num_chunks", 1), ("min_tokens", 2)):
-            value = getattr(self, name)
-            if value is None and name != "min_tokens":
-                continue
-            if isinstance(value, bool) or not isinstance(value, int):
-                raise TypeError(f"{name} must be a whole number, got {value!r}")
-            if value < least:
-                raise ValueError(f"{name} must be at least {least}, got {value}")
+            if getattr(self, name) is not None or name == "min_tokens":
+                check_number(name, getattr(self, name), int, least)
         if self.budget_mib is not None:
-            if isinstance(self.budget_mib, bool) or not isinstance(self.budget_mib, (int, float)):
-                raise TypeError(f"budget_mib must be a number, got {self.budget_mib!r}")
-            if not 0 < self.budget_mib < float("inf"):
-                raise ValueError(f"budget_mib must be above 0 and finite, got {self.budget_mib}")
-        for name in ("verify", "checkpoint"):
-            if not isinstance(getattr(self, name), bool):
-                raise TypeError(f"{name} must be a bool, got {getattr(self, name)!r}")
+            check_number("budget_mib", self.budget_mib, float, 0, above=True)
+        check_bools(self, "verify", "checkpoint")
 
     def slices(self, tokens: int) -> int | None:
         """How many slices were asked for; None = as many as the budget needs."""

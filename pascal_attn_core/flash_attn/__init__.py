@@ -228,7 +228,7 @@ def flash_attn_with_kvcache(
     if k is not None and v is not None:
         if rotary_cos is not None:
             rotate = partial(rotated, cos=rotary_cos, sin=rotary_sin, cache=cache, interleaved=rotary_interleaved)
-            q = rotate(q, in_turn=options.rules.is_causal or options.rules.window is not None)
+            q = rotate(q, in_turn=options.is_causal or options.window is not None)
             k = rotate(k, in_turn=True)
         cache.write(k, v)
     out, lse = cached_attend(q, cache, new, options, with_lse=return_softmax_lse)

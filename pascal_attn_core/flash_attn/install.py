@@ -111,7 +111,9 @@ _EAGER = ("flash_attn", _INTERFACE_MODULE, "flash_attn.bert_padding")
 _installer = Installer(_ROOT, "fa3")
 
 
-def patch_flash_attn(*, replace: bool = False, fa3: str | None = "out_and_lse", around: Around | None = None) -> Patch:
+def patch_flash_attn(
+    *, replace: bool | None = None, fa3: str | None = "out_and_lse", around: Around | None = None
+) -> Patch:
     """Make ``import flash_attn``, and what programs import from it, find our functions.
 
     docs/programs.md says what there is besides attention: rotary embeddings, norms, layers, the functions without
@@ -125,7 +127,8 @@ def patch_flash_attn(*, replace: bool = False, fa3: str | None = "out_and_lse", 
     Diffusers offers its backend ``flash`` on any device then.
 
     Args:
-        replace: replace the real packages if they are installed.
+        replace: whether ours take the place of a real package that is installed; None = of one that cannot run on this
+            machine's devices, which the log names.
         fa3: what the functions of ``flash_attn_interface`` return where ``return_attn_probs`` is not given:
             "out_and_lse": (out, lse), as FlashAttention-3 always did until it had that argument: Wan's own programs
             rely on it, Transformers and diffusers accept it; "out", as FlashAttention-3 does today; None: there is no
@@ -136,7 +139,7 @@ def patch_flash_attn(*, replace: bool = False, fa3: str | None = "out_and_lse", 
         A Patch; ``.remove()`` removes our modules and restores what was there before.
     Raises:
         ValueError: fa3 is something else, or another one than that of an installation in force.
-        RuntimeError: a real package is installed.
+        RuntimeError: a real package is installed and stays.
     """
     if fa3 not in ("out", "out_and_lse", None):
         raise ValueError(f"fa3 must be 'out', 'out_and_lse' or None, got {fa3!r}")
@@ -146,9 +149,9 @@ def patch_flash_attn(*, replace: bool = False, fa3: str | None = "out_and_lse", 
 install_as_flash_attn = patch_flash_attn
 
 
-def _stand_in(fa3: str | None, replace: bool, around: Around | None) -> StandIn:
-    if fa3 and not replace:
-        refuse_real_package(_FA3, ", or fa3=None to leave it alone")
+def _stand_in(fa3: str | None, replace: bool | None, around: Around | None) -> StandIn:
+    if fa3:
+        refuse_real_package(_FA3, replace, ", or fa3=None to leave it alone")
     without = set() if replace or find_spec(_TURING) is None else {_TURING}
     if not fa3:
         without.add(_FA3)

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from ..attention import sdpa, sdpa_with_lse
-from ..call import Options, accumulate_dtype
+from ..call import accumulate_dtype
 from ..call.lazy_mask import LazyMask, mask_rule
-from ..config import AttentionConfig, default_config
+from ..config import AttentionConfig, config_of
 from ..machine.device import CPU_LIKE
 
 TOKENS = "B", "tokens", "heads", "head_dim"
@@ -32,14 +32,23 @@ class FlashArgumentError(ValueError, RuntimeError):
 class FlashOptions(NamedTuple):
     """The options of one call: those that ``sdpa`` takes too, and ALiBi's slopes ``[Hq]`` or ``[B, Hq]``."""
 
-    rules: Options
+    dropout_p: float = 0.0
+    is_causal: bool = False
+    scale: float | None = None
+    alignment: str = "lower_right"
+    window: tuple[int, int] | None = None
+    softcap: float | None = None
     slopes: Tensor | None = None
     deterministic: bool = False
     config: AttentionConfig | None = None
 
+    def rules(self) -> dict[str, Any]:
+        """The options that ``sdpa`` takes too, by its names."""
+        return {**dict(zip(self._fields[:6], self)), "enable_gqa": True}
+
     @property
     def config_in_force(self) -> AttentionConfig:
-        config = self.config or default_config()
+        config = config_of(self.config)
         return config.in_fixed_order() if self.deterministic else config
 
     def check_slopes(self, batch: int, heads: int) -> None:
@@ -82,8 +91,8 @@ def flash_options(
         raise TypeError(f"window_size must be two whole numbers (left, right), got {window_size!r}") from None
     window = None if left == right == -1 else (left, right)
     cap = float(softcap) if softcap is not None and softcap > 0 else None
-    rules = Options(float(dropout_p), bool(causal), softmax_scale, True, "lower_right", window, cap)
-    return FlashOptions(rules, alibi_slopes, bool(deterministic))
+    rules = float(dropout_p), bool(causal), softmax_scale, "lower_right", window, cap
+    return FlashOptions(*rules, alibi_slopes, bool(deterministic))
 
 
 def attend(
@@ -107,7 +116,7 @@ def attend(
         config = options.config_in_force
         config = replace(config, route="tiled") if config.route == "auto" else config
     attention = sdpa_with_lse if with_lse else sdpa
-    result = attention(query, key, value, mask, **options.rules._asdict(), config=config)
+    result = attention(query, key, value, mask, **options.rules(), config=config)
     out, lse = result if isinstance(result, tuple) else (result, None)
     return out.transpose(1, 2).contiguous(), lse
 

@@ -9,7 +9,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from ..call import PLAIN, AttentionCall, check_call, prepared
+from ..call import PLAIN, Arguments, AttentionCall, check_call, prepared
 from ..config import AttentionConfig, RouteUnavailable
 from ..fused.launch.plan import Packed, Plan
 from ..routes import fused, tensor
@@ -27,13 +27,13 @@ def packed_attend(
 ) -> tuple[Tensor, Tensor | None] | None:
     """:func:`.varlen.varlen_attend` in one launch, or None where that cannot be or is not the fastest way; the ends of
     the sequences have been read and checked."""
-    config, rules = options.config_in_force, options.rules
+    config = options.config_in_force
     # asked before the call is checked, which costs time on every other device too
     if torch.compiler.is_compiling() or type(q) not in PLAIN or options.slopes is not None:
         return None
     if config.route not in ("auto", "fused", "fused-tensor") or not fused.takes_device(q.device):
         return None
-    if rules.alignment == "upper_left" and q_ends != k_ends and (rules.is_causal or rules.window):
+    if options.alignment == "upper_left" and q_ends != k_ends and (options.is_causal or options.window):
         return None  # the kernel's bands are lower-right
     call = _checked(q, k, v, options, "upper_left")
     is_open = config.route == "auto" and not is_torchs_alone(call)  # one after the other, torch takes them best
@@ -85,5 +85,4 @@ def _sequences(
 def _checked(q: Tensor, k: Tensor, v: Tensor, options: FlashOptions, alignment: str) -> AttentionCall:
     """``[tokens, heads, head_dim]`` as a call ``[1, heads, tokens, head_dim]``."""
     query, key, value = (t.transpose(0, 1)[None] for t in (q, k, v))
-    query, key, value, _, rules = prepared(query, key, value, None, options.rules._replace(alignment=alignment))
-    return check_call(query, key, value, None, rules)
+    return check_call(prepared(Arguments(query, key, value, **options.rules() | {"alignment": alignment})))

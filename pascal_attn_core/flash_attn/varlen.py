@@ -10,7 +10,7 @@ import torch
 from einops import rearrange
 from torch import Tensor
 
-from ..call import accumulate_dtype, prepared
+from ..call import Arguments, accumulate_dtype, prepared
 from .options import PACKED, FlashArgumentError, FlashOptions, attend, check_layout, check_whole_numbers
 from .packed import packed_attend
 
@@ -64,7 +64,7 @@ def varlen_attend(
         result = packed_attend(q, k, v, q_ends, k_ends, options, with_lse=with_lse)
         if result is not None:
             return result
-    q, k, v, *_ = prepared(q, k, v, None, options.rules)
+    q, k, v, *_ = prepared(Arguments(q, k, v))
     pieces = _attend_runs(runs, q, k, v, block_table, options, with_lse=with_lse)
     if len(runs) == 1 and runs[0].size * runs[0].q_len == q.shape[0] > 0:
         return next(pieces)

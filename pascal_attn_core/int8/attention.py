@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ..attention import sdpa
-from ..call import PLAIN, Options, check_call, prepared
+from ..call import PLAIN, Arguments, check_call, prepared
 from ..config import AttentionConfig, UnsupportedAttention
 from ..contest.timing_table import median_times
 from ..machine.out_of_memory import out_of_memory
@@ -83,19 +83,19 @@ class AttentionSite(Judged):
             return TORCH_SDPA(*args, **kwargs)
         if not all(has_numbers(t) for t in bound[:3]):
             return TORCH_SDPA(*args, **kwargs)
-        out = self.attend(bound.keywords())
+        out = self.attend(bound)
         return sdpa(**bound.keywords()) if out is None else out
 
-    def attend(self, given: dict[str, Any]) -> Tensor | None:
-        """The output of one call in 8 bits, with these arguments of :func:`.sdpa`, tensors with numbers, the mask a
-        plain one; None = it is to be computed as without 8 bits."""
-        rounded, query = None if self.state == REFUSED else self._rounded(given), given["query"]
+    def attend(self, given: Arguments) -> Tensor | None:
+        """The output of one call in 8 bits; None = it is to be computed as without 8 bits. The tensors have numbers,
+        and the mask is a plain one."""
+        rounded = None if self.state == REFUSED else self._rounded(given)
         if rounded is None:
             return None
-        self.look(query, functools.partial(self._measure, given, rounded), functools.partial(self._time, given))
+        self.look(given.query, functools.partial(self._measure, given, rounded), functools.partial(self._time, given))
         return rounded if self.state == ON and not self.options.gathers else None
 
-    def _rounded(self, given: dict[str, Any]) -> Tensor | None:
+    def _rounded(self, given: Arguments) -> Tensor | None:
         try:
             return in_8_bits(given)
         except UnsupportedAttention as error:
@@ -106,7 +106,7 @@ class AttentionSite(Judged):
             self.why = "out of memory in 8 bits"
         return None
 
-    def _measure(self, given: dict[str, Any], rounded: Tensor, rows: int) -> float:
+    def _measure(self, given: Arguments, rounded: Tensor, rows: int) -> float:
         error, worst = attention_error(given, rounded, self.watch.calls, rows)
         self.worst_row = worst if self.worst_row is None else max(worst, self.worst_row)
         return error
@@ -118,13 +118,13 @@ class AttentionSite(Judged):
             self.state = REFUSED
             self.why = f"8 bits take {times.in_int8:.2f} ms, the exact route {times.in_float:.2f} ms"
 
-    def _time(self, given: dict[str, Any]) -> None:
-        """On a card: a CPU has 8-bit attention for checks only."""
-        query = given["query"]
+    def _time(self, given: Arguments) -> None:
+        """Time the call both ways, on GPUs only: on a CPU 8-bit attention exists for checks."""
+        query = given.query
         self.way = "kernel" if query.is_cuda else "operators"
         if query.is_cuda:
-            shapes = tuple((t.shape, t.dtype, t.device) for t in given.values() if isinstance(t, Tensor))
-            self.time(shapes, [lambda: sdpa(**given), lambda: in_8_bits(given)], query.device)
+            shapes = tuple((t.shape, t.dtype, t.device) for t in given if isinstance(t, Tensor))
+            self.time(shapes, [lambda: sdpa(**given.keywords()), lambda: in_8_bits(given)], query.device)
 
     def line(self, name: str | None = None) -> Int8ReportLine:
         line = super().line(name)
@@ -136,19 +136,17 @@ class AttentionSite(Judged):
         )
 
 
-def in_8_bits(given: dict[str, Any]) -> Tensor:
-    """The output of a call with these arguments of :func:`.sdpa`; UnsupportedAttention where 8 bits do not take it, or
-    the kernels were not tried on this card, or found bad, in a process of their own: a fault of theirs must not end
-    this one."""
-    asked = Options(**{name: given[name] for name in Options._fields if name in given})
-    call = check_call(*prepared(given["query"], given["key"], given["value"], given.get("attn_mask"), asked))
+def in_8_bits(given: Arguments) -> Tensor:
+    """The output of a call. UnsupportedAttention where 8 bits do not take it, or the kernels were not tried on this
+    card, or found bad, in a process of their own: a fault of theirs must not end this one."""
+    call = check_call(prepared(given))
     choice = choose(call, _IN_8_BITS)
     if takes_device(call.query.device) and (why := why_untried(call, choice.plan)):
         raise UnsupportedAttention(_IN_8_BITS.route, [f"the 8-bit kernel is left off: {why}"])
     return run(call, _IN_8_BITS, with_lse=False, choice=choice).out
 
 
-def attention_error(given: dict[str, Any], rounded: Tensor, seed: int, most: int) -> tuple[float, float]:
+def attention_error(given: Arguments, rounded: Tensor, seed: int, most: int) -> tuple[float, float]:
     """``|o8 - o| / |o|`` (root of the sum of squares) of a call's output, the largest of its :func:`.branches`, and the
     largest of one row of one head, against the exact route. In every head and batch element the same rows are looked
     at: a quarter of them those with the largest norm of the query in some head, in units of the head's mean, the others
@@ -159,19 +157,19 @@ def attention_error(given: dict[str, Any], rounded: Tensor, seed: int, most: int
         seed: of the draw; another one for each check of a layer.
         most: rows.
     """
-    query, mask, length = given["query"].detach(), given.get("attn_mask"), rounded.shape[-2]
+    query, mask, length = given.query.detach(), given.attn_mask, rounded.shape[-2]
     norms = torch.linalg.vector_norm(query, dim=-1, dtype=torch.float32).reshape(-1, length)
     largest = (norms / norms.mean(dim=1, keepdim=True).clamp_min(1e-30)).amax(dim=0)
     rows, counts = chosen_rows(largest[:, None], most, seed)
     if len(rows) < length:
         if mask is not None and mask.dim() > 1 and mask.shape[-2] > 1:
             mask = mask.index_select(-2, rows)
-        if given.get("is_causal"):
-            seen = torch.arange(given["key"].shape[-2], device=rows.device) <= rows[:, None]
+        if given.is_causal:
+            seen = torch.arange(given.key.shape[-2], device=rows.device) <= rows[:, None]
             mask = seen if mask is None else mask & seen
-        given = {**given, "query": query.index_select(-2, rows), "attn_mask": mask, "is_causal": False}
+        given = given._replace(query=query.index_select(-2, rows), attn_mask=mask, is_causal=False)
         rounded = rounded.index_select(-2, rows)
-    exact = sdpa(**given).double()
+    exact = sdpa(**given.keywords()).double()
     wrong, size = (t.square().sum(dim=-1) for t in (rounded.double() - exact, exact))
     parts = branches(query.shape[0]) if query.dim() > 3 else 1
     whole = [squares.reshape(parts, -1, len(rows)).sum(dim=1) @ counts for squares in (wrong, size)]

@@ -1,5 +1,5 @@
-"""Judged: what all layers in 8 bits have in common: each waits for inputs, is measured with them, and runs in 8 bits or
-stays in float."""
+"""Judged: the judge of a layer that is not exact, in 8 bits or in float16. The layer waits for inputs and is measured
+with them. It is on as long as its error stays within the limit."""
 
 from __future__ import annotations
 
@@ -87,18 +87,15 @@ class Judged:
         self.state, self.why = REFUSED, f"its error {error:.2%} is above {self.options.max_error:.2%}"
         return False
 
-    def look(
-        self, x: Tensor, measure: Callable[[int], float], time: Callable[[], None], *, rows: int | None = None
-    ) -> None:
+    def look(self, x: Tensor, measure: Callable[[int], float], time: Callable[[], None]) -> None:
         """Count a call with input ``x``. If it is to be checked, measure its error, and decide by it.
 
         Args:
             measure: the relative error on at most this many rows of the call. It is called with few rows first; with
                 more if that error seems too large, or if nothing is known yet.
             time: times the call both ways, where the layer has still to be decided.
-            rows: of the call, those of ``x`` by default.
         """
-        is_due = self.watch.check_now(x.numel() // x.shape[-1] if rows is None else rows)
+        is_due = self.watch.check_now(x.shape[:-1].numel())
         is_new, error = self.state == WAITING, math.inf
         if not (is_due or is_new) or is_captured(x):
             return

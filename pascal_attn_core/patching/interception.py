@@ -9,62 +9,45 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
+
+from ..call import Arguments
 
 SDPA_NAME = "scaled_dot_product_attention"
 
 #: torch's own function, even where another one has been put at ``torch.nn.functional.scaled_dot_product_attention``
 TORCH_SDPA: Any = torch._C._nn.scaled_dot_product_attention
 
+_NAMES = Arguments._fields[:8]  # the arguments of torch's function
 POSITIONAL = 6  # torch takes the arguments after these by keyword only
 
 
-class SdpaArguments(NamedTuple):
-    """The arguments of one call of torch's function."""
-
-    query: Tensor
-    key: Tensor
-    value: Tensor
-    attn_mask: Tensor | None = None
-    dropout_p: float = 0.0
-    is_causal: bool = False
-    scale: float | None = None
-    enable_gqa: bool = False
-
-    def keywords(self) -> dict[str, Any]:
-        """The arguments by name, without those that have their default: torch 2.4 does not know ``enable_gqa``."""
-        defaults = self._field_defaults
-        given = zip(self._fields, self)
-        return {name: value for name, value in given if name not in defaults or value is not defaults[name]}
-
-
-def bind_sdpa(args: tuple, kwargs: dict[str, Any], *, like_torch: bool = True) -> SdpaArguments | str:
-    """The arguments of a call by name, or a sentence why they are none that torch's function takes.
+def bind_sdpa(args: tuple, kwargs: dict[str, Any], *, like_torch: bool = True) -> Arguments | str:
+    """The arguments of a call, or a sentence why they are none that torch's function takes.
 
     Args:
         like_torch: False for functions like ours: ``scale`` and ``enable_gqa`` may be given by position too, and
             keywords that torch does not know are left out.
     """
-    names = SdpaArguments._fields
-    most = POSITIONAL if like_torch else len(names)
+    most = POSITIONAL if like_torch else len(_NAMES)
     if len(args) > most:
         return f"it has {len(args)} positional arguments, {SDPA_NAME} takes {most}"
-    given = dict(zip(names, args))
+    given = dict(zip(_NAMES, args))
     for name, value in kwargs.items():
         if name in given:
             return f"its argument {name} is given twice"
-        if name in names:
+        if name in _NAMES:
             given[name] = value
         elif like_torch:
             return f"its argument {name} is not known"
-    for name in names[:3]:
+    for name in _NAMES[:3]:
         if name not in given:
             return f"its argument {name} is missing"
-    return SdpaArguments(**given)
+    return Arguments(**given)
 
 
 class SdpaMode(TorchFunctionMode):

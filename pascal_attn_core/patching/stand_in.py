@@ -6,18 +6,25 @@ import importlib
 import importlib.abc
 import importlib.metadata
 import importlib.util
+import logging
 import re
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib.machinery import ModuleSpec
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import torch
+
+from ..config import log_once
 from ..version import __version__
 from .patch import Patch
 
 Around = Callable[[str, Callable[..., Any]], Callable[..., Any]]
+# The least compute capability that packages have kernels for.
+_LEAST = {"flash_attn": (8, 0), "flash_attn_interface": (8, 0), "sageattention": (8, 0), "xformers": (7, 5)}
 _lock = threading.RLock()
 
 
@@ -143,17 +150,19 @@ class Installer:
         self._users, self._value = 0, None
         self._in_force: Any = None
 
-    def install(self, make: Callable[[], StandIn], value: Any = None, *, replace: bool) -> Patch:
+    def install(self, make: Callable[[], StandIn], value: Any = None, *, replace: bool | None) -> Patch:
         """Install the stand-in that ``make`` returns, or share the one in force, which goes with the last Patch.
 
+        Args:
+            replace: whether it may take the place of a real package that is installed; None = of one that cannot run
+                on this machine's devices.
         Raises:
             ValueError: the stand-in in force has another value of the option.
-            RuntimeError: the real package is installed, and ``replace`` is False.
+            RuntimeError: the real package is installed and stays.
         """
         with _lock:
             if not self._users:
-                if not replace:
-                    refuse_real_package(self._root)
+                refuse_real_package(self._root, replace)
                 self._value, self._in_force = value, make()
                 self._in_force.put_in()
             elif self._value != value:
@@ -183,9 +192,43 @@ class _Metadata(importlib.metadata.Distribution):
         raise FileNotFoundError(f"{path}: this stands in for another package and has no files")
 
 
-def refuse_real_package(name: str, hint: str = "") -> None:
-    """Raise RuntimeError if a package of that name, not ours, can be imported."""
+def refuse_real_package(name: str, replace: bool | None, hint: str = "") -> None:
+    """Raise RuntimeError if a package of that name, not ours, can be imported and is not to be replaced: see
+    :meth:`Installer.install`. If it is replaced because it cannot run, the log says so."""
     spec = importlib.util.find_spec(name)
-    if spec is not None and not isinstance(spec.loader, StandIn):
-        found = spec.origin or spec.name
+    if replace or spec is None or isinstance(spec.loader, StandIn):
+        return
+    found = spec.origin or spec.name
+    reason = _cannot_run(name, spec) if replace is None else ""
+    if not reason:
         raise RuntimeError(f"{name} must not be installed, got the one at {found}; pass replace=True to hide it{hint}")
+    log_once(logging.WARNING, "%s", f"{name} at {found} cannot run here, {reason}: Pascal Attention takes its place")
+
+
+def _cannot_run(name: str, spec: ModuleSpec) -> str:
+    """Why no device of this machine can run a real package that is installed; empty = one may."""
+    least = _LEAST.get(name)
+    if least is None or torch.version.hip:  # some of AMD's cards run the Triton kernels that these packages have
+        return ""
+    if not torch.cuda.is_available():
+        return "there is no CUDA device"
+    if name == "sageattention" and _version_of(name).startswith("1."):
+        least = (7, 5)  # in Triton alone
+    found = max(torch.cuda.get_device_capability(index) for index in range(torch.cuda.device_count()))
+    if found < least:
+        return f"it needs compute capability {_dotted(least)}, and the newest card has {_dotted(found)}"
+    folders = [Path(folder) for folder in spec.submodule_search_locations or ()]
+    if name == "xformers" and not any(any(folder.glob("_C*.*")) for folder in folders):
+        return "it has no compiled kernels"
+    return ""
+
+
+def _version_of(name: str) -> str:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return ""
+
+
+def _dotted(capability: tuple[int, int]) -> str:
+    return ".".join(map(str, capability))

@@ -17,9 +17,9 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from ..call import (
+    Arguments,
     AttentionCall,
     AttentionOutput,
-    Options,
     Results,
     TiledStats,
     Wanted,
@@ -29,7 +29,7 @@ from ..call import (
 )
 from ..call.flex_rules import is_block_mask
 from ..call.lazy_mask import LazyMask, MaskRule, rule_named
-from ..config import AttentionConfig, RouteUnavailable, default_config
+from ..config import AttentionConfig, RouteUnavailable, config_of, default_config
 from ..machine.runtime import Runtime, runtime_of
 from ..observe.report import show
 from ..version import __version__
@@ -42,7 +42,7 @@ _OPTIONS = (
     "Tensor? sinks, str config, str rule, SymInt[] rule_shape, Tensor[] rule_tensors"
 )
 _NUM_INPUTS, _NUM_OPTIONS = 4, len(_OPTIONS.split(", "))
-_SINKS = _NUM_INPUTS + Options._fields.index("sinks")  # its place among the operator's arguments
+_SINKS = Arguments._fields.index("sinks")  # its place among the operator's arguments
 
 # Compiled graphs are cached on disk by what they pass to the operator: with the version in it, a graph that was
 # compiled against another version of the operator is never taken from there.
@@ -54,26 +54,18 @@ _KEY = torch._C.DispatchKey
 _AUTOGRAD_KEYS = (_KEY.AutogradFunctionality, _KEY.AutogradOther, _KEY.AutogradNestedTensor, _KEY.ADInplaceOrView)
 
 
-def call(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Any,
-    options: Options,
-    config: AttentionConfig | None,
-    *,
-    with_lse: bool,
-) -> AttentionOutput:
+def call(given: Arguments, config: AttentionConfig | None, *, with_lse: bool) -> AttentionOutput:
     """The call as one node of a graph, for torch.compile, torch.jit.trace and fake tensors; lse is empty unless asked
     for. A mask that is a rule stays one: it goes in by its name, with the tensors that it reads."""
+    query, key, value, attn_mask, _, _, scale, *_ = given
     is_rule = isinstance(attn_mask, LazyMask) or is_block_mask(attn_mask)
     tensors = [query, key, value] if attn_mask is None or is_rule else [query, key, value, attn_mask]
     if not all(isinstance(t, Tensor) and t.layout == torch.strided and not t.is_nested for t in tensors):
         check_call(query, key, value, attn_mask)  # raises
-    if isinstance(options.scale, Tensor) and options.scale.requires_grad:
-        check_call(query, key, value, scale=options.scale)  # raises: a graph would take its value
+    if isinstance(scale, Tensor) and scale.requires_grad:
+        check_call(query, key, value, scale=scale)  # raises: a graph would take its value
     if is_rule and query.is_meta:
-        attn_mask = check_call(query, key, value, attn_mask, options).attn_mask  # a BlockMask as a LazyMask
+        attn_mask = check_call(given).attn_mask  # a BlockMask as a LazyMask
     rule: tuple[str, Sequence[int], Sequence[Tensor]] = ("", (), ())
     is_traced, is_compiling = torch._C._get_tracing_state() is not None, torch.compiler.is_compiling()
     if is_rule:
@@ -82,41 +74,28 @@ def call(
             if not is_compiling:
                 where = "under torch.jit.trace" if is_traced else f"for tensors of type {type(query).__name__}"
                 raise TypeError(f"{where} mask_rule must register the rule of a LazyMask, got {attn_mask.rule!r}")
-            out, lse = sdpa_with_an_unregistered_mask_rule(query, key, value, attn_mask, options, config, with_lse)
+            out, lse = sdpa_with_an_unregistered_mask_rule(given, config, with_lse)
             return AttentionOutput(out, query.new_empty(0) if lse is None else lse)
         rule, attn_mask = _rule_arguments(attn_mask, is_traced), None
-    inputs = [t for t in (query, key, value, attn_mask, options.sinks) if t is not None]
+        given = given.changed(attn_mask=None)
+    inputs = [t for t in (query, key, value, attn_mask, given.sinks) if t is not None]
     # A trace of torch.jit may run with gradients and without, wherever it was made; a compiled graph is guarded.
     for_grad = is_traced or (torch.is_grad_enabled() and any(t.requires_grad for t in inputs))
-    if options.window is not None:
-        sides = [-1 if side is None else int(side) if is_traced else side for side in options.window]
-        options = _with_window(options, sides)
+    if given.window is not None:
+        given = given.changed(window=[-1 if s is None else int(s) if is_traced else s for s in given.window])
     token = _TAG + (_ENVIRONMENT if config is None else config.token)
     flags = with_lse, for_grad, for_grad and attn_mask is not None and attn_mask.requires_grad
-    out, lse, *_ = _sdpa(query, key, value, attn_mask, *options, token, *rule, *flags)
+    out, lse, *_ = _sdpa(*given, token, *rule, *flags)
     return AttentionOutput(out, lse)
 
 
 @torch.compiler.disable
 def sdpa_with_an_unregistered_mask_rule(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: LazyMask,
-    options: Options,
-    config: AttentionConfig | None,
-    with_lse: bool,
+    given: Arguments, config: AttentionConfig | None, with_lse: bool
 ) -> tuple[Tensor, Tensor | None]:
     """(out, lse or None) of a call that torch.compile leaves between two graphs: a graph cannot hold a LazyMask whose
     rule is not registered by :func:`~pascal_attn_core.call.lazy_mask.mask_rule`."""
-    call = check_call(query, key, value, attn_mask, options)
-    return run(call, default_config() if config is None else config, with_lse=with_lse)[:2]
-
-
-def _with_window(options: Options, sides: Sequence[int]) -> Options:
-    # torch.compile of 2.4 has no namedtuple._replace.
-    place = Options._fields.index("window")
-    return Options(*options[:place], sides, *options[place + 1 :])  # type: ignore[arg-type, call-arg]
+    return run(check_call(given), config_of(config), with_lse=with_lse)[:2]
 
 
 # ---- arguments as a schema can carry them ----------------------------------------------------------------------------
@@ -144,15 +123,15 @@ def _checked(
 ) -> tuple[AttentionCall, str]:
     """(the call, the config's token) of the operator's arguments."""
     *options, token, rule, shape, tensors = options  # type: ignore[assignment]
-    mask: Any = attn_mask
+    given = Arguments(query, key, value, attn_mask, *options)
     if rule:  # the inverse of _rule_arguments
         dtype, _, name = rule.partition(" ")
         function = _unregistered if name == _UNREGISTERED else rule_named(name)
         mask = LazyMask(shape, function, device=query.device, dtype=getattr(torch, dtype), tensors=tensors)
-    given = Options(*options)
+        given = given._replace(attn_mask=mask)
     if given.window is not None:
         given = given._replace(window=(given.window[0], given.window[1]))
-    return check_call(query, key, value, mask, given), token
+    return check_call(given), token
 
 
 # ---- routes ----------------------------------------------------------------------------------------------------------

@@ -1,6 +1,31 @@
 """Which route a call takes, and why; and running it. Whoever watches is shown the call, and told what ran.
 
-Nothing is chosen silently: the sentences that decide here are the ones in errors, in the log and in reports.
+``auto`` asks in this order, and the first that claims the call computes it. Its sentence stands in errors, in the log
+and in reports: nothing is chosen silently.
+
+===========  ============  ============================================  ===============================================
+asked        route         claims a call                                 its sentence
+===========  ============  ============================================  ===============================================
+ShortCalls   torch, math   whose scores fit ``math_limit_mib`` and that  the score matrix is below ... MiB: torch's
+                           torch's function takes as it is               function as it is
+TensorRoute  fused-tensor  in 16 bits on a card with matrix units, if a  timed on this card at ... of the time of ...
+                           timing there finds it the fastest
+FusedRoute   fused         on a card of ours, for which torch has no     what torch lacks, or: timed on this card at ...
+                           fused kernel or was timed as slower           of the time of torch's kernel
+Rewritten    tiled         on a GPU, that torch's kernel takes in        timed on this card at ... of the time of
+                           another form, which was timed as slower       torch's kernel
+TorchRoute   torch         that torch's fused kernel takes, as it is or  torch has a fused kernel for it, and how the
+                           rewritten                                     call is rewritten
+MathRoute    math          whose scores fit ``math_limit_mib``           the score matrix is below ... MiB
+TiledRoute   tiled         whatever is left                              why torch's kernel does not take it
+Int8Route    fused-int8    never: it is not exact                        asked for by name
+===========  ============  ============================================  ===============================================
+
+Flash attention and cuDNN's are not timed (:class:`.torch_faults.TorchAlone`). What was found out for a call is used again
+for the next one of its kind (:mod:`.prepared`).
+
+A configuration that names a route asks that one only. One that names several devices (:mod:`.several`) divides the call
+among them; each part goes by the route that the whole call would take.
 """
 
 from __future__ import annotations
@@ -28,7 +53,7 @@ from .torch_kernel import TorchRoute
 TORCH = TorchRoute()
 _PLAIN = FusedRoute(TORCH)
 _TILED = TiledRoute(TORCH)
-# In the order in which they are asked whether they want a call that names no route: the first that claims it has it.
+# In the order of the table above.
 ROUTES: list[Route] = [
     ShortCalls(),
     TensorRoute(TORCH, _PLAIN),

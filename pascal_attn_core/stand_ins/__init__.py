@@ -4,13 +4,14 @@
 
     patch_imports()                  # programs that import one of them from here on find our functions
 
-A real package that is installed stays.
+A real package that is installed stays if it can run on a card of this machine.
 """
 
 from __future__ import annotations
 
 import functools
 import logging
+import os
 from collections.abc import Callable, Collection
 
 from ..config import switched_on
@@ -49,13 +50,14 @@ class ImportsPatch(Patch):
 
 
 def patch_imports(
-    *, without: Collection[str] = (), replace: bool = False, around: Around | None = None
+    *, without: Collection[str] = (), replace: bool | None = None, around: Around | None = None
 ) -> ImportsPatch:
     """:func:`patch_flash_attn`, :func:`patch_sageattention` and :func:`patch_xformers` at once.
 
     Args:
         without: the packages that are left alone: "flash_attn", "sageattention", "xformers".
-        replace: replace real packages that are installed; otherwise they stay, and the report names them.
+        replace: whether ours take the place of real packages that are installed; None = of those that cannot run on
+            this machine's devices, which the log names. The report names those that stay.
         around: see :func:`patch_flash_attn`.
     Returns:
         A Patch; ``.remove()`` removes our modules and restores what was there before.
@@ -73,11 +75,12 @@ def patch_imports(
 
 
 def patch_imports_if_asked(around: Around | None = None) -> ImportsPatch | None:
-    """:func:`patch_imports` if the environment has ``PASCAL_ATTN_FLASH=1``; None if it has not, or has
-    ``PASCAL_ATTN_DISABLE=1``. A real package that is installed is named in the log."""
-    if not switched_on("PASCAL_ATTN_FLASH") or switched_on("PASCAL_ATTN_DISABLE"):
+    """:func:`patch_imports` if the environment has ``PASCAL_ATTN_FLASH=1``, or ``replace`` for ``replace=True``; None
+    if it has not, or has ``PASCAL_ATTN_DISABLE=1``. A real package that stays is named in the log."""
+    replace = True if os.environ.get("PASCAL_ATTN_FLASH", "").strip().lower() == "replace" else None
+    if switched_on("PASCAL_ATTN_DISABLE") or not (replace or switched_on("PASCAL_ATTN_FLASH")):
         return None
-    patch = patch_imports(around=around)
+    patch = patch_imports(replace=replace, around=around)
     for why in patch.left_alone.values():
-        log.warning("PASCAL_ATTN_FLASH is ignored: %s", why)
+        log.warning("PASCAL_ATTN_FLASH is ignored: %s; PASCAL_ATTN_FLASH=replace takes its place", why)
     return patch

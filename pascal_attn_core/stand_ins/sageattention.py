@@ -17,8 +17,7 @@ from typing import Any
 from torch import Tensor
 
 from ..attention import sdpa, sdpa_with_lse
-from ..call import Options
-from ..config import AttentionConfig, UnsupportedAttention
+from ..config import AttentionConfig, UnsupportedAttention, config_of
 from ..flash_attn.options import TOKENS, FlashOptions, check_layout
 from ..flash_attn.varlen import varlen_attend
 from ..patching.patch import Patch
@@ -119,13 +118,13 @@ def sageattn_varlen(
     Returns:
         ``[total_q, Hq, Dv]``.
     """
-    options = FlashOptions(Options(0.0, is_causal, sm_scale, enable_gqa=True), config=config)
+    options = FlashOptions(0.0, is_causal, sm_scale, "upper_left", config=config)
     out, _ = varlen_attend(q, k, v, cu_seqlens_q, cu_seqlens_k, options, with_lse=False)
     return out
 
 
 def patch_sageattention(
-    config: AttentionConfig | None = None, *, replace: bool = False, around: Around | None = None
+    config: AttentionConfig | None = None, *, replace: bool | None = None, around: Around | None = None
 ) -> Patch:
     """Make ``import sageattention`` find our functions, all exact: ``sageattn``, which the names ``sageattn_qk_int8_*``
     mean too, and ``sageattn_varlen``.
@@ -136,17 +135,17 @@ def patch_sageattention(
     Args:
         config: how they compute; None = the default. With ``AttentionConfig(route="fused-int8")`` in 8 bits, which is
             not exact: typical errors are 0.1 to 1.3 %; calls that 8 bits do not take are computed exactly.
-        replace: replace the real package if it is installed.
+        replace: whether ours take the place of a real package that is installed; None = of one that cannot run on this
+            machine's devices, which the log names.
         around: see :func:`pascal_attn_core.patch_flash_attn`.
     Returns:
         A Patch; ``.remove()`` restores what was there before.
     Raises:
         TypeError: config is no AttentionConfig.
         ValueError: config is another one than that of an installation in force.
-        RuntimeError: the real package is installed.
+        RuntimeError: a real package is installed and stays.
     """
-    if config is not None and not isinstance(config, AttentionConfig):
-        raise TypeError(f"config must be an AttentionConfig or None, got {config!r}")
+    config_of(config)  # or raises
     return _installer.install(lambda: _stand_in(config, around), config, replace=replace)
 
 

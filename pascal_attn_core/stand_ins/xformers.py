@@ -15,7 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..call import FLOATS, Options
+from ..attention import sdpa
+from ..call import FLOATS
 from ..flash_attn.options import FlashOptions, attend, check_layout
 from ..flash_attn.varlen import cut_to_used, varlen_attend
 from ..patching.patch import Patch
@@ -91,18 +92,16 @@ def memory_efficient_attention(
         )
     if not (attn_bias is None or isinstance(attn_bias, (Tensor, AttentionBias))):
         raise TypeError(f"attn_bias must be a tensor, an AttentionBias or None, got {type(attn_bias).__name__}")
-    q, k, v = _with_heads(query, key, value)
     rule = attn_bias if isinstance(attn_bias, AttentionBias) else AttentionBias()
-    options = FlashOptions(Options(p, rule.is_causal, scale, True, rule.alignment, rule.window))
-    if isinstance(rule, Blocks):
-        out = _within_blocks(q, k, v, rule, options)
+    options = FlashOptions(p, rule.is_causal, scale, rule.alignment, rule.window)
+    mask = attn_bias if isinstance(attn_bias, Tensor) else rule.bias
+    if mask is not None and mask.dim() == query.dim() == 5:
+        out = _by_group(query, key, value, mask, options)
+    elif isinstance(rule, Blocks):
+        out = _within_blocks(*_with_heads(query, key, value), rule, options)
     else:
-        mask = attn_bias if isinstance(attn_bias, Tensor) else rule.bias
-        if mask is not None and mask.dim() == query.dim() == 3:
-            mask = mask.unsqueeze(1)
-        elif mask is not None and mask.dim() == 5:
-            mask = mask.flatten(1, 2)
-        out, _ = attend(q, k, v, options, mask=mask)
+        mask = mask.unsqueeze(1) if mask is not None and mask.dim() == query.dim() == 3 else mask
+        out, _ = attend(*_with_heads(query, key, value), options, mask=mask)
     return out.reshape(*query.shape[:-1], value.shape[-1]).contiguous()
 
 
@@ -115,6 +114,16 @@ def _with_heads(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tens
     if key.stride(3) == value.stride(3) == 0:
         return query.flatten(2, 3), key.select(3, 0), value.select(3, 0)
     return query.flatten(2, 3), key.flatten(2, 3), value.flatten(2, 3)
+
+
+def _by_group(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, options: FlashOptions) -> Tensor:
+    """``[B, M, G, H, K]`` -> ``[B, M, G, H, Kv]`` under a mask that broadcasts to ``[B, G, H, M, Mkv]``: G is a leading
+    dimension, so that a mask that is expanded over G or H is not copied."""
+    q, k, v = (t.permute(0, 2, 3, 1, 4) for t in (query, key, value))
+    if key.stride(3) == value.stride(3) == 0:
+        k, v = k[:, :, :1], v[:, :, :1]
+    out = sdpa(q, k, v, mask, **options.rules(), config=options.config)
+    return out.permute(0, 3, 1, 2, 4)
 
 
 def _within_blocks(q: Tensor, k: Tensor, v: Tensor, mask: Blocks, options: FlashOptions) -> Tensor:
@@ -176,7 +185,7 @@ class RMSNorm(nn.RMSNorm):
         super().__init__(dim, eps, include_weight)
 
 
-def patch_xformers(*, replace: bool = False, around: Around | None = None) -> Patch:
+def patch_xformers(*, replace: bool | None = None, around: Around | None = None) -> Patch:
     """Make ``import xformers`` find our functions: ``ops.memory_efficient_attention``, ``ops.fmha.attn_bias``, and in
     plain PyTorch ``ops.{unbind,SwiGLU,RMSNorm}``.
 
@@ -184,12 +193,13 @@ def patch_xformers(*, replace: bool = False, around: Around | None = None) -> Pa
     it is imported. Package metadata agrees (``importlib.metadata.version("xformers")`` is ``"0.0.35+pascal..."``).
 
     Args:
-        replace: replace the real package if it is installed.
+        replace: whether ours take the place of a real package that is installed; None = of one that cannot run on this
+            machine's devices, which the log names.
         around: see :func:`pascal_attn_core.patch_flash_attn`.
     Returns:
         A Patch; ``.remove()`` restores what was there before.
     Raises:
-        RuntimeError: the real package is installed.
+        RuntimeError: a real package is installed and stays.
     """
     package, counted = __name__.rpartition(".")[0], ("memory_efficient_attention",)
     given: dict[str, Any] = {"package": package, "eager": tuple(_MODULES), "around": around, "counted": counted}

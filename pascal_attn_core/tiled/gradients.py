@@ -174,14 +174,11 @@ class GradientProducts(TileProducts):
         """Turn the gradient of what a score rule returns into that of its scores, in place; add those of what it
         reads."""
         scores = rows_by_token(self.product(query, key, self.scale), self.groups)
-        of_scores, *of_captured = rule.gradients(scores, self.by_head(grad))
+        of_scores = rule.add_gradients(scores, self.by_head(grad), self.captured)
         if of_scores is None:
             grad.zero_()
         else:
             rows_by_token(grad, self.groups).copy_(of_scores)
-        for total, found in zip(self.captured, of_captured):
-            if found is not None:
-                total.add_(found)
 
 
 class _UnitRange:

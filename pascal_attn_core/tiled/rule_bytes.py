@@ -4,18 +4,20 @@ from outside, so it is read off a small tile."""
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from types import FunctionType
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..call import AttentionCall
-from ..call.flex_rules import BlockRule, ScoreRule, ScoreTile
+from ..call.flex_rules import BlockRule, ScoreRule, ScoreTile, referred, tensors_read
 from ..observe.memory import Follower
 
 _SIDE = 32  # queries and keys of the small tile
 _HEADS = 16
+_MOST_KINDS = 64  # of calls that are remembered for a function
 
 
 class RuleBytes(NamedTuple):
@@ -42,54 +44,86 @@ def rule_bytes(call: AttentionCall, *, backward: bool) -> RuleBytes:
     score = pair = asked = kept = 0
     sides = min(_SIDE, call.seq_len_q), min(_SIDE, call.seq_len_kv)
     if call.score_rule is not None and not call.is_empty:
+        rule = call.score_rule
         kind = backward, call.query.device.type, call.sums_dtype, min(_HEADS, call.num_heads), *sides
-        score, pair = _once(call.score_rule.score_mod, kind, lambda: _of_scores(call, call.score_rule, sides, backward))
+        score, pair = _once(rule.score_mod, rule.tensors, kind, lambda: _of_scores(call, rule, sides, backward))
     if isinstance(call.attn_mask, BlockRule) and not call.is_empty:
         mask = call.attn_mask
-        asked = _once(mask.rule, ("mask", mask.device.type, *sides), lambda: _of_mask(mask, sides))
+        place = torch.zeros((), dtype=torch.int64, device=mask.device)
+        read, _ = tensors_read(mask.rule, *[place] * 4)
+        asked = _once(mask.rule, read, ("mask", mask.device.type, *sides), lambda: bytes_asked(mask.asked, mask.device))
         # The part of the mask that is written for a tile: once, or for each head.
         score, pair = (score + 1, pair) if mask.by_head else (score, pair + 1)
         kept = mask.kept_bytes
     return RuleBytes(score, pair, asked, kept) if score or pair else NO_RULES
 
 
-def _once(function: Any, kind: tuple, find: Callable[[], Any]) -> Any:
-    """The result of ``find``, remembered for a function, or for the one that a method is bound to."""
+def _once(function: Any, read: Sequence[Tensor], kind: tuple, find: Callable[[], Any]) -> Any:
+    """The result of ``find``, remembered for a function, or for a method and its object, as long as the numbers that
+    it refers to and the shapes of the tensors that it reads are the same."""
+    owner, function = getattr(function, "__self__", None), getattr(function, "__func__", function)
+    values = [*getattr(owner, "__dict__", {}).values()]
     try:
-        known = _known.setdefault(getattr(function, "__func__", function), {})
-    except TypeError:  # it cannot be weakly referenced
+        values += referred(function) if isinstance(function, FunctionType) else []
+        known = _known.setdefault(function, {})
+    except (TypeError, ValueError):  # it cannot be weakly referenced, or refers to what is not there yet
         return find()
+    numbers = tuple(value for value in values if type(value) in (bool, int, float))
+    kind = (*kind, id(owner), numbers, *(t.shape for t in read))
     if kind not in known:
+        if len(known) == _MOST_KINDS:
+            known.clear()
         known[kind] = find()
     return known[kind]
 
 
-def _of_scores(call: AttentionCall, rule: Any, sides: tuple[int, int], backward: bool) -> tuple[int, int]:
-    """(bytes per score, bytes per query and key) of a score rule, from tiles of some heads.
+def _of_scores(call: AttentionCall, rule: ScoreRule, sides: tuple[int, int], backward: bool) -> tuple[int, int]:
+    """(bytes per score, bytes per query and key) of a score rule, from tiles of some heads and of half the queries.
 
     A rule first computes what depends on query and key only, then what depends on the head. The larger of both counts,
-    so the peak bends upwards with the number of heads: a line with the slope of its end lies nowhere below it.
+    so the peak bends upwards with the number of heads: a line with the slope of its end lies nowhere below it. Bytes
+    that are the same for every tile, such as the dense gradient of a table, no tile can reduce: they do not count.
     """
     most = min(_HEADS, call.num_heads)
     fewer = 1 if most == call.num_heads else most // 2
-    one, few, many = (_peak(rule, heads, sides, backward) for heads in (1, fewer, most))
-    size = sides[0] * sides[1]
-    per_score = -(-(many - few) // (size * (most - fewer))) if most > fewer else 0
-    return per_score, max(0, -(-one // size) - per_score)
+    half = (sides[0] // 2, sides[1]) if sides[0] > 1 else (1, sides[1] // 2)
+    size, less = sides[0] * sides[1], half[0] * half[1]
+    score = pair = 0
+    for work in (_in_graph, _backward) if backward else (_forward,):
+        one, few, many = (_peak(rule, heads, sides, work) for heads in (1, fewer, most))
+        fewer_queries = _peak(rule, 1, half, work) if less else 0
+        per_score = -(-(many - few) // (size * (most - fewer))) if most > fewer else 0
+        score = max(score, per_score)
+        pair = max(pair, -(-(one - fewer_queries) // (size - less)) - per_score)
+    return score, pair
 
 
-def _peak(rule: ScoreRule, heads: int, sides: tuple[int, int], backward: bool) -> int:
+def _forward(tile: ScoreTile, scores: Tensor) -> Any:
+    return tile(scores)
+
+
+def _in_graph(tile: ScoreTile, scores: Tensor) -> Any:
+    with torch.enable_grad():
+        return tile(scores.requires_grad_().clone())
+
+
+def _backward(tile: ScoreTile, scores: Tensor) -> Any:
+    sums = [torch.zeros_like(t) for t in tile.rule.captured]
+    return sums, tile.add_gradients(scores, torch.ones_like(scores).transpose(1, 2), sums)
+
+
+def _peak(rule: ScoreRule, heads: int, sides: tuple[int, int], work: Callable[[ScoreTile, Tensor], Any]) -> int:
     scores = rule.like.new_zeros(heads, sides[0], 1, sides[1])
     tile = ScoreTile(rule, 0, (0, heads), (0, sides[0]), (0, sides[1]))
     with torch.no_grad(), Follower(scores.device.type) as seen:
-        found = tile.gradients(scores, torch.ones_like(scores).transpose(1, 2)) if backward else tile(scores)
+        found = work(tile, scores)
     del found
     return seen.peak
 
 
-def _of_mask(mask: BlockRule, sides: tuple[int, int]) -> int:
-    """Bytes per element."""
-    with torch.no_grad(), Follower(mask.device.type) as seen:
-        keep: Tensor = mask.asked(0, 0, *(torch.arange(side, device=mask.device) for side in sides))
+def bytes_asked(asked: Callable[..., Tensor], device: torch.device) -> int:
+    """Bytes that a mask's function allocates for each element, its result among them."""
+    with torch.no_grad(), Follower(device.type) as seen:
+        keep = asked(0, 0, *[torch.zeros(_SIDE, dtype=torch.int64, device=device)] * 2)
     del keep
-    return -(-seen.peak // (sides[0] * sides[1]))
+    return -(-seen.peak // _SIDE**2)

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from ..attention import sdpa, sdpa_with_lse
-from ..config import AttentionConfig, default_config
+from ..config import AttentionConfig, config_of, default_config
 from ..patching.patch import Patch, PatchGroup, replaced
 from .call import Masked, refuse_what_we_do_not_know, weights, with_query_sinks
 from .mask import HostMask, asks_interface, pascal_mask
@@ -56,12 +56,13 @@ def patch_transformers(name: str = "pascal_chunked", *, config: AttentionConfig 
         this name cannot run until another implementation is set.
     Raises:
         ImportError: Transformers is missing or older than 4.53.
-        ValueError, TypeError: an unusable name.
+        ValueError, TypeError: an unusable name, or config is no AttentionConfig.
     """
     if not isinstance(name, str):
         raise TypeError(f"name must be a str, got {name!r}")
     if not name or name == "eager" or any(part in name for part in _RESERVED):
         raise ValueError(f"name must not be 'eager' nor contain any of {list(_RESERVED)}, got {name!r}")
+    config_of(config)  # or raises
     attention = _attention_by(config)
 
     def mask(*args: Any, **kwargs: Any) -> Any:

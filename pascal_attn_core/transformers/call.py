@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..call import PLAIN, Options, check_call, prepared, without_autocast
+from ..call import PLAIN, Arguments, check_call, prepared, without_autocast
 from ..call.flex_rules import is_block_mask
 from ..call.lazy_mask import LazyMask
 from ..config import log_once
@@ -142,7 +142,7 @@ def weights(query: Tensor, all_keys: Tensor, masked: Masked, options: dict[str, 
     """The attention weights ``[B, Hq, L, S]`` before dropout: for callers that ask for them."""
     text = "output_attentions=True stores weights of L*S elements for every layer and computes them twice"
     log_once(logging.WARNING, text)
-    call = check_call(*prepared(query, masked.key, masked.value, masked.mask, Options(**options)))
+    call = check_call(prepared(Arguments(query, masked.key, masked.value, masked.mask, **options)))
     with without_autocast(query):
         probs = probabilities(call).flatten(1, 2).to(query.dtype)
     after = all_keys.shape[2] - masked.first_key - probs.shape[3]

@@ -42,7 +42,6 @@ class HostMask(LazyMask):
     queries and keys, and comes back from the mask function as itself. Any other operation turns it into the tensor it
     represents, which is correct but takes L*S elements and is logged once. Added to scores by a model's own attention
     code, it is the float mask that such code expects.
-
     """
 
     dtype = torch.bool
@@ -105,7 +104,7 @@ class HostMask(LazyMask):
     # ---- what Transformers asks of it ------------------------------------------------------------------------------
 
     @property
-    def shape(self) -> torch.Size:
+    def shape(self) -> torch.Size:  # type: ignore[override]
         return torch.Size((self.batch_size, 1, self.seq_len_q, self.seq_len_kv))
 
     def size(self, dim: int | None = None) -> Any:
@@ -122,6 +121,9 @@ class HostMask(LazyMask):
         device = self.device if target is None else torch.device(target)
         padding = None if self.padding is None else self.padding.to(device)
         return self._with(padding=padding, device=device)
+
+    def on(self, device: torch.device) -> HostMask:
+        return self.to(device)
 
     def part(self, rows: tuple[int, int], keys: tuple[int, int]) -> HostMask:
         """Rows and keys of it, each from the first to before the last."""

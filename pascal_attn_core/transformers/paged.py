@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from ..call import Options
 from ..config import AttentionConfig
 from ..flash_attn.options import FlashOptions
 from ..flash_attn.varlen import varlen_attend
@@ -58,7 +57,7 @@ def paged_attend(
     if isinstance(ends_k, dict):  # versions before 5.23, and layers that share the keys of another one
         ends_k = ends_k["full_attention" if window is None else "sliding_attention"]
     sides = None if window is None else (window - 1, -1)
-    options = FlashOptions(Options(dropout, True, scaling, True, "lower_right", sides, softcap), config=config)
+    options = FlashOptions(dropout, True, scaling, "lower_right", sides, softcap, config=config)
     ends, query = (_on_cpu(ends_q), _on_cpu(ends_k)), query[0].transpose(0, 1)
     out, lse = varlen_attend(query, keys, values, *ends, options, with_lse=s_aux is not None)
     if s_aux is not None and lse is not None:

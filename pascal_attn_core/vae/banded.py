@@ -98,7 +98,7 @@ def _nodes(args: Any) -> Any:
 def _attention(*args: Any, **kwargs: Any) -> Banded:
     call: Any = bind_sdpa(args, kwargs, like_torch=False)
     tensors, first = call[:4], _first(call[:4])
-    options = {name: value for name, value in (kwargs | call._asdict()).items() if name not in call._fields[:4]}
+    options = {name: value for name, value in (kwargs | call.keywords()).items() if name not in call._fields[:4]}
     query, key, value, mask = _nodes(_autocast(*tensors))
     node = operators.attention(first.run, query, key, value, mask, options)
     return Banded(node, first.run, first.device)

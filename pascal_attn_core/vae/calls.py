@@ -1,4 +1,4 @@
-"""The methods of a patched VAE."""
+"""The methods of a patched VAE, and the report on their calls."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from ..call import PLAIN
+from ..config import check_bools, check_number
 from ..machine.device import MIB
 from ..machine.out_of_memory import out_of_memory
 from ..machine.own_thread import made_up_inputs
@@ -98,13 +99,9 @@ class BandSettings:
     enabled: bool = True  # until the patch is removed
 
     def __post_init__(self) -> None:
-        budget = self.budget_mib
-        if isinstance(budget, bool) or not isinstance(budget, (int, float, type(None))):
-            raise TypeError(f"budget_mib must be a number, got {budget!r}")
-        if budget is not None and not 0 < budget < float("inf"):
-            raise ValueError(f"budget_mib must be above 0 and finite, got {budget}")
-        if not isinstance(self.verify, bool):
-            raise TypeError(f"verify must be a bool, got {self.verify!r}")
+        if self.budget_mib is not None:
+            check_number("budget_mib", self.budget_mib, float, 0, above=True)
+        check_bools(self, "verify")
         for name in ("progress", "expected_bytes"):
             if getattr(self, name) is not None and not callable(getattr(self, name)):
                 raise TypeError(f"{name} must be a function or None, got {getattr(self, name)!r}")

@@ -74,15 +74,6 @@ def test_softcap_and_sinks_can_be_compiled_with_gradients() -> None:
     torch.testing.assert_close(actual, expected)
 
 
-def test_causal_biases_can_be_compiled() -> None:
-    from torch.nn.attention.bias import causal_lower_right
-
-    query, key, value = (torch.randn(1, 2, n, 8) for n in (20, 30, 30))
-    attend = torch.compile(lambda *t: sdpa(*t, causal_lower_right(20, 30)), backend="aot_eager")
-    expected = sdpa(query, key, value, is_causal=True, alignment="lower_right")
-    torch.testing.assert_close(attend(query, key, value), expected, atol=1e-6, rtol=1e-5)
-
-
 def test_autocast_means_the_same_when_compiled() -> None:
     query, key, value = torch.randn(1, 2, 70, 8), torch.randn(1, 2, 70, 8).bfloat16(), torch.randn(1, 2, 70, 8)
     compiled = torch.compile(lambda *t: sdpa(*t, config=TILED), fullgraph=True, backend="aot_eager")

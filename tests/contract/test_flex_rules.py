@@ -120,14 +120,3 @@ def test_rules(rule: tuple[str, str], dtype: torch.dtype) -> None:
         if expected is not None:
             assert own is not None
             assert (own - expected).norm() <= max(5 * tolerance, 2e-6) * max(expected.norm(), 0.01 * max(sizes))
-
-
-def test_the_blocks_of_nabla_alone() -> None:
-    """Kandinsky makes a BlockMask of full blocks only, without a mask_mod."""
-    states = torch.rand(BATCH, HEADS, 6, 6, generator=torch.Generator().manual_seed(1)) < 0.4
-    counts, order = states.sum(-1, dtype=torch.int32), states.int().argsort(-1, descending=True).int()
-    lists = torch.zeros_like(counts), order, counts, order, 32
-    blocks = flex.BlockMask.from_kv_blocks(*lists, mask_mod=None, seq_lengths=(TOKENS, TOKENS))
-    given = [torch.randn(BATCH, HEADS, TOKENS, 16) for _ in range(3)]
-    exact = definition(*given, None, lambda b, h, i, j: states[b, h, i // 32, j // 32])[0]
-    torch.testing.assert_close(flex_attention(*given, None, blocks), exact, rtol=1e-5, atol=1e-5)

@@ -19,15 +19,6 @@ DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 ALLOCATOR_MIB = 4
 
 
-@pytest.fixture(autouse=True)
-def _full_float32():
-    """TF32 is a choice of the user, not of this library: off here."""
-    before = torch.backends.cuda.matmul.allow_tf32
-    torch.backends.cuda.matmul.allow_tf32 = False
-    yield
-    torch.backends.cuda.matmul.allow_tf32 = before
-
-
 def _large(dtype: torch.dtype = torch.float32, kv_heads: int = 8) -> list[torch.Tensor]:
     shapes = ((4, 32, 4096, 64), (4, kv_heads, 4096, 64), (4, kv_heads, 4096, 64))
     return [torch.randn(shape, device="cuda", dtype=dtype) for shape in shapes]

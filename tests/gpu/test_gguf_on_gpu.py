@@ -69,6 +69,7 @@ def test_every_bit_of_a_product_is_that_of_the_definition(name: str, dtype: torc
 
 
 @needs_dp4a
+@pytest.mark.timed
 @pytest.mark.parametrize("rows", [1, 16, 4096])
 @pytest.mark.parametrize("name", PRODUCT_FORMATS)
 def test_the_times_of_each_way(name: str, rows: int) -> None:

@@ -11,8 +11,6 @@ from typing import Any
 
 import torch  # noqa: F401
 
-NOTED = os.environ.get("DEVICE_LINES")  # see tools/device_lines.py
-
 
 def child(job: dict[str, Any]) -> int:
     signal.alarm(int(job["timeout"]))
@@ -23,10 +21,6 @@ def child(job: dict[str, Any]) -> int:
     os.chdir(job["cwd"])
     sys.path[:1] = ["", *job["paths"]]  # in the place of this folder
     sys.argv = ["-c", *job["arguments"]]
-    if NOTED:
-        from tools import device_lines
-
-        device_lines.watch(NOTED)
     main = sys.modules["__main__"] = types.ModuleType("__main__")
     try:
         exec(compile(job["code"], "<string>", "exec"), main.__dict__)  # noqa: S102

@@ -7,14 +7,15 @@ import os
 import signal
 import subprocess
 import sys
-import tempfile
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import IO, Any, NamedTuple
+from typing import Any, NamedTuple
 
 GRACE = 3.0  # seconds between asking a process to end and ending it
-_TAIL = 4000
+_POLL = 0.2
+_TAIL = 16000
 
 
 class Ended(NamedTuple):
@@ -37,7 +38,7 @@ class Ended(NamedTuple):
         """``"exit status 1"``, ``"SIGSEGV"``, ``"stopped after 60 s"``."""
         if self.status is None:
             still = ", and still there" if self.remains else ""
-            return f"stopped after {self.seconds:.0f} s{still}"
+            return f"stopped after {self.seconds:.0f} s{still}" if self.seconds else "cut short"
         if self.status >= 0:
             return f"exit status {self.status}"
         try:
@@ -51,16 +52,24 @@ class Ended(NamedTuple):
         return next((line.strip() for line in reversed(self.output.splitlines()) if line.strip()), "")
 
 
+CUT = Ended(None, "", 0.0)  # of a process that still runs: what is known if nothing more will be
+
+
 def run(
     command: Sequence[str],
     seconds: float,
     *,
+    output: Path,
     cwd: Path | None = None,
     env: Mapping[str, str] | None = None,
+    stop: threading.Event | None = None,
 ) -> Ended:
     """Run a command and wait for it, at most this many seconds; whatever ends the wait, an interrupt included, ends the
     process and all that it has started.
 
+    Args:
+        output: the file for what it writes.
+        stop: ends the wait when it is set.
     Raises:
         OSError: it cannot be started.
     """
@@ -69,18 +78,25 @@ def run(
         options["creationflags"] = subprocess.CREATE_NEW_PROCESS_GROUP
     else:
         options["start_new_session"] = True
-    with tempfile.TemporaryFile() as output:
-        began = time.monotonic()
-        child = subprocess.Popen(list(command), stdout=output, stderr=subprocess.STDOUT, **options)
-        status: int | None = None
-        remains = False
+    began = time.monotonic()
+    with output.open("wb") as file:
+        child = subprocess.Popen(list(command), stdout=file, stderr=subprocess.STDOUT, **options)
+    try:
+        status = _wait(child, began + seconds, stop or threading.Event())
+    finally:
+        remains = not _end(child)
+    return Ended(status, tail(output), time.monotonic() - began, remains)
+
+
+def _wait(child: subprocess.Popen[bytes], end: float, stop: threading.Event) -> int | None:
+    """The exit status; None at the end of the time, of ``time.monotonic``, or when it is to stop."""
+    while True:
+        left = end - time.monotonic()
         try:
-            status = child.wait(max(seconds, 0.0))
+            return child.wait(max(0.0, min(_POLL, left)))
         except subprocess.TimeoutExpired:
-            pass
-        finally:
-            remains = not _end(child)
-        return Ended(status, _tail(output), time.monotonic() - began, remains)
+            if left <= _POLL or stop.is_set():
+                return None
 
 
 def _end(child: subprocess.Popen[bytes]) -> bool:
@@ -110,7 +126,9 @@ def _signal_group(group: int, number: int) -> None:
         os.killpg(group, number)
 
 
-def _tail(output: IO[bytes]) -> str:
-    size = output.seek(0, os.SEEK_END)
-    output.seek(max(0, size - _TAIL))
-    return output.read().decode(errors="replace")
+def tail(path: Path) -> str:
+    """The last characters of a file."""
+    with path.open("rb") as file:
+        size = file.seek(0, os.SEEK_END)
+        file.seek(max(0, size - _TAIL))
+        return file.read().decode(errors="replace")

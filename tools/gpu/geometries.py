@@ -72,28 +72,8 @@ def _whole_words(tiles: AnyGeometry, head_dim: int) -> bool:
 
 
 def words(tiles: AnyGeometry) -> str:
-    """``"128x64 by 8x16, chunks 16/16, P in 2, 2 blocks"``, on tensor cores ``"8 warps of 2x16 rows, ..."``."""
-    if isinstance(tiles, TensorGeometry):
-        waiting = "counters" if tiles.counters else "a barrier"
-        return (
-            f"{_warps(tiles)}, Q {tiles.in_registers or 'all'} in registers, {tiles.integer_packed} of 4 packed by "
-            f"integers, {waiting}, {_blocks_words(tiles)}"
-        )
-    if isinstance(tiles, GradientGeometry):
-        kept = "/".join(map(str, tiles.in_registers))
-        return f"{_warps(tiles)}, {tiles.at_once} at once, {kept} in registers, {_blocks_words(tiles)}"
-    return (
-        f"{tiles.rows}x{tiles.cols} by {tiles.tx}x{tiles.ty}, chunks {tiles.depth}/{tiles.staged}, "
-        f"P in {tiles.parts}, {'factors ahead, ' * tiles.ahead}{_blocks_words(tiles)}"
-    )
-
-
-def _blocks_words(tiles: AnyGeometry) -> str:
-    return f"{tiles.blocks} block{'s'[: tiles.blocks > 1]}"
-
-
-def _warps(tiles: TensorGeometry | GradientGeometry) -> str:
-    return f"{tiles.warps} warps of {tiles.tiles}x16 rows, {tiles.cols} columns"
+    """``"rows 128, cols 64, tx 8, ..."``."""
+    return ", ".join(f"{name} {value}" for name, value in vars(tiles).items())
 
 
 def shapes(variant: Variant) -> list[AnyGeometry]:

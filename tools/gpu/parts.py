@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-import contextlib
-import json
+import itertools
+import math
+import os
 import shlex
+import tempfile
+import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from . import child, sanitizer
+from . import child, sanitizer, told
 from .results import ROOT, read
-from .table import table
 
 # What an outcome can be. The first two hold until something changes; after the others the part is run again.
 # Unfinished: it ran out of time, and nothing was wrong so far.
@@ -23,58 +26,51 @@ LASTING = (RIGHT, WRONG)
 BAD = (WRONG, FAILED)
 # What a part needs for its own beginning and end.
 _MARGIN = 12.0
-_SLOWEST = 10
-_INTERRUPTED, _NO_TESTS = 2, 5  # exit statuses of pytest
+_SECONDS_OF_SELFTEST = 60.0
+_NO_DEVICE, _NO_TESTS = 2, 5  # exit statuses of our programs, of pytest
 
 
 class Outcome(NamedTuple):
-    """summary: in one line; figures: for the file; table: lines for the terminal."""
+    """summary: in one line; figures: for the file; table: lines for the terminal; bad: what is wrong, a line for
+    each."""
 
     state: str
     summary: str
     figures: dict[str, Any]
     table: Sequence[str] = ()
+    bad: Sequence[str] = ()
 
 
-@dataclass(frozen=True)
-class Sizes:
-    """How large everything is run: arguments of the commands. ``name`` is one of the conditions of a result."""
-
-    name: str
-    tests: tuple[str, ...]
-    selftest_seconds: float
-    forward: tuple[str, ...]
-    backward: tuple[str, ...]
-    linear: tuple[str, ...]
-    selftest: tuple[str, ...] = ()
-    demo: tuple[str, ...] = ()
-    sanitized: tuple[str, ...] = ()
-    sweep: tuple[str, ...] = ()
-
-
+# Arguments of the commands, by part; ``name`` is one of the conditions of a result.
+Sizes = Mapping[str, tuple[str, ...]]
+# Tests on a card, random calls among them; the part "selftest" is one of them.
+TESTS = ("tests/gpu", "tests/contract/test_fuzz.py", "tests/host/diffusers/test_on_gpu.py")
+TESTS += ("tests/unit/core/test_observe.py",)
+_SELFTEST = "tests/gpu/test_selftest_on_gpu.py"
 _SHAPES = "sdxl,sd15,flux,gqa,causal,mask_padding,decode,cross77,sdxl_bf16,vae,mask_bool,mask_bias,wan"
-FULL = Sizes(
-    "full",
-    # the part "selftest" is that test
-    tests=("--deselect", "tests/gpu/test_selftest_on_gpu.py"),
-    selftest_seconds=60.0,
-    forward=("--shapes", _SHAPES, "--rounds", "3", "--seconds", "1"),
-    backward=("--backward", "--shapes", _SHAPES, "--rounds", "3", "--seconds", "1"),
-    linear=("--linear", "--shapes", "all", "--rounds", "5", "--seconds", "1"),
-)
+_FULL = ("--shapes", _SHAPES, "--rounds", "3", "--seconds", "1")
+FULL: Sizes = {
+    "name": ("full",),
+    "tests": (*TESTS, "-m", "gpu and not timed", "--deselect", _SELFTEST, "--fuzz-calls", "2000"),
+    "timed-tests": ("tests/gpu", "-m", "gpu and timed", "-n", "1"),
+    "bench-forward": _FULL,
+    "bench-backward": ("--backward", *_FULL),
+    "bench-linear": ("--linear", "--shapes", "all", "--rounds", "5", "--seconds", "1"),
+}
 _OWN = ("--shape", "Hq=2,L=70,D=32", "--candidates", "fused,torch,tiled", "--rounds", "1", "--seconds", "0.1")
-TINY = Sizes(
-    "tiny",
-    tests=("-k", "every_architecture or autocast"),
-    selftest=("--no-speed", "--threads", "1"),
-    selftest_seconds=2.0,
-    forward=_OWN,
-    backward=("--backward", *_OWN, "--candidates", "torch,tiled"),
-    linear=("--linear", "--shapes", "llm-decode", "--rounds", "1", "--seconds", "0.1"),
-    demo=("--quick", "--only", "image", "--steps", "1"),
-    sanitized=("--most", "1"),
-    sweep=("--jobs=forward-32-float32-none", "--tokens=70", "--waves=0", "--rounds=1", "--most=1", "--processes=1"),
-)
+TINY: Sizes = {
+    "name": ("tiny",),
+    "tests": ("tests/gpu", "-m", "gpu", "-n", "0", "-k", "every_architecture or autocast"),
+    "timed-tests": ("tests/gpu", "-m", "gpu and timed", "-n", "0", "-k", "every_architecture"),
+    "selftest": ("--no-speed", "--threads", "1", "--seconds", "2"),
+    "bench-forward": _OWN,
+    "bench-backward": ("--backward", *_OWN, "--candidates", "torch,tiled"),
+    "bench-linear": ("--linear", "--shapes", "llm-decode", "--rounds", "1", "--seconds", "0.1"),
+    "demo": ("--quick", "--only", "image", "--steps", "1"),
+    "variants": ("--names", "forward-32-float32-none,split-32-float16-none"),
+    "sanitizer": ("--names", "forward-64-float32-none"),
+    "sweep": ("--jobs=forward-32-float32-none", "--tokens=70", "--waves=0", "--rounds=1", "--most=1", "--processes=1"),
+}
 
 
 @dataclass
@@ -87,8 +83,10 @@ class Job:
         scratch: an empty folder.
         before: the figures of an earlier run that did not come to its end.
         env: the environment of its processes.
+        processes: how many it may run at once.
+        stop: ends them when it is set.
         commands: what has been run, for the reader.
-        progress: the file in which the figures grow, where an interrupt shall leave those so far.
+        judge: how a process ended -> the outcome, by what has been written so far. None: what it printed is all.
     """
 
     python: tuple[str, ...]
@@ -98,109 +96,124 @@ class Job:
     scratch: Path
     before: dict[str, Any]
     env: dict[str, str]
+    processes: int = 1
+    stop: threading.Event = field(default_factory=threading.Event)
     commands: list[str] = field(default_factory=list)
-    progress: Path | None = None
+    judge: Callable[[child.Ended], Outcome] | None = None
 
     @property
     def left(self) -> float:
         """Seconds."""
         return self.end - time.monotonic()
 
-    def run(
-        self,
-        *arguments: str,
-        prefix: Sequence[str] = (),
-        env: dict[str, str] | None = None,
-        seconds: float | None = None,
-    ) -> child.Ended:
+    def run(self, *arguments: str, prefix: Sequence[str] = (), seconds: float = math.inf, **env: str) -> child.Ended:
         """Run Python with these arguments, at most to the end of the part, or this many seconds."""
-        before = [Path(prefix[0]).name, *prefix[1:]] if prefix else []
-        self.commands.append(shlex.join([*before, "python", *arguments]))
-        limit = self.left if seconds is None else min(seconds, self.left)
-        command = [*prefix, *self.python, *arguments]
-        return child.run(command, limit, cwd=ROOT, env={**self.env, **(env or {})})
+        text = shlex.join([*(Path(word).name for word in prefix[:1]), *prefix[1:], "python", *arguments])
+        if text not in self.commands:
+            self.commands.append(text)
+        handle, output = tempfile.mkstemp(dir=self.scratch, prefix="output-")
+        os.close(handle)
+        options = {"cwd": ROOT, "env": {**self.env, **env}, "output": Path(output), "stop": self.stop}
+        return child.run([*prefix, *self.python, *arguments], min(seconds, self.left), **options)
+
+    def judged(self, judge: Callable[[child.Ended], Outcome], *arguments: str, **options: Any) -> Outcome:
+        """The outcome of :meth:`run`, which grows meanwhile."""
+        self.judge = judge
+        return judge(self.run(*arguments, **options))
+
+    def so_far(self) -> Outcome:
+        """The outcome if nothing more came."""
+        if self.judge is not None:
+            return self.judge(child.CUT)
+        lines = [line for path in self.scratch.glob("output-*") for line in child.tail(path).splitlines()]
+        return Outcome(UNFINISHED, child.CUT.words, {"output": lines} if lines else {})
+
+    def watch(self, name: str = "told") -> told.Watch:
+        """A new folder for what processes tell."""
+        return told.Watch(self.scratch / name, self.before)
 
 
 @dataclass(frozen=True)
 class Part:
     """weight: its share of the time, in units of those of the parts behind it; made_from: files and folders that its
-    result depends on."""
+    result depends on; share: of the processors, in units of those of the parts beside it. 0: it is timed, alone."""
 
     name: str
     weight: float
     made_from: tuple[str, ...]
     run: Callable[[Job], Outcome]
+    share: int = 0
 
 
-def _tests(job: Job) -> Outcome:
-    """Tests that have passed before are left out. One that ends its process, or for which there was not enough time, is
-    run after all the others next time."""
-    path, known = job.scratch / "tests.jsonl", job.scratch / "before.json"
-    passed, lost = dict(job.before.get("seconds", {})), list(job.before.get("lost", []))
-    known.write_text(json.dumps({"passed": list(passed), "lost": lost}))
-    seconds = max(0.0, job.left - _MARGIN)
-    given = ("-p", "no:cacheprovider", "-p", "tools.gpu.recorder", "--record", str(path), "--before", str(known))
-    given += ("--seconds", f"{seconds:.0f}", *job.sizes.tests)
+def _by_kernel(job: Job, part: str, module: str, processes: int) -> Outcome:
+    """Kernels one by one, in processes that any of them may end; what is known of before is left out."""
+    watch = job.watch()
+    job.judge = lambda ended: _judge_told(ended, watch.look())
+    with ThreadPoolExecutor(processes) as pool:
+        shares = [f"{number + 1}/{processes}" for number in range(processes)]
+        ends = list(pool.map(lambda share: _share(job, watch.folder, share, module, part), shares))
+    ended = next((each for each in ends if each.status is None), max(ends, key=lambda each: each.status != 0))
+    return Outcome(NOT_RUN, ended.last_line, {}) if ended.status == _NO_DEVICE else job.judge(ended)
+
+
+def _share(job: Job, folder: Path, share: str, module: str, part: str) -> child.Ended:
+    """A share of the kernels: one process after the other, each begun where a kernel has ended the one before it."""
+    teller = told.Teller(folder, f"share-{share.partition('/')[0]}")
+    given = ("--told", str(folder), "--share", share, *job.sizes.get(part, ()))
+    while True:
+        known = len(told.read(folder, teller.writer).ended)
+        ended = job.run("-m", module, "--device", job.device, *given)
+        if ended.status in (0, _NO_DEVICE, None):
+            return ended
+        for line in told.read(folder, teller.writer).begun.values():
+            teller.lose(line, ended.seconds, f"it has ended its process: {ended.words}")
+        if len(told.read(folder, teller.writer).ended) == known:
+            return ended
+
+
+def _tests(job: Job, part: str) -> Outcome:
+    """Tests that have passed before are left out."""
+    watch = job.watch()
+    given = ("-p", "no:cacheprovider", "-p", "tools.gpu.recorder", "--told", str(watch.folder))
+    given += ("--until", f"{time.time() + job.left - _MARGIN:.0f}", "-n", str(job.processes), "--dist", "load")
     # A child process for the first use of each kind of call would take longer than the tests.
-    ended = job.run("-m", "pytest", "-m", "gpu", "tests/gpu", *given, env={"PASCAL_ATTN_TRUST": "1"})
-    lines = _lines_of(path)
-    tests = [line for line in lines if "test" in line]
-    begun = next((line["begun"] for line in reversed(lines) if "begun" in line), None)
-    if begun is not None and all(line["test"] != begun for line in tests):  # it has taken its process along
-        if ended.status is not None or begun in lost:
-            tests.append({"test": begun, "outcome": "failed", "seconds": ended.seconds, "message": ended.words})
-        lost.append(begun)
-    # A test may be told of twice: its call, and what failed when it was put away.
-    outcomes = dict.fromkeys(passed, "passed")
-    for line in tests:
-        outcomes[line["test"]] = max(
-            line["outcome"], outcomes.get(line["test"], ""), key=("", "passed", "skipped", "failed").index
-        )
-    passed |= {line["test"]: line["seconds"] for line in tests if outcomes[line["test"]] == "passed"}
-    counts = Counter(outcomes.values())
-    collected = next((line["collected"] for line in lines if "collected" in line), 0)
-    figures: dict[str, Any] = {
-        "collected": collected,
-        "counts": dict(counts),
-        "failures": [line for line in tests if line["outcome"] == "failed"],
-        "skipped": dict(Counter(line["message"] for line in tests if line["outcome"] == "skipped")),
-        "slowest": sorted(tests, key=lambda line: -line["seconds"])[:_SLOWEST],
-        "seconds": passed,
-        "lost": list(dict.fromkeys(lost)),
-    }
-    return _judge_tests(ended, figures, collected - sum("::" in name for name in outcomes))  # some are whole modules
+    command = ("-m", "pytest", *given, *job.sizes[part])
+    return job.judged(lambda ended: _judge_told(ended, watch.look()), *command, PASCAL_ATTN_TRUST="1")
 
 
-def _judge_tests(ended: child.Ended, figures: dict[str, Any], left: int) -> Outcome:
-    """``left``: tests without an outcome."""
+def _judge_told(ended: child.Ended, known: told.Told) -> Outcome:
+    figures, left = known.figures(), known.left
     counts = Counter(figures["counts"])
     said = ", ".join(f"{counts[name]} {name}" for name in ("passed", "failed", "skipped") if counts[name])
     if left:
         said = f"{said or 'none had ended'} of {figures['collected']}; the same command goes on with the others"
-    if counts["failed"]:
-        return Outcome(FAILED if left else WRONG, said, figures)  # failed: the others are still to be run
-    if left and ended.status in (None, _INTERRUPTED):
-        return Outcome(UNFINISHED, said, figures)
-    if ended.status not in (0, _NO_TESTS):
+    elif errors := [line["error"] for line in known.ended.values() if "error" in line]:
+        said += f"; errors up to {max(errors):.2f} of what is allowed"
+    results = [line["result"] for line in known.ended.values() if "result" in line]
+    shown = table(results) if results and ended is not child.CUT else ()
+    bad = [f"{line['test']}: {_gist(line['message'])}" for line in figures["failures"]]
+    if bad:
+        # failed: the others are still to be run
+        return Outcome(FAILED if left else WRONG, said, figures, shown, bad)
+    if ended.status not in (0, _NO_TESTS, None):
         return _failed(ended, figures)
+    if left or (ended.status is None and not counts):
+        return Outcome(UNFINISHED, said or ended.words, figures, shown)
     if not counts["passed"]:
-        return Outcome(NOT_RUN, next(iter(figures["skipped"]), "no test was found"), figures)
-    return Outcome(RIGHT, said, figures)
+        return Outcome(NOT_RUN, next(iter(figures["skipped"]), "nothing was found"), figures)
+    return Outcome(RIGHT, said, figures, shown)
 
 
-def _lines_of(path: Path) -> list[dict[str, Any]]:
-    """Lines that the tests wrote; the last one may be cut."""
-    found = []
-    for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else ():
-        with contextlib.suppress(ValueError):
-            found.append(json.loads(line))
-    return found
+def _gist(message: str) -> str:
+    """The line of a message that says what is wrong."""
+    lines = message.strip().splitlines() or [""]
+    return next((line.removeprefix("E").strip() for line in lines if line.startswith("E  ")), lines[-1])[:200]
 
 
 def _selftest(job: Job) -> Outcome:
     path = job.scratch / "selftest.json"
-    seconds = max(1.0, min(job.sizes.selftest_seconds, job.left - 2 * _MARGIN))
-    given = ("--device", job.device, "--seconds", f"{seconds:g}", "--json", str(path), *job.sizes.selftest)
+    seconds = max(1.0, min(_SECONDS_OF_SELFTEST, job.left - 2 * _MARGIN))
+    given = ("--device", job.device, "--seconds", f"{seconds:g}", "--json", str(path), *job.sizes.get("selftest", ()))
     ended = job.run("-m", "pascal_attn_core", "selftest", *given)
     figures = read(path)
     if not figures:
@@ -209,12 +222,11 @@ def _selftest(job: Job) -> Outcome:
     return Outcome(RIGHT if ended.status == 0 else UNFINISHED if is_unfinished else WRONG, figures["verdict"], figures)
 
 
-def _bench(job: Job, arguments: tuple[str, ...], words: Callable[[dict[str, Any]], str]) -> Outcome:
+def _bench(job: Job, part: str, words: Callable[[dict[str, Any]], str]) -> Outcome:
     """``words``: what was done by the figures, "" = nothing."""
     path = job.scratch / "bench.json"
-    ended = job.run("-m", "tools.peers", "--device", job.device, "--json", str(path), *arguments)
-    figures = read(path)
-    return _benched(ended, figures, words(figures))
+    given = ("-m", "tools.peers", "--device", job.device, "--json", str(path), *job.sizes[part])
+    return job.judged(lambda ended: _benched(ended, read(path), words(read(path))), *given)
 
 
 def _benched(ended: child.Ended, figures: dict[str, Any], said: str) -> Outcome:
@@ -247,7 +259,8 @@ def _linear_ratios(figures: dict[str, Any]) -> str:
 
 def _demo(job: Job) -> Outcome:
     out = job.scratch / "demo"
-    ended = job.run("-m", "pascal_attn_core", "demo", "--device", job.device, "--out", str(out), *job.sizes.demo)
+    given = ("--device", job.device, "--out", str(out), *job.sizes.get("demo", ()))
+    ended = job.run("-m", "pascal_attn_core", "demo", *given)
     figures = read(out / "results.json")
     if ended.status != 0 or not figures:
         return _failed(ended, figures)
@@ -261,81 +274,83 @@ def _demo_line(report: dict[str, Any]) -> str:
 
 
 def _sanitizer(job: Job) -> Outcome:
-    found = sanitizer.find(job.env)
-    if found.path is None:
-        why = f"{sanitizer.NAME} not found (looked in {', '.join(found.looked_in)})"
+    sought = sanitizer.find(job.env)
+    if sought.path is None:
+        why = f"{sanitizer.NAME} not found (looked in {', '.join(sought.looked_in)})"
         return Outcome(NOT_RUN, why, {})
-    figures: dict[str, Any] = {}
-    states, said = [], []
-    for number, tool in enumerate(sanitizer.TOOLS):
+    found: dict[str, dict[str, Any]] = {}
+    program, rounds = sought.path, -(-len(sanitizer.RUNS) // job.processes)
+
+    def run(number: int, name: str) -> None:
+        (tool, kernels), watch = sanitizer.RUNS[name], job.watch(name)
+        given = ("--told", str(watch.folder), "--names", kernels, *job.sizes.get("sanitizer", ()))
         ended = job.run(
-            *("-m", "tools.gpu.sanitized", "--device", job.device, *job.sizes.sanitized),
-            prefix=sanitizer.command(found.path, tool),
+            *("-m", "tools.gpu.card", "--device", job.device, *given),
+            prefix=sanitizer.command(program, tool),
+            seconds=job.left / (rounds - number // job.processes),
             # One allocation for each tensor, so that what lies behind it belongs to no tensor.
-            env={"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"},
-            seconds=job.left / (len(sanitizer.TOOLS) - number),
+            PYTORCH_NO_CUDA_MEMORY_CACHING="1",
         )
-        errors = sanitizer.errors_in(ended.output)
-        state, words = _sanitized(ended, errors)
-        states.append(state)
-        said.append(f"{tool}: {words}")
-        figures[tool] = {"state": state, "errors": errors, "ended": ended.words, "seconds": ended.seconds}
-        figures[tool]["output"] = ended.output.splitlines()
+        wrong = [line["test"] for line in watch.look().with_outcome("failed")]
+        found[name] = _sanitized(ended, wrong, is_known=name == sanitizer.FALSE_ALARMS)
+
+    job.judge = lambda ended: _judge_sanitizer(dict(found))
+    with ThreadPoolExecutor(job.processes) as pool:
+        list(pool.map(run, itertools.count(), sanitizer.RUNS))
+    return _judge_sanitizer(found)
+
+
+def _judge_sanitizer(found: dict[str, dict[str, Any]]) -> Outcome:
+    states = {each["state"] for each in found.values()}
+    if len(found) < len(sanitizer.RUNS):
+        states.add(UNFINISHED)
+    words = {name: f"{name}: {each['words']}" for name, each in found.items()}
+    bad = [words[name] for name, each in found.items() if each["state"] in BAD]
     worst = next((state for state in (FAILED, WRONG, UNFINISHED) if state in states), RIGHT)
     if worst == WRONG and UNFINISHED in states:
         worst = FAILED  # run again
-    return Outcome(worst, ", ".join(said), figures)
+    return Outcome(worst, ", ".join(words.values()), found, bad=bad)
 
 
-def _sanitized(ended: child.Ended, errors: int | None) -> tuple[str, str]:
+def _sanitized(ended: child.Ended, wrong: list[str], is_known: bool) -> dict[str, Any]:
+    """``wrong``: kernels; ``is_known``: errors are known to be none."""
+    errors = sanitizer.errors_in(ended.output)
+    state, words = RIGHT, "no errors"
     if ended.status is None:
-        return UNFINISHED, ended.words
-    if errors:
-        return WRONG, f"{errors} error{'s'[: errors != 1]}"
-    if ended.status != 0:
-        return FAILED, f"{ended.words}: {ended.last_line}"
-    return (FAILED, "it gave no summary") if errors is None else (RIGHT, "no errors")
+        state, words = UNFINISHED, ended.words
+    elif wrong:
+        state, words = WRONG, f"wrong: {', '.join(wrong)}"
+    elif errors:
+        state = RIGHT if is_known else WRONG
+        words = f"{errors} error{'s'[: errors != 1]}{', known false alarms' * is_known}"
+    elif ended.status != 0 or errors is None:
+        state, words = FAILED, f"{ended.words}: {ended.last_line}" if ended.status else "it gave no summary"
+    line = {"state": state, "errors": errors, "words": words, "ended": ended.words, "seconds": ended.seconds}
+    return {**line, "output": ended.output.splitlines()}
 
 
 def _rates(job: Job) -> Outcome:
     path = job.scratch / "rates.json"
     ended = job.run("-m", "tools.gpu.rates", "--device", job.device, "--json", str(path))
-    if ended.status == 2:
+    if ended.status == _NO_DEVICE:
         return Outcome(NOT_RUN, ended.last_line, {})
     return _benched(ended, read(path), ended.last_line)
 
 
-def _sweep(job: Job) -> Outcome:
-    """A candidate may end its process; the next process goes on behind it."""
-    path = job.scratch / "sweep.json"
-    job.progress = path
-    if job.before:
-        path.write_text(json.dumps({name: value for name, value in job.before.items() if name != "output"}))
-    while True:  # until a process ends in order, or twice at the same place
-        trying = read(path).get("trying", "")
-        seconds = max(0.0, job.left - _MARGIN)
-        given = ("--device", job.device, "--json", str(path), "--seconds", f"{seconds:.0f}", *job.sizes.sweep)
-        ended = job.run("-m", "tools.gpu.sweep", *given)
-        figures = read(path)
-        died_again = figures.get("trying", "") in ("", trying)
-        if ended.status in (0, 2, 3, None) or died_again or job.left < _MARGIN:
-            break
-    jobs = figures.get("jobs", [])
-    left, total = len(figures.get("not_reached", [])), len(jobs) + len(figures.get("not_reached", []))
-    wrong = [each["job"] for each in jobs if each["shipped_note"]]
-    lost = figures.get("lost", {})
-    said = f"{len(jobs)} of {total} kernels" + (f", {len(lost)} ended their process" if lost else "")
-    shown = table(jobs) if jobs else []
-    if wrong:
-        said += f"; the shipped geometry does not run: {', '.join(wrong)}"
-        return Outcome(FAILED if left else WRONG, said, figures, shown)  # failed: the others are still to be run
-    if ended.status == 0:
-        return Outcome(RIGHT, said, figures, shown)
-    if ended.status == 2:
-        return Outcome(NOT_RUN, ended.last_line, figures)
-    if (ended.status in (3, None) or not died_again) and left:
-        return Outcome(UNFINISHED, f"{said}; the same command goes on with the others", figures, shown)
-    return _failed(ended, figures)
+def table(jobs: Sequence[dict[str, Any]], most: int = 15) -> list[str]:
+    """For the jobs in which the shipped geometry loses most: its time, and that of the best candidate in units of
+    it."""
+    ranked = sorted(jobs, key=lambda job: job["best_over_shipped"] or 0.0)
+    lines = [f"{'job':30s}{'shipped ms':>11s}{'best':>6s}"]
+    for job in ranked[:most]:
+        seconds = job["shipped_seconds"]
+        shipped = job["shipped_note"] or "-" if seconds is None else f"{1e3 * seconds:.2f}"
+        best = "-" if job["best_over_shipped"] is None else f"{job['best_over_shipped']:.2f}"
+        which = "shipped" if job["best"] == job["shipped"] else job["best"]
+        lines.append(f"{job['job']:30s}{shipped:>11s}{best:>6s}  {which}")
+    if len(ranked) > most:
+        lines.append(f"and {len(ranked) - most} more, which the file has")
+    return lines
 
 
 def _failed(ended: child.Ended, figures: dict[str, Any]) -> Outcome:
@@ -347,14 +362,18 @@ def _failed(ended: child.Ended, figures: dict[str, Any]) -> Outcome:
 
 _CORE = ("pascal_attn_core",)
 _TOOL = ("pascal_attn_core", "tools/gpu")
+_OF_TESTS = ("nodes", "tools/families", "tests/support", "tests/conftest.py", *TESTS)
+# First what is right or wrong, side by side, then what is timed. Weights are seconds of nine minutes.
 PARTS = (
-    Part("rates", 20, _TOOL, _rates),
-    Part("selftest", 80, _CORE, _selftest),
-    Part("tests", 130, ("pascal_attn_core", "nodes", "tests/gpu", "tests/support", "tests/conftest.py"), _tests),
-    Part("bench-forward", 75, _CORE, lambda job: _bench(job, job.sizes.forward, _ratios)),
-    Part("bench-backward", 60, _CORE, lambda job: _bench(job, job.sizes.backward, _ratios)),
-    Part("bench-linear", 40, _CORE, lambda job: _bench(job, job.sizes.linear, _linear_ratios)),
-    Part("demo", 40, _CORE, _demo),
-    Part("sanitizer", 75, _TOOL, _sanitizer),
-    Part("sweep", 80, _TOOL, _sweep),
+    Part("variants", 200, _TOOL, lambda job: _by_kernel(job, "variants", "tools.gpu.card", job.processes), share=3),
+    Part("tests", 200, (*_CORE, *_OF_TESTS), lambda job: _tests(job, "tests"), share=11),
+    Part("sanitizer", 200, _TOOL, _sanitizer, share=2),
+    Part("rates", 15, _TOOL, _rates),
+    Part("selftest", 60, _CORE, _selftest),
+    Part("timed-tests", 15, (*_CORE, *_OF_TESTS), lambda job: _tests(job, "timed-tests")),
+    Part("bench-forward", 70, _CORE, lambda job: _bench(job, "bench-forward", _ratios)),
+    Part("bench-backward", 60, _CORE, lambda job: _bench(job, "bench-backward", _ratios)),
+    Part("bench-linear", 35, _CORE, lambda job: _bench(job, "bench-linear", _linear_ratios)),
+    Part("demo", 30, _CORE, _demo),
+    Part("sweep", 55, _TOOL, lambda job: _by_kernel(job, "sweep", "tools.gpu.sweep", 1)),
 )

@@ -1,67 +1,90 @@
-"""A plugin for pytest, ``-p tools.gpu.recorder --record FILE``: writes each outcome at once, as a line of JSON,
-so that a run that is stopped has told what it found, and another one goes on with the rest: ``--before``."""
+"""A plugin for pytest, ``-p tools.gpu.recorder --told FOLDER``: tells each outcome at once (:mod:`.told`), leaves out
+what passed before, and ends a process of pytest-xdist whose card a kernel has taken away: another one goes on."""
 
 from __future__ import annotations
 
-import json
+import os
+import sys
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 
+from . import told
+
+_WORKER = os.environ.get("PYTEST_XDIST_WORKER", "")
 _MESSAGE = 2000
+# Seconds of a test after which it hangs: the slow ones compile what does not ship.
+_LIMIT, _LIMIT_OF_SLOW = 120, 600
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--record", type=Path, help="file for the outcome of each test, as lines of JSON")
-    parser.addoption("--before", type=Path, help="names: passed before, which are left out, lost, which go last")
-    parser.addoption("--seconds", type=float, help="no test is begun later")
+    parser.addoption("--told", type=Path, help="folder for the outcome of each test, as lines of JSON")
+    parser.addoption("--until", type=float, default=float("inf"), help="no test is begun later: of time.time()")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    path, before = config.getoption("--record"), config.getoption("--before")
-    if path is not None:
-        known = {} if before is None else json.loads(before.read_text(encoding="utf-8"))
-        config.pluginmanager.register(Recorder(path, known, config.getoption("--seconds")))
+    if config.getoption("--told") is not None:
+        config.pluginmanager.register(Recorder(config.getoption("--told"), config.getoption("--until")))
 
 
 class Recorder:
-    """Writes ``{"collected": n}``, for each test ``{"begun": name}``, and then ``test``, ``outcome``, ``seconds`` and,
-    where it did not pass, ``message``; for a module that was skipped or could not be imported too."""
+    """Tells what is begun in the processes that run tests, and outcomes in the one that has those of all; of a module
+    that was skipped or could not be imported too."""
 
-    def __init__(self, path: Path, before: dict[str, list[str]], seconds: float | None):
-        self.path, self.before = path, before
-        self.end = None if seconds is None else time.monotonic() + seconds
-
-    def _tell(self, **line: Any) -> None:
-        with self.path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(line) + "\n")
-
-    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
-        if report.outcome != "passed":
-            self._tell(test=report.nodeid, outcome=report.outcome, seconds=0.0, message=_message(report))
+    def __init__(self, folder: Path, until: float):
+        self.folder, self.until = folder, until
+        self.teller = told.Teller(folder, f"tests-{_WORKER}")
+        self.has_failed = False
 
     @pytest.hookimpl(trylast=True)  # behind the choice by -m
     def pytest_collection_modifyitems(self, config: pytest.Config, items: list[pytest.Item]) -> None:
-        self._tell(collected=len(items))
-        passed, lost = (set(self.before.get(name, ())) for name in ("passed", "lost"))
+        self.teller.tell(collected=len(items))
+        passed = {line["test"] for line in told.read(self.folder, told.FRAME).with_outcome("passed")}
         config.hook.pytest_deselected(items=[item for item in items if item.nodeid in passed])
-        left = [item for item in items if item.nodeid not in passed]
-        items[:] = sorted(left, key=lambda item: (item.nodeid in lost, item.get_closest_marker("slow") is not None))
+        items[:] = sorted((item for item in items if item.nodeid not in passed), key=_is_slow)
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtest_protocol(self, item: pytest.Item) -> bool | None:
-        if self.end is not None and time.monotonic() > self.end:
-            item.session.shouldstop = "no time for the others"
-            return True
-        self._tell(begun=item.nodeid)
+        if time.time() > self.until:
+            return True  # left for another run
+        self.teller.begin(item.nodeid, _LIMIT_OF_SLOW if _is_slow(item) else _LIMIT)
         return None
 
+    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
+        if report.outcome != "passed":
+            self._tell(report, 0.0, is_extra=True)
+
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        self.has_failed |= report.outcome == "failed"
         if report.when == "call" or report.outcome != "passed":
-            message = {} if report.outcome == "passed" else {"message": _message(report)}
-            self._tell(test=report.nodeid, outcome=report.outcome, seconds=round(report.duration, 3), **message)
+            self._tell(report, report.duration)
+
+    def pytest_runtest_logfinish(self) -> None:
+        if self.has_failed and _WORKER and _is_card_lost():
+            os._exit(1)
+        self.has_failed = False
+
+    def _tell(self, report: pytest.CollectReport | pytest.TestReport, seconds: float, **line: bool) -> None:
+        message = {} if report.outcome == "passed" else {"message": _message(report)}
+        if not _WORKER:
+            line |= {"test": report.nodeid, "outcome": report.outcome, "seconds": round(seconds, 3), **message}
+            self.teller.tell(**line)
+
+
+def _is_slow(item: pytest.Item) -> bool:
+    return item.get_closest_marker("slow") is not None
+
+
+def _is_card_lost() -> bool:
+    """Whether no later test of this process could use the card: a fault of a kernel ends the context."""
+    torch = sys.modules.get("torch")
+    try:
+        if torch is not None and torch.cuda.is_initialized():
+            torch.cuda.synchronize()
+    except RuntimeError:
+        return True
+    return False
 
 
 def _message(report: pytest.CollectReport | pytest.TestReport) -> str:

@@ -28,7 +28,7 @@ def conditions(facts: dict[str, Any], made_from: Iterable[str], sizes: str, root
     large it was run.
 
     Args:
-        facts: of :mod:`.machine`.
+        facts: of :mod:`.card`.
         made_from: files and folders below ``root``.
     """
     chosen = {name: str(facts["versions"].get(name, "")) for name in _CONDITIONS}

@@ -1,17 +1,18 @@
 """``python -m tools.gpu.sweep``: other geometries than the table's, compiled on the spot, compared with float64, then
 timed in turns with the shipped one.
 
-What has been measured is written after every job (a kernel kind, head_dim, dtype and kind of mask), and taken over by
-the next run: a run that is cut short goes on where it was. A candidate that ended its process is not tried again.
+What has been measured is told after every job (a kernel kind, head_dim, dtype and kind of mask), and known to the next
+process (:mod:`.told`): a run that is cut short goes on where it was. A candidate that ended its process is not tried
+again.
 """
 
 from __future__ import annotations
 
 import argparse
-import concurrent.futures
 import contextlib
 import fnmatch
 import functools
+import itertools
 import math
 import multiprocessing
 import os
@@ -21,6 +22,7 @@ import time
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Executor, Future, ProcessPoolExecutor, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -45,30 +47,20 @@ from pascal_attn_core.fused.gpu import nvrtc
 from pascal_attn_core.fused.gpu.cuda import CudaRuntime
 from pascal_attn_core.fused.gpu.runtime import CompileError
 from pascal_attn_core.fused.launch import Launch
+from pascal_attn_core.fused.launch import plan as plans
 from pascal_attn_core.fused.launch.backward import backward_launches
 from pascal_attn_core.fused.launch.forward import forward_launches
 from pascal_attn_core.fused.launch.int8 import int8_launches
 from pascal_attn_core.fused.launch.packed import packed_launches
-from pascal_attn_core.fused.launch.plan import (
-    Packed,
-    Plan,
-    Shape,
-    key_tiles,
-    num_splits,
-    resident_blocks,
-    tensor_splits,
-    variant_of,
-)
 from pascal_attn_core.fused.launch.stream_k import distribute
 from pascal_attn_core.fused.trust import verify
 from pascal_attn_core.fused.trust.kernels import Kernels, KernelUnavailable
 from pascal_attn_core.machine.out_of_memory import is_out_of_memory
 from pascal_attn_core.machine.runtime import runtime_of
-from pascal_attn_core.machine.storage import read_object, write_object
 from pascal_attn_core.observe.memory import available_bytes
 
+from . import told
 from .geometries import Candidate, details, fits, shapes, words
-from .table import table
 
 _COMMON = (64, 128, 40, 80)
 _DTYPES = ("float32", "float16")
@@ -81,6 +73,8 @@ _CHECKED_KEYS = 512
 _SOFTCAP = 30.0
 # Blocks that are listed for each place on the card: there is something to distribute.
 _EVEN_WAVES = 1.4
+# Seconds after which a candidate hangs on its first call, and a job while it is timed.
+_LIMIT, _LIMIT_OF_JOB = 60, 300
 _DECODE = (32, 8)  # query heads, key and value heads of the call with one query
 
 
@@ -126,36 +120,28 @@ def _compiled(library: Any, text: str, arch: int, macros: dict[str, object]) -> 
 
 
 class Compilations:
-    """Compiles ahead, in processes of its own: NVRTC compiles one text at a time."""
+    """Compiles ahead, in processes of its own: NVRTC compiles one text at a time. One process is this one."""
 
     def __init__(self, kernels: Kernels, arch: int, processes: int):
-        self.kernels, self.arch = kernels, arch
-        self.pool = None
+        self.arch, self.compile = arch, compile_one
+        self.asked: dict[Candidate, Future[nvrtc.Compiled | str]] = {}
+        self.pool: Executor = ThreadPoolExecutor(1)
         if processes > 1:
-            context = multiprocessing.get_context("spawn")
-            self.pool = concurrent.futures.ProcessPoolExecutor(processes, mp_context=context)
-        self.asked: dict[Candidate, concurrent.futures.Future[nvrtc.Compiled | str]] = {}
+            self.pool = ProcessPoolExecutor(processes, multiprocessing.get_context("spawn"))
+        elif isinstance(kernels.gpu, CudaRuntime):
+            self.compile = functools.partial(_compiled, kernels.gpu.find_compiler(arch))
 
     def ask(self, candidates: Iterable[Candidate]) -> None:
         """Begin to compile these, after all that has been asked for before."""
         for candidate in candidates:
-            if self.pool is not None and candidate not in self.asked:
+            if candidate not in self.asked:
                 task = source(candidate.kind), self.arch, candidate.macros()
-                self.asked[candidate] = self.pool.submit(compile_one, *task)
+                self.asked[candidate] = self.pool.submit(self.compile, *task)
 
     def get(self, candidate: Candidate) -> nvrtc.Compiled | str:
         """The machine code, or why there is none."""
-        if self.pool is not None:
-            self.ask([candidate])
-            return self.asked[candidate].result()
-        gpu = self.kernels.gpu
-        assert isinstance(gpu, CudaRuntime)
-        library = gpu.find_compiler(self.arch)
-        return _compiled(library, source(candidate.kind), self.arch, candidate.macros())
-
-    def close(self) -> None:
-        if self.pool is not None:
-            self.pool.shutdown(wait=False, cancel_futures=True)
+        self.ask([candidate])
+        return self.asked[candidate].result()
 
 
 # ---- calls -----------------------------------------------------------------------------------------------------------
@@ -235,10 +221,10 @@ class Work:
         self.results = torch.zeros_like(self.out), self.out.new_zeros(shape[:-1], dtype=torch.float32)
         self.log_sum = torch.zeros_like(self.results[1]) if variant.mask == "float" else None
         self.grad_out = torch.ones_like(self.out)
-        self.packed: Packed | None = None
+        self.packed: plans.Packed | None = None
         if "packed" in variant.kind:
             q_ends, k_ends = ([0, tokens // 2, tokens] for tokens in (call.seq_len_q, call.seq_len_kv))
-            self.packed = Packed.of(q_ends, k_ends, call.query.device, lower_right=True)
+            self.packed = plans.Packed.of(q_ends, k_ends, call.query.device, lower_right=True)
 
     def launches(self, candidate: Candidate, num_sms: int, capability: tuple[int, int] | None = None) -> list[Launch]:
         """Launches of the candidate's kernels, and of delta, which the gradients' kernels read from."""
@@ -246,18 +232,20 @@ class Work:
             splits = 0
             if candidate.is_small and candidate.on_tensor_cores:
                 wide = replace(candidate.plain, kind=sibling(candidate.kind, is_small=False))
-                splits = max(1, tensor_splits(Shape.of(self.call), wide.geometry, candidate.geometry, num_sms)[0])
+                shape = plans.Shape.of(self.call)
+                splits = max(1, plans.tensor_splits(shape, wide.geometry, candidate.geometry, num_sms)[0])
             elif candidate.is_small:
-                places = num_sms * resident_blocks(candidate, capability)
-                plain = variant_of(self.call, "forward").geometry
-                splits = max(1, num_splits(self.call, plain, candidate.geometry, num_sms, places))
+                places = num_sms * plans.resident_blocks(candidate, capability)
+                plain = plans.variant_of(self.call, "forward").geometry
+                splits = max(1, plans.num_splits(self.call, plain, candidate.geometry, num_sms, places))
             pieces = None
             if candidate.is_even:
                 own, units = candidate.geometry, self.call.batch_size * self.call.num_heads
-                pieces = distribute(key_tiles(Shape.of(self.call), own), units, own.cols, num_sms * own.blocks)
+                tiles = plans.key_tiles(plans.Shape.of(self.call), own)
+                pieces = distribute(tiles, units, own.cols, num_sms * own.blocks)
                 if pieces is None:
                     raise KernelUnavailable("its keys are not worth cutting for this call")
-            plan = Plan(candidate, splits, packed=self.packed, pieces=pieces)
+            plan = plans.Plan(candidate, splits, packed=self.packed, pieces=pieces)
             make = int8_launches if candidate.kind == "int8" else forward_launches
             return self._packed(make(self.call, plan, self.out))
         own = candidate.plain
@@ -265,7 +253,7 @@ class Work:
         query, key, value = self.grads
         launches = backward_launches(
             self.call,
-            Plan(variant_of(self.call, "forward"), 0, chosen, self.packed),
+            plans.Plan(plans.variant_of(self.call, "forward"), 0, chosen, self.packed),
             self.grad_out,
             *self.results,
             self.log_sum,
@@ -302,9 +290,8 @@ class Job:
     """The sweep over one variant.
 
     Args:
-        begin: called with a candidate's name before it runs for the first time, with the variant's before all are
-            timed, and with "" behind that.
-        lost: what has ended its process before -> a sentence.
+        teller: is told of a candidate before it runs for the first time, and of the variant before all are timed.
+        known: what was told before, also of candidates that have ended their process.
     """
 
     def __init__(
@@ -313,11 +300,11 @@ class Job:
         kernels: Kernels,
         compilations: Compilations,
         settings: Settings,
-        begin: Callable[[str], None],
-        lost: dict[str, str],
+        teller: told.Teller,
+        known: told.Told,
     ):
         self.variant, self.kernels, self.compilations, self.settings = variant, kernels, compilations, settings
-        self.begin, self.lost = begin, lost
+        self.teller, self.known = teller, known
         self.device = kernels.device
         tokens = settings.tokens * (4 if variant.is_small else 1)
         heads = num_heads(variant, kernels.device, tokens, settings.waves)
@@ -347,8 +334,8 @@ class Job:
         for candidate in candidates:
             lane = Lane(words(candidate.tiles), asdict(candidate.tiles))
             self.lanes[candidate.tiles] = lane
-            if candidate.name in self.lost:
-                lane.note = self.lost[candidate.name]
+            if candidate.name in self.known.ended:
+                lane.note = self.known.ended[candidate.name]["message"]
                 continue
             compiled = self.compilations.get(candidate)
             if isinstance(compiled, str):
@@ -356,9 +343,8 @@ class Job:
                 continue
             functions, lane.shared_bytes = nvrtc.usage(compiled.log)
             lane.registers, lane.spilled = max(functions, default=(None, None))
-            self.begin(candidate.name)
+            self.teller.begin(candidate.name, _LIMIT, is_extra=True)
             lane.note = self.load(candidate, compiled.cubin, lane)
-            self.begin("")
 
     def load(self, candidate: Candidate, cubin: bytes, lane: Lane) -> str:
         """Make a candidate ready to be timed; "" or why it is not."""
@@ -380,7 +366,7 @@ class Job:
 
     def time(self) -> None:
         """Rounds in which each of those that have not been timed is called, and the shipped one."""
-        self.begin(self.variant.name)
+        self.teller.begin(self.variant.name, _LIMIT_OF_JOB)
         own = self.lanes[self.variant.geometry]
         ready = [lane for lane in self.lanes.values() if lane.name in self.attempts]
         new = [lane for lane in ready if lane is not own and not lane.times]
@@ -397,7 +383,6 @@ class Job:
             lane.seconds = statistics.median(lane.times)
             if own.name in rounds:
                 lane.over_shipped = statistics.median(a / b for a, b in zip(times, rounds[own.name], strict=True))
-        self.begin("")
 
     def _seconds(self, name: str, calls: int = 1) -> float:
         return milliseconds(self.attempts[name], self.device, calls) / 1e3
@@ -419,6 +404,7 @@ class Job:
         return {
             "job": self.variant.name,
             "call": _text(self.call),
+            "settings": asdict(self.settings),
             "shipped": own.name,
             "shipped_seconds": own.seconds,
             "shipped_note": own.note,
@@ -462,7 +448,7 @@ def _short(value: Any) -> Any:
 
 def _line(error: BaseException) -> str:
     text = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {text[0] if text else ''}"[:160]
+    return f"{type(error).__name__}: {text[0] if text else ''}"[:240]
 
 
 def _text(call: AttentionCall) -> str:
@@ -473,53 +459,33 @@ def _text(call: AttentionCall) -> str:
 # ---- all of them -----------------------------------------------------------------------------------------------------
 
 
-def sweep(
-    device: torch.device, jobs: list[Variant], settings: Settings, path: Path, seconds: float, processes: int
-) -> bool:
-    """Go through the jobs that ``path`` has no results of, and write them there; whether all have been measured.
-
-    Args:
-        seconds: no job is begun that would take longer than what is left of them, by what the last ones took.
-    """
-    start = time.monotonic()
-    found = {"jobs": [], "lost": {}, "trying": "", "not_reached": [], **read_object(path)}
-    if found["trying"]:
-        found["lost"][found["trying"]] = "its process ended while this was tried"
-    found["settings"] = asdict(settings)
-
-    def begin(name: str) -> None:
-        found["trying"] = name
-        write_object(path, found)
-
-    kernels = runtime_of(device).part(Kernels)
+def sweep(device: torch.device, jobs: list[Variant], settings: Settings, folder: Path, processes: int) -> None:
+    """Go through the jobs that nothing is told of in ``folder``, and tell the result of each."""
+    kernels, known = runtime_of(device).part(Kernels), told.read(folder)
+    teller = told.Teller(folder, "share-1")
     capability = kernels.info.capability or (0, 0)
+    jobs = [variant for variant in jobs if variant.runs_on(capability)]
+    teller.tell(collected=len(jobs))
+    todo = [variant for variant in jobs if variant.name not in known.ended]
     compilations = Compilations(kernels, 10 * capability[0] + capability[1], processes)
-    longest = 0.0
-    known = {*(job["job"] for job in found["jobs"]), *found["lost"]}
-    todo = [variant for variant in jobs if variant.name not in known and variant.runs_on(capability)]
     try:
-        for number, variant in enumerate(todo):
-            found["not_reached"] = [each.name for each in todo[number:]]
-            begin("")
+        for variant, coming in itertools.zip_longest(todo, todo[1:]):
             began = time.monotonic()
-            if began - start + longest > seconds:
-                return False
-            coming = first_candidates(todo[number + 1], settings) if number + 1 < len(todo) else []
-            found["jobs"].append(Job(variant, kernels, compilations, settings, begin, found["lost"]).run(coming))
-            longest = max(0.8 * longest, time.monotonic() - began)
-        found["not_reached"] = []
-        begin("")
-        return True
+            ahead = [] if coming is None else first_candidates(coming, settings)
+            found = Job(variant, kernels, compilations, settings, teller, known).run(ahead)
+            note = found["shipped_note"]
+            outcome = {"outcome": "failed", "message": note} if note else {"outcome": "passed"}
+            teller.tell(test=variant.name, **outcome, seconds=round(time.monotonic() - began, 3), result=found)
     finally:
-        compilations.close()
+        compilations.pool.shutdown(wait=False, cancel_futures=True)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """0: all jobs have been measured, 3: some are left."""
+    """2: it is not for this machine."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cuda")
-    parser.add_argument("--json", type=Path, required=True, metavar="FILE", help="results, also of earlier runs")
-    parser.add_argument("--seconds", type=float, default=math.inf, help="begin no job beyond them")
+    parser.add_argument("--told", type=Path, required=True, metavar="FOLDER", help="see tools/gpu/told.py")
+    parser.add_argument("--share", help="1/1: one process times at a time")
     parser.add_argument("--jobs", default="*", help="patterns, comma-separated: forward-64-*,split-*")
     defaults = Settings()
     for name, value in asdict(defaults).items():
@@ -539,9 +505,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     with quiet_torch(1), warnings.catch_warnings(), torch.no_grad():
         warnings.simplefilter("ignore")
-        is_complete = sweep(device, jobs, settings, options.json, options.seconds, options.processes)
-    print("\n".join(table(read_object(options.json)["jobs"])))
-    return 0 if is_complete else 3
+        sweep(device, jobs, settings, options.told, options.processes)
+    return 0
 
 
 if __name__ == "__main__":

@@ -119,7 +119,7 @@ def _write_gradients(
 ) -> None:  # fmt: skip
     """Writes the gradients of q, k and v, from out and lse in flash-attn's layout."""
     check_layout((q.shape[0], q.shape[2], q.shape[1]), softmax_lse=lse)
-    rules = options.rules._asdict()
+    rules = options.rules()
     del rules["dropout_p"]
     grad_out, query, key, value, output = (t.transpose(1, 2) for t in (dout, q, k, v, out))
     rules |= {"attn_mask": alibi_mask(options, q, k), "config": options.config_in_force}

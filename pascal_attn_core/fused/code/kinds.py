@@ -4,7 +4,7 @@ the sizes of the tiles of those for linear layers."""
 from __future__ import annotations
 
 import itertools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from ..geometry.amd import RANGES, WMMA_KINDS
 from ..geometry.tensor import MOST_PIECES
@@ -173,7 +173,7 @@ _WMMA = _tensor_kinds("wmma", ("wmma.cuh",), (0, 0), (0, 0), (*_ON_LANES[:-1], "
 TABLE |= {kind: _WMMA[kind] for kind in WMMA_KINDS}
 
 
-def sibling(kind: str, **changes: bool) -> str:
+def sibling(kind: str, **changes: Any) -> str:
     """The kind of attention that has the traits of ``kind`` but for ``changes``: ``sibling("tensor_even",
     is_even=False)`` is ``"tensor"``."""
     wanted = traits_of(kind)._replace(**changes)

@@ -154,7 +154,8 @@ INLINE void stage_rows(char* to, const T* from, i64 stride, int rows, int first,
     for (u32 e = t.tid; e < PA_BR * n; e += PA_NT) {
         const u32 row = e / n, chunk = e % n;
         int4 piece = zero_piece();
-        if ((int)row < rows) piece = load_eight(from + row * stride + (first + chunk) * 8, dim - (first + (int)chunk) * 8);
+        if ((int)row < rows && (CHUNKS % n == 0 || first + (int)chunk < CHUNKS))  // n may not divide a row
+            piece = load_eight(from + row * stride + (first + chunk) * 8, dim - (first + (int)chunk) * 8);
         *(int4*)(to + piece_at(n, row, chunk)) = piece;
     }
 }

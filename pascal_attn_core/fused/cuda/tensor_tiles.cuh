@@ -55,7 +55,7 @@ INLINE void stage_query(char* to, const Forward& p, const Place& at, int first, 
     for (u32 e = t.tid; e < PA_BR * n; e += PA_NT) {
         const u32 row = e / n, chunk = e % n;
         int4 piece = zero_piece();
-        if ((int)row < at.rows) {
+        if ((int)row < at.rows && (CHUNKS % n == 0 || first + (int)chunk < CHUNKS)) {  // n may not divide a row
             const T* const from = q + at.head(row) * p.qh + at.query(row) * p.qs + (first + chunk) * 8;
             piece = load_eight(from, p.dim - (first + (int)chunk) * 8);
         }

@@ -1,4 +1,4 @@
-"""What the name of a kernel kind says, as in ``"volta_grad_query_capped_packed"``."""
+"""The traits that the name of a kernel kind spells, as in ``"volta_grad_query_capped_packed"``."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from typing import NamedTuple
 
 
 class Traits(NamedTuple):
-    """What a kind is for.
+    """The traits of a kind.
 
     Attributes:
         generation: of matrix units, ``"volta"``, ``"tensor"`` or ``"wmma"``; "" = plain cores.
         is_gradient: it computes gradients; of_keys: those of key and value.
-        is_capped: of calls with a softcap, on plain cores with sinks too.
-        is_packed: of sequences of different lengths.
-        is_small: for few query rows: its tiles hold those of a group of heads, the keys may be cut.
-        is_even: the blocks of a launch are listed in its parameters.
+        is_capped: it takes calls with a softcap, on plain cores with sinks too.
+        is_packed: it takes sequences of different lengths in one launch.
+        is_small: it is for few query rows. Its tiles hold those of a group of heads, and the keys may be cut.
+        is_even: its parameters list the blocks of a launch.
     """
 
     generation: str
@@ -29,8 +29,14 @@ class Traits(NamedTuple):
 
 @functools.cache
 def traits_of(kind: str) -> Traits:
+    """The only place that reads the name of a kind."""
     words = kind.split("_")
-    generation = words[0] if words[0] in ("volta", "tensor", "wmma") else ""
-    is_small = words[-1] in ("split", "small")
-    named = (word in words for word in ("grad", "key", "capped", "packed"))
-    return Traits(generation, *named, is_small, "even" in words)
+    return Traits(
+        generation=words[0] if words[0] in ("volta", "tensor", "wmma") else "",
+        is_gradient="grad" in words,
+        of_keys="key" in words,
+        is_capped="capped" in words,
+        is_packed="packed" in words,
+        is_small=words[-1] in ("split", "small"),
+        is_even="even" in words,
+    )

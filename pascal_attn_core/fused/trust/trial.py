@@ -240,8 +240,8 @@ class Trials:
                 child.wait()
 
     def others(self) -> Sequence[Compilation]:
-        """What the first child may try beside the variants that a call waits for: all that ship, exact attention
-        first."""
+        """The variants that ship, those of exact attention first: the first child may try them beside the variants that
+        a call waits for."""
         shipped = prebuilt.variants_for(self.runtime.part(Kernels).arch)
         return sorted(shipped, key=lambda variant: family_of(variant.name) != EXACT)
 

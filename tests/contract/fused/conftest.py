@@ -18,7 +18,7 @@ def card(request: pytest.FixtureRequest) -> DeviceInfo:
 
 
 def _is_of_a_table(item: pytest.Item) -> bool:
-    """Whether a test takes a card and a row: of those on AMD's, one of three runs by day."""
+    """Whether a test takes a card and a row: of those on AMD's, one of four runs by day."""
     params = item.callspec.params if isinstance(item, pytest.Function) and hasattr(item, "callspec") else {}
     return params.get("card") == "RX 7600" and len(params) > 1
 
@@ -28,7 +28,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if GXX is None and item.path.parent == Path(__file__).parent and item.path.stem != "test_amd_machine_code":
             item.add_marker(pytest.mark.skip(reason="needs g++ to build the emulation"))
     of_tables = [item for item in items if item.path.stem == "test_tensor" and _is_of_a_table(item)]
-    by_day = some(of_tables, 3)
+    by_day = some(of_tables, 4)
     for item in of_tables:
         if item not in by_day:
             item.add_marker(pytest.mark.skip(reason="in profile nightly"))

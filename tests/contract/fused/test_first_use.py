@@ -1,11 +1,9 @@
 """The first call that needs a kernel checks it and may time it; nothing of the route is replaced but the driver."""
 
 import _thread
-import random
 import signal
 import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -16,15 +14,15 @@ from attn_support.fused.driver import StandIn
 from attn_support.fused.emulation import emulate
 from attn_support.fused.hip import HipStandIn
 from attn_support.fused.modes import MODES
-from attn_support.randomness import seeds, some, times
+from attn_support.randomness import some
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from pascal_attn_core import AttentionConfig, UnsupportedAttention, explain, record, sdpa
+from pascal_attn_core import AttentionConfig, UnsupportedAttention, record, sdpa
 from pascal_attn_core.call import check_call
-from pascal_attn_core.fused.code.source import Variant, all_variants, source
+from pascal_attn_core.fused.code.source import Variant, source
 from pascal_attn_core.fused.launch import Launch
 from pascal_attn_core.fused.trust import verify
 from pascal_attn_core.machine.runtime import runtime_of
@@ -114,16 +112,6 @@ def test_a_kind_of_call_is_timed_inside_of_gradient_checkpointing(tmp_path: Path
         assert all(known.values())
         text = next(tmp_path.glob("timings-*")).read_text()
         assert all(f'"{kind.kernel}"' in text for kind in known)
-
-
-def test_a_compiled_call_with_gradients_is_timed(tmp_path: Path) -> None:
-    leaves = [torch.randn(1, 1, 60, 16).requires_grad_() for _ in range(3)]
-    with fresh_card(StandIn(execute=execute), folder=lambda: tmp_path):
-        compiled = torch.compile(lambda *t: sdpa(*t, config=AUTO), fullgraph=True, backend="aot_eager")
-        _check_gradients(compiled(*leaves), leaves)
-        (ratio,) = runtime_of(CPU).part(Timings).ratios("torch").values()
-        assert ratio is not None
-        assert f"{ratio:.2f}" in explain(*leaves, config=AUTO)
 
 
 class Operators(TorchDispatchMode):
@@ -218,14 +206,6 @@ def test_an_interrupt_during_the_check_reaches_the_user(kernels: CardKernels) ->
     torch.testing.assert_close(sdpa(*leaves, config=FUSED), reference_sdpa(*leaves)[0], atol=1e-5, rtol=1e-5)
 
 
-def test_threads_that_use_a_kernel_together_check_it_once(kernels: CardKernels) -> None:
-    leaves = _leaves(requires_grad=False)
-    with ThreadPoolExecutor(4) as pool:
-        outs = list(pool.map(lambda _: sdpa(*leaves, config=FUSED), range(4)))
-    torch.testing.assert_close(outs, [reference_sdpa(*leaves)[0]] * 4, atol=1e-5, rtol=0)
-    assert len(kernels.queued) == 5
-
-
 @pytest.mark.parametrize("mask", ["none", "bool", "float"])
 def test_the_gradients_that_it_expects_are_those_of_autograd(mask: str) -> None:
     call = verify._on_cpu(verify.sample_call(Variant("grad_query", 64, "float32", mask), CPU))
@@ -297,24 +277,6 @@ WRONG = {
     "grad_key_value": ("S[i][j] * (dP[i][j] - delta)", "S[i][j] * dP[i][j]"),
     "int8": ("row_sum[i] *= fade;", ""),
 }
-
-
-@pytest.mark.parametrize("place", range(2 * times(2)))
-def test_a_kernel_drawn_at_random_is_right(place: int) -> None:
-    """Half of them are gradients on tensor cores."""
-    drawn = [v for v in all_variants() if place % 2 == 0 or (v.is_gradient and v.on_tensor_cores)]
-    variant = random.Random(seeds(1)[0] + place).choice(drawn)
-    assert verify.largest_error(variant, CPU, emulate) <= verify.tolerance(variant) / 4, variant.name
-
-
-def test_the_call_of_the_check_has_more_than_one_tile_of_queries_and_of_keys() -> None:
-    for variant in {(variant.kind, variant.geometry): variant for variant in all_variants()}.values():
-        call = verify.sample_call(variant, CPU)
-        rows, cols = call.seq_len_q, call.seq_len_kv
-        if variant.is_gradient and variant.gradients.stop == 3:  # the rows of its tiles are keys
-            rows, cols = cols, rows
-        assert cols > variant.geometry.cols, variant.name
-        assert rows > variant.geometry.rows or variant.is_small, variant.name
 
 
 @pytest.mark.parametrize("variant", VARIANTS, ids=lambda variant: variant.name)

@@ -121,18 +121,6 @@ def test_the_last_rows_have_their_keys_in_ranges_where_that_kernel_is_right() ->
             assert (choose(call, fused).plan.tail is None) == (run is not execute)
 
 
-def test_parts_of_the_last_rows_keep_the_budget() -> None:
-    query, key = torch.randn(1, 8, 300, 40).half(), torch.randn(1, 8, 2600, 40).half()
-    call, fused = check_call(query, key, key), AttentionConfig(route="fused")
-    with fresh_card(HipStandIn(replace(RADEON_VII, num_sms=11), execute)):
-        last = choose(call, fused).plan.tail
-        assert last is not None
-        mib = last.part_bytes(call) / (1 << 20)
-        assert mib == last.ranges * 8 * (300 - last.first) * (40 + 2) * 4 / (1 << 20) > 1 / 8
-        assert choose(call, replace(fused, budget_mib=mib)).plan.tail == last
-        assert choose(call, replace(fused, budget_mib=mib / 2)).plan.tail is None
-
-
 def _inputs() -> list[torch.Tensor]:
     return [torch.randn(1, 2, 150, 64) for _ in range(3)]
 
@@ -187,14 +175,6 @@ def test_a_torch_that_cannot_compute_it_does_not_fail_our_call(
         assert report.routes() == {"fused": 1}
         assert list(runtime_of(CPU).part(Timings).known.values()) == [None]
     torch.testing.assert_close(out, reference_sdpa(*inputs)[0], atol=1e-4, rtol=1e-4)
-
-
-def test_the_timed_call_stores_few_scores(no_torch_kernel: None) -> None:
-    query = torch.randn(1, 32, 2048, 64)
-    with fresh_card(HipStandIn(RADEON_VII), always_faster, kind=UncheckedKernels):
-        explain(query, query, query, config=AUTO)
-        (kind,) = runtime_of(CPU).part(Timings).known
-    assert kind.rows * kind.kv_tokens * 4 <= 64 << 20
 
 
 def _trials(start: Starter, folder: Path, info: DeviceInfo = RADEON_VII) -> Trials:

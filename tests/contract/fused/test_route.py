@@ -43,7 +43,7 @@ def _leaves(*shapes: tuple[int, ...], dtype: torch.dtype = torch.float32) -> lis
     return [torch.randn(shape).to(dtype).requires_grad_() for shape in shapes]
 
 
-@pytest.mark.parametrize("case", some(TAKEN, 8), ids=lambda case: case.name)
+@pytest.mark.parametrize("case", some(TAKEN, 11), ids=lambda case: case.name)
 def test_every_call_gets_the_answer_of_the_definition(case: Case) -> None:
     inputs, options = case.build()
     with emulated_card(info=ONE_SM) as kernels, poisoned_memory():
@@ -66,7 +66,7 @@ def test_the_table_takes_both_kernels() -> None:
     assert min(sum(map(is_split, TAKEN)), sum(not is_split(case) for case in TAKEN)) > 100
 
 
-@pytest.mark.parametrize("case", some((case for case in GRADIENT_TABLE if takes(case)), 15), ids=lambda case: case.name)
+@pytest.mark.parametrize("case", some((case for case in GRADIENT_TABLE if takes(case)), 20), ids=lambda case: case.name)
 def test_gradients_come_in_the_shapes_of_the_inputs(case: Case) -> None:
     inputs, options = case.build(requires_grad=True)
     if len(inputs) > 3 and inputs[3] is not None:
@@ -159,16 +159,6 @@ def test_the_bits_are_those_of_one_device(card: DeviceInfo, options: dict, dtype
     assert kind.route == "several"
     assert "each part by fused" in kind.why
     assert stats.remarks == {}
-
-
-def test_so_are_those_of_last_rows_with_their_keys_in_ranges() -> None:
-    query, key = torch.randn(1, 2, 300, 40).half(), torch.randn(1, 2, 2600, 40).half()
-    with emulated_card(info=replace(RADEON_VII, num_sms=2)):
-        call = check_call(query, key, key)
-        assert choose(call, FUSED).plan.tail is not None
-        assert choose(call, SHARED).route == "several"
-        expected, found = (sdpa(query, key, key, config=c) for c in (FUSED, SHARED))
-    assert torch.equal(found, expected)
 
 
 def test_a_call_whose_keys_are_cut_stays_on_one_device() -> None:

@@ -20,14 +20,14 @@ def with_report(family: str, *patches: Any, tag: str = "") -> tuple[Graph, str]:
 
 
 def sampled(server: ComfyServer, family: str, *patches: Any) -> tuple[Captured, str, bool]:
-    """Return what a report behind a sampler says, its text before the first run, and whether it shows an alarm."""
+    """Return what a report behind a sampler says, its words in one line, and whether it shows an alarm."""
     tag = uuid.uuid4().hex
     graph, node = with_report(family, *patches, tag=tag)
     text, chart = capture(server, graph, [node, 2], [node, 1], tag=tag)
-    picture, red = chart.tensors[0], torch.tensor([0xFD, 0xEC, 0xEA]) / 255
+    picture, red = chart.tensors[0], torch.tensor([0xB3, 0x26, 0x1E]) / 255
     assert (picture.shape[0], picture.shape[3]) == (1, 3)
     is_alarmed = bool(((picture - red).abs() < 1e-3).all(-1).any())
-    return text, " ".join(text.text.partition("===")[0].split()), is_alarmed
+    return text, " ".join(text.text.split()), is_alarmed
 
 
 @pytest.mark.parametrize("family", ["sd15", "wan_t2v", "ltxv", "flux"], indirect=True)
@@ -44,7 +44,7 @@ def test_a_patch_that_another_node_replaced_is_an_alarm(server: ComfyServer) -> 
     replaces = "ProbeOtherPatch", {"kind": "replace", "tag": "x"}
     found, top, is_alarmed = sampled(server, "sd15", attention_patch(), replaces)
     alarm = "!! SD15, diffusion model: no attention call reached the patch"
-    said = alarm, "replaced it and passes nothing on", "ProbeOtherPatch", "0 calls"
+    said = alarm, "replaced it and passes nothing on", "ProbeOtherPatch"
     assert all(words in top for words in said), top
     assert is_alarmed
     assert any("no attention call reached the patch" in line for line in found.log)
@@ -84,7 +84,8 @@ def test_a_sampler_from_the_cache_is_said_and_its_earlier_run_shown(server: Comf
     node, _ = graph.add(REPORT, exactness_check=True, value=latent)
     first, second = (" ".join(server.run(graph.prompt).outputs[node]["text"][0].split()) for _ in range(2))
     assert "in its cache" not in first
-    assert "ComfyUI used the results in its cache. Its most recent earlier run is shown." in second
+    assert "ComfyUI used the results in its cache" in second
+    assert "Its most recent earlier run is shown." in second
     assert "of an earlier prompt" in second
     assert "exact within rounding" in second
 

@@ -1,7 +1,5 @@
 """torch.compile(fullgraph=True) of whole denoisers, called by their pipelines with attention kwargs: as stock."""
 
-import inspect
-
 import pytest
 import torch
 from attn_support import tiny_pipelines as tiny
@@ -70,7 +68,7 @@ def attention_of(graph):
 # processors of Wan and others that take no kwargs compiled before too
 @pytest.mark.parametrize(
     ("name", "hows"),
-    [(name, ("processor", "patch") if name == "sd3" else ("processor",)) for name in some(KEYWORD, 6)],
+    [(name, ("processor", "patch") if name == "sd3" else ("processor",)) for name in some(KEYWORD, 8)],
 )
 def test_a_pipeline_with_attention_kwargs_compiles_as_stock(name, hows):
     kwargs = {KEYWORD[name]: {"scale": 1.0}}
@@ -112,10 +110,3 @@ def test_a_forced_route_compiles_with_attention_kwargs_after_an_eager_run():
     case.run()
     (ours,), _ = compiled_runs(case, "processor", [{"joint_attention_kwargs": {}}], AttentionConfig(route="tiled"))
     assert_same(ours, stock)
-
-
-def test_what_attention_modules_read_from_a_processors_signature_is_the_originals():
-    unet = tiny.tiny_unet()
-    before = {name: inspect.signature(p.__call__) for name, p in unet.attn_processors.items()}
-    unet.set_attn_processor(PascalAttnProcessor())
-    assert {name: inspect.signature(p.__call__) for name, p in unet.attn_processors.items()} == before

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from attn_support import fresh
 from attn_support.parallel.processes import run_in
-from attn_support.randomness import at_night, is_random
+from attn_support.randomness import is_random
 
 from pascal_attn_core import parallel
 from pascal_attn_core.diffusers import PascalAttnProcessor, patch_attention
@@ -142,47 +142,3 @@ def test_the_answer_is_that_of_one_process(every: str) -> None:
     _every_model(2, TWO, gradient_distance, 1e-5, int(every))
     _every_model(4, FOUR[1:], gradient_distance, 1e-5, int(every))
     _orders_and_mutants()
-
-
-def _backend_flash() -> None:
-    from pascal_attn_core.flash_attn import install_as_flash_attn
-
-    def work(rank: int) -> list[float]:
-        found = []
-        for name in MODELS[0], MODELS[3]:
-            for sharing in (TWO[0], TWO[1], {"ring_degree": 2, "ring_anything": True}):
-                family = shared_out(name, even=True)
-                model: Any = family.build()
-                stock = outputs(family, model)
-                model.set_attention_backend("flash")
-                model.enable_parallelism(config=diffusers.ContextParallelConfig(**sharing))
-                found.append((outputs(family, model) - stock).abs().max().item() / stock.abs().max().item())
-        return found
-
-    with install_as_flash_attn(replace=True):
-        import diffusers.models.attention_dispatch as dispatch
-
-        assert dispatch._CAN_USE_FLASH_ATTN
-        for answer in run_in(2, work):
-            assert isinstance(answer, list), answer
-            assert max(answer) < 2e-6, answer
-
-
-@at_night
-def test_diffusers_own_backend_flash_runs_its_ring_on_ours() -> None:
-    out = fresh.execute(
-        f"""
-        import sys, types
-        sys.path.insert(0, {str(fresh.ROOT)!r})
-        shared = sys.modules["attn_support"] = types.ModuleType("attn_support")
-        shared.__path__ = [{str(fresh.ROOT / "tests" / "support")!r}]
-        from pascal_attn_core.flash_attn import install_as_flash_attn
-        install_as_flash_attn(replace=True)
-        import importlib.util
-        spec = importlib.util.spec_from_file_location("the_tests", {__file__!r})
-        module = sys.modules["the_tests"] = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
-        module._backend_flash()
-        """
-    )
-    assert out.returncode == 0, out.stderr

@@ -1,7 +1,5 @@
 """These tests check what diffusers itself sets as processors while ours is set, and how ours is taken off again."""
 
-import copy
-
 import diffusers
 import pytest
 import torch
@@ -75,18 +73,6 @@ def test_an_ip_adapter_keeps_its_weights_and_ours(family, ours_first, put_on, ro
     assert all(call["config"] is CONFIG for call in routed)
 
 
-def test_the_processors_of_a_copy_are_its_own():
-    case = tiny.sd15()
-    load(case, "sd15")
-    unet = case.denoiser
-    unet.set_attn_processor(PascalAttnProcessor())
-    twin = copy.deepcopy(unet)
-    for parameter in twin.parameters():
-        parameter.data.zero_()
-    assert all(p.abs().sum() > 0 for n, p in unet.named_parameters() if "to_k_ip" in n)
-    assert all(p._original is not unet.attn_processors[n]._original for n, p in twin.attn_processors.items())
-
-
 @pytest.mark.parametrize("fused_first", [True, False])
 @pytest.mark.parametrize("family", ["sd15", "sd3", "flux", "wan", "cogvideox"])
 def test_fusing_and_unfusing_projections_keeps_ours(family, fused_first, put_on, routed):
@@ -100,16 +86,6 @@ def test_fusing_and_unfusing_projections_keeps_ours(family, fused_first, put_on,
     model.unfuse_qkv_projections()
     assert_same(case.run(), stock)
     assert [call["config"] for call in routed] == [CONFIG] * 2 * calls.count
-
-
-def test_attention_slicing_switched_on_and_off_changes_nothing(put_on, routed):
-    case, (stock, calls) = tiny.sd15(), tiny.stock_of("sd15")
-    put_on(case.pipe)
-    case.pipe.enable_attention_slicing()
-    assert_same(case.run(), stock)
-    case.pipe.disable_attention_slicing()
-    assert_same(case.run(), stock)
-    assert len(routed) == 2 * calls.count
 
 
 def plain_function(attn, hidden_states, **_):
@@ -155,36 +131,6 @@ def test_linear_attention_set_over_ours_is_left_alone_and_what_follows_is_ours_a
     assert [call["config"] for call in routed] == [CONFIG]
 
 
-def test_none_does_nothing_where_ours_is_not_set():
-    unet = tiny.tiny_unet()
-    before = dict(unet.attn_processors)
-    unet.set_attn_processor(None)
-    assert all(p is before[name] for name, p in unet.attn_processors.items())
-
-
-def test_a_model_without_set_attn_processor_has_it_with_us(routed):
-    vae = tiny.wan().pipe.vae
-    latents = torch.randn(1, 4, 1, 4, 4)
-    with torch.no_grad():
-        stock = vae.decode(latents).sample
-        vae.set_attn_processor(PascalAttnProcessor())
-        vae.decode(latents)
-        assert routed
-        vae.set_attn_processor(None)
-        routed.clear()
-        assert torch.equal(vae.decode(latents).sample, stock)
-    assert not routed
-    assert vae.attn_processors == {}  # its attention has none
-    with pytest.raises(ValueError, match="number of processors must be 0, got 1"):
-        vae.set_attn_processor({"decoder.processor": PascalAttnProcessor()})
-
-
-def test_a_model_with_a_method_of_its_own_keeps_it():
-    unet = tiny.tiny_unet()
-    assert "diffusers." in unet.set_attn_processor.__func__.__module__
-    assert "diffusers." in diffusers.PriorTransformer.set_attn_processor.__module__
-
-
 def test_linear_attention_is_named_by_the_patch_and_in_the_refusal():
     if not hasattr(host, "SanaLinearAttnProcessor2_0"):
         pytest.skip("this diffusers has no linear attention")
@@ -211,15 +157,3 @@ def test_flex_attention_chosen_for_a_processor_stays_its_choice():
         found = {p._attention_backend for p in transformer.attn_processors.values()}
         assert found == {dispatch.AttentionBackendName[expected]}
         transformer.set_attn_processor(None)
-
-
-def test_a_function_as_processor_is_served_by_the_patch_and_refused_by_the_processor(routed):
-    module, x = host.Attention(16, heads=2, dim_head=8).eval(), torch.randn(1, 5, 16)
-    module.processor = plain_function
-    stock = module(x)
-    with patch_attention(module):
-        assert_same(module(x), stock)
-        assert module.processor is plain_function
-    assert len(routed) == 1
-    with pytest.raises(TypeError, match="use patch_attention"):
-        module.set_processor(PascalAttnProcessor())

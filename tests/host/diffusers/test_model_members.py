@@ -79,12 +79,6 @@ def test_a_dict_gives_each_module_its_own_config_and_the_saved_ones_come_back(na
     assert not routed
 
 
-def test_the_keys_are_those_of_diffusers():
-    unet = tiny.tiny_unet()
-    assert list(pascal._attn_processors(unet).items()) == list(unet.attn_processors.items())
-    assert diffusers.AutoencoderTiny().attn_processors == {}, "it has no attention"
-
-
 @pytest.fixture
 def flux():
     pytest.importorskip("diffusers.models.attention_dispatch", reason="this diffusers has no backends")
@@ -126,15 +120,3 @@ def test_flex_attention_that_is_chosen_is_computed_in_tiles(put_on, flux, routed
     routed.clear()
     assert_same(flux.run(), stock)
     assert len(routed) == 4
-
-
-def test_without_ours_nothing_is_said(flux, caplog):
-    with caplog.at_level(logging.WARNING, "pascal_attn"):
-        flux.denoiser.set_attention_backend("native")
-        flux.denoiser.transformer_blocks[0].attn.set_attention_backend("_native_math")
-    assert not backend_warnings(caplog)
-    flux.denoiser.set_attn_processor(PascalAttnProcessor())
-    with caplog.at_level(logging.WARNING, "pascal_attn"):
-        flux.denoiser.transformer_blocks[0].attn.set_attention_backend("_native_math")
-    (sentence,) = backend_warnings(caplog)
-    assert "on 1 attention module:" in sentence

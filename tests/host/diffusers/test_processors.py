@@ -5,40 +5,16 @@ import copy
 import pytest
 import torch
 from attn_support import tiny_pipelines as tiny
-from attn_support.tiny_pipelines import assert_same, stock_calls
+from attn_support.tiny_pipelines import assert_same
 from diffusers import DiffusionPipeline
 from diffusers.models import attention_processor as host
 
-from pascal_attn_core import AttentionConfig
 from pascal_attn_core.diffusers import PascalAttnProcessor, patch_attention
 
 
 def attention(**changes):
     torch.manual_seed(0)
     return host.Attention(**{"query_dim": 32, "heads": 2, "dim_head": 16, **changes}).eval()
-
-
-def test_set_default_attn_processor_keeps_ours_around_the_default_ones(routed):
-    unet = tiny.tiny_unet()
-    _, calls = stock_calls(lambda: tiny.run_unet(unet))
-    unet.set_default_attn_processor()
-    stock = tiny.run_unet(unet)
-    unet = tiny.tiny_unet()
-    unet.set_attn_processor(PascalAttnProcessor())
-    unet.set_default_attn_processor()
-    assert {type(p._original) for p in unet.attn_processors.values()} == {host.AttnProcessor}
-    assert_same(tiny.run_unet(unet), stock)
-    assert len(routed) == calls.count
-
-
-def test_setting_it_twice_does_not_stack(routed):
-    unet = tiny.tiny_unet()
-    _, calls = stock_calls(lambda: tiny.run_unet(unet))
-    config = AttentionConfig(budget_mib=8)
-    unet.set_attn_processor(PascalAttnProcessor())
-    unet.set_attn_processor(PascalAttnProcessor(config))
-    tiny.run_unet(unet)
-    assert [call["config"] for call in routed] == [config] * calls.count
 
 
 @pytest.mark.parametrize(
@@ -55,18 +31,6 @@ def test_a_processor_assigned_past_set_processor_says_how_to_set_it():
     module.processor = PascalAttnProcessor()
     with pytest.raises(RuntimeError, match=r"set_attn_processor\(\)"):
         module(torch.zeros(1, 4, 32))
-
-
-def test_an_attention_module_may_be_made_with_it(routed):
-    module, stock = attention(processor=PascalAttnProcessor()), attention()
-    x = torch.randn(1, 5, 32)
-    assert_same(module(x), stock(x))
-    assert len(routed) == 1
-
-
-def test_config_must_be_a_config():
-    with pytest.raises(TypeError, match="AttentionConfig"):
-        PascalAttnProcessor({"route": "tiled"})
 
 
 def test_lora_of_peft_works_under_a_patch_and_beside_the_processor(routed):
@@ -97,20 +61,6 @@ def test_keywords_of_a_third_partys_processor_arrive(put_on, routed):
     put_on(module)
     assert_same(module(x, strength=2.0), stock)
     assert len(routed) == 1
-
-
-def test_a_processor_bound_to_another_backend_comes_to_us(put_on, routed):
-    dispatch = pytest.importorskip("diffusers.models.attention_dispatch", reason="this diffusers has no backends")
-    case = tiny.flux()
-    processors = dict(case.denoiser.attn_processors)
-    for processor in processors.values():
-        processor._attention_backend = dispatch.AttentionBackendName.FLASH
-    take_off = put_on(case.denoiser)
-    case.run()
-    take_off()
-    assert len(routed) == 2 * len(processors)
-    assert all(p is processors[name] for name, p in case.denoiser.attn_processors.items())
-    assert all(p._attention_backend == dispatch.AttentionBackendName.FLASH for p in processors.values())
 
 
 @pytest.mark.parametrize("slice_size", [None, 1], ids=["AttnProcessor", "SlicedAttnProcessor"])

@@ -1,16 +1,12 @@
 """Models that change after ours was set on them: rebuilt blocks, added attention, processors assigned by pipelines."""
 
-import copy
-
 import diffusers
 import pytest
 import torch
 from attn_support import tiny_pipelines as tiny
 from attn_support.tiny_pipelines import assert_same, stock_calls
 from diffusers.models import attention_processor as host
-from torch.nn.modules import module as torch_module
 
-import pascal_attn_core.diffusers as pascal
 from pascal_attn_core import AttentionConfig
 from pascal_attn_core.diffusers import PascalAttnProcessor, patch_attention
 
@@ -79,68 +75,8 @@ def test_free_noise_keeps_every_site_and_removal_restores_everything(put_on, rou
     assert not routed
 
 
-def test_split_inference_and_free_init_keep_every_site(put_on, routed):
-    def changed(pipe):
-        pipe.enable_free_init(num_iters=2)
-        pipe.enable_free_noise(context_length=8, context_stride=4)
-        pipe.enable_free_noise_split_inference(spatial_split_size=8, temporal_split_size=4)
-
-    stock_pipe, pipe = animatediff(), animatediff()
-    changed(stock_pipe)
-    stock, calls = stock_calls(lambda: run(stock_pipe))
-    put_on(pipe)
-    changed(pipe)
-    assert_same(run(pipe), stock)
-    assert len(routed) == calls.count
-
-
-@pytest.mark.parametrize("way", ["deepcopy", "torch.save"])
-def test_blocks_rebuilt_in_a_copy_are_served(way, put_on, routed):
-    pipe = animatediff()
-    take_off = put_on(pipe)
-    unet = copy.deepcopy(pipe.unet) if way == "deepcopy" else tiny.from_file(pipe.unet)
-    take_off()
-    pipe.unet = unet
-    pipe.enable_free_noise(context_length=8, context_stride=4)
-    run(pipe)
-    stock_pipe = animatediff()
-    stock_pipe.enable_free_noise(context_length=8, context_stride=4)
-    _, calls = stock_calls(lambda: run(stock_pipe))
-    assert len(routed) == calls.count
-
-
 def attention():
     return tiny.reinitialise(host.Attention(query_dim=32, heads=2, dim_head=16))
-
-
-def test_a_module_takes_over_the_config_of_the_one_it_replaces(routed):
-    configs = [AttentionConfig(budget_mib=mib) for mib in (1, 2, 3)]
-    model = torch.nn.Sequential(*(attention() for _ in configs))
-    for module, config in zip(model, configs):
-        module.set_processor(PascalAttnProcessor(config))
-    model[1] = attention()
-    model(torch.randn(1, 5, 32))
-    assert [call["config"] for call in routed] == configs
-
-
-def test_attention_that_is_added_is_served_as_all_around_it_is(routed):
-    config = AttentionConfig(budget_mib=3)
-    model = torch.nn.Module()
-    model.first = attention()
-    model.first.set_processor(PascalAttnProcessor(config))
-    model.second = torch.nn.Sequential(attention(), torch.nn.Linear(32, 32))
-    model.second(model.first(torch.randn(1, 5, 32)))
-    assert [call["config"] for call in routed] == [config] * 2
-
-
-def test_attention_put_beside_some_that_is_not_ours_is_left_alone(routed):
-    model = torch.nn.Module()
-    model.first, model.second = attention(), attention()
-    model.first.set_processor(PascalAttnProcessor())
-    model.third = attention()
-    model.second = attention()  # what it replaces was not ours either
-    model.third(model.second(model.first(torch.randn(1, 5, 32))))
-    assert len(routed) == 1
 
 
 def test_an_ip_adapter_with_attention_of_its_own_is_served_when_loaded_afterwards(put_on, routed):
@@ -204,26 +140,3 @@ def test_perturbed_attention_guidance_has_every_call_routed(routed):
     routed.clear()
     assert torch.equal(case.run(), stock)
     assert not routed
-
-
-def test_the_hook_exists_only_while_something_is_redirected():
-    import gc
-
-    gc.collect()
-    hooks = torch_module._global_module_registration_hooks
-    pascal.uninstall()
-    pascal.install()
-    before = dict(hooks)
-    module = attention()
-    with patch_attention(module), patch_attention(module):
-        assert len(hooks) == len(before) + 1
-    assert hooks == before
-    module.set_processor(PascalAttnProcessor())
-    assert len(hooks) == len(before) + 1
-    module.set_processor(None)
-    assert hooks == before
-    module.set_processor(PascalAttnProcessor())
-    pascal.uninstall()
-    pascal.install()
-    assert hooks == before
-    module.set_processor(None)

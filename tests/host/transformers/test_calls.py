@@ -8,11 +8,9 @@ from attn_support import tiny_models as tiny
 from attn_support.randomness import some
 from attn_support.tiny_models import WINDOW, plain
 from torch import Tensor
-from transformers import masking_utils
 
 from pascal_attn_core.call.lazy_mask import LazyMask
 from pascal_attn_core.transformers import make_hf_attention_fn
-from pascal_attn_core.transformers.mask import pascal_mask
 
 attention = make_hf_attention_fn()
 MODULE = torch.nn.Module()
@@ -21,11 +19,6 @@ MODULE = torch.nn.Module()
 def qkv(seq_len_q: int = 9, seq_len_kv: int = 9, heads: int = 4, kv_heads: int = 2, dim_v: int = 8) -> list[Tensor]:
     shapes = [(2, heads, seq_len_q, 8), (2, kv_heads, seq_len_kv, 8), (2, kv_heads, seq_len_kv, dim_v)]
     return [torch.randn(shape) for shape in shapes]
-
-
-def host_mask(q_length: int = 9, kv_length: int = 9, q_offset: int = 0, padding: Tensor | None = None) -> Any:
-    """The mask our mask function returns for a causal rule."""
-    return pascal_mask(2, q_length, kv_length, q_offset, 0, masking_utils.causal_mask_function, padding)
 
 
 @pytest.mark.parametrize("kind", ["none", "bool", "float"])
@@ -62,22 +55,6 @@ def test_none_means_causal_from_the_first_key_unless_the_module_says_otherwise()
     torch.testing.assert_close(attention(module, *tensors, None)[0], plain(tensors))
     one = qkv(1, 9)
     torch.testing.assert_close(attention(torch.nn.Module(), *one, None)[0], plain(one))
-
-
-def test_a_mask_made_for_a_longer_cache_is_cut() -> None:
-    tensors, mask = qkv(), host_mask(9, 12)
-    torch.testing.assert_close(attention(MODULE, *tensors, mask)[0], plain(tensors, torch.ones(9, 9).tril().bool()))
-    with pytest.raises(ValueError, match=r"made for \(L, S\)"):
-        attention(MODULE, *qkv(5, 9), host_mask())
-
-
-def test_values_may_have_a_head_size_of_their_own_and_heads_a_mask() -> None:
-    tensors, mask = qkv(dim_v=5), host_mask(padding=torch.tensor([[False] * 2 + [True] * 7, [True] * 9]))
-    out, _ = attention(MODULE, *tensors, mask)
-    torch.testing.assert_close(out, plain(tensors, mask.dense()))
-    head_mask = torch.tensor([1.0, 0.0, 0.5, 2.0]).view(1, 4, 1, 1)
-    out, _ = attention(MODULE, *tensors, mask, head_mask=head_mask)
-    torch.testing.assert_close(out, plain(tensors, mask.dense()) * head_mask.transpose(1, 2))
 
 
 @pytest.mark.parametrize("name", ["indices", "block_indices"])
@@ -119,28 +96,6 @@ def test_a_prefill_arrives_as_causal_with_a_window_and_one_row_of_padding(
     only(routed, is_causal=True, window=window, alignment="upper_left", enable_gqa=True)
     shapes = {None if call["mask"] is None else tuple(call["mask"].shape) for call in routed}
     assert shapes == {(2, 1, 1, 19) if padding else None}
-
-
-def test_a_static_cache_is_cut_to_what_is_in_it(registered: str, routed: list) -> None:
-    model, inputs = tiny.build("llama"), tiny.prompt(padding=0)
-    options = {"cache_implementation": "static", "max_new_tokens": 3}
-    tiny.with_attention(model, registered, lambda: tiny.tokens(model, inputs, **options))
-    prefill = [call for call in routed if call["query"][2] > 1]
-    only(prefill, mask=None, is_causal=True, key=torch.Size((2, 2, 19, 8)))
-
-
-def test_tokens_after_a_past_are_aligned_to_the_lower_right(registered: str, routed: list) -> None:
-    tensors, mask = qkv(4, 9), host_mask(4, 9, 5)
-    attention(MODULE, *tensors, mask)
-    only(routed, mask=None, is_causal=True, alignment="lower_right")
-
-
-def test_chunks_arrive_as_a_band_and_a_rule(registered: str, routed: list) -> None:
-    model = tiny.build("llama4")
-    tiny.with_attention(model, registered, lambda: tiny.logits(model, tiny.prompt(padding=0)))
-    assert routed[0]["window"] == (tiny.WINDOW - 1, -1)
-    assert isinstance(routed[0]["mask"], LazyMask)
-    assert routed[1]["mask"] is None
 
 
 @pytest.mark.filterwarnings("ignore:.gradient_checkpointing_:FutureWarning")

@@ -16,7 +16,6 @@ from transformers.generation.continuous_batching.cache import PagedAttentionMemo
 from transformers.generation.continuous_batching.continuous_api import ContinuousBatchingManager
 
 import pascal_attn_core.transformers as host
-from pascal_attn_core import record
 from pascal_attn_core.observe.memory import PeakMemory
 from pascal_attn_core.transformers import make_hf_attention_fn, register_with_transformers
 
@@ -79,13 +78,6 @@ def test_tokens_are_those_of_each_request_alone(registered: str, steps: list[lis
     assert any(1 in step and max(step) > 1 for step in steps), "no step held both prompts and decoding requests"
 
 
-def test_a_shared_prefix_and_several_answers_of_one_prompt(registered: str) -> None:
-    model = tiny.build("llama")
-    shared = [prompts()[4], prompts()[4] + [7, 8], prompts()[4]]
-    ours = tiny.with_attention(model, registered, lambda: batched(model, shared))
-    assert ours == alone(model, shared)
-
-
 @at_night
 @pytest.mark.slow
 def test_a_compiled_step_gives_the_same_tokens(registered: str) -> None:
@@ -97,13 +89,6 @@ def test_a_compiled_step_gives_the_same_tokens(registered: str) -> None:
     ours = tiny.with_attention(model, registered, lambda: batched(model, inputs, continuous_batching_config=config))
     torch.compiler.reset()
     assert ours == alone(model, inputs)
-
-
-def test_the_tile_asked_for_is_used() -> None:
-    model = tiny.build("llama")
-    with register_with_transformers(tile_size=8, name="pascal_chunked"), record() as report:
-        tiny.with_attention(model, "pascal_chunked", lambda: batched(model, prompts()))
-    assert set(report.routes()) == {"tiled"}
 
 
 def test_no_mask_of_queries_by_keys_exists(registered: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -131,18 +116,6 @@ def test_no_mask_of_queries_by_keys_exists(registered: str, monkeypatch: pytest.
     assert max(largest) < tokens * tokens, "a bool mask takes L*S bytes"
 
 
-def test_no_memory_is_set_aside_for_masks(registered: str) -> None:
-    model = tiny.build("llama")
-    handler = PagedAttentionMemoryHandler.__new__(PagedAttentionMemoryHandler)
-    handler.config, handler.num_attention_masks, handler.io_multiplier = model.config, 1, 1
-    handler.tokens_per_sector, handler.activation_dtype = 16, torch.float32
-    planned = {
-        name: tiny.with_attention(model, name, lambda: handler.attention_mask_bytes(64, 10))
-        for name in (registered, "sdpa")
-    }
-    assert planned == {registered: 0, "sdpa": 4 * 64 * (160 + 64)}
-
-
 def test_the_host_is_left_as_it_was_found() -> None:
     def methods() -> tuple[object, object]:
         return ContinuousBatchingManager.switch_to_cb_friendly_attn, PagedAttentionMemoryHandler.attention_mask_bytes
@@ -159,12 +132,6 @@ def test_the_host_is_left_as_it_was_found() -> None:
         batched(model, prompts())
     again.remove()
     assert methods() == before
-
-
-def test_other_names_are_treated_as_before(registered: str, steps: list[list[int]]) -> None:
-    model = tiny.build("llama")
-    assert tiny.with_attention(model, "eager", lambda: batched(model, prompts())) == alone(model, prompts())
-    assert not steps
 
 
 def test_what_is_not_served_is_refused_with_a_reason() -> None:

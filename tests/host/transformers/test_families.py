@@ -89,23 +89,6 @@ def test_what_is_forgotten_is_noticed(model: Any, forgotten: str, monkeypatch: p
     assert difference(wrong, stock) > WRONG
 
 
-@families("llama", "mistral", "gpt_oss")
-def test_beam_search_gives_the_same_tokens(model: Any) -> None:
-    stock, ours = tiny.stock_and_ours(model, lambda: tiny.tokens(model, tiny.prompt(), num_beams=3))
-    assert torch.equal(ours, stock)
-
-
-@families("llama", "mistral")
-def test_assisted_generation_gives_the_same_tokens(routed: list, model: Any) -> None:
-    inputs, helper = tiny.prompt(batch=1, padding=0), tiny.build("llama", num_hidden_layers=1)
-    tiny.use(helper, tiny.NAME)
-    stock = tiny.with_attention(model, "eager", lambda: tiny.tokens(model, inputs))
-    routed.clear()
-    ours = tiny.with_attention(model, tiny.NAME, lambda: tiny.tokens(model, inputs, assistant_model=helper))
-    assert torch.equal(ours, stock)
-    assert any(1 < call["query"][2] < call["key"][2] for call in routed), "no call had several new tokens and a past"
-
-
 @families("llama", "mistral", "gpt_oss", "llama4")
 @pytest.mark.parametrize("cache", ["dynamic", "static"])
 def test_prefill_in_parts_gives_the_same_logits(model: Any, cache: str) -> None:

@@ -131,25 +131,6 @@ def test_a_window_that_means_something_else_is_called_as_it_is() -> None:
     assert read_pattern(function) == Pattern(None, None, (function,))
 
 
-@pytest.mark.parametrize("index", [(..., slice(0, 5)), (slice(None), slice(None), slice(-3, None)), (slice(None),)])
-def test_plain_slices_stay_lazy(index: Any) -> None:
-    padding = torch.ones(2, 9, dtype=torch.bool)
-    padding[0, :2] = False
-    mask = ours(masking_utils.sliding_window_causal_mask_function(WINDOW), 0, 9, 9, 0, attention_mask=padding)
-    part = mask[index]
-    assert isinstance(part, HostMask)
-    assert torch.equal(part.dense(), mask.dense()[index])
-
-
-def test_it_behaves_as_the_host_needs() -> None:
-    mask = ours(masking_utils.causal_mask_function, 0, 9, 9, 0)
-    assert mask.shape == (2, 1, 9, 9)
-    assert (mask.ndim, mask.dim(), mask.size(-1), mask.dtype) == (4, 4, 9, torch.bool)
-    assert mask.contiguous() is mask
-    assert isinstance(mask.to("cpu"), HostMask)
-    assert ours(masking_utils.causal_mask_function, 0, 9, 9, 0, attention_mask=mask) is mask
-
-
 def test_whatever_else_a_model_does_to_it_gives_the_tensor(caplog: pytest.LogCaptureFixture) -> None:
     mask = ours(chunked(), 0, 9, 9, 0)
     dense = mask.dense()
@@ -163,27 +144,3 @@ def test_whatever_else_a_model_does_to_it_gives_the_tensor(caplog: pytest.LogCap
     assert torch.equal(torch.where(mask, 0.0, -1.0), torch.where(dense, 0.0, -1.0))
     assert torch.equal(torch.cat([mask, dense], dim=-1), torch.cat([dense, dense], dim=-1))
     assert "L*S" in caplog.text
-
-
-def test_a_single_query_gets_a_row_that_a_compiled_decode_can_take() -> None:
-    """A tensor, not an object with numbers that change from step to step."""
-    row = ours(masking_utils.causal_mask_function, 5, 1, 16, 0, allow_is_causal_skip=False)
-    assert isinstance(row, Tensor)
-    assert (row.shape, row[0, 0, 0].tolist()) == ((2, 1, 1, 16), [True] * 6 + [False] * 10)
-    assert ours(masking_utils.causal_mask_function, 5, 1, 6, 0) is None
-    assert ours(masking_utils.causal_mask_function, torch.tensor(5), 1, 6, 0) is None
-
-
-def test_added_to_scores_it_is_a_float_mask() -> None:
-    """Attention code of a model's own adds its mask: 0 and 1 would be silently wrong."""
-    mask, scores = ours(masking_utils.causal_mask_function, 0, 9, 9, 0), torch.randn(2, 4, 9, 9)
-    causal = torch.ones(9, 9).tril().bool()
-    for added in (scores + mask, mask + scores, torch.add(scores, mask), scores.clone().add_(mask)):
-        assert torch.equal(added.softmax(-1), scores.masked_fill(~causal, -torch.inf).softmax(-1))
-    with pytest.raises(TypeError, match="added to scores only"):
-        mask + 1.0
-
-
-def test_a_host_that_forbids_to_skip_gets_a_mask() -> None:
-    mask = ours(masking_utils.causal_mask_function, 0, 1, 1, 0, allow_is_causal_skip=False)
-    assert torch.equal(mask, torch.ones(2, 1, 1, 1, dtype=torch.bool))

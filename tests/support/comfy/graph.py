@@ -171,8 +171,9 @@ def attention_patch(**inputs: Any) -> Patch:
 
 
 CHUNKING: Patch = ("PascalFFNChunking", {"budget_mib": 1, "min_tokens": 2})
-_INT8 = {"max_error": 0.05, "include": "", "exclude": "", "weights": "host", "int8_files": "auto"}
-INT8: Patch = ("PascalInt8Linear", _INT8)
+_ATTENTION = {"attention": "off", "attention_max_error": 0.02, "linear_layers": True}
+_LINEAR = {"max_error": 0.05, "include": "", "exclude": "", "weights": "host", "int8_files": "auto"}
+INT8: Patch = ("Pascal8Bit", _ATTENTION | _LINEAR)
 
 
 def largest_difference(ours: Captured, stock: Captured) -> float:

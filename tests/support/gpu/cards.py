@@ -8,7 +8,6 @@ import contextlib
 import ctypes
 import functools
 import os
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -28,7 +27,6 @@ from pascal_attn_core.fused.launch import Launch
 from pascal_attn_core.fused.trust.kernels import Kernels
 from pascal_attn_core.machine import amd_system
 from pascal_attn_core.machine.device import device_info
-from tools import device_lines
 
 from . import guard, tensors
 
@@ -171,8 +169,6 @@ def believe(
 
     Returns:
         Their driver, whose ``problems`` say what would have been wrong on a real card."""
-    if device_lines.NOTED in os.environ and sys.gettrace() is None:
-        device_lines.watch(os.environ[device_lines.NOTED])
     ctypes.CDLL(str(guard.library())).fake_cards_are(count)
     for name, value in _answers(card, count).items():
         assert hasattr(torch.cuda, name), name

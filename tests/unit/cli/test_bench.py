@@ -19,9 +19,8 @@ from pascal_attn_core.cli.bench.candidates import (
     needed_operations,
     race,
 )
-from pascal_attn_core.cli.bench.contest import BenchSettings, clock_name, geometric_means, quiet_torch
-from pascal_attn_core.cli.bench.length import memory_by_length
-from pascal_attn_core.cli.bench.shapes import SHAPES, Shape, choose_shapes, own_shapes
+from pascal_attn_core.cli.bench.contest import BenchSettings
+from pascal_attn_core.cli.bench.shapes import SHAPES, Shape, choose_shapes
 from pascal_attn_core.config import AttentionConfig, UnsupportedAttention
 
 TINY = {
@@ -106,13 +105,6 @@ def test_a_candidate_that_breaks_is_told_in_its_cell_and_stops_nobody():
     assert found[BASELINE].seconds > 0
 
 
-def test_a_slow_candidate_is_timed_by_its_first_call_only():
-    settings = dataclasses.replace(QUICK, seconds=1e-9)
-    found = named(race(TINY["plain"].make(), choose_candidates(CANDIDATES, ""), settings))
-    assert found[BASELINE].note == "first call only"
-    assert len(found[BASELINE].times) == 1
-
-
 @pytest.mark.filterwarnings("ignore")  # torch says why it has no kernel
 def test_on_cuda_each_of_torchs_kernels_has_a_name():
     assert not any(c.name == "torch-efficient" for c in CANDIDATES)
@@ -123,11 +115,6 @@ def test_on_cuda_each_of_torchs_kernels_has_a_name():
     assert results["torch-cudnn"].note  # which a CPU does not have
 
 
-def test_candidates_are_chosen_by_pattern_and_the_baseline_always_runs():
-    assert [c.name for c in choose_candidates(CANDIDATES, "tiled*")] == [BASELINE, "ours-tiled", "ours-tiled-online"]
-    assert len(choose_candidates(CANDIDATES, "all")) == len(CANDIDATES)
-
-
 def test_shapes_are_chosen_by_pattern(monkeypatch):
     monkeypatch.setattr(shapes, "SHAPES", SHAPES)
     assert len(choose_shapes("all")) == len(SHAPES)
@@ -136,30 +123,6 @@ def test_shapes_are_chosen_by_pattern(monkeypatch):
     assert choose_shapes("wan")[0].num_heads == 2
     assert choose_shapes("wan", device_type="cuda")[0].num_heads == 12
     assert choose_shapes("sd15", dtype="float16")[0].dtype == "float16"
-
-
-def test_inputs_are_the_same_in_every_run():
-    first, second = TINY["padding"].make(), TINY["padding"].make()
-    for name in ("query", "key", "value", "attn_mask"):
-        assert torch.equal(getattr(first, name), getattr(second, name))
-    assert first.attn_mask.shape == (2, 1, 1, 40)
-    assert first.attn_mask.any(-1).all()
-    assert 0.3 < (~first.attn_mask).float().mean() < 0.5
-
-
-def test_threads_and_precision_are_given_back():
-    before = torch.get_num_threads(), torch.backends.cuda.matmul.allow_tf32
-    with quiet_torch(1):
-        assert torch.get_num_threads() == 1
-        assert clock_name(torch.device("cpu")) == "thread time"
-    with quiet_torch(2):
-        assert clock_name(torch.device("cpu")) == "wall time"
-    assert (torch.get_num_threads(), torch.backends.cuda.matmul.allow_tf32) == before
-
-
-def test_the_mean_of_ratios_is_geometric():
-    reports = [{"results": [{"name": "a", "ratio": ratio}, {"name": "b", "ratio": None}]} for ratio in (2.0, 8.0)]
-    assert geometric_means(reports) == {"a": {"ratio": pytest.approx(4.0), "shapes": 2}}
 
 
 def test_the_command_prints_tables_and_writes_figures(tmp_path, capsys):
@@ -195,17 +158,6 @@ def test_a_run_that_is_cut_short_leaves_the_figures_of_the_shapes_so_far(tmp_pat
     assert document["geometric_means"]["ours-tiled"]["shapes"] == 1
 
 
-def test_sizes_that_are_left_out_follow_from_the_others():
-    (own,) = own_shapes(["Hq=32, L=2048 ,D=64"])
-    assert own == Shape("own", "given by --shape", 1, 32, 32, 2048, 2048, 64)
-    one, two = own_shapes(["Hq=4,L=1,D=8,Hkv=2,S=9,B=3", "Hq=1,L=2,D=3"], is_causal=True, dtype="float16")
-    assert one == Shape("own1", "given by --shape", 3, 4, 2, 1, 9, 8, is_causal=True, dtype="float16")
-    assert (two.name, two.num_kv_heads) == ("own2", 1)
-    call = one.make()
-    assert [t.shape for t in (call.query, call.key, call.value)] == [(3, 4, 1, 8), (3, 2, 9, 8), (3, 2, 9, 8)]
-    assert one.num_bytes == 2 * sum(t.numel() for t in (call.query, call.key, call.value)) + 2 * 3 * 4 * 1 * 8
-
-
 def test_a_shape_of_ones_own_is_timed_together_with_listed_ones(tmp_path, capsys):
     figures = tmp_path / "run.json"
     command = ["bench", "--device", "cpu", "--rounds", "1", "--seconds", "0.1", "--json", str(figures), "--dtype"]
@@ -221,16 +173,6 @@ def test_a_shape_of_ones_own_is_timed_together_with_listed_ones(tmp_path, capsys
     for name in (BASELINE, "ours-auto", "ours-tiled"):
         assert results[name]["seconds"] > 0, results[name]
     assert results["ours-tiled"]["error"] < 1e-2
-
-
-def test_math_grows_with_the_square_of_the_length_and_tiles_do_not_grow() -> None:
-    figures = memory_by_length((1024, 2048, 4096))
-    plain, on_gpu, on_cpu = zip(*figures.values())
-    assert list(figures) == [1024, 2048, 4096]
-    assert plain[2] == pytest.approx(16 * plain[0], rel=0.05)
-    assert 1 < min(on_cpu) <= max(on_cpu) <= 4
-    assert on_cpu[2] == pytest.approx(on_cpu[1], rel=0.01)
-    assert max(on_gpu) <= 64
 
 
 def test_the_plot_is_a_picture(tmp_path, capsys, monkeypatch) -> None:

@@ -9,7 +9,7 @@ import torch
 from pascal_attn_core.cli import main
 from pascal_attn_core.cli.bench import linear
 from pascal_attn_core.cli.bench.contest import BenchSettings
-from pascal_attn_core.cli.bench.linear import LAYERS, Layer, choose_layers, race_layer
+from pascal_attn_core.cli.bench.linear import Layer, race_layer
 
 TINY = Layer("tiny", "a small layer", rows=100, columns=64, outs=48)
 
@@ -30,12 +30,6 @@ def test_every_way_is_timed_and_its_error_measured() -> None:
     assert figures["int8 eager"].error == pytest.approx(figures["int8"].error, rel=0.01)
     assert figures["int8"].ran == "int_mm"
     assert figures["int8 eager"].extra_bytes > 0
-
-
-def test_layers_are_chosen_by_pattern() -> None:
-    assert [layer.name for layer in choose_layers("flux-ff*,llm-decode")] == ["flux-ff-in", "flux-ff-out", "llm-decode"]
-    assert len(choose_layers("quick")) == 6
-    assert choose_layers("all") == list(LAYERS)
 
 
 @pytest.mark.usefixtures("tiny")

@@ -5,17 +5,15 @@ import socket
 
 import pytest
 import torch
-import torch.nn.functional as F
 
 from pascal_attn_core.cli import main
 
 pytest.importorskip("diffusers")
 pytest.importorskip("matplotlib")
 
-from pascal_attn_core.cli import charts, demo
+from pascal_attn_core.cli import demo
 from pascal_attn_core.cli.bench import contest
 from pascal_attn_core.cli.demo import models
-from pascal_attn_core.observe.memory import PeakMemory
 from pascal_attn_core.patching.interception import TORCH_SDPA, SdpaMode, bind_sdpa
 
 
@@ -86,24 +84,3 @@ def test_attention_decides_about_the_result(make_case):
         with SdpaMode(uniform_attention):
             wrong = demo.generate(case, pipe)
     assert (right - wrong).abs().max() > 0.5  # two correct attentions differ by less than 1e-4
-
-
-def test_models_leave_the_global_random_state_alone():
-    before = torch.get_rng_state()
-    with demo._quiet():
-        models.video_case(quick=True).build()
-    assert torch.equal(before, torch.get_rng_state())
-
-
-def test_the_estimate_for_math_attention_is_what_it_takes():
-    case = models.image_case(quick=True)
-    query = torch.randn(1, case.num_heads, case.tokens, case.head_dim)
-    with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH), PeakMemory() as peak:
-        F.scaled_dot_product_attention(query, query, query)
-    assert case.math_bytes == pytest.approx(peak.peak_bytes, rel=0.05)
-
-
-def test_a_chart_takes_missing_values_and_wide_ranges(tmp_path):
-    bars = [("small", 1.0, ""), ("large", 5000.0, ""), ("none", None, "not run: needs 9 GiB")]
-    charts.bar_chart(tmp_path / "chart.png", [("memory", "MiB", bars), ("time", "s", bars[2:])], title="t", footer="f")
-    assert (tmp_path / "chart.png").read_bytes().startswith(b"\x89PNG")

@@ -53,6 +53,52 @@ def test_without_its_extras_nothing_is_printed_and_a_package_is_left_alone(tmp_p
     assert (done.returncode, done.stdout.splitlines()[::2], done.stderr.strip()) == (0, found, "")
 
 
+# What people report: the packages are installed, and raise on older cards.
+RAISES = {
+    "flash_attn": "def flash_attn_func(*a): raise RuntimeError('FlashAttention only supports Ampere GPUs or newer.')",
+    "sageattention": "def sageattn(*args): raise ValueError('Unsupported CUDA architecture: sm75')",
+    "xformers/ops": "def memory_efficient_attention(*args): raise NotImplementedError('No operator found for it')",
+}
+USES_ALL = """
+import torch
+from flash_attn import flash_attn_func
+from sageattention import sageattn
+from xformers.ops import memory_efficient_attention
+query = torch.randn(1, 6, 2, 8)
+print(*(function(query, query, query).shape == query.shape for function in (flash_attn_func, sageattn)),
+      memory_efficient_attention(query, query, query).shape == query.shape)
+"""
+
+
+def test_installed_packages_that_cannot_run_here_make_room(tmp_path: Path) -> None:
+    installed = tmp_path / "installed"
+    for name, text in RAISES.items():
+        (installed / name).mkdir(parents=True)
+        (installed / name / "__init__.py").write_text(text)
+    (tmp_path / "program.py").write_text(USES_ALL)
+    code = """
+    import sys, torch
+    from pascal_attn_core.cli import main
+    main(["run", "program.py"])
+    torch.version.hip = "6.3"  # on AMD's cards Triton may run them: they stay
+    try:
+        main(["run", "program.py"])
+    except RuntimeError as error:
+        print(error)
+    main(["run", "--no-report", "--replace", "program.py"])
+    """
+    done = fresh.execute(code, env=fresh.PLAIN, cwd=tmp_path, paths=(installed,))
+    assert done.stdout.splitlines() == [
+        "True True True", "FlashAttention only supports Ampere GPUs or newer.", "True True True"
+    ], done.stderr  # fmt: skip
+    place = installed / "flash_attn" / "__init__.py"
+    told = f"flash_attn at {place} cannot run here, there is no CUDA device: Pascal Attention takes its place"
+    left = (
+        f"left alone: flash_attn: flash_attn must not be installed, got the one at {place}; --replace takes its place"
+    )
+    assert done.stderr.count(told) == done.stderr.count(f"pascal-attn run: {left}") == 1, done.stderr
+
+
 def test_a_program_that_fails_fails_as_it_would(tmp_path: Path) -> None:
     (tmp_path / "program.py").write_text("raise ValueError('mine')")
     done = pascal_attn(["program.py"], cwd=tmp_path)

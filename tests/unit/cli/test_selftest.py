@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import threading
 import time
 from unittest.mock import Mock
 
@@ -19,14 +18,13 @@ from pascal_attn_core.cli import selftest as command
 from pascal_attn_core.cli.bench.shapes import Shape
 from pascal_attn_core.fused.code.source import all_variants, gguf_variants, linear_variants
 from pascal_attn_core.fused.trust.kernels import Kernels, KernelUnavailable
-from pascal_attn_core.machine import facts as machine
 from pascal_attn_core.machine.device import DeviceInfo
-from pascal_attn_core.machine.facts import Clocks, highest_of, parse_clocks, watched_clocks
+from pascal_attn_core.machine.facts import Clocks, parse_clocks
 from pascal_attn_core.machine.runtime import Runtime, using
 from pascal_attn_core.routes.tiled import TiledRoute
 from pascal_attn_core.selftest import Selftest, cases, describe
 from pascal_attn_core.selftest.cases import ALL_ROUTES, CASES, DTYPES, Check, run_checks
-from pascal_attn_core.selftest.kernels import KernelCheck, check_kernels, checked_variants, why_no_kernels
+from pascal_attn_core.selftest.kernels import check_kernels, checked_variants, why_no_kernels
 
 CPU = torch.device("cpu")
 SOME_DTYPES = tuple(some(DTYPES, 2))
@@ -152,16 +150,6 @@ def test_the_kernels_of_an_amd_card_are_tried_too() -> None:
     assert "grad_key_value-128-bfloat16-none-gfx906" in {check.name for check in found}
 
 
-def test_shapes_shrink_to_the_time_heads_first() -> None:
-    shape = Shape("gqa", "", 2, 32, 8, 2048, 2048, 64)
-    one_head = 4 * 2048 * 2048 * 64
-    assert command.fit(shape, 1e12, 1.0) == shape
-    fitted = command.fit(shape, 1e9, 4 * one_head / 1e9)
-    assert (fitted.batch, fitted.num_heads, fitted.num_kv_heads, fitted.seq_len_q) == (1, 4, 1, 2048)
-    least = command.fit(shape, 1.0, 1.0)
-    assert (least.num_heads, least.num_kv_heads, least.seq_len_q, least.seq_len_kv) == (4, 1, 512, 512)
-
-
 def test_routes_are_timed_interleaved_and_what_fails_is_named(monkeypatch) -> None:
     tiny = Shape("sd15", "", 1, 2, 2, 256, 256, 40)
     race, odd = command.race, Shape("odd", "", 1, 2, 2, 64, 64, 8)
@@ -208,29 +196,6 @@ def test_the_last_line_says_whether_all_was_right_and_what_to_use(wrong, advice)
     last = describe(found).splitlines()[-1]
     assert last.startswith("FAIL 1/2" if wrong else "PASS 1/1")
     assert advice in last
-
-
-def test_refused_calls_are_neither_right_nor_wrong() -> None:
-    refused = Check("plain", "fused", "float32", refused="no GPU")
-    assert _found(why_no_kernels=["x"], checks=[RIGHT, refused]).verdict.startswith("PASS 1/1, 1 refused")
-    assert _found(why_no_kernels=["x"], checks=[refused]).verdict.startswith("FAIL 0/0, 1 refused")
-    assert _found(why_no_kernels=["x"], cut=["some checks"]).verdict.startswith("UNFINISHED 0/0")
-
-
-def test_a_kernel_that_is_wrong_is_named_and_the_route_is_to_be_switched_off() -> None:
-    wrong = KernelCheck("forward-64-float32-none", "shipped", float("nan"), 1e-4)
-    text = describe(_found(kernels=[wrong], checks=[RIGHT]))
-    assert "kernels     0 of 1 right" in text
-    assert "kernel forward-64-float32-none (shipped): differs from the definition by nan" in text
-    assert "FAIL 1/2" in text
-    assert "fused=False" in text
-
-
-def test_the_block_fits_a_screen_however_much_is_wrong() -> None:
-    wrong = [Check(f"case {n}", "fused", "float32", failed="RuntimeError: no") for n in range(300)]
-    text = describe(_found(kernels=[], why_no_kernels=["x"], checks=wrong))
-    assert len(text.splitlines()) < 40
-    assert "and 288 more (--json has all)" in text
 
 
 def test_speed_is_shown_with_its_share_of_the_peak() -> None:
@@ -288,23 +253,3 @@ def test_clocks_are_read_and_what_a_card_does_not_say_is_left_out(said: str, clo
     found = parse_clocks(said)
     assert found == clocks
     assert found is None or found.text == text
-
-
-def test_clocks_are_watched_until_the_block_ends_and_no_thread_is_left(monkeypatch) -> None:
-    known = [Clocks(1500, 1, 1, 1), Clocks(1900, 2, 2, 2), Clocks(1600, 3, 3, 3)]
-    answers = iter(known)
-    asked = threading.Event()
-
-    def ask(device):
-        found = next(answers, None)
-        if found is None:
-            asked.set()
-        return found
-
-    monkeypatch.setattr(machine, "ask_clocks", ask)
-    monkeypatch.setattr(machine, "_WATCH_SECONDS", 0.001)
-    with watched_clocks(torch.device("cuda")) as seen:
-        assert asked.wait(10)
-    assert seen == known
-    assert highest_of(seen) == known[1]
-    assert "clocks" not in [thread.name for thread in threading.enumerate()]

@@ -1,19 +1,32 @@
 """Which route a call takes, and that it says so; arguments that are checked once."""
 
 import logging
+import re
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 
-from pascal_attn_core import AttentionConfig, UnsupportedAttention, explain, record, routes
+from pascal_attn_core import (
+    AttentionConfig,
+    UnsupportedAttention,
+    explain,
+    flex_attention,
+    patch_flex_attention,
+    patch_transformers,
+    record,
+    routes,
+)
 from pascal_attn_core.attention import sdpa, sdpa_backward, sdpa_with_lse
 from pascal_attn_core.call import AttentionCall, Gradients, Results, Wanted, check_call
 from pascal_attn_core.config import RouteUnavailable, known_routes
+from pascal_attn_core.diffusers import PascalAttnProcessor
 from pascal_attn_core.observe.report import add_observer
+from pascal_attn_core.parallel import context_parallel_sdpa
 from pascal_attn_core.reference import reference_sdpa
-from pascal_attn_core.routes import choose, route_names, why_not
+from pascal_attn_core.routes import choose, route_names, run, why_not
+from pascal_attn_core.routes.short import ShortCalls
 
 AUTO = AttentionConfig()
 
@@ -35,6 +48,18 @@ def test_a_route_that_cannot_take_the_call_says_why() -> None:
     assert caught.value.reasons == ["torch's function does not return lse"]
     assert str(caught.value).startswith("route 'torch' cannot take this call: torch's function does not return lse; ")
     assert isinstance(caught.value, NotImplementedError)
+
+
+def test_the_table_of_the_choice_has_every_route_in_its_order_and_its_sentence() -> None:
+    rows = [re.split(r"  +", line) for line in run.__doc__.splitlines() if re.match(r"[A-Z]\w+  +[a-z]", line)]
+    names = {ShortCalls: "torch, math"}
+    assert [row[:2] for row in rows] == [[type(each).__name__, names.get(type(each), each.name)] for each in run.ROUTES]
+    sentences = {row[0]: row[3].partition(",")[0] for row in rows}
+    small, large = check_call(*_qkv(20, 20)), check_call(*_qkv(2000, 2000))
+    banded, left = (check_call(*_qkv(tokens, tokens), window=(2, 2)) for tokens in (20, 2000))
+    for asked, call in {"ShortCalls": small, "TorchRoute": large, "MathRoute": banded}.items():
+        assert all(part.strip() in choose(call, AUTO).why for part in sentences[asked].split("..."))
+    assert choose(left, AUTO).why == why_not("torch", left, AUTO)[0]
 
 
 def test_large_calls_never_take_the_route_math(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -221,6 +246,18 @@ def test_a_config_of_another_type_is_refused(config, length: int) -> None:
         given = backward if attend is sdpa_backward else backward[1:4]
         with pytest.raises(TypeError, match="config must be an AttentionConfig or None, got"):
             attend(*given, config=config)
+
+
+@pytest.mark.parametrize("door", [
+    lambda config: flex_attention(*_qkv(), config=config),
+    lambda config: context_parallel_sdpa(*_qkv(), config=config),
+    lambda config: patch_flex_attention(config),
+    lambda config: patch_transformers(config=config),
+    lambda config: PascalAttnProcessor(config),
+])  # fmt: skip
+def test_every_other_door_refuses_it_too(door) -> None:
+    with pytest.raises(TypeError, match="config must be an AttentionConfig or None, got 'tiled'"):
+        door("tiled")
 
 
 @pytest.mark.parametrize("route", ["auto", "tiled", "math"])

@@ -70,13 +70,6 @@ def test_true_in_a_mask_means_that_a_key_does_not_take_part(kind: str) -> None:
     torch.testing.assert_close(out.double(), by_definition(layer, x, three[:, None]), atol=1e-5, rtol=1e-4)
 
 
-def test_a_causal_mask_is_the_causal_rule() -> None:
-    plain, causal = layers.FlashAttentionV2(EMBED, HEADS), layers.FlashAttentionV2(EMBED, HEADS, causal=True)
-    causal.load_state_dict(plain.state_dict())
-    x = torch.randn(1, TOKENS, EMBED)
-    torch.testing.assert_close(plain(x, layers.create_causal_mask(TOKENS))[0], causal(x)[0], atol=1e-6, rtol=1e-5)
-
-
 def test_the_naive_layer_returns_the_probabilities_and_its_gradients_flow() -> None:
     layer, x = layers.NaiveAttention(EMBED, HEADS, causal=True), torch.randn(1, TOKENS, EMBED, requires_grad=True)
     out, weights = layer(x)
@@ -88,33 +81,6 @@ def test_the_naive_layer_returns_the_probabilities_and_its_gradients_flow() -> N
     seed = torch.randn_like(out)
     (ours,) = torch.autograd.grad(twin(x)[0], x, seed)
     torch.testing.assert_close(torch.autograd.grad(out, x, seed)[0], ours, atol=1e-5, rtol=1e-4)
-
-
-def test_dropout_is_of_the_output_and_while_training_only() -> None:
-    layer, x = layers.FlashAttentionV2(EMBED, HEADS, dropout=0.5), torch.randn(1, 200, EMBED)
-    assert 0.4 < (layer(x)[0] == 0).double().mean() < 0.6
-    layer.eval()
-    assert torch.equal(layer(x)[0], layer(x)[0])
-
-
-@pytest.mark.parametrize(("seq_len", "total", "computed"), [(1024, 256, 136), (1000, 256, 136), (64, 1, 1), (65, 4, 3)])
-def test_causal_efficiency_counts_the_tiles_below_the_diagonal(seq_len: int, total: int, computed: int) -> None:
-    found = layers.FlashAttentionV2(EMBED, HEADS, causal=True).get_causal_efficiency(seq_len)
-    assert (found["total_blocks"], found["computed_blocks"]) == (total, computed)
-    assert found["skipped_blocks"] == total - computed
-    assert found["compute_savings_percent"] == pytest.approx(100 * (total - computed) / total)
-    assert layers.FlashAttentionV2(EMBED, HEADS).get_causal_efficiency(seq_len)["skipped_blocks"] == 0
-
-
-def test_memory_usage_grows_with_the_length_and_not_with_its_square() -> None:
-    layer = layers.GroupedQueryAttention(EMBED, HEADS, num_kv_heads=2)
-    short, long = layer.get_memory_usage(1, 4096), layer.get_memory_usage(1, 16384)
-    assert long["qkv_mb"] == 4 * short["qkv_mb"] == 4 * (1 + 2 * 0.5) * 4096 * EMBED * 4 / 1e6
-    assert long["total_mb"] < 4.1 * short["total_mb"]
-    naive = [found["comparison_with_naive"]["naive_mb"] for found in (short, long)]
-    assert naive[1] > 15 * naive[0] > 15 * 4096**2 * HEADS * 4 / 1e6
-    assert long["kv_savings_ratio"] == 2
-    assert layers.MultiQueryAttention(EMBED, HEADS).get_memory_usage(1, 64)["kv_savings_ratio"] == HEADS
 
 
 @pytest.mark.parametrize(

@@ -9,10 +9,9 @@ from attn_support.randomness import examples
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
-from torch.nn.attention.bias import causal_lower_right, causal_upper_left
 
 import pascal_attn_core
-from pascal_attn_core.attention_map import Saved, attention_map, saved_by_band
+from pascal_attn_core.attention_map import attention_map, saved_by_band
 from pascal_attn_core.call.lazy_mask import LazyMask
 from pascal_attn_core.reference import allowed_keys, reference_sdpa
 
@@ -52,14 +51,6 @@ def test_rows_are_those_of_the_whole_map(options: dict, kv_heads: int) -> None:
     torch.testing.assert_close(found, whole_map(query, key, enable_gqa=True, **options)[:, :, rows])
 
 
-@pytest.mark.parametrize("shape", [(5, 4), (3, 5, 4), (2, 2, 3, 5, 4)])
-def test_any_number_of_leading_dimensions(shape: tuple[int, ...]) -> None:
-    query, key = torch.randn(shape), torch.randn(shape)
-    found = attention_map(query, key, rows=torch.tensor([1, 4]))
-    assert found.dtype == torch.float32
-    torch.testing.assert_close(found.double(), whole_map(query, key)[..., [1, 4], :], rtol=1e-5, atol=1e-6)
-
-
 def test_softcap_sinks_and_lazy_masks_mean_what_they_mean_in_sdpa() -> None:
     query, key, sinks = (torch.randn(*shape, dtype=F64) for shape in ((1, 4, 5, 8), (1, 2, 6, 8), (4,)))
     scores = query @ key.repeat_interleave(2, 1).transpose(-2, -1) * 8**-0.5
@@ -72,38 +63,6 @@ def test_softcap_sinks_and_lazy_masks_mean_what_they_mean_in_sdpa() -> None:
     found = attention_map(query[0, 0], query[0, 0], rows=[2], sinks=sinks[:1])
     one_head = query[:1, :1]
     torch.testing.assert_close(found, attention_map(one_head, one_head, rows=[2], sinks=sinks[:1])[0, 0])
-
-
-def test_torchs_causal_bias_is_the_rule_it_stands_for() -> None:
-    query, key = torch.randn(1, 2, 5, 8), torch.randn(1, 2, 7, 8)
-    for bias, alignment in ((causal_upper_left, "upper_left"), (causal_lower_right, "lower_right")):
-        found = attention_map(query, key, rows=range(5), attn_mask=bias(5, 7))
-        assert torch.equal(found, attention_map(query, key, rows=range(5), is_causal=True, alignment=alignment))
-        assert not found[0, 0, 0, -1]
-
-
-def test_half_precision_also_by_autocast_is_computed_in_float32() -> None:
-    query, key = torch.randn(1, 2, 5, 8), torch.randn(1, 2, 5, 8).bfloat16()
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        found = attention_map(query, key, rows=range(5))
-    assert torch.equal(found, attention_map(query.bfloat16(), key, rows=range(5)))
-    torch.testing.assert_close(found.double(), whole_map(query.bfloat16(), key), rtol=1e-5, atol=1e-6)
-
-
-@pytest.mark.parametrize("shape", [(1, 1, 1, 5), (1, 1, 5, 1), (1, 2, 1, 5), (1, 1, 1, 1), (1, 1, 5, 5)])
-def test_lazy_masks_broadcast(shape: tuple[int, int, int, int]) -> None:
-    query, mask = torch.randn(1, 2, 5, 8), lazy(shape, lambda b, h, q, k: (q + k + h) % 2 == 0)
-    found = attention_map(query, query, rows=[4, 1], attn_mask=mask)
-    assert torch.equal(found, attention_map(query, query, rows=[4, 1], attn_mask=mask.dense()))
-
-
-def test_a_row_that_may_look_at_no_key_is_zero() -> None:
-    query, key = torch.randn(1, 1, 4, 8), torch.randn(1, 1, 2, 8)
-    found = attention_map(query, key, rows=[0, 3], is_causal=True, alignment="lower_right")
-    assert not found[0, 0, 0].any()
-    assert found[0, 0, 1].sum() == pytest.approx(1.0)
-    assert attention_map(query, key[:, :, :0], rows=[0]).shape == (1, 1, 1, 0)
-    assert attention_map(query, key, rows=[]).shape == (1, 1, 0, 2)
 
 
 def lazy(shape: tuple[int, int, int, int], rule=lambda b, h, q, k: q >= k) -> LazyMask:
@@ -152,15 +111,6 @@ def test_what_a_rule_saves_is_what_counting_finds(lengths, rule, q_block: int, k
     saved = saved_by_band(*lengths, q_block=q_block, kv_block=kv_block, **rule)
     assert saved.scores == pytest.approx(1 - allowed.double().mean().item())
     assert saved.tiles == pytest.approx(1 - sum(map(bool, tiles)) / len(tiles))
-
-
-def test_causal_attention_saves_about_half() -> None:
-    saved = saved_by_band(4096, 4096, is_causal=True)
-    assert saved == Saved(scores=0.4998779296875, tiles=0.484375)
-    assert saved_by_band(4096, 4096) == (0.0, 0.0)
-    assert saved_by_band(0, 5) == (0.0, 0.0)
-    with pytest.raises(ValueError, match="q_block must be at least 1, got 0"):
-        saved_by_band(4, 4, q_block=0)
 
 
 def test_names_of_a_module_that_its_function_hides_are_found_on_the_function() -> None:

@@ -12,7 +12,7 @@ import pytest
 from attn_support.markdown import ROOT, anchors, blocks, documents, inline_code, links, pages
 
 from pascal_attn_core.cli import COMMANDS, _parser
-from tools.site import API, BESIDE, api_pages, at_home, public_names, sources
+from tools.site import API, BESIDE, api_pages, public_names, sources
 
 # Commands of the documents that no test runs, each with the reason.
 NOT_RUN = {
@@ -133,16 +133,6 @@ def test_hosts_are_read_without_being_imported_and_no_name_has_two_places_in_the
     assert public_names("transformers")["pascal_mask"] == "pascal_attn_core.transformers.mask.pascal_mask"
     shown = re.findall(r"^::: (\S+)$", "\n".join(api_pages().values()), re.MULTILINE)
     assert len(shown) == len(set(shown))
-
-
-def test_links_of_the_repository_become_links_of_the_site() -> None:
-    readme = '[a](docs/design.md#tests) [![b](docs/icon.svg)](LICENSE) [c](Makefile) <img src="docs/report.png">'
-    site = '[a](design.md#tests) [![b](icon.svg)](LICENSE.txt) c <img src="report.png">'
-    assert at_home(readme, "README.md") == site
-    assert at_home("[a](../README.md) [b](#c)", "docs/design.md") == "[a](index.md) [b](#c)"
-    assert at_home("```\n[a](../README.md)\n```", "docs/design.md") == "```\n[a](../README.md)\n```"
-    help_page = next(path for path in sources() if path.startswith("nodes/"))
-    assert at_home("[a](../../../CHANGELOG.md)", help_page) == "[a](../changelog.md)"
 
 
 def test_every_page_is_in_the_navigation() -> None:

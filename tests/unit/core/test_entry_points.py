@@ -9,9 +9,7 @@ from attn_support.ffn_zoo import mlp
 from attn_support.fresh import run
 from torch import Tensor, nn
 
-import pascal_attn_core
-from pascal_attn_core import Patch, patch_ffn, patch_linear_int8, patch_sdpa, patch_vae
-from pascal_attn_core.patching.selectors import autoencoder_of, denoisers_of
+from pascal_attn_core import Patch, patch_ffn, patch_linear_int8, patch_vae
 
 STATES = {"on", "waiting", "refused", "off", "unable"}
 
@@ -94,23 +92,6 @@ def test_a_pattern_that_chooses_nothing_is_an_error(patch_it: Callable[..., Patc
         patch_it(Denoiser(), **given)
 
 
-def test_one_module_in_two_places_of_a_pipeline_is_one_part() -> None:
-    shared = Denoiser()
-    parts = denoisers_of(Pipeline(unet=shared, transformer=shared))
-    assert len(list(parts.parameters())) == len(list(shared.parameters()))
-    assert autoencoder_of(shared) is shared
-
-
-def test_patches_of_the_process_say_whether_they_are_on() -> None:
-    patch = patch_sdpa(min_tokens=8)
-    assert [state.state for state in patch.report().states] == ["on"]
-    patch.remove()
-    assert [state.state for state in patch.report().states] == ["off"]
-    assert patch.report().text().startswith("1 off")
-    with pytest.raises(ValueError, match="min_tokens must be at least 0, got -1"):
-        patch_sdpa(min_tokens=-1)
-
-
 def test_the_entry_points_are_loaded_when_they_are_used() -> None:
     run("""
         import sys
@@ -129,13 +110,3 @@ def test_the_entry_points_are_loaded_when_they_are_used() -> None:
         else:
             raise SystemExit("there is no such name")
     """)
-
-
-def test_earlier_names_are_the_same_functions() -> None:
-    from pascal_attn_core import flash_attn, transformers
-
-    assert flash_attn.install_as_flash_attn is pascal_attn_core.patch_flash_attn
-    assert callable(transformers.register_with_transformers)
-    diffusers = pytest.importorskip("pascal_attn_core.diffusers")
-    assert diffusers.patch_attention is pascal_attn_core.patch_attention
-    assert diffusers.patch_pipeline is pascal_attn_core.patch_pipeline

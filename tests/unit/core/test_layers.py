@@ -14,8 +14,8 @@ SPLIT = ("fused", "nodes")  # folders whose own folders are rooms
 # its own, and itself.
 FLOORS: list[set[str]] = [
     {"version", "config", "reference"},
-    {"machine", "call", "patching"},
-    {"device", "observe"},
+    {"machine", "call"},
+    {"device", "observe", "patching"},
     {"tiled", "ffn"},
     {"fused/geometry", "plots"},
     {"fused/code"},
@@ -24,8 +24,8 @@ FLOORS: list[set[str]] = [
     {"fused"},
     {"contest"},
     {"routes"},
-    {"attention", "flex", "gguf"},
-    {"capture", "sdpa_patch", "compat", "attention_map", "flash_attn", "parallel", "vae", "int8"},
+    {"attention", "gguf"},
+    {"capture", "flex", "sdpa_patch", "compat", "attention_map", "flash_attn", "parallel", "vae", "int8"},
     {"diffusers", "transformers", "selftest", "layers", "stand_ins"},
     {"auto", ""},
     {"nodes/comfy"},

@@ -16,7 +16,7 @@ from pascal_attn_core.machine import device as device_module
 from pascal_attn_core.machine import facts as facts_module
 from pascal_attn_core.machine.amd_system import UNKNOWN, Node, nodes, readings, true_arch
 from pascal_attn_core.machine.device import DeviceInfo, device_info, free_bytes
-from pascal_attn_core.machine.wheels import TorchBuild, code_for, has_rocm_wheel, judge, rocm_wheel_for, wheel_for
+from pascal_attn_core.machine.wheels import TorchBuild, code_for, has_rocm_wheel, judge, rocm_wheel_for
 from pascal_attn_core.observe.memory import available_bytes
 
 
@@ -142,32 +142,12 @@ def test_a_card_is_what_it_says_and_with_an_override_what_the_system_says(topolo
         assert true_arch(NOWHERE, variables("HSA_OVERRIDE_GFX_VERSION"), folder) == arch
 
 
-def test_a_node_that_may_not_be_read_hides_no_other(topology) -> None:
-    folder = topology((90006, 3), (100100, 4))
-    (folder / "1" / "properties").unlink()
-    (folder / "1" / "properties").mkdir()
-    assert [node.arch for node in nodes(folder)] == ["gfx1010"]
-    assert true_arch(NOWHERE, OVERRIDE, folder) == "gfx1010"
-
-
-def test_a_system_that_does_not_say_leaves_it_unknown(tmp_path: Path) -> None:
-    assert true_arch(NOWHERE, OVERRIDE, tmp_path / "nothing") == UNKNOWN
-    assert true_arch((0, 3, 0), OVERRIDE, tmp_path) == UNKNOWN
-    (tmp_path / "0").mkdir()
-    (tmp_path / "0" / "properties").write_text("gfx_target_version many\n\nname\n")
-    assert true_arch(NOWHERE, OVERRIDE, tmp_path) == UNKNOWN
-
-
 def test_of_several_cards_it_is_the_one_in_this_place(topology) -> None:
     folder = topology((100100, 3), (100306, 17))  # a card, and graphics inside the processor
     assert true_arch((0, 3, 0), OVERRIDE, folder) == "gfx1010"
     assert true_arch((0, 17, 0), OVERRIDE, folder) == "gfx1036"
     assert true_arch((0, 5, 0), OVERRIDE, folder) == UNKNOWN
     assert true_arch(NOWHERE, OVERRIDE, folder) == UNKNOWN  # an older torch does not say where a card is
-
-
-def test_of_several_cards_of_one_kind_the_place_does_not_matter(topology) -> None:
-    assert true_arch(NOWHERE, OVERRIDE, topology((100100, 3), (100100, 17))) == "gfx1010"
 
 
 on_linux = pytest.mark.skipif(sys.platform == "win32", reason="no such names of folders")
@@ -227,23 +207,6 @@ def test_a_card_is_known_by_its_architecture_also_what_an_older_torch_does_not_s
     assert (rdna.wave_size, rdna.shared_bytes, rdna.is_rdna) == (32, 64 << 10, True)
     unnamed = rocm()
     assert (unnamed.arch, unnamed.true_arch, unnamed.wave_size) == ("", "", 0)
-
-
-def test_the_peak_counts_the_units_of_amds_multiprocessors(rocm) -> None:
-    radeon_vii = rocm(gcnArchName="gfx906", clock_rate=1_750_000)
-    rx_6800 = rocm(gcnArchName="gfx1030", multi_processor_count=30, clock_rate=2_105_000)
-    assert radeon_vii.fp32_flops == pytest.approx(13.44e12)  # 60 compute units of 64 lanes
-    assert rx_6800.fp32_flops == pytest.approx(16.17e12, rel=1e-3)  # 30 pairs of compute units
-
-
-def test_a_card_under_an_override_is_asked_for_where_it_is(rocm, topology, monkeypatch: pytest.MonkeyPatch) -> None:
-    ask = functools.partial(true_arch, folder=topology((100100, 3), (100306, 17)))
-    monkeypatch.setattr(device_module, "true_arch", ask)
-    facts = {"gcnArchName": "gfx1030", "pci_domain_id": 0, "pci_bus_id": 3, "pci_device_id": 0}
-    assert rocm(**facts).known_arch == "gfx1030"
-    monkeypatch.setattr(device_module, "variables", lambda prefix: {prefix: "10.3.0"})
-    assert (rocm(**facts).arch, rocm(**facts).known_arch) == ("gfx1030", "gfx1010")
-    assert rocm(gcnArchName="gfx1030").known_arch is None
 
 
 CU126 = ("sm_50", "sm_60", "sm_70", "sm_75", "sm_80", "sm_86", "sm_90")
@@ -325,11 +288,6 @@ def test_a_card_is_told_whether_this_torch_has_code_for_it_and_which_one_has(dev
     assert verdict.runs is runs
     assert why in verdict.why
     assert verdict.install.startswith(install) if install else verdict.install == ""
-
-
-def test_newer_cards_need_the_current_wheels_and_older_ones_the_source():
-    assert wheel_for((7, 5)) == wheel_for((12, 0)) == CURRENT
-    assert "TORCH_CUDA_ARCH_LIST=3.7" in wheel_for((3, 7))
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,5 @@
 """One reversible change to a host; the one mode, binder and mark by which calls of torch's SDPA are intercepted."""
 
-import logging
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 from unittest.mock import Mock
@@ -42,25 +41,6 @@ def test_a_patch_is_active_until_it_is_removed_once_also_by_an_error_and_not_by_
     with pytest.raises(KeyError), patch:
         {}["missing"]
     assert not patch.active
-
-
-def test_applying_and_removing_are_one_line_each(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.INFO, logger="pascal_attn"):
-        Patch("change", lambda: ["one place was left as it is"], sites=2).remove()
-    assert [record.getMessage() for record in caplog.records] == [
-        "change: applied at 2 places",
-        "change: one place was left as it is",
-        "change: removed",
-    ]
-    assert [record.levelname for record in caplog.records] == ["INFO", "WARNING", "INFO"]
-
-
-def test_many_threads_remove_it_once() -> None:
-    undone = []
-    patch = Patch("change", lambda: undone.append(1))
-    with ThreadPoolExecutor(16) as pool:
-        list(pool.map(lambda _: patch.remove(), range(16)))
-    assert undone == [1]
 
 
 def test_a_finished_group_is_one_patch_and_one_that_fails_half_way_undoes_itself_backwards() -> None:

@@ -4,10 +4,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from PIL import Image
 
 from pascal_attn_core import attention_map, saved_by_band
-from pascal_attn_core.plots import plot_rows, plot_softmax, plot_tiles, softmax_states, tile_states
+from pascal_attn_core.plots import plot_rows, plot_tiles, softmax_states, tile_states
 
 pytest.importorskip("matplotlib")
 
@@ -25,31 +24,6 @@ def test_the_states_are_those_of_every_single_score(rule: dict) -> None:
             assert state == (0 if not tile.any() else 1 if tile.all() else 2), (i, j)
     saved = saved_by_band(150, 200, **rule, q_block=16, kv_block=24)
     assert (states == 0).double().mean() == pytest.approx(saved.tiles)
-
-
-def test_no_key_is_lost_where_there_are_more_keys_than_columns() -> None:
-    weights = torch.zeros(1, 64, 16_384)
-    weights[0, torch.arange(64), torch.arange(64) * 256 + 7] = 1.0
-    figure = plot_rows(weights)
-    drawn = torch.as_tensor(figure.axes[0].images[0].get_array().data)
-    assert drawn.shape[1] <= 600
-    assert (drawn.amax(dim=1) == 1.0).all()
-    assert figure.axes[0].get_xlabel() == "key (each column: the maximum of 28)"
-
-
-def test_the_first_and_the_last_key_are_seen_on_pages_of_any_colour(tmp_path: Path) -> None:
-    """Both ends have the colour of probability 1, nothing lies over them, and around the panel the page is seen."""
-    weights = torch.zeros(1, 1, 1024)
-    weights[..., [0, -1]] = 1.0
-    plot_rows(weights, tmp_path / "rows.png")
-    with Image.open(tmp_path / "rows.png") as picture:
-        assert picture.getpixel((2, 2))[3] == 0
-        middle = picture.height // 3
-        row = [picture.getpixel((x, middle)) for x in range(picture.width)]
-    panel = [x for x, colour in enumerate(row) if colour == (68, 1, 84, 255)]
-    yellow = [x for x, colour in enumerate(row[: panel[-1] + 3]) if colour == (253, 231, 36, 255)]
-    assert yellow[0] <= panel[0]
-    assert yellow[-1] >= panel[-1]
 
 
 def test_masks_leave_tiles_out_too() -> None:
@@ -77,16 +51,6 @@ def test_the_pictures_are_written_and_say_what_they_show(tmp_path: Path) -> None
     assert words == ["skipped: 1", "computed: 1", "partly masked: 2"]
 
 
-def test_a_map_is_a_tensor_and_what_is_made_of_it_is_a_plain_one() -> None:
-    query = torch.randn(1, 2, 5, 4, requires_grad=True)
-    weights = attention_map(query, query, rows=[0, 1])
-    assert isinstance(weights, torch.Tensor)
-    assert weights.rows == [0, 1]
-    assert type(weights * 2) is torch.Tensor
-    (weights**2).sum().backward()
-    assert query.grad is not None
-
-
 def test_the_states_of_a_softmax_are_those_of_the_keys_seen() -> None:
     scores = 5 * torch.randn(150)
     scores[:20] = scores[60:90] = -torch.inf
@@ -97,17 +61,6 @@ def test_the_states_of_a_softmax_are_those_of_the_keys_seen() -> None:
         assert highest == seen.max()
         torch.testing.assert_close(total, (seen - seen.max()).exp().sum())
     assert softmax_states(scores[:0]).shape == (0, 2)
-
-
-def test_a_picture_of_a_softmax_shows_its_states(tmp_path: Path) -> None:
-    scores = torch.randn(150)
-    figure = plot_softmax(scores, tmp_path / "softmax.png", kv_block=64)
-    assert (tmp_path / "softmax.png").read_bytes().startswith(b"\x89PNG")
-    for axis, values in zip(figure.axes, softmax_states(scores, kv_block=64).T):
-        whole, running = axis.lines
-        assert running.get_xdata().tolist() == [64, 128, 150]
-        assert running.get_ydata().tolist() == values.tolist()
-        assert set(whole.get_ydata()) == {values[-1].item()}
 
 
 @pytest.mark.parametrize(

@@ -224,10 +224,3 @@ def test_the_torch_that_is_there_stays_beside_what_the_tests_need(torch_version:
     else:
         with pytest.raises(subprocess.CalledProcessError):
             _installs(python, shelf, *held)
-
-
-def test_after_torch_make_installs_nothing_without_the_constraint() -> None:
-    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
-    free = [line for line in re.findall(r"^\t.*", makefile, re.MULTILINE) if "/pip install" in line]
-    assert [line for line in free if "$(TORCH)" not in line and "docs = " not in line] == []
-    assert "INSTALL = $(BIN)/pip install -q -c $(VENV)/torch.txt\n" in makefile

@@ -80,14 +80,6 @@ def test_the_timed_call_is_small_and_needs_the_same_kernels(name: str) -> None:
     assert isinstance(form, TorchForm)
 
 
-def test_lengths_beyond_the_timed_ones_are_one_kind() -> None:
-    assert kind_of(_call()) == kind_of(_call((1, 24, 9000, 64)))
-    kinds = {kind_of(make()) for make in CALLS.values()}
-    assert len(kinds) == len(CALLS)
-    leaf = torch.empty(1, 2, 300, 64, requires_grad=True)
-    assert kind_of(check_call(leaf, leaf, leaf)) != kind_of(check_call(*[leaf.detach()] * 3))
-
-
 def test_gradients_are_timed_too_where_a_call_has_them(folder: Path) -> None:
     clock = Clock(3.0, 4.0)
     timings = _timings(folder, clock)
@@ -149,12 +141,6 @@ def test_a_damaged_file_is_written_again(folder: Path, damage: Callable[[str], s
     assert _ask(_timings(folder, clock)) == 0.75
     assert clock.runs == 1
     assert json.loads(file.read_text())["milliseconds"][0]["times"] == {"fused": 3.0, "torch": 4.0}
-
-
-def test_a_folder_of_the_name_is_not_read(folder: Path) -> None:
-    clock = Clock(3.0, 4.0)
-    (folder / _timings(folder, clock).file_name()).mkdir(parents=True)
-    assert _ask(_timings(folder, clock)) == 0.75
 
 
 def test_a_folder_that_cannot_be_written_costs_only_the_memory_of_it(folder: Path) -> None:

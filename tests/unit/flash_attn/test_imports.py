@@ -25,19 +25,6 @@ def test_what_is_loaded_when() -> None:
         """)
 
 
-def test_a_program_may_change_its_names_without_changing_ours() -> None:
-    run("""
-        from pascal_attn_core.flash_attn import install_as_flash_attn
-        from pascal_attn_core.flash_attn.modules import rotary
-        ours = rotary.apply_rotary_emb
-        with install_as_flash_attn():
-            import flash_attn.layers.rotary as theirs
-            assert theirs.apply_rotary_emb is ours
-            theirs.apply_rotary_emb = None
-        assert rotary.apply_rotary_emb is ours
-        """)
-
-
 def test_what_fa3_returns_is_for_the_user_to_say() -> None:
     run("""
         from pytest import raises

@@ -76,7 +76,7 @@ def test_the_real_package_is_left_alone_unless_told(real: str, words: str, is_im
         if is_imported:
             importlib.import_module(name)
         with raises(RuntimeError, match=words):
-            install_as_flash_attn()
+            install_as_flash_attn(replace=False)
         real = importlib.import_module(name)
         if name == "flash_attn_interface":
             with install_as_flash_attn(fa3=None):
@@ -88,20 +88,6 @@ def test_the_real_package_is_left_alone_unless_told(real: str, words: str, is_im
         real, words, "yes" if is_imported else "",
         paths=(tmp_path,),
     )  # fmt: skip
-
-
-def test_what_somebody_else_put_there_since_stays() -> None:
-    out = run("""
-        import logging, sys, types
-        logging.basicConfig(stream=sys.stdout, format="%(message)s")
-        from pascal_attn_core.flash_attn import install_as_flash_attn
-        patch = install_as_flash_attn()
-        theirs = sys.modules["flash_attn"] = types.ModuleType("flash_attn")
-        patch.remove()
-        assert sys.modules["flash_attn"] is theirs
-        assert "flash_attn.bert_padding" not in sys.modules
-    """)
-    assert out == "flash_attn: flash_attn was replaced in sys.modules since: left in place"
 
 
 BELIEVED = """
@@ -156,21 +142,3 @@ torch.testing.assert_close(actual[mask.bool()], expected[mask.bool()])
 def test_transformers_and_diffusers_believe_it_where_a_gpu_is_and_a_model_gives_the_same() -> None:
     pytest.importorskip("transformers")
     run(BELIEVED + A_MODEL)
-
-
-def test_an_installation_that_fails_leaves_nothing_behind(tmp_path: Path) -> None:
-    run(
-        """
-        from pytest import raises
-        import sys
-        import flash_attn as real
-        from pascal_attn_core.patching.stand_in import Installer, StandIn
-        broken = StandIn("flash_attn==1", {"flash_attn": (".nowhere: a",)}, package="pascal_attn_core",
-                         eager=("flash_attn",))
-        finders = list(sys.meta_path)
-        with raises(ModuleNotFoundError):
-            Installer("flash_attn").install(lambda: broken, replace=True)
-        assert sys.modules["flash_attn"] is real and sys.meta_path == finders
-        """,
-        paths=(real_package(tmp_path),),
-    )

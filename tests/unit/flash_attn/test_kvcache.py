@@ -100,23 +100,6 @@ def test_rotary_embedding_turns_by_place(flags: dict[str, Any], rotary_dim: int,
     assert_same(out, each_alone(torch.stack(queries), keys, values, **flags)[0])
 
 
-def test_rotary_embedding_keeps_the_dtype_of_the_cache() -> None:
-    q, k, v, new = (torch.randn(1, n, 2, 8, dtype=torch.bfloat16) for n in (1, 4, 4, 1))
-    cos, sin = torch.ones(8, 4).bfloat16(), torch.zeros(8, 4).bfloat16()
-    out = flash_attn_with_kvcache(q, k, v, new, new, cos, sin, cache_seqlens=3)
-    assert out.dtype == torch.bfloat16
-    assert torch.equal(k[:, 3:], new)
-
-
-def test_alibi_counts_from_the_end_of_each_sequence() -> None:
-    q, (k, v), lengths = rand(2, 2, HEADS, DIM), caches(2, 9), [4, 8]
-    slopes = torch.rand(2, HEADS)
-    out = flash_attn_with_kvcache(q, k, v, cache_seqlens=torch.tensor(lengths), alibi_slopes=slopes, causal=True)
-    for b, n in enumerate(lengths):
-        alone = flash_attn_func(q[b : b + 1], k[b : b + 1, :n], v[b : b + 1, :n], causal=True, alibi_slopes=slopes[b])
-        assert_same(out[b : b + 1], alone)
-
-
 BAD: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"cache_seqlens": None}, ValueError, "cache_seqlens must be given with k and v"),
     ({"cache_seqlens": 11}, ValueError, r"room for 2 new tokens after \[11, 11\], got 12"),

@@ -62,20 +62,6 @@ def test_the_triton_norm(dtype: torch.dtype, rms: bool, extra: Any, with_bias: b
     assert_same(results, expected, leaves, references, dtype)
 
 
-def test_what_is_returned() -> None:
-    x, weight = torch.randn(4, 6).bfloat16(), torch.ones(6)
-    assert isinstance(norms.layer_norm_fn(x, weight, None), Tensor)
-    out, total = norms.layer_norm_fn(x, weight, None, prenorm=True, residual_in_fp32=True)
-    assert out.dtype == x.dtype
-    assert total.dtype == torch.float32
-    assert torch.equal(total, x.float())
-    out, total = norms.rms_norm_fn(x, weight, None, dropout_p=0.5, prenorm=True)
-    expected = x.double() * (total != 0) * 2
-    assert 0 < (total == 0).sum() < 24
-    near(total, expected, CLOSE[torch.bfloat16])
-    near(out, normed(expected, weight.double(), None, 1e-6, True), CLOSE[torch.bfloat16])
-
-
 @pytest.mark.parametrize("rms", [False, True])
 @pytest.mark.parametrize("dtype", [F64, torch.float32, torch.bfloat16])
 def test_the_older_norm(rms: bool, dtype: torch.dtype) -> None:
@@ -139,18 +125,3 @@ def test_what_does_not_fit_is_refused(changed: dict[str, Any], words: str) -> No
         norms.layer_norm_fn(**arguments)
     with pytest.raises(TypeError, match="floating point"):
         norms.layer_norm_fn(torch.zeros(3, 6).int(), torch.ones(6), None)
-
-
-@pytest.mark.torch_2_5
-def test_a_norm_compiles_as_one_graph() -> None:
-    norm, x = norms.RMSNorm(6), torch.randn(2, 6)
-    compiled = torch.compile(lambda t: norm(t, residual=t, prenorm=True), fullgraph=True, backend="eager")
-    torch.testing.assert_close(compiled(x), norm(x, residual=x, prenorm=True))
-
-
-def test_no_rows_and_much_in_one_row() -> None:
-    assert norms.layer_norm_fn(torch.zeros(0, 6), torch.ones(6), None).shape == (0, 6)
-    # The squares do not fit into float16, nor the row into flash-attn's kernel.
-    x = (torch.randn(2, 40000) * 100).half()
-    out = norms.rms_norm_fn(x, torch.ones(40000).half(), None)
-    near(out, normed(x.double(), torch.ones(40000, dtype=F64), None, 1e-6, True), CLOSE[torch.float16])

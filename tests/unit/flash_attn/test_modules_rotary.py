@@ -70,25 +70,6 @@ def test_packed_sequences_and_what_lies_behind_them(interleaved: bool, offset: A
     assert_same_gradients(out, [x], expected, [reference], CLOSE[F64])
 
 
-def test_apply_rotary_turns_back_and_autograd_does_not_look_inside() -> None:
-    cos, sin = tables(6, 4)
-    x = torch.randn(1, 6, 2, 8, dtype=F64, requires_grad=True)
-    out = module.apply_rotary(x, cos, sin)
-    assert not out.requires_grad
-    torch.testing.assert_close(module.apply_rotary(out, cos, sin, conjugate=True), x.detach())
-    y = x.detach().clone()
-    assert module.apply_rotary(y, cos, sin, inplace=True) is y
-    torch.testing.assert_close(y, out)
-
-
-def test_tokens_behind_the_table_are_not_turned_where_the_offsets_are_a_tensor() -> None:
-    cos, sin = tables(4, 4)
-    x = torch.randn(1, 3, 1, 8, dtype=F64)
-    out = module.apply_rotary_emb(x, cos, sin, seqlen_offsets=torch.tensor([2]))
-    torch.testing.assert_close(out[:, 2], x[:, 2])
-    torch.testing.assert_close(out[:, :2], turned(x[:, :2], cos, sin, torch.tensor([[2, 3]]), False))
-
-
 @pytest.mark.parametrize("kind", ["packed", "gqa", "kv", "strided"])
 @pytest.mark.parametrize("interleaved", [False, True])
 def test_parts_in_place(kind: str, interleaved: bool) -> None:
@@ -126,50 +107,6 @@ def test_parts_in_place(kind: str, interleaved: bool) -> None:
         assert same(again, cos, sin, seqlen_offsets=offsets, **heads) is again
 
 
-def test_second_derivatives_and_a_view_of_something_that_wants_gradients() -> None:
-    cos, sin = tables(4, 2)
-    x = torch.randn(1, 4, 1, 5, dtype=F64, requires_grad=True)
-    assert torch.autograd.gradgradcheck(lambda t: module.apply_rotary_emb(t, cos, sin).pow(3), (x,))
-    qkv = torch.randn(1, 4, 3, 1, 5, dtype=F64, requires_grad=True)
-    assert torch.autograd.gradcheck(lambda t: module.apply_rotary_emb_qkv_(t * 1.0, cos, sin), (qkv,))
-    assert torch.autograd.gradcheck(
-        lambda t: module.apply_rotary_emb((t * 1.0)[:, :, 0], cos, sin, inplace=True), (qkv,)
-    )
-    assert torch.autograd.gradgradcheck(lambda t: module.apply_rotary_emb_kv_((t * 1.0)[:, :, 1:], cos, sin), (qkv,))
-
-
-@pytest.mark.parametrize("cut", ["unbind", "split", "chunk"])
-def test_parts_of_a_split_in_place(cut: str) -> None:
-    cos, sin = tables(4, 2)
-    places = torch.arange(4)[None]
-    leaf = torch.randn(1, 4, 3, 2, 5, dtype=F64, requires_grad=True)
-    base = leaf * 1.0
-    if cut == "unbind":
-        q, k, v = base.unbind(2)
-    else:
-        q, k, v = (part.squeeze(2) for part in (base.split(1, 2) if cut == "split" else base.chunk(3, 2)))
-    q, k = (module.apply_rotary_emb(part, cos, sin, inplace=True) for part in (q, k))
-    torch.testing.assert_close(base[:, :, 0], q)
-    turns = [turned(part, cos, sin, places, False) for part in leaf.unbind(2)[:2]]
-    (grad,) = torch.autograd.grad((q**2 * k + v).sum(), leaf)
-    (expected,) = torch.autograd.grad((turns[0] ** 2 * turns[1] + leaf[:, :, 2]).sum(), leaf)
-    torch.testing.assert_close(grad, expected)
-
-
-def test_autograd_hears_of_the_writing_where_it_matters() -> None:
-    cos, sin = tables(4, 2)
-    x = torch.randn(1, 4, 2, 5, dtype=F64, requires_grad=True).sigmoid()  # whose gradient needs what it returned
-    out = module.apply_rotary_emb(x, cos, sin, inplace=True)
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        out.sum().backward()
-
-
-def test_the_other_names_of_the_function() -> None:
-    (cos, sin), x = tables(5, 3), torch.randn(2, 5, 2, 8, dtype=F64)
-    assert module.apply_rotary_emb_func is module.apply_rotary_emb
-    assert torch.equal(module.ApplyRotaryEmb.apply(x, cos, sin), module.apply_rotary_emb(x, cos, sin))
-
-
 @pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize("form", ["packed", "gqa", "apart"])
 def test_the_module(interleaved: bool, form: str) -> None:
@@ -194,31 +131,6 @@ def test_the_module(interleaved: bool, form: str) -> None:
         k, v = out.unbind(2)
     near(q, want_q, CLOSE[torch.float32])
     near(k, want_k, CLOSE[torch.float32])
-
-
-def test_xpos_is_refused() -> None:
-    cos, sin = tables(9, 4)
-    with pytest.raises(NotImplementedError, match="cos_k is not supported"):
-        module.apply_rotary_emb_qkv_(torch.zeros(1, 2, 3, 1, 8), cos, sin, cos, sin)
-    with pytest.raises(NotImplementedError, match="scale_base is not supported"):
-        module.RotaryEmbedding(8, scale_base=4.0)  # type: ignore[arg-type]
-
-
-def test_the_modules_tables_grow_and_follow_the_dtype() -> None:
-    rotary = module.RotaryEmbedding(4, pos_idx_in_fp32=True)
-    with pytest.raises(ValueError, match="max_seqlen must be given"):
-        rotary(torch.randn(1, 2, 3, 1, 4), seqlen_offset=torch.tensor([1]))
-    rotary(torch.randn(1, 2, 3, 1, 4))
-    assert rotary._cos_cached.shape == (2, 2)
-    rotary(torch.randn(1, 2, 3, 1, 4), seqlen_offset=torch.tensor([7]), max_seqlen=20)
-    assert rotary._cos_cached.shape == (20, 2)
-    rotary.bfloat16()(torch.randn(1, 2, 3, 1, 4).bfloat16())
-    assert rotary._cos_cached.dtype == torch.bfloat16
-    # computed in float32, although the frequencies are bfloat16 now
-    exact = module.RotaryEmbedding(4)
-    exact._update_cos_sin_cache(2000, torch.device("cpu"), torch.float32)
-    rotary._update_cos_sin_cache(2000, torch.device("cpu"), torch.bfloat16)
-    torch.testing.assert_close(rotary._cos_cached, exact._cos_cached.bfloat16())
 
 
 WRONG = [

@@ -11,7 +11,7 @@ from attn_support.fresh import run
 from torch import Tensor
 
 from pascal_attn_core.flash_attn import FlashArgumentError, install_as_flash_attn
-from pascal_attn_core.flash_attn.modules import raw, turing, version3
+from pascal_attn_core.flash_attn.modules import raw, turing
 
 RULES: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -133,24 +133,6 @@ def test_concatenated_sequences(by: Callable, rule: str) -> None:
         assert not rest.any()
 
 
-def test_dropout_is_refused() -> None:
-    q, k, v = (torch.randn(1, 4, 2, 8) for _ in range(3))
-    with pytest.raises(NotImplementedError, match=r"dropout_p must be 0 .* got 0\.4"):
-        raw.flash_attn_forward(q, k, v, 0.4, None, False)
-
-
-def test_queries_without_keys_have_minus_infinity_and_no_gradient() -> None:
-    q, k, v, dout = rand(1, 6, 2, 8), rand(1, 2, 2, 8), rand(1, 2, 2, 8), rand(1, 6, 2, 8)
-    options = positional({"causal": True})
-    out, lse, *_ = raw.flash_attn_forward(q, k, v, 0.0, *options)
-    assert (lse[..., :4] == -torch.inf).all()
-    assert not out[:, :4].any()
-    grads = [torch.empty_like(t) for t in (q, k, v)]
-    raw.flash_attn_backward(dout, q, k, v, out, lse, *grads, 0.0, *options)
-    assert not grads[0][:, :4].any()
-    assert all(grad.isfinite().all() for grad in grads)
-
-
 def test_wrong_shapes_are_named_and_nothing_is_written() -> None:
     q, k, v, out, lse = *(rand(1, 6, 2, 8) for _ in range(4)), rand(1, 2, 6)
     grads = [torch.full_like(t, 7.0) for t in (q, k, v)]
@@ -165,29 +147,6 @@ def test_wrong_shapes_are_named_and_nothing_is_written() -> None:
     cu = torch.tensor([0, 6], dtype=torch.int32)
     with pytest.raises(NotImplementedError, match="leftpad_k"):
         raw.flash_attn_varlen_forward(q[0], k[0], v[0], cu, cu, 6, 6, *given, leftpad_k=cu)
-
-
-def test_version_3_by_the_names_of_all_its_versions() -> None:
-    q, k, v, dout = (rand(1, 12, 2, 8) for _ in range(4))
-    rule = {"causal": True, "window_size": (4, 0)}
-    right_out, right_lse, right_grads = expected(q, k, v, dout, rule)
-    by_sides = version3.flash_attn_forward(q, k, v, causal=True, window_size_left=4, window_size_right=0)
-    by_pair = version3.flash_attn_forward(q, k, v, causal=True, window_size=(4, 0))
-    for out, lse, *rest in (by_sides, by_pair):
-        torch.testing.assert_close(out, right_out)
-        torch.testing.assert_close(lse, right_lse)
-        assert len(rest) == 2
-    for names in ({"is_causal": True, "window_size_left": 4, "window_size_right": 0}, rule):
-        grads = [torch.empty_like(t) for t in (q, k, v)]
-        version3.flash_attn_backward(dout, q, k, v, *by_pair[:2], **dict(zip(("dq", "dk", "dv"), grads)), **names)
-        for grad, right in zip(grads, right_grads):
-            torch.testing.assert_close(grad, right)
-    cu = torch.tensor([0, 5, 12], dtype=torch.int32)
-    out, lse, *_ = version3.flash_attn_forward(q[0], k[0], v[0], cu_seqlens_q=cu, cu_seqlens_k=cu)
-    torch.testing.assert_close(out[None, 5:], plain(q[:, 5:], k[:, 5:], v[:, 5:])[0])
-    assert lse.shape == (2, 12)
-    with pytest.raises(NotImplementedError, match="qv is not supported"):
-        version3.flash_attn_forward(q, k, v, qv=q)
 
 
 def test_programs_find_the_names_and_the_operators_while_installed() -> None:

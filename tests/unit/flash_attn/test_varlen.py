@@ -12,7 +12,6 @@ from torch import Tensor
 
 from pascal_attn_core import flash_attn as fa
 from pascal_attn_core.flash_attn.modules.raw import flash_attn_varlen_forward
-from pascal_attn_core.observe import report
 
 
 def ends_of(lengths: list[int]) -> Tensor:
@@ -83,30 +82,6 @@ def test_nothing_is_padded_to_the_longest(requires_grad: bool) -> None:
     assert largest.elements <= q.numel()
 
 
-def test_neighbours_of_equal_lengths_are_one_call() -> None:
-    q, k, v = (torch.randn(26, 2, 4) for _ in range(3))
-    ends = ends_of([5, 5, 5, 3, 4, 4])
-    with report.record() as seen:
-        fa.flash_attn_varlen_func(q, k, v, ends, ends)
-    assert seen.total == 3
-
-
-def test_the_gradient_of_varlen_is_not_made_once_for_each_sequence() -> None:
-    q, k, v = (torch.randn(64, 2, 4, requires_grad=True) for _ in range(3))
-    ends = ends_of([1, 3] * 16)
-    out = fa.flash_attn_varlen_func(q, k, v, ends, ends)
-    names, todo, seen = [], [out.grad_fn], set()
-    while todo:
-        node = todo.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        names.append(type(node).__name__)
-        todo += [following for following, _ in node.next_functions]
-    assert not [name for name in names if "Slice" in name]
-    assert sum("Split" in name for name in names) == 3
-
-
 def test_varlen_reads_keys_from_pages() -> None:
     lengths, page = [7, 0, 12], 4
     q, k, v = (torch.randn(sum(lengths), 2, 4, dtype=F64) for _ in range(3))
@@ -151,20 +126,3 @@ def test_unpadding_and_padding_are_inverse() -> None:
     assert torch.equal(back, hidden * mask[:, :, None, None])
     (grad,) = torch.autograd.grad(back.sum(), hidden)
     assert torch.equal(grad, mask[:, :, None, None].expand_as(grad).to(F64))
-
-
-def test_unused_tokens_have_a_place_and_take_no_part() -> None:
-    mask, unused = torch.tensor([[1, 1, 0, 0]]), torch.tensor([[0, 0, 1, 0]])
-    tokens, indices, ends, longest, used = fa.unpad_input(torch.arange(4.0)[None, :, None], mask, unused)
-    assert tokens[:, 0].tolist() == [0.0, 1.0, 2.0]
-    assert (indices.tolist(), ends.tolist(), longest, used.tolist()) == ([0, 1, 2], [0, 3], 3, [2])
-
-
-def test_rows_are_taken_and_put_with_gradients() -> None:
-    rows = torch.randn(5, 3, dtype=F64, requires_grad=True)
-    indices = torch.tensor([4, 0])
-    taken = fa.index_first_axis(rows, indices)
-    assert torch.equal(taken, rows[indices])
-    put = fa.index_put_first_axis(taken, indices, 5)
-    assert torch.equal(put[indices], taken)
-    assert torch.autograd.grad(put.sum(), rows)[0].sum(1).tolist() == [3.0, 0.0, 0.0, 0.0, 3.0]

@@ -1,14 +1,10 @@
 """The kernels for AMD's cards as clang compiles them: no scratch, the registers of the table, the metadata."""
 
 import ctypes
-import itertools
 import random
-import re
 import shutil
 import struct
 import subprocess
-import sys
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -22,10 +18,9 @@ from pascal_attn_core.fused.code import prebuilt
 from pascal_attn_core.fused.code.amd_code import NotACodeObject, arch_of, renamed, unbundled
 from pascal_attn_core.fused.code.compilation import Compilation, GgufLinearVariant
 from pascal_attn_core.fused.code.kinds import GGUF_LINEAR
-from pascal_attn_core.fused.code.source import Variant, amd_variants, digest, source
+from pascal_attn_core.fused.code.source import Variant, amd_variants, digest
 from pascal_attn_core.fused.geometry import amd as amd_geometry
 from pascal_attn_core.fused.geometry.amd import ARCHS, kernel_arch
-from pascal_attn_core.fused.gpu.hip import hip_compiler
 
 needs_clang = pytest.mark.skipif(
     tool.compiler() is None, reason=f"needs clang {tool.CLANG} with the AMDGPU target (Debian: clang-16 lld-16)"
@@ -214,28 +209,6 @@ def test_the_table_has_every_variant_on_every_architecture_and_none_needs_scratc
         assert cell.waves >= 1, where
 
 
-def test_what_calls_take_most_holds_two_waves_on_a_simd_of_gcn_and_four_on_rdna() -> None:
-    table = tool.read_table()
-    for arch, head_dim, dtype in itertools.product(ARCHS, (40, 64, 80, 96, 128), ("float32", "float16")):
-        name = tool.row_name(Variant("forward", head_dim, dtype, arch=arch))
-        assert tool.read_cell(table[name][arch]).waves >= (2 if arch < "gfx91" else 4), name
-
-
-@pytest.mark.parametrize(
-    ("arch", "vector", "shared", "threads", "expected"),
-    [
-        ("gfx906", 128, 32768, 256, 2),
-        ("gfx906", 129, 32768, 256, 1),
-        ("gfx906", 128, 32772, 256, 1),
-        ("gfx1030", 249, 32772, 128, 3),
-        ("gfx1102", 249, 32772, 128, 3),
-        ("gfx906", 64, 70000, 256, 0),
-    ],
-)
-def test_waves_of_registers_and_shared_memory(arch: str, vector: int, shared: int, threads: int, expected: int) -> None:
-    assert tool.waves(arch, vector, shared, threads) == expected
-
-
 @needs_clang
 @pytest.mark.parametrize("place", range(times(2)))
 def test_clang_says_what_the_table_says_and_needs_no_scratch_for_variants_that_are_in_none(place: int) -> None:
@@ -246,41 +219,3 @@ def test_clang_says_what_the_table_says_and_needs_no_scratch_for_variants_that_a
         check_metadata(each, tool.compiled(each))
     found = tool.cell(variant, tool.facts(tool.compiled(variant)))
     assert found == tool.read_table()[tool.row_name(variant)][variant.arch]
-
-
-@at_night
-@needs_clang
-def test_scratch_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    good = Variant("forward", 32, "float32", arch="gfx1030")
-    bad = Variant("forward", 256, "float32", mask="float", padded=True, arch="gfx1030")
-    bad.__dict__["geometry"] = replace(bad.geometry, waves=8)  # half of the registers
-    monkeypatch.setattr(tool, "amd_variants", lambda arch: iter((good, bad)))
-    monkeypatch.setattr(tool, "BUILD", tmp_path)
-    monkeypatch.setattr(tool, "ProcessPoolExecutor", lambda workers: ThreadPoolExecutor(1))
-    monkeypatch.setattr(sys, "argv", ["amd.py", "scratch", "--archs", "gfx1030"])
-    with pytest.raises(SystemExit) as ended:
-        tool.main()
-    first, last = capsys.readouterr().out.splitlines()
-    assert re.match(r"forward-256-padded-float32-float-gfx1030 gfx1030:\d+!\d+:", first)
-    assert (last, ended.value.code) == ("1 of 2 variants have scratch", True)
-
-
-@needs_clang
-def test_a_geometry_that_the_kernels_cannot_have_is_refused() -> None:
-    wrong = source("forward", "gfx906").replace("#if PA_TX > 16", "#if PA_TX > 4")
-    with pytest.raises(RuntimeError, match="the shuffles of a row reach 32 lanes"):
-        tool.compile_variant(ONE, wrong)
-
-
-HIPRTC = hip_compiler()
-
-
-@pytest.mark.skipif(HIPRTC is None or OBJDUMP is None, reason="needs HIPRTC and llvm-objdump (libamdhip64-5, llvm-16)")
-@pytest.mark.parametrize("arch", some(["gfx906-no-dot", "gfx1030-no-dot"], 2))
-def test_so_does_what_hiprtc_makes_of_a_division_of_64_bits(arch: str, tmp_path: Path) -> None:
-    """Among the instructions of :func:`test_what_a_card_of_another_name_gets_means_the_same_to_both`."""
-    assert HIPRTC is not None
-    variant = Variant("split", 64, "float32", arch=arch)
-    target, options = amd_geometry.compile_target(arch), amd_geometry.options(arch)
-    code = HIPRTC.compile(source(variant.kind, arch), target, variant.macros(), options)
-    assert _means_the_same(renamed(code, amd_geometry.target(arch)), arch, tmp_path / "code")

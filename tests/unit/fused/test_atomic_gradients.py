@@ -15,10 +15,7 @@ from torch import Tensor
 from pascal_attn_core import AttentionConfig, explain, sdpa
 from pascal_attn_core.call import check_call
 from pascal_attn_core.flash_attn import flash_attn_func, flash_attn_varlen_func
-from pascal_attn_core.fused.code import prebuilt
-from pascal_attn_core.fused.code.source import Variant
 from pascal_attn_core.fused.launch.backward import sums_bytes
-from pascal_attn_core.fused.launch.plan import Plan
 from pascal_attn_core.machine.device import DeviceInfo
 from pascal_attn_core.observe import report
 from pascal_attn_core.routes import choose
@@ -70,15 +67,6 @@ def test_the_gradients_take_the_plan_of_the_forward_pass(
     assert kernels.ensured == [["split", *gradients], gradients]
     assert [launch.function for launch in kernels.queued] == ["pa_forward_split", "pa_combine", *functions]
     assert all(leaf.grad is not None and leaf.grad.shape == leaf.shape for leaf in leaves)
-
-
-@pytest.mark.parametrize(("config", "gradients"), [(FUSED, 2), (ATOMIC, 1), (FUSED, 0), (ATOMIC, 0)])
-def test_a_plan_holds_no_tensor_of_the_call(kernels: EmulatedKernels, config: AttentionConfig, gradients: int) -> None:
-    choice = choose(check_call(*(t.detach().requires_grad_(gradients > 0) for t in _leaves())), config)
-    assert isinstance(choice.plan, Plan)
-    assert not any(isinstance(part, Tensor) for part in choice.plan)
-    assert (choice.plan.packed, len(choice.plan.gradients)) == (None, gradients)
-    assert gradients or choice.why == "asked for by name"
 
 
 @pytest.mark.parametrize("route", ["auto", "fused"])
@@ -165,7 +153,3 @@ def test_memory_is_that_of_the_sums(kernels: EmulatedKernels) -> None:
         _backward(kernels, ATOMIC, *leaves)
         launch = next(launch for launch in reversed(kernels.queued) if launch.function == "pa_grad_all")
         assert (launch.params.sums == launch.params.dq) == (expected == 0)
-
-
-def test_it_is_compiled_where_it_is_used() -> None:
-    assert not any(variant.kind == "grad_all" for variant in prebuilt.all_variants() if isinstance(variant, Variant))

@@ -1,32 +1,25 @@
 """A failing driver leaves the call to another route or ends it."""
 
-import ctypes
 import logging
-import pickle
 from collections.abc import Iterator
-from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
 import torch
 from attn_support.fused.device import CardKernels, always_faster, execute, fresh_card
-from attn_support.fused.driver import StandIn, cubin, fails_once
+from attn_support.fused.driver import StandIn, cubin
 from attn_support.fused.emulation import CARD
 from attn_support.fused.hip import HipStandIn
 from torch.utils.checkpoint import checkpoint
 
-from pascal_attn_core import AttentionConfig, UnsupportedAttention, config, explain, record, sdpa
+from pascal_attn_core import AttentionConfig, UnsupportedAttention, explain, record, sdpa
 from pascal_attn_core.fused.code.source import Variant
 from pascal_attn_core.fused.gpu.cuda import CudaRuntime
-from pascal_attn_core.fused.gpu.hip import HipRuntime
-from pascal_attn_core.fused.gpu.nvrtc import Nvrtc
-from pascal_attn_core.fused.gpu.runtime import CompileError, DriverError
+from pascal_attn_core.fused.gpu.runtime import DriverError
 from pascal_attn_core.fused.trust import kernels as fused_kernels
 from pascal_attn_core.fused.trust.kernels import Kernels
-from pascal_attn_core.machine.out_of_memory import is_out_of_memory
-from pascal_attn_core.machine.runtime import Runtime, runtime_of
+from pascal_attn_core.machine.runtime import Runtime
 from pascal_attn_core.reference import reference_sdpa
-from pascal_attn_core.routes.timing import Timings
 
 FUSED = AttentionConfig(route="fused")
 VARIANT = Variant("forward", 64, "float32")
@@ -128,13 +121,6 @@ def test_a_backward_pass_that_is_refused_is_made_by_tiles(card: CardKernels, com
         _route(_inputs())
 
 
-def test_a_launch_that_fails_after_others_of_its_call_is_no_harm(card: CardKernels) -> None:
-    inputs = [torch.randn(1, 1, tokens, 16) for tokens in (3, 300, 300)]
-    assert _route(inputs) == "fused"  # two launches: the second one joins the parts
-    _fail_at(card, 2)
-    assert _route(inputs) == "math"
-
-
 @pytest.mark.parametrize("function", ["cuModuleLoadData", "cuLaunchKernel", "cuDevicePrimaryCtxRetain"])
 def test_a_lack_of_memory_passes(
     card: CardKernels, time: Mock, caplog: pytest.LogCaptureFixture, function: str
@@ -189,13 +175,6 @@ def test_a_check_that_finds_no_memory_is_made_later(card: CardKernels, time: Moc
     assert card._checked
 
 
-def test_memory_that_torch_keeps_is_freed_for_a_kernel(card: CardKernels, monkeypatch: pytest.MonkeyPatch) -> None:
-    card.driver.faults["cuModuleLoadData"] = 2
-    monkeypatch.setattr(torch.cuda, "empty_cache", card.driver.faults.clear)
-    assert _route(_inputs()) == "fused"
-    assert card.driver.asked["cuModuleLoadData"] == 2
-
-
 @pytest.mark.parametrize(
     ("maker", "function", "code", "is_first"),
     [
@@ -219,17 +198,6 @@ def test_a_lost_device_is_an_error(maker: type[StandIn | HipStandIn], function: 
         assert not kernels._refused
 
 
-def test_the_number_of_an_error_travels_with_it() -> None:
-    driver = StandIn()
-    driver.faults["cuDeviceGet"] = fails_once(2)
-    with pytest.raises(DriverError, match="cuDeviceGet: out of memory") as caught:
-        driver.call("cuDeviceGet", ctypes.byref(ctypes.c_int()), 0)
-    back = pickle.loads(pickle.dumps(caught.value))
-    assert (str(back), back.error_code, back.loses_device) == (str(caught.value), 2, False)
-    assert is_out_of_memory(back)
-    driver.call("cuDeviceGet", ctypes.byref(ctypes.c_int()), 0)
-
-
 def test_nothing_is_checked_while_a_graph_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:
     driver = StandIn()
     driver.variants = {CUBIN: VARIANT}
@@ -239,35 +207,3 @@ def test_nothing_is_checked_while_a_graph_is_captured(monkeypatch: pytest.Monkey
     assert driver.asked["cuModuleLoadData"] == 1
     assert not kernels._checked
     assert not driver.queued
-
-
-def test_without_a_home_folder_nothing_fails(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    monkeypatch.setattr(Path, "home", Mock(side_effect=RuntimeError("Could not determine home directory.")))
-    for name in ("XDG_CACHE_HOME", "LOCALAPPDATA"):
-        monkeypatch.delenv(name, raising=False)
-    config.log_once.cache_clear()
-    inputs = _inputs()
-    card = fresh_card(StandIn(execute=execute), folder=config.cache_folder)
-    with caplog.at_level(logging.INFO, logger="pascal_attn"), card as kernels:
-        assert kernels.folder() is None
-        sdpa(*inputs, config=AttentionConfig(math_limit_mib=0))
-        assert runtime_of(torch.device("cpu")).part(Timings).known
-        sdpa(*inputs, torch.randn(60, 60), config=FUSED)
-    assert [r.getMessage() for r in caplog.records if "on disk" in r.getMessage()] == [
-        "nothing is kept on disk: Could not determine home directory."
-    ]
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a driver")
-@pytest.mark.parametrize("runtime", [CudaRuntime(), HipRuntime()], ids=lambda runtime: runtime.driver_name)
-def test_a_driver_that_is_not_here_has_no_version(runtime: CudaRuntime | HipRuntime) -> None:
-    with pytest.raises((OSError, DriverError)):
-        runtime.open_driver()
-    assert runtime.driver_version() == ""
-
-
-def test_an_error_of_the_compiler_has_its_words() -> None:
-    compiler = Nvrtc.__new__(Nvrtc)
-    compiler._lib = Mock(**{"nvrtcGetNumSupportedArchs.return_value": 3, "nvrtcGetErrorString.return_value": b"WRONG"})
-    with pytest.raises(CompileError, match="nvrtcGetNumSupportedArchs: WRONG"):
-        compiler.archs()

@@ -12,8 +12,7 @@ from attn_support import fresh
 from attn_support.fused.emulation import GXX
 
 from pascal_attn_core import config
-from pascal_attn_core.fused.gpu import cuda, hip_libraries, nvrtc
-from pascal_attn_core.fused.gpu.hip import HipDriver
+from pascal_attn_core.fused.gpu import hip_libraries, nvrtc
 
 # Wheels -> system, folder and libraries: the contents of NVIDIA's (pip download --platform), those that documents of
 # AMD's name. NVRTC, or the HIP runtime and HIPRTC, come first, in the order in which they are tried.
@@ -122,21 +121,6 @@ def test_torchs_runtime_goes_first_on_linux(name: str, tmp_path: Path, monkeypat
     monkeypatch.setattr(hip_libraries, "loaded_runtime", lambda: loaded)
     assert hip_libraries.runtime_candidates() == [loaded]
     assert hip_libraries.compiler_candidates()[-1] == loaded  # which had HIPRTC in it once
-
-
-def test_a_library_that_is_no_hip_runtime_is_passed_over(tmp_path: Path) -> None:
-    (tmp_path / "libamdhip64.so").write_bytes(b"not a library")
-    with pytest.raises(OSError, match="torch has loaded no HIP runtime"):
-        HipDriver([str(tmp_path / "libamdhip64.so"), "libc.so.6"])
-
-
-@pytest.mark.parametrize(("system", "name"), [("linux", "libcuda.so.1"), ("win32", "nvcuda.dll")])
-def test_the_driver_has_one_name_on_each_system(system: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sys.platform", system)
-    opened = _opened(monkeypatch)
-    with pytest.raises(OSError, match=name):
-        cuda.CudaDriver()
-    assert opened == [name]
 
 
 def test_the_cache_of_windows_lies_in_the_users_folder_on_any_drive(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from pascal_attn_core import AttentionConfig, explain, sdpa
+from pascal_attn_core.call import Arguments
 from pascal_attn_core.sdpa_patch import patch_sdpa
 
 pytestmark = pytest.mark.skipif(bool(guard.why_not()), reason=guard.why_not())
@@ -206,7 +207,7 @@ def _others() -> Iterator[tuple[str, Callable[[], bool]]]:
         host.throw_if_interrupted = lambda: None
         engine.begin()
         meter.start_of_run(card)
-        out = engine.attend(query, query, query, place=node_module("engine.runs").Place("block 0"))
+        out = engine.attend(Arguments(query, query, query), place=node_module("engine.runs").Place("block 0"))
         run = engine.end()
         is_right = _is_close(out, query, query, query) and meter.peak_of_run(card) == 1 << 20 and run is not None
         return is_right and node_module("comfy.host").visible_cards() == ["cuda:0", "cuda:1"]
@@ -343,7 +344,7 @@ def test_a_fault_in_8_bits_ends_a_child_and_the_layer_stays_exact() -> None:
     cards.believe(cards.CARDS[NVIDIA[0]])
     trial._CODE = _FAULT.replace("{", "{{").replace("}", "}}")
     site, query = AttentionSite("layer", "Attention", AttentionBinding().options), _numbers()
-    assert site.attend({"query": query, "key": query, "value": query}) is None
+    assert site.attend(Arguments(query, query, query)) is None
     assert site.line().state == "refused"
     assert site.why.startswith("the 8-bit kernel is left off: its check in a process of its own failed"), site.why
     assert "SIGSEGV" in site.why
@@ -365,19 +366,6 @@ def test_a_trial_that_fails_does_not_end_the_users_call(where: str) -> None:
     setattr(*places[where], fails)
     query = _numbers(600)
     assert _is_close(sdpa(query, query, query), query, query, query)
-
-
-@guard.alone()
-def test_the_second_card_is_timed_on_its_own_stream_while_the_first_is_current() -> None:
-    from pascal_attn_core.contest.timing_table import median_times, milliseconds
-
-    cards.believe(cards.CARDS["Tesla T4"], 2)
-    device = torch.device("cuda:1")
-    x = torch.ones(4, 4, device=device)
-    for timed in (lambda work: milliseconds(work, device), lambda work: median_times([work], device)):
-        cards.Event.recorded.clear()
-        timed(lambda: x @ x)
-        assert {stream.device for stream in cards.Event.recorded} == {device}
 
 
 # By day one card on one of the two systems, each sixth case and each eighteenth kernel.

@@ -7,23 +7,21 @@ from typing import Any
 import pytest
 import torch
 from attn_support.fused.cases import whole
-from attn_support.fused.device import EmulatedKernels, emulated_card
+from attn_support.fused.device import emulated_card
 from attn_support.fused.emulation import CARD
-from attn_support.fused.packed import each_alone, ends_of
+from attn_support.fused.packed import ends_of
 from torch import Tensor
 
 from pascal_attn_core import UnsupportedAttention
-from pascal_attn_core.call import AttentionCall, check_call
+from pascal_attn_core.call import check_call
 from pascal_attn_core.config import default_config
 from pascal_attn_core.flash_attn import flash_attn_varlen_func
-from pascal_attn_core.fused.code.source import Variant
 from pascal_attn_core.fused.launch import Launch
 from pascal_attn_core.fused.launch.forward import forward_launches
 from pascal_attn_core.fused.launch.packed import packed_launches
 from pascal_attn_core.fused.launch.plan import Packed
-from pascal_attn_core.fused.trust.kernels import KernelUnavailable, parts
+from pascal_attn_core.fused.trust.kernels import parts
 from pascal_attn_core.observe import report
-from pascal_attn_core.observe.report import add_observer
 from pascal_attn_core.stand_ins.sageattention import sageattn_varlen
 
 LENGTHS = [40, 7, 64]
@@ -112,12 +110,6 @@ def test_an_upper_left_rule_is_one_launch_where_lengths_are_equal(queued: list[L
     assert (len(queued) == 1) == (k_lengths == LENGTHS)
 
 
-def test_keys_in_pages_go_as_before(queued: list[Launch]) -> None:
-    q, pages, ends = torch.randn(sum(LENGTHS), 2, 16), torch.randn(8, 16, 2, 16), torch.tensor(ends_of(LENGTHS))
-    flash_attn_varlen_func(q, pages, pages, ends, ends, block_table=torch.arange(4).expand(3, 4))
-    assert not queued
-
-
 @pytest.mark.parametrize(("capability", "dtype"), [((7, 0), torch.float16), ((8, 6), torch.float32)])
 def test_a_card_with_tensor_cores_takes_it_only_by_name(
     capability: tuple[int, int], dtype: torch.dtype, environment: Callable[[str], None]
@@ -136,38 +128,6 @@ def test_by_name_what_it_cannot_take_is_an_error(queued: list[Launch], environme
     assert not queued
     _attend([40, 40], [40, 40])
     assert {launch.params.cu_q for launch in queued} == {None}
-
-
-class _Unavailable(EmulatedKernels):
-    """Whose first use fails."""
-
-    def ensure(self, variants: tuple[Variant, ...]) -> None:  # type: ignore[override]
-        super().ensure(variants)
-        raise KernelUnavailable("no kernel")
-
-
-@pytest.mark.parametrize("requires_grad", [False, True])
-def test_without_a_kernel_the_sequences_go_as_before(requires_grad: bool) -> None:
-    lengths = [40, 7, 5], [600, 9, 300]  # as one long call it would be cut into ranges of keys
-    q, k, v = (torch.randn(sum(n), 2, 16, requires_grad=requires_grad) for n in (lengths[0], lengths[1], lengths[1]))
-    with emulated_card(lambda launch: None, kind=_Unavailable) as kernels, report.record() as seen:
-        out = flash_attn_varlen_func(q, k, v, *(torch.tensor(ends_of(n)) for n in lengths))
-    assert kernels.ensured == [["forward", "grad_query", "grad_key_value"] if requires_grad else ["forward"]]
-    assert "fused" not in seen.routes()
-    expected, _ = each_alone(*(t.transpose(0, 1)[None] for t in (q, k, v)), *lengths)
-    torch.testing.assert_close(out, expected[0].transpose(0, 1), atol=1e-5, rtol=1e-5)
-
-
-def test_observers_see_each_sequence_alone(queued: list[Launch]) -> None:
-    seen: list[AttentionCall] = []
-    remove = add_observer(seen.append)
-    try:
-        (q, *_), _ = _attend([40, 0, 7], [30, 3, 64], causal=True)
-    finally:
-        remove()
-    assert len(queued) == 1
-    assert [(call.seq_len_q, call.seq_len_kv, call.offset) for call in seen] == [(40, 30, -10), (7, 64, 57)]
-    assert torch.equal(seen[1].query, q[40:].transpose(0, 1)[None])
 
 
 def _planned(lengths: list[int], k_lengths: list[int]) -> list[Launch]:
@@ -192,7 +152,3 @@ def test_no_part_is_longer_than_allowed_where_one_sequence_has_all_the_work() ->
         held = sum(max(0, min(rows, lengths[b] - t * rows)) * lengths[b] for t in tiles for b in batches)
         assert 2 * 128 * held <= limit
     assert sorted(covered) == [(tile, batch) for tile in range(launch.grid[0]) for batch in range(6)]
-
-
-def test_nothing_is_launched_where_there_is_no_tile() -> None:
-    assert _planned([0], [7]) == _planned([], []) == []

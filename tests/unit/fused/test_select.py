@@ -82,15 +82,6 @@ def test_leading_dimensions_that_no_stride_joins_are_refused() -> None:
     assert call_reasons(check_call(query[:1], query[:1], query[:1])) == []
 
 
-def test_few_query_rows_are_spread_over_the_device() -> None:
-    decode = _call((1, 32, 1, 128), (1, 8, 8192, 128), enable_gqa=True)
-    assert _splits(decode) > 8
-    launches = forward_launches(decode, plan_call(decode, CARD.num_sms), torch.empty(1, 32, 1, 128))
-    assert [launch.function for launch in launches] == ["pa_forward_split", "pa_combine"]
-    assert launches[0].grid[0] * launches[0].grid[1] >= CARD.num_sms
-    assert _splits(_call((1, 1, 1, 64), (1, 1, 64, 64))) == 1
-
-
 def test_one_query_fills_the_places_of_a_card_once() -> None:
     decode = _call((1, 32, 1, 128), (1, 8, 65536, 128), enable_gqa=True)
     plan = plan_call(decode, CARD.num_sms, CARD.capability)
@@ -113,11 +104,6 @@ def test_one_query_fills_the_places_of_a_card_once() -> None:
 def test_few_queries_take_small_tiles(queries: int, heads: int, kv_heads: int, head_dim: int, packs: bool) -> None:
     call = _call((64, heads, queries, head_dim), (64, kv_heads, 4096, head_dim), enable_gqa=heads != kv_heads)
     assert _splits(call) == (1 if packs else 0)
-
-
-def test_keys_are_cut_where_too_few_tiles_are_there() -> None:
-    assert _splits(_call((1, 1, 300, 64), (1, 1, 4096, 64))) > 1
-    assert _splits(_call((1, 1, 300, 64), (1, 1, 90, 64))) == 0  # nor are there keys enough
 
 
 def test_a_negative_scale_takes_the_variant_that_scales_first() -> None:

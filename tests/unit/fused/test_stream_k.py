@@ -14,7 +14,7 @@ from pascal_attn_core.fused.code.source import Variant, all_variants
 from pascal_attn_core.fused.geometry.tensor import MOST_PIECES
 from pascal_attn_core.fused.launch import Launch
 from pascal_attn_core.fused.launch.forward import parts_bytes
-from pascal_attn_core.fused.launch.plan import Plan, Shape, key_tiles, tensor_plan
+from pascal_attn_core.fused.launch.plan import Plan, tensor_plan
 from pascal_attn_core.fused.launch.stream_k import busiest, distribute, part_floats
 from pascal_attn_core.fused.trust.kernels import parts
 
@@ -71,13 +71,6 @@ def test_little_of_the_card_is_idle(heads: int, tokens: int, most: float, causal
     assert found.keys < busiest([size * 64 for size in sorted(sizes, reverse=True)] * heads, 40)
 
 
-def test_tiles_that_fill_the_card_are_left_alone() -> None:
-    assert distribute((64,) * 16, 10, 64, 40) is None
-    assert distribute((2,) * 64, 1, 64, 40) is None  # parts would take longer than what they save
-    assert distribute((1 << 17,), 3, 64, 40) is None  # more keys than a piece can name
-    assert distribute(tuple(range(1, 500)), 1, 64, 40) is None  # more pieces than a launch can have
-
-
 def _plan(heads: int, tokens: int, card: Any = T4, head_dim: int = 64, **rules: Any) -> Plan:
     query = torch.empty(1, heads, tokens, head_dim, dtype=torch.float16, device="meta")
     return tensor_plan(check_call(query, query, query, **rules), card.num_sms, card.capability)
@@ -105,17 +98,6 @@ def test_the_memory_of_parts_is_that_of_a_few_tiles() -> None:
     found = _plan(8, 2048)
     assert parts_bytes(found) == found.pieces.slots * 4 * part_floats(256, 64) == 64 * 256 * 72 * 4
     assert parts_bytes(_plan(8, 2048, is_causal=True)) == parts_bytes(found.unlisted) == 0
-
-
-def test_key_tiles_are_those_of_the_band() -> None:
-    variant = Variant("tensor_even", 64, "float16")
-    query, key = (torch.empty(1, 1, n, 64, dtype=torch.float16, device="meta") for n in (600, 900))
-    assert key_tiles(Shape.of(check_call(query, key, key)), variant.geometry) == (15, 15, 15)
-    assert key_tiles(Shape.of(check_call(query, key, key, is_causal=True)), variant.geometry) == (4, 8, 10)
-    window = {"window": (100, 0), "alignment": "upper_left"}
-    assert key_tiles(Shape.of(check_call(query, key, key, **window)), variant.geometry) == (4, 6, 3)
-    mask = torch.empty(600, 900, dtype=torch.bool, device="meta")
-    assert key_tiles(Shape.of(check_call(query, key, key, mask, **window)), variant.geometry) == (4, 6, 4)
 
 
 def test_a_launch_with_listed_blocks_is_not_cut() -> None:

@@ -10,7 +10,6 @@ import torch
 from pascal_attn_core.call import check_call
 from pascal_attn_core.fused.code.source import Variant
 from pascal_attn_core.fused.geometry.amd import ARCHS, RANGES_HEAD_DIMS, blocks_of_unit, wave_size
-from pascal_attn_core.fused.launch import tail_rows as module
 from pascal_attn_core.fused.launch.plan import Plan, plan_call
 
 MI50, RX_6800 = {"num_sms": 60, "arch": "gfx906"}, {"num_sms": 30, "arch": "gfx1030"}
@@ -51,30 +50,6 @@ def test_the_blocks_of_an_almost_empty_round_get_ranges_of_keys() -> None:
 )
 def test_other_calls_are_computed_as_ever(shape: tuple[int, ...], options: dict[str, Any]) -> None:
     assert _plan(*shape, **options).tail is None
-
-
-@pytest.mark.parametrize("card", [MI50, RX_6800, {"num_sms": 64, "arch": "gfx900"}], ids=lambda card: card["arch"])
-def test_memory_for_the_parts_is_bounded_and_ranges_have_keys(card: dict[str, Any]) -> None:
-    found = 0
-    for heads, tokens, head_dim in itertools.product((1, 3, 8, 16, 40), (700, 2300, 4096, 9000), RANGES_HEAD_DIMS):
-        last = _plan(1, heads, tokens, head_dim, card=card).tail
-        if last is not None:
-            found += 1
-            geometry = last.variant.geometry
-            tiles = -(-tokens // geometry.cols)
-            rows = heads * -(-(tokens - last.first) // geometry.rows) * geometry.rows
-            assert 4 * last.ranges * rows * (head_dim + 2) <= module.MAX_PART_BYTES
-            assert (last.ranges - 1) * -(-tiles // last.ranges) < tiles
-            assert 0 < last.first < tokens
-            assert last.first % geometry.rows == 0
-    assert found >= 10
-
-
-def test_there_are_no_other_variants() -> None:
-    for wrong in (Variant("ranges", 64, "float32", arch="gfx906"), Variant("ranges", 48, "float16", arch="gfx906")):
-        assert not wrong.exists
-        with pytest.raises(KeyError):
-            wrong.geometry  # noqa: B018
 
 
 def test_blocks_of_a_unit_are_those_that_registers_and_shared_memory_leave_room_for() -> None:

@@ -13,7 +13,7 @@ from attn_support.fused.device import UncheckedKernels, emulated_card, fresh_car
 from attn_support.fused.driver import StandIn
 from attn_support.fused.emulation import CARD, GXX, T4, V100
 
-from pascal_attn_core import AttentionConfig, explain, sdpa_backward
+from pascal_attn_core import AttentionConfig, sdpa_backward
 from pascal_attn_core.call import check_call
 from pascal_attn_core.fused.code import prebuilt
 from pascal_attn_core.fused.code.source import Variant, all_variants, source
@@ -74,20 +74,6 @@ def test_the_timing_decides(card: DeviceInfo, times: tuple[float, float, float],
         assert _route(query, window=(64, 0)) == of_window
 
 
-def test_what_was_timed_is_told_and_kept(tmp_path: Path) -> None:
-    def runs_again(attempts: list[Callable[[], Any]], device: torch.device) -> list[float]:
-        raise AssertionError("timed once more")
-
-    query = _query()
-    for clock in (_clock(1.0, 8.0, 2.5), runs_again):
-        with _fresh(T4, clock, folder=lambda: tmp_path):
-            said = explain(query, query, query)
-    assert said.startswith(
-        "route fused-tensor: timed on this card at 0.40 of the time of torch's kernel and 0.12 of the time of ours on "
-        "plain cores"
-    )
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_other_types_are_never_squeezed_through_float16(dtype: torch.dtype) -> None:
     """Nothing is taken for granted without a timing."""
@@ -141,19 +127,6 @@ def test_gradients_of_given_results(card: DeviceInfo, times: Times | None, head_
         kinds = [launch.variant.kind for launch in kernels.queued]
     names = ["grad_query", "grad_query", "grad_key_value"]  # delta, and the two gradients
     assert kinds == [expected + name for name in names]
-
-
-def test_gradients_from_given_results_are_timed_once() -> None:
-    """Both passes are timed together; kernels that are wrong here are found before their first answer counts."""
-    seen: list[bool] = []
-    with fresh_card(StandIn(T4), _clock(1.0, 2.0, 3.0, seen=seen)) as kernels:
-        checked: list[str] = []
-        kernels.largest_error = lambda variant: checked.append(variant.kind) or float(variant.kind != "tensor")
-        _back(_query())
-        _back(_query())
-        assert kernels.queued == []  # tiles instead
-        assert seen == [True]
-    assert "tensor_grad_query" in checked
 
 
 def _plan(q: tuple[int, ...], k: tuple[int, ...], card: DeviceInfo = T4, **rules: Any) -> Any:

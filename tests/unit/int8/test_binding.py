@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from pascal_attn_core.int8.binding import Int8Binding, take_off
 from pascal_attn_core.int8.exchange import Exchange, FloatWeight, Source
-from pascal_attn_core.int8.weight import InFloat, Int8Weight, LowRank, joined
+from pascal_attn_core.int8.weight import Int8Weight, LowRank, joined
 from pascal_attn_core.reference.int8_rows import quantize_rows
 
 
@@ -92,21 +92,6 @@ def test_copies_of_a_model_have_layers_of_their_own_and_none_is_kept_alive() -> 
     assert binding.report(models[0]).count("on") == 2
 
 
-def test_in_inference_mode_as_hosts_run() -> None:
-    with torch.inference_mode():
-        model, x = network(), inputs()
-        exact = model(x)
-        binding = Int8Binding()
-        binding.attach(model)
-        first = model(x)
-        binding.detach(model)
-        assert torch.equal(model(x), exact)
-        binding.attach(model)
-    assert torch.equal(model(inputs()), first)
-    binding.detach(model)
-    assert torch.equal(model(inputs()), exact)
-
-
 class Kept(Source):
     """A host that has something else beside or instead of the parameter, or fails."""
 
@@ -141,33 +126,6 @@ def test_an_adapter_stays_in_float_beside_the_base_weight() -> None:
     assert torch.equal(model.state_dict()["0.weight"], before["0.weight"][2])
     binding.detach(model)
     assert_same(model, before)
-
-
-def test_what_is_written_into_a_weight_holds_what_its_adapter_adds() -> None:
-    base, adapter = torch.randn(8, 16), LowRank(torch.randn(2, 16), torch.randn(8, 2))
-    weight = Int8Weight(quantize_rows(base), in_float=InFloat(base, adapter))
-    whole = weight.float_matrix()
-    weight.data.add_(1.0)
-    assert error_of(weight.float_matrix(), whole + 1) < 1e-6
-    weight.data = whole
-    assert error_of(weight.float_matrix(), whole) < 1e-6
-
-
-def test_adapters_add_up() -> None:
-    generator = torch.Generator().manual_seed(0)
-    some = [
-        (torch.randn(rank, 64, generator=generator), torch.randn(32, rank, generator=generator), factor)
-        for rank, factor in ((2, 0.5), (7, -1.5))
-    ]
-    whole = joined(some)
-    expected = sum(factor * up.double() @ down.double() for down, up, factor in some)
-    torch.testing.assert_close(whole.matrix().double(), expected, rtol=1e-5, atol=1e-5)
-    x = torch.randn(5, 64, generator=generator)
-    torch.testing.assert_close(whole(x), F.linear(x, whole.matrix()), rtol=1e-4, atol=1e-4)
-    assert whole(x.half()).dtype == torch.float16
-    assert joined([]) is None
-    with pytest.raises(ValueError, match=r"down and up must be \[R, K\] and \[N, R\]"):
-        LowRank(some[0][0], some[1][1])
 
 
 class Patient(Source):
@@ -249,20 +207,6 @@ def test_attributes_and_bias_are_overridden_while_it_is_in() -> None:
     assert layer.bias is bias
 
 
-def test_a_source_may_leave_a_layer() -> None:
-    class Left(Source):
-        why_not = "its host changes it in each call"
-
-    model = network()
-    binding = Int8Binding()
-    assert binding.attach(model, lambda name, module: Left() if name == "2" else Source()) == 1
-    model(inputs())
-    report = binding.report(model)
-    assert [line.state for line in report.lines] == ["on", "off"]
-    assert report.lines[1].why == "its host changes it in each call"
-    assert report.able == 1
-
-
 @pytest.mark.parametrize("weights", ["host", "keep"])
 def test_float_weights_that_leave_a_device_make_room_for_int8_weights_of_others(weights: str) -> None:
     """The second layer's float weight is elsewhere; its int8 weight takes what the first one's has left."""
@@ -278,19 +222,6 @@ def test_float_weights_that_leave_a_device_make_room_for_int8_weights_of_others(
     room = bound.options.room[torch.device("cpu")]
     assert room == (sizes[0] - sizes[1] - sizes[2] if weights == "host" else 0)
     assert torch.equal(model(x), first)
-
-
-def test_before_a_run_the_report_says_what_it_is_about() -> None:
-    model = network()
-    binding = Int8Binding(exclude="2")
-    for _ in range(2):
-        report = binding.report(model)
-        assert [(line.name, line.state) for line in report.lines] == [("0", "waiting")]
-        assert report.able == 1
-        binding.attach(model)
-    model(inputs())
-    binding.detach(model)
-    assert binding.report(model).lines[0].state == "on"
 
 
 NAMES = {
@@ -310,19 +241,3 @@ def test_layers_of_the_repeated_blocks_are_taken_and_those_that_set_the_timestep
         model = nn.ModuleDict({part: model})
     (line,) = Int8Binding().report(model).lines
     assert (line.name, line.state) == (name, state)
-
-
-@pytest.mark.parametrize("made", [False, True])
-@pytest.mark.parametrize("used", [False, True])
-def test_a_weight_can_be_viewed_and_copied_in_and_out_of_inference_mode(made: bool, used: bool) -> None:
-    with torch.inference_mode(made):
-        values = torch.randn(64, 64, generator=torch.Generator().manual_seed(0))
-        weight = nn.Parameter(Int8Weight(quantize_rows(values)), requires_grad=False)
-    matrix = weight.matrix.float()
-    with torch.inference_mode(used):
-        for same in (weight.detach(), weight.data, weight.clone(), nn.Parameter(weight)):
-            assert isinstance(same, Int8Weight)
-            assert torch.equal(same.matrix.codes, weight.matrix.codes)
-        assert torch.equal(weight[:2], matrix[:2])
-        assert torch.equal(weight.t(), matrix.t())
-        assert torch.equal(weight + 0, matrix)

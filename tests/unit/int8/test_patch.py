@@ -12,9 +12,7 @@ import torch
 import torch.nn.functional as F
 from attn_support.oracle import error_of
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 
-from pascal_attn_core import patch_ffn
 from pascal_attn_core.int8 import Int8Patch, Int8Weight, int8_linear, patch_linear_int8, quantize_rows
 from pascal_attn_core.int8 import layer as layers
 from pascal_attn_core.int8.layer import WEIGHTS
@@ -259,15 +257,6 @@ def test_the_model_is_near_its_float_self(model: Model, x: Tensor, weights: str,
     assert in_int8(patch) == CHOSEN
 
 
-def test_keyword_inputs_and_single_rows(model: Model) -> None:
-    layer = model.blocks[0].attn["to_q"]
-    patch = patch_linear_int8(model, include="blocks.0.attn.to_q")
-    x = torch.randn(WIDTH)
-    exact = F.linear(x, layer.weight, layer.bias)
-    assert error_of(layer(input=x), exact) < 0.03
-    assert in_int8(patch) == ["blocks.0.attn.to_q"]
-
-
 def test_under_autocast_the_result_is_of_its_dtype(model: Model, x: Tensor) -> None:
     expected = model(x)
     patch_linear_int8(model)
@@ -329,59 +318,6 @@ def test_a_trace_serves_any_number_of_rows(model: Model, x: Tensor, gradients: b
     assert set(states(patch).values()) >= {"on"}
 
 
-def test_traced_or_compiled_before_it_was_measured_it_runs_in_float(model: Model, x: Tensor) -> None:
-    expected = model(x)
-    patch = patch_linear_int8(model)
-    with FakeTensorMode(allow_non_fake_inputs=True):
-        assert model(torch.empty(2, 5, WIDTH)).shape == (2, 5, WIDTH)
-    assert error_of(torch.jit.trace(model, x, check_trace=False)(x), expected) < 1e-6
-    compiled = torch.compile(model, backend="aot_eager")
-    assert error_of(compiled(x), expected) < 1e-6
-    assert patch.report().count("waiting") == len(CHOSEN)
-    eager = model(x)
-    assert error_of(eager, expected) > 1e-4
-    assert torch.equal(compiled(x), eager)
-    patch.remove()
-    assert error_of(compiled(x), expected) < 1e-6
-
-
-def test_functional_transforms_see_the_float_layer(model: Model) -> None:
-    layer, x = model.blocks[0].ff[0], torch.randn(3, 5, WIDTH)
-    weight = layer.weight.detach().clone()
-    patch = patch_linear_int8(model, include="blocks.0.ff.0")
-    torch.vmap(layer)(x)
-    assert states(patch) == {"blocks.0.ff.0": "waiting"}
-    layer(x)
-    exact = F.linear(x, weight, layer.bias)
-    assert torch.allclose(torch.vmap(layer)(x), exact, atol=1e-5)
-    out, derivative = torch.func.jvp(layer, (x,), (torch.ones_like(x),))
-    assert torch.allclose(out, exact, atol=1e-5)
-    assert torch.allclose(derivative, weight.sum(dim=1).expand_as(derivative), atol=1e-4)
-    assert not torch.allclose(layer(x), exact, atol=1e-5)
-
-
-@pytest.mark.parametrize("order", ["int8 first", "chunks first"])
-def test_with_feed_forward_chunking(model: Model, order: str) -> None:
-    x = torch.randn(1, 600, WIDTH)
-    expected = model(x)
-    makers: dict[str, Callable[[], Any]] = {
-        "int8": lambda: patch_linear_int8(model),
-        "chunks": lambda: patch_ffn(model, num_chunks=3, include="blocks.*.ff"),
-    }
-    first, second = order.split()[0], "chunks" if order.startswith("int8") else "int8"
-    patches = {name: makers[name]() for name in (first, second)}
-    whole = model(x)  # layers are measured, with hooks: nothing is cut
-    assert patches["chunks"].report().count("refused") == 2
-    for _ in range(3):
-        assert torch.equal(model(x), whole)
-    assert patches["chunks"].report().count("on") == 2
-    assert in_int8(patches["int8"]) == CHOSEN
-    patches["chunks"].remove()
-    assert torch.equal(model(x), whole)
-    patches["int8"].remove()
-    assert torch.equal(model(x), expected)
-
-
 @pytest.mark.parametrize("weights", WEIGHTS)
 def test_removed_the_model_is_what_it_was(model: Model, x: Tensor, weights: str) -> None:
     expected, before = model(x), dict(model.named_parameters())
@@ -400,22 +336,6 @@ def test_removed_the_model_is_what_it_was(model: Model, x: Tensor, weights: str)
     else:
         assert all(before[name] is after[name] for name in before)
         assert torch.equal(model(x), expected)
-
-
-def test_given_up_weights_take_a_quarter_of_the_memory(model: Model, x: Tensor) -> None:
-    patch = patch_linear_int8(model, weights="free", include="*")
-    model(x)
-    held = {
-        tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes()
-        for module in model.modules()
-        for parameter in module._parameters.values()
-        if isinstance(parameter, Int8Weight)
-        for tensor in (parameter.codes, parameter.scales)
-    }
-    assert all(p.original is None for p in model.parameters() if isinstance(p, Int8Weight))
-    report = patch.report()
-    assert sum(held.values()) == sum(line.int8_bytes for line in report.of("on"))
-    assert sum(held.values()) < 0.32 * sum(line.float_bytes for line in report.of("on"))
 
 
 @pytest.mark.parametrize("weights", WEIGHTS)
@@ -462,18 +382,6 @@ def test_writing_into_a_weight_rounds_what_is_written(write: Callable, weights: 
     patch.remove()
     assert type(layer.weight) is nn.Parameter
     assert error_of(layer.weight, value) < near
-
-
-def test_a_copy_of_a_weight_is_its_own() -> None:
-    layer = nn.Linear(WIDTH, WIDTH).requires_grad_(False)
-    patch_linear_int8(layer, include=nn.Linear)
-    layer(torch.randn(9, WIDTH))
-    before = layer.weight.float_matrix().clone()
-    layer.weight.data.clone().mul_(2)
-    layer.weight.to(torch.float16).zero_()
-    copy.deepcopy(layer.weight).zero_()
-    assert torch.equal(layer.weight.float_matrix(), before)
-    assert torch.equal(layer.weight.matrix.float(), quantize_rows(before, layer.weight.matrix.rotation).float())
 
 
 @pytest.mark.parametrize("weights", WEIGHTS)
@@ -529,32 +437,6 @@ def test_casts_and_moves(model: Model, x: Tensor, weights: str) -> None:
     assert model.blocks[0].ff[0].weight.dtype == torch.float32
 
 
-def test_a_moved_weight_takes_its_integers_along(model: Model, x: Tensor) -> None:
-    patch_linear_int8(model, weights="free")
-    model(x)
-    weight = model.blocks[0].ff[0].weight
-    moved = weight.to("meta")
-    assert isinstance(moved, Int8Weight)
-    assert moved.device.type == moved.codes.device.type == moved.scales.device.type == "meta"
-    empty = torch.empty_like(weight)
-    assert isinstance(empty, Int8Weight)
-    empty.copy_(weight)
-    assert torch.equal(empty.matrix.float(), weight.matrix.float())
-
-
-def test_other_operators_see_the_float_matrix(model: Model, x: Tensor) -> None:
-    float_weight = model.blocks[0].ff[0].weight.detach().clone()
-    patch_linear_int8(model)
-    model(x)
-    weight = model.blocks[0].ff[0].weight
-    assert isinstance(weight, nn.Parameter)
-    assert torch.equal(weight.t() @ weight, float_weight.t() @ float_weight)
-    assert torch.equal(weight[3:5], float_weight[3:5])
-    assert torch.equal(torch.cat([weight, weight]), torch.cat([float_weight, float_weight]))
-    assert weight.norm() == float_weight.norm()
-    assert type(weight + 1) is Tensor
-
-
 def test_a_weight_that_the_user_has_replaced_stays(model: Model, x: Tensor, caplog: pytest.LogCaptureFixture) -> None:
     patch = patch_linear_int8(model)
     model(x)
@@ -565,20 +447,6 @@ def test_a_weight_that_the_user_has_replaced_stays(model: Model, x: Tensor, capl
         patch.remove()
     assert model.blocks[0].attn["to_q"].weight is theirs
     assert "the weight of blocks.0.attn.to_q was replaced in the meantime" in caplog.text
-
-
-def test_two_patches_one_after_the_other(model: Model, x: Tensor) -> None:
-    expected = model(x)
-    first = patch_linear_int8(model, include="*.ff.*")
-    out = model(x)
-    second = patch_linear_int8(model)
-    reasons = {line.name: line.why for line in second.report().of("unable")}
-    assert reasons["blocks.0.ff.0"] == "its weight is float32 in a Int8Weight"
-    assert error_of(model(x), out) > 0
-    second.remove()
-    assert torch.equal(model(x), out)
-    first.remove()
-    assert torch.equal(model(x), expected)
 
 
 def test_the_report_says_what_it_costs(model: Model, x: Tensor) -> None:

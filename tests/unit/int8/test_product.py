@@ -3,7 +3,6 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from attn_support.fresh import execute
 from torch import Tensor
 
 from pascal_attn_core.fused.code.kinds import MOST_COLUMNS
@@ -93,15 +92,6 @@ def test_the_operator_passes_torchs_own_checks() -> None:
         torch.library.opcheck(operator.linear, (x, *matrix[:2], bias, 16, activation, x.dtype, "auto"))
 
 
-def test_a_way_may_be_asked_for_by_name() -> None:
-    x, weight = torch.randn(40, 64), quantize_rows(torch.randn(24, 64))
-    assert torch.equal(int8_linear(x, weight, way="int_mm"), int8_linear(x, weight))
-    exact = F.linear(x, weight.float())
-    assert torch.allclose(int8_linear(x, weight, way="float"), exact, atol=1e-5)
-    with pytest.raises(NotImplementedError, match="way 'kernel' cannot compute this call: "):
-        int8_linear(x, weight, way="kernel")
-
-
 def test_one_scale_the_largest_sums_rows_with_nan_no_rows_and_no_outputs() -> None:
     x, codes = torch.randn(5, 16), torch.randint(-128, 128, (9, 16), dtype=torch.int8)
     weight = Int8Matrix(codes, torch.tensor([0.02]))
@@ -145,31 +135,3 @@ def test_what_cannot_be_used_is_refused(kind: type[Exception], message: str, arg
     given = {"x": torch.randn(2, 16), "weight": _WEIGHT, **arguments}
     with pytest.raises(kind, match=message):
         int8_linear(**given)
-
-
-def test_a_second_copy_of_the_package_changes_nothing() -> None:
-    """A ComfyUI pack brings its own copy beside an installed one: each computes by itself, what is compiled aside."""
-    code = """
-import importlib.util, sys, torch
-from pathlib import Path
-import pascal_attn_core.int8 as first
-from pascal_attn_core.int8 import backends as own
-folder = Path(first.__file__).parents[1]
-where = [str(folder)]
-spec = importlib.util.spec_from_file_location("second", folder / "__init__.py", submodule_search_locations=where)
-second = sys.modules["second"] = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(second)
-import second.int8
-taken = []
-for module in (first, second.int8):
-    backends = sys.modules[module.__name__ + ".backends"]
-    table = backends.LinearWays.table
-    for name, (why, run) in table.copy().items():
-        table[name] = why, lambda call, run=run, owner=module.__name__: (taken.append(owner), run(call))[1]
-x, weight = torch.randn(3, 16, requires_grad=True), torch.randn(8, 16)
-for module in (first, second.int8, first):
-    module.int8_linear(x, module.quantize_rows(weight)).sum().backward()
-print(*taken)
-"""
-    done = execute(code)
-    assert done.stdout.split() == ["pascal_attn_core.int8", "second.int8", "pascal_attn_core.int8"], done.stderr

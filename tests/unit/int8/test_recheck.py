@@ -2,14 +2,13 @@
 
 import itertools
 import logging
-from unittest.mock import Mock
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from pascal_attn_core.int8 import Int8Weight, patch_linear_int8
+from pascal_attn_core.int8 import patch_linear_int8
 from pascal_attn_core.int8.binding import Int8Binding
 from pascal_attn_core.int8.measure import SAMPLE_ROWS, relative_error, sample_of
 from pascal_attn_core.int8.watch import ErrorWatch
@@ -144,39 +143,6 @@ def test_each_run_is_measured_by_itself() -> None:
     assert f"error {line.error:.2%} (last {line.latest:.2%})" in binding.report(model).text()
 
 
-def test_the_users_random_state_is_not_touched() -> None:
-    model, x = linear(), torch.randn(2000, WIDTH)
-    before = torch.get_rng_state()
-    patch_linear_int8(model, include="0", calibrate=lambda model: model(x))
-    for _ in range(3):
-        model(x)
-    assert torch.equal(torch.get_rng_state(), before)
-
-
-def test_without_memory_to_measure_it_again_the_call_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, x = linear(), torch.randn(50, WIDTH)
-    patch = patch_linear_int8(model, include="0")
-    out = model(x)
-    short = Mock(side_effect=torch.OutOfMemoryError("there is none"))
-    monkeypatch.setattr("pascal_attn_core.int8.layer.relative_error", short)
-    assert torch.equal(model(x), out)
-    assert patch.report().lines[0].state == "on"
-
-
-def test_a_weight_that_becomes_trainable_is_warned_of_once(caplog: pytest.LogCaptureFixture) -> None:
-    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
-    patch_linear_int8(model, include="*")
-    with torch.no_grad():
-        model(torch.randn(9, WIDTH))
-    assert isinstance(model[0].weight, Int8Weight)
-    model.train().requires_grad_(True)
-    for _ in range(3):
-        model(torch.randn(9, WIDTH)).sum().backward()
-    (record,) = caplog.records
-    assert record.getMessage() == "0: its weight is in 8 bits and gets no gradient; remove the patch to train it"
-    assert model[0].bias.grad is not None
-
-
 def test_layers_that_share_a_weight_are_left_alone() -> None:
     model = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3)).eval().requires_grad_(False)
     shared = model[1].weight = model[0].weight
@@ -189,13 +155,6 @@ def test_layers_that_share_a_weight_are_left_alone() -> None:
         ("on", ""),
     ]
     assert model[0].weight is model[1].weight is shared
-
-
-def test_a_lazy_layer_is_left_alone() -> None:
-    model = nn.Sequential(nn.LazyLinear(WIDTH), nn.Linear(WIDTH, WIDTH))
-    patch = patch_linear_int8(model, include="*")
-    model(torch.randn(9, WIDTH))
-    assert [line.name for line in patch.report().lines] == ["1"]
 
 
 def checked(watch: ErrorWatch, calls: int, rows: int = 64) -> list[int]:

@@ -70,6 +70,9 @@ def test_the_report_counts_its_calls_by_function_and_route() -> None:
 def test_an_installed_package_is_left_alone_unless_told(tmp_path, monkeypatch, stub_host: StubHost) -> None:
     (tmp_path / "flash_attn.py").write_text("real = True\n")
     monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (8, 0))
     switch(True)
     assert importlib.import_module("flash_attn").real
     assert stub_host.said[-1].startswith(

@@ -4,8 +4,9 @@ import pytest
 import torch
 from attn_support.comfy.pack import node_module
 from attn_support.comfy.runs import findings, kind, run
-from attn_support.comfy.stub import make_engine
+from attn_support.comfy.stub import core_module, make_engine
 
+Arguments = core_module("call").Arguments
 GAIN, RUNS, TEXT = (node_module(name) for name in ("reporting.gain", "engine.runs", "reporting.text"))
 SDPA = "attention_pytorch"
 STORED = {"route": "tiled", "torch_stores": True}
@@ -30,14 +31,14 @@ SOME_PASSED = run([(entry, {"count": count}) for entry, count in PASSED.items()]
 UNASKED = with_call(route="tiled", torch_stores=None, extra_bytes=1 << 20)
 SMALL = with_call(**STORED, query=(1, 1, 64, 64), key=(1, 1, 64, 64), extra_bytes=0, elapsed_ms=1.0)
 INT8, BANDS = run(part="int8", gains=["40 of 40 layers in int8, not exact"]), run(part="VAE", gains=["in bands"])
-LESS = "2.24 GiB less memory in the largest call (64.0 MiB instead of 2.30 GiB)"
+LESS = "2.24 GiB less memory in the largest call (64 MiB instead of 2.3 GiB)"
 SENTENCES = {
     "torch's scores less what the call took": ([LARGE], f"Gained: {LESS}."),
-    "not measured, not subtracted": ([UNMEASURED], "Gained: 2.30 GiB of scores never stored in the largest call."),
-    "timed against torch's kernel": ([TIMED], "Gained: 41.0 s less in attention (timed on this machine)."),
+    "not measured, not subtracted": ([UNMEASURED], "Gained: 2.3 GiB of scores never stored in the largest call."),
+    "timed against torch's kernel": ([TIMED], "Gained: 41 s less in attention (timed on this machine)."),
     "several runs in one sentence": (
         [LARGE, VAE],
-        f"Gained: {LESS}, 1.00 s less in attention (timed on this machine), 2 outputs saved from NaN.",
+        f"Gained: {LESS}, 1 s less in attention (timed on this machine), 2 outputs saved from NaN.",
     ),
     "torch's own kernel": (
         [UNTIMED],
@@ -46,7 +47,7 @@ SENTENCES = {
     ),
     "nobody asked torch": (
         [UNASKED],
-        "Fits: 972 MiB of scores in a call are never stored, 1.00 MiB extra at most in a call.",
+        "Fits: 972 MiB of scores in a call are never stored, 1 MiB extra at most in a call.",
     ),
     "all passed": ([ALL_PASSED], "Nothing to gain: all 32 calls passed to ComfyUI: fewer than 1024 keys."),
     "some passed": ([SOME_PASSED], "Nothing to gain: 32 of 34 calls passed to ComfyUI: fewer than 1024 keys."),
@@ -54,7 +55,7 @@ SENTENCES = {
     "no calls": ([run()], "Nothing gained: no attention call reached a patch."),
     "notes": ([run(notes=["0 of 9 modules chunked"])], "Nothing gained: 0 of 9 modules chunked."),
     "beside attention": ([UNTIMED, INT8, BANDS], "Gained: 40 of 40 layers in int8, not exact; in bands."),
-    "too small to notice": ([SMALL], "Fits: 0 B extra at most in a call"),
+    "too small to notice": ([SMALL], "Fits: 0 MiB extra at most in a call"),
 }
 
 
@@ -66,7 +67,7 @@ def test_the_first_line_says_what_was_gained_or_why_nothing_was(case):
 
 def test_on_a_host_with_another_attention_nothing_is_claimed():
     assert GAIN.gain_line([LARGE], "attention_sub_quad") == (
-        "Fits: 2.30 GiB of scores in a call are never stored, 64.0 MiB extra at most in a call; attention is "
+        "Fits: 2.3 GiB of scores in a call are never stored, 64 MiB extra at most in a call; attention is "
         "less than 1% of sampling."
     )
 
@@ -80,7 +81,7 @@ def test_it_is_the_first_line_of_the_text_also_above_warnings():
 def test_the_engine_counts_calls_with_what_their_choice_says(stub_host):
     engine, plain = make_engine(), torch.randn(1, 2, 64, 16)
     engine.begin()
-    assert engine.attend(plain, plain, plain) is not None
+    assert engine.attend(Arguments(plain, plain, plain)) is not None
     (counted,) = engine.end().tallies
     assert (counted.route, counted.torch_stores, counted.over_torch) == ("torch", False, None)
 
@@ -90,9 +91,3 @@ def test_a_node_with_several_parts_has_one_sentence_and_how_many_calls_it_took(s
     monkeypatch.setattr(GAIN.host, "attention_name", lambda: SDPA)
     GAIN.say(VAE)
     assert stub_host.said == [f"{GAIN.gain_line([LARGE, VAE], SDPA)} 2 of 2 attention calls taken."]
-
-
-def test_a_name_that_is_longer_than_its_column_has_a_line_of_its_own():
-    text = TEXT.report_text(findings(run([(kind("encoder.layers.0." + "x" * 80), {"count": 12})])))
-    lines = text.splitlines()
-    assert lines[lines.index("encoder.layers.0." + "x" * 80) + 1].strip() == "12 torch"

@@ -1,6 +1,5 @@
-"""The node Pascal Int8 Linear and what stands behind it, without ComfyUI; with it: tests/host/comfyui."""
+"""The node Pascal 8-Bit and what stands behind it, without ComfyUI; with it: tests/host/comfyui."""
 
-import functools
 import gc
 import importlib
 import weakref
@@ -8,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from attn_support.comfy.stub import Patcher, StubHost, host_attention, make_engine, node_module
+from attn_support.comfy.stub import Patcher, StubHost, host_attention, node_module
 from torch import Tensor, nn
 
 from pascal_attn_core.int8.report import Int8ReportLine
@@ -34,11 +33,6 @@ def names(binding: Any, model: nn.Module) -> set[str]:
 
 
 WITHOUT_TWO = (*range(1, 9), 10)
-
-
-def test_texts_become_patterns() -> None:
-    assert int8.patterns(" double_blocks.3,*.ff.* ;\nimg_mlp,,") == ("double_blocks.3", "*.ff.*", "img_mlp")
-    assert int8.patterns("  ") == ()
 
 
 @pytest.mark.parametrize(
@@ -186,18 +180,6 @@ def test_attention_comes_through_the_override_and_what_8_bits_leave_goes_on(stub
         call_of(override, *plain)
 
 
-def test_the_layers_of_a_clone_are_found_behind_other_nodes_of_ours() -> None:
-    layers = ATTENTION.AttentionLayers(0.02)
-    ours = ATTENTION.make_override(layers, None)
-    behind = OVERRIDE.make_override(make_engine(), OVERRIDE.Scope(), ours, runs_first=True)
-    assert ATTENTION.layers_in(ours) is ATTENTION.layers_in(behind) is layers
-    assert ATTENTION.layers_in(functools.wraps(ours)(lambda *args: args)) is None, "a copy of the mark is none"
-    assert ATTENTION.layers_in(None) is None
-    model = network()
-    assert ATTENTION.layers_for(model, 0.02) is ATTENTION.layers_for(model, 0.02)
-    assert ATTENTION.layers_for(model, 0.02) is not ATTENTION.layers_for(model, 0.01)
-
-
 def test_both_kinds_of_layers_are_one_headline_with_seconds_and_errors() -> None:
     timed, sizes = {"float_ms": 3.0, "int8_ms": 1.0, "calls": 600}, {"float_bytes": 4, "int8_bytes": 1}
     attention = int8.Int8Report(
@@ -225,21 +207,3 @@ def test_on_a_cpu_attention_is_left_alone_unless_asked_for(attention: str, devic
     assert (layers.attention is not None) == expected
     assert bool(layers.why_exact) == (attention == "auto" and not expected)
     assert ("attention in 8 bits with an error of at most 2.0%" in layers.settings) == expected
-
-
-def test_the_older_node_stays_as_it_was_and_says_so() -> None:
-    older, newer = node_module("int8_linear").PascalInt8Linear, node_module("eight_bit").Pascal8Bit
-    assert older.DEPRECATED
-    inputs = ["model", "max_error", "include", "exclude", "weights", "int8_files"]
-    assert list(older.INPUT_TYPES()["required"]) == inputs
-    assert set(inputs) < set(newer.INPUT_TYPES()["required"])
-    assert newer.DESCRIPTION.startswith("Not exact: the relative error is")
-    assert not getattr(newer, "DEPRECATED", False)
-
-
-def test_without_comfy_kitchen_its_files_are_left_alone() -> None:
-    kitchen = node_module("comfy.comfy_kitchen")
-    if kitchen.registry_of_host() is not None:
-        pytest.skip("comfy_kitchen is installed here")
-    assert "no comfy_kitchen" in kitchen.why_not(torch.device("cpu"), "always")
-    assert kitchen.int8_layers(network()) == 0

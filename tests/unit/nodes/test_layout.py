@@ -37,9 +37,7 @@ def moved(tensor: Tensor) -> Tensor:
 
 def answer(args: tuple, kwargs: dict[str, Any]) -> Tensor:
     call = HostCall.of(args, kwargs)
-    return call.returned(
-        sdpa(call.query, call.key, call.value, call.mask, scale=call.scale, enable_gqa=call.enable_gqa)
-    )
+    return call.returned(sdpa(**call.given.keywords()))
 
 
 def check(
@@ -121,7 +119,7 @@ def test_grouped_heads_are_folded_in_every_layout(form: Any, kv_heads: int) -> N
     tensors = heads_first(kv_heads=kv_heads)
     given = tensors if form is None else [form(t) for t in tensors]
     options = {"enable_gqa": True, "skip_reshape": form is None}
-    assert HostCall.of((*given, H), options).enable_gqa == (kv_heads != H)
+    assert HostCall.of((*given, H), options).given.enable_gqa == (kv_heads != H)
     check((*given, H), options, tensors, enable_gqa=True)
 
 
@@ -195,5 +193,5 @@ def test_containers_are_read_and_stay_full_until_they_are_emptied(positional: bo
 def test_nothing_is_copied_on_the_way_in() -> None:
     query, key, value = map(flat, heads_first())
     call = HostCall.of((query, key, value, H), {})
-    for ours, theirs in ((call.query, query), (call.key, key), (call.value, value)):
+    for ours, theirs in zip(call.given, (query, key, value)):
         assert ours.data_ptr() == theirs.data_ptr()

@@ -4,6 +4,7 @@ import functools
 import sys
 import threading
 import types
+from dataclasses import replace
 from typing import Any
 from unittest.mock import Mock
 
@@ -132,7 +133,7 @@ def test_cancel_while_a_call_is_read_is_not_kept(read_by: Any, monkeypatch: pyte
 
 
 def test_a_call_that_is_misread_is_found_and_left_to_the_host(read_by: Any) -> None:
-    read_by(lambda call: setattr(call, "value", call.value.flip(2)) or call)
+    read_by(lambda call: replace(call, given=call.given._replace(value=call.given.value.flip(2))))
     engine, given = make_engine(), tensors(40)
     override = ours(engine)
     for _ in range(3):

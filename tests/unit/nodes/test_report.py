@@ -4,14 +4,13 @@ import gc
 import math
 import weakref
 from dataclasses import replace
-from unittest.mock import Mock
 
 import pytest
 import torch
 from attn_support.comfy.pack import core_module, node_module
 from attn_support.comfy.runs import FIND, INFO, RUNS, blocks, findings, kind, machine, run
 
-CHECK, TEXT, ROWS, WORDS = (node_module(f"reporting.{name}") for name in ("exactness", "text", "rows", "words"))
+CHECK, TEXT, WORDS = (node_module(f"reporting.{name}") for name in ("exactness", "text", "words"))
 REPORT = node_module("report")
 
 PATCH, SAMPLER, REPORTER = "PascalAttentionPatch", "KSampler", "PascalAttentionReport"
@@ -32,10 +31,7 @@ MERGE = {"n7": ("ModelMergeSimple", {"model1": ["1", 0], "model2": ["5", 0]}), "
 TWICE = {"n7": ("LoraLoader", {"model": ["5", 0]}), "n8": (PATCH, {"model": ["7", 0]})}
 TWICE |= {"n6": (SAMPLER, {"model": ["8", 0]})}
 ON_MODEL = {"n9": (REPORTER, {"value": ["5", 0]}), "n6": (SAMPLER, {"model": ["9", 0]})}
-CHUNKED = ("PascalFFNChunking", {"model": ["5", 0]})
-BEHIND_ANOTHER = {"n8": CHUNKED, "n9": (REPORTER, {"value": ["8", 0]}), "n6": (SAMPLER, {"model": ["9", 0]})}
 NO_VALUE = "Nothing is connected to this report"
-USELESS = "nothing between it and this report computes anything"
 # What is on record (of this prompt: "now"), the graph, which of it is shown, and the remarks.
 CHOICES = {
     "this prompt's, and no others": ([run(prompt_id="old"), run(prompt_id="now")], graph(), [1], []),
@@ -43,7 +39,7 @@ CHOICES = {
         [run(prompt_id="a"), run(prompt_id="b")],
         graph(),
         [1],
-        ["ComfyUI used the results in its cache. Its most recent earlier run is shown."],
+        ["or this report does not stand behind what samples or decodes"],
     ),
     "a cached sampler's beside a decoder's": (
         [run(prompt_id="a"), run(prompt_id="now", unique_id="7", part="VAE")],
@@ -58,7 +54,7 @@ CHOICES = {
         ["It has no earlier run on record"],
     ),
     "a patch connected to nothing": ([], {"5": graph()["5"]}, [], ["its output is not connected"]),
-    "a report that may come too early": ([], graph(through_report=False), [], ["has not run yet", NO_VALUE]),
+    "a report that may come too early": ([], graph(through_report=False), [], ["has not run in this prompt", NO_VALUE]),
     "a patch that another one behind it replaces": (
         [run(prompt_id="a"), run(prompt_id="now", unique_id="8")],
         graph(**TWICE),
@@ -71,8 +67,12 @@ CHOICES = {
         [],
         ["has no effect: ModelMergeSimple takes only the weights of model2"],
     ),
-    "a report on the model itself": ([run(prompt_id="a")], graph(**ON_MODEL), [], [USELESS]),
-    "a report on the model behind two patches": ([run(prompt_id="a")], graph(**BEHIND_ANOTHER), [], [USELESS] * 2),
+    "a report on the model itself": (
+        [run(prompt_id="a")],
+        graph(**ON_MODEL),
+        [0],
+        ["Connect the sampler's LATENT or the decoder's IMAGE to it. Its most recent earlier run is shown."],
+    ),
     "no patch in the prompt": (
         [run(blocks(2), prompt_id="a")],
         {"9": graph()["9"]},
@@ -115,18 +115,13 @@ def test_of_several_checks_the_one_that_failed_is_shown():
     assert FIND.merged(entries)[0].run.exactness is bad
 
 
-def test_neighbours_in_which_the_same_happened_share_a_line():
-    lines = TEXT.report_text(findings(run([*blocks(19), *blocks(38, "single", count=8)]))).splitlines()
-    assert "double 0 to double 18  19 blocks, each 4 torch; 760 ms" in lines
-    assert "single 0 to single 37  38 blocks, each 8 torch; 1.52 s" in lines
-    tallies = blocks(5)
-    tallies[2] = (kind("double 2", "passed to ComfyUI", why="fewer than 1024 keys"), {"count": 4})
-    layers = [(kind(f"encoder.layers.{i}.self_attn"), {"count": 1}) for i in range(12)]
-    for given, names in (
-        (tallies, ["double 0 to double 1", "double 2", "double 3 to double 4"]),
-        (layers, ["encoder.layers.0.self_attn to encoder.layers.11.self_attn"]),
-    ):
-        assert [group.name for group in ROWS.block_rows(run(given))] == names
+def test_blocks_whose_names_differ_in_numbers_only_are_told_together():
+    text = TEXT.report_text(findings(run([*blocks(19), *blocks(38, "single")])))
+    assert "taken       228 x torch, q[1, 24, 4608, 128] k[1, 24, 4608, 128] float16, mask none, by override," in text
+    assert "in double 0 to double 18, single 0 to single 37: it is fused" in " ".join(text.split())
+    layers = [f"encoder.layers.{i}.self_attn" for i in range(12)]
+    assert FIND.blocks_text(layers) == "encoder.layers.0.self_attn to encoder.layers.11.self_attn"
+    assert FIND.blocks_text([f"block {chr(97 + i)}" for i in range(9)]).endswith("block f and 3 more")
 
 
 def test_reasons_routes_memory_and_troubles_are_all_told():
@@ -135,10 +130,12 @@ def test_reasons_routes_memory_and_troubles_are_all_told():
         (kind("double 1", route="tiled", why="no kernel"), {"budget_halvings": 2, "repaired": 1}),
         (kind("double 1", "passed to ComfyUI", why="fewer than 1024 keys"), {"count": 7}),
     ]
-    text = TEXT.report_text(findings(run(tallies, notes=["compiled"], warnings=["beware"])))
-    facts = ["4 x tiled: no kernel", "7 x fewer than 1024 keys", "5.00 s in attention of 10.0 s (50%)", "63.0 MiB"]
-    facts += ["972 MiB: the least that math attention", "7.00 GiB: peak", "11.0 GiB: total memory", "halved 2 times"]
-    facts += ["1 output not finite", "note        compiled", "WARNING     beware"]
+    text = " ".join(TEXT.report_text(findings(run(tallies, notes=["compiled"], warnings=["beware"]))).split())
+    facts = ["taken 4 x tiled, q[", "in double 0 to double 1: no kernel", "passed 7 x passed to ComfyUI, q["]
+    facts += ["in double 1: fewer than"]
+    facts += ["5 s in attention of 10 s (50%)", "+63 MiB", "11 calls, 4 taken (tiled 4), 7 passed to ComfyUI"]
+    facts += ["972 MiB: the least that math attention", "7 GiB: peak", "11 GiB: total memory", "halved 2 times"]
+    facts += ["1 output not finite", "note compiled", "WARNING beware"]
     assert [fact for fact in facts if fact not in text] == []
 
 
@@ -147,15 +144,7 @@ def test_a_run_without_attention_tells_its_notes():
     text = TEXT.report_text(findings(made))
     assert "Flux, feed-forward" in text
     assert "38 of 57 modules in chunks" in text
-    assert REPORT._alarms_of(FIND.Shown(made)) == []
-
-
-@pytest.mark.parametrize(
-    ("seconds", "text"),
-    [(0.0032, "3.20 ms"), (12.34, "12.3 s"), (99.7, "1 min 40 s"), (3599, "1 h 00 min"), (14523, "4 h 02 min")],
-)
-def test_durations_are_read_at_a_glance(seconds, text):
-    assert WORDS.duration_text(seconds) == text
+    assert FIND.Shown(made).alarms == []
 
 
 def test_shares_of_several_devices_stay_below_one():
@@ -185,8 +174,7 @@ def test_the_right_answer_is_exact_and_a_wrong_one_is_not(dtype):
     assert CHECK.exactness_of(sample(dtype)).is_exact
     found = CHECK.exactness_of(sample(dtype, 1.1))
     assert not found.is_exact
-    assert found.ours.error > 4 * found.plain.error
-    assert "NOT EXACT" in found.text()
+    assert found.text.startswith("NOT EXACT (rounding explains at most")
 
 
 def test_masks_take_part_in_the_check():
@@ -208,17 +196,11 @@ def test_rows_of_a_query_that_was_nan_are_left_out():
     broken = sample()
     broken.query[7] = math.nan
     found = CHECK.exactness_of(broken)
-    assert (found.is_exact, found.rows) == (True, 63)
+    assert found.is_exact
+    assert "in 63 rows" in found.text
     for wrong in (broken.out[8] + 1, math.nan):
         broken.out[8] = wrong
         assert not CHECK.exactness_of(broken).is_exact
-
-
-def test_float16_that_overflows_in_plain_attention_is_held_against_nobody():
-    large = sample(torch.float16)
-    query, key = large.query * 200, large.key * 200
-    right = CHECK.reference_sdpa(query.float(), key.float(), large.value.float())[0].half()
-    assert CHECK.exactness_of(replace(large, query=query, key=key, out=right)).is_exact
 
 
 def test_the_check_lets_the_tensors_of_a_finished_run_go_and_remembers_the_result():
@@ -264,7 +246,7 @@ def test_the_node_hands_its_value_on_and_returns_picture_and_text(host):
 def test_a_finished_run_without_calls_and_an_inexact_answer_are_alarms_above_everything_else(host, caplog):
     RUNS.remember(run(device="cpu"))
     text = report_of()[2]
-    assert text.index("!! Flux, diffusion model: no attention call reached the patch") < text.index("0 calls")
+    assert text.index("!! Flux, diffusion model: no attention call reached the patch") < text.index("settings")
     assert "no attention call reached the patch" in caplog.text
     RUNS.remember(run(blocks(3), device="cpu", sample=sample(factor=1.5), unique_id="6"))
     assert "!! Flux, diffusion model: NOT EXACT" in report_of()[2]
@@ -300,10 +282,3 @@ def test_what_the_self_test_finds_wrong_is_an_alarm(selftest, monkeypatch):
     text = report_of(selftest=True)[2]
     assert "!! FAIL" in text
     assert "differs from float64 by" in text
-
-
-def test_the_users_cancel_ends_the_self_test(selftest, monkeypatch):
-    Cancelled = type("Cancelled", (Exception,), {})
-    monkeypatch.setattr(REPORT.host, "throw_if_interrupted", Mock(side_effect=Cancelled))
-    with pytest.raises(Cancelled):
-        report_of(selftest=True)

@@ -10,7 +10,7 @@ from attn_support.comfy.runs import findings
 from attn_support.comfy.stub import StubHost, core_module, make_engine, node_module
 
 NODE, HOST, TEXT = node_module("second_card"), node_module("comfy.host"), node_module("reporting.text")
-ROWS = node_module("reporting.rows")
+FIND, Arguments = node_module("reporting.findings"), core_module("call").Arguments
 
 
 @pytest.fixture(autouse=True)
@@ -23,7 +23,7 @@ def _helpers_of_its_own(stub_host: StubHost) -> Iterator[None]:
 def _attend(engine: Any, tokens: int = 300) -> torch.Tensor:
     generator = torch.Generator().manual_seed(0)
     query, key, value = (torch.randn(1, 4, tokens, 16, generator=generator) for _ in range(3))
-    return engine.attend(query, key, value, place=node_module("engine.runs").Place("double 0"))
+    return engine.attend(Arguments(query, key, value), place=node_module("engine.runs").Place("double 0"))
 
 
 def test_calls_are_shared_and_the_report_says_what_each_did() -> None:
@@ -44,8 +44,8 @@ def test_calls_are_shared_and_the_report_says_what_each_did() -> None:
     _attend(engine)
     after = engine.end()
     assert (after.shares, after.routes()) == ({}, {"torch": 1})
-    twice = ROWS.together([run, run])
-    assert twice.shares["cpu"] == 4
+    (twice,) = FIND.merged([FIND.Shown(run), FIND.Shown(run)])
+    assert twice.run.shares["cpu"] == 4
     assert "cpu 50%" in TEXT.report_text(findings(run))
 
 

@@ -48,17 +48,6 @@ def test_a_vaes_attention_over_any_positions(positions: tuple[int, ...]) -> None
     assert [(kind.block, kind.query) for kind in engine.run.tallies] == [("mid", shape)]
 
 
-def test_a_vae_call_that_is_left_goes_to_the_function_that_was_there() -> None:
-    engine = make_engine(min_keys=100)
-    query = torch.randn(1, 8, 9)
-    ours = attention.channels_first(
-        engine, Scope(), attention.Place("mid", "VAE"), lambda *args, **kwargs: (args, kwargs)
-    )
-    assert ours(query, query, query) == ((query, query, query), {})
-    assert ours(query, query, query, scale=2)[1] == {"scale": 2}
-    assert engine.run.count("passed to ComfyUI") == 2
-
-
 @pytest.fixture
 def host_functions(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Tensor]:
     """A function of the host's, in a wrapper as the host's own, in a module of the name of the host's."""
@@ -159,22 +148,6 @@ def test_replaced_twice_it_does_not_stack_and_keeps_what_was_below() -> None:
     assert objects.replaced_by_others(patcher.model, [NAME]) == [NAME], "it is not put in yet"
     objects.replace_functions(patcher, lambda model: {})
     assert patcher.object_patches[NAME](3) == 4
-
-
-@pytest.mark.usefixtures("_patcher_extension")
-def test_another_packs_wrapper_of_ours_is_not_taken_off() -> None:
-    patcher = Patcher(Plain(), {NAME: lambda x: x})
-    objects.replace_functions(patcher, lambda model: {NAME: doubled})
-    ours = patcher.object_patches[NAME]
-
-    def theirs(x: int) -> int:
-        return ours(x) + 100
-
-    theirs.__dict__.update(vars(ours))  # as functools.wraps does
-    assert not objects.is_ours(theirs)
-    patcher.object_patches[NAME] = theirs
-    objects.replace_functions(patcher, lambda model: {NAME: doubled})
-    assert patcher.object_patches[NAME](1) == 2 * 102
 
 
 @pytest.mark.usefixtures("_patcher_extension")

@@ -89,25 +89,6 @@ def test_when_needed_it_is_as_it_is_while_it_fits(bars: list[Mock], estimate: An
     assert bars == []
 
 
-def test_the_hosts_estimate_decides_before_anything_is_computed() -> None:
-    seen: list[type] = []
-    network = Network(lambda x: seen.append(type(x)) if x.shape[-2:] == SAMPLES.shape[-2:] else None)
-    stock = network.decode(SAMPLES)
-    seen.clear()
-    decode, engine = banded(network, NEEDED, lambda shape, dtype: (1 << 50) + shape[-1])
-    torch.testing.assert_close(decode(SAMPLES), stock)
-    assert Tensor not in seen
-    assert "where ComfyUI expects 1024 TiB" in engine.run.gains[0]
-    assert "without bands it needs 1073741824 MiB" in engine.run.gains[0]
-
-
-def test_an_error_is_not_taken_for_missing_memory() -> None:
-    decode, engine = banded(Network(Mock(side_effect=RuntimeError("an accident"))), NEEDED)
-    with pytest.raises(RuntimeError, match="an accident"):
-        decode(SAMPLES)
-    assert engine.run.gains == []
-
-
 def test_host_memory_that_is_missing_is_named_before_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
     missing = MemoryError("decode in bands needs 7 MiB of host memory")
     monkeypatch.setattr(bands.PatchedMethod, "__call__", Mock(side_effect=missing))
@@ -188,10 +169,3 @@ def test_a_network_that_writes_into_a_buffer_does_not_do_so_when_it_is_only_trie
     assert ("Tensor", (24, 20)) not in sizes  # tried on a smaller one
     assert any(size != (24, 20) for _, size in sizes)
     assert len(engine.run.gains) == 1
-
-
-def test_what_is_no_tensor_is_passed_on() -> None:
-    engine = make_engine()
-    passed = bands.InBands(engine, nn.Module(), "encode", ALWAYS, None, lambda *args, **kwargs: (args, kwargs))
-    assert passed([1], wide=True) == (([1],), {"wide": True})
-    assert passed() == ((), {})

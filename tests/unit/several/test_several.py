@@ -122,22 +122,6 @@ def test_whatever_fails_there_is_computed_at_home(kind: str, at: int, inputs, ca
     assert stats.devices == {"cpu": 4, "cpu #2": 4}
 
 
-def test_a_device_that_has_failed_leaves_the_others_working(inputs: list[Tensor]) -> None:
-    _helper().leave_alone("cpu failed a moment ago")
-    out, stats = _run(inputs, replace(SHARED, devices=("cpu", "cpu", "cpu")))
-    assert stats.devices == {"cpu": 4, "cpu #2": 0, "cpu #3": 4}
-    assert stats.remarks == {}
-    assert torch.equal(out, sdpa(*inputs, config=ALONE))
-
-
-def test_no_thread_is_no_error(inputs: list[Tensor], monkeypatch: pytest.MonkeyPatch) -> None:
-    with monkeypatch.context() as patch:
-        patch.setattr(threading.Thread, "start", Mock(side_effect=RuntimeError("can't start new thread")))
-        out, stats = _run(inputs)
-    assert torch.equal(out, sdpa(*inputs, config=ALONE))
-    assert list(stats.remarks) == ["cpu failed (RuntimeError: can't start new thread): the call was computed on cpu"]
-
-
 def test_no_memory_at_home_for_the_parts_is_no_error(inputs: list[Tensor], monkeypatch: pytest.MonkeyPatch) -> None:
     """The call is computed as a whole, which needs less."""
     expected = sdpa(*inputs, config=ALONE)
@@ -182,15 +166,6 @@ def test_an_interrupt_waits_for_the_other_device(inputs: list[Tensor]) -> None:
     assert over.is_set()
 
 
-def test_calls_of_several_threads_do_not_mix(inputs: list[Tensor]) -> None:
-    expected = sdpa(*inputs, config=ALONE)
-    with record() as report, ThreadPoolExecutor(4) as pool:
-        assert all(pool.map(lambda _: torch.equal(sdpa(*inputs, config=SHARED), expected), range(20)))
-    (stats,) = report.calls.values()
-    assert stats.remarks == {}
-    assert stats.devices == {"cpu": 20 * 4, "cpu #2": 20 * 4}
-
-
 def test_a_device_with_calls_of_its_own_is_left_alone(inputs: list[Tensor]) -> None:
     choice = choose(check_call(*inputs), SHARED)
     _helper().leave_alone("cpu computes attention of its own")
@@ -211,12 +186,6 @@ def test_a_call_seen_there_makes_it_busy(inputs: list[Tensor], monkeypatch: pyte
         assert helper.why_not() == ""
         several.seen_on(other, [first, other])
         assert helper.why_not() == "cuda:1 computes attention of its own, as in ComfyUI's work split over several cards"
-
-
-@pytest.mark.parametrize("devices", [("cuda:0", "cpu"), ("cuda:7", "cpu"), ("cuda:0", "cuda:1")])
-def test_devices_that_are_not_there_change_nothing(inputs: list[Tensor], devices: tuple[str, str]) -> None:
-    config = replace(SHARED, devices=devices)
-    assert torch.equal(sdpa(*inputs, config=config), sdpa(*inputs, config=ALONE))
 
 
 def test_a_budget_that_does_not_suffice_is_an_error_as_on_one_device(inputs: list[Tensor]) -> None:
@@ -289,21 +258,6 @@ def test_the_division_is_the_best_there_is(heads: int, speed: Speed) -> None:
     assert ratio == pytest.approx(best / (heads * 2.0))
 
 
-def test_three_devices_share_by_their_speed() -> None:
-    assert divided(40, 1.0, 0.0, (Speed(1.0, 1.0, 0.0), Speed(1.0, 2.0, 0.0)))[0] == (16, 16, 8)
-    assert divided(8, 1.0, 0.0, (Speed(1.0, 0.001, 0.0),))[0][0] == 1
-
-
-def test_what_cannot_be_timed_now_stays_at_home(inputs: list[Tensor], timed: Callable[[Any], Any]) -> None:
-    clock = Clock(1.0, 1.1, 0.1)
-    with timed(clock):
-        choice = choose(check_call(*inputs), SHARED, may_time=False)
-        assert choice.why.endswith("on one device: the devices were not timed, and cannot be now")
-        _run(inputs)
-        assert choose(check_call(*inputs), SHARED, may_time=False).route == "several"
-    assert clock.runs == 1
-
-
 def test_a_device_that_fails_while_it_is_timed_is_left_alone(inputs: list[Tensor], timed: Callable[[Any], Any]) -> None:
     with timed(Mock(side_effect=RuntimeError("CUDA error: device-side assert"))):
         out, _ = _run(inputs)
@@ -321,13 +275,6 @@ def test_the_report_shows_shares_and_what_went_wrong(inputs: list[Tensor]) -> No
     assert "2 attention calls: 2 several" in text
     assert "shared: cpu 75%, cpu #2 25%\n" in text
     assert "1 x cpu ran out of memory: the call was computed on cpu" in text
-
-
-def test_the_blocks_of_all_parts_are_counted(inputs: list[Tensor]) -> None:
-    _, alone = _run(inputs, ALONE)
-    _, shared = _run(inputs)
-    assert shared.blocks == alone.blocks > 0
-    assert shared.bounded_blocks == alone.bounded_blocks > 0
 
 
 HOME, AWAY = torch.device("cuda", 0), torch.device("cuda", 1)

@@ -13,7 +13,6 @@ from torch import nn
 from pascal_attn_core.stand_ins import attn_bias as masks
 from pascal_attn_core.stand_ins.sageattention import sageattn, sageattn_varlen
 from pascal_attn_core.stand_ins.xformers import (
-    ANY_OPS,
     RMSNorm,
     SwiGLU,
     memory_efficient_attention,
@@ -68,29 +67,6 @@ ENDS = torch.tensor([0, 5, 12])
 def test_wrong_arguments_are_named(call: Callable[[], Any], kind: type[Exception], words: str) -> None:
     with pytest.raises(kind, match=words):
         call()
-
-
-@pytest.mark.torch_2_5
-def test_under_compile_a_call_is_one_node_and_blocks_break_the_graph() -> None:
-    blocks = masks.BlockDiagonalMask.from_seqlens([5, 7])
-    calls: list[tuple[bool, Callable[[Any], Any]]] = [
-        (True, lambda x: memory_efficient_attention(x, x, x, masks.LowerTriangularMask(), op=ANY_OPS)),
-        (True, lambda x: sageattn(x, x, x, "NHD", smooth_k=False)),
-        (False, lambda x: memory_efficient_attention(x[:1], x[:1], x[:1], blocks)),
-    ]
-    for fullgraph, call in calls:
-        torch._dynamo.reset()
-        torch.testing.assert_close(torch.compile(call, backend="eager", fullgraph=fullgraph)(X), call(X))
-
-
-def test_tensors_go_into_blocks_and_come_out_again() -> None:
-    tensors = [torch.randn(2, 5, 3, 8), torch.randn(1, 4, 3, 8), torch.randn(3, 1, 3, 8)]
-    mask, x = masks.BlockDiagonalMask.from_tensor_list(tensors)
-    assert x.shape == (1, 17, 3, 8)
-    out = mask.split(memory_efficient_attention(x, x, x, mask))
-    for tensor, part in zip(tensors, out):
-        torch.testing.assert_close(part, memory_efficient_attention(tensor, tensor, tensor))
-    assert [part.shape[1] for part in masks.BlockDiagonalMask.from_seqlens([3, 0, 14]).split(x)] == [3, 0, 14]
 
 
 @pytest.mark.parametrize("bias", [True, False])
@@ -186,6 +162,70 @@ def test_what_programs_import_is_there_until_the_patch_is_removed(name: str) -> 
     assert out == VERSIONS[name]
 
 
+def real_package(name: str, folder: Path) -> Path:
+    """A package that is installed, with compiled kernels."""
+    (folder / name).mkdir()
+    (folder / name / "_C.so").touch()
+    (folder / name / "__init__.py").write_text("real = True\n")
+    return folder / name / "__init__.py"
+
+
+# Before a program: torch believes in one card, of the compute capability in the environment.
+ON_A_CARD = """
+        import os, torch
+        torch.cuda.is_available, torch.cuda.device_count = lambda: True, lambda: 1
+        torch.cuda.get_device_capability = lambda index: tuple(map(int, os.environ["CAPABILITY"].split(".")))
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "capability", "runs"),
+    [
+        ("flash_attn", "8.0", True), ("flash_attn", "7.5", False), ("sageattention", "8.6", True),
+        ("sageattention", "7.5", False), ("xformers", "7.5", True), ("xformers", "7.0", False),
+    ],
+)  # fmt: skip
+def test_a_real_package_makes_room_where_it_cannot_run(name: str, capability: str, runs: bool, tmp_path: Path) -> None:
+    place = real_package(name, tmp_path)
+    out = run(
+        ON_A_CARD
+        + """
+        import importlib, logging, sys
+        logging.basicConfig(stream=sys.stdout, format="%(message)s")
+        import pascal_attn_core
+        with pascal_attn_core.patch_imports() as patch:
+            assert hasattr(importlib.import_module(sys.argv[1]), "real") == bool(patch.left_alone)
+        print(*patch.left_alone)
+        assert importlib.import_module(sys.argv[1]).real
+        with pascal_attn_core.patch_imports(replace=False) as patch:
+            print(*patch.left_alone)
+        """,
+        name,
+        paths=(tmp_path,),
+        env={**PLAIN, "CAPABILITY": capability},
+    )
+    least = "7.5" if name == "xformers" else "8.0"
+    reason = f"it needs compute capability {least}, and the newest card has {capability}"
+    told = f"{name} at {place} cannot run here, {reason}: Pascal Attention takes its place"
+    assert out.splitlines() == ([name, name] if runs else [told, "", name])
+
+
+def test_sageattention_1_runs_on_turing(tmp_path: Path) -> None:
+    real_package("sageattention", tmp_path)
+    (tmp_path / "sageattention-1.0.6.dist-info").mkdir()
+    (tmp_path / "sageattention-1.0.6.dist-info" / "METADATA").write_text("Name: sageattention\nVersion: 1.0.6\n")
+    out = run(
+        ON_A_CARD
+        + """
+        import pascal_attn_core
+        print(*pascal_attn_core.patch_imports().left_alone)
+        """,
+        paths=(tmp_path,),
+        env={**PLAIN, "CAPABILITY": "7.5"},
+    )
+    assert out == "sageattention"
+
+
 @pytest.mark.parametrize("name", VERSIONS)
 def test_a_real_package_is_left_alone_unless_told(name: str, tmp_path: Path) -> None:
     (tmp_path / f"{name}.py").write_text("real = True\n")
@@ -197,8 +237,8 @@ def test_a_real_package_is_left_alone_unless_told(name: str, tmp_path: Path) -> 
         name, others = sys.argv[1], {"flash_attn", "sageattention", "xformers"} - {sys.argv[1]}
         put_in = getattr(pascal_attn_core, f"patch_{name}")
         with raises(RuntimeError, match=f"{name} must not be .*replace=True"):
-            put_in()
-        with pascal_attn_core.patch_imports() as patch:
+            put_in(replace=False)
+        with pascal_attn_core.patch_imports(replace=False) as patch:
             assert importlib.import_module(name).real
             assert [s.name for s in patch.report().states if s.state == "on"] == sorted(others)
             assert list(patch.left_alone) == [name] and f"{name} must not be installed" in patch.left_alone[name]
@@ -247,18 +287,20 @@ def test_sageattn_computes_as_the_installation_says() -> None:
 
 @pytest.mark.parametrize(("disable", "found"), [("", "True"), ("1", "False")])
 def test_the_environment_puts_all_in_and_names_what_stays(disable: str, found: str, tmp_path: Path) -> None:
-    (tmp_path / "xformers.py").write_text("real = True\n")
+    place = real_package("xformers", tmp_path)
     out = run(
-        """
+        ON_A_CARD
+        + """
         import importlib.util, logging, sys
         logging.basicConfig(stream=sys.stdout, format="%(message)s")
         import pascal_attn_core.auto, xformers
         print(xformers.real, *(importlib.util.find_spec(name) is not None for name in ("flash_attn", "sageattention")))
         """,
-        env={**PLAIN, "PASCAL_ATTN_FLASH": "1", "PASCAL_ATTN_DISABLE": disable},
+        env={**PLAIN, "PASCAL_ATTN_FLASH": "1", "PASCAL_ATTN_DISABLE": disable, "CAPABILITY": "8.0"},
         paths=(tmp_path,),
     )
-    told = f"PASCAL_ATTN_FLASH is ignored: xformers must not be installed, got the one at {tmp_path / 'xformers.py'}"
+    told = f"PASCAL_ATTN_FLASH is ignored: xformers must not be installed, got the one at {place}"
+    told += "; PASCAL_ATTN_FLASH=replace takes its place"
     assert out.splitlines() == ([] if disable else [told]) + [f"True {found} {found}"]
 
 

@@ -8,15 +8,18 @@ import os
 import shutil
 import signal
 import sys
+import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from attn_support import fresh
+import torch
+from attn_support import fresh, precision
 
 from tools.gpu import __main__ as command
 from tools.gpu import child, parts, results, sanitizer
@@ -38,10 +41,11 @@ posix_only = pytest.mark.skipif(os.name != "posix", reason="looks for processes 
 
 def facts(card: str = CARD, **versions: str) -> dict[str, Any]:
     known = {"torch": "2.13.0+cu126", "driver": "560.35", "pascal-attention": "1.0"}
-    return {"card": {"name": card}, "versions": {**known, **versions}}
+    described = {"name": card, "kind": "cuda", "capability": [6, 1], "memory_mib": 11264}
+    return {"card": described, "versions": {**known, **versions}, "kernels": {"all": 9, "to_compile": 2}, "commit": ""}
 
 
-def part(name: str, code: str = "print('done')", *, weight: float = 1.0, made_from: str = "tools/gpu/table.py") -> Part:
+def part(name: str, code: str = "print('done')", *, weight: float = 1.0, share: int = 0) -> Part:
     """A part that runs a program, which is right if it ends with status 0."""
 
     def run(job: Job) -> Outcome:
@@ -49,14 +53,14 @@ def part(name: str, code: str = "print('done')", *, weight: float = 1.0, made_fr
         states = {0: RIGHT, None: UNFINISHED, 3: UNFINISHED, 1: WRONG}
         return Outcome(states.get(ended.status, FAILED), ended.last_line or ended.words, {"before": job.before})
 
-    return Part(name, weight, (made_from,), run)
+    return Part(name, weight, ("tools/gpu/told.py",), run, share)
 
 
-def runs(folder: Path, *, seconds: float = 20.0, again: bool = False, **of_facts: str) -> Run:
+def runs(folder: Path, *, seconds: float = 20.0, again: bool = False, places: int = 2, **of_facts: str) -> Run:
     found = facts(**of_facts)
     card = results.folder_for(found["card"]["name"], folder)
     python = sys.executable, "-S"
-    return Run(found, card, "cuda", FULL, time.monotonic() + seconds, python, dict(os.environ), again)
+    return Run(found, card, "cuda", FULL, time.monotonic() + seconds, python, dict(os.environ), again, places)
 
 
 def stored(folder: Path, name: str, card: str = "nvidia-geforce-gtx-1080-ti") -> dict[str, Any]:
@@ -78,23 +82,6 @@ def test_a_part_is_run_once_for_a_card_and_its_versions(tmp_path: Path, capsys: 
         assert began(**change) == first
 
 
-def test_another_source_is_another_result(tmp_path: Path) -> None:
-    source, compiled = tmp_path / "code" / "a.py", tmp_path / "code" / "__pycache__" / "a.pyc"
-    compiled.parent.mkdir(parents=True)
-
-    def code() -> str:
-        return results.conditions(facts(), ["code"], "full", tmp_path)["code"]
-
-    source.write_text("1")
-    first = code()
-    compiled.write_text("x")
-    assert code() == first
-    source.write_text("2")
-    second = code()
-    source.rename(tmp_path / "code" / "b.py")
-    assert len({first, second, code()}) == 3
-
-
 def states(found: dict[str, Any]) -> list[str]:
     return [content["state"] for content in found.values()]
 
@@ -105,14 +92,6 @@ def test_what_went_wrong_is_told_again_but_what_did_not_end_is_run_again(tmp_pat
     mended = [part("wrong"), part("broken")]
     assert states(run_parts(runs(tmp_path), mended)) == [WRONG, RIGHT]
     assert states(run_parts(runs(tmp_path, again=True), mended)) == [RIGHT, RIGHT]
-
-
-def test_a_part_that_is_not_finished_gets_what_it_had(tmp_path: Path) -> None:
-    parts = [part("long", "raise SystemExit(3)")]
-    run_parts(runs(tmp_path), parts)
-    assert run_parts(runs(tmp_path), parts)["long"]["figures"] == {"before": {"before": {}}}
-    changed = runs(tmp_path, driver="570.1")
-    assert run_parts(changed, parts)["long"]["figures"] == {"before": {}}
 
 
 def test_only_the_card_that_was_asked_for_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -151,10 +130,10 @@ def test_a_part_that_hangs_is_stopped_with_its_children_and_the_next_one_runs(tm
 
 
 @posix_only
-def test_a_process_that_does_not_heed_the_signal_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_that_does_not_heed_the_signal_is_killed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(child, "GRACE", 0.3)
     code = "import signal as s, time; s.signal(s.SIGTERM, s.SIG_IGN); print('on', flush=True); time.sleep(600)"
-    ended = child.run([sys.executable, "-S", "-c", code], 0.5)
+    ended = child.run([sys.executable, "-S", "-c", code], 0.5, output=tmp_path / "output")
     assert (ended.status, bool(ended.remains), ended.last_line) == (None, False, "on")
     assert ended.words.startswith("stopped after")
 
@@ -162,7 +141,7 @@ def test_a_process_that_does_not_heed_the_signal_is_killed(monkeypatch: pytest.M
 @posix_only
 def test_what_a_process_leaves_behind_is_ended(tmp_path: Path) -> None:
     code = HANGS.rpartition("time.sleep")[0]
-    ended = child.run([sys.executable, "-S", "-c", code, str(tmp_path / "process")], 20.0)
+    ended = child.run([sys.executable, "-S", "-c", code, str(tmp_path / "process")], 20.0, output=tmp_path / "output")
     assert ended.status == 0
     assert _is_gone(int((tmp_path / "process").read_text()))
 
@@ -182,26 +161,33 @@ def test_a_part_that_raises_is_written_down_and_the_next_one_runs(tmp_path: Path
     assert found["broken"]["summary"] == "OSError: no such program"
 
 
+def _grows(run: Callable[[Job], Outcome]) -> Callable[[Job], Outcome]:
+    """A part whose figures grow: what is known of it before its end."""
+
+    def grows(job: Job) -> Outcome:
+        job.judge = lambda ended: Outcome(UNFINISHED, ended.words, {"jobs": ["one"]}, bad=["a: it is wrong"])
+        return run(job)._replace(figures={"jobs": ["one"]})
+
+    return grows
+
+
 def _interrupted(folder: str, number: str) -> None:
     """The command, of which the second of three parts hangs, gets a signal; the figures of that part grow in a file."""
     noted, said = Path(folder) / "process", io.StringIO()
+    second = Path(folder) / "out" / "nvidia-geforce-gtx-1080-ti" / "second.json"
 
     def interrupt() -> None:
-        while not (noted.exists() and noted.read_text()):
+        while not (noted.exists() and noted.read_text() and second.exists()):
             time.sleep(0.01)
         os.kill(os.getpid(), int(number))
 
     hangs = part("second", HANGS.replace("sys.argv[1]", repr(str(noted))))
-
-    def grows(job: Job) -> Outcome:
-        job.progress = job.scratch / "figures.json"
-        job.progress.write_text('{"jobs": ["one"]}')
-        return hangs.run(job)
-
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs are started without it
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tempfile, "tempdir", folder)
         patch.setattr(command, "ask_facts", lambda *arguments: facts())
-        patch.setattr(command, "PARTS", [part("first"), dataclasses.replace(hangs, run=grows), part("third")])
+        grows = dataclasses.replace(hangs, run=_grows(hangs.run))
+        patch.setattr(command, "PARTS", [part("first"), grows, part("third")])
         threading.Thread(target=interrupt, daemon=True).start()
         with contextlib.redirect_stderr(said):
             assert main(["--out", str(Path(folder) / "out")], (sys.executable, "-S")) == 130
@@ -209,16 +195,72 @@ def _interrupted(folder: str, number: str) -> None:
 
 
 @posix_only
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_an_interrupt_leaves_what_is_done_and_no_file_in_part(tmp_path: Path, number: int) -> None:
-    fresh.call(_interrupted, str(tmp_path), str(int(number)))
-    assert _is_gone(int((tmp_path / "process").read_text()))
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_a_run_that_is_cut_leaves_what_is_done_and_no_file_in_part(tmp_path: Path, number: int) -> None:
+    noted = tmp_path / "process"
+    if number == signal.SIGKILL:
+        with pytest.raises(AssertionError):
+            fresh.call(_interrupted, str(tmp_path), str(int(number)))
+        os.kill(int(noted.read_text()), signal.SIGKILL)  # nobody could end it
+    else:
+        fresh.call(_interrupted, str(tmp_path), str(int(number)))
+        assert _is_gone(int(noted.read_text()))
     written = sorted(path.name for path in (tmp_path / "out" / "nvidia-geforce-gtx-1080-ti").iterdir())
     assert written == ["first.json", "second.json"]
     assert stored(tmp_path / "out", "first")["state"] == RIGHT
     second = stored(tmp_path / "out", "second")
-    assert (second["state"], second["summary"]) == (UNFINISHED, "interrupted")
+    assert second["state"] == UNFINISHED
+    assert second["summary"] == ("cut short" if number == signal.SIGKILL else "waiting")
     assert second["figures"] == {"jobs": ["one"]}
+
+
+_MEETS = """
+import pathlib, sys, time
+folder = pathlib.Path(sys.argv[1]).parents[1] / "met"
+folder.mkdir(exist_ok=True)
+(folder / {name!r}).touch()
+end = time.monotonic() + 15
+while len(list(folder.iterdir())) < 2 and time.monotonic() < end:
+    time.sleep(0.01)
+print(len(list(folder.iterdir())))
+"""
+
+
+def test_parts_about_right_and_wrong_run_side_by_side_and_the_others_behind_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    shares = {"one": 3, "two": 11}
+    beside = [part(name, _MEETS.format(name=name), share=share) for name, share in shares.items()]
+    ran = []
+
+    def noted(each: Part) -> Part:
+        def run(job: Job) -> Outcome:
+            ran.append((each.name, job.processes, job.env.get("OMP_NUM_THREADS")))
+            outcome = each.run(job)
+            ran.append(each.name)
+            return outcome
+
+        return dataclasses.replace(each, run=run)
+
+    monkeypatch.setenv("OMP_NUM_THREADS", "7")
+    found = run_parts(runs(tmp_path / "out", places=16), [noted(each) for each in [part("timed"), *beside]])
+    assert [found[name]["summary"] for name in ("one", "two", "timed")] == ["2", "2", "done"]
+    assert sorted(each for each in ran[:2] if isinstance(each, tuple)) == [("one", 3, "1"), ("two", 13, "1")]
+    assert ran[4:] == [("timed", 16, "7"), "timed"]
+
+
+def test_as_many_processes_as_the_card_has_memory_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: range(16), raising=False)
+    assert [command.num_processes(mib) for mib in (0, 800, 8192, 11264, 143771)] == [16, 1, 6, 9, 16]
+
+
+def test_it_says_how_many_kernels_must_be_compiled() -> None:
+    assert command.words_of_kernels(facts()) == (
+        "9 kernels, 2 of them to be compiled; python -m tools.gpu precompile --arch 61 does that before, on any machine"
+    )
+    ready = {**facts(), "kernels": {"all": 9, "to_compile": 0}}
+    assert command.words_of_kernels(ready) == "9 kernels, 0 of them to be compiled"
 
 
 def test_the_last_lines_name_what_was_wrong_and_the_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -256,6 +298,18 @@ def test_without_the_device_nothing_is_run(tmp_path: Path, capsys: pytest.Captur
     assert list(tmp_path.iterdir()) == []
 
 
+def test_tests_on_a_card_multiply_float32_in_full_and_leave_the_switches_as_they_were() -> None:
+    places = torch.backends.cudnn, torch.backends.cuda.matmul
+    before = [place.allow_tf32 for place in places]
+    torch.backends.cudnn.allow_tf32, torch.backends.cuda.matmul.allow_tf32 = True, False
+    try:
+        with precision.without_tf32():
+            assert [place.allow_tf32 for place in places] == [False, False]
+        assert [place.allow_tf32 for place in places] == [True, False]
+    finally:
+        torch.backends.cudnn.allow_tf32, torch.backends.cuda.matmul.allow_tf32 = before
+
+
 def _job(tmp_path: Path, program: str, **changed: Any) -> Job:
     """Job of a part whose processes are this program."""
     program_file = tmp_path / "program.py"
@@ -266,10 +320,11 @@ def _job(tmp_path: Path, program: str, **changed: Any) -> Job:
 
 
 _TESTS = """
-import os, time
+import os, sys, time, types
 import pytest
 
 pytestmark = pytest.mark.gpu
+PROCESS = os.getpid()
 
 def ran(name):
     with open({log!r}, "a") as file:
@@ -285,54 +340,92 @@ def test_slow(number):
 _PYTEST = (
     "import pytest; sys.exit(pytest.main([{folder!r} if each == 'tests/gpu' else each for each in arguments[2:]]))"
 )
+_BAD = """
+def test_wrong():
+    ran("wrong"); assert 1 == 2
+
+def test_crash():
+    ran("crash"); os.abort()
+
+def test_hang():
+    ran("hang"); time.sleep(600)
+
+def _fault():
+    raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+def test_fault():
+    ran("fault")
+    cuda = types.SimpleNamespace(is_initialized=lambda: True, synchronize=_fault)
+    sys.modules["torch"] = types.SimpleNamespace(cuda=cuda)
+    _fault()
+
+@pytest.mark.parametrize("number", range(6))
+def test_card_is_there(number):
+    ran("right")
+    assert "torch" not in sys.modules
+"""
 
 
-def _tests_of(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, others: str
-) -> tuple[Callable[..., Outcome], Callable[[], list[str]]]:
-    """The part on tests of its own: runs it for so many seconds with what was found before; what has run since."""
-    monkeypatch.setattr(parts, "_MARGIN", 4.0)
+def _tests_of(tmp_path: Path, others: str) -> tuple[Job, Callable[[], list[str]]]:
+    """The part on tests of its own: its job, for two processes; what has run since."""
     log, folder = tmp_path / "log", tmp_path / "tests"
     folder.mkdir()
     (folder / "test_some.py").write_text(_TESTS.format(log=str(log), others=others))
-
-    def run(seconds: float, before: dict[str, Any] | None = None) -> Outcome:
-        shutil.rmtree(tmp_path / "scratch", ignore_errors=True)
-        given = {"before": before or {}, "end": time.monotonic() + seconds}
-        job = _job(tmp_path, _PYTEST.format(folder=str(folder)), **given, env={**os.environ, "PYTHONPATH": str(ROOT)})
-        return BY_NAME["tests"].run(dataclasses.replace(job, python=tuple(p for p in job.python if p != "-S")))
+    (folder / "conftest.py").write_text("import tools.gpu.recorder\ntools.gpu.recorder._LIMIT = 3\n")
+    job = _job(tmp_path, _PYTEST.format(folder=str(folder)), env={**os.environ, "PYTHONPATH": str(ROOT)})
+    job = dataclasses.replace(job, python=tuple(word for word in job.python if word != "-S"), processes=2)
 
     def ran() -> list[str]:
         lines = log.read_text().splitlines() if log.exists() else []
         log.unlink(missing_ok=True)
         return lines
 
-    return run, ran
+    return dataclasses.replace(job, sizes={"name": ("own",), "tests": ("tests/gpu",)}), ran
 
 
 def test_tests_are_run_as_far_as_the_time_goes_and_then_go_on(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    run, ran = _tests_of(monkeypatch, tmp_path, "def test_long():\n    ran('long'); time.sleep(3)")
-    first = run(4 + 2)
-    assert (first.state, first.summary) == (UNFINISHED, "1 passed of 3; the same command goes on with the others")
-    assert ran() == ["long"]
-    second = run(60, first.figures)
-    assert (second.state, second.summary) == (RIGHT, "3 passed")
+    job, ran = _tests_of(tmp_path, "def test_first():\n    ran('first')")
+    job = dataclasses.replace(job, sizes={"tests": (*job.sizes["tests"], "-n", "0")})
+
+    def run(**before: Any) -> Outcome:
+        shutil.rmtree(job.scratch / "told", ignore_errors=True)
+        return BY_NAME["tests"].run(dataclasses.replace(job, before=before))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(parts, "_MARGIN", 1e6)  # no time
+        none = run()
+    assert (none.state, none.summary) == (UNFINISHED, "none had ended of 3; the same command goes on with the others")
+    assert ran() == []
+    whole = run(**none.figures)
+    assert (whole.state, whole.summary) == (RIGHT, "3 passed")
+    assert ran() == ["first", "slow 0", "slow 1"]
+    first = [line for line in whole.figures["known"] if line["test"].endswith("test_first")]
+    assert run(known=first).summary == "3 passed"
     assert ran() == ["slow 0", "slow 1"]
 
 
-@pytest.mark.parametrize(
-    ("others", "end"), [("os.abort()", "SIGABRT"), ("time.sleep(600)", "stopped after 10 s")], ids=["crashes", "hangs"]
-)
 @posix_only
-def test_a_test_that_ends_its_process(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, others: str, end: str) -> None:
-    run, ran = _tests_of(monkeypatch, tmp_path, f"def test_bad():\n    ran('bad'); {others}")
-    first = run(7)
-    assert first.state == (FAILED if "abort" in others else UNFINISHED)
-    assert ran() == ["bad"]
-    second = run(10, first.figures)
-    assert second.state == WRONG
-    assert ran() == ["slow 0", "slow 1", "bad"]
-    assert [failure["message"] for failure in second.figures["failures"]] == [end]
+def test_each_test_that_fails_crashes_hangs_or_loses_the_card_is_named_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    job, ran = _tests_of(tmp_path, _BAD)
+    said: dict[str, float] = {}
+    monkeypatch.setattr(command, "say", lambda name, text, seconds=None: said.update({text: time.monotonic()}))
+    run = runs(tmp_path / "out", seconds=120.0)._replace(python=job.python, sizes=job.sizes, env=job.env)
+    [content] = run_parts(run, [Part("tests", 1.0, ("tools/gpu/told.py",), BY_NAME["tests"].run, 1)]).values()
+    assert content["state"] == WRONG
+    assert content["summary"] == "8 passed, 4 failed"
+    *bad, last = said
+    assert last == "wrong: 8 passed, 4 failed"
+    messages = {line.partition("::")[2].partition(":")[0]: line for line in bad}
+    assert messages.keys() == {"test_wrong", "test_crash", "test_hang", "test_fault"}
+    assert "assert 1 == 2" in messages["test_wrong"]
+    assert "crashed while running" in messages["test_crash"]
+    assert "it hangs: ended after 3 s" in messages["test_hang"]
+    assert "CUDA error: an illegal memory access was encountered" in messages["test_fault"]
+    assert sorted(ran()) == sorted(["wrong", "crash", "hang", "fault", *6 * ["right"], "slow 0", "slow 1"])
+    times = {name: said[line] for name, line in messages.items()}
+    assert times["test_wrong"] < times["test_hang"] - 1 < said[last]
 
 
 def test_each_failure_of_a_test_is_written_with_its_message(tmp_path: Path) -> None:
@@ -342,11 +435,39 @@ def test_each_failure_of_a_test_is_written_with_its_message(tmp_path: Path) -> N
         {"test": "x::b", "outcome": "failed", "seconds": 0.2, "message": "assert 1 == 2"},
         {"test": "x::a", "outcome": "failed", "seconds": 0.0, "message": "teardown"},
     ]
-    program = f"open(arguments[arguments.index('--record') + 1], 'w').write({chr(10).join(map(json.dumps, lines))!r})\n"
-    outcome = BY_NAME["tests"].run(_job(tmp_path, program + "sys.exit(1)"))
+    program = f"""
+text = {chr(10).join(map(json.dumps, lines))!r}
+open(arguments[arguments.index('--told') + 1] + "/outcomes.jsonl", "w").write(text + '\\n{{"test": "x::c')
+sys.exit(1)
+"""
+    outcome = BY_NAME["tests"].run(_job(tmp_path, program))
     assert (outcome.state, outcome.summary) == (FAILED, "2 failed of 3; the same command goes on with the others")
-    assert [failure["message"] for failure in outcome.figures["failures"]] == ["assert 1 == 2", "teardown"]
+    assert {line["test"]: line["message"] for line in outcome.figures["failures"]} == {
+        "x::b": "assert 1 == 2",
+        "x::a": "teardown",
+    }
     assert outcome.figures["counts"] == {"failed": 2}
+
+
+def test_kernels_that_were_right_before_are_left_out(tmp_path: Path) -> None:
+    program = """
+from pathlib import Path
+folder = Path(arguments[arguments.index("--told") + 1])
+known = [json.loads(line)["test"] for line in (folder / "frame.jsonl").read_text().splitlines()]
+with (folder / "share-1.jsonl").open("a") as file:
+    print(json.dumps({"collected": 3}), file=file)
+    if known == ["a"]:
+        print(json.dumps({"test": "b", "outcome": "passed", "seconds": 1.0, "error": 0.5}), file=file)
+"""
+    before = {"known": [{"test": "a", "outcome": "passed", "seconds": 2.0, "error": 0.25}]}
+    outcome = BY_NAME["variants"].run(_job(tmp_path, program, before=before))
+    assert (outcome.state, outcome.summary) == (UNFINISHED, "2 passed of 3; the same command goes on with the others")
+    assert [line["error"] for line in outcome.figures["known"]] == [0.25, 0.5]
+
+
+def test_a_process_for_kernels_that_does_not_get_far_is_not_begun_again_and_again(tmp_path: Path) -> None:
+    outcome = BY_NAME["variants"].run(_job(tmp_path, "raise SystemExit('no memory')"))
+    assert (outcome.state, outcome.summary) == (FAILED, "exit status 1: no memory")
 
 
 def test_a_benchmark_that_is_stopped_keeps_its_shapes(tmp_path: Path) -> None:
@@ -386,36 +507,23 @@ def test_without_the_sanitizer_its_part_is_not_run(monkeypatch: pytest.MonkeyPat
 
 def test_a_sweep_goes_on_behind_a_candidate_that_ends_its_process(tmp_path: Path) -> None:
     program = """
-path = arguments[arguments.index("--json") + 1]
-found = json.load(open(path))
-found["jobs"].append({"job": f"job {len(found['jobs'])}", "shipped_note": "", "shipped": "", "best": "",
-                      "shipped_seconds": 1.0, "best_over_shipped": 1.0})
-found["trying"] = {1: "first", 2: "second"}.get(len(found["jobs"]), "")
-json.dump(found, open(path, "w"))
-if found["trying"]:
+from tools.gpu import told
+folder = told.Path(arguments[arguments.index("--told") + 1])
+teller, known = told.Teller(folder, "share-1"), told.read(folder)
+teller.tell(collected=2)
+result = {"job": "b", "shipped_note": "", "shipped": "", "best": "", "shipped_seconds": 1.0, "best_over_shipped": 1.0}
+if "candidate" not in known.ended:
+    teller.begin("candidate", 9.0, is_extra=True)
     raise SystemError("a fault")
+teller.tell(test="b", outcome="passed", seconds=1.0, result=result)
 """
-    outcome = BY_NAME["sweep"].run(_job(tmp_path, program, before={"jobs": [], "trying": ""}))
-    assert outcome.state == RIGHT
-    assert [job["job"] for job in outcome.figures["jobs"]] == ["job 0", "job 1", "job 2"]
-
-
-_BAD = dict.fromkeys(("best", "shipped_seconds", "best_over_shipped")) | {"shipped_note": "wrong", "shipped": ""}
-
-
-@pytest.mark.parametrize(
-    ("program", "before", "state", "summary"),
-    [
-        ("sys.exit(3)", {"not_reached": ["b"]}, FAILED, "1 of 2 kernels; the shipped geometry does not run: a"),
-        ("sys.exit(0)", {"not_reached": []}, WRONG, "1 of 1 kernels; the shipped geometry does not run: a"),
-        # Where it failed before it is not begun again.
-        ("raise SystemError('it')", {"jobs": [], "trying": "first"}, FAILED, "exit status 1: SystemError: it"),
-    ],
-)
-def test_a_sweep_that_is_stuck(tmp_path: Path, program: str, before: dict[str, Any], state: str, summary: str) -> None:
-    found = {"jobs": [{"job": "a", **_BAD}], "trying": "", **before}
-    outcome = BY_NAME["sweep"].run(_job(tmp_path, program, before=found))
-    assert (outcome.state, outcome.summary) == (state, summary)
+    before = {"known": [{"test": "a", "outcome": "passed", "seconds": 1.0}]}
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    outcome = BY_NAME["sweep"].run(_job(tmp_path, program, before=before, env=env))
+    assert (outcome.state, outcome.summary) == (RIGHT, "2 passed, 1 skipped")
+    assert outcome.figures["skipped"] == {"it has ended its process: exit status 1": 1}
+    assert len(outcome.table) == 2
+    assert [line["test"] for line in outcome.figures["known"]] == ["a", "candidate", "b"]
 
 
 def test_the_sanitizer_is_found_in_path_in_cuda_home_and_of_cuda_12_before_that_of_cuda_13(tmp_path: Path) -> None:
@@ -438,8 +546,9 @@ def test_its_last_line_is_read() -> None:
 
 
 # Seconds that the parts need on a card beside an old processor. Tests and sweep go on where they were.
-_NEEDED = {"rates": 20.0, "selftest": 90.0, "tests": 3500.0, "bench-forward": 100.0, "bench-backward": 100.0,
-           "bench-linear": 100.0, "demo": 60.0, "sanitizer": 0.0, "sweep": 1500.0}  # fmt: skip
+_NEEDED = {"variants": 2500.0, "rates": 20.0, "selftest": 90.0, "tests": 3500.0, "bench-forward": 100.0,
+           "bench-backward": 100.0, "bench-linear": 100.0, "timed-tests": 10.0, "demo": 60.0, "sanitizer": 0.0,
+           "sweep": 1500.0}  # fmt: skip
 
 
 def test_it_takes_nine_minutes_however_slow_the_card_is(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -450,17 +559,28 @@ def test_it_takes_nine_minutes_however_slow_the_card_is(monkeypatch: pytest.Monk
     for module in (command, parts):
         monkeypatch.setattr(module, "time", clock)
 
+    def together(running: Sequence[command.Running]) -> None:
+        began, ends = clock.now, [clock.now]
+        for each in running:
+            clock.now, future = began, Future[Outcome]()
+            future.set_result(each.part.run(each.job))
+            each.finish(future)
+            ends.append(clock.now)
+        clock.now = max(ends)
+
+    monkeypatch.setattr(command, "run_together", together)
+
     def slow(part: Part) -> Part:
         def run(job: Job) -> Outcome:
             needed = job.before.get("left", _NEEDED[part.name])
             took = min(needed, max(0.0, job.left))
             clock.now += took
-            left = needed - took if part.name in ("tests", "sweep") or took == needed else needed
+            left = needed - took if part.name in ("variants", "tests", "sweep") or took == needed else needed
             return Outcome(UNFINISHED if left else RIGHT, "", {"left": left})
 
         return dataclasses.replace(part, run=run)
 
-    for _ in range(12):
+    for _ in range(14):
         began = clock.now
         run = runs(tmp_path)._replace(end=began + command.SECONDS)
         found = run_parts(run, [slow(part) for part in PARTS])

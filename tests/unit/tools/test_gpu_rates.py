@@ -2,7 +2,6 @@
 
 import json
 from collections import Counter
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -44,11 +43,6 @@ def test_every_way_is_timed_in_turns_with_ffma(tmp_path: Path, capsys: pytest.Ca
     names = [launch.variant.name for launch in queued]
     assert names[3:6] == names[6:9] == names[:3] == [f"rate-64 {what}" for what in WHAT]
     assert {(launch.grid, launch.threads, launch.params.rows) for launch in queued} == {((56, 1, 1), 128, 2)}
-
-
-def test_a_card_without_dp4a_is_left_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    status, queued = _measured(tmp_path / "rates.json", replace(CARD, capability=(6, 0)))
-    assert (status, queued, capsys.readouterr().out) == (2, [], "dp4a needs compute capability 6.1\n")
 
 
 @pytest.mark.parametrize("what", WHAT)

@@ -1,6 +1,5 @@
 """The sweep over geometries, with the strict stand-in for the driver in place of the card."""
 
-import math
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
@@ -15,17 +14,16 @@ from attn_support.fused.emulation import CARD, T4
 from attn_support.gpu.compiler import AnyGeometry
 from attn_support.randomness import some
 
-from pascal_attn_core.fused.code.source import KINDS, Geometry, Variant, source
-from pascal_attn_core.machine.storage import read_object, write_object
+from pascal_attn_core.fused.code.source import KINDS, Variant
+from tools.gpu import told
 from tools.gpu.geometries import Candidate, details, shapes, words
-from tools.gpu.sweep import Compilations, Settings, all_jobs, error_of, giving, sweep
-from tools.gpu.table import table
+from tools.gpu.parts import table
+from tools.gpu.sweep import Settings, all_jobs, sweep
 
 CPU = torch.device("cpu")
 SMALL = Settings(tokens=40, waves=0, rounds=2, most=1)
 FORWARD = Variant("forward", 32, "float32")
 OTHER = Variant("split", 32, "float32")
-_BESIDE = ("pa_delta", "pa_combine", "pa_round_query")
 
 
 @pytest.fixture
@@ -38,15 +36,10 @@ def a_card(compiler: AnyGeometry) -> Callable[..., Any]:
     return partial(emulated_card, kind=CardKernels, find_compiler=lambda arch: compiler)
 
 
-@pytest.fixture
-def path(tmp_path: Path) -> Path:
-    return tmp_path / "sweep.json"
-
-
-def _swept(path: Path, *variants: Variant, settings: Settings = SMALL) -> dict[str, Any]:
-    """Return what a sweep to its end has written."""
-    assert sweep(CPU, variants, settings, path, math.inf, 1)
-    return read_object(path)
+def _swept(folder: Path, *variants: Variant, settings: Settings = SMALL) -> list[dict[str, Any]]:
+    """Return the results that a sweep has told."""
+    sweep(CPU, list(variants), settings, folder, 1)
+    return [line["result"] for line in told.read(folder).ended.values() if "result" in line]
 
 
 @pytest.fixture
@@ -55,83 +48,60 @@ def card(a_card: Callable[..., Any]) -> Iterator[Any]:
         yield kernels
 
 
-@pytest.mark.parametrize(
-    ("variant", "change"),
-    [
-        (Variant("split", 32, "float16"), {"rows": 32, "tx": 8, "ty": 8}),
-        (Variant("grad_query", 32, "float32", "float"), {"cols": 32, "tx": 8}),
-        (Variant("grad_all", 64, "float16"), {"depth": 16, "staged": 32}),
-    ],
-    ids=str,
-)
-def test_another_geometry_is_right(card: Any, compiler: AnyGeometry, variant: Variant, change: dict[str, int]) -> None:
-    tiles = Geometry(**{**vars(variant.geometry), **change})
-    candidate = Candidate.of(variant, tiles)
-    cubin = compiler.compile(source(candidate.kind), 61, candidate.macros()).cubin
-    with giving(card, candidate, cubin):
-        error = error_of(candidate, card)
-    assert 0 < error < (1e-5 if variant.dtype == "float32" else 1e-2)
-    own = [launch for launch in card.queued if launch.variant.geometry == tiles and launch.function not in _BESIDE]
-    assert [launch.threads for launch in own] == [tiles.threads]
-
-
-def test_all_that_was_measured_is_taken_over(card: Any, path: Path) -> None:
-    first = _swept(path, FORWARD)
-    [job] = first["jobs"]
+def test_what_was_measured_is_not_measured_again(card: Any, tmp_path: Path) -> None:
+    first = _swept(tmp_path, FORWARD)
+    [job] = first
     assert job["shipped"] == words(FORWARD.geometry)
     tried = {lane["name"]: lane for lane in job["candidates"]}
     assert len(tried) == 2
     assert all(lane["error"] < 1e-5 and lane["seconds"] > 0 and lane["registers"] for lane in tried.values())
     assert tried[job["shipped"]]["over_shipped"] == 1.0
+    assert told.read(tmp_path).begun == {}
     launched = len(card.queued)
-    assert _swept(path, FORWARD) == first
+    assert _swept(tmp_path, FORWARD) == first
     assert len(card.queued) == launched
-    assert len(table(first["jobs"])) == 2
+    assert len(table(first)) == 2
 
 
-def test_no_job_is_begun_without_time(card: Any, path: Path) -> None:
-    assert not sweep(CPU, [FORWARD, OTHER], SMALL, path, -1.0, 1)
-    assert read_object(path)["not_reached"] == [FORWARD.name, OTHER.name]
+def _lost(folder: Path, name: str, *, is_extra: bool) -> None:
+    """Something has begun in a process that has ended."""
+    teller = told.Teller(folder, "share-1")
+    teller.begin(name, 9.0, is_extra=is_extra)
+    teller.lose(told.read(folder).begun[name], 1.0, "it has ended its process")
+
+
+def test_a_candidate_that_has_ended_its_process_is_left_alone(card: Any, tmp_path: Path) -> None:
+    _lost(tmp_path, Candidate.of(OTHER, OTHER.geometry).name, is_extra=True)
+    [job] = _swept(tmp_path, OTHER)
     assert card.queued == []
+    assert job["shipped_note"] == "it has ended its process"
+    assert job["best"] is None
+    assert told.read(tmp_path).left == 0
+    assert [line["test"] for line in told.read(tmp_path).with_outcome("failed")] == [OTHER.name]
 
 
-def test_a_candidate_that_has_ended_its_process_is_left_alone(card: Any, path: Path) -> None:
-    shipped = Candidate.of(OTHER, OTHER.geometry)
-    write_object(path, {"jobs": [], "trying": shipped.name})
-    found = _swept(path, OTHER)
-    assert card.queued == []
-    assert list(found["lost"]) == [shipped.name]
-    assert found["jobs"][0]["shipped_note"] == "its process ended while this was tried"
-    assert found["jobs"][0]["best"] is None
+def test_a_job_that_has_ended_its_process_while_it_was_timed_is_left_out(card: Any, tmp_path: Path) -> None:
+    _lost(tmp_path, OTHER.name, is_extra=False)
+    assert _swept(tmp_path, OTHER) == card.queued == []
+    assert [line["test"] for line in told.read(tmp_path).with_outcome("failed")] == [OTHER.name]
 
 
-def test_a_job_that_has_ended_its_process_while_it_was_timed_is_left_out(card: Any, path: Path) -> None:
-    write_object(path, {"jobs": [], "trying": OTHER.name})
-    found = _swept(path, OTHER)
-    assert (found["jobs"], list(found["lost"]), card.queued) == ([], [OTHER.name], [])
-
-
-def test_a_wrong_candidate_is_not_timed(a_card: Any, path: Path) -> None:
+def test_a_wrong_candidate_is_not_timed(a_card: Any, tmp_path: Path) -> None:
     with a_card(lambda launch: None):
-        [job] = _swept(path, OTHER)["jobs"]
+        [job] = _swept(tmp_path, OTHER)
     [lane] = job["candidates"]
     assert lane["note"] == job["shipped_note"] == "wrong"
     assert "seconds" not in lane
 
 
-def test_one_that_cannot_be_launched_is_noted_and_a_lost_card_ends_the_process(a_card: Any, path: Path) -> None:
+def test_one_that_cannot_be_launched_is_noted_and_a_lost_card_ends_the_process(a_card: Any, tmp_path: Path) -> None:
     with a_card(lambda launch: None) as kernels:
         kernels.driver.faults["cuLaunchKernel"] = fails_once(701)
-        assert "too many resources" in _swept(path, OTHER)["jobs"][0]["shipped_note"]
+        assert "too many resources" in _swept(tmp_path, OTHER)[0]["shipped_note"]
         kernels.driver.faults["cuLaunchKernel"] = fails_once(700)
         with pytest.raises(RuntimeError, match="illegal memory access"):
-            sweep(CPU, [FORWARD], SMALL, path, math.inf, 1)
-    assert read_object(path)["trying"] == Candidate.of(FORWARD, FORWARD.geometry).name
-
-
-def test_what_the_source_refuses_is_counted(card: Any, compiler: AnyGeometry) -> None:
-    refused = Candidate.of(FORWARD, Geometry(128, 64, 32, 8))
-    assert "unsupported tile geometry" in str(Compilations(card, 61, 1).get(refused))
+            sweep(CPU, [FORWARD], SMALL, tmp_path, 1)
+    assert list(told.read(tmp_path).begun) == [Candidate.of(FORWARD, FORWARD.geometry).name]
 
 
 def test_geometries_begin_with_the_shipped_one_and_fill_whole_warps() -> None:
@@ -148,15 +118,15 @@ _ON_TENSOR_CORES = ["small", "grad_query", "grad_key_value_capped_packed", "pack
 
 
 @pytest.mark.parametrize("kind", ["int8", "capped", *some([f"tensor_{kind}" for kind in _ON_TENSOR_CORES], 6)])
-def test_every_kind_of_kernel_is_swept_on_the_cards_that_have_it(a_card: Any, path: Path, kind: str) -> None:
+def test_every_kind_of_kernel_is_swept_on_the_cards_that_have_it(a_card: Any, tmp_path: Path, kind: str) -> None:
     variant = Variant(kind, 64, "float16")
     settings = SMALL
     if variant.on_tensor_cores:
         settings = replace(SMALL, tokens=1200 if kind == "tensor_even" else 20, most=2)
         with a_card(execute) as kernels:
-            assert _swept(path, variant, settings=settings)["jobs"] == kernels.queued == []
+            assert _swept(tmp_path, variant, settings=settings) == kernels.queued == []
     with a_card(execute, info=T4 if variant.on_tensor_cores else CARD):
-        [job] = _swept(path, variant, settings=settings)["jobs"]
+        [job] = _swept(tmp_path, variant, settings=settings)
     lanes = job["candidates"]
     assert (job["shipped"], job["shipped_note"]) == (words(variant.geometry), "")
     assert len({lane["name"] for lane in lanes}) == len(lanes) > settings.most

@@ -3,9 +3,7 @@
 import struct
 
 import pytest
-from attn_support.randomness import at_night
 
-from tools.models import sass
 from tools.models import tensor as model
 
 T4, V100 = model.MACHINES["T4"], model.MACHINES["V100"]
@@ -30,66 +28,6 @@ def code(kind: str, *, stall: int = 1, size: int = 16, to: int = 0, predicate: i
     return struct.pack("<QQ", low, high | bits << 41)
 
 
-def loop(*body: bytes) -> list[sass.Instruction]:
-    """One round of a loop of these instructions."""
-    return sass.usual_path(sass.product_loops(sass.volta(b"".join(body) + code("BRA", to=-len(body) - 1)))[0])
-
-
-def test_the_fields_of_an_instruction_are_read() -> None:
-    (x,) = sass.volta(code("LDSM", size=8, stall=5, writes=2, reads=3, waits=0b101))
-    assert x == sass.Instruction(0, "LDSM", lane_bytes=8, stall=5, writes=2, reads=3, waits=0b101)
-    assert sass.volta(code("FFMA", predicate=3))[0].guarded
-    branch = sass.volta(code("FFMA") + code("BRA", to=-2))[1]
-    assert (branch.target, branch.guarded) == (0, False)
-    assert sass.volta(code("IADD3"))[0].kind == "other"
-
-
-def test_rare_work_is_not_on_the_usual_path() -> None:
-    rare = [code("FFMA")] * 5
-    assert len(loop(code("HMMA.1688"), code("BRA", to=5, predicate=0), *rare)) == 3
-    tile = [code("LDG")] * 5
-    assert len(loop(code("HMMA.1688"), code("BRA", to=5, predicate=0), *tile)) == 8
-    assert len(loop(code("HMMA.1688"), code("BRA", to=5), *tile)) == 3  # never run
-
-
-def test_products_alone_keep_the_tensor_cores_busy() -> None:
-    path = loop(*[code("HMMA.1688", stall=8)] * 32)
-    assert model.simulate(path, T4, 8, 1) == pytest.approx(1, abs=0.02)
-    assert model.counts(path, T4).tensor == 32 * 8
-    assert model.simulate(loop(*[code("HMMA.884", stall=2)] * 64), V100, 8, 1) == pytest.approx(1, abs=0.05)
-
-
-@pytest.mark.parametrize(
-    ("work", "counted"),
-    [
-        # Two ldmatrix.x4 are 1024 bytes, of four schedulers 4096: 64 cycles. Four products are 32.
-        ([code("LDSM")] * 2, ("shared", 64)),
-        ([code("MUFU")] * 8, ("conversions", 64)),
-        ([*[code("IADD3")] * 31, code("FFMA")], ("issued", 37)),  # with the branch
-    ],
-    ids=["shared memory", "conversions", "issue"],
-)
-def test_other_work_is_the_limit_where_it_takes_longer(work: list[bytes], counted: tuple[str, int]) -> None:
-    path = loop(*work, *[code("HMMA.1688", stall=8)] * 4)
-    assert getattr(model.counts(path, T4), counted[0]) == counted[1]
-    assert model.simulate(path, T4, 8, 1, rounds=60) == pytest.approx(0.5, abs=0.1)
-    twice = model.Machine("twice", T4.product, 128, 40, 75)
-    assert (model.simulate(path, twice, 8, 1, rounds=60) >= 0.9) == (counted[0] == "shared")
-
-
-def test_a_result_is_waited_for() -> None:
-    """One warp for each scheduler has nothing else to do during 400 cycles."""
-    path = loop(code("LDG", writes=0), code("HMMA.1688", waits=1, stall=8))
-    assert model.simulate(path, T4, 4, 1) < 0.03
-
-
-def test_a_barrier_holds_warps_together() -> None:
-    """One of two warps of a scheduler multiplies while the other converts; a barrier keeps both in step."""
-    apart = [*[code("MUFU", writes=0)] * 7, code("MUFU", stall=2, writes=0), *[code("HMMA.1688", stall=8, waits=1)] * 8]
-    free, held = (model.simulate(loop(*apart, *end), T4, 8, 1, rounds=60) for end in ((), (code("BAR"),)))
-    assert held < free - 0.1
-
-
 def test_our_own_kernels_are_found() -> None:
     """The loops have the products of their tiles: 64 x 32 scores of one warp, three products, 32 deep."""
     try:
@@ -102,28 +40,8 @@ def test_our_own_kernels_are_found() -> None:
     assert 0.5 < model.simulate(path, T4, warps, blocks) < 1
 
 
-@at_night
-def test_a_tile_that_a_mask_cuts_takes_longer() -> None:
-    try:
-        found = {name: cubin for name, cubin, *_ in model.own_cubins(["tensor"], T4, "bool")}
-    except SystemExit:
-        pytest.skip("needs NVRTC 12.6")
-    cubin = found["tensor-64-float16-bool"]
-    ((_, free),), ((_, cut),) = (list(model.paths(cubin, masked=masked)) for masked in (False, True))
-    more = model.counts(cut, T4).by_kind - model.counts(free, T4).by_kind
-    assert more["R2P"] == 8  # two bytes of each of a lane's four rows
-    assert more["SHFL"] == more["LDG"] == 0  # each lane has read its own bits before
-    assert model.simulate(cut, T4, 8, 1) < model.simulate(free, T4, 8, 1)
-
-
 def test_waste_of_a_causal_call() -> None:
     """Four blocks of 64 rows and 64-column tiles of 256 tokens: 10 tiles of which the diagonal ones are half empty."""
     found = model.waste(64, 64, 256, 256, heads=1, places=4, allowed=lambda i: (0, i + 1))
     assert found.unwanted == pytest.approx(1 - 256 * 257 / 2 / (10 * 64 * 64))
     assert found.idle == pytest.approx(1 - 10 / 16)  # three of four wait for the longest
-
-
-def test_waste_of_blocks_that_do_not_fill_the_card() -> None:
-    assert model.waste(256, 64, 2048, 2048, heads=1, places=40) == model.Waste(0, 1 - 8 / 40)
-    assert model.waste(256, 64, 2048, 2048, heads=10, places=40).idle == 0
-    assert model.waste(256, 64, 300, 64, heads=40, places=40).unwanted == pytest.approx(1 - 300 / 512)

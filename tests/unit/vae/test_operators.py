@@ -254,14 +254,6 @@ def test_sums_of_a_group_norm_are_as_near_to_float64_as_torchs_own(
     assert (got.double() - exact).abs().max() <= (2 if dtype == torch.float32 else 1.01) * own + 1e-6
 
 
-def test_the_same_bits_every_time() -> None:
-    x = seeded(1, 8, 64, 33)
-    function = CASES["residual block"][1]
-    first, _ = in_bands(function, x, rows=5)
-    for _ in range(3):
-        assert torch.equal(in_bands(function, x, rows=5)[0], first)
-
-
 class Delayed:
     """Copies that are made when somebody waits for them and not before; until then NaN is there."""
 

@@ -53,16 +53,6 @@ def test_decode_and_encode_in_bands() -> None:
     assert "in bands" in patch.report().text()
 
 
-def test_a_batch_and_slices() -> None:
-    vae = kl()
-    wanted = vae.decode(latent(3, 4, 9, 8)).sample
-    with patch_vae(vae, budget_mib=0.1) as patch:
-        assert_close(vae.decode(latent(3, 4, 9, 8)).sample, wanted)
-        vae.enable_slicing()
-        assert_close(vae.decode(latent(3, 4, 9, 8)).sample, wanted)
-    assert [call.state for call in patch.report().calls] == ["on"] * 2
-
-
 def test_tiled_decoding_gives_way_and_comes_back() -> None:
     vae = kl(sample_size=16)
     vae.enable_tiling()
@@ -77,22 +67,6 @@ def test_tiled_decoding_gives_way_and_comes_back() -> None:
     assert (tiled - wanted).abs().max() > 1e-2
 
 
-def test_a_method_replaced_meanwhile_stays(caplog: pytest.LogCaptureFixture) -> None:
-    vae = kl()
-    patch = patch_vae(vae, methods=("decode",))
-    ours = vae.decode
-
-    def theirs(z: Tensor) -> Any:
-        return ours(z)
-
-    vae.decode = theirs
-    patch.remove()
-    assert vae.decode is theirs
-    assert "decode has been replaced since; the replacement stays" in caplog.text
-    assert type(vae.decode(latent()).sample) is Tensor  # the patch is off below it
-    assert patch.report().calls == []
-
-
 def test_deep_copies_and_pickles_are_without_the_patch() -> None:
     vae = kl()
     with patch_vae(vae, budget_mib=0.1) as patch:
@@ -105,20 +79,6 @@ def test_deep_copies_and_pickles_are_without_the_patch() -> None:
         stored = pickle.loads(pickle.dumps(vae))
         assert_close(stored.decode(latent()).sample, vae.decode(latent()).sample)
     assert len(patch.report().calls) == 3
-
-
-@pytest.mark.parametrize("order", [(0, 1, 2), (1, 2, 0)])
-def test_patches_come_off_in_any_order(order: tuple[int, ...], caplog: pytest.LogCaptureFixture) -> None:
-    vae = kl()
-    wanted, before, state = vae.decode(latent()).sample, set(vars(vae)), set(vae.state_dict())
-    patches = [patch_vae(vae, budget_mib=0.1) for _ in range(3)]
-    for number in order:
-        assert_close(vae.decode(latent()).sample, wanted)
-        assert set(vae.state_dict()) == state
-        patches[number].remove()
-    assert set(vars(vae)) == before
-    assert torch.equal(vae.decode(latent()).sample, wanted)
-    assert not [record for record in caplog.records if record.levelname == "WARNING"]
 
 
 def test_autocast_is_followed_whether_it_is_on_for_the_first_call_or_later() -> None:
@@ -252,14 +212,6 @@ def test_trials_leave_the_vaes_own_state_alone(options: dict[str, Any]) -> None:
     copy.deepcopy(vae)
 
 
-def test_a_call_that_is_given_up_leaves_the_vaes_own_state_alone() -> None:
-    x, vae, other = torch.randn(1, 3, 20, 20), Remembering().eval(), Remembering().eval()
-    with torch.no_grad(), patch_vae(vae, when="needed"):
-        with OutOfMemory(3):  # the buffer has been written to, and an attribute set
-            assert_close(vae.decode(x), other.decode(x))
-        assert (vae.count, len(vae.cache)) == (1, 1)
-
-
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [
@@ -290,14 +242,6 @@ def test_gradients_run_as_it_is(caplog: pytest.LogCaptureFixture) -> None:
     assert vae.decoder.conv_in.weight.grad is not None
     assert [call.state for call in patch.report().calls] == ["off", "off", "on"]
     assert caplog.text.count("call it under torch.no_grad()") == 1
-
-
-def test_inference_mode() -> None:
-    vae = kl()
-    with torch.inference_mode(), patch_vae(vae, budget_mib=0.1):
-        got = vae.decode(latent()).sample
-        got += 1
-    assert_close(got - 1, vae.decode(latent()).sample)
 
 
 @pytest.mark.parametrize("number", [float("nan"), float("inf")])
@@ -405,22 +349,6 @@ def test_an_interrupt_between_bands_leaves_the_vae_usable() -> None:
     assert seen[19] < 0.5
     assert seen[-1] == 1.0
     assert seen[20:] == sorted(seen[20:])
-
-
-def test_a_trial_that_finds_no_memory_is_made_again() -> None:
-    vae, calls = kl(), []
-    own = vae.decoder.forward
-
-    def forward(z: Tensor, *args: Any) -> Tensor:
-        calls.append(z)
-        if len(calls) == 1:
-            raise torch.OutOfMemoryError("CUDA out of memory (injected)")
-        return own(z, *args)
-
-    vae.decoder.forward = forward
-    with patch_vae(vae, budget_mib=0.1) as patch:
-        assert_close(vae.decode(latent()).sample, vae.decode(latent()).sample)
-    assert [call.state for call in patch.report().calls] == ["refused", "on"]
 
 
 def test_only_when_needed() -> None:

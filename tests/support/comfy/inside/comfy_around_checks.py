@@ -1,14 +1,11 @@
 """This module has what ComfyUI puts around a diffusion model, and a second card on the CPU: see ``comfy_checks``."""
 
-import importlib.util
-import sys
-
 import comfy.controlnet
 import torch
 import torch._dynamo
 from comfy_checks import Skip, check, close, pack, replaced, run_of, runs
 from comfy_ffn_checks import patched as ffn_chunking
-from comfy_inproc import PACK, conditioning, families, load_model, load_pack, sample, wan
+from comfy_inproc import conditioning, load_model, load_pack, sample, wan
 from comfy_int8_checks import NEAR
 from comfy_int8_checks import patched as int8_linear
 from comfy_other_packs import tiny_controlnet
@@ -58,21 +55,6 @@ def torch_compile_before_and_after_the_patch_breaks_no_graph():
         assert not torch._dynamo.utils.counters["graph_break"]
         assert run.warnings == []
         assert "compiled by torch.compile" in run.line()
-
-
-@check
-def loading_the_pack_twice_under_two_names_is_harmless():
-    """A clone beside a registry install, or pip's package beside the pack: both serve, neither disturbs the other."""
-    spec = importlib.util.spec_from_file_location("second_copy", str(PACK / "__init__.py"))
-    second = sys.modules["second_copy"] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(second)
-    node = second.NODE_CLASS_MAPPINGS["PascalAttentionPatch"]()
-    for name, model in families("sd15", "wan_t2v"):
-        stock, ours = sample(model, name), patched(model, coverage=OVERRIDE)
-        assert run_of(lambda: sample(ours, name), stock).count("taken")  # noqa: B023
-        both = node.patch(ours, "tiled", 0, 0, WHOLE, 0, True)[0]
-        assert (sample(both, name) - stock).abs().max() <= 2e-5 * stock.abs().max()
-        assert run_of(lambda: sample(ours, name), stock).count("taken")  # noqa: B023
 
 
 @check

@@ -20,8 +20,8 @@ def real_calls(model, name, cfg):
 
     def override(func, *args, **kwargs):
         call = layout.HostCall.of(args, kwargs)
-        shapes = (tuple(tensor.shape) for tensor in (call.query, call.key, call.value))
-        attention.append(trace.AttentionShape(*shapes, call.query.dtype, call.mask is not None))
+        shapes = (tuple(tensor.shape) for tensor in call.given[:3])
+        attention.append(trace.AttentionShape(*shapes, call.given.query.dtype, call.given.attn_mask is not None))
         return func(*args, **kwargs)
 
     model = model.clone()
@@ -45,7 +45,7 @@ def followed(model, name, copies=1, shape=None):
     latent = pack("estimate.inputs").Latent.of(model, {"samples": samples})
     found = pack("memory_estimate").follow(model, latent, conditioning(name), 16, copies)
     assert not isinstance(found, str), found
-    return found.call
+    return found
 
 
 @check

@@ -4,9 +4,8 @@ import array
 import contextlib
 
 import comfy.model_management as host
-import comfy.patcher_extension as extension
 from comfy_checks import check, close, log_lines, pack, raises, replaced, run_of, runs, unload
-from comfy_inproc import families, in_host_memory, load_lora, load_pack, noise, sample, wan
+from comfy_inproc import families, load_lora, load_pack, sample, wan
 from comfy_patch_networks import built, patcher_of
 
 NODE = load_pack()["PascalFFNChunking"]
@@ -117,26 +116,6 @@ def a_lora_works_before_after_and_while_it_is_live():
 
 
 @check
-def weights_that_are_cast_and_patched_in_each_call_are_followed():
-    base, stock = wan()
-    with_lora = load_lora(base)
-    expected = sample(with_lora)
-    for model, result in ((patched(base), stock), (patched(with_lora), expected)):
-        with in_host_memory(model):
-            layer = ffn(model)[0]
-            functions = [*layer.weight_function, getattr(layer, "weight_lowvram_function", None)]
-            assert layer.comfy_cast_weights
-            assert any(functions) == bool(model.patches), functions
-            x = noise(1, 192, 256)
-            ours = ffn(model)(x)
-            binding, report = report_of(model)
-            assert {line.name: line.state for line in report.lines}["blocks.0.ffn"] == "on"
-            binding.detach(model.model.diffusion_model)
-            close(ours, ffn(model)(x))
-        close(sample(model), result)
-
-
-@check
 def unloaded_it_is_gone_and_loaded_it_is_back_under_the_same_names():
     base, stock = wan()
     names = sorted(base.model_state_dict())
@@ -193,36 +172,6 @@ def another_packs_forward_patch_is_called_and_proven():
         assert sizes[-1] == 64
         assert chunks(base, stock) == 1
     assert chunks(patched(base), stock) == 3, "another clone's patch must not remain below ours"
-
-
-@check
-def another_packs_injection_lives_beside_ours():
-    base, stock = wan()
-    for first in (True, False):
-        calls, before = array.array("q"), {}
-
-        def inject(patcher, calls=calls, before=before):
-            module = ffn(patcher)
-            before["own"] = vars(module).get("forward")
-            forward = module.forward
-            module.forward = lambda x: calls.append(1) or forward(x)
-
-        def eject(patcher, before=before):
-            module = ffn(patcher)
-            if before["own"] is None:
-                vars(module).pop("forward", None)
-            else:
-                module.forward = before["own"]
-
-        other = [extension.PatcherInjection(inject, eject)]
-        model = (base if first else patched(base)).clone()
-        model.set_injections("other", other)
-        model = patched(model) if first else model
-        for _ in range(2):
-            del calls[:]
-            assert chunks(model, stock) == 3
-            assert calls
-            assert chunks(base, stock) == 1
 
 
 @check

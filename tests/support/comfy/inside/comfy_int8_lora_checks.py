@@ -1,4 +1,4 @@
-"""Patched weights under Pascal Int8 Linear, inside the host: see ``comfy_checks``."""
+"""Patched weights under Pascal 8-Bit, inside the host: see ``comfy_checks``."""
 
 import comfy.hooks
 import comfy.sd

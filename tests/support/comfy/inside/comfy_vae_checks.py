@@ -8,7 +8,7 @@ import comfy.model_patcher
 import torch
 import torch.nn.functional as F
 from comfy.ldm.modules.diffusionmodules.model import AttnBlock
-from comfy_checks import check, close, is_untouched, log_lines, pack, raises, replaced, run_of, unload
+from comfy_checks import check, close, is_untouched, pack, raises, replaced, run_of, unload
 from comfy_inproc import drawn, load_pack, load_vae, noise
 
 NODE = load_pack()["PascalVAEAttention"]
@@ -26,14 +26,6 @@ def latent(name, seed=0):
 
 def kl():
     return load_vae("vae_kl"), latent("vae_kl")
-
-
-class DirectAttention(torch.nn.Module):
-    """A block whose own forward calls SDPA."""
-
-    def forward(self, x):
-        tokens = x.flatten(2).transpose(1, 2)[:, None]
-        return F.scaled_dot_product_attention(tokens, tokens, tokens)[:, 0].transpose(1, 2).reshape(x.shape)
 
 
 def vae_around(block, run=None):
@@ -168,18 +160,6 @@ def nan_in_the_latent_is_told_from_nan_in_the_vae():
     late.remove()
     assert any("--fp32-vae" in warning for warning in warnings), warnings
     assert run_of(lambda: ours.decode(samples)).warnings == []
-
-
-@check
-def a_block_that_calls_sdpa_itself_is_served():
-    vae, samples = vae_around(DirectAttention()), latent("vae_kl")
-    stock = vae.decode(samples)
-    with log_lines() as lines:
-        ours = patched(vae, "tiled")
-    assert "1 attention block of Network" in lines[0]
-    run = run_of(lambda: ours.decode(samples), stock)
-    assert (run.count("taken"), run.routes()) == (1, {"tiled": 1})
-    assert [kind.via for kind in run.tallies] == ["SDPA"]
 
 
 @check
