@@ -203,8 +203,8 @@ def _attend(
     with_lse: bool,
     kind: Kind | None = None,
 ) -> Any:
-    """A call of ``function``, whose choice may be kept for its ``kind``. Compiled, traced and fake calls, those of other
-    tensor classes with a dispatch of their own, and calls on meta, where there are shapes only, become one operator."""
+    """A call of ``function``. Compiled, traced and fake calls, those of other tensor classes with a dispatch of their
+    own, and calls on meta, where there are shapes only, become one operator. ``kind``: that its choice is kept for."""
     if not (config is None or isinstance(config, AttentionConfig)):
         config_of(config)  # raises
     is_compiling = torch.compiler.is_compiling()

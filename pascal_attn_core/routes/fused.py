@@ -129,10 +129,10 @@ class FusedRoute(Route):
         if with_lse or for_grad:
             lse = out.new_empty(out.shape[:-1], dtype=torch.float32)
             log_sum = torch.empty_like(lse) if for_grad and call.has_bias else None
-        names = dict(zip(_FORWARD, (call.query, call.key, call.value, call.attn_mask, out, lse, log_sum)))
+        given = (call.query, call.key, call.value, call.attn_mask, out, lse, log_sum)
         wanted = lse is None, log_sum is None
         if plan.repeats and wanted in plan.repeats:
-            kernels.run_again(plan.repeats[wanted], (*names.values(),), key_fields(call, plan))
+            kernels.run_again(plan.repeats[wanted], given, key_fields(call))
             return Results(out, lse, log_sum)
         kernels.ensure((plan.forward, *plan.gradients))
         plan = _with_last_rows_that_run(plan, kernels)
@@ -144,7 +144,7 @@ class FusedRoute(Route):
                 lse[..., packed.end_q :] = -torch.inf
         loaded = kernels.run(launches)
         if plan.repeats is not None and call.sinks is None:
-            plan.repeats[wanted] = Repeat.of(loaded, names)
+            plan.repeats[wanted] = Repeat.of(loaded, dict(zip(_FORWARD, given)))
         return Results(out, lse, log_sum)
 
     def backward(
@@ -209,9 +209,9 @@ class FusedRoute(Route):
         if plan.adds_in_any_order and torch.are_deterministic_algorithms_enabled():  # since the forward pass
             plan = plan._replace(gradients=plain_gradients(call), remark="")
         kernels, of_query = kernels_of(call), plan.gradients[0]
-        if not rows_are_readable(grad_out, 8 if of_query.on_tensor_cores and not of_query.padded else 4):
-            grad_out = grad_out.contiguous()
-        out = saved.out
+        elements, out = 8 if of_query.on_tensor_cores and not of_query.padded else 4, saved.out
+        if grad_out.data_ptr() % 16 or not (grad_out.is_contiguous() or rows_are_readable(grad_out, elements)):
+            grad_out = grad_out.contiguous() if not grad_out.is_contiguous() else grad_out.clone()
         if len(call.batch) > 1:
             grad_out, out = grad_out.contiguous(), out.contiguous()
         kv_lead = call.batch if call.query.dim() == 2 else (*call.batch, call.num_kv_heads)
@@ -223,9 +223,9 @@ class FusedRoute(Route):
         lse, packed = saved.lse.contiguous(), plan.packed
         grad_lse = None if grad_lse is None else grad_lse.float().expand(lse.shape).contiguous()
         given = (call.query, call.key, call.value, call.attn_mask, out, lse, saved.log_sum, grad_out, grad_lse, *grads)
-        names, asked = dict(zip(_BACKWARD, given)), (grad_out.stride(), out.stride(), grad_lse is None)
+        asked = grad_out.stride(), out.stride(), grad_lse is None
         if plan.repeats and asked in plan.repeats:
-            kernels.run_again(plan.repeats[asked], given, key_fields(call, plan))
+            kernels.run_again(plan.repeats[asked], given, {})
         else:
             kernels.ensure(plan.gradients)  # the forward pass may have been another route's
             launches = backward_launches(call, plan, grad_out, out, lse, saved.log_sum, grad_lse, grads)
@@ -235,7 +235,7 @@ class FusedRoute(Route):
                     grad[..., end:, :] = 0
             loaded = kernels.run(launches)
             if plan.repeats is not None and not plan.adds_in_any_order:
-                plan.repeats[asked] = Repeat.of(loaded, names)
+                plan.repeats[asked] = Repeat.of(loaded, dict(zip(_BACKWARD, given)))
         inputs = (call.query, call.key, call.value)
         return Gradients(*(g if g.shape == t.shape else g.sum_to_size(t.shape) for g, t in zip(grads, inputs)))
 
@@ -357,7 +357,7 @@ def _with_last_rows_that_run(plan: Plan, kernels: Kernels) -> Plan:
     return plan
 
 
-def key_fields(call: AttentionCall, plan: Plan) -> dict[str, int]:
+def key_fields(call: AttentionCall) -> dict[str, int]:
     """The parameters that differ among calls of one kind with few queries: how many keys there are."""
     if call.seq_len_q > FEW_QUERIES or call.attn_mask is not None or len(call.batch) != 1:
         return {}

@@ -21,8 +21,8 @@ TiledRoute   tiled         whatever is left                              why tor
 Int8Route    fused-int8    never: it is not exact                        asked for by name
 ===========  ============  ============================================  ===============================================
 
-Flash attention and cuDNN's are not timed (:class:`.torch_faults.TorchAlone`). What was found out for a call is used again
-for the next one of its kind (:mod:`.prepared`).
+Flash attention and cuDNN's are not timed (:class:`.torch_faults.TorchAlone`). What was found out for a call is used
+again for the next one of its kind (:mod:`.prepared`).
 
 A configuration that names a route asks that one only. One that names several devices (:mod:`.several`) divides the call
 among them; each part goes by the route that the whole call would take.

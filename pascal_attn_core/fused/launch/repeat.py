@@ -17,6 +17,9 @@ _ALIGNED = 256  # bytes at which each piece of memory of a launch begins
 _ZERO_FIRST = ("arrived",)  # fields whose memory holds zeros when the launches begin
 
 
+Moves = tuple[tuple[str, int, int], ...]
+
+
 class Loaded(NamedTuple):
     """A launch, the driver's handle of its function, and the shared memory that is asked for."""
 
@@ -31,12 +34,13 @@ class Repeat(NamedTuple):
     Attributes:
         loaded: they, as they were queued.
         moves: for each of them (field, place, bytes): the field holds the address at this place, and so many bytes
-            more. The places are those of the tensors given to :meth:`of`, and behind them that of ``scratch``.
+            more. The places are those of the tensors given to :meth:`of`, and behind them that of the memory between
+            the launches. None: its parameters are those of the launch before.
         scratch_bytes: memory between the launches; zeroed: the ranges of it that hold zeros at first.
     """
 
     loaded: tuple[Loaded, ...]
-    moves: tuple[tuple[tuple[str, int, int], ...], ...]
+    moves: tuple[Moves | None, ...]
     scratch_bytes: int
     zeroed: tuple[tuple[int, int], ...]
 
@@ -46,7 +50,9 @@ class Repeat(NamedTuple):
         All other addresses must be those of memory that a launch keeps, and whose content no other code has made."""
         places = {name: place for place, name in enumerate(given)}
         begins: dict[int, int] = {}  # of scratch tensors, by their address
-        moves, zeroed, size = [], [], 0
+        before: Params | None = None
+        moves: list[Moves | None] = []
+        zeroed, size = [], 0
         for launch, *_ in loaded:
             own = []
             for name, address in _addresses(launch.params):
@@ -59,7 +65,9 @@ class Repeat(NamedTuple):
                     if name in _ZERO_FIRST:
                         zeroed.append((begins[tensor.data_ptr()], begins[tensor.data_ptr()] + tensor.nbytes))
                 own.append((name, len(places), begins[tensor.data_ptr()] + address - tensor.data_ptr()))
-            moves.append(tuple(own))
+            is_same = moves and bytes(launch.params) == bytes(before) and type(launch.params) is type(before)
+            moves.append(None if is_same else tuple(own))
+            before = launch.params
         bare = tuple(each._replace(launch=each.launch._replace(keep=())) for each in loaded)
         return Repeat(bare, tuple(moves), size, tuple(zeroed))
 
@@ -79,8 +87,11 @@ class Repeat(NamedTuple):
             addresses.append(scratch.data_ptr())
             for begin, end in self.zeroed:
                 scratch[begin:end].zero_()
-        found = []
+        found: list[Params] = []
         for (launch, *_), moves in zip(self.loaded, self.moves):
+            if moves is None:  # the same as those of the launch before
+                found.append(found[-1])
+                continue
             params = type(launch.params).from_buffer_copy(launch.params)
             for name, place, offset in moves:
                 setattr(params, name, addresses[place] + offset)

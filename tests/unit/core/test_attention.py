@@ -27,6 +27,7 @@ from pascal_attn_core.parallel import context_parallel_sdpa
 from pascal_attn_core.reference import reference_sdpa
 from pascal_attn_core.routes import choose, route_names, run, why_not
 from pascal_attn_core.routes.short import ShortCalls
+from pascal_attn_core.routes.tiled import Rewritten
 
 AUTO = AttentionConfig()
 
@@ -52,7 +53,7 @@ def test_a_route_that_cannot_take_the_call_says_why() -> None:
 
 def test_the_table_of_the_choice_has_every_route_in_its_order_and_its_sentence() -> None:
     rows = [re.split(r"  +", line) for line in run.__doc__.splitlines() if re.match(r"[A-Z]\w+  +[a-z]", line)]
-    names = {ShortCalls: "torch, math"}
+    names = {ShortCalls: "torch, math", Rewritten: "tiled"}
     assert [row[:2] for row in rows] == [[type(each).__name__, names.get(type(each), each.name)] for each in run.ROUTES]
     sentences = {row[0]: row[3].partition(",")[0] for row in rows}
     small, large = check_call(*_qkv(20, 20)), check_call(*_qkv(2000, 2000))
