@@ -2,20 +2,21 @@
 
 python tools/call_cost.py [--on cpu|fake|card] [--rounds N]        one thread, CPU time, fastest rounds
 
-On a CPU torch's function is replaced by one that returns a tensor that is there: what is left is ours. On fake cards (a
-GTX 1080 Ti and a T4, on which nothing is executed) the time within the stand-in for the driver is taken off, and that of
-autograd for a function that computes nothing. On a card the time of torch's own function is taken off, where there is
-one for the call.
+On a CPU torch's function is replaced by one that returns a tensor that is there: what is left is ours. On fake cards, a
+GTX 1080 Ti and a T4 on which nothing is executed, the time within the stand-in for the driver is taken off, and what
+autograd takes for a function that computes nothing. On a card the time of torch's own function is taken off, where
+there is one for the call.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import sys
 import time
 import types
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
@@ -61,8 +62,8 @@ def microseconds(function: Run, calls: int = CALLS_A_ROUND) -> float:
 
 
 def cost(case: Case, rounds: int, spent: Callable[[], float] = lambda: 0.0, wait: Run = lambda: None) -> float:
-    """Microseconds of the fastest round of a case, less those beside it. ``spent``: microseconds so far that are no cost
-    of ours; ``wait`` is called between rounds."""
+    """Microseconds of the fastest round of a case, less those beside it. ``spent``: microseconds so far that are no
+    cost of ours; ``wait`` is called between rounds."""
     ours, others = [], [0.0] if case.beside is None else []
     for _ in range(3):
         case.run()
@@ -86,7 +87,7 @@ def _tensors(
     return [torch.randn(shape, dtype=dtype, device=device, requires_grad=grad) for shape in shapes]
 
 
-def _growing(tensors: list[Tensor], options: dict[str, Any]) -> Run:
+def _growing(tensors: list[Tensor], function: Callable[..., Any], options: dict[str, Any]) -> Run:
     """Calls with one key more each, from half of the keys on."""
     query, key, value = tensors
     keys = key.shape[-2] // 2
@@ -94,31 +95,29 @@ def _growing(tensors: list[Tensor], options: dict[str, Any]) -> Run:
     def run() -> Tensor:
         nonlocal keys
         keys = keys + 1 if keys < key.shape[-2] else key.shape[-2] // 2
-        return sdpa(query, key[..., :keys, :], value[..., :keys, :], **options)
+        return function(query, key[..., :keys, :], value[..., :keys, :], **options)
 
     return run
 
 
-# ---- torch's function on a CPU -----------------------------------------------------------------------------------------
+# ---- torch's function on a CPU ---------------------------------------------------------------------------------------
 
 
 @contextmanager
 def _torch_is_there(out: Tensor) -> Iterator[None]:
-    """Torch's function returns this tensor in every module of ours."""
+    """Torch's function returns this tensor, under its name and in every module of ours."""
 
     def stub(*args: Any, **options: Any) -> Tensor:
         return out
 
     modules = [m for name, m in sys.modules.items() if "pascal_att" in name and hasattr(m, "TORCH_SDPA")]
-    with mock.patch.multiple(interception, TORCH_SDPA=stub):
-        before = [m.TORCH_SDPA for m in modules]
+    own = F.scaled_dot_product_attention is interception.TORCH_SDPA
+    with ExitStack() as stack:
         for module in modules:
-            module.TORCH_SDPA = stub
-        try:
-            yield
-        finally:
-            for module, function in zip(modules, before):
-                module.TORCH_SDPA = function
+            stack.enter_context(mock.patch.object(module, "TORCH_SDPA", stub))
+        if own:
+            stack.enter_context(mock.patch.object(F, interception.SDPA_NAME, stub))
+        yield
 
 
 def _by_processor(*args: Any, **kwargs: Any) -> Tensor:
@@ -152,9 +151,12 @@ def on_cpu() -> list[Case]:
             Case(f"{name}: a processor", lambda i=inputs, o=options: _by_processor(*i, **o), stub, within),
         ]
     inputs = kinds["long"][0]
+    inputs = kinds["long"][0]
+    out = inputs[0].detach()
+    within = lambda: _torch_is_there(out)  # noqa: E731
     cases += [
-        Case("padding mask, torch's function included", lambda: sdpa(*inputs, mask)),
-        Case("rows with gaps (copied), torch's function included", lambda: sdpa(*gaps)),
+        Case("padding mask", lambda: sdpa(*inputs, mask), lambda: _nothing(*inputs), within),
+        Case("rows with gaps, their copies included", lambda: sdpa(*gaps), lambda: _nothing(*gaps), within),
     ]
     of_tile = _tensors(torch.float32, "cpu", tile)
     cases.append(Case("one tile, whole call", lambda: sdpa(*of_tile, config=AttentionConfig(route="tiled"))))
@@ -177,29 +179,28 @@ def _switched(out: Tensor) -> Iterator[None]:
 
 def in_comfyui() -> list[Case]:
     """The override of a patched model, with ComfyUI's answers from the tests: calls that it leaves to the host, and
-    calls that it takes, by torch's function on a CPU, which is included."""
-    from attn_support.comfy.stub import make_engine, node_module
+    calls that it takes."""
+    from attn_support.comfy.stub import host_attention, make_engine, node_module
 
     host, override = node_module("comfy.host"), node_module("patches.override")
     host.throw_if_interrupted = lambda: None
     host.compute_device, host.prompt_id = lambda: torch.device("cpu"), lambda: "prompt"
     host.attention_name, host.send_status = lambda: "attention_pytorch", lambda text, unique_id: None
     given = [torch.randn(1, 70, 32) for _ in range(3)]
+    options = {"transformer_options": {"block": ("middle", 0)}}
 
-    def attention(q: Tensor, k: Tensor, v: Tensor, heads: int, **options: Any) -> Tensor:
-        return q
+    def beside() -> Tensor:
+        return host_attention(*given, 4, **options)
 
     cases = []
-    for name, min_keys in (("passed on", 1 << 20), ("taken, torch's function included", 0)):
+    for name, min_keys in (("passed on", 1 << 20), ("taken", 0)):
         ours = override.make_override(make_engine(min_keys=min_keys), override.Scope(), None)
-        options = {"transformer_options": {"block": ("middle", 0)}}
-        run: Run = lambda ours=ours: ours(attention, *given, 4, **options)  # noqa: E731
-        beside: Run = lambda: attention(*given, 4, **options)  # noqa: E731
+        run: Run = functools.partial(ours, host_attention, *given, 4, **options)
         cases.append(Case(f"ComfyUI, {name}", run, beside))
     return cases
 
 
-# ---- kernels on fake cards ---------------------------------------------------------------------------------------------
+# ---- kernels on fake cards -------------------------------------------------------------------------------------------
 
 
 class Empty(torch.autograd.Function):
@@ -230,11 +231,12 @@ def with_kernels(route: str, dtype: torch.dtype, device: str) -> list[Case]:
     out = torch.empty_like(inputs[0])
     ones: Run = _with_gradients(lambda *t: Empty.apply(*t, out), leaves)
     few = _tensors(dtype, device, (8, 2, 1, 4096, 64))
+    grouped_options = {"enable_gqa": True, "config": config}
     return [
         Case(f"{route}", lambda: sdpa(*inputs, config=config)),
         Case(f"{route}, padding mask", lambda: sdpa(*inputs, mask, config=config)),
         Case(f"{route}, GQA", lambda: sdpa(*of_group, enable_gqa=True, config=config)),
-        Case(f"{route}, decoding, a key more each", _growing(few, {"enable_gqa": True, "config": config})),
+        Case(f"{route}, decoding, a key more each", _growing(few, sdpa, grouped_options), _growing(few, _nothing, {})),
         Case(f"{route}, forward and backward", _with_gradients(lambda *t: sdpa(*t, config=config), leaves), ones),
     ]
 
@@ -266,7 +268,7 @@ def on_fake_cards(rounds: int) -> dict[str, float]:
     return found
 
 
-# ---- on a card ---------------------------------------------------------------------------------------------------------
+# ---- on a card -------------------------------------------------------------------------------------------------------
 
 
 def on_card(device: str, rounds: int) -> dict[str, float]:
