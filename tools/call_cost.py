@@ -262,8 +262,8 @@ def on_fake_cards(rounds: int) -> dict[str, float]:
             driver.make_current(0)
             driver.call = timed
             for case in with_kernels(route, dtype, "cpu"):
-                found[f"{info.name}: {case.name}"] = cost(case, rounds, lambda: spent / 1e3)  # noqa: B023
-                driver.queued.clear()
+                name = f"{info.name}: {case.name}"
+                found[name] = cost(case, rounds, lambda: spent / 1e3, driver.queued.clear)  # noqa: B023
             driver.call = call
     return found
 

@@ -359,12 +359,11 @@ def _with_last_rows_that_run(plan: Plan, kernels: Kernels) -> Plan:
 
 def key_fields(call: AttentionCall) -> dict[str, int]:
     """The parameters that differ among calls of one kind with few queries: how many keys there are."""
-    if call.seq_len_q > FEW_QUERIES or call.attn_mask is not None or len(call.batch) != 1:
+    if call.seq_len_q > FEW_QUERIES or call.attn_mask is not None or call.key.dim() != 4 or call.value.dim() != 4:
         return {}
-    lead = *call.batch, call.num_kv_heads
-    views = (t.expand(*lead, *t.shape[-2:]) for t in (call.key, call.value))
-    strides = [step for view in views for step in steps(view)[:3]]
-    return {"lk": call.seq_len_kv, **dict(zip(("kb", "kh", "ks", "vb", "vh", "vs"), strides))}
+    kb, kh, ks, _ = steps(call.key)
+    vb, vh, vs, _ = steps(call.value)
+    return {"lk": call.seq_len_kv, "kb": kb, "kh": kh, "ks": ks, "vb": vb, "vh": vh, "vs": vs}
 
 
 def takes_device(device: torch.device) -> bool:

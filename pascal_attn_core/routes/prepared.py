@@ -131,7 +131,7 @@ def kind_of(
         keys: Any = k_shape[-2]
         wants = _grad() and (query.requires_grad, key.requires_grad, value.requires_grad)
         if q_shape[-2] <= FEW_QUERIES and keys >= 4 * KEYS_STEP and attn_mask is None and not (wants and any(wants)):
-            if v_shape[-2] != keys:
+            if v_shape[-2] != keys or not len(q_shape) == len(k_shape) == len(v_shape) == 4:
                 return None
             keys = keys // KEYS_STEP, is_small, k_shape.numel() >= MANY_KEYS
             k_shape, v_shape = (*k_shape[:-2], k_shape[-1]), (*v_shape[:-2], v_shape[-1])  # type: ignore[assignment]

@@ -2,6 +2,7 @@
 
 import contextlib
 import random
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -15,6 +16,7 @@ from torch import Tensor
 from pascal_attn_core import AttentionConfig, sdpa
 from pascal_attn_core.fused.launch import Launch
 from pascal_attn_core.fused.launch.repeat import _pointers
+from pascal_attn_core.machine.runtime import begin_epoch
 from pascal_attn_core.routes import prepared, torch_kernel
 from pascal_attn_core.routes.torch_faults import TorchAlone
 
@@ -292,3 +294,122 @@ def test_tensors_that_no_kernel_reads_as_they_lie_are_noticed(monkeypatch: pytes
     monkeypatch.setattr(prepared, "_are_alike", lambda *tensors: True)
     with _device("GTX 1080 Ti") as queued:
         assert _differences(Watch(monkeypatch, queued), 0, 200, ("moved",))
+
+
+def _choices(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The calls for which a route is chosen from now on."""
+    from pascal_attn_core.routes import run
+
+    choose, seen = run.choose, list[Any]()
+
+    def counted(call: Any, *given: Any, **options: Any) -> Any:
+        seen.append(call)
+        return choose(call, *given, **options)
+
+    monkeypatch.setattr(run, "choose", counted)
+    return seen
+
+
+def test_the_second_call_of_a_kind_asks_nobody_until_something_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen, config = _choices(monkeypatch), AttentionConfig(route="fused")
+    with _device("GTX 1080 Ti"):
+        inputs = [torch.randn(1, 2, 40, 16) for _ in range(3)]
+
+        def asked() -> int:
+            before = len(seen)
+            sdpa(*inputs, config=config)
+            return len(seen) - before
+
+        assert [asked(), asked(), asked()] == [1, 0, 0]
+        begin_epoch()
+        assert [asked(), asked()] == [1, 0]
+        monkeypatch.setattr(prepared.time, "monotonic", lambda: 1e12)
+        assert asked() == 1  # after some seconds
+        config = AttentionConfig(route="fused")  # an equal one
+        assert asked() == 0
+
+
+def test_decoding_with_a_key_more_in_each_call_is_chosen_once_for_256_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = _choices(monkeypatch)
+    monkeypatch.setattr(prepared, "known", {})
+    with _device("GTX 1080 Ti") as queued:
+        query, key, value = torch.randn(1, 8, 1, 64), *(torch.randn(1, 2, 3000, 64) for _ in range(2))
+        for keys in range(1024, 2048):
+            cached = key[:, :, :keys], value[:, :, :keys]
+            for own in (cached, [t.contiguous() for t in cached]) if keys % 64 == 0 else (cached,):
+                sdpa(query, *own, enable_gqa=True, config=AttentionConfig(route="fused"))
+                assert {launch.params.lk for launch in queued} == {keys}
+                assert {launch.params.kh for launch in queued} == {own[0].stride(1)}
+                queued.clear()
+    assert len(seen) == len(prepared.known) == 8
+
+
+def test_what_a_mask_holds_is_read_in_each_call() -> None:
+    """A float mask that is written in place may concern a fault of torch's gradients in the next call."""
+    leaves = [torch.randn(1, 2, 300, 16, requires_grad=True) for _ in range(3)]
+    mask = torch.zeros(1, 1, 1, 300)
+    for _ in range(2):
+        for fill in (0.0, -10_000.0):
+            mask.fill_(fill)
+            inputs = [*leaves, mask]
+            out = sdpa(*inputs, config=AttentionConfig(math_limit_mib=0))
+            actual = torch.autograd.grad(out.square().sum(), leaves)
+            double = [t.detach().double().requires_grad_() for t in leaves]
+            expected = torch.nn.functional.scaled_dot_product_attention(*double, mask.double())
+            for mine, right in zip(actual, torch.autograd.grad(expected.square().sum(), double)):
+                torch.testing.assert_close(mine.double(), right, atol=2e-3, rtol=1e-3)
+
+
+def test_kinds_are_few_and_threads_may_forget_them() -> None:
+    stop, wrong = threading.Event(), list[BaseException]()
+    calls = [[torch.randn(1, 2, tokens, 16) for _ in range(3)] for tokens in range(30, 50)]
+    config = AttentionConfig(route="tiled")
+    expected = [sdpa(*inputs, config=config) for inputs in calls]
+
+    def work() -> None:
+        try:
+            for _ in range(20):
+                for inputs, right in zip(calls, expected):
+                    assert torch.equal(sdpa(*inputs, config=config), right)
+        except BaseException as error:
+            wrong.append(error)
+
+    def forget() -> None:
+        while not stop.wait(0.0005):
+            prepared.known.clear()
+            begin_epoch()
+
+    threads = [threading.Thread(target=work) for _ in range(3)]
+    forgetful = threading.Thread(target=forget)
+    for thread in (*threads, forgetful):
+        thread.start()
+    for thread in threads:
+        thread.join()
+    stop.set()
+    forgetful.join()
+    assert wrong == []
+
+
+def test_no_more_kinds_are_kept_than_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prepared, "known", {})
+    monkeypatch.setattr(prepared, "_MOST", 5)
+    for tokens in range(20, 32):
+        sdpa(*(torch.randn(1, 1, tokens, 8) for _ in range(3)), config=AttentionConfig(route="tiled"))
+        assert 0 < len(prepared.known) <= 5
+
+
+@pytest.mark.parametrize("options", [{}, {"is_causal": True}, {"enable_gqa": True}], ids=str)
+def test_gradients_of_the_third_call_are_those_of_the_definition(options: dict[str, Any]) -> None:
+    config, heads = AttentionConfig(route="fused"), 1 if options.get("enable_gqa") else 2
+    with emulated_card() as kernels:
+        for _ in range(3):
+            leaves = [torch.randn(1, n, 40, 32, requires_grad=True) for n in (2, heads, heads)]
+            kernels.queued.clear()
+            out = sdpa(*leaves, **options, config=config)
+            grads = torch.autograd.grad(out.square().sum(), leaves)
+            double = [t.detach().double().requires_grad_() for t in leaves]
+            expected = torch.nn.functional.scaled_dot_product_attention(*double, **options)
+            right = (expected, *torch.autograd.grad(expected.square().sum(), double))
+            for mine, its in zip((out, *grads), right):
+                torch.testing.assert_close(mine.double(), its, atol=1e-5, rtol=1e-4)
+            assert kernels.queued
