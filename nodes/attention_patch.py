@@ -131,16 +131,18 @@ class PascalAttentionPatch(inputs.PascalNode):
         """Clones of what is connected with our changes; None for what is not."""
         settings = PatchSettings(inputs.config(route, budget_mib, tile_size), min_keys, nan_guard)
         patched, line = _patched_model(model, settings, unique_id, coverage, earlier_patch)
-        lines = [line]
+        # A node shows some 90 characters of its status: what the user must know comes first.
+        unused, lines = without_effect(prompt or {}, str(unique_id)), [line]
+        first = [unused and f"WITHOUT EFFECT: {unused}"]
         if chunk_feed_forward and Chunking.key not in patched.injections:  # else of a node before this one
             report, line = chunk(patched, 0, LEAST_TOKENS, unique_id, is_quiet=True)
             if report.count(UNABLE) < len(report.lines):
                 lines.append(line)
         if precision == FLOAT16:
-            lines.append(_in_float16(patched, unique_id))
+            first.append(_in_float16(patched, unique_id))
         if precision == EIGHT_BIT:
             patched = int8.patch(patched, replace(DEFAULTS, only_faster=True), unique_id)[0]
-            lines.append(f"not exact: 8 bits, {DEFAULTS.text(attention=True)}")
+            first.append(f"not exact: 8 bits, {DEFAULTS.text(attention=True)}")
         whole = replace(settings, config=inputs.config(route, budget_mib), min_keys=0)
         if clip is not None:
             clip, line = patched_clip(clip, replace(whole, min_queries=2), unique_id)
@@ -148,9 +150,8 @@ class PascalAttentionPatch(inputs.PascalNode):
         if vae is not None:
             vae, line = patched_vae(vae, whole, NEEDED, unique_id)
             lines.append(line)
-        if unused := without_effect(prompt or {}, str(unique_id)):
-            lines.append(f"WITHOUT EFFECT: {unused}")
-        host.say("; ".join(lines) + left_off(settings.config), unique_id)
+        first.append(left_off(settings.config))
+        host.say("; ".join(filter(None, first + lines)), unique_id)
         return patched, clip, vae
 
 

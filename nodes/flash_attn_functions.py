@@ -20,6 +20,7 @@ from .engine import runs
 SUBJECT = "flash_attn functions"
 _lock = threading.Lock()
 _installed: list[ImportsPatch] = []
+_changes = [0]  # how often what is installed has changed
 
 
 class PascalFlashAttnFunctions(inputs.PascalNode):
@@ -60,9 +61,11 @@ class PascalFlashAttnFunctions(inputs.PascalNode):
         }
 
     @classmethod
-    def IS_CHANGED(cls, **_: Any) -> float:
-        """Never the same: what is installed in the process is no part of the graph."""
-        return float("nan")
+    def IS_CHANGED(cls, enabled: bool = True, **_: Any) -> int:
+        """The same for as long as what is installed in the process, which is no part of the graph, is what this node
+        asks for: else it would run again in every prompt, and the sampler behind it."""
+        with _lock:
+            return _changes[0] + (bool(_installed) != enabled)
 
     def switch(self, value: Any, enabled: bool, replace: bool = False, unique_id: str | None = None) -> tuple[Any]:
         host.say(_install(replace) if enabled else _remove(), unique_id)
@@ -81,6 +84,7 @@ def _install(replace: bool) -> str:
     with _lock:
         if not _installed:
             _installed.append(patch_imports(replace=replace or None, around=_counted))
+            _changes[0] += 1
         states = _installed[0].report().states
         names = ", ".join(state.name for state in states if state.state == ON)
         left = "; ".join(state.why for state in states if state.state == REFUSED)
@@ -95,6 +99,7 @@ def _remove() -> str:
         if not _installed:
             return "flash_attn functions: off"
         _installed.pop().remove()
+        _changes[0] += 1
     return "flash_attn functions: off; packs keep whatever they have already imported"
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,6 +22,21 @@ from .reporting.text import draw_report, headline, report_text
 
 log = logging.getLogger("pascal_attn")
 _SELFTEST_SECONDS = 30.0
+
+
+@dataclass
+class _Told:
+    """The newest run when a report was made or asked for, and how often that was another one than before."""
+
+    newest: runs.Run | None = None
+    number: int = 0
+
+
+_told: dict[str | None, _Told] = {}  # by node
+
+
+def _newest() -> runs.Run | None:
+    return next(reversed(runs.remembered()), None)
 
 
 class PascalAttentionReport(inputs.PascalNode):
@@ -63,9 +79,13 @@ class PascalAttentionReport(inputs.PascalNode):
         }
 
     @classmethod
-    def IS_CHANGED(cls, **_: Any) -> float:
-        """Never the same: each prompt has its own report."""
-        return float("nan")
+    def IS_CHANGED(cls, unique_id: str | None = None, **_: Any) -> int:
+        """The same until something has run since the last report: a prompt in which nothing else runs keeps it, and
+        what hangs on its output."""
+        state = _told.setdefault(unique_id, _Told())
+        state.number += state.newest is not _newest()
+        state.newest = _newest()
+        return state.number
 
     def report(
         self,
@@ -77,6 +97,7 @@ class PascalAttentionReport(inputs.PascalNode):
     ) -> dict[str, Any]:
         """``value`` as it came, the chart ``[1, height, width, 3]`` and the text."""
         findings = gather(prompt or {}, unique_id, exactness_check=exactness_check)
+        _told.setdefault(unique_id, _Told()).newest = _newest()
         tested = _selftest(unique_id) if selftest else None
         if tested is not None and not tested.is_right:
             findings.alarms.insert(0, tested.verdict)

@@ -47,7 +47,7 @@ class PascalTextEncoderAttention(inputs.PascalNode):
         """A clone of ``clip`` whose attention is ours; ``clip`` itself where none was found."""
         settings = PatchSettings(inputs.config(route, budget_mib), min_keys=0, nan_guard=nan_guard, min_queries=2)
         patched, line = patched_clip(clip, settings, unique_id)
-        host.say(line + left_off(settings.config), unique_id)
+        host.say("; ".join(filter(None, [left_off(settings.config), line])), unique_id)
         return (patched,)
 
 

@@ -63,7 +63,7 @@ class PascalVAEAttention(inputs.PascalNode):
         is nothing to patch."""
         settings = PatchSettings(inputs.config(route, budget_mib), min_keys=0, nan_guard=nan_guard)
         patched, line = patched_vae(vae, settings, decode, unique_id)
-        host.say(line + left_off(settings.config), unique_id)
+        host.say("; ".join(filter(None, [left_off(settings.config), line])), unique_id)
         return (patched,)
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function
 
-from .call import PLAIN, Arguments, AttentionOutput, Results, Wanted, check_call, prepared
+from .call import PLAIN, Arguments, AttentionOutput, Results, Wanted, check_call, order_of_transforms, prepared
 from .call.lazy_mask import LazyMask
 from .config import AttentionConfig, config_of, default_config
 from .routes import choose, route_names, why_not
@@ -195,6 +195,12 @@ def explain(
     return "\n".join(lines)
 
 
+def _is_proxied() -> bool:
+    """Whether ``make_fx`` records a call whose derivatives it does not."""
+    kind = torch._C._TorchDispatchModeKey.PROXY
+    return torch._C._get_dispatch_mode(kind) is not None and not order_of_transforms()
+
+
 def _attend(
     function: Callable[..., Any],
     given: Arguments,
@@ -220,7 +226,7 @@ def _attend(
     else:
         has_dispatch = any(isinstance(t, Tensor) and (t.is_meta or type(t) not in PLAIN) for t in given[:4])
     # While torch.jit.trace records, sizes are tensors, with which no route can work.
-    if is_compiling or has_dispatch or torch._C._get_tracing_state() is not None:
+    if is_compiling or has_dispatch or torch._C._get_tracing_state() is not None or _is_proxied():
         from .routes import operator  # not before: where two copies of this package are loaded, both would register it
 
         found = operator.call(given, config, with_lse=with_lse)

@@ -11,15 +11,18 @@ _PATCHED = ("model", "model1", "model2", "vae", "clip")  # inputs of nodes that 
 
 
 def without_effect(prompt: Prompt, node: str) -> str:
-    """Why nothing is ever computed with what ``node`` patched; "" where something may be.
+    """Why nothing is ever computed with what ``node`` patched, its first output; "" where something may be.
 
-    Every way from it then ends in a node of the same kind, which replaces the patch, or in a merge that reads only the
-    weights.
+    The output leads nowhere then, or every way from it ends in a node of the same kind, which replaces the patch, or in
+    a merge that reads only the weights. What is done with a CLIP or a VAE says nothing about the model.
     """
     kind = kind_of(prompt, node)
+    if node in prompt and not any(_followers(prompt, node, 0)):
+        return "its first output is not connected"
     merges, replacing, waiting, seen = set[str](), set[str](), [node], {node}
     while waiting:
-        for follower, entrance in _followers(prompt, waiting.pop()):
+        name = waiting.pop()
+        for follower, entrance in _followers(prompt, name, 0 if name == node else None):
             its_kind = kind_of(prompt, follower)
             if entrance == "model2" and its_kind.startswith(_MERGES):
                 merges.add(its_kind)
@@ -42,13 +45,19 @@ def kind_of(prompt: Prompt, node: str) -> str:
 
 def links(prompt: Prompt, node: str) -> dict[str, str]:
     """The inputs of a node that come from other nodes, and from which."""
+    return {name: source for name, (source, _) in _sources(prompt, node).items()}
+
+
+def _sources(prompt: Prompt, node: str) -> dict[str, tuple[str, Any]]:
+    """The inputs of a node that come from other nodes: from which, and from which of its outputs."""
     given = prompt.get(node, {}).get("inputs", {}).items()
     pairs = ((name, value) for name, value in given if isinstance(value, (list, tuple)) and len(value) == 2)
-    return {name: str(source) for name, (source, _) in pairs if isinstance(source, (str, int))}
+    return {name: (str(source), output) for name, (source, output) in pairs if isinstance(source, (str, int))}
 
 
-def _followers(prompt: Prompt, node: str) -> Iterator[tuple[str, str]]:
+def _followers(prompt: Prompt, node: str, output: int | None = None) -> Iterator[tuple[str, str]]:
+    """The nodes, and their inputs, to which an output of a node goes; None: any of its outputs."""
     for follower in prompt:
-        for entrance, source in links(prompt, follower).items():
-            if source == node:
+        for entrance, (source, own) in _sources(prompt, follower).items():
+            if source == node and output in (None, own):
                 yield follower, entrance

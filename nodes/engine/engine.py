@@ -98,12 +98,12 @@ class _Decision:
 
 
 def left_off(config: AttentionConfig) -> str:
-    """``"; the fused kernel is left off: ..."`` for a node's status, "" if it is not.
+    """``"the fused kernel is left off: ..."`` for a node's status, "" if it is not.
 
     The kernels are checked here, once on a machine, since a node that patches runs before its model is on the card.
     """
     why = try_early(host.compute_device(), host.make_room) if config.route == "auto" and config.fused else ""
-    return f"; the fused kernel is left off: {why}" if why else ""
+    return f"the fused kernel is left off: {why}" if why else ""
 
 
 class Engine:

@@ -155,17 +155,15 @@ def choose_runs(
         report_id: the report's own node.
     """
     shown = [Shown(run, "" if run.finished else _UNFINISHED) for run in known if run.prompt_id == prompt_id]
-    seen = {entry.run.unique_id for entry in shown}
+    seen = {(entry.run.unique_id, entry.run.part) for entry in shown}
     patches = {node: kind for node in prompt if (kind := kind_of(prompt, node)) in PATCHES}
     earlier, remarks = [], []
     for node, kind in patches.items():
-        if node in seen:
-            continue
         title, part = PATCHES[kind]
+        if (node, part) in seen:
+            continue
         why, last = without_effect(prompt, node), None
-        if not any(node in links(prompt, other).values() for other in prompt):
-            why = "its output is not connected"
-        elif not why:
+        if not why:
             last = next((run for run in reversed(known) if (run.unique_id, run.part) == (node, part)), None)
         if last is not None:
             earlier.append(Shown(last, f"of an earlier prompt, at {clock_text(last.started)}"))

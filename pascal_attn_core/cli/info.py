@@ -15,8 +15,8 @@ from ..call import check_call
 from ..config import default_config
 from ..int8.backends import backend_on
 from ..int8.report import COMPUTED_BY
-from ..machine.device import DeviceInfo
-from ..machine.facts import MIB, Machine, device_lines, device_names, head_lines, line, look_around, together_lines
+from ..machine.device import MIB, DeviceInfo
+from ..machine.facts import Machine, device_lines, device_names, head_lines, line, look_around, together_lines
 from ..machine.runtime import runtime_of
 from ..machine.wheels import judge
 from ..routes import route_names, why_not

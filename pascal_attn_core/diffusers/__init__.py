@@ -131,6 +131,7 @@ def patch_attention(pipe_or_model: Any, config: AttentionConfig | None = None) -
         TypeError: neither a pipeline nor a module.
         ValueError: it holds no attention that calls ``scaled_dot_product_attention``.
     """
+    config_of(config)  # or raises
     _warn_if_sdpa_is_replaced()
     models = models_of(pipe_or_model)
     redirect = SdpaRedirect(config)
@@ -170,6 +171,8 @@ def patch_pipeline(pipe_or_model: Any, config: AttentionConfig | None = None, *,
         TypeError: neither a pipeline nor a module.
         ValueError: it has no part that can be patched.
     """
+    if not isinstance(eight_bit, bool):
+        raise TypeError(f"eight_bit must be a bool, got {eight_bit!r}")
     from .pipeline import patch_parts  # it brings in feed-forward, VAEs and 8 bits, which attention does not need
 
     return patch_parts(pipe_or_model, functools.partial(patch_attention, config=config), eight_bit=eight_bit)
@@ -362,6 +365,8 @@ def _effective(module: nn.Module, processor: Any) -> tuple[Any, SdpaRedirect | N
 def _keeps_ours(original: Callable) -> Callable:
     @functools.wraps(original)
     def set_processor(self: nn.Module, processor: Any) -> None:
+        if isinstance(processor, type):
+            raise TypeError(f"processor must be an attention processor, got the class {processor.__name__}: call it")
         processor, redirect = _effective(self, processor)
         original(self, processor)
         set_lasting_redirect(self, redirect)

@@ -10,18 +10,18 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..patching.selectors import parts_of
+from ..patching.selectors import DENOISERS, parts_of
 from .code import names_of, reaches_sdpa
 from .processors import RedirectedProcessor
 
 
 def models_of(pipe_or_model: Any) -> dict[str, Any]:
-    """The models to search by name: the components of a pipeline that are diffusers models, or by "" a module itself;
-    raises TypeError for anything else."""
+    """The models to search by name: the components of a pipeline that are diffusers models, or hold one (as what peft
+    makes of one does), or by "" a module itself; raises TypeError for anything else."""
     import diffusers
 
-    parts = parts_of(pipe_or_model)
-    return {name: part for name, part in parts.items() if not name or isinstance(part, diffusers.ModelMixin)}
+    kind, parts = diffusers.ModelMixin, parts_of(pipe_or_model)
+    return {name: part for name, part in parts.items() if not name or any(isinstance(m, kind) for m in part.modules())}
 
 
 def sites_of(models: dict[str, Any]) -> Iterator[tuple[str, nn.Module]]:
@@ -60,6 +60,9 @@ def left_alone(models: dict[str, Any]) -> dict[str, str]:
         elif processor is None and _attends_by_itself(module):
             has_softmax = "softmax" in names_of(cls.forward)
             found[name] = f"{cls.__name__}: {'a softmax of its own' if has_softmax else 'attention without softmax'}"
+    for name in set(DENOISERS) & models.keys():
+        if not any(place.startswith(f"{name}.") for place in (*dict(sites_of(models)), *found)):
+            found[name] = f"{type(models[name]).__name__}: no attention that calls scaled_dot_product_attention"
     return found
 
 

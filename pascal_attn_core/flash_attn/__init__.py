@@ -136,15 +136,14 @@ def flash_attn_varlen_func(
         cu_seqlens_q, cu_seqlens_k: int32 ``[B + 1]``, where each sequence starts and the last one ends; sequences
             may be empty.
         max_seqlen_q, max_seqlen_k: ignored, for compatibility; the lengths determine them.
-        block_table: int32 ``[B, pages of a sequence]``: k and v are pages ``[num_pages, page_tokens, Hkv, D]``,
-            gathered for one sequence at a time.
+        block_table: must be None.
         others: see :func:`flash_attn_func`; lse is ``[Hq, total_q]``.
     Returns:
         ``[total_q, Hq, Dv]``; zero after the last sequence.
     """
     options = flash_options(dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic)
-    given: dict[str, Any] = {"with_lse": return_attn_probs, "block_table": block_table}
-    return _answer(*varlen_attend(q, k, v, cu_seqlens_q, cu_seqlens_k, options, **given))
+    refuse(block_table=block_table)
+    return _answer(*varlen_attend(q, k, v, cu_seqlens_q, cu_seqlens_k, options, with_lse=return_attn_probs))
 
 
 @options_of(flash_attn_varlen_func, 5)
@@ -190,20 +189,17 @@ def flash_attn_with_kvcache(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Attention over a cache, to which new keys and values are first written in place.
 
-    Sequences of different lengths or with paged keys are computed one by one, each over a view of its keys (paged: over
-    a copy).
+    Sequences of different lengths are computed one by one, each over a view of its keys.
 
     Args:
         q: ``[B, L, Hq, D]``.
-        k_cache, v_cache: ``[B, tokens, Hkv, D]``, or with ``block_table`` pages ``[num_pages, page_tokens, Hkv,
-            D]`` of any size.
+        k_cache, v_cache: ``[B, tokens, Hkv, D]``.
         k, v: ``[B, N, Hkv, D]``, new tokens, appended to those of each sequence.
         rotary_cos, rotary_sin: ``[tokens, rotary_dim / 2]``, only with k and v: k is rotated by the positions at which
             it is written; so is q if ``causal`` or ``window_size`` is given, otherwise all of q by the first position.
         cache_seqlens: a number or int32 ``[B]``: tokens that are in the cache before the new ones; needed with k and v,
             otherwise None = all. It is not changed.
-        cache_batch_idx, cache_leftpad: must be None.
-        block_table: int32 ``[B, pages of a sequence]``.
+        cache_batch_idx, cache_leftpad, block_table: must be None.
         rotary_interleaved: rotate the pairs (0, 1), (2, 3) ...; otherwise (0, rotary_dim / 2) ...
         num_splits: ignored, for compatibility.
         others: see :func:`flash_attn_func`.
@@ -211,11 +207,11 @@ def flash_attn_with_kvcache(
         ``[B, L, Hq, D]``, with ``return_softmax_lse`` (out, lse ``[B, Hq, L]``).
     Raises:
         NotImplementedError: an input requires a gradient (there is no backward pass, as in flash-attn), or
-            cache_batch_idx or cache_leftpad is given.
+            cache_batch_idx, cache_leftpad or block_table is given.
         TypeError, ValueError: invalid or inconsistent arguments; the cache has not been changed.
     """
     check_layout(TOKENS, q=q)
-    refuse(cache_batch_idx=cache_batch_idx, cache_leftpad=cache_leftpad)
+    refuse(cache_batch_idx=cache_batch_idx, cache_leftpad=cache_leftpad, block_table=block_table)
     _refuse_gradients(q, k_cache, v_cache, k, v)
     options = flash_options(0.0, softmax_scale, causal, window_size, softcap, alibi_slopes)
     options.check_slopes(q.shape[0], q.shape[2])
@@ -223,7 +219,7 @@ def flash_attn_with_kvcache(
         raise FlashArgumentError("cache_seqlens must be given with k and v, got None; it says where they are written")
     if rotary_cos is not None and k is None:
         raise FlashArgumentError("rotary_cos and rotary_sin must come with k and v (as in flash-attn), got no k")
-    cache = cache_of(k_cache, v_cache, q.shape[0], cache_seqlens, block_table)
+    cache = cache_of(k_cache, v_cache, q.shape[0], cache_seqlens)
     new = check_new_tokens(cache, q, k, v)
     if k is not None and v is not None:
         if rotary_cos is not None:

@@ -10,9 +10,9 @@ from torch import Tensor
 
 from .modules.rotary import apply_rotary
 from .options import TOKENS, FlashArgumentError, FlashOptions, attend, check_layout, check_whole_numbers
-from .varlen import gather_pages, neighbours
+from .varlen import neighbours
 
-_CAPACITY = "(tokens of k_cache, or of a sequence's pages in block_table)"
+_CAPACITY = "(tokens of k_cache)"
 
 
 @dataclass(frozen=True, eq=False)
@@ -20,57 +20,41 @@ class KvCache:
     """The places of the keys of each sequence of a batch.
 
     Attributes:
-        k, v: ``[B, tokens, Hkv, D]``, or with ``block_table`` pages ``[num_pages, page_tokens, Hkv, D]``.
+        k, v: ``[B, tokens, Hkv, D]``.
         lengths: tokens of each sequence before the new ones.
-        block_table: whole numbers ``[B, pages of a sequence]``, on the device of k.
     """
 
     k: Tensor
     v: Tensor
     lengths: list[int]
-    block_table: Tensor | None
 
     @property
     def capacity(self) -> int:
         """Tokens that a sequence may have."""
-        tokens = self.k.shape[1]
-        return tokens if self.block_table is None else tokens * self.block_table.shape[1]
+        return self.k.shape[1]
 
     def groups(self) -> Iterator[tuple[int, int]]:
         """Neighbouring sequences that form one batch in the cache: (first, one past the last)."""
-        return neighbours(self.lengths, one_by_one=self.block_table is not None)
+        return neighbours(self.lengths)
 
     def write(self, k: Tensor, v: Tensor) -> None:
         """Append the new tokens ``[B, N, Hkv, D]`` to those that are there."""
         for first, last in self.groups():
             start, tokens = self.lengths[first], k.shape[1]
             for cache, new in ((self.k, k), (self.v, v)):
-                if self.block_table is not None:
-                    place = torch.arange(start, start + tokens, device=cache.device)
-                    page = self.block_table[first].long()[place // cache.shape[1]]
-                    cache[page, place % cache.shape[1]] = new[first]
-                else:
-                    cache[first:last, start : start + tokens] = new[first:last]
+                cache[first:last, start : start + tokens] = new[first:last]
 
     def keys(self, first: int, last: int, new: int) -> tuple[Tensor, Tensor]:
-        """Keys and values of some sequences, ``[b, S, Hkv, D]``: views; of a paged cache, copies."""
+        """Keys and values of some sequences, views ``[b, S, Hkv, D]``."""
         end = self.lengths[first] + new
-        if self.block_table is not None:
-            pages = self.block_table[first]
-            return gather_pages(self.k, pages, end)[None], gather_pages(self.v, pages, end)[None]
         return self.k[first:last, :end], self.v[first:last, :end]
 
 
-def cache_of(
-    k_cache: Tensor, v_cache: Tensor, batch: int, cache_seqlens: int | Tensor | None, block_table: Tensor | None
-) -> KvCache:
+def cache_of(k_cache: Tensor, v_cache: Tensor, batch: int, cache_seqlens: int | Tensor | None) -> KvCache:
     """The cache of a batch, its arguments checked and its tensor of lengths read once."""
-    check_layout(TOKENS if block_table is not None else (batch, *TOKENS[1:]), k_cache=k_cache)
+    check_layout((batch, *TOKENS[1:]), k_cache=k_cache)
     check_layout((*k_cache.shape[:3], "head_dim"), v_cache=v_cache)
-    if block_table is not None:
-        check_whole_numbers((batch, "pages of a sequence"), block_table=block_table)
-        block_table = block_table.to(k_cache.device)
-    cache = KvCache(k_cache, v_cache, [], block_table)
+    cache = KvCache(k_cache, v_cache, [])
     if isinstance(cache_seqlens, Tensor):
         check_whole_numbers((batch,), cache_seqlens=cache_seqlens)
         cache.lengths.extend(cache_seqlens.tolist())

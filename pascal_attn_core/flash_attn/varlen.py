@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -39,33 +39,26 @@ def varlen_attend(
     options: FlashOptions,
     *,
     with_lse: bool,
-    block_table: Tensor | None = None,
 ) -> _Result:
     """Attention within each sequence.
 
     Args:
-        q: ``[total_q, Hq, D]``; k ``[total_k, Hkv, D]``; v ``[total_k, Hkv, Dv]``; with ``block_table`` k and v are
-            pages ``[num_pages, page_tokens, Hkv, D]``.
+        q: ``[total_q, Hq, D]``; k ``[total_k, Hkv, D]``; v ``[total_k, Hkv, Dv]``.
         cu_seqlens_q, cu_seqlens_k: whole numbers ``[B + 1]``, read once (one synchronisation on a GPU).
-        block_table: ``[B, pages of a sequence]``, which pages hold its keys.
     Returns:
         (out ``[total_q, Hq, Dv]``, zero after the last sequence; lse ``[Hq, total_q]`` or None).
     """
-    is_paged = block_table is not None
-    check_layout(PACKED, q=q)
-    check_layout(("pages", "page_tokens", "heads", "head_dim") if is_paged else PACKED, k=k, v=v)
-    q_ends, k_ends = read_lengths(cu_seqlens_q, cu_seqlens_k, q.shape[0], None if is_paged else k.shape[0])
+    check_layout(PACKED, q=q, k=k, v=v)
+    q_ends, k_ends = read_lengths(cu_seqlens_q, cu_seqlens_k, q.shape[0], k.shape[0])
     lengths = [(q1 - q0, k1 - k0) for q0, q1, k0, k1 in zip(q_ends, q_ends[1:], k_ends, k_ends[1:])]
     options.check_slopes(len(lengths), q.shape[1])
-    if block_table is not None:
-        check_whole_numbers((len(lengths), "pages of a sequence"), block_table=block_table)
-    runs = [_Run(first, last, *lengths[first]) for first, last in neighbours(lengths, one_by_one=is_paged)]
-    if not is_paged and sum(run.q_len > 0 for run in runs) > 1:
+    runs = [_Run(first, last, *lengths[first]) for first, last in neighbours(lengths)]
+    if sum(run.q_len > 0 for run in runs) > 1:
         result = packed_attend(q, k, v, q_ends, k_ends, options, with_lse=with_lse)
         if result is not None:
             return result
     q, k, v, *_ = prepared(Arguments(q, k, v))
-    pieces = _attend_runs(runs, q, k, v, block_table, options, with_lse=with_lse)
+    pieces = _attend_runs(runs, q, k, v, options, with_lse=with_lse)
     if len(runs) == 1 and runs[0].size * runs[0].q_len == q.shape[0] > 0:
         return next(pieces)
     if torch.is_grad_enabled() and any(t.requires_grad for t in (q, k, v)):
@@ -74,24 +67,12 @@ def varlen_attend(
 
 
 def _attend_runs(
-    runs: list[_Run],
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    block_table: Tensor | None,
-    options: FlashOptions,
-    *,
-    with_lse: bool,
+    runs: list[_Run], q: Tensor, k: Tensor, v: Tensor, options: FlashOptions, *, with_lse: bool
 ) -> Iterator[_Result]:
     """(out ``[tokens, Hq, Dv]``, lse ``[Hq, tokens]`` or None) of each run that has queries."""
     queries = _split(q, [run.size * run.q_len for run in runs])
-
-    def of_each(keys: Tensor) -> Iterable[Tensor]:
-        if block_table is None:
-            return _split(keys, [run.size * run.k_len for run in runs])
-        return (gather_pages(keys, block_table[run.first], run.k_len) for run in runs)  # one copy at a time
-
-    for run, *tensors in zip(runs, queries, of_each(k), of_each(v)):
+    keys, values = (_split(t, [run.size * run.k_len for run in runs]) for t in (k, v))
+    for run, *tensors in zip(runs, queries, keys, values):
         if run.q_len:
             query, key, value = (rearrange(t, "(b n) h d -> b n h d", b=run.size) for t in tensors)
             out, lse = attend(query, key, value, options.part(run.first, run.last), with_lse=with_lse)
@@ -125,32 +106,19 @@ def _without_keys(q: Tensor, tokens: int) -> Tensor:
     return q.new_full((q.shape[1], tokens), -torch.inf, dtype=accumulate_dtype(q.dtype))
 
 
-def gather_pages(cache: Tensor, pages: Tensor, tokens: int) -> Tensor:
-    """The first tokens of a sequence, ``[tokens, Hkv, D]``, copied from pages ``[num_pages, page_tokens, Hkv, D]``."""
-    page_tokens = cache.shape[1]
-    needed = -(-tokens // page_tokens) if page_tokens else 0
-    if needed > pages.shape[0] or (tokens and not page_tokens):
-        raise FlashArgumentError(
-            f"block_table must name enough pages for {tokens} tokens, got {pages.shape[0]} of {page_tokens} tokens"
-        )
-    return rearrange(cache.index_select(0, pages[:needed].long()), "pages n h d -> (pages n) h d")[:tokens]
-
-
 def _split(tensor: Tensor, sizes: list[int]) -> tuple[Tensor, ...]:
     # one split, not several slices: each slice's gradient would be a tensor as large as all of them
     return tensor.split([*sizes, tensor.shape[0] - sum(sizes)])[: len(sizes)]
 
 
-def neighbours(lengths: Sequence[Any], *, one_by_one: bool) -> Iterator[tuple[int, int]]:
+def neighbours(lengths: Sequence[Any]) -> Iterator[tuple[int, int]]:
     """(first, one past the last) of neighbouring sequences of the same lengths, which are computed as one batch."""
-    for _, group in itertools.groupby(range(len(lengths)), lambda i: i if one_by_one else lengths[i]):
+    for _, group in itertools.groupby(range(len(lengths)), lambda i: lengths[i]):
         members = list(group)
         yield members[0], members[-1] + 1
 
 
-def read_lengths(
-    cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, total_q: int, total_k: int | None
-) -> tuple[list[int], list[int]]:
+def read_lengths(cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, total_q: int, total_k: int) -> tuple[list[int], list[int]]:
     """Where each sequence of queries and of keys starts, and the last ends; checked against the tokens there are."""
     check_whole_numbers(("B + 1",), cu_seqlens_q=cu_seqlens_q)
     check_whole_numbers(cu_seqlens_q.shape, cu_seqlens_k=cu_seqlens_k)
@@ -162,7 +130,7 @@ def read_lengths(
         shown = ends if len(ends) <= 16 else [*ends[:8], "...", *ends[-8:]]
         if ends[:1] != [0] or sorted(ends) != ends:
             raise FlashArgumentError(f"{name} must start at 0 and never decrease, got {shown}")
-        if total is not None and ends[-1] > total:
+        if ends[-1] > total:
             raise FlashArgumentError(f"{name} must end within the {total} tokens, got {shown}")
     return q_ends, k_ends
 
@@ -174,16 +142,3 @@ def padded_lse(lse: Tensor, ends: list[int], longest: int) -> Tensor:
         raise FlashArgumentError(f"max_seqlen_q must be at least {max(sizes)}, got {longest}")
     parts = lse[:, : ends[-1]].split(sizes, 1)
     return torch.stack([torch.nn.functional.pad(part, (0, longest - part.shape[1])) for part in parts])
-
-
-def cut_to_used(name: str, ends: Tensor, used: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """(k, v, where each sequence starts) with only the first ``used [B]`` tokens of each sequence."""
-    check_whole_numbers((ends.shape[0] - 1,), **{name: used})
-    starts, counts = ends.tolist(), used.tolist()
-    sizes = [last - first for first, last in itertools.pairwise(starts)]
-    if any(not 0 <= count <= size for count, size in zip(counts, sizes)):
-        raise FlashArgumentError(f"{name} must be from 0 to the lengths {sizes}, got {counts}")
-    parts = [torch.arange(first, first + count, device=k.device) for first, count in zip(starts, counts)]
-    places = torch.cat([torch.arange(0, device=k.device), *parts])
-    new_ends = torch.tensor([0, *counts], device=ends.device).cumsum(0, dtype=torch.int32)
-    return k.index_select(0, places), v.index_select(0, places), new_ends

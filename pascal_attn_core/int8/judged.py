@@ -53,11 +53,11 @@ class Int8Options:
 
 
 def limit_of(max_error: Any) -> float:
-    """The limit of errors as a float; a TypeError or a ValueError where it is no number from 0 on."""
+    """The limit of errors as a float; a TypeError or a ValueError where it is no number from 0 to 1."""
     if isinstance(max_error, bool) or not isinstance(max_error, (int, float)):
         raise TypeError(f"max_error must be a number, got {max_error!r}")
-    if not max_error >= 0:
-        raise ValueError(f"max_error must be at least 0, got {max_error}")
+    if not 0 <= max_error <= 1:
+        raise ValueError(f"max_error must be a share from 0 to 1 (0.05 for 5 %), got {max_error}")
     return float(max_error)
 
 

@@ -22,14 +22,27 @@ import torch
 from ..version import __version__
 from .amd_system import OVERRIDE, readings
 from .amd_system import nodes as amd_nodes
-from .device import DeviceInfo, device_info, free_bytes, pci_place, smi_id
+from .device import MIB, DeviceInfo, device_info, free_bytes, pci_place, smi_id
 from .wheels import TorchBuild, has_rocm_wheel, judge, rocm_wheel_for, wheel_for
 
+GIB = 1 << 30
+_LABEL = 12
+NO_WINDOW = getattr(subprocess, "CREATE_NO_WINDOW", 0)  # of a process that is started on Windows
+_PROC_DRIVER = Path("/proc/driver/nvidia/version")
+_CLOCKS = "clocks.sm,clocks.mem,temperature.gpu,power.draw"
+_WATCH_SECONDS = 1.0
+# What a call gets on devices that are not NVIDIA's, and what it is spared.
+_GETS = "torch's kernel where torch has a fused one for the call, else our own (AMD only) or tiles within the budget"
+_SPARED = {
+    "hip": "without them: all scores are stored on cards that torch has no fused kernel for",
+    "mps": "without them: all scores are stored, and come out wrong beyond 2^31 of them",
+    "xpu": "without them: all scores may be stored, and a buffer above 4 GiB cannot be allocated",
+}
 # What several cards of one machine are to each other.
-QUERY = "pcie.link.gen.max,pcie.link.width.current,pcie.link.width.max"
+_LINK = "pcie.link.gen.max,pcie.link.width.current,pcie.link.width.max"
 # Of one lane in each direction, after line coding, by generation: PCI Express base specifications.
 _LANE_BYTES = {1: 0.25e9, 2: 0.5e9, 3: 0.985e9, 4: 1.969e9, 5: 3.938e9}
-REACHED = 0.76  # of that by copies from and to pinned memory
+_REACHED = 0.76  # of that by copies from and to pinned memory
 
 
 class Link(NamedTuple):
@@ -43,7 +56,7 @@ class Link(NamedTuple):
     @property
     def bytes_per_second(self) -> float:
         """The rate that copies from and to pinned memory may reach each way; 0 where the generation is not known."""
-        return REACHED * self.width * _LANE_BYTES.get(self.generation, 0.0)
+        return _REACHED * self.width * _LANE_BYTES.get(self.generation, 0.0)
 
     @property
     def text(self) -> str:
@@ -68,21 +81,6 @@ def direct_pairs(count: int) -> tuple[tuple[int, int], ...]:
         with contextlib.suppress(RuntimeError):  # a card that cannot be started
             pairs += [(first, second)] if torch.cuda.can_device_access_peer(first, second) else []
     return tuple(pairs)
-
-
-MIB, GIB = 1 << 20, 1 << 30
-_LABEL = 12
-NO_WINDOW = getattr(subprocess, "CREATE_NO_WINDOW", 0)  # of a process that is started on Windows
-_PROC_DRIVER = Path("/proc/driver/nvidia/version")
-_CLOCKS = "clocks.sm,clocks.mem,temperature.gpu,power.draw"
-_WATCH_SECONDS = 1.0
-# What a call gets on devices that are not NVIDIA's, and what it is spared.
-_GETS = "torch's kernel where torch has a fused one for the call, else our own (AMD only) or tiles within the budget"
-_SPARED = {
-    "hip": "without them: all scores are stored on cards that torch has no fused kernel for",
-    "mps": "without them: all scores are stored, and come out wrong beyond 2^31 of them",
-    "xpu": "without them: all scores may be stored, and a buffer above 4 GiB cannot be allocated",
-}
 
 
 @dataclass(frozen=True)
@@ -218,7 +216,7 @@ def ask_link(device: torch.device) -> Link | None:
     """The PCIe link of a card; None where nvidia-smi is missing or does not say."""
     if torch.version.hip is not None:
         return None
-    return parse_link(_asked(QUERY, "--id", smi_id(device)))
+    return parse_link(_asked(_LINK, "--id", smi_id(device)))
 
 
 @contextlib.contextmanager

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from ..call import FLOATS, PLAIN, AttentionCall, check_call
 from ..config import AttentionConfig, RouteUnavailable
@@ -28,6 +29,7 @@ from ..machine.own_thread import in_backward
 from ..machine.runtime import runtime_of
 from ..observe import report
 from ..patching.interception import torch_sdpa
+from .derivatives import differentiable
 from .route import Choice
 from .short import MANY_KEYS
 from .torch_faults import EMPTY_ROWS_ARE_ZERO, TorchAlone, is_torchs_own, reads_values
@@ -41,6 +43,7 @@ _ALIGNED = 16  # bytes: no kernel reads more at a time
 _NUMBERS = (float, int, type(None))  # types of scale and dropout_p that are compared by value
 _C = torch._C
 _tracing, _transforms, _grad = _C._get_tracing_state, _C._are_functorch_transforms_active, _C.is_grad_enabled
+_modes = _C._len_torch_dispatch_stack
 
 
 def _asked(name: str) -> Callable[[], Any]:
@@ -98,6 +101,8 @@ def kind_of(
         return None  # torch.jit.trace would warn of every size that is looked at
     if not (is_causal is False or (is_causal is True and attn_mask is None)):
         return None  # 0 == False, but is refused
+    if forward_ad._current_level >= 0 or _transforms():
+        return None  # derivatives of a higher order
     try:
         q_shape, k_shape, v_shape, dtype = query.shape, key.shape, value.shape, query.dtype
         q_dense, k_dense, v_dense = query.is_contiguous(), key.is_contiguous(), value.is_contiguous()
@@ -126,7 +131,7 @@ def kind_of(
                     return BY_TORCH
         if not (enable_gqa is False or enable_gqa is True) or config.devices:
             return None
-        if not (type(scale) in _NUMBERS and type(dropout_p) in _NUMBERS) or _any_autocast() or _transforms():
+        if not (type(scale) in _NUMBERS and type(dropout_p) in _NUMBERS) or _any_autocast() or _modes():
             return None
         keys: Any = k_shape[-2]
         wants = _grad() and (query.requires_grad, key.requires_grad, value.requires_grad)
@@ -233,8 +238,10 @@ def again(
         if ready is not None and ready.choice is not None:
             return _by_choice(ready, query, key, value, attn_mask), kind
         if enable_gqa and query.shape[1] > key.shape[1]:  # torch 2.4 does not know it
-            return torch_sdpa(query, key, value, None, dropout_p, is_causal, scale=scale, enable_gqa=True), None
-        return torch_sdpa(query, key, value, attn_mask, dropout_p, is_causal, scale=scale), None
+            out = torch_sdpa(query, key, value, None, dropout_p, is_causal, scale=scale, enable_gqa=True)
+        else:
+            out = torch_sdpa(query, key, value, attn_mask, dropout_p, is_causal, scale=scale)
+        return out if out.grad_fn is None else differentiable(out, config), None
     except RouteUnavailable:  # its plan names the reason from now on
         return None, kind
     except RuntimeError as error:

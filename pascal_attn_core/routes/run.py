@@ -41,7 +41,7 @@ from ..config import AttentionConfig, RouteUnavailable, UnsupportedAttention, kn
 from ..fused.launch.plan import Plan
 from ..observe import report
 from .fused import FusedRoute, Int8Route
-from .math import MathRoute
+from .math import BEYOND_SECONDS, MathRoute
 from .prepared import Kind, keep
 from .route import Choice, Request, Route
 from .several import on_one_device, on_several
@@ -107,12 +107,12 @@ def choose(
         return on_several(request, choose(call, on_one_device(config), **flags))
     if config.route != "auto":
         route = route_named(config.route)
-        plan = route.plan(request)
+        plan = route.plan(request) if route.is_differentiable or call.order < 3 else [BEYOND_SECONDS]
         if isinstance(plan, list):
             raise UnsupportedAttention(config.route, plan)
         return _with_remark(Choice(route, "asked for by name", plan))
     for route in ROUTES:
-        choice = route.claim(request)
+        choice = route.claim(request) if route.is_differentiable or call.order < 3 else None
         if choice is not None:
             return _with_remark(choice)
     raise UnsupportedAttention("auto", [reason for name in ("torch", "tiled") for reason in _reasons(request, name)])
@@ -164,7 +164,9 @@ def _by(
 ) -> Results:
     route = choice.by
     with without_autocast(call.query):
-        if call.needs_grad and not route.is_differentiable:
+        if not route.is_differentiable and (
+            call.needs_grad or call.order > 1 or torch._C._are_functorch_transforms_active()
+        ):
             return route.with_gradients(call, config, choice.plan, stats=stats)
         return route.forward(call, config, choice.plan, with_lse=with_lse, for_grad=False, stats=stats)
 

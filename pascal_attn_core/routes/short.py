@@ -12,6 +12,7 @@ from ..config import AttentionConfig
 from ..machine.device import LONGEST_SUM_ON_MPS, MIB
 from ..machine.runtime import runtime_of
 from ..tiled.layout import rows_overlap, slides_by_one
+from .derivatives import differentiable
 from .route import Choice, Request, Route
 from .torch_faults import EMPTY_ROWS_ARE_ZERO, broken_promise, fault_reasons
 from .torch_kernel import fused_takes, run_as_it_is
@@ -32,7 +33,7 @@ class TorchAsIs(Route):
         return None if is_short(request.call, request.config) else ["it is not short"]
 
     def forward(self, call: AttentionCall, config: AttentionConfig, plan: Any, **options: Any) -> Results:
-        return Results(run_as_it_is(call))
+        return Results(differentiable(run_as_it_is(call), config))
 
 
 class ShortCalls(Route):
@@ -56,6 +57,8 @@ def is_short(call: AttentionCall, config: AttentionConfig, *, in_graph: bool = F
     """A call whose score matrix is below the limit, and which torch's function takes as it is with our meaning: it may
     do with it as it likes. Decided in a few comparisons, since such a call takes microseconds."""
     if call.num_scores * 4 > config.math_limit_mib * MIB or config.route != "auto" or call.query.dim() != 4:
+        return False
+    if call.order > 1:
         return False
     if call.left is not None or (call.right is not None and not call.plain_causal) or call.scale <= 0:
         return False

@@ -32,6 +32,7 @@ from ..machine.room import Room
 from ..machine.runtime import begin_epoch, runtime_of
 from ..observe.progress import this_thread
 from ..tiled.layout import is_matrix, slides_by_one
+from .derivatives import differentiable
 from .route import Choice, Request, Route
 from .torch_faults import TorchAlone, broken_promise, fault_reasons, is_torchs_own, torch_sdpa, unkept
 
@@ -112,7 +113,7 @@ class TorchRoute(Route):
         by the next plan."""
         form = plan or TorchForm()
         try:
-            return Results(run_form(call, form))
+            return Results(differentiable(run_form(call, form), config))
         except out_of_memory() as error:
             if form.is_as_it_came or config.budget_mib is not None:
                 raise
@@ -178,6 +179,8 @@ def _refusals(call: AttentionCall, with_lse: bool) -> list[str]:
         reasons.append("torch's function has no attention sinks")
     if call.score_rule is not None:
         reasons.append("torch's function has no score_mod")
+    if call.order > 1:
+        reasons.append("torch's kernels have no forward mode and no gradients of gradients")
     mask = call.attn_mask
     if isinstance(mask, LazyMask):
         return [*reasons, "attn_mask is a rule, not a tensor"]

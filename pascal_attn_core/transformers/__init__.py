@@ -9,8 +9,7 @@ and sliding windows would be ignored. Needs Transformers 4.53 or newer. Neither 
 stored, except where the model itself needs one: a position bias (T5), a 4-D mask passed by hand,
 ``output_attentions=True``, and masks other than causal and padding inside a graph that torch.compile traces. Models
 with their own attention code keep using it: see :func:`unsupported_reason`. Continuous batching
-(``model.generate_batch``, paged caches) is supported; its requests are computed as sequences of different lengths. CUDA
-graphs cannot capture those: where a version of Transformers uses them by default, pass ``use_cuda_graph=False``.
+(``model.generate_batch``) is refused.
 """
 
 from __future__ import annotations
@@ -30,7 +29,6 @@ from ..config import AttentionConfig, config_of, default_config
 from ..patching.patch import Patch, PatchGroup, replaced
 from .call import Masked, refuse_what_we_do_not_know, weights, with_query_sinks
 from .mask import HostMask, asks_interface, pascal_mask
-from .paged import adds_prefix, paged_attend, serve_batching
 
 __all__ = [
     "make_hf_attention_fn",
@@ -69,12 +67,8 @@ def patch_transformers(name: str = "pascal_chunked", *, config: AttentionConfig 
         return pascal_mask(*args, **kwargs)  # a new object for each registration, like the attention
 
     with PatchGroup(f"Transformers attention {name!r}") as group:
-        interfaces = _interfaces()
-        for interface, function in zip(interfaces, (attention, mask)):
-            for each in (name, f"paged|{name}") if adds_prefix() else (name,):
-                group.add(replaced(interface._global_mapping, each, function))
-        for undo in serve_batching(name, interfaces[0]._global_mapping):
-            group.add(undo)
+        for interface, function in zip(_interfaces(), (attention, mask)):
+            group.add(replaced(interface._global_mapping, name, function))
     return group.patch()
 
 
@@ -125,9 +119,6 @@ def _attention_by(config: AttentionConfig | None) -> Callable[..., tuple[Tensor,
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None]:
         refuse_what_we_do_not_know(kwargs)
-        if kwargs.get("cache") is not None or kwargs.get("read_index") is not None:  # continuous batching
-            more: Any = {"scaling": scaling, "dropout": dropout, "softcap": softcap, "s_aux": s_aux, "config": config}
-            return paged_attend(module, query, key, value, kwargs, **more), None
         sinks = kwargs.get("sinks")
         masked = Masked.of(module, query, key, value, attention_mask, is_causal).with_bias(position_bias)
         options: dict[str, Any] = masked.options() | {"scale": scaling, "softcap": softcap}

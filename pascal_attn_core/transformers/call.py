@@ -132,6 +132,8 @@ def refuse_what_we_do_not_know(kwargs: dict[str, Any]) -> None:
     for name in ("indices", "block_indices"):
         if kwargs.get(name) is not None:
             raise NotImplementedError(f"the model selects keys by {name}: set attn_implementation='sdpa' or 'eager'")
+    if kwargs.get("cache") is not None or kwargs.get("read_index") is not None:
+        raise NotImplementedError("continuous batching is not supported: set attn_implementation='sdpa'")
 
 
 def _is_traced(query: Tensor) -> bool:

@@ -52,7 +52,7 @@ class Run(NamedTuple):
         return self.folder / f"{part.name}.json"
 
     def conditions(self, part: Part) -> dict[str, str]:
-        return results.conditions(self.facts, part.made_from, *self.sizes["name"])
+        return results.conditions(self.facts, part.made_from, self.sizes["name"][0])
 
     def known(self, part: Part) -> dict[str, Any]:
         """The content of a part's file, if it holds under the present conditions."""
@@ -300,8 +300,8 @@ def main(argv: Sequence[str] | None = None, python: tuple[str, ...] = (sys.execu
             print(f"{card}, driver {versions['driver'] or 'none'}, torch {versions['torch']}", flush=True)
             print(words_of_kernels(facts), flush=True)
             folder, sizes = results.folder_for(card, options.out.absolute()), TINY if options.tiny else FULL
-            limits = {"end": start + options.seconds, "processes": num_processes(facts["card"]["memory_mib"])}
-            run = Run(facts, folder, device, sizes, python=python, env=env, again=options.again, **limits)
+            how = {"again": options.again, "processes": num_processes(facts["card"]["memory_mib"])}
+            run = Run(facts, folder, device, sizes, start + options.seconds, python, env, **how)
             return conclude(run_parts(run, parts), folder)
     except OSError as error:
         print(f"gpu: {error}", file=sys.stderr)

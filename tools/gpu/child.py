@@ -58,8 +58,8 @@ CUT = Ended(None, "", 0.0)  # of a process that still runs: what is known if not
 def run(
     command: Sequence[str],
     seconds: float,
-    *,
     output: Path,
+    *,
     cwd: Path | None = None,
     env: Mapping[str, str] | None = None,
     stop: threading.Event | None = None,

@@ -44,9 +44,8 @@ class Outcome(NamedTuple):
 # Arguments of the commands, by part; ``name`` is one of the conditions of a result.
 Sizes = Mapping[str, tuple[str, ...]]
 # Tests on a card, random calls among them; the part "selftest" is one of them.
-TESTS = ("tests/gpu", "tests/contract/test_fuzz.py", "tests/host/diffusers/test_on_gpu.py")
-TESTS += ("tests/unit/core/test_observe.py",)
-_SELFTEST = "tests/gpu/test_selftest_on_gpu.py"
+_SELFTEST, _OBSERVE = "tests/gpu/test_selftest_on_gpu.py", "tests/unit/core/test_observe.py"
+TESTS = ("tests/gpu", "tests/contract/test_fuzz.py", "tests/host/diffusers/test_on_gpu.py", _OBSERVE)
 _SHAPES = "sdxl,sd15,flux,gqa,causal,mask_padding,decode,cross77,sdxl_bf16,vae,mask_bool,mask_bias,wan"
 _FULL = ("--shapes", _SHAPES, "--rounds", "3", "--seconds", "1")
 FULL: Sizes = {
@@ -113,8 +112,8 @@ class Job:
             self.commands.append(text)
         handle, output = tempfile.mkstemp(dir=self.scratch, prefix="output-")
         os.close(handle)
-        options = {"cwd": ROOT, "env": {**self.env, **env}, "output": Path(output), "stop": self.stop}
-        return child.run([*prefix, *self.python, *arguments], min(seconds, self.left), **options)
+        command, seconds = [*prefix, *self.python, *arguments], min(seconds, self.left)
+        return child.run(command, seconds, Path(output), cwd=ROOT, env={**self.env, **env}, stop=self.stop)
 
     def judged(self, judge: Callable[[child.Ended], Outcome], *arguments: str, **options: Any) -> Outcome:
         """The outcome of :meth:`run`, which grows meanwhile."""
@@ -175,9 +174,9 @@ def _tests(job: Job, part: str) -> Outcome:
     """Tests that have passed before are left out."""
     watch = job.watch()
     given = ("-p", "no:cacheprovider", "-p", "tools.gpu.recorder", "--told", str(watch.folder))
-    given += ("--until", f"{time.time() + job.left - _MARGIN:.0f}", "-n", str(job.processes), "--dist", "load")
+    until = f"{time.time() + job.left - _MARGIN:.0f}"
+    command = ("-m", "pytest", *given, "--until", until, "-n", str(job.processes), "--dist", "load", *job.sizes[part])
     # A child process for the first use of each kind of call would take longer than the tests.
-    command = ("-m", "pytest", *given, *job.sizes[part])
     return job.judged(lambda ended: _judge_told(ended, watch.look()), *command, PASCAL_ATTN_TRUST="1")
 
 

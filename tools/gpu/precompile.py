@@ -38,6 +38,9 @@ def kernels_for(arch: int, library: str | None) -> Kernels:
     return Kernels(card, gpu=CudaRuntime(find_compiler=lambda _: compiler))
 
 
+_kernels: Kernels  # of a process that compiles
+
+
 def _begin(arch: int, library: str | None) -> None:
     global _kernels
     _kernels = kernels_for(arch, library)

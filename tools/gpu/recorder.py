@@ -7,6 +7,7 @@ import os
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -65,7 +66,7 @@ class Recorder:
             os._exit(1)
         self.has_failed = False
 
-    def _tell(self, report: pytest.CollectReport | pytest.TestReport, seconds: float, **line: bool) -> None:
+    def _tell(self, report: pytest.CollectReport | pytest.TestReport, seconds: float, **line: Any) -> None:
         message = {} if report.outcome == "passed" else {"message": _message(report)}
         if not _WORKER:
             line |= {"test": report.nodeid, "outcome": report.outcome, "seconds": round(seconds, 3), **message}

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from ..options import FlashArgumentError
 from ..signatures import called_as
@@ -22,15 +21,9 @@ _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 def swiglu(x: Tensor, y: Tensor) -> Tensor:
-    """silu(x) * y, computed in float32 (float64 for float64) and rounded once; x and y are kept for the backward pass,
-    not the float32 numbers in between."""
-
-    def exact(first: Tensor, second: Tensor) -> Tensor:
-        wide = torch.promote_types(first.dtype, torch.float32)
-        return (F.silu(first.to(wide)) * second.to(wide)).to(first.dtype)
-
-    result: Tensor = checkpoint(exact, x, y, use_reentrant=False, preserve_rng_state=False)
-    return result
+    """silu(x) * y, computed in float32 (float64 for float64) and rounded once."""
+    wide = torch.promote_types(x.dtype, torch.float32)
+    return (F.silu(x.to(wide)) * y.to(wide)).to(x.dtype)
 
 
 @called_as(
@@ -51,7 +44,7 @@ def fused_dense_func(x: Tensor, weight: Tensor, bias: Tensor | None, return_resi
 @called_as(
     "x weight1 weight2 bias1=None bias2=None activation='gelu_approx' save_pre_act=True return_residual=False "
     "checkpoint_lvl=0 heuristic=0 process_group=None sequence_parallel=True",
-    ignored="heuristic sequence_parallel",
+    ignored="save_pre_act checkpoint_lvl heuristic sequence_parallel",
     refused="process_group",
 )
 def fused_mlp_func(
@@ -62,36 +55,22 @@ def fused_mlp_func(
     Args:
         x: ``[..., N]``; weight1 ``[hidden, N]``; weight2 ``[M, hidden]``.
         activation: "gelu_approx", "relu" or "sqrelu".
-        save_pre_act, checkpoint_lvl: with False, or above 0, the backward pass computes all in between once more,
-            instead of keeping it.
         return_residual: return (output, x).
-        heuristic: ignored, for compatibility.
+        save_pre_act, checkpoint_lvl, heuristic: ignored, for compatibility.
     """
     first, second = partial(F.linear, weight=weight1, bias=bias1), partial(F.linear, weight=weight2, bias=bias2)
     return _mlp(x, first, second, **options)
 
 
-def _mlp(
-    x: Tensor, first: Any, second: Any, activation: str, checkpoint_lvl: int, save_pre_act: bool, return_residual: bool
-) -> Any:
-    _check(activation, checkpoint_lvl)
-
-    def both(inner: Tensor) -> Tensor:
-        out: Tensor = second(_ACTIVATIONS[activation](first(inner)))
-        return out
-
-    if checkpoint_lvl or not save_pre_act:
-        out = checkpoint(both, x, use_reentrant=False, preserve_rng_state=False)
-    else:
-        out = both(x)
+def _mlp(x: Tensor, first: Any, second: Any, activation: str, return_residual: bool) -> Any:
+    _check(activation)
+    out = second(_ACTIVATIONS[activation](first(x)))
     return (out, x) if return_residual else out
 
 
-def _check(activation: str, checkpoint_lvl: int) -> None:
+def _check(activation: str) -> None:
     if activation not in _ACTIVATIONS:
         raise FlashArgumentError(f"activation must be one of {', '.join(_ACTIVATIONS)}, got {activation!r}")
-    if checkpoint_lvl not in (0, 1, 2):
-        raise FlashArgumentError(f"checkpoint_lvl must be 0, 1 or 2, got {checkpoint_lvl!r}")
 
 
 class FusedDense(nn.Linear):
@@ -114,15 +93,15 @@ class FusedMLP(nn.Module):
     @called_as(
         "self in_features hidden_features=None out_features=None bias1=True bias2=True activation='gelu_approx' "
         "return_residual=False checkpoint_lvl=0 heuristic='auto' device=None dtype=None",
-        ignored="heuristic",
+        ignored="checkpoint_lvl heuristic",
     )
     def __init__(
         self, in_features: int, hidden_features: Any, out_features: Any, bias1: bool, bias2: bool, activation: str,
-        return_residual: bool, checkpoint_lvl: int, **kinds: Any,
+        return_residual: bool, **kinds: Any,
     ) -> None:  # fmt: skip
         super().__init__()
-        _check(activation, checkpoint_lvl)
-        self.activation, self.return_residual, self.checkpoint_lvl = activation, return_residual, checkpoint_lvl
+        _check(activation)
+        self.activation, self.return_residual = activation, return_residual
         hidden = hidden_features or 4 * in_features
         self.fc1 = nn.Linear(in_features, hidden, bias=bias1, **kinds)
         self.fc2 = nn.Linear(hidden, out_features or in_features, bias=bias2, **kinds)
@@ -130,5 +109,4 @@ class FusedMLP(nn.Module):
     @called_as("self x process_group=None", refused="process_group")
     def forward(self, x: Tensor) -> Any:
         """``[..., out_features]``, with return_residual (that, x)."""
-        how = self.activation, self.checkpoint_lvl, self.training, self.return_residual
-        return _mlp(x, self.fc1, self.fc2, *how)
+        return _mlp(x, self.fc1, self.fc2, self.activation, self.return_residual)

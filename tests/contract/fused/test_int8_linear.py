@@ -2,6 +2,7 @@
 
 import functools
 import itertools
+import random
 import re
 from collections.abc import Iterator
 
@@ -12,13 +13,15 @@ from attn_support.fused.cases import Answers, worst_error
 from attn_support.fused.emulation import LeftOut, each_left_out, emulate
 from attn_support.fused.far import address_space
 from attn_support.fused.linear import before_activation
+from attn_support.randomness import seeds
 from torch import Tensor
 
-from pascal_attn_core.fused.code.kinds import INT8_LINEAR, MOST_COLUMNS, QUANTIZE, TILES
+from pascal_attn_core.fused.code.kinds import INT8_LINEAR, MOST_COLUMNS, QUANTIZE, ROTATIONS, TILES
 from pascal_attn_core.fused.code.source import source
 from pascal_attn_core.fused.launch import linear as launches_linear
-from pascal_attn_core.fused.launch.linear import LinearCall, linear_launches, product_of
+from pascal_attn_core.fused.launch.linear import ACTIVATIONS, LinearCall, linear_launches, product_of
 from pascal_attn_core.fused.trust.kernels import parts
+from pascal_attn_core.reference import int8_rows
 from pascal_attn_core.reference.int8_rows import Int8Matrix, quantize_rows
 
 FLOAT32, FLOAT16, BFLOAT16 = torch.float32, torch.float16, torch.bfloat16
@@ -212,6 +215,36 @@ def test_halves_are_rounded_as_by_a_division() -> None:
         codes, scales = _check_codes(x)
         wrong_by_reciprocal += int(((x * (1 / scales)[:, None]).round() != codes).sum())
     assert wrong_by_reciprocal > 0
+
+
+@pytest.mark.parametrize("magnitude", [0.0, 1e-45, 1e-38, 1e-31, 1e-30, 1e-28, 1e30, 3e38])
+def test_tiny_and_huge_rows(magnitude: float) -> None:
+    x = torch.rand(3, 64).mul_(2).sub_(1) * magnitude
+    _, scales = _check_codes(x)
+    assert scales.min() >= torch.tensor(int8_rows.LEAST_SCALE)
+
+
+def test_sums_that_overflow_in_the_rotation_are_infinite_as_in_the_definition() -> None:
+    x = torch.full((2, 64), 3e38)
+    x[1, ::2] = -3e38
+    call = _call(x, _weight(4, 64, 16))
+    emulate(linear_launches(call, 28))
+    assert torch.equal(call.out.isnan(), before_activation(call).isnan())
+
+
+@pytest.mark.parametrize("seed", seeds(40))
+def test_random_layers(seed: int) -> None:
+    draw = random.Random(seed)
+    torch.manual_seed(seed)
+    rotation = draw.choice(ROTATIONS)
+    columns = draw.randrange(1, 6) * rotation if rotation else 4 * draw.randrange(1, 200)
+    activation = draw.choice(["none", *ACTIVATIONS])
+    rows, cols = draw.randrange(1, 150), draw.randrange(1, 150)
+    dtype, out, of_bias = (draw.choice(DTYPES) for _ in range(3))
+    weight = _weight(2 * cols if activation in _OF_GATE else cols, columns, rotation, one_scale=draw.random() < 0.2)
+    bias = torch.randn(weight.codes.shape[0]).to(of_bias) if draw.random() < 0.7 else None
+    x = torch.randn(rows, columns + draw.randrange(5)).to(dtype)[:, :columns]
+    _check(_call(x, weight, bias, activation, out), draw.choice([None, *TILES]), seed)
 
 
 def test_the_product_is_chosen_by_the_rows_and_by_what_fills_the_device() -> None:

@@ -26,7 +26,29 @@ def test_a_compiled_component_is_reached_and_a_model_that_is_two_components_once
     assert patch_attention(case.pipe).sites == sites
 
 
+def test_a_denoiser_inside_of_a_wrapper_is_reached_and_one_without_attention_is_named(monkeypatch):
+    peft = pytest.importorskip("peft", reason="peft is not installed")
+    case = tiny.flux()
+    with patch_attention(case.pipe) as patch:
+        sites = patch.sites
+    plain, is_site = case.pipe.transformer, pascal.sites.is_site
+    case.pipe.transformer = peft.get_peft_model(plain, peft.LoraConfig(r=2, target_modules=["to_q", "to_v"]))
+    with patch_attention(case.pipe) as patch:
+        assert patch.sites == sites
+        assert not patch.left_alone
+    monkeypatch.setattr(
+        pascal.sites, "is_site", lambda module: False if module in {*plain.modules()} else is_site(module)
+    )
+    with patch_attention(case.pipe) as patch:
+        assert "no attention that calls" in patch.left_alone["transformer"]
+
+
 def test_what_has_no_softmax_attention_is_refused_by_name():
+    for wrong in ("tiled", {"route": "tiled"}):
+        with pytest.raises(TypeError, match="config must be an AttentionConfig or None"):
+            patch_attention(tiny.tiny_unet(), config=wrong)
+    with pytest.raises(TypeError, match="eight_bit must be a bool, got 'yes'"):
+        patch_pipeline(tiny.tiny_unet(), eight_bit="yes")
     with pytest.raises(ValueError, match=r"Linear must hold attention that calls scaled_dot_product_attention, got"):
         patch_attention(torch.nn.Linear(2, 2))
     with pytest.raises(TypeError, match="got str"):

@@ -26,6 +26,13 @@ def test_what_is_no_processor_of_a_whole_pipeline_is_refused(given, words):
         DiffusionPipeline().set_attn_processor(given)
 
 
+@pytest.mark.parametrize("make", [lambda: tiny.flux().pipe.transformer, tiny.tiny_unet, attention])
+def test_a_class_in_the_place_of_a_processor_is_refused(make):
+    model = make()
+    with pytest.raises(TypeError, match="must be an attention processor, got the class PascalAttnProcessor: call it"):
+        getattr(model, "set_attn_processor", getattr(model, "set_processor", None))(PascalAttnProcessor)
+
+
 def test_a_processor_assigned_past_set_processor_says_how_to_set_it():
     module = attention()
     module.processor = PascalAttnProcessor()

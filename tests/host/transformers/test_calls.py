@@ -57,9 +57,14 @@ def test_none_means_causal_from_the_first_key_unless_the_module_says_otherwise()
     torch.testing.assert_close(attention(torch.nn.Module(), *one, None)[0], plain(one))
 
 
-@pytest.mark.parametrize("name", ["indices", "block_indices"])
-def test_what_would_be_silently_wrong_is_refused(name: str) -> None:
-    with pytest.raises(NotImplementedError, match="selects keys"):
+@pytest.mark.parametrize(("name", "words"), [
+    ("indices", "selects keys"),
+    ("block_indices", "selects keys"),
+    ("cache", "continuous batching"),
+    ("read_index", "continuous batching"),
+])  # fmt: skip
+def test_what_would_be_silently_wrong_is_refused(name: str, words: str) -> None:
+    with pytest.raises(NotImplementedError, match=words):
         attention(MODULE, *qkv(), None, **{name: torch.zeros(2, 9, 3)})
 
 

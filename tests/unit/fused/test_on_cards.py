@@ -174,7 +174,6 @@ def _others() -> Iterator[tuple[str, Callable[[], bool]]]:
     from pascal_attn_core.gguf.int8 import GgufWays
     from pascal_attn_core.machine.runtime import runtime_of
     from pascal_attn_core.observe.memory import available_bytes
-    from pascal_attn_core.transformers import paged
     from pascal_attn_core.vae import patch_vae
     from pascal_attn_core.vae.store import Queues
 
@@ -252,12 +251,6 @@ def _others() -> Iterator[tuple[str, Callable[[], bool]]]:
         is_right, call = out_of_memory(4, when="needed")
         return is_right and call.why == "it ran out of memory without bands" and call.figures.retries == 0
 
-    def refused() -> bool:
-        given = {"cache": type("Cache", (), {"update": None}), "cu_seq_lens_q": query, "cu_seq_lens_k": query}
-        with _capturing(), pytest.raises(NotImplementedError, match="cannot capture"):
-            paged._refuse(query[:1], given)
-        return True
-
     def beside_the_computation() -> bool:
         queues, piece, place = Queues(card), _numbers(3), torch.empty(1, 2, 3, 64)
         queues.store(piece, place, 0)
@@ -275,7 +268,6 @@ def _others() -> Iterator[tuple[str, Callable[[], bool]]]:
     yield "a VAE in bands", in_bands
     yield "a VAE that did not fit", whole_first
     yield "a child", on_another_card
-    yield "paged attention", refused
 
 
 @guard.alone()

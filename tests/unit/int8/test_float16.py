@@ -109,7 +109,7 @@ def test_a_layer_of_zeros_is_exact_in_float16() -> None:
 
 
 def test_bad_arguments() -> None:
-    with pytest.raises(ValueError, match="max_error must be at least 0"):
+    with pytest.raises(ValueError, match="max_error must be a share from 0 to 1"):
         patch_linear_float16(model(), max_error=-1)
     with pytest.raises(ValueError, match="include"):
         patch_linear_float16(model(), include="nothing.*")

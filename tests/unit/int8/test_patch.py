@@ -119,8 +119,9 @@ def test_what_cannot_run_in_8_bits_is_named() -> None:
     [
         (TypeError, "must be a diffusers pipeline or a torch.nn.Module, got dict", {"model": {}}),
         (TypeError, "max_error must be a number, got '1%'", {"max_error": "1%"}),
-        (ValueError, "max_error must be at least 0, got -1", {"max_error": -1}),
-        (ValueError, "max_error must be at least 0, got nan", {"max_error": float("nan")}),
+        (ValueError, "max_error must be a share from 0 to 1 .*, got -1", {"max_error": -1}),
+        (ValueError, "max_error must be a share from 0 to 1 .*, got 5", {"max_error": 5}),
+        (ValueError, "max_error must be a share from 0 to 1 .*, got nan", {"max_error": float("nan")}),
         (ValueError, "weights must be one of keep, host, free, got 'drop'", {"weights": "drop"}),
         (TypeError, "calibrate must be a function of the model, got 3", {"calibrate": 3}),
         (TypeError, "include must be a pattern", {"include": 5}),

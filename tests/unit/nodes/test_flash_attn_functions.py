@@ -27,6 +27,18 @@ def switch(enabled: bool, **options: Any) -> None:
     assert NODE.PascalFlashAttnFunctions().switch(value, enabled, unique_id="7", **options) == (value,)
 
 
+def test_the_node_runs_again_only_where_another_run_has_changed_what_is_installed() -> None:
+    asks = NODE.PascalFlashAttnFunctions.IS_CHANGED
+    first = asks(enabled=True)
+    switch(True)
+    assert asks(enabled=True) == first
+    off = asks(enabled=False)
+    assert off != first
+    switch(False)
+    assert asks(enabled=False) == off
+    assert asks(enabled=True) not in (first, off)
+
+
 def test_packs_find_the_functions_while_it_is_on(stub_host: StubHost) -> None:
     switch(True)
     switch(True)

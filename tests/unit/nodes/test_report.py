@@ -53,7 +53,13 @@ CHOICES = {
         [],
         ["It has no earlier run on record"],
     ),
-    "a patch connected to nothing": ([], {"5": graph()["5"]}, [], ["its output is not connected"]),
+    "a patch connected to nothing": ([], {"5": graph()["5"]}, [], ["its first output is not connected"]),
+    "a patch whose CLIP alone is used, and has run": (
+        [run(prompt_id="now", part="text encoder")],
+        {**graph(), "6": {"class_type": "CLIPTextEncode", "inputs": {"clip": ["5", 1]}}},
+        [0],
+        ["its first output is not connected"],
+    ),
     "a report that may come too early": ([], graph(through_report=False), [], ["has not run in this prompt", NO_VALUE]),
     "a patch that another one behind it replaces": (
         [run(prompt_id="a"), run(prompt_id="now", unique_id="8")],
@@ -228,6 +234,17 @@ def host(monkeypatch):
 def report_of(**inputs):
     """Return the node's outputs for the runs that are remembered."""
     return REPORT.PascalAttentionReport().report(True, None, "9", graph(), **inputs)["result"]
+
+
+def test_a_report_is_made_again_once_something_has_run(host) -> None:
+    node = REPORT.PascalAttentionReport
+    RUNS.remember(run())
+    first = node.IS_CHANGED(unique_id="changes")
+    RUNS.remember(run())  # the sampler of the same prompt, before the report
+    node().report(False, None, "changes", graph())
+    assert node.IS_CHANGED(unique_id="changes") == node.IS_CHANGED(unique_id="changes") == first
+    RUNS.remember(run())
+    assert node.IS_CHANGED(unique_id="changes") != first
 
 
 def test_the_node_hands_its_value_on_and_returns_picture_and_text(host):

@@ -14,9 +14,14 @@ objects, ffn = node_module("comfy.objects"), node_module("ffn_chunking")
 
 def graph(**kinds: tuple[str, dict[str, str]]) -> dict[str, Any]:
     return {
-        node: {"class_type": kind, "inputs": {name: [source, 0] for name, source in inputs.items()}}
+        node: {"class_type": kind, "inputs": {name: _link(source) for name, source in inputs.items()}}
         for node, (kind, inputs) in kinds.items()
     }
+
+
+def _link(source: str) -> list[Any]:
+    name, _, output = source.partition(" ")
+    return [name, int(output or 0)]
 
 
 MERGE = ("ModelMergeSimple", {"model1": "load", "model2": "patch"})
@@ -30,7 +35,9 @@ GIVEN = {
     "model1": ({"merge": ("ModelMergeSimple", {"model1": "patch", "model2": "load"})}, ""),
     "sampled beside": ({"merge": MERGE, "other": ("KSampler", {"model": "patch"})}, ""),
     "a guider": ({"merge": ("BasicGuider", {"model": "patch"})}, ""),
-    "connected to nothing": ({}, ""),
+    "connected to nothing": ({}, "its first output is not connected"),
+    "its CLIP alone": ({"encode": ("CLIPTextEncode", {"clip": "patch 1"})}, "its first output is not connected"),
+    "its CLIP, and weights": ({"merge": MERGE, "encode": ("CLIPTextEncode", {"clip": "patch 1"})}, "ModelMergeSimple"),
 }
 
 

@@ -22,7 +22,7 @@ import torch
 from attn_support import fresh, precision
 
 from tools.gpu import __main__ as command
-from tools.gpu import child, parts, results, sanitizer
+from tools.gpu import parts, results
 from tools.gpu.__main__ import Run, conclude, environment, main, run_parts
 from tools.gpu.parts import FAILED, FULL, PARTS, RIGHT, UNFINISHED, WRONG, Job, Outcome, Part
 
@@ -129,29 +129,6 @@ def test_a_part_that_hangs_is_stopped_with_its_children_and_the_next_one_runs(tm
     assert _is_gone(int(noted.read_text()))
 
 
-@posix_only
-def test_a_process_that_does_not_heed_the_signal_is_killed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(child, "GRACE", 0.3)
-    code = "import signal as s, time; s.signal(s.SIGTERM, s.SIG_IGN); print('on', flush=True); time.sleep(600)"
-    ended = child.run([sys.executable, "-S", "-c", code], 0.5, output=tmp_path / "output")
-    assert (ended.status, bool(ended.remains), ended.last_line) == (None, False, "on")
-    assert ended.words.startswith("stopped after")
-
-
-@posix_only
-def test_what_a_process_leaves_behind_is_ended(tmp_path: Path) -> None:
-    code = HANGS.rpartition("time.sleep")[0]
-    ended = child.run([sys.executable, "-S", "-c", code, str(tmp_path / "process")], 20.0, output=tmp_path / "output")
-    assert ended.status == 0
-    assert _is_gone(int((tmp_path / "process").read_text()))
-
-
-def test_time_that_a_part_does_not_need_is_the_next_ones(tmp_path: Path) -> None:
-    found = run_parts(runs(tmp_path, seconds=100.0), [part("first", weight=3.0), part("second")])
-    assert 73 < found["first"]["limit"] <= 75
-    assert 95 < found["second"]["limit"] <= 100
-
-
 def test_a_part_that_raises_is_written_down_and_the_next_one_runs(tmp_path: Path) -> None:
     def broken(job: Job) -> Outcome:
         raise OSError("no such program")
@@ -248,19 +225,6 @@ def test_parts_about_right_and_wrong_run_side_by_side_and_the_others_behind_them
     assert [found[name]["summary"] for name in ("one", "two", "timed")] == ["2", "2", "done"]
     assert sorted(each for each in ran[:2] if isinstance(each, tuple)) == [("one", 3, "1"), ("two", 13, "1")]
     assert ran[4:] == [("timed", 16, "7"), "timed"]
-
-
-def test_as_many_processes_as_the_card_has_memory_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "sched_getaffinity", lambda process: range(16), raising=False)
-    assert [command.num_processes(mib) for mib in (0, 800, 8192, 11264, 143771)] == [16, 1, 6, 9, 16]
-
-
-def test_it_says_how_many_kernels_must_be_compiled() -> None:
-    assert command.words_of_kernels(facts()) == (
-        "9 kernels, 2 of them to be compiled; python -m tools.gpu precompile --arch 61 does that before, on any machine"
-    )
-    ready = {**facts(), "kernels": {"all": 9, "to_compile": 0}}
-    assert command.words_of_kernels(ready) == "9 kernels, 0 of them to be compiled"
 
 
 def test_the_last_lines_name_what_was_wrong_and_the_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -428,27 +392,6 @@ def test_each_test_that_fails_crashes_hangs_or_loses_the_card_is_named_at_once(
     assert times["test_wrong"] < times["test_hang"] - 1 < said[last]
 
 
-def test_each_failure_of_a_test_is_written_with_its_message(tmp_path: Path) -> None:
-    lines = [
-        {"collected": 3},
-        {"test": "x::a", "outcome": "passed", "seconds": 0.1},
-        {"test": "x::b", "outcome": "failed", "seconds": 0.2, "message": "assert 1 == 2"},
-        {"test": "x::a", "outcome": "failed", "seconds": 0.0, "message": "teardown"},
-    ]
-    program = f"""
-text = {chr(10).join(map(json.dumps, lines))!r}
-open(arguments[arguments.index('--told') + 1] + "/outcomes.jsonl", "w").write(text + '\\n{{"test": "x::c')
-sys.exit(1)
-"""
-    outcome = BY_NAME["tests"].run(_job(tmp_path, program))
-    assert (outcome.state, outcome.summary) == (FAILED, "2 failed of 3; the same command goes on with the others")
-    assert {line["test"]: line["message"] for line in outcome.figures["failures"]} == {
-        "x::b": "assert 1 == 2",
-        "x::a": "teardown",
-    }
-    assert outcome.figures["counts"] == {"failed": 2}
-
-
 def test_kernels_that_were_right_before_are_left_out(tmp_path: Path) -> None:
     program = """
 from pathlib import Path
@@ -470,41 +413,6 @@ def test_a_process_for_kernels_that_does_not_get_far_is_not_begun_again_and_agai
     assert (outcome.state, outcome.summary) == (FAILED, "exit status 1: no memory")
 
 
-def test_a_benchmark_that_is_stopped_keeps_its_shapes(tmp_path: Path) -> None:
-    content = {"shapes": [{}], "baseline": "torch-fused", "geometric_means": {"ours-auto": {"ratio": 0.8}}}
-    program = f"""
-json.dump({content!r}, open(arguments[arguments.index("--json") + 1], "w"))
-import time; time.sleep(600)
-"""
-    outcome = BY_NAME["bench-forward"].run(_job(tmp_path, program, end=time.monotonic() + 1.0))
-    assert (outcome.state, outcome.figures) == (UNFINISHED, content)
-    assert outcome.summary.endswith("1 shape; in units of torch-fused: auto 0.80")
-
-
-def test_the_demo_tells_the_time_of_each_attention(tmp_path: Path) -> None:
-    results = [{"name": "ours", "seconds": 1.5}, {"name": "math", "seconds": None}]
-    content = {"models": [{"model": {"name": "image"}, "results": results}]}
-    program = f"""
-import os
-folder = arguments[arguments.index("--out") + 1]
-os.mkdir(folder)
-json.dump({content!r}, open(folder + "/results.json", "w"))
-"""
-    assert BY_NAME["demo"].run(_job(tmp_path, program)) == Outcome(RIGHT, "image: ours 1.5 s, math -", content)
-
-
-@pytest.mark.parametrize(("status", "state"), [(0, RIGHT), (2, "not run")])
-def test_the_rates_are_right_or_not_for_this_card(tmp_path: Path, status: int, state: str) -> None:
-    outcome = BY_NAME["rates"].run(_job(tmp_path, f"print('said'); sys.exit({status})"))
-    assert (outcome.state, outcome.summary) == (state, "said")
-
-
-def test_without_the_sanitizer_its_part_is_not_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(sanitizer, "find", lambda env: sanitizer.Found(None, ["PATH"]))
-    outcome = BY_NAME["sanitizer"].run(_job(tmp_path, ""))
-    assert (outcome.state, outcome.summary) == ("not run", "compute-sanitizer not found (looked in PATH)")
-
-
 def test_a_sweep_goes_on_behind_a_candidate_that_ends_its_process(tmp_path: Path) -> None:
     program = """
 from tools.gpu import told
@@ -524,25 +432,6 @@ teller.tell(test="b", outcome="passed", seconds=1.0, result=result)
     assert outcome.figures["skipped"] == {"it has ended its process: exit status 1": 1}
     assert len(outcome.table) == 2
     assert [line["test"] for line in outcome.figures["known"]] == ["a", "candidate", "b"]
-
-
-def test_the_sanitizer_is_found_in_path_in_cuda_home_and_of_cuda_12_before_that_of_cuda_13(tmp_path: Path) -> None:
-    for name in ("cuda-12.4", "cuda-12.8", "cuda-13.0"):
-        program = tmp_path / name / "bin" / "compute-sanitizer"
-        program.parent.mkdir(parents=True)
-        program.touch(0o755)
-    assert sanitizer.find({"PATH": str(program.parent)}).path == str(program)
-    assert sanitizer.find({"PATH": "", "CUDA_HOME": str(tmp_path / "cuda-13.0")}).path == str(program)
-    assert sanitizer.find({"PATH": ""}, tmp_path).path == str(tmp_path / "cuda-12.8" / "bin" / "compute-sanitizer")
-    nothing = sanitizer.find({"PATH": "", "CUDA_HOME": str(tmp_path / "other")})
-    assert str(tmp_path / "other" / "bin") in nothing.looked_in
-
-
-def test_its_last_line_is_read() -> None:
-    assert sanitizer.errors_in("========= ERROR SUMMARY: 0 errors\n") == 0
-    assert sanitizer.errors_in("x\n========= ERROR SUMMARY: 1 error\n") == 1
-    assert sanitizer.errors_in("========= RACECHECK SUMMARY: 3 hazards displayed (2 errors, 1 warning)\n") == 3
-    assert sanitizer.errors_in("Segmentation fault\n") is None
 
 
 # Seconds that the parts need on a card beside an old processor. Tests and sweep go on where they were.

@@ -80,12 +80,6 @@ def test_a_candidate_that_has_ended_its_process_is_left_alone(card: Any, tmp_pat
     assert [line["test"] for line in told.read(tmp_path).with_outcome("failed")] == [OTHER.name]
 
 
-def test_a_job_that_has_ended_its_process_while_it_was_timed_is_left_out(card: Any, tmp_path: Path) -> None:
-    _lost(tmp_path, OTHER.name, is_extra=False)
-    assert _swept(tmp_path, OTHER) == card.queued == []
-    assert [line["test"] for line in told.read(tmp_path).with_outcome("failed")] == [OTHER.name]
-
-
 def test_a_wrong_candidate_is_not_timed(a_card: Any, tmp_path: Path) -> None:
     with a_card(lambda launch: None):
         [job] = _swept(tmp_path, OTHER)

@@ -17,7 +17,6 @@ from attn_support.fused.emulation import GXX
 from attn_support.gpu import guard
 from attn_support.randomness import at_night, is_random
 
-from pascal_attn_core.cli.demo import RUNS
 from tools.gpu import __main__ as command
 from tools.gpu.__main__ import main
 
@@ -161,15 +160,6 @@ def test_each_kernel_that_is_wrong_hangs_or_takes_the_card_along_is_named_at_onc
     content = json.loads((tmp_path / "gtx-1080-ti" / "variants.json").read_text())
     assert content["state"] == "wrong"
     assert {line["test"] for line in content["figures"]["failures"]} == FAULTS.keys()
-
-
-@at_night
-@pytest.mark.slow
-def test_the_demo_is_one_of_the_parts(python: tuple[str, ...], tmp_path: Path) -> None:
-    assert main(["--device", "cpu", "--tiny", "--parts", "demo", "--out", str(tmp_path)], python) == 0
-    content = json.loads((tmp_path / "gtx-1080-ti" / "demo.json").read_text())
-    assert content["state"] == "right"
-    assert [row["name"] for row in content["figures"]["models"][0]["results"]] == list(RUNS)
 
 
 @pytest.mark.skipif(bool(guard.why_not()), reason=guard.why_not())

@@ -1,0 +1,138 @@
+"""Tensors without data that stand in for those of a call until its operators run."""
+
+from __future__ import annotations
+
+import weakref
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch._ops import OpOverload
+from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_map
+
+from .rules import Along, tensors_in
+
+if TYPE_CHECKING:
+    from .graph import Graph
+
+_MOST_LAYOUTS = 4096
+_places: dict[int, tuple[Place, weakref.ref[Tensor]]] = {}  # by address
+_layouts: dict[Any, tuple] = {}  # of results in new memory, by operator and arguments
+
+
+@dataclass(slots=True, eq=False)
+class Place:
+    """What a stand-in is to its graph: its number, its shape and strides without data, where the tokens are in it (None
+    = it has none), and its value, once the operators have run on all tokens."""
+
+    graph: Graph
+    number: int
+    like: Tensor
+    along: Along | None
+    value: Tensor | None = None
+
+
+class StandIn(Tensor):
+    """A tensor whose operators have been noted. While the module's code runs its class is torch.Tensor, which code may
+    ask for; only the modes of its graph see it then. It gets this class if it outlives the call."""
+
+    @staticmethod
+    def of(place: Place, device: Any) -> Tensor:
+        like = place.like
+        layout = like.shape, like.stride(), like.storage_offset()
+        made = Tensor._make_wrapper_subclass(StandIn, *layout, dtype=like.dtype, device=device)  # type: ignore[attr-defined]
+        torch._C._set_throw_on_mutable_data_ptr(made)
+        return _noted(made, place)
+
+    @staticmethod
+    def saved(tensor: Tensor) -> Tensor:
+        """What autograd saves of a tensor for the backward pass: another one, since a result must not keep itself alive."""
+        return tensor.detach() if (place := place_of(tensor)) is None else StandIn.of(place, tensor.device)
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        return on_values(func, args, kwargs or {})
+
+
+def _noted(made: Tensor, place: Place) -> Tensor:
+    address = id(made)
+    _places[address] = place, weakref.ref(made, lambda _: _places.pop(address, None))
+    return made
+
+
+def place_of(value: Any) -> Place | None:
+    return found[0] if (found := _places.get(id(value))) else None
+
+
+def places_of(graph: Graph) -> list[tuple[Place, Tensor]]:
+    """The stand-ins of a graph that are in use, those that autograd has saved included."""
+    return [
+        (place, leaf) for place, ref in list(_places.values()) if place.graph is graph and (leaf := ref()) is not None
+    ]
+
+
+def exchange(leaf: Tensor) -> None:
+    """Make a plain tensor of a stand-in that has a value, where that is possible."""
+    place = _places.pop(id(leaf))[0]  # a tensor with a weak reference cannot be exchanged
+    assert place.value is not None
+    try:
+        torch.utils.swap_tensors(leaf, place.value.view_as(place.value))
+    except RuntimeError:  # autograd has it too
+        _noted(leaf, place).__class__ = StandIn
+
+
+def values_of(tree: Any) -> Any:
+    return tree_map(lambda leaf: place.value if (place := place_of(leaf)) else leaf, tree)
+
+
+def on_values(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+    """Run an operator or a function on the values of stand-ins."""
+    found: dict[int, Tensor] = {}
+    for leaf in tensors_in((*args, *kwargs.values())):
+        if place := place_of(leaf):
+            if place.value is None:
+                place.graph.catch_up("is used outside the call")
+            found[id(place.value)] = leaf
+    out = func(*values_of(args), **values_of(kwargs)) if found else func(*args, **kwargs)
+    return found.get(id(out), out)  # one that was written to stays the tensor that the code has
+
+
+def storage_of(tensor: Tensor) -> int:
+    try:
+        return tensor.untyped_storage()._cdata
+    except (NotImplementedError, RuntimeError):  # sparse tensors have none
+        return id(tensor)
+
+
+def like_of(value: Any) -> Any:
+    """An argument without data."""
+    if not isinstance(value, Tensor):
+        return value
+    if (place := place_of(value)) is not None:
+        return place.like
+    return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
+
+
+def results_of(func: OpOverload, args: tuple, kwargs: dict[str, Any]) -> Any:
+    """What an operator returns, without data. What is asked of torch for the first time takes it up to a millisecond."""
+    key = func, torch.get_default_dtype(), *map(_key, args), *((name, _key(value)) for name, value in kwargs.items())
+    with _disable_current_modes():
+        if key in _layouts:
+            shape, stride, dtype = _layouts[key]
+            return torch.empty_strided(shape, stride, dtype=dtype, device="meta")
+        likes, named = tree_map(like_of, args), tree_map(like_of, kwargs)
+        if any(argument.name == "device" for argument in func._schema.arguments):
+            named.update(device="meta", pin_memory=None)
+        results = func(*likes, **named)
+    given = map(storage_of, tensors_in((*likes, *named.values())))
+    if isinstance(results, Tensor) and storage_of(results) not in given and len(_layouts) < _MOST_LAYOUTS:
+        _layouts[key] = results.shape, results.stride(), results.dtype
+    return results
+
+
+def _key(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.shape, value.stride(), value.dtype
+    return tuple(map(_key, value)) if isinstance(value, (list, tuple)) else (type(value), value)
