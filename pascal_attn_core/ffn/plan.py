@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ..config import check_bools, check_number
 from ..machine.device import MIB
+from ..machine.room import room_of
 
 DEFAULT_BUDGET_MIB = 64.0
 _LEAST_TOKENS = 2  # of a slice
@@ -43,9 +44,9 @@ class FfnSettings:
         """How many slices were asked for; None = as many as the budget needs."""
         return self.num_chunks if self.chunk_tokens is None else math.ceil(tokens / self.chunk_tokens)
 
-    @property
-    def budget_bytes(self) -> float:
-        return (DEFAULT_BUDGET_MIB if self.budget_mib is None else self.budget_mib) * MIB
+    def bytes_on(self, device: torch.device) -> float:
+        """What a call on this device may take: the budget, or where none is given, what memory is free."""
+        return max(DEFAULT_BUDGET_MIB * MIB, room_of(device)) if self.budget_mib is None else self.budget_mib * MIB
 
 
 class Slicing(NamedTuple):
@@ -82,9 +83,10 @@ def decide(settings: FfnSettings, tensors: Sequence[Tensor], peak: float, of_out
     count = settings.slices(tokens)
     extra = peak - of_output
     if count is None:
-        if extra <= settings.budget_bytes:
+        if extra <= settings.bytes_on(tensors[0].device):
             return Slicing((), f"fits the budget: {extra / MIB:.1f} MiB besides input and output")
-        budget = settings.budget_bytes / (2 if wants_grad else 1)  # the backward pass keeps gradients beside them
+        budget = settings.bytes_on(tensors[0].device)
+        budget /= 2 if wants_grad else 1  # the backward pass keeps gradients beside them
         count = _fewest_slices(tensors, peak / tokens, budget)
     return _sliced(tokens, count, f"{extra / MIB:.1f} MiB whole")
 
