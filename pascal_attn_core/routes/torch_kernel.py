@@ -34,7 +34,7 @@ from ..observe.progress import this_thread
 from ..tiled.layout import is_matrix, slides_by_one
 from .derivatives import differentiable
 from .route import Choice, Request, Route
-from .torch_faults import TorchAlone, broken_promise, fault_reasons, is_torchs_own, torch_sdpa, unkept
+from .torch_faults import MOST_BLOCKS, TorchAlone, broken_promise, fault_reasons, is_torchs_own, torch_sdpa, unkept
 
 _QUERIES = 64  # that torch's CPU kernel takes at a time in calls below 768 of them
 _MATH = 0  # torch.nn.attention.SDPBackend.MATH: no fused kernel takes the call
@@ -408,6 +408,10 @@ def _as_numbers(mask: Tensor, dtype: torch.dtype) -> Tensor:
 def _call_torch(call: AttentionCall, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
     if mask is not None and mask.dtype == torch.bool and mask.device.type in CPU_LIKE:
         mask = _as_numbers(mask, query.dtype)
+    if len(query) > MOST_BLOCKS and query.device.type not in CPU_LIKE:
+        masks = [mask] * -(-len(query) // MOST_BLOCKS) if mask is None or len(mask) == 1 else mask.split(MOST_BLOCKS)
+        parts = zip(*(t.split(MOST_BLOCKS) for t in (query, key, value)), masks)
+        return torch.cat([_call_torch(call, *part) for part in parts])
     grouped = {"enable_gqa": True} if query.shape[1] > key.shape[1] else {}
     try:
         return torch_sdpa(query, key, value, mask, call.dropout_p, call.is_causal, scale=call.scale, **grouped)
