@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,9 +13,6 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_map
 
 from .rules import Along, tensors_in
-
-if TYPE_CHECKING:
-    from .graph import Graph
 
 _MOST_LAYOUTS = 4096
 _places: dict[int, tuple[Place, weakref.ref[Tensor]]] = {}  # by address
@@ -27,7 +24,7 @@ class Place:
     """What a stand-in is to its graph: its number, its shape and strides without data, where the tokens are in it (None
     = it has none), and its value, once the operators have run on all tokens."""
 
-    graph: Graph
+    graph: Any
     number: int
     like: Tensor
     along: Along | None
@@ -66,7 +63,7 @@ def place_of(value: Any) -> Place | None:
     return found[0] if (found := _places.get(id(value))) else None
 
 
-def places_of(graph: Graph) -> list[tuple[Place, Tensor]]:
+def places_of(graph: Any) -> list[tuple[Place, Tensor]]:
     """The stand-ins of a graph that are in use, those that autograd has saved included."""
     return [
         (place, leaf) for place, ref in list(_places.values()) if place.graph is graph and (leaf := ref()) is not None
