@@ -102,26 +102,34 @@ class Step(NamedTuple):
 
 
 class Graph(TorchDispatchMode):
-    """Notes the operators of a block on :attr:`inputs`, stand-ins for ``tensors`` [..., T, *].
+    """Notes the operators of a block on stand-ins, which :attr:`args` and :attr:`kwargs` have in place of the tensors
+    that carry tokens, :attr:`real` [..., T, *]: the first argument, and each further one with as many entries in dimension
+    -2. Others are the same for every slice, or have an entry for each token where an operator meets them.
 
     ``why`` says why the rest of the block ran as ever; "" = it was noted to its end.
     """
 
     supports_higher_order_operators = True
 
-    def __init__(self, tensors: Sequence[Tensor]):
+    def __init__(self, args: tuple, kwargs: dict[str, Any]):
         super().__init__()
-        self.real, self.tokens, self.given, self.why = list(tensors), tensors[0].shape[-2], len(tensors), ""
-        self.steps: list[Step] = []
+        self.tokens = (*args, *kwargs.values())[0].shape[-2]
+        self.real: list[Tensor] = []
+        self.why, self.steps = "", list[Step]()
         self.likes: list[Tensor] = []  # of all stand-ins, by number
         self.met = 0  # operators on stand-ins
         self.may_refuse = False  # within a function of torch that has written to no stand-in
         self._mode = torch.is_inference_mode_enabled(), torch.is_grad_enabled()
         self._unseen = contextlib.ExitStack()  # what autograd saves of stand-ins, by hooks of the caller
         self._held: set[int] = set()  # storages from outside that a noted operator will read
-        grad = self._mode[1]
-        self.inputs = [_Enter.apply(x, self) if grad and x.requires_grad else self.input_of(x) for x in tensors]
+        self.args, self.kwargs = [self._given(x) for x in args], {name: self._given(x) for name, x in kwargs.items()}
         self._inputs = set(map(storage_of, self.likes))
+
+    def _given(self, x: Any) -> Any:
+        if type(x) is not Tensor or x.dim() < 2 or x.shape[-2] != self.tokens:
+            return x
+        self.real.append(x)
+        return _Enter.apply(x, self) if self._mode[1] and x.requires_grad else self.input_of(x)
 
     def input_of(self, x: Tensor) -> Tensor:
         made = self._new(like_of(x), x.device, Along(x.dim() - 2))
@@ -158,8 +166,8 @@ class Graph(TorchDispatchMode):
                 why = str(reason)
             except (NotImplementedError, RuntimeError, TypeError) as error:
                 why = f"runs {func}: {' '.join(str(error).split())[:160]}"
-        elif self._held and is_operator and func._schema.is_mutable:
-            if not self._held.isdisjoint(map(storage_of, _written(func, args, kwargs))):
+        elif self._held and is_operator:
+            if func._schema.is_mutable and not self._held.isdisjoint(map(storage_of, _written(func, args, kwargs))):
                 why = "writes to a tensor that an operator before it reads"
         if why and self.may_refuse:
             raise _Refused(why)
@@ -247,7 +255,7 @@ class Graph(TorchDispatchMode):
 
     def in_use(self) -> list[Tensor]:
         """The stand-ins that are known outside this graph and autograd."""
-        self.inputs = []
+        self.args, self.kwargs = [], {}
         return [leaf for _, leaf in places_of(self) if type(leaf) is Tensor]
 
     def settle(self, why: str, out: Any, also: int | None = None) -> Any:

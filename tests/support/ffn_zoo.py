@@ -132,7 +132,9 @@ def _kept(m: Any, h: Tensor) -> Tensor:
 
 
 def _asks(m: Any, h: Tensor) -> Tensor:
-    return h * 2 if type(h) is Tensor and isinstance(h, Tensor) and not vars(h) and h.requires_grad == m.wants else h * 3
+    return (
+        h * 2 if type(h) is Tensor and isinstance(h, Tensor) and not vars(h) and h.requires_grad == m.wants else h * 3
+    )
 
 
 def _tries(m: Any, h: Tensor) -> Tensor:

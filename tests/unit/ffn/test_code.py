@@ -227,7 +227,10 @@ def test_a_module_that_was_patched_is_not_kept_alive() -> None:
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
 def test_torchscript_is_passed_over_with_a_reason() -> None:
-    child, x = With(lambda m, h: m.act(h), wide=True, act=torch.jit.script(nn.SiLU())).eval(), torch.randn(1, TOKENS, 16)
+    child, x = (
+        With(lambda m, h: m.act(h), wide=True, act=torch.jit.script(nn.SiLU())).eval(),
+        torch.randn(1, TOKENS, 16),
+    )
     whole = nn.Sequential(torch.jit.script(mlp(WIDTH, 64))).eval()
     with torch.no_grad():
         expected = child(x)

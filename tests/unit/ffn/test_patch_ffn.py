@@ -136,7 +136,9 @@ def test_arguments_with_a_token_dimension_are_sliced_and_others_passed_whole(shi
 def test_arguments_may_have_tokens_anywhere(extra: Any) -> None:
     class Takes(Ffn):
         def forward(self, x: Tensor, extra: Any = None) -> Tensor:
-            return self.mlp(x + (extra.mT if isinstance(extra, Tensor) else extra[0] if isinstance(extra, list) else extra["a"]))
+            return self.mlp(
+                x + (extra.mT if isinstance(extra, Tensor) else extra[0] if isinstance(extra, list) else extra["a"])
+            )
 
     module, x = Takes().eval(), torch.randn(2, 96, 16)
     with torch.no_grad():

@@ -128,7 +128,9 @@ def _in_slice(value: Any, dims: dict[int, int], numbers: Iterator[int]) -> Any:
 def _is_right(func: Any, args: tuple, sliced: tuple, dims: dict[int, int], along: Along) -> bool:
     """Whether the results of a slice are the slice of the results."""
     try:
-        part, whole = (list(tensors_in((func(*each),))) for each in (_in_slice(list(sliced), dims, iter(range(9))), args))
+        part, whole = (
+            list(tensors_in((func(*each),))) for each in (_in_slice(list(sliced), dims, iter(range(9))), args)
+        )
     except (RuntimeError, IndexError):
         return False
     shape, compared = (along.before, TOKENS, along.after), 0
@@ -136,7 +138,9 @@ def _is_right(func: Any, args: tuple, sliced: tuple, dims: dict[int, int], along
         if all_of.dim() <= along.dim or all_of.shape[along.dim] != math.prod(shape):
             continue  # a result without tokens
         compared += 1
-        wanted = all_of.unflatten(along.dim, shape).narrow(along.dim + 1, PART.start, 3).flatten(along.dim, along.dim + 2)
+        wanted = (
+            all_of.unflatten(along.dim, shape).narrow(along.dim + 1, PART.start, 3).flatten(along.dim, along.dim + 2)
+        )
         if one.shape != wanted.shape:
             return False
         if "empty" not in _name(func) and not torch.allclose(one, wanted, atol=1e-5, equal_nan=True):
