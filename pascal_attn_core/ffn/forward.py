@@ -42,7 +42,7 @@ class SlicedForward(ReplacedForward):
         if site is None or torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None:
             return self.whole(*args, **kwargs)
         x = args[0] if args else next(iter(kwargs.values()), None)
-        if type(x) is not Tensor or x.dim() < 2 or x.shape[-2] < site.settings.min_tokens or x.is_meta or x.is_nested:
+        if type(x) is not Tensor or x.dim() < 2 or x.shape[-2] < site.settings.min_tokens or _is_beyond(x):
             return self.whole(*args, **kwargs)
         key = kind_of_call(self.module, x, len(args) + len(kwargs))
         plan = site.plans.get(key)
@@ -110,6 +110,11 @@ class SlicedForward(ReplacedForward):
             raise
         finally:
             _local.is_noting = False
+
+
+def _is_beyond(x: Tensor) -> bool:
+    """A tensor without data, or one that stands for several."""
+    return x.is_meta or x.is_nested or torch._C._functorch.is_functorch_wrapped_tensor(x)
 
 
 def _refused(why: str) -> Slicing:

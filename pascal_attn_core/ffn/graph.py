@@ -20,21 +20,11 @@ from torch.overrides import TorchFunctionMode, enable_reentrant_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_map
 
-from ..observe.memory import is_composite
+from ..observe.memory import is_composite, tensors_in
+from ..observe.without_data import results_without_data, storage_of, written_by
 from .plan import as_whole
-from .rules import Along, Call, Later, NotTokenwise, along_results, rule_of, tensors_in
-from .stand_in import (
-    Place,
-    StandIn,
-    exchange,
-    like_of,
-    on_values,
-    place_of,
-    places_of,
-    results_of,
-    storage_of,
-    values_of,
-)
+from .rules import Along, Call, Later, NotTokenwise, along_results, rule_of
+from .stand_in import Place, StandIn, exchange, like_of, on_values, place_of, places_of, values_of
 
 _PLAIN = frozenset(
     "dim element_size is_complex is_contiguous is_floating_point is_tensor ndimension nelement numel result_type size "
@@ -167,7 +157,7 @@ class Graph(TorchDispatchMode):
             except (NotImplementedError, RuntimeError, TypeError) as error:
                 why = f"runs {func}: {' '.join(str(error).split())[:160]}"
         elif self._held and is_operator:
-            if func._schema.is_mutable and not self._held.isdisjoint(map(storage_of, _written(func, args, kwargs))):
+            if func._schema.is_mutable and not self._held.isdisjoint(map(storage_of, written_by(func, args, kwargs))):
                 why = "writes to a tensor that an operator before it reads"
         if why and self.may_refuse:
             raise _Refused(why)
@@ -180,12 +170,12 @@ class Graph(TorchDispatchMode):
     def _note(self, func: OpOverload, args: tuple, kwargs: dict[str, Any], places: list[Place]) -> Any:
         if self._mode != (torch.is_inference_mode_enabled(), torch.is_grad_enabled()):
             raise NotTokenwise("has a backward pass of its own, or parts without gradients")
-        written = _written(func, args, kwargs) if func._schema.is_mutable else []
+        written = written_by(func, args, kwargs) if func._schema.is_mutable else []
         owners = [place_of(leaf) for leaf in written]
         if any(owner is None or storage_of(owner.like) in self._inputs for owner in owners):
             raise NotTokenwise("writes to its input, or to a tensor that it keeps between calls")
         call = Call(func._schema, *tree_map(self._held_now, (args, kwargs)), self.tokens, _along_of)
-        results = results_of(func, args, kwargs)
+        results = results_without_data(func, *tree_map(like_of, (args, kwargs)))
         call.shape = next(tensors_in((results,))).shape
         along = along_results(call, len(places)) if None not in [place.along for place in places] else None
         if along is None or (written and [owner.along for owner in owners if owner] != [along]):
@@ -335,9 +325,3 @@ def _cast_later(value: Tensor) -> Any:
     if names[turns:] != ["ToCopyBackward0"] or not isinstance(weight, nn.Parameter) or weight.device != value.device:
         return value
     return Later(lambda _values, _start, _count: weight.to(dtype).t() if turns else weight.to(dtype))
-
-
-def _written(func: OpOverload, args: tuple, kwargs: dict[str, Any]) -> list[Tensor]:
-    """The tensors that an operator writes to."""
-    named = {**dict(zip((argument.name for argument in func._schema.arguments), args)), **kwargs}
-    return list(tensors_in(named.get(argument.name) for argument in func._schema.arguments if argument.is_write))

@@ -7,7 +7,7 @@ None if the operator makes one token depend on another; what slices need in plac
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -212,12 +212,3 @@ _TABLE: dict[Callable[..., Along | None], str] = {
 }
 RULES = {name: rule for rule, names in _TABLE.items() for name in names.split()}
 """The rule of each operator, by its name."""
-
-
-def tensors_in(values: Any) -> Iterator[Tensor]:
-    """The tensors among arguments, lists included."""
-    for value in values:
-        if isinstance(value, Tensor):
-            yield value
-        elif isinstance(value, (list, tuple)):
-            yield from tensors_in(value)

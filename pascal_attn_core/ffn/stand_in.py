@@ -8,15 +8,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._ops import OpOverload
-from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_map
 
-from .rules import Along, tensors_in
+from ..observe.memory import tensors_in
+from .rules import Along
 
-_MOST_LAYOUTS = 4096
 _places: dict[int, tuple[Place, weakref.ref[Tensor]]] = {}  # by address
-_layouts: dict[Any, tuple] = {}  # of results in new memory, by operator and arguments
 
 
 @dataclass(slots=True, eq=False)
@@ -96,13 +93,6 @@ def on_values(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
     return found.get(id(out), out)  # one that was written to stays the tensor that the code has
 
 
-def storage_of(tensor: Tensor) -> int:
-    try:
-        return tensor.untyped_storage()._cdata
-    except (NotImplementedError, RuntimeError):  # sparse tensors have none
-        return id(tensor)
-
-
 def like_of(value: Any) -> Any:
     """An argument without data."""
     if not isinstance(value, Tensor):
@@ -110,26 +100,3 @@ def like_of(value: Any) -> Any:
     if (place := place_of(value)) is not None:
         return place.like
     return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
-
-
-def results_of(func: OpOverload, args: tuple, kwargs: dict[str, Any]) -> Any:
-    """What an operator returns, without data. What is asked of torch for the first time takes it up to a millisecond."""
-    key = func, torch.get_default_dtype(), *map(_key, args), *((name, _key(value)) for name, value in kwargs.items())
-    with _disable_current_modes():
-        if key in _layouts:
-            shape, stride, dtype = _layouts[key]
-            return torch.empty_strided(shape, stride, dtype=dtype, device="meta")
-        likes, named = tree_map(like_of, args), tree_map(like_of, kwargs)
-        if any(argument.name == "device" for argument in func._schema.arguments):
-            named.update(device="meta", pin_memory=None)
-        results = func(*likes, **named)
-    given = map(storage_of, tensors_in((*likes, *named.values())))
-    if isinstance(results, Tensor) and storage_of(results) not in given and len(_layouts) < _MOST_LAYOUTS:
-        _layouts[key] = results.shape, results.stride(), results.dtype
-    return results
-
-
-def _key(value: Any) -> Any:
-    if isinstance(value, Tensor):
-        return value.shape, value.stride(), value.dtype
-    return tuple(map(_key, value)) if isinstance(value, (list, tuple)) else (type(value), value)

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 import pascal_attn_core.int8.operator  # noqa: F401
-from pascal_attn_core.ffn.rules import RULES, Along, Call, Later, along_results, tensors_in
+from pascal_attn_core.ffn.rules import RULES, Along, Call, Later, along_results
+from pascal_attn_core.observe.memory import tensors_in
 
 TOKENS, PART = 6, slice(1, 4)
 aten: Any = torch.ops.aten
