@@ -4,9 +4,9 @@
         model(x)
     print(patch.report())
 
-Each module keeps its place, its class and its state-dict keys; what changes is the ``forward`` of the instance. Its code
-runs once a call, on tensors without data (:mod:`.graph`). Only operators that are known to treat every token by itself
-(:mod:`.rules`) then run slice by slice; any other makes the call run as if the module had not been patched.
+Each module keeps its place, its class and its state-dict keys; what changes is the ``forward`` of the instance. Its
+code runs once a call, on tensors without data (:mod:`.graph`). Only operators that are known to treat every token by
+itself (:mod:`.rules`) then run slice by slice; any other makes the call run as if the module had not been patched.
 """
 
 from __future__ import annotations

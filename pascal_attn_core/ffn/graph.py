@@ -1,5 +1,5 @@
-"""One call of a module whose operators are noted before they run: its code runs once, on tensors that have the shapes of
-the whole call but no data yet; then the operators run, slice by slice.
+"""One call of a module whose operators are noted before they run: its code runs once, on tensors that have the shapes
+of the whole call but no data yet; then the operators run, slice by slice.
 
 So the code sees the lengths, numbers and state that it would see anyway, and changes its state once. Where an operator
 cannot be put off (it is not in the table of :mod:`.rules`, or writes to a tensor from outside, or the code asks for a
@@ -26,13 +26,14 @@ from .plan import as_whole
 from .rules import Along, Call, Later, NotTokenwise, along_results, rule_of
 from .stand_in import Place, StandIn, exchange, like_of, on_values, place_of, places_of, values_of
 
-_PLAIN = frozenset(
+_PLAIN = (
     "dim element_size is_complex is_contiguous is_floating_point is_tensor ndimension nelement numel result_type size "
     "storage_offset stride type __hash__ __len__ .device .dtype .is_cpu .is_cuda .is_meta .is_mps .is_nested "
-    ".is_quantized .is_sparse .is_xpu .itemsize .layout .nbytes .ndim .requires_grad .shape".split()
+    ".is_quantized .is_sparse .is_xpu .itemsize .layout .nbytes .ndim .requires_grad .shape"
 )
 """Functions and attributes (with a dot) that a stand-in answers as its value would, without an operator."""
-_OPERATORS = frozenset((".T", ".mT", ".H", ".mH", ".real", ".imag", ".data"))
+_OPERATORS = ".T .mT .H .mH .real .imag .data"
+_plain, _operators = frozenset(_PLAIN.split()), frozenset(_OPERATORS.split())
 
 
 class _Refused(BaseException):
@@ -52,10 +53,10 @@ class _Functions(TorchFunctionMode):
         is_set = name in ("__set__", "__delete__")
         if is_set or name == "__get__":
             name = f".{getattr(func.__self__, '__name__', '')}"
-        if (name in _PLAIN and not is_set) or not any(map(place_of, tensors_in((*args, *kwargs.values())))):
+        if (name in _plain and not is_set) or not any(map(place_of, tensors_in((*args, *kwargs.values())))):
             return func(*args, **kwargs)
         why = f"asks for {name.strip('._')} of a tensor of its tokens"
-        if not (graph.why or is_set) and (not name.startswith(".") or name in _OPERATORS):
+        if not (graph.why or is_set) and (not name.startswith(".") or name in _operators):
             before, graph.may_refuse = graph.met, True
             try:
                 out = func(*args, **kwargs)
@@ -93,8 +94,8 @@ class Step(NamedTuple):
 
 class Graph(TorchDispatchMode):
     """Notes the operators of a block on stand-ins, which :attr:`args` and :attr:`kwargs` have in place of the tensors
-    that carry tokens, :attr:`real` [..., T, *]: the first argument, and each further one with as many entries in dimension
-    -2. Others are the same for every slice, or have an entry for each token where an operator meets them.
+    that carry tokens, :attr:`real` [..., T, *]: the first argument, and each further one with as many entries in
+    dimension -2. Others are the same for every slice, or have an entry for each token where an operator meets them.
 
     ``why`` says why the rest of the block ran as ever; "" = it was noted to its end.
     """
@@ -156,9 +157,9 @@ class Graph(TorchDispatchMode):
                 why = str(reason)
             except (NotImplementedError, RuntimeError, TypeError) as error:
                 why = f"runs {func}: {' '.join(str(error).split())[:160]}"
-        elif self._held and is_operator:
-            if func._schema.is_mutable and not self._held.isdisjoint(map(storage_of, written_by(func, args, kwargs))):
-                why = "writes to a tensor that an operator before it reads"
+        elif self._held and is_operator and func._schema.is_mutable:
+            is_read = not self._held.isdisjoint(map(storage_of, written_by(func, args, kwargs)))
+            why = "writes to a tensor that an operator before it reads" if is_read else ""
         if why and self.may_refuse:
             raise _Refused(why)
         if why:
@@ -202,7 +203,7 @@ class Graph(TorchDispatchMode):
         return made
 
     def _held_now(self, value: Any) -> Any:
-        """A tensor from outside with the memory that it has now, which its host may exchange before the operator runs."""
+        """A tensor from outside with the memory that it has now: its host may exchange it before the operator runs."""
         if not isinstance(value, Tensor) or place_of(value):
             return value
         self._held.add(storage_of(value))

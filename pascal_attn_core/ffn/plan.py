@@ -98,7 +98,7 @@ def _fewest_slices(tensors: Sequence[Tensor], bytes_per_token: float, budget: fl
 
 
 def run_slices(of_slice: Callable, tensors: Sequence[Tensor], sizes: Sequence[int], recompute: bool) -> Tensor:
-    """The results of ``of_slice(first token, *parts of tensors)`` for slices of these lengths; [..., T, C] -> [..., T, D].
+    """What ``of_slice(first token, *parts of tensors)`` gives for slices of these lengths; [..., T, C] -> [..., T, D].
 
     Args:
         recompute: with gradients: a slice saves only its input, and is computed again in the backward pass.

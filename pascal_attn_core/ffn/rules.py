@@ -31,21 +31,15 @@ class Along(NamedTuple):
 
 
 class Later(NamedTuple):
-    """In place of an argument: what it is for a part of the tokens, of the values by number, the first token of the part
-    and how many there are."""
+    """In place of an argument: gives it for a part of the tokens, from all values by number, the part's first token and
+    how many there are."""
 
     get: Callable[[dict[int, Any], int, int], Any]
 
 
 class Call:
-    """One call of an operator.
-
-    Attributes:
-        given: the arguments by name, with defaults.
-        along: where the tokens are in each argument that has some, by name.
-        tokens: their number.
-        shape: of the first result.
-    """
+    """One call of an operator: ``given``, its arguments by name; ``along``, where the tokens are in those that have
+    some; ``tokens``, how many there are; ``shape``, that of the first result."""
 
     def __init__(self, schema: Any, args: Sequence[Any], kwargs: dict[str, Any], tokens: int, along_of: Callable):
         self.name = schema.name.removeprefix("aten::")
@@ -179,19 +173,20 @@ def _transpose(call: Call, a: Along, x: Tensor) -> Along:
 _SEVERAL: tuple[Callable[..., Any], ...] = (_of_entries, _product, _cat)  # tensors of tokens
 _FIRST = ("self", "input", "x", "indices")  # the name of the only one, in the schemas of all others
 _TABLE: dict[Callable[..., Along | None], str] = {
-    _of_entries: "abs acos acosh add addcdiv addcmul alias asin asinh atan atan2 atanh bitwise_and bitwise_not "
-    "bitwise_or bitwise_xor ceil celu clamp clamp_max clamp_min clone _conj copy copysign cos cosh detach div elu empty_like "
-    "eq erf erfc erfinv exp exp2 expm1 fill floor floor_divide fmax fmin fmod frac full_like ge gelu gt hardshrink "
-    "hardsigmoid hardswish hardtanh hypot isfinite isinf isnan le leaky_relu lerp lift_fresh log log10 log1p log2 "
-    "log_sigmoid_forward logaddexp logical_and logical_not logical_or logical_xor logit lt masked_fill maximum minimum "
-    "mish mul nan_to_num ne neg ones_like pow _prelu_kernel reciprocal relu relu6 remainder round rsqrt rsub selu sgn "
-    "sigmoid sign silu sin sinc sinh softplus softshrink sqrt square sub tan tanh threshold _to_copy trunc where xlogy "
-    "zero zeros_like",
+    _of_entries: "abs acos acosh add addcdiv addcmul alias asin asinh atan atan2 atanh bitwise_and bitwise_not  "
+    "bitwise_or bitwise_xor ceil celu clamp clamp_max clamp_min clone _conj copy copysign cos cosh detach div elu "
+    "empty_like eq erf erfc erfinv exp exp2 expm1 fill floor floor_divide fmax fmin fmod frac full_like ge gelu gt "
+    "hardshrink hardsigmoid hardswish hardtanh hypot isfinite isinf isnan le leaky_relu lerp lift_fresh log log10 "
+    "log1p log2 log_sigmoid_forward logaddexp logical_and logical_not logical_or logical_xor logit lt masked_fill "
+    "maximum minimum mish mul nan_to_num ne neg ones_like pow _prelu_kernel reciprocal relu relu6 remainder round "
+    "rsqrt rsub selu sgn sigmoid sign silu sin sinc sinh softplus softshrink sqrt square sub tan tanh threshold "
+    "_to_copy trunc where xlogy zero zeros_like",
     _product: "mm addmm bmm baddbmm _int_mm _scaled_mm _weight_int8pack_mm _weight_int4pack_mm",
     _cat: "cat stack",
     _convolution: "convolution",
-    _along_others: "all amax amin any argmax argmin cumsum _fft_c2c _fft_c2r _fft_r2c flip glu index_select _log_softmax logsumexp max mean min "
-    "linalg_vector_norm prod roll select _softmax sort split split_with_sizes std sum topk unbind var var_mean",
+    _along_others: "all amax amin any argmax argmin cumsum _fft_c2c _fft_c2r _fft_r2c flip glu index_select "
+    "_log_softmax logsumexp max mean min linalg_vector_norm prod roll select _softmax sort split split_with_sizes "
+    "std sum topk unbind var var_mean",
     _slice: "slice",
     lambda call, a, x: a.at(a.dim - sum(dim < a.dim and x.shape[dim] == 1 for dim in call.dims() or range(a.dim))): (
         "squeeze"  # a slice has two tokens at least

@@ -36,13 +36,14 @@ class StandIn(Tensor):
     def of(place: Place, device: Any) -> Tensor:
         like = place.like
         layout = like.shape, like.stride(), like.storage_offset()
-        made = Tensor._make_wrapper_subclass(StandIn, *layout, dtype=like.dtype, device=device)  # type: ignore[attr-defined]
+        make: Any = Tensor._make_wrapper_subclass  # type: ignore[attr-defined]
+        made = make(StandIn, *layout, dtype=like.dtype, device=device)
         torch._C._set_throw_on_mutable_data_ptr(made)
         return _noted(made, place)
 
     @staticmethod
     def saved(tensor: Tensor) -> Tensor:
-        """What autograd saves of a tensor for the backward pass: another one, since a result must not keep itself alive."""
+        """What autograd saves of a tensor: another one, since a result must not keep itself alive."""
         return tensor.detach() if (place := place_of(tensor)) is None else StandIn.of(place, tensor.device)
 
     @classmethod

@@ -3,7 +3,7 @@
 import contextlib
 
 import comfy.model_management as host
-from comfy_checks import check, close, log_lines, pack, raises, replaced, run_of, runs, unload
+from comfy_checks import check, close, log_lines, raises, replaced, run_of, runs, unload
 from comfy_inproc import families, load_lora, load_pack, sample, wan
 from comfy_patch_networks import built, patcher_of
 
