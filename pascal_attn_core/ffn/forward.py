@@ -10,17 +10,17 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.utils._pytree import tree_leaves
 
 from ..machine.out_of_memory import is_out_of_memory
 from ..machine.own_thread import made_up_inputs
 from ..patching.forward import ReplacedForward, put_in, take_out
 from ..patching.hosts import forward_slots
-from .graph import Graph
+from .graph import Graph, StandIn, place_of
 from .layers import brought_layers, noted, waiting_layer
 from .plan import FfnSettings, FfnSite, Slicing, decide, kind_of_call, run_slices
 from .rules import Along, NotTokenwise
-from .stand_in import StandIn, place_of
 
 _MAX_PLANS = 256
 _LEAST_TOKENS = 4
@@ -42,7 +42,8 @@ class SlicedForward(ReplacedForward):
         if site is None or torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None:
             return self.whole(*args, **kwargs)
         x = args[0] if args else next(iter(kwargs.values()), None)
-        if type(x) is not Tensor or x.dim() < 2 or x.shape[-2] < site.settings.min_tokens or _is_beyond(x):
+        is_plain = type(x) is Tensor and not (x.is_meta or x.is_nested or is_functorch_wrapped_tensor(x))
+        if not is_plain or x.dim() < 2 or x.shape[-2] < site.settings.min_tokens:
             return self.whole(*args, **kwargs)
         key = kind_of_call(self.module, x, len(args) + len(kwargs))
         plan = site.plans.get(key)
@@ -110,11 +111,6 @@ class SlicedForward(ReplacedForward):
             raise
         finally:
             _local.is_noting = False
-
-
-def _is_beyond(x: Tensor) -> bool:
-    """A tensor without data, or one that stands for several."""
-    return x.is_meta or x.is_nested or torch._C._functorch.is_functorch_wrapped_tensor(x)
 
 
 def _refused(why: str) -> Slicing:

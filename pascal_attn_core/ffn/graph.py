@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import weakref
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -24,7 +26,6 @@ from ..observe.memory import is_composite, tensors_in
 from ..observe.without_data import results_without_data, storage_of, written_by
 from .plan import as_whole
 from .rules import Along, Call, Later, NotTokenwise, along_results, rule_of
-from .stand_in import Place, StandIn, exchange, like_of, on_values, place_of, places_of, values_of
 
 _PLAIN = (
     "dim element_size is_complex is_contiguous is_floating_point is_tensor ndimension nelement numel result_type size "
@@ -34,6 +35,69 @@ _PLAIN = (
 """Functions and attributes (with a dot) that a stand-in answers as its value would, without an operator."""
 _OPERATORS = ".T .mT .H .mH .real .imag .data"
 _plain, _operators = frozenset(_PLAIN.split()), frozenset(_OPERATORS.split())
+_places: dict[int, tuple[Place, weakref.ref[Tensor]]] = {}  # by address
+
+
+@dataclass(slots=True, eq=False)
+class Place:
+    """What a stand-in is to its graph: its number, its shape and strides without data, where the tokens are in it (None
+    = it has none), and its value, once the operators have run on all tokens."""
+
+    graph: Any
+    number: int
+    like: Tensor
+    along: Along | None
+    value: Tensor | None = None
+
+
+class StandIn(Tensor):
+    """A tensor whose operators have been noted. While the module's code runs its class is torch.Tensor, which code may
+    ask for; only the modes of its graph see it then. It gets this class if it outlives the call."""
+
+    @staticmethod
+    def of(place: Place, device: Any) -> Tensor:
+        like = place.like
+        layout = like.shape, like.stride(), like.storage_offset()
+        make: Any = Tensor._make_wrapper_subclass  # type: ignore[attr-defined]
+        made = make(StandIn, *layout, dtype=like.dtype, device=device)
+        torch._C._set_throw_on_mutable_data_ptr(made)
+        return _noted(made, place)
+
+    @staticmethod
+    def saved(tensor: Tensor) -> Tensor:
+        """What autograd saves of a tensor: another one, since a result must not keep itself alive."""
+        return tensor.detach() if (place := place_of(tensor)) is None else StandIn.of(place, tensor.device)
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        return on_values(func, args, kwargs or {})
+
+
+def _noted(made: Tensor, place: Place) -> Tensor:
+    address = id(made)
+    _places[address] = place, weakref.ref(made, lambda _: _places.pop(address, None))
+    return made
+
+
+def place_of(value: Any) -> Place | None:
+    return found[0] if (found := _places.get(id(value))) else None
+
+
+def places_of(graph: Any) -> list[tuple[Place, Tensor]]:
+    """The stand-ins of a graph that are in use, those that autograd has saved included."""
+    return [
+        (place, leaf) for place, ref in list(_places.values()) if place.graph is graph and (leaf := ref()) is not None
+    ]
+
+
+def exchange(leaf: Tensor) -> None:
+    """Make a plain tensor of a stand-in that has a value, where that is possible."""
+    place = _places.pop(id(leaf))[0]  # a tensor with a weak reference cannot be exchanged
+    assert place.value is not None
+    try:
+        torch.utils.swap_tensors(leaf, place.value.view_as(place.value))
+    except RuntimeError:  # autograd has it too
+        _noted(leaf, place).__class__ = StandIn
 
 
 class _Refused(BaseException):
@@ -84,12 +148,9 @@ class _Enter(torch.autograd.Function):
         return grad, None
 
 
-class Step(NamedTuple):
-    """An operator, or a layer whose host brings its weights."""
-
-    run: Callable[..., Any]  # takes the values by number, the first token and how many there are
-    takes: list[int]
-    makes: list[int | None]
+# An operator, or a layer whose host brings its weights: a function of the values by number, the first token and how many
+# there are, and the numbers that it takes and makes.
+Step = tuple[Callable[..., Any], list[int], list[int | None]]
 
 
 class Graph(TorchDispatchMode):
@@ -191,7 +252,7 @@ class Graph(TorchDispatchMode):
     def _add(self, run: Callable[..., Any], places: list[Place], outs: Any) -> None:
         several = outs if isinstance(outs, (list, tuple)) else [outs]
         makes = [getattr(place_of(out), "number", None) for out in several]
-        self.steps.append(Step(run, [place.number for place in places], makes))
+        self.steps.append((run, [place.number for place in places], makes))
 
     def _new(self, like: Any, device: Any, along: Along | None) -> Any:
         if not isinstance(like, Tensor) or along is None:
@@ -265,11 +326,11 @@ class Graph(TorchDispatchMode):
     def _run(self, steps: list[Step], inputs: Sequence[Tensor], start: int, count: int, wanted: set) -> dict[Any, Any]:
         values: dict[Any, Any] = dict(enumerate(inputs))
         ends = _ends(steps)
-        for number, step in enumerate(steps):
-            results = step.run(values, start, count)
-            values.update(zip(step.makes, results if isinstance(results, (list, tuple)) else [results]))
+        for number, (run, takes, makes) in enumerate(steps):
+            results = run(values, start, count)
+            values.update(zip(makes, results if isinstance(results, (list, tuple)) else [results]))
             del results
-            for place in {*step.takes, *step.makes} - wanted:
+            for place in {*takes, *makes} - wanted:
                 if ends[place] == number:
                     values.pop(place, None)
         return values
@@ -278,8 +339,8 @@ class Graph(TorchDispatchMode):
         """The most memory that the steps take at once on all tokens besides the inputs, the output included."""
         ends = {**_ends(self.steps), out: len(self.steps)}
         spans: dict[int, tuple[int, int, int]] = {}  # first step, last step, bytes of a storage
-        for number, step in enumerate(self.steps):
-            for place in step.makes:
+        for number, (_, _, makes) in enumerate(self.steps):
+            for place in makes:
                 if place is not None and (key := storage_of(self.likes[place])) not in self._inputs:
                     first, end, _ = spans.get(key, (number, 0, 0))
                     spans[key] = first, max(end, ends[place]), self.likes[place].untyped_storage().nbytes()
@@ -312,7 +373,7 @@ def _later(value: Any) -> Any:
 
 def _ends(steps: list[Step]) -> dict[int | None, int]:
     """The number of the last step that uses each stand-in."""
-    return {place: number for number, step in enumerate(steps) for place in (*step.takes, *step.makes)}
+    return {place: number for number, (_, takes, makes) in enumerate(steps) for place in (*takes, *makes)}
 
 
 def _cast_later(value: Tensor) -> Any:
@@ -326,3 +387,28 @@ def _cast_later(value: Tensor) -> Any:
     if names[turns:] != ["ToCopyBackward0"] or not isinstance(weight, nn.Parameter) or weight.device != value.device:
         return value
     return Later(lambda _values, _start, _count: weight.to(dtype).t() if turns else weight.to(dtype))
+
+
+def values_of(tree: Any) -> Any:
+    return tree_map(lambda leaf: place.value if (place := place_of(leaf)) else leaf, tree)
+
+
+def on_values(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+    """Run an operator or a function on the values of stand-ins."""
+    found: dict[int, Tensor] = {}
+    for leaf in tensors_in((*args, *kwargs.values())):
+        if place := place_of(leaf):
+            if place.value is None:
+                place.graph.catch_up("is used outside the call")
+            found[id(place.value)] = leaf
+    out = func(*values_of(args), **values_of(kwargs)) if found else func(*args, **kwargs)
+    return found.get(id(out), out)  # one that was written to stays the tensor that the code has
+
+
+def like_of(value: Any) -> Any:
+    """An argument without data."""
+    if not isinstance(value, Tensor):
+        return value
+    if (place := place_of(value)) is not None:
+        return place.like
+    return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")

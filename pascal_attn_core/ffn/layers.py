@@ -12,9 +12,8 @@ import torch
 from torch import nn
 
 from ..patching.hosts import casts_weights, is_hosts
-from .graph import Graph
+from .graph import Graph, place_of
 from .rules import NotTokenwise
-from .stand_in import place_of
 
 _OURS = tuple(f"{__name__.rpartition('.ffn.')[0]}.{folder}." for folder in ("int8", "gguf"))
 _QUANTISED = ("optimum.quanto.", "diffusers.quantizers.gguf.")  # linear layers whose weights are expanded in each call

@@ -156,13 +156,10 @@ def _view(call: Call, a: Along, x: Tensor) -> Along | None:
         outer, inner = math.prod(new[:dim]), math.prod(new[dim + 1 :])
         times, rest = divmod(before * after, outer * inner)
         if before % outer == after % inner == rest == 0 and new[dim] == times * call.tokens:
-            call.given["size"] = [*call.shape[:dim], _times(times), *call.shape[dim + 1 :]]
+            count_of = Later(lambda _values, _start, count, times=times: times * count)  # type: ignore[misc]
+            call.given["size"] = [*call.shape[:dim], count_of, *call.shape[dim + 1 :]]
             return Along(dim, before // outer, after // inner)
     return None
-
-
-def _times(number: int) -> Later:
-    return Later(lambda _values, _start, count: number * count)
 
 
 def _transpose(call: Call, a: Along, x: Tensor) -> Along:
