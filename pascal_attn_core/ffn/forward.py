@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import functools
-import threading
-import traceback
 from collections.abc import Callable
 from typing import Any
 
@@ -24,7 +22,6 @@ from .rules import Along, NotTokenwise
 
 _MAX_PLANS = 256
 _LEAST_TOKENS = 4
-_local = threading.local()
 
 
 class SlicedForward(ReplacedForward):
@@ -47,7 +44,7 @@ class SlicedForward(ReplacedForward):
             return self.whole(*args, **kwargs)
         key = kind_of_call(self.module, x, len(args) + len(kwargs))
         plan = site.plans.get(key)
-        if plan is not None or getattr(_local, "is_noting", False):  # within another module that is patched too
+        if plan is not None or place_of(x):  # within another module that is patched too
             site.used.update({} if plan is None else {key: plan})
             return self.whole(*args, **kwargs)
         waiting = waiting_layer(self.module)
@@ -80,8 +77,7 @@ class SlicedForward(ReplacedForward):
         except (RuntimeError, TypeError, NotImplementedError) as error:
             if graph.why or is_out_of_memory(error):
                 raise
-            traceback.clear_frames(error.__traceback__)  # they hold stand-ins
-            return _refused(f"cannot be put off: {_words(error)}"), whole()
+            return _refused("cannot be put off", error), whole()
         if why := graph.why or _why_not(out, x, len(graph.real)):
             return _refused(why), graph.settle(why, out)
         number = place_of(out).number  # type: ignore[union-attr]
@@ -97,11 +93,10 @@ class SlicedForward(ReplacedForward):
         except RuntimeError as error:
             if is_out_of_memory(error):
                 raise
-            return _refused(f"fails in slices: {_words(error)}"), whole()
+            return _refused("fails in slices", error), whole()
 
     def _noted(self, graph: Graph, layers: list[nn.Module]) -> Any:
         """The result of the module's code on the stand-ins of the graph."""
-        _local.is_noting = True
         try:
             with made_up_inputs(), noted(graph, layers), graph.noting():
                 return self.whole(*graph.args, **graph.kwargs)
@@ -109,16 +104,11 @@ class SlicedForward(ReplacedForward):
             for leaf in graph.in_use():  # what the module keeps is computed when it is used
                 leaf.__class__ = StandIn
             raise
-        finally:
-            _local.is_noting = False
 
 
-def _refused(why: str) -> Slicing:
-    return Slicing((), why, refused=True)
-
-
-def _words(error: Exception) -> str:
-    return f"{type(error).__name__}: {' '.join(str(error).split())[:160]}"
+def _refused(why: str, error: Exception | None = None) -> Slicing:
+    words = f": {type(error).__name__}: {' '.join(str(error).split())[:160]}" if error else ""
+    return Slicing((), f"{why}{words}", refused=True)
 
 
 def _why_not(out: Any, x: Tensor, given: int) -> str:
@@ -133,14 +123,11 @@ def _why_not(out: Any, x: Tensor, given: int) -> str:
     return ""
 
 
-# --- attaching ---
-
-
 def place(module: nn.Module, site: FfnSite) -> SlicedForward:
     """Let ``site`` decide about the calls of ``module``; returns the replacement forward."""
-    forwards = [place.get(key) for place, key in forward_slots(module)]
-    sliced = next((forward for forward in forwards if isinstance(forward, SlicedForward)), None)
-    sliced = sliced or put_in(module, SlicedForward)
+    forwards = (place.get(key) for place, key in forward_slots(module))
+    ours = (forward for forward in forwards if isinstance(forward, SlicedForward))
+    sliced = next(ours, None) or put_in(module, SlicedForward)
     sliced.sites.append(site)
     return sliced
 

@@ -58,8 +58,7 @@ class StandIn(Tensor):
     def of(place: Place, device: Any) -> Tensor:
         like = place.like
         layout = like.shape, like.stride(), like.storage_offset()
-        make: Any = Tensor._make_wrapper_subclass  # type: ignore[attr-defined]
-        made = make(StandIn, *layout, dtype=like.dtype, device=device)
+        made = Tensor._make_wrapper_subclass(StandIn, *layout, dtype=like.dtype, device=device)
         torch._C._set_throw_on_mutable_data_ptr(made)
         return _noted(made, place)
 
@@ -69,7 +68,7 @@ class StandIn(Tensor):
         return tensor.detach() if (place := place_of(tensor)) is None else StandIn.of(place, tensor.device)
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         return on_values(func, args, kwargs or {})
 
 
@@ -92,8 +91,7 @@ def places_of(graph: Any) -> list[tuple[Place, Tensor]]:
 
 def exchange(leaf: Tensor) -> None:
     """Make a plain tensor of a stand-in that has a value, where that is possible."""
-    place = _places.pop(id(leaf))[0]  # a tensor with a weak reference cannot be exchanged
-    assert place.value is not None
+    place: Any = _places.pop(id(leaf))[0]  # a tensor with a weak reference cannot be exchanged
     try:
         torch.utils.swap_tensors(leaf, place.value.view_as(place.value))
     except RuntimeError:  # autograd has it too
@@ -148,8 +146,8 @@ class _Enter(torch.autograd.Function):
         return grad, None
 
 
-# An operator, or a layer whose host brings its weights: a function of the values by number, the first token and how many
-# there are, and the numbers that it takes and makes.
+# An operator or a layer: a function of the values by number, the first token and how many there are; the numbers that it
+# takes and makes.
 Step = tuple[Callable[..., Any], list[int], list[int | None]]
 
 
@@ -196,8 +194,6 @@ class Graph(TorchDispatchMode):
                 self._unseen.enter_context(hooks)
             yield
 
-    # --- noting ---
-
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         if any("__tensor_flatten__" in vars(kind) for kind in types):
             return NotImplemented  # a wrapper around tensors unwraps itself, and its operators are seen then
@@ -236,7 +232,8 @@ class Graph(TorchDispatchMode):
         owners = [place_of(leaf) for leaf in written]
         if any(owner is None or storage_of(owner.like) in self._inputs for owner in owners):
             raise NotTokenwise("writes to its input, or to a tensor that it keeps between calls")
-        call = Call(func._schema, *tree_map(self._held_now, (args, kwargs)), self.tokens, _along_of)
+        held, named = tree_map(self._held_now, (args, kwargs))
+        call = Call(func._schema, held, named, self.tokens, lambda leaf: getattr(place_of(leaf), "along", None))
         results = results_without_data(func, *tree_map(like_of, (args, kwargs)))
         call.shape = next(tensors_in((results,))).shape
         along = along_results(call, len(places)) if None not in [place.along for place in places] else None
@@ -274,8 +271,7 @@ class Graph(TorchDispatchMode):
 
     def note_layer(self, forward: Callable[[Tensor], Any], x: Tensor, channels: int, dtype: torch.dtype) -> Tensor:
         """Note a call of a layer that gives ``channels`` for each token."""
-        place = place_of(x)
-        assert place is not None
+        place: Any = place_of(x)
         with _disable_current_modes():
             like = torch.empty((*x.shape[:-1], channels), dtype=dtype, device="meta")
         made = self._new(like, x.device, place.along)
@@ -288,8 +284,6 @@ class Graph(TorchDispatchMode):
 
         self._add(run, [place], made)
         return made
-
-    # --- running ---
 
     def catch_up(self, why: str, also: int | None = None) -> Tensor | None:
         """Run what has been noted on all tokens, for all stand-ins in use; nothing is noted from now on. Returns the
@@ -358,10 +352,6 @@ def _filled(value: Any, part: tuple) -> Any:
     if isinstance(value, Later):
         return value.get(*part)
     return [_filled(item, part) for item in value] if isinstance(value, list) else value
-
-
-def _along_of(value: Any) -> Along | None:
-    return place.along if (place := place_of(value)) else None
 
 
 def _later(value: Any) -> Any:

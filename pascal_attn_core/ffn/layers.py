@@ -60,7 +60,8 @@ def noted(graph: Graph, layers: list[nn.Module]) -> Iterator[None]:
             undo.enter_context(_lock)
         for layer in layers:
             place, own = layer.__dict__, {key: layer.__dict__[key] for key in ("forward",) if key in layer.__dict__}
-            undo.callback(lambda place=place, own=own: place.pop("forward") and place.update(own))
+            undo.callback(place.update, own)
+            undo.callback(place.pop, "forward")  # before that
             place["forward"] = _noting(graph, layer, layer.forward)
         yield
 

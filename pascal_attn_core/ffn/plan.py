@@ -38,14 +38,6 @@ class FfnSettings:
             check_number("budget_mib", self.budget_mib, float, 0, above=True)
         check_bools(self, "checkpoint")
 
-    def slices(self, tokens: int) -> int | None:
-        """How many slices were asked for; None = as many as the budget needs."""
-        return self.num_chunks if self.chunk_tokens is None else math.ceil(tokens / self.chunk_tokens)
-
-    @property
-    def budget_bytes(self) -> float:
-        return (DEFAULT_BUDGET_MIB if self.budget_mib is None else self.budget_mib) * MIB
-
 
 class Slicing(NamedTuple):
     """How calls of one kind run, with a sentence for the report."""
@@ -75,12 +67,13 @@ def decide(settings: FfnSettings, tensors: Sequence[Tensor], peak: float, of_out
     """How a call on ``tensors`` [..., T, *] runs that takes ``peak`` bytes at once besides them, its output included:
     whole, or in slices whose lengths differ by one at most; a slice has two tokens at least."""
     tokens, extra = tensors[0].shape[-2], peak - of_output
-    count = settings.slices(tokens)
+    count = settings.num_chunks if settings.chunk_tokens is None else math.ceil(tokens / settings.chunk_tokens)
     if count is None:
-        if extra <= settings.budget_bytes:
+        budget = MIB * (DEFAULT_BUDGET_MIB if settings.budget_mib is None else settings.budget_mib)
+        if extra <= budget:
             return Slicing((), f"fits the budget: {extra / MIB:.1f} MiB besides input and output")
-        budget = settings.budget_bytes / (2 if wants_grad else 1)  # the backward pass keeps gradients beside them
-        count = _fewest_slices(tensors, peak / tokens, budget)
+        # The backward pass keeps gradients beside them.
+        count = _fewest_slices(tensors, peak / tokens, budget / 2 if wants_grad else budget)
     count = min(count, tokens // _LEAST_TOKENS)
     if count < 2:
         return Slicing((), "one slice is enough")

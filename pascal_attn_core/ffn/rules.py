@@ -26,9 +26,6 @@ class Along(NamedTuple):
     before: int = 1
     after: int = 1
 
-    def at(self, dim: int) -> Along:
-        return self._replace(dim=dim)
-
 
 class Later(NamedTuple):
     """In place of an argument: gives it for a part of the tokens, from all values by number, the part's first token and
@@ -46,7 +43,8 @@ class Call:
         self.given = {argument.name: argument.default_value for argument in schema.arguments}
         self.given.update(zip(self.given, args), **kwargs)
         self.along: dict[str, Along] = {name: a for name, value in self.given.items() if (a := along_of(value))}
-        self.tokens, self.along_of, self.shape = tokens, along_of, ()
+        self.tokens, self.along_of = tokens, along_of
+        self.shape: Sequence[int] = ()
 
     def __getitem__(self, name: str) -> Any:
         return self.given[name]
@@ -117,7 +115,9 @@ def _cat(call: Call) -> Along | None:
     if (a.dim == dim and not is_new) or set(alongs) - {a, None} or any(tensor.dim() != rank for tensor in tensors):
         return None
     call.given["tensors"] = [t if own else call.put_beside(t, a.dim - rank, a) for t, own in zip(tensors, alongs)]
-    return None if any(tensor is None for tensor in call["tensors"]) else a.at(a.dim + (is_new and dim <= a.dim))
+    return (
+        None if any(tensor is None for tensor in call["tensors"]) else a._replace(dim=a.dim + (is_new and dim <= a.dim))
+    )
 
 
 def _convolution(call: Call, a: Along, x: Tensor) -> Along | None:
@@ -132,7 +132,11 @@ def _along_others(call: Call, a: Along, x: Tensor) -> Along | None:
     dims = call.dims()
     if dims is None or a.dim in dims:
         return None
-    return a if len(call.shape) == x.dim() else a.at(a.dim - sum(dim < a.dim and dim in dims for dim in range(x.dim())))
+    return (
+        a
+        if len(call.shape) == x.dim()
+        else a._replace(dim=a.dim - sum(dim < a.dim and dim in dims for dim in range(x.dim())))
+    )
 
 
 def _slice(call: Call, a: Along, x: Tensor) -> Along | None:
@@ -143,7 +147,7 @@ def _slice(call: Call, a: Along, x: Tensor) -> Along | None:
 
 
 def _expand(call: Call, a: Along, x: Tensor) -> Along:
-    a = a.at(a.dim + len(call["size"]) - x.dim())
+    a = a._replace(dim=a.dim + len(call["size"]) - x.dim())
     call.given["size"] = [-1 if dim == a.dim else size for dim, size in enumerate(call["size"])]
     return a
 
@@ -164,7 +168,7 @@ def _view(call: Call, a: Along, x: Tensor) -> Along | None:
 
 def _transpose(call: Call, a: Along, x: Tensor) -> Along:
     one, two = (call.given.get(name, default) % x.dim() for name, default in (("dim0", 0), ("dim1", -1)))
-    return a.at({one: two, two: one}.get(a.dim, a.dim))
+    return a._replace(dim={one: two, two: one}.get(a.dim, a.dim))
 
 
 _SEVERAL: tuple[Callable[..., Any], ...] = (_of_entries, _product, _cat)  # tensors of tokens
@@ -185,7 +189,9 @@ _TABLE: dict[Callable[..., Along | None], str] = {
     "_log_softmax logsumexp max mean min linalg_vector_norm prod roll select _softmax sort split split_with_sizes "
     "std sum topk unbind var var_mean",
     _slice: "slice",
-    lambda call, a, x: a.at(a.dim - sum(dim < a.dim and x.shape[dim] == 1 for dim in call.dims() or range(a.dim))): (
+    lambda call, a, x: a._replace(
+        dim=a.dim - sum(dim < a.dim and x.shape[dim] == 1 for dim in call.dims() or range(a.dim))
+    ): (
         "squeeze"  # a slice has two tokens at least
     ),
     _expand: "expand",
@@ -199,8 +205,8 @@ _TABLE: dict[Callable[..., Along | None], str] = {
     lambda call, a, x: None if any(call["pad"][2 * (x.dim() - 1 - a.dim) :][:2]) else a: "constant_pad_nd",
     lambda call, a, x: a if a.dim < min(x.dim(), len(call.shape)) else None: "view_as_complex view_as_real",
     lambda call, a, x: None if call["scale_grad_by_freq"] else a: "embedding",
-    lambda call, a, x: a.at(a.dim + (call["dim"] % len(call.shape) <= a.dim)): "unsqueeze",
-    lambda call, a, x: a.at([dim % x.dim() for dim in call["dims"]].index(a.dim)): "permute",
+    lambda call, a, x: a._replace(dim=a.dim + (call["dim"] % len(call.shape) <= a.dim)): "unsqueeze",
+    lambda call, a, x: a._replace(dim=[dim % x.dim() for dim in call["dims"]].index(a.dim)): "permute",
 }
 RULES = {name: rule for rule, names in _TABLE.items() for name in names.split()}
 """The rule of each operator, by its name."""
