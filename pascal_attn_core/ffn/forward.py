@@ -38,7 +38,7 @@ class SlicedForward(ReplacedForward):
         site = self.sites[-1] if self.sites else None
         if site is None or torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None:
             return self.whole(*args, **kwargs)
-        x = args[0] if args else next(iter(kwargs.values()), None)
+        x: Any = args[0] if args else next(iter(kwargs.values()), None)
         is_plain = type(x) is Tensor and not (x.is_meta or x.is_nested or is_functorch_wrapped_tensor(x))
         if not is_plain or x.dim() < 2 or x.shape[-2] < site.settings.min_tokens:
             return self.whole(*args, **kwargs)

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._ops import OpOverload
+from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode, enable_reentrant_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_map
@@ -99,8 +100,7 @@ def exchange(leaf: Tensor) -> None:
 
 
 class _Refused(BaseException):
-    """An operator cannot be put off: the function of torch that runs it is called on values instead. Not an error that
-    the module's code may catch."""
+    """An operator cannot be put off: its function is called on values instead. The module's code must not catch it."""
 
 
 class _Functions(TorchFunctionMode):
@@ -146,8 +146,7 @@ class _Enter(torch.autograd.Function):
         return grad, None
 
 
-# An operator or a layer: a function of the values by number, the first token and how many there are; the numbers that it
-# takes and makes.
+# An operator or a layer: a function of values by number, first token and length; the numbers that it takes and makes.
 Step = tuple[Callable[..., Any], list[int], list[int | None]]
 
 
@@ -190,8 +189,7 @@ class Graph(TorchDispatchMode):
     def noting(self) -> Iterator[None]:
         with self._unseen, self, _Functions(self):
             if self._mode[1]:
-                hooks = torch.autograd.graph.saved_tensors_hooks(StandIn.saved, lambda saved: saved)
-                self._unseen.enter_context(hooks)
+                self._unseen.enter_context(saved_tensors_hooks(StandIn.saved, lambda saved: saved))
             yield
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:

@@ -21,11 +21,8 @@ _lock = threading.RLock()
 
 
 def brought_layers(module: nn.Module) -> Iterator[nn.Module]:
-    """The layers inside a module that bring their weights themselves.
-
-    Raises:
-        NotTokenwise: one that is not known to treat every token by itself.
-    """
+    """The layers inside a module that bring their weights themselves. Raises NotTokenwise for one that is not known to
+    treat every token by itself."""
     for name, child in module.named_modules():
         if isinstance(child, torch.jit.ScriptModule):
             raise NotTokenwise("holds TorchScript, which may need a tensor's values")
@@ -48,8 +45,8 @@ def _is_ours(thing: Any) -> bool:
 
 def waiting_layer(module: nn.Module) -> str:
     """The name of a layer inside that another patch of this package is about to measure by a hook; "" = none."""
-    hooked = (name for name, child in module.named_modules() if any(map(_is_ours, child._forward_pre_hooks.values())))
-    return next(hooked, "")
+    hooks = ((name, child._forward_pre_hooks.values()) for name, child in module.named_modules())
+    return next((name for name, found in hooks if any(map(_is_ours, found))), "")
 
 
 @contextlib.contextmanager

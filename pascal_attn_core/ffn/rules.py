@@ -28,8 +28,7 @@ class Along(NamedTuple):
 
 
 class Later(NamedTuple):
-    """In place of an argument: gives it for a part of the tokens, from all values by number, the part's first token and
-    how many there are."""
+    """In place of an argument: gives it for a part of the tokens, of values by number, first token and length."""
 
     get: Callable[[dict[int, Any], int, int], Any]
 
@@ -122,10 +121,8 @@ def _cat(call: Call) -> Along | None:
 
 def _convolution(call: Call, a: Along, x: Tensor) -> Along | None:
     stride, padding, n = call["stride"], call["padding"], a.dim - 2
-    if a.dim == 0:
-        return a
     is_one = n >= 0 and call["weight"].shape[a.dim] == 1 == stride[n % len(stride)] and not padding[n % len(padding)]
-    return a if is_one and not call["transposed"] else None
+    return a if a.dim == 0 or (is_one and not call["transposed"]) else None
 
 
 def _along_others(call: Call, a: Along, x: Tensor) -> Along | None:
