@@ -9,10 +9,11 @@ import torch
 from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function
 
-from .call import PLAIN, Arguments, AttentionOutput, Results, Wanted, check_call, prepared
+from .call import PLAIN, Arguments, AttentionOutput, Results, Wanted, check_call, order_of_transforms, prepared
 from .call.lazy_mask import LazyMask
 from .config import AttentionConfig, config_of, default_config
 from .routes import choose, is_plainly_short, route_names, why_not
+from .routes.derivatives import differentiable
 from .routes.run import gradients, is_watched, run
 from .routes.torch_faults import is_torchs_own, torch_sdpa
 
@@ -96,7 +97,7 @@ def _by_torch_if_short(
     if not is_plainly_short(config, query, key, value, attn_mask, dropout_p, is_causal, scale):
         return None
     try:
-        return torch_sdpa(query, key, value, attn_mask, 0.0, is_causal, scale=scale)
+        return differentiable(torch_sdpa(query, key, value, attn_mask, 0.0, is_causal, scale=scale), config)
     except RuntimeError as error:
         check_call(query, key, value, attn_mask, is_causal=is_causal, scale=scale)  # knows the reason better
         if not is_torchs_own(error):
@@ -220,6 +221,12 @@ def explain(
     return "\n".join(lines)
 
 
+def _is_proxied() -> bool:
+    """Whether ``make_fx`` records a call whose derivatives it does not."""
+    kind = torch._C._TorchDispatchModeKey.PROXY
+    return torch._C._get_dispatch_mode(kind) is not None and not order_of_transforms()
+
+
 def _attend(function: Callable[..., Any], given: Arguments, config: AttentionConfig | None, *, with_lse: bool) -> Any:
     """A call of ``function``: out, or (out, lse). Compiled, traced and fake calls, those of other tensor classes with a
     dispatch of their own, and calls on meta, where there are shapes only, become one operator."""
@@ -238,7 +245,7 @@ def _attend(function: Callable[..., Any], given: Arguments, config: AttentionCon
     else:
         has_dispatch = any(isinstance(t, Tensor) and (t.is_meta or type(t) not in PLAIN) for t in given[:4])
     # While torch.jit.trace records, sizes are tensors, with which no route can work.
-    if is_compiling or has_dispatch or torch._C._get_tracing_state() is not None:
+    if is_compiling or has_dispatch or torch._C._get_tracing_state() is not None or _is_proxied():
         from .routes import operator  # not before: where two copies of this package are loaded, both would register it
 
         found = operator.call(given, config, with_lse=with_lse)

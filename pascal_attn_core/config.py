@@ -181,7 +181,8 @@ class UnsupportedAttention(Unsupported, NotImplementedError):
     def __init__(self, route: str, reasons: list[str]):
         super().__init__(*reasons)
         self.route = route
-        self.args = (f"route {route!r} cannot take this call: {'; '.join(reasons)}; use route='auto'",)
+        hint = "" if route == "auto" else "; use route='auto'"
+        self.args = (f"route {route!r} cannot take this call: {'; '.join(reasons)}{hint}",)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (self.route, self.reasons), self.__dict__

@@ -26,7 +26,7 @@ from .attention import sdpa, sdpa_backward, sdpa_with_lse
 from .call import Arguments, AttentionCall, check_call, prepared
 from .config import AttentionConfig, config_of
 from .routes import choose
-from .routes.route import Grads, in_any_graph
+from .routes.derivatives import Grads, in_any_graph
 
 __all__ = ["context_parallel_sdpa"]
 

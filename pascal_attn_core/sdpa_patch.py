@@ -5,14 +5,14 @@ It replaces the attribute ``torch.nn.functional.scaled_dot_product_attention``. 
 earlier keeps torch's; inside ``with patch_sdpa():`` its calls are redirected too, in the thread that entered the block.
 Short calls (``math_limit_mib``), which ``sdpa`` would pass to torch unchanged, go to torch directly. So does everything
 that ``sdpa`` does not support, with torch's results and errors: nested, sparse and quantised tensors, tensor
-subclasses, ``torch.func`` transforms, tracing and export (a graph that leaves this process holds torch's operator), and
-arguments that torch refuses. ``torch.jit.script`` compiles torch's function.
+subclasses, ``torch.func`` transforms that want no more than torch's kernels have (gradients, and ``vmap``), tracing and
+export (a graph that leaves this process holds torch's operator), and arguments that torch refuses. ``torch.jit.script``
+compiles torch's function.
 
 In eval mode ``nn.TransformerEncoder`` and ``nn.MultiheadAttention`` have a native fast path that never calls the
-function. ``torch.backends.mha.set_fastpath_enabled(False)`` turns it off. The tiled and fused routes have no double
-backward: remove the patch for a gradient penalty. A model with activation checkpointing needs the patch in its backward
-pass too; functions that it has imported by name are not redirected there, because torch function modes are not active
-while torch runs the backward pass.
+function. ``torch.backends.mha.set_fastpath_enabled(False)`` turns it off. A model with activation checkpointing needs
+the patch in its backward pass too; functions that it has imported by name are not redirected there, because torch
+function modes are not active while torch runs the backward pass.
 
 If the switch was set before torch's own ``context_parallel`` is entered, calls inside it stay torch's; inside it the
 switch cannot be set. To divide tokens among processes with this package, see :mod:`pascal_attn_core.parallel`.
@@ -31,11 +31,12 @@ from torch import Tensor
 from torch.overrides import _get_current_function_mode, handle_torch_function
 
 from .attention import sdpa
-from .call import PLAIN, check_call, is_causal_bias
+from .call import PLAIN, check_call, is_causal_bias, order_of_transforms
 from .config import AttentionConfig, check_number, config_of, log_once, number_of, switched_on
 from .patching.interception import SDPA_NAME, TORCH_SDPA, SdpaMode, bind_sdpa
 from .patching.patch import Patch
 from .routes import is_plainly_short
+from .routes.derivatives import differentiable
 from .routes.run import is_watched
 from .routes.torch_faults import is_torchs_own
 
@@ -47,19 +48,17 @@ _lock = threading.RLock()
 _enabled: Patch | None = None
 
 
-def enable(
-    config: AttentionConfig | None = None, *, min_tokens: int | None = None, min_keys: int | None = None
-) -> None:
+def enable(config: AttentionConfig | None = None, *, min_keys: int | None = None) -> None:
     """Send the attention calls of all threads of this process to :func:`pascal_attn_core.sdpa` until :func:`disable`.
 
     A second call changes the config. With ``PASCAL_ATTN_DISABLE=1`` in the environment it does nothing.
 
     Args:
-        config, min_tokens, min_keys: see :func:`patch_sdpa`.
+        config, min_keys: see :func:`patch_sdpa`.
     """
     global _enabled
     with _lock:
-        earlier, _enabled = _enabled, patch_sdpa(config, min_tokens=min_tokens, min_keys=min_keys)
+        earlier, _enabled = _enabled, patch_sdpa(config, min_keys=min_keys)
         if earlier is not None:
             earlier.remove()
 
@@ -86,9 +85,7 @@ def enable_if_asked() -> bool:
     return is_enabled()
 
 
-def patch_sdpa(
-    config: AttentionConfig | None = None, *, min_tokens: int | None = None, min_keys: int | None = None
-) -> Patch:
+def patch_sdpa(config: AttentionConfig | None = None, *, min_keys: int | None = None) -> Patch:
     """Send the attention calls of this process to :func:`pascal_attn_core.sdpa` until ``.remove()``.
 
     As a context manager it also redirects, in the thread that enters the block, code that imported torch's function by
@@ -98,17 +95,15 @@ def patch_sdpa(
 
     Args:
         config: how to compute; None = the environment's.
-        min_tokens: calls with fewer keys (S) go to torch unchanged; None = ``PASCAL_ATTN_MIN_KEYS`` in the environment,
+        min_keys: calls with fewer keys (S) go to torch unchanged; None = ``PASCAL_ATTN_MIN_KEYS`` in the environment,
             or 0 if that is not set.
-        min_keys: another name for ``min_tokens``.
     Raises:
         TypeError, ValueError: an invalid argument.
         RuntimeError: torch's ``context_parallel`` is in force, see the module.
     """
     config = config_of(config)
-    name, least = ("min_tokens", min_tokens) if min_keys is None else ("min_keys", min_keys)
-    least = number_of("PASCAL_ATTN_MIN_KEYS") if least is None else least
-    check_number(name, least, int, 0)
+    least = number_of("PASCAL_ATTN_MIN_KEYS") if min_keys is None else min_keys
+    check_number("min_keys", least, int, 0)
     if switched_on("PASCAL_ATTN_DISABLE"):
         log.info("PASCAL_ATTN_DISABLE is set: %s stays torch's", SDPA_NAME)
         return Patch(SDPA_NAME, lambda: None, sites=0)
@@ -224,11 +219,11 @@ def _attend(original: Any, patch: _SdpaPatch, args: tuple, kwargs: dict[str, Any
     try:
         if not torch._C._len_torch_function_stack():
             if _is_plainly_short(config, args, kwargs):
-                return TORCH_SDPA(*args, **kwargs)
+                return differentiable(TORCH_SDPA(*args, **kwargs), config)
         else:
             with torch._C.DisableTorchFunction():  # under a mode each look at a tensor would be a call of the mode
                 if _is_plainly_short(config, args, kwargs):
-                    return TORCH_SDPA(*args, **kwargs)
+                    return differentiable(TORCH_SDPA(*args, **kwargs), config)
     except RuntimeError as error:  # another route may take what torch's kernel does not; else the error comes again
         if not is_torchs_own(error):
             raise
@@ -288,17 +283,8 @@ def _is_known(args: tuple, kwargs: dict[str, Any]) -> bool:
         return False
     if mask is not None and (call.is_causal or (type(mask) not in PLAIN and not is_causal_bias(mask))):
         return False
-    if _transforms_are_active():
+    if order_of_transforms() == 1:
         return False
     if torch.compiler.is_compiling():
         return not (hasattr(torch.compiler, "is_exporting") and torch.compiler.is_exporting())
     return not torch.jit.is_tracing()
-
-
-def _transforms_are_active() -> bool:
-    return torch._C._are_functorch_transforms_active()
-
-
-# As torch.compiler.assume_constant_result does, which would import the compiler: older ones cannot trace that function.
-# A graph is guarded by the transforms around it.
-_transforms_are_active._dynamo_marked_constant = True  # type: ignore[attr-defined]

@@ -8,7 +8,7 @@ text; the functions below take them as they come.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -25,6 +25,7 @@ from ..call import (
     Wanted,
     check_call,
     empty_output,
+    order_of_transforms,
     without_autocast,
 )
 from ..call.flex_rules import is_block_mask
@@ -67,13 +68,16 @@ def call(given: Arguments, config: AttentionConfig | None, *, with_lse: bool) ->
         attn_mask = check_call(given).attn_mask  # a BlockMask as a LazyMask
     rule: tuple[str, Sequence[int], Sequence[Tensor]] = ("", (), ())
     is_traced, is_compiling = torch._C._get_tracing_state() is not None, torch.compiler.is_compiling()
+    if is_compiling and order_of_transforms():
+        out, lse = sdpa_between_graphs(given, config, with_lse)
+        return AttentionOutput(out, query.new_empty(0) if lse is None else lse)
     if is_rule:
         is_never_asked = not is_compiling and (query.is_meta or isinstance(query, FakeTensor))  # there are no numbers
         if not (isinstance(attn_mask, LazyMask) and (isinstance(attn_mask.rule, MaskRule) or is_never_asked)):
             if not is_compiling:
                 where = "under torch.jit.trace" if is_traced else f"for tensors of type {type(query).__name__}"
                 raise TypeError(f"{where} mask_rule must register the rule of a LazyMask, got {attn_mask.rule!r}")
-            out, lse = sdpa_with_an_unregistered_mask_rule(given, config, with_lse)
+            out, lse = sdpa_between_graphs(given, config, with_lse)
             return AttentionOutput(out, query.new_empty(0) if lse is None else lse)
         rule, attn_mask = _rule_arguments(attn_mask, is_traced), None
         given = given.changed(attn_mask=None)
@@ -89,11 +93,12 @@ def call(given: Arguments, config: AttentionConfig | None, *, with_lse: bool) ->
 
 
 @torch.compiler.disable
-def sdpa_with_an_unregistered_mask_rule(
+def sdpa_between_graphs(
     given: Arguments, config: AttentionConfig | None, with_lse: bool
 ) -> tuple[Tensor, Tensor | None]:
     """(out, lse or None) of a call that torch.compile leaves between two graphs: a graph cannot hold a LazyMask whose
-    rule is not registered by :func:`~pascal_attn_core.call.lazy_mask.mask_rule`."""
+    rule is not registered by :func:`~pascal_attn_core.call.lazy_mask.mask_rule`, nor does the operator have rules for
+    tangents and for the transforms of torch.func."""
     return run(check_call(given), config_of(config), with_lse=with_lse)[:2]
 
 
@@ -291,3 +296,25 @@ def _backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None, *other
 
 
 _sdpa.register_autograd(_backward, setup_context=_save)
+
+
+# ---- derivatives -----------------------------------------------------------------------------------------------------
+
+_recorded: list[tuple[Callable[..., Any], list[Any]]] = []  # what a graph knows by a number: it may run at any time
+
+
+@torch.library.custom_op(
+    "pascal_attn::derivative", mutates_args=(), schema="(Tensor?[] tensors, int number) -> Tensor[]"
+)
+def _derivative(tensors: Sequence[Tensor | None], number: int) -> list[Tensor]:
+    (compute, others), given = _recorded[number], iter(tensors)
+    found = compute(*(next(given) if other is None else other for other in others))
+    return [torch.empty(0, dtype=torch.bool) if t is None else t for t in found]
+
+
+def derivative(compute: Callable[..., Any], inputs: Sequence[Any]) -> tuple[Tensor | None, ...]:
+    """``compute(*inputs)``, one of :mod:`.derivatives`, as one node of a graph that records operators."""
+    is_tensor = [t is None or isinstance(t, Tensor) for t in inputs]
+    _recorded.append((compute, [None if each else t for t, each in zip(inputs, is_tensor)]))
+    found = _derivative([t for t, each in zip(inputs, is_tensor) if each], len(_recorded) - 1)
+    return tuple(None if t.dtype == torch.bool else t for t in found)

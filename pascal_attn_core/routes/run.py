@@ -37,8 +37,9 @@ from ..call import AttentionCall, Gradients, Results, TiledStats, Wanted, withou
 from ..config import AttentionConfig, RouteUnavailable, UnsupportedAttention, known_routes
 from ..fused.launch.plan import Plan
 from ..observe import report
+from .derivatives import differentiable
 from .fused import FusedRoute, Int8Route
-from .math import MathRoute
+from .math import BEYOND_SECONDS, MathRoute
 from .route import Choice, Request, Route
 from .several import on_one_device, on_several
 from .short import ShortCalls, is_short
@@ -101,12 +102,12 @@ def choose(
         return on_several(request, choose(call, on_one_device(config), **flags))
     if config.route != "auto":
         route = route_named(config.route)
-        plan = route.plan(request)
+        plan = route.plan(request) if route.is_differentiable or call.order < 3 else [BEYOND_SECONDS]
         if isinstance(plan, list):
             raise UnsupportedAttention(config.route, plan)
         return _with_remark(Choice(route, "asked for by name", plan))
     for route in ROUTES:
-        choice = route.claim(request)
+        choice = route.claim(request) if route.is_differentiable or call.order < 3 else None
         if choice is not None:
             return _with_remark(choice)
     raise UnsupportedAttention("auto", [reason for name in ("torch", "tiled") for reason in _reasons(request, name)])
@@ -137,7 +138,7 @@ def run(
     with gradients where the call needs them. What the route ``tiled`` counts is added to ``stats``."""
     if choice is None and not with_lse and config.route == "auto" and not is_watched() and is_short(call, config):
         with suppress(RouteUnavailable):
-            return Results(run_as_it_is(call))
+            return Results(differentiable(run_as_it_is(call), config))
     if stats is None and report.active:
         stats = TiledStats()
     show(call)
@@ -157,7 +158,9 @@ def _by(
 ) -> Results:
     route = choice.by
     with without_autocast(call.query):
-        if call.needs_grad and not route.is_differentiable:
+        if not route.is_differentiable and (
+            call.needs_grad or call.order > 1 or torch._C._are_functorch_transforms_active()
+        ):
             return route.with_gradients(call, config, choice.plan, stats=stats)
         return route.forward(call, config, choice.plan, with_lse=with_lse, for_grad=False, stats=stats)
 

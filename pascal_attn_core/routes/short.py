@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from ..call import FLOATS, PLAIN, AttentionCall, Results
 from ..call.lazy_mask import LazyMask
@@ -14,6 +15,7 @@ from ..config import AttentionConfig
 from ..machine.device import LONGEST_SUM_ON_MPS, MIB
 from ..machine.runtime import runtime_of
 from ..tiled.layout import rows_overlap, slides_by_one
+from .derivatives import differentiable
 from .route import Choice, Request, Route
 from .torch_faults import broken_promise, fault_reasons
 from .torch_kernel import fused_takes, run_as_it_is
@@ -36,7 +38,7 @@ class TorchAsIs(Route):
         return None if is_short(request.call, request.config) else ["it is not short"]
 
     def forward(self, call: AttentionCall, config: AttentionConfig, plan: Any, **options: Any) -> Results:
-        return Results(run_as_it_is(call))
+        return Results(differentiable(run_as_it_is(call), config))
 
 
 class ShortCalls(Route):
@@ -60,6 +62,8 @@ def is_short(call: AttentionCall, config: AttentionConfig, *, in_graph: bool = F
     """A call whose score matrix is below the limit, and which torch's function takes as it is with our meaning: it may
     do with it as it likes. Decided in a few comparisons, since such a call takes microseconds."""
     if call.num_scores * 4 > config.math_limit_mib * MIB or config.route != "auto" or call.query.dim() != 4:
+        return False
+    if call.order > 1:
         return False
     if call.left is not None or (call.right is not None and not call.plain_causal) or call.scale <= 0:
         return False
@@ -106,6 +110,8 @@ def is_plainly_short(
     It is all that a short call pays for having come here, so it reads each attribute once.
     """
     if config.route != "auto" or not (type(query) in PLAIN and type(key) in PLAIN and type(value) in PLAIN):
+        return False
+    if forward_ad._current_level >= 0 or torch._C._are_functorch_transforms_active():
         return False
     if torch._C._get_tracing_state() is not None:  # torch.jit.trace would warn of every size that is looked at
         return False

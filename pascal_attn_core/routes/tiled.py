@@ -26,11 +26,12 @@ from ..tiled.gradients import tiled_backward
 from ..tiled.layout import is_padding
 from ..tiled.plan import Walk, plan_call
 from ..tiled.rule_bytes import rule_bytes
+from ..tiled.tangents import Rates, Tangents, tiled_second, tiled_tangent
 from .route import Choice, Request, Route
 
 log = logging.getLogger("pascal_attn")
 T = TypeVar("T")
-_TRANSFORMS = "transforms of torch.func (grad, vmap, ...) are active: use torch.autograd, or a larger math_limit_mib"
+_TRANSFORMS = "transforms of torch.func (grad, vmap, ...) are active, which do not see into a score_mod"
 
 # A call of several queries with so few scores per batch element is not worth the question which tiles are fastest.
 _SHORT_SCORES = 1 << 18
@@ -47,7 +48,9 @@ class TiledRoute(Route):
         self.torch_route = torch_route
 
     def plan(self, request: Request) -> list[str] | None:
-        return [_TRANSFORMS] if torch._C._are_functorch_transforms_active() else None
+        if torch._C._are_functorch_transforms_active() and request.call.score_rule is not None:
+            return [_TRANSFORMS]
+        return None
 
     def for_parts(self, call: AttentionCall, config: AttentionConfig, plan: None = None) -> Walk | list[str]:
         mask: Any = call.attn_mask
@@ -104,6 +107,19 @@ class TiledRoute(Route):
         call, config = _with_mask_per_head(call, config, backward=True)
         run = functools.partial(tiled_backward, call, saved=saved, wanted=wanted, trim_masks=config.trim_masks)
         return _within_memory(call, config, run, TiledStats(), backward=True)
+
+    def tangent(self, call: AttentionCall, config: AttentionConfig, saved: Results, along: Tangents) -> Rates:
+        """:func:`..tiled.tangents.tiled_tangent`."""
+        run = functools.partial(tiled_tangent, call, saved=saved, along=along, trim_masks=config.trim_masks)
+        return _within_memory(call, config, run, TiledStats(), backward=True)
+
+    def second(self, call: AttentionCall, config: AttentionConfig, **given: Any) -> Gradients:
+        """:func:`..tiled.tangents.tiled_second`."""
+        budget = config.budget_mib
+        if budget is None:
+            budget = runtime_of(call.query.device).info.default_budget_bytes(backward=True) / MIB
+        run = functools.partial(tiled_second, call, **given, trim_masks=config.trim_masks)
+        return _within_memory(call, replace(config, budget_mib=budget / 2), run, TiledStats(), backward=True)
 
 
 def _with_mask_per_head(

@@ -28,6 +28,7 @@ from ..config import AttentionConfig
 from ..machine.device import CPU_LIKE
 from ..observe.progress import this_thread
 from ..tiled.layout import is_matrix, slides_by_one
+from .derivatives import differentiable
 from .route import Choice, Request, Route
 from .torch_faults import broken_promise, fault_reasons, is_torchs_own, torch_sdpa, unkept
 
@@ -92,7 +93,7 @@ class TorchRoute(Route):
         """``plan`` None: the tensors of the call as they are."""
         if plan is None:
             plan = TorchForm(call.query, call.key, call.value, call.attn_mask)  # type: ignore[arg-type]
-        return Results(run_form(call, plan))
+        return Results(differentiable(run_form(call, plan), config))
 
 
 def find_form(
@@ -140,6 +141,8 @@ def _refusals(call: AttentionCall, with_lse: bool) -> list[str]:
         reasons.append("torch's function has no attention sinks")
     if call.score_rule is not None:
         reasons.append("torch's function has no score_mod")
+    if call.order > 1:
+        reasons.append("torch's kernels have no forward mode and no gradients of gradients")
     mask = call.attn_mask
     if isinstance(mask, LazyMask):
         return [*reasons, "attn_mask is a rule, not a tensor"]
