@@ -33,12 +33,9 @@ from torch.overrides import _get_current_function_mode, handle_torch_function
 from .attention import sdpa
 from .call import PLAIN, check_call, is_causal_bias, order_of_transforms
 from .config import AttentionConfig, check_number, config_of, log_once, number_of, switched_on
-from .patching.interception import SDPA_NAME, TORCH_SDPA, SdpaMode, bind_sdpa
+from .patching.interception import POSITIONAL, SDPA_NAME, TORCH_SDPA, SdpaMode, bind_sdpa
 from .patching.patch import Patch
-from .routes import is_plainly_short
-from .routes.derivatives import differentiable
-from .routes.run import is_watched
-from .routes.torch_faults import is_torchs_own
+from .routes.prepared import again
 
 __all__ = ["disable", "enable", "is_enabled", "patch_sdpa"]
 
@@ -218,15 +215,14 @@ def _attend(original: Any, patch: _SdpaPatch, args: tuple, kwargs: dict[str, Any
         return sdpa(*args, **kwargs, config=config) if _is_known(args, kwargs) else original(*args, **kwargs)
     try:
         if not torch._C._len_torch_function_stack():
-            if _is_plainly_short(config, args, kwargs):
-                return differentiable(TORCH_SDPA(*args, **kwargs), config)
+            out, _ = again(config, *args, **kwargs)
         else:
             with torch._C.DisableTorchFunction():  # under a mode each look at a tensor would be a call of the mode
-                if _is_plainly_short(config, args, kwargs):
-                    return differentiable(TORCH_SDPA(*args, **kwargs), config)
-    except RuntimeError as error:  # another route may take what torch's kernel does not; else the error comes again
-        if not is_torchs_own(error):
-            raise
+                out, _ = again(config, *args, **kwargs)
+        if out is not None and len(args) <= POSITIONAL:
+            return out
+    except (TypeError, ValueError):  # arguments that torch's function does not have, or refuses: it will say so
+        pass
     if not _is_known(args, kwargs):
         return _passed_on(original, args, kwargs)
     try:
@@ -250,14 +246,6 @@ def _passed_on(original: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
 def _has_fewer_keys(least: int, args: tuple, kwargs: dict[str, Any]) -> bool:
     key = args[1] if len(args) > 1 else kwargs.get("key")
     return isinstance(key, Tensor) and not key.is_nested and key.dim() > 1 and key.shape[-2] < least
-
-
-def _is_plainly_short(config: AttentionConfig, args: tuple, kwargs: dict[str, Any]) -> bool:
-    """Whether :func:`sdpa` would give the call to torch's function at first sight."""
-    try:
-        return is_plainly_short(config, *args, **kwargs) and not is_watched()
-    except TypeError:  # arguments that torch's function does not have, or too few
-        return False
 
 
 def _is_refused(args: tuple, kwargs: dict[str, Any]) -> bool:

@@ -44,6 +44,8 @@ class SlicedForward(ReplacedForward):
             return self.whole(*args, **kwargs)
         key = kind_of_call(self.module, x, len(args) + len(kwargs))
         plan = site.plans.get(key)
+        if plan is not None and plan.fits and plan.fits > site.settings.bytes_on(x.device, torch.is_grad_enabled()):
+            plan = None  # memory has become short
         if plan is not None or place_of(x):  # within another module that is patched too
             site.used.update({} if plan is None else {key: plan})
             return self.whole(*args, **kwargs)

@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ..config import check_bools, check_number
 from ..machine.device import MIB
+from ..machine.room import room_of
 
 DEFAULT_BUDGET_MIB = 64.0
 _LEAST_TOKENS = 2  # of a slice
@@ -38,6 +39,12 @@ class FfnSettings:
             check_number("budget_mib", self.budget_mib, float, 0, above=True)
         check_bools(self, "checkpoint")
 
+    def bytes_on(self, device: torch.device, wants_grad: bool) -> float:
+        """What a call on this device may take: the budget; where none is given, what memory is free, or with gradients
+        always the same, since a checkpoint of the user must find the same slices again."""
+        room = 0 if wants_grad or self.budget_mib is not None else room_of(device)
+        return max(MIB * (DEFAULT_BUDGET_MIB if self.budget_mib is None else self.budget_mib), room)
+
 
 class Slicing(NamedTuple):
     """How calls of one kind run, with a sentence for the report."""
@@ -45,6 +52,7 @@ class Slicing(NamedTuple):
     sizes: tuple[int, ...]  # tokens of each slice; empty = whole
     why: str
     refused: bool = False  # the module does not work token by token, or that is not known
+    fits: float = 0.0  # it is whole as long as these bytes fit the budget
 
 
 @dataclass(eq=False)
@@ -69,9 +77,9 @@ def decide(settings: FfnSettings, tensors: Sequence[Tensor], peak: float, of_out
     tokens, extra = tensors[0].shape[-2], peak - of_output
     count = settings.num_chunks if settings.chunk_tokens is None else math.ceil(tokens / settings.chunk_tokens)
     if count is None:
-        budget = MIB * (DEFAULT_BUDGET_MIB if settings.budget_mib is None else settings.budget_mib)
+        budget = settings.bytes_on(tensors[0].device, wants_grad)
         if extra <= budget:
-            return Slicing((), f"fits the budget: {extra / MIB:.1f} MiB besides input and output")
+            return Slicing((), f"fits the budget: {extra / MIB:.1f} MiB besides input and output", fits=extra)
         # The backward pass keeps gradients beside them.
         count = _fewest_slices(tensors, peak / tokens, budget / 2 if wants_grad else budget)
     count = min(count, tokens // _LEAST_TOKENS)

@@ -23,13 +23,15 @@ from ..call.lazy_mask import LazyMask
 from ..config import RouteUnavailable, log_once
 from ..machine.out_of_memory import is_out_of_memory
 from ..machine.own_thread import in_backward, in_own_thread
-from ..machine.runtime import Runtime, runtime_of
+from ..machine.runtime import Runtime, begin_epoch, runtime_of
 from ..patching.interception import torch_sdpa
 from ..reference import reference_sdpa
 from ..tiled.layout import worth_looking
 
 log = logging.getLogger("pascal_attn")
 
+# Since torch 2.5 its math attention too gives zeros, not NaN, for a row that may look at no key.
+EMPTY_ROWS_ARE_ZERO = hasattr(torch, "_safe_softmax")
 # The denominator's logarithm is kept beside the row's maximum in one float32: next to 1000 it has an error of 3e-5.
 _SWALLOWS = 1e3
 _WRONG = 0.05  # relative error above which a probe has found the fault; NaN counts as well
@@ -82,6 +84,29 @@ def fault_reasons(call: AttentionCall, *, read: bool = True) -> list[str]:
     ]
 
 
+def reads_values(call: AttentionCall) -> bool:
+    """Whether the numbers in a call's tensors decide what :func:`fault_reasons` says."""
+    return any(
+        fault.is_in is not None and fault.concerns(call) and is_shown(fault, FaultyKind.of(call)) for fault in FAULTS
+    )
+
+
+class TorchAlone:
+    """The answers of torch, when it is asked for its kernel, after which no other route of a device can win: flash
+    attention and cuDNN's on cards of NVIDIA's that have them, any kernel on a CPU.
+
+    Attributes:
+        answers: numbers of ``torch.nn.attention.SDPBackend``.
+    """
+
+    def __init__(self, runtime: Runtime):
+        info = runtime.info
+        of_nvidia = (1, 3) if info.kind == "cuda" and (info.capability or (0, 0)) >= (8, 0) else ()
+        # Before torch 2.5 the kernels had faults that concern calls without a mask.
+        found = (1, 2, 3, 4) if info.kind == "cpu" else of_nvidia
+        self.answers = frozenset(found if EMPTY_ROWS_ARE_ZERO else ())
+
+
 class ShownFaults:
     """Which faults the torch that is installed has shown on one device, ``{(name, kind): whether}``, and the errors
     that its kernels have raised there for calls they were promised for, by kind of call."""
@@ -129,6 +154,8 @@ def unkept(call: AttentionCall, error: RuntimeError) -> RouteUnavailable:
     """Remember what torch's function has raised for a call, with one warning per sentence."""
     reason = f"torch's kernel for it raised: {str(error).strip().partition(chr(10))[0]}"
     runtime_of(call.query.device).part(ShownFaults).broken_promises[_promise(call)] = reason
+    runtime_of(call.query.device).part(TorchAlone).answers = frozenset()  # they can no longer be relied on
+    begin_epoch()
     where = call.query.device.type
     log_once(logging.WARNING, "on %s some attention calls go on by other routes: %s", where, reason)
     return RouteUnavailable(reason)

@@ -19,7 +19,8 @@ from pascal_attn_core.machine.runtime import Runtime, using
 from pascal_attn_core.patching import interception
 from pascal_attn_core.reference import reference_sdpa
 from pascal_attn_core.routes import torch_faults, why_not
-from pascal_attn_core.routes.short import is_plainly_short, is_short
+from pascal_attn_core.routes.prepared import BY_TORCH, kind_of
+from pascal_attn_core.routes.short import is_short
 from pascal_attn_core.routes.torch_faults import FAULTS, FaultyKind, ShownFaults, is_shown, torch_sdpa
 from pascal_attn_core.routes.torch_kernel import find_form
 from pascal_attn_core.tiled.layout import rows_overlap
@@ -199,7 +200,8 @@ def test_products_that_an_apple_m1_adds_up_wrongly_are_not_made(queries: int, ke
     with using(Runtime("cpu", DeviceInfo("mps", "Apple M1"))):
         assert _largest_error(lambda *inputs: sdpa(*inputs, config=TILED), leaves) < 1e-5
         generous = AttentionConfig(math_limit_mib=64)
-        assert is_plainly_short(generous, *leaves) == (keys < queries)
+        kind = kind_of(generous, *leaves, None, 0.0, False, None, False)
+        assert (kind == BY_TORCH) == (keys < queries)
         assert is_short(call, generous) == (not why_not("math", call, generous)) == (keys < queries)
     assert is_short(call, generous)
 
