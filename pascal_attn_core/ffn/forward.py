@@ -21,7 +21,6 @@ from .plan import FfnSettings, FfnSite, Slicing, decide, kind_of_call, run_slice
 from .rules import Along, NotTokenwise
 
 _MAX_PLANS = 256
-_LEAST_TOKENS = 4
 
 
 class SlicedForward(ReplacedForward):
@@ -49,8 +48,7 @@ class SlicedForward(ReplacedForward):
         if plan is not None or place_of(x):  # within another module that is patched too
             site.used.update({} if plan is None else {key: plan})
             return self.whole(*args, **kwargs)
-        waiting = waiting_layer(self.module)
-        if waiting:
+        if waiting := waiting_layer(self.module):
             plan, out = _refused(f"{waiting} is being measured"), self.whole(*args, **kwargs)
         else:
             plan, out = self._decided(site.settings, args, kwargs)
@@ -67,7 +65,7 @@ class SlicedForward(ReplacedForward):
         x, whole = (*args, *kwargs.values())[0], functools.partial(self.whole, *args, **kwargs)
         leaves = (leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor))
         wants_grad = torch.is_grad_enabled() and any(t.requires_grad for t in (*leaves, *self.module.parameters()))
-        if x.shape[-2] < _LEAST_TOKENS or not x.numel():
+        if x.shape[-2] < 4 or not x.numel():
             return Slicing((), "too few tokens for two slices"), whole()
         if wants_grad and not settings.checkpoint:
             return Slicing((), "gradients are needed and checkpoint=False"), whole()

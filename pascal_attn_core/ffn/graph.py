@@ -41,8 +41,7 @@ _places: dict[int, tuple[Place, weakref.ref[Tensor]]] = {}  # by address
 
 @dataclass(slots=True, eq=False)
 class Place:
-    """What a stand-in is to its graph: its number, its shape and strides without data, where the tokens are in it (None
-    = it has none), and its value, once the operators have run on all tokens."""
+    """A stand-in in its graph: its number, shape and strides, tokens (None = none), and value, once it is computed."""
 
     graph: Any
     number: int
@@ -163,11 +162,9 @@ class Graph(TorchDispatchMode):
     def __init__(self, args: tuple, kwargs: dict[str, Any]):
         super().__init__()
         self.tokens = (*args, *kwargs.values())[0].shape[-2]
-        self.real: list[Tensor] = []
         self.why, self.steps = "", list[Step]()
-        self.likes: list[Tensor] = []  # of all stand-ins, by number
-        self.met = 0  # operators on stand-ins
-        self.may_refuse = False  # within a function of torch that has written to no stand-in
+        self.real, self.likes = list[Tensor](), list[Tensor]()  # of all stand-ins, by number
+        self.met, self.may_refuse = 0, False  # operators on stand-ins; within a function that has written to none
         self._mode = torch.is_inference_mode_enabled(), torch.is_grad_enabled()
         self._unseen = contextlib.ExitStack()  # what autograd saves of stand-ins, by hooks of the caller
         self._held: set[int] = set()  # storages from outside that a noted operator will read

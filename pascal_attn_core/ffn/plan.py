@@ -73,29 +73,25 @@ def kind_of_call(module: nn.Module, x: Tensor, arguments: int) -> tuple:
 
 def decide(settings: FfnSettings, tensors: Sequence[Tensor], peak: float, of_output: int, wants_grad: bool) -> Slicing:
     """How a call on ``tensors`` [..., T, *] runs that takes ``peak`` bytes at once besides them, its output included:
-    whole, or in slices whose lengths differ by one at most; a slice has two tokens at least."""
-    tokens, extra = tensors[0].shape[-2], peak - of_output
+    whole, or in slices whose lengths differ by one at most; a slice has two tokens at least. Gradients take half."""
+    x, tokens, extra = tensors[0], tensors[0].shape[-2], peak - of_output
     count = settings.num_chunks if settings.chunk_tokens is None else math.ceil(tokens / settings.chunk_tokens)
     if count is None:
-        budget = settings.bytes_on(tensors[0].device, wants_grad)
+        budget = settings.bytes_on(x.device, wants_grad)
         if extra <= budget:
             return Slicing((), f"fits the budget: {extra / MIB:.1f} MiB besides input and output", fits=extra)
-        # The backward pass keeps gradients beside them.
-        count = _fewest_slices(tensors, peak / tokens, budget / 2 if wants_grad else budget)
+        least = min(tokens // 2, max(2, math.ceil(_LEAST_ROWS * tokens * x.shape[-1] / x.numel())))
+        if not all(
+            tensor.is_contiguous() and tensor.shape[:-2].numel() == 1 for tensor in tensors
+        ):  # slices are copied
+            peak += sum(tensor.nbytes for tensor in tensors)
+        count = math.ceil(tokens / max(least, int((budget / 2 if wants_grad else budget) * tokens / peak)))
     count = min(count, tokens // _LEAST_TOKENS)
     if count < 2:
         return Slicing((), "one slice is enough")
     short, longer = divmod(tokens, count)
     sizes = (short + 1,) * longer + (short,) * (count - longer)
     return Slicing(sizes, f"{count} slices of {sizes[0]} tokens ({extra / MIB:.1f} MiB whole)")
-
-
-def _fewest_slices(tensors: Sequence[Tensor], bytes_per_token: float, budget: float) -> int:
-    x, tokens = tensors[0], tensors[0].shape[-2]
-    least = min(tokens // 2, max(2, math.ceil(_LEAST_ROWS * tokens * x.shape[-1] / x.numel())))
-    if not all(tensor.is_contiguous() and tensor.shape[:-2].numel() == 1 for tensor in tensors):  # slices are copied
-        bytes_per_token += sum(tensor.nbytes for tensor in tensors) / tokens
-    return math.ceil(tokens / max(least, int(budget / bytes_per_token)))
 
 
 def run_slices(of_slice: Callable, tensors: Sequence[Tensor], sizes: Sequence[int], recompute: bool) -> Tensor:
