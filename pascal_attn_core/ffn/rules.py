@@ -54,12 +54,12 @@ class Call:
         dims = dims if isinstance(dims, (list, tuple)) else [] if dims is None else [dims]
         return {dim % rank for dim in dims} or None
 
-    def put_beside(self, tensor: Tensor, dim: int, a: Along) -> Any:
+    def put_beside(self, tensor: Tensor, dim: int) -> Any:
         """A tensor without tokens, for slices, beside one that has them at ``dim``, counted from the last; None = its
         entries there belong to no token."""
         if tensor.dim() < -dim or tensor.shape[dim] == 1:
             return tensor
-        is_of_tokens = a.before == a.after == 1 and tensor.shape[dim] == self.tokens
+        is_of_tokens = tensor.shape[dim] == self.tokens  # or of the same number for each
         return Later(lambda _, start, count: tensor.narrow(dim, start, count)) if is_of_tokens else None
 
 
@@ -87,7 +87,7 @@ def _of_entries(call: Call) -> Along | None:
         return None
     dim, before, after = found.pop()
     a = Along(len(call.shape) + dim, before, after)
-    call.given.update((name, call.put_beside(tensors[name], dim, a)) for name in tensors.keys() - call.along.keys())
+    call.given.update((name, call.put_beside(tensors[name], dim)) for name in tensors.keys() - call.along.keys())
     return None if any(call[name] is None for name in tensors) else a
 
 
@@ -101,7 +101,7 @@ def _product(call: Call) -> Along | None:
     else:
         found = one if one and one.dim == rank - 2 else two if two and two.dim == rank - 1 else None
     if found and call.name in ("addmm", "baddbmm"):
-        call.given["self"] = call.put_beside(call["self"], found.dim - rank, found)
+        call.given["self"] = call.put_beside(call["self"], found.dim - rank)
         return None if call["self"] is None else found
     return found
 
@@ -113,7 +113,7 @@ def _cat(call: Call) -> Along | None:
     is_new = len(call.shape) > rank  # stack
     if (a.dim == dim and not is_new) or set(alongs) - {a, None} or any(tensor.dim() != rank for tensor in tensors):
         return None
-    call.given["tensors"] = [t if own else call.put_beside(t, a.dim - rank, a) for t, own in zip(tensors, alongs)]
+    call.given["tensors"] = [t if own else call.put_beside(t, a.dim - rank) for t, own in zip(tensors, alongs)]
     return (
         None if any(tensor is None for tensor in call["tensors"]) else a._replace(dim=a.dim + (is_new and dim <= a.dim))
     )
