@@ -21,18 +21,10 @@ from torch import Tensor
 from torch._functorch.utils import unwrap_dead_wrappers
 from torch.autograd import forward_ad
 
-from ..call import (
-    AttentionCall,
-    Results,
-    TiledStats,
-    Wanted,
-    check_call,
-    order_of_transforms,
-    without_autocast,
-)
+from ..call import AttentionCall, Results, TiledStats, Wanted, check_call, order_of_transforms, without_autocast
 from ..call.lazy_mask import LazyMask
 from ..config import AttentionConfig
-from ..tiled.tangents import Rates, Tangents
+from ..tiled.tangents import Tangents
 
 
 @dataclass(eq=False)
@@ -255,7 +247,7 @@ class TangentFunction(_Derivable):
     def compute(*inputs: Any) -> Any:
         given, (call, saved) = inputs[-1], _tiles_of(inputs[-1], inputs[:5], inputs[5:9])
         with without_autocast(call.query):
-            return tuple(in_tiles().tangent(call, given.config, saved, Tangents(*_resolved(inputs[9:14]))))
+            return in_tiles().tangent(call, given.config, saved, Tangents(*_resolved(inputs[9:14])))
 
     @staticmethod
     def backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> Any:
@@ -282,7 +274,7 @@ class SecondFunction(_Derivable):
         *tensors, given, wants = inputs
         call, saved = _tiles_of(given, tensors[:5], tensors[5:9])
         along, wanted = Tangents(*_resolved(tensors[9:14])), Wanted(*_resolved(tensors[14:16]), *wants)
-        given = {"saved": saved, "along": along, "rates": Rates(*tensors[16:]), "wanted": wanted}
+        given = {"saved": saved, "along": along, "rates": tensors[16:], "wanted": wanted}
         with without_autocast(call.query):
             return in_tiles().second(call, inputs[-2].config, **given)[:5]
 
@@ -331,14 +323,11 @@ def _before_gradients(config: AttentionConfig, grad: Tensor) -> None:
 def _taken_again(node: Any, config: AttentionConfig, found: Grads, grad_out: Tensor | None) -> Grads:
     """The gradients that the node of torch's kernel has found, as those of a call in tiles if they are differentiated:
     torch's own have no derivatives."""
-    if grad_out is None:
+    if grad_out is None or node._saved_dropout_p:  # only torch's kernel knows its coins
         return found
     query, key, value = node._saved_query, node._saved_key, node._saved_value
     mask = node._saved_attn_mask if hasattr(node, "_saved_attn_mask") else getattr(node, "_saved_attn_bias", None)
     grouped, plain = query.shape[1] != key.shape[1], [None if t is None else t.detach() for t in found]
-    if node._saved_dropout_p:
-        what = "dropout by torch's kernel", "pass config=AttentionConfig(route='tiled')"
-        return in_any_graph(lambda *_: tuple(plain), what, grad_out, None, (query, key, value))
     call = check_call(query, key, value, mask, 0.0, node._saved_is_causal, node._saved_scale, grouped)
     grads = (*plain, *[None] * (5 - len(plain)))
     given = Given(call.without_tensors(), config, in_tiles(), None, call.out_shape, found=grads)
