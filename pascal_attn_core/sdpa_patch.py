@@ -33,12 +33,9 @@ from torch.overrides import _get_current_function_mode, handle_torch_function
 from .attention import sdpa
 from .call import PLAIN, check_call, is_causal_bias, order_of_transforms
 from .config import AttentionConfig, check_number, config_of, log_once, number_of, switched_on
-from .patching.interception import SDPA_NAME, TORCH_SDPA, SdpaMode, bind_sdpa
+from .patching.interception import POSITIONAL, SDPA_NAME, TORCH_SDPA, SdpaMode, bind_sdpa
 from .patching.patch import Patch
-from .routes import is_plainly_short
-from .routes.derivatives import differentiable
-from .routes.run import is_watched
-from .routes.torch_faults import is_torchs_own
+from .routes.prepared import again
 
 __all__ = ["disable", "enable", "is_enabled", "patch_sdpa"]
 
@@ -48,19 +45,17 @@ _lock = threading.RLock()
 _enabled: Patch | None = None
 
 
-def enable(
-    config: AttentionConfig | None = None, *, min_tokens: int | None = None, min_keys: int | None = None
-) -> None:
+def enable(config: AttentionConfig | None = None, *, min_keys: int | None = None) -> None:
     """Send the attention calls of all threads of this process to :func:`pascal_attn_core.sdpa` until :func:`disable`.
 
     A second call changes the config. With ``PASCAL_ATTN_DISABLE=1`` in the environment it does nothing.
 
     Args:
-        config, min_tokens, min_keys: see :func:`patch_sdpa`.
+        config, min_keys: see :func:`patch_sdpa`.
     """
     global _enabled
     with _lock:
-        earlier, _enabled = _enabled, patch_sdpa(config, min_tokens=min_tokens, min_keys=min_keys)
+        earlier, _enabled = _enabled, patch_sdpa(config, min_keys=min_keys)
         if earlier is not None:
             earlier.remove()
 
@@ -87,9 +82,7 @@ def enable_if_asked() -> bool:
     return is_enabled()
 
 
-def patch_sdpa(
-    config: AttentionConfig | None = None, *, min_tokens: int | None = None, min_keys: int | None = None
-) -> Patch:
+def patch_sdpa(config: AttentionConfig | None = None, *, min_keys: int | None = None) -> Patch:
     """Send the attention calls of this process to :func:`pascal_attn_core.sdpa` until ``.remove()``.
 
     As a context manager it also redirects, in the thread that enters the block, code that imported torch's function by
@@ -99,17 +92,15 @@ def patch_sdpa(
 
     Args:
         config: how to compute; None = the environment's.
-        min_tokens: calls with fewer keys (S) go to torch unchanged; None = ``PASCAL_ATTN_MIN_KEYS`` in the environment,
+        min_keys: calls with fewer keys (S) go to torch unchanged; None = ``PASCAL_ATTN_MIN_KEYS`` in the environment,
             or 0 if that is not set.
-        min_keys: another name for ``min_tokens``.
     Raises:
         TypeError, ValueError: an invalid argument.
         RuntimeError: torch's ``context_parallel`` is in force, see the module.
     """
     config = config_of(config)
-    name, least = ("min_tokens", min_tokens) if min_keys is None else ("min_keys", min_keys)
-    least = number_of("PASCAL_ATTN_MIN_KEYS") if least is None else least
-    check_number(name, least, int, 0)
+    least = number_of("PASCAL_ATTN_MIN_KEYS") if min_keys is None else min_keys
+    check_number("min_keys", least, int, 0)
     if switched_on("PASCAL_ATTN_DISABLE"):
         log.info("PASCAL_ATTN_DISABLE is set: %s stays torch's", SDPA_NAME)
         return Patch(SDPA_NAME, lambda: None, sites=0)
@@ -224,15 +215,14 @@ def _attend(original: Any, patch: _SdpaPatch, args: tuple, kwargs: dict[str, Any
         return sdpa(*args, **kwargs, config=config) if _is_known(args, kwargs) else original(*args, **kwargs)
     try:
         if not torch._C._len_torch_function_stack():
-            if _is_plainly_short(config, args, kwargs):
-                return differentiable(TORCH_SDPA(*args, **kwargs), config)
+            out, _ = again(config, *args, **kwargs)
         else:
             with torch._C.DisableTorchFunction():  # under a mode each look at a tensor would be a call of the mode
-                if _is_plainly_short(config, args, kwargs):
-                    return differentiable(TORCH_SDPA(*args, **kwargs), config)
-    except RuntimeError as error:  # another route may take what torch's kernel does not; else the error comes again
-        if not is_torchs_own(error):
-            raise
+                out, _ = again(config, *args, **kwargs)
+        if out is not None and len(args) <= POSITIONAL:
+            return out
+    except (TypeError, ValueError):  # arguments that torch's function does not have, or refuses: it will say so
+        pass
     if not _is_known(args, kwargs):
         return _passed_on(original, args, kwargs)
     try:
@@ -256,14 +246,6 @@ def _passed_on(original: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
 def _has_fewer_keys(least: int, args: tuple, kwargs: dict[str, Any]) -> bool:
     key = args[1] if len(args) > 1 else kwargs.get("key")
     return isinstance(key, Tensor) and not key.is_nested and key.dim() > 1 and key.shape[-2] < least
-
-
-def _is_plainly_short(config: AttentionConfig, args: tuple, kwargs: dict[str, Any]) -> bool:
-    """Whether :func:`sdpa` would give the call to torch's function at first sight."""
-    try:
-        return is_plainly_short(config, *args, **kwargs) and not is_watched()
-    except TypeError:  # arguments that torch's function does not have, or too few
-        return False
 
 
 def _is_refused(args: tuple, kwargs: dict[str, Any]) -> bool:

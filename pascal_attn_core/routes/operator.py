@@ -32,9 +32,10 @@ from ..call.flex_rules import is_block_mask
 from ..call.lazy_mask import LazyMask, MaskRule, rule_named
 from ..config import AttentionConfig, RouteUnavailable, config_of, default_config
 from ..machine.runtime import Runtime, runtime_of
+from ..observe.report import show
 from ..version import __version__
 from . import Choice, Request, Route, choose
-from .run import note, run, show
+from .run import note, run
 
 _INPUTS = "Tensor query, Tensor key, Tensor value, Tensor? attn_mask"
 _OPTIONS = (

@@ -16,6 +16,7 @@ from ..call import AttentionCall, Gradients, Results, TiledStats, Wanted
 from ..call.lazy_mask import LazyMask
 from ..config import AttentionConfig
 from ..machine.device import LARGEST_BUFFER, MIB
+from ..machine.room import room_of
 from ..machine.runtime import Runtime, runtime_of
 from .derivatives import Given, RouteFunction
 
@@ -49,6 +50,14 @@ class Request:
         if self.config.budget_mib is None:
             return self.runtime.info.default_budget_bytes()
         return min(int(self.config.budget_mib * MIB), LARGEST_BUFFER)
+
+    @property
+    def copy_bytes(self) -> int:
+        """What copies of the size of the inputs may take: the budget where one is given, else what memory is free. In a
+        graph, whose backward pass must come to the same, the default budget."""
+        if self.config.budget_mib is not None or self.in_graph:
+            return self.budget_bytes
+        return max(self.budget_bytes, room_of(self.call.query.device))
 
     def plan(self, route: Route) -> Any:
         """The answer of ``route.plan``, asked once."""

@@ -49,7 +49,13 @@ class CudaDriver(Driver):
 
     @contextmanager
     def on(self, index: int) -> Iterator[None]:
-        self.call("cuCtxPushCurrent_v2", self._context(index))
+        """A context is pushed only where another one is current than the device's."""
+        context, current = self._contexts.get(index) or self._context(index), ctypes.c_void_p()
+        self.call("cuCtxGetCurrent", ctypes.byref(current))
+        if current.value == context.value:
+            yield
+            return
+        self.call("cuCtxPushCurrent_v2", context)
         try:
             yield
         finally:
