@@ -6,7 +6,7 @@ Four functions, each of which differentiates into the others, in tiles besides t
     GradientFunction gradients of <grad_out, out> + <grad_lse, lse>
     TangentFunction  (out', lse') along a direction
     SecondFunction   gradients of <grad_out, out'> + <grad_lse, lse'>, the same as the derivative of those gradients
-                     along the direction; its own are computed by :func:`.math.thirds`
+                     along the direction; its own are computed by :meth:`.math.MathRoute.thirds`
 """
 
 from __future__ import annotations
@@ -48,14 +48,10 @@ class Given:
         """The calls of ``size`` samples as one call, which goes in tiles whatever the single ones do."""
         batch, call = (size, *self.call.batch), self.call
         shape = (*batch, call.num_heads, call.seq_len_q, call.head_dim_v)
-        return replace(self, call=replace(call, batch=batch), route=in_tiles(), plan=None, shape=shape)
+        return replace(self, call=replace(call, batch=batch), route=routes["tiled"], plan=None, shape=shape)
 
 
-def in_tiles() -> Any:
-    """The route ``tiled``, which is built on this module."""
-    from .run import route_named
-
-    return route_named("tiled")
+routes: dict[str, Any] = {}  # tiled and math by name, which are built on this module
 
 
 def _resolved(tensors: Sequence[Any]) -> list[Any]:
@@ -99,7 +95,7 @@ class _Derivable(torch.autograd.Function):
     def forward(cls, *inputs: Any) -> Any:
         if torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is None:
             return cls.compute(*inputs)
-        from .operator import derivative  # make_fx, say that of torch.func.linearize, records it as one node
+        from .recorded import derivative  # make_fx, say that of torch.func.linearize, records it as one node
 
         return derivative(cls.compute, inputs)
 
@@ -247,7 +243,7 @@ class TangentFunction(_Derivable):
     def compute(*inputs: Any) -> Any:
         given, (call, saved) = inputs[-1], _tiles_of(inputs[-1], inputs[:5], inputs[5:9])
         with without_autocast(call.query):
-            return in_tiles().tangent(call, given.config, saved, Tangents(*_resolved(inputs[9:14])))
+            return routes["tiled"].tangent(call, given.config, saved, Tangents(*_resolved(inputs[9:14])))
 
     @staticmethod
     def backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> Any:
@@ -276,14 +272,12 @@ class SecondFunction(_Derivable):
         along, wanted = Tangents(*_resolved(tensors[9:14])), Wanted(*_resolved(tensors[14:16]), *wants)
         given = {"saved": saved, "along": along, "rates": tensors[16:], "wanted": wanted}
         with without_autocast(call.query):
-            return in_tiles().second(call, inputs[-2].config, **given)[:5]
+            return routes["tiled"].second(call, inputs[-2].config, **given)[:5]
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        from .math import thirds
-
         kept, (given, _) = ctx.saved_tensors, ctx.given
-        found = thirds(given.of(*kept[:5]), kept[9:14], kept[14:16], grads)
+        found = routes["math"].thirds(given.of(*kept[:5]), kept[9:14], kept[14:16], grads)
         return _needed(ctx, (*found[:5], *[None] * 4, *found[5:], *[None] * 4))
 
 
@@ -330,7 +324,7 @@ def _taken_again(node: Any, config: AttentionConfig, found: Grads, grad_out: Ten
     grouped, plain = query.shape[1] != key.shape[1], [None if t is None else t.detach() for t in found]
     call = check_call(query, key, value, mask, 0.0, node._saved_is_causal, node._saved_scale, grouped)
     grads = (*plain, *[None] * (5 - len(plain)))
-    given = Given(call.without_tensors(), config, in_tiles(), None, call.out_shape, found=grads)
+    given = Given(call.without_tensors(), config, routes["tiled"], None, call.out_shape, found=grads)
     inputs = (query, key, value, mask, None, *[None] * 4, grad_out, None, given, (grads[3] is not None, False))
     grads, given.found = GradientFunction.apply(*inputs), None
     return grads[: len(found)]
