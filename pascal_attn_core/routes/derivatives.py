@@ -6,7 +6,7 @@ Four functions, each of which differentiates into the others, in tiles besides t
     GradientFunction gradients of <grad_out, out> + <grad_lse, lse>
     TangentFunction  (out', lse') along a direction
     SecondFunction   gradients of <grad_out, out'> + <grad_lse, lse'>, the same as the derivative of those gradients
-                     along the direction; its own are computed by :func:`.math.thirds`
+                     along the direction; its own are computed by :meth:`.math.MathRoute.thirds`
 """
 
 from __future__ import annotations
@@ -21,18 +21,10 @@ from torch import Tensor
 from torch._functorch.utils import unwrap_dead_wrappers
 from torch.autograd import forward_ad
 
-from ..call import (
-    AttentionCall,
-    Results,
-    TiledStats,
-    Wanted,
-    check_call,
-    order_of_transforms,
-    without_autocast,
-)
+from ..call import AttentionCall, Results, TiledStats, Wanted, check_call, order_of_transforms, without_autocast
 from ..call.lazy_mask import LazyMask
 from ..config import AttentionConfig
-from ..tiled.tangents import Rates, Tangents
+from ..tiled.tangents import Tangents
 
 
 @dataclass(eq=False)
@@ -56,14 +48,10 @@ class Given:
         """The calls of ``size`` samples as one call, which goes in tiles whatever the single ones do."""
         batch, call = (size, *self.call.batch), self.call
         shape = (*batch, call.num_heads, call.seq_len_q, call.head_dim_v)
-        return replace(self, call=replace(call, batch=batch), route=in_tiles(), plan=None, shape=shape)
+        return replace(self, call=replace(call, batch=batch), route=routes["tiled"], plan=None, shape=shape)
 
 
-def in_tiles() -> Any:
-    """The route ``tiled``, which is built on this module."""
-    from .run import route_named
-
-    return route_named("tiled")
+routes: dict[str, Any] = {}  # tiled and math by name, which are built on this module
 
 
 def _resolved(tensors: Sequence[Any]) -> list[Any]:
@@ -107,7 +95,7 @@ class _Derivable(torch.autograd.Function):
     def forward(cls, *inputs: Any) -> Any:
         if torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is None:
             return cls.compute(*inputs)
-        from .operator import derivative  # make_fx, say that of torch.func.linearize, records it as one node
+        from .recorded import derivative  # make_fx, say that of torch.func.linearize, records it as one node
 
         return derivative(cls.compute, inputs)
 
@@ -255,7 +243,7 @@ class TangentFunction(_Derivable):
     def compute(*inputs: Any) -> Any:
         given, (call, saved) = inputs[-1], _tiles_of(inputs[-1], inputs[:5], inputs[5:9])
         with without_autocast(call.query):
-            return tuple(in_tiles().tangent(call, given.config, saved, Tangents(*_resolved(inputs[9:14]))))
+            return routes["tiled"].tangent(call, given.config, saved, Tangents(*_resolved(inputs[9:14])))
 
     @staticmethod
     def backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> Any:
@@ -282,16 +270,14 @@ class SecondFunction(_Derivable):
         *tensors, given, wants = inputs
         call, saved = _tiles_of(given, tensors[:5], tensors[5:9])
         along, wanted = Tangents(*_resolved(tensors[9:14])), Wanted(*_resolved(tensors[14:16]), *wants)
-        given = {"saved": saved, "along": along, "rates": Rates(*tensors[16:]), "wanted": wanted}
+        given = {"saved": saved, "along": along, "rates": tensors[16:], "wanted": wanted}
         with without_autocast(call.query):
-            return in_tiles().second(call, inputs[-2].config, **given)[:5]
+            return routes["tiled"].second(call, inputs[-2].config, **given)[:5]
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        from .math import thirds
-
         kept, (given, _) = ctx.saved_tensors, ctx.given
-        found = thirds(given.of(*kept[:5]), kept[9:14], kept[14:16], grads)
+        found = routes["math"].thirds(given.of(*kept[:5]), kept[9:14], kept[14:16], grads)
         return _needed(ctx, (*found[:5], *[None] * 4, *found[5:], *[None] * 4))
 
 
@@ -331,17 +317,14 @@ def _before_gradients(config: AttentionConfig, grad: Tensor) -> None:
 def _taken_again(node: Any, config: AttentionConfig, found: Grads, grad_out: Tensor | None) -> Grads:
     """The gradients that the node of torch's kernel has found, as those of a call in tiles if they are differentiated:
     torch's own have no derivatives."""
-    if grad_out is None:
+    if grad_out is None or node._saved_dropout_p:  # only torch's kernel knows its coins
         return found
     query, key, value = node._saved_query, node._saved_key, node._saved_value
     mask = node._saved_attn_mask if hasattr(node, "_saved_attn_mask") else getattr(node, "_saved_attn_bias", None)
     grouped, plain = query.shape[1] != key.shape[1], [None if t is None else t.detach() for t in found]
-    if node._saved_dropout_p:
-        what = "dropout by torch's kernel", "pass config=AttentionConfig(route='tiled')"
-        return in_any_graph(lambda *_: tuple(plain), what, grad_out, None, (query, key, value))
     call = check_call(query, key, value, mask, 0.0, node._saved_is_causal, node._saved_scale, grouped)
     grads = (*plain, *[None] * (5 - len(plain)))
-    given = Given(call.without_tensors(), config, in_tiles(), None, call.out_shape, found=grads)
+    given = Given(call.without_tensors(), config, routes["tiled"], None, call.out_shape, found=grads)
     inputs = (query, key, value, mask, None, *[None] * 4, grad_out, None, given, (grads[3] is not None, False))
     grads, given.found = GradientFunction.apply(*inputs), None
     return grads[: len(found)]

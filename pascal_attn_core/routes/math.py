@@ -66,6 +66,41 @@ class MathRoute(Route):
         out = out.flatten(-4, -3).reshape(call.out_shape).to(call.query.dtype)
         return Results(out, None if lse is None else lse.reshape(call.out_shape[:-1]))
 
+    def thirds(
+        self, call: AttentionCall, along: Sequence[Any], outer: Sequence[Any], grads: Sequence[Any]
+    ) -> list[Any]:
+        """Gradients of the second derivatives of a call, through its score matrix.
+
+        Args:
+            along: the direction of these, in the shapes of query, key, value, mask and sinks; None where it is zero.
+            outer: the gradients of out and of lse, or None.
+            grads: those of the derivatives along the direction of the gradients of the five inputs, or None.
+        Returns:
+            The gradients of the five inputs, of ``along`` and of ``outer``.
+        """
+        if call.dropout_p:
+            raise RuntimeError(
+                "third derivatives must be taken without dropout, got one whose coins only the tiles know"
+            )
+        _stored(call)
+        inputs = (call.query, call.key, call.value, call.attn_mask, call.sinks)
+        given = {n: t for n, t in enumerate(inputs) if isinstance(t, Tensor) and t.is_floating_point()}
+
+        def attend(tensors: dict[int, Tensor]) -> tuple[Tensor, ...]:
+            part = call.with_tensors(*(tensors.get(n, t) for n, t in enumerate(inputs)))  # type: ignore[arg-type]
+            return tuple(self.forward(part, None, None, with_lse=True)[:2])  # type: ignore[arg-type]
+
+        def second(tensors: Any, along: Any, outer: Any) -> Any:
+            return jvp(lambda at: vjp(attend, at)[1](outer)[0], (tensors,), (along,))[1]
+
+        def filled(found: Sequence[Any]) -> dict[int, Tensor]:
+            return {n: torch.zeros_like(t) if found[n] is None else found[n] for n, t in given.items()}
+
+        lse = outer[0].new_zeros(outer[0].shape[:-1], dtype=call.sums_dtype) if outer[1] is None else outer[1]
+        with without_autocast(call.query):
+            of_inputs, of_along, of_outer = vjp(second, given, filled(along), (outer[0], lse))[1](filled(grads))
+        return [*(of_inputs.get(n) for n in range(5)), *(of_along.get(n) for n in range(5)), *of_outer]
+
 
 BEYOND_SECONDS = "third derivatives, and tangents of tangents, are taken by the route math"
 
@@ -75,38 +110,6 @@ def _stored(call: AttentionCall) -> str:
     sentence = f"{BEYOND_SECONDS}, which stores the score matrix of {size:,.1f} MiB several times"
     log_once(logging.WARNING, "%s", sentence)
     return sentence
-
-
-def thirds(call: AttentionCall, along: Sequence[Any], outer: Sequence[Any], grads: Sequence[Any]) -> list[Any]:
-    """Gradients of the second derivatives of a call, through its score matrix.
-
-    Args:
-        along: the direction of these, in the shapes of query, key, value, mask and sinks; None where it is zero.
-        outer: the gradients of out and of lse, or None.
-        grads: those of the derivatives along the direction of the gradients of the five inputs, or None.
-    Returns:
-        The gradients of the five inputs, of ``along`` and of ``outer``.
-    """
-    if call.dropout_p:
-        raise RuntimeError("third derivatives must be taken without dropout, got one whose coins only the tiles know")
-    _stored(call)
-    inputs = (call.query, call.key, call.value, call.attn_mask, call.sinks)
-    given = {n: t for n, t in enumerate(inputs) if isinstance(t, Tensor) and t.is_floating_point()}
-
-    def attend(tensors: dict[int, Tensor]) -> tuple[Tensor, ...]:
-        part = call.with_tensors(*(tensors.get(n, t) for n, t in enumerate(inputs)))  # type: ignore[arg-type]
-        return tuple(MathRoute().forward(part, None, None, with_lse=True)[:2])  # type: ignore[arg-type]
-
-    def second(tensors: Any, along: Any, outer: Any) -> Any:
-        return jvp(lambda at: vjp(attend, at)[1](outer)[0], (tensors,), (along,))[1]
-
-    def filled(found: Sequence[Any]) -> dict[int, Tensor]:
-        return {n: torch.zeros_like(t) if found[n] is None else found[n] for n, t in given.items()}
-
-    lse = outer[0].new_zeros(outer[0].shape[:-1], dtype=call.sums_dtype) if outer[1] is None else outer[1]
-    with without_autocast(call.query):
-        of_inputs, of_along, of_outer = vjp(second, given, filled(along), (outer[0], lse))[1](filled(grads))
-    return [*(of_inputs.get(n) for n in range(5)), *(of_along.get(n) for n in range(5)), *of_outer]
 
 
 def probabilities(call: AttentionCall) -> Tensor:

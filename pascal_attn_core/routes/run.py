@@ -40,6 +40,7 @@ from ..call import AttentionCall, Gradients, Results, TiledStats, Wanted, withou
 from ..config import AttentionConfig, RouteUnavailable, UnsupportedAttention, known_routes
 from ..fused.launch.plan import Plan
 from ..observe import report
+from . import derivatives
 from .fused import FusedRoute, Int8Route
 from .math import BEYOND_SECONDS, MathRoute
 from .prepared import Kind, keep
@@ -81,6 +82,9 @@ def route_named(name: str) -> Route:
         if route.name == name:
             return route
     raise ValueError(f"route must be one of {known_routes}, got {name!r}")
+
+
+derivatives.routes.update({name: route_named(name) for name in ("tiled", "math")})
 
 
 def why_not(route: str, call: AttentionCall, config: AttentionConfig, *, with_lse: bool = False) -> list[str]:

@@ -28,7 +28,7 @@ from ..tiled.gradients import tiled_backward
 from ..tiled.layout import is_padding
 from ..tiled.plan import Walk, plan_call
 from ..tiled.rule_bytes import rule_bytes
-from ..tiled.tangents import Rates, Tangents, tiled_second, tiled_tangent
+from ..tiled.tangents import Tangents, tiled_second, tiled_tangent
 from .route import Choice, Request, Route
 from .timing import Timings
 from .torch_kernel import TorchForm
@@ -112,7 +112,7 @@ class TiledRoute(Route):
         run = functools.partial(tiled_backward, call, saved=saved, wanted=wanted, trim_masks=config.trim_masks)
         return _within_memory(call, config, run, TiledStats(), backward=True)
 
-    def tangent(self, call: AttentionCall, config: AttentionConfig, saved: Results, along: Tangents) -> Rates:
+    def tangent(self, call: AttentionCall, config: AttentionConfig, saved: Results, along: Tangents) -> Any:
         """:func:`..tiled.tangents.tiled_tangent`."""
         run = functools.partial(tiled_tangent, call, saved=saved, along=along, trim_masks=config.trim_masks)
         return _within_memory(call, config, run, TiledStats(), backward=True)

@@ -19,6 +19,7 @@ by its second. Both passes are symmetric in what they are for: the gradient of <
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -41,28 +42,21 @@ class Tangents(NamedTuple):
     sinks: Tensor | None = None
 
 
-class Rates(NamedTuple):
-    """The derivatives of out and lse along a direction."""
-
-    out: Tensor
-    lse: Tensor
-
-
 @torch.no_grad()
 def tiled_tangent(
     call: AttentionCall, walk: Walk, saved: Results, along: Tangents, *, trim_masks: bool = True
-) -> Rates:
+) -> tuple[Tensor, Tensor]:
     """Derivatives of out and lse. ``walk``: planned with ``backward=True``, ``saved``: from any forward pass."""
     assert saved.lse is not None
-    rates = Rates(empty_output(call).zero_(), torch.zeros_like(saved.lse))
+    out_dot, lse_dot = empty_output(call).zero_(), torch.zeros_like(saved.lse)
     if along.sinks is not None:
         heads = (-1, 1) if call.query.dim() > 2 else (-1,)
         shares = sink_shares(call.sinks.view(heads), saved.lse)  # type: ignore[union-attr]
-        rates.lse.copy_(shares.mul_(along.sinks.view(heads)))
+        lse_dot.copy_(shares.mul_(along.sinks.view(heads)))
     if not walk.is_empty:
-        per_query, per_key = _directions(call, along, rates)
+        per_query, per_key = _directions(call, along, (out_dot, lse_dot))
         RateProducts(call, walk, saved.seed, []).visit(saved, per_query, per_key, trim_masks)
-    return rates
+    return out_dot, lse_dot
 
 
 @torch.no_grad()
@@ -72,7 +66,7 @@ def tiled_second(
     *,
     saved: Results,
     along: Tangents,
-    rates: Rates,
+    rates: Sequence[Tensor],
     wanted: Wanted,
     trim_masks: bool = True,
 ) -> Gradients:
@@ -91,10 +85,10 @@ def tiled_second(
     return sums.result(sinks_gradient(call, saved, wanted, rates, along.sinks) if wanted.sinks else None)
 
 
-def _directions(call: AttentionCall, along: Tangents, rates: Rates) -> tuple[dict[str, Any], dict[str, Any]]:
+def _directions(call: AttentionCall, along: Tangents, rates: Sequence[Tensor]) -> tuple[dict[str, Any], dict[str, Any]]:
     """The tensors of both passes, per query and per key."""
     rows, keys = call.out_shape[:-1], (*call.batch, call.num_kv_heads, call.seq_len_kv)
-    per_query: dict[str, Any] = {"out_dot": rates.out, "lse_dot": rates.lse}
+    per_query: dict[str, Any] = dict(zip(("out_dot", "lse_dot"), rates))
     per_query["query_dot"] = _for_products(along.query, (*rows, call.head_dim))
     per_query["mask_dot"] = None if along.mask is None else along.mask.expand((*rows, call.seq_len_kv))
     per_key = {"key_dot": _for_products(along.key, (*keys, call.head_dim))}
