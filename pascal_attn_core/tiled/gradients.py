@@ -207,7 +207,7 @@ class GradientProducts(TileProducts):
 
     def row_products(self, rows: Tensor, block: Tensor) -> Tensor:
         """rows * block, ``[u, rows, Dv]``, of a block ``[u, G, tokens, Dv]``."""
-        products = self.products[: block.numel()].view(rows.shape[0], -1, block.shape[-1])
+        products = self.products[: block.numel()].view(*rows.shape[:-1], block.shape[-1])
         rows_by_token(products, self.groups).copy_(block.transpose(1, 2))
         return products.mul_(rows)
 
