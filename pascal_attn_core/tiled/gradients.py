@@ -295,7 +295,8 @@ def sinks_gradient(
     """``[Hq]``: a sink's probability exp(sink - lse) takes from every row what :math:`delta` says, summed over rows.
     With ``rates`` (O', lse') the derivative of that along a direction, whose part for the sinks is ``along``."""
     assert call.sinks is not None and saved.lse is not None  # noqa: PT018
-    given = (wanted.grad_out.expand(saved.out.shape), saved.out, saved.lse, wanted.grad_lse, *(rates or (None, None)))
+    given: Any = (wanted.grad_out.expand(saved.out.shape), saved.out, saved.lse, wanted.grad_lse)
+    given = (*given, *(rates or (None, None)))
     if call.query.dim() == 2:  # no dimension of heads
         given = tuple(None if t is None else t[None] for t in given)
     dtype, dim, grads = saved.lse.dtype, len(call.batch), []
