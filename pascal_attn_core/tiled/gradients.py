@@ -301,7 +301,8 @@ def sinks_gradient(
         given = tuple(None if t is None else t[None] for t in given)
     dtype, dim, grads = saved.lse.dtype, len(call.batch), []
     for head in range(call.num_heads):
-        grad_out, out, lse, grad_lse, out_dot, lse_dot = (None if t is None else t.select(dim, head) for t in given)
+        own: list[Any] = [None if t is None else t.select(dim, head) for t in given]
+        grad_out, out, lse, grad_lse, out_dot, lse_dot = own
         delta = (grad_out.to(dtype) * out).sum(dim=-1)
         delta = delta if grad_lse is None else delta - grad_lse
         if lse_dot is not None:
