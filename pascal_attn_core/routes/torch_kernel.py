@@ -147,7 +147,8 @@ def find_form(
     needed = sum(t.numel() * t.element_size() for t in copied.values())
     if needed > copy_bytes:
         return [
-            f"torch's kernel needs a copy that exceeds the budget ({needed >> 20} MiB), as rows are not contiguous or overlap"
+            f"torch's kernel needs a copy that exceeds the budget ({needed >> 20} MiB), as rows are not contiguous or "
+            "overlap"
         ]
     form = TorchForm(tuple(copied))
     # Torch is asked about memory that lies as the copies will.
