@@ -97,8 +97,8 @@ class TorchRoute(Route):
     is_differentiable = True
 
     def plan(self, request: Request) -> TorchForm | list[str]:
-        options = {"with_lse": request.with_lse, "in_graph": request.in_graph, "copy_bytes": request.copy_bytes}
-        return find_form(request.call, request.budget_bytes, **options)
+        flags = {"with_lse": request.with_lse, "in_graph": request.in_graph}
+        return find_form(request.call, request.budget_bytes, **flags, copy_bytes=request.copy_bytes)
 
     def claim(self, request: Request) -> Choice | None:
         form = request.plan(self)

@@ -76,7 +76,8 @@ def patch_imports(
 def patch_imports_if_asked(around: Around | None = None) -> ImportsPatch | None:
     """:func:`patch_imports` if the environment has ``PASCAL_ATTN_FLASH=1``, or ``replace`` for ``replace=True``; None
     if it has not, or has ``PASCAL_ATTN_DISABLE=1``. A real package that stays is named in the log."""
-    replace = True if variables("PASCAL_ATTN_FLASH").get("PASCAL_ATTN_FLASH", "").strip().lower() == "replace" else None
+    asked = variables("PASCAL_ATTN_FLASH").get("PASCAL_ATTN_FLASH", "").strip().lower()
+    replace = True if asked == "replace" else None
     if switched_on("PASCAL_ATTN_DISABLE") or not (replace or switched_on("PASCAL_ATTN_FLASH")):
         return None
     patch = patch_imports(replace=replace, around=around)
