@@ -50,7 +50,7 @@ class Repeat(NamedTuple):
         All other addresses must be those of memory that a launch keeps, and whose content no other code has made."""
         places = {name: place for place, name in enumerate(given)}
         begins: dict[int, int] = {}  # of scratch tensors, by their address
-        before: Params | None = None
+        before: Any = None
         moves: list[Moves | None] = []
         zeroed, size = [], 0
         for launch, *_ in loaded:
@@ -65,7 +65,7 @@ class Repeat(NamedTuple):
                     if name in _ZERO_FIRST:
                         zeroed.append((begins[tensor.data_ptr()], begins[tensor.data_ptr()] + tensor.nbytes))
                 own.append((name, len(places), begins[tensor.data_ptr()] + address - tensor.data_ptr()))
-            is_same = moves and bytes(launch.params) == bytes(before) and type(launch.params) is type(before)
+            is_same = type(launch.params) is type(before) and bytes(launch.params) == bytes(before)
             moves.append(None if is_same else tuple(own))
             before = launch.params
         bare = tuple(each._replace(launch=each.launch._replace(keep=())) for each in loaded)
