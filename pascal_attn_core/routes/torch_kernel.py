@@ -97,7 +97,11 @@ class TorchRoute(Route):
     is_differentiable = True
 
     def plan(self, request: Request) -> TorchForm | list[str]:
-        options: dict[str, Any] = {"with_lse": request.with_lse, "in_graph": request.in_graph, "copy_bytes": request.copy_bytes}
+        options: dict[str, Any] = {
+            "with_lse": request.with_lse,
+            "in_graph": request.in_graph,
+            "copy_bytes": request.copy_bytes,
+        }
         return find_form(request.call, request.budget_bytes, **options)
 
     def claim(self, request: Request) -> Choice | None:
