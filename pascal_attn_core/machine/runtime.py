@@ -32,7 +32,7 @@ class Runtime:
         """
         Args:
             info: instead of the device's own facts.
-            parts: for some classes of parts what makes them, instead of the class itself: a subclass, say.
+            parts: factories that replace a part's constructor, such as a subclass.
         """
         self.device = torch.device(device)
         self.info = device_info(self.device) if info is None else info

@@ -143,7 +143,7 @@ class Helper:
 
     @functools.cached_property
     def streams(self) -> tuple[torch.cuda.Stream, ...]:
-        """One for what crosses the link on the first device, one for all that this device does; none on a CPU."""
+        """Two streams: copies to and from the first device, and this device's own work. Empty on a CPU."""
         return () if self.device.type == "cpu" else (torch.cuda.Stream(self.home), torch.cuda.Stream(self.device))
 
     def why_not(self) -> str:

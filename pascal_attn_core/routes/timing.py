@@ -89,8 +89,8 @@ class Timings(Contest[CallKind]):
     kind_type = CallKind
 
     def fused_over_torch(self, ours: Route, call: AttentionCall, budget_bytes: int) -> float | None:
-        """The time of our kernel, in units of the time of torch's, for calls of this kind on this device, which the
-        fused route takes, and torch's kernel as they are or rewritten within the budget."""
+        """Our time divided by torch's for this kind of call. Both routes must take it; torch may need a rewrite that
+        fits the budget."""
         makers = {"fused": lambda sample: _by(ours, sample), "torch": lambda sample: _by_torch(sample, budget_bytes)}
         return _ratio(self._times(kind_of(call), call, makers))
 

@@ -55,7 +55,7 @@ SENTENCES = {
     "no calls": ([run()], "Nothing gained: no attention call reached a patch."),
     "notes": ([run(notes=["0 of 9 modules chunked"])], "Nothing gained: 0 of 9 modules chunked."),
     "beside attention": ([UNTIMED, INT8, BANDS], "Gained: 40 of 40 layers in int8, not exact; in bands."),
-    "too small to notice": ([SMALL], "Fits: 0 MiB extra at most in a call"),
+    "too small to notice": ([SMALL], "Fits: 0 KiB extra at most in a call"),
 }
 
 
