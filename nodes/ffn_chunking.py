@@ -33,9 +33,9 @@ class PascalFFNChunking(inputs.PascalNode):
     DESCRIPTION = (
         "Runs the model's feed-forward layers on a chunk of the tokens at a time, so that their wide intermediate "
         "tensors (at least four times as wide as the tokens) never exist for all tokens at once. The result is the "
-        "same: only operators that are known to treat every token independently are chunked, and a layer with any other "
-        "runs unchunked. For out-of-memory errors while sampling large images and long videos. Works with LoRAs; the "
-        "model's weights and their names stay as they are. When bypassed, the model is exactly the original."
+        "same: only operators that are known to treat every token independently are chunked, and a layer with any "
+        "other runs unchunked. For out-of-memory errors while sampling large images and long videos. Works with LoRAs; "
+        "the model's weights and their names stay as they are. When bypassed, the model is exactly the original."
     )
     SEARCH_ALIASES = ("chunk feed forward", "ffn", "mlp", "out of memory", "low vram", "video", "wan", "flux", "pascal")
     RETURN_TYPES = ("MODEL", "STRING")

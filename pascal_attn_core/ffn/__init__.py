@@ -4,9 +4,9 @@
         model(x)
     print(patch.report())
 
-Each module keeps its place, its class and its state-dict keys; what changes is the ``forward`` of the instance. Its code
-runs once a call, on tensors without data (:mod:`.graph`). Only operators that are known to treat every token by itself
-(:mod:`.rules`) then run slice by slice; any other makes the call run as if the module had not been patched.
+Each module keeps its place, its class and its state-dict keys; what changes is the ``forward`` of the instance. Its
+code runs once a call, on tensors without data (:mod:`.graph`). Only operators that are known to treat every token by
+itself (:mod:`.rules`) then run slice by slice; any other makes the call run as if the module had not been patched.
 """
 
 from __future__ import annotations
@@ -42,9 +42,8 @@ def patch_ffn(
     Args:
         model: any module, or a diffusers pipeline: then its denoisers, both of Wan 2.2 for example, and the names of
             their modules begin with that of the component (``"transformer_2.blocks.0.ffn"``).
-        budget_mib: largest extra memory of one call in MiB, besides the input and the output; None = a quarter of a
-            GPU's free memory, at least 64. The smallest number of slices that stays within it is used, since each reads
-            the weights again. A call that fits runs whole.
+        budget_mib: largest extra memory of one call in MiB, besides its input and output; None = a quarter of a GPU's free
+            memory, or 64 if that is more. The fewest slices that stay within it are used; a call that fits runs whole.
         chunk_tokens: maximum number of tokens per slice, instead of a budget.
         num_chunks: number of slices, instead of a budget; None or 0 = ``PASCAL_ATTN_FFN_CHUNKS`` in the environment, or
             the budget if that is not set.

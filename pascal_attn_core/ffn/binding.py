@@ -14,8 +14,8 @@ from .report import FfnReport, report_line
 
 
 class FfnBinding:
-    """Feed-forward modules in slices. It serves several copies of a model (one per device) and keeps none of them alive.
-    Several bindings may be attached to a module, in any order; the newest applies."""
+    """Feed-forward modules in slices. It serves several copies of a model (one per device) and keeps none of them
+    alive. Several bindings may be attached to a module, in any order; the newest applies."""
 
     def __init__(self, *, include: Any = None, exclude: Any = None, **options: Any):
         self.settings = FfnSettings(**options)

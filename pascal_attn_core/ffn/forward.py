@@ -3,28 +3,24 @@
 from __future__ import annotations
 
 import functools
-import threading
-import traceback
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.utils._pytree import tree_leaves
 
 from ..machine.out_of_memory import is_out_of_memory
 from ..machine.own_thread import made_up_inputs
 from ..patching.forward import ReplacedForward, put_in, take_out
 from ..patching.hosts import forward_slots
-from .graph import Graph
+from .graph import Graph, StandIn, place_of
 from .layers import brought_layers, noted, waiting_layer
-from .plan import FfnSettings, FfnSite, Slicing, call, decide, is_beyond, kind_of_call, run_slices, tokens_of
+from .plan import FfnSettings, FfnSite, Slicing, decide, kind_of_call, run_slices
 from .rules import Along, NotTokenwise
-from .stand_in import StandIn, place_of
 
 _MAX_PLANS = 256
-_LEAST_TOKENS = 4
-_local = threading.local()
 
 
 class SlicedForward(ReplacedForward):
@@ -41,16 +37,18 @@ class SlicedForward(ReplacedForward):
         site = self.sites[-1] if self.sites else None
         if site is None or torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None:
             return self.whole(*args, **kwargs)
-        x = args[0] if args else next(iter(kwargs.values()), None)
-        if type(x) is not Tensor or x.dim() < 2 or x.shape[-2] < site.settings.min_tokens or is_beyond(x):
+        x: Any = args[0] if args else next(iter(kwargs.values()), None)
+        is_plain = type(x) is Tensor and not (x.is_meta or x.is_nested or is_functorch_wrapped_tensor(x))
+        if not is_plain or x.dim() < 2 or x.shape[-2] < site.settings.min_tokens:
             return self.whole(*args, **kwargs)
         key = kind_of_call(self.module, x, len(args) + len(kwargs))
         plan = site.plans.get(key)
-        if plan is not None or getattr(_local, "is_noting", False):  # within another module that is patched too
+        if plan is not None and plan.fits and plan.fits > site.settings.bytes_on(x.device, torch.is_grad_enabled()):
+            plan = None  # memory has become short
+        if plan is not None or place_of(x):  # within another module that is patched too
             site.used.update({} if plan is None else {key: plan})
             return self.whole(*args, **kwargs)
-        waiting = waiting_layer(self.module)
-        if waiting:
+        if waiting := waiting_layer(self.module):
             plan, out = _refused(f"{waiting} is being measured"), self.whole(*args, **kwargs)
         else:
             plan, out = self._decided(site.settings, args, kwargs)
@@ -64,57 +62,53 @@ class SlicedForward(ReplacedForward):
 
     def _decided(self, settings: FfnSettings, args: tuple, kwargs: dict[str, Any]) -> tuple[Slicing, Any]:
         """How a call runs, and its result."""
-        tokens, whole = tokens_of(args, kwargs), functools.partial(self.whole, *args, **kwargs)
-        tensors, leaves = list(tokens.values()), tree_leaves((args, kwargs))
-        given = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-        wants_grad = torch.is_grad_enabled() and any(t.requires_grad for t in (*given, *self.module.parameters()))
-        if tensors[0].shape[-2] < _LEAST_TOKENS or not tensors[0].numel():
+        x, whole = (*args, *kwargs.values())[0], functools.partial(self.whole, *args, **kwargs)
+        leaves = (leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor))
+        wants_grad = torch.is_grad_enabled() and any(t.requires_grad for t in (*leaves, *self.module.parameters()))
+        if x.shape[-2] < 4 or not x.numel():
             return Slicing((), "too few tokens for two slices"), whole()
         if wants_grad and not settings.checkpoint:
             return Slicing((), "gradients are needed and checkpoint=False"), whole()
         try:
-            layers, graph = list(brought_layers(self.module)), Graph(tensors)
-            out = self._noted(
-                graph,
-                [] if wants_grad else layers,
-                lambda: call(self.whole, args, kwargs, dict(zip(tokens, graph.inputs))),
-            )
+            layers, graph = list(brought_layers(self.module)), Graph(args, kwargs)
+            out = self._noted(graph, [] if wants_grad else layers)
         except NotTokenwise as reason:
             return _refused(str(reason)), whole()
         except (RuntimeError, TypeError, NotImplementedError) as error:
             if graph.why or is_out_of_memory(error):
                 raise
-            traceback.clear_frames(error.__traceback__)  # they hold stand-ins
-            return _refused(f"cannot be put off: {type(error).__name__}: {' '.join(str(error).split())[:160]}"), whole()
-        if why := graph.why or _why_not(out, tensors[0], graph.given):
+            return _refused("cannot be put off", error), whole()
+        if why := graph.why or _why_not(out, x, len(graph.real)):
             return _refused(why), graph.settle(why, out)
         number = place_of(out).number  # type: ignore[union-attr]
-        plan = decide(settings, tensors, graph.peak_bytes(number), graph.likes[number].nbytes, wants_grad)
+        plan = decide(settings, graph.real, graph.peak_bytes(number), graph.likes[number].nbytes, wants_grad)
         if not plan.sizes:
             return plan, graph.settle(plan.why, out)
         out = None  # and with it those that it is a view of or that autograd has saved for it
         if graph.in_use():
             why = "keeps a tensor of its tokens between calls"
             return _refused(why), graph.settle(why, None, number)
-        of_slice = functools.partial(graph.value, number)
-        return plan, run_slices(of_slice, tensors, plan.sizes, wants_grad)
+        try:
+            return plan, run_slices(functools.partial(graph.value, number), graph.real, plan.sizes, wants_grad)
+        except RuntimeError as error:
+            if is_out_of_memory(error):
+                raise
+            return _refused("fails in slices", error), whole()
 
-    def _noted(self, graph: Graph, layers: list[nn.Module], code: Callable[[], Any]) -> Any:
+    def _noted(self, graph: Graph, layers: list[nn.Module]) -> Any:
         """The result of the module's code on the stand-ins of the graph."""
-        _local.is_noting = True
         try:
             with made_up_inputs(), noted(graph, layers), graph.noting():
-                return code()
+                return self.whole(*graph.args, **graph.kwargs)
         except BaseException:
             for leaf in graph.in_use():  # what the module keeps is computed when it is used
                 leaf.__class__ = StandIn
             raise
-        finally:
-            _local.is_noting = False
 
 
-def _refused(why: str) -> Slicing:
-    return Slicing((), why, refused=True)
+def _refused(why: str, error: Exception | None = None) -> Slicing:
+    words = f": {type(error).__name__}: {' '.join(str(error).split())[:160]}" if error else ""
+    return Slicing((), f"{why}{words}", refused=True)
 
 
 def _why_not(out: Any, x: Tensor, given: int) -> str:
@@ -129,14 +123,11 @@ def _why_not(out: Any, x: Tensor, given: int) -> str:
     return ""
 
 
-# --- attaching ---
-
-
 def place(module: nn.Module, site: FfnSite) -> SlicedForward:
     """Let ``site`` decide about the calls of ``module``; returns the replacement forward."""
-    forwards = [place.get(key) for place, key in forward_slots(module)]
-    sliced = next((forward for forward in forwards if isinstance(forward, SlicedForward)), None)
-    sliced = sliced or put_in(module, SlicedForward)
+    forwards = (place.get(key) for place, key in forward_slots(module))
+    ours = (forward for forward in forwards if isinstance(forward, SlicedForward))
+    sliced = next(ours, None) or put_in(module, SlicedForward)
     sliced.sites.append(site)
     return sliced
 

@@ -12,9 +12,8 @@ import torch
 from torch import nn
 
 from ..patching.hosts import casts_weights, is_hosts
-from .graph import Graph
+from .graph import Graph, place_of
 from .rules import NotTokenwise
-from .stand_in import place_of
 
 _OURS = tuple(f"{__name__.rpartition('.ffn.')[0]}.{folder}." for folder in ("int8", "gguf"))
 _QUANTISED = ("optimum.quanto.", "diffusers.quantizers.gguf.")  # linear layers whose weights are expanded in each call
@@ -22,11 +21,8 @@ _lock = threading.RLock()
 
 
 def brought_layers(module: nn.Module) -> Iterator[nn.Module]:
-    """The layers inside a module that bring their weights themselves.
-
-    Raises:
-        NotTokenwise: one that is not known to treat every token by itself.
-    """
+    """The layers inside a module that bring their weights themselves. Raises NotTokenwise for one that is not known to
+    treat every token by itself."""
     for name, child in module.named_modules():
         if isinstance(child, torch.jit.ScriptModule):
             raise NotTokenwise("holds TorchScript, which may need a tensor's values")
@@ -49,8 +45,8 @@ def _is_ours(thing: Any) -> bool:
 
 def waiting_layer(module: nn.Module) -> str:
     """The name of a layer inside that another patch of this package is about to measure by a hook; "" = none."""
-    hooked = (name for name, child in module.named_modules() if any(map(_is_ours, child._forward_pre_hooks.values())))
-    return next(hooked, "")
+    hooks = ((name, child._forward_pre_hooks.values()) for name, child in module.named_modules())
+    return next((name for name, found in hooks if any(map(_is_ours, found))), "")
 
 
 @contextlib.contextmanager
@@ -61,7 +57,8 @@ def noted(graph: Graph, layers: list[nn.Module]) -> Iterator[None]:
             undo.enter_context(_lock)
         for layer in layers:
             place, own = layer.__dict__, {key: layer.__dict__[key] for key in ("forward",) if key in layer.__dict__}
-            undo.callback(lambda place=place, own=own: place.pop("forward") and place.update(own))
+            undo.callback(place.update, own)
+            undo.callback(place.pop, "forward")  # before that
             place["forward"] = _noting(graph, layer, layer.forward)
         yield
 

@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils.checkpoint import checkpoint
 
 from ..config import check_bools, check_number
@@ -40,13 +39,11 @@ class FfnSettings:
             check_number("budget_mib", self.budget_mib, float, 0, above=True)
         check_bools(self, "checkpoint")
 
-    def slices(self, tokens: int) -> int | None:
-        """How many slices were asked for; None = as many as the budget needs."""
-        return self.num_chunks if self.chunk_tokens is None else math.ceil(tokens / self.chunk_tokens)
-
-    def bytes_on(self, device: torch.device) -> float:
-        """What a call on this device may take: the budget, or where none is given, what memory is free."""
-        return max(DEFAULT_BUDGET_MIB * MIB, room_of(device)) if self.budget_mib is None else self.budget_mib * MIB
+    def bytes_on(self, device: torch.device, wants_grad: bool) -> float:
+        """What a call on this device may take: the budget; where none is given, what memory is free, or with gradients
+        always the same, since a checkpoint of the user must find the same slices again."""
+        room = 0 if wants_grad or self.budget_mib is not None else room_of(device)
+        return max(MIB * (DEFAULT_BUDGET_MIB if self.budget_mib is None else self.budget_mib), room)
 
 
 class Slicing(NamedTuple):
@@ -55,6 +52,7 @@ class Slicing(NamedTuple):
     sizes: tuple[int, ...]  # tokens of each slice; empty = whole
     why: str
     refused: bool = False  # the module does not work token by token, or that is not known
+    fits: float = 0.0  # it is whole as long as these bytes fit the budget
 
 
 @dataclass(eq=False)
@@ -67,10 +65,6 @@ class FfnSite:
     sliced: weakref.ref[Any] | None = None  # its replacement forward, which holds the module
 
 
-WHOLE = Slicing((), "")
-"""Run whole and decide again next time."""
-
-
 def kind_of_call(module: nn.Module, x: Tensor, arguments: int) -> tuple:
     """What a plan to run whole holds for; cheap, since every call computes it."""
     casts = x.device.type != "meta" and torch.is_autocast_enabled(x.device.type)
@@ -78,86 +72,47 @@ def kind_of_call(module: nn.Module, x: Tensor, arguments: int) -> tuple:
 
 
 def decide(settings: FfnSettings, tensors: Sequence[Tensor], peak: float, of_output: int, wants_grad: bool) -> Slicing:
-    """How a call on ``tensors`` [..., T, *] runs that takes ``peak`` bytes at once besides them, its output included."""
-    tokens = tensors[0].shape[-2]
-    count = settings.slices(tokens)
-    extra = peak - of_output
+    """How a call on ``tensors`` [..., T, *] runs that takes ``peak`` bytes at once besides them, its output included:
+    whole, or in slices whose lengths differ by one at most; a slice has two tokens at least. Gradients take half."""
+    x, tokens, extra = tensors[0], tensors[0].shape[-2], peak - of_output
+    count = settings.num_chunks if settings.chunk_tokens is None else math.ceil(tokens / settings.chunk_tokens)
     if count is None:
-        if extra <= settings.bytes_on(tensors[0].device):
-            return Slicing((), f"fits the budget: {extra / MIB:.1f} MiB besides input and output")
-        budget = settings.bytes_on(tensors[0].device)
-        budget /= 2 if wants_grad else 1  # the backward pass keeps gradients beside them
-        count = _fewest_slices(tensors, peak / tokens, budget)
-    return _sliced(tokens, count, f"{extra / MIB:.1f} MiB whole")
-
-
-def _sliced(tokens: int, count: int, note: str) -> Slicing:
-    """``count`` slices whose lengths differ by one at most; a slice has two tokens at least."""
+        budget = settings.bytes_on(x.device, wants_grad)
+        if extra <= budget:
+            return Slicing((), f"fits the budget: {extra / MIB:.1f} MiB besides input and output", fits=extra)
+        least = min(tokens // 2, max(2, math.ceil(_LEAST_ROWS * tokens * x.shape[-1] / x.numel())))
+        if not all(
+            tensor.is_contiguous() and tensor.shape[:-2].numel() == 1 for tensor in tensors
+        ):  # slices are copied
+            peak += sum(tensor.nbytes for tensor in tensors)
+        count = math.ceil(tokens / max(least, int((budget / 2 if wants_grad else budget) * tokens / peak)))
     count = min(count, tokens // _LEAST_TOKENS)
     if count < 2:
         return Slicing((), "one slice is enough")
     short, longer = divmod(tokens, count)
     sizes = (short + 1,) * longer + (short,) * (count - longer)
-    return Slicing(sizes, f"{count} slices of {sizes[0]} tokens ({note})")
+    return Slicing(sizes, f"{count} slices of {sizes[0]} tokens ({extra / MIB:.1f} MiB whole)")
 
 
-def _fewest_slices(tensors: Sequence[Tensor], bytes_per_token: float, budget: float) -> int:
-    x, tokens = tensors[0], tensors[0].shape[-2]
-    least = min(tokens // 2, max(2, math.ceil(_LEAST_ROWS * tokens * x.shape[-1] / x.numel())))
-    if not all(tensor.is_contiguous() and tensor.shape[:-2].numel() == 1 for tensor in tensors):  # slices are copied
-        bytes_per_token += sum(tensor.nbytes for tensor in tensors) / tokens
-    return math.ceil(tokens / max(least, int(budget / bytes_per_token)))
-
-
-def is_beyond(x: Tensor) -> bool:
-    """Tensors whose operators cannot be put off."""
-    return x.is_meta or x.is_nested or isinstance(x, FakeTensor) or torch._C._functorch.is_functorch_wrapped_tensor(x)
-
-
-def tokens_of(args: tuple, kwargs: dict[str, Any]) -> dict[int | str, Tensor]:
-    """The arguments that carry tokens, by index or name: the first, and each further tensor with as many entries in
-    dimension -2. Others are the same for every slice, or have an entry for each token where an operator meets them."""
-    places: list[tuple[int | str, Any]] = [*enumerate(args), *kwargs.items()]
-    x = places[0][1]
-    return {place: v for place, v in places if type(v) is Tensor and v.dim() >= 2 and v.shape[-2] == x.shape[-2]}
-
-
-def call(fn: Callable[..., Any], args: tuple, kwargs: dict[str, Any], tokens: dict[int | str, Tensor]) -> Any:
-    """``fn(*args, **kwargs)`` with ``tokens`` at their places."""
-    return fn(
-        *(tokens.get(place, arg) for place, arg in enumerate(args)), **{k: tokens.get(k, kwargs[k]) for k in kwargs}
-    )
-
-
-def run_slices(
-    of_slice: Callable[..., Any], tensors: Sequence[Tensor], sizes: Sequence[int], recompute: bool
-) -> Tensor:
-    """The results of ``of_slice(first token, *parts of tensors)`` for slices of these lengths; [..., T, C] -> [..., T, D].
+def run_slices(of_slice: Callable, tensors: Sequence[Tensor], sizes: Sequence[int], recompute: bool) -> Tensor:
+    """What ``of_slice(first token, *parts of tensors)`` gives for slices of these lengths; [..., T, C] -> [..., T, D].
 
     Args:
         recompute: with gradients: a slice saves only its input, and is computed again in the backward pass.
     """
-    outs, start = [], 0
+    outs: list[Tensor] = []
+    start = 0
     for parts in zip(*(tensor.split(list(sizes), dim=-2) for tensor in tensors)):
-        shape = parts[0].shape[:-1]
         if recompute:
-            out = checkpoint(of_slice, start, *parts, use_reentrant=False, preserve_rng_state=False)
+            outs.append(checkpoint(of_slice, start, *parts, use_reentrant=False, preserve_rng_state=False))
+            if outs[-1].requires_grad:
+                outs[-1].register_hook(Tensor.contiguous)  # backward passes may take views of it
         else:
             out = of_slice(start, *parts)
-        if not isinstance(out, Tensor) or out.shape[:-1] != shape:
-            got = list(out.shape) if isinstance(out, Tensor) else type(out).__name__
-            raise RuntimeError(
-                f"a slice of tokens {list(shape)} must give one tensor with one output per token, got {got}"
-            )
-        if out.requires_grad:
-            out.register_hook(Tensor.contiguous)  # backward passes may take views of it
-        if recompute:
-            outs.append(out)
-        else:
             outs = outs or [out.new_empty((*tensors[0].shape[:-1], out.shape[-1]))]
-            outs[0].narrow(-2, start, shape[-1]).copy_(out)
-        del out  # before the next one is made
-        start += shape[-1]
+            outs[0].narrow(-2, start, out.shape[-2]).copy_(out)
+            del out  # before the next one is made
+        start += parts[0].shape[-2]
     return torch.cat(outs, dim=-2) if recompute else outs[0]
 
 

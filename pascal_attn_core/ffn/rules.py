@@ -7,7 +7,7 @@ None if the operator makes one token depend on another; what slices need in plac
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -26,33 +26,24 @@ class Along(NamedTuple):
     before: int = 1
     after: int = 1
 
-    def at(self, dim: int) -> Along:
-        return self._replace(dim=dim)
-
 
 class Later(NamedTuple):
-    """In place of an argument: what it is for a part of the tokens, of the values by number, the first token of the part
-    and how many there are."""
+    """In place of an argument: gives it for a part of the tokens, of values by number, first token and length."""
 
     get: Callable[[dict[int, Any], int, int], Any]
 
 
 class Call:
-    """One call of an operator.
-
-    Attributes:
-        given: the arguments by name, with defaults.
-        along: where the tokens are in each argument that has some, by name.
-        tokens: their number.
-        shape: of the first result.
-    """
+    """One call of an operator: ``given``, its arguments by name; ``along``, where the tokens are in those that have
+    some; ``tokens``, how many there are; ``shape``, that of the first result."""
 
     def __init__(self, schema: Any, args: Sequence[Any], kwargs: dict[str, Any], tokens: int, along_of: Callable):
         self.name = schema.name.removeprefix("aten::")
         self.given = {argument.name: argument.default_value for argument in schema.arguments}
         self.given.update(zip(self.given, args), **kwargs)
         self.along: dict[str, Along] = {name: a for name, value in self.given.items() if (a := along_of(value))}
-        self.tokens, self.along_of, self.shape = tokens, along_of, ()
+        self.tokens, self.along_of = tokens, along_of
+        self.shape: Sequence[int] = ()
 
     def __getitem__(self, name: str) -> Any:
         return self.given[name]
@@ -63,12 +54,12 @@ class Call:
         dims = dims if isinstance(dims, (list, tuple)) else [] if dims is None else [dims]
         return {dim % rank for dim in dims} or None
 
-    def put_beside(self, tensor: Tensor, dim: int, a: Along) -> Any:
+    def put_beside(self, tensor: Tensor, dim: int) -> Any:
         """A tensor without tokens, for slices, beside one that has them at ``dim``, counted from the last; None = its
         entries there belong to no token."""
         if tensor.dim() < -dim or tensor.shape[dim] == 1:
             return tensor
-        is_of_tokens = a.before == a.after == 1 and tensor.shape[dim] == self.tokens
+        is_of_tokens = tensor.shape[dim] == self.tokens  # or of the same number for each
         return Later(lambda _, start, count: tensor.narrow(dim, start, count)) if is_of_tokens else None
 
 
@@ -96,7 +87,7 @@ def _of_entries(call: Call) -> Along | None:
         return None
     dim, before, after = found.pop()
     a = Along(len(call.shape) + dim, before, after)
-    call.given.update((name, call.put_beside(tensors[name], dim, a)) for name in tensors.keys() - call.along.keys())
+    call.given.update((name, call.put_beside(tensors[name], dim)) for name in tensors.keys() - call.along.keys())
     return None if any(call[name] is None for name in tensors) else a
 
 
@@ -110,7 +101,7 @@ def _product(call: Call) -> Along | None:
     else:
         found = one if one and one.dim == rank - 2 else two if two and two.dim == rank - 1 else None
     if found and call.name in ("addmm", "baddbmm"):
-        call.given["self"] = call.put_beside(call["self"], found.dim - rank, found)
+        call.given["self"] = call.put_beside(call["self"], found.dim - rank)
         return None if call["self"] is None else found
     return found
 
@@ -122,23 +113,27 @@ def _cat(call: Call) -> Along | None:
     is_new = len(call.shape) > rank  # stack
     if (a.dim == dim and not is_new) or set(alongs) - {a, None} or any(tensor.dim() != rank for tensor in tensors):
         return None
-    call.given["tensors"] = [t if own else call.put_beside(t, a.dim - rank, a) for t, own in zip(tensors, alongs)]
-    return None if any(tensor is None for tensor in call["tensors"]) else a.at(a.dim + (is_new and dim <= a.dim))
+    call.given["tensors"] = [t if own else call.put_beside(t, a.dim - rank) for t, own in zip(tensors, alongs)]
+    return (
+        None if any(tensor is None for tensor in call["tensors"]) else a._replace(dim=a.dim + (is_new and dim <= a.dim))
+    )
 
 
 def _convolution(call: Call, a: Along, x: Tensor) -> Along | None:
     stride, padding, n = call["stride"], call["padding"], a.dim - 2
-    if a.dim == 0:
-        return a
     is_one = n >= 0 and call["weight"].shape[a.dim] == 1 == stride[n % len(stride)] and not padding[n % len(padding)]
-    return a if is_one and not call["transposed"] else None
+    return a if a.dim == 0 or (is_one and not call["transposed"]) else None
 
 
 def _along_others(call: Call, a: Along, x: Tensor) -> Along | None:
     dims = call.dims()
     if dims is None or a.dim in dims:
         return None
-    return a if len(call.shape) == x.dim() else a.at(a.dim - sum(dim < a.dim and dim in dims for dim in range(x.dim())))
+    return (
+        a
+        if len(call.shape) == x.dim()
+        else a._replace(dim=a.dim - sum(dim < a.dim and dim in dims for dim in range(x.dim())))
+    )
 
 
 def _slice(call: Call, a: Along, x: Tensor) -> Along | None:
@@ -149,7 +144,7 @@ def _slice(call: Call, a: Along, x: Tensor) -> Along | None:
 
 
 def _expand(call: Call, a: Along, x: Tensor) -> Along:
-    a = a.at(a.dim + len(call["size"]) - x.dim())
+    a = a._replace(dim=a.dim + len(call["size"]) - x.dim())
     call.given["size"] = [-1 if dim == a.dim else size for dim, size in enumerate(call["size"])]
     return a
 
@@ -162,7 +157,7 @@ def _view(call: Call, a: Along, x: Tensor) -> Along | None:
         outer, inner = math.prod(new[:dim]), math.prod(new[dim + 1 :])
         times, rest = divmod(before * after, outer * inner)
         if before % outer == after % inner == rest == 0 and new[dim] == times * call.tokens:
-            count_of = Later(lambda _values, _start, count: times * count)
+            count_of = Later(lambda _values, _start, count, times=times: times * count)  # type: ignore[misc]
             call.given["size"] = [*call.shape[:dim], count_of, *call.shape[dim + 1 :]]
             return Along(dim, before // outer, after // inner)
     return None
@@ -170,27 +165,30 @@ def _view(call: Call, a: Along, x: Tensor) -> Along | None:
 
 def _transpose(call: Call, a: Along, x: Tensor) -> Along:
     one, two = (call.given.get(name, default) % x.dim() for name, default in (("dim0", 0), ("dim1", -1)))
-    return a.at({one: two, two: one}.get(a.dim, a.dim))
+    return a._replace(dim={one: two, two: one}.get(a.dim, a.dim))
 
 
 _SEVERAL: tuple[Callable[..., Any], ...] = (_of_entries, _product, _cat)  # tensors of tokens
 _FIRST = ("self", "input", "x", "indices")  # the name of the only one, in the schemas of all others
 _TABLE: dict[Callable[..., Along | None], str] = {
-    _of_entries: "abs acos acosh add addcdiv addcmul alias asin asinh atan atan2 atanh bitwise_and bitwise_not "
-    "bitwise_or bitwise_xor ceil celu clamp clamp_max clamp_min clone _conj copy copysign cos cosh detach div elu empty_like "
-    "eq erf erfc erfinv exp exp2 expm1 fill floor floor_divide fmax fmin fmod frac full_like ge gelu gt hardshrink "
-    "hardsigmoid hardswish hardtanh hypot isfinite isinf isnan le leaky_relu lerp lift_fresh log log10 log1p log2 "
-    "log_sigmoid_forward logaddexp logical_and logical_not logical_or logical_xor logit lt masked_fill maximum minimum "
-    "mish mul nan_to_num ne neg ones_like pow _prelu_kernel reciprocal relu relu6 remainder round rsqrt rsub selu sgn "
-    "sigmoid sign silu sin sinc sinh softplus softshrink sqrt square sub tan tanh threshold _to_copy trunc where xlogy "
-    "zero zeros_like",
+    _of_entries: "abs acos acosh add addcdiv addcmul alias asin asinh atan atan2 atanh bitwise_and bitwise_not  "
+    "bitwise_or bitwise_xor ceil celu clamp clamp_max clamp_min clone _conj copy copysign cos cosh detach div elu "
+    "empty_like eq erf erfc erfinv exp exp2 expm1 fill floor floor_divide fmax fmin fmod frac full_like ge gelu gt "
+    "hardshrink hardsigmoid hardswish hardtanh hypot isfinite isinf isnan le leaky_relu lerp lift_fresh log log10 "
+    "log1p log2 log_sigmoid_forward logaddexp logical_and logical_not logical_or logical_xor logit lt masked_fill "
+    "maximum minimum mish mul nan_to_num ne neg ones_like pow _prelu_kernel reciprocal relu relu6 remainder round "
+    "rsqrt rsub selu sgn sigmoid sign silu sin sinc sinh softplus softshrink sqrt square sub tan tanh threshold "
+    "_to_copy trunc where xlogy zero zeros_like",
     _product: "mm addmm bmm baddbmm _int_mm _scaled_mm _weight_int8pack_mm _weight_int4pack_mm",
     _cat: "cat stack",
     _convolution: "convolution",
-    _along_others: "all amax amin any argmax argmin cumsum _fft_c2c _fft_c2r _fft_r2c flip glu index_select _log_softmax logsumexp max mean min "
-    "linalg_vector_norm prod roll select _softmax sort split split_with_sizes std sum topk unbind var var_mean",
+    _along_others: "all amax amin any argmax argmin cumsum _fft_c2c _fft_c2r _fft_r2c flip glu index_select "
+    "_log_softmax logsumexp max mean min linalg_vector_norm prod roll select _softmax sort split split_with_sizes "
+    "std sum topk unbind var var_mean",
     _slice: "slice",
-    lambda call, a, x: a.at(a.dim - sum(dim < a.dim and x.shape[dim] == 1 for dim in call.dims() or range(a.dim))): (
+    lambda call, a, x: a._replace(
+        dim=a.dim - sum(dim < a.dim and x.shape[dim] == 1 for dim in call.dims() or range(a.dim))
+    ): (
         "squeeze"  # a slice has two tokens at least
     ),
     _expand: "expand",
@@ -204,17 +202,8 @@ _TABLE: dict[Callable[..., Along | None], str] = {
     lambda call, a, x: None if any(call["pad"][2 * (x.dim() - 1 - a.dim) :][:2]) else a: "constant_pad_nd",
     lambda call, a, x: a if a.dim < min(x.dim(), len(call.shape)) else None: "view_as_complex view_as_real",
     lambda call, a, x: None if call["scale_grad_by_freq"] else a: "embedding",
-    lambda call, a, x: a.at(a.dim + (call["dim"] % len(call.shape) <= a.dim)): "unsqueeze",
-    lambda call, a, x: a.at([dim % x.dim() for dim in call["dims"]].index(a.dim)): "permute",
+    lambda call, a, x: a._replace(dim=a.dim + (call["dim"] % len(call.shape) <= a.dim)): "unsqueeze",
+    lambda call, a, x: a._replace(dim=[dim % x.dim() for dim in call["dims"]].index(a.dim)): "permute",
 }
 RULES = {name: rule for rule, names in _TABLE.items() for name in names.split()}
 """The rule of each operator, by its name."""
-
-
-def tensors_in(values: Any) -> Iterator[Tensor]:
-    """The tensors among arguments, lists included."""
-    for value in values:
-        if isinstance(value, Tensor):
-            yield value
-        elif isinstance(value, (list, tuple)):
-            yield from tensors_in(value)

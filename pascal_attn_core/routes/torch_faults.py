@@ -35,6 +35,7 @@ EMPTY_ROWS_ARE_ZERO = hasattr(torch, "_safe_softmax")
 # The denominator's logarithm is kept beside the row's maximum in one float32: next to 1000 it has an error of 3e-5.
 _SWALLOWS = 1e3
 _WRONG = 0.05  # relative error above which a probe has found the fault; NaN counts as well
+MOST_BLOCKS = (1 << 16) - 1  # in two of the three dimensions of a CUDA grid: batch elements, heads
 _WORSE = 2.0  # times the error of the same call without its fault, above which a probe has found a smaller one
 
 
@@ -146,25 +147,29 @@ def is_torchs_own(error: RuntimeError) -> bool:
     """Whether an error of torch's function says that it does not take such calls. A lack of memory does not, nor does
     what a mode, a hook or a transform around the call may have raised."""
     around = torch._C._len_torch_dispatch_stack() or torch._C._are_functorch_transforms_active()
+    around = around or torch.autograd.forward_ad._current_level >= 0
     top_hooks = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)  # older ones cannot tell
     return not (around or (top_hooks is not None and top_hooks(True)) or is_out_of_memory(error))
 
 
 def unkept(call: AttentionCall, error: RuntimeError) -> RouteUnavailable:
-    """Remember what torch's function has raised for a call, with one warning per sentence."""
+    """Remember what torch's function has raised for a call, until this process ends, with one warning per sentence."""
     reason = f"torch's kernel for it raised: {str(error).strip().partition(chr(10))[0]}"
     runtime_of(call.query.device).part(ShownFaults).broken_promises[_promise(call)] = reason
     runtime_of(call.query.device).part(TorchAlone).answers = frozenset()  # they can no longer be relied on
     begin_epoch()
     where = call.query.device.type
-    log_once(logging.WARNING, "on %s some attention calls go on by other routes: %s", where, reason)
+    log_once(logging.WARNING, "on %s some attention calls go on by other routes in this process: %s", where, reason)
     return RouteUnavailable(reason)
 
 
 def _promise(call: AttentionCall) -> tuple:
+    """What may have made torch's function refuse a call: its kind, sizes that no grid of a kernel has, and the kernels
+    that are forbidden around it."""
     mask_dtype = None if call.attn_mask is None else call.attn_mask.dtype
-    sizes = call.head_dim, call.head_dim_v, call.groups > 1, call.seq_len_q == 1
-    return call.query.dtype, mask_dtype, sizes, call.is_causal, call.dropout_p > 0, call.needs_grad
+    sizes = call.head_dim, call.head_dim_v, call.groups > 1, call.seq_len_q == 1, call.num_heads > MOST_BLOCKS
+    allowed = [getattr(torch.backends.cuda, f"{name}_sdp_enabled")() for name in ("flash", "mem_efficient", "math")]
+    return call.query.dtype, mask_dtype, sizes, *allowed, call.is_causal, call.dropout_p > 0, call.needs_grad
 
 
 # ---- the faults ----------------------------------------------------------------------------------------------------

@@ -34,7 +34,7 @@ from ..observe.progress import this_thread
 from ..tiled.layout import is_matrix, slides_by_one
 from .derivatives import differentiable
 from .route import Choice, Request, Route
-from .torch_faults import TorchAlone, broken_promise, fault_reasons, is_torchs_own, torch_sdpa, unkept
+from .torch_faults import MOST_BLOCKS, TorchAlone, broken_promise, fault_reasons, is_torchs_own, torch_sdpa, unkept
 
 _QUERIES = 64  # that torch's CPU kernel takes at a time in calls below 768 of them
 _MATH = 0  # torch.nn.attention.SDPBackend.MATH: no fused kernel takes the call
@@ -150,13 +150,14 @@ def find_form(
     copied = _without_matrix_strides(four)
     needed = sum(t.numel() * t.element_size() for t in copied.values())
     if needed > copy_bytes:
-        return [f"its rows are not contiguous or overlap and a copy ({needed >> 20} MiB) exceeds the budget"]
+        size = f"{needed >> 20} MiB"
+        return [f"torch's kernel needs a copy that exceeds the budget ({size}): rows are not contiguous or overlap"]
     form = TorchForm(tuple(copied))
     # Torch is asked about memory that lies as the copies will.
     four = four._replace(**{name: t.new_empty(t.shape) for name, t in copied.items()})
     q_step = _query_step(call, four.attn_mask, budget_bytes)
     if call.needs_grad and q_step:
-        return ["its gradient would keep a dense copy of the mask"]
+        return ["torch's kernel would keep a dense copy of the mask for the gradients"]
     if fused_takes(call, *four):
         return replace(form, q_step=q_step)
     if call.groups > 1:
@@ -187,14 +188,14 @@ def _refusals(call: AttentionCall, with_lse: bool) -> list[str]:
         reasons.append("torch's kernels have no forward mode and no gradients of gradients")
     mask = call.attn_mask
     if isinstance(mask, LazyMask):
-        return [*reasons, "attn_mask is a rule, not a tensor"]
+        return [*reasons, "torch's function takes a tensor as attn_mask, not a rule"]
     if mask is not None:
         if call.is_causal:
             reasons.append("torch takes attn_mask or is_causal, not both")
         if call.needs_mask_grad:
             reasons.append("torch's fused kernels give no gradient of attn_mask")
         if mask.dtype not in (torch.bool, torch.float32, call.query.dtype):
-            reasons.append(f"attn_mask is {mask.dtype} and query {call.query.dtype}")
+            reasons.append(f"torch's kernel takes no attn_mask of {mask.dtype} with a query of {call.query.dtype}")
     if call.is_empty:
         reasons.append("the call is empty")
     return reasons
@@ -218,7 +219,7 @@ def _as_four_dimensions(call: AttentionCall) -> Four | str:
             batch = mask.shape[:1] if len(call.batch) == 1 else call.batch
             mask = _merge_batch(mask.expand(*batch, *mask.shape[-3:]))
     except RuntimeError:
-        return "its leading dimensions cannot be merged without a copy"
+        return "torch's kernel needs leading dimensions that merge without a copy"
     return Four(four[0], four[1], four[2], mask)
 
 
@@ -343,7 +344,7 @@ def _upcast(call: AttentionCall, four: Four, form: TorchForm, budget_bytes: int)
         return ["torch has no fused kernel for this call on this device, in bfloat16 or float32"]
     heads = _heads_within(call, budget_bytes, 4, with_inputs=True)
     if not heads:
-        return ["one head of it in float32 exceeds the budget"]
+        return ["torch's kernel needs a copy in float32, of which one head exceeds the budget"]
     return replace(form, fold="heads", upcast=True, heads_step=heads)
 
 
@@ -412,6 +413,10 @@ def _as_numbers(mask: Tensor, dtype: torch.dtype) -> Tensor:
 def _call_torch(call: AttentionCall, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
     if mask is not None and mask.dtype == torch.bool and mask.device.type in CPU_LIKE:
         mask = _as_numbers(mask, query.dtype)
+    if len(query) > MOST_BLOCKS and query.device.type not in CPU_LIKE:
+        masks = [mask] * -(-len(query) // MOST_BLOCKS) if mask is None or len(mask) == 1 else mask.split(MOST_BLOCKS)
+        parts = zip(*(t.split(MOST_BLOCKS) for t in (query, key, value)), masks)
+        return torch.cat([_call_torch(call, *part) for part in parts])
     grouped = {"enable_gqa": True} if query.shape[1] > key.shape[1] else {}
     try:
         return torch_sdpa(query, key, value, mask, call.dropout_p, call.is_causal, scale=call.scale, **grouped)

@@ -242,7 +242,7 @@ _REFUSED: dict[str, Any] = {
     "largest value so far": (lambda m, h: h / _after(m.most, m.most.copy_(torch.maximum(m.most, h.detach().amax()))),
                              {"most": lambda: torch.ones(())}),
     "a weight that changes": (lambda m, h: _after(h + m.most, m.most.add_(1)), {"most": lambda: torch.ones(())}),
-    "a scratch buffer": (lambda m, h: _after(h, m.scratch[:, : h.shape[1]].copy_(h.detach())) + m.scratch[:, : h.shape[1]],
+    "a scratch buffer": (lambda m, h: _after(h, m.scratch.copy_(h.detach())) + m.scratch,
                          {"scratch": lambda: torch.zeros(2, 64, 64)}),
 }  # fmt: skip
 # Right in slices where no gradient is wanted.

@@ -1,4 +1,4 @@
-"""The code of a module runs once a call, sees all tokens and changes its state once; its results are those without us."""
+"""The code of a module runs once a call, sees all tokens and changes its state once; results are those without us."""
 
 from __future__ import annotations
 

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 import pascal_attn_core.int8.operator  # noqa: F401
-from pascal_attn_core.ffn.rules import RULES, Along, Call, Later, along_results, tensors_in
+from pascal_attn_core.ffn.rules import RULES, Along, Call, Later, along_results
+from pascal_attn_core.observe.memory import tensors_in
 
 TOKENS, PART = 6, slice(1, 4)
 aten: Any = torch.ops.aten
@@ -30,13 +31,14 @@ def _of_entries() -> Iterator[tuple[Any, tuple]]:
     """Every operator of single entries; those of several tensors with one that is spread over the others' entries."""
     flags, half = _x(6, 6) > 0.4, _x(6) > 0.4
     special = {
-        "clamp": ("default", _x(6, 6), 0.2, 0.6), "clamp_max": ("default", _x(6, 6), 0.5), "clamp_min": ("default", _x(6, 6), 0.5),
-        "fill": ("Scalar", _x(6, 6), 0.5), "full_like": ("default", _x(6, 6), 0.5), "pow": ("Tensor_Tensor", _x(6, 6), _x(6)),
+        "clamp": ("default", _x(6, 6), 0.2, 0.6), "clamp_max": ("default", _x(6, 6), 0.5),
+        "clamp_min": ("default", _x(6, 6), 0.5), "full_like": ("default", _x(6, 6), 0.5),
+        "fill": ("Scalar", _x(6, 6), 0.5), "pow": ("Tensor_Tensor", _x(6, 6), _x(6)),
         "masked_fill": ("Scalar", _x(6, 6), flags, 0.5), "threshold": ("default", _x(6, 6), 0.4, 0.1),
         "where": ("self", flags, _x(6, 6), _x(6)), "addcdiv": ("default", _x(6, 6), _x(6), _x(6, 1)),
         "addcmul": ("default", _x(6, 6), _x(6), _x(6, 1)), "lerp": ("Scalar", _x(6, 6), _x(6, 6), 0.3),
-        "logit": ("default", _x(6, 6), 1e-3), "_prelu_kernel": ("default", _x(6, 6), _x(6, 1)), "_conj": ("default", _COMPLEX),
-        "copy": ("default", _x(6, 6), _x(6, 6)), "bitwise_not": ("default", flags),
+        "logit": ("default", _x(6, 6), 1e-3), "_prelu_kernel": ("default", _x(6, 6), _x(6, 1)),
+        "_conj": ("default", _COMPLEX), "copy": ("default", _x(6, 6), _x(6, 6)), "bitwise_not": ("default", flags),
     }  # fmt: skip
     special |= {name: ("Tensor", flags, half) for name in ("bitwise_and", "bitwise_or", "bitwise_xor")}
     for name in (name for name, rule in RULES.items() if rule is RULES["add"]):
@@ -53,16 +55,19 @@ _NORM = (_x(6, 6, 6), [6], _x(6), _x(6), 1e-5)
 ROWS: list[tuple[Any, tuple]] = [
     *_of_entries(),
     (aten.mm.default, _MATRIX), (aten.addmm.default, (_x(6), *_MATRIX)), (aten.addmm.default, (_x(6, 1), *_MATRIX)),
-    (aten.bmm.default, (_x(6, 6, 6), _x(6, 6, 6).flip(1))), (aten.baddbmm.default, (_x(6, 1), _x(6, 6, 6), _x(6, 6, 6))),
+    (aten.bmm.default, (_x(6, 6, 6), _x(6, 6, 6).flip(1))),
+    (aten.baddbmm.default, (_x(6, 1), _x(6, 6, 6), _x(6, 6, 6))),
     (aten.linear.default, (_x(6, 6, 6), _x(6, 6), _x(6))),
     (torch.ops.pascal_attn.int8_linear.default, (_x(6, 6), _CODES, _x(6), None, 0, "none", torch.float32, "auto")),
-    (aten.cat.default, ([_x(6, 6, 6), _x(6, 6, 6).flip(0)], 1)), (aten.stack.default, ([_x(6, 6), _x(6, 6).flip(0)], 1)),
+    (aten.cat.default, ([_x(6, 6, 6), _x(6, 6, 6).flip(0)], 1)),
+    (aten.stack.default, ([_x(6, 6), _x(6, 6).flip(0)], 1)),
     (aten.convolution.default, (_x(6, 6, 6), _x(6, 6, 1), None, [1], [0], [1], False, [0], 1)),
     (aten.convolution.default, (_x(6, 6, 6), _x(6, 6, 3), None, [1], [1], [1], False, [0], 1)),
     (aten.native_layer_norm.default, _NORM), (aten.native_layer_norm.default, (_x(6, 6, 6), [6, 6], None, None, 1e-5)),
     (aten.native_batch_norm.default, (_x(6, 6, 6), _x(6), _x(6), _x(6), _x(6), False, 0.1, 1e-5)),
     (aten.native_batch_norm.default, (_x(6, 6, 6), _x(6), _x(6), None, None, True, 0.1, 1e-5)),
-    (aten.constant_pad_nd.default, (_x(6, 6, 6), [0, 0, 1, -1])), (aten.embedding.default, (_x(6, 6), _CODES.long() % 6)),
+    (aten.constant_pad_nd.default, (_x(6, 6, 6), [0, 0, 1, -1])),
+    (aten.embedding.default, (_x(6, 6), _CODES.long() % 6)),
     (aten.unsqueeze.default, (_x(6, 6), 1)), (aten.squeeze.dim, (_x(6, 1, 6), 1)), (aten.t.default, (_x(6, 6),)),
     (aten.permute.default, (_x(6, 6, 6), [2, 0, 1])), (aten.transpose.int, (_x(6, 6, 6), 0, 2)),
     (aten.expand.default, (_x(6, 6), [2, 6, 6])), (aten.slice.Tensor, (_x(6, 6, 6), 1, 2, 4)),
@@ -79,7 +84,8 @@ ROWS: list[tuple[Any, tuple]] = [
     (aten.mean.dim, (_x(6, 6, 6), [1])), (aten.sum.dim_IntList, (_x(6, 6, 6), [0, 1], True)),
     (aten.prod.dim_int, (_x(6, 6, 6), 1)), (aten.linalg_vector_norm.default, (_x(6, 6, 6), 2, [1])),
     (aten.roll.default, (_x(6, 6, 6), [1], [1])), (aten.topk.default, (_x(6, 6, 6), 2, 1)),
-    (aten.select.int, (_x(6, 6, 6), 1, 0)), (aten.unbind.int, (_x(6, 6, 6), 1)), (aten.split.Tensor, (_x(6, 6, 6), 3, 1)),
+    (aten.select.int, (_x(6, 6, 6), 1, 0)), (aten.unbind.int, (_x(6, 6, 6), 1)),
+    (aten.split.Tensor, (_x(6, 6, 6), 3, 1)),
     (aten.split_with_sizes.default, (_x(6, 6, 6), [2, 4], 1)),
     (aten.index_select.default, (_x(6, 6, 6), 1, torch.tensor([5, 0]))),
     (aten._fft_r2c.default, (_x(6, 6, 6), [1], 0, True)), (aten._fft_c2r.default, (_COMPLEX, [1], 0, 10)),
