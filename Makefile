@@ -9,7 +9,7 @@ BIN := $(VENV)/bin
 INSTALL = $(BIN)/pip install -q -c $(VENV)/torch.txt
 
 .DELETE_ON_ERROR:
-.PHONY: setup demo test check bench gpu docs clean
+.PHONY: setup demo test check bench gpu docs nvdisasm clean
 
 setup: $(VENV)/.test
 
@@ -40,6 +40,15 @@ docs: $(VENV)/.docs
 # test extra has the peers, so nothing is installed beside it.
 gpu: $(VENV)/.test
 	$(BIN)/python -m tools.gpu $(GPU)
+
+nvdisasm: $(BIN)/nvdisasm
+
+# The tests that execute NVIDIA's machine code read it with this. It comes with a wheel of 188 MB that torch must not
+# find: nothing else of it is kept.
+$(BIN)/nvdisasm: $(VENV)/torch.txt pyproject.toml
+	$(BIN)/pip install -q --no-deps --target $(VENV)/triton $(shell sed -n 's/^nvdisasm = \["\([^;]*\);.*$$/\1/p' pyproject.toml)
+	cp $(VENV)/triton/triton/backends/nvidia/bin/nvdisasm $@
+	rm -r $(VENV)/triton
 
 # torch goes in first and alone, so that nothing else can choose another build of it.
 $(VENV)/torch.txt:

@@ -1,5 +1,7 @@
-"""Compiles the fused kernels for AMD's cards without a GPU: ``python tools/amd.py table``, ``prebuilt``, ``scratch`` or
-``hiprtc``.
+"""Compiles the fused kernels for AMD's cards without a GPU: ``python tools/amd.py table``, ``prebuilt``, ``executed``,
+``scratch`` or ``hiprtc``.
+
+``executed`` executes the machine code that ships on this CPU, which ``prebuilt`` does before it writes any.
 
 ``scratch`` compiles every variant, not only those of the table, and names those for which the registers do not suffice:
 some 6,900 compilations, an hour and a half of one core.
@@ -15,17 +17,18 @@ import argparse
 import functools
 import hashlib
 import json
-import lzma
 import os
 import re
 import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+
+import executed
 
 from pascal_attn_core.fused.code import prebuilt
 from pascal_attn_core.fused.code.compilation import Compilation, GgufLinearVariant
@@ -254,22 +257,25 @@ def _table_cell(variant: AnyVariant) -> str:
     return cell(variant, _facts_of(variant))
 
 
+def packs_of(archs: Iterable[str], code_of: Callable[[Compilation], bytes | None]) -> dict[str, executed.Pack]:
+    """The packs of architectures by their file names."""
+    packs: dict[str, executed.Pack] = {}
+    for arch in archs:
+        for variant in prebuilt.amd_variants(arch):
+            packs.setdefault(prebuilt.pack_name(variant), {})[variant] = code_of(variant) or b""
+    return packs
+
+
 def write_prebuilt(workers: int) -> None:
-    """Write the packs that ship with the package, and their manifest."""
+    """Write the packs that ship with the package, and their manifest, once all of it was executed and was right."""
     folder = prebuilt.FOLDER
     variants = [variant for arch in ARCHS for variant in prebuilt.amd_variants(arch)]
-    packs: dict[str, dict[str, list[int]]] = {}
-    contents: dict[str, bytearray] = {}
     with ProcessPoolExecutor(workers) as pool:
-        for variant, code in zip(variants, pool.map(machine_code, variants, chunksize=4)):
-            name = prebuilt.pack_name(variant)
-            content = contents.setdefault(name, bytearray())
-            packs.setdefault(name, {})[variant.name] = [len(content), len(content) + len(code)]
-            content += code
+        contents = packs_of(ARCHS, dict(zip(variants, pool.map(machine_code, variants, chunksize=4))).get)
+    executed.check(contents, workers)
     for old in folder.glob("gfx*.xz"):
         old.unlink()
-    for name, content in contents.items():
-        (folder / name).write_bytes(lzma.compress(bytes(content), preset=9 | lzma.PRESET_EXTREME))
+    packs = {name: executed.write(folder / name, content) for name, content in contents.items()}
     path = compiler()
     assert path is not None
     manifest = {"clang": version(path), "digests": {v.name: digest(v) for v in variants}, "packs": packs}
@@ -304,7 +310,7 @@ def by_hiprtc(archs: Iterable[str]) -> Iterator[tuple[Variant, list[Facts]]]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("what", choices=["table", "prebuilt", "scratch", "hiprtc"])
+    parser.add_argument("what", choices=["table", "prebuilt", "executed", "scratch", "hiprtc"])
     parser.add_argument("--archs", nargs="*", default=list(ARCHS), choices=ARCHS, help="which; prebuilt: always all")
     parser.add_argument("--workers", type=int, help="processes; as many as there are processors")
     arguments = parser.parse_args()
@@ -312,6 +318,8 @@ def main() -> None:
         write_table(arguments.archs, arguments.workers)
     elif arguments.what == "prebuilt":
         write_prebuilt(arguments.workers)
+    elif arguments.what == "executed":
+        executed.check(packs_of(arguments.archs, prebuilt.find), arguments.workers)
     elif arguments.what == "scratch":
         count = 0
         for variant, found in with_scratch(arguments.archs, arguments.workers):

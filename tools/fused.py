@@ -1,4 +1,5 @@
 """Compiles the fused kernels without a GPU, for every architecture: ``python tools/fused.py table | prebuilt | share``.
+``executed``: executes the machine code that ships on this CPU, which ``prebuilt`` does before it writes any.
 
 Needs g++ and the test extra (NVRTC 12.6 as a wheel). Results are cached in ``build/fused`` by the hash of their
 preprocessed source, so that a second run only compiles what has changed; ``--since HEAD`` takes what has not changed
@@ -11,7 +12,6 @@ import argparse
 import contextlib
 import hashlib
 import json
-import lzma
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator
@@ -22,6 +22,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tools")]
 
+import executed  # noqa: E402
 from earlier import Earlier, checked_out, code_hash  # noqa: E402
 
 from pascal_attn_core.fused.code import prebuilt  # noqa: E402
@@ -183,24 +184,27 @@ def _table_cell(job: tuple[Compilation, int]) -> str:
     return cell(arch, compiled(variant, arch).log)
 
 
+def packs_of(archs: Iterable[int], code_of: Callable[[Compilation, int], bytes | None]) -> dict[str, executed.Pack]:
+    """The packs of architectures by their file names."""
+    return {
+        prebuilt.pack_name(variants[0], arch): {variant: code_of(variant, arch) or b"" for variant in variants}
+        for arch, variants in prebuilt.packs()
+        if arch in archs
+    }
+
+
 def write_prebuilt(archs: Iterable[int], earlier: Earlier | None) -> None:
-    """Write the packs that ship with the package, and their manifest."""
-    folder = prebuilt.FOLDER
+    """Write the packs that ship with the package, and their manifest, once all of it was executed and was right."""
+
+    def cubin(variant: Compilation, arch: int) -> bytes:
+        return (earlier and earlier.cubin(variant, arch)) or compiled(variant, arch).cubin
+
+    folder, contents = prebuilt.FOLDER, packs_of(archs, cubin)
+    executed.check(contents)
     folder.mkdir(exist_ok=True)
     for old in folder.glob("sm_*.xz"):
         old.unlink()
-    packs: dict[str, dict[str, list[int]]] = {}
-    for arch, variants in prebuilt.packs():
-        if arch not in archs:
-            continue
-        content, places = bytearray(), {}
-        for variant in variants:
-            cubin = (earlier and earlier.cubin(variant, arch)) or compiled(variant, arch).cubin
-            places[variant.name] = [len(content), len(content) + len(cubin)]
-            content += cubin
-        name = prebuilt.pack_name(variants[0], arch)
-        (folder / name).write_bytes(lzma.compress(bytes(content), preset=9 | lzma.PRESET_EXTREME))
-        packs[name] = places
+    packs = {name: executed.write(folder / name, content) for name, content in contents.items()}
     digests = {variant.name: digest(variant) for variant in prebuilt.all_variants()}
     content_ = {"nvrtc": list(NVRTC), "digests": digests, "packs": packs}
     (folder / "manifest.json").write_text(json.dumps(content_, separators=(",", ":")) + "\n")
@@ -220,7 +224,7 @@ def shares() -> Iterator[tuple[str, int, str, float]]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("what", choices=["table", "prebuilt", "share"])
+    parser.add_argument("what", choices=["table", "prebuilt", "share", "executed"])
     parser.add_argument("--archs", type=int, nargs="*", default=list(ARCHS), help="which (share: always sm_61)")
     parser.add_argument("--kinds", nargs="*", default=ALL_KINDS, choices=ALL_KINDS, help="for table: which kernels")
     parser.add_argument("--since", metavar="COMMIT", help="compile only what has changed since this commit")
@@ -236,6 +240,8 @@ def run(arguments: argparse.Namespace, earlier: Earlier | None) -> None:
         write_table(arguments.archs, arguments.kinds, earlier)
     elif arguments.what == "prebuilt":
         write_prebuilt(arguments.archs, earlier)
+    elif arguments.what == "executed":
+        executed.check(packs_of(arguments.archs, prebuilt.load))
     else:
         print("kind           head_dim dtype    share")
         for kind, head_dim, dtype, value in shares():

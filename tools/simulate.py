@@ -29,7 +29,6 @@ import shutil
 import subprocess
 import sys
 import tempfile
-import types
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -40,9 +39,6 @@ from torch import Tensor
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
-_support = types.ModuleType("attn_support")
-_support.__path__ = [str(ROOT / "tests" / "support")]
-sys.modules.setdefault("attn_support", _support)
 
 import fused as tool  # noqa: E402
 from attn_support.fused.emulation import emulate  # noqa: E402

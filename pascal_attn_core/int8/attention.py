@@ -49,8 +49,8 @@ class CaughtForward(ReplacedForward):
 
 
 def find_attention(model: nn.Module, include: Any = None, exclude: Any = None) -> Iterator[tuple[str, nn.Module]]:
-    """(qualified name, module) of the attention layers of ``model``: those whose class is named so and that hold no
-    other one; or exactly those that ``include`` chooses."""
+    """(qualified name, module) of the attention layers of ``model``: the innermost modules whose class has "attention"
+    in its name; or those that ``include`` selects."""
     chosen, dropped = selectors("include", include), selectors("exclude", exclude)
 
     def is_one(module: nn.Module) -> bool:

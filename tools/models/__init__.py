@@ -4,4 +4,4 @@ scheduler."""
 import sys
 from pathlib import Path
 
-sys.path.append(str(Path(__file__).resolve().parents[2] / "tests"))  # the interpreter of AMD's machine code
+sys.path.append(str(Path(__file__).resolve().parents[1]))  # attn_support, the interpreter of AMD's machine code

@@ -28,9 +28,9 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-from support.amd import machine
-from support.amd.code import Instruction, Operand, kernels
-from support.amd.wave import Wave
+from attn_support.amd import machine
+from attn_support.amd.code import Instruction, Operand, kernels
+from attn_support.amd.wave import Wave
 
 from pascal_attn_core.call import check_call, empty_output
 from pascal_attn_core.fused.code import prebuilt

@@ -16,16 +16,13 @@ import json
 import os
 import sys
 import tempfile
-import types
 from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).resolve().parent
 REPOSITORY = HERE.parents[1]
 WORKFLOWS = REPOSITORY / "workflows"
-_support = types.ModuleType("attn_support")
-_support.__path__ = [str(REPOSITORY / "tests" / "support")]
-sys.modules.setdefault("attn_support", _support)
+sys.path.append(str(HERE.parent))
 
 import readme  # noqa: E402
 from attn_support.comfy.browser import Browser  # noqa: E402

@@ -16,8 +16,8 @@ import numpy as np
 from pascal_attn_core.fused.code.source import Variant
 from pascal_attn_core.fused.launch import Launch
 
+from ..fused.memory import Memory
 from .code import Instruction, MachineKernel, kernels
-from .memory import Memory
 from .scalar import SCALAR, Operation
 from .together import rows_of_products
 from .transfers import TRANSFERS

@@ -18,8 +18,8 @@ def _scalar_load(count: int) -> Operation:
     def run(wave: Wave, i: Instruction) -> None:
         destination, base, offset = i.operands
         address = wave.scalar64(base) + wave.scalar(offset) & ~3
-        content = wave.memory.read(np.array([address], U64), 4 * count)
-        wave.receive_scalars(destination.number, content.view(U32)[0].tolist())
+        words = wave.memory.read(np.array([address], U64), 4 * count)
+        wave.receive_scalars(destination.number, words[0].tolist())
 
     return run
 
@@ -41,10 +41,8 @@ def _load(size: int, is_flat: bool) -> Operation:
     def run(wave: Wave, i: Instruction) -> None:
         destination, vector, *scalar = i.operands
         lanes = wave.active
-        content = wave.memory.read(_addresses(wave, i, lanes, vector, scalar[0] if scalar else None), size)
-        if size < 4:
-            content = np.pad(content, ((0, 0), (0, 4 - size)))
-        wave.receive("vmcnt", destination.number, lanes, content.view(U32), in_order=not is_flat)
+        words = wave.memory.read(_addresses(wave, i, lanes, vector, scalar[0] if scalar else None), size)
+        wave.receive("vmcnt", destination.number, lanes, words, in_order=not is_flat)
         if is_flat:  # it might have been shared memory
             wave.send("lgkmcnt", in_order=False)
 
@@ -56,8 +54,7 @@ def _store(size: int, is_flat: bool) -> Operation:
         vector, source, *scalar = i.operands
         lanes = wave.active
         words = wave.vectors[source.number : source.number + max(1, size // 4), lanes].T
-        content = np.ascontiguousarray(words).view(np.uint8)[:, :size]
-        wave.memory.write(_addresses(wave, i, lanes, vector, scalar[0] if scalar else None), content)
+        wave.memory.write(_addresses(wave, i, lanes, vector, scalar[0] if scalar else None), words, size)
         wave.send(wave.store_counter, in_order=not is_flat)
         if is_flat:
             wave.send("lgkmcnt", in_order=False)

@@ -7,8 +7,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from ..fused.memory import Memory
 from .code import EXEC, NULL, Operand
-from .memory import Memory
 
 POISON = 0xFFFFFFFF  # NaN as float32 and as two of float16
 ALL = (1 << 64) - 1

@@ -1,0 +1,184 @@
+"""The machine code that ships for NVIDIA's cards, instruction by instruction on a CPU, on the call with which a card
+checks a kernel before its first use. ``attn_support.nvidia.machine`` says what it notices.
+
+By day a share of it, which is another one with every change of what ships; all of it in profile nightly.
+"""
+
+import functools
+import hashlib
+import random
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+from attn_support.fused.executed import CodeOf, largest_error, result
+from attn_support.nvidia.code import NVDISASM, WANTED, Instruction, MachineKernel, Operand
+from attn_support.randomness import at_night, some
+
+from pascal_attn_core.fused.code import prebuilt
+from pascal_attn_core.fused.code.compilation import Compilation
+from pascal_attn_core.fused.code.source import Variant, source
+from pascal_attn_core.fused.trust import verify
+
+pytestmark = pytest.mark.skipif(NVDISASM is None, reason=WANTED)
+_SHIPPED = [(arch, variant) for arch, variants in prebuilt.packs() for variant in variants]
+_MANIFEST = hashlib.sha256((prebuilt.FOLDER / "manifest.json").read_bytes()).hexdigest()
+_DRAWN = random.Random(_MANIFEST).sample(_SHIPPED, len(_SHIPPED))
+
+
+def _code(arch: int, variant: Compilation) -> bytes:
+    code = prebuilt.load(variant, arch)
+    assert code is not None, f"{variant.name} was made from another source: python tools/fused.py prebuilt"
+    return code
+
+
+def _named(job: tuple[int, Compilation]) -> str:
+    return f"sm_{job[0]}-{job[1].name}"
+
+
+@pytest.mark.parametrize("job", some(_DRAWN, 20), ids=_named)
+def test_what_ships_is_right(job: tuple[int, Compilation]) -> None:
+    arch, variant = job
+    found = result(variant, functools.partial(_code, arch))
+    assert found.is_right, found
+
+
+@pytest.mark.parametrize("job", some(_DRAWN[::3], 50), ids=_named)
+def test_warps_may_run_ahead_of_others_behind_a_barrier(job: tuple[int, Compilation]) -> None:
+    arch, variant = job
+    for seed in range(2):
+        assert largest_error(variant, functools.partial(_code, arch), scatter=seed) <= verify.tolerance(variant)
+
+
+# ---- mistakes --------------------------------------------------------------------------------------------------------
+
+
+@at_night
+@pytest.mark.parametrize(("arch", "kind"), [(70, "volta"), (75, "tensor")])
+def test_an_addend_to_the_bits_of_products_is_lost(arch: int, kind: str) -> None:
+    """ptxas takes the former way to round probabilities for a product of integers: the reason for this file."""
+    import fused as tool
+
+    own = "return x >> 13 | (y << 3 & 0xffff0000u);"
+    folded = "return x * 8u + 0x8000u >> 16 | (y * 8u + 0x8000u & 0xffff0000u);"
+    variant = Variant(kind, 32, "float16")
+    assert variant.macros()["PA_INTEGER_PACKED"]
+    for text, is_right in ((source(kind), True), (source(kind).replace(own, folded), False)):
+        code = tool.nvrtc(arch).compile(text, arch, variant.macros()).cubin
+        assert result(variant, lambda _, code=code: code).is_right == is_right
+
+
+# Of each architecture and kind of kernel some.
+_MUTATED = [
+    (61, "forward-32-float16-none"), (70, "volta_small-64-float16-none"), (61, "int8-64-float32-none"),
+    (50, "forward-40-float32-bool"), (75, "tensor_packed-128-float16-none"), (61, "split-64-float16-none"),
+    (70, "forward-32-float32-none"), (61, "gguf_linear-Q4_K-8"), (75, "tensor_grad_query-64-float16-none"),
+    (61, "int8_linear-float16"), (60, "forward-64-bfloat16-none"),
+]  # fmt: skip
+_NO_RESULT = {"NOP", "DEPBAR", "MEMBAR", "ERRBAR", "YIELD", "CCTL", "BMOV", "RRO", "EXIT"}
+MUTANTS = 30
+# What no call of the size of the samples can show, and why.
+UNSEEN: dict[str, str] = {}
+Place = tuple[str, int]  # a function, and the place of an instruction in it
+
+
+def _executed(variant: Compilation, code_of: Callable[[Compilation], bytes]) -> dict[Place, Instruction]:
+    """The instructions that a sample call executes, in their order."""
+    found: dict[Place, Instruction] = {}
+    current = ""
+
+    def change(kernel: MachineKernel) -> MachineKernel:
+        nonlocal current
+        current = kernel.name
+        return kernel
+
+    largest_error(variant, code_of, change=change, watch=lambda i: found.setdefault((current, i.address), i))
+    return dict(sorted(found.items()))
+
+
+def _other(o: Operand, rng: random.Random) -> Operand:
+    """An operand that is not that one."""
+    if o.kind in ("c", "m"):
+        return o._replace(offset=o.offset + 4)
+    if o.kind == "i":
+        return o._replace(number=o.number ^ 1 << rng.randrange(8))
+    return o._replace(number=o.number - 1 if o.number else 1)
+
+
+def _inverted(i: Instruction) -> Instruction:
+    """With the opposite of its guard, or of the last predicate that it reads."""
+    if i.guard is not None:
+        return i._replace(guard=i.guard._replace(inverted=not i.guard.inverted))
+    at = max(n for n, o in enumerate(i.operands) if o.kind == "P")
+    o = i.operands[at]
+    return i._replace(operands=(*i.operands[:at], o._replace(inverted=not o.inverted), *i.operands[at + 1 :]))
+
+
+def _with_another_source(i: Instruction, rng: random.Random) -> Instruction:
+    at = rng.choice([n for n, o in enumerate(i.operands) if n and o.kind in "RcmiUR" and not o.is_zero])
+    return i._replace(operands=(*i.operands[:at], _other(i.operands[at], rng), *i.operands[at + 1 :]))
+
+
+def _lost(i: Instruction, rng: random.Random) -> Instruction:
+    return i._replace(name="NOP", options=(), operands=())
+
+
+# What each kind of mutant may be made of, and the change.
+CHANGES: dict[str, tuple[Callable[[Instruction], bool], Callable[[Instruction, random.Random], Instruction]]] = {
+    "lost": (lambda i: i.name not in _NO_RESULT, _lost),
+    "another source": (
+        lambda i: i.name not in _NO_RESULT and any(o.kind in "RcmiUR" and not o.is_zero for o in i.operands[1:]),
+        _with_another_source,
+    ),
+    "inverted": (
+        lambda i: i.name not in _NO_RESULT and (i.guard is not None or any(o.kind == "P" for o in i.operands[2:])),
+        lambda i, rng: _inverted(i),
+    ),
+    "no barrier": (lambda i: i.name == "BAR", _lost),
+}
+
+
+_ORDER = ("lost", "another source", "inverted", "lost", "another source", "no barrier")
+
+
+def _how(number: int) -> str:
+    return _ORDER[number % len(_ORDER)]
+
+
+def _mutant(number: int) -> tuple[Compilation, CodeOf, Callable[[MachineKernel], MachineKernel], str]:
+    """A shipped kernel, its code, the change of one of the instructions that it executes, and which one it is."""
+    arch, name = _MUTATED[number % len(_MUTATED)]
+    may, changed = CHANGES[_how(number)]
+    variant = next(v for a, v in _SHIPPED if (a, v.name) == (arch, name))
+    code_of, rng = functools.partial(_code, arch), random.Random(number)
+    (function, address), instruction = rng.choice([i for i in _executed(variant, code_of).items() if may(i[1])])
+    instead = changed(instruction, rng)
+
+    def change(kernel: MachineKernel) -> MachineKernel:
+        if kernel.name != function:
+            return kernel
+        instructions = list(kernel.instructions)
+        instructions[kernel.places[address]] = instead
+        return replace(kernel, instructions=tuple(instructions))
+
+    return variant, code_of, change, f"sm_{arch} {name}, {function} {address:#x} {_how(number)}: {instruction.text}"
+
+
+def _is_right(variant: Compilation, code_of: CodeOf, change: Callable, how: str) -> bool:
+    if how != "no barrier":
+        return result(variant, code_of, change=change).is_right
+    try:
+        errors = [largest_error(variant, code_of, change=change, scatter=seed) for seed in range(3)]
+    except AssertionError:
+        return False
+    return max(errors) <= verify.tolerance(variant)
+
+
+@pytest.mark.parametrize("number", some(range(MUTANTS), 10))
+def test_a_change_of_one_instruction_is_seen(number: int) -> None:
+    variant, code_of, change, words = _mutant(number)
+    assert _is_right(variant, code_of, change, _how(number)) == (words in UNSEEN), words
+
+
+def test_few_changes_are_not_seen() -> None:
+    assert len(UNSEEN) <= 3
