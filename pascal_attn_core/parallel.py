@@ -30,6 +30,7 @@ from .routes.derivatives import Grads, in_any_graph
 
 __all__ = ["context_parallel_sdpa"]
 
+_RING = "several processes", "call sdpa in one process for them"
 Group = Any  # torch.distributed.ProcessGroup, which a torch without distributed has not
 _NO_MASK = -1  # rows and columns of a mask that is None
 
@@ -306,7 +307,7 @@ class _Ring(torch.autograd.Function):
                     held = held if passing is None else passing.arrived()
             return tuple(grad.to(query.dtype) for grad in (grad_query, *held))
 
-        grads = in_any_graph(compute, "context_parallel_sdpa", grad_out, None, (query, key, value))
+        grads = in_any_graph(compute, _RING, grad_out, None, (query, key, value))
         return *grads, None, None, None
 
 

@@ -89,7 +89,7 @@ class _Derivable(torch.autograd.Function):
         if torch._C._are_functorch_transforms_active():
             return super().apply(*inputs)
         # Function.apply would first bind the arguments to those of forward, which takes 12 microseconds.
-        return super(torch.autograd.Function, cls).apply(*unwrap_dead_wrappers(inputs))
+        return super(torch.autograd.Function, cls).apply(*unwrap_dead_wrappers(inputs))  # type: ignore[misc]
 
     @classmethod
     def forward(cls, *inputs: Any) -> Any:
@@ -302,7 +302,7 @@ def differentiable(out: Tensor, config: AttentionConfig) -> Tensor:
 def _before_gradients(config: AttentionConfig, grad: Tensor) -> None:
     if not torch.is_grad_enabled() or torch._C._are_functorch_transforms_active():
         return
-    node = torch._C._current_autograd_node()
+    node: Any = torch._C._current_autograd_node()
     while node is not None and not hasattr(node, "_saved_query"):  # a view or a slice of its output
         node = node.next_functions[0][0] if node.next_functions else None
 
