@@ -141,7 +141,8 @@ class PascalAttentionPatch(inputs.PascalNode):
         if precision == FLOAT16:
             first.append(_in_float16(patched, unique_id))
         if precision == EIGHT_BIT:
-            patched = int8.patch(patched, replace(DEFAULTS, only_faster=True), unique_id)[0]
+            wanted = replace(DEFAULTS, only_faster=True, earlier_patch=earlier_patch)
+            patched = int8.patch(patched, wanted, unique_id)[0]
             first.append(f"not exact: 8 bits, {DEFAULTS.text(attention=True)}")
         whole = replace(settings, config=inputs.config(route, budget_mib), min_keys=0)
         if clip is not None:

@@ -30,9 +30,9 @@ from .routes.derivatives import Grads, in_any_graph
 
 __all__ = ["context_parallel_sdpa"]
 
-_RING = "several processes", "call sdpa in one process for them"
 Group = Any  # torch.distributed.ProcessGroup, which a torch without distributed has not
 _NO_MASK = -1  # rows and columns of a mask that is None
+_UNDIVIDED = "keys of several processes", "compute it in one process"  # for gradients of gradients
 
 
 def context_parallel_sdpa(
@@ -307,7 +307,7 @@ class _Ring(torch.autograd.Function):
                     held = held if passing is None else passing.arrived()
             return tuple(grad.to(query.dtype) for grad in (grad_query, *held))
 
-        grads = in_any_graph(compute, _RING, grad_out, None, (query, key, value))
+        grads = in_any_graph(compute, _UNDIVIDED, grad_out, None, (query, key, value))
         return *grads, None, None, None
 
 

@@ -237,7 +237,7 @@ def _attend(original: Any, patch: _SdpaPatch, args: tuple, kwargs: dict[str, Any
 def _passed_on(original: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
     """What ``original`` answers. torch's CausalBias acts only in calls of the function that stands at torch's name,
     where ours stands: it is asked directly, or torch's function would take its numbers for a mask."""
-    mask = args[3] if len(args) > 3 else kwargs.get("attn_mask")
+    mask: Any = args[3] if len(args) > 3 else kwargs.get("attn_mask")
     if original is TORCH_SDPA and is_causal_bias(mask):
         return type(mask)._dispatch(*args, **kwargs)
     return original(*args, **kwargs)

@@ -129,7 +129,7 @@ class FusedRoute(Route):
         if with_lse or for_grad:
             lse = out.new_empty(out.shape[:-1], dtype=torch.float32)
             log_sum = torch.empty_like(lse) if for_grad and call.has_bias else None
-        given = (call.query, call.key, call.value, call.attn_mask, out, lse, log_sum)
+        given: tuple[Any, ...] = (call.query, call.key, call.value, call.attn_mask, out, lse, log_sum)
         wanted = lse is None, log_sum is None
         if plan.repeats and wanted in plan.repeats:
             kernels.run_again(plan.repeats[wanted], given, key_fields(call))
@@ -222,7 +222,8 @@ class FusedRoute(Route):
         )
         lse, packed = saved.lse.contiguous(), plan.packed
         grad_lse = None if grad_lse is None else grad_lse.float().expand(lse.shape).contiguous()
-        given = (call.query, call.key, call.value, call.attn_mask, out, lse, saved.log_sum, grad_out, grad_lse, *grads)
+        inputs = (call.query, call.key, call.value)
+        given: tuple[Any, ...] = (*inputs, call.attn_mask, out, lse, saved.log_sum, grad_out, grad_lse, *grads)
         asked = grad_out.stride(), out.stride(), grad_lse is None
         if plan.repeats and asked in plan.repeats:
             kernels.run_again(plan.repeats[asked], given, {})
@@ -236,7 +237,6 @@ class FusedRoute(Route):
             loaded = kernels.run(launches)
             if plan.repeats is not None and not plan.adds_in_any_order:
                 plan.repeats[asked] = Repeat.of(loaded, dict(zip(_BACKWARD, given)))
-        inputs = (call.query, call.key, call.value)
         return Gradients(*(g if g.shape == t.shape else g.sum_to_size(t.shape) for g, t in zip(grads, inputs)))
 
 

@@ -63,7 +63,7 @@ _priority, _deterministic, _has_cudnn = (
 
 
 class Prepared(NamedTuple):
-    """What was found out for a kind.
+    """This tuple holds what was found out for a kind.
 
     Attributes:
         choice: its route; None = torch's function on the arguments as they came.

@@ -97,8 +97,8 @@ class TorchRoute(Route):
     is_differentiable = True
 
     def plan(self, request: Request) -> TorchForm | list[str]:
-        options = {"with_lse": request.with_lse, "in_graph": request.in_graph, "copy_bytes": request.copy_bytes}
-        return find_form(request.call, request.budget_bytes, **options)
+        flags = {"with_lse": request.with_lse, "in_graph": request.in_graph}
+        return find_form(request.call, request.budget_bytes, **flags, copy_bytes=request.copy_bytes)
 
     def claim(self, request: Request) -> Choice | None:
         form = request.plan(self)
@@ -146,9 +146,8 @@ def find_form(
     copied = _without_matrix_strides(four)
     needed = sum(t.numel() * t.element_size() for t in copied.values())
     if needed > copy_bytes:
-        return [
-            f"torch's kernel needs a copy that exceeds the budget ({needed >> 20} MiB), as rows are not contiguous or overlap"
-        ]
+        size = f"{needed >> 20} MiB"
+        return [f"torch's kernel needs a copy that exceeds the budget ({size}): rows are not contiguous or overlap"]
     form = TorchForm(tuple(copied))
     # Torch is asked about memory that lies as the copies will.
     four = four._replace(**{name: t.new_empty(t.shape) for name, t in copied.items()})

@@ -207,7 +207,7 @@ class GradientProducts(TileProducts):
 
     def row_products(self, rows: Tensor, block: Tensor) -> Tensor:
         """rows * block, ``[u, rows, Dv]``, of a block ``[u, G, tokens, Dv]``."""
-        products = self.products[: block.numel()].view(rows.shape[0], -1, block.shape[-1])
+        products = self.products[: block.numel()].view(*rows.shape[:-1], block.shape[-1])
         rows_by_token(products, self.groups).copy_(block.transpose(1, 2))
         return products.mul_(rows)
 
@@ -295,19 +295,14 @@ def sinks_gradient(
     """``[Hq]``: a sink's probability exp(sink - lse) takes from every row what :math:`delta` says, summed over rows.
     With ``rates`` (O', lse') the derivative of that along a direction, whose part for the sinks is ``along``."""
     assert call.sinks is not None and saved.lse is not None  # noqa: PT018
-    given: Any = (
-        wanted.grad_out.expand(saved.out.shape),
-        saved.out,
-        saved.lse,
-        wanted.grad_lse,
-        *(rates or (None, None)),
-    )
+    given: Any = (wanted.grad_out.expand(saved.out.shape), saved.out, saved.lse, wanted.grad_lse)
+    given = (*given, *(rates or (None, None)))
     if call.query.dim() == 2:  # no dimension of heads
         given = tuple(None if t is None else t[None] for t in given)
     dtype, dim, grads = saved.lse.dtype, len(call.batch), []
     for head in range(call.num_heads):
-        of_head: Any = [None if t is None else t.select(dim, head) for t in given]
-        grad_out, out, lse, grad_lse, out_dot, lse_dot = of_head
+        own: list[Any] = [None if t is None else t.select(dim, head) for t in given]
+        grad_out, out, lse, grad_lse, out_dot, lse_dot = own
         delta = (grad_out.to(dtype) * out).sum(dim=-1)
         delta = delta if grad_lse is None else delta - grad_lse
         if lse_dot is not None:

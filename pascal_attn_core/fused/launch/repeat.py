@@ -46,11 +46,11 @@ class Repeat(NamedTuple):
 
     @staticmethod
     def of(loaded: Sequence[Loaded], given: Mapping[str, Tensor | None]) -> Repeat:
-        """From launches that have been queued; ``given``: the tensors of the call by the fields with their addresses.
+        """Make it from launches that have been queued; ``given``: the tensors of the call by the fields of their addresses.
         All other addresses must be those of memory that a launch keeps, and whose content no other code has made."""
         places = {name: place for place, name in enumerate(given)}
         begins: dict[int, int] = {}  # of scratch tensors, by their address
-        before: Params | None = None
+        before: Any = None
         moves: list[Moves | None] = []
         zeroed, size = [], 0
         for launch, *_ in loaded:
@@ -65,9 +65,10 @@ class Repeat(NamedTuple):
                     if name in _ZERO_FIRST:
                         zeroed.append((begins[tensor.data_ptr()], begins[tensor.data_ptr()] + tensor.nbytes))
                 own.append((name, len(places), begins[tensor.data_ptr()] + address - tensor.data_ptr()))
-            is_same = moves and bytes(launch.params) == bytes(before) and type(launch.params) is type(before)
+            params: Any = launch.params
+            is_same = before is not None and type(params) is type(before) and bytes(params) == bytes(before)
             moves.append(None if is_same else tuple(own))
-            before = launch.params
+            before = params
         bare = tuple(each._replace(launch=each.launch._replace(keep=())) for each in loaded)
         return Repeat(bare, tuple(moves), size, tuple(zeroed))
 
