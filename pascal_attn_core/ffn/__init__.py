@@ -42,8 +42,9 @@ def patch_ffn(
     Args:
         model: any module, or a diffusers pipeline: then its denoisers, both of Wan 2.2 for example, and the names of
             their modules begin with that of the component (``"transformer_2.blocks.0.ffn"``).
-        budget_mib: largest extra memory of one call in MiB, besides its input and output; None = a quarter of a GPU's free
-            memory, or 64 if that is more. The fewest slices that stay within it are used; a call that fits runs whole.
+        budget_mib: largest extra memory of one call in MiB, besides its input and output; None = a quarter of a GPU's
+            free memory, or 64 if that is more. The fewest slices that stay within it are used; a call that fits runs
+            whole.
         chunk_tokens: maximum number of tokens per slice, instead of a budget.
         num_chunks: number of slices, instead of a budget; None or 0 = ``PASCAL_ATTN_FFN_CHUNKS`` in the environment, or
             the budget if that is not set.

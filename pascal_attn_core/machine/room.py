@@ -14,7 +14,7 @@ _ASK_SECONDS, _SHORT_SECONDS = 1.0, 60.0
 
 
 class Room:
-    """This part says what copies of one call may take where no budget is given: a quarter of the memory that is free, at
+    """This part says what copies of one call may take where no budget is given: a quarter of the free memory, at
     least the default budget. It is asked once in a second, and after a lack of memory less is taken for a minute. Made
     by ``runtime.part(Room)``."""
 
