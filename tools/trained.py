@@ -28,7 +28,7 @@ from pascal_attn_core.int8.find import find_linear
 
 Run = Callable[[nn.Module], Tensor]
 Q8_0 = gguf.GGMLQuantizationType.Q8_0
-HEAD = "| model | linear layers in int8 | whole model | it in bfloat16 | Q8_0 file, 8-bit inputs | whole | attention | whole |"
+HEAD = "| model | layers in int8 | whole model | it in bfloat16 | Q8_0, 8-bit inputs | whole | attention | whole |"
 
 
 def bert(config: Any, state: dict[str, Tensor]) -> nn.Module:
