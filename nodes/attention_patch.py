@@ -186,7 +186,7 @@ class Float16Layers(injection.Injection):
         first, *more = report.text().splitlines()
         run.is_exact = not any(state.state == ON for state in report.states)
         tell = run.note if run.is_exact else run.gain
-        tell(f"linear layers in float16: {first}")
+        tell(first)
         for sentence in more:
             run.note(sentence.strip())
 
@@ -195,4 +195,4 @@ def _in_float16(patched: Any, unique_id: str | None) -> str:
     """Let the linear layers of a fresh clone run in float16. Returns a sentence about them."""
     layers = Float16Layers(Float16Binding(), host.name_of_model(patched.model), "float16 linear layers", unique_id)
     injection.install(patched, layers)
-    return f"not exact: linear layers in float16, error at most {layers.binding.max_error:.1%}"
+    return f"not exact: linear layers in float16, error at most {layers.binding.options.max_error:.1%}"
