@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -195,10 +196,12 @@ def explain(
     return "\n".join(lines)
 
 
-def _is_proxied() -> bool:
-    """Whether ``make_fx`` records a call whose derivatives it does not."""
-    kind = torch._C._TorchDispatchModeKey.PROXY
-    return torch._C._get_dispatch_mode(kind) is not None and not order_of_transforms()
+def _may_be_recorded() -> bool:
+    """Whether ``make_fx`` records a call, whose derivatives it does not; or torch.compile, which has left its graph
+    because of a transform, may watch each function that runs."""
+    if order_of_transforms():
+        return "torch._dynamo" in sys.modules
+    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is not None
 
 
 def _attend(
@@ -226,7 +229,7 @@ def _attend(
     else:
         has_dispatch = any(isinstance(t, Tensor) and (t.is_meta or type(t) not in PLAIN) for t in given[:4])
     # While torch.jit.trace records, sizes are tensors, with which no route can work.
-    if is_compiling or has_dispatch or torch._C._get_tracing_state() is not None or _is_proxied():
+    if is_compiling or has_dispatch or torch._C._get_tracing_state() is not None or _may_be_recorded():
         from .routes import operator  # not before: where two copies of this package are loaded, both would register it
 
         found = operator.call(given, config, with_lse=with_lse)

@@ -12,6 +12,7 @@ Four functions, each of which differentiates into the others, in tiles besides t
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -93,11 +94,15 @@ class _Derivable(torch.autograd.Function):
 
     @classmethod
     def forward(cls, *inputs: Any) -> Any:
-        if torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is None:
-            return cls.compute(*inputs)
-        from .recorded import derivative  # make_fx, say that of torch.func.linearize, records it as one node
+        if torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is not None:
+            from .recorded import derivative  # make_fx, say that of torch.func.linearize, records it as one node
 
-        return derivative(cls.compute, inputs)
+            return derivative(cls.compute, inputs)
+        if "torch._dynamo" in sys.modules and order_of_transforms():
+            from .recorded import uncompiled
+
+            return uncompiled(cls.compute, *inputs)
+        return cls.compute(*inputs)
 
     @staticmethod
     def compute(*inputs: Any) -> Any:

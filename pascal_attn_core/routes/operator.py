@@ -69,7 +69,7 @@ def call(given: Arguments, config: AttentionConfig | None, *, with_lse: bool) ->
         attn_mask = check_call(given).attn_mask  # a BlockMask as a LazyMask
     rule: tuple[str, Sequence[int], Sequence[Tensor]] = ("", (), ())
     is_traced, is_compiling = torch._C._get_tracing_state() is not None, torch.compiler.is_compiling()
-    if is_compiling and order_of_transforms():
+    if order_of_transforms() and (is_compiling or not (is_traced or query.is_meta or isinstance(query, FakeTensor))):
         out, lse = sdpa_between_graphs(given, config, with_lse)
         return AttentionOutput(out, query.new_empty(0) if lse is None else lse)
     if is_rule:

@@ -27,3 +27,10 @@ def derivative(compute: Callable[..., Any], inputs: Sequence[Any]) -> tuple[Tens
     _recorded.append((compute, [None if each else t for t, each in zip(inputs, is_tensor)]))
     found = _derivative([t for t, each in zip(inputs, is_tensor) if each], len(_recorded) - 1)
     return tuple(None if t.dtype == torch.bool else t for t in found)
+
+
+@torch.compiler.disable
+def uncompiled(compute: Callable[..., Any], *inputs: Any) -> Any:
+    """``compute(*inputs)``. A function that torch.compile leaves because of a transform runs as it is, but each function
+    that it calls would be compiled by itself."""
+    return compute(*inputs)
