@@ -1,4 +1,4 @@
-"""What a call costs the host: our own microseconds in the second call of each kind.
+"""This prints what a call costs the host: our own microseconds in the second call of each kind.
 
 python tools/call_cost.py [--on cpu|fake|card] [--rounds N]        one thread, CPU time, fastest rounds
 

@@ -328,14 +328,6 @@ def _sanitized(ended: child.Ended, wrong: list[str], is_known: bool) -> dict[str
     return {**line, "output": ended.output.splitlines()}
 
 
-def _rates(job: Job) -> Outcome:
-    path = job.scratch / "rates.json"
-    ended = job.run("-m", "tools.gpu.rates", "--device", job.device, "--json", str(path))
-    if ended.status == _NO_DEVICE:
-        return Outcome(NOT_RUN, ended.last_line, {})
-    return _benched(ended, read(path), ended.last_line)
-
-
 def table(jobs: Sequence[dict[str, Any]], most: int = 15) -> list[str]:
     """For the jobs in which the shipped geometry loses most: its time, and that of the best candidate in units of
     it."""
@@ -367,7 +359,6 @@ PARTS = (
     Part("variants", 200, _TOOL, lambda job: _by_kernel(job, "variants", "tools.gpu.card", job.processes), share=3),
     Part("tests", 200, (*_CORE, *_OF_TESTS), lambda job: _tests(job, "tests"), share=11),
     Part("sanitizer", 200, _TOOL, _sanitizer, share=2),
-    Part("rates", 15, _TOOL, _rates),
     Part("selftest", 60, _CORE, _selftest),
     Part("timed-tests", 15, (*_CORE, *_OF_TESTS), lambda job: _tests(job, "timed-tests")),
     Part("bench-forward", 70, _CORE, lambda job: _bench(job, "bench-forward", _ratios)),
