@@ -192,7 +192,7 @@ class Float16Layers(injection.Injection):
         first, *more = report.text().splitlines()
         run.is_exact = not any(state.state == ON for state in report.states)
         tell = run.note if run.is_exact else run.gain
-        tell(f"linear layers in float16: {first}")
+        tell(first)
         for sentence in more:
             run.note(sentence.strip())
 

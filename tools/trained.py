@@ -27,9 +27,8 @@ from pascal_attn_core.int8 import patch_attention_int8, patch_linear_int8
 from pascal_attn_core.int8.find import find_linear
 
 Run = Callable[[nn.Module], Tensor]
-HEAD = """| model | layers in int8 | error, median and most | whole model | whole model in bfloat16 | \
-Q8_0 file, inputs in 8 bits: error, median and most | whole model | attention: error, median and most | whole model |
-|---|---|---|---|---|---|---|---|---|"""
+Q8_0 = gguf.GGMLQuantizationType.Q8_0
+HEAD = "| model | layers in int8 | whole model | it in bfloat16 | Q8_0, 8-bit inputs | whole | attention | whole |"
 
 
 def bert(config: Any, state: dict[str, Tensor]) -> nn.Module:
@@ -90,12 +89,10 @@ def in_gguf(model: nn.Module) -> nn.Module:
     """A copy whose linear layers have weights of a Q8_0 file."""
     held = copy.deepcopy(model)
     for found in find_linear(model):
-        kind, old = gguf.GGMLQuantizationType.Q8_0, found.module
-        layer = GGUFLinear(old.in_features, old.out_features, True, compute_dtype=torch.float32)
-        layer.weight, layer.bias = (
-            GGUFParameter(torch.from_numpy(gguf.quants.quantize(old.weight.numpy(), kind)), quant_type=kind),
-            old.bias,
-        )
+        old: Any = found.module
+        layer: Any = GGUFLinear(old.in_features, old.out_features, True, compute_dtype=torch.float32)
+        blocks = torch.from_numpy(gguf.quants.quantize(old.weight.numpy(), Q8_0))
+        layer.weight, layer.bias = GGUFParameter(blocks, quant_type=Q8_0), old.bias
         held.set_submodule(found.name, layer)
     return held.eval()
 
@@ -113,12 +110,11 @@ def row(name: str, model: nn.Module, run: Run) -> str:
         errors = [line.error for line in report.of("on")]
         rows = max(line.worst_row for line in report.of("on"))
         count, said = f"{len(errors)} of {report.able}", f"{statistics.median(errors):.2%}, {max(errors):.2%}"
-        return [count, f"{said} (a row: {rows:.1%})", found]
+        return [f"{count}: {said} (a row: {rows:.1%})", found]
 
     cells += [*measured(model, patch_linear_int8, exact), far(run(copy.deepcopy(model).bfloat16()), exact)]
     held = in_gguf(model)
-    cells += measured(held, patch_linear_int8, run(held))[1:]
-    cells += measured(model, patch_attention_int8, exact)[1:]
+    cells += [*measured(held, patch_linear_int8, run(held)), *measured(model, patch_attention_int8, exact)]
     return f"| {' | '.join(cells)} |"
 
 

@@ -160,10 +160,8 @@ def attention_error(given: Arguments, rounded: Tensor, seed: int, most: int) -> 
     exact = sdpa(**given.keywords()).double()
     wrong, size = (t.square().sum(dim=-1) for t in (rounded.double() - exact, exact))
     parts = parts_of(query[..., 0])
-    found = errors_of(
-        *(t.reshape(parts, -1, len(rows)).sum(dim=1).flatten() for t in (wrong, size)),
-        torch.kron(torch.eye(parts).to(counts), counts[:, None]),
-    )
+    above, below = (t.reshape(parts, -1, len(rows)).sum(dim=1).flatten() for t in (wrong, size))  # of all heads
+    found = errors_of(above, below, torch.kron(torch.eye(parts).to(counts), counts[:, None]))
     worst = torch.where(wrong == 0, 0.0, wrong / size).amax().sqrt().nan_to_num(math.inf, math.inf)
     return found._replace(worst_row=worst.item())
 

@@ -99,8 +99,8 @@ class Int8Binding(Layers[Int8Layer]):
         if chosen is None:
             found = list(find_linear(model, self._include, self._exclude))
         else:  # by the modules: adapters that wrap one give it another name
-            modules = ((name, module(), *left) for name, module, *left in chosen)
-            found = [Found(name, module, *left) for name, module, *left in modules if module is not None]
+            known = ((name, ref(), state, why) for name, ref, state, why in chosen)
+            found = [Found(name, module, state, why) for name, module, state, why in known if module is not None]
         return self.report_of([line_of(each) if each.state else self._known(each).line(each.name) for each in found])
 
     def _known(self, found: Found) -> Int8Layer:

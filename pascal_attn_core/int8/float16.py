@@ -6,7 +6,8 @@ Qwen-Image on Volta and Turing, whose float16 units are several times as fast.
 A linear layer is affine: ``y(x) = s (y(x / s) - y(0)) + y(0)``. For each row of x, s is the power of two that brings
 the norm of the row to between 32 and 64: then no sum exceeds 64 times the norm of a row of the weight (Cauchy and
 Schwarz), and the scaling itself rounds nothing. The layer's own code runs, under autocast, so that hosts cast, expand
-and patch weights as usual; y(0) is the last row of the same product.
+and patch weights as usual, but without the module's bias, which is added in float32; what else there is of y(0) is the
+last row of the same product.
 """
 
 from __future__ import annotations
@@ -176,5 +177,5 @@ def in_float16(layer: Callable[..., Tensor], x: Tensor) -> Tensor:
 
 
 def _power_of_two(norms: Tensor) -> Tensor:
-    """What numbers of this size are divided by to be between 32 and 64."""
+    """The powers of two by which numbers of this size are divided to be between 32 and 64."""
     return torch.exp2(torch.frexp(norms / _NORM).exponent)

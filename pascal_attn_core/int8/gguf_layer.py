@@ -67,11 +67,12 @@ class GgufLayer(Int8Layer):
     def multiply(self, x: Tensor, weight: GgufMatrix, bias: Tensor | None) -> Tensor:
         """The product of an input with the weight: in 8 bits, or with the expanded weight."""
         if self.state != REFUSED and self._is_attached and has_numbers(x) and not in_backward():
-            if self._seen.changes(self.module.weight):
+            parameter = self._parameter
+            if parameter is not None and self._seen.changes(parameter):
                 self.is_another()
             if self.state != WAITING or self._meets(x, weight):
                 measure = functools.partial(self._error, x, weight)
-                self.look((x,), measure, functools.partial(self._time, x, weight, bias))
+                self.look((x,), measure, functools.partial(self._time_ways, x, weight, bias))
         is_in_8_bits = self.state == ON and self._is_attached and has_numbers(x)
         out, lora = linear(x, weight, bias, *[product] * is_in_8_bits), self.source.lora_on(x.device)
         return out if lora is None else out + lora(x)
@@ -102,13 +103,13 @@ class GgufLayer(Int8Layer):
             self._note({0: found})
         return found
 
-    def _time(self, x: Tensor, weight: GgufMatrix, bias: Tensor | None) -> None:
+    def _time_ways(self, x: Tensor, weight: GgufMatrix, bias: Tensor | None) -> None:
         ways = [functools.partial(product, x, weight, bias, way) for way in ("float", self.backend.name)]
         with torch.autocast(x.device.type, enabled=False):
             self.time((x.shape, x.dtype, x.device, self.shape, self.format), ways, x.device)
 
     def start(self) -> None:
-        """Its weight stays where it is."""
+        """Nothing is put in: the weight stays where it is."""
 
     def is_another(self) -> None:
         self._errors.clear()

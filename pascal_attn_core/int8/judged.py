@@ -180,7 +180,7 @@ class Judged:
             self.refuse(self.why)
 
     def is_another(self) -> None:
-        """Its weight is another one from now on: it is judged anew."""
+        """Judge the layer anew: its weight is another one from now on."""
         self.watch.forget()
         if self.state == ON:
             self.state = WAITING
@@ -231,7 +231,7 @@ Layer = TypeVar("Layer", bound=Judged)
 
 
 class Layers(Generic[Layer]):
-    """What the layers of one patch in models share: their options and their states, which keep no model alive."""
+    """The layers that one patch has in models: it holds their options and their states, and keeps no model alive."""
 
     what, precision = "linear layers", "int8"
 

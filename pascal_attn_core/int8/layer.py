@@ -309,7 +309,8 @@ class Int8Layer(Judged):
     def _check(self, x: Tensor, weight: Int8Weight, rows: int) -> Errors:
         """The errors of a call in 8 bits: on few rows of few outputs; on more rows, of all outputs, and if they are too
         large, with another rotation."""
-        seed, outputs = self.watch.calls, slice(None)
+        seed = self.watch.calls
+        outputs: slice | Tensor = slice(None)
         if rows == FEW_ROWS:
             outputs = torch.randperm(weight.shape[0], generator=torch.Generator().manual_seed(seed))[:FEW_OUTPUTS]
         with torch.autocast(x.device.type, enabled=False):

@@ -109,7 +109,7 @@ def error_of(sample: Sample, rounded: Tensor, weights: Iterable[tuple[slice, Ten
     for some, weight in weights:
         exact = F.linear(wide, weight)
         squares += torch.stack([row_squares(part) for part in (rounded[:, some] - exact, exact)])
-    return errors_of(*squares, counts)
+    return errors_of(squares[0], squares[1], counts)
 
 
 def row_squares(rows: Tensor) -> Tensor:
