@@ -112,7 +112,7 @@ def kind_of(config: AttentionConfig, given: tuple[Any, ...]) -> Kind | None:
             if v_shape[-2] != keys or not len(q_shape) == len(k_shape) == len(v_shape) == 4:
                 return None
             keys = keys // KEYS_STEP, is_small, k_shape.numel() >= MANY_KEYS
-            k_shape, v_shape = (*k_shape[:-2], k_shape[-1]), (*v_shape[:-2], v_shape[-1])  # type: ignore[assignment]
+            k_shape, v_shape = (*k_shape[:-2], k_shape[-1]), (*v_shape[:-2], v_shape[-1])
         return (
             q_shape, k_shape, v_shape, keys, dtype, query.device,
             q_dense or query.stride(), k_dense or key.stride(), v_dense or value.stride(),

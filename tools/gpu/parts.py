@@ -225,14 +225,15 @@ def _bench(job: Job, part: str, words: Callable[[dict[str, Any]], str]) -> Outco
     """``words``: what was done by the figures, "" = nothing."""
     path = job.scratch / "bench.json"
     given = ("-m", "tools.peers", "--device", job.device, "--json", str(path), *job.sizes[part])
-    return job.judged(lambda ended: _benched(ended, read(path), words(read(path))), *given)
 
+    def outcome(ended: child.Ended) -> Outcome:
+        figures = read(path)
+        said = words(figures)
+        if ended.status is None:
+            return Outcome(UNFINISHED, f"{ended.words}; {said or 'no shape was done'}", figures)
+        return Outcome(RIGHT, said, figures) if ended.status == 0 and said else _failed(ended, figures)
 
-def _benched(ended: child.Ended, figures: dict[str, Any], said: str) -> Outcome:
-    """``said``: what was done, "" = nothing."""
-    if ended.status is None:
-        return Outcome(UNFINISHED, f"{ended.words}; {said or 'no shape was done'}", figures)
-    return Outcome(RIGHT, said, figures) if ended.status == 0 and said else _failed(ended, figures)
+    return job.judged(outcome, *given)
 
 
 def _ratios(figures: dict[str, Any]) -> str:
