@@ -134,10 +134,8 @@ class PascalAttentionPatch(inputs.PascalNode):
         # A node shows some 90 characters of its status: what the user must know comes first.
         unused, lines = without_effect(prompt or {}, str(unique_id)), [line]
         first = [unused and f"WITHOUT EFFECT: {unused}"]
-        if chunk_feed_forward and Chunking.key not in patched.injections:  # else of a node before this one
-            report, line = chunk(patched, 0, LEAST_TOKENS, unique_id, is_quiet=True)
-            if report.count(UNABLE) < len(report.lines):
-                lines.append(line)
+        if chunk_feed_forward:
+            lines += _chunked(patched, unique_id)
         if precision == FLOAT16:
             first.append(_in_float16(patched, unique_id))
         if precision == EIGHT_BIT:
@@ -154,6 +152,14 @@ class PascalAttentionPatch(inputs.PascalNode):
         first.append(left_off(settings.config))
         host.say("; ".join(filter(None, first + lines)), unique_id)
         return patched, clip, vae
+
+
+def _chunked(patched: Any, unique_id: str | None) -> list[str]:
+    """Chunk the feed-forward layers of a clone, unless a node before this one has; what to say of it, if anything."""
+    if Chunking.key in patched.injections:
+        return []
+    report, line = chunk(patched, 0, LEAST_TOKENS, unique_id, is_quiet=True)
+    return [line] if report.count(UNABLE) < len(report.lines) else []
 
 
 def _patched_model(

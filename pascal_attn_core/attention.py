@@ -71,12 +71,11 @@ def sdpa(
     is_torchs = window is None and softcap is None and sinks is None and alignment == "upper_left"
     if is_torchs and not torch.compiler.is_compiling():
         its = default_config() if config is None else config
-        out, kind = again(its, query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+        out, kind = again(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, config=its)
         if out is not None:
             return out
-    given = Arguments(
-        query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, alignment, window, softcap, sinks
-    )
+    more: dict[str, Any] = {"alignment": alignment, "window": window, "softcap": softcap, "sinks": sinks}
+    given = Arguments(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, **more)
     return _attend(sdpa, given, config, with_lse=False, kind=kind)
 
 
@@ -98,9 +97,8 @@ def sdpa_with_lse(
 ) -> AttentionOutput:
     """:func:`sdpa` and the natural logarithm of the softmax's denominator, ``[*batch, Hq, L]`` in float32 (float64 for
     float64 inputs), which is differentiable too. Two results over disjoint keys can be merged by their lse."""
-    given = Arguments(
-        query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, alignment, window, softcap, sinks
-    )
+    more: dict[str, Any] = {"alignment": alignment, "window": window, "softcap": softcap, "sinks": sinks}
+    given = Arguments(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, **more)
     return _attend(sdpa_with_lse, given, config, with_lse=True)
 
 
@@ -140,9 +138,8 @@ def sdpa_backward(
         TypeError, ValueError: invalid or inconsistent arguments.
         UnsupportedAttention: the route that the config names cannot compute gradients from given results.
     """
-    given = Arguments(
-        query, key, value, attn_mask, 0.0, is_causal, scale, enable_gqa, alignment, window, softcap, sinks
-    )
+    more: dict[str, Any] = {"alignment": alignment, "window": window, "softcap": softcap, "sinks": sinks}
+    given = Arguments(query, key, value, attn_mask, 0.0, is_causal, scale, enable_gqa, **more)
     call, config = check_call(prepared(given)), config_of(config)
     query, dtype, shape = call.query, call.query.dtype, call.out_shape
     saved = Results(_result("out", out, query, dtype, shape), _result("lse", lse, query, call.sums_dtype, shape[:-1]))
@@ -183,9 +180,8 @@ def explain(
     """Which route :func:`sdpa` would take for this call and why, and why not each of the others. If the choice depends
     on timing two kernels (:mod:`.routes.timing`), they are timed."""
     config = config_of(config)
-    given = Arguments(
-        query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, alignment, window, softcap, sinks
-    )
+    more: dict[str, Any] = {"alignment": alignment, "window": window, "softcap": softcap, "sinks": sinks}
+    given = Arguments(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, **more)
     call = check_call(prepared(given))
     chosen = choose(call, config)
     lines = [f"route {chosen.route}: {chosen.why}"]

@@ -215,10 +215,10 @@ def _attend(original: Any, patch: _SdpaPatch, args: tuple, kwargs: dict[str, Any
         return sdpa(*args, **kwargs, config=config) if _is_known(args, kwargs) else original(*args, **kwargs)
     try:
         if not torch._C._len_torch_function_stack():
-            out, _ = again(config, *args, **kwargs)
+            out, _ = again(*args, **kwargs, config=config)
         else:
             with torch._C.DisableTorchFunction():  # under a mode each look at a tensor would be a call of the mode
-                out, _ = again(config, *args, **kwargs)
+                out, _ = again(*args, **kwargs, config=config)
         if out is not None and len(args) <= POSITIONAL:
             return out
     except (TypeError, ValueError):  # arguments that torch's function does not have, or refuses: it will say so
@@ -235,8 +235,8 @@ def _attend(original: Any, patch: _SdpaPatch, args: tuple, kwargs: dict[str, Any
 
 
 def _passed_on(original: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
-    """What ``original`` answers. torch's CausalBias acts only in calls of the function that stands at torch's name,
-    where ours stands: it is asked directly, or torch's function would take its numbers for a mask."""
+    """Return what ``original`` answers. torch's CausalBias acts only in calls of the function that stands at torch's
+    name, where ours stands: it is asked directly, or torch's function would take its numbers for a mask."""
     mask: Any = args[3] if len(args) > 3 else kwargs.get("attn_mask")
     if original is TORCH_SDPA and is_causal_bias(mask):
         return type(mask)._dispatch(*args, **kwargs)

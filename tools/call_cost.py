@@ -1,23 +1,21 @@
-"""What a call costs the host: our own microseconds in the second call of each kind.
+"""This prints what a call costs the host: our own microseconds in the second call of each kind.
 
-python tools/call_cost.py [--on cpu|fake|card] [--rounds N]        one thread, CPU time, fastest rounds
+python tools/call_cost.py [--on cpu fake] [--rounds N]        one thread, CPU time, fastest rounds
 
 On a CPU torch's function is replaced by one that returns a tensor that is there: what is left is ours. On fake cards, a
 GTX 1080 Ti and a T4 on which nothing is executed, the time within the stand-in for the driver is taken off, and what
-autograd takes for a function that computes nothing. On a card the time of torch's own function is taken off, where
-there is one for the call.
+autograd takes for a function that computes nothing.
 """
 
 from __future__ import annotations
 
 import argparse
 import functools
+import itertools
 import sys
 import time
-import types
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
-from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -30,12 +28,7 @@ from pascal_attn_core.diffusers.redirect import FUNCTIONAL, SdpaRedirect, this_t
 from pascal_attn_core.patching import interception
 from pascal_attn_core.sdpa_patch import patch_sdpa
 
-_support = types.ModuleType("attn_support")
-_support.__path__ = [str(Path(__file__).parents[1] / "tests" / "support")]
-sys.modules.setdefault("attn_support", _support)
-
 CALLS_A_ROUND = 100
-_LONG = AttentionConfig(math_limit_mib=0)
 Run = Callable[[], Any]
 
 
@@ -53,49 +46,43 @@ class Case(NamedTuple):
     within: Callable[[], Any] = nullcontext
 
 
-def microseconds(function: Run, calls: int = CALLS_A_ROUND) -> float:
+def microseconds(function: Run) -> float:
     """CPU time of one call of this thread."""
     start = time.thread_time_ns()
-    for _ in range(calls):
+    for _ in range(CALLS_A_ROUND):
         function()
-    return (time.thread_time_ns() - start) / calls / 1e3
+    return (time.thread_time_ns() - start) / CALLS_A_ROUND / 1e3
 
 
-def cost(case: Case, rounds: int, spent: Callable[[], float] = lambda: 0.0, wait: Run = lambda: None) -> float:
+def cost(case: Case, rounds: int, spent: Callable[[], float] = lambda: 0.0, begin: Run = lambda: None) -> float:
     """Microseconds of the fastest round of a case, less those beside it. ``spent``: microseconds so far that are no
-    cost of ours; ``wait`` is called between rounds."""
-    ours, others = [], [0.0] if case.beside is None else []
+    cost of ours; ``begin`` is called before each round."""
+    ours, others = [], []
     for _ in range(3):
         case.run()
     for _ in range(rounds):
-        wait()
+        begin()
         before = spent()
         with case.within():
             ours.append(microseconds(case.run) - (spent() - before) / CALLS_A_ROUND)
-        wait()
-        if case.beside is not None:
-            with case.within():
-                others.append(microseconds(case.beside))
+            others.append(microseconds(case.beside) if case.beside else 0.0)
     return min(ours) - min(others)
 
 
 def _tensors(
-    dtype: torch.dtype, device: str, sizes: tuple[int, int, int, int, int], *, grad: bool = False
+    dtype: torch.dtype, heads: int, kv_heads: int, tokens: int, head_dim: int, *, grad: bool = False
 ) -> list[Any]:
-    heads, kv_heads, tokens, keys, head_dim = sizes
-    shapes = [(1, heads, tokens, head_dim), *[(1, kv_heads, keys, head_dim)] * 2]
-    return [torch.randn(shape, dtype=dtype, device=device, requires_grad=grad) for shape in shapes]
+    return [torch.randn(1, of, tokens, head_dim, dtype=dtype, requires_grad=grad) for of in (heads, kv_heads, kv_heads)]
 
 
-def _growing(tensors: list[Tensor], function: Callable[..., Any], options: dict[str, Any]) -> Run:
-    """Calls with one key more each, from half of the keys on."""
+def _decoding(tensors: list[Tensor], function: Callable[..., Any], **options: Any) -> Run:
+    """Calls of one query with one key more each, from half of the keys on."""
     query, key, value = tensors
-    keys = key.shape[-2] // 2
+    counts = itertools.cycle(range(key.shape[-2] // 2, key.shape[-2]))
 
     def run() -> Tensor:
-        nonlocal keys
-        keys = keys + 1 if keys < key.shape[-2] else key.shape[-2] // 2
-        return function(query, key[..., :keys, :], value[..., :keys, :], **options)
+        keys = next(counts)
+        return function(query[..., :1, :], key[..., :keys, :], value[..., :keys, :], **options)
 
     return run
 
@@ -128,39 +115,36 @@ def _by_processor(*args: Any, **kwargs: Any) -> Tensor:
 _REDIRECT = SdpaRedirect()
 
 
-def on_cpu() -> list[Case]:
-    short, long, grouped, tile = (4, 4, 64, 64, 8), (4, 4, 1100, 1100, 8), (4, 2, 1100, 1100, 8), (1, 1, 70, 70, 8)
-    cases = []
-    mask = torch.ones(1, 1, 1, 1100, dtype=torch.bool)
-    gaps = [t.mT.contiguous().mT for t in _tensors(torch.float32, "cpu", long)]
+def on_cpu() -> Iterator[Case]:
+    floats = functools.partial(_tensors, torch.float32)
+    long = floats(4, 4, 1100, 8)
     kinds: dict[str, tuple[list[Any], dict[str, Any]]] = {
-        "short": (_tensors(torch.float32, "cpu", short), {}),
-        "long": (_tensors(torch.float32, "cpu", long), {}),
-        "long, causal": (_tensors(torch.float32, "cpu", long), {"is_causal": True}),
-        "long, GQA": (_tensors(torch.float32, "cpu", grouped), {"enable_gqa": True}),
-        "long, gradients": (_tensors(torch.float32, "cpu", long, grad=True), {}),
+        "short": (floats(4, 4, 64, 8), {}),
+        "long": (long, {}),
+        "long, causal": (long, {"is_causal": True}),
+        "long, GQA": (floats(4, 2, 1100, 8), {"enable_gqa": True}),
+        "long, gradients": (floats(4, 4, 1100, 8, grad=True), {}),
+        "padding mask": (long, {"attn_mask": torch.ones(1, 1, 1, 1100, dtype=torch.bool)}),
+        "rows with gaps, their copies included": ([t.mT.contiguous().mT for t in long], {}),
     }
     for name, (inputs, options) in kinds.items():
-        out = inputs[0].detach()
-        within = lambda out=out: _torch_is_there(out)  # noqa: E731
-        stub: Run = lambda inputs=inputs, options=options: _nothing(*inputs, **options)  # noqa: E731
-        by_name: Run = lambda i=inputs, o=options: F.scaled_dot_product_attention(*i, **o)  # noqa: E731
-        cases += [
-            Case(f"{name}: sdpa", lambda i=inputs, o=options: sdpa(*i, **o), stub, within),
-            Case(f"{name}: the switch", by_name, stub, lambda out=out: _switched(out)),
-            Case(f"{name}: a processor", lambda i=inputs, o=options: _by_processor(*i, **o), stub, within),
-        ]
-    inputs = kinds["long"][0]
-    inputs = kinds["long"][0]
-    out = inputs[0].detach()
-    within = lambda: _torch_is_there(out)  # noqa: E731
-    cases += [
-        Case("padding mask", lambda: sdpa(*inputs, mask), lambda: _nothing(*inputs), within),
-        Case("rows with gaps, their copies included", lambda: sdpa(*gaps), lambda: _nothing(*gaps), within),
-    ]
-    of_tile = _tensors(torch.float32, "cpu", tile)
-    cases.append(Case("one tile, whole call", lambda: sdpa(*of_tile, config=AttentionConfig(route="tiled"))))
-    return cases
+        call = functools.partial(_given, inputs, options)
+        out, beside = inputs[0].detach(), call(_nothing)
+        within = functools.partial(_torch_is_there, out)
+        yield Case(f"{name}: sdpa", call(sdpa), beside, within)
+        yield Case(f"{name}: the switch", call(_by_name), beside, functools.partial(_switched, out))
+        yield Case(f"{name}: a processor", call(_by_processor), beside, within)
+    yield Case(
+        "one tile, whole call", functools.partial(sdpa, *floats(1, 1, 70, 8), config=AttentionConfig(route="tiled"))
+    )
+
+
+def _given(inputs: list[Any], options: dict[str, Any], function: Callable[..., Any]) -> Run:
+    return lambda: function(*inputs, **options)
+
+
+def _by_name(*args: Any, **kwargs: Any) -> Tensor:
+    return F.scaled_dot_product_attention(*args, **kwargs)
 
 
 def _nothing(query: Any, key: Any, value: Any, **options: Any) -> Any:
@@ -177,7 +161,7 @@ def _switched(out: Tensor) -> Iterator[None]:
         patch.remove()
 
 
-def in_comfyui() -> list[Case]:
+def in_comfyui() -> Iterator[Case]:
     """The override of a patched model, with ComfyUI's answers from the tests: calls that it leaves to the host, and
     calls that it takes."""
     from attn_support.comfy.stub import host_attention, make_engine, node_module
@@ -192,12 +176,15 @@ def in_comfyui() -> list[Case]:
     def beside() -> Tensor:
         return host_attention(*given, 4, **options)
 
-    cases = []
     for name, min_keys in (("passed on", 1 << 20), ("taken", 0)):
         ours = override.make_override(make_engine(min_keys=min_keys), override.Scope(), None)
         run: Run = functools.partial(ours, host_attention, *given, 4, **options)
-        cases.append(Case(f"ComfyUI, {name}", run, beside))
-    return cases
+        yield Case(f"ComfyUI, {name}", run, beside)
+
+
+def on_this_cpu(rounds: int) -> Iterator[tuple[str, float]]:
+    """(name, microseconds) of each case."""
+    yield from ((case.name, cost(case, rounds)) for case in itertools.chain(on_cpu(), in_comfyui()))
 
 
 # ---- kernels on fake cards -------------------------------------------------------------------------------------------
@@ -221,32 +208,28 @@ def _with_gradients(forward: Callable[..., Tensor], leaves: list[Tensor]) -> Run
     return lambda: torch.autograd.grad(forward(*leaves), leaves, seed)
 
 
-def with_kernels(route: str, dtype: torch.dtype, device: str) -> list[Case]:
-    """Cases for a route of ours on the device of these tensors."""
+def with_kernels(route: str, dtype: torch.dtype) -> list[Case]:
+    """Cases for a route of ours."""
     config = AttentionConfig(route=route)
-    plain, grouped = (8, 8, 256, 256, 64), (8, 2, 256, 256, 64)
-    inputs, of_group = _tensors(dtype, device, plain), _tensors(dtype, device, grouped)
-    mask = torch.ones(1, 1, 1, 256, dtype=torch.bool, device=device)
-    leaves = _tensors(dtype, device, plain, grad=True)
-    out = torch.empty_like(inputs[0])
-    ones: Run = _with_gradients(lambda *t: Empty.apply(*t, out), leaves)
-    few = _tensors(dtype, device, (8, 2, 1, 4096, 64))
-    grouped_options = {"enable_gqa": True, "config": config}
+    inputs, of_group = _tensors(dtype, 8, 8, 256, 64), _tensors(dtype, 8, 2, 256, 64)
+    mask, out = torch.ones(1, 1, 1, 256, dtype=torch.bool), torch.empty_like(inputs[0])
+    leaves, few = _tensors(dtype, 8, 8, 256, 64, grad=True), _tensors(dtype, 8, 2, 4096, 64)
+    decoding = _decoding(few, sdpa, enable_gqa=True, config=config)
+    empty = _with_gradients(lambda *t: Empty.apply(*t, out), leaves)
     return [
-        Case(f"{route}", lambda: sdpa(*inputs, config=config)),
+        Case(route, lambda: sdpa(*inputs, config=config)),
         Case(f"{route}, padding mask", lambda: sdpa(*inputs, mask, config=config)),
         Case(f"{route}, GQA", lambda: sdpa(*of_group, enable_gqa=True, config=config)),
-        Case(f"{route}, decoding, a key more each", _growing(few, sdpa, grouped_options), _growing(few, _nothing, {})),
-        Case(f"{route}, forward and backward", _with_gradients(lambda *t: sdpa(*t, config=config), leaves), ones),
+        Case(f"{route}, decoding, a key more each", decoding, _decoding(few, _nothing)),
+        Case(f"{route}, forward and backward", _with_gradients(lambda *t: sdpa(*t, config=config), leaves), empty),
     ]
 
 
-def on_fake_cards(rounds: int) -> dict[str, float]:
-    """Microseconds by the name of the case."""
+def on_fake_cards(rounds: int) -> Iterator[tuple[str, float]]:
+    """(name, microseconds) of each case."""
     from attn_support.fused.device import UncheckedKernels, emulated_card
     from attn_support.fused.emulation import CARD, T4
 
-    found = {}
     for route, dtype, info in (("fused", torch.float32, CARD), ("fused-tensor", torch.float16, T4)):
         with emulated_card(lambda launch: None, info, UncheckedKernels) as kernels:
             driver, spent, call = kernels.driver, 0, kernels.driver.call
@@ -261,64 +244,19 @@ def on_fake_cards(rounds: int) -> dict[str, float]:
 
             driver.make_current(0)
             driver.call = timed
-            for case in with_kernels(route, dtype, "cpu"):
-                name = f"{info.name}: {case.name}"
-                found[name] = cost(case, rounds, lambda: spent / 1e3, driver.queued.clear)  # noqa: B023
+            for case in with_kernels(route, dtype):
+                yield f"{info.name}: {case.name}", cost(case, rounds, lambda: spent / 1e3, driver.queued.clear)  # noqa: B023
             driver.call = call
-    return found
-
-
-# ---- on a card -------------------------------------------------------------------------------------------------------
-
-
-def on_card(device: str, rounds: int) -> dict[str, float]:
-    """Microseconds of the host by the name of the case, beyond those of torch's own function."""
-    wait = lambda: torch.cuda.synchronize(device)  # noqa: E731
-    cases = []
-    for name, tokens in (("short", 64), ("long", 1100)):
-        inputs = _tensors(torch.float16, device, (8, 8, tokens, tokens, 64))
-        torchs: Run = lambda i=inputs: interception.TORCH_SDPA(*i)  # noqa: E731
-        by_name: Run = lambda i=inputs: F.scaled_dot_product_attention(*i)  # noqa: E731
-        cases += [
-            Case(f"{name}: sdpa", lambda i=inputs: sdpa(*i), torchs),
-            Case(f"{name}: the switch", by_name, torchs, lambda: _removed(patch_sdpa())),
-            Case(f"{name}: a processor", lambda i=inputs: _by_processor(*i), torchs),
-        ]
-    cases += with_kernels("fused", torch.float32, device)
-    if torch.cuda.get_device_capability(device) >= (7, 0):
-        cases += with_kernels("fused-tensor", torch.float16, device)
-    return {case.name: cost(case, rounds, wait=wait) for case in cases}
-
-
-@contextmanager
-def _removed(patch: Any) -> Iterator[None]:
-    try:
-        yield
-    finally:
-        patch.remove()
-
-
-def measured(where: str, rounds: int, device: str = "cuda") -> dict[str, float]:
-    """Our microseconds of the host in one call, by the kind of call. ``where``: "cpu", "fake" or "card"."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        if where == "card":
-            return on_card(device, rounds)
-        if where == "fake":
-            return on_fake_cards(rounds)
-        return {case.name: cost(case, rounds) for case in [*on_cpu(), *in_comfyui()]}
-    finally:
-        torch.set_num_threads(before)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--on", choices=("cpu", "fake", "card"), nargs="*", default=["cpu", "fake"])
+    parser.add_argument("--on", choices=("cpu", "fake"), nargs="*", default=["cpu", "fake"])
     parser.add_argument("--rounds", type=int, default=15, help="rounds of 100 calls each (default 15)")
     options = parser.parse_args()
+    torch.set_num_threads(1)
     for where in options.on:
-        for name, found in measured(where, options.rounds).items():
+        for name, found in (on_fake_cards if where == "fake" else on_this_cpu)(options.rounds):
             print(f"{name:60s} {found:7.1f} us", flush=True)
 
 

@@ -114,7 +114,7 @@ def make_override(engine: Engine, scope: Scope, previous: Attention | None, *, r
 
 
 def passed_on(override: Attention, func: Callable[..., Any]) -> Callable[..., Any]:
-    """What an override that runs first is given in place of ``func``, the host's own function."""
+    """Return what an override that runs first is given in place of ``func``, the host's own function."""
 
     def attention(*args: Any, **kwargs: Any) -> Any:
         return override(func, *args, **kwargs)

@@ -237,8 +237,8 @@ _IMPORT = dis.opmap["IMPORT_NAME"]
 
 
 def state_of(function: object) -> list[Any] | None:
-    """What the results of a function follow from: code, and the numbers and functions that it refers to, to be compared
-    by ``==``. None if it may read anything else."""
+    """Return what the results of a function follow from: code, and the numbers and functions that it refers to, to be
+    compared by ``==``. None if it may read anything else."""
     found: list[Any] = []
     return found if _add_state(function, found) else None
 

@@ -86,8 +86,8 @@ def _quiet() -> Iterator[None]:
 
 
 def results_without_data(func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """What an operator on tensors of the device "meta" returns. What it returned for other tensors of the same shapes,
-    strides and dtypes is remembered: to find it out takes torch up to a millisecond."""
+    """Return what an operator returns on tensors of the device "meta". It is remembered for other tensors of the same
+    shapes, strides and dtypes: to find it out takes torch up to a millisecond."""
     if any(argument.name == "device" for argument in func._schema.arguments):
         kwargs = {**kwargs, "device": "meta", "pin_memory": None}
     key = (

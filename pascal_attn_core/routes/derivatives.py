@@ -30,8 +30,8 @@ from ..tiled.tangents import Tangents
 
 @dataclass(eq=False)
 class Given:
-    """What a call is made of besides tensors, and its route. ``rule``: its mask, if that is no tensor; ``shape``: of
-    its output; ``found``: the gradients, where torch's kernel has computed them."""
+    """This holds what a call is made of besides tensors, and its route. ``rule``: its mask, if that is no tensor;
+    ``shape``: of its output; ``found``: the gradients, where torch's kernel has computed them."""
 
     call: AttentionCall
     config: AttentionConfig

@@ -80,23 +80,15 @@ class Prepared(NamedTuple):
 known: dict[Kind, Prepared] = {}
 
 
-def kind_of(
-    config: AttentionConfig,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Any,
-    dropout_p: float,
-    is_causal: bool,
-    scale: float | None,
-    enable_gqa: bool,
-) -> Kind | None:
+def kind_of(config: AttentionConfig, given: tuple[Any, ...]) -> Kind | None:
     """The kind of a call, before any check of it: BY_TORCH, or a key of :data:`known`; None for a call whose choice is
-    not kept. What else may be wrong with a call BY_TORCH torch's function refuses itself.
+    not kept. What else may be wrong with a call BY_TORCH torch's function refuses itself. ``given``: the arguments of
+    torch's function in its order, enable_gqa the last.
 
     The dtypes, devices and layouts of key and value are not part of it: torch's function refuses those that are not the
-    query's, and :func:`_by_choice` looks at them for other routes. Each attribute is read once.
+    query's, and :func:`_by_choice` looks at them for other routes.
     """
+    query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa = given
     if not (type(query) in PLAIN and type(key) in PLAIN and type(value) in PLAIN) or _tracing() is not None:
         return None  # torch.jit.trace would warn of every size that is looked at
     if not (is_causal is False or (is_causal is True and attn_mask is None)):
@@ -106,29 +98,10 @@ def kind_of(
     try:
         q_shape, k_shape, v_shape, dtype = query.shape, key.shape, value.shape, query.dtype
         q_dense, k_dense, v_dense = query.is_contiguous(), key.is_contiguous(), value.is_contiguous()
-        scores = q_shape.numel() * k_shape[-2]  # times head_dim
-        is_small = scores * 4 <= config.math_limit_mib * MIB * q_shape[-1]
-        if (
-            dropout_p == 0.0
-            and len(q_shape) == len(k_shape) == 4
-            and k_shape == v_shape
-            and k_shape[0] == q_shape[0]
-            and scores
-            and dtype in FLOATS
-            and (scale is None or (type(scale) is float and 0.0 < scale < math.inf))
-            and ((q_dense and k_dense and v_dense) or _have_dense_rows(query, key, value))
-        ):
-            if is_small and config.route == "auto" and k_shape[1] == q_shape[1] and k_shape[2] <= LONGEST_SUM_ON_MPS:
-                if attn_mask is None or _is_plain_mask(attn_mask):
-                    return BY_TORCH
-            elif attn_mask is None and config.route in ("auto", "torch") and not config.devices:
-                answers = runtime_of(query.device).part(TorchAlone).answers
-                if (
-                    answers
-                    and (enable_gqa is True or k_shape[1] == q_shape[1])
-                    and sdp_choice(query, key, value, None, 0.0, is_causal, scale) in answers
-                ):
-                    return BY_TORCH
+        is_small = q_shape.numel() * k_shape[-2] * 4 <= config.math_limit_mib * MIB * q_shape[-1]
+        is_dense = q_dense and k_dense and v_dense
+        if _is_by_torch(config, given, (q_shape, k_shape, v_shape), is_small=is_small, is_dense=is_dense):
+            return BY_TORCH
         if not (enable_gqa is False or enable_gqa is True) or config.devices:
             return None
         if not (type(scale) in _NUMBERS and type(dropout_p) in _NUMBERS) or _any_autocast() or _modes():
@@ -139,7 +112,7 @@ def kind_of(
             if v_shape[-2] != keys or not len(q_shape) == len(k_shape) == len(v_shape) == 4:
                 return None
             keys = keys // KEYS_STEP, is_small, k_shape.numel() >= MANY_KEYS
-            k_shape, v_shape = (*k_shape[:-2], k_shape[-1]), (*v_shape[:-2], v_shape[-1])  # type: ignore[assignment]
+            k_shape, v_shape = (*k_shape[:-2], k_shape[-1]), (*v_shape[:-2], v_shape[-1])
         return (
             q_shape, k_shape, v_shape, keys, dtype, query.device,
             q_dense or query.stride(), k_dense or key.stride(), v_dense or value.stride(),
@@ -150,6 +123,35 @@ def kind_of(
         )  # fmt: skip
     except (RuntimeError, IndexError, AttributeError):  # nested and sparse tensors have no such shape or strides
         return None
+
+
+def _is_by_torch(
+    config: AttentionConfig, given: tuple[Any, ...], shapes: tuple[Any, ...], *, is_small: bool, is_dense: bool
+) -> bool:
+    """Whether torch's function takes these arguments as they came. ``shapes``: of query, key and value; ``is_small``:
+    their scores fit the limit of the math route; ``is_dense``: all three are contiguous."""
+    (query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa), (q_shape, k_shape, v_shape) = given, shapes
+    if not (
+        dropout_p == 0.0
+        and len(q_shape) == len(k_shape) == 4
+        and k_shape == v_shape
+        and k_shape[0] == q_shape[0]
+        and k_shape[2]
+        and q_shape.numel()
+        and query.dtype in FLOATS
+        and (scale is None or (type(scale) is float and 0.0 < scale < math.inf))
+        and (is_dense or _have_dense_rows(query, key, value))
+    ):
+        return False
+    has_as_many_heads = k_shape[1] == q_shape[1]
+    if is_small and config.route == "auto" and has_as_many_heads and k_shape[2] <= LONGEST_SUM_ON_MPS:
+        return attn_mask is None or _is_plain_mask(attn_mask)
+    if attn_mask is not None or config.route not in ("auto", "torch") or config.devices:
+        return False
+    answers = runtime_of(query.device).part(TorchAlone).answers
+    if not (answers and (enable_gqa is True or has_as_many_heads)):
+        return False
+    return sdp_choice(query, key, value, None, 0.0, is_causal, scale) in answers
 
 
 def _have_dense_rows(*tensors: Tensor) -> bool:
@@ -210,7 +212,6 @@ def _is_torchs_shape(call: AttentionCall) -> bool:
 
 
 def again(
-    config: AttentionConfig,
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -219,6 +220,8 @@ def again(
     is_causal: bool = False,
     scale: float | None = None,
     enable_gqa: bool = False,
+    *,
+    config: AttentionConfig,
 ) -> tuple[Tensor | None, Kind | None]:
     """The output of a call of torch's function, before any check of it, by what was found out for its kind; or None,
     and the kind under which its choice is to be kept, if it may be.
@@ -228,7 +231,7 @@ def again(
     """
     if report.observers or report.active or type(config) is not AttentionConfig:
         return None, None
-    kind = kind_of(config, query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+    kind = kind_of(config, (query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa))
     if kind is None:
         return None, None
     ready = known.get(kind) if kind else None

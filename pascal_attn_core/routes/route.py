@@ -53,8 +53,8 @@ class Request:
 
     @property
     def copy_bytes(self) -> int:
-        """What copies of the size of the inputs may take: the budget where one is given, else what memory is free. In a
-        graph, whose backward pass must come to the same, the default budget."""
+        """Copies of the size of the inputs may take this much: the budget where one is given, else what memory is free.
+        In a graph, whose backward pass must come to the same, the default budget."""
         if self.config.budget_mib is not None or self.in_graph:
             return self.budget_bytes
         return max(self.budget_bytes, room_of(self.call.query.device))

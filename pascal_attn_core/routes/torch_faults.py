@@ -164,8 +164,8 @@ def unkept(call: AttentionCall, error: RuntimeError) -> RouteUnavailable:
 
 
 def _promise(call: AttentionCall) -> tuple:
-    """What may have made torch's function refuse a call: its kind, sizes that no grid of a kernel has, and the kernels
-    that are forbidden around it."""
+    """Return what may have made torch's function refuse a call: its kind, sizes that no grid of a kernel has, and the
+    kernels that are forbidden around it."""
     mask_dtype = None if call.attn_mask is None else call.attn_mask.dtype
     sizes = call.head_dim, call.head_dim_v, call.groups > 1, call.seq_len_q == 1, call.num_heads > MOST_BLOCKS
     allowed = [getattr(torch.backends.cuda, f"{name}_sdp_enabled")() for name in ("flash", "mem_efficient", "math")]

@@ -64,7 +64,7 @@ class LowerTriangularFromBottomRightMask(AttentionBias):
 
 
 class LowerTriangularFromBottomRightLocalAttentionMask(LowerTriangularFromBottomRightMask):
-    """What :meth:`LowerTriangularFromBottomRightMask.make_local_attention` returns; programs ask for its class, as for
+    """:meth:`LowerTriangularFromBottomRightMask.make_local_attention` returns it; programs ask for its class, as for
     that of the blocks."""
 
 
@@ -156,7 +156,7 @@ class BlockDiagonalCausalMask(BlockDiagonalMask):
 
 
 class BlockDiagonalCausalLocalAttentionMask(BlockDiagonalCausalMask):
-    """What :meth:`BlockDiagonalMask.make_local_attention` returns."""
+    """:meth:`BlockDiagonalMask.make_local_attention` returns it."""
 
 
 class BlockDiagonalCausalFromBottomRightMask(BlockDiagonalMask):
@@ -166,7 +166,7 @@ class BlockDiagonalCausalFromBottomRightMask(BlockDiagonalMask):
 
 
 class BlockDiagonalCausalLocalAttentionFromBottomRightMask(BlockDiagonalCausalFromBottomRightMask):
-    """What :meth:`BlockDiagonalMask.make_local_attention_from_bottomright` returns."""
+    """:meth:`BlockDiagonalMask.make_local_attention_from_bottomright` returns it."""
 
 
 def _local(mask: Any, window_size: int) -> Any:

@@ -47,7 +47,7 @@ def tiled_backward(
 
 
 def gradients_of(saved: Results, wanted: Wanted) -> dict[str, Any]:
-    """What a pass reads of the gradients of out and lse, by name."""
+    """Return the gradients of out and lse as a pass reads them, by name."""
     return {"grad_out": wanted.grad_out.expand(saved.out.shape), "grad_lse": wanted.grad_lse}
 
 

@@ -132,7 +132,7 @@ class Known(dict):
 
 
 class Watch:
-    """What calls become: those of torch's function, and launches."""
+    """It records what calls become: those of torch's function, and launches."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, queued: list[Launch]):
         self.queued, self.of_torch = queued, list[Any]()
@@ -151,7 +151,7 @@ class Watch:
         return spy
 
     def found(self, spec: Spec, inputs: list[Any], options: Spec) -> tuple[Any, ...]:
-        """What one call becomes, and its results where they were computed."""
+        """Return what one call becomes, and its results where they were computed."""
         self.of_torch.clear()
         self.queued.clear()
         torch.manual_seed(1)

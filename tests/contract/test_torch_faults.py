@@ -202,7 +202,7 @@ def test_products_that_an_apple_m1_adds_up_wrongly_are_not_made(queries: int, ke
     with using(Runtime("cpu", DeviceInfo("mps", "Apple M1"))):
         assert _largest_error(lambda *inputs: sdpa(*inputs, config=TILED), leaves) < 1e-5
         generous = AttentionConfig(math_limit_mib=64)
-        kind = kind_of(generous, *leaves, None, 0.0, False, None, False)
+        kind = kind_of(generous, (*leaves, None, 0.0, False, None, False))
         assert (kind == BY_TORCH) == (keys < queries)
         assert is_short(call, generous) == (not why_not("math", call, generous)) == (keys < queries)
     assert is_short(call, generous)

@@ -74,7 +74,7 @@ def table() -> str:
 
 
 def cells() -> Iterator[tuple[Row, int]]:
-    """Those that the table fills."""
+    """Yield those that the table fills."""
     return ((row, head_dim) for row in ROWS for head_dim in _HEAD_DIMS if row.variants(head_dim))
 
 

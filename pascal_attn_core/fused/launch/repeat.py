@@ -47,7 +47,8 @@ class Repeat(NamedTuple):
     @staticmethod
     def of(loaded: Sequence[Loaded], given: Mapping[str, Tensor | None]) -> Repeat:
         """Make it from launches that have been queued; ``given``: the tensors of the call by the fields of their
-        addresses. All other addresses must be those of memory that a launch keeps, and whose content no other code has made."""
+        addresses. All other addresses must be those of memory that a launch keeps, and whose content no other code
+        has made."""
         places = {name: place for place, name in enumerate(given)}
         begins: dict[int, int] = {}  # of scratch tensors, by their address
         before: Any = None

@@ -8,17 +8,20 @@ import functools
 import hashlib
 import random
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
+from pathlib import Path
 
+import fused as tool
 import pytest
-from attn_support.fused.executed import CodeOf, largest_error, result
+from attn_support.fused.executed import CodeOf, largest_error, limit, result
 from attn_support.nvidia.code import NVDISASM, WANTED, Instruction, MachineKernel, Operand
 from attn_support.randomness import at_night, some
 
 from pascal_attn_core.fused.code import prebuilt
 from pascal_attn_core.fused.code.compilation import Compilation
 from pascal_attn_core.fused.code.source import Variant, source
-from pascal_attn_core.fused.trust import verify
+from pascal_attn_core.fused.gpu.nvrtc import Compiled
 
 pytestmark = pytest.mark.skipif(NVDISASM is None, reason=WANTED)
 _SHIPPED = [(arch, variant) for arch, variants in prebuilt.packs() for variant in variants]
@@ -47,7 +50,23 @@ def test_what_ships_is_right(job: tuple[int, Compilation]) -> None:
 def test_warps_may_run_ahead_of_others_behind_a_barrier(job: tuple[int, Compilation]) -> None:
     arch, variant = job
     for seed in range(2):
-        assert largest_error(variant, functools.partial(_code, arch), scatter=seed) <= verify.tolerance(variant)
+        assert largest_error(variant, functools.partial(_code, arch), scatter=seed) <= limit(variant)
+
+
+def test_a_pack_is_only_written_when_all_of_it_was_executed_and_was_right(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pack = [Variant("split", 64, dtype) for dtype in ("float32", "float16")]
+    codes = {variant: _code(61, variant) for variant in pack}
+    monkeypatch.setattr(prebuilt, "FOLDER", tmp_path)
+    monkeypatch.setattr(prebuilt, "packs", lambda: [(61, pack)])
+    wrong = dict(zip(codes, reversed(codes.values())))
+    for given, is_written in ((wrong, False), (codes, True)):
+        monkeypatch.setattr(tool, "compiled", lambda variant, arch, given=given: Compiled(given[variant], ""))
+        with nullcontext() if is_written else pytest.raises(SystemExit):
+            tool.write_prebuilt([61], None)
+        assert sorted(path.name for path in tmp_path.iterdir()) == ["manifest.json", "sm_61-64.xz"] * is_written
+    assert [prebuilt.load(variant, 61) for variant in pack] == list(codes.values())
 
 
 # ---- mistakes --------------------------------------------------------------------------------------------------------
@@ -57,8 +76,6 @@ def test_warps_may_run_ahead_of_others_behind_a_barrier(job: tuple[int, Compilat
 @pytest.mark.parametrize(("arch", "kind"), [(70, "volta"), (75, "tensor")])
 def test_an_addend_to_the_bits_of_products_is_lost(arch: int, kind: str) -> None:
     """ptxas takes the former way to round probabilities for a product of integers: the reason for this file."""
-    import fused as tool
-
     own = "return x >> 13 | (y << 3 & 0xffff0000u);"
     folded = "return x * 8u + 0x8000u >> 16 | (y * 8u + 0x8000u & 0xffff0000u);"
     variant = Variant(kind, 32, "float16")
@@ -171,7 +188,7 @@ def _is_right(variant: Compilation, code_of: CodeOf, change: Callable, how: str)
         errors = [largest_error(variant, code_of, change=change, scatter=seed) for seed in range(3)]
     except AssertionError:
         return False
-    return max(errors) <= verify.tolerance(variant)
+    return max(errors) <= limit(variant)
 
 
 @pytest.mark.parametrize("number", some(range(MUTANTS), 10))
