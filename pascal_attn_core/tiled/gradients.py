@@ -88,7 +88,7 @@ class Sums:
 class Rows(NamedTuple):
     """Rows of one query block, views ``[u, rows, ...]``; None where a pass has no use for them.
 
-    shift, log_sum_bits: what scores are lessened by to give probabilities, the second apart from the first.
+    shift, log_sum_bits: what is added to scores to give bits of probabilities; taken off them, apart from it.
     query_sum, acc: sums of these rows, of the gradient of the query and of O'.
     query_dot, lse_dot, delta_dot: derivatives along a direction, see :mod:`.tangents`.
     """
@@ -218,10 +218,14 @@ class GradientProducts(TileProducts):
             log_sum = self.by_row(log_sum)
             shift, bits = shift.sub_(log_sum), log_sum * LOG2_E
             bits.masked_fill_(bits == -math.inf, math.inf)
-        return shift.masked_fill_(~(shift > -math.inf), math.inf), bits  # a row without keys: no probability
+        return shift.masked_fill_(~(shift > -math.inf), math.inf).neg_(), bits  # a row without keys: no probability
 
     def _probs(self, rows: Rows, key: Tensor, rule: Rule) -> Tensor:
         """exp(scores - lse), ``[u, rows, keys]``."""
+        if self.softcap is None and rows.log_sum_bits is None:
+            scores = self.product(rows.query, key, self.scale * self.unit, rows.shift).exp2_()
+            self.forbid(scores, rule, 0.0)
+            return scores
         if self.softcap is None:
             scores = self.product(rows.query, key, self.scale * self.unit)
         else:
@@ -229,7 +233,7 @@ class GradientProducts(TileProducts):
             self.tanh_buffer[: scores.numel()].view(scores.shape).copy_(scores)
             scores.mul_(self.softcap * self.unit)
         self.change(scores, rule)
-        scores.sub_(rows.shift)
+        scores.add_(rows.shift)
         if rows.log_sum_bits is None:
             scores.exp2_()
         else:
