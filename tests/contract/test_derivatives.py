@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 import torch._dynamo
+from attn_support.randomness import at_night
 from torch import Tensor
 from torch.autograd import forward_ad
 from torch.func import grad, hessian, jacfwd, jacrev, jvp, linearize, vmap
@@ -231,6 +232,8 @@ def test_graphs_of_operators_hold_for_other_values(name: str) -> None:
         torch.testing.assert_close(make_fx(function)(query + 1)(30 * query), function(30 * query))
 
 
+@at_night
+@pytest.mark.slow
 def test_a_compiled_function_leaves_its_graph_for_a_tangent() -> None:
     query, tangent = _random(1, 2, 70, 4), _random(1, 2, 70, 4)
 
