@@ -31,6 +31,6 @@ def derivative(compute: Callable[..., Any], inputs: Sequence[Any]) -> tuple[Tens
 
 @torch.compiler.disable
 def uncompiled(compute: Callable[..., Any], *inputs: Any) -> Any:
-    """``compute(*inputs)``. A function that torch.compile leaves because of a transform runs as it is, but each function
+    """``compute(*inputs)``. A function that torch.compile leaves because of a transform runs as it is, but each one
     that it calls would be compiled by itself."""
     return compute(*inputs)

@@ -243,6 +243,7 @@ def test_a_compiled_function_leaves_its_graph_for_a_tangent() -> None:
     for name, f in {
         "jvp": attend,
         "dual numbers": attend,
+        "jvp of grad": grad(lambda x: attend(x).square().sum()),
     }.items():
         make = DERIVATIVES["dual numbers" if name == "dual numbers" else "jvp"]
         derivative = lambda x, f=f, make=make: make(f, (x,), (tangent,))  # noqa: E731
