@@ -69,10 +69,11 @@ def largest_error_far(variant: Compilation, code_of: CodeOf, **how: Any) -> floa
 
 
 def _larger(variant: Variant, call: AttentionCall) -> AttentionCall:
-    """Two batch elements, and many heads where a tile holds the rows of several."""
+    """Two batch elements, scores that grow with the keys, and many heads where a tile holds the rows of several."""
     heads = 64 if variant.is_small else 2
     query = torch.cat([call.query.roll(n, -1) for n in range(heads // 2)], 1)
-    query, key, value = (torch.cat([t, t.flip(-1)]) for t in (query, call.key, call.value))
+    key = (call.key * torch.linspace(0.1, 8, call.seq_len_kv)[:, None]).to(call.key)
+    query, key, value = (torch.cat([t, t.flip(-1)]) for t in (query, key, call.value))
     mask = call.attn_mask
     if mask is not None:
         mask = torch.stack([mask.roll(n, -1) for n in range(2 * heads)]).unflatten(0, (2, heads))
