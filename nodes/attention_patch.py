@@ -134,14 +134,13 @@ class PascalAttentionPatch(inputs.PascalNode):
         # A node shows some 90 characters of its status: what the user must know comes first.
         unused, lines = without_effect(prompt or {}, str(unique_id)), [line]
         first = [unused and f"WITHOUT EFFECT: {unused}"]
-        if chunk_feed_forward and Chunking.key not in patched.injections:  # else of a node before this one
-            report, line = chunk(patched, 0, LEAST_TOKENS, unique_id, is_quiet=True)
-            if report.count(UNABLE) < len(report.lines):
-                lines.append(line)
+        if chunk_feed_forward:
+            lines += _chunked(patched, unique_id)
         if precision == FLOAT16:
             first.append(_in_float16(patched, unique_id))
         if precision == EIGHT_BIT:
-            patched = int8.patch(patched, replace(DEFAULTS, only_faster=True), unique_id)[0]
+            wanted = replace(DEFAULTS, only_faster=True, earlier_patch=earlier_patch)
+            patched = int8.patch(patched, wanted, unique_id)[0]
             first.append(f"not exact: 8 bits, {DEFAULTS.text(attention=True)}")
         whole = replace(settings, config=inputs.config(route, budget_mib), min_keys=0)
         if clip is not None:
@@ -153,6 +152,14 @@ class PascalAttentionPatch(inputs.PascalNode):
         first.append(left_off(settings.config))
         host.say("; ".join(filter(None, first + lines)), unique_id)
         return patched, clip, vae
+
+
+def _chunked(patched: Any, unique_id: str | None) -> list[str]:
+    """Chunk the feed-forward layers of a clone, unless a node before this one has; what to say of it, if anything."""
+    if Chunking.key in patched.injections:
+        return []
+    report, line = chunk(patched, 0, LEAST_TOKENS, unique_id, is_quiet=True)
+    return [line] if report.count(UNABLE) < len(report.lines) else []
 
 
 def _patched_model(
@@ -185,7 +192,7 @@ class Float16Layers(injection.Injection):
         first, *more = report.text().splitlines()
         run.is_exact = not any(state.state == ON for state in report.states)
         tell = run.note if run.is_exact else run.gain
-        tell(f"linear layers in float16: {first}")
+        tell(first)
         for sentence in more:
             run.note(sentence.strip())
 
@@ -194,4 +201,4 @@ def _in_float16(patched: Any, unique_id: str | None) -> str:
     """Let the linear layers of a fresh clone run in float16. Returns a sentence about them."""
     layers = Float16Layers(Float16Binding(), host.name_of_model(patched.model), "float16 linear layers", unique_id)
     injection.install(patched, layers)
-    return f"not exact: linear layers in float16, error at most {layers.binding.max_error:.1%}"
+    return f"not exact: linear layers in float16, error at most {layers.binding.options.max_error:.1%}"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from .comfy import comfy_kitchen, inputs
+from .comfy import comfy_kitchen, inputs, others
 from .patches import int8
 from .patches.int8_attention import AUTO, CHOICES
 
@@ -35,6 +35,11 @@ _FILES = (
     "For files whose layers are already in int8. auto: this package computes them on NVIDIA cards below "
     "compute capability 7.5, where ComfyUI has no kernel for them. always: this package computes them on every "
     "device. off: ComfyUI computes them."
+)
+_EARLIER = (
+    "What to do if another node has patched attention before this one. auto: a patch that may change the result "
+    "(sparse attention, masks, maps) runs first, and this node receives the calls that it passes on; one that only "
+    "computes attention receives the calls that this node does not take."
 )
 _LINEAR = "Linear layers in 8 bits: the inputs below are about them."
 
@@ -78,6 +83,7 @@ class Pascal8Bit(inputs.PascalNode):
                 "weights": (["host", "keep"], {"default": "host", "tooltip": _WEIGHTS, **more}),
                 "int8_files": (list(comfy_kitchen.CHOICES), {"default": "auto", "tooltip": _FILES, **more}),
             },
+            "optional": {"earlier_patch": (others.CHOICES, {"default": others.AUTO, "tooltip": _EARLIER, **more})},
             "hidden": {"unique_id": "UNIQUE_ID"},
         }
 
@@ -88,14 +94,19 @@ class Pascal8Bit(inputs.PascalNode):
         attention_max_error: float,
         linear_layers: bool,
         unique_id: str | None = None,
+        earlier_patch: str = others.AUTO,
         **of_linear_layers: Any,
     ) -> tuple[Any, str]:
-        of_attention: dict[str, Any] = {"attention": attention, "attention_max_error": attention_max_error}
+        of_attention: dict[str, Any] = {
+            "attention": attention,
+            "attention_max_error": attention_max_error,
+            "earlier_patch": earlier_patch,
+        }
         return int8.patch(model, _settings(linear_layers, **of_linear_layers, **of_attention), unique_id)
 
 
-def _settings(linear_layers: bool, **others: Any) -> int8.Int8Settings:
-    return int8.Int8Settings(**others, linear=linear_layers)
+def _settings(linear_layers: bool, **more: Any) -> int8.Int8Settings:
+    return int8.Int8Settings(**more, linear=linear_layers)
 
 
 _INPUTS = Pascal8Bit.INPUT_TYPES()["required"].items()

@@ -33,16 +33,16 @@ class PascalFFNChunking(inputs.PascalNode):
     DESCRIPTION = (
         "Runs the model's feed-forward layers on a chunk of the tokens at a time, so that their wide intermediate "
         "tensors (at least four times as wide as the tokens) never exist for all tokens at once. The result is the "
-        "same: a layer is chunked only after a trial in which it treated every token independently, and otherwise runs "
-        "unchunked. For out-of-memory errors while sampling large images and long videos. Works with LoRAs; the "
-        "model's weights and their names stay as they are. When bypassed, the model is exactly the original."
+        "same: only operators that are known to treat every token independently are chunked, and a layer with any "
+        "other runs unchunked. For out-of-memory errors while sampling large images and long videos. Works with LoRAs; "
+        "the model's weights and their names stay as they are. When bypassed, the model is exactly the original."
     )
     SEARCH_ALIASES = ("chunk feed forward", "ffn", "mlp", "out of memory", "low vram", "video", "wan", "flux", "pascal")
     RETURN_TYPES = ("MODEL", "STRING")
     RETURN_NAMES = ("model", "report")
     OUTPUT_TOOLTIPS = (
         "The model with its feed-forward layers chunked. Connect it to the sampler.",
-        "Which layers will be tried, and which cannot be chunked and why. What a run did is shown on the "
+        "Which layers may be chunked, and which cannot be and why. What a run did is shown on the "
         "node, in the log and in Pascal Attention Report.",
     )
 
@@ -115,7 +115,7 @@ def chunk(
     """Let the feed-forward layers of a fresh clone run in chunks. Returns what can be said of each before a run, and
     a sentence about all."""
     budget = budget_mib or budget_from(host.free_and_total_bytes(patched.load_device)[1])
-    binding = FfnBinding(budget_mib=budget, min_tokens=min_tokens, passing=host.interrupts())
+    binding = FfnBinding(budget_mib=budget, min_tokens=min_tokens)
     settings = f"budget {budget} MiB, from {min_tokens} tokens"
     chunking = Chunking(binding, host.name_of_model(patched.model), settings, unique_id)
     chunking.is_quiet = is_quiet

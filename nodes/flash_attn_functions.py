@@ -62,8 +62,8 @@ class PascalFlashAttnFunctions(inputs.PascalNode):
 
     @classmethod
     def IS_CHANGED(cls, enabled: bool = True, **_: Any) -> int:
-        """The same for as long as what is installed in the process, which is no part of the graph, is what this node
-        asks for: else it would run again in every prompt, and the sampler behind it."""
+        """It changes when what is installed in the process, which is no part of the graph, is not what this node asks
+        for: else the node would run again in every prompt, and the sampler behind it."""
         with _lock:
             return _changes[0] + (bool(_installed) != enabled)
 

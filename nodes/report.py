@@ -80,7 +80,7 @@ class PascalAttentionReport(inputs.PascalNode):
 
     @classmethod
     def IS_CHANGED(cls, unique_id: str | None = None, **_: Any) -> int:
-        """The same until something has run since the last report: a prompt in which nothing else runs keeps it, and
+        """It changes when something has run since the last report: a prompt in which nothing else runs keeps it, and
         what hangs on its output."""
         state = _told.setdefault(unique_id, _Told())
         state.number += state.newest is not _newest()

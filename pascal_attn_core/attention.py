@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -9,12 +10,12 @@ import torch
 from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function
 
-from .call import PLAIN, Arguments, AttentionOutput, Results, Wanted, check_call, prepared
+from .call import PLAIN, Arguments, AttentionOutput, Results, Wanted, check_call, order_of_transforms, prepared
 from .call.lazy_mask import LazyMask
 from .config import AttentionConfig, config_of, default_config
-from .routes import choose, is_plainly_short, route_names, why_not
-from .routes.run import gradients, is_watched, run
-from .routes.torch_faults import is_torchs_own, torch_sdpa
+from .routes import choose, route_names, why_not
+from .routes.prepared import Kind, again
+from .routes.run import gradients, run
 
 
 def sdpa(
@@ -66,42 +67,16 @@ def sdpa(
         TypeError, ValueError: invalid or inconsistent arguments; nothing has been computed.
         UnsupportedAttention: the route that the config names cannot take the call; ``.reasons`` says why.
     """
-    if window is None and softcap is None and sinks is None and alignment == "upper_left":
-        out = _by_torch_if_short(query, key, value, attn_mask, dropout_p, is_causal, scale, config)
+    kind = None
+    is_torchs = window is None and softcap is None and sinks is None and alignment == "upper_left"
+    if is_torchs and not torch.compiler.is_compiling():
+        its = default_config() if config is None else config
+        out, kind = again(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, config=its)
         if out is not None:
             return out
-    given = Arguments(
-        query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, alignment, window, softcap, sinks
-    )
-    return _attend(sdpa, given, config, with_lse=False)
-
-
-def _by_torch_if_short(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | LazyMask | None,
-    dropout_p: float,
-    is_causal: bool,
-    scale: float | None,
-    config: AttentionConfig | None,
-) -> Tensor | None:
-    """The output of a call, before any check of it, that torch's function obviously takes as it is; None for others,
-    and where its kernel raises."""
-    if torch.compiler.is_compiling() or not (config is None or isinstance(config, AttentionConfig)):
-        return None
-    config = default_config() if config is None else config
-    if config.route != "auto" or is_watched():
-        return None
-    if not is_plainly_short(config, query, key, value, attn_mask, dropout_p, is_causal, scale):
-        return None
-    try:
-        return torch_sdpa(query, key, value, attn_mask, 0.0, is_causal, scale=scale)
-    except RuntimeError as error:
-        check_call(query, key, value, attn_mask, is_causal=is_causal, scale=scale)  # knows the reason better
-        if not is_torchs_own(error):
-            raise
-        return None
+    more: dict[str, Any] = {"alignment": alignment, "window": window, "softcap": softcap, "sinks": sinks}
+    given = Arguments(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, **more)
+    return _attend(sdpa, given, config, with_lse=False, kind=kind)
 
 
 def sdpa_with_lse(
@@ -122,9 +97,8 @@ def sdpa_with_lse(
 ) -> AttentionOutput:
     """:func:`sdpa` and the natural logarithm of the softmax's denominator, ``[*batch, Hq, L]`` in float32 (float64 for
     float64 inputs), which is differentiable too. Two results over disjoint keys can be merged by their lse."""
-    given = Arguments(
-        query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, alignment, window, softcap, sinks
-    )
+    more: dict[str, Any] = {"alignment": alignment, "window": window, "softcap": softcap, "sinks": sinks}
+    given = Arguments(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, **more)
     return _attend(sdpa_with_lse, given, config, with_lse=True)
 
 
@@ -164,9 +138,8 @@ def sdpa_backward(
         TypeError, ValueError: invalid or inconsistent arguments.
         UnsupportedAttention: the route that the config names cannot compute gradients from given results.
     """
-    given = Arguments(
-        query, key, value, attn_mask, 0.0, is_causal, scale, enable_gqa, alignment, window, softcap, sinks
-    )
+    more: dict[str, Any] = {"alignment": alignment, "window": window, "softcap": softcap, "sinks": sinks}
+    given = Arguments(query, key, value, attn_mask, 0.0, is_causal, scale, enable_gqa, **more)
     call, config = check_call(prepared(given)), config_of(config)
     query, dtype, shape = call.query, call.query.dtype, call.out_shape
     saved = Results(_result("out", out, query, dtype, shape), _result("lse", lse, query, call.sums_dtype, shape[:-1]))
@@ -207,9 +180,8 @@ def explain(
     """Which route :func:`sdpa` would take for this call and why, and why not each of the others. If the choice depends
     on timing two kernels (:mod:`.routes.timing`), they are timed."""
     config = config_of(config)
-    given = Arguments(
-        query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, alignment, window, softcap, sinks
-    )
+    more: dict[str, Any] = {"alignment": alignment, "window": window, "softcap": softcap, "sinks": sinks}
+    given = Arguments(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, **more)
     call = check_call(prepared(given))
     chosen = choose(call, config)
     lines = [f"route {chosen.route}: {chosen.why}"]
@@ -220,9 +192,24 @@ def explain(
     return "\n".join(lines)
 
 
-def _attend(function: Callable[..., Any], given: Arguments, config: AttentionConfig | None, *, with_lse: bool) -> Any:
-    """A call of ``function``: out, or (out, lse). Compiled, traced and fake calls, those of other tensor classes with a
-    dispatch of their own, and calls on meta, where there are shapes only, become one operator."""
+def _may_be_recorded() -> bool:
+    """Whether ``make_fx`` records a call, whose derivatives it does not; or torch.compile, which has left its graph
+    because of a transform, may watch each function that runs."""
+    if order_of_transforms():
+        return "torch._dynamo" in sys.modules
+    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is not None
+
+
+def _attend(
+    function: Callable[..., Any],
+    given: Arguments,
+    config: AttentionConfig | None,
+    *,
+    with_lse: bool,
+    kind: Kind | None = None,
+) -> Any:
+    """A call of ``function``. Compiled, traced and fake calls, those of other tensor classes with a dispatch of their
+    own, and calls on meta, where there are shapes only, become one operator. ``kind``: that its choice is kept for."""
     if not (config is None or isinstance(config, AttentionConfig)):
         config_of(config)  # raises
     is_compiling = torch.compiler.is_compiling()
@@ -232,17 +219,19 @@ def _attend(function: Callable[..., Any], given: Arguments, config: AttentionCon
         if has_torch_function(overriding):
             by_name = {**dict(zip(Arguments._fields[8:], given[8:])), "config": config}
             return handle_torch_function(function, overriding, *given[:8], **by_name)
-    given = prepared(given)
+    as_given, given = given, prepared(given)
     if is_plain and (given.attn_mask is None or type(given.attn_mask) in PLAIN):
         has_dispatch = given.query.is_meta
     else:
         has_dispatch = any(isinstance(t, Tensor) and (t.is_meta or type(t) not in PLAIN) for t in given[:4])
     # While torch.jit.trace records, sizes are tensors, with which no route can work.
-    if is_compiling or has_dispatch or torch._C._get_tracing_state() is not None:
+    if is_compiling or has_dispatch or torch._C._get_tracing_state() is not None or _may_be_recorded():
         from .routes import operator  # not before: where two copies of this package are loaded, both would register it
 
         found = operator.call(given, config, with_lse=with_lse)
         return found if with_lse else found.out
     call = check_call(given)
-    out, lse, *_ = run(call, default_config() if config is None else config, with_lse=with_lse)
+    if any(own is not its for own, its in zip(as_given, (call.query, call.key, call.value, call.attn_mask))):
+        kind = None  # the choice is one for other tensors than those of the kind
+    out, lse, *_ = run(call, default_config() if config is None else config, with_lse=with_lse, kind=kind)
     return AttentionOutput(out, lse) if with_lse else out  # type: ignore[arg-type]

@@ -46,7 +46,8 @@ def attention_map(
     Raises:
         TypeError, ValueError: invalid or inconsistent arguments, or a row that does not exist.
     """
-    given = Arguments(query, key, key, attn_mask, 0.0, is_causal, scale, enable_gqa, alignment, window, softcap, sinks)
+    more: dict[str, Any] = {"alignment": alignment, "window": window, "softcap": softcap, "sinks": sinks}
+    given = Arguments(query, key, key, attn_mask, 0.0, is_causal, scale, enable_gqa, **more)
     call = check_call(prepared(given))
     chosen = _row_numbers(rows, call)
     mask, band = _mask_rows(call, chosen), _band_rows(call, chosen)

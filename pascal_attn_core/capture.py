@@ -27,9 +27,9 @@ from torch import Tensor
 from .call import PLAIN, AttentionCall, distinct
 from .call.lazy_mask import LazyMask
 from .machine.device import MIB
+from .observe.report import add_observer
 from .patching.interception import SDPA_NAME, bind_sdpa
 from .patching.patch import Patch, replaced
-from .routes.run import add_observer
 
 __all__ = ["CapturedCall", "capture", "load_calls", "observe"]
 

@@ -46,7 +46,8 @@ class AttentionConfig:
         fused: whether the fused kernel may be used at all.
         budget_mib: largest extra memory of one call in MiB: everything but the inputs and the output; in the backward
             pass everything but the gradients and, for 16-bit inputs, the float32 sums of one key/value head's
-            gradients. None = 64 on a GPU; 4 on a CPU, 6.5 for the backward pass.
+            gradients. None = 64 on a GPU; 4 on a CPU, 6.5 for the backward pass; then copies no larger than the inputs
+            may take a quarter of a GPU's free memory.
         q_block: query tokens per tile; None = chosen from the device, the shapes and the budget.
         kv_block: key tokens per tile; None = chosen likewise. The budget holds for a given tile size too: the call
             raises ValueError if the tile does not fit.
@@ -181,7 +182,8 @@ class UnsupportedAttention(Unsupported, NotImplementedError):
     def __init__(self, route: str, reasons: list[str]):
         super().__init__(*reasons)
         self.route = route
-        self.args = (f"route {route!r} cannot take this call: {'; '.join(reasons)}; use route='auto'",)
+        hint = "" if route == "auto" else "; use route='auto'"
+        self.args = (f"route {route!r} cannot take this call: {'; '.join(reasons)}{hint}",)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (self.route, self.reasons), self.__dict__

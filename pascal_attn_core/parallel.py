@@ -26,12 +26,13 @@ from .attention import sdpa, sdpa_backward, sdpa_with_lse
 from .call import Arguments, AttentionCall, check_call, prepared
 from .config import AttentionConfig, config_of
 from .routes import choose
-from .routes.route import Grads, in_any_graph
+from .routes.derivatives import Grads, in_any_graph
 
 __all__ = ["context_parallel_sdpa"]
 
 Group = Any  # torch.distributed.ProcessGroup, which a torch without distributed has not
 _NO_MASK = -1  # rows and columns of a mask that is None
+_UNDIVIDED = "keys of several processes", "compute it in one process"  # for gradients of gradients
 
 
 def context_parallel_sdpa(
@@ -306,7 +307,7 @@ class _Ring(torch.autograd.Function):
                     held = held if passing is None else passing.arrived()
             return tuple(grad.to(query.dtype) for grad in (grad_query, *held))
 
-        grads = in_any_graph(compute, "context_parallel_sdpa", grad_out, None, (query, key, value))
+        grads = in_any_graph(compute, _UNDIVIDED, grad_out, None, (query, key, value))
         return *grads, None, None, None
 
 

@@ -5,14 +5,14 @@ It replaces the attribute ``torch.nn.functional.scaled_dot_product_attention``. 
 earlier keeps torch's; inside ``with patch_sdpa():`` its calls are redirected too, in the thread that entered the block.
 Short calls (``math_limit_mib``), which ``sdpa`` would pass to torch unchanged, go to torch directly. So does everything
 that ``sdpa`` does not support, with torch's results and errors: nested, sparse and quantised tensors, tensor
-subclasses, ``torch.func`` transforms, tracing and export (a graph that leaves this process holds torch's operator), and
-arguments that torch refuses. ``torch.jit.script`` compiles torch's function.
+subclasses, ``torch.func`` transforms that want no more than torch's kernels have (gradients, and ``vmap``), tracing and
+export (a graph that leaves this process holds torch's operator), and arguments that torch refuses. ``torch.jit.script``
+compiles torch's function.
 
 In eval mode ``nn.TransformerEncoder`` and ``nn.MultiheadAttention`` have a native fast path that never calls the
-function. ``torch.backends.mha.set_fastpath_enabled(False)`` turns it off. The tiled and fused routes have no double
-backward: remove the patch for a gradient penalty. A model with activation checkpointing needs the patch in its backward
-pass too; functions that it has imported by name are not redirected there, because torch function modes are not active
-while torch runs the backward pass.
+function. ``torch.backends.mha.set_fastpath_enabled(False)`` turns it off. A model with activation checkpointing needs
+the patch in its backward pass too; functions that it has imported by name are not redirected there, because torch
+function modes are not active while torch runs the backward pass.
 
 If the switch was set before torch's own ``context_parallel`` is entered, calls inside it stay torch's; inside it the
 switch cannot be set. To divide tokens among processes with this package, see :mod:`pascal_attn_core.parallel`.
@@ -31,13 +31,11 @@ from torch import Tensor
 from torch.overrides import _get_current_function_mode, handle_torch_function
 
 from .attention import sdpa
-from .call import PLAIN, check_call, is_causal_bias
+from .call import PLAIN, check_call, is_causal_bias, order_of_transforms
 from .config import AttentionConfig, check_number, config_of, log_once, number_of, switched_on
-from .patching.interception import SDPA_NAME, TORCH_SDPA, SdpaMode, bind_sdpa
+from .patching.interception import POSITIONAL, SDPA_NAME, TORCH_SDPA, SdpaMode, bind_sdpa
 from .patching.patch import Patch
-from .routes import is_plainly_short
-from .routes.run import is_watched
-from .routes.torch_faults import is_torchs_own
+from .routes.prepared import again
 
 __all__ = ["disable", "enable", "is_enabled", "patch_sdpa"]
 
@@ -47,19 +45,17 @@ _lock = threading.RLock()
 _enabled: Patch | None = None
 
 
-def enable(
-    config: AttentionConfig | None = None, *, min_tokens: int | None = None, min_keys: int | None = None
-) -> None:
+def enable(config: AttentionConfig | None = None, *, min_keys: int | None = None) -> None:
     """Send the attention calls of all threads of this process to :func:`pascal_attn_core.sdpa` until :func:`disable`.
 
     A second call changes the config. With ``PASCAL_ATTN_DISABLE=1`` in the environment it does nothing.
 
     Args:
-        config, min_tokens, min_keys: see :func:`patch_sdpa`.
+        config, min_keys: see :func:`patch_sdpa`.
     """
     global _enabled
     with _lock:
-        earlier, _enabled = _enabled, patch_sdpa(config, min_tokens=min_tokens, min_keys=min_keys)
+        earlier, _enabled = _enabled, patch_sdpa(config, min_keys=min_keys)
         if earlier is not None:
             earlier.remove()
 
@@ -86,9 +82,7 @@ def enable_if_asked() -> bool:
     return is_enabled()
 
 
-def patch_sdpa(
-    config: AttentionConfig | None = None, *, min_tokens: int | None = None, min_keys: int | None = None
-) -> Patch:
+def patch_sdpa(config: AttentionConfig | None = None, *, min_keys: int | None = None) -> Patch:
     """Send the attention calls of this process to :func:`pascal_attn_core.sdpa` until ``.remove()``.
 
     As a context manager it also redirects, in the thread that enters the block, code that imported torch's function by
@@ -98,17 +92,15 @@ def patch_sdpa(
 
     Args:
         config: how to compute; None = the environment's.
-        min_tokens: calls with fewer keys (S) go to torch unchanged; None = ``PASCAL_ATTN_MIN_KEYS`` in the environment,
+        min_keys: calls with fewer keys (S) go to torch unchanged; None = ``PASCAL_ATTN_MIN_KEYS`` in the environment,
             or 0 if that is not set.
-        min_keys: another name for ``min_tokens``.
     Raises:
         TypeError, ValueError: an invalid argument.
         RuntimeError: torch's ``context_parallel`` is in force, see the module.
     """
     config = config_of(config)
-    name, least = ("min_tokens", min_tokens) if min_keys is None else ("min_keys", min_keys)
-    least = number_of("PASCAL_ATTN_MIN_KEYS") if least is None else least
-    check_number(name, least, int, 0)
+    least = number_of("PASCAL_ATTN_MIN_KEYS") if min_keys is None else min_keys
+    check_number("min_keys", least, int, 0)
     if switched_on("PASCAL_ATTN_DISABLE"):
         log.info("PASCAL_ATTN_DISABLE is set: %s stays torch's", SDPA_NAME)
         return Patch(SDPA_NAME, lambda: None, sites=0)
@@ -223,15 +215,14 @@ def _attend(original: Any, patch: _SdpaPatch, args: tuple, kwargs: dict[str, Any
         return sdpa(*args, **kwargs, config=config) if _is_known(args, kwargs) else original(*args, **kwargs)
     try:
         if not torch._C._len_torch_function_stack():
-            if _is_plainly_short(config, args, kwargs):
-                return TORCH_SDPA(*args, **kwargs)
+            out, _ = again(*args, **kwargs, config=config)
         else:
             with torch._C.DisableTorchFunction():  # under a mode each look at a tensor would be a call of the mode
-                if _is_plainly_short(config, args, kwargs):
-                    return TORCH_SDPA(*args, **kwargs)
-    except RuntimeError as error:  # another route may take what torch's kernel does not; else the error comes again
-        if not is_torchs_own(error):
-            raise
+                out, _ = again(*args, **kwargs, config=config)
+        if out is not None and len(args) <= POSITIONAL:
+            return out
+    except (TypeError, ValueError):  # arguments that torch's function does not have, or refuses: it will say so
+        pass
     if not _is_known(args, kwargs):
         return _passed_on(original, args, kwargs)
     try:
@@ -244,9 +235,9 @@ def _attend(original: Any, patch: _SdpaPatch, args: tuple, kwargs: dict[str, Any
 
 
 def _passed_on(original: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
-    """What ``original`` answers. torch's CausalBias acts only in calls of the function that stands at torch's name,
-    where ours stands: it is asked directly, or torch's function would take its numbers for a mask."""
-    mask = args[3] if len(args) > 3 else kwargs.get("attn_mask")
+    """Return what ``original`` answers. torch's CausalBias acts only in calls of the function that stands at torch's
+    name, where ours stands: it is asked directly, or torch's function would take its numbers for a mask."""
+    mask: Any = args[3] if len(args) > 3 else kwargs.get("attn_mask")
     if original is TORCH_SDPA and is_causal_bias(mask):
         return type(mask)._dispatch(*args, **kwargs)
     return original(*args, **kwargs)
@@ -255,14 +246,6 @@ def _passed_on(original: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
 def _has_fewer_keys(least: int, args: tuple, kwargs: dict[str, Any]) -> bool:
     key = args[1] if len(args) > 1 else kwargs.get("key")
     return isinstance(key, Tensor) and not key.is_nested and key.dim() > 1 and key.shape[-2] < least
-
-
-def _is_plainly_short(config: AttentionConfig, args: tuple, kwargs: dict[str, Any]) -> bool:
-    """Whether :func:`sdpa` would give the call to torch's function at first sight."""
-    try:
-        return is_plainly_short(config, *args, **kwargs) and not is_watched()
-    except TypeError:  # arguments that torch's function does not have, or too few
-        return False
 
 
 def _is_refused(args: tuple, kwargs: dict[str, Any]) -> bool:
@@ -288,17 +271,8 @@ def _is_known(args: tuple, kwargs: dict[str, Any]) -> bool:
         return False
     if mask is not None and (call.is_causal or (type(mask) not in PLAIN and not is_causal_bias(mask))):
         return False
-    if _transforms_are_active():
+    if order_of_transforms() == 1:
         return False
     if torch.compiler.is_compiling():
         return not (hasattr(torch.compiler, "is_exporting") and torch.compiler.is_exporting())
     return not torch.jit.is_tracing()
-
-
-def _transforms_are_active() -> bool:
-    return torch._C._are_functorch_transforms_active()
-
-
-# As torch.compiler.assume_constant_result does, which would import the compiler: older ones cannot trace that function.
-# A graph is guarded by the transforms around it.
-_transforms_are_active._dynamo_marked_constant = True  # type: ignore[attr-defined]

@@ -114,7 +114,8 @@ class FileLayers:
         if self.calls <= _MEASURED and has_numbers(x):
             part = Int8Matrix(matrix.codes[:FEW_OUTPUTS], matrix.scales[:FEW_OUTPUTS], matrix.rotation)
             try:
-                self.error = max(self.error, relative_error(sample_of(x, FEW_ROWS, self.calls), part.float(), part))
+                found = relative_error(sample_of(x, FEW_ROWS, self.calls), part.float(), part)
+                self.error = max(self.error, found.error)
             except out_of_memory():
                 pass
 

@@ -325,10 +325,7 @@ class Engine:
             config = self._config_for(call, place.block)
             choice = choose(call, config)
             decision = _Decision(_taken(place, call, choice), config, choice.route)
-            if not isinstance(choice.plan, TorchForm):
-                decision.choice = choice
-            elif _is_as_it_came(choice.plan, call):
-                decision.choice = replace(choice, plan=None)  # it would keep the tensors
+            decision.choice = choice
         self._remember(known, decision)
         return decision
 
@@ -382,7 +379,8 @@ class Engine:
         shapes = (kind.route, kind.query, kind.key, kind.mask)
         meter = Meter(run, tally, device, measures=asked and is_new and shapes not in self._metered)
         self._metered |= {shapes} if meter.measures else set()
-        one_kernel = decision.choice is not None and decision.route in ("torch", "math")
+        form = choice.plan
+        one_kernel = form.is_one_call if isinstance(form, TorchForm) else decision.route in ("torch", "math")
         with nullcontext() if one_kernel else between_blocks(self._checkpoint(kind.block)), meter:
             out = run_call(call, config, with_lse=False, choice=choice, stats=stats)[0]
             meter.out_bytes = out.numel() * out.element_size()
@@ -459,17 +457,6 @@ class Engine:
                 host.send_status(f"{self.subject}, {block}: attention {done / total:.0%}", self.unique_id)
 
         return checkpoint
-
-
-def _is_as_it_came(form: TorchForm, call: AttentionCall) -> bool:
-    """Whether torch's kernel is called once, with the very tensors of the call."""
-    mask, given = form.attn_mask, call.attn_mask
-    if mask is not given:
-        if not isinstance(given, Tensor) or mask is None or mask.data_ptr() != given.data_ptr():
-            return False
-        if (mask.shape, mask.stride()) != (given.shape, given.stride()):
-            return False
-    return form.is_one_call and form.query is call.query and form.key is call.key and form.value is call.value
 
 
 def _kind(place: Place, call: AttentionCall, outcome: str, route: str, why: str, **more: Any) -> CallKind:

@@ -271,7 +271,8 @@ class Run:
         """``"228 calls, 228 taken (torch 200, tiled 28), 0 passed to ComfyUI"``."""
         routes = ", ".join(f"{route} {count}" for route, count in self.routes().items())
         taken = f"{self.count(TAKEN)} taken{f' ({routes})' if routes else ''}"
-        return f"{self.count()} calls, {taken}, {self.count(PASSED)} passed to ComfyUI"
+        calls = self.count()
+        return f"{calls} call{'' if calls == 1 else 's'}, {taken}, {self.count(PASSED)} passed to ComfyUI"
 
     def line(self) -> str:
         """``"Flux: 228 calls, ..."``, after what else was gained; without either the first note."""

@@ -17,7 +17,7 @@ from ...pascal_attn_core.int8.report import Int8Report, together
 from ...pascal_attn_core.patching.patch import OFF as NOT_CHOSEN
 from ...pascal_attn_core.patching.patch import ON, REFUSED, UNABLE, WAITING
 from ...pascal_attn_core.patching.selectors import matches
-from ..comfy import comfy_kitchen, host
+from ..comfy import comfy_kitchen, host, others
 from ..comfy.by_name import OVERRIDE
 from ..comfy.weights import LoadedWeight
 from ..engine.runs import Run
@@ -74,6 +74,7 @@ class Int8Settings:
         max_error, include, exclude, weights, int8_files: of linear layers; linear: whether they run in 8 bits.
         only_faster: whether linear layers that 8 bits do not make faster stay in float.
         attention: "auto" = in 8 bits, but not on a CPU; "always" or "off"; attention_max_error: of its layers.
+        earlier_patch: of another pack, on attention: one of the choices of ``others``.
     """
 
     max_error: float
@@ -85,6 +86,7 @@ class Int8Settings:
     attention: str = OFF
     attention_max_error: float = 0.0
     only_faster: bool = False
+    earlier_patch: str = others.AUTO
 
     @property
     def options(self) -> Options:
@@ -158,7 +160,7 @@ def patch(model: Any, wanted: Int8Settings, unique_id: str | None) -> tuple[Any,
     layers, network = Int8Layers(patched, wanted, unique_id), network_of(patched)
     install(patched, layers)
     comfy_kitchen.install(patched, layers.files)
-    int8_attention.install(patched, layers.attention)
+    int8_attention.install(patched, layers.attention, wanted.earlier_patch)
     reports = layers.reports(patched)
     first, more = f"{layers.subject}: {layers.settings}", []
     if wanted.linear:
@@ -179,8 +181,8 @@ def status(report: Int8Report, subject: str, settings: str) -> str:
     if report.able or not report.lines:
         text += f", {settings}"
     words = ((NOT_CHOSEN, "left"), (UNABLE, "cannot be"))
-    others = [f"{report.count(state)} {word}" for state, word in words if report.count(state)]
-    return "; ".join(filter(None, [text, ", ".join(others)]))
+    left = [f"{report.count(state)} {word}" for state, word in words if report.count(state)]
+    return "; ".join(filter(None, [text, ", ".join(left)]))
 
 
 def warnings_of(report: Int8Report, *, is_file_in_int8: bool = False) -> list[str]:

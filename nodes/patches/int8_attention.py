@@ -17,10 +17,11 @@ from ...pascal_attn_core.int8.attention import AttentionSite
 from ...pascal_attn_core.int8.judged import Int8Options, has_numbers, limit_of
 from ...pascal_attn_core.int8.report import Int8Report
 from ..comfy import host
-from ..comfy.by_name import OVERRIDE
+from ..comfy.by_name import OVERRIDE, Attention
 from ..comfy.layout import HostCall, empty_containers
+from ..comfy.others import AUTO as EARLIER
 from ..engine.runs import block_name
-from .override import marked, owner_of, pass_to, previous_of
+from .override import marked, owner_of, pass_to, passed_on, previous_of, split
 
 AUTO, ALWAYS, OFF = CHOICES = ("auto", "always", "off")
 KEY = f"{host.KEY}_int8"
@@ -42,7 +43,7 @@ class AttentionLayers:
     """
 
     def __init__(self, max_error: float):
-        self.options = Int8Options(limit_of(max_error), "", median_times)
+        self.options = Int8Options(limit_of(max_error), "", median_times, only_faster=True)
         self._sites: dict[str, AttentionSite] = {}
         self._names = _Names()
 
@@ -102,8 +103,9 @@ def layers_in(override: Any) -> AttentionLayers | None:
     return None
 
 
-def install(patched: Any, layers: AttentionLayers | None) -> None:
-    """Put our override on a fresh clone, in front of the one it had; one of ours that it had in front goes."""
+def install(patched: Any, layers: AttentionLayers | None, earlier: str) -> None:
+    """Put our override on a fresh clone, in front of the one it had, or behind it by the choice of ``others``; one of
+    ours that it had in front goes."""
     from comfy.patcher_extension import WrappersMP
 
     options = host.own_options(patched)
@@ -111,21 +113,27 @@ def install(patched: Any, layers: AttentionLayers | None) -> None:
     before = previous_of(options.pop(OVERRIDE, None), AttentionLayers)
     if layers is not None:
         patched.add_wrapper_with_key(WrappersMP.APPLY_MODEL, KEY, layers.around_model)
-        before = make_override(layers, before)
+        before = make_override(layers, before, earlier)
     if before is not None:
         options[OVERRIDE] = before
 
 
-def make_override(layers: AttentionLayers, previous: Callable[..., Any] | None) -> Callable[..., Any]:
+def make_override(layers: AttentionLayers, previous: Attention | None, earlier: str = EARLIER) -> Attention:
     """``override(func, *args, **kwargs)`` as ComfyUI calls it: in 8 bits, or else exactly, by ``previous`` or by the
-    host's own function. A closure, see :func:`.override.make_override`."""
+    host's own function; another pack's override that may change the result gets every call first. A closure, see
+    :func:`.override.make_override`."""
+    first, rest = split(previous, earlier)
+
+    def alone(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        out = None if torch.compiler.is_compiling() else layers.attend(args, kwargs)
+        return pass_to(func, rest, args, kwargs) if out is None else out
 
     def attention_in_8_bits(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        out = None if torch.compiler.is_compiling() else layers.attend(args, kwargs)
-        return pass_to(func, previous, args, kwargs) if out is None else out
+        return alone(func, *args, **kwargs) if first is None else first(passed_on(alone, func), *args, **kwargs)
 
     stores_scores = not getattr(previous, "memory_efficient", False)
-    override = marked(attention_in_8_bits, layers, previous, stores_scores=stores_scores)
+    is_behind = None if first is None else alone
+    override = marked(attention_in_8_bits, layers, previous, stores_scores=stores_scores, alone=is_behind)
     # The words of the node by which other nodes' reports name it.
     override.__module__, override.__qualname__ = f"{__name__.rpartition('.patches.')[0]}.eight_bit", "Pascal8Bit.patch"
     return override

@@ -18,6 +18,7 @@ from ...pascal_attn_core.vae.banded import Banded
 from ..comfy import host
 from ..comfy.by_name import Attention, caught
 from ..comfy.layout import HostCall, NotOurs, empty_containers, has_containers, signature
+from ..comfy.others import runs_first as goes_first
 from ..engine.compare import Difference, with_host, with_torch
 from ..engine.engine import Engine
 from ..engine.runs import Place, block_name
@@ -90,25 +91,46 @@ def make_override(engine: Engine, scope: Scope, previous: Attention | None, *, r
     """
     behind = previous is not None and runs_first
 
+    def came() -> None:
+        if not torch.compiler.is_compiling():
+            engine.run.came_before += 1
+
+    def answer(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        return _answer(engine, scope, func, None, args, kwargs)
+
+    def alone(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        came()
+        return answer(func, *args, **kwargs)
+
     def attention_by_pascal_attn(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if previous is None or not behind:
             return _answer(engine, scope, func, previous, args, kwargs)
-
-        def passed_on(*args: Any, **kwargs: Any) -> Any:
-            return _answer(engine, scope, func, None, args, kwargs)
-
-        if not torch.compiler.is_compiling():
-            passed_on.__name__ = getattr(func, "__name__", "attention")
-            engine.run.came_before += 1
-        return previous(passed_on, *args, **kwargs)
+        came()
+        return previous(passed_on(answer, func), *args, **kwargs)
 
     stores_scores = behind and not getattr(previous, "memory_efficient", False)
-    return marked(attention_by_pascal_attn, engine, previous, stores_scores=stores_scores, behind=behind)
+    alone_behind = alone if behind else None
+    return marked(attention_by_pascal_attn, engine, previous, stores_scores=stores_scores, alone=alone_behind)
 
 
-def marked(override: Any, owner: Any, previous: Attention | None, *, stores_scores: bool, behind: bool = False) -> Any:
-    """An override with its owner and the one before it, and the attributes that ComfyUI reads."""
-    override.pascal_attn = (override, owner, previous)  # itself, since functools.wraps of another pack copies marks
+def passed_on(override: Attention, func: Callable[..., Any]) -> Callable[..., Any]:
+    """Return what an override that runs first is given in place of ``func``, the host's own function."""
+
+    def attention(*args: Any, **kwargs: Any) -> Any:
+        return override(func, *args, **kwargs)
+
+    if not torch.compiler.is_compiling():
+        attention.__name__ = getattr(func, "__name__", "attention")
+    return attention
+
+
+def marked(
+    override: Any, owner: Any, previous: Attention | None, *, stores_scores: bool, alone: Attention | None = None
+) -> Any:
+    """An override with its owner and the one before it, and the attributes that ComfyUI reads; ``alone``: ours without
+    the one before, where that runs first."""
+    behind = alone is not None
+    override.pascal_attn = (override, owner, previous, alone)  # itself: functools.wraps of another pack copies marks
     override.memory_efficient = not stores_scores  # for ComfyUI's estimate of a step's memory
     # Given tensors in containers, ComfyUI unpacks them for an override without this attribute; it is there only so
     # that an override further back which wants them still gets them.
@@ -153,7 +175,7 @@ def pass_to(func: Callable[..., Any], previous: Callable[..., Any] | None, args:
 
 def owner_of(override: Any) -> Any:
     """The engine or the 8-bit layers behind an override of ours, None for any other."""
-    itself, owner, _ = getattr(override, "pascal_attn", (None, None, None))
+    itself, owner, *_ = getattr(override, "pascal_attn", (None, None))
     return owner if itself is override else None
 
 
@@ -165,6 +187,15 @@ def engine_of(override: Any) -> Engine | None:
 def previous_of(override: Any, kind: type = Engine) -> Any:
     """The override to which one of ours with an owner of this kind passes calls; any other is returned as it is."""
     return override.pascal_attn[2] if isinstance(owner_of(override), kind) else override
+
+
+def split(previous: Attention | None, choice: str) -> tuple[Attention | None, Attention | None]:
+    """The overrides before one of ours: another pack's that every call goes to first, by the choice of ``others``, and
+    the one that gets what ours leaves."""
+    if engine_of(previous) is not None:
+        *_, others_own, alone = previous.pascal_attn  # type: ignore[union-attr]
+        return (None, previous) if alone is None else (others_own, alone)
+    return (previous, None) if goes_first(previous, choice) else (None, previous)
 
 
 # ---- calls that bypass it --------------------------------------------------------------------------------------------

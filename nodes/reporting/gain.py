@@ -85,6 +85,8 @@ def _nothing_because(runs: Sequence[Run], attention: str) -> str:
     extra = max((tally.extra_bytes for _, tally in taken if tally.extra_bytes is not None), default=None)
     scores = max(kind.math_bytes for kind, _ in taken)
     never = f"{size_text(scores)} of scores in a call are never stored" if scores >= _LEAST_BYTES else ""
+    if never and ("split" in attention or "sub_quad" in attention):
+        never += f" (ComfyUI's own {attention} splits them, too)"
     most = "" if extra is None else f"{size_text(extra)} extra at most in a call"
     return f"Fits: {', '.join(filter(None, [never, most])) or 'small calls only'}{share}"
 

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import torch
 
-from ...pascal_attn_core.machine.device import MIB
 from ..engine.runs import CallKind
 
 
 def size_text(num_bytes: float) -> str:
     """``"63 MiB"``, ``"1.25 GiB"``: three digits at most."""
-    mib = num_bytes / MIB
-    return f"{mib:.3g} MiB" if mib < 999 else f"{mib / 1024:.3g} GiB"
+    power = 1 + (num_bytes >= 999 * 1024) + (num_bytes >= 999 * 1024**2)
+    return f"{num_bytes / 1024**power:.3g} {('KiB', 'MiB', 'GiB')[power - 1]}"
 
 
 def duration_text(seconds: float) -> str:

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from .flex_rules import WINDOW, ScoreRule, block_rule, is_block_mask, known_of
 from .lazy_mask import LazyMask
@@ -148,6 +149,7 @@ class AttentionCall:
         offset: 0 for the upper-left alignment, S - L for the lower-right one.
         score_rule: what FlexAttention's ``score_mod`` makes of the scores, before the mask; None = off.
         needs_grad, needs_mask_grad: gradients will be wanted, that of attn_mask among them.
+        order: of the derivatives that may be wanted while it runs, 1 = gradients; see :func:`order_of_transforms`.
     """
 
     query: Tensor
@@ -173,6 +175,7 @@ class AttentionCall:
     sinks: Tensor | None = None
     needs_mask_grad: bool = False
     score_rule: ScoreRule | None = None
+    order: int = 1
 
     @cached_property
     def sums_dtype(self) -> torch.dtype:
@@ -332,14 +335,39 @@ def _wanted_gradients(
     query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | LazyMask | None, sinks: Tensor | None
 ) -> dict[str, Any]:
     """Whether gradients will be wanted, as fields of :class:`AttentionCall`."""
+    order = max(1, order_of_transforms())
+    if order > 1 and not torch._C._are_functorch_transforms_active():
+        order = 2 if any(map(_has_tangent, (query, key, value, attn_mask, sinks))) else 1
     if not torch.is_grad_enabled():
-        return {"needs_grad": False, "needs_mask_grad": False}
+        return {"needs_grad": False, "needs_mask_grad": False, "order": order}
     of_mask = attn_mask is not None and attn_mask.requires_grad
     of_inputs = query.requires_grad or key.requires_grad or value.requires_grad
     return {
+        "order": order,
         "needs_grad": of_mask or of_inputs or (sinks is not None and sinks.requires_grad),
         "needs_mask_grad": of_mask,
     }
+
+
+def order_of_transforms() -> int:
+    """The highest derivatives that may be asked of a call made here while it runs: 0 = none, 1 = gradients or vmap of
+    ``torch.func``, 2 = tangents, or gradients of gradients, 3 = more of either."""
+    if not torch._C._are_functorch_transforms_active():
+        return 2 if forward_ad._current_level >= 0 else 0
+    kinds = [str(each.key()).rpartition(".")[2] for each in torch._C._functorch.get_interpreter_stack() or ()]
+    tangents = max(kinds.count("Jvp"), int(forward_ad._current_level >= 0))
+    if tangents:
+        return 3 if tangents + kinds.count("Grad") > 2 or tangents > 1 else 2
+    return max(1, min(3, kinds.count("Grad")))
+
+
+# As torch.compiler.assume_constant_result does, which would import the compiler: older ones cannot trace that function.
+# A graph is guarded by the transforms around it.
+order_of_transforms._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+def _has_tangent(tensor: Tensor | LazyMask | None) -> bool:
+    return isinstance(tensor, Tensor) and forward_ad.unpack_dual(tensor).tangent is not None
 
 
 def _number(name: str, value: Any) -> float:

@@ -100,13 +100,13 @@ class ScoreTile(NamedTuple):
             [GradientEdge(node, 0) for node in nodes] if all(node.name() == _INDEX for node in nodes) else [edge]
             for edge, nodes in zip(edges, readers)
         ]
-        sources = (leaf, *chain.from_iterable(wanted))
+        sources: Any = (leaf, *chain.from_iterable(wanted))
         of_scores, *rest = torch.autograd.grad(values, sources, grad.to(values.dtype), allow_unused=True)
         found = iter(rest)
         for total, own in zip(sums, wanted):
             for edge, part in zip(own, found):
                 if part is not None and edge.node.name() == _INDEX:
-                    indices = edge.node._saved_indices
+                    indices = edge.node._saved_indices  # type: ignore[attr-defined]
                     torch.ops.aten.index_put_(total, indices, part.to(total.dtype), accumulate=True)
                 elif part is not None:
                     total.add_(part)
@@ -237,8 +237,8 @@ _IMPORT = dis.opmap["IMPORT_NAME"]
 
 
 def state_of(function: object) -> list[Any] | None:
-    """What the results of a function follow from: code, and the numbers and functions that it refers to, to be compared
-    by ``==``. None if it may read anything else."""
+    """Return what the results of a function follow from: code, and the numbers and functions that it refers to, to be
+    compared by ``==``. None if it may read anything else."""
     found: list[Any] = []
     return found if _add_state(function, found) else None
 
@@ -307,9 +307,10 @@ class BlockRule(LazyMask):
         if sizes != shape[2:] and not is_whole:
             raise ValueError(f"block_mask must be made for (L, S) = {tuple(shape[2:])}, got one for {sizes}")
         lists = _kept(block_mask, "lists", _lists_of(block_mask))
-        self.states = lists.get(shape[2:])
-        if self.states is None:
-            self.states = lists[shape[2:]] = _states(block_mask, counts)
+        states = lists.get(shape[2:])
+        if states is None:
+            states = lists[shape[2:]] = _states(block_mask, counts)
+        self.states: Tensor = states
         for name, size, own in zip(("batch size", "number of heads"), shape, self.states.shape):
             if own not in (1, size):
                 raise ValueError(f"the {name} of block_mask must be 1 or {size}, got {own}")

@@ -18,7 +18,7 @@ import torch
 from ..config import cache_folder, switched_on
 from ..machine.out_of_memory import with_room
 from ..machine.own_thread import in_backward, in_own_thread
-from ..machine.runtime import Runtime
+from ..machine.runtime import Runtime, begin_epoch
 from ..machine.storage import name_for, read_object, write_object
 
 log = logging.getLogger("pascal_attn")
@@ -117,6 +117,7 @@ class Contest(Generic[Kind]):
         if in_backward():
             if kind not in known and may_wait:
                 self._postponed[kind] = measure
+                begin_epoch()  # so that something is asked
             return known.get(kind)
         with self._lock:
             for each in [each for each, due in self._again.items() if time.monotonic() >= due]:
@@ -126,6 +127,7 @@ class Contest(Generic[Kind]):
             for each, work in waiting.items():
                 if each not in known:
                     known[each] = self._found(each, work)
+                    begin_epoch()
                     self.save()
             return known[kind]
 

@@ -4,9 +4,9 @@
         model(x)
     print(patch.report())
 
-Each module keeps its place, its class and its state-dict keys; what changes is the ``forward`` of the instance. Before
-a module runs in slices it is tried whether it treats every token independently (see :mod:`.trial`); until then, and if
-it does not, it runs whole, as if it had not been patched.
+Each module keeps its place, its class and its state-dict keys; what changes is the ``forward`` of the instance. Its
+code runs once a call, on tensors without data (:mod:`.graph`). Only operators that are known to treat every token by
+itself (:mod:`.rules`) then run slice by slice; any other makes the call run as if the module had not been patched.
 """
 
 from __future__ import annotations
@@ -34,7 +34,6 @@ def patch_ffn(
     min_seq: int | None = None,
     include: Any = None,
     exclude: Any = None,
-    verify: bool = True,
     checkpoint: bool = True,
     verbose: bool = False,
 ) -> FfnPatch:
@@ -43,8 +42,8 @@ def patch_ffn(
     Args:
         model: any module, or a diffusers pipeline: then its denoisers, both of Wan 2.2 for example, and the names of
             their modules begin with that of the component (``"transformer_2.blocks.0.ffn"``).
-        budget_mib: largest extra memory of one call in MiB, besides the input and the output; None = 64. The smallest
-            number of slices that stays within it is used, since each reads the weights again. A call that fits runs
+        budget_mib: largest extra memory of one call in MiB, besides its input and output; None = a quarter of a GPU's
+            free memory, or 64 if that is more. The fewest slices that stay within it are used; a call that fits runs
             whole.
         chunk_tokens: maximum number of tokens per slice, instead of a budget.
         num_chunks: number of slices, instead of a budget; None or 0 = ``PASCAL_ATTN_FFN_CHUNKS`` in the environment, or
@@ -54,7 +53,6 @@ def patch_ffn(
         include: exactly these modules instead of those recognised: a shell pattern for the qualified name
             (``"blocks.*.ffn"``), a class, a predicate ``(name, module) -> bool``, or several of them.
         exclude: modules that stay whole, given in the same way.
-        verify: try each module on a few of its tokens before its first call in slices. False = trust all of them.
         checkpoint: where gradients are needed, each slice is recomputed in the backward pass, which costs about a third
             of the module's time; otherwise the wide tensors of all slices would be kept. False = such calls run whole.
         verbose: print which modules were found; ``report()`` lists the same, and later how each of them runs.
@@ -78,7 +76,6 @@ def patch_ffn(
         chunk_tokens=chunk_tokens,
         num_chunks=num_chunks or None,
         min_tokens=min_tokens if min_seq is None else min_seq,
-        verify=verify,
         checkpoint=checkpoint,
     )
     patch = require_sites(FfnPatch(type(target).__name__, model, binding))
@@ -96,7 +93,7 @@ class FfnPatch(Patch):
 
     @property
     def num_wrapped(self) -> int:
-        """Number of modules that run in slices if they pass their trial and it saves memory; 0 after removal."""
+        """Number of modules that run in slices where their operators allow it and it saves memory; 0 after removal."""
         return self.sites if self.active else 0
 
     def report(self) -> FfnReport:

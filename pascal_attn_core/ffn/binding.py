@@ -14,12 +14,8 @@ from .report import FfnReport, report_line
 
 
 class FfnBinding:
-    """Feed-forward modules in slices. The result of a trial is kept while a model is detached, for all modules that are
-    built alike.
-
-    It serves several copies of a model (one per device) and keeps none of them alive. Several bindings may be attached
-    to a module, in any order; the newest applies.
-    """
+    """Feed-forward modules in slices. It serves several copies of a model (one per device) and keeps none of them
+    alive. Several bindings may be attached to a module, in any order; the newest applies."""
 
     def __init__(self, *, include: Any = None, exclude: Any = None, **options: Any):
         self.settings = FfnSettings(**options)
@@ -33,7 +29,6 @@ class FfnBinding:
         found = list(find_ffn(model, self._include, self._exclude))
         modules = [each.module for each in found if not each.state]
         for module in modules:
-            # Nothing has compared the module's state in between, or the forward that it has now.
             site = self._sites[module] = FfnSite(self.settings, used=self._site(module).used)
             site.sliced = weakref.ref(place(module, site))
         return len(modules)

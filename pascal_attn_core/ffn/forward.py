@@ -2,109 +2,132 @@
 
 from __future__ import annotations
 
-import threading
+import functools
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._C._functorch import is_functorch_wrapped_tensor
+from torch.utils._pytree import tree_leaves
 
+from ..machine.out_of_memory import is_out_of_memory
+from ..machine.own_thread import made_up_inputs
 from ..patching.forward import ReplacedForward, put_in, take_out
 from ..patching.hosts import forward_slots
-from .plan import WHOLE, FfnSite, Slicing, kind_of_call, make_plan, refuse
-from .recheck import Recheck
-from .run import inputs_of, run_checkpointed, run_sliced
-from .state import State
-from .trial import hooked_children
+from .graph import Graph, StandIn, place_of
+from .layers import brought_layers, noted, waiting_layer
+from .plan import FfnSettings, FfnSite, Slicing, decide, kind_of_call, run_slices
+from .rules import Along, NotTokenwise
 
 _MAX_PLANS = 256
-_trial_lock = threading.RLock()
 
 
 class SlicedForward(ReplacedForward):
     """The replacement forward of a module whose tokens are computed in slices."""
 
-    __slots__ = ("recheck", "sites", "state")
+    __slots__ = ("sites",)
 
     def __init__(self, module: nn.Module, inner: Callable[..., Any] | None):
         super().__init__(module, inner)
         self.sites: list[FfnSite] = []
-        self.recheck = Recheck()
-        self.state: State | None = None  # what the module's code referred to when it was tried
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         self.follow_class()
         site = self.sites[-1] if self.sites else None
-        if site is None or torch._C._get_tracing_state() is not None:
+        if site is None or torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None:
             return self.whole(*args, **kwargs)
-        x = args[0] if args else next(iter(kwargs.values()), None)
-        if type(x) is not Tensor or x.dim() < 2 or x.shape[-2] < site.settings.min_tokens:
+        x: Any = args[0] if args else next(iter(kwargs.values()), None)
+        is_plain = type(x) is Tensor and not (x.is_meta or x.is_nested or is_functorch_wrapped_tensor(x))
+        if not is_plain or x.dim() < 2 or x.shape[-2] < site.settings.min_tokens:
             return self.whole(*args, **kwargs)
-        plan = self._plan(site, x, args, kwargs)
-        if not plan.sizes:
-            return self.whole(*args, **kwargs)
-        run = run_checkpointed if plan.recompute else run_sliced
-        inputs = inputs_of(args, kwargs)
-        out = run(self.whole, inputs, plan.sizes)
-        if torch.compiler.is_compiling() or plan.relative is None:
-            return out
-        if (x.is_cuda and torch.cuda.is_current_stream_capturing()) or not self.recheck.is_due():
-            return out
-        if self.recheck.passes(self.whole, self.module, inputs, plan, out):
-            return out
-        del out
-        refuse(site, inputs, self.module, _FOUND_LATER)
-        site.plans.clear()
-        site.used.clear()
-        return self(*args, **kwargs)
-
-    def _plan(self, site: FfnSite, x: Tensor, args: tuple, kwargs: dict) -> Slicing:
-        key = kind_of_call(self.module, x, args, kwargs)
+        key = kind_of_call(self.module, x, len(args) + len(kwargs))
         plan = site.plans.get(key)
-        if torch.compiler.is_compiling():
-            return plan or WHOLE
-        if self.state is not None and self.state.has_changed():
-            self._forget()
-            plan = None
-        if plan is None:
-            hooked = hooked_children(self.module) if site.settings.verify else []
-            if hooked:  # until it is taken off
-                plan = site.used[key] = Slicing(
-                    (), f"a hook on {hooked[0]} would see slices of its tokens", refused=True
-                )
-                return plan
-            with _trial_lock:
-                plan = make_plan(self.whole, self.module, site, args, kwargs, is_own=self.inner is None)
-                is_tried = site.settings.verify and plan is not WHOLE and not plan.refused
-                if is_tried and (self.state is None or self.state.has_changed()):
-                    self.state = State(self.module, self.whole)  # also if the trial has filled caches
-            if len(site.plans) >= _MAX_PLANS:
-                site.plans.clear()
-                site.used.clear()
-            if plan is not WHOLE:
-                site.plans[key] = plan
-        if plan is not WHOLE:
-            site.used[key] = plan
-        return plan
-
-    def _forget(self) -> None:
-        """Discard what was decided: the module's code refers to other things than it did in the trial."""
-        self.state, self.recheck = None, Recheck()
-        for site in self.sites:
+        if plan is not None and plan.fits and plan.fits > site.settings.bytes_on(x.device, torch.is_grad_enabled()):
+            plan = None  # memory has become short
+        if plan is not None or place_of(x):  # within another module that is patched too
+            site.used.update({} if plan is None else {key: plan})
+            return self.whole(*args, **kwargs)
+        if waiting := waiting_layer(self.module):
+            plan, out = _refused(f"{waiting} is being measured"), self.whole(*args, **kwargs)
+        else:
+            plan, out = self._decided(site.settings, args, kwargs)
+        if len(site.used) >= _MAX_PLANS:
             site.plans.clear()
+            site.used.clear()
+        site.used[key] = plan
+        if not plan.sizes and not waiting:
+            site.plans[key] = plan
+        return out
+
+    def _decided(self, settings: FfnSettings, args: tuple, kwargs: dict[str, Any]) -> tuple[Slicing, Any]:
+        """How a call runs, and its result."""
+        x, whole = (*args, *kwargs.values())[0], functools.partial(self.whole, *args, **kwargs)
+        leaves = (leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor))
+        wants_grad = torch.is_grad_enabled() and any(t.requires_grad for t in (*leaves, *self.module.parameters()))
+        if x.shape[-2] < 4 or not x.numel():
+            return Slicing((), "too few tokens for two slices"), whole()
+        if wants_grad and not settings.checkpoint:
+            return Slicing((), "gradients are needed and checkpoint=False"), whole()
+        try:
+            layers, graph = list(brought_layers(self.module)), Graph(args, kwargs)
+            out = self._noted(graph, [] if wants_grad else layers)
+        except NotTokenwise as reason:
+            return _refused(str(reason)), whole()
+        except (RuntimeError, TypeError, NotImplementedError) as error:
+            if graph.why or is_out_of_memory(error):
+                raise
+            return _refused("cannot be put off", error), whole()
+        if why := graph.why or _why_not(out, x, len(graph.real)):
+            return _refused(why), graph.settle(why, out)
+        number = place_of(out).number  # type: ignore[union-attr]
+        plan = decide(settings, graph.real, graph.peak_bytes(number), graph.likes[number].nbytes, wants_grad)
+        if not plan.sizes:
+            return plan, graph.settle(plan.why, out)
+        out = None  # and with it those that it is a view of or that autograd has saved for it
+        if graph.in_use():
+            why = "keeps a tensor of its tokens between calls"
+            return _refused(why), graph.settle(why, None, number)
+        try:
+            return plan, run_slices(functools.partial(graph.value, number), graph.real, plan.sizes, wants_grad)
+        except RuntimeError as error:
+            if is_out_of_memory(error):
+                raise
+            return _refused("fails in slices", error), whole()
+
+    def _noted(self, graph: Graph, layers: list[nn.Module]) -> Any:
+        """The result of the module's code on the stand-ins of the graph."""
+        try:
+            with made_up_inputs(), noted(graph, layers), graph.noting():
+                return self.whole(*graph.args, **graph.kwargs)
+        except BaseException:
+            for leaf in graph.in_use():  # what the module keeps is computed when it is used
+                leaf.__class__ = StandIn
+            raise
 
 
-_FOUND_LATER = "passed the trial, but a later check found that its tokens affect each other"
+def _refused(why: str, error: Exception | None = None) -> Slicing:
+    words = f": {type(error).__name__}: {' '.join(str(error).split())[:160]}" if error else ""
+    return Slicing((), f"{why}{words}", refused=True)
 
 
-# --- attaching ---
+def _why_not(out: Any, x: Tensor, given: int) -> str:
+    """Why a result is not one output for each token; "" if it is."""
+    place = place_of(out)
+    if place is None:
+        return f"returns a {type(out).__name__}, not one tensor of its tokens"
+    if place.number < given:
+        return "returns its input"
+    if place.along != Along(x.dim() - 2) or out.shape[:-1] != x.shape[:-1]:
+        return f"turns tokens {list(x.shape)} into {list(out.shape)}, not one output per token"
+    return ""
 
 
 def place(module: nn.Module, site: FfnSite) -> SlicedForward:
     """Let ``site`` decide about the calls of ``module``; returns the replacement forward."""
-    forwards = [place.get(key) for place, key in forward_slots(module)]
-    sliced = next((forward for forward in forwards if isinstance(forward, SlicedForward)), None)
-    sliced = sliced or put_in(module, SlicedForward)
+    forwards = (place.get(key) for place, key in forward_slots(module))
+    ours = (forward for forward in forwards if isinstance(forward, SlicedForward))
+    sliced = next(ours, None) or put_in(module, SlicedForward)
     sliced.sites.append(site)
     return sliced
 

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from ..patching.patch import OFF, ON, REFUSED, WAITING, AnyReport, alike
 from ..patching.selectors import Found
-from .plan import WHOLE, FfnSite
+from .plan import FfnSite, Slicing
 
 
 class FfnReportLine(NamedTuple):
@@ -45,8 +45,8 @@ def report_line(found: Found, site: FfnSite | None) -> FfnReportLine:
     plans = list(site.used.values())
     sliced = [plan for plan in plans if plan.sizes]
     refused = [plan for plan in plans if plan.refused]
-    chosen = (sliced or refused or plans or [WHOLE])[-1]
+    chosen = (sliced or refused or plans or [Slicing((), "")])[-1]
     state = ON if sliced else REFUSED if refused else OFF if plans else WAITING
     if state == WAITING and getattr(module, "_compiled_call_impl", None) is not None:
-        return FfnReportLine(name, kind, state, "is compiled (module.compile()); tried when it is called uncompiled")
+        return FfnReportLine(name, kind, state, "is compiled (module.compile()), and runs whole")
     return FfnReportLine(name, kind, state, chosen.why)

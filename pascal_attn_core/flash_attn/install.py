@@ -13,6 +13,7 @@ _ROOT = "flash_attn"
 _PROVIDED = f"{_ROOT}==2.8.4"
 _FA3 = "flash_attn_interface"
 _TURING = "flash_attn_turing"
+_ROTARY = "rotary_emb"  # flash-attn's extension for rotary embeddings, which programs of its first versions import
 _INTERFACE_MODULE = "flash_attn.flash_attn_interface"
 # What ``around`` is put around.
 _COUNTED = ("flash_attn_", "_flash_attn_", "_wrapped_flash_attn_", "fwd", "bwd", "varlen_fwd", "varlen_bwd")
@@ -101,6 +102,7 @@ _MODULES: dict[str, tuple[str, ...]] = {
         "modify_logits_for_top_k_filtering modify_logits_for_top_p_filtering sample",
     ),
     _TURING: (".: flash_attn_varlen_func", ".modules.turing: bwd flash_attn_func fwd varlen_bwd varlen_fwd"),
+    _ROTARY: (".modules.rotary: apply_rotary=rotary_emb",),
     _FA3: (
         ".modules.version3: flash_attn_func flash_attn_qkvpacked_func flash_attn_varlen_func flash_attn_with_kvcache "
         "_flash_attn_backward=flash_attn_backward _flash_attn_forward=flash_attn_forward",
@@ -152,7 +154,7 @@ install_as_flash_attn = patch_flash_attn
 def _stand_in(fa3: str | None, replace: bool | None, around: Around | None) -> StandIn:
     if fa3:
         refuse_real_package(_FA3, replace, ", or fa3=None to leave it alone")
-    without = set() if replace or find_spec(_TURING) is None else {_TURING}
+    without = set() if replace else {name for name in (_TURING, _ROTARY) if find_spec(name) is not None}
     if not fa3:
         without.add(_FA3)
 

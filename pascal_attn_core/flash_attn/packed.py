@@ -15,6 +15,7 @@ from ..fused.launch.plan import Packed, Plan
 from ..routes import fused, tensor
 from ..routes.route import Request
 from ..routes.run import route_named, run_packed
+from ..routes.torch_kernel import is_torchs_alone
 from .options import FlashOptions
 
 # Rows of a sequence and key/value head up to which a batch of few queries, its keys cut into ranges, is faster.
@@ -35,10 +36,9 @@ def packed_attend(
     if options.alignment == "upper_left" and q_ends != k_ends and (options.is_causal or options.window):
         return None  # the kernel's bands are lower-right
     call = _checked(q, k, v, options, "upper_left")
-    may_be_plain = config.route != "fused-tensor" and (
-        config.route == "fused" or fused.may_win(call, torch_has_a_kernel=True)
-    )
-    may_be_tensor = config.route == "fused-tensor" or (config.route == "auto" and tensor.may_win(call))
+    is_open = config.route == "auto" and not is_torchs_alone(call)  # one after the other, torch takes them best
+    may_be_plain = config.route == "fused" or (is_open and fused.may_win(call, as_it_came=True))
+    may_be_tensor = config.route == "fused-tensor" or (is_open and tensor.may_win(call))
     if not (may_be_plain or may_be_tensor):
         return None
     if call.groups * max(q1 - q0 for q0, q1 in itertools.pairwise(q_ends)) <= _FEW_ROWS:

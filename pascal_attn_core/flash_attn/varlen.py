@@ -142,16 +142,3 @@ def padded_lse(lse: Tensor, ends: list[int], longest: int) -> Tensor:
         raise FlashArgumentError(f"max_seqlen_q must be at least {max(sizes)}, got {longest}")
     parts = lse[:, : ends[-1]].split(sizes, 1)
     return torch.stack([torch.nn.functional.pad(part, (0, longest - part.shape[1])) for part in parts])
-
-
-def cut_to_used(name: str, ends: Tensor, used: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """(k, v, where each sequence starts) with only the first ``used [B]`` tokens of each sequence."""
-    check_whole_numbers((ends.shape[0] - 1,), **{name: used})
-    starts, counts = ends.tolist(), used.tolist()
-    sizes = [last - first for first, last in itertools.pairwise(starts)]
-    if any(not 0 <= count <= size for count, size in zip(counts, sizes)):
-        raise FlashArgumentError(f"{name} must be from 0 to the lengths {sizes}, got {counts}")
-    parts = [torch.arange(first, first + count, device=k.device) for first, count in zip(starts, counts)]
-    places = torch.cat([torch.arange(0, device=k.device), *parts])
-    new_ends = torch.tensor([0, *counts], device=ends.device).cumsum(0, dtype=torch.int32)
-    return k.index_select(0, places), v.index_select(0, places), new_ends

@@ -15,22 +15,18 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from torch import nn
-
-from ..patching.patch import Patch, require_sites
-from ..patching.selectors import denoisers_of, require_matches
 from ..reference.int8_rows import Int8Matrix, quantize_rows, rotate
 from .attention import AttentionBinding
 from .backends import ACTIVATIONS
 from .binding import Int8Binding
-from .float16 import Float16Patch, patch_linear_float16
+from .float16 import patch_linear_float16
+from .patch import Int8Patch, patched
 from .product import int8_linear
 from .report import Int8Report, Int8ReportLine
 from .weight import Int8Weight
 
 __all__ = [
     "ACTIVATIONS",
-    "Float16Patch",
     "Int8Matrix",
     "Int8Patch",
     "Int8Report",
@@ -84,7 +80,7 @@ def patch_linear_int8(
     binding = Int8Binding(
         max_error=max_error, include=include, exclude=exclude, weights=weights, only_faster=only_faster
     )
-    return _patched(model, binding, calibrate, include=include, exclude=exclude)
+    return patched(model, binding, calibrate, include=include, exclude=exclude)
 
 
 def patch_attention_int8(
@@ -118,43 +114,4 @@ def patch_attention_int8(
         ValueError: an invalid argument, a pattern that chooses nothing, or no attention layer.
     """
     binding = AttentionBinding(max_error=max_error, include=include, exclude=exclude)
-    return _patched(model, binding, calibrate, include=include, exclude=exclude)
-
-
-def _patched(
-    target: Any, binding: Int8Binding | AttentionBinding, calibrate: Callable[[Any], Any] | None, **chosen: Any
-) -> Int8Patch:
-    model = denoisers_of(target)
-    require_matches(model, **chosen)
-    if calibrate is not None and not callable(calibrate):
-        raise TypeError(f"calibrate must be a function of the model, got {calibrate!r}")
-    count = binding.attach(model)
-    try:
-        if calibrate is not None:
-            binding.options.gathers = True
-            calibrate(target)
-            binding.options.gathers = False
-            for layer in binding.layers_of(model):
-                layer.decide()
-    except BaseException:
-        binding.detach(model)
-        raise
-    return require_sites(Int8Patch(type(target).__name__, model, binding, count))
-
-
-class Int8Patch(Patch):
-    """The change made by :func:`patch_linear_int8` or :func:`patch_attention_int8`."""
-
-    def __init__(self, kind: str, model: nn.Module, binding: Int8Binding | AttentionBinding, sites: int):
-        self._model, self._binding = model, binding
-
-        def undo() -> list[str]:
-            binding.options.enabled = False
-            left = binding.detach(model)
-            return [left[-1] + (f"; so were {len(left) - 1} more" if len(left) > 1 else "")] if left else []
-
-        super().__init__(f"int8 {binding.what} of {kind}", undo, sites=sites)
-
-    def report(self) -> Int8Report:
-        """The state of each layer so far."""
-        return self._binding.report(self._model)
+    return patched(model, binding, calibrate, include=include, exclude=exclude)

@@ -4,7 +4,7 @@ calls are caught. Hosts with a better way to their calls than catching them brin
 from __future__ import annotations
 
 import functools
-import weakref
+import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -23,8 +23,8 @@ from ..patching.selectors import matches, selectors
 from ..routes import choose
 from ..routes.fused import takes_device, why_untried
 from ..routes.run import run
-from .judged import Int8Options, Judged, has_numbers, limit_of
-from .measure import branches, chosen_rows
+from .judged import Int8Options, Judged, Layers, has_numbers, limit_of
+from .measure import Errors, chosen_rows, errors_of, parts_of
 from .report import Int8Report, Int8ReportLine
 
 _IN_8_BITS = AttentionConfig(route="fused-int8")
@@ -49,8 +49,8 @@ class CaughtForward(ReplacedForward):
 
 
 def find_attention(model: nn.Module, include: Any = None, exclude: Any = None) -> Iterator[tuple[str, nn.Module]]:
-    """(qualified name, module) of the attention layers of ``model``: those whose class is named so and that hold no
-    other one; or exactly those that ``include`` chooses."""
+    """(qualified name, module) of the attention layers of ``model``: the innermost modules whose class has "attention"
+    in its name; or those that ``include`` selects."""
     chosen, dropped = selectors("include", include), selectors("exclude", exclude)
 
     def is_one(module: nn.Module) -> bool:
@@ -69,11 +69,9 @@ class AttentionSite(Judged):
     are computed exactly.
 
     Attributes:
-        worst_row: the largest relative error of one row of one head.
         way: what computes it.
     """
 
-    worst_row: float | None = None
     way = ""
 
     def catch(self, args: tuple, kwargs: dict[str, Any]) -> Tensor:
@@ -92,7 +90,8 @@ class AttentionSite(Judged):
         rounded = None if self.state == REFUSED else self._rounded(given)
         if rounded is None:
             return None
-        self.look(given.query, functools.partial(self._measure, given, rounded), functools.partial(self._time, given))
+        measure = functools.partial(self._measure, given, rounded)
+        self.look(given[:3], measure, functools.partial(self._time, given), keys=given.key.shape[-2])
         return rounded if self.state == ON and not self.options.gathers else None
 
     def _rounded(self, given: Arguments) -> Tensor | None:
@@ -106,17 +105,8 @@ class AttentionSite(Judged):
             self.why = "out of memory in 8 bits"
         return None
 
-    def _measure(self, given: Arguments, rounded: Tensor, rows: int) -> float:
-        error, worst = attention_error(given, rounded, self.watch.calls, rows)
-        self.worst_row = worst if self.worst_row is None else max(worst, self.worst_row)
-        return error
-
-    def decide(self) -> None:
-        super().decide()
-        times = self.times
-        if self.state == ON and times is not None and times.in_int8 >= times.in_float:
-            self.state = REFUSED
-            self.why = f"8 bits take {times.in_int8:.2f} ms, the exact route {times.in_float:.2f} ms"
+    def _measure(self, given: Arguments, rounded: Tensor, rows: int) -> Errors:
+        return attention_error(given, rounded, self.watch.calls, rows)
 
     def _time(self, given: Arguments) -> None:
         """Time the call both ways, on GPUs only: on a CPU 8-bit attention exists for checks."""
@@ -129,10 +119,9 @@ class AttentionSite(Judged):
     def line(self, name: str | None = None) -> Int8ReportLine:
         line = super().line(name)
         return line._replace(
-            state=REFUSED if line.state == WAITING and line.why else line.state,  # no call so far can be in 8 bits
+            state=REFUSED if self.state == WAITING and self.why else line.state,  # no call so far can be in 8 bits
             way=self.way if line.state == ON else "",
             why_way="the 8-bit kernel needs an NVIDIA GPU" if self.way == "operators" else "",
-            worst_row=self.worst_row,
         )
 
 
@@ -146,11 +135,10 @@ def in_8_bits(given: Arguments) -> Tensor:
     return run(call, _IN_8_BITS, with_lse=False, choice=choice).out
 
 
-def attention_error(given: Arguments, rounded: Tensor, seed: int, most: int) -> tuple[float, float]:
-    """``|o8 - o| / |o|`` (root of the sum of squares) of a call's output, the largest of its :func:`.branches`, and the
-    largest of one row of one head, against the exact route. In every head and batch element the same rows are looked
-    at: a quarter of them those with the largest norm of the query in some head, in units of the head's mean, the others
-    drawn. inf or NaN in either make both inf.
+def attention_error(given: Arguments, rounded: Tensor, seed: int, most: int) -> Errors:
+    """The errors of a call's output against the exact route; the worst row is of one head. In every head and batch
+    element the same rows are looked at: a quarter of them those with the largest norm of the query in some head, in
+    units of the head's mean, the others drawn. inf or NaN in either make all inf.
 
     Args:
         rounded: the output in 8 bits, ``[*batch, Hq, L, Dv]``.
@@ -171,29 +159,28 @@ def attention_error(given: Arguments, rounded: Tensor, seed: int, most: int) -> 
         rounded = rounded.index_select(-2, rows)
     exact = sdpa(**given.keywords()).double()
     wrong, size = (t.square().sum(dim=-1) for t in (rounded.double() - exact, exact))
-    parts = branches(query.shape[0]) if query.dim() > 3 else 1
-    whole = [squares.reshape(parts, -1, len(rows)).sum(dim=1) @ counts for squares in (wrong, size)]
-    found = [torch.where(above == 0, 0.0, above / below).amax() for above, below in (whole, (wrong, size))]
-    error, worst = torch.stack(found).sqrt().nan_to_num(float("inf")).tolist()
-    return error, worst
+    parts = parts_of(query[..., 0])
+    above, below = (t.reshape(parts, -1, len(rows)).sum(dim=1).flatten() for t in (wrong, size))  # of all heads
+    found = errors_of(above, below, torch.kron(torch.eye(parts).to(counts), counts[:, None]))
+    worst = torch.where(wrong == 0, 0.0, wrong / size).amax().sqrt().nan_to_num(math.inf, math.inf)
+    return found._replace(worst_row=worst.item())
 
 
-class AttentionBinding:
+class AttentionBinding(Layers[AttentionSite]):
     """Attention layers of models in 8 bits; what a binding does is said in :class:`.binding.Int8Binding`."""
 
     what = "attention layers"
 
     def __init__(self, *, max_error: float = 0.02, include: Any = None, exclude: Any = None):
-        self.options = Int8Options(limit_of(max_error), "", median_times)
+        super().__init__(Int8Options(limit_of(max_error), "", median_times, only_faster=True))
         self._include, self._exclude = include, exclude
-        self._sites: weakref.WeakKeyDictionary[nn.Module, AttentionSite] = weakref.WeakKeyDictionary()
         self._caught: list[CaughtForward] = []
 
     def attach(self, model: nn.Module) -> int:
         """Let the attention layers of ``model`` run in 8 bits. Returns their number."""
         found = list(find_attention(model, self._include, self._exclude))
         for name, module in found:
-            site = self._sites[module] = AttentionSite(name or "(the model)", type(module).__name__, self.options)
+            site = self._layers[module] = AttentionSite(name or "(the model)", type(module).__name__, self.options)
             self._caught.append(put_in(module, functools.partial(CaughtForward, site)))
         return len(found)
 
@@ -202,10 +189,6 @@ class AttentionBinding:
         caught, self._caught = self._caught, []
         return [sentence for forward in caught for sentence in take_out(forward)]
 
-    def layers_of(self, model: nn.Module) -> list[AttentionSite]:
-        """The attention layers of ``model``."""
-        return [self._sites[module] for module in model.modules() if module in self._sites]
-
     def report(self, model: nn.Module) -> Int8Report:
         """The state of each layer."""
-        return Int8Report([site.line() for site in self.layers_of(model)], self.options.max_error, "", self.what)
+        return self.report_of([site.line() for site in self.layers_of(model)])

@@ -16,23 +16,22 @@ from ..patching.selectors import Found
 from .exchange import Source, ordinary_tensors
 from .find import find_linear, line_of
 from .gguf_layer import GgufLayer, GgufMultiplier
-from .judged import Int8Options, limit_of
+from .judged import Int8Options, Layers, limit_of
 from .layer import WEIGHTS, Hook, Int8Layer
 from .report import Int8Report
 from .weight import Int8Weight
 
+_Chosen = tuple[str, weakref.ref[nn.Module], str, str]  # the name that it had, why it was left alone
 Sources = Callable[[str, nn.Module], Source]
 
 
-class Int8Binding:
+class Int8Binding(Layers[Int8Layer]):
     """Linear layers in 8 bits. What was decided for a layer (8 bits or float, rotation, error, times) is kept while it
     is detached: attached again, its weight is only rounded again.
 
     It serves several copies of a model (one per device) and keeps none of them alive. Options are those of
     :func:`.patch_linear_int8`.
     """
-
-    what = "linear layers"
 
     def __init__(
         self,
@@ -46,10 +45,9 @@ class Int8Binding:
         limit = limit_of(max_error)
         if weights not in WEIGHTS:
             raise ValueError(f"weights must be one of {', '.join(WEIGHTS)}, got {weights!r}")
-        self.options = Int8Options(limit, weights, median_times, only_faster)
+        super().__init__(Int8Options(limit, weights, median_times, only_faster))
         self._include, self._exclude = include, exclude
-        self._layers: weakref.WeakKeyDictionary[nn.Module, Int8Layer] = weakref.WeakKeyDictionary()
-        self._chosen: weakref.WeakKeyDictionary[nn.Module, dict[str, tuple[str, str]]] = weakref.WeakKeyDictionary()
+        self._chosen: weakref.WeakKeyDictionary[nn.Module, list[_Chosen]] = weakref.WeakKeyDictionary()
 
     def attach(self, model: nn.Module, source_of: Sources = lambda name, module: Source()) -> int:
         """Let the linear layers of ``model`` run in 8 bits, each from the source that ``source_of`` its qualified name
@@ -58,7 +56,7 @@ class Int8Binding:
         Where the host keeps some float weights in host memory, their int8 weights go to the device as far as other
         float weights have made room there, and are copied to it in each call otherwise.
         """
-        chosen: dict[str, tuple[str, str]] = {}
+        chosen: list[_Chosen] = []
         entering: list[tuple[Int8Layer, Source]] = []
         with self.options.lock, ordinary_tensors():
             self.detach(model)
@@ -66,7 +64,7 @@ class Int8Binding:
                 source = source_of(found.name, found.module)
                 if source.why_not and not found.state:
                     found = found._replace(state=OFF, why=source.why_not)
-                chosen[found.name] = found.state, found.why
+                chosen.append((found.name, weakref.ref(found.module), found.state, found.why))
                 if not found.state:
                     layer = self._layers[found.module] = self._known(found)
                     entering.append((layer, source))
@@ -95,24 +93,15 @@ class Int8Binding:
             raise failure
         return list(filter(None, left))
 
-    def restart(self) -> None:
-        """A run begins: calls and checks are counted from here on."""
-        for layer in list(self._layers.values()):
-            layer.watch.restart()
-
     def report(self, model: nn.Module) -> Int8Report:
         """The state of each layer of ``model`` in this run; before it was ever attached, which layers it is about."""
         chosen = self._chosen.get(model)
         if chosen is None:
             found = list(find_linear(model, self._include, self._exclude))
-        else:
-            found = [Found(name, model.get_submodule(name), *left) for name, left in chosen.items()]
-        lines = [line_of(each) if each.state else self._known(each).line(each.name) for each in found]
-        return Int8Report(lines, self.options.max_error, self.options.weights)
-
-    def layers_of(self, model: nn.Module) -> list[Int8Layer]:
-        """The layers of ``model`` that were ever attached."""
-        return [self._layers[module] for module in model.modules() if module in self._layers]
+        else:  # by the modules: adapters that wrap one give it another name
+            known = ((name, ref(), state, why) for name, ref, state, why in chosen)
+            found = [Found(name, module, state, why) for name, module, state, why in known if module is not None]
+        return self.report_of([line_of(each) if each.state else self._known(each).line(each.name) for each in found])
 
     def _known(self, found: Found) -> Int8Layer:
         layer, name = self._layers.get(found.module), found.name or "(the model)"

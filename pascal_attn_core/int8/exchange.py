@@ -57,7 +57,7 @@ class Source:
         return self.lora
 
     def stays_in_host_memory(self, module: nn.Module) -> bool:
-        """The weight cannot return to its device, which is out of memory: whether the host can work with that."""
+        """Whether the host can run with the weight left in host memory when its device is full."""
         return False
 
 

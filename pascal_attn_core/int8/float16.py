@@ -6,13 +6,15 @@ Qwen-Image on Volta and Turing, whose float16 units are several times as fast.
 A linear layer is affine: ``y(x) = s (y(x / s) - y(0)) + y(0)``. For each row of x, s is the power of two that brings
 the norm of the row to between 32 and 64: then no sum exceeds 64 times the norm of a row of the weight (Cauchy and
 Schwarz), and the scaling itself rounds nothing. The layer's own code runs, under autocast, so that hosts cast, expand
-and patch weights as usual; y(0) is the last row of the same product.
+and patch weights as usual, but without the module's bias, which is added in float32; what else there is of y(0) is the
+last row of the same product.
 """
 
 from __future__ import annotations
 
 import functools
 import math
+import types
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -22,19 +24,22 @@ from torch import Tensor, nn
 
 from ..contest.timing_table import median_times
 from ..patching.forward import ReplacedForward, put_in, take_out
-from ..patching.patch import OFF, ON, REFUSED, WAITING, Patch, PatchReport, State, require_sites
-from ..patching.selectors import denoisers_of, require_matches
-from ..reference.checks import in_float64
-from .find import find_linear, shape_of
-from .judged import Int8Options, Judged, limit_of
-from .measure import sample_of
+from ..patching.patch import ON, REFUSED
+from ..patching.selectors import Found
+from .find import find_linear, line_of, shape_of
+from .judged import Int8Options, Judged, Layers, has_numbers, limit_of
+from .measure import Errors, errors_of, row_squares, sample_of
+from .patch import Int8Patch, patched
+from .report import Int8Report
+from .stored import Seen
 
 _NORM = 64.0
+_SMALLEST = 2.0**-100  # rows below it are rounded more coarsely
 
 
 def patch_linear_float16(
     model: Any, *, include: Any = None, exclude: Any = None, max_error: float = 0.002
-) -> Float16Patch:
+) -> Int8Patch:
     """Multiply the linear layers of a float32 ``model`` in float16, with a scale per row. Not exact.
 
     Each layer is tried in its first call with float32 input, and stays as it is if its error is above ``max_error``, or
@@ -52,46 +57,28 @@ def patch_linear_float16(
         TypeError: an argument of a wrong type.
         ValueError: an invalid argument, a pattern that chooses nothing, or no linear layer.
     """
-    target, model = model, denoisers_of(model)
     binding = Float16Binding(include=include, exclude=exclude, max_error=max_error)
-    require_matches(model, include=include, exclude=exclude)
-    return require_sites(Float16Patch(type(target).__name__, model, binding))
+    return patched(model, binding, None, include=include, exclude=exclude)
 
 
-class Float16Patch(Patch):
-    """The patch that :func:`patch_linear_float16` returns."""
-
-    def __init__(self, kind: str, model: nn.Module, binding: Float16Binding):
-        self._model, self._binding = model, binding
-        undo = functools.partial(binding.detach, model)
-        super().__init__(f"float16 linear layers of {kind}", undo, sites=binding.attach(model))
-
-    def report(self) -> PatchReport:
-        """The state of each layer so far."""
-        return self._binding.report(self._model)
-
-
-class Float16Binding:
+class Float16Binding(Layers["Float16Layer"]):
     """Linear layers in float16, put in and taken out as often as their host wants; what was found of a layer is kept.
     Options are those of :func:`patch_linear_float16`."""
 
+    precision = "float16"
+
     def __init__(self, *, include: Any = None, exclude: Any = None, max_error: float = 0.002):
-        self.options = Int8Options(limit_of(max_error), "", median_times, only_faster=True)
+        super().__init__(Int8Options(limit_of(max_error), "", median_times, only_faster=True))
         self._include, self._exclude = include, exclude
         self._forwards: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Float16Forward]] = weakref.WeakKeyDictionary()
-        self._layers: weakref.WeakKeyDictionary[nn.Module, Float16Layer] = weakref.WeakKeyDictionary()
-
-    @property
-    def max_error(self) -> float:
-        return self.options.max_error
 
     def attach(self, model: nn.Module) -> int:
         """Let the linear layers of ``model`` be tried. Returns their number."""
         self.detach(model)
         chosen = [found for found in find_linear(model, self._include, self._exclude) if not found.state]
         for found in chosen:
-            layer = self._layers.setdefault(found.module, Float16Layer(found.name, "", self.options))
-            layer.shape = shape_of(found.module)
+            layer = self._known(found)
+            self._layers[found.module] = layer
             self._forwards[found.module] = weakref.ref(put_in(found.module, functools.partial(Float16Forward, layer)))
         return len(chosen)
 
@@ -106,61 +93,44 @@ class Float16Binding:
                 left += take_out(forward)
         return left
 
-    def restart(self) -> None:
-        """A run begins: calls and checks are counted from here on."""
-        for layer in list(self._layers.values()):
-            layer.watch.restart()
-
-    def report(self, model: nn.Module) -> PatchReport:
+    def report(self, model: nn.Module) -> Int8Report:
         """The state of each linear layer of ``model``."""
-        states = []
-        for found in find_linear(model, self._include, self._exclude):
-            layer = self._layers.get(found.module)
-            left = found.state, found.why
-            state = left if found.state else (WAITING, _NOT_YET) if layer is None else layer.told()
-            states.append(State(found.name or "(the model)", *state))
-        return PatchReport(states)
+        found = find_linear(model, self._include, self._exclude)
+        return self.report_of([line_of(each) if each.state else self._known(each).line() for each in found])
 
-
-_NOT_YET = "no call in float32 yet"
+    def _known(self, found: Found) -> Float16Layer:
+        layer = self._layers.get(found.module)
+        return layer or Float16Layer(found.name or "(the model)", found.module, self.options)
 
 
 class Float16Layer(Judged):
     """The state of one layer."""
 
-    def takes(self, whole: Callable[..., Tensor], x: Tensor) -> bool:
+    def __init__(self, name: str, module: nn.Module, options: Int8Options):
+        super().__init__(name, type(module).__name__, options)
+        self.shape, self._seen = shape_of(module), Seen()
+
+    def takes(self, forward: Float16Forward, x: Tensor) -> bool:
         """Whether a call with ``x`` ``[..., K]`` runs in float16. Its first one is where the layer is tried."""
+        weight = forward.module._parameters.get("weight")
         if self.state != REFUSED:
-            self.look(x, functools.partial(self._error, whole, x), functools.partial(self._time, whole, x))
+            if weight is not None and self._seen.changes(weight):
+                self.is_another()
+            self.look((x,), functools.partial(self._errors, forward, x), functools.partial(self._time, forward, x))
         return self.state == ON
 
-    def _error(self, whole: Callable[..., Tensor], x: Tensor, most: int) -> float:
+    def _errors(self, forward: Float16Forward, x: Tensor, most: int) -> Errors:
         rows, counts = sample_of(x, most, self.watch.calls)
-        exact = in_float64(whole(rows))
-        wrong = in_float64(in_float16(whole, rows)) - exact
-        squares = torch.stack([part.square().sum(dim=1) for part in (wrong, exact)]) @ counts  # of each branch
-        return torch.where(squares[0] == 0, 0.0, squares[0] / squares[1]).amax().sqrt().nan_to_num(math.inf).item()
+        exact = forward.whole(rows)
+        return errors_of(row_squares(forward.in_float16(rows) - exact), row_squares(exact), counts)
 
-    def _time(self, whole: Callable[..., Tensor], x: Tensor) -> None:
-        self.time((x.shape, self.shape, x.device), [lambda: whole(x), lambda: in_float16(whole, x)], x.device)
-
-    def told(self) -> tuple[str, str]:
-        """The state in the words that all patches share, and why."""
-        if self.times is None or self.went_back:
-            return self.state, self.why or _NOT_YET
-        before, after = self.times
-        error = 0.0 if self.watch.largest is None else self.watch.largest
-        found = f"error {error:.3%}, {after:.2f} ms in float16, {before:.2f} in float32"
-        return (ON, found) if self.state == ON else (OFF, f"float16 is not faster: {found}")
-
-    def decide(self) -> None:
-        super().decide()
-        if self.state == ON and self.times is not None and not self.times.in_int8 < self.times.in_float:
-            self.state = REFUSED
+    def _time(self, forward: Float16Forward, x: Tensor) -> None:
+        attempts = functools.partial(forward.whole, x), functools.partial(forward.in_float16, x)
+        self.time((x.shape, self.shape, x.device), attempts, x.device)
 
 
 class Float16Forward(ReplacedForward):
-    """The forward of one linear layer, which decides whether a call runs in float16; None = none does."""
+    """The forward of one linear layer, which decides whether a call runs in float16; ``layer`` None = none does."""
 
     __slots__ = ("layer",)
 
@@ -173,22 +143,39 @@ class Float16Forward(ReplacedForward):
         layer, x = self.layer, args[0] if len(args) == 1 and not kwargs else None
         if layer is None or type(x) is not Tensor or x.dtype != torch.float32 or not x.numel():
             return self.whole(*args, **kwargs)
-        if torch.is_grad_enabled() and (x.requires_grad or any(p.requires_grad for p in self.module.parameters())):
+        if torch.compiler.is_compiling() or not has_numbers(x) or any(map(layer.is_trained, self.module.parameters())):
             return self.whole(x)
-        if torch.compiler.is_compiling() or not layer.takes(self.whole, x):
+        if (torch.is_grad_enabled() and x.requires_grad) or not layer.takes(self, x):
             return self.whole(x)
-        return in_float16(self.whole, x)
+        return self.in_float16(x)
+
+    def in_float16(self, x: Tensor) -> Tensor:
+        """A call in float16. A bias of the module is added after it, in float32: beside a large one, float16 would
+        leave little of the product."""
+        module, bias = self.module, self.module._parameters.get("bias")
+        if bias is None or self.inner is not None:
+            return in_float16(self.whole, x)
+        twin = object.__new__(type(module))
+        vars(twin).update(vars(module), _parameters={**module._parameters, "bias": None})
+        return in_float16(types.MethodType(type(module).forward, twin), x).add_(bias.to(x.device, x.dtype))
 
 
 def in_float16(layer: Callable[..., Tensor], x: Tensor) -> Tensor:
     """``layer(x)`` for an affine layer and float32 ``x`` ``[..., K]`` in float32, multiplied in float16 as the module's
     docstring says."""
     rows = x.reshape(-1, x.shape[-1])
-    norms = torch.linalg.vector_norm(rows, dim=1, keepdim=True)
-    scales = torch.exp2(torch.frexp(norms / _NORM).exponent)
     half = rows.new_zeros(rows.shape[0] + 1, rows.shape[1], dtype=torch.float16)
+    # First by the largest number of a row: the squares of some would be infinite in float32.
+    scales = _power_of_two(torch.linalg.vector_norm(rows, math.inf, dim=1, keepdim=True).clamp_min(_SMALLEST))
     torch.div(rows, scales, out=half[:-1])
+    more = _power_of_two(torch.linalg.vector_norm(half[:-1], dim=1, keepdim=True, dtype=torch.float32)).clamp_min(1.0)
+    half[:-1].div_(more)
     with torch.autocast(x.device.type, dtype=torch.float16):
         out = layer(half).float()
     at_zero = out[-1].clone()
-    return out[:-1].sub_(at_zero).mul_(scales).add_(at_zero).view(*x.shape[:-1], -1)
+    return out[:-1].sub_(at_zero).mul_(scales.mul_(more)).add_(at_zero).view(*x.shape[:-1], -1)
+
+
+def _power_of_two(norms: Tensor) -> Tensor:
+    """The powers of two by which numbers of this size are divided to be between 32 and 64."""
+    return torch.exp2(torch.frexp(norms / _NORM).exponent)

@@ -11,15 +11,19 @@ from torch import Tensor, nn
 
 from ..gguf import hosts
 from ..gguf.hosts import Multiplier
-from ..gguf.int8 import product, way_for
+from ..gguf.int8 import product, way_for, why_not
 from ..gguf.matrix import GgufMatrix, linear
 from ..machine.own_thread import in_backward
 from ..patching.patch import ON, REFUSED, WAITING
+from . import stored
 from .exchange import Source
 from .find import shape_of
 from .judged import Int8Options, Judged, has_numbers
 from .layer import Int8Layer
-from .measure import FEW_OUTPUTS, FEW_ROWS, Sample, error_of, sample_of
+from .measure import FEW_OUTPUTS, FEW_ROWS, Errors, Sample, error_of, sample_of
+from .report import Int8ReportLine
+
+_EXPANDED = "the expanded weight is faster, or all that this device has"
 
 
 class GgufLayer(Int8Layer):
@@ -31,7 +35,7 @@ class GgufLayer(Int8Layer):
         assert host is not None
         self.host, self.shape = host, shape_of(module)
         self.format, self.int8_bytes = hosts.format_of(module, host), self.float_bytes
-        self._is_attached = False
+        self._is_attached, self._seen = False, stored.Seen()
 
     @property
     def is_on(self) -> bool:
@@ -63,34 +67,56 @@ class GgufLayer(Int8Layer):
     def multiply(self, x: Tensor, weight: GgufMatrix, bias: Tensor | None) -> Tensor:
         """The product of an input with the weight: in 8 bits, or with the expanded weight."""
         if self.state != REFUSED and self._is_attached and has_numbers(x) and not in_backward():
-            if self.state == WAITING:
-                self.device, self.backend = x.device, way_for(x, weight)
-            self.look(x, functools.partial(self._error, x, weight), functools.partial(self._time, x, weight, bias))
+            parameter = self._parameter
+            if parameter is not None and self._seen.changes(parameter):
+                self.is_another()
+            if self.state != WAITING or self._meets(x, weight):
+                measure = functools.partial(self._error, x, weight)
+                self.look((x,), measure, functools.partial(self._time_ways, x, weight, bias))
         is_in_8_bits = self.state == ON and self._is_attached and has_numbers(x)
         out, lora = linear(x, weight, bias, *[product] * is_in_8_bits), self.source.lora_on(x.device)
         return out if lora is None else out + lora(x)
 
-    def _error(self, x: Tensor, weight: GgufMatrix, rows: int) -> float:
-        """The error of a call on these rows; on few of them, of few outputs too."""
+    def _meets(self, x: Tensor, weight: GgufMatrix) -> bool:
+        """Whether a call in 8 bits is to be judged with this weight."""
+        self.device, self.backend, self.format = x.device, way_for(x, weight), weight.format
+        self.float_bytes = self.int8_bytes = weight.data.numel()
+        if reason := why_not(weight.format, weight.shape[1]):
+            self.refuse(reason)
+        elif self.backend.name == "float":
+            self.why = _EXPANDED
+        return self.state == WAITING and self.backend.name != "float"
+
+    def line(self, name: str | None = None) -> Int8ReportLine:
+        line = super().line(name)
+        return line._replace(state=REFUSED) if line.why == _EXPANDED else line
+
+    def _error(self, x: Tensor, weight: GgufMatrix, rows: int) -> Errors:
+        """The errors of a call on these rows; on few of them, of few outputs too."""
         seed, way = self.watch.calls, way_for(x, weight).name
         with torch.autocast(x.device.type, enabled=False):
             if rows == FEW_ROWS:
                 some = torch.randperm(weight.shape[0], generator=torch.Generator().manual_seed(seed))[:FEW_OUTPUTS]
                 weight = weight.at(some)
-            error = gguf_error(sample_of(x, rows, seed), weight, way)
+            found = gguf_error(sample_of(x, rows, seed), weight, way)
         if self.state == WAITING:
-            self._note({0: error})
-        return error
+            self._note({0: found})
+        return found
 
-    def _time(self, x: Tensor, weight: GgufMatrix, bias: Tensor | None) -> None:
-        ways = (functools.partial(product, x, weight, bias, way) for way in ("float", self.backend.name))
+    def _time_ways(self, x: Tensor, weight: GgufMatrix, bias: Tensor | None) -> None:
+        ways = [functools.partial(product, x, weight, bias, way) for way in ("float", self.backend.name)]
         with torch.autocast(x.device.type, enabled=False):
-            self.time((x.shape, x.dtype, x.device, self.shape, self.format), [*ways], x.device)
+            self.time((x.shape, x.dtype, x.device, self.shape, self.format), ways, x.device)
 
-    def decide(self) -> None:
-        Judged.decide(self)
-        if self.state == ON:
-            self._is_no_faster()
+    def start(self) -> None:
+        """Nothing is put in: the weight stays where it is."""
+
+    def is_another(self) -> None:
+        self._errors.clear()
+        Judged.is_another(self)
+
+    def go_back(self) -> None:
+        Judged.go_back(self)
 
 
 class GgufMultiplier(Multiplier):
@@ -106,7 +132,7 @@ class GgufMultiplier(Multiplier):
         return self.layer.source.lora is not None or super().takes()
 
 
-def gguf_error(sample: Sample, weight: GgufMatrix, way: str) -> float:
+def gguf_error(sample: Sample, weight: GgufMatrix, way: str) -> Errors:
     """:func:`.measure.error_of` the product of a sample, against the weights that the file has, in float32."""
     exact = weight._replace(arithmetic=torch.float32, dtype=torch.float32)
     slices = ((some, exact.rows(some)) for some in exact.slices())

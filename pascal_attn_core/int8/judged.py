@@ -1,15 +1,20 @@
 """Judged: the judge of a layer that is not exact, in 8 bits or in float16. The layer waits for inputs and is measured
-with them. It is on as long as its error stays within the limit."""
+with them. It is on as long as its error stays within the limit.
+
+waiting -> judged by its first inputs, or by those of ``calibrate`` -> on, or refused
+on -> measured again when :mod:`.watch` says so, or when its weight is another one -> on, or refused (it went back)
+"""
 
 from __future__ import annotations
 
 import logging
 import math
 import threading
+import weakref
 from collections import Counter
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -20,8 +25,8 @@ from ..machine.out_of_memory import out_of_memory
 from ..machine.own_thread import inputs_are_made_up
 from ..patching.patch import ON, REFUSED, WAITING
 from .backends import FLOATS
-from .measure import FEW_ROWS, SAMPLE_ROWS, Times
-from .report import Int8ReportLine
+from .measure import FEW_ROWS, RARE, SAMPLE_ROWS, Errors, Times
+from .report import Int8Report, Int8ReportLine
 from .watch import ErrorWatch
 
 log = logging.getLogger("pascal_attn")
@@ -35,7 +40,7 @@ class Int8Options:
     Attributes:
         only_faster: whether layers that are not faster in 8 bits stay in float.
         gathers: whether inputs are being collected (``calibrate``): layers decide when that is over.
-        has_warned: whether a weight in 8 bits was found to be trained.
+        has_warned: whether a weight was found to be trained.
         times: of calls that have been timed, by shape, dtype and device: layers of one shape are timed once.
         room: bytes on a device that float weights have left, for weights in 8 bits whose float weights are elsewhere.
     """
@@ -65,9 +70,9 @@ class Judged:
     """The state of one layer.
 
     Attributes:
-        state: as in :class:`..patching.patch.State`: waiting for inputs; on = in 8 bits; refused = it stays as it was.
+        state: as in :class:`..patching.patch.State`: waiting for inputs; on = not exact; refused = it stays as it was.
         why: one sentence; went_back: it was on until the error of a later call.
-        watch: its calls in 8 bits in this run, and the errors found in it.
+        watch: its calls in this run, and the errors found in them.
         times: of the call that it was decided with; None = not timed.
         shape: of its weight, () for attention.
     """
@@ -80,66 +85,124 @@ class Judged:
         self.times: Times | None = None
         self.went_back, self._failures = False, 0
 
-    def admits(self, error: float) -> bool:
-        """Whether the error that was measured first is within the limit; else the layer stays in float."""
-        if error <= self.options.max_error:
-            return True
-        self.state, self.why = REFUSED, f"its error {error:.2%} is above {self.options.max_error:.2%}"
-        return False
+    @property
+    def errors(self) -> Errors | None:
+        """The largest errors of this run; None = nothing was measured."""
+        return self.watch.largest
 
-    def look(self, x: Tensor, measure: Callable[[int], float], time: Callable[[], None]) -> None:
-        """Count a call with input ``x``. If it is to be checked, measure its error, and decide by it.
+    def look(
+        self, inputs: Sequence[Tensor], measure: Callable[[int], Errors], time: Callable[[], None], keys: int = 0
+    ) -> None:
+        """Count a call, and if it is to be checked, :meth:`judge` the layer; ``keys``: see :mod:`.watch`."""
+        if self.watch.check_now(inputs[0], keys) or self.state == WAITING:
+            self.judge(inputs, measure, time)
+
+    def judge(self, inputs: Sequence[Tensor], measure: Callable[[int], Errors], time: Callable[[], None]) -> None:
+        """Measure the error of a call, and decide by it.
 
         Args:
-            measure: the relative error on at most this many rows of the call. It is called with few rows first; with
-                more if that error seems too large, or if nothing is known yet.
+            inputs: the tensors that it is called with. If they are not finite, an error would say nothing.
+            measure: the errors on at most this many rows of the call. It is called with few rows first; with more if
+                that error seems too large, or if nothing is known yet.
             time: times the call both ways, where the layer has still to be decided.
         """
-        is_due = self.watch.check_now(x.shape[:-1].numel())
-        is_new, error = self.state == WAITING, math.inf
-        if not (is_due or is_new) or is_captured(x):
+        if is_captured(inputs[0]):
             return
+        is_new, found = self.state == WAITING, _UNKNOWN
         try:
             with self.options.lock, torch.no_grad():
+                if is_new != (self.state == WAITING):  # another thread has decided
+                    return
+                if not all(bool(x.isfinite().all()) for x in inputs):
+                    self.why = "its inputs are not finite" if is_new else self.why
+                    return
                 for most in (FEW_ROWS, SAMPLE_ROWS)[is_new:]:
-                    error = error if error <= self.options.max_error else measure(most)
-                if is_new and error <= self.options.max_error:
+                    found = found if self._admits(found) else measure(most)
+                if is_new and self._admits(found):
                     time()
-        except out_of_memory():
+                self.watch.saw(found)
+                if is_new and not self.options.gathers:
+                    self.decide()
+                elif not (is_new or self._admits(found)):
+                    self._exceeds(found)
+        except out_of_memory():  # it is measured, or goes back, in a later call
             if is_new:
                 self.failed()
-            return  # it is measured in a later call
-        self.watch.saw(error)
-        if self.options.gathers:
-            return
-        if is_new:
-            self.decide()
-        elif not error <= self.options.max_error:
-            self.warn_of(error)
-            self.state, self.went_back = REFUSED, True
+
+    def _admits(self, found: Errors) -> bool:
+        return found.judged <= self.options.max_error
+
+    def _excess(self, found: Errors, call: int = 0) -> str:
+        limit, is_whole = self.options.max_error, not found.error <= self.options.max_error
+        what, error = ("its error", found.error) if is_whole else (f"its error in one row of {RARE}", found.rows)
+        if call:
+            return f"{what} was {error:.2%} in call {call}, above {limit:.2%}"
+        return f"{what} {error:.2%} is above {limit:.2%}"
 
     def decide(self) -> None:
         """Decide by the largest error that was measured, and by the times; without an error, the layer waits on."""
-        error = self.watch.largest
-        if error is not None and self.state == WAITING and self.admits(error):
-            self.state, self.why = ON, ""
+        with self.options.lock:
+            errors, times = self.errors, self.times
+            if errors is None or self.state != WAITING:
+                return
+            if not self._admits(errors):
+                self.refuse(self._excess(errors))
+            elif self.options.only_faster and times is not None and not times.after < times.before:
+                self.refuse(f"not faster: {times.after:.2f} ms, {times.before:.2f} ms as it was")
+            else:
+                self.start()
+                self.state, self.why = ON, ""
+
+    def start(self) -> None:
+        """The layer is about to be on."""
+
+    def refuse(self, why: str) -> None:
+        """The layer stays as it was, or is again what it was."""
+        self.state, self.why = REFUSED, why
+
+    def _exceeds(self, found: Errors) -> None:
+        """The error of a later call is above the limit."""
+        why = self._excess(found, self.watch.calls)
+        if not self.why:
+            log.warning("%s: %s", self.name, why)
+        self.why = self.why or why
+        self.go_back()
+
+    def go_back(self) -> None:
+        """Because of the error of a later call, the layer is again what it was."""
+        self.refuse(self.why)
+        self.went_back = True
 
     def failed(self) -> None:
         """The first measurement ran out of memory. After three such calls the layer stays exact."""
         self._failures, self.why = self._failures + 1, "out of memory while measuring it"
         if self._failures == _MOST_FAILURES:
-            self.state = REFUSED
+            self.refuse(self.why)
 
-    def warn_of(self, error: float) -> None:
-        """Say that the error of a later call is above the limit."""
-        self.why = f"its error was {error:.2%} in call {self.watch.calls}, above {self.options.max_error:.2%}"
-        log.warning("%s: %s", self.name, self.why)
+    def is_another(self) -> None:
+        """Judge the layer anew: its weight is another one from now on."""
+        self.watch.forget()
+        if self.state == ON:
+            self.state = WAITING
 
-    def time(self, key: Hashable, attempts: list[Callable[[], Any]], device: torch.device) -> None:
-        """Time a call in float and in 8 bits, once for all layers with this key."""
+    def is_trained(self, weight: Tensor | None) -> bool:
+        """Whether a call is one of training, which is computed as without the patch; a warning says so once."""
+        if weight is None or not (weight.requires_grad and torch.is_grad_enabled()):
+            return False
+        self.why = "its weight is being trained" if self.state == WAITING else self.why
+        if not self.options.has_warned:
+            self.options.has_warned = True
+            log.warning(
+                "%s: its weight asks for a gradient, so it stays as it is, as others may; call the model under "
+                "torch.no_grad(), or with weights that ask for none",
+                self.name,
+            )
+        return True
+
+    def time(self, key: Hashable, attempts: Sequence[Callable[[], Any]], device: torch.device) -> None:
+        """Time a call as it was and as it would be, once for all layers with this key."""
         if key not in self.options.times:
-            with torch.no_grad():
-                self.options.times[key] = Times(*self.options.clock(attempts, device))
+            self.options.times[key] = Times(*self.options.clock([*attempts], device))
         self.times = self.options.times[key]
 
     def line(self, name: str | None = None) -> Int8ReportLine:
@@ -152,14 +215,54 @@ class Judged:
             kind=self.kind,
             shape=self.shape,
             state=state,
-            why=why,
-            error=self.watch.largest,
-            float_ms=None if self.times is None else self.times.in_float,
-            int8_ms=None if self.times is None else self.times.in_int8,
+            why=why or ("not called yet" if state == WAITING else ""),
+            error=None if self.errors is None else self.errors.error,
+            float_ms=None if self.times is None else self.times.before,
+            int8_ms=None if self.times is None else self.times.after,
             calls=self.watch.calls,
-            latest=self.watch.latest,
+            latest=None if self.watch.latest is None else self.watch.latest.error,
+            worst_row=None if self.errors is None else self.errors.worst_row,
             went_back=self.went_back,
         )
+
+
+_UNKNOWN = Errors(math.inf, math.inf, math.inf)
+Layer = TypeVar("Layer", bound=Judged)
+
+
+class Layers(Generic[Layer]):
+    """The layers that one patch has in models: it holds their options and their states, and keeps no model alive."""
+
+    what, precision = "linear layers", "int8"
+
+    def __init__(self, options: Int8Options):
+        self.options = options
+        self._layers: weakref.WeakKeyDictionary[nn.Module, Layer] = weakref.WeakKeyDictionary()
+
+    def attach(self, model: nn.Module) -> int:
+        """Let the layers of ``model`` be tried. Returns their number."""
+        raise NotImplementedError
+
+    def detach(self, model: nn.Module) -> list[str]:
+        """Undo :meth:`attach`. Returns what could not be."""
+        raise NotImplementedError
+
+    def report(self, model: nn.Module) -> Int8Report:
+        """The state of each layer."""
+        raise NotImplementedError
+
+    def restart(self) -> None:
+        """A run begins: calls and checks are counted from here on."""
+        for layer in list(self._layers.values()):
+            layer.watch.restart()
+
+    def layers_of(self, model: nn.Module) -> list[Layer]:
+        """The layers of ``model`` that were ever attached."""
+        return [self._layers[module] for module in model.modules() if module in self._layers]
+
+    def report_of(self, lines: list[Int8ReportLine]) -> Int8Report:
+        """The report with these lines."""
+        return Int8Report(lines, self.options.max_error, self.options.weights, self.what, self.precision)
 
 
 def is_captured(x: Tensor) -> bool:

@@ -26,7 +26,7 @@ from .judged import Int8Options, Judged, has_numbers, is_captured
 from .measure import (
     FEW_OUTPUTS,
     FEW_ROWS,
-    SAMPLE_ROWS,
+    Errors,
     Sample,
     best_rotation,
     errors_by_rotation,
@@ -39,6 +39,7 @@ from .weight import InFloat, Int8Weight
 
 log = logging.getLogger("pascal_attn")
 WEIGHTS = ("keep", "host", "free")
+_COMPILED = "compiled calls are neither counted nor measured"
 _REPLACED = "its weight was replaced, for example by a host that loads the float weight for each call"
 
 
@@ -47,6 +48,7 @@ class Int8Layer(Judged):
 
     Attributes:
         missed: why it is in float although it was decided for 8 bits; "" = it is not.
+        is_compiled: whether torch.compile has taken it into a graph, which computes in 8 bits without us.
         rotation: see :mod:`..reference.int8_rows`.
         backend: what computes it, and why nothing faster does.
         device: that it computes on; None = not known yet.
@@ -60,13 +62,12 @@ class Int8Layer(Judged):
         assert isinstance(weight, Tensor)
         self.shape = tuple(weight.shape)
         self.format, self.float_bytes, self.int8_bytes = stored.format_of(weight), stored.bytes_of(weight), 0
-        self.why, self.missed = "not called yet", ""
+        self.missed, self.is_compiled = "", False
         self.rotation, self.backend = 0, Way("", "")
         self.device: torch.device | None = None
         self.source = Source()
         self._exchange: Exchange | None = None  # while the module has a weight in 8 bits
-        self._errors: dict[int, float] = {}  # the largest so far, by rotation
-        self._seen: Callable[[], Tensor] | None = None  # makes an input like the last that was collected
+        self._errors: dict[int, Errors] = {}  # the largest so far, by rotation
 
     @property
     def module(self) -> nn.Module | None:
@@ -84,9 +85,10 @@ class Int8Layer(Judged):
         return None if module is None else module._parameters.get("weight")
 
     @property
-    def error(self) -> float | None:
-        """The largest error of this run; before its first call, the largest that was measured."""
-        return self._errors.get(self.rotation) if self.watch.largest is None else self.watch.largest
+    def errors(self) -> Errors | None:
+        """The largest errors of this run; before its first call, the largest that were measured."""
+        found, largest = self._errors.get(self.rotation), self.watch.largest
+        return found if found is not None and (largest is None or self.state == WAITING) else largest
 
     @property
     def is_on(self) -> bool:
@@ -109,9 +111,9 @@ class Int8Layer(Judged):
         if self.was_replaced or self.missed:
             line = line._replace(state=REFUSED, why=_REPLACED if self.was_replaced else self.missed)
         elif self.state == ON:
-            line = line._replace(why=line.why or self.source.note)
+            line = line._replace(why=line.why or (_COMPILED if self.is_compiled else self.source.note))
         return line._replace(
-            error=self.error,
+            is_compiled=self.is_compiled and line.state == ON,
             rotation=self.rotation,
             way=self.backend.name,
             why_way=self.backend.why,
@@ -128,14 +130,15 @@ class Int8Layer(Judged):
         assert module is not None
         self.source, self.missed = source, ""
         if self.state == WAITING:
-            module.register_forward_pre_hook(Hook(self, "on_first_input"), with_kwargs=True)
+            self._await(module)
         elif self.state == ON:
-            assert self.device is not None
             try:
-                found = source.read(module, self.device)
-                self._put(module, found, quantize_rows(stored.values(found.matrix), self.rotation))
+                self._read_in(module)
             except out_of_memory():
                 self.missed = "out of memory while rounding it"
+
+    def _await(self, module: nn.Module) -> None:
+        module.register_forward_pre_hook(Hook(self, "on_first_input"), with_kwargs=True)
 
     def detach(self) -> str:
         """Put the module back as it was. Returns what could not be, "" = nothing; a torch.OutOfMemoryError where the
@@ -154,6 +157,13 @@ class Int8Layer(Judged):
                 raise
             log.warning("%s: its float weight stays in host memory: its device is out of memory", self.name)
         return f"the weight of {self.name} was replaced in the meantime" if was_replaced else ""
+
+    def _read_in(self, module: nn.Module) -> None:
+        assert self.device is not None
+        found = self.source.read(module, self.device)
+        matrix = quantize_rows(stored.values(found.matrix), self.rotation)
+        self._unhook(module)
+        self._put(module, found, matrix)
 
     def _put(self, module: nn.Module, found: FloatWeight, matrix: Int8Matrix) -> None:
         parameter = module._parameters["weight"]
@@ -175,8 +185,9 @@ class Int8Layer(Judged):
         self._exchange = exchange
         module._register_state_dict_hook(Hook(self, "on_state_dict"))
 
-    def _unhook(self, module: nn.Module) -> None:
-        for hooks in (module._forward_pre_hooks, module._state_dict_hooks):
+    def _unhook(self, module: nn.Module, *kinds: dict[int, Any]) -> None:
+        """Remove the hooks of this layer, all or those of some kinds."""
+        for hooks in kinds or (module._forward_pre_hooks, module._forward_hooks, module._state_dict_hooks):
             for key in [key for key, hook in hooks.items() if isinstance(hook, Hook) and hook.layer is self]:
                 del hooks[key]
                 module._forward_pre_hooks_with_kwargs.pop(key, None)
@@ -196,23 +207,27 @@ class Int8Layer(Judged):
     def on_first_input(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """A call of the module begins."""
         x = args[0] if args else kwargs.get("input")
-        if self.state != WAITING or not isinstance(x, Tensor) or not has_numbers(x):
+        if self.state != WAITING or not isinstance(x, Tensor) or not has_numbers(x) or x.shape[-1:] != self.shape[1:]:
             return
         reason = self._not_now(module, x)
         if reason:
             self.why = reason
             return
-        with self.options.lock, torch.autocast(x.device.type, enabled=False):
-            if self.state != WAITING:
-                return
-            is_inference = torch.is_inference_mode_enabled()
-            try:
-                with ordinary_tensors():
-                    self._measure(module, x.clone() if is_inference else x)
-            except out_of_memory():
-                self.failed()
-                if self.state == REFUSED:
-                    self._unhook(module)
+        self.device = x.device
+        with ordinary_tensors():
+            x = x.clone() if x.is_inference() else x
+            read = functools.cache(functools.partial(self.source.read, module, x.device))
+            self.judge((x,), functools.partial(self._measure, x, read), functools.partial(self._time, x, read))
+        if self.is_on:
+            module.register_forward_hook(Hook(self, "on_first_output"))
+
+    def on_first_output(self, module: nn.Module, *_: Any) -> None:
+        """The call by whose input the layer was decided is over."""
+        self._unhook(module, module._forward_hooks)
+        if self.is_on and not self.watch.calls and not torch.compiler.is_compiling():
+            self.why = "its module does not multiply by it as a linear layer does"
+            self.go_back()
+            self.went_back = False
 
     def _not_now(self, module: nn.Module, x: Tensor) -> str:
         weight = module._parameters.get("weight")
@@ -222,127 +237,120 @@ class Int8Layer(Judged):
             return reason
         if weight.device != x.device and not self.source.casts:
             return f"its weight is on {weight.device}, its input on {x.device}"
-        if module.training and weight.requires_grad and torch.is_grad_enabled():
-            return "its weight is being trained"
+        if self.is_trained(weight):
+            return self.why
         if in_backward() or is_captured(x):
             return "it cannot be measured while a graph is captured, or within a backward pass"
         return ""
 
-    def _measure(self, module: nn.Module, x: Tensor) -> None:
-        found = self.source.read(module, x.device)
-        self._note(errors_by_rotation(sample_of(x, SAMPLE_ROWS, seed=0), stored.values(found.matrix)))
-        if self.options.gathers:
-            self._seen = functools.partial(torch.ones, x.shape, dtype=x.dtype, device=x.device)
-        else:
-            self._decide(module, x, found)
+    def _measure(self, x: Tensor, read: Callable[[], FloatWeight], rows: int) -> Errors:
+        """The errors of a call of a layer that waits, with the better rotation so far."""
+        with torch.autocast(x.device.type, enabled=False):
+            self._note(errors_by_rotation(sample_of(x, rows, seed=0), stored.values(read().matrix)))
+        self.rotation = best_rotation(self._errors, self.options.max_error)
+        return self._errors[self.rotation]
 
-    def _note(self, errors: dict[int, float]) -> None:
-        for size, error in errors.items():
-            self._errors[size] = max(error, self._errors.get(size, 0.0))
+    def _note(self, errors: dict[int, Errors]) -> None:
+        for size, found in errors.items():
+            self._errors[size] = found.or_larger(self._errors.get(size))
 
-    def decide(self) -> None:
-        """Inputs have been collected: decide with them. Without any, the layer waits on."""
-        module, seen, self._seen = self.module, self._seen, None
-        if module is not None and seen is not None and self.state == WAITING:
-            with self.options.lock, ordinary_tensors():
-                x = seen()
-                self._decide(module, x, self.source.read(module, x.device))
-
-    def _decide(self, module: nn.Module, x: Tensor, found: FloatWeight) -> None:
-        """Decide by the errors that have been measured; ``x`` is like the input of a call, to be timed with."""
-        options = self.options
-        self.rotation = best_rotation(self._errors, options.max_error)
-        error = self._errors[self.rotation]
-        if not self.admits(error):
-            self._unhook(module)
-            return
-        matrix = quantize_rows(stored.values(found.matrix), self.rotation)
+    def _time(self, x: Tensor, read: Callable[[], FloatWeight]) -> None:
+        weight = stored.values(read().matrix)
+        matrix = quantize_rows(weight, self.rotation)
         self.int8_bytes = matrix.codes.numel() + 4 * matrix.scales.numel()
-        self.backend = backend_for(x, matrix)
-        parameter = module._parameters.get("bias")
+        self.backend, module = backend_for(x, matrix), self.module
+        parameter = None if module is None else module._parameters.get("bias")
         bias = None if parameter is None else parameter.to(x.device, x.dtype)
-        attempts = [
-            lambda: F.linear(x, stored.values(found.matrix).to(x.dtype), bias),
+        attempts = (
+            lambda: F.linear(x, stored.values(read().matrix).to(x.dtype), bias),
             lambda: int8_linear(x, matrix, bias),
-        ]
-        self.time((x.shape, x.dtype, x.device, self.shape, self.format, self.rotation), attempts, x.device)
-        self._unhook(module)
-        if self._is_no_faster():
-            return
-        self._put(module, found, matrix)
-        self.watch.saw(error)
-        self.state, self.why = ON, ""
+        )
+        with torch.autocast(x.device.type, enabled=False):
+            self.time((x.shape, x.dtype, x.device, self.shape, self.format, self.rotation), attempts, x.device)
 
-    def _is_no_faster(self) -> bool:
-        """Whether the layer stays in float because 8 bits save it no time."""
-        if not self.options.only_faster or self.times is None or self.times.in_int8 < self.times.in_float:
-            return False
-        self.state, self.why = REFUSED, "8 bits are not faster for it"
-        return True
+    def start(self) -> None:
+        module = self.module
+        assert module is not None
+        with ordinary_tensors():
+            self._read_in(module)
+        self.watch.forget()
+        self.watch.saw(self._errors[self.rotation])
+
+    def refuse(self, why: str) -> None:
+        super().refuse(why)
+        if self._exchange is None and self.module is not None:
+            self._unhook(self.module)
 
     # ---- checking ----
 
-    def recheck(self, x: Tensor, weight: Int8Weight) -> Int8Weight:
+    def recheck(self, x: Tensor, weight: Int8Weight) -> Tensor:
         """A call in 8 bits begins. Where :class:`.watch.ErrorWatch` says so, its error is measured, and a layer above
-        the limit is rotated, or goes back to float. Returns the weight to compute the call with."""
+        the limit is rotated, or goes back to float. Returns the weight to compute the call with: in a call of training
+        the module's own."""
+        self.missed = ""
         if not has_numbers(x) or in_backward():
             return weight
-        if torch.is_grad_enabled() and weight.requires_grad and not self.options.has_warned:
-            self.options.has_warned = True
-            log.warning("%s: its weight is in 8 bits and gets no gradient; remove the patch to train it", self.name)
-        if not self.watch.check_now(x.numel() // x.shape[-1]) or is_captured(x):
-            return weight
-        try:
-            with torch.no_grad(), torch.autocast(x.device.type, enabled=False):
-                return self._checked(x, weight)
-        except out_of_memory():
-            return weight  # it is measured, or goes back to float, in a later call
+        if self.is_trained(weight):
+            return self._trained(weight)
+        self.look((x,), functools.partial(self._check, x, weight), lambda: None)
+        own = self.weight
+        return own if own is not None and own.matrix.rotation != weight.matrix.rotation else weight
 
-    def _checked(self, x: Tensor, weight: Int8Weight) -> Int8Weight:
-        """Measure with few rows and outputs, and where the error seems too large, as thoroughly as at first."""
-        limit, seed = self.options.max_error, self.watch.calls
-        some = torch.randperm(weight.shape[0], generator=torch.Generator().manual_seed(seed))[:FEW_OUTPUTS]
-        error = relative_error(sample_of(x, FEW_ROWS, seed), *weight.rows(some, x.device))
-        if error > limit:
-            sample, (exact, matrix) = sample_of(x, SAMPLE_ROWS, seed), weight.rows(slice(None), x.device)
-            error = relative_error(sample, exact, matrix)
-            rotated = self._rotated(x, sample, weight, exact) if error > limit else None
-            if rotated is not None:
-                return rotated
-        if weight.original is None:  # then only what rounding the input costs was seen
-            error = max(error, self._errors[self.rotation])
-        self.watch.saw(error)
-        if error <= limit:
-            return weight
-        if not self.why:
-            self.warn_of(error)
-        if weight.original is not None:
-            self.state, self.went_back = REFUSED, True
-            self._go_back(weight)
-        return weight
-
-    def _rotated(self, x: Tensor, sample: Sample, weight: Int8Weight, exact: Tensor) -> Int8Weight | None:
-        """The weight with the rotation that brings the error below the limit; None = there is none."""
+    def _trained(self, weight: Int8Weight) -> Tensor:
+        """The module's own weight, if it still exists: it waits again."""
         module = self.module
         if module is None or self.weight is None or weight.original is None:
+            return weight
+        self.go_back()
+        self.state, self.why, self.went_back = WAITING, "its weight is being trained", False
+        self._await(module)
+        return module._parameters["weight"].requires_grad_()  # type: ignore[union-attr]
+
+    def _check(self, x: Tensor, weight: Int8Weight, rows: int) -> Errors:
+        """The errors of a call in 8 bits: on few rows of few outputs; on more rows, of all outputs, and if they are too
+        large, with another rotation."""
+        seed = self.watch.calls
+        outputs: slice | Tensor = slice(None)
+        if rows == FEW_ROWS:
+            outputs = torch.randperm(weight.shape[0], generator=torch.Generator().manual_seed(seed))[:FEW_OUTPUTS]
+        with torch.autocast(x.device.type, enabled=False):
+            sample, (exact, matrix) = sample_of(x, rows, seed), weight.rows(outputs, x.device)
+            found = relative_error(sample, exact, matrix)
+            if weight.original is None:  # then only what rounding the input costs was seen
+                found = found.or_larger(self._errors.get(self.rotation))
+            elif rows != FEW_ROWS and found.judged > self.options.max_error:
+                found = self._rotated(x, sample, weight, exact) or found
+        return found
+
+    def _rotated(self, x: Tensor, sample: Sample, weight: Int8Weight, exact: Tensor) -> Errors | None:
+        """The errors with the rotation that brings them below the limit, which the weight is given; None = there is
+        none."""
+        module = self.module
+        if module is None or self.weight is None:
             return None
         errors = errors_by_rotation(sample, exact)
         self._note(errors)
         rotation = best_rotation(self._errors, self.options.max_error)
-        if rotation == self.rotation or not self._errors[rotation] <= self.options.max_error:
+        if rotation == self.rotation or not self._errors[rotation].judged <= self.options.max_error:
             return None
         with ordinary_tensors():
             matrix = quantize_rows(exact, rotation)
             self.backend, self.times, self.rotation = backend_for(x, matrix), None, rotation
             rotated = weight.with_matrix(matrix.to(weight.device))
             module._parameters["weight"] = nn.Parameter(rotated, requires_grad=False)
-        self.watch.saw(errors[rotation])
-        return rotated
+        return errors[rotation]
 
-    def _go_back(self, weight: Int8Weight) -> None:
-        """Give the module its float weight; without memory for it, the call is computed in float from host memory."""
-        module, exchange = self.module, self._exchange
-        if module is None or exchange is None or self.weight is None:
+    def is_another(self) -> None:
+        self.watch.forget()
+        self._errors.clear()
+
+    def go_back(self) -> None:
+        """Give the module its float weight; without memory for it, calls are computed in float from host memory."""
+        module, exchange, weight = self.module, self._exchange, self.weight
+        if weight is not None and weight.original is None:  # there is nothing to go back to
+            return
+        super().go_back()
+        if module is None or exchange is None or weight is None:
             return
         with ordinary_tensors():
             exchange.bring_back(weight)

@@ -23,12 +23,13 @@ class Int8ReportLine(NamedTuple):
         rotation: columns of a group that is rotated before rounding; 0 = none.
         way: what computes it: "kernel", "int_mm" or "float", for attention "kernel" or "operators"; why_way: why
             nothing faster does.
-        float_ms, int8_ms: of the call that it was measured with; None = not timed.
+        float_ms, int8_ms: of the call that it was measured with, as it was and as it is; None = not timed.
         float_bytes, int8_bytes: of its weight, as the host stores it and in 8 bits.
         calls: number of calls in 8 bits in this run.
         latest: the error that was measured last in this run; None = none was.
         went_back: to float, because of the error of a later call.
-        worst_row: of attention, the largest relative error of one row of one head.
+        worst_row: the largest relative error of one row of this run, of attention of one row of one head.
+        is_compiled: whether torch.compile has taken it into a graph, whose calls are neither counted nor measured.
         format: of its weight as the host stores it, ``"float8_e4m3fn"`` or ``"Q4_K"`` for example; "" for attention.
     """
 
@@ -50,6 +51,7 @@ class Int8ReportLine(NamedTuple):
     worst_row: float | None = None
     format: str = ""
     went_back: bool = False
+    is_compiled: bool = False
 
     @property
     def is_as_stored(self) -> bool:
@@ -63,14 +65,15 @@ class Int8Report(AnyReport):
 
     Attributes:
         max_error: above which a layer stays in float.
-        weights: where the float weights are: "keep", "host" or "free"; "" for attention.
-        what: the layers.
+        weights: where the float weights are: "keep", "host" or "free"; "" for attention, and in float16.
+        what: the layers; precision: what they are multiplied in.
     """
 
     lines: list[Int8ReportLine]
     max_error: float
     weights: str
     what: str = "linear layers"
+    precision: str = "int8"
 
     @property
     def able(self) -> int:
@@ -92,7 +95,7 @@ class Int8Report(AnyReport):
     def sentence(self) -> str:
         """A summary of all layers: their number, errors, times and memory."""
         on = self.of(ON)
-        text = f"{len(on)} of {self.able} {self.what} in int8"
+        text = f"{len(on)} of {self.able} {self.what} in {self.precision}"
         worst, median = self.worst, self.median_error
         if worst is not None and median is not None:
             text += f", not exact: relative error per layer {median:.2%} (median), at most {worst.error:.2%}"
@@ -112,6 +115,8 @@ class Int8Report(AnyReport):
             text += f"; GGUF weights {size:.1f} MiB, as the file has them"
         if self.count(REFUSED):
             text += f"; {self.count(REFUSED)} stay in float"
+        if compiled := sum(line.is_compiled for line in on):
+            text += f"; {compiled} compiled, whose calls are neither counted nor measured"
         if self.count(WAITING):
             text += f"; {self.count(WAITING)} not measured yet"
         return text

@@ -3,6 +3,7 @@ tensors of their own classes that expand themselves (``dequantize``), such as Co
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from .backends import FLOATS
 
 FLOATS_8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 _LEAST_BITS = 7.9
+_FEW = 64
 
 
 def why_not(module: nn.Module, weight: Tensor) -> str:
@@ -50,6 +52,31 @@ def bytes_of(weight: Tensor) -> int:
 def has_fewer_bits(weight: Tensor) -> bool:
     """Whether 8 bits would take more memory than the weight does."""
     return 8 * bytes_of(weight) < _LEAST_BITS * weight.numel()
+
+
+class Seen:
+    """The weight of a module that was seen last."""
+
+    def __init__(self) -> None:
+        self._weight: weakref.ref[Tensor] | None = None
+        self._state: tuple[int, int] | None = None
+        self._few: list[Any] = []
+
+    def changes(self, weight: Tensor) -> bool:
+        """Whether this weight has other numbers than the one before it; False for the first one. Hosts that offload
+        give a module the same numbers in other memory, which is seen by a few of them."""
+        weight = _codes(weight) if _expands(weight) else weight
+        with torch._C.DisableTorchFunctionSubclass():
+            state = weight.data_ptr(), -1 if weight.is_inference() else weight._version
+            before, is_same = self._state, self._weight is not None and self._weight() is weight
+            if is_same and state == before:
+                return False
+            plain = weight.detach().as_subclass(Tensor).flatten().view(torch.uint8)
+            few = [weight.shape, weight.dtype, plain[:: max(1, plain.numel() // _FEW)].tolist()]
+        is_written = is_same and before is not None and state[1] != before[1]
+        is_other = before is not None and (is_written or few != self._few)
+        self._weight, self._state, self._few = weakref.ref(weight), state, few
+        return is_other
 
 
 def _expands(weight: Tensor) -> bool:

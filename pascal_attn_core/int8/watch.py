@@ -1,8 +1,9 @@
 """ErrorWatch: in which calls a result in 8 bits is compared with the exact one, and which errors were found.
 
 What rounding costs depends on the inputs, so it is measured again and again, but in few calls. The calls of a run are
-counted from 1. The first three are checked; then the gap between two checks is 5 three times, 11 three times, 17 three
-times, and so on up to 59: calls 1, 2, 3, 8, 13, 18, 29, 40, 51, 68, 85, 102, 125 ...
+counted from 1. The first three are checked; then the gap between two checks is 5 three times, 11 three times, and 17
+from then on: calls 1, 2, 3, 8, 13, 18, 29, 40, 51, 68, 85, 102, 119 ... No 17 calls in a row are without a check, which
+is fewer than most images have steps: also where no host says that a run begins.
 
 A sampler may call a model two or three times in each step, once for each branch of its guidance, and only one branch
 may have the outliers. Checks at even counts alone never see one of two branches. Here each gap is one less than a
@@ -12,15 +13,21 @@ with more branches, it takes a few checks more, but none is left out.
 Outliers may also come in late steps only. The gap after the third check is one shorter in each run, and 5 again after
 1, so that five runs check every one of the first eight calls, which are all steps of some models.
 
-Inputs of a new size begin with the first gap again. Sizes count as equal up to the next power of two, so a text that
-grows word by word is not measured in each call.
+Inputs of a new kind (number of rows and of keys, dtype, device) begin with the first gap again. Numbers count as equal
+up to the next power of two, so a text that grows word by word is not measured in each call. Another operation, such as
+that of another weight, begins so too, without errors.
 """
 
 from __future__ import annotations
 
-from ..contest.timing_table import power_of_two
+from collections.abc import Hashable
 
-_MOST_GAP = 59
+from torch import Tensor
+
+from ..contest.timing_table import power_of_two
+from .measure import Errors
+
+_MOST_GAP = 17
 
 
 class ErrorWatch:
@@ -28,7 +35,7 @@ class ErrorWatch:
 
     Attributes:
         calls: number of calls in this run.
-        latest, largest: relative errors found in this run; None = nothing was measured.
+        latest, largest: errors found in this run; None = nothing was measured.
     """
 
     def __init__(self) -> None:
@@ -39,25 +46,29 @@ class ErrorWatch:
         """A new run begins: nothing is known of its inputs."""
         self.calls, self._next, self._checks = 0, 1, 0
         self._runs += 1
-        self._sizes: set[int] = set()
-        self.latest: float | None = None
-        self.largest: float | None = None
+        self.forget()
 
-    def check_now(self, rows: int) -> bool:
-        """Count a call with this number of rows. True = its error is to be measured."""
+    def forget(self) -> None:
+        """The operation is another one from now on: nothing is known of its errors."""
+        self._kinds: set[Hashable] = set()
+        self.latest: Errors | None = None
+        self.largest: Errors | None = None
+
+    def check_now(self, x: Tensor, keys: int = 0) -> bool:
+        """Count a call with input ``x`` ``[..., K]``, of attention with this number of keys. True = its error is to be
+        measured."""
         self.calls += 1
-        size = power_of_two(rows)
-        if size in self._sizes and self.calls < self._next:
+        kind = power_of_two(x.shape[:-1].numel()), keys and power_of_two(keys), x.dtype, x.device
+        if kind in self._kinds and self.calls < self._next:
             return False
-        if size not in self._sizes:
-            self._sizes.add(size)
+        if kind not in self._kinds:
+            self._kinds.add(kind)
             self._checks = 0
         self._checks += 1
         earlier = self._runs % 5 if self._checks == 3 else 0
         self._next = self.calls + max(1, min(6 * (self._checks // 3) - 1, _MOST_GAP) - earlier)
         return True
 
-    def saw(self, error: float) -> None:
-        """An error was measured."""
-        self.latest = error
-        self.largest = error if self.largest is None else max(error, self.largest)
+    def saw(self, found: Errors) -> None:
+        """Errors were measured."""
+        self.latest, self.largest = found, found.or_larger(self.largest)

@@ -174,6 +174,11 @@ class Int8Weight(Tensor):
         self.matrix.copy_(quantize_rows(values.detach().to(self.device), self.matrix.rotation))
         self.in_float.lora = None  # the values hold what it adds
         self._write_original(values)
+        self._is_another()
+
+    def _is_another(self) -> None:
+        if self.layer is not None:
+            self.layer.is_another()
 
     def _write_original(self, values: Tensor) -> None:
         old = self.original
@@ -182,6 +187,8 @@ class Int8Weight(Tensor):
 
     def _set_data(self, values: Tensor) -> None:
         """``weight.data = values``."""
+        if not isinstance(values, Int8Weight) or values.layer is not self.layer:
+            self._is_another()
         if not isinstance(values, Int8Weight):
             original = self.original
             if original is not None:  # it stays where it is: on the device, or in host memory
@@ -196,6 +203,8 @@ class Int8Weight(Tensor):
 
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
         # A graph is made for a layer that runs in 8 bits, or for one that does not.
+        if self.layer is not None:
+            self.layer.is_compiled = True
         inner = ["codes", "scales"] if self.runs_in_int8 else ["codes", "scales", "original"]
         return inner, (self.matrix.rotation, self.dtype, self.runs_in_int8, _Rest(self.layer, self.lora))
 
@@ -256,12 +265,16 @@ class Int8Weight(Tensor):
 def _linear(input: Any, weight: Any, bias: Any = None) -> Any:
     """``F.linear`` where one of the arguments is an Int8Weight."""
     x = input
-    if not isinstance(weight, Int8Weight) or not _is_ordinary(x):
+    if isinstance(weight, Int8Weight) and weight.layer is not None and x.dtype == torch.float64:
+        weight.layer.missed = "its inputs are float64"
+    if not isinstance(weight, Int8Weight) or not _is_ordinary(x) or x.shape[-1:] != weight.shape[1:]:
         return F.linear(*tree_map(_plain, (x, weight, bias)))
     if torch.is_autocast_enabled(x.device.type):
         x = x.to(torch.get_autocast_dtype(x.device.type))
     if weight.runs_in_int8 and weight.layer is not None and not torch.compiler.is_compiling():
         weight = weight.layer.recheck(x, weight)
+        if not isinstance(weight, Int8Weight):
+            return F.linear(x, weight.to(x.device, x.dtype), bias)
     if weight.runs_in_int8:
         bias = bias if bias is None or bias.device == x.device else bias.to(x.device)
         out = int8_linear(x, weight.matrix_on(x.device), bias)
@@ -342,6 +355,7 @@ def _copy(func: Any, target: Int8Weight, source: Any, non_blocking: bool = False
     target.matrix.copy_(source.matrix, non_blocking=non_blocking)
     target._write_original(source.own_matrix())
     target.in_float.lora = source.lora
+    target._is_another()
     return target
 
 

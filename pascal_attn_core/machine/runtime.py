@@ -32,7 +32,7 @@ class Runtime:
         """
         Args:
             info: instead of the device's own facts.
-            parts: for some classes of parts what makes them, instead of the class itself: a subclass, say.
+            parts: factories that replace a part's constructor, such as a subclass.
         """
         self.device = torch.device(device)
         self.info = device_info(self.device) if info is None else info
@@ -53,6 +53,13 @@ class Runtime:
 
 _runtimes: dict[torch.device, Runtime] = {}
 _lock = threading.Lock()
+epoch = 0  # in another one, what was found out before on any device may hold no longer
+
+
+def begin_epoch() -> None:
+    global epoch
+    with _lock:
+        epoch += 1
 
 
 def runtime_of(device: torch.device) -> Runtime:
@@ -77,6 +84,7 @@ def using(runtime: Runtime) -> Iterator[Runtime]:
     with _lock:
         before = _runtimes.get(runtime.device)
         _runtimes[runtime.device] = runtime
+    begin_epoch()
     try:
         yield runtime
     finally:
@@ -85,3 +93,4 @@ def using(runtime: Runtime) -> Iterator[Runtime]:
                 del _runtimes[runtime.device]
             else:
                 _runtimes[runtime.device] = before
+        begin_epoch()

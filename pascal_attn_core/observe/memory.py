@@ -244,7 +244,7 @@ class Follower(TorchDispatchMode):
         kwargs = kwargs or {}
         if any("__tensor_flatten__" in vars(kind) for kind in types):
             return NotImplemented  # a wrapper around tensors unwraps itself, and its operators are seen then
-        inputs = [*_tensors(args), *_tensors(kwargs.values())]
+        inputs = [*tensors_in(args), *tensors_in(kwargs.values())]
         how = _how_to_run(func, inputs[0].device.type if inputs else self.device_type)
         self.look(inputs, is_new=how.input_is_new)
         if how.inside is None:
@@ -252,7 +252,7 @@ class Follower(TorchDispatchMode):
         else:
             with self:
                 out = func._op_dk(how.inside, *args, **kwargs)
-        self.look(_tensors((out,)), is_new=True)
+        self.look(tensors_in((out,)), is_new=True)
         if how.mutates:
             self.look(inputs)  # it may have resized what it wrote to
         return out
@@ -350,9 +350,10 @@ def _has_kernel(func: OpOverload, key: str) -> bool:
     return torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), key)
 
 
-def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
+def tensors_in(values: Iterable[Any]) -> Iterator[Tensor]:
+    """The tensors among arguments, lists included."""
     for value in values:
         if isinstance(value, Tensor):
             yield value
         elif isinstance(value, (list, tuple)):
-            yield from _tensors(value)
+            yield from tensors_in(value)

@@ -15,8 +15,6 @@ from typing import Any
 from torch import nn
 
 Slot = tuple[dict[str, Any], str]
-#: the instance attributes that hooks set beside ``forward``
-HOOK_NAMES = frozenset({"_hf_hook", "_old_forward", "_diffusers_hook"})
 
 
 @dataclass(frozen=True)
@@ -35,10 +33,6 @@ def register(layers: CastingLayers) -> None:
     """Let every patch of a ``forward`` recognise a host's layers; equal registrations count once."""
     global _casting
     _casting = (*(other for other in _casting if other != layers), layers)
-
-
-def is_hooked(module: nn.Module) -> bool:
-    return not HOOK_NAMES.isdisjoint(module.__dict__)
 
 
 def casts_weights(module: nn.Module) -> bool:

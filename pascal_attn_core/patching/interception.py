@@ -23,7 +23,7 @@ SDPA_NAME = "scaled_dot_product_attention"
 TORCH_SDPA: Any = torch._C._nn.scaled_dot_product_attention
 
 _NAMES = Arguments._fields[:8]  # the arguments of torch's function
-_POSITIONAL = 6  # torch takes the arguments after these by keyword only
+POSITIONAL = 6  # torch takes the arguments after these by keyword only
 
 
 def bind_sdpa(args: tuple, kwargs: dict[str, Any], *, like_torch: bool = True) -> Arguments | str:
@@ -33,7 +33,7 @@ def bind_sdpa(args: tuple, kwargs: dict[str, Any], *, like_torch: bool = True) -
         like_torch: False for functions like ours: ``scale`` and ``enable_gqa`` may be given by position too, and
             keywords that torch does not know are left out.
     """
-    most = _POSITIONAL if like_torch else len(_NAMES)
+    most = POSITIONAL if like_torch else len(_NAMES)
     if len(args) > most:
         return f"it has {len(args)} positional arguments, {SDPA_NAME} takes {most}"
     given = dict(zip(_NAMES, args))

@@ -8,7 +8,7 @@ from __future__ import annotations
 from ..config import RouteUnavailable
 from .route import Choice, Request, Route
 from .run import ROUTES, TORCH, choose, route_named, route_names, why_not
-from .short import is_plainly_short, is_short
+from .short import is_short
 
 __all__ = [
     "ROUTES",
@@ -18,7 +18,6 @@ __all__ = [
     "Route",
     "RouteUnavailable",
     "choose",
-    "is_plainly_short",
     "is_short",
     "route_named",
     "route_names",

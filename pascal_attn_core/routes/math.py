@@ -1,17 +1,20 @@
 """The route ``math``: plain attention with the whole score matrix, for calls so small that nothing is faster, and for
-gradients of gradients."""
+derivatives beyond the second."""
 
 from __future__ import annotations
 
+import logging
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.func import jvp, vjp
 
-from ..call import AttentionCall, Results
+from ..call import AttentionCall, Results, without_autocast
 from ..call.lazy_mask import LazyMask
-from ..config import AttentionConfig
+from ..config import AttentionConfig, log_once
 from ..machine.device import LARGEST_BUFFER, MIB
 from ..machine.runtime import runtime_of
 from ..reference import allowed_keys
@@ -30,13 +33,13 @@ class MathRoute(Route):
             reasons.append(
                 f"its score matrix of {score_mib:,.0f} MiB is above 4 GiB, the largest buffer that the device allows"
             )
-        elif score_mib > limit:
+        elif score_mib > limit and call.order < 3:
             reasons.append(f"its score matrix of {score_mib:.1f} MiB is above math_limit_mib {limit:g}")
         if call.seq_len_kv > runtime_of(call.query.device).info.longest_sum:
             reasons.append(f"the device may add up {call.seq_len_kv:,} products, one for each key, wrongly")
         redrawn = "a compiled graph recomputes it for its gradients, with a different dropout mask"
         checks = (
-            (request.with_lse, "torch's function does not return lse"),
+            (request.with_lse and call.order < 3, "torch's function does not return lse"),
             (call.score_rule is not None, "a score_mod runs in tiles only"),
             (call.is_empty, "the call is empty"),
             (request.in_graph and call.dropout_p, redrawn),
@@ -46,20 +49,76 @@ class MathRoute(Route):
     def claim(self, request: Request) -> Choice | None:
         if request.plan(self):
             return None
+        if request.call.order > 2:
+            return Choice(self, _stored(request.call))
         return Choice(self, f"the score matrix is below {request.config.math_limit_mib:g} MiB")
 
-    def forward(self, call: AttentionCall, config: AttentionConfig, plan: Any, **options: Any) -> Results:
+    def forward(
+        self, call: AttentionCall, config: AttentionConfig, plan: Any, *, with_lse: bool = False, **options: Any
+    ) -> Results:
         """The output is differentiable any number of times; sums in float32 (float64 for float64). Heads of a group are
         query rows: K and V are not expanded for them."""
-        probs, value = probabilities(call), call.value if call.value.dim() > 2 else call.value[None]
+        probs, lse = _weights(call, with_lse=with_lse)
+        value = call.value if call.value.dim() > 2 else call.value[None]
         if call.dropout_p:
             probs = torch.dropout(probs, call.dropout_p, train=True)
         out = torch.matmul(probs.flatten(-3, -2), value.to(probs.dtype)).unflatten(-2, (call.groups, call.seq_len_q))
-        return Results(out.flatten(-4, -3).reshape(call.out_shape).to(call.query.dtype))
+        out = out.flatten(-4, -3).reshape(call.out_shape).to(call.query.dtype)
+        return Results(out, None if lse is None else lse.reshape(call.out_shape[:-1]))
+
+    def thirds(
+        self, call: AttentionCall, along: Sequence[Any], outer: Sequence[Any], grads: Sequence[Any]
+    ) -> list[Any]:
+        """Gradients of the second derivatives of a call, through its score matrix.
+
+        Args:
+            along: the direction of these, in the shapes of query, key, value, mask and sinks; None where it is zero.
+            outer: the gradients of out and of lse, or None.
+            grads: those of the derivatives along the direction of the gradients of the five inputs, or None.
+        Returns:
+            The gradients of the five inputs, of ``along`` and of ``outer``.
+        """
+        if call.dropout_p:
+            raise RuntimeError(
+                "third derivatives must be taken without dropout, got one whose coins only the tiles know"
+            )
+        _stored(call)
+        inputs = (call.query, call.key, call.value, call.attn_mask, call.sinks)
+        given = {n: t for n, t in enumerate(inputs) if isinstance(t, Tensor) and t.is_floating_point()}
+
+        def attend(tensors: dict[int, Tensor]) -> tuple[Tensor, ...]:
+            part = call.with_tensors(*(tensors.get(n, t) for n, t in enumerate(inputs)))  # type: ignore[arg-type]
+            return tuple(self.forward(part, None, None, with_lse=True)[:2])  # type: ignore[arg-type]
+
+        def second(tensors: Any, along: Any, outer: Any) -> Any:
+            return jvp(lambda at: vjp(attend, at)[1](outer)[0], (tensors,), (along,))[1]
+
+        def filled(found: Sequence[Any]) -> dict[int, Tensor]:
+            return {n: torch.zeros_like(t) if found[n] is None else found[n] for n, t in given.items()}
+
+        lse = outer[0].new_zeros(outer[0].shape[:-1], dtype=call.sums_dtype) if outer[1] is None else outer[1]
+        with without_autocast(call.query):
+            of_inputs, of_along, of_outer = vjp(second, given, filled(along), (outer[0], lse))[1](filled(grads))
+        return [*(of_inputs.get(n) for n in range(5)), *(of_along.get(n) for n in range(5)), *of_outer]
+
+
+BEYOND_SECONDS = "third derivatives, and tangents of tangents, are taken by the route math"
+
+
+def _stored(call: AttentionCall) -> str:
+    size = call.num_scores * max(4, call.query.element_size()) / MIB
+    sentence = f"{BEYOND_SECONDS}, which stores the score matrix of {size:,.1f} MiB several times"
+    log_once(logging.WARNING, "%s", sentence)
+    return sentence
 
 
 def probabilities(call: AttentionCall) -> Tensor:
     """``[*batch, Hkv, G, L, S]`` in float32 (float64 for float64), without dropout."""
+    return _weights(call, with_lse=False)[0]
+
+
+def _weights(call: AttentionCall, *, with_lse: bool) -> tuple[Tensor, Tensor | None]:
+    """(probabilities, lse ``[*batch, Hkv, G, L]`` or None)."""
     dtype = call.sums_dtype
     query, key = (t if t.dim() > 2 else t[None] for t in (call.query, call.key))
     lead = (*call.batch, call.num_kv_heads)
@@ -69,10 +128,10 @@ def probabilities(call: AttentionCall) -> Tensor:
     scores = scores.unflatten(-2, (call.groups, call.seq_len_q))
     if call.softcap is not None:
         scores = torch.tanh(scores / call.softcap) * call.softcap
-    return _softmax(scores, call)
+    return _softmax(scores, call, with_lse)
 
 
-def _softmax(scores: Tensor, call: AttentionCall) -> Tensor:
+def _softmax(scores: Tensor, call: AttentionCall, with_lse: bool) -> tuple[Tensor, Tensor | None]:
     """Probabilities of ``[*batch, Hkv, G, L, S]``; rows that may look at no key are zero."""
     mask, allowed = call.attn_mask, None
     if isinstance(mask, LazyMask):
@@ -99,8 +158,8 @@ def _softmax(scores: Tensor, call: AttentionCall) -> Tensor:
         sinks = call.sinks.to(scores.dtype).view(call.num_kv_heads, call.groups, 1, 1)
         scores = torch.cat([scores, sinks.expand(*scores.shape[:-1], 1)], dim=-1)
         empty = None if empty is None else empty & (sinks.detach() == -math.inf)
-    if empty is None:
-        probs = scores.softmax(dim=-1)
-    else:
-        probs = scores.masked_fill(empty, 0.0).softmax(dim=-1).masked_fill(empty, 0.0)
-    return probs if call.sinks is None else probs[..., :-1]
+    scores = scores if empty is None else scores.masked_fill(empty, 0.0)
+    probs, lse = scores.softmax(dim=-1), scores.logsumexp(dim=-1) if with_lse else None
+    if empty is not None:
+        probs, lse = probs.masked_fill(empty, 0.0), None if lse is None else lse.masked_fill(empty[..., 0], -math.inf)
+    return probs if call.sinks is None else probs[..., :-1], lse

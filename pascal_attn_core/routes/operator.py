@@ -25,15 +25,17 @@ from ..call import (
     Wanted,
     check_call,
     empty_output,
+    order_of_transforms,
     without_autocast,
 )
 from ..call.flex_rules import is_block_mask
 from ..call.lazy_mask import LazyMask, MaskRule, rule_named
 from ..config import AttentionConfig, RouteUnavailable, config_of, default_config
 from ..machine.runtime import Runtime, runtime_of
+from ..observe.report import show
 from ..version import __version__
 from . import Choice, Request, Route, choose
-from .run import note, run, show
+from .run import note, run
 
 _INPUTS = "Tensor query, Tensor key, Tensor value, Tensor? attn_mask"
 _OPTIONS = (
@@ -67,13 +69,16 @@ def call(given: Arguments, config: AttentionConfig | None, *, with_lse: bool) ->
         attn_mask = check_call(given).attn_mask  # a BlockMask as a LazyMask
     rule: tuple[str, Sequence[int], Sequence[Tensor]] = ("", (), ())
     is_traced, is_compiling = torch._C._get_tracing_state() is not None, torch.compiler.is_compiling()
+    if order_of_transforms() and (is_compiling or not (is_traced or query.is_meta or isinstance(query, FakeTensor))):
+        out, lse = sdpa_between_graphs(given, config, with_lse)
+        return AttentionOutput(out, query.new_empty(0) if lse is None else lse)
     if is_rule:
         is_never_asked = not is_compiling and (query.is_meta or isinstance(query, FakeTensor))  # there are no numbers
         if not (isinstance(attn_mask, LazyMask) and (isinstance(attn_mask.rule, MaskRule) or is_never_asked)):
             if not is_compiling:
                 where = "under torch.jit.trace" if is_traced else f"for tensors of type {type(query).__name__}"
                 raise TypeError(f"{where} mask_rule must register the rule of a LazyMask, got {attn_mask.rule!r}")
-            out, lse = sdpa_with_an_unregistered_mask_rule(given, config, with_lse)
+            out, lse = sdpa_between_graphs(given, config, with_lse)
             return AttentionOutput(out, query.new_empty(0) if lse is None else lse)
         rule, attn_mask = _rule_arguments(attn_mask, is_traced), None
         given = given.changed(attn_mask=None)
@@ -89,11 +94,12 @@ def call(given: Arguments, config: AttentionConfig | None, *, with_lse: bool) ->
 
 
 @torch.compiler.disable
-def sdpa_with_an_unregistered_mask_rule(
+def sdpa_between_graphs(
     given: Arguments, config: AttentionConfig | None, with_lse: bool
 ) -> tuple[Tensor, Tensor | None]:
     """(out, lse or None) of a call that torch.compile leaves between two graphs: a graph cannot hold a LazyMask whose
-    rule is not registered by :func:`~pascal_attn_core.call.lazy_mask.mask_rule`."""
+    rule is not registered by :func:`~pascal_attn_core.call.lazy_mask.mask_rule`, nor does the operator have rules for
+    tangents and for the transforms of torch.func."""
     return run(check_call(given), config_of(config), with_lse=with_lse)[:2]
 
 

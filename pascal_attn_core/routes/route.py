@@ -6,18 +6,19 @@ no route is named; ``forward`` and ``backward`` compute. The list of them is :da
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..call import AttentionCall, Gradients, Results, TiledStats, Wanted, without_autocast
+from ..call import AttentionCall, Gradients, Results, TiledStats, Wanted
 from ..call.lazy_mask import LazyMask
 from ..config import AttentionConfig
 from ..machine.device import LARGEST_BUFFER, MIB
+from ..machine.room import room_of
 from ..machine.runtime import Runtime, runtime_of
+from .derivatives import Given, RouteFunction
 
 
 @dataclass(eq=False, slots=True)
@@ -49,6 +50,14 @@ class Request:
         if self.config.budget_mib is None:
             return self.runtime.info.default_budget_bytes()
         return min(int(self.config.budget_mib * MIB), LARGEST_BUFFER)
+
+    @property
+    def copy_bytes(self) -> int:
+        """Copies of the size of the inputs may take this much: the budget where one is given, else what memory is free.
+        In a graph, whose backward pass must come to the same, the default budget."""
+        if self.config.budget_mib is not None or self.in_graph:
+            return self.budget_bytes
+        return max(self.budget_bytes, room_of(self.call.query.device))
 
     def plan(self, route: Route) -> Any:
         """The answer of ``route.plan``, asked once."""
@@ -157,78 +166,7 @@ class Route:
         self, call: AttentionCall, config: AttentionConfig, plan: Any, *, stats: TiledStats | None = None
     ) -> Results:
         """Results as part of autograd's graph, in which ``backward`` computes the gradients of out and lse."""
-        inputs = (call.query, call.key, call.value, call.attn_mask, call.sinks)
+        rule, mask = (call.attn_mask, None) if isinstance(call.attn_mask, LazyMask) else (None, call.attn_mask)
+        given = Given(call.without_tensors(), config, self, plan, call.out_shape, stats, rule)
         captured = () if call.score_rule is None else call.score_rule.captured
-        return Results(*RouteFunction.apply(*inputs, call, config, self, plan, stats, *captured))
-
-
-class RouteFunction(torch.autograd.Function):
-    """``apply(query, key, value, mask, sinks, call, config, route, plan, stats, *captured) -> (out, lse, log_sum)``
-    by a route that computes its own gradients; the inputs, what the call's score rule reads, and the route's results
-    are kept for them."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, query: Tensor, key: Tensor, value: Tensor, attn_mask: Any, sinks: Tensor | None, *rest: Any
-    ) -> Any:
-        call, config, route, plan, stats, *captured = rest
-        results = route.forward(call, config, plan, with_lse=True, for_grad=True, stats=stats)
-        ctx.rule = attn_mask if isinstance(attn_mask, LazyMask) else None
-        kept = None if ctx.rule is not None else attn_mask
-        ctx.save_for_backward(query, key, value, kept, sinks, *results, *captured)
-        ctx.call, ctx.given = call.without_tensors(), (config, route, plan)
-        ctx.set_materialize_grads(False)
-        if results.log_sum is not None:
-            ctx.mark_non_differentiable(results.log_sum)
-        return results.out, results.lse, results.log_sum
-
-    @staticmethod
-    def backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None, _: None) -> Any:
-        query, key, value, attn_mask, sinks, *kept = ctx.saved_tensors
-        call = ctx.call.with_tensors(query, key, value, ctx.rule or attn_mask, sinks)
-        saved, captured = Results(*kept[: len(Results._fields)]), kept[len(Results._fields) :]
-        config, route, plan = ctx.given
-        others = ctx.needs_input_grad[3:5]
-
-        def compute(grad_out: Tensor, grad_lse: Tensor | None) -> Grads:
-            # Negated views: see check_call.
-            grad_lse = None if grad_lse is None else grad_lse.resolve_neg()
-            with without_autocast(query):
-                found = route.backward(call, config, plan, saved, Wanted(grad_out.resolve_neg(), grad_lse, *others))
-            return *found[:5], *found.captured
-
-        grad_out = torch.zeros_like(saved.out) if grad_out is None else grad_out
-        inputs = (query, key, value, attn_mask, sinks, *captured)
-        grads = in_any_graph(compute, route.name, grad_out, grad_lse, inputs)
-        return *grads[:5], None, None, None, None, None, *grads[5:]
-
-
-Grads = tuple[Tensor | None, ...]
-Compute = Callable[[Tensor, Tensor | None], Grads]
-
-
-def in_any_graph(
-    compute: Compute, route: str, grad_out: Tensor, grad_lse: Tensor | None, inputs: Sequence[Tensor | None]
-) -> Grads:
-    """The gradients that ``compute(grad_out, grad_lse)`` returns, in a form that serves any backward pass.
-
-    Args:
-        compute: a gradient or None for each of ``inputs``; it is called without a graph.
-        route: its name, for the error of differentiating the gradients.
-        inputs: the tensors besides grad_out and grad_lse on which the gradients depend.
-    Raises:
-        RuntimeError: the backward pass is for many gradients at once (``is_grads_batched``, ``torch.func.vmap``).
-    """
-    functorch, given = torch._C._functorch, [t for t in (grad_out, grad_lse) if t is not None]
-    if any(functorch.is_legacy_batchedtensor(t) or functorch.is_batchedtensor(t) for t in given):
-        raise RuntimeError(f"many gradients at once must be taken with route='math', got a {route} call")
-    with torch.no_grad():
-        grads = compute(grad_out, grad_lse)
-    if not torch.is_grad_enabled():
-        return grads
-    error = (
-        f"gradients of gradients must be taken with route='math', got a {route} call; "
-        "pass config=AttentionConfig(route='math', math_limit_mib=...)"
-    )
-    sources: list[Any] = [*grads, *given, *inputs]
-    return torch._C._functions.DelayedError(error, len(sources))(*sources)[: len(grads)]
+        return Results(*RouteFunction.apply(call.query, call.key, call.value, mask, call.sinks, given, *captured))

@@ -12,6 +12,8 @@ TensorRoute  fused-tensor  in 16 bits on a card with matrix units, if a  timed o
                            timing there finds it the fastest
 FusedRoute   fused         on a card of ours, for which torch has no     what torch lacks, or: timed on this card at ...
                            fused kernel or was timed as slower           of the time of torch's kernel
+Rewritten    tiled         on a GPU, that torch's kernel takes in        timed on this card at ... of the time of
+                           another form, which was timed as slower       torch's kernel
 TorchRoute   torch         that torch's fused kernel takes, as it is or  torch has a fused kernel for it, and how the
                            rewritten                                     call is rewritten
 MathRoute    math          whose scores fit ``math_limit_mib``           the score matrix is below ... MiB
@@ -19,15 +21,16 @@ TiledRoute   tiled         whatever is left                              why tor
 Int8Route    fused-int8    never: it is not exact                        asked for by name
 ===========  ============  ============================================  ===============================================
 
+Flash attention and cuDNN's are not timed (:class:`.torch_faults.TorchAlone`). What was found out for a call is used
+again for the next one of its kind (:mod:`.prepared`).
+
 A configuration that names a route asks that one only. One that names several devices (:mod:`.several`) divides the call
 among them; each part goes by the route that the whole call would take.
 """
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterable
-from contextlib import suppress
 from dataclasses import replace
 
 import torch
@@ -37,25 +40,29 @@ from ..call import AttentionCall, Gradients, Results, TiledStats, Wanted, withou
 from ..config import AttentionConfig, RouteUnavailable, UnsupportedAttention, known_routes
 from ..fused.launch.plan import Plan
 from ..observe import report
+from . import derivatives
 from .fused import FusedRoute, Int8Route
-from .math import MathRoute
+from .math import BEYOND_SECONDS, MathRoute
+from .prepared import Kind, keep
 from .route import Choice, Request, Route
 from .several import on_one_device, on_several
-from .short import ShortCalls, is_short
+from .short import ShortCalls
 from .tensor import TensorRoute
-from .tiled import TiledRoute
-from .torch_kernel import TorchRoute, run_as_it_is
+from .tiled import Rewritten, TiledRoute
+from .torch_kernel import TorchRoute
 
 TORCH = TorchRoute()
 _PLAIN = FusedRoute(TORCH)
+_TILED = TiledRoute(TORCH)
 # In the order of the table above.
 ROUTES: list[Route] = [
     ShortCalls(),
     TensorRoute(TORCH, _PLAIN),
     _PLAIN,
+    Rewritten(TORCH, _TILED),
     TORCH,
     MathRoute(),
-    TiledRoute(TORCH),
+    _TILED,
     Int8Route(),
 ]
 
@@ -75,6 +82,9 @@ def route_named(name: str) -> Route:
         if route.name == name:
             return route
     raise ValueError(f"route must be one of {known_routes}, got {name!r}")
+
+
+derivatives.routes.update({name: route_named(name) for name in ("tiled", "math")})
 
 
 def why_not(route: str, call: AttentionCall, config: AttentionConfig, *, with_lse: bool = False) -> list[str]:
@@ -101,12 +111,12 @@ def choose(
         return on_several(request, choose(call, on_one_device(config), **flags))
     if config.route != "auto":
         route = route_named(config.route)
-        plan = route.plan(request)
+        plan = route.plan(request) if route.is_differentiable or call.order < 3 else [BEYOND_SECONDS]
         if isinstance(plan, list):
             raise UnsupportedAttention(config.route, plan)
         return _with_remark(Choice(route, "asked for by name", plan))
     for route in ROUTES:
-        choice = route.claim(request)
+        choice = route.claim(request) if route.is_differentiable or call.order < 3 else None
         if choice is not None:
             return _with_remark(choice)
     raise UnsupportedAttention("auto", [reason for name in ("torch", "tiled") for reason in _reasons(request, name)])
@@ -132,15 +142,14 @@ def run(
     choice: Choice | None = None,
     stats: TiledStats | None = None,
     may_time: bool = True,
+    kind: Kind | None = None,
 ) -> Results:
     """A checked call by the route that :func:`choose` finds, or has found: out, lse or None, and what else there is,
-    with gradients where the call needs them. What the route ``tiled`` counts is added to ``stats``."""
-    if choice is None and not with_lse and config.route == "auto" and not is_watched() and is_short(call, config):
-        with suppress(RouteUnavailable):
-            return Results(run_as_it_is(call))
+    with gradients where the call needs them. What the route ``tiled`` counts is added to ``stats``. The choice is kept
+    for calls of this ``kind``."""
     if stats is None and report.active:
         stats = TiledStats()
-    show(call)
+    report.show(call)
     while True:
         taken = choose(call, config, with_lse=with_lse, may_time=may_time) if choice is None else choice
         try:
@@ -149,6 +158,8 @@ def run(
             choice = None
         else:
             note(call, taken, stats)
+            if kind is not None:
+                keep(kind, call, config, taken)
             return result
 
 
@@ -157,7 +168,9 @@ def _by(
 ) -> Results:
     route = choice.by
     with without_autocast(call.query):
-        if call.needs_grad and not route.is_differentiable:
+        if not route.is_differentiable and (
+            call.needs_grad or call.order > 1 or torch._C._are_functorch_transforms_active()
+        ):
             return route.with_gradients(call, config, choice.plan, stats=stats)
         return route.forward(call, config, choice.plan, with_lse=with_lse, for_grad=False, stats=stats)
 
@@ -184,9 +197,9 @@ def run_packed(
     Raises:
         RouteUnavailable: nothing has been computed.
     """
-    if _observers:
+    if report.observers:
         for part in sequences():
-            show(part)
+            report.show(part)
     choice = _with_remark(Choice(route_named(route), why, plan))
     results = _by(choice, call, config, with_lse=with_lse, stats=None)
     note(call, choice, None)
@@ -216,37 +229,6 @@ def gradients(call: AttentionCall, config: AttentionConfig, saved: Results, want
         raise UnsupportedAttention(config.route, reasons)
     with without_autocast(call.query):
         return route.backward(request.call, config, plan, saved, wanted)
-
-
-# ---- watching --------------------------------------------------------------------------------------------------------
-
-_observers: tuple[Callable[[AttentionCall], None], ...] = ()
-_observers_lock = threading.Lock()
-
-
-def add_observer(observer: Callable[[AttentionCall], None]) -> Callable[[], None]:
-    """Show every checked call of this process to ``observer`` before it runs; returns what ends that."""
-    global _observers
-    with _observers_lock:
-        _observers = (*_observers, observer)
-
-    def remove() -> None:
-        global _observers
-        with _observers_lock:
-            _observers = tuple(other for other in _observers if other is not observer)
-
-    return remove
-
-
-def is_watched() -> bool:
-    """Whether calls are observed or recorded. It never changes what runs."""
-    return bool(_observers or report.active)
-
-
-def show(call: AttentionCall) -> None:
-    """Show a call to the observers, once, before it runs."""
-    for observer in _observers:
-        observer(call)
 
 
 def note(call: AttentionCall, choice: Choice, stats: TiledStats | None) -> None:

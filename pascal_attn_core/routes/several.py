@@ -143,7 +143,7 @@ class Helper:
 
     @functools.cached_property
     def streams(self) -> tuple[torch.cuda.Stream, ...]:
-        """One for what crosses the link on the first device, one for all that this device does; none on a CPU."""
+        """Two streams: copies to and from the first device, and this device's own work. Empty on a CPU."""
         return () if self.device.type == "cpu" else (torch.cuda.Stream(self.home), torch.cuda.Stream(self.device))
 
     def why_not(self) -> str:
@@ -264,7 +264,7 @@ def _why_alone(call: AttentionCall, request: Request, devices: tuple[torch.devic
         (isinstance(call.attn_mask, LazyMask), "its mask is a rule, not a tensor"),
         (call.sinks is not None, "it has attention sinks"),
         (call.score_rule is not None, "it has a score_mod"),
-        (call.needs_grad, "it needs gradients"),
+        (call.needs_grad or call.order > 1, "it needs gradients"),
         (request.with_lse, "its log-sum-exp is wanted"),
         (torch._C._are_functorch_transforms_active(), "transforms of torch.func are active"),
         (torch._C._get_tracing_state() is not None, "it is being traced"),

@@ -19,12 +19,12 @@ from ..tiled.gradients import sinks_gradient
 from .fused import FusedRoute, takes_device, why_untried
 from .route import Choice, Request
 from .timing import Times, Timings
-from .torch_kernel import TorchForm, TorchRoute
+from .torch_kernel import TorchForm, TorchRoute, is_torchs_alone
 
 
 class TensorRoute(FusedRoute):
     """Our kernel on tensor cores, its gradients up to head_dim 128, above, and on AMD's cards, by those on plain cores.
-    On newer cards of NVIDIA's by name only. It is timed against ``plain``, our route on plain cores, and torch's."""
+    It is timed against ``plain``, our route on plain cores, and torch's."""
 
     name = "fused-tensor"
 
@@ -37,8 +37,8 @@ class TensorRoute(FusedRoute):
 
     def claim(self, request: Request) -> Choice | None:
         """Nothing is taken for granted: a GTX 16xx says 7.5 as a T4 does, and has no tensor cores."""
-        call = request.call
-        if not may_win(call):
+        call, form = request.call, request.plan(self.torch_route)
+        if not may_win(call) or (isinstance(form, TorchForm) and form.is_as_it_came and is_torchs_alone(call)):
             return None
         plan = request.plan(self)
         if isinstance(plan, list):
@@ -50,7 +50,6 @@ class TensorRoute(FusedRoute):
         if untried:
             request.remarks.append(f"the kernel on tensor cores is left off: {untried}")
             return None
-        form = request.plan(self.torch_route)
         times = self.times(request)
         if times is None:
             return None
@@ -94,7 +93,7 @@ def may_win(call: AttentionCall) -> bool:
     info = runtime_of(call.query.device).info
     if info.kind == "hip":
         return generation_of(None, runtime_of(call.query.device).part(Kernels).variant_arch) is not None
-    return info.capability is not None and (7, 0) <= info.capability < (8, 0)
+    return info.capability is not None and info.capability >= (7, 0)
 
 
 def find_tensor_plan(

@@ -17,7 +17,9 @@ from torch import Tensor
 from ..call import AttentionCall, Gradients, Results, TiledStats, Wanted, distinct
 from ..call.flex_rules import BlockRule
 from ..config import AttentionConfig, log_once
-from ..machine.device import MIB
+from ..fused.code.source import HEAD_DIMS
+from ..fused.launch.plan import FEW_QUERIES
+from ..machine.device import CPU_LIKE, MIB
 from ..machine.out_of_memory import out_of_memory
 from ..machine.runtime import Runtime, runtime_of, runtimes
 from ..tiled.dropout import draw_seed
@@ -26,11 +28,14 @@ from ..tiled.gradients import tiled_backward
 from ..tiled.layout import is_padding
 from ..tiled.plan import Walk, plan_call
 from ..tiled.rule_bytes import rule_bytes
+from ..tiled.tangents import Tangents, tiled_second, tiled_tangent
 from .route import Choice, Request, Route
+from .timing import Timings
+from .torch_kernel import TorchForm
 
 log = logging.getLogger("pascal_attn")
 T = TypeVar("T")
-_TRANSFORMS = "transforms of torch.func (grad, vmap, ...) are active: use torch.autograd, or a larger math_limit_mib"
+_TRANSFORMS = "transforms of torch.func (grad, vmap, ...) are active, which do not see into a score_mod"
 
 # A call of several queries with so few scores per batch element is not worth the question which tiles are fastest.
 _SHORT_SCORES = 1 << 18
@@ -47,7 +52,9 @@ class TiledRoute(Route):
         self.torch_route = torch_route
 
     def plan(self, request: Request) -> list[str] | None:
-        return [_TRANSFORMS] if torch._C._are_functorch_transforms_active() else None
+        if torch._C._are_functorch_transforms_active() and request.call.score_rule is not None:
+            return [_TRANSFORMS]
+        return None
 
     def for_parts(self, call: AttentionCall, config: AttentionConfig, plan: None = None) -> Walk | list[str]:
         mask: Any = call.attn_mask
@@ -104,6 +111,44 @@ class TiledRoute(Route):
         call, config = _with_mask_per_head(call, config, backward=True)
         run = functools.partial(tiled_backward, call, saved=saved, wanted=wanted, trim_masks=config.trim_masks)
         return _within_memory(call, config, run, TiledStats(), backward=True)
+
+    def tangent(self, call: AttentionCall, config: AttentionConfig, saved: Results, along: Tangents) -> Any:
+        """:func:`..tiled.tangents.tiled_tangent`."""
+        run = functools.partial(tiled_tangent, call, saved=saved, along=along, trim_masks=config.trim_masks)
+        return _within_memory(call, config, run, TiledStats(), backward=True)
+
+    def second(self, call: AttentionCall, config: AttentionConfig, **given: Any) -> Gradients:
+        """:func:`..tiled.tangents.tiled_second`."""
+        budget = config.budget_mib
+        if budget is None:
+            budget = runtime_of(call.query.device).info.default_budget_bytes(backward=True) / MIB
+        run = functools.partial(tiled_second, call, **given, trim_masks=config.trim_masks)
+        return _within_memory(call, replace(config, budget_mib=budget / 2), run, TiledStats(), backward=True)
+
+
+class Rewritten(Route):
+    """Claims calls on a GPU that torch's kernel takes in another form and in several calls: in tiles, where these were
+    timed as faster. Where nothing is timed, a few queries go in tiles: one such call is slower than a product."""
+
+    def __init__(self, torch_route: Route, tiles: TiledRoute):
+        self.torch_route, self.tiles = torch_route, tiles
+
+    def claim(self, request: Request) -> Choice | None:
+        call, form = request.call, request.plan(self.torch_route)
+        if not isinstance(form, TorchForm) or form.is_one_call or call.query.device.type in CPU_LIKE:
+            return None
+        if isinstance(request.plan(self.tiles), list) or max(call.head_dim, call.head_dim_v) > HEAD_DIMS[-1]:
+            return None
+        ratio = request.runtime.part(Timings).tiled_over_torch(self.tiles, call, request.budget_bytes)
+        if ratio is None:
+            is_faster, why = call.groups * call.seq_len_q <= FEW_QUERIES and not call.needs_grad, "it has few queries"
+        else:
+            is_faster, why = ratio < 1, f"timed on this card at {ratio:.2f} of the time of torch's kernel"
+        if is_faster:
+            return Choice(self.tiles, f"{why} ({form.words()})", over_torch=ratio, torch_stores=form.torch_stores)
+        if ratio is not None:
+            request.remarks.append(f"tiles were {why}")
+        return None
 
 
 def _with_mask_per_head(

@@ -89,8 +89,8 @@ class Timings(Contest[CallKind]):
     kind_type = CallKind
 
     def fused_over_torch(self, ours: Route, call: AttentionCall, budget_bytes: int) -> float | None:
-        """The time of our kernel, in units of the time of torch's, for calls of this kind on this device, which the
-        fused route takes, and torch's kernel as they are or rewritten within the budget."""
+        """Our time divided by torch's for this kind of call. Both routes must take it; torch may need a rewrite that
+        fits the budget."""
         makers = {"fused": lambda sample: _by(ours, sample), "torch": lambda sample: _by_torch(sample, budget_bytes)}
         return _ratio(self._times(kind_of(call), call, makers))
 
@@ -100,6 +100,13 @@ class Timings(Contest[CallKind]):
         kind = kind_of(call, "plain" if ours.name == "fused" else f"plain, {ours.name}")
         kind = kind._replace(rows=min(kind.rows, max(kind.q_tokens * kind.groups, _PLAIN_BYTES // 4 // kind.kv_tokens)))
         return _ratio(self._times(kind, call, {"fused": lambda sample: _by(ours, sample), "torch": _plainly}))
+
+    def tiled_over_torch(self, tiles: Route, call: AttentionCall, budget_bytes: int) -> float | None:
+        """The time of tiles of plain PyTorch, in units of that of torch's kernel, which takes calls of this kind
+        rewritten only."""
+        makers = {"tiled": lambda sample: _by(tiles, sample), "torch": lambda sample: _by_torch(sample, budget_bytes)}
+        found = self._times(kind_of(call, "tiled"), call, makers)
+        return found["tiled"] / found["torch"] if found and len(found) == 2 else None
 
     def over_tensor(self, ours: Route, plain: Route, call: AttentionCall, budget_bytes: int) -> Times | None:
         """The times of others in units of that of ``ours``, the route on tensor cores, from one timing of all."""

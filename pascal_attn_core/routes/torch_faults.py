@@ -23,16 +23,19 @@ from ..call.lazy_mask import LazyMask
 from ..config import RouteUnavailable, log_once
 from ..machine.out_of_memory import is_out_of_memory
 from ..machine.own_thread import in_backward, in_own_thread
-from ..machine.runtime import Runtime, runtime_of
+from ..machine.runtime import Runtime, begin_epoch, runtime_of
 from ..patching.interception import torch_sdpa
 from ..reference import reference_sdpa
 from ..tiled.layout import worth_looking
 
 log = logging.getLogger("pascal_attn")
 
+# Since torch 2.5 its math attention too gives zeros, not NaN, for a row that may look at no key.
+EMPTY_ROWS_ARE_ZERO = hasattr(torch, "_safe_softmax")
 # The denominator's logarithm is kept beside the row's maximum in one float32: next to 1000 it has an error of 3e-5.
 _SWALLOWS = 1e3
 _WRONG = 0.05  # relative error above which a probe has found the fault; NaN counts as well
+MOST_BLOCKS = (1 << 16) - 1  # in two of the three dimensions of a CUDA grid: batch elements, heads
 _WORSE = 2.0  # times the error of the same call without its fault, above which a probe has found a smaller one
 
 
@@ -82,6 +85,29 @@ def fault_reasons(call: AttentionCall, *, read: bool = True) -> list[str]:
     ]
 
 
+def reads_values(call: AttentionCall) -> bool:
+    """Whether the numbers in a call's tensors decide what :func:`fault_reasons` says."""
+    return any(
+        fault.is_in is not None and fault.concerns(call) and is_shown(fault, FaultyKind.of(call)) for fault in FAULTS
+    )
+
+
+class TorchAlone:
+    """The answers of torch, when it is asked for its kernel, after which no other route of a device can win: flash
+    attention and cuDNN's on cards of NVIDIA's that have them, any kernel on a CPU.
+
+    Attributes:
+        answers: numbers of ``torch.nn.attention.SDPBackend``.
+    """
+
+    def __init__(self, runtime: Runtime):
+        info = runtime.info
+        of_nvidia = (1, 3) if info.kind == "cuda" and (info.capability or (0, 0)) >= (8, 0) else ()
+        # Before torch 2.5 the kernels had faults that concern calls without a mask.
+        found = (1, 2, 3, 4) if info.kind == "cpu" else of_nvidia
+        self.answers = frozenset(found if EMPTY_ROWS_ARE_ZERO else ())
+
+
 class ShownFaults:
     """Which faults the torch that is installed has shown on one device, ``{(name, kind): whether}``, and the errors
     that its kernels have raised there for calls they were promised for, by kind of call."""
@@ -121,23 +147,29 @@ def is_torchs_own(error: RuntimeError) -> bool:
     """Whether an error of torch's function says that it does not take such calls. A lack of memory does not, nor does
     what a mode, a hook or a transform around the call may have raised."""
     around = torch._C._len_torch_dispatch_stack() or torch._C._are_functorch_transforms_active()
+    around = around or torch.autograd.forward_ad._current_level >= 0
     top_hooks = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)  # older ones cannot tell
     return not (around or (top_hooks is not None and top_hooks(True)) or is_out_of_memory(error))
 
 
 def unkept(call: AttentionCall, error: RuntimeError) -> RouteUnavailable:
-    """Remember what torch's function has raised for a call, with one warning per sentence."""
+    """Remember what torch's function has raised for a call, until this process ends, with one warning per sentence."""
     reason = f"torch's kernel for it raised: {str(error).strip().partition(chr(10))[0]}"
     runtime_of(call.query.device).part(ShownFaults).broken_promises[_promise(call)] = reason
+    runtime_of(call.query.device).part(TorchAlone).answers = frozenset()  # they can no longer be relied on
+    begin_epoch()
     where = call.query.device.type
-    log_once(logging.WARNING, "on %s some attention calls go on by other routes: %s", where, reason)
+    log_once(logging.WARNING, "on %s some attention calls go on by other routes in this process: %s", where, reason)
     return RouteUnavailable(reason)
 
 
 def _promise(call: AttentionCall) -> tuple:
+    """Return what may have made torch's function refuse a call: its kind, sizes that no grid of a kernel has, and the
+    kernels that are forbidden around it."""
     mask_dtype = None if call.attn_mask is None else call.attn_mask.dtype
-    sizes = call.head_dim, call.head_dim_v, call.groups > 1, call.seq_len_q == 1
-    return call.query.dtype, mask_dtype, sizes, call.is_causal, call.dropout_p > 0, call.needs_grad
+    sizes = call.head_dim, call.head_dim_v, call.groups > 1, call.seq_len_q == 1, call.num_heads > MOST_BLOCKS
+    allowed = [getattr(torch.backends.cuda, f"{name}_sdp_enabled")() for name in ("flash", "mem_efficient", "math")]
+    return call.query.dtype, mask_dtype, sizes, *allowed, call.is_causal, call.dropout_p > 0, call.needs_grad
 
 
 # ---- the faults ----------------------------------------------------------------------------------------------------

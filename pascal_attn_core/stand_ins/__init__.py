@@ -11,10 +11,9 @@ from __future__ import annotations
 
 import functools
 import logging
-import os
 from collections.abc import Callable, Collection
 
-from ..config import switched_on
+from ..config import switched_on, variables
 from ..flash_attn import patch_flash_attn
 from ..patching.patch import OFF, ON, REFUSED, Patch, PatchReport, State
 from ..patching.stand_in import Around
@@ -77,7 +76,8 @@ def patch_imports(
 def patch_imports_if_asked(around: Around | None = None) -> ImportsPatch | None:
     """:func:`patch_imports` if the environment has ``PASCAL_ATTN_FLASH=1``, or ``replace`` for ``replace=True``; None
     if it has not, or has ``PASCAL_ATTN_DISABLE=1``. A real package that stays is named in the log."""
-    replace = True if os.environ.get("PASCAL_ATTN_FLASH", "").strip().lower() == "replace" else None
+    asked = variables("PASCAL_ATTN_FLASH").get("PASCAL_ATTN_FLASH", "").strip().lower()
+    replace = True if asked == "replace" else None
     if switched_on("PASCAL_ATTN_DISABLE") or not (replace or switched_on("PASCAL_ATTN_FLASH")):
         return None
     patch = patch_imports(replace=replace, around=around)

@@ -1,7 +1,8 @@
 """xformers' masks, ``xformers.ops.fmha.attn_bias``: a causal rule, a window and blocks, never a matrix.
 
 Names, constructors and meaning are those of xformers 0.0.35, but masks hold numbers only, so ``device`` has no effect,
-and ``make_local_attention`` adds a window to a mask without a class of its own. Not provided: keys in pages.
+and ``make_local_attention`` adds a window to a mask without a class of its own. Keys that are padded, have gaps or
+lie in pages, as where language models are served, are not provided.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ class AttentionBias:
     """A mask that may be ``attn_bias``; the base class of all.
 
     Attributes:
-        is_causal, alignment, window: as in :func:`pascal_attn_core.sdpa`; in :class:`Blocks` within each block.
+        is_causal, alignment, window: as in :func:`pascal_attn_core.sdpa`; with blocks within each of them.
         bias: a tensor that is added to the scores, or None.
     """
 
@@ -57,9 +58,14 @@ class LowerTriangularFromBottomRightMask(AttentionBias):
 
     is_causal, alignment = True, "lower_right"
 
-    def make_local_attention(self, window_size: int) -> LowerTriangularFromBottomRightMask:
+    def make_local_attention(self, window_size: int) -> LowerTriangularFromBottomRightLocalAttentionMask:
         """The mask in which a query sees only its nearest ``window_size`` keys."""
-        return _local(LowerTriangularFromBottomRightMask(), window_size)
+        return _local(LowerTriangularFromBottomRightLocalAttentionMask(), window_size)
+
+
+class LowerTriangularFromBottomRightLocalAttentionMask(LowerTriangularFromBottomRightMask):
+    """:meth:`LowerTriangularFromBottomRightMask.make_local_attention` returns it; programs ask for its class, as for
+    that of the blocks."""
 
 
 class LocalAttentionFromBottomRightMask(AttentionBias):
@@ -79,11 +85,9 @@ class SeqInfo:
 
     Attributes:
         seqstart_py: the first token of each block, then the number of tokens there are.
-        seqlen_py: the number of tokens of each block; None = all up to the next one.
     """
 
     seqstart_py: list[int]
-    seqlen_py: list[int] | None = None
 
     @staticmethod
     def from_seqlens(seqlens: Sequence[int]) -> SeqInfo:
@@ -92,16 +96,12 @@ class SeqInfo:
 
 
 @dataclass(eq=False)
-class Blocks(AttentionBias):
-    """Queries of a block see the keys of the block of the same number; the base of all masks of blocks."""
+class BlockDiagonalMask(AttentionBias):
+    """Queries of a block see the keys of the block of the same number."""
 
     q_seqinfo: SeqInfo
     k_seqinfo: SeqInfo
     _batch_sizes: Sequence[int] | None = None
-
-
-class BlockDiagonalMask(Blocks):
-    """Blocks without gaps."""
 
     @classmethod
     def from_seqlens(
@@ -136,13 +136,17 @@ class BlockDiagonalMask(Blocks):
         """Causal within each block; its last query sees its last key."""
         return BlockDiagonalCausalFromBottomRightMask(self.q_seqinfo, self.k_seqinfo, self._batch_sizes)
 
-    def make_local_attention(self, window_size: int) -> BlockDiagonalCausalMask:
+    def make_local_attention(self, window_size: int) -> BlockDiagonalCausalLocalAttentionMask:
         """:meth:`make_causal`; a query sees only its nearest ``window_size`` keys."""
-        return _local(self.make_causal(), window_size)
+        mask = BlockDiagonalCausalLocalAttentionMask(self.q_seqinfo, self.k_seqinfo, self._batch_sizes)
+        return _local(mask, window_size)
 
-    def make_local_attention_from_bottomright(self, window_size: int) -> BlockDiagonalCausalFromBottomRightMask:
+    def make_local_attention_from_bottomright(
+        self, window_size: int
+    ) -> BlockDiagonalCausalLocalAttentionFromBottomRightMask:
         """:meth:`make_causal_from_bottomright`; a query sees only its nearest ``window_size`` keys."""
-        return _local(self.make_causal_from_bottomright(), window_size)
+        mask = BlockDiagonalCausalLocalAttentionFromBottomRightMask(self.q_seqinfo, self.k_seqinfo, self._batch_sizes)
+        return _local(mask, window_size)
 
 
 class BlockDiagonalCausalMask(BlockDiagonalMask):
@@ -151,49 +155,18 @@ class BlockDiagonalCausalMask(BlockDiagonalMask):
     is_causal = True
 
 
+class BlockDiagonalCausalLocalAttentionMask(BlockDiagonalCausalMask):
+    """:meth:`BlockDiagonalMask.make_local_attention` returns it."""
+
+
 class BlockDiagonalCausalFromBottomRightMask(BlockDiagonalMask):
     """Causal within each block; its last query sees its last key."""
 
     is_causal, alignment = True, "lower_right"
 
 
-class BlockDiagonalGappyKeysMask(Blocks):
-    """The keys of each block begin somewhere."""
-
-    alignment = "lower_right"
-
-    @classmethod
-    def from_seqlens(
-        cls, q_seqlen: Sequence[int], kv_seqstarts: Sequence[int], kv_seqlen: Sequence[int], *, device: Any = None
-    ) -> Blocks:
-        """The mask for blocks of these lengths; ``kv_seqstarts``: the first key of each, then the number of keys."""
-        return cls(SeqInfo.from_seqlens(q_seqlen), SeqInfo([int(n) for n in kv_seqstarts], [int(n) for n in kv_seqlen]))
-
-
-class BlockDiagonalPaddedKeysMask(Blocks):
-    """The keys of each block are padded to one length."""
-
-    alignment = "lower_right"
-
-    @classmethod
-    def from_seqlens(
-        cls, q_seqlen: Sequence[int], kv_padding: int, kv_seqlen: Sequence[int], causal_diagonal: Any = None, **_: Any
-    ) -> Blocks:
-        """The mask for blocks of these lengths, their keys padded to ``kv_padding``."""
-        starts = [kv_padding * block for block in range(len(kv_seqlen) + 1)]
-        return cls(SeqInfo.from_seqlens(q_seqlen), SeqInfo(starts, [int(n) for n in kv_seqlen]))
-
-
-class BlockDiagonalCausalWithOffsetGappyKeysMask(BlockDiagonalGappyKeysMask):
-    """Causal within each block; its last query sees its last key."""
-
-    is_causal = True
-
-
-class BlockDiagonalCausalWithOffsetPaddedKeysMask(BlockDiagonalPaddedKeysMask):
-    """Causal within each block; its last query sees its last used key."""
-
-    is_causal = True
+class BlockDiagonalCausalLocalAttentionFromBottomRightMask(BlockDiagonalCausalFromBottomRightMask):
+    """:meth:`BlockDiagonalMask.make_local_attention_from_bottomright` returns it."""
 
 
 def _local(mask: Any, window_size: int) -> Any:

@@ -14,6 +14,7 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from ..attention import sdpa, sdpa_with_lse
@@ -29,7 +30,7 @@ _ROOT = "sageattention"
 _PROVIDED = f"{_ROOT}==2.2.0"
 _LAYOUTS = {"HND": ("B", "heads", "tokens", "head_dim"), "NHD": TOKENS}
 _KERNELS = ("pv_fp16_cuda", "pv_fp16_triton", "pv_fp8_cuda", "pv_fp8_cuda_sm90")
-_NAMES = ".sageattention: sageattn sageattn_varlen " + " ".join(
+_NAMES = ".sageattention: get_cuda_arch_versions sageattn sageattn_varlen " + " ".join(
     f"sageattn_qk_int8_{kernel}=sageattn" for kernel in _KERNELS
 )
 _installer = Installer(_ROOT, "config")
@@ -121,6 +122,11 @@ def sageattn_varlen(
     options = FlashOptions(0.0, is_causal, sm_scale, "upper_left", config=config)
     out, _ = varlen_attend(q, k, v, cu_seqlens_q, cu_seqlens_k, options, with_lse=False)
     return out
+
+
+def get_cuda_arch_versions() -> list[str]:
+    """``["sm75"]``: the architecture of each CUDA device."""
+    return ["sm{}{}".format(*torch.cuda.get_device_capability(index)) for index in range(torch.cuda.device_count())]
 
 
 def patch_sageattention(

@@ -18,10 +18,10 @@ from torch import Tensor, nn
 from ..attention import sdpa
 from ..call import FLOATS
 from ..flash_attn.options import FlashOptions, attend, check_layout
-from ..flash_attn.varlen import cut_to_used, varlen_attend
+from ..flash_attn.varlen import varlen_attend
 from ..patching.patch import Patch
 from ..patching.stand_in import Around, Installer, StandIn
-from .attn_bias import AttentionBias, Blocks
+from .attn_bias import AttentionBias, BlockDiagonalMask
 
 __all__ = ["install_as_xformers", "memory_efficient_attention", "patch_xformers"]
 
@@ -31,29 +31,45 @@ _ROOT = "xformers"
 _PROVIDED = f"{_ROOT}==0.0.35"
 _ATTENTION = (
     ".xformers: memory_efficient_attention memory_efficient_attention_forward=memory_efficient_attention "
-    "AttentionOpBase=AnyOp MemoryEfficientAttentionCkOp=ANY_OPS MemoryEfficientAttentionCutlassOp=ANY_OPS "
-    "MemoryEfficientAttentionCutlassFwdFlashBwOp=ANY_OPS MemoryEfficientAttentionFlashAttentionOp=ANY_OPS",
+    "AttentionOp=AnyOp AttentionOpBase=AnyOp MemoryEfficientAttentionCkOp=ANY_OPS "
+    "MemoryEfficientAttentionCutlassOp=ANY_OPS MemoryEfficientAttentionCutlassFwdFlashBwOp=ANY_OPS "
+    "MemoryEfficientAttentionFlashAttentionOp=ANY_OPS",
     ".attn_bias: AttentionBias LowerTriangularMask",
+    "..flash_attn.modules.absent: memory_efficient_attention_backward memory_efficient_attention_forward_requires_grad",
 )
 _OPS = (".xformers: FwOp=AnyOp BwOp=AnyOp",)
+_SWIGLU = ".xformers: SwiGLU swiglu"
 _MODULES: dict[str, tuple[str, ...]] = {
     _ROOT: (".xformers: _has_cpp_library=HAS_CPP_LIBRARY",),
     "xformers.version": (),
     "xformers.ops": (
         *_ATTENTION,
         ".attn_bias: AttentionMask=AttentionBias",
-        ".xformers: RMSNorm SwiGLU",
-        "..flash_attn.modules.absent: index_select_cat scaled_index_add",
+        ".xformers: RMSNorm",
+        _SWIGLU,
+        "..flash_attn.modules.absent: index_select_cat masked_matmul scaled_index_add",
         "torch: unbind",
     ),
+    "xformers.ops.rmsnorm": (".xformers: RMSNorm",),
+    "xformers.ops.swiglu_op": (_SWIGLU,),
+    "xformers.ops.unbind": ("torch: unbind",),
     "xformers.ops.fmha": (*_ATTENTION, "types: Inputs=SimpleNamespace", ".attn_bias: BlockDiagonalMask"),
     "xformers.ops.fmha.attn_bias": (
-        ".attn_bias: AttentionBias BlockDiagonalCausalFromBottomRightMask BlockDiagonalCausalMask "
-        "BlockDiagonalCausalWithOffsetGappyKeysMask BlockDiagonalCausalWithOffsetPaddedKeysMask "
-        "BlockDiagonalGappyKeysMask BlockDiagonalMask BlockDiagonalPaddedKeysMask LocalAttentionFromBottomRightMask "
-        "LowerTriangularFromBottomRightMask LowerTriangularMask LowerTriangularMaskWithTensorBias",
+        ".attn_bias: AttentionBias BlockDiagonalCausalFromBottomRightMask "
+        "BlockDiagonalCausalLocalAttentionFromBottomRightMask BlockDiagonalCausalLocalAttentionMask "
+        "BlockDiagonalCausalMask BlockDiagonalMask LocalAttentionFromBottomRightMask "
+        "LowerTriangularFromBottomRightLocalAttentionMask LowerTriangularFromBottomRightMask LowerTriangularMask "
+        "LowerTriangularMaskWithTensorBias",
+        "..flash_attn.modules.absent: BlockDiagonalCausalWithOffsetGappyKeysMask "
+        "BlockDiagonalCausalWithOffsetPaddedKeysMask BlockDiagonalGappyKeysMask BlockDiagonalPaddedKeysMask",
+    ),
+    "xformers.ops.fmha.common": (
+        ".xformers: AttentionBwOpBase=AnyOp AttentionFwOpBase=AnyOp AttentionOp=AnyOp",
+        ".attn_bias: AttentionBias",
+        "types: Inputs=SimpleNamespace",
     ),
     "xformers.ops.fmha.cutlass": _OPS,
+    "xformers.ops.fmha.dispatch": ("..flash_attn.modules.absent: _dispatch_bw _dispatch_fw",),
     "xformers.ops.fmha.flash": _OPS,
 }
 _installer = Installer(_ROOT)
@@ -97,7 +113,7 @@ def memory_efficient_attention(
     mask = attn_bias if isinstance(attn_bias, Tensor) else rule.bias
     if mask is not None and mask.dim() == query.dim() == 5:
         out = _by_group(query, key, value, mask, options)
-    elif isinstance(rule, Blocks):
+    elif isinstance(rule, BlockDiagonalMask):
         out = _within_blocks(*_with_heads(query, key, value), rule, options)
     else:
         mask = mask.unsqueeze(1) if mask is not None and mask.dim() == query.dim() == 3 else mask
@@ -126,14 +142,12 @@ def _by_group(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, options: 
     return out.permute(0, 3, 1, 2, 4)
 
 
-def _within_blocks(q: Tensor, k: Tensor, v: Tensor, mask: Blocks, options: FlashOptions) -> Tensor:
+def _within_blocks(q: Tensor, k: Tensor, v: Tensor, mask: BlockDiagonalMask, options: FlashOptions) -> Tensor:
     """``[1, M, Hq, K]``, ``[1, Mkv, Hkv, K]`` -> ``[M, Hq, Kv]``, each block by itself."""
     check_layout((1, mask.q_seqinfo.seqstart_py[-1], "heads", "head_dim"), query=q)
     check_layout((1, mask.k_seqinfo.seqstart_py[-1], "heads", "head_dim"), key=k)
     q, k, v = q.squeeze(0), k.squeeze(0), v.squeeze(0)  # not [0], whose gradient is a copy
     q_ends, k_ends = torch.tensor(mask.q_seqinfo.seqstart_py), torch.tensor(mask.k_seqinfo.seqstart_py)
-    if mask.k_seqinfo.seqlen_py is not None:
-        k, v, k_ends = cut_to_used("kv_seqlen", k_ends, torch.tensor(mask.k_seqinfo.seqlen_py), k, v)
     return varlen_attend(q, k, v, q_ends, k_ends, options, with_lse=False)[0]
 
 
@@ -183,6 +197,21 @@ class RMSNorm(nn.RMSNorm):
 
     def __init__(self, dim: int, include_weight: bool = True, eps: float = 1e-6):
         super().__init__(dim, eps, include_weight)
+
+
+def swiglu(
+    x: Tensor,
+    w1: Tensor,
+    b1: Tensor | None,
+    w2: Tensor,
+    b2: Tensor | None,
+    w3: Tensor,
+    b3: Tensor | None,
+    *,
+    op: Any = None,
+) -> Tensor:
+    """``(silu(x w1 + b1) * (x w2 + b2)) w3 + b3``: x ``[..., features]``, weights ``[out, in]``; ``op`` is ignored."""
+    return F.linear(F.silu(F.linear(x, w1, b1)) * F.linear(x, w2, b2), w3, b3)
 
 
 def patch_xformers(*, replace: bool | None = None, around: Around | None = None) -> Patch:

@@ -39,23 +39,19 @@ def tiled_backward(
         walk: planned with ``backward=True``.
         saved: what ``tiled_forward(for_grad=True)`` returned.
     """
-    out, lse, log_sum, seed = saved
-    sums = _Sums(call, walk.dtype, wanted.mask)
+    sums = Sums(call, walk.dtype, wanted.mask)
     if not walk.is_empty:
-        tile = GradientProducts(call, walk, seed, sums.captured)
-        grad_out = wanted.grad_out.expand(out.shape)
-        per_query = (sums.query, sums.mask_view, grad_out, out, lse, log_sum, wanted.grad_lse)
-        per_key = (sums.key_view, sums.value_view)
-        views, look = unit_views(call, per_query, per_key), may_read(call) and trim_masks and walk.tiles.scans_mask
-        spans = unit_spans(views.size, call, 1 if sums.units_share else walk.tiles.units)
-        for units in units_of(call, views, per_query, per_key):
-            rules = Rules.of(call, units, look=look) if walk.is_masked else None
-            for span in spans:
-                _UnitRange(units, span, tile, call, walk).run(rules)
+        per_query = {**gradients_of(saved, wanted), **sums.per_query}
+        GradientProducts(call, walk, saved.seed, sums.captured).visit(saved, per_query, sums.per_key, trim_masks)
     return sums.result(sinks_gradient(call, saved, wanted) if wanted.sinks else None)
 
 
-class _Sums:
+def gradients_of(saved: Results, wanted: Wanted) -> dict[str, Any]:
+    """Return the gradients of out and lse as a pass reads them, by name."""
+    return {"grad_out": wanted.grad_out.expand(saved.out.shape), "grad_lse": wanted.grad_lse}
+
+
+class Sums:
     """The gradients while they are being made."""
 
     def __init__(self, call: AttentionCall, acc_dtype: torch.dtype, wants_mask: bool):
@@ -63,20 +59,16 @@ class _Sums:
         # Every element of the query's gradient is written once; where queries broadcast, copies are summed at the end.
         self.query = call.query.new_empty((*call.out_shape[:-1], call.head_dim))
         lead = (*call.batch, call.num_kv_heads)
-        self.key, self.key_view = _sum_like(call.key, lead, acc_dtype)
-        self.value, self.value_view = _sum_like(call.value, lead, acc_dtype)
-        self.mask = self.mask_view = None
+        self.key, key_view = _sum_like(call.key, lead, acc_dtype)
+        self.value, value_view = _sum_like(call.value, lead, acc_dtype)
+        self.mask = mask_view = None
         if wants_mask and isinstance(call.attn_mask, Tensor):
             self.mask = torch.zeros(call.attn_mask.shape, dtype=acc_dtype, device=call.query.device)
-            self.mask_view = self.mask.expand((*call.out_shape[:-1], call.seq_len_kv))
+            mask_view = self.mask.expand((*call.out_shape[:-1], call.seq_len_kv))
+        self.per_query = {"query_sum": self.query, "mask_sum": mask_view}
+        self.per_key = {"key_sum": key_view, "value_sum": value_view}
         captured = () if call.score_rule is None else call.score_rule.captured
         self.captured = [torch.zeros_like(t, dtype=torch.promote_types(t.dtype, acc_dtype)) for t in captured]
-        # Units that share an element of a sum must not be added to it in one step.
-        self.units_share = any(
-            stride == 0 and size > 1
-            for view in (self.key_view, self.value_view)
-            for stride, size in zip(view.stride()[:-2], view.shape[:-2])
-        )
 
     def result(self, sinks: Tensor | None) -> Gradients:
         call = self.call
@@ -93,19 +85,28 @@ class _Sums:
         )
 
 
-class _Block(NamedTuple):
-    """Rows of one query block, views ``[u, rows, ...]``; part of them along a causal diagonal."""
+class Rows(NamedTuple):
+    """Rows of one query block, views ``[u, rows, ...]``; None where a pass has no use for them.
+
+    shift, log_sum_bits: what is added to scores to give bits of probabilities; taken off them, apart from it.
+    query_sum, acc: sums of these rows, of the gradient of the query and of O'.
+    query_dot, lse_dot, delta_dot: derivatives along a direction, see :mod:`.tangents`.
+    """
 
     query: Tensor
-    grad_out: Tensor
     shift: Tensor
     log_sum_bits: Tensor | None
-    delta: Tensor
-    grad_query: Tensor
     code: Tensor | None
+    grad_out: Any = None
+    delta: Any = None
+    query_sum: Any = None
+    query_dot: Tensor | None = None
+    lse_dot: Any = None
+    delta_dot: Any = None
+    acc: Any = None
 
-    def part(self, first: int, last: int) -> _Block:
-        return _Block(*(None if t is None else t[:, first:last] for t in self))  # type: ignore[arg-type]
+    def part(self, first: int, last: int) -> Rows:
+        return Rows(*(None if t is None else t[:, first:last] for t in self))  # type: ignore[arg-type]
 
 
 class GradientProducts(TileProducts):
@@ -113,6 +114,7 @@ class GradientProducts(TileProducts):
 
     def __init__(self, call: AttentionCall, walk: Walk, seed: Tensor | None, captured: list[Tensor]):
         super().__init__(call, walk, seed, for_backward=True)
+        self.call, self.walk = call, walk
         self.captured = captured  # sums of the gradients of what the call's score rule reads
         tiles = walk.tiles
         rows = tiles.units * tiles.q_block * walk.groups
@@ -123,50 +125,119 @@ class GradientProducts(TileProducts):
         self.products = self.buffer(rows * call.head_dim_v)
         self.value_tile = self.buffer(tiles.units * tiles.kv_block * call.head_dim_v if self.copies_kv else 0)
 
-    def add_tile(
-        self, block: _Block, key: Tensor, value: Tensor, rule: Rule, j0: int, sums: tuple[Tensor, Tensor, Tensor | None]
-    ) -> None:
-        """Add one tile to the sums of key, value and mask, that of the mask a view ``[u, G, tokens, keys]``."""
-        key, (key_sum, value_sum, mask_sum) = self.converted(key), sums
-        if self.copies_kv:
-            value = self.value_tile[: value.numel()].view(value.shape).copy_(value)
-        probs = self._probs(block, key, rule)
+    def visit(self, saved: Results, per_query: dict[str, Any], per_key: dict[str, Any], trim_masks: bool) -> None:
+        """Walk over all tiles with the results of the forward pass.
+
+        Args:
+            per_query, per_key: further tensors by name, ``[*batch, Hq, L, ...]`` or None, and ``[*batch, Hkv, S, X]``.
+                Those of ``per_key`` whose names end in ``_sum`` are added to.
+        """
+        call, walk = self.call, self.walk
+        per_query = {"out": saved.out, "lse": saved.lse, "log_sum": saved.log_sum, **per_query}
+        extra = list(per_query.values()), list(per_key.values())
+        # What is contiguous can be viewed in any way that the inputs can.
+        is_plain = all(t is None or t.is_contiguous() for each in extra for t in each)
+        views = walk.views if is_plain else unit_views(call, *extra)
+        look = may_read(call) and trim_masks and walk.tiles.scans_mask
+        sums = [t for name, t in per_key.items() if name.endswith("_sum")]
+        # Units that share an element of a sum must not be added to it in one step.
+        shared = any(stride == 0 and size > 1 for t in sums for stride, size in zip(t.stride()[:-2], t.shape[:-2]))
+        for units in units_of(call, views, *extra):
+            rules = Rules.of(call, units, look=look) if walk.is_masked else None
+            for span in unit_spans(views.size, call, 1 if shared else walk.tiles.units):
+                _UnitRange(self, units, span, (*per_query, *per_key), len(per_query)).run(rules)
+
+    def block(self, query: Tensor, code: Tensor | None, at: dict[str, Any]) -> Rows:
+        """The rows of a query block; ``at``: the tensors of the pass there, ``[u, G, tokens, ...]``."""
+        grad_out = self.rows(at["grad_out"], self.grad_rows)
+        delta = self.row_products(grad_out, at["out"]).sum(dim=-1, keepdim=True)
+        if at["grad_lse"] is not None:
+            delta.sub_(self.by_row(at["grad_lse"]))
+        query_sum = self.query_sum[: query.numel()].view(query.shape).zero_()
+        return Rows(query, *self._shift(at), code, grad_out, delta, query_sum)
+
+    def finish(self, rows: Rows, at: dict[str, Any]) -> None:
+        """Store what has been summed for a query block."""
+        at["query_sum"].copy_(self.by_head(rows.query_sum))
+
+    def add(self, rows: Rows, at: dict[str, Any], rule: Rule, j0: int) -> None:
+        """Add one tile to the sums; ``at``: its keys, values and the sums of its keys ``[u, keys, ...]``, and what has
+        the shape of its mask ``[u, G, tokens, keys]``."""
+        key, value = self.converted(at["key"]), self.taken(at["value"], self.value_tile)
+        probs = self._probs(rows, key, rule)
         grad_probs = self.grad_probs[: probs.numel()].view(probs.shape)
-        torch.bmm(block.grad_out, value.transpose(1, 2), out=grad_probs)
-        coins = None if block.code is None else self.coins(probs.shape, block.code, j0)
-        if coins is not None:
-            grad_probs.mul_(coins).mul_(1.0 / self.kept_share)
-        grad_probs.sub_(block.delta).mul_(probs)
-        if coins is not None:
-            probs.mul_(coins).mul_(1.0 / self.kept_share)
-        torch.baddbmm(value_sum, probs.transpose(1, 2), block.grad_out, out=value_sum)
+        torch.bmm(rows.grad_out, value.transpose(1, 2), out=grad_probs)
+        coins = None if rows.code is None else self.coins(probs.shape, rows.code, j0)
+        self._kept(grad_probs, coins).sub_(rows.delta).mul_(probs)
+        torch.baddbmm(at["value_sum"], self._kept(probs, coins).transpose(1, 2), rows.grad_out, out=at["value_sum"])
         # From here on the gradient of the scores.
-        if mask_sum is not None:
-            own, grad = distinct(mask_sum), self.by_head(grad_probs)  # summed over what the mask broadcasts
-            repeated = [d for d in range(4) if own.shape[d] == 1 and grad.shape[d] > 1]
-            own.add_(grad.sum(dim=repeated, keepdim=True) if repeated else grad)
+        self._add_to_mask(at["mask_sum"], grad_probs)
         if rule.score is not None:
-            self._go_back_through(rule.score, block.query, key, grad_probs)
+            self._go_back_through(rule.score, rows.query, key, grad_probs)
         if self.softcap is not None:  # the derivative of softcap * tanh(s / softcap) is 1 - tanh^2
             tanh = self.tanh_buffer[: probs.numel()].view(probs.shape)
             grad_probs.mul_(tanh.square_().neg_().add_(1.0))
-        torch.baddbmm(block.grad_query, grad_probs, key, alpha=self.scale, out=block.grad_query)
-        torch.baddbmm(key_sum, grad_probs.transpose(1, 2), block.query, alpha=self.scale, out=key_sum)
+        self._add_products(grad_probs, key, rows.query, rows.query_sum, at["key_sum"])
 
-    def _probs(self, block: _Block, key: Tensor, rule: Rule) -> Tensor:
+    def _add_products(self, grad: Tensor, key: Any, query: Any, query_sum: Tensor, key_sum: Tensor) -> None:
+        """Add the products of a gradient of the scores with keys and queries, where given, to their sums."""
+        if key is not None:
+            torch.baddbmm(query_sum, grad, key, alpha=self.scale, out=query_sum)
+        if query is not None:
+            torch.baddbmm(key_sum, grad.transpose(1, 2), query, alpha=self.scale, out=key_sum)
+
+    def _add_to_mask(self, mask_sum: Tensor | None, grad: Tensor) -> None:
+        """Add a gradient of the scores to that of the mask, summed over what the mask broadcasts."""
+        if mask_sum is not None:
+            own, grad = distinct(mask_sum), self.by_head(grad)
+            repeated = [d for d in range(4) if own.shape[d] == 1 and grad.shape[d] > 1]
+            own.add_(grad.sum(dim=repeated, keepdim=True) if repeated else grad)
+
+    def _kept(self, scores: Tensor, coins: Tensor | None) -> Tensor:
+        """The scores times Z, in place."""
+        return scores if coins is None else scores.mul_(coins).mul_(1.0 / self.kept_share)
+
+    def taken(self, part: Tensor, buffer: Tensor) -> Tensor:
+        """:meth:`converted` in another buffer."""
+        return buffer[: part.numel()].view(part.shape).copy_(part) if self.copies_kv else part
+
+    def by_row(self, stat: Tensor) -> Tensor:
+        """``[u, G, tokens]`` as ``[u, rows, 1]``."""
+        return stat.transpose(1, 2).reshape(stat.shape[0], -1, 1)
+
+    def row_products(self, rows: Tensor, block: Tensor) -> Tensor:
+        """rows * block, ``[u, rows, Dv]``, of a block ``[u, G, tokens, Dv]``."""
+        products = self.products[: block.numel()].view(*rows.shape[:-1], block.shape[-1])
+        rows_by_token(products, self.groups).copy_(block.transpose(1, 2))
+        return products.mul_(rows)
+
+    def _shift(self, at: dict[str, Any]) -> tuple[Tensor, Tensor | None]:
+        log_sum, bits = at["log_sum"], None
+        shift = self.by_row(at["lse"]) * (1.0 if log_sum is not None else LOG2_E)
+        if log_sum is not None:
+            log_sum = self.by_row(log_sum)
+            shift, bits = shift.sub_(log_sum), log_sum * LOG2_E
+            bits.masked_fill_(bits == -math.inf, math.inf)
+        return shift.masked_fill_(~(shift > -math.inf), math.inf).neg_(), bits  # a row without keys: no probability
+
+    def _probs(self, rows: Rows, key: Tensor, rule: Rule) -> Tensor:
         """exp(scores - lse), ``[u, rows, keys]``."""
+        if self.softcap is None and rows.log_sum_bits is None:
+            scores = self.product(rows.query, key, self.scale * self.unit, rows.shift).exp2_()
+            self.forbid(scores, rule, 0.0)
+            return scores
         if self.softcap is None:
-            scores = self.product(block.query, key, self.scale * self.unit)
+            scores = self.product(rows.query, key, self.scale * self.unit)
         else:
-            scores = self.tanh(block.query, key)
+            scores = self.tanh(rows.query, key)
             self.tanh_buffer[: scores.numel()].view(scores.shape).copy_(scores)
             scores.mul_(self.softcap * self.unit)
         self.change(scores, rule)
-        scores.sub_(block.shift)
-        if block.log_sum_bits is None:
+        scores.add_(rows.shift)
+        if rows.log_sum_bits is None:
             scores.exp2_()
         else:
-            self.exp2_(scores.mul_(LOG2_E).sub_(block.log_sum_bits))
+            self.exp2_(scores.mul_(LOG2_E).sub_(rows.log_sum_bits))
         self.forbid(scores, rule, 0.0)
         return scores
 
@@ -184,80 +255,70 @@ class GradientProducts(TileProducts):
 class _UnitRange:
     """Some units that share every step: all of their query blocks against all of their keys."""
 
-    def __init__(self, units: Units, span: tuple[int, int], tile: GradientProducts, call: AttentionCall, walk: Walk):
-        u0, u1 = span
-        self.span, self.first_unit = span, units.first + u0
-        self.tile, self.call, self.walk = tile, call, walk
-        self.query, self.key, self.value = units.query[u0:u1], units.key[u0:u1], units.value[u0:u1]
-        extra: list[Any] = [None if t is None else t[u0:u1] for t in units.extra]
-        self.grad_query, self.mask_sum, self.grad_out, self.out, self.lse, self.log_sum, self.grad_lse = extra[:7]
-        self.results = extra[7:]
+    def __init__(
+        self, tile: GradientProducts, units: Units, span: tuple[int, int], names: tuple[str, ...], num_per_query: int
+    ):
+        u0, u1 = self.span = span
+        self.tile, self.first_unit, self.query = tile, units.first + u0, units.query[u0:u1]
+        given: list[tuple[str, Any]] = [(n, None if t is None else t[u0:u1]) for n, t in zip(names, units.extra)]
+        self.per_query = dict(given[:num_per_query])
+        self.masks = {name: self.per_query.pop(name, None) for name in ("mask_sum", "mask_dot")}
+        self.per_key = {"key": units.key[u0:u1], "value": units.value[u0:u1], **dict(given[num_per_query:])}
 
     def run(self, rules: Rules | None) -> None:
-        """Add these units to all gradients."""
+        """Add these units to all sums."""
         # 16-bit gradients are summed in float32, for the units at hand.
-        dtype = self.tile.dtype
-        sums = [t if t.dtype == dtype else torch.zeros_like(t, dtype=dtype) for t in self.results]
-        for q0, q1 in self.walk.q_ranges:
-            block = self._block(q0, q1)
-            self._visit_tiles(block, q0, q1, rules, sums)
-            self.grad_query[:, :, q0:q1].copy_(self.tile.by_head(block.grad_query))
-        for result, total in zip(self.results, sums):
-            if total is not result:
-                result.copy_(total)
+        tile, call, walk = self.tile, self.tile.call, self.tile.walk
+        dtype, keys, groups = tile.dtype, self.per_key, walk.groups
+        narrow = {n: t for n, t in keys.items() if n.endswith("_sum") and t.dtype != dtype}
+        keys |= {n: torch.zeros_like(t, dtype=dtype) for n, t in narrow.items()}
+        for q0, q1 in walk.q_ranges:
+            at = {n: None if t is None else t[:, :, q0:q1] for n, t in self.per_query.items()}
+            query = tile.rows(self.query[:, :, q0:q1], tile.query_buffer)
+            rows = tile.block(query, tile.row_codes(self.first_unit, query, call.seq_len_q, q0), at)
+            for t0, t1, ranges in block_schedule(rules, self.span, q0, q1, call, walk):
+                part = rows if t1 - t0 == q1 - q0 else rows.part(t0 * groups, t1 * groups)
+                for j0, j1 in ranges:
+                    rule = FREE if rules is None else rules.rule(*self.span, q0 + t0, q0 + t1, j0, j1)
+                    if rule is not None:
+                        tile.add(part, self._tile(q0 + t0, q0 + t1, j0, j1), rule, j0)
+            tile.finish(rows, at)
+        for name, total in narrow.items():
+            total.copy_(keys[name])
 
-    def _visit_tiles(self, block: _Block, q0: int, q1: int, rules: Rules | None, sums: list[Tensor]) -> None:
-        groups, (key_sum, value_sum) = self.walk.groups, sums
-        for t0, t1, ranges in block_schedule(rules, self.span, q0, q1, self.call, self.walk):
-            part = block if t1 - t0 == q1 - q0 else block.part(t0 * groups, t1 * groups)
-            for j0, j1 in ranges:
-                rule = FREE if rules is None else rules.rule(*self.span, q0 + t0, q0 + t1, j0, j1)
-                if rule is None:
-                    continue
-                key, value = self.key[:, j0:j1], self.value[:, j0:j1]
-                mask_sum = None if self.mask_sum is None else self.mask_sum[:, :, q0 + t0 : q0 + t1, j0:j1]
-                self.tile.add_tile(part, key, value, rule, j0, (key_sum[:, j0:j1], value_sum[:, j0:j1], mask_sum))
-
-    def _block(self, q0: int, q1: int) -> _Block:
-        grad_out, out, lse = (t[:, :, q0:q1] for t in (self.grad_out, self.out, self.lse))
-        query = self.tile.rows(self.query[:, :, q0:q1], self.tile.query_buffer)
-        stat = (query.shape[0], query.shape[1], 1)
-        grad_rows = self.tile.rows(grad_out, self.tile.grad_rows)
-        products = self.tile.products[: out.numel()].view(grad_rows.shape)
-        by_token = rows_by_token(products, self.walk.groups)
-        by_token.copy_(out.transpose(1, 2)).mul_(rows_by_token(grad_rows, self.walk.groups))
-        delta = products.sum(dim=-1, keepdim=True)
-        if self.grad_lse is not None:
-            delta.sub_(self.grad_lse[:, :, q0:q1].transpose(1, 2).reshape(stat))
-        shift = lse.transpose(1, 2).reshape(stat) * (1.0 if self.log_sum is not None else LOG2_E)
-        log_sum_bits = None
-        if self.log_sum is not None:
-            log_sum = self.log_sum[:, :, q0:q1].transpose(1, 2).reshape(stat)
-            shift, log_sum_bits = shift.sub_(log_sum), log_sum * LOG2_E
-            log_sum_bits.masked_fill_(log_sum_bits == -math.inf, math.inf)
-        shift.masked_fill_(~(shift > -math.inf), math.inf)  # a row without keys: every probability is zero
-        grad_query = self.tile.query_sum[: query.numel()].view(query.shape).zero_()
-        code = self.tile.row_codes(self.first_unit, query, self.call.seq_len_q, q0)
-        return _Block(query, grad_rows, shift, log_sum_bits, delta, grad_query, code)
+    def _tile(self, q0: int, q1: int, j0: int, j1: int) -> dict[str, Any]:
+        at: dict[str, Any] = {name: t[:, j0:j1] for name, t in self.per_key.items()}
+        for name, mask in self.masks.items():
+            at[name] = None if mask is None else mask[:, :, q0:q1, j0:j1]
+        return at
 
 
-def sinks_gradient(call: AttentionCall, saved: Results, wanted: Wanted) -> Tensor:
-    """``[Hq]``: a sink's probability exp(sink - lse) takes from every row what :math:`delta` says, summed over rows."""
-    (out, lse, *_), grad_lse, grad_out = saved, wanted.grad_lse, wanted.grad_out.expand(saved.out.shape)
-    assert call.sinks is not None
-    assert lse is not None
+def sinks_gradient(
+    call: AttentionCall, saved: Results, wanted: Wanted, rates: Any = None, along: Tensor | None = None
+) -> Tensor:
+    """``[Hq]``: a sink's probability exp(sink - lse) takes from every row what :math:`delta` says, summed over rows.
+    With ``rates`` (O', lse') the derivative of that along a direction, whose part for the sinks is ``along``."""
+    assert call.sinks is not None and saved.lse is not None  # noqa: PT018
+    given: Any = (wanted.grad_out.expand(saved.out.shape), saved.out, saved.lse, wanted.grad_lse)
+    given = (*given, *(rates or (None, None)))
     if call.query.dim() == 2:  # no dimension of heads
-        grad_out, out, lse = grad_out[None], out[None], lse[None]
-        grad_lse = None if grad_lse is None else grad_lse[None]
-    sinks, grads = call.sinks.detach().to(lse.dtype), []
+        given = tuple(None if t is None else t[None] for t in given)
+    dtype, dim, grads = saved.lse.dtype, len(call.batch), []
     for head in range(call.num_heads):
-        rows = (..., head, slice(None), slice(None)), (..., head, slice(None))
-        delta = (grad_out[rows[0]].to(lse.dtype) * out[rows[0]]).sum(dim=-1)
-        delta = delta if grad_lse is None else delta - grad_lse[rows[1]]
-        # Below every score and in a row without keys a sink at -inf has the probability 0.
-        shift = torch.where(lse[rows[1]] == -math.inf, math.inf, lse[rows[1]])
-        grads.append(-(torch.exp(sinks[head] - shift) * delta).sum())
+        own: list[Any] = [None if t is None else t.select(dim, head) for t in given]
+        grad_out, out, lse, grad_lse, out_dot, lse_dot = own
+        delta = (grad_out.to(dtype) * out).sum(dim=-1)
+        delta = delta if grad_lse is None else delta - grad_lse
+        if lse_dot is not None:
+            rate = -lse_dot if along is None else along[head] - lse_dot
+            delta = delta * rate + (grad_out.to(dtype) * out_dot).sum(dim=-1)
+        grads.append(-(sink_shares(call.sinks[head], lse) * delta).sum())
     return torch.stack(grads).to(call.sinks.dtype) if grads else torch.zeros_like(call.sinks)
+
+
+def sink_shares(sinks: Tensor, lse: Tensor) -> Tensor:
+    """The probabilities of sinks. One at -inf has the probability 0 below every score and in a row without keys."""
+    return torch.exp(sinks.detach().to(lse.dtype) - lse.masked_fill(lse == -math.inf, math.inf))
 
 
 def _sum_like(tensor: Tensor, lead: tuple[int, ...], acc_dtype: torch.dtype) -> tuple[Tensor, Tensor]:

@@ -78,10 +78,12 @@ class TileProducts:
         assert self.softcap is not None
         return self.product(query, key, self.scale / self.softcap).tanh_()
 
-    def product(self, query: Tensor, key: Tensor, factor: float) -> Tensor:
-        """query @ key^T * factor in the score buffer, ``[u, rows, keys]``."""
+    def product(self, query: Tensor, key: Tensor, factor: float, start: Tensor | None = None) -> Tensor:
+        """query @ key^T * factor in the score buffer, ``[u, rows, keys]``; added to ``start`` ``[u, rows, 1]``."""
         shape = (query.shape[0], query.shape[1], key.shape[1])
         scores = self.score_buffer[: math.prod(shape)].view(shape)
+        if start is not None:
+            return torch.baddbmm(start, query, key.transpose(1, 2), alpha=factor, out=scores)
         # Not the buffer itself: before torch 2.14 MPS multiplies the input by beta, and 0 * NaN is NaN.
         return torch.baddbmm(self.zero, query, key.transpose(1, 2), beta=0, alpha=factor, out=scores)
 

@@ -52,7 +52,8 @@ class VaeCall:
         retries = f", rows per band reduced {f.retries} times after running out of memory" if f.retries else ""
         lines = [
             f"{head}: {f.layers} layers in {f.bands} bands (at most {f.most_bands}), at most "
-            f"{f.expected_bytes / MIB:.0f} MiB on the device by calculation{host}{retries} ({self.seconds:.1f} s)"
+            f"{f.expected_bytes / MIB:.0f} MiB on the device by calculation, values that wait included{host}{retries} "
+            f"({self.seconds:.1f} s)"
         ]
         if f.whole:
             names = ", ".join(f"{name} ({count})" for name, count in sorted(f.whole.items()))

@@ -225,7 +225,7 @@ def test_a_graph_of_the_gradients_may_be_made_but_not_differentiated() -> None:
         query = torch.randn(1, 2, 6, 8, requires_grad=True)
         out = context_parallel_sdpa(query, query, query, ring=dist.group.WORLD)
         (grad,) = torch.autograd.grad(out.sum(), query, create_graph=True)
-        with pytest.raises(RuntimeError, match="gradients of gradients"):
+        with pytest.raises(RuntimeError, match=r"gradients of gradients .* keys of several processes; compute it"):
             grad.sum().backward()
         return "refused"
 

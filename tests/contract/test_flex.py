@@ -352,7 +352,7 @@ def test_gradients_of_a_table(name: str) -> None:
 
 
 def test_the_size_of_a_table_does_not_decide_the_tiles() -> None:
-    """Its dense gradient is the same in every tile, however small: 30 s of backward for [8, 512, 512] before."""
+    """A table's dense gradient is the same in every tile, however small: 30 s of backward for [8, 512, 512] before."""
     found = []
     for size in (TOKENS, 8 * TOKENS):
         table = torch.randn(HEADS, size, requires_grad=True)

@@ -17,8 +17,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from pascal_attn_core import AttentionConfig, LazyMask, UnsupportedAttention, mask_rule, record, sdpa
 from pascal_attn_core.machine.out_of_memory import is_out_of_memory
+from pascal_attn_core.observe import report
 from pascal_attn_core.reference import reference_sdpa
-from pascal_attn_core.routes.run import is_watched
 from pascal_attn_core.routes.tiled import forget_halvings
 from pascal_attn_core.sdpa_patch import patch_sdpa
 
@@ -95,10 +95,11 @@ def test_process_wide_settings_of_torch_do_not_matter(mask: torch.dtype | None) 
     ],
     ids=["grad", "vmap", "jvp"],
 )
-def test_transforms_of_functions_work_or_say_what_does(transform) -> None:
-    transform(lambda query: sdpa(query, query, query, config=AttentionConfig(route="math")))
-    with pytest.raises(UnsupportedAttention, match=r"transforms of torch\.func"):
-        transform(lambda query: sdpa(query, query, query, config=TILED))
+def test_transforms_of_functions_work(transform) -> None:
+    torch.manual_seed(0)
+    expected = transform(lambda query: sdpa(query, query, query, config=AttentionConfig(route="math")))
+    torch.manual_seed(0)
+    torch.testing.assert_close(transform(lambda query: sdpa(query, query, query, config=TILED)), expected)
 
 
 @pytest.mark.filterwarnings("error::torch.jit.TracerWarning")
@@ -228,7 +229,7 @@ _ERRORS = {
 def _state() -> tuple:
     stacks = torch._C._len_torch_dispatch_stack(), torch._C._len_torch_function_stack()
     modes = torch.is_autocast_enabled("cpu"), torch.is_grad_enabled(), torch.is_inference_mode_enabled()
-    return *stacks, *modes, torch.get_default_dtype(), is_watched(), F.scaled_dot_product_attention
+    return *stacks, *modes, torch.get_default_dtype(), report.observers, report.active, F.scaled_dot_product_attention
 
 
 def _survives_or_passes(run: Callable[[], Any], error: BaseException, at: int) -> Any:

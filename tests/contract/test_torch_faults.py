@@ -6,9 +6,11 @@ from unittest.mock import Mock
 
 import pytest
 import torch
+import torch.autograd.forward_ad as fwAD
 import torch.nn.functional as F
 from attn_support.oracle import cast, gradients
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import pascal_attn_core.sdpa_patch as switch
 from pascal_attn_core import AttentionConfig, UnsupportedAttention, explain, sdpa
@@ -18,8 +20,9 @@ from pascal_attn_core.machine.device import DeviceInfo
 from pascal_attn_core.machine.runtime import Runtime, using
 from pascal_attn_core.patching import interception
 from pascal_attn_core.reference import reference_sdpa
-from pascal_attn_core.routes import torch_faults, why_not
-from pascal_attn_core.routes.short import is_plainly_short, is_short
+from pascal_attn_core.routes import torch_faults, torch_kernel, why_not
+from pascal_attn_core.routes.prepared import BY_TORCH, kind_of
+from pascal_attn_core.routes.short import is_short
 from pascal_attn_core.routes.torch_faults import FAULTS, FaultyKind, ShownFaults, is_shown, torch_sdpa
 from pascal_attn_core.routes.torch_kernel import find_form
 from pascal_attn_core.tiled.layout import rows_overlap
@@ -184,7 +187,7 @@ def test_a_view_that_overlaps_nothing_stays_a_view() -> None:
 def test_too_large_to_be_copied_they_go_by_tiles_and_the_fused_kernels_only_read_them() -> None:
     query = _overlapping(500, step=2)
     config = AttentionConfig(math_limit_mib=0, budget_mib=0.2)
-    assert explain(query, query, query, config=config).startswith("route tiled: its rows are not contiguous or overlap")
+    assert explain(query, query, query, config=config).startswith("route tiled: torch's kernel needs a copy")
     assert _largest_error(lambda *a: sdpa(*a, config=config), [query] * 3) < 1e-5
     query = _overlapping(50, step=4)
     assert call_reasons(check_call(query, query, query)) == []
@@ -199,7 +202,8 @@ def test_products_that_an_apple_m1_adds_up_wrongly_are_not_made(queries: int, ke
     with using(Runtime("cpu", DeviceInfo("mps", "Apple M1"))):
         assert _largest_error(lambda *inputs: sdpa(*inputs, config=TILED), leaves) < 1e-5
         generous = AttentionConfig(math_limit_mib=64)
-        assert is_plainly_short(generous, *leaves) == (keys < queries)
+        kind = kind_of(generous, (*leaves, None, 0.0, False, None, False))
+        assert (kind == BY_TORCH) == (keys < queries)
         assert is_short(call, generous) == (not why_not("math", call, generous)) == (keys < queries)
     assert is_short(call, generous)
 
@@ -226,6 +230,49 @@ def test_a_kernel_that_torch_promises_and_that_raises_is_left_with_one_warning(
     assert "raised: USE_FLASH_ATTENTION" in explain(*leaves)
     with pytest.raises(UnsupportedAttention, match="raised: USE_FLASH_ATTENTION"):
         sdpa(*leaves, config=TORCH)
+
+
+def test_a_call_that_torch_refuses_bans_its_kernel_for_calls_like_it_alone(
+    runtime: Runtime, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """More heads than a grid has blocks, a kernel that a program forces, forward mode."""
+    monkeypatch.setattr(torch_faults, "MOST_BLOCKS", 9)
+    spatial, temporal = torch.randn(1, 2, 700, 16), torch.randn(1, 10, 700, 16)
+    torchs = interception.TORCH_SDPA
+
+    def refuses(query: Tensor, *rest: Any, **options: Any) -> Tensor:
+        if query.shape[1] > 9 or not torch.backends.cuda.math_sdp_enabled() or fwAD._current_level >= 0:
+            raise RuntimeError("CUDA error: invalid configuration argument")
+        return torchs(query, *rest, **options)
+
+    for module in (interception, switch):
+        monkeypatch.setattr(module, "TORCH_SDPA", refuses)
+    torch.testing.assert_close(sdpa(temporal, temporal, temporal), torchs(temporal, temporal, temporal))
+    assert explain(temporal, temporal, temporal).startswith("route tiled")
+    with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+        torch.testing.assert_close(sdpa(spatial, spatial, spatial), torchs(spatial, spatial, spatial))
+    with fwAD.dual_level():
+        sdpa(fwAD.make_dual(spatial, spatial), spatial, spatial)
+    assert explain(spatial, spatial, spatial).startswith("route torch")
+
+
+@pytest.mark.parametrize("mask", [None, (1, 1, 1, 16), (8, 1, 16, 16)])
+@pytest.mark.parametrize("needs_grad", [False, True])
+def test_batches_beyond_a_grid_go_in_parts(mask: tuple | None, needs_grad: bool, monkeypatch: Any) -> None:
+    leaves = [torch.randn(8, 2, 16, 4, requires_grad=needs_grad) for _ in range(3)]
+    bias = None if mask is None else torch.randn(mask)
+    expected = reference_sdpa(*leaves, bias)[0]
+    monkeypatch.setattr(torch_kernel, "MOST_BLOCKS", 3)
+    monkeypatch.setattr(torch_kernel, "CPU_LIKE", ())
+    sizes: list[int] = []
+    real = torch_kernel.torch_sdpa
+    monkeypatch.setattr(
+        torch_kernel, "torch_sdpa", lambda q, *rest, **options: sizes.append(len(q)) or real(q, *rest, **options)
+    )
+    out = torch_kernel.run_as_it_is(check_call(*leaves, bias))
+    torch.testing.assert_close(out, expected)
+    assert sizes == [3, 3, 2]
+    assert out.requires_grad == needs_grad
 
 
 def test_a_lack_of_memory_in_torchs_kernel_is_no_broken_promise(runtime: Runtime, monkeypatch: Any) -> None:

@@ -1,4 +1,4 @@
-"""Feed-forward modules that may be run in slices of their tokens, and many that must not although they look alike."""
+"""Feed-forward modules that may be run in slices of their tokens, and some that must not although they look alike."""
 
 import random
 from collections.abc import Callable
@@ -14,11 +14,11 @@ WIDTH = 16
 
 
 class Case(NamedTuple):
-    """A module to try, and whether it is in training mode."""
+    """A module to try, and the state that the report gives it once it has been called with 64 tokens."""
 
     name: str
     make: Callable[[], nn.Module]
-    training: bool = False
+    state: str = "on"
 
 
 class Ffn(nn.Module):
@@ -91,28 +91,6 @@ class Product(torch.autograd.Function):
         return grad * two, grad * one
 
 
-class CapacityMoe(Ffn):
-    """Experts that take a limited number of tokens each; the later ones are dropped."""
-
-    def __init__(self, factor: float):
-        super().__init__()
-        self.route, self.experts = nn.Parameter(torch.randn(WIDTH, 4)), nn.Parameter(torch.randn(4, WIDTH, WIDTH))
-        self.factor = factor
-
-    def forward(self, x: Tensor) -> Tensor:
-        tokens = x.reshape(-1, WIDTH)
-        chosen = F.one_hot((tokens @ self.route).argmax(-1), 4)
-        place = ((chosen.cumsum(0) - 1) * chosen).sum(-1)
-        kept = (place < int(len(tokens) / 4 * self.factor)).float()[:, None]
-        out = torch.einsum("tc,ecd,te->td", tokens, self.experts, chosen.float()) * kept
-        return self.mlp(x) + out.view_as(x)
-
-
-class _Pair(Ffn):
-    def forward(self, x: Tensor) -> Any:
-        return self.mlp(x), None
-
-
 class SoftMoe(nn.Module):
     """Every token to every expert: no choice, nothing to overflow."""
 
@@ -126,25 +104,51 @@ class SoftMoe(nn.Module):
         return (torch.stack([expert(x) for expert in self.experts], dim=-1) @ weight.unsqueeze(-1)).squeeze(-1)
 
 
-def _mean(x: Tensor) -> Tensor:
-    return x.mean(1, keepdim=True)
+def _capacity(m: Any, x: Tensor) -> Tensor:
+    """Experts that take a limited number of tokens each; the later ones are dropped."""
+    tokens = x.reshape(-1, WIDTH)
+    chosen = F.one_hot((tokens @ m.route).argmax(-1), 4)
+    kept = ((chosen.cumsum(0) - 1) * chosen).sum(-1) < len(tokens) // 4
+    return x + torch.einsum("tc,ecd,te->td", tokens, m.experts, chosen * kept[:, None].float()).view_as(x)
 
 
-def _mixed_conv(module: Any, hidden: Tensor) -> Tensor:
-    return hidden + F.conv1d(hidden.mT, module.kernel, padding=1, groups=hidden.shape[-1]).mT
+def _batch_norm(m: Any, h: Tensor) -> Tensor:
+    return F.batch_norm(h.flatten(0, 1), m.mean, m.var, training=m.training).view_as(h)
 
 
-def _batch_norm(module: Any, hidden: Tensor) -> Tensor:
-    flat = hidden.flatten(0, 1)
-    return F.batch_norm(flat, module.running_mean, module.running_var, training=module.training).view_as(hidden)
+def _counted(m: Any, x: Tensor) -> float:
+    """How often the module was called, kept in several places."""
+    m.count.add_(1)
+    m.seen.append(x.shape[1])
+    _counted.calls = getattr(_counted, "calls", 0) + 1  # type: ignore[attr-defined]
+    m.calls += 1
+    return 1.0 + m.calls
 
 
-def _bn() -> nn.Module:
-    return With(_batch_norm, wide=True, running_mean=torch.zeros(4 * WIDTH), running_var=torch.ones(4 * WIDTH))
+def _kept(m: Any, h: Tensor) -> Tensor:
+    """As TeaCache does: the next call takes a part of this one's result."""
+    last, m.last = m.last, h
+    return h if last is None else h + last
 
 
-def _attend(module: Any, x: Tensor) -> Tensor:
-    return F.scaled_dot_product_attention(x[:, None], x[:, None], x[:, None])[:, 0]
+def _asks(m: Any, h: Tensor) -> Tensor:
+    return (
+        h * 2 if type(h) is Tensor and isinstance(h, Tensor) and not vars(h) and h.requires_grad == m.wants else h * 3
+    )
+
+
+def _tries(m: Any, h: Tensor) -> Tensor:
+    try:
+        return h + float(h.detach().numpy().size) / 1e3
+    except RuntimeError:
+        return h * 7
+
+
+def _catches(m: Any, h: Tensor) -> Tensor:
+    try:
+        return h.view(7, -1)
+    except RuntimeError:
+        return h + h.mean(1, keepdim=True)
 
 
 def _after(x: Tensor, done: Any) -> Tensor:
@@ -152,160 +156,118 @@ def _after(x: Tensor, done: Any) -> Tensor:
     return x
 
 
-def _exchanged_data(module: Any, x: Tensor) -> Tensor:
-    module.count.data = module.count.data + 1
-    return x
+def _without_gradients(m: Any, h: Tensor) -> Tensor:
+    with torch.no_grad():
+        scale = h.abs().amax(-1, keepdim=True)
+    return h / (1 + scale)
 
 
-def _largest_so_far(module: Any, x: Tensor) -> Tensor:
-    module.count = torch.maximum(module.count, x.abs().amax())
-    return x / module.count
+class _Clipped(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad / grad.norm()
 
 
-def _int8(x: Tensor, largest: Tensor) -> Tensor:
-    scale = largest.clamp(min=1e-6) / 127
-    return (x / scale).round().clamp(-127, 127) * scale
+def _hooked(m: Any, h: Tensor) -> Tensor:
+    h = h * 1
+    if h.requires_grad:
+        h.register_hook(lambda grad: grad / grad.norm())
+    return h * 2
 
 
-def _own_buffer(module: Any, x: Tensor) -> Tensor:
-    module.scratch[:, : x.shape[1]] = x
-    return module.scratch[:, : x.shape[1]].clone()
+def _weight(*shape: int) -> Callable[[], nn.Parameter]:
+    return lambda: nn.Parameter(torch.randn(shape, generator=torch.Generator().manual_seed(1)))
 
 
-def _swallowed(module: Any, x: Tensor) -> Tensor:
-    try:
-        return x + _mean(x)
-    except Exception:
-        return x
-
-
-_calls = [0]
-
-
-def _every_other_call(module: Any, x: Tensor) -> Tensor:
-    _calls[0] += 1
-    return x * (1.0 + _calls[0] % 2)
-
-
-def _weight(*shape: int) -> nn.Parameter:
-    return nn.Parameter(torch.randn(shape))
-
-
-def _cases(changes: dict[str, Any], **options: Any) -> list[Case]:
-    """Modules of these changes; a change is a function, or one with the attributes that it needs."""
-
-    def make(change: Any) -> nn.Module:
-        function, state = change if isinstance(change, tuple) else (change, {})
-        return With(function, **options, **{name: value() for name, value in state.items()})
-
-    return [Case(name, partial(make, change)) for name, change in changes.items()]
-
-
-_GATE = {"gate": lambda: nn.Parameter(torch.zeros(1))}
-_COUNT = {"count": lambda: torch.zeros(1)}
-
-_GOOD_BETWEEN: dict[str, Any] = {
+_COUNTS = {"count": lambda: torch.zeros(1), "seen": list, "calls": int}
+# Between the layers: a function of the module and the hidden tensor, or one with the attributes that it needs.
+_ON: dict[str, Any] = {
     "softmax over channels": lambda m, h: h.softmax(-1),
-    "convolution of width 1": (
-        lambda m, h: F.conv1d(h.mT, m.kernel).mT,
-        {"kernel": lambda: nn.Parameter(torch.randn(64, 64, 1) * 0.1)},
-    ),
+    "convolution of width 1": (lambda m, h: F.conv1d(h.mT, m.kernel).mT, {"kernel": _weight(64, 64, 1)}),
     "flattened tokens": lambda m, h: (h.flatten(0, 1) * 2).view_as(h),
     "heads": lambda m, h: h.unflatten(-1, (4, 16)).transpose(1, 2).softmax(-1).transpose(1, 2).flatten(2),
-}
-_GOOD_BEFORE: dict[str, Any] = {
-    "scale per token": lambda m, x: _int8(x, x.abs().amax(-1, keepdim=True)),
-    "another sample of the batch": lambda m, x: x + x.mean(0, keepdim=True),
-    "multiplied from the left": (lambda m, x: (m.left @ x.mT).mT, {"left": lambda: _weight(16, 16)}),
-    "clones and literals": lambda m, x: x.clone().mul_(torch.tensor(0.5)) + torch.tensor([1.0] * 16),
-}
-_BAD_BETWEEN: dict[str, Any] = {
-    "convolution": (_mixed_conv, {"kernel": lambda: _weight(64, 1, 3)}),
-    "convolution that starts at zero": (_mixed_conv, {"kernel": lambda: nn.Parameter(torch.zeros(64, 1, 3))}),
-    "tiny convolution": (_mixed_conv, {"kernel": lambda: nn.Parameter(torch.randn(64, 1, 3) * 1e-6)}),
+    "scale per token": lambda m, h: (h / h.abs().amax(-1, keepdim=True).clamp(min=1e-6)).round(),
+    "another sample of the batch": lambda m, h: h + h.mean(0, keepdim=True),
+    "multiplied from the left": (lambda m, h: (m.left @ h.mT).mT, {"left": _weight(64, 64)}),
+    "clones and literals": lambda m, h: h.clone().mul_(torch.tensor(0.5)) + torch.tensor([1.0] * 64),
+    "batch norm with fixed statistics": (_batch_norm, {"mean": lambda: torch.zeros(64), "var": lambda: torch.ones(64)}),
+    "writes to a view of its own": lambda m, h: _after(own := h * 1, own.view(*h.shape[:2], -1, 8)[..., 0].mul_(2)),
+    # The code runs once and sees all tokens: what it makes of their number, or counts, is right in slices.
+    "a weight per position": (lambda m, h: h + m.where[:, : h.shape[1]], {"where": _weight(1, 256, 64)}),
+    "scaled by the length": lambda m, h: h / torch.ones(h.shape[1]).sum() * (2 if h.shape[1] > 48 else 1),
+    "expert for long inputs": (lambda m, h: h @ (m.one if h.shape[1] > 48 else m.two), {"one": _weight(64, 64),
+                                                                                       "two": _weight(64, 64)}),
+    "word for long inputs": lambda m, h: F.gelu(torch.add(h, h, alpha=h.shape[1]), approximate="tanh"),
+    "counts": (lambda m, h: h * _counted(m, h), _COUNTS),
+    "random numbers of its own": lambda m, h: h * random.random() * np.random.rand() + torch.randn(64),
+    "path by a parameter": (lambda m, h: h if m.gate.item() == 0 else h.flip(1), {"gate": lambda: torch.zeros(1)}),
+    "path by its class": (_asks, {"wants": bool}),
+}  # fmt: skip
+_REFUSED: dict[str, Any] = {
+    "convolution": (lambda m, h: h + F.conv1d(h.mT, m.kernel, padding=32, dilation=32, groups=64).mT,
+                    {"kernel": _weight(64, 1, 3)}),
     "softmax over tokens": lambda m, h: h.softmax(1),
-}
-_BAD_BEFORE: dict[str, Any] = {
-    "zero-initialised context": (lambda m, x: x + m.gate * _mean(x), _GATE),
-    "context hidden from NaN": lambda m, x: x + 1e-9 * _mean(torch.nan_to_num(x)),
-    "share of positive tokens": lambda m, x: x + _mean((x > 0).float()),
-    "token shift": lambda m, x: 0.5 * x + 0.5 * F.pad(x, (0, 0, 1, -1)),
-    "rolled tokens": lambda m, x: x + x.roll(1, 1),
-    "first token added to all": lambda m, x: x + x[:, :1],
-    "last token added to all": lambda m, x: x + x[:, -1, None],
-    "attention": _attend,
-    "attention by hand": lambda m, x: (x @ x.mT).softmax(-1) @ x,
-    "cumulative sum": lambda m, x: x.cumsum(1),
-    "sorted tokens": lambda m, x: x.sort(1).values,
-    "pooling": lambda m, x: x + F.avg_pool1d(x.mT, 3, 1, 1).mT,
-    "group norm over tokens": lambda m, x: F.group_norm(x.mT, 4).mT,
-    "instance norm over tokens": lambda m, x: F.instance_norm(x.mT).mT,
-    "layer norm over tokens": lambda m, x: F.layer_norm(x, x.shape[1:]),
-    "long inputs take another path": lambda m, x: x + _mean(x) if x.shape[1] > 48 else x,
-    "long inputs are scaled": lambda m, x: x * 2 if x.shape[1] > 48 else x,
-    "scaled by the length": lambda m, x: x / x.shape[1],
-    "scaled by a tensor of the length": lambda m, x: x / torch.tensor(float(x.shape[1])),
-    "scaled by counted tokens": lambda m, x: x / torch.ones(x.shape[1]).sum(),
-    "choice by a threshold of the length": (
-        lambda m, x: x * ((x @ m.route) * x.shape[1] > 64.0),
-        {"route": lambda: _weight(16, 1)},
-    ),
-    "best tokens only": lambda m, x: x.topk(4, dim=1).values.sum(1, keepdim=True) + x,
-    "tokens chosen by value": lambda m, x: x[x[..., 0] > 0],
-    "writes to its input": lambda m, x: x.mul_(1.5),
-    "writes to its input through a view": lambda m, x: x.view(-1, 16).add_(1).view_as(x),
-    "writes to its input's data": lambda m, x: x.data.mul_(2),
-    "counts in a buffer": (lambda m, x: _after(x, m.count.add_(1)), _COUNT),
-    "counts by exchanged memory": (_exchanged_data, _COUNT),
-    "counts by a new buffer": (lambda m, x: _after(x, setattr(m, "count", m.count + 1)), _COUNT),
-    "counts in Python": (lambda m, x: _after(x, setattr(m, "calls", m.calls + 1)), {"calls": int}),
-    "counts in a list": (lambda m, x: _after(x, m.seen.append(x.shape[1])), {"seen": list}),
-    "largest value so far": (_largest_so_far, {"count": lambda: torch.ones(())}),
-    "writes to a scratch buffer": (_own_buffer, {"scratch": lambda: torch.zeros(2, 256, 16)}),
-    "scale per tensor": lambda m, x: _int8(x, x.abs().max()),
-    "a weight per position": (lambda m, x: x + m.where[:, : x.shape[1]], {"where": lambda: _weight(1, 256, 16)}),
-    "a product over positions": (lambda m, x: (x.mT @ m.where).mT, {"where": lambda: _weight(64, 64)}),
-    "path by the input's values": lambda m, x: x - _mean(x) if x.abs().max() > 100 else x,
-    "path by a parameter": (lambda m, x: x if m.gate.item() == 0 else x + _mean(x), _GATE),
-    "path by a parameter's list": (lambda m, x: x if m.gate.tolist() == [0.0] else x + _mean(x), _GATE),
-    "a mixture that catches errors": _swallowed,
-    "other numbers every other call": _every_other_call,
-    "drops layers at random": lambda m, x: x if random.random() < 0.5 else x * 2,
-    "drops layers by NumPy": lambda m, x: x if np.random.rand() < 0.5 else x * 2,
-    "dropout always": lambda m, x: F.dropout(x, 0.5, training=True),
-    "noise": lambda m, x: x + torch.randn(16),
-    "pairs of tokens": lambda m, x: x.view(2, -1, 32).flip(-1).view_as(x),
-    "every second token": lambda m, x: x[:, ::2],
-    "one token for all": lambda m, x: x.mean(1),
-    "tokens first": lambda m, x: x.transpose(0, 1),
-    "reversed tokens": lambda m, x: x.flip(1),
-    "tokens against tokens": lambda m, x: x + (x[:, :, None] * x[:, None]).amax(2),
-    "spectrum": lambda m, x: _mean(torch.fft.rfft(x, dim=1).abs()) + x,
-}
+    "zero-initialised context": (lambda m, h: h + m.gate * h.mean(1, keepdim=True), {"gate": lambda: torch.zeros(1)}),
+    "token shift": lambda m, h: 0.5 * h + 0.5 * F.pad(h, (0, 0, 1, -1)),
+    "first token added to all": lambda m, h: h + h[:, :1],
+    "attention": lambda m, h: F.scaled_dot_product_attention(h[:, None], h[:, None], h[:, None])[:, 0],
+    "attention by hand": lambda m, h: (h @ h.mT).softmax(-1) @ h,
+    "pooling": lambda m, h: h + F.avg_pool1d(h.mT, 3, 1, 1).mT,
+    "layer norm over tokens": lambda m, h: F.layer_norm(h, h.shape[1:]),
+    "counted by an operator": lambda m, h: h / torch.ones_like(h[..., :1]).sum(-2, keepdim=True),
+    "places of tokens by an operator": lambda m, h: h * torch.ones_like(h).cumsum(-2),
+    "a product over positions": (lambda m, h: (h.mT @ m.where).mT, {"where": _weight(64, 64)}),
+    "experts with capacity": (lambda m, h: _after(h, None) + F.pad(_capacity(m, h[..., :WIDTH]), (0, 48)),
+                              {"route": _weight(WIDTH, 4), "experts": _weight(4, WIDTH, WIDTH)}),
+    "tokens chosen by value": lambda m, h: h * len(h[h[..., 0] > 0]),
+    "path by values": lambda m, h: h * 2 if h.abs().max() > 1 else h,
+    "path by an operator on tokens": lambda m, h: h * 2 if torch.equal(h, h.clone()) else h,
+    "bias of tokens": lambda m, h: torch.addmm(h[0], torch.ones(h.shape[1], 4), torch.ones(4, 64)).expand(h.shape),
+    "weights of tokens": lambda m, h: h + F.embedding(torch.arange(h.shape[1]).flip(0), h[0]),
+    "keeps its tokens": (_kept, {"last": lambda: None}),
+    "asks for memory": lambda m, h: h * (h.untyped_storage().nbytes() + bool(h.data_ptr())),
+    "asks for a version": lambda m, h: h * (1 + h._version),
+    "tries NumPy": _tries,
+    "catches errors": _catches,
+    "dropout": lambda m, h: F.dropout(h, 0.5, training=True),
+    "noise": lambda m, h: h + torch.randn_like(h),
+    "pairs of tokens": lambda m, h: h.view(2, -1, 128).flip(-1).view_as(h),
+    "reversed tokens": lambda m, h: h.flip(1),
+    "one token for all": lambda m, h: h.mean(1),
+    "two outputs": lambda m, h: h.chunk(2, 1)[0].repeat(1, 2, 1),
+    "largest value so far": (lambda m, h: h / _after(m.most, m.most.copy_(torch.maximum(m.most, h.detach().amax()))),
+                             {"most": lambda: torch.ones(())}),
+    "a weight that changes": (lambda m, h: _after(h + m.most, m.most.add_(1)), {"most": lambda: torch.ones(())}),
+    "a scratch buffer": (lambda m, h: _after(h, m.scratch.copy_(h.detach())) + m.scratch,
+                         {"scratch": lambda: torch.zeros(2, 64, 64)}),
+}  # fmt: skip
+# Right in slices where no gradient is wanted.
+_BACKWARD: dict[str, Any] = {
+    "a backward pass of its own": lambda m, h: _Clipped.apply(h), "a part without gradients": _without_gradients,
+    "a hook on a gradient": _hooked,
+}  # fmt: skip
 
-GOOD = [
+
+def _with(change: Any) -> nn.Module:
+    function, state = change if isinstance(change, tuple) else (change, {})
+    return With(function, wide=True, **{name: value() for name, value in state.items()})
+
+
+CASES = [
     Case("two linear layers", Ffn),
     Case("Wan's Sequential", lambda: nn.Sequential(nn.Linear(16, 64), nn.GELU("tanh"), nn.Linear(64, 16))),
     Case("GEGLU", lambda: nn.Sequential(Geglu(), nn.Dropout(0.0), nn.Linear(64, 16))),
     Case("SwiGLU", SwiGlu),
     Case("in-place inside", lambda: nn.Sequential(nn.Linear(16, 64), nn.ReLU(inplace=True), nn.Linear(64, 16))),
-    Case("LayerNorm", lambda: nn.Sequential(nn.LayerNorm(16), Ffn())),
-    Case("RMSNorm", lambda: nn.Sequential(nn.RMSNorm(16), Ffn())),
-    Case("dropout switched off", lambda: nn.Sequential(Ffn(), nn.Dropout(0.5))),
-    Case("batch norm with fixed statistics", _bn),
+    Case("norms", lambda: nn.Sequential(nn.LayerNorm(16), nn.RMSNorm(16), Ffn(), nn.Dropout(0.5))),
     Case("experts for every token", SoftMoe),
-    *_cases(_GOOD_BETWEEN, wide=True),
-    *_cases(_GOOD_BEFORE),
-]
-
-BAD = [
-    Case("experts with capacity", lambda: CapacityMoe(1.0)),
-    Case("experts with capacity that never overflows", lambda: CapacityMoe(4.0)),
-    Case("functional batch norm, training", _bn, training=True),
-    Case("in-place activation first", lambda: nn.Sequential(nn.ReLU(inplace=True), Ffn())),
-    Case("dropout in training", lambda: nn.Sequential(Ffn(), nn.Dropout(0.5)), training=True),
-    Case("two outputs", _Pair),
-    Case("nothing at all", nn.Identity),
-    *_cases(_BAD_BETWEEN, wide=True),
-    *_cases(_BAD_BEFORE),
+    Case("in-place activation first", lambda: nn.Sequential(nn.ReLU(inplace=True), Ffn()), "refused"),
+    Case("nothing at all", nn.Identity, "refused"),
+    *(Case(name, partial(_with, change)) for name, change in _ON.items()),
+    *(Case(name, partial(_with, change), "refused") for name, change in _REFUSED.items()),
+    *(Case(name, partial(_with, change), "backward") for name, change in _BACKWARD.items()),
 ]

@@ -225,14 +225,15 @@ def _bench(job: Job, part: str, words: Callable[[dict[str, Any]], str]) -> Outco
     """``words``: what was done by the figures, "" = nothing."""
     path = job.scratch / "bench.json"
     given = ("-m", "tools.peers", "--device", job.device, "--json", str(path), *job.sizes[part])
-    return job.judged(lambda ended: _benched(ended, read(path), words(read(path))), *given)
 
+    def outcome(ended: child.Ended) -> Outcome:
+        figures = read(path)
+        said = words(figures)
+        if ended.status is None:
+            return Outcome(UNFINISHED, f"{ended.words}; {said or 'no shape was done'}", figures)
+        return Outcome(RIGHT, said, figures) if ended.status == 0 and said else _failed(ended, figures)
 
-def _benched(ended: child.Ended, figures: dict[str, Any], said: str) -> Outcome:
-    """``said``: what was done, "" = nothing."""
-    if ended.status is None:
-        return Outcome(UNFINISHED, f"{ended.words}; {said or 'no shape was done'}", figures)
-    return Outcome(RIGHT, said, figures) if ended.status == 0 and said else _failed(ended, figures)
+    return job.judged(outcome, *given)
 
 
 def _ratios(figures: dict[str, Any]) -> str:
@@ -328,14 +329,6 @@ def _sanitized(ended: child.Ended, wrong: list[str], is_known: bool) -> dict[str
     return {**line, "output": ended.output.splitlines()}
 
 
-def _rates(job: Job) -> Outcome:
-    path = job.scratch / "rates.json"
-    ended = job.run("-m", "tools.gpu.rates", "--device", job.device, "--json", str(path))
-    if ended.status == _NO_DEVICE:
-        return Outcome(NOT_RUN, ended.last_line, {})
-    return _benched(ended, read(path), ended.last_line)
-
-
 def table(jobs: Sequence[dict[str, Any]], most: int = 15) -> list[str]:
     """For the jobs in which the shipped geometry loses most: its time, and that of the best candidate in units of
     it."""
@@ -367,7 +360,6 @@ PARTS = (
     Part("variants", 200, _TOOL, lambda job: _by_kernel(job, "variants", "tools.gpu.card", job.processes), share=3),
     Part("tests", 200, (*_CORE, *_OF_TESTS), lambda job: _tests(job, "tests"), share=11),
     Part("sanitizer", 200, _TOOL, _sanitizer, share=2),
-    Part("rates", 15, _TOOL, _rates),
     Part("selftest", 60, _CORE, _selftest),
     Part("timed-tests", 15, (*_CORE, *_OF_TESTS), lambda job: _tests(job, "timed-tests")),
     Part("bench-forward", 70, _CORE, lambda job: _bench(job, "bench-forward", _ratios)),

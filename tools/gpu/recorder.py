@@ -13,7 +13,6 @@ import pytest
 
 from . import told
 
-_WORKER = os.environ.get("PYTEST_XDIST_WORKER", "")
 _MESSAGE = 2000
 # Seconds of a test after which it hangs: the slow ones compile what does not ship.
 _LIMIT, _LIMIT_OF_SLOW = 120, 600
@@ -26,16 +25,18 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     if config.getoption("--told") is not None:
-        config.pluginmanager.register(Recorder(config.getoption("--told"), config.getoption("--until")))
+        # Not by its variable in the environment, which another pytest around this one may have left there.
+        worker = getattr(config, "workerinput", {}).get("workerid", "")
+        config.pluginmanager.register(Recorder(config.getoption("--told"), config.getoption("--until"), worker))
 
 
 class Recorder:
     """Tells what is begun in the processes that run tests, and outcomes in the one that has those of all; of a module
     that was skipped or could not be imported too."""
 
-    def __init__(self, folder: Path, until: float):
-        self.folder, self.until = folder, until
-        self.teller = told.Teller(folder, f"tests-{_WORKER}")
+    def __init__(self, folder: Path, until: float, worker: str):
+        self.folder, self.until, self.worker = folder, until, worker
+        self.teller = told.Teller(folder, f"tests-{worker}")
         self.has_failed = False
 
     @pytest.hookimpl(trylast=True)  # behind the choice by -m
@@ -62,13 +63,13 @@ class Recorder:
             self._tell(report, report.duration)
 
     def pytest_runtest_logfinish(self) -> None:
-        if self.has_failed and _WORKER and _is_card_lost():
+        if self.has_failed and self.worker and _is_card_lost():
             os._exit(1)
         self.has_failed = False
 
     def _tell(self, report: pytest.CollectReport | pytest.TestReport, seconds: float, **line: Any) -> None:
         message = {} if report.outcome == "passed" else {"message": _message(report)}
-        if not _WORKER:
+        if not self.worker:
             line |= {"test": report.nodeid, "outcome": report.outcome, "seconds": round(seconds, 3), **message}
             self.teller.tell(**line)
 

@@ -2,7 +2,8 @@
 branch goes, from Volta on also what memory it moves and what the compiler wrote beside it for the scheduler.
 
 Maxwell and Pascal (sm_50 ... sm_62) have words of 64 bits, the first of every four scheduling information. Volta,
-Turing and newer cards (sm_70 ... sm_90) have 128 bits for an instruction.
+Turing and Ampere (sm_70 ... sm_89) have 128 bits for an instruction. Later cards write branches in another way, and
+have other instructions of these numbers.
 """
 
 from __future__ import annotations
@@ -90,6 +91,12 @@ def sections(cubin: bytes) -> dict[str, bytes]:
     return found
 
 
+def arch(cubin: bytes) -> int:
+    """75 for sm_75."""
+    flags: int = struct.unpack_from("<I", cubin, 0x30)[0]
+    return flags & 0xFF if flags & 0xFF >= 50 else flags >> 8 & 0xFF  # the second from CUDA 13 on
+
+
 def maxwell(code: bytes) -> list[Instruction]:
     """Instructions of one function for Maxwell or Pascal."""
     words = struct.unpack(f"<{len(code) // _WORD}Q", code)
@@ -107,7 +114,7 @@ def _maxwell(address: int, word: int) -> Instruction:
 
 
 def volta(code: bytes) -> list[Instruction]:
-    """Instructions of one function for Volta or a newer card."""
+    """Instructions of one function for Volta, Turing or Ampere."""
     words = struct.unpack(f"<{len(code) // 8}Q", code)
     return [_volta(i * _SIZE, low, high) for i, (low, high) in enumerate(zip(words[::2], words[1::2]))]
 

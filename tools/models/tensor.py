@@ -6,6 +6,7 @@
     python -m tools.models.tensor --kinds tensor --mask bool               and where the mask cuts every tile
     python -m tools.models.tensor --kinds volta --machine V100
     python -m tools.models.tensor --calls                                  wasted products, and idle multiprocessors
+    python -m tools.models.tensor_table                                    the table of docs/fused-kernel.md
 
 Four schedulers issue one instruction a cycle each, in order for each warp, as the stall counts and scoreboards say that
 the compiler wrote beside the instructions. They issue the real loop over tiles, round after round, until its speed is
@@ -25,8 +26,7 @@ steady. What an instruction occupies:
 How much work waits before shared memory is documented nowhere. It is fitted: 192 cycles (six LDSM.x4 of each scheduler)
 is where the model meets what flash-attention-turing's README measures on a T4 for its own kernels, of head_dim 128,
 compiled by CUDA 13.0: forward 62 % (measured 63 %), dK and dV 47 %, dQ 44 % (measured together 45 to 49 %). With
-``--queue 48`` these come to 57, 43 and 42 %. Ours change by a point, except head_dim 96, which falls from 82 to 71 %:
-its four warps meet at a barrier, while the warps of the kernels for 64 and 128 wait for counters.
+``--queue 48`` these come to 57, 43 and 42 %. ``tools.models.tensor_table`` has ours both ways.
 
 Not modelled: bandwidth of L2 and DRAM (a global load takes 400 cycles), the instruction cache, clocks. On Volta a load
 of 16 bytes a lane is taken to move all of its 512 bytes, also where lanes read the same.
@@ -48,7 +48,7 @@ from pascal_attn_core.fused.launch.plan import Plan, tensor_plan
 from pascal_attn_core.fused.launch.stream_k import Pieces, busiest
 from tools.fused import compiled
 
-from .sass import Instruction, product_loops, sections, usual_path, volta
+from .sass import Instruction, arch, product_loops, sections, usual_path, volta
 
 SCHEDULERS = 4
 _LANES = 32
@@ -362,7 +362,13 @@ HEAD = (
 
 
 def paths(cubin: bytes, *, masked: bool = False) -> Iterable[tuple[str, list[Instruction]]]:
-    """(function, one round) of each loop with products in a cubin; ``masked``: in a tile that the mask cuts."""
+    """(function, one round) of each loop with products in a cubin; ``masked``: in a tile that the mask cuts.
+
+    Raises:
+        ValueError: the cubin is for a card whose instructions are others.
+    """
+    if not 70 <= arch(cubin) < 90:
+        raise ValueError(f"a cubin must be for sm_70 to sm_89, got sm_{arch(cubin)}")
     for function, code in sections(cubin).items():
         for loop in product_loops(volta(code)):
             yield function, usual_path(loop, masked=masked)

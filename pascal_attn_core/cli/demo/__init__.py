@@ -6,6 +6,8 @@ import argparse
 import functools
 import importlib.util
 import os
+import sys
+import time
 import warnings
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -84,16 +86,19 @@ def _models(options: argparse.Namespace, device: torch.device) -> Programme:
 def race(case: Case, small: Case, device: torch.device, *how: Any) -> list[Result]:
     """One generation with each attention, without further rounds, after a ``small`` one by the same pipeline: each is
     done before the next is prepared."""
-    pipe = case.build().to(device)
+    began, pipe = time.perf_counter(), case.build().to(device)
     found: list[Tensor] = []
+    names: list[str] = []
 
     def error_of(latents: Tensor) -> float:
         found.append(latents)
+        print(f"{case.title}: {names[-1]} done after {time.perf_counter() - began:.0f} s", file=sys.stderr)
         return gap(latents, found[0]).error
 
     def prepared(name: str) -> tuple[Step, Step]:
         attention.close()
         attention.enter_context(_attention(pipe, name))
+        names.append(name)
         generate(small, pipe)  # so that no run includes one-time costs
         whole = functools.partial(generate, case, pipe)
         return whole, whole

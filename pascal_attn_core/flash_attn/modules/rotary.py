@@ -271,3 +271,13 @@ def _pairs(x: Tensor, interleaved: bool) -> tuple[Tensor, Tensor]:
 
 def _whole(x: Tensor) -> tuple[Tensor]:
     return (x,)
+
+
+def rotary_emb(x1: Tensor, x2: Tensor, cos: Tensor, sin: Tensor, out1: Tensor, out2: Tensor, conjugate: bool) -> None:
+    """``rotary_emb.apply_rotary`` of flash-attn's first versions: (x1, x2) rotated into (out1, out2),
+    all ``[..., D / 2]``; cos and sin broadcast to them. ``conjugate``: the other way round."""
+    a, b, cos, sin = (t.float() for t in (x1, x2, cos, sin))
+    sin = -sin if conjugate else sin
+    rotated = a * cos - b * sin, a * sin + b * cos  # before x1 and x2 are written, which may be the outputs
+    out1.copy_(rotated[0])
+    out2.copy_(rotated[1])

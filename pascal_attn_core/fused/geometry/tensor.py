@@ -107,4 +107,4 @@ def tensor_geometry(kind: str, head_dim: int, mask: str, *, padded: bool) -> Ten
         for words in ((generation, suffix, both), (generation, suffix, last), (generation, suffix), (generation, last))
     )
     tables = WMMA_TABLES if generation == "wmma" else TENSOR_TABLES
-    return next((tables[name] for name in names if name in tables), tables[generation])[head_dim]
+    return next(tables[name][head_dim] for name in (*names, generation) if head_dim in tables.get(name, ()))

@@ -8,7 +8,7 @@ import functools
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 from ...machine.device import DeviceInfo
 from ...machine.facts import ask_driver
@@ -47,9 +47,15 @@ class CudaDriver(Driver):
                 self._contexts[index] = context
             return self._contexts[index]
 
+    def on(self, index: int) -> AbstractContextManager[None]:
+        """A context is pushed only where another one is current than the device's."""
+        context, current = self._contexts.get(index) or self._context(index), ctypes.c_void_p()
+        self.call("cuCtxGetCurrent", ctypes.byref(current))
+        return nullcontext() if current.value == context.value else self._pushed(context)
+
     @contextmanager
-    def on(self, index: int) -> Iterator[None]:
-        self.call("cuCtxPushCurrent_v2", self._context(index))
+    def _pushed(self, context: ctypes.c_void_p) -> Iterator[None]:
+        self.call("cuCtxPushCurrent_v2", context)
         try:
             yield
         finally:

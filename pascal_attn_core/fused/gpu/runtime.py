@@ -26,6 +26,14 @@ LOST = FAULTS | {4, 214, 220, 226, 709, 999}
 REFUSED_IMAGE = frozenset({200, 209, 218, 222})
 
 
+def _stream_of_object(index: int) -> int:
+    return torch.cuda.current_stream(index).cuda_stream
+
+
+# Without an object for the stream, where torch can do without.
+_raw_stream: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream", _stream_of_object)
+
+
 class DriverError(RuntimeError):
     """A call of the CUDA driver, or of the HIP runtime, failed.
 
@@ -108,17 +116,15 @@ class Driver(ABC):
         raise DriverError(f"kernels for {self.maker} must need no dynamic shared memory, got {count} bytes")
 
     def launch(
-        self, index: int, function: Any, grid: tuple[int, int, int], threads: int, params: Params, shared_bytes: int = 0
+        self, stream: int, function: Any, grid: tuple[int, int, int], threads: int, params: Params, shared_bytes: int
     ) -> None:
-        """Queue a function of :meth:`load` on torch's current stream of a device; with a DriverError nothing has been
-        queued. The driver copies the parameters, one structure.
+        """Queue a function of :meth:`load` on a stream of the current device (:meth:`on`); with a DriverError nothing
+        has been queued. The driver copies the parameters, one structure.
 
         Args:
             shared_bytes: of a block, beside what the kernel declares.
         """
-        stream = ctypes.c_void_p(self.stream(index))
-        with self.on(index):
-            self._launch(params, function, *grid, threads, 1, 1, shared_bytes, stream)
+        self._launch(params, function, *grid, threads, 1, 1, shared_bytes, ctypes.c_void_p(stream))
 
     @abstractmethod
     def _launch(self, params: Params, *how: object) -> None:
@@ -126,7 +132,7 @@ class Driver(ABC):
 
     def stream(self, index: int) -> int:
         """The handle of torch's current stream of a device; torch's ROCm builds give a hipStream_t by this name."""
-        return torch.cuda.current_stream(index).cuda_stream
+        return _raw_stream(index)
 
 
 class RuntimeCompiler:

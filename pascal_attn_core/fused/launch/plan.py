@@ -19,10 +19,14 @@ from ..geometry.amd import RANGES
 from ..geometry.gradient import generation_of
 from ..geometry.plain import INT8_HEAD_DIMS
 from .fields import rows_are_readable
+from .repeat import Repeat
 from .stream_k import Pieces, busiest, distribute
 from .tail_rows import TailRows, tail_rows
 
 MAX_SPLITS = 64
+# Calls of so few queries come with ever more keys, as a model generates: from four steps on their plans are those of
+# the whole steps of keys that they have.
+FEW_QUERIES, KEYS_STEP = 8, 256
 # Of a full tile for few rows, in units of the plain kernel's: it reads more of shared memory per multiplication.
 _SPLIT_SPEED = 0.6
 # Shared memory of a multiprocessor in KiB by compute capability, or its major version: CUDA C++ programming guide,
@@ -80,6 +84,7 @@ class Plan(NamedTuple):
         tail: the last rows of every head, where another kernel computes them.
         band_rows: query rows that run at a time, each band by a plan of its own; 0 = all at once.
         remark: for the sentence that says why the route was chosen: why a wish in the configuration was not met.
+        repeats: the launches of calls of one kind, by what is asked of them, where they are kept.
     """
 
     forward: Variant
@@ -90,6 +95,11 @@ class Plan(NamedTuple):
     tail: TailRows | None = None
     band_rows: int = 0
     remark: str = ""
+    repeats: dict[Any, Repeat] | None = None
+
+    def repeatable(self) -> Plan:
+        """This plan for calls of one kind, whose launches are kept."""
+        return self._replace(repeats={})
 
     @property
     def adds_in_any_order(self) -> bool:
@@ -205,8 +215,13 @@ def num_splits(call: AttentionCall, plain: AnyGeometry, split: AnyGeometry, num_
         return 0
     units = batch_size * call.num_kv_heads * -(-groups * tokens // split.rows)
     wanted = -(-places // max(1, units))
-    splits = max(1, min(wanted, call.seq_len_kv // (2 * split.cols), MAX_SPLITS))
+    splits = max(1, min(wanted, planned_keys(tokens, call.seq_len_kv) // (2 * split.cols), MAX_SPLITS))
     return splits if is_small or splits > 1 else 0
+
+
+def planned_keys(tokens: int, keys: int) -> int:
+    """The keys that a call is planned for."""
+    return keys - keys % KEYS_STEP if tokens <= FEW_QUERIES and keys >= 4 * KEYS_STEP else keys
 
 
 def _fullness(rows: int, tile_rows: int) -> float:
@@ -297,6 +312,8 @@ class Shape(NamedTuple):
         if call.has_band:
             low = -tokens - keys if call.left is None else call.offset - call.left
             band = low, tokens + keys if call.right is None else call.offset + call.right
+        elif call.attn_mask is None:
+            keys = planned_keys(tokens, keys)
         has_mask = call.attn_mask is not None
         return Shape(call.batch_size, call.num_heads, call.groups, tokens, keys, band, has_mask)
 

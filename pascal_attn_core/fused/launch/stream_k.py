@@ -187,8 +187,8 @@ def _one_after_the_other(sizes: Sequence[int], cols: int, places: int, most: int
 
 
 def _whole_ones_first(sizes: Sequence[int], cols: int, places: int, most: int) -> list[tuple[int, int, int]] | None:
-    """(tile, first, end) of pieces where the longest tiles are given a place first, where they leave the least; those
-    for which no place has room are cut, for the places that have most."""
+    """(tile, first, end) of pieces: best fit, longest first. Tiles that fit nowhere are cut, and their parts go to the
+    emptiest places."""
     spans, room, to_cut = [], [(most, i) for i in range(places)], []
     for tile in sorted(range(len(sizes)), key=lambda tile: -sizes[tile]):
         at = bisect.bisect_left(room, (sizes[tile] * cols, 0))

@@ -8,23 +8,26 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ...call import AttentionCall
 from ...config import RouteUnavailable, cache_folder
 from ...machine.out_of_memory import is_out_of_memory, with_room
 from ...machine.own_thread import in_backward, in_own_thread
-from ...machine.runtime import Runtime, runtime_of
+from ...machine.runtime import Runtime, begin_epoch, runtime_of
 from ..code import cache, prebuilt
 from ..code.compilation import Compilation
+from ..code.params import Params
 from ..code.source import digest
 from ..gpu import gpu_runtime_of
 from ..gpu.runtime import REFUSED_IMAGE, CompileError, Driver, DriverError, GpuRuntime
 from ..launch import Launch
+from ..launch.repeat import Loaded, Repeat
 from . import verify
 
 log = logging.getLogger("pascal_attn")
@@ -226,6 +229,7 @@ class Kernels:
             if until == math.inf:
                 return KernelUnavailable(before)
             self._refused[variant] = reason, self.clock() + seconds
+            begin_epoch()
             if seconds == math.inf:
                 self._loaded.pop(variant, None)
                 log.warning("a kernel of the fused route is disabled: %s", reason)
@@ -276,8 +280,8 @@ class Kernels:
             log.info("a compiled kernel could not be stored: %s", problem)
         return code
 
-    def run(self, launches: Sequence[Launch]) -> None:
-        """Queue launches on the current stream of the device, long ones in parts.
+    def run(self, launches: Sequence[Launch]) -> list[Loaded]:
+        """Queue launches on the current stream of the device, long ones in parts, and return what was queued.
 
         Raises:
             KernelUnavailable: one could not be loaded or launched. What was queued before it writes only where these
@@ -285,16 +289,28 @@ class Kernels:
             DriverError: the process can no longer use the device.
         """
         handles = [self.functions(launch.variant)[launch.function] for launch in launches]
-        for launch, handle in zip(launches, handles):
-            for part in parts(launch, self.work_per_launch):
+        loaded = [
+            Loaded(part, handle, part.shared_bytes)
+            for launch, handle in zip(launches, handles)
+            for part in parts(launch, self.work_per_launch)
+        ]
+        self._queue(loaded, [each.launch.params for each in loaded])
+        return loaded
+
+    def run_again(self, repeat: Repeat, tensors: Sequence[Tensor | None], numbers: Mapping[str, int]) -> None:
+        """Queue launches once more with these tensors, as :meth:`run`; see :meth:`.Repeat.parameters`."""
+        params, scratch = repeat.parameters(tensors, numbers)
+        self._queue(repeat.loaded, params)
+        del scratch  # now that all is queued
+
+    def _queue(self, loaded: Sequence[Loaded], params: Sequence[Params]) -> None:
+        driver, stream = self.driver, self.driver.stream(self.index)
+        with driver.on(self.index):
+            for (launch, handle, shared_bytes), own in zip(loaded, params):
                 try:
-                    self.queue(part, handle)
+                    driver.launch(stream, handle, launch.grid, launch.threads, own, shared_bytes)
                 except DriverError as error:
                     raise self.unavailable(launch.variant, error) from error
-
-    def queue(self, launch: Launch, handle: Any) -> None:
-        """Queue one launch as it is; ``handle`` is its function, loaded."""
-        self.driver.launch(self.index, handle, launch.grid, launch.threads, launch.params, launch.shared_bytes)
 
 
 def kernels_of(call: AttentionCall) -> Kernels:

@@ -33,7 +33,7 @@ from ...config import cache_folder, switched_on
 from ...machine.device import MIB, free_bytes
 from ...machine.facts import NO_WINDOW
 from ...machine.out_of_memory import is_out_of_memory
-from ...machine.runtime import Runtime
+from ...machine.runtime import Runtime, begin_epoch
 from ...machine.storage import name_for, read_object, write_object
 from ..code import prebuilt
 from ..code.compilation import Compilation
@@ -270,6 +270,7 @@ class Trials:
             else:
                 self._disable(name, f"{name} gives wrong numbers, {line['error']:.2g} off")
         self._save()
+        begin_epoch()
         if family in self._off:
             return self._off[family]
         untried = [variant.name for variant in needed if variant.name not in self._good]

@@ -27,6 +27,7 @@ from pascal_attn_core.fused.launch import Launch
 from pascal_attn_core.fused.trust import verify
 from pascal_attn_core.machine.runtime import runtime_of
 from pascal_attn_core.reference import reference_sdpa
+from pascal_attn_core.routes import prepared
 from pascal_attn_core.routes.timing import Timings, kind_of
 from pascal_attn_core.stand_ins.sageattention import sageattn
 
@@ -147,6 +148,7 @@ class Saved(torch.autograd.graph.saved_tensors_hooks):
 def test_whoever_looks_sees_the_call_and_nothing_of_its_first_time(kernels: CardKernels, observer: Any) -> None:
     leaves, counts = _leaves(), []
     for _ in range(2):
+        prepared.known.clear()
         with (seen := observer()):
             sdpa(*leaves, config=FUSED)
         counts.append(seen.count)

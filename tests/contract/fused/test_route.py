@@ -15,6 +15,7 @@ from attn_support.oracle import assert_attention, assert_gradients, gradients
 from attn_support.randomness import some
 from attn_support.table import GRADIENT_TABLE, TABLE, Case
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from pascal_attn_core import AttentionConfig, UnsupportedAttention, record, sdpa, sdpa_with_lse
 from pascal_attn_core.call import check_call
@@ -82,14 +83,20 @@ def test_gradients_come_in_the_shapes_of_the_inputs(case: Case) -> None:
     assert_gradients(backward, inputs, options, case.dtype, with_lse=True)
 
 
-def test_gradients_of_gradients_are_refused_by_name() -> None:
-    (leaf,) = _leaves((1, 1, 8, 64))
-    out = sdpa(leaf, leaf, leaf, config=FUSED)
-    (plain,) = torch.autograd.grad(out.sum(), leaf, retain_graph=True)
-    (grad,) = torch.autograd.grad(out.sum(), leaf, create_graph=True)
-    assert torch.equal(grad, plain)
-    with pytest.raises(RuntimeError, match=r"gradients of gradients must be taken with route='math', got a fused call"):
-        grad.sum().backward()
+def test_tangents_and_gradients_of_gradients_go_on_in_tiles() -> None:
+    (leaf,) = _leaves((1, 2, 70, 64))
+    tangent, found = torch.randn_like(leaf), []
+    for config in (FUSED, AttentionConfig(route="math")):
+        out = sdpa(leaf, leaf, leaf, config=config, is_causal=True)
+        (plain,) = torch.autograd.grad(out.square().sum(), leaf, retain_graph=True)
+        (grad,) = torch.autograd.grad(out.square().sum(), leaf, create_graph=True)
+        assert torch.equal(grad, plain)
+        with forward_ad.dual_level():
+            dual = forward_ad.make_dual(leaf.detach(), tangent)
+            rate = forward_ad.unpack_dual(sdpa(dual, dual, dual, config=config, is_causal=True)).tangent
+        found.append((rate, *torch.autograd.grad((grad * tangent).sum(), leaf)))
+    for ours, expected in zip(*found):
+        assert (ours - expected).abs().max() < 1e-4 * expected.abs().max()
 
 
 SHIFTS = torch.tensor([[3, 50, 0, 290], [7, 1, 120, 30]])

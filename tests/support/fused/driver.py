@@ -29,6 +29,7 @@ _ARGUMENTS = {
     "cuGetErrorString": 2,
     "cuDeviceGet": 2,
     "cuDevicePrimaryCtxRetain": 2,
+    "cuCtxGetCurrent": 1,
     "cuCtxPushCurrent_v2": 1,
     "cuCtxPopCurrent_v2": 1,
     "cuThreadExchangeStreamCaptureMode": 1,
@@ -90,6 +91,14 @@ class StandIn(Answers, CudaDriver):
     def _stack(self) -> list[int]:
         return self._thread.__dict__.setdefault("stack", [])
 
+    def make_current(self, index: int) -> None:
+        """Let the context of a device be the current one of this thread, as torch does when it computes there."""
+        self._thread.__dict__["torchs"] = self._context(index).value
+
+    @property
+    def _current(self) -> int:
+        return self._stack[-1] if self._stack else self._thread.__dict__.get("torchs", 0)
+
     def _cuInit(self, flags: int) -> int:
         self._is_ready = True
         return self._wrong(1, f"cuInit({flags})") if flags else 0
@@ -104,6 +113,10 @@ class StandIn(Answers, CudaDriver):
         if device not in self._of_device:
             self._of_device[device] = self._handle(f"context {device}")
         ctypes.c_void_p.from_address(context).value = self._of_device[device]
+        return 0
+
+    def _cuCtxGetCurrent(self, context: int) -> int:
+        ctypes.c_void_p.from_address(context).value = self._current
         return 0
 
     def _cuCtxPushCurrent_v2(self, context: int) -> int:
@@ -121,7 +134,7 @@ class StandIn(Answers, CudaDriver):
     _cuThreadExchangeStreamCaptureMode = Answers._exchange_mode
 
     def _cuModuleLoadData(self, module: int, image: int) -> int:
-        if not self._stack:
+        if not self._current:
             return self._wrong(201, "an image loaded without a current context")
         elf = read_elf(image)
         if elf is None or elf.machine != _CUDA_MACHINE:
@@ -130,7 +143,7 @@ class StandIn(Answers, CudaDriver):
         assert self.card.capability is not None
         if major != self.card.capability[0] or minor > self.card.capability[1]:
             return 209
-        ctypes.c_void_p.from_address(module).value = self._handle((self._stack[-1], elf))
+        ctypes.c_void_p.from_address(module).value = self._handle((self._current, elf))
         return 0
 
     def _cuModuleGetFunction(self, function: int, module: int, name: int) -> int:
@@ -138,7 +151,7 @@ class StandIn(Answers, CudaDriver):
         if not isinstance(found, tuple) or isinstance(found, Function):
             return self._wrong(400, f"{module:#x} is no module")
         context, elf = found
-        if self._stack[-1:] != [context]:
+        if self._current != context:
             return self._wrong(201, f"{kernel} asked for in another context than its module's")
         if f".text.{kernel}" not in elf.sections:
             return 500
@@ -161,7 +174,7 @@ class StandIn(Answers, CudaDriver):
         kernel = self._given.get(function)
         if not isinstance(kernel, Function):
             return self._wrong(400, f"{function:#x} is no function")
-        if self._stack[-1:] != [kernel.context]:
+        if self._current != kernel.context:
             return self._wrong(201, f"{kernel.name} told of in another context than its own")
         if attribute != _MAX_DYNAMIC_SHARED:
             return self._wrong(1, f"attribute {attribute}")
@@ -176,7 +189,7 @@ class StandIn(Answers, CudaDriver):
         kernel = self._given.get(function)
         if not isinstance(kernel, Function):
             return self._wrong(400, f"{function:#x} is no function")
-        if self._stack[-1:] != [kernel.context]:
+        if self._current != kernel.context:
             return self._wrong(201, f"{kernel.name} launched in another context than its own")
         structure = structure_of(kernel.name)
         threads = block_x * block_y * block_z

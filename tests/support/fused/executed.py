@@ -26,7 +26,7 @@ CodeOf = Callable[[Compilation], bytes]
 
 
 def largest_error(variant: Compilation, code_of: CodeOf, **how: Any) -> float:
-    """As ``verify.largest_error`` finds it; new memory holds NaN. how: of the interpreter.
+    """Return what ``verify.largest_error`` finds; new memory holds NaN. how: options of the interpreter.
 
     Raises:
         AssertionError: an instruction met an error.
@@ -37,8 +37,8 @@ def largest_error(variant: Compilation, code_of: CodeOf, **how: Any) -> float:
 
 
 def largest_error_far(variant: Compilation, code_of: CodeOf, **how: Any) -> float:
-    """The same of a larger call where a kernel has no list of blocks or sequences, with strides far beyond 2^31 bytes,
-    and with five ranges of keys where they are cut; and of lse where a kernel gives it."""
+    """Return that of a larger call where a kernel has no list of blocks or sequences, with strides far beyond 2^31
+    bytes, and with five ranges of keys where they are cut; and of lse where a kernel gives it."""
     execute = amd.execute if variant.arch else nvidia.execute
     calls: list[AttentionCall] = []
     lse = torch.empty(0)
@@ -104,7 +104,7 @@ class Result(NamedTuple):
 
 
 def result(variant: Compilation, code_of: CodeOf, **how: Any) -> Result:
-    """What comes of a variant's sample call, and of the one with strides that are far beyond 2^31 bytes."""
+    """Execute a variant's sample call, and the one with strides that are far beyond 2^31 bytes."""
     begin, problem = time.perf_counter(), ""
     try:
         errors = [of(variant, code_of, **how) for of in (largest_error, largest_error_far)]

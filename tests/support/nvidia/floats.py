@@ -45,7 +45,7 @@ def _ffma(m: Warps, i: Instruction) -> None:
 
 
 def _way(i: Instruction) -> str:
-    """Of rounding: to nearest, or in a direction."""
+    """The rounding of an instruction: to nearest, or in a direction."""
     return next((option for option in i.options if option in ("RM", "RP", "RZ")), "RN")
 
 

@@ -30,7 +30,7 @@ define("BREV", "u", lambda x: _reversed(x))
 
 
 def _predicates(operands: list[Operand]) -> tuple[list[Operand], list[Operand]]:
-    """Those at the front, and the rest."""
+    """Return the predicates at the front, and the rest."""
     first = list(itertools.takewhile(lambda o: o.kind in ("P", "UP"), operands))
     return first, operands[len(first) :]
 
@@ -39,7 +39,7 @@ def _predicates(operands: list[Operand]) -> tuple[list[Operand], list[Operand]]:
 
 
 def _sum(m: Warps, terms: list[Operand], carry: Array | None) -> Array:
-    """Of more than 32 bits. With a carry, a minus is an inversion."""
+    """The sum has more than 32 bits. With a carry, a minus is an inversion."""
     total: Array = U64(0) if carry is None else np.asarray(carry).astype(U64)
     for o in terms:
         value = m.raw(o)
@@ -301,7 +301,7 @@ def _lop(m: Warps, i: Instruction) -> None:
 
 
 def _by_table(table: int, a: Array, b: Array, c: Array) -> Array:
-    """Of each bit: bit 4 a + 2 b + c of the table."""
+    """Each bit of the result is bit 4 a + 2 b + c of the table."""
     inverts = table.bit_count() > 4
     chosen = table ^ 0xFF if inverts else table
     found: Array = np.asarray(a).dtype.type(0)

@@ -14,8 +14,8 @@ Run = Callable[[Any, Instruction], Any]
 
 
 class Operation(NamedTuple):
-    """What an instruction does. options: that may stand behind its name; steers: it returns which warps go on, and
-    where, in place of those behind it."""
+    """It describes what an instruction does. options: that may stand behind its name; steers: it returns which warps go
+    on, and where, in place of those behind it."""
 
     run: Run
     options: frozenset[str]

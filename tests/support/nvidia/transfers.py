@@ -34,7 +34,7 @@ def _words_of(m: Warps, o: Operand, size: int) -> Array:
 
 
 def _addresses(m: Warps, o: Operand, size: int) -> Array:
-    """Of the active lanes, uint64."""
+    """The addresses of the active lanes, uint64."""
     at: Array = U64(o.offset & (1 << 64) - 1)
     if o.base is not None:
         is_short = "U32" in o.base.parts
@@ -241,7 +241,7 @@ def _p2r(m: Warps, i: Instruction) -> None:
 
 @operation("B2R.RESULT")
 def _b2r(m: Warps, i: Instruction) -> None:
-    """What the block's barrier found."""
+    """Return what the block's barrier found."""
     d, out = i.operands
     found = np.broadcast_to(m.answer[m.block_of[m.rows]][:, None], m.shape)
     m.put(d, found.astype(U32))

@@ -22,11 +22,12 @@ from pascal_attn_core.attention import sdpa, sdpa_backward, sdpa_with_lse
 from pascal_attn_core.call import AttentionCall, Gradients, Results, Wanted, check_call
 from pascal_attn_core.config import RouteUnavailable, known_routes
 from pascal_attn_core.diffusers import PascalAttnProcessor
+from pascal_attn_core.observe.report import add_observer
 from pascal_attn_core.parallel import context_parallel_sdpa
 from pascal_attn_core.reference import reference_sdpa
 from pascal_attn_core.routes import choose, route_names, run, why_not
-from pascal_attn_core.routes.run import add_observer
 from pascal_attn_core.routes.short import ShortCalls
+from pascal_attn_core.routes.tiled import Rewritten
 
 AUTO = AttentionConfig()
 
@@ -52,7 +53,7 @@ def test_a_route_that_cannot_take_the_call_says_why() -> None:
 
 def test_the_table_of_the_choice_has_every_route_in_its_order_and_its_sentence() -> None:
     rows = [re.split(r"  +", line) for line in run.__doc__.splitlines() if re.match(r"[A-Z]\w+  +[a-z]", line)]
-    names = {ShortCalls: "torch, math"}
+    names = {ShortCalls: "torch, math", Rewritten: "tiled"}
     assert [row[:2] for row in rows] == [[type(each).__name__, names.get(type(each), each.name)] for each in run.ROUTES]
     sentences = {row[0]: row[3].partition(",")[0] for row in rows}
     small, large = check_call(*_qkv(20, 20)), check_call(*_qkv(2000, 2000))
@@ -90,7 +91,7 @@ def test_one_line_per_reason_and_never_per_call(monkeypatch: pytest.MonkeyPatch,
     monkeypatch.setattr(routes.TORCH, "plan", lambda request: ["a reason of this test"])
     with caplog.at_level(logging.DEBUG, logger="pascal_attn"):
         for _ in range(3):
-            sdpa(*_qkv(), config=AttentionConfig(math_limit_mib=0))
+            sdpa(*_qkv(), dropout_p=0.1, config=AttentionConfig(math_limit_mib=0))
     lines = [record.getMessage() for record in caplog.records if "a reason of this test" in record.getMessage()]
     assert len(lines) == 1
 

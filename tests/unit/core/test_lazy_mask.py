@@ -160,7 +160,7 @@ def test_a_compiled_rule_gives_the_numbers_and_gradients_of_the_eager_one(functi
 def test_an_unregistered_rule_under_fullgraph_is_an_error_and_no_matrix() -> None:
     torch._dynamo.reset()
     compiled = torch.compile(_with_a_closure, backend="aot_eager", fullgraph=True)
-    with pytest.raises(torch._dynamo.exc.Unsupported, match="unregistered_mask_rule"):
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="sdpa_between_graphs"):
         compiled(*_inputs(), SLOPES)
 
 

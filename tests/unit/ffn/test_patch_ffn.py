@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import array
 import copy
 import threading
 import time
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
-from attn_support.ffn_zoo import Ffn, Geglu, Product, With, mlp
+from attn_support.ffn_zoo import Ffn, Geglu, With, mlp
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from pascal_attn_core.ffn import patch_ffn
 from pascal_attn_core.observe.memory import PeakMemory, measure
@@ -52,7 +51,7 @@ def assert_same(module: nn.Module, call: Callable[[], Tensor], state: str = "on"
         assert patch.report().lines[0].state == state, patch.report().text()
 
 
-def test_on_meta_nothing_can_be_proven_and_calls_run_whole() -> None:
+def test_on_meta_calls_run_whole() -> None:
     module, x = mlp(16, 64).to("meta"), torch.empty(1, 4096, 16, device="meta")
     with torch.no_grad(), patch_ffn(module, include="", budget_mib=0.25) as patch:
         module(x)
@@ -87,33 +86,6 @@ def test_gradients_are_equal_and_their_peak_falls(frozen: bool) -> None:
     assert peak.peak_bytes < 0.5 * whole.peak_bytes
 
 
-def _with_backward() -> nn.Module:
-    scale = {name: nn.Parameter(torch.randn(16)) for name in ("one", "two")}
-    return With(lambda m, x: x * Product.apply(m.one, m.two), **scale)
-
-
-@pytest.mark.torch_2_5
-@pytest.mark.parametrize("use_reentrant", [True, False])
-@pytest.mark.parametrize("make", [lambda: mlp(16, 64), _with_backward], ids=["plain", "a backward pass in Python"])
-def test_within_a_checkpoint_of_the_user(make: Callable[[], nn.Module], use_reentrant: bool) -> None:
-    sliced, first = make().train(), nn.Linear(16, 16)
-    plain = copy.deepcopy(sliced)
-    x = torch.randn(2, 2048, 16, requires_grad=True)
-
-    def gradients(module: nn.Module) -> list[Tensor | None]:
-        leaves = [x, *module.parameters(), *first.parameters()]
-        for leaf in leaves:
-            leaf.grad = None
-        checkpoint(lambda x: module(first(x)), x, use_reentrant=use_reentrant).square().sum().backward()
-        return [leaf.grad for leaf in leaves]
-
-    wanted = gradients(plain)
-    with patch_ffn(sliced, include="", budget_mib=0.5) as patch:
-        for _ in range(4):
-            torch.testing.assert_close(gradients(sliced), wanted, rtol=1e-4, atol=1e-3)
-        assert patch.report().lines[0].state == "on", patch.report().text()
-
-
 def test_without_checkpoints_calls_that_want_gradients_run_whole() -> None:
     module, x = mlp(16, 64), torch.randn(1, 512, 16)
     with patch_ffn(module, include="", chunk_tokens=64, checkpoint=False) as patch:
@@ -132,7 +104,7 @@ def test_inference_mode_and_autocast() -> None:
         assert patch.report().lines[0].state == "on"
         with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
             cast = module(x)
-        assert [plan.refused for plan in patch._binding._site(module).plans.values()] == [False, False]
+        assert [plan.refused for plan in patch._binding._site(module).used.values()] == [False, False]
     with torch.inference_mode():
         torch.testing.assert_close(out, module(x))
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
@@ -158,20 +130,19 @@ def test_arguments_with_a_token_dimension_are_sliced_and_others_passed_whole(shi
 
 @pytest.mark.parametrize(
     "extra",
-    [torch.randn(2, 16, 96), [torch.randn(2, 96, 16)], {"a": torch.randn(96)}, object()],
-    ids=["tokens last", "list", "dict", "object"],
+    [torch.randn(2, 16, 96), [torch.randn(2, 96, 16)], {"a": torch.randn(96, 1)}],
+    ids=["tokens last", "list", "dict"],
 )
-def test_arguments_that_may_hide_tokens_keep_the_call_whole(extra: object) -> None:
-    def change(module: object, x: Tensor) -> Tensor:
-        return x
+def test_arguments_may_have_tokens_anywhere(extra: Any) -> None:
+    class Takes(Ffn):
+        def forward(self, x: Tensor, extra: Any = None) -> Tensor:
+            return self.mlp(
+                x + (extra.mT if isinstance(extra, Tensor) else extra[0] if isinstance(extra, list) else extra["a"])
+            )
 
-    class Takes(With):
-        def forward(self, x: Tensor, extra: object = None) -> Tensor:
-            return self.mlp(x + extra.mT if isinstance(extra, Tensor) else x)
-
-    module, x = Takes(change).eval(), torch.randn(2, 96, 16)
+    module, x = Takes().eval(), torch.randn(2, 96, 16)
     with torch.no_grad():
-        assert_same(module, lambda: module(x, extra), "refused")
+        assert_same(module, lambda: module(x, extra))
 
 
 @pytest.mark.parametrize(
@@ -212,26 +183,6 @@ def test_errors_of_the_module_are_its_own() -> None:
         module(torch.randn(1, 64, 17))
 
 
-def test_an_interrupt_during_the_trial_goes_through_and_leaves_no_trace() -> None:
-    def interrupted(module: With, x: Tensor) -> Tensor:
-        module.calls += 1
-        if module.calls == 1:
-            raise KeyboardInterrupt
-        return x
-
-    module = With(interrupted, calls=0).eval()
-    with patch_ffn(module, include="", chunk_tokens=4, min_tokens=2), pytest.raises(KeyboardInterrupt):
-        module(torch.randn(1, 64, 16))
-    assert module.calls == 0
-
-
-def test_without_verification_a_wrong_slice_is_an_error_and_not_a_result() -> None:
-    module = With(lambda m, x: x[:, :1]).eval()
-    wrong = pytest.raises(RuntimeError, match="one output per token")
-    with torch.no_grad(), patch_ffn(module, include="", chunk_tokens=16, verify=False), wrong:
-        module(torch.randn(1, 512, 16))
-
-
 def test_a_second_call_that_is_not_sliced_costs_next_to_nothing() -> None:
     module, x = mlp(256, 1024), torch.randn(1, 512, 256)
     with torch.no_grad(), patch_ffn(module, include="") as patch:
@@ -250,20 +201,7 @@ def _seconds(call) -> float:
     return time.perf_counter() - start
 
 
-def test_a_trial_is_made_once_for_a_kind_of_call() -> None:
-    lengths = array.array("q")  # a list would be state of the module
-    module, x = With(lambda m, x: lengths.append(x.shape[1]) or x).eval(), torch.randn(1, 64, 16)
-    with torch.no_grad(), patch_ffn(module, include="", chunk_tokens=16, min_tokens=2):
-        module(x)
-        assert len(lengths) > 4
-        del lengths[:]
-        module(x)
-        assert list(lengths) == [16] * 4
-        module(x[:, :32])
-        assert len(lengths) > 6
-
-
-def test_threads_may_call_while_it_is_proven() -> None:
+def test_threads_may_call() -> None:
     module, x = Ffn().eval(), torch.randn(1, 64, 16)
     with torch.no_grad():
         expected, outs = module(x), []
@@ -396,7 +334,7 @@ def test_a_module_used_twice_is_patched_once() -> None:
         ({"chunk_tokens": 16, "num_chunks": 2}, ValueError),
         ({"num_chunks": -1}, ValueError),
         ({"min_tokens": True}, TypeError),
-        ({"verify": 1}, TypeError),
+        ({"checkpoint": 1}, TypeError),
         ({"include": 3}, TypeError),
         ({"exclude": [3]}, TypeError),
     ],
@@ -417,7 +355,7 @@ class Stored(torch.Tensor):
         super().__init__()
 
 
-def test_weights_of_a_hosts_own_class_stay_what_they_are_in_the_trial() -> None:
+def test_weights_of_a_hosts_own_class_stay_what_they_are() -> None:
     model, x = With(lambda m, x: x * Tensor(m.stored)), torch.randn(1, 512, 16)
     model.stored = Stored(torch.randn(16), kind="Q8_0")
     expected = model(x)

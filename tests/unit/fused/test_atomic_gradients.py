@@ -103,7 +103,7 @@ def test_a_wish_that_comes_after_the_forward_pass_wins_too(kernels: EmulatedKern
 
 
 def test_flash_attn_asks_for_the_same_bits_by_name(kernels: EmulatedKernels, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pascal_attn_core.flash_attn.options.default_config", lambda: ATOMIC)
+    monkeypatch.setattr("pascal_attn_core.flash_attn.options.config_of", lambda config: ATOMIC)
     q, k, v = (t.detach().transpose(1, 2).contiguous().requires_grad_() for t in _leaves())
     ends = torch.tensor([0, 130, 600], dtype=torch.int32)
 

@@ -176,7 +176,8 @@ def test_what_the_real_compiler_makes_of_a_kernel_is_loaded_and_takes_our_argume
     assert arch_of(code) == info.arch
     driver.variants[code] = launch.variant
     handle = driver.load(0, code, ("pa_forward",))["pa_forward"]
-    driver.launch(0, handle, launch.grid, launch.threads, launch.params)  # checks LDS, registers, waves and arguments
+    # Checks LDS, registers, waves and arguments.
+    driver.launch(0, handle, launch.grid, launch.threads, launch.params, 0)
     assert not driver.problems
 
 

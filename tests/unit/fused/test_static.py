@@ -12,7 +12,8 @@ from attn_support.randomness import seeds, some, times
 
 from pascal_attn_core.fused.code import prebuilt
 from pascal_attn_core.fused.code.compilation import Compilation, GgufLinearVariant
-from pascal_attn_core.fused.code.source import Variant, digest, gguf_linear_variants
+from pascal_attn_core.fused.code.kinds import ALL_KINDS, TABLE
+from pascal_attn_core.fused.code.source import FOLDER, Variant, digest, gguf_linear_variants
 from pascal_attn_core.fused.gpu import nvrtc
 from tools.models.sass import maxwell, sections
 from tools.models.shares import gguf_share, linear_share, packing, share
@@ -161,6 +162,30 @@ def test_the_packs_hold_the_functions_of_each_kernel() -> None:
             cubin = prebuilt.load(variants[name], int(pack.removeprefix("sm_").split("-")[0]))
             assert cubin is not None
             assert set(variants[name].functions) <= set(sections(cubin))
+
+
+# Files in which integers are made of the bits of floats, how often, and kinds that ship with them: what ships has been
+# executed. ptxas takes one form of it for a product of integers: see pack_shares in warp.cuh.
+_BITS_OF_FLOATS = {
+    "elements.cuh": (1, "forward-64-bfloat16-none"),
+    "codes.cuh": (1, "int8-64-float16-none"),
+    "int8_pack.cuh": (7, "int8-64-float16-none"),
+    "int8_linear.cu": (1, "int8_linear-float16"),
+    "gguf_linear.cu": (1, "gguf_linear-Q4_0-8"),
+    "product.cuh": (4, ""),  # pairs, which only AMD's cards have
+    "warp.cuh": (2, "tensor-64-float16-none"),
+}
+
+
+def test_every_place_that_makes_integers_of_floats_is_in_machine_code_that_ships() -> None:
+    shipped = {variant.name: variant for variant in prebuilt.all_variants()}
+    found = {}
+    for file in dict.fromkeys(itertools.chain(*(TABLE[kind].files for kind in ALL_KINDS))):
+        if file != "base.cuh" and (count := (FOLDER / file).read_text().count("float_to_bits(")):
+            found[file] = count
+    assert found == {file: count for file, (count, _) in _BITS_OF_FLOATS.items()}
+    for file, (_, name) in _BITS_OF_FLOATS.items():
+        assert not name or file in TABLE[shipped[name].kind].files
 
 
 @pytest.mark.parametrize(("packs", "most"), [("sm_*", 4_400_000), ("gfx*.xz", 2_950_000)])

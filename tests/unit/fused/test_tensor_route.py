@@ -87,10 +87,12 @@ def test_other_types_are_never_squeezed_through_float16(dtype: torch.dtype) -> N
 
 
 @pytest.mark.parametrize("capability", [(6, 1), (8, 0), (8, 6), (9, 0)])
-def test_other_cards_take_it_by_name_only(capability: tuple[int, int]) -> None:
+def test_newer_cards_take_it_where_torch_has_no_flash_attention(capability: tuple[int, int]) -> None:
+    is_newer = capability >= (8, 0)
     with _timed(replace(T4, capability=capability), Times(9.0, 9.0)):
-        assert _route(_query(), window=(64, 0)) != "fused-tensor"
-        if capability >= (8, 0):
+        assert (_route(_query(), window=(64, 0)) == "fused-tensor") == is_newer
+        if is_newer:
+            assert _route(_query()) == "torch"  # flash attention, by the answer of this CPU
             assert _route(_query(), config=AttentionConfig(route="fused-tensor")) == "fused-tensor"
 
 
@@ -116,15 +118,15 @@ def _back(query: torch.Tensor, **options: Any) -> None:
         (GTX_1650, Times(2.0, 0.8), 64, ""),
         (T4, None, 64, ""),
         (T4, Times(2.0, 3.0), 160, ""),  # there its gradients are those on plain cores
-        (replace(T4, capability=(8, 6)), Times(2.0, 3.0), 64, None),
+        (replace(T4, capability=(8, 6)), Times(2.0, 3.0), 64, "tensor_"),
     ],
 )
-def test_gradients_of_given_results(card: DeviceInfo, times: Times | None, head_dim: int, expected: str | None) -> None:
+def test_gradients_of_given_results(card: DeviceInfo, times: Times | None, head_dim: int, expected: str) -> None:
     with _timed(card, times) as kernels:
         _back(torch.randn(1, 2, 300, head_dim).half())
         kinds = [launch.variant.kind for launch in kernels.queued]
     names = ["grad_query", "grad_query", "grad_key_value"]  # delta, and the two gradients
-    assert kinds == ([] if expected is None else [expected + name for name in names])
+    assert kinds == [expected + name for name in names]
 
 
 def _plan(q: tuple[int, ...], k: tuple[int, ...], card: DeviceInfo = T4, **rules: Any) -> Any:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from pascal_attn_core.int8 import Int8Patch, Int8Weight, int8_linear, patch_linear_int8, quantize_rows
 from pascal_attn_core.int8 import layer as layers
 from pascal_attn_core.int8.layer import WEIGHTS
-from pascal_attn_core.int8.measure import best_rotation
+from pascal_attn_core.int8.measure import Errors, best_rotation
 
 WIDTH = 64
 
@@ -172,7 +172,7 @@ def test_layers_that_8_bits_do_not_make_faster_may_stay(model, x, monkeypatch, t
 
 def test_an_outlier_channel_is_rotated_away() -> None:
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(256, WIDTH)).eval()
+    model = nn.Sequential(nn.Linear(256, WIDTH)).eval().requires_grad_(False)
     model[0].weight.data[:, 3] *= 300  # 8 bits hold little of the other channels then
     weight = model[0].weight.detach().clone()
     x = torch.randn(100, 256)
@@ -185,11 +185,14 @@ def test_an_outlier_channel_is_rotated_away() -> None:
 
 
 def test_a_rotation_must_be_worth_its_time() -> None:
-    assert best_rotation({0: 0.010, 256: 0.009}, 0.05) == 0
-    assert best_rotation({0: 0.010, 256: 0.004}, 0.05) == 256
-    assert best_rotation({0: 0.052, 256: 0.048}, 0.05) == 256
-    assert best_rotation({0: 0.9, 256: 0.8}, 0.05) == 0
-    assert best_rotation({0: 0.01}, 0.05) == 0
+    def best(**errors: float) -> int:
+        return best_rotation({int(size[1:]): Errors(error, 0.0, 0.0) for size, error in errors.items()}, 0.05)
+
+    assert best(_0=0.010, _256=0.009) == 0
+    assert best(_0=0.010, _256=0.004) == 256
+    assert best(_0=0.052, _256=0.048) == 256
+    assert best(_0=0.9, _256=0.8) == 0
+    assert best(_0=0.01) == 0
 
 
 def test_calibration_decides_by_the_largest_error_of_all_its_calls(model: Model) -> None:

@@ -55,7 +55,7 @@ SENTENCES = {
     "no calls": ([run()], "Nothing gained: no attention call reached a patch."),
     "notes": ([run(notes=["0 of 9 modules chunked"])], "Nothing gained: 0 of 9 modules chunked."),
     "beside attention": ([UNTIMED, INT8, BANDS], "Gained: 40 of 40 layers in int8, not exact; in bands."),
-    "too small to notice": ([SMALL], "Fits: 0 MiB extra at most in a call"),
+    "too small to notice": ([SMALL], "Fits: 0 KiB extra at most in a call"),
 }
 
 
@@ -67,8 +67,8 @@ def test_the_first_line_says_what_was_gained_or_why_nothing_was(case):
 
 def test_on_a_host_with_another_attention_nothing_is_claimed():
     assert GAIN.gain_line([LARGE], "attention_sub_quad") == (
-        "Fits: 2.3 GiB of scores in a call are never stored, 64 MiB extra at most in a call; attention is "
-        "less than 1% of sampling."
+        "Fits: 2.3 GiB of scores in a call are never stored (ComfyUI's own attention_sub_quad splits them, too), "
+        "64 MiB extra at most in a call; attention is less than 1% of sampling."
     )
 
 

@@ -2,12 +2,13 @@
 
 import gc
 import importlib
+import itertools
 import weakref
 from typing import Any
 
 import pytest
 import torch
-from attn_support.comfy.stub import Patcher, StubHost, host_attention, node_module
+from attn_support.comfy.stub import Patcher, StubHost, host_attention, make_engine, node_module
 from torch import Tensor, nn
 
 from pascal_attn_core.int8.report import Int8ReportLine
@@ -156,7 +157,7 @@ def test_attention_comes_through_the_override_and_what_8_bits_leave_goes_on(stub
         before.append(kwargs.get("mask"))
         return func(*args, **kwargs)
 
-    override, mask = ATTENTION.make_override(layers, previous), torch.randn(90, 90)
+    override, mask = ATTENTION.make_override(layers, previous, "replace it"), torch.randn(90, 90)
     exact = host_attention(*plain, 2)
 
     def model() -> list[Tensor]:
@@ -178,6 +179,34 @@ def test_attention_comes_through_the_override_and_what_8_bits_leave_goes_on(stub
     stub_host.interrupt = KeyboardInterrupt()
     with pytest.raises(KeyboardInterrupt):
         call_of(override, *plain)
+
+
+@pytest.mark.parametrize("order", itertools.permutations(["mask", "8-bit", "patch"]), ids=" -> ".join)
+@pytest.mark.parametrize("limit", [0.05, 0.0], ids=["8 bits take", "8 bits leave"])
+@torch.no_grad()
+def test_a_mask_that_another_pack_adds_counts_in_every_order(order: tuple[str, ...], limit: float, stub_host) -> None:
+    torch.manual_seed(0)
+    query, key, value = torch.randn(3, 1, 90, 64).unbind()
+    allowed = torch.rand(90, 90) < 0.3
+    layers, engine = ATTENTION.AttentionLayers(limit), make_engine(min_keys=0)
+    override: Any = None
+    for name in order:
+        if name == "mask":
+            before = override
+
+            def override(func: Any, *args: Any, before: Any = before, **kwargs: Any) -> Tensor:
+                kwargs["mask"] = allowed
+                return func(*args, **kwargs) if before is None else before(func, *args, **kwargs)
+
+        elif name == "8-bit":
+            override = ATTENTION.make_override(layers, override)
+        else:
+            behind = override is not None
+            override = OVERRIDE.make_override(engine, OVERRIDE.Scope(), override, runs_first=behind)
+    masked, plain = host_attention(query, key, value, 2, allowed), host_attention(query, key, value, 2)
+    for _ in range(2):
+        found = call_of(override, query, key, value)
+        assert (found - masked).norm() < 0.05 * masked.norm() < 0.2 * (found - plain).norm()
 
 
 def test_both_kinds_of_layers_are_one_headline_with_seconds_and_errors() -> None:

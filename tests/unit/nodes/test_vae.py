@@ -106,7 +106,7 @@ def test_a_whole_call_is_one_run_and_is_watched(stub_host: StubHost) -> None:
     ours = attention.whole_call(lambda x, y: helper(x), sites, lambda *what: seen.append(what))
     out = ours(x, y=1)
     assert seen == [((x,), {"y": 1}, out)]
-    assert stub_host.said == ["Model: 1 calls, 1 taken (torch 1), 0 passed to ComfyUI"]
+    assert stub_host.said == ["Model: 1 call, 1 taken (torch 1), 0 passed to ComfyUI"]
     assert not engine.is_running
 
 

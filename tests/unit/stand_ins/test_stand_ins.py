@@ -10,12 +10,14 @@ import torch.nn.functional as F
 from attn_support.fresh import PLAIN, ROOT, run
 from torch import nn
 
+from pascal_attn_core.flash_attn.modules.rotary import rotary_emb
 from pascal_attn_core.stand_ins import attn_bias as masks
 from pascal_attn_core.stand_ins.sageattention import sageattn, sageattn_varlen
 from pascal_attn_core.stand_ins.xformers import (
     RMSNorm,
     SwiGLU,
     memory_efficient_attention,
+    swiglu,
 )
 
 X = torch.randn(2, 12, 3, 8)
@@ -44,14 +46,6 @@ ENDS = torch.tensor([0, 5, 12])
             lambda: memory_efficient_attention(X[:1], X[:1], X[:1], masks.BlockDiagonalMask.from_seqlens([12], [9, 3])),
             ValueError,
             r"cu_seqlens_k must be \[2\], got \[3\]",
-        ),
-        *(
-            (lambda mask=mask: memory_efficient_attention(X[:1], X[:1], X[:1], mask), ValueError, "kv_seqlen must be")
-            for mask in (
-                masks.BlockDiagonalPaddedKeysMask.from_seqlens([5, 7], 6, [6, 7]),
-                masks.BlockDiagonalGappyKeysMask.from_seqlens([5, 7], [0, 6, 12], [7, 6]),
-                masks.BlockDiagonalGappyKeysMask.from_seqlens([5, 7], [0, 6, 12], [6]),
-            )
         ),
         (lambda: masks.BlockDiagonalMask.from_seqlens([5]).split(X), ValueError, r"\[1, 5, ...\], got \[2, 12, 3, 8\]"),
         (lambda: masks.BlockDiagonalMask.from_seqlens([5]).make_local_attention(0), ValueError, "window_size must be"),
@@ -318,3 +312,29 @@ def test_inside_of_another_package_nothing_is_imported_by_our_own_name() -> None
         assert len(finder) == 3 and not any(name.startswith("pascal_attn_core") for name in sys.modules)
         """
     )
+
+
+def test_names_that_programs_ask_for_by_class() -> None:
+    blocks = masks.BlockDiagonalMask.from_seqlens([5, 7])
+    assert isinstance(blocks.make_local_attention(3), masks.BlockDiagonalCausalLocalAttentionMask)
+    of_last = blocks.make_local_attention_from_bottomright(3)
+    assert isinstance(of_last, masks.BlockDiagonalCausalLocalAttentionFromBottomRightMask)
+    local = masks.LowerTriangularFromBottomRightMask().make_local_attention(3)
+    assert isinstance(local, masks.LowerTriangularFromBottomRightLocalAttentionMask)
+    assert [mask.window for mask in (blocks.make_local_attention(3), of_last, local)] == [(2, 0)] * 3
+
+
+def test_swiglu_is_that_of_the_module() -> None:
+    module = SwiGLU(8, 16)
+    (w1, w2), (b1, b2) = module.w12.weight.chunk(2), module.w12.bias.chunk(2)
+    out = swiglu(X, w1, b1, w2, b2, module.w3.weight, module.w3.bias)
+    torch.testing.assert_close(out, module(X))
+
+
+def test_the_rotation_of_flash_attns_extension_goes_back() -> None:
+    x1, x2, angle = (torch.randn(2, 5, 3, 4) for _ in range(3))
+    given, turned = (x1.clone(), x2.clone()), (torch.empty_like(x1), torch.empty_like(x2))
+    rotary_emb(*given, angle.cos(), angle.sin(), *turned, False)
+    torch.testing.assert_close(turned[0], x1 * angle.cos() - x2 * angle.sin())
+    rotary_emb(*turned, angle.cos(), angle.sin(), *turned, True)
+    torch.testing.assert_close(turned, given)

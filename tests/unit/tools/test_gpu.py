@@ -435,7 +435,7 @@ teller.tell(test="b", outcome="passed", seconds=1.0, result=result)
 
 
 # Seconds that the parts need on a card beside an old processor. Tests and sweep go on where they were.
-_NEEDED = {"variants": 2500.0, "rates": 20.0, "selftest": 90.0, "tests": 3500.0, "bench-forward": 100.0,
+_NEEDED = {"variants": 2500.0, "selftest": 90.0, "tests": 3500.0, "bench-forward": 100.0,
            "bench-backward": 100.0, "bench-linear": 100.0, "timed-tests": 10.0, "demo": 60.0, "sanitizer": 0.0,
            "sweep": 1500.0}  # fmt: skip
 

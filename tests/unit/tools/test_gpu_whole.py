@@ -138,7 +138,7 @@ FAULTS = {
 def test_each_kernel_that_is_wrong_hangs_or_takes_the_card_along_is_named_at_once(
     python: tuple[str, ...], ran: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Those that are right have run before (``ran``): none of them is built now."""
+    """The kernels that are right have run before (``ran``): none of them is built now."""
     said: dict[str, float] = {}
     names = ",".join(["forward-32-float32-none", "split-32-float16-none", *FAULTS])
     monkeypatch.setattr(command, "TINY", {**command.TINY, "variants": ("--names", names, "--limit", "10")})

@@ -1,5 +1,7 @@
 """Pascal 8-Bit inside the host, attention above all, by the operators that define it: see ``comfy_checks``."""
 
+import itertools
+
 import torch
 from comfy_checks import check, pack, run_of, runs, unload
 from comfy_inproc import families, load_pack, sample, wan
@@ -91,3 +93,37 @@ def every_family_runs_both_near_its_float_self_and_its_float_self_is_untouched()
         assert torch.equal(sample(base, name, steps=2, cfg=3.0), stock), name
         unload()
         assert is_clean(base), name
+
+
+def halving(model):
+    """A clone with another pack's override that changes the result, in front of the one that it had."""
+    clone = model.clone()
+    options = clone.model_options["transformer_options"] = dict(clone.model_options["transformer_options"])
+    before = options.get(OVERRIDE)
+
+    def override(func, query, key, value, *args, **kwargs):
+        call = func if before is None else (lambda *args, **kwargs: before(func, *args, **kwargs))
+        return call(query, key, value * 0.5, *args, **kwargs)
+
+    options[OVERRIDE] = override
+    return clone
+
+
+@check
+def another_packs_override_counts_in_every_order():
+    base, stock = wan()
+    changed = sample(halving(base))
+    effect = (changed - stock).norm()
+
+    def eight(model):
+        return patched(model, linear=False)
+
+    for order in itertools.permutations([halving, eight, attention_patch]):
+        model = base
+        for put_in in order:
+            model = put_in(model)
+        far = (sample(model) - changed).norm()
+        assert far < 0.2 * effect, ([each.__name__ for each in order], float(far), float(effect))
+    model = eight(halving(base))
+    sample(model)
+    assert {line.state for line in lines(model)} == {"on"}

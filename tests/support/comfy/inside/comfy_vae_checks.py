@@ -68,8 +68,8 @@ def a_wrong_attention_would_be_seen():
     engine = pack("engine.engine").Engine
     attend = engine.attend
 
-    def wrong(self, query, key, value, *args, **kwargs):
-        return attend(self, query, torch.zeros_like(key), value, *args, **kwargs)
+    def wrong(self, given, *args, **kwargs):
+        return attend(self, given._replace(key=torch.zeros_like(given.key)), *args, **kwargs)
 
     with replaced(engine, "attend", wrong):
         with replaced(engine, "_agrees", lambda *_: True):

@@ -15,6 +15,7 @@ int cuGetErrorString(int code, const char** words) ANSWER("cuGetErrorString", (u
 int cuDeviceGet(int* device, int index) ANSWER("cuDeviceGet", ADDRESS(device), (u32)index)
 int cuDevicePrimaryCtxRetain(void** context, int device) ANSWER("cuDevicePrimaryCtxRetain", ADDRESS(context), (u32)device)
 int cuCtxPushCurrent_v2(void* context) ANSWER("cuCtxPushCurrent_v2", ADDRESS(context))
+int cuCtxGetCurrent(void** context) ANSWER("cuCtxGetCurrent", ADDRESS(context))
 int cuCtxPopCurrent_v2(void** context) ANSWER("cuCtxPopCurrent_v2", ADDRESS(context))
 int cuThreadExchangeStreamCaptureMode(int* mode) ANSWER("cuThreadExchangeStreamCaptureMode", ADDRESS(mode))
 int cuModuleLoadData(void** module, const void* image) ANSWER("cuModuleLoadData", ADDRESS(module), ADDRESS(image))

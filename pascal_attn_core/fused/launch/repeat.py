@@ -1,0 +1,119 @@
+"""The launches of a call once more, for another call of its kind: only the addresses in their parameters differ."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..code.params import Params
+from . import Launch
+
+_ALIGNED = 256  # bytes at which each piece of memory of a launch begins
+_ZERO_FIRST = ("arrived",)  # fields whose memory holds zeros when the launches begin
+
+
+Moves = tuple[tuple[str, int, int], ...]
+
+
+class Loaded(NamedTuple):
+    """A launch, the driver's handle of its function, and the shared memory that is asked for."""
+
+    launch: Launch
+    handle: Any
+    shared_bytes: int
+
+
+class Repeat(NamedTuple):
+    """Launches that can be queued again.
+
+    Attributes:
+        loaded: they, as they were queued.
+        moves: for each of them (field, place, bytes): the field holds the address at this place, and so many bytes
+            more. The places are those of the tensors given to :meth:`of`, and behind them that of the memory between
+            the launches. None: its parameters are those of the launch before.
+        scratch_bytes: memory between the launches; zeroed: the ranges of it that hold zeros at first.
+    """
+
+    loaded: tuple[Loaded, ...]
+    moves: tuple[Moves | None, ...]
+    scratch_bytes: int
+    zeroed: tuple[tuple[int, int], ...]
+
+    @staticmethod
+    def of(loaded: Sequence[Loaded], given: Mapping[str, Tensor | None]) -> Repeat:
+        """Make it from launches that have been queued; ``given``: the tensors of the call by the fields of their
+        addresses. All other addresses must be those of memory that a launch keeps, and whose content no other code
+        has made."""
+        places = {name: place for place, name in enumerate(given)}
+        begins: dict[int, int] = {}  # of scratch tensors, by their address
+        before: Any = None
+        moves: list[Moves | None] = []
+        zeroed, size = [], 0
+        for launch, *_ in loaded:
+            own = []
+            for name, address in _addresses(launch.params):
+                if name in places:
+                    own.append((name, places[name], address - _address(given[name])))
+                    continue
+                tensor = next(t for t in launch.keep if 0 <= address - t.data_ptr() < t.nbytes)
+                if tensor.data_ptr() not in begins:
+                    begins[tensor.data_ptr()], size = size, size + -(-tensor.nbytes // _ALIGNED) * _ALIGNED
+                    if name in _ZERO_FIRST:
+                        zeroed.append((begins[tensor.data_ptr()], begins[tensor.data_ptr()] + tensor.nbytes))
+                own.append((name, len(places), begins[tensor.data_ptr()] + address - tensor.data_ptr()))
+            params: Any = launch.params
+            is_same = before is not None and type(params) is type(before) and bytes(params) == bytes(before)
+            moves.append(None if is_same else tuple(own))
+            before = params
+        bare = tuple(each._replace(launch=each.launch._replace(keep=())) for each in loaded)
+        return Repeat(bare, tuple(moves), size, tuple(zeroed))
+
+    def parameters(
+        self, tensors: Sequence[Tensor | None], numbers: Mapping[str, int]
+    ) -> tuple[list[Params], Tensor | None]:
+        """The parameters of each launch, and the memory that must live until all are queued.
+
+        Args:
+            tensors: in the order in which they were given.
+            numbers: fields that have other values now.
+        """
+        addresses, scratch = list(map(_address, tensors)), None
+        if self.scratch_bytes:
+            assert tensors[0] is not None
+            scratch = tensors[0].new_empty(self.scratch_bytes, dtype=torch.uint8)
+            addresses.append(scratch.data_ptr())
+            for begin, end in self.zeroed:
+                scratch[begin:end].zero_()
+        found: list[Params] = []
+        for (launch, *_), moves in zip(self.loaded, self.moves):
+            if moves is None:  # the same as those of the launch before
+                found.append(found[-1])
+                continue
+            params = type(launch.params).from_buffer_copy(launch.params)
+            for name, place, offset in moves:
+                setattr(params, name, addresses[place] + offset)
+            for name, number in numbers.items():
+                setattr(params, name, number)
+            found.append(params)
+        return found, scratch
+
+
+def _address(tensor: Tensor | None) -> int:
+    return 0 if tensor is None else tensor.data_ptr()
+
+
+def _addresses(params: Params) -> list[tuple[str, int]]:
+    """The fields of parameters that hold addresses, but for those that hold none."""
+    found = ((name, getattr(params, name)) for name in _pointers(type(params)))
+    return [(name, address) for name, address in found if address]
+
+
+@functools.cache
+def _pointers(kind: type[Params]) -> tuple[str, ...]:
+    fields = [field for each in kind.__mro__ for field in each.__dict__.get("_fields_", ())]
+    return tuple(name for name, its, *_ in fields if its is ctypes.c_void_p)

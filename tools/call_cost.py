@@ -1,0 +1,264 @@
+"""This prints what a call costs the host: our own microseconds in the second call of each kind.
+
+python tools/call_cost.py [--on cpu fake] [--rounds N]        one thread, CPU time, fastest rounds
+
+On a CPU torch's function is replaced by one that returns a tensor that is there: what is left is ours. On fake cards, a
+GTX 1080 Ti and a T4 on which nothing is executed, the time within the stand-in for the driver is taken off, and what
+autograd takes for a function that computes nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import itertools
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
+from typing import Any, NamedTuple
+from unittest import mock
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from pascal_attn_core import AttentionConfig, sdpa
+from pascal_attn_core.diffusers.redirect import FUNCTIONAL, SdpaRedirect, this_thread
+from pascal_attn_core.patching import interception
+from pascal_attn_core.sdpa_patch import patch_sdpa
+
+CALLS_A_ROUND = 100
+Run = Callable[[], Any]
+
+
+class Case(NamedTuple):
+    """One kind of call.
+
+    Attributes:
+        run: one call of ours; beside: what is no cost of ours, to be taken off; None = nothing.
+        within: makes what both run in.
+    """
+
+    name: str
+    run: Run
+    beside: Run | None = None
+    within: Callable[[], Any] = nullcontext
+
+
+def microseconds(function: Run) -> float:
+    """CPU time of one call of this thread."""
+    start = time.thread_time_ns()
+    for _ in range(CALLS_A_ROUND):
+        function()
+    return (time.thread_time_ns() - start) / CALLS_A_ROUND / 1e3
+
+
+def cost(case: Case, rounds: int, spent: Callable[[], float] = lambda: 0.0, begin: Run = lambda: None) -> float:
+    """Microseconds of the fastest round of a case, less those beside it. ``spent``: microseconds so far that are no
+    cost of ours; ``begin`` is called before each round."""
+    ours, others = [], []
+    for _ in range(3):
+        case.run()
+    for _ in range(rounds):
+        begin()
+        before = spent()
+        with case.within():
+            ours.append(microseconds(case.run) - (spent() - before) / CALLS_A_ROUND)
+            others.append(microseconds(case.beside) if case.beside else 0.0)
+    return min(ours) - min(others)
+
+
+def _tensors(
+    dtype: torch.dtype, heads: int, kv_heads: int, tokens: int, head_dim: int, *, grad: bool = False
+) -> list[Any]:
+    return [torch.randn(1, of, tokens, head_dim, dtype=dtype, requires_grad=grad) for of in (heads, kv_heads, kv_heads)]
+
+
+def _decoding(tensors: list[Tensor], function: Callable[..., Any], **options: Any) -> Run:
+    """Calls of one query with one key more each, from half of the keys on."""
+    query, key, value = tensors
+    counts = itertools.cycle(range(key.shape[-2] // 2, key.shape[-2]))
+
+    def run() -> Tensor:
+        keys = next(counts)
+        return function(query[..., :1, :], key[..., :keys, :], value[..., :keys, :], **options)
+
+    return run
+
+
+# ---- torch's function on a CPU ---------------------------------------------------------------------------------------
+
+
+@contextmanager
+def _torch_is_there(out: Tensor) -> Iterator[None]:
+    """Torch's function returns this tensor, under its name and in every module of ours."""
+
+    def stub(*args: Any, **options: Any) -> Tensor:
+        return out
+
+    modules = [m for name, m in sys.modules.items() if "pascal_att" in name and hasattr(m, "TORCH_SDPA")]
+    own = F.scaled_dot_product_attention is interception.TORCH_SDPA
+    with ExitStack() as stack:
+        for module in modules:
+            stack.enter_context(mock.patch.object(module, "TORCH_SDPA", stub))
+        if own:
+            stack.enter_context(mock.patch.object(F, interception.SDPA_NAME, stub))
+        yield
+
+
+def _by_processor(*args: Any, **kwargs: Any) -> Tensor:
+    this_thread.redirect = _REDIRECT
+    return FUNCTIONAL.scaled_dot_product_attention(*args, **kwargs)
+
+
+_REDIRECT = SdpaRedirect()
+
+
+def on_cpu() -> Iterator[Case]:
+    floats = functools.partial(_tensors, torch.float32)
+    long = floats(4, 4, 1100, 8)
+    kinds: dict[str, tuple[list[Any], dict[str, Any]]] = {
+        "short": (floats(4, 4, 64, 8), {}),
+        "long": (long, {}),
+        "long, causal": (long, {"is_causal": True}),
+        "long, GQA": (floats(4, 2, 1100, 8), {"enable_gqa": True}),
+        "long, gradients": (floats(4, 4, 1100, 8, grad=True), {}),
+        "padding mask": (long, {"attn_mask": torch.ones(1, 1, 1, 1100, dtype=torch.bool)}),
+        "rows with gaps, their copies included": ([t.mT.contiguous().mT for t in long], {}),
+    }
+    for name, (inputs, options) in kinds.items():
+        call = functools.partial(_given, inputs, options)
+        out, beside = inputs[0].detach(), call(_nothing)
+        within = functools.partial(_torch_is_there, out)
+        yield Case(f"{name}: sdpa", call(sdpa), beside, within)
+        yield Case(f"{name}: the switch", call(_by_name), beside, functools.partial(_switched, out))
+        yield Case(f"{name}: a processor", call(_by_processor), beside, within)
+    yield Case(
+        "one tile, whole call", functools.partial(sdpa, *floats(1, 1, 70, 8), config=AttentionConfig(route="tiled"))
+    )
+
+
+def _given(inputs: list[Any], options: dict[str, Any], function: Callable[..., Any]) -> Run:
+    return lambda: function(*inputs, **options)
+
+
+def _by_name(*args: Any, **kwargs: Any) -> Tensor:
+    return F.scaled_dot_product_attention(*args, **kwargs)
+
+
+def _nothing(query: Any, key: Any, value: Any, **options: Any) -> Any:
+    return query
+
+
+@contextmanager
+def _switched(out: Tensor) -> Iterator[None]:
+    patch = patch_sdpa()
+    try:
+        with _torch_is_there(out):
+            yield
+    finally:
+        patch.remove()
+
+
+def in_comfyui() -> Iterator[Case]:
+    """The override of a patched model, with ComfyUI's answers from the tests: calls that it leaves to the host, and
+    calls that it takes."""
+    from attn_support.comfy.stub import host_attention, make_engine, node_module
+
+    host, override = node_module("comfy.host"), node_module("patches.override")
+    host.throw_if_interrupted = lambda: None
+    host.compute_device, host.prompt_id = lambda: torch.device("cpu"), lambda: "prompt"
+    host.attention_name, host.send_status = lambda: "attention_pytorch", lambda text, unique_id: None
+    given = [torch.randn(1, 70, 32) for _ in range(3)]
+    options = {"transformer_options": {"block": ("middle", 0)}}
+
+    def beside() -> Tensor:
+        return host_attention(*given, 4, **options)
+
+    for name, min_keys in (("passed on", 1 << 20), ("taken", 0)):
+        ours = override.make_override(make_engine(min_keys=min_keys), override.Scope(), None)
+        run: Run = functools.partial(ours, host_attention, *given, 4, **options)
+        yield Case(f"ComfyUI, {name}", run, beside)
+
+
+def on_this_cpu(rounds: int) -> Iterator[tuple[str, float]]:
+    """(name, microseconds) of each case."""
+    yield from ((case.name, cost(case, rounds)) for case in itertools.chain(on_cpu(), in_comfyui()))
+
+
+# ---- kernels on fake cards -------------------------------------------------------------------------------------------
+
+
+class Empty(torch.autograd.Function):
+    """Computes nothing: what autograd itself costs."""
+
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, out: Tensor) -> Tensor:
+        ctx.save_for_backward(query, key, value)
+        return out.view_as(out)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Any) -> Any:
+        return *ctx.saved_tensors, None
+
+
+def _with_gradients(forward: Callable[..., Tensor], leaves: list[Tensor]) -> Run:
+    seed = torch.ones_like(leaves[0])
+    return lambda: torch.autograd.grad(forward(*leaves), leaves, seed)
+
+
+def with_kernels(route: str, dtype: torch.dtype) -> list[Case]:
+    """Cases for a route of ours."""
+    config = AttentionConfig(route=route)
+    inputs, of_group = _tensors(dtype, 8, 8, 256, 64), _tensors(dtype, 8, 2, 256, 64)
+    mask, out = torch.ones(1, 1, 1, 256, dtype=torch.bool), torch.empty_like(inputs[0])
+    leaves, few = _tensors(dtype, 8, 8, 256, 64, grad=True), _tensors(dtype, 8, 2, 4096, 64)
+    decoding = _decoding(few, sdpa, enable_gqa=True, config=config)
+    empty = _with_gradients(lambda *t: Empty.apply(*t, out), leaves)
+    return [
+        Case(route, lambda: sdpa(*inputs, config=config)),
+        Case(f"{route}, padding mask", lambda: sdpa(*inputs, mask, config=config)),
+        Case(f"{route}, GQA", lambda: sdpa(*of_group, enable_gqa=True, config=config)),
+        Case(f"{route}, decoding, a key more each", decoding, _decoding(few, _nothing)),
+        Case(f"{route}, forward and backward", _with_gradients(lambda *t: sdpa(*t, config=config), leaves), empty),
+    ]
+
+
+def on_fake_cards(rounds: int) -> Iterator[tuple[str, float]]:
+    """(name, microseconds) of each case."""
+    from attn_support.fused.device import UncheckedKernels, emulated_card
+    from attn_support.fused.emulation import CARD, T4
+
+    for route, dtype, info in (("fused", torch.float32, CARD), ("fused-tensor", torch.float16, T4)):
+        with emulated_card(lambda launch: None, info, UncheckedKernels) as kernels:
+            driver, spent, call = kernels.driver, 0, kernels.driver.call
+
+            def timed(*given: Any) -> None:
+                nonlocal spent
+                start = time.thread_time_ns()
+                try:
+                    call(*given)  # noqa: B023
+                finally:
+                    spent += time.thread_time_ns() - start
+
+            driver.make_current(0)
+            driver.call = timed
+            for case in with_kernels(route, dtype):
+                yield f"{info.name}: {case.name}", cost(case, rounds, lambda: spent / 1e3, driver.queued.clear)  # noqa: B023
+            driver.call = call
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--on", choices=("cpu", "fake"), nargs="*", default=["cpu", "fake"])
+    parser.add_argument("--rounds", type=int, default=15, help="rounds of 100 calls each (default 15)")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    for where in options.on:
+        for name, found in (on_fake_cards if where == "fake" else on_this_cpu)(options.rounds):
+            print(f"{name:60s} {found:7.1f} us", flush=True)
+
+
+if __name__ == "__main__":
+    main()
