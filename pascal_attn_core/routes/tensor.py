@@ -54,7 +54,8 @@ class TensorRoute(FusedRoute):
         if times is None:
             return None
         torch_takes_it, plain_takes_it = isinstance(form, TorchForm), isinstance(request.plan(self.plain), Plan)
-        stores, words, over_torch = True, times.words(), None
+        stores: bool | None = True
+        words, over_torch = times.words(), None
         if isinstance(form, TorchForm):
             stores, words, over_torch = form.torch_stores, times.words(form.kernel), form.over_torch(times.over_torch)
         if times.are_longer(with_torch=torch_takes_it, with_plain=plain_takes_it):

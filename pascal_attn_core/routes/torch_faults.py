@@ -144,7 +144,7 @@ def is_shown(fault: Fault, kind: FaultyKind) -> bool:
 def broken_promise(call: AttentionCall, kernel: str = TORCHS) -> str:
     """Why a kernel does not take calls of this kind, although it was promised for them; empty = it does."""
     reasons = runtime_of(call.query.device).part(ShownFaults).broken_promises
-    return reasons.get((kernel, *_promise(call)), "") if reasons else ""
+    return reasons.get(_promise(call, kernel), "") if reasons else ""
 
 
 def is_torchs_own(error: Exception) -> bool:
@@ -160,7 +160,7 @@ def unkept(call: AttentionCall, error: Exception, kernel: str = TORCHS) -> Route
     """Remember what a kernel has raised for a call, until this process ends, with one warning per sentence."""
     reason = f"{kernel} for it raised: {str(error).strip().partition(chr(10))[0]}"
     runtime = runtime_of(call.query.device)
-    runtime.part(ShownFaults).broken_promises[(kernel, *_promise(call))] = reason
+    runtime.part(ShownFaults).broken_promises[_promise(call, kernel)] = reason
     if kernel == TORCHS:
         runtime.part(TorchAlone).refused.add((call.query.dtype, call.head_dim))
     begin_epoch()
@@ -169,13 +169,13 @@ def unkept(call: AttentionCall, error: Exception, kernel: str = TORCHS) -> Route
     return RouteUnavailable(reason)
 
 
-def _promise(call: AttentionCall) -> tuple:
-    """Return what may have made torch's function refuse a call: its kind, sizes that no grid of a kernel has, and the
+def _promise(call: AttentionCall, kernel: str) -> tuple:
+    """Return what may have made a kernel refuse a call: its name, its kind, sizes that no grid of a kernel has, and the
     kernels that are forbidden around it."""
     mask_dtype = None if call.attn_mask is None else call.attn_mask.dtype
     sizes = call.head_dim, call.head_dim_v, call.groups > 1, call.seq_len_q == 1, call.num_heads > MOST_BLOCKS
     allowed = [getattr(torch.backends.cuda, f"{name}_sdp_enabled")() for name in ("flash", "mem_efficient", "math")]
-    return call.query.dtype, mask_dtype, sizes, *allowed, call.is_causal, call.dropout_p > 0, call.needs_grad
+    return kernel, call.query.dtype, mask_dtype, sizes, *allowed, call.is_causal, call.dropout_p > 0, call.needs_grad
 
 
 # ---- the faults ----------------------------------------------------------------------------------------------------
