@@ -54,19 +54,23 @@ def test_warps_may_run_ahead_of_others_behind_a_barrier(job: tuple[int, Compilat
         assert largest_error(variant, functools.partial(_code, arch), scatter=seed) <= limit(variant)
 
 
-def test_a_pack_is_only_written_when_all_of_it_was_executed_and_was_right(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_pack_is_only_written_when_all_that_is_new_in_it_was_executed_and_was_right(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     pack = [Variant("forward", 40, dtype) for dtype in ("float32", "float16")]
     codes = {variant: _code(61, variant) for variant in pack}
     monkeypatch.setattr(prebuilt, "FOLDER", tmp_path)
     monkeypatch.setattr(prebuilt, "packs", lambda: [(61, pack)])
     wrong = dict(zip(codes, reversed(codes.values())))
-    for given, is_written in ((wrong, False), (codes, True)):
+    one_wrong = {**codes, pack[1]: codes[pack[0]]}
+    files: list[str] = []
+    for given, executed, is_right in ((wrong, 2, False), (codes, 2, True), (codes, 0, True), (one_wrong, 1, False)):
         monkeypatch.setattr(tool, "compiled", lambda variant, arch, given=given: Compiled(given[variant], ""))
-        with nullcontext() if is_written else pytest.raises(SystemExit):
+        with nullcontext() if is_right else pytest.raises(SystemExit):
             tool.write_prebuilt([61], None)
-        assert sorted(path.name for path in tmp_path.iterdir()) == ["manifest.json", "sm_61-40.xz"] * is_written
+        files = ["manifest.json", "sm_61-40.xz"] if is_right else files
+        assert sorted(path.name for path in tmp_path.iterdir()) == files
+        assert f"{executed} variants: 0 not executed, {executed * (not is_right)} wrong" in capsys.readouterr().out
     assert [prebuilt.load(variant, 61) for variant in pack] == list(codes.values())
 
 
