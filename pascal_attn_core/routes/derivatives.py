@@ -89,10 +89,8 @@ class _Derivable(torch.autograd.Function):
             from .recorded import as_one_node
 
             return as_one_node(cls, inputs)
-        if "torch._dynamo" in sys.modules and order_of_transforms():
-            from .recorded import uncompiled
-
-            return uncompiled(cls.compute, *inputs)
+        if "torch._dynamo" in sys.modules and order_of_transforms():  # a transform ends a graph, but not the compiling
+            return torch.compiler.disable(cls.compute)(*inputs)
         return cls.compute(*inputs)
 
     @staticmethod
@@ -113,26 +111,24 @@ class _Derivable(torch.autograd.Function):
 
     @classmethod
     def vmap(cls, info: Any, in_dims: tuple, *inputs: Any) -> Any:
-        size, count = info.batch_size, len(cls.takes)
-        tensors, dims, given = list(inputs[:count]), in_dims[:count], inputs[count]
+        size, count, given = info.batch_size, len(cls.takes), inputs[len(cls.takes)]
+        stacked = [
+            t if t is None else t.expand(size, *t.shape) if dim is None else t.movedim(dim, 0)
+            for t, dim in zip(inputs[:count], in_dims)
+        ]
         # A call has one set of sinks, and one seed from which each of its units draws other coins.
-        has_sinks = any(kind == "s" and t is not None for kind, t in zip(cls.takes, tensors))
+        has_sinks = any(kind == "s" and t is not None for kind, t in zip(cls.takes, stacked))
         if has_sinks or given.call.dropout_p or given.unseen:
-            parts = [tuple(t if d is None else t.select(d, n) for t, d in zip(tensors, dims)) for n in range(size)]
-            singles = [cls.apply(*part, *inputs[count:]) for part in parts]
+            singles = [cls.apply(*(t if t is None else t[n] for t in stacked), *inputs[count:]) for n in range(size)]
             found = [None if each[0] is None else torch.stack(each) for each in zip(*singles)]
-            return tuple(found), tuple(None if t is None else 0 for t in found)
-        shapes: list[Any] = [None] * count
-        for n, (kind, tensor, dim) in enumerate(zip(cls.takes, tensors, dims)):
-            if tensor is not None and kind != "n":
-                tensor = tensor.expand(size, *tensor.shape) if dim is None else tensor.movedim(dim, 0)
-                shapes[n], rank = tensor.shape, 1 + len(given.call.batch) + (3 if kind == "t" else 2)
-                tensors[n] = tensor.reshape(size, *[1] * (rank - tensor.dim()), *tensor.shape[1:])
-        found = cls.apply(*tensors, given.batched(size), *inputs[count + 1 :])
-        first = 5 if cls.gives.startswith("tttts") else 0
-        shapes[first:] = [(size, *given.shape[: None if kind == "t" else -1]) for kind in cls.gives[first:]]
-        found = [t if t is None or kind == "n" else t.reshape(s) for kind, t, s in zip(cls.gives, found, shapes)]
-        return tuple(found), tuple(None if t is None or kind == "n" else 0 for kind, t in zip(cls.gives, found))
+        else:
+            ranks = [1 + len(given.call.batch) + (3 if kind == "t" else 2) for kind in cls.takes]
+            units = [t if t is None else t[(slice(None), *[None] * (r - t.dim()))] for t, r in zip(stacked, ranks)]
+            found = cls.apply(*units, given.batched(size), *inputs[count + 1 :])
+            shapes: Any = [t if t is None else t.shape for t in stacked[:5]] if cls.gives.startswith("tttts") else []
+            shapes += [(size, *given.shape[: None if kind == "t" else -1]) for kind in cls.gives[len(shapes) :]]
+            found = [t if t is None else t.reshape(shape) for t, shape in zip(found, shapes)]
+        return tuple(found), tuple(None if t is None else 0 for t in found)
 
 
 class RouteFunction(_Derivable):
