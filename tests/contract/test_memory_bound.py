@@ -13,6 +13,7 @@ from torch import Tensor
 
 from pascal_attn_core import AttentionConfig, LazyMask, create_block_mask, flex_attention, sdpa
 from pascal_attn_core.call import AttentionCall, check_call
+from pascal_attn_core.flash_attn import flash_attn_func
 from pascal_attn_core.machine.device import device_info
 from pascal_attn_core.observe.memory import Measurement, measure
 from pascal_attn_core.routes.tiled import TiledRoute
@@ -128,6 +129,27 @@ def _mask_mods(heads: int, length: int, keys: int) -> dict[str, Callable | None]
         "of heads": lambda b, h, i, j: i - j >= shifts[h],
         "neighbourhood": lambda b, h, i, j: near(i, j, 1) & near(i, j, 40),
     }
+
+
+@pytest.mark.parametrize("heads", [4, 8])
+@pytest.mark.parametrize("own", [False, True])
+def test_what_the_rule_of_a_lazy_mask_takes_counts(heads: int, own: bool) -> None:
+    """ALiBi of flash-attn, and a mask with a rule of its own that takes many steps."""
+    leaves = [torch.randn(1, heads, 900, 40) for _ in range(3)]
+
+    def rule(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        return ((i - j).abs() % (h + 3)).double().sin().cos().float()
+
+    def attend(*given: Tensor) -> Tensor:
+        if own:
+            return sdpa(*given, LazyMask((1, heads, 900, 900), rule, device="cpu"))
+        return flash_attn_func(*(t.transpose(1, 2) for t in given), alibi_slopes=torch.ones(heads))
+
+    assert measure(attend, *leaves).extra_bytes <= 4 * MIB
+    leaves = [t.requires_grad_() for t in leaves]
+    out = attend(*leaves)
+    found = measure(lambda grad: torch.autograd.grad(out, leaves, grad), torch.ones_like(out))
+    assert found.extra_bytes <= 6.5 * MIB
 
 
 @at_night
