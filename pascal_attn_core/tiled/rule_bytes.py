@@ -59,8 +59,8 @@ def rule_bytes(call: AttentionCall, *, backward: bool) -> RuleBytes:
         kept = mask.kept_bytes
     elif isinstance(call.attn_mask, LazyMask) and not call.is_empty:
         lazy = call.attn_mask
-        kind = "lazy", lazy.device.type, lazy.dtype, heads, *sides, *(size == 1 for size in lazy.shape)
-        more = _once(lazy.rule, lazy.tensors, kind, lambda: _split(functools.partial(_of_tile, lazy), heads, sides))
+        tile = "lazy", lazy.device.type, lazy.dtype, heads, *sides, *(size == 1 for size in lazy.shape)
+        more = _once(lazy.rule, lazy.tensors, tile, lambda: _split(functools.partial(_of_tile, lazy), heads, sides))
         score, pair = score + more[0], pair + more[1]
     return RuleBytes(score, pair, asked, kept) if score or pair else NO_RULES
 
