@@ -19,7 +19,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._functorch.utils import unwrap_dead_wrappers
 from torch.autograd import forward_ad
 
 from ..call import AttentionCall, Results, TiledStats, Wanted, check_call, order_of_transforms, without_autocast
@@ -81,7 +80,7 @@ class _Derivable(torch.autograd.Function):
         if torch._C._are_functorch_transforms_active():
             return super().apply(*inputs)
         # Function.apply would first bind the arguments to those of forward, which takes 12 microseconds.
-        return super(torch.autograd.Function, cls).apply(*unwrap_dead_wrappers(inputs))  # type: ignore[misc]
+        return super(torch.autograd.Function, cls).apply(*inputs)  # type: ignore[misc]
 
     @classmethod
     def forward(cls, *inputs: Any) -> Any:
