@@ -17,7 +17,7 @@ from attn_support.randomness import seeds, some, times
 from pascal_attn_core.fused.code import prebuilt
 from pascal_attn_core.fused.code.compilation import Compilation, GgufLinearVariant
 from pascal_attn_core.fused.code.kinds import ALL_KINDS, TABLE
-from pascal_attn_core.fused.code.source import FOLDER, Variant, digest, gguf_linear_variants
+from pascal_attn_core.fused.code.source import DTYPES, FOLDER, Variant, digest, gguf_linear_variants
 from pascal_attn_core.fused.gpu import nvrtc
 from tools.models.sass import maxwell, sections
 from tools.models.shares import gguf_share, linear_share, packing, share
