@@ -150,7 +150,11 @@ class RouteFunction(_Derivable):
 
     @staticmethod
     def compute(*inputs: Any) -> Any:
-        given, call = inputs[5], inputs[5].of(*inputs[:5])
+        given = inputs[5]
+        found = given.route.again(given.plan, inputs[:4])
+        if found:
+            return *found, None
+        call = given.of(*inputs[:5])
         return tuple(
             given.route.forward(call, given.config, given.plan, with_lse=True, for_grad=True, stats=given.stats)
         )
@@ -174,7 +178,8 @@ class RouteFunction(_Derivable):
             raise RuntimeError("many gradients at once must be taken by torch.func.vmap, got is_grads_batched=True")
         if torch.is_grad_enabled() or order_of_transforms():
             return _needed(ctx, (*GradientFunction.apply(*inputs), None))
-        return *_gradients(*inputs), None
+        found = given.route.again(given.plan, (*kept[:4], *kept[5:8], grad_out, grad_lse))
+        return (*found, None, None, None) if found else (*_gradients(*inputs), None)
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> Any:
@@ -190,10 +195,13 @@ def _direction(tangents: Sequence[Any]) -> list[Tensor | None]:
 
 
 def _gradients(*inputs: Any, captured: bool = False) -> tuple:
+    if torch.is_grad_enabled():
+        with torch.no_grad():
+            return _gradients(*inputs, captured=captured)
     *tensors, given, wants = inputs
     wanted = Wanted(*_resolved(tensors[9:]), *wants)
     call = given.of(*tensors[:5])
-    with torch.no_grad(), without_autocast(call.query):
+    with without_autocast(call.query):
         found = given.route.backward(call, given.config, given.plan, Results(*tensors[5:9]), wanted)
     return (*found[:5], *found.captured) if captured else found[:5]
 

@@ -13,7 +13,6 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -29,7 +28,7 @@ from ..machine.own_thread import in_backward
 from ..machine.runtime import runtime_of
 from ..observe import report
 from ..patching.interception import torch_sdpa
-from .derivatives import differentiable
+from .derivatives import Given, RouteFunction, differentiable
 from .route import Choice
 from .short import MANY_KEYS
 from .torch_faults import EMPTY_ROWS_ARE_ZERO, TorchAlone, is_torchs_own, reads_values
@@ -66,14 +65,12 @@ class Prepared(NamedTuple):
     """This tuple holds what was found out for a kind.
 
     Attributes:
-        choice: its route; None = torch's function on the arguments as they came.
-        call: the first call, without its tensors; config: its configuration.
-        until: the time of the monotonic clock up to which the choice holds.
+        given: the first call, without its tensors, and its route; None = torch's function on the arguments as they
+            came.
+        until: the time of the monotonic clock up to which that holds.
     """
 
-    choice: Choice | None
-    call: AttentionCall
-    config: AttentionConfig
+    given: Given | None
     until: float
 
 
@@ -188,15 +185,14 @@ def keep(kind: Kind, call: Any, config: AttentionConfig, choice: Choice) -> None
     if isinstance(plan, Plan):
         if plan.band_rows or (has_few and plan.pieces is not None):
             return
-        choice = replace(choice, plan=plan.repeatable())
+        plan = plan.repeatable()
     elif isinstance(plan, TorchForm) and has_few and not plan.is_one_call and plan.upcast:
         return  # how many heads fit the budget depends on the keys
     if len(known) >= _MOST:
         known.clear()
     as_they_came = isinstance(plan, TorchForm) and plan.is_as_it_came and _is_torchs_shape(call)
-    known[kind] = Prepared(
-        None if as_they_came else choice, call.without_tensors(), config, time.monotonic() + _SECONDS
-    )
+    given = Given(call.without_tensors(), config, choice.by, plan, call.out_shape)
+    known[kind] = Prepared(None if as_they_came else given, time.monotonic() + _SECONDS)
 
 
 def _is_torchs_shape(call: AttentionCall) -> bool:
@@ -238,8 +234,8 @@ def again(
     if kind and (ready is None or ready.until < time.monotonic()):
         return None, kind
     try:
-        if ready is not None and ready.choice is not None:
-            return _by_choice(ready, query, key, value, attn_mask), kind
+        if ready is not None and ready.given is not None:
+            return _as_before(ready.given, query, key, value, attn_mask), kind
         if enable_gqa and query.shape[1] > key.shape[1]:  # torch 2.4 does not know it
             out = torch_sdpa(query, key, value, None, dropout_p, is_causal, scale=scale, enable_gqa=True)
         else:
@@ -250,27 +246,26 @@ def again(
     except RuntimeError as error:
         options = {"is_causal": is_causal, "scale": scale, "enable_gqa": enable_gqa}
         check_call(query, key, value, attn_mask, **options)  # knows the reason better
-        if (ready is not None and ready.choice is not None) or not is_torchs_own(error):
+        if (ready is not None and ready.given is not None) or not is_torchs_own(error):
             raise
         return None, None
 
 
-def _by_choice(ready: Prepared, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None) -> Tensor | None:
+def _as_before(given: Given, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None) -> Tensor | None:
     """The output of a call by the route that is known for its kind, None where its tensors are none that it takes.
 
     Raises:
         RouteUnavailable: nothing has been computed.
     """
-    choice, config = ready.choice, ready.config
-    if choice is None or not _are_alike(query, key, value, attn_mask):
+    if not _are_alike(query, key, value, attn_mask):
         return None
-    call = ready.call.with_tensors(query, key, value, attn_mask)
+    if given.call.needs_grad and not given.route.is_differentiable:
+        return RouteFunction.apply(query, key, value, attn_mask, None, given)[0]
+    call = given.of(query, key, value, attn_mask, None)
     if call.seq_len_kv != key.shape[-2]:
         call.seq_len_kv = key.shape[-2]
         call.__dict__.pop("num_scores", None)
-    if call.needs_grad and not choice.by.is_differentiable:
-        return choice.by.with_gradients(call, config, choice.plan).out
-    return choice.by.forward(call, config, choice.plan, with_lse=False, for_grad=False, stats=None).out
+    return given.route.forward(call, given.config, given.plan, with_lse=False, for_grad=False, stats=None).out
 
 
 def _are_alike(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None) -> bool:
