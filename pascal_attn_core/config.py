@@ -47,7 +47,7 @@ class AttentionConfig:
         budget_mib: largest extra memory of one call in MiB: everything but the inputs and the output; in the backward
             pass everything but the gradients and, for 16-bit inputs, the float32 sums of one key/value head's
             gradients. None = 64 on a GPU; 4 on a CPU, 6.5 for the backward pass; then copies no larger than the inputs
-            may take a quarter of a GPU's free memory.
+            may take a quarter of the free memory.
         q_block: query tokens per tile; None = chosen from the device, the shapes and the budget.
         kv_block: key tokens per tile; None = chosen likewise. The budget holds for a given tile size too: the call
             raises ValueError if the tile does not fit.

@@ -15,7 +15,9 @@ class AnyType(str):
 
 
 ANY = AnyType("*")
-ADVANCED = {"advanced": True}  # the front end folds such an input away until it is asked for
+# Folded away until it is asked for by the front end's Nodes 2.0; its classic canvas shows it. The order of inputs stays
+# as it is: saved workflows hold their values in it.
+ADVANCED = {"advanced": True}
 ROUTES = ["auto", "fused", "torch", "tiled"]
 _ROUTE = (
     "auto: the fastest exact route for each call. fused: our own kernel (NVIDIA; AMD's Vega, MI50, RX 5000/6000). "

@@ -17,7 +17,7 @@ BACKGROUND, RULE = "#ffffff", "#d5dbe1"
 TONES = {"": "#1d2530", "muted": "#606b78", "good": "#1f7a4d", "caution": "#8a5a00", "bad": "#b3261e"}
 BARS = {**TONES, "": "#2f6fba"}
 WIDTH, GAP, MARGIN = 1600, 48, 44
-BODY, TITLE, HEADLINE = 20, 28, 54
+BODY, TITLE, LINE, HEADLINE = 20, 28, 34, 54
 _LABEL, _BAR, _SPACE = 130, 10, 28  # the width kept for labels, the heights of a bar with the space below, of a gap
 _MOST_ROWS, _MOST_HEIGHT = 20, 6000
 # Pillow's own font knows little more than ASCII.
@@ -50,16 +50,20 @@ class Section:
     tone: str = ""
 
 
-def draw(headline: str, subtitle: str, sections: Sequence[Section], *, tone: str = "") -> Image.Image:
+def draw(
+    headline: str, subtitle: str, sections: Sequence[Section], *, lines: Sequence[str] = (), tone: str = ""
+) -> Image.Image:
     """The picture: 1600 pixels wide, from three sections on 2400, in at most three columns.
 
-    The headline is as large as it must be to be read on a node, which shows the picture at a third of its size or less;
-    the rest is read when it is opened.
+    The headline, and the ``lines`` below it, are as large as they must be to be read on a node, which shows the picture
+    at a third of its size or less; the rest is read when it is opened.
     """
     count = max(1, min(3, sum(not section.tone for section in sections)))
     whole = WIDTH * 3 // 2 if count == 3 else WIDTH
     page = _Page(whole)
     y = page.write(headline, MARGIN, MARGIN, whole - MARGIN, HEADLINE * whole // WIDTH, tone)
+    for line in lines:
+        y = page.write(line, MARGIN, y, whole - MARGIN, LINE * whole // WIDTH)
     y = page.write(subtitle, MARGIN, y, whole - MARGIN, BODY, "muted")
     for section in sections:
         if section.tone:

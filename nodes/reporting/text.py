@@ -19,6 +19,7 @@ from .words import duration_text, plural, shape_text, share_text, size_text
 _WIDTH = 110
 _LABEL = 12
 _MOST_KINDS = 40
+_MOST_LINES = 4  # below the headline of the picture, one for each run
 
 
 def report_text(findings: Findings, selftest: str = "") -> str:
@@ -42,7 +43,8 @@ def draw_report(findings: Findings) -> Image.Image:
     runs = [shown.run for shown in findings.shown]
     is_good = gained(runs, findings.attention) and all(run.is_exact for run in runs)
     subtitle = ", ".join([describe_facts(findings.machine)[0], *map(" ".join, findings.host.items())])
-    return draw(headline(findings), subtitle, [*head, *_sections(findings)], tone="good" if is_good else "")
+    tone, lines = "good" if is_good else "", [run.line() for run in runs[:_MOST_LINES]]
+    return draw(headline(findings), subtitle, [*head, *_sections(findings)], lines=lines, tone=tone)
 
 
 def headline(findings: Findings) -> str:

@@ -10,7 +10,6 @@ import weakref
 from collections.abc import Callable, Container, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple
 
@@ -20,7 +19,7 @@ from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from ..machine.device import MIB, free_bytes
+from ..machine.device import MIB
 
 _DispatchKey = torch._C.DispatchKey
 _BACKENDS = {"cpu": "CPU", "cuda": "CUDA", "meta": "Meta", "xpu": "XPU", "mps": "MPS"}
@@ -165,54 +164,6 @@ def measure(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Measurement:
     created, out_bytes = peak._follower.created_storages(out)
     largest = peak._follower.largest_without(created)
     return Measurement(out, peak.peak_bytes - out_bytes, peak.peak_bytes, largest)
-
-
-def available_bytes(device: torch.device | str = "cpu") -> int | None:
-    """Memory that this process may still allocate, or None where that is unknown.
-
-    On a GPU what its driver reports as free plus what torch's allocator holds unused; on Linux the kernel's estimate
-    (``MemAvailable``), or what is left under the limit of a control group if that is less.
-    """
-    device = torch.device(device)
-    if device.type != "cpu":
-        free, memory = free_bytes(device), getattr(torch, device.type, None)
-        if free is None or memory is None:
-            return None
-        if device.type == "mps":
-            return free + memory.driver_allocated_memory() - memory.current_allocated_memory()
-        return free + memory.memory_reserved(device) - memory.memory_allocated(device)
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-    except OSError:
-        return None
-    amounts = {name: int(rest.split()[0]) << 10 for name, _, rest in (line.partition(":") for line in lines)}
-    return min([amounts.get("MemAvailable", amounts["MemFree"]), *_room_in_control_groups()])
-
-
-def _room_in_control_groups(root: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")) -> list[int]:
-    """Bytes left under each limit of this process's control group and its parents; page cache counts as free."""
-    try:
-        paths = [line.split(":", 2) for line in own.read_text().splitlines()]
-    except OSError:
-        return []
-    room = []
-    for _, controllers, path in paths:
-        is_v1 = "memory" in controllers.split(",")
-        if controllers and not is_v1:
-            continue
-        names = ("memory.limit_in_bytes", "memory.usage_in_bytes") if is_v1 else ("memory.max", "memory.current")
-        base = root / "memory" if is_v1 else root
-        parts = path.strip("/").split("/")
-        for depth in range(len(parts) + 1):
-            group = base.joinpath(*parts[:depth])
-            try:
-                limit, used = ((group / name).read_text().strip() for name in names)
-                stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
-            except (OSError, ValueError):
-                continue  # not visible inside a container, or without limits
-            if limit != "max":
-                room.append(int(limit) - int(used) + int(stat.get("inactive_file", 0)))
-    return room
 
 
 @dataclass(eq=False, slots=True)

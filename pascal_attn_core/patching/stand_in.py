@@ -192,11 +192,18 @@ class _Metadata(importlib.metadata.Distribution):
         raise FileNotFoundError(f"{path}: this stands in for another package and has no files")
 
 
+def real_package(name: str) -> ModuleSpec | None:
+    """Where a package of that name, not ours, would be imported from; None = nowhere. ValueError: a program has made
+    one by hand."""
+    spec = importlib.util.find_spec(name)
+    return None if spec is None or isinstance(spec.loader, StandIn) else spec
+
+
 def refuse_real_package(name: str, replace: bool | None, hint: str = "") -> None:
     """Raise RuntimeError if a package of that name, not ours, can be imported and is not to be replaced: see
     :meth:`Installer.install`. If it is replaced because it cannot run, the log says so."""
-    spec = importlib.util.find_spec(name)
-    if replace or spec is None or isinstance(spec.loader, StandIn):
+    spec = None if replace else real_package(name)
+    if spec is None:
         return
     found = spec.origin or spec.name
     reason = _cannot_run(name, spec) if replace is None else ""

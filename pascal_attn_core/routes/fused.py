@@ -85,8 +85,8 @@ class FusedRoute(Route):
         if ratio is None and _wins_untimed(call):
             return Choice(self, "untimed, by its times on an H200", plan, torch_stores=stores)
         if ratio is not None and ratio < 1:
-            why = f"timed on this card at {ratio:.2f} of the time of torch's kernel"
-            return Choice(self, why, plan, over_torch=ratio, torch_stores=stores)
+            why = f"timed on this card at {ratio:.2f} of the time of {form.kernel}"
+            return Choice(self, why, plan, over_torch=form.over_torch(ratio), torch_stores=stores)
         if ratio is not None:
             request.remarks.append(f"ours was timed on this card at {ratio:.2f} of its time")
         return None

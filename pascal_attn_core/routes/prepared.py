@@ -145,10 +145,10 @@ def _is_by_torch(
         return attn_mask is None or _is_plain_mask(attn_mask)
     if attn_mask is not None or config.route not in ("auto", "torch") or config.devices:
         return False
-    answers = runtime_of(query.device).part(TorchAlone).answers
-    if not (answers and (enable_gqa is True or has_as_many_heads)):
+    alone = runtime_of(query.device).part(TorchAlone)
+    if not (alone.answers and (enable_gqa is True or has_as_many_heads)) or (query.dtype, q_shape[3]) in alone.refused:
         return False
-    return sdp_choice(query, key, value, None, 0.0, is_causal, scale) in answers
+    return sdp_choice(query, key, value, None, 0.0, is_causal, scale) in alone.answers
 
 
 def _have_dense_rows(*tensors: Tensor) -> bool:

@@ -15,7 +15,8 @@ FusedRoute   fused         on a card of ours, for which torch has no     what to
 Rewritten    tiled         on a GPU, that torch's kernel takes in        timed on this card at ... of the time of
                            another form, which was timed as slower       torch's kernel
 TorchRoute   torch         that torch's fused kernel takes, as it is or  torch has a fused kernel for it, and how the
-                           rewritten                                     call is rewritten
+                           rewritten; where it has none flash-attn's     call is rewritten
+                           does, if the user has installed it
 MathRoute    math          whose scores fit ``math_limit_mib``           the score matrix is below ... MiB
 TiledRoute   tiled         whatever is left                              why torch's kernel does not take it
 Int8Route    fused-int8    never: it is not exact                        asked for by name

@@ -54,13 +54,16 @@ class TensorRoute(FusedRoute):
         if times is None:
             return None
         torch_takes_it, plain_takes_it = isinstance(form, TorchForm), isinstance(request.plan(self.plain), Plan)
-        stores = form.torch_stores if isinstance(form, TorchForm) else True
+        stores: bool | None = True
+        words, over_torch = times.words(), None
+        if isinstance(form, TorchForm):
+            stores, words, over_torch = form.torch_stores, times.words(form.kernel), form.over_torch(times.over_torch)
         if times.are_longer(with_torch=torch_takes_it, with_plain=plain_takes_it):
-            why = f"timed on this card at {times.words()}"
+            why = f"timed on this card at {words}"
             if not torch_takes_it and runtime_of(call.query.device).info.kind == "hip" and not plan.band_rows:
                 return self.instead_of_plain(request, plan, why)
-            return Choice(self, why, plan, over_torch=times.over_torch, torch_stores=stores)
-        request.remarks.append(f"ours on tensor cores was timed on this card at {times.words()}")
+            return Choice(self, why, plan, over_torch=over_torch, torch_stores=stores)
+        request.remarks.append(f"ours on tensor cores was timed on this card at {words}")
         return None
 
     def claims_gradients(self, request: Request) -> bool:

@@ -143,9 +143,10 @@ class Rewritten(Route):
         if ratio is None:
             is_faster, why = call.groups * call.seq_len_q <= FEW_QUERIES and not call.needs_grad, "it has few queries"
         else:
-            is_faster, why = ratio < 1, f"timed on this card at {ratio:.2f} of the time of torch's kernel"
+            is_faster, why = ratio < 1, f"timed on this card at {ratio:.2f} of the time of {form.kernel}"
         if is_faster:
-            return Choice(self.tiles, f"{why} ({form.words()})", over_torch=ratio, torch_stores=form.torch_stores)
+            over_torch, stores = form.over_torch(ratio), form.torch_stores
+            return Choice(self.tiles, f"{why} ({form.words()})", over_torch=over_torch, torch_stores=stores)
         if ratio is not None:
             request.remarks.append(f"tiles were {why}")
         return None

@@ -22,7 +22,9 @@ from ..fused.trust.kernels import Kernels
 from ..machine.out_of_memory import is_out_of_memory
 from ..machine.own_thread import in_backward
 from ..patching.interception import torch_sdpa
+from .flash_attn_triton import conditions
 from .route import Request, Route
+from .torch_faults import TORCHS
 from .torch_kernel import TorchForm, find_form, run_form
 
 # The timed call is no larger than this: beyond, the time per score no longer depends on the length.
@@ -73,8 +75,9 @@ class Times(NamedTuple):
     def over_torch(self) -> float | None:
         return 1 / self.torch if self.torch else None
 
-    def words(self) -> str:
-        known = {"torch's kernel": self.torch, "ours on plain cores": self.plain}
+    def words(self, kernel: str = TORCHS) -> str:
+        """``kernel``: the one that takes such calls in the place of torch's."""
+        known = {kernel: self.torch, "ours on plain cores": self.plain}
         return " and ".join(f"{1 / time:.2f} of the time of {name}" for name, time in known.items() if time)
 
 
@@ -140,7 +143,8 @@ class Timings(Contest[CallKind]):
     def conditions(self) -> dict[str, str]:
         arch = self.runtime.part(Kernels).variant_arch
         digest = kernels_digest(arch)
-        return {"card": self.info.name, "arch": arch or self.info.arch, "torch": torch.__version__, "kernels": digest}
+        card = {"card": self.info.name, "arch": arch or self.info.arch}
+        return {**card, "torch": torch.__version__, "kernels": digest, **conditions()}
 
 
 def _ratio(times: dict[str, float] | None) -> float | None:

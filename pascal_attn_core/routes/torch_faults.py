@@ -36,6 +36,7 @@ EMPTY_ROWS_ARE_ZERO = hasattr(torch, "_safe_softmax")
 _SWALLOWS = 1e3
 _WRONG = 0.05  # relative error above which a probe has found the fault; NaN counts as well
 MOST_BLOCKS = (1 << 16) - 1  # in two of the three dimensions of a CUDA grid: batch elements, heads
+TORCHS = "torch's kernel"
 _WORSE = 2.0  # times the error of the same call without its fault, above which a probe has found a smaller one
 
 
@@ -98,6 +99,8 @@ class TorchAlone:
 
     Attributes:
         answers: numbers of ``torch.nn.attention.SDPBackend``.
+        refused: dtype and head_dim of calls that torch's function has refused, for which they can no longer be relied
+            on.
     """
 
     def __init__(self, runtime: Runtime):
@@ -106,11 +109,12 @@ class TorchAlone:
         # Before torch 2.5 the kernels had faults that concern calls without a mask.
         found = (1, 2, 3, 4) if info.kind == "cpu" else of_nvidia
         self.answers = frozenset(found if EMPTY_ROWS_ARE_ZERO else ())
+        self.refused: set[tuple[torch.dtype, int]] = set()
 
 
 class ShownFaults:
     """Which faults the torch that is installed has shown on one device, ``{(name, kind): whether}``, and the errors
-    that its kernels have raised there for calls they were promised for, by kind of call."""
+    that kernels have raised there for calls they were promised for, by kernel and kind of call."""
 
     def __init__(self, runtime: Runtime):
         self.found: dict[tuple[str, FaultyKind], bool] = {}
@@ -137,13 +141,13 @@ def is_shown(fault: Fault, kind: FaultyKind) -> bool:
     return shown
 
 
-def broken_promise(call: AttentionCall) -> str:
-    """Why torch's function does not take calls of this kind, although torch says that it does; empty = it does."""
+def broken_promise(call: AttentionCall, kernel: str = TORCHS) -> str:
+    """Why a kernel does not take calls of this kind, although it was promised for them; empty = it does."""
     reasons = runtime_of(call.query.device).part(ShownFaults).broken_promises
-    return reasons.get(_promise(call), "") if reasons else ""
+    return reasons.get(_promise(call, kernel), "") if reasons else ""
 
 
-def is_torchs_own(error: RuntimeError) -> bool:
+def is_torchs_own(error: Exception) -> bool:
     """Whether an error of torch's function says that it does not take such calls. A lack of memory does not, nor does
     what a mode, a hook or a transform around the call may have raised."""
     around = torch._C._len_torch_dispatch_stack() or torch._C._are_functorch_transforms_active()
@@ -152,24 +156,26 @@ def is_torchs_own(error: RuntimeError) -> bool:
     return not (around or (top_hooks is not None and top_hooks(True)) or is_out_of_memory(error))
 
 
-def unkept(call: AttentionCall, error: RuntimeError) -> RouteUnavailable:
-    """Remember what torch's function has raised for a call, until this process ends, with one warning per sentence."""
-    reason = f"torch's kernel for it raised: {str(error).strip().partition(chr(10))[0]}"
-    runtime_of(call.query.device).part(ShownFaults).broken_promises[_promise(call)] = reason
-    runtime_of(call.query.device).part(TorchAlone).answers = frozenset()  # they can no longer be relied on
+def unkept(call: AttentionCall, error: Exception, kernel: str = TORCHS) -> RouteUnavailable:
+    """Remember what a kernel has raised for a call, until this process ends, with one warning per sentence."""
+    reason = f"{kernel} for it raised: {str(error).strip().partition(chr(10))[0]}"
+    runtime = runtime_of(call.query.device)
+    runtime.part(ShownFaults).broken_promises[_promise(call, kernel)] = reason
+    if kernel == TORCHS:
+        runtime.part(TorchAlone).refused.add((call.query.dtype, call.head_dim))
     begin_epoch()
     where = call.query.device.type
     log_once(logging.WARNING, "on %s some attention calls go on by other routes in this process: %s", where, reason)
     return RouteUnavailable(reason)
 
 
-def _promise(call: AttentionCall) -> tuple:
-    """Return what may have made torch's function refuse a call: its kind, sizes that no grid of a kernel has, and the
+def _promise(call: AttentionCall, kernel: str) -> tuple:
+    """Return what may have made a kernel refuse a call: its name, its kind, sizes that no grid of a kernel has, and the
     kernels that are forbidden around it."""
     mask_dtype = None if call.attn_mask is None else call.attn_mask.dtype
     sizes = call.head_dim, call.head_dim_v, call.groups > 1, call.seq_len_q == 1, call.num_heads > MOST_BLOCKS
     allowed = [getattr(torch.backends.cuda, f"{name}_sdp_enabled")() for name in ("flash", "mem_efficient", "math")]
-    return call.query.dtype, mask_dtype, sizes, *allowed, call.is_causal, call.dropout_p > 0, call.needs_grad
+    return kernel, call.query.dtype, mask_dtype, sizes, *allowed, call.is_causal, call.dropout_p > 0, call.needs_grad
 
 
 # ---- the faults ----------------------------------------------------------------------------------------------------
@@ -205,8 +211,8 @@ def _repeats_over_keys(call: AttentionCall) -> bool:
 
 def _misreads_repetitions(kind: FaultyKind) -> bool:
     dtype = kind.dtype if kind.mask == torch.bool else kind.mask  # torch adds a bool mask as numbers too
-    of_rows = _wave((_TOKENS, 1), kind.device, dtype)
-    return any(_is_wrong(_inputs(kind), mask) for mask in (of_rows, of_rows.expand(-1, _TOKENS)))
+    of_rows = wave((_TOKENS, 1), kind.device, dtype)
+    return any(is_wrong(_inputs(kind), mask) for mask in (of_rows, of_rows.expand(-1, _TOKENS)))
 
 
 def _is_float16_on_a_cpu(call: AttentionCall) -> bool:
@@ -215,7 +221,7 @@ def _is_float16_on_a_cpu(call: AttentionCall) -> bool:
 
 def _rounds_scores(kind: FaultyKind) -> bool:
     query, key, value = _inputs(kind)
-    return _is_wrong((query * 100, key * 100, value), None)
+    return is_wrong((query * 100, key * 100, value), None)
 
 
 def _has_swallowing_rows(call: AttentionCall) -> bool:
@@ -238,15 +244,15 @@ def _scales_too_late(kind: FaultyKind) -> bool:
     query, key, value = _inputs(kind)
     keep = torch.ones(_TOKENS, _TOKENS, dtype=torch.bool, device=kind.device).tril_()
     return any(
-        _is_wrong((query * size, key * size, value), mask, scale=scale, is_causal=causal)
+        is_wrong((query * size, key * size, value), mask, scale=scale, is_causal=causal)
         for size, scale in ((1.0, 0.0), (1.0, -0.5), (16.0, -0.5))
         for mask, causal in ((None, False), (None, True), (keep, False))
     )
 
 
 def _misreads_float32(kind: FaultyKind) -> bool:
-    twice = _wave((2 * _TOKENS, _TOKENS), kind.device, kind.mask)  # as float64 torch reads on behind the mask
-    return _is_wrong(_inputs(kind), twice[:_TOKENS])
+    twice = wave((2 * _TOKENS, _TOKENS), kind.device, kind.mask)  # as float64 torch reads on behind the mask
+    return is_wrong(_inputs(kind), twice[:_TOKENS])
 
 
 FAULTS = (
@@ -294,7 +300,7 @@ FAULTS = (
 _TOKENS, _HEAD_DIM = 64, 64
 
 
-def _wave(shape: tuple[int, ...], device: torch.device, dtype: torch.dtype, step: float = 0.7) -> Tensor:
+def wave(shape: tuple[int, ...], device: torch.device, dtype: torch.dtype, step: float = 0.7) -> Tensor:
     """Numbers between -1 and 1 that leave every random generator as it was."""
     count = torch.Size(shape).numel()
     return torch.sin(torch.arange(count, dtype=torch.float64) * step).view(shape).to(dtype).to(device)
@@ -302,12 +308,12 @@ def _wave(shape: tuple[int, ...], device: torch.device, dtype: torch.dtype, step
 
 def _inputs(kind: FaultyKind) -> tuple[Tensor, Tensor, Tensor]:
     shape = (1, 1, _TOKENS, _HEAD_DIM)
-    query, key, value = (_wave(shape, kind.device, kind.dtype, step) for step in (0.7, 1.3, 1.9))
+    query, key, value = (wave(shape, kind.device, kind.dtype, step) for step in (0.7, 1.3, 1.9))
     return query, key, value
 
 
-def _is_wrong(inputs: Sequence[Tensor], mask: Tensor | None, **options: Any) -> bool:
-    """Whether the output of torch's function is far from plain attention."""
+def is_wrong(inputs: Sequence[Tensor], mask: Tensor | None, **options: Any) -> bool:
+    """Whether torch's function, or the one given as ``by``, is far from plain attention."""
     return not all(error <= _WRONG for error in _errors(inputs, mask, **options))  # NaN is not
 
 
@@ -317,16 +323,18 @@ def _errors(
     scale: float = 0.125,
     is_causal: bool = False,
     gradients: bool = False,
+    by: Callable[..., Tensor] = torch_sdpa,
 ) -> list[float]:
-    """How far torch's function is from plain attention, relative to the size of its output and of each gradient."""
+    """How far torch's function, or one with its arguments, is from plain attention, relative to the size of its output
+    and of each gradient."""
     query = inputs[0]
     wide = torch.float64 if query.dtype == torch.float64 else torch.float32
     own, plain = ([t.detach().to(d).requires_grad_(gradients) for t in inputs] for d in (query.dtype, wide))
-    results = [torch_sdpa(own[0], own[1], own[2], mask, 0.0, is_causal, scale=scale)]
+    results = [by(own[0], own[1], own[2], mask, 0.0, is_causal, scale=scale)]
     added = mask if mask is None or mask.dtype == torch.bool else mask.to(wide)
-    expected = [reference_sdpa(plain[0], plain[1], plain[2], added, is_causal, scale)[0]]
+    expected = [reference_sdpa(plain[0], plain[1], plain[2], added, is_causal, scale, enable_gqa=True)[0]]
     if gradients:
-        weight = _wave(tuple(query.shape), query.device, query.dtype, 2.3)
+        weight = wave(tuple(query.shape), query.device, query.dtype, 2.3)
         results += torch.autograd.grad((results[0] * weight).sum(), own)
         expected += torch.autograd.grad((expected[0] * weight.to(wide)).sum(), plain)
     pairs = [(r.detach().to(wide), e.detach()) for r, e in zip(results, expected)]

@@ -10,6 +10,7 @@ the answer is no, the call is rewritten without changing its result, and asked a
   fits the budget.
 * a mask that torch would copy densely: a range of queries at a time, so that the copy fits the budget.
 
+On a card that torch has no fused kernel for, a package that has one stands in its place (:mod:`.flash_attn_triton`).
 Where torch's kernels are known to be wrong (:mod:`.torch_faults`), they do not take the call.
 """
 
@@ -32,6 +33,7 @@ from ..machine.room import Room
 from ..machine.runtime import begin_epoch, runtime_of
 from ..observe.progress import this_thread
 from ..tiled.layout import is_matrix, slides_by_one
+from . import flash_attn_triton
 from .derivatives import differentiable
 from .route import Choice, Request, Route
 from .torch_faults import MOST_BLOCKS, TorchAlone, broken_promise, fault_reasons, is_torchs_own, torch_sdpa, unkept
@@ -59,6 +61,7 @@ class TorchForm:
             key/value heads as batch.
         upcast: convert each step to float32.
         heads_step, q_step: key/value heads and query tokens per step; 0 = all at once, in one call.
+        by_package: it is flash-attn's kernel that takes it.
     """
 
     copied: tuple[str, ...] = ()
@@ -66,10 +69,16 @@ class TorchForm:
     upcast: bool = False
     heads_step: int = 0
     q_step: int = 0
+    by_package: bool = False
 
     @property
     def is_one_call(self) -> bool:
-        return not (self.fold or self.upcast or self.q_step)
+        """Whether torch's function is called once."""
+        return not (self.fold or self.upcast or self.q_step or self.by_package)
+
+    @property
+    def kernel(self) -> str:
+        return flash_attn_triton.KERNEL if self.by_package else "torch's kernel"
 
     @property
     def is_as_it_came(self) -> bool:
@@ -80,7 +89,11 @@ class TorchForm:
     def torch_stores(self) -> bool | None:
         """Whether torch's function, given the call as it came, would compute by its math attention. Where only a mask
         is too large that is not known."""
-        return True if self.fold or self.upcast else None if self.q_step else False
+        return True if self.fold or self.upcast or self.by_package else None if self.q_step else False
+
+    def over_torch(self, ratio: float | None) -> float | None:
+        """The time of another route in units of that of torch's kernel, from one in units of this form's."""
+        return None if self.by_package else ratio
 
     def words(self) -> str:
         parts = {"rows": "GQA folded into rows", "heads": "GQA folded into the batch"}.get(self.fold, "")
@@ -89,6 +102,8 @@ class TorchForm:
             extra.append(f"with a copy of {' and '.join(self.copied)}")
         if self.q_step:
             extra.append(f"{self.q_step} queries at a time")
+        if self.by_package:
+            extra.append(f"by {self.kernel}")
         return ", ".join(filter(None, [parts, *extra]))
 
 
@@ -97,7 +112,7 @@ class TorchRoute(Route):
     is_differentiable = True
 
     def plan(self, request: Request) -> TorchForm | list[str]:
-        flags = {"with_lse": request.with_lse, "in_graph": request.in_graph}
+        flags = {"with_lse": request.with_lse, "in_graph": request.in_graph, "named": request.config.route == self.name}
         return find_form(request.call, request.budget_bytes, **flags, copy_bytes=request.copy_bytes)
 
     def claim(self, request: Request) -> Choice | None:
@@ -105,7 +120,8 @@ class TorchRoute(Route):
         if isinstance(form, list):
             return None
         said = "; ".join(filter(None, [form.words(), *request.remarks]))
-        why = "torch has a fused kernel for it" + (f" ({said})" if said else "")
+        why = "torch has none, flash-attn" if form.by_package else "torch"
+        why += " has a fused kernel for it" + (f" ({said})" if said else "")
         return Choice(self, why, form, torch_stores=form.torch_stores)
 
     def forward(self, call: AttentionCall, config: AttentionConfig, plan: TorchForm | None, **options: Any) -> Results:
@@ -129,10 +145,11 @@ def find_form(
     *,
     with_lse: bool = False,
     in_graph: bool = False,
+    named: bool = False,
     copy_bytes: int | None = None,
 ) -> TorchForm | list[str]:
     """How torch's fused attention can take the call, or the reasons why it cannot. ``copy_bytes``: memory for what is
-    no larger than the inputs; None = the budget."""
+    no larger than the inputs; None = the budget. ``named``: torch is asked for by name, so no package serves."""
     copy_bytes = budget_bytes if copy_bytes is None else copy_bytes
     reasons = _refusals(call, with_lse)
     if in_graph and call.dropout_p:
@@ -160,6 +177,8 @@ def find_form(
         folded = _folded(call, four, form, q_step, copy_bytes)
         if folded is not None:
             return folded
+    if not named and flash_attn_triton.takes(call):
+        return replace(form, by_package=True)
     if call.query.dtype == torch.bfloat16 and not call.needs_grad and not q_step:
         return _upcast(call, four, form, copy_bytes)
     kind = "GQA or " if call.groups > 1 else ""
@@ -278,9 +297,11 @@ def sdp_choice(
 
 def is_torchs_alone(call: AttentionCall) -> bool:
     """Whether torch takes a call as it came by a kernel that no other route of the device beats."""
-    answers = runtime_of(call.query.device).part(TorchAlone).answers
-    four = _as_four_dimensions(call) if answers and not isinstance(call.attn_mask, LazyMask) else ""
-    return isinstance(four, Four) and sdp_choice(*four, call.dropout_p, call.is_causal, call.scale) in answers
+    alone = runtime_of(call.query.device).part(TorchAlone)
+    if not alone.answers or (call.query.dtype, call.head_dim) in alone.refused or isinstance(call.attn_mask, LazyMask):
+        return False
+    four = _as_four_dimensions(call)
+    return isinstance(four, Four) and sdp_choice(*four, call.dropout_p, call.is_causal, call.scale) in alone.answers
 
 
 def _folded(call: AttentionCall, four: Four, form: TorchForm, q_step: int, budget_bytes: int) -> TorchForm | None:
@@ -355,9 +376,9 @@ def run_form(call: AttentionCall, form: TorchForm) -> Tensor:
     assert isinstance(four, Four)
     if form.copied:
         four = four._replace(**{name: getattr(four, name).contiguous() for name in form.copied})
-    if form.is_one_call:
-        out = _call_torch(call, *four)
-        return out if out.shape == call.out_shape else out.view(call.out_shape)
+    if form.is_one_call or form.by_package:
+        out = flash_attn_triton.attend(call, *four[:3]) if form.by_package else _call_torch(call, *four)
+        return out if out.shape == call.out_shape else out.reshape(call.out_shape)
     if call.needs_grad and form.fold == "rows":
         rows: Any = _rows_view(four.query, call)
         return _call_torch(call, rows, *four[1:]).reshape(call.out_shape)

@@ -21,7 +21,7 @@ from ..config import check_bools, check_number
 from ..machine.device import MIB
 from ..machine.out_of_memory import out_of_memory
 from ..machine.own_thread import made_up_inputs
-from ..observe.memory import available_bytes
+from ..machine.room import available_bytes
 from ..patching.patch import OFF, ON, REFUSED, WAITING, AnyReport, State
 from .banded import Banded, finish
 from .lazy import NotInBands

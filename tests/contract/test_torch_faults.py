@@ -249,6 +249,9 @@ def test_a_call_that_torch_refuses_bans_its_kernel_for_calls_like_it_alone(
         monkeypatch.setattr(module, "TORCH_SDPA", refuses)
     torch.testing.assert_close(sdpa(temporal, temporal, temporal), torchs(temporal, temporal, temporal))
     assert explain(temporal, temporal, temporal).startswith("route tiled")
+    wide = torch.randn(1, 2, 700, 32)
+    kinds = [kind_of(AttentionConfig(), (t, t, t, None, 0.0, False, None, False)) for t in (wide, temporal)]
+    assert kinds[0] == BY_TORCH != kinds[1]
     with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
         torch.testing.assert_close(sdpa(spatial, spatial, spatial), torchs(spatial, spatial, spatial))
     with fwAD.dual_level():

@@ -56,8 +56,8 @@ from pascal_attn_core.fused.launch.stream_k import distribute
 from pascal_attn_core.fused.trust import verify
 from pascal_attn_core.fused.trust.kernels import Kernels, KernelUnavailable
 from pascal_attn_core.machine.out_of_memory import is_out_of_memory
+from pascal_attn_core.machine.room import available_bytes
 from pascal_attn_core.machine.runtime import runtime_of
-from pascal_attn_core.observe.memory import available_bytes
 
 from . import told
 from .geometries import Candidate, details, fits, shapes, words

@@ -16,6 +16,7 @@ import json
 import os
 import sys
 import tempfile
+import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,7 @@ from attn_support.comfy.frontend import open_page, picture, show  # noqa: E402
 from attn_support.comfy.server import ComfyServer, Host, base_directory  # noqa: E402
 from attn_support.comfy.workflow_files import digest, is_drawn, is_shown  # noqa: E402
 from graphs import SHEETS  # noqa: E402
-from PIL import Image  # noqa: E402
+from PIL import Image, ImageDraw, ImageEnhance, ImageFont  # noqa: E402
 from sheet import Sheet  # noqa: E402
 
 STEPS = ["files", "pictures", "readme"]
@@ -115,9 +116,21 @@ def draw(browser: Browser, sheet: Sheet, folder: Path) -> None:
     show(browser, json.loads((WORKFLOWS / f"{sheet.name}.json").read_text(encoding="utf-8")))
     drawn = Image.open(picture(browser, folder / "picture.png")).convert("RGB")
     size = WIDTH, round(drawn.height * WIDTH / drawn.width)
-    small = drawn.resize(size, Image.Resampling.LANCZOS)
+    small = titled(drawn.resize(size, Image.Resampling.LANCZOS), sheet.name.removeprefix("Pascal-").replace("-", " "))
     jpeg = {"quality": 70, "optimize": True, "progressive": True, "comment": digest(sheet.name)}
     small.save(WORKFLOWS / f"{sheet.name}.jpg", **jpeg)
+
+
+def titled(picture: Image.Image, title: str) -> Image.Image:
+    """The graph behind its title: large, and in the middle, of which the template browser shows a square."""
+    picture = ImageEnhance.Brightness(picture).enhance(0.6)
+    pen, font = ImageDraw.Draw(picture), ImageFont.load_default(88)
+    text = "\n".join(textwrap.wrap(title, 13))
+    middle = picture.width // 2, picture.height // 2
+    left, top, right, bottom = pen.textbbox(middle, text, font, anchor="mm", align="center")
+    pen.rounded_rectangle((left - 40, top - 30, right + 40, bottom + 30), 24, fill=(24, 26, 32))
+    pen.text(middle, text, "white", font, anchor="mm", align="center")
+    return picture
 
 
 main()

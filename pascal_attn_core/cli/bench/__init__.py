@@ -14,7 +14,7 @@ import torch
 
 from ... import AttentionConfig
 from ...machine.device import device_info
-from ...observe.memory import available_bytes
+from ...machine.room import available_bytes
 from .. import CommandError, check_numbers, check_output, write_figures
 from ..charts import print_table, progress_of
 from .candidates import BASELINE, all_candidates, choose_candidates, race

@@ -18,7 +18,8 @@ from ... import UnsupportedAttention, record
 from ...contest.timing_table import milliseconds
 from ...machine.device import MIB
 from ...machine.out_of_memory import is_out_of_memory
-from ...observe.memory import available_bytes, measure
+from ...machine.room import available_bytes
+from ...observe.memory import measure
 from ...selftest.cases import in_one_line
 from .. import CommandError
 from ..charts import short_number

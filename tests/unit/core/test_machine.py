@@ -16,8 +16,8 @@ from pascal_attn_core.machine import device as device_module
 from pascal_attn_core.machine import facts as facts_module
 from pascal_attn_core.machine.amd_system import UNKNOWN, Node, nodes, readings, true_arch
 from pascal_attn_core.machine.device import DeviceInfo, device_info, free_bytes
+from pascal_attn_core.machine.room import available_bytes
 from pascal_attn_core.machine.wheels import TorchBuild, code_for, has_rocm_wheel, judge, rocm_wheel_for
-from pascal_attn_core.observe.memory import available_bytes
 
 
 def test_the_cpu_is_described_without_cuda_meta_like_it_and_other_types_as_gpus_with_unknown_facts() -> None:

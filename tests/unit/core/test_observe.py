@@ -10,7 +10,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.profiler import ProfilerActivity, profile
 
 from pascal_attn_core import AttentionConfig, record, sdpa
-from pascal_attn_core.observe.memory import PeakMemory, _room_in_control_groups, measure
+from pascal_attn_core.machine.room import _room_in_control_groups
+from pascal_attn_core.observe.memory import PeakMemory, measure
 from pascal_attn_core.observe.progress import between_blocks, this_thread
 
 TILED = AttentionConfig(route="tiled")

@@ -23,7 +23,7 @@ class Free:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, free: int | None):
         self.free, self.asked, self.now = free, 0, 100.0
-        monkeypatch.setattr(room, "free_bytes", self._answer)
+        monkeypatch.setattr(room, "available_bytes", self._answer)
         monkeypatch.setattr(room.time, "monotonic", lambda: self.now)
 
     def _answer(self, device: torch.device) -> int | None:

@@ -172,8 +172,8 @@ def _others() -> Iterator[tuple[str, Callable[[], bool]]]:
     from pascal_attn_core.flex import flex_attention, patch_flex_attention
     from pascal_attn_core.fused.trust import trial
     from pascal_attn_core.gguf.int8 import GgufWays
+    from pascal_attn_core.machine.room import available_bytes
     from pascal_attn_core.machine.runtime import runtime_of
-    from pascal_attn_core.observe.memory import available_bytes
     from pascal_attn_core.vae import patch_vae
     from pascal_attn_core.vae.store import Queues
 

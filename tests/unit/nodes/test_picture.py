@@ -68,13 +68,15 @@ def test_what_went_wrong_is_coloured(tone, name):
 
 
 @pytest.mark.parametrize("runs", [1, 5])
-def test_the_first_line_is_what_was_gained_in_letters_that_are_read_on_the_node(written, runs):
+def test_the_first_lines_are_what_was_gained_and_what_ran_in_letters_that_are_read_on_the_node(written, runs):
     tallies = [(kind("double 0", route="tiled", torch_stores=True), {"elapsed_ms": 9.0, "extra_bytes": 64 << 20})]
     others = [run(blocks(30), unique_id=str(i), part=f"part {i}") for i in range(1, runs)]
     picture = TEXT.draw_report(findings(run(tallies), *others, attention="attention_pytorch"))
     text, _, top, _, bottom = written[0]
     assert text.startswith("Gained: 908 MiB less memory in the largest call")
     assert (bottom - top) * 620 / picture.width * 0.6 > 7  # of its ink, on a node 620 wide at zoom 0.6
+    lines = {text: bottom - top for text, _, top, _, bottom in written if "1 call, 1 taken (tiled 1), 0 passed" in text}
+    assert max(lines.values()) * 460 / picture.width > 7  # below it, on a node 460 wide
     assert runs == 1 or picture.width > 1.2 * picture.height
 
 
