@@ -174,7 +174,8 @@ class RouteFunction(_Derivable):
             grads = in_any_graph(compute, _RULE, grad_out, grad_lse, (*kept[:5], *kept[9:]))
             return *grads[:5], None, *grads[5:]
         inputs = (*kept[:9], grad_out, grad_lse, given, wants)
-        if any(t is not None and torch._C._functorch.is_legacy_batchedtensor(t) for t in (grad_out, grad_lse)):
+        is_batched = torch._C._functorch.is_legacy_batchedtensor
+        if is_batched(grad_out) or (grad_lse is not None and is_batched(grad_lse)):
             raise RuntimeError("many gradients at once must be taken by torch.func.vmap, got is_grads_batched=True")
         if torch.is_grad_enabled() or order_of_transforms():
             return _needed(ctx, (*GradientFunction.apply(*inputs), None))
