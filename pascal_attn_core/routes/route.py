@@ -164,9 +164,9 @@ class Route:
         return Gradients(*grads)  # type: ignore[arg-type]
 
     def again(self, plan: Any, tensors: Sequence[Tensor | None]) -> Sequence[Tensor | None] | None:
-        """:meth:`forward` with ``for_grad`` of query, key, value and mask, or :meth:`backward` of these, out, lse, log_sum,
-        grad_out and grad_lse, by what the plan keeps of a call of the same kind: the results without a seed, or the
-        gradients of query, key and value. None = it keeps nothing for such tensors."""
+        """What :meth:`forward` returns of query, key, value and mask for gradients, without a seed; or the gradients of
+        the first three, of these, out, lse, log_sum, grad_out and grad_lse. By launches that the plan keeps of a call
+        of the same kind; None = it keeps none for such tensors."""
         return None
 
     def with_gradients(

@@ -54,9 +54,8 @@ class Repeat(NamedTuple):
     def of(
         queue: Any, loaded: Sequence[Loaded], given: Mapping[str, Tensor | None], results: Mapping[str, Tensor | None]
     ) -> Repeat:
-        """Make it from launches that have been queued by ``queue``. All addresses besides those of ``given`` and ``results``, by the
-        fields that hold them, must be those of memory that a launch keeps, and whose content no other code has
-        made."""
+        """Make it from launches that have been queued by ``queue``, and tensors by the fields of their addresses. All
+        other addresses must be those of memory that a launch keeps, and whose content no other code has made."""
         tensors = {**given, **results}
         places = {name: place for place, name in enumerate(tensors)}
         begins: dict[int, int] = {}  # of scratch tensors, by their address
