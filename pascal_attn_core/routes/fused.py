@@ -33,9 +33,6 @@ from .timing import Timings
 from .torch_kernel import TorchForm, TorchRoute, is_torchs_alone
 
 _DP4A = (6, 1)
-# The fields of the kernels' parameters that hold the addresses of a call's tensors.
-_INPUTS, _RESULTS = ("q", "k", "v", "mask"), ("o", "lse", "log_sum")
-_SEEDS, _GRADS = ("g", "grad_lse"), ("dq", "dk", "dv")
 
 
 class FusedRoute(Route):
@@ -145,8 +142,7 @@ class FusedRoute(Route):
                 lse[..., packed.end_q :] = -torch.inf
         loaded = kernels.run(launches)
         if plan.repeats is not None and call.sinks is None:
-            given, made = dict(zip(_INPUTS, inputs)), dict(zip(_RESULTS, results))
-            plan.repeats[with_lse, for_grad] = Repeat.of(kernels.queue, loaded, given, made)
+            plan.repeats[with_lse, for_grad] = Repeat.of(kernels.queue, loaded, inputs, results[:3])
         return results
 
     def backward(
@@ -168,7 +164,7 @@ class FusedRoute(Route):
     def again(self, plan: Plan, tensors: Sequence[Tensor | None]) -> Sequence[Tensor | None] | None:
         if not plan.repeats:
             return None
-        if len(tensors) == len(_INPUTS):
+        if len(tensors) == 4:
             return plan.repeats.again((True, True), tensors)
         grad_out: Any = tensors[7]
         if grad_out.is_neg() or grad_out.data_ptr() % 16:
@@ -233,8 +229,7 @@ class FusedRoute(Route):
         if not grads:
             grads, loaded = _first_backward(call, plan, given)
             if plan.repeats is not None and not plan.adds_in_any_order:
-                given, made = dict(zip((*_INPUTS, *_RESULTS, *_SEEDS), given)), dict(zip(_GRADS, grads))
-                plan.repeats[asked] = Repeat.of(kernels_of(call).queue, loaded, given, made)
+                plan.repeats[asked] = Repeat.of(kernels_of(call).queue, loaded, given, grads)
         return Gradients(*_summed(grads, inputs))
 
 

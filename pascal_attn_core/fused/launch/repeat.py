@@ -15,6 +15,8 @@ from ..code.params import Params
 from . import Launch
 
 _ALIGNED = 256  # bytes at which each piece of memory of a launch begins
+# The fields that hold the addresses of a call's tensors: the first seven in a forward pass.
+_FIELDS = ("q", "k", "v", "mask", "o", "lse", "log_sum", "g", "grad_lse", "dq", "dk", "dv")
 _ZERO_FIRST = ("arrived",)  # fields whose memory holds zeros when the launches begin
 
 
@@ -52,11 +54,12 @@ class Repeat(NamedTuple):
 
     @staticmethod
     def of(
-        queue: Any, loaded: Sequence[Loaded], given: Mapping[str, Tensor | None], results: Mapping[str, Tensor | None]
+        queue: Any, loaded: Sequence[Loaded], given: Sequence[Tensor | None], results: Sequence[Tensor | None]
     ) -> Repeat:
-        """Make it from launches that have been queued by ``queue``, and tensors by the fields of their addresses. All
-        other addresses must be those of memory that a launch keeps, and whose content no other code has made."""
-        tensors = {**given, **results}
+        """Make it from launches that have been queued by ``queue``, and the tensors of their fields, in the order of
+        _FIELDS. All other addresses must be those of memory that a launch keeps, and whose content no other code has
+        made."""
+        tensors = dict(zip(_FIELDS, (*given, *results)))
         places = {name: place for place, name in enumerate(tensors)}
         begins: dict[int, int] = {}  # of scratch tensors, by their address
         before: Any = None
@@ -79,7 +82,7 @@ class Repeat(NamedTuple):
             moves.append(None if is_same else tuple(own))
             before = params
         bare = tuple(each._replace(launch=each.launch._replace(keep=())) for each in loaded)
-        like = tuple(None if t is None else (tuple(t.shape), t.stride(), t.dtype) for t in results.values())
+        like = tuple(None if t is None else (tuple(t.shape), t.stride(), t.dtype) for t in results)
         return Repeat(queue, bare, tuple(moves), like, size, tuple(zeroed))
 
     def again(self, given: Sequence[Tensor | None], numbers: Mapping[str, int]) -> list[Tensor | None]:
