@@ -174,7 +174,8 @@ class Watch:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, queued: list[Launch]):
         self.queued, self.of_torch, self.streams = queued, list[Any](), list[int]()
-        self.driver = prepared.runtime_of(torch.device("cpu")).part(Kernels).__dict__.get("driver")
+        kernels = prepared.runtime_of(torch.device("cpu")).part(Kernels)
+        self.driver: Any = kernels.driver if kernels.info.kind == "cuda" else None
         if self.driver is not None:
             monkeypatch.setattr(self.driver, "launch", self._noting(self.driver.launch))
         for module in (torch_kernel, prepared):
@@ -306,7 +307,7 @@ def test_every_call_is_what_a_fresh_decision_makes_of_it(monkeypatch: pytest.Mon
     with _device(card) as queued:
         watch = Watch(monkeypatch, queued)
         assert _differences(watch, seed, times(300)) == []
-        assert prepared.known.found > times(300) // 4  # type: ignore[attr-defined]
+        assert prepared.known.found > times(300) // 6  # type: ignore[attr-defined]
 
 
 # The parts of a kind, in their order, and which property of a call shows on which device that it is read. "answers": a
