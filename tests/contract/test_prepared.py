@@ -213,7 +213,7 @@ class Watch:
                 out = sdpa(*inputs, **options)
             leaves = [t for t in inputs if t is not None and t.requires_grad]
             grads = torch.autograd.grad(out.float().square().sum(), leaves) if out.requires_grad else ()
-        except (TypeError, ValueError, NotImplementedError, RuntimeError) as error:
+        except (TypeError, ValueError, NotImplementedError, RuntimeError, AssertionError) as error:
             return type(error), str(error), list(self.of_torch)
         of_out = tuple(out.shape), steps(out), out.dtype
         is_copied = spec["autocast"] or spec["moved"] == "negated"  # before anything reads it
