@@ -31,8 +31,8 @@ from ..patching.interception import torch_sdpa
 from .derivatives import Given, RouteFunction, differentiable
 from .route import Choice
 from .short import MANY_KEYS
-from .torch_faults import EMPTY_ROWS_ARE_ZERO, TorchAlone, is_torchs_own, reads_values
-from .torch_kernel import TorchForm, sdp_choice
+from .torch_faults import EMPTY_ROWS_ARE_ZERO, MOST_BLOCKS, TorchAlone, is_torchs_own, reads_values
+from .torch_kernel import TorchForm, is_made_numbers, sdp_choice
 
 Kind = tuple[Any, ...]
 BY_TORCH: Kind = ()  # the kind of the calls that torch's function takes as they came, whatever else there is
@@ -132,7 +132,7 @@ def _is_by_torch(
         dropout_p == 0.0
         and len(q_shape) == len(k_shape) == 4
         and k_shape == v_shape
-        and k_shape[0] == q_shape[0]
+        and k_shape[0] == q_shape[0] <= MOST_BLOCKS
         and k_shape[2]
         and q_shape.numel()
         and query.dtype in FLOATS
@@ -196,14 +196,14 @@ def keep(kind: Kind, call: Any, config: AttentionConfig, choice: Choice) -> None
 
 
 def _is_torchs_shape(call: AttentionCall) -> bool:
-    """Whether torch's function takes the tensors of a call without a mask by the kernel that it has promised."""
-    lead = (*call.batch, call.num_heads), (*call.batch, call.num_kv_heads), (*call.batch, call.num_kv_heads)
-    tensors = call.query, call.key, call.value
-    is_grouped = call.groups > 1 and not call.enable_gqa
+    """Whether torch's function takes the tensors of a call by the kernel that it has promised."""
+    heads, kv_heads, mask = (*call.batch, call.num_heads), (*call.batch, call.num_kv_heads), call.attn_mask
+    lead = heads, kv_heads, kv_heads
     return (
-        call.attn_mask is None
-        and not is_grouped
-        and all(t.dim() == 4 and t.shape[:2] == its for t, its in zip(tensors, lead))
+        (mask is None or (mask.dim() == 4 and not is_made_numbers(mask)))  # type: ignore[union-attr]
+        and (call.groups == 1 or call.enable_gqa)
+        and call.batch_size <= MOST_BLOCKS
+        and all(t.dim() == 4 and t.shape[:2] == its for t, its in zip((call.query, call.key, call.value), lead))
     )
 
 
@@ -237,7 +237,7 @@ def again(
         if ready is not None and ready.given is not None:
             return _as_before(ready.given, query, key, value, attn_mask), kind
         if enable_gqa and query.shape[1] > key.shape[1]:  # torch 2.4 does not know it
-            out = torch_sdpa(query, key, value, None, dropout_p, is_causal, scale=scale, enable_gqa=True)
+            out = torch_sdpa(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=True)
         else:
             out = torch_sdpa(query, key, value, attn_mask, dropout_p, is_causal, scale=scale)
         return out if out.grad_fn is None else differentiable(out, config), None

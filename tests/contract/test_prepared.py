@@ -489,3 +489,30 @@ def test_gradients_of_the_third_call_are_those_of_the_definition(options: dict[s
             for mine, its in zip((out, *grads), right):
                 torch.testing.assert_close(mine.double(), its, atol=1e-5, rtol=1e-4)
             assert kernels.queued
+
+
+def test_tensors_that_hooks_have_moved_are_read_where_they_lie() -> None:
+    """What autograd has saved may come back with other strides, as from a CPU."""
+    config, moved = (
+        AttentionConfig(route="fused"),
+        torch.autograd.graph.saved_tensors_hooks(Tensor.contiguous, Tensor.clone),
+    )
+    with emulated_card():
+        whole = [torch.randn(1, 2, 40, 64, requires_grad=True) for _ in range(3)]
+        for hooks in (*[contextlib.nullcontext()] * 3, moved):
+            with hooks:
+                out = sdpa(*(t[..., :32] for t in whole), config=config)
+            grads = torch.autograd.grad(out, whole, torch.ones_like(out))
+            double = [t.detach().double().requires_grad_() for t in whole]
+            expected = torch.nn.functional.scaled_dot_product_attention(*(t[..., :32] for t in double))
+            for mine, its in zip(grads, torch.autograd.grad(expected.sum(), double)):
+                torch.testing.assert_close(mine.double(), its, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("limit", [0, 64])
+def test_batches_beyond_a_grid_are_none_that_torch_takes_as_they_came(monkeypatch: Any, limit: int) -> None:
+    monkeypatch.setattr(prepared, "MOST_BLOCKS", 3)
+    monkeypatch.setattr(prepared, "known", {})
+    for batch in (3, 4):
+        sdpa(*[torch.randn(batch, 2, 16, 4)] * 3, config=AttentionConfig(math_limit_mib=limit))
+        assert [ready.given is not None for ready in prepared.known.values()] == [True] * (batch > 3)
