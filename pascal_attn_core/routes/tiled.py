@@ -16,6 +16,7 @@ from torch import Tensor
 
 from ..call import AttentionCall, Gradients, Results, TiledStats, Wanted, distinct
 from ..call.flex_rules import BlockRule
+from ..call.lazy_mask import LazyMask
 from ..config import AttentionConfig, log_once
 from ..fused.code.source import HEAD_DIMS
 from ..fused.launch.plan import FEW_QUERIES
@@ -224,7 +225,7 @@ def _kind(call: AttentionCall, config: AttentionConfig, backward: bool, *asked: 
         query.dtype, query.shape, query.stride(), key.shape, key.stride(), value.shape, value.stride(),
         None if mask is None else (mask.dtype, mask.shape, isinstance(mask, Tensor) and mask.stride()),
         isinstance(mask, BlockRule) and mask.window, call.score_rule is None,
-        rule_bytes(call, backward=backward) if call.score_rule is not None or isinstance(mask, BlockRule) else None,
+        rule_bytes(call, backward=backward) if call.score_rule is not None or isinstance(mask, LazyMask) else None,
         call.num_heads, call.num_kv_heads, call.left, call.right, call.offset,
         call.dropout_p > 0, call.softcap is None, call.sinks is None, call.needs_mask_grad,
         config.budget_mib, config.q_block, config.kv_block, backward, *asked,
