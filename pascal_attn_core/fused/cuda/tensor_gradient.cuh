@@ -55,7 +55,7 @@ INLINE Place find_place(const Params& p, int z) {
     // Under a causal rule the tiles with the most columns go first: the last queries, the first keys. They do so of all
     // heads, where padding and a cap leave the registers.
     const bool is_causal = s.band.high < s.lk;
-#if PA_PAD || PA_CAPPED
+#if PA_PAD || PA_CAPPED && (PA_KEYS || PA_D > 64)
     const int tile = (int)blockIdx.x;
     at.head = blockIdx.y;
 #else
