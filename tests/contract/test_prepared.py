@@ -245,57 +245,6 @@ def test_every_call_is_what_a_fresh_decision_makes_of_it(monkeypatch: pytest.Mon
         assert prepared.known.found > times(300) // 4  # type: ignore[attr-defined]
 
 
-# The parts of a kind, in their order, and which property of a call shows on which device that it is read. Without one:
-# an answer that only a card gives, or what no call of one test changes.
-_PARTS: list[tuple[str, str, tuple[str, ...]]] = [
-    ("shape of query", "CPU", ("sizes",)),
-    ("shape of key", "CPU", ("k",)),
-    ("shape of value", "CPU", ("v",)),
-    ("keys", "GTX 1080 Ti", ("sizes",)),
-    ("dtype", "GTX 1080 Ti", ("dtype",)),
-    ("device", "", ()),
-    ("strides of query", "GTX 1080 Ti", ("q",)),
-    ("strides of key", "GTX 1080 Ti", ("k",)),
-    ("strides of value", "GTX 1080 Ti", ("v",)),
-    ("mask", "CPU", ("mask",)),
-    ("gradients", "GTX 1080 Ti", ("wants", "mode")),
-    ("dropout_p", "CPU", ("dropout_p",)),
-    ("is_causal", "GTX 1080 Ti", ("is_causal",)),
-    ("scale", "GTX 1080 Ti", ("scale",)),
-    ("enable_gqa", "CPU", ("gqa",)),
-    ("config", "CPU", ("config",)),
-    ("epoch", "", ()),
-    ("flash", "CPU", ("flags",)),
-    *((name, "", ()) for name in ("efficient", "math", "cudnn", "other")),
-    *((name, "", ()) for name in ("deterministic", "has cudnn", "first", "second", "third", "fourth", "fifth")),
-]
-
-
-@pytest.mark.torch_2_5
-@pytest.mark.parametrize(("part", "card", "names"), [row for row in _PARTS if row[1]])
-def test_a_part_of_the_kind_that_is_left_out_is_noticed(
-    monkeypatch: pytest.MonkeyPatch, part: str, card: str, names: tuple[str, ...]
-) -> None:
-    place, kind_of = [name for name, *_ in _PARTS].index(part), prepared.kind_of
-
-    def without(*given: Any) -> Any:
-        kind = kind_of(*given)
-        if not kind:
-            return kind
-        left = (0,) if isinstance(kind[place], tuple) and part == "keys" else 0
-        return (*kind[:place], left, *kind[place + 1 :])
-
-    monkeypatch.setattr(prepared, "kind_of", without)
-    with _device(card) as queued:
-        assert _differences(Watch(monkeypatch, queued), 0, 400, names)
-
-
-def test_tensors_that_no_kernel_reads_as_they_lie_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prepared, "_are_alike", lambda *tensors: True)
-    with _device("GTX 1080 Ti") as queued:
-        assert _differences(Watch(monkeypatch, queued), 0, 200, ("moved",))
-
-
 def _choices(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """The calls for which a route is chosen from now on."""
     from pascal_attn_core.routes import run
@@ -388,14 +337,6 @@ def test_kinds_are_few_and_threads_may_forget_them() -> None:
     stop.set()
     forgetful.join()
     assert wrong == []
-
-
-def test_no_more_kinds_are_kept_than_fit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prepared, "known", {})
-    monkeypatch.setattr(prepared, "_MOST", 5)
-    for tokens in range(20, 32):
-        sdpa(*(torch.randn(1, 1, tokens, 8) for _ in range(3)), config=AttentionConfig(route="tiled"))
-        assert 0 < len(prepared.known) <= 5
 
 
 @pytest.mark.parametrize("options", [{}, {"is_causal": True}, {"enable_gqa": True}], ids=str)

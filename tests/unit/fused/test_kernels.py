@@ -1,7 +1,6 @@
 """Where kernels come from and how they are launched, with a stand-in for the driver (``attn_support.fused.driver``)."""
 
 import logging
-import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -91,26 +90,6 @@ def test_a_folder_that_cannot_be_written_only_costs_the_time(machine: Machine, t
     (tmp_path / "cache").write_text("a file where the folder should be")
     assert machine().machine_code(VARIANT) == ELF
     assert cache.save(tmp_path / "cache", "x", ELF) is not None
-
-
-def test_no_reader_sees_half_a_file(tmp_path: Path) -> None:
-    stop, seen = threading.Event(), []
-
-    def read() -> None:
-        while not stop.is_set():
-            seen.append(cache.load(tmp_path, "x"))
-
-    readers = [threading.Thread(target=read) for _ in range(2)]
-    cache.save(tmp_path, "x", b"a" * 100_000)
-    for reader in readers:
-        reader.start()
-    for i in range(60):
-        assert cache.save(tmp_path, "x", b"ab"[i % 2 : i % 2 + 1] * 100_000) is None
-    stop.set()
-    for reader in readers:
-        reader.join()
-    assert set(seen) == {b"a" * 100_000, b"b" * 100_000}
-    assert [path.name for path in tmp_path.iterdir()] == ["x"]
 
 
 def test_without_a_compiler_the_reason_names_what_to_install(machine: Machine) -> None:
