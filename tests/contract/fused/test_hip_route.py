@@ -70,7 +70,7 @@ def _calls(dtype: torch.dtype) -> list[Case]:
 
 
 @pytest.mark.parametrize(
-    "case", some((case for dtype in _TOLERANCE for case in _calls(dtype)), 11), ids=lambda case: case.name
+    "case", some((case for dtype in _TOLERANCE for case in _calls(dtype)), 18), ids=lambda case: case.name
 )
 def test_answers_and_gradients_are_those_of_the_definition(
     card: CardKernels, no_torch_kernel: None, case: Case

@@ -1,6 +1,7 @@
 """Ours beside what diffusers, accelerate and torch do to a model: offloading, caches, parallelism, compilation."""
 
 import functools
+import itertools
 from typing import Any
 
 import diffusers
@@ -37,9 +38,10 @@ def in_sequence(model, _):
     assert any(parameter.device.type == "meta" for parameter in model.parameters())
 
 
-@pytest.mark.parametrize("ours_first", [True, False])
-@pytest.mark.parametrize("by", ["leaf_level", "block_level", "accelerate"])
-@pytest.mark.parametrize("name", SOME)
+@pytest.mark.parametrize(
+    ("name", "by", "ours_first"),
+    some(itertools.product(SOME, ("leaf_level", "block_level", "accelerate"), (True, False)), 4),
+)
 def test_offloaded_it_gives_the_output_of_stock(name, by, ours_first, put_on):
     if by == "block_level" and name == "AutoencoderKL":
         pytest.skip("an autoencoder has no stack of blocks")
@@ -133,8 +135,7 @@ def enable_cache(case: tiny.Tiny, name: str) -> None:
     case.denoiser.enable_cache(getattr(diffusers, name)(**CACHES[name], **now))
 
 
-@pytest.mark.parametrize("is_ours_first", [False, True])
-@pytest.mark.parametrize("name", CACHES)
+@pytest.mark.parametrize(("name", "is_ours_first"), some(itertools.product(CACHES, (False, True)), 3))
 def test_a_cache_that_skips_attention_gives_its_stock_output(name, is_ours_first, put_on, routed):
     stock_case, case = ((tiny.cogvideox if "Pyramid" in name else tiny.flux)() for _ in range(2))
     for each in (stock_case, case):

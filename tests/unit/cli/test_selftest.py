@@ -24,7 +24,7 @@ from pascal_attn_core.selftest.cases import ALL_ROUTES, CASES, DTYPES, Check, ru
 from pascal_attn_core.selftest.kernels import check_kernels, checked_variants
 
 CPU = torch.device("cpu")
-SOME_DTYPES = tuple(some(DTYPES, 2))
+SOME_DTYPES = tuple(some(DTYPES, 3))
 GTX_1080_TI = DeviceInfo("cuda", "GTX 1080 Ti", capability=(6, 1), num_sms=28, l2_bytes=2816 << 10)
 
 
