@@ -143,9 +143,7 @@ def test_shipped_kernels_give_the_answer_of_the_definition(variant: Variant) -> 
     assert (plan.forward, plan.splits > 1) == (variant, parts)
 
 
-@pytest.mark.parametrize(
-    "variant", some((v for v in _SHIPPED if v.kind == "int8"), 2), ids=lambda variant: variant.name
-)
+@pytest.mark.parametrize("variant", some((v for v in _SHIPPED if v.kind == "int8"), 2), ids=lambda v: v.name)
 def test_shipped_8_bit_attention_has_the_bits_of_its_definition(
     variant: Variant, monkeypatch: pytest.MonkeyPatch
 ) -> None:

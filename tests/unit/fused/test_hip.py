@@ -167,9 +167,7 @@ needs_hiprtc = pytest.mark.skipif(LIBRARY is None, reason="needs HIPRTC (Debian:
 
 
 @needs_hiprtc
-@pytest.mark.parametrize(
-    "info", some([OVERRIDDEN, RADEON_VII], 2), ids=lambda info: f"{info.arch}-is-{info.known_arch}"
-)
+@pytest.mark.parametrize("info", some([OVERRIDDEN, RADEON_VII], 2), ids=_name)
 def test_what_the_real_compiler_makes_of_a_kernel_is_loaded_and_takes_our_arguments(info: DeviceInfo) -> None:
     driver = HipStandIn(info)
     gpu = HipRuntime(lambda: driver)
