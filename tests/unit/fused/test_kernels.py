@@ -126,14 +126,6 @@ def test_a_machine_that_can_run_no_kernel_has_a_reason(info: DeviceInfo, driver:
     assert kernels.reasons([VARIANT]) == [found]
 
 
-def test_two_devices_know_nothing_of_each_other(machine: Machine) -> None:
-    first, second = machine(open_driver=object), machine("cuda:1", open_driver=object)
-    first.disable(VARIANT, "wrong on this card")
-    assert (first.index, second.index) == (0, 1)
-    assert first.reasons([VARIANT]) == ["wrong on this card"]
-    assert second.reasons([VARIANT]) == []
-
-
 def test_a_variant_is_loaded_once_by_many_threads(machine: Machine, compiler: Compiler, driver: StandIn) -> None:
     kernels = machine(open_driver=lambda: driver)
     with ThreadPoolExecutor(8) as pool:
