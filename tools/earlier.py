@@ -18,7 +18,7 @@ import sys
 import tarfile
 import tempfile
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -26,25 +26,27 @@ from typing import Any
 from pascal_attn_core.fused.code import prebuilt
 from pascal_attn_core.fused.code import source as today
 from pascal_attn_core.fused.code.compilation import Compilation
+from pascal_attn_core.fused.gpu.nvrtc import OPTIONS
 
 ROOT = Path(__file__).resolve().parent.parent
 FUSED = "pascal_attn_core/fused"
 TABLE = "docs/fused-static.txt"
 
 
-def code_hash(variant: Compilation, sources: ModuleType = today, *, what_is_read: bool = False) -> str:
-    """Hash of what the preprocessor leaves of a variant's text: all that its machine code depends on.
+def code_hash(variant: Compilation, source: Callable[[str], str] = today.source, *, what_is_read: bool = False) -> str:
+    """Hash of what the preprocessor leaves of a variant's text with the variant's own macros, and of NVRTC's options:
+    all that its machine code depends on.
 
     Args:
-        sources: another state of ``pascal_attn_core/fused/code/source.py``, with its ``cuda`` folder beside it.
+        source: gives the text of a kind; of another state of the sources, for a variant of the same state.
         what_is_read: without parameters that nothing reads: they take no register, but the machine code says how many
             bytes all parameters have.
     """
-    text = _preprocessed(sources.source(variant.kind), tuple(_there(variant, sources).macros().items()))
+    text = _preprocessed(source(variant.kind), tuple(variant.macros().items()))
     if what_is_read:
         times = Counter(re.findall(r"\w+", text))
         text = re.sub(r"(?:const )?\w+\*? (\w+);", lambda found: found[0] if times[found[1]] > 1 else "", text)
-    return hashlib.sha256(" ".join(text.split()).encode()).hexdigest()
+    return hashlib.sha256(" ".join([*OPTIONS, *text.split()]).encode()).hexdigest()
 
 
 def _there(variant: Compilation, sources: ModuleType) -> Compilation:
@@ -96,7 +98,9 @@ class Earlier:
     def has(self, variant: Compilation, *, what_is_read: bool = False) -> bool:
         """Whether the variant's machine code, or what of it registers and shared memory depend on, is that of today."""
         try:
-            then, now = (code_hash(variant, each, what_is_read=what_is_read) for each in (self._sources, today))
+            there = _there(variant, self._sources)
+            then = code_hash(there, self._sources.source, what_is_read=what_is_read)
+            now = code_hash(variant, what_is_read=what_is_read)
         except (KeyError, subprocess.CalledProcessError):  # there was no such variant then
             return False
         return then == now

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -45,11 +45,23 @@ class Given:
     def of(self, query: Tensor, key: Tensor, value: Tensor, mask: Any, sinks: Tensor | None) -> AttentionCall:
         return self.call.with_tensors(query, key, value, self.rule or mask, sinks)
 
+    @property
+    def unseen(self) -> tuple[str, str] | None:
+        """What the tiles of one call do not see, and what to do."""
+        if getattr(self.plan, "packed", None) is not None:
+            return "several sequences in one", "pass config=AttentionConfig(route='tiled')"
+        return ("a score_mod", "pass a float attn_mask or a LazyMask instead of it") if self.call.score_rule else None
+
     def batched(self, size: int) -> Given:
         """The calls of ``size`` samples as one call, which goes in tiles whatever the single ones do."""
         batch, call = (size, *self.call.batch), self.call
         shape = (*batch, call.num_heads, call.seq_len_q, call.head_dim_v)
         return replace(self, call=replace(call, batch=batch), route=routes["tiled"], plan=None, shape=shape)
+
+
+def is_recorded() -> bool:
+    """Whether ``make_fx``, that of ``torch.func.linearize`` say, records the operators that run."""
+    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is not None
 
 
 routes: dict[str, Any] = {}  # tiled and math by name, which are built on this module
@@ -65,17 +77,14 @@ def _tiles_of(given: Given, inputs: Sequence[Any], results: Sequence[Any]) -> tu
     Raises:
         RuntimeError: the tiles do not see all of the call.
     """
-    packed = getattr(given.plan, "packed", None) is not None
-    if packed or given.call.score_rule is not None:
-        what, remedy = ("several sequences in one", "pass config=AttentionConfig(route='tiled')") if packed else _RULE
-        raise RuntimeError(f"tangents and gradients of gradients cannot be taken of a call with {what}; {remedy}")
+    if given.unseen:
+        raise RuntimeError(
+            "tangents and gradients of gradients cannot be taken of a call with {}; {}".format(*given.unseen)
+        )
     call, saved = given.of(*inputs), Results(*results)
     if call.has_bias and saved.log_sum is None and saved.lse is not None:
         saved = saved._replace(log_sum=torch.zeros_like(saved.lse))  # as in run.gradients
     return call, saved
-
-
-_RULE = "a score_mod", "pass a float attn_mask or a LazyMask instead of it"
 
 
 class _Derivable(torch.autograd.Function):
@@ -94,10 +103,10 @@ class _Derivable(torch.autograd.Function):
 
     @classmethod
     def forward(cls, *inputs: Any) -> Any:
-        if torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is not None:
-            from .recorded import derivative  # make_fx, say that of torch.func.linearize, records it as one node
+        if is_recorded():
+            from .recorded import as_one_node
 
-            return derivative(cls.compute, inputs)
+            return as_one_node(cls, inputs)
         if "torch._dynamo" in sys.modules and order_of_transforms():
             from .recorded import uncompiled
 
@@ -125,7 +134,8 @@ class _Derivable(torch.autograd.Function):
         size, count = info.batch_size, len(cls.takes)
         tensors, dims, given = list(inputs[:count]), in_dims[:count], inputs[count]
         # A call has one set of sinks, and one seed from which each of its units draws other coins.
-        if given.call.dropout_p or any(kind == "s" and t is not None for kind, t in zip(cls.takes, tensors)):
+        has_sinks = any(kind == "s" and t is not None for kind, t in zip(cls.takes, tensors))
+        if has_sinks or given.call.dropout_p or given.unseen:
             parts = [tuple(t if d is None else t.select(d, n) for t, d in zip(tensors, dims)) for n in range(size)]
             singles = [cls.apply(*part, *inputs[count:]) for part in parts]
             found = [None if each[0] is None else torch.stack(each) for each in zip(*singles)]
@@ -164,17 +174,12 @@ class RouteFunction(_Derivable):
     @staticmethod
     def backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None, *_: None) -> Any:
         kept, given, wants = ctx.saved_tensors, ctx.given, ctx.needs_input_grad[3:5]
-        grad_out = torch.zeros_like(kept[5]) if grad_out is None else grad_out
-        if given.call.score_rule is not None:
-            compute = lambda g, h: _gradients(*kept[:9], g, h, given, wants, captured=True)  # noqa: E731
-            grads = in_any_graph(compute, _RULE, grad_out, grad_lse, (*kept[:5], *kept[9:]))
-            return *grads[:5], None, *grads[5:]
-        inputs = (*kept[:9], grad_out, grad_lse, given, wants)
         if any(t is not None and torch._C._functorch.is_legacy_batchedtensor(t) for t in (grad_out, grad_lse)):
             raise RuntimeError("many gradients at once must be taken by torch.func.vmap, got is_grads_batched=True")
-        if torch.is_grad_enabled() or order_of_transforms():
-            return _needed(ctx, (*GradientFunction.apply(*inputs), None))
-        return *_gradients(*inputs), None
+        grad_out = torch.zeros_like(kept[5]) if grad_out is None else grad_out
+        function = GradientFunction.apply if torch.is_grad_enabled() or order_of_transforms() else _gradients
+        grads = function(*kept[:9], grad_out, grad_lse, given, wants, *kept[9:])
+        return _needed(ctx, (*grads[:5], None, *grads[5:]))
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> Any:
@@ -189,29 +194,29 @@ def _direction(tangents: Sequence[Any]) -> list[Tensor | None]:
     return [None if t is None or t._is_zerotensor() else t for t in tangents]
 
 
-def _gradients(*inputs: Any, captured: bool = False) -> tuple:
-    *tensors, given, wants = inputs
+def _gradients(*inputs: Any) -> tuple:
+    tensors, (given, wants) = inputs[:11], inputs[11:13]
     wanted = Wanted(*_resolved(tensors[9:]), *wants)
     call = given.of(*tensors[:5])
     with torch.no_grad(), without_autocast(call.query):
         found = given.route.backward(call, given.config, given.plan, Results(*tensors[5:9]), wanted)
-    return (*found[:5], *found.captured) if captured else found[:5]
+    return *found[:5], *found.captured
 
 
 class GradientFunction(_Derivable):
-    """``apply(*inputs, *results, grad_out, grad_lse, given, wants) -> gradients of the inputs``; ``wants``: whether
-    those of mask and sinks. Without results they are computed when a derivative asks for them."""
+    """``apply(*inputs, *results, grad_out, grad_lse, given, wants, *captured) -> gradients of inputs and captured``;
+    ``wants``: whether those of mask and sinks. Without results they are computed when a derivative asks for them."""
 
     takes = _Derivable.takes + "tr"
 
     @staticmethod
     def compute(*inputs: Any) -> Any:
-        found = inputs[-2].found
+        found = inputs[11].found
         return _gradients(*inputs) if found is None else found
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        (given, _), call = ctx.given, _with_results(ctx)
+        given, call = ctx.given[0], _with_results(ctx)
         along, outer = _direction(grads), ctx.saved_tensors[9:]
         rates = TangentFunction.apply(*call, *along, given)
         second = SecondFunction.apply(*call, *along, *outer, *rates, given, ctx.needs_input_grad[3:5])
@@ -219,7 +224,8 @@ class GradientFunction(_Derivable):
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> Any:
-        (given, wants), call = ctx.given, _with_results(ctx)
+        given, wants, *_ = ctx.given
+        call = _with_results(ctx)
         (of_out, of_lse), along = _direction(tangents[9:11]), _direction(tangents[:5])
         rates = TangentFunction.apply(*call, *along, given)
         found = SecondFunction.apply(*call, *along, *ctx.saved_tensors[9:], *rates, given, wants)
@@ -289,7 +295,6 @@ class SecondFunction(_Derivable):
 # ---- gradients that something else has computed ----------------------------------------------------------------------
 
 Grads = tuple[Tensor | None, ...]
-Compute = Callable[[Tensor, Tensor | None], Grads]
 
 
 def differentiable(out: Tensor, config: AttentionConfig) -> Tensor:
@@ -298,10 +303,16 @@ def differentiable(out: Tensor, config: AttentionConfig) -> Tensor:
     handle."""
     node = out.grad_fn
     if node is not None:
-        out._backward_hooks = {0: functools.partial(_before_gradients, config)}
+        out._backward_hooks = _hooks(config.token)
         node._register_hook_dict(out)
         out._backward_hooks = None  # for those of others
     return out
+
+
+@functools.lru_cache(maxsize=64)
+def _hooks(token: str) -> dict[int, Any]:
+    """The hook of all outputs of calls with the config of this token: one is made in no time."""
+    return {0: functools.partial(_before_gradients, AttentionConfig.from_token(token))}
 
 
 def _before_gradients(config: AttentionConfig, grad: Tensor) -> None:
@@ -313,7 +324,7 @@ def _before_gradients(config: AttentionConfig, grad: Tensor) -> None:
 
     def after(found: Grads, grads: Grads) -> Grads:
         handle.remove()
-        return _taken_again(torch._C._current_autograd_node(), config, found, grads[0])
+        return _taken_again(node, config, found, grads[0])
 
     if node is not None:
         handle = node.register_hook(after)
@@ -333,30 +344,3 @@ def _taken_again(node: Any, config: AttentionConfig, found: Grads, grad_out: Ten
     inputs = (query, key, value, mask, None, *[None] * 4, grad_out, None, given, (grads[3] is not None, False))
     grads, given.found = GradientFunction.apply(*inputs), None
     return grads[: len(found)]
-
-
-def in_any_graph(
-    compute: Compute, what: tuple[str, str], grad_out: Tensor, grad_lse: Tensor | None, inputs: Sequence[Tensor | None]
-) -> Grads:
-    """The gradients that ``compute(grad_out, grad_lse)`` returns, for calls whose gradients have no derivatives.
-
-    ``create_graph=True`` asks for gradients that can be differentiated, but many programs ask and never differentiate:
-    they get the gradients, attached to a node that raises when their gradient is asked for.
-
-    Args:
-        compute: a gradient or None for each of ``inputs``; it is called without a graph.
-        what: what has no derivatives, and what to do, for the error.
-        inputs: the tensors besides grad_out and grad_lse on which the gradients depend.
-    Raises:
-        RuntimeError: the backward pass is for many gradients at once (``is_grads_batched``, ``torch.func.vmap``).
-    """
-    functorch, given = torch._C._functorch, [t for t in (grad_out, grad_lse) if t is not None]
-    if any(functorch.is_legacy_batchedtensor(t) or functorch.is_batchedtensor(t) for t in given):
-        raise RuntimeError("many gradients at once cannot be taken of a call with {}; {}".format(*what))
-    with torch.no_grad():
-        grads = compute(grad_out, grad_lse)
-    if not torch.is_grad_enabled():
-        return grads
-    error = "gradients of gradients cannot be taken of a call with {}; {}".format(*what)
-    sources: list[Any] = [*grads, *given, *inputs]
-    return torch._C._functions.DelayedError(error, len(sources))(*sources)[: len(grads)]

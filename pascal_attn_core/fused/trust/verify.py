@@ -172,7 +172,7 @@ def _gradient_error(variant: Variant, call: AttentionCall, run: Run) -> float:
     log_sum = torch.zeros_like(lse) if call.has_bias else None
     grads = [torch.full_like(t, float("nan")) for t in (call.query, call.key, call.value)]
     plan, targets = Plan(variant, 0, all_gradients(variant), packed), (grads[0], grads[1], grads[2])
-    launches = backward_launches(call, plan, torch.ones_like(out), out, lse, log_sum, None, targets)
+    launches = backward_launches(call, plan, _grad_out(call), out, lse, log_sum, None, targets)
     launches = packed_launches(launches, packed)
     run([launch for launch in launches if launch.variant == variant or launch.function in DELTAS])
     pairs = list(zip(grads, expected))[variant.gradients]
@@ -193,8 +193,13 @@ def _gradients_of(call: AttentionCall) -> tuple[Tensor, ...]:
     return out, lse, *expected_gradients(call, out, lse)
 
 
+def _grad_out(call: AttentionCall) -> Tensor:
+    """A gradient of the output of a :func:`sample_call`, whose columns and rows all differ."""
+    return call.query.flip(-1)
+
+
 def expected_gradients(call: AttentionCall, out: Tensor, lse: Tensor) -> list[Tensor]:
-    """The gradients of the sum of a :func:`sample_call`'s output by query, key and value in its dtype, from its
+    """The gradients by query, key and value of a :func:`sample_call`, for :func:`_grad_out`, in its dtype, from its
     results, written out: autograd would wait for the thread that may be waiting for this check."""
     query, key, value = call.query, call.key, call.value  # the two query heads have one key head, which broadcasts
     mask: Any = call.attn_mask
@@ -210,7 +215,7 @@ def expected_gradients(call: AttentionCall, out: Tensor, lse: Tensor) -> list[Te
     elif mask is not None:
         scores = scores + mask
     probs = (scores - lse[..., None]).exp().masked_fill(~allowed, 0.0)
-    grad_out = torch.ones_like(out)
+    grad_out = _grad_out(call)
     grad_scores = probs * (grad_out @ value.mT - (grad_out * out).sum(dim=-1, keepdim=True)) * slope * call.scale
     per_head = grad_scores.mT @ query, probs.mT @ grad_out
     return [grad_scores @ key, *(grad.sum(dim=1, keepdim=True) for grad in per_head)]

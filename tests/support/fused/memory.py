@@ -4,13 +4,19 @@ them; or at others, as far apart as no machine has memory."""
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import NamedTuple
+from unittest import mock
 
 import numpy as np
+import torch
 from torch import Tensor
 
+from pascal_attn_core.call import AttentionCall
 from pascal_attn_core.fused.launch import Launch
+from pascal_attn_core.fused.launch.plan import Plan
+from pascal_attn_core.fused.trust import verify
 
 Words = np.ndarray  # uint32
 _UNITS = {1: np.uint8, 2: np.uint16}
@@ -108,11 +114,11 @@ def _regions(placed: Placed) -> Iterable[tuple[int, int, int]]:
     return zip(starts.tolist(), (starts + count * size).tolist(), (own - starts).tolist())
 
 
-# A parameter that is an address, and those that are its strides. Strides are far beyond 2^31 bytes; those of tokens,
-# which kernels multiply in 32 bits within a tile, are as large as they take.
+# A parameter that is an address, and those that are its strides. Strides are far beyond 2^31 bytes, with bits in each
+# half word; those of tokens, which kernels multiply in 32 bits within a tile, are as large as they take.
 _STRIDED = {name: [f"{name}{axis}" for axis in "bhs"] for name in ("q", "k", "v", "o", "g", "dq", "dk", "dv", "x")}
-_STRIDED["mask"] = ["mb", "mh", "mq"]
-_FAR = (9 << 40) + 8192, (37 << 32) + 4096, (1 << 26) - 64
+_STRIDED |= {"mask": ["mb", "mh", "mq"], "lse": ["lb", "lh"], "log_sum": ["lb", "lh"]}
+_FAR = 0x3_0900_A5C3_2000, 0x25_9B57_1000, (1 << 26) - 64
 
 
 def far(launch: Launch) -> Launch:
@@ -120,7 +126,9 @@ def far(launch: Launch) -> Launch:
     params, keep = type(launch.params).from_buffer_copy(launch.params), list(launch.keep)
     for n, (name, fields) in enumerate(_STRIDED.items(), 1):
         address = getattr(params, name, None)
-        if address is None:
+        if not address:
+            continue
+        if name in ("lse", "log_sum") and hasattr(params, "delta"):  # which kernels of gradients read without strides
             continue
         fields = fields if hasattr(params, fields[0]) else ["row_stride"]
         if not hasattr(params, fields[0]):
@@ -131,15 +139,22 @@ def far(launch: Launch) -> Launch:
             if tensor.shape[axis] > 1 and strides[axis]:
                 strides[axis] = stride
                 setattr(params, field, stride)
-        keep[which] = Placed(tensor, (n << 48) + 0xFFFFF000, tuple(strides))
+        keep[which] = Placed(tensor, (n << 54) + 0xFFFFF000, tuple(strides))
         setattr(params, name, keep[which].address)
     return launch._replace(params=params, keep=tuple(keep))
 
 
-def with_lse(launch: Launch, lse: Tensor) -> Launch:
-    """The launch with memory for lse, float32 ``[B, H, L]``, where it has parameters for it."""
-    if not hasattr(launch.params, "lse"):
-        return launch
-    params = type(launch.params).from_buffer_copy(launch.params)
-    params.lse, params.lb, params.lh = lse.data_ptr(), *lse.stride()[:2]
-    return launch._replace(params=params, keep=(*launch.keep, lse))
+@contextmanager
+def lse_too() -> Iterator[list[Tensor]]:
+    """Within it the check of a kernel's first answers asks forward kernels for lse as well; gives lse of each call,
+    float32 ``[*batch, Hq, L]``, NaN until a kernel writes it."""
+    found: list[Tensor] = []
+
+    def launches(
+        call: AttentionCall, plan: Plan, out: Tensor, original: Callable[..., list[Launch]] = verify.forward_launches
+    ) -> list[Launch]:
+        found.append(torch.full(out.shape[:-1], torch.nan))
+        return original(call, plan, out, found[-1], torch.empty_like(found[-1]) if call.has_bias else None)
+
+    with mock.patch.object(verify, "forward_launches", launches):
+        yield found

@@ -5,7 +5,11 @@ The whole table takes most of an hour (``python tools/fused.py table``): a few o
 
 import itertools
 import random
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
 
+import earlier
 import fused as tool
 import pytest
 from attn_support.randomness import seeds, some, times
@@ -34,6 +38,27 @@ def _drawn(count: int) -> list[tuple[str, int]]:
     """Variants of the table, the same in all processes of a run."""
     cells = [(name, arch) for name, row in sorted(tool.read_table().items()) for arch in sorted(row)]
     return random.Random(seeds(1)[0]).sample(cells, min(count, len(cells)))
+
+
+def test_what_is_kept_of_a_compilation_is_named_by_all_that_it_depends_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def compile_(text: str, arch: int, macros: dict[str, object]) -> nvrtc.Compiled:
+        made.append(f"{macros} {arch} {earlier.OPTIONS}")
+        return nvrtc.Compiled(made[-1].encode(), "")
+
+    made: list[str] = []
+    monkeypatch.setattr(tool, "BUILD", tmp_path)
+    monkeypatch.setattr(tool, "nvrtc", lambda arch: SimpleNamespace(compile=compile_))
+    variant, with_other_tiles = (Variant("forward", 64, "float32") for _ in range(2))
+    vars(with_other_tiles)["geometry"] = replace(variant.geometry, blocks=1)
+    for options in (earlier.OPTIONS, ("-G",)):
+        monkeypatch.setattr(earlier, "OPTIONS", options)
+        for each in (with_other_tiles, variant):
+            for arch in (61, 70):
+                found = [tool.compiled(each, arch).cubin.decode() for _ in range(2)]
+                assert found == [f"{each.macros()} {arch} {options}"] * 2
+    assert len(made) == 8
 
 
 @needs_nvrtc
