@@ -9,11 +9,8 @@ import pytest
 import torch
 from attn_support import tiny_pipelines as tiny
 from attn_support.randomness import some
-from attn_support.tiny_pipelines import FAMILIES, SOME, assert_same, do
+from attn_support.tiny_pipelines import SOME, assert_same, do
 
-from pascal_attn_core import AttentionConfig
-from pascal_attn_core.diffusers import patch_attention
-from pascal_attn_core.sdpa_patch import patch_sdpa
 from tools.families.proof import counted, outputs
 
 CPU = torch.device("cpu")
@@ -103,16 +100,6 @@ def test_a_family_compiles_to_one_graph(name, put_on):
         raise
     assert_same(ours, stock)
     assert calls  # seen while tracing
-
-
-def test_a_patch_inside_the_process_wide_one_decides(routed):
-    family = FAMILIES["FluxTransformer2DModel"]
-    model = family.build()
-    stock = outputs(family, model)
-    inner = AttentionConfig(budget_mib=2)
-    with patch_sdpa(AttentionConfig(budget_mib=1)), patch_attention(model, inner):
-        assert_same(outputs(family, model), stock)
-    assert [call["config"] for call in routed] == [inner] * 2
 
 
 ATTENTION_CACHE = {"spatial_attention_block_skip_range": 2, "spatial_attention_timestep_skip_range": (-1, 1001)}
