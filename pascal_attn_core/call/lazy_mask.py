@@ -91,7 +91,7 @@ class LazyMask:
     Raises:
         TypeError, ValueError: here, arguments that do not fit; in a call, a rule that returns something else than the
             mask's kind of dtype on its device in a shape that broadcasts: every tile is checked.
-    What the rule itself allocates is not counted in the memory budget.
+    What the rule itself allocates is read off a small tile, and counts in the memory budget.
     """
 
     ndim = 4

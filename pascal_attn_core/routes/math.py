@@ -73,7 +73,8 @@ class MathRoute(Route):
         Args:
             along: the direction of these, in the shapes of query, key, value, mask and sinks; None where it is zero.
             outer: the gradients of out and of lse, or None.
-            grads: those of the derivatives along the direction of the gradients of the five inputs, or None.
+            grads: those of the derivatives along the direction of the gradients of the five inputs, of out and of lse,
+                or None.
         Returns:
             The gradients of the five inputs, of ``along`` and of ``outer``.
         """
@@ -82,16 +83,16 @@ class MathRoute(Route):
                 "third derivatives must be taken without dropout, got one whose coins only the tiles know"
             )
         _stored(call)
-        given: Any = (call.query, call.key, call.value, call.attn_mask, call.sinks, *along, *outer)
+        lse = outer[0].new_zeros(outer[0].shape[:-1], dtype=call.sums_dtype) if outer[1] is None else outer[1]
+        given: Any = (call.query, call.key, call.value, call.attn_mask, call.sinks, *along, outer[0], lse)
         more = torch.is_grad_enabled()
         with torch.enable_grad(), without_autocast(call.query):
             # Each a tensor of its own, since two may be one tensor.
-            own = [
-                (t.view_as(t) if t.requires_grad else t.detach().requires_grad_()) if _is_float(t) else t for t in given
-            ]
+            own = [t.view_as(t).requires_grad_() if _is_float(t) else t for t in given]
             results = self.forward(call.with_tensors(*own[:5]), None, None, with_lse=True)  # type: ignore[arg-type]
             first = _pulled(results[:2], own[10:], own[:5])
-            return _pulled(_pulled(first, own[5:10], own[:5]), grads, own, create_graph=more)
+            second = _pulled(first, own[5:10], own[:5] + own[10:])
+            return _pulled(second, grads, own, create_graph=more)
 
 
 def _is_float(tensor: Any) -> bool:

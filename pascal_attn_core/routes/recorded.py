@@ -1,11 +1,10 @@
-"""The functions of :mod:`.derivatives` where something watches what they are made of. Imported at the first use."""
+"""The functions of :mod:`.derivatives` in graphs of ``make_fx``. Imported at the first use only."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing, track_tensor_tree
 
@@ -24,10 +23,3 @@ def as_one_node(function: Any, inputs: Sequence[Any]) -> Any:
     tensors = [mode.tracer.unwrap_proxy(t) for t in inputs if isinstance(t, Tensor)]
     node = mode.tracer.create_proxy("call_function", derivative, tuple(tensors), {})
     return track_tensor_tree(found, node, constant=None, tracer=mode.tracer)
-
-
-@torch.compiler.disable
-def uncompiled(compute: Callable[..., Any], *inputs: Any) -> Any:
-    """``compute(*inputs)``. A function that torch.compile leaves because of a transform runs as it is, but each one
-    that it calls would be compiled by itself."""
-    return compute(*inputs)
