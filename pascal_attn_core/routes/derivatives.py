@@ -44,7 +44,7 @@ class Given:
 
     @property
     def unseen(self) -> tuple[str, str] | None:
-        """What the tiles of one call do not see, and what to do."""
+        """A part of the call that its tiles do not see, and the remedy; None where they see all of it."""
         if getattr(self.plan, "packed", None) is not None:
             return "several sequences in one", "pass config=AttentionConfig(route='tiled')"
         return ("a score_mod", "pass a float attn_mask or a LazyMask instead of it") if self.call.score_rule else None
