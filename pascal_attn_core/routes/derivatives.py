@@ -138,7 +138,11 @@ class RouteFunction(_Derivable):
 
     @staticmethod
     def compute(*inputs: Any) -> Any:
-        given, call = inputs[5], inputs[5].of(*inputs[:5])
+        given = inputs[5]
+        found = given.route.again(given.plan, inputs[:4])
+        if found:
+            return *found, None
+        call = given.of(*inputs[:5])
         return tuple(
             given.route.forward(call, given.config, given.plan, with_lse=True, for_grad=True, stats=given.stats)
         )
@@ -152,12 +156,15 @@ class RouteFunction(_Derivable):
     @staticmethod
     def backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None, *_: None) -> Any:
         kept, given, wants = ctx.saved_tensors, ctx.given, ctx.needs_input_grad[3:5]
-        if any(t is not None and torch._C._functorch.is_legacy_batchedtensor(t) for t in (grad_out, grad_lse)):
+        is_batched = torch._C._functorch.is_legacy_batchedtensor
+        if any(is_batched(t) for t in (grad_out, grad_lse) if t is not None):
             raise RuntimeError("many gradients at once must be taken by torch.func.vmap, got is_grads_batched=True")
         grad_out = torch.zeros_like(kept[5]) if grad_out is None else grad_out
-        function = (
-            GradientFunction.apply if torch.is_grad_enabled() or order_of_transforms() else GradientFunction.compute
-        )
+        is_first = not (torch.is_grad_enabled() or order_of_transforms())
+        found = given.route.again(given.plan, (*kept[:4], *kept[5:8], grad_out, grad_lse)) if is_first else None
+        if found:
+            return *found, None, None, None
+        function = GradientFunction.compute if is_first else GradientFunction.apply
         grads = function(*kept[:9], grad_out, grad_lse, given, wants, *kept[9:])
         return _needed(ctx, (*grads[:5], None, *grads[5:]))
 
