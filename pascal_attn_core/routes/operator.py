@@ -99,9 +99,9 @@ def call(given: Arguments, config: AttentionConfig | None, *, with_lse: bool) ->
 def sdpa_between_graphs(
     given: Arguments, config: AttentionConfig | None, with_lse: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """(out, lse or None) of a call that torch.compile leaves between two graphs: a graph cannot hold a LazyMask whose
-    rule is not registered by :func:`~pascal_attn_core.call.lazy_mask.mask_rule`, nor does the operator have rules for
-    tangents and for the transforms of torch.func."""
+    """Return (out, lse or None) of a call that torch.compile leaves between two graphs. A graph cannot hold a LazyMask
+    whose rule is not registered by :func:`~pascal_attn_core.call.lazy_mask.mask_rule`. Nor does the operator have rules
+    for tangents and for the transforms of torch.func."""
     return run(check_call(given), config_of(config), with_lse=with_lse)[:2]
 
 

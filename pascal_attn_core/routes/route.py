@@ -6,6 +6,7 @@ no route is named; ``forward`` and ``backward`` compute. The list of them is :da
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -118,8 +119,8 @@ class Route:
         return False
 
     def for_parts(self, call: AttentionCall, config: AttentionConfig, plan: Any) -> Any:
-        """The facts that parts of a call (some of its key/value heads) must know so that each row comes out with the
-        bits that it has in the whole, whose plan is given; or a list of reasons why it would not."""
+        """Return what parts of a call (some of its key/value heads) must know so that each row has the same bits as in
+        the whole call, or a list of reasons why it would not. ``plan`` is that of the whole."""
         return None
 
     def plan_part(self, request: Request, shared: Any) -> Any:
@@ -161,6 +162,12 @@ class Route:
             found = iter(torch.autograd.grad(outputs, sources, seeds))
         grads = [next(found) if isinstance(t, Tensor) and each else None for t, each in zip(leaves, wants)]
         return Gradients(*grads)  # type: ignore[arg-type]
+
+    def again(self, plan: Any, tensors: Sequence[Tensor | None]) -> Sequence[Tensor | None] | None:
+        """What :meth:`forward` returns of query, key, value and mask for gradients, without a seed; or the gradients of
+        the first three, of these, out, lse, log_sum, grad_out and grad_lse. By launches that the plan keeps of a call
+        of the same kind; None = it keeps none for such tensors."""
+        return None
 
     def with_gradients(
         self, call: AttentionCall, config: AttentionConfig, plan: Any, *, stats: TiledStats | None = None

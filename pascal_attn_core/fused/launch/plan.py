@@ -19,7 +19,7 @@ from ..geometry.amd import RANGES
 from ..geometry.gradient import generation_of
 from ..geometry.plain import INT8_HEAD_DIMS
 from .fields import rows_are_readable
-from .repeat import Repeat
+from .repeat import Repeats
 from .stream_k import Pieces, busiest, distribute
 from .tail_rows import TailRows, tail_rows
 
@@ -84,7 +84,7 @@ class Plan(NamedTuple):
         tail: the last rows of every head, where another kernel computes them.
         band_rows: query rows that run at a time, each band by a plan of its own; 0 = all at once.
         remark: for the sentence that says why the route was chosen: why a wish in the configuration was not met.
-        repeats: the launches of calls of one kind, by what is asked of them, where they are kept.
+        repeats: the launches of calls of one kind, where they are kept.
     """
 
     forward: Variant
@@ -95,11 +95,11 @@ class Plan(NamedTuple):
     tail: TailRows | None = None
     band_rows: int = 0
     remark: str = ""
-    repeats: dict[Any, Repeat] | None = None
+    repeats: Repeats | None = None
 
     def repeatable(self) -> Plan:
         """This plan for calls of one kind, whose launches are kept."""
-        return self._replace(repeats={})
+        return self._replace(repeats=Repeats())
 
     @property
     def adds_in_any_order(self) -> bool:
@@ -231,8 +231,9 @@ def _fullness(rows: int, tile_rows: int) -> float:
 
 # ---- on tensor cores -------------------------------------------------------------------------------------------------
 
-# Of the kernel for few query rows in units of the wide one's, on a full card: a warp that has one tile of 16 rows reads
-# twice as much of shared memory for each product as one that has two. And of one block alone on its multiprocessor.
+# The speed of the kernel for few query rows in units of that of the wide one, on a full card. A warp with one tile of
+# 16 rows reads twice as much shared memory for each product as one with two. The second number: one block alone on its
+# multiprocessor.
 _SMALL_SPEED, _ALONE = 0.65, 0.6
 # Of the kernel that lists its blocks in units of the wide one's, with masks, whose places and bits take registers:
 # python -m tools.models.tensor --kinds tensor tensor_even --mask bool. Without a mask it is as fast.
@@ -336,8 +337,8 @@ def _fastest(shape: Shape, wide: Variant, small: Variant, even: Variant, num_sms
 
 @functools.lru_cache(maxsize=1024)
 def tensor_splits(shape: Shape, wide: AnyGeometry, own: AnyGeometry, num_sms: int) -> tuple[int, float]:
-    """Into how many ranges the keys are cut by the kernel for few query rows, whose tiles hold the queries of all heads
-    of a group (0 = the wide kernel takes the call), and the cost of that, see :func:`_busiest`."""
+    """Return the number of ranges into which the kernel for few query rows cuts the keys, and the cost of that
+    (:func:`_busiest`). Its tiles hold the queries of all heads of a group. 0 ranges: the wide kernel takes the call."""
     heads = shape.batch * shape.heads
     best, chosen = _busiest(_keys_met(shape, wide, 1), heads, 1, wide, num_sms), 0
     units, met = heads // shape.groups, _keys_met(shape, own, shape.groups)
