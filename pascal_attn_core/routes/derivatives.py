@@ -74,6 +74,7 @@ class _Derivable(torch.autograd.Function):
     first of all a :class:`Given`."""
 
     takes, gives = "tttts" + "trrn", "tttts"  # query, key, value, mask, sinks; out, lse, log_sum, seed
+    compute: Any
 
     @classmethod
     def apply(cls, *inputs: Any) -> Any:
@@ -91,10 +92,6 @@ class _Derivable(torch.autograd.Function):
         if "torch._dynamo" in sys.modules and order_of_transforms():  # a transform ends a graph, but not the compiling
             return torch.compiler.disable(cls.compute)(*inputs)
         return cls.compute(*inputs)
-
-    @staticmethod
-    def compute(*inputs: Any) -> Any:
-        raise NotImplementedError
 
     @classmethod
     def setup_context(cls, ctx: Any, inputs: tuple, output: Any) -> None:
@@ -150,8 +147,7 @@ class RouteFunction(_Derivable):
     @classmethod
     def setup_context(cls, ctx: Any, inputs: tuple, output: Any) -> None:
         cls.keep(ctx, (*inputs[:5], *output, *inputs[6:]), inputs[5])
-        if output[2] is not None or output[3] is not None:
-            ctx.mark_non_differentiable(*(t for t in output[2:] if t is not None))
+        ctx.mark_non_differentiable(*(t for t in output[2:] if t is not None))
 
     @staticmethod
     def backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None, *_: None) -> Any:
@@ -232,7 +228,7 @@ class DirectionFunction(_Derivable):
             None if outer[0] is None else Wanted(*outer, *wants),
         )
         with without_autocast(call.query):
-            return routes["tiled"].along(call, given.config, saved, along, wanted)
+            return routes["tiled"].along(call, given.config, wanted, saved=saved, along=along)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
@@ -282,18 +278,18 @@ def _before_gradients(config: AttentionConfig, grad: Tensor) -> None:
     while node is not None and not hasattr(node, "_saved_query"):  # a view or a slice of its output
         node = node.next_functions[0][0] if node.next_functions else None
 
+    if node is None or node._saved_dropout_p:  # only torch's kernel knows its coins
+        return
+
     def after(found: Grads, grads: Grads) -> Grads:
         handle.remove()
-        return _taken_again(node, config, found, grads[0])
+        return found if grads[0] is None else _by_tiles(node, config, found, grads[0])
 
-    if node is not None:
-        handle = node.register_hook(after)
+    handle = node.register_hook(after)
 
 
-def _taken_again(node: Any, config: AttentionConfig, found: Grads, grad_out: Tensor | None) -> Grads:
+def _by_tiles(node: Any, config: AttentionConfig, found: Grads, grad_out: Tensor) -> Grads:
     """The gradients of a call of torch's kernel, whose node has found them without derivatives, by tiles."""
-    if grad_out is None or node._saved_dropout_p:  # only torch's kernel knows its coins
-        return found
     query, key, value = node._saved_query, node._saved_key, node._saved_value
     mask = node._saved_attn_mask if hasattr(node, "_saved_attn_mask") else getattr(node, "_saved_attn_bias", None)
     inputs, grouped = (query, key, value, mask, None), query.shape[1] != key.shape[1]
