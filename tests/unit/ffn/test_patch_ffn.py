@@ -177,7 +177,9 @@ def test_threads_may_call() -> None:
         torch.testing.assert_close(out, expected)
 
 
-@pytest.mark.parametrize(("tokens", "num_chunks", "sizes"), [(96, 3, "3 slices of 32"), (96, 5, "5 slices of 20")])
+@pytest.mark.parametrize(
+    ("tokens", "num_chunks", "sizes"), [(96, 3, "3 slices of 32"), (96, 5, "5 slices of 20"), (5, 5, "2 slices of 3")]
+)
 def test_a_number_of_slices_can_be_asked_for(tokens: int, num_chunks: int, sizes: str) -> None:
     module, x = Ffn().eval(), torch.randn(2, tokens, 16)
     with torch.no_grad(), patch_ffn(module, include="", num_chunks=num_chunks, min_seq=2) as patch:
