@@ -294,10 +294,10 @@ def test_each_test_that_fails_crashes_hangs_or_loses_the_card_is_named_at_once(
     assert times["test_wrong"] < times["test_hang"] - 1 < said[last]
 
 
-# Seconds that the parts need on a card beside an old processor. Tests and sweep go on where they were.
+# Seconds that the parts need on a card beside an old processor. Tests go on where they were.
 _NEEDED = {"variants": 2500.0, "selftest": 90.0, "tests": 3500.0, "bench-forward": 100.0,
            "bench-backward": 100.0, "bench-linear": 100.0, "timed-tests": 10.0, "demo": 60.0, "call-cost": 10.0,
-           "sanitizer": 0.0, "sweep": 1500.0}  # fmt: skip
+           "sanitizer": 0.0}  # fmt: skip
 
 
 def test_it_takes_nine_minutes_however_slow_the_card_is(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -324,7 +324,7 @@ def test_it_takes_nine_minutes_however_slow_the_card_is(monkeypatch: pytest.Monk
             needed = job.before.get("left", _NEEDED[part.name])
             took = min(needed, max(0.0, job.left))
             clock.now += took
-            left = needed - took if part.name in ("variants", "tests", "sweep") or took == needed else needed
+            left = needed - took if part.name in ("variants", "tests") or took == needed else needed
             return Outcome(UNFINISHED if left else RIGHT, "", {"left": left})
 
         return dataclasses.replace(part, run=run)
