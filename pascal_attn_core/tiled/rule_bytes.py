@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ..call import AttentionCall
-from ..call.flex_rules import BlockRule, ScoreRule, ScoreTile, referred, tensors_read
+from ..call.flex_rules import BlockRule, ScoreRule, ScoreTile, referred, state_of, tensors_read
 from ..call.lazy_mask import LazyMask
 from ..observe.memory import Follower
 
@@ -52,7 +52,7 @@ def rule_bytes(call: AttentionCall, *, backward: bool) -> RuleBytes:
     if isinstance(call.attn_mask, BlockRule) and not call.is_empty:
         mask = call.attn_mask
         place = torch.zeros((), dtype=torch.int64, device=mask.device)
-        read, _ = tensors_read(mask.rule, *[place] * 4)
+        read = tensors_read(mask.rule, *[place] * 4)[0] if state_of(mask.rule) is None else []
         asked = _once(mask.rule, read, ("mask", mask.device.type, *sides), lambda: bytes_asked(mask.asked, mask.device))
         # The part of the mask that is written for a tile: once, or for each head.
         score, pair = (score + 1, pair) if mask.by_head else (score, pair + 1)
