@@ -119,7 +119,9 @@ class _Derivable(torch.autograd.Function):
             found = [None if each[0] is None else torch.stack(each) for each in zip(*singles)]
         else:
             ranks = [1 + len(given.call.batch) + (3 if kind == "t" else 2) for kind in cls.takes]
-            units = [t if t is None else t[(slice(None), *[None] * (r - t.dim()))] for t, r in zip(stacked, ranks)]
+            units = [
+                t if t is None else t.reshape(size, *[1] * (r - t.dim()), *t.shape[1:]) for t, r in zip(stacked, ranks)
+            ]
             found = cls.apply(*units, given.batched(size), *inputs[count + 1 :])
             shapes: Any = [t if t is None else t.shape for t in stacked[:5]] if cls.gives.startswith("tttts") else []
             shapes += [(size, *given.shape[: None if kind == "t" else -1]) for kind in cls.gives[len(shapes) :]]
