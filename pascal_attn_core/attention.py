@@ -14,6 +14,7 @@ from .call import PLAIN, Arguments, AttentionOutput, Results, Wanted, check_call
 from .call.lazy_mask import LazyMask
 from .config import AttentionConfig, config_of, default_config
 from .routes import choose, route_names, why_not
+from .routes.derivatives import is_recorded
 from .routes.prepared import Kind, again
 from .routes.run import gradients, run
 
@@ -197,7 +198,7 @@ def _may_be_recorded() -> bool:
     because of a transform, may watch each function that runs."""
     if order_of_transforms():
         return "torch._dynamo" in sys.modules
-    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is not None
+    return is_recorded()
 
 
 def _attend(

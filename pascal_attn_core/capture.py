@@ -73,9 +73,9 @@ def capture(path: str | os.PathLike[str], *, limit: int = 32, max_mib: float = 1
 
     Direct calls of :func:`pascal_attn_core.sdpa` are seen, and while it is active,
     ``torch.nn.functional.scaled_dot_product_attention`` is replaced by a function that copies its arguments to the CPU
-    and then calls the original. A caller that imported that function by name earlier is not seen, nor is a call inside
-    ``torch.compile`` or a CUDA graph, nor one with a window, softcap, sinks or a mask that is a rule, which the file
-    format cannot represent; :func:`observe` covers functions of your own.
+    and then calls the original. It does not see callers that imported that function by name earlier, nor calls inside
+    ``torch.compile`` or a CUDA graph. It leaves out calls with a window, softcap, sinks or a rule as mask, which the
+    file format cannot represent. :func:`observe` covers functions of your own.
 
     Args:
         path: the file, replaced as a whole when the capture ends.

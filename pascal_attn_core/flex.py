@@ -157,9 +157,9 @@ def create_block_mask(
     """:func:`torch.nn.attention.flex_attention.create_block_mask`, in memory O(number of blocks): ``mask_mod`` is asked
     for some rows and keys at a time. torch's own takes 16 bytes and more for each element of ``Q_LEN * KV_LEN``.
 
-    A mask that is a causal rule or a sliding window, which is seen from all of its elements, is known as such to
-    :func:`flex_attention` and :func:`.sdpa`, so that every route can take the call, if ``mask_mod`` reads no tensors
-    and no objects. On ``meta`` and with fake tensors every block is listed as partial.
+    If ``mask_mod`` reads no tensors and no objects, a causal rule or a sliding window is recognised by all of its
+    elements. Every route can then take the call, of :func:`flex_attention` and of :func:`.sdpa`. On ``meta`` and with
+    fake tensors every block is listed as partial.
 
     Args:
         B, H: None = the mask is the same for all.

@@ -26,13 +26,15 @@ from .attention import sdpa, sdpa_backward, sdpa_with_lse
 from .call import Arguments, AttentionCall, check_call, prepared
 from .config import AttentionConfig, config_of
 from .routes import choose
-from .routes.derivatives import Grads, in_any_graph
+from .routes.derivatives import Grads
 
 __all__ = ["context_parallel_sdpa"]
 
 Group = Any  # torch.distributed.ProcessGroup, which a torch without distributed has not
 _NO_MASK = -1  # rows and columns of a mask that is None
-_UNDIVIDED = "keys of several processes", "compute it in one process"  # for gradients of gradients
+_UNDIVIDED = (
+    "gradients of gradients cannot be taken of a call with keys of several processes; compute it in one process"
+)
 
 
 def context_parallel_sdpa(
@@ -284,7 +286,7 @@ class _Ring(torch.autograd.Function):
         query, key, value, mask, out, lse = ctx.saved_tensors
         options, share = ctx.given
 
-        def compute(grad_out: Tensor, _: Tensor | None) -> Grads:
+        def compute() -> Grads:
             grad_query = torch.zeros_like(query, dtype=lse.dtype)
             # the gradients of each process's keys and values follow them around, and are added to on the way
             held = [tensor.zero_() for tensor in _like(key, value, key.shape[2], lse.dtype)]
@@ -307,7 +309,11 @@ class _Ring(torch.autograd.Function):
                     held = held if passing is None else passing.arrived()
             return tuple(grad.to(query.dtype) for grad in (grad_query, *held))
 
-        grads = in_any_graph(compute, _UNDIVIDED, grad_out, None, (query, key, value))
+        with torch.no_grad():
+            grads = compute()
+        if torch.is_grad_enabled():  # create_graph=True, which many programs ask for and never differentiate
+            sources: Any = (*grads, grad_out, query, key, value)
+            grads = torch._C._functions.DelayedError(_UNDIVIDED, len(sources))(*sources)[: len(grads)]
         return *grads, None, None, None
 
 

@@ -5,9 +5,9 @@ It replaces the attribute ``torch.nn.functional.scaled_dot_product_attention``. 
 earlier keeps torch's; inside ``with patch_sdpa():`` its calls are redirected too, in the thread that entered the block.
 Short calls (``math_limit_mib``), which ``sdpa`` would pass to torch unchanged, go to torch directly. So does everything
 that ``sdpa`` does not support, with torch's results and errors: nested, sparse and quantised tensors, tensor
-subclasses, ``torch.func`` transforms that want no more than torch's kernels have (gradients, and ``vmap``), tracing and
-export (a graph that leaves this process holds torch's operator), and arguments that torch refuses. ``torch.jit.script``
-compiles torch's function.
+subclasses, and arguments that torch refuses. ``torch.func`` transforms go there if torch's kernels have what they want
+(gradients, and ``vmap``). So do tracing and export: a graph that leaves this process holds torch's operator.
+``torch.jit.script`` compiles torch's function.
 
 In eval mode ``nn.TransformerEncoder`` and ``nn.MultiheadAttention`` have a native fast path that never calls the
 function. ``torch.backends.mha.set_fastpath_enabled(False)`` turns it off. A model with activation checkpointing needs

@@ -1,7 +1,7 @@
 """Compiles the fused kernels for AMD's cards without a GPU: ``python tools/amd.py table``, ``prebuilt``, ``executed``,
 ``scratch`` or ``hiprtc``.
 
-``executed`` executes the machine code that ships on this CPU, which ``prebuilt`` does before it writes any.
+``executed`` executes the machine code that ships on this CPU. ``prebuilt`` does so with what is new before it writes.
 
 ``scratch`` compiles every variant, not only those of the table, and names those for which the registers do not suffice:
 some 6,900 compilations, an hour and a half of one core.
@@ -267,12 +267,12 @@ def packs_of(archs: Iterable[str], code_of: Callable[[Compilation], bytes | None
 
 
 def write_prebuilt(workers: int) -> None:
-    """Write the packs that ship with the package, and their manifest, once all of it was executed and was right."""
+    """Write the packs that ship with the package, and their manifest, once all that is new was executed and right."""
     folder = prebuilt.FOLDER
     variants = [variant for arch in ARCHS for variant in prebuilt.amd_variants(arch)]
     with ProcessPoolExecutor(workers) as pool:
         contents = packs_of(ARCHS, dict(zip(variants, pool.map(machine_code, variants, chunksize=4))).get)
-    executed.check(contents, workers)
+    executed.check(executed.not_shipped(contents, folder, "amd.json"), workers)
     for old in folder.glob("gfx*.xz"):
         old.unlink()
     packs = {name: executed.write(folder / name, content) for name, content in contents.items()}

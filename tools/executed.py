@@ -4,6 +4,7 @@ its first use."""
 from __future__ import annotations
 
 import itertools
+import json
 import lzma
 import sys
 from concurrent.futures import ProcessPoolExecutor
@@ -41,6 +42,22 @@ def check(packs: dict[str, Pack], workers: int | None = None) -> None:
     print(f"{count} variants: {missing} not executed, {wrong} wrong; {seconds:.0f} s of one core")
     if missing or wrong:
         sys.exit(1)
+
+
+def not_shipped(packs: dict[str, Pack], folder: Path, manifest: str) -> dict[str, Pack]:
+    """What of packs is not in those of a folder bit by bit: those were executed before they were written, and all of
+    them are each night."""
+    places = json.loads((folder / manifest).read_text())["packs"] if (folder / manifest).exists() else {}
+
+    def ships(name: str) -> dict[str, bytes]:
+        content = lzma.decompress((folder / name).read_bytes()) if name in places else b""
+        return {variant: content[slice(*place)] for variant, place in places.get(name, {}).items()}
+
+    return {
+        name: {variant: code for variant, code in pack.items() if code != known.get(variant.name)}
+        for name, pack in packs.items()
+        for known in (ships(name),)
+    }
 
 
 def write(path: Path, pack: Pack) -> dict[str, list[int]]:

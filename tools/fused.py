@@ -1,5 +1,5 @@
 """Compiles the fused kernels without a GPU, for every architecture: ``python tools/fused.py table | prebuilt | share``.
-``executed``: executes the machine code that ships on this CPU, which ``prebuilt`` does before it writes any.
+``executed``: executes the machine code that ships on this CPU. ``prebuilt`` does so with what is new before it writes.
 
 Needs g++ and the test extra (NVRTC 12.6 as a wheel). Results are cached in ``build/fused`` by the hash of their
 preprocessed source and of the compiler's options, so that a second run only compiles what has changed; ``--since
@@ -195,13 +195,13 @@ def packs_of(archs: Iterable[int], code_of: Callable[[Compilation, int], bytes |
 
 
 def write_prebuilt(archs: Iterable[int], earlier: Earlier | None) -> None:
-    """Write the packs that ship with the package, and their manifest, once all of it was executed and was right."""
+    """Write the packs that ship with the package, and their manifest, once all that is new was executed and right."""
 
     def cubin(variant: Compilation, arch: int) -> bytes:
         return (earlier and earlier.cubin(variant, arch)) or compiled(variant, arch).cubin
 
     folder, contents = prebuilt.FOLDER, packs_of(archs, cubin)
-    executed.check(contents)
+    executed.check(executed.not_shipped(contents, folder, "manifest.json"))
     folder.mkdir(exist_ok=True)
     for old in folder.glob("sm_*.xz"):
         old.unlink()

@@ -81,9 +81,9 @@ class LazyMask:
     Args:
         shape: (B, Hq, L, S); any of them may be 1, which broadcasts: the rule is then evaluated for index 0 only.
         rule: called with int64 index tensors batch ``[b, 1, 1, 1]``, head ``[1, h, 1, 1]``, query ``[1, 1, q, 1]`` and
-            key ``[1, 1, 1, k]``, then with ``tensors``; returns the mask's values there, broadcastable to
-            ``[b, h, q, k]``: bool (True = takes part) or float (added). It may be called again for the gradients and
-            must then give the same. It gets no gradient. Under ``torch.compile`` see :func:`mask_rule`.
+            key ``[1, 1, 1, k]``, then with ``tensors``. It returns the values of the mask there, in a shape that
+            broadcasts to ``[b, h, q, k]``: bool (True = takes part) or float (added). It may be called again for the
+            gradients and must then give the same. It gets no gradient. Under ``torch.compile`` see :func:`mask_rule`.
         device: of the index tensors and the result.
         dtype: bool or a float dtype: which of the two the rule returns. None: found by evaluating the rule for one
             element when it is first needed.
@@ -91,7 +91,7 @@ class LazyMask:
     Raises:
         TypeError, ValueError: here, arguments that do not fit; in a call, a rule that returns something else than the
             mask's kind of dtype on its device in a shape that broadcasts: every tile is checked.
-    What the rule itself allocates is not counted in the memory budget.
+    What the rule itself allocates is read off a small tile, and counts in the memory budget.
     """
 
     ndim = 4

@@ -105,9 +105,9 @@ class Contest(Generic[Kind]):
             may_wait: within a backward pass, where nothing is timed, ``measure`` may be kept, and is run when something
                 is asked for the first time after it.
         Returns:
-            The answer, or None where it could not be found out (``measure`` says so; or it failed: after
-            RETRY_SECONDS it is tried again), or cannot be now: a graph is being captured, this is a worker that was
-            forked, or this is a backward pass, for the end of which a timing of gradients would wait.
+            The answer, or None: ``measure`` returned None or failed (it is tried again after RETRY_SECONDS), or nothing
+            may be measured now. That is so while a graph is captured, in a forked worker, and in a backward pass, where
+            a timing of gradients would wait for its end.
         """
         known = self.known
         if (kind in known and not self._postponed and not self._again) or not self.is_on or os.getpid() != _process:

@@ -57,9 +57,9 @@ class PascalAttnProcessor(RedirectedProcessor):
         model.set_attn_processor(PascalAttnProcessor(AttentionConfig(budget_mib=16)))
         unet.set_attn_processor({name: PascalAttnProcessor() for name in unet.attn_processors})
 
-    Set on an attention module, it runs the processor found there: rotary embeddings, IP-Adapter weights, fused
-    projections, masks and norms are still handled by that processor, and the module's processor is then an instance of
-    that processor's class as well as of this one. Linear attention is left alone.
+    Set on an attention module, it runs the processor found there, which still handles rotary embeddings, IP-Adapter
+    weights, fused projections, masks and norms. The processor of the module is then an instance of both classes. Linear
+    attention is left alone.
 
     It stays until it is taken off. Any processor that is set while it is on, by you, by a pipeline or by
     ``load_ip_adapter`` and the like, is wrapped: its own code runs, with our attention inside. Attention modules that a

@@ -1,9 +1,10 @@
 """One call of a module whose operators are noted before they run: its code runs once, on tensors that have the shapes
 of the whole call but no data yet; then the operators run, slice by slice.
 
-So the code sees the lengths, numbers and state that it would see anyway, and changes its state once. Where an operator
-cannot be put off (it is not in the table of :mod:`.rules`, or writes to a tensor from outside, or the code asks for a
-value), all operators noted so far run on all tokens there and then, and the rest of the call as if we were not there.
+So the code sees the lengths, numbers and state that it would see anyway, and changes its state once. Some operators
+cannot be put off: those that are not in the table of :mod:`.rules`, and those that write to a tensor from outside.
+Where one comes, or the code asks for a value, all operators noted so far run on all tokens at once. The rest of the
+call then runs as it would without this module.
 """
 
 from __future__ import annotations
@@ -64,7 +65,7 @@ class StandIn(Tensor):
 
     @staticmethod
     def saved(tensor: Tensor) -> Tensor:
-        """What autograd saves of a tensor: another one, since a result must not keep itself alive."""
+        """Return what autograd saves of a tensor: another one, since a result must not keep itself alive."""
         return tensor.detach() if (place := place_of(tensor)) is None else StandIn.of(place, tensor.device)
 
     @classmethod

@@ -40,8 +40,8 @@ class FfnSettings:
         check_bools(self, "checkpoint")
 
     def bytes_on(self, device: torch.device, wants_grad: bool) -> float:
-        """What a call on this device may take: the budget; where none is given, what memory is free, or with gradients
-        always the same, since a checkpoint of the user must find the same slices again."""
+        """Return the bytes that a call on this device may take: the budget, or without one the memory that is free.
+        With gradients it is always the same number, since a checkpoint of the user must find the same slices again."""
         room = 0 if wants_grad or self.budget_mib is not None else room_of(device)
         return max(MIB * (DEFAULT_BUDGET_MIB if self.budget_mib is None else self.budget_mib), room)
 
@@ -66,7 +66,7 @@ class FfnSite:
 
 
 def kind_of_call(module: nn.Module, x: Tensor, arguments: int) -> tuple:
-    """What a plan to run whole holds for; cheap, since every call computes it."""
+    """Return the kind of call for which a plan to run whole holds. This is cheap, since every call computes it."""
     casts = x.device.type != "meta" and torch.is_autocast_enabled(x.device.type)
     return x.shape, x.dtype, x.device, casts, arguments, module.training, torch.is_grad_enabled(), x.requires_grad
 
@@ -95,7 +95,8 @@ def decide(settings: FfnSettings, tensors: Sequence[Tensor], peak: float, of_out
 
 
 def run_slices(of_slice: Callable, tensors: Sequence[Tensor], sizes: Sequence[int], recompute: bool) -> Tensor:
-    """What ``of_slice(first token, *parts of tensors)`` gives for slices of these lengths; [..., T, C] -> [..., T, D].
+    """Join what ``of_slice(first token, *parts of tensors)`` returns for slices of these lengths; [..., T, C] -> [...,
+    T, D].
 
     Args:
         recompute: with gradients: a slice saves only its input, and is computed again in the backward pass.

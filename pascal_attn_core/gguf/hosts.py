@@ -20,8 +20,8 @@ Operands = tuple[GgufMatrix, Tensor | None]
 
 
 class Host(NamedTuple):
-    """One host: the method of its linear layers that gives the product by the expanded weight, the attribute of a
-    weight that is its format, and a function for the weight and the bias of a module for an input."""
+    """One host. ``method``: the method of its linear layers that multiplies by the expanded weight. ``mark``: the
+    attribute of a weight that is its format. ``operands``: returns weight and bias of a module for an input."""
 
     method: str
     mark: str

@@ -5,9 +5,9 @@ Qwen-Image on Volta and Turing, whose float16 units are several times as fast.
 
 A linear layer is affine: ``y(x) = s (y(x / s) - y(0)) + y(0)``. For each row of x, s is the power of two that brings
 the norm of the row to between 32 and 64: then no sum exceeds 64 times the norm of a row of the weight (Cauchy and
-Schwarz), and the scaling itself rounds nothing. The layer's own code runs, under autocast, so that hosts cast, expand
-and patch weights as usual, but without the module's bias, which is added in float32; what else there is of y(0) is the
-last row of the same product.
+Schwarz), and the scaling itself rounds nothing. The layer's own code runs under autocast, so that hosts cast, expand
+and patch weights as usual. It runs without the bias of the module, which is added in float32. What else there is of
+y(0) is the last row of the same product.
 """
 
 from __future__ import annotations

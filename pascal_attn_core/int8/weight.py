@@ -54,9 +54,9 @@ def joined(adapters: Sequence[tuple[Tensor, Tensor, float]]) -> LowRank | None:
 
 
 class InFloat:
-    """The float part of a weight in 8 bits, which aliases of the weight share as they share the integers: the matrix
-    that the integers were made from, maybe in host memory, None where it was discarded; and adapters, which add to the
-    layer's result: ``F.linear(x, w) + lora(x)``."""
+    """The float part of a weight in 8 bits. Aliases of the weight share it, as they share the integers. ``original``:
+    the matrix that the integers were made from, maybe in host memory, or None if it was discarded. ``lora``: adapters,
+    which add to the result of the layer: ``F.linear(x, w) + lora(x)``."""
 
     def __init__(self, original: Tensor | None, lora: LowRank | None):
         self.original, self.lora = original, lora

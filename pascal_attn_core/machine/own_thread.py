@@ -34,10 +34,10 @@ def inputs_are_made_up() -> bool:
 def in_own_thread(work: Callable[[], Result], device: torch.device) -> Result:
     """Return ``work()``, run in a new thread that has ended when this returns.
 
-    Nothing that belongs to the caller's thread holds there: saved-tensor hooks (those of gradient checkpointing, say),
-    dispatch and function modes, dispatch keys (the body of a custom operator lies below autograd), grad and inference
-    mode, autocast, the default device. The default dtype belongs to the process. On CUDA ``device`` and the caller's
-    stream are the current ones there too.
+    Nothing that belongs to the thread of the caller holds there: saved-tensor hooks (those of gradient checkpointing,
+    say), dispatch and function modes, grad and inference mode, autocast, the default device. Nor do dispatch keys: the
+    body of a custom operator lies below autograd. The default dtype belongs to the process. On CUDA ``device`` and the
+    caller's stream are the current ones there too.
 
     An exception of ``work`` is raised here as it is. An interrupt of the caller is raised when ``work`` has ended.
     ``work`` must not wait for a lock that the caller holds, nor for a backward pass where :func:`in_backward` is true.

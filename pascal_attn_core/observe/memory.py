@@ -73,12 +73,13 @@ class PeakMemory:
     own peak, in whole allocator blocks.
 
     What is seen: each operator of this thread and of the autograd engine working for it, below the composite ones:
-    torch's math attention counts with every matrix it makes, and so does the inside of a custom operator. What is not
-    seen on a CPU: scratch memory that a kernel allocates and frees internally (torch's fused CPU attention: a few MiB),
-    allocations by other libraries, sparse tensors; and on ``meta`` the inside of an operator that has a kernel of its
-    own for ``meta``. A tensor from before the block counts as freed if it dies inside it, once an operator has touched
-    it. Within the block a function compiled by ``torch.compile`` runs as the Python that it was compiled from (with
-    ``fullgraph=True`` it raises), and that is what is measured, as by every mode of torch that sees operators.
+    torch's math attention counts with every matrix it makes, and so does the inside of a custom operator. On a CPU it
+    does not see scratch memory that a kernel allocates and frees internally (torch's fused CPU attention: a few MiB),
+    allocations by other libraries, and sparse tensors. On ``meta`` it does not see the inside of an operator that has a
+    kernel of its own for ``meta``. A tensor from before the block counts as freed if it dies inside it, once an
+    operator has touched it. Within the block a function compiled by ``torch.compile`` runs as the Python that it was
+    compiled from (with ``fullgraph=True`` it raises), and that is what is measured, as by every mode of torch that sees
+    operators.
 
     Args:
         device: whose memory; tensors of other device types are not counted.

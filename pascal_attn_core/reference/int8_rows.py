@@ -58,10 +58,10 @@ def check_rotation(rotation: int, columns: int) -> None:
 
 
 def rotate(x: Tensor, rotation: int) -> Tensor:
-    """``x`` ``[..., columns]`` with each group of ``rotation`` columns multiplied by the regular Hadamard matrix of
-    that size, ``H4 x H4 x ...`` with ``H4 = ((1, 1, 1, -1), (1, 1, -1, 1), (1, -1, 1, 1), (-1, 1, 1, 1)) / 2``, which
-    is symmetric and orthogonal; 0 = unchanged. Computed digit by digit of the column's number in base 4, the lowest
-    first, in the order that the GPU kernel keeps as well.
+    """Multiply each group of ``rotation`` columns of ``x`` ``[..., columns]`` by the regular Hadamard matrix of that
+    size. It is ``H4 x H4 x ...`` with ``H4 = ((1, 1, 1, -1), (1, 1, -1, 1), (1, -1, 1, 1), (-1, 1, 1, 1)) / 2``,
+    symmetric and orthogonal; 0 changes nothing. The digits of a column's number in base 4 are processed one by one, the
+    lowest first, as in the GPU kernel.
 
     Raises:
         ValueError: see :func:`check_rotation`.

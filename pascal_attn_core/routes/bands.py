@@ -1,5 +1,5 @@
-"""A call with a ``BlockMask`` as the fused kernels take it: in bands of query rows, each with the keys that its blocks
-leave and with their mask as a bool tensor, whose tiles the kernels skip where nothing takes part."""
+"""A call with a ``BlockMask`` as the fused kernels take it: in bands of query rows. Each band has the keys that its
+blocks leave, and their mask as a bool tensor. The kernels skip tiles of it in which nothing takes part."""
 
 from __future__ import annotations
 

@@ -46,7 +46,7 @@ def takes(call: AttentionCall) -> bool:
 
 
 def conditions() -> dict[str, str]:
-    """What timings on a card depend on, where the package is a candidate there."""
+    """Return what timings on a card depend on if the package is a candidate there."""
     if os.environ.get(_SWITCH) != "TRUE":
         return {}
     try:
@@ -72,7 +72,7 @@ def attend(call: AttentionCall, query: Tensor, key: Tensor, value: Tensor) -> Te
 def _attend(
     query: Tensor, key: Tensor, value: Tensor, mask: None, dropout_p: float, is_causal: bool, *, scale: float
 ) -> Tensor:
-    """As torch's function."""
+    """Call the package with the arguments of torch's function."""
     with torch.cuda.device(query.device) if query.device.type == "cuda" else nullcontext():  # where Triton launches
         inputs = (t.transpose(1, 2) for t in (query, key, value))
         out: Tensor = _function()(*inputs, softmax_scale=scale, causal=is_causal)

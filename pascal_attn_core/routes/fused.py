@@ -150,10 +150,10 @@ class FusedRoute(Route):
     def backward(
         self, call: AttentionCall, config: AttentionConfig, plan: Plan, saved: Results, wanted: Wanted
     ) -> Gradients:
-        """Extra memory: three float32 numbers per query row, the gradients of inputs that broadcast in full, a copy of
-        grad_out where its rows cannot be read as they lie, and where one kernel computes all gradients the float32 sums
-        of a gradient of query in 16 bits. Where a kernel cannot be launched any more, the route ``tiled`` goes back
-        from the same results, unless the call holds several sequences."""
+        """Extra memory: three float32 numbers per query row, the gradients of inputs that broadcast in full, and a
+        copy of grad_out if its rows cannot be read as they lie. If one kernel computes all gradients, the float32 sums
+        of a gradient of query in 16 bits come to that. If a kernel cannot be launched any more, the route ``tiled``
+        goes back from the same results, unless the call holds several sequences."""
         if plan.band_rows:
             return self._backward_in_bands(call, config, plan, saved, wanted)
         try:
@@ -383,8 +383,8 @@ def may_win(call: AttentionCall, *, as_it_came: bool) -> bool:
 
 
 def _wins_untimed(call: AttentionCall) -> bool:
-    """Whether the kernel is faster than torch's as a rule, where nothing may be timed: on cards of compute capability
-    8.0 and newer with a mask or a short head_dim, by 0.60 to 0.88 of its time on an H200."""
+    """Whether the kernel is faster than torch's as a rule, where nothing may be timed. It is on cards of compute
+    capability 8.0 and newer with a mask or a short head_dim: on an H200 it took 0.60 to 0.88 of the time."""
     capability = runtime_of(call.query.device).info.capability
     is_new = capability is not None and capability >= (8, 0)
     return is_new and not call.needs_grad and (call.attn_mask is not None or call.head_dim < 64)

@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.func import jvp, vjp
 
 from ..call import AttentionCall, Results, without_autocast
 from ..call.lazy_mask import LazyMask
@@ -74,7 +73,8 @@ class MathRoute(Route):
         Args:
             along: the direction of these, in the shapes of query, key, value, mask and sinks; None where it is zero.
             outer: the gradients of out and of lse, or None.
-            grads: those of the derivatives along the direction of the gradients of the five inputs, or None.
+            grads: those of the derivatives along the direction of the gradients of the five inputs, of out and of lse,
+                or None.
         Returns:
             The gradients of the five inputs, of ``along`` and of ``outer``.
         """
@@ -83,23 +83,29 @@ class MathRoute(Route):
                 "third derivatives must be taken without dropout, got one whose coins only the tiles know"
             )
         _stored(call)
-        inputs = (call.query, call.key, call.value, call.attn_mask, call.sinks)
-        given = {n: t for n, t in enumerate(inputs) if isinstance(t, Tensor) and t.is_floating_point()}
-
-        def attend(tensors: dict[int, Tensor]) -> tuple[Tensor, ...]:
-            part = call.with_tensors(*(tensors.get(n, t) for n, t in enumerate(inputs)))  # type: ignore[arg-type]
-            return tuple(self.forward(part, None, None, with_lse=True)[:2])  # type: ignore[arg-type]
-
-        def second(tensors: Any, along: Any, outer: Any) -> Any:
-            return jvp(lambda at: vjp(attend, at)[1](outer)[0], (tensors,), (along,))[1]
-
-        def filled(found: Sequence[Any]) -> dict[int, Tensor]:
-            return {n: torch.zeros_like(t) if found[n] is None else found[n] for n, t in given.items()}
-
         lse = outer[0].new_zeros(outer[0].shape[:-1], dtype=call.sums_dtype) if outer[1] is None else outer[1]
-        with without_autocast(call.query):
-            of_inputs, of_along, of_outer = vjp(second, given, filled(along), (outer[0], lse))[1](filled(grads))
-        return [*(of_inputs.get(n) for n in range(5)), *(of_along.get(n) for n in range(5)), *of_outer]
+        given: Any = (call.query, call.key, call.value, call.attn_mask, call.sinks, *along, outer[0], lse)
+        more = torch.is_grad_enabled()
+        with torch.enable_grad(), without_autocast(call.query):
+            # Each a tensor of its own, since two may be one tensor.
+            own = [t.view_as(t).requires_grad_() if _is_float(t) else t for t in given]
+            results = self.forward(call.with_tensors(*own[:5]), None, None, with_lse=True)  # type: ignore[arg-type]
+            first = _pulled(results[:2], own[10:], own[:5])
+            second = _pulled(first, own[5:10], own[:5] + own[10:])
+            return _pulled(second, grads, own, create_graph=more)
+
+
+def _is_float(tensor: Any) -> bool:
+    return isinstance(tensor, Tensor) and tensor.is_floating_point()
+
+
+def _pulled(outputs: Sequence[Any], grads: Sequence[Any], inputs: Sequence[Any], *, create_graph: bool = True) -> list:
+    """The gradients of the inputs, each None where there is none, from those of the outputs, where there are such."""
+    pairs = [(t, grad) for t, grad in zip(outputs, grads) if t is not None and grad is not None and t.requires_grad]
+    sources = [t for t in inputs if _is_float(t)]
+    outputs, grads = zip(*pairs)
+    found = iter(torch.autograd.grad(outputs, sources, grads, create_graph=create_graph, allow_unused=True))
+    return [next(found) if _is_float(t) else None for t in inputs]
 
 
 BEYOND_SECONDS = "third derivatives, and tangents of tangents, are taken by the route math"

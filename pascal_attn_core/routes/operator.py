@@ -35,6 +35,7 @@ from ..machine.runtime import Runtime, runtime_of
 from ..observe.report import show
 from ..version import __version__
 from . import Choice, Request, Route, choose
+from .derivatives import is_recorded
 from .run import note, run
 
 _INPUTS = "Tensor query, Tensor key, Tensor value, Tensor? attn_mask"
@@ -77,6 +78,7 @@ def call(given: Arguments, config: AttentionConfig | None, *, with_lse: bool) ->
         if not (isinstance(attn_mask, LazyMask) and (isinstance(attn_mask.rule, MaskRule) or is_never_asked)):
             if not is_compiling:
                 where = "under torch.jit.trace" if is_traced else f"for tensors of type {type(query).__name__}"
+                where = "under make_fx" if is_recorded() else where
                 raise TypeError(f"{where} mask_rule must register the rule of a LazyMask, got {attn_mask.rule!r}")
             out, lse = sdpa_between_graphs(given, config, with_lse)
             return AttentionOutput(out, query.new_empty(0) if lse is None else lse)
@@ -97,9 +99,9 @@ def call(given: Arguments, config: AttentionConfig | None, *, with_lse: bool) ->
 def sdpa_between_graphs(
     given: Arguments, config: AttentionConfig | None, with_lse: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """(out, lse or None) of a call that torch.compile leaves between two graphs: a graph cannot hold a LazyMask whose
-    rule is not registered by :func:`~pascal_attn_core.call.lazy_mask.mask_rule`, nor does the operator have rules for
-    tangents and for the transforms of torch.func."""
+    """Return (out, lse or None) of a call that torch.compile leaves between two graphs. A graph cannot hold a LazyMask
+    whose rule is not registered by :func:`~pascal_attn_core.call.lazy_mask.mask_rule`. Nor does the operator have rules
+    for tangents and for the transforms of torch.func."""
     return run(check_call(given), config_of(config), with_lse=with_lse)[:2]
 
 

@@ -1,36 +1,25 @@
-"""``pascal_attn::derivative``: the functions of :mod:`.derivatives` as one node of a graph that records operators, as
-``make_fx`` does, and so ``torch.func.linearize``. Imported at the first use only, see :mod:`.operator`."""
+"""The functions of :mod:`.derivatives` in graphs of ``make_fx``. Imported at the first use only."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
-
-_recorded: list[tuple[Callable[..., Any], list[Any]]] = []  # what a graph knows by a number: it may run at any time
-
-
-@torch.library.custom_op(
-    "pascal_attn::derivative", mutates_args=(), schema="(Tensor?[] tensors, int number) -> Tensor[]"
-)
-def _derivative(tensors: Sequence[Tensor | None], number: int) -> list[Tensor]:
-    (compute, others), given = _recorded[number], iter(tensors)
-    found = compute(*(next(given) if other is None else other for other in others))
-    return [torch.empty(0, dtype=torch.bool) if t is None else t for t in found]
+from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing, track_tensor_tree
 
 
-def derivative(compute: Callable[..., Any], inputs: Sequence[Any]) -> tuple[Tensor | None, ...]:
-    """``compute(*inputs)`` as one node."""
-    is_tensor = [t is None or isinstance(t, Tensor) for t in inputs]
-    _recorded.append((compute, [None if each else t for t, each in zip(inputs, is_tensor)]))
-    found = _derivative([t for t, each in zip(inputs, is_tensor) if each], len(_recorded) - 1)
-    return tuple(None if t.dtype == torch.bool else t for t in found)
+def as_one_node(function: Any, inputs: Sequence[Any]) -> Any:
+    """``function.compute(*inputs)`` as one node, which calls ``function.apply``, of the graph that ``make_fx`` records.
+    What is no tensor is kept by the node."""
+    others = [Tensor if isinstance(t, Tensor) else t for t in inputs]
 
+    def derivative(*tensors: Tensor) -> Any:
+        given = iter(tensors)
+        return function.apply(*(next(given) if t is Tensor else t for t in others))
 
-@torch.compiler.disable
-def uncompiled(compute: Callable[..., Any], *inputs: Any) -> Any:
-    """``compute(*inputs)``. A function that torch.compile leaves because of a transform runs as it is, but each one
-    that it calls would be compiled by itself."""
-    return compute(*inputs)
+    with disable_proxy_modes_tracing() as mode:
+        found = function.compute(*inputs)
+    tensors = [mode.tracer.unwrap_proxy(t) for t in inputs if isinstance(t, Tensor)]
+    node = mode.tracer.create_proxy("call_function", derivative, tuple(tensors), {})
+    return track_tensor_tree(found, node, constant=None, tracer=mode.tracer)

@@ -118,8 +118,8 @@ class Route:
         return False
 
     def for_parts(self, call: AttentionCall, config: AttentionConfig, plan: Any) -> Any:
-        """The facts that parts of a call (some of its key/value heads) must know so that each row comes out with the
-        bits that it has in the whole, whose plan is given; or a list of reasons why it would not."""
+        """Return what parts of a call (some of its key/value heads) must know so that each row has the same bits as in
+        the whole call, or a list of reasons why it would not. ``plan`` is that of the whole."""
         return None
 
     def plan_part(self, request: Request, shared: Any) -> Any:

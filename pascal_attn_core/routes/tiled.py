@@ -16,6 +16,7 @@ from torch import Tensor
 
 from ..call import AttentionCall, Gradients, Results, TiledStats, Wanted, distinct
 from ..call.flex_rules import BlockRule
+from ..call.lazy_mask import LazyMask
 from ..config import AttentionConfig, log_once
 from ..fused.code.source import HEAD_DIMS
 from ..fused.launch.plan import FEW_QUERIES
@@ -28,7 +29,7 @@ from ..tiled.gradients import tiled_backward
 from ..tiled.layout import is_padding
 from ..tiled.plan import Walk, plan_call
 from ..tiled.rule_bytes import rule_bytes
-from ..tiled.tangents import Tangents, tiled_second, tiled_tangent
+from ..tiled.tangents import tiled_second, tiled_tangent
 from .route import Choice, Request, Route
 from .timing import Timings
 from .torch_kernel import TorchForm
@@ -112,18 +113,21 @@ class TiledRoute(Route):
         run = functools.partial(tiled_backward, call, saved=saved, wanted=wanted, trim_masks=config.trim_masks)
         return _within_memory(call, config, run, TiledStats(), backward=True)
 
-    def tangent(self, call: AttentionCall, config: AttentionConfig, saved: Results, along: Tangents) -> Any:
-        """:func:`..tiled.tangents.tiled_tangent`."""
-        run = functools.partial(tiled_tangent, call, saved=saved, along=along, trim_masks=config.trim_masks)
-        return _within_memory(call, config, run, TiledStats(), backward=True)
-
-    def second(self, call: AttentionCall, config: AttentionConfig, **given: Any) -> Gradients:
-        """:func:`..tiled.tangents.tiled_second`."""
+    def along(
+        self, call: AttentionCall, config: AttentionConfig, saved: Results, along: AttentionCall, wanted: Wanted | None
+    ) -> tuple[Any, ...]:
+        """Derivatives along a direction: of the gradients ``wanted``, of out and of lse (:mod:`..tiled.tangents`)."""
+        given: dict[str, Any] = {"saved": saved, "along": along, "trim_masks": config.trim_masks}
+        run = functools.partial(tiled_tangent, call, **given)
+        rates = _within_memory(call, config, run, TiledStats(), backward=True)
+        if wanted is None:
+            return *[None] * 5, *rates
         budget = config.budget_mib
         if budget is None:
             budget = runtime_of(call.query.device).info.default_budget_bytes(backward=True) / MIB
-        run = functools.partial(tiled_second, call, **given, trim_masks=config.trim_masks)
-        return _within_memory(call, replace(config, budget_mib=budget / 2), run, TiledStats(), backward=True)
+        again = functools.partial(tiled_second, call, **given, rates=rates, wanted=wanted)
+        half = replace(config, budget_mib=budget / 2)
+        return *_within_memory(call, half, again, TiledStats(), backward=True)[:5], *rates
 
 
 class Rewritten(Route):
@@ -224,7 +228,7 @@ def _kind(call: AttentionCall, config: AttentionConfig, backward: bool, *asked: 
         query.dtype, query.shape, query.stride(), key.shape, key.stride(), value.shape, value.stride(),
         None if mask is None else (mask.dtype, mask.shape, isinstance(mask, Tensor) and mask.stride()),
         isinstance(mask, BlockRule) and mask.window, call.score_rule is None,
-        rule_bytes(call, backward=backward) if call.score_rule is not None or isinstance(mask, BlockRule) else None,
+        rule_bytes(call, backward=backward) if call.score_rule is not None or isinstance(mask, LazyMask) else None,
         call.num_heads, call.num_kv_heads, call.left, call.right, call.offset,
         call.dropout_p > 0, call.softcap is None, call.sinks is None, call.needs_mask_grad,
         config.budget_mib, config.q_block, config.kv_block, backward, *asked,

@@ -85,8 +85,8 @@ class Timings(Contest[CallKind]):
     """Our kernels timed against each other and against torch's. Made by ``runtime.part(Timings)``.
 
     Everything is timed at the first call of a kind, which takes some milliseconds, and never again on this machine with
-    the same card, torch and kernels; in a backward pass not before the next call outside of it. All answers may be
-    None: see :meth:`..contest.timing_table.Contest.find`; torch may refuse the timed call.
+    the same card, torch and kernels. In a backward pass the timing waits for the next call outside of it. All answers
+    may be None (:meth:`..contest.timing_table.Contest.find`), since torch may refuse the timed call.
     """
 
     kind_type = CallKind

@@ -1,8 +1,8 @@
 """Known faults of torch's fused kernels, as data: which calls each concerns, and a small call that shows it.
 
-A call that a fault concerns does not go to torch's function, as long as the torch that is installed shows the fault:
-the small call is made once per process, device, dtype of query and dtype of mask, when a call that needs to know comes
-first. A torch that is mended is therefore used again.
+A call that a fault concerns does not go to torch's function if the installed torch shows the fault. The small call is
+made once per process, device, dtype of query and dtype of mask, when the first call needs to know. A torch without the
+fault is therefore used again.
 
 A kernel that torch promises for a call and that then raises is not used again in this process for calls of its kind.
 """

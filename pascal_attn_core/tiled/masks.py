@@ -20,9 +20,9 @@ from .tiles import Ranges, even_ranges
 
 _DIAGONAL_TOKENS = 128  # a causal block's diagonal is cut into sub-blocks of this many query tokens
 
-# A float32 weight below 2^-150 is zero. With both scores inside +-60 bits a key whose bias lies this much (in natural
-# units, (60 + 60 + 150) * ln 2 = 187.2, rounded up) below the largest bias of its row therefore has weight zero; for
-# float64 the same with 2^-1075.
+# A float32 weight below 2^-150 is zero. A key whose bias lies (60 + 60 + 150) bits below the largest bias of its row
+# therefore has weight zero, if both scores are inside +-60 bits. In natural units that is 270 * ln 2 = 187.2, rounded
+# up; for float64 the same with 2^-1075.
 _SWALLOWS = 16.0  # a bias up to this costs a score no more digits than the scores themselves have lost
 NEGLIGIBLE = {torch.float32: 200.0, torch.float64: 840.0}
 

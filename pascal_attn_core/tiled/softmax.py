@@ -15,13 +15,13 @@ The rule is the caller's own (``score_mod`` of FlexAttention), if there is one.
 counted in bits (multiplied by log2 e), because exp2 is several times faster than exp on a CPU.
 
 **Bounded blocks** need no maximum. By Cauchy-Schwarz every score of a block obeys
-|s| <= |scale| * log2(e) * max|q_i| * max|k_j| =: bits. With bits <= 60, 2^s lies in [2^-60, 2^60]: it neither
-overflows nor underflows in float32, the sum of at most 2^31 of them stays below 2^91, and with |v| <= 2^(66 - log2 S)
-the sums in O stay below 2^126. Softmax does not depend on the number subtracted from the scores, and floating-point
-numbers have the same relative precision at every magnitude, so omitting the subtraction changes nothing but the
-rounding of s itself, which both forms share (values so small that 2^-60 times them underflows, below 1e-20, round to
-zero sooner). Four operators a tile remain: product, exp2, sum, product. Keys that a row must not see are set to zero
-after exp2; a row that sees none ends with l = 0.
+|s| <= |scale| * log2(e) * max|q_i| * max|k_j| =: bits. With bits <= 60, 2^s lies in [2^-60, 2^60]: it neither overflows
+nor underflows in float32. The sum of at most 2^31 of them stays below 2^91, and with |v| <= 2^(66 - log2 S) the sums in
+O stay below 2^126. Softmax does not depend on the number subtracted from the scores, and floating-point numbers have
+the same relative precision at every magnitude. So omitting the subtraction changes nothing but the rounding of s
+itself, which both forms share. Only values below 1e-20 round to zero sooner.
+Four operators a tile remain: product, exp2, sum, product. Keys that a row must not see are set to zero after exp2; a
+row that sees none ends with l = 0.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ from .products import LN_2, LOG2_E, TileProducts
 
 
 class Softmax:
-    """The state of some query rows, views that every tile updates in place: query ``[u, rows, D]``, row_sum (l)
-    ``[u, rows, 1]``, acc (O) ``[u, rows, Dv]``, and the codes that dropout is drawn by, ``[u, rows]`` or None."""
+    """The state of some query rows, in views that every tile updates in place: query ``[u, rows, D]``, row_sum (l)
+    ``[u, rows, 1]`` and acc (O) ``[u, rows, Dv]``. Dropout is drawn by codes ``[u, rows]``, or None."""
 
     def __init__(self, tile: TileProducts, query: Tensor, acc: Tensor, row_sum: Tensor, code: Tensor | None):
         self.tile, self.query, self.acc, self.row_sum, self.code = tile, query, acc, row_sum, code

@@ -20,7 +20,7 @@ by its second. Both passes are symmetric in what they are for: the gradient of <
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -32,21 +32,17 @@ from .masks import Rule
 from .plan import Walk
 
 
-class Tangents(NamedTuple):
-    """A direction, in the shapes of a call's inputs; None where it is zero."""
-
-    query: Tensor | None = None
-    key: Tensor | None = None
-    value: Tensor | None = None
-    mask: Tensor | None = None
-    sinks: Tensor | None = None
-
-
 @torch.no_grad()
 def tiled_tangent(
-    call: AttentionCall, walk: Walk, saved: Results, along: Tangents, *, trim_masks: bool = True
+    call: AttentionCall, walk: Walk, saved: Results, along: AttentionCall, *, trim_masks: bool = True
 ) -> tuple[Tensor, Tensor]:
-    """Derivatives of out and lse. ``walk``: planned with ``backward=True``, ``saved``: from any forward pass."""
+    """Derivatives of out and lse.
+
+    Args:
+        walk: planned with ``backward=True``.
+        saved: from any forward pass.
+        along: the call with a direction in the place of its tensors, each None where it is zero.
+    """
     assert saved.lse is not None
     out_dot, lse_dot = empty_output(call).zero_(), torch.zeros_like(saved.lse)
     if along.sinks is not None:
@@ -65,7 +61,7 @@ def tiled_second(
     walk: Walk,
     *,
     saved: Results,
-    along: Tangents,
+    along: AttentionCall,
     rates: Sequence[Tensor],
     wanted: Wanted,
     trim_masks: bool = True,
@@ -85,12 +81,14 @@ def tiled_second(
     return sums.result(sinks_gradient(call, saved, wanted, rates, along.sinks) if wanted.sinks else None)
 
 
-def _directions(call: AttentionCall, along: Tangents, rates: Sequence[Tensor]) -> tuple[dict[str, Any], dict[str, Any]]:
+def _directions(
+    call: AttentionCall, along: AttentionCall, rates: Sequence[Tensor]
+) -> tuple[dict[str, Any], dict[str, Any]]:
     """The tensors of both passes, per query and per key."""
     rows, keys = call.out_shape[:-1], (*call.batch, call.num_kv_heads, call.seq_len_kv)
     per_query: dict[str, Any] = dict(zip(("out_dot", "lse_dot"), rates))
     per_query["query_dot"] = _for_products(along.query, (*rows, call.head_dim))
-    per_query["mask_dot"] = None if along.mask is None else along.mask.expand((*rows, call.seq_len_kv))
+    per_query["mask_dot"] = None if along.attn_mask is None else along.attn_mask.expand((*rows, call.seq_len_kv))
     per_key = {"key_dot": _for_products(along.key, (*keys, call.head_dim))}
     per_key["value_dot"] = _for_products(along.value, (*keys, call.head_dim_v))
     return per_query, {name: t for name, t in per_key.items() if t is not None}

@@ -3,8 +3,8 @@
 A step works on ``units`` key/value heads x (``q_block`` query tokens x G query heads) rows x ``kv_block`` keys. What
 decides its speed:
 
-* Shape, not size. Both matrix products run at full speed on about 1024 rows x 512 keys; rows about twice the keys is
-  the best use of a given budget, since each step reads the keys' slice of K and V once for all its rows.
+* Shape, not size. Both matrix products run at full speed on about 1024 rows x 512 keys. Twice as many rows as keys is
+  the best use of a budget, since each step reads its slice of K and V once for all its rows.
 * CPU: the scores of a step should stay in a cache, and one unit at a time does that until a step gets so small that
   the cost of calling operators shows. In which cache differs from machine to machine: see :func:`_cpu_tile`.
 * GPU: an operator in eager PyTorch costs some microseconds to launch, so a step must be large (millions of scores),
@@ -186,9 +186,9 @@ _SMALL_STEP = 1 << 17  # scores; below it the operators' call cost shows, and un
 def _cpu_tile(info: DeviceInfo) -> tuple[int, int]:
     """Query rows and keys of a tile on a CPU, for calls that have as many of both.
 
-    A large tile is best for the matrix products, and its scores pass through a cache that several cores share. Where
-    half of a core's own second-level cache (the other half is for Q, K, V and the sums) holds the scores of a tile that
-    both products still run well on, with 2 MiB and more, that one is taken.
+    A large tile is best for the matrix products, and its scores pass through a cache that several cores share. A core's
+    own second-level cache is taken if it has 2 MiB or more. Half of it then holds the scores of a tile on which both
+    products still run well; the other half is for Q, K, V and the sums.
     """
     if info.core_l2_bytes < 2 * _LARGE_L2:
         return _LARGE

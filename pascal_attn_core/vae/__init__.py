@@ -7,8 +7,8 @@
 The VAE's own ``forward`` runs on a tensor that records the operators applied to it (:mod:`.banded`). Convolutions are
 computed range by range, including the neighbouring rows that each range depends on; group norms gather their sums over
 all ranges before they are applied; attention takes this package's routes. Between two layers a tensor is kept on the
-device if it fits, else in host memory. Before the first run with a given VAE, dtype and kind of input a small input is
-computed both ways; if the two do not agree to rounding, the VAE runs as if it had not been patched, and the report says
+device if it fits, else in host memory. Before the first run with a given VAE, dtype and kind of input, a small input is
+computed both ways. If the two do not agree to rounding, the VAE runs as if it had not been patched, and the report says
 so.
 """
 

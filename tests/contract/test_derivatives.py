@@ -12,7 +12,7 @@ from torch.autograd import forward_ad
 from torch.func import grad, hessian, jacfwd, jacrev, jvp, linearize, vmap
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from pascal_attn_core import AttentionConfig, UnsupportedAttention, explain, patch_sdpa, sdpa, sdpa_with_lse
+from pascal_attn_core import AttentionConfig, LazyMask, UnsupportedAttention, explain, patch_sdpa, sdpa, sdpa_with_lse
 from pascal_attn_core.flash_attn import flash_attn_varlen_func
 from pascal_attn_core.flex import flex_attention
 from pascal_attn_core.machine.device import MIB
@@ -173,14 +173,15 @@ def test_third_derivatives_and_tangents_of_tangents_are_those_of_math(config: At
     torch.manual_seed(0)
     query, mask, sinks = _random(1, 2, 6, 3), _random(6, 6), _random(2)
 
-    def thrice(config: AttentionConfig) -> tuple[Tensor, ...]:
+    def repeated(config: AttentionConfig, more: int) -> tuple[Tensor, ...]:
         leaves = [t.clone().requires_grad_() for t in (query, mask, sinks)]
         found = sdpa(leaves[0], leaves[0], leaves[0], leaves[1], sinks=leaves[2], softcap=1.5, config=config)
-        for _ in range(2):
+        for _ in range(more):
             found = sum(g.square().sum() for g in torch.autograd.grad(found.square().sum(), leaves, create_graph=True))
         return torch.autograd.grad(found, leaves)
 
-    torch.testing.assert_close(thrice(config), thrice(MATH), rtol=1e-9, atol=1e-9)
+    for more in (2, 3):
+        torch.testing.assert_close(repeated(config, more), repeated(MATH, more), rtol=1e-9, atol=1e-9)
     if config is TILED:
         with pytest.raises(UnsupportedAttention, match="third derivatives, and tangents of tangents"):
             jvp(lambda y: jvp(lambda x: sdpa(x, x, x, config=config), (y,), (y,))[1], (query,), (query,))
@@ -230,6 +231,21 @@ def test_graphs_of_operators_hold_for_other_values(name: str) -> None:
     for attend in doors:
         function = RECORDED[name](attend, query)
         torch.testing.assert_close(make_fx(function)(query + 1)(30 * query), function(30 * query))
+
+
+def test_a_recorded_graph_has_gradients_itself() -> None:
+    query = _random(1, 2, 19, 4).requires_grad_()
+    function = grad(_loss(lambda x: sdpa(x, x, x, config=TILED)))
+    found, expected = (torch.autograd.grad(f(query).sum(), query) for f in (make_fx(function)(query), function))
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+
+
+def test_a_rule_that_is_not_registered_is_recorded_in_a_derivative_only() -> None:
+    query, mask = _random(1, 2, 6, 4), LazyMask((1, 1, 6, 6), lambda b, h, i, j: i >= j, device="cpu")
+    function = grad(_loss(lambda x: sdpa(x, x, x, mask)))
+    torch.testing.assert_close(make_fx(function)(query)(3 * query), function(3 * query))
+    with pytest.raises(TypeError, match="under make_fx mask_rule must register the rule"):
+        make_fx(lambda x: sdpa(x, x, x, mask))(query)
 
 
 @at_night

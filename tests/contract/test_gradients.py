@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from pascal_attn_core import AttentionConfig, LazyMask, sdpa
+from pascal_attn_core.flex import flex_attention
 from pascal_attn_core.reference import reference_sdpa
 
 TILED = AttentionConfig(route="tiled")
@@ -137,6 +138,21 @@ def test_a_graph_of_the_gradients_that_nobody_uses(kind: str, name: str) -> None
     actual = torch.autograd.grad(out, leaves, grad_out, create_graph=True)
     assert all(torch.equal(a, e) for a, e in zip(actual, expected))
     assert all(a.requires_grad for a in actual)
+
+
+@pytest.mark.parametrize("kind", ["plain", "score_mod"])
+def test_many_gradients_at_once_by_vmap(kind: str) -> None:
+    leaves = _three()
+    out = sdpa(*leaves, config=CONFIGS["tiled"])
+    if kind == "score_mod":
+        out = flex_attention(*leaves, lambda score, b, h, i, j: score * 1.5 + h + (i - j) * 0.1)
+    grad_outs = torch.randn(3, *out.shape, dtype=out.dtype)
+
+    def gradients(grad_out: Tensor) -> tuple[Tensor, ...]:
+        return torch.autograd.grad(out, leaves, grad_out, retain_graph=True)
+
+    expected = [torch.stack(each) for each in zip(*map(gradients, grad_outs))]
+    torch.testing.assert_close(torch.func.vmap(gradients)(grad_outs), tuple(expected), rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("create_graph", [False, True])

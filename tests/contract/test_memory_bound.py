@@ -7,12 +7,13 @@ from itertools import accumulate
 
 import pytest
 import torch
-from attn_support.randomness import seeds
+from attn_support.randomness import at_night, seeds
 from attn_support.table import MASKS
 from torch import Tensor
 
-from pascal_attn_core import AttentionConfig, LazyMask, sdpa
+from pascal_attn_core import AttentionConfig, LazyMask, create_block_mask, flex_attention, sdpa
 from pascal_attn_core.call import AttentionCall, check_call
+from pascal_attn_core.flash_attn import flash_attn_func
 from pascal_attn_core.machine.device import device_info
 from pascal_attn_core.observe.memory import Measurement, measure
 from pascal_attn_core.routes.tiled import TiledRoute
@@ -100,6 +101,82 @@ def test_the_backward_pass_takes_no_byte_more_than_planned(seed: int, device: st
     assert plan.extra_bytes <= (6.5 if config.budget_mib is None else config.budget_mib) * MIB
     measured = _backward(call, config)
     assert measured.extra_bytes <= plan.extra_bytes + _float32_sums(call, plan)
+
+
+def _score_mods(heads: int, length: int, keys: int) -> dict[str, Callable | None]:
+    """Rules as models have them. Tensors that they read are learned."""
+    distances = torch.randn(heads, length + keys, requires_grad=True)
+    of_keys = torch.randn(keys, requires_grad=True)
+    return {
+        "none": None,
+        "alibi": lambda s, b, h, i, j: s + (j - i) * torch.exp2(-((h + 1) * 8.0 / heads)),
+        "softcap": lambda s, b, h, i, j: 20 * torch.tanh(s / 20),
+        "distances": lambda s, b, h, i, j: s + distances[h, i - j + keys],
+        "of keys": lambda s, b, h, i, j: s * torch.sigmoid(of_keys[j]),
+        "many steps": lambda s, b, h, i, j: torch.where((i + j) % 3 == 0, s.sin().cos() * s.exp().log1p(), s),
+    }
+
+
+def _mask_mods(heads: int, length: int, keys: int) -> dict[str, Callable | None]:
+    documents, shifts = torch.arange(max(length, keys)) // 290, torch.arange(heads) * 100
+    near = lambda i, j, step: (i // step % 40 - j // step % 40).abs() <= 7  # noqa: E731
+    return {
+        "none": None,
+        "causal": lambda b, h, i, j: i >= j,
+        "window": lambda b, h, i, j: (i - j).abs() <= 300,
+        "documents": lambda b, h, i, j: documents[i] == documents[j],
+        "dilated": lambda b, h, i, j: (i - j) % 3 == 0,
+        "of heads": lambda b, h, i, j: i - j >= shifts[h],
+        "neighbourhood": lambda b, h, i, j: near(i, j, 1) & near(i, j, 40),
+    }
+
+
+@pytest.mark.parametrize("heads", [4, 8])
+@pytest.mark.parametrize("own", [False, True])
+def test_what_the_rule_of_a_lazy_mask_takes_counts(heads: int, own: bool) -> None:
+    """ALiBi of flash-attn, and a mask with a rule of its own that takes many steps."""
+    leaves = [torch.randn(1, heads, 900, 40) for _ in range(3)]
+
+    def rule(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        return ((i - j).abs() % (h + 3)).double().sin().cos().float()
+
+    def attend(*given: Tensor) -> Tensor:
+        if own:
+            return sdpa(*given, LazyMask((1, heads, 900, 900), rule, device="cpu"))
+        return flash_attn_func(*(t.transpose(1, 2) for t in given), alibi_slopes=torch.ones(heads))
+
+    assert measure(attend, *leaves).extra_bytes <= 4 * MIB
+    leaves = [t.requires_grad_() for t in leaves]
+    out = attend(*leaves)
+    found = measure(lambda grad: torch.autograd.grad(out, leaves, grad), torch.ones_like(out))
+    assert found.extra_bytes <= 6.5 * MIB
+
+
+@at_night
+@pytest.mark.parametrize("seed", seeds(30))
+def test_large_calls_with_rules_keep_the_default_budget_in_both_passes(seed: int) -> None:
+    """Beside it there are the float32 sums of 16-bit gradients, and what a gradient of a tensor that a rule reads takes
+    whatever the tile."""
+    rng = random.Random(seed)
+    torch.manual_seed(seed)
+    groups, kv_heads = rng.choice((1, 1, 2, 4)), rng.choice((1, 2, 3))
+    heads, length, keys, width = groups * kv_heads, *(rng.randrange(600, 1600) for _ in "LS"), rng.choice((40, 64, 128))
+    dtype = rng.choice((torch.float32, torch.float32, torch.float16, torch.bfloat16))
+    leaves = _inputs((1, heads, kv_heads, length, keys, width, width), "cpu", dtype)
+    if rng.random() < 0.4:
+        leaves = [t.transpose(1, 2).contiguous().transpose(1, 2) for t in leaves]
+    score_mod = rng.choice([*_score_mods(heads, length, keys).values()])
+    mask_mod = rng.choice([*_mask_mods(heads, length, keys).values()])
+    block = rng.choice((64, 128, (48, 128), 300))
+    blocks = mask_mod and create_block_mask(mask_mod, None, heads, length, keys, device="cpu", BLOCK_SIZE=block)
+    attend = lambda *given: flex_attention(*given, score_mod, blocks, enable_gqa=True)  # noqa: E731
+    assert measure(attend, *leaves).extra_bytes <= 4 * MIB
+    leaves = [t.requires_grad_() for t in leaves]
+    out = attend(*leaves)
+    found = measure(lambda grad: torch.autograd.grad(out, leaves, grad), torch.ones_like(out)).extra_bytes
+    sums = sum(t.numel() for t in leaves[1:]) * 4 if dtype in (torch.float16, torch.bfloat16) else 0
+    learned = 2 * 4 * heads * (length + keys)
+    assert found <= 6.5 * MIB + sums + learned
 
 
 @pytest.mark.parametrize("masked", [False, True])

@@ -81,8 +81,8 @@ class Compilation:
 
 @dataclass(frozen=True)
 class DtypeVariant(Compilation):
-    """A text for one dtype, on NVIDIA's devices: linear layers in 8-bit integers, whose functions round rows of x of
-    that dtype and write outputs of that dtype, or the expansions of all GGUF formats with arithmetic in it."""
+    """A text for one dtype, on NVIDIA devices. It holds linear layers in 8-bit integers, which read x and write
+    outputs in that dtype, or the expansions of all GGUF formats, which compute in it."""
 
     kind: str
     dtype: str

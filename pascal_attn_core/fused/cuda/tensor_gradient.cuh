@@ -52,7 +52,11 @@ INLINE Place find_place(const Params& p, int z) {
     Place at;
     at.b = z + p.first_batch;
     const Sequence s = sequence_at(p, at.b);
-    at.head = blockIdx.y;
+    // Under a causal rule the tiles with the most columns go first, those of all heads: the last queries, the first keys.
+    const bool is_causal = s.band.high < s.lk;
+    const int block = (int)(blockIdx.y * gridDim.x + blockIdx.x), heads = (int)gridDim.y;
+    const int tile = is_causal ? block / heads : (int)blockIdx.x;
+    at.head = is_causal ? block - tile * heads : (int)blockIdx.y;
 #if PA_PACKED
     at.first_q = p.cu_q[at.b];
     at.first_k = p.cu_k[at.b];
@@ -60,15 +64,13 @@ INLINE Place find_place(const Params& p, int z) {
     at.first_q = at.first_k = 0;
 #endif
 #if PA_KEYS
-    at.row0 = ((int)blockIdx.x + p.first_tile) * PA_BR;
+    at.row0 = (tile + p.first_tile) * PA_BR;
     at.rows = s.lk - at.row0;
     at.length = s.lq;
     at.low = -s.band.high;
     at.high = -s.band.low;
 #else
-    // Under a causal rule the last tiles have the most keys: they go first.
-    const int tile = s.band.high < s.lk ? (int)(gridDim.x - 1 - blockIdx.x) : (int)blockIdx.x;
-    at.row0 = (tile + p.first_tile) * PA_BR;
+    at.row0 = ((is_causal ? (int)gridDim.x - 1 - tile : tile) + p.first_tile) * PA_BR;
     at.rows = s.lq - at.row0;
     at.length = s.lk;
     at.low = s.band.low;

@@ -5,8 +5,8 @@
     y = fma(float(sum of code q) d, a, y), then y = fma(e, a sum of codes, y)       for each 32 columns, in their order
 
 The sums are whole numbers. Where a scale holds for 16 columns, both products of 32 are added as the kernel does it:
-``v = fma(t0, d0, -M (d0 + d1))`` and ``v = fma(t1, d1, v)`` with ``M = 1.5 2^23`` and t = M + sum, which errs by at
-most 0.75 d1 / UNITS[format]; and blocks 1 and 2 of four are exchanged in Q6_K, which has both in the same bytes.
+``v = fma(t0, d0, -M (d0 + d1))`` and ``v = fma(t1, d1, v)`` with ``M = 1.5 2^23`` and t = M + sum. The error is at most
+0.75 d1 / UNITS[format]. In Q6_K blocks 1 and 2 of four are exchanged, since the same bytes hold both.
 """
 
 from __future__ import annotations

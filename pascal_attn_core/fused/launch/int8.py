@@ -24,9 +24,9 @@ _MOST_BATCHES = 65535  # a grid's third dimension
 def int8_launches(call: AttentionCall, plan: Plan, out: Tensor, lse: Tensor | None = None) -> list[Launch]:
     """The launches that write out ``[*batch, Hq, L, Dv]`` and, where given, lse ``[*batch, Hq, L]``.
 
-    Extra memory: a mask's bits, and for each row of Q, K and V its head_dim in the table and 4 to 8 bytes, of as many
-    heads at a time as 64 MiB hold, at least one head of K and V with its heads of Q. For a moment also a copy of
-    these heads of K or V, where batch and heads are not one dimension of theirs.
+    Extra memory: the bits of a mask, and for each row of Q, K and V its head_dim in the table and 4 to 8 bytes. The
+    heads are computed in slices that fit 64 MiB, of at least one head of K and V with its heads of Q. Where the batch
+    and heads of K or V are not one dimension, a slice of it is copied for a moment.
     """
     view = view_of(call, out, *(() if lse is None else (lse,)))
     mask = _MaskTiles.of(call, plan.forward, view)

@@ -1,7 +1,7 @@
-"""The definition of attention in 8-bit integers in PyTorch operators: the integers of the kernels, and on
-a CPU the same roundings of float32 in the same order, so that every word, scale and output has the same bits (with the
-``exp2`` and ``log2`` of the emulator; a card's differ in their last bits). How and why is said in
-``fused/cuda/int8_pack.cuh``."""
+"""The definition of attention in 8-bit integers in PyTorch operators. It computes with the integers of the kernels,
+and on a CPU rounds float32 as they do, in the same order. So every word, scale and output has the same bits with the
+``exp2`` and ``log2`` of the emulator; those of a card differ in their last bits. ``fused/cuda/int8_pack.cuh`` says how
+and why."""
 
 from __future__ import annotations
 

@@ -231,8 +231,9 @@ def _fullness(rows: int, tile_rows: int) -> float:
 
 # ---- on tensor cores -------------------------------------------------------------------------------------------------
 
-# Of the kernel for few query rows in units of the wide one's, on a full card: a warp that has one tile of 16 rows reads
-# twice as much of shared memory for each product as one that has two. And of one block alone on its multiprocessor.
+# The speed of the kernel for few query rows in units of that of the wide one, on a full card. A warp with one tile of
+# 16 rows reads twice as much shared memory for each product as one with two. The second number: one block alone on its
+# multiprocessor.
 _SMALL_SPEED, _ALONE = 0.65, 0.6
 # Of the kernel that lists its blocks in units of the wide one's, with masks, whose places and bits take registers:
 # python -m tools.models.tensor --kinds tensor tensor_even --mask bool. Without a mask it is as fast.
@@ -336,8 +337,8 @@ def _fastest(shape: Shape, wide: Variant, small: Variant, even: Variant, num_sms
 
 @functools.lru_cache(maxsize=1024)
 def tensor_splits(shape: Shape, wide: AnyGeometry, own: AnyGeometry, num_sms: int) -> tuple[int, float]:
-    """Into how many ranges the keys are cut by the kernel for few query rows, whose tiles hold the queries of all heads
-    of a group (0 = the wide kernel takes the call), and the cost of that, see :func:`_busiest`."""
+    """Return the number of ranges into which the kernel for few query rows cuts the keys, and the cost of that
+    (:func:`_busiest`). Its tiles hold the queries of all heads of a group. 0 ranges: the wide kernel takes the call."""
     heads = shape.batch * shape.heads
     best, chosen = _busiest(_keys_met(shape, wide, 1), heads, 1, wide, num_sms), 0
     units, met = heads // shape.groups, _keys_met(shape, own, shape.groups)

@@ -24,9 +24,9 @@ from ..geometry.tensor import MOST_PIECES
 
 _MOST_PARTS, _MOST_SLOTS, _MOST_TILES, _MOST_KEY_TILES = 15, 1 << 12, 1 << 12, 0xFFFF  # that the words of a piece hold
 _LEAST = 2  # tiles of keys of a part
-# What a part costs, in keys that its block could multiply meanwhile. Writing or reading the sums of a row takes
-# 4 (D + 2) bytes of the 300 GB/s of a T4's memory, of which a multiprocessor has a fortieth; a key 4 D flop of the 56
-# TFLOP/s that the kernel reaches there: as long as 190 keys, for any D. As if nothing stayed in the L2 cache.
+# What a part costs, in keys that its block could multiply meanwhile. Writing or reading the sums of a row moves 4 (D +
+# 2) bytes, at a fortieth of the 300 GB/s of a T4's memory for each multiprocessor. A key takes 4 D flop, of the 56
+# TFLOP/s that the kernel reaches there. So a part costs 190 keys for any D, if nothing stays in the L2 cache.
 PART_KEYS = 192
 # And a block that begins a further part: its rows of Q are 2 D bytes each, and it waits for its first keys.
 START_KEYS = 96
@@ -104,8 +104,8 @@ def part_floats(rows: int, head_dim: int) -> int:
 
 @functools.lru_cache(maxsize=1024)
 def distribute(sizes: tuple[int, ...], units: int, cols: int, places: int) -> Pieces | None:
-    """The blocks for ``units`` heads, each with row tiles that meet ``sizes`` tiles of ``cols`` keys, on a card that
-    holds ``places`` blocks at a time; None where no cut is worth it, or the parameters of a launch do not hold them."""
+    """Return the blocks for ``units`` heads, each with row tiles that meet ``sizes`` tiles of ``cols`` keys, on a card
+    that holds ``places`` blocks at a time. None: no cut is worth it, or the parameters of a launch do not hold them."""
     number, longest = len(sizes) * units, max(sizes, default=0)
     whole = 0
     if number * longest == units * sum(sizes):  # equal ones: all but the last round and what is left over

@@ -1,6 +1,6 @@
-"""The last rows of a call on AMD's cards. Blocks of one size come in rounds, as many at a time as the card holds. Where
-the last round would leave most of the card idle, the rows of its blocks are taken from the call, the same number of
-every head, and their keys are cut into ranges, which the card computes together and then joins."""
+"""The last rows of a call on AMD cards. Blocks of one size run in waves, as many at a time as the card holds. The last
+wave often leaves most of the card idle. Its rows, the same number from every head, are therefore split along the keys:
+several blocks compute partial results of one row, which are then merged."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ MAX_RANGES = 16
 MAX_PART_BYTES = 16 << 20  # that the parts may take before they are joined
 # What a block costs beside its tiles of keys, and what the two further launches cost, in tiles of a full unit.
 _START, _LAUNCHES = 0.5, 1.0
-# A unit with one of r blocks takes this share of the time of r, and linearly more with more (tools/models/amd.py:
-# 0.59 for one of two on gfx906, 0.38, 0.57 and 0.77 for one, two and three of four on gfx1030).
+# A unit with one of r blocks takes this share of the time of r, and linearly more with more. tools/models/amd.py finds
+# 0.59 for one of two on gfx906, and 0.38, 0.57 and 0.77 for one, two and three of four on gfx1030.
 _ALONE = 0.2
 # Multiply-adds of float16 in the time in which memory gives a byte, by the figures of an MI50 (26.5 TFLOP/s, 1 TB/s).
 _PER_BYTE = 13

@@ -174,9 +174,9 @@ class Trials:
             return (refused or self._why_not_now(family) or self._try(family, missing)) if missing else ""
 
     def ask_early(self, make_room: Callable[[int], object]) -> str:
-        """Try what ships before any call asks, where nothing is known of it on this machine: a host does so while its
+        """Try what ships before any call asks, if nothing is known of it on this machine. A host does so while its
         models are not on the device yet; ``make_room`` asks the host for this many bytes of free memory. Returns why
-        the kernels of exact attention are left off, as far as that is known; "" = they are not."""
+        the kernels of exact attention are left off, as far as that is known, or an empty text."""
         with self._lock:
             if self.is_trusted:
                 return ""

@@ -17,7 +17,7 @@ from attn_support.randomness import seeds, some, times
 from pascal_attn_core.fused.code import prebuilt
 from pascal_attn_core.fused.code.compilation import Compilation, GgufLinearVariant
 from pascal_attn_core.fused.code.kinds import ALL_KINDS, TABLE
-from pascal_attn_core.fused.code.source import FOLDER, Variant, digest, gguf_linear_variants
+from pascal_attn_core.fused.code.source import DTYPES, FOLDER, Variant, digest, gguf_linear_variants
 from pascal_attn_core.fused.gpu import nvrtc
 from tools.models.sass import maxwell, sections
 from tools.models.shares import gguf_share, linear_share, packing, share
@@ -74,12 +74,17 @@ def test_ptxas_says_what_the_table_says(place: int) -> None:
         assert abs(now - then) <= 8, f"{name} sm_{arch}: {now} registers, {then} in the table"
 
 
-def test_the_table_has_every_variant_on_every_architecture_and_none_spills_or_needs_too_much() -> None:
+# Three blocks on a multiprocessor were measured to be faster than two that do not spill: geometry/plain.txt.
+_SPILL = {Variant("grad_key_value", 64, dtype).name for dtype in DTYPES}
+
+
+def test_the_table_has_every_variant_on_every_architecture_and_none_spills_unasked_or_needs_too_much() -> None:
     cells = {(name, arch): cell for name, row in tool.read_table().items() for arch, cell in row.items()}
     assert cells.keys() == {(v.name, arch) for v in tool.every_variant() for arch in tool.archs_of(v)}
     for where, cell in cells.items():
         functions, shared = tool.read_cell(cell)
-        assert all(spilled == 0 and registers <= 255 for registers, spilled in functions), where
+        most = 320 if where[0] in _SPILL else 0
+        assert all(spilled <= most and registers <= 255 for registers, spilled in functions), where
         assert shared <= 48 << 10, where
 
 
