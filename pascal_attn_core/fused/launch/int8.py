@@ -25,8 +25,8 @@ def int8_launches(call: AttentionCall, plan: Plan, out: Tensor, lse: Tensor | No
     """The launches that write out ``[*batch, Hq, L, Dv]`` and, where given, lse ``[*batch, Hq, L]``.
 
     Extra memory: the bits of a mask, and for each row of Q, K and V its head_dim in the table and 4 to 8 bytes. The
-    heads are computed in slices that fit 64 MiB, of at least one head of K and V with its heads of Q. Where the batch
-    and heads of K or V are not one dimension, a slice of it is copied for a moment.
+    heads are computed in slices that fit 64 MiB, of at least one head of K and V with its heads of Q. The K or
+    V of a slice is copied to float32 for a moment.
     """
     view = view_of(call, out, *(() if lse is None else (lse,)))
     mask = _MaskTiles.of(call, plan.forward, view)

@@ -102,9 +102,9 @@ def shifts(call: AttentionCall, view: View, table_dim: int) -> tuple[Tensor, Ten
         mean_key, mean_value = (t.mean(dim=-2, dtype=torch.float32) for t in view[1:3])
     else:
         shares = live / live.sum(dim=-1, keepdim=True).clamp_min(1)
-        mean_key, mean_value = ((shares.to(t.dtype)[..., None, :] @ t).squeeze(-2).float() for t in view[1:3])
+        mean_key, mean_value = ((shares[..., None, :] @ t.float()).squeeze(-2) for t in view[1:3])
     mean_query = view.query.unflatten(1, (-1, call.groups)).mean(dim=(2, 3), dtype=torch.float32)
-    scores = (view.key @ (mean_query * call.scale).to(view.key.dtype)[..., None]).squeeze(-1)
+    scores = (view.key.float() @ mean_query[..., None]).squeeze(-1)
     top = (scores if live is None else scores.masked_fill(~live, -math.inf)).argmax(dim=-1)
     own = view.value.take_along_dim(top[..., None, None], dim=2).squeeze(2).float()
     wide = _rotated(torch.nn.functional.pad(mean_value - own, (0, table_dim - own.shape[-1])))
