@@ -68,16 +68,8 @@ class MathRoute(Route):
     def thirds(
         self, call: AttentionCall, along: Sequence[Any], outer: Sequence[Any], grads: Sequence[Any]
     ) -> list[Any]:
-        """Gradients of the second derivatives of a call, through its score matrix.
-
-        Args:
-            along: the direction of these, in the shapes of query, key, value, mask and sinks; None where it is zero.
-            outer: the gradients of out and of lse, or None.
-            grads: those of the derivatives along the direction of the gradients of the five inputs, of out and of lse,
-                or None.
-        Returns:
-            The gradients of the five inputs, of ``along`` and of ``outer``.
-        """
+        """Return the gradients of the five inputs, of the direction ``along`` and of the gradients ``outer`` of out and
+        lse, through the score matrix, from those of the results of :class:`.derivatives.DirectionFunction`."""
         if call.dropout_p:
             raise RuntimeError(
                 "third derivatives must be taken without dropout, got one whose coins only the tiles know"
@@ -89,7 +81,7 @@ class MathRoute(Route):
         with torch.enable_grad(), without_autocast(call.query):
             # Each a tensor of its own, since two may be one tensor.
             own = [t.view_as(t).requires_grad_() if _is_float(t) else t for t in given]
-            results = self.forward(call.with_tensors(*own[:5]), None, None, with_lse=True)  # type: ignore[arg-type]
+            results = self.forward(call.with_tensors(*own[:5]), AttentionConfig(), None, with_lse=True)
             first = _pulled(results[:2], own[10:], own[:5])
             second = _pulled(first, own[5:10], own[:5] + own[10:])
             return _pulled(second, grads, own, create_graph=more)
