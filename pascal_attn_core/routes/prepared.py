@@ -229,7 +229,7 @@ def again(
     Raises:
         TypeError, ValueError: torch's function has refused the call, for this reason.
     """
-    if report.observers or report.active or type(config) is not AttentionConfig:
+    if report.active or type(config) is not AttentionConfig:
         return None, None
     kind = kind_of(config, (query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa))
     if kind is None:

@@ -25,7 +25,7 @@ FLOORS: list[set[str]] = [
     {"contest"},
     {"routes"},
     {"attention", "gguf"},
-    {"capture", "flex", "sdpa_patch", "compat", "attention_map", "flash_attn", "parallel", "vae", "int8"},
+    {"flex", "sdpa_patch", "compat", "attention_map", "flash_attn", "parallel", "vae", "int8"},
     {"diffusers", "transformers", "selftest", "layers", "stand_ins"},
     {"auto", ""},
     {"nodes/comfy"},
@@ -45,10 +45,9 @@ HOSTS: dict[str, set[str]] = {
         for name in ("comfy", "comfy_execution", "comfy_kitchen", "comfyui_version", "folder_paths", "server")
     },
     "PIL": {"nodes", "cli"},
-    "safetensors": {"capture", "cli"},
     "numpy": {"nodes", "cli"},
     "matplotlib": {"plots", "cli"},
-    **{name: set() for name in ("triton", "accelerate", "peft", "xformers", "flash_attn", "gguf")},
+    **{name: set() for name in ("triton", "accelerate", "peft", "xformers", "flash_attn", "gguf", "safetensors")},
 }
 FILES = sorted(path.relative_to(ROOT) for top in TOPS for path in (ROOT / top).rglob("*.py"))
 

@@ -413,31 +413,10 @@ def test_a_process_for_kernels_that_does_not_get_far_is_not_begun_again_and_agai
     assert (outcome.state, outcome.summary) == (FAILED, "exit status 1: no memory")
 
 
-def test_a_sweep_goes_on_behind_a_candidate_that_ends_its_process(tmp_path: Path) -> None:
-    program = """
-from tools.gpu import told
-folder = told.Path(arguments[arguments.index("--told") + 1])
-teller, known = told.Teller(folder, "share-1"), told.read(folder)
-teller.tell(collected=2)
-result = {"job": "b", "shipped_note": "", "shipped": "", "best": "", "shipped_seconds": 1.0, "best_over_shipped": 1.0}
-if "candidate" not in known.ended:
-    teller.begin("candidate", 9.0, is_extra=True)
-    raise SystemError("a fault")
-teller.tell(test="b", outcome="passed", seconds=1.0, result=result)
-"""
-    before = {"known": [{"test": "a", "outcome": "passed", "seconds": 1.0}]}
-    env = {**os.environ, "PYTHONPATH": str(ROOT)}
-    outcome = BY_NAME["sweep"].run(_job(tmp_path, program, before=before, env=env))
-    assert (outcome.state, outcome.summary) == (RIGHT, "2 passed, 1 skipped")
-    assert outcome.figures["skipped"] == {"it has ended its process: exit status 1": 1}
-    assert len(outcome.table) == 2
-    assert [line["test"] for line in outcome.figures["known"]] == ["a", "candidate", "b"]
-
-
-# Seconds that the parts need on a card beside an old processor. Tests and sweep go on where they were.
+# Seconds that the parts need on a card beside an old processor. Tests go on where they were.
 _NEEDED = {"variants": 2500.0, "selftest": 90.0, "tests": 3500.0, "bench-forward": 100.0,
-           "bench-backward": 100.0, "bench-linear": 100.0, "timed-tests": 10.0, "demo": 60.0, "sanitizer": 0.0,
-           "sweep": 1500.0}  # fmt: skip
+           "bench-backward": 100.0, "bench-linear": 100.0, "timed-tests": 10.0, "demo": 60.0,
+           "sanitizer": 0.0}  # fmt: skip
 
 
 def test_it_takes_nine_minutes_however_slow_the_card_is(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -464,7 +443,7 @@ def test_it_takes_nine_minutes_however_slow_the_card_is(monkeypatch: pytest.Monk
             needed = job.before.get("left", _NEEDED[part.name])
             took = min(needed, max(0.0, job.left))
             clock.now += took
-            left = needed - took if part.name in ("variants", "tests", "sweep") or took == needed else needed
+            left = needed - took if part.name in ("variants", "tests") or took == needed else needed
             return Outcome(UNFINISHED if left else RIGHT, "", {"left": left})
 
         return dataclasses.replace(part, run=run)
