@@ -1,29 +1,30 @@
 """This prints what a call costs the host: our own microseconds in the second call of each kind.
 
-python tools/call_cost.py [--on cpu fake] [--rounds N]        one thread, CPU time, fastest rounds
+python tools/call_cost.py [--on cpu fake card] [--rounds N]   one thread, CPU time, fastest rounds
 
 On a CPU torch's function is replaced by one that returns a tensor that is there: what is left is ours. On fake cards, a
 GTX 1080 Ti and a T4 on which nothing is executed, the time within the stand-in for the driver is taken off, and what
-autograd takes for a function that computes nothing.
+autograd takes for a function that computes nothing. On a card that is here the driver's own time is in it.
 """
 
 from __future__ import annotations
 
 import argparse
+import copy
 import functools
 import itertools
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
-from pascal_attn_core import AttentionConfig, sdpa
+from pascal_attn_core import AttentionConfig, UnsupportedAttention, patch_ffn, sdpa
 from pascal_attn_core.diffusers.redirect import FUNCTIONAL, SdpaRedirect, this_thread
 from pascal_attn_core.patching import interception
 from pascal_attn_core.sdpa_patch import patch_sdpa
@@ -69,10 +70,9 @@ def cost(case: Case, rounds: int, spent: Callable[[], float] = lambda: 0.0, begi
     return min(ours) - min(others)
 
 
-def _tensors(
-    dtype: torch.dtype, heads: int, kv_heads: int, tokens: int, head_dim: int, *, grad: bool = False
-) -> list[Any]:
-    return [torch.randn(1, of, tokens, head_dim, dtype=dtype, requires_grad=grad) for of in (heads, kv_heads, kv_heads)]
+def _tensors(dtype: torch.dtype, heads: int, kv_heads: int, tokens: int, head_dim: int, **options: Any) -> list[Any]:
+    shapes = [(1, of, tokens, head_dim) for of in (heads, kv_heads, kv_heads)]
+    return [torch.randn(shape, dtype=dtype, **options) for shape in shapes]
 
 
 def _decoding(tensors: list[Tensor], function: Callable[..., Any], **options: Any) -> Run:
@@ -123,7 +123,7 @@ def on_cpu() -> Iterator[Case]:
         "long": (long, {}),
         "long, causal": (long, {"is_causal": True}),
         "long, GQA": (floats(4, 2, 1100, 8), {"enable_gqa": True}),
-        "long, gradients": (floats(4, 4, 1100, 8, grad=True), {}),
+        "long, gradients": (floats(4, 4, 1100, 8, requires_grad=True), {}),
         "padding mask": (long, {"attn_mask": torch.ones(1, 1, 1, 1100, dtype=torch.bool)}),
         "rows with gaps, their copies included": ([t.mT.contiguous().mT for t in long], {}),
     }
@@ -134,6 +134,10 @@ def on_cpu() -> Iterator[Case]:
         yield Case(f"{name}: sdpa", call(sdpa), beside, within)
         yield Case(f"{name}: the switch", call(_by_name), beside, functools.partial(_switched, out))
         yield Case(f"{name}: a processor", call(_by_processor), beside, within)
+    leaves, torchs = floats(4, 4, 64, 8, requires_grad=True), interception.TORCH_SDPA
+    for name, function in (("sdpa", sdpa), ("the switch", _by_name)):
+        run, within = _with_gradients(function, leaves), nullcontext if function is sdpa else patch_sdpa
+        yield Case(f"short, forward and backward: {name}", run, _with_gradients(torchs, leaves), within)
     yield Case(
         "one tile, whole call", functools.partial(sdpa, *floats(1, 1, 70, 8), config=AttentionConfig(route="tiled"))
     )
@@ -161,6 +165,17 @@ def _switched(out: Tensor) -> Iterator[None]:
         patch.remove()
 
 
+def in_slices(count: int = 4) -> Iterator[Case]:
+    """A feed-forward module in slices, beyond one call of its own for each, and one more."""
+    model = nn.ModuleDict({"ff": nn.Sequential(nn.Linear(32, 128), nn.GELU(), nn.Linear(128, 32))}).requires_grad_(
+        False
+    )
+    x, beside = torch.randn(1, 64, 32), copy.deepcopy(model["ff"])
+    patch_ffn(model, num_chunks=count, min_tokens=2, include="ff")
+    run: Run = functools.partial(model["ff"], x)
+    yield Case(f"feed-forward in {count} slices", run, lambda: [beside(x) for _ in range(count + 1)])
+
+
 def in_comfyui() -> Iterator[Case]:
     """The override of a patched model, with ComfyUI's answers from the tests: calls that it leaves to the host, and
     calls that it takes."""
@@ -184,7 +199,7 @@ def in_comfyui() -> Iterator[Case]:
 
 def on_this_cpu(rounds: int) -> Iterator[tuple[str, float]]:
     """(name, microseconds) of each case."""
-    yield from ((case.name, cost(case, rounds)) for case in itertools.chain(on_cpu(), in_comfyui()))
+    yield from ((case.name, cost(case, rounds)) for case in itertools.chain(on_cpu(), in_slices(), in_comfyui()))
 
 
 # ---- kernels on fake cards -------------------------------------------------------------------------------------------
@@ -208,12 +223,12 @@ def _with_gradients(forward: Callable[..., Tensor], leaves: list[Tensor]) -> Run
     return lambda: torch.autograd.grad(forward(*leaves), leaves, seed)
 
 
-def with_kernels(route: str, dtype: torch.dtype) -> list[Case]:
+def with_kernels(route: str, dtype: torch.dtype, device: str = "cpu") -> list[Case]:
     """Cases for a route of ours."""
-    config = AttentionConfig(route=route)
-    inputs, of_group = _tensors(dtype, 8, 8, 256, 64), _tensors(dtype, 8, 2, 256, 64)
-    mask, out = torch.ones(1, 1, 1, 256, dtype=torch.bool), torch.empty_like(inputs[0])
-    leaves, few = _tensors(dtype, 8, 8, 256, 64, grad=True), _tensors(dtype, 8, 2, 4096, 64)
+    config, tensors = AttentionConfig(route=route), functools.partial(_tensors, dtype, device=device)
+    inputs, of_group = tensors(8, 8, 256, 64), tensors(8, 2, 256, 64)
+    mask, out = torch.ones(1, 1, 1, 256, dtype=torch.bool, device=device), torch.empty_like(inputs[0])
+    leaves, few = tensors(8, 8, 256, 64, requires_grad=True), tensors(8, 2, 4096, 64)
     decoding = _decoding(few, sdpa, enable_gqa=True, config=config)
     empty = _with_gradients(lambda *t: Empty.apply(*t, out), leaves)
     return [
@@ -249,14 +264,26 @@ def on_fake_cards(rounds: int) -> Iterator[tuple[str, float]]:
             driver.call = call
 
 
+def on_card(rounds: int, device: str) -> Iterator[tuple[str, float]]:
+    """(name, microseconds) of each case on a card that is here."""
+    for route, dtype in (("torch", torch.float16), ("fused", torch.float32), ("fused-tensor", torch.float16)):
+        for case in with_kernels(route, dtype, device):
+            with suppress(UnsupportedAttention):
+                yield case.name, cost(case, rounds, begin=functools.partial(torch.cuda.synchronize, device))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--on", choices=("cpu", "fake"), nargs="*", default=["cpu", "fake"])
+    parser.add_argument("--on", choices=("cpu", "fake", "card"), nargs="*", default=["cpu", "fake"])
     parser.add_argument("--rounds", type=int, default=15, help="rounds of 100 calls each (default 15)")
+    parser.add_argument("--device", default="cuda", help="of --on card (default cuda)")
     options = parser.parse_args()
+    if "card" in options.on and not torch.cuda.is_available():
+        parser.error("no CUDA device was found")  # status 2
     torch.set_num_threads(1)
+    places = {"cpu": on_this_cpu, "fake": on_fake_cards, "card": functools.partial(on_card, device=options.device)}
     for where in options.on:
-        for name, found in (on_fake_cards if where == "fake" else on_this_cpu)(options.rounds):
+        for name, found in places[where](options.rounds):
             print(f"{name:60s} {found:7.1f} us", flush=True)
 
 

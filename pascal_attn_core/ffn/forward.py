@@ -89,7 +89,7 @@ class SlicedForward(ReplacedForward):
             why = "keeps a tensor of its tokens between calls"
             return _refused(why), graph.settle(why, None, number)
         try:
-            return plan, run_slices(functools.partial(graph.value, number), graph.real, plan.sizes, wants_grad)
+            return plan, run_slices(graph.evaluator(number), graph.real, plan.sizes, wants_grad)
         except RuntimeError as error:
             if is_out_of_memory(error):
                 raise

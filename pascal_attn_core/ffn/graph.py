@@ -22,9 +22,8 @@ from torch._ops import OpOverload
 from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode, enable_reentrant_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
-from torch.utils._pytree import tree_map
 
-from ..observe.memory import is_composite, tensors_in
+from ..observe.memory import is_composite, mapped, tensors_in
 from ..observe.without_data import results_without_data, storage_of, written_by
 from .plan import as_whole
 from .rules import Along, Call, Later, NotTokenwise, along_results, rule_of
@@ -228,18 +227,18 @@ class Graph(TorchDispatchMode):
         owners = [place_of(leaf) for leaf in written]
         if any(owner is None or storage_of(owner.like) in self._inputs for owner in owners):
             raise NotTokenwise("writes to its input, or to a tensor that it keeps between calls")
-        held, named = tree_map(self._held_now, (args, kwargs))
+        held, named = mapped(self._held_now, (args, kwargs))
         call = Call(func._schema, held, named, self.tokens, lambda leaf: getattr(place_of(leaf), "along", None))
-        results = results_without_data(func, *tree_map(like_of, (args, kwargs)))
+        results = results_without_data(func, *mapped(like_of, (args, kwargs)))
         call.shape = next(tensors_in((results,))).shape
         along = along_results(call, len(places)) if None not in [place.along for place in places] else None
         if along is None or (written and [owner.along for owner in owners if owner] != [along]):
             raise NotTokenwise(f"runs {func}, which is not known to treat every token by itself")
         device = kwargs.get("device") or next(leaf.device for leaf in tensors_in(args) if place_of(leaf))
-        outs = written[0] if written else tree_map(lambda like: self._new(like, device, along), results)
+        outs = written[0] if written else mapped(lambda like: self._new(like, device, along), results)
         self.may_refuse &= not written
         given = list(call.given.values())[: len(args)], {name: call[name] for name in kwargs}
-        self._add(functools.partial(_run_operator, func, *tree_map(_later, given)), places, outs)
+        self._add(functools.partial(_run_operator, func, *mapped(_later, given)), places, outs)
         return outs
 
     def _add(self, run: Callable[..., Any], places: list[Place], outs: Any) -> None:
@@ -290,7 +289,8 @@ class Graph(TorchDispatchMode):
         steps, self.steps = self.steps, []
         self._held.clear()
         with torch.inference_mode(self._mode[0]), torch.set_grad_enabled(self._mode[1]):
-            values = self._run(steps, self.real, 0, self.tokens, {also, *(place.number for place in waiting)})
+            wanted = {also, *(place.number for place in waiting)}
+            values = _run(steps, _dropped(steps, wanted), self.real, 0, self.tokens)
         for place in waiting:
             place.value = values[place.number]
         return values.get(also)
@@ -309,21 +309,14 @@ class Graph(TorchDispatchMode):
             exchange(leaf)
         return out
 
-    def value(self, number: int, start: int, *parts: Tensor) -> Tensor:
-        """The value of a stand-in for these parts of the inputs, whose first token is at ``start``."""
-        return self._run(self.steps, [as_whole(part) for part in parts], start, parts[0].shape[-2], {number})[number]
+    def evaluator(self, number: int) -> Callable[..., Tensor]:
+        """The value of a stand-in as a function of the first token and of parts of the inputs that begin there."""
+        steps, dropped = self.steps, _dropped(self.steps, {number})
 
-    def _run(self, steps: list[Step], inputs: Sequence[Tensor], start: int, count: int, wanted: set) -> dict[Any, Any]:
-        values: dict[Any, Any] = dict(enumerate(inputs))
-        ends = _ends(steps)
-        for number, (run, takes, makes) in enumerate(steps):
-            results = run(values, start, count)
-            values.update(zip(makes, results if isinstance(results, (list, tuple)) else [results]))
-            del results
-            for place in {*takes, *makes} - wanted:
-                if ends[place] == number:
-                    values.pop(place, None)
-        return values
+        def value(start: int, *parts: Tensor) -> Tensor:
+            return _run(steps, dropped, [as_whole(part) for part in parts], start, parts[0].shape[-2])[number]
+
+        return value
 
     def peak_bytes(self, out: int) -> float:
         """The most memory that the steps take at once on all tokens besides the inputs, the output included."""
@@ -336,6 +329,24 @@ class Graph(TorchDispatchMode):
                     spans[key] = first, max(end, ends[place]), self.likes[place].untyped_storage().nbytes()
         at = range(len(self.steps))
         return max(sum(size for first, end, size in spans.values() if first <= number <= end) for number in at)
+
+
+def _run(steps: list[Step], dropped: Sequence, inputs: Sequence[Tensor], start: int, count: int) -> dict[Any, Any]:
+    """The values of the stand-ins that are not ``dropped``, by number."""
+    values: dict[Any, Any] = dict(enumerate(inputs))
+    for (run, _, makes), numbers in zip(steps, dropped):
+        results = run(values, start, count)
+        values.update(zip(makes, results if isinstance(results, (list, tuple)) else [results]))
+        del results
+        for number in numbers:
+            values.pop(number, None)
+    return values
+
+
+def _dropped(steps: list[Step], wanted: set) -> list[list[int | None]]:
+    """After each step the numbers of the stand-ins that no later one needs."""
+    ends = _ends(steps)
+    return [[n for n in {*takes, *makes} - wanted if ends[n] == at] for at, (_, takes, makes) in enumerate(steps)]
 
 
 def _run_operator(func: OpOverload, args: Any, kwargs: Any, *part: Any) -> Any:
@@ -376,7 +387,7 @@ def _cast_later(value: Tensor) -> Any:
 
 
 def values_of(tree: Any) -> Any:
-    return tree_map(lambda leaf: place.value if (place := place_of(leaf)) else leaf, tree)
+    return mapped(lambda leaf: place.value if (place := place_of(leaf)) else leaf, tree)
 
 
 def on_values(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:

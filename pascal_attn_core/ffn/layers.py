@@ -4,6 +4,7 @@ them: each is noted as one operator, and called for each slice."""
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -40,7 +41,12 @@ def brought_layers(module: nn.Module) -> Iterator[nn.Module]:
 
 
 def _is_ours(thing: Any) -> bool:
-    return f"{type(thing).__module__}.".startswith(_OURS)
+    return _is_of_ours(type(thing))
+
+
+@functools.lru_cache(maxsize=1024)
+def _is_of_ours(kind: type) -> bool:
+    return f"{kind.__module__}.".startswith(_OURS)
 
 
 def waiting_layer(module: nn.Module) -> str:

@@ -79,7 +79,7 @@ def decide(settings: FfnSettings, tensors: Sequence[Tensor], peak: float, of_out
     if count is None:
         budget = settings.bytes_on(x.device, wants_grad)
         if extra <= budget:
-            return Slicing((), f"fits the budget: {extra / MIB:.1f} MiB besides input and output", fits=extra)
+            return Slicing((), f"fits: whole, {extra / MIB:.1f} MiB besides input and output", fits=extra)
         least = min(tokens // 2, max(2, math.ceil(_LEAST_ROWS * tokens * x.shape[-1] / x.numel())))
         if not all(
             tensor.is_contiguous() and tensor.shape[:-2].numel() == 1 for tensor in tensors

@@ -74,6 +74,7 @@ class _Derivable(torch.autograd.Function):
     first of all a :class:`Given`."""
 
     takes, gives = "tttts" + "trrn", "tttts"  # query, key, value, mask, sinks; out, lse, log_sum, seed
+    compute: Any
 
     @classmethod
     def apply(cls, *inputs: Any) -> Any:
@@ -91,10 +92,6 @@ class _Derivable(torch.autograd.Function):
         if "torch._dynamo" in sys.modules and order_of_transforms():  # a transform ends a graph, but not the compiling
             return torch.compiler.disable(cls.compute)(*inputs)
         return cls.compute(*inputs)
-
-    @staticmethod
-    def compute(*inputs: Any) -> Any:
-        raise NotImplementedError
 
     @classmethod
     def setup_context(cls, ctx: Any, inputs: tuple, output: Any) -> None:
@@ -138,7 +135,11 @@ class RouteFunction(_Derivable):
 
     @staticmethod
     def compute(*inputs: Any) -> Any:
-        given, call = inputs[5], inputs[5].of(*inputs[:5])
+        given = inputs[5]
+        found = given.route.again(given.plan, inputs[:4])
+        if found:
+            return *found, None
+        call = given.of(*inputs[:5])
         return tuple(
             given.route.forward(call, given.config, given.plan, with_lse=True, for_grad=True, stats=given.stats)
         )
@@ -146,18 +147,20 @@ class RouteFunction(_Derivable):
     @classmethod
     def setup_context(cls, ctx: Any, inputs: tuple, output: Any) -> None:
         cls.keep(ctx, (*inputs[:5], *output, *inputs[6:]), inputs[5])
-        if output[2] is not None or output[3] is not None:
-            ctx.mark_non_differentiable(*(t for t in output[2:] if t is not None))
+        ctx.mark_non_differentiable(*(t for t in output[2:] if t is not None))
 
     @staticmethod
     def backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None, *_: None) -> Any:
         kept, given, wants = ctx.saved_tensors, ctx.given, ctx.needs_input_grad[3:5]
-        if any(t is not None and torch._C._functorch.is_legacy_batchedtensor(t) for t in (grad_out, grad_lse)):
+        is_batched = torch._C._functorch.is_legacy_batchedtensor
+        if any(is_batched(t) for t in (grad_out, grad_lse) if t is not None):
             raise RuntimeError("many gradients at once must be taken by torch.func.vmap, got is_grads_batched=True")
         grad_out = torch.zeros_like(kept[5]) if grad_out is None else grad_out
-        function = (
-            GradientFunction.apply if torch.is_grad_enabled() or order_of_transforms() else GradientFunction.compute
-        )
+        is_first = not (torch.is_grad_enabled() or order_of_transforms())
+        found = given.route.again(given.plan, (*kept[:4], *kept[5:8], grad_out, grad_lse)) if is_first else None
+        if found:
+            return *found, None, None, None
+        function = GradientFunction.compute if is_first else GradientFunction.apply
         grads = function(*kept[:9], grad_out, grad_lse, given, wants, *kept[9:])
         return _needed(ctx, (*grads[:5], None, *grads[5:]))
 
@@ -225,7 +228,7 @@ class DirectionFunction(_Derivable):
             None if outer[0] is None else Wanted(*outer, *wants),
         )
         with without_autocast(call.query):
-            return routes["tiled"].along(call, given.config, saved, along, wanted)
+            return routes["tiled"].along(call, given.config, wanted, saved=saved, along=along)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
@@ -275,18 +278,18 @@ def _before_gradients(config: AttentionConfig, grad: Tensor) -> None:
     while node is not None and not hasattr(node, "_saved_query"):  # a view or a slice of its output
         node = node.next_functions[0][0] if node.next_functions else None
 
+    if node is None or node._saved_dropout_p:  # only torch's kernel knows its coins
+        return
+
     def after(found: Grads, grads: Grads) -> Grads:
         handle.remove()
-        return _taken_again(node, config, found, grads[0])
+        return found if grads[0] is None else _by_tiles(node, config, found, grads[0])
 
-    if node is not None:
-        handle = node.register_hook(after)
+    handle = node.register_hook(after)
 
 
-def _taken_again(node: Any, config: AttentionConfig, found: Grads, grad_out: Tensor | None) -> Grads:
+def _by_tiles(node: Any, config: AttentionConfig, found: Grads, grad_out: Tensor) -> Grads:
     """The gradients of a call of torch's kernel, whose node has found them without derivatives, by tiles."""
-    if grad_out is None or node._saved_dropout_p:  # only torch's kernel knows its coins
-        return found
     query, key, value = node._saved_query, node._saved_key, node._saved_value
     mask = node._saved_attn_mask if hasattr(node, "_saved_attn_mask") else getattr(node, "_saved_attn_bias", None)
     inputs, grouped = (query, key, value, mask, None), query.shape[1] != key.shape[1]

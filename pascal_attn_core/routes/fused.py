@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ..call import AttentionCall, Gradients, Results, Wanted, empty_output
 from ..call.flex_rules import BlockRule
 from ..config import AttentionConfig, RouteUnavailable
+from ..fused.code.source import Variant
 from ..fused.geometry.amd import has_dots
 from ..fused.launch import int8_definition
 from ..fused.launch.backward import backward_launches, sums_bytes
@@ -18,7 +20,7 @@ from ..fused.launch.forward import forward_launches
 from ..fused.launch.int8 import int8_launches
 from ..fused.launch.packed import packed_launches
 from ..fused.launch.plan import FEW_QUERIES, Packed, Plan, plain_gradients, plan_call, variant_of
-from ..fused.launch.repeat import Repeat
+from ..fused.launch.repeat import Loaded, Repeat, Repeats
 from ..fused.launch.select import call_reasons
 from ..fused.trust.kernels import Kernels, kernels_of
 from ..fused.trust.trial import Trials
@@ -31,9 +33,6 @@ from .timing import Timings
 from .torch_kernel import TorchForm, TorchRoute, is_torchs_alone
 
 _DP4A = (6, 1)
-# The fields of the kernels' parameters that hold the addresses of a call's tensors.
-_FORWARD = ("q", "k", "v", "mask", "o", "lse", "log_sum")
-_BACKWARD = (*_FORWARD, "g", "grad_lse", "dq", "dk", "dv")
 
 
 class FusedRoute(Route):
@@ -124,16 +123,15 @@ class FusedRoute(Route):
         if plan.band_rows:
             return self._forward_in_bands(call, config, plan, with_lse=with_lse or for_grad)
         kernels, packed = kernels_of(call), plan.packed
+        inputs = call.query, call.key, call.value, call.attn_mask
+        with_lse |= for_grad
+        found = plan.repeats and plan.repeats.again((with_lse, for_grad), inputs, key_fields(call))
+        if found:
+            return Results(*found)
         out = empty_output(call)
-        lse = log_sum = None
-        if with_lse or for_grad:
-            lse = out.new_empty(out.shape[:-1], dtype=torch.float32)
-            log_sum = torch.empty_like(lse) if for_grad and call.has_bias else None
-        given: tuple[Any, ...] = (call.query, call.key, call.value, call.attn_mask, out, lse, log_sum)
-        wanted = lse is None, log_sum is None
-        if plan.repeats and wanted in plan.repeats:
-            kernels.run_again(plan.repeats[wanted], given, key_fields(call))
-            return Results(out, lse, log_sum)
+        lse = out.new_empty(out.shape[:-1], dtype=torch.float32) if with_lse else None
+        log_sum = torch.empty_like(lse) if for_grad and call.has_bias else None
+        results = Results(out, lse, log_sum)
         kernels.ensure((plan.forward, *plan.gradients))
         plan = _with_last_rows_that_run(plan, kernels)
         launches = forward_launches(call, plan, out, lse, log_sum)
@@ -144,8 +142,8 @@ class FusedRoute(Route):
                 lse[..., packed.end_q :] = -torch.inf
         loaded = kernels.run(launches)
         if plan.repeats is not None and call.sinks is None:
-            plan.repeats[wanted] = Repeat.of(loaded, dict(zip(_FORWARD, given)))
-        return Results(out, lse, log_sum)
+            plan.repeats[with_lse, for_grad] = Repeat.of(kernels.queue, loaded, inputs, results[:3])
+        return results
 
     def backward(
         self, call: AttentionCall, config: AttentionConfig, plan: Plan, saved: Results, wanted: Wanted
@@ -162,6 +160,17 @@ class FusedRoute(Route):
             if plan.packed is not None:
                 raise
         return TiledRoute(self.torch_route).backward(call, config, None, saved, wanted)
+
+    def again(self, plan: Plan, tensors: Sequence[Tensor | None]) -> Sequence[Tensor | None] | None:
+        if not plan.repeats:
+            return None
+        if len(tensors) == 4:
+            return plan.repeats.again((True, True), tensors)
+        grad_out: Any = tensors[7]
+        if grad_out.is_neg() or grad_out.data_ptr() % 16:
+            return None
+        grads = plan.repeats.again(Repeats.strides(tensors), tensors)
+        return grads and _summed(grads, tensors)
 
     def _forward_in_bands(self, call: AttentionCall, config: AttentionConfig, plan: Plan, *, with_lse: bool) -> Results:
         """A band whose kernel cannot run is computed in tiles."""
@@ -204,40 +213,24 @@ class FusedRoute(Route):
         return Gradients(of_query, *(total.to(call.key.dtype) for total in sums))
 
     def _launch_backward(self, call: AttentionCall, plan: Plan, saved: Results, wanted: Wanted) -> Gradients:
-        assert saved.lse is not None
-        grad_out, grad_lse = wanted.grad_out.expand(saved.out.shape), wanted.grad_lse
-        if plan.adds_in_any_order and torch.are_deterministic_algorithms_enabled():  # since the forward pass
+        grad_out, grad_lse, out, lse, log_sum = *wanted[:2], *saved[:3]
+        if torch.are_deterministic_algorithms_enabled() and plan.adds_in_any_order:  # since the forward pass
             plan = plan._replace(gradients=plain_gradients(call), remark="")
-        kernels, of_query = kernels_of(call), plan.gradients[0]
-        elements, out = 8 if of_query.on_tensor_cores and not of_query.padded else 4, saved.out
-        if grad_out.data_ptr() % 16 or not (grad_out.is_contiguous() or rows_are_readable(grad_out, elements)):
-            grad_out = grad_out.contiguous() if not grad_out.is_contiguous() else grad_out.clone()
+        grad_out = _readable(grad_out.expand(out.shape) if grad_out.shape != out.shape else grad_out, plan.gradients[0])
         if len(call.batch) > 1:
             grad_out, out = grad_out.contiguous(), out.contiguous()
-        kv_lead = call.batch if call.query.dim() == 2 else (*call.batch, call.num_kv_heads)
-        grads = (
-            call.query.new_empty((*call.out_shape[:-1], call.head_dim)),
-            call.key.new_empty((*kv_lead, call.seq_len_kv, call.head_dim)),
-            call.value.new_empty((*kv_lead, call.seq_len_kv, call.head_dim_v)),
-        )
-        lse, packed = saved.lse.contiguous(), plan.packed
+        assert lse is not None
+        lse = lse.contiguous()
         grad_lse = None if grad_lse is None else grad_lse.float().expand(lse.shape).contiguous()
-        inputs = (call.query, call.key, call.value)
-        given: tuple[Any, ...] = (*inputs, call.attn_mask, out, lse, saved.log_sum, grad_out, grad_lse, *grads)
-        asked = grad_out.stride(), out.stride(), grad_lse is None
-        if plan.repeats and asked in plan.repeats:
-            kernels.run_again(plan.repeats[asked], given, {})
-        else:
-            kernels.ensure(plan.gradients)  # the forward pass may have been another route's
-            launches = backward_launches(call, plan, grad_out, out, lse, saved.log_sum, grad_lse, grads)
-            if packed is not None:
-                launches = packed_launches(launches, packed)
-                for grad, end in zip(grads, (packed.end_q, packed.end_k, packed.end_k)):
-                    grad[..., end:, :] = 0
-            loaded = kernels.run(launches)
+        inputs = call.query, call.key, call.value
+        given: tuple[Any, ...] = (*inputs, call.attn_mask, out, lse, log_sum, grad_out, grad_lse)
+        asked = Repeats.strides(given)
+        grads: Any = plan.repeats and plan.repeats.again(asked, given)
+        if not grads:
+            grads, loaded = _first_backward(call, plan, given)
             if plan.repeats is not None and not plan.adds_in_any_order:
-                plan.repeats[asked] = Repeat.of(loaded, dict(zip(_BACKWARD, given)))
-        return Gradients(*(g if g.shape == t.shape else g.sum_to_size(t.shape) for g, t in zip(grads, inputs)))
+                plan.repeats[asked] = Repeat.of(kernels_of(call).queue, loaded, given, grads)
+        return Gradients(*_summed(grads, inputs))
 
 
 class Int8Route(Route):
@@ -329,6 +322,41 @@ def _with_atomic_gradients(
     if reason:
         return plan._replace(remark=f"its gradients in seven products: {reason}")
     return plan._replace(gradients=(variant,), remark="its gradients in five products, by atomic additions")
+
+
+def _summed(grads: Sequence[Any], inputs: Sequence[Any]) -> list[Tensor]:
+    """Gradients in the shapes of the inputs, of which those that broadcast have them in full."""
+    return [g if g.shape == t.shape else g.sum_to_size(t.shape) for g, t in zip(grads, inputs)]
+
+
+def _readable(grad_out: Tensor, variant: Variant) -> Tensor:
+    """The gradient of the output as a kernel reads it, a copy where it cannot as it lies."""
+    if grad_out.is_contiguous():
+        return grad_out.clone() if grad_out.data_ptr() % 16 else grad_out
+    elements = 8 if variant.on_tensor_cores and not variant.padded else 4
+    is_so = not grad_out.data_ptr() % 16 and rows_are_readable(grad_out, elements)
+    return grad_out if is_so else grad_out.contiguous()
+
+
+def _first_backward(
+    call: AttentionCall, plan: Plan, given: tuple[Any, ...]
+) -> tuple[tuple[Tensor, ...], Sequence[Loaded]]:
+    """The gradients of query, key and value, in full even where inputs broadcast, and the launches that were queued."""
+    out, lse, log_sum, grad_out, grad_lse = given[4:]
+    kernels, packed = kernels_of(call), plan.packed
+    kv_lead = call.batch if call.query.dim() == 2 else (*call.batch, call.num_kv_heads)
+    grads = (
+        call.query.new_empty((*call.out_shape[:-1], call.head_dim)),
+        call.key.new_empty((*kv_lead, call.seq_len_kv, call.head_dim)),
+        call.value.new_empty((*kv_lead, call.seq_len_kv, call.head_dim_v)),
+    )
+    kernels.ensure(plan.gradients)  # the forward pass may have been another route's
+    launches = backward_launches(call, plan, grad_out, out, lse, log_sum, grad_lse, grads)
+    if packed is not None:
+        launches = packed_launches(launches, packed)
+        for grad, end in zip(grads, (packed.end_q, packed.end_k, packed.end_k)):
+            grad[..., end:, :] = 0
+    return grads, kernels.run(launches)
 
 
 def why_untried(call: AttentionCall, plan: Plan) -> str:

@@ -68,16 +68,8 @@ class MathRoute(Route):
     def thirds(
         self, call: AttentionCall, along: Sequence[Any], outer: Sequence[Any], grads: Sequence[Any]
     ) -> list[Any]:
-        """Gradients of the second derivatives of a call, through its score matrix.
-
-        Args:
-            along: the direction of these, in the shapes of query, key, value, mask and sinks; None where it is zero.
-            outer: the gradients of out and of lse, or None.
-            grads: those of the derivatives along the direction of the gradients of the five inputs, of out and of lse,
-                or None.
-        Returns:
-            The gradients of the five inputs, of ``along`` and of ``outer``.
-        """
+        """Return the gradients of the five inputs, of the direction ``along`` and of the gradients ``outer`` of out and
+        lse, through the score matrix, from those of the results of :class:`.derivatives.DirectionFunction`."""
         if call.dropout_p:
             raise RuntimeError(
                 "third derivatives must be taken without dropout, got one whose coins only the tiles know"

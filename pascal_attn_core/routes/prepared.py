@@ -13,7 +13,6 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -29,11 +28,11 @@ from ..machine.own_thread import in_backward
 from ..machine.runtime import runtime_of
 from ..observe import report
 from ..patching.interception import torch_sdpa
-from .derivatives import differentiable
+from .derivatives import Given, RouteFunction, differentiable
 from .route import Choice
 from .short import MANY_KEYS
-from .torch_faults import EMPTY_ROWS_ARE_ZERO, TorchAlone, is_torchs_own, reads_values
-from .torch_kernel import TorchForm, sdp_choice
+from .torch_faults import EMPTY_ROWS_ARE_ZERO, MOST_BLOCKS, TorchAlone, is_torchs_own, reads_values
+from .torch_kernel import TorchForm, is_made_numbers, sdp_choice
 
 Kind = tuple[Any, ...]
 BY_TORCH: Kind = ()  # the kind of the calls that torch's function takes as they came, whatever else there is
@@ -66,14 +65,12 @@ class Prepared(NamedTuple):
     """This tuple holds what was found out for a kind.
 
     Attributes:
-        choice: its route; None = torch's function on the arguments as they came.
-        call: the first call, without its tensors; config: its configuration.
-        until: the time of the monotonic clock up to which the choice holds.
+        given: the first call, without its tensors, and its route; None = torch's function on the arguments as they
+            came.
+        until: the time of the monotonic clock up to which that holds.
     """
 
-    choice: Choice | None
-    call: AttentionCall
-    config: AttentionConfig
+    given: Given | None
     until: float
 
 
@@ -135,7 +132,7 @@ def _is_by_torch(
         dropout_p == 0.0
         and len(q_shape) == len(k_shape) == 4
         and k_shape == v_shape
-        and k_shape[0] == q_shape[0]
+        and k_shape[0] == q_shape[0] <= MOST_BLOCKS
         and k_shape[2]
         and q_shape.numel()
         and query.dtype in FLOATS
@@ -188,26 +185,25 @@ def keep(kind: Kind, call: Any, config: AttentionConfig, choice: Choice) -> None
     if isinstance(plan, Plan):
         if plan.band_rows or (has_few and plan.pieces is not None):
             return
-        choice = replace(choice, plan=plan.repeatable())
+        plan = plan.repeatable()
     elif isinstance(plan, TorchForm) and has_few and not plan.is_one_call and plan.upcast:
         return  # how many heads fit the budget depends on the keys
     if len(known) >= _MOST:
         known.clear()
     as_they_came = isinstance(plan, TorchForm) and plan.is_as_it_came and _is_torchs_shape(call)
-    known[kind] = Prepared(
-        None if as_they_came else choice, call.without_tensors(), config, time.monotonic() + _SECONDS
-    )
+    given = Given(call.without_tensors(), config, choice.by, plan, call.out_shape)
+    known[kind] = Prepared(None if as_they_came else given, time.monotonic() + _SECONDS)
 
 
 def _is_torchs_shape(call: AttentionCall) -> bool:
-    """Whether torch's function takes the tensors of a call without a mask by the kernel that it has promised."""
-    lead = (*call.batch, call.num_heads), (*call.batch, call.num_kv_heads), (*call.batch, call.num_kv_heads)
-    tensors = call.query, call.key, call.value
-    is_grouped = call.groups > 1 and not call.enable_gqa
+    """Whether torch's function takes the tensors of a call by the kernel that it has promised."""
+    heads, kv_heads, mask = (*call.batch, call.num_heads), (*call.batch, call.num_kv_heads), call.attn_mask
+    lead = heads, kv_heads, kv_heads
     return (
-        call.attn_mask is None
-        and not is_grouped
-        and all(t.dim() == 4 and t.shape[:2] == its for t, its in zip(tensors, lead))
+        (mask is None or (mask.dim() == 4 and not is_made_numbers(mask)))  # type: ignore[union-attr]
+        and (call.groups == 1 or call.enable_gqa)
+        and call.batch_size <= MOST_BLOCKS
+        and all(t.dim() == 4 and t.shape[:2] == its for t, its in zip((call.query, call.key, call.value), lead))
     )
 
 
@@ -238,10 +234,10 @@ def again(
     if kind and (ready is None or ready.until < time.monotonic()):
         return None, kind
     try:
-        if ready is not None and ready.choice is not None:
-            return _by_choice(ready, query, key, value, attn_mask), kind
+        if ready is not None and ready.given is not None:
+            return _as_before(ready.given, query, key, value, attn_mask), kind
         if enable_gqa and query.shape[1] > key.shape[1]:  # torch 2.4 does not know it
-            out = torch_sdpa(query, key, value, None, dropout_p, is_causal, scale=scale, enable_gqa=True)
+            out = torch_sdpa(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=True)
         else:
             out = torch_sdpa(query, key, value, attn_mask, dropout_p, is_causal, scale=scale)
         return out if out.grad_fn is None else differentiable(out, config), None
@@ -250,27 +246,26 @@ def again(
     except RuntimeError as error:
         options = {"is_causal": is_causal, "scale": scale, "enable_gqa": enable_gqa}
         check_call(query, key, value, attn_mask, **options)  # knows the reason better
-        if (ready is not None and ready.choice is not None) or not is_torchs_own(error):
+        if (ready is not None and ready.given is not None) or not is_torchs_own(error):
             raise
         return None, None
 
 
-def _by_choice(ready: Prepared, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None) -> Tensor | None:
+def _as_before(given: Given, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None) -> Tensor | None:
     """The output of a call by the route that is known for its kind, None where its tensors are none that it takes.
 
     Raises:
         RouteUnavailable: nothing has been computed.
     """
-    choice, config = ready.choice, ready.config
-    if choice is None or not _are_alike(query, key, value, attn_mask):
+    if not _are_alike(query, key, value, attn_mask):
         return None
-    call = ready.call.with_tensors(query, key, value, attn_mask)
+    if given.call.needs_grad and not given.route.is_differentiable:
+        return RouteFunction.apply(query, key, value, attn_mask, None, given)[0]
+    call = given.of(query, key, value, attn_mask, None)
     if call.seq_len_kv != key.shape[-2]:
         call.seq_len_kv = key.shape[-2]
         call.__dict__.pop("num_scores", None)
-    if call.needs_grad and not choice.by.is_differentiable:
-        return choice.by.with_gradients(call, config, choice.plan).out
-    return choice.by.forward(call, config, choice.plan, with_lse=False, for_grad=False, stats=None).out
+    return given.route.forward(call, given.config, given.plan, with_lse=False, for_grad=False, stats=None).out
 
 
 def _are_alike(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None) -> bool:

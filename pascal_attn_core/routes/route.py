@@ -6,6 +6,7 @@ no route is named; ``forward`` and ``backward`` compute. The list of them is :da
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -161,6 +162,12 @@ class Route:
             found = iter(torch.autograd.grad(outputs, sources, seeds))
         grads = [next(found) if isinstance(t, Tensor) and each else None for t, each in zip(leaves, wants)]
         return Gradients(*grads)  # type: ignore[arg-type]
+
+    def again(self, plan: Any, tensors: Sequence[Tensor | None]) -> Sequence[Tensor | None] | None:
+        """What :meth:`forward` returns of query, key, value and mask for gradients, without a seed; or the gradients of
+        the first three, of these, out, lse, log_sum, grad_out and grad_lse. By launches that the plan keeps of a call
+        of the same kind; None = it keeps none for such tensors."""
+        return None
 
     def with_gradients(
         self, call: AttentionCall, config: AttentionConfig, plan: Any, *, stats: TiledStats | None = None

@@ -29,7 +29,7 @@ from ..tiled.gradients import tiled_backward
 from ..tiled.layout import is_padding
 from ..tiled.plan import Walk, plan_call
 from ..tiled.rule_bytes import rule_bytes
-from ..tiled.tangents import tiled_second, tiled_tangent
+from ..tiled.tangents import tiled_along
 from .route import Choice, Request, Route
 from .timing import Timings
 from .torch_kernel import TorchForm
@@ -113,21 +113,13 @@ class TiledRoute(Route):
         run = functools.partial(tiled_backward, call, saved=saved, wanted=wanted, trim_masks=config.trim_masks)
         return _within_memory(call, config, run, TiledStats(), backward=True)
 
-    def along(
-        self, call: AttentionCall, config: AttentionConfig, saved: Results, along: AttentionCall, wanted: Wanted | None
-    ) -> tuple[Any, ...]:
-        """Derivatives along a direction: of the gradients ``wanted``, of out and of lse (:mod:`..tiled.tangents`)."""
-        given: dict[str, Any] = {"saved": saved, "along": along, "trim_masks": config.trim_masks}
-        run = functools.partial(tiled_tangent, call, **given)
-        rates = _within_memory(call, config, run, TiledStats(), backward=True)
-        if wanted is None:
-            return *[None] * 5, *rates
-        budget = config.budget_mib
-        if budget is None:
-            budget = runtime_of(call.query.device).info.default_budget_bytes(backward=True) / MIB
-        again = functools.partial(tiled_second, call, **given, rates=rates, wanted=wanted)
-        half = replace(config, budget_mib=budget / 2)
-        return *_within_memory(call, half, again, TiledStats(), backward=True)[:5], *rates
+    def along(self, call: AttentionCall, config: AttentionConfig, wanted: Wanted | None, **given: Any) -> Any:
+        """:func:`..tiled.tangents.tiled_along`."""
+        if wanted is not None:
+            budget = config.budget_mib or runtime_of(call.query.device).info.default_budget_bytes(backward=True) / MIB
+            config = replace(config, budget_mib=budget / 2)
+        run = functools.partial(tiled_along, call, wanted=wanted, trim_masks=config.trim_masks, **given)
+        return _within_memory(call, config, run, TiledStats(), backward=True)
 
 
 class Rewritten(Route):

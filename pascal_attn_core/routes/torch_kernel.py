@@ -221,12 +221,12 @@ def _as_four_dimensions(call: AttentionCall) -> Four | str:
     mask: Any = call.attn_mask
     query, key, value = call.query, call.key, call.value
     lead = (*call.batch, call.num_heads), (*call.batch, call.num_kv_heads), (*call.batch, call.num_kv_heads)
-    if mask is None and query.dim() == key.dim() == value.dim() == 4:
+    if (mask is None or mask.dim() == 4) and query.dim() == key.dim() == value.dim() == 4:
         query, key, value = (
             t if t.shape[:-2] == shape else t.expand(*shape, *t.shape[-2:])
             for t, shape in zip((query, key, value), lead)
         )
-        return Four(query, key, value, None)
+        return Four(query, key, value, mask)
     try:
         four = [_merge_batch(t.expand(*shape, *t.shape[-2:])) for t, shape in zip((query, key, value), lead)]
         if mask is not None:
@@ -420,6 +420,10 @@ def _run_heads(
         yield
 
 
+def is_made_numbers(mask: Tensor) -> bool:
+    return mask.dtype == torch.bool and mask.device.type in CPU_LIKE
+
+
 def _as_numbers(mask: Tensor, dtype: torch.dtype) -> Tensor:
     """A bool mask as torch's functions add it: 0 where it is true, else -inf, in memory for what it does not repeat.
     By arithmetic, 1 - 1/1 and 1 - 1/0: on a CPU torch selects element by element, which takes several times as long."""
@@ -428,7 +432,7 @@ def _as_numbers(mask: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _call_torch(call: AttentionCall, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
-    if mask is not None and mask.dtype == torch.bool and mask.device.type in CPU_LIKE:
+    if mask is not None and is_made_numbers(mask):
         mask = _as_numbers(mask, query.dtype)
     if len(query) > MOST_BLOCKS and query.device.type not in CPU_LIKE:
         masks = [mask] * -(-len(query) // MOST_BLOCKS) if mask is None or len(mask) == 1 else mask.split(MOST_BLOCKS)

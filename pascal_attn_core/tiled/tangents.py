@@ -19,86 +19,51 @@ by its second. Both passes are symmetric in what they are for: the gradient of <
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..call import AttentionCall, Gradients, Results, Wanted, empty_output
+from ..call import AttentionCall, Results, Wanted, empty_output
 from .gradients import GradientProducts, Rows, Sums, gradients_of, sink_shares, sinks_gradient
-from .layout import is_matrix
 from .masks import Rule
 from .plan import Walk
 
 
 @torch.no_grad()
-def tiled_tangent(
-    call: AttentionCall, walk: Walk, saved: Results, along: AttentionCall, *, trim_masks: bool = True
-) -> tuple[Tensor, Tensor]:
-    """Derivatives of out and lse.
+def tiled_along(
+    call: AttentionCall, walk: Walk, saved: Results, along: AttentionCall, wanted: Wanted | None, *, trim_masks: bool
+) -> tuple[Tensor | None, ...]:
+    """Derivatives along a direction: of the gradients ``wanted`` of the five inputs, with those of out and lse fixed,
+    each None without ``wanted``; then of out and of lse.
 
     Args:
-        walk: planned with ``backward=True``.
+        walk: planned with ``backward=True``, with ``wanted`` for half of the budget: there are two buffers for each.
         saved: from any forward pass.
         along: the call with a direction in the place of its tensors, each None where it is zero.
     """
     assert saved.lse is not None
-    out_dot, lse_dot = empty_output(call).zero_(), torch.zeros_like(saved.lse)
+    rates = out_dot, lse_dot = empty_output(call).zero_(), torch.zeros_like(saved.lse)
     if along.sinks is not None:
         heads = (-1, 1) if call.query.dim() > 2 else (-1,)
         shares = sink_shares(call.sinks.view(heads), saved.lse)  # type: ignore[union-attr]
         lse_dot.copy_(shares.mul_(along.sinks.view(heads)))
+    rows, keys = call.out_shape[:-1], (*call.batch, call.num_kv_heads, call.seq_len_kv)
+    places = (rows, call.head_dim, along.query), (keys, call.head_dim, along.key), (keys, call.head_dim_v, along.value)
+    dots = [None if t is None else t.expand((*tokens, width)).contiguous() for tokens, width, t in places]
+    mask: Any = None if along.attn_mask is None else along.attn_mask.expand((*rows, call.seq_len_kv))  # type: ignore[arg-type]
+    per_query: dict[str, Any] = {"out_dot": out_dot, "lse_dot": lse_dot, "query_dot": dots[0], "mask_dot": mask}
+    per_key = {name: t for name, t in zip(("key_dot", "value_dot"), dots[1:]) if t is not None}
+    given = call, walk, saved.seed, []
     if not walk.is_empty:
-        per_query, per_key = _directions(call, along, (out_dot, lse_dot))
-        RateProducts(call, walk, saved.seed, []).visit(saved, per_query, per_key, trim_masks)
-    return out_dot, lse_dot
-
-
-@torch.no_grad()
-def tiled_second(
-    call: AttentionCall,
-    walk: Walk,
-    *,
-    saved: Results,
-    along: AttentionCall,
-    rates: Sequence[Tensor],
-    wanted: Wanted,
-    trim_masks: bool = True,
-) -> Gradients:
-    """Derivatives of the gradients ``wanted``, with the gradients of out and lse fixed; equally the gradients of
-    <grad_out, out'> + <grad_lse, lse'>.
-
-    Args:
-        walk: planned with ``backward=True`` for half of the budget: there are two buffers for each of those there.
-        rates: what :func:`tiled_tangent` returned.
-    """
+        RateProducts(*given).visit(saved, per_query, per_key, trim_masks)
+    if wanted is None:
+        return *[None] * 5, *rates
     sums = Sums(call, walk.dtype, wanted.mask)
     if not walk.is_empty:
-        per_query, per_key = _directions(call, along, rates)
         per_query |= {**gradients_of(saved, wanted), **sums.per_query}
-        SecondProducts(call, walk, saved.seed, []).visit(saved, per_query, {**per_key, **sums.per_key}, trim_masks)
-    return sums.result(sinks_gradient(call, saved, wanted, rates, along.sinks) if wanted.sinks else None)
-
-
-def _directions(
-    call: AttentionCall, along: AttentionCall, rates: Sequence[Tensor]
-) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The tensors of both passes, per query and per key."""
-    rows, keys = call.out_shape[:-1], (*call.batch, call.num_kv_heads, call.seq_len_kv)
-    per_query: dict[str, Any] = dict(zip(("out_dot", "lse_dot"), rates))
-    per_query["query_dot"] = _for_products(along.query, (*rows, call.head_dim))
-    per_query["mask_dot"] = None if along.attn_mask is None else along.attn_mask.expand((*rows, call.seq_len_kv))
-    per_key = {"key_dot": _for_products(along.key, (*keys, call.head_dim))}
-    per_key["value_dot"] = _for_products(along.value, (*keys, call.head_dim_v))
-    return per_query, {name: t for name, t in per_key.items() if t is not None}
-
-
-def _for_products(tangent: Tensor | None, shape: tuple[int, ...]) -> Tensor | None:
-    """A tangent as the products read it: rows contiguous, leading dimensions expanded."""
-    if tangent is None:
-        return None
-    return (tangent if is_matrix(tangent) else tangent.contiguous()).expand(shape)
+        SecondProducts(*given).visit(saved, per_query, {**per_key, **sums.per_key}, trim_masks)
+    return *sums.result(sinks_gradient(call, saved, wanted, rates, along.sinks) if wanted.sinks else None)[:5], *rates
 
 
 class RateProducts(GradientProducts):

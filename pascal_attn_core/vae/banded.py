@@ -10,9 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from ..attention import sdpa
+from ..observe.memory import leaves, mapped
 from ..patching.interception import bind_sdpa
 from . import operators
-from .lazy import Filled, Known, Lazy, NotInBands, aten, leaves, mapped
+from .lazy import Filled, Known, Lazy, NotInBands, aten
 from .run import BandedRun
 
 _SMALLER = 16  # a result of an operator that ran whole is an ordinary tensor if it is this many times smaller

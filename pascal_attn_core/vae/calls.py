@@ -143,7 +143,7 @@ class PatchedMethod:
             except out_of_memory():
                 pass
             else:
-                note(OFF, "it fits")
+                note(OFF, "fits: whole")
                 return out
             put_back()
             why_bands = "it ran out of memory without bands"

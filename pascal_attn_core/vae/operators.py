@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..observe.memory import leaves, mapped
 from .attention import Attention
 from .lazy import (
     Expanded,
@@ -24,8 +25,6 @@ from .lazy import (
     Rowwise,
     Viewed,
     aten,
-    leaves,
-    mapped,
 )
 from .run import BandedRun
 from .store import Value

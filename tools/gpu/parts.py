@@ -268,6 +268,14 @@ def _demo_line(report: dict[str, Any]) -> str:
     return f"{report['model']['name']}: {seconds}"
 
 
+def _call_cost(job: Job) -> Outcome:
+    ended = job.run("tools/call_cost.py", "--on", "card", "--device", job.device)
+    if ended.status:
+        return Outcome(NOT_RUN, ended.last_line, {}) if ended.status == _NO_DEVICE else _failed(ended, {})
+    lines = ended.output.splitlines()
+    return Outcome(RIGHT if ended.status == 0 else UNFINISHED, f"{len(lines)} kinds of calls", {"output": lines}, lines)
+
+
 def _sanitizer(job: Job) -> Outcome:
     sought = sanitizer.find(job.env)
     if sought.path is None:
@@ -344,5 +352,6 @@ PARTS = (
     Part("bench-forward", 70, _CORE, lambda job: _bench(job, "bench-forward", _ratios)),
     Part("bench-backward", 60, _CORE, lambda job: _bench(job, "bench-backward", _ratios)),
     Part("bench-linear", 35, _CORE, lambda job: _bench(job, "bench-linear", _linear_ratios)),
+    Part("call-cost", 10, (*_CORE, "tools/call_cost.py"), _call_cost),
     Part("demo", 30, _CORE, _demo),
 )

@@ -18,6 +18,7 @@ from ..code.source import source
 from . import nvrtc
 from .runtime import Driver, GpuRuntime
 
+_POINTERS = ctypes.c_void_p * 1  # of a launch, to its parameters
 _MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 
 
@@ -67,8 +68,7 @@ class CudaDriver(Driver):
             self.call("cuFuncSetAttribute", function, _MAX_DYNAMIC_SHARED, count)
 
     def _launch(self, params: Params, *how: object) -> None:
-        pointers = (ctypes.c_void_p * 1)(ctypes.addressof(params))
-        self.call("cuLaunchKernel", *how, pointers, None)
+        self.call("cuLaunchKernel", *how, _POINTERS(ctypes.addressof(params)), None)
 
 
 cuda_driver = functools.cache(CudaDriver)

@@ -19,7 +19,7 @@ from ..geometry.amd import RANGES
 from ..geometry.gradient import generation_of
 from ..geometry.plain import INT8_HEAD_DIMS
 from .fields import rows_are_readable
-from .repeat import Repeat
+from .repeat import Repeats
 from .stream_k import Pieces, busiest, distribute
 from .tail_rows import TailRows, tail_rows
 
@@ -84,7 +84,7 @@ class Plan(NamedTuple):
         tail: the last rows of every head, where another kernel computes them.
         band_rows: query rows that run at a time, each band by a plan of its own; 0 = all at once.
         remark: for the sentence that says why the route was chosen: why a wish in the configuration was not met.
-        repeats: the launches of calls of one kind, by what is asked of them, where they are kept.
+        repeats: the launches of calls of one kind, where they are kept.
     """
 
     forward: Variant
@@ -95,11 +95,11 @@ class Plan(NamedTuple):
     tail: TailRows | None = None
     band_rows: int = 0
     remark: str = ""
-    repeats: dict[Any, Repeat] | None = None
+    repeats: Repeats | None = None
 
     def repeatable(self) -> Plan:
         """This plan for calls of one kind, whose launches are kept."""
-        return self._replace(repeats={})
+        return self._replace(repeats=Repeats())
 
     @property
     def adds_in_any_order(self) -> bool:

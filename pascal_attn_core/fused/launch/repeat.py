@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -14,10 +15,13 @@ from ..code.params import Params
 from . import Launch
 
 _ALIGNED = 256  # bytes at which each piece of memory of a launch begins
+# The fields that hold the addresses of a call's tensors: the first seven in a forward pass.
+_FIELDS = ("q", "k", "v", "mask", "o", "lse", "log_sum", "g", "grad_lse", "dq", "dk", "dv")
 _ZERO_FIRST = ("arrived",)  # fields whose memory holds zeros when the launches begin
 
 
 Moves = tuple[tuple[str, int, int], ...]
+Like = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]  # shape, strides and dtype of a tensor
 
 
 class Loaded(NamedTuple):
@@ -32,24 +36,31 @@ class Repeat(NamedTuple):
     """Launches that can be queued again.
 
     Attributes:
+        queue: queues them with other parameters.
         loaded: they, as they were queued.
         moves: for each of them (field, place, bytes): the field holds the address at this place, and so many bytes
-            more. The places are those of the tensors given to :meth:`of`, and behind them that of the memory between
-            the launches. None: its parameters are those of the launch before.
+            more. The places are those of the tensors given to :meth:`of`, of the results, and behind them that of the
+            memory between the launches. None: its parameters are those of the launch before.
+        results: what the results are like; None = it is not wanted.
         scratch_bytes: memory between the launches; zeroed: the ranges of it that hold zeros at first.
     """
 
+    queue: Callable[[Sequence[Loaded], Sequence[Params]], None]
     loaded: tuple[Loaded, ...]
     moves: tuple[Moves | None, ...]
+    results: tuple[Like | None, ...]
     scratch_bytes: int
     zeroed: tuple[tuple[int, int], ...]
 
     @staticmethod
-    def of(loaded: Sequence[Loaded], given: Mapping[str, Tensor | None]) -> Repeat:
-        """Make it from launches that have been queued; ``given``: the tensors of the call by the fields of their
-        addresses. All other addresses must be those of memory that a launch keeps, and whose content no other code
-        has made."""
-        places = {name: place for place, name in enumerate(given)}
+    def of(
+        queue: Any, loaded: Sequence[Loaded], given: Sequence[Tensor | None], results: Sequence[Tensor | None]
+    ) -> Repeat:
+        """Make it from launches that have been queued by ``queue``, and the tensors of their fields, in the order of
+        _FIELDS. All other addresses must be those of memory that a launch keeps, and whose content no other code has
+        made."""
+        tensors = dict(zip(_FIELDS, (*given, *results)))
+        places = {name: place for place, name in enumerate(tensors)}
         begins: dict[int, int] = {}  # of scratch tensors, by their address
         before: Any = None
         moves: list[Moves | None] = []
@@ -58,7 +69,7 @@ class Repeat(NamedTuple):
             own = []
             for name, address in _addresses(launch.params):
                 if name in places:
-                    own.append((name, places[name], address - _address(given[name])))
+                    own.append((name, places[name], address - _address(tensors[name])))
                     continue
                 tensor = next(t for t in launch.keep if 0 <= address - t.data_ptr() < t.nbytes)
                 if tensor.data_ptr() not in begins:
@@ -71,21 +82,21 @@ class Repeat(NamedTuple):
             moves.append(None if is_same else tuple(own))
             before = params
         bare = tuple(each._replace(launch=each.launch._replace(keep=())) for each in loaded)
-        return Repeat(bare, tuple(moves), size, tuple(zeroed))
+        like = tuple(None if t is None else (tuple(t.shape), t.stride(), t.dtype) for t in results)
+        return Repeat(queue, bare, tuple(moves), like, size, tuple(zeroed))
 
-    def parameters(
-        self, tensors: Sequence[Tensor | None], numbers: Mapping[str, int]
-    ) -> tuple[list[Params], Tensor | None]:
-        """The parameters of each launch, and the memory that must live until all are queued.
+    def again(self, given: Sequence[Tensor | None], numbers: Mapping[str, int]) -> list[Tensor | None]:
+        """Queue the launches for other tensors, and return their results.
 
         Args:
-            tensors: in the order in which they were given.
+            given: tensors like those of :meth:`of`, in their order, the first of them not None.
             numbers: fields that have other values now.
         """
-        addresses, scratch = list(map(_address, tensors)), None
+        first: Any = given[0]
+        results = [None if r is None else first.new_empty_strided(r[0], r[1], dtype=r[2]) for r in self.results]
+        addresses = [0 if t is None else t.data_ptr() for t in (*given, *results)]
         if self.scratch_bytes:
-            assert tensors[0] is not None
-            scratch = tensors[0].new_empty(self.scratch_bytes, dtype=torch.uint8)
+            scratch = first.new_empty(self.scratch_bytes, dtype=torch.uint8)  # lives until all is queued
             addresses.append(scratch.data_ptr())
             for begin, end in self.zeroed:
                 scratch[begin:end].zero_()
@@ -100,7 +111,24 @@ class Repeat(NamedTuple):
             for name, number in numbers.items():
                 setattr(params, name, number)
             found.append(params)
-        return found, scratch
+        self.queue(self.loaded, found)
+        return results
+
+
+class Repeats(dict[Any, Repeat]):
+    """The launches of calls of one kind that are kept, by what is asked of them: whether a forward pass is to return
+    lse, and what gradients need; of a backward pass the strides of what it is given."""
+
+    @staticmethod
+    def strides(given: Sequence[Tensor | None]) -> tuple[Any, ...]:
+        return tuple([None if t is None else t.stride() for t in given])
+
+    def again(
+        self, asked: Any, given: Sequence[Tensor | None], numbers: Mapping[str, int] = MappingProxyType({})
+    ) -> list[Tensor | None] | None:
+        """:meth:`.Repeat.again`, or None where nothing is kept for what is asked."""
+        repeat = self.get(asked)
+        return None if repeat is None else repeat.again(given, numbers)
 
 
 def _address(tensor: Tensor | None) -> int:

@@ -8,12 +8,11 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from ...call import AttentionCall
 from ...config import RouteUnavailable, cache_folder
@@ -27,7 +26,7 @@ from ..code.source import digest
 from ..gpu import gpu_runtime_of
 from ..gpu.runtime import REFUSED_IMAGE, CompileError, Driver, DriverError, GpuRuntime
 from ..launch import Launch
-from ..launch.repeat import Loaded, Repeat
+from ..launch.repeat import Loaded
 from . import verify
 
 log = logging.getLogger("pascal_attn")
@@ -294,16 +293,11 @@ class Kernels:
             for launch, handle in zip(launches, handles)
             for part in parts(launch, self.work_per_launch)
         ]
-        self._queue(loaded, [each.launch.params for each in loaded])
+        self.queue(loaded, [each.launch.params for each in loaded])
         return loaded
 
-    def run_again(self, repeat: Repeat, tensors: Sequence[Tensor | None], numbers: Mapping[str, int]) -> None:
-        """Queue launches once more with these tensors, as :meth:`run`; see :meth:`.Repeat.parameters`."""
-        params, scratch = repeat.parameters(tensors, numbers)
-        self._queue(repeat.loaded, params)
-        del scratch  # now that all is queued
-
-    def _queue(self, loaded: Sequence[Loaded], params: Sequence[Params]) -> None:
+    def queue(self, loaded: Sequence[Loaded], params: Sequence[Params]) -> None:
+        """Queue what :meth:`run` has returned, with these parameters; see there."""
         driver, stream = self.driver, self.driver.stream(self.index)
         with driver.on(self.index):
             for (launch, handle, shared_bytes), own in zip(loaded, params):
