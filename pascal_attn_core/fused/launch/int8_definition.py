@@ -61,7 +61,7 @@ def compute(call: AttentionCall, out: Tensor, lse: Tensor | None = None, arch: s
 def pack(call: AttentionCall, view: View, table_dim: int, tile_keys: int) -> Words:
     """Q, K and V in 8 bits, with ``table_dim`` channels and the keys in tiles of ``tile_keys``."""
     query, keys, values = (t.float() for t in view[:3])
-    mean_key, mean_value = (t.mean(dim=-2, dtype=torch.float32) for t in view[1:3])
+    mean_key, mean_value = shifts(call, view, table_dim)
     count = call.seq_len_kv
 
     def rotated(x: Tensor) -> Tensor:
@@ -88,6 +88,41 @@ def pack(call: AttentionCall, view: View, table_dim: int, tile_keys: int) -> Wor
         mean_value,
         _mean_scores(query, mean_key.repeat_interleave(call.groups, dim=1)) * _float32(call.scale),
     )
+
+
+def shifts(call: AttentionCall, view: View, table_dim: int) -> tuple[Tensor, Tensor]:
+    """What is subtracted from each key, ``[B, Hkv, D]``, and from each value, ``[B, Hkv, Dv]``, in float32: their means
+    over the keys that some row may look at.
+
+    The second is moved by up to half a step of 8 bits, so that the value of one key has no rounding error: the key with
+    the highest score of the mean query. An attention sink has nearly all of the weight and often a small value; its own
+    rounding error, which is that of the mean, would be larger than the output."""
+    live = _live_keys(call, view)
+    if live is None:
+        mean_key, mean_value = (t.mean(dim=-2, dtype=torch.float32) for t in view[1:3])
+    else:
+        shares = live / live.sum(dim=-1, keepdim=True).clamp_min(1)
+        mean_key, mean_value = ((shares[..., None, :] @ t.float()).squeeze(-2) for t in view[1:3])
+    mean_query = view.query.unflatten(1, (-1, call.groups)).mean(dim=(2, 3), dtype=torch.float32)
+    scores = (view.key.float() @ mean_query[..., None]).squeeze(-1)
+    top = (scores if live is None else scores.masked_fill(~live, -math.inf)).argmax(dim=-1)
+    own = view.value.take_along_dim(top[..., None, None], dim=2).squeeze(2).float()
+    wide = _rotated(torch.nn.functional.pad(mean_value - own, (0, table_dim - own.shape[-1])))
+    scale = wide.abs().amax(dim=-1, keepdim=True).clamp_min(LEAST_SCALE) / 127
+    return mean_key, own + _rotated(torch.round(wide / scale) * scale)[..., : own.shape[-1]]
+
+
+def _live_keys(call: AttentionCall, view: View) -> Tensor | None:
+    """Which keys some row of a group of heads may look at, bool ``[B or 1, Hkv or 1, S]``; None: all."""
+    low, high = band_of(call)
+    keys = torch.arange(call.seq_len_kv, device=view.key.device)
+    live = ((keys >= low) & (keys < call.seq_len_q + high))[None, None]
+    if view.mask is None:
+        return live if low > 0 or call.seq_len_q + high < call.seq_len_kv else None
+    once = view.mask[tuple(slice(1 if step == 0 else None) for step in view.mask.stride()[:3])].any(dim=-2)
+    if once.shape[1] > 1:
+        once = once.unflatten(1, (-1, call.groups)).any(dim=2)
+    return live & once
 
 
 def _attend(call: AttentionCall, view: View, words: Words, geometry: Geometry | AmdGeometry) -> tuple[Tensor, Tensor]:
