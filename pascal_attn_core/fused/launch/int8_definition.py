@@ -138,7 +138,9 @@ def _attend(call: AttentionCall, view: View, words: Words, geometry: Geometry | 
         scores = words.q @ k[..., tile, :].mT + MAGIC  # exact, as the products below: whole numbers below 2**24
         scores = fma(scores, b[..., None, tile], -MAGIC * b[..., None, tile])
         scores = fma(scores, words.q_scales[..., None], logs[..., None, tile])
-        scores = scores.masked_fill(~_allowed(call, view, first, cols), -math.inf)
+        allowed = _allowed(call, view, first, cols)
+        reads = _of_blocks(allowed.any(dim=-1, keepdim=True), geometry.rows)
+        scores = scores.masked_fill(~allowed, -math.inf)
         top = scores.nan_to_num(_float32(LOWEST), math.inf, -math.inf).amax(dim=-1).clamp_min(_float32(LOWEST))
         rises = top > top_run + SLACK
         fade = torch.where(rises, exp2(top_run - top), 1.0)
@@ -146,9 +148,9 @@ def _attend(call: AttentionCall, view: View, words: Words, geometry: Geometry | 
         parts, sums = parts * fade[..., None], sums * fade[..., None]
         weight = exp2(top - top_run)[..., None]
         probs = exp2(scores - top[..., None])
-        parts = fma(_of_threads(probs, inverses[..., tile], tx), weight, parts)
+        parts = torch.where(reads, fma(_of_threads(probs, inverses[..., tile], tx), weight, parts), parts)
         codes = torch.round(probs.double() * LARGEST).float().nan_to_num(0.0)
-        sums = fma(codes @ v[..., tile, :], weight, sums)
+        sums = torch.where(reads, fma(codes @ v[..., tile, :], weight, sums), sums)
     while parts.shape[-1] > 1:
         parts = parts[..., 0::2] + parts[..., 1::2]
     is_empty, total = parts == 0, parts[..., 0]
@@ -170,6 +172,12 @@ def _allowed(call: AttentionCall, view: View, first: int, cols: int) -> Tensor:
         return allowed
     mask = view.mask[..., first : first + cols]
     return allowed & torch.nn.functional.pad(mask, (0, cols - mask.shape[-1]))
+
+
+def _of_blocks(seen: Tensor, rows: int) -> Tensor:
+    """Whether a block reads a tile: where one of its ``rows`` sees a key of it, bool as ``seen`` ``[..., L, 1]``."""
+    blocks = torch.nn.functional.pad(seen, (0, 0, 0, -seen.shape[-2] % rows)).unflatten(-2, (-1, rows))
+    return blocks.any(dim=-2, keepdim=True).expand_as(blocks).flatten(-3, -2)[..., : seen.shape[-2], :]
 
 
 def _of_threads(probs: Tensor, inverses: Tensor, tx: int) -> Tensor:

@@ -322,6 +322,20 @@ def test_what_is_not_finite_reaches_the_rows_that_depend_on_it(which: int, numbe
     assert rows[0, 0].sum() == (69 if which == 0 else 0)
 
 
+@pytest.mark.parametrize("which", [1, 2])
+def test_what_is_not_finite_does_not_reach_blocks_of_rows_without_a_key(which: int) -> None:
+    torch.manual_seed(1)
+    inputs = [torch.randn(1, 2, n, 64) for n in (300, 150, 150)]
+    inputs[which] = _with(inputs[which], math.nan)
+    mask = (torch.arange(300)[:, None] < 100).expand(1, 1, 300, 150)
+    call = check_call(*inputs, mask)
+    out, lse = found = emulated(call)
+    assert same_bits(found, defined(call))
+    assert out[0, 0, :100].isnan().all()
+    assert not out[0, :, 128:].any()
+    assert lse[0, :, 128:].eq(-math.inf).all()
+
+
 @pytest.mark.parametrize("text", ["PA_BC=256", "PA_D=512"])
 def test_tiles_whose_sums_would_not_fit_are_refused_by_the_source(text: str) -> None:
     name, size = text.split("=")
