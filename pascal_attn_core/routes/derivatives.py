@@ -155,7 +155,7 @@ class RouteFunction(_Derivable):
     def backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None, *_: None) -> Any:
         kept, given, wants = ctx.saved_tensors, ctx.given, ctx.needs_input_grad[3:5]
         is_batched = torch._C._functorch.is_legacy_batchedtensor
-        if any(is_batched(t) for t in (grad_out, grad_lse) if t is not None):
+        if any([t is not None and is_batched(t) for t in (grad_out, grad_lse)]):
             raise RuntimeError("many gradients at once must be taken by torch.func.vmap, got is_grads_batched=True")
         grad_out = torch.zeros_like(kept[5]) if grad_out is None else grad_out
         is_first = not (torch.is_grad_enabled() or order_of_transforms())
