@@ -241,10 +241,8 @@ class DirectionFunction(_Derivable):
         call, saved, outer = given.of(*tensors[:5]), _saved(given, tensors), _resolved(tensors[14:])
         if call.has_bias and saved.log_sum is None and saved.lse is not None:
             saved = saved._replace(log_sum=torch.zeros_like(saved.lse))  # as in run.gradients
-        along, wanted = (
-            call.with_tensors(*_resolved(tensors[9:14])),
-            None if outer[0] is None else Wanted(*outer, *wants),
-        )
+        along = call.with_tensors(*_resolved(tensors[9:14]))
+        wanted = None if outer[0] is None else Wanted(*outer, *wants)
         with without_autocast(call.query):
             return routes["tiled"].along(call, given.config, wanted, saved=saved, along=along)
 
@@ -285,7 +283,7 @@ def differentiable(out: Tensor, config: AttentionConfig) -> Tensor:
 
 @functools.lru_cache(maxsize=64)
 def _hooks(token: str) -> dict[int, Any]:
-    """The hook of all outputs of calls with the config of this token: one is made in no time."""
+    """The hook of all outputs of calls with the config of this token, which are too many to make one for each."""
     return {0: functools.partial(_before_gradients, AttentionConfig.from_token(token))}
 
 
@@ -295,7 +293,6 @@ def _before_gradients(config: AttentionConfig, grad: Tensor) -> None:
     node: Any = torch._C._current_autograd_node()
     while node is not None and not hasattr(node, "_saved_query"):  # a view or a slice of its output
         node = node.next_functions[0][0] if node.next_functions else None
-
     if node is None or node._saved_dropout_p:  # only torch's kernel knows its coins
         return
 
