@@ -372,7 +372,7 @@ class Table:
 
 def test_bytes_are_remembered_for_a_method_and_what_it_reads() -> None:
     few, many = (
-        measure(flex_attention, *inputs(tokens=700), Table(size).score_mod, config=SMALL_TILES).extra_bytes
+        measure(flex_attention, *inputs(tokens=400), Table(size).score_mod, config=SMALL_TILES).extra_bytes
         for size in (1, 64)
     )
     assert max(few, many) <= 6 << 20
