@@ -51,12 +51,12 @@ for _ in range(3):
 
 def test_only_one_module_asks_cuda_for_properties_and_one_reads_the_environment() -> None:
     def users(attribute: str) -> set[str]:
-        return {
-            path.relative_to(ROOT).as_posix()
-            for path in ROOT.rglob("*.py")
-            for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
-            if isinstance(node, ast.Attribute) and node.attr == attribute
+        texts = {path: path.read_text(encoding="utf-8") for path in ROOT.rglob("*.py")}
+        trees = {path: ast.walk(ast.parse(text)) for path, text in texts.items() if attribute in text}
+        named = {
+            path: {node.attr for node in nodes if isinstance(node, ast.Attribute)} for path, nodes in trees.items()
         }
+        return {path.relative_to(ROOT).as_posix() for path, names in named.items() if attribute in names}
 
     assert users("get_device_properties") == {"machine/device.py"}
     assert users("environ") == {"config.py", "cli/demo/__init__.py"}  # the demo silences other libraries

@@ -53,7 +53,7 @@ def _three_calls(module: Any, grad: bool, x: Tensor) -> list[list[Any]]:
     return [*found, [torch.rand(2), random.random(), np.random.rand()]]
 
 
-@pytest.mark.parametrize(("batch", "grad"), [(2, False), (2, True), (1, False)], ids=str)
+@pytest.mark.parametrize(("batch", "grad"), [(1, False), (2, True)], ids=str)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_results_gradients_and_state_are_those_without_us(case: Case, batch: int, grad: bool) -> None:
     torch.manual_seed(0)

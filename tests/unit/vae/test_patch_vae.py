@@ -326,7 +326,7 @@ def test_out_of_memory_anywhere_means_fewer_rows() -> None:
         with OutOfMemory(0) as counter:
             vae.decode(z)
         assert counter.count > 300
-        retried, places = 0, range(1, counter.count + 1, counter.count // times(5))
+        retried, places = 0, range(1, counter.count + 1, counter.count // times(15))
         for place in places:
             with OutOfMemory(place):
                 got = vae.decode(z).sample
@@ -385,17 +385,14 @@ def test_the_budget_is_kept() -> None:
     z = latent(1, 4, 48, 96)
     with PeakMemory() as whole:
         wanted = vae.decode(z).sample
-    for budget in (1.0, 2.0):
-        with patch_vae(vae, keep="host", budget_mib=budget) as patch:
-            vae.decode(z)  # proven
-            with PeakMemory() as peak:
-                got = vae.decode(z).sample
-        assert_close(got, wanted)
-        out = got.nbytes / 2**20
-        assert peak.peak_mib <= budget + out + 0.1
-        assert peak.peak_mib < 0.4 * whole.peak_mib
-        figures = patch.report().calls[-1].figures
-        assert figures.host_bytes < 1.1 * whole.peak_bytes
+    with patch_vae(vae, keep="host", budget_mib=1.0) as patch:
+        vae.decode(z)  # proven
+        with PeakMemory() as peak:
+            got = vae.decode(z).sample
+    assert_close(got, wanted)
+    assert peak.peak_mib <= 1.0 + got.nbytes / 2**20 + 0.1
+    assert peak.peak_mib < 0.4 * whole.peak_mib
+    assert patch.report().calls[-1].figures.host_bytes < 1.1 * whole.peak_bytes
 
 
 def test_a_pipeline_decodes_in_bands() -> None:
