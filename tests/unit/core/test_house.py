@@ -53,10 +53,11 @@ def test_only_one_module_asks_cuda_for_properties_and_one_reads_the_environment(
     def users(attribute: str) -> set[str]:
         texts = {path: path.read_text(encoding="utf-8") for path in ROOT.rglob("*.py")}
         trees = {path: ast.walk(ast.parse(text)) for path, text in texts.items() if attribute in text}
-        named = {
-            path: {node.attr for node in nodes if isinstance(node, ast.Attribute)} for path, nodes in trees.items()
+        return {
+            path.relative_to(ROOT).as_posix()
+            for path, nodes in trees.items()
+            if any(isinstance(node, ast.Attribute) and node.attr == attribute for node in nodes)
         }
-        return {path.relative_to(ROOT).as_posix() for path, names in named.items() if attribute in names}
 
     assert users("get_device_properties") == {"machine/device.py"}
     assert users("environ") == {"config.py", "cli/demo/__init__.py"}  # the demo silences other libraries
