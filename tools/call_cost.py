@@ -166,14 +166,15 @@ def _switched(out: Tensor) -> Iterator[None]:
 
 
 def in_slices(count: int = 4) -> Iterator[Case]:
-    """A feed-forward module in slices, beyond one call of its own for each, and one more."""
+    """A feed-forward module in slices, beyond one call of its own on each, and one more."""
     model = nn.ModuleDict({"ff": nn.Sequential(nn.Linear(32, 128), nn.GELU(), nn.Linear(128, 32))}).requires_grad_(
         False
     )
-    x, beside = torch.randn(1, 64, 32), copy.deepcopy(model["ff"])
+    x, beside = torch.randn(1, 16 * count, 32), copy.deepcopy(model["ff"])
+    part = x[:, :16]
     patch_ffn(model, num_chunks=count, min_tokens=2, include="ff")
     run: Run = functools.partial(model["ff"], x)
-    yield Case(f"feed-forward in {count} slices", run, lambda: [beside(x) for _ in range(count + 1)])
+    yield Case(f"feed-forward in {count} slices", run, lambda: [beside(part) for _ in range(count + 1)])
 
 
 def in_comfyui() -> Iterator[Case]:

@@ -55,18 +55,28 @@ class Slicing(NamedTuple):
     fits: float = 0.0  # it is whole as long as these bytes fit the budget
 
 
+class Proven(NamedTuple):
+    """A kind of call that ran in slices, of a module of known code: the state of the module (:func:`.known.state_of`),
+    and what :func:`decide` was given."""
+
+    state: list[Any]
+    peak: float
+    of_output: int
+
+
 @dataclass(eq=False)
 class FfnSite:
     """A module under one patch."""
 
     settings: FfnSettings
     plans: dict[Any, Slicing] = field(default_factory=dict)  # of calls that run whole, by kind
+    proven: dict[Any, Proven] = field(default_factory=dict)  # of calls that need not be noted again, by kind
     used: dict[Any, Slicing] = field(default_factory=dict)  # of all calls since the report was reset
     sliced: weakref.ref[Any] | None = None  # its replacement forward, which holds the module
 
 
 def kind_of_call(module: nn.Module, x: Tensor, arguments: int) -> tuple:
-    """Return the kind of call for which a plan to run whole holds. This is cheap, since every call computes it."""
+    """Return the kind of call for which a plan holds. This is cheap, since every call computes it."""
     casts = x.device.type != "meta" and torch.is_autocast_enabled(x.device.type)
     return x.shape, x.dtype, x.device, casts, arguments, module.training, torch.is_grad_enabled(), x.requires_grad
 
