@@ -4,10 +4,10 @@
 
     patch = patch_flex_attention()       # torch's own functions become these, whoever has imported them
 
-A block that the mask skips is not visited, one that it leaves whole is not asked for again, ``score_mod`` sees one
-tile of scores at a time. Gradients go through ``score_mod``, to the tensors that it reads as well. torch's own needs
-Triton; where there is none, or without ``torch.compile``, it stores the whole score matrix, and its
-``create_block_mask`` stores some matrices of that size on every device.
+A block that the mask skips is not visited, one that it leaves whole is not asked for again, and ``score_mod`` sees one
+tile of scores at a time. Gradients go through ``score_mod``, to the tensors that it reads as well. Without Triton, or
+without ``torch.compile``, torch's own functions store the whole score matrix. Their ``create_block_mask`` stores some
+matrices of that size on every device.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Functions of a model's modules, replaced for one clone of its ComfyUI patcher.
 
-Object patches, not injections: ComfyUI takes object patches out whenever it loads another clone of the model, even if
-the patched one has been forgotten meanwhile (its backup belongs to all clones); an injection of a forgotten clone
-stays in the model for good.
+Object patches, not injections: an injection of a forgotten clone stays in the model for good. ComfyUI takes object
+patches out whenever it loads another clone of the model, since their backup belongs to all clones.
 """
 
 from __future__ import annotations
