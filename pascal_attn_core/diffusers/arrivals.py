@@ -1,7 +1,7 @@
 """Attention modules that are added to a model after ours was set on it.
 
-Pipelines rebuild parts of their models: FreeNoise of AnimateDiff builds the temporal blocks a second time, an
-IP-Adapter brings attention of its own. torch calls a hook whenever a module is assigned to another, so no forward,
+Pipelines rebuild parts of their models. FreeNoise of AnimateDiff builds the temporal blocks a second time; an
+IP-Adapter brings attention of its own. Since torch calls a hook whenever a module is assigned to another, no forward,
 compiled or not, has to look for new modules. The hook exists only while some module is redirected.
 """
 

@@ -102,10 +102,11 @@ def _attend_in_parallel(
     _parallel_config: Any,
     **operators: Any,
 ) -> Tensor:
-    """Takes the place of diffusers' ``_templated_context_parallel_attention``, with what ``enable_parallelism`` has set
-    up. diffusers' templates gather the keys of all processes before a ring begins, take no causal rule and no GQA, need
-    a backend that returns lse, and apply this process's part of a mask to the keys of every other. Here the keys
-    travel, and masks are gathered.
+    """Takes the place of diffusers' ``_templated_context_parallel_attention``.
+
+    It goes by what ``enable_parallelism`` has set up. The templates of diffusers gather the keys of all processes
+    before a ring begins. They take no causal rule and no GQA, need a backend that returns lse, and apply this process's
+    part of a mask to the keys of every other. Here the keys travel, and masks are gathered.
 
     Args:
         query: ``[B, L, Hq, D]``, this process's tokens; key ``[B, S, Hkv, D]``; value ``[B, S, Hkv, Dv]``.

@@ -72,13 +72,9 @@ class SlicedForward(ReplacedForward):
         if not plan.sizes:
             return None
         site.used[key] = plan
-        names = list(kwargs)
-
-        def of_slice(_: int, part: Tensor) -> Tensor:
-            return self.whole(*([] if names else [as_whole(part)]), **{name: as_whole(part) for name in names})
-
+        whole = self.whole if not kwargs else lambda part: self.whole(**dict.fromkeys(kwargs, part))
         try:
-            return run_slices(of_slice, [x], plan.sizes, recompute=False)
+            return run_slices(lambda _, part: whole(as_whole(part)), [x], plan.sizes, recompute=False)
         except RuntimeError as error:
             if is_out_of_memory(error):
                 raise

@@ -112,18 +112,20 @@ def run_slices(of_slice: Callable, tensors: Sequence[Tensor], sizes: Sequence[in
         recompute: with gradients: a slice saves only its input, and is computed again in the backward pass.
     """
     outs: list[Tensor] = []
-    start = 0
-    for parts in zip(*(tensor.split(list(sizes), dim=-2) for tensor in tensors)):
+    start, places = 0, tuple[Tensor, ...]()
+    for number, parts in enumerate(zip(*(torch.split_with_sizes(tensor, sizes, -2) for tensor in tensors))):
         if recompute:
             outs.append(checkpoint(of_slice, start, *parts, use_reentrant=False, preserve_rng_state=False))
             if outs[-1].requires_grad:
                 outs[-1].register_hook(Tensor.contiguous)  # backward passes may take views of it
         else:
             out = of_slice(start, *parts)
-            outs = outs or [out.new_empty((*tensors[0].shape[:-1], out.shape[-1]))]
-            outs[0].narrow(-2, start, out.shape[-2]).copy_(out)
+            if not outs:
+                outs.append(out.new_empty((*tensors[0].shape[:-1], out.shape[-1])))
+                places = torch.split_with_sizes(outs[0], sizes, -2)
+            places[number].copy_(out)
             del out  # before the next one is made
-        start += parts[0].shape[-2]
+        start += sizes[number]
     return torch.cat(outs, dim=-2) if recompute else outs[0]
 
 
