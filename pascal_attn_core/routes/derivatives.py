@@ -172,7 +172,8 @@ class RouteFunction(_Derivable):
     @classmethod
     def setup_context(cls, ctx: Any, inputs: tuple, output: Any) -> None:
         cls.keep(ctx, (*inputs[:5], *output, *inputs[6:]), inputs[5])
-        ctx.mark_non_differentiable(*(t for t in output[2:] if t is not None))
+        if numbers := [t for t in output[2:] if t is not None]:
+            ctx.mark_non_differentiable(*numbers)
 
     @_also_of_many
     def backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None, *_: None) -> Any:
