@@ -33,8 +33,8 @@ from torch import nn
 from ..config import AttentionConfig, config_of, log_once
 from ..patching.interception import SDPA_NAME, TORCH_SDPA
 from ..patching.patch import OFF, ON, REFUSED, NothingToPatch, Patch, PatchGroup, PatchReport, State, replaced
-from . import arrivals, processors, sites
-from .modules import lasting_redirect, redirect_module, release_module, set_lasting_redirect
+from . import processors, sites
+from .modules import lasting_redirect, redirect_module, redirected, release_module, set_lasting_redirect
 from .processors import RedirectedProcessor, redirect_processor
 from .redirect import SdpaRedirect, redirects_of
 from .sites import computes_attention, counted, left_alone, models_of, processor_of, sites_of
@@ -62,9 +62,10 @@ class PascalAttnProcessor(RedirectedProcessor):
     attention is left alone.
 
     It stays until it is taken off. Any processor that is set while it is on, by you, by a pipeline or by
-    ``load_ip_adapter`` and the like, is wrapped: its own code runs, with our attention inside. Attention modules that a
-    pipeline rebuilds are redirected too. Three things take it off: setting ``None``, which restores the processor that
-    it runs; setting that same object, saved from ``model.attn_processors`` earlier; and :func:`uninstall`.
+    ``load_ip_adapter`` and the like, is wrapped: its own code runs, with our attention inside. Attention modules that
+    are added to the model later have none; set it again. Three things take it off: setting ``None``, which restores
+    the processor that it runs; setting that same object, saved from ``model.attn_processors`` earlier; and
+    :func:`uninstall`.
 
     Args:
         config: how to compute; None = the default.
@@ -118,8 +119,8 @@ def patch_attention(pipe_or_model: Any, config: AttentionConfig | None = None) -
 
     For a pipeline it covers all components that are diffusers models (unet, transformer, vae, controlnet ...), not the
     text encoders of Transformers. Processors stay the same objects; those set while the patch is in force are
-    redirected too, as are blocks that a pipeline rebuilds. Patches may be removed in any order; if there are several,
-    the newest applies. A :class:`PascalAttnProcessor` set on a module takes precedence over a patch.
+    redirected too. Patches may be removed in any order; if there are several, the newest applies. A
+    :class:`PascalAttnProcessor` set on a module takes precedence over a patch.
 
     Args:
         pipe_or_model: a ``DiffusionPipeline``, a ``ModularPipeline`` or any ``torch.nn.Module``.
@@ -140,14 +141,7 @@ def patch_attention(pipe_or_model: Any, config: AttentionConfig | None = None) -
         for module in places.values():
             redirect_module(module, redirect)
             group.add(functools.partial(release_module, module, redirect))
-
-    def undo() -> list[str]:
-        sentences = group._undo_all()
-        for module in (module for model in models.values() for module in model.modules()):
-            sentences += release_module(module, redirect)  # modules that were added since
-        return sentences
-
-    return PipelinePatch(group.name, undo, list(places), left_alone(models))
+    return PipelinePatch(group.name, group._undo_all, list(places), left_alone(models))
 
 
 def patch_pipeline(pipe_or_model: Any, config: AttentionConfig | None = None, *, eight_bit: bool = False) -> WholePatch:
@@ -212,7 +206,6 @@ def _install(group: PatchGroup) -> None:
     for cls in (_diffusers.ModelMixin, *mixins):
         if hasattr(cls, "set_attention_backend"):
             group.add(replaced(cls, "set_attention_backend", _warns(cls.set_attention_backend)))
-    arrivals.serve_arrivals(_serve)
     group.add(_take_off_everywhere)
 
 
@@ -222,7 +215,7 @@ def _classes(module: Any, *names: str) -> list[Any]:
 
 
 def _take_off_everywhere() -> list[str]:
-    for module in arrivals.stop():
+    for module in list(redirected):
         _assign(module, None)
     return []
 
@@ -308,16 +301,6 @@ def _assign(module: Any, processor: Any) -> None:
     if processor is not None and processor is not current:
         module.processor = processor
     set_lasting_redirect(module, redirect)
-
-
-def _serve(module: nn.Module, redirect: SdpaRedirect) -> None:
-    """Redirect an attention module that was added to a model as the ones around it are."""
-    if not redirect.lasting:
-        redirect_module(module, redirect)
-        return
-    processor = PascalAttnProcessor()
-    processor._redirect = redirect
-    _assign(module, processor)
 
 
 def _bound(processor: PascalAttnProcessor, attn: nn.Module) -> Any:
