@@ -32,14 +32,14 @@ from torch import nn
 
 from ..config import AttentionConfig, config_of, log_once
 from ..patching.interception import SDPA_NAME, TORCH_SDPA
-from ..patching.patch import OFF, ON, REFUSED, NothingToPatch, Patch, PatchGroup, PatchReport, State, replaced
+from ..patching.patch import NothingToPatch, Patch, PatchGroup, replaced
 from . import processors, sites
 from .modules import lasting_redirect, redirect_module, redirected, release_module, set_lasting_redirect
 from .processors import RedirectedProcessor, redirect_processor
 from .redirect import SdpaRedirect, redirects_of
 from .sites import computes_attention, counted, left_alone, models_of, processor_of, sites_of
 
-__all__ = ["PascalAttnProcessor", "PipelinePatch", "install", "patch_attention", "patch_pipeline", "uninstall"]
+__all__ = ["PascalAttnProcessor", "install", "patch_attention", "patch_pipeline", "uninstall"]
 
 if TYPE_CHECKING:
     from .pipeline import WholePatch
@@ -97,24 +97,7 @@ class PascalAttnProcessor(RedirectedProcessor):
         return f"<PascalAttnProcessor{inner}, config={self.config}>"
 
 
-class PipelinePatch(Patch):
-    """The Patch of :func:`patch_attention`: ``report()`` has the attention modules that are on, and those that are left
-    alone with the reason, such as ``"SanaLinearAttnProcessor2_0: linear attention"``."""
-
-    def __init__(self, name: str, undo: Callable[[], list[str] | None], sites: list[str], left: dict[str, str]):
-        super().__init__(name, undo, sites=len(sites))
-        self._sites, self._left = sites, left
-        if left:
-            log.info("%s: left alone: %s", name, "; ".join(counted(left.values())))
-
-    def report(self) -> PatchReport:
-        """The state of each attention module."""
-        now = ON if self.active else OFF
-        refused = [State(name, REFUSED, why) for name, why in self._left.items()]
-        return PatchReport([*(State(name or "(the model)", now) for name in self._sites), *refused])
-
-
-def patch_attention(pipe_or_model: Any, config: AttentionConfig | None = None) -> PipelinePatch:
+def patch_attention(pipe_or_model: Any, config: AttentionConfig | None = None) -> Patch:
     """Send every attention call of a pipeline or model through :func:`pascal_attn_core.sdpa`.
 
     For a pipeline it covers all components that are diffusers models (unet, transformer, vae, controlnet ...), not the
@@ -127,7 +110,7 @@ def patch_attention(pipe_or_model: Any, config: AttentionConfig | None = None) -
         config: how to compute; None = the default.
     Returns:
         A Patch: ``.sites`` attention modules are redirected until ``.remove()``; ``.left_alone`` names those that are
-        not.
+        not, with the reason, such as ``"SanaLinearAttnProcessor2_0: linear attention"``.
     Raises:
         TypeError: neither a pipeline nor a module.
         ValueError: it holds no attention that calls ``scaled_dot_product_attention``.
@@ -141,7 +124,10 @@ def patch_attention(pipe_or_model: Any, config: AttentionConfig | None = None) -
         for module in places.values():
             redirect_module(module, redirect)
             group.add(functools.partial(release_module, module, redirect))
-    return PipelinePatch(group.name, group._undo_all, list(places), left_alone(models))
+    left = left_alone(models)
+    if left:
+        log.info("%s: left alone: %s", group.name, "; ".join(counted(left.values())))
+    return group.patch(places=[name or "(the model)" for name in places], refused=left)
 
 
 def patch_pipeline(pipe_or_model: Any, config: AttentionConfig | None = None, *, eight_bit: bool = False) -> WholePatch:
