@@ -94,8 +94,10 @@ class CallTally(TiledStats):
 
 @dataclass(frozen=True, eq=False)
 class Sample:
-    """Some rows of one real call, enough to check them against float64: query and out ``[rows, D]`` and ``[rows,
-    Dv]`` of one head, key and value ``[S, D]`` and ``[S, Dv]`` of its key/value head, mask None or ``[rows or 1, S]``.
+    """Some rows of one real call, enough to check them against float64.
+
+    Of one head query is ``[rows, D]`` and out ``[rows, Dv]``; of its key/value head key is ``[S, D]`` and value
+    ``[S, Dv]``; mask is None or ``[rows or 1, S]``.
     """
 
     kind: CallKind

@@ -14,8 +14,8 @@ from ..reporting import gain
 
 
 class Injection:
-    """The changes of one node, for the clones of its model: two that are loaded at once on two devices each have their
-    own modules, and one that is thrown away while it is loaded takes what is in its modules with it.
+    """The changes of one node, for the clones of its model. Two clones that are loaded on two devices at once each have
+    their own modules. A clone that is thrown away while it is loaded takes what is in its modules with it.
 
     Attributes:
         key: the key of the injections and callbacks on the clones.

@@ -133,10 +133,10 @@ def patch_flash_attn(
     Args:
         replace: whether ours take the place of a real package that is installed; None = of one that cannot run on this
             machine's devices, which the log names.
-        fa3: what the functions of ``flash_attn_interface`` return where ``return_attn_probs`` is not given:
-            "out_and_lse": (out, lse), as FlashAttention-3 always did until it had that argument: Wan's own programs
-            rely on it, Transformers and diffusers accept it; "out", as FlashAttention-3 does today; None: there is no
-            such module, and programs that look for it first go on to ``flash_attn``.
+        fa3: what the functions of ``flash_attn_interface`` return where ``return_attn_probs`` is not given.
+            "out_and_lse": (out, lse), as FlashAttention-3 did before it had that argument; Wan's own programs rely on
+            it, Transformers and diffusers accept it. "out": as FlashAttention-3 does today. None: there is no such
+            module, and programs that look for it first go on to ``flash_attn``.
         around: ``around(name, function)`` gives what programs find for each attention function, called ``name`` in its
             module: for example to count the calls. If there are several installations, that of the first is used.
     Returns:

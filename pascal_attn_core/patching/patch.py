@@ -19,8 +19,8 @@ class State(NamedTuple):
 
     Attributes:
         name: qualified name of a module, or what else was changed.
-        state: "on"; "waiting" for a call; "refused": it did not pass a check; "off": it was not chosen, is not worth
-            it, or the patch has been removed; "unable": nothing can be done there, whatever it is called with.
+        state: "on"; "waiting" for a call; "refused", where a check failed; "off", where it was not chosen, is not worth
+            it, or has been removed; or "unable", where nothing can be done with any call.
         why: a reason, or "".
     """
 

@@ -136,9 +136,10 @@ def frames(
     page: str = "models",
     not_exact: list[str] | None = None,
 ) -> None:
-    """Place the nodes in columns, alike in each workflow: models, and below them nodes of ours that are not exact; our
-    others and the prompt, which has a column of its own where the memory estimate stands below it; the sampler; what
-    came out.
+    """Place the nodes in columns, alike in each workflow.
+
+    The columns are: models, and below them our nodes that are not exact; our other nodes and the prompt; the sampler;
+    what came out. Where the memory estimate stands below the prompt, the prompt has a column of its own.
 
     So narrow and low that ComfyUI, which fits a template into three quarters of the window, still draws its text. The
     page to read stands where there is room: below the ``"models"``, ``"pascal"`` or the ``"sampler"``, or in a column

@@ -63,7 +63,7 @@ def backward(
     Args:
         deterministic: see :func:`pascal_attn_core.flash_attn.flash_attn_func`.
     Returns:
-        An empty tensor, in the place of an intermediate result that callers leave alone.
+        An empty tensor, in place of an intermediate result that callers leave alone.
     """
     options, targets = _options(**given), (dq, dk, dv)
     check_layout(TOKENS if cu_seqlens_q is None else PACKED, q=q, k=k, v=v)
