@@ -226,7 +226,7 @@ class Run:
 
     @property
     def identity(self) -> tuple[str | None, ...]:
-        """What was patched how, by which node, in which prompt."""
+        """Two runs of which it is equal are one: what was patched and how, by which node, in which prompt."""
         return self.subject, self.part, self.settings, self.device, self.unique_id, self.prompt_id
 
     # ---- sums ----

@@ -60,7 +60,7 @@ def _printed(sections: Iterable[Section]) -> Iterator[str]:
 
 
 def _heads(findings: Findings) -> Iterator[Section]:
-    """What must not be missed, and what is missing and why."""
+    """Yield the alarms, then the remarks."""
     for title, texts, tone in (("WARNING", findings.alarms, "bad"), ("Note", findings.remarks, "caution")):
         if texts:
             yield Section(title, [Row("", text) for text in texts], tone)
