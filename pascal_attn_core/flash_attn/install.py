@@ -21,8 +21,9 @@ _COUNTED = ("flash_attn_", "_flash_attn_", "_wrapped_flash_attn_", "fwd", "bwd",
 # See StandIn: "." is this folder.
 _INTERFACE = (
     ".: flash_attn_func flash_attn_kvpacked_func flash_attn_qkvpacked_func flash_attn_varlen_func "
-    "flash_attn_varlen_kvpacked_func flash_attn_varlen_qkvpacked_func flash_attn_with_kvcache"
+    "flash_attn_varlen_kvpacked_func flash_attn_varlen_qkvpacked_func"
 )
+_CACHE = ".modules.absent: flash_attn_with_kvcache"
 # Without autograd.
 RAW_NAMES = ("flash_attn_forward", "flash_attn_backward", "flash_attn_varlen_forward", "flash_attn_varlen_backward")
 _RAW = ".modules.raw: " + " ".join(f"_{name}={name}" for name in RAW_NAMES)
@@ -32,9 +33,10 @@ _EINOPS = "einops: rearrange repeat"
 _FOLDERS = ("layers", "losses", "modules", "ops", "ops.triton", "utils")
 _MODULES: dict[str, tuple[str, ...]] = {
     **{f"flash_attn.{name}": () for name in _FOLDERS},
-    "flash_attn": (_INTERFACE,),
+    "flash_attn": (_INTERFACE, _CACHE),
     _INTERFACE_MODULE: (
         _INTERFACE,
+        _CACHE,
         _RAW,
         _WRAPPED,
     ),
@@ -104,9 +106,9 @@ _MODULES: dict[str, tuple[str, ...]] = {
     _TURING: (".: flash_attn_varlen_func", ".modules.turing: bwd flash_attn_func fwd varlen_bwd varlen_fwd"),
     _ROTARY: (".modules.rotary: apply_rotary=rotary_emb",),
     _FA3: (
-        ".modules.version3: flash_attn_func flash_attn_qkvpacked_func flash_attn_varlen_func flash_attn_with_kvcache "
+        ".modules.version3: flash_attn_func flash_attn_qkvpacked_func flash_attn_varlen_func "
         "_flash_attn_backward=flash_attn_backward _flash_attn_forward=flash_attn_forward",
-        ".modules.absent: flash_attn_combine get_scheduler_metadata",
+        ".modules.absent: flash_attn_combine flash_attn_with_kvcache get_scheduler_metadata",
     ),
 }
 _EAGER = ("flash_attn", _INTERFACE_MODULE, "flash_attn.bert_padding")
