@@ -198,14 +198,6 @@ def test_a_storage_older_than_the_block_is_free_unless_it_grows_and_makes_room_o
     assert peak.peak_bytes == 8000
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("follow", [True, False])
-def test_cuda_asks_its_allocator(follow):
-    with PeakMemory("cuda", follow=follow) as peak:
-        torch.ones(1 << 20, device="cuda")
-    assert peak.peak_bytes == 4 << 20
-
-
 UNIFIED = {"memory.current": "600", "memory.stat": "anon 1\ninactive_file 50"}
 FIRST = {"memory.limit_in_bytes": "1000", "memory.usage_in_bytes": "400", "memory.stat": "cache 1"}
 

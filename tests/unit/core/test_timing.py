@@ -5,7 +5,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
-from unittest.mock import Mock, call
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -16,7 +16,6 @@ from torch import Tensor
 
 from pascal_attn_core import AttentionConfig
 from pascal_attn_core.call import AttentionCall, check_call
-from pascal_attn_core.contest import timing_table
 from pascal_attn_core.fused.launch.plan import plan_call, variant_of
 from pascal_attn_core.fused.trust.kernels import KernelUnavailable
 from pascal_attn_core.machine.device import DeviceInfo
@@ -143,15 +142,6 @@ def test_a_damaged_file_is_written_again(folder: Path, damage: Callable[[str], s
     assert json.loads(file.read_text())["milliseconds"][0]["times"] == {"fused": 3.0, "torch": 4.0}
 
 
-def test_a_folder_that_cannot_be_written_costs_only_the_memory_of_it(folder: Path) -> None:
-    clock = Clock(3.0, 4.0)
-    folder.write_text("a file where the folder should be")
-    timings = _timings(folder, clock)
-    for _ in range(2):
-        assert _ask(timings) == 0.75
-    assert clock.runs == 1
-
-
 @pytest.mark.parametrize(
     ("error", "runs"),
     [
@@ -240,14 +230,3 @@ def test_a_call_too_short_to_matter_is_not_timed() -> None:
         timings = runtime_of(torch.device("cpu")).part(Timings)
     assert isinstance(timings, Timed)
     assert [call.seq_len_q for call in timings.asked] == [600]
-
-
-def test_events_are_recorded_on_the_stream_of_the_device_that_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
-    event, attempt = Mock(), Mock()
-    event.elapsed_time.return_value = 8.0
-    monkeypatch.setattr(torch.cuda, "Event", made := Mock(return_value=event))
-    monkeypatch.setattr(torch.cuda, "current_stream", str)
-    assert timing_table.milliseconds(attempt, torch.device("cuda", 1), calls=4) == 2.0
-    assert made.mock_calls == [call(enable_timing=True)] * 2
-    assert event.record.mock_calls == [call("cuda:1")] * 2
-    assert attempt.call_count == 4
