@@ -53,6 +53,14 @@ def test_outliers_in_one_branch_of_guidance_are_seen(branches: int, branch: int,
     assert wrong <= (6 if branches < 4 else 20) + since, "steps until it was seen"
 
 
+def test_outliers_in_the_smaller_branch_of_one_call_are_seen() -> None:
+    model = linear(20)
+    x = torch.cat([torch.randn(1, 80, 20) * 1000, massive(torch.randn(1, 80, 20))])
+    patch = patch_linear_int8(model, include="0", max_error=LIMIT)
+    assert error_of(model, model[0].weight, x) < LIMIT
+    assert patch.report().lines[0].state == "refused"
+
+
 def test_a_layer_above_the_limit_is_rotated_if_that_helps(caplog: pytest.LogCaptureFixture) -> None:
     model = linear(256)
     weight, x = model[0].weight.clone(), torch.randn(100, 256)
