@@ -18,7 +18,7 @@ from attn_support.flex import applied, definition, scores_of
 from attn_support.randomness import some
 from torch import Tensor
 
-from pascal_attn_core import AttentionConfig, UnsupportedAttention, patch_flex_attention, sdpa
+from pascal_attn_core import AttentionConfig, patch_flex_attention, sdpa
 from pascal_attn_core.call import check_call
 from pascal_attn_core.call.flex_rules import WINDOW, BlockRule, ScoreRule, Window, block_rule, known_of
 from pascal_attn_core.flex import create_block_mask, flex_attention
@@ -334,12 +334,6 @@ def test_a_gradient_that_cannot_be_followed_is_refused() -> None:
         flex_attention(*inputs(), hidden)
     with pytest.raises(TypeError, match="score_mod must return a tensor, got tuple"):
         flex_attention(*inputs(), lambda *given: given)
-
-
-@pytest.mark.parametrize("route", ["torch", "math"])
-def test_other_routes_say_why_not(route: str) -> None:
-    with pytest.raises(UnsupportedAttention, match="score_mod"):
-        flex_attention(*inputs(), SCORE_MODS["alibi"], config=AttentionConfig(route=route))
 
 
 @pytest.mark.parametrize(("mask", "score_mod"), some(itertools.product(["none", "window", "of heads"], SCORE_MODS), 5))

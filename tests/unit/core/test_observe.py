@@ -95,17 +95,6 @@ def test_what_the_checkpoint_raises_ends_the_call_and_the_next_is_clean() -> Non
     assert torch.equal(sdpa(query, query, query, config=TILES), expected)
 
 
-def test_torch_called_head_by_head_has_blocks_too() -> None:
-    query, key = _qkv(256, heads=8), _qkv(256, heads=2)
-    mask = torch.rand(256, 256) < 0.5
-    seen: list[tuple[int, int]] = []
-    config = AttentionConfig(route="torch", budget_mib=0.0625)
-    with between_blocks(lambda done, total: seen.append((done, total))):
-        sdpa(query, key, key, mask, enable_gqa=True, config=config)
-    assert len(seen) > 1
-    assert seen[-1] == (len(seen), len(seen))
-
-
 def test_it_is_this_threads_alone_and_nests() -> None:
     seen: list[str] = []
     query = _qkv()

@@ -111,13 +111,6 @@ def test_the_next_process_on_the_same_machine_reads_the_answer(folder: Path) -> 
     assert len(list(folder.iterdir())) == 2
 
 
-def test_what_another_process_wrote_meanwhile_stands(folder: Path) -> None:
-    slow = _timings(folder, Clock(9.0, 1.0))
-    assert slow.known == {}
-    _ask(_timings(folder, Clock(3.0, 4.0)))
-    assert _ask(slow) == 0.75
-
-
 def _with_time(time: str) -> Callable[[str], str]:
     return lambda text: text.replace('"fused": 9.0', f'"fused": {time}')
 
