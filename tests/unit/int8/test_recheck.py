@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from pascal_attn_core.int8 import patch_linear_int8
 from pascal_attn_core.int8.binding import Int8Binding
-from pascal_attn_core.int8.measure import SAMPLE_ROWS, Sample, relative_error, sample_of
+from pascal_attn_core.int8.measure import SAMPLE_ROWS, Sample, parts_of, relative_error, sample_of
 from pascal_attn_core.int8.watch import ErrorWatch
 from pascal_attn_core.reference.int8_rows import quantize_rows
 
@@ -53,12 +53,11 @@ def test_outliers_in_one_branch_of_guidance_are_seen(branches: int, branch: int,
     assert wrong <= (6 if branches < 4 else 20) + since, "steps until it was seen"
 
 
-def test_outliers_in_the_smaller_branch_of_one_call_are_seen() -> None:
-    model = linear(20)
-    x = torch.cat([torch.randn(1, 80, 20) * 1000, massive(torch.randn(1, 80, 20))])
-    patch = patch_linear_int8(model, include="0", max_error=LIMIT)
-    assert error_of(model, model[0].weight, x) < LIMIT
-    assert patch.report().lines[0].state == "refused"
+@pytest.mark.parametrize(
+    ("shape", "parts"), [((5, 9, 20), 5), ((20, 9, 20), 2), ((18, 9, 20), 6), ((160, 20), 2), ((9, 20), 3), ((20,), 1)]
+)
+def test_branches_of_guidance_in_one_call_are_judged_one_by_one(shape: tuple[int, ...], parts: int) -> None:
+    assert parts_of(torch.empty(shape)) == parts
 
 
 def test_a_layer_above_the_limit_is_rotated_if_that_helps(caplog: pytest.LogCaptureFixture) -> None:
