@@ -183,7 +183,8 @@ class Decoder(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         layers = (nn.GroupNorm(2, 8), nn.SiLU(), nn.Conv2d(8, 8, 3, padding=1))
-        self.layers = nn.Sequential(nn.Conv2d(4, 8, 3, padding=1), *layers, *copy.deepcopy(layers)).requires_grad_(False)
+        self.layers = nn.Sequential(nn.Conv2d(4, 8, 3, padding=1), *layers, *copy.deepcopy(layers))
+        self.requires_grad_(False)
 
     def decode(self, latent: Tensor) -> Tensor:
         return self.layers(latent)

@@ -190,5 +190,6 @@ class Moments:
             moments = (t.repeat_interleave(channels // self.groups, -1).flatten() for t in both)
             scales = (None if t is None else t.to(dtype).repeat(self.batch) for t in (weight, bias))
             self._per_channel = [*scales, *moments]
+        scale, shift, mean, variance = self._per_channel
         folded = piece.reshape(1, -1, *piece.shape[2:])  # each channel of each sample has a mean of its own
-        return torch.batch_norm(folded, *self._per_channel, False, 0.0, eps, True).view(piece.shape)
+        return torch.batch_norm(folded, scale, shift, mean, variance, False, 0.0, eps, True).view(piece.shape)
