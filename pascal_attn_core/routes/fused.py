@@ -411,10 +411,11 @@ def may_win(call: AttentionCall, *, as_it_came: bool) -> bool:
 
 
 def _wins_untimed(call: AttentionCall) -> bool:
-    """Whether the kernel is faster than torch's as a rule, where nothing may be timed, by times on an H200: in 0.60 to
-    0.88 of the time of torch's kernel for cards of compute capability 8.0 and newer, with a mask or a short head_dim;
-    in 0.79 to 0.94 of that for older ones (built for the H200) in float32, gradients of head_dim 64 and causal calls
-    left out."""
+    """Whether the kernel is taken to be faster than torch's where nothing may be timed, by times on an H200.
+
+    From compute capability 8.0 on it took 0.60 to 0.88 of the time of torch's kernel with a mask or a short head_dim.
+    In float32 it took 0.79 to 0.94 of the time of torch's kernel for older cards, built for the H200; gradients of
+    head_dim 64 and causal calls were slower."""
     capability = runtime_of(call.query.device).info.capability
     if capability is None or call.has_band:
         return False

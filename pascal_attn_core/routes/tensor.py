@@ -94,8 +94,8 @@ class TensorRoute(FusedRoute):
 
 
 def _wins_untimed(call: AttentionCall) -> bool:
-    """Whether the kernel is faster than torch's as a rule, where timing is switched off: it took 0.61 to 0.93 of the
-    time of torch's kernel for a T4, both built for an H200, and 1.24 to 1.40 in causal calls. Others of compute
+    """Whether the kernel is taken to be faster than torch's where timing is switched off. It took 0.61 to 0.93 of the
+    time of torch's kernel for a T4, both built for an H200, and 1.24 to 1.40 in causal calls. Other cards of compute
     capability 7.5 have no tensor cores, or may have none."""
     runtime = runtime_of(call.query.device)
     has_cores = runtime.info.capability == (7, 5) and any(word in runtime.info.name for word in ("T4", "RTX"))
